@@ -1,0 +1,86 @@
+// What an instruction-set file offers the drivers: functions and the shapes they work in.
+//
+// An operand reaches a kernel as panels of "units": a unit is the smallest run of k that one
+// multiply-add lane takes (one float, a pair of bfloat16, four int8). A panel holds `width` rows of
+// the left operand (or columns of the right one), k-major: unit (g, r) lies at g * width + r.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/dtype.h"
+
+namespace tilekern::cpu {
+
+// Part of an operand: `outer` rows of lhs or columns of rhs, `k` deep. Strides are in elements.
+struct PanelSource {
+  const void* data;
+  int64_t outer_stride;
+  int64_t k_stride;
+  int64_t outer;
+  int64_t readable;  // outer entries that exist from here on; at least `outer`
+  int64_t k;
+};
+
+// Packs `source` into panels, `panel_bytes` apart. Units past the end of k are padded with zeros.
+using PackFn = void (*)(const PanelSource& source, int64_t width, int64_t panels,
+                        int64_t panel_bytes, void* to);
+
+// tile (+)= lhs panel x rhs panel; the panels' widths are those of the kernel.
+using GemmKernel = void (*)(int64_t groups, const void* lhs, const void* rhs, void* tile,
+                            int64_t tile_stride, bool accumulate);
+
+inline constexpr int kRowSteps = 3;
+inline constexpr int kMaxVectors = 2;
+
+// A packed, register-tiled matrix product: one accumulator type and one kind of multiply-add.
+struct GemmFamily {
+  const char* name;
+  const char* instruction_set;
+  int group;             // elements of k in a unit
+  int unit_bytes;        // of a unit; an accumulator has as many
+  int lanes;             // units in a vector
+  int row_step;          // kernels exist for 1 .. kRowSteps times this many rows
+  int rhs_header_units;  // per column of an rhs panel, ahead of its units
+  int64_t k_block;       // elements of k in a panel, at most
+  GemmKernel kernel[kRowSteps][kMaxVectors];
+  PackFn pack_lhs[kNumDTypes];
+  PackFn pack_rhs[kNumDTypes];
+};
+
+inline constexpr int kMaxVectorRows = 4;
+
+// out[s, o] = sum_k small[s, k] * big[o, k] for a few s: the big operand is read once, in place.
+// `small` holds a panel of width 1 for each s, `small_stride` units apart.
+using VectorKernel = void (*)(const PanelSource& big, const void* small, int64_t small_stride,
+                              void* out, int64_t out_stride);
+
+struct VectorFamily {
+  const char* name;
+  const char* instruction_set;
+  int group;
+  int unit_bytes;
+  int lanes;
+  PackFn pack_small[kNumDTypes];
+  VectorKernel across[kNumDTypes][kMaxVectorRows];  // big operand's outer stride is 1
+  VectorKernel along[kNumDTypes][kMaxVectorRows];   // big operand's k stride is 1
+};
+
+// out (+)= a tile of accumulators, converted. Only for the accumulator's own type may it add.
+using StoreFn = void (*)(const void* tile, int64_t tile_stride, int64_t rows, int64_t cols,
+                         void* out, int64_t row_stride, int64_t col_stride, bool accumulate);
+
+// Indexed by the operand's type, and by the output's for `store`.
+struct KernelTable {
+  const GemmFamily* gemm[kNumDTypes];
+  const VectorFamily* vector[kNumDTypes];
+  StoreFn store[kNumDTypes];
+};
+
+// Each replaces the entries that it does better than the levels below it.
+void AddPortableKernels(KernelTable& table);
+void AddAvx2Kernels(KernelTable& table);
+void AddAvx512Kernels(KernelTable& table);
+void AddAvx512VnniKernels(KernelTable& table);
+void AddAvx512Bf16Kernels(KernelTable& table);
+
+}  // namespace tilekern::cpu

@@ -1,0 +1,65 @@
+// Work shared between the calling thread and XLA's pool.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <thread>
+
+namespace tilekern::cpu {
+
+// Returns once `ready()` holds, which another running thread is about to bring about.
+template <typename Ready>
+void SpinUntil(const Ready& ready) {
+  for (int spins = 0; !ready(); ++spins) {
+    if (spins > 1000) std::this_thread::yield();
+#ifdef __x86_64__
+    __builtin_ia32_pause();
+#endif
+  }
+}
+
+class Workers {
+ public:
+  using Schedule = std::function<void(std::function<void()>)>;
+
+  Workers(int64_t threads, Schedule schedule)
+      : threads_(threads < 1 ? 1 : threads), schedule_(std::move(schedule)) {}
+
+  int64_t threads() const { return threads_; }
+
+  // Calls body(0) .. body(tickets - 1), each once. Tickets are handed out in order and the caller
+  // draws them too, so a body may wait for what a lower ticket does, however busy the pool is.
+  // A body must not throw: other threads still use what the caller owns.
+  void Run(int64_t tickets, const std::function<void(int64_t)>& body) const {
+    auto job = std::make_shared<Job>(tickets, &body);
+    const int64_t helpers = (tickets < threads_ ? tickets : threads_) - 1;
+    for (int64_t i = 0; i < helpers; ++i) schedule_([job] { job->Draw(); });
+    job->Draw();
+    SpinUntil([&] { return job->done.load(std::memory_order_acquire) == tickets; });
+  }
+
+ private:
+  struct Job {
+    Job(int64_t tickets, const std::function<void(int64_t)>* body) : tickets(tickets), body(body) {}
+
+    // A helper that starts after the last ticket is drawn never touches `body`.
+    void Draw() noexcept {
+      for (int64_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tickets;) {
+        (*body)(t);
+        done.fetch_add(1, std::memory_order_release);
+      }
+    }
+
+    const int64_t tickets;
+    const std::function<void(int64_t)>* const body;
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> done{0};
+  };
+
+  const int64_t threads_;
+  const Schedule schedule_;
+};
+
+}  // namespace tilekern::cpu

@@ -1,0 +1,56 @@
+// Element types and their conversions. NVRTC has no standard headers, so nothing is included.
+#pragma once
+
+namespace tilekern {
+
+using int8 = signed char;
+using int32 = int;
+using int64 = long long;
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+
+struct bfloat16 {
+  uint16 bits;
+};
+struct float16 {
+  uint16 bits;
+};
+struct float8_e4m3fn {
+  unsigned char bits;
+};
+struct float8_e5m2 {
+  unsigned char bits;
+};
+
+template <typename A, typename B>
+inline constexpr bool kSame = false;
+template <typename A>
+inline constexpr bool kSame<A, A> = true;
+
+template <bool kCondition, typename Then, typename Else>
+struct SelectType {
+  using Type = Then;
+};
+template <typename Then, typename Else>
+struct SelectType<false, Then, Else> {
+  using Type = Else;
+};
+template <bool kCondition, typename Then, typename Else>
+using Select = typename SelectType<kCondition, Then, Else>::Type;
+
+template <typename T>
+constexpr T min_of(T a, T b) {
+  return a < b ? a : b;
+}
+template <typename T>
+constexpr T max_of(T a, T b) {
+  return a > b ? a : b;
+}
+
+constexpr int log2_of(int power_of_two) {
+  int exponent = 0;
+  while ((1 << exponent) < power_of_two) ++exponent;
+  return exponent;
+}
+
+}  // namespace tilekern

@@ -1,0 +1,100 @@
+#include "cuda_driver.h"
+
+#include <dlfcn.h>
+
+namespace tilekern {
+namespace {
+
+template <typename Function>
+bool Find(void* library, const char* symbol, Function& function, std::string& missing) {
+  function = reinterpret_cast<Function>(dlsym(library, symbol));
+  if (function == nullptr) missing = symbol;
+  return function != nullptr;
+}
+
+Or<Driver> LoadDriver() {
+  // Never closed: its functions are used until the process ends.
+  void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) return std::string("no NVIDIA driver: ") + dlerror();
+
+  Driver driver;
+  std::string missing;
+  // A _v2 is the version that cuda.h's plain name stands for.
+  const bool complete =
+      Find(library, "cuInit", driver.cuInit, missing) &&
+      Find(library, "cuDriverGetVersion", driver.cuDriverGetVersion, missing) &&
+      Find(library, "cuGetErrorName", driver.cuGetErrorName, missing) &&
+      Find(library, "cuGetErrorString", driver.cuGetErrorString, missing) &&
+      Find(library, "cuDeviceGetCount", driver.cuDeviceGetCount, missing) &&
+      Find(library, "cuDeviceGet", driver.cuDeviceGet, missing) &&
+      Find(library, "cuDeviceGetName", driver.cuDeviceGetName, missing) &&
+      Find(library, "cuDeviceGetAttribute", driver.cuDeviceGetAttribute, missing) &&
+      Find(library, "cuDevicePrimaryCtxGetState", driver.cuDevicePrimaryCtxGetState, missing) &&
+      Find(library, "cuCtxGetCurrent", driver.cuCtxGetCurrent, missing) &&
+      Find(library, "cuCtxGetDevice", driver.cuCtxGetDevice, missing) &&
+      Find(library, "cuCtxPushCurrent_v2", driver.cuCtxPushCurrent, missing) &&
+      Find(library, "cuCtxPopCurrent_v2", driver.cuCtxPopCurrent, missing) &&
+      Find(library, "cuStreamGetCtx", driver.cuStreamGetCtx, missing) &&
+      Find(library, "cuThreadExchangeStreamCaptureMode", driver.cuThreadExchangeStreamCaptureMode,
+           missing) &&
+      Find(library, "cuModuleLoadData", driver.cuModuleLoadData, missing) &&
+      Find(library, "cuModuleUnload", driver.cuModuleUnload, missing) &&
+      Find(library, "cuModuleGetFunction", driver.cuModuleGetFunction, missing) &&
+      Find(library, "cuFuncGetAttribute", driver.cuFuncGetAttribute, missing) &&
+      Find(library, "cuFuncSetAttribute", driver.cuFuncSetAttribute, missing) &&
+      Find(library, "cuLaunchKernelEx", driver.cuLaunchKernelEx, missing) &&
+      Find(library, "cuTensorMapEncodeTiled", driver.cuTensorMapEncodeTiled, missing);
+  if (!complete) return "the NVIDIA driver is too old: libcuda.so.1 has no " + missing;
+  if (CUresult error = driver.cuInit(0)) return "cuInit: " + driver.Text(error);
+  return driver;
+}
+
+}  // namespace
+
+std::string Driver::Text(CUresult error) const {
+  const char* name = nullptr;
+  const char* text = nullptr;
+  cuGetErrorName(error, &name);
+  cuGetErrorString(error, &text);
+  if (name == nullptr || text == nullptr) return "CUDA error " + std::to_string(error);
+  return std::string(name) + " (" + text + ")";
+}
+
+const Or<Driver>& GetDriver() {
+  // Never destroyed: executables may outlive this module's static objects.
+  static const auto* driver = new Or<Driver>(LoadDriver());
+  return *driver;
+}
+
+Or<std::vector<CudaDevice>> GetDevices() {
+  const Or<Driver>& found = GetDriver();
+  if (const auto* why = std::get_if<std::string>(&found)) return *why;
+  const Driver& driver = std::get<Driver>(found);
+
+  int count = 0;
+  if (CUresult error = driver.cuDeviceGetCount(&count)) {
+    return "cuDeviceGetCount: " + driver.Text(error);
+  }
+  if (count == 0) return "the NVIDIA driver shows no GPU";
+  std::vector<CudaDevice> devices(count);
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    CudaDevice& result = devices[ordinal];
+    CUdevice device;
+    CUresult error = driver.cuDeviceGet(&device, ordinal);
+    auto attribute = [&](int attribute, int& value) {
+      if (!error) error = driver.cuDeviceGetAttribute(&value, attribute, device);
+    };
+    attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, result.compute_capability.first);
+    attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, result.compute_capability.second);
+    attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, result.multiprocessors);
+    attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, result.shared_memory_bytes);
+    attribute(CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, result.l2_bytes);
+    char name[256] = "";
+    if (!error) error = driver.cuDeviceGetName(name, sizeof(name), device);
+    if (error) return "GPU " + std::to_string(ordinal) + ": " + driver.Text(error);
+    result.name = name;
+  }
+  return devices;
+}
+
+}  // namespace tilekern

@@ -1,0 +1,17 @@
+// The FFI handlers of this module, each defined in the file named beside it.
+#pragma once
+
+#include "xla/ffi/api/c_api.h"
+
+extern "C" {
+
+XLA_FFI_Error* CpuMatmul(XLA_FFI_CallFrame* frame);  // cpu/matmul.cc
+
+XLA_FFI_Error* CudaLaunchInstantiate(XLA_FFI_CallFrame* frame);  // cuda_launch.cc
+XLA_FFI_Error* CudaLaunchInitialize(XLA_FFI_CallFrame* frame);   // cuda_launch.cc
+XLA_FFI_Error* CudaLaunchExecute(XLA_FFI_CallFrame* frame);      // cuda_launch.cc
+
+// The type of the state that CudaLaunchInstantiate makes; to be registered before the handlers.
+XLA_FFI_TypeId* CudaLaunchStateId();      // cuda_launch.cc
+XLA_FFI_TypeInfo* CudaLaunchStateInfo();  // cuda_launch.cc
+}

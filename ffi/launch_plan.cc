@@ -1,0 +1,175 @@
+#include "launch_plan.h"
+
+#include <limits>
+#include <optional>
+#include <utility>
+
+namespace tilekern {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// Reads attributes and remembers the first thing that is wrong, with the path that leads to it.
+class Reader {
+ public:
+  Reader(ffi::Dictionary attributes, std::string path, std::string* error)
+      : attributes_(attributes), path_(std::move(path)), error_(error) {}
+
+  bool Has(std::string_view name) const { return attributes_.contains(name); }
+  size_t size() const { return attributes_.size(); }
+
+  std::string String(std::string_view name) {
+    return std::string(Get<std::string_view>(name).value_or(std::string_view()));
+  }
+
+  std::string_view Bytes(std::string_view name) {
+    const auto bytes = Get<ffi::Span<const uint8_t>>(name);
+    if (!bytes) return {};
+    return {reinterpret_cast<const char*>(bytes->begin()), bytes->size()};
+  }
+
+  // A number that fits T and is not negative, as every number of a plan is.
+  template <typename T>
+  T Number(std::string_view name) {
+    return Narrow<T>(name, Get<int64_t>(name).value_or(0));
+  }
+
+  template <typename T>
+  std::vector<T> Numbers(std::string_view name) {
+    std::vector<T> numbers;
+    if (const auto span = Get<ffi::Span<const int64_t>>(name)) {
+      for (int64_t value : *span) numbers.push_back(Narrow<T>(name, value));
+    }
+    return numbers;
+  }
+
+  Dim3 Dimensions(std::string_view name) {
+    const std::vector<unsigned> numbers = Numbers<unsigned>(name);
+    if (numbers.size() != 3) {
+      Fail(name, "has " + std::to_string(numbers.size()) + " dimensions, not 3");
+      return {};
+    }
+    return {numbers[0], numbers[1], numbers[2]};
+  }
+
+  Reader Nested(std::string_view name) {
+    std::string path = path_ + std::string(name) + ".";
+    return Reader(Get<ffi::Dictionary>(name).value_or(ffi::Dictionary(&kNothing)), std::move(path),
+                  error_);
+  }
+
+  void Fail(std::string_view name, const std::string& complaint) {
+    if (error_->empty()) *error_ = "attribute " + path_ + std::string(name) + ": " + complaint;
+  }
+
+ private:
+  static constexpr XLA_FFI_Attrs kNothing = {};
+
+  template <typename T>
+  std::optional<T> Get(std::string_view name) {
+    ffi::ErrorOr<T> value = attributes_.get<T>(name);
+    if (value.has_value()) return *value;
+    Fail(name, value.error().message());
+    return std::nullopt;
+  }
+
+  template <typename T>
+  T Narrow(std::string_view name, int64_t value) {
+    if (value < 0 || static_cast<uint64_t>(value) > std::numeric_limits<T>::max()) {
+      Fail(name, std::to_string(value) + " is out of range");
+    }
+    return static_cast<T>(value);
+  }
+
+  ffi::Dictionary attributes_;
+  std::string path_;
+  std::string* error_;
+};
+
+TensorMapParameter ReadTensorMap(Reader& reader) {
+  TensorMapParameter map;
+  map.buffer = reader.Number<uint32_t>("buffer");
+  map.extent_bytes = reader.Number<uint64_t>("extent_bytes");
+  map.dtype = reader.Number<int>("dtype");
+  map.interleave = reader.Number<int>("interleave");
+  map.swizzle = reader.Number<int>("swizzle");
+  map.l2_promotion = reader.Number<int>("l2_promotion");
+  map.oob_fill = reader.Number<int>("oob_fill");
+  map.sizes = reader.Numbers<uint64_t>("sizes");
+  // A map of one dimension has no strides, and attributes have no empty arrays.
+  if (map.sizes.size() > 1) map.strides_bytes = reader.Numbers<uint64_t>("strides_bytes");
+  map.box = reader.Numbers<uint32_t>("box");
+  map.element_strides = reader.Numbers<uint32_t>("element_strides");
+
+  // The driver reads as many of each as there are sizes.
+  const size_t rank = map.sizes.size();
+  if (rank < 1 || rank > 5 || map.strides_bytes.size() != rank - 1 || map.box.size() != rank ||
+      map.element_strides.size() != rank) {
+    reader.Fail("sizes",
+                "a tensor map has 1 to 5 sizes and a stride, a box size and an element "
+                "stride to go with them");
+  }
+  return map;
+}
+
+Parameter ReadParameter(Reader& reader) {
+  if (reader.Has("sizes")) return ReadTensorMap(reader);
+  if (reader.Has("bytes")) return ScalarsParameter{std::string(reader.Bytes("bytes"))};
+  return BufferParameter{reader.Number<uint32_t>("buffer"),
+                         reader.Number<uint64_t>("offset_bytes")};
+}
+
+Launch ReadLaunch(Reader& reader, size_t buffers) {
+  Launch launch;
+  launch.entry = reader.String("entry");
+  launch.grid = reader.Dimensions("grid");
+  launch.block = reader.Dimensions("block");
+  launch.cluster = reader.Dimensions("cluster");
+  launch.shared_memory_bytes = reader.Number<unsigned>("shared_memory_bytes");
+  Reader parameters = reader.Nested("parameters");
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    Reader parameter = parameters.Nested(std::to_string(i));
+    launch.parameters.push_back(ReadParameter(parameter));
+    if (parameter.Has("buffer") && parameter.Number<uint32_t>("buffer") >= buffers) {
+      parameter.Fail("buffer", "there are only " + std::to_string(buffers) + " buffers");
+    }
+  }
+  return launch;
+}
+
+std::string Text(const Dim3& dim) {
+  return "(" + std::to_string(dim[0]) + ", " + std::to_string(dim[1]) + ", " +
+         std::to_string(dim[2]) + ")";
+}
+
+}  // namespace
+
+std::string Launch::Text() const {
+  return "kernel " + entry + " with grid " + tilekern::Text(grid) + ", block " +
+         tilekern::Text(block) + ", cluster " + tilekern::Text(cluster) + " and " +
+         std::to_string(shared_memory_bytes) + " bytes of dynamic shared memory";
+}
+
+std::string LaunchPlan::Text() const { return "launch plan " + name + " (" + arch + ")"; }
+
+ffi::ErrorOr<LaunchPlan> ReadLaunchPlan(const ffi::Dictionary& attributes) {
+  std::string error;
+  Reader reader(attributes, "", &error);
+  LaunchPlan plan;
+  plan.name = reader.String("name");
+  plan.arch = reader.String("arch");
+  plan.cubin = reader.Bytes("cubin");
+  plan.alignments = reader.Numbers<uint64_t>("alignments");
+  for (uint64_t alignment : plan.alignments) {
+    if (alignment == 0) reader.Fail("alignments", "an alignment is 0");
+  }
+  Reader launches = reader.Nested("launches");
+  for (size_t i = 0; i < launches.size(); ++i) {
+    Reader launch = launches.Nested(std::to_string(i));
+    plan.launches.push_back(ReadLaunch(launch, plan.alignments.size()));
+  }
+  if (error.empty()) return plan;
+  return ffi::Unexpected(ffi::Error::InvalidArgument(plan.Text() + ": " + error));
+}
+
+}  // namespace tilekern

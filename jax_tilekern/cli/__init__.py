@@ -1,0 +1,32 @@
+"""The command line, ``python -m jax_tilekern``: one module a command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jax_tilekern.cli import bench, demo, doctor
+
+_COMMANDS = {"demo": demo, "doctor": doctor, "bench": bench}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status.
+
+    Parameters
+    ----------
+    arguments
+        The command line without the program's name; by default this process's own.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_tilekern", description="Tile kernels for JAX."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in _COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.HELP))
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parsed = parser.parse_args(given)
+    parsed.command_line = given
+    status: int = _COMMANDS[parsed.command].run(parsed)
+    return status

@@ -1,0 +1,155 @@
+"""How long a row takes: wall time on a CPU, device time on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jax_tilekern.cli.bench.case import Case, Operands
+from jax_tilekern.cli.bench.device_time import Unattributed, device_times
+from jax_tilekern.cli.timing import Pairs, interleaved, ready, repeated, wall_seconds
+
+# A call of the CPU backend costs tens of microseconds; in calls this long that is a few percent.
+_LONG_CALL = 1e-3
+_LONGEST_CHAIN = 256
+# The operands on a GPU take this many times its second-level cache, so that none is in it.
+_CACHES = 4
+_MOST_COPIES = 256
+_PAIRS = 12
+_MOST_CALLS = 200
+# Warm-up ends when two blocks in a row took the same time to within this, or after some seconds.
+_STABLE, _LONGEST_WARM_UP = 0.03, 3.0
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Times of one product.
+
+    Attributes
+    ----------
+    pairs
+        What is reported.
+    method
+        What ``pairs`` are, in words.
+    products_per_call
+        How many products one jitted call did, of which ``pairs`` has the time of one.
+    wall
+        Wall time of the same, as a check: on a GPU it includes what the host needs for a call.
+    """
+
+    pairs: Pairs
+    method: str
+    products_per_call: int
+    wall: Pairs
+
+
+def measure_on_cpu(case: Case, operands: Operands, seconds: float) -> Measurement:
+    """Measure by wall time, with operands where the caches keep them.
+
+    A product too short to be timed alone is done several times in one call, each on the result
+    of the one before, if the result can be an operand; both sides do the same.
+    """
+    ours, peer = case.ours, case.peer
+    fastest = min(_fastest_of(side, operands) for side in (ours, peer))
+    products = 1
+    if _chains(case, operands):
+        products = min(_LONGEST_CHAIN, math.ceil(_LONG_CALL / fastest))
+    if products == 1:
+        method = "wall time of a call"
+    else:
+        # Random factors of this size keep the result's size as it is.
+        scale = 1 / math.sqrt(operands[1].shape[case.row.rhs.index("k")])
+        operands = operands[0], (operands[1] * scale).astype(operands[1].dtype)
+        ours, peer = (jax.jit(_chain(side, products)) for side in (case.ours, case.peer))
+        method = f"wall time of a call that chains {products} products, divided by {products}"
+    wall_seconds(lambda: (ours(*operands), peer(*operands)))
+    pairs = interleaved(partial(ours, *operands), partial(peer, *operands), seconds=seconds)
+    pairs = pairs.divided(products)
+    return Measurement(pairs, method, products, wall=pairs)
+
+
+def _fastest_of(side: Callable[..., Any], operands: Operands) -> float:
+    ready(side(*operands))
+    return min(wall_seconds(partial(side, *operands)) for _ in range(3))
+
+
+def _chains(case: Case, operands: Operands) -> bool:
+    lhs, rhs = operands
+    if not jnp.issubdtype(lhs.dtype, jnp.floating):
+        return False  # Integers overflow.
+    result = jax.eval_shape(case.peer, lhs, rhs)
+    return (result.shape, result.dtype) == (lhs.shape, lhs.dtype)
+
+
+def _chain(product: Callable[[Array, Array], Array], length: int) -> Callable[..., Array]:
+    def chained(lhs: Array, rhs: Array) -> Array:
+        for _ in range(length):
+            lhs = product(lhs, rhs)
+        return lhs
+
+    return chained
+
+
+def measure_on_gpu(case: Case, operands: Operands, seconds: float, l2_bytes: int) -> Measurement:
+    """Measure by the profiler's device time, with operands that are not in the cache.
+
+    Where the profile does not tell the sides apart, what is reported is the wall time of a call
+    within a long row of calls, and ``method`` says so.
+    """
+    operand_bytes = sum(operand.nbytes for operand in operands)
+    copies = min(_MOST_COPIES, max(2, math.ceil(_CACHES * l2_bytes / operand_bytes)))
+    sets = [operands, *(case.operands(seed) for seed in range(1, copies))]
+    ours, peer = (_rotating(side, sets) for side in (case.ours, case.peer))
+
+    calls = _warm_up(ours, peer, seconds)
+    wall = interleaved(
+        partial(repeated, ours, calls), partial(repeated, peer, calls), seconds=0, least=5
+    ).divided(calls)
+    rotation = f"operands rotated among {copies} copies"
+    try:
+        pairs = device_times(ours, peer, calls=calls, pairs=_PAIRS)
+        method = f"device time by the profiler, blocks of {calls} calls, {rotation}"
+    except Unattributed as error:
+        pairs = wall
+        method = f"wall time of a call in a row of {calls} ({error}), {rotation}"
+    return Measurement(pairs, method, 1, wall)
+
+
+def _rotating(side: Callable[..., Array], sets: Sequence[Operands]) -> Callable[[], Array]:
+    rotation = itertools.cycle(sets)
+    return lambda: side(*next(rotation))
+
+
+def _warm_up(ours: Callable[[], Array], peer: Callable[[], Array], seconds: float) -> int:
+    """Run both until their time is stable; return how many calls a block takes."""
+    wall_seconds(lambda: (ours(), peer()))
+    call = max(wall_seconds(partial(repeated, side, 4)) / 4 for side in (ours, peer))
+    calls = min(_MOST_CALLS, max(1, int(seconds / (2 * _PAIRS * call))))
+
+    end = time.perf_counter() + _LONGEST_WARM_UP
+    before = math.inf
+    while time.perf_counter() < end:
+        now = sum(wall_seconds(partial(repeated, side, calls)) for side in (ours, peer))
+        if abs(now - before) <= _STABLE * now:
+            break
+        before = now
+    return calls
+
+
+def read_bandwidth() -> float:
+    """Return the bytes per second at which the default device reads memory, by a long sum."""
+    numbers = jnp.ones(1 << 26, jnp.float32)
+    total = jax.jit(jnp.sum)
+    ready(total(numbers))
+    # Several calls in a row, since the last may be waited for while the others run.
+    seconds = min(wall_seconds(partial(repeated, partial(total, numbers), 8)) for _ in range(5))
+    return 8 * numbers.nbytes / seconds

@@ -1,0 +1,56 @@
+"""Where the commands print, and in what units."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Wide enough for the tables where the output is a file or a pipe, which has no width of its own.
+_PIPED_WIDTH = 150
+
+
+def make_console() -> Console:
+    """Return a console on the standard output, without control characters unless it is a tty."""
+    # Imported here: importing the package must not import rich.
+    from rich.console import Console
+
+    tty = sys.stdout.isatty()
+    return Console(
+        width=None if tty else _PIPED_WIDTH,
+        force_terminal=tty,
+        no_color=not tty,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as JSON that a person can read too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def duration(seconds: float) -> str:
+    """Return a time with three significant digits and its unit."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{_digits(seconds / scale)} {unit}"
+    return f"{_digits(seconds / 1e-9)} ns"
+
+
+def rate(per_second: float, unit: str) -> str:
+    """Return a rate with three significant digits, such as ``1.23 TFLOP/s``."""
+    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if per_second >= scale:
+            return f"{_digits(per_second / scale)} {prefix}{unit}/s"
+    return f"{_digits(per_second)} {unit}/s"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"

@@ -1,0 +1,81 @@
+"""Everything that differs between JAX versions, or that JAX does not export.
+
+Each entry names the change it hides. Supported: jax 0.10 and later; ``tests/test_compat.py``
+pins what every other module relies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax._src import core as _core
+from jax._src import dispatch as _dispatch
+from jax._src.lax import lax as _lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+__all__ = [
+    "Primitive",
+    "abstract_result",
+    "ad",
+    "apply_primitive",
+    "batching",
+    "canonicalize_precision",
+    "mlir",
+    "transposed_from",
+    "unify_varying",
+    "varying_axes",
+    "with_type",
+]
+
+# Not exported by jax.lax; gives the hashable form that lax.dot_general itself binds, with
+# jax_default_matmul_precision applied.
+canonicalize_precision: Callable[[Any], Any] = _lax.canonicalize_precision
+
+# jax.interpreters.xla.apply_primitive is deprecated; this is what it forwards to.
+apply_primitive: Callable[..., Any] = _dispatch.apply_primitive
+
+
+def with_type(x: jax.Array, dtype: Any, weak_type: bool) -> jax.Array:
+    """Cast, to a weak type if asked: ``lax.convert_element_type`` only makes strong ones."""
+    result: jax.Array = _lax._convert_element_type(x, dtype, weak_type)
+    return result
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Mesh axes over which ``x`` varies inside ``shard_map`` (aval.vma until 0.10.0)."""
+    aval = jax.typeof(x)
+    kind = getattr(aval, "manual_axis_type", None)
+    return frozenset(kind.varying if kind is not None else aval.vma)
+
+
+def unify_varying(*operands: Any) -> tuple[Any, ...]:
+    """Cast every operand to vary over the union of the operands' manual axes.
+
+    Without this a primitive that mixes them has silently wrong gradients under ``shard_map``:
+    the transpose of the cast is the sum over the axes that an operand did not vary over.
+    """
+    axes = [varying_axes(x) for x in operands]
+    union = frozenset[str]().union(*axes)
+    return tuple(
+        lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x
+        for x, own in zip(operands, axes, strict=True)
+    )
+
+
+def abstract_result(function: Callable[..., Any], *avals: _core.AbstractValue) -> Any:
+    """Abstract value of ``function`` at ``avals``: shape, dtype, weak type, sharding and all."""
+    (aval,) = jax.make_jaxpr(function)(*avals).out_avals
+    return aval
+
+
+def transposed_from(value: Any) -> tuple[Any, Sequence[int]] | None:
+    """Operand and permutation of the ``stablehlo.transpose`` that makes ``value``, if one does."""
+    owner = value.owner
+    operation = getattr(owner, "operation", owner)
+    if getattr(operation, "name", None) != "stablehlo.transpose":
+        return None
+    return operation.operands[0], list(operation.attributes["permutation"])

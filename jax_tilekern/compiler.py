@@ -1,0 +1,393 @@
+"""CUDA C++ text to cubin through NVRTC, cached in memory and on disk.
+
+NVRTC is the copy that JAX's CUDA wheels bring; it needs neither a toolkit nor a GPU. Nothing is
+loaded before the first compilation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jax_tilekern.cubin import Entry, read_entry
+from jax_tilekern.nvrtc import CompileError, NvrtcNotFound, nvrtc
+
+__all__ = [
+    "CacheInfo", "CompileError", "Compiled", "Entry", "Kernel", "NvrtcNotFound",
+    "cache_info", "clear_cache", "compile_kernels", "compile_source", "cuda_folder", "nvrtc",
+]  # fmt: skip
+
+# Part of every cache key: raise it when the options below or the format of an entry change.
+_CACHE_FORMAT = 1
+_MEMORY_ENTRIES = 256
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
+# Options that bring in files which the cache key does not cover.
+_FILE_OPTIONS = ("-I", "--include-path", "-include", "--pre-include")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Which kernel of the package: a file of device code, an instance in it, and its options.
+
+    Attributes
+    ----------
+    file
+        A ``.cuh`` file of the package's device code, for example ``"matmul_sm90.cuh"``.
+    name
+        The C++ name expression of the kernel, for example ``"tilekern::matmul<128, 256>"``.
+    options
+        Further NVRTC options, for example ``("-DSTAGES=4",)``.
+    """
+
+    file: str
+    name: str
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A cubin and the kernels in it.
+
+    Attributes
+    ----------
+    arch
+        The architecture it was compiled for.
+    cubin
+        The ELF image that the driver loads.
+    entries
+        The kernels that were asked for.
+    log
+        The compiler's warnings; empty when there are none.
+    """
+
+    arch: str
+    cubin: bytes
+    entries: tuple[Entry, ...]
+    log: str
+
+    def entry(self, name: str) -> Entry:
+        """Return the kernel of a name expression.
+
+        Raises
+        ------
+        KeyError
+            If it was not asked for.
+        """
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
+        raise KeyError(f"{name} was not compiled, only {[entry.name for entry in self.entries]}")
+
+
+def cuda_folder() -> Path:
+    """Return the folder of the package's device code.
+
+    It lies inside an installed package, and in ``ffi/cuda`` of a checkout.
+    """
+    package = Path(__file__).parent
+    installed = package / "cuda"
+    return installed if installed.is_dir() else package.parent / "ffi" / "cuda"
+
+
+def compile_kernels(*kernels: Kernel, arch: str) -> Compiled:
+    """Compile kernels of the package into one cubin.
+
+    Parameters
+    ----------
+    kernels
+        One or more; they must agree on their options.
+    arch
+        NVRTC's name of the architecture, such as ``"sm_90a"``.
+
+    Raises
+    ------
+    ValueError
+        If there is no kernel, or the options differ.
+    CompileError
+        If NVRTC rejects them.
+    NvrtcNotFound
+        If there is no NVRTC.
+    """
+    options = {kernel.options for kernel in kernels}
+    if len(options) != 1:
+        raise ValueError(f"kernels of one cubin take one set of options, not {sorted(options)}")
+    files = dict.fromkeys(kernel.file for kernel in kernels)
+    return compile_source(
+        "".join(f'#include "{file}"\n' for file in files),
+        tuple(dict.fromkeys(kernel.name for kernel in kernels)),
+        arch=arch,
+        options=options.pop(),
+        file=f"{next(iter(files)).removesuffix('.cuh')}.cu",
+    )
+
+
+def compile_source(
+    source: str,
+    names: Sequence[str],
+    *,
+    arch: str,
+    options: Sequence[str] = (),
+    headers: Mapping[str, str] | None = None,
+    file: str = "kernel.cu",
+) -> Compiled:
+    """Compile CUDA C++ text.
+
+    ``#include "x.cuh"`` and ``#include <tilekern/x.cuh>`` find the package's device code.
+
+    Parameters
+    ----------
+    source
+        The text. There are no standard headers at run time.
+    names
+        The kernels to compile, as C++ name expressions.
+    arch
+        NVRTC's name of the architecture, such as ``"sm_90a"``.
+    options
+        Further NVRTC options. With an include path the result is not cached on disk.
+    headers
+        Further headers: the name as an ``#include`` has it, and the text.
+    file
+        What the compiler's messages call ``source``.
+
+    Raises
+    ------
+    ValueError
+        If no kernel is named.
+    CompileError
+        If NVRTC rejects the text; the message has its log.
+    NvrtcNotFound
+        If there is no NVRTC; the message has the command that mends it.
+    """
+    if not names:
+        raise ValueError(f"{file}: no kernel named, so nothing to compile")
+    included = _included(source, headers or {})
+    flags = (
+        f"--gpu-architecture={arch}",
+        "-std=c++20",
+        # A function without an execution space is a device function: headers need no decoration.
+        "-default-device",
+        # Registers and spills are in the assembler's report and nowhere else.
+        "--ptxas-options=--verbose",
+        *options,
+    )
+    key = _cache_key(
+        str(_CACHE_FORMAT), str(nvrtc().version), file, source, *_flat(included.items()),
+        "names", *names, "flags", *flags,
+    )  # fmt: skip
+
+    def build() -> Compiled:
+        texts = {name: _with_real_name(name, text) for name, text in included.items()}
+        output = nvrtc().compile(source, file=file, names=names, options=flags, headers=texts)
+        entries = tuple(
+            read_entry(name, symbol, output.cubin, output.log)
+            for name, symbol in zip(names, output.symbols, strict=True)
+        )
+        return Compiled(arch, output.cubin, entries, _without_report(output.log))
+
+    if any(option.startswith(_FILE_OPTIONS) for option in options):
+        return build()
+    return _memory.get(key, lambda: _through_disk(key, build))
+
+
+def _included(source: str, headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers that ``source`` includes, directly or not, by the name it uses.
+
+    Conditional inclusion is not followed: a header too many does no harm.
+    """
+    found: dict[str, str] = {}
+    pending = [source]
+    while pending:
+        for name in _INCLUDE.findall(pending.pop()):
+            if name in found:
+                continue
+            text = headers.get(name)
+            if text is None:
+                path = _package_file(name)
+                # What is not found here is NVRTC's to find or to complain of.
+                text = path.read_text() if path else None
+            if text is not None:
+                found[name] = text
+                pending.append(text)
+    return dict(sorted(found.items()))
+
+
+def _package_file(name: str) -> Path | None:
+    path = cuda_folder() / name.removeprefix("tilekern/")
+    return path if path.is_file() else None
+
+
+def _with_real_name(name: str, text: str) -> str:
+    # Errors and line information then name a file that an editor or a profiler can open.
+    path = _package_file(name)
+    return text if path is None else f'#line 1 "{path}"\n{text}'
+
+
+def _without_report(log: str) -> str:
+    lines = log.splitlines()
+    kept = [line for line in lines if line and not re.match(r"ptxas( info| +\.)", line)]
+    return "\n".join(kept)
+
+
+def _flat(pairs: Iterable[tuple[str, str]]) -> Iterable[str]:
+    for pair in pairs:
+        yield from pair
+
+
+def _cache_key(*parts: str) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        # With its length, so that no two lists of parts run together into the same bytes.
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+class _Memory:
+    """The last few results; threads that ask for the same one wait for a single build."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slots: dict[str, _Slot] = {}
+
+    def get(self, key: str, build: Callable[[], Compiled]) -> Compiled:
+        with self._lock:
+            # Taken out and put back, the least recently used slot is the first.
+            slot = self._slots.pop(key, None) or _Slot()
+            self._slots[key] = slot
+            if len(self._slots) > _MEMORY_ENTRIES:
+                del self._slots[next(iter(self._slots))]
+        with slot.lock:
+            if slot.compiled is None:
+                slot.compiled = build()
+            return slot.compiled
+
+    def clear(self) -> None:
+        with self._lock:
+            self._slots.clear()
+
+
+class _Slot:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.compiled: Compiled | None = None
+
+
+_memory = _Memory()
+
+
+# -- The disk cache. An entry is a SHA-256 of the rest, a line of JSON, and the cubin. -------------
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """State of the disk cache.
+
+    Attributes
+    ----------
+    location
+        Its folder, which need not exist.
+    entries
+        Number of cubins.
+    bytes
+        Their size together.
+    """
+
+    location: Path
+    entries: int
+    bytes: int
+
+
+def cache_info() -> CacheInfo:
+    """Return where the disk cache is and how much is in it."""
+    sizes = [path.stat().st_size for path in _cache_files()]
+    return CacheInfo(_cache_folder(), len(sizes), sum(sizes))
+
+
+def clear_cache() -> CacheInfo:
+    """Empty the cache, in memory and on disk, and return what was on disk."""
+    info = cache_info()
+    _memory.clear()
+    for path in _cache_files():
+        path.unlink(missing_ok=True)
+    return info
+
+
+def _cache_folder() -> Path:
+    import platformdirs
+
+    return platformdirs.user_cache_path("jax_tilekern", appauthor=False) / "cubin"
+
+
+def _cache_files() -> list[Path]:
+    return list(_cache_folder().glob("*.cubin"))
+
+
+def _through_disk(key: str, build: Callable[[], Compiled]) -> Compiled:
+    path = _cache_folder() / f"{key}.cubin"
+    compiled = _read(path)
+    if compiled is None:
+        compiled = build()
+        _write(path, compiled)
+    return compiled
+
+
+def _read(path: Path) -> Compiled | None:
+    """Return a cached result, or None if there is none or it is damaged."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, content = data[:32], data[32:]
+    if hashlib.sha256(content).digest() != digest:
+        return None
+    line, _, cubin = content.partition(b"\n")
+    fields = json.loads(line)
+    entries = tuple(
+        Entry(**{**entry, "parameter_bytes": tuple(entry["parameter_bytes"])})
+        for entry in fields["entries"]
+    )
+    return Compiled(fields["arch"], cubin, entries, fields["log"])
+
+
+def _write(path: Path, compiled: Compiled) -> None:
+    line = json.dumps(
+        {
+            "arch": compiled.arch,
+            "entries": [dataclasses.asdict(entry) for entry in compiled.entries],
+            "log": compiled.log,
+        }
+    )
+    content = line.encode() + b"\n" + compiled.cubin
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed into place, so that another process reads all of it or nothing.
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(content).digest() + content)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        _warn_unwritable(str(path.parent), str(error))
+
+
+@functools.cache
+def _warn_unwritable(folder: str, reason: str) -> None:
+    warnings.warn(
+        f"jax_tilekern cannot cache compiled kernels in {folder} ({reason}); "
+        "each process compiles its own",
+        RuntimeWarning,
+        stacklevel=2,
+    )

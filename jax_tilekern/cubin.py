@@ -1,0 +1,118 @@
+"""What a compiled kernel says of itself: read from its cubin and from the assembler's report."""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+
+# Attributes of a kernel's ``.nv.info.<symbol>`` section.
+_MAX_THREADS = 0x05
+_KERNEL_PARAMETER = 0x17
+_HARDWARE_MAX_THREADS = 1024
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A kernel in a cubin.
+
+    Attributes
+    ----------
+    name
+        The C++ name expression it was asked for by.
+    symbol
+        Its mangled name, by which the driver finds it.
+    registers
+        Registers per thread.
+    spill_bytes
+        Bytes per thread stored to and loaded from local memory for want of registers.
+    shared_memory_bytes
+        Static shared memory per block.
+    max_threads
+        The most threads a block may have: its launch bound, or what the hardware allows.
+    parameter_bytes
+        Sizes of its parameters, in order.
+    """
+
+    name: str
+    symbol: str
+    registers: int
+    spill_bytes: int
+    shared_memory_bytes: int
+    max_threads: int
+    parameter_bytes: tuple[int, ...]
+
+
+def read_entry(name: str, symbol: str, cubin: bytes, report: str) -> Entry:
+    """Describe a kernel.
+
+    Parameters
+    ----------
+    name
+        Its name expression.
+    symbol
+        Its mangled name.
+    cubin
+        The ELF image it is in.
+    report
+        What ``ptxas --verbose`` printed.
+
+    Raises
+    ------
+    ValueError
+        If the cubin or the report does not mention the kernel.
+    """
+    usage = re.search(
+        rf"Compiling entry function '{re.escape(symbol)}'.*?"
+        r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)",
+        report,
+        re.DOTALL,
+    )
+    if usage is None:
+        raise ValueError(f"the assembler reported nothing on {symbol}:\n{report}")
+    shared = re.search(r"(\d+) bytes smem", usage[4])
+    max_threads, parameter_bytes = _read_info(_section(cubin, f".nv.info.{symbol}"))
+    return Entry(
+        name=name,
+        symbol=symbol,
+        registers=int(usage[3]),
+        spill_bytes=int(usage[1]) + int(usage[2]),
+        shared_memory_bytes=int(shared[1]) if shared else 0,
+        max_threads=max_threads,
+        parameter_bytes=parameter_bytes,
+    )
+
+
+def _section(image: bytes, name: str) -> bytes:
+    """Return a section of a 64-bit little-endian ELF image."""
+    (table,) = struct.unpack_from("<Q", image, 0x28)
+    size, count, names_index = struct.unpack_from("<3H", image, 0x3A)
+    # Of each header: the name's offset, then (past type, flags and address) file offset and size.
+    headers = [struct.unpack_from("<I20xQQ", image, table + i * size) for i in range(count)]
+    names = headers[names_index][1]
+    wanted = name.encode() + b"\0"
+    for name_offset, offset, length in headers:
+        if image.startswith(wanted, names + name_offset):
+            return image[offset : offset + length]
+    raise ValueError(f"the cubin has no section {name}")
+
+
+def _read_info(info: bytes) -> tuple[int, tuple[int, ...]]:
+    """Return a kernel's launch bound and its parameters' sizes."""
+    max_threads = _HARDWARE_MAX_THREADS
+    sizes: dict[int, int] = {}
+    at = 0
+    while at < len(info):
+        # Each attribute is a format, a code and 16 bits; format 4 adds as many bytes as those say.
+        form, code, value = struct.unpack_from("<BBH", info, at)
+        at += 4
+        if form != 4:
+            continue
+        if code == _MAX_THREADS:
+            x, y, z = struct.unpack_from("<3I", info, at)
+            max_threads = x * y * z
+        elif code == _KERNEL_PARAMETER:
+            _, ordinal, _, packed = struct.unpack_from("<IHHI", info, at)
+            sizes[ordinal] = packed >> 18
+        at += value
+    return max_threads, tuple(sizes[ordinal] for ordinal in sorted(sizes))

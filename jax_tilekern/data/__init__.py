@@ -1,0 +1,1 @@
+"""Data that the package ships; ``README.md`` beside this file names the source."""

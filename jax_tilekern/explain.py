@@ -1,0 +1,71 @@
+"""``explain``: which kernel takes each of the library's calls in a function, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jax_tilekern.primitive import Choice, recorded_choices
+
+
+class Explanation(tuple[Choice, ...]):
+    """The choices made for one function, in the order of lowering; prints as a table."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """Return one line per call."""
+        if not self:
+            return "no call of jax_tilekern"
+        rows = [
+            (
+                f"{choice.call}  {' x '.join(choice.operands)} -> {choice.result}",
+                choice.kernel or "-",
+                choice.reason,
+            )
+            for choice in self
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        return "\n".join(
+            f"{call:{widths[0]}}  {kernel:{widths[1]}}  {reason}" for call, kernel, reason in rows
+        )
+
+
+def explain(
+    function: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any
+) -> Explanation:
+    """Say which kernel computes each of the library's calls in ``function``, and why.
+
+    The function is traced and lowered, not executed; kernels that are not in the cache are
+    compiled.
+
+    Parameters
+    ----------
+    function
+        Any function that ``jax.jit`` takes, jitted or not.
+    *args, **kwargs
+        Its arguments: arrays or ``jax.ShapeDtypeStruct``.
+    platform
+        ``"cpu"`` or ``"cuda"``; by default JAX's default backend. For ``"cuda"`` without a GPU,
+        name one with :func:`jax_tilekern.gpu_target`.
+
+    Returns
+    -------
+    Explanation
+        One :class:`~jax_tilekern.primitive.Choice` a call; ``print`` it for a table.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> x = jnp.ones((64, 64), jnp.int16)
+    >>> print(jtk.explain(jtk.matmul, x, x)[0].reason)
+    no kernel for int16 x int16 -> int16 at precision DEFAULT
+    """
+    # A function of its own, so that no lowering cached for ``function`` is reused unrecorded.
+    traced = jax.jit(lambda *args, **kwargs: function(*args, **kwargs)).trace(*args, **kwargs)
+    with recorded_choices() as choices:
+        traced.lower(lowering_platforms=None if platform is None else (platform,))
+    return Explanation(choices)

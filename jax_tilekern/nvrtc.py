@@ -1,0 +1,221 @@
+"""NVRTC, NVIDIA's run-time compiler of CUDA C++, by :mod:`ctypes`."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import ctypes
+
+# By CUDA version: the library's name, its folder in the wheels' ``nvidia``, and the wheel.
+_LIBRARIES = {
+    13: ("libnvrtc.so.13", "cu13/lib", "nvidia-cuda-nvrtc>=13,<14"),
+    12: ("libnvrtc.so.12", "cuda_nvrtc/lib", "nvidia-cuda-nvrtc-cu12"),
+}
+_load_lock = threading.Lock()
+
+
+class NvrtcNotFound(RuntimeError):
+    """There is no NVRTC in this environment; the message has the command that mends it."""
+
+
+class CompileError(RuntimeError):
+    """NVRTC rejected a kernel.
+
+    Attributes
+    ----------
+    log
+        What the compiler printed.
+    """
+
+    def __init__(self, message: str, log: str) -> None:
+        super().__init__(message)
+        self.log = log
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a compilation gave.
+
+    Attributes
+    ----------
+    cubin
+        The ELF image.
+    symbols
+        Mangled names, in the order of the name expressions.
+    log
+        What the compiler and the assembler printed.
+    """
+
+    cubin: bytes
+    symbols: tuple[str, ...]
+    log: str
+
+
+def nvrtc() -> Nvrtc:
+    """Return NVRTC, loaded on the first call.
+
+    Raises
+    ------
+    NvrtcNotFound
+        If there is none.
+    """
+    # One thread loads; functools.cache alone would let several.
+    with _load_lock:
+        return _load()
+
+
+@functools.cache
+def _load() -> Nvrtc:
+    import ctypes
+
+    majors = _cuda_majors()
+    tried: list[str] = []
+    for path in _candidates(majors):
+        try:
+            return Nvrtc(ctypes.CDLL(path), path)
+        except OSError as error:
+            tried.append(f"{path}: {error}")
+    raise NvrtcNotFound(
+        "no NVRTC, which compiles CUDA kernels, in this Python environment or on the system; "
+        f"`pip install '{_LIBRARIES[majors[0]][2]}'` adds it. Tried:\n  " + "\n  ".join(tried)
+    )
+
+
+def _cuda_majors() -> list[int]:
+    """Return CUDA's major versions, those of JAX's installed plugins first.
+
+    The driver that serves JAX's plugin loads cubins of the plugin's CUDA version, and need not
+    load those of a newer one.
+    """
+    return sorted(_LIBRARIES, key=lambda major: not _is_installed(f"jax_cuda{major}_plugin"))
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _candidates(majors: Sequence[int]) -> Iterator[str]:
+    """Yield where NVRTC may be: for each version the wheel's file, then the loader's."""
+    wheels = importlib.util.find_spec("nvidia")
+    folders = (wheels and wheels.submodule_search_locations) or ()
+    for major in majors:
+        library, folder, _ = _LIBRARIES[major]
+        for root in folders:
+            path = Path(root, folder, library)
+            if path.is_file():
+                yield str(path)
+        yield library
+
+
+class Nvrtc:
+    """A loaded NVRTC.
+
+    Attributes
+    ----------
+    path
+        The library's file, or its bare name where the system's loader found it.
+    version
+        Major and minor.
+    """
+
+    def __init__(self, library: ctypes.CDLL, path: str) -> None:
+        import ctypes
+
+        self._ctypes = ctypes
+        self._library = library
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        self.path = path
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        self.version = (major.value, minor.value)
+
+    def compile(
+        self,
+        source: str,
+        *,
+        file: str,
+        names: Sequence[str],
+        options: Sequence[str],
+        headers: Mapping[str, str],
+    ) -> Output:
+        """Compile ``source``.
+
+        Parameters
+        ----------
+        source
+            CUDA C++ text.
+        file
+            What messages call it.
+        names
+            Name expressions of the kernels to instantiate.
+        options
+            NVRTC's options.
+        headers
+            Texts of headers, by the name that an ``#include`` has.
+
+        Raises
+        ------
+        CompileError
+            If NVRTC rejects it.
+        """
+        ctypes = self._ctypes
+        program = ctypes.c_void_p()
+        self._call(
+            "nvrtcCreateProgram",
+            ctypes.byref(program),
+            source.encode(),
+            file.encode(),
+            len(headers),
+            self._strings(list(headers.values())),
+            self._strings(list(headers)),
+        )
+        try:
+            for name in names:
+                self._call("nvrtcAddNameExpression", program, name.encode())
+            status = self._library.nvrtcCompileProgram(
+                program, len(options), self._strings(options)
+            )
+            log = self._bytes("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
+            if status:
+                raise CompileError(
+                    f"{self._error(status)} in {', '.join(names)} of {file}, compiled with "
+                    f"NVRTC {'.'.join(map(str, self.version))} {' '.join(options)}:\n{log}",
+                    log,
+                )
+            symbols = tuple(self._symbol(program, name) for name in names)
+            return Output(self._bytes("CUBIN", program), symbols, log)
+        finally:
+            self._call("nvrtcDestroyProgram", ctypes.byref(program))
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        status = getattr(self._library, function)(*arguments)
+        if status:
+            raise RuntimeError(f"{function}: {self._error(status)}")
+
+    def _error(self, status: int) -> str:
+        text: bytes = self._library.nvrtcGetErrorString(status)
+        return text.decode()
+
+    def _strings(self, strings: Sequence[str]) -> ctypes.Array[ctypes.c_char_p]:
+        encoded = [string.encode() for string in strings]
+        return (self._ctypes.c_char_p * len(encoded))(*encoded)
+
+    def _bytes(self, what: str, program: ctypes.c_void_p) -> bytes:
+        size = self._ctypes.c_size_t()
+        self._call(f"nvrtcGet{what}Size", program, self._ctypes.byref(size))
+        # A buffer of its own: NVRTC writes into it, and small bytes objects are shared.
+        buffer = self._ctypes.create_string_buffer(max(size.value, 1))
+        self._call(f"nvrtcGet{what}", program, buffer)
+        return buffer.raw[: size.value]
+
+    def _symbol(self, program: ctypes.c_void_p, name: str) -> str:
+        symbol = self._ctypes.c_char_p()
+        self._call("nvrtcGetLoweredName", program, name.encode(), self._ctypes.byref(symbol))
+        return (symbol.value or b"").decode()

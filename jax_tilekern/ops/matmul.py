@@ -1,0 +1,176 @@
+"""``matmul`` and ``dot_general``: JAX's signatures and semantics over one primitive."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_tilekern import compat
+from jax_tilekern.ops.contraction import contract, shard_like
+from jax_tilekern.plans.contraction import Contraction
+
+DotDimensionNumbers = tuple[
+    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
+]
+
+
+def matmul(
+    a: ArrayLike,
+    b: ArrayLike,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Array:
+    """Matrix product with the semantics of :func:`jax.numpy.matmul`.
+
+    Parameters
+    ----------
+    a
+        Array of shape ``(..., m, k)`` or ``(k,)``.
+    b
+        Array of shape ``(..., k, n)`` or ``(k,)``. Batch dimensions broadcast against those of
+        ``a``; what is broadcast is not materialised.
+    precision
+        As in :func:`jax.lax.dot_general`: ``None``, a name, a ``jax.lax.Precision`` or a pair, or
+        a ``jax.lax.DotAlgorithmPreset``. On a GPU float32 operands are multiplied in TF32 by
+        default and in float32 at ``HIGHEST``.
+    preferred_element_type
+        Type of the result. By default that of the operands after promotion.
+
+    Returns
+    -------
+    Array
+        Shape ``(..., m, n)``, without the dimension that a one-dimensional operand lacks.
+
+    Raises
+    ------
+    ValueError
+        If an operand is a scalar, or batch dimensions do not broadcast.
+    TypeError
+        If an operand is not an array, or contracted sizes differ.
+
+    See Also
+    --------
+    explain : which kernel computes a product, and why.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> x, w = jnp.ones((64, 128)), jnp.ones((128, 32))
+    >>> jax.grad(lambda w: jtk.matmul(x, w).sum())(w).shape
+    (128, 32)
+    """
+    result = jax.eval_shape(
+        functools.partial(
+            jnp.matmul, precision=precision, preferred_element_type=preferred_element_type
+        ),
+        a,
+        b,
+    )
+    a, b = jnp.asarray(a), jnp.asarray(b)
+
+    # Batch dimensions are labelled from the right, as broadcasting aligns them. An operand whose
+    # size is 1 where the other's is not goes without the label.
+    batch = range(max(a.ndim, b.ndim, 2) - 2)
+    k, m, n = (len(batch) + i for i in range(3))
+    a_labels = (*batch[max(0, len(batch) - (a.ndim - 2)) :], m, k) if a.ndim > 1 else (k,)
+    b_labels = (*batch[max(0, len(batch) - (b.ndim - 2)) :], k, n) if b.ndim > 1 else (k,)
+    a_sizes, b_sizes = (
+        dict(zip(labels, x.shape, strict=True)) for labels, x in ((a_labels, a), (b_labels, b))
+    )
+    a_alone = {x for x in batch if x in a_sizes and b_sizes.get(x, 1) == 1}
+    b_alone = {x for x in batch if x in b_sizes and x not in a_alone and a_sizes.get(x, 1) == 1}
+    a, a_labels = _without(a, a_labels, b_alone)
+    b, b_labels = _without(b, b_labels, a_alone)
+    out = (*batch, *((m,) if m in a_labels else ()), *((n,) if n in b_labels else ()))
+
+    product = contract(
+        a,
+        b,
+        Contraction(a_labels, b_labels, out),
+        precision=compat.canonicalize_precision(precision),
+        out_dtype=result.dtype,
+    )
+    return compat.with_type(product, result.dtype, result.weak_type)
+
+
+def dot_general(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    dimension_numbers: DotDimensionNumbers,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+) -> Array:
+    """General contraction with the signature and semantics of :func:`jax.lax.dot_general`.
+
+    Takes the place of ``lax.dot_general`` where a library accepts one, for example
+    ``flax.linen.Dense(dot_general=jax_tilekern.dot_general)``, ``flax.nnx.Linear`` or
+    ``jnp.einsum(..., _dot_general=jax_tilekern.dot_general)``.
+
+    Parameters
+    ----------
+    lhs, rhs
+        Arrays of any rank.
+    dimension_numbers
+        ``((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))``, non-negative.
+    precision
+        As in :func:`matmul`.
+    preferred_element_type
+        Type of the result. By default that of the operands after promotion.
+    out_sharding
+        Sharding of the result under a mesh with explicit axes. The operands are resharded to
+        match it, and contracted dimensions are gathered.
+
+    Returns
+    -------
+    Array
+        Its dimensions are the batch dimensions, then those of ``lhs`` that are neither batch nor
+        contracted, then those of ``rhs``.
+
+    Raises
+    ------
+    TypeError
+        If ``dimension_numbers`` do not fit the operands, or sizes or types do not match.
+    """
+    result = jax.eval_shape(
+        functools.partial(
+            lax.dot_general,
+            dimension_numbers=dimension_numbers,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        ),
+        lhs,
+        rhs,
+    )
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    contraction = Contraction.of_dot_general(lhs.ndim, rhs.ndim, dimension_numbers)
+    if out_sharding is not None:
+        lhs = shard_like(lhs, contraction.lhs, contraction.out, result.sharding)
+        rhs = shard_like(rhs, contraction.rhs, contraction.out, result.sharding)
+    return contract(
+        lhs,
+        rhs,
+        contraction,
+        precision=compat.canonicalize_precision(precision),
+        out_dtype=result.dtype,
+    )
+
+
+def _without(
+    x: Array, labels: tuple[int, ...], dropped: set[int]
+) -> tuple[Array, tuple[int, ...]]:
+    """Squeeze the dropped labels' dimensions."""
+    axes = [i for i, label in enumerate(labels) if label in dropped]
+    return lax.squeeze(x, axes), tuple(label for label in labels if label not in dropped)
+

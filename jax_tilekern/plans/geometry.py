@@ -1,0 +1,39 @@
+"""What a planner sees of a matrix product: sizes and element strides, nothing of JAX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MatmulGeometry:
+    """A batched matrix product over strided operands.
+
+    ``out[b, m, n] = sum_k lhs[b, m, k] * rhs[b, k, n]`` for every index ``b`` of the batch
+    dimensions. All strides are in elements. A batch stride of 0 broadcasts an operand over that
+    batch dimension. Every size is at least 1, and the output's stride of ``n`` is 1.
+
+    Attributes
+    ----------
+    batch
+        Sizes of the batch dimensions, outermost first; at most ``MAX_BATCH_DIMS``.
+    m, n, k
+        Rows of the output, columns of the output, and the contracted size.
+    lhs_strides
+        Batch strides, then the strides of ``m`` and ``k``.
+    rhs_strides
+        Batch strides, then the strides of ``k`` and ``n``.
+    out_strides
+        Batch strides, then the strides of ``m`` and ``n``.
+    """
+
+    batch: tuple[int, ...]
+    m: int
+    n: int
+    k: int
+    lhs_strides: tuple[int, ...]
+    rhs_strides: tuple[int, ...]
+    out_strides: tuple[int, ...]
+
+
+MAX_BATCH_DIMS = 4

@@ -1,0 +1,447 @@
+"""A launch plan: everything about a kernel launch as one value, executed by the C++ handler.
+
+What can be wrong with a plan is found here, when it is made, and said in numbers. What depends on
+the buffers' addresses and sizes is checked again by ``ffi/cuda_launch.cc`` at execution.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from jax_tilekern.compiler import Entry
+    from jax_tilekern.plans.gpu import Gpu
+
+_MAX_BLOCK = (1024, 1024, 64)
+_MAX_BLOCK_THREADS = 1024
+_MAX_GRID = (2**31 - 1, 65535, 65535)
+# More than 8 blocks a cluster is not portable between GPUs of one architecture.
+_MAX_CLUSTER_BLOCKS = 8
+_TENSOR_MAP_BYTES = 128
+# XLA aligns what it allocates for temporaries to this much.
+WORKSPACE_ALIGNMENT = 128
+
+Dim3 = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A pointer parameter: the address of a buffer, plus an offset.
+
+    Attributes
+    ----------
+    index
+        Which buffer, counted over operands, then results, then workspaces.
+    offset_bytes
+        Added to the buffer's address.
+    """
+
+    index: int
+    offset_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.index < 0 or self.offset_bytes < 0:
+            raise ValueError(f"{self}: index and offset must not be negative")
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Size of the kernel's parameter."""
+        return 8
+
+    def attributes(self) -> dict[str, Any]:
+        """Return what the handler reads."""
+        return {"buffer": self.index, "offset_bytes": self.offset_bytes}
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """A parameter passed by value: a number or a struct, as the bytes the kernel sees.
+
+    Attributes
+    ----------
+    data
+        The bytes, in the layout (with the padding) of the C++ type.
+    """
+
+    data: bytes
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.data, bytes):
+            raise TypeError(f"Scalars take bytes, not {type(self.data).__name__}")
+        if not self.data:
+            raise ValueError("Scalars of no bytes: a kernel parameter has at least one")
+
+    @classmethod
+    def pack(cls, layout: str, *values: float) -> Scalars:
+        """Return a parameter packed with C's alignment by :mod:`struct`.
+
+        Parameters
+        ----------
+        layout
+            A format of :func:`struct.pack`, for example ``"i"``, ``"f"`` or ``"3q2i"``. As in C,
+            members are aligned, and the end is padded to the widest member's alignment.
+        values
+            One number for each member.
+        """
+        widest = max((code for code in layout if code.isalpha()), key=struct.calcsize, default="b")
+        return cls(struct.pack(f"@{layout}0{widest}", *values))
+
+    @classmethod
+    def int64(cls, *values: int) -> Scalars:
+        """Return a parameter that is one ``long long`` or a struct of them."""
+        return cls.pack(f"{len(values)}q", *values)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Size of the kernel's parameter."""
+        return len(self.data)
+
+    def attributes(self) -> dict[str, Any]:
+        """Return what the handler reads."""
+        return {"bytes": np.frombuffer(self.data, np.uint8)}
+
+
+TensorMapDtype = Literal[
+    "uint8", "uint16", "uint32", "int32", "uint64", "int64",
+    "float16", "float32", "float64", "bfloat16", "tfloat32",
+]  # fmt: skip
+
+# The driver's CUtensorMapDataType, and bytes per element.
+_TENSOR_MAP_DTYPES: dict[str, tuple[int, int]] = {
+    "uint8": (0, 1), "uint16": (1, 2), "uint32": (2, 4), "int32": (3, 4), "uint64": (4, 8),
+    "int64": (5, 8), "float16": (6, 2), "float32": (7, 4), "float64": (8, 8), "bfloat16": (9, 2),
+    "tfloat32": (11, 4),
+}  # fmt: skip
+# By bytes: the driver's CUtensorMapSwizzle, CUtensorMapInterleave, CUtensorMapL2promotion.
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+_INTERLEAVES = {0: 0, 16: 1, 32: 2}
+_L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
+_OOB_FILLS = {"zeros": 0, "nan": 1}
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A by-value ``CUtensorMap`` parameter, encoded for the buffer's address when executed.
+
+    The rules are those of the driver's ``cuTensorMapEncodeTiled``; dimensions run innermost first.
+
+    Attributes
+    ----------
+    buffer
+        Which buffer, counted over operands, then results, then workspaces.
+    dtype
+        Element type. 8-bit floats are ``"uint8"``; ``"tfloat32"`` rounds float32 on its way.
+    sizes
+        Elements in each dimension, at most five dimensions.
+    strides_bytes
+        Bytes between elements of each dimension but the first; multiples of 16.
+    box
+        Elements of the tile in each dimension, at most 256 each.
+    swizzle
+        Bytes of the shared-memory swizzle: 0, 32, 64 or 128.
+    element_strides
+        Step between the elements taken in each dimension; empty for 1 everywhere.
+    interleave
+        0, 16 or 32 bytes.
+    l2_promotion
+        Bytes fetched into the second-level cache at a time: 0, 64, 128 or 256.
+    oob_fill
+        What elements out of bounds read as: ``"zeros"``, or ``"nan"`` for float types.
+    """
+
+    buffer: int
+    dtype: TensorMapDtype
+    sizes: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: Literal[0, 32, 64, 128] = 0
+    element_strides: tuple[int, ...] = ()
+    interleave: Literal[0, 16, 32] = 0
+    l2_promotion: Literal[0, 64, 128, 256] = 256
+    oob_fill: Literal["zeros", "nan"] = "zeros"
+
+    def __post_init__(self) -> None:
+        rank = len(self.sizes)
+        _require(self.buffer >= 0, f"buffer {self.buffer} is negative")
+        _require(1 <= rank <= 5, f"a tensor map has 1 to 5 dimensions, not {rank}: {self.sizes}")
+        _require(
+            len(self.strides_bytes) == rank - 1 and len(self.box) == rank,
+            f"{rank} sizes take {rank - 1} strides and a box of {rank}, "
+            f"not {len(self.strides_bytes)} and {len(self.box)}",
+        )
+        _require(
+            len(self.element_strides) in (0, rank),
+            f"{rank} sizes take {rank} element strides or none, not {self.element_strides}",
+        )
+        for what, value, choices in (
+            ("dtype", self.dtype, _TENSOR_MAP_DTYPES),
+            ("swizzle", self.swizzle, _SWIZZLES),
+            ("interleave", self.interleave, _INTERLEAVES),
+            ("l2_promotion", self.l2_promotion, _L2_PROMOTIONS),
+            ("oob_fill", self.oob_fill, _OOB_FILLS),
+        ):
+            _require(
+                value in choices, f"{what} {value!r} is none of {', '.join(map(str, choices))}"
+            )
+        _require(
+            all(1 <= size <= 2**32 for size in self.sizes),
+            f"sizes are 1 to 2**32 elements each, not {self.sizes}",
+        )
+        stride_unit = 32 if self.interleave == 32 else 16
+        _require(
+            all(0 <= s < 2**40 and s % stride_unit == 0 for s in self.strides_bytes),
+            f"strides are multiples of {stride_unit} bytes below 2**40, not {self.strides_bytes}",
+        )
+        _require(
+            all(1 <= extent <= 256 for extent in self.box),
+            f"a box has 1 to 256 elements in each dimension, not {self.box}",
+        )
+        _require(
+            all(1 <= step <= 8 for step in self.element_strides),
+            f"element strides are 1 to 8, not {self.element_strides}",
+        )
+        _require(
+            self.interleave == 0 or rank >= 3, f"interleave takes 3 dimensions or more, not {rank}"
+        )
+        row = self.box[0] * self.element_bytes
+        if self.interleave == 0:
+            _require(row % 16 == 0, f"a box row is a multiple of 16 bytes, not {row}")
+            _require(
+                self.swizzle == 0 or row <= self.swizzle,
+                f"a box row of {row} bytes exceeds the swizzle of {self.swizzle}",
+            )
+        elif self.interleave == 32:
+            _require(self.swizzle == 32, f"interleave 32 takes swizzle 32, not {self.swizzle}")
+        _require(
+            self.oob_fill == "zeros" or "float" in self.dtype,
+            f"oob_fill 'nan' takes a float type, not {self.dtype}",
+        )
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes per element."""
+        return _TENSOR_MAP_DTYPES[self.dtype][1]
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes from the buffer's address to the end of the last element."""
+        steps = zip(self.sizes[1:], self.strides_bytes, strict=True)
+        return self.sizes[0] * self.element_bytes + sum((n - 1) * stride for n, stride in steps)
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes that one load of a whole box brings, as an mbarrier counts them."""
+        steps = self.element_strides or (1,) * len(self.box)
+        return self.element_bytes * math.prod(
+            -(-extent // step) for extent, step in zip(self.box, steps, strict=True)
+        )
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Size of the kernel's parameter."""
+        return _TENSOR_MAP_BYTES
+
+    def attributes(self) -> dict[str, Any]:
+        """Return what the handler reads: the driver's enumerations and arrays."""
+        attributes: dict[str, Any] = {
+            "buffer": self.buffer,
+            "dtype": _TENSOR_MAP_DTYPES[self.dtype][0],
+            "sizes": np.array(self.sizes, np.int64),
+            "box": np.array(self.box, np.int64),
+            "element_strides": np.array(self.element_strides or (1,) * len(self.box), np.int64),
+            "swizzle": _SWIZZLES[self.swizzle],
+            "interleave": _INTERLEAVES[self.interleave],
+            "l2_promotion": _L2_PROMOTIONS[self.l2_promotion],
+            "oob_fill": _OOB_FILLS[self.oob_fill],
+            "extent_bytes": self.extent_bytes,
+        }
+        if self.strides_bytes:
+            attributes["strides_bytes"] = np.array(self.strides_bytes, np.int64)
+        return attributes
+
+
+Parameter = Buffer | Scalars | TensorMap
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch.
+
+    Attributes
+    ----------
+    entry
+        The compiled kernel, ``compiled.entry(kernel.name)``.
+    grid
+        Blocks in x, y, z.
+    block
+        Threads of a block in x, y, z.
+    parameters
+        The kernel's parameters in their order.
+    shared_memory_bytes
+        Dynamic shared memory of a block.
+    cluster
+        Blocks of a cluster in x, y, z; divides ``grid``.
+    """
+
+    entry: Entry
+    grid: Dim3
+    block: Dim3
+    parameters: tuple[Parameter, ...]
+    shared_memory_bytes: int = 0
+    cluster: Dim3 = (1, 1, 1)
+
+    def __post_init__(self) -> None:
+        for what, dim in (("grid", self.grid), ("block", self.block), ("cluster", self.cluster)):
+            self._require(len(dim) == 3, f"{what} {dim} must have 3 dimensions")
+            self._require(min(dim) >= 1, f"{what} {dim} has a dimension below 1")
+        self._require(
+            all(n <= limit for n, limit in zip(self.grid, _MAX_GRID, strict=True)),
+            f"grid {self.grid} exceeds {_MAX_GRID}",
+        )
+        threads = math.prod(self.block)
+        self._require(
+            all(n <= limit for n, limit in zip(self.block, _MAX_BLOCK, strict=True)),
+            f"block {self.block} exceeds {_MAX_BLOCK}",
+        )
+        self._require(
+            threads <= self.entry.max_threads,
+            f"block {self.block} has {threads} threads, more than {self.entry.max_threads}",
+        )
+        self._require(
+            all(n % c == 0 for n, c in zip(self.grid, self.cluster, strict=True)),
+            f"grid {self.grid} is not a multiple of cluster {self.cluster}",
+        )
+        blocks = math.prod(self.cluster)
+        self._require(
+            blocks <= _MAX_CLUSTER_BLOCKS,
+            f"cluster {self.cluster} has {blocks} blocks, more than {_MAX_CLUSTER_BLOCKS}",
+        )
+        self._require(
+            self.shared_memory_bytes >= 0,
+            f"shared memory of {self.shared_memory_bytes} bytes is negative",
+        )
+        given = tuple(parameter.parameter_bytes for parameter in self.parameters)
+        self._require(
+            given == self.entry.parameter_bytes,
+            f"parameters of {given} bytes, but the kernel takes {self.entry.parameter_bytes}",
+        )
+
+    def _require(self, holds: bool, complaint: str) -> None:
+        _require(holds, f"launch of {self.entry.name}: {complaint}")
+
+    def attributes(self) -> dict[str, Any]:
+        """Return what the handler reads."""
+        return {
+            "entry": self.entry.symbol,
+            "grid": np.array(self.grid, np.int64),
+            "block": np.array(self.block, np.int64),
+            "cluster": np.array(self.cluster, np.int64),
+            "shared_memory_bytes": self.shared_memory_bytes,
+            "parameters": _numbered(p.attributes() for p in self.parameters),
+        }
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What one custom call does: launches in order, over its operands, results and workspaces.
+
+    Attributes
+    ----------
+    name
+        For people: appears in errors, in the HLO and in ``explain``.
+    gpu
+        What it was planned for.
+    cubin
+        The compiled kernels of all launches.
+    launches
+        The launches, executed in order on one stream.
+    alignments
+        The least alignment in bytes of each operand, then of each result. Their number is checked
+        too. A buffer that falls short makes the call an error, so state what kernels rely on.
+    workspace_bytes
+        Sizes of extra outputs that XLA allocates, uninitialised and aligned to
+        ``WORKSPACE_ALIGNMENT``. Their buffer indices follow those of the results.
+    """
+
+    name: str
+    gpu: Gpu
+    cubin: bytes
+    launches: tuple[Launch, ...]
+    alignments: tuple[int, ...]
+    workspace_bytes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cubin, bytes):
+            raise TypeError(f"{self.name}: cubin is {type(self.cubin).__name__}, not bytes")
+        self._require(self.cubin[:4] == b"\x7fELF", "cubin is not an ELF image")
+        self._require(bool(self.launches), "a plan has at least one launch")
+        for alignment in self.alignments:
+            self._require(
+                alignment >= 1 and alignment & (alignment - 1) == 0,
+                f"alignment {alignment} is not a power of two",
+            )
+        for size in self.workspace_bytes:
+            self._require(size >= 1, f"a workspace has at least one byte, not {size}")
+        for launch in self.launches:
+            self._check_launch(launch)
+
+    def _require(self, holds: bool, complaint: str) -> None:
+        _require(holds, f"plan {self.name}: {complaint}")
+
+    def _check_launch(self, launch: Launch) -> None:
+        entry = launch.entry
+        self._require(
+            launch.cluster == (1, 1, 1) or self.gpu.compute_capability >= (9, 0),
+            f"{entry.name} has cluster {launch.cluster}, which {self.gpu.arch} lacks",
+        )
+        shared = entry.shared_memory_bytes + launch.shared_memory_bytes
+        self._require(
+            shared <= self.gpu.shared_memory_bytes,
+            f"{entry.name} takes {shared} bytes of shared memory ({entry.shared_memory_bytes} "
+            f"static, {launch.shared_memory_bytes} dynamic), more than the "
+            f"{self.gpu.shared_memory_bytes} of {self.gpu.name}",
+        )
+        buffers = len(self.alignments) + len(self.workspace_bytes)
+        for parameter in launch.parameters:
+            if isinstance(parameter, Scalars):
+                continue
+            index = parameter.index if isinstance(parameter, Buffer) else parameter.buffer
+            self._require(
+                index < buffers, f"{entry.name} takes buffer {index} of {buffers}: {parameter}"
+            )
+            # Workspaces come after the buffers that state an alignment, and have enough.
+            if isinstance(parameter, TensorMap) and index < len(self.alignments):
+                stated = self.alignments[index]
+                self._require(
+                    stated >= 16,
+                    f"{entry.name}: buffer {index} has a tensor map, which takes an alignment of "
+                    f"16 bytes, but states {stated}",
+                )
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the custom call's attributes, as ``ffi/launch_plan.cc`` reads them."""
+        workspaces = (WORKSPACE_ALIGNMENT,) * len(self.workspace_bytes)
+        return {
+            "name": self.name,
+            "arch": self.gpu.arch,
+            "cubin": np.frombuffer(self.cubin, np.uint8),
+            "alignments": np.array(self.alignments + workspaces, np.int64),
+            "launches": _numbered(launch.attributes() for launch in self.launches),
+        }
+
+
+def _numbered(items: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    # FFI attributes have no list of dictionaries; keys in order stand in for one.
+    return {str(i): dict(item) for i, item in enumerate(items)}
+
+
+def _require(holds: bool, complaint: str) -> None:
+    if not holds:
+        raise ValueError(complaint)

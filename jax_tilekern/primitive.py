@@ -1,0 +1,214 @@
+"""How an operation's rules are declared, once.
+
+An operation is a value of :class:`Operation`: what it means in terms of ``jax.lax``, which
+operands it is linear in, how it batches, and which kernels compute it on each platform.
+:func:`define` makes the JAX primitive from it:
+
+- *abstract evaluation* is that of the reference, so shapes, dtypes, weak types, shardings,
+  varying axes and the errors about them are JAX's own;
+- *jvp* follows from linearity in each operand; the *transpose* and *batching* rules are the
+  operation's, and bind the operation itself again;
+- *lowering* asks the platform's planner, and what no kernel covers lowers to the reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax_tilekern import compat
+from jax_tilekern.compat import ad, batching, mlir
+
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A planner's answer: this kernel computes the call.
+
+    Attributes
+    ----------
+    name
+        The kernel, as ``explain`` shows it.
+    reason
+        Why it was chosen.
+    emit
+        Makes the custom call's results.
+    """
+
+    name: str
+    reason: str
+    emit: Callable[[], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A planner's answer: ``function`` computes the call through another call of a kernel."""
+
+    reason: str
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A planner's answer: no kernel covers the call, so XLA's own operation does."""
+
+    reason: str
+
+
+Planner = Callable[..., Kernel | Rewrite | Fallback]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """The rules of one operation.
+
+    Attributes
+    ----------
+    name
+        The primitive's name, as it appears in a jaxpr.
+    reference
+        ``reference(*operands, **params)`` in terms of ``jax.lax``: the meaning and the fallback.
+    transposes
+        For each operand in which the operation is linear, the rule
+        ``rule(cotangent, *operands, **params)`` that gives that operand's cotangent; the linear
+        operand itself is passed as its abstract value.
+    batch
+        ``batch(operands, dims, **params)`` gives the batched result and its batch dimension.
+    planners
+        For each platform, ``planner(ctx, *values, **params)`` on MLIR values.
+    describe
+        The call in a few words from its parameters, for ``explain``.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    transposes: Mapping[int, Callable[..., Any]]
+    batch: Callable[..., tuple[Any, int]]
+    planners: Mapping[str, Planner]
+    describe: Callable[..., str]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one call of the library lowered to.
+
+    Attributes
+    ----------
+    call
+        The operation with its dimensions, for example ``contract mk,kn->mn``.
+    operands, result
+        Types with shapes, for example ``f32[64,128]``.
+    platform
+        ``cpu``, ``cuda`` or another platform of JAX's.
+    kernel
+        The kernel, or ``None`` where XLA's own operation or another call of the library takes it.
+    reason
+        Why.
+    """
+
+    call: str
+    operands: tuple[str, ...]
+    result: str
+    platform: str
+    kernel: str | None
+    reason: str
+
+
+_recorded: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
+    "jax_tilekern_choices", default=None
+)
+
+
+@contextlib.contextmanager
+def recorded_choices() -> Iterator[list[Choice]]:
+    """Collect the choice of every call that is lowered inside the context."""
+    choices: list[Choice] = []
+    token = _recorded.set(choices)
+    try:
+        yield choices
+    finally:
+        _recorded.reset(token)
+
+
+def define(operation: Operation) -> Callable[..., Any]:
+    """Make the primitive of ``operation``; return the function that binds it."""
+    primitive = compat.Primitive(operation.name)
+    primitive.def_impl(functools.partial(compat.apply_primitive, primitive))
+    primitive.def_abstract_eval(_abstract_evaluation(operation))
+
+    def bind(*operands: Any, **params: Any) -> Any:
+        return primitive.bind(*compat.unify_varying(*operands), **params)
+
+    def tangent_rule(index: int) -> Callable[..., Any]:
+        def jvp(tangent: Any, *operands: Any, **params: Any) -> Any:
+            return bind(*operands[:index], tangent, *operands[index + 1 :], **params)
+
+        return jvp
+
+    linear = operation.transposes
+    arity = max(linear) + 1
+    ad.defjvp(primitive, *(tangent_rule(i) if i in linear else None for i in range(arity)))
+
+    def transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
+        results: list[Any] = [None] * len(operands)
+        for i, operand in enumerate(operands):
+            if ad.is_undefined_primal(operand):
+                if type(cotangent) is ad.Zero:
+                    results[i] = ad.Zero(operand.aval.to_ct_aval())
+                else:
+                    known = (*operands[:i], operand.aval, *operands[i + 1 :])
+                    results[i] = linear[i](cotangent, *known, **params)
+        return results
+
+    ad.primitive_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = lambda operands, dims, **params: operation.batch(
+        operands, dims, **params
+    )
+    reference = mlir.lower_fun(operation.reference, multiple_results=False)
+    mlir.register_lowering(primitive, reference)
+    for platform in operation.planners:
+        # Not cacheable: a planner looks at where its operands come from.
+        rule = functools.partial(_lower, operation, platform)
+        mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
+    return bind
+
+
+def _abstract_evaluation(operation: Operation) -> Callable[..., Any]:
+    @functools.lru_cache(maxsize=4096)
+    def evaluate(avals: tuple[Any, ...], params: tuple[tuple[str, Any], ...]) -> Any:
+        reference = functools.partial(operation.reference, **dict(params))
+        return compat.abstract_result(reference, *avals)
+
+    return lambda *avals, **params: evaluate(avals, tuple(sorted(params.items())))
+
+
+def _lower(
+    operation: Operation, platform: str, ctx: Any, *values: Any, **params: Any
+) -> Sequence[Any]:
+    outcome = operation.planners[platform](ctx, *values, **params)
+    recorded = _recorded.get()
+    if recorded is not None:
+        recorded.append(
+            Choice(
+                call=operation.describe(**params),
+                operands=tuple(aval.str_short(short_dtypes=True) for aval in ctx.avals_in),
+                result=ctx.avals_out[0].str_short(short_dtypes=True),
+                platform=platform,
+                kernel=outcome.name if isinstance(outcome, Kernel) else None,
+                reason=outcome.reason,
+            )
+        )
+    if isinstance(outcome, Kernel):
+        return outcome.emit()
+    function = (
+        outcome.function
+        if isinstance(outcome, Rewrite)
+        else functools.partial(operation.reference, **params)
+    )
+    lowered: Sequence[Any] = mlir.lower_fun(function, multiple_results=False)(ctx, *values)
+    return lowered

@@ -1,0 +1,93 @@
+"""Random operands, float64 references, and error bounds that follow from the arithmetic."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+BF16, F8E4, F8E5 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+
+UNIT_ROUNDOFF = {
+    np.dtype(np.float64): 2.0**-53,
+    np.dtype(np.float32): 2.0**-24,
+    np.dtype(np.float16): 2.0**-11,
+    np.dtype(BF16): 2.0**-8,
+    np.dtype(F8E4): 2.0**-4,
+    np.dtype(F8E5): 2.0**-3,
+}
+TF32_ROUNDOFF = 2.0**-11
+
+
+def on_gpu():
+    return jax.default_backend() == "gpu"
+
+
+def random(rng, shape, dtype):
+    """Normal values in ``dtype`` (so that the operands themselves are exact), or all integers."""
+    dtype = np.dtype(dtype)
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return jnp.asarray(rng.integers(info.min, info.max, shape, dtype, endpoint=True))
+    if dtype.kind == "c":
+        return jnp.asarray(
+            (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)).astype(dtype)
+        )
+    return jnp.asarray(rng.standard_normal(shape).astype(dtype))
+
+
+def exact(x):
+    """The value in float64, complex128 or int64."""
+    x = np.asarray(x)
+    wide = {"i": np.int64, "u": np.int64, "c": np.complex128, "b": np.int64}
+    return x.astype(wide.get(x.dtype.kind, np.float64))
+
+
+def frobenius(x):
+    return float(np.sqrt(np.sum(np.abs(x) ** 2)))
+
+
+def accumulator(dtype):
+    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+
+
+def error_bound(lhs, rhs, subscripts, out_dtype, operand_roundoff=0.0):
+    """Bound on the Frobenius norm of the error of ``einsum(subscripts, lhs, rhs)``.
+
+    A sum of k products in precision u, in any order, errs by at most lambda sqrt(k) u sum|a||b|
+    with a probability that grows with lambda (Higham and Mary, SIAM J. Sci. Comput. 41, 2019);
+    lambda is 4 here. To that come the rounding of the result and, where the arithmetic rounds
+    its operands (TF32), that of both operands.
+    """
+    a, b = exact(lhs), exact(rhs)
+    product = np.einsum(subscripts, a, b)
+    inputs, output = subscripts.split("->")
+    sizes = dict(zip(inputs.replace(",", ""), a.shape + b.shape, strict=True))
+    k = math.prod(size for label, size in sizes.items() if label not in output)
+    magnitude = frobenius(np.einsum(subscripts, np.abs(a), np.abs(b)))
+    u = UNIT_ROUNDOFF[accumulator(lhs.dtype)]
+    rounding = UNIT_ROUNDOFF[np.dtype(out_dtype)]
+    return (4 * math.sqrt(k + 1) * u + 2 * operand_roundoff) * magnitude + rounding * frobenius(product)
+
+
+def assert_product(out, lhs, rhs, subscripts, operand_roundoff=0.0):
+    """``out`` is the einsum of the operands, within the arithmetic's error (exact for integers)."""
+    reference = np.einsum(subscripts, exact(lhs), exact(rhs))
+    assert out.shape == reference.shape
+    if np.dtype(out.dtype).kind in "iu":
+        np.testing.assert_array_equal(np.asarray(out), reference.astype(out.dtype))
+        return
+    error = frobenius(exact(out) - reference)
+    bound = error_bound(lhs, rhs, subscripts, out.dtype, operand_roundoff)
+    assert error <= bound, f"error {error:.3e} exceeds {bound:.3e}"
+
+
+def poison(shape, dtype):
+    """Leave NaN (or a pattern) in freed memory of this size, where a result is likely to land."""
+    dtype = np.dtype(dtype)
+    value = -1 if dtype.kind in "iu" else np.nan
+    for _ in range(2):
+        junk = jax.device_put(np.full(shape, value, dtype))
+        junk.block_until_ready()
+        junk.delete()

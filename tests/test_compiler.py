@@ -1,0 +1,357 @@
+"""The compiler: what NVRTC makes of text, and what the caches keep of it. No GPU is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+
+from jax_tilekern import compiler, nvrtc
+from jax_tilekern.compiler import (
+    CompileError,
+    Kernel,
+    NvrtcNotFound,
+    cache_info,
+    clear_cache,
+    compile_kernels,
+    compile_source,
+    cuda_folder,
+)
+
+SCALE = """
+struct Sizes { long long m, n; int k; };
+template <int N>
+__global__ void __launch_bounds__(128) scale(const float* x, float* y, Sizes s) {
+  __shared__ float tile[N];
+  tile[threadIdx.x % N] = x[threadIdx.x] * s.k;
+  __syncthreads();
+  y[threadIdx.x] = tile[(threadIdx.x + 1) % N];
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give each test empty caches of its own; return the folder on disk."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiler, "_memory", compiler._Memory())
+    compiler._warn_unwritable.cache_clear()
+    return tmp_path / "jax_tilekern" / "cubin"
+
+
+def forget() -> None:
+    """Empty the cache in memory, as in a new process."""
+    compiler._memory.clear()
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record the name of each text that NVRTC compiles."""
+    done: list[str] = []
+    real = nvrtc.Nvrtc.compile
+
+    def compile(self: nvrtc.Nvrtc, source: str, **rest: object) -> nvrtc.Output:
+        done.append(str(rest["file"]))
+        return real(self, source, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(nvrtc.Nvrtc, "compile", compile)
+    return done
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120"])
+def test_compiles(arch: str) -> None:
+    compiled = compile_source(SCALE, ["scale<64>", "scale<32>"], arch=arch)
+    assert compiled.cubin[:4] == b"\x7fELF"
+    assert compiled.arch == arch
+    assert compiled.log == ""
+    entry = compiled.entry("scale<32>")
+    assert entry.symbol == "_Z5scaleILi32EEvPKfPf5Sizes"
+    assert entry.shared_memory_bytes == 32 * 4
+    assert entry.max_threads == 128
+    assert entry.parameter_bytes == (8, 8, 24)
+    assert entry.spill_bytes == 0
+    assert 4 <= entry.registers <= 255
+    with pytest.raises(KeyError, match="scale<16> was not compiled"):
+        compiled.entry("scale<16>")
+
+
+def test_spills_are_reported() -> None:
+    source = """
+__global__ void __launch_bounds__(1024) spill(float* y, int n) {
+  float a[128];
+  for (int i = 0; i < 128; ++i) a[i] = y[i * n];
+  for (int j = 0; j < n; ++j)
+    #pragma unroll
+    for (int i = 0; i < 128; ++i) a[i] = a[i] * a[(i + 7) % 128] + 1.f;
+  for (int i = 0; i < 128; ++i) y[i] = a[i];
+}"""
+    assert compile_source(source, ["spill"], arch="sm_90a").entry("spill").spill_bytes > 0
+
+
+def test_error_has_the_log_the_options_and_the_kernel() -> None:
+    with pytest.raises(CompileError) as caught:
+        compile_source(
+            SCALE + "oops;", ["scale<64>"], arch="sm_90a", options=["-DX=1"], file="s.cu"
+        )
+    for part in ("scale<64>", "s.cu", "sm_90a", "-DX=1", "NVRTC", "oops", "s.cu(10): error"):
+        assert part in str(caught.value)
+    assert "oops" in caught.value.log
+
+
+def test_failure_is_not_remembered(compilations: list[str]) -> None:
+    for _ in range(2):
+        with pytest.raises(CompileError):
+            compile_source("nonsense", ["kernel"], arch="sm_90a")
+    assert len(compilations) == 2
+
+
+def test_warnings_are_kept() -> None:
+    source = "__global__ void k() { int unused; }"
+    for _ in range(2):
+        log = compile_source(source, ["k"], arch="sm_90a").log
+        assert "unused" in log
+        assert "ptxas" not in log
+        forget()
+
+
+def test_unknown_architecture() -> None:
+    with pytest.raises(CompileError, match="sm_1234"):
+        compile_source(SCALE, ["scale<64>"], arch="sm_1234")
+
+
+def test_no_kernel_named() -> None:
+    with pytest.raises(ValueError, match="no kernel named"):
+        compile_source(SCALE, [], arch="sm_90a")
+
+
+# -- Headers
+
+
+def test_headers_given(compilations: list[str]) -> None:
+    source = '#include "a/outer.cuh"\n__global__ void k(int* x) { *x = answer(); }'
+    headers = {
+        "a/outer.cuh": "#pragma once\n#include <inner.cuh>",
+        "inner.cuh": "inline int answer() { return 42; }",
+        "other.cuh": "not compiled",
+    }
+    compile_source(source, ["k"], arch="sm_90a", headers=headers)
+    # A header that is not included is not part of the key, and one that is includes others.
+    compile_source(source, ["k"], arch="sm_90a", headers={**headers, "other.cuh": "changed"})
+    assert len(compilations) == 1
+    changed = {**headers, "inner.cuh": "inline int answer() { return 43; }"}
+    compile_source(source, ["k"], arch="sm_90a", headers=changed)
+    assert len(compilations) == 2
+
+
+@pytest.fixture
+def device_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in for the package's folder of device code."""
+    folder = tmp_path / "cuda"
+    folder.mkdir()
+    monkeypatch.setattr(compiler, "cuda_folder", lambda: folder)
+    return folder
+
+
+def test_package_headers(device_code: Path, compilations: list[str]) -> None:
+    (device_code / "one.cuh").write_text('#pragma once\n#include "two.cuh"\n')
+    (device_code / "two.cuh").write_text("#pragma once\nconstexpr int two = 2;\n")
+    source = """
+#include <tilekern/one.cuh>
+#include "two.cuh"
+__global__ void k(int* x) { *x = two; }"""
+    compile_source(source, ["k"], arch="sm_90a")
+    (device_code / "two.cuh").write_text("#pragma once\nconstexpr int two = 3;\n")
+    compile_source(source, ["k"], arch="sm_90a")
+    assert len(compilations) == 2
+
+
+def test_errors_name_the_real_file(device_code: Path) -> None:
+    path = device_code / "bad.cuh"
+    path.write_text("#pragma once\n\nint f() { return nothing; }\n")
+    with pytest.raises(CompileError) as caught:
+        compile_source('#include "bad.cuh"\n', ["k"], arch="sm_90a")
+    assert f"{path}(3): error" in caught.value.log
+
+
+def test_kernels_of_the_package(device_code: Path, compilations: list[str]) -> None:
+    (device_code / "a.cuh").write_text("template <int N> __global__ void a(int* x) { *x = N; }")
+    (device_code / "b.cuh").write_text("__global__ void b() {}")
+    compiled = compile_kernels(
+        Kernel("a.cuh", "a<1>"), Kernel("a.cuh", "a<2>"), Kernel("b.cuh", "b"), arch="sm_80"
+    )
+    assert [entry.name for entry in compiled.entries] == ["a<1>", "a<2>", "b"]
+    assert compilations == ["a.cu"]
+    with pytest.raises(ValueError, match="one set of options"):
+        compile_kernels(Kernel("a.cuh", "a<1>"), Kernel("b.cuh", "b", ("-DX",)), arch="sm_80")
+
+
+def test_device_code_is_there() -> None:
+    assert list(cuda_folder().glob("*.cuh"))
+
+
+# -- Caches
+
+
+def test_memory_and_disk(compilations: list[str], cache: Path) -> None:
+    first = compile_source(SCALE, ["scale<64>"], arch="sm_90a")
+    assert compile_source(SCALE, ["scale<64>"], arch="sm_90a") is first
+    forget()
+    assert compile_source(SCALE, ["scale<64>"], arch="sm_90a") == first
+    assert len(compilations) == 1
+    assert not list(cache.glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"source": SCALE + "\n"},
+        {"names": ["scale<65>"]},
+        {"names": ["scale<64>", "scale<65>"]},
+        {"arch": "sm_80"},
+        {"options": ["-DX"]},
+        {"file": "other.cu"},
+    ],
+)
+def test_everything_is_in_the_key(change: dict[str, object], compilations: list[str]) -> None:
+    base: dict[str, object] = {"source": SCALE, "names": ["scale<64>"], "arch": "sm_90a"}
+    compile_source(**base)  # type: ignore[arg-type]
+    compile_source(**{**base, **change})  # type: ignore[arg-type]
+    assert len(compilations) == 2
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
+def test_damaged_entry_is_rebuilt(damage: str, cache: Path, compilations: list[str]) -> None:
+    first = compile_source(SCALE, ["scale<64>"], arch="sm_90a")
+    (path,) = cache.glob("*.cubin")
+    data = bytearray(path.read_bytes())
+    if damage == "truncate":
+        del data[-100:]
+    elif damage == "flip":
+        data[len(data) // 2] ^= 1
+    else:
+        data.clear()
+    path.write_bytes(data)
+    forget()
+    assert compile_source(SCALE, ["scale<64>"], arch="sm_90a") == first
+    forget()
+    assert compile_source(SCALE, ["scale<64>"], arch="sm_90a") == first
+    assert len(compilations) == 2
+
+
+def test_unwritable_cache_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A file where the folder should be: permissions would not stop a test that runs as root.
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(RuntimeWarning, match="cannot cache compiled kernels in .*file/jax_tilekern"):
+        compile_source(SCALE, ["scale<64>"], arch="sm_90a")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile_source(SCALE, ["scale<32>"], arch="sm_90a")
+
+
+def test_include_path_is_not_cached(tmp_path: Path, compilations: list[str]) -> None:
+    header = tmp_path / "on_disk.h"
+    source = '#include "on_disk.h"\n__global__ void k(int* x) { *x = N; }'
+    for text in ("constexpr int N = 1;", "constexpr int N = 2;"):
+        header.write_text(text)
+        compile_source(source, ["k"], arch="sm_90a", options=[f"-I{tmp_path}"])
+    assert len(compilations) == 2
+    assert cache_info().entries == 0
+
+
+def test_info_and_clear(cache: Path, compilations: list[str]) -> None:
+    assert cache_info() == compiler.CacheInfo(cache, 0, 0)
+    compile_source(SCALE, ["scale<64>"], arch="sm_90a")
+    info = cache_info()
+    assert (info.location, info.entries) == (cache, 1)
+    assert info.bytes == sum(path.stat().st_size for path in cache.iterdir())
+    assert clear_cache() == info
+    assert cache_info().entries == 0
+    compile_source(SCALE, ["scale<64>"], arch="sm_90a")
+    assert len(compilations) == 2
+
+
+def test_memory_forgets_the_oldest(
+    monkeypatch: pytest.MonkeyPatch, compilations: list[str], cache: Path
+) -> None:
+    monkeypatch.setattr(compiler, "_MEMORY_ENTRIES", 1)
+    first = compile_source(SCALE, ["scale<64>"], arch="sm_90a")
+    compile_source(SCALE, ["scale<32>"], arch="sm_90a")
+    again = compile_source(SCALE, ["scale<64>"], arch="sm_90a")
+    assert again == first
+    assert again is not first
+    assert len(compilations) == 2
+
+
+def test_threads_share_one_build(compilations: list[str]) -> None:
+    results: list[compiler.Compiled] = []
+
+    def work() -> None:
+        results.append(compile_source(SCALE, ["scale<64>"], arch="sm_90a"))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(compilations) == 1
+    assert all(result is results[0] for result in results)
+    assert len(results) == 8
+
+
+def test_processes_share_the_disk(cache: Path) -> None:
+    code = f"""
+from jax_tilekern.compiler import compile_source
+for n in (16, 32, 64):
+    compile_source({SCALE!r}, [f"scale<{{n}}>"], arch="sm_90a")
+"""
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    assert cache_info().entries == 3
+    assert not list(cache.glob("*.part"))
+
+
+# -- Finding NVRTC
+
+
+def test_not_found_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "_candidates", lambda majors: iter(["libnone.so.1"]))
+    for installed, wheel in (("jax_cuda12_plugin", "nvidia-cuda-nvrtc-cu12"), ("", "-nvrtc>=13")):
+        monkeypatch.setattr(nvrtc, "_is_installed", lambda name, it=installed: name == it)
+        nvrtc._load.cache_clear()
+        with pytest.raises(NvrtcNotFound, match=f"(?s)pip install '.*{wheel}.*libnone.so.1"):
+            nvrtc.nvrtc()
+    nvrtc._load.cache_clear()
+
+
+def test_prefers_the_version_of_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in ("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).touch()
+
+    class Wheels:
+        submodule_search_locations = (str(tmp_path),)
+
+    monkeypatch.setattr(nvrtc.importlib.util, "find_spec", lambda name: Wheels())
+    assert list(nvrtc._candidates([12, 13])) == [
+        str(tmp_path / "cuda_nvrtc/lib/libnvrtc.so.12"),
+        "libnvrtc.so.12",
+        str(tmp_path / "cu13/lib/libnvrtc.so.13"),
+        "libnvrtc.so.13",
+    ]
+    monkeypatch.setattr(nvrtc, "_is_installed", lambda name: name == "jax_cuda12_plugin")
+    assert nvrtc._cuda_majors() == [12, 13]
+    monkeypatch.setattr(nvrtc, "_is_installed", lambda name: False)
+    assert nvrtc._cuda_majors() == [13, 12]
+
+
+def test_import_loads_nothing() -> None:
+    code = "import sys, jax_tilekern.compiler; print('platformdirs' in sys.modules)"
+    maps = "import jax_tilekern.compiler; print('nvrtc' in open('/proc/self/maps').read())"
+    for program in (code, maps):
+        outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert outcome.stdout == "False\n", outcome.stderr

@@ -1,0 +1,373 @@
+"""Plans: what they reject, in numbers, and what reaches the handler."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jax_tilekern import _core, ffi
+from jax_tilekern.compiler import Entry
+from jax_tilekern.plans import gpu as gpu_module
+from jax_tilekern.plans.gpu import KNOWN_GPUS, Gpu, NoGpu, current_gpu, gpu_target, known_gpu
+from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, Scalars, TensorMap
+
+ENTRY = Entry(
+    name="kernel<4>",
+    symbol="_Z6kernel",
+    registers=32,
+    spill_bytes=0,
+    shared_memory_bytes=1024,
+    max_threads=256,
+    parameter_bytes=(8, 8),
+)
+LAUNCH = Launch(ENTRY, (4, 2, 1), (128, 1, 1), (Buffer(0), Buffer(1)))
+PLAN = LaunchPlan("example", known_gpu("sm_90"), b"\x7fELF cubin", (LAUNCH,), (16, 4))
+MAP = TensorMap(0, "bfloat16", (100, 64), (208,), (64, 32), swizzle=128)
+
+
+# -- Launches and plans
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grid": (4, 0, 1)}, r"grid \(4, 0, 1\) has a dimension below 1"),
+        ({"grid": (4, 2)}, r"grid \(4, 2\) must have 3 dimensions"),
+        ({"grid": (1, 65536, 1)}, r"grid \(1, 65536, 1\) exceeds \(2147483647, 65535, 65535\)"),
+        ({"block": (512, 1, 1)}, r"block \(512, 1, 1\) has 512 threads, more than 256"),
+        ({"block": (1, 1, 65)}, r"block \(1, 1, 65\) exceeds \(1024, 1024, 64\)"),
+        ({"cluster": (3, 1, 1)}, r"grid \(4, 2, 1\) is not a multiple of cluster \(3, 1, 1\)"),
+        ({"grid": (16, 1, 1), "cluster": (16, 1, 1)}, r"has 16 blocks, more than 8"),
+        ({"shared_memory_bytes": -1}, r"shared memory of -1 bytes"),
+        ({"parameters": (Buffer(0),)}, r"parameters of \(8,\) bytes, but .* takes \(8, 8\)"),
+        ({"parameters": (Buffer(0), Scalars.pack("i", 3))}, r"parameters of \(8, 4\) bytes"),
+    ],
+)
+def test_launch_rejects(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"launch of kernel<4>: .*{message}"):
+        dataclasses.replace(LAUNCH, **change)
+
+
+def _plan_with(**change: Any) -> LaunchPlan:
+    return dataclasses.replace(PLAN, **change)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: _plan_with(cubin=b"text"), "cubin is not an ELF image"),
+        (lambda: _plan_with(launches=()), "at least one launch"),
+        (lambda: _plan_with(alignments=(16,)), "takes buffer 1 of 1"),
+        (lambda: _plan_with(alignments=(16, 12)), "alignment 12 is not a power of two"),
+        (lambda: _plan_with(workspace_bytes=(0,)), "at least one byte, not 0"),
+        (
+            lambda: _plan_with(
+                launches=(dataclasses.replace(LAUNCH, shared_memory_bytes=227 << 10),)
+            ),
+            r"takes 233472 bytes of shared memory \(1024 static, 232448 dynamic\), more than the "
+            r"232448 of NVIDIA H100",
+        ),
+        (
+            lambda: _plan_with(
+                gpu=known_gpu("sm_80"),
+                launches=(dataclasses.replace(LAUNCH, cluster=(2, 1, 1)),),
+            ),
+            r"cluster \(2, 1, 1\), which sm_80 lacks",
+        ),
+        (
+            lambda: _plan_with(
+                alignments=(4, 4),
+                launches=(
+                    Launch(
+                        dataclasses.replace(ENTRY, parameter_bytes=(128,)),
+                        (1, 1, 1),
+                        (1, 1, 1),
+                        (MAP,),
+                    ),
+                ),
+            ),
+            "buffer 0 has a tensor map, which takes an alignment of 16 bytes, but states 4",
+        ),
+    ],
+)
+def test_plan_rejects(make: Callable[[], LaunchPlan], message: str) -> None:
+    with pytest.raises(ValueError, match=f"plan example: .*{message}"):
+        make()
+
+
+def test_cubin_is_bytes() -> None:
+    with pytest.raises(TypeError, match="bytearray, not bytes"):
+        dataclasses.replace(PLAN, cubin=bytearray(b"\x7fELF"))
+
+
+def test_plans_are_values() -> None:
+    again = LaunchPlan("example", known_gpu("sm_90"), b"\x7fELF cubin", (LAUNCH,), (16, 4))
+    assert again == PLAN
+    assert hash(again) == hash(PLAN)
+
+
+# -- Parameters
+
+
+def test_scalars_are_laid_out_as_in_c() -> None:
+    # struct { int a; long long b; char c; } has 4 bytes of padding inside and 7 at its end.
+    assert Scalars.pack("iqb", 1, 2, 3).data == struct.pack("<i4xqb7x", 1, 2, 3)
+    assert Scalars.pack("f", 1.5).data == struct.pack("<f", 1.5)
+    assert Scalars.int64(1, -2).data == struct.pack("<2q", 1, -2)
+
+
+def test_scalars_reject() -> None:
+    with pytest.raises(TypeError, match="take bytes, not int"):
+        Scalars(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no bytes"):
+        Scalars(b"")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sizes": (100,) * 6}, "1 to 5 dimensions, not 6"),
+        ({"strides_bytes": ()}, "take 1 strides and a box of 2, not 0 and 2"),
+        ({"strides_bytes": (200,)}, r"multiples of 16 bytes below 2\*\*40, not \(200,\)"),
+        ({"sizes": (0, 64)}, r"1 to 2\*\*32 elements each, not \(0, 64\)"),
+        ({"box": (64, 257)}, r"1 to 256 elements in each dimension, not \(64, 257\)"),
+        ({"box": (128, 32)}, "a box row of 256 bytes exceeds the swizzle of 128"),
+        ({"box": (60, 32)}, "a box row is a multiple of 16 bytes, not 120"),
+        ({"element_strides": (1, 9)}, r"1 to 8, not \(1, 9\)"),
+        ({"element_strides": (1,)}, r"2 sizes take 2 element strides or none, not \(1,\)"),
+        ({"swizzle": 96}, "swizzle 96 is none of 0, 32, 64, 128"),
+        ({"dtype": "float8"}, "dtype 'float8' is none of uint8"),
+        ({"interleave": 16}, "interleave takes 3 dimensions or more, not 2"),
+        ({"dtype": "uint16", "oob_fill": "nan"}, "takes a float type, not uint16"),
+        ({"buffer": -1}, "buffer -1 is negative"),
+    ],
+)
+def test_tensor_map_rejects(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(MAP, **change)
+
+
+def test_tensor_map_sizes() -> None:
+    # 63 rows of 208 bytes, and the last row's 100 elements of 2 bytes.
+    assert MAP.extent_bytes == 63 * 208 + 200
+    assert MAP.box_bytes == 64 * 32 * 2
+    assert dataclasses.replace(MAP, element_strides=(1, 3)).box_bytes == 64 * 11 * 2
+
+
+# -- GPUs
+
+
+def test_arch_names() -> None:
+    assert list(KNOWN_GPUS) == [
+        "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120",
+    ]  # fmt: skip
+    assert Gpu((12, 1), 48, 99 << 10, 24 << 20, "GB10").arch == "sm_121"
+    assert known_gpu("sm_90") is known_gpu("sm_90a")
+    with pytest.raises(ValueError, match="no GPU is known for 'sm_42'; known are sm_75"):
+        known_gpu("sm_42")
+
+
+def test_target_nests_and_ends() -> None:
+    with gpu_target("sm_80") as outer:
+        assert current_gpu() is outer
+        with gpu_target(known_gpu("sm_90")):
+            assert current_gpu().arch == "sm_90a"
+        assert current_gpu() is outer
+
+
+def test_target_is_in_jax_caches() -> None:
+    lowered_for = []
+
+    def rule(ctx: Any, x: Any) -> list[Any]:
+        lowered_for.append(current_gpu().arch)
+        return [x]
+
+    function = jax.jit(_primitive("cuda", rule).bind)
+    for arch in ("sm_80", "sm_90", "sm_90"):
+        with gpu_target(arch):
+            function.trace(jnp.zeros(3)).lower(lowering_platforms=("cuda",))
+    assert lowered_for == ["sm_80", "sm_90a"]
+
+
+class _Driver:
+    """Stands in for ``_core``."""
+
+    def __init__(self, devices: list[Gpu] | str) -> None:
+        self.devices = devices
+
+    def cuda_devices(self) -> list[Gpu] | str:
+        return self.devices
+
+
+@pytest.fixture
+def driver_shows(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def show(devices: list[Gpu] | str) -> None:
+        gpu_module._visible_gpu.cache_clear()
+        monkeypatch.setattr("jax_tilekern._core.cuda_devices", _Driver(devices).cuda_devices)
+
+    yield show
+    gpu_module._visible_gpu.cache_clear()
+
+
+def test_no_gpu_says_why(driver_shows: Any) -> None:
+    driver_shows("no NVIDIA driver: no such file")
+    with pytest.raises(NoGpu, match="no NVIDIA driver: no such file"):
+        current_gpu()
+
+
+def test_several_gpus(driver_shows: Any) -> None:
+    h100, a100 = known_gpu("sm_90"), known_gpu("sm_80")
+    driver_shows([h100, h100])
+    assert current_gpu() == h100
+    driver_shows([h100, a100])
+    with pytest.raises(NoGpu, match=r"A100.* \(sm_80\), NVIDIA H100.* \(sm_90a\).*CUDA_VISIBLE"):
+        current_gpu()
+    smaller = dataclasses.replace(h100, multiprocessors=114, name="NVIDIA H100 PCIe")
+    driver_shows([h100, smaller])
+    assert current_gpu() == smaller
+
+
+# -- The custom call
+
+
+def _primitive(platform: str, rule: Callable[..., Any]) -> Primitive:
+    primitive = Primitive(f"launch_{platform}")
+    primitive.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(primitive, rule, platform=platform)
+    return primitive
+
+
+def _attribute(text: str, name: str) -> str:
+    return text.split(f"{name} = ", 1)[1].split(" : ", 1)[0].split(",", 1)[0]
+
+
+def test_attributes_arrive() -> None:
+    plan = dataclasses.replace(PLAN, workspace_bytes=(1000,))
+    primitive = _primitive("cuda", lambda ctx, x: ffi.cuda_launch(ctx, [x], plan))
+    lowered = jax.jit(primitive.bind).trace(jnp.zeros((3, 5))).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert "stablehlo.custom_call @jax_tilekern_cuda_launch(%arg0)" in text
+    # The workspace is a result of the call and not of the function.
+    assert "(tensor<3x5xf32>) -> (tensor<3x5xf32>, tensor<1000xui8>)" in text
+    assert "return %0#0 : tensor<3x5xf32>" in text
+    assert "alignments = dense<[16, 4, 128]> : tensor<3xi64>" in text
+    assert "grid = dense<[4, 2, 1]> : tensor<3xi64>" in text
+    assert _attribute(text, "entry") == '"_Z6kernel"'
+    assert 'parameters = {"0" = {buffer = 0 : i64, offset_bytes = 0 : i64}' in text
+
+
+def test_wrong_number_of_buffers() -> None:
+    primitive = _primitive("cuda", lambda ctx, x: ffi.cuda_launch(ctx, [x, x], PLAN))
+    traced = jax.jit(primitive.bind).trace(jnp.zeros((3, 5)))
+    with pytest.raises(ValueError, match="example is for 2 operands and results, not 2 and 1"):
+        traced.lower(lowering_platforms=("cuda",))
+
+
+# Compiling for the CPU runs the CUDA handler's first stage, which reads the plan and needs no GPU.
+# In a process of its own, as XLA takes the state's type for one platform only.
+_INSTANTIATE = """
+import json, sys
+import jax, numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax_tilekern import _core, ffi
+from test_launch_plan import plan_of_everything
+jax.devices()  # queued types and targets would be registered in the wrong order
+(state,) = _core.type_registrations()["CUDA"].values()
+jax.ffi.register_ffi_type("state_on_cpu", state, platform="cpu")
+handlers = _core.registrations()["CUDA"][ffi.CUDA_LAUNCH]
+jax.ffi.register_ffi_target("launch_on_cpu", handlers, platform="cpu")
+def outcome(damage):
+    attributes = plan_of_everything().attributes()
+    exec(damage, {"attributes": attributes, "launch": attributes["launches"]["0"], "np": np})
+    primitive = Primitive("launch")
+    primitive.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(
+        primitive, lambda ctx, x: ffi.cpu_call(ctx, "launch_on_cpu", [x], **attributes)
+    )
+    try:
+        jax.jit(primitive.bind).lower(np.zeros((3, 5), np.float32)).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+    return ""
+print(json.dumps([outcome(damage) for damage in sys.argv[1:]]))
+"""
+
+
+def plan_of_everything() -> LaunchPlan:
+    """Return a plan with every kind of parameter, and a launch that has none."""
+    entry = dataclasses.replace(ENTRY, parameter_bytes=(8, 8, 8, 128, 128))
+    line = TensorMap(1, "float32", (64,), (), (64,))
+    parameters = (Buffer(0), Buffer(1, 4), Scalars.int64(7), MAP, line)
+    nothing = dataclasses.replace(ENTRY, parameter_bytes=())
+    launches = (
+        Launch(entry, (2, 1, 1), (64, 1, 1), parameters, 100_000, (2, 1, 1)),
+        Launch(nothing, (1, 1, 1), (1, 1, 1), ()),
+    )
+    return LaunchPlan("everything", known_gpu("sm_90"), b"\x7fELF", launches, (16, 16))
+
+
+def test_handler_reads_the_plan() -> None:
+    everything = "launch plan everything (sm_90a): attribute launches.0."
+    expected = {
+        "": "",
+        "del attributes['name']": "launch plan  (sm_90a): attribute name: Unexpected attribute",
+        "launch['grid'] = np.array([1, 2])": f"{everything}grid: has 2 dimensions, not 3",
+        "launch['entry'] = 3": f"{everything}entry: Wrong attribute type: expected string",
+        "launch['parameters']['1']['buffer'] = 9": (
+            f"{everything}parameters.1.buffer: there are only 2 buffers"
+        ),
+        "launch['parameters']['0']['offset_bytes'] = -1": (
+            f"{everything}parameters.0.offset_bytes: -1 is out of range"
+        ),
+        "launch['parameters']['3']['box'] = np.array([1, 2, 3])": (
+            f"{everything}parameters.3.sizes: a tensor map has 1 to 5 sizes"
+        ),
+    }
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    process = subprocess.run(
+        [sys.executable, "-c", _INSTANTIATE, *expected],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    outcomes = json.loads(process.stdout)
+    for outcome, (damage, message) in zip(outcomes, expected.items(), strict=True):
+        assert (message in outcome) if message else (outcome == ""), damage
+
+
+def test_driver_is_queried_without_raising() -> None:
+    devices = _core.cuda_devices()
+    assert isinstance(devices, str) or all(d.compute_capability > (3, 0) for d in devices)
+    assert isinstance(_core.cuda_driver_version(), str | tuple)
+
+
+def test_every_target_is_named() -> None:
+    registered = {name for targets in _core.registrations().values() for name in targets}
+    assert registered == set(ffi.FFI_TARGETS)
+
+
+def test_arrays_of_attributes_are_not_empty() -> None:
+    def arrays(value: Any) -> Any:
+        if isinstance(value, dict):
+            for item in value.values():
+                yield from arrays(item)
+        elif isinstance(value, np.ndarray):
+            yield value
+
+    assert all(array.size for array in arrays(plan_of_everything().attributes()))

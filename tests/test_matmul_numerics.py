@@ -1,0 +1,226 @@
+"""Every type, major order and awkward shape, against float64."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from numerics import (
+    BF16,
+    F8E4,
+    F8E5,
+    TF32_ROUNDOFF,
+    assert_product,
+    error_bound,
+    exact,
+    frobenius,
+    on_gpu,
+    poison,
+    random,
+)
+
+import jax_tilekern as jtk
+
+TYPES = [
+    (np.float32, np.float32, None),
+    (np.float64, np.float64, None),
+    (BF16, BF16, None),
+    (BF16, BF16, np.float32),
+    (np.float16, np.float16, None),
+    (np.float16, np.float16, np.float32),
+    (np.int8, np.int8, np.int32),
+    (F8E4, F8E4, np.float32),
+    (F8E5, F8E4, BF16),
+    (F8E4, F8E5, np.float16),
+]
+MAJORS = {"mk,kn": (1, 0), "km,kn": (0, 0), "mk,nk": (1, 1), "km,nk": (0, 1)}
+# (m, n, k): ones, odd and prime sizes, multiples of vectors and of tiles, and one beyond each.
+SHAPES = [
+    (1, 1, 1), (1, 7, 3), (5, 1, 9), (1, 1, 257), (3, 5, 1), (16, 16, 16), (17, 31, 61),
+    (64, 64, 64), (33, 130, 70), (129, 127, 128), (128, 256, 96), (200, 136, 264), (1, 300, 520),
+    (300, 1, 520), (8, 520, 48), (257, 65, 513),
+]  # fmt: skip
+
+
+def roundoff(dtype, precision=None):
+    """Rounding of the operands themselves: TF32 on a GPU."""
+    tf32 = on_gpu() and np.dtype(dtype) == np.float32 and precision is None
+    return TF32_ROUNDOFF if tf32 else 0.0
+
+
+def supported(lhs):
+    """A GPU multiplies 8-bit floats from compute capability 8.9 on."""
+    if not on_gpu() or np.dtype(lhs) not in (F8E4, F8E5):
+        return True
+    return float(jax.devices()[0].compute_capability) >= 8.9
+
+
+def product(lhs, rhs, dims, out, precision=None):
+    return jtk.dot_general(
+        lhs, rhs, (((dims[0],), (dims[1],)), ((), ())), precision, preferred_element_type=out
+    )
+
+
+def operands(rng, subscripts, m, n, k, *types):
+    sizes = {"m": m, "n": n, "k": k}
+    left, right = subscripts.split(",")
+    shapes = ([sizes[x] for x in left], [sizes[x] for x in right])
+    return [random(rng, shape, t) for shape, t in zip(shapes, types, strict=True)]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("subscripts", MAJORS)
+@pytest.mark.parametrize(("lhs", "rhs", "out"), TYPES)
+def test_types_majors_shapes(rng, lhs, rhs, out, subscripts):
+    run = jax.jit(lambda a, b: product(a, b, MAJORS[subscripts], out))
+    for m, n, k in SHAPES:
+        a, b = operands(rng, subscripts, m, n, k, lhs, rhs)
+        poison((m, n), out or lhs)
+        assert_product(run(a, b), a, b, f"{subscripts}->mn", roundoff(lhs))
+    choice = jtk.explain(run, a, b)[-1]
+    assert (choice.kernel is not None) == supported(lhs), choice
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("out", [np.int8, np.int16])
+def test_integer_results_wrap_as_in_lax(rng, out):
+    a, b = random(rng, (33, 65), np.int8), random(rng, (65, 17), np.int8)
+    got = product(a, b, (1, 0), out)
+    expected = np.asarray(exact(a) @ exact(b)).astype(out)
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("types", [(BF16, F8E4), (np.float32, BF16), (F8E4, F8E4)])
+def test_results_rounded_from_the_accumulator(rng, types):
+    """A result type that no kernel writes, or operands of two types."""
+    a, b = operands(rng, "mk,kn", 33, 65, 40, *types)
+    out = product(a, b, (1, 0), F8E5 if types == (F8E4, F8E4) else BF16)
+    assert_product(out, a, b, "mk,kn->mn", roundoff(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [np.complex64, np.int32, np.uint8, np.int16, bool])
+def test_other_types_fall_back(rng, dtype):
+    shape = (9, 9)
+    a, b = (
+        jnp.asarray(rng.integers(0, 2, shape).astype(bool)) if dtype is bool
+        else random(rng, shape, dtype)
+        for _ in range(2)
+    )
+    got, expected = jtk.matmul(a, b), jnp.matmul(a, b)
+    assert got.dtype == expected.dtype
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    (choice,) = jtk.explain(jtk.matmul, a, b)
+    assert choice.kernel is None
+    assert "no kernel for" in choice.reason
+
+
+def test_precision_names_keep_their_promise(rng):
+    """Float32 at HIGHEST has float32's error; the default is TF32 on a GPU and float32 else."""
+    a, b = random(rng, (256, 512), np.float32), random(rng, (512, 384), np.float32)
+    reference = exact(a) @ exact(b)
+
+    def error(precision):
+        out = jtk.matmul(a, b, precision=precision)
+        return frobenius(exact(out) - reference)
+
+    full = error_bound(a, b, "mk,kn->mn", np.float32)
+    tf32 = error_bound(a, b, "mk,kn->mn", np.float32, TF32_ROUNDOFF)
+    names = ["highest", lax.Precision.HIGHEST, "float32", lax.DotAlgorithmPreset.F32_F32_F32]
+    for precision in names:
+        assert error(precision) <= full, precision
+    for precision in [None, "default", "high", "tensorfloat32", (lax.Precision.DEFAULT,) * 2]:
+        assert error(precision) <= tf32, precision
+        if on_gpu():
+            assert error(precision) > full, precision
+    if on_gpu():
+        for preset in ("BF16_BF16_F32", "F16_F16_F32", "TF32_TF32_F32", "BF16_BF16_F32_X9"):
+            operand = {"B": 2.0**-8, "F": 2.0**-11, "T": TF32_ROUNDOFF}[preset[0]]
+            operand = 0.0 if preset.endswith("X9") else operand
+            bound = error_bound(a, b, "mk,kn->mn", np.float32, operand)
+            assert error(lax.DotAlgorithmPreset[preset]) <= bound, preset
+
+
+def test_default_precision_of_jax_is_honoured(rng):
+    a, b = random(rng, (64, 512), np.float32), random(rng, (512, 64), np.float32)
+    with jax.default_matmul_precision("highest"):
+        out = jtk.matmul(a, b)
+    assert_product(out, a, b, "mk,kn->mn")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16, F8E5])
+@pytest.mark.parametrize("shape", [(17, 33, 65), (1, 64, 128), (128, 1, 96), (128, 128, 128)])
+def test_nan_and_inf_propagate(rng, dtype, shape):
+    m, n, k = shape
+    a = rng.standard_normal((m, k))
+    b = rng.standard_normal((k, n))
+    for x in (a, b):
+        for value in (np.nan, np.inf, -np.inf, 0.0):
+            x[tuple(rng.integers(0, s) for s in x.shape)] = value
+    a, b = jnp.asarray(a.astype(dtype)), jnp.asarray(b.astype(dtype))
+    with np.errstate(invalid="ignore"):
+        expected = exact(a) @ exact(b)
+    for subscripts, (left, right) in {"mk,kn": (a, b), "km,nk": (a.T, b.T)}.items():
+        got = np.asarray(product(left, right, MAJORS[subscripts], np.float32))
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+        np.testing.assert_array_equal(np.isposinf(got), np.isposinf(expected))
+        np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16, np.int8])
+def test_batches_and_broadcast_operands(rng, dtype):
+    out = np.int32 if dtype is np.int8 else np.float32
+    cases = ["bmk,bkn->bmn", "bmk,kn->bmn", "mk,bkn->bmn", "bcmk,ckn->bcmn", "mbk,bkn->bmn",
+             "bkm,nbk->bmn", "bqhd,bkhd->bhqk", "bhqk,bkhd->bhqd"]  # fmt: skip
+    sizes = dict(zip("bcmknqhd", (3, 2, 33, 17, 20, 13, 4, 16), strict=True))
+    for subscripts in cases:
+        left, right = subscripts.split("->")[0].split(",")
+        a = random(rng, [sizes[x] for x in left], dtype)
+        b = random(rng, [sizes[x] for x in right], dtype)
+        run = jax.jit(
+            lambda a, b, s=subscripts: jnp.einsum(
+                s, a, b, preferred_element_type=out, _dot_general=jtk.dot_general
+            )
+        )
+        assert_product(run(a, b), a, b, subscripts, roundoff(dtype))
+        assert all(choice.kernel for choice in jtk.explain(run, a, b)), subscripts
+
+
+def test_transposed_operands_and_innermost_batch(rng):
+    """Unit stride in every place it can be, a batch dimension included."""
+    sizes = {"b": 5, "m": 12, "n": 7, "k": 9}
+    for left in map("".join, itertools.permutations("bmk")):
+        for right in map("".join, itertools.permutations("bkn")):
+            a = random(rng, [sizes[x] for x in left], np.float32)
+            b = random(rng, [sizes[x] for x in right], np.float32)
+            out = jtk.dot_general(
+                a,
+                b,
+                (((left.index("k"),), (right.index("k"),)),
+                 ((left.index("b"),), (right.index("b"),))),
+            )  # fmt: skip
+            assert_product(out, a, b, f"{left},{right}->bmn", roundoff(np.float32))
+
+
+def test_many_small_products(rng):
+    a, b = random(rng, (3000, 16, 16), np.float32), random(rng, (3000, 16, 16), np.float32)
+    assert_product(jtk.matmul(a, b), a, b, "bmk,bkn->bmn", roundoff(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16, np.int8])
+def test_results_do_not_vary(rng, dtype):
+    a, b = random(rng, (257, 511), dtype), random(rng, (511, 129), dtype)
+    run = jax.jit(lambda a, b: product(a, b, (1, 0), None))
+    first = np.asarray(run(a, b)).tobytes()
+    assert all(np.asarray(run(a, b)).tobytes() == first for _ in range(20))
+
+
+@pytest.mark.parametrize("shapes", [((0, 4), (4, 5)), ((3, 0), (0, 5)), ((3, 4), (4, 0)),
+                                    ((0, 3, 4), (0, 4, 5)), ((0,), (0,))])  # fmt: skip
+@pytest.mark.parametrize("dtype", [np.float32, np.int8])
+def test_empty_dimensions(shapes, dtype):
+    a, b = (jnp.ones(shape, dtype) for shape in shapes)
+    got, expected = jax.jit(jtk.matmul)(a, b), jnp.matmul(a, b)
+    assert got.dtype == expected.dtype
+    np.testing.assert_array_equal(got, expected)

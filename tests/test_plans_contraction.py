@@ -1,0 +1,94 @@
+"""Collapsing labels into a strided product, checked by computing with the strides."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_tilekern.plans.contraction import Contraction, Oriented, matmul_geometry
+from jax_tilekern.plans.geometry import MAX_BATCH_DIMS
+
+
+@st.composite
+def contractions(draw):
+    """Labels in any order in each array, with their sizes."""
+    counts = [draw(st.integers(0, 2)) for _ in range(4)]
+    labels = iter(range(sum(counts)))
+    batch, rows, columns, contracted = ([next(labels) for _ in range(n)] for n in counts)
+    sizes = {label: draw(st.integers(1, 4)) for label in range(sum(counts))}
+    orders = (draw(st.permutations(batch + extra)) for extra in
+              (rows + contracted, columns + contracted, rows + columns))  # fmt: skip
+    return Contraction(*map(tuple, orders)), sizes
+
+
+def computed(geometry, lhs, rhs, size):
+    """The product by its definition, over flat arrays and strides."""
+    out = np.zeros(size, lhs.dtype)
+    for b in np.ndindex(geometry.batch):
+        base = [int(np.dot(b, strides[:-2])) if b else 0
+                for strides in (geometry.lhs_strides, geometry.rhs_strides, geometry.out_strides)]  # fmt: skip
+        for i, j, k in np.ndindex(geometry.m, geometry.n, geometry.k):
+            left = base[0] + i * geometry.lhs_strides[-2] + k * geometry.lhs_strides[-1]
+            right = base[1] + k * geometry.rhs_strides[-2] + j * geometry.rhs_strides[-1]
+            out[base[2] + i * geometry.out_strides[-2] + j] += lhs[left] * rhs[right]
+    return out
+
+
+@given(contractions(), st.integers(0, 2**32 - 1))
+def test_geometry_computes_the_contraction(case, seed):
+    contraction, sizes = case
+    rng = np.random.default_rng(seed)
+    shapes = [tuple(sizes[x] for x in labels) for labels in (contraction.lhs, contraction.rhs)]
+    lhs, rhs = (rng.integers(-9, 10, shape) for shape in shapes)
+    oriented = matmul_geometry(contraction, *shapes)
+    if isinstance(oriented, str):
+        return
+    geometry, swapped = oriented
+    assert len(geometry.batch) <= MAX_BATCH_DIMS
+    assert geometry.out_strides[-1] == 1 or geometry.n == 1
+    expected = np.einsum(lhs, contraction.lhs, rhs, contraction.rhs, contraction.out)
+    operands = (rhs, lhs) if swapped else (lhs, rhs)
+    got = computed(geometry, *(x.ravel() for x in operands), expected.size)
+    np.testing.assert_array_equal(got, expected.ravel())
+
+
+@given(contractions())
+def test_mergeable_order_always_has_a_geometry(case):
+    contraction, sizes = case
+    plain = contraction.mergeable()
+    assert sorted(plain.lhs) == sorted(contraction.lhs)
+    shapes = [tuple(sizes[x] for x in labels) for labels in (plain.lhs, plain.rhs)]
+    oriented = matmul_geometry(plain, *shapes)
+    assert isinstance(oriented, Oriented)
+    assert len(oriented.geometry.batch) <= 1
+    for strides in (oriented.geometry.lhs_strides, oriented.geometry.rhs_strides):
+        assert 1 in strides[-2:], "a kernel finds no unit stride"
+
+
+@pytest.mark.parametrize(("dims", "text"), [
+    ((((1,), (0,)), ((), ())), "mk,kn->mn"),
+    ((((0,), (1,)), ((), ())), "km,nk->mn"),
+    ((((1,), (1,)), ((0,), (0,))), "bk,bk->b"),
+])  # fmt: skip
+def test_subscripts(dims, text):
+    assert str(Contraction.of_dot_general(2, 2, dims)) == text
+
+
+def test_strides_are_not_limited_to_32_bits():
+    """Over 2**31 elements: the strides themselves say where the last element is."""
+    contraction = Contraction((0, 1, 2), (0, 2, 3), (0, 1, 3))
+    oriented = matmul_geometry(contraction, (8, 1 << 16, 1 << 16), (8, 1 << 16, 1 << 17))
+    geometry = oriented.geometry
+    assert geometry.lhs_strides == (1 << 32, 1 << 16, 1)
+    assert geometry.rhs_strides == (1 << 33, 1 << 17, 1)
+    assert geometry.out_strides == (1 << 33, 1 << 17, 1)
+
+
+def test_attention_needs_no_copy():
+    """``bqhd,bkhd->bhqk``: two batch dimensions that do not merge, read where they lie."""
+    contraction = Contraction((0, 1, 2, 3), (0, 4, 2, 3), (0, 2, 1, 4))
+    geometry, swapped = matmul_geometry(contraction, (2, 64, 8, 32), (2, 48, 8, 32))
+    assert not swapped
+    assert (geometry.batch, geometry.m, geometry.n, geometry.k) == ((2, 8), 64, 48, 32)
+    assert geometry.lhs_strides == (64 * 256, 32, 256, 1)
+    assert geometry.rhs_strides == (48 * 256, 32, 1, 256)

@@ -1,0 +1,154 @@
+"""Under ``shard_map`` and explicit meshes a gradient equals the unsharded one, or says why not.
+
+What went silently wrong elsewhere: a primitive that binds operands with different varying axes
+transposes without the sum over the axes that an operand did not vary over.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from numerics import random
+
+import jax_tilekern as jtk
+
+
+@pytest.fixture
+def devices():
+    found = jax.devices("cpu")
+    assert len(found) >= 4, "conftest.py asks for four host devices"
+    return found[:4]
+
+
+@pytest.fixture
+def operands(rng, devices):
+    with jax.default_device(devices[0]):
+        return random(rng, (8, 4), np.float32), random(rng, (4, 12), np.float32)
+
+
+def plain(a, b):
+    return jnp.sin(jnp.matmul(a, b)).sum()
+
+
+SPECS = [(P("i", None), P()), (P(), P(None, "i")), (P("i", None), P("i", None)), (P(), P())]
+
+
+@pytest.mark.parametrize(("a_spec", "b_spec"), SPECS[:2])
+def test_shard_map_gradients(devices, operands, a_spec, b_spec):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,), devices=devices)
+
+    def loss(a, b):
+        sharded = jax.shard_map(
+            lambda a, b: lax.psum(jnp.sin(jtk.matmul(a, b)).sum(), "i"),
+            mesh=mesh,
+            in_specs=(a_spec, b_spec),
+            out_specs=P(),
+            check_vma=True,
+        )
+        return sharded(a, b)
+
+    for argnums in (0, 1):
+        got = jax.jit(jax.grad(loss, argnums))(*operands)
+        np.testing.assert_allclose(got, jax.grad(plain, argnums)(*operands), rtol=1e-5, atol=1e-5)
+        got = jax.jit(jax.jacfwd(loss, argnums))(*operands)
+        np.testing.assert_allclose(got, jax.grad(plain, argnums)(*operands), rtol=1e-5, atol=1e-5)
+
+
+def test_shard_map_contracted_dimension(devices, operands):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,), devices=devices)
+
+    def loss(a, b):
+        product = jax.shard_map(
+            lambda a, b: lax.psum(jtk.matmul(a, b), "i"),
+            mesh=mesh,
+            in_specs=(P(None, "i"), P("i", None)),
+            out_specs=P(),
+        )(a, b)
+        return jnp.sin(product).sum()
+
+    for argnums in (0, 1):
+        got = jax.jit(jax.grad(loss, argnums))(*operands)
+        np.testing.assert_allclose(got, jax.grad(plain, argnums)(*operands), rtol=1e-5, atol=1e-5)
+
+
+def test_shard_map_with_vmap_and_second_order(devices, operands):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,), devices=devices)
+    a, b = operands
+
+    def loss(matmul, a, b):
+        return jnp.sin(jax.vmap(matmul, (0, None))(a, b)).sum()
+
+    def sharded(a, b):
+        return jax.shard_map(
+            lambda a, b: lax.psum(loss(jtk.matmul, a, b), "i"),
+            mesh=mesh, in_specs=(P("i", None), P()), out_specs=P(),
+        )(a, b)  # fmt: skip
+
+    got = jax.jit(jax.hessian(sharded, 1))(a, b)
+    expected = jax.hessian(functools.partial(loss, jnp.matmul), 1)(a, b)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+EXPLICIT = [
+    (P("i", None), P(None, "j")),
+    (P("i", None), P()),
+    (P(), P()),
+    (P("i", "j"), P()),
+    (P(None, "i"), P("i", None)),
+    (P("i", None), P(None, "i")),
+    (P("i", "j"), P("j", None)),
+]
+
+
+@pytest.mark.parametrize(("a_spec", "b_spec"), EXPLICIT)
+def test_explicit_mesh_is_right_or_raises_as_jax(devices, operands, a_spec, b_spec):
+    mesh = jax.make_mesh((2, 2), ("i", "j"), devices=devices)
+    with jax.set_mesh(mesh):
+        a, b = (jax.device_put(x, s) for x, s in zip(operands, (a_spec, b_spec), strict=True))
+
+        def run(matmul):
+            product = jax.jit(matmul)(a, b)
+            gradients = jax.jit(jax.grad(lambda a, b: jnp.sin(matmul(a, b)).sum(), (0, 1)))(a, b)
+            return product, *gradients
+
+        try:
+            expected = run(jnp.matmul)
+        except Exception as error:
+            with pytest.raises(type(error)) as ours:
+                run(jtk.matmul)
+            assert str(ours.value).split(":")[0] == str(error).split(":")[0]
+            return
+        for got, wanted in zip(run(jtk.matmul), expected, strict=True):
+            assert got.sharding == wanted.sharding
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("out_spec", [P("i", None), P(None, "j"), P("i", "j"), P()])
+@pytest.mark.parametrize(("a_spec", "b_spec"), EXPLICIT)
+def test_explicit_mesh_with_out_sharding(devices, operands, a_spec, b_spec, out_spec):
+    mesh = jax.make_mesh((2, 2), ("i", "j"), devices=devices)
+    dims = (((1,), (0,)), ((), ()))
+    with jax.set_mesh(mesh):
+        a, b = (jax.device_put(x, s) for x, s in zip(operands, (a_spec, b_spec), strict=True))
+
+        def loss(a, b):
+            out = jtk.dot_general(a, b, dims, out_sharding=out_spec)
+            assert jax.typeof(out).sharding.spec == P(*out_spec, *[None] * (2 - len(out_spec)))
+            return jnp.sin(out).sum()
+
+        gradients = jax.jit(jax.grad(loss, (0, 1)))(a, b)
+    for i, got in enumerate(gradients):
+        np.testing.assert_allclose(got, jax.grad(plain, i)(*operands), rtol=1e-5, atol=1e-5)
+
+
+def test_automatically_sharded_jit_is_right(devices, operands):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,), devices=devices)
+    a, b = operands
+    a = jax.device_put(a, jax.NamedSharding(mesh, P("i", None)))
+    b = jax.device_put(b, jax.NamedSharding(mesh, P()))
+    np.testing.assert_allclose(jax.jit(jtk.matmul)(a, b), np.matmul(a, b), rtol=1e-5, atol=1e-5)
