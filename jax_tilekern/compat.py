@@ -14,7 +14,6 @@ from jax import lax
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src.lax import lax as _lax
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 __all__ = [
@@ -30,6 +29,9 @@ __all__ = [
     "varying_axes",
     "with_type",
 ]
+
+# jax.extend.core exports it, and imports all of Pallas on the way (60 ms).
+Primitive = _core.Primitive
 
 # Not exported by jax.lax; gives the hashable form that lax.dot_general itself binds, with
 # jax_default_matmul_precision applied.

@@ -1,6 +1,9 @@
 """The suite runs on whatever backend JAX has; sharded tests use four devices of the CPU."""
 
+import datetime
+import json
 import os
+from pathlib import Path
 
 # Before jax is imported: four host devices for the sharding tests, and no preallocation, so that
 # several workers share one GPU.
@@ -30,3 +33,31 @@ def rng(request):
 def x64():
     with jax.enable_x64(True):
         yield
+
+
+def pytest_addoption(parser):
+    parser.addoption("--record", metavar="FILE", help="write the outcome, device and versions")
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    """Write what ``benchmarks/results/<device>/tests.json`` holds."""
+    file = config.getoption("record")
+    if file is None:
+        return
+    from jax_tilekern.cli import machine
+
+    found, errors = machine.facts("versions", "cpu", "driver", "nvidia_smi", "nvrtc")
+    digests, digest_errors = machine.facts("source_digests")
+    outcomes = ("passed", "failed", "error", "skipped", "xfailed")
+    record = {
+        "command": " ".join(["pytest", *config.invocation_params.args]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "backend": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "outcome": {name: len(terminalreporter.stats.get(name, ())) for name in outcomes},
+        "exit_status": int(exitstatus),
+        **found,
+        **digests,
+        "errors": errors | digest_errors,
+    }
+    Path(file).write_text(json.dumps(record, indent=2) + "\n")

@@ -68,7 +68,9 @@ def error_bound(lhs, rhs, subscripts, out_dtype, operand_roundoff=0.0):
     magnitude = frobenius(np.einsum(subscripts, np.abs(a), np.abs(b)))
     u = UNIT_ROUNDOFF[accumulator(lhs.dtype)]
     rounding = UNIT_ROUNDOFF[np.dtype(out_dtype)]
-    return (4 * math.sqrt(k + 1) * u + 2 * operand_roundoff) * magnitude + rounding * frobenius(product)
+    return (4 * math.sqrt(k + 1) * u + 2 * operand_roundoff) * magnitude + rounding * frobenius(
+        product
+    )
 
 
 def assert_product(out, lhs, rhs, subscripts, operand_roundoff=0.0):

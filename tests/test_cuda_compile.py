@@ -67,7 +67,7 @@ def _expected(instance, arch):
     return ("IMMA" if itemsize == 1 else "HMMA"), products
 
 
-@pytest.mark.parametrize(("arch", "instance"), _cases())
+@pytest.mark.parametrize(("arch", "instance"), list(_cases()))
 def test_compiles_to_what_the_plan_assumes(arch, instance):
     kernel = instance.kernel
     compiled = compile_kernels(kernel, arch=arch)

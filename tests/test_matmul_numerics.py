@@ -104,7 +104,8 @@ def test_results_rounded_from_the_accumulator(rng, types):
 def test_other_types_fall_back(rng, dtype):
     shape = (9, 9)
     a, b = (
-        jnp.asarray(rng.integers(0, 2, shape).astype(bool)) if dtype is bool
+        jnp.asarray(rng.integers(0, 2, shape).astype(bool))
+        if dtype is bool
         else random(rng, shape, dtype)
         for _ in range(2)
     )

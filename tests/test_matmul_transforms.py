@@ -33,9 +33,7 @@ def theirs(a, b, dimension_numbers):
 
 
 def close(got, expected):
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-4), got, expected
-    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-4), got, expected)
     assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, expected)
 
 

@@ -25,8 +25,10 @@ def computed(geometry, lhs, rhs, size):
     """The product by its definition, over flat arrays and strides."""
     out = np.zeros(size, lhs.dtype)
     for b in np.ndindex(geometry.batch):
-        base = [int(np.dot(b, strides[:-2])) if b else 0
-                for strides in (geometry.lhs_strides, geometry.rhs_strides, geometry.out_strides)]  # fmt: skip
+        base = [
+            sum(i * s for i, s in zip(b, strides, strict=False))
+            for strides in (geometry.lhs_strides, geometry.rhs_strides, geometry.out_strides)
+        ]
         for i, j, k in np.ndindex(geometry.m, geometry.n, geometry.k):
             left = base[0] + i * geometry.lhs_strides[-2] + k * geometry.lhs_strides[-1]
             right = base[1] + k * geometry.rhs_strides[-2] + j * geometry.rhs_strides[-1]

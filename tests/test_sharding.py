@@ -5,6 +5,7 @@ transposes without the sum over the axes that an operand did not vary over.
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -119,9 +120,12 @@ def test_explicit_mesh_is_right_or_raises_as_jax(devices, operands, a_spec, b_sp
         try:
             expected = run(jnp.matmul)
         except Exception as error:
-            with pytest.raises(type(error)) as ours:
+            refusal = error
+        else:
+            refusal = None
+        if refusal is not None:
+            with pytest.raises(type(refusal), match=re.escape(str(refusal).split(":")[0])):
                 run(jtk.matmul)
-            assert str(ours.value).split(":")[0] == str(error).split(":")[0]
             return
         for got, wanted in zip(run(jtk.matmul), expected, strict=True):
             assert got.sharding == wanted.sharding

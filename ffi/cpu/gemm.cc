@@ -13,7 +13,8 @@ namespace {
 // left block is packed once, shared by all threads; then tasks of a few columns each pack their
 // part of the right operand, which stays in the second-level cache, and stream the left panels,
 // each of which stays in the first-level cache while it meets all columns.
-constexpr int64_t kRowsPerBlock = 2040;           // a multiple of every panel's rows
+constexpr int64_t kRowsPerBlock = 2040;      // a multiple of every panel's rows
+constexpr int64_t kRowsForFewColumns = 240;  // a left block that stays in the second-level cache
 constexpr int64_t kNarrowColumnsPerBlock = 1024;  // bounds the sums kept for narrow outputs
 constexpr int64_t kVectorsPerTask = 16;
 constexpr int64_t kPanelsPerPackTask = 8;
@@ -33,7 +34,8 @@ class Gemm {
     k_blocks_ = CeilDiv(p_.k, family.k_block);
     k_block_ = RoundUp(CeilDiv(p_.k, k_blocks_), 16);
     k_blocks_ = CeilDiv(p_.k, k_block_);
-    m_block_ = std::min(p_.m, kRowsPerBlock);
+    const bool few_columns = p_.n <= kVectorsPerTask * family.lanes;
+    m_block_ = std::min(p_.m, few_columns && threads == 1 ? kRowsForFewColumns : kRowsPerBlock);
     n_block_ = narrow_ && k_blocks_ > 1 ? std::min(p_.n, kNarrowColumnsPerBlock) : p_.n;
     m_blocks_ = CeilDiv(p_.m, m_block_);
     n_blocks_ = CeilDiv(p_.n, n_block_);

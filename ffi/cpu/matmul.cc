@@ -248,6 +248,9 @@ constexpr double kMinWorkPerThread = 5e5;
 // Above this many multiply-adds the threads share one product rather than take one each.
 constexpr double kMaxWorkPerProduct = 3e8;
 constexpr int64_t kTasksPerThread = 4;
+// Up to this many rows or columns, the other dimension alone is split, in multiples of kMinChunk.
+constexpr int64_t kFew = 64;
+constexpr int64_t kMinChunk = 192;
 
 class Matmul {
  public:
@@ -301,8 +304,22 @@ class Matmul {
         RunVectorProduct(*choice_.vector, choice_.store, vectors, task * chunk,
                          std::min(chunk, vectors.outer - task * chunk));
       });
-    } else {
+    } else if (std::min(product.m, product.n) > kFew) {
       RunGemm(*choice_.gemm, choice_.store, product, workers);
+    } else {
+      // Each task packs the few rows or columns for itself, which spares the threads all waiting.
+      const bool wide = product.m <= product.n;
+      const int64_t size = wide ? product.n : product.m;
+      const int64_t chunk = RoundUp(CeilDiv(size, workers.threads() * kTasksPerThread), kMinChunk);
+      workers.Run(CeilDiv(size, chunk), [&](int64_t task) {
+        Product part = product;
+        const int64_t first = task * chunk;
+        (wide ? part.n : part.m) = std::min(chunk, size - first);
+        (wide ? part.rhs.data : part.lhs.data) =
+            wide ? part.rhs.At(0, first) : part.lhs.At(first, 0);
+        part.out.data = wide ? part.out.At(0, first) : part.out.At(first, 0);
+        RunGemm(*choice_.gemm, choice_.store, part);
+      });
     }
   }
 

@@ -103,7 +103,7 @@ class MatmulBlock {
   }
 
   template <int kPart, int kParts>
-  void copy(int stage) const {
+  void copy(int stage) {
     if (k_left_ <= 0) return;
     const int k = min_of(k_left_, config.block_k);
     const uint32 lhs = stages_ + stage * kStageBytes;
@@ -114,7 +114,7 @@ class MatmulBlock {
 
   // `lines` rows of lhs or columns of rhs are inside the matrix, and `k` of the contracted size.
   template <bool kMajorK, typename T, int kPart, int kParts, class Loader>
-  static void copy_operand(const Loader& loader, uint32 tile, int lines, int k) {
+  static void copy_operand(Loader& loader, uint32 tile, int lines, int k) {
     constexpr int kTileLines = Loader::kRowBytes / static_cast<int>(sizeof(T));
     if constexpr (kMajorK) {
       loader.template load<kPart, kParts>(tile, lines, k * static_cast<int>(sizeof(T)));

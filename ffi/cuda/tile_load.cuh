@@ -38,22 +38,24 @@ class TileLoader {
   }
 
   // Copies the kPart-th of kParts shares of the tile to shared memory at `tile`. Of the tile,
-  // `rows` rows and `bytes` bytes of each are inside the matrix.
+  // `rows` rows and `bytes` bytes of each are inside the matrix. What passes through registers is
+  // read with the first share and arrives with the last, so that work in between hides the way.
   template <int kPart, int kParts>
-  void load(uint32 tile, int rows, int bytes) const {
-    constexpr int kFirst = kChunks * kPart / kParts;
-    constexpr int kCount = kChunks * (kPart + 1) / kParts - kFirst;
-    if constexpr (kCount > 0) {
-      if constexpr (kAsync) {
-        const bool inside = byte_ < bytes;
-#pragma unroll
-        for (int i = kFirst; i < kFirst + kCount; ++i) {
-          cp_async<kChunkBytes>(tile + offset(i), source_ + step_bytes_ * i,
-                                inside && row_ + kRowStep * i < rows);
-        }
-      } else {
-        load_shifted<kFirst, kCount>(tile, rows, bytes - byte_);
+  void load(uint32 tile, int rows, int bytes) {
+    if constexpr (kAsync) {
+      constexpr int kFirst = kChunks * kPart / kParts;
+      constexpr int kEnd = kChunks * (kPart + 1) / kParts;
+      // Unrolled further, many narrow copies would keep as many addresses in registers.
+      constexpr int kUnroll = kChunkBytes == 16 ? max_of(kEnd - kFirst, 1) : 4;
+      const bool inside = byte_ < bytes;
+#pragma unroll kUnroll
+      for (int i = kFirst; i < kEnd; ++i) {
+        cp_async<kChunkBytes>(tile + offset(i), source_ + step_bytes_ * i,
+                              inside && row_ + kRowStep * i < rows);
       }
+    } else {
+      if constexpr (kPart == 0) fetch(rows, bytes - byte_);
+      if constexpr (kPart == kParts - 1) place(tile, bytes - byte_);
     }
   }
 
@@ -66,41 +68,34 @@ class TileLoader {
     }
   }
 
-  // A chunk at any address is cut out of the five aligned words that it touches. Only words that
-  // hold at least one byte of the matrix are read. `valid` bytes of the chunk are in the matrix, if
-  // it is at least 1 and at most 16.
-  template <int kFirst, int kCount>
-  void load_shifted(uint32 tile, int rows, int valid) const {
-    // Enough loads in flight to cover their latency, at five registers each.
-    constexpr int kBatch = min_of(kCount, 4);
+  // Reads the five aligned words that each chunk touches, as far as they hold at least one byte of
+  // the matrix. `valid` bytes of the chunk are in the matrix, if it is at least 1 and at most 16.
+  void fetch(int rows, int valid) {
 #pragma unroll
-    for (int first = kFirst; first < kFirst + kCount; first += kBatch) {
-      uint32 words[kBatch][5];
+    for (int i = 0; i < kChunks; ++i) {
+      const int misalignment = misaligned_bytes(i);
+      const auto* aligned =
+          reinterpret_cast<const uint32*>(source_ + step_bytes_ * i - misalignment);
+      const bool inside = row_ + kRowStep * i < rows && valid > 0;
+      const int end = inside ? misalignment + min_of(valid, 16) : 0;
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int misalignment = misaligned_bytes(first + i);
-        const auto* aligned =
-            reinterpret_cast<const uint32*>(source_ + step_bytes_ * (first + i) - misalignment);
-        const int end =
-            first + i < kFirst + kCount && row_ + kRowStep * (first + i) < rows && valid > 0
-                ? misalignment + min_of(valid, 16)
-                : 0;
+      for (int w = 0; w < 5; ++w) words_[i][w] = 4 * w < end ? load_global(aligned + w) : 0;
+    }
+  }
+
+  // Cuts the chunks out of their words.
+  void place(uint32 tile, int valid) const {
 #pragma unroll
-        for (int w = 0; w < 5; ++w) words[i][w] = 4 * w < end ? load_global(aligned + w) : 0;
+    for (int i = 0; i < kChunks; ++i) {
+      const int misalignment = misaligned_bytes(i);
+      uint32 chunk[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const uint32 word = funnel_shift_right(words_[i][w], words_[i][w + 1], 8 * misalignment);
+        const int kept = valid - 4 * w;
+        chunk[w] = kept >= 4 ? word : kept <= 0 ? 0 : word & ((1u << (8 * kept)) - 1);
       }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (first + i >= kFirst + kCount) break;
-        const int misalignment = misaligned_bytes(first + i);
-        uint32 chunk[4];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          const uint32 word = funnel_shift_right(words[i][w], words[i][w + 1], 8 * misalignment);
-          const int kept = valid - 4 * w;
-          chunk[w] = kept >= 4 ? word : kept <= 0 ? 0 : word & ((1u << (8 * kept)) - 1);
-        }
-        store_shared(tile + offset(first + i), chunk);
-      }
+      store_shared(tile + offset(i), chunk);
     }
   }
 
@@ -112,6 +107,7 @@ class TileLoader {
   int byte_;
   int64 step_bytes_;
   const char* source_;
+  uint32 words_[kAsync ? 1 : kChunks][5];
 };
 
 }  // namespace tilekern

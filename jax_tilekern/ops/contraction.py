@@ -26,7 +26,7 @@ from jax_tilekern.plans.arithmetic import (
     cuda_arithmetic,
     precision_name,
 )
-from jax_tilekern.plans.contraction import Contraction, Labels, Oriented, matmul_geometry
+from jax_tilekern.plans.contraction import Contraction, Labels, matmul_geometry
 from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.matmul import NoKernel, plan_matmul
@@ -56,9 +56,7 @@ def contract(
     return result
 
 
-def shard_like(
-    x: Array, labels: Labels, wanted: Labels, sharding: NamedSharding | None
-) -> Array:
+def shard_like(x: Array, labels: Labels, wanted: Labels, sharding: NamedSharding | None) -> Array:
     """Reshard an operand as an output is sharded, under a mesh with explicit axes.
 
     The dimensions that the output has take its axes; the others are gathered, because a kernel
@@ -77,7 +75,9 @@ def _common_type(lhs: Array, rhs: Array) -> tuple[Array, Array]:
         return lhs, rhs
     try:
         common = jnp.promote_types(*types)
-    except jax.dtypes.TypePromotionError:  # an 8-bit float has no implicit promotion; the wider type holds it
+    except (
+        jax.dtypes.TypePromotionError
+    ):  # an 8-bit float has no implicit promotion; the wider type holds it
         common = max(types, key=lambda t: t.itemsize)
     return lhs.astype(common), rhs.astype(common)
 
@@ -142,7 +142,8 @@ def _batch(
         labelled(contraction.rhs, dims[1]),
         (mapped, *contraction.out),
     )
-    return contract(*operands, batched, **params), 0
+    lhs, rhs = operands
+    return contract(lhs, rhs, batched, **params), 0
 
 
 # Lowering. A planner gets MLIR values, so it can see where they come from.
@@ -284,8 +285,8 @@ def _cuda_kernel(
 ) -> Kernel | Fallback:
     try:
         gpu = current_gpu()
-        types = [aval.dtype for aval in (*ctx.avals_in, *ctx.avals_out)]
-        plan = plan_matmul(geometry, *types, arithmetic, gpu)
+        lhs_type, rhs_type, out_type = (aval.dtype for aval in (*ctx.avals_in, *ctx.avals_out))
+        plan = plan_matmul(geometry, lhs_type, rhs_type, out_type, arithmetic, gpu)
     except (NoGpu, NvrtcNotFound) as error:
         return Fallback(str(error))
     if isinstance(plan, NoKernel):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -167,10 +166,7 @@ def dot_general(
     )
 
 
-def _without(
-    x: Array, labels: tuple[int, ...], dropped: set[int]
-) -> tuple[Array, tuple[int, ...]]:
+def _without(x: Array, labels: tuple[int, ...], dropped: set[int]) -> tuple[Array, tuple[int, ...]]:
     """Squeeze the dropped labels' dimensions."""
     axes = [i for i, label in enumerate(labels) if label in dropped]
     return lax.squeeze(x, axes), tuple(label for label in labels if label not in dropped)
-

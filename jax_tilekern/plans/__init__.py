@@ -1,0 +1,1 @@
+"""Static planning: sizes, types and an architecture in, a kernel and its launch out."""

@@ -13,23 +13,25 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+_Dtype = np.dtype[Any]
+
 F32, F64, F16 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 INT8, INT32 = np.dtype(np.int8), np.dtype(np.int32)
 FP8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
 
 # Result types that kernels write; the first is the accumulator's.
-_RESULTS = {
+_RESULTS: dict[_Dtype, tuple[_Dtype, ...]] = {
     F32: (F32,),
     F64: (F64,),
     BF16: (F32, BF16),
     F16: (F32, F16),
     INT8: (INT32,),
-    **{dtype: (F32, BF16, F16) for dtype in FP8},
+    **dict.fromkeys(FP8, (F32, BF16, F16)),
 }
 
 # Result types that are rounded from the accumulator's when no kernel writes them.
-_ROUNDED = {
+_ROUNDED: dict[_Dtype, tuple[_Dtype, ...]] = {
     F32: (BF16, F16, *FP8),
     F64: (F32, BF16, F16),
     INT32: (INT8, np.dtype(np.int16)),
@@ -37,13 +39,13 @@ _ROUNDED = {
 
 # Presets that a kernel on operands of its own type satisfies. A preset that accumulates in a
 # 16-bit type is satisfied by accumulation in float32.
-_OWN_PRESETS = {
+_OWN_PRESETS: dict[_Dtype, tuple[str, ...]] = {
     BF16: ("BF16_BF16_F32", "BF16_BF16_BF16"),
     F16: ("F16_F16_F32", "F16_F16_F16"),
     F32: ("F32_F32_F32",),
     F64: ("F64_F64_F64",),
     INT8: (),
-    **{dtype: ("ANY_F8_ANY_F8_F32", "ANY_F8_ANY_F8_F32_FAST_ACCUM") for dtype in FP8},
+    **dict.fromkeys(FP8, ("ANY_F8_ANY_F8_F32", "ANY_F8_ANY_F8_F32_FAST_ACCUM")),
 }
 
 
@@ -51,8 +53,8 @@ _OWN_PRESETS = {
 class Converted:
     """The product is done in other types: operands cast before it, the result after it."""
 
-    operands: np.dtype[Any]
-    result: np.dtype[Any]
+    operands: _Dtype
+    result: _Dtype
     reason: str
 
 
@@ -65,9 +67,7 @@ def precision_name(precision: Any) -> str:
     return str(getattr(precision, "name", precision))
 
 
-def cpu_arithmetic(
-    lhs: np.dtype[Any], rhs: np.dtype[Any], out: np.dtype[Any], precision: str
-) -> str | Converted | None:
+def cpu_arithmetic(lhs: _Dtype, rhs: _Dtype, out: _Dtype, precision: str) -> str | Converted | None:
     """Arithmetic on a CPU, where every precision of the operands' own type is exact enough.
 
     Returns
@@ -81,7 +81,7 @@ def cpu_arithmetic(
 
 
 def cuda_arithmetic(
-    lhs: np.dtype[Any], rhs: np.dtype[Any], out: np.dtype[Any], precision: str
+    lhs: _Dtype, rhs: _Dtype, out: _Dtype, precision: str
 ) -> str | Converted | None:
     """Arithmetic on a GPU, where float32 operands go through TF32 unless told otherwise.
 
@@ -105,13 +105,11 @@ def cuda_arithmetic(
         return None
     if lhs in FP8:
         return _with_result(lhs, rhs, out, "fp8_fast" if "FAST" in precision else "fp8")
-    names = {F64: "f64", BF16: "bf16", F16: "f16", INT8: "int8"}
+    names: dict[_Dtype, str] = {F64: "f64", BF16: "bf16", F16: "f16", INT8: "int8"}
     return _with_result(lhs, rhs, out, names.get(lhs, ""))
 
 
-def _with_result(
-    lhs: np.dtype[Any], rhs: np.dtype[Any], out: np.dtype[Any], name: str
-) -> str | Converted | None:
+def _with_result(lhs: _Dtype, rhs: _Dtype, out: _Dtype, name: str) -> str | Converted | None:
     if lhs not in _RESULTS or not (lhs == rhs or (lhs in FP8 and rhs in FP8)):
         return None
     if out in _RESULTS[lhs]:

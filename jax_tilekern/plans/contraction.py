@@ -37,8 +37,10 @@ class Contraction:
         (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = dimension_numbers
         lhs = tuple(range(lhs_ndim))
         rhs = list(range(lhs_ndim, lhs_ndim + rhs_ndim))
-        for i, j in (*zip(lhs_batch, rhs_batch, strict=True),
-                     *zip(lhs_contracting, rhs_contracting, strict=True)):
+        for i, j in (
+            *zip(lhs_batch, rhs_batch, strict=True),
+            *zip(lhs_contracting, rhs_contracting, strict=True),
+        ):
             rhs[j] = lhs[i]
         batch = tuple(lhs[i] for i in lhs_batch)
         shared = set(lhs) & set(rhs)
@@ -69,6 +71,7 @@ class Contraction:
     @property
     def dimension_numbers(self) -> tuple[tuple[Labels, Labels], tuple[Labels, Labels]]:
         """Dimension numbers of the ``lax.dot_general`` whose output is batch, rows, columns."""
+
         def positions(labels: Labels) -> tuple[Labels, Labels]:
             return (tuple(map(self.lhs.index, labels)), tuple(map(self.rhs.index, labels)))
 
@@ -106,8 +109,10 @@ class Contraction:
         """Return the ``einsum`` subscripts, for example ``bmk,bkn->bmn``."""
         names: dict[int, str] = {}
         for labels, letters in (
-            (self.batch, "bcdefgh"), (self.rows, "mpqrst"),
-            (self.columns, "nuvwxyz"), (self.contracted, "kijlao"),
+            (self.batch, "bcdefgh"),
+            (self.rows, "mpqrst"),
+            (self.columns, "nuvwxyz"),
+            (self.contracted, "kijlao"),
         ):
             for i, label in enumerate(labels):
                 names[label] = letters[i] if i < len(letters) else f"<{label}>"
@@ -189,9 +194,7 @@ def matmul_geometry(
     k = contracted[0] if contracted else None
     m = max(rows, key=lambda g: (g.lhs == 1 and (k is None or k.lhs != 1), g.size), default=None)
     n = contiguous[0] if contiguous else max(columns, key=lambda g: g.size, default=None)
-    batch = sorted(
-        (g for g in (*batch, *rows, *columns) if g not in (m, n)), key=lambda g: -g.out
-    )
+    batch = sorted((g for g in (*batch, *rows, *columns) if g not in (m, n)), key=lambda g: -g.out)
     if len(batch) > MAX_BATCH_DIMS:
         return f"{len(batch)} separate batch dimensions (at most {MAX_BATCH_DIMS})"
     lhs_m, lhs_k = _matrix_strides(m, k, "lhs")
@@ -219,9 +222,7 @@ def _row_major_strides(labels: Labels, sizes: Mapping[int, int]) -> dict[int, in
     return strides
 
 
-def _matrix_strides(
-    outer: _Group | None, inner: _Group | None, array: str
-) -> tuple[int, int]:
+def _matrix_strides(outer: _Group | None, inner: _Group | None, array: str) -> tuple[int, int]:
     """Strides of a matrix in one array, where a missing dimension has size 1.
 
     Its stride is free, and is 1 unless the other dimension's is, so that a kernel finds a major

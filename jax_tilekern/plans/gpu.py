@@ -65,7 +65,7 @@ KNOWN_GPUS: dict[str, Gpu] = {
 
 # JAX's own kind of context: its value is part of the key under which JAX keeps what it has
 # lowered, so that one function can be lowered for one GPU and then for another.
-_target = jax.make_user_context(None)  # type: ignore[no-untyped-call]
+_target = jax.make_user_context(None)
 
 
 def known_gpu(arch: str) -> Gpu:

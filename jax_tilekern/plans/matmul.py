@@ -445,7 +445,7 @@ def instances(gpu: Gpu) -> Iterator[MatmulInstance]:
             tile = next(t for t in _usable_tiles(how, narrow, narrow, treatment[0]) if t in tiles)
             samples.append((tile, _MANY, load_bytes, order, types))
         samples += [
-            (tiles[1], _MANY, _WIDEST_LOAD, orders[1], (lhs, rhs, out))
+            (tiles[-1], _MANY, _WIDEST_LOAD, orders[1], (lhs, rhs, out))
             for lhs in how.operands
             for rhs in how.operands
             for out in how.results[1:]
