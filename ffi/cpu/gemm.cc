@@ -17,8 +17,9 @@ constexpr int64_t kRowsPerBlock = 2040;      // a multiple of every panel's rows
 constexpr int64_t kRowsForFewColumns = 240;  // a left block that stays in the second-level cache
 constexpr int64_t kNarrowColumnsPerBlock = 1024;  // bounds the sums kept for narrow outputs
 constexpr int64_t kVectorsPerTask = 16;
+constexpr int64_t kMinVectorsPerTask = 4;
 constexpr int64_t kPanelsPerPackTask = 8;
-constexpr int64_t kTasksPerThread = 4;
+constexpr int64_t kTasksPerThread = 2;
 
 class Gemm {
  public:
@@ -42,7 +43,12 @@ class Gemm {
 
     panels_ = CeilDiv(m_block_, rows_per_panel_);
     pack_tasks_ = CeilDiv(panels_, kPanelsPerPackTask);
-    task_cols_ = RoundUp(std::min(n_block_, kVectorsPerTask * family.lanes), cols_per_panel_);
+    task_cols_ = std::min(n_block_, kVectorsPerTask * family.lanes);
+    if (threads > 1) {
+      const int64_t share = CeilDiv(n_block_, kTasksPerThread * threads);
+      task_cols_ = std::min(task_cols_, std::max(share, kMinVectorsPerTask * family.lanes));
+    }
+    task_cols_ = RoundUp(task_cols_, cols_per_panel_);
     col_tasks_ = CeilDiv(n_block_, task_cols_);
     row_tasks_ = 1;
     if (threads > 1) {
@@ -124,9 +130,18 @@ class Gemm {
     return lhs_ + (stage % lhs_buffers_ * panels_ + panel) * lhs_panel_bytes_;
   }
 
-  // Panels are as wide as the smallest kernel that takes them.
-  int64_t LhsPanelWidth(int64_t rows) const { return RoundUp(rows, family_.row_step); }
-  int64_t RhsPanelWidth(int64_t cols) const { return RoundUp(cols, family_.lanes); }
+  // Panels are as wide as the smallest kernel that takes them. Divisions would show in tiny
+  // products.
+  int LhsSteps(int64_t rows) const {
+    static_assert(kRowSteps == 3);
+    return rows <= family_.row_step ? 1 : rows <= 2 * family_.row_step ? 2 : 3;
+  }
+  int RhsVectors(int64_t cols) const {
+    static_assert(kMaxVectors == 2);
+    return cols <= family_.lanes ? 1 : 2;
+  }
+  int64_t LhsPanelWidth(int64_t rows) const { return LhsSteps(rows) * family_.row_step; }
+  int64_t RhsPanelWidth(int64_t cols) const { return RhsVectors(cols) * family_.lanes; }
 
   // Panels of `width`, but for the last, which is as narrow as the kernels allow.
   static void PackPanels(PackFn pack, PanelSource source, DType type, int64_t width,
@@ -185,8 +200,7 @@ class Gemm {
     const int64_t cols = std::min(cols_per_panel_, s.cols - c);
     const int64_t height = LhsPanelWidth(rows);
     const int64_t width = RhsPanelWidth(cols);
-    const GemmKernel kernel =
-        family_.kernel[height / family_.row_step - 1][width / family_.lanes - 1];
+    const GemmKernel kernel = family_.kernel[LhsSteps(rows) - 1][RhsVectors(cols) - 1];
     const bool accumulate = s.k0 > 0;
     const bool last = s.k0 + s.depth == p_.k;
     char* out = p_.out.At(s.m0 + r, s.n0 + c);

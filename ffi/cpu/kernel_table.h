@@ -49,10 +49,10 @@ struct GemmFamily {
 
 inline constexpr int kMaxVectorRows = 4;
 
-// out[s, o] = sum_k small[s, k] * big[o, k] for a few s: the big operand is read once, in place.
+// sums[s, o] += sum_k small[s, k] * big[o, k] for a few s; the big operand is read where it lies.
 // `small` holds a panel of width 1 for each s, `small_stride` units apart.
 using VectorKernel = void (*)(const PanelSource& big, const void* small, int64_t small_stride,
-                              void* out, int64_t out_stride);
+                              void* sums, int64_t sums_stride);
 
 struct VectorFamily {
   const char* name;

@@ -242,12 +242,12 @@ Choice Choose(DType lhs, DType rhs, DType out, const Shape& shape) {
   return choice;
 }
 
-// Work below which a second thread costs more than it brings, in multiply-adds or in elements
-// read; about ten microseconds' worth.
-constexpr double kMinWorkPerThread = 5e5;
+// Work that a second thread should at least be given, in multiply-adds: some thirty microseconds'.
+constexpr double kMinWorkPerThread = 1.5e6;
 // Above this many multiply-adds the threads share one product rather than take one each.
 constexpr double kMaxWorkPerProduct = 3e8;
-constexpr int64_t kTasksPerThread = 4;
+constexpr int64_t kTasksPerThread = 8;
+constexpr int64_t kVectorTasksPerThread = 2;
 // Up to this many rows or columns, the other dimension alone is split, in multiples of kMinChunk.
 constexpr int64_t kFew = 64;
 constexpr int64_t kMinChunk = 192;
@@ -299,7 +299,7 @@ class Matmul {
   void RunShared(const Product& product, const Workers& workers) const {
     if (choice_.vector != nullptr) {
       const VectorProduct vectors = VectorProduct::From(product);
-      const int64_t chunk = VectorChunk(vectors, workers.threads() * kTasksPerThread);
+      const int64_t chunk = VectorChunk(vectors, workers.threads() * kVectorTasksPerThread);
       workers.Run(CeilDiv(vectors.outer, chunk), [&](int64_t task) {
         RunVectorProduct(*choice_.vector, choice_.store, vectors, task * chunk,
                          std::min(chunk, vectors.outer - task * chunk));
@@ -325,7 +325,7 @@ class Matmul {
 
   Product At(int64_t batch) const {
     Product product = {shape_.m, shape_.n, shape_.k, lhs_, rhs_, out_};
-    for (int i = kMaxBatchRank - 1; i >= 0; --i) {
+    for (int i = kMaxBatchRank - 1; i >= 0 && batch > 0; --i) {
       const int64_t index = batch % shape_.batch[i];
       batch /= shape_.batch[i];
       product.lhs.data += index * shape_.lhs[i] * Bytes(lhs_.type);

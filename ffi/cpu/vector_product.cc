@@ -1,14 +1,22 @@
 #include "cpu/vector_product.h"
 
 #include <algorithm>
+#include <cstring>
+#include <utility>
 
 #include "cpu/scratch.h"
 
 namespace tilekern::cpu {
 namespace {
 
-constexpr int64_t kMinChunk = 128;
-constexpr int64_t kMaxChunk = 1024;  // the sums of a chunk stay in the first-level cache
+constexpr int64_t kMinChunk = 256;   // long enough runs of a row for the prefetcher
+constexpr int64_t kMaxChunk = 4096;  // the sums of a chunk stay in the cache
+constexpr int64_t kDepth = 8192;     // of k at a time, which bounds the packed vectors
+constexpr int64_t kMaxSmalls = 8;  // more than kernels take at once, if rows can stay in the cache
+constexpr int64_t kCachedRows = 8;
+
+// Whether the large operand is read along k.
+bool IsAlong(const VectorProduct& p) { return p.big.col_stride == 1 && p.big.row_stride != 1; }
 
 template <typename Matrix>
 Matrix Transposed(Matrix m) {
@@ -24,7 +32,7 @@ VectorProduct VectorProduct::From(const Product& p) {
 }
 
 bool IsVectorProduct(const VectorProduct& p) {
-  return p.smalls <= kMaxVectorRows && (p.big.row_stride == 1 || p.big.col_stride == 1);
+  return IsAlong(p) ? p.smalls <= kMaxSmalls : p.smalls <= kMaxVectorRows && p.big.row_stride == 1;
 }
 
 int64_t VectorChunk(const VectorProduct& p, int64_t tasks) {
@@ -33,25 +41,42 @@ int64_t VectorChunk(const VectorProduct& p, int64_t tasks) {
 
 void RunVectorProduct(const VectorFamily& family, StoreFn store, const VectorProduct& p,
                       int64_t first, int64_t count) {
-  const int64_t groups = CeilDiv(p.k, family.group);
-  const int64_t small_stride = RoundUp(groups, family.lanes) + family.lanes;
-  char* small =
-      static_cast<char*>(Scratch(ScratchUse::kLhs, p.smalls * small_stride * family.unit_bytes));
+  const int64_t unit = family.unit_bytes;
   const PackFn pack = family.pack_small[static_cast<int>(p.small.type)];
-  pack({p.small.data, p.small.row_stride, p.small.col_stride, p.smalls, p.smalls, p.k}, 1, p.smalls,
-       small_stride * family.unit_bytes, small);
-  const bool along = p.big.col_stride == 1 && p.big.row_stride != 1;
-  const auto& kernels = (along ? family.along : family.across)[static_cast<int>(p.big.type)];
-  const int64_t end = first + count;
+  const auto& kernels = (IsAlong(p) ? family.along : family.across)[static_cast<int>(p.big.type)];
+  const int64_t max_groups = CeilDiv(std::min(p.k, kDepth), family.group);
+  const int64_t small_stride = RoundUp(max_groups, family.lanes) + family.lanes;
   const int64_t sums_stride = RoundUp(std::min(count, kMaxChunk), family.lanes);
-  void* sums = Scratch(ScratchUse::kSums, p.smalls * sums_stride * family.unit_bytes);
-  for (int64_t o = first; o < end; o += kMaxChunk) {
-    const int64_t outer = std::min(kMaxChunk, end - o);
-    const PanelSource big = {p.big.At(o, 0), p.big.row_stride, p.big.col_stride,
-                             outer,          p.outer - o,      p.k};
-    kernels[p.smalls - 1](big, small, small_stride, sums, sums_stride);
-    store(sums, sums_stride, p.smalls, outer, p.out.At(0, o), p.out.row_stride, p.out.col_stride,
-          false);
+  char* small = static_cast<char*>(Scratch(ScratchUse::kLhs, p.smalls * small_stride * unit));
+  char* sums = static_cast<char*>(Scratch(ScratchUse::kSums, p.smalls * sums_stride * unit));
+  const int64_t rows_at_once = p.smalls > kMaxVectorRows ? kCachedRows : kMaxChunk;
+  const int64_t end = first + count;
+  for (int64_t chunk = first; chunk < end; chunk += kMaxChunk) {
+    const int64_t chunk_end = std::min(chunk + kMaxChunk, end);
+    std::memset(sums, 0, p.smalls * sums_stride * unit);
+    for (int64_t k = 0; k < p.k; k += kDepth) {
+      const int64_t depth = std::min(kDepth, p.k - k);
+      const int64_t groups = CeilDiv(depth, family.group);
+      pack({p.small.At(0, k), p.small.row_stride, p.small.col_stride, p.smalls, p.smalls, depth}, 1,
+           p.smalls, small_stride * unit, small);
+      // Whole vectors of `small` are read, and the packer leaves anything after the last unit.
+      for (int64_t s = 0; s < p.smalls; ++s) {
+        std::memset(small + (s * small_stride + groups) * unit, 0,
+                    (RoundUp(groups, family.lanes) - groups) * unit);
+      }
+      for (int64_t o = chunk; o < chunk_end; o += rows_at_once) {
+        const PanelSource big = {p.big.At(o, k),   p.big.row_stride,
+                                 p.big.col_stride, std::min(rows_at_once, chunk_end - o),
+                                 p.outer - o,      depth};
+        for (int64_t s = 0; s < p.smalls; s += kMaxVectorRows) {
+          kernels[std::min<int64_t>(p.smalls - s, kMaxVectorRows) - 1](
+              big, small + s * small_stride * unit, small_stride,
+              sums + (s * sums_stride + o - chunk) * unit, sums_stride);
+        }
+      }
+    }
+    store(sums, sums_stride, p.smalls, chunk_end - chunk, p.out.At(0, chunk), p.out.row_stride,
+          p.out.col_stride, false);
   }
 }
 

@@ -74,7 +74,7 @@ inline void store_output(const Engine& engine, const OutputTile<Out>& output, bo
                          uint32 staging, int lane) {
 #pragma unroll
   for (int slab = 0; slab < Engine::kRows / kSlabRows; ++slab) {
-    engine.template write_slab<Out>(slab, staging, Staging<Out, Engine::kColumns>::kPitch);
+    engine.template write_slab<Out>(slab, staging, Staging<Out, Engine::kColumns>::kPitch, lane);
     __syncwarp();
     if (vectors) {
       copy_slab<uint4, Engine>(output, slab, staging, lane);

@@ -54,7 +54,7 @@ class MatmulBlock {
 
   void accumulate(Engine& engine) {
     int tiles = (k_left_ + config.block_k - 1) / config.block_k;
-#pragma unroll
+#pragma unroll 1
     for (int stage = 0; stage < kStages - 1; ++stage) {
       copy<0, 1>(stage);
       finish_copy();

@@ -25,8 +25,7 @@ class MmaEngine {
   static constexpr int kRows = config.warp_m();
   static constexpr int kColumns = config.warp_n();
 
-  MmaEngine(int warp_m, int warp_n, int lane)
-      : lhs_(warp_m, lane), rhs_(warp_n, lane), lane_(lane) {}
+  MmaEngine(int warp_m, int warp_n, int lane) : lhs_(warp_m, lane), rhs_(warp_n, lane) {}
 
   template <int kSlot>
   void load(uint32 lhs_tile, uint32 rhs_tile, int step) {
@@ -79,10 +78,10 @@ class MmaEngine {
 
   // A lane's columns 2t and 2t+1 of kInterleave octets are 2 * kInterleave adjacent columns.
   template <typename Out>
-  void write_slab(int slab, uint32 staging, int pitch) const {
+  void write_slab(int slab, uint32 staging, int pitch, int lane) const {
     constexpr int kInterleave = RhsOperand::kInterleave;
     const auto& sums = config.promote ? totals_ : sums_;
-    const int g = lane_ / 4, t = lane_ % 4;
+    const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -124,7 +123,6 @@ class MmaEngine {
 
   LhsOperand lhs_;
   RhsOperand rhs_;
-  int lane_;
   typename LhsOperand::Fragment lhs_fragments_[kSlots];
   typename RhsOperand::Fragment rhs_fragments_[kSlots];
   Sums sums_ = {};

@@ -82,7 +82,7 @@ class SimtEngine {
   static constexpr int kColumns = config.warp_n();
 
   SimtEngine(int warp_m, int warp_n, int lane)
-      : lhs_(warp_m, lane_m(lane)), rhs_(warp_n, lane_n(lane)), lane_(lane) {}
+      : lhs_(warp_m, lane_m(lane)), rhs_(warp_n, lane_n(lane)) {}
 
   template <int kSlot>
   void load(uint32 lhs_tile, uint32 rhs_tile, int step) {
@@ -112,14 +112,14 @@ class SimtEngine {
   }
 
   template <typename Out>
-  void write_slab(int slab, uint32 staging, int pitch) const {
+  void write_slab(int slab, uint32 staging, int pitch, int lane) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const uint32 word[1] = {__float_as_uint(sums_[4 * slab + i][j])};
-        const int column = RhsOperand::line(j, lane_n(lane_));
-        store_shared(staging + (4 * i + lane_m(lane_)) * pitch + 4 * column, word);
+        const int column = RhsOperand::line(j, lane_n(lane));
+        store_shared(staging + (4 * i + lane_m(lane)) * pitch + 4 * column, word);
       }
     }
   }
@@ -127,7 +127,6 @@ class SimtEngine {
  private:
   LhsOperand lhs_;
   RhsOperand rhs_;
-  int lane_;
   typename LhsOperand::Fragment lhs_fragments_[kSlots];
   typename RhsOperand::Fragment rhs_fragments_[kSlots];
   float sums_[8][8] = {};

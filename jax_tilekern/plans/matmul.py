@@ -42,6 +42,7 @@ _K_BYTES = 128
 _WIDEST_LOAD = 16
 # What a block's shared memory costs beyond what it asks for.
 _RESERVED_SHARED_BYTES = 1024
+_REGISTERS = 65536
 _MAX_GRID = 2**31 - 1
 # Two is what the kernels need, and enough only if there is one tile of k; beyond six, tiles arrive
 # no earlier.
@@ -86,12 +87,16 @@ class MatmulTile:
 
 # Warp tiles of 64x64 read the least shared memory for their work, and fill the register file.
 WIDE = MatmulTile(128, 256, 2, 4, max_blocks=1)
+# The same warps as two blocks: while one waits at its barrier, the other multiplies.
+PAIRED = MatmulTile(128, 128, 2, 2, max_blocks=2)
 SQUARE = MatmulTile(128, 128, 2, 4, max_blocks=1)
 SMALL = MatmulTile(64, 64, 2, 2, max_blocks=3)
 TINY = MatmulTile(32, 32, 1, 1, max_blocks=8)
 # The lanes of simt_matmul make warp tiles of 32x64.
 SIMT_SQUARE = MatmulTile(128, 128, 4, 2, max_blocks=1)
 SIMT_SMALL = MatmulTile(64, 64, 2, 1, max_blocks=4)
+
+_MMA_TILES = (WIDE, PAIRED, SQUARE, SMALL, TINY)
 
 
 @dataclass(frozen=True)
@@ -125,25 +130,25 @@ class Arithmetic:
 
 _FLOAT8 = Arithmetic(
     _dtypes("float8_e4m3fn", "float8_e5m2"), _dtypes("float32", "bfloat16", "float16"),
-    (WIDE, SQUARE, SMALL, TINY), 1024, min_capability=(8, 9),
+    _MMA_TILES, 1024, min_capability=(8, 9),
 )  # fmt: skip
 
 ARITHMETICS: dict[str, Arithmetic] = {
     "bf16": Arithmetic(
-        _dtypes("bfloat16"), _dtypes("bfloat16", "float32"), (WIDE, SQUARE, SMALL, TINY), 1024
+        _dtypes("bfloat16"), _dtypes("bfloat16", "float32"), _MMA_TILES, 1024
     ),
     "f16": Arithmetic(
-        _dtypes("float16"), _dtypes("float16", "float32"), (WIDE, SQUARE, SMALL, TINY), 1024
+        _dtypes("float16"), _dtypes("float16", "float32"), _MMA_TILES, 1024
     ),
     "tf32": Arithmetic(
-        _dtypes("float32"), _dtypes("float32"), (WIDE, SQUARE, SMALL, TINY), 512
+        _dtypes("float32"), _dtypes("float32"), _MMA_TILES, 512
     ),
     "f32": Arithmetic(
         _dtypes("float32"), _dtypes("float32"), (SIMT_SQUARE, SIMT_SMALL), 100,
         file="simt_matmul.cuh",
     ),
-    "f64": Arithmetic(_dtypes("float64"), _dtypes("float64"), (SQUARE, SMALL, TINY), 100),
-    "int8": Arithmetic(_dtypes("int8"), _dtypes("int32"), (WIDE, SQUARE, SMALL, TINY), 2048),
+    "f64": Arithmetic(_dtypes("float64"), _dtypes("float64"), (SMALL, TINY), 100),
+    "int8": Arithmetic(_dtypes("int8"), _dtypes("int32"), _MMA_TILES, 2048),
     # Sums of the tensor cores' 8-bit products are promoted to float32 every 128 of k ...
     "fp8": _FLOAT8,
     # ... or not.
@@ -364,7 +369,8 @@ def choose_matmul(
         if occupancy is None or math.prod(grid) > _MAX_GRID:
             continue
         cycles = _cycles(tile, occupancy, grid, geometry, lhs_dtype.itemsize, how, gpu)
-        if best is None or cycles < best[0]:
+        # Of equals the larger, which reads less memory.
+        if best is None or cycles < 0.99 * best[0]:
             best = cycles, tile, occupancy, grid
     if best is None:
         return NoKernel(f"{geometry} has more tiles than a grid has blocks")
@@ -420,8 +426,8 @@ def instances(gpu: Gpu) -> Iterator[MatmulInstance]:
     """Kernels that plans for ``gpu`` can ask for, so that a test can compile them.
 
     All would be thousands, so features that are independent in the code are not crossed: every
-    arithmetic has its largest tile in all four major orders, and each of these in one order: the
-    other tiles, a short k, the narrower loads, the other types.
+    arithmetic has its two largest tiles in all four major orders, and each of these in one order:
+    the other tiles, a short k, the narrower loads, the other types.
     """
     orders = [(lhs, rhs) for lhs in (True, False) for rhs in (True, False)]
     for arithmetic, how in ARITHMETICS.items():
@@ -435,10 +441,12 @@ def instances(gpu: Gpu) -> Iterator[MatmulInstance]:
             for tile in _usable_tiles(how, wide, wide, treatment[0])
             if _occupancy(tile, gpu, _MANY)
         ]
-        samples = [(tiles[0], _MANY, _WIDEST_LOAD, order, types) for order in orders]
+        samples = [
+            (tile, _MANY, _WIDEST_LOAD, order, types) for tile in tiles[:2] for order in orders
+        ]
         samples += [
             (tile, k_tiles, _WIDEST_LOAD, order, types)
-            for tile, k_tiles, order in zip(tiles[1:], (_MANY, 1, 1), orders[1:], strict=False)
+            for tile, k_tiles, order in zip(tiles[2:], (_MANY, 1, 1), orders[1:], strict=False)
         ]
         for load_bytes, order in zip(_narrow_loads(types[0].itemsize), orders[1:], strict=False):
             narrow = Operand(True, load_bytes)
@@ -468,6 +476,9 @@ def _instance(
 ) -> MatmulInstance:
     blocks, stages = occupancy
     promote, widen = treatment
+    if min(lhs.load_bytes, rhs.load_bytes) == 1:
+        # Shifting loads take all registers that a thread can have.
+        blocks = min(blocks, _REGISTERS // (256 * tile.threads))
     return MatmulInstance(
         file=how.file,
         types=tuple(_CXX_TYPES[dtype] for dtype in dtypes),
@@ -527,9 +538,15 @@ def _float8_treatment(arithmetic: str, gpu: Gpu) -> tuple[bool, bool]:
 def _usable_tiles(
     how: Arithmetic, lhs: Operand, rhs: Operand, promote: bool
 ) -> Iterator[MatmulTile]:
+    """Yield the tiles whose kernel fits into registers, on every architecture."""
+    narrowest = min(lhs.load_bytes, rhs.load_bytes)
+    bytes_ = how.operands[0].itemsize == 1
     for tile in how.tiles:
-        # The widest leaves no registers for a second set of sums, nor for shifting loads.
-        if tile == WIDE and (promote or min(lhs.load_bytes, rhs.load_bytes) == 1):
+        # The widest leaves none for a second set of sums, nor for shifting loads ...
+        if tile in (WIDE, PAIRED) and (promote or narrowest == 1):
+            continue
+        # ... and the next has room for little more than one of them.
+        if tile == SQUARE and (narrowest < _WIDEST_LOAD if promote else narrowest == 1 and bytes_):
             continue
         yield tile
 
@@ -559,9 +576,10 @@ def _cycles(
     """Estimate the cycles of the busiest multiprocessor."""
     # Bytes a cycle: of shared memory; of the second-level cache, to one multiprocessor at most and
     # to each when all ask.
-    shared_bandwidth, l2_bandwidth, l2_share = 128, 64, 28
-    # Start and end of a block, and the warps that it takes to hide latencies.
-    fixed, enough_warps = 1500, 8
+    shared_bandwidth, l2_bandwidth, l2_share = 128, 64, 34
+    # Start and end of a block, its barrier where no other block runs meanwhile, and the warps that
+    # it takes to hide latencies.
+    fixed, barrier, enough_warps = 2500, 80, 8
 
     block_k = _K_BYTES // itemsize
     warps = tile.warps_m * tile.warps_n
@@ -575,6 +593,8 @@ def _cycles(
         lines * _K_BYTES / min(l2_bandwidth, l2_share * gpu.multiprocessors / blocks * busy),
     )
     resident = min(busy, occupancy[0])
+    if resident == 1:
+        k_tile += barrier
     hidden = min(1, resident * warps / enough_warps) ** 0.5
     cycles: float = busy * (math.ceil(geometry.k / block_k) * k_tile + fixed) / hidden
     return cycles
