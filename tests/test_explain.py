@@ -28,6 +28,9 @@ def test_says_why_xla_takes_a_call():
     assert choice.reason == "no kernel for complex64 x complex64 -> complex64 at precision DEFAULT"
     (choice,) = jtk.explain(jtk.matmul, jnp.ones((0, 3)), jnp.ones((3, 4)))
     assert choice.reason == "an empty product has nothing to compute"
+    (choice,) = jtk.explain(jtk.matmul, jnp.ones((5, 1)), jnp.ones((1, 4)))
+    assert choice.kernel is None
+    assert choice.reason.startswith("nothing is contracted")
 
 
 def test_needs_no_execution_and_no_arrays():

@@ -89,6 +89,16 @@ def test_per_example_gradients_are_one_call():
     def example(w, x):
         return jtk.matmul(x, w).sum()
 
-    names = operations(jax.vmap(jax.grad(example), (None, 0)), W, X)
+    names = operations(jax.vmap(jax.grad(example), (None, 0)), W, XS)
     assert names.count("custom-call") == 1
     assert "transpose" not in names
+
+
+def test_outer_products_are_fused_into_what_uses_them():
+    """The per-example gradients of a vector input, of which only the norms are wanted."""
+
+    def norm(w, x):
+        return (jax.grad(lambda w: jtk.matmul(x, w).sum())(w) ** 2).sum()
+
+    text = jax.jit(jax.vmap(norm, (None, 0))).lower(W, X).compile().as_text()
+    assert "64,128,96" not in text.split("ENTRY")[1], "the gradients themselves were written"

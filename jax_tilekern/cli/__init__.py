@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -28,5 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     parsed = parser.parse_args(given)
     parsed.command_line = given
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Where the terminal has no cubed sign, a question mark will do.
+        sys.stdout.reconfigure(errors="replace")
     status: int = _COMMANDS[parsed.command].run(parsed)
     return status

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # Wide enough for the tables where the output is a file or a pipe, which has no width of its own.
-_PIPED_WIDTH = 150
+_PIPED_WIDTH = 170
 
 
 def make_console() -> Console:

@@ -204,8 +204,7 @@ def _show(console: Console, outcome: Outcome, data: Digits) -> None:
     console.print(
         f"jnp.dot / jax_tilekern.matmul: {ratio.median:.2f} (p10 {ratio.p10:.2f}, "
         f"p90 {ratio.p90:.2f}) over {len(outcome.times.ours)} interleaved pairs of whole steps, "
-        "wall time.\nAt this size a step is mostly not matrix products; `bench matmul` times "
-        "those alone.\n"
+        "wall time.\nA step does more than matrix products; `bench matmul` times those alone.\n"
     )
 
     hardest = np.argsort(outcome.norms)[::-1][:3]

@@ -116,7 +116,7 @@ def driver() -> dict[str, Any]:
     """Return what the CUDA driver says: its CUDA version and the GPUs, or why there are none."""
     version, devices = _core.cuda_driver_version(), _core.cuda_devices()
     return {
-        "cuda": version if isinstance(version, str) else ".".join(map(str, version)),
+        "cuda": None if isinstance(version, str) else ".".join(map(str, version)),
         "gpus": []
         if isinstance(devices, str)
         else [
@@ -138,11 +138,13 @@ def nvidia_smi() -> list[dict[str, str]]:
     if command is None:
         return []
     query = f"--query-gpu={','.join(_SMI_FIELDS)}"
-    output = subprocess.run(
+    finished = subprocess.run(
         [command, query, "--format=csv,noheader"],
-        capture_output=True, text=True, timeout=20, check=True,
-    ).stdout  # fmt: skip
-    rows = csv.reader(output.splitlines(), skipinitialspace=True)
+        capture_output=True, text=True, timeout=20, check=False,
+    )  # fmt: skip
+    if finished.returncode != 0:
+        return []  # The program is there, and no driver or no GPU.
+    rows = csv.reader(finished.stdout.splitlines(), skipinitialspace=True)
     return [dict(zip(_SMI_FIELDS, row, strict=True)) for row in rows]
 
 

@@ -199,6 +199,9 @@ def _plan(
         return Fallback("a plan needs every size, and this shape is symbolic")
     if 0 in sizes:
         return Fallback("an empty product has nothing to compute")
+    if all(lhs_aval.shape[contraction.lhs.index(x)] == 1 for x in contraction.contracted):
+        # For example per-example gradients, whose norms then never touch memory.
+        return Fallback("nothing is contracted, and XLA fuses an outer product into what uses it")
 
     name = precision_name(precision)
     arithmetic = platform.arithmetic(lhs_aval.dtype, rhs_aval.dtype, out_dtype, name)

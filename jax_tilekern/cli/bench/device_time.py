@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,6 +106,14 @@ def blocks(profile: ProfileData) -> list[Block]:
     Unattributed
         If the GPU did something outside of every block.
     """
+    with warnings.catch_warnings():
+        # On Python 3.12 and later, jaxlib's type of an event's stats is deprecated for having no
+        # module; where warnings are errors that aborts the process.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return _blocks(profile)
+
+
+def _blocks(profile: ProfileData) -> list[Block]:
     annotations = sorted(
         (event.start_ns, event.start_ns + event.duration_ns, event.name)
         for event in _events(profile, "/host:CPU")

@@ -1,0 +1,108 @@
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_tilekern.cli import demo, main, network, training
+from jax_tilekern.cli.digits import load_digits
+from jax_tilekern.cli.timing import Pairs
+from jax_tilekern.explain import Explanation
+
+
+@pytest.fixture(autouse=True)
+def _short_timing(monkeypatch):
+    monkeypatch.setattr(demo, "_TIMING_SECONDS", 0)
+
+
+def test_the_digits_are_those_of_uci():
+    train, test = load_digits()
+    assert (train.images.shape, test.images.shape) == ((1437, 64), (360, 64))
+    # The number of images of each digit in UCI's test set.
+    counts = np.bincount(np.concatenate([train.labels, test.labels]))
+    assert counts.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert train.images.min() == 0
+    assert train.images.max() == 1
+
+
+def test_it_trains_and_agrees_with_jnp_dot(tmp_path, capsys):
+    file = tmp_path / "demo.json"
+    status = main(["demo", "--steps", "150", "--json", str(file)])
+    out = capsys.readouterr().out
+    result = json.loads(file.read_text())
+    assert status == 0, out
+    assert result["failures"] == []
+    assert result["accuracy"] > 0.95
+    assert result["largest_difference"] <= result["allowed_difference"]
+    assert len(result["losses"]["ours"]) == 150
+    # Forward, both operands' gradients, and the vmapped outer products.
+    calls = {product["call"] for product in result["products"]}
+    assert {"mk,kn->mn", "mk,nk->mn", "km,kn->mn", "bm,bn->bmn"} <= calls
+    assert "\x1b" not in out
+
+
+def test_a_network_that_learned_nothing_fails(capsys):
+    assert main(["demo", "--steps", "2"]) == 1
+    assert "FAILED: test accuracy" in capsys.readouterr().out
+
+
+def test_coarser_products_are_told_apart():
+    """Products rounded to bfloat16 are farther from float32 than rounding accounts for."""
+
+    def coarse(lhs, rhs):
+        narrow = jnp.dot(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16))
+        return narrow.astype(jnp.float32)
+
+    chosen = training.batches(load_digits()[0], 30)
+    reference, disturbed, wrong = (
+        training.train(network.make_step(product), chosen)
+        for product in (jnp.dot, training.perturbed(jnp.dot), coarse)
+    )
+    allowed = training.allowed_difference(reference, disturbed)
+    if training.rounding_error(64) < 1e-4:  # In TF32 on a GPU the two are of one size.
+        assert training.largest_difference(reference, wrong) > allowed
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "loss", "failure"),
+    [
+        (0.97, 1.0, None),
+        (0.95, 1.0, "accuracy 95.0% is not above 95%"),
+        (0.97, 1.1, "losses differ by 1.0e-01"),
+        (0.97, float("nan"), "losses differ by nan"),
+    ],
+)
+def test_what_fails(accuracy, loss, failure):
+    ours, peer = (training.Run((value,), network.initial_state()) for value in (loss, 1.0))
+    outcome = demo.Outcome(
+        ours=ours,
+        peer=peer,
+        accuracy=accuracy,
+        allowed=0.01,
+        times=Pairs((1.0,), (1.0,)),
+        explanation=Explanation(()),
+        norms=np.ones(3, np.float32),
+        norms_error=0.0,
+        seconds=1.0,
+    )
+    found = outcome.failures
+    assert found == [] if failure is None else failure in found[0]
+
+
+def test_clipping_bounds_every_example():
+    """The weighted mean's gradient is the mean of the clipped per-example gradients."""
+    train, _ = load_digits()
+    images, labels = jnp.asarray(train.images[:8]), jnp.asarray(train.labels[:8])
+    state = network.initial_state()
+    norms = network.gradient_norms(jnp.dot, state.parameters, images, labels)
+    after, report = network.make_step(jnp.dot)(state, images, labels)
+    np.testing.assert_allclose(report.gradient_norms, norms, rtol=1e-5)
+    length = np.sqrt(sum(float(jnp.vdot(v, v)) for layer in after.velocity for v in layer))
+    assert length <= network._LONGEST_GRADIENT * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("steps", ["0", "-1", "many"])
+def test_steps_are_checked(steps, capsys):
+    with pytest.raises(SystemExit):
+        main(["demo", "--steps", steps])
+    assert "--steps" in capsys.readouterr().err

@@ -1,0 +1,180 @@
+import copy
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from jax_tilekern.cli import machine, main
+from jax_tilekern.cli.problems import find_problems
+
+H100 = {
+    "name": "NVIDIA H100 80GB HBM3",
+    "compute_capability": [9, 0],
+    "multiprocessors": 132,
+    "l2_bytes": 50 << 20,
+}
+T4 = {**H100, "name": "Tesla T4", "compute_capability": [7, 5]}
+
+# A machine with an H100 on which all is well.
+GOOD = {
+    "versions": {
+        "python": "3.12.1",
+        "jax": "0.11.2",
+        "jax-cuda12-plugin": None,
+        "jax-cuda13-plugin": "0.11.2",
+    },
+    "backends": {
+        "default": "gpu",
+        "devices": {"cuda": [H100["name"]], "cpu": ["cpu"]},
+        "restricted_to": None,
+    },
+    "driver": {"cuda": "13.0", "gpus": [H100], "why_none": None},
+    "nvrtc": {"path": "libnvrtc.so.13", "version": "13.0", "why_none": None},
+    "cache": {"location": "/home/me/.cache/jax_tilekern/cubin", "writable": True},
+    "registered_targets": {"cpu": ["matmul"], "CUDA": ["launch"]},
+    "trial_product": {"kernel": "a kernel", "error": 3e-4},
+}
+NO_DRIVER = {"cuda": None, "gpus": [], "why_none": "no NVIDIA driver"}
+NO_NVRTC = {"path": None, "version": None, "why_none": "no NVRTC"}
+ON_CPU = {"default": "cpu", "devices": {"cpu": ["cpu"]}, "restricted_to": None}
+
+
+def problems(errors=None, **changes):
+    facts = copy.deepcopy(GOOD)
+    for name, change in changes.items():
+        facts[name] = {**facts[name], **change}
+    return find_problems(facts, errors or {})
+
+
+def test_a_good_machine_has_no_problem():
+    assert problems() == []
+
+
+def test_a_machine_without_a_gpu_has_no_problem():
+    none = {"jax-cuda13-plugin": None}
+    backends = {**ON_CPU}
+    changes = {"driver": NO_DRIVER, "nvrtc": NO_NVRTC, "versions": none, "backends": backends}
+    assert problems(**changes, cache={"writable": False}) == []
+
+
+NO_PLUGIN = {"jax-cuda13-plugin": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "mend"),
+    [
+        (
+            {"backends": ON_CPU, "versions": NO_PLUGIN},
+            "no CUDA plugin",
+            "pip install 'jax_tilekern[cuda13]'",
+        ),
+        (
+            {"backends": ON_CPU, "versions": NO_PLUGIN, "driver": {"cuda": "12.8"}},
+            "no CUDA plugin",
+            "pip install 'jax_tilekern[cuda12]'",
+        ),
+        (
+            {"backends": {**ON_CPU, "restricted_to": "cpu"}},
+            "JAX_PLATFORMS=cpu keeps JAX from it",
+            "unset JAX_PLATFORMS",
+        ),
+        ({"backends": ON_CPU}, "JAX cannot use it", "JAX_PLATFORMS=cuda python"),
+        (
+            {"driver": {"cuda": "12.8"}},
+            "the driver supports CUDA 12.8 at most",
+            "pip install 'jax_tilekern[cuda12]'",
+        ),
+        ({"nvrtc": NO_NVRTC}, "no NVRTC", "pip install 'nvidia-cuda-nvrtc>=13,<14'"),
+        (
+            {"cache": {"writable": False}},
+            "cannot be kept in /home/me/.cache",
+            "chown -R \"$USER\" '/home/me/.cache/jax_tilekern/cubin'",
+        ),
+        ({"driver": {"gpus": [T4]}}, "compute capability 7.5", "none: this takes a newer GPU"),
+        ({"versions": {"jax": "0.9.1"}}, "older than 0.10", "pip install 'jax>=0.10"),
+        ({"versions": {"jax": "1.0.0"}}, "newer than 0.12", "pip install 'jax>=0.10"),
+        ({"registered_targets": {"CUDA": []}}, "no FFI handler for CUDA", "--force-reinstall"),
+        ({"trial_product": {"error": 0.5}}, "relative error of 5.0e-01", "--force-reinstall"),
+        ({"trial_product": {"error": float("nan")}}, "relative error of nan", "--force-reinstall"),
+    ],
+)
+def test_each_problem_has_its_mend(changes, what, mend):
+    (problem,) = problems(**changes)
+    assert what in problem.what
+    assert mend in problem.mend
+
+
+def test_gpus_of_two_architectures():
+    old, several = problems(driver={"gpus": [T4, H100]})
+    assert "Tesla T4" in old.what
+    assert "several architectures" in several.what
+    assert old.mend == several.mend == "export CUDA_VISIBLE_DEVICES=1"
+
+
+def test_a_tested_micro_release_is_no_problem():
+    assert problems(versions={"jax": "0.12.0.1"}) == []
+
+
+def test_json_has_every_probe(capsys, monkeypatch, tmp_path):
+    status = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["schema"] == 1
+    assert set(report["facts"]) | set(report["errors"]) == set(machine.PROBES)
+    assert report["errors"] == {}
+    assert status == (1 if report["problems"] else 0)
+    assert {"python", "os", "jax", "jaxlib", "numpy", "jax_tilekern"} <= set(
+        report["facts"]["versions"]
+    )
+    assert set(report["facts"]["cache"]) == {"location", "entries", "bytes", "writable"}
+    kernels = report["facts"]["cpu_kernels"]
+    assert set(kernels) == {"float32", "float64", "bfloat16", "float16", "int8"}
+
+
+def test_a_failing_probe_is_reported_and_the_rest_still_told(capsys, monkeypatch):
+    def broken():
+        raise OSError("the disk is on fire")
+
+    monkeypatch.setitem(machine.PROBES, "cache", broken)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "failed: OSError: the disk is on fire" in out
+    assert "finding out about cache failed" in out
+    assert "machine.cache()" in out
+    assert "trial product" in out
+    assert "\x1b" not in out
+
+
+def test_a_folder_that_cannot_be_written_is_seen(tmp_path, monkeypatch):
+    assert machine._writable(tmp_path / "not" / "made" / "yet")
+    assert not (tmp_path / "not").exists()
+
+    def refuse(**_):
+        raise PermissionError
+
+    monkeypatch.setattr(machine.tempfile, "TemporaryFile", refuse)
+    assert not machine._writable(tmp_path)
+
+
+def test_nvidia_smi_is_read(monkeypatch):
+    clocks = "1980 MHz, 2619 MHz, 1980 MHz, 2619 MHz"
+    line = f"0, NVIDIA H100 80GB HBM3, 9.0, 580.95, {clocks}, 70.1 W, 700 W, 31\n"
+
+    finished = SimpleNamespace(returncode=0, stdout=line)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(machine.subprocess, "run", lambda *args, **kwargs: finished)
+    (gpu,) = machine.nvidia_smi()
+    assert gpu["driver_version"] == "580.95"
+    assert gpu["clocks.max.sm"] == "1980 MHz"
+    assert gpu["temperature.gpu"] == "31"
+    finished.returncode = 9  # no driver
+    assert machine.nvidia_smi() == []
+
+
+def test_digests_follow_the_sources(tmp_path):
+    (tmp_path / "a.cuh").write_text("1")
+    before = machine._digest(tmp_path.rglob("*.cuh"), tmp_path)
+    assert machine._digest(tmp_path.rglob("*.cuh"), tmp_path) == before
+    (tmp_path / "a.cuh").write_text("2")
+    changed = machine._digest(tmp_path.rglob("*.cuh"), tmp_path)
+    (tmp_path / "a.cuh").rename(tmp_path / "b.cuh")
+    assert len({before, changed, machine._digest(tmp_path.rglob("*.cuh"), tmp_path)}) == 3
