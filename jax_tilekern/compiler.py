@@ -178,6 +178,7 @@ def compile_source(
         "-default-device",
         # Registers and spills are in the assembler's report and nowhere else.
         "--ptxas-options=--verbose",
+        *_without_driver_cache(),
         *options,
     )
     key = _cache_key(
@@ -197,6 +198,11 @@ def compile_source(
     if any(option.startswith(_FILE_OPTIONS) for option in options):
         return build()
     return _memory.get(key, lambda: _through_disk(key, build))
+
+
+def _without_driver_cache() -> tuple[str, ...]:
+    """Keep NVRTC from answering out of the driver's cache, which keeps cubins but no reports."""
+    return ("--no-cache",) if nvrtc().version >= (12, 9) else ()
 
 
 def _included(source: str, headers: Mapping[str, str]) -> dict[str, str]:

@@ -44,6 +44,8 @@ def test_matmul_broadcasts_as_jnp(rng, shapes):
                                    (np.int8, np.float16), (np.float32, bool)])  # fmt: skip
 @pytest.mark.parametrize("preferred", [None, np.float32])
 def test_matmul_promotes_as_jnp(rng, types, preferred):
+    if on_gpu() and types[0] is types[1] is np.int8 and preferred:
+        pytest.skip("XLA crashes on int8 x int8 -> float32")
     a, b = (jnp.asarray(rng.integers(0, 3, shape).astype(t))
             for shape, t in zip([(3, 4), (4, 5)], types, strict=True))  # fmt: skip
     ours = functools.partial(jtk.matmul, preferred_element_type=preferred)

@@ -15,11 +15,10 @@ from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import KNOWN_GPUS, known_gpu
 from jax_tilekern.plans.matmul import (
     ARITHMETICS,
-    PAIRED,
     SMALL,
     SQUARE,
+    TALL,
     TINY,
-    WIDE,
     MatmulChoice,
     NoKernel,
     choose_matmul,
@@ -219,11 +218,7 @@ def test_loads_narrow_with_the_alignment():
 
 def test_large_products_take_large_tiles():
     for size in (4096, 8192):
-        geometry = row_major(size, size, size)
-        assert choose_bf16(geometry).instance.tile == PAIRED
-        # Two blocks of it leave too little shared memory for stages here.
-        a100 = choose_matmul(geometry, BF16, BF16, BF16, "bf16", known_gpu("sm_80"))
-        assert a100.instance.tile == WIDE
+        assert choose_bf16(row_major(size, size, size)).instance.tile == TALL
     # The same memory traffic in fewer, larger tiles would leave most multiprocessors idle.
     assert choose_bf16(row_major(512, 512, 512)).instance.tile == SMALL
     assert choose_bf16(row_major(16, 16, 16, (16384,))).instance.tile == TINY
@@ -274,7 +269,7 @@ def test_banded_order_visits_every_tile_once(tiles_m, tiles_n, band):
 
 def test_reason_says_what_was_chosen():
     choice = choose_bf16(row_major(4096, 4096, 4096))
-    assert choice.reason == "128x128x64, 3 stages, 1024 tiles on 132 multiprocessors"
+    assert choice.reason == "256x128x64, 3 stages, 512 tiles on 132 multiprocessors"
 
 
 @pytest.mark.parametrize(
@@ -323,7 +318,7 @@ def test_no_plan_is_compiled_twice():
 def test_kernels_are_named_by_their_fields():
     name = choose_bf16(row_major(4096, 4096, 4096)).instance.kernel.name
     assert name.startswith("tilekern::mma_matmul<tilekern::bfloat16, tilekern::bfloat16, ")
-    assert ".block_m = 128, .block_n = 128, .block_k = 64, " in name
+    assert ".block_m = 256, .block_n = 128, .block_k = 64, " in name
     assert ".lhs_k_major = 1, .rhs_k_major = 0, " in name
 
 
@@ -342,5 +337,5 @@ def test_every_field_of_the_config_is_given():
 
 
 def test_tiles_are_values():
-    assert dataclasses.replace(WIDE) == WIDE
-    assert WIDE.stage_bytes == 49152
+    assert dataclasses.replace(TALL) == TALL
+    assert TALL.stage_bytes == 49152

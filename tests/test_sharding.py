@@ -26,10 +26,16 @@ def devices():
     return found[:4]
 
 
-@pytest.fixture
-def operands(rng, devices):
+@pytest.fixture(autouse=True)
+def on_the_cpu(devices):
+    """The unsharded references too."""
     with jax.default_device(devices[0]):
-        return random(rng, (8, 4), np.float32), random(rng, (4, 12), np.float32)
+        yield
+
+
+@pytest.fixture
+def operands(rng, on_the_cpu):
+    return random(rng, (8, 4), np.float32), random(rng, (4, 12), np.float32)
 
 
 def plain(a, b):

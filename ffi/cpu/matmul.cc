@@ -347,9 +347,11 @@ void RunCall(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi::
   const auto rhs_type = FromFfi(rhs.element_type());
   const auto out_type = FromFfi(out.element_type());
   if (!lhs_type || !rhs_type || !out_type) {
+    // By number: the headers' names end with the types that they know of.
     std::ostringstream types;
-    types << lhs.element_type() << " x " << rhs.element_type() << " -> " << out.element_type();
-    Refuse("no kernel for " + types.str());
+    types << static_cast<int>(lhs.element_type()) << " x " << static_cast<int>(rhs.element_type())
+          << " -> " << static_cast<int>(out.element_type());
+    Refuse("no kernel for XLA's types " + types.str());
   }
   const Choice choice = Choose(*lhs_type, *rhs_type, *out_type, shape);
   if (shape.batch_size == 0) return;

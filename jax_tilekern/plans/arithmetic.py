@@ -115,6 +115,9 @@ def _with_result(lhs: _Dtype, rhs: _Dtype, out: _Dtype, name: str) -> str | Conv
     if out in _RESULTS[lhs]:
         return name
     accumulator = _RESULTS[lhs][0]
+    if lhs == INT8 and out in (F32, BF16, F16):
+        # Exact products and float32 sums. (XLA's own compiler crashes on this one on a GPU.)
+        return Converted(F32, F32, "int8 products are accumulated in float32")
     if out in _ROUNDED[accumulator]:
         return Converted(lhs, accumulator, f"{lhs} products are accumulated in {accumulator}")
     return None

@@ -44,9 +44,11 @@ _WIDEST_LOAD = 16
 _RESERVED_SHARED_BYTES = 1024
 _REGISTERS = 65536
 _MAX_GRID = 2**31 - 1
-# Two is what the kernels need, and enough only if there is one tile of k; beyond six, tiles arrive
-# no earlier.
+# Two is what the kernels need, and enough only if there is one tile of k. A block that has the
+# multiprocessor for itself gains nothing beyond three, and loses hits in the second-level cache;
+# small blocks, which are bound by memory, gain up to six (docs/tuning-log.md).
 _FEWEST_STAGES = 2
+_MOST_STAGES_ALONE = 3
 _MOST_STAGES = 6
 
 
@@ -86,9 +88,7 @@ class MatmulTile:
 
 
 # Warp tiles of 64x64 read the least shared memory for their work, and fill the register file.
-WIDE = MatmulTile(128, 256, 2, 4, max_blocks=1)
-# The same warps as two blocks: while one waits at its barrier, the other multiplies.
-PAIRED = MatmulTile(128, 128, 2, 2, max_blocks=2)
+TALL = MatmulTile(256, 128, 4, 2, max_blocks=1)
 SQUARE = MatmulTile(128, 128, 2, 4, max_blocks=1)
 SMALL = MatmulTile(64, 64, 2, 2, max_blocks=3)
 TINY = MatmulTile(32, 32, 1, 1, max_blocks=8)
@@ -96,7 +96,7 @@ TINY = MatmulTile(32, 32, 1, 1, max_blocks=8)
 SIMT_SQUARE = MatmulTile(128, 128, 4, 2, max_blocks=1)
 SIMT_SMALL = MatmulTile(64, 64, 2, 1, max_blocks=4)
 
-_MMA_TILES = (WIDE, PAIRED, SQUARE, SMALL, TINY)
+_MMA_TILES = (TALL, SQUARE, SMALL, TINY)
 
 
 @dataclass(frozen=True)
@@ -426,8 +426,8 @@ def instances(gpu: Gpu) -> Iterator[MatmulInstance]:
     """Kernels that plans for ``gpu`` can ask for, so that a test can compile them.
 
     All would be thousands, so features that are independent in the code are not crossed: every
-    arithmetic has its two largest tiles in all four major orders, and each of these in one order:
-    the other tiles, a short k, the narrower loads, the other types.
+    arithmetic has its largest tile in all four major orders, and each of these in one order: the
+    other tiles, a short k, the narrower loads, the other types.
     """
     orders = [(lhs, rhs) for lhs in (True, False) for rhs in (True, False)]
     for arithmetic, how in ARITHMETICS.items():
@@ -441,12 +441,10 @@ def instances(gpu: Gpu) -> Iterator[MatmulInstance]:
             for tile in _usable_tiles(how, wide, wide, treatment[0])
             if _occupancy(tile, gpu, _MANY)
         ]
-        samples = [
-            (tile, _MANY, _WIDEST_LOAD, order, types) for tile in tiles[:2] for order in orders
-        ]
+        samples = [(tiles[0], _MANY, _WIDEST_LOAD, order, types) for order in orders]
         samples += [
             (tile, k_tiles, _WIDEST_LOAD, order, types)
-            for tile, k_tiles, order in zip(tiles[2:], (_MANY, 1, 1), orders[1:], strict=False)
+            for tile, k_tiles, order in zip(tiles[1:], (_MANY, 1, 1), orders[1:], strict=False)
         ]
         for load_bytes, order in zip(_narrow_loads(types[0].itemsize), orders[1:], strict=False):
             narrow = Operand(True, load_bytes)
@@ -542,8 +540,8 @@ def _usable_tiles(
     narrowest = min(lhs.load_bytes, rhs.load_bytes)
     bytes_ = how.operands[0].itemsize == 1
     for tile in how.tiles:
-        # The widest leaves none for a second set of sums, nor for shifting loads ...
-        if tile in (WIDE, PAIRED) and (promote or narrowest == 1):
+        # The largest leaves none for a second set of sums, nor for shifting loads ...
+        if tile == TALL and (promote or narrowest == 1):
             continue
         # ... and the next has room for little more than one of them.
         if tile == SQUARE and (narrowest < _WIDEST_LOAD if promote else narrowest == 1 and bytes_):
@@ -560,7 +558,7 @@ def _occupancy(tile: MatmulTile, gpu: Gpu, k_tiles: int) -> tuple[int, int] | No
     for blocks in range(tile.max_blocks, 0, -1):
         stages = (total // blocks - _RESERVED_SHARED_BYTES) // tile.stage_bytes
         if stages > _FEWEST_STAGES:
-            return blocks, min(stages, _MOST_STAGES)
+            return blocks, min(stages, _MOST_STAGES_ALONE if blocks == 1 else _MOST_STAGES)
     return None
 
 

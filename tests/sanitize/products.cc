@@ -1,0 +1,279 @@
+// Products on every instruction set that this CPU runs, over operands that end where their memory
+// ends. Elements are small integers, so every sum is exact in any order and is compared bit by bit.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <random>
+
+#include "check.h"
+#include "cpu/matmul.h"
+#include "ffi_frame.h"
+#include "handlers.h"
+
+namespace {
+
+struct Type {
+  const char* name;
+  XLA_FFI_DataType ffi;
+  size_t bytes;
+};
+
+constexpr Type kF32 = {"f32", XLA_FFI_DataType_F32, 4}, kF64 = {"f64", XLA_FFI_DataType_F64, 8},
+               kBF16 = {"bf16", XLA_FFI_DataType_BF16, 2}, kF16 = {"f16", XLA_FFI_DataType_F16, 2},
+               kE4M3 = {"f8e4m3fn", XLA_FFI_DataType_F8E4M3FN, 1},
+               kE5M2 = {"f8e5m2", XLA_FFI_DataType_F8E5M2, 1}, kS8 = {"s8", XLA_FFI_DataType_S8, 1},
+               kS32 = {"s32", XLA_FFI_DataType_S32, 4};
+
+// Bits of a float format of `exponent` and `mantissa` bits, rounded to nearest even. The exponent
+// is in range, or the value is zero.
+uint64_t FloatBits(double value, int exponent, int mantissa) {
+  const uint64_t sign = std::signbit(value) ? uint64_t{1} << (exponent + mantissa) : 0;
+  if (value == 0) return sign;
+  int power;
+  double fraction = std::frexp(std::abs(value), &power);  // in [0.5, 1)
+  fraction = std::nearbyint(std::ldexp(fraction, mantissa + 1));
+  if (fraction == std::ldexp(1.0, mantissa + 1)) {
+    fraction /= 2;
+    ++power;
+  }
+  const auto biased = static_cast<uint64_t>(power - 1 + (1 << (exponent - 1)) - 1);
+  const auto bits = static_cast<uint64_t>(fraction) - (uint64_t{1} << mantissa);
+  return sign | biased << mantissa | bits;
+}
+
+void Write(const Type& type, double value, char* to) {
+  uint64_t bits = 0;
+  switch (type.ffi) {
+    case XLA_FFI_DataType_F32:
+      bits = FloatBits(value, 8, 23);
+      break;
+    case XLA_FFI_DataType_F64:
+      bits = FloatBits(value, 11, 52);
+      break;
+    case XLA_FFI_DataType_BF16:
+      bits = FloatBits(value, 8, 7);
+      break;
+    case XLA_FFI_DataType_F16:
+      bits = FloatBits(value, 5, 10);
+      break;
+    case XLA_FFI_DataType_F8E4M3FN:
+      bits = FloatBits(value, 4, 3);
+      break;
+    case XLA_FFI_DataType_F8E5M2:
+      bits = FloatBits(value, 5, 2);
+      break;
+    default:
+      bits = static_cast<uint64_t>(static_cast<int64_t>(value));
+  }
+  std::memcpy(to, &bits, type.bytes);  // little-endian, as every machine with these kernels is
+}
+
+// Sizes are batch, m, n, k; strides are of batch, row and column.
+struct Case {
+  std::string name;
+  int64_t sizes[4];
+  int64_t lhs[3], rhs[3], out[3];
+};
+
+int64_t Last(int64_t batch, int64_t rows, int64_t cols, const int64_t (&strides)[3]) {
+  return (batch - 1) * strides[0] + (rows - 1) * strides[1] + (cols - 1) * strides[2];
+}
+
+struct Types {
+  Type lhs, rhs, out;
+
+  std::string Text() const { return std::string(lhs.name) + " x " + rhs.name + " -> " + out.name; }
+};
+
+constexpr Types kTypes[] = {{kF32, kF32, kF32},    {kF64, kF64, kF64},    {kBF16, kBF16, kF32},
+                            {kBF16, kBF16, kBF16}, {kF16, kF16, kF16},    {kF16, kF16, kF32},
+                            {kE4M3, kE5M2, kF32},  {kE5M2, kE5M2, kBF16}, {kE4M3, kE4M3, kF16},
+                            {kS8, kS8, kS32}};
+
+enum Layout { kRowMajor, kColumnMajor, kPadded, kBatchInnermost, kBroadcast };
+
+// Strides of a batch of matrices, each layout as far as it makes sense for an operand.
+void Lay(Layout layout, int64_t batch, int64_t rows, int64_t cols, int64_t (&strides)[3]) {
+  const int64_t result[][3] = {{rows * cols, cols, 1},
+                               {rows * cols, 1, rows},
+                               {rows * (cols + 3) + 5, cols + 3, 1},
+                               {1, cols * batch, batch},
+                               {0, cols, 1}};
+  std::memcpy(strides, result[layout], sizeof strides);
+}
+
+std::vector<Case> Cases() {
+  const char* const names[] = {"row-major", "column-major", "padded", "batch innermost",
+                               "broadcast"};
+  // Ones, primes, full and partial tiles and vectors, deep k, and few rows or columns.
+  const int64_t shapes[][4] = {{1, 1, 1, 1},    {1, 1, 7, 3},     {1, 5, 1, 9},    {1, 1, 1, 130},
+                               {1, 4, 33, 17},  {1, 33, 3, 70},   {2, 3, 5, 1},    {1, 17, 31, 61},
+                               {3, 12, 32, 16}, {1, 64, 64, 64},  {1, 49, 66, 67}, {1, 2, 150, 33},
+                               {1, 150, 4, 35}, {1, 13, 50, 402}, {2, 5, 9, 790},  {7, 5, 5, 5}};
+  std::vector<Case> cases;
+  for (const auto& s : shapes) {
+    for (Layout lhs : {kRowMajor, kColumnMajor, kPadded, kBatchInnermost, kBroadcast}) {
+      for (Layout rhs : {kRowMajor, kColumnMajor, kPadded, kBatchInnermost, kBroadcast}) {
+        // With every layout beside the plain ones, and with itself.
+        if (lhs > kColumnMajor && rhs > kColumnMajor && lhs != rhs) continue;
+        Case c = {std::string("lhs ") + names[lhs] + ", rhs " + names[rhs],
+                  {s[0], s[1], s[2], s[3]},
+                  {},
+                  {},
+                  {}};
+        Lay(lhs, s[0], s[1], s[3], c.lhs);
+        Lay(rhs, s[0], s[3], s[2], c.rhs);
+        Lay(lhs == kPadded ? kPadded : kRowMajor, s[0], s[1], s[2], c.out);
+        cases.push_back(c);
+      }
+    }
+  }
+  return cases;
+}
+
+// Large enough to be shared by threads, in each of the ways in which it can be.
+std::vector<Case> ThreadedCases() {
+  const int64_t shapes[][4] = {{1, 65, 130, 150}, {1, 97, 131, 802}, {1, 3, 1500, 260},
+                               {1, 1300, 2, 300}, {40, 16, 17, 128}, {3, 150, 140, 130},
+                               {1, 2050, 20, 40}, {1, 20, 1100, 420}};
+  std::vector<Case> cases;
+  for (const auto& s : shapes) {
+    for (Layout layout : {kRowMajor, kColumnMajor}) {
+      Case c = {
+          layout == kRowMajor ? "row-major" : "column-major", {s[0], s[1], s[2], s[3]}, {}, {}, {}};
+      Lay(layout, s[0], s[1], s[3], c.lhs);
+      Lay(layout, s[0], s[3], s[2], c.rhs);
+      Lay(kRowMajor, s[0], s[1], s[2], c.out);
+      cases.push_back(c);
+    }
+  }
+  return cases;
+}
+
+// Memory of exactly as many elements, and the integers that they stand for.
+struct Operand {
+  std::vector<double> values;
+  std::unique_ptr<char[]> memory;
+
+  Operand(const Type& type, int64_t count, std::mt19937& random)
+      : values(count), memory(new char[count * type.bytes]) {
+    for (int64_t i = 0; i < count; ++i) {
+      // All of int8, the extremes above all; for the rest what 8-bit floats hold exactly.
+      const int drawn = static_cast<int>(random() % 256) - 128;
+      values[i] = type.ffi != XLA_FFI_DataType_S8 ? drawn & 1 : drawn % 3 == 0 ? -128 : drawn;
+      if (type.ffi != XLA_FFI_DataType_S8 && drawn < 0) values[i] = -values[i];
+      if (type.ffi != XLA_FFI_DataType_S8 && drawn % 16 == 0) values[i] = 2;
+      Write(type, values[i], &memory[i * type.bytes]);
+    }
+  }
+};
+
+constexpr char kUntouched = 0x55;
+
+class Problem {
+ public:
+  Problem(const Types& types, const Case& c, std::mt19937& random)
+      : types_(types),
+        c_(c),
+        lhs_(types.lhs, Last(c.sizes[0], c.sizes[1], c.sizes[3], c.lhs) + 1, random),
+        rhs_(types.rhs, Last(c.sizes[0], c.sizes[3], c.sizes[2], c.rhs) + 1, random),
+        out_count_(Last(c.sizes[0], c.sizes[1], c.sizes[2], c.out) + 1),
+        expected_(new char[out_count_ * types.out.bytes]) {
+    std::memset(expected_.get(), kUntouched, out_count_ * types.out.bytes);
+    const auto& [batch, m, n, k] = c.sizes;
+    for (int64_t b = 0; b < batch; ++b) {
+      for (int64_t i = 0; i < m; ++i) {
+        for (int64_t j = 0; j < n; ++j) {
+          const double* left = &lhs_.values[b * c.lhs[0] + i * c.lhs[1]];
+          const double* right = &rhs_.values[b * c.rhs[0] + j * c.rhs[2]];
+          double sum = 0;
+          for (int64_t l = 0; l < k; ++l) sum += left[l * c.lhs[2]] * right[l * c.rhs[1]];
+          // The sign of a zero depends on the order of a sum, and here on nothing else.
+          Write(types.out, sum + 0.0,
+                &expected_[(b * c.out[0] + i * c.out[1] + j * c.out[2]) * types.out.bytes]);
+        }
+      }
+    }
+  }
+
+  // What is wrong with the handler's result, or nothing.
+  std::string Run(Pool pool, int64_t threads) const {
+    std::unique_ptr<char[]> out(new char[out_count_ * types_.out.bytes]);
+    std::memset(out.get(), kUntouched, out_count_ * types_.out.bytes);
+    const auto& [batch, m, n, k] = c_.sizes;
+    const auto strides = [](const int64_t (&s)[3]) {
+      return Attribute::Numbers({s[0], s[1], s[2]});
+    };
+    const std::string error = CallHandler(
+        CpuMatmul,
+        {{types_.lhs.ffi, lhs_.memory.get(), {static_cast<int64_t>(lhs_.values.size())}},
+         {types_.rhs.ffi, rhs_.memory.get(), {static_cast<int64_t>(rhs_.values.size())}}},
+        {{types_.out.ffi, out.get(), {out_count_}}},
+        {{"sizes", Attribute::Numbers({batch, m, n, k})},
+         {"lhs_strides", strides(c_.lhs)},
+         {"rhs_strides", strides(c_.rhs)},
+         {"out_strides", strides(c_.out)}},
+        pool, threads);
+    if (!error.empty()) return error;
+    for (int64_t i = 0; i < out_count_; ++i) {
+      if (std::memcmp(&out[i * types_.out.bytes], &expected_[i * types_.out.bytes],
+                      types_.out.bytes) != 0) {
+        return "element " + std::to_string(i) + " of " + std::to_string(out_count_) + " differs";
+      }
+    }
+    return {};
+  }
+
+  std::string Text() const {
+    std::string text = types_.Text() + ", sizes";
+    for (int64_t size : c_.sizes) text += " " + std::to_string(size);
+    return text + ", " + c_.name;
+  }
+
+ private:
+  const Types types_;
+  const Case c_;
+  const Operand lhs_, rhs_;
+  const int64_t out_count_;
+  const std::unique_ptr<char[]> expected_;
+};
+
+void Check(Counts& counts, const std::string& level, const Problem& problem, Pool pool,
+           int64_t threads) {
+  const std::string wrong = problem.Run(pool, threads);
+  // The text is made for failures only; most of the time would go there.
+  counts.Check(wrong.empty(), wrong.empty() ? wrong
+                                            : level + ", " + problem.Text() + ", " +
+                                                  std::to_string(threads) + " threads: " + wrong);
+}
+
+}  // namespace
+
+void CheckProducts(Counts& counts, bool threads_only) {
+  const std::vector<std::string> levels = tilekern::cpu::CpuInstructionSets();
+  std::mt19937 random(3);
+  for (const Types& types : kTypes) {
+    const int before = counts.passed;
+    for (const Case& c : threads_only ? std::vector<Case>() : Cases()) {
+      const Problem problem(types, c, random);
+      for (const std::string& level : levels) {
+        tilekern::cpu::SetCpuInstructionSet(level);
+        Check(counts, level, problem, Pool::kInline, 1);
+      }
+    }
+    for (const Case& c : ThreadedCases()) {
+      const Problem problem(types, c, random);
+      for (const std::string& level : levels) {
+        tilekern::cpu::SetCpuInstructionSet(level);
+        for (int64_t threads : {1, 2, 3, 5}) Check(counts, level, problem, Pool::kThreads, threads);
+        Check(counts, level, problem, Pool::kInline, 4);
+        Check(counts, level, problem, Pool::kLate, 4);
+      }
+    }
+    std::printf("%s: %d products\n", types.Text().c_str(), counts.passed - before);
+    std::fflush(stdout);
+  }
+  std::printf("instruction sets:");
+  for (const std::string& level : levels) std::printf(" %s", level.c_str());
+  std::printf("\n");
+}
