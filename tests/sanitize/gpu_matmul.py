@@ -107,12 +107,13 @@ def compile_in_x64(call: tuple) -> tuple:
 
 PLANTED = """
 namespace tilekern {
-__global__ void planted_memcheck(int* x) { x[256 + threadIdx.x % 16] = threadIdx.x; }
+// Far beyond: the allocator rounds a buffer's size up.
+__global__ void planted_memcheck(int* x) { x[(1 << 28) + threadIdx.x] = threadIdx.x; }
 __global__ void planted_racecheck(int* x) {
-  __shared__ int tile[64];
-  tile[threadIdx.x] = x[0] + threadIdx.x;
+  __shared__ int tile[128];
+  tile[threadIdx.x] = x[threadIdx.x] + threadIdx.x;
   // No barrier: the other warp's element may not be there yet.
-  x[0] = tile[63 - threadIdx.x];
+  x[threadIdx.x] = tile[(threadIdx.x + 32) % 128];
 }
 }  // namespace tilekern
 """
@@ -123,7 +124,7 @@ def run_planted(tool: str) -> None:
     gpu = current_gpu()
     name = f"tilekern::planted_{tool}"
     compiled = compile_source(PLANTED, [name], arch=gpu.arch)
-    launch = Launch(compiled.entry(name), (1, 1, 1), (64, 1, 1), (Buffer(0),))
+    launch = Launch(compiled.entry(name), (1, 1, 1), (128, 1, 1), (Buffer(0),))
     plan = LaunchPlan(name, gpu, compiled.cubin, (launch,), (4,))
     primitive = Primitive("planted")
     primitive.def_abstract_eval(lambda: jax.core.ShapedArray((256,), np.dtype(np.int32)))
