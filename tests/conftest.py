@@ -29,6 +29,14 @@ def rng(request):
     return np.random.default_rng(seed)
 
 
+@pytest.fixture(autouse=True)
+def every_kernel_on_every_cpu(monkeypatch):
+    """Planners leave some products to XLA on CPUs with AMX; the tests want their kernels."""
+    from jax_tilekern.ops import contraction
+
+    monkeypatch.setattr(contraction, "has_amx", lambda: False)
+
+
 @pytest.fixture
 def x64():
     with jax.enable_x64(True):

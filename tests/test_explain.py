@@ -67,3 +67,19 @@ def test_without_any_gpu_falls_back(monkeypatch):
     (choice,) = jtk.explain(jtk.matmul, x, x, platform="cuda")
     assert choice.kernel is None
     assert choice.reason == "no NVIDIA driver on this machine"
+
+
+def test_amx_is_left_to_xla(monkeypatch):
+    """It beats these kernels where the left operand is k-major, and not elsewhere."""
+    from jax_tilekern.ops import contraction
+
+    def kernel(has_amx, function, *args):
+        monkeypatch.setattr(contraction, "has_amx", lambda: has_amx)
+        return jtk.explain(function, *args, platform="cpu")[0].kernel
+
+    x = jnp.ones((64, 64), jnp.bfloat16)
+    assert kernel(False, jtk.matmul, x, x)
+    assert kernel(True, jtk.matmul, x, x) is None
+    assert kernel(True, lambda x: jtk.matmul(x.T, x), x)
+    assert kernel(True, jtk.matmul, x[:1], x)
+    assert kernel(True, jtk.matmul, x.astype(jnp.float32), x.astype(jnp.float32))

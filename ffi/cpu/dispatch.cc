@@ -49,8 +49,18 @@ const std::vector<Level>& Levels() {
   return levels;
 }
 
+// The highest level that is also the fastest. On Intel's cores vdpbf16ps is slower than the float32
+// multiply-adds that it replaces: 116 against 200 GFLOP/s at 1024 cubed on Sapphire Rapids.
+const Level* Preferred() {
+  const Level* level = &Levels().back();
+#if defined(__x86_64__)
+  if (level->name == std::string("avx512_bf16") && __builtin_cpu_is("intel")) --level;
+#endif
+  return level;
+}
+
 std::atomic<const Level*>& Current() {
-  static std::atomic<const Level*> current = &Levels().back();
+  static std::atomic<const Level*> current = Preferred();
   return current;
 }
 

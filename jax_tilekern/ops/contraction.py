@@ -27,6 +27,7 @@ from jax_tilekern.plans.arithmetic import (
     precision_name,
 )
 from jax_tilekern.plans.contraction import Contraction, Labels, matmul_geometry
+from jax_tilekern.plans.cpu import has_amx
 from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.matmul import NoKernel, plan_matmul
@@ -274,6 +275,9 @@ def _cpu_kernel(
         "rhs_strides": geometry.rhs_strides,
         "out_strides": geometry.out_strides,
     }
+    few = min(geometry.m, geometry.n) < 8
+    if arithmetic in ("bfloat16", "int8") and has_amx() and not few and _k_major_lhs(geometry):
+        return Fallback(f"XLA multiplies {arithmetic} in this CPU's matrix units (AMX)")
     arrays = {name: np.array(values, np.int64) for name, values in attributes.items()}
     types = [str(aval.dtype) for aval in (*ctx.avals_in, *ctx.avals_out)]
     return Kernel(
@@ -301,8 +305,12 @@ def _cuda_kernel(
     )
 
 
+def _k_major_lhs(geometry: MatmulGeometry) -> bool:
+    return geometry.lhs_strides[-1] == 1
+
+
 def _major_orders(geometry: MatmulGeometry) -> str:
-    lhs = "k" if geometry.lhs_strides[-1] == 1 else "m"
+    lhs = "k" if _k_major_lhs(geometry) else "m"
     rhs = "n" if geometry.rhs_strides[-1] == 1 else "k"
     return f"lhs {lhs}-major, rhs {rhs}-major"
 
