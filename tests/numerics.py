@@ -1,4 +1,4 @@
-"""Random operands, float64 references, and error bounds that follow from the arithmetic."""
+"""Operands, the products under test, and error bounds that follow from the arithmetic."""
 
 import math
 
@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+
+import jax_tilekern as jtk
 
 BF16, F8E4, F8E5 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
@@ -18,6 +20,9 @@ UNIT_ROUNDOFF = {
     np.dtype(F8E5): 2.0**-3,
 }
 TF32_ROUNDOFF = 2.0**-11
+
+# Row- and column-major operands of a matrix product.
+MAJORS = ("mk,kn", "km,kn", "mk,nk", "km,nk")
 
 
 def on_gpu():
@@ -35,6 +40,40 @@ def random(rng, shape, dtype):
             (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)).astype(dtype)
         )
     return jnp.asarray(rng.standard_normal(shape).astype(dtype))
+
+
+def operands(rng, subscripts, sizes, *types):
+    """Random operands of an einsum; ``sizes`` is by label."""
+    labels = subscripts.split("->")[0].split(",")
+    return [
+        random(rng, [sizes[label] for label in operand], dtype)
+        for operand, dtype in zip(labels, types, strict=True)
+    ]
+
+
+def operands_with_nan_and_inf(rng, m, n, k, dtype):
+    """Two matrices with NaN, both infinities and zero in them, and their product in float64."""
+    a, b = rng.standard_normal((m, k)), rng.standard_normal((k, n))
+    for x in (a, b):
+        for value in (np.nan, np.inf, -np.inf, 0.0):
+            x[tuple(rng.integers(0, s) for s in x.shape)] = value
+    a, b = jnp.asarray(a.astype(dtype)), jnp.asarray(b.astype(dtype))
+    with np.errstate(invalid="ignore"):
+        return a, b, exact(a) @ exact(b)
+
+
+def product(subscripts, lhs, rhs, out=None, precision=None):
+    """The library's ``dot_general`` of two matrices, one of ``MAJORS``."""
+    left, right = subscripts.split(",")
+    dims = (((left.index("k"),), (right.index("k"),)), ((), ()))
+    return jtk.dot_general(lhs, rhs, dims, precision, preferred_element_type=out)
+
+
+def einsum(subscripts, lhs, rhs, out):
+    """JAX's einsum with the library's ``dot_general``."""
+    return jnp.einsum(
+        subscripts, lhs, rhs, preferred_element_type=out, _dot_general=jtk.dot_general
+    )
 
 
 def exact(x):
@@ -83,6 +122,12 @@ def assert_product(out, lhs, rhs, subscripts, operand_roundoff=0.0):
     error = frobenius(exact(out) - reference)
     bound = error_bound(lhs, rhs, subscripts, out.dtype, operand_roundoff)
     assert error <= bound, f"error {error:.3e} exceeds {bound:.3e}"
+
+
+def assert_same_nan_and_inf(out, reference):
+    out = np.asarray(out)
+    for test in (np.isnan, np.isposinf, np.isneginf):
+        np.testing.assert_array_equal(test(out), test(reference), test.__name__)
 
 
 def poison(shape, dtype):

@@ -8,13 +8,25 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from numerics import BF16, F8E4, F8E5, assert_product, exact, random
+from numerics import (
+    BF16,
+    F8E4,
+    F8E5,
+    MAJORS,
+    assert_product,
+    assert_same_nan_and_inf,
+    einsum,
+    operands,
+    operands_with_nan_and_inf,
+    product,
+)
 
 import jax_tilekern as jtk
 from jax_tilekern import _core
@@ -30,12 +42,11 @@ TYPES = [
     (F8E5, F8E5, BF16),
     (np.int8, np.int8, np.int32),
 ]
-MAJORS = {"mk,kn": (1, 0), "km,kn": (0, 0), "mk,nk": (1, 1), "km,nk": (0, 1)}
 # (m, n, k): ones, the vector path (up to four rows or columns), odd and prime sizes, whole tiles,
-# and a k of several blocks.
+# few columns, tiles that are packed, and a k of several blocks.
 SHAPES = [
     (1, 1, 1), (3, 5, 1), (1, 67, 130), (131, 4, 33), (2, 150, 35), (17, 31, 61), (64, 64, 64),
-    (49, 66, 803),
+    (301, 17, 70), (49, 66, 803), (37, 201, 803),
 ]  # fmt: skip
 
 
@@ -48,21 +59,16 @@ def on_the_cpu():
     _core.set_cpu_instruction_set(before)
 
 
-def each_level(check):
-    """Call ``check`` under every instruction set; a failure names it."""
+def check_each_level(check, function, *operands):
+    """``check`` what a function of arrays returns under every instruction set."""
+    compiled = jax.jit(function).lower(*operands).compile()
     for level in LEVELS:
         _core.set_cpu_instruction_set(level)
         assert _core.cpu_instruction_set() == level
         try:
-            check()
+            check(compiled(*operands))
         except AssertionError as error:
             raise AssertionError(f"{level}: {error}") from error
-
-
-def product(subscripts, out):
-    left, right = subscripts.split("->")[0].split(",")
-    dims = (((left.index("k"),), (right.index("k"),)), ((), ()))
-    return jax.jit(lambda a, b: jtk.dot_general(a, b, dims, preferred_element_type=out))
 
 
 def test_levels_are_in_order_and_start_with_the_portable_one():
@@ -83,14 +89,10 @@ def test_unknown_level_is_refused(name):
 @pytest.mark.parametrize("subscripts", MAJORS)
 @pytest.mark.parametrize(("lhs", "rhs", "out"), TYPES)
 def test_types_majors_shapes(rng, lhs, rhs, out, subscripts):
-    run = product(subscripts, out)
-    left, right = subscripts.split(",")
-    for m, n, k in SHAPES:
-        sizes = {"m": m, "n": n, "k": k}
-        a = random(rng, [sizes[x] for x in left], lhs)
-        b = random(rng, [sizes[x] for x in right], rhs)
-        compiled = run.lower(a, b).compile()
-        each_level(lambda: assert_product(compiled(a, b), a, b, f"{subscripts}->mn"))  # noqa: B023
+    for shape in SHAPES:
+        a, b = operands(rng, subscripts, dict(zip("mnk", shape, strict=True)), lhs, rhs)
+        check = partial(assert_product, lhs=a, rhs=b, subscripts=f"{subscripts}->mn")
+        check_each_level(check, partial(product, subscripts, out=out), a, b)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.int8])
@@ -101,46 +103,26 @@ def test_batches_broadcast_and_strides(rng, dtype):
              "bkm,nbk->bmn", "bcmk,ckn->bcmn", "bqhd,bkhd->bhqk"]  # fmt: skip
     sizes = dict(zip("bcmknqhd", (5, 2, 13, 37, 20, 17, 4, 16), strict=True))
     for subscripts in cases:
-        left, right = subscripts.split("->")[0].split(",")
-        a = random(rng, [sizes[x] for x in left], dtype)
-        b = random(rng, [sizes[x] for x in right], dtype)
-        run = jax.jit(
-            lambda a, b, s=subscripts: jnp.einsum(
-                s, a, b, preferred_element_type=out, _dot_general=jtk.dot_general
-            )
-        )
-        compiled = run.lower(a, b).compile()
-        each_level(lambda: assert_product(compiled(a, b), a, b, subscripts))  # noqa: B023
+        a, b = operands(rng, subscripts, sizes, dtype, dtype)
+        check = partial(assert_product, lhs=a, rhs=b, subscripts=subscripts)
+        check_each_level(check, partial(einsum, subscripts, out=out), a, b)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, BF16, np.float16, F8E5])
 def test_nan_and_inf_propagate(rng, dtype):
+    out = np.float64 if dtype is np.float64 else np.float32
     for m, n, k in [(17, 33, 65), (1, 64, 128), (70, 3, 96)]:
-        a, b = rng.standard_normal((m, k)), rng.standard_normal((k, n))
-        for x in (a, b):
-            for value in (np.nan, np.inf, -np.inf, 0.0):
-                x[tuple(rng.integers(0, s) for s in x.shape)] = value
-        a, b = jnp.asarray(a.astype(dtype)), jnp.asarray(b.astype(dtype))
-        with np.errstate(invalid="ignore"):
-            expected = exact(a) @ exact(b)
-        out = np.float64 if dtype is np.float64 else np.float32
-        compiled = product("mk,kn", out).lower(a, b).compile()
-
-        def check(compiled=compiled, a=a, b=b, expected=expected):
-            got = np.asarray(compiled(a, b))
-            np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
-            np.testing.assert_array_equal(np.isposinf(got), np.isposinf(expected))
-            np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
-
-        each_level(check)
+        a, b, expected = operands_with_nan_and_inf(rng, m, n, k, dtype)
+        check = partial(assert_same_nan_and_inf, reference=expected)
+        check_each_level(check, partial(product, "mk,kn", out=out), a, b)
 
 
 def test_integers_are_the_same_on_every_level(rng):
     """Extremes of int8, where instructions that saturate or take one unsigned side go wrong."""
     a = jnp.asarray(rng.choice(np.array([-128, 127], np.int8), (37, 1031)))
     b = jnp.asarray(rng.choice(np.array([-128, 127], np.int8), (1031, 41)))
-    compiled = product("mk,kn", np.int32).lower(a, b).compile()
-    each_level(lambda: assert_product(compiled(a, b), a, b, "mk,kn->mn"))
+    check = partial(assert_product, lhs=a, rhs=b, subscripts="mk,kn->mn")
+    check_each_level(check, partial(product, "mk,kn", out=np.int32), a, b)
 
 
 # In processes of their own, for XLA makes its pool once: a digest of the products for each level.

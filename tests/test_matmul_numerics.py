@@ -1,6 +1,7 @@
 """Every type, major order and awkward shape, against float64."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,19 @@ from numerics import (
     BF16,
     F8E4,
     F8E5,
+    MAJORS,
     TF32_ROUNDOFF,
     assert_product,
+    assert_same_nan_and_inf,
+    einsum,
     error_bound,
     exact,
     frobenius,
     on_gpu,
+    operands,
+    operands_with_nan_and_inf,
     poison,
+    product,
     random,
 )
 
@@ -35,7 +42,6 @@ TYPES = [
     (F8E5, F8E4, BF16),
     (F8E4, F8E5, np.float16),
 ]
-MAJORS = {"mk,kn": (1, 0), "km,kn": (0, 0), "mk,nk": (1, 1), "km,nk": (0, 1)}
 # (m, n, k): ones, odd and prime sizes, multiples of vectors and of tiles, and one beyond each.
 SHAPES = [
     (1, 1, 1), (1, 7, 3), (5, 1, 9), (1, 1, 257), (3, 5, 1), (16, 16, 16), (17, 31, 61),
@@ -57,26 +63,13 @@ def supported(lhs):
     return float(jax.devices()[0].compute_capability) >= 8.9
 
 
-def product(lhs, rhs, dims, out, precision=None):
-    return jtk.dot_general(
-        lhs, rhs, (((dims[0],), (dims[1],)), ((), ())), precision, preferred_element_type=out
-    )
-
-
-def operands(rng, subscripts, m, n, k, *types):
-    sizes = {"m": m, "n": n, "k": k}
-    left, right = subscripts.split(",")
-    shapes = ([sizes[x] for x in left], [sizes[x] for x in right])
-    return [random(rng, shape, t) for shape, t in zip(shapes, types, strict=True)]
-
-
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("subscripts", MAJORS)
 @pytest.mark.parametrize(("lhs", "rhs", "out"), TYPES)
 def test_types_majors_shapes(rng, lhs, rhs, out, subscripts):
-    run = jax.jit(lambda a, b: product(a, b, MAJORS[subscripts], out))
+    run = jax.jit(partial(product, subscripts, out=out))
     for m, n, k in SHAPES:
-        a, b = operands(rng, subscripts, m, n, k, lhs, rhs)
+        a, b = operands(rng, subscripts, {"m": m, "n": n, "k": k}, lhs, rhs)
         poison((m, n), out or lhs)
         assert_product(run(a, b), a, b, f"{subscripts}->mn", roundoff(lhs))
     choice = jtk.explain(run, a, b)[-1]
@@ -87,22 +80,22 @@ def test_types_majors_shapes(rng, lhs, rhs, out, subscripts):
 @pytest.mark.parametrize("out", [np.int8, np.int16])
 def test_integer_results_wrap_as_in_lax(rng, out):
     a, b = random(rng, (33, 65), np.int8), random(rng, (65, 17), np.int8)
-    got = product(a, b, (1, 0), out)
+    got = product("mk,kn", a, b, out)
     expected = np.asarray(exact(a) @ exact(b)).astype(out)
     np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("out", [np.float32, BF16])
 def test_integer_products_with_a_float_result(rng, out):
-    a, b = operands(rng, "mk,kn", 33, 65, 40, np.int8, np.int8)
-    assert_product(product(a, b, (1, 0), out), a, b, "mk,kn->mn")
+    a, b = random(rng, (33, 40), np.int8), random(rng, (40, 65), np.int8)
+    assert_product(product("mk,kn", a, b, out), a, b, "mk,kn->mn")
 
 
 @pytest.mark.parametrize("types", [(BF16, F8E4), (np.float32, BF16), (F8E4, F8E4)])
 def test_results_rounded_from_the_accumulator(rng, types):
     """A result type that no kernel writes, or operands of two types."""
-    a, b = operands(rng, "mk,kn", 33, 65, 40, *types)
-    out = product(a, b, (1, 0), F8E5 if types == (F8E4, F8E4) else BF16)
+    a, b = operands(rng, "mk,kn", {"m": 33, "n": 65, "k": 40}, *types)
+    out = product("mk,kn", a, b, F8E5 if types == (F8E4, F8E4) else BF16)
     assert_product(out, a, b, "mk,kn->mn", roundoff(np.float32))
 
 
@@ -159,20 +152,9 @@ def test_default_precision_of_jax_is_honoured(rng):
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16, F8E5])
 @pytest.mark.parametrize("shape", [(17, 33, 65), (1, 64, 128), (128, 1, 96), (128, 128, 128)])
 def test_nan_and_inf_propagate(rng, dtype, shape):
-    m, n, k = shape
-    a = rng.standard_normal((m, k))
-    b = rng.standard_normal((k, n))
-    for x in (a, b):
-        for value in (np.nan, np.inf, -np.inf, 0.0):
-            x[tuple(rng.integers(0, s) for s in x.shape)] = value
-    a, b = jnp.asarray(a.astype(dtype)), jnp.asarray(b.astype(dtype))
-    with np.errstate(invalid="ignore"):
-        expected = exact(a) @ exact(b)
-    for subscripts, (left, right) in {"mk,kn": (a, b), "km,nk": (a.T, b.T)}.items():
-        got = np.asarray(product(left, right, MAJORS[subscripts], np.float32))
-        np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
-        np.testing.assert_array_equal(np.isposinf(got), np.isposinf(expected))
-        np.testing.assert_array_equal(np.isneginf(got), np.isneginf(expected))
+    a, b, expected = operands_with_nan_and_inf(rng, *shape, dtype)
+    assert_same_nan_and_inf(product("mk,kn", a, b, np.float32), expected)
+    assert_same_nan_and_inf(product("km,nk", a.T, b.T, np.float32), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.int8])
@@ -182,14 +164,8 @@ def test_batches_and_broadcast_operands(rng, dtype):
              "bkm,nbk->bmn", "bqhd,bkhd->bhqk", "bhqk,bkhd->bhqd"]  # fmt: skip
     sizes = dict(zip("bcmknqhd", (3, 2, 33, 17, 20, 13, 4, 16), strict=True))
     for subscripts in cases:
-        left, right = subscripts.split("->")[0].split(",")
-        a = random(rng, [sizes[x] for x in left], dtype)
-        b = random(rng, [sizes[x] for x in right], dtype)
-        run = jax.jit(
-            lambda a, b, s=subscripts: jnp.einsum(
-                s, a, b, preferred_element_type=out, _dot_general=jtk.dot_general
-            )
-        )
+        a, b = operands(rng, subscripts, sizes, dtype, dtype)
+        run = jax.jit(partial(einsum, subscripts, out=out))
         assert_product(run(a, b), a, b, subscripts, roundoff(dtype))
         assert all(choice.kernel for choice in jtk.explain(run, a, b)), subscripts
 
@@ -218,7 +194,7 @@ def test_many_small_products(rng):
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.int8])
 def test_results_do_not_vary(rng, dtype):
     a, b = random(rng, (257, 511), dtype), random(rng, (511, 129), dtype)
-    run = jax.jit(lambda a, b: product(a, b, (1, 0), None))
+    run = jax.jit(partial(product, "mk,kn"))
     first = np.asarray(run(a, b)).tobytes()
     assert all(np.asarray(run(a, b)).tobytes() == first for _ in range(20))
 

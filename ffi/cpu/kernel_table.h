@@ -29,6 +29,19 @@ using PackFn = void (*)(const PanelSource& source, int64_t width, int64_t panels
 using GemmKernel = void (*)(int64_t groups, const void* lhs, const void* rhs, void* tile,
                             int64_t tile_stride, bool accumulate);
 
+// A product of units that lie anywhere, but for rows of rhs and of the output, which are
+// contiguous. Strides are in units.
+struct DirectProduct {
+  int64_t m, n, k;
+  const void* lhs;
+  int64_t lhs_row_stride, lhs_k_stride;
+  const void* rhs;
+  int64_t rhs_k_stride;
+  void* out;
+  int64_t out_row_stride;
+};
+using DirectKernel = void (*)(const DirectProduct& product);
+
 inline constexpr int kRowSteps = 3;
 inline constexpr int kMaxVectors = 2;
 
@@ -43,6 +56,7 @@ struct GemmFamily {
   int rhs_header_units;  // per column of an rhs panel, ahead of its units
   int64_t k_block;       // elements of k in a panel, at most
   GemmKernel kernel[kRowSteps][kMaxVectors];
+  DirectKernel direct;  // null where a unit is not one element
   PackFn pack_lhs[kNumDTypes];
   PackFn pack_rhs[kNumDTypes];
 };

@@ -17,6 +17,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "cpu/direct_product.h"
 #include "cpu/dispatch.h"
 #include "cpu/gemm.h"
 #include "cpu/parallel.h"
@@ -104,6 +105,8 @@ struct Shape {
   Strides lhs, rhs, out;
 
   int64_t batch_size = 1;
+  // Elements that the strides reach over, where there is a batch.
+  int64_t lhs_extent = 0, rhs_extent = 0, out_extent = 0;
 };
 
 std::string ToString(ffi::Span<const int64_t> values) {
@@ -201,9 +204,9 @@ Shape ParseShape(ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> lhs_st
     Refuse("out_strides " + ToString(out_strides) + " must end in 1");
   }
   if (shape.batch_size > 0) {
-    Extent(shape, shape.lhs, shape.m, shape.k, "lhs_strides");
-    Extent(shape, shape.rhs, shape.k, shape.n, "rhs_strides");
-    Extent(shape, shape.out, shape.m, shape.n, "out_strides");
+    shape.lhs_extent = Extent(shape, shape.lhs, shape.m, shape.k, "lhs_strides");
+    shape.rhs_extent = Extent(shape, shape.rhs, shape.k, shape.n, "rhs_strides");
+    shape.out_extent = Extent(shape, shape.out, shape.m, shape.n, "out_strides");
     if (Overlaps(shape)) Refuse("out_strides " + ToString(out_strides) + " overlap");
   }
   return shape;
@@ -216,9 +219,10 @@ void CheckFits(const char* name, int64_t extent, int64_t elements) {
   }
 }
 
-// Which kernels take a call; `vector` is null where the product is packed.
+// Which kernels take a call: those of `vector` unless it is null, and those of `gemm` else.
 struct Choice {
   const GemmFamily* gemm;
+  bool direct;  // without packing
   const VectorFamily* vector;
   StoreFn store;
 };
@@ -228,7 +232,7 @@ Choice Choose(DType lhs, DType rhs, DType out, const Shape& shape) {
     Refuse(std::string("no kernel for ") + Name(lhs) + " x " + Name(rhs) + " -> " + Name(out));
   }
   const KernelTable& kernels = Kernels();
-  Choice choice = {kernels.gemm[static_cast<int>(lhs)], nullptr,
+  Choice choice = {kernels.gemm[static_cast<int>(lhs)], false, nullptr,
                    kernels.store[static_cast<int>(out)]};
   const Product product = {shape.m,
                            shape.n,
@@ -238,6 +242,8 @@ Choice Choose(DType lhs, DType rhs, DType out, const Shape& shape) {
                            {nullptr, out, shape.out[kMaxBatchRank], shape.out[kMaxBatchRank + 1]}};
   if (IsVectorProduct(VectorProduct::From(product))) {
     choice.vector = kernels.vector[static_cast<int>(lhs)];
+  } else {
+    choice.direct = IsDirectProduct(*choice.gemm, product);
   }
   return choice;
 }
@@ -247,7 +253,6 @@ constexpr double kMinWorkPerThread = 1.5e6;
 // Above this many multiply-adds the threads share one product rather than take one each.
 constexpr double kMaxWorkPerProduct = 3e8;
 constexpr int64_t kTasksPerThread = 8;
-constexpr int64_t kVectorTasksPerThread = 2;
 // Up to this many rows or columns, the other dimension alone is split, in multiples of kMinChunk.
 constexpr int64_t kFew = 64;
 constexpr int64_t kMinChunk = 192;
@@ -291,26 +296,37 @@ class Matmul {
         const VectorProduct vectors = VectorProduct::From(product);
         RunVectorProduct(*choice_.vector, choice_.store, vectors, 0, vectors.outer);
       } else {
-        RunGemm(*choice_.gemm, choice_.store, product);
+        RunAlone(product);
       }
+    }
+  }
+
+  void RunAlone(const Product& product) const {
+    if (choice_.direct) {
+      RunDirectProduct(*choice_.gemm, choice_.store, product);
+    } else {
+      RunGemm(*choice_.gemm, choice_.store, product);
     }
   }
 
   void RunShared(const Product& product, const Workers& workers) const {
     if (choice_.vector != nullptr) {
       const VectorProduct vectors = VectorProduct::From(product);
-      const int64_t chunk = VectorChunk(vectors, workers.threads() * kVectorTasksPerThread);
+      const int64_t chunk = VectorChunk(vectors, workers.threads());
       workers.Run(CeilDiv(vectors.outer, chunk), [&](int64_t task) {
         RunVectorProduct(*choice_.vector, choice_.store, vectors, task * chunk,
                          std::min(chunk, vectors.outer - task * chunk));
       });
-    } else if (std::min(product.m, product.n) > kFew) {
+    } else if (!choice_.direct && std::min(product.m, product.n) > kFew) {
       RunGemm(*choice_.gemm, choice_.store, product, workers);
     } else {
       // Each task packs the few rows or columns for itself, which spares the threads all waiting.
       const bool wide = product.m <= product.n;
       const int64_t size = wide ? product.n : product.m;
-      const int64_t chunk = RoundUp(CeilDiv(size, workers.threads() * kTasksPerThread), kMinChunk);
+      const int64_t tile =
+          wide ? kMaxVectors * choice_.gemm->lanes : kRowSteps * choice_.gemm->row_step;
+      const int64_t chunk = RoundUp(CeilDiv(size, workers.threads() * kTasksPerThread),
+                                    choice_.direct ? 2 * tile : kMinChunk);
       workers.Run(CeilDiv(size, chunk), [&](int64_t task) {
         Product part = product;
         const int64_t first = task * chunk;
@@ -318,7 +334,7 @@ class Matmul {
         (wide ? part.rhs.data : part.lhs.data) =
             wide ? part.rhs.At(0, first) : part.lhs.At(first, 0);
         part.out.data = wide ? part.out.At(0, first) : part.out.At(first, 0);
-        RunGemm(*choice_.gemm, choice_.store, part);
+        RunAlone(part);
       });
     }
   }
@@ -355,12 +371,9 @@ void RunCall(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi::
   }
   const Choice choice = Choose(*lhs_type, *rhs_type, *out_type, shape);
   if (shape.batch_size == 0) return;
-  CheckFits("lhs", Extent(shape, shape.lhs, shape.m, shape.k, "lhs_strides"),
-            static_cast<int64_t>(lhs.element_count()));
-  CheckFits("rhs", Extent(shape, shape.rhs, shape.k, shape.n, "rhs_strides"),
-            static_cast<int64_t>(rhs.element_count()));
-  CheckFits("out", Extent(shape, shape.out, shape.m, shape.n, "out_strides"),
-            static_cast<int64_t>(out.element_count()));
+  CheckFits("lhs", shape.lhs_extent, static_cast<int64_t>(lhs.element_count()));
+  CheckFits("rhs", shape.rhs_extent, static_cast<int64_t>(rhs.element_count()));
+  CheckFits("out", shape.out_extent, static_cast<int64_t>(out.element_count()));
   const Workers workers(pool.num_threads(),
                         [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
   constexpr int kRow = kMaxBatchRank, kCol = kMaxBatchRank + 1;
@@ -402,8 +415,9 @@ std::string CpuMatmulKernelName(DType lhs, DType rhs, DType out,
     name << choice.vector->instruction_set << " " << Name(lhs) << " vector-matrix";
   } else {
     const GemmFamily& family = *choice.gemm;
-    name << family.instruction_set << " " << family.name << " packed "
-         << kRowSteps * family.row_step << "x" << kMaxVectors * family.lanes;
+    name << family.instruction_set << " " << family.name
+         << (choice.direct ? " direct " : " packed ") << kRowSteps * family.row_step << "x"
+         << kMaxVectors * family.lanes;
   }
   return name.str();
 }

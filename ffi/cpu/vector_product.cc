@@ -9,7 +9,7 @@
 namespace tilekern::cpu {
 namespace {
 
-constexpr int64_t kMinChunk = 256;   // long enough runs of a row for the prefetcher
+constexpr int64_t kMinChunk = 256;
 constexpr int64_t kMaxChunk = 4096;  // the sums of a chunk stay in the cache
 constexpr int64_t kDepth = 8192;     // of k at a time, which bounds the packed vectors
 constexpr int64_t kMaxSmalls = 8;  // more than kernels take at once, if rows can stay in the cache
@@ -35,7 +35,9 @@ bool IsVectorProduct(const VectorProduct& p) {
   return IsAlong(p) ? p.smalls <= kMaxSmalls : p.smalls <= kMaxVectorRows && p.big.row_stride == 1;
 }
 
-int64_t VectorChunk(const VectorProduct& p, int64_t tasks) {
+int64_t VectorChunk(const VectorProduct& p, int64_t threads) {
+  // Across, a task reads a part of every row, which should be long for the sake of the prefetcher.
+  const int64_t tasks = IsAlong(p) ? 2 * threads : threads;
   return std::clamp(RoundUp(CeilDiv(p.outer, tasks), kMinChunk), kMinChunk, kMaxChunk);
 }
 

@@ -19,8 +19,8 @@ struct VectorProduct {
 // Whether this path takes the product: few vectors, and a large operand with a unit stride.
 bool IsVectorProduct(const VectorProduct& product);
 
-// Entries of the large operand that one task should take, such that `tasks` of them cover it.
-int64_t VectorChunk(const VectorProduct& product, int64_t tasks);
+// Entries of the large operand that one task should take where `threads` share it.
+int64_t VectorChunk(const VectorProduct& product, int64_t threads);
 
 // Computes `count` entries of each result from `first` on.
 void RunVectorProduct(const VectorFamily& family, StoreFn store, const VectorProduct& product,
