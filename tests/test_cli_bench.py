@@ -1,5 +1,8 @@
 import json
 import math
+import threading
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -7,17 +10,39 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from jax_tilekern.cli import main
-from jax_tilekern.cli.bench import device_time, measure, record, suite
+from jax_tilekern.cli import machine, main
+from jax_tilekern.cli.bench import (
+    case,
+    ceilings,
+    device_time,
+    measure,
+    record,
+    report,
+    suite,
+    suite_run,
+)
 from jax_tilekern.cli.bench.case import Case
 from jax_tilekern.cli.timing import Pairs, Spread, interleaved
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 TINY = """
 operation = "matmul"
 about = "For tests"
+
+[[groups]]
+name = "small"
+floor = 0.0
+mean = 0.001
 rows = [
   { name = "f32", type = "float32", lhs = "mk", rhs = "kn", m = 8, n = 8, k = 8 },
   { name = "f64", type = "float64", lhs = "mk", rhs = "kn", m = 8, n = 8, k = 8 },
+]
+
+[[groups]]
+name = "impossible"
+floor = 1e9
+rows = [
   { name = "int8 AtBt", type = "int8", result = "int32", lhs = "km", rhs = "nk", m=5, n=6, k=7 },
   { name = "batched", type = "bfloat16", lhs = "bmk", rhs = "kbn", b = 3, m = 5, n = 6, k = 7 },
   { name = "vector", type = "float16", lhs = "mk", rhs = "k", m = 9, k = 4, precision = "highest" },
@@ -27,7 +52,8 @@ rows = [
 
 def row(**changes):
     entry = {"name": "x", "type": "float32", "lhs": "mk", "rhs": "kn", "m": 8, "n": 8, "k": 8}
-    return suite._row({key: value for key, value in (entry | changes).items() if value is not None})
+    entry = {key: value for key, value in (entry | changes).items() if value is not None}
+    return suite._row(entry, group="g", floor=1.0)
 
 
 # Suites.
@@ -38,7 +64,8 @@ def test_the_package_suites_are_well_formed(name):
     rows = suite.load_suite(name).rows
     assert len(rows) > 20
     for r in rows:
-        lhs, rhs = (jax.ShapeDtypeStruct(r.shape(x), jnp.dtype(r.type)) for x in (r.lhs, r.rhs))
+        shapes = (r.shape(r.lhs), r.shape(r.rhs))
+        lhs, rhs = map(jax.ShapeDtypeStruct, shapes, r.types)
         with jax.enable_x64(True):
             result = jax.eval_shape(Case.of(r).peer, lhs, rhs)
         assert result.shape == r.shape(r.out)
@@ -69,8 +96,8 @@ def test_what_a_row_says():
         ({"lhs": "m", "rhs": "n", "k": None}, "operand 'm'"),
         ({"lhs": "mnk"}, "operand 'mnk'"),
         ({"lhs": "mmk"}, "operand 'mmk'"),
-        ({"lhs": "bmk", "b": 2}, "both operands or of neither"),
         ({"type": "float33"}, "float33"),
+        ({"rhs_type": "float33"}, "float33"),
     ],
 )
 def test_malformed_rows_are_named(changes, message):
@@ -80,7 +107,7 @@ def test_malformed_rows_are_named(changes, message):
 
 def test_malformed_suites():
     with pytest.raises(suite.SuiteError, match="rows"):
-        suite.parse_suite("s", 'about = "none"')
+        suite.parse_suite("s", 'about = "none"\n[[groups]]\nname = "g"\nfloor = 1')
     with pytest.raises(suite.SuiteError, match="Invalid"):
         suite.parse_suite("s", "rows = [")
     with pytest.raises(suite.SuiteError, match="one name"):
@@ -93,6 +120,7 @@ def test_rows_are_picked_by_pattern_or_part():
     tiny = suite.parse_suite("tiny", TINY)
     assert [r.name for r in tiny.matching("f*").rows] == ["f32", "f64"]
     assert [r.name for r in tiny.matching("AtBt").rows] == ["int8 AtBt"]
+    assert [r.name for r in tiny.matching("small").rows] == ["f32", "f64"]
     with pytest.raises(suite.SuiteError, match="there are f32, f64"):
         tiny.matching("f16")
 
@@ -102,18 +130,41 @@ def test_rows_are_picked_by_pattern_or_part():
 
 def test_errors_are_those_of_the_arithmetic():
     case = Case.of(row(m=200, n=100, k=50))
-    for error in case.errors(case.operands()):
-        assert 0 < error < 1e-3 if jax.default_backend() == "gpu" else 1e-6
+    errors = case.errors(case.operands())
+    bound = 1e-3 if jax.default_backend() == "gpu" else 1e-6
+    assert 0 < errors.ours < bound
+    assert 0 < errors.peer < bound
+    assert errors.deviation < 10 * bound
+    assert record._wrong(case.row, errors) is None
 
 
 def test_a_wrong_product_is_found():
     right = Case.of(row(m=200, n=100, k=50))
     wrong = Case(right.row, lambda lhs, rhs: right.peer(lhs, rhs).at[-1].set(0), right.peer)
-    ours, peer = wrong.errors(wrong.operands())
-    assert ours > 0.05
-    assert "wrong" in record._wrong(right.row, ours, peer)
-    assert "wrong" in record._wrong(right.row, math.nan, peer)
-    assert record._wrong(right.row, peer, peer) is None
+    errors = wrong.errors(wrong.operands())
+    assert errors.ours > 0.05
+    assert "relative error" in record._wrong(right.row, errors)
+    assert "wrong" in record._wrong(right.row, errors._replace(ours=math.nan))
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_one_wrong_element_outside_of_the_sample_is_found(kind):
+    right = Case.of(row(m=200, type=kind, result="int32" if kind == "int8" else None))
+    unseen = sorted(set(range(200)) - set(case._sample(200, 64)))[0]
+    wrong = Case(right.row, lambda lhs, rhs: right.peer(lhs, rhs).at[unseen, 3].add(3), right.peer)
+    errors = wrong.errors(wrong.operands())
+    assert errors.ours == errors.peer
+    assert "an element" in record._wrong(right.row, errors)
+
+
+def test_mixed_types_and_broadcast_batches():
+    mixed = Case.of(row(type="float8_e4m3fn", rhs_type="float8_e5m2", result="float32"))
+    assert [x.dtype for x in mixed.operands()] == [jnp.float8_e4m3fn, jnp.float8_e5m2]
+    assert mixed.errors(mixed.operands()).ours < 1e-3
+    one_lhs = Case.of(row(rhs="bkn", b=3))
+    assert one_lhs.row.out == "mbn"
+    assert one_lhs.row.bytes == 4 * (64 + 3 * 64 + 3 * 64)
+    assert one_lhs.errors(one_lhs.operands()).ours < 1e-3
 
 
 # Timing.
@@ -206,21 +257,23 @@ def test_device_time_is_busy_time_per_call():
     assert [block.side for block in found] == [
         device_time._OURS, device_time._PEER, device_time._PEER, device_time._OURS,
     ]  # fmt: skip
-    pairs = device_time.paired(found, calls=2)
-    np.testing.assert_allclose(pairs.ours, (100e-6, 200e-6))
-    np.testing.assert_allclose(pairs.peer, (450e-6, 600e-6))
+    times = device_time.paired(found, calls=2)
+    np.testing.assert_allclose(times.busy.ours, (100e-6, 200e-6))
+    np.testing.assert_allclose(times.busy.peer, (450e-6, 600e-6))
+    np.testing.assert_allclose(times.host.ours, (2500e-6, 2500e-6))
+    assert times.kernels == {"ours": ["a_kernel"], "peer": ["a_kernel"]}
 
 
 def test_allocations_are_not_device_time():
     extra = [*KERNELS, (2000, 4000, "memalloc_details")]
     found = device_time.blocks(profile(BLOCKS, extra))
-    np.testing.assert_allclose(device_time.paired(found, calls=2).ours, (100e-6, 200e-6))
+    np.testing.assert_allclose(device_time.paired(found, calls=2).busy.ours, (100e-6, 200e-6))
 
 
 def test_clocks_may_be_a_little_apart():
     shifted = [(start - 700, end - 700, stat) for start, end, stat in KERNELS[2:]]
     found = device_time.blocks(profile(BLOCKS, KERNELS[:2] + shifted))
-    np.testing.assert_allclose(device_time.paired(found, calls=2).peer, (450e-6, 600e-6))
+    np.testing.assert_allclose(device_time.paired(found, calls=2).busy.peer, (450e-6, 600e-6))
 
 
 @pytest.mark.parametrize(
@@ -274,17 +327,24 @@ def test_the_gpu_path_falls_back_to_wall_time():
 @pytest.fixture
 def tiny(monkeypatch):
     monkeypatch.setattr(suite, "load_suite", lambda name: suite.parse_suite(name, TINY))
-    monkeypatch.setattr(measure, "read_bandwidth", lambda: 1e10)
+    bandwidths = {"read_bytes_per_second": 1e10, "copy_bytes_per_second": 2e10}
+    monkeypatch.setattr(suite_run, "bandwidths", lambda: bandwidths)
+
+
+def bench(*arguments):
+    return main(["bench", "matmul", "--suite", "tiny", "--seconds", "0", *map(str, arguments)])
 
 
 def test_a_run_writes_a_record_a_plot_and_tables(tiny, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file, plot = tmp_path / "device" / "b.json", tmp_path / "b.png"
-    arguments = ["bench", "matmul", "--suite", "tiny", "--seconds", "0", "--json", str(file)]
-    assert main([*arguments, "--plot", str(plot)]) == 0
+    assert bench("--json", file, "--plot", plot) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "Geometric means" in out
+    assert "By group: small" in out
+    assert "3 of 5 rows below their floor" in out
+    assert out.count("(below 1e+09)") == 6  # while it runs, and in the table
 
     result = json.loads(file.read_text())
     assert result["schema"] == record.SCHEMA
@@ -297,11 +357,15 @@ def test_a_run_writes_a_record_a_plot_and_tables(tiny, tmp_path, capsys):
         assert r["failure"] is None
         assert r["seconds"]["ours"]["p10"] <= r["seconds"]["ours"]["median"]
         assert r["pairs"] >= 5
+        assert r["run"] == result["date"]
+        assert r["took_seconds"] >= 0
     assert result["rows"][1]["error"]["ours"] < 1e-14  # float64 was not made float32
     assert result["rows"][2]["error"]["ours"] == 0
     assert plot.read_bytes().startswith(b"\x89PNG")
 
-    assert main(["bench", "table", str(file)]) == 0
+    plot.unlink()
+    assert main(["bench", "table", str(file), "--plot", str(plot)]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("| f32 | ")
     assert len({line.count("|") for line in lines[:7]}) == 1
@@ -318,8 +382,7 @@ def test_a_failing_row_does_not_end_the_run(tiny, tmp_path, capsys, monkeypatch)
 
     monkeypatch.setattr(Case, "errors", fail_once)
     file = tmp_path / "b.json"
-    arguments = ["bench", "matmul", "--rows", "f*", "--seconds", "0", "--json", str(file)]
-    assert main(arguments) == 1
+    assert bench("--rows", "f*", "--json", file) == 1
     out = capsys.readouterr().out
     assert "MemoryError: no room" in out
     assert "FAILED: f64." in out
@@ -330,13 +393,187 @@ def test_a_failing_row_does_not_end_the_run(tiny, tmp_path, capsys, monkeypatch)
     assert "MemoryError: no room" in capsys.readouterr().out
 
 
+def test_a_wrong_row_has_no_times(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(Case, "errors", lambda *_: case.Errors(1.0, 0.0, 1.0))
+    file = tmp_path / "b.json"
+    assert bench("--rows", "f32", "--json", file) == 1
+    (wrong,) = json.loads(file.read_text())["rows"]
+    assert "wrong" in wrong["failure"]
+    assert "seconds" not in wrong
+
+
+def test_parts_of_a_suite_add_up(tiny, tmp_path, capsys):
+    file = tmp_path / "b.json"
+    assert bench("--rows", "f64", "--json", file) == 0
+    # As the record of an earlier day, with other kernels.
+    first = json.loads(file.read_text())
+    first["date"] = first["rows"][0]["run"] = "2020-01-01T00:00:00+00:00"
+    first["source_digests"]["cuda"] = "other"
+    file.write_text(json.dumps(first))
+    assert bench("--rows", "f32", "--json", file) == 0
+    both = json.loads(file.read_text())
+    assert [r["name"] for r in both["rows"]] == ["f32", "f64"]  # the suite's order
+    assert [r["run"] for r in both["rows"]] == [both["date"], first["date"]]
+    assert [earlier["date"] for earlier in both["earlier_runs"]] == [first["date"]]
+    assert both["rows"][1]["seconds"] == first["rows"][0]["seconds"]
+    assert "with other kernels or another JAX: f64." in capsys.readouterr().out
+
+    assert main(["bench", "table", str(file)]) == 0
+    provenance = capsys.readouterr().out.splitlines()[-2:]
+    assert "2020-01-01" in provenance[0]
+    assert "--rows f32" in provenance[1]
+
+    # Once nothing of it is left, it is no longer mentioned.
+    assert bench("--rows", "f64", "--json", file) == 0
+    assert bench("--rows", "f32", "--json", file) == 0
+    runs = json.loads(file.read_text())["earlier_runs"]
+    assert first["date"] not in [earlier["date"] for earlier in runs]
+
+
+def test_a_record_of_another_device_is_not_continued(tiny, tmp_path, capsys):
+    file = tmp_path / "b.json"
+    assert bench("--rows", "f32", "--json", file) == 0
+    file.write_text(file.read_text().replace(record.device_name(), "another"))
+    before = file.read_text()
+    assert bench("--rows", "f32", "--json", file) == 2
+    assert "is of device 'another'" in capsys.readouterr().err
+    assert file.read_text() == before
+
+
+def test_resuming_measures_what_is_missing_then_what_failed(tiny, tmp_path, monkeypatch):
+    file = tmp_path / "b.json"
+
+    def die(self, operands):
+        raise SystemExit("killed")
+
+    errors = Case.errors
+    monkeypatch.setattr(Case, "errors", die)
+    with pytest.raises(SystemExit):
+        bench("--rows", "f32", "--json", file)
+    (cut,) = json.loads(file.read_text())["rows"]
+    assert cut["failure"] == "the run ended while this row was measured"
+
+    measured = []
+
+    def noted(self, operands):
+        measured.append(self.row.name)
+        return errors(self, operands)
+
+    monkeypatch.setattr(Case, "errors", noted)
+    assert bench("--rows", "f64", "--json", file) == 0
+    measured.clear()
+    assert bench("--resume", "--json", file) == 0
+    assert measured == ["int8 AtBt", "batched", "vector", "f32"]
+    measured.clear()
+    assert bench("--resume", "--json", file) == 0
+    assert measured == []
+    assert len(json.loads(file.read_text())["rows"]) == 5
+
+
+def test_a_device_that_no_longer_answers_ends_the_run(tiny, tmp_path, capsys, monkeypatch):
+    def fault(self, operands):
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    monkeypatch.setattr(Case, "errors", fault)
+    monkeypatch.setattr(suite_run, "_device_answers", lambda: False)
+    file = tmp_path / "b.json"
+    assert bench("--json", file) == 1
+    assert "--resume" in capsys.readouterr().out
+    assert len(json.loads(file.read_text())["rows"]) == 1
+
+
+def test_a_row_that_does_not_end_ends_the_run(capsys, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(suite_run.os, "_exit", lambda status: ended.set())
+    monkeypatch.setattr(suite_run, "_LONGEST_ROW", 0.01)
+    with suite_run._deadline("slow"):
+        assert ended.wait(60)
+    assert "slow does not end" in capsys.readouterr().err
+
+
+def test_the_device_answers():
+    assert suite_run._device_answers()
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*/matmul*.json")), ids=str)
+def test_the_committed_records_are_tables(file, capsys):
+    assert main(["bench", "table", str(file)]) == 0
+    assert "Geometric means" in capsys.readouterr().out
+
+
+def timed_row(name, **changes):
+    spreads = {side: {"median": 1e-3} for side in ("ours", "peer")}
+    fields = {"type": "float32", "rhs_type": None, "precision": None, "failure": None}
+    fields |= {"name": name, "flops": 1e9, "bytes": 1e6, "seconds": spreads}
+    return fields | changes
+
+
 def test_geometric_means():
     rows = [
-        {"type": kind, "seconds": {"ratio": {"median": ratio}}}
+        timed_row(kind, seconds={"ratio": {"median": ratio}})
         for kind, ratio in (("f32", 2.0), ("f32", 8.0), ("f64", 0.5))
     ]
-    means = record.geometric_means([*rows, {"type": "f32", "failure": "it broke"}])
-    assert means == pytest.approx({"all": 2.0, "f32": 4.0, "f64": 0.5})
+    means = record.geometric_means(rows, lambda r: r["name"])
+    assert means == pytest.approx({"f32": 4.0, "f64": 0.5})
+
+
+def test_ceilings_are_of_the_same_arithmetic():
+    fast = timed_row("fast", flops=4e9)
+    slow = timed_row("slow")
+    highest = timed_row("highest", precision="highest")
+    moving = timed_row("moving", bytes=2e6)
+    broken = {"name": "broken", "failure": "it broke"}
+    bounds = {"read_bytes_per_second": 3e9, "copy_bytes_per_second": 4e9}
+    found = ceilings.Ceilings.of({**bounds, "rows": [fast, slow, highest, moving, broken]})
+    assert found.bytes_per_second == 4e9
+    assert found.operations_per_second == {"float32": 4e12, "float32 highest": 1e12}
+    assert found.share(fast) == 1
+    assert found.share(slow) == 0.25
+    assert found.share(highest) == 1
+    assert found.share(moving) == 0.5
+
+
+def test_the_clocks_are_compared_where_calls_are_long():
+    device, wall = "device time by the profiler", "wall time of a call"
+    long = timed_row("long", method=device)
+    long["wall_seconds"] = {"ours": {"median": 1.02e-3}, "peer": {"median": 1.04e-3}}
+    short = timed_row(
+        "short", method=device, seconds={s: {"median": 1e-5} for s in long["seconds"]}
+    )
+    lines = list(report._host_clock([long, short, timed_row("unclear", method=wall)]))
+    assert len(lines) == 1
+    assert "of 2 calls" in lines[0]
+    assert "median 1.030, at most 1.040 (long peer)" in lines[0]
+
+
+def test_multiprocessor_clocks():
+    rows = [{"clocks": {"clocks.sm": text}} for text in ("1980 MHz", "1755 MHz", "[N/A]")]
+    assert report._sm_clocks([*rows, {"clocks": {}}, {}]) == [1980, 1755]
+
+
+def test_clocks_are_read_while_the_gpu_works(monkeypatch):
+    fields = {name: name.upper() for name in measure._CLOCKS}
+    calls = []
+
+    def nvidia_smi():
+        while not calls:
+            time.sleep(1e-3)
+        return [fields | {"name": "H100"}]
+
+    monkeypatch.setitem(machine.PROBES, "nvidia_smi", nvidia_smi)
+    assert measure._clocks_during(lambda: calls.append(0)) == fields
+    monkeypatch.setitem(machine.PROBES, "nvidia_smi", lambda: [])
+    assert measure._clocks_during(lambda: None) == {}
+    monkeypatch.setitem(machine.PROBES, "nvidia_smi", lambda: 1 / 0)
+    assert measure._clocks_during(lambda: None) == {}
+
+
+def test_bandwidths(monkeypatch):
+    monkeypatch.setattr(measure, "_BANDWIDTH_CALLS", 1)
+    found = measure.bandwidths()
+    assert set(found) == {"read_bytes_per_second", "copy_bytes_per_second"}
+    assert min(found.values()) > 1e6
 
 
 def test_listing_and_bad_arguments(tmp_path, capsys):

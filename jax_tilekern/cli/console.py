@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # Wide enough for the tables where the output is a file or a pipe, which has no width of its own.
-_PIPED_WIDTH = 170
+_PIPED_WIDTH = 190
 
 
 def make_console() -> Console:
@@ -33,7 +33,10 @@ def make_console() -> Console:
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as JSON that a person can read too."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=1) + "\n")
+    # In one step, so that who is stopped here leaves the old file or the new one.
+    whole = path.with_name(f".{path.name}.new")
+    whole.write_text(json.dumps(value, indent=1) + "\n")
+    whole.replace(path)
 
 
 def duration(seconds: float) -> str:

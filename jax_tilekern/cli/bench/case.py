@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,23 @@ from jax_tilekern.cli.bench.suite import Row
 Operands = tuple[Array, Array]
 # The error is measured on this many rows and columns, and this many batch entries, at most.
 _SAMPLED = {"b": 4, "m": 64, "n": 64}
+
+
+class Errors(NamedTuple):
+    """How wrong the results of a row are.
+
+    Attributes
+    ----------
+    ours, peer
+        Relative Frobenius errors against float64, on a sample of rows and columns.
+    deviation
+        The most by which an element of ours differs from the peer's, of all elements and in terms
+        of their root mean square: no sample misses the one tile that is wrong.
+    """
+
+    ours: float
+    peer: float
+    deviation: float
 
 
 @dataclass(frozen=True)
@@ -58,8 +75,8 @@ class Case:
         """Return random operands: normal, or integers of the whole range."""
         row, keys = self.row, jax.random.split(jax.random.key(seed))
         lhs, rhs = (
-            _random(key, row.shape(dimensions), jnp.dtype(row.type))
-            for key, dimensions in zip(keys, (row.lhs, row.rhs), strict=True)
+            _random(key, row.shape(dimensions), dtype)
+            for key, dimensions, dtype in zip(keys, (row.lhs, row.rhs), row.types, strict=True)
         )
         return lhs, rhs
 
@@ -69,10 +86,11 @@ class Case:
         names = [choice.kernel for choice in choices if choice.kernel]
         return ", ".join(names) or f"XLA: {choices[0].reason}"
 
-    def errors(self, operands: Operands) -> tuple[float, float]:
-        """Return the relative Frobenius errors of ours and the peer against float64.
+    def errors(self, operands: Operands) -> Errors:
+        """Compare both results with float64 and with each other.
 
-        Large products are compared on a sample of rows and columns, the last of each included.
+        Large products are compared with float64 on a sample of rows and columns, the last of each
+        included.
         """
         row = self.row
         indices = {x: _sample(row.sizes[x], _SAMPLED[x]) for x in row.out}
@@ -90,11 +108,11 @@ class Case:
             sampled(operands[1], row.rhs),
         )
         norm = np.linalg.norm(exact)
+        results = self.ours(*operands), self.peer(*operands)
         ours, peer = (
-            float(np.linalg.norm(sampled(side(*operands), row.out) - exact) / norm)
-            for side in (self.ours, self.peer)
+            float(np.linalg.norm(sampled(result, row.out) - exact) / norm) for result in results
         )
-        return ours, peer
+        return Errors(ours, peer, float(_deviation(*results)))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -104,6 +122,15 @@ def _random(key: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         return jax.random.randint(key, shape, info.min, info.max, dtype)
     wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
     return jax.random.normal(key, shape, wide).astype(dtype)
+
+
+@jax.jit
+def _deviation(ours: Array, peer: Array) -> Array:
+    real = jnp.promote_types(peer.dtype, jnp.float32)
+    # Integers are subtracted as such, which float32 cannot always tell apart.
+    exact = peer.dtype if jnp.issubdtype(peer.dtype, jnp.integer) else real
+    difference = (ours.astype(exact) - peer.astype(exact)).astype(real)
+    return jnp.max(jnp.abs(difference)) / jnp.sqrt(jnp.mean(jnp.square(peer.astype(real))))
 
 
 @contextlib.contextmanager

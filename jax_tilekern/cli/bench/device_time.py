@@ -13,6 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,26 +42,59 @@ class Interval(NamedTuple):
     end: float
 
 
+class Activity(NamedTuple):
+    """What the GPU did in a span of time in nanoseconds."""
+
+    start: float
+    end: float
+    name: str
+
+
 class Block(NamedTuple):
-    """What the GPU did for one block of calls."""
+    """What the GPU did for one block of calls, and when the host made and awaited them."""
 
     side: str
-    activities: list[Interval]
+    host: Interval
+    activities: list[Activity]
+
+    @property
+    def host_seconds(self) -> float:
+        """Time from the first call to the last result, by the host's clock."""
+        return (self.host.end - self.host.start) * 1e-9
 
     @property
     def busy_seconds(self) -> float:
         """Time in which the GPU did anything."""
         busy, until = 0.0, 0.0
-        for start, end in sorted(self.activities):
+        for start, end, _ in sorted(self.activities):
             busy += max(0.0, end - max(start, until))
             until = max(until, end)
         return busy * 1e-9
 
 
+@dataclass(frozen=True)
+class DeviceTimes:
+    """What a profile says of two sides, a pair of blocks an entry.
+
+    Attributes
+    ----------
+    busy
+        Device time of a call.
+    host
+        Time of a call in the same blocks by the host's clock, which includes what the GPU waits.
+    kernels
+        Names of what each side, ``ours`` and ``peer``, ran on the GPU.
+    """
+
+    busy: Pairs
+    host: Pairs
+    kernels: dict[str, list[str]]
+
+
 def device_times(
     ours: Callable[[], Any], peer: Callable[[], Any], *, calls: int, pairs: int
-) -> Pairs:
-    """Return the device time of a call of each side, a pair of blocks an entry.
+) -> DeviceTimes:
+    """Return the device time of a call of each side.
 
     Parameters
     ----------
@@ -119,20 +153,20 @@ def _blocks(profile: ProfileData) -> list[Block]:
         for event in _events(profile, "/host:CPU")
         if event.name in (_OURS, _PEER)
     )
-    found = [(Interval(start, end), Block(name, [])) for start, end, name in annotations]
+    found = [Block(name, Interval(start, end), []) for start, end, name in annotations]
     for event in _events(profile, "/device:GPU:"):
         if _ACTIVITIES.isdisjoint(name for name, _ in event.stats):
             continue
-        activity = Interval(event.start_ns, event.start_ns + event.duration_ns)
-        middle = sum(activity) / 2
+        activity = Activity(event.start_ns, event.start_ns + event.duration_ns, event.name)
+        middle = (activity.start + activity.end) / 2
         distance, nearest = min(
-            ((_distance(middle, span), index) for index, (span, _) in enumerate(found)),
+            ((_distance(middle, block.host), index) for index, block in enumerate(found)),
             default=(math.inf, 0),
         )
         if distance > _PAUSE / 2 * 1e9:
             raise Unattributed(f"{event.name} ran outside of every block")
-        found[nearest][1].activities.append(activity)
-    return [block for _, block in found]
+        found[nearest].activities.append(activity)
+    return found
 
 
 def _distance(moment: float, span: Interval) -> float:
@@ -146,8 +180,8 @@ def _events(profile: ProfileData, plane_prefix: str) -> Iterable[Any]:
                 yield from line.events
 
 
-def paired(found: Sequence[Block], calls: int) -> Pairs:
-    """Return the device time of a call in each pair of blocks.
+def paired(found: Sequence[Block], calls: int) -> DeviceTimes:
+    """Return the times of a call in each pair of blocks.
 
     Raises
     ------
@@ -159,8 +193,11 @@ def paired(found: Sequence[Block], calls: int) -> Pairs:
         counts = {len(block.activities) for block in found if block.side == side}
         if len(counts) != 1 or 0 in counts or any(count % calls for count in counts):
             raise Unattributed(f"blocks of {calls} calls have {sorted(counts)} device activities")
-    times = [
-        {block.side: block.busy_seconds / calls for block in pair}
-        for pair in zip(found[::2], found[1::2], strict=True)
+    sides = [[block for block in found if block.side == side] for side in (_OURS, _PEER)]
+    busy = Pairs(*(tuple(block.busy_seconds / calls for block in blocks) for blocks in sides))
+    host = Pairs(*(tuple(block.host_seconds / calls for block in blocks) for blocks in sides))
+    kernels = [
+        list(dict.fromkeys(activity.name for block in blocks for activity in block.activities))
+        for blocks in sides
     ]
-    return Pairs(tuple(t[_OURS] for t in times), tuple(t[_PEER] for t in times))
+    return DeviceTimes(busy, host, dict(zip(("ours", "peer"), kernels, strict=True)))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jax_tilekern.cli import machine
 from jax_tilekern.cli.bench.case import Case, Operands
 from jax_tilekern.cli.bench.device_time import device_times
 from jax_tilekern.cli.timing import Pairs, interleaved, ready, repeated, wall_seconds
@@ -28,6 +30,8 @@ _PAIRS = 12
 _MOST_CALLS = 200
 # Warm-up ends when two blocks in a row took the same time to within this, or after some seconds.
 _STABLE, _LONGEST_WARM_UP = 0.03, 3.0
+_CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+_BANDWIDTH_CALLS = 16
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,20 @@ class Measurement:
     products_per_call
         How many products one jitted call did, of which ``pairs`` has the time of one.
     wall
-        Wall time of the same, as a check: on a GPU it includes what the host needs for a call.
+        Time of the same products by the host's clock, as a check: on a GPU it includes what the
+        host needs for a call.
+    kernels
+        Names of what each side ran on the GPU, from the profile.
+    clocks
+        The GPU's while it did these products, as ``nvidia-smi`` writes them.
     """
 
     pairs: Pairs
     method: str
     products_per_call: int
     wall: Pairs
+    kernels: Mapping[str, list[str]] = field(default_factory=dict)
+    clocks: Mapping[str, str] = field(default_factory=dict)
 
 
 def measure_on_cpu(case: Case, operands: Operands, seconds: float) -> Measurement:
@@ -111,18 +122,31 @@ def measure_on_gpu(case: Case, operands: Operands, seconds: float, l2_bytes: int
     ours, peer = (_rotating(side, sets) for side in (case.ours, case.peer))
 
     calls = _warm_up(ours, peer, seconds)
-    wall = interleaved(
-        partial(repeated, ours, calls), partial(repeated, peer, calls), seconds=0, least=5
-    ).divided(calls)
     rotation = f"operands rotated among {copies} copies"
     try:
-        pairs = device_times(ours, peer, calls=calls, pairs=_PAIRS)
+        times = device_times(ours, peer, calls=calls, pairs=_PAIRS)
+        pairs, wall, kernels = times.busy, times.host, times.kernels
         method = f"device time by the profiler, blocks of {calls} calls, {rotation}"
     # Also what the profiler itself raises; the products have run before, so it is not theirs.
     except RuntimeError as error:
-        pairs = wall
+        blocks = (partial(repeated, side, calls) for side in (ours, peer))
+        pairs = wall = interleaved(*blocks, seconds=seconds, most=_PAIRS).divided(calls)
+        kernels = {}
         method = f"wall time of a call in a row of {calls} ({error}), {rotation}"
-    return Measurement(pairs, method, 1, wall)
+    clocks = _clocks_during(lambda: (repeated(ours, calls), repeated(peer, calls)))
+    return Measurement(pairs, method, 1, wall, kernels, clocks)
+
+
+def _clocks_during(work: Callable[[], Any]) -> dict[str, str]:
+    """Return clocks, power and temperature of the first GPU while it works."""
+    with ThreadPoolExecutor(1) as other_thread:
+        # Its failure costs the clocks only.
+        looking = other_thread.submit(machine.facts, "nvidia_smi")
+        while not looking.done():
+            ready(work())
+    found, _ = looking.result()
+    gpus = found.get("nvidia_smi")
+    return {name: gpus[0][name] for name in _CLOCKS} if gpus else {}
 
 
 def _rotating(side: Callable[..., Array], sets: Sequence[Operands]) -> Callable[[], Array]:
@@ -146,11 +170,28 @@ def _warm_up(ours: Callable[[], Array], peer: Callable[[], Array], seconds: floa
     return calls
 
 
-def read_bandwidth() -> float:
-    """Return the bytes per second at which the default device reads memory, by a long sum."""
-    numbers = jnp.ones(1 << 26, jnp.float32)
+def bandwidths() -> dict[str, float]:
+    """Return the bytes per second that the default device's memory moves.
+
+    Returns
+    -------
+    dict[str, float]
+        ``read_bytes_per_second`` of a sum of many numbers, and ``copy_bytes_per_second``, read and
+        written together, of adding one to each.
+    """
+    numbers = jnp.ones(1 << (26 if jax.default_backend() == "cpu" else 28), jnp.float32)
+    increment: Callable[[Array], Array] = jax.jit(lambda x: x + 1, donate_argnums=0)
     total = jax.jit(jnp.sum)
-    ready(total(numbers))
-    # Several calls in a row, since the last may be waited for while the others run.
-    seconds = min(wall_seconds(partial(repeated, partial(total, numbers), 8)) for _ in range(5))
-    return 8 * numbers.nbytes / seconds
+
+    def incremented() -> Array:
+        nonlocal numbers
+        numbers = increment(numbers)
+        return numbers
+
+    # Each side several times in a row, since the last may be waited for while the others run.
+    read, copy = (
+        min(wall_seconds(partial(repeated, call, _BANDWIDTH_CALLS)) for _ in range(4))
+        for call in (lambda: total(numbers), incremented)
+    )
+    moved = _BANDWIDTH_CALLS * numbers.nbytes
+    return {"read_bytes_per_second": moved / read, "copy_bytes_per_second": 2 * moved / copy}

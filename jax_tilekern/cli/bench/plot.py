@@ -1,12 +1,15 @@
-"""A record as a roofline plot."""
+"""A record as two plots: a roofline, and the ratio of each row."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_tilekern.cli.bench.record import Record
+from jax_tilekern.cli.bench.ceilings import Ceilings, arithmetic
+from jax_tilekern.cli.bench.record import Record, timed
+from jax_tilekern.cli.bench.report import loses
 
 
 class NoMatplotlib(RuntimeError):
@@ -26,44 +29,64 @@ def require_matplotlib() -> None:
 
 
 def plot(record: Record, path: Path) -> None:
-    """Draw the rate of each row over its operations per byte, ours and the peer's.
-
-    The slanted line is what reading memory allows, as measured in the same run; a horizontal one
-    is the best rate that either side reached with that type.
-
-    """
+    """Draw the rate of each row over its operations per byte, and XLA / ours of each by name."""
     # The object interface needs no display and leaves no global state.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.subplots()
-    rows = [row for row in record["rows"] if "seconds" in row]
-    for number, kind in enumerate(dict.fromkeys(row["type"] for row in rows)):
-        _draw_type(axes, [row for row in rows if row["type"] == kind], kind, f"C{number}")
-    intensities = sorted(row["flops"] / row["bytes"] for row in rows)
-    bandwidth = record["read_bytes_per_second"]
-    axes.plot(
-        intensities, [x * bandwidth / 1e12 for x in intensities], color="black", linewidth=1,
-        label=f"memory, {bandwidth / 1e9:.0f} GB/s",
-    )  # fmt: skip
+    rows = timed(record)
+    figure = Figure(figsize=(17, max(7, 0.19 * len(rows))), layout="constrained")
+    roofline, ratios = figure.subplots(1, 2, width_ratios=(3, 2))
+    _draw_roofline(roofline, rows, Ceilings.of(record))
+    _draw_ratios(ratios, rows)
+    figure.suptitle(f"{record['suite']} on {record['device']}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_roofline(axes: Any, rows: Sequence[Record], ceilings: Ceilings) -> None:
+    """Draw ours filled and the peer hollow under the ceilings, a color for each arithmetic."""
+    from matplotlib import colormaps
+
+    intensities = [row["flops"] / row["bytes"] for row in rows] or [1.0]
+    left, right = min(intensities) / 1.5, max(intensities) * 1.5
+    bandwidth = ceilings.bytes_per_second
+    for number, (name, most) in enumerate(ceilings.operations_per_second.items()):
+        color = colormaps["tab20"](number % 20)
+        ridge = most / bandwidth
+        axes.plot(
+            [left, min(ridge, right), right],
+            [left * bandwidth / 1e12, min(most, right * bandwidth) / 1e12, most / 1e12],
+            color=color, linewidth=0.8, linestyle="--", zorder=1,
+        )  # fmt: skip
+        of_arithmetic = [row for row in rows if arithmetic(row) == name]
+        x = [row["flops"] / row["bytes"] for row in of_arithmetic]
+        ours, peer = (
+            [row["flops"] / row["seconds"][side]["median"] / 1e12 for row in of_arithmetic]
+            for side in ("ours", "peer")
+        )
+        axes.vlines(x, ours, peer, color=color, linewidth=0.8)
+        axes.scatter(x, peer, s=22, facecolors="none", edgecolors=[color])
+        axes.scatter(x, ours, s=22, color=[color], label=name)
     axes.set(
         xscale="log", yscale="log",
         xlabel="operations per byte", ylabel="Tera-operations per second",
-        title=f"{record['suite']} on {record['device']}: ours filled, XLA hollow",
+        title=f"Ours filled, XLA hollow; memory {bandwidth / 1e9:.0f} GB/s",
     )  # fmt: skip
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
 
 
-def _draw_type(axes: Any, rows: list[dict[str, Any]], kind: str, color: str) -> None:
-    best = 0.0
+def _draw_ratios(axes: Any, rows: Sequence[Record]) -> None:
+    """Draw median, 10th and 90th percentile of each row's ratio, and its floor as a tick."""
     for number, row in enumerate(rows):
-        x = row["flops"] / row["bytes"]
-        ours, peer = (row["flops"] / row["seconds"][s]["median"] / 1e12 for s in ("ours", "peer"))
-        axes.plot([x, x], [peer, ours], color=color, linewidth=1)
-        axes.plot(x, peer, "o", color=color, fillstyle="none")
-        axes.plot(x, ours, "o", color=color, label=None if number else kind)
-        best = max(best, ours, peer)
-    axes.axhline(best, color=color, linewidth=0.7, linestyle="--")
+        ratio, color = row["seconds"]["ratio"], "C3" if loses(row) else "C0"
+        axes.plot([ratio["p10"], ratio["p90"]], [number, number], color=color, linewidth=1)
+        axes.plot(ratio["median"], number, "o", color=color, markersize=4)
+        axes.plot(row["floor"], number, "|", color="black", markersize=8)
+    axes.axvline(1, color="black", linewidth=0.7)
+    axes.set(
+        xscale="log", xlabel="XLA / ours", ylim=(len(rows) - 0.5, -0.5),
+        title="Above 1 ours is faster; a tick is the row's floor",
+    )  # fmt: skip
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=7)
+    axes.grid(alpha=0.3)

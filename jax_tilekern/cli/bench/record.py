@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_tilekern.cli import machine
-from jax_tilekern.cli.bench.case import Case, types_enabled
+from jax_tilekern.cli.bench.case import Case, Errors, types_enabled
 from jax_tilekern.cli.bench.measure import measure_on_cpu, measure_on_gpu
 from jax_tilekern.cli.bench.suite import Row, Suite
 from jax_tilekern.cli.timing import Pairs, Spread
@@ -23,6 +22,8 @@ from jax_tilekern.cli.timing import Pairs, Spread
 SCHEMA = 1
 # How many times the peer's error ours may have, beyond the rounding of the result.
 _ERROR_MARGIN = 4.0
+# How many times the errors of both a single one of some hundred million elements may deviate.
+_DEVIATION_MARGIN = 16.0
 
 Record = dict[str, Any]
 
@@ -30,11 +31,7 @@ Record = dict[str, Any]
 _finfo: Callable[[Any], Any] = jnp.finfo
 
 
-class RecordError(ValueError):
-    """A file that is not a record of this version."""
-
-
-def new_record(suite: Suite, command: Sequence[str], read_bandwidth: float) -> Record:
+def new_record(suite: Suite, command: Sequence[str], bandwidths: Mapping[str, float]) -> Record:
     """Return a record without rows.
 
     Parameters
@@ -43,26 +40,32 @@ def new_record(suite: Suite, command: Sequence[str], read_bandwidth: float) -> R
         What is measured.
     command
         The command line's arguments.
-    read_bandwidth
-        What :func:`jax_tilekern.cli.bench.measure.read_bandwidth` returned.
+    bandwidths
+        What :func:`jax_tilekern.cli.bench.measure.bandwidths` returned.
     """
     found, errors = machine.facts(
         "versions", "cpu", "driver", "nvidia_smi", "nvrtc", "source_digests"
     )
-    now = datetime.datetime.now(datetime.UTC)
     return {
         "schema": SCHEMA,
         "suite": suite.name,
         "about": suite.about,
-        "date": now.isoformat(timespec="seconds"),
+        "date": now(),
         "command": shlex.join(["python", "-m", "jax_tilekern", *command]),
         "backend": jax.default_backend(),
         "device": device_name(),
         **found,
         "errors": errors,
-        "read_bytes_per_second": read_bandwidth,
+        **bandwidths,
+        "means": dict(suite.means),
+        "earlier_runs": [],
         "rows": [],
     }
+
+
+def now() -> str:
+    """Return the date and time."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def device_name() -> str:
@@ -73,21 +76,22 @@ def device_name() -> str:
     return f"{cpu['model']}, {cpu['threads']} threads"
 
 
-def measured(row: Row, seconds: float, l2_bytes: int) -> Record:
-    """Measure a row and return its record; whatever fails is in it.
+def unmeasured(row: Row, run: str) -> Record:
+    """Return the record of a row whose measurement has begun.
 
     Parameters
     ----------
     row
         The product.
-    seconds
-        Time to spend on timing.
-    l2_bytes
-        Size of the GPU's second-level cache.
+    run
+        The date of the run's record, which tells whose row it is.
     """
-    record: Record = {
+    return {
         "name": row.name,
+        "group": row.group,
+        "floor": row.floor,
         "type": row.type,
+        "rhs_type": row.rhs_type,
         "result": str(row.result_type),
         "precision": row.precision,
         "lhs": row.lhs,
@@ -95,42 +99,66 @@ def measured(row: Row, seconds: float, l2_bytes: int) -> Record:
         "sizes": dict(row.sizes),
         "flops": row.flops,
         "bytes": row.bytes,
+        "run": run,
+        "failure": "the run ended while this row was measured",
     }
+
+
+def measured(row: Row, run: str, seconds: float, l2_bytes: int) -> Record:
+    """Measure a row and return its record; whatever fails is in it.
+
+    Parameters
+    ----------
+    row
+        The product.
+    run
+        The date of the run's record.
+    seconds
+        Time to spend on timing.
+    l2_bytes
+        Size of the GPU's second-level cache.
+    """
+    record, start = unmeasured(row, run), time.perf_counter()
     try:
         with types_enabled(row):
             record |= _results(Case.of(row), seconds, l2_bytes)
     # A row may exhaust the memory, or meet a bug anywhere below; the others are still to come.
     except Exception as error:
         record["failure"] = f"{type(error).__name__}: {error}"
-    return record
+    return record | {"date": now(), "took_seconds": round(time.perf_counter() - start, 1)}
 
 
 def _results(case: Case, seconds: float, l2_bytes: int) -> Record:
     operands = case.operands()
-    kernel = case.kernel(operands)
-    ours, peer = case.errors(operands)
+    kernel, errors = case.kernel(operands), case.errors(operands)
+    checked = {"kernel": kernel, "error": errors._asdict(), "failure": _wrong(case.row, errors)}
+    if checked["failure"]:
+        return checked  # The speed of a wrong product is no news.
     if jax.default_backend() == "cpu":
         measurement = measure_on_cpu(case, operands, seconds)
     else:
         measurement = measure_on_gpu(case, operands, seconds, l2_bytes)
     return {
-        "kernel": kernel,
-        "error": {"ours": ours, "peer": peer},
-        "failure": _wrong(case.row, ours, peer),
+        **checked,
         "method": measurement.method,
         "products_per_call": measurement.products_per_call,
         "pairs": len(measurement.pairs.ours),
         "seconds": _spreads(measurement.pairs),
         "wall_seconds": _spreads(measurement.wall),
+        "device_kernels": dict(measurement.kernels),
+        "clocks": dict(measurement.clocks),
     }
 
 
-def _wrong(row: Row, ours: float, peer: float) -> str | None:
+def _wrong(row: Row, errors: Errors) -> str | None:
     result = row.result_type
     rounding = float(_finfo(result).eps) if jnp.issubdtype(result, jnp.floating) else 0.0
+    ours, peer, deviation = errors
     # Written so that an error that is not a number is wrong.
     if not ours <= _ERROR_MARGIN * peer + rounding:
         return f"wrong: relative error {ours:.1e}, the peer's {peer:.1e}"
+    if not deviation <= _DEVIATION_MARGIN * (ours + peer + rounding):
+        return f"wrong: an element is {deviation:.1e} root mean squares from the peer's"
     return None
 
 
@@ -142,29 +170,16 @@ def _spreads(pairs: Pairs) -> dict[str, dict[str, float]]:
     }
 
 
-def geometric_means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the geometric mean of the ratios, by type and of ``all``; of timed rows only."""
+def timed(record: Record) -> list[Record]:
+    """Return the rows that have times."""
+    return [row for row in record["rows"] if "seconds" in row]
+
+
+def geometric_means(
+    rows: Iterable[Mapping[str, Any]], kind: Callable[[Mapping[str, Any]], str]
+) -> dict[str, float]:
+    """Return the geometric mean of timed rows' ratios for each kind of row, in their order."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
-        if "seconds" in row:
-            for key in ("all", row["type"]):
-                ratios.setdefault(key, []).append(row["seconds"]["ratio"]["median"])
-    return {key: math.exp(sum(map(math.log, r)) / len(r)) for key, r in ratios.items()}
-
-
-def load_record(path: Path) -> Record:
-    """Read a record.
-
-    Raises
-    ------
-    RecordError
-        If the file is none.
-    """
-    try:
-        record = json.loads(path.read_text())
-        schema = record["schema"], record["rows"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecordError(f"{path} is not a record of a bench run: {error!r}") from error
-    if schema[0] != SCHEMA:
-        raise RecordError(f"{path} has schema {schema[0]}, and this version reads {SCHEMA}")
-    return dict(record)
+        ratios.setdefault(kind(row), []).append(row["seconds"]["ratio"]["median"])
+    return {value: math.exp(sum(map(math.log, r)) / len(r)) for value, r in ratios.items()}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jax_tilekern.cli.bench.record import Record, geometric_means
+from jax_tilekern.cli.bench.ceilings import Ceilings
+from jax_tilekern.cli.bench.record import Record, geometric_means, timed
+from jax_tilekern.cli.bench.record_file import outdated, runs
 from jax_tilekern.cli.console import duration, rate
 
 if TYPE_CHECKING:
@@ -13,13 +16,13 @@ if TYPE_CHECKING:
 
 HEADINGS = (
     "row", "kernel", "ours", "XLA", "XLA / ours", "p10 - p90", "ours does", "ours moves",
-    "error ours, XLA",
+    "of ceiling", "error ours, XLA",
 )  # fmt: skip
-# From here on a side is slower by more than measurements of one thing differ.
-_LOSS = 0.97
+# Shorter calls leave a GPU waiting for the host, which only the host's clock sees.
+_LONG_CALL = 0.5e-3
 
 
-def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def cells(row: Mapping[str, Any], ceilings: Ceilings) -> tuple[str, ...]:
     """Return a row's entries under :data:`HEADINGS`; a row without times has only the first two."""
     if "seconds" not in row:
         return (row["name"], row["failure"])
@@ -28,20 +31,26 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     errors = row["error"]
     return (
         row["name"],
-        row["kernel"] + (f" ({row['failure']})" if row["failure"] else ""),
+        row["kernel"],
         duration(ours["median"]),
         duration(peer["median"]),
-        f"{ratio['median']:.2f}" + (" (slower)" if loses(row) else ""),
+        _against(ratio["median"], row["floor"]),
         f"{ratio['p10']:.2f} - {ratio['p90']:.2f}",
         rate(row["flops"] / ours["median"], operations),
         rate(row["bytes"] / ours["median"], "B"),
+        f"{ceilings.share(row):.0%}",
         f"{errors['ours']:.1e}, {errors['peer']:.1e}",
     )
 
 
+def _against(ratio: float, floor: float) -> str:
+    """Return a ratio with three digits, and the floor that it is below."""
+    return f"{ratio:#.3g}" + (f" (below {floor:g})" if ratio < floor else "")
+
+
 def loses(row: Mapping[str, Any]) -> bool:
-    """Say whether a timed row is slower than the peer."""
-    return bool(row["seconds"]["ratio"]["median"] < _LOSS)
+    """Say whether a timed row is slower against the peer than its floor."""
+    return bool(row["seconds"]["ratio"]["median"] < row["floor"])
 
 
 def table(record: Record) -> RenderableType:
@@ -54,46 +63,24 @@ def table(record: Record) -> RenderableType:
         result.add_column(
             heading, justify="left" if text else "right", overflow="fold", no_wrap=heading == "row"
         )
+    ceilings = Ceilings.of(record)
     for row in record["rows"]:
-        bad = row["failure"] is not None
-        style = "bold red" if bad else "yellow" if loses(row) else None
-        result.add_row(*cells(row), style=style)
+        style = "bold red" if row["failure"] else "yellow" if loses(row) else None
+        result.add_row(*cells(row, ceilings), style=style)
     return result
-
-
-def summary(record: Record) -> str:
-    """Return the geometric means, how rows were measured, and what failed."""
-    rows = record["rows"]
-    means = geometric_means(rows)
-    lines = ["Geometric means of XLA / ours (above 1, ours is faster): " + _means(means)]
-    wall = [row["name"] for row in rows if "seconds" in row and row["method"].startswith("wall")]
-    if record["backend"] != "cpu" and wall:
-        lines.append(f"By wall time, since the profile was not clear: {', '.join(wall)}.")
-    failed = [row["name"] for row in rows if row["failure"]]
-    if failed:
-        lines.append(f"FAILED: {', '.join(failed)}.")
-    return "\n".join(lines)
-
-
-def _means(means: Mapping[str, float]) -> str:
-    return ", ".join(f"{key} {value:.2f}" for key, value in means.items()) or "none"
 
 
 def markdown(record: Record) -> str:
     """Return a record as a markdown table, with what it was measured on and by."""
-    versions, rows = record["versions"], record["rows"]
-    gpu = record["nvidia_smi"][0] if record.get("nvidia_smi") else None
-    where = [record["device"], f"jax {versions['jax']}", f"Python {versions['python']}"]
-    if gpu is not None:
-        where.append(f"driver {gpu['driver_version']}")
+    ceilings = Ceilings.of(record)
     return "\n".join(
         [
             _line(HEADINGS),
             _line(["---"] * 2 + ["---:"] * (len(HEADINGS) - 2)),
-            *(_line(_padded(cells(row))) for row in rows),
+            *(_line(_padded(cells(row, ceilings))) for row in record["rows"]),
             "",
-            f"Geometric mean of XLA / ours: {_means(geometric_means(rows))}.",
-            f"{', '.join(where)}; {record['date'][:10]}; `{record['command']}`.",
+            summary(record),
+            *_provenance(record),
         ]
     )
 
@@ -104,3 +91,82 @@ def _padded(row: Sequence[str]) -> list[str]:
 
 def _line(row: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |"
+
+
+def summary(record: Record) -> str:
+    """Return what the rows say together, how they were measured, and what failed."""
+    return "\n".join([*_means(record), *_ceilings(record), *_cautions(record)])
+
+
+def _means(record: Record) -> Iterator[str]:
+    rows = timed(record)
+    if not rows:
+        return
+    lost = sum(map(loses, rows))
+    yield f"{lost} of {len(rows)} rows below their floor." if lost else "No row below its floor."
+    means = geometric_means(rows, lambda _: "all") | geometric_means(rows, lambda row: row["type"])
+    entries = (f"{kind} {mean:#.3g}" for kind, mean in means.items())
+    yield f"Geometric means of XLA / ours: {', '.join(entries)}."
+    means = geometric_means(rows, lambda row: row["group"])
+    if len(means) > 1:
+        floors = record["means"]
+        entries = (
+            f"{group} {_against(mean, floors.get(group, 0))}" for group, mean in means.items()
+        )
+        yield f"By group: {', '.join(entries)}."
+
+
+def _ceilings(record: Record) -> Iterator[str]:
+    ceilings = Ceilings.of(record)
+    rates = (f"{name} {rate(most, 'OP')}" for name, most in ceilings.operations_per_second.items())
+    memory = f"memory {rate(ceilings.bytes_per_second, 'B')}"
+    yield f"Ceilings, as measured: {', '.join([memory, *rates])}."
+
+
+def _cautions(record: Record) -> Iterator[str]:
+    rows = timed(record)
+    if record["backend"] != "cpu":
+        yield from _host_clock(rows)
+        wall = [row["name"] for row in rows if row["method"].startswith("wall")]
+        if wall:
+            yield f"By wall time, since the profile was not clear: {', '.join(wall)}."
+    if clocks := _sm_clocks(rows):
+        yield f"Multiprocessors at {min(clocks)} to {max(clocks)} MHz."
+    if old := outdated(record):
+        yield f"Of an earlier run, with other kernels or another JAX: {', '.join(old)}."
+    if failed := [row["name"] for row in record["rows"] if row["failure"]]:
+        yield f"FAILED: {', '.join(failed)}."
+
+
+def _host_clock(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Say how far the host's clock and the profiler agree on calls that keep the GPU busy."""
+    agreement = {
+        f"{row['name']} {side}": row["wall_seconds"][side]["median"] / seconds
+        for row in rows
+        for side in ("ours", "peer")
+        if row["method"].startswith("device")
+        and (seconds := row["seconds"][side]["median"]) >= _LONG_CALL
+    }
+    if agreement:
+        most = max(agreement, key=agreement.__getitem__)
+        yield (
+            f"The host's clock over the profiler, of {len(agreement)} calls longer than "
+            f"{duration(_LONG_CALL)}: median {statistics.median(agreement.values()):.3f}, "
+            f"at most {agreement[most]:.3f} ({most})."
+        )
+
+
+def _sm_clocks(rows: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Return the clocks of the multiprocessors in MHz, of rows that have them."""
+    texts = (row.get("clocks", {}).get("clocks.sm", "").removesuffix(" MHz") for row in rows)
+    return [int(text) for text in texts if text.isdigit()]
+
+
+def _provenance(record: Record) -> Iterator[str]:
+    needed = {row["run"] for row in record["rows"]}
+    for date, run in runs(record).items():
+        if date in needed:
+            versions, gpus = run["versions"], run.get("nvidia_smi")
+            driver = [f"driver {gpus[0]['driver_version']}"] if gpus else []
+            where = [run["device"], f"jax {versions['jax']}", f"Python {versions['python']}"]
+            yield f"{', '.join(where + driver)}; {date[:10]}; `{run['command']}`."

@@ -7,14 +7,14 @@ import importlib.resources
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 DEFAULT_SUITES = {"cpu": "matmul-cpu", "gpu": "matmul-h100"}
-_TEXTS = ("name", "type", "lhs", "rhs", "result", "precision")
+_TEXTS = ("name", "type", "rhs_type", "lhs", "rhs", "result", "precision")
 
 
 class SuiteError(ValueError):
@@ -29,13 +29,19 @@ class Row:
     ----------
     name
         What tables call it.
+    group
+        The group that it belongs to.
+    floor
+        The least XLA / ours that is no loss.
     type
         Of both operands.
     lhs, rhs
         The dimensions of each operand in the order in which they lie: ``b`` batch, ``m`` rows,
-        ``n`` columns, ``k`` contracted.
+        ``n`` columns, ``k`` contracted. A batch that one operand lacks is broadcast.
     sizes
         Of each dimension.
+    rhs_type
+        Type of the right operand where it is another.
     result
         Type of the result; by default the operands'.
     precision
@@ -43,10 +49,13 @@ class Row:
     """
 
     name: str
+    group: str
+    floor: float
     type: str
     lhs: str
     rhs: str
     sizes: Mapping[str, int] = field(hash=False)
+    rhs_type: str | None = None
     result: str | None = None
     precision: str | None = None
 
@@ -65,6 +74,11 @@ class Row:
         return (((lhs("k"),), (rhs("k"),)), (tuple(map(lhs, batch)), tuple(map(rhs, batch))))
 
     @property
+    def types(self) -> tuple[np.dtype[Any], np.dtype[Any]]:
+        """Types of the operands."""
+        return jnp.dtype(self.type), jnp.dtype(self.rhs_type or self.type)
+
+    @property
     def result_type(self) -> np.dtype[Any]:
         """Type of the result."""
         return jnp.dtype(self.result or self.type)
@@ -77,9 +91,8 @@ class Row:
     @property
     def bytes(self) -> int:
         """Bytes of both operands and of the result: the least that must move."""
-        operands = (math.prod(self.shape(x)) for x in (self.lhs, self.rhs))
-        result = math.prod(self.shape(self.out)) * self.result_type.itemsize
-        return sum(operands) * jnp.dtype(self.type).itemsize + result
+        arrays = zip((self.lhs, self.rhs, self.out), (*self.types, self.result_type), strict=True)
+        return sum(math.prod(self.shape(x)) * type_.itemsize for x, type_ in arrays)
 
     def shape(self, dimensions: str) -> tuple[int, ...]:
         """Return the sizes of ``dimensions``."""
@@ -88,27 +101,42 @@ class Row:
 
 @dataclass(frozen=True)
 class Suite:
-    """A named list of products."""
+    """A named list of products.
+
+    Attributes
+    ----------
+    name, about
+        What it is called, and what is in it.
+    rows
+        Those of a group one after the other.
+    means
+        The least geometric mean of XLA / ours that is no loss, of groups that ask for one.
+    """
 
     name: str
     about: str
     rows: tuple[Row, ...]
+    means: Mapping[str, float]
 
     def matching(self, pattern: str) -> Suite:
-        """Return the suite with only the rows whose name matches a shell pattern or contains it.
+        """Return the suite with only the rows that a pattern picks.
+
+        It is a shell pattern for the name of the row or of its group, or a part of one of them.
 
         Raises
         ------
         SuiteError
             If none does.
         """
-        rows = tuple(
-            row for row in self.rows if fnmatch.fnmatch(row.name, pattern) or pattern in row.name
-        )
+
+        def picked(name: str) -> bool:
+            return fnmatch.fnmatch(name, pattern) or pattern in name
+
+        rows = tuple(row for row in self.rows if picked(row.name) or picked(row.group))
         if not rows:
             names = ", ".join(row.name for row in self.rows)
             raise SuiteError(f"no row of {self.name} matches {pattern!r}; there are {names}")
-        return Suite(self.name, self.about, rows)
+        return replace(self, rows=rows)
 
 
 def suite_names(operation: str) -> list[str]:
@@ -142,23 +170,28 @@ def parse_suite(name: str, text: str) -> Suite:
     """
     try:
         table = tomllib.loads(text)
-        rows = tuple(_row(entry) for entry in table["rows"])
-        about = table["about"]
+        groups, about = table["groups"], table["about"]
+        rows = tuple(
+            _row(entry, group["name"], group["floor"])
+            for group in groups
+            for entry in group["rows"]
+        )
+        means = {group["name"]: group["mean"] for group in groups if "mean" in group}
     except (tomllib.TOMLDecodeError, KeyError) as error:
         raise SuiteError(f"suite {name}: {error!r}") from error
     names = [row.name for row in rows]
     if len(set(names)) < len(names):
         raise SuiteError(f"suite {name}: two rows have one name")
-    return Suite(name, about, rows)
+    return Suite(name, about, rows, means)
 
 
-def _row(entry: Mapping[str, Any]) -> Row:
+def _row(entry: Mapping[str, Any], group: str, floor: float) -> Row:
     texts = {key: entry[key] for key in _TEXTS if key in entry}
     sizes = {key: value for key, value in entry.items() if key not in texts}
     missing = {"name", "type", "lhs", "rhs"} - set(texts)
     if missing:
         raise SuiteError(f"row {dict(entry)} lacks {', '.join(sorted(missing))}")
-    row = Row(sizes=sizes, **texts)
+    row = Row(group=group, floor=floor, sizes=sizes, **texts)
 
     def wrong(why: str) -> SuiteError:
         return SuiteError(f"row {row.name!r}: {why}")
@@ -178,10 +211,9 @@ def _row(entry: Mapping[str, Any]) -> Row:
             raise wrong(
                 f"operand {operand!r} is not made of {', '.join(allowed)}, once each, with k"
             )
-    if ("b" in row.lhs) != ("b" in row.rhs):
-        raise wrong("b is a dimension of both operands or of neither")
-    try:
-        jnp.dtype(row.type), row.result_type
-    except TypeError as error:
-        raise wrong(str(error)) from error
+    for name in (row.type, row.rhs_type, row.result):
+        try:
+            jnp.dtype(name or row.type)
+        except TypeError as error:
+            raise wrong(str(error)) from error
     return row

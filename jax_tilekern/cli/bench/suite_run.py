@@ -1,0 +1,108 @@
+"""A run: the rows of a suite, measured one after the other, whatever happens to each."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from jax_tilekern.cli.bench.ceilings import Ceilings
+from jax_tilekern.cli.bench.measure import bandwidths
+from jax_tilekern.cli.bench.record import Record, measured, new_record, unmeasured
+from jax_tilekern.cli.bench.record_file import continue_record, put_row, remaining
+from jax_tilekern.cli.bench.report import cells
+from jax_tilekern.cli.bench.suite import Suite
+from jax_tilekern.cli.console import write_json
+from jax_tilekern.cli.timing import ready
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_DEFAULT_L2_BYTES = 50 << 20
+# A kernel that never ends would keep the GPU for as long as somebody pays for it.
+_LONGEST_ROW = 240.0
+
+
+def measure_suite(
+    console: Console, suite: Suite, arguments: argparse.Namespace
+) -> tuple[Record, bool]:
+    """Measure the rows that the command line asks for, and say whether all of them succeeded.
+
+    Parameters
+    ----------
+    console
+        Progress is shown here.
+    suite
+        All rows.
+    arguments
+        The command line, parsed.
+
+    Returns
+    -------
+    tuple[Record, bool]
+        The record, also in the file of ``--json``, with the rows that were there before.
+    """
+    rows = (suite.matching(arguments.rows) if arguments.rows else suite).rows
+    record = new_record(suite, arguments.command_line, bandwidths())
+    if arguments.json is not None:
+        continue_record(record, arguments.json)
+    if arguments.resume:
+        rows = remaining(record, rows)
+    names = [row.name for row in suite.rows]
+    gpus = record.get("driver", {}).get("gpus")
+    l2_bytes = gpus[0]["l2_bytes"] if gpus else _DEFAULT_L2_BYTES
+
+    def put(result: Record) -> None:
+        put_row(record, result, names)
+        # Each time, so that a run that is cut short leaves what it has.
+        if arguments.json is not None:
+            write_json(arguments.json, record)
+
+    whole = True
+    for number, row in enumerate(rows, start=1):
+        put(unmeasured(row, record["date"]))
+        progress = f"{number}/{len(rows)}"
+        with console.status(f"{progress} {row.name}"), _deadline(row.name):
+            result = measured(row, record["date"], arguments.seconds, l2_bytes)
+        put(result)
+        shown = cells(result, Ceilings.of(record))[:5]
+        console.print(f"{progress}  {'  '.join(shown)}  ({result['took_seconds']} s)")
+        if result["failure"]:
+            whole = False
+            if not _device_answers():
+                console.print("The device no longer answers. A new run with --resume goes on.")
+                break
+    return record, whole
+
+
+@contextlib.contextmanager
+def _deadline(name: str) -> Iterator[None]:
+    """End the process, by force, if the context takes longer on a GPU than any row does."""
+
+    def give_up() -> None:
+        print(f"{name} does not end. A new run with --resume goes on.", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(_LONGEST_ROW, give_up)
+    if jax.default_backend() != "cpu":
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _device_answers() -> bool:
+    """Say whether the device still computes: after a fault in a kernel it does not."""
+    try:
+        ready(jnp.zeros(8) + 1)
+    except RuntimeError:
+        return False
+    return True
