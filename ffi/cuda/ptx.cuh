@@ -136,6 +136,22 @@ inline void load_matrices_transposed(uint32 (&words)[4], uint32 row_address) {
                : "memory");
 }
 
+// Stores four 8x8 matrices of 16-bit elements, the inverse of load_matrices() (sm_90).
+inline void store_matrices(uint32 row_address, const uint32 (&words)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+      : "memory");
+}
+
+// The inverse of load_matrices_transposed().
+inline void store_matrices_transposed(uint32 row_address, const uint32 (&words)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+      : "memory");
+}
+
 // Picks four of the bytes of {high, low}: nibble i of `selector` numbers the one for byte i.
 inline uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {
   uint32 bytes;

@@ -8,6 +8,7 @@ using int32 = int;
 using int64 = long long;
 using uint16 = unsigned short;
 using uint32 = unsigned int;
+using uint64 = unsigned long long;
 
 struct bfloat16 {
   uint16 bits;

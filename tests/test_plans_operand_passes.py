@@ -1,0 +1,512 @@
+"""Passes around a matrix product: their plans, the code they compile to, and a model of splitting.
+
+The model is what ``split_float32.cuh`` computes, in NumPy. It shows here that the flag keeps its
+promise; ``test_cuda_operand_passes.py`` shows that the kernel computes what it does.
+"""
+
+import dataclasses
+import itertools
+import math
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_tilekern.compiler import compile_kernels
+from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.geometry import MatmulGeometry
+from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.launch import Buffer
+from jax_tilekern.plans.operand_passes import (
+    DECIDE_KERNEL,
+    PackPass,
+    SplitPass,
+    StridedOperand,
+    SumPass,
+    decide_launch,
+)
+
+H100 = known_gpu("sm_90")
+F32, F64, INT32 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int32)
+BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
+PIECES = [("bf16", 2), ("bf16", 3), ("tf32", 2), ("f16", 2)]
+SUMS = [(F32, F32), (F32, BF16), (F32, F16), (INT32, INT32), (F64, F64)]
+
+try:
+    nvrtc()
+    has_nvrtc = True
+except NvrtcNotFound:
+    has_nvrtc = False
+needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
+
+
+def operand(lines, k, batch=(), *, k_major=True, padding=0, broadcast=()):
+    """An operand in row-major order, rows `padding` elements apart."""
+    row = (k if k_major else lines) + padding
+    step = row * (lines if k_major else k)
+    strides = []
+    for dim, size in reversed(list(enumerate(batch))):
+        strides.insert(0, 0 if dim in broadcast else step)
+        step *= 1 if dim in broadcast else size
+    steps = (row, 1) if k_major else (1, row)
+    return StridedOperand(tuple(batch), lines, k, tuple(strides), *steps)
+
+
+sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**17))
+operands = st.builds(
+    operand,
+    lines=sizes,
+    k=sizes,
+    batch=st.lists(st.integers(1, 5), max_size=4),
+    k_major=st.booleans(),
+    padding=st.sampled_from([0, 0, 1, 4, 8]),
+    broadcast=st.sets(st.integers(0, 3)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeEntry:
+    """Stands in for a compiled kernel, so that launches can be made without a compiler."""
+
+    name: str
+    parameter_bytes: tuple[int, ...]
+    max_threads: int = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeCompiled:
+    parameter_bytes: tuple[int, ...]
+
+    def entry(self, name):
+        return FakeEntry(name, self.parameter_bytes)
+
+
+ROWS = "5q5I1I"
+
+
+def launch_of(one, buffers, layout):
+    """The launch of a pass and the fields of its struct."""
+    widest = struct.calcsize(f"{layout}0q")
+    launch = one.launch(
+        FakeCompiled((*(8,) * buffers, widest)), *(Buffer(i) for i in range(buffers))
+    )
+    return launch, struct.unpack_from(layout, launch.parameters[-1].data)
+
+
+def row_offsets(fields):
+    """What ``row_offset`` gives for each row."""
+    strides, extents, count = fields[:5], fields[5:10], fields[10]
+    assert math.prod(extents) == count
+    offsets = np.zeros(1, np.int64)
+    for stride, extent in zip(strides, extents, strict=True):
+        offsets = (offsets[:, None] + stride * np.arange(extent)).ravel()
+    return offsets
+
+
+def expected_offsets(source, itemsize, *, lines):
+    """Byte offsets of the matrices of an operand, or of their lines, in the packed order."""
+    dims = [
+        (1, 0) if stride == 0 else (size, stride)
+        for size, stride in zip(source.batch, source.batch_strides, strict=True)
+    ]
+    dims += [(source.lines, source.line_stride)] if lines else []
+    offsets = np.zeros(1, np.int64)
+    for size, stride in dims:
+        offsets = (offsets[:, None] + stride * np.arange(size)).ravel()
+    return offsets * itemsize
+
+
+def assert_dense(extents, strides):
+    """Strides are those of a row-major array, apart from dimensions left out."""
+    step = 1
+    for size, stride in reversed(list(zip(extents, strides, strict=True))):
+        if stride != 0:
+            assert stride == step
+            step *= size
+    return step
+
+
+@given(operands, st.sampled_from([1, 2, 4, 8]))
+def test_packed_operands(source, itemsize):
+    one = PackPass(source, itemsize)
+    row = one.k_padded * itemsize
+    assert row % 16 == 0
+    assert row - 16 < source.k * itemsize <= row
+    packed = assert_dense((*source.batch, source.lines, one.k_padded), one.strides)
+    assert one.workspace_bytes == packed * itemsize
+    dims = zip(source.batch, source.batch_strides, strict=True)
+    left_out = [size == 1 or stride == 0 for size, stride in dims]
+    assert [stride == 0 for stride in one.strides[:-2]] == left_out
+
+    launch, fields = launch_of(one, 2, f"{ROWS}q7I")
+    k_stride, segments, log2_lanes, lines, k, vectors, tiles_lines, tiles_k = fields[11:]
+    assert (lines, k, vectors) == (source.lines, source.k, row // 16)
+    if source.k_major:
+        lanes = 1 << log2_lanes
+        assert lanes <= 256
+        assert segments * lanes * 4 >= vectors > (segments - 1) * lanes * 4
+        rows = launch.grid[0] // segments * (256 // lanes)
+        assert rows >= fields[10] > rows - 256 // lanes
+        # Long rows keep all threads busy, and shorter ones a warp.
+        assert lanes == 256 or vectors <= lanes * 4
+        assert lanes >= 32 or vectors > lanes // 2
+    else:
+        assert k_stride == source.k_stride * itemsize
+        assert tiles_lines * (256 // itemsize) >= lines
+        assert tiles_k * (8 if itemsize == 1 else 16) >= vectors
+        assert launch.grid[0] == fields[10] * tiles_lines * tiles_k
+
+
+small = st.builds(
+    operand,
+    lines=st.integers(1, 9),
+    k=st.integers(1, 9),
+    batch=st.lists(st.integers(1, 4), max_size=4),
+    k_major=st.booleans(),
+    padding=st.integers(0, 2),
+    broadcast=st.sets(st.integers(0, 3)),
+)
+
+
+@given(small, st.sampled_from([1, 2, 4, 8]))
+def test_rows_are_where_the_operand_has_them(source, itemsize):
+    _, fields = launch_of(PackPass(source, itemsize), 2, f"{ROWS}q7I")
+    expected = expected_offsets(source, itemsize, lines=source.k_major)
+    np.testing.assert_array_equal(row_offsets(fields), expected)
+
+
+@given(operands, st.sampled_from(PIECES))
+def test_split_operands(source, pieces):
+    one = SplitPass(source, *pieces, H100)
+    itemsize, parts = (4 if pieces[0] == "tf32" else 2), pieces[1]
+    assert one.k_padded * itemsize % 128 == 0
+    assert one.k_padded - 128 // itemsize < source.k <= one.k_padded
+    extents = (*source.batch, source.lines, parts, one.k_padded)
+    assert assert_dense(extents, one.strides) * itemsize == one.pieces_bytes
+    lines = assert_dense((*source.batch, source.lines), one.fact_strides)
+    assert one.facts_bytes == 12 * lines
+    if lines > 2**31 - 1:
+        return
+    launch, fields = launch_of(one, 3, f"{ROWS}q4I")
+    assert fields[12:] == (source.lines, source.k, one.k_padded, lines)
+    assert launch.block == (256 if source.k_major else 512, 1, 1)
+    np.testing.assert_array_equal(
+        fields[:11], launch_of(PackPass(source, 4), 2, f"{ROWS}q7I")[1][:11]
+    )
+
+
+def test_an_operand_has_a_unit_stride():
+    with pytest.raises(ValueError, match="a unit stride along neither"):
+        StridedOperand((), 5, 5, (), 10, 2)
+    geometry = MatmulGeometry((2,), 3, 4, 5, (15, 5, 1), (0, 1, 5), (12, 4, 1))
+    assert StridedOperand.lhs(geometry) == StridedOperand((2,), 3, 5, (15,), 5, 1)
+    assert StridedOperand.rhs(geometry) == StridedOperand((2,), 4, 5, (0,), 5, 1)
+    assert StridedOperand.rhs(geometry).k_major
+
+
+def test_what_no_launch_can_hold_is_an_error():
+    rows = PackPass(operand(2**30, 8, (4,), k_major=True), 2)
+    with pytest.raises(ValueError, match="4294967296 rows are more than"):
+        launch_of(rows, 2, f"{ROWS}q7I")
+    with pytest.raises(ValueError, match="no kernel splits float32 into 3 f16"):
+        SplitPass(operand(5, 5), "f16", 3, H100)
+
+
+outputs = st.tuples(
+    st.lists(st.integers(1, 4), max_size=4), st.integers(1, 9), st.integers(1, 20)
+).flatmap(
+    lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape[0]) + 1)))
+)  # fmt: skip
+
+
+def output(batch, m, n, order=None):
+    """Geometry of an output whose batch dimensions and rows lie in an order of their own."""
+    extents = [*batch, m]
+    strides, step = [0] * len(extents), n
+    for dim in reversed(order or range(len(extents))):
+        strides[dim] = step
+        step *= extents[dim]
+    none = (0,) * len(batch)
+    return MatmulGeometry(tuple(batch), m, n, 1, (*none, 1, 1), (*none, 1, 1), (*strides, 1))
+
+
+@given(outputs, st.integers(1, 9), st.sampled_from(SUMS))
+def test_sums(shape_and_order, splits, dtypes):
+    (batch, m, n), order = shape_and_order
+    geometry = output(batch, m, n, order)
+    one = SumPass(geometry, splits, *dtypes)
+    total = math.prod(batch) * m * n
+    assert one.split_stride == total
+    assert one.workspace_bytes == splits * total * dtypes[0].itemsize
+    launch, fields = launch_of(one, 2, f"{ROWS}2q2Ii")
+    columns, split_stride, segments, log2_lanes, packed_splits = fields[11:]
+    assert (split_stride, packed_splits) == (total, splits)
+    # Every element is in a row of the output, in the partial sums' order.
+    expected = np.zeros(1, np.int64)
+    for size, stride in zip((*batch, m, n), geometry.out_strides, strict=True):
+        expected = (expected[:, None] + stride * np.arange(size)).ravel()
+    rows = row_offsets(fields)
+    found = (rows[:, None] + np.arange(columns)).ravel()
+    np.testing.assert_array_equal(found, expected)
+    vector = one.out_alignment // dtypes[1].itemsize
+    assert vector in (1, 16 // dtypes[0].itemsize)
+    assert vector == 1 or not (np.append(rows, [columns, total]) % vector).any()
+    units, lanes = columns // vector, 1 << log2_lanes
+    assert segments * lanes >= units > (segments - 1) * lanes
+    assert launch.grid[0] // segments * (256 // lanes) >= len(rows)
+
+
+def test_outputs_that_lie_like_one_row_are_one():
+    fields = launch_of(SumPass(output((3,), 5, 7), 4, F32, F32), 2, f"{ROWS}2q2Ii")[1]
+    assert fields[10:12] == (1, 105)
+    assert SumPass(output((3,), 5, 8), 4, F32, BF16).out_alignment == 8
+
+
+def kernels():
+    """Every instance of the passes."""
+    k_majors = [operand(64, k, k_major=major) for k, major in ((64, 1), (9999, 1), (64, 0))]
+    k_majors.append(operand(4096, 64, k_major=False))
+    found = [PackPass(one, size).kernel for one in k_majors for size in (1, 2, 4, 8)]
+    found += [SplitPass(one, *pieces, H100).kernel for one in k_majors for pieces in PIECES]
+    found += [
+        SumPass(output((), 8, n, (0,)), 2, *dtypes).kernel for n in (64, 1) for dtypes in SUMS
+    ]
+    found += [
+        SumPass(MatmulGeometry((), 8, 5, 1, (1, 1), (1, 1), (9, 1)), 2, *dtypes).kernel
+        for dtypes in SUMS
+    ]
+    return list(dict.fromkeys([*found, DECIDE_KERNEL]))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize(
+    "kernel", kernels(), ids=lambda kernel: kernel.name.replace("tilekern::", "")
+)
+def test_compiles(arch, kernel):
+    compiled = compile_kernels(kernel, arch=arch)
+    entry = compiled.entry(kernel.name)
+    assert compiled.log == ""
+    assert entry.spill_bytes == 0
+    # Enough threads for memory's latency: a half of the multiprocessor, or of its registers.
+    assert -(-entry.registers // 8) * 8 * entry.max_threads <= 65536
+
+
+@needs_nvrtc
+def test_kernels_of_several_files_share_a_cubin():
+    source = operand(100, 70)
+    pack, split = PackPass(source, 2), SplitPass(source, "f16", 2, H100)
+    total = SumPass(output((2,), 8, 8), 3, F32, F32)
+    compiled = compile_kernels(
+        pack.kernel, split.kernel, DECIDE_KERNEL, total.kernel, arch="sm_90a"
+    )
+    pack.launch(compiled, Buffer(0), Buffer(2))
+    split.launch(compiled, Buffer(0), Buffer(2), Buffer(3))
+    decide_launch(compiled, split, split, Buffer(3), Buffer(3), Buffer(4))
+    total.launch(compiled, Buffer(2), Buffer(1))
+
+
+# -- The model
+
+
+def round_to(x, pieces, *, ties_even=True):
+    """Round float32 as the kernel does."""
+    if pieces == "f16":
+        return x.astype(np.float16).astype(np.float32)
+    most = np.uint32(0x7F7F0000 if pieces == "bf16" else 0x7F7FE000).view(np.float32)
+    x = np.fmin(np.fmax(x, -most), most)
+    if pieces == "bf16":
+        return x.astype(BF16).astype(np.float32)
+    bits = x.view(np.uint32)
+    half = (
+        np.uint32(0xFFF) + (bits >> np.uint32(13) & np.uint32(1))
+        if ties_even
+        else np.uint32(0x1000)
+    )
+    return ((bits + half) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+BEYOND_REPAIR = 2**31 - 1
+
+
+@dataclasses.dataclass
+class Split:
+    """Pieces ``[..., parts, k]``, and of each line its exponent, lost and dense elements."""
+
+    pieces: np.ndarray
+    exponents: np.ndarray
+    lost: np.ndarray
+    dense: np.ndarray
+
+
+def split(lines, pieces, parts, *, ties_even=True):
+    """The model of ``split_float32``, of float32 ``[..., k]``."""
+    k = lines.shape[-1]
+    with np.errstate(all="ignore"):
+        magnitude = np.abs(lines)
+        largest = np.max(np.where(np.isnan(magnitude), np.inf, magnitude), -1)
+        regular = np.isfinite(largest) & (largest > 0)
+        # frexp's fraction is in [1/2, 1).
+        exponents = (
+            np.where(regular, np.frexp(largest)[1] - 15, 0) if pieces == "f16" else 0 * regular
+        )
+        scaled = np.ldexp(lines, -exponents[..., None])
+        rest, found = scaled.copy(), []
+        for _ in range(parts):
+            found.append(round_to(rest, pieces, ties_even=ties_even))
+            rest = rest - found[-1]
+        kept = (np.abs(rest) * np.float32(2**22) <= np.abs(scaled)) & ((scaled != 0) | (lines == 0))
+        lost = (~kept).sum(-1)
+        hopeless = (lost > 0) & ((largest < 2.0**-90) | (parts == 2) & (pieces == "bf16"))
+        hopeless |= largest >= 2.0**48
+        lost = np.where(~np.isfinite(largest) | (hopeless & (pieces != "f16")), BEYOND_REPAIR, lost)
+        near = magnitude * np.float32(256) >= largest[..., None]
+        dense = np.where(largest == 0, k, near.sum(-1))
+    return Split(np.stack(found, -2), exponents, lost, dense)
+
+
+def is_float32_needed(lhs, rhs, k):
+    """The model of ``decide_float32``."""
+    lost = int(lhs.lost.max()) + int(rhs.lost.max())
+    both_dense = int(lhs.dense.min()) + int(rhs.dense.min()) - k
+    return not (lost == 0 or (lost < BEYOND_REPAIR and lost <= 2 * both_dense))
+
+
+def product(lhs, rhs, add=None):
+    """Products of all pairs of pieces but the smallest, with a dimension ``[m, n]`` per operand."""
+    parts = lhs.pieces.shape[-2]
+    pairs = [(i, j) for i in range(parts) for j in range(parts) if i + j < parts]
+    left, right = lhs.pieces.astype(np.float64), rhs.pieces.astype(np.float64)
+    add = add or (lambda pairs_of: sum(a @ b.T for a, b in pairs_of))
+    total = add([(left[:, i], right[:, j]) for i, j in pairs])
+    return np.ldexp(total, lhs.exponents[:, None] + rhs.exponents[None])
+
+
+def add_in_float32(pairs):
+    """As tensor cores do: sums of 16 products cut to float32, and every 64 of k added outside."""
+
+    def cut(x):
+        fraction, exponent = np.frexp(x)
+        return np.ldexp(np.trunc(np.ldexp(fraction, 24)), exponent - 24)
+
+    k = pairs[0][0].shape[-1]
+    total = np.float32(0)
+    for chunk in range(0, k, 64):
+        inner = 0.0
+        for at in range(chunk, min(k, chunk + 64), 16):
+            # The small products first.
+            for a, b in reversed(pairs):
+                inner = cut(inner + a[:, at : at + 16] @ b[:, at : at + 16].T)
+        total = total + inner.astype(np.float32)
+    return total.astype(np.float64)
+
+
+EXACT = [("bf16", 3), ("tf32", 2), ("f16", 2)]
+# Of 2^-22 sum |a||b|; see split_float32.cuh.
+PROMISE = 4
+
+
+def error_over_bound(lhs, rhs, got):
+    """The worst error of an element, over sum |a||b| 2^-22, beside float32's own underflow."""
+    a, b = lhs.astype(np.float64), rhs.astype(np.float64)
+    error = np.abs(got - a @ b.T) - a.shape[-1] * 2.0**-149
+    bound = 2.0**-22 * (np.abs(a) @ np.abs(b).T)
+    return np.max(np.where(error > 0, error / np.where(bound > 0, bound, 2.0**-300), 0))
+
+
+def normal(rng, *shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("pieces", EXACT)
+def test_products_of_normal_numbers_are_as_good_as_float32s(pieces):
+    rng = np.random.default_rng(0)
+    a, b = normal(rng, 96, 4096), normal(rng, 80, 4096)
+    left, right = split(a, *pieces), split(b, *pieces)
+    assert not is_float32_needed(left, right, 4096)
+    exact = a.astype(np.float64) @ b.astype(np.float64).T
+    for add, limit in ((None, 1e-7), (add_in_float32, 6e-7)):
+        error = np.linalg.norm(product(left, right, add) - exact) / np.linalg.norm(exact)
+        # cuBLAS's float32 errs by 1.15e-6.
+        assert error < limit
+    assert error_over_bound(a, b, product(left, right)) <= PROMISE
+
+
+def adversaries(rng, k):
+    """Pairs of operands ``[lines, k]`` that are hard in some way."""
+    m, n = 24, 20
+    plain = lambda lines: normal(rng, lines, k)  # noqa: E731
+    power = lambda *shape: np.exp2(rng.uniform(-30, 30, shape)).astype(np.float32)  # noqa: E731
+    yield "normal", plain(m), plain(n)
+    yield "lines scaled", plain(m) * power(m, 1), plain(n) * power(n, 1)
+    yield "k scaled", plain(m) * power(1, k), plain(n) / power(1, k)
+    yield "k scaled alike", plain(m) * (scale := power(1, k)), plain(n) * scale
+    a, b = plain(m), plain(n)
+    a[:, k // 2] *= np.float32(2.0**-24)
+    b[:, k // 2] *= np.float32(2.0**24)
+    yield "tiny column against huge row", a, b
+    yield "elements scaled", plain(m) * power(m, k), plain(n) * power(n, k)
+    a = plain(m) * (rng.random((m, k)) < 0.02)
+    yield "sparse", a.astype(np.float32), plain(n)
+    yield "both rectified", np.maximum(plain(m), 0), np.maximum(plain(n), 0)
+    yield "one rectified", np.maximum(plain(m), 0), plain(n)
+    a, b = plain(m), plain(n)
+    a[:, : k // 2] *= np.float32(2.0**-20)
+    b[:, k // 2 :] *= np.float32(2.0**-20)
+    yield "halves that never meet", a, b
+    yield "zeros", np.zeros((m, k), np.float32), plain(n)
+    yield "subnormal", plain(m) * np.float32(2.0**-140), plain(n)
+    yield "smallest normal", plain(m) * np.float32(2.0**-124), plain(n) * np.float32(2.0**60)
+    a = plain(m)
+    a[3, 1], a[5, 2] = 3e38, -3.4e38
+    yield "near infinity", a, plain(n) * np.float32(1e-3)
+    yield "all near infinity", np.float32(3.4e38) * np.sign(a), plain(n) * np.float32(1e-5)
+    yield "cancelling", np.concatenate([a[:4], -a[:4]], 1), np.concatenate([b[:4], b[:4]], 1)
+    for value in (np.inf, -np.inf, np.nan):
+        a = plain(m)
+        a[2, 3] = value
+        yield str(value), a, plain(n)
+
+
+@pytest.mark.parametrize("k", [1, 7, 64, 1000])
+@pytest.mark.parametrize("pieces", EXACT)
+def test_the_flag_is_set_or_the_promise_is_kept(pieces, k):
+    flags = {}
+    for name, a, b in itertools.chain.from_iterable(
+        adversaries(np.random.default_rng(seed), max(k, 4)) for seed in range(3)
+    ):
+        left, right = split(a, *pieces), split(b, *pieces)
+        flags[name] = is_float32_needed(left, right, a.shape[-1])
+        if not flags[name]:
+            assert np.isfinite(left.pieces).all()
+            assert error_over_bound(a, b, product(left, right)) <= PROMISE, name
+    assert flags["inf"]
+    assert flags["nan"]
+    assert not flags["lines scaled"]
+    assert not flags["zeros"]
+    if pieces[0] == "f16":
+        assert flags["k scaled alike"] or k < 64
+    else:
+        assert not flags["elements scaled"]
+
+
+@given(st.integers(0, 2**32), st.sampled_from(EXACT), st.integers(1, 200))
+def test_the_promise_for_any_distribution(seed, pieces, k):
+    """Magnitudes spread by random amounts over lines, k and elements."""
+    rng = np.random.default_rng(seed)
+
+    def matrix(lines):
+        exponents = sum(
+            rng.uniform(0, 20) * rng.standard_normal(shape) * rng.integers(0, 2)
+            for shape in ((lines, 1), (1, k), (lines, k))
+        )
+        values = np.ldexp(normal(rng, lines, k), np.round(exponents).astype(int))
+        return (values * (rng.random((lines, k)) < rng.choice([0.1, 0.8, 1]))).astype(np.float32)
+
+    a, b = matrix(6), matrix(5)
+    left, right = split(a, *pieces), split(b, *pieces)
+    if not is_float32_needed(left, right, k):
+        assert error_over_bound(a, b, product(left, right)) <= PROMISE
