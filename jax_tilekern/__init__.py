@@ -10,6 +10,7 @@ from jax_tilekern.explain import Explanation, explain
 from jax_tilekern.ffi import FFI_TARGETS
 from jax_tilekern.ops.matmul import dot_general, matmul
 from jax_tilekern.plans.gpu import Gpu, gpu_target
+from jax_tilekern.tuning import tune
 
 __version__ = "0.1.0"
 
@@ -21,4 +22,5 @@ __all__ = [
     "explain",
     "gpu_target",
     "matmul",
+    "tune",
 ]

@@ -240,7 +240,9 @@ def _with_real_name(name: str, text: str) -> str:
 
 def _without_report(log: str) -> str:
     lines = log.splitlines()
-    kept = [line for line in lines if line and not re.match(r"ptxas( info| +\.)", line)]
+    # What the assembler has to say of wgmma it calls information too.
+    report = re.compile(r"ptxas( info +: (?!\(C\d+\))| +\.)")
+    kept = [line for line in lines if line and not report.match(line)]
     return "\n".join(kept)
 
 

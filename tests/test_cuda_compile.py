@@ -4,16 +4,20 @@ import struct
 from collections import Counter
 
 import pytest
+from products import product_of
 
 from jax_tilekern.compiler import compile_kernels
 from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans import emulated, mma, wgmma
 from jax_tilekern.plans.gpu import known_gpu
-from jax_tilekern.plans.matmul import instances
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_120")
 
 # The low 12 bits of an instruction, the same on all of these architectures.
 OPCODES = {0x23C: "HMMA", 0x237: "IMMA", 0x23F: "DMMA", 0x27A: "QMMA", 0x223: "FFMA", 0x83B: "LDSM"}
+# Of a warpgroup's products, with lhs in shared memory and in registers.
+OPCODES |= {0x9F0: "HGMMA", 0x9F1: "IGMMA", 0x9F3: "QGMMA"}
+OPCODES |= {0xDF0: "HGMMA", 0xDF1: "IGMMA", 0xDF3: "QGMMA"}
 
 try:
     nvrtc()
@@ -21,14 +25,17 @@ except NvrtcNotFound as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
+def _types(instance):
+    return "-".join(name.removeprefix("tilekern::") for name in instance.types)
+
+
 def _cases():
     for arch in ARCHS:
-        for instance in dict.fromkeys(instances(known_gpu(arch))):
+        for instance in dict.fromkeys(mma.instances(known_gpu(arch))):
             lhs, rhs = ("NT"[operand.k_major] for operand in (instance.lhs, instance.rhs))
-            types = "-".join(name.removeprefix("tilekern::") for name in instance.types)
             tile = f"{instance.tile.block_m}x{instance.tile.block_n}x{instance.stages}"
             kernel = instance.file.removesuffix("_matmul.cuh")
-            name = f"{arch}-{kernel}-{types}-{tile}-{lhs}{rhs}{instance.lhs.load_bytes}"
+            name = f"{arch}-{kernel}-{_types(instance)}-{tile}-{lhs}{rhs}{instance.lhs.load_bytes}"
             yield pytest.param(arch, instance, id=name)
 
 
@@ -91,3 +98,62 @@ def test_compiles_to_what_the_plan_assumes(arch, instance):
         itemsize == 2 or (itemsize < 8 and (instance.lhs.k_major or instance.rhs.k_major))
     )
     assert (found["LDSM"] > 0) == uses_ldmatrix
+
+
+def _wgmma_instances():
+    gpu = known_gpu("sm_90a")
+    yield from wgmma.instances(gpu)
+    # Of float32 by pieces, with stores of boxes and of single elements.
+    for n in (4096, 4097):
+        product = product_of("f32", 4096, n, 4096)
+        yield from (candidate.instance for candidate in emulated.candidates(product, gpu))
+
+
+def _wgmma_cases():
+    for instance in dict.fromkeys(_wgmma_instances()):
+        tile = f"{instance.block_m}x{instance.block_n}x{instance.stages}"
+        who = f"{instance.consumers}{'together' if instance.cooperative else 'in_turns'}"
+        orders = "".join("NT"[k_major] for k_major in (instance.lhs_k_major, instance.rhs_k_major))
+        out = "m" * instance.out_m_major + ("boxes" if instance.out_boxes else "single")
+        extra = f"x{instance.cluster}{'-promote' * instance.promote}"
+        if instance.pieces > 1:
+            extra += f"-{instance.pieces}pieces{instance.order}"
+        name = f"{_types(instance)}-{tile}-{who}-{orders}-{out}-{extra}"
+        yield pytest.param(instance, id=name)
+
+
+def _expected_wgmma(instance):
+    """The instruction that multiplies, and how often it may stand in the kernel."""
+    itemsize = 128 // instance.block_k
+    lhs_in_registers = not instance.lhs_k_major and itemsize != 2
+    row_blocks = instance.block_m // (instance.consumers if instance.cooperative else 1) // 64
+    pieces = range(instance.pieces)
+    orders = sum(i + j <= instance.order for i in pieces for j in pieces)
+    # Two tiles of k and the odd last one, where registers come in two sets (kSlots); elsewhere the
+    # compiler may do the same by itself.
+    two_sets = lhs_in_registers and itemsize == 1 and not instance.promote
+    if "float8" in instance.types[0]:
+        instruction = "QGMMA"
+    else:
+        instruction = "IGMMA" if itemsize == 1 else "HGMMA"
+    once = 4 * row_blocks * orders
+    return instruction, [3 * once] if two_sets else [once, 3 * once]
+
+
+@pytest.mark.parametrize("instance", list(_wgmma_cases()))
+def test_compiles_to_warpgroup_products_that_run_in_the_background(instance):
+    kernel = instance.kernel
+    compiled = compile_kernels(kernel, arch="sm_90a")
+    entry = compiled.entry(kernel.name)
+    # The assembler would say that it makes products wait for each other.
+    assert compiled.log == ""
+    assert entry.spill_bytes == 0
+    assert entry.max_threads == instance.threads
+    assert entry.shared_memory_bytes == 0
+    assert -(-entry.registers // 8) * 8 * instance.threads <= 65536
+
+    found = _instructions(compiled.cubin, entry.symbol)
+    instruction, counts = _expected_wgmma(instance)
+    products = {name: found[name] for name in ("HGMMA", "IGMMA", "QGMMA") if name in found}
+    assert list(products) == [instruction]
+    assert products[instruction] in counts

@@ -133,8 +133,8 @@ def assert_dense(extents, strides):
 def test_packed_operands(source, itemsize):
     one = PackPass(source, itemsize)
     row = one.k_padded * itemsize
-    assert row % 16 == 0
-    assert row - 16 < source.k * itemsize <= row
+    assert row % 128 == 0
+    assert row - 128 < source.k * itemsize <= row
     packed = assert_dense((*source.batch, source.lines, one.k_padded), one.strides)
     assert one.workspace_bytes == packed * itemsize
     dims = zip(source.batch, source.batch_strides, strict=True)

@@ -119,6 +119,23 @@ inline void store_shared(uint32 address, const uint32 (&words)[kWords]) {
   }
 }
 
+// Stores one or two adjacent values. Their registers stay what they are: a copy of a float to an
+// integer one, as the above would take, can come between products of wgmma.
+inline void store_shared(uint32 address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+inline void store_shared(uint32 address, int32 value) {
+  asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+inline void store_shared(uint32 address, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second)
+               : "memory");
+}
+inline void store_shared(uint32 address, int32 first, int32 second) {
+  asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second)
+               : "memory");
+}
+
 // Loads four 8x8 matrices of 16-bit elements. Lane 8 * i + r gives the address of row r of matrix
 // i; afterwards lane 4 * g + t holds bytes 4 * t to 4 * t + 3 of row g of matrix i in words[i].
 inline void load_matrices(uint32 (&words)[4], uint32 row_address) {

@@ -139,4 +139,12 @@ __global__ void __launch_bounds__(config.threads(), config.min_blocks)
   matmul_tile<SimtEngine, config>(lhs, rhs, out, shape);
 }
 
+// The same where `use_float32` says so, and nothing otherwise.
+template <MatmulConfig config>
+__global__ void __launch_bounds__(config.threads(), config.min_blocks)
+    simt_matmul_if(const int32* use_float32, const float* lhs, const float* rhs, float* out,
+                   const __grid_constant__ MatmulShape shape) {
+  if (*use_float32) matmul_tile<SimtEngine, config>(lhs, rhs, out, shape);
+}
+
 }  // namespace tilekern

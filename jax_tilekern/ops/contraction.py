@@ -30,7 +30,8 @@ from jax_tilekern.plans.contraction import Contraction, Labels, matmul_geometry
 from jax_tilekern.plans.cpu import has_amx
 from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
-from jax_tilekern.plans.matmul import NoKernel, plan_matmul
+from jax_tilekern.plans.matmul import plan_matmul
+from jax_tilekern.plans.product import NoKernel, Product
 from jax_tilekern.primitive import Fallback, Kernel, Operation, Rewrite
 
 
@@ -293,7 +294,8 @@ def _cuda_kernel(
     try:
         gpu = current_gpu()
         lhs_type, rhs_type, out_type = (aval.dtype for aval in (*ctx.avals_in, *ctx.avals_out))
-        plan = plan_matmul(geometry, lhs_type, rhs_type, out_type, arithmetic, gpu)
+        product = Product(geometry, lhs_type, rhs_type, out_type, arithmetic)
+        plan = plan_matmul(product, gpu)
     except (NoGpu, NvrtcNotFound) as error:
         return Fallback(str(error))
     if isinstance(plan, NoKernel):

@@ -1,7 +1,6 @@
 """Plans for dense matrix products on the kernels of ``mma_matmul.cuh`` and ``simt_matmul.cuh``.
 
-:func:`plan_matmul` goes through three doors: what the operands allow (:class:`Operand`), which tile
-is cheapest (:func:`choose_tile`), and the compiled launch.
+What the operands allow (:class:`Operand`) and a tile make a candidate, which compiles to a launch.
 """
 
 from __future__ import annotations
@@ -14,23 +13,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jax_tilekern.compiler import Kernel, compile_kernels
+from jax_tilekern.compiler import Compiled, Kernel, compile_kernels
 from jax_tilekern.plans.geometry import MAX_BATCH_DIMS, MatmulGeometry
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, Scalars
+from jax_tilekern.plans.launch import Buffer, Launch, Scalars
+from jax_tilekern.plans.product import CXX_TYPES, Candidate, MatmulPlan, NoKernel, Product
 
 _Dtype = np.dtype[Any]
-
-_CXX_TYPES: dict[_Dtype, str] = {
-    np.dtype(np.int8): "tilekern::int8",
-    np.dtype(np.int32): "tilekern::int32",
-    np.dtype(ml_dtypes.float8_e4m3fn): "tilekern::float8_e4m3fn",
-    np.dtype(ml_dtypes.float8_e5m2): "tilekern::float8_e5m2",
-    np.dtype(np.float16): "tilekern::float16",
-    np.dtype(ml_dtypes.bfloat16): "tilekern::bfloat16",
-    np.dtype(np.float32): "float",
-    np.dtype(np.float64): "double",
-}
 
 
 def _dtypes(*names: str) -> tuple[_Dtype, ...]:
@@ -157,19 +146,6 @@ ARITHMETICS: dict[str, Arithmetic] = {
 
 
 @dataclass(frozen=True)
-class NoKernel:
-    """No kernel covers the product.
-
-    Attributes
-    ----------
-    reason
-        Why not, in words that ``explain`` can show.
-    """
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class Operand:
     """How an operand lies in memory, as far as a kernel's code depends on it.
 
@@ -245,11 +221,13 @@ class MatmulInstance:
 
 
 @dataclass(frozen=True)
-class MatmulChoice:
+class MmaCandidate(Candidate):
     """A kernel for a product, not compiled yet.
 
     Attributes
     ----------
+    product
+        What it computes.
     instance
         The kernel.
     grid
@@ -258,95 +236,67 @@ class MatmulChoice:
         Rows of tiles that are computed together.
     out_vectors
         Whether the output's rows are stored 16 bytes at a time.
-    reason
-        Why it was chosen.
+    cycles
+        The estimated cost.
     """
 
+    product: Product
     instance: MatmulInstance
     grid: tuple[int, int, int]
     band: int
     out_vectors: bool
-    reason: str
+    cycles: float
+
+    @property
+    def key(self) -> str:
+        """The kernel's family and its tile."""
+        tile = self.instance.tile
+        return f"{self._family} {tile.block_m}x{tile.block_n}"
+
+    @property
+    def _family(self) -> str:
+        return self.instance.file.removesuffix("_matmul.cuh")
+
+    def plan(self, gpu: Gpu) -> MatmulPlan:
+        """Compile it."""
+        product, instance = self.product, self.instance
+        compiled = compile_kernels(instance.kernel, arch=gpu.arch)
+        dtypes = (product.lhs_dtype, product.rhs_dtype, product.out_dtype)
+        widths = (
+            instance.lhs.load_bytes,
+            instance.rhs.load_bytes,
+            16 if self.out_vectors else 1,
+        )
+        tile = instance.tile
+        return MatmulPlan(
+            name=f"{self._family}_matmul {product.arithmetic}",
+            gpu=gpu,
+            cubin=compiled.cubin,
+            launches=(self.launch(compiled, Buffer(0), Buffer(1), Buffer(2)),),
+            alignments=tuple(max(t.itemsize, w) for t, w in zip(dtypes, widths, strict=True)),
+            reason=f"{tile.block_m}x{tile.block_n}x{instance.block_k}, {instance.stages} stages, "
+            f"{math.prod(self.grid)} tiles on {gpu.multiprocessors} multiprocessors",
+        )
+
+    def launch(self, compiled: Compiled, *buffers: Buffer, kernel: Kernel | None = None) -> Launch:
+        """Return the launch, given what ``instance.kernel`` was compiled to and the buffers.
+
+        ``kernel`` is another one that takes the same shape, or more buffers.
+        """
+        return Launch(
+            entry=compiled.entry((kernel or self.instance.kernel).name),
+            grid=(math.prod(self.grid), 1, 1),
+            block=(self.instance.tile.threads, 1, 1),
+            parameters=(*buffers, pack_shape(self.product.geometry, self)),
+            shared_memory_bytes=self.instance.shared_memory_bytes,
+        )
 
 
-@dataclass(frozen=True)
-class MatmulPlan(LaunchPlan):
-    """A launch plan that knows why it is what it is.
-
-    Attributes
-    ----------
-    reason
-        For ``explain``, for example ``"128x256x64, 3 stages, 512 tiles on 132
-        multiprocessors"``.
-    """
-
-    reason: str = ""
-
-
-def plan_matmul(
-    geometry: MatmulGeometry,
-    lhs_dtype: _Dtype,
-    rhs_dtype: _Dtype,
-    out_dtype: _Dtype,
-    arithmetic: str,
-    gpu: Gpu,
-) -> MatmulPlan | NoKernel:
-    """Plan and compile a matrix product.
-
-    Parameters
-    ----------
-    geometry
-        Sizes and strides. ``lhs`` has a unit stride along ``m`` or ``k``, or that dimension has
-        size 1; ``rhs`` along ``k`` or ``n`` likewise.
-    lhs_dtype, rhs_dtype, out_dtype
-        Element types.
-    arithmetic
-        A key of ``ARITHMETICS``.
-    gpu
-        What to plan for.
-
-    Raises
-    ------
-    NvrtcNotFound
-        If there is no NVRTC to compile the kernel with.
-    """
-    choice = choose_matmul(geometry, lhs_dtype, rhs_dtype, out_dtype, arithmetic, gpu)
-    if isinstance(choice, NoKernel):
-        return choice
-    instance = choice.instance
-    compiled = compile_kernels(instance.kernel, arch=gpu.arch)
-    launch = Launch(
-        entry=compiled.entry(instance.kernel.name),
-        grid=(math.prod(choice.grid), 1, 1),
-        block=(instance.tile.threads, 1, 1),
-        parameters=(Buffer(0), Buffer(1), Buffer(2), pack_shape(geometry, choice)),
-        shared_memory_bytes=instance.shared_memory_bytes,
-    )
-    itemsizes = (lhs_dtype.itemsize, rhs_dtype.itemsize, out_dtype.itemsize)
-    widths = (
-        instance.lhs.load_bytes,
-        instance.rhs.load_bytes,
-        16 if choice.out_vectors else 1,
-    )
-    return MatmulPlan(
-        name=f"{instance.file.removesuffix('.cuh')} {arithmetic}",
-        gpu=gpu,
-        cubin=compiled.cubin,
-        launches=(launch,),
-        alignments=tuple(map(max, itemsizes, widths)),
-        reason=choice.reason,
-    )
-
-
-def choose_matmul(
-    geometry: MatmulGeometry,
-    lhs_dtype: _Dtype,
-    rhs_dtype: _Dtype,
-    out_dtype: _Dtype,
-    arithmetic: str,
-    gpu: Gpu,
-) -> MatmulChoice | NoKernel:
-    """Choose the kernel of :func:`plan_matmul`, without compiling it; the same parameters."""
+def candidates(product: Product, gpu: Gpu) -> list[MmaCandidate] | NoKernel:
+    """Return a candidate for each tile that the product can have, or why there is none."""
+    geometry = product.geometry
+    lhs_dtype, rhs_dtype, out_dtype = product.lhs_dtype, product.rhs_dtype, product.out_dtype
+    arithmetic = product.arithmetic
     how = ARITHMETICS.get(arithmetic)
     if how is None:
         return NoKernel(f"no kernel computes in {arithmetic}")
@@ -362,33 +312,31 @@ def choose_matmul(
     rhs = _rhs_operand(geometry, rhs_dtype.itemsize)
     treatment = _float8_treatment(arithmetic, gpu)
     k_tiles = math.ceil(geometry.k * lhs_dtype.itemsize / _K_BYTES)
-    best: tuple[float, MatmulTile, tuple[int, int], tuple[int, int, int]] | None = None
+    found: list[MmaCandidate] = []
     for tile in _usable_tiles(how, lhs, rhs, treatment[0]):
         occupancy = _occupancy(tile, gpu, k_tiles)
         grid = (*tile.grid(geometry), math.prod(geometry.batch))
         if occupancy is None or math.prod(grid) > _MAX_GRID:
             continue
-        cycles = _cycles(tile, occupancy, grid, geometry, lhs_dtype.itemsize, how, gpu)
-        # Of equals the larger, which reads less memory.
-        if best is None or cycles < 0.99 * best[0]:
-            best = cycles, tile, occupancy, grid
-    if best is None:
-        return NoKernel(f"{geometry} has more tiles than a grid has blocks")
-    _, tile, occupancy, grid = best
-    instance = _instance(
-        how, tile, occupancy, lhs, rhs, (lhs_dtype, rhs_dtype, out_dtype), treatment
-    )
-    return MatmulChoice(
-        instance,
-        grid,
-        _band(tile, grid, instance.min_blocks, gpu),
-        _has_vector_rows(geometry, out_dtype.itemsize),
-        f"{tile.block_m}x{tile.block_n}x{instance.block_k}, {instance.stages} stages, "
-        f"{math.prod(grid)} tiles on {gpu.multiprocessors} multiprocessors",
-    )
+        instance = _instance(
+            how, tile, occupancy, lhs, rhs, (lhs_dtype, rhs_dtype, out_dtype), treatment
+        )
+        cycles = _cycles(instance, occupancy, grid, geometry, lhs_dtype.itemsize, how, gpu)
+        found.append(
+            MmaCandidate(
+                product,
+                instance,
+                grid,
+                _band(tile, grid, instance.min_blocks, gpu),
+                _has_vector_rows(geometry, out_dtype.itemsize),
+                # Of equals the larger, which reads less memory.
+                product.cycles(cycles) * 1.01 ** len(found),
+            )
+        )
+    return found or NoKernel(f"{geometry} has more tiles than a grid has blocks")
 
 
-def pack_shape(geometry: MatmulGeometry, choice: MatmulChoice) -> Scalars:
+def pack_shape(geometry: MatmulGeometry, choice: MmaCandidate) -> Scalars:
     """Return the kernel's ``MatmulShape``: strides, then sizes, as in ``matmul_shape.cuh``."""
     instance, missing = choice.instance, MAX_BATCH_DIMS - len(geometry.batch)
 
@@ -479,7 +427,7 @@ def _instance(
         blocks = min(blocks, _REGISTERS // (256 * tile.threads))
     return MatmulInstance(
         file=how.file,
-        types=tuple(_CXX_TYPES[dtype] for dtype in dtypes),
+        types=tuple(CXX_TYPES[dtype] for dtype in dtypes),
         tile=tile,
         block_k=_K_BYTES // dtypes[0].itemsize,
         stages=stages,
@@ -563,7 +511,7 @@ def _occupancy(tile: MatmulTile, gpu: Gpu, k_tiles: int) -> tuple[int, int] | No
 
 
 def _cycles(
-    tile: MatmulTile,
+    instance: MatmulInstance,
     occupancy: tuple[int, int],
     grid: tuple[int, int, int],
     geometry: MatmulGeometry,
@@ -579,6 +527,7 @@ def _cycles(
     # it takes to hide latencies.
     fixed, barrier, enough_warps = 2500, 80, 8
 
+    tile = instance.tile
     block_k = _K_BYTES // itemsize
     warps = tile.warps_m * tile.warps_n
     warp_lines = tile.block_m // tile.warps_m + tile.block_n // tile.warps_n
@@ -590,6 +539,10 @@ def _cycles(
         (warp_lines * warps * _K_BYTES + tile.stage_bytes) / shared_bandwidth,
         lines * _K_BYTES / min(l2_bandwidth, l2_share * gpu.multiprocessors / blocks * busy),
     )
+    # Narrow copies are bound by their number; measured.
+    k_tile *= {16: 1.0, 8: 1.3, 4: 1.6, 1: 2.5}[
+        min(instance.lhs.load_bytes, instance.rhs.load_bytes)
+    ]
     resident = min(busy, occupancy[0])
     if resident == 1:
         k_tile += barrier

@@ -23,6 +23,8 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 
 _VECTOR_BYTES = 16
+# Of which rows that a pass makes are multiples.
+_ROW_BYTES = 128
 _MOST_ROWS = 2**31 - 1
 
 
@@ -95,7 +97,8 @@ class StridedOperand:
 class PackPass:
     """Copies an operand to ``[batch][lines][k_padded]`` with unit stride along ``k``.
 
-    Rows start on 16 bytes, and zeros follow on ``k``. Batch dimensions that are broadcast are left
+    Rows start on 128 bytes, so that no row of a tile lies across two lines of a cache, and zeros
+    follow on ``k``. Batch dimensions that are broadcast are left
     out.
 
     Attributes
@@ -134,7 +137,7 @@ class PackPass:
 
     @property
     def _vectors(self) -> int:
-        return -(-self.operand.k * self.itemsize // _VECTOR_BYTES)
+        return -(-self.operand.k * self.itemsize // _ROW_BYTES) * (_ROW_BYTES // _VECTOR_BYTES)
 
     def launch(self, compiled: Compiled, source: Buffer, packed: Buffer) -> Launch:
         """Return the launch, given what ``kernel`` was compiled to and the buffers.
@@ -180,8 +183,6 @@ _PIECES: dict[str, tuple[str, int, tuple[int, ...]]] = {
     "tf32": ("tilekern::tfloat32", 4, (2,)),
     "f16": ("tilekern::float16", 2, (2,)),
 }
-# Of a row of pieces.
-_ROW_BYTES = 128
 # A warp walks shorter lines, and a block longer ones.
 _LONG_LINE = 2048
 

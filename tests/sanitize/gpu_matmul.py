@@ -8,101 +8,124 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
+import math
 import sys
+from collections import Counter
 
 import jax
 import ml_dtypes
 import numpy as np
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-import jax_tilekern as jtk
 from jax_tilekern import ffi
 from jax_tilekern.compiler import compile_source
-from jax_tilekern.plans.gpu import current_gpu, gpu_target
+from jax_tilekern.plans.geometry import MatmulGeometry
+from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan
-from jax_tilekern.plans.matmul import ARITHMETICS
+from jax_tilekern.plans.matmul import candidates
+from jax_tilekern.plans.product import Candidate, NoKernel, Product
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 BF16 = ml_dtypes.bfloat16
-# By the planner's name of the arithmetic: operands, result and precision that lead to it.
-CALLS = {
-    "bf16": (BF16, BF16, BF16, None),
-    "f16": (np.float16, np.float16, np.float32, None),
-    "tf32": (np.float32, np.float32, np.float32, None),
-    "f32": (np.float32, np.float32, np.float32, lax.Precision.HIGHEST),
-    "f64": (np.float64, np.float64, np.float64, None),
-    "int8": (np.int8, np.int8, np.int32, None),
-    "fp8": (E4M3, E5M2, np.float32, None),
-    "fp8_fast": (
-        E5M2, E4M3, BF16, lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM,
-    ),
-}  # fmt: skip
+# Types of operands and result by arithmetic.
+TYPES = {
+    "bf16": (BF16, BF16, BF16),
+    "f16": (np.float16, np.float16, np.float32),
+    "tf32": (np.float32, np.float32, np.float32),
+    "f32": (np.float32, np.float32, np.float32),
+    "f64": (np.float64, np.float64, np.float64),
+    "int8": (np.int8, np.int8, np.int32),
+    "fp8": (E4M3, E5M2, np.float32),
+    "fp8_fast": (E5M2, E4M3, BF16),
+}
 MAJORS = ("bmk,bkn", "bkm,bkn", "bmk,bnk", "bkm,bnk")
-# (b, m, n, k), and whether to plan for a GPU of one multiprocessor, which takes the largest tile.
-# Rows of whole vectors, then odd ones; less than a tile and more. Together they take all tiles.
-SHAPES = [((2, 64, 96, 160), False), ((3, 29, 30, 83), False), ((1, 256, 512, 160), True),
-          ((1, 131, 261, 129), True)]  # fmt: skip
+# (b, m, n, k): rows of whole vectors, then odd ones; less than a tile and more; a k to split.
+SHAPES = [(2, 64, 96, 160), (3, 29, 30, 83), (1, 256, 512, 160), (1, 131, 261, 129),
+          (1, 80, 72, 2100)]  # fmt: skip
+
+Call = tuple[str, str, tuple[int, ...]]
 
 
-def compile_call(name: str, majors: str, shape: tuple[int, ...], large: bool):
-    """Return the compiled product and its operands."""
-    lhs, rhs, out, precision = CALLS[name]
-    left, right = majors.split(",")
+def product_of(name: str, majors: str, shape: tuple[int, ...]) -> Product:
+    """Return the product of dense arrays in row-major order."""
+    sizes = dict(zip("bmnk", shape, strict=True))
+
+    def strides(labels: str, order: str) -> tuple[int, ...]:
+        return tuple(math.prod(sizes[x] for x in labels[labels.index(i) + 1 :]) for i in order)
+
+    lhs, rhs = majors.split(",")
+    b, m, n, k = shape
+    geometry = MatmulGeometry(
+        (b,), m, n, k, strides(lhs, "bmk"), strides(rhs, "bkn"), strides("bmn", "bmn")
+    )
+    return Product(geometry, *map(np.dtype, TYPES[name]), name)
+
+
+def choices(calls: list[Call]) -> list[tuple[Call, Candidate]]:
+    """Choose kernels for each call: of every family the one that was chosen least so far."""
+    gpu = current_gpu()
+    used: Counter[str] = Counter()
+    chosen: list[tuple[Call, Candidate]] = []
+    for call in calls:
+        name = call[0]
+        found = candidates(product_of(*call), gpu)
+        if isinstance(found, NoKernel):
+            continue
+        # By arithmetic first, then by all of them.
+        found.sort(key=lambda choice, name=name: (used[f"{name} {choice.key}"], used[choice.key]))
+        for choice in {type(choice): choice for choice in reversed(found)}.values():
+            used.update((f"{name} {choice.key}", choice.key))
+            chosen.append((call, choice))
+    return chosen
+
+
+def operands_and_result(name: str, majors: str, shape: tuple[int, ...]):
+    """Return small integers: every sum is exact in every arithmetic, and 16 bits hold it."""
     sizes = dict(zip("bmnk", shape, strict=True))
     rng = np.random.default_rng([*shape, MAJORS.index(majors)])
-    # Small integers: every sum is exact in every arithmetic, and 16-bit results hold it.
-    a = rng.integers(-1, 2, [sizes[x] for x in left]).astype(lhs)
-    b = rng.integers(-1, 2, [sizes[x] for x in right]).astype(rhs)
-    dims = (((left.index("k"),), (right.index("k"),)), ((0,), (0,)))
+    arrays = [rng.integers(-1, 2, [sizes[x] for x in labels]) for labels in majors.split(",")]
+    expected = np.einsum(f"{majors}->bmn", *(array.astype(np.float64) for array in arrays))
+    return *(x.astype(t) for x, t in zip(arrays, TYPES[name], strict=False)), expected
 
-    def product(a, b):
-        return jtk.dot_general(a, b, dims, precision, preferred_element_type=out)
 
-    gpu = current_gpu()
-    with gpu_target(dataclasses.replace(gpu, multiprocessors=1) if large else gpu):
-        (choice,) = jtk.explain(product, a, b)
-        assert (choice.kernel or "").split()[-1:] == [name], choice
-        compiled = jax.jit(product).lower(a, b).compile()
-    expected = np.einsum(f"{majors}->bmn", a.astype(np.float64), b.astype(np.float64))
-    return compiled, a, b, expected
+def lower_candidate(call: Call, candidate: Candidate):
+    """Compile a kernel's plan and lower a call of it, in 64-bit mode even in a pool's thread."""
+    plan = candidate.plan(current_gpu())
+    primitive = Primitive(f"product_{call[0]}")
+    lhs, rhs, expected = operands_and_result(*call)
+    out = jax.core.ShapedArray(expected.shape, np.dtype(TYPES[call[0]][2]))
+    primitive.def_abstract_eval(lambda *_: out)
+    mlir.register_lowering(
+        primitive, lambda ctx, *operands: ffi.cuda_launch(ctx, operands, plan), platform="cuda"
+    )
+    with jax.enable_x64(True):
+        return jax.jit(primitive.bind).trace(lhs, rhs).lower(lowering_platforms=("cuda",))
 
 
 def check_products() -> int:
     """Run every product; return how many arithmetics failed."""
-    capability = current_gpu().compute_capability
-    names = [name for name in CALLS if ARITHMETICS[name].min_capability <= capability]
-    calls = [
-        (name, majors, shape, large)
-        for name in names
-        for majors in MAJORS
-        for shape, large in SHAPES
-    ]
+    calls = [(name, majors, shape) for name in TYPES for majors in MAJORS for shape in SHAPES]
+    work = choices(calls)
     # NVRTC compiles on as many cores as there are; under a sanitizer all of it is cached.
-    with jax.enable_x64(True), concurrent.futures.ThreadPoolExecutor() as pool:
-        compiled = dict(zip(calls, pool.map(compile_in_x64, calls), strict=True))
-        failed = 0
-        for name in names:
-            wrong = []
-            for call in [call for call in calls if call[0] == name]:
-                run, a, b, expected = compiled[call]
-                got = np.asarray(run(a, b)).astype(np.float64)
-                # bfloat16 results beyond 256 are rounded.
-                if not np.allclose(got, expected, rtol=2.0**-8, atol=0):
-                    wrong.append(call[1:])
-            total = len(MAJORS) * len(SHAPES)
-            print(f"{name}: {total - len(wrong)} of {total} products right {wrong or ''}")
-            failed += bool(wrong)
-    print(f"{len(names) - failed} passed, {failed} failed", flush=True)
-    return failed
-
-
-def compile_in_x64(call: tuple) -> tuple:
-    """Compile in a thread of the pool, where the context of the caller does not hold."""
-    with jax.enable_x64(True):
-        return compile_call(*call)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        lowered = list(pool.map(lower_candidate, *zip(*work, strict=True)))
+    total: Counter[str] = Counter()
+    wrong: dict[str, list[str]] = {}
+    for (call, candidate), program in zip(work, lowered, strict=True):
+        lhs, rhs, expected = operands_and_result(*call)
+        with jax.enable_x64(True):
+            got = np.asarray(program.compile()(lhs, rhs)).astype(np.float64)
+        total[call[0]] += 1
+        # bfloat16 results beyond 256 are rounded.
+        if not np.allclose(got, expected, rtol=2.0**-8, atol=0):
+            wrong.setdefault(call[0], []).append(f"{call[1:]} by {candidate.key}")
+    for name, count in total.items():
+        failures = wrong.get(name, [])
+        print(f"{name}: {count - len(failures)} of {count} products right {failures or ''}")
+    kernels = len({candidate.key for _, candidate in work})
+    print(f"{len(total) - len(wrong)} passed, {len(wrong)} failed; {kernels} kinds", flush=True)
+    return len(wrong)
 
 
 PLANTED = """

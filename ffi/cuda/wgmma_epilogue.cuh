@@ -1,0 +1,197 @@
+// Stores a warpgroup's sums: slab by slab through shared memory, by the copy engine where the
+// output's strides allow.
+#pragma once
+
+#include "ptx.cuh"
+#include "tma.cuh"
+#include "wgmma_shape.cuh"
+
+namespace tilekern {
+
+// Rows of 128 bytes along the output's unit stride, swizzled like the copy engine's.
+inline constexpr int kSlabBytes = 8192;
+inline constexpr int kSlabRowBytes = 128;
+inline constexpr int kSlabs = 2;
+
+// Where a warpgroup's 64 rows of a tile lie in the output.
+struct OutputOrigin {
+  int m;
+  int n;
+  const int (&batch)[kBoxBatchDims];
+};
+
+// kPairedRows tells that sums for rows g and 8+g of a warp's product are rows 2g and 2g+1 of its
+// part of the output.
+template <typename Out, WgmmaConfig config, bool kPairedRows>
+class WgmmaEpilogue {
+  static constexpr int kSize = sizeof(Out);
+  static constexpr bool kMajorM = config.out_m_major;
+  // A box of the output, as `plans/wgmma.py` has it; a slab has 64 rows.
+  static constexpr int kRowElements = kSlabRowBytes / kSize;
+  static constexpr int kColumns = kMajorM ? min_of(config.block_n, kRowElements) : kRowElements;
+  static constexpr int kBoxes = kMajorM ? 64 / kRowElements : 1;
+  static constexpr int kBoxBytes = kColumns * kSlabRowBytes;
+  static_assert(config.block_n % kColumns == 0 && kColumns % 16 == 0);
+  // Two-byte outputs go by 8x8 matrices, unless pairs of rows are adjacent in memory anyway.
+  static constexpr bool kMatrices = kSize == 2 && !(kMajorM && kPairedRows);
+
+ public:
+  // `barrier` is the warpgroup's named barrier.
+  WgmmaEpilogue(uint32 slabs, int barrier) : slabs_(slabs), barrier_(barrier) {
+    const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 % 4 * 16;
+    const int g = lane / 4, t = lane % 4;
+    leader_ = threadIdx.x % 128 == 0;
+    if constexpr (kMatrices) {
+      // Lanes 8i to 8i+7 give the rows of matrix i: halves of two octets.
+      const int half = lane / 8 % 2, octet = lane / 16, line = lane % 8;
+      lane_offset_ = kMajorM ? offset(first_row + 8 * half, 8 * octet + line)
+                             : offset(first_row + row_of(line, half), 8 * octet);
+    } else {
+      lane_offset_ = offset(first_row + row_of(g, 0), 2 * t);
+    }
+  }
+
+  template <typename Sum, int kCount>
+  void store(const Sum (&sums)[kCount], const TensorMap& map, Out* out, const WgmmaShape& shape,
+             const OutputOrigin& origin) {
+#pragma unroll
+    for (int first = 0; first < config.block_n; first += kColumns) {
+      const uint32 slab = slabs_ + slab_ * kSlabBytes;
+      slab_ ^= 1;
+      if (config.out_boxes && leader_) wait_stores_read<kSlabs - 1>();
+      sync();
+#pragma unroll
+      for (int octet = 0; octet < kColumns / 8; octet += 2) {
+        const Sum* pair = sums + (first + 8 * octet) / 2;
+        if constexpr (kMatrices) {
+          stage_matrices(slab + at_octet(octet), pair);
+        } else {
+          stage_octet(slab + at_octet(octet), pair);
+          stage_octet(slab + at_octet(octet + 1), pair + 4);
+        }
+      }
+      if constexpr (config.out_boxes) {
+        fence_async_proxy();
+        sync();
+        if (leader_) store_slab(slab, map, origin, first);
+      } else {
+        sync();
+        copy_slab(slab, out, shape, origin, first);
+      }
+    }
+  }
+
+  // Before the block ends.
+  void finish() const {
+    if (config.out_boxes && leader_) wait_stores_read<0>();
+  }
+
+ private:
+  void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(barrier_) : "memory"); }
+
+  static constexpr int offset(int row, int column) {
+    if constexpr (kMajorM) {
+      const int byte = row * kSize;
+      return byte / kSlabRowBytes * kBoxBytes + column * kSlabRowBytes +
+             (byte % kSlabRowBytes ^ column % 8 * 16);
+    } else {
+      return row * kSlabRowBytes + (column * kSize ^ row % 8 * 16);
+    }
+  }
+
+  static constexpr int row_of(int g, int half) { return kPairedRows ? 2 * g + half : 8 * half + g; }
+
+  // The lane's offsets elsewhere, on bits of the swizzled part that are 0 or known in it.
+  uint32 at_octet(int octet) const {
+    return kMajorM ? lane_offset_ + octet * 8 * kSlabRowBytes : lane_offset_ ^ octet * 8 * kSize;
+  }
+  static uint32 next_line(uint32 address) { return (address ^ 16) + kSlabRowBytes; }
+
+  // Two octets of columns at once, of two-byte outputs.
+  template <typename Sum>
+  static void stage_matrices(uint32 address, const Sum* sums) {
+    uint32 words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = packed(sums[2 * i], sums[2 * i + 1]).words[0];
+    if constexpr (kMajorM) {
+      store_matrices_transposed(address, words);
+    } else {
+      store_matrices(address, words);
+    }
+  }
+
+  template <typename Sum>
+  static void stage_octet(uint32 address, const Sum* sums) {
+    if constexpr (!kMajorM) {
+      stage_pair(address, sums[0], sums[1]);
+      stage_pair(kPairedRows ? next_line(address) : address + 8 * kSlabRowBytes, sums[2], sums[3]);
+    } else if constexpr (kPairedRows) {
+      stage_pair(address, sums[0], sums[2]);
+      stage_pair(next_line(address), sums[1], sums[3]);
+    } else {
+      store_shared(address, sums[0]);
+      store_shared(next_line(address), sums[1]);
+      store_shared(address ^ 8 * kSize, sums[2]);
+      store_shared(next_line(address ^ 8 * kSize), sums[3]);
+    }
+  }
+
+  template <typename Sum>
+  static void stage_pair(uint32 address, Sum first, Sum second) {
+    if constexpr (kSame<Sum, Out>) {
+      store_shared(address, first, second);
+    } else {
+      store_shared(address, packed(first, second).words);
+    }
+  }
+
+  struct Packed {
+    uint32 words[kSize / 2];
+  };
+  template <typename Sum>
+  static Packed packed(Sum first, Sum second) {
+    Packed pair;
+    pack_pair(pair.words, static_cast<Out*>(nullptr), first, second);
+    return pair;
+  }
+
+  void store_slab(uint32 slab, const TensorMap& map, const OutputOrigin& origin, int first) const {
+    const int (&batch)[kBoxBatchDims] = origin.batch;
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      const int m = origin.m + box * kRowElements, n = origin.n + first;
+      store_box(map, {{kMajorM ? m : n, kMajorM ? n : m, batch[2], batch[1], batch[0]}},
+                slab + box * kBoxBytes);
+    }
+    commit_stores();
+  }
+
+  void copy_slab(uint32 slab, Out* out, const WgmmaShape& shape, const OutputOrigin& origin,
+                 int first) const {
+    constexpr int kInner = kMajorM ? 64 : kColumns;
+    Out* target = out;
+#pragma unroll
+    for (int dim = 0; dim < kBoxBatchDims; ++dim) {
+      target += origin.batch[dim] * shape.out_batch_strides[dim];
+    }
+#pragma unroll 4
+    for (int i = threadIdx.x % 128; i < 64 * kColumns; i += 128) {
+      const int row = kMajorM ? i % kInner : i / kInner;
+      const int column = kMajorM ? i / kInner : i % kInner;
+      const int m = origin.m + row, n = origin.n + first + column;
+      if (m < shape.m && n < shape.n) {
+        const int64 at = kMajorM ? n * shape.out_stride + m : m * shape.out_stride + n;
+        target[at] = load_shared_as<Out>(slab + offset(row, column));
+      }
+    }
+  }
+
+  uint32 slabs_;
+  // The one to use next of the two.
+  uint32 slab_ = 0;
+  int barrier_;
+  uint32 lane_offset_;
+  bool leader_;
+};
+
+}  // namespace tilekern

@@ -1,0 +1,50 @@
+"""The choice of a kernel for a matrix product, among what the families of kernels offer.
+
+``mma.py`` plans for the tensor cores of sm_80 and later and for plain arithmetic, ``wgmma.py`` for
+those of Hopper, ``emulated.py`` for float32 on those. Where a product was tuned, ``tuned.py``
+knows better than the cost model; ``xla.py`` has what is left to XLA.
+"""
+
+from __future__ import annotations
+
+from jax_tilekern.plans import emulated, mma, wgmma
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.product import Candidate, MatmulPlan, NoKernel, Product
+from jax_tilekern.plans.tuned import tuned_plan
+from jax_tilekern.plans.xla import left_to_xla
+
+
+def candidates(product: Product, gpu: Gpu) -> list[Candidate] | NoKernel:
+    """Return the ways to compute a product, best first by the cost model."""
+    others = mma.candidates(product, gpu)
+    # It knows every type; only products of pieces go by a name of their own.
+    if isinstance(others, NoKernel) and product.arithmetic in mma.ARITHMETICS:
+        return others
+    found: list[Candidate] = [
+        *wgmma.candidates(product, gpu),
+        *emulated.candidates(product, gpu),
+        *([] if isinstance(others, NoKernel) else others),
+    ]
+    if not found:
+        assert isinstance(others, NoKernel)
+        return others
+    # sorted() keeps the order of equals.
+    return sorted(found, key=lambda candidate: candidate.cycles)
+
+
+def plan_matmul(product: Product, gpu: Gpu) -> MatmulPlan | NoKernel:
+    """Plan and compile a matrix product.
+
+    Raises
+    ------
+    NvrtcNotFound
+        If there is no NVRTC to compile the kernel with.
+    """
+    found = candidates(product, gpu)
+    if isinstance(found, NoKernel):
+        return found
+    tuned = tuned_plan(product, gpu, found)
+    if tuned is not None:
+        return tuned
+    reason = left_to_xla(product, gpu)
+    return NoKernel(reason) if reason else found[0].plan(gpu)

@@ -1,0 +1,143 @@
+"""A matrix product to plan for, and the ways to compute it that planners offer."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jax_tilekern.plans.geometry import MatmulGeometry
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import LaunchPlan
+
+_Dtype = np.dtype[Any]
+
+CXX_TYPES: dict[_Dtype, str] = {
+    np.dtype(np.int8): "tilekern::int8",
+    np.dtype(np.int32): "tilekern::int32",
+    np.dtype(ml_dtypes.float8_e4m3fn): "tilekern::float8_e4m3fn",
+    np.dtype(ml_dtypes.float8_e5m2): "tilekern::float8_e5m2",
+    np.dtype(np.float16): "tilekern::float16",
+    np.dtype(ml_dtypes.bfloat16): "tilekern::bfloat16",
+    np.dtype(np.float32): "float",
+    np.dtype(np.float64): "double",
+}
+
+# Measured on an H100. Planners count in cycles of a clock that it keeps on long products, and
+# memory brings it so many bytes a cycle.
+_CYCLES_PER_MICROSECOND = 1700
+_MEMORY_BANDWIDTH = 1760
+# A launch with its first loads, and a further one.
+LAUNCH_CYCLES = 4500
+FURTHER_LAUNCH_CYCLES = 4000
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product.
+
+    Attributes
+    ----------
+    geometry
+        Sizes and strides. ``lhs`` has a unit stride along ``m`` or ``k``, or that dimension has
+        size 1; ``rhs`` along ``k`` or ``n`` likewise.
+    lhs_dtype, rhs_dtype, out_dtype
+        Element types.
+    arithmetic
+        What it is computed in, for example ``"tf32"``; see ``plans/arithmetic.py``.
+    """
+
+    geometry: MatmulGeometry
+    lhs_dtype: _Dtype
+    rhs_dtype: _Dtype
+    out_dtype: _Dtype
+    arithmetic: str
+
+    @property
+    def memory_cycles(self) -> float:
+        """What it takes to read each operand once and to write the output."""
+        geometry = self.geometry
+        m, n, k = geometry.m, geometry.n, geometry.k
+        lhs = m * k * _distinct(geometry.batch, geometry.lhs_strides) * self.lhs_dtype.itemsize
+        rhs = k * n * _distinct(geometry.batch, geometry.rhs_strides) * self.rhs_dtype.itemsize
+        out = m * n * math.prod(geometry.batch) * self.out_dtype.itemsize
+        return (lhs + rhs + out) / _MEMORY_BANDWIDTH
+
+    def cycles(self, busy: float) -> float:
+        """Estimate a launch whose busiest multiprocessor takes so long without memory's limit."""
+        # Neither hides all of the other.
+        slower, faster = max(busy, self.memory_cycles), min(busy, self.memory_cycles)
+        return LAUNCH_CYCLES + slower + 0.15 * faster
+
+
+def copy_cycles(bytes_: int) -> float:
+    """Return what a pass takes that reads and writes so many bytes each."""
+    return FURTHER_LAUNCH_CYCLES + 2 * bytes_ / (0.8 * _MEMORY_BANDWIDTH)
+
+
+def _distinct(batch: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Matrices of an operand, each counted once however often it is broadcast."""
+    return math.prod(size for size, stride in zip(batch, strides, strict=False) if stride)
+
+
+@dataclass(frozen=True)
+class NoKernel:
+    """No kernel covers the product.
+
+    Attributes
+    ----------
+    reason
+        Why not, in words that ``explain`` can show.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class MatmulPlan(LaunchPlan):
+    """A launch plan that knows why it is what it is.
+
+    Attributes
+    ----------
+    reason
+        For ``explain``, for example ``"128x256x64, 3 stages, 512 tiles on 132
+        multiprocessors"``.
+    """
+
+    reason: str = ""
+
+
+class Candidate(ABC):
+    """One way to compute a product, not compiled yet.
+
+    Attributes
+    ----------
+    cycles
+        The cost model's estimate.
+    """
+
+    cycles: float
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """A short name, unique among the product's candidates and stable between versions."""
+
+    @abstractmethod
+    def plan(self, gpu: Gpu) -> MatmulPlan:
+        """Compile it.
+
+        Raises
+        ------
+        NvrtcNotFound
+            If there is no NVRTC to compile the kernel with.
+        """
+
+    @property
+    def microseconds(self) -> float:
+        """The estimated time."""
+        return self.cycles / _CYCLES_PER_MICROSECOND

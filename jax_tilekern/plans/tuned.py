@@ -1,0 +1,342 @@
+"""Choices of kernels that were measured, which plans follow instead of the cost model's.
+
+They lie in one JSON file for each GPU model, in the user's data folder and not in a cache: they
+cost minutes of a GPU, and nothing makes them again by itself. What they say is advice: an entry
+that no longer holds is ignored with one warning, and a plan is made without it. An entry outlives
+the kernels that it was measured with, whose digest it has, until the product is tuned again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+
+from jax_tilekern.nvrtc import CompileError
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.product import Candidate, MatmulPlan, NoKernel, Product
+
+# The winner where no kernel was faster than XLA's own product. No candidate has this key.
+XLA = "xla"
+_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class TunedChoice:
+    """What was measured of one product.
+
+    Attributes
+    ----------
+    winner
+        :attr:`Candidate.key <jax_tilekern.plans.product.Candidate.key>` of what to run, or
+        :data:`XLA`.
+    model
+        Key of the cost model's choice at that time.
+    microseconds
+        The time of everything that was measured, by key.
+    method
+        What the times are, for example ``"device time"``.
+    digest
+        Of the kernels and the planners, which tells whether it was measured with these.
+    versions
+        Of this package and of JAX, for people.
+    date
+        When, in ISO format.
+    """
+
+    winner: str
+    model: str
+    microseconds: Mapping[str, float] = field(hash=False)
+    method: str
+    digest: str
+    versions: str
+    date: str
+
+    def __post_init__(self) -> None:
+        texts = (self.winner, self.model, self.method, self.digest, self.versions, self.date)
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"a tuned choice has texts, not {texts}")
+        if not all(0 < time < math.inf for time in self.microseconds.values()):
+            raise ValueError(f"times are positive, not {dict(self.microseconds)}")
+        if self.winner not in self.microseconds:
+            raise ValueError(f"{self.winner} has no time")
+
+    @property
+    def reach(self) -> float | None:
+        """Speed of the model's choice in terms of the winner's; ``None`` if it did not run."""
+        return self._of_model(self.winner)
+
+    @property
+    def kernel_reach(self) -> float | None:
+        """Speed of the model's choice in terms of the fastest kernel's, which XLA's is not."""
+        kernels = [key for key in self.microseconds if key != XLA]
+        return self._of_model(min(kernels, key=self.microseconds.__getitem__)) if kernels else None
+
+    def _of_model(self, key: str) -> float | None:
+        model = self.microseconds.get(self.model)
+        return None if model is None else self.microseconds[key] / model
+
+
+def product_text(product: Product) -> str:
+    """Return a product as the text under which its choice is stored.
+
+    It has the arithmetic, the sizes (batch, m, n, k), and type and strides of each array, such as
+    ``bf16 64x32x16: lhs bfloat16[16,1], rhs bfloat16[32,1], out bfloat16[32,1]``.
+    """
+    geometry = product.geometry
+    arrays = (
+        ("lhs", product.lhs_dtype, geometry.lhs_strides),
+        ("rhs", product.rhs_dtype, geometry.rhs_strides),
+        ("out", product.out_dtype, geometry.out_strides),
+    )
+    sizes = "x".join(map(str, (*geometry.batch, geometry.m, geometry.n, geometry.k)))
+    described = (
+        f"{name} {dtype}[{','.join(map(str, strides))}]" for name, dtype, strides in arrays
+    )
+    return f"{product.arithmetic} {sizes}: {', '.join(described)}"
+
+
+class TunedChoices:
+    """The tuned choices of every GPU model: those of a folder, and those that were loaded.
+
+    Files are read when a product of their GPU is first planned, and once.
+
+    Parameters
+    ----------
+    folder
+        Where the files are, one a GPU model; ``None`` keeps choices in memory alone.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._lock = threading.RLock()
+        self._models: dict[str, dict[str, TunedChoice]] = {}
+
+    def file(self, gpu: Gpu) -> Path | None:
+        """Return the file of a GPU model, which need not exist."""
+        return self._file(gpu.name)
+
+    def find(self, product: Product, gpu: Gpu) -> TunedChoice | None:
+        """Return the choice for a product, if it has been tuned."""
+        return self._of(gpu.name).get(product_text(product))
+
+    def put(self, product: Product, gpu: Gpu, choice: TunedChoice) -> None:
+        """Store a choice, beside those that other processes have stored meanwhile."""
+        with self._lock:
+            self._of(gpu.name)[product_text(product)] = choice
+            path = self._file(gpu.name)
+            if path is not None:
+                _merge(path, gpu.name, {product_text(product): choice})
+
+    def ignore(self, product: Product, gpu: Gpu, why: str) -> None:
+        """Forget a choice in this process, with a warning."""
+        with self._lock:
+            choice = self._of(gpu.name).pop(product_text(product), None)
+        if choice is not None:
+            warnings.warn(
+                f"jax_tilekern ignores what tuning found for {product_text(product)}: "
+                f"{choice.winner!r} {why}; tune it again",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def load(self, path: Path) -> int:
+        """Add the choices of a file, ahead of those in the folder; return their number.
+
+        Raises
+        ------
+        OSError
+            If it cannot be read.
+        ValueError
+            If it is not a file of tuned choices.
+        """
+        model, found = _read(path)
+        with self._lock:
+            self._of(model).update(found)
+        return len(found)
+
+    def export(self, path: Path, gpu: Gpu) -> int:
+        """Write the choices of a GPU model to a file; return their number."""
+        with self._lock:
+            found = dict(self._of(gpu.name))
+        _write(path, gpu.name, found)
+        return len(found)
+
+    def _of(self, model: str) -> dict[str, TunedChoice]:
+        with self._lock:
+            if model not in self._models:
+                self._models[model] = _read_or_warn(self._file(model), model)
+            return self._models[model]
+
+    def _file(self, model: str) -> Path | None:
+        if self._folder is None:
+            return None
+        return self._folder / f"{re.sub('[^A-Za-z0-9.]+', '-', model)}.json"
+
+
+@functools.cache
+def _default_choices() -> TunedChoices:
+    import platformdirs
+
+    return TunedChoices(platformdirs.user_data_path("jax_tilekern", appauthor=False) / "tuned")
+
+
+# JAX's own kind of context, so that what is lowered for some choices is not taken for others.
+_current = jax.make_user_context(None)
+
+
+def current_choices() -> TunedChoices:
+    """Return the choices that plans consult."""
+    chosen: TunedChoices | None = _current.value
+    return chosen or _default_choices()
+
+
+@contextlib.contextmanager
+def using(choices: TunedChoices) -> Iterator[TunedChoices]:
+    """Let plans consult these choices inside the context, in the current thread."""
+    with _current(choices):
+        yield choices
+
+
+# Planning
+
+
+_recorded: contextvars.ContextVar[list[Product] | None] = contextvars.ContextVar(
+    "jax_tilekern_products", default=None
+)
+
+
+@contextlib.contextmanager
+def recorded_products() -> Iterator[list[Product]]:
+    """Collect the products that are planned inside the context, and plan none of them."""
+    products: list[Product] = []
+    token = _recorded.set(products)
+    try:
+        yield products
+    finally:
+        _recorded.reset(token)
+
+
+def tuned_plan(
+    product: Product, gpu: Gpu, candidates: Sequence[Candidate]
+) -> MatmulPlan | NoKernel | None:
+    """Return the plan that tuning chose, or ``None`` if the choice is the cost model's."""
+    recorded = _recorded.get()
+    if recorded is not None:
+        recorded.append(product)
+        return NoKernel("the product is recorded, not planned")
+    choice = current_choices().find(product, gpu)
+    if choice is None:
+        return None
+    if choice.winner == XLA:
+        return NoKernel("tuning found XLA's own product faster")
+    winner = next((c for c in candidates if c.key == choice.winner), None)
+    why = "is no kernel for it any more"
+    if winner is not None:
+        try:
+            plan = winner.plan(gpu)
+            return dataclasses.replace(plan, reason=f"{plan.reason}, tuned")
+        except (CompileError, ValueError) as error:
+            why = f"cannot be planned ({error})"
+    current_choices().ignore(product, gpu, why)
+    return None
+
+
+# Files
+
+
+def _read(path: Path) -> tuple[str, dict[str, TunedChoice]]:
+    """Return the GPU model of a file and its choices; OSError or ValueError if it is none."""
+    content = path.read_bytes()
+    try:
+        whole = json.loads(content)
+        if whole["schema"] != _SCHEMA:
+            raise ValueError(f"it has schema {whole['schema']}, and this version reads {_SCHEMA}")
+        model = whole["gpu"]
+        if not isinstance(model, str):
+            raise TypeError(f"gpu is {model!r}")
+        return model, {name: TunedChoice(**entry) for name, entry in whole["choices"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a file of tuned choices: {error!r}") from error
+
+
+def _read_or_warn(path: Path | None, model: str) -> dict[str, TunedChoice]:
+    """Return the choices of a file, or none where it is broken, which is worth one warning."""
+    if path is None:
+        return {}
+    try:
+        named, found = _read(path)
+        if named != model:
+            raise ValueError(f"{path} is of {named}, not of {model}")
+        return found
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        warnings.warn(f"jax_tilekern ignores {error}", RuntimeWarning, stacklevel=2)
+        return {}
+
+
+def _merge(path: Path, model: str, new: Mapping[str, TunedChoice]) -> None:
+    """Put choices into a file, unless it cannot be written, which is worth one warning."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path):
+            try:
+                _, found = _read(path)
+            except FileNotFoundError:
+                found = {}
+            except ValueError:
+                # Perhaps of a newer version of this package; see _read_or_warn().
+                path.replace(path.with_suffix(".json.unread"))
+                found = {}
+            _write(path, model, {**found, **new})
+    except OSError as error:
+        _warn_unwritable(str(path), str(error))
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep other processes from changing a file between its reading and its writing."""
+    try:
+        import fcntl
+    except ImportError:  # Windows. A choice can get lost there, and no more.
+        yield
+        return
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _write(path: Path, model: str, choices: Mapping[str, TunedChoice]) -> None:
+    entries = {name: dataclasses.asdict(choices[name]) for name in sorted(choices)}
+    whole = {"schema": _SCHEMA, "gpu": model, "choices": entries}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed into place, so that who is stopped here leaves the old file or the new one.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@functools.cache
+def _warn_unwritable(path: str, reason: str) -> None:
+    warnings.warn(
+        f"jax_tilekern cannot keep tuned choices in {path} ({reason}); this process has them alone",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,39 @@
+"""What is left to XLA although there is a kernel, because its own was measured to be faster.
+
+Ratios are XLA's time over ours on an H100, from ``benchmarks/results/h100``. Where somebody has
+tuned a product, that decides instead.
+"""
+
+from __future__ import annotations
+
+import math
+
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.product import Product
+
+_SIXTEEN_BITS = ("bf16", "f16")
+# About 10 us. Shorter products are bound by their launch.
+_LONG_CYCLES = 17000
+
+
+def left_to_xla(product: Product, gpu: Gpu) -> str | None:
+    """Return why a product is XLA's, or ``None``."""
+    if gpu.compute_capability != (9, 0):
+        return None
+    geometry, arithmetic = product.geometry, product.arithmetic
+    m, n, k = geometry.m, geometry.n, geometry.k
+    batches = math.prod(geometry.batch)
+    is_long = product.memory_cycles > _LONG_CYCLES
+    if arithmetic == "f64" and min(m, n, k) >= 1024:
+        return "XLA's large float64 products are faster (0.91 to 0.93)"
+    if arithmetic == "tf32" and is_long and batches > 1 and max(m, n, k) <= 32:
+        return "XLA's many small float32 products are faster (0.76 for matrices of 16)"
+    if arithmetic in _SIXTEEN_BITS and is_long:
+        if batches > 1 and k <= 128:
+            return "XLA's batched products over a short k are faster (0.83 to 0.92)"
+        if min(m, n) == 1 and batches == 1:
+            return "XLA's products of a vector and a matrix are faster (0.94 to 0.98)"
+        neither_k_major = geometry.lhs_strides[-1] != 1 and geometry.rhs_strides[-1] == 1
+        if neither_k_major and 1024 <= k <= 2048 and min(m, n) >= 4096:
+            return "XLA's products of two transposed operands over a short k are faster (0.91)"
+    return None

@@ -1,0 +1,86 @@
+"""Matrix products to plan for, given or random, that tests of planners share."""
+
+import ml_dtypes
+import numpy as np
+from hypothesis import strategies as st
+
+from jax_tilekern.plans.geometry import MatmulGeometry
+from jax_tilekern.plans.gpu import KNOWN_GPUS, known_gpu
+from jax_tilekern.plans.mma import ARITHMETICS
+from jax_tilekern.plans.product import Product
+
+BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
+E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
+F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
+INT8, INT32 = np.dtype(np.int8), np.dtype(np.int32)
+
+MODERN = [gpu for gpu in KNOWN_GPUS.values() if gpu.compute_capability >= (8, 0)]
+H100 = known_gpu("sm_90")
+
+# Types that lead to each arithmetic.
+TYPES = {
+    "bf16": (BF16, BF16, BF16),
+    "f16": (F16, F16, F16),
+    "tf32": (F32, F32, F32),
+    "f32": (F32, F32, F32),
+    "f64": (F64, F64, F64),
+    "int8": (INT8, INT8, INT32),
+    "fp8": (E4M3, E5M2, F32),
+    "fp8_fast": (E5M2, E4M3, BF16),
+}
+
+
+def row_major(m, n, k, batch=(), *, lhs_k_major=True, rhs_k_major=False, padding=0, broadcast=()):
+    """Geometry of arrays in row-major order, rows `padding` elements apart.
+
+    `broadcast` has the batch dimensions that lhs is broadcast over.
+    """
+
+    def strides(rows, columns, transposed, broadcast):
+        row = (rows if transposed else columns) + padding
+        step = row * (columns if transposed else rows)
+        outer = []
+        for dim, size in reversed(list(enumerate(batch))):
+            outer.insert(0, 0 if dim in broadcast else step)
+            step *= 1 if dim in broadcast else size
+        return (*outer, *((1, row) if transposed else (row, 1)))
+
+    return MatmulGeometry(
+        batch=tuple(batch),
+        m=m,
+        n=n,
+        k=k,
+        lhs_strides=strides(m, k, not lhs_k_major, broadcast),
+        rhs_strides=strides(k, n, rhs_k_major, ()),
+        out_strides=strides(m, n, False, ()),
+    )
+
+
+def product_of(arithmetic, *sizes, types=None, **layout):
+    """A product of row-major arrays; see `row_major`."""
+    return Product(row_major(*sizes, **layout), *(types or TYPES[arithmetic]), arithmetic)
+
+
+def geometries(sizes, most_batch_dims):
+    """Geometries of row-major arrays, of sizes from a strategy."""
+    return st.builds(
+        row_major,
+        m=sizes,
+        n=sizes,
+        k=sizes,
+        batch=st.lists(st.integers(1, 5), max_size=most_batch_dims),
+        lhs_k_major=st.booleans(),
+        rhs_k_major=st.booleans(),
+        padding=st.sampled_from([0, 0, 1, 4, 8]),
+        broadcast=st.sets(st.integers(0, 3)),
+    )
+
+
+@st.composite
+def products(draw, arithmetics, geometries):
+    """A product in one of `arithmetics`, of types that it takes."""
+    name = draw(st.sampled_from(sorted(arithmetics)))
+    how = ARITHMETICS[name]
+    operands = st.sampled_from(how.operands)
+    types = (draw(operands), draw(operands), draw(st.sampled_from(how.results)))
+    return Product(draw(geometries), *types, name)

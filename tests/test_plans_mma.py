@@ -1,0 +1,331 @@
+"""Plans on mma.sync and plain arithmetic: properties over random geometries; no GPU needed."""
+
+import dataclasses
+import itertools
+import math
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from products import (
+    BF16,
+    E4M3,
+    E5M2,
+    F32,
+    F64,
+    H100,
+    MODERN,
+    geometries,
+    product_of,
+    products,
+    row_major,
+)
+
+from jax_tilekern.compiler import cuda_folder
+from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.geometry import MatmulGeometry
+from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.mma import (
+    ARITHMETICS,
+    SMALL,
+    SQUARE,
+    TALL,
+    TINY,
+    MmaCandidate,
+    candidates,
+    pack_shape,
+)
+from jax_tilekern.plans.product import NoKernel, Product
+
+try:
+    nvrtc()
+    has_nvrtc = True
+except NvrtcNotFound:
+    has_nvrtc = False
+needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
+
+
+def best(product, gpu=H100):
+    """The family's best candidate by the cost model, or why there is none."""
+    found = candidates(product, gpu)
+    return found if isinstance(found, NoKernel) else min(found, key=lambda choice: choice.cycles)
+
+
+def bf16(geometry):
+    return Product(geometry, BF16, BF16, BF16, "bf16")
+
+
+sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**20), st.sampled_from([64, 128, 4096]))
+
+
+@st.composite
+def cases(draw):
+    """A product, and a GPU that has its arithmetic."""
+    wanted = draw(products(ARITHMETICS, geometries(sizes, most_batch_dims=4)))
+    least = ARITHMETICS[wanted.arithmetic].min_capability
+    return wanted, draw(st.sampled_from([g for g in MODERN if g.compute_capability >= least]))
+
+
+@given(cases())
+def test_every_product_has_kernels_that_fit(case):
+    product, gpu = case
+    geometry = product.geometry
+    found = candidates(product, gpu)
+    assert found
+    assert len({choice.key for choice in found}) == len(found)
+    for choice in found:
+        instance, tile = choice.instance, choice.instance.tile
+        assert choice.product == product
+        assert tile in ARITHMETICS[product.arithmetic].tiles
+        assert instance.shared_memory_bytes <= gpu.shared_memory_bytes
+        assert instance.block_k * product.lhs_dtype.itemsize == 128
+        assert instance.stages >= 2
+        assert tile.threads <= 1024
+        tiles_m, tiles_n, batch = choice.grid
+        assert (tiles_m - 1) * tile.block_m < geometry.m <= tiles_m * tile.block_m
+        assert (tiles_n - 1) * tile.block_n < geometry.n <= tiles_n * tile.block_n
+        assert batch == math.prod(geometry.batch)
+        assert math.prod(choice.grid) < 2**31
+        assert 1 <= choice.band <= tiles_m
+        assert choice.cycles > 0
+
+
+@given(cases())
+def test_copies_are_aligned_and_whole(case):
+    product, gpu = case
+    geometry = product.geometry
+    m, n, k = geometry.m, geometry.n, geometry.k
+    for choice in candidates(product, gpu):
+        lhs, rhs = choice.instance.lhs, choice.instance.rhs
+        for operand, dtype, strides, shape, unit in (
+            (lhs, product.lhs_dtype, geometry.lhs_strides, (m, k), 1 if lhs.k_major else 0),
+            (rhs, product.rhs_dtype, geometry.rhs_strides, (k, n), 0 if rhs.k_major else 1),
+        ):
+            assert strides[-2:][unit] == 1 or shape[unit] == 1
+            assert operand.load_bytes in (1, 4, 8, 16)
+            if operand.load_bytes == 1:
+                assert dtype.itemsize < 4
+                continue
+            assert operand.load_bytes >= dtype.itemsize
+            steps = [shape[unit]]
+            steps += [strides[-2:][1 - unit]] * (shape[1 - unit] > 1)
+            steps += [s for size, s in zip(geometry.batch, strides, strict=False) if size > 1]
+            assert all(step * dtype.itemsize % operand.load_bytes == 0 for step in steps)
+        if choice.out_vectors:
+            outer = zip((*geometry.batch, m), geometry.out_strides, strict=False)
+            steps = [n, *(stride for size, stride in outer if size > 1)]
+            assert all(step * product.out_dtype.itemsize % 16 == 0 for step in steps)
+
+
+@given(cases())
+def test_candidates_are_a_function_of_the_product(case):
+    assert candidates(*case) == candidates(*case)
+
+
+def unpack(scalars):
+    """The fields of ``MatmulShape`` in matmul_shape.cuh."""
+    assert len(scalars.data) == 168
+    values = struct.unpack("@15q11i0q", scalars.data)
+    return {
+        "lhs_batch_strides": values[0:4],
+        "rhs_batch_strides": values[4:8],
+        "out_batch_strides": values[8:12],
+        "lhs_stride": values[12],
+        "rhs_stride": values[13],
+        "out_stride": values[14],
+        "batch": values[15:19],
+        "sizes": values[19:22],
+        "tiles": values[22:24],
+        "band": values[24],
+        "out_vectors": values[25],
+    }
+
+
+def test_strides_beyond_32_bits_are_packed_whole():
+    geometry = MatmulGeometry(
+        batch=(3, 2),
+        m=300,
+        n=200,
+        k=100,
+        lhs_strides=(0, 2**40, 1, 2**33),
+        rhs_strides=(2**41, 0, 2**34, 1),
+        out_strides=(2**43, 2**42, 2**35, 1),
+    )
+    choice = best(bf16(geometry))
+    fields = unpack(pack_shape(geometry, choice))
+    assert fields["lhs_batch_strides"] == (0, 0, 0, 2**40)
+    assert fields["rhs_batch_strides"] == (0, 0, 2**41, 0)
+    assert fields["out_batch_strides"] == (0, 0, 2**43, 2**42)
+    assert (fields["lhs_stride"], fields["rhs_stride"]) == (2**33, 2**34)
+    assert fields["out_stride"] == 2**35
+    assert fields["batch"] == (1, 1, 3, 2)
+    assert fields["sizes"] == (300, 200, 100)
+    assert fields["tiles"] == choice.grid[:2]
+    assert fields["band"] == choice.band
+    assert fields["out_vectors"] == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "strides", "k_major"),
+    [
+        ((64, 32), (32, 1), True),
+        ((64, 32), (1, 64), False),
+        ((1, 32), (32, 1), True),
+        ((1, 32), (1, 1), True),
+        ((1, 32), (1, 7), False),
+        ((64, 1), (1, 1), False),
+        ((64, 1), (7, 1), True),
+        ((64, 1), (1, 64), False),
+        ((1, 1), (1, 1), False),
+    ],
+)
+def test_major_order_of_lhs_and_of_its_mirror_image(size, strides, k_major):
+    m, k = size
+    geometry = MatmulGeometry((), m, 16, k, strides, (16, 1), (16, 1))
+    assert best(bf16(geometry)).instance.lhs.k_major == k_major
+    mirrored = MatmulGeometry((), 16, m, k, (k, 1), strides[::-1], (m, 1))
+    assert best(bf16(mirrored)).instance.rhs.k_major == k_major
+
+
+def test_strides_of_dimensions_of_size_1_do_not_matter():
+    geometry = MatmulGeometry((1, 2), 1, 64, 64, (3, 64, 5, 1), (7, 4096, 64, 1), (9, 64, 11, 1))
+    choice = best(bf16(geometry))
+    assert choice.instance.lhs.load_bytes == choice.instance.rhs.load_bytes == 16
+    assert choice.out_vectors
+
+
+def test_loads_narrow_with_the_alignment():
+    for columns, load_bytes in ((64, 16), (60, 8), (62, 4), (63, 1)):
+        choice = best(product_of("bf16", 64, columns, 64))
+        assert choice.instance.rhs.load_bytes == load_bytes
+        assert choice.instance.lhs.load_bytes == 16
+        assert choice.out_vectors == (load_bytes == 16)
+    choice = best(product_of("f64", 64, 63, 64))
+    assert choice.instance.rhs.load_bytes == 8
+
+
+def test_large_products_take_large_tiles():
+    for size in (4096, 8192):
+        assert best(product_of("bf16", size, size, size)).instance.tile == TALL
+    # The same memory traffic in fewer, larger tiles would leave most multiprocessors idle.
+    assert best(product_of("bf16", 512, 512, 512)).instance.tile == SMALL
+    assert best(product_of("bf16", 16, 16, 16, (16384,))).instance.tile == TINY
+
+
+def test_shifting_loads_and_second_sums_leave_no_registers_for_the_widest_tile():
+    assert best(product_of("bf16", 4095, 4097, 4093)).instance.tile == SQUARE
+    choice = best(product_of("fp8", 8192, 8192, 8192), known_gpu("sm_89"))
+    assert choice.instance.promote
+    assert choice.instance.tile == SQUARE
+
+
+def test_8_bit_floats_are_widened_where_mma_has_none():
+    for gpu in MODERN:
+        for arithmetic in ("fp8", "fp8_fast"):
+            choice = best(product_of(arithmetic, 512, 512, 512), gpu)
+            if gpu.compute_capability < (8, 9):
+                assert choice == NoKernel(
+                    f"{arithmetic} takes sm_89 or later, and this is {gpu.arch}"
+                )
+                continue
+            instance = choice.instance
+            assert instance.widen == (gpu.compute_capability[0] in (9, 10))
+            assert instance.promote == (arithmetic == "fp8" and not instance.widen)
+
+
+def test_bands_keep_running_blocks_compact():
+    choice = best(product_of("bf16", 8192, 8192, 8192))
+    tile, running = choice.instance.tile, H100.multiprocessors
+    lines = choice.band * tile.block_m + math.ceil(running / choice.band) * tile.block_n
+    square = 2 * math.sqrt(running * tile.block_m * tile.block_n)
+    assert lines < 1.15 * square
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 32))
+def test_banded_order_visits_every_tile_once(tiles_m, tiles_n, band):
+    # banded_tile() of tile_order.cuh.
+    visited = set()
+    for index in range(tiles_m * tiles_n):
+        per_band = band * tiles_n
+        first = index // per_band * band
+        height = min(band, tiles_m - first)
+        within = index % per_band
+        visited.add((first + within % height, within // height))
+    assert visited == set(itertools.product(range(tiles_m), range(tiles_n)))
+
+
+@needs_nvrtc
+def test_reason_says_what_was_chosen():
+    plan = best(product_of("bf16", 4096, 4096, 4096)).plan(H100)
+    assert plan.reason == "256x128x64, 3 stages, 512 tiles on 132 multiprocessors"
+    assert plan.name == "mma_matmul bf16"
+
+
+@pytest.mark.parametrize(
+    ("types", "arithmetic", "gpu", "reason"),
+    [
+        ((BF16, BF16, BF16), "bf16", "sm_75", "bf16 takes sm_80 or later, and this is sm_75"),
+        ((E4M3, E5M2, F32), "fp8", "sm_80", "fp8 takes sm_89 or later, and this is sm_80"),
+        ((BF16, F32, F32), "bf16", "sm_90", "no bf16 kernel for bfloat16 x float32 -> float32"),
+        ((BF16, BF16, F64), "bf16", "sm_90", "no bf16 kernel for bfloat16 x bfloat16 -> float64"),
+        ((F32, F32, F32), "bf16_x9", "sm_90", "no kernel computes in bf16_x9"),
+    ],
+)
+def test_says_why_there_is_no_kernel(types, arithmetic, gpu, reason):
+    wanted = Product(row_major(64, 64, 64), *types, arithmetic)
+    assert candidates(wanted, known_gpu(gpu)) == NoKernel(reason)
+
+
+def test_grids_and_dimensions_have_limits():
+    crowd = product_of("bf16", 1 << 20, 1 << 20, 8, (1 << 12,))
+    assert "more tiles than a grid has blocks" in candidates(crowd, H100).reason
+    long = product_of("bf16", 2**31, 8, 8)
+    reason = "a dimension has more than 2**31 - 1024 elements"
+    assert candidates(long, H100) == NoKernel(reason)
+    # More than 65535 products are one launch.
+    assert isinstance(best(product_of("bf16", 16, 16, 16, (1 << 20,))), MmaCandidate)
+
+
+@needs_nvrtc
+def test_a_plan_is_one_launch_with_the_alignments_it_relies_on():
+    choice = best(product_of("bf16", 96, 80, 62, (3,), types=(BF16, BF16, F32)))
+    plan = choice.plan(H100)
+    (launch,) = plan.launches
+    assert plan.alignments == (4, 16, 16)
+    assert plan.workspace_bytes == ()
+    assert launch.grid == (math.prod(choice.grid), 1, 1)
+    assert launch.shared_memory_bytes == choice.instance.shared_memory_bytes
+
+
+@needs_nvrtc
+def test_no_plan_is_compiled_twice():
+    # Sizes and strides are run-time parameters, so these share one kernel.
+    one = best(product_of("f32", 64, 64, 64)).plan(H100)
+    other = best(product_of("f32", 60, 32, 68)).plan(H100)
+    assert one.cubin == other.cubin
+    assert one.launches != other.launches
+
+
+def test_kernels_are_named_by_their_fields():
+    name = best(product_of("bf16", 4096, 4096, 4096)).instance.kernel.name
+    assert name.startswith("tilekern::mma_matmul<tilekern::bfloat16, tilekern::bfloat16, ")
+    assert ".block_m = 256, .block_n = 128, .block_k = 64, " in name
+    assert ".lhs_k_major = 1, .rhs_k_major = 0, " in name
+
+
+def test_every_field_of_the_config_is_given():
+    text = (cuda_folder() / "matmul_shape.cuh").read_text()
+    body = text[text.index("struct MatmulConfig {") : text.index("constexpr int threads()")]
+    fields = [
+        line.split()[1].rstrip(";")
+        for line in body.splitlines()
+        if line.startswith("  ") and line.endswith(";")
+    ]
+    name = best(product_of("bf16", 64, 64, 64)).instance.kernel.name
+    assert [part.split()[0] for part in name.split("{")[1].split(".")[1:]] == fields
+
+
+def test_tiles_are_values():
+    assert dataclasses.replace(TALL) == TALL
+    assert TALL.stage_bytes == 49152

@@ -1,0 +1,590 @@
+"""Plans on Hopper's tensor cores: properties over random geometries; no GPU needed.
+
+What the kernel does with the numbers that it gets is modelled here: which item is which tile of
+which output (``wgmma_shape.cuh``), and what boxes of the tensor maps it copies.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+import struct
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from products import (
+    BF16,
+    H100,
+    MODERN,
+    geometries,
+    product_of,
+    products,
+    row_major,
+)
+
+from jax_tilekern.compiler import cuda_folder
+from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans import wgmma
+from jax_tilekern.plans.geometry import MatmulGeometry
+from jax_tilekern.plans.launch import Buffer, TensorMap
+from jax_tilekern.plans.product import Product
+from jax_tilekern.plans.wgmma import ARITHMETICS, WgmmaInstance, candidates
+
+try:
+    nvrtc()
+    has_nvrtc = True
+except NvrtcNotFound:
+    has_nvrtc = False
+needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
+
+# Of the kernels' parameters: three maps, a pointer and WgmmaShape; two pointers and a struct.
+SHAPE_LAYOUT = "@4q19i0q"
+PARAMETER_BYTES = {
+    "wgmma_matmul": (128, 128, 128, 8, struct.calcsize(SHAPE_LAYOUT)),
+    "pack_operand": (8, 8, 104),
+    "sum_splits": (8, 8, 96),
+}
+
+# Of 1 in most dimensions, or odd, or of several tiles; k may be split.
+small_sizes = st.one_of(st.just(1), st.integers(1, 40), st.integers(1, 90).map(lambda n: 8 * n))
+small = geometries(small_sizes, most_batch_dims=3)
+deep = st.builds(
+    row_major,
+    m=small_sizes,
+    n=small_sizes,
+    k=st.integers(500, 20000),
+    batch=st.lists(st.integers(1, 3), max_size=3),
+    lhs_k_major=st.booleans(),
+    rhs_k_major=st.booleans(),
+    padding=st.sampled_from([0, 0, 8]),
+    broadcast=st.sets(st.integers(0, 2)),
+)
+large = geometries(st.one_of(st.integers(1, 2**16), st.sampled_from([4096, 8192])), 3)
+any_geometry = st.one_of(small, deep, large)
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeEntry:
+    """Stands in for a compiled kernel, so that plans can be made without a compiler."""
+
+    name: str
+    parameter_bytes: tuple[int, ...]
+    symbol: str = "symbol"
+    max_threads: int = 1024
+    shared_memory_bytes: int = 0
+
+
+class FakeCompiled:
+    cubin = b"\x7fELF"
+
+    def entry(self, name):
+        kernel = re.match(r"tilekern::(\w+)<", name)[1]
+        return FakeEntry(name, PARAMETER_BYTES[kernel])
+
+
+def plan_of(candidate, gpu=H100):
+    """The candidate's plan, all but compiled."""
+    with mock.patch.object(wgmma, "compile_kernels", return_value=FakeCompiled()):
+        return candidate.plan(gpu)
+
+
+def main_launch(plan):
+    (launch,) = (one for one in plan.launches if "wgmma_matmul" in one.entry.name)
+    return launch
+
+
+def unpack(scalars):
+    """The fields of ``WgmmaShape`` in wgmma_shape.cuh."""
+    assert len(scalars.data) == struct.calcsize(SHAPE_LAYOUT) == 112
+    values = struct.unpack(SHAPE_LAYOUT, scalars.data)
+    names = ("batches", "m", "n", "k_tiles", "split_k_tiles", "piece_step")
+    names += ("tiles_m", "tiles_n", "band", "items")
+    return {
+        "out_batch_strides": values[0:3],
+        "out_stride": values[3],
+        "batch": values[4:7],
+        "lhs_steps": values[7:10],
+        "rhs_steps": values[10:13],
+        **dict(zip(names, values[13:], strict=True)),
+    }
+
+
+def shape_of(plan):
+    return unpack(main_launch(plan).parameters[-1])
+
+
+def span_bytes(sizes, strides, itemsize):
+    """From the first element's address to the end of the last."""
+    steps = zip(sizes, strides, strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * itemsize
+
+
+def buffer_bytes(product, plan):
+    """What each buffer of the plan has at least."""
+    g = product.geometry
+    spans = (
+        span_bytes((*g.batch, g.m, g.k), g.lhs_strides, product.lhs_dtype.itemsize),
+        span_bytes((*g.batch, g.k, g.n), g.rhs_strides, product.rhs_dtype.itemsize),
+        span_bytes((*g.batch, g.m, g.n), g.out_strides, product.out_dtype.itemsize),
+    )
+    return spans + plan.workspace_bytes
+
+
+def work_items(shape, config):
+    """``work_item`` and ``k_tiles_of`` of wgmma_shape.cuh, for all items and a cluster's blocks."""
+    item = np.repeat(np.arange(shape["items"]), config.cluster)
+    block = np.tile(np.arange(config.cluster), shape["items"])
+    tiles = shape["tiles_m"] * shape["tiles_n"]
+    stacked, index = item // tiles, item % tiles
+    per_band = shape["band"] * shape["tiles_n"]
+    first = index // per_band * shape["band"]
+    height = np.minimum(shape["band"], shape["tiles_m"] - first)
+    within = index % per_band
+    split, batch = stacked // shape["batches"], stacked % shape["batches"]
+    positions, rest = [], batch
+    for size in reversed(shape["batch"]):
+        positions.insert(0, rest % size)
+        rest = rest // size
+    out_batch = positions
+    if shape["split_k_tiles"] < shape["k_tiles"]:
+        out_batch = [0 * stacked, 0 * stacked, stacked]
+    steps = shape["split_k_tiles"]
+    return {
+        "m": ((first + within % height) * config.cluster + block) * config.block_m,
+        "n": within // height * config.block_n,
+        "split": split,
+        "batch": batch,
+        "lhs_batch": [x * step for x, step in zip(positions, shape["lhs_steps"], strict=True)],
+        "rhs_batch": [x * step for x, step in zip(positions, shape["rhs_steps"], strict=True)],
+        "out_batch": out_batch,
+        "first_k_tile": split * steps,
+        "k_tiles": np.minimum(steps, shape["k_tiles"] - split * steps),
+    }
+
+
+def offset_bytes(tensor_map, matrix, batch):
+    """Where a map has the element at a matrix's (inner, outer) and at batch[0], [1] and [2]."""
+    at = (matrix[1], *reversed(batch))
+    return matrix[0] * tensor_map.element_bytes + np.dot(at, tensor_map.strides_bytes)
+
+
+def sides(candidate):
+    """The product's m and n as the kernel has them."""
+    g = candidate.product.geometry
+    return (g.n, g.m) if candidate.exchanged else (g.m, g.n)
+
+
+def is_dot(product):
+    """Whether neither operand is k-major even when packed, and left to other kernels."""
+    g = product.geometry
+    return product.lhs_dtype.itemsize != 2 and g.k == 1 and 1 in (g.m, g.n)
+
+
+@st.composite
+def cases(draw, geometries):
+    """A product and one of its candidates."""
+    product = draw(products(ARITHMETICS, geometries))
+    found = list(candidates(product, H100))
+    assume(found)
+    return product, draw(st.sampled_from(found))
+
+
+# -- Candidates. -----------------------------------------------------------------------------------
+
+
+@given(products(ARITHMETICS, any_geometry))
+def test_candidates_fit_and_are_told_apart(product):
+    found = list(candidates(product, H100))
+    assert found or is_dot(product)
+    assert len({choice.key for choice in found}) == len(found)
+    assert list(candidates(product, H100)) == found
+    for choice in found:
+        instance = choice.instance
+        assert choice.product == product
+        assert choice.cycles > 0
+        assert instance.shared_memory_bytes <= H100.shared_memory_bytes
+        assert instance.stages >= 2
+        assert instance.threads <= 512
+        assert instance.block_k * product.lhs_dtype.itemsize == 128
+        assert instance.block_m == choice.tile.block_m
+        assert instance.block_n == choice.tile.block_n
+        # Rows that a consumer has are whole instructions of 64.
+        assert instance.block_m % (64 * (instance.consumers if instance.cooperative else 1)) == 0
+        assert instance.promote == (product.arithmetic == "fp8")
+
+
+@pytest.mark.parametrize("gpu", MODERN, ids=lambda gpu: gpu.arch)
+def test_only_hopper_has_candidates(gpu):
+    found = list(candidates(product_of("bf16", 4096, 4096, 4096), gpu))
+    assert bool(found) == (gpu.compute_capability == (9, 0))
+
+
+def test_arithmetics_of_other_units_have_no_candidates():
+    for arithmetic in ("f32", "f64"):
+        assert not list(candidates(product_of(arithmetic, 512, 512, 512), H100))
+
+
+def test_more_batch_dimensions_than_a_box_has_are_left_to_other_kernels():
+    three = product_of("bf16", 64, 64, 64, (2, 3, 4))
+    four = product_of("bf16", 64, 64, 64, (2, 3, 4, 5))
+    assert list(candidates(three, H100))
+    assert not list(candidates(four, H100))
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2, 7, 132])
+@pytest.mark.parametrize("size", [64, 4096])
+def test_plans_for_any_number_of_multiprocessors(multiprocessors, size):
+    gpu = dataclasses.replace(H100, multiprocessors=multiprocessors)
+    for choice in candidates(product_of("bf16", size, size, size), gpu):
+        launch = main_launch(plan_of(choice, gpu))
+        assert 1 <= launch.grid[0] <= multiprocessors
+        assert choice.splits <= multiprocessors
+
+
+# -- Work. -----------------------------------------------------------------------------------------
+
+
+@given(cases(st.one_of(small, deep)), st.data())
+def test_items_cover_every_output_and_all_of_k_once(case, data):
+    product, choice = case
+    g, instance = product.geometry, choice.instance
+    plan = plan_of(choice)
+    launch, shape = main_launch(plan), shape_of(plan)
+    m, n = sides(choice)
+    work = work_items(shape, instance)
+
+    assert launch.grid[1:] == (1, 1)
+    assert 1 <= launch.grid[0] <= H100.multiprocessors
+    assert launch.cluster == (instance.cluster, 1, 1)
+    assert launch.grid[0] // instance.cluster <= shape["items"]
+    assert launch.block == (instance.threads, 1, 1)
+    assert launch.shared_memory_bytes == instance.shared_memory_bytes
+
+    assert (shape["m"], shape["n"]) == (m, n)
+    assert shape["batches"] == math.prod(g.batch) == math.prod(shape["batch"])
+    tiles_m = -(-m // (instance.block_m * instance.cluster)) * instance.cluster
+    tiles_n = -(-n // instance.block_n)
+    done = set(
+        zip(
+            *(work[name].tolist() for name in ("split", "batch")),
+            (work["m"] // instance.block_m).tolist(),
+            (work["n"] // instance.block_n).tolist(),
+            strict=True,
+        )
+    )
+    ranges = [range(size) for size in (choice.splits, shape["batches"], tiles_m, tiles_n)]
+    assert len(work["m"]) == math.prod(map(len, ranges))
+    assert done == set(itertools.product(*ranges))
+
+    k_tiles = [
+        k_tile
+        for first, count in dict.fromkeys(
+            zip(work["first_k_tile"].tolist(), work["k_tiles"].tolist(), strict=True)
+        )
+        for k_tile in range(first, first + count)
+    ]
+    assert k_tiles == list(range(-(-g.k // instance.block_k)))
+    assert min(work["k_tiles"]) >= 1
+
+
+@given(cases(large))
+def test_large_products_have_as_many_items_as_they_need(case):
+    _, choice = case
+    plan = plan_of(choice)
+    shape, instance = shape_of(plan), choice.instance
+    m, n = sides(choice)
+    height = instance.block_m * instance.cluster
+    assert (shape["tiles_m"] - 1) * height < m <= shape["tiles_m"] * height
+    assert (shape["tiles_n"] - 1) * instance.block_n < n <= shape["tiles_n"] * instance.block_n
+    tiles = shape["tiles_m"] * shape["tiles_n"]
+    assert shape["items"] == choice.splits * shape["batches"] * tiles
+    assert shape["items"] < 2**31
+    assert 1 <= shape["band"] <= shape["tiles_m"]
+    assert (choice.splits - 1) * shape["split_k_tiles"] < shape["k_tiles"]
+    assert shape["k_tiles"] <= choice.splits * shape["split_k_tiles"]
+
+
+# -- Memory. ---------------------------------------------------------------------------------------
+
+
+@given(cases(any_geometry))
+def test_tensor_maps_stay_inside_their_buffers(case):
+    product, choice = case
+    instance = choice.instance
+    plan = plan_of(choice)  # in which TensorMap checks the driver's rules
+    sizes = buffer_bytes(product, plan)
+    lhs, rhs, out, pointer, _ = main_launch(plan).parameters
+    for tensor_map in (lhs, rhs, out):
+        assert isinstance(tensor_map, TensorMap)
+        assert len(tensor_map.sizes) == 5
+        assert tensor_map.swizzle == 128
+        assert tensor_map.box[0] * tensor_map.element_bytes == 128
+        assert tensor_map.extent_bytes <= sizes[tensor_map.buffer]
+    lines = instance.block_n // instance.cluster
+    assert lhs.box_bytes == (instance.block_m if instance.lhs_k_major else instance.block_k) * 128
+    assert rhs.box_bytes == (lines if instance.rhs_k_major else instance.block_k) * 128
+    if instance.out_boxes:
+        assert out.buffer == pointer.index
+        assert out.box_bytes <= 8192
+    else:
+        assert out == lhs
+
+
+@given(cases(st.one_of(small, deep)), st.data())
+def test_maps_lead_to_the_elements_of_the_operands(case, data):
+    """What the kernel reads and writes at random positions is what the geometry says."""
+    product, choice = case
+    g, instance = product.geometry, choice.instance
+    plan = plan_of(choice)
+    shape = shape_of(plan)
+    lhs_map, rhs_map, out_map, pointer, _ = main_launch(plan).parameters
+    m, n = sides(choice)
+    row, column, k = (data.draw(st.integers(0, size - 1)) for size in (m, n, g.k))
+    i, j = (column, row) if choice.exchanged else (row, column)
+    work = work_items(shape, instance)
+    item = data.draw(st.integers(0, len(work["m"]) - 1))
+    batch = np.unravel_index(work["batch"][item], g.batch) if g.batch else ()
+
+    def position(name):
+        return [int(x[item]) for x in work[name]]
+
+    operands = [(lhs_map, instance.lhs_k_major, row, m), (rhs_map, instance.rhs_k_major, column, n)]
+    if choice.exchanged:
+        operands.reverse()
+    names = ("rhs_batch", "lhs_batch") if choice.exchanged else ("lhs_batch", "rhs_batch")
+    sources = (
+        (g.lhs_strides, (i, k), product.lhs_dtype.itemsize),
+        (g.rhs_strides, (k, j), product.rhs_dtype.itemsize),
+    )
+    for buffer in (0, 1):
+        tensor_map, k_major, line, lines = operands[buffer]
+        strides, matrix, itemsize = sources[buffer]
+        assert tensor_map.sizes[:2] == ((g.k, lines) if k_major else (lines, g.k))
+        inner = (k, line) if k_major else (line, k)
+        got = offset_bytes(tensor_map, inner, position(names[buffer]))
+        if tensor_map.buffer == buffer:
+            wanted = np.dot((*batch, *matrix), strides) * itemsize
+        else:
+            # Rows of k, of whole 128 bytes, of all matrices that are not the same by broadcasting.
+            own = [d for d, size in enumerate(g.batch) if size > 1 and strides[d] != 0]
+            index = 0
+            for d in own:
+                index = index * g.batch[d] + batch[d]
+            row_bytes = -(-g.k * itemsize // 128) * 128
+            wanted = (index * lines + line) * row_bytes + k * itemsize
+        assert got == wanted
+
+    # The output, or the partial sums of a split.
+    wanted, itemsize = np.dot((*batch, i, j), g.out_strides), product.out_dtype.itemsize
+    if choice.splits > 1:
+        stacked = work["split"][item] * shape["batches"] + work["batch"][item]
+        wanted, itemsize = (stacked * g.m + i) * g.n + j, 4
+    inner = (row, column) if instance.out_m_major else (column, row)
+    if instance.out_boxes:
+        assert out_map.sizes[:2] == ((m, n) if instance.out_m_major else (n, m))
+        assert out_map.element_bytes == itemsize
+        assert offset_bytes(out_map, inner, position("out_batch")) == wanted * itemsize
+    else:
+        batch_offset = np.dot(position("out_batch"), shape["out_batch_strides"])
+        assert inner[0] + inner[1] * shape["out_stride"] + batch_offset == wanted
+    assert pointer.index == (2 if choice.splits == 1 else 2 + len(plan.workspace_bytes))
+
+
+def test_a_broadcast_operand_stays_where_it_is():
+    product = product_of("bf16", 64, 64, 64, (3, 5), broadcast=(1,))
+    choice = next(c for c in candidates(product, H100) if not c.exchanged and c.splits == 1)
+    plan = plan_of(choice)
+    shape, lhs = shape_of(plan), main_launch(plan).parameters[0]
+    assert shape["batch"] == (1, 3, 5)
+    assert shape["lhs_steps"] == (0, 1, 0)
+    assert shape["rhs_steps"] == (0, 1, 1)
+    assert lhs.sizes == (64, 64, 1, 3, 1)
+
+
+def test_struct_is_unpacked_field_by_field():
+    geometry = MatmulGeometry(
+        batch=(3, 2),
+        m=300,
+        n=200,
+        k=1000,
+        lhs_strides=(0, 2**20, 1, 2**10),
+        rhs_strides=(2**21, 0, 2**11, 1),
+        out_strides=(2**34, 2**33, 2**12 + 1, 1),
+    )
+    product = Product(geometry, BF16, BF16, BF16, "bf16")
+    wanted = {
+        "out_batch_strides": (0, 2**34, 2**33),
+        "out_stride": 2**12 + 1,
+        "batch": (1, 3, 2),
+        "batches": 6,
+        "k_tiles": 16,
+        "split_k_tiles": 16,
+        "piece_step": 0,
+    }
+    for choice in candidates(product, H100):
+        if choice.splits > 1:
+            continue
+        shape = shape_of(plan_of(choice))
+        assert not choice.instance.out_boxes
+        assert {name: shape[name] for name in wanted} == wanted
+        steps = [shape["lhs_steps"], shape["rhs_steps"]]
+        sizes = (shape["m"], shape["n"])
+        if choice.exchanged:
+            steps, sizes = steps[::-1], sizes[::-1]
+        assert steps == [(0, 0, 1), (0, 1, 0)]
+        assert sizes == (300, 200)
+
+
+# -- Passes. ---------------------------------------------------------------------------------------
+
+
+def packed(product):
+    """Buffers of the operands that are packed first; the same for all candidates."""
+    found = set()
+    for choice in candidates(product, H100):
+        plan = plan_of(choice)
+        packs = [one for one in plan.launches if "pack_operand" in one.entry.name]
+        found.add(tuple(one.parameters[0].index for one in packs))
+    (buffers,) = found
+    return buffers
+
+
+@pytest.mark.parametrize(
+    ("wanted", "buffers"),
+    [
+        (product_of("bf16", 64, 64, 64), ()),
+        (product_of("bf16", 64, 60, 64), (1,)),
+        (product_of("bf16", 64, 60, 64, rhs_k_major=True), ()),
+        (product_of("bf16", 64, 64, 63), (0,)),
+        (product_of("bf16", 63, 62, 61), (0, 1)),
+        # Of 16-bit operands in any order none is packed ...
+        (product_of("bf16", 128, 64, 64, lhs_k_major=False), ()),
+        (product_of("f16", 64, 128, 64, lhs_k_major=False), ()),
+        # ... and of others one, if neither has k side by side: the smaller.
+        (product_of("int8", 128, 64, 64, lhs_k_major=False), (1,)),
+        (product_of("int8", 64, 128, 64, lhs_k_major=False), (0,)),
+        (product_of("tf32", 64, 128, 64, lhs_k_major=False), (0,)),
+        (product_of("fp8", 128, 64, 64, lhs_k_major=False), (1,)),
+        (product_of("tf32", 128, 64, 64), ()),
+        (product_of("int8", 128, 64, 64, (4,), lhs_k_major=False, broadcast=(0,)), (0,)),
+        (product_of("int8", 128, 64, 64, lhs_k_major=False, rhs_k_major=True), ()),
+        # Strides of dimensions of size 1 do not matter.
+        (product_of("bf16", 1, 64, 63), ()),
+        (product_of("int8", 63, 64, 1, rhs_k_major=True), (0,)),
+    ],
+    ids=lambda value: "" if isinstance(value, Product) else str(value),
+)
+def test_operands_that_the_kernel_cannot_read_are_packed(wanted, buffers):
+    assert packed(wanted) == buffers
+
+
+@given(cases(any_geometry))
+def test_launches_are_packs_then_the_kernel_then_the_sum(case):
+    product, choice = case
+    plan = plan_of(choice)
+    names = [re.match(r"tilekern::(\w+)<", one.entry.name)[1] for one in plan.launches]
+    packs = names.count("pack_operand")
+    assert names == [
+        *["pack_operand"] * packs,
+        "wgmma_matmul",
+        *["sum_splits"] * (choice.splits > 1),
+    ]
+    assert len(plan.workspace_bytes) == packs + (choice.splits > 1)
+
+    # Each workspace is written by one launch and read by a later one.
+    lhs, rhs, _, out, _ = main_launch(plan).parameters
+    read = {lhs.buffer, rhs.buffer}
+    for index, pack in enumerate(plan.launches[:packs]):
+        source, target, _ = pack.parameters
+        assert source.index in (0, 1)
+        assert target == Buffer(3 + index)
+        read = {source.index if buffer == target.index else buffer for buffer in read}
+    assert read == {0, 1}
+    if choice.splits > 1:
+        partials, target, _ = plan.launches[-1].parameters
+        assert partials == out == Buffer(3 + packs)
+        assert target == Buffer(2)
+        outputs = math.prod(product.geometry.batch) * product.geometry.m * product.geometry.n
+        assert plan.workspace_bytes[-1] == 4 * outputs * choice.splits
+    else:
+        assert out == Buffer(2)
+
+    dtypes = (product.lhs_dtype, product.rhs_dtype)
+    for buffer, dtype in enumerate(dtypes):
+        is_packed = buffer not in (lhs.buffer, rhs.buffer)
+        assert plan.alignments[buffer] == (dtype.itemsize if is_packed else 16)
+    if choice.splits == 1:
+        boxes = choice.instance.out_boxes
+        assert plan.alignments[2] == (16 if boxes else product.out_dtype.itemsize)
+    assert f"{choice.instance.stages} stages" in plan.reason
+    assert ("packed first" in plan.reason) == bool(packs)
+
+
+# -- What the C++ has. -----------------------------------------------------------------------------
+
+
+def struct_fields(name):
+    """Fields of a struct of wgmma_shape.cuh, in order: names, types and numbers of elements."""
+    text = (cuda_folder() / "wgmma_shape.cuh").read_text()
+    body = text[text.index(f"struct {name} {{") :]
+    body = body[: body.index("\n}")]
+    return re.findall(r"^  (int|bool|int32|int64) (\w+)(\[kBoxBatchDims\])?;", body, re.MULTILINE)
+
+
+def test_every_field_of_the_config_is_given():
+    fields = [field.name for field in dataclasses.fields(WgmmaInstance)]
+    assert fields == ["types", *(name for _, name, _ in struct_fields("WgmmaConfig"))]
+    instance = next(iter(candidates(product_of("int8", 64, 64, 64), H100))).instance
+    name = instance.kernel.name
+    assert name.startswith(
+        "tilekern::wgmma_matmul<tilekern::int8, tilekern::int8, tilekern::int32, tilekern::"
+    )
+    given = re.findall(r"\.(\w+) = (\d+)", name)
+    assert given == [(f, str(int(getattr(instance, f)))) for f in fields[1:]]
+
+
+def test_every_field_of_the_shape_is_packed():
+    fields = struct_fields("WgmmaShape")
+    layout = "".join(
+        ("3" if count else "1") + {"int64": "q", "int32": "i"}[type_] for type_, _, count in fields
+    )
+    assert struct.calcsize(f"@{layout}0q") == struct.calcsize(SHAPE_LAYOUT)
+    plan = plan_of(next(iter(candidates(product_of("bf16", 64, 64, 64), H100))))
+    assert list(shape_of(plan)) == [name for _, name, _ in fields]
+
+
+def test_instances_are_those_of_candidates():
+    found = set(wgmma.instances(H100))
+    assert {instance.types[0] for instance in found} == {
+        f"tilekern::{name}" for name in ("bfloat16", "float16", "int8", "float8_e4m3fn")
+    } | {"float", "tilekern::float8_e5m2"}
+    assert all(instance.stages >= 2 for instance in found)
+    assert not list(wgmma.instances(MODERN[0]))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("wanted", "kernels"),
+    [
+        (product_of("bf16", 2048, 2048, 2048), 1),
+        (product_of("bf16", 2047, 2049, 2045), 3),
+        (product_of("int8", 128, 256, 65536, lhs_k_major=False), 3),
+        (product_of("tf32", 512, 512, 8192, (3, 1), broadcast=(0,)), 1),
+        (product_of("fp8", 96, 80, 64, rhs_k_major=True), 1),
+    ],
+    ids=["plain", "packed", "split", "batch", "fp8"],
+)
+def test_parameters_are_those_of_the_compiled_kernels(wanted, kernels):
+    found = [c for c in candidates(wanted, H100) if len(plan_of(c).launches) == kernels]
+    choice = min(found, key=lambda choice: choice.cycles)
+    # Launch compares them.
+    plan = choice.plan(H100)
+    assert len(plan.launches) == kernels
+    assert [one.entry.parameter_bytes for one in plan.launches] == [
+        one.entry.parameter_bytes for one in plan_of(choice).launches
+    ]
+    assert plan.name == f"wgmma_matmul {wanted.arithmetic}"
+    assert all(one.entry.spill_bytes == 0 for one in plan.launches)

@@ -1,0 +1,654 @@
+import dataclasses
+import functools
+import json
+import re
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.interpreters import mlir
+from numerics import on_gpu
+
+import jax_tilekern as jtk
+from jax_tilekern import product_timing, tuning
+from jax_tilekern.nvrtc import CompileError, NvrtcNotFound
+from jax_tilekern.plans import tuned
+from jax_tilekern.plans.geometry import MatmulGeometry
+from jax_tilekern.plans.gpu import NoGpu, known_gpu
+from jax_tilekern.plans.matmul import candidates
+from jax_tilekern.plans.product import NoKernel, Product
+from jax_tilekern.plans.tuned import XLA, TunedChoice, TunedChoices, product_text
+from jax_tilekern.product_timing import Measured, _Problem
+
+H100, A100 = known_gpu("sm_90"), known_gpu("sm_80")
+BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+
+
+def product(m=64, n=64, k=64, dtype=BF16, arithmetic="bf16"):
+    geometry = MatmulGeometry((), m, n, k, (k, 1), (n, 1), (n, 1))
+    return Product(geometry, dtype, dtype, dtype, arithmetic)
+
+
+def choice(winner="b", times=None, **changes):
+    times = {"a": 20.0, "b": 10.0, XLA: 30.0} if times is None else times
+    fields = {
+        "model": "a",
+        "method": "device time",
+        "digest": "d",
+        "versions": "v",
+        "date": "2026-11-21",
+    }
+    return TunedChoice(winner=winner, microseconds=times, **(fields | changes))
+
+
+@dataclasses.dataclass(frozen=True)
+class FakePlan:
+    reason: str
+
+
+class FakeCandidate:
+    """Stands in for a Candidate: a key, and a plan or an error."""
+
+    def __init__(self, key, error=None):
+        self.key, self.error = key, error
+
+    def plan(self, gpu):
+        if self.error is not None:
+            raise self.error
+        return FakePlan(f"by {self.key}")
+
+
+@pytest.fixture
+def store(tmp_path):
+    with tuning.using(TunedChoices(tmp_path / "tuned")) as choices:
+        yield choices
+
+
+# What is stored.
+
+
+def test_products_are_stored_under_a_readable_text():
+    assert product_text(product(64, 32, 16)) == (
+        "bf16 64x32x16: lhs bfloat16[16,1], rhs bfloat16[32,1], out bfloat16[32,1]"
+    )
+    x = jax.ShapeDtypeStruct((3, 8, 16), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((32, 16), jnp.bfloat16)
+    with jtk.gpu_target(H100):
+        found = tuning.products_of(jax.vmap(lambda x, w: jtk.matmul(w, x.T), (0, None)), x, w)
+    # The operands changed places, and the batch became rows.
+    assert [product_text(p) for p in found] == [
+        "bf16 3x32x8x16: lhs bfloat16[0,16,1], rhs bfloat16[128,1,16], out bfloat16[256,8,1]"
+    ]
+
+
+def test_texts_tell_products_apart():
+    one = product()
+    transposed = dataclasses.replace(one.geometry, lhs_strides=(1, 64))
+    others = [
+        product(128),
+        dataclasses.replace(one, out_dtype=F32),
+        dataclasses.replace(one, arithmetic="f16"),
+        dataclasses.replace(one, geometry=transposed),
+    ]
+    assert len({product_text(p) for p in (one, *others)}) == 5
+
+
+def test_choices_survive_the_process(tmp_path):
+    TunedChoices(tmp_path).put(product(), H100, choice())
+    later = TunedChoices(tmp_path)
+    assert later.find(product(), H100) == choice()
+    assert later.find(product(128), H100) is None
+    assert later.find(product(), A100) is None
+    assert later.file(H100).name == "NVIDIA-H100-80GB-HBM3.json"
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".lock"}
+
+
+def test_processes_keep_each_others_choices(tmp_path):
+    one, other = TunedChoices(tmp_path), TunedChoices(tmp_path)
+    assert one.find(product(), H100) is other.find(product(), H100) is None
+    one.put(product(), H100, choice())
+    other.put(product(128), H100, choice(winner="a"))
+    together = TunedChoices(tmp_path)
+    assert together.find(product(), H100) == choice()
+    assert together.find(product(128), H100) == choice(winner="a")
+
+
+def test_writers_at_the_same_time_lose_nothing(tmp_path):
+    def write(size):
+        TunedChoices(tmp_path).put(product(size), H100, choice())
+
+    threads = [threading.Thread(target=write, args=(size,)) for size in range(1, 17)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    together = TunedChoices(tmp_path)
+    assert all(together.find(product(size), H100) for size in range(1, 17))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"schema": 2}',
+        '{"schema": 1, "gpu": "NVIDIA H100 80GB HBM3", "choices": {"x": {"winner": "a"}}}',
+        '{"schema": 1, "gpu": "another", "choices": {}}',
+        "\xff",
+    ],
+)
+def test_a_broken_file_is_one_warning_and_is_kept(tmp_path, text):
+    path = TunedChoices(tmp_path).file(H100)
+    path.write_text(text, encoding="latin-1")
+    choices = TunedChoices(tmp_path)
+    with pytest.warns(RuntimeWarning, match="jax_tilekern ignores"):
+        assert choices.find(product(), H100) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choices.find(product(), H100) is None
+        choices.put(product(), H100, choice())
+    assert TunedChoices(tmp_path).find(product(), H100) == choice()
+    if "another" not in text:
+        assert path.with_suffix(".json.unread").read_text(encoding="latin-1") == text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"microseconds": {"a": 1.0}},
+        {"microseconds": {"b": -1.0}},
+        {"microseconds": {"b": float("nan")}},
+        {"winner": None},
+        {"surplus": 1},
+    ],
+)
+def test_entries_are_checked(tmp_path, changes):
+    choices = TunedChoices(tmp_path)
+    choices.put(product(), H100, choice())
+    whole = json.loads(choices.file(H100).read_text())
+    whole["choices"][product_text(product())] |= changes
+    choices.file(H100).write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match="is not a file of tuned choices"):
+        TunedChoices(None).load(choices.file(H100))
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
+    (tmp_path / "file").write_text("")
+    choices = TunedChoices(tmp_path / "file" / "folder")
+    with pytest.warns(RuntimeWarning):
+        choices.put(product(), H100, choice())
+    assert choices.find(product(), H100) == choice()
+
+
+def test_results_can_be_shipped(tmp_path, store):
+    store.put(product(), H100, choice())
+    store.put(product(128), A100, choice())
+    assert tuning.export(tmp_path / "shipped.json", H100) == 1
+    with tuning.using(TunedChoices(None)) as elsewhere:
+        assert tuning.load(tmp_path / "shipped.json") == 1
+        assert elsewhere.find(product(), H100) == choice()
+    with pytest.raises(FileNotFoundError):
+        tuning.load(tmp_path / "none.json")
+
+
+def test_what_is_loaded_comes_first_and_is_not_written(tmp_path, store):
+    shipped = TunedChoices(None)
+    shipped.put(product(), H100, choice(winner="a"))
+    shipped.put(product(128), H100, choice(winner="a"))
+    shipped.export(tmp_path / "shipped.json", H100)
+    TunedChoices(tmp_path / "tuned").put(product(), H100, choice())
+    tuning.load(tmp_path / "shipped.json")
+    assert store.find(product(), H100).winner == "a"
+    store.put(product(256), H100, choice())
+    own = TunedChoices(tmp_path / "tuned")
+    assert own.find(product(), H100).winner == "b"
+    assert own.find(product(128), H100) is None
+
+
+# What plans make of it.
+
+
+def test_plans_follow_the_choice(store):
+    found = [FakeCandidate("a"), FakeCandidate("b")]
+    assert tuned.tuned_plan(product(), H100, found) is None
+    store.put(product(), H100, choice())
+    assert tuned.tuned_plan(product(), H100, found).reason == "by b, tuned"
+    assert tuned.tuned_plan(product(), A100, found) is None
+    store.put(product(), H100, choice(winner=XLA))
+    assert tuned.tuned_plan(product(), H100, found) == NoKernel(
+        "tuning found XLA's own product faster"
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        ([FakeCandidate("a")], "'b' is no kernel for it any more"),
+        ([FakeCandidate("b", CompileError("no such", "log"))], r"'b' cannot be planned \(no such"),
+        ([FakeCandidate("b", ValueError("too large"))], r"'b' cannot be planned \(too large"),
+    ],
+)
+def test_a_stale_choice_is_one_warning(store, found, why):
+    store.put(product(), H100, choice())
+    with pytest.warns(RuntimeWarning, match=why):
+        assert tuned.tuned_plan(product(), H100, found) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuned.tuned_plan(product(), H100, found) is None
+
+
+def test_a_missing_compiler_is_not_the_choices_fault(store):
+    store.put(product(), H100, choice())
+    with pytest.raises(NvrtcNotFound):
+        tuned.tuned_plan(product(), H100, [FakeCandidate("b", NvrtcNotFound("none"))])
+
+
+def explained(x):
+    with jtk.gpu_target(H100):
+        (made,) = jtk.explain(jtk.matmul, x, x, platform="cuda")
+    return made
+
+
+def test_lowering_follows_the_choice(store):
+    x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    with jtk.gpu_target(H100):
+        (p,) = tuning.products_of(jtk.matmul, x, x)
+    by_model = explained(x)
+    mma = next(c for c in candidates(p, H100) if c.key.startswith("mma"))
+    store.put(p, H100, choice(winner=mma.key, times={mma.key: 1.0}))
+    by_measurement = explained(x)
+    assert by_measurement.kernel.startswith("mma_matmul")
+    assert by_measurement.reason.endswith(", tuned")
+    store.put(p, H100, choice(winner=XLA))
+    assert explained(x).kernel is None
+    assert explained(x).reason == "tuning found XLA's own product faster"
+    store.put(p, H100, choice(winner="wgmma 1x1", times={"wgmma 1x1": 1.0}))
+    with pytest.warns(RuntimeWarning, match="no kernel for it any more"):
+        assert explained(x) == by_model
+
+
+def test_jitted_functions_are_lowered_for_the_choices_in_use():
+    x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    with jtk.gpu_target(H100):
+        (p,) = tuning.products_of(jtk.matmul, x, x)
+        function = jax.jit(jtk.matmul)
+
+        def kernels():
+            text = function.trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
+            return text.count("jax_tilekern_cuda_launch")
+
+        xla = TunedChoices(None)
+        xla.put(p, H100, choice(winner=XLA))
+        with tuning.using(TunedChoices(None)):
+            assert kernels() == 1
+            with tuning.using(xla):
+                assert kernels() == 0
+            assert kernels() == 1
+
+
+# What there is to tune.
+
+
+def test_products_of_a_function(monkeypatch):
+    def compiled(*args, **kwargs):
+        raise AssertionError("nothing is compiled to find products")
+
+    monkeypatch.setattr("jax_tilekern.plans.mma.compile_kernels", compiled)
+    monkeypatch.setattr("jax_tilekern.plans.wgmma.compile_kernels", compiled)
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 128), (128, 32)))
+
+    def loss(w, x):
+        return (jtk.matmul(x, w) + jtk.matmul(x, w)).astype(jnp.float32).sum()
+
+    with jtk.gpu_target(H100):
+        found = tuning.products_of(jax.jit(jax.grad(loss, (0, 1))), w, x)
+        names = [tuning.short_name(p) for p in found]
+        # Forward products are dead code in the gradient of a linear function.
+        assert sorted(names) == ["bf16 128x32x64 TN -> bfloat16", "bf16 64x128x32 NT -> bfloat16"]
+        assert tuning.products_of(jnp.matmul, x, w) == []
+        integers = jax.ShapeDtypeStruct((8, 8), jnp.int16)
+        assert tuning.products_of(jtk.matmul, integers, integers) == []
+
+
+# Tuning, with times that are made up.
+
+
+def measured(times, failures=(), method="device time"):
+    return Measured(times, dict(failures), method)
+
+
+@pytest.fixture
+def meter(monkeypatch):
+    """Replace the measurement; returns the list of what was measured."""
+    calls = []
+
+    def measure(product, found, gpu, seconds):
+        calls.append((product, [c.key for c in found]))
+        times = {c.key: 100.0 + i for i, c in enumerate(found)}
+        times[found[1].key] = 50.0
+        return measured(times | {XLA: 80.0})
+
+    monkeypatch.setattr(tuning, "measure", measure)
+    return calls
+
+
+def tuned_rows(*products, **options):
+    return list(tuning.tune_products(products, H100, **options))
+
+
+def test_winners_are_stored(store, meter):
+    (row,) = tuned_rows(product())
+    found = [c.key for c in candidates(product(), H100)]
+    assert meter[0][1][:8] == found[:8]
+    assert row.choice.winner == found[1]
+    assert row.choice.model == found[0]
+    assert row.choice.reach == 0.5
+    assert row.choice.microseconds[XLA] == 80
+    assert store.find(product(), H100) == row.choice
+    assert re.fullmatch(r"jax_tilekern [\d.]+, jax .+", row.choice.versions)
+
+
+def test_what_is_known_is_not_measured_again(store, meter, monkeypatch):
+    tuned_rows(product())
+    known, new = tuned_rows(product(), product(128))
+    assert known.known
+    assert not new.known
+    assert [p for p, _ in meter] == [product(), product(128)]
+    tuned_rows(product(), force=True)
+    assert len(meter) == 3
+    monkeypatch.setattr(tuning, "_digest", lambda: "other kernels")
+    tuned_rows(product())
+    assert len(meter) == 4
+
+
+def test_what_is_measured(meter, store):
+    square = product(4096, 4096, 4096)
+    tuned_rows(square, top=3)
+    found = [c.key for c in candidates(square, H100)]
+    assert meter[0][1][:3] == found[:3]
+    # And the best of the other family.
+    assert meter[0][1][3:] == [next(key for key in found if key.startswith("mma"))]
+
+
+@pytest.mark.parametrize(
+    ("times", "winner"),
+    [
+        ({"model": 100.0, "b": 99.5, XLA: 99.9}, "model"),
+        ({"model": 102.0, "b": 100.1, "c": 100.0, XLA: 99.5}, "c"),
+        ({"model": 102.0, "b": 100.0, XLA: 98.0}, XLA),
+        ({"b": 100.0, XLA: 120.0}, "b"),
+        ({XLA: 120.0}, XLA),
+    ],
+)
+def test_of_equals_the_model_is_right_and_xla_last(times, winner):
+    assert tuning._chosen(measured(times), "model", "d").winner == winner
+
+
+def test_an_interruption_loses_nothing(store, monkeypatch, meter):
+    measure, second = tuning.measure, product(128)
+
+    def interrupted(product, *rest):
+        if product == second:
+            raise KeyboardInterrupt
+        return measure(product, *rest)
+
+    monkeypatch.setattr(tuning, "measure", interrupted)
+    rows = tuning.tune_products([product(), second, product(256)], H100)
+    first = next(rows)
+    with pytest.raises(KeyboardInterrupt):
+        next(rows)
+    later = TunedChoices(store.file(H100).parent)
+    assert later.find(product(), H100) == first.choice
+    assert later.find(second, H100) is None
+
+
+def test_what_fails_is_not_stored(store, monkeypatch):
+    monkeypatch.setattr(tuning, "measure", lambda *_: measured({}, {"a": "wrong"}))
+    (row,) = tuned_rows(product())
+    assert row.choice is None
+    assert row.failures == {"a": "wrong"}
+    assert store.find(product(), H100) is None
+    assert "nothing ran" in str(tuning.Tuning([row]))
+
+
+def test_tune_takes_a_function(store, meter, monkeypatch):
+    monkeypatch.setattr(tuning, "gpu_to_measure", lambda: H100)
+    monkeypatch.setattr(tuning, "nvrtc", lambda: None)
+    x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    seen = []
+    with jtk.gpu_target(H100):
+        result = tuning.tune(jtk.matmul, x, b=x, progress=seen.append)
+        assert len(tuning.tune(jtk.matmul, x, x)) == 1
+    assert list(result) == seen
+    assert len(meter) == 1
+    heading, line, summary = str(result).splitlines()
+    assert heading.startswith("product")
+    assert line.startswith("bf16 512x512x512 NN -> bfloat16")
+    assert line.endswith("0.500")
+    assert summary == (
+        "The model's choices reach 0.500 of tuned ones, and 0.500 of the fastest kernels "
+        "(geometric mean of 1)."
+    )
+    assert str(tuning.Tuning()) == "no product that kernels compute"
+
+
+def test_reach_counts_kernels_apart():
+    row = tuning.TunedProduct(product(), choice(XLA, {"a": 40.0, "b": 20.0, XLA: 10.0}), {})
+    assert row.choice.reach == 0.25
+    assert row.choice.kernel_reach == 0.5
+    broken = tuning.TunedProduct(product(), choice("b", {"b": 20.0}, model="a"), {})
+    assert broken.choice.reach is None
+    assert "reach 0.250 of tuned ones, and 0.500" in tuning.reach([row, broken])
+    assert broken.cells()[3:] == ("a", "-", "-", "-")
+
+
+def test_tuning_needs_a_gpu(monkeypatch):
+    with jtk.gpu_target(dataclasses.replace(H100, name="another")), pytest.raises(NoGpu):
+        tuning.gpu_to_measure()
+
+
+# Measuring. The products of JAX that stand for strided ones:
+
+CALLS = {
+    "plain": (lambda a, b: jtk.matmul(a, b), (3, 4), (4, 5)),
+    "transposed": (lambda a, b: jtk.matmul(a.T, b.T), (4, 3), (5, 4)),
+    "exchanged": (lambda a, b: jtk.matmul(a, b).T, (3, 4), (4, 5)),
+    "gradient": (
+        jax.grad(lambda a, b: (jtk.matmul(a, b) ** 2).astype(jnp.float32).sum()), (3, 4), (4, 5)
+    ),
+    "vector": (lambda a, b: jtk.matmul(a, b), (3, 4), (4,)),
+    "row": (lambda a, b: jtk.matmul(a, b), (1, 4), (4, 5)),
+    "inner": (lambda a, b: jtk.matmul(a, b), (4,), (4,)),
+    "batched": (lambda a, b: jtk.matmul(a, b), (5, 3, 4), (5, 4, 6)),
+    "batched rhs": (lambda a, b: jtk.matmul(a, b), (3, 4), (5, 4, 6)),
+    "attention": (
+        lambda a, b: jnp.einsum("bqhd,bkhd->bhqk", a, b, _dot_general=jtk.dot_general),
+        (2, 3, 4, 6), (2, 5, 4, 6),
+    ),
+    "innermost vmap": (jax.vmap(jtk.matmul, (1, None), 1), (3, 2, 4), (4, 5)),
+    "outer vmaps": (
+        jax.vmap(jax.vmap(jtk.matmul, (0, None)), (None, 0)), (2, 3, 4), (5, 4, 6)
+    ),
+}  # fmt: skip
+
+
+def by_numpy(p, lhs, rhs):
+    """The product from its strides, and the memory that the result takes."""
+    g = p.geometry
+
+    def view(x, sizes, strides):
+        flat = np.ascontiguousarray(np.asarray(x, np.float64)).ravel()
+        sizes = (*g.batch, *sizes)
+        strides = [stride * flat.itemsize for stride in strides]
+        return np.lib.stride_tricks.as_strided(flat, sizes, strides)
+
+    exact = view(lhs, (g.m, g.k), g.lhs_strides) @ view(rhs, (g.k, g.n), g.rhs_strides)
+    out = np.zeros(exact.size)
+    strides = [stride * out.itemsize for stride in g.out_strides]
+    np.lib.stride_tricks.as_strided(out, exact.shape, strides)[...] = exact
+    return out
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arrays_stand_for_strided_operands(name, rng):
+    function, *shapes = CALLS[name]
+    with jtk.gpu_target(H100):
+        found = tuning.products_of(
+            function, *(jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes)
+        )
+    assert found
+    for p in found:
+        problem = _Problem.of(p)
+        operands = [rng.standard_normal(x.shape, F32) for x in (problem.lhs, problem.rhs)]
+        result = problem.by_xla(*operands)
+        assert (result.shape, result.dtype) == (problem.out.shape, np.float32)
+        tolerance = 1e-2 if on_gpu() else 1e-5
+        np.testing.assert_allclose(
+            np.asarray(result).ravel(), by_numpy(p, *operands), rtol=tolerance, atol=tolerance
+        )
+
+
+def test_xla_is_asked_for_no_transpose_where_it_needs_none():
+    x, w = (jax.ShapeDtypeStruct(shape, np.float32) for shape in ((64, 32), (32, 128)))
+    with jtk.gpu_target(H100):
+        (p,) = tuning.products_of(
+            lambda x, w: jtk.dot_general(w, x, (((0,), (1,)), ((), ()))), x, w
+        )
+    problem = _Problem.of(p)
+    text = jax.jit(problem.by_xla).lower(*problem.operands(0)).as_text()
+    assert "dot_general" in text
+    assert "transpose" not in text
+
+
+@pytest.mark.parametrize(
+    ("types", "arithmetic"),
+    [
+        (("float8_e4m3fn", "float8_e5m2", "bfloat16"), "fp8"),
+        (("float8_e4m3fn", "float8_e4m3fn", "float32"), "fp8_fast"),
+        (("int8", "int8", "int32"), "int8"),
+        (("float32", "float32", "float32"), "f32"),
+        (("float32", "float32", "float32"), "f32_emulated"),
+        (("float32", "float32", "float32"), "tf32"),
+        (("float16", "float16", "float32"), "f16"),
+    ],
+)
+def test_xla_is_asked_for_the_arithmetic(types, arithmetic):
+    geometry = MatmulGeometry((), 16, 16, 16, (16, 1), (16, 1), (16, 1))
+    lhs, rhs, out = map(jnp.dtype, types)
+    problem = _Problem.of(Product(geometry, lhs, rhs, out, arithmetic))
+    operands = problem.operands(0)
+    assert [x.dtype for x in operands] == [lhs, rhs]
+    text = jax.jit(problem.by_xla).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("HIGHEST" in text) == (arithmetic == "f32")
+    assert ("algorithm" in text) == (arithmetic in ("f32_emulated", "fp8_fast"))
+
+
+def test_arrays_with_gaps_cannot_be_measured():
+    with pytest.raises(ValueError, match="have gaps"):
+        _Problem.of(Product(MatmulGeometry((), 8, 8, 8, (9, 1), (8, 1), (8, 1)), *[F32] * 3, "f32"))
+
+
+class JaxPlan:
+    """A plan that a function of JAX executes, where there is no GPU."""
+
+    def __init__(self, function):
+        self.function = function
+
+
+class JaxCandidate:
+    def __init__(self, key, function):
+        self.key, self.function = key, function
+
+    def plan(self, gpu):
+        if isinstance(self.function, Exception):
+            raise self.function
+        return JaxPlan(self.function)
+
+
+@pytest.fixture
+def jax_plans(monkeypatch):
+    """Execute plans by their functions on a CPU, and wait little."""
+
+    def emit(ctx, lhs, rhs, *, plan, result):
+        return mlir.lower_fun(plan.function, multiple_results=False)(ctx, lhs, rhs)
+
+    mlir.register_lowering(product_timing._planned, emit, platform="cpu")
+    monkeypatch.setattr(product_timing, "_MOST_COPIES", 3)
+    monkeypatch.setattr(product_timing, "_MOST_CALLS", 3)
+
+
+@pytest.mark.skipif(on_gpu(), reason="plans are executed by the CPU")
+@pytest.mark.usefixtures("jax_plans")
+def test_candidates_are_measured_if_they_are_right():
+    right = functools.partial(jnp.matmul, precision="highest")
+    found = [
+        JaxCandidate("wrong", lambda a, b: right(a, b).at[3, 3].add(1)),
+        JaxCandidate("nan", lambda a, b: right(a, b) * np.nan),
+        JaxCandidate("right", right),
+        JaxCandidate("large", ValueError("too large")),
+        JaxCandidate("rejected", CompileError("no such type", "")),
+    ]
+    # The profile of a CPU shows no device, so the times are by the wall clock.
+    result = product_timing.measure(product(dtype=F32, arithmetic="f32"), found, H100, 0.01)
+    assert set(result.microseconds) == {"right", XLA}
+    assert all(time > 0 for time in result.microseconds.values())
+    assert result.method.startswith("wall time")
+    assert set(result.failures) == {"wrong", "nan", "large", "rejected"}
+    assert "at most" in result.failures["wrong"]
+    assert result.failures["large"] == "cannot be planned: too large"
+
+
+@pytest.mark.skipif(on_gpu(), reason="plans are executed by the CPU")
+@pytest.mark.usefixtures("jax_plans")
+def test_integers_and_float64_are_compared_exactly():
+    def times(p, function):
+        return product_timing.measure(p, [JaxCandidate("x", function)], H100, 0.01).microseconds
+
+    geometry = product().geometry
+    int8 = Product(geometry, *map(np.dtype, ("int8", "int8", "int32")), "int8")
+    sums = functools.partial(jnp.matmul, preferred_element_type=np.int32)
+    assert set(times(int8, sums)) == {"x", XLA}
+    assert set(times(int8, lambda a, b: sums(a, b).at[0, 0].add(1))) == {XLA}
+    f64 = Product(geometry, *[np.dtype(np.float64)] * 3, "f64")
+    assert set(times(f64, jnp.matmul)) == {"x", XLA}
+    assert set(times(f64, lambda a, b: jnp.matmul(a, b) * (1 + 1e-10))) == {XLA}
+
+
+def test_what_does_not_fit_is_a_failure_of_its_product(monkeypatch):
+    def full(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(product_timing, "_measured", full)
+    result = product_timing.measure(product(), [], H100, 1.0)
+    assert result == ({}, {"measuring": "failed: RESOURCE_EXHAUSTED"}, "nothing")
+    monkeypatch.setattr(product_timing, "_require_device", full)
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        product_timing.measure(product(), [], H100, 1.0)
+
+
+def test_plans_are_lowered_as_they_are():
+    p = product()
+    problem = _Problem.of(p)
+    plan = candidates(p, H100)[0].plan(H100)
+    function = jax.jit(functools.partial(problem.by_plan, plan))
+    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    text = function.trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "jax_tilekern_cuda_launch" in text
+    assert plan.name in text
+
+
+@pytest.mark.skipif(not on_gpu(), reason="measures on a GPU")
+@pytest.mark.xdist_group("tuning on a gpu")
+def test_on_a_gpu(store):
+    x = jnp.ones((256, 256), jnp.bfloat16)
+    (row,) = tuning.tune(jtk.matmul, x, x, seconds=0.2, top=3)
+    assert not row.failures
+    assert len(row.choice.microseconds) >= 3
+    assert row.choice.method == "device time"
+    assert all(0.5 < time < 1000 for time in row.choice.microseconds.values())
+    (made,) = jtk.explain(jtk.matmul, x, x)
+    assert "tun" in made.reason
