@@ -20,6 +20,9 @@ UNIT_ROUNDOFF = {
     np.dtype(F8E5): 2.0**-3,
 }
 TF32_ROUNDOFF = 2.0**-11
+# Of sums of 8-bit floats inside Hopper's tensor cores, which keep about 14 bits of them. They are
+# added up in float32 after every 128 products.
+FP8_SUM_ROUNDOFF = 2.0**-13
 
 # Row- and column-major operands of a matrix product.
 MAJORS = ("mk,kn", "km,kn", "mk,nk", "km,nk")

@@ -12,6 +12,7 @@ from numerics import (
     BF16,
     F8E4,
     F8E5,
+    FP8_SUM_ROUNDOFF,
     MAJORS,
     TF32_ROUNDOFF,
     assert_product,
@@ -51,9 +52,13 @@ SHAPES = [
 
 
 def roundoff(dtype, precision=None):
-    """Rounding of the operands themselves: TF32 on a GPU."""
-    tf32 = on_gpu() and np.dtype(dtype) == np.float32 and precision is None
-    return TF32_ROUNDOFF if tf32 else 0.0
+    """Rounding beside float32's: of operands to TF32, and of sums of 8-bit floats on Hopper."""
+    if not on_gpu():
+        return 0.0
+    if np.dtype(dtype) == np.float32 and precision is None:
+        return TF32_ROUNDOFF
+    hopper = jax.devices()[0].compute_capability == "9.0"
+    return FP8_SUM_ROUNDOFF if hopper and np.dtype(dtype) in (F8E4, F8E5) else 0.0
 
 
 def supported(lhs):
