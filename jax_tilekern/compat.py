@@ -28,6 +28,7 @@ __all__ = [
     "unify_varying",
     "varying_axes",
     "with_type",
+    "zero_tangent",
 ]
 
 # jax.extend.core exports it, and imports all of Pallas on the way (60 ms).
@@ -81,3 +82,8 @@ def transposed_from(value: Any) -> tuple[Any, Sequence[int]] | None:
     if getattr(operation, "name", None) != "stablehlo.transpose":
         return None
     return operation.operands[0], list(operation.attributes["permutation"])
+
+
+def zero_tangent(primal: Any) -> Any:
+    """Symbolic zero tangent of a value."""
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())

@@ -22,6 +22,7 @@ from typing import Any
 
 from jax_tilekern import compat
 from jax_tilekern.compat import ad, batching, mlir
+from jax_tilekern.linearity import cotangents_in, tangents_out
 
 Params = dict[str, Any]
 
@@ -76,7 +77,8 @@ class Operation:
     transposes
         For each operand in which the operation is linear, the rule
         ``rule(cotangent, *operands, **params)`` that gives that operand's cotangent; the linear
-        operand itself is passed as its abstract value.
+        operand itself is passed as its abstract value. A tuple of operands in which it is
+        *jointly* linear has a rule that gives as many cotangents.
     batch
         ``batch(operands, dims, **params)`` gives the batched result and its batch dimension.
     planners
@@ -87,7 +89,7 @@ class Operation:
 
     name: str
     reference: Callable[..., Any]
-    transposes: Mapping[int, Callable[..., Any]]
+    transposes: Mapping[int | tuple[int, ...], Callable[..., Any]]
     batch: Callable[..., tuple[Any, int]]
     planners: Mapping[str, Planner]
     describe: Callable[..., str]
@@ -144,27 +146,25 @@ def define(operation: Operation) -> Callable[..., Any]:
     def bind(*operands: Any, **params: Any) -> Any:
         return primitive.bind(*compat.unify_varying(*operands), **params)
 
-    def tangent_rule(index: int) -> Callable[..., Any]:
-        def jvp(tangent: Any, *operands: Any, **params: Any) -> Any:
-            return bind(*operands[:index], tangent, *operands[index + 1 :], **params)
+    rules = dict(_as_group(*item) for item in operation.transposes.items())
 
-        return jvp
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+        def bind_one(*operands: Any) -> list[Any]:
+            return [bind(*operands, **params)]
 
-    linear = operation.transposes
-    arity = max(linear) + 1
-    ad.defjvp(primitive, *(tangent_rule(i) if i in linear else None for i in range(arity)))
+        result = bind(*primals, **params)
+        (tangent,) = tangents_out(bind_one, tuple(rules), primals, tangents, [result])
+        return result, tangent
 
     def transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
-        results: list[Any] = [None] * len(operands)
-        for i, operand in enumerate(operands):
-            if ad.is_undefined_primal(operand):
-                if type(cotangent) is ad.Zero:
-                    results[i] = ad.Zero(operand.aval.to_ct_aval())
-                else:
-                    known = (*operands[:i], operand.aval, *operands[i + 1 :])
-                    results[i] = linear[i](cotangent, *known, **params)
-        return results
+        if type(cotangent) is ad.Zero:
+            return [
+                ad.Zero(x.aval.to_ct_aval()) if ad.is_undefined_primal(x) else None
+                for x in operands
+            ]
+        return cotangents_in(rules, cotangent, operands, params)
 
+    ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = lambda operands, dims, **params: operation.batch(
         operands, dims, **params
@@ -176,6 +176,14 @@ def define(operation: Operation) -> Callable[..., Any]:
         rule = functools.partial(_lower, operation, platform)
         mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
     return bind
+
+
+def _as_group(
+    operands: int | tuple[int, ...], rule: Callable[..., Any]
+) -> tuple[tuple[int, ...], Callable[..., Sequence[Any]]]:
+    if isinstance(operands, tuple):
+        return operands, rule
+    return (operands,), lambda *args, **params: (rule(*args, **params),)
 
 
 def _abstract_evaluation(operation: Operation) -> Callable[..., Any]:
