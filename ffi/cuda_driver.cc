@@ -43,6 +43,10 @@ Or<Driver> LoadDriver() {
       Find(library, "cuFuncGetAttribute", driver.cuFuncGetAttribute, missing) &&
       Find(library, "cuFuncSetAttribute", driver.cuFuncSetAttribute, missing) &&
       Find(library, "cuLaunchKernelEx", driver.cuLaunchKernelEx, missing) &&
+      Find(library, "cuStreamSynchronize", driver.cuStreamSynchronize, missing) &&
+      Find(library, "cuMemsetD8Async", driver.cuMemsetD8Async, missing) &&
+      Find(library, "cuMemcpyDtoHAsync_v2", driver.cuMemcpyDtoHAsync, missing) &&
+      Find(library, "cuMemcpyHtoDAsync_v2", driver.cuMemcpyHtoDAsync, missing) &&
       Find(library, "cuTensorMapEncodeTiled", driver.cuTensorMapEncodeTiled, missing);
   if (!complete) return "the NVIDIA driver is too old: libcuda.so.1 has no " + missing;
   if (CUresult error = driver.cuInit(0)) return "cuInit: " + driver.Text(error);

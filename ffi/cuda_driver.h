@@ -87,6 +87,10 @@ struct Driver {
   CUresult (*cuFuncSetAttribute)(CUfunction function, int attribute, int value);
   CUresult (*cuLaunchKernelEx)(const CUlaunchConfig* config, CUfunction function, void** parameters,
                                void** extra);
+  CUresult (*cuStreamSynchronize)(CUstream stream);
+  CUresult (*cuMemsetD8Async)(void* address, unsigned char byte, size_t bytes, CUstream stream);
+  CUresult (*cuMemcpyDtoHAsync)(void* to, const void* from, size_t bytes, CUstream stream);
+  CUresult (*cuMemcpyHtoDAsync)(void* to, const void* from, size_t bytes, CUstream stream);
   CUresult (*cuTensorMapEncodeTiled)(CUtensorMap* map, int dtype, uint32_t rank, void* address,
                                      const uint64_t* sizes, const uint64_t* strides,
                                      const uint32_t* box, const uint32_t* element_strides,

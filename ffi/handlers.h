@@ -5,11 +5,15 @@
 
 extern "C" {
 
-XLA_FFI_Error* CpuMatmul(XLA_FFI_CallFrame* frame);  // cpu/matmul.cc
+XLA_FFI_Error* CpuMatmul(XLA_FFI_CallFrame* frame);     // cpu/matmul.cc
+XLA_FFI_Error* CpuTranspose(XLA_FFI_CallFrame* frame);  // cpu/transpose.cc
+XLA_FFI_Error* CpuSum(XLA_FFI_CallFrame* frame);        // cpu/sum.cc
+XLA_FFI_Error* CpuAdd(XLA_FFI_CallFrame* frame);        // cpu/add.cc
 
-XLA_FFI_Error* CudaLaunchInstantiate(XLA_FFI_CallFrame* frame);  // cuda_launch.cc
-XLA_FFI_Error* CudaLaunchInitialize(XLA_FFI_CallFrame* frame);   // cuda_launch.cc
-XLA_FFI_Error* CudaLaunchExecute(XLA_FFI_CallFrame* frame);      // cuda_launch.cc
+XLA_FFI_Error* CudaLaunchInstantiate(XLA_FFI_CallFrame* frame);     // cuda_launch.cc
+XLA_FFI_Error* CudaLaunchInitialize(XLA_FFI_CallFrame* frame);      // cuda_launch.cc
+XLA_FFI_Error* CudaLaunchExecute(XLA_FFI_CallFrame* frame);         // cuda_launch.cc
+XLA_FFI_Error* CudaLaunchExecuteChecked(XLA_FFI_CallFrame* frame);  // cuda_launch.cc
 
 // The type of the state that CudaLaunchInstantiate makes; to be registered before the handlers.
 XLA_FFI_TypeId* CudaLaunchStateId();      // cuda_launch.cc

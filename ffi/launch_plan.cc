@@ -98,6 +98,7 @@ TensorMapParameter ReadTensorMap(Reader& reader) {
   map.sizes = reader.Numbers<uint64_t>("sizes");
   // A map of one dimension has no strides, and attributes have no empty arrays.
   if (map.sizes.size() > 1) map.strides_bytes = reader.Numbers<uint64_t>("strides_bytes");
+  if (reader.Has("steps_bytes")) map.steps_bytes = reader.Numbers<uint64_t>("steps_bytes");
   map.box = reader.Numbers<uint32_t>("box");
   map.element_strides = reader.Numbers<uint32_t>("element_strides");
 
@@ -115,23 +116,39 @@ TensorMapParameter ReadTensorMap(Reader& reader) {
 Parameter ReadParameter(Reader& reader) {
   if (reader.Has("sizes")) return ReadTensorMap(reader);
   if (reader.Has("bytes")) return ScalarsParameter{std::string(reader.Bytes("bytes"))};
-  return BufferParameter{reader.Number<uint32_t>("buffer"),
-                         reader.Number<uint64_t>("offset_bytes")};
+  BufferParameter buffer;
+  buffer.buffer = reader.Number<uint32_t>("buffer");
+  buffer.offset_bytes = reader.Number<uint64_t>("offset_bytes");
+  if (reader.Has("steps_bytes")) buffer.steps_bytes = reader.Numbers<uint64_t>("steps_bytes");
+  return buffer;
 }
 
-Launch ReadLaunch(Reader& reader, size_t buffers) {
+Launch ReadLaunch(Reader& reader, size_t cubins, size_t buffers) {
   Launch launch;
+  launch.cubin = reader.Number<size_t>("cubin");
+  if (launch.cubin >= cubins) {
+    reader.Fail("cubin", "there are only " + std::to_string(cubins) + " cubins");
+  }
   launch.entry = reader.String("entry");
   launch.grid = reader.Dimensions("grid");
   launch.block = reader.Dimensions("block");
   launch.cluster = reader.Dimensions("cluster");
   launch.shared_memory_bytes = reader.Number<unsigned>("shared_memory_bytes");
+  if (reader.Has("repeats")) launch.repeats = reader.Numbers<uint64_t>("repeats");
+  for (uint64_t repeats : launch.repeats) {
+    if (repeats == 0) reader.Fail("repeats", "one is 0");
+  }
   Reader parameters = reader.Nested("parameters");
   for (size_t i = 0; i < parameters.size(); ++i) {
     Reader parameter = parameters.Nested(std::to_string(i));
     launch.parameters.push_back(ReadParameter(parameter));
     if (parameter.Has("buffer") && parameter.Number<uint32_t>("buffer") >= buffers) {
       parameter.Fail("buffer", "there are only " + std::to_string(buffers) + " buffers");
+    }
+    if (parameter.Has("steps_bytes") &&
+        parameter.Numbers<uint64_t>("steps_bytes").size() != launch.repeats.size()) {
+      parameter.Fail("steps_bytes", "there are " + std::to_string(launch.repeats.size()) +
+                                        " repeats to step along");
     }
   }
   return launch;
@@ -158,7 +175,10 @@ ffi::ErrorOr<LaunchPlan> ReadLaunchPlan(const ffi::Dictionary& attributes) {
   LaunchPlan plan;
   plan.name = reader.String("name");
   plan.arch = reader.String("arch");
-  plan.cubin = reader.Bytes("cubin");
+  Reader cubins = reader.Nested("cubins");
+  for (size_t i = 0; i < cubins.size(); ++i) {
+    plan.cubins.push_back(cubins.Bytes(std::to_string(i)));
+  }
   plan.alignments = reader.Numbers<uint64_t>("alignments");
   for (uint64_t alignment : plan.alignments) {
     if (alignment == 0) reader.Fail("alignments", "an alignment is 0");
@@ -166,7 +186,7 @@ ffi::ErrorOr<LaunchPlan> ReadLaunchPlan(const ffi::Dictionary& attributes) {
   Reader launches = reader.Nested("launches");
   for (size_t i = 0; i < launches.size(); ++i) {
     Reader launch = launches.Nested(std::to_string(i));
-    plan.launches.push_back(ReadLaunch(launch, plan.alignments.size()));
+    plan.launches.push_back(ReadLaunch(launch, plan.cubins.size(), plan.alignments.size()));
   }
   if (error.empty()) return plan;
   return ffi::Unexpected(ffi::Error::InvalidArgument(plan.Text() + ": " + error));

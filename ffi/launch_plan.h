@@ -13,10 +13,11 @@
 
 namespace tilekern {
 
-// The address of a buffer, plus an offset.
+// The address of a buffer, plus an offset, plus so much for each step along a launch's repeats.
 struct BufferParameter {
   uint32_t buffer;
   uint64_t offset_bytes;
+  std::vector<uint64_t> steps_bytes;  // empty, or one for each of the repeats
 };
 
 // Bytes passed by value.
@@ -29,7 +30,7 @@ struct TensorMapParameter {
   uint32_t buffer;
   uint64_t extent_bytes;
   int dtype, interleave, swizzle, l2_promotion, oob_fill;
-  std::vector<uint64_t> sizes, strides_bytes;
+  std::vector<uint64_t> sizes, strides_bytes, steps_bytes;
   std::vector<uint32_t> box, element_strides;
 };
 
@@ -37,10 +38,12 @@ using Parameter = std::variant<BufferParameter, ScalarsParameter, TensorMapParam
 using Dim3 = std::array<unsigned, 3>;
 
 struct Launch {
+  size_t cubin;  // which of the plan's
   std::string entry;
   Dim3 grid, block, cluster;
   unsigned shared_memory_bytes;
   std::vector<Parameter> parameters;
+  std::vector<uint64_t> repeats;
 
   // For errors: the kernel, and how it is launched.
   std::string Text() const;
@@ -49,7 +52,7 @@ struct Launch {
 struct LaunchPlan {
   std::string name;
   std::string arch;
-  std::string_view cubin;  // views the attribute
+  std::vector<std::string_view> cubins;  // views of attributes
   std::vector<uint64_t> alignments;
   std::vector<Launch> launches;
 

@@ -27,6 +27,9 @@ nb::capsule Handler(XLA_FFI_Handler* handler) {
 nb::dict Registrations() {
   nb::dict cpu;
   cpu["jax_tilekern_cpu_matmul"] = Handler(CpuMatmul);
+  cpu["jax_tilekern_cpu_transpose"] = Handler(CpuTranspose);
+  cpu["jax_tilekern_cpu_sum"] = Handler(CpuSum);
+  cpu["jax_tilekern_cpu_add"] = Handler(CpuAdd);
 
   nb::dict launch;
   launch["instantiate"] = Handler(CudaLaunchInstantiate);
@@ -34,6 +37,12 @@ nb::dict Registrations() {
   launch["execute"] = Handler(CudaLaunchExecute);
   nb::dict cuda;
   cuda["jax_tilekern_cuda_launch"] = launch;
+
+  nb::dict checked;
+  checked["instantiate"] = Handler(CudaLaunchInstantiate);
+  checked["initialize"] = Handler(CudaLaunchInitialize);
+  checked["execute"] = Handler(CudaLaunchExecuteChecked);
+  cuda["jax_tilekern_cuda_launch_checked"] = checked;
 
   nb::dict platforms;
   platforms["cpu"] = cpu;

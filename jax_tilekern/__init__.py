@@ -8,19 +8,41 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 
 from jax_tilekern.explain import Explanation, explain
 from jax_tilekern.ffi import FFI_TARGETS
+from jax_tilekern.kernel_report import KernelReport
+from jax_tilekern.nvrtc import CompileError
+from jax_tilekern.ops.add import add
+from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
 from jax_tilekern.ops.matmul import dot_general, matmul
-from jax_tilekern.plans.gpu import Gpu, gpu_target
+from jax_tilekern.ops.sum import sum
+from jax_tilekern.ops.transpose import transpose
+from jax_tilekern.ops.vector_products import dot, matvec, vdot, vecmat
+from jax_tilekern.plans.gpu import Gpu, NoGpu, gpu_target
+from jax_tilekern.plans.launch import TensorMap
 from jax_tilekern.tuning import tune
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FFI_TARGETS",
+    "CompileError",
+    "CudaKernel",
     "Explanation",
     "Gpu",
+    "KernelReport",
+    "NoGpu",
+    "TensorMap",
+    "add",
+    "cuda_kernel",
+    "cxx_type",
+    "dot",
     "dot_general",
     "explain",
     "gpu_target",
     "matmul",
+    "matvec",
+    "sum",
+    "transpose",
     "tune",
+    "vdot",
+    "vecmat",
 ]

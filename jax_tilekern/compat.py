@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 __all__ = [
     "Primitive",
-    "abstract_result",
+    "abstract_results",
     "ad",
     "apply_primitive",
     "batching",
@@ -69,10 +69,9 @@ def unify_varying(*operands: Any) -> tuple[Any, ...]:
     )
 
 
-def abstract_result(function: Callable[..., Any], *avals: _core.AbstractValue) -> Any:
-    """Abstract value of ``function`` at ``avals``: shape, dtype, weak type, sharding and all."""
-    (aval,) = jax.make_jaxpr(function)(*avals).out_avals
-    return aval
+def abstract_results(function: Callable[..., Any], *avals: _core.AbstractValue) -> list[Any]:
+    """Abstract values of ``function`` at ``avals``: shape, dtype, weak type, sharding and all."""
+    return list(jax.make_jaxpr(function)(*avals).out_avals)
 
 
 def transposed_from(value: Any) -> tuple[Any, Sequence[int]] | None:

@@ -6,6 +6,7 @@ loaded before the first compilation.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -19,8 +20,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import platformdirs
+
 from jax_tilekern.cubin import Entry, read_entry
-from jax_tilekern.nvrtc import CompileError, NvrtcNotFound, nvrtc
+from jax_tilekern.nvrtc import CompileError, NvrtcNotFound, nvrtc, nvrtc_identity
 
 __all__ = [
     "CacheInfo", "CompileError", "Compiled", "Entry", "Kernel", "NvrtcNotFound",
@@ -30,7 +33,10 @@ __all__ = [
 # Part of every cache key: raise it when the options below or the format of an entry change.
 _CACHE_FORMAT = 1
 _MEMORY_ENTRIES = 256
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
+# Without an anchor to the line's start, for which this searches ten times as long.
+_INCLUDE = re.compile(r'#[ \t]*include[ \t]*["<]([^">]+)[">]')
+# A function without an execution space is a device function: headers need no decoration.
+_LANGUAGE = ("-std=c++20", "-default-device")
 # Options that bring in files which the cache key does not cover.
 _FILE_OPTIONS = ("-I", "--include-path", "-include", "--pre-include")
 
@@ -56,14 +62,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A cubin and the kernels in it.
+    """Compiled kernels.
 
     Attributes
     ----------
     arch
-        The architecture it was compiled for.
-    cubin
-        The ELF image that the driver loads.
+        The architecture they were compiled for.
     entries
         The kernels that were asked for.
     log
@@ -71,7 +75,6 @@ class Compiled:
     """
 
     arch: str
-    cubin: bytes
     entries: tuple[Entry, ...]
     log: str
 
@@ -89,6 +92,7 @@ class Compiled:
         raise KeyError(f"{name} was not compiled, only {[entry.name for entry in self.entries]}")
 
 
+@functools.cache
 def cuda_folder() -> Path:
     """Return the folder of the package's device code.
 
@@ -100,34 +104,50 @@ def cuda_folder() -> Path:
 
 
 def compile_kernels(*kernels: Kernel, arch: str) -> Compiled:
-    """Compile kernels of the package into one cubin.
+    """Compile kernels of the package, side by side and each into a cubin of its own.
+
+    Plans that have a kernel in common then have it compiled and loaded once.
 
     Parameters
     ----------
     kernels
-        One or more; they must agree on their options.
+        One or more.
     arch
         NVRTC's name of the architecture, such as ``"sm_90a"``.
 
     Raises
     ------
     ValueError
-        If there is no kernel, or the options differ.
+        If there is no kernel.
     CompileError
         If NVRTC rejects them.
     NvrtcNotFound
         If there is no NVRTC.
     """
-    options = {kernel.options for kernel in kernels}
-    if len(options) != 1:
-        raise ValueError(f"kernels of one cubin take one set of options, not {sorted(options)}")
-    files = dict.fromkeys(kernel.file for kernel in kernels)
-    return compile_source(
-        "".join(f'#include "{file}"\n' for file in files),
-        tuple(dict.fromkeys(kernel.name for kernel in kernels)),
-        arch=arch,
-        options=options.pop(),
-        file=f"{next(iter(files)).removesuffix('.cuh')}.cu",
+    if not kernels:
+        raise ValueError("no kernel, so nothing to compile")
+    requests = [
+        _Request(
+            f'#include "{kernel.file}"\n',
+            (kernel.name,),
+            arch,
+            kernel.options,
+            headers={},
+            file=f"{kernel.file.removesuffix('.cuh')}.cu",
+        )
+        for kernel in dict.fromkeys(kernels)
+    ]
+    # All but the first of those that take NVRTC, which runs outside of the interpreter's lock.
+    for request in [request for request in requests if not request.is_on_disk()][1:]:
+        # At the interpreter's exit there are no new threads.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=request.compile_ahead).start()
+    # What a thread has begun is waited for.
+    found = [request.compiled() for request in requests]
+    return Compiled(
+        arch,
+        tuple(entry for compiled in found for entry in compiled.entries),
+        "\n".join(compiled.log for compiled in found if compiled.log),
     )
 
 
@@ -170,34 +190,91 @@ def compile_source(
     """
     if not names:
         raise ValueError(f"{file}: no kernel named, so nothing to compile")
-    included = _included(source, headers or {})
-    flags = (
-        f"--gpu-architecture={arch}",
-        "-std=c++20",
-        # A function without an execution space is a device function: headers need no decoration.
-        "-default-device",
-        # Registers and spills are in the assembler's report and nowhere else.
-        "--ptxas-options=--verbose",
-        *_without_driver_cache(),
-        *options,
-    )
-    key = _cache_key(
-        str(_CACHE_FORMAT), str(nvrtc().version), file, source, *_flat(included.items()),
-        "names", *names, "flags", *flags,
-    )  # fmt: skip
+    return _Request(source, tuple(names), arch, tuple(options), headers or {}, file).compiled()
 
-    def build() -> Compiled:
-        texts = {name: _with_real_name(name, text) for name, text in included.items()}
-        output = nvrtc().compile(source, file=file, names=names, options=flags, headers=texts)
+
+@dataclass(frozen=True)
+class _Request:
+    """What :func:`compile_source` is asked for."""
+
+    source: str
+    names: tuple[str, ...]
+    arch: str
+    options: tuple[str, ...]
+    headers: Mapping[str, str]
+    file: str
+
+    @functools.cached_property
+    def _included(self) -> dict[str, str]:
+        return _included(self.source, self.headers)
+
+    @property
+    def _flags(self) -> tuple[str, ...]:
+        return (
+            f"--gpu-architecture={self.arch}",
+            *_LANGUAGE,
+            # Registers and spills are in the assembler's report and nowhere else.
+            "--ptxas-options=--verbose",
+            *self.options,
+        )
+
+    @functools.cached_property
+    def _key(self) -> str:
+        return _cache_key(
+            str(_CACHE_FORMAT), nvrtc_identity(), self.file, self.source,
+            *_flat(self._included.items()), "names", *self.names, "flags", *self._flags,
+        )  # fmt: skip
+
+    def is_on_disk(self) -> bool:
+        """Whether it need not be compiled, unless what is there is damaged."""
+        return _cache_file(self._key).exists()
+
+    def compiled(self) -> Compiled:
+        """Return what it compiles to, from a cache if it is there."""
+        if any(option.startswith(_FILE_OPTIONS) for option in self.options):
+            return self._build()
+        return _memory.get(self._key, lambda: _through_disk(self._key, self._build))
+
+    def compile_ahead(self) -> None:
+        """Compile it for :meth:`compiled`, which is where an error is raised."""
+        with contextlib.suppress(CompileError, NvrtcNotFound):
+            self.compiled()
+
+    def _build(self) -> Compiled:
+        output = nvrtc().compile(
+            self.source,
+            file=self.file,
+            names=self.names,
+            options=(*self._flags, *_without_driver_cache()),
+            headers=_with_real_names(self._included),
+        )
         entries = tuple(
             read_entry(name, symbol, output.cubin, output.log)
-            for name, symbol in zip(names, output.symbols, strict=True)
+            for name, symbol in zip(self.names, output.symbols, strict=True)
         )
-        return Compiled(arch, output.cubin, entries, _without_report(output.log))
+        return Compiled(self.arch, entries, _without_report(output.log))
 
-    if any(option.startswith(_FILE_OPTIONS) for option in options):
-        return build()
-    return _memory.get(key, lambda: _through_disk(key, build))
+
+def compile_to_ptx(
+    source: str,
+    name: str,
+    *,
+    arch: str,
+    options: Sequence[str] = (),
+    headers: Mapping[str, str] | None = None,
+    file: str = "kernel.cu",
+) -> str:
+    """Return the PTX of a kernel: what the compiler hands to the assembler, for people to read.
+
+    Parameters and errors are those of :func:`compile_source`; nothing is cached.
+    """
+    return nvrtc().compile_to_ptx(
+        source,
+        file=file,
+        names=(name,),
+        options=(f"--gpu-architecture={arch.replace('sm', 'compute')}", *_LANGUAGE, *options),
+        headers=_with_real_names(_included(source, headers or {})),
+    )
 
 
 def _without_driver_cache() -> tuple[str, ...]:
@@ -208,34 +285,50 @@ def _without_driver_cache() -> tuple[str, ...]:
 def _included(source: str, headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers that ``source`` includes, directly or not, by the name it uses.
 
-    Conditional inclusion is not followed: a header too many does no harm.
+    Conditions and comments are not looked at: a header too many does no harm.
     """
     found: dict[str, str] = {}
     pending = [source]
     while pending:
-        for name in _INCLUDE.findall(pending.pop()):
+        for name in _includes(pending.pop()):
             if name in found:
                 continue
             text = headers.get(name)
             if text is None:
-                path = _package_file(name)
                 # What is not found here is NVRTC's to find or to complain of.
-                text = path.read_text() if path else None
+                text = _package_text(name)
             if text is not None:
                 found[name] = text
                 pending.append(text)
     return dict(sorted(found.items()))
 
 
-def _package_file(name: str) -> Path | None:
-    path = cuda_folder() / name.removeprefix("tilekern/")
-    return path if path.is_file() else None
+@functools.lru_cache(maxsize=1024)
+def _includes(text: str) -> tuple[str, ...]:
+    return tuple(_INCLUDE.findall(text))
 
 
-def _with_real_name(name: str, text: str) -> str:
-    # Errors and line information then name a file that an editor or a profiler can open.
-    path = _package_file(name)
-    return text if path is None else f'#line 1 "{path}"\n{text}'
+def _package_text(name: str) -> str | None:
+    # NVRTC tells headers apart by name alone, so that each has its text under one name.
+    short = name.removeprefix("tilekern/")
+    text = _read_once(cuda_folder(), short)
+    return text if text is None or name == short else f'#include "{short}"\n'
+
+
+@functools.cache
+def _read_once(folder: Path, name: str) -> str | None:
+    # As with the package's Python code, a process has what was there when it first looked.
+    path = folder / name
+    return path.read_text() if path.is_file() else None
+
+
+def _with_real_names(headers: Mapping[str, str]) -> dict[str, str]:
+    # Errors and line information then name files that an editor or a profiler can open.
+    paths = {name: cuda_folder() / name for name in headers}
+    return {
+        name: f'#line 1 "{paths[name]}"\n{text}' if paths[name].is_file() else text
+        for name, text in headers.items()
+    }
 
 
 def _without_report(log: str) -> str:
@@ -331,9 +424,11 @@ def clear_cache() -> CacheInfo:
 
 
 def _cache_folder() -> Path:
-    import platformdirs
-
     return platformdirs.user_cache_path("jax_tilekern", appauthor=False) / "cubin"
+
+
+def _cache_file(key: str) -> Path:
+    return _cache_folder() / f"{key}.cubin"
 
 
 def _cache_files() -> list[Path]:
@@ -341,7 +436,7 @@ def _cache_files() -> list[Path]:
 
 
 def _through_disk(key: str, build: Callable[[], Compiled]) -> Compiled:
-    path = _cache_folder() / f"{key}.cubin"
+    path = _cache_file(key)
     compiled = _read(path)
     if compiled is None:
         compiled = build()
@@ -361,21 +456,18 @@ def _read(path: Path) -> Compiled | None:
     line, _, cubin = content.partition(b"\n")
     fields = json.loads(line)
     entries = tuple(
-        Entry(**{**entry, "parameter_bytes": tuple(entry["parameter_bytes"])})
+        Entry(**{**entry, "parameter_bytes": tuple(entry["parameter_bytes"]), "cubin": cubin})
         for entry in fields["entries"]
     )
-    return Compiled(fields["arch"], cubin, entries, fields["log"])
+    return Compiled(fields["arch"], entries, fields["log"])
 
 
 def _write(path: Path, compiled: Compiled) -> None:
-    line = json.dumps(
-        {
-            "arch": compiled.arch,
-            "entries": [dataclasses.asdict(entry) for entry in compiled.entries],
-            "log": compiled.log,
-        }
-    )
-    content = line.encode() + b"\n" + compiled.cubin
+    entries = [dataclasses.asdict(entry) for entry in compiled.entries]
+    # One text makes one cubin.
+    (cubin,) = {entry.pop("cubin") for entry in entries}
+    line = json.dumps({"arch": compiled.arch, "entries": entries, "log": compiled.log})
+    content = line.encode() + b"\n" + cubin
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Renamed into place, so that another process reads all of it or nothing.

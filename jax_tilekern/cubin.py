@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # Attributes of a kernel's ``.nv.info.<symbol>`` section.
 _MAX_THREADS = 0x05
@@ -14,7 +14,7 @@ _HARDWARE_MAX_THREADS = 1024
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel in a cubin.
+    """A compiled kernel.
 
     Attributes
     ----------
@@ -32,6 +32,8 @@ class Entry:
         The most threads a block may have: its launch bound, or what the hardware allows.
     parameter_bytes
         Sizes of its parameters, in order.
+    cubin
+        The ELF image that it is in, which the driver loads.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Entry:
     shared_memory_bytes: int
     max_threads: int
     parameter_bytes: tuple[int, ...]
+    cubin: bytes = field(repr=False)
 
 
 def read_entry(name: str, symbol: str, cubin: bytes, report: str) -> Entry:
@@ -80,6 +83,7 @@ def read_entry(name: str, symbol: str, cubin: bytes, report: str) -> Entry:
         shared_memory_bytes=int(shared[1]) if shared else 0,
         max_threads=max_threads,
         parameter_bytes=parameter_bytes,
+        cubin=cubin,
     )
 
 

@@ -6,7 +6,7 @@ The only module that touches :mod:`jax.ffi`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     from jax_tilekern.plans.launch import LaunchPlan
 
 CPU_MATMUL = "jax_tilekern_cpu_matmul"
+CPU_TRANSPOSE = "jax_tilekern_cpu_transpose"
+CPU_SUM = "jax_tilekern_cpu_sum"
+CPU_ADD = "jax_tilekern_cpu_add"
 CUDA_LAUNCH = "jax_tilekern_cuda_launch"
+CUDA_LAUNCH_CHECKED = "jax_tilekern_cuda_launch_checked"
 # Every target; jax.export takes a DisabledSafetyCheck.custom_call for each one that is used.
-FFI_TARGETS = (CPU_MATMUL, CUDA_LAUNCH)
+FFI_TARGETS = (CPU_MATMUL, CPU_TRANSPOSE, CPU_SUM, CPU_ADD, CUDA_LAUNCH, CUDA_LAUNCH_CHECKED)
 
 
 def _register() -> None:
@@ -44,6 +48,9 @@ def cuda_launch(
     operands: Sequence[Any],
     plan: LaunchPlan,
     results: Sequence[jax.core.ShapedArray] | None = None,
+    *,
+    aliases: Mapping[int, int] | None = None,
+    checked: bool = False,
 ) -> Sequence[Any]:
     """Emit a call that executes a launch plan.
 
@@ -57,6 +64,11 @@ def cuda_launch(
         What to do.
     results
         Types of the results, row-major; the rule's own if not given.
+    aliases
+        Operands whose buffers are those of results: XLA copies such an operand first if something
+        else still reads it.
+    checked
+        Run under the checks of :func:`jax_tilekern.cuda_kernel`'s ``debug``.
 
     Returns
     -------
@@ -76,7 +88,11 @@ def cuda_launch(
     workspaces = tuple(
         jax.core.ShapedArray((size,), np.dtype(np.uint8)) for size in plan.workspace_bytes
     )
-    values = _call(ctx, CUDA_LAUNCH, operands, (*avals, *workspaces), plan.attributes())
+    target = CUDA_LAUNCH_CHECKED if checked else CUDA_LAUNCH
+    attributes = plan.attributes()
+    if checked:
+        attributes["checked_results"] = len(avals)
+    values = _call(ctx, target, operands, (*avals, *workspaces), attributes, aliases)
     return values[: len(avals)]
 
 
@@ -132,11 +148,12 @@ def _call(
     operands: Sequence[Any],
     results: Sequence[jax.core.ShapedArray],
     attributes: dict[str, Any],
+    aliases: Mapping[int, int] | None = None,
 ) -> Sequence[Any]:
     # Only the shapes of operands are looked at, and only for their layouts.
     shapes = [tuple(operand.type.shape) for operand in operands]
     avals_in = [jax.core.ShapedArray(shape, np.dtype(np.uint8)) for shape in shapes]
-    rule = jax.ffi.ffi_lowering(target)
+    rule = jax.ffi.ffi_lowering(target, operand_output_aliases=dict(aliases) if aliases else None)
     # dataclasses.replace is what ctx.replace does, with a type.
     inner = dataclasses.replace(ctx, avals_in=avals_in, avals_out=list(results))
     values: Sequence[Any] = rule(inner, *operands, **attributes)

@@ -12,6 +12,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jax_tilekern.compat import ad, zero_tangent
 
 Group = tuple[int, ...]
@@ -55,14 +57,16 @@ def cotangents_in(
         If the operation is not linear in the unknown operands together.
     """
     unknown = {i for i, operand in enumerate(operands) if ad.is_undefined_primal(operand)}
-    for group, rule in rules.items():
+    for group in rules:
         if unknown <= set(group):
             break
     else:
         raise TypeError(f"not linear in operands {sorted(unknown)} together")
-    known = [operand.aval if i in unknown else operand for i, operand in enumerate(operands)]
+    known = list(operands)
+    for i in group:
+        known[i] = operands[i].aval if i in unknown else jax.typeof(operands[i])
     results: list[Any] = [None] * len(operands)
-    for i, value in zip(group, rule(cotangent, *known, **params), strict=True):
+    for i, value in zip(group, rules[group](cotangent, *known, **params), strict=True):
         if i in unknown:
             results[i] = value
     return results

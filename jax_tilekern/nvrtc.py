@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,6 +74,25 @@ def nvrtc() -> Nvrtc:
 
 
 @functools.cache
+def nvrtc_identity() -> str:
+    """Return what tells the NVRTC that :func:`nvrtc` loads from any other.
+
+    A wheel's file is looked at and not loaded, which takes longer than to read cached kernels.
+
+    Raises
+    ------
+    NvrtcNotFound
+        If there is none.
+    """
+    first = next(_candidates(_cuda_majors()))
+    if not os.path.isabs(first):
+        library = nvrtc()
+        return f"{library.path} {library.version}"
+    file = os.stat(first)
+    return f"{first} {file.st_size} {file.st_mtime_ns}"
+
+
+@functools.cache
 def _load() -> Nvrtc:
     import ctypes
 
@@ -82,6 +103,8 @@ def _load() -> Nvrtc:
             return Nvrtc(ctypes.CDLL(path), path)
         except OSError as error:
             tried.append(f"{path}: {error}")
+            if os.path.isabs(path):
+                break  # It is what nvrtc_identity() has named.
     raise NvrtcNotFound(
         "no NVRTC, which compiles CUDA kernels, in this Python environment or on the system; "
         f"`pip install '{_LIBRARIES[majors[0]][2]}'` adds it. Tried:\n  " + "\n  ".join(tried)
@@ -145,7 +168,7 @@ class Nvrtc:
         options: Sequence[str],
         headers: Mapping[str, str],
     ) -> Output:
-        """Compile ``source``.
+        """Compile ``source`` for an architecture, ``sm_90a`` say.
 
         Parameters
         ----------
@@ -165,6 +188,35 @@ class Nvrtc:
         CompileError
             If NVRTC rejects it.
         """
+        with self._compiled(source, file, names, options, headers) as (program, log):
+            symbols = tuple(self._symbol(program, name) for name in names)
+            return Output(self._bytes("CUBIN", program), symbols, log)
+
+    def compile_to_ptx(
+        self,
+        source: str,
+        *,
+        file: str,
+        names: Sequence[str],
+        options: Sequence[str],
+        headers: Mapping[str, str],
+    ) -> str:
+        """Compile ``source`` for a virtual architecture, ``compute_90a`` say, and return its PTX.
+
+        Parameters and errors are those of :meth:`compile`.
+        """
+        with self._compiled(source, file, names, options, headers) as (program, _):
+            return self._bytes("PTX", program).rstrip(b"\0").decode()
+
+    @contextlib.contextmanager
+    def _compiled(
+        self,
+        source: str,
+        file: str,
+        names: Sequence[str],
+        options: Sequence[str],
+        headers: Mapping[str, str],
+    ) -> Iterator[tuple[ctypes.c_void_p, str]]:
         ctypes = self._ctypes
         program = ctypes.c_void_p()
         self._call(
@@ -189,8 +241,7 @@ class Nvrtc:
                     f"NVRTC {'.'.join(map(str, self.version))} {' '.join(options)}:\n{log}",
                     log,
                 )
-            symbols = tuple(self._symbol(program, name) for name in names)
-            return Output(self._bytes("CUBIN", program), symbols, log)
+            yield program, log
         finally:
             self._call("nvrtcDestroyProgram", ctypes.byref(program))
 

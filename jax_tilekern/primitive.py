@@ -104,7 +104,7 @@ class Choice:
     call
         The operation with its dimensions, for example ``contract mk,kn->mn``.
     operands, result
-        Types with shapes, for example ``f32[64,128]``.
+        Types with shapes, for example ``f32[64,128]``; a comma between several results.
     platform
         ``cpu``, ``cuda`` or another platform of JAX's.
     kernel
@@ -135,6 +135,17 @@ def recorded_choices() -> Iterator[list[Choice]]:
         yield choices
     finally:
         _recorded.reset(token)
+
+
+def record_choice(call: str, ctx: Any, platform: str, kernel: str | None, reason: str) -> None:
+    """Tell whoever is collecting choices what a call lowers to."""
+    recorded = _recorded.get()
+    if recorded is not None:
+        operands, results = (
+            tuple(aval.str_short(short_dtypes=True) for aval in avals)
+            for avals in (ctx.avals_in, ctx.avals_out)
+        )
+        recorded.append(Choice(call, operands, ", ".join(results), platform, kernel, reason))
 
 
 def define(operation: Operation) -> Callable[..., Any]:
@@ -190,7 +201,8 @@ def _abstract_evaluation(operation: Operation) -> Callable[..., Any]:
     @functools.lru_cache(maxsize=4096)
     def evaluate(avals: tuple[Any, ...], params: tuple[tuple[str, Any], ...]) -> Any:
         reference = functools.partial(operation.reference, **dict(params))
-        return compat.abstract_result(reference, *avals)
+        (result,) = compat.abstract_results(reference, *avals)
+        return result
 
     return lambda *avals, **params: evaluate(avals, tuple(sorted(params.items())))
 
@@ -199,18 +211,13 @@ def _lower(
     operation: Operation, platform: str, ctx: Any, *values: Any, **params: Any
 ) -> Sequence[Any]:
     outcome = operation.planners[platform](ctx, *values, **params)
-    recorded = _recorded.get()
-    if recorded is not None:
-        recorded.append(
-            Choice(
-                call=operation.describe(**params),
-                operands=tuple(aval.str_short(short_dtypes=True) for aval in ctx.avals_in),
-                result=ctx.avals_out[0].str_short(short_dtypes=True),
-                platform=platform,
-                kernel=outcome.name if isinstance(outcome, Kernel) else None,
-                reason=outcome.reason,
-            )
-        )
+    record_choice(
+        operation.describe(**params),
+        ctx,
+        platform,
+        outcome.name if isinstance(outcome, Kernel) else None,
+        outcome.reason,
+    )
     if isinstance(outcome, Kernel):
         return outcome.emit()
     function = (

@@ -6,38 +6,32 @@ import functools
 import itertools
 import math
 import statistics
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.profiler import ProfileData
 
 from jax_tilekern import compat, ffi
-from jax_tilekern.cli.bench import device_time
-from jax_tilekern.cli.timing import ready, repeated, wall_seconds
 from jax_tilekern.compat import mlir
+from jax_tilekern.device_time import run_blocks
 from jax_tilekern.nvrtc import CompileError
 from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan
 from jax_tilekern.plans.product import Candidate, Product
 from jax_tilekern.plans.tuned import XLA
+from jax_tilekern.random_operands import Operands, beyond_cache, random_array
+from jax_tilekern.wall_time import ready, repeated, wall_seconds
 
 # Blocks of calls of each side, interleaved, and calls in a block.
 _ROUNDS = 8
 _MOST_CALLS = 50
-# The operands take this many times the second-level cache, so that none is in it.
-_CACHES = 4
-_MOST_COPIES = 256
 
 
 class Measured(NamedTuple):
@@ -103,17 +97,8 @@ class _Array(NamedTuple):
         """Return normal numbers, or integers of the whole range."""
         # Of JAX's generators the one that compiles in no time.
         key = jax.random.key(seed, impl="unsafe_rbg")
-        result: Array = _random(key, self.shape, self.dtype)
+        result: Array = random_array(key, self.shape, self.dtype)
         return result
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _random(key: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    if jnp.issubdtype(dtype, jnp.integer):
-        info = np.iinfo(dtype)
-        return jax.random.randint(key, shape, info.min, info.max, dtype)
-    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
-    return jax.random.normal(key, shape, wide).astype(dtype)
 
 
 # What XLA is asked for, where it is not the default. The kernel of f32_emulated serves several
@@ -173,7 +158,7 @@ class _Problem:
         result: Array = _planned.bind(lhs, rhs, plan=plan, result=aval)
         return result
 
-    def operands(self, seed: int) -> tuple[Array, Array]:
+    def operands(self, seed: int) -> Operands:
         """Return random operands."""
         return self.lhs.random(2 * seed), self.rhs.random(2 * seed + 1)
 
@@ -232,13 +217,11 @@ def _measured(product: Product, found: Sequence[Candidate], gpu: Gpu, seconds: f
         running = {key: side for key, side in sides.items() if key not in failures}
         if not running:
             return Measured({}, failures, "nothing")
-        size = sum(operand.nbytes for operand in operands)
-        copies = min(_MOST_COPIES, max(2, math.ceil(_CACHES * gpu.l2_bytes / size)))
-        sets = [operands, *(problem.operands(seed) for seed in range(1, copies))]
+        sets = beyond_cache(operands, problem.operands, gpu.l2_bytes)
         # One rotation for all, or a side would find what the one before has left in the cache.
         rotation = itertools.cycle(sets)
         calls = {key: _next_of(rotation, side) for key, side in running.items()}
-        return _timed(calls, failures, seconds)
+        return timed(calls, failures, seconds)
 
 
 def _plan(candidate: Candidate, gpu: Gpu) -> LaunchPlan | str:
@@ -248,13 +231,11 @@ def _plan(candidate: Candidate, gpu: Gpu) -> LaunchPlan | str:
         return f"cannot be planned: {error}"
 
 
-def _next_of(rotation: Iterator[tuple[Array, Array]], side: _Side) -> Callable[[], Array]:
+def _next_of(rotation: Iterator[Operands], side: _Side) -> Callable[[], Array]:
     return lambda: side(*next(rotation))
 
 
-def _faults(
-    sides: Mapping[str, _Side], operands: tuple[Array, Array], product: Product
-) -> dict[str, str]:
+def _faults(sides: Mapping[str, _Side], operands: Operands, product: Product) -> dict[str, str]:
     """Run each side once; return what fails or is wrong, measured by the first that runs: XLA's."""
     faults: dict[str, str] = {}
     expected: Array | None = None
@@ -312,12 +293,23 @@ def _differences(result: Array, expected: Array) -> tuple[Array, Array]:
     return jnp.sqrt(jnp.mean(jnp.square(difference))) / norm, jnp.max(difference) / norm
 
 
-def _timed(
-    sides: Mapping[str, Callable[[], Array]], failures: Mapping[str, str], seconds: float
+def timed(
+    sides: Mapping[str, Callable[[], Any]], failures: Mapping[str, str], seconds: float
 ) -> Measured:
-    def block(side: Callable[[], Array], calls: int) -> Callable[[], Array]:
-        result: Callable[[], Array] = functools.partial(repeated, side, calls)
-        return result
+    """Time calls in turns, by the profiler's device time, or by wall time if that is not clear.
+
+    Parameters
+    ----------
+    sides
+        By key: make one call each; compiled and warm.
+    failures
+        Why others are not timed, to be part of the result.
+    seconds
+        Time to spend.
+    """
+
+    def block(side: Callable[[], Any], calls: int) -> Callable[[], Any]:
+        return functools.partial(repeated, side, calls)
 
     share = seconds / (_ROUNDS * len(sides))
     calls = {
@@ -332,7 +324,8 @@ def _timed(
     for key in keys:
         wall_seconds(blocks[key])
     try:
-        times, method = _device_seconds(order, blocks, calls), "device time"
+        found = run_blocks(sides, calls, order)
+        times, method = [block.busy_seconds for block in found], "device time"
     # Also what the profiler itself raises; the sides have run before, so it is not theirs.
     except RuntimeError as error:
         times, method = [wall_seconds(blocks[key]) for key in order], f"wall time ({error})"
@@ -343,36 +336,3 @@ def _timed(
         for key in keys
     }
     return Measured(microseconds, failures, method)
-
-
-def _device_seconds(
-    order: Sequence[str], blocks: Mapping[str, Callable[[], Array]], calls: Mapping[str, int]
-) -> list[float]:
-    """Run blocks of calls in an order under the profiler; return how long each kept the GPU busy.
-
-    Raises
-    ------
-    Unattributed
-        If the profile lacks what it takes.
-    """
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # It would record every Python call and slow them all.
-    options.host_tracer_level = 1  # The least that records annotations.
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            for key in order:
-                time.sleep(device_time._PAUSE)
-                # Blocks of the profile are in order, and need no name of their own.
-                with jax.profiler.TraceAnnotation(device_time._OURS):
-                    ready(blocks[key]())
-        files = list(Path(folder).rglob("*.xplane.pb"))
-        if len(files) != 1:
-            raise device_time.Unattributed(f"the profiler wrote {len(files)} profiles")
-        found = device_time.blocks(ProfileData.from_file(str(files[0])))
-    if len(found) != len(order):
-        raise device_time.Unattributed(f"the profile shows {len(found)} of {len(order)} blocks")
-    for key in blocks:
-        counts = {len(block.activities) for k, block in zip(order, found, strict=True) if k == key}
-        if len(counts) != 1 or counts.pop() % calls[key] or not found[order.index(key)].activities:
-            raise device_time.Unattributed(f"calls of {key} differ in their device activities")
-    return [block.busy_seconds for block in found]

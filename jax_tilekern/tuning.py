@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -32,13 +32,12 @@ from jax_tilekern.plans.tuned import (
     recorded_products,
     using,
 )
-
-if TYPE_CHECKING:
-    from jax_tilekern.product_timing import Measured
+from jax_tilekern.product_timing import Measured, measure
+from jax_tilekern.source_digests import source_digests
 
 __all__ = [
     "XLA", "TunedChoice", "TunedChoices", "TunedProduct", "Tuning", "export",
-    "gpu_to_measure", "load", "measure", "products_of", "reach", "short_name", "tune",
+    "gpu_to_measure", "load", "products_of", "reach", "short_name", "tune",
     "tune_products", "using",
 ]  # fmt: skip
 
@@ -276,14 +275,6 @@ def tune_products(
         yield TunedProduct(product, choice, measured.failures)
 
 
-def measure(product: Product, found: Sequence[Candidate], gpu: Gpu, seconds: float) -> Measured:
-    """Measure candidates; see :func:`jax_tilekern.product_timing.measure`."""
-    # Imported here: importing the package must not import the command line's modules.
-    from jax_tilekern.product_timing import measure as measure_on_gpu
-
-    return measure_on_gpu(product, found, gpu, seconds)
-
-
 def _worth_measuring(found: Sequence[Candidate], top: int) -> list[Candidate]:
     """Return the best by the model, and the best of every other family of kernels."""
     best = list(found[: max(1, top)])
@@ -315,8 +306,6 @@ def _chosen(measured: Measured, model: str, digest: str) -> TunedChoice | None:
 
 @functools.cache
 def _digest() -> str:
-    from jax_tilekern.cli.machine import source_digests
-
     digests = source_digests()
     return hashlib.sha256(f"{digests['cuda']} {digests['plans']}".encode()).hexdigest()[:16]
 

@@ -30,6 +30,15 @@ TYPES = {
 }
 
 
+def batch_strides(batch, step, broadcast=()):
+    """Strides of row-major batch dimensions of matrices `step` apart; 0 where broadcast."""
+    strides = []
+    for dim, size in reversed(list(enumerate(batch))):
+        strides.insert(0, 0 if dim in broadcast else step)
+        step *= 1 if dim in broadcast else size
+    return tuple(strides)
+
+
 def row_major(m, n, k, batch=(), *, lhs_k_major=True, rhs_k_major=False, padding=0, broadcast=()):
     """Geometry of arrays in row-major order, rows `padding` elements apart.
 
@@ -38,11 +47,7 @@ def row_major(m, n, k, batch=(), *, lhs_k_major=True, rhs_k_major=False, padding
 
     def strides(rows, columns, transposed, broadcast):
         row = (rows if transposed else columns) + padding
-        step = row * (columns if transposed else rows)
-        outer = []
-        for dim, size in reversed(list(enumerate(batch))):
-            outer.insert(0, 0 if dim in broadcast else step)
-            step *= 1 if dim in broadcast else size
+        outer = batch_strides(batch, row * (columns if transposed else rows), broadcast)
         return (*outer, *((1, row) if transposed else (row, 1)))
 
     return MatmulGeometry(

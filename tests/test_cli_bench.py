@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
+from jax_tilekern import device_time
 from jax_tilekern.cli import machine, main
 from jax_tilekern.cli.bench import (
     case,
     ceilings,
-    device_time,
+    device_pairs,
     measure,
     record,
     report,
@@ -53,7 +54,7 @@ rows = [
 def row(**changes):
     entry = {"name": "x", "type": "float32", "lhs": "mk", "rhs": "kn", "m": 8, "n": 8, "k": 8}
     entry = {key: value for key, value in (entry | changes).items() if value is not None}
-    return suite._row(entry, group="g", floor=1.0)
+    return suite._row(entry, "matmul", {"name": "g", "floor": 1.0})
 
 
 # Suites.
@@ -73,13 +74,13 @@ def test_the_package_suites_are_well_formed(name):
 
 
 def test_every_backend_has_a_suite():
-    assert set(suite.DEFAULT_SUITES.values()) <= set(suite.suite_names("matmul"))
+    names = {suite.default_suite("matmul", backend) for backend in ("cpu", "gpu")}
+    assert names <= set(suite.suite_names("matmul"))
 
 
 def test_what_a_row_says():
     r = row(lhs="kbm", rhs="bnk", b=2, m=3, n=4, k=5, result="float64")
     assert r.out == "bmn"
-    assert r.dimension_numbers == (((0,), (2,)), ((1,), (0,)))
     assert r.shape("kbm") == (5, 2, 3)
     assert r.flops == 2 * 2 * 3 * 4 * 5
     assert r.bytes == 4 * (2 * 3 * 5 + 2 * 4 * 5) + 8 * 2 * 3 * 4
@@ -95,7 +96,7 @@ def test_what_a_row_says():
         ({"m": 1.5}, "positive integers"),
         ({"lhs": "m", "rhs": "n", "k": None}, "operand 'm'"),
         ({"lhs": "mnk"}, "operand 'mnk'"),
-        ({"lhs": "mmk"}, "operand 'mmk'"),
+        ({"lhs": "mmk"}, "'mmk' has a dimension twice"),
         ({"type": "float33"}, "float33"),
         ({"rhs_type": "float33"}, "float33"),
     ],
@@ -107,12 +108,14 @@ def test_malformed_rows_are_named(changes, message):
 
 def test_malformed_suites():
     with pytest.raises(suite.SuiteError, match="rows"):
-        suite.parse_suite("s", 'about = "none"\n[[groups]]\nname = "g"\nfloor = 1')
+        suite.parse_suite("s", TINY.partition("rows = ")[0])
+    with pytest.raises(suite.SuiteError, match="'product' is none of matmul, "):
+        suite.parse_suite("s", TINY.replace('"matmul"', '"product"'))
     with pytest.raises(suite.SuiteError, match="Invalid"):
         suite.parse_suite("s", "rows = [")
     with pytest.raises(suite.SuiteError, match="one name"):
         suite.parse_suite("s", TINY.replace('"f64"', '"f32"'))
-    with pytest.raises(suite.SuiteError, match="there are matmul-cpu"):
+    with pytest.raises(suite.SuiteError, match=r"there are .*, matmul-cpu"):
         suite.load_suite("matmul-none")
 
 
@@ -150,7 +153,7 @@ def test_a_wrong_product_is_found():
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 def test_one_wrong_element_outside_of_the_sample_is_found(kind):
     right = Case.of(row(m=200, type=kind, result="int32" if kind == "int8" else None))
-    unseen = sorted(set(range(200)) - set(case._sample(200, 64)))[0]
+    unseen = sorted(set(range(200)) - set(case.sampled_indices(200)))[0]
     wrong = Case(right.row, lambda lhs, rhs: right.peer(lhs, rhs).at[unseen, 3].add(3), right.peer)
     errors = wrong.errors(wrong.operands())
     assert errors.ours == errors.peer
@@ -215,10 +218,8 @@ def profile(blocks, activities):
         picoseconds = f"offset_ps: {start * 10**6} duration_ps: {(end - start) * 10**6}"
         return f"events {{ metadata_id: {kind} {picoseconds} {stats} }}"
 
-    sides = {"ours": 1, "peer": 2}
     stats = {"kernel_details": 1, "memset_details": 2, "memalloc_details": 3}
-    names = (device_time._OURS, device_time._PEER)
-    host = "\n".join(event(sides[side], start, end) for side, start, end in blocks)
+    host = "\n".join(event(1, start, end) for _, start, end in blocks)
     device = "\n".join(event(1, start, end, stats[stat]) for start, end, stat in activities)
     stat_names = "".join(
         f'stat_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}'
@@ -226,8 +227,7 @@ def profile(blocks, activities):
     )
     text = f"""
       planes {{ name: "/host:CPU" lines {{ name: "python" {host} }}
-        event_metadata {{ key: 1 value {{ id: 1 name: "{names[0]}" }} }}
-        event_metadata {{ key: 2 value {{ id: 2 name: "{names[1]}" }} }} }}
+        event_metadata {{ key: 1 value {{ id: 1 name: "{device_time.ANNOTATION}" }} }} }}
       planes {{ name: "/device:GPU:0" lines {{ name: "Stream #13(Kernel)" {device} }}
         event_metadata {{ key: 1 value {{ id: 1 name: "a_kernel" }} }}
         {stat_names} }}
@@ -252,12 +252,16 @@ KERNELS = [
 ]
 
 
+def found_in(activities):
+    """What is found of blocks of two calls each in a profile."""
+    order = [side for side, *_ in BLOCKS]
+    return device_time.blocks(profile(BLOCKS, activities), {"ours": 2, "peer": 2}, order)
+
+
 def test_device_time_is_busy_time_per_call():
-    found = device_time.blocks(profile(BLOCKS, KERNELS))
-    assert [block.side for block in found] == [
-        device_time._OURS, device_time._PEER, device_time._PEER, device_time._OURS,
-    ]  # fmt: skip
-    times = device_time.paired(found, calls=2)
+    found = found_in(KERNELS)
+    assert [block.side for block in found] == ["ours", "peer", "peer", "ours"]
+    times = device_pairs.paired(found, calls=2)
     np.testing.assert_allclose(times.busy.ours, (100e-6, 200e-6))
     np.testing.assert_allclose(times.busy.peer, (450e-6, 600e-6))
     np.testing.assert_allclose(times.host.ours, (2500e-6, 2500e-6))
@@ -266,14 +270,14 @@ def test_device_time_is_busy_time_per_call():
 
 def test_allocations_are_not_device_time():
     extra = [*KERNELS, (2000, 4000, "memalloc_details")]
-    found = device_time.blocks(profile(BLOCKS, extra))
-    np.testing.assert_allclose(device_time.paired(found, calls=2).busy.ours, (100e-6, 200e-6))
+    busy = device_pairs.paired(found_in(extra), calls=2).busy
+    np.testing.assert_allclose(busy.ours, (100e-6, 200e-6))
 
 
 def test_clocks_may_be_a_little_apart():
     shifted = [(start - 700, end - 700, stat) for start, end, stat in KERNELS[2:]]
-    found = device_time.blocks(profile(BLOCKS, KERNELS[:2] + shifted))
-    np.testing.assert_allclose(device_time.paired(found, calls=2).busy.peer, (450e-6, 600e-6))
+    busy = device_pairs.paired(found_in(KERNELS[:2] + shifted), calls=2).busy
+    np.testing.assert_allclose(busy.peer, (450e-6, 600e-6))
 
 
 @pytest.mark.parametrize(
@@ -287,7 +291,14 @@ def test_clocks_may_be_a_little_apart():
 )
 def test_profiles_that_do_not_add_up_are_refused(activities, message):
     with pytest.raises(device_time.Unattributed, match=message):
-        device_time.paired(device_time.blocks(profile(BLOCKS, activities)), calls=2)
+        found_in(activities)
+
+
+def test_a_profile_without_a_block_is_refused():
+    order = ["ours", "peer", "peer", "ours"]
+    found = profile(BLOCKS[:3], KERNELS[:-2])
+    with pytest.raises(device_time.Unattributed, match="shows 3 of 4 blocks"):
+        device_time.blocks(found, {"ours": 2, "peer": 2}, order)
 
 
 def test_the_profiler_records_the_blocks():
@@ -296,7 +307,7 @@ def test_the_profiler_records_the_blocks():
         pytest.skip("needs a profile without device activity")
     double, x = jax.jit(lambda x: 2 * x), jnp.ones(8)
     with pytest.raises(device_time.Unattributed, match=r"blocks of 3 calls .*\[0\]"):
-        device_time.device_times(lambda: double(x), lambda: double(x), calls=3, pairs=2)
+        device_pairs.device_times(lambda: double(x), lambda: double(x), calls=3, pairs=2)
 
 
 def test_a_profiler_that_fails_costs_no_row(monkeypatch):
@@ -486,8 +497,7 @@ def test_a_row_that_does_not_end_ends_the_run(capsys, monkeypatch):
     ended = threading.Event()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(suite_run.os, "_exit", lambda status: ended.set())
-    monkeypatch.setattr(suite_run, "_LONGEST_ROW", 0.01)
-    with suite_run._deadline("slow"):
+    with suite_run._deadline("slow", 0.01):
         assert ended.wait(60)
     assert "slow does not end" in capsys.readouterr().err
 
@@ -525,7 +535,8 @@ def test_ceilings_are_of_the_same_arithmetic():
     moving = timed_row("moving", bytes=2e6)
     broken = {"name": "broken", "failure": "it broke"}
     bounds = {"read_bytes_per_second": 3e9, "copy_bytes_per_second": 4e9}
-    found = ceilings.Ceilings.of({**bounds, "rows": [fast, slow, highest, moving, broken]})
+    rows = [fast, slow, highest, moving, broken]
+    found = ceilings.Ceilings.of({"operation": "matmul", **bounds, "rows": rows})
     assert found.bytes_per_second == 4e9
     assert found.operations_per_second == {"float32": 4e12, "float32 highest": 1e12}
     assert found.share(fast) == 1

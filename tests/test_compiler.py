@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,10 +67,11 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120"])
 def test_compiles(arch: str) -> None:
     compiled = compile_source(SCALE, ["scale<64>", "scale<32>"], arch=arch)
-    assert compiled.cubin[:4] == b"\x7fELF"
     assert compiled.arch == arch
     assert compiled.log == ""
     entry = compiled.entry("scale<32>")
+    assert entry.cubin[:4] == b"\x7fELF"
+    assert entry.cubin is compiled.entry("scale<64>").cubin
     assert entry.symbol == "_Z5scaleILi32EEvPKfPf5Sizes"
     assert entry.shared_memory_bytes == 32 * 4
     assert entry.max_threads == 128
@@ -166,6 +169,9 @@ __global__ void k(int* x) { *x = two; }"""
     compile_source(source, ["k"], arch="sm_90a")
     (device_code / "two.cuh").write_text("#pragma once\nconstexpr int two = 3;\n")
     compile_source(source, ["k"], arch="sm_90a")
+    assert len(compilations) == 1  # until the next process
+    compiler._read_once.cache_clear()
+    compile_source(source, ["k"], arch="sm_90a")
     assert len(compilations) == 2
 
 
@@ -180,13 +186,40 @@ def test_errors_name_the_real_file(device_code: Path) -> None:
 def test_kernels_of_the_package(device_code: Path, compilations: list[str]) -> None:
     (device_code / "a.cuh").write_text("template <int N> __global__ void a(int* x) { *x = N; }")
     (device_code / "b.cuh").write_text("__global__ void b() {}")
-    compiled = compile_kernels(
-        Kernel("a.cuh", "a<1>"), Kernel("a.cuh", "a<2>"), Kernel("b.cuh", "b"), arch="sm_80"
-    )
+    one, two, b = Kernel("a.cuh", "a<1>"), Kernel("a.cuh", "a<2>", ("-DX",)), Kernel("b.cuh", "b")
+    compiled = compile_kernels(one, two, b, two, arch="sm_80")
     assert [entry.name for entry in compiled.entries] == ["a<1>", "a<2>", "b"]
-    assert compilations == ["a.cu"]
-    with pytest.raises(ValueError, match="one set of options"):
-        compile_kernels(Kernel("a.cuh", "a<1>"), Kernel("b.cuh", "b", ("-DX",)), arch="sm_80")
+    assert sorted(compilations) == ["a.cu", "a.cu", "b.cu"]
+    # Another plan shares what it has in common with this one.
+    assert compile_kernels(b, arch="sm_80").entry("b") is compiled.entry("b")
+    assert len(compilations) == 3
+    with pytest.raises(ValueError, match="no kernel"):
+        compile_kernels(arch="sm_80")
+
+
+def test_kernels_are_compiled_side_by_side(
+    device_code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (device_code / "a.cuh").write_text("template <int N> __global__ void a() { int x = N; }")
+    both = threading.Barrier(2, timeout=60)
+    real = nvrtc.Nvrtc.compile
+
+    def compile(self: nvrtc.Nvrtc, source: str, **rest: object) -> nvrtc.Output:
+        both.wait()
+        return real(self, source, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(nvrtc.Nvrtc, "compile", compile)
+    kernels = [Kernel("a.cuh", f"a<{n}>") for n in (1, 2)]
+    assert compile_kernels(*kernels, arch="sm_80").log.count('variable "x"') == 2
+
+
+def test_error_of_any_kernel_is_raised(device_code: Path) -> None:
+    (device_code / "good.cuh").write_text("__global__ void good() {}")
+    (device_code / "bad.cuh").write_text("__global__ void bad() { oops; }")
+    good, bad = Kernel("good.cuh", "good"), Kernel("bad.cuh", "bad")
+    for kernels in ((good, bad), (bad, good)):
+        with pytest.raises(CompileError, match="oops"):
+            compile_kernels(*kernels, arch="sm_80")
 
 
 def test_device_code_is_there() -> None:
@@ -349,9 +382,59 @@ def test_prefers_the_version_of_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert nvrtc._cuda_majors() == [13, 12]
 
 
-def test_import_loads_nothing() -> None:
-    code = "import sys, jax_tilekern.compiler; print('platformdirs' in sys.modules)"
-    maps = "import jax_tilekern.compiler; print('nvrtc' in open('/proc/self/maps').read())"
-    for program in (code, maps):
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Stand in for the wheel's library; return its file, which is none that loads."""
+    path = tmp_path / "libnvrtc.so.13"
+    path.write_text("not a library")
+    loads = nvrtc.nvrtc().path
+    monkeypatch.setattr(nvrtc, "_candidates", lambda majors: iter([str(path), loads]))
+    nvrtc._load.cache_clear()
+    yield path
+    nvrtc._load.cache_clear()
+    nvrtc.nvrtc_identity.cache_clear()
+
+
+def test_identity_is_that_of_the_file(wheel: Path) -> None:
+    changes: tuple[Callable[[], object], ...] = (
+        lambda: None,
+        lambda: wheel.write_text("a longer text, still not a library"),
+        lambda: os.utime(wheel, (1, 1)),
+    )
+    found = set()
+    for change in changes:
+        change()
+        nvrtc.nvrtc_identity.cache_clear()
+        found.add(nvrtc.nvrtc_identity())
+    assert len(found) == 3
+    # Nothing else is loaded in its place, or the cache would not tell the two apart.
+    with pytest.raises(NvrtcNotFound, match=r"libnvrtc\.so\.13"):
+        nvrtc.nvrtc()
+
+
+def test_identity_of_a_library_that_the_loader_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    loadable = nvrtc.nvrtc().path
+    monkeypatch.setattr(nvrtc, "_candidates", lambda majors: iter(["libnone.so.1", loadable]))
+    nvrtc._load.cache_clear()
+    nvrtc.nvrtc_identity.cache_clear()
+    identity = nvrtc.nvrtc_identity()
+    assert identity == f"{loadable} {nvrtc.nvrtc().version}"
+    nvrtc._load.cache_clear()
+    nvrtc.nvrtc_identity.cache_clear()
+
+
+def test_cached_kernels_need_no_nvrtc(cache: Path) -> None:
+    program = f"""
+from jax_tilekern.compiler import compile_source
+compile_source({SCALE!r}, ["scale<64>"], arch="sm_90a")
+print("nvrtc" in open("/proc/self/maps").read())
+"""
+    for loaded in ("True\n", "False\n"):
         outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-        assert outcome.stdout == "False\n", outcome.stderr
+        assert outcome.stdout == loaded, outcome.stderr
+
+
+def test_import_loads_nothing() -> None:
+    program = "import jax_tilekern.compiler; print('nvrtc' in open('/proc/self/maps').read())"
+    outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert outcome.stdout == "False\n", outcome.stderr

@@ -134,20 +134,27 @@ print(json.dumps(digests()))
 
 
 def digests():
-    """Digests of products that are shared between threads, under every instruction set."""
+    """Digests of products and sums that threads share, under every instruction set."""
     rng = np.random.default_rng(0)
+    calls = []
     # Split by columns, by rows of a tall matrix, by chunks of a vector product, and by batches.
     shapes = [((150, 700), (700, 331)), ((3000, 130), (130, 24)), ((2, 900), (900, 1500)),
               ((64, 20, 150), (64, 150, 20))]  # fmt: skip
-    found = {}
     for dtype in (np.float32, np.float64, BF16):
         for left, right in shapes:
-            a, b = (jnp.asarray(rng.standard_normal(s).astype(dtype)) for s in (left, right))
-            compiled = jax.jit(jtk.matmul).lower(a, b).compile()
-            for level in LEVELS:
-                _core.set_cpu_instruction_set(level)
-                digest = hashlib.sha256(np.asarray(compiled(a, b)).tobytes()).hexdigest()
-                found[f"{level} {np.dtype(dtype)} {left} {right}"] = digest
+            calls.append((jtk.matmul, dtype, (left, right)))
+        # A sum of all, of few long rows, of columns, of what lies between; a dot product.
+        for shape, axis in (((900001,), 0), ((3, 300001), 1), ((3001, 301), 0), ((3, 999, 99), 1)):
+            calls.append((partial(jtk.sum, axis=axis), dtype, (shape,)))
+        calls.append((jtk.vdot, dtype, ((900001,), (900001,))))
+    found = {}
+    for function, dtype, shapes in calls:
+        operands = [jnp.asarray(rng.standard_normal(s).astype(dtype)) for s in shapes]
+        compiled = jax.jit(function).lower(*operands).compile()
+        for level in LEVELS:
+            _core.set_cpu_instruction_set(level)
+            digest = hashlib.sha256(np.asarray(compiled(*operands)).tobytes()).hexdigest()
+            found[f"{level} {np.dtype(dtype)} {shapes}"] = digest
     return found
 
 
@@ -167,7 +174,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
     outputs = [process.communicate()[0] for process in processes]
     assert all(process.returncode == 0 for process in processes)
     one, several = map(json.loads, outputs)
-    assert len(one) == 12 * len(LEVELS)
+    assert len(one) == 27 * len(LEVELS)
     assert several == one
 
 

@@ -134,8 +134,7 @@ def launch(name, grid, block, *parameters, **rest):
 
 
 def plan_of(*launches, name="test", alignments=(4, 4), **rest):
-    cubin = compiled(launches[0].entry.name).cubin
-    return LaunchPlan(name, current_gpu(), cubin, launches, alignments, **rest)
+    return LaunchPlan(name, current_gpu(), launches, alignments, **rest)
 
 
 def runner(plan, shape=None):
@@ -353,13 +352,20 @@ def wrong_entry(plan):
     return dataclasses.replace(plan, launches=(dataclasses.replace(one, entry=entry),))
 
 
+def with_cubin(plan, cubin):
+    (one,) = plan.launches
+    entry = dataclasses.replace(one.entry, cubin=cubin)
+    return dataclasses.replace(plan, launches=(dataclasses.replace(one, entry=entry),))
+
+
 def damaged_cubin(plan):
-    return dataclasses.replace(plan, cubin=plan.cubin[:64] + bytes(len(plan.cubin) - 64))
+    cubin = plan.launches[0].entry.cubin
+    return with_cubin(plan, cubin[:64] + bytes(len(cubin) - 64))
 
 
 def cubin_of_another_gpu(plan):
     other = compile_source(KERNELS, ["affine"], arch=other_arch())
-    return dataclasses.replace(plan, cubin=other.cubin)
+    return with_cubin(plan, other.entry("affine").cubin)
 
 
 def misaligned_buffer(plan):
@@ -491,9 +497,9 @@ def test_last_executable_of_a_cubin_goes_and_another_comes(rng):
     x = integers(rng, 1000)
     # A cubin that no other test has, so that its module is unloaded and loaded again.
     source = KERNELS + "// here and gone\n__global__ void unused_elsewhere() {}\n"
-    cubin = compile_source(source, ["affine"], arch=current_gpu().arch).cubin
+    cubin = compile_source(source, ["affine"], arch=current_gpu().arch).entry("affine").cubin
     for scale in range(5):
-        plan = dataclasses.replace(affine_plan(1000, scale), cubin=cubin)
+        plan = with_cubin(affine_plan(1000, scale), cubin)
         run = jax.jit(runner(plan)).lower(x).compile()
         np.testing.assert_array_equal(run(x), affine(x, scale))
         del run

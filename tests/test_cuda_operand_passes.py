@@ -12,9 +12,8 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from numerics import BF16, on_gpu, poison
+from numerics import on_gpu, poison
 from test_plans_operand_passes import (
-    PIECES,
     SUMS,
     Split,
     adversaries,
@@ -28,27 +27,21 @@ from jax_tilekern import ffi
 from jax_tilekern.compiler import compile_kernels
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import Buffer, LaunchPlan
-from jax_tilekern.plans.operand_passes import (
-    DECIDE_KERNEL,
-    PackPass,
-    SplitPass,
-    SumPass,
-    decide_launch,
-)
+from jax_tilekern.plans.pack_operand import PackPass
+from jax_tilekern.plans.split_float32 import DECIDE_KERNEL, SplitPass, decide_launch
+from jax_tilekern.plans.sum_splits import SumPass
 
 if not on_gpu():
     pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)
 
 GPU = current_gpu()
-# sm_80 has only rounding of ties away from zero.
-split = functools.partial(split, ties_even=GPU.compute_capability >= (9, 0))
 
 
 def runner(kernels, launches_of, operands, result_bytes):
     """Return a function of arrays of bytes that returns such arrays; `launches_of(compiled)`."""
     compiled = compile_kernels(*kernels, arch=GPU.arch)
     alignments = (1,) * operands + (16,) * len(result_bytes)
-    plan = LaunchPlan("passes", GPU, compiled.cubin, tuple(launches_of(compiled)), alignments)
+    plan = LaunchPlan("passes", GPU, tuple(launches_of(compiled)), alignments)
     primitive = Primitive("passes")
     primitive.multiple_results = True
     results = [jax.core.ShapedArray((size,), np.dtype(np.uint8)) for size in result_bytes]
@@ -171,19 +164,12 @@ def split_launch(one, source, before, pieces, facts):
     )
 
 
-def piece_type(one):
-    return {"bf16": np.dtype(BF16), "f16": np.dtype(np.float16)}.get(
-        one.pieces, np.dtype(np.float32)
-    )
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("k_major", [True, False])
-@pytest.mark.parametrize("pieces", PIECES, ids=str)
-def test_split(rng, pieces, k_major, case):
+def test_split(rng, k_major, case):
     batch, lines, k, padding, before, broadcast = case
     source = operand(lines, k, batch, k_major=k_major, padding=padding, broadcast=broadcast)
-    one = SplitPass(source, *pieces, GPU)
+    one = SplitPass(source, GPU)
     for style in ("normal", "spread", "wide", "large", "sparse"):
         data = numbers(rng, before + elements_of(source), style)
         make = split_launch(one, 0, before, 1, 2)
@@ -193,10 +179,10 @@ def test_split(rng, pieces, k_major, case):
             [data],
             [one.pieces_bytes, one.facts_bytes],
         )
-        expected = split(np.ascontiguousarray(view_of(source, data[before:])), *pieces)
+        expected = split(np.ascontiguousarray(view_of(source, data[before:])))
         padded = np.zeros((*expected.pieces.shape[:-1], one.k_padded), np.float32)
         padded[..., :k] = expected.pieces
-        found = strided(got.view(piece_type(one)), padded.shape, one.strides).astype(np.float32)
+        found = strided(got.view(np.float16), padded.shape, one.strides).astype(np.float32)
         # The same bits: 0 and -0 differ.
         np.testing.assert_array_equal(found.view(np.uint32), padded.view(np.uint32), style)
         arrays = facts.view(np.int32).reshape(3, -1)
@@ -207,13 +193,12 @@ def test_split(rng, pieces, k_major, case):
             np.testing.assert_array_equal(found, of_model, style)
 
 
-@pytest.mark.parametrize("pieces", PIECES, ids=str)
-def test_the_flag(rng, pieces):
+def test_the_flag(rng):
     k = 333
     for name, a, b in adversaries(rng, k):
         passes = [
-            SplitPass(operand(len(a), a.shape[1]), *pieces, GPU),
-            SplitPass(operand(len(b), b.shape[1], k_major=False), *pieces, GPU),
+            SplitPass(operand(len(a), a.shape[1]), GPU),
+            SplitPass(operand(len(b), b.shape[1], k_major=False), GPU),
         ]
         lhs, rhs = passes
 
@@ -225,14 +210,14 @@ def test_the_flag(rng, pieces):
         sizes = [size for one in passes for size in (one.pieces_bytes, one.facts_bytes)]
         kernels = [lhs.kernel, rhs.kernel, DECIDE_KERNEL]
         *_, flag = run(kernels, launches, [a, b.T], [*sizes, 4])
-        expected = is_float32_needed(split(a, *pieces), split(b, *pieces), a.shape[1])
+        expected = is_float32_needed(split(a), split(b), a.shape[1])
         assert flag.view(np.int32)[0] == expected, name
 
 
 def test_the_flag_over_many_lines():
     """The one line that decides may be any."""
     lines = 5000
-    one = SplitPass(operand(lines, 64), "f16", 2, GPU)
+    one = SplitPass(operand(lines, 64), GPU)
     for at in (0, 31, 1024, lines - 1):
         facts = np.zeros((3, lines), np.int32)
         facts[2] = 64

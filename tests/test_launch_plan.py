@@ -32,9 +32,10 @@ ENTRY = Entry(
     shared_memory_bytes=1024,
     max_threads=256,
     parameter_bytes=(8, 8),
+    cubin=b"\x7fELF cubin",
 )
 LAUNCH = Launch(ENTRY, (4, 2, 1), (128, 1, 1), (Buffer(0), Buffer(1)))
-PLAN = LaunchPlan("example", known_gpu("sm_90"), b"\x7fELF cubin", (LAUNCH,), (16, 4))
+PLAN = LaunchPlan("example", known_gpu("sm_90"), (LAUNCH,), (16, 4))
 MAP = TensorMap(0, "bfloat16", (100, 64), (208,), (64, 32), swizzle=128)
 
 
@@ -54,6 +55,15 @@ MAP = TensorMap(0, "bfloat16", (100, 64), (208,), (64, 32), swizzle=128)
         ({"shared_memory_bytes": -1}, r"shared memory of -1 bytes"),
         ({"parameters": (Buffer(0),)}, r"parameters of \(8,\) bytes, but .* takes \(8, 8\)"),
         ({"parameters": (Buffer(0), Scalars.pack("i", 3))}, r"parameters of \(8, 4\) bytes"),
+        ({"repeats": (3, 0)}, r"repeats \(3, 0\) have one below 1"),
+        (
+            {"repeats": (3, 5), "parameters": (Buffer(0, 0, (4,)), Buffer(1))},
+            r"steps \(4,\) do not match repeats \(3, 5\)",
+        ),
+        (
+            {"parameters": (Buffer(0), Buffer(1, 0, (4,)))},
+            r"steps \(4,\) do not match repeats \(\)",
+        ),
     ],
 )
 def test_launch_rejects(change: dict[str, Any], message: str) -> None:
@@ -65,10 +75,17 @@ def _plan_with(**change: Any) -> LaunchPlan:
     return dataclasses.replace(PLAN, **change)
 
 
+def _launch_with(cubin: Any) -> Launch:
+    return dataclasses.replace(LAUNCH, entry=dataclasses.replace(ENTRY, cubin=cubin))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: _plan_with(cubin=b"text"), "cubin is not an ELF image"),
+        (
+            lambda: _plan_with(launches=(LAUNCH, _launch_with(b"text"))),
+            "cubin of kernel<4> is not an ELF image",
+        ),
         (lambda: _plan_with(launches=()), "at least one launch"),
         (lambda: _plan_with(alignments=(16,)), "takes buffer 1 of 1"),
         (lambda: _plan_with(alignments=(16, 12)), "alignment 12 is not a power of two"),
@@ -109,12 +126,21 @@ def test_plan_rejects(make: Callable[[], LaunchPlan], message: str) -> None:
 
 
 def test_cubin_is_bytes() -> None:
-    with pytest.raises(TypeError, match="bytearray, not bytes"):
-        dataclasses.replace(PLAN, cubin=bytearray(b"\x7fELF"))
+    with pytest.raises(TypeError, match="cubin of kernel<4> is bytearray, not bytes"):
+        _plan_with(launches=(_launch_with(bytearray(b"\x7fELF")),))
+
+
+def test_each_cubin_is_there_once() -> None:
+    other = b"\x7fELF other"
+    launches = (LAUNCH, _launch_with(other), _launch_with(bytes(bytearray(ENTRY.cubin))))
+    attributes = _plan_with(launches=launches).attributes()
+    cubins = {name: cubin.tobytes() for name, cubin in attributes["cubins"].items()}
+    assert cubins == {"0": ENTRY.cubin, "1": other}
+    assert [attributes["launches"][i]["cubin"] for i in "012"] == [0, 1, 0]
 
 
 def test_plans_are_values() -> None:
-    again = LaunchPlan("example", known_gpu("sm_90"), b"\x7fELF cubin", (LAUNCH,), (16, 4))
+    again = LaunchPlan("example", known_gpu("sm_90"), (LAUNCH,), (16, 4))
     assert again == PLAN
     assert hash(again) == hash(PLAN)
 
@@ -153,11 +179,19 @@ def test_scalars_reject() -> None:
         ({"interleave": 16}, "interleave takes 3 dimensions or more, not 2"),
         ({"dtype": "uint16", "oob_fill": "nan"}, "takes a float type, not uint16"),
         ({"buffer": -1}, "buffer -1 is negative"),
+        ({"steps_bytes": (8,)}, r"steps are multiples of 16 bytes, not \(8,\)"),
+        ({"steps_bytes": (0, -16)}, r"steps are multiples of 16 bytes, not \(0, -16\)"),
     ],
 )
 def test_tensor_map_rejects(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(MAP, **change)
+
+
+@pytest.mark.parametrize("fields", [(-1, 0, ()), (0, -4, ()), (0, 0, (4, -4))])
+def test_buffer_rejects(fields: tuple[int, int, tuple[int, ...]]) -> None:
+    with pytest.raises(ValueError, match="index, offset and steps must not be negative"):
+        Buffer(*fields)
 
 
 def test_tensor_map_sizes() -> None:
@@ -269,6 +303,22 @@ def test_attributes_arrive() -> None:
     assert 'parameters = {"0" = {buffer = 0 : i64, offset_bytes = 0 : i64}' in text
 
 
+def test_repeats_arrive() -> None:
+    launch = dataclasses.replace(
+        LAUNCH, repeats=(3, 5), parameters=(Buffer(0, 4, (48, 0)), Buffer(1))
+    )
+    plan = dataclasses.replace(PLAN, launches=(launch,))
+    primitive = _primitive("cuda", lambda ctx, x: ffi.cuda_launch(ctx, [x], plan))
+    lowered = jax.jit(primitive.bind).trace(jnp.zeros((3, 5))).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert "repeats = dense<[3, 5]> : tensor<2xi64>" in text
+    assert "steps_bytes = dense<[48, 0]> : tensor<2xi64>" in text
+    # A buffer that stays has no steps, and a launch that is not repeated neither word.
+    assert text.count("steps_bytes") == 1
+    assert "repeats" not in LAUNCH.attributes()
+    assert "steps_bytes" not in Buffer(1).attributes()
+
+
 def test_wrong_number_of_buffers() -> None:
     primitive = _primitive("cuda", lambda ctx, x: ffi.cuda_launch(ctx, [x, x], PLAN))
     traced = jax.jit(primitive.bind).trace(jnp.zeros((3, 5)))
@@ -311,13 +361,14 @@ def plan_of_everything() -> LaunchPlan:
     """Return a plan with every kind of parameter, and a launch that has none."""
     entry = dataclasses.replace(ENTRY, parameter_bytes=(8, 8, 8, 128, 128))
     line = TensorMap(1, "float32", (64,), (), (64,))
-    parameters = (Buffer(0), Buffer(1, 4), Scalars.int64(7), MAP, line)
+    stepping = dataclasses.replace(MAP, steps_bytes=(0, 64))
+    parameters = (Buffer(0), Buffer(1, 4, (8, 0)), Scalars.int64(7), stepping, line)
     nothing = dataclasses.replace(ENTRY, parameter_bytes=())
     launches = (
-        Launch(entry, (2, 1, 1), (64, 1, 1), parameters, 100_000, (2, 1, 1)),
+        Launch(entry, (2, 1, 1), (64, 1, 1), parameters, 100_000, (2, 1, 1), (3, 5)),
         Launch(nothing, (1, 1, 1), (1, 1, 1), ()),
     )
-    return LaunchPlan("everything", known_gpu("sm_90"), b"\x7fELF", launches, (16, 16))
+    return LaunchPlan("everything", known_gpu("sm_90"), launches, (16, 16))
 
 
 def test_handler_reads_the_plan() -> None:
@@ -326,12 +377,26 @@ def test_handler_reads_the_plan() -> None:
         "": "",
         "del attributes['name']": "launch plan  (sm_90a): attribute name: Unexpected attribute",
         "launch['grid'] = np.array([1, 2])": f"{everything}grid: has 2 dimensions, not 3",
+        "launch['cubin'] = 1": f"{everything}cubin: there are only 1 cubins",
+        "attributes['cubins']['0'] = 3": (
+            "launch plan everything (sm_90a): attribute cubins.0: Wrong attribute type"
+        ),
         "launch['entry'] = 3": f"{everything}entry: Wrong attribute type: expected string",
         "launch['parameters']['1']['buffer'] = 9": (
             f"{everything}parameters.1.buffer: there are only 2 buffers"
         ),
         "launch['parameters']['0']['offset_bytes'] = -1": (
             f"{everything}parameters.0.offset_bytes: -1 is out of range"
+        ),
+        "launch['repeats'] = np.array([3, 0])": f"{everything}repeats: one is 0",
+        "launch['repeats'] = np.array([15])": (
+            f"{everything}parameters.1.steps_bytes: there are 1 repeats to step along"
+        ),
+        "del launch['repeats']": (
+            f"{everything}parameters.1.steps_bytes: there are 0 repeats to step along"
+        ),
+        "launch['parameters']['1']['steps_bytes'] = np.array([8, -8])": (
+            f"{everything}parameters.1.steps_bytes: -8 is out of range"
         ),
         "launch['parameters']['3']['box'] = np.array([1, 2, 3])": (
             f"{everything}parameters.3.sizes: a tensor map has 1 to 5 sizes"

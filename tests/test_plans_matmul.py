@@ -6,11 +6,12 @@ from hypothesis import strategies as st
 from products import BF16, E4M3, E5M2, F32, F64, H100, TYPES, geometries, product_of, row_major
 
 from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans import mma, wgmma
+from jax_tilekern.plans import mma, vector_product, wgmma
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.matmul import candidates, plan_matmul
 from jax_tilekern.plans.product import NoKernel, Product
 from jax_tilekern.plans.tuned import TunedChoices, using
+from jax_tilekern.plans.wgmma_kernel import ARITHMETICS
 
 try:
     nvrtc()
@@ -41,8 +42,12 @@ def test_candidates_are_those_of_all_families_best_first(product):
     assert sorted(found, key=lambda choice: choice.cycles) == found
     assert len({choice.key for choice in found}) == len(found)
     assert candidates(product, H100) == found
-    for family in (mma, wgmma):
-        assert all(choice in found for choice in family.candidates(product, H100))
+    vectors = vector_product.candidates(product, H100)
+    if vectors:
+        assert found == vectors
+    else:
+        for family in (mma, wgmma):
+            assert all(choice in found for choice in family.candidates(product, H100))
     assert all(choice.microseconds > 0 for choice in found)
 
 
@@ -50,7 +55,7 @@ def is_wgmma(choice):
     return isinstance(choice, wgmma.WgmmaCandidate)
 
 
-@pytest.mark.parametrize("arithmetic", sorted(wgmma.ARITHMETICS))
+@pytest.mark.parametrize("arithmetic", sorted(ARITHMETICS))
 @pytest.mark.parametrize("layout", [{}, {"lhs_k_major": False}, {"rhs_k_major": True}])
 def test_large_products_take_the_tensor_cores_of_the_architecture(arithmetic, layout):
     for size in (4096, 8192):
@@ -91,6 +96,7 @@ def test_arithmetics_without_warpgroup_products_have_other_kernels(arithmetic):
 )
 def test_says_why_there_is_no_kernel(types, arithmetic, gpu, reason):
     product = Product(row_major(64, 64, 64), *types, arithmetic)
+    assert mma.candidates(product, known_gpu(gpu)) == NoKernel(reason)
     assert candidates(product, known_gpu(gpu)) == NoKernel(reason)
     assert plan_matmul(product, known_gpu(gpu)) == NoKernel(reason)
 

@@ -10,16 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from products import (
     BF16,
-    E4M3,
-    E5M2,
     F32,
-    F64,
     H100,
     MODERN,
     geometries,
     product_of,
     products,
-    row_major,
 )
 
 from jax_tilekern.compiler import cuda_folder
@@ -262,21 +258,6 @@ def test_reason_says_what_was_chosen():
     assert plan.name == "mma_matmul bf16"
 
 
-@pytest.mark.parametrize(
-    ("types", "arithmetic", "gpu", "reason"),
-    [
-        ((BF16, BF16, BF16), "bf16", "sm_75", "bf16 takes sm_80 or later, and this is sm_75"),
-        ((E4M3, E5M2, F32), "fp8", "sm_80", "fp8 takes sm_89 or later, and this is sm_80"),
-        ((BF16, F32, F32), "bf16", "sm_90", "no bf16 kernel for bfloat16 x float32 -> float32"),
-        ((BF16, BF16, F64), "bf16", "sm_90", "no bf16 kernel for bfloat16 x bfloat16 -> float64"),
-        ((F32, F32, F32), "bf16_x9", "sm_90", "no kernel computes in bf16_x9"),
-    ],
-)
-def test_says_why_there_is_no_kernel(types, arithmetic, gpu, reason):
-    wanted = Product(row_major(64, 64, 64), *types, arithmetic)
-    assert candidates(wanted, known_gpu(gpu)) == NoKernel(reason)
-
-
 def test_grids_and_dimensions_have_limits():
     crowd = product_of("bf16", 1 << 20, 1 << 20, 8, (1 << 12,))
     assert "more tiles than a grid has blocks" in candidates(crowd, H100).reason
@@ -303,7 +284,7 @@ def test_no_plan_is_compiled_twice():
     # Sizes and strides are run-time parameters, so these share one kernel.
     one = best(product_of("f32", 64, 64, 64)).plan(H100)
     other = best(product_of("f32", 60, 32, 68)).plan(H100)
-    assert one.cubin == other.cubin
+    assert one.launches[0].entry is other.launches[0].entry
     assert one.launches != other.launches
 
 

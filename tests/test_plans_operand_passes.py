@@ -9,30 +9,21 @@ import itertools
 import math
 import struct
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from products import BF16, F16, F32, F64, H100, INT32, batch_strides
 
 from jax_tilekern.compiler import compile_kernels
 from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.geometry import MatmulGeometry
-from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import Buffer
-from jax_tilekern.plans.operand_passes import (
-    DECIDE_KERNEL,
-    PackPass,
-    SplitPass,
-    StridedOperand,
-    SumPass,
-    decide_launch,
-)
+from jax_tilekern.plans.pack_operand import PackPass
+from jax_tilekern.plans.split_float32 import DECIDE_KERNEL, SplitPass, decide_launch
+from jax_tilekern.plans.strided_rows import StridedOperand
+from jax_tilekern.plans.sum_splits import SumPass
 
-H100 = known_gpu("sm_90")
-F32, F64, INT32 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.int32)
-BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
-PIECES = [("bf16", 2), ("bf16", 3), ("tf32", 2), ("f16", 2)]
 SUMS = [(F32, F32), (F32, BF16), (F32, F16), (INT32, INT32), (F64, F64)]
 
 try:
@@ -46,13 +37,9 @@ needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
 def operand(lines, k, batch=(), *, k_major=True, padding=0, broadcast=()):
     """An operand in row-major order, rows `padding` elements apart."""
     row = (k if k_major else lines) + padding
-    step = row * (lines if k_major else k)
-    strides = []
-    for dim, size in reversed(list(enumerate(batch))):
-        strides.insert(0, 0 if dim in broadcast else step)
-        step *= 1 if dim in broadcast else size
+    strides = batch_strides(batch, row * (lines if k_major else k), broadcast)
     steps = (row, 1) if k_major else (1, row)
-    return StridedOperand(tuple(batch), lines, k, tuple(strides), *steps)
+    return StridedOperand(tuple(batch), lines, k, strides, *steps)
 
 
 sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**17))
@@ -178,17 +165,17 @@ def test_rows_are_where_the_operand_has_them(source, itemsize):
     np.testing.assert_array_equal(row_offsets(fields), expected)
 
 
-@given(operands, st.sampled_from(PIECES))
-def test_split_operands(source, pieces):
-    one = SplitPass(source, *pieces, H100)
-    itemsize, parts = (4 if pieces[0] == "tf32" else 2), pieces[1]
-    assert one.k_padded * itemsize % 128 == 0
-    assert one.k_padded - 128 // itemsize < source.k <= one.k_padded
-    extents = (*source.batch, source.lines, parts, one.k_padded)
-    assert assert_dense(extents, one.strides) * itemsize == one.pieces_bytes
+@given(operands)
+def test_split_operands(source):
+    one = SplitPass(source, H100)
+    assert one.k_padded % 64 == 0
+    assert one.k_padded - 64 < source.k <= one.k_padded
+    extents = (*source.batch, source.lines, 2, one.k_padded)
+    assert assert_dense(extents, one.strides) * 2 == one.pieces_bytes
     lines = assert_dense((*source.batch, source.lines), one.fact_strides)
     assert one.facts_bytes == 12 * lines
-    if lines > 2**31 - 1:
+    assert one.fits == (lines <= 2**31 - 1)
+    if not one.fits:
         return
     launch, fields = launch_of(one, 3, f"{ROWS}q4I")
     assert fields[12:] == (source.lines, source.k, one.k_padded, lines)
@@ -208,11 +195,16 @@ def test_an_operand_has_a_unit_stride():
 
 
 def test_what_no_launch_can_hold_is_an_error():
-    rows = PackPass(operand(2**30, 8, (4,), k_major=True), 2)
-    with pytest.raises(ValueError, match="4294967296 rows are more than"):
-        launch_of(rows, 2, f"{ROWS}q7I")
-    with pytest.raises(ValueError, match="no kernel splits float32 into 3 f16"):
-        SplitPass(operand(5, 5), "f16", 3, H100)
+    source = operand(2**30, 8, (4,), k_major=True)
+    for one, buffers in ((PackPass(source, 2), 2), (SplitPass(source, H100), 3)):
+        assert not one.fits
+        with pytest.raises(ValueError, match="4294967296 rows are more than"):
+            launch_of(one, buffers, f"{ROWS}q7I")
+    for k_major in (True, False):
+        blocks = PackPass(operand(2**25, 2**25, k_major=k_major), 8)
+        assert not blocks.fits
+        with pytest.raises(ValueError, match="exceeds"):
+            launch_of(blocks, 2, f"{ROWS}q7I")
 
 
 outputs = st.tuples(
@@ -270,7 +262,7 @@ def kernels():
     k_majors = [operand(64, k, k_major=major) for k, major in ((64, 1), (9999, 1), (64, 0))]
     k_majors.append(operand(4096, 64, k_major=False))
     found = [PackPass(one, size).kernel for one in k_majors for size in (1, 2, 4, 8)]
-    found += [SplitPass(one, *pieces, H100).kernel for one in k_majors for pieces in PIECES]
+    found += [SplitPass(one, H100).kernel for one in k_majors]
     found += [
         SumPass(output((), 8, n, (0,)), 2, *dtypes).kernel for n in (64, 1) for dtypes in SUMS
     ]
@@ -296,9 +288,9 @@ def test_compiles(arch, kernel):
 
 
 @needs_nvrtc
-def test_kernels_of_several_files_share_a_cubin():
+def test_kernels_of_several_files_are_launched_by_their_names():
     source = operand(100, 70)
-    pack, split = PackPass(source, 2), SplitPass(source, "f16", 2, H100)
+    pack, split = PackPass(source, 2), SplitPass(source, H100)
     total = SumPass(output((2,), 8, 8), 3, F32, F32)
     compiled = compile_kernels(
         pack.kernel, split.kernel, DECIDE_KERNEL, total.kernel, arch="sm_90a"
@@ -312,29 +304,12 @@ def test_kernels_of_several_files_share_a_cubin():
 # -- The model
 
 
-def round_to(x, pieces, *, ties_even=True):
-    """Round float32 as the kernel does."""
-    if pieces == "f16":
-        return x.astype(np.float16).astype(np.float32)
-    most = np.uint32(0x7F7F0000 if pieces == "bf16" else 0x7F7FE000).view(np.float32)
-    x = np.fmin(np.fmax(x, -most), most)
-    if pieces == "bf16":
-        return x.astype(BF16).astype(np.float32)
-    bits = x.view(np.uint32)
-    half = (
-        np.uint32(0xFFF) + (bits >> np.uint32(13) & np.uint32(1))
-        if ties_even
-        else np.uint32(0x1000)
-    )
-    return ((bits + half) & np.uint32(0xFFFFE000)).view(np.float32)
-
-
 BEYOND_REPAIR = 2**31 - 1
 
 
 @dataclasses.dataclass
 class Split:
-    """Pieces ``[..., parts, k]``, and of each line its exponent, lost and dense elements."""
+    """Pieces ``[..., 2, k]``, and of each line its exponent, lost and dense elements."""
 
     pieces: np.ndarray
     exponents: np.ndarray
@@ -342,7 +317,7 @@ class Split:
     dense: np.ndarray
 
 
-def split(lines, pieces, parts, *, ties_even=True):
+def split(lines):
     """The model of ``split_float32``, of float32 ``[..., k]``."""
     k = lines.shape[-1]
     with np.errstate(all="ignore"):
@@ -350,19 +325,14 @@ def split(lines, pieces, parts, *, ties_even=True):
         largest = np.max(np.where(np.isnan(magnitude), np.inf, magnitude), -1)
         regular = np.isfinite(largest) & (largest > 0)
         # frexp's fraction is in [1/2, 1).
-        exponents = (
-            np.where(regular, np.frexp(largest)[1] - 15, 0) if pieces == "f16" else 0 * regular
-        )
+        exponents = np.where(regular, np.frexp(largest)[1] - 15, 0)
         scaled = np.ldexp(lines, -exponents[..., None])
         rest, found = scaled.copy(), []
-        for _ in range(parts):
-            found.append(round_to(rest, pieces, ties_even=ties_even))
+        for _ in range(2):
+            found.append(rest.astype(F16).astype(F32))
             rest = rest - found[-1]
         kept = (np.abs(rest) * np.float32(2**22) <= np.abs(scaled)) & ((scaled != 0) | (lines == 0))
-        lost = (~kept).sum(-1)
-        hopeless = (lost > 0) & ((largest < 2.0**-90) | (parts == 2) & (pieces == "bf16"))
-        hopeless |= largest >= 2.0**48
-        lost = np.where(~np.isfinite(largest) | (hopeless & (pieces != "f16")), BEYOND_REPAIR, lost)
+        lost = np.where(np.isfinite(largest), (~kept).sum(-1), BEYOND_REPAIR)
         near = magnitude * np.float32(256) >= largest[..., None]
         dense = np.where(largest == 0, k, near.sum(-1))
     return Split(np.stack(found, -2), exponents, lost, dense)
@@ -377,8 +347,7 @@ def is_float32_needed(lhs, rhs, k):
 
 def product(lhs, rhs, add=None):
     """Products of all pairs of pieces but the smallest, with a dimension ``[m, n]`` per operand."""
-    parts = lhs.pieces.shape[-2]
-    pairs = [(i, j) for i in range(parts) for j in range(parts) if i + j < parts]
+    pairs = [(0, 0), (0, 1), (1, 0)]
     left, right = lhs.pieces.astype(np.float64), rhs.pieces.astype(np.float64)
     add = add or (lambda pairs_of: sum(a @ b.T for a, b in pairs_of))
     total = add([(left[:, i], right[:, j]) for i, j in pairs])
@@ -404,7 +373,6 @@ def add_in_float32(pairs):
     return total.astype(np.float64)
 
 
-EXACT = [("bf16", 3), ("tf32", 2), ("f16", 2)]
 # Of 2^-22 sum |a||b|; see split_float32.cuh.
 PROMISE = 4
 
@@ -421,11 +389,10 @@ def normal(rng, *shape):
     return rng.standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("pieces", EXACT)
-def test_products_of_normal_numbers_are_as_good_as_float32s(pieces):
+def test_products_of_normal_numbers_are_as_good_as_float32s():
     rng = np.random.default_rng(0)
     a, b = normal(rng, 96, 4096), normal(rng, 80, 4096)
-    left, right = split(a, *pieces), split(b, *pieces)
+    left, right = split(a), split(b)
     assert not is_float32_needed(left, right, 4096)
     exact = a.astype(np.float64) @ b.astype(np.float64).T
     for add, limit in ((None, 1e-7), (add_in_float32, 6e-7)):
@@ -472,13 +439,12 @@ def adversaries(rng, k):
 
 
 @pytest.mark.parametrize("k", [1, 7, 64, 1000])
-@pytest.mark.parametrize("pieces", EXACT)
-def test_the_flag_is_set_or_the_promise_is_kept(pieces, k):
+def test_the_flag_is_set_or_the_promise_is_kept(k):
     flags = {}
     for name, a, b in itertools.chain.from_iterable(
         adversaries(np.random.default_rng(seed), max(k, 4)) for seed in range(3)
     ):
-        left, right = split(a, *pieces), split(b, *pieces)
+        left, right = split(a), split(b)
         flags[name] = is_float32_needed(left, right, a.shape[-1])
         if not flags[name]:
             assert np.isfinite(left.pieces).all()
@@ -487,14 +453,11 @@ def test_the_flag_is_set_or_the_promise_is_kept(pieces, k):
     assert flags["nan"]
     assert not flags["lines scaled"]
     assert not flags["zeros"]
-    if pieces[0] == "f16":
-        assert flags["k scaled alike"] or k < 64
-    else:
-        assert not flags["elements scaled"]
+    assert flags["k scaled alike"] or k < 64
 
 
-@given(st.integers(0, 2**32), st.sampled_from(EXACT), st.integers(1, 200))
-def test_the_promise_for_any_distribution(seed, pieces, k):
+@given(st.integers(0, 2**32), st.integers(1, 200))
+def test_the_promise_for_any_distribution(seed, k):
     """Magnitudes spread by random amounts over lines, k and elements."""
     rng = np.random.default_rng(seed)
 
@@ -507,6 +470,6 @@ def test_the_promise_for_any_distribution(seed, pieces, k):
         return (values * (rng.random((lines, k)) < rng.choice([0.1, 0.8, 1]))).astype(np.float32)
 
     a, b = matrix(6), matrix(5)
-    left, right = split(a, *pieces), split(b, *pieces)
+    left, right = split(a), split(b)
     if not is_float32_needed(left, right, k):
         assert error_over_bound(a, b, product(left, right)) <= PROMISE

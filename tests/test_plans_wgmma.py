@@ -27,11 +27,12 @@ from products import (
 
 from jax_tilekern.compiler import cuda_folder
 from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans import wgmma
+from jax_tilekern.plans import matmul, mma, wgmma
 from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.launch import Buffer, TensorMap
 from jax_tilekern.plans.product import Product
-from jax_tilekern.plans.wgmma import ARITHMETICS, WgmmaInstance, candidates
+from jax_tilekern.plans.wgmma import candidates
+from jax_tilekern.plans.wgmma_kernel import ARITHMETICS, WgmmaInstance
 
 try:
     nvrtc()
@@ -75,11 +76,10 @@ class FakeEntry:
     symbol: str = "symbol"
     max_threads: int = 1024
     shared_memory_bytes: int = 0
+    cubin: bytes = b"\x7fELF"
 
 
 class FakeCompiled:
-    cubin = b"\x7fELF"
-
     def entry(self, name):
         kernel = re.match(r"tilekern::(\w+)<", name)[1]
         return FakeEntry(name, PARAMETER_BYTES[kernel])
@@ -232,6 +232,16 @@ def test_more_batch_dimensions_than_a_box_has_are_left_to_other_kernels():
     four = product_of("bf16", 64, 64, 64, (2, 3, 4, 5))
     assert list(candidates(three, H100))
     assert not list(candidates(four, H100))
+
+
+def test_operands_that_no_launch_can_pack_are_left_to_other_kernels():
+    fits = product_of("int8", 2**29, 8, 3, (3,))
+    too_many_rows = product_of("int8", 2**29, 8, 3, (4,))
+    assert list(candidates(fits, H100))
+    assert not list(candidates(too_many_rows, H100))
+    found = matmul.candidates(too_many_rows, H100)
+    assert found
+    assert all(isinstance(choice, mma.MmaCandidate) for choice in found)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 2, 7, 132])
@@ -539,9 +549,7 @@ def test_every_field_of_the_config_is_given():
     assert fields == ["types", *(name for _, name, _ in struct_fields("WgmmaConfig"))]
     instance = next(iter(candidates(product_of("int8", 64, 64, 64), H100))).instance
     name = instance.kernel.name
-    assert name.startswith(
-        "tilekern::wgmma_matmul<tilekern::int8, tilekern::int8, tilekern::int32, tilekern::"
-    )
+    assert name.startswith("tilekern::wgmma_matmul<signed char, signed char, int, tilekern::")
     given = re.findall(r"\.(\w+) = (\d+)", name)
     assert given == [(f, str(int(getattr(instance, f)))) for f in fields[1:]]
 
@@ -559,8 +567,8 @@ def test_every_field_of_the_shape_is_packed():
 def test_instances_are_those_of_candidates():
     found = set(wgmma.instances(H100))
     assert {instance.types[0] for instance in found} == {
-        f"tilekern::{name}" for name in ("bfloat16", "float16", "int8", "float8_e4m3fn")
-    } | {"float", "tilekern::float8_e5m2"}
+        f"tilekern::{name}" for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+    } | {"float", "signed char"}
     assert all(instance.stages >= 2 for instance in found)
     assert not list(wgmma.instances(MODERN[0]))
 

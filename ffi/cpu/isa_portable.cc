@@ -29,9 +29,10 @@ constexpr VectorFamily kVectorS8 = MakeVectorS8<MultiplyAddU32, AsU32>();
 }  // namespace
 
 void AddPortableKernels(KernelTable& table) {
-  AddFloatKernels(table);
+  AddCommonKernels(table);
   table.gemm[static_cast<int>(DType::kS8)] = &kGemmS8;
   table.vector[static_cast<int>(DType::kS8)] = &kVectorS8;
+  table.dot[static_cast<int>(DType::kS8)] = Dot<MultiplyAddU32, AsU32, uint64_t>;
 }
 
 }  // namespace tilekern::cpu

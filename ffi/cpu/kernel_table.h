@@ -83,11 +83,66 @@ struct VectorFamily {
 using StoreFn = void (*)(const void* tile, int64_t tile_stride, int64_t rows, int64_t cols,
                          void* out, int64_t row_stride, int64_t col_stride, bool accumulate);
 
+// Of items: to[c, r] = from[r, c]. Strides are in bytes.
+struct MatrixTranspose {
+  const char* from;
+  int64_t from_stride;
+  char* to;
+  int64_t to_stride;
+  int64_t rows, cols;
+  bool stream;  // the result is too large to stay in the caches
+};
+using TransposeKernel = void (*)(const MatrixTranspose& matrix);
+
+// Runs of bytes that stay together, and how far they lie apart.
+struct RunCopy {
+  const char* from;
+  int64_t from_stride;
+  char* to;
+  int64_t to_stride;
+  int64_t runs, bytes;
+  bool stream;  // as of MatrixTranspose
+};
+using CopyKernel = void (*)(const RunCopy& copy);
+
+// Rows of a matrix, strides in elements.
+struct SumSource {
+  const void* data;
+  int64_t row_stride;
+  int64_t rows, cols;
+};
+
+// What sums end in: a float64 for floating-point numbers, integers modulo 2^64. Zeros are alike.
+union Total {
+  double real;
+  uint64_t integer;
+};
+
+// Sums of one element type. Pointers to totals are to as many Total.
+struct SumFamily {
+  void (*runs)(const SumSource& x, void* totals);     // totals[r] += the sum of row r
+  void (*columns)(const SumSource& x, void* totals);  // totals[c] += the sum of column c
+  void (*add)(void* totals, const void* more, int64_t count);
+  void (*store)(const void* totals, int64_t count, void* out);
+};
+
+// *total += the dot product of two runs, for a Total as of SumFamily.
+using DotKernel = void (*)(const void* lhs, const void* rhs, int64_t count, void* total);
+
+// out = lhs + rhs for runs; a step of 0 repeats an element, one of 1 goes along.
+using AddKernel = void (*)(const void* lhs, int64_t lhs_step, const void* rhs, int64_t rhs_step,
+                           void* out, int64_t count);
+
 // Indexed by the operand's type, and by the output's for `store`.
 struct KernelTable {
   const GemmFamily* gemm[kNumDTypes];
   const VectorFamily* vector[kNumDTypes];
   StoreFn store[kNumDTypes];
+  DotKernel dot[kNumDTypes];
+  const SumFamily* sum[kNumDTypes];
+  AddKernel add[kNumDTypes];
+  TransposeKernel transpose[5];  // by the binary logarithm of an item's bytes
+  CopyKernel copy;
 };
 
 // Each replaces the entries that it does better than the levels below it.

@@ -11,14 +11,13 @@
 
 #include <algorithm>
 #include <array>
-#include <new>
-#include <optional>
 #include <sstream>
-#include <stdexcept>
 #include <utility>
 
+#include "cpu/call.h"
 #include "cpu/direct_product.h"
 #include "cpu/dispatch.h"
+#include "cpu/dot_product.h"
 #include "cpu/gemm.h"
 #include "cpu/parallel.h"
 #include "cpu/product.h"
@@ -28,53 +27,6 @@
 
 namespace tilekern::cpu {
 namespace {
-
-namespace ffi = xla::ffi;
-
-const char* Name(DType type) {
-  switch (type) {
-    case DType::kF32:
-      return "f32";
-    case DType::kF64:
-      return "f64";
-    case DType::kBF16:
-      return "bf16";
-    case DType::kF16:
-      return "f16";
-    case DType::kF8E4M3FN:
-      return "f8e4m3fn";
-    case DType::kF8E5M2:
-      return "f8e5m2";
-    case DType::kS8:
-      return "s8";
-    case DType::kS32:
-      return "s32";
-  }
-  return "unknown";
-}
-
-std::optional<DType> FromFfi(ffi::DataType type) {
-  switch (type) {
-    case ffi::DataType::F32:
-      return DType::kF32;
-    case ffi::DataType::F64:
-      return DType::kF64;
-    case ffi::DataType::BF16:
-      return DType::kBF16;
-    case ffi::DataType::F16:
-      return DType::kF16;
-    case ffi::DataType::F8E4M3FN:
-      return DType::kF8E4M3FN;
-    case ffi::DataType::F8E5M2:
-      return DType::kF8E5M2;
-    case ffi::DataType::S8:
-      return DType::kS8;
-    case ffi::DataType::S32:
-      return DType::kS32;
-    default:
-      return std::nullopt;
-  }
-}
 
 bool Supported(DType lhs, DType rhs, DType out) {
   const auto is_f8 = [](DType t) { return t == DType::kF8E4M3FN || t == DType::kF8E5M2; };
@@ -108,30 +60,6 @@ struct Shape {
   // Elements that the strides reach over, where there is a batch.
   int64_t lhs_extent = 0, rhs_extent = 0, out_extent = 0;
 };
-
-std::string ToString(ffi::Span<const int64_t> values) {
-  std::ostringstream text;
-  text << "[";
-  for (size_t i = 0; i < values.size(); ++i) text << (i == 0 ? "" : ", ") << values[i];
-  text << "]";
-  return text.str();
-}
-
-[[noreturn]] void Refuse(const std::string& what) {
-  throw std::invalid_argument("jax_tilekern_cpu_matmul: " + what);
-}
-
-int64_t CheckedMultiply(int64_t a, int64_t b, const char* what) {
-  int64_t product;
-  if (__builtin_mul_overflow(a, b, &product)) Refuse(std::string(what) + " overflows 64 bits");
-  return product;
-}
-
-int64_t CheckedAdd(int64_t a, int64_t b, const char* what) {
-  int64_t sum;
-  if (__builtin_add_overflow(a, b, &sum)) Refuse(std::string(what) + " overflows 64 bits");
-  return sum;
-}
 
 Strides ParseStrides(const char* name, ffi::Span<const int64_t> strides, int batch_rank) {
   if (strides.size() != static_cast<size_t>(batch_rank) + 2) {
@@ -219,10 +147,12 @@ void CheckFits(const char* name, int64_t extent, int64_t elements) {
   }
 }
 
-// Which kernels take a call: those of `vector` unless it is null, and those of `gemm` else.
+// Which kernels take a call: the dot product's, those of `vector` unless it is null, or those of
+// `gemm`.
 struct Choice {
   const GemmFamily* gemm;
   bool direct;  // without packing
+  bool dot;
   const VectorFamily* vector;
   StoreFn store;
 };
@@ -232,7 +162,7 @@ Choice Choose(DType lhs, DType rhs, DType out, const Shape& shape) {
     Refuse(std::string("no kernel for ") + Name(lhs) + " x " + Name(rhs) + " -> " + Name(out));
   }
   const KernelTable& kernels = Kernels();
-  Choice choice = {kernels.gemm[static_cast<int>(lhs)], false, nullptr,
+  Choice choice = {kernels.gemm[static_cast<int>(lhs)], false, false, nullptr,
                    kernels.store[static_cast<int>(out)]};
   const Product product = {shape.m,
                            shape.n,
@@ -242,6 +172,7 @@ Choice Choose(DType lhs, DType rhs, DType out, const Shape& shape) {
                            {nullptr, out, shape.out[kMaxBatchRank], shape.out[kMaxBatchRank + 1]}};
   if (IsVectorProduct(VectorProduct::From(product))) {
     choice.vector = kernels.vector[static_cast<int>(lhs)];
+    choice.dot = IsDotProduct(product) && kernels.dot[static_cast<int>(lhs)] != nullptr;
   } else {
     choice.direct = IsDirectProduct(*choice.gemm, product);
   }
@@ -292,7 +223,9 @@ class Matmul {
   void RunBatches(int64_t begin, int64_t end) const {
     for (int64_t b = begin; b < end; ++b) {
       const Product product = At(b);
-      if (choice_.vector != nullptr) {
+      if (choice_.dot) {
+        RunDotProduct(Kernels(), product, Workers());
+      } else if (choice_.vector != nullptr) {
         const VectorProduct vectors = VectorProduct::From(product);
         RunVectorProduct(*choice_.vector, choice_.store, vectors, 0, vectors.outer);
       } else {
@@ -310,7 +243,9 @@ class Matmul {
   }
 
   void RunShared(const Product& product, const Workers& workers) const {
-    if (choice_.vector != nullptr) {
+    if (choice_.dot) {
+      RunDotProduct(Kernels(), product, workers);
+    } else if (choice_.vector != nullptr) {
       const VectorProduct vectors = VectorProduct::From(product);
       const int64_t chunk = VectorChunk(vectors, workers.threads());
       workers.Run(CeilDiv(vectors.outer, chunk), [&](int64_t task) {
@@ -359,45 +294,27 @@ class Matmul {
 
 void RunCall(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi::AnyBuffer out,
              const Shape& shape) {
-  const auto lhs_type = FromFfi(lhs.element_type());
-  const auto rhs_type = FromFfi(rhs.element_type());
-  const auto out_type = FromFfi(out.element_type());
-  if (!lhs_type || !rhs_type || !out_type) {
-    // By number: the headers' names end with the types that they know of.
-    std::ostringstream types;
-    types << static_cast<int>(lhs.element_type()) << " x " << static_cast<int>(rhs.element_type())
-          << " -> " << static_cast<int>(out.element_type());
-    Refuse("no kernel for XLA's types " + types.str());
-  }
-  const Choice choice = Choose(*lhs_type, *rhs_type, *out_type, shape);
+  const DType lhs_type = TypeOf(lhs), rhs_type = TypeOf(rhs), out_type = TypeOf(out);
+  const Choice choice = Choose(lhs_type, rhs_type, out_type, shape);
   if (shape.batch_size == 0) return;
   CheckFits("lhs", shape.lhs_extent, static_cast<int64_t>(lhs.element_count()));
   CheckFits("rhs", shape.rhs_extent, static_cast<int64_t>(rhs.element_count()));
   CheckFits("out", shape.out_extent, static_cast<int64_t>(out.element_count()));
-  const Workers workers(pool.num_threads(),
-                        [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
   constexpr int kRow = kMaxBatchRank, kCol = kMaxBatchRank + 1;
-  Matmul(
-      shape, choice,
-      {static_cast<const char*>(lhs.untyped_data()), *lhs_type, shape.lhs[kRow], shape.lhs[kCol]},
-      {static_cast<const char*>(rhs.untyped_data()), *rhs_type, shape.rhs[kRow], shape.rhs[kCol]},
-      {static_cast<char*>(out.untyped_data()), *out_type, shape.out[kRow], shape.out[kCol]})
-      .Run(workers);
+  Matmul(shape, choice,
+         {static_cast<const char*>(lhs.untyped_data()), lhs_type, shape.lhs[kRow], shape.lhs[kCol]},
+         {static_cast<const char*>(rhs.untyped_data()), rhs_type, shape.rhs[kRow], shape.rhs[kCol]},
+         {static_cast<char*>(out.untyped_data()), out_type, shape.out[kRow], shape.out[kCol]})
+      .Run(WorkersOf(pool));
 }
 
 ffi::Error Handle(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                   ffi::Result<ffi::AnyBuffer> out, ffi::Span<const int64_t> sizes,
                   ffi::Span<const int64_t> lhs_strides, ffi::Span<const int64_t> rhs_strides,
                   ffi::Span<const int64_t> out_strides) {
-  try {
+  return Guarded("jax_tilekern_cpu_matmul", [&] {
     RunCall(pool, lhs, rhs, *out, ParseShape(sizes, lhs_strides, rhs_strides, out_strides));
-    return ffi::Error::Success();
-  } catch (const std::invalid_argument& error) {
-    return ffi::Error::InvalidArgument(error.what());
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                      "jax_tilekern_cpu_matmul: out of memory for packed operands");
-  }
+  });
 }
 
 }  // namespace
@@ -412,7 +329,8 @@ std::string CpuMatmulKernelName(DType lhs, DType rhs, DType out,
   const Choice choice = Choose(lhs, rhs, out, shape);
   std::ostringstream name;
   if (choice.vector != nullptr) {
-    name << choice.vector->instruction_set << " " << Name(lhs) << " vector-matrix";
+    name << choice.vector->instruction_set << " " << Name(lhs)
+         << (choice.dot ? " dot" : " vector-matrix");
   } else {
     const GemmFamily& family = *choice.gemm;
     name << family.instruction_set << " " << family.name

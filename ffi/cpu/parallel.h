@@ -1,6 +1,7 @@
 // Work shared between the calling thread and XLA's pool.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -24,6 +25,8 @@ class Workers {
  public:
   using Schedule = std::function<void(std::function<void()>)>;
 
+  // The calling thread alone.
+  Workers() : threads_(1) {}
   Workers(int64_t threads, Schedule schedule)
       : threads_(threads < 1 ? 1 : threads), schedule_(std::move(schedule)) {}
 
@@ -40,7 +43,20 @@ class Workers {
     SpinUntil([&] { return job->done.load(std::memory_order_acquire) == tickets; });
   }
 
+  // Calls body(first, last) for ranges that together are 0 .. count - 1, where each of `count`
+  // pieces of work moves about so many bytes. Ranges must not bear on results.
+  void RunRanges(int64_t count, int64_t bytes,
+                 const std::function<void(int64_t, int64_t)>& body) const {
+    if (threads_ == 1 || count * bytes < 2 * kTaskBytes) return body(0, count);
+    const int64_t each = std::max<int64_t>(kTaskBytes / std::max<int64_t>(bytes, 1), 1);
+    Run((count + each - 1) / each,
+        [&](int64_t task) { body(task * each, std::min((task + 1) * each, count)); });
+  }
+
  private:
+  // What a task should at least move, some ten microseconds' work.
+  static constexpr int64_t kTaskBytes = 128 << 10;
+
   struct Job {
     Job(int64_t tickets, const std::function<void(int64_t)>* body) : tickets(tickets), body(body) {}
 

@@ -9,21 +9,6 @@ namespace tilekern::cpu {
 
 inline constexpr int kMaxBatchRank = 4;
 
-inline int64_t Bytes(DType type) {
-  switch (type) {
-    case DType::kF64:
-      return 8;
-    case DType::kF32:
-    case DType::kS32:
-      return 4;
-    case DType::kBF16:
-    case DType::kF16:
-      return 2;
-    default:
-      return 1;
-  }
-}
-
 // A matrix with its strides in elements.
 template <typename Pointer>
 struct StridedMatrix {

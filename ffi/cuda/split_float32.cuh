@@ -1,5 +1,5 @@
-// Splits float32 operands into pieces that tensor cores multiply, whose sum is the float32, and
-// decides whether the sum of the pieces' products is as accurate as float32's own arithmetic.
+// Splits float32 operands into pairs of float16 that tensor cores multiply, and decides whether the
+// sum of the pieces' products is as accurate as float32's own arithmetic.
 //
 // The promise is |error| <= c 2^-22 sum |a||b| in every element of a product of k terms, with c of
 // about 4 beside the error of adding up. Say that an element is lost if its pieces miss it by more
@@ -8,9 +8,7 @@
 //
 // A float16 pair misses nothing down to 2^-3 of a line that is scaled so that its largest element A
 // is at least 2^14, which is 2^-18 A or less; an element below is missed by at most 2^-25, which is
-// 2^-39 A. (The other types lose elements near the smallest normal number only: by at most 2^-134,
-// which is less than 2^-39 A for every A of at least 2^-90.) Where a line of lhs with La lost
-// elements meets a line of rhs with Lb,
+// 2^-39 A. Where a line of lhs with La lost elements meets a line of rhs with Lb,
 //
 //     error of lost elements <= (La + Lb) 2^-39 A B.
 //
@@ -26,14 +24,11 @@
 
 namespace tilekern {
 
-// A float32 with 10 bits of fraction.
-struct tfloat32 {
-  uint32 bits;
-};
+// Pieces of an element.
+inline constexpr int kPieces = 2;
 
-// Compile-time choices; `SplitPass` in `plans/operand_passes.py` makes them.
+// Compile-time choices; `SplitPass` in `plans/split_float32.py` makes them.
 struct SplitConfig {
-  int parts;
   // Whether the source's unit stride is along k, rather than along its lines.
   bool k_major;
   int threads;
@@ -75,17 +70,12 @@ struct LineFacts {
       : exponents(facts), lost(facts + lines), dense(facts + 2 * static_cast<int64>(lines)) {}
 };
 
-// Of a line whose elements are not all finite, whose errors do not fit the bound above, or, unless
-// scaled, whose elements are so large that sums of pieces' products may overflow where float32's
-// do not.
+// Of a line whose elements are not all finite.
 inline constexpr int32 kBeyondRepair = 0x7fffffff;
 
-// Bits of float32: all but the sign, infinity, 2^48 (the sum of fewer than 2^31 products of smaller
-// numbers is below 2^127), and 2^-90.
+// Bits of float32: all but the sign, and infinity.
 inline constexpr uint32 kMagnitude = 0x7fffffff;
 inline constexpr uint32 kInfinity = 0x7f800000;
-inline constexpr uint32 kTooLarge = (127 + 48) << 23;
-inline constexpr uint32 kLeastForSmallErrors = (127 - 90) << 23;
 
 // 2^exponent for exponents of normal numbers.
 inline float power_of_two(int exponent) {
@@ -97,10 +87,8 @@ inline int floor_log2(uint32 bits) {
   return bits >= 0x00800000 ? static_cast<int>(bits >> 23) - 127 : -118 - __clz(bits);
 }
 
-inline float clamp_magnitude(float x, float most) { return fminf(fmaxf(x, -most), most); }
-
-// The two of a word.
-inline void unpack_pair(float (&values)[2], float16*, uint32 word) {
+// The two float16 of a word.
+inline void unpack_pair(float (&values)[2], uint32 word) {
   asm("{\n"
       "  .reg .b16 low, high;\n"
       "  mov.b32 {low, high}, %2;\n"
@@ -111,37 +99,16 @@ inline void unpack_pair(float (&values)[2], float16*, uint32 word) {
       : "r"(word));
 }
 
-// Four elements rounded to Piece and packed, which are subtracted from them. What would become
-// infinite becomes the largest number instead; the rest has room in the next piece.
-inline void take_piece(uint32 (&words)[2], bfloat16* piece, float (&rest)[4]) {
-  const float most = __uint_as_float(0x7f7f0000);
+// Four scaled elements, which are far from infinity, rounded and packed; the pieces are subtracted
+// from them.
+inline void take_piece(uint32 (&words)[2], float (&rest)[4]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     uint32 word[1];
-    pack_pair(word, piece, clamp_magnitude(rest[2 * i], most),
-              clamp_magnitude(rest[2 * i + 1], most));
-    words[i] = word[0];
-    rest[2 * i] -= __uint_as_float(word[0] << 16);
-    rest[2 * i + 1] -= __uint_as_float(word[0] & 0xffff0000);
-  }
-}
-inline void take_piece(uint32 (&words)[4], tfloat32*, float (&rest)[4]) {
-  const float most = __uint_as_float(0x7f7fe000);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    words[i] = round_to_tf32(__float_as_uint(clamp_magnitude(rest[i], most)));
-    rest[i] -= __uint_as_float(words[i]);
-  }
-}
-// Scaled elements are far from infinity.
-inline void take_piece(uint32 (&words)[2], float16* piece, float (&rest)[4]) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    uint32 word[1];
-    pack_pair(word, piece, rest[2 * i], rest[2 * i + 1]);
+    pack_pair(word, static_cast<float16*>(nullptr), rest[2 * i], rest[2 * i + 1]);
     words[i] = word[0];
     float values[2];
-    unpack_pair(values, piece, word[0]);
+    unpack_pair(values, word[0]);
     rest[2 * i] -= values[0];
     rest[2 * i + 1] -= values[1];
   }
@@ -159,10 +126,8 @@ inline T combine_lanes(T value, Combine combine) {
 
 // A block takes a strip of lines, all of k: it finds the largest magnitude of each, and then splits
 // them from the end of k, of which the caches have more.
-template <typename Piece, SplitConfig config>
+template <SplitConfig config>
 class LineSplitter {
-  static constexpr bool kScaled = kSame<Piece, float16>;
-  static constexpr int kPieceWords = static_cast<int>(sizeof(Piece));
   static constexpr int kThreadLines = config.thread_lines();
   // Of a warp, lanes on the same lines: all of them, or those this far apart.
   static constexpr int kFirstLane = config.k_major ? 1 : config.line_lanes;
@@ -204,7 +169,7 @@ class LineSplitter {
     }
   }
 
-  void run(Piece* pieces, const LineFacts& facts) {
+  void run(float16* pieces, const LineFacts& facts) {
     __shared__ Sums sums;
     for (int i = threadIdx.x; i < config.lines(); i += config.threads) {
       sums.largest[i] = 0;
@@ -282,10 +247,10 @@ class LineSplitter {
 
   // Puts the largest into [2^14, 2^15): products of such numbers are far from float32's limits.
   static int exponent_of(uint32 largest) {
-    return kScaled && largest > 0 && largest < kInfinity ? floor_log2(largest) - 14 : 0;
+    return largest > 0 && largest < kInfinity ? floor_log2(largest) - 14 : 0;
   }
 
-  void split(Piece* pieces, const LineFacts& facts, Sums& sums) const {
+  void split(float16* pieces, const LineFacts& facts, Sums& sums) const {
     float magnitude[kThreadLines], scales[kThreadLines][2];
 #pragma unroll
     for (int line = 0; line < kThreadLines; ++line) {
@@ -306,7 +271,7 @@ class LineSplitter {
         const uint32 k = k_of(batch, part);
 #pragma unroll
         for (int line = 0; line < kThreadLines; ++line) {
-          uint32 words[config.parts][kPieceWords];
+          uint32 words[kPieces][2];
           split_four(words, elements[part][line], scales[line], magnitude[line], lost[line],
                      dense[line]);
           if (k < shape_.k_padded && line < lines_) store(pieces, first_line_ + line, k, words);
@@ -325,34 +290,31 @@ class LineSplitter {
     }
   }
 
-  static void split_four(uint32 (&words)[config.parts][kPieceWords], const float (&elements)[4],
+  static void split_four(uint32 (&words)[kPieces][2], const float (&elements)[4],
                          const float (&scales)[2], float magnitude, int& lost, int& dense) {
     float scaled[4], rest[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      scaled[i] = kScaled ? elements[i] * scales[0] * scales[1] : elements[i];
+      scaled[i] = elements[i] * scales[0] * scales[1];
       rest[i] = scaled[i];
     }
 #pragma unroll
-    for (int part = 0; part < config.parts; ++part) {
-      take_piece(words[part], static_cast<Piece*>(nullptr), rest);
-    }
+    for (int piece = 0; piece < kPieces; ++piece) take_piece(words[piece], rest);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       // Nothing is lost when numbers are scaled up for a comparison. What scales down to zero is.
-      const bool vanished = kScaled & (scaled[i] == 0) & (elements[i] != 0);
+      const bool vanished = (scaled[i] == 0) & (elements[i] != 0);
       const bool kept = (fabsf(rest[i]) * 0x1p22f <= fabsf(scaled[i])) & !vanished;
       lost += !kept;
       dense += fabsf(elements[i]) * 0x1p8f >= magnitude;
     }
   }
 
-  void store(Piece* pieces, uint32 line, uint32 k,
-             const uint32 (&words)[config.parts][kPieceWords]) const {
+  void store(float16* pieces, uint32 line, uint32 k, const uint32 (&words)[kPieces][2]) const {
 #pragma unroll
-    for (int part = 0; part < config.parts; ++part) {
-      const int64 row = static_cast<int64>(line) * config.parts + part;
-      store_global(pieces + row * shape_.k_padded + k, words[part]);
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int64 row = static_cast<int64>(line) * kPieces + piece;
+      store_global(pieces + row * shape_.k_padded + k, words[piece]);
     }
   }
 
@@ -360,13 +322,9 @@ class LineSplitter {
     if (step_lane_ != 0) return;
     for (int line = 0; line < static_cast<int>(lines_); ++line) {
       const uint32 largest = sums.largest[first_in_block_ + line];
-      const int lost = sums.lost[first_in_block_ + line];
-      const bool small_errors = kScaled || (largest >= kLeastForSmallErrors &&
-                                            (config.parts == 3 || kSame<Piece, tfloat32>));
-      const bool beyond_repair =
-          largest >= (kScaled ? kInfinity : kTooLarge) || (lost > 0 && !small_errors);
       facts.exponents[first_line_ + line] = exponent_of(largest);
-      facts.lost[first_line_ + line] = beyond_repair ? kBeyondRepair : lost;
+      facts.lost[first_line_ + line] =
+          largest >= kInfinity ? kBeyondRepair : sums.lost[first_in_block_ + line];
       // Of a line of zeros, each (and the padding) counted as one of the largest.
       facts.dense[first_line_ + line] =
           largest == 0 ? static_cast<int>(shape_.k) : sums.dense[first_in_block_ + line];
@@ -386,12 +344,12 @@ class LineSplitter {
   int step_lane_;
 };
 
-// Writes pieces[line][part][k_padded], and facts[3][line] as in LineFacts.
-template <typename Piece, SplitConfig config>
+// Writes pieces[line][kPieces][k_padded], and facts[3][line] as in LineFacts.
+template <SplitConfig config>
 __global__ void __launch_bounds__(config.threads, config.min_blocks)
-    split_float32(const float* source, Piece* pieces, int32* facts,
+    split_float32(const float* source, float16* pieces, int32* facts,
                   const __grid_constant__ SplitShape shape) {
-  LineSplitter<Piece, config>(source, shape).run(pieces, LineFacts(facts, shape.all_lines));
+  LineSplitter<config>(source, shape).run(pieces, LineFacts(facts, shape.all_lines));
 }
 
 inline constexpr int kDecideThreads = 1024;

@@ -8,7 +8,7 @@ namespace tilekern {
 
 inline constexpr int kMaxRowDims = kMaxBatchDims + 1;
 
-// Numbered rows of an array; `StridedRows` in `plans/operand_passes.py` packs the same fields.
+// Numbered rows of an array; `StridedRows` in `plans/strided_rows.py` packs the same fields.
 struct StridedRows {
   // Of the dimensions that number them, outermost first; unused ones come first with size 1.
   int64 strides[kMaxRowDims];
@@ -105,11 +105,12 @@ class Window {
   static constexpr int kWords = kBytes / 4;
 
   // Reads what lies before `end`, by vectors that hold at least one byte of it: what comes after
-  // it is unspecified, or zeros if `source` is at or beyond it.
-  void fetch(const char* source, const char* end) {
+  // it is unspecified, or zeros if `source` is at or beyond it. A vector that lies before `begin`
+  // is not read.
+  void fetch(const char* source, const char* end, const char* begin = nullptr) {
     misalignment_ = static_cast<int>(reinterpret_cast<unsigned long long>(source) % kBytes);
     const char* aligned = source - misalignment_;
-    load_read_only(low_, aligned, source < end);
+    load_read_only(low_, aligned, source < end && aligned + kBytes > begin);
     load_read_only(high_, aligned + kBytes, misalignment_ != 0 && aligned + kBytes < end);
   }
 

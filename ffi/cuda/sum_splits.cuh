@@ -5,7 +5,7 @@
 
 namespace tilekern {
 
-// Compile-time choices; `SumPass` in `plans/operand_passes.py` makes them.
+// Compile-time choices; `SumPass` in `plans/sum_splits.py` makes them.
 struct SumConfig {
   // Elements that a thread takes: 16 bytes of sums where rows are whole vectors of them, else 1.
   int vector;

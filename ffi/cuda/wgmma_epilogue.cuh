@@ -26,7 +26,7 @@ template <typename Out, WgmmaConfig config, bool kPairedRows>
 class WgmmaEpilogue {
   static constexpr int kSize = sizeof(Out);
   static constexpr bool kMajorM = config.out_m_major;
-  // A box of the output, as `plans/wgmma.py` has it; a slab has 64 rows.
+  // A box of the output, as `plans/wgmma_launch.py` has it; a slab has 64 rows.
   static constexpr int kRowElements = kSlabRowBytes / kSize;
   static constexpr int kColumns = kMajorM ? min_of(config.block_n, kRowElements) : kRowElements;
   static constexpr int kBoxes = kMajorM ? 64 / kRowElements : 1;

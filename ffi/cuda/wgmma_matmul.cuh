@@ -283,7 +283,7 @@ class WgmmaMatmul {
       fence_products();
       // The smallest products first.
 #pragma unroll
-      for (int order = config.order; order >= 0; --order) {
+      for (int order = config.pieces - 1; order >= 0; --order) {
 #pragma unroll
         for (int piece = 0; piece < config.pieces; ++piece) {
           if (order - piece < 0 || order - piece >= config.pieces) continue;

@@ -92,8 +92,9 @@ class TransposedLhs {
         uint32 pair[2];
         load_shared(pair,
                     tile + (offset_ ^ 64 * half) + (step * Tile::kStep + 4 * half) * kTileRowBytes);
-        words[2 * half] = round_to_tf32(pair[0]);
-        words[2 * half + 1] = round_to_tf32(pair[1]);
+        // TF32 already: the type of the operand's tensor map has the copy engine round float32.
+        words[2 * half] = pair[0];
+        words[2 * half + 1] = pair[1];
       }
     }
   }

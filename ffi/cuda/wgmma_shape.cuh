@@ -5,7 +5,7 @@
 
 namespace tilekern {
 
-// Compile-time choices; `jax_tilekern/plans/wgmma.py` makes them.
+// Compile-time choices; `WgmmaInstance` in `plans/wgmma_kernel.py` makes them.
 struct WgmmaConfig {
   // The tile of the output that is computed at a time, and what is taken of k, 128 bytes.
   int block_m;
@@ -29,10 +29,10 @@ struct WgmmaConfig {
   // Whether the sums over each block_k are added up outside the tensor cores, whose own additions
   // keep fewer bits.
   bool promote;
-  // Pieces that an operand's elements are the sum of, and the largest order (that of piece i of lhs
-  // times piece j of rhs is i + j) of the products that count.
+  // Pieces that an operand's elements are the sum of. The order of piece i of lhs times piece j of
+  // rhs is i + j; products of orders below `pieces` count, the others are smaller than the pieces'
+  // own rounding.
   int pieces;
-  int order;
 
   constexpr int tile_consumers() const { return cooperative ? consumers : 1; }
   constexpr int consumer_m() const { return block_m / tile_consumers(); }
@@ -41,7 +41,8 @@ struct WgmmaConfig {
 
 inline constexpr int kBoxBatchDims = 3;
 
-// Run-time sizes; `pack_shape` in `plans/wgmma.py` packs the same fields in the same order.
+// Run-time sizes; `launch_tiles` in `plans/wgmma_launch.py` packs the same fields in the same
+// order.
 struct WgmmaShape {
   // In elements, for outputs that the copy engine does not store.
   int64 out_batch_strides[kBoxBatchDims];

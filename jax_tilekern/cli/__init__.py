@@ -7,9 +7,9 @@ import io
 import sys
 from collections.abc import Sequence
 
-from jax_tilekern.cli import bench, demo, doctor, tune
+from jax_tilekern.cli import bench, demo, doctor, ladder, tune
 
-_COMMANDS = {"demo": demo, "doctor": doctor, "bench": bench, "tune": tune}
+_COMMANDS = {"demo": demo, "doctor": doctor, "bench": bench, "ladder": ladder, "tune": tune}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

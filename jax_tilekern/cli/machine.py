@@ -6,14 +6,13 @@ Each function looks at one thing and may raise; the callers guard them.
 from __future__ import annotations
 
 import csv
-import hashlib
 import importlib.metadata
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy as np
 
 import jax_tilekern
 from jax_tilekern import _core, compiler
+from jax_tilekern.source_digests import source_digests
 
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 # What the CPU kernels of this package and of XLA make use of.
@@ -198,32 +198,6 @@ def trial_product() -> dict[str, Any]:
         "kernel": _kernel(jnp.asarray(lhs)),
         "error": float(np.linalg.norm(result - exact) / np.linalg.norm(exact)),
     }
-
-
-def source_digests() -> dict[str, str | None]:
-    """Return SHA-256 digests of what decides a kernel's speed.
-
-    Returns
-    -------
-    dict[str, str | None]
-        Of the CUDA device code, of the planners, and of the CPU kernels' sources; the last are
-        ``None`` for an installed package, which has none.
-    """
-    package = Path(jax_tilekern.__file__).parent
-    cpu_sources = package.parent / "ffi" / "cpu"
-    return {
-        "cuda": _digest(compiler.cuda_folder().rglob("*.cuh"), compiler.cuda_folder()),
-        "plans": _digest((package / "plans").rglob("*.py"), package),
-        "cpu": _digest(cpu_sources.rglob("*"), cpu_sources) if cpu_sources.is_dir() else None,
-    }
-
-
-def _digest(files: Iterable[Path], root: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(path for path in files if path.is_file()):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()
 
 
 PROBES: dict[str, Callable[[], Any]] = {

@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
-# Waits for every array in a result, and returns it. JAX's own has no types.
-ready: Callable[[Any], Any] = jax.block_until_ready
+from jax_tilekern.wall_time import wall_seconds
 
 
 @dataclass(frozen=True)
@@ -54,20 +52,6 @@ class Pairs:
     def divided(self, by: int) -> Pairs:
         """Return the times of one of ``by`` equal parts."""
         return Pairs(tuple(t / by for t in self.ours), tuple(t / by for t in self.peer))
-
-
-def wall_seconds(run: Callable[[], Any]) -> float:
-    """Return the seconds until every result of ``run()`` is there."""
-    start = time.perf_counter()
-    ready(run())
-    return time.perf_counter() - start
-
-
-def repeated(call: Callable[[], Any], times: int) -> Any:
-    """Call several times without waiting in between; return the last result."""
-    for _ in range(times - 1):
-        call()
-    return call()
 
 
 def interleaved(

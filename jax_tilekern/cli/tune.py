@@ -143,6 +143,8 @@ def _rows(arguments: argparse.Namespace) -> list[Row]:
     rows = [parse_product(text, arguments.out, arguments.precision) for text in arguments.products]
     if arguments.suite:
         suite = load_suite(arguments.suite)
+        if suite.operation != "matmul":
+            raise SuiteError(f"suite {suite.name} has no products, but {suite.operation}")
         rows += (suite.matching(arguments.rows) if arguments.rows else suite).rows
     elif arguments.rows:
         raise SuiteError("--rows picks rows of --suite")
@@ -169,7 +171,7 @@ def parse_product(text: str, out: str | None = None, precision: str | None = Non
     SuiteError
         If it is none.
     """
-    from jax_tilekern.cli.bench.suite import Row, SuiteError
+    from jax_tilekern.cli.bench.suite import Row, SuiteError, product_out
 
     fields, _, orders = text.partition(":")
     *numbers, type_ = fields.split(",")
@@ -194,6 +196,7 @@ def parse_product(text: str, out: str | None = None, precision: str | None = Non
         type=type_,
         lhs=batch + lhs,
         rhs=batch + rhs,
+        out=product_out(batch + lhs, batch + rhs),
         sizes=dict(zip(f"{batch}mnk", sizes, strict=True)),
         result=_type_name(out, text) if out else _RESULTS.get(type_),
         precision=precision,
@@ -222,7 +225,7 @@ def _products(rows: Sequence[Row]) -> list[Product]:
     found: list[Product] = []
     for row in rows:
         with types_enabled(row):
-            shapes = (row.shape(row.lhs), row.shape(row.rhs))
+            shapes = map(row.shape, row.operands)
             lhs, rhs = map(jax.ShapeDtypeStruct, shapes, row.types)
             try:
                 products = products_of(Case.of(row).ours, lhs, rhs)

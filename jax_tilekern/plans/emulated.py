@@ -15,20 +15,25 @@ from typing import Any
 import numpy as np
 
 from jax_tilekern.compiler import compile_kernels
-from jax_tilekern.plans import mma, wgmma
+from jax_tilekern.plans import mma
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Parameter, Scalars
-from jax_tilekern.plans.operand_passes import (
-    DECIDE_KERNEL,
-    SplitPass,
-    StridedOperand,
-    decide_launch,
-)
 from jax_tilekern.plans.product import Candidate, MatmulPlan, Product, copy_cycles
-from jax_tilekern.plans.wgmma import WgmmaArithmetic, WgmmaTile
+from jax_tilekern.plans.split_float32 import DECIDE_KERNEL, PIECES, SplitPass, decide_launch
+from jax_tilekern.plans.strided_rows import StridedOperand
+from jax_tilekern.plans.wgmma_cost import busy_cycles
+from jax_tilekern.plans.wgmma_kernel import (
+    MAX_BATCH_DIMS,
+    View,
+    WgmmaArithmetic,
+    WgmmaInstance,
+    WgmmaTile,
+    instance_for,
+    takes,
+)
+from jax_tilekern.plans.wgmma_launch import launch_tiles
 
 _F16: np.dtype[Any] = np.dtype(np.float16)
-_PIECES = 2
 _FLAG_BYTES = 4
 # Two sets of sums for each output, and tiles of four pieces in every stage.
 _TILES = (WgmmaTile(128, 128), WgmmaTile(128, 64), WgmmaTile(64, 64, consumers=1))
@@ -60,7 +65,7 @@ class EmulatedCandidate(Candidate):
     product: Product
     tile: WgmmaTile
     exchanged: bool
-    instance: wgmma.WgmmaInstance
+    instance: WgmmaInstance
     plain: mma.MmaCandidate
     cycles: float
 
@@ -90,12 +95,11 @@ class EmulatedCandidate(Candidate):
         return MatmulPlan(
             name="float32 by float16 pieces",
             gpu=gpu,
-            cubin=compiled.cubin,
             launches=(
                 lhs.launch(compiled, Buffer(0), lhs_pieces, lhs_facts),
                 rhs.launch(compiled, Buffer(1), rhs_pieces, rhs_facts),
                 decide_launch(compiled, lhs, rhs, lhs_facts, rhs_facts, flag),
-                wgmma.launch_tiles(compiled, self.tile, self.instance, view, 1, gpu, finish),
+                launch_tiles(compiled, self.tile, self.instance, view, 1, gpu, finish),
                 self.plain.launch(
                     compiled, flag, Buffer(0), Buffer(1), Buffer(2), kernel=plain_kernel
                 ),
@@ -122,10 +126,10 @@ def candidates(product: Product, gpu: Gpu) -> Iterator[EmulatedCandidate]:
     if product.arithmetic not in ARITHMETICS or gpu.compute_capability != (9, 0):
         return
     plain = mma.candidates(dataclasses.replace(product, arithmetic="f32"), gpu)
-    if not isinstance(plain, list) or len(product.geometry.batch) > wgmma.MAX_BATCH_DIMS:
+    if not isinstance(plain, list) or len(product.geometry.batch) > MAX_BATCH_DIMS:
         return
     lhs, rhs = _splits(product, gpu)
-    if max(lhs.lines, rhs.lines) > 2**31 - 1:
+    if not (lhs.fits and rhs.fits):
         return
     view = _view(product, lhs, rhs, 3, 4)
     passes = copy_cycles(lhs.pieces_bytes) + copy_cycles(rhs.pieces_bytes) + 2 * copy_cycles(0)
@@ -133,10 +137,10 @@ def candidates(product: Product, gpu: Gpu) -> Iterator[EmulatedCandidate]:
     for exchanged in (False, True):
         oriented = view.exchanged() if exchanged else view
         for tile in _TILES:
-            if not wgmma.takes(tile, oriented, _HOW, gpu):
+            if not takes(tile, oriented, _HOW, gpu):
                 continue
-            instance = wgmma.instance_for(tile, oriented, _HOW, 1, gpu, _PIECES)
-            cycles = wgmma.busy_cycles(tile, instance, oriented, _HOW, 1, gpu)
+            instance = instance_for(tile, oriented, _HOW, 1, gpu, PIECES)
+            cycles = busy_cycles(tile, instance, oriented, _HOW, 1, gpu)
             yield EmulatedCandidate(
                 product, tile, exchanged, instance, best, product.cycles(cycles) + passes
             )
@@ -144,14 +148,14 @@ def candidates(product: Product, gpu: Gpu) -> Iterator[EmulatedCandidate]:
 
 def _splits(product: Product, gpu: Gpu) -> tuple[SplitPass, SplitPass]:
     lhs, rhs = StridedOperand.lhs(product.geometry), StridedOperand.rhs(product.geometry)
-    return SplitPass(lhs, "f16", _PIECES, gpu), SplitPass(rhs, "f16", _PIECES, gpu)
+    return SplitPass(lhs, gpu), SplitPass(rhs, gpu)
 
 
 def _view(
     product: Product, lhs: SplitPass, rhs: SplitPass, lhs_buffer: int, rhs_buffer: int
-) -> wgmma.View:
+) -> View:
     return dataclasses.replace(
-        wgmma.view_of(product, {}, 3),
+        View.of(product),
         lhs=_pieces_operand(lhs),
         rhs=_pieces_operand(rhs),
         lhs_dtype=_F16,
@@ -167,7 +171,7 @@ def _pieces_operand(split: SplitPass) -> StridedOperand:
     *batch, line, _, k = split.strides
     return dataclasses.replace(
         split.operand,
-        k=_PIECES * split.k_padded,
+        k=PIECES * split.k_padded,
         batch_strides=tuple(batch),
         line_stride=line,
         k_stride=k,
@@ -176,7 +180,7 @@ def _pieces_operand(split: SplitPass) -> StridedOperand:
 
 def _batch_strides(split: SplitPass) -> tuple[int, ...]:
     batch = split.fact_strides[:-1]
-    return (*(0,) * (wgmma.MAX_BATCH_DIMS - len(batch)), *batch)
+    return (*(0,) * (MAX_BATCH_DIMS - len(batch)), *batch)
 
 
 def _guarded(name: str) -> str:

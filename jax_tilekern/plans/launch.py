@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MAX_BLOCK = (1024, 1024, 64)
 _MAX_BLOCK_THREADS = 1024
-_MAX_GRID = (2**31 - 1, 65535, 65535)
+MAX_GRID = (2**31 - 1, 65535, 65535)
 # More than 8 blocks a cluster is not portable between GPUs of one architecture.
 _MAX_CLUSTER_BLOCKS = 8
 _TENSOR_MAP_BYTES = 128
@@ -41,14 +41,17 @@ class Buffer:
         Which buffer, counted over operands, then results, then workspaces.
     offset_bytes
         Added to the buffer's address.
+    steps_bytes
+        Added for each step along the launch's ``repeats``; empty for a buffer that stays.
     """
 
     index: int
     offset_bytes: int = 0
+    steps_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.index < 0 or self.offset_bytes < 0:
-            raise ValueError(f"{self}: index and offset must not be negative")
+        if self.index < 0 or self.offset_bytes < 0 or min(self.steps_bytes, default=0) < 0:
+            raise ValueError(f"{self}: index, offset and steps must not be negative")
 
     @property
     def parameter_bytes(self) -> int:
@@ -57,7 +60,11 @@ class Buffer:
 
     def attributes(self) -> dict[str, Any]:
         """Return what the handler reads."""
-        return {"buffer": self.index, "offset_bytes": self.offset_bytes}
+        return {
+            "buffer": self.index,
+            "offset_bytes": self.offset_bytes,
+            **_unless_empty("steps_bytes", self.steps_bytes),
+        }
 
 
 @dataclass(frozen=True)
@@ -154,6 +161,9 @@ class TensorMap:
         Bytes fetched into the second-level cache at a time: 0, 64, 128 or 256.
     oob_fill
         What elements out of bounds read as: ``"zeros"``, or ``"nan"`` for float types.
+    steps_bytes
+        Added to the buffer's address for each step along the launch's ``repeats``, multiples of 16;
+        empty for a buffer that stays.
     """
 
     buffer: int
@@ -166,6 +176,7 @@ class TensorMap:
     interleave: Literal[0, 16, 32] = 0
     l2_promotion: Literal[0, 64, 128, 256] = 256
     oob_fill: Literal["zeros", "nan"] = "zeros"
+    steps_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         rank = len(self.sizes)
@@ -198,6 +209,10 @@ class TensorMap:
         _require(
             all(0 <= s < 2**40 and s % stride_unit == 0 for s in self.strides_bytes),
             f"strides are multiples of {stride_unit} bytes below 2**40, not {self.strides_bytes}",
+        )
+        _require(
+            all(step >= 0 and step % 16 == 0 for step in self.steps_bytes),
+            f"steps are multiples of 16 bytes, not {self.steps_bytes}",
         )
         _require(
             all(1 <= extent <= 256 for extent in self.box),
@@ -250,7 +265,7 @@ class TensorMap:
 
     def attributes(self) -> dict[str, Any]:
         """Return what the handler reads: the driver's enumerations and arrays."""
-        attributes: dict[str, Any] = {
+        return {
             "buffer": self.buffer,
             "dtype": _TENSOR_MAP_DTYPES[self.dtype][0],
             "sizes": np.array(self.sizes, np.int64),
@@ -261,13 +276,44 @@ class TensorMap:
             "l2_promotion": _L2_PROMOTIONS[self.l2_promotion],
             "oob_fill": _OOB_FILLS[self.oob_fill],
             "extent_bytes": self.extent_bytes,
+            **_unless_empty("strides_bytes", self.strides_bytes),
+            **_unless_empty("steps_bytes", self.steps_bytes),
         }
-        if self.strides_bytes:
-            attributes["strides_bytes"] = np.array(self.strides_bytes, np.int64)
-        return attributes
 
 
 Parameter = Buffer | Scalars | TensorMap
+
+
+def check_launch_shape(what: str, *, grid: Dim3, block: Dim3, cluster: Dim3) -> None:
+    """Check a launch against what holds for every GPU.
+
+    Raises
+    ------
+    ValueError
+        If it breaks a limit; ``what`` is at the front of the message.
+    """
+    for name, dim in (("grid", grid), ("block", block), ("cluster", cluster)):
+        _require(len(dim) == 3, f"{what}: {name} {dim} must have 3 dimensions")
+        _require(min(dim) >= 1, f"{what}: {name} {dim} has a dimension below 1")
+    for name, dim, limits in (("grid", grid, MAX_GRID), ("block", block, _MAX_BLOCK)):
+        _require(
+            all(n <= limit for n, limit in zip(dim, limits, strict=True)),
+            f"{what}: {name} {dim} exceeds {limits}",
+        )
+    threads = math.prod(block)
+    _require(
+        threads <= _MAX_BLOCK_THREADS,
+        f"{what}: block {block} has {threads} threads, more than {_MAX_BLOCK_THREADS}",
+    )
+    _require(
+        all(n % c == 0 for n, c in zip(grid, cluster, strict=True)),
+        f"{what}: grid {grid} is not a multiple of cluster {cluster}",
+    )
+    blocks = math.prod(cluster)
+    _require(
+        blocks <= _MAX_CLUSTER_BLOCKS,
+        f"{what}: cluster {cluster} has {blocks} blocks, more than {_MAX_CLUSTER_BLOCKS}",
+    )
 
 
 @dataclass(frozen=True)
@@ -288,6 +334,8 @@ class Launch:
         Dynamic shared memory of a block.
     cluster
         Blocks of a cluster in x, y, z; divides ``grid``.
+    repeats
+        The launch is repeated over these dimensions, with buffers shifted by their steps.
     """
 
     entry: Entry
@@ -296,37 +344,30 @@ class Launch:
     parameters: tuple[Parameter, ...]
     shared_memory_bytes: int = 0
     cluster: Dim3 = (1, 1, 1)
+    repeats: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for what, dim in (("grid", self.grid), ("block", self.block), ("cluster", self.cluster)):
-            self._require(len(dim) == 3, f"{what} {dim} must have 3 dimensions")
-            self._require(min(dim) >= 1, f"{what} {dim} has a dimension below 1")
-        self._require(
-            all(n <= limit for n, limit in zip(self.grid, _MAX_GRID, strict=True)),
-            f"grid {self.grid} exceeds {_MAX_GRID}",
+        check_launch_shape(
+            f"launch of {self.entry.name}", grid=self.grid, block=self.block, cluster=self.cluster
         )
         threads = math.prod(self.block)
-        self._require(
-            all(n <= limit for n, limit in zip(self.block, _MAX_BLOCK, strict=True)),
-            f"block {self.block} exceeds {_MAX_BLOCK}",
-        )
         self._require(
             threads <= self.entry.max_threads,
             f"block {self.block} has {threads} threads, more than {self.entry.max_threads}",
         )
         self._require(
-            all(n % c == 0 for n, c in zip(self.grid, self.cluster, strict=True)),
-            f"grid {self.grid} is not a multiple of cluster {self.cluster}",
-        )
-        blocks = math.prod(self.cluster)
-        self._require(
-            blocks <= _MAX_CLUSTER_BLOCKS,
-            f"cluster {self.cluster} has {blocks} blocks, more than {_MAX_CLUSTER_BLOCKS}",
-        )
-        self._require(
             self.shared_memory_bytes >= 0,
             f"shared memory of {self.shared_memory_bytes} bytes is negative",
         )
+        self._require(
+            all(size >= 1 for size in self.repeats), f"repeats {self.repeats} have one below 1"
+        )
+        for parameter in self.parameters:
+            steps = () if isinstance(parameter, Scalars) else parameter.steps_bytes
+            self._require(
+                len(steps) in (0, len(self.repeats)),
+                f"steps {steps} do not match repeats {self.repeats}",
+            )
         given = tuple(parameter.parameter_bytes for parameter in self.parameters)
         self._require(
             given == self.entry.parameter_bytes,
@@ -337,7 +378,7 @@ class Launch:
         _require(holds, f"launch of {self.entry.name}: {complaint}")
 
     def attributes(self) -> dict[str, Any]:
-        """Return what the handler reads."""
+        """Return what the handler reads, but for the cubin's number in its plan."""
         return {
             "entry": self.entry.symbol,
             "grid": np.array(self.grid, np.int64),
@@ -345,6 +386,7 @@ class Launch:
             "cluster": np.array(self.cluster, np.int64),
             "shared_memory_bytes": self.shared_memory_bytes,
             "parameters": _numbered(p.attributes() for p in self.parameters),
+            **_unless_empty("repeats", self.repeats),
         }
 
 
@@ -358,8 +400,6 @@ class LaunchPlan:
         For people: appears in errors, in the HLO and in ``explain``.
     gpu
         What it was planned for.
-    cubin
-        The compiled kernels of all launches.
     launches
         The launches, executed in order on one stream.
     alignments
@@ -372,15 +412,11 @@ class LaunchPlan:
 
     name: str
     gpu: Gpu
-    cubin: bytes
     launches: tuple[Launch, ...]
     alignments: tuple[int, ...]
     workspace_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.cubin, bytes):
-            raise TypeError(f"{self.name}: cubin is {type(self.cubin).__name__}, not bytes")
-        self._require(self.cubin[:4] == b"\x7fELF", "cubin is not an ELF image")
         self._require(bool(self.launches), "a plan has at least one launch")
         for alignment in self.alignments:
             self._require(
@@ -397,6 +433,9 @@ class LaunchPlan:
 
     def _check_launch(self, launch: Launch) -> None:
         entry = launch.entry
+        if not isinstance(entry.cubin, bytes):
+            raise TypeError(f"cubin of {entry.name} is {type(entry.cubin).__name__}, not bytes")
+        self._require(entry.cubin[:4] == b"\x7fELF", f"cubin of {entry.name} is not an ELF image")
         self._require(
             launch.cluster == (1, 1, 1) or self.gpu.compute_capability >= (9, 0),
             f"{entry.name} has cluster {launch.cluster}, which {self.gpu.arch} lacks",
@@ -428,18 +467,28 @@ class LaunchPlan:
     def attributes(self) -> dict[str, Any]:
         """Return the custom call's attributes, as ``ffi/launch_plan.cc`` reads them."""
         workspaces = (WORKSPACE_ALIGNMENT,) * len(self.workspace_bytes)
+        cubins = tuple(dict.fromkeys(launch.entry.cubin for launch in self.launches))
+        launches = (
+            {"cubin": cubins.index(launch.entry.cubin), **launch.attributes()}
+            for launch in self.launches
+        )
         return {
             "name": self.name,
             "arch": self.gpu.arch,
-            "cubin": np.frombuffer(self.cubin, np.uint8),
+            "cubins": {str(i): np.frombuffer(cubin, np.uint8) for i, cubin in enumerate(cubins)},
             "alignments": np.array(self.alignments + workspaces, np.int64),
-            "launches": _numbered(launch.attributes() for launch in self.launches),
+            "launches": _numbered(launches),
         }
 
 
 def _numbered(items: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     # FFI attributes have no list of dictionaries; keys in order stand in for one.
     return {str(i): dict(item) for i, item in enumerate(items)}
+
+
+def _unless_empty(name: str, values: tuple[int, ...]) -> dict[str, Any]:
+    # Nor have they empty arrays.
+    return {name: np.array(values, np.int64)} if values else {}
 
 
 def _require(holds: bool, complaint: str) -> None:

@@ -1,13 +1,14 @@
 """The choice of a kernel for a matrix product, among what the families of kernels offer.
 
 ``mma.py`` plans for the tensor cores of sm_80 and later and for plain arithmetic, ``wgmma.py`` for
-those of Hopper, ``emulated.py`` for float32 on those. Where a product was tuned, ``tuned.py``
-knows better than the cost model; ``xla.py`` has what is left to XLA.
+those of Hopper, ``emulated.py`` for float32 on those, ``vector_product.py`` where one operand is a
+vector. Where a product was tuned, ``tuned.py`` knows better than the cost model; ``xla.py`` has
+what is left to XLA.
 """
 
 from __future__ import annotations
 
-from jax_tilekern.plans import emulated, mma, wgmma
+from jax_tilekern.plans import emulated, mma, vector_product, wgmma
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.product import Candidate, MatmulPlan, NoKernel, Product
 from jax_tilekern.plans.tuned import tuned_plan
@@ -16,6 +17,10 @@ from jax_tilekern.plans.xla import left_to_xla
 
 def candidates(product: Product, gpu: Gpu) -> list[Candidate] | NoKernel:
     """Return the ways to compute a product, best first by the cost model."""
+    vectors = vector_product.candidates(product, gpu)
+    if vectors:
+        # Memory is what counts, and tensor cores gain nothing.
+        return [*vectors]
     others = mma.candidates(product, gpu)
     # It knows every type; only products of pieces go by a name of their own.
     if isinstance(others, NoKernel) and product.arithmetic in mma.ARITHMETICS:

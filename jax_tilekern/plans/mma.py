@@ -14,10 +14,12 @@ import ml_dtypes
 import numpy as np
 
 from jax_tilekern.compiler import Compiled, Kernel, compile_kernels
+from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
 from jax_tilekern.plans.geometry import MAX_BATCH_DIMS, MatmulGeometry
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
-from jax_tilekern.plans.product import CXX_TYPES, Candidate, MatmulPlan, NoKernel, Product
+from jax_tilekern.plans.product import Candidate, MatmulPlan, NoKernel, Product
+from jax_tilekern.plans.tile_order import band_height
 
 _Dtype = np.dtype[Any]
 
@@ -191,28 +193,24 @@ class MatmulInstance:
     def kernel(self) -> Kernel:
         """What the compiler is asked for."""
         tile = self.tile
-        fields = {
-            "block_m": tile.block_m,
-            "block_n": tile.block_n,
-            "block_k": self.block_k,
-            "warps_m": tile.warps_m,
-            "warps_n": tile.warps_n,
-            "stages": self.stages,
-            "min_blocks": self.min_blocks,
-            "lhs_k_major": self.lhs.k_major,
-            "rhs_k_major": self.rhs.k_major,
-            "lhs_load_bytes": self.lhs.load_bytes,
-            "rhs_load_bytes": self.rhs.load_bytes,
-            "promote": self.promote,
-            "widen": self.widen,
-        }
-        # int() turns the flags into 0 and 1, which C++ takes for bool.
-        config = ", ".join(f".{name} = {int(value)}" for name, value in fields.items())
-        name = self.file.removesuffix(".cuh")
-        return Kernel(
-            self.file,
-            f"tilekern::{name}<{', '.join(self.types)}, tilekern::MatmulConfig{{{config}}}>",
+        config = cxx_config(
+            "MatmulConfig",
+            block_m=tile.block_m,
+            block_n=tile.block_n,
+            block_k=self.block_k,
+            warps_m=tile.warps_m,
+            warps_n=tile.warps_n,
+            stages=self.stages,
+            min_blocks=self.min_blocks,
+            lhs_k_major=self.lhs.k_major,
+            rhs_k_major=self.rhs.k_major,
+            lhs_load_bytes=self.lhs.load_bytes,
+            rhs_load_bytes=self.rhs.load_bytes,
+            promote=self.promote,
+            widen=self.widen,
         )
+        name = self.file.removesuffix(".cuh")
+        return Kernel(self.file, f"tilekern::{name}<{', '.join(self.types)}, {config}>")
 
     @property
     def shared_memory_bytes(self) -> int:
@@ -271,7 +269,6 @@ class MmaCandidate(Candidate):
         return MatmulPlan(
             name=f"{self._family}_matmul {product.arithmetic}",
             gpu=gpu,
-            cubin=compiled.cubin,
             launches=(self.launch(compiled, Buffer(0), Buffer(1), Buffer(2)),),
             alignments=tuple(max(t.itemsize, w) for t, w in zip(dtypes, widths, strict=True)),
             reason=f"{tile.block_m}x{tile.block_n}x{instance.block_k}, {instance.stages} stages, "
@@ -327,7 +324,9 @@ def candidates(product: Product, gpu: Gpu) -> list[MmaCandidate] | NoKernel:
                 product,
                 instance,
                 grid,
-                _band(tile, grid, instance.min_blocks, gpu),
+                band_height(
+                    gpu.multiprocessors * instance.min_blocks, grid[0], tile.block_m, tile.block_n
+                ),
                 _has_vector_rows(geometry, out_dtype.itemsize),
                 # Of equals the larger, which reads less memory.
                 product.cycles(cycles) * 1.01 ** len(found),
@@ -549,13 +548,3 @@ def _cycles(
     hidden = min(1, resident * warps / enough_warps) ** 0.5
     cycles: float = busy * (math.ceil(geometry.k / block_k) * k_tile + fixed) / hidden
     return cycles
-
-
-def _band(tile: MatmulTile, grid: tuple[int, int, int], blocks: int, gpu: Gpu) -> int:
-    """Rows of tiles in a band: what makes the least of the lines that running blocks share."""
-    running = gpu.multiprocessors * blocks
-
-    def lines(band: int) -> int:
-        return band * tile.block_m + math.ceil(running / band) * tile.block_n
-
-    return min((band for band in (1, 2, 4, 8, 16, 32) if band <= grid[0]), key=lines)

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jax_tilekern.plans.geometry import MatmulGeometry
@@ -16,21 +15,10 @@ from jax_tilekern.plans.launch import LaunchPlan
 
 _Dtype = np.dtype[Any]
 
-CXX_TYPES: dict[_Dtype, str] = {
-    np.dtype(np.int8): "tilekern::int8",
-    np.dtype(np.int32): "tilekern::int32",
-    np.dtype(ml_dtypes.float8_e4m3fn): "tilekern::float8_e4m3fn",
-    np.dtype(ml_dtypes.float8_e5m2): "tilekern::float8_e5m2",
-    np.dtype(np.float16): "tilekern::float16",
-    np.dtype(ml_dtypes.bfloat16): "tilekern::bfloat16",
-    np.dtype(np.float32): "float",
-    np.dtype(np.float64): "double",
-}
-
 # Measured on an H100. Planners count in cycles of a clock that it keeps on long products, and
 # memory brings it so many bytes a cycle.
 _CYCLES_PER_MICROSECOND = 1700
-_MEMORY_BANDWIDTH = 1760
+MEMORY_BANDWIDTH = 1760
 # A launch with its first loads, and a further one.
 LAUNCH_CYCLES = 4500
 FURTHER_LAUNCH_CYCLES = 4000
@@ -65,7 +53,7 @@ class Product:
         lhs = m * k * _distinct(geometry.batch, geometry.lhs_strides) * self.lhs_dtype.itemsize
         rhs = k * n * _distinct(geometry.batch, geometry.rhs_strides) * self.rhs_dtype.itemsize
         out = m * n * math.prod(geometry.batch) * self.out_dtype.itemsize
-        return (lhs + rhs + out) / _MEMORY_BANDWIDTH
+        return (lhs + rhs + out) / MEMORY_BANDWIDTH
 
     def cycles(self, busy: float) -> float:
         """Estimate a launch whose busiest multiprocessor takes so long without memory's limit."""
@@ -76,7 +64,7 @@ class Product:
 
 def copy_cycles(bytes_: int) -> float:
     """Return what a pass takes that reads and writes so many bytes each."""
-    return FURTHER_LAUNCH_CYCLES + 2 * bytes_ / (0.8 * _MEMORY_BANDWIDTH)
+    return FURTHER_LAUNCH_CYCLES + 2 * bytes_ / (0.8 * MEMORY_BANDWIDTH)
 
 
 def _distinct(batch: tuple[int, ...], strides: tuple[int, ...]) -> int:

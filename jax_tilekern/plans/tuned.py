@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
+import platformdirs
 
 from jax_tilekern.nvrtc import CompileError
 from jax_tilekern.plans.gpu import Gpu
@@ -188,8 +189,6 @@ class TunedChoices:
 
 @functools.cache
 def _default_choices() -> TunedChoices:
-    import platformdirs
-
     return TunedChoices(platformdirs.user_data_path("jax_tilekern", appauthor=False) / "tuned")
 
 

@@ -1,7 +1,7 @@
 """What is left to XLA although there is a kernel, because its own was measured to be faster.
 
-Ratios are XLA's time over ours on an H100, from ``benchmarks/results/h100``. Where somebody has
-tuned a product, that decides instead.
+Ratios are XLA's time over ours on an H100 (``docs/tuning-log.md``). Where somebody has tuned a
+product, that decides instead.
 """
 
 from __future__ import annotations
@@ -10,10 +10,29 @@ import math
 
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.product import Product
+from jax_tilekern.plans.reduction import Reduction
 
 _SIXTEEN_BITS = ("bf16", "f16")
 # About 10 us. Shorter products are bound by their launch.
 _LONG_CYCLES = 17000
+
+
+# Fewer bytes than this take little longer than the launches, of which XLA's sums have fewer.
+_SHORT_TOTAL_BYTES = 64 << 20
+
+
+def sum_left_to_xla(reduction: Reduction, gpu: Gpu) -> str | None:
+    """Return why a sum is XLA's, or ``None``."""
+    if gpu.compute_capability != (9, 0):
+        return None
+    single = reduction.lines == 1 and math.prod(reduction.batch) == 1
+    return _left_total(reduction.bytes) if single else None
+
+
+def _left_total(bytes_: int) -> str | None:
+    if bytes_ < _SHORT_TOTAL_BYTES:
+        return "XLA's totals of so little are faster (0.77 to 0.96)"
+    return None
 
 
 def left_to_xla(product: Product, gpu: Gpu) -> str | None:
@@ -28,11 +47,19 @@ def left_to_xla(product: Product, gpu: Gpu) -> str | None:
         return "XLA's large float64 products are faster (0.91 to 0.93)"
     if arithmetic == "tf32" and is_long and batches > 1 and max(m, n, k) <= 32:
         return "XLA's many small float32 products are faster (0.76 for matrices of 16)"
-    if arithmetic in _SIXTEEN_BITS and is_long:
+    if m == n == 1:
+        return _left_total(k * (product.lhs_dtype.itemsize + product.rhs_dtype.itemsize) * batches)
+    if min(m, n) == 1 and is_long and arithmetic in (*_SIXTEEN_BITS, "tf32", "f32"):
+        strides, dtype = (
+            (geometry.lhs_strides[-2:], product.lhs_dtype)
+            if n == 1
+            else (geometry.rhs_strides[:-3:-1], product.rhs_dtype)
+        )
+        if strides[0] == 1 and strides[1] * dtype.itemsize % 16 == 0:
+            return "XLA's products of a vector with a matrix's columns are faster (0.94 to 0.99)"
+    if arithmetic in _SIXTEEN_BITS and is_long and min(m, n) > 1:
         if batches > 1 and k <= 128:
             return "XLA's batched products over a short k are faster (0.83 to 0.92)"
-        if min(m, n) == 1 and batches == 1:
-            return "XLA's products of a vector and a matrix are faster (0.94 to 0.98)"
         neither_k_major = geometry.lhs_strides[-1] != 1 and geometry.rhs_strides[-1] == 1
         if neither_k_major and 1024 <= k <= 2048 and min(m, n) >= 4096:
             return "XLA's products of two transposed operands over a short k are faster (0.91)"

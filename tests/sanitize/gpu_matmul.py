@@ -148,7 +148,7 @@ def run_planted(tool: str) -> None:
     name = f"tilekern::planted_{tool}"
     compiled = compile_source(PLANTED, [name], arch=gpu.arch)
     launch = Launch(compiled.entry(name), (1, 1, 1), (128, 1, 1), (Buffer(0),))
-    plan = LaunchPlan(name, gpu, compiled.cubin, (launch,), (4,))
+    plan = LaunchPlan(name, gpu, (launch,), (4,))
     primitive = Primitive("planted")
     primitive.def_abstract_eval(lambda: jax.core.ShapedArray((256,), np.dtype(np.int32)))
     mlir.register_lowering(primitive, lambda ctx: ffi.cuda_launch(ctx, [], plan), platform="cuda")

@@ -12,6 +12,9 @@ namespace {
 std::map<std::string, Attribute> GoodPlan() {
   const auto buffer = Attribute::Members(
       {{"buffer", Attribute::Number(0)}, {"offset_bytes", Attribute::Number(0)}});
+  const auto stepping = Attribute::Members({{"buffer", Attribute::Number(1)},
+                                            {"offset_bytes", Attribute::Number(16)},
+                                            {"steps_bytes", Attribute::Numbers({96, 0})}});
   const auto scalars = Attribute::Members({{"bytes", Attribute::Bytes({1, 2, 3, 4})}});
   const auto map = Attribute::Members({{"buffer", Attribute::Number(1)},
                                        {"box", Attribute::Numbers({64, 32})},
@@ -22,18 +25,23 @@ std::map<std::string, Attribute> GoodPlan() {
                                        {"l2_promotion", Attribute::Number(3)},
                                        {"oob_fill", Attribute::Number(0)},
                                        {"sizes", Attribute::Numbers({100, 64})},
+                                       {"steps_bytes", Attribute::Numbers({0, 13312})},
                                        {"strides_bytes", Attribute::Numbers({208})},
                                        {"swizzle", Attribute::Number(3)}});
   const auto launch = Attribute::Members(
       {{"block", Attribute::Numbers({128, 1, 1})},
        {"cluster", Attribute::Numbers({1, 1, 1})},
+       {"cubin", Attribute::Number(1)},
        {"entry", Attribute::Text("_Z6kernel")},
        {"grid", Attribute::Numbers({4, 2, 1})},
-       {"parameters", Attribute::Members({{"0", buffer}, {"1", scalars}, {"2", map}})},
+       {"parameters",
+        Attribute::Members({{"0", buffer}, {"1", scalars}, {"2", map}, {"3", stepping}})},
+       {"repeats", Attribute::Numbers({3, 5})},
        {"shared_memory_bytes", Attribute::Number(1024)}});
   return {{"alignments", Attribute::Numbers({16, 4})},
           {"arch", Attribute::Text("sm_90a")},
-          {"cubin", Attribute::Bytes({0x7f, 'E', 'L', 'F'})},
+          {"cubins", Attribute::Members({{"0", Attribute::Bytes({0x7f, 'E', 'L', 'F'})},
+                                         {"1", Attribute::Bytes({0x7f, 'E', 'L', 'F', 2})}})},
           {"launches", Attribute::Members({{"0", launch}, {"1", launch}})},
           {"name", Attribute::Text("example")}};
 }
@@ -44,8 +52,10 @@ std::string Read(const std::map<std::string, Attribute>& attributes) {
   const auto plan = tilekern::ReadLaunchPlan(xla::ffi::Dictionary(&encoded.get()));
   if (!plan.has_value()) return plan.error().message();
   std::string seen = plan->Text();
-  for (const tilekern::Launch& launch : plan->launches) seen += launch.Text();
-  seen += std::string(plan->cubin);
+  for (const tilekern::Launch& launch : plan->launches) {
+    seen += launch.Text() + std::string(plan->cubins.at(launch.cubin));
+    for (uint64_t repeats : launch.repeats) seen += std::to_string(repeats);
+  }
   return seen.empty() ? "no text" : std::string();
 }
 
@@ -97,6 +107,30 @@ void CheckHostilePlans(Counts& counts) {
   counts.Check(Read(GoodPlan()).empty(), "a good plan is read: " + Read(GoodPlan()));
   counts.Check(!Read({}).empty(), "no attributes at all are refused");
 
+  using Change = std::pair<const char*, Attribute>;
+  for (const auto& [name, value] :
+       {Change{"repeats", Attribute::Numbers({3, 0})},
+        Change{"repeats", Attribute::Numbers({3, -5})}, Change{"repeats", Attribute::Numbers({15})},
+        Change{"repeats", Attribute::Numbers({3, 5, 1})}}) {
+    auto repeated = GoodPlan();
+    repeated["launches"].members["1"].members[name] = value;
+    counts.Check(!Read(repeated).empty(), "repeats that are none, or not as many as steps");
+  }
+  for (const int64_t cubin : {-1, 2}) {
+    auto absent = GoodPlan();
+    absent["launches"].members["1"].members["cubin"] = Attribute::Number(cubin);
+    counts.Check(!Read(absent).empty(), "a launch of a cubin that is not there is refused");
+  }
+  for (const auto& steps :
+       {Attribute::Numbers({96}), Attribute::Numbers({96, -1}), Attribute::Numbers({})}) {
+    for (const char* parameter : {"2", "3"}) {
+      auto stepping = GoodPlan();
+      auto& parameters = stepping["launches"].members["0"].members["parameters"].members;
+      parameters[parameter].members["steps_bytes"] = steps;
+      counts.Check(!Read(stepping).empty(), "steps that are negative, or not one for each repeat");
+    }
+  }
+
   std::vector<std::pair<std::map<std::string, Attribute>*, std::string>> places;
   std::map<std::string, Attribute> plan = GoodPlan();
   Collect(plan, places);
@@ -107,7 +141,7 @@ void CheckHostilePlans(Counts& counts) {
       places.clear();
       Collect(plan, places);
       const auto& [parent, name] = places[i];
-      const bool is_member = name == "0" || name == "1" || name == "2";
+      const bool is_member = name == "0" || name == "1" || name == "2" || name == "3";
       const bool is_kind = name == "sizes" || name == "bytes";
       if (choice < 0) {
         parent->erase(name);
@@ -115,8 +149,9 @@ void CheckHostilePlans(Counts& counts) {
         (*parent)[name] = Replacement(choice);
       }
       const std::string said = Read(plan);
-      // Lists may be shorter, and what is missing may make a parameter one of another kind.
-      if (choice < 0 && !is_member && !is_kind) {
+      // Lists may be shorter, and what is missing may make a parameter one of another kind, or of
+      // one that stays while its launch is repeated.
+      if (choice < 0 && !is_member && !is_kind && name != "steps_bytes") {
         counts.Check(!said.empty(), "a plan without " + name + " is refused");
       } else if (choice == 9) {
         counts.Check(!said.empty(), "a number with a point for " + name + " is refused");

@@ -10,8 +10,10 @@ int main(int argc, char** argv) {
   if (!threads_only) {
     CheckHostilePlans(counts);
     CheckHostileCalls(counts);
+    CheckHostileArrayCalls(counts);
   }
   CheckProducts(counts, threads_only);
+  CheckArrays(counts, threads_only);
   std::printf("%d passed, %d failed\n", counts.passed, counts.failed);
   return counts.failed == 0 ? 0 : 1;
 }

@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 import jax_tilekern
+from jax_tilekern.cli.bench.operations import OPERATIONS, OURS, PEER, Function
 from jax_tilekern.cli.bench.suite import Row
+from jax_tilekern.random_operands import Operands, random_array
 
-Operands = tuple[Array, Array]
-# The error is measured on this many rows and columns, and this many batch entries, at most.
-_SAMPLED = {"b": 4, "m": 64, "n": 64}
+# The error is measured on this many indices of each of the result's dimensions, at most.
+_SAMPLED = 64
 
 
 class Errors(NamedTuple):
-    """How wrong the results of a row are.
+    """How wrong the results of a row are, in terms of what random terms add up to.
+
+    That is, for each element of the result, the root of the sum of the squares of its terms: of
+    many elements it is their norm, and a single sum may be small only because its terms cancel.
 
     Attributes
     ----------
     ours, peer
-        Relative Frobenius errors against float64, on a sample of rows and columns.
+        Frobenius norms of the errors against float64, on a sample of each dimension's indices.
     deviation
-        The most by which an element of ours differs from the peer's, of all elements and in terms
-        of their root mean square: no sample misses the one tile that is wrong.
+        The most by which an element of ours differs from the peer's, of all elements: no sample
+        misses the one tile that is wrong.
     """
 
     ours: float
@@ -45,100 +50,87 @@ class Case:
     Attributes
     ----------
     row
-        The product.
+        The call.
     ours, peer
-        ``jax_tilekern.dot_general`` and ``jax.lax.dot_general`` with the row's arguments, jitted.
+        This package's function and JAX's with the row's arguments, jitted.
     """
 
     row: Row
-    ours: Callable[[Array, Array], Array]
-    peer: Callable[[Array, Array], Array]
+    ours: Function
+    peer: Function
 
     @classmethod
     def of(cls, row: Row) -> Case:
         """Return the case of a row."""
-
-        def call(dot_general: Callable[..., Array]) -> Callable[[Array, Array], Array]:
-            return jax.jit(
-                lambda lhs, rhs: dot_general(
-                    lhs,
-                    rhs,
-                    row.dimension_numbers,
-                    precision=row.precision,
-                    preferred_element_type=row.result and jnp.dtype(row.result),
-                )
-            )
-
-        return cls(row, call(jax_tilekern.dot_general), call(lax.dot_general))
+        call = OPERATIONS[row.operation].call
+        return cls(row, jax.jit(call(row, OURS)), jax.jit(call(row, PEER)))
 
     def operands(self, seed: int = 0) -> Operands:
         """Return random operands: normal, or integers of the whole range."""
-        row, keys = self.row, jax.random.split(jax.random.key(seed))
-        lhs, rhs = (
-            _random(key, row.shape(dimensions), dtype)
-            for key, dimensions, dtype in zip(keys, (row.lhs, row.rhs), row.types, strict=True)
+        row = self.row
+        keys = jax.random.split(jax.random.key(seed), len(row.operands))
+        return tuple(
+            random_array(key, row.shape(dimensions), dtype)
+            for key, dimensions, dtype in zip(keys, row.operands, row.types, strict=True)
         )
-        return lhs, rhs
 
     def kernel(self, operands: Operands) -> str:
         """Return our kernel, or why XLA computes the row."""
         choices = jax_tilekern.explain(self.ours, *operands)
         names = [choice.kernel for choice in choices if choice.kernel]
-        return ", ".join(names) or f"XLA: {choices[0].reason}"
+        reasons = [choice.reason for choice in choices] or ["no call of a kernel is left"]
+        return ", ".join(names) or f"XLA: {reasons[0]}"
 
     def errors(self, operands: Operands) -> Errors:
         """Compare both results with float64 and with each other.
 
-        Large products are compared with float64 on a sample of rows and columns, the last of each
-        included.
+        Large results are compared with float64 on a sample of the indices of each dimension, the
+        last included.
         """
-        row = self.row
-        indices = {x: _sample(row.sizes[x], _SAMPLED[x]) for x in row.out}
-
-        def sampled(x: Array, dimensions: str) -> np.ndarray[Any, Any]:
-            host = np.asarray(x)
-            for axis, dimension in enumerate(dimensions):
-                if dimension in indices:
-                    host = host.take(indices[dimension], axis)
-            return host.astype(np.float64)
-
-        exact = np.einsum(
-            f"{row.lhs},{row.rhs}->{row.out}",
-            sampled(operands[0], row.lhs),
-            sampled(operands[1], row.rhs),
-        )
-        norm = np.linalg.norm(exact)
-        results = self.ours(*operands), self.peer(*operands)
-        ours, peer = (
-            float(np.linalg.norm(sampled(result, row.out) - exact) / norm) for result in results
-        )
-        return Errors(ours, peer, float(_deviation(*results)))
+        row, results = self.row, (self.ours(*operands), self.peer(*operands))
+        with jax.enable_x64(True):
+            return Errors(*map(float, _errors(row, operands, *results)))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _random(key: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    if jnp.issubdtype(dtype, jnp.integer):
-        info = np.iinfo(dtype)
-        return jax.random.randint(key, shape, info.min, info.max, dtype)
-    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
-    return jax.random.normal(key, shape, wide).astype(dtype)
+@functools.partial(jax.jit, static_argnums=0)
+def _errors(row: Row, operands: Operands, ours: Array, peer: Array) -> tuple[Array, ...]:
+    indices = {x: sampled_indices(row.sizes[x]) for x in row.out}
+    samples = [
+        _wide(_sample(x, dimensions, indices))
+        for x, dimensions in zip(operands, row.operands, strict=True)
+    ]
+    # In float64, whatever the row asks for.
+    call = OPERATIONS[row.operation].call(replace(row, precision=None, result=None), PEER)
+    exact = call(*samples)
+    if jnp.issubdtype(peer.dtype, jnp.integer):
+        exact = _wide(exact.astype(jnp.int64).astype(peer.dtype))  # Integers wrap around.
+    norm = jnp.sqrt(jnp.sum(call(*(jnp.square(jnp.abs(x)) for x in samples))))
+    ours_error, peer_error = (
+        jnp.sqrt(jnp.sum(jnp.square(jnp.abs(_wide(_sample(x, row.out, indices)) - exact)))) / norm
+        for x in (ours, peer)
+    )
+    deviation = jnp.max(jnp.abs(_wide(ours) - _wide(peer))) / (norm / math.sqrt(exact.size))
+    return ours_error, peer_error, deviation
 
 
-@jax.jit
-def _deviation(ours: Array, peer: Array) -> Array:
-    real = jnp.promote_types(peer.dtype, jnp.float32)
-    # Integers are subtracted as such, which float32 cannot always tell apart.
-    exact = peer.dtype if jnp.issubdtype(peer.dtype, jnp.integer) else real
-    difference = (ours.astype(exact) - peer.astype(exact)).astype(real)
-    return jnp.max(jnp.abs(difference)) / jnp.sqrt(jnp.mean(jnp.square(peer.astype(real))))
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64)
+
+
+def _sample(x: Array, dimensions: str, indices: Mapping[str, np.ndarray[Any, Any]]) -> Array:
+    for axis, dimension in enumerate(dimensions):
+        if dimension in indices:
+            x = jnp.take(x, indices[dimension], axis)
+    return x
+
+
+def sampled_indices(size: int) -> np.ndarray[Any, Any]:
+    """Return the indices of a dimension of the result on which errors are measured."""
+    return np.unique(np.linspace(0, size - 1, min(size, _SAMPLED)).round().astype(int))
 
 
 @contextlib.contextmanager
 def types_enabled(row: Row) -> Iterator[None]:
     """Let JAX have 64-bit types inside the context if the row has them."""
-    with jax.enable_x64(jnp.dtype(row.type).itemsize == 8):
+    with jax.enable_x64(np.zeros((), row.types[0]).real.itemsize == 8):
         yield
-
-
-def _sample(size: int, most: int) -> np.ndarray[Any, Any]:
-    return np.unique(np.linspace(0, size - 1, min(size, most)).round().astype(int))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jax_tilekern.cli.bench.operations import OPERATIONS
 from jax_tilekern.cli.bench.record import Record, timed
 
 
@@ -16,9 +18,10 @@ class Ceilings:
     Attributes
     ----------
     bytes_per_second
-        The better of a long read and a long copy.
+        Of a long read, a long copy, or the better of both, as the operation asks for.
     operations_per_second
-        Of each arithmetic: the most that either side reached in any row with it.
+        Of each arithmetic: the most that either side reached in any row with it. Empty for an
+        operation that only the memory bounds.
     """
 
     bytes_per_second: float
@@ -27,21 +30,23 @@ class Ceilings:
     @classmethod
     def of(cls, record: Record) -> Ceilings:
         """Return the ceilings of a record."""
-        bandwidth = max(record["read_bytes_per_second"], record.get("copy_bytes_per_second", 0.0))
+        operation = OPERATIONS[record["operation"]]
+        # The first records have no bandwidth of a copy.
+        bandwidth = max(record.get(f"{b}_bytes_per_second", 0.0) for b in operation.bandwidths)
         rates: dict[str, float] = {}
-        for row in timed(record):
+        for row in timed(record) if operation.bound_by_arithmetic else ():
             fastest = min(row["seconds"][side]["median"] for side in ("ours", "peer"))
             rate = row["flops"] / fastest
             rates[arithmetic(row)] = max(rate, rates.get(arithmetic(row), 0.0))
         return cls(bandwidth, rates)
 
-    def share(self, row: Mapping[str, Any]) -> float:
-        """Return the least time that the ceilings allow a timed row, over our time."""
+    def share(self, row: Mapping[str, Any], side: str = "ours") -> float:
+        """Return the least time that the ceilings allow a timed row, over that of a side."""
         least = max(
             row["bytes"] / self.bytes_per_second,
-            row["flops"] / self.operations_per_second[arithmetic(row)],
+            row["flops"] / self.operations_per_second.get(arithmetic(row), math.inf),
         )
-        return float(least / row["seconds"]["ours"]["median"])
+        return float(least / row["seconds"][side]["median"])
 
 
 def arithmetic(row: Mapping[str, Any]) -> str:

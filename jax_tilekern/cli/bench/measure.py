@@ -16,16 +16,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_tilekern.cli import machine
-from jax_tilekern.cli.bench.case import Case, Operands
-from jax_tilekern.cli.bench.device_time import device_times
-from jax_tilekern.cli.timing import Pairs, interleaved, ready, repeated, wall_seconds
+from jax_tilekern.cli.bench.case import Case
+from jax_tilekern.cli.bench.device_pairs import device_times
+from jax_tilekern.cli.timing import Pairs, interleaved
+from jax_tilekern.random_operands import Operands, beyond_cache
+from jax_tilekern.wall_time import ready, repeated, wall_seconds
 
 # A call of the CPU backend costs tens of microseconds; in calls this long that is a few percent.
 _LONG_CALL = 1e-3
 _LONGEST_CHAIN = 64
-# The operands on a GPU take this many times its second-level cache, so that none is in it.
-_CACHES = 4
-_MOST_COPIES = 256
 _PAIRS = 12
 _MOST_CALLS = 200
 # Warm-up ends when two blocks in a row took the same time to within this, or after some seconds.
@@ -36,7 +35,7 @@ _BANDWIDTH_CALLS = 16
 
 @dataclass(frozen=True)
 class Measurement:
-    """Times of one product.
+    """Times of one row.
 
     Attributes
     ----------
@@ -45,14 +44,14 @@ class Measurement:
     method
         What ``pairs`` are, in words.
     products_per_call
-        How many products one jitted call did, of which ``pairs`` has the time of one.
+        How many times one jitted call did the row, of which ``pairs`` has the time of one.
     wall
-        Time of the same products by the host's clock, as a check: on a GPU it includes what the
+        Time of the same calls by the host's clock, as a check: on a GPU it includes what the
         host needs for a call.
     kernels
         Names of what each side ran on the GPU, from the profile.
     clocks
-        The GPU's while it did these products, as ``nvidia-smi`` writes them.
+        The GPU's while it did these calls, as ``nvidia-smi`` writes them.
     """
 
     pairs: Pairs
@@ -67,7 +66,8 @@ def measure_on_cpu(case: Case, operands: Operands, seconds: float) -> Measuremen
     """Measure by wall time, with operands where the caches keep them.
 
     A product too short to be timed alone is done several times in one call, each on the result
-    of the one before, if the result can be an operand; both sides do the same.
+    of the one before, if the result can be an operand; both sides do the same. Other operations
+    are not chained: XLA makes one of many transposes or additions.
     """
     ours, peer = case.ours, case.peer
     fastest = min(_fastest_of(side, operands) for side in (ours, peer))
@@ -78,7 +78,7 @@ def measure_on_cpu(case: Case, operands: Operands, seconds: float) -> Measuremen
         method = "wall time of a call"
     else:
         # Random factors of this size keep the result's size as it is.
-        scale = 1 / math.sqrt(operands[1].shape[case.row.rhs.index("k")])
+        scale = 1 / math.sqrt(case.row.sizes["k"])
         operands = operands[0], (operands[1] * scale).astype(operands[1].dtype)
         ours, peer = (jax.jit(_chain(side, products)) for side in (case.ours, case.peer))
         method = f"wall time of a call that chains {products} products, divided by {products}"
@@ -94,10 +94,10 @@ def _fastest_of(side: Callable[..., Any], operands: Operands) -> float:
 
 
 def _chains(case: Case, operands: Operands) -> bool:
-    lhs, rhs = operands
-    if not jnp.issubdtype(lhs.dtype, jnp.floating):
+    lhs = operands[0]
+    if case.row.operation != "matmul" or not jnp.issubdtype(lhs.dtype, jnp.floating):
         return False  # Integers overflow.
-    result = jax.eval_shape(case.peer, lhs, rhs)
+    result = jax.eval_shape(case.peer, *operands)
     return (result.shape, result.dtype) == (lhs.shape, lhs.dtype)
 
 
@@ -116,13 +116,11 @@ def measure_on_gpu(case: Case, operands: Operands, seconds: float, l2_bytes: int
     Where the profile does not tell the sides apart, what is reported is the wall time of a call
     within a long row of calls, and ``method`` says so.
     """
-    operand_bytes = sum(operand.nbytes for operand in operands)
-    copies = min(_MOST_COPIES, max(2, math.ceil(_CACHES * l2_bytes / operand_bytes)))
-    sets = [operands, *(case.operands(seed) for seed in range(1, copies))]
+    sets = beyond_cache(operands, case.operands, l2_bytes)
     ours, peer = (_rotating(side, sets) for side in (case.ours, case.peer))
 
     calls = _warm_up(ours, peer, seconds)
-    rotation = f"operands rotated among {copies} copies"
+    rotation = f"operands rotated among {len(sets)} copies"
     try:
         times = device_times(ours, peer, calls=calls, pairs=_PAIRS)
         pairs, wall, kernels = times.busy, times.host, times.kernels

@@ -1,4 +1,4 @@
-"""A record as two plots: a roofline, and the ratio of each row."""
+"""A record as two plots: a roofline or shares of the bandwidth, and the ratio of each row."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_tilekern.cli.bench.ceilings import Ceilings, arithmetic
+from jax_tilekern.cli.bench.operations import OPERATIONS
 from jax_tilekern.cli.bench.record import Record, timed
 from jax_tilekern.cli.bench.report import loses
 
@@ -29,15 +30,20 @@ def require_matplotlib() -> None:
 
 
 def plot(record: Record, path: Path) -> None:
-    """Draw the rate of each row over its operations per byte, and XLA / ours of each by name."""
+    """Draw how near each row comes to the ceilings, and XLA / ours of each by name.
+
+    The ceilings are a roofline over operations per byte or, of an operation that only the memory
+    bounds, one bandwidth, of which each row has its share.
+    """
     # The object interface needs no display and leaves no global state.
     from matplotlib.figure import Figure
 
-    rows = timed(record)
+    rows, ceilings = timed(record), Ceilings.of(record)
     figure = Figure(figsize=(17, max(7, 0.19 * len(rows))), layout="constrained")
-    roofline, ratios = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_roofline(roofline, rows, Ceilings.of(record))
-    _draw_ratios(ratios, rows)
+    bounds, ratios = figure.subplots(1, 2, width_ratios=(3, 2))
+    counted = OPERATIONS[record["operation"]].bound_by_arithmetic
+    (_draw_roofline if counted else _draw_shares)(bounds, rows, ceilings)
+    _draw_ratios(ratios, rows, ceilings)
     figure.suptitle(f"{record['suite']} on {record['device']}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -76,17 +82,42 @@ def _draw_roofline(axes: Any, rows: Sequence[Record], ceilings: Ceilings) -> Non
     axes.legend(fontsize="small")
 
 
-def _draw_ratios(axes: Any, rows: Sequence[Record]) -> None:
+def _draw_shares(axes: Any, rows: Sequence[Record], ceilings: Ceilings) -> None:
+    """Draw the share of the bandwidth of each side of each row, ours filled, the peer hollow."""
+    ours, peer = ([100 * ceilings.share(row, side) for row in rows] for side in ("ours", "peer"))
+    numbers = range(len(rows))
+    axes.hlines(numbers, ours, peer, color="C0", linewidth=0.8)
+    axes.scatter(peer, numbers, s=22, facecolors="none", edgecolors="C0")
+    axes.scatter(ours, numbers, s=22, color="C0")
+    for number, row in enumerate(rows):
+        if row["share"]:
+            axes.plot(100 * row["share"], number, "|", color="black", markersize=8)
+    axes.axvline(100, color="black", linewidth=0.7)
+    bandwidth = f"{ceilings.bytes_per_second / 1e9:.0f} GB/s"
+    axes.set(
+        xlabel="% of the bandwidth measured", xlim=(0, None),
+        title=f"Ours filled, XLA hollow; 100 % is {bandwidth}; a tick is the row's floor",
+    )  # fmt: skip
+    _name_rows(axes, rows)
+
+
+def _draw_ratios(axes: Any, rows: Sequence[Record], ceilings: Ceilings) -> None:
     """Draw median, 10th and 90th percentile of each row's ratio, and its floor as a tick."""
     for number, row in enumerate(rows):
-        ratio, color = row["seconds"]["ratio"], "C3" if loses(row) else "C0"
+        ratio, color = row["seconds"]["ratio"], "C3" if loses(row, ceilings) else "C0"
         axes.plot([ratio["p10"], ratio["p90"]], [number, number], color=color, linewidth=1)
         axes.plot(ratio["median"], number, "o", color=color, markersize=4)
         axes.plot(row["floor"], number, "|", color="black", markersize=8)
     axes.axvline(1, color="black", linewidth=0.7)
     axes.set(
-        xscale="log", xlabel="XLA / ours", ylim=(len(rows) - 0.5, -0.5),
+        xscale="log", xlabel="XLA / ours",
         title="Above 1 ours is faster; a tick is the row's floor",
     )  # fmt: skip
+    _name_rows(axes, rows)
+
+
+def _name_rows(axes: Any, rows: Sequence[Record]) -> None:
+    """Name the rows on the vertical axis, the first at the top."""
+    axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=7)
     axes.grid(alpha=0.3)

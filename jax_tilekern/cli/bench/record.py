@@ -24,6 +24,9 @@ SCHEMA = 1
 _ERROR_MARGIN = 4.0
 # How many times the errors of both a single one of some hundred million elements may deviate.
 _DEVIATION_MARGIN = 16.0
+# Roundings of the accumulator that ours may be off by, whatever the peer is: the error of a single
+# sum may be small by luck, and in float64 the peer is compared with itself.
+_ROUNDINGS = 16.0
 
 Record = dict[str, Any]
 
@@ -41,7 +44,8 @@ def new_record(suite: Suite, command: Sequence[str], bandwidths: Mapping[str, fl
     command
         The command line's arguments.
     bandwidths
-        What :func:`jax_tilekern.cli.bench.measure.bandwidths` returned.
+        What :func:`jax_tilekern.cli.bench.measure.bandwidths` returned; empty where nothing is
+        held against the device's ceilings.
     """
     found, errors = machine.facts(
         "versions", "cpu", "driver", "nvidia_smi", "nvrtc", "source_digests"
@@ -50,6 +54,7 @@ def new_record(suite: Suite, command: Sequence[str], bandwidths: Mapping[str, fl
         "schema": SCHEMA,
         "suite": suite.name,
         "about": suite.about,
+        "operation": suite.operation,
         "date": now(),
         "command": shlex.join(["python", "-m", "jax_tilekern", *command]),
         "backend": jax.default_backend(),
@@ -82,7 +87,7 @@ def unmeasured(row: Row, run: str) -> Record:
     Parameters
     ----------
     row
-        The product.
+        The call.
     run
         The date of the run's record, which tells whose row it is.
     """
@@ -90,12 +95,14 @@ def unmeasured(row: Row, run: str) -> Record:
         "name": row.name,
         "group": row.group,
         "floor": row.floor,
+        "share": row.share,
         "type": row.type,
         "rhs_type": row.rhs_type,
         "result": str(row.result_type),
         "precision": row.precision,
         "lhs": row.lhs,
         "rhs": row.rhs,
+        "out": row.out,
         "sizes": dict(row.sizes),
         "flops": row.flops,
         "bytes": row.bytes,
@@ -110,7 +117,7 @@ def measured(row: Row, run: str, seconds: float, l2_bytes: int) -> Record:
     Parameters
     ----------
     row
-        The product.
+        The call.
     run
         The date of the run's record.
     seconds
@@ -118,10 +125,25 @@ def measured(row: Row, run: str, seconds: float, l2_bytes: int) -> Record:
     l2_bytes
         Size of the GPU's second-level cache.
     """
+    return attempted(row, run, lambda: _results(Case.of(row), seconds, l2_bytes))
+
+
+def attempted(row: Row, run: str, measurement: Callable[[], Record]) -> Record:
+    """Return the record of a row with what a measurement returns, or with how it fails.
+
+    Parameters
+    ----------
+    row
+        The call.
+    run
+        The date of the run's record.
+    measurement
+        Returns the fields that it adds, ``failure`` included.
+    """
     record, start = unmeasured(row, run), time.perf_counter()
     try:
         with types_enabled(row):
-            record |= _results(Case.of(row), seconds, l2_bytes)
+            record |= measurement()
     # A row may exhaust the memory, or meet a bug anywhere below; the others are still to come.
     except Exception as error:
         record["failure"] = f"{type(error).__name__}: {error}"
@@ -133,7 +155,7 @@ def _results(case: Case, seconds: float, l2_bytes: int) -> Record:
     kernel, errors = case.kernel(operands), case.errors(operands)
     checked = {"kernel": kernel, "error": errors._asdict(), "failure": _wrong(case.row, errors)}
     if checked["failure"]:
-        return checked  # The speed of a wrong product is no news.
+        return checked  # The speed of a wrong result is no news.
     if jax.default_backend() == "cpu":
         measurement = measure_on_cpu(case, operands, seconds)
     else:
@@ -143,26 +165,28 @@ def _results(case: Case, seconds: float, l2_bytes: int) -> Record:
         "method": measurement.method,
         "products_per_call": measurement.products_per_call,
         "pairs": len(measurement.pairs.ours),
-        "seconds": _spreads(measurement.pairs),
-        "wall_seconds": _spreads(measurement.wall),
+        "seconds": spreads(measurement.pairs),
+        "wall_seconds": spreads(measurement.wall),
         "device_kernels": dict(measurement.kernels),
         "clocks": dict(measurement.clocks),
     }
 
 
 def _wrong(row: Row, errors: Errors) -> str | None:
-    result = row.result_type
-    rounding = float(_finfo(result).eps) if jnp.issubdtype(result, jnp.floating) else 0.0
+    inexact = jnp.issubdtype(row.result_type, jnp.inexact)
+    rounding = float(_finfo(row.result_type).eps) if inexact else 0.0
+    accumulated = _ROUNDINGS * min(rounding, float(_finfo(jnp.float32).eps))
     ours, peer, deviation = errors
     # Written so that an error that is not a number is wrong.
-    if not ours <= _ERROR_MARGIN * peer + rounding:
+    if not ours <= _ERROR_MARGIN * peer + rounding + accumulated:
         return f"wrong: relative error {ours:.1e}, the peer's {peer:.1e}"
     if not deviation <= _DEVIATION_MARGIN * (ours + peer + rounding):
         return f"wrong: an element is {deviation:.1e} root mean squares from the peer's"
     return None
 
 
-def _spreads(pairs: Pairs) -> dict[str, dict[str, float]]:
+def spreads(pairs: Pairs) -> dict[str, dict[str, float]]:
+    """Return the spread of each side and of their ratio."""
     return {
         "ours": asdict(Spread.of(pairs.ours)),
         "peer": asdict(Spread.of(pairs.peer)),

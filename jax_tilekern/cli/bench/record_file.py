@@ -11,8 +11,8 @@ from jax_tilekern.cli.bench.record import SCHEMA, Record
 from jax_tilekern.cli.bench.suite import Row
 
 # What records did not have from the first; a row's run is that of its record.
-_NEW_FIELDS: Record = {"means": {}, "earlier_runs": []}
-_NEW_ROW_FIELDS: Record = {"group": "all", "floor": 0.97, "rhs_type": None}
+_NEW_FIELDS: Record = {"operation": "matmul", "means": {}, "earlier_runs": []}
+_NEW_ROW_FIELDS: Record = {"group": "all", "floor": 0.97, "share": 0.0, "rhs_type": None}
 
 
 class RecordError(ValueError):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jax_tilekern.cli.bench.ceilings import Ceilings
+from jax_tilekern.cli.bench.operations import OPERATIONS
 from jax_tilekern.cli.bench.record import Record, geometric_means, timed
 from jax_tilekern.cli.bench.record_file import outdated, runs
 from jax_tilekern.cli.console import duration, rate
@@ -14,21 +15,26 @@ from jax_tilekern.cli.console import duration, rate
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-HEADINGS = (
-    "row", "kernel", "ours", "XLA", "XLA / ours", "p10 - p90", "ours does", "ours moves",
-    "of ceiling", "error ours, XLA",
-)  # fmt: skip
+_HEADINGS = ("row", "kernel", "ours", "XLA", "XLA / ours", "p10 - p90")
+_RATES = ("ours moves", "of ceiling", "error ours, XLA")
 # Shorter calls leave a GPU waiting for the host, which only the host's clock sees.
 _LONG_CALL = 0.5e-3
 
 
+def headings(record: Record) -> tuple[str, ...]:
+    """Return the headings of a record's table."""
+    counted = OPERATIONS[record["operation"]].bound_by_arithmetic
+    return (*_HEADINGS, *(["ours does"] if counted else []), *_RATES)
+
+
 def cells(row: Mapping[str, Any], ceilings: Ceilings) -> tuple[str, ...]:
-    """Return a row's entries under :data:`HEADINGS`; a row without times has only the first two."""
+    """Return a row's entries under its :func:`headings`; without times only the first two."""
     if "seconds" not in row:
         return (row["name"], row["failure"])
     ours, peer, ratio = (row["seconds"][key] for key in ("ours", "peer", "ratio"))
-    operations = "OP" if row["type"].startswith("int") else "FLOP"
-    errors = row["error"]
+    unit = "OP" if row["type"].startswith("int") else "FLOP"
+    counted = [rate(row["flops"] / ours["median"], unit)] if ceilings.operations_per_second else []
+    share, errors = ceilings.share(row), row["error"]
     return (
         row["name"],
         row["kernel"],
@@ -36,9 +42,9 @@ def cells(row: Mapping[str, Any], ceilings: Ceilings) -> tuple[str, ...]:
         duration(peer["median"]),
         _against(ratio["median"], row["floor"]),
         f"{ratio['p10']:.2f} - {ratio['p90']:.2f}",
-        rate(row["flops"] / ours["median"], operations),
+        *counted,
         rate(row["bytes"] / ours["median"], "B"),
-        f"{ceilings.share(row):.0%}",
+        f"{share:.0%}" + (f" (below {row['share']:.0%})" if share < row["share"] else ""),
         f"{errors['ours']:.1e}, {errors['peer']:.1e}",
     )
 
@@ -48,25 +54,41 @@ def _against(ratio: float, floor: float) -> str:
     return f"{ratio:#.3g}" + (f" (below {floor:g})" if ratio < floor else "")
 
 
-def loses(row: Mapping[str, Any]) -> bool:
-    """Say whether a timed row is slower against the peer than its floor."""
-    return bool(row["seconds"]["ratio"]["median"] < row["floor"])
+def loses(row: Mapping[str, Any], ceilings: Ceilings) -> bool:
+    """Say whether a timed row is slower, against the peer or the ceilings, than its floors."""
+    slower = row["seconds"]["ratio"]["median"] < row["floor"]
+    return bool(slower or ceilings.share(row) < row["share"])
 
 
 def table(record: Record) -> RenderableType:
     """Return a record as a table for a terminal."""
+    ceilings = Ceilings.of(record)
+    rows = [
+        (cells(row, ceilings), style(row, "seconds" in row and loses(row, ceilings)))
+        for row in record["rows"]
+    ]
+    return terminal_table(f"{record['suite']} on {record['device']}", headings(record), rows)
+
+
+def style(row: Mapping[str, Any], lost: bool) -> str | None:
+    """Return how a terminal shows a row that failed, or that lost."""
+    return "bold red" if row["failure"] else "yellow" if lost else None
+
+
+def terminal_table(
+    title: str, headings: Sequence[str], rows: Iterable[tuple[Sequence[str], str | None]]
+) -> RenderableType:
+    """Return rows, each with its style, as a table for a terminal."""
     from rich.table import Table
 
-    result = Table(title=f"{record['suite']} on {record['device']}", title_justify="left")
-    for heading in HEADINGS:
+    result = Table(title=title, title_justify="left")
+    for heading in headings:
         text = heading in ("row", "kernel")
         result.add_column(
             heading, justify="left" if text else "right", overflow="fold", no_wrap=heading == "row"
         )
-    ceilings = Ceilings.of(record)
-    for row in record["rows"]:
-        style = "bold red" if row["failure"] else "yellow" if loses(row) else None
-        result.add_row(*cells(row, ceilings), style=style)
+    for row, row_style in rows:
+        result.add_row(*row, style=row_style)
     return result
 
 
@@ -75,18 +97,20 @@ def markdown(record: Record) -> str:
     ceilings = Ceilings.of(record)
     return "\n".join(
         [
-            _line(HEADINGS),
-            _line(["---"] * 2 + ["---:"] * (len(HEADINGS) - 2)),
-            *(_line(_padded(cells(row, ceilings))) for row in record["rows"]),
+            *markdown_table(headings(record), (cells(row, ceilings) for row in record["rows"])),
             "",
             summary(record),
-            *_provenance(record),
+            *provenance(record),
         ]
     )
 
 
-def _padded(row: Sequence[str]) -> list[str]:
-    return [*row, *[""] * (len(HEADINGS) - len(row))]
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Return the lines of a markdown table, the first two columns of which are texts."""
+    yield _line(headings)
+    yield _line(["---"] * 2 + ["---:"] * (len(headings) - 2))
+    for row in rows:
+        yield _line([*row, *[""] * (len(headings) - len(row))])
 
 
 def _line(row: Sequence[str]) -> str:
@@ -102,7 +126,8 @@ def _means(record: Record) -> Iterator[str]:
     rows = timed(record)
     if not rows:
         return
-    lost = sum(map(loses, rows))
+    ceilings = Ceilings.of(record)
+    lost = sum(loses(row, ceilings) for row in rows)
     yield f"{lost} of {len(rows)} rows below their floor." if lost else "No row below its floor."
     means = geometric_means(rows, lambda _: "all") | geometric_means(rows, lambda row: row["type"])
     entries = (f"{kind} {mean:#.3g}" for kind, mean in means.items())
@@ -119,8 +144,10 @@ def _means(record: Record) -> Iterator[str]:
 def _ceilings(record: Record) -> Iterator[str]:
     ceilings = Ceilings.of(record)
     rates = (f"{name} {rate(most, 'OP')}" for name, most in ceilings.operations_per_second.items())
-    memory = f"memory {rate(ceilings.bytes_per_second, 'B')}"
-    yield f"Ceilings, as measured: {', '.join([memory, *rates])}."
+    bandwidths = OPERATIONS[record["operation"]].bandwidths
+    memory = bandwidths[0] if len(bandwidths) == 1 else "memory"
+    most = f"{memory} {rate(ceilings.bytes_per_second, 'B')}"
+    yield f"Ceilings, as measured: {', '.join([most, *rates])}."
 
 
 def _cautions(record: Record) -> Iterator[str]:
@@ -132,6 +159,11 @@ def _cautions(record: Record) -> Iterator[str]:
             yield f"By wall time, since the profile was not clear: {', '.join(wall)}."
     if clocks := _sm_clocks(rows):
         yield f"Multiprocessors at {min(clocks)} to {max(clocks)} MHz."
+    yield from leftovers(record)
+
+
+def leftovers(record: Record) -> Iterator[str]:
+    """Name the rows that are not of this run's code, and those that failed."""
     if old := outdated(record):
         yield f"Of an earlier run, with other kernels or another JAX: {', '.join(old)}."
     if failed := [row["name"] for row in record["rows"] if row["failure"]]:
@@ -162,7 +194,8 @@ def _sm_clocks(rows: Iterable[Mapping[str, Any]]) -> list[int]:
     return [int(text) for text in texts if text.isdigit()]
 
 
-def _provenance(record: Record) -> Iterator[str]:
+def provenance(record: Record) -> Iterator[str]:
+    """Say where, when and by which command each row was measured."""
     needed = {row["run"] for row in record["rows"]}
     for date, run in runs(record).items():
         if date in needed:

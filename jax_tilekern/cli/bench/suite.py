@@ -1,4 +1,4 @@
-"""Suites: lists of products, read from the TOML files in ``cli/suites``."""
+"""Suites: lists of calls of an operation, read from the TOML files in ``cli/suites``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-DEFAULT_SUITES = {"cpu": "matmul-cpu", "gpu": "matmul-h100"}
-_TEXTS = ("name", "type", "rhs_type", "lhs", "rhs", "result", "precision")
+from jax_tilekern.cli.bench.operations import OPERATIONS
+
+# What follows the operation in the name of its suite for each of JAX's backends.
+_DEVICES = {"cpu": "cpu", "gpu": "h100"}
+_TEXTS = ("name", "type", "rhs_type", "lhs", "rhs", "out", "result", "precision")
 
 
 class SuiteError(ValueError):
@@ -23,7 +26,7 @@ class SuiteError(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """One product.
+    """One call of an operation.
 
     Attributes
     ----------
@@ -34,10 +37,13 @@ class Row:
     floor
         The least XLA / ours that is no loss.
     type
-        Of both operands.
+        Of the operands.
     lhs, rhs
-        The dimensions of each operand in the order in which they lie: ``b`` batch, ``m`` rows,
-        ``n`` columns, ``k`` contracted. A batch that one operand lacks is broadcast.
+        The dimensions of each operand in the order in which they lie, a letter each; ``rhs`` is
+        ``None`` where there is one operand. Those of a product are ``b`` batch, ``m`` rows, ``n``
+        columns, ``k`` contracted, and a batch that one operand lacks is broadcast.
+    out
+        The dimensions of the result.
     sizes
         Of each dimension.
     rhs_type
@@ -46,6 +52,10 @@ class Row:
         Type of the result; by default the operands'.
     precision
         As ``jax.lax.dot_general`` takes it.
+    operation
+        A key of :data:`jax_tilekern.cli.bench.operations.OPERATIONS`.
+    share
+        The least share of the memory's bandwidth that is no loss.
     """
 
     name: str
@@ -53,30 +63,24 @@ class Row:
     floor: float
     type: str
     lhs: str
-    rhs: str
+    rhs: str | None
+    out: str
     sizes: Mapping[str, int] = field(hash=False)
     rhs_type: str | None = None
     result: str | None = None
     precision: str | None = None
+    operation: str = "matmul"
+    share: float = 0.0
 
     @property
-    def out(self) -> str:
-        """The result's dimensions."""
-        both = [x for x in self.lhs if x in self.rhs and x != "k"]
-        free = [x for x in self.lhs + self.rhs if x not in both and x != "k"]
-        return "".join(both + free)
+    def operands(self) -> tuple[str, ...]:
+        """The dimensions of each operand."""
+        return (self.lhs,) if self.rhs is None else (self.lhs, self.rhs)
 
     @property
-    def dimension_numbers(self) -> Any:
-        """As ``dot_general`` takes them."""
-        batch = [x for x in self.lhs if x in self.rhs and x != "k"]
-        lhs, rhs = self.lhs.index, self.rhs.index
-        return (((lhs("k"),), (rhs("k"),)), (tuple(map(lhs, batch)), tuple(map(rhs, batch))))
-
-    @property
-    def types(self) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    def types(self) -> tuple[np.dtype[Any], ...]:
         """Types of the operands."""
-        return jnp.dtype(self.type), jnp.dtype(self.rhs_type or self.type)
+        return tuple(map(jnp.dtype, (self.type, self.rhs_type or self.type)))[: len(self.operands)]
 
     @property
     def result_type(self) -> np.dtype[Any]:
@@ -86,12 +90,13 @@ class Row:
     @property
     def flops(self) -> int:
         """Operations, counting a multiplication and an addition as two."""
-        return 2 * math.prod(self.sizes.values())
+        return OPERATIONS[self.operation].flops * math.prod(self.sizes.values())
 
     @property
     def bytes(self) -> int:
-        """Bytes of both operands and of the result: the least that must move."""
-        arrays = zip((self.lhs, self.rhs, self.out), (*self.types, self.result_type), strict=True)
+        """Bytes of the operands and of the result: the least that must move."""
+        dimensions, types = (*self.operands, self.out), (*self.types, self.result_type)
+        arrays = zip(dimensions, types, strict=True)
         return sum(math.prod(self.shape(x)) * type_.itemsize for x, type_ in arrays)
 
     def shape(self, dimensions: str) -> tuple[int, ...]:
@@ -99,14 +104,23 @@ class Row:
         return tuple(self.sizes[x] for x in dimensions)
 
 
+def product_out(lhs: str, rhs: str) -> str:
+    """Return the dimensions of a product in ``dot_general``'s order, given its operands'."""
+    both = [x for x in lhs if x in rhs and x != "k"]
+    free = [x for x in lhs + rhs if x not in both and x != "k"]
+    return "".join(both + free)
+
+
 @dataclass(frozen=True)
 class Suite:
-    """A named list of products.
+    """A named list of calls of an operation.
 
     Attributes
     ----------
     name, about
         What it is called, and what is in it.
+    operation
+        Whose calls they are.
     rows
         Those of a group one after the other.
     means
@@ -115,6 +129,7 @@ class Suite:
 
     name: str
     about: str
+    operation: str
     rows: tuple[Row, ...]
     means: Mapping[str, float]
 
@@ -139,11 +154,16 @@ class Suite:
         return replace(self, rows=rows)
 
 
-def suite_names(operation: str) -> list[str]:
-    """Return the names of an operation's suites."""
+def suite_names(operation: str = "") -> list[str]:
+    """Return the names of an operation's suites, or of all."""
     files = importlib.resources.files("jax_tilekern.cli") / "suites"
     names = (file.name.removesuffix(".toml") for file in files.iterdir())
-    return sorted(name for name in names if name.startswith(f"{operation}-"))
+    return sorted(name for name in names if name.startswith(f"{operation}-" if operation else ""))
+
+
+def default_suite(operation: str, backend: str) -> str:
+    """Return the name of an operation's suite for one of JAX's backends."""
+    return f"{operation}-{_DEVICES[backend]}"
 
 
 def load_suite(name: str) -> Suite:
@@ -156,7 +176,7 @@ def load_suite(name: str) -> Suite:
     """
     file = importlib.resources.files("jax_tilekern.cli") / "suites" / f"{name}.toml"
     if not file.is_file():
-        raise SuiteError(f"no suite {name!r}; there are {', '.join(suite_names('matmul'))}")
+        raise SuiteError(f"no suite {name!r}; there are {', '.join(suite_names())}")
     return parse_suite(name, file.read_text(encoding="utf-8"))
 
 
@@ -171,49 +191,61 @@ def parse_suite(name: str, text: str) -> Suite:
     try:
         table = tomllib.loads(text)
         groups, about = table["groups"], table["about"]
-        rows = tuple(
-            _row(entry, group["name"], group["floor"])
-            for group in groups
-            for entry in group["rows"]
-        )
+        operation = table["operation"]
+        if operation not in OPERATIONS:
+            raise SuiteError(f"suite {name}: {operation!r} is none of {', '.join(OPERATIONS)}")
+        rows = tuple(_row(entry, operation, group) for group in groups for entry in group["rows"])
         means = {group["name"]: group["mean"] for group in groups if "mean" in group}
     except (tomllib.TOMLDecodeError, KeyError) as error:
         raise SuiteError(f"suite {name}: {error!r}") from error
     names = [row.name for row in rows]
     if len(set(names)) < len(names):
         raise SuiteError(f"suite {name}: two rows have one name")
-    return Suite(name, about, rows, means)
+    return Suite(name, about, operation, rows, means)
 
 
-def _row(entry: Mapping[str, Any], group: str, floor: float) -> Row:
+def _row(entry: Mapping[str, Any], operation: str, group: Mapping[str, Any]) -> Row:
     texts = {key: entry[key] for key in _TEXTS if key in entry}
     sizes = {key: value for key, value in entry.items() if key not in texts}
-    missing = {"name", "type", "lhs", "rhs"} - set(texts)
-    if missing:
+    if operation == "matmul" and {"lhs", "rhs"} <= set(texts):
+        # dot_general has no choice.
+        texts["out"] = product_out(texts["lhs"], texts["rhs"])
+    operands = ("lhs", "rhs")[: OPERATIONS[operation].operands]
+    if missing := {"name", "type", *operands, "out"} - set(texts):
         raise SuiteError(f"row {dict(entry)} lacks {', '.join(sorted(missing))}")
-    row = Row(group=group, floor=floor, sizes=sizes, **texts)
+    row = Row(
+        **{"rhs": None, **texts},
+        group=group["name"],
+        floor=group["floor"],
+        share=group.get("share", 0.0),
+        sizes=sizes,
+        operation=operation,
+    )
+    if why := _malformed(row):
+        raise SuiteError(f"row {row.name!r}: {why}")
+    return row
 
-    def wrong(why: str) -> SuiteError:
-        return SuiteError(f"row {row.name!r}: {why}")
 
-    if set(sizes) != set(row.lhs + row.rhs):
-        raise wrong(
-            f"dimensions {row.lhs} and {row.rhs} need a size each, and {dict(sizes)} is given"
-        )
+def _malformed(row: Row) -> str | None:
+    """Return what is wrong with the dimensions, the sizes or the types of a row."""
+    sizes = dict(row.sizes)
+    dimensions = "".join(row.operands)
+    if set(sizes) != set(dimensions):
+        return f"dimensions {' and '.join(row.operands)} need a size each, and {sizes} is given"
     if not all(isinstance(size, int) and size > 0 for size in sizes.values()):
-        raise wrong(f"sizes are positive integers, not {dict(sizes)}")
-    for operand, allowed in ((row.lhs, "bmk"), (row.rhs, "bkn")):
-        if (
-            "k" not in operand
-            or not set(operand) <= set(allowed)
-            or len(set(operand)) < len(operand)
-        ):
-            raise wrong(
-                f"operand {operand!r} is not made of {', '.join(allowed)}, once each, with k"
-            )
+        return f"sizes are positive integers, not {sizes}"
+    if not set(row.out) <= set(dimensions):
+        return f"result {row.out!r} has dimensions that no operand has"
+    for one in (*row.operands, row.out):
+        if len(set(one)) < len(one):
+            return f"{one!r} has a dimension twice"
+    if row.operation in ("matmul", "matvec"):
+        for operand, allowed in zip(row.operands, ("bmk", "bkn"), strict=True):
+            if "k" not in operand or not set(operand) <= set(allowed):
+                return f"operand {operand!r} is not made of {', '.join(allowed)}, with k"
     for name in (row.type, row.rhs_type, row.result):
         try:
             jnp.dtype(name or row.type)
         except TypeError as error:
-            raise wrong(str(error)) from error
-    return row
+            return str(error)
+    return None

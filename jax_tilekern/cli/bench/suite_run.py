@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -18,9 +18,9 @@ from jax_tilekern.cli.bench.measure import bandwidths
 from jax_tilekern.cli.bench.record import Record, measured, new_record, unmeasured
 from jax_tilekern.cli.bench.record_file import continue_record, put_row, remaining
 from jax_tilekern.cli.bench.report import cells
-from jax_tilekern.cli.bench.suite import Suite
+from jax_tilekern.cli.bench.suite import Row, Suite
 from jax_tilekern.cli.console import write_json
-from jax_tilekern.cli.timing import ready
+from jax_tilekern.wall_time import ready
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +33,7 @@ _LONGEST_ROW = 240.0
 def measure_suite(
     console: Console, suite: Suite, arguments: argparse.Namespace
 ) -> tuple[Record, bool]:
-    """Measure the rows that the command line asks for, and say whether all of them succeeded.
+    """Measure the products that the command line asks for, and say whether all succeeded.
 
     Parameters
     ----------
@@ -49,15 +49,60 @@ def measure_suite(
     tuple[Record, bool]
         The record, also in the file of ``--json``, with the rows that were there before.
     """
-    rows = (suite.matching(arguments.rows) if arguments.rows else suite).rows
     record = new_record(suite, arguments.command_line, bandwidths())
+    gpus = record.get("driver", {}).get("gpus")
+    l2_bytes = gpus[0]["l2_bytes"] if gpus else _DEFAULT_L2_BYTES
+    return measure_rows(
+        console,
+        suite,
+        record,
+        arguments,
+        measure=lambda row: measured(row, record["date"], arguments.seconds, l2_bytes),
+        show=lambda result: cells(result, Ceilings.of(record))[:5],
+        longest_row=_LONGEST_ROW,
+    )
+
+
+def measure_rows(
+    console: Console,
+    suite: Suite,
+    record: Record,
+    arguments: argparse.Namespace,
+    *,
+    measure: Callable[[Row], Record],
+    show: Callable[[Record], Sequence[str]],
+    longest_row: float,
+) -> tuple[Record, bool]:
+    """Fill a record, and its file, with the rows that the command line asks for.
+
+    Parameters
+    ----------
+    console
+        Progress is shown here.
+    suite
+        All rows.
+    record
+        A new one; the rows of the file of ``--json`` are put into it.
+    arguments
+        The command line, parsed.
+    measure
+        Returns the record of a row, and raises for none.
+    show
+        The entries of that record to show as it comes.
+    longest_row
+        Seconds after which a row of a GPU ends the process.
+
+    Returns
+    -------
+    tuple[Record, bool]
+        The record, and whether every row that was measured succeeded.
+    """
+    rows = (suite.matching(arguments.rows) if arguments.rows else suite).rows
     if arguments.json is not None:
         continue_record(record, arguments.json)
     if arguments.resume:
         rows = remaining(record, rows)
     names = [row.name for row in suite.rows]
-    gpus = record.get("driver", {}).get("gpus")
-    l2_bytes = gpus[0]["l2_bytes"] if gpus else _DEFAULT_L2_BYTES
 
     def put(result: Record) -> None:
         put_row(record, result, names)
@@ -69,11 +114,10 @@ def measure_suite(
     for number, row in enumerate(rows, start=1):
         put(unmeasured(row, record["date"]))
         progress = f"{number}/{len(rows)}"
-        with console.status(f"{progress} {row.name}"), _deadline(row.name):
-            result = measured(row, record["date"], arguments.seconds, l2_bytes)
+        with console.status(f"{progress} {row.name}"), _deadline(row.name, longest_row):
+            result = measure(row)
         put(result)
-        shown = cells(result, Ceilings.of(record))[:5]
-        console.print(f"{progress}  {'  '.join(shown)}  ({result['took_seconds']} s)")
+        console.print(f"{progress}  {'  '.join(show(result))}  ({result['took_seconds']} s)")
         if result["failure"]:
             whole = False
             if not _device_answers():
@@ -83,14 +127,14 @@ def measure_suite(
 
 
 @contextlib.contextmanager
-def _deadline(name: str) -> Iterator[None]:
+def _deadline(name: str, seconds: float) -> Iterator[None]:
     """End the process, by force, if the context takes longer on a GPU than any row does."""
 
     def give_up() -> None:
         print(f"{name} does not end. A new run with --resume goes on.", file=sys.stderr, flush=True)
         os._exit(1)
 
-    timer = threading.Timer(_LONGEST_ROW, give_up)
+    timer = threading.Timer(seconds, give_up)
     if jax.default_backend() != "cpu":
         timer.start()
     try:

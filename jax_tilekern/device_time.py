@@ -12,17 +12,17 @@ import math
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax.profiler import ProfileData
 
-from jax_tilekern.cli.timing import Pairs, ready, repeated
+from jax_tilekern.wall_time import ready, repeated
 
-_OURS, _PEER = "jax_tilekern_bench_ours", "jax_tilekern_bench_peer"
+# Of every block; the profile has them in order.
+ANNOTATION = "jax_tilekern_block"
 # What XLA's CUPTI collector attaches to events that occupy the device; other events of a stream
 # (allocations, overhead) have none of these.
 _ACTIVITIES = {"kernel_details", "memcpy_details", "memset_details", "cuda_graph_exec_id"}
@@ -72,88 +72,73 @@ class Block(NamedTuple):
         return busy * 1e-9
 
 
-@dataclass(frozen=True)
-class DeviceTimes:
-    """What a profile says of two sides, a pair of blocks an entry.
-
-    Attributes
-    ----------
-    busy
-        Device time of a call.
-    host
-        Time of a call in the same blocks by the host's clock, which includes what the GPU waits.
-    kernels
-        Names of what each side, ``ours`` and ``peer``, ran on the GPU.
-    """
-
-    busy: Pairs
-    host: Pairs
-    kernels: dict[str, list[str]]
-
-
-def device_times(
-    ours: Callable[[], Any], peer: Callable[[], Any], *, calls: int, pairs: int
-) -> DeviceTimes:
-    """Return the device time of a call of each side.
+def run_blocks(
+    sides: Mapping[str, Callable[[], Any]], calls: Mapping[str, int], order: Sequence[str]
+) -> list[Block]:
+    """Run blocks of calls under the profiler; return what the GPU did for each, in order.
 
     Parameters
     ----------
-    ours, peer
-        Make one call; both should be compiled and warm.
+    sides
+        Make one call each; compiled and warm.
     calls
-        Calls in a block.
-    pairs
-        How many blocks of each side, interleaved.
+        Calls in a block of each side.
+    order
+        The sides of the blocks.
 
     Raises
     ------
     Unattributed
         If the profile lacks what it takes.
     """
-    sides = {_OURS: ours, _PEER: peer}
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # It would record every Python call and slow them all.
     options.host_tracer_level = 1  # The least that records annotations.
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
-            for pair in range(pairs):
-                # Each side goes first in every other pair.
-                for name in (_OURS, _PEER) if pair % 2 == 0 else (_PEER, _OURS):
-                    time.sleep(_PAUSE)
-                    with jax.profiler.TraceAnnotation(name):
-                        ready(repeated(sides[name], calls))
+            for side in order:
+                time.sleep(_PAUSE)
+                with jax.profiler.TraceAnnotation(ANNOTATION):
+                    ready(repeated(sides[side], calls[side]))
         files = list(Path(folder).rglob("*.xplane.pb"))
         if len(files) != 1:
             raise Unattributed(f"the profiler wrote {len(files)} profiles")
-        profile = ProfileData.from_file(str(files[0]))
-    found = blocks(profile)
-    if len(found) != 2 * pairs:
-        raise Unattributed(f"the profile shows {len(found)} of {2 * pairs} blocks")
-    return paired(found, calls)
+        return blocks(ProfileData.from_file(str(files[0])), calls, order)
 
 
-def blocks(profile: ProfileData) -> list[Block]:
+def blocks(profile: ProfileData, calls: Mapping[str, int], order: Sequence[str]) -> list[Block]:
     """Return the blocks of a profile, in order.
 
     Raises
     ------
     Unattributed
-        If the GPU did something outside of every block.
+        If they are not those that were run, if the GPU did something outside of every block, or if
+        the blocks of a side do not hold the same whole number of activities for every call, as when
+        the profiler dropped some or gave them to a neighbour.
     """
     with warnings.catch_warnings():
         # On Python 3.12 and later, jaxlib's type of an event's stats is deprecated for having no
         # module; where warnings are errors that aborts the process.
         warnings.simplefilter("ignore", DeprecationWarning)
-        return _blocks(profile)
+        found = _blocks(profile, order)
+    for side in dict.fromkeys(order):
+        counts = {len(block.activities) for block in found if block.side == side}
+        if len(counts) != 1 or 0 in counts or any(count % calls[side] for count in counts):
+            raise Unattributed(
+                f"blocks of {calls[side]} calls of {side} have {sorted(counts)} device activities"
+            )
+    return found
 
 
-def _blocks(profile: ProfileData) -> list[Block]:
-    annotations = sorted(
-        (event.start_ns, event.start_ns + event.duration_ns, event.name)
+def _blocks(profile: ProfileData, order: Sequence[str]) -> list[Block]:
+    spans = sorted(
+        Interval(event.start_ns, event.start_ns + event.duration_ns)
         for event in _events(profile, "/host:CPU")
-        if event.name in (_OURS, _PEER)
+        if event.name == ANNOTATION
     )
-    found = [Block(name, Interval(start, end), []) for start, end, name in annotations]
+    if len(spans) != len(order):
+        raise Unattributed(f"the profile shows {len(spans)} of {len(order)} blocks")
+    found = [Block(side, span, []) for side, span in zip(order, spans, strict=True)]
     for event in _events(profile, "/device:GPU:"):
         if _ACTIVITIES.isdisjoint(name for name, _ in event.stats):
             continue
@@ -178,26 +163,3 @@ def _events(profile: ProfileData, plane_prefix: str) -> Iterable[Any]:
         if plane.name.startswith(plane_prefix):
             for line in plane.lines:
                 yield from line.events
-
-
-def paired(found: Sequence[Block], calls: int) -> DeviceTimes:
-    """Return the times of a call in each pair of blocks.
-
-    Raises
-    ------
-    Unattributed
-        If the blocks of a side do not hold the same whole number of activities for every call,
-        as when the profiler dropped some or gave them to a neighbour.
-    """
-    for side in (_OURS, _PEER):
-        counts = {len(block.activities) for block in found if block.side == side}
-        if len(counts) != 1 or 0 in counts or any(count % calls for count in counts):
-            raise Unattributed(f"blocks of {calls} calls have {sorted(counts)} device activities")
-    sides = [[block for block in found if block.side == side] for side in (_OURS, _PEER)]
-    busy = Pairs(*(tuple(block.busy_seconds / calls for block in blocks) for blocks in sides))
-    host = Pairs(*(tuple(block.host_seconds / calls for block in blocks) for blocks in sides))
-    kernels = [
-        list(dict.fromkeys(activity.name for block in blocks for activity in block.activities))
-        for blocks in sides
-    ]
-    return DeviceTimes(busy, host, dict(zip(("ours", "peer"), kernels, strict=True)))

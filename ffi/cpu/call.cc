@@ -1,0 +1,84 @@
+#include "cpu/call.h"
+
+#include <functional>
+#include <sstream>
+#include <utility>
+
+namespace tilekern::cpu {
+namespace {
+
+struct Type {
+  DType type;
+  ffi::DataType ffi;
+  const char* name;
+};
+
+// In the order of DType.
+constexpr Type kTypes[kNumDTypes] = {
+    {DType::kF32, ffi::DataType::F32, "f32"},
+    {DType::kF64, ffi::DataType::F64, "f64"},
+    {DType::kBF16, ffi::DataType::BF16, "bf16"},
+    {DType::kF16, ffi::DataType::F16, "f16"},
+    {DType::kF8E4M3FN, ffi::DataType::F8E4M3FN, "f8e4m3fn"},
+    {DType::kF8E5M2, ffi::DataType::F8E5M2, "f8e5m2"},
+    {DType::kS8, ffi::DataType::S8, "s8"},
+    {DType::kS16, ffi::DataType::S16, "s16"},
+    {DType::kS32, ffi::DataType::S32, "s32"},
+    {DType::kS64, ffi::DataType::S64, "s64"},
+    {DType::kU8, ffi::DataType::U8, "u8"},
+    {DType::kU16, ffi::DataType::U16, "u16"},
+    {DType::kU32, ffi::DataType::U32, "u32"},
+    {DType::kU64, ffi::DataType::U64, "u64"},
+    {DType::kC64, ffi::DataType::C64, "c64"},
+    {DType::kC128, ffi::DataType::C128, "c128"},
+};
+
+}  // namespace
+
+const char* Name(DType type) { return kTypes[static_cast<int>(type)].name; }
+
+void Refuse(const std::string& what) { throw std::invalid_argument(what); }
+
+DType TypeOf(ffi::AnyBuffer buffer) {
+  for (const Type& type : kTypes) {
+    if (type.ffi == buffer.element_type()) return type.type;
+  }
+  // By number: the headers' names end with the types that they know of.
+  Refuse("no kernel for XLA's type " + std::to_string(static_cast<int>(buffer.element_type())));
+}
+
+std::string ToString(ffi::Span<const int64_t> values) {
+  std::ostringstream text;
+  text << "[";
+  for (size_t i = 0; i < values.size(); ++i) text << (i == 0 ? "" : ", ") << values[i];
+  text << "]";
+  return text.str();
+}
+
+int64_t CheckedMultiply(int64_t a, int64_t b, const char* what) {
+  int64_t product;
+  if (__builtin_mul_overflow(a, b, &product)) Refuse(std::string(what) + " overflows 64 bits");
+  return product;
+}
+
+int64_t CheckedAdd(int64_t a, int64_t b, const char* what) {
+  int64_t sum;
+  if (__builtin_add_overflow(a, b, &sum)) Refuse(std::string(what) + " overflows 64 bits");
+  return sum;
+}
+
+int64_t CheckedCount(ffi::Span<const int64_t> sizes) {
+  int64_t count = 1;
+  for (const int64_t size : sizes) {
+    if (size < 0) Refuse("sizes " + ToString(sizes) + " has a negative size");
+    count = CheckedMultiply(count, size, "the number of elements");
+  }
+  return count;
+}
+
+Workers WorkersOf(ffi::ThreadPool& pool) {
+  return Workers(pool.num_threads(),
+                 [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
+}
+
+}  // namespace tilekern::cpu

@@ -1,0 +1,51 @@
+// What the handlers of custom calls share: element types, refusals, and XLA's thread pool.
+#pragma once
+
+#include <cstdint>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "cpu/dtype.h"
+#include "cpu/parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace tilekern::cpu {
+
+namespace ffi = xla::ffi;
+
+// XLA's short name of a type.
+const char* Name(DType type);
+
+// Throws what makes the call an error.
+[[noreturn]] void Refuse(const std::string& what);
+
+// The type of a buffer's elements; refuses those that no CPU kernel reads.
+DType TypeOf(ffi::AnyBuffer buffer);
+
+std::string ToString(ffi::Span<const int64_t> values);
+
+// `what` is named where the result does not fit 64 bits.
+int64_t CheckedMultiply(int64_t a, int64_t b, const char* what);
+int64_t CheckedAdd(int64_t a, int64_t b, const char* what);
+
+// The number of elements of a dense array; refuses negative sizes.
+int64_t CheckedCount(ffi::Span<const int64_t> sizes);
+
+Workers WorkersOf(ffi::ThreadPool& pool);
+
+// Runs a handler's body, and makes FFI's error of what it throws.
+template <typename Body>
+ffi::Error Guarded(const char* target, const Body& body) {
+  try {
+    body();
+    return ffi::Error::Success();
+  } catch (const std::invalid_argument& error) {
+    return ffi::Error::InvalidArgument(std::string(target) + ": " + error.what());
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                      std::string(target) + ": out of memory for temporaries");
+  }
+}
+
+}  // namespace tilekern::cpu

@@ -1,0 +1,245 @@
+// The custom call jax_tilekern_cpu_sum: sums over some dimensions of a dense row-major array.
+//
+// Attributes:
+//   sizes    of the operand's dimensions
+//   reduced  1 for each dimension that is summed over, 0 for one that is kept
+// Operand and result are of one type. Floating-point numbers are added in blocks, in float32 or
+// float64, and the blocks' sums in float64; the result is rounded once. Integers wrap. The result
+// does not depend on the number of threads.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "cpu/call.h"
+#include "cpu/dispatch.h"
+#include "cpu/product.h"
+#include "handlers.h"
+
+namespace tilekern::cpu {
+namespace {
+
+struct Dim {
+  int64_t size;
+  bool reduced;
+};
+
+// Outputs that are added up at once.
+constexpr int64_t kMaxTotals = 4096;
+// Sums of fewer columns than this are added up several rows side by side.
+constexpr int64_t kNarrow = 128;
+// Elements that one task adds up, at least, where one output's sum is shared, and by how many tasks
+// it is shared at most.
+constexpr int64_t kPiece = 256 << 10;
+constexpr int64_t kMaxPieces = 512;
+// So many groups of outputs keep all threads busy without sharing sums.
+constexpr int64_t kManyGroups = 64;
+
+// What a custom call's sums are made of: matrices of which one dimension is reduced and the other
+// kept, numbered by the outer dimensions. Strides are in elements.
+class Sums {
+ public:
+  Sums(const std::vector<Dim>& dims, const SumFamily& family, int64_t bytes, const char* from,
+       char* to)
+      : family_(family), bytes_(bytes), from_(from), to_(to) {
+    along_ = dims.back().reduced;
+    const Dim inner = dims.back();
+    const Dim middle = dims.size() > 1 ? dims[dims.size() - 2] : Dim{1, !along_};
+    rows_ = middle.size;
+    cols_ = inner.size;
+    int64_t stride = rows_ * cols_;
+    for (size_t i = dims.size() < 2 ? 0 : dims.size() - 2; i-- > 0; stride *= dims[i].size) {
+      Outer& outer = dims[i].reduced ? reduced_ : kept_;
+      outer.dims.insert(outer.dims.begin(), {dims[i].size, stride});
+      outer.count *= dims[i].size;
+    }
+    const int64_t kept = along_ ? rows_ : cols_;
+    const int64_t deep = along_ ? cols_ : rows_;
+    group_ = std::min(kept, kMaxTotals);
+    if (along_) group_ = std::clamp<int64_t>(kPiece / cols_ / reduced_.count, 1, group_);
+    groups_ = CeilDiv(kept, group_);
+    // How a sum is cut depends on the sizes alone.
+    const int64_t elements = group_ * deep * reduced_.count;
+    const int64_t pieces =
+        kept_.count * groups_ >= kManyGroups
+            ? 1
+            : std::clamp<int64_t>(elements / kPiece, 1, kMaxPieces / (kept_.count * groups_));
+    cuts_matrices_ = deep >= reduced_.count;
+    const int64_t cut = cuts_matrices_ ? deep : reduced_.count;
+    piece_ = CeilDiv(cut, pieces);
+    if (cuts_matrices_ && piece_ > kAligned) piece_ = RoundUp(piece_, kAligned);
+    pieces_ = CeilDiv(cut, piece_);
+    piece_bytes_ = CeilDiv(elements, pieces_) * bytes_;
+  }
+
+  void Run(const Workers& workers) const {
+    const int64_t groups = kept_.count * groups_;
+    if (pieces_ == 1) {
+      workers.RunRanges(groups, piece_bytes_, [&](int64_t first, int64_t last) {
+        for (int64_t g = first; g < last; ++g) {
+          Total totals[kMaxTotals];
+          AddUp(g, 0, totals);
+          StoreGroup(g, totals);
+        }
+      });
+      return;
+    }
+    std::vector<Total> totals(groups * pieces_ * group_);
+    workers.RunRanges(groups * pieces_, piece_bytes_, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) AddUp(i / pieces_, i % pieces_, &totals[i * group_]);
+    });
+    workers.RunRanges(groups, pieces_ * group_ * sizeof(Total), [&](int64_t first, int64_t last) {
+      for (int64_t g = first; g < last; ++g) {
+        Total* sum = &totals[g * pieces_ * group_];
+        for (int64_t p = 1; p < pieces_; ++p) family_.add(sum, sum + p * group_, group_);
+        StoreGroup(g, sum);
+      }
+    });
+  }
+
+ private:
+  static constexpr int64_t kAligned = 1024;
+
+  struct Outer {
+    struct Sized {
+      int64_t size, stride;
+    };
+    std::vector<Sized> dims;
+    int64_t count = 1;
+
+    int64_t Offset(int64_t index) const {
+      int64_t offset = 0;
+      for (size_t i = dims.size(); i-- > 0 && index > 0; index /= dims[i].size) {
+        offset += index % dims[i].size * dims[i].stride;
+      }
+      return offset;
+    }
+  };
+
+  int64_t GroupSize(int64_t group) const {
+    return std::min(group_, (along_ ? rows_ : cols_) - group % groups_ * group_);
+  }
+
+  void AddUp(int64_t group, int64_t piece, Total* totals) const {
+    std::memset(totals, 0, group_ * sizeof *totals);
+    const int64_t kept_first = group % groups_ * group_, kept = GroupSize(group);
+    const int64_t deep = along_ ? cols_ : rows_;
+    const int64_t cut_first = piece * piece_;
+    const int64_t cut = std::min(piece_, (cuts_matrices_ ? deep : reduced_.count) - cut_first);
+    const int64_t deep_first = cuts_matrices_ ? cut_first : 0, depth = cuts_matrices_ ? cut : deep;
+    const int64_t matrix = cuts_matrices_ ? 0 : cut_first;
+    const int64_t matrices = cuts_matrices_ ? reduced_.count : cut;
+    const int64_t start =
+        kept_.Offset(group / groups_) +
+        (along_ ? kept_first * cols_ + deep_first : deep_first * cols_ + kept_first);
+    for (int64_t m = matrix; m < matrix + matrices; ++m) {
+      const void* data = from_ + (start + reduced_.Offset(m)) * bytes_;
+      if (along_) {
+        family_.runs({data, cols_, kept, depth}, totals);
+      } else {
+        SumColumns({data, cols_, depth, kept}, totals);
+      }
+    }
+  }
+
+  // Rows that are short and lie one after the other make longer ones.
+  void SumColumns(const SumSource& x, Total* totals) const {
+    const int64_t wide = x.cols < kNarrow && x.cols == x.row_stride ? kNarrow / x.cols : 1;
+    const int64_t rows = x.rows / wide;
+    if (wide == 1 || rows == 0) return family_.columns(x, totals);
+    Total sums[kNarrow] = {};
+    family_.columns({x.data, wide * x.cols, rows, wide * x.cols}, sums);
+    for (int64_t i = 0; i < wide; ++i) family_.add(totals, sums + i * x.cols, x.cols);
+    const auto* rest = static_cast<const char*>(x.data) + rows * wide * x.cols * bytes_;
+    family_.columns({rest, x.row_stride, x.rows - rows * wide, x.cols}, totals);
+  }
+
+  void StoreGroup(int64_t group, const Total* totals) const {
+    const int64_t kept = along_ ? rows_ : cols_;
+    const int64_t at = group / groups_ * kept + group % groups_ * group_;
+    family_.store(totals, GroupSize(group), to_ + at * bytes_);
+  }
+
+  const SumFamily& family_;
+  const int64_t bytes_;
+  const char* const from_;
+  char* const to_;
+
+  bool along_;  // matrices are summed along their rows, else down their columns
+  int64_t rows_, cols_;
+  Outer kept_, reduced_;
+  int64_t group_, groups_;  // outputs of a matrix that are added up at once, and how often
+  bool cuts_matrices_;      // pieces are of matrices, else of the reduced outer dimensions
+  int64_t piece_, pieces_, piece_bytes_;
+};
+
+// Neighbours of one kind merged and those of size 1 left out, so that the kinds alternate.
+std::vector<Dim> Dims(ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> reduced,
+                      bool complex) {
+  std::vector<Dim> dims;
+  const auto append = [&](Dim dim) {
+    if (dim.size == 1) return;
+    if (!dims.empty() && dims.back().reduced == dim.reduced) {
+      dims.back().size *= dim.size;
+    } else {
+      dims.push_back(dim);
+    }
+  };
+  for (size_t i = 0; i < sizes.size(); ++i) append({sizes[i], reduced[i] != 0});
+  // Real and imaginary parts are summed side by side.
+  if (complex) append({2, false});
+  if (dims.empty()) dims.push_back({1, false});
+  return dims;
+}
+
+void RunCall(const Workers& workers, ffi::AnyBuffer x, ffi::AnyBuffer out,
+             ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> reduced) {
+  DType type = TypeOf(x);
+  if (type != TypeOf(out)) Refuse("operand and result are of different types");
+  if (reduced.size() != sizes.size()) {
+    Refuse("reduced " + ToString(reduced) + " does not fit sizes " + ToString(sizes));
+  }
+  const int64_t count = CheckedCount(sizes);
+  std::vector<int64_t> kept_sizes;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (reduced[i] != 0 && reduced[i] != 1) {
+      Refuse("reduced " + ToString(reduced) + " is not of zeros and ones");
+    }
+    if (reduced[i] == 0) kept_sizes.push_back(sizes[i]);
+  }
+  const int64_t results = CheckedCount({kept_sizes.data(), kept_sizes.size()});
+  if (static_cast<int64_t>(x.element_count()) != count ||
+      static_cast<int64_t>(out.element_count()) != results) {
+    Refuse("sizes " + ToString(sizes) + " and reduced " + ToString(reduced) + " are not those of " +
+           std::to_string(x.element_count()) + " elements and " +
+           std::to_string(out.element_count()) + " sums");
+  }
+  const bool complex = type == DType::kC64 || type == DType::kC128;
+  if (complex) type = type == DType::kC64 ? DType::kF32 : DType::kF64;
+  const SumFamily* family = Kernels().sum[static_cast<int>(type)];
+  if (family == nullptr) Refuse(std::string("no kernel for ") + Name(type));
+  if (results == 0) return;
+  if (count == 0) {
+    std::memset(out.untyped_data(), 0, out.size_bytes());
+    return;
+  }
+  Sums(Dims(sizes, reduced, complex), *family, Bytes(type),
+       static_cast<const char*>(x.untyped_data()), static_cast<char*>(out.untyped_data()))
+      .Run(workers);
+}
+
+ffi::Error Handle(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out,
+                  ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> reduced) {
+  return Guarded("jax_tilekern_cpu_sum",
+                 [&] { RunCall(WorkersOf(pool), x, *out, sizes, reduced); });
+}
+
+}  // namespace
+}  // namespace tilekern::cpu
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CpuSum, tilekern::cpu::Handle,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<xla::ffi::Span<const int64_t>>("sizes")
+                                  .Attr<xla::ffi::Span<const int64_t>>("reduced"));

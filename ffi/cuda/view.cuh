@@ -1,0 +1,59 @@
+// An array as a kernel sees it: a pointer with sizes, row-major. Compiled with TILEKERN_DEBUG, as
+// cuda_kernel(debug=True) does, every access is checked, and one out of bounds ends the kernel with
+// a message.
+#pragma once
+
+#include "types.cuh"
+
+namespace tilekern {
+
+template <typename T, int kRank>
+struct View {
+  static_assert(kRank >= 1);
+
+  T* data;
+  int64 sizes[kRank];
+
+  // The element at an index for each dimension.
+  template <typename... Indices>
+  T& operator()(Indices... indices) const {
+    static_assert(sizeof...(Indices) == kRank, "a view takes an index for each dimension");
+    const int64 at[kRank] = {static_cast<int64>(indices)...};
+    int64 offset = 0;
+    for (int i = 0; i < kRank; ++i) {
+      check(i, at[i]);
+      offset = offset * sizes[i] + at[i];
+    }
+    return data[offset];
+  }
+
+  // The array at an index of the first dimension.
+  View<T, kRank - 1> operator[](int64 index) const
+    requires(kRank > 1)
+  {
+    check(0, index);
+    View<T, kRank - 1> inner;
+    int64 elements = 1;
+    for (int i = 1; i < kRank; ++i) elements *= inner.sizes[i - 1] = sizes[i];
+    inner.data = data + index * elements;
+    return inner;
+  }
+
+  bool contains(int dimension, int64 index) const { return 0 <= index && index < sizes[dimension]; }
+
+ private:
+  void check([[maybe_unused]] int dimension, [[maybe_unused]] int64 index) const {
+#ifdef TILEKERN_DEBUG
+    if (contains(dimension, index)) return;
+    printf(
+        "index %lld of dimension %d is out of bounds: its size is %lld (block %u %u %u, "
+        "thread %u %u %u)\n",
+        index, dimension, sizes[dimension], blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x,
+        threadIdx.y, threadIdx.z);
+    // What assert() calls, known to NVRTC without a header.
+    __assertfail("index out of bounds of a tilekern::View", __FILE__, __LINE__, "View", 1);
+#endif
+  }
+};
+
+}  // namespace tilekern

@@ -1,0 +1,130 @@
+"""The operations that ``bench`` compares: how a row is called, and what bounds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+import jax_tilekern
+
+if TYPE_CHECKING:
+    from jax_tilekern.cli.bench.suite import Row
+
+Function = Callable[..., Array]
+
+# Both sides have these functions by the same names, and take the same arguments.
+OURS: Any = jax_tilekern
+PEER: Any = SimpleNamespace(
+    dot_general=lax.dot_general,
+    transpose=jnp.transpose,
+    sum=jnp.sum,
+    vdot=jnp.vdot,
+    matvec=jnp.matmul,
+    vecmat=jnp.matmul,
+    add=jnp.add,
+)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the rows of an operation have in common.
+
+    Attributes
+    ----------
+    about
+        In a few words.
+    operands
+        How many it has.
+    call
+        ``call(row, side)`` returns the function of the operands that computes a row by the
+        functions of a side, :data:`OURS` or :data:`PEER`.
+    flops
+        Operations for each combination of the row's dimensions.
+    bandwidths
+        The better of these, of which a record has the bytes per second, is the memory's ceiling.
+    bound_by_arithmetic
+        Whether arithmetic is a ceiling too.
+    """
+
+    about: str
+    operands: int
+    call: Callable[[Row, Any], Function]
+    flops: int
+    bandwidths: tuple[str, ...]
+    bound_by_arithmetic: bool = False
+
+
+def _product(row: Row, side: Any) -> Function:
+    lhs, rhs = row.operands
+    batch = [x for x in lhs if x in rhs and x != "k"]
+    contracted = ((lhs.index("k"),), (rhs.index("k"),))
+    numbers = contracted, (tuple(map(lhs.index, batch)), tuple(map(rhs.index, batch)))
+    return lambda a, b: side.dot_general(a, b, numbers, **_types(row))
+
+
+def _types(row: Row) -> dict[str, Any]:
+    """Return a product's arguments besides the operands, of those that the row has."""
+    precision = {"precision": row.precision} if row.precision else {}
+    return precision | ({"preferred_element_type": row.result_type} if row.result else {})
+
+
+def _transpose(row: Row, side: Any) -> Function:
+    axes = tuple(map(row.lhs.index, row.out))
+    return lambda x: side.transpose(x, axes)
+
+
+def _sum(row: Row, side: Any) -> Function:
+    axis = tuple(row.lhs.index(x) for x in row.lhs if x not in row.out)
+    return lambda x: side.sum(x, axis)
+
+
+def _vdot(row: Row, side: Any) -> Function:
+    return _mapped(side.vdot, row.operands, row.out, batch=row.out)
+
+
+def _matvec(row: Row, side: Any) -> Function:
+    """Return a product with a vector on the right or, of a matrix with columns, on the left."""
+    lhs, rhs = (dimensions.replace("b", "") for dimensions in row.operands)
+
+    def product(a: Array, b: Array) -> Array:
+        if "n" in rhs:
+            return side.vecmat(a, b if rhs == "kn" else b.T, **_types(row))  # type: ignore[no-any-return]
+        return side.matvec(a if lhs == "mk" else a.T, b, **_types(row))  # type: ignore[no-any-return]
+
+    return _mapped(product, row.operands, row.out, batch="b" if "b" in row.out else "")
+
+
+def _add(row: Row, side: Any) -> Function:
+    def broadcast(x: Array, dimensions: str) -> Array:
+        return jnp.expand_dims(x, [i for i, d in enumerate(row.out) if d not in dimensions])
+
+    return lambda x, y: side.add(broadcast(x, row.lhs), broadcast(y, row.operands[1]))
+
+
+def _mapped(function: Function, operands: Sequence[str], out: str, batch: str) -> Function:
+    """Map a function over the dimensions ``batch`` of its operands and of its result."""
+    if not batch:
+        return function
+    outer, rest = batch[0], batch[1:]
+    inner = [x.replace(outer, "") for x in operands]
+    axes = tuple(x.index(outer) if outer in x else None for x in operands)
+    mapped: Function = jax.vmap(
+        _mapped(function, inner, out.replace(outer, ""), rest), axes, out.index(outer)
+    )
+    return mapped
+
+
+OPERATIONS = {
+    "matmul": Operation("matrix products", 2, _product, 2, ("read", "copy"), True),
+    "transpose": Operation("transposes", 1, _transpose, 0, ("copy",)),
+    "vdot": Operation("dot products of vectors", 2, _vdot, 2, ("read",)),
+    "sum": Operation("sums over dimensions", 1, _sum, 1, ("read",)),
+    "matvec": Operation("products of matrices and vectors", 2, _matvec, 2, ("read",)),
+    "add": Operation("sums of two arrays", 2, _add, 1, ("copy",)),
+}

@@ -1,0 +1,87 @@
+"""``ladder``: kernels from the naive one to the fastest, each with one idea more."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from jax_tilekern.cli.console import make_console
+
+HELP = "climb from a naive kernel to the library's own, and see what each idea gains"
+
+# The module of each has its rungs.
+_LADDERS = {
+    "transpose": "transposes of a matrix",
+    "dot": "dot products of vectors",
+    "matmul": "matrix products, in float32 and float64",
+    "matvec": "a matrix times a vector, in either order",
+    "add": "sums of vectors and of matrices",
+}
+_SIZES = {
+    "transpose": "ROWSxCOLUMNS",
+    "dot": "SIZE",
+    "matmul": "MxNxK",
+    "matvec": "ROWSxCOLUMNS",
+    "add": "SIZE or ROWSxCOLUMNS",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    what = parser.add_subparsers(dest="ladder", required=True, metavar="WHAT")
+    for name, about in _LADDERS.items():
+        one = what.add_parser(name, help=about, description=f"Climb the ladder of {about}.")
+        one.add_argument(
+            "--size", nargs="+", metavar="SIZE",
+            help=f"one or several of the form {_SIZES[name]}",
+        )  # fmt: skip
+        one.add_argument("--rungs", metavar="PATTERN", help="only rungs whose name matches")
+        one.add_argument(
+            "--check", action="store_true", help="run each rung once and compare, time nothing"
+        )
+        one.add_argument(
+            "--counters", action="store_true",
+            help="sectors per request, bank conflicts and stalls, by Nsight Compute (ncu)",
+        )  # fmt: skip
+        one.add_argument(
+            "--seconds", type=float, default=2.0, help="timing of a size (default: %(default)s)"
+        )
+        one.add_argument("--json", type=Path, metavar="FILE", help="write the record here")
+        one.add_argument("--plot", type=Path, metavar="FILE", help="draw the speeds here")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status: 1 if a rung failed, 2 for a bad argument."""
+    # Imported here: the other commands need none of it.
+    from jax_tilekern.cli.bench.plot import NoMatplotlib, require_matplotlib
+    from jax_tilekern.cli.console import write_json
+    from jax_tilekern.cli.ladder.counters import NoCounters, require_ncu
+    from jax_tilekern.cli.ladder.ladder_run import run_ladder
+    from jax_tilekern.cli.ladder.report import notes, plot, table
+    from jax_tilekern.cli.ladder.rung import LadderError
+    from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+
+    console = make_console()
+    try:
+        if arguments.plot is not None:
+            require_matplotlib()
+        if arguments.counters:
+            require_ncu()
+        nvrtc()
+        ladder = importlib.import_module(f"jax_tilekern.cli.ladder.{arguments.ladder}").LADDER
+        record = run_ladder(console, ladder, arguments)
+    except (LadderError, NoCounters, NoMatplotlib, NvrtcNotFound) as error:
+        print(error, file=sys.stderr)
+        return 2
+    for problem in record["problems"]:
+        console.print(table(record, problem))
+    for note in notes(record):
+        console.print(note)
+    if arguments.json is not None:
+        write_json(arguments.json, record)
+    if arguments.plot is not None and record["backend"] == "gpu":
+        plot(record, arguments.plot)
+    failed = any(rung["failure"] for problem in record["problems"] for rung in problem["rungs"])
+    return int(failed or record["no_counters"] is not None)

@@ -1,0 +1,146 @@
+"""``add``: JAX's semantics over one primitive; the worked example of ``docs/add-an-operation.md``.
+
+The primitive takes operands of one type and rank, of which sizes of 1 are broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from jax_tilekern import compat, ffi, primitive
+from jax_tilekern.compiler import NvrtcNotFound
+from jax_tilekern.ops.contraction import shard_like
+from jax_tilekern.ops.sum import sum as sum_over
+from jax_tilekern.plans.add import DTYPES, AddedDims, plan_add
+from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.product import NoKernel
+from jax_tilekern.primitive import Fallback, Kernel, Operation
+
+
+def add(x: ArrayLike, y: ArrayLike) -> Array:
+    """Sum of two arrays, with the semantics of :func:`jax.numpy.add`.
+
+    XLA fuses an addition with what is around it, which a kernel of its own rules out: this one is
+    here to be read.
+
+    Parameters
+    ----------
+    x, y
+        Arrays or scalars whose shapes broadcast; what is broadcast is not materialised. Their
+        types are promoted as JAX promotes them.
+
+    Returns
+    -------
+    Array
+        Of the broadcast shape and the promoted type.
+
+    Raises
+    ------
+    TypeError
+        If an operand is not an array or a scalar, or the shapes do not broadcast.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> jtk.add(jnp.ones((2, 3)), jnp.arange(3))
+    Array([[1., 2., 3.],
+           [1., 2., 3.]], dtype=float32)
+    """
+    result = jax.eval_shape(jnp.add, x, y)
+    operands = (jnp.asarray(operand).astype(result.dtype) for operand in (x, y))
+    total = _bind(*(_with_rank(operand, len(result.shape)) for operand in operands))
+    return compat.with_type(total, result.dtype, result.weak_type)
+
+
+def _with_rank(x: Array, rank: int) -> Array:
+    return lax.expand_dims(x, range(rank - x.ndim))
+
+
+def _reference(x: Array, y: Array) -> Array:
+    return jnp.add(x, y)
+
+
+def _cotangents(cotangent: Array, x: Any, y: Any) -> tuple[Array, Array]:
+    return _summed_to(cotangent, x), _summed_to(cotangent, y)
+
+
+def _summed_to(cotangent: Array, like: Any) -> Array:
+    """Sum over what ``like`` was broadcast over."""
+    axes = [i for i, size in enumerate(like.shape) if size != cotangent.shape[i]]
+    if axes:
+        cotangent = sum_over(cotangent, axes, keepdims=True)
+    dims = tuple(range(len(like.shape)))
+    return shard_like(cotangent, dims, dims, like.sharding)
+
+
+def _batch(operands: Sequence[Array], dims: Sequence[int | None]) -> tuple[Array, int]:
+    """Put the mapped axis where the first operand that has it has it."""
+    mapped = next(dim for dim in dims if dim is not None)
+    aligned = [
+        lax.expand_dims(x, (mapped,)) if dim is None else jnp.moveaxis(x, dim, mapped)
+        for x, dim in zip(operands, dims, strict=True)
+    ]
+    return _bind(*aligned), mapped
+
+
+# Lowering: a planner answers with a kernel, or with the reason why there is none.
+
+
+def _dims(x: Any, y: Any) -> AddedDims | Fallback:
+    sizes = (*x.shape, *y.shape)
+    if not all(isinstance(size, int) for size in sizes):
+        return Fallback("a plan needs every size, and this shape is symbolic")
+    if 0 in sizes:
+        return Fallback("an empty array has nothing to add")
+    if x.dtype not in DTYPES:
+        return Fallback(f"no kernel adds {x.dtype}")
+    return AddedDims.of(x.shape, y.shape)
+
+
+def _cuda(ctx: Any, x: Any, y: Any) -> Kernel | Fallback:
+    dims = _dims(*ctx.avals_in)
+    if isinstance(dims, Fallback):
+        return dims
+    try:
+        plan = plan_add(dims, ctx.avals_in[0].dtype, current_gpu())
+    except (NoGpu, NvrtcNotFound) as error:
+        return Fallback(str(error))
+    if isinstance(plan, NoKernel):
+        return Fallback(plan.reason)
+    return Kernel(plan.name, _explained(dims), lambda: ffi.cuda_launch(ctx, (x, y), plan))
+
+
+def _cpu(ctx: Any, x: Any, y: Any) -> Kernel | Fallback:
+    dims = _dims(*ctx.avals_in)
+    if isinstance(dims, Fallback):
+        return dims
+    attributes = {name: np.array(values, np.int64) for name, values in dims._asdict().items()}
+    return Kernel(
+        f"cpu_add {ctx.avals_in[0].dtype}",
+        _explained(dims),
+        lambda: ffi.cpu_call(ctx, ffi.CPU_ADD, (x, y), **attributes),
+    )
+
+
+def _explained(dims: AddedDims) -> str:
+    return f"sizes {dims.sizes}, strides {dims.lhs_strides} and {dims.rhs_strides}"
+
+
+_bind = primitive.define(
+    Operation(
+        name="tilekern_add",
+        reference=_reference,
+        transposes={(0, 1): _cotangents},
+        batch=_batch,
+        planners={"cpu": _cpu, "cuda": _cuda},
+        describe=lambda: "add",
+    )
+)

@@ -1,0 +1,374 @@
+"""``cuda_kernel``: any CUDA source as a JAX operation."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_tilekern.compiler import cuda_folder
+from jax_tilekern.kernel_report import KernelReport
+from jax_tilekern.ops.kernel_primitive import bind, input_types
+from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters
+from jax_tilekern.plans.cuda_kernel import BatchAxis, Source, plan_kernel
+from jax_tilekern.plans.cxx import CXX_TYPES
+from jax_tilekern.plans.gpu import Gpu, current_gpu, known_gpu
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_KERNEL = re.compile(r"__global__\b[^;{}]*?\b(\w+)\s*\((?=[^()]*(?:\([^()]*\)[^()]*)*\)\s*\{)")
+_TEMPLATE = re.compile(r"\btemplate\s*<[^;{}]*$")
+
+
+def cuda_kernel(
+    source: str | os.PathLike[str],
+    *,
+    out: Any,
+    grid: Any,
+    block: Any,
+    name: Any = None,
+    cluster: Any = 1,
+    shared_memory_bytes: Any = 0,
+    scalars: Any = (),
+    tensor_maps: Any = (),
+    workspaces: Any = (),
+    options: Any = (),
+    headers: Mapping[str, str] | None = None,
+    aliases: Mapping[int, int] | None = None,
+    alignment: int = 1,
+    batch_axis: BatchAxis | None = None,
+    reference: Callable[..., Any] | None = None,
+    debug: bool = False,
+) -> CudaKernel:
+    """Make a JAX operation from CUDA C++ source.
+
+    The source is compiled by NVRTC when a call is lowered, for the GPU at hand, and kept on disk;
+    no ``nvcc`` is needed. The operation works under ``jit``, ``vmap``, ``scan``, ``shard_map``,
+    donation and CUDA graphs; derivatives are attached by :meth:`CudaKernel.defjvp`,
+    :meth:`CudaKernel.defvjp` or :meth:`CudaKernel.deflinear`.
+
+    What the kernel takes, in this order: a pointer to each input, each output and each workspace;
+    each tensor map, as a ``const __grid_constant__`` parameter; each scalar; and, if ``batch_axis``
+    is given, a ``long long`` for each input and output. Arrays are row-major.
+
+    A setting marked *or function* is a value, or a function of it that is called as
+    ``f(*inputs, **parameters)`` with a ``jax.ShapeDtypeStruct`` for each input and with the
+    keywords of the call, which are static: for sizes at compile time, and scalars.
+
+    Parameters
+    ----------
+    source
+        The text, or the path of a file of it. ``#include <tilekern/view.cuh>`` finds the library's
+        device code; there are no standard headers.
+    out
+        *Or function.* Shape and type of the output, as anything that has ``shape`` and ``dtype``;
+        or a tuple of them, and then the call returns a tuple.
+    grid, block, cluster
+        *Or function.* Blocks of the grid, threads of a block, and blocks of a cluster (compute
+        capability 9.0): a number, or up to three.
+    name
+        *Or function.* The kernel, as a C++ name expression such as ``"scale<float>"``. By default
+        the only kernel of the source, if that is no template. :func:`cxx_type` spells types.
+    shared_memory_bytes
+        *Or function.* Dynamic shared memory of a block.
+    scalars
+        *Or function.* Numbers passed by value, as NumPy scalars, whose type is the parameter's:
+        ``(np.float32(2), np.int64(x.size))``.
+    tensor_maps
+        *Or function.* Descriptors for the copy engine (:class:`TensorMap`).
+    workspaces
+        *Or function.* Bytes of each buffer that the kernel writes to and nobody reads; aligned to
+        128 bytes, not initialised. With ``batch_axis``, one after the other for each element of
+        the batch that a launch takes.
+    options
+        *Or function.* Further options of NVRTC, such as ``("-DTILE=32", "--use_fast_math")``.
+    headers
+        Further headers: the name as an ``#include`` has it, and the text.
+    aliases
+        Inputs that share an output's buffer, ``{input: output}``: the kernel updates them in place.
+        XLA copies such an input first if something else still reads it.
+    alignment
+        Bytes that pointers to inputs and outputs are multiples of, a power of two. A call whose
+        buffers fall short is an error. What XLA allocates has 16 bytes at least.
+    batch_axis
+        The dimension of the grid, ``"x"``, ``"y"`` or ``"z"``, in which the kernel takes a batch.
+        ``vmap`` then makes one launch: the kernel finds its inputs and outputs at the strides, in
+        elements, that it gets as its last parameters, 0 for an input without the batch. The grid of
+        a single call has 1 there. Otherwise ``vmap`` repeats the launch with shifted pointers.
+    reference
+        The same function in JAX, ``reference(*inputs, **parameters)``, for other platforms.
+    debug
+        Check the kernel: wait for every launch and name it in errors, define ``TILEKERN_DEBUG``,
+        which checks the bounds of every access through ``tilekern::View``, and make it an error if
+        an element of an output is not written. Slow, and not for CUDA graphs.
+
+    Returns
+    -------
+    CudaKernel
+        The operation: call it with arrays by position and parameters by keyword.
+
+    Raises
+    ------
+    ValueError
+        If the source has not exactly one kernel and there is no ``name``, a header has the name
+        of one of the library's, or a plain value is none of those above.
+
+    Examples
+    --------
+    >>> import jax, numpy as np
+    >>> import jax_tilekern as jtk
+    >>> saxpy = jtk.cuda_kernel(
+    ...     '''
+    ...     __global__ void saxpy(const float* x, const float* y, float* out, float a, int n) {
+    ...       int i = blockIdx.x * blockDim.x + threadIdx.x;
+    ...       if (i < n) out[i] = a * x[i] + y[i];
+    ...     }
+    ...     ''',
+    ...     out=lambda x, y, a: x,
+    ...     grid=lambda x, y, a: -(-x.size // 256),
+    ...     block=256,
+    ...     scalars=lambda x, y, a: (np.float32(a), np.int32(x.size)),
+    ...     reference=lambda x, y, a: a * x + y,
+    ... )
+    >>> x = jax.numpy.arange(3.0)
+    >>> saxpy(x, x, a=2.0)
+    Array([0., 3., 6.], dtype=float32)
+    """
+    if isinstance(source, os.PathLike):
+        path = Path(source)
+        text, file = path.read_text(), str(path)
+    else:
+        text, file = source, None
+    for header in headers or ():
+        if (cuda_folder() / header.removeprefix("tilekern/")).is_file():
+            raise ValueError(f"header {header} would take the place of one of the library's")
+    if name is None:
+        name = _only_kernel(text)
+    label = name.partition("<")[0] if isinstance(name, str) else _label(text)
+    return CudaKernel(
+        KernelSettings(
+            label=label,
+            source=Source(text, file or f"{_identifier(label)}.cu", dict(headers or {})),
+            out=out,
+            name=name,
+            grid=grid,
+            block=block,
+            cluster=cluster,
+            shared_memory_bytes=shared_memory_bytes,
+            scalars=scalars,
+            tensor_maps=tensor_maps,
+            workspaces=workspaces,
+            options=options,
+            aliases=dict(aliases or {}),
+            alignment=alignment,
+            batch_axis=batch_axis,
+            reference=reference,
+            debug=debug,
+            linear={},
+        )
+    )
+
+
+class CudaKernel:
+    """A CUDA kernel as a JAX operation; made by :func:`cuda_kernel`."""
+
+    def __init__(self, settings: KernelSettings) -> None:
+        self._settings = settings
+        self._jvp: Callable[..., Any] | None = None
+        self._vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+
+    def __repr__(self) -> str:
+        """Name the kernel."""
+        return f"<cuda_kernel {self._settings.label}>"
+
+    def __call__(self, *inputs: ArrayLike, **parameters: Any) -> Any:
+        """Call the kernel.
+
+        Parameters
+        ----------
+        *inputs
+            Arrays, of any shape and type that the settings' functions take.
+        **parameters
+            What those functions get besides: static and hashable.
+
+        Returns
+        -------
+        Array or tuple of Array
+            As ``out`` says.
+
+        Raises
+        ------
+        TypeError
+            If a parameter is an array or not hashable, or a setting has a value of the wrong type.
+        ValueError
+            If the launch breaks a limit, or does not go with the kernel's parameters.
+        CompileError
+            If NVRTC rejects the source; the message has its log.
+        """
+        static = Parameters(self._settings.label, parameters)
+        arrays = [jnp.asarray(x) for x in inputs]
+
+        def call(*arrays: Any) -> Any:
+            outputs = bind(*arrays, settings=self._settings, parameters=static)
+            types = input_types([jax.typeof(x) for x in arrays])
+            return tuple(outputs) if self._settings.returns_tuple(types, static) else outputs[0]
+
+        if self._jvp is not None:
+            rule = self._jvp
+            differentiable = jax.custom_jvp(call)
+            differentiable.defjvp(lambda primals, tangents: rule(primals, tangents, **parameters))
+            return differentiable(*arrays)
+        if self._vjp is not None:
+            forward, backward = self._vjp
+            with_cotangents = jax.custom_vjp(call)
+            with_cotangents.defvjp(
+                lambda *arrays: forward(*arrays, **parameters),
+                lambda residuals, cotangent: backward(residuals, cotangent, **parameters),
+            )
+            return with_cotangents(*arrays)
+        return call(*arrays)
+
+    def defjvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        """Attach a derivative in forward mode, as :meth:`jax.custom_jvp.defjvp` does.
+
+        If the tangent's part is linear in the tangents, in terms of JAX or of kernels that say how
+        they are transposed (:meth:`deflinear`), reverse mode follows.
+
+        Parameters
+        ----------
+        rule
+            ``rule(primals, tangents, **parameters)`` returns the output and its tangent.
+        """
+        self._require_no_rule("defjvp")
+        self._jvp = rule
+        return rule
+
+    def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+        """Attach a derivative in reverse mode, as :meth:`jax.custom_vjp.defvjp` does.
+
+        Parameters
+        ----------
+        forward
+            ``forward(*inputs, **parameters)`` returns the output, and residuals for ``backward``.
+        backward
+            ``backward(residuals, cotangent, **parameters)`` returns a cotangent for each input.
+        """
+        self._require_no_rule("defvjp")
+        self._vjp = forward, backward
+
+    def deflinear(self, inputs: int | Sequence[int], transpose: Callable[..., Any]) -> None:
+        """State that the kernel is linear in an input, or jointly in several.
+
+        Derivatives in both modes follow, of any order. A kernel that is linear in each of several
+        inputs on its own, as a product is, is told so by one call for each.
+
+        Parameters
+        ----------
+        inputs
+            Which, counted from 0.
+        transpose
+            ``transpose(cotangent, *inputs, **parameters)`` returns the cotangent of the input, or a
+            tuple of those of ``inputs``. In the place of these inputs it gets
+            ``jax.ShapeDtypeStruct``; ``cotangent`` is a tuple if the kernel returns one.
+        """
+        self._require_no_rule("deflinear")
+        group = (inputs,) if isinstance(inputs, int) else tuple(inputs)
+        taken = {i for other in self._settings.linear for i in other}
+        if not group or min(group) < 0 or len({*taken, *group}) < len(taken) + len(group):
+            raise ValueError(
+                f"{self!r}.deflinear({inputs}): inputs are numbered from 0, and each is in one "
+                f"rule; there are rules for {sorted(taken)}"
+            )
+        self._settings.linear[group] = transpose
+
+    def report(self, *inputs: Any, gpu: Gpu | str | None = None, **parameters: Any) -> KernelReport:
+        """Compile the kernel for a call, and say what it takes; ``print`` it for a table.
+
+        Parameters
+        ----------
+        *inputs
+            Arrays or ``jax.ShapeDtypeStruct``, without the dimensions of ``vmap``.
+        gpu
+            A :class:`Gpu` or an architecture such as ``"sm_90"``; by default the GPU at hand.
+        **parameters
+            As for a call.
+
+        Raises
+        ------
+        NoGpu
+            If there is none at hand and none was named.
+        """
+        static = Parameters(self._settings.label, parameters)
+        arrays = jax.eval_shape(lambda *inputs: [jnp.asarray(x) for x in inputs], *inputs)
+        call = self._settings.call(input_types(arrays), static, ())
+        target = known_gpu(gpu) if isinstance(gpu, str) else gpu or current_gpu()
+        return KernelReport(call, plan_kernel(call, target))
+
+    def _require_no_rule(self, method: str) -> None:
+        if self._jvp or self._vjp or (self._settings.linear and method != "deflinear"):
+            raise ValueError(f"{self!r} has a derivative already; {method} would be another")
+
+
+def cxx_type(dtype: Any) -> str:
+    """Return how a kernel's C++ spells an element type.
+
+    Parameters
+    ----------
+    dtype
+        Anything that NumPy takes for a type, ``jnp.bfloat16`` for example.
+
+    Returns
+    -------
+    str
+        ``"float"``, ``"tilekern::bfloat16"`` (of ``<tilekern/types.cuh>``), ``"float2"`` for
+        complex64, ...
+
+    Raises
+    ------
+    TypeError
+        If there is none.
+
+    Examples
+    --------
+    >>> import jax_tilekern as jtk
+    >>> jtk.cxx_type("float16")
+    'tilekern::float16'
+    """
+    known = CXX_TYPES.get(np.dtype(dtype))
+    if known is None:
+        raise TypeError(f"no C++ type for elements of {np.dtype(dtype)}")
+    return known
+
+
+def _kernels(text: str) -> list[tuple[str, bool]]:
+    """Return the kernels that a source defines, and whether they are templates."""
+    code = _COMMENT.sub(" ", text)
+    return [
+        (match[1], _TEMPLATE.search(code[: match.start()]) is not None)
+        for match in _KERNEL.finditer(code)
+    ]
+
+
+def _label(text: str) -> str:
+    return " or ".join(name for name, _ in _kernels(text)) or "without a name"
+
+
+def _only_kernel(text: str) -> str:
+    kernels = _kernels(text)
+    if len(kernels) == 1 and not kernels[0][1]:
+        return kernels[0][0]
+    found = ", ".join(name + "<...>" * template for name, template in kernels) or "none"
+    raise ValueError(
+        "without a name, a source has one __global__ function that is no template; this one has "
+        f"{found}: pass name="
+    )
+
+
+def _identifier(label: str) -> str:
+    return re.sub(r"\W+", "_", label).strip("_") or "kernel"

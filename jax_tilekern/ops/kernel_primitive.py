@@ -1,0 +1,286 @@
+"""The primitive behind ``cuda_kernel``: one call of a user's kernel, and its rules.
+
+``vmap`` notes a :class:`Batch` and moves its axis to the front; what becomes of it is the launch
+plan's. Linearity, where the user states it, gives tangents and cotangents.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_tilekern import compat, ffi
+from jax_tilekern.compat import ad, batching, mlir
+from jax_tilekern.compiler import NvrtcNotFound
+from jax_tilekern.linearity import Group, cotangents_in, tangents_out
+from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters
+from jax_tilekern.plans.cuda_kernel import Array, Batch, plan_kernel
+from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.primitive import record_choice
+
+Batches = tuple[Batch, ...]
+
+_primitive = compat.Primitive("tilekern_cuda_kernel")
+_primitive.multiple_results = True
+_primitive.def_impl(functools.partial(compat.apply_primitive, _primitive))
+
+
+def bind(
+    *operands: Any, settings: KernelSettings, parameters: Parameters, batches: Batches = ()
+) -> list[Any]:
+    """Call a kernel; outputs come as a list."""
+    outputs: list[Any] = _primitive.bind(
+        *compat.unify_varying(*operands), settings=settings, parameters=parameters, batches=batches
+    )
+    return outputs
+
+
+def input_types(avals: Sequence[Any], batches: Batches = ()) -> tuple[Array, ...]:
+    """Return the types of a kernel's inputs without the dimensions of batches."""
+    depths = [sum(batch.mapped[i] for batch in batches) for i in range(len(avals))]
+    return tuple(
+        Array(tuple(aval.shape[depth:]), np.dtype(aval.dtype))
+        for aval, depth in zip(avals, depths, strict=True)
+    )
+
+
+def _abstract_evaluation(
+    *avals: Any, settings: KernelSettings, parameters: Parameters, batches: Batches
+) -> list[Any]:
+    outputs = settings.outputs(input_types(avals, batches), parameters)
+    leading = tuple(batch.size for batch in batches)
+
+    def like_outputs(*operands: Any) -> list[Any]:
+        axes = tuple(sorted(compat.varying_axes(operands[0]))) if operands else ()
+        empty = [lax.full((*leading, *output.shape), 0, output.dtype) for output in outputs]
+        return [lax.pcast(x, axes, to="varying") for x in empty] if axes else empty
+
+    return compat.abstract_results(like_outputs, *avals)
+
+
+def _batch(
+    operands: Sequence[Any],
+    dims: Sequence[int | None],
+    *,
+    settings: KernelSettings,
+    parameters: Parameters,
+    batches: Batches,
+) -> tuple[list[Any], list[int]]:
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    moved = []
+    for i, (operand, dim) in enumerate(zip(operands, dims, strict=True)):
+        if dim is not None:
+            moved.append(jnp.moveaxis(operand, dim, 0))
+        elif i in settings.aliases:
+            # Each output of the batch is made in a buffer of its own.
+            moved.append(jnp.broadcast_to(operand, (size, *operand.shape)))
+        else:
+            moved.append(operand)
+    mapped = tuple(dim is not None or i in settings.aliases for i, dim in enumerate(dims))
+    results = bind(
+        *moved,
+        settings=settings,
+        parameters=parameters,
+        batches=(Batch(size, mapped), *batches),
+    )
+    return results, [0] * len(results)
+
+
+def _jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    settings: KernelSettings,
+    parameters: Parameters,
+    batches: Batches,
+) -> tuple[list[Any], list[Any]]:
+    groups = tuple(settings.linear)
+    linear = {i for group in groups for i in group}
+    for i, tangent in enumerate(tangents):
+        if type(tangent) is not ad.Zero and i not in linear:
+            raise NotImplementedError(
+                f"kernel {settings.label} has no derivative with respect to input {i}; attach one "
+                "to what cuda_kernel returned: .defjvp(rule), .defvjp(forward, backward), or, if "
+                "the kernel is linear in the input, .deflinear(input, transpose)"
+            )
+    call = functools.partial(bind, settings=settings, parameters=parameters, batches=batches)
+    results = call(*primals)
+    return results, tangents_out(call, groups, primals, tangents, results)
+
+
+def _transpose(
+    cotangents: Sequence[Any],
+    *operands: Any,
+    settings: KernelSettings,
+    parameters: Parameters,
+    batches: Batches,
+) -> list[Any]:
+    filled = tuple(ad.instantiate_zeros(cotangent) for cotangent in cotangents)
+    avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands]
+    types = input_types(avals, batches)
+
+    def rule(group: Group, cotangents: Sequence[Any], *known: Any) -> Sequence[Any]:
+        arrays = {i: x for i, x in enumerate(known) if not isinstance(x, jax.core.AbstractValue)}
+        return _linear_rule(settings, parameters, batches, types, group)(cotangents, arrays)
+
+    rules = {group: functools.partial(rule, group) for group in settings.linear}
+    return cotangents_in(rules, filled, operands, {})
+
+
+def _linear_rule(
+    settings: KernelSettings,
+    parameters: Parameters,
+    batches: Batches,
+    types: Sequence[Array],
+    group: Group,
+) -> Callable[[Sequence[Any], Mapping[int, Any]], Sequence[Any]]:
+    """Return the user's rule for a group, mapped over the batches."""
+    single = not settings.returns_tuple(types, parameters)
+
+    def once(cotangents: Sequence[Any], known: Mapping[int, Any]) -> tuple[Any, ...]:
+        inputs = [known.get(i, jax.ShapeDtypeStruct(t.shape, t.dtype)) for i, t in enumerate(types)]
+        given = settings.linear[group](
+            cotangents[0] if single else cotangents, *inputs, **parameters
+        )
+        results = tuple(given) if isinstance(given, tuple | list) else (given,)
+        _check_cotangents(settings, group, types, results)
+        return results
+
+    def mapped_over(batch: Batch, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def rule(cotangents: Sequence[Any], known: Mapping[int, Any]) -> tuple[Any, ...]:
+            axes = {i: 0 if batch.mapped[i] else None for i in known}
+            results = jax.vmap(inner, in_axes=(0, axes))(cotangents, known)
+            # What all of the batch reads has the sum of the batch's cotangents.
+            return tuple(
+                x if batch.mapped[i] else x.sum(axis=0) for i, x in zip(group, results, strict=True)
+            )
+
+        return rule
+
+    rule: Callable[..., Any] = once
+    for batch in reversed(batches):
+        rule = mapped_over(batch, rule)
+    return rule
+
+
+def _check_cotangents(
+    settings: KernelSettings, group: Group, types: Sequence[Array], results: Sequence[Any]
+) -> None:
+    wanted = [f"{types[i].dtype}{list(types[i].shape)}" for i in group]
+    given = [f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in results]
+    if wanted != given:
+        raise TypeError(
+            f"the transpose rule of kernel {settings.label} for inputs {list(group)} returned "
+            f"{', '.join(given)}, not {', '.join(wanted)}"
+        )
+
+
+def _lower_for_cuda(
+    ctx: Any,
+    *values: Any,
+    settings: KernelSettings,
+    parameters: Parameters,
+    batches: Batches,
+) -> Sequence[Any]:
+    if all(math.prod(aval.shape) == 0 for aval in ctx.avals_out):
+        return _lower_to_zeros(ctx, *values)
+    types = input_types(ctx.avals_in, batches)
+    try:
+        plan = plan_kernel(settings.call(types, parameters, batches), current_gpu())
+    except (NoGpu, NvrtcNotFound) as error:
+        if settings.reference is None:
+            raise
+        _record(settings, parameters, ctx, "cuda", None, f"its reference, for there is {error}")
+        return _lower_reference(
+            ctx, *values, settings=settings, parameters=parameters, batches=batches
+        )
+    _record(settings, parameters, ctx, "cuda", plan.name, plan.resources)
+    return ffi.cuda_launch(ctx, values, plan, aliases=settings.aliases, checked=settings.debug)
+
+
+def _lower_elsewhere(
+    ctx: Any,
+    *values: Any,
+    settings: KernelSettings,
+    parameters: Parameters,
+    batches: Batches,
+) -> Sequence[Any]:
+    if settings.reference is None:
+        raise NotImplementedError(
+            f"kernel {settings.label} is CUDA, and this program is lowered for "
+            f"{', '.join(_platforms(ctx))}; give cuda_kernel a reference=, the same function in "
+            "JAX, to run elsewhere"
+        )
+    _record(settings, parameters, ctx, _platforms(ctx)[0], None, "its reference: no CUDA here")
+    return _lower_reference(ctx, *values, settings=settings, parameters=parameters, batches=batches)
+
+
+def _platforms(ctx: Any) -> Sequence[str]:
+    return tuple(ctx.platforms or ctx.module_context.platforms)
+
+
+def _record(
+    settings: KernelSettings,
+    parameters: Parameters,
+    ctx: Any,
+    platform: str,
+    kernel: str | None,
+    reason: str,
+) -> None:
+    call = f"cuda_kernel {settings.label}" + (f" {parameters}" if parameters else "")
+    record_choice(call, ctx, platform, kernel, reason)
+
+
+def _lower_to_zeros(ctx: Any, *values: Any) -> Sequence[Any]:
+    def zeros(*operands: Any) -> list[Any]:
+        return [lax.full(aval.shape, 0, aval.dtype) for aval in ctx.avals_out]
+
+    lowered: Sequence[Any] = mlir.lower_fun(zeros, multiple_results=True)(ctx, *values)
+    return lowered
+
+
+def _lower_reference(
+    ctx: Any,
+    *values: Any,
+    settings: KernelSettings,
+    parameters: Parameters,
+    batches: Batches,
+) -> Sequence[Any]:
+    assert settings.reference is not None
+
+    def call(*inputs: Any) -> tuple[Any, ...]:
+        assert settings.reference is not None
+        given = settings.reference(*inputs, **parameters)
+        outputs = tuple(given) if isinstance(given, tuple | list) else (given,)
+        wanted = [f"{x.dtype}{list(x.shape)}" for x in declared]
+        got = [f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in outputs]
+        if wanted != got:
+            raise TypeError(
+                f"the reference of kernel {settings.label} returned {', '.join(got)}, but its out "
+                f"says {', '.join(wanted)}"
+            )
+        return outputs
+
+    declared = settings.outputs(input_types(ctx.avals_in, batches), parameters)
+    function: Callable[..., Any] = call
+    for batch in reversed(batches):
+        function = jax.vmap(
+            function, in_axes=tuple(0 if mapped else None for mapped in batch.mapped)
+        )
+    lowered: Sequence[Any] = mlir.lower_fun(function, multiple_results=True)(ctx, *values)
+    return lowered
+
+
+_primitive.def_abstract_eval(_abstract_evaluation)
+batching.primitive_batchers[_primitive] = _batch
+ad.primitive_jvps[_primitive] = _jvp
+ad.primitive_transposes[_primitive] = _transpose
+mlir.register_lowering(_primitive, _lower_elsewhere)
+mlir.register_lowering(_primitive, _lower_for_cuda, platform="cuda")

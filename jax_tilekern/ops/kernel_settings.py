@@ -1,0 +1,254 @@
+"""What the user of ``cuda_kernel`` has set, and what it comes to for one call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_tilekern.linearity import Group
+from jax_tilekern.plans.cuda_kernel import Array, Batch, BatchAxis, KernelCall, Source
+from jax_tilekern.plans.launch import Dim3, TensorMap, check_launch_shape
+
+# Types of which a byte holds several elements.
+_PACKED = re.compile(r"u?int[24]$|float[46]_")
+
+
+class Parameters(Mapping[str, Any]):
+    """The keywords of a call: static, so part of what JAX keeps compiled programs under.
+
+    Equal only if they are indistinguishable: Python has ``1 == 1.0 == True`` and ``0.0 == -0.0``.
+    """
+
+    def __init__(self, kernel: str, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, jax.Array):
+                raise TypeError(
+                    f"parameter {name} of kernel {kernel} is an array, {jax.typeof(value)}; "
+                    "parameters are static. Pass it by position and read it through a pointer, or "
+                    "make it a Python number (under jit, by static_argnames)"
+                )
+            try:
+                hash(value)
+            except TypeError:
+                raise TypeError(
+                    f"parameter {name} of kernel {kernel} is a {type(value).__name__}, which is "
+                    "not hashable, as a static parameter must be"
+                ) from None
+        self._values = dict(values)
+        self._key = tuple(sorted((name, _exact(value)) for name, value in values.items()))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Parameters) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.items())
+
+
+def _exact(value: Any) -> tuple[str, Any]:
+    if isinstance(value, tuple):
+        return type(value).__name__, tuple(map(_exact, value))
+    number = isinstance(value, float | complex | np.inexact)
+    return type(value).__name__, repr(value) if number else value
+
+
+@dataclass(frozen=True, eq=False)
+class KernelSettings:
+    """The settings of :func:`jax_tilekern.cuda_kernel`, and the rules that were attached."""
+
+    label: str
+    source: Source
+    out: Any
+    name: Any
+    grid: Any
+    block: Any
+    cluster: Any
+    shared_memory_bytes: Any
+    scalars: Any
+    tensor_maps: Any
+    workspaces: Any
+    options: Any
+    aliases: Mapping[int, int]
+    alignment: int
+    batch_axis: BatchAxis | None
+    reference: Callable[..., Any] | None
+    debug: bool
+    linear: dict[Group, Callable[..., Any]]
+
+    def __post_init__(self) -> None:
+        if self.batch_axis not in (None, "x", "y", "z"):
+            raise ValueError(
+                f"kernel {self.label}: batch_axis is {self.batch_axis!r}, not 'x', 'y', 'z' or None"
+            )
+        if self.alignment < 1 or self.alignment & (self.alignment - 1):
+            raise ValueError(
+                f"kernel {self.label}: alignment {self.alignment} is not a power of two"
+            )
+        if len(set(self.aliases.values())) < len(self.aliases):
+            raise ValueError(
+                f"kernel {self.label}: aliases={self.aliases} give one output's buffer to several "
+                "inputs"
+            )
+
+    def outputs(self, inputs: Sequence[Array], parameters: Parameters) -> tuple[Array, ...]:
+        """Return the types of the outputs, checked, as are those of the inputs."""
+        outputs = tuple(
+            self._output(i, one)
+            for i, one in enumerate(_several(self._value("out", inputs, parameters)))
+        )
+        if not outputs:
+            raise ValueError(f"kernel {self.label}: out gives no outputs")
+        for what, arrays in (("input", inputs), ("output", outputs)):
+            for i, array in enumerate(arrays):
+                if _PACKED.match(str(array.dtype)):
+                    raise TypeError(
+                        f"kernel {self.label}: {what} {i} is {array.dtype}, of which a byte holds "
+                        "several; pass bytes, as uint8"
+                    )
+        for group in self.linear:
+            if max(group) >= len(inputs):
+                raise ValueError(
+                    f"kernel {self.label}: deflinear({list(group)}), but there are {len(inputs)} "
+                    "inputs"
+                )
+        for i, o in self.aliases.items():
+            if not (0 <= i < len(inputs) and 0 <= o < len(outputs)):
+                raise ValueError(
+                    f"kernel {self.label}: aliases={{{i}: {o}}}, but there are {len(inputs)} "
+                    f"inputs and {len(outputs)} outputs"
+                )
+            if inputs[i] != outputs[o]:
+                raise ValueError(
+                    f"kernel {self.label}: input {i} of {_text(inputs[i])} cannot share the buffer "
+                    f"of output {o} of {_text(outputs[o])}"
+                )
+        return outputs
+
+    def returns_tuple(self, inputs: Sequence[Array], parameters: Parameters) -> bool:
+        """Say whether a call returns a tuple."""
+        return isinstance(self._value("out", inputs, parameters), tuple | list)
+
+    def call(
+        self, inputs: Sequence[Array], parameters: Parameters, batches: tuple[Batch, ...]
+    ) -> KernelCall:
+        """Describe a call.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If a setting is not what it should be.
+        """
+
+        def value(setting: str) -> Any:
+            return self._value(setting, inputs, parameters)
+
+        name = value("name")
+        if not isinstance(name, str):
+            raise TypeError(f"kernel {self.label}: name is {name!r}, not a string")
+        shape = {what: self._dim3(what, value(what)) for what in ("grid", "block", "cluster")}
+        check_launch_shape(f"kernel {self.label}", **shape)
+        if self.batch_axis is not None and shape["grid"]["xyz".index(self.batch_axis)] != 1:
+            raise ValueError(
+                f"kernel {self.label}: grid {shape['grid']} has more than one block along "
+                f"{self.batch_axis}, which batch_axis gives to the batch"
+            )
+        options = _several(value("options"))
+        for option in options:
+            if not isinstance(option, str):
+                raise TypeError(f"kernel {self.label}: option {option!r} is not a string")
+        if self.debug:
+            options += ("-DTILEKERN_DEBUG",)
+        return KernelCall(
+            source=self.source,
+            name=name,
+            inputs=tuple(inputs),
+            outputs=self.outputs(inputs, parameters),
+            **shape,
+            shared_memory_bytes=self._integer("shared_memory_bytes", value("shared_memory_bytes")),
+            scalars=self._scalars(value("scalars")),
+            tensor_maps=self._tensor_maps(value("tensor_maps")),
+            workspaces=tuple(self._integer("workspaces", x) for x in _several(value("workspaces"))),
+            options=options,
+            alignment=self.alignment,
+            batch_axis=self.batch_axis,
+            batches=batches,
+        )
+
+    def _value(self, setting: str, inputs: Sequence[Array], parameters: Parameters) -> Any:
+        value = getattr(self, setting)
+        if not callable(value):
+            return value
+        return value(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs), **parameters)
+
+    def _output(self, index: int, given: Any) -> Array:
+        if not (hasattr(given, "shape") and hasattr(given, "dtype")):
+            raise TypeError(
+                f"kernel {self.label}: out gives {given!r} for output {index}, which has no shape "
+                "and dtype; give a jax.ShapeDtypeStruct"
+            )
+        array = Array(tuple(int(size) for size in given.shape), np.dtype(given.dtype))
+        held = jax.dtypes.canonicalize_dtype(array.dtype)
+        if held != array.dtype:
+            raise TypeError(
+                f"kernel {self.label}: output {index} is {_text(array)}, which JAX would make "
+                f"{held}; set jax_enable_x64"
+            )
+        return array
+
+    def _dim3(self, what: str, given: Any) -> Dim3:
+        sizes = _several(given)
+        if not 1 <= len(sizes) <= 3:
+            raise ValueError(f"kernel {self.label}: {what} has 1 to 3 dimensions, not {given!r}")
+        x, y, z = (*(self._integer(what, size) for size in sizes), 1, 1)[:3]
+        return x, y, z
+
+    def _integer(self, what: str, given: Any) -> int:
+        # A bool is an int in Python, and a mistake here.
+        if isinstance(given, bool) or not isinstance(given, int | np.integer):
+            raise TypeError(
+                f"kernel {self.label}: {what} is {given!r}, a {type(given).__name__} and not an "
+                "integer"
+            )
+        return int(given)
+
+    def _scalars(self, given: Any) -> tuple[np.generic, ...]:
+        scalars = _several(given)
+        for scalar in scalars:
+            if not isinstance(scalar, np.generic):
+                raise TypeError(
+                    f"kernel {self.label}: scalar {scalar!r} is a {type(scalar).__name__}, which "
+                    "does not say what the kernel takes; write np.float32(...) or np.int64(...)"
+                )
+        return scalars
+
+    def _tensor_maps(self, given: Any) -> tuple[TensorMap, ...]:
+        maps = _several(given)
+        for one in maps:
+            if not isinstance(one, TensorMap):
+                raise TypeError(f"kernel {self.label}: {one!r} is no jax_tilekern.TensorMap")
+        return maps
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    """Return the values of a setting that may be one or several."""
+    return tuple(given) if isinstance(given, tuple | list) else (given,)
+
+
+def _text(array: Array) -> str:
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"

@@ -1,0 +1,186 @@
+"""``sum``: JAX's signature and semantics over one primitive."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_tilekern import compat, ffi, primitive
+from jax_tilekern.compiler import NvrtcNotFound
+from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.product import NoKernel
+from jax_tilekern.plans.sum import SummedDims, choose_sum, sum_dtype, sum_plan
+from jax_tilekern.primitive import Fallback, Kernel, Operation, Rewrite
+
+Axes = tuple[int, ...]
+
+# Types of the CPU's handler.
+_CPU_DTYPES = tuple(
+    np.dtype(t)
+    for t in (
+        np.float64, np.float32, jnp.bfloat16, np.float16, np.complex128, np.complex64,
+        np.int64, np.int32, np.int16, np.int8, np.uint64, np.uint32, np.uint16, np.uint8,
+    )
+)  # fmt: skip
+
+
+def sum(
+    x: ArrayLike,
+    axis: int | Sequence[int] | None = None,
+    dtype: DTypeLike | None = None,
+    keepdims: bool = False,
+) -> Array:
+    """Sum over axes, with the semantics of :func:`jax.numpy.sum`.
+
+    The result is the same at every call: partial sums are added up in a fixed order.
+
+    Parameters
+    ----------
+    x
+        Array of any rank.
+    axis
+        One axis or several, which may be negative; ``None`` is all of them.
+    dtype
+        Type of the result. By default that of ``x``, with integers and booleans promoted as JAX
+        promotes them. Floats are summed in float32 at least, and rounded once.
+    keepdims
+        Whether the summed axes stay, with size 1.
+
+    Returns
+    -------
+    Array
+        Without the summed axes, unless ``keepdims``.
+
+    Raises
+    ------
+    ValueError
+        If an axis is out of range, or named twice.
+    TypeError
+        If ``x`` is not an array, or an axis not an integer.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> jtk.sum(jnp.ones((3, 4)), axis=0)
+    Array([3., 3., 3., 3.], dtype=float32)
+    """
+    result = jax.eval_shape(
+        functools.partial(jnp.sum, axis=axis, dtype=dtype, keepdims=keepdims), x
+    )
+    x = jnp.asarray(x)
+    if axis is None:
+        axes = tuple(range(x.ndim))
+    else:
+        given = axis if isinstance(axis, Sequence) else (axis,)
+        axes = tuple(sorted(operator.index(a) % x.ndim for a in given))
+    total = _bind(x, axes=axes, dtype=result.dtype)
+    if keepdims:
+        total = lax.expand_dims(total, axes)
+    return compat.with_type(total, result.dtype, result.weak_type)
+
+
+def _reference(x: Array, *, axes: Axes, dtype: np.dtype[Any]) -> Array:
+    # Of its own type JAX sums 16-bit floats in float32, which it does not if asked for the type.
+    return jnp.sum(x, axes, None if x.dtype == dtype and dtype.kind not in "iub" else dtype)
+
+
+def _cotangent(cotangent: Array, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Array:
+    kept = tuple(axis for axis in range(x.ndim) if axis not in axes)
+    narrow = cotangent.astype(x.dtype)
+    return lax.broadcast_in_dim(narrow, x.shape, kept, out_sharding=x.sharding)
+
+
+def _batch(
+    operands: Sequence[Array], dims: Sequence[int], *, axes: Axes, **params: Any
+) -> tuple[Array, int]:
+    (x,), (mapped,) = operands, dims
+    shifted = tuple(axis + (axis >= mapped) for axis in axes)
+    out_dim = mapped - len([axis for axis in shifted if axis < mapped])
+    return _bind(x, axes=shifted, **params), out_dim
+
+
+# Lowering.
+
+
+def _cast_first(x: Array, *, axes: Axes, dtype: np.dtype[Any]) -> Array:
+    total: Array = _bind(x.astype(dtype), axes=axes, dtype=dtype)
+    return total
+
+
+def _nothing_to_do(shape: Sequence[Any], axes: Axes) -> Fallback | None:
+    if not all(isinstance(size, int) for size in shape):
+        return Fallback("a plan needs every size, and this shape is symbolic")
+    if 0 in shape:
+        return Fallback("an empty array has nothing to add up")
+    if all(shape[axis] == 1 for axis in axes):
+        return Fallback("nothing is added up, and XLA copies or casts what is left")
+    return None
+
+
+def _cuda(ctx: Any, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Kernel | Rewrite | Fallback:
+    (aval,) = ctx.avals_in
+    nothing = _nothing_to_do(aval.shape, axes)
+    if nothing is not None:
+        return nothing
+    if sum_dtype(aval.dtype, dtype) is None:
+        if aval.dtype != dtype and sum_dtype(dtype, dtype) is not None:
+            return _cast(aval.dtype, axes, dtype)
+        return Fallback(f"no kernel sums {aval.dtype} to {dtype}")
+    try:
+        gpu = current_gpu()
+        chosen = choose_sum(SummedDims.of(aval.shape, axes), aval.dtype, dtype, gpu)
+        if isinstance(chosen, NoKernel):
+            return Fallback(chosen.reason)
+        plan = sum_plan(chosen, gpu)
+    except (NoGpu, NvrtcNotFound) as error:
+        return Fallback(str(error))
+    return Kernel(plan.name, chosen.reason, lambda: ffi.cuda_launch(ctx, (x,), plan))
+
+
+def _cpu(ctx: Any, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Kernel | Rewrite | Fallback:
+    (aval,) = ctx.avals_in
+    nothing = _nothing_to_do(aval.shape, axes)
+    if nothing is not None:
+        return nothing
+    if dtype not in _CPU_DTYPES:
+        return Fallback(f"no kernel sums {aval.dtype} to {dtype}")
+    if aval.dtype != dtype:
+        return _cast(aval.dtype, axes, dtype)
+    dims = SummedDims.of(aval.shape, axes)
+    attributes = {
+        "sizes": np.array(dims.sizes, np.int64),
+        "reduced": np.array(dims.reduced, np.int64),
+    }
+    return Kernel(
+        f"cpu_sum {dtype}",
+        f"sizes {dims.sizes}, of which {dims.reduced} are summed over",
+        lambda: ffi.cpu_call(ctx, ffi.CPU_SUM, (x,), **attributes),
+    )
+
+
+def _cast(given: np.dtype[Any], axes: Axes, dtype: np.dtype[Any]) -> Rewrite:
+    return Rewrite(
+        f"{given} is cast to {dtype} first",
+        functools.partial(_cast_first, axes=axes, dtype=dtype),
+    )
+
+
+_bind = primitive.define(
+    Operation(
+        name="tilekern_sum",
+        reference=_reference,
+        transposes={0: _cotangent},
+        batch=_batch,
+        planners={"cpu": _cpu, "cuda": _cuda},
+        describe=lambda axes, **_: f"sum over {', '.join(map(str, axes)) or 'no axis'}",
+    )
+)

@@ -1,0 +1,153 @@
+"""``transpose``: JAX's signature and semantics over one primitive."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from jax_tilekern import ffi, primitive
+from jax_tilekern.compiler import NvrtcNotFound
+from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.permutation import Permutation
+from jax_tilekern.plans.transpose import candidates, left_to_xla
+from jax_tilekern.primitive import Fallback, Kernel, Operation
+
+Axes = tuple[int, ...]
+
+
+def transpose(x: ArrayLike, axes: Sequence[int] | None = None) -> Array:
+    """Permute dimensions, with the semantics of :func:`jax.numpy.transpose`.
+
+    Parameters
+    ----------
+    x
+        Array of any rank and type.
+    axes
+        The result's dimension ``i`` is dimension ``axes[i]`` of ``x``; may be negative. ``None``
+        reverses the dimensions.
+
+    Returns
+    -------
+    Array
+        Of the same type, bit for bit.
+
+    Raises
+    ------
+    ValueError
+        If ``axes`` is no permutation of the dimensions, or one is out of range.
+    TypeError
+        If ``x`` is not an array, or an axis not an integer.
+
+    See Also
+    --------
+    explain : which kernel moves the array, and why.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> jtk.transpose(jnp.ones((2, 3, 4)), (2, 0, 1)).shape
+    (4, 2, 3)
+    """
+    # For its exceptions, of which some are about what is no array.
+    jax.eval_shape(lambda: jnp.transpose(x, axes))
+    x = jnp.asarray(x)
+    given = reversed(range(x.ndim)) if axes is None else axes
+    result: Array = _bind(x, axes=tuple(operator.index(axis) % x.ndim for axis in given))
+    return result
+
+
+def _reference(x: Array, *, axes: Axes) -> Array:
+    return lax.transpose(x, axes)
+
+
+def _cotangent(cotangent: Array, x: Any, *, axes: Axes) -> Array:
+    result: Array = _bind(cotangent, axes=tuple(map(axes.index, range(len(axes)))))
+    return result
+
+
+def _batch(operands: Sequence[Array], dims: Sequence[int], *, axes: Axes) -> tuple[Array, int]:
+    (x,), (mapped,) = operands, dims
+    return _bind(x, axes=(mapped, *(axis + (axis >= mapped) for axis in axes))), 0
+
+
+# Lowering.
+
+
+def _item_bytes(dtype: Any) -> int | None:
+    """Return the bytes of an item, or None if it does not have whole ones that kernels move."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return None
+    if dtype.kind in "biufc":
+        bits = 8 * int(dtype.itemsize)
+    else:
+        # Knows the types that NumPy does not; their own itemsize is 1 at least.
+        info: Any = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+        bits = int(info(dtype).bits)
+    return bits // 8 if bits in (8, 16, 32, 64, 128) else None
+
+
+def _permutation(aval: Any, axes: Axes) -> Permutation | Fallback:
+    if not all(isinstance(size, int) for size in aval.shape):
+        return Fallback("a plan needs every size, and this shape is symbolic")
+    if 0 in aval.shape:
+        return Fallback("an empty array has nothing to move")
+    itemsize = _item_bytes(aval.dtype)
+    if itemsize is None:
+        return Fallback(f"no kernel moves {aval.dtype}")
+    permutation = Permutation.reduced(aval.shape, axes, itemsize)
+    if len(permutation.sizes) < 2:
+        return Fallback("memory stays as it is, and a change of shape is free")
+    return permutation
+
+
+def _cuda(ctx: Any, x: Any, *, axes: Axes) -> Kernel | Fallback:
+    permutation = _permutation(ctx.avals_in[0], axes)
+    if isinstance(permutation, Fallback):
+        return permutation
+    try:
+        gpu = current_gpu()
+        found = candidates(permutation, gpu)
+        if isinstance(found, str):
+            return Fallback(found)
+        reason = left_to_xla(permutation, gpu)
+        if reason is not None:
+            return Fallback(reason)
+        plan = found[0].plan(gpu)
+    except (NoGpu, NvrtcNotFound) as error:
+        return Fallback(str(error))
+    return Kernel(plan.name, found[0].reason, lambda: ffi.cuda_launch(ctx, (x,), plan))
+
+
+def _cpu(ctx: Any, x: Any, *, axes: Axes) -> Kernel | Fallback:
+    permutation = _permutation(ctx.avals_in[0], axes)
+    if isinstance(permutation, Fallback):
+        return permutation
+    attributes = {
+        "sizes": np.array(permutation.sizes, np.int64),
+        "permutation": np.array(permutation.order, np.int64),
+    }
+    return Kernel(
+        "cpu_transpose",
+        f"sizes {permutation.sizes} in order {permutation.order}",
+        lambda: ffi.cpu_call(ctx, ffi.CPU_TRANSPOSE, (x,), **attributes),
+    )
+
+
+_bind = primitive.define(
+    Operation(
+        name="tilekern_transpose",
+        reference=_reference,
+        transposes={0: _cotangent},
+        batch=_batch,
+        planners={"cpu": _cpu, "cuda": _cuda},
+        describe=lambda axes: f"transpose {axes}",
+    )
+)

@@ -1,0 +1,191 @@
+"""Products with vectors: JAX's signatures and semantics over the primitive of matrix products."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_tilekern import compat
+from jax_tilekern.ops.contraction import contract
+from jax_tilekern.ops.matmul import matmul
+from jax_tilekern.plans.contraction import Contraction
+
+
+def dot(
+    x: ArrayLike,
+    y: ArrayLike,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Array:
+    """Dot product with the semantics of :func:`jax.numpy.dot`.
+
+    Parameters
+    ----------
+    x
+        Array of shape ``(..., k)``, or a scalar.
+    y
+        Array of shape ``(k,)`` or ``(..., k, n)``, or a scalar. Unlike in
+        :func:`jax_tilekern.matmul`, leading dimensions of the two do not broadcast: the result
+        has those of ``x``, then those of ``y``.
+    precision, preferred_element_type
+        As in :func:`jax_tilekern.matmul`. A product with a vector is computed in float32 itself
+        where one of matrices goes through TF32.
+
+    Returns
+    -------
+    Array
+        A scalar for two vectors.
+
+    Raises
+    ------
+    TypeError
+        If an operand is not an array, or contracted sizes differ.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> jax.grad(jtk.dot)(jnp.ones(3), jnp.arange(3.0))
+    Array([0., 1., 2.], dtype=float32)
+    """
+    result = jax.eval_shape(
+        functools.partial(
+            jnp.dot, precision=precision, preferred_element_type=preferred_element_type
+        ),
+        x,
+        y,
+    )
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    contracted = ((x.ndim - 1,), (max(0, y.ndim - 2),)) if x.ndim and y.ndim else ((), ())
+    product = contract(
+        x,
+        y,
+        Contraction.of_dot_general(x.ndim, y.ndim, (contracted, ((), ()))),
+        precision=compat.canonicalize_precision(precision),
+        out_dtype=result.dtype,
+    )
+    return compat.with_type(product, result.dtype, result.weak_type)
+
+
+def vdot(
+    x: ArrayLike,
+    y: ArrayLike,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Array:
+    """Dot product of all elements, with the semantics of :func:`jax.numpy.vdot`.
+
+    Parameters
+    ----------
+    x
+        Array of any shape; conjugated if it is complex.
+    y
+        Array of any shape with as many elements.
+    precision, preferred_element_type
+        As in :func:`dot`.
+
+    Returns
+    -------
+    Array
+        A scalar.
+
+    Raises
+    ------
+    TypeError
+        If an operand is not an array, or sizes differ.
+    """
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    x = jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
+    return dot(
+        x.ravel(), y.ravel(), precision=precision, preferred_element_type=preferred_element_type
+    )
+
+
+def matvec(
+    a: ArrayLike,
+    x: ArrayLike,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Array:
+    """Product of a matrix and a vector, with the semantics of :func:`jax.numpy.matvec`.
+
+    ``vmap`` over vectors makes a product of matrices of it.
+
+    Parameters
+    ----------
+    a
+        Array of shape ``(..., m, k)``.
+    x
+        Array of shape ``(..., k)``. Batch dimensions broadcast against those of ``a``; what is
+        broadcast is not materialised.
+    precision, preferred_element_type
+        As in :func:`dot`.
+
+    Returns
+    -------
+    Array
+        Shape ``(..., m)``.
+
+    Raises
+    ------
+    ValueError
+        If an operand has too few dimensions, or shapes do not fit.
+    TypeError
+        If an operand is not an array.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> a, xs = jnp.ones((64, 128)), jnp.ones((5, 128))
+    >>> jax.vmap(jtk.matvec, (None, 0))(a, xs).shape
+    (5, 64)
+    """
+    jax.eval_shape(jnp.matvec, a, x)  # Raises what is to be raised.
+    column = jnp.asarray(x)[..., None]
+    product = matmul(a, column, precision=precision, preferred_element_type=preferred_element_type)
+    return lax.squeeze(product, (product.ndim - 1,))
+
+
+def vecmat(
+    x: ArrayLike,
+    a: ArrayLike,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Array:
+    """Product of a conjugated vector and a matrix, as :func:`jax.numpy.vecmat` has it.
+
+    Parameters
+    ----------
+    x
+        Array of shape ``(..., k)``; conjugated if it is complex.
+    a
+        Array of shape ``(..., k, n)``. Batch dimensions broadcast as in :func:`matvec`.
+    precision, preferred_element_type
+        As in :func:`dot`.
+
+    Returns
+    -------
+    Array
+        Shape ``(..., n)``.
+
+    Raises
+    ------
+    ValueError
+        If an operand has too few dimensions, or shapes do not fit.
+    TypeError
+        If an operand is not an array.
+    """
+    jax.eval_shape(jnp.vecmat, x, a)  # Raises what is to be raised.
+    x = jnp.asarray(x)
+    row = (jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x)[..., None, :]
+    product = matmul(row, a, precision=precision, preferred_element_type=preferred_element_type)
+    return lax.squeeze(product, (product.ndim - 2,))

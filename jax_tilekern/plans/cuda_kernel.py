@@ -1,0 +1,310 @@
+"""The launch plan of a user's kernel, batched by ``vmap`` or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from jax_tilekern.compiler import Compiled, CompileError, compile_source
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import (
+    MAX_GRID,
+    Buffer,
+    Dim3,
+    Launch,
+    LaunchPlan,
+    Parameter,
+    Scalars,
+    TensorMap,
+)
+from jax_tilekern.plans.occupancy import Occupancy, occupancy
+
+BatchAxis = Literal["x", "y", "z"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """CUDA C++ text.
+
+    Attributes
+    ----------
+    text
+        The text itself.
+    file
+        What the compiler's messages call it.
+    headers
+        Further headers: the name as an ``#include`` has it, and the text.
+    """
+
+    text: str
+    file: str
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Array:
+    """Shape and type of an input or output, without the dimensions of batches."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def bytes(self) -> int:
+        """Size in memory."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A dimension that ``vmap`` has put in front of all outputs and of some inputs.
+
+    Attributes
+    ----------
+    size
+        Its size.
+    mapped
+        For each input, whether it has the dimension.
+    """
+
+    size: int
+    mapped: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One call of a kernel, as its user describes it.
+
+    The kernel's parameters are pointers to inputs, outputs and workspaces, then tensor maps, then
+    scalars, then, with a ``batch_axis``, a stride in elements for each input and output.
+    """
+
+    source: Source
+    name: str
+    inputs: tuple[Array, ...]
+    outputs: tuple[Array, ...]
+    grid: Dim3
+    block: Dim3
+    cluster: Dim3
+    shared_memory_bytes: int
+    scalars: tuple[np.generic, ...]
+    tensor_maps: tuple[TensorMap, ...]
+    workspaces: tuple[int, ...]
+    options: tuple[str, ...]
+    alignment: int
+    batch_axis: BatchAxis | None
+    batches: tuple[Batch, ...]
+
+    @property
+    def buffers(self) -> tuple[Array, ...]:
+        """Inputs, then outputs."""
+        return self.inputs + self.outputs
+
+
+@dataclass(frozen=True)
+class KernelPlan(LaunchPlan):
+    """The launch plan of a user's kernel; its only launch may be repeated."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Threads and shared memory have been checked, so what does not fit are the registers.
+        held, threads = self.occupancy, math.prod(self.launch.block)
+        self._require(
+            held is None or held.blocks > 0,
+            f"block {self.launch.block} has {threads} threads of {self.launch.entry.registers} "
+            f"registers, more than a multiprocessor has; __launch_bounds__({threads}) at the "
+            "kernel makes the compiler stay within them",
+        )
+
+    @property
+    def launch(self) -> Launch:
+        """The launch."""
+        return self.launches[0]
+
+    @property
+    def occupancy(self) -> Occupancy | None:
+        """What a multiprocessor holds of it, or ``None`` for a GPU that is not known."""
+        return occupancy(self.launch, self.gpu)
+
+    @property
+    def resources(self) -> str:
+        """What the kernel takes, in words."""
+        entry, held = self.launch.entry, self.occupancy
+        shared = entry.shared_memory_bytes + self.launch.shared_memory_bytes
+        times = f", {math.prod(self.launch.repeats)} launches" if self.launch.repeats else ""
+        share = (
+            f", {held.blocks} blocks a multiprocessor ({held.fraction:.0%} of its warps, limited "
+            f"by {held.limit})"
+            if held
+            else ""
+        )
+        return (
+            f"{entry.registers} registers, {entry.spill_bytes} bytes spilled, {shared} bytes of "
+            f"shared memory{share}{times}"
+        )
+
+
+def plan_kernel(call: KernelCall, gpu: Gpu) -> KernelPlan:
+    """Compile a kernel and plan its launch.
+
+    Raises
+    ------
+    CompileError
+        If NVRTC rejects the source, or it has no such kernel.
+    ValueError
+        If the launch breaks a limit of the GPU, or its parameters are not the kernel's.
+    NvrtcNotFound
+        If there is no NVRTC to compile the kernel with.
+    """
+    compiled = _compile(call, gpu)
+    grid, in_grid, repeated = _places(call)
+    repeats = tuple(size for size, _ in repeated)
+    steps = [
+        tuple(strides[i] * array.dtype.itemsize for _, strides in repeated)
+        for i, array in enumerate(call.buffers)
+    ]
+    _check_tensor_maps(call)
+    mapped = {m.buffer for m in call.tensor_maps}
+    count = len(call.buffers)
+    alignments = tuple(max(call.alignment, 16 if i in mapped else 1) for i in range(count))
+    _check_alignment(call, alignments, steps)
+
+    pointers = [Buffer(i, steps_bytes=steps[i]) for i in range(count)]
+    pointers += [Buffer(count + i) for i in range(len(call.workspaces))]
+    maps = [
+        replace(m, steps_bytes=steps[m.buffer]) if m.buffer < count else m for m in call.tensor_maps
+    ]
+    scalars = [Scalars(value.tobytes()) for value in call.scalars]
+    strides = [] if call.batch_axis is None else [Scalars.int64(stride) for stride in in_grid]
+    parameters: tuple[Parameter, ...] = (*pointers, *maps, *scalars, *strides)
+
+    entry = compiled.entry(call.name)
+    given = tuple(parameter.parameter_bytes for parameter in parameters)
+    if given != entry.parameter_bytes:
+        raise ValueError(
+            f"kernel {call.name} takes {len(entry.parameter_bytes)} parameters of "
+            f"{entry.parameter_bytes} bytes, but the call passes {len(given)} of {given}: "
+            f"{len(call.inputs)} inputs, {len(call.outputs)} outputs, {len(call.workspaces)} "
+            f"workspaces, {len(maps)} tensor maps, {len(scalars)} scalars"
+            + (f" and {len(strides)} batch strides" if strides else "")
+        )
+    launch = Launch(
+        entry=entry,
+        grid=grid,
+        block=call.block,
+        parameters=parameters,
+        shared_memory_bytes=call.shared_memory_bytes,
+        cluster=call.cluster,
+        repeats=repeats,
+    )
+    in_launch = math.prod(grid) // math.prod(call.grid)
+    return KernelPlan(
+        name=call.name,
+        gpu=gpu,
+        launches=(launch,),
+        alignments=alignments,
+        workspace_bytes=tuple(size * in_launch for size in call.workspaces),
+    )
+
+
+def _compile(call: KernelCall, gpu: Gpu) -> Compiled:
+    source = call.source
+    try:
+        return compile_source(
+            source.text,
+            (call.name,),
+            arch=gpu.arch,
+            options=call.options,
+            headers=source.headers,
+            file=source.file,
+        )
+    except CompileError as error:
+        # NVRTC looks names up in a text of its own.
+        if "\n__nv_name_map(" not in f"\n{error.log}":
+            raise
+        message = (
+            f"{source.file} has no kernel {call.name}; a kernel's namespace and template arguments "
+            "are part of its name:"
+        )
+        raise CompileError(f"{message}\n{error}", error.log) from None
+
+
+# Size of a dimension of batches, and its stride in elements for each input and output.
+_Dimension = tuple[int, tuple[int, ...]]
+
+
+def _places(call: KernelCall) -> tuple[Dim3, tuple[int, ...], list[_Dimension]]:
+    """Return the grid, each buffer's batch stride along it, and the dimensions to repeat over."""
+    dimensions = _batch_dimensions(call)
+    unbatched = (0,) * len(call.buffers)
+    if call.batch_axis is None:
+        return call.grid, unbatched, dimensions
+    axis = "xyz".index(call.batch_axis)
+    # The innermost has the shortest strides, so blocks that run together share the most.
+    if dimensions and dimensions[-1][0] <= MAX_GRID[axis]:
+        size, strides = dimensions.pop()
+        grid = (*call.grid[:axis], size, *call.grid[axis + 1 :])
+        return grid, strides, dimensions  # type: ignore[return-value]
+    return call.grid, unbatched, dimensions
+
+
+def _batch_dimensions(call: KernelCall) -> list[_Dimension]:
+    """Return the batches, outermost first, those merged that are one dimension in every array."""
+    found: list[_Dimension] = []
+    # From the inside out: a stride is what lies inside of the dimension.
+    inside = [math.prod(array.shape) for array in call.buffers]
+    for batch in reversed(call.batches):
+        has = (*batch.mapped, *(True for _ in call.outputs))
+        strides = tuple(size if mapped else 0 for size, mapped in zip(inside, has, strict=True))
+        inside = [
+            size * (batch.size if mapped else 1) for size, mapped in zip(inside, has, strict=True)
+        ]
+        if batch.size == 1:
+            continue
+        if found:
+            size, inner = found[0]
+            if all(outer == stride * size for outer, stride in zip(strides, inner, strict=True)):
+                found[0] = (size * batch.size, inner)
+                continue
+        found.insert(0, (batch.size, strides))
+    return found
+
+
+def _check_alignment(
+    call: KernelCall, alignments: tuple[int, ...], steps: list[tuple[int, ...]]
+) -> None:
+    for i, (array, alignment, shifts) in enumerate(
+        zip(call.buffers, alignments, steps, strict=True)
+    ):
+        misaligned = [shift for shift in shifts if shift % alignment]
+        if misaligned:
+            kind, index = ("input", i) if i < len(call.inputs) else ("output", i - len(call.inputs))
+            raise ValueError(
+                f"kernel {call.name} relies on pointers aligned to {alignment} bytes, but vmap "
+                f"shifts {kind} {index} of {array.dtype}{list(array.shape)} by {misaligned[-1]} "
+                "bytes: pad it, or let the kernel take the batch in a dimension of its grid "
+                "(batch_axis)"
+            )
+
+
+def _check_tensor_maps(call: KernelCall) -> None:
+    if call.tensor_maps and call.batch_axis is not None:
+        raise ValueError(
+            f"kernel {call.name} has tensor maps and batch_axis={call.batch_axis!r}: a tensor map "
+            "is of one array, so let vmap repeat the launch instead"
+        )
+    bytes_ = [array.bytes for array in call.buffers] + list(call.workspaces)
+    for m in call.tensor_maps:
+        if m.buffer >= len(bytes_):
+            raise ValueError(
+                f"kernel {call.name}: a tensor map of buffer {m.buffer}, but there are "
+                f"{len(bytes_)} inputs, outputs and workspaces"
+            )
+        if m.extent_bytes > bytes_[m.buffer]:
+            raise ValueError(
+                f"kernel {call.name}: a tensor map reaches {m.extent_bytes} bytes into buffer "
+                f"{m.buffer}, which has {bytes_[m.buffer]}"
+            )

@@ -1,0 +1,172 @@
+"""What passes over memory see of an array: its rows, and how threads share them.
+
+Strides are in elements, but for those of :class:`StridedRows`, which are in the unit of its kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jax_tilekern.plans.geometry import MAX_BATCH_DIMS, MatmulGeometry
+
+# What a thread reads or writes at a time.
+VECTOR_BYTES = 16
+# Of which rows that a pass makes are multiples.
+ROW_BYTES = 128
+# Of what a launch has: rows, and blocks.
+MOST_ROWS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class StridedOperand:
+    """An operand as the passes see it: lines of ``k``, rows of ``lhs`` or columns of ``rhs``.
+
+    Attributes
+    ----------
+    batch
+        Sizes of the batch dimensions, outermost first.
+    lines, k
+        Sizes of the matrices.
+    batch_strides
+        A stride for each batch dimension; 0 broadcasts.
+    line_stride, k_stride
+        Of which one is 1, or its size is.
+    """
+
+    batch: tuple[int, ...]
+    lines: int
+    k: int
+    batch_strides: tuple[int, ...]
+    line_stride: int
+    k_stride: int
+
+    def __post_init__(self) -> None:
+        unit_k = self.k_stride == 1 or self.k == 1
+        if not unit_k and self.line_stride != 1 and self.lines > 1:
+            raise ValueError(f"{self} has a unit stride along neither its lines nor k")
+
+    @classmethod
+    def lhs(cls, geometry: MatmulGeometry) -> StridedOperand:
+        """Return ``lhs``, whose lines are its rows."""
+        *batch, m, k = geometry.lhs_strides
+        return cls(geometry.batch, geometry.m, geometry.k, tuple(batch), m, k)
+
+    @classmethod
+    def rhs(cls, geometry: MatmulGeometry) -> StridedOperand:
+        """Return ``rhs``, whose lines are its columns."""
+        *batch, k, n = geometry.rhs_strides
+        return cls(geometry.batch, geometry.n, geometry.k, tuple(batch), n, k)
+
+    @property
+    def k_major(self) -> bool:
+        """Whether the unit stride is along ``k``."""
+        return self.k_stride == 1 if self.k > 1 else self.line_stride != 1 and self.lines > 1
+
+    @property
+    def copied_batch(self) -> tuple[tuple[int, int], ...]:
+        """Sizes and strides of the batch dimensions that a pass walks: those not broadcast."""
+        dims = zip(self.batch, self.batch_strides, strict=True)
+        return tuple((size, stride) for size, stride in dims if _is_copied(size, stride))
+
+    @property
+    def copied_lines(self) -> int:
+        """Number of lines of all matrices that a pass makes."""
+        return self.matrices * self.lines
+
+    @property
+    def matrices(self) -> int:
+        """Number of matrices that a pass makes."""
+        return math.prod(size for size, _ in self.copied_batch)
+
+    def dense_batch_strides(self, matrix: int) -> tuple[int, ...]:
+        """Return the batch strides of a pass's result, whose matrices are ``matrix`` apart."""
+        strides: list[int] = []
+        for size, stride in reversed([*zip(self.batch, self.batch_strides, strict=True)]):
+            strides.insert(0, matrix if _is_copied(size, stride) else 0)
+            matrix *= size if _is_copied(size, stride) else 1
+        return tuple(strides)
+
+
+@dataclass(frozen=True)
+class StridedRows:
+    """``StridedRows`` of ``strided_rows.cuh``."""
+
+    strides: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    LAYOUT = f"{MAX_BATCH_DIMS + 1}q{MAX_BATCH_DIMS + 2}I"
+
+    @classmethod
+    def of(cls, dims: Iterable[tuple[int, int]]) -> StridedRows:
+        """Return the rows that dimensions number, given as sizes and strides, outermost first."""
+        merged = merged_dims(dims)
+        padded = [(1, 0)] * (MAX_BATCH_DIMS + 1 - len(merged)) + merged
+        rows = cls(tuple(stride for _, stride in padded), tuple(size for size, _ in padded))
+        check_rows(rows.count)
+        return rows
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return math.prod(self.sizes)
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The fields, as ``LAYOUT`` packs them."""
+        return (*self.strides, *self.sizes, self.count)
+
+
+@dataclass(frozen=True)
+class RowTiling:
+    """``RowTiling`` of ``strided_rows.cuh``, and the blocks that it takes."""
+
+    segments: int
+    log2_lanes: int
+    blocks: int
+
+    @classmethod
+    def of(cls, rows: int, units: int, most_per_lane: int, threads: int) -> RowTiling:
+        """Choose lanes for rows of so many units: a warp in a row, before a lane takes several."""
+        log2_lanes = min((units - 1).bit_length(), 5)
+        while 1 << log2_lanes < threads and units > most_per_lane << log2_lanes:
+            log2_lanes += 1
+        segments = -(-units // (most_per_lane << log2_lanes))
+        return cls(segments, log2_lanes, segments * -(-rows // (threads >> log2_lanes)))
+
+    @property
+    def values(self) -> tuple[int, int]:
+        """The fields of the kernel's."""
+        return self.segments, self.log2_lanes
+
+
+def source_rows(operand: StridedOperand, itemsize: int) -> StridedRows:
+    """Return the rows of a k-major operand, or its matrices, with strides in bytes."""
+    dims = [*operand.copied_batch]
+    if operand.k_major:
+        dims.append((operand.lines, operand.line_stride))
+    return StridedRows.of((size, stride * itemsize) for size, stride in dims)
+
+
+def merged_dims(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return sizes and strides of dimensions with those made one that lie like one."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in dims:
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = merged[-1][0] * size, stride
+        else:
+            merged.append((size, stride))
+    return merged
+
+
+def check_rows(rows: int) -> None:
+    """Raise ValueError if a launch cannot have so many rows."""
+    if rows > MOST_ROWS:
+        raise ValueError(f"{rows} rows are more than {MOST_ROWS}")
+
+
+def _is_copied(size: int, stride: int) -> bool:
+    return size > 1 and stride != 0

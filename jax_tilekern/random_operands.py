@@ -1,0 +1,50 @@
+"""Random operands to measure kernels with, and more of them than a GPU's cache holds."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+Operands = tuple[Array, ...]
+
+# All copies take this many times the second-level cache, so that none is in it.
+_CACHES = 4
+_MOST_COPIES = 256
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def random_array(key: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return normal numbers, or integers of the whole range."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = np.iinfo(dtype)
+        return jax.random.randint(key, shape, info.min, info.max, dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jax.random.normal(key, shape, dtype)
+    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    return jax.random.normal(key, shape, wide).astype(dtype)
+
+
+def beyond_cache(
+    operands: Operands, operands_of: Callable[[int], Operands], l2_bytes: int
+) -> list[Operands]:
+    """Return operands to rotate among, so that none is in the cache when its turn comes.
+
+    Parameters
+    ----------
+    operands
+        The first.
+    operands_of
+        Makes others like them from a seed.
+    l2_bytes
+        Size of the GPU's second-level cache.
+    """
+    size = sum(operand.nbytes for operand in operands)
+    copies = min(_MOST_COPIES, max(2, math.ceil(_CACHES * l2_bytes / size)))
+    return [operands, *(operands_of(seed) for seed in range(1, copies))]

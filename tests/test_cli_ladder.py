@@ -1,0 +1,575 @@
+"""The ladders: what every rung compiles to, what is run, and what is shown of it."""
+
+import dataclasses
+import importlib
+import io
+import json
+import os
+import re
+import stat
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numerics import on_gpu
+
+import jax_tilekern as jtk
+from jax_tilekern.cli import ladder as command
+from jax_tilekern.cli import main
+from jax_tilekern.cli.console import make_console
+from jax_tilekern.cli.ladder import climb, counters, ladder_run, report
+from jax_tilekern.cli.ladder.rung import Ladder, LadderError, Problem, Rung, sources_folder
+from jax_tilekern.compiler import compile_source
+from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gpu import known_gpu
+
+try:
+    nvrtc()
+except NvrtcNotFound as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+NAMES = list(command._LADDERS)
+needs_gpu = pytest.mark.skipif(not on_gpu(), reason="runs kernels, and JAX has no GPU here")
+no_gpu = pytest.mark.skipif(on_gpu(), reason="shows what is done without a GPU")
+
+
+def ladder(name):
+    return importlib.import_module(f"jax_tilekern.cli.ladder.{name}").LADDER
+
+
+def problems(name):
+    """The problems of the default sizes of a ladder."""
+    found = ladder(name)
+    return [problem for size in found.defaults for problem in found.parse(size)]
+
+
+# Rungs.
+
+
+def _cases():
+    for name in NAMES:
+        rungs = {(p.title.split()[-1], r.name): (p, r) for p in problems(name) for r in p.rungs}
+        for (dtype, label), (problem, rung) in rungs.items():
+            for arch in ("sm_80", "sm_90a"):
+                takes = known_gpu(arch).compute_capability >= rung.compute_capability
+                if rung.source and takes:
+                    yield pytest.param(problem, rung, arch, id=f"{name}-{dtype}-{label}-{arch}")
+
+
+@pytest.mark.parametrize(("problem", "rung", "arch"), list(_cases()))
+def test_every_rung_compiles_without_spills_and_without_a_word(problem, rung, arch):
+    with jtk.gpu_target(arch), problem.types_enabled():
+        reports = list(rung.reports(problem.operands))
+    assert reports
+    for found in reports:
+        call = found.call
+        compiled = compile_source(
+            call.source.text, (call.name,), arch=arch, file=call.source.file,
+            options=call.options, headers=call.source.headers,
+        )  # fmt: skip
+        assert compiled.log == ""
+        assert found.spill_bytes == 0
+        assert found.arch == arch
+        assert found.occupancy.blocks >= 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_are_numbered_rungs_that_say_what_to_expect(name):
+    files = sorted((sources_folder() / name).iterdir())
+    assert [file.name[:3] for file in files] == [f"{i:02}_" for i in range(1, len(files) + 1)]
+    sources = [rung.source for problem in problems(name) for rung in problem.rungs if rung.source]
+    assert {f"{name}/{file.name}" for file in files} == set(sources)
+    for file in files:
+        comment = re.match(r"(//[^\n]*\n)+", file.read_text())
+        assert comment
+        assert "\n// Expect: " in comment[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_has_every_rung(name):
+    page = (Path(__file__).parent.parent / "docs" / "ladder.md").read_text()
+    section = re.search(rf"^## {name}$(.*?)(^## |\Z)", page, re.MULTILINE | re.DOTALL)[1]
+    rungs = {rung.name for problem in problems(name) for rung in problem.rungs if rung.source}
+    shapes = {rung for rung in rungs if rung.startswith("tile of ")}
+    entries = re.findall(r"^\| (.+?) \|", section, re.MULTILINE)
+    assert rungs - shapes <= set(entries)
+    assert all(shape.removeprefix("tile of ") in section for shape in shapes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_last_rung_is_the_library_and_jnp_is_the_measure(name):
+    for problem in problems(name):
+        assert problem.rungs[-1].name.startswith("jax_tilekern.")
+        assert all(peer.name.startswith("jnp.") for peer in problem.peers)
+        lines = [rung.name for rung in (*problem.rungs, *problem.peers)]
+        assert len(set(lines)) == len(lines)
+        with problem.types_enabled():
+            results = {
+                (out.shape, out.dtype)
+                for rung in (problem.rungs[-1], *problem.peers)
+                for out in [jax.eval_shape(rung, *problem.operands)]
+            }
+        assert len(results) == 1
+
+
+# Sizes with tiles that are cut off, for vectors of four or not.
+SIZES = {
+    "transpose": ("1x1", "70x45", "68x132", "130x8"),
+    "dot": ("1", "1027", "300001"),
+    "matmul": ("1x1x1", "33x65x17", "136x72x40"),
+    "matvec": ("1x1", "70x45", "33x260"),
+    "add": ("1", "1027", "33x45", "20x132"),
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize(("name", "size"), [(n, size) for n in NAMES for size in SIZES[n]])
+def test_every_rung_is_right(name, size, tmp_path):
+    file = tmp_path / "l.json"
+    assert main(["ladder", name, "--check", "--size", size, "--json", str(file)]) == 0
+    rungs = [r for problem in json.loads(file.read_text())["problems"] for r in problem["rungs"]]
+    assert all(rung["failure"] is None for rung in rungs)
+    assert not any("seconds" in rung for rung in rungs)
+    assert any(rung["source"] and not rung["skipped"] for rung in rungs)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_a_ladder_is_timed(name, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file, plot = tmp_path / "l.json", tmp_path / "l.png"
+    size = SIZES[name][-1]
+    given = ["ladder", name, "--size", size, "--seconds", "0.05", "--json", file, "--plot", plot]
+    assert main([*map(str, given)]) == 0
+    out = capsys.readouterr().out
+    assert "of ceiling" in out
+    assert ("the host's time" in out) == (name == "dot")
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    for problem in json.loads(file.read_text())["problems"]:
+        assert all(rung["seconds"] > 0 for rung in problem["rungs"] if not rung["skipped"])
+
+
+# The command without a GPU.
+
+
+@no_gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_gpu_rungs_are_compiled_and_shown(name, tmp_path, capsys):
+    file = tmp_path / "l.json"
+    assert main(["ladder", name, "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "JAX has no GPU here: the rungs are compiled for sm_90a" in out
+    record = json.loads(file.read_text())
+    assert record["ladder"] == name
+    assert {"versions", "nvrtc", "driver", "source_digests"} <= set(record)
+    assert [p["title"] for p in record["problems"]] == [p.title for p in problems(name)]
+    for rung in (rung for problem in record["problems"] for rung in problem["rungs"]):
+        assert rung["name"] in out
+        assert rung["failure"] is rung["skipped"] is None
+        assert "seconds" not in rung
+        assert bool(rung["kernels"]) == bool(rung["source"])
+        assert bool(rung["library"]) == rung["name"].startswith("jax_tilekern.")
+        assert all(kernel["registers"] > 0 for kernel in rung["kernels"])
+
+
+@no_gpu
+def test_what_a_rung_cannot_take_is_said(capsys):
+    assert main(["ladder", "transpose", "--size", "70x44", "--rungs", "4x4*"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("takes multiples of 4, not rows 70.") == 3
+    assert "skipped" in out
+    assert "naive" not in out
+
+
+@no_gpu
+def test_a_launch_that_breaks_a_limit_fails_and_the_others_do_not(capsys):
+    assert main(["ladder", "transpose", "--size", "1000000x8", "--rungs", "*naive*"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"in order of reads FAILED: .*grid \(1, 125000, 1\) exceeds", out)
+    assert out.count("FAILED: ") == 1
+
+
+@no_gpu
+def test_an_older_gpu_has_no_copy_engine():
+    (problem,) = ladder("transpose").parse("64x64")
+    tma = next(rung for rung in problem.rungs if "TMA" in rung.name)
+    with jtk.gpu_target("sm_80"):
+        assert "capability 9.0, which NVIDIA A100" in climb.compiled(problem, tma)["skipped"]
+    with jtk.gpu_target("sm_90a"):
+        assert climb.compiled(problem, tma)["skipped"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["transpose", "--size", "64"], "'64' is not ROWSxCOLUMNS"),
+        (["transpose", "--size", "64x64x64"], "is not ROWSxCOLUMNS"),
+        (["transpose", "--size", "64x-1"], "is not ROWSxCOLUMNS"),
+        (["transpose", "--size", "0x64"], "of positive numbers"),
+        (["dot", "--size", ""], "is not SIZE"),
+        (["dot", "--size", "64", "1e6"], "'1e6' is not SIZE"),
+        (["add", "--size", "1x1x1"], "is not SIZE or ROWSxCOLUMNS"),
+        (["matmul", "--size", "1x1x2147483648"], "too large"),
+        (["dot", "--size", "1099511627776"], "too large"),
+        (["dot", "--rungs", "none"], "no rung matches 'none'; there are tree in shared memory"),
+        (["dot", "--seconds", "0"], "--seconds is positive, not 0"),
+        (["dot", "--seconds", "nan"], "--seconds is positive"),
+    ],
+)
+def test_arguments_are_checked(arguments, message, capsys):
+    assert main(["ladder", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_there_is_no_such_ladder(capsys):
+    with pytest.raises(SystemExit):
+        main(["ladder", "sort"])
+    assert "sort" in capsys.readouterr().err
+
+
+def test_rungs_are_picked_by_name_before_they_are_matched():
+    def picked(pattern):
+        found = ladder_run._picked([("s", p) for p in problems("add")], pattern)
+        return [[rung.name for rung in problem.rungs] for _, problem in found]
+
+    # The problem of vectors has no rung called matrix, and goes.
+    assert picked("matrix") == [["matrix"]]
+    assert picked("vector, float4") == [["vector, float4"]]
+    assert picked("*float4") == [
+        ["vector, float4"],
+        ["matrix, float4", "matrix as a vector, float4"],
+    ]
+    with pytest.raises(LadderError, match="no rung matches"):
+        picked("float8")
+
+
+def test_a_missing_matplotlib_or_ncu_is_said_before_anything_is_run(capsys, monkeypatch):
+    monkeypatch.setattr(ladder_run, "run_ladder", lambda *_: pytest.fail("was run"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["ladder", "dot", "--plot", "x.png"]) == 2
+    assert "pip install" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", "")
+    assert main(["ladder", "dot", "--counters"]) == 2
+    assert "no ncu on the PATH" in capsys.readouterr().err
+
+
+# Checking and timing. JAX functions climb as kernels do, and on any backend.
+
+
+def problem_of(*rungs, dtype=np.float32, sums=False, bound="copy", **rest):
+    operand = jax.ShapeDtypeStruct((64, 32), np.dtype(dtype))
+    return Problem(
+        "doubling", {"rows": 64, "columns": 32}, (operand,),
+        tuple(dataclasses.replace(rung, source="x/01_y.cu") for rung in rungs),
+        (Rung("jnp", (lambda x: 2 * x,)),), bytes=2**14, bound=bound, sums=sums, **rest,
+    )  # fmt: skip
+
+
+def climbed(problem, seconds=None):
+    rungs = {rung.name: rung for rung in (*problem.rungs, *problem.peers)}
+    with jtk.gpu_target("sm_90a"), problem.types_enabled():
+        records = {name: climb.compiled(problem, rung) for name, rung in rungs.items()}
+        climb.climb(problem, rungs, records, seconds=seconds)
+    return records
+
+
+def _broken(x):
+    raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+
+def test_a_wrong_rung_is_found_and_not_timed():
+    records = climbed(
+        problem_of(
+            Rung("right", (lambda x: (x, x), lambda x, y: x + y)),
+            Rung("one off", (lambda x: (2 * x).at[63, 31].add(1),)),
+            Rung("not a number", (lambda x: (2 * x).at[1, 1].set(jnp.nan),)),
+            Rung("flat", (lambda x: 2 * x.ravel(),)),
+            Rung("of another type", (lambda x: (2 * x).astype(jnp.bfloat16),)),
+            Rung("broken", (lambda x: jax.pure_callback(_broken, x, x),)),
+            Rung("not for this", (lambda x: x,), cannot=lambda rows, columns: f"not {rows}"),
+        ),
+        seconds=0.01,
+    )
+    assert records["right"]["failure"] is None
+    assert records["right"]["seconds"] > 0
+    assert records["one off"]["failure"] == "wrong: 1 of 2048 elements are not jnp's"
+    assert records["not a number"]["failure"] == "wrong: 1 of 2048 elements are not jnp's"
+    assert "(2048,), not float32(64, 32)" in records["flat"]["failure"]
+    assert "bfloat16" in records["of another type"]["failure"]
+    assert "ILLEGAL_ADDRESS" in records["broken"]["failure"]
+    assert records["not for this"]["skipped"] == "not 64"
+    timed = {name for name, record in records.items() if "seconds" in record}
+    assert timed == {"right", "jnp"}
+
+
+def test_what_is_left_for_the_host_is_timed_with_it():
+    times = []
+
+    def on_host(x):
+        times.append(None)
+        return np.asarray(x) * 2
+
+    host = Rung("host", (lambda x: x,), on_host=on_host)
+    record = climbed(problem_of(host), seconds=0.01)["host"]
+    assert record["failure"] is None
+    assert "host" in record["method"]
+    assert record["on_host"]
+    assert len(times) == 1 + climb._HOST_RUNS
+
+
+def test_memory_that_does_not_suffice_fails_the_rungs(monkeypatch):
+    def full(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(climb, "beyond_cache", full)
+    records = climbed(problem_of(Rung("right", (lambda x: 2 * x,))), seconds=0.01)
+    assert all(record["failure"] == "RESOURCE_EXHAUSTED" for record in records.values())
+
+
+@pytest.mark.parametrize("name", ["dot", "matmul", "matvec"])
+def test_sums_are_checked_on_whole_numbers_whose_sums_are_exact(name):
+    size = {"dot": "100000", "matmul": "3x4x1000", "matvec": "40x1000"}[name]
+    for problem in ladder(name).parse(size):
+        with problem.types_enabled():
+            numbers = climb._whole_numbers(problem.operands)
+            assert [(x.shape, x.dtype) for x in numbers] == [
+                (operand.shape, operand.dtype) for operand in problem.operands
+            ]
+            lhs, rhs = (np.asarray(x, np.float64) for x in numbers)
+            assert set(np.unique(lhs)) | set(np.unique(rhs)) == set(range(-4, 5))
+            assert not np.array_equal(lhs.ravel()[:1000], rhs.ravel()[:1000])
+            exact = lhs @ rhs
+            for peer in problem.peers:
+                np.testing.assert_array_equal(peer(*numbers), exact)
+
+
+@pytest.fixture
+def doubling(monkeypatch):
+    """A ladder of JAX functions in the place of add's, on what is taken for a GPU."""
+    host = Rung("from the host", (lambda x: x + x,), on_host=np.asarray)
+    problem = problem_of(host, Rung("right", (lambda x: x + x,)), Rung("wrong", (lambda x: x,)))
+    found = Ladder((("size",),), ("64",), lambda sizes: (problem,))
+    monkeypatch.setattr(importlib.import_module("jax_tilekern.cli.ladder.add"), "LADDER", found)
+    bandwidths = {"read_bytes_per_second": 1e12, "copy_bytes_per_second": 1e12}
+    monkeypatch.setattr(ladder_run, "bandwidths", lambda: bandwidths)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with jtk.gpu_target("sm_90a"):
+        yield
+
+
+def test_a_climbed_ladder_is_recorded_drawn_and_shown(doubling, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file, plot = tmp_path / "l.json", tmp_path / "l.png"
+    given = ["ladder", "add", "--seconds", "0.01", "--json", file, "--plot", plot]
+    assert main([*map(str, given)]) == 1
+    out = capsys.readouterr().out
+    assert "of ceiling" in out
+    assert "doubling: wrong FAILED: wrong: 2048 of 2048 elements are not jnp's" in out
+    assert "the host's time from call to result" in out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    (problem,) = json.loads(file.read_text())["problems"]
+    timed = {rung["name"] for rung in problem["rungs"] if "seconds" in rung}
+    assert timed == {"from the host", "right", "jnp"}
+    assert main(["ladder", "add", "--rungs", "right", "--check"]) == 0
+    out = capsys.readouterr().out
+    assert "of ceiling" not in out
+    assert "Ceiling" not in out
+
+
+def test_counters_that_may_not_be_read_cost_no_times(doubling, ncu, capsys, monkeypatch):
+    ncu("exit 0")
+
+    def refused(*_):
+        raise counters.NoCounters("ERR_NVGPUCTRPERM")
+
+    monkeypatch.setattr(ladder_run, "_put_counters", refused)
+    arguments = ["ladder", "add", "--rungs", "right", "--seconds", "0.01", "--counters"]
+    assert main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "of ceiling" in out
+    assert "ERR_NVGPUCTRPERM" in out
+
+
+# The report.
+
+
+def a_rung(name, seconds, **changes):
+    return {
+        "name": name, "source": "x/01_y.cu", "peer": False, "on_host": False,
+        "arithmetic": "float32", "kernels": [], "library": None, "skipped": None, "failure": None,
+        "seconds": seconds, "method": "device time",
+    } | changes  # fmt: skip
+
+
+def a_record(*rungs, bound="read", **changes):
+    problem = {"title": "it", "bytes": 1e9, "flops": 1e12, "bound": bound, "rungs": list(rungs)}
+    return {
+        "device": "GPU", "read_bytes_per_second": 2e12, "copy_bytes_per_second": 1e12,
+        "no_counters": None, "problems": [problem],
+    } | changes  # fmt: skip
+
+
+def shown(record):
+    """The table of the only problem: headings, and entries by rung."""
+    from rich.console import Console
+
+    text = io.StringIO()
+    Console(width=200, file=text).print(report.table(record, record["problems"][0]))
+    rows = [re.split("[┃│]", line) for line in text.getvalue().splitlines()]
+    entries = [[entry.strip() for entry in row[1:-1]] for row in rows if len(row) > 1]
+    return entries[0][1:], {row[0]: row[1:] for row in entries[1:]}
+
+
+def test_speeds_shares_and_factors():
+    kernel = {"registers": 32, "spill_bytes": 0, "shared_memory_bytes": 7, "warps_held": 0.5}
+    record = a_record(
+        a_rung("slow", 4e-3, kernels=[kernel], on_host=True),
+        a_rung("odd", None, skipped="takes even sizes"),
+        a_rung("fast", 1e-3, kernels=[kernel, kernel | {"registers": 40}]),
+        a_rung("ours", 1e-3, library="transpose_boxes"),
+        a_rung("jnp", 2e-3, peer=True),
+    )
+    del record["problems"][0]["rungs"][1]["seconds"]
+    headings, lines = shown(record)
+    assert headings == [*report._TIMES, *report._RESOURCES]
+    assert lines["slow"] == ["4 ms *", "250 GB/s", "12%", "", "32", "0", "7", "50%"]
+    assert lines["odd"] == ["skipped", *[""] * 7]
+    assert lines["fast"] == [
+        "1 ms", "1 TB/s", "50%", "4.00", "32, 40", "0, 0", "7, 7", "50%, 50%",
+    ]  # fmt: skip
+    assert lines["jnp"] == ["2 ms", "500 GB/s", "25%", *[""] * 5]
+    notes = "\n".join(report.notes(record))
+    assert "it: odd skipped: takes even sizes." in notes
+    assert "it: ours is transpose_boxes." in notes
+    assert "Ceiling: 2 TB/s, the memory's bandwidth as measured by a long read." in notes
+    assert "* Part of it is done on the host" in notes
+    assert "Times are device time." in notes
+
+
+def test_arithmetic_is_held_against_the_fastest_of_its_kind():
+    rungs = a_rung("a", 4.0), a_rung("b", 2.0), a_rung("t", 1.0, arithmetic="TF32")
+    record = a_record(*rungs, bound="arithmetic")
+    (problem,) = record["problems"]
+    shares = [report.speed(problem, r) / report.ceiling(record, problem, r) for r in rungs]
+    assert shares == [0.5, 1, 1]
+    assert "In TF32: t." in report.notes(record)
+
+
+def test_a_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "new" / "l.png"
+    report.plot(a_record(a_rung("a", 4e-3), a_rung("jnp", 1e-3, peer=True)), file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+# Counters.
+
+STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+NCU = "\n".join(
+    ",".join(f'"{entry}"' for entry in row)
+    for row in [
+        (
+            "ID", "Kernel Name", *counters._METRICS[:4], STALL.format("long_scoreboard"),
+            STALL.format("long_scoreboard_not_issued"), STALL.format("selected"),
+            STALL.format("barrier"), STALL.format("wait"),
+        ),
+        ("", "", "sector/request", "", "", "", "inst", "inst", "inst", "inst", "inst"),
+        ("0", "tile", "4", "32", "1,024", "0", "12.5", "12", "1", "0.5", "2.25"),
+        ("1", "tile", "nan", "", "0", "0", "0", "0", "1", "0", "3"),
+    ]
+)  # fmt: skip
+COUNTED = [
+    {
+        "sectors_ld": 4, "sectors_st": 32, "conflicts_ld": 1024, "conflicts_st": 0,
+        "stalls": ["long_scoreboard 12.5", "wait 2.2"],
+    },
+    {
+        "sectors_ld": 0, "sectors_st": 0, "conflicts_ld": 0, "conflicts_st": 0,
+        "stalls": ["wait 3.0"],
+    },
+]  # fmt: skip
+
+
+def test_what_ncu_writes():
+    found = counters.parse(f"==PROF== Connected\n==PROF== 100%\n{NCU}\n")
+    assert found == COUNTED
+    assert counters.parse("==ERROR== no kernels were profiled") == []
+    assert list(counters.cells(found[0])) == [
+        "4.0, 32.0", "1.02e+03, 0", "long_scoreboard 12.5, wait 2.2",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def ncu(tmp_path, monkeypatch):
+    """Return a function that makes an ``ncu`` of a shell script."""
+
+    def make(script):
+        path = tmp_path / "ncu"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    return make
+
+
+def test_ncu_is_run_around_the_same_command(ncu, tmp_path):
+    (tmp_path / "csv").write_text(NCU)
+    ncu(
+        f'for a; do echo "$a"; done > {tmp_path}/given; echo $XLA_PYTHON_CLIENT_PREALLOCATE >> '
+        f'{tmp_path}/given\nwhile [ "$1" != --log-file ]; do shift; done; cp {tmp_path}/csv "$2"'
+    )
+    found = counters.count(["ladder", "transpose", "--check"], "tile", launches=2)
+    assert len(found) == 2
+    given = (tmp_path / "given").read_text().splitlines()
+    assert given[given.index("--kernel-name") + 1] == "tile"
+    assert given[-6:] == ["-m", "jax_tilekern", "ladder", "transpose", "--check", "false"]
+    with pytest.raises(counters.NoCounters, match="2 of 3 launches of tile"):
+        counters.count(["ladder"], "tile", launches=3)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo '==ERROR== ERR_NVGPUCTRPERM - The user' >&2; exit 1", r"may not read .*as root"),
+        ("echo '==ERROR== Unknown' >&2; exit 3", r"0 of 1 launches of k, exit status 3:\n.*Unkn"),
+    ],
+)
+def test_an_ncu_that_fails_says_why(ncu, script, message):
+    ncu(script)
+    with pytest.raises(counters.NoCounters, match=message):
+        counters.count(["ladder"], "k", launches=1)
+
+
+def test_counters_reach_the_rungs_of_every_problem(monkeypatch):
+    kernel = {"name": "k<float>", "registers": 1, "spill_bytes": 0, "shared_memory_bytes": 0}
+    kernels = [kernel | {"warps_held": None}]
+    same = [a_rung("a", 1.0, kernels=kernels) for _ in range(2)]
+    wrong = a_rung("b", 1.0, kernels=kernels, failure="wrong")
+    listed = [
+        {"size": "8", "rungs": [same[0], wrong]},
+        {"size": "8", "rungs": [same[1], a_rung("jnp", 1.0, peer=True)]},
+    ]
+    calls = []
+
+    def count(given, kernel, *, launches):
+        calls.append((given, kernel, launches))
+        return [dict(one) for one in COUNTED]
+
+    monkeypatch.setattr(counters, "count", count)
+    ladder_run._put_counters(make_console(), listed, "matmul")
+    given = ["ladder", "matmul", "--size", "8", "--rungs", "a", "--check"]
+    assert calls == [(given, "k", 2)]
+    assert [rung["counters"] for rung in same] == COUNTED
+    assert "counters" not in wrong
+    headings, lines = shown(a_record(*listed[0]["rungs"][:1]))
+    assert headings[-3:] == list(counters.HEADINGS)
+    assert lines["a"][-3:] == list(counters.cells(COUNTED[0]))
+
+
+def test_the_sizes_of_a_ladder():
+    one = Ladder((("n",), ("m", "n")), ("1",), lambda sizes: sizes)
+    assert one.parse("12") == (12,)
+    assert one.parse("3x4") == (3, 4)
+    assert one.size_form == "N or MxN"

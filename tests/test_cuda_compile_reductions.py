@@ -1,0 +1,72 @@
+"""The kernels that add up rows and columns compile to what their plans assume."""
+
+import numpy as np
+import pytest
+from products import BF16, F16, F32, F64, INT8, INT32, product_of
+
+from jax_tilekern.compiler import compile_kernels
+from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.launch import Buffer
+from jax_tilekern.plans.sum import SummedDims, sum_candidates
+from jax_tilekern.plans.vector_product import SUM_DTYPES, candidates
+
+try:
+    nvrtc()
+except NvrtcNotFound as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+ARCHS = ("sm_80", "sm_90a", "sm_120")
+SUMS = [(F32, F32), (BF16, BF16), (INT8, INT32)]
+OTHER_SUMS = [
+    (F16, F32), (F32, F64), (F64, F64), (INT8, np.dtype(np.int64)), (np.dtype(bool), INT32),
+    (np.dtype(np.int64), np.dtype(np.int64)), (np.dtype(np.complex64), np.dtype(np.complex64)),
+]  # fmt: skip
+# Of rows and of columns, in vectors and element by element, with a second launch and without.
+SHAPES = [((1 << 20,), (0,)), ((512, 8192), (1,)), ((512, 513), (1,)), ((512, 8192), (0,))]
+MATRICES = [(8192, 8192), (513, 513)]
+
+
+def sums(gpu, types, shapes):
+    for dtype, out in types:
+        for shape, axes in shapes:
+            for passes in sum_candidates(SummedDims.of(shape, axes), dtype, out, gpu)[:2]:
+                yield from passes.passes
+
+
+def products(gpu):
+    for arithmetic in ("f32", "bf16", "f16", "f64", "int8"):
+        assert arithmetic in SUM_DTYPES
+        for n, k in MATRICES[: 2 if arithmetic in ("bf16", "int8") else 1]:
+            for k_major in (True, False):
+                product = product_of(arithmetic, 1, n, k, rhs_k_major=k_major)
+                for candidate in candidates(product, gpu)[:2]:
+                    yield from candidate.passes.passes
+
+
+GROUPS = {
+    "sums": lambda gpu: sums(gpu, SUMS, SHAPES),
+    "other_sums": lambda gpu: sums(gpu, OTHER_SUMS, SHAPES[:1]),
+    "products": products,
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles_to_what_the_plan_assumes(arch, group):
+    kernels = {step.kernel: step for step in GROUPS[group](known_gpu(arch))}
+    compiled = compile_kernels(*kernels, arch=arch)
+    assert compiled.log == ""
+    for kernel, step in kernels.items():
+        entry = compiled.entry(kernel.name)
+        assert entry.spill_bytes == 0, kernel.name
+        assert entry.max_threads == 256
+        # Registers are handed out to warps in units of 8 a thread.
+        registers = -(-entry.registers // 8) * 8 * 256
+        assert registers * step.resident_blocks <= 65536, kernel.name
+        # The launch checks itself against the kernel's parameters.
+        assert step.launch(compiled, *_buffers(step)).grid == (step.blocks, 1, 1)
+
+
+def _buffers(step):
+    return map(Buffer, range(2 if step.reduction.rhs_strides is None else 3))

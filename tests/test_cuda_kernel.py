@@ -1,0 +1,1470 @@
+"""``cuda_kernel``: transformations, static parameters, plans, and what is refused.
+
+Results are exact: operands are small integers in float32. Without a GPU a kernel's ``reference``
+computes them, and plans are made for GPUs that are named.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from numerics import BF16, F8E5, on_gpu
+
+import jax_tilekern as jtk
+from jax_tilekern import disassembly
+from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.ops.kernel_settings import Parameters
+from jax_tilekern.plans.cuda_kernel import Array, Batch, plan_kernel
+from jax_tilekern.plans.gpu import NoGpu, known_gpu
+
+try:
+    nvrtc()
+except NvrtcNotFound as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+ARCHS = ("sm_80", "sm_90a", "sm_120")
+F32 = np.dtype(np.float32)
+
+
+def struct(shape, dtype=np.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def whole(rng, *shape, dtype=np.float32):
+    """Small integers, of which products and sums are exact in float32."""
+    return jnp.asarray(rng.integers(-8, 9, shape).astype(dtype))
+
+
+def blocks(size):
+    return -(-size // 128)
+
+
+# -- The kernels of these tests, with their meaning in JAX
+
+ELEMENTWISE = r"""
+template <typename T>
+__global__ void multiply_add(const T* x, const T* y, T* out, T a, long long size) {
+  const long long i = blockIdx.x * 128ll + threadIdx.x;
+  if (i < size) out[i] = a * x[i] + y[i];
+}
+"""
+
+COLUMNS = r"""
+__global__ void scale_columns(const float* x, const float* y, float* out, int rows, int columns) {
+  const int i = blockIdx.x * 128 + threadIdx.x;
+  if (i < rows * columns) out[i] = x[i] * y[i % columns];
+}
+"""
+
+# The same, and the batch lies along y.
+BATCHED_COLUMNS = r"""
+__global__ void scale_columns(const float* x, const float* y, float* out, int rows, int columns,
+                              long long x_stride, long long y_stride, long long out_stride) {
+  x += blockIdx.y * x_stride;
+  y += blockIdx.y * y_stride;
+  out += blockIdx.y * out_stride;
+  const int i = blockIdx.x * 128 + threadIdx.x;
+  if (i < rows * columns) out[i] = x[i] * y[i % columns];
+}
+"""
+
+TWICE = r"""
+__global__ void twice(const float* x, float* out, long long size) {
+  const long long i = blockIdx.x * 128ll + threadIdx.x;
+  if (i < size) out[i] = 2 * x[i];
+}
+"""
+
+DIFFERENCE = r"""
+__global__ void difference(const float* x, const float* y, float* out, long long size) {
+  const long long i = blockIdx.x * 128ll + threadIdx.x;
+  if (i < size) out[i] = 2 * x[i] - y[i];
+}
+"""
+
+SQUARES = r"""
+// Squares, and which of them are of negative numbers.
+__global__ void squares(const float* x, float* out, int* negative, long long size) {
+  const long long i = blockIdx.x * 128ll + threadIdx.x;
+  if (i < size) {
+    out[i] = x[i] * x[i];
+    negative[i] = x[i] < 0;
+  }
+}
+"""
+
+COUNT_UP = r"""
+__global__ void count_up(int* values, int* same_values, long long size) {
+  const long long i = blockIdx.x * 128ll + threadIdx.x;
+  if (i < size) same_values[i] += 1;
+}
+"""
+
+
+def size_of_first(x, *_, **__):
+    return np.int64(x.size)
+
+
+def blocks_of_first(x, *_, **__):
+    return blocks(x.size)
+
+
+def multiply_add(**changes):
+    settings = {
+        "name": lambda x, y, a: f"multiply_add<{jtk.cxx_type(x.dtype)}>",
+        "out": lambda x, y, a: x,
+        "grid": blocks_of_first,
+        "block": 128,
+        "scalars": lambda x, y, a: (x.dtype.type(a), np.int64(x.size)),
+        "reference": lambda x, y, a: x * x.dtype.type(a) + y,
+    }
+    return jtk.cuda_kernel(ELEMENTWISE, **{**settings, **changes})
+
+
+def scale_columns(batch_axis=None, **changes):
+    settings = {
+        "out": lambda x, y: x,
+        "grid": blocks_of_first,
+        "block": 128,
+        "scalars": lambda x, y: (np.int32(x.shape[0]), np.int32(x.shape[1])),
+        "reference": lambda x, y: x * y,
+        "batch_axis": batch_axis,
+    }
+    source = BATCHED_COLUMNS if batch_axis else COLUMNS
+    return jtk.cuda_kernel(source, **{**settings, **changes})
+
+
+def twice(**changes):
+    settings = {
+        "out": lambda x: x,
+        "grid": blocks_of_first,
+        "block": 128,
+        "scalars": size_of_first,
+        "reference": lambda x: 2 * x,
+    }
+    return jtk.cuda_kernel(TWICE, **{**settings, **changes})
+
+
+def difference(**changes):
+    settings = {
+        "out": lambda x, y: x,
+        "grid": blocks_of_first,
+        "block": 128,
+        "scalars": size_of_first,
+        "reference": lambda x, y: 2 * x - y,
+    }
+    return jtk.cuda_kernel(DIFFERENCE, **{**settings, **changes})
+
+
+def squares(**changes):
+    settings = {
+        "out": lambda x: (x, struct(x.shape, np.int32)),
+        "grid": blocks_of_first,
+        "block": 128,
+        "scalars": size_of_first,
+        "reference": lambda x: (x * x, (x < 0).astype(np.int32)),
+    }
+    return jtk.cuda_kernel(SQUARES, **{**settings, **changes})
+
+
+def count_up(**changes):
+    settings = {
+        "out": lambda x: x,
+        "grid": blocks_of_first,
+        "block": 128,
+        "scalars": size_of_first,
+        "aliases": {0: 0},
+        "reference": lambda x: x + 1,
+    }
+    return jtk.cuda_kernel(COUNT_UP, **{**settings, **changes})
+
+
+def product():
+    """Columns' scaling as an operation that is linear in each of its inputs."""
+    kernel = scale_columns()
+    kernel.deflinear(0, lambda g, x, y: kernel(g, y))
+    kernel.deflinear(1, lambda g, x, y: (g * x).sum(0))
+    return kernel
+
+
+def lowered(function, *args, arch="sm_90a"):
+    """The program for a GPU that need not be there."""
+    with jtk.gpu_target(arch):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def numbers(text, name):
+    """An attribute of the only call in a program, or of each parameter of it that has one."""
+    found = re.findall(rf"{name} = dense<\[?([-\d, ]+)\]?> : tensor<(\d+)xi64>", text)
+    return [[int(x) for x in values.split(",")] * (int(size) if "," not in values else 1)
+            for values, size in found]  # fmt: skip
+
+
+def operations(text):
+    return set(re.findall(r"stablehlo\.(\w+)", text))
+
+
+# -- Calls
+
+
+def test_eager_and_jit(rng):
+    kernel = multiply_add()
+    for shape in ((), (1,), (3, 5), (129,)):
+        x, y = whole(rng, *shape), whole(rng, *shape)
+        for function in (kernel, jax.jit(kernel, static_argnames="a")):
+            np.testing.assert_array_equal(function(x, y, a=3.0), 3 * np.asarray(x) + y)
+    np.testing.assert_array_equal(kernel(2.0, 3.0, a=2.0), np.float32(7))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32, np.int16])
+def test_the_name_follows_the_type(rng, dtype):
+    x, y = whole(rng, 300, dtype=dtype), whole(rng, 300, dtype=dtype)
+    got = multiply_add()(x, y, a=2)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got, 2 * np.asarray(x) + y)
+
+
+def test_float64(rng, x64):
+    x = jnp.asarray(rng.standard_normal(20))
+    # The product is exact.
+    np.testing.assert_array_equal(multiply_add()(x, x, a=2.0), 2 * np.asarray(x) + x)
+
+
+def test_several_outputs(rng):
+    x = whole(rng, 200)
+    got = jax.jit(squares())(x)
+    assert isinstance(got, tuple)
+    np.testing.assert_array_equal(got[0], np.asarray(x) ** 2)
+    np.testing.assert_array_equal(got[1], np.asarray(x) < 0)
+    assert got[1].dtype == np.int32
+    # An output that nobody reads.
+    np.testing.assert_array_equal(jax.jit(lambda x: squares()(x)[0])(x), np.asarray(x) ** 2)
+
+
+def test_a_tuple_of_one_output(rng):
+    x = whole(rng, 3)
+    (got,) = twice(out=lambda x: (x,))(x)
+    np.testing.assert_array_equal(got, 2 * np.asarray(x))
+
+
+def test_no_inputs():
+    source = "__global__ void ones(float* out, int n) { out[threadIdx.x] = 1; }"
+    ones = jtk.cuda_kernel(
+        source,
+        out=lambda n: struct((n,)),
+        grid=1,
+        block=lambda n: n,
+        scalars=lambda n: np.int32(n),
+        reference=lambda n: jnp.ones(n),
+    )
+    np.testing.assert_array_equal(jax.jit(lambda: ones(n=5))(), np.ones(5, np.float32))
+
+
+def test_scan(rng):
+    x = whole(rng, 10)
+
+    def step(x, _):
+        return count_up()(x), None
+
+    got, _ = jax.jit(lambda x: lax.scan(step, x, None, length=7))(x.astype(np.int32))
+    np.testing.assert_array_equal(got, np.asarray(x) + 7)
+
+
+def test_fori_loop_and_cond(rng):
+    x = whole(rng, 10)
+    kernel = twice()
+    got = jax.jit(lambda x: lax.fori_loop(0, 3, lambda _, x: kernel(x), x))(x)
+    np.testing.assert_array_equal(got, 8 * np.asarray(x))
+    either = jax.jit(lambda flag, x: lax.cond(flag, kernel, lambda x: x, x))
+    np.testing.assert_array_equal(either(True, x), 2 * np.asarray(x))
+
+
+def test_donation(rng):
+    values = rng.integers(0, 100, 1000, np.int32)
+    run = jax.jit(count_up(), donate_argnums=0)
+    for _ in range(3):
+        given = jnp.asarray(values) + 0
+        np.testing.assert_array_equal(run(given), values + 1)
+        assert given.is_deleted()
+
+
+def test_sources_from_files_with_headers(rng, tmp_path):
+    file = tmp_path / "doubled.cu"
+    file.write_text('#include "factor.h"\n' + TWICE.replace("2 *", "FACTOR *"))
+    kernel = twice()
+    settings = {
+        "out": lambda x: x, "grid": blocks_of_first, "block": 128, "scalars": size_of_first,
+        "headers": {"factor.h": "#define FACTOR 2\n"}, "reference": lambda x: 2 * x,
+    }  # fmt: skip
+    kernel = jtk.cuda_kernel(file, **settings)
+    x = whole(rng, 40)
+    np.testing.assert_array_equal(kernel(x), 2 * np.asarray(x))
+    assert kernel.report(x, gpu="sm_80").registers > 0
+    file.write_text(TWICE + "\n\nbroken")
+    broken = jtk.cuda_kernel(file, **settings)
+    with pytest.raises(jtk.CompileError, match=re.escape(f"{file}(8): error")):
+        broken.report(x, gpu="sm_80")
+
+
+@pytest.mark.parametrize("name", ["types.cuh", "tilekern/view.cuh"])
+def test_headers_that_the_library_has(name):
+    with pytest.raises(ValueError, match=f"header {name} would take the place of"):
+        twice(headers={name: ""})
+
+
+def test_headers_under_both_of_their_names():
+    """The library's headers include each other by the short one."""
+    source = '#include <tilekern/types.cuh>\n#include <tilekern/view.cuh>\n#include "types.cuh"\n'
+    report = jtk.cuda_kernel(
+        source + TWICE, out=lambda x: x, grid=1, block=1, scalars=size_of_first
+    ).report(struct((3,)), gpu="sm_90")
+    assert report.registers > 0
+
+
+# -- shard_map, on four devices of the CPU
+
+
+@pytest.fixture
+def mesh():
+    devices = jax.devices("cpu")[:4]
+    with jax.default_device(devices[0]):
+        yield jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def test_shard_map(rng, mesh):
+    x, y = whole(rng, 8, 12), whole(rng, 12)
+    for specs in ((P("i", None), P()), (P(None, "i"), P("i"))):
+        sharded = jax.shard_map(scale_columns(), mesh=mesh, in_specs=specs, out_specs=specs[0])
+        np.testing.assert_array_equal(jax.jit(sharded)(x, y), np.asarray(x) * y)
+
+
+def test_shard_map_gradients(rng, mesh):
+    """An operand that does not vary over the axis has the sum of the devices' cotangents."""
+    x, y, g = whole(rng, 8, 12), whole(rng, 12), whole(rng, 8, 12)
+    kernel = product()
+
+    def loss(x, y, g):
+        one = jax.shard_map(
+            lambda x, y, g: lax.psum((kernel(x, y) * g).sum(), "i"),
+            mesh=mesh, in_specs=(P("i", None), P(), P("i", None)), out_specs=P(),
+        )  # fmt: skip
+        return one(x, y, g)
+
+    for transform in (jax.grad, jax.jacfwd):
+        for_x, for_y = jax.jit(transform(loss, (0, 1)))(x, y, g)
+        np.testing.assert_array_equal(for_x, np.asarray(g) * y)
+        np.testing.assert_array_equal(for_y, (np.asarray(g) * x).sum(0))
+
+
+def test_shard_map_with_vmap(rng, mesh):
+    x, y = whole(rng, 8, 3, 12), whole(rng, 12)
+    batched = jax.vmap(scale_columns(), (0, None))
+    sharded = jax.shard_map(batched, mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i"))
+    np.testing.assert_array_equal(jax.jit(sharded)(x, y), np.asarray(x) * y)
+
+
+def test_automatic_sharding_is_right(rng, mesh):
+    x, y = whole(rng, 8, 12), whole(rng, 12)
+    x = jax.device_put(x, jax.NamedSharding(mesh, P("i", None)))
+    y = jax.device_put(y, jax.NamedSharding(mesh, P()))
+    np.testing.assert_array_equal(jax.jit(scale_columns())(x, y), np.asarray(x) * y)
+
+
+# -- vmap
+
+AXES = [(0, None), (1, None), (2, None), (None, 0), (None, 1), (0, 0), (2, 1), (-1, 0)]
+
+
+def with_axis(rng, shape, axis, size):
+    if axis is None:
+        return whole(rng, *shape)
+    at = axis % (len(shape) + 1)
+    return whole(rng, *shape[:at], size, *shape[at:])
+
+
+@pytest.mark.parametrize("batch_axis", [None, "y"])
+@pytest.mark.parametrize("axes", AXES)
+def test_vmap_over_each_input_and_axis(rng, axes, batch_axis):
+    kernel = scale_columns(batch_axis)
+    for size in (1, 5):
+        x, y = with_axis(rng, (3, 4), axes[0], size), with_axis(rng, (4,), axes[1], size)
+        expected = jax.vmap(jnp.multiply, axes, 1)(x, y)
+        np.testing.assert_array_equal(jax.jit(jax.vmap(kernel, axes, 1))(x, y), expected)
+
+
+@pytest.mark.parametrize("batch_axis", [None, "y"])
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    list(itertools.product([(0, None), (None, 0), (0, 0), (2, 1)], [(0, None), (None, 0), (1, 1)])),
+)
+def test_nested_vmap(rng, outer, inner, batch_axis):
+    kernel = scale_columns(batch_axis)
+
+    def operand(shape, inner_axis, outer_axis):
+        inside = with_axis(rng, shape, inner_axis, 5).shape
+        return with_axis(rng, inside, outer_axis, 2)
+
+    x, y = (operand(shape, i, o) for shape, i, o in zip([(3, 4), (4,)], inner, outer, strict=True))
+    got, expected = (jax.vmap(jax.vmap(f, inner), outer)(x, y) for f in (kernel, jnp.multiply))
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_vmap_of_several_outputs(rng):
+    x = whole(rng, 7, 3, 2)
+    values, negative = jax.jit(jax.vmap(jax.vmap(squares(), 1), 2))(x)
+    np.testing.assert_array_equal(values, np.asarray(x).transpose(2, 1, 0) ** 2)
+    np.testing.assert_array_equal(negative, np.asarray(x).transpose(2, 1, 0) < 0)
+
+
+def test_vmap_under_scan(rng):
+    x = whole(rng, 4, 6)
+    batched = jax.vmap(twice())
+    got, _ = jax.jit(lambda x: lax.scan(lambda x, _: (batched(x), None), x, None, 3))(x)
+    np.testing.assert_array_equal(got, 8 * np.asarray(x))
+
+
+def test_unbatched_operands_are_not_copied():
+    kernel = scale_columns()
+    for axes, args in (
+        ((0, None), (struct((5, 3, 4)), struct((4,)))),
+        ((None, 0), (struct((3, 4)), struct((5, 4)))),
+    ):
+        text = lowered(jax.vmap(kernel, axes), *args)
+        assert operations(text) == {"custom_call"}, text
+        assert numbers(text, "repeats") == [[5]]
+    # Only the operand whose axis is not the first is moved.
+    text = lowered(jax.vmap(kernel, (2, None)), struct((3, 4, 5)), struct((4,)))
+    assert operations(text) == {"custom_call", "transpose"}
+    assert text.count("stablehlo.transpose") == 1
+
+
+def test_repeated_launches_step_through_the_batch():
+    text = lowered(jax.vmap(scale_columns(), (0, None)), struct((5, 3, 4)), struct((4,)))
+    assert numbers(text, "repeats") == [[5]]
+    # Of x, of y, of the output.
+    assert numbers(text, "steps_bytes") == [[48], [0], [48]]
+    assert numbers(text, "grid") == [[1, 1, 1]]
+
+
+def test_batch_axis_is_one_launch():
+    kernel = scale_columns("y")
+    text = lowered(jax.vmap(kernel, (0, None)), struct((5, 3, 4)), struct((4,)))
+    assert operations(text) == {"custom_call"}
+    assert numbers(text, "grid") == [[1, 5, 1]]
+    assert not numbers(text, "repeats")
+    # Two batches that lie one in the other in every array are one.
+    both = jax.vmap(jax.vmap(kernel, (0, None)), (0, None))
+    text = lowered(both, struct((2, 5, 3, 4)), struct((4,)))
+    assert numbers(text, "grid") == [[1, 10, 1]]
+    assert not numbers(text, "repeats")
+    # An array that has one of two keeps them apart.
+    both = jax.vmap(jax.vmap(kernel, (0, None)), (None, 0))
+    text = lowered(both, struct((5, 3, 4)), struct((2, 4)))
+    assert numbers(text, "grid") == [[1, 5, 1]]
+    assert numbers(text, "repeats") == [[2]]
+    assert numbers(text, "steps_bytes") == [[0], [16], [240]]
+
+
+def test_a_batch_too_large_for_the_grid_is_repeated():
+    text = lowered(jax.vmap(scale_columns("y")), struct((65_536, 3, 4)), struct((65_536, 4)))
+    assert numbers(text, "grid") == [[1, 1, 1]]
+    assert numbers(text, "repeats") == [[65_536]]
+
+
+def plan(kernel, *inputs, batches=(), arch="sm_90a", **parameters):
+    types = tuple(Array(x.shape, np.dtype(x.dtype)) for x in inputs)
+    static = Parameters("test", parameters)
+    return plan_kernel(kernel._settings.call(types, static, tuple(batches)), known_gpu(arch))
+
+
+@pytest.mark.parametrize("batch_axis", [None, "y"])
+def test_launches_are_those_of_the_batches(rng, batch_axis):
+    """Whatever is merged, put in the grid or repeated, each element meets its own operands."""
+    shapes = [(3, 4), (4,), (3, 4)]
+    for _ in range(30):
+        batches = [
+            Batch(int(rng.integers(1, 4)), tuple(bool(b) for b in rng.integers(0, 2, 2)))
+            for _ in range(rng.integers(1, 5))
+        ]
+        planned = plan(scale_columns(batch_axis), *map(struct, shapes[:2]), batches=batches)
+        expected = []
+        for index in itertools.product(*(range(batch.size) for batch in batches)):
+            offsets = []
+            for i, shape in enumerate(shapes):
+                offset = 0
+                for batch, at in zip(batches, index, strict=True):
+                    if i == 2 or batch.mapped[i]:
+                        offset = offset * batch.size + at
+                offsets.append(4 * offset * int(np.prod(shape)))
+            expected.append(tuple(offsets))
+        assert sorted(offsets_of(planned.launch, batch_axis)) == sorted(expected), batches
+
+
+def offsets_of(launch, batch_axis):
+    """By how many bytes each run of a single call's blocks is shifted, in each buffer."""
+    pointers = launch.parameters[:3]
+    strides = [np.frombuffer(p.data, np.int64)[0] for p in launch.parameters[5:]] or [0, 0, 0]
+    for at in itertools.product(*map(range, launch.repeats)):
+        for block in range(launch.grid[1] if batch_axis else 1):
+            yield tuple(
+                int(sum(i * step for i, step in zip(at, pointer.steps_bytes, strict=False)))
+                + 4 * int(stride) * block
+                for pointer, stride in zip(pointers, strides, strict=True)
+            )
+
+
+def test_misaligned_shifts_of_vmap():
+    kernel = twice(alignment=16)
+    assert plan(kernel, struct((3,))).alignments == (16, 16)
+    assert plan(kernel, struct((4,)), batches=[Batch(5, (True,))]).launch.repeats == (5,)
+    message = (
+        r"kernel twice relies on pointers aligned to 16 bytes, but vmap shifts input 0 of "
+        r"float32\[3\] by 12 bytes"
+    )
+    with pytest.raises(ValueError, match=message):
+        lowered(jax.vmap(kernel), struct((5, 3)))
+    # In the grid, the strides are the kernel's own to read.
+    text = lowered(jax.vmap(scale_columns("y", alignment=16)), struct((5, 3, 3)), struct((5, 3)))
+    assert numbers(text, "alignments") == [[16, 16, 16]]
+
+
+# -- Derivatives
+
+
+def test_no_rule_is_an_error(rng):
+    x = whole(rng, 3)
+    message = (
+        r"kernel twice has no derivative with respect to input 0; attach one .*\.defjvp\(rule\), "
+        r"\.defvjp\(forward, backward\), .*\.deflinear\(input, transpose\)"
+    )
+    for transform in (
+        lambda: jax.jvp(twice(), (x,), (x,)),
+        lambda: jax.grad(lambda x: twice()(x).sum())(x),
+        lambda: jax.jit(jax.vmap(jax.grad(lambda x: twice()(x).sum())))(x),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            transform()
+    # Linear in one, and asked for the other.
+    kernel = scale_columns()
+    kernel.deflinear(1, lambda g, x, y: (g * x).sum(0))
+    x, y = whole(rng, 3, 4), whole(rng, 4)
+    np.testing.assert_array_equal(jax.grad(lambda y: kernel(x, y).sum())(y), np.asarray(x).sum(0))
+    with pytest.raises(NotImplementedError, match=r"kernel scale_columns .* input 0"):
+        jax.grad(lambda x: kernel(x, y).sum())(x)
+
+
+def test_integer_inputs_need_no_rule(rng):
+    kernel = multiply_add()
+    x = whole(rng, 3, dtype=np.int32)
+    got = jax.grad(lambda t: t * kernel(x, x, a=2).sum())(2.0)
+    assert got == 3 * np.asarray(x).sum()
+
+
+def linear_twice():
+    kernel = twice()
+    kernel.deflinear(0, lambda g, x: kernel(g))
+    return kernel
+
+
+def linear_difference():
+    kernel = difference()
+    kernel.deflinear((0, 1), lambda g, x, y: (2 * g, -g))
+    return kernel
+
+
+def test_linear(rng):
+    kernel = linear_twice()
+    x, t = whole(rng, 200), whole(rng, 200)
+    assert_equal(jax.jit(lambda x, t: jax.jvp(kernel, (x,), (t,)))(x, t), (2 * x, 2 * t))
+    assert_equal(jax.vjp(kernel, x)[1](t), (2 * t,))
+    assert_equal(jax.linear_transpose(kernel, x)(t), (2 * t,))
+    check_grads(kernel, (x,), 3, atol=0.1, rtol=0.1)
+
+
+def test_jointly_linear(rng):
+    kernel = linear_difference()
+    x, y, t, s = (whole(rng, 30) for _ in range(4))
+    assert_equal(jax.jvp(kernel, (x, y), (t, s)), (2 * x - y, 2 * t - s))
+    assert_equal(jax.jvp(lambda y: kernel(x, y), (y,), (s,)), (2 * x - y, -s))
+    assert_equal(jax.vjp(kernel, x, y)[1](t), (2 * t, -t))
+    assert_equal(jax.grad(lambda y: kernel(x, y).sum())(y), jnp.full(30, -1.0))
+    check_grads(kernel, (x, y), 2, atol=0.1, rtol=0.1)
+
+
+def test_multilinear(rng):
+    kernel = product()
+    x, y, t, s = whole(rng, 3, 4), whole(rng, 4), whole(rng, 3, 4), whole(rng, 4)
+    assert_equal(jax.jvp(kernel, (x, y), (t, s)), (x * y, t * y + x * s))
+    assert_equal(jax.vjp(kernel, x, y)[1](t), (t * y, (t * x).sum(0)))
+    check_grads(kernel, (x, y), 2, atol=0.5, rtol=0.5)
+
+
+def test_second_order(rng):
+    kernel = product()
+    x, y = whole(rng, 3, 4), whole(rng, 4)
+
+    def loss(f):
+        return lambda x, y: (f(x, y) ** 2).sum()
+
+    for i, j in itertools.product((0, 1), repeat=2):
+        got, expected = (
+            jax.jit(jax.jacfwd(jax.grad(loss(f), i), j))(x, y) for f in (kernel, jnp.multiply)
+        )
+        np.testing.assert_array_equal(got, expected)
+        got, expected = (
+            jax.jit(jax.jacrev(jax.grad(loss(f), i), j))(x, y) for f in (kernel, jnp.multiply)
+        )
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_jvp_in_terms_of_another_kernel(rng):
+    """Forward is the rule; reverse follows from the product that the tangent is."""
+    derivative = product()
+    kernel = squares()
+
+    @kernel.defjvp
+    def rule(primals, tangents):
+        (x,), (t,) = primals, tangents
+        twice_x = 2 * x[0]
+        zero = np.zeros(x.shape, jax.dtypes.float0)
+        return kernel(x), (derivative(t, twice_x), zero)
+
+    x, t = whole(rng, 1, 200), whole(rng, 1, 200)
+    (values, _), (tangent, _) = jax.jit(lambda x, t: jax.jvp(kernel, (x,), (t,)))(x, t)
+    assert_equal((values, tangent), (x * x, 2 * x * t))
+    gradient = jax.grad(lambda x: kernel(x)[0].sum())
+    assert_equal(jax.jit(gradient)(x), 2 * x)
+    assert_equal(jax.grad(lambda x: (gradient(x) ** 2).sum())(x), 8 * x)
+    xs = whole(rng, 5, 1, 20)
+    assert_equal(jax.vmap(gradient)(xs), 2 * xs)
+    check_grads(lambda x: kernel(x)[0], (x,), 2, atol=0.5, rtol=0.5)
+
+
+def test_vjp(rng):
+    kernel = multiply_add()
+    kernel.defvjp(lambda x, y, a: (kernel(x, y, a=a), None), lambda residuals, g, a: (a * g, g))
+    x, y, g = whole(rng, 30), whole(rng, 30), whole(rng, 30)
+    value, pullback = jax.vjp(lambda x, y: kernel(x, y, a=3.0), x, y)
+    assert_equal(value, 3 * x + y)
+    assert_equal(pullback(g), (3 * g, g))
+    xs = whole(rng, 4, 30)
+    gradients = jax.vmap(jax.grad(lambda x: kernel(x, y, a=3.0).sum()))(xs)
+    assert_equal(gradients, jnp.full((4, 30), 3.0))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: kernel(x, y, a=3.0), (x,), (g,))
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_vmap_of_grad_and_grad_of_vmap(rng, axes):
+    kernel = product()
+    x, y = with_axis(rng, (3, 4), axes[0], 5), with_axis(rng, (4,), axes[1], 5)
+    weights = whole(rng, 3, 4)
+
+    def loss(f):
+        return lambda x, y: (f(x, y) * weights).sum()
+
+    got, expected = (
+        jax.jit(jax.vmap(jax.grad(loss(f), (0, 1)), axes))(x, y) for f in (kernel, jnp.multiply)
+    )
+    assert_equal(got, expected)
+    got, expected = (
+        jax.jit(jax.grad(lambda x, y, f=f: jax.vmap(loss(f), axes)(x, y).sum(), (0, 1)))(x, y)
+        for f in (kernel, jnp.multiply)
+    )
+    assert_equal(got, expected)
+    got, expected = (jax.jvp(jax.vmap(f, axes), (x, y), (x, y)) for f in (kernel, jnp.multiply))
+    assert_equal(got, expected)
+
+
+def test_grad_of_nested_vmap(rng):
+    kernel = product()
+    x, y = whole(rng, 2, 3, 4), whole(rng, 5, 4)
+    got, expected = (
+        jax.grad(
+            lambda x, y, f=f: (jax.vmap(jax.vmap(f, (0, None)), (None, 0))(x, y) ** 2).sum(),
+            (0, 1),
+        )(x, y)
+        for f in (kernel, jnp.multiply)
+    )
+    assert_equal(got, expected)
+
+
+def test_rematerialisation(rng):
+    kernel = product()
+    x, y = whole(rng, 3, 4), whole(rng, 4)
+    loss = jax.checkpoint(lambda x: (kernel(x, y) ** 2).sum())
+    assert_equal(jax.jit(jax.grad(loss))(x), 2 * x * y * y)
+
+
+def test_rules_that_cannot_be_attached():
+    kernel = linear_twice()
+    with pytest.raises(ValueError, match=r"<cuda_kernel twice> has a derivative .*; defjvp would"):
+        kernel.defjvp(lambda primals, tangents: None)
+    with pytest.raises(ValueError, match=r"deflinear\(0\).* there are rules for \[0\]"):
+        kernel.deflinear(0, lambda g, x: g)
+    for inputs in (-1, (), (0, -1), (1, 1)):
+        with pytest.raises(ValueError, match=r"each is in one rule|numbered from 0"):
+            difference().deflinear(inputs, lambda g, x: g)
+    kernel = difference()
+    kernel.defvjp(lambda x, y: None, lambda r, g: None)
+    with pytest.raises(ValueError, match="has a derivative already; deflinear would be another"):
+        kernel.deflinear(0, lambda g, x, y: g)
+
+
+def test_wrong_rules(rng):
+    x = whole(rng, 3, 4)
+    kernel = twice()
+    kernel.deflinear(0, lambda g, x: g.sum(0))
+    message = (
+        r"the transpose rule of kernel twice for inputs \[0\] returned float32\[4\], not "
+        r"float32\[3, 4\]"
+    )
+    with pytest.raises(TypeError, match=message):
+        jax.grad(lambda x: kernel(x).sum())(x)
+    kernel = twice()
+    kernel.deflinear(1, lambda g, x: g)
+    with pytest.raises(ValueError, match=r"deflinear\(\[1\]\), but there are 1 inputs"):
+        kernel(x)
+
+
+def assert_equal(got, expected):
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+# -- Buffers that are shared, and workspaces
+
+
+def test_aliases_in_the_program():
+    args = struct((6,), np.int32)
+    text = lowered(count_up(), args)
+    assert "output_operand_alias<output_tuple_indices = [], operand_index = 0" in text
+    assert "output_operand_alias" not in lowered(twice(), struct((6,)))
+
+
+def test_aliases_keep_what_is_still_read(rng):
+    x = whole(rng, 30, dtype=np.int32)
+    kernel = count_up()
+    got = jax.jit(lambda x: (kernel(x), x, kernel(x)))(x)
+    assert_equal(got, (x + 1, x, x + 1))
+
+
+def test_aliases_under_vmap(rng):
+    x = whole(rng, 4, 30, dtype=np.int32)
+    assert_equal(jax.jit(jax.vmap(count_up()))(x), x + 1)
+    # Each element of the batch is written to a buffer of its own.
+    y = whole(rng, 3)
+    kernel = difference(aliases={1: 0})
+    xs = whole(rng, 5, 3)
+    assert_equal(jax.jit(jax.vmap(kernel, (0, None)))(xs, y), 2 * xs - y)
+    text = lowered(jax.vmap(kernel, (0, None)), xs, y)
+    assert numbers(text, "steps_bytes") == [[12], [12], [12]]
+
+
+@pytest.mark.parametrize(
+    ("aliases", "message"),
+    [
+        ({0: 1}, r"aliases=\{0: 1\}, but there are 2 inputs and 1 outputs"),
+        ({-1: 0}, r"aliases=\{-1: 0\}, but there are 2 inputs and 1 outputs"),
+        ({1: 0}, r"input 1 of float32\[4\] cannot share the buffer of output 0 of float32\[3,4\]"),
+    ],
+)
+def test_aliases_that_cannot_be(aliases, message):
+    kernel = scale_columns(aliases=aliases)
+    with pytest.raises(ValueError, match=f"kernel scale_columns: {message}"):
+        jax.eval_shape(kernel, struct((3, 4)), struct((4,)))
+
+
+def test_one_output_takes_one_buffer():
+    with pytest.raises(ValueError, match="give one output's buffer to several inputs"):
+        difference(aliases={0: 0, 1: 0})
+
+
+WITH_WORKSPACE = r"""
+// Doubles through the workspace.
+__global__ void detour(const float* x, float* out, float* workspace, int size
+#ifdef BATCHED
+                       , long long x_stride, long long out_stride
+#endif
+) {
+#ifdef BATCHED
+  x += blockIdx.z * x_stride, out += blockIdx.z * out_stride, workspace += blockIdx.z * size;
+#endif
+  for (int i = threadIdx.x; i < size; i += blockDim.x) workspace[i] = 2 * x[i];
+  __syncthreads();
+  for (int i = threadIdx.x; i < size; i += blockDim.x) out[i] = workspace[size - 1 - i];
+}
+"""
+
+
+def detour(batch_axis=None, debug=False):
+    return jtk.cuda_kernel(
+        WITH_WORKSPACE,
+        out=lambda x: x,
+        grid=1,
+        block=64,
+        workspaces=lambda x: 4 * x.size,
+        scalars=lambda x: np.int32(x.size),
+        batch_axis=batch_axis,
+        options="-DBATCHED" if batch_axis else (),
+        debug=debug,
+        reference=lambda x: 2 * x[::-1],
+    )
+
+
+@pytest.mark.parametrize("batch_axis", [None, "z"])
+def test_workspaces(rng, batch_axis):
+    x = whole(rng, 5, 100)
+    kernel = detour(batch_axis)
+    assert_equal(jax.jit(kernel)(x[0]), 2 * x[0, ::-1])
+    assert_equal(jax.jit(jax.vmap(kernel))(x), 2 * x[:, ::-1])
+    assert "tensor<400xui8>" in lowered(kernel, x[0])
+    # Launches that follow each other share it; elements of the batch in one launch do not.
+    bytes_ = 5 * 400 if batch_axis else 400
+    assert f"tensor<{bytes_}xui8>" in lowered(jax.vmap(kernel), x)
+
+
+# -- Static parameters
+
+
+def test_parameters_are_told_apart():
+    equal = [
+        ({"a": 1}, {"a": 1}),
+        ({"a": 1.5, "b": "x"}, {"b": "x", "a": 1.5}),
+        ({"a": float("nan")}, {"a": float("nan")}),
+        ({"a": (1, (2.0,))}, {"a": (1, (2.0,))}),
+    ]
+    different = [
+        ({"a": 1}, {"a": 1.0}),
+        ({"a": 1}, {"a": True}),
+        ({"a": 0.0}, {"a": -0.0}),
+        ({"a": (0.0,)}, {"a": (-0.0,)}),
+        ({"a": (1, (2,))}, {"a": (1, (2.0,))}),
+        ({"a": np.float32(1)}, {"a": 1.0}),
+        ({"a": complex(0.0, 0.0)}, {"a": complex(0.0, -0.0)}),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, {}),
+    ]
+    for one, other in equal:
+        assert Parameters("k", one) == Parameters("k", other)
+        assert hash(Parameters("k", one)) == hash(Parameters("k", other))
+    for one, other in different:
+        assert Parameters("k", one) != Parameters("k", other)
+
+
+def test_programs_are_kept_for_each_parameter():
+    """Python's own equality would give all of these the program of the first."""
+    describe = jtk.cuda_kernel(
+        "__global__ void describe(float* out) { *out = 0; }",
+        out=struct(()),
+        grid=1,
+        block=1,
+        scalars=(),
+        options=lambda a: f"-DA={a!r}",
+        reference=lambda a: jnp.float32({int: 1, float: 2, bool: 3}[type(a)] * np.copysign(1, a)),
+    )
+    if on_gpu():
+        pytest.skip("looks at what the reference returns")
+    values = [float(describe(a=a)) for a in (1, 1.0, True, 0.0, -0.0)]
+    assert values == [1, 2, 3, 2, -2]
+
+
+def test_parameters_that_are_refused(rng):
+    kernel = multiply_add()
+    x = whole(rng, 3)
+    with pytest.raises(TypeError, match=r"parameter a of kernel multiply_add is an array.*static"):
+        kernel(x, x, a=jnp.float32(2))
+    with pytest.raises(
+        TypeError, match=r"parameter a .* is an array, ~?float32\[\].*static_argnames"
+    ):
+        jax.jit(lambda x, a: kernel(x, x, a=a))(x, 2.0)
+    for value, kind in ((np.zeros(3), "ndarray"), ([1, 2], "list"), ({}, "dict")):
+        with pytest.raises(TypeError, match=f"parameter a .* is a {kind}, which is not hashable"):
+            kernel(x, x, a=value)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'a'"):
+        kernel(x, x)
+
+
+# -- Outputs of no size, and batches of none
+
+
+def test_empty_outputs_are_not_launched(rng):
+    kernel = twice()
+    empty = jnp.zeros((0, 3))
+    assert jax.jit(kernel)(empty).shape == (0, 3)
+    text = lowered(kernel, struct((0, 3)))
+    assert "custom_call" not in text
+    assert jax.vmap(kernel)(jnp.zeros((0, 3))).shape == (0, 3)
+    assert "custom_call" not in lowered(jax.vmap(kernel), struct((0, 3)))
+    linear = linear_twice()
+    assert jax.grad(lambda x: linear(x).sum())(empty).shape == (0, 3)
+
+
+def test_empty_inputs_are_launched(rng):
+    """A sum of nothing is 0, and somebody has to write it."""
+    source = r"""
+    __global__ void total(const float* x, float* out, int size) {
+      float sum = 0;
+      for (int i = 0; i < size; ++i) sum += x[i];
+      *out = sum;
+    }
+    """
+    total = jtk.cuda_kernel(
+        source,
+        out=struct(()),
+        grid=1,
+        block=1,
+        scalars=lambda x: np.int32(x.size),
+        reference=lambda x: x.sum(),
+    )
+    assert jax.jit(total)(jnp.zeros(0)) == 0
+    x = whole(rng, 5)
+    assert jax.jit(total)(x) == x.sum()
+    assert_equal(jax.vmap(total)(jnp.zeros((3, 0))), jnp.zeros(3))
+    assert "custom_call" in lowered(total, struct((0,)))
+
+
+def test_an_empty_output_beside_another(rng):
+    source = "__global__ void one(const float* x, float* none, float* out) { *out = *x; }"
+    kernel = jtk.cuda_kernel(
+        source, out=(struct((0,)), struct(())), grid=1, block=1,
+        reference=lambda x: (jnp.zeros(0), x),
+    )  # fmt: skip
+    none, out = jax.jit(kernel)(jnp.float32(3))
+    assert none.shape == (0,)
+    assert out == 3
+
+
+# -- Bad input: what is wrong, in numbers, when the call is traced or lowered
+
+
+def test_compile_errors_have_log_line_and_options():
+    kernel = twice(options=("-DTILE=32",))
+    broken = jtk.cuda_kernel(
+        "\n".join(["", "__global__ void broken(float* out) {", "  *out = oops;", "}"]),
+        out=struct(()), grid=1, block=1, options=lambda: ("-DTILE=32",),
+    )  # fmt: skip
+    with pytest.raises(jtk.CompileError) as caught:
+        lowered(broken)
+    message = str(caught.value)
+    assert 'broken.cu(3): error: identifier "oops" is undefined' in message
+    assert "-DTILE=32" in message
+    assert "--gpu-architecture=sm_90a" in message
+    assert "oops" in caught.value.log
+    assert kernel.report(struct((3,)), gpu="sm_80").registers > 0
+    with pytest.raises(jtk.CompileError, match="unrecognized option -nonsense"):
+        lowered(twice(options="-nonsense"), struct((3,)))
+
+
+def test_errors_within_a_template_are_the_source_s():
+    source = "template <typename T>\n__global__ void f(T* out) {\n  *out = T::nothing;\n}"
+    kernel = jtk.cuda_kernel(source, name="f<float>", out=struct(()), grid=1, block=1)
+    with pytest.raises(jtk.CompileError, match=r"f\.cu\(3\): error") as caught:
+        lowered(kernel)
+    assert "has no kernel" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["absent", "helper", "multiply_add", "multiply_add<float, 3>"])
+def test_wrong_entry_name(name):
+    source = ELEMENTWISE + "__device__ void helper() {}\n"
+    kernel = jtk.cuda_kernel(source, name=name, out=struct(()), grid=1, block=1)
+    with pytest.raises(jtk.CompileError, match=re.escape(f"has no kernel {name};")):
+        lowered(kernel)
+
+
+def test_which_kernel():
+    settings = {"out": struct(()), "grid": 1, "block": 1}
+    with pytest.raises(ValueError, match=r"this one has none: pass name="):
+        jtk.cuda_kernel("__device__ void f() {}", **settings)
+    with pytest.raises(ValueError, match=r"this one has multiply_add<...>: pass name="):
+        jtk.cuda_kernel(ELEMENTWISE, **settings)
+    with pytest.raises(ValueError, match=r"this one has twice, count_up: pass name="):
+        jtk.cuda_kernel(TWICE + COUNT_UP, **settings)
+    named = jtk.cuda_kernel(TWICE + COUNT_UP, name="count_up", **settings)
+    assert repr(named) == "<cuda_kernel count_up>"
+    # Neither comments, declarations, launch bounds nor what only looks like a kernel count.
+    source = """
+    // __global__ void old(float* x) {}
+    /* __global__ void older() { } */
+    __global__ void first(float*);
+    __global__ void __launch_bounds__(1) first(float* x) { *x = 1; }
+    """
+    assert repr(jtk.cuda_kernel(source, **settings)) == "<cuda_kernel first>"
+    bounded = 'extern "C" __global__ __launch_bounds__(64, 2) void f(int (*x)[3]) { **x = 0; }'
+    assert repr(jtk.cuda_kernel(bounded, **settings)) == "<cuda_kernel f>"
+
+
+GREEDY = r"""
+__global__ void greedy(float* out) {
+  __shared__ float tile[1024];
+  tile[threadIdx.x] = 0;
+  *out = tile[0];
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block": 1025}, r"block \(1025, 1, 1\) exceeds \(1024, 1024, 64\)"),
+        ({"block": (32, 33)}, r"block \(32, 33, 1\) has 1056 threads, more than 1024"),
+        ({"block": 0}, r"block \(0, 1, 1\) has a dimension below 1"),
+        ({"block": (1, 1, 1, 1)}, r"block has 1 to 3 dimensions, not \(1, 1, 1, 1\)"),
+        ({"grid": 0}, r"grid \(0, 1, 1\) has a dimension below 1"),
+        ({"grid": (1, 65_536)}, r"grid \(1, 65536, 1\) exceeds \(2147483647, 65535, 65535\)"),
+        ({"grid": ()}, r"grid has 1 to 3 dimensions, not \(\)"),
+        ({"grid": 3, "cluster": 2}, r"grid \(3, 1, 1\) is not a multiple of cluster \(2, 1, 1\)"),
+        ({"grid": 16, "cluster": 16}, r"cluster \(16, 1, 1\) has 16 blocks, more than 8"),
+        ({"shared_memory_bytes": -1}, r"shared memory of -1 bytes is negative"),
+        (
+            {"shared_memory_bytes": 224 << 10},
+            r"233472 bytes of shared memory \(4096 static, 229376 dynamic\), more than the 232448",
+        ),
+        ({"workspaces": 9}, r"takes 1 parameters .* passes 2 of \(8, 8\): .* 1 workspaces"),
+        ({"scalars": np.float64(1)}, r"takes 1 parameters of \(8,\) bytes, but the call passes 2"),
+        ({"batch_axis": "x", "grid": 2}, r"more than one block along x, which batch_axis gives"),
+    ],
+)
+def test_launches_that_cannot_work(change, message):
+    settings = {"out": struct(()), "grid": 1, "block": 1}
+    kernel = jtk.cuda_kernel(GREEDY, **{**settings, **change})
+    with pytest.raises(ValueError, match=f"greedy.*{message}"):
+        lowered(kernel)
+
+
+def test_launch_bounds_and_registers():
+    bounded = GREEDY.replace("void greedy", "void __launch_bounds__(128) greedy")
+    kernel = jtk.cuda_kernel(bounded, out=struct(()), grid=1, block=256)
+    with pytest.raises(ValueError, match=r"block \(256, 1, 1\) has 256 threads, more than 128"):
+        lowered(kernel)
+    # 128 sums at a time in registers.
+    many = r"""
+    __global__ void BOUNDS many(const float* x, float* out) {
+      float sums[128];
+    #pragma unroll
+      for (int i = 0; i < 128; ++i) sums[i] = x[i * 1024 + threadIdx.x];
+      __syncthreads();
+    #pragma unroll
+      for (int i = 0; i < 128; ++i) out[i * 1024 + threadIdx.x] = sums[127 - i];
+    }
+    """
+    x = struct((128, 1024))
+    settings = {"out": lambda x: x, "grid": 1, "name": "many"}
+    greedy = jtk.cuda_kernel(many, **settings, block=1024, options="-DBOUNDS=")
+    with pytest.raises(
+        ValueError,
+        match=r"block \(1024, 1, 1\) has 1024 threads of \d+ registers, more than a "
+        r"multiprocessor has; __launch_bounds__\(1024\)",
+    ):
+        lowered(greedy, x)
+    assert (
+        jtk.cuda_kernel(many, **settings, block=256, options="-DBOUNDS=")
+        .report(x, gpu="sm_90")
+        .occupancy.limit
+        == "registers"
+    )
+    report = jtk.cuda_kernel(
+        many, **settings, block=1024, options="-DBOUNDS=__launch_bounds__(1024)"
+    ).report(x, gpu="sm_90")
+    assert report.registers <= 64
+    assert report.spill_bytes > 0
+
+
+def test_clusters_take_hopper():
+    kernel = jtk.cuda_kernel(GREEDY, out=struct(()), grid=4, block=1, cluster=(2, 1))
+    assert numbers(lowered(kernel), "cluster") == [[2, 1, 1]]
+    with pytest.raises(ValueError, match=r"cluster \(2, 1, 1\), which sm_80 lacks"):
+        lowered(kernel, arch="sm_80")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grid": 1.0}, "grid is 1.0, a float and not an integer"),
+        ({"block": True}, "block is True, a bool and not an integer"),
+        ({"grid": lambda: "4"}, "grid is '4', a str and not an integer"),
+        ({"shared_memory_bytes": 1.5}, "shared_memory_bytes is 1.5, a float"),
+        ({"workspaces": [1.5]}, "workspaces is 1.5, a float"),
+        ({"scalars": 3}, r"scalar 3 is a int, which does not say .* np.float32"),
+        ({"scalars": lambda: [2.0]}, r"scalar 2.0 is a float"),
+        ({"tensor_maps": (1,)}, "1 is no jax_tilekern.TensorMap"),
+        ({"options": [3]}, "option 3 is not a string"),
+        ({"name": 3}, "name is 3, not a string"),
+        ({"name": lambda: None}, "name is None, not a string"),
+        ({"out": lambda: None}, "out gives None for output 0, which has no shape and dtype"),
+        ({"out": 3.0}, "out gives 3.0 for output 0"),
+    ],
+)
+def test_settings_of_the_wrong_type(change, message):
+    settings = {"out": struct(()), "grid": 1, "block": 1}
+    kernel = jtk.cuda_kernel(GREEDY, **{**settings, **change})
+    with pytest.raises(TypeError, match=f"kernel greedy: {message}"):
+        lowered(kernel)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_axis": "w"}, "batch_axis is 'w', not 'x', 'y', 'z' or None"),
+        ({"alignment": 12}, "alignment 12 is not a power of two"),
+        ({"alignment": 0}, "alignment 0 is not a power of two"),
+        ({"out": ()}, "out gives no outputs"),
+    ],
+)
+def test_settings_of_the_wrong_value(change, message):
+    settings = {"out": struct(()), "grid": 1, "block": 1}
+    with pytest.raises(ValueError, match=f"kernel greedy: {message}"):
+        jtk.cuda_kernel(GREEDY, **{**settings, **change})()
+
+
+def test_float64_outputs_take_x64(rng):
+    kernel = twice(out=lambda x: struct(x.shape, np.float64))
+    message = r"output 0 is float64\[3\], which JAX would make float32; set jax_enable_x64"
+    with pytest.raises(TypeError, match=message):
+        kernel(whole(rng, 3))
+
+
+def test_packed_types_are_refused():
+    message = r"kernel twice: {} 0 is {}, of which a byte holds several"
+    for dtype in (jnp.int4, jnp.uint4, jnp.int2):
+        with pytest.raises(TypeError, match=message.format("input", np.dtype(dtype))):
+            twice()(jnp.zeros(4, dtype))
+    with pytest.raises(TypeError, match=message.format("output", "int4")):
+        twice(out=struct((3,), jnp.int4))(jnp.zeros(3))
+    # A byte each.
+    for dtype in (F8E5, np.int8, np.bool_):
+        assert jax.eval_shape(twice(), struct((3,), dtype)).dtype == dtype
+
+
+def test_wrong_references(rng):
+    if on_gpu():
+        pytest.skip("the reference is not used")
+    x = whole(rng, 3)
+    for reference, given in (
+        (lambda x: x[:2], r"float32\[2\]"),
+        (lambda x: x.astype(np.int32), r"int32\[3\]"),
+        (lambda x: (x, x), r"float32\[3\], float32\[3\]"),
+    ):
+        message = rf"the reference of kernel twice returned {given}, but its out says float32\[3\]"
+        with pytest.raises(TypeError, match=message):
+            twice(reference=reference)(x)
+        with pytest.raises(TypeError, match=message):
+            jax.vmap(twice(reference=reference))(x[None])
+
+
+def test_no_reference_is_an_error():
+    if on_gpu():
+        pytest.skip("the kernel runs")
+    message = "kernel twice is CUDA, and this program is lowered for cpu; give .* a reference="
+    with pytest.raises(NotImplementedError, match=message):
+        twice(reference=None)(jnp.zeros(3))
+    with pytest.raises(NoGpu):
+        jax.jit(twice(reference=None)).trace(struct((3,))).lower(lowering_platforms=("cuda",))
+    with pytest.raises(NoGpu):
+        twice().report(struct((3,)))
+
+
+def test_exported_for_both_platforms(rng):
+    x = whole(rng, 30)
+    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in jtk.FFI_TARGETS]
+    with jtk.gpu_target("sm_90a"):
+        exported = jax.export.export(
+            jax.jit(twice()), platforms=("cpu", "cuda"), disabled_checks=checks
+        )(x)
+    assert "jax_tilekern_cuda_launch" in str(exported.mlir_module())
+    if not on_gpu():
+        assert_equal(exported.call(x), 2 * x)
+
+
+# -- Tensor maps
+
+COPY_BOX = r"""
+#include <tilekern/mbarrier.cuh>
+#include <tilekern/ptx.cuh>
+#include <tilekern/tma.cuh>
+
+// A block copies a box of 8 rows of 32 columns.
+__global__ void copy_boxes(const float* x, float* out,
+                           const __grid_constant__ tilekern::TensorMap from,
+                           const __grid_constant__ tilekern::TensorMap to) {
+  __shared__ alignas(128) float box[8][32];
+  __shared__ alignas(8) long long storage;
+  const auto address = tilekern::shared_address(box), full = tilekern::shared_address(&storage);
+  const tilekern::BoxOrigin origin = {{int(blockIdx.x) * 32, int(blockIdx.y) * 8}};
+  if (threadIdx.x == 0) {
+    tilekern::init_barrier(full, 1);
+    tilekern::publish_barriers();
+    tilekern::arrive_expecting(full, sizeof(box));
+    tilekern::load_box(address, from, origin, full);
+    tilekern::wait(full, 0);
+    tilekern::store_box(to, origin, address);
+    tilekern::commit_stores();
+    tilekern::wait_stores_read<0>();
+  }
+}
+"""
+
+
+def box_map(buffer, x, **changes):
+    """Boxes of 8 by 32 of a matrix; the instructions take five dimensions."""
+    rows, columns = x.shape
+    size = 4 * columns * rows
+    settings = {
+        "dtype": "float32",
+        "sizes": (columns, rows, 1, 1, 1),
+        "strides_bytes": (4 * columns, size, size, size),
+        "box": (32, 8, 1, 1, 1),
+    }
+    return jtk.TensorMap(buffer, **{**settings, **changes})
+
+
+def copy_boxes(**changes):
+    settings = {
+        "out": lambda x: x,
+        "grid": lambda x: (-(-x.shape[1] // 32), -(-x.shape[0] // 8)),
+        "block": 32,
+        "tensor_maps": lambda x: (box_map(0, x), box_map(1, x)),
+        "reference": lambda x: x,
+    }
+    return jtk.cuda_kernel(COPY_BOX, **{**settings, **changes})
+
+
+def test_tensor_maps_are_planned(rng):
+    x = whole(rng, 20, 36)
+    planned = plan(copy_boxes(), x)
+    assert planned.alignments == (16, 16)
+    assert planned.launch.entry.parameter_bytes == (8, 8, 128, 128)
+    batched = plan(copy_boxes(), x, batches=[Batch(3, (True,))])
+    assert [p.steps_bytes for p in batched.launch.parameters] == [(2880,)] * 4
+    assert_equal(jax.jit(jax.vmap(copy_boxes()))(jnp.stack([x, 2 * x])), jnp.stack([x, 2 * x]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"tensor_maps": lambda x: (box_map(0, x, sizes=(36, 21, 1, 1, 1)), box_map(1, x))},
+            r"kernel copy_boxes: a tensor map reaches 3024 bytes into buffer 0, which has 2880",
+        ),
+        (
+            {"tensor_maps": lambda x: (box_map(0, x), box_map(2, x))},
+            "a tensor map of buffer 2, but there are 2 inputs, outputs and workspaces",
+        ),
+        (
+            {"tensor_maps": lambda x: box_map(0, x)},
+            r"takes 4 parameters of \(8, 8, 128, 128\) bytes, but the call passes 3 .* 1 tensor",
+        ),
+        ({"batch_axis": "z"}, "has tensor maps and batch_axis='z': a tensor map is of one array"),
+    ],
+)
+def test_tensor_maps_that_cannot_be(change, message):
+    with pytest.raises(ValueError, match=message):
+        lowered(copy_boxes(**change), struct((20, 36)))
+
+
+def test_tensor_maps_and_misaligned_shifts_of_vmap():
+    """A map's address is a multiple of 16 bytes, whatever the kernel states."""
+
+    def line(buffer, x):
+        return jtk.TensorMap(buffer, "float32", (x.size,), (), (4,))
+
+    source = COPY_BOX.replace(
+        "const __grid_constant__ tilekern::TensorMap to", "long long"
+    ).replace("store_box(to", "store_box(from")
+    kernel = jtk.cuda_kernel(
+        source, out=lambda x: x, grid=1, block=32, scalars=np.int64(0),
+        tensor_maps=lambda x: line(0, x),
+    )  # fmt: skip
+    with pytest.raises(
+        ValueError,
+        match=r"aligned to 16 bytes, but vmap shifts input 0 of float32\[6\] by 24 bytes",
+    ):
+        lowered(jax.vmap(kernel), struct((5, 6)))
+
+
+# -- What is said of a kernel
+
+
+def test_explain(rng):
+    kernel = multiply_add()
+    x = struct((1000,))
+
+    def function(x):
+        return kernel(x, x, a=2.0) + kernel(x, x, a=3.0)
+
+    with jtk.gpu_target("sm_90a"):
+        choices = jtk.explain(function, x, platform="cuda")
+        (batched,) = jtk.explain(
+            jax.vmap(functools.partial(kernel, a=2.0)), *[struct((7, 5))] * 2, platform="cuda"
+        )
+    for choice, a in zip(choices, (2.0, 3.0), strict=True):
+        assert choice.call == f"cuda_kernel multiply_add a={a}"
+        assert choice.kernel == "multiply_add<float>"
+        assert choice.operands == ("f32[1000]", "f32[1000]")
+        assert choice.result == "f32[1000]"
+        assert re.fullmatch(
+            r"\d+ registers, 0 bytes spilled, 0 bytes of shared memory, 16 blocks a multiprocessor "
+            r"\(100% of its warps, limited by threads\)",
+            choice.reason,
+        )
+    assert batched.reason.endswith(", 7 launches")
+    assert "multiply_add<float>" in str(choices)
+    (choice,) = jtk.explain(squares(), x, platform="cpu")
+    assert choice.kernel is None
+    assert choice.reason == "its reference: no CUDA here"
+    assert choice.result == "f32[1000], i32[1000]"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_report(arch):
+    kernel = multiply_add()
+    x = struct((1000,))
+    report = kernel.report(x, x, a=2.0, gpu=arch)
+    with jtk.gpu_target(arch):
+        assert kernel.report(x, x, a=2.0) == report
+    assert report.arch == arch
+    assert (report.grid, report.block) == ((8, 1, 1), (128, 1, 1))
+    assert 0 < report.registers <= 32
+    assert (report.spill_bytes, report.shared_memory_bytes) == (0, 0)
+    assert (report.occupancy.fraction, report.occupancy.limit) == (1, "threads")
+    assert f".target {arch}" in report.ptx()
+    assert re.search(r"\.entry \w*multiply_add", report.ptx())
+    text = str(report)
+    assert re.search(r"^kernel +multiply_add<float>$", text, re.MULTILINE)
+    assert re.search(rf"^compiled for .*\({arch}\)$", text, re.MULTILINE)
+    assert re.search(rf"^registers +{report.registers} a thread, 0 bytes", text, re.MULTILINE)
+    assert re.search(r"^shared memory +0 bytes a block$", text, re.MULTILINE)
+    assert re.search(r"^occupancy .*100% of its warps, limited by threads$", text, re.MULTILINE)
+
+
+def test_report_takes_what_a_call_takes(rng):
+    kernel = multiply_add()
+    of_structs = kernel.report(struct((3,)), struct((3,)), a=2.0, gpu="sm_90")
+    x = rng.standard_normal(3)  # float64, which a call makes float32
+    assert kernel.report(x, [1.0, 2.0, 3.0], a=2.0, gpu="sm_90").plan == of_structs.plan
+    assert kernel.report(jnp.asarray(x), x, a=2.0, gpu=known_gpu("sm_90")).plan == of_structs.plan
+    shared = jtk.cuda_kernel(
+        GREEDY, out=struct(()), grid=1, block=1, shared_memory_bytes=1000
+    ).report(gpu="sm_90")
+    assert shared.shared_memory_bytes == 4096 + 1000
+
+
+def test_report_of_an_unknown_gpu():
+    gpu = jtk.Gpu((8, 6), 10, 99 << 10, 1 << 20, "somebody's")
+    kernel = multiply_add()
+    report = kernel.report(struct((3,)), struct((3,)), a=2.0, gpu=gpu)
+    assert "somebody's (sm_86)" in str(report)
+
+
+def test_sass():
+    try:
+        disassembly._nvdisasm()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    report = multiply_add().report(struct((9,)), struct((9,)), a=2.0, gpu="sm_90")
+    assert "FFMA" in report.sass()
+    assert "EXIT" in report.sass()
+
+
+def test_no_disassembler(monkeypatch):
+    monkeypatch.setattr(disassembly, "_candidates", lambda: iter(["/nowhere/nvdisasm"]))
+    report = multiply_add().report(struct((9,)), struct((9,)), a=2.0, gpu="sm_90")
+    with pytest.raises(FileNotFoundError, match="pip install nvidia-cuda-nvdisasm"):
+        report.sass()
+
+
+# -- The headers
+
+EVERY_HEADER = r"""
+#include <tilekern/convert.cuh>
+#include <tilekern/types.cuh>
+#include <tilekern/view.cuh>
+
+__global__ void widen(const tilekern::TYPE* x, float* out, long long rows, long long columns) {
+  const tilekern::View<const tilekern::TYPE, 2> from{x, {rows, columns}};
+  const tilekern::View<float, 2> to{out, {rows, columns}};
+  const int row = blockIdx.x, column = threadIdx.x;
+  if (to.contains(1, column)) to[row](column) = tilekern::to_float(from(row, column));
+}
+
+template <typename T>
+__global__ void narrow(const float* x, T* out) {
+  out[threadIdx.x] = tilekern::from_float<T>(x[threadIdx.x]);
+}
+"""
+
+
+def widen(dtype, **changes):
+    name = jtk.cxx_type(dtype).removeprefix("tilekern::")
+    settings = {
+        "name": "widen",
+        "out": lambda x: struct(x.shape),
+        "grid": lambda x: x.shape[0],
+        "block": 64,
+        "scalars": lambda x: tuple(np.int64(size) for size in x.shape),
+        "options": f"-DTYPE={name}",
+        "reference": lambda x: x.astype(np.float32),
+    }
+    return jtk.cuda_kernel(EVERY_HEADER, **{**settings, **changes})
+
+
+def narrow(dtype, **changes):
+    settings = {
+        "name": f"narrow<{jtk.cxx_type(dtype)}>",
+        "out": lambda x: struct(x.shape, dtype),
+        "grid": 1,
+        "block": lambda x: x.size,
+        "options": "-DTYPE=bfloat16",
+        "reference": lambda x: x.astype(dtype),
+    }
+    return jtk.cuda_kernel(EVERY_HEADER, **{**settings, **changes})
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [BF16, np.float16])
+def test_views_and_conversions_compile(arch, dtype, debug):
+    for report in (
+        widen(dtype, debug=debug).report(struct((3, 5), dtype), gpu=arch),
+        narrow(dtype, debug=debug).report(struct((5,)), gpu=arch),
+    ):
+        assert report.spill_bytes == 0
+        compiled = report.plan.launch.entry
+        assert compiled.registers > 0
+    checks = "out of bounds" in widen(dtype, debug=debug).report(
+        struct((3, 5), dtype), gpu=arch
+    ).plan.launch.entry.cubin.decode("latin1")
+    assert checks == debug
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float16])
+def test_conversions(rng, dtype):
+    info = jnp.finfo(dtype)
+    values = [0.0, -0.0, 1.0, np.inf, -np.inf, np.nan, info.max, 2 * float(info.max), info.tiny]
+    # Halfway between two neighbours, which goes to the even one, and next to that.
+    ulp = float(info.eps)
+    values += [1 + ulp / 2, 1 + 3 * ulp / 2, np.nextafter(np.float32(1 + ulp / 2), np.float32(2))]
+    with np.errstate(over="ignore"):
+        x = np.concatenate([values, rng.standard_normal(40)]).astype(np.float32)
+        expected = x.astype(dtype)
+    got = np.asarray(narrow(dtype)(x))
+    np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
+    wide = widen(dtype)(jnp.asarray(expected[:50].reshape(5, 10)))
+    np.testing.assert_array_equal(wide.ravel(), expected[:50].astype(np.float32))
+
+
+def test_cxx_types():
+    assert jtk.cxx_type(np.float32) == "float"
+    assert jtk.cxx_type(BF16) == "tilekern::bfloat16"
+    assert jtk.cxx_type(jnp.complex64) == "float2"
+    with pytest.raises(TypeError, match="no C\\+\\+ type for elements of int4"):
+        jtk.cxx_type(jnp.int4)

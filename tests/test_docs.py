@@ -1,0 +1,80 @@
+"""The guides' snippets run, in their order, and print what the guide says."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from jax_tilekern.compiler import compile_source
+from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+
+try:
+    nvrtc()
+except NvrtcNotFound as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+GUIDE = Path(__file__).parent.parent / "docs" / "cuda-kernel.md"
+_BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_HEADER = re.compile(r"^\| `<(tilekern/\w+\.cuh)>` \|.*\| (\w+) \|$", re.MULTILINE)
+
+
+def snippets(text):
+    """Each Python block: its line, its code, and what it prints where the guide says."""
+    found = []
+    for block in _BLOCK.finditer(text):
+        if block[1] == "text":
+            found[-1][2] = block[2]
+        else:
+            found.append([text[: block.start(2)].count("\n"), block[2], None])
+    return found
+
+
+def test_snippets_of_the_guide_run():
+    found = snippets(GUIDE.read_text())
+    assert len(found) >= 10
+    namespace = {"__name__": "guide"}
+    for line, code, expected in found:
+        printed = io.StringIO()
+        # Empty lines in front, so that errors have the guide's own line numbers.
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * line + code, str(GUIDE), "exec"), namespace)
+        if expected is not None:
+            check = doctest.OutputChecker().check_output
+            assert check(expected, printed.getvalue(), doctest.ELLIPSIS), (line, printed.getvalue())
+
+
+HEADERS = _HEADER.findall(GUIDE.read_text())
+ARCHS = ("sm_80", "sm_90a", "sm_120")
+
+
+def test_every_header_of_the_guide_is_looked_at():
+    assert len(HEADERS) == GUIDE.read_text().count("| `<tilekern/")
+    assert len(HEADERS) >= 9
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize(("header", "least"), HEADERS)
+def test_headers_of_the_guide_compile_alone(header, least, debug):
+    source = f"#include <{header}>\n__global__ void nothing() {{}}\n"
+    options = ("-DTILEKERN_DEBUG",) if debug else ()
+    for arch in ARCHS:
+        # What ends in a letter is for that architecture only.
+        if arch == least or (
+            least[-1] != "a" and (least == "all" or number(arch) >= number(least))
+        ):
+            assert compile_source(source, ["nothing"], arch=arch, options=options).log == ""
+
+
+def test_headers_of_the_guide_compile_together():
+    source = "".join(f"#include <{header}>\n" for header, _ in HEADERS)
+    source += '#include "types.cuh"\n__global__ void nothing() {}\n'
+    assert compile_source(source, ["nothing"], arch="sm_90a").log == ""
+
+
+def number(arch):
+    return int(re.sub(r"\D", "", arch))

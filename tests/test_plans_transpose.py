@@ -1,0 +1,270 @@
+"""Plans for transposes: what a permutation is reduced to, and what is launched for it."""
+
+import itertools
+import math
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_tilekern.compiler import compile_kernels
+from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.launch import TensorMap
+from jax_tilekern.plans.permutation import Permutation
+from jax_tilekern.plans.transpose import candidates, left_to_xla
+from jax_tilekern.plans.transpose_boxes import BoxTranspose
+from jax_tilekern.plans.transpose_narrow import NarrowTranspose
+from jax_tilekern.plans.transpose_rows import RowTranspose
+from jax_tilekern.plans.transpose_shape import TileGrid, divisor
+from jax_tilekern.plans.transpose_tiles import TileTranspose
+
+H100, A100, RTX_5090 = known_gpu("sm_90"), known_gpu("sm_80"), known_gpu("sm_120")
+
+try:
+    nvrtc()
+    has_nvrtc = True
+except NvrtcNotFound:
+    has_nvrtc = False
+needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
+
+shapes = st.lists(st.sampled_from([1, 1, 2, 3, 4, 5]), max_size=6)
+permutations = shapes.flatmap(
+    lambda shape: st.tuples(st.just(shape), st.permutations(range(len(shape))))
+)
+
+
+def found(shape, axes, itemsize, gpu=H100):
+    return candidates(Permutation.reduced(shape, axes, itemsize), gpu)
+
+
+def best(*args):
+    return found(*args)[0]
+
+
+@given(permutations)
+def test_reduction_moves_memory_alike(case):
+    shape, axes = case
+    x = np.arange(math.prod(shape))
+    reduced = Permutation.reduced(shape, axes, 4)
+    moved = x.reshape(reduced.sizes).transpose(reduced.order).ravel()
+    np.testing.assert_array_equal(moved, x.reshape(shape).transpose(axes).ravel())
+
+
+@given(permutations)
+def test_nothing_is_left_to_reduce(case):
+    reduced = Permutation.reduced(*case, 4)
+    assert 1 not in reduced.sizes
+    assert all(after != before + 1 for before, after in itertools.pairwise(reduced.order))
+    assert Permutation.reduced(reduced.sizes, reduced.order, 4) == reduced
+
+
+@given(permutations)
+def test_strides(case):
+    reduced = Permutation.reduced(*case, 8)
+    source = np.zeros(reduced.sizes)
+    result = np.zeros([reduced.sizes[dim] for dim in reduced.order])
+    assert reduced.source_strides == source.strides
+    assert tuple(reduced.result_strides[dim] for dim in reduced.order) == result.strides
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "sizes", "order"),
+    [
+        ((2, 3, 4), (0, 1, 2), (24,), (0,)),
+        ((2, 1, 4), (1, 0, 2), (8,), (0,)),
+        ((2, 3, 4), (2, 0, 1), (6, 4), (1, 0)),
+        ((2, 3, 4, 5), (0, 2, 3, 1), (2, 3, 20), (0, 2, 1)),
+        ((2, 3, 4, 5), (3, 2, 1, 0), (2, 3, 4, 5), (3, 2, 1, 0)),
+        ((1, 1), (1, 0), (), ()),
+        # A dimension of size 1 between two does not keep them apart.
+        ((4, 1, 5, 3), (3, 0, 1, 2), (20, 3), (1, 0)),
+        ((4, 1, 5, 3), (3, 1, 0, 2), (20, 3), (1, 0)),
+    ],
+)
+def test_reduced(shape, axes, sizes, order):
+    assert Permutation.reduced(shape, axes, 4) == Permutation(sizes, order, 4)
+
+
+def test_an_innermost_dimension_that_stays_widens_items():
+    assert Permutation((5, 7, 4), (1, 0, 2), 2).widened == Permutation((5, 7), (1, 0), 8)
+    for kept in (Permutation((5, 7, 3), (1, 0, 2), 4), Permutation((5, 7, 2), (1, 0, 2), 16)):
+        assert kept.widened == kept
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "itemsize", "kind"),
+    [
+        ((8192, 8192), (1, 0), 4, TileTranspose),
+        ((100, 100, 4), (1, 0, 2), 4, TileTranspose),
+        # The copy engine's where it was the fastest.
+        ((4096, 4096), (1, 0), 1, BoxTranspose),
+        ((4096, 4096), (1, 0), 2, BoxTranspose),
+        ((16384, 16384), (1, 0), 1, TileTranspose),
+        ((64, 1024, 1024), (0, 2, 1), 2, TileTranspose),
+        ((1024, 1024), (1, 0), 2, TileTranspose),
+        ((4096, 4095), (1, 0), 2, TileTranspose),
+        ((8, 1000, 1003), (0, 2, 1), 4, TileTranspose),
+        # A box takes rows of 128 bytes, and three outer dimensions.
+        ((20, 128, 8192), (2, 1, 0), 2, TileTranspose),
+        ((8, 8, 8, 8, 64, 64), (1, 0, 3, 5, 2, 4), 2, TileTranspose),
+        ((3, 2**24), (1, 0), 1, NarrowTranspose),
+        ((2**24, 3), (1, 0), 1, NarrowTranspose),
+        ((5, 2**20, 8), (0, 2, 1), 2, NarrowTranspose),
+        ((32, 128, 64, 64), (0, 2, 1, 3), 2, RowTranspose),
+        ((5, 7, 103), (1, 0, 2), 1, RowTranspose),
+    ],
+)
+def test_choices(shape, axes, itemsize, kind):
+    assert isinstance(best(shape, axes, itemsize), kind)
+
+
+def test_boxes_are_for_hopper_and_later():
+    for gpu in (A100, H100, RTX_5090):
+        kinds = {type(c) for c in found((512, 512), (1, 0), 2, gpu)}
+        assert (BoxTranspose in kinds) == (gpu.compute_capability >= (9, 0))
+        assert TileTranspose in kinds
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "words"),
+    [
+        ((100, 100, 3), (1, 0, 2), "rows of 12 bytes"),
+        ((1000, 8, 8), (0, 2, 1), "matrices of 256 bytes"),
+        ((3, 1000, 9), (2, 1, 0), "matrices of 108 bytes"),
+        ((5, 2**20 + 1), (1, 0), "rows of 20 bytes"),
+        (tuple(range(40, 50)), tuple(reversed(range(10))), "10 dimensions"),
+        ((2**31, 64, 64), (0, 2, 1), "more blocks"),
+        ((2**31, 2, 64), (1, 0, 2), "more blocks"),
+    ],
+)
+def test_reasons(shape, axes, words):
+    assert words in found(shape, axes, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "itemsize", "words"),
+    [
+        ((2048, 512), (1, 0), 4, "4194304 bytes"),
+        ((1024, 1024), (1, 0), 1, "1048576 bytes"),
+        # XLA is slower where the result's rows start anywhere, whatever the source's do.
+        ((8, 1000, 1003), (0, 2, 1), 4, "32096000 bytes"),
+        ((8, 1003, 1000), (0, 2, 1), 4, None),
+        ((4096, 4096), (1, 0), 4, None),
+        ((4096, 4096), (1, 0), 1, None),
+        ((3, 4096), (1, 0), 1, None),
+        ((64, 511, 257), (1, 0, 2), 4, "odd length"),
+        ((64, 511, 257), (1, 0, 2), 1, None),
+        ((32, 128, 64, 64), (0, 2, 1, 3), 2, None),
+    ],
+)
+def test_left_to_xla(shape, axes, itemsize, words):
+    permutation = Permutation.reduced(shape, axes, itemsize)
+    assert not isinstance(candidates(permutation, H100), str)
+    reason = left_to_xla(permutation, H100)
+    assert reason is None if words is None else words in reason
+    assert left_to_xla(permutation, A100) is None
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(("shape", "axes"), [((4096, 4096), (1, 0)), ((3, 2**20), (1, 0))])
+def test_keys_are_unique(shape, axes, itemsize):
+    keys = [candidate.key for candidate in found(shape, axes, itemsize)]
+    assert len(set(keys)) == len(keys) > 0
+
+
+@given(st.integers(1, 2**31), st.integers(0, 2**31 - 1))
+def test_division_by_a_divisor_is_exact(value, number):
+    fields = divisor(value)
+    assert fields[0] == value
+    assert max(fields) < 2**32
+    assert number * fields[1] >> fields[2] == number // value
+
+
+@given(st.integers(1, 2000), st.integers(1, 40))
+def test_bands_hold_every_tile_once(rows, columns):
+    """As ``tile_position`` of ``transpose_shape.cuh`` walks them."""
+    values = TileGrid(rows, columns).values
+    count, band, width, last_width = values[1::3]
+    assert (values[0], count) == (columns, rows * columns)
+    positions = set()
+    for tile in range(count):
+        first = tile // band * width
+        row, column = divmod(tile % band, last_width if first + width > columns else width)
+        positions.add((row, first + column))
+    assert positions == set(itertools.product(range(rows), range(columns)))
+
+
+def numbers(launch, layout):
+    return struct.unpack_from(layout, launch.parameters[-1].data)
+
+
+@needs_nvrtc
+def test_arrays_of_more_than_32_bits_of_items():
+    """Strides and sizes are 64-bit numbers; only blocks and what is in a tile are not."""
+    tiles = best((50001, 90001), (1, 0), 1)
+    launch = tiles.plan(H100).launches[0]
+    assert isinstance(tiles, TileTranspose)
+    assert numbers(launch, "14I5q")[14:] == (50001, 90001, 90001, 50001, 50001 * 90001)
+    assert launch.grid[0] == tiles.blocks < 2**31
+
+    batched = best((9, 50001, 10001), (0, 2, 1), 1).plan(H100).launches[0]
+    strides = numbers(batched, "14I17q")[19:]
+    source, result = strides[5], strides[11]
+    assert source == result == 50001 * 10001
+    assert 9 * source > 2**32
+
+    narrow = best((3, 2**33), (1, 0), 1)
+    launch = narrow.plan(H100).launches[0]
+    assert numbers(launch, "12q18I2q")[30:] == (2**33, 2**33)
+
+    _, boxes = found((65536, 65536), (1, 0), 2)
+    assert boxes.plan(H100).launches[0].parameters[0].sizes == (65536, 65536, 1, 1, 1)
+    # Coordinates of a box are 32-bit numbers, and wide of them are left to tiles.
+    kinds = {type(c) for c in found((128, 2**31), (1, 0), 1)}
+    assert kinds == {TileTranspose}
+
+    rows = best((5, 2**26, 3), (1, 0, 2), 16).plan(H100).launches[0]
+    assert numbers(rows, "4Iq12q")[10] == 3 * 2**26 * 16
+
+
+@needs_nvrtc
+def test_tensor_maps():
+    launch = best((3, 2048, 4096), (0, 2, 1), 2).plan(H100).launches[0]
+    source, result = launch.parameters[:2]
+    assert isinstance(source, TensorMap)
+    assert (source.dtype, source.sizes) == ("uint16", (4096, 2048, 1, 1, 3))
+    assert (result.dtype, result.sizes) == ("uint16", (2048, 4096, 1, 1, 3))
+    assert source.extent_bytes == result.extent_bytes == 3 * 2048 * 4096 * 2
+
+
+LAUNCHED = [
+    ((512, 512), (1, 0)),
+    ((511, 513), (1, 0)),
+    ((3, 4096), (1, 0)),
+    ((4096, 8), (1, 0)),
+    ((7, 9, 103), (1, 0, 2)),
+]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("arch", "itemsize"),
+    [*(("sm_90a", size) for size in (1, 2, 4, 8, 16)), ("sm_80", 1), ("sm_80", 4), ("sm_120", 2)],
+)
+def test_compiles_without_spills(arch, itemsize):
+    gpu = known_gpu(arch)
+    every = []
+    for case in LAUNCHED:
+        kinds = {type(candidate): candidate for candidate in reversed(found(*case, itemsize, gpu))}
+        every += kinds.values()
+    for candidate in every:
+        plan = candidate.plan(gpu)
+        assert compile_kernels(candidate.kernel, arch=arch).log == ""
+        (launch,) = plan.launches
+        assert launch.entry.spill_bytes == 0
+        assert launch.entry.shared_memory_bytes == 0
+        # Two blocks work on a multiprocessor at least.
+        assert -(-launch.entry.registers // 8) * 8 * math.prod(launch.block) * 2 <= 65536

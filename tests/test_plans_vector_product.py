@@ -1,0 +1,109 @@
+"""Candidates for products with a vector, without a GPU."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from products import H100, TYPES, geometries, product_of
+
+from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.product import Product
+from jax_tilekern.plans.reduction import ColumnPass, RowPass
+from jax_tilekern.plans.vector_product import SUM_DTYPES, candidates
+
+try:
+    nvrtc()
+    has_nvrtc = True
+except NvrtcNotFound:
+    has_nvrtc = False
+
+sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**16))
+vectors = st.builds(
+    lambda arithmetic, geometry: Product(geometry, *TYPES[arithmetic], arithmetic),
+    st.sampled_from(sorted(set(TYPES) & set(SUM_DTYPES))),
+    geometries(sizes, most_batch_dims=4),
+)
+
+
+def one_vector(product, side):
+    """The product of a vector and a matrix that lies as it did."""
+    geometry = product.geometry
+    return dataclasses.replace(product, geometry=dataclasses.replace(geometry, **{side: 1}))
+
+
+@given(vectors, st.sampled_from("mn"))
+def test_every_pass_stays_inside_the_operands(product, side):
+    geometry = (product := one_vector(product, side)).geometry
+    for candidate in candidates(product, H100):
+        first = candidate.passes.passes[0]
+        reduction = first.reduction
+        assert reduction.lines * reduction.k == geometry.m * geometry.n * geometry.k
+        assert first.splits * first.split_k >= reduction.k
+        assert (first.splits - 1) * first.split_k < reduction.k
+        assert first.blocks < 2**31
+        # What a load must be a multiple of, every row is.
+        for stride in (*reduction.lhs_strides[:-2], *(reduction.rhs_strides or ())[:-1]):
+            if isinstance(first, RowPass):
+                assert stride * product.lhs_dtype.itemsize % first.vector_bytes == 0
+        for later in candidate.passes.passes[1:]:
+            assert later.reduction.rhs_strides is None
+        if product.arithmetic == "int8":
+            assert {p.reduction.sum_dtype.name for p in candidate.passes.passes} == {"uint32"}
+
+
+@given(vectors)
+def test_products_of_matrices_have_none(product):
+    if min(product.geometry.m, product.geometry.n) > 1:
+        assert candidates(product, H100) == []
+
+
+@pytest.mark.parametrize("arithmetic", sorted(set(TYPES) & set(SUM_DTYPES)))
+def test_the_kernel_follows_from_the_major_order(arithmetic):
+    for sizes, layout, kind, exchanged in [
+        ((1, 4096, 4096), {"rhs_k_major": True}, RowPass, True),
+        ((1, 4096, 4096), {}, ColumnPass, True),
+        ((4096, 1, 4096), {"rhs_k_major": True}, RowPass, False),
+        ((4096, 1, 4096), {"lhs_k_major": False, "rhs_k_major": True}, ColumnPass, False),
+    ]:
+        found = candidates(product_of(arithmetic, *sizes, **layout), H100)
+        assert found
+        assert all(isinstance(c.passes.passes[0], kind) for c in found)
+        assert {c.exchanged for c in found} == {exchanged}
+
+
+def test_dot_products_take_every_multiprocessor():
+    for k in (10**6, 10**9):
+        best = candidates(product_of("tf32", 1, 1, k, rhs_k_major=True), H100)[0]
+        first, second = best.passes.passes
+        assert first.blocks >= H100.multiprocessors
+        assert second.blocks == 1
+
+
+def test_one_short_dot_product_is_one_launch():
+    best = candidates(product_of("f32", 1, 1, 2000, rhs_k_major=True), H100)[0]
+    assert len(best.passes.passes) == 1
+
+
+def test_float8_has_none():
+    assert candidates(product_of("fp8", 1, 64, 64), H100) == []
+
+
+def test_keys_are_unique_and_best_first():
+    for layout in ({}, {"rhs_k_major": True}):
+        found = candidates(product_of("bf16", 1, 4096, 4096, **layout), H100)
+        assert len({c.key for c in found}) == len(found)
+        assert sorted(found, key=lambda c: c.cycles) == found
+
+
+@pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
+def test_plans_pass_the_matrix_first():
+    for exchanged, sizes in ((True, (1, 512, 512)), (False, (512, 1, 512))):
+        product = product_of("bf16", *sizes, rhs_k_major=True)
+        plan = candidates(product, H100)[0].plan(H100)
+        assert [p.index for p in plan.launches[0].parameters[:3]] == [
+            *((1, 0) if exchanged else (0, 1)),
+            2,
+        ]
+        assert plan.alignments == (16, 16, 2)
+        assert plan.reason

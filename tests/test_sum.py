@@ -1,0 +1,355 @@
+"""``sum`` has the semantics of ``jnp.sum``, float64's values, and all of JAX's transformations."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from numerics import BF16, UNIT_ROUNDOFF, accumulator, exact, on_gpu, random
+
+import jax_tilekern as jtk
+
+FLOATS = [np.float32, BF16, np.float16, np.float64]
+INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
+# Sums over rows, over columns, over both, and of what lies between.
+CASES = [
+    ((1,), None),
+    ((1000,), None),
+    ((70001,), 0),
+    ((37, 129), 1),
+    ((37, 129), 0),
+    ((64, 48), 0),
+    ((3, 64, 48), 1),
+    ((2000, 3), 0),
+    ((2000, 3), 1),
+    ((4, 1, 9, 16), (0, 3)),
+    ((4, 7, 9, 16), (1, -1)),
+    ((4, 7, 9, 16), (0, 2)),
+    ((3, 4, 2, 5, 3, 4), (0, 2, 4)),
+    ((3, 4, 2, 5, 3, 4), (1, 3, 5)),
+]
+
+
+def float_bound(x, axis, out_dtype):
+    """By how much each sum may err: see ``numerics.error_bound``, here for every sum alone."""
+    wide = np.abs(exact(x))
+    count = wide.size // max(1, wide.sum(axis).size)
+    u = UNIT_ROUNDOFF[accumulator(out_dtype)]
+    rounding = UNIT_ROUNDOFF[np.dtype(out_dtype)]
+    # Of each sum of squares the root is what random errors add up to; a dozen deviations of it.
+    spread = np.sqrt((wide**2).sum(axis))
+    return 12 * np.sqrt(count) * u * spread + rounding * np.abs(exact(x).sum(axis)) + 2.0**-24
+
+
+def assert_sum(out, x, axis):
+    reference = exact(x).sum(axis)
+    assert out.shape == reference.shape
+    if np.dtype(out.dtype).kind in "iu":
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(out, reference.astype(out.dtype))
+        return
+    dtype = {"complex64": np.float32, "complex128": np.float64}.get(str(out.dtype), out.dtype)
+    error = np.abs(exact(out) - reference)
+    np.testing.assert_array_less(error, float_bound(x, axis, dtype) * (1 + 1e-9) + 1e-300)
+
+
+@pytest.mark.parametrize(("shape", "axis"), CASES)
+@pytest.mark.parametrize("dtype", [*FLOATS, np.int8, np.int32, np.complex64])
+def test_values(rng, x64, shape, axis, dtype):
+    x = random(rng, shape, dtype)
+    out = jax.jit(functools.partial(jtk.sum, axis=axis))(x)
+    assert_sum(out, x, axis)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, np.bool_, np.complex128])
+def test_other_types(rng, x64, dtype):
+    bits = random(rng, (33, 70), np.int8)
+    x = bits > 0 if dtype == np.bool_ else random(rng, (33, 70), dtype)
+    for axis in (None, 0, 1):
+        out = jtk.sum(x, axis)
+        assert out.dtype == jnp.sum(x, axis).dtype
+        assert_sum(out, x, axis)
+
+
+@pytest.mark.parametrize("x64_enabled", [False, True])
+@pytest.mark.parametrize("keepdims", [False, True])
+@pytest.mark.parametrize("axis", [None, 0, -1, (0, 2), ()])
+def test_types_and_shapes_are_jaxs(axis, keepdims, x64_enabled):
+    with jax.enable_x64(x64_enabled):
+        types = (np.float32, BF16, np.int8, np.uint16, np.int32, np.bool_, np.complex64)
+        types += (np.float64, np.int64) if x64_enabled else ()
+        arrays = [jnp.zeros((2, 3, 4), t) for t in types]
+        results = (None, np.float32, np.int8, jnp.bfloat16, np.complex64, np.bool_)
+        cases = [(x, dtype) for x in arrays for dtype in results]
+        for x, dtype in cases:
+            if x.dtype.kind == "c" and dtype not in (None, np.complex64):
+                continue
+            sums = [
+                jax.eval_shape(functools.partial(f, axis=axis, dtype=dtype, keepdims=keepdims), x)
+                for f in (jtk.sum, jnp.sum)
+            ]
+            assert sums[0] == sums[1]
+            assert sums[0].weak_type == sums[1].weak_type
+
+
+def test_weak_types_stay_weak():
+    for x in (3, 2.5, True, 1j):
+        ours, theirs = jtk.sum(x), jnp.sum(x)
+        assert (ours.dtype, ours.weak_type, ours) == (theirs.dtype, theirs.weak_type, theirs)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32])
+def test_results_of_another_type(rng, dtype):
+    for given in (np.float32, BF16, np.int8, np.float16):
+        x = random(rng, (50, 40), given)
+        if np.dtype(given).kind == "i":
+            x = x // 16
+        out, expected = jtk.sum(x, 1, dtype), jnp.sum(x.astype(dtype), 1, np.float32)
+        assert out.dtype == dtype
+        # Of elements that are cast first or not.
+        tolerance = 0 if dtype == jnp.int32 else 2.0**-7
+        scale = float(jnp.abs(x.astype(np.float32)).sum(1).max())
+        np.testing.assert_allclose(exact(out), exact(expected), rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize(
+    ("x", "arguments"),
+    [
+        (np.ones((2, 3)), {"axis": 2}),
+        (np.ones((2, 3)), {"axis": (0, -2)}),
+        (np.ones((2, 3)), {"axis": (0, 0)}),
+        (np.ones((2, 3)), {"axis": 1.5}),
+        ([1, 2], {}),
+        (np.ones(3), {"dtype": "nonsense"}),
+    ],
+)
+def test_errors_are_jaxs(x, arguments):
+    with pytest.raises(Exception) as theirs:  # noqa: PT011 - the type is what is compared
+        jnp.sum(x, **arguments)
+    with pytest.raises(theirs.type, match=re.escape(str(theirs.value))):
+        jtk.sum(x, **arguments)
+
+
+def test_what_is_no_array_is_refused():
+    with pytest.raises(TypeError, match="as an abstract array"):
+        jtk.sum("text")
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 3)])
+def test_empty(shape):
+    for axis in (None, 0, -1):
+        np.testing.assert_array_equal(jtk.sum(jnp.zeros(shape), axis), np.zeros(shape).sum(axis))
+
+
+def test_nan_and_infinities(rng):
+    x = rng.standard_normal((6, 5000)).astype(np.float32)
+    x[0, 4321], x[1, 7], x[2, 4999], x[3, 0] = np.nan, np.inf, -np.inf, np.inf
+    x[3, 2500] = -np.inf
+    for axis, y in ((1, x), (0, np.ascontiguousarray(x.T))):
+        with np.errstate(invalid="ignore"):
+            expected = y.astype(np.float64).sum(axis)
+        np.testing.assert_array_equal(jtk.sum(y, axis)[:4], expected[:4].astype(np.float32))
+
+
+def test_the_same_every_time(rng):
+    x = random(rng, (1 << 20,), np.float32)
+    for y, axis in ((x, None), (x.reshape(-1, 64), 0), (x.reshape(64, -1), 1)):
+        call = jax.jit(functools.partial(jtk.sum, axis=axis))
+        once = np.asarray(call(y))
+        for _ in range(5):
+            np.testing.assert_array_equal(np.asarray(call(y)), once)
+
+
+def test_many_elements_err_no_more_than_jaxs(rng):
+    """Of a plain loop the error would be some thousand roundings, here it is a few."""
+    x = jnp.asarray(rng.random(30_000_001, np.float32))
+    reference = np.asarray(x).astype(np.float64).sum()
+    ours, theirs = (abs(float(f(x)) - reference) / reference for f in (jtk.sum, jnp.sum))
+    assert ours <= max(theirs, 8 * UNIT_ROUNDOFF[np.dtype(np.float32)])
+
+
+# Transformations.
+
+
+def assert_close(got, expected):
+    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-5), got, expected)
+
+
+AXES = [None, 0, 1, 2, (0, 2), (1, 2), ()]
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("keepdims", [False, True])
+def test_derivatives(rng, axis, keepdims):
+    x, tangent = (random(rng, (3, 4, 5), np.float32) for _ in range(2))
+    ours, theirs = (functools.partial(f, axis=axis, keepdims=keepdims) for f in (jtk.sum, jnp.sum))
+    check_grads(lambda x: jnp.sin(ours(x)), (x,), 2, modes=("fwd", "rev"), atol=5e-2, rtol=5e-2)
+    assert_close(jax.jvp(ours, (x,), (tangent,)), jax.jvp(theirs, (x,), (tangent,)))
+    out, pullback = jax.vjp(ours, x)
+    assert_close(pullback(jnp.cos(out)), jax.vjp(theirs, x)[1](jnp.cos(out)))
+    assert_close(jax.linear_transpose(ours, x)(out), jax.linear_transpose(theirs, x)(out))
+
+    def curved(f):
+        return jax.hessian(lambda x: jnp.sin(f(x)).sum())(x)
+
+    assert_close(curved(ours), curved(theirs))
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("mapped", [0, 1, 2, 3, -1])
+def test_vmap(rng, axis, mapped):
+    x = random(rng, (3, 4, 5, 6), np.float32)
+    for transform in (lambda f: f, lambda f: jax.grad(lambda x: jnp.sin(f(x)).sum())):
+        ours, theirs = (
+            jax.jit(jax.vmap(transform(functools.partial(f, axis=axis)), mapped, -1))
+            for f in (jtk.sum, jnp.sum)
+        )
+        assert_close(ours(x), theirs(x))
+
+
+def test_nested_vmap(rng):
+    x = random(rng, (3, 4, 5, 6), np.float32)
+    ours, theirs = (jax.vmap(jax.vmap(lambda x, f=f: f(x, 0), 2), 1) for f in (jtk.sum, jnp.sum))
+    assert_close(ours(x), theirs(x))
+
+
+def test_scan_and_its_gradient(rng):
+    x = random(rng, (7, 8), np.float32)
+
+    def run(f, x):
+        def step(carry, _):
+            return jnp.tanh(carry + f(carry, 0, keepdims=True)), f(carry)
+
+        return lax.scan(step, x, length=4)[1].sum()
+
+    ours, theirs = (
+        jax.jit(jax.value_and_grad(functools.partial(run, f)))(x) for f in (jtk.sum, jnp.sum)
+    )
+    assert_close(ours, theirs)
+
+
+def test_gradients_have_the_operands_type(rng):
+    x = random(rng, (4, 300), BF16)
+    got = jax.grad(lambda x: jtk.sum(x, 1, np.float32).sum())(x)
+    assert got.dtype == BF16
+    np.testing.assert_array_equal(exact(got), np.ones((4, 300)))
+    assert jax.grad(jtk.sum)(random(rng, (3,), np.complex64).real).dtype == np.float32
+
+
+def test_integers_have_no_gradient():
+    with pytest.raises(TypeError, match="grad requires real- or complex-valued inputs"):
+        jax.grad(jtk.sum)(jnp.arange(4))
+    out, tangent = jax.jvp(jtk.sum, (jnp.arange(4),), (np.zeros(4, jax.dtypes.float0),))
+    assert (out, tangent.dtype) == (6, jax.dtypes.float0)
+
+
+@pytest.mark.parametrize("spec", [P("i"), P(None, "i"), P()])
+def test_shard_map_gradients(rng, spec):
+    devices = jax.devices("cpu")[:4]
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,), devices=devices)
+    with jax.default_device(devices[0]):
+        x = random(rng, (8, 12), np.float32)
+
+        def loss(x, total):
+            return jnp.sin(jtk.sum(x, 1)).sum() * total
+
+        def local(x):
+            part = jnp.sin(jtk.sum(x * x, 1)).sum()
+            return lax.psum(part, "i") if spec != P() else part
+
+        sharded = jax.shard_map(local, mesh=mesh, in_specs=(spec,), out_specs=P(), check_vma=True)
+        columns = 12 // (4 if spec == P(None, "i") else 1)
+        pieces = functools.partial(_in_pieces, columns)
+        assert_close(jax.grad(sharded)(x), jax.grad(pieces)(x))
+
+
+def _in_pieces(columns, x):
+    return sum(
+        jnp.sin((x[:, i : i + columns] ** 2).sum(1)).sum() for i in range(0, x.shape[1], columns)
+    )
+
+
+def test_explicit_meshes(rng):
+    devices = jax.devices("cpu")[:4]
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Explicit,), devices=devices)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(random(rng, (8, 12), np.float32), jax.NamedSharding(mesh, P("i")))
+        assert jax.typeof(jtk.sum(x, 1)).sharding.spec == P("i")
+        gradient = jax.grad(lambda x: jtk.sum(jnp.sin(jtk.sum(x, 1))))(x)
+        assert jax.typeof(gradient).sharding.spec == P("i", None)
+        expected = jax.grad(lambda x: jnp.sum(jnp.sin(jnp.sum(x, 1))))(x)
+        assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("mapped", [0, 1, 2])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_vmap_moves_nothing(mapped, axis):
+    x = jax.ShapeDtypeStruct((20, 30, 40), np.float32)
+    # Where the mapped axis is by itself: elsewhere the result would be transposed.
+    out_axis = mapped - (axis < mapped)
+    function = jax.vmap(functools.partial(jtk.sum, axis=axis), mapped, out_axis)
+    text = jax.jit(function).lower(x).compile().as_text()
+    names = re.findall(r"= \S+ ([a-z-]+)\(", text)
+    assert names.count("custom-call") == 1
+    assert not {"transpose", "copy", "reduce", "broadcast"} & set(names)
+
+
+# Which kernel.
+
+
+def explained(function, *args, platform="cuda"):
+    with jtk.gpu_target("sm_90a"):
+        (choice,) = jtk.explain(function, *args, platform=platform)[-1:]
+    return choice
+
+
+def test_explains_the_kernel():
+    choice = explained(jtk.sum, jax.ShapeDtypeStruct((1 << 20,), np.float32))
+    assert choice.kernel == "sum float32"
+    assert "rows" in choice.reason
+    columns = explained(lambda x: jtk.sum(x, 0), jax.ShapeDtypeStruct((999, 512), jnp.bfloat16))
+    assert "columns" in columns.reason
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "axis", "reason"),
+    [
+        ((0, 3), np.float32, None, "an empty array has nothing to add up"),
+        ((1, 3), np.float32, 0, "nothing is added up"),
+        ((4, 3), ml_dtypes.float8_e4m3fn, 0, "no kernel sums float8_e4m3fn to float8_e4m3fn"),
+        ((2, 3) * 7, np.float32, tuple(range(0, 14, 2)), "separate dimensions"),
+        ((1 << 20, 4, 3), np.float32, 1, "a block for each of many short sums"),
+    ],
+)
+def test_explains_what_is_left_to_xla(shape, dtype, axis, reason):
+    choice = explained(lambda x: jtk.sum(x, axis), jax.ShapeDtypeStruct(shape, dtype))
+    assert choice.kernel is None
+    assert reason in choice.reason
+
+
+def test_bytes_are_summed_where_they_lie():
+    """A GPU's kernel reads them as they are; a cast before it would write four times as much."""
+    x = jax.ShapeDtypeStruct((1 << 20,), np.int8)
+    assert explained(jtk.sum, x).kernel == "sum int8"
+    if not on_gpu():
+        assert explained(jtk.sum, x, platform="cpu").kernel == "cpu_sum int32"
+
+
+def test_export_round_trip(rng):
+    x = random(rng, (30, 40), np.float32)
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jtk.FFI_TARGETS]
+    exported = jax.export.export(jax.jit(lambda x: jtk.sum(x, 1)), disabled_checks=checks)(x)
+    loaded = jax.export.deserialize(exported.serialize())
+    assert_close(loaded.call(x), jnp.sum(x, 1))
+    (rows,) = jax.export.symbolic_shape("rows")
+    symbolic = jax.export.export(jax.jit(lambda x: jtk.sum(x, 1)))(
+        jax.ShapeDtypeStruct((rows, 40), np.float32)
+    )
+    assert_close(symbolic.call(x), jnp.sum(x, 1))

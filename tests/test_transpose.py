@@ -1,0 +1,296 @@
+"""``transpose`` has the semantics of ``jnp.transpose``, bit for bit, and all transformations."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from numerics import on_gpu, poison
+
+import jax_tilekern as jtk
+
+DTYPES = [
+    *(np.bool_, np.int8, np.uint8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
+    *(np.int16, np.float16, ml_dtypes.bfloat16),
+    *(np.int32, np.float32),
+    *(np.int64, np.float64, np.complex64),
+    np.complex128,
+]
+# One for each item size.
+SIZES = [np.uint8, np.uint16, np.float32, np.float64, np.complex128]
+# Whole and broken tiles, rows that start anywhere, records, rows that stay, several dimensions.
+CASES = [
+    ((256, 272), (1, 0)),
+    ((129, 65), (1, 0)),
+    ((131, 200), (1, 0)),
+    ((77, 1003), (1, 0)),
+    ((3, 4112), (1, 0)),
+    ((4128, 3), (1, 0)),
+    ((2048, 16), (1, 0)),
+    ((5, 4099), (1, 0)),
+    ((3, 70, 50), (0, 2, 1)),
+    ((3, 72, 64), (2, 0, 1)),
+    ((70, 6, 50), (2, 1, 0)),
+    ((5, 7, 103), (1, 0, 2)),
+    ((2, 5, 6, 64), (2, 0, 1, 3)),
+    ((40, 6, 4), (1, 0, 2)),
+    ((5, 4, 30, 2, 40), (4, 1, 0, 3, 2)),
+    ((3, 1, 4, 2, 33, 40), (2, 5, 0, 3, 1, 4)),
+]
+
+
+def random_bits(rng, shape, dtype):
+    """Items of any bits: NaN with payloads, infinities, subnormal numbers."""
+    dtype = np.dtype(dtype)
+    if dtype == np.bool_:
+        return rng.integers(0, 2, shape).astype(dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    return np.frombuffer(rng.bytes(size), dtype).reshape(shape)
+
+
+def assert_same_bits(out, expected):
+    assert (out.shape, out.dtype) == (expected.shape, expected.dtype)
+    assert np.asarray(out).tobytes() == expected.tobytes()
+
+
+def kernel_of(x, axes):
+    # On a GPU so small an array is XLA's.
+    (choice,) = jtk.explain(functools.partial(jtk.transpose, axes=axes), x, platform="cpu")
+    return choice.kernel
+
+
+@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize(("shape", "axes"), CASES)
+def test_values(rng, x64, shape, axes, dtype):
+    x = random_bits(rng, shape, dtype)
+    given = jnp.asarray(x)
+    poison(shape, np.int8)
+    assert_same_bits(jax.jit(functools.partial(jtk.transpose, axes=axes))(given), x.transpose(axes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_types(rng, x64, dtype):
+    x = random_bits(rng, (67, 130), dtype)
+    assert_same_bits(jtk.transpose(jnp.asarray(x)), x.T)
+    assert kernel_of(jnp.asarray(x), None) is not None
+
+
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4, jnp.int2, jnp.float4_e2m1fn])
+def test_types_of_less_than_a_byte_are_left_to_xla(dtype):
+    x = jax.ShapeDtypeStruct((67, 130), dtype)
+    (choice,) = jtk.explain(jtk.transpose, x)
+    assert choice.kernel is None
+    assert str(np.dtype(dtype)) in choice.reason
+    if dtype == jnp.int4:
+        values = np.arange(12).reshape(3, 4) % 8
+        out = jtk.transpose(jnp.asarray(values, dtype))
+        np.testing.assert_array_equal(out.astype(jnp.int8), values.T)
+
+
+def test_random_keys():
+    keys = jax.random.split(jax.random.key(3), 6).reshape(2, 3)
+    out = jtk.transpose(keys)
+    assert out.shape == (3, 2)
+    np.testing.assert_array_equal(
+        jax.random.key_data(out), jax.random.key_data(keys).transpose(1, 0, 2)
+    )
+
+
+@pytest.mark.parametrize("rank", range(7))
+def test_every_rank(rng, rank):
+    shape = rng.permutation([2, 3, 4, 5, 6, 7])[:rank]
+    x = rng.standard_normal(shape).astype(np.float32)
+    orders = list(itertools.permutations(range(rank)))
+    for axes in [None, *(orders[i] for i in rng.integers(len(orders), size=4))]:
+        assert_same_bits(jtk.transpose(jnp.asarray(x), axes), x.transpose(axes))
+
+
+def test_arguments_are_jaxs(rng):
+    x = rng.standard_normal((2, 3, 4))
+    for axes in ((0, -1, 1), [2, 0, 1], np.array([1, 2, 0]), (np.int64(1), 0, 2)):
+        np.testing.assert_array_equal(jtk.transpose(x, axes), jnp.transpose(x, axes))
+    for scalar in (3, 2.5, True, 1j):
+        ours, theirs = jtk.transpose(scalar), jnp.transpose(scalar)
+        assert (ours.dtype, ours.weak_type, ours) == (theirs.dtype, theirs.weak_type, theirs)
+
+
+@pytest.mark.parametrize(
+    ("x", "axes"),
+    [
+        (np.ones((2, 3)), (0,)),
+        (np.ones((2, 3)), (0, 0)),
+        (np.ones((2, 3)), (0, 2)),
+        (np.ones((2, 3)), (0, -3)),
+        (np.ones((2, 3)), (0, 1, 2)),
+        (np.ones((2, 3)), (0, 1.5)),
+        (np.ones((2, 3)), 1),
+        (np.float32(1), (0,)),
+        ([[1, 2]], None),
+        ("text", None),
+        (None, None),
+    ],
+)
+def test_errors_are_jaxs(x, axes):
+    with pytest.raises(Exception) as theirs:  # noqa: PT011 - the type is what is compared
+        jnp.transpose(x, axes)
+    with pytest.raises(theirs.type, match=re.escape(str(theirs.value))):
+        jtk.transpose(x, axes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "words"),
+    [
+        ((3, 0, 4), (2, 0, 1), "empty"),
+        ((1, 5, 1, 7), (0, 1, 3, 2), "change of shape"),
+        ((1, 5, 1, 7), (1, 0, 3, 2), "change of shape"),
+        ((5, 7), (0, 1), "change of shape"),
+        ((), (), "change of shape"),
+    ],
+)
+def test_what_moves_nothing_is_left_to_xla(rng, shape, axes, words):
+    x = rng.standard_normal(shape).astype(np.float32)
+    (choice,) = jtk.explain(functools.partial(jtk.transpose, axes=axes), x)
+    assert choice.kernel is None
+    assert words in choice.reason
+    assert_same_bits(jtk.transpose(jnp.asarray(x), axes), x.transpose(axes))
+
+
+def test_symbolic_sizes_are_left_to_xla():
+    (n,) = jax.export.symbolic_shape("n")
+    exported = jax.export.export(jax.jit(jtk.transpose))(jax.ShapeDtypeStruct((n, 5), np.float32))
+    x = np.arange(15, dtype=np.float32).reshape(3, 5)
+    assert_same_bits(exported.call(x), x.T)
+
+
+@pytest.mark.parametrize("dims", list(itertools.product(range(3), range(3))))
+def test_vmap(rng, dims):
+    mapped, out = dims
+    x = rng.standard_normal((4, 35, 66)).astype(np.float32)
+    batched = jax.jit(jax.vmap(jtk.transpose, in_axes=mapped, out_axes=out))(x)
+    assert_same_bits(batched, np.moveaxis(np.moveaxis(x, mapped, 0).transpose(0, 2, 1), 0, out))
+
+
+def test_vmap_of_vmap(rng):
+    x = rng.standard_normal((3, 34, 2, 70)).astype(np.float32)
+    twice = jax.vmap(jax.vmap(jtk.transpose, in_axes=1), in_axes=0)
+    assert_same_bits(jax.jit(twice)(x), x.transpose(0, 2, 3, 1))
+
+
+def test_derivatives_to_second_order(rng):
+    x = rng.standard_normal((4, 3, 5)).astype(np.float32)
+    check_grads(lambda x: jtk.transpose(jnp.sin(x), (2, 0, 1)), (x,), order=2, rtol=2e-2)
+
+
+def test_jvp_and_vjp_are_transposes_themselves(rng):
+    x, t = rng.standard_normal((2, 66, 40, 3)).astype(np.float32)
+    axes = (2, 0, 1)
+    out, tangent = jax.jvp(lambda x: jtk.transpose(x, axes), (x,), (t,))
+    assert_same_bits(out, x.transpose(axes))
+    assert_same_bits(tangent, t.transpose(axes))
+    pullback = jax.jit(lambda x, c: jax.vjp(lambda x: jtk.transpose(x, axes), x)[1](c))
+    (cotangent,) = pullback(x, t.transpose(axes))
+    assert_same_bits(cotangent, t)
+    text = str(jax.make_jaxpr(pullback)(x, t.transpose(axes)))
+    assert "axes=(1, 2, 0)" in text
+    assert "tilekern_transpose" in text
+
+
+def test_vmap_of_grad(rng):
+    x, w = rng.standard_normal((2, 3, 40, 35)).astype(np.float32)
+    grads = jax.vmap(jax.grad(lambda x, w: jnp.vdot(jtk.transpose(x), w.T * w.T)))(x, w)
+    np.testing.assert_allclose(grads, w * w, rtol=1e-6)
+
+
+def test_integers_have_no_derivative():
+    x = jnp.arange(6).reshape(2, 3)
+    zero = np.zeros((2, 3), jax.dtypes.float0)
+    out, tangent = jax.jvp(jtk.transpose, (x,), (zero,))
+    np.testing.assert_array_equal(out, x.T)
+    assert (tangent.shape, tangent.dtype) == ((3, 2), jax.dtypes.float0)
+
+
+def test_scan(rng):
+    xs = rng.standard_normal((4, 40, 40)).astype(np.float32)
+    step = lambda carry, x: (jtk.transpose(carry) + x, jtk.transpose(x))  # noqa: E731
+    carry, ys = jax.jit(lambda xs: lax.scan(step, jnp.zeros((40, 40)), xs))(xs)
+    assert_same_bits(ys, xs.transpose(0, 2, 1))
+    np.testing.assert_allclose(carry, xs[3] + xs[1] + (xs[2] + xs[0]).T, rtol=1e-5, atol=1e-6)
+
+
+needs_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="takes four devices")
+
+
+@needs_devices
+def test_shard_map_and_its_gradient(rng):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
+    x, w = rng.standard_normal((2, 64, 40)).astype(np.float32)
+
+    def loss(transpose, x, w):
+        return (transpose(x) * transpose(w)).sum()
+
+    def sharded(x, w):
+        part = functools.partial(loss, jtk.transpose)
+        specs = (P(None, "i"), P(None, "i"))
+        total = lambda x, w: lax.psum(part(x, w), "i")  # noqa: E731
+        return jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=P())(x, w)
+
+    grads = jax.jit(jax.grad(sharded, (0, 1)))(x, w)
+    for ours, theirs in zip(grads, (w, x), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+@needs_devices
+def test_explicit_mesh_shards_the_result(rng):
+    mesh = jax.make_mesh((2, 2), ("i", "j"), axis_types=(AxisType.Explicit,) * 2)
+    x = rng.standard_normal((64, 40)).astype(np.float32)
+    with jax.set_mesh(mesh):
+        given = jax.device_put(x, P("i", "j"))
+        ours, theirs = (jax.jit(f)(given) for f in (jtk.transpose, jnp.transpose))
+        assert jax.typeof(ours).sharding.spec == P("j", "i") == jax.typeof(theirs).sharding.spec
+        assert_same_bits(ours, x.T)
+        grad = jax.jit(jax.grad(lambda x: (jtk.transpose(x) * 2).sum()))(given)
+        assert jax.typeof(grad).sharding.spec == P("i", "j")
+
+
+def test_batching_moves_nothing_first(rng):
+    """A batch dimension anywhere is one more dimension of the same call."""
+    x = jax.ShapeDtypeStruct((40, 8, 36), np.float32)
+    f = jax.jit(jax.vmap(jtk.transpose, in_axes=1, out_axes=0))
+    text = f.trace(x).lower(lowering_platforms=("cpu",)).as_text()
+    assert text.count("custom_call") == 1
+    assert "stablehlo.transpose" not in text
+
+
+@pytest.mark.skipif(not on_gpu(), reason="runs every CUDA kernel, and JAX has no GPU here")
+@pytest.mark.parametrize("dtype", SIZES)
+@pytest.mark.parametrize(
+    ("shape", "axes"), [*CASES, ((3, 264, 528), (0, 2, 1)), ((40000, 40), (1, 0))]
+)
+def test_every_candidate(rng, x64, shape, axes, dtype):
+    from jax_tilekern import compat, ffi
+    from jax_tilekern.plans.gpu import current_gpu
+    from jax_tilekern.plans.permutation import Permutation
+    from jax_tilekern.plans.transpose import candidates
+
+    gpu = current_gpu()
+    x = random_bits(rng, shape, dtype)
+    found = candidates(Permutation.reduced(shape, axes, x.itemsize), gpu)
+    for candidate in () if isinstance(found, str) else found:
+        plan = candidate.plan(gpu)
+        result = jax.core.ShapedArray(x.transpose(axes).shape, x.dtype)
+        planned = compat.Primitive("planned_transpose")
+        planned.def_abstract_eval(lambda x, result=result: result)
+        compat.mlir.register_lowering(
+            planned, lambda ctx, x, plan=plan: ffi.cuda_launch(ctx, (x,), plan), platform="cuda"
+        )
+        given = jnp.asarray(x)
+        poison((x.nbytes,), np.int8)
+        assert_same_bits(jax.jit(planned.bind)(given), x.transpose(axes))

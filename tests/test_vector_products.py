@@ -1,0 +1,331 @@
+"""``dot``, ``vdot``, ``matvec``, ``vecmat``: semantics of JAX's, values of float64's, rules of one
+primitive.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from numerics import BF16, UNIT_ROUNDOFF, assert_product, exact, on_gpu, random
+
+import jax_tilekern as jtk
+
+TYPES = [np.float32, np.float64, BF16, np.float16, np.int8]
+PAIRS = [
+    (jtk.dot, jnp.dot),
+    (jtk.vdot, jnp.vdot),
+    (jtk.matvec, jnp.matvec),
+    (jtk.vecmat, jnp.vecmat),
+]
+SIZES = [(1, 1), (1, 5000), (3, 4), (37, 129), (128, 96), (513, 64), (5, 1), (64, 1024)]
+
+
+def wide(dtype):
+    """The type to ask for, so that products of bytes do not wrap in a byte."""
+    return np.int32 if dtype == np.int8 else None
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("k", [1, 3, 17, 1000, 4096, 70001])
+def test_values_of_dot(rng, x64, dtype, k):
+    x, y = random(rng, (k,), dtype), random(rng, (k,), dtype)
+    for f in (jtk.dot, jtk.vdot, jtk.matmul):
+        out = jax.jit(functools.partial(f, preferred_element_type=wide(dtype)))(x, y)
+        assert_product(out, x, y, "k,k->")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("m", "k"), SIZES)
+def test_values_of_matvec_in_both_orders(rng, x64, dtype, m, k):
+    a, x = random(rng, (m, k), dtype), random(rng, (k,), dtype)
+    rows = functools.partial(jtk.matvec, preferred_element_type=wide(dtype))
+    columns = functools.partial(jtk.vecmat, preferred_element_type=wide(dtype))
+    # The vector by the matrix's rows, and by its columns: where the matrix lies, and transposed.
+    for f in (rows, lambda a, x: columns(x, a.T)):
+        assert_product(jax.jit(f)(a, x), a, x, "mk,k->m")
+    transposed = jnp.asarray(np.asarray(a).T.copy())
+    for f in (lambda a, x: columns(x, a), lambda a, x: rows(a.T, x)):
+        assert_product(jax.jit(f)(transposed, x), transposed, x, "km,k->m")
+
+
+@pytest.mark.parametrize(
+    ("a_batch", "x_batch"), [((3,), (3,)), ((3,), ()), ((), (3,)), ((2, 1), (1, 5)), ((2, 3), (3,))]
+)
+def test_batches_broadcast(rng, a_batch, x_batch):
+    a, x = random(rng, (*a_batch, 33, 40), np.float32), random(rng, (*x_batch, 40), np.float32)
+    expected = (np.asarray(a, np.float64) @ np.asarray(x, np.float64)[..., None])[..., 0]
+    for ours in (
+        jtk.matvec(a, x, precision="highest"),
+        jtk.vecmat(x, a.mT, precision="highest"),
+    ):
+        assert ours.shape == expected.shape
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_accuracy_is_float32s_by_default(rng):
+    """Products with a vector do not go through TF32, on a GPU neither."""
+    a, x = random(rng, (40, 3000), np.float32), random(rng, (3000,), np.float32)
+    assert_product(jtk.matvec(a, x), a, x, "mk,k->m")
+    assert_product(jtk.vdot(a[0], x), a[0], x, "k,k->")
+
+
+def test_many_elements(rng):
+    x, y = (jnp.asarray(rng.random(10_000_001, np.float32)) for _ in range(2))
+    reference = float(np.dot(exact(x), exact(y)))
+    ours, theirs = (abs(float(f(x, y)) - reference) / reference for f in (jtk.vdot, jnp.vdot))
+    assert ours <= max(theirs, 8 * UNIT_ROUNDOFF[np.dtype(np.float32)])
+    np.testing.assert_array_equal(jtk.vdot(x, y), jtk.vdot(x, y))
+
+
+def test_nan_and_infinities(rng):
+    a, x = rng.standard_normal((8, 999)).astype(np.float32), np.ones(999, np.float32)
+    a[0, 998], a[1, 3], a[2, 500] = np.nan, np.inf, -np.inf
+    expected = a.astype(np.float64).sum(1)
+    for out in (jtk.matvec(a, x), jtk.vecmat(x, np.ascontiguousarray(a.T))):
+        for test in (np.isnan, np.isposinf, np.isneginf):
+            np.testing.assert_array_equal(test(np.asarray(out)), test(expected))
+
+
+@pytest.mark.parametrize("name", ["dot", "vdot", "matvec", "vecmat"])
+def test_complex_is_conjugated_as_jaxs(rng, name):
+    ours, theirs = getattr(jtk, name), getattr(jnp, name)
+    x, a = random(rng, (7,), np.complex64), random(rng, (7, 7), np.complex64)
+    arguments = {"matvec": (a, x), "vecmat": (x, a)}.get(name, (x, a[0]))
+    for left, right in (arguments, (arguments[0].real, arguments[1])):
+        np.testing.assert_allclose(ours(left, right), theirs(left, right), rtol=1e-5, atol=1e-5)
+        assert ours(left, right).dtype == np.complex64
+    np.testing.assert_allclose(
+        jax.grad(lambda left: jnp.abs(ours(left, arguments[1])).sum())(arguments[0]),
+        jax.grad(lambda left: jnp.abs(theirs(left, arguments[1])).sum())(arguments[0]),
+        rtol=1e-4, atol=1e-4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("x64_enabled", [False, True])
+def test_types_are_jaxs(x64_enabled):
+    types = [np.float32, BF16, np.float16, np.int8, np.int32, np.bool_, np.complex64]
+    with jax.enable_x64(x64_enabled):
+        for ours, theirs in PAIRS:
+            for left in types:
+                for right in (*types, None):
+                    x = jnp.zeros((4, 4) if ours is jtk.matvec else 4, left)
+                    y = jnp.zeros((4, 4) if ours is jtk.vecmat else 4, right or left)
+                    # No type: a weak one.
+                    y = y if right else 1.0 * y if ours is jtk.dot else y
+                    got, expected = jax.eval_shape(ours, x, y), jax.eval_shape(theirs, x, y)
+                    assert (got, got.weak_type) == (expected, expected.weak_type)
+
+
+@pytest.mark.parametrize("shapes", [((), (3,)), ((3,), ()), ((2, 3), (3,)), ((2, 3), (4, 3, 5))])
+def test_dot_has_every_rank(rng, shapes):
+    x, y = (random(rng, shape, np.float32) for shape in shapes)
+    np.testing.assert_allclose(
+        jtk.dot(x, y, precision="highest"), jnp.dot(x, y, precision="highest"), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_vdot_flattens(rng):
+    x, y = random(rng, (3, 8), np.float32), random(rng, (4, 6), np.float32)
+    np.testing.assert_allclose(jtk.vdot(x, y), jnp.vdot(x, y), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("dot", ((3,), (4,))),
+        ("dot", ((3, 2), (3,))),
+        ("vdot", ((3,), (2, 2))),
+        ("matvec", ((3,), (3,))),
+        ("matvec", ((2, 3), ())),
+        ("matvec", ((2, 3), (4,))),
+        ("matvec", ((5, 2, 3), (4, 3))),
+        ("vecmat", ((3,), (3,))),
+        ("vecmat", ((2,), (3, 4))),
+    ],
+)
+def test_errors_are_jaxs(name, shapes):
+    x, y = map(np.ones, shapes)
+    with pytest.raises(Exception) as theirs:  # noqa: PT011 - the type is what is compared
+        getattr(jnp, name)(x, y)
+    with pytest.raises(theirs.type, match=re.escape(str(theirs.value))):
+        getattr(jtk, name)(x, y)
+
+
+def test_what_is_no_array_is_refused():
+    for ours, theirs in PAIRS:
+        with pytest.raises(Exception) as expected:  # noqa: PT011 - the type is what is compared
+            theirs("text", np.ones((3, 3)))
+        with pytest.raises(expected.type):
+            ours("text", np.ones((3, 3)))
+
+
+@pytest.mark.parametrize(("m", "k"), [(0, 3), (3, 0), (0, 0)])
+def test_empty(m, k):
+    out = jtk.matvec(jnp.zeros((m, k)), jnp.zeros(k))
+    np.testing.assert_array_equal(out, np.zeros(m))
+    assert jtk.vdot(jnp.zeros(0), jnp.zeros(0)) == 0
+
+
+# Transformations.
+
+
+def close(got, expected):
+    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=2e-5, atol=2e-5), got, expected)
+
+
+@pytest.fixture
+def arguments(rng):
+    a, x = random(rng, (6, 6), np.float32), random(rng, (6,), np.float32)
+    return {"dot": (a[0], x), "vdot": (a, a.T), "matvec": (a, x), "vecmat": (x, a)}
+
+
+def scalar(f):
+    return lambda x, y: jnp.sin(f(x, y, precision="highest")).sum()
+
+
+def jaxs(name):
+    """JAX's function; those without a precision are float32's on a CPU alone."""
+
+    def function(x, y, precision=None):
+        with jax.default_matmul_precision("highest"):
+            return getattr(jnp, name)(x, y)
+
+    return function
+
+
+@pytest.mark.parametrize("name", ["dot", "vdot", "matvec", "vecmat"])
+class TestTransformations:
+    def test_derivatives(self, arguments, name):
+        ours, theirs = scalar(getattr(jtk, name)), scalar(jaxs(name))
+        pair = arguments[name]
+        check_grads(ours, pair, 2, modes=("fwd", "rev"), atol=5e-2, rtol=5e-2)
+        close(jax.jvp(ours, pair, pair), jax.jvp(theirs, pair, pair))
+        close(jax.grad(ours, (0, 1))(*pair), jax.grad(theirs, (0, 1))(*pair))
+        close(jax.hessian(ours, (0, 1))(*pair), jax.hessian(theirs, (0, 1))(*pair))
+
+    @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (1, -1), (-1, None)])
+    def test_vmap(self, rng, arguments, name, axes):
+        pair = [
+            x if axis is None else jnp.moveaxis(random(rng, (3, *x.shape), np.float32), 0, axis)
+            for x, axis in zip(arguments[name], axes, strict=True)
+        ]
+        for transform in (lambda f: f, lambda f: jax.grad(f, (0, 1))):
+            ours = jax.jit(jax.vmap(transform(scalar(getattr(jtk, name))), axes))
+            theirs = jax.jit(jax.vmap(transform(scalar(jaxs(name))), axes))
+            close(ours(*pair), theirs(*pair))
+
+    def test_scan(self, arguments, name):
+        left, right = arguments[name]
+
+        def run(f, left, right):
+            def step(carry, _):
+                return jnp.tanh(carry + f(carry, right, precision="highest").sum()), None
+
+            return lax.scan(step, left, length=3)[0].sum()
+
+        ours = functools.partial(run, getattr(jtk, name))
+        theirs = functools.partial(run, jaxs(name))
+        close(jax.jit(jax.grad(ours, (0, 1)))(left, right), jax.grad(theirs, (0, 1))(left, right))
+
+
+def test_shard_map_gradients(rng):
+    devices = jax.devices("cpu")[:4]
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,), devices=devices)
+    with jax.default_device(devices[0]):
+        a, x = random(rng, (8, 6), np.float32), random(rng, (6,), np.float32)
+
+        def local(f, a, x):
+            return jnp.sin(f(a, x)).sum()
+
+        sharded = jax.shard_map(
+            lambda a, x: lax.psum(local(jtk.matvec, a, x), "i"),
+            mesh=mesh, in_specs=(P("i"), P()), out_specs=P(), check_vma=True,
+        )  # fmt: skip
+        plain = functools.partial(local, jnp.matvec)
+        close(jax.grad(sharded, (0, 1))(a, x), jax.grad(plain, (0, 1))(a, x))
+
+
+# What the compiled program holds, and which kernel it is.
+
+
+def assert_only_products(function, *args, products=1):
+    text = jax.jit(function).lower(*args).compile().as_text()
+    names = re.findall(r"= \S+ ([a-z-]+)\(", text)
+    assert names.count("custom-call") == products, names
+    moved = {"transpose", "copy", "broadcast", "dot", "reshape", "concatenate", "pad", "reduce"}
+    assert not moved & set(names), names
+
+
+A = jax.ShapeDtypeStruct((96, 128), np.float32)
+X = jax.ShapeDtypeStruct((128,), np.float32)
+XS = jax.ShapeDtypeStruct((5, 128), np.float32)
+
+
+def test_each_is_one_product():
+    y = jax.ShapeDtypeStruct((96,), np.float32)
+    assert_only_products(jtk.matvec, A, X)
+    assert_only_products(jtk.vecmat, y, A)
+    assert_only_products(lambda a, y: jtk.matvec(a.T, y), A, y)
+    assert_only_products(jtk.dot, X, X)
+    assert_only_products(jtk.vdot, A, A)
+
+
+def test_vmap_over_vectors_is_one_product_of_matrices():
+    assert_only_products(jax.vmap(jtk.matvec, (None, 0)), A, XS)
+    assert_only_products(jax.vmap(lambda x, a: jtk.vecmat(x, a.T), (0, None)), XS, A)
+    assert_only_products(jax.vmap(jtk.dot, (None, 0)), X, XS)
+    with jtk.gpu_target("sm_90a"):
+        mapped = jax.vmap(jtk.matvec, (None, 0))
+        (choice,) = jtk.explain(mapped, A, XS, platform="cuda")
+    assert choice.call == "mk,nku->nmu"
+    assert choice.kernel == "wgmma_matmul tf32"
+
+
+def test_gradients_move_nothing():
+    # Of the vector alone: that of the matrix contracts nothing, and is XLA's.
+    def pullback(a, x, g):
+        return jax.vjp(lambda x: jtk.matvec(a, x), x)[1](g)
+
+    assert_only_products(pullback, A, X, jax.ShapeDtypeStruct((96,), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "kind"),
+    [
+        (jtk.vdot, ((1 << 20,), (1 << 20,)), "rows"),
+        (jtk.matvec, ((2048, 2048), (2048,)), "rows"),
+        (jtk.vecmat, ((8192,), (8192, 8192)), "columns"),
+        (lambda a, x: jtk.matvec(a.T, x), ((8192, 8192), (8192,)), "columns"),
+        (jtk.matvec, ((64, 512, 512), (64, 512)), "rows"),
+    ],
+)
+def test_explains_the_kernel(function, shapes, kind):
+    args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    with jtk.gpu_target("sm_90a"):
+        (choice,) = jtk.explain(function, *args, platform="cuda")
+    assert choice.kernel == "vector_product tf32"
+    assert kind in choice.reason
+
+
+def test_complex_is_left_to_xla():
+    x = jax.ShapeDtypeStruct((64,), np.complex64)
+    with jtk.gpu_target("sm_90a"):
+        (choice,) = jtk.explain(jtk.vdot, x, x, platform="cuda")
+    assert choice.kernel is None
+    assert "no kernel for complex64 x complex64" in choice.reason
+
+
+def test_the_same_every_time(rng):
+    a, x = random(rng, (2048, 999), np.float32), random(rng, (999,), np.float32)
+    y = random(rng, (2048,), np.float32)
+    for f, args in ((jtk.matvec, (a, x)), (jtk.vecmat, (y, a)), (jtk.vdot, (a, a))):
+        once = np.asarray(jax.jit(f)(*args))
+        np.testing.assert_array_equal(np.asarray(jax.jit(f)(*args)), once)
+    assert on_gpu() or once.shape == ()
