@@ -311,7 +311,7 @@ def explained(function, *args, platform="cuda"):
 
 
 def test_explains_the_kernel():
-    choice = explained(jtk.sum, jax.ShapeDtypeStruct((1 << 20,), np.float32))
+    choice = explained(lambda x: jtk.sum(x, 1), jax.ShapeDtypeStruct((512, 4096), np.float32))
     assert choice.kernel == "sum float32"
     assert "rows" in choice.reason
     columns = explained(lambda x: jtk.sum(x, 0), jax.ShapeDtypeStruct((999, 512), jnp.bfloat16))
@@ -326,6 +326,7 @@ def test_explains_the_kernel():
         ((4, 3), ml_dtypes.float8_e4m3fn, 0, "no kernel sums float8_e4m3fn to float8_e4m3fn"),
         ((2, 3) * 7, np.float32, tuple(range(0, 14, 2)), "separate dimensions"),
         ((1 << 20, 4, 3), np.float32, 1, "a block for each of many short sums"),
+        ((1 << 20,), np.float32, 0, "XLA's totals of floats are faster"),
     ],
 )
 def test_explains_what_is_left_to_xla(shape, dtype, axis, reason):

@@ -21,6 +21,8 @@ def candidates(product: Product, gpu: Gpu) -> list[Candidate] | NoKernel:
     if vectors:
         # Memory is what counts, and tensor cores gain nothing.
         return [*vectors]
+    if product.geometry.m == product.geometry.n == 1 and product.arithmetic == "tf32":
+        return NoKernel("vectors that are no rows have no kernel, and XLA does not round to TF32")
     others = mma.candidates(product, gpu)
     # It knows every type; only products of pieces go by a name of their own.
     if isinstance(others, NoKernel) and product.arithmetic in mma.ARITHMETICS:

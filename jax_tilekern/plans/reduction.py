@@ -42,8 +42,7 @@ _FEWEST_SPLIT_BYTES = 1 << 16
 # Blocks that take less run closer to each other in memory, which has been seen to give 3 % more.
 _NEAR_BYTES = 1 << 16
 _FAR = 1.03
-# As many partial sums as one block adds up in passing.
-_MOST_SPLITS = 1 << 14
+_MOST_SPLITS = 1 << 16
 # What is left of the candidates.
 _MOST_CANDIDATES = 8
 # Cycles of a load, and of a block besides its loads; bytes that a multiprocessor takes in a cycle.

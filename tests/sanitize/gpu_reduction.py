@@ -1,0 +1,94 @@
+"""Small sums and products with a vector by every kernel on the GPU, under compute-sanitizer.
+
+See ``.ci/sanitize``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jax_tilekern import ffi
+from jax_tilekern.plans.gpu import Gpu, current_gpu
+from jax_tilekern.plans.launch import Buffer, LaunchPlan
+from jax_tilekern.plans.reduction import Passes, Reduction, reduction_passes
+from jax_tilekern.plans.sum import SummedDims, sum_candidates, sum_plan
+
+DTYPES = [np.float32, np.float64, ml_dtypes.bfloat16, np.float16]
+# Rows and columns, whole vectors and odd strides, splits, several dimensions.
+SUMS = [
+    ((100_003,), (0,)),
+    ((37, 1024), (1,)),
+    ((1003, 77), (1,)),
+    ((2000, 64), (0,)),
+    ((999, 63), (0,)),
+    ((5, 300, 96), (1,)),
+    ((3, 40, 5, 64), (0, 2)),
+]
+# Lines, elements of each, and whether the elements rather than the lines are neighbours.
+PRODUCTS = [(65, 1024, True), (7, 20_003, True), (96, 1000, False), (33, 2001, False)]
+
+
+def run(plan: LaunchPlan, out: jax.core.ShapedArray, *operands: np.ndarray) -> np.ndarray:
+    """Return what a plan's kernels make of the operands."""
+    primitive = Primitive("planned_reduction")
+    primitive.def_abstract_eval(lambda *_: out)
+    mlir.register_lowering(
+        primitive, lambda ctx, *xs: ffi.cuda_launch(ctx, xs, plan), platform="cuda"
+    )
+    return np.asarray(jax.jit(primitive.bind)(*operands))
+
+
+def product_plan(passes: Passes, gpu: Gpu) -> LaunchPlan:
+    """Compile the launches of a product with a vector."""
+    compiled = passes.compile(gpu)
+    return LaunchPlan(
+        name="product",
+        gpu=gpu,
+        launches=passes.launches(compiled, (Buffer(0), Buffer(1)), Buffer(2)),
+        alignments=(passes.operand_alignment,) * 2 + (2,),
+        workspace_bytes=passes.workspace_bytes,
+    )
+
+
+def check_reductions() -> int:
+    """Run every candidate of every case; return how many were wrong."""
+    gpu, rng, kinds, wrong = current_gpu(), np.random.default_rng(0), 0, []
+    for dtype in map(np.dtype, DTYPES):
+        total = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+        for shape, axes in SUMS:
+            # Small integers, whose sums float32 holds; those of 16 bits are left in float32.
+            x = rng.integers(-4, 5, shape).astype(dtype)
+            expected = x.astype(np.float64).sum(axes)
+            found = sum_candidates(SummedDims.of(shape, axes), dtype, total, gpu)
+            for passes in found if isinstance(found, list) else ():
+                out = run(sum_plan(passes, gpu), jax.core.ShapedArray(expected.shape, total), x)
+                kinds += 1
+                if not np.array_equal(out, expected):
+                    wrong.append(f"{dtype} {shape} over {axes} by {passes.key}")
+        for lines, k, by_rows in PRODUCTS:
+            matrix = rng.integers(-4, 5, (lines, k) if by_rows else (k, lines)).astype(dtype)
+            vector = rng.integers(-4, 5, k).astype(dtype)
+            expected = (matrix if by_rows else matrix.T).astype(np.float64) @ vector.astype(
+                np.float64
+            )
+            strides = (k, 1) if by_rows else (1, lines)
+            reduction = Reduction((), lines, k, strides, (1,), (1,), dtype, total, total)
+            for passes in reduction_passes(reduction, gpu):
+                result = jax.core.ShapedArray((lines,), total)
+                out = run(product_plan(passes, gpu), result, matrix, vector)
+                kinds += 1
+                if not np.array_equal(out, expected):
+                    wrong.append(f"{dtype} {lines} x {k} by {passes.key}")
+    print(f"reductions: {kinds} kinds, {len(wrong)} wrong {wrong or ''}", flush=True)
+    return len(wrong)
+
+
+if __name__ == "__main__":
+    with jax.enable_x64(True):
+        sys.exit(check_reductions())
