@@ -386,8 +386,14 @@ class ColumnPass(Pass):
     @property
     def kernel(self) -> Kernel:
         """What the compiler is asked for."""
-        fields = {"vector_bytes": self.vector_bytes, "unroll": 8}
+        fields = {"vector_bytes": self.vector_bytes, "unroll": self._unroll}
         return self._kernel("column", cxx_config("ColumnConfig", **fields))
+
+    @property
+    def _unroll(self) -> int:
+        # Registers: a double takes two, and a vector comes on top.
+        wide = self.reduction.sum_dtype.itemsize == 8 and self.reduction.rhs_strides is not None
+        return 4 if wide else 8
 
     @property
     def k_step(self) -> int:
@@ -410,7 +416,7 @@ class ColumnPass(Pass):
 
     @property
     def _loads(self) -> float:
-        return max(1.0, min(8.0, self.split_k / self.k_step))
+        return max(1.0, min(self._unroll, self.split_k / self.k_step))
 
     @property
     def _row_bytes(self) -> int:
