@@ -1,14 +1,15 @@
-"""What a call costs apart from the device's work: rows, how each is measured, and their limits."""
+"""What a call costs apart from the device's work: rows, and how each is measured."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jax_tilekern.cli.bench.case import Case
 from jax_tilekern.cli.bench.dispatch import dispatch_cost
 from jax_tilekern.cli.bench.first_result import LONGEST_PROCESS, first_result
+from jax_tilekern.cli.bench.latency_limits import DISPATCH, FIRST_RESULT
+from jax_tilekern.cli.bench.latency_report import cells
 from jax_tilekern.cli.bench.record import Record, attempted, new_record
 from jax_tilekern.cli.bench.suite import Row, Suite, SuiteError
 
@@ -17,12 +18,6 @@ if TYPE_CHECKING:
 
 # Which record this is, as its field ``kind`` has it.
 KIND = "latency"
-# Groups of a suite: each is measured in its own way.
-DISPATCH, FIRST_RESULT = "dispatch", "first result"
-# Seconds that ours may take longer than XLA until a call returns,
-MOST_DISPATCH = 5e-6
-# and may add to the first result, with an empty and with a filled cache of kernels.
-MOST_FIRST = {"cold": 2.0, "warm": 20e-3}
 
 
 def measure_latency(
@@ -39,7 +34,6 @@ def measure_latency(
     arguments
         The command line, parsed.
     """
-    from jax_tilekern.cli.bench.latency_report import cells
     from jax_tilekern.cli.bench.suite_run import measure_rows
 
     unknown = {row.group for row in suite.rows} - {DISPATCH, FIRST_RESULT}
@@ -61,20 +55,3 @@ def measure_latency(
         show=cells,
         longest_row=arguments.seconds + (3 * arguments.rounds + 1) * LONGEST_PROCESS,
     )
-
-
-def measured(row: Mapping[str, Any]) -> bool:
-    """Say whether a row has times."""
-    return "added_seconds" in row
-
-
-def losses(row: Mapping[str, Any]) -> Iterator[str]:
-    """Name the limits that a measured row is above: ``dispatch``, ``cold``, ``warm``, ``XLA``."""
-    added = row["added_seconds"]
-    if row["group"] == DISPATCH:
-        if added["median"] > MOST_DISPATCH:
-            yield DISPATCH
-        return
-    yield from (kind for kind, most in MOST_FIRST.items() if added[kind]["median"] > most)
-    if row["ratio"]["median"] < row["floor"]:
-        yield "XLA"

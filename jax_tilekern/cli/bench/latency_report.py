@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jax_tilekern.cli.bench.first_result import KINDS
-from jax_tilekern.cli.bench.latency import (
+from jax_tilekern.cli.bench.latency_limits import (
     DISPATCH,
     FIRST_RESULT,
     MOST_DISPATCH,
