@@ -8,7 +8,14 @@ import jax
 import pytest
 
 from jax_tilekern.cli import main
-from jax_tilekern.cli.bench import dispatch, first_result, latency, latency_report, suite
+from jax_tilekern.cli.bench import (
+    dispatch,
+    first_result,
+    latency,
+    latency_limits,
+    latency_report,
+    suite,
+)
 from jax_tilekern.cli.bench.case import Case
 from jax_tilekern.cli.timing import Pairs
 
@@ -35,7 +42,7 @@ def tiny_rows():
 @pytest.mark.parametrize("name", suite.suite_names("latency"))
 def test_the_suites_have_both_groups_and_sound_products(name):
     rows = suite.load_suite(name).rows
-    assert {row.group for row in rows} == {latency.DISPATCH, latency.FIRST_RESULT}
+    assert {row.group for row in rows} == {latency_limits.DISPATCH, latency_limits.FIRST_RESULT}
     for row in rows:
         shapes = [row.shape(dimensions) for dimensions in row.operands]
         result = jax.eval_shape(Case.of(row).peer, *map(jax.ShapeDtypeStruct, shapes, row.types))
@@ -203,7 +210,7 @@ def changed(row, value, *path):
     ],
 )
 def test_limits(row, lost, marks):
-    assert list(latency.losses(row)) == lost
+    assert list(latency_limits.losses(row)) == lost
     shown = latency_report.cells(row)
     assert len(shown) == len(latency_report.HEADINGS[row["group"]])
     assert [cell for cell in shown if "above" in cell or "below" in cell] == marks
