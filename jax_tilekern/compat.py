@@ -1,7 +1,6 @@
 """Everything that differs between JAX versions, or that JAX does not export.
 
-Each entry names the change it hides. Supported: jax 0.10 and later; ``tests/test_compat.py``
-pins what every other module relies on.
+Each entry names the change it hides. Supported: jax 0.10 and later.
 """
 
 from __future__ import annotations
