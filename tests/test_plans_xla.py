@@ -1,0 +1,60 @@
+"""What is left to XLA on Hopper: each rule, what lies just outside of it, and other GPUs."""
+
+import numpy as np
+import pytest
+from products import H100, product_of
+
+from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.reduction import Reduction
+from jax_tilekern.plans.xla import left_to_xla, sum_left_to_xla
+
+A100 = known_gpu("sm_80")
+K_MAJOR = {"rhs_k_major": True}
+NEITHER = {"lhs_k_major": False}
+
+
+@pytest.mark.parametrize(
+    ("words", "left", "ours"),
+    [
+        ("float64", ("f64", 2048, 2048, 2048), ("f64", 512, 2048, 2048)),
+        ("many small float32", ("tf32", 16, 16, 16, {"batch": (16384,)}), ("tf32", 64, 64, 64)),
+        ("short vectors", ("f32", 1, 1, 10**6, K_MAJOR), ("bf16", 1, 1, 10**6, K_MAJOR)),
+        ("a matrix's columns", ("bf16", 1, 14336, 4096), ("bf16", 1, 14336, 4096, K_MAJOR)),
+        ("a matrix's columns", ("f32", 1, 8192, 8192), ("f32", 1, 8191, 8191)),
+        (
+            "batched products",
+            ("bf16", 2048, 2048, 128, {"batch": (128,), **K_MAJOR}),
+            ("bf16", 512, 512, 512, {"batch": (64,)}),
+        ),
+        (
+            "two transposed operands",
+            ("bf16", 4096, 16384, 64, NEITHER),
+            ("bf16", 4096, 16384, 16384, NEITHER),
+        ),
+        ("a small matrix", ("bf16", 32768, 512, 512), ("bf16", 32768, 1024, 1024)),
+        ("so few rows", ("bf16", 128, 14336, 4096), ("bf16", 128, 4096, 14336)),
+        ("k-major operands", ("fp8_fast", 4096, 4096, 4096, K_MAJOR), ("fp8", 4096, 4096, 4096)),
+    ],
+)
+def test_products(words, left, ours):
+    def product(arithmetic, m, n, k, layout=None):
+        return product_of(arithmetic, m, n, k, **(layout or {}))
+
+    reason = left_to_xla(product(*left), H100)
+    assert reason is not None
+    assert words in reason
+    assert left_to_xla(product(*ours), H100) is None
+    assert left_to_xla(product(*left), A100) is None
+
+
+def reduction(lines, k, dtype):
+    total = np.dtype(np.float32 if np.dtype(dtype).kind == "f" else np.uint32)
+    return Reduction((), lines, k, (k, 1), None, (1,), np.dtype(dtype), total, total)
+
+
+def test_sums():
+    assert "totals" in sum_left_to_xla(reduction(1, 10**8, np.float32), H100)
+    assert "rows of 64 bytes" in sum_left_to_xla(reduction(4096, 16, np.float32), H100)
+    for ours in (reduction(1, 10**9, np.int8), reduction(4096, 4096, np.float32)):
+        assert sum_left_to_xla(ours, H100) is None
+    assert sum_left_to_xla(reduction(1, 10**8, np.float32), A100) is None
