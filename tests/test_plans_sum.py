@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from products import H100
 
+from jax_tilekern.plans.column_sums import ColumnPass
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.product import NoKernel
-from jax_tilekern.plans.reduction import ColumnPass, RowPass
+from jax_tilekern.plans.row_sums import RowPass
 from jax_tilekern.plans.sum import SummedDims, sum_candidates, sum_dtype
 
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)

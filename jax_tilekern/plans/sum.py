@@ -13,7 +13,8 @@ from jax_tilekern.plans.geometry import MAX_BATCH_DIMS
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, LaunchPlan
 from jax_tilekern.plans.product import LAUNCH_CYCLES, MEMORY_BANDWIDTH, NoKernel
-from jax_tilekern.plans.reduction import Passes, Reduction, reduction_passes
+from jax_tilekern.plans.reduction import Reduction
+from jax_tilekern.plans.reduction_passes import Passes, reduction_passes
 from jax_tilekern.plans.xla import sum_left_to_xla
 
 _Dtype = np.dtype[Any]

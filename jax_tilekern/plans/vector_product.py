@@ -14,7 +14,8 @@ import numpy as np
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer
 from jax_tilekern.plans.product import Candidate, MatmulPlan, Product
-from jax_tilekern.plans.reduction import Passes, Reduction, reduction_passes
+from jax_tilekern.plans.reduction import Reduction
+from jax_tilekern.plans.reduction_passes import Passes, reduction_passes
 
 _F32, _F64, _UINT32 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.uint32)
 

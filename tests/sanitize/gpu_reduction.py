@@ -16,7 +16,8 @@ from jax.interpreters import mlir
 from jax_tilekern import ffi
 from jax_tilekern.plans.gpu import Gpu, current_gpu
 from jax_tilekern.plans.launch import Buffer, LaunchPlan
-from jax_tilekern.plans.reduction import Passes, Reduction, reduction_passes
+from jax_tilekern.plans.reduction import Reduction
+from jax_tilekern.plans.reduction_passes import Passes, reduction_passes
 from jax_tilekern.plans.sum import SummedDims, sum_candidates, sum_plan
 
 DTYPES = [np.float32, np.float64, ml_dtypes.bfloat16, np.float16]
