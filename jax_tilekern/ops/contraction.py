@@ -279,6 +279,13 @@ def _cpu_kernel(
     few = min(geometry.m, geometry.n) < 8
     if arithmetic in ("bfloat16", "int8") and has_amx() and not few and _k_major_lhs(geometry):
         return Fallback(f"XLA multiplies {arithmetic} in this CPU's matrix units (AMX)")
+    if (
+        geometry.m == geometry.n == 1
+        and not geometry.lhs_strides[-1] == geometry.rhs_strides[-2] == 1
+    ):
+        return Fallback(
+            "XLA is faster where the vectors of a dot product are not contiguous (0.01)"
+        )
     arrays = {name: np.array(values, np.int64) for name, values in attributes.items()}
     types = [str(aval.dtype) for aval in (*ctx.avals_in, *ctx.avals_out)]
     return Kernel(
