@@ -332,3 +332,13 @@ def test_the_same_every_time(rng):
         once = np.asarray(jax.jit(f)(*args))
         np.testing.assert_array_equal(np.asarray(jax.jit(f)(*args)), once)
     assert on_gpu() or once.shape == ()
+
+
+def test_strided_dot_products_are_left_to_xla_on_cpus():
+    columns = jax.ShapeDtypeStruct((64, 8), np.float32)
+    mapped = jax.vmap(jtk.dot, (1, 1))
+    (choice,) = jtk.explain(mapped, columns, columns, platform="cpu")
+    assert choice.kernel is None
+    assert "not contiguous" in choice.reason
+    (choice,) = jtk.explain(jax.vmap(jtk.dot), columns, columns, platform="cpu")
+    assert "dot" in choice.kernel
