@@ -326,7 +326,9 @@ def split(lines):
         regular = np.isfinite(largest) & (largest > 0)
         # frexp's fraction is in [1/2, 1).
         exponents = np.where(regular, np.frexp(largest)[1] - 15, 0)
-        scaled = np.ldexp(lines, -exponents[..., None])
+        # In the kernel's two steps, each of which rounds what falls below the normal numbers.
+        first = np.trunc(-exponents / 2).astype(np.int32)
+        scaled = np.ldexp(np.ldexp(lines, first[..., None]), (-exponents - first)[..., None])
         rest, found = scaled.copy(), []
         for _ in range(2):
             found.append(rest.astype(F16).astype(F32))
