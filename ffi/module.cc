@@ -27,6 +27,7 @@ nb::capsule Handler(XLA_FFI_Handler* handler) {
 nb::dict Registrations() {
   nb::dict cpu;
   cpu["jax_tilekern_cpu_matmul"] = Handler(CpuMatmul);
+  cpu["jax_tilekern_cpu_ragged_matmul"] = Handler(CpuRaggedMatmul);
   cpu["jax_tilekern_cpu_transpose"] = Handler(CpuTranspose);
   cpu["jax_tilekern_cpu_sum"] = Handler(CpuSum);
   cpu["jax_tilekern_cpu_add"] = Handler(CpuAdd);

@@ -19,13 +19,22 @@ if TYPE_CHECKING:
     from jax_tilekern.plans.launch import LaunchPlan
 
 CPU_MATMUL = "jax_tilekern_cpu_matmul"
+CPU_RAGGED_MATMUL = "jax_tilekern_cpu_ragged_matmul"
 CPU_TRANSPOSE = "jax_tilekern_cpu_transpose"
 CPU_SUM = "jax_tilekern_cpu_sum"
 CPU_ADD = "jax_tilekern_cpu_add"
 CUDA_LAUNCH = "jax_tilekern_cuda_launch"
 CUDA_LAUNCH_CHECKED = "jax_tilekern_cuda_launch_checked"
 # Every target; jax.export takes a DisabledSafetyCheck.custom_call for each one that is used.
-FFI_TARGETS = (CPU_MATMUL, CPU_TRANSPOSE, CPU_SUM, CPU_ADD, CUDA_LAUNCH, CUDA_LAUNCH_CHECKED)
+FFI_TARGETS = (
+    CPU_MATMUL,
+    CPU_RAGGED_MATMUL,
+    CPU_TRANSPOSE,
+    CPU_SUM,
+    CPU_ADD,
+    CUDA_LAUNCH,
+    CUDA_LAUNCH_CHECKED,
+)
 
 
 def _register() -> None:

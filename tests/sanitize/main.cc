@@ -10,9 +10,11 @@ int main(int argc, char** argv) {
   if (!threads_only) {
     CheckHostilePlans(counts);
     CheckHostileCalls(counts);
+    CheckHostileRaggedCalls(counts);
     CheckHostileArrayCalls(counts);
   }
   CheckProducts(counts, threads_only);
+  CheckRaggedProducts(counts, threads_only);
   CheckArrays(counts, threads_only);
   std::printf("%d passed, %d failed\n", counts.passed, counts.failed);
   return counts.failed == 0 ? 0 : 1;

@@ -6,9 +6,9 @@
 
 #include "check.h"
 #include "cpu/matmul.h"
-#include "elements.h"
 #include "ffi_frame.h"
 #include "handlers.h"
+#include "product_operands.h"
 
 namespace {
 
@@ -22,17 +22,6 @@ struct Case {
 int64_t Last(int64_t batch, int64_t rows, int64_t cols, const int64_t (&strides)[3]) {
   return (batch - 1) * strides[0] + (rows - 1) * strides[1] + (cols - 1) * strides[2];
 }
-
-struct Types {
-  Type lhs, rhs, out;
-
-  std::string Text() const { return std::string(lhs.name) + " x " + rhs.name + " -> " + out.name; }
-};
-
-constexpr Types kTypes[] = {{kF32, kF32, kF32},    {kF64, kF64, kF64},    {kBF16, kBF16, kF32},
-                            {kBF16, kBF16, kBF16}, {kF16, kF16, kF16},    {kF16, kF16, kF32},
-                            {kE4M3, kE5M2, kF32},  {kE5M2, kE5M2, kBF16}, {kE4M3, kE4M3, kF16},
-                            {kS8, kS8, kS32}};
 
 enum Layout { kRowMajor, kColumnMajor, kPadded, kBatchInnermost, kBroadcast };
 
@@ -93,26 +82,6 @@ std::vector<Case> ThreadedCases() {
   }
   return cases;
 }
-
-// Memory of exactly as many elements, and the integers that they stand for.
-struct Operand {
-  std::vector<double> values;
-  std::unique_ptr<char[]> memory;
-
-  Operand(const Type& type, int64_t count, std::mt19937& random)
-      : values(count), memory(new char[count * type.bytes]) {
-    for (int64_t i = 0; i < count; ++i) {
-      // All of int8, the extremes above all; for the rest what 8-bit floats hold exactly.
-      const int drawn = static_cast<int>(random() % 256) - 128;
-      values[i] = type.ffi != XLA_FFI_DataType_S8 ? drawn & 1 : drawn % 3 == 0 ? -128 : drawn;
-      if (type.ffi != XLA_FFI_DataType_S8 && drawn < 0) values[i] = -values[i];
-      if (type.ffi != XLA_FFI_DataType_S8 && drawn % 16 == 0) values[i] = 2;
-      Write(type, values[i], &memory[i * type.bytes]);
-    }
-  }
-};
-
-constexpr char kUntouched = 0x55;
 
 class Problem {
  public:
