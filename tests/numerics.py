@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.test_util import check_grads
 
 import jax_tilekern as jtk
 
@@ -32,6 +33,23 @@ def on_gpu():
     return jax.default_backend() == "gpu"
 
 
+def roundoff(dtype, precision=None):
+    """Rounding beside float32's: of operands to TF32, and of sums of 8-bit floats on Hopper."""
+    if not on_gpu():
+        return 0.0
+    if np.dtype(dtype) == np.float32 and precision is None:
+        return TF32_ROUNDOFF
+    hopper = jax.devices()[0].compute_capability == "9.0"
+    return FP8_SUM_ROUNDOFF if hopper and np.dtype(dtype) in (F8E4, F8E5) else 0.0
+
+
+def supported(lhs):
+    """A GPU multiplies 8-bit floats from compute capability 8.9 on."""
+    if not on_gpu() or np.dtype(lhs) not in (F8E4, F8E5):
+        return True
+    return float(jax.devices()[0].compute_capability) >= 8.9
+
+
 def random(rng, shape, dtype):
     """Normal values in ``dtype`` (so that the operands themselves are exact), or all integers."""
     dtype = np.dtype(dtype)
@@ -43,6 +61,13 @@ def random(rng, shape, dtype):
             (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)).astype(dtype)
         )
     return jnp.asarray(rng.standard_normal(shape).astype(dtype))
+
+
+def check_derivatives(function, arguments):
+    """Check them to second order, in float64: finite differences of float32 say little."""
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arguments]
+        check_grads(function, wide, 2, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4)
 
 
 def operands(rng, subscripts, sizes, *types):

@@ -12,7 +12,6 @@ from numerics import (
     BF16,
     F8E4,
     F8E5,
-    FP8_SUM_ROUNDOFF,
     MAJORS,
     TF32_ROUNDOFF,
     assert_product,
@@ -27,6 +26,8 @@ from numerics import (
     poison,
     product,
     random,
+    roundoff,
+    supported,
 )
 
 import jax_tilekern as jtk
@@ -49,23 +50,6 @@ SHAPES = [
     (64, 64, 64), (33, 130, 70), (129, 127, 128), (128, 256, 96), (200, 136, 264), (1, 300, 520),
     (300, 1, 520), (8, 520, 48), (257, 65, 513),
 ]  # fmt: skip
-
-
-def roundoff(dtype, precision=None):
-    """Rounding beside float32's: of operands to TF32, and of sums of 8-bit floats on Hopper."""
-    if not on_gpu():
-        return 0.0
-    if np.dtype(dtype) == np.float32 and precision is None:
-        return TF32_ROUNDOFF
-    hopper = jax.devices()[0].compute_capability == "9.0"
-    return FP8_SUM_ROUNDOFF if hopper and np.dtype(dtype) in (F8E4, F8E5) else 0.0
-
-
-def supported(lhs):
-    """A GPU multiplies 8-bit floats from compute capability 8.9 on."""
-    if not on_gpu() or np.dtype(lhs) not in (F8E4, F8E5):
-        return True
-    return float(jax.devices()[0].compute_capability) >= 8.9
 
 
 @pytest.mark.usefixtures("x64")
