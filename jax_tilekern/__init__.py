@@ -13,6 +13,7 @@ from jax_tilekern.nvrtc import CompileError
 from jax_tilekern.ops.add import add
 from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
 from jax_tilekern.ops.matmul import dot_general, matmul
+from jax_tilekern.ops.ragged_dot import ragged_dot, ragged_dot_general
 from jax_tilekern.ops.sum import sum
 from jax_tilekern.ops.transpose import transpose
 from jax_tilekern.ops.vector_products import dot, matvec, vdot, vecmat
@@ -40,6 +41,8 @@ __all__ = [
     "gpu_target",
     "matmul",
     "matvec",
+    "ragged_dot",
+    "ragged_dot_general",
     "sum",
     "transpose",
     "tune",

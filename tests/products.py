@@ -1,5 +1,7 @@
 """Matrix products to plan for, given or random, that tests of planners share."""
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import KNOWN_GPUS, known_gpu
 from jax_tilekern.plans.mma import ARITHMETICS
 from jax_tilekern.plans.product import Product
+from jax_tilekern.plans.ragged_product import RaggedGeometry, RaggedProduct
 
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
@@ -64,6 +67,26 @@ def row_major(m, n, k, batch=(), *, lhs_k_major=True, rhs_k_major=False, padding
 def product_of(arithmetic, *sizes, types=None, **layout):
     """A product of row-major arrays; see `row_major`."""
     return Product(row_major(*sizes, **layout), *(types or TYPES[arithmetic]), arithmetic)
+
+
+def ragged_product_of(arithmetic, ragged, groups, *sizes, batch=(), types=None, **layout):
+    """A ragged product of row-major arrays: one that has groups, and two that have not."""
+    geometry = row_major(*sizes, **layout)
+    m, n, k = sizes
+    grouped = {"m": "rhs", "k": "out"}[ragged]
+    strides = {}
+    for name, matrix in (("lhs", (m, k)), ("rhs", (k, n)), ("out", (m, n))):
+        own = getattr(geometry, f"{name}_strides")
+        # The outer of the two dimensions has the larger, whatever the rows' padding.
+        step = max(size * stride for size, stride in zip(matrix, own, strict=True))
+        has_groups = name == grouped
+        outer = batch_strides(batch, step * (groups if has_groups else 1))
+        strides[f"{name}_strides"] = (*outer, step if has_groups else 0, *own)
+    geometry = dataclasses.replace(geometry, batch=(*batch, groups), **strides)
+    bounds_strides = batch_strides(batch, groups + 1)
+    return RaggedProduct(
+        RaggedGeometry(geometry, ragged, bounds_strides), *(types or TYPES[arithmetic]), arithmetic
+    )
 
 
 def geometries(sizes, most_batch_dims):

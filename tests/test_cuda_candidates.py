@@ -1,15 +1,19 @@
 """On a GPU: whatever kernel is chosen for a product, the result is the same product."""
 
+import math
+import zlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from numerics import on_gpu
-from products import product_of
+from numerics import on_gpu, poison
+from products import product_of, ragged_product_of
 
 from jax_tilekern import ffi
+from jax_tilekern.plans import ragged_matmul
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.matmul import candidates
 from jax_tilekern.plans.sum import SummedDims, sum_candidates, sum_plan
@@ -47,18 +51,36 @@ CASES = [
 ]
 
 
-def run(plan, operands, shape, dtype):
+def jitted(plan, shape, dtype):
     primitive = Primitive("tilekern_candidate")
     primitive.def_abstract_eval(lambda *_: jax.core.ShapedArray(shape, dtype))
     mlir.register_lowering(primitive, lambda ctx, *xs: ffi.cuda_launch(ctx, xs, plan))
-    call = jax.jit(primitive.bind)
-    out = call(*operands)
+    return jax.jit(primitive.bind)
+
+
+def run(plan, operands, shape, dtype):
+    return run_twice(jitted(plan, shape, dtype), operands)
+
+
+def run_twice(call, operands, columns=None):
+    """The result, or its first columns: those that the kernel writes."""
+    out, again = (np.asarray(call(*operands))[..., :columns] for _ in range(2))
     # Two calls of one kernel are bitwise equal.
-    assert np.asarray(out).tobytes() == np.asarray(call(*operands)).tobytes()
-    return np.asarray(out).astype(np.float64)
+    assert out.tobytes() == again.tobytes()
+    return out.astype(np.float64)
 
 
-@pytest.mark.parametrize("order", ["NN", "NT", "TN", "TT"])
+ORDERS = ("NN", "NT", "TN", "TT")
+
+
+def in_turn(candidates, order):
+    """The best, and those whose turn it is in this order, for all in each take long to compile."""
+    best, *others = candidates
+    turn = ORDERS.index(order)
+    return [best, *(c for c in others if zlib.crc32(c.key.encode()) % len(ORDERS) == turn)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("arithmetic", "operand", "result", "sizes"), CASES)
 def test_every_candidate_computes_the_product(arithmetic, operand, result, sizes, order):
     m, n, k = sizes
@@ -86,7 +108,7 @@ def test_every_candidate_computes_the_product(arithmetic, operand, result, sizes
     )
     gpu = current_gpu()
     wrong = {}
-    for candidate in candidates(product, gpu):
+    for candidate in in_turn(candidates(product, gpu), order):
         got = run(candidate.plan(gpu), (lhs, rhs), (m, n), out_dtype)
         error = np.linalg.norm(got - exact) / np.linalg.norm(exact)
         if not error <= BOUNDS[arithmetic]:
@@ -94,7 +116,150 @@ def test_every_candidate_computes_the_product(arithmetic, operand, result, sizes
     assert not wrong
 
 
-@pytest.mark.parametrize("order", ["NN", "NT", "TN", "TT"])
+# Arithmetic, types, which dimension is ragged, and the operands' orders.
+RAGGED_CASES = [
+    *(("bf16", "bfloat16", "bfloat16", ragged, order)
+      for ragged in "mk" for order in ("NN", "NT", "TN", "TT")),
+    ("bf16", "bfloat16", "float32", "m", "NN"),
+    ("bf16", "bfloat16", "float32", "k", "TN"),
+    ("f16", "float16", "float32", "m", "NN"),
+    ("f16", "float16", "float16", "k", "TN"),
+    *((arithmetic, "float32", "float32", ragged, order)
+      for arithmetic in ("tf32", "f32") for ragged, order in (("m", "NN"), ("m", "TT"),
+                                                              ("k", "TN"), ("k", "NT"))),
+    ("f64", "float64", "float64", "m", "NT"),
+    ("f64", "float64", "float64", "k", "TN"),
+    ("int8", "int8", "int32", "m", "NN"),
+    ("int8", "int8", "int32", "m", "NT"),
+    ("int8", "int8", "int32", "m", "TN"),
+    ("int8", "int8", "int32", "k", "TN"),
+    ("int8", "int8", "int32", "k", "NT"),
+    ("fp8", "float8_e4m3fn", "bfloat16", "m", "NN"),
+    ("fp8", "float8_e4m3fn", "float32", "m", "NT"),
+    ("fp8", "float8_e4m3fn", "float32", "k", "TN"),
+    ("fp8_fast", "float8_e5m2", "float32", "m", "NT"),
+]  # fmt: skip
+# More elements than whole vectors, padding of rows in memory, and batch dimensions: rows of whole
+# vectors, rows that begin anywhere, and rows of whole vectors of which the last is not all used.
+RAGGED_LAYOUTS = [(0, 0, (2,)), (1, 0, (2,)), (-1, 1, (2, 2))]
+ROWS, GROUPS = 1500, 13
+
+
+def bounds_of(kind, rng, batches):
+    """Where groups begin and end, in order: of every batch."""
+    shape = (batches, GROUPS + 1)
+    if kind == "random":
+        return np.sort(rng.integers(0, ROWS + 1, shape))
+    if kind == "all rows":
+        inner = np.sort(rng.integers(0, ROWS + 1, (batches, GROUPS - 1)))
+        return np.pad(np.pad(inner, ((0, 0), (1, 0))), ((0, 0), (0, 1)), constant_values=ROWS)
+    if kind == "skewed":
+        return np.minimum(ROWS * 2 ** np.arange(GROUPS + 1) // 2**GROUPS, ROWS) + np.zeros(
+            shape, int
+        )
+    if kind == "one group":
+        return np.where(np.arange(GROUPS + 1) > GROUPS // 2, ROWS, 0) + np.zeros(shape, int)
+    if kind == "single rows":
+        return rng.integers(0, ROWS - GROUPS, (batches, 1)) + np.arange(GROUPS + 1)
+    return np.full(shape, rng.integers(0, ROWS + 1))
+
+
+BOUND_KINDS = ("random", "all rows", "skewed", "one group", "single rows", "no rows")
+
+
+def rows_of_no_group(bounds):
+    return np.r_[0 : bounds[0], bounds[-1] : ROWS]
+
+
+def without_rows_of_no_group(x, bounds, dim):
+    """An operand with NaN in rows that no group has, which must not matter."""
+    x = x.copy()
+    if np.issubdtype(x.dtype, np.integer):
+        return x
+    for b, of_batch in enumerate(bounds):
+        np.moveaxis(x[b], dim - 1, 0)[rows_of_no_group(of_batch)] = np.nan
+    return x
+
+
+def in_memory(x, major, padding):
+    """An array whose rows are longer by what must not matter."""
+    x = x.swapaxes(-1, -2) if major == "T" else x
+    beyond = 0 if np.issubdtype(x.dtype, np.integer) else np.nan
+    padded = np.full((*x.shape[:-1], x.shape[-1] + padding), beyond, x.dtype)
+    padded[..., : x.shape[-1]] = x
+    return jnp.asarray(padded)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("layout", RAGGED_LAYOUTS, ids=["whole", "odd", "padded"])
+@pytest.mark.parametrize(("arithmetic", "operand", "result", "ragged", "order"), RAGGED_CASES)
+def test_every_candidate_computes_each_group(arithmetic, operand, result, ragged, order, layout):
+    more, padding, batch = layout
+    batches = math.prod(batch)
+    n = 528 + more
+    m, k = (ROWS, 336 + more) if ragged == "m" else (272 + more, ROWS)
+    seed = sum(map(ord, arithmetic + ragged + order)) + more
+    rng = np.random.default_rng(seed)
+    dtype, out_dtype = jnp.dtype(operand), jnp.dtype(result)
+    groups_of_rhs, groups_of_out = ((GROUPS,), ()) if ragged == "m" else ((), (GROUPS,))
+    product = ragged_product_of(
+        arithmetic,
+        ragged,
+        GROUPS,
+        m,
+        n,
+        k,
+        batch=batch,
+        types=(dtype, dtype, out_dtype),
+        lhs_k_major=order[0] == "N",
+        rhs_k_major=order[1] == "T",
+        padding=padding,
+    )
+
+    def draw(shape):
+        if operand == "int8":
+            return rng.integers(-128, 128, shape, np.int8)
+        return rng.standard_normal(shape).astype(dtype)
+
+    lhs, rhs = draw((batches, m, k)), draw((batches, *groups_of_rhs, k, n))
+    left, right = lhs.astype(np.float64), rhs.astype(np.float64)
+    shape = (batches, *groups_of_out, m, n + padding)
+    gpu = current_gpu()
+    found = ragged_matmul.candidates(product, gpu)
+    if more:
+        # The best of each family, for all in each layout take long to compile.
+        found = {type(candidate): candidate for candidate in reversed(found)}.values()
+    calls = {candidate.key: jitted(candidate.plan(gpu), shape, out_dtype) for candidate in found}
+    wrong = {}
+    for kind in BOUND_KINDS:
+        bounds = np.asarray(bounds_of(kind, rng, batches), np.int32)
+        operands = (
+            without_rows_of_no_group(lhs, bounds, 1 if ragged == "m" else 2),
+            without_rows_of_no_group(rhs, bounds, 1) if ragged == "k" else rhs,
+        )
+        on_device = [in_memory(x, major, padding) for x, major in zip(operands, order, strict=True)]
+        exact = [
+            (b, g, rows, left[b, rows] @ right[b, g])
+            if ragged == "m"
+            else (b, g, rows, left[b, :, rows] @ right[b, rows])
+            for b in range(batches)
+            for g, rows in enumerate(map(slice, bounds[b, :-1], bounds[b, 1:]))
+        ]
+        for key, call in calls.items():
+            poison(shape, out_dtype)
+            got = run_twice(call, (*on_device, jnp.asarray(bounds)), n)
+            for b, g, rows, product_of_group in exact:
+                part = got[b, rows] if ragged == "m" else got[b, g]
+                error = np.linalg.norm(part - product_of_group)
+                if not error <= BOUNDS[arithmetic] * np.linalg.norm(product_of_group):
+                    wrong[key, kind, b, g] = error
+            for b in range(batches) if ragged == "m" else ():
+                if got[b, rows_of_no_group(bounds[b])].any():
+                    wrong[key, kind, b] = "no zeros in rows of no group"
+    assert not wrong
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_operands_are_rounded_to_the_nearest_tf32(order):
     """Which products by the unit matrix show; a tensor core by itself would cut bits off."""
     size = 264

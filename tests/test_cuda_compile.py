@@ -8,10 +8,12 @@ from products import product_of
 
 from jax_tilekern.compiler import compile_kernels
 from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans import emulated, mma, wgmma
+from jax_tilekern.plans import emulated, mma, ragged_mma, ragged_wgmma, wgmma
 from jax_tilekern.plans.gpu import known_gpu
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_120")
+# Which differ in the instructions, and not only in the shared memory.
+RAGGED_ARCHS = ("sm_80", "sm_90a", "sm_120")
 
 # The low 12 bits of an instruction, the same on all of these architectures.
 OPCODES = {0x23C: "HMMA", 0x237: "IMMA", 0x23F: "DMMA", 0x27A: "QMMA", 0x223: "FFMA", 0x83B: "LDSM"}
@@ -29,14 +31,22 @@ def _types(instance):
     return "-".join(name.removeprefix("tilekern::") for name in instance.types)
 
 
+def _name(arch, instance):
+    lhs, rhs = ("NT"[operand.k_major] for operand in (instance.lhs, instance.rhs))
+    tile = f"{instance.tile.block_m}x{instance.tile.block_n}x{instance.stages}"
+    loads = instance.lhs.load_bytes
+    return f"{arch}-{instance.family}-{_types(instance)}-{tile}-{lhs}{rhs}{loads}"
+
+
 def _cases():
     for arch in ARCHS:
         for instance in dict.fromkeys(mma.instances(known_gpu(arch))):
-            lhs, rhs = ("NT"[operand.k_major] for operand in (instance.lhs, instance.rhs))
-            tile = f"{instance.tile.block_m}x{instance.tile.block_n}x{instance.stages}"
-            kernel = instance.file.removesuffix("_matmul.cuh")
-            name = f"{arch}-{kernel}-{_types(instance)}-{tile}-{lhs}{rhs}{instance.lhs.load_bytes}"
-            yield pytest.param(arch, instance, id=name)
+            yield pytest.param(arch, instance.kernel, instance, id=_name(arch, instance))
+    for arch in RAGGED_ARCHS:
+        for instance, ragged in dict.fromkeys(ragged_mma.instances(known_gpu(arch))):
+            kernel = ragged_mma.ragged_kernel(instance, ragged)
+            name = f"{_name(arch, instance)}-ragged_{ragged}"
+            yield pytest.param(arch, kernel, instance, id=name)
 
 
 def _code(cubin, symbol):
@@ -74,9 +84,8 @@ def _expected(instance, arch):
     return ("IMMA" if itemsize == 1 else "HMMA"), products
 
 
-@pytest.mark.parametrize(("arch", "instance"), list(_cases()))
-def test_compiles_to_what_the_plan_assumes(arch, instance):
-    kernel = instance.kernel
+@pytest.mark.parametrize(("arch", "kernel", "instance"), list(_cases()))
+def test_compiles_to_what_the_plan_assumes(arch, kernel, instance):
     compiled = compile_kernels(kernel, arch=arch)
     entry = compiled.entry(kernel.name)
     assert compiled.log == ""
@@ -103,6 +112,7 @@ def test_compiles_to_what_the_plan_assumes(arch, instance):
 def _wgmma_instances():
     gpu = known_gpu("sm_90a")
     yield from wgmma.instances(gpu)
+    yield from ragged_wgmma.instances(gpu)
     # Of float32 by pieces, with stores of boxes and of single elements.
     for n in (4096, 4097):
         product = product_of("f32", 4096, n, 4096)
@@ -116,6 +126,8 @@ def _wgmma_cases():
         orders = "".join("NT"[k_major] for k_major in (instance.lhs_k_major, instance.rhs_k_major))
         out = "m" * instance.out_m_major + ("boxes" if instance.out_boxes else "single")
         extra = f"x{instance.cluster}{'-promote' * instance.promote}"
+        if instance.ragged:
+            extra += f"-ragged_{instance.ragged}"
         if instance.pieces > 1:
             extra += f"-{instance.pieces}pieces"
         name = f"{_types(instance)}-{tile}-{who}-{orders}-{out}-{extra}"
@@ -137,7 +149,14 @@ def _expected_wgmma(instance):
     else:
         instruction = "IGMMA" if itemsize == 1 else "HGMMA"
     once = 4 * row_blocks * orders
-    return instruction, [3 * once] if two_sets else [once, 3 * once]
+    counts = [3 * once] if two_sets else [once, 3 * once]
+    if instance.ragged == "n":
+        # A loop for each number of columns.
+        counts = [count * (instance.block_n // instance.line_step) for count in counts]
+    if instance.ragged == "k":
+        # The first tile of k from each of its steps on.
+        counts = [(4 + 3 + 2 + 1) * row_blocks + count for count in counts]
+    return instruction, counts
 
 
 @pytest.mark.parametrize("instance", list(_wgmma_cases()))

@@ -1,7 +1,7 @@
 """Plans on Hopper's tensor cores: properties over random geometries; no GPU needed.
 
 What the kernel does with the numbers that it gets is modelled here: which item is which tile of
-which output (``wgmma_shape.cuh``), and what boxes of the tensor maps it copies.
+which output (``wgmma_items.cuh``), and what boxes of the tensor maps it copies.
 """
 
 import dataclasses
@@ -9,7 +9,6 @@ import itertools
 import math
 import re
 import struct
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,8 +23,19 @@ from products import (
     products,
     row_major,
 )
+from wgmma_launches import (
+    SHAPE_LAYOUT,
+    banded_tile,
+    batch_positions,
+    buffers_bytes,
+    kernel_of,
+    layout_of,
+    offset_bytes,
+    plan_of,
+    struct_fields,
+    unpack_shape,
+)
 
-from jax_tilekern.compiler import cuda_folder
 from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans import matmul, mma, wgmma
 from jax_tilekern.plans.geometry import MatmulGeometry
@@ -40,14 +50,6 @@ try:
 except NvrtcNotFound:
     has_nvrtc = False
 needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
-
-# Of the kernels' parameters: three maps, a pointer and WgmmaShape; two pointers and a struct.
-SHAPE_LAYOUT = "@4q19i0q"
-PARAMETER_BYTES = {
-    "wgmma_matmul": (128, 128, 128, 8, struct.calcsize(SHAPE_LAYOUT)),
-    "pack_operand": (8, 8, 104),
-    "sum_splits": (8, 8, 96),
-}
 
 # Of 1 in most dimensions, or odd, or of several tiles; k may be split.
 small_sizes = st.one_of(st.just(1), st.integers(1, 40), st.integers(1, 90).map(lambda n: 8 * n))
@@ -67,108 +69,41 @@ large = geometries(st.one_of(st.integers(1, 2**16), st.sampled_from([4096, 8192]
 any_geometry = st.one_of(small, deep, large)
 
 
-@dataclasses.dataclass(frozen=True)
-class FakeEntry:
-    """Stands in for a compiled kernel, so that plans can be made without a compiler."""
-
-    name: str
-    parameter_bytes: tuple[int, ...]
-    symbol: str = "symbol"
-    max_threads: int = 1024
-    shared_memory_bytes: int = 0
-    cubin: bytes = b"\x7fELF"
-
-
-class FakeCompiled:
-    def entry(self, name):
-        kernel = re.match(r"tilekern::(\w+)<", name)[1]
-        return FakeEntry(name, PARAMETER_BYTES[kernel])
-
-
-def plan_of(candidate, gpu=H100):
-    """The candidate's plan, all but compiled."""
-    with mock.patch.object(wgmma, "compile_kernels", return_value=FakeCompiled()):
-        return candidate.plan(gpu)
-
-
 def main_launch(plan):
     (launch,) = (one for one in plan.launches if "wgmma_matmul" in one.entry.name)
     return launch
 
 
-def unpack(scalars):
-    """The fields of ``WgmmaShape`` in wgmma_shape.cuh."""
-    assert len(scalars.data) == struct.calcsize(SHAPE_LAYOUT) == 112
-    values = struct.unpack(SHAPE_LAYOUT, scalars.data)
-    names = ("batches", "m", "n", "k_tiles", "split_k_tiles", "piece_step")
-    names += ("tiles_m", "tiles_n", "band", "items")
-    return {
-        "out_batch_strides": values[0:3],
-        "out_stride": values[3],
-        "batch": values[4:7],
-        "lhs_steps": values[7:10],
-        "rhs_steps": values[10:13],
-        **dict(zip(names, values[13:], strict=True)),
-    }
-
-
 def shape_of(plan):
-    return unpack(main_launch(plan).parameters[-1])
-
-
-def span_bytes(sizes, strides, itemsize):
-    """From the first element's address to the end of the last."""
-    steps = zip(sizes, strides, strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * itemsize
+    return unpack_shape(main_launch(plan).parameters[-1])
 
 
 def buffer_bytes(product, plan):
     """What each buffer of the plan has at least."""
-    g = product.geometry
-    spans = (
-        span_bytes((*g.batch, g.m, g.k), g.lhs_strides, product.lhs_dtype.itemsize),
-        span_bytes((*g.batch, g.k, g.n), g.rhs_strides, product.rhs_dtype.itemsize),
-        span_bytes((*g.batch, g.m, g.n), g.out_strides, product.out_dtype.itemsize),
-    )
-    return spans + plan.workspace_bytes
+    return buffers_bytes(product, product.geometry) + plan.workspace_bytes
 
 
 def work_items(shape, config):
-    """``work_item`` and ``k_tiles_of`` of wgmma_shape.cuh, for all items and a cluster's blocks."""
+    """``DenseItems`` of wgmma_items.cuh: all items, of each of a cluster's blocks."""
     item = np.repeat(np.arange(shape["items"]), config.cluster)
     block = np.tile(np.arange(config.cluster), shape["items"])
     tiles = shape["tiles_m"] * shape["tiles_n"]
     stacked, index = item // tiles, item % tiles
-    per_band = shape["band"] * shape["tiles_n"]
-    first = index // per_band * shape["band"]
-    height = np.minimum(shape["band"], shape["tiles_m"] - first)
-    within = index % per_band
+    m, n = banded_tile(index, shape["tiles_m"], shape["tiles_n"], shape["band"])
     split, batch = stacked // shape["batches"], stacked % shape["batches"]
-    positions, rest = [], batch
-    for size in reversed(shape["batch"]):
-        positions.insert(0, rest % size)
-        rest = rest // size
-    out_batch = positions
+    positions = batch_positions(shape, batch)
     if shape["split_k_tiles"] < shape["k_tiles"]:
-        out_batch = [0 * stacked, 0 * stacked, stacked]
+        positions["out_batch"] = [0 * stacked, 0 * stacked, stacked]
     steps = shape["split_k_tiles"]
     return {
-        "m": ((first + within % height) * config.cluster + block) * config.block_m,
-        "n": within // height * config.block_n,
+        "m": (m * config.cluster + block) * config.block_m,
+        "n": n * config.block_n,
         "split": split,
         "batch": batch,
-        "lhs_batch": [x * step for x, step in zip(positions, shape["lhs_steps"], strict=True)],
-        "rhs_batch": [x * step for x, step in zip(positions, shape["rhs_steps"], strict=True)],
-        "out_batch": out_batch,
-        "first_k_tile": split * steps,
+        **positions,
+        "k": split * steps * config.block_k,
         "k_tiles": np.minimum(steps, shape["k_tiles"] - split * steps),
     }
-
-
-def offset_bytes(tensor_map, matrix, batch):
-    """Where a map has the element at a matrix's (inner, outer) and at batch[0], [1] and [2]."""
-    at = (matrix[1], *reversed(batch))
-    return matrix[0] * tensor_map.element_bytes + np.dot(at, tensor_map.strides_bytes)
 
 
 def sides(candidate):
@@ -289,14 +224,14 @@ def test_items_cover_every_output_and_all_of_k_once(case, data):
     assert len(work["m"]) == math.prod(map(len, ranges))
     assert done == set(itertools.product(*ranges))
 
-    k_tiles = [
-        k_tile
+    firsts_of_k = [
+        first + k_tile * instance.block_k
         for first, count in dict.fromkeys(
-            zip(work["first_k_tile"].tolist(), work["k_tiles"].tolist(), strict=True)
+            zip(work["k"].tolist(), work["k_tiles"].tolist(), strict=True)
         )
-        for k_tile in range(first, first + count)
+        for k_tile in range(count)
     ]
-    assert k_tiles == list(range(-(-g.k // instance.block_k)))
+    assert firsts_of_k == list(range(0, g.k, instance.block_k))
     assert min(work["k_tiles"]) >= 1
 
 
@@ -495,7 +430,7 @@ def test_operands_that_the_kernel_cannot_read_are_packed(wanted, buffers):
 def test_launches_are_packs_then_the_kernel_then_the_sum(case):
     product, choice = case
     plan = plan_of(choice)
-    names = [re.match(r"tilekern::(\w+)<", one.entry.name)[1] for one in plan.launches]
+    names = [kernel_of(one.entry.name) for one in plan.launches]
     packs = names.count("pack_operand")
     assert names == [
         *["pack_operand"] * packs,
@@ -536,30 +471,22 @@ def test_launches_are_packs_then_the_kernel_then_the_sum(case):
 # -- What the C++ has. -----------------------------------------------------------------------------
 
 
-def struct_fields(name):
-    """Fields of a struct of wgmma_shape.cuh, in order: names, types and numbers of elements."""
-    text = (cuda_folder() / "wgmma_shape.cuh").read_text()
-    body = text[text.index(f"struct {name} {{") :]
-    body = body[: body.index("\n}")]
-    return re.findall(r"^  (int|bool|int32|int64) (\w+)(\[kBoxBatchDims\])?;", body, re.MULTILINE)
-
-
 def test_every_field_of_the_config_is_given():
-    fields = [field.name for field in dataclasses.fields(WgmmaInstance)]
-    assert fields == ["types", *(name for _, name, _ in struct_fields("WgmmaConfig"))]
+    fields = [name for _, name, _ in struct_fields("wgmma_shape.cuh", "WgmmaConfig")]
+    of_ragged_products = ["ragged", "line_step", "ragged_bytes"]
+    assert ["types", *fields, *of_ragged_products] == [
+        field.name for field in dataclasses.fields(WgmmaInstance)
+    ]
     instance = next(iter(candidates(product_of("int8", 64, 64, 64), H100))).instance
     name = instance.kernel.name
     assert name.startswith("tilekern::wgmma_matmul<signed char, signed char, int, tilekern::")
     given = re.findall(r"\.(\w+) = (\d+)", name)
-    assert given == [(f, str(int(getattr(instance, f)))) for f in fields[1:]]
+    assert given == [(f, str(int(getattr(instance, f)))) for f in fields]
 
 
 def test_every_field_of_the_shape_is_packed():
-    fields = struct_fields("WgmmaShape")
-    layout = "".join(
-        ("3" if count else "1") + {"int64": "q", "int32": "i"}[type_] for type_, _, count in fields
-    )
-    assert struct.calcsize(f"@{layout}0q") == struct.calcsize(SHAPE_LAYOUT)
+    fields = struct_fields("wgmma_shape.cuh", "WgmmaShape")
+    assert struct.calcsize(f"{layout_of(fields)}0q") == struct.calcsize(SHAPE_LAYOUT)
     plan = plan_of(next(iter(candidates(product_of("bf16", 64, 64, 64), H100))))
     assert list(shape_of(plan)) == [name for _, name, _ in fields]
 

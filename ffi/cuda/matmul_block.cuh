@@ -10,6 +10,18 @@ namespace tilekern {
 
 extern __shared__ uint4 shared_memory[];
 
+// What a block computes: the tile of the output that starts at first_m, first_n, as far as it lies
+// before the ends, of sums over k from first_k to end_k. Ends are read where they are when they are
+// needed, so that those that are parameters of the kernel take no registers in between.
+struct TileRange {
+  int first_m;
+  int first_n;
+  int first_k;
+  const int32& end_m;
+  const int32& end_n;
+  const int32& end_k;
+};
+
 // Tiles of k pass through a ring of stages in shared memory, filled by background copies that run
 // kStages - 1 tiles ahead. Within a tile, an engine multiplies in steps, and loads the registers
 // of the next step meanwhile:
@@ -42,14 +54,16 @@ class MatmulBlock {
                 "the epilogue reuses the stages");
 
  public:
-  MatmulBlock(const Lhs* lhs, const Rhs* rhs, const MatmulShape& shape, int first_m, int first_n)
-      : lhs_loader_(lhs + first_m * (config.lhs_k_major ? shape.lhs_stride : 1),
+  MatmulBlock(const Lhs* lhs, const Rhs* rhs, const MatmulShape& shape, const TileRange& range)
+      : lhs_loader_(lhs + range.first_m * (config.lhs_k_major ? shape.lhs_stride : 1) +
+                        range.first_k * (config.lhs_k_major ? 1 : shape.lhs_stride),
                     shape.lhs_stride * static_cast<int>(sizeof(Lhs)), threadIdx.x),
-        rhs_loader_(rhs + first_n * (config.rhs_k_major ? shape.rhs_stride : 1),
+        rhs_loader_(rhs + range.first_n * (config.rhs_k_major ? shape.rhs_stride : 1) +
+                        range.first_k * (config.rhs_k_major ? 1 : shape.rhs_stride),
                     shape.rhs_stride * static_cast<int>(sizeof(Rhs)), threadIdx.x),
-        rows_(shape.m - first_m),
-        columns_(shape.n - first_n),
-        k_left_(shape.k),
+        rows_(range.end_m - range.first_m),
+        columns_(range.end_n - range.first_n),
+        k_left_(range.end_k - range.first_k),
         stages_(shared_address(shared_memory)) {}
 
   void accumulate(Engine& engine) {
@@ -139,32 +153,40 @@ class MatmulBlock {
   uint32 stages_;
 };
 
+// Computes a tile of the product of the matrices at `offsets`.
 template <template <typename, typename, MatmulConfig> class EngineOf, MatmulConfig config,
           typename Lhs, typename Rhs, typename Out>
-inline void matmul_tile(const Lhs* lhs, const Rhs* rhs, Out* out, const MatmulShape& shape) {
+inline void compute_tile(const Lhs* lhs, const Rhs* rhs, Out* out, const MatmulShape& shape,
+                         const BatchOffsets& offsets, const TileRange& range) {
   using Engine = EngineOf<Lhs, Rhs, config>;
-  const int tiles = shape.tiles_m * shape.tiles_n;
-  const BatchOffsets offsets = batch_offsets(shape, blockIdx.x / tiles);
-  const TileCoordinates tile =
-      banded_tile(blockIdx.x % tiles, shape.tiles_m, shape.tiles_n, shape.band);
-  const int first_m = tile.m * config.block_m, first_n = tile.n * config.block_n;
-
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_m = warp / config.warps_n * config.warp_m();
   const int warp_n = warp % config.warps_n * config.warp_n();
 
   Engine engine(warp_m, warp_n, lane);
-  MatmulBlock<Engine, config, Lhs, Rhs, Out>(lhs + offsets.lhs, rhs + offsets.rhs, shape, first_m,
-                                             first_n)
+  MatmulBlock<Engine, config, Lhs, Rhs, Out>(lhs + offsets.lhs, rhs + offsets.rhs, shape, range)
       .accumulate(engine);
 
-  const int64 row = first_m + warp_m;
-  const int column = first_n + warp_n;
+  const int64 row = range.first_m + warp_m;
+  const int column = range.first_n + warp_n;
   const OutputTile<Out> output = {out + offsets.out + row * shape.out_stride + column,
-                                  shape.out_stride, shape.m - first_m - warp_m, shape.n - column};
+                                  shape.out_stride, range.end_m - range.first_m - warp_m,
+                                  range.end_n - column};
   const uint32 staging =
       shared_address(shared_memory) + warp * Staging<Out, Engine::kColumns>::kBytes;
   store_output(engine, output, shape.out_vectors != 0, staging, lane);
+}
+
+template <template <typename, typename, MatmulConfig> class EngineOf, MatmulConfig config,
+          typename Lhs, typename Rhs, typename Out>
+inline void matmul_tile(const Lhs* lhs, const Rhs* rhs, Out* out, const MatmulShape& shape) {
+  const int tiles = shape.tiles_m * shape.tiles_n;
+  const BatchOffsets offsets = batch_offsets(shape, blockIdx.x / tiles);
+  const TileCoordinates tile =
+      banded_tile(blockIdx.x % tiles, shape.tiles_m, shape.tiles_n, shape.band);
+  compute_tile<EngineOf, config>(
+      lhs, rhs, out, shape, offsets,
+      {tile.m * config.block_m, tile.n * config.block_n, 0, shape.m, shape.n, shape.k});
 }
 
 }  // namespace tilekern

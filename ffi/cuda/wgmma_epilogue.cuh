@@ -18,11 +18,13 @@ struct OutputOrigin {
   int m;
   int n;
   const int (&batch)[kBoxBatchDims];
+  // How many columns of a tile that may be partial are to be stored.
+  int lines;
 };
 
 // kPairedRows tells that sums for rows g and 8+g of a warp's product are rows 2g and 2g+1 of its
-// part of the output.
-template <typename Out, WgmmaConfig config, bool kPairedRows>
+// part of the output; kPartialLines, that some of a tile's columns may not be its own.
+template <typename Out, WgmmaConfig config, bool kPairedRows, bool kPartialLines>
 class WgmmaEpilogue {
   static constexpr int kSize = sizeof(Out);
   static constexpr bool kMajorM = config.out_m_major;
@@ -31,6 +33,9 @@ class WgmmaEpilogue {
   static constexpr int kColumns = kMajorM ? min_of(config.block_n, kRowElements) : kRowElements;
   static constexpr int kBoxes = kMajorM ? 64 / kRowElements : 1;
   static constexpr int kBoxBytes = kColumns * kSlabRowBytes;
+  // Of a slab, lines along the output's unit stride.
+  static constexpr int kLines = kMajorM ? kColumns : 64;
+  static_assert(kMajorM || !kPartialLines);
   static_assert(config.block_n % kColumns == 0 && kColumns % 16 == 0);
   // Two-byte outputs go by 8x8 matrices, unless pairs of rows are adjacent in memory anyway.
   static constexpr bool kMatrices = kSize == 2 && !(kMajorM && kPairedRows);
@@ -56,6 +61,8 @@ class WgmmaEpilogue {
              const OutputOrigin& origin) {
 #pragma unroll
     for (int first = 0; first < config.block_n; first += kColumns) {
+      const int lines = kPartialLines ? origin.lines - first : kLines;
+      if (kPartialLines && lines <= 0) break;
       const uint32 slab = slabs_ + slab_ * kSlabBytes;
       slab_ ^= 1;
       if (config.out_boxes && leader_) wait_stores_read<kSlabs - 1>();
@@ -70,14 +77,16 @@ class WgmmaEpilogue {
           stage_octet(slab + at_octet(octet + 1), pair + 4);
         }
       }
-      if constexpr (config.out_boxes) {
+      if (config.out_boxes && lines >= kLines) {
         fence_async_proxy();
         sync();
         if (leader_) store_slab(slab, map, origin, first);
       } else {
         sync();
-        copy_slab(slab, out, shape, origin, first);
+        copy_slab(slab, out, shape, origin, first, lines);
       }
+      // Of nothing, if other threads have copied the slab: slabs take turns all the same.
+      if (config.out_boxes && leader_) commit_stores();
     }
   }
 
@@ -163,26 +172,38 @@ class WgmmaEpilogue {
       store_box(map, {{kMajorM ? m : n, kMajorM ? n : m, batch[2], batch[1], batch[0]}},
                 slab + box * kBoxBytes);
     }
-    commit_stores();
   }
 
   void copy_slab(uint32 slab, Out* out, const WgmmaShape& shape, const OutputOrigin& origin,
-                 int first) const {
-    constexpr int kInner = kMajorM ? 64 : kColumns;
+                 int first, int lines) const {
+    // Elements that are adjacent in the output, as many as are copied at a time.
+    constexpr int kRun = config.out_boxes ? 16 / kSize : 1;
+    constexpr int kRuns = (kMajorM ? 64 : kColumns) / kRun;
     Out* target = out;
 #pragma unroll
     for (int dim = 0; dim < kBoxBatchDims; ++dim) {
       target += origin.batch[dim] * shape.out_batch_strides[dim];
     }
 #pragma unroll 4
-    for (int i = threadIdx.x % 128; i < 64 * kColumns; i += 128) {
-      const int row = kMajorM ? i % kInner : i / kInner;
-      const int column = kMajorM ? i / kInner : i % kInner;
+    for (int i = threadIdx.x % 128; i < kLines * kRuns; i += 128) {
+      const int line = i / kRuns, within = i % kRuns * kRun;
+      const int row = kMajorM ? within : line, column = kMajorM ? line : within;
       const int m = origin.m + row, n = origin.n + first + column;
-      if (m < shape.m && n < shape.n) {
+      if (line < lines && m < shape.m && n < shape.n) {
         const int64 at = kMajorM ? n * shape.out_stride + m : m * shape.out_stride + n;
-        target[at] = load_shared_as<Out>(slab + offset(row, column));
+        copy_run<kRun>(target + at, slab + offset(row, column));
       }
+    }
+  }
+
+  template <int kRun>
+  static void copy_run(Out* target, uint32 address) {
+    if constexpr (kRun == 1) {
+      *target = load_shared_as<Out>(address);
+    } else {
+      uint32 words[4];
+      load_shared(words, address);
+      *reinterpret_cast<uint4*>(target) = {words[0], words[1], words[2], words[3]};
     }
   }
 

@@ -16,14 +16,15 @@
 #include "mbarrier.cuh"
 #include "wgmma_epilogue.cuh"
 #include "wgmma_finish.cuh"
+#include "wgmma_items.cuh"
 #include "wgmma_operand.cuh"
 
 namespace tilekern {
 
 extern __shared__ __align__(1024) unsigned char wgmma_shared[];
 
-// `Finish` is applied to sums before they are stored.
-template <typename Lhs, typename Rhs, typename Out, WgmmaConfig config, class Finish>
+// `Items` says which tiles the block computes; `Finish` is applied to sums before they are stored.
+template <typename Lhs, typename Rhs, typename Out, WgmmaConfig config, class Items, class Finish>
 class WgmmaMatmul {
   using LhsTile = WgmmaTile<Lhs, config.lhs_k_major, config.block_m, config.block_k>;
   // What a block of a cluster copies of the rhs that all of them use.
@@ -37,18 +38,24 @@ class WgmmaMatmul {
   // wgmma reads lines side by side from shared memory in 16-bit types alone.
   static constexpr bool kTransposedLhs = !config.lhs_k_major && sizeof(Lhs) != 2;
   static_assert(config.rhs_k_major || sizeof(Rhs) == 2);
-  using Epilogue = WgmmaEpilogue<Out, config, kTransposedLhs>;
+  using Epilogue = WgmmaEpilogue<Out, config, kTransposedLhs, Items::kPartialLines>;
 
   static constexpr int kStages = config.stages;
   static constexpr int kStageBytes = config.pieces * (LhsTile::kBytes + RhsTile::kBytes);
   static constexpr int kRowBlocks = config.consumer_m() / 64;
   static constexpr int kSums = config.block_n / 2;
+  static constexpr bool kMayBeEmpty = Items::kPartialLines || Items::kPartialK;
+  // Lines of rhs are copied and multiplied in steps, of a partial tile as many as it needs.
+  static constexpr int kLineStep = Items::kLineStep;
+  static_assert(!Items::kPartialLines ||
+                (config.rhs_k_major && config.out_m_major && config.cluster == 1 &&
+                 config.pieces == 1 && config.block_n % kLineStep == 0));
   static_assert(config.consumer_m() % 64 == 0 && RhsShare::kBytes % 1024 == 0);
   static_assert(config.consumers <= 2, "registers");
 
  public:
-  WgmmaMatmul(const WgmmaShape& shape, const Finish& finish)
-      : shape_(shape), finish_(finish), stages_(shared_address(wgmma_shared)) {
+  WgmmaMatmul(const WgmmaShape& shape, const typename Items::Source& source, const Finish& finish)
+      : shape_(shape), source_(source), finish_(finish), stages_(shared_address(wgmma_shared)) {
     slabs_ = stages_ + kStages * kStageBytes;
     full_ = slabs_ + config.consumers * kSlabs * kSlabBytes;
     empty_ = full_ + kStages * kBarrierBytes;
@@ -56,10 +63,13 @@ class WgmmaMatmul {
     block_ = config.cluster > 1 ? block_in_cluster() : 0;
   }
 
-  void run(const TensorMap& lhs, const TensorMap& rhs, const TensorMap& out_map, Out* out) {
+  // `rhs_step` is a map of rhs in boxes of one step of lines, for partial tiles.
+  void run(const TensorMap& lhs, const TensorMap& rhs, const TensorMap& rhs_step,
+           const TensorMap& out_map, Out* out) {
     if (threadIdx.x == 0) {
       prefetch(lhs);
       prefetch(rhs);
+      if (Items::kPartialLines) prefetch(rhs_step);
       if (config.out_boxes) prefetch(out_map);
 #pragma unroll
       for (int stage = 0; stage < kStages; ++stage) {
@@ -70,11 +80,13 @@ class WgmmaMatmul {
       for (int i = 0; i < config.consumers; ++i) init_barrier(turns_ + i * kBarrierBytes, 1);
       publish_barriers();
     }
+    const uint32 barriers_end = turns_ + config.consumers * kBarrierBytes;
+    source_.prepare(wgmma_shared + (barriers_end - stages_ + 15) / 16 * 16);
     sync_blocks();
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == config.consumers) {
       release_registers<40>();
-      if (threadIdx.x % 128 == 0) produce(lhs, rhs);
+      if (threadIdx.x % 128 == 0) produce(lhs, rhs, rhs_step);
     } else {
       acquire_registers<config.consumers == 1 ? 248 : 232>();
       consume(out_map, out, warpgroup);
@@ -92,20 +104,20 @@ class WgmmaMatmul {
     }
   }
 
-  // Items that the block's cluster takes, from the first in steps.
-  static int first_item() { return blockIdx.x / config.cluster; }
-  static int item_step() { return gridDim.x / config.cluster; }
-
-  void produce(const TensorMap& lhs, const TensorMap& rhs) const {
+  void produce(const TensorMap& lhs, const TensorMap& rhs, const TensorMap& rhs_step) const {
     RingPosition<kStages> ring;
-    for (int item = first_item(); item < shape_.items; item += item_step()) {
-      const WorkItem work = work_item<config>(shape_, item, block_);
-      const int k_tiles = k_tiles_of(shape_, item);
+    typename Items::Producer items(source_, block_);
+    while (items.next()) {
+      const WorkItem work = items.work();
+      const int k_tiles = items.k_tiles();
+      // Of rhs, in whole steps.
+      const int lines = (items.lines() + kLineStep - 1) / kLineStep * kLineStep;
       for (int tile = 0; tile < k_tiles; ++tile) {
         const uint32 full = full_ + ring.stage * kBarrierBytes;
         wait(empty_ + ring.stage * kBarrierBytes, ring.parity ^ 1);
-        arrive_expecting(full, kStageBytes);
-        const int k = (work.first_k_tile + tile) * config.block_k;
+        arrive_expecting(
+            full, Items::kPartialLines ? LhsTile::kBytes + lines * kTileRowBytes : kStageBytes);
+        const int k = work.k + tile * config.block_k;
         uint32 to = stages_ + ring.stage * kStageBytes;
 #pragma unroll
         for (int piece = 0; piece < config.pieces; ++piece) {
@@ -120,11 +132,32 @@ class WgmmaMatmul {
         }
 #pragma unroll
         for (int piece = 0; piece < config.pieces; ++piece) {
-          copy_rhs(to, rhs, work, k + piece * shape_.piece_step, full);
+          if constexpr (Items::kPartialLines) {
+            copy_lines(to, rhs, rhs_step, work, lines, k, full);
+          } else {
+            copy_rhs(to, rhs, work, k + piece * shape_.piece_step, full);
+          }
           to += RhsTile::kBytes;
         }
         ring.advance();
       }
+    }
+  }
+
+  // In few boxes, for each takes the copying thread some time.
+  void copy_lines(uint32 to, const TensorMap& rhs, const TensorMap& rhs_step, const WorkItem& work,
+                  int lines, int k, uint32 full) const {
+    constexpr int kLong = Items::kLongBoxLines;
+    int line = 0;
+#pragma unroll 1
+    for (; line + kLong <= lines; line += kLong) {
+      load_box(to + line * kTileRowBytes, rhs, RhsTile::box(0, work.n + line, k, work.rhs_batch),
+               full);
+    }
+#pragma unroll 1
+    for (; line < lines; line += kLineStep) {
+      load_box(to + line * kTileRowBytes, rhs_step,
+               RhsTile::box(0, work.n + line, k, work.rhs_batch), full);
     }
   }
 
@@ -151,8 +184,9 @@ class WgmmaMatmul {
     RingPosition<kStages> ring;
     int turn = 0;
     uint32 turn_parity = consumer == 0;
-    for (int item = first_item(); item < shape_.items; item += item_step()) {
-      const int k_tiles = k_tiles_of(shape_, item);
+    typename Items::Consumer items(source_, block_);
+    for (; items.next(); items.release()) {
+      const int k_tiles = items.k_tiles();
       if (!config.cooperative) {
         const bool mine = turn == consumer;
         turn = turn + 1 == config.consumers ? 0 : turn + 1;
@@ -165,13 +199,13 @@ class WgmmaMatmul {
         wait(turns_ + consumer * kBarrierBytes, turn_parity);
         turn_parity ^= 1;
       }
-      products.accumulate(ring, k_tiles, consumer);
-      const WorkItem work = work_item<config>(shape_, item, block_);
+      products.accumulate(ring, items, consumer);
+      const WorkItem work = items.work();
 #pragma unroll
       for (int i = 0; i < kRowBlocks; ++i) {
         finish_.apply(products.result()[i], work, warp_row + 64 * i, shape_);
         epilogue.store(products.result()[i], out_map, out, shape_,
-                       {work.m + row + 64 * i, work.n, work.out_batch});
+                       {work.m + row + 64 * i, work.n, work.out_batch, items.lines()});
       }
     }
     epilogue.finish();
@@ -195,32 +229,24 @@ class WgmmaMatmul {
       }
     }
 
-    void accumulate(RingPosition<kStages>& ring, int k_tiles, int consumer) {
-      if constexpr (config.promote) {
+    void accumulate(RingPosition<kStages>& ring, const typename Items::Consumer& items,
+                    int consumer) {
+      if constexpr (config.promote || kMayBeEmpty) {
 #pragma unroll
         for (int i = 0; i < kRowBlocks; ++i) {
 #pragma unroll
-          for (int j = 0; j < kSums; ++j) totals_[i][j] = 0;
+          for (int j = 0; j < kSums; ++j) result()[i][j] = 0;
         }
       }
-      int previous = 0, tile = 0;
-      if constexpr (kSlots == 2) {
-        // Registers are named, not indexed, so each slot has its copy of the loop's body.
-        for (; tile + 2 <= k_tiles; tile += 2) {
-          multiply_tile<0>(ring, tile, previous);
-          multiply_tile<1>(ring, tile + 1, previous);
+      if constexpr (Items::kPartialK) {
+        // Whole steps are left out.
+        const int rest = items.foreign_k() % LhsTile::kStep;
+        if (rest > 0) {
+          wait(matmul_.full_ + ring.stage * kBarrierBytes, ring.parity);
+          clear_rows(matmul_.stages_ + ring.stage * kStageBytes, items.foreign_k() - rest, rest);
         }
-        // One finish() after both would make the assembler copy sums that products still add to.
-        if (tile < k_tiles) {
-          multiply_tile<0>(ring, tile, previous);
-          finish(previous, consumer);
-        } else {
-          finish(previous, consumer);
-        }
-      } else {
-        for (; tile < k_tiles; ++tile) multiply_tile<0>(ring, tile, previous);
-        finish(previous, consumer);
       }
+      multiply_tiles<kLineStep>(ring, items, consumer);
     }
 
    private:
@@ -231,7 +257,59 @@ class WgmmaMatmul {
     static constexpr int kSlots = kTransposedLhs && !config.promote && sizeof(Lhs) == 1 ? 2 : 1;
     static constexpr bool kOneAtATime = (config.promote || kTransposedLhs) && kSlots == 1;
 
-    template <int kSlot>
+    // Of the tile's columns only the first kColumns, or more if it has more lines.
+    template <int kColumns>
+    void multiply_tiles(RingPosition<kStages>& ring, const typename Items::Consumer& items,
+                        int consumer) {
+      if constexpr (kColumns < config.block_n) {
+        if (items.lines() > kColumns) {
+          multiply_tiles<kColumns + kLineStep>(ring, items, consumer);
+          return;
+        }
+      }
+      const int k_tiles = items.k_tiles();
+      int previous = -1, tile = 0;
+      if constexpr (Items::kPartialK) {
+        if (k_tiles > 0) multiply_first_tile<0>(ring, items.foreign_k() / LhsTile::kStep);
+        tile = 1;
+      }
+      if constexpr (kSlots == 2) {
+        // Registers are named, not indexed, so each slot has its copy of the loop's body.
+        for (; tile + 2 <= k_tiles; tile += 2) {
+          multiply_tile<0, kColumns>(ring, tile, previous);
+          multiply_tile<1, kColumns>(ring, tile + 1, previous);
+        }
+        // One finish() after both would make the assembler copy sums that products still add to.
+        if (tile < k_tiles) {
+          multiply_tile<0, kColumns>(ring, tile, previous);
+          finish(previous, consumer);
+        } else {
+          finish(previous, consumer);
+        }
+      } else {
+        for (; tile < k_tiles; ++tile) multiply_tile<0, kColumns>(ring, tile, previous);
+        finish(previous, consumer);
+      }
+    }
+
+    // From a step on. It is over before others begin, for which the assembler would wait anyway.
+    template <int kFirstStep>
+    void multiply_first_tile(RingPosition<kStages>& ring, int first_step) {
+      if constexpr (kFirstStep + 1 < kStepsPerTile) {
+        if (first_step > kFirstStep) {
+          multiply_first_tile<kFirstStep + 1>(ring, first_step);
+          return;
+        }
+      }
+      wait(matmul_.full_ + ring.stage * kBarrierBytes, ring.parity);
+      multiply_pieces<0, config.block_n, kFirstStep>(matmul_.stages_ + ring.stage * kStageBytes, 1);
+      commit_products();
+      finish_products();
+      matmul_.release(ring.stage);
+      ring.advance();
+    }
+
+    template <int kSlot, int kColumns>
     void multiply_tile(RingPosition<kStages>& ring, int tile, int& previous) {
       const uint32 stage = matmul_.stages_ + ring.stage * kStageBytes;
       wait(matmul_.full_ + ring.stage * kBarrierBytes, ring.parity);
@@ -244,7 +322,7 @@ class WgmmaMatmul {
           }
         }
       }
-      multiply_pieces<kSlot>(stage, !config.promote && tile > 0);
+      multiply_pieces<kSlot, kColumns>(stage, !config.promote && (kMayBeEmpty || tile > 0));
       commit_products();
       if constexpr (kOneAtATime) {
         finish_products();
@@ -252,7 +330,7 @@ class WgmmaMatmul {
       } else {
         // The products before these are over.
         wait_products<1>();
-        if (tile > 0) matmul_.release(previous);
+        if (previous >= 0) matmul_.release(previous);
       }
       previous = ring.stage;
       ring.advance();
@@ -262,7 +340,7 @@ class WgmmaMatmul {
       if constexpr (!config.cooperative) matmul_.pass_turn(consumer);
       if constexpr (!kOneAtATime) {
         finish_products();
-        matmul_.release(previous);
+        if (!kMayBeEmpty || previous >= 0) matmul_.release(previous);
       }
     }
 
@@ -278,7 +356,7 @@ class WgmmaMatmul {
       }
     }
 
-    template <int kSlot>
+    template <int kSlot, int kColumns, int kFirstStep = 0>
     void multiply_pieces(uint32 stage, int accumulate) {
       fence_products();
       // The smallest products first.
@@ -291,10 +369,10 @@ class WgmmaMatmul {
           const uint64 rhs = RhsTile::descriptor(stage + config.pieces * LhsTile::kBytes +
                                                  (order - piece) * RhsTile::kBytes);
 #pragma unroll
-          for (int step = 0; step < kStepsPerTile; ++step) {
+          for (int step = kFirstStep; step < kStepsPerTile; ++step) {
 #pragma unroll
             for (int i = 0; i < kRowBlocks; ++i) {
-              auto& sums = sums_[i];
+              auto& sums = reinterpret_cast<Sum(&)[kColumns / 2]>(sums_[i]);
               const uint64 rhs_step = rhs + RhsTile::offset(0, step);
               if constexpr (kTransposedLhs) {
                 multiply<Types, Flags>(sums, fragments_[kSlot][i][step], rhs_step, accumulate);
@@ -317,6 +395,25 @@ class WgmmaMatmul {
     Sums totals_;
   };
 
+  // Clears `count` rows of k of both operands, whose elements may be no numbers. By all threads
+  // that read the stage.
+  static void clear_rows(uint32 stage, int first, int count) {
+    static_assert(!config.lhs_k_major && !config.rhs_k_major && config.pieces == 1);
+    constexpr int kThreads = 128 * config.tile_consumers();
+    constexpr int kChunkBytes = config.block_k * kTileRowBytes;
+    const uint32 zeros[4] = {};
+    for (int chunk = 0; chunk < kStageBytes; chunk += kChunkBytes) {
+      for (int byte = threadIdx.x % kThreads * 16; byte < count * kTileRowBytes;
+           byte += kThreads * 16) {
+        store_shared(stage + chunk + first * kTileRowBytes + byte, zeros);
+      }
+    }
+    fence_async_proxy();
+    // A named barrier besides those of the epilogues, for each consumer if they take turns.
+    const int barrier = 1 + config.consumers + (config.cooperative ? 0 : threadIdx.x / 128);
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+  }
+
   // Tells the copying threads of the cluster that this consumer has read a stage.
   void release(int stage) const {
     const int thread = threadIdx.x % 128;
@@ -334,6 +431,7 @@ class WgmmaMatmul {
   }
 
   const WgmmaShape& shape_;
+  typename Items::Source source_;
   const Finish& finish_;
   uint32 stages_;
   uint32 slabs_;
@@ -348,7 +446,8 @@ __global__ void __launch_bounds__(config.threads(), 1)
     wgmma_matmul(const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap rhs,
                  const __grid_constant__ TensorMap out_map, Out* out,
                  const __grid_constant__ WgmmaShape shape) {
-  WgmmaMatmul<Lhs, Rhs, Out, config, NoFinish>(shape, {}).run(lhs, rhs, out_map, out);
+  WgmmaMatmul<Lhs, Rhs, Out, config, DenseItems<config>, NoFinish>(shape, {shape}, {})
+      .run(lhs, rhs, rhs, out_map, out);
 }
 
 // The product of float32 operands that split_float32() took apart. If their pieces are not good
@@ -363,8 +462,9 @@ __global__ void __launch_bounds__(config.threads(), 1)
                            const __grid_constant__ PieceStrides strides) {
   if (*use_float32) return;
   const ScaleByExponents scale = {lhs_exponents, rhs_exponents, strides};
-  WgmmaMatmul<float16, float16, float, config, ScaleByExponents>(shape, scale)
-      .run(lhs, rhs, out_map, out);
+  WgmmaMatmul<float16, float16, float, config, DenseItems<config>, ScaleByExponents>(shape, {shape},
+                                                                                     scale)
+      .run(lhs, rhs, rhs, out_map, out);
 }
 
 }  // namespace tilekern

@@ -1,7 +1,7 @@
 // What a wgmma_matmul kernel is told at compile time and at run time.
 #pragma once
 
-#include "tile_order.cuh"
+#include "types.cuh"
 
 namespace tilekern {
 
@@ -72,30 +72,15 @@ struct WgmmaShape {
 struct WorkItem {
   int m;
   int n;
+  // The first of k.
+  int k;
   int lhs_batch[kBoxBatchDims];
   int rhs_batch[kBoxBatchDims];
   int out_batch[kBoxBatchDims];
-  int first_k_tile;
 };
 
-// The splits of a product's outputs are stacked in the last batch dimension, with all batches.
-inline int k_tiles_of(const WgmmaShape& shape, int item) {
-  const int split = item / (shape.batches * shape.tiles_m * shape.tiles_n);
-  return min_of(shape.split_k_tiles, shape.k_tiles - split * shape.split_k_tiles);
-}
-
-template <WgmmaConfig config>
-inline WorkItem work_item(const WgmmaShape& shape, int item, int block) {
-  const int tiles = shape.tiles_m * shape.tiles_n;
-  const int stacked = item / tiles;
-  const TileCoordinates tile = banded_tile(item % tiles, shape.tiles_m, shape.tiles_n, shape.band);
-  const int split = stacked / shape.batches;
-
-  WorkItem work;
-  work.m = (tile.m * config.cluster + block) * config.block_m;
-  work.n = tile.n * config.block_n;
-  work.first_k_tile = split * shape.split_k_tiles;
-  int batch = stacked % shape.batches;
+// Sets the positions of operands and output in the batch dimensions.
+inline void set_batch(WorkItem& work, const WgmmaShape& shape, int batch) {
 #pragma unroll
   for (int dim = kBoxBatchDims - 1; dim >= 0; --dim) {
     const int position = batch % shape.batch[dim];
@@ -104,12 +89,6 @@ inline WorkItem work_item(const WgmmaShape& shape, int item, int block) {
     work.rhs_batch[dim] = position * shape.rhs_steps[dim];
     work.out_batch[dim] = position;
   }
-  if (shape.split_k_tiles < shape.k_tiles) {
-#pragma unroll
-    for (int dim = 0; dim < kBoxBatchDims - 1; ++dim) work.out_batch[dim] = 0;
-    work.out_batch[kBoxBatchDims - 1] = stacked;
-  }
-  return work;
 }
 
 }  // namespace tilekern

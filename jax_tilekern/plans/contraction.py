@@ -107,17 +107,23 @@ class Contraction:
 
     def __str__(self) -> str:
         """Return the ``einsum`` subscripts, for example ``bmk,bkn->bmn``."""
-        names: dict[int, str] = {}
-        for labels, letters in (
-            (self.batch, "bcdefgh"),
-            (self.rows, "mpqrst"),
-            (self.columns, "nuvwxyz"),
-            (self.contracted, "kijlao"),
-        ):
-            for i, label in enumerate(labels):
-                names[label] = letters[i] if i < len(letters) else f"<{label}>"
+        names = letters(self.batch, self.rows, self.columns, self.contracted)
         lhs, rhs, out = ("".join(names[x] for x in xs) for xs in (self.lhs, self.rhs, self.out))
         return f"{lhs},{rhs}->{out}"
+
+
+def letters(batch: Labels, rows: Labels, columns: Labels, contracted: Labels) -> dict[int, str]:
+    """Return a letter for each label, by what the label is."""
+    names: dict[int, str] = {}
+    for labels, choice in (
+        (batch, "bcdefh"),
+        (rows, "mpqrst"),
+        (columns, "nuvwxyz"),
+        (contracted, "kijlao"),
+    ):
+        for i, label in enumerate(labels):
+            names[label] = choice[i] if i < len(choice) else f"<{label}>"
+    return names
 
 
 class Oriented(NamedTuple):
@@ -127,13 +133,15 @@ class Oriented(NamedTuple):
     swapped: bool
 
 
-class _Group(NamedTuple):
-    """Dimensions merged into one: its size and its stride in each array that holds it."""
+class Dimension(NamedTuple):
+    """Labels merged into one dimension: its size, and its stride in each array or 0."""
 
     size: int
     lhs: int
     rhs: int
     out: int
+    # Of a ragged product, the fourth array.
+    bounds: int = 0
 
 
 def matmul_geometry(
@@ -159,62 +167,41 @@ def matmul_geometry(
     """
     sizes = dict(zip(contraction.lhs, lhs_shape, strict=True))
     sizes |= dict(zip(contraction.rhs, rhs_shape, strict=True))
-    lhs, rhs, out = (
-        _row_major_strides(labels, sizes)
+    strides = tuple(
+        row_major_strides(labels, sizes)
         for labels in (contraction.lhs, contraction.rhs, contraction.out)
     )
-
-    def merged(labels: Labels) -> list[_Group]:
-        groups: list[_Group] = []
-        for x in labels:
-            if sizes[x] == 1:
-                continue
-            inner = _Group(sizes[x], lhs.get(x, 0), rhs.get(x, 0), out.get(x, 0))
-            if groups and all(
-                outer == stride * inner.size
-                for outer, stride in zip(groups[-1][1:], inner[1:], strict=True)
-            ):
-                inner = inner._replace(size=groups.pop().size * inner.size)
-            groups.append(inner)
-        return groups
-
-    batch, rows, columns, contracted = map(
-        merged,
-        (contraction.batch, contraction.rows, contraction.columns, contraction.contracted),
+    batch, rows, columns, contracted = (
+        merged([dimension(x, sizes, strides) for x in labels])
+        for labels in (
+            contraction.batch,
+            contraction.rows,
+            contraction.columns,
+            contraction.contracted,
+        )
     )
     if len(contracted) > 1:
         return "the contracted dimensions lie in different orders in the two operands"
-    contiguous = [group for group in (*rows, *columns) if group.out == 1]
+    contiguous = [dim for dim in (*rows, *columns) if dim.out == 1]
     if (rows or columns) and not contiguous:
         return "a batch dimension is the output's innermost"
-    if any(group in rows for group in contiguous):
+    if any(dim in rows for dim in contiguous):
         oriented = matmul_geometry(contraction.swapped(), rhs_shape, lhs_shape)
         return oriented._replace(swapped=True) if isinstance(oriented, Oriented) else oriented
 
     k = contracted[0] if contracted else None
-    m = max(rows, key=lambda g: (g.lhs == 1 and (k is None or k.lhs != 1), g.size), default=None)
-    n = contiguous[0] if contiguous else max(columns, key=lambda g: g.size, default=None)
-    batch = sorted((g for g in (*batch, *rows, *columns) if g not in (m, n)), key=lambda g: -g.out)
+    m = choose_rows(rows, k)
+    n = contiguous[0] if contiguous else max(columns, key=lambda dim: dim.size, default=None)
+    batch = sorted(
+        (dim for dim in (*batch, *rows, *columns) if dim not in (m, n)), key=lambda dim: -dim.out
+    )
     if len(batch) > MAX_BATCH_DIMS:
         return f"{len(batch)} separate batch dimensions (at most {MAX_BATCH_DIMS})"
-    lhs_m, lhs_k = _matrix_strides(m, k, "lhs")
-    rhs_k, rhs_n = _matrix_strides(k, n, "rhs")
-    out_m, out_n = _matrix_strides(m, n, "out")
-    return Oriented(
-        MatmulGeometry(
-            batch=tuple(g.size for g in batch),
-            m=m.size if m else 1,
-            n=n.size if n else 1,
-            k=k.size if k else 1,
-            lhs_strides=(*(g.lhs for g in batch), lhs_m, lhs_k),
-            rhs_strides=(*(g.rhs for g in batch), rhs_k, rhs_n),
-            out_strides=(*(g.out for g in batch), out_m, out_n),
-        ),
-        swapped=False,
-    )
+    return Oriented(strided_product(batch, m, n, k), swapped=False)
 
 
-def _row_major_strides(labels: Labels, sizes: Mapping[int, int]) -> dict[int, int]:
+def row_major_strides(labels: Labels, sizes: Mapping[int, int]) -> dict[int, int]:
+    """Return the stride of each label's dimension in a row-major array."""
     strides, stride = {}, 1
     for label in reversed(labels):
         strides[label] = stride
@@ -222,7 +209,59 @@ def _row_major_strides(labels: Labels, sizes: Mapping[int, int]) -> dict[int, in
     return strides
 
 
-def _matrix_strides(outer: _Group | None, inner: _Group | None, array: str) -> tuple[int, int]:
+def dimension(
+    label: int, sizes: Mapping[int, int], strides: Sequence[Mapping[int, int]]
+) -> Dimension:
+    """Return one label's dimension, from the strides in each array."""
+    return Dimension(sizes[label], *(array.get(label, 0) for array in strides))
+
+
+def merged(dims: Sequence[Dimension]) -> list[Dimension]:
+    """Merge neighbours that are contiguous in every array; sizes of 1 are dropped."""
+    result: list[Dimension] = []
+    for inner in dims:
+        if inner.size == 1:
+            continue
+        if result and all(
+            outer == stride * inner.size
+            for outer, stride in zip(result[-1][1:], inner[1:], strict=True)
+        ):
+            inner = inner._replace(size=result.pop().size * inner.size)
+        result.append(inner)
+    return result
+
+
+def choose_rows(rows: Sequence[Dimension], k: Dimension | None) -> Dimension | None:
+    """Choose which of several dimensions are a product's rows: a unit stride, if ``k`` has none."""
+    return max(
+        rows, key=lambda dim: (dim.lhs == 1 and (k is None or k.lhs != 1), dim.size), default=None
+    )
+
+
+def strided_product(
+    batch: Sequence[Dimension], m: Dimension | None, n: Dimension | None, k: Dimension | None
+) -> MatmulGeometry:
+    """Return the product over these dimensions, where ``None`` has size 1.
+
+    The output is contiguous along ``n``.
+    """
+    lhs_m, lhs_k = _matrix_strides(m, k, "lhs")
+    rhs_k, rhs_n = _matrix_strides(k, n, "rhs")
+    out_m, _ = _matrix_strides(m, n, "out")
+    return MatmulGeometry(
+        batch=tuple(dim.size for dim in batch),
+        m=m.size if m else 1,
+        n=n.size if n else 1,
+        k=k.size if k else 1,
+        lhs_strides=(*(dim.lhs for dim in batch), lhs_m, lhs_k),
+        rhs_strides=(*(dim.rhs for dim in batch), rhs_k, rhs_n),
+        out_strides=(*(dim.out for dim in batch), out_m, 1),
+    )
+
+
+def _matrix_strides(
+    outer: Dimension | None, inner: Dimension | None, array: str
+) -> tuple[int, int]:
     """Strides of a matrix in one array, where a missing dimension has size 1.
 
     Its stride is free, and is 1 unless the other dimension's is, so that a kernel finds a major

@@ -8,6 +8,7 @@ float32 arithmetic takes over (``split_float32.cuh`` has the bound).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from jax_tilekern.plans.wgmma_kernel import (
     WgmmaArithmetic,
     WgmmaInstance,
     WgmmaTile,
+    dense_items,
     instance_for,
     takes,
 )
@@ -91,7 +93,7 @@ class EmulatedCandidate(Candidate):
             view = view.exchanged()
             exponents.reverse()
             strides.reverse()
-        finish = ((*exponents, flag), (Scalars.int64(*strides[0], *strides[1]),))
+        more = ((*exponents, flag), (Scalars.int64(*strides[0], *strides[1]),))
         return MatmulPlan(
             name="float32 by float16 pieces",
             gpu=gpu,
@@ -99,7 +101,7 @@ class EmulatedCandidate(Candidate):
                 lhs.launch(compiled, Buffer(0), lhs_pieces, lhs_facts),
                 rhs.launch(compiled, Buffer(1), rhs_pieces, rhs_facts),
                 decide_launch(compiled, lhs, rhs, lhs_facts, rhs_facts, flag),
-                launch_tiles(compiled, self.tile, self.instance, view, 1, gpu, finish),
+                launch_tiles(compiled, self.tile, self.instance, view, 1, gpu, more=more),
                 self.plain.launch(
                     compiled, flag, Buffer(0), Buffer(1), Buffer(2), kernel=plain_kernel
                 ),
@@ -137,10 +139,12 @@ def candidates(product: Product, gpu: Gpu) -> Iterator[EmulatedCandidate]:
     for exchanged in (False, True):
         oriented = view.exchanged() if exchanged else view
         for tile in _TILES:
-            if not takes(tile, oriented, _HOW, gpu):
+            if not takes(tile, oriented, gpu):
                 continue
             instance = instance_for(tile, oriented, _HOW, 1, gpu, PIECES)
-            cycles = busy_cycles(tile, instance, oriented, _HOW, 1, gpu)
+            items = dense_items(tile, oriented)
+            k_tiles = math.ceil(oriented.k / instance.block_k)
+            cycles = busy_cycles(tile, instance, oriented, _HOW, items, k_tiles, gpu)
             yield EmulatedCandidate(
                 product, tile, exchanged, instance, best, product.cycles(cycles) + passes
             )

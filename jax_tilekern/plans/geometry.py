@@ -35,5 +35,25 @@ class MatmulGeometry:
     rhs_strides: tuple[int, ...]
     out_strides: tuple[int, ...]
 
+    @property
+    def lhs_k_major(self) -> bool:
+        """Whether ``lhs`` is contiguous along ``k``."""
+        return self.lhs_strides[-1] == 1
+
+    @property
+    def major_orders(self) -> str:
+        """The operands' major orders, in words."""
+        lhs = "k" if self.lhs_k_major else "m"
+        rhs = "n" if self.rhs_strides[-1] == 1 else "k"
+        return f"lhs {lhs}-major, rhs {rhs}-major"
+
+    @property
+    def without_unit_stride(self) -> str | None:
+        """What keeps kernels that need a unit stride in each matrix from it, in words."""
+        for name, strides in (("lhs", self.lhs_strides), ("rhs", self.rhs_strides)):
+            if 1 not in strides[-2:]:
+                return f"a batch dimension is the innermost of {name}"
+        return None
+
 
 MAX_BATCH_DIMS = 4

@@ -17,7 +17,7 @@ from jax_tilekern.compiler import Compiled, Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
 from jax_tilekern.plans.geometry import MAX_BATCH_DIMS, MatmulGeometry
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, Launch, Scalars
+from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch, Scalars
 from jax_tilekern.plans.product import Candidate, MatmulPlan, NoKernel, Product
 from jax_tilekern.plans.tile_order import band_height
 
@@ -34,7 +34,6 @@ _WIDEST_LOAD = 16
 # What a block's shared memory costs beyond what it asks for.
 _RESERVED_SHARED_BYTES = 1024
 _REGISTERS = 65536
-_MAX_GRID = 2**31 - 1
 # Two is what the kernels need, and enough only if there is one tile of k. A block that has the
 # multiprocessor for itself gains nothing beyond three, and loses hits in the second-level cache;
 # small blocks, which are bound by memory, gain up to six (docs/tuning-log.md).
@@ -190,8 +189,18 @@ class MatmulInstance:
     widen: bool
 
     @property
+    def family(self) -> str:
+        """What the kernel's name begins with, ``"mma"`` or ``"simt"``."""
+        return self.file.removesuffix("_matmul.cuh")
+
+    @property
     def kernel(self) -> Kernel:
         """What the compiler is asked for."""
+        return Kernel(self.file, f"tilekern::{self.family}_matmul<{self.template_arguments}>")
+
+    @property
+    def template_arguments(self) -> str:
+        """The types and the ``MatmulConfig``."""
         tile = self.tile
         config = cxx_config(
             "MatmulConfig",
@@ -209,8 +218,7 @@ class MatmulInstance:
             promote=self.promote,
             widen=self.widen,
         )
-        name = self.file.removesuffix(".cuh")
-        return Kernel(self.file, f"tilekern::{name}<{', '.join(self.types)}, {config}>")
+        return f"{', '.join(self.types)}, {config}"
 
     @property
     def shared_memory_bytes(self) -> int:
@@ -249,11 +257,7 @@ class MmaCandidate(Candidate):
     def key(self) -> str:
         """The kernel's family and its tile."""
         tile = self.instance.tile
-        return f"{self._family} {tile.block_m}x{tile.block_n}"
-
-    @property
-    def _family(self) -> str:
-        return self.instance.file.removesuffix("_matmul.cuh")
+        return f"{self.instance.family} {tile.block_m}x{tile.block_n}"
 
     def plan(self, gpu: Gpu) -> MatmulPlan:
         """Compile it."""
@@ -267,7 +271,7 @@ class MmaCandidate(Candidate):
         )
         tile = instance.tile
         return MatmulPlan(
-            name=f"{self._family}_matmul {product.arithmetic}",
+            name=f"{instance.family}_matmul {product.arithmetic}",
             gpu=gpu,
             launches=(self.launch(compiled, Buffer(0), Buffer(1), Buffer(2)),),
             alignments=tuple(max(t.itemsize, w) for t, w in zip(dtypes, widths, strict=True)),
@@ -280,17 +284,52 @@ class MmaCandidate(Candidate):
 
         ``kernel`` is another one that takes the same shape, or more buffers.
         """
+        instance = self.instance
+        shape = pack_shape(
+            self.product.geometry, instance, self.grid[:2], self.band, self.out_vectors
+        )
         return Launch(
-            entry=compiled.entry((kernel or self.instance.kernel).name),
+            entry=compiled.entry((kernel or instance.kernel).name),
             grid=(math.prod(self.grid), 1, 1),
-            block=(self.instance.tile.threads, 1, 1),
-            parameters=(*buffers, pack_shape(self.product.geometry, self)),
-            shared_memory_bytes=self.instance.shared_memory_bytes,
+            block=(instance.tile.threads, 1, 1),
+            parameters=(*buffers, shape),
+            shared_memory_bytes=instance.shared_memory_bytes,
         )
 
 
 def candidates(product: Product, gpu: Gpu) -> list[MmaCandidate] | NoKernel:
     """Return a candidate for each tile that the product can have, or why there is none."""
+    refused = refusal(product, gpu)
+    if refused:
+        return refused
+    geometry = product.geometry
+    lhs = lhs_operand(geometry, product.lhs_dtype.itemsize)
+    rhs = rhs_operand(geometry, product.rhs_dtype.itemsize)
+    found: list[MmaCandidate] = []
+    for instance, resident in instances_for(product, lhs, rhs, gpu):
+        tile = instance.tile
+        grid = (*tile.grid(geometry), math.prod(geometry.batch))
+        if math.prod(grid) > MAX_GRID[0]:
+            continue
+        cycles = busy_cycles(instance, resident, math.prod(grid), product, gpu)
+        found.append(
+            MmaCandidate(
+                product,
+                instance,
+                grid,
+                band_height(
+                    gpu.multiprocessors * instance.min_blocks, grid[0], tile.block_m, tile.block_n
+                ),
+                has_vector_rows(geometry, product.out_dtype.itemsize),
+                # Of equals the larger, which reads less memory.
+                product.cycles(cycles) * 1.01 ** len(found),
+            )
+        )
+    return found or NoKernel(f"{geometry} has more tiles than a grid has blocks")
+
+
+def refusal(product: Product, gpu: Gpu) -> NoKernel | None:
+    """Return why there is no kernel for the product's types, or for its sizes, if there is none."""
     geometry = product.geometry
     lhs_dtype, rhs_dtype, out_dtype = product.lhs_dtype, product.rhs_dtype, product.out_dtype
     arithmetic = product.arithmetic
@@ -304,47 +343,48 @@ def candidates(product: Product, gpu: Gpu) -> list[MmaCandidate] | NoKernel:
         return NoKernel(f"{arithmetic} takes sm_{major}{minor} or later, and this is {gpu.arch}")
     if max(geometry.m, geometry.n, geometry.k) > 2**31 - 1024:
         return NoKernel("a dimension has more than 2**31 - 1024 elements")
+    return None
 
-    lhs = _lhs_operand(geometry, lhs_dtype.itemsize)
-    rhs = _rhs_operand(geometry, rhs_dtype.itemsize)
-    treatment = _float8_treatment(arithmetic, gpu)
-    k_tiles = math.ceil(geometry.k * lhs_dtype.itemsize / _K_BYTES)
-    found: list[MmaCandidate] = []
+
+def instances_for(
+    product: Product, lhs: Operand, rhs: Operand, gpu: Gpu
+) -> Iterator[tuple[MatmulInstance, int]]:
+    """Yield a kernel for each tile, and how many of its blocks are on a multiprocessor at a time.
+
+    Parameters
+    ----------
+    product
+        Whose types and ``k`` count, of those that are not refused.
+    lhs, rhs
+        How the operands lie in memory.
+    gpu
+        What it is for.
+    """
+    how = ARITHMETICS[product.arithmetic]
+    dtypes = (product.lhs_dtype, product.rhs_dtype, product.out_dtype)
+    treatment = _float8_treatment(product.arithmetic, gpu)
+    k_tiles = math.ceil(product.geometry.k * product.lhs_dtype.itemsize / _K_BYTES)
     for tile in _usable_tiles(how, lhs, rhs, treatment[0]):
         occupancy = _occupancy(tile, gpu, k_tiles)
-        grid = (*tile.grid(geometry), math.prod(geometry.batch))
-        if occupancy is None or math.prod(grid) > _MAX_GRID:
-            continue
-        instance = _instance(
-            how, tile, occupancy, lhs, rhs, (lhs_dtype, rhs_dtype, out_dtype), treatment
-        )
-        cycles = _cycles(instance, occupancy, grid, geometry, lhs_dtype.itemsize, how, gpu)
-        found.append(
-            MmaCandidate(
-                product,
-                instance,
-                grid,
-                band_height(
-                    gpu.multiprocessors * instance.min_blocks, grid[0], tile.block_m, tile.block_n
-                ),
-                _has_vector_rows(geometry, out_dtype.itemsize),
-                # Of equals the larger, which reads less memory.
-                product.cycles(cycles) * 1.01 ** len(found),
-            )
-        )
-    return found or NoKernel(f"{geometry} has more tiles than a grid has blocks")
+        if occupancy is not None:
+            yield _instance(how, tile, occupancy, lhs, rhs, dtypes, treatment), occupancy[0]
 
 
-def pack_shape(geometry: MatmulGeometry, choice: MmaCandidate) -> Scalars:
+def pack_shape(
+    geometry: MatmulGeometry,
+    instance: MatmulInstance,
+    tiles: tuple[int, int],
+    band: int,
+    out_vectors: bool,
+) -> Scalars:
     """Return the kernel's ``MatmulShape``: strides, then sizes, as in ``matmul_shape.cuh``."""
-    instance, missing = choice.instance, MAX_BATCH_DIMS - len(geometry.batch)
+    missing = MAX_BATCH_DIMS - len(geometry.batch)
 
     def batch_strides(strides: tuple[int, ...]) -> tuple[int, ...]:
         return (*(0,) * missing, *strides[:-2])
 
     lhs_m, lhs_k = geometry.lhs_strides[-2:]
     rhs_k, rhs_n = geometry.rhs_strides[-2:]
-    tiles_m, tiles_n, _ = choice.grid
     return Scalars.pack(
         f"{3 * MAX_BATCH_DIMS + 3}q{MAX_BATCH_DIMS + 7}i",
         *batch_strides(geometry.lhs_strides),
@@ -358,10 +398,9 @@ def pack_shape(geometry: MatmulGeometry, choice: MmaCandidate) -> Scalars:
         geometry.m,
         geometry.n,
         geometry.k,
-        tiles_m,
-        tiles_n,
-        choice.band,
-        choice.out_vectors,
+        *tiles,
+        band,
+        out_vectors,
     )
 
 
@@ -443,7 +482,8 @@ def _narrow_loads(itemsize: int) -> tuple[int, ...]:
     return {4: (8, 4), 8: (8,)}.get(itemsize, (8, 4, 1))
 
 
-def _lhs_operand(geometry: MatmulGeometry, itemsize: int) -> Operand:
+def lhs_operand(geometry: MatmulGeometry, itemsize: int) -> Operand:
+    """Return how ``lhs`` lies in memory."""
     *batch, m, k = geometry.lhs_strides
     # With k of size 1 either order is right, and along m there is more to load at once.
     k_major = m != 1 or (k == 1 and geometry.k > 1)
@@ -452,7 +492,8 @@ def _lhs_operand(geometry: MatmulGeometry, itemsize: int) -> Operand:
     return Operand(k_major, _load_bytes(geometry.k if k_major else geometry.m, strides, itemsize))
 
 
-def _rhs_operand(geometry: MatmulGeometry, itemsize: int) -> Operand:
+def rhs_operand(geometry: MatmulGeometry, itemsize: int) -> Operand:
+    """Return how ``rhs`` lies in memory."""
     *batch, k, n = geometry.rhs_strides
     k_major = n != 1 or (k == 1 and geometry.k > 1)
     outer = (geometry.n, n) if k_major else (geometry.k, k)
@@ -467,7 +508,8 @@ def _load_bytes(length: int, strides: tuple[tuple[int, int], ...], itemsize: int
     return common if common >= 4 else 1
 
 
-def _has_vector_rows(geometry: MatmulGeometry, itemsize: int) -> bool:
+def has_vector_rows(geometry: MatmulGeometry, itemsize: int) -> bool:
+    """Whether every row of the output is a whole number of aligned 16-byte vectors."""
     *batch, m, _ = geometry.out_strides
     strides = ((geometry.m, m), *zip(geometry.batch, batch, strict=True))
     return _load_bytes(geometry.n, strides, itemsize) == _WIDEST_LOAD
@@ -509,16 +551,24 @@ def _occupancy(tile: MatmulTile, gpu: Gpu, k_tiles: int) -> tuple[int, int] | No
     return None
 
 
-def _cycles(
-    instance: MatmulInstance,
-    occupancy: tuple[int, int],
-    grid: tuple[int, int, int],
-    geometry: MatmulGeometry,
-    itemsize: int,
-    how: Arithmetic,
-    gpu: Gpu,
+def busy_cycles(
+    instance: MatmulInstance, resident: int, blocks: int, product: Product, gpu: Gpu
 ) -> float:
-    """Estimate the cycles of the busiest multiprocessor."""
+    """Estimate the cycles of the busiest multiprocessor.
+
+    Parameters
+    ----------
+    instance
+        The kernel.
+    resident
+        How many of its blocks are on a multiprocessor at a time.
+    blocks
+        Tiles of the output, all batches together.
+    product
+        What is computed.
+    gpu
+        What it is for.
+    """
     # Bytes a cycle: of shared memory; of the second-level cache, to one multiprocessor at most and
     # to each when all ask.
     shared_bandwidth, l2_bandwidth, l2_share = 128, 64, 34
@@ -526,12 +576,12 @@ def _cycles(
     # it takes to hide latencies.
     fixed, barrier, enough_warps = 2500, 80, 8
 
-    tile = instance.tile
-    block_k = _K_BYTES // itemsize
+    geometry = product.geometry
+    how = ARITHMETICS[product.arithmetic]
+    tile, block_k = instance.tile, instance.block_k
     warps = tile.warps_m * tile.warps_n
     warp_lines = tile.block_m // tile.warps_m + tile.block_n // tile.warps_n
     lines = min(tile.block_m, geometry.m) + min(tile.block_n, geometry.n)
-    blocks = math.prod(grid)
     busy = math.ceil(blocks / gpu.multiprocessors)
     k_tile = max(
         tile.block_m * tile.block_n * block_k / how.macs_per_cycle,
@@ -542,7 +592,7 @@ def _cycles(
     k_tile *= {16: 1.0, 8: 1.3, 4: 1.6, 1: 2.5}[
         min(instance.lhs.load_bytes, instance.rhs.load_bytes)
     ]
-    resident = min(busy, occupancy[0])
+    resident = min(busy, resident)
     if resident == 1:
         k_tile += barrier
     hidden = min(1, resident * warps / enough_warps) ** 0.5

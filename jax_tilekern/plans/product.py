@@ -48,18 +48,28 @@ class Product:
     @property
     def memory_cycles(self) -> float:
         """What it takes to read each operand once and to write the output."""
-        geometry = self.geometry
-        m, n, k = geometry.m, geometry.n, geometry.k
-        lhs = m * k * _distinct(geometry.batch, geometry.lhs_strides) * self.lhs_dtype.itemsize
-        rhs = k * n * _distinct(geometry.batch, geometry.rhs_strides) * self.rhs_dtype.itemsize
-        out = m * n * math.prod(geometry.batch) * self.out_dtype.itemsize
-        return (lhs + rhs + out) / MEMORY_BANDWIDTH
+        return memory_cycles(self.geometry, self.lhs_dtype, self.rhs_dtype, self.out_dtype)
 
     def cycles(self, busy: float) -> float:
         """Estimate a launch whose busiest multiprocessor takes so long without memory's limit."""
-        # Neither hides all of the other.
-        slower, faster = max(busy, self.memory_cycles), min(busy, self.memory_cycles)
-        return LAUNCH_CYCLES + slower + 0.15 * faster
+        return launch_cycles(busy, self.memory_cycles)
+
+
+def memory_cycles(
+    geometry: MatmulGeometry, lhs_dtype: _Dtype, rhs_dtype: _Dtype, out_dtype: _Dtype
+) -> float:
+    """Return what it takes to read each operand once and to write the output."""
+    m, n, k, batch = geometry.m, geometry.n, geometry.k, geometry.batch
+    lhs = m * k * _distinct(batch, geometry.lhs_strides) * lhs_dtype.itemsize
+    rhs = k * n * _distinct(batch, geometry.rhs_strides) * rhs_dtype.itemsize
+    out = m * n * _distinct(batch, geometry.out_strides) * out_dtype.itemsize
+    return (lhs + rhs + out) / MEMORY_BANDWIDTH
+
+
+def launch_cycles(busy: float, memory: float) -> float:
+    """Estimate a launch from what multiprocessors take without memory's limit, and memory alone."""
+    # Neither hides all of the other.
+    return LAUNCH_CYCLES + max(busy, memory) + 0.15 * min(busy, memory)
 
 
 def copy_cycles(bytes_: int) -> float:

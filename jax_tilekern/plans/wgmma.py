@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -29,24 +28,25 @@ from jax_tilekern.plans.wgmma_kernel import (
     ARITHMETICS,
     BOX_STRIDE_BYTES,
     MAX_BATCH_DIMS,
+    MOST_ITEMS,
     TILE_ROW_BYTES,
     View,
     WgmmaInstance,
     WgmmaTile,
+    dense_items,
+    fits_boxes,
     instance_for,
     takes,
 )
 from jax_tilekern.plans.wgmma_launch import launch_tiles
 
-# Of which a block counts past the last by as many as there are blocks.
-_MOST_ITEMS = 2**31 - 1024
-
 # Products of one warpgroup are 64 rows by up to 256 columns.
-_TILES = (
+TILES = (
     WgmmaTile(128, 256),
     WgmmaTile(256, 128),
     WgmmaTile(128, 256, cluster=2),
     WgmmaTile(256, 128, cluster=2),
+    WgmmaTile(128, 192, cooperative=False),
     WgmmaTile(128, 128, cooperative=False),
     WgmmaTile(128, 128),
     WgmmaTile(128, 64),
@@ -151,16 +151,16 @@ def candidates(product: Product, gpu: Gpu) -> Iterator[WgmmaCandidate]:
         return
     for exchanged in (False, True):
         oriented = view.exchanged() if exchanged else view
-        for tile in _TILES:
-            if not takes(tile, oriented, how, gpu):
+        for tile in TILES:
+            if not takes(tile, oriented, gpu):
                 continue
             for splits in _split_counts(tile, oriented, gpu):
                 instance = instance_for(tile, oriented, how, splits, gpu)
-                tiles_m, tiles_n = tile.grid(oriented.lhs.lines, oriented.rhs.lines)
-                items = splits * math.prod(view.batch) * tiles_m * tiles_n
-                if items > _MOST_ITEMS:
+                items = splits * dense_items(tile, oriented)
+                if items > MOST_ITEMS or not instance.fits_registers:
                     continue
-                busy = busy_cycles(tile, instance, oriented, how, splits, gpu)
+                k_tiles = math.ceil(math.ceil(oriented.k / instance.block_k) / splits)
+                busy = busy_cycles(tile, instance, oriented, how, items, k_tiles, gpu)
                 cycles = product.cycles(busy)
                 cycles += sum(copy_cycles(pack.workspace_bytes) for pack in packs.values())
                 if splits > 1:
@@ -179,22 +179,13 @@ def _packs(product: Product) -> dict[int, PackPass]:
     packs = {
         buffer: PackPass(operand, dtype.itemsize)
         for buffer, (operand, dtype) in enumerate(zip(operands, dtypes, strict=True))
-        if not _fits_boxes(operand, dtype)
+        if not fits_boxes(operand, dtype)
     }
     turned = [i for i, operand in enumerate(operands) if not operand.k_major and i not in packs]
     if dtypes[0].itemsize != 2 and len(turned) == 2:
         smaller = min(turned, key=lambda i: operands[i].lines * operands[i].matrices)
         packs[smaller] = PackPass(operands[smaller], dtypes[smaller].itemsize)
     return packs
-
-
-def _fits_boxes(operand: StridedOperand, dtype: np.dtype[Any]) -> bool:
-    """Whether a tensor map can describe it."""
-    outer = (
-        (operand.lines, operand.line_stride) if operand.k_major else (operand.k, operand.k_stride)
-    )
-    dims = [outer, *zip(operand.batch, operand.batch_strides, strict=True)]
-    return all(stride * dtype.itemsize % BOX_STRIDE_BYTES == 0 for size, stride in dims if size > 1)
 
 
 def _packed(view: View, packs: dict[int, PackPass], first_workspace: int) -> View:
@@ -238,7 +229,7 @@ def _with_split_output(view: View, sums: SumPass, buffer: int, splits: int) -> V
 def _split_counts(tile: WgmmaTile, view: View, gpu: Gpu) -> Iterator[int]:
     """Yield 1, and numbers of splits that occupy multiprocessors that would be idle."""
     yield 1
-    items = math.prod(tile.grid(view.lhs.lines, view.rhs.lines)) * math.prod(view.batch)
+    items = dense_items(tile, view)
     k_tiles = math.ceil(view.k * view.lhs_dtype.itemsize / TILE_ROW_BYTES)
     most = min(gpu.multiprocessors // tile.cluster // items, k_tiles // 8)
     for splits in sorted({most, most // 2, 2} - {1}):

@@ -23,13 +23,15 @@ def busy_cycles(
     instance: WgmmaInstance,
     view: View,
     how: WgmmaArithmetic,
-    splits: int,
+    items: float,
+    k_tiles: float,
     gpu: Gpu,
 ) -> float:
-    """Estimate the cycles of the busiest multiprocessor, were memory no limit."""
-    items = splits * math.prod(view.batch) * math.prod(tile.grid(view.lhs.lines, view.rhs.lines))
+    """Estimate the cycles of the busiest multiprocessor, were memory no limit.
+
+    ``items`` are tiles with so many tiles of ``k`` each.
+    """
     rounds = math.ceil(items / (gpu.multiprocessors // tile.cluster))
-    k_tiles = math.ceil(math.ceil(view.k / instance.block_k) / splits)
     operand_reads = tile.block_m // 64 * (64 + tile.block_n) * TILE_ROW_BYTES
     products = instance.pieces * (instance.pieces + 1) // 2
     k_tile = max(
@@ -52,7 +54,10 @@ def busy_cycles(
     if tile.cooperative or rounds == 1 or not instance.out_boxes:
         item = k_tiles * k_tile + store
     else:
-        # Over many rounds they spread over more of the operands than the cache holds.
-        item = (max(k_tiles * k_tile, store) + 100) * (1.05 if rounds > 2 else 1)
+        # Over many rounds they spread over more of the operands than the cache holds, from which
+        # smaller tiles read about as much as it gives.
+        item = (max(k_tiles * k_tile, store) + 100) * (
+            1.05 if rounds > 2 and tile.block_n <= 128 else 1
+        )
     # Clusters save reads of the second-level cache, which has not been seen to pay.
     return rounds * item * (1 if tile.cluster == 1 else 1.02)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,6 +26,10 @@ _BARRIER_BYTES = 8
 MAX_BATCH_DIMS = 3
 # Of which strides in tensor maps are multiples.
 BOX_STRIDE_BYTES = 16
+# Of a tile that may be partial: two boxes of so many lines are few enough.
+_LONG_BOX_LINES = 128
+# Of which a block counts past the last by as many as there are blocks.
+MOST_ITEMS = 2**31 - 1024
 # More would be idle, or cost tiles' worth of latency to fill.
 _MOST_STAGES = 12
 
@@ -90,9 +94,17 @@ ARITHMETICS = {
 }
 
 
+_NOT_IN_CONFIG = ("types", "ragged", "line_step", "ragged_bytes")
+
+
 @dataclass(frozen=True)
 class WgmmaInstance:
-    """One compiled kernel: its types and its ``WgmmaConfig``; see ``wgmma_shape.cuh``."""
+    """One compiled kernel: its types and its ``WgmmaConfig``; see ``wgmma_shape.cuh``.
+
+    A ragged product's kernel has more choices: the ragged dimension, the number of lines of ``rhs``
+    that are copied and multiplied at a time where a tile may be partial, and the shared memory that
+    it takes besides.
+    """
 
     types: tuple[str, str, str]
     block_m: int
@@ -108,13 +120,22 @@ class WgmmaInstance:
     out_boxes: bool
     promote: bool
     pieces: int = 1
+    ragged: Literal["n", "k"] | None = None
+    line_step: int = 0
+    ragged_bytes: int = 0
 
     @property
     def kernel(self) -> Kernel:
         """What the compiler is asked for."""
-        choices = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[1:]}
+        names = [f.name for f in dataclasses.fields(self)]
+        choices = {name: getattr(self, name) for name in names if name not in _NOT_IN_CONFIG}
         config = cxx_config("WgmmaConfig", **choices)
         types = "".join(f"{name}, " for name in self.types)
+        if self.ragged:
+            ragged = f"tilekern::Ragged::k{self.ragged.upper()}"
+            lines = f"{self.line_step}, {self.rhs_box_lines}"
+            name = f"tilekern::ragged_wgmma_matmul<{types}{config}, {ragged}, {lines}>"
+            return Kernel("ragged_wgmma_matmul.cuh", name)
         name = f"wgmma_matmul<{types}" if self.pieces == 1 else "wgmma_matmul_of_pieces<"
         return Kernel("wgmma_matmul.cuh", f"tilekern::{name}{config}>")
 
@@ -122,6 +143,13 @@ class WgmmaInstance:
     def threads(self) -> int:
         """Threads of a block."""
         return 128 * (self.consumers + 1)
+
+    @property
+    def rhs_box_lines(self) -> int:
+        """Lines of ``rhs`` that are copied at a time."""
+        if self.line_step:
+            return max(self.line_step, min(self.block_n, _LONG_BOX_LINES))
+        return self.block_n // self.cluster
 
     @property
     def stage_bytes(self) -> int:
@@ -132,7 +160,16 @@ class WgmmaInstance:
     def shared_memory_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         ring = self.stages * (self.stage_bytes + 2 * _BARRIER_BYTES)
-        return ring + self.consumers * (_SLABS_BYTES + _BARRIER_BYTES)
+        return ring + self.consumers * (_SLABS_BYTES + _BARRIER_BYTES) + self.ragged_bytes
+
+    @property
+    def fits_registers(self) -> bool:
+        """Whether sums leave a thread enough registers for the rest."""
+        sums = self.block_m * self.block_n // (self.consumers if self.cooperative else 1)
+        if self.promote:
+            # Two sets of them.
+            return sums <= 64 * 128
+        return sums <= 128 * 128 or (self.block_k == 64 and self.out_boxes)
 
     def with_most_stages(self, gpu: Gpu) -> WgmmaInstance:
         """Return the same with as many stages as fit and are of use."""
@@ -203,19 +240,30 @@ class View:
         )
 
 
-def takes(tile: WgmmaTile, view: View, how: WgmmaArithmetic, gpu: Gpu) -> bool:
-    """Whether there is a kernel with this tile for a product."""
+def fits_boxes(operand: StridedOperand, dtype: _Dtype) -> bool:
+    """Whether a tensor map can describe it."""
+    outer = (
+        (operand.lines, operand.line_stride) if operand.k_major else (operand.k, operand.k_stride)
+    )
+    dims = [outer, *zip(operand.batch, operand.batch_strides, strict=True)]
+    return all(stride * dtype.itemsize % BOX_STRIDE_BYTES == 0 for size, stride in dims if size > 1)
+
+
+def dense_items(tile: WgmmaTile, view: View) -> int:
+    """Return the tiles of a dense product."""
+    return math.prod(view.batch) * math.prod(tile.grid(view.lhs.lines, view.rhs.lines))
+
+
+def takes(tile: WgmmaTile, view: View, gpu: Gpu) -> bool:
+    """Whether the kernel can compute a product with this tile."""
     wide = view.lhs_dtype.itemsize == 2
     out_row = TILE_ROW_BYTES // view.out_dtype.itemsize
-    sums = tile.block_m * tile.block_n // (tile.consumers if tile.cooperative else 1)
     return not (
         tile.cluster > gpu.multiprocessors
         or (not wide and not view.rhs.k_major)
         or (not view.rhs.k_major and tile.block_n // tile.cluster % 64)
         or (not view.lhs.k_major and not wide and tile.block_m % (128 // view.lhs_dtype.itemsize))
         or (not view.out_m_major and tile.block_n % out_row)
-        # Registers: promotion takes two sets of sums.
-        or (how.promote and sums > 64 * 128)
     )
 
 

@@ -29,16 +29,24 @@ def launch_tiles(
     view: View,
     splits: int,
     gpu: Gpu,
-    finish: tuple[tuple[Parameter, ...], tuple[Parameter, ...]] = ((), ()),
+    *,
+    items: int | None = None,
+    more: tuple[tuple[Parameter, ...], tuple[Parameter, ...]] = ((), ()),
 ) -> Launch:
     """Return the launch of a kernel, given what ``instance.kernel`` was compiled to.
 
-    ``finish`` has the parameters before and after the shape of a kernel that has some.
+    Parameters
+    ----------
+    items
+        Tiles that the kernel has at most, if not those of a dense product.
+    more
+        Parameters before and after the shape, of a kernel that has more of them.
     """
     tiles_m, tiles_n = tile.grid(view.lhs.lines, view.rhs.lines)
     k_tiles = math.ceil(view.k / instance.block_k)
     split_k_tiles = math.ceil(k_tiles / splits)
-    items = math.ceil(k_tiles / split_k_tiles) * math.prod(view.batch) * tiles_m * tiles_n
+    if items is None:
+        items = math.ceil(k_tiles / split_k_tiles) * math.prod(view.batch) * tiles_m * tiles_n
     clusters = min(items, gpu.multiprocessors // instance.cluster)
 
     missing = (0,) * (MAX_BATCH_DIMS - len(view.batch))
@@ -73,8 +81,7 @@ def launch_tiles(
     lhs = _operand_map(
         view.lhs, view.lhs_dtype, view.lhs_buffer, instance.lhs_k_major, instance.block_m
     )
-    rhs_lines = instance.block_n // instance.cluster
-    rhs = _operand_map(view.rhs, view.rhs_dtype, view.rhs_buffer, instance.rhs_k_major, rhs_lines)
+    rhs = rhs_map(view, instance, instance.rhs_box_lines)
     return Launch(
         entry=compiled.entry(instance.kernel.name),
         grid=(clusters * instance.cluster, 1, 1),
@@ -85,13 +92,18 @@ def launch_tiles(
             rhs,
             _out_map(view, instance) if instance.out_boxes else lhs,
             Buffer(view.out_buffer),
-            *finish[0],
+            *more[0],
             shape,
-            *finish[1],
+            *more[1],
         ),
         shared_memory_bytes=instance.shared_memory_bytes,
         cluster=(instance.cluster, 1, 1),
     )
+
+
+def rhs_map(view: View, instance: WgmmaInstance, lines: int) -> TensorMap:
+    """Return the map of ``rhs`` in boxes of so many lines."""
+    return _operand_map(view.rhs, view.rhs_dtype, view.rhs_buffer, instance.rhs_k_major, lines)
 
 
 # Bytes have no arithmetic, and float32 is rounded to TF32 on its way.

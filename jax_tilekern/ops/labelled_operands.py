@@ -1,0 +1,68 @@
+"""What the primitives over labelled dimensions do to their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_tilekern.plans.arithmetic import FP8, Converted
+from jax_tilekern.plans.contraction import Contraction, Labels
+
+
+def common_type(lhs: Array, rhs: Array) -> tuple[Array, Array]:
+    """Cast two operands to a common type, unless a product of their types has kernels."""
+    types = lhs.dtype, rhs.dtype
+    if types[0] == types[1] or all(t in FP8 for t in types):
+        return lhs, rhs
+    try:
+        common = jnp.promote_types(*types)
+    # An 8-bit float has no implicit promotion; the wider type holds it.
+    except jax.dtypes.TypePromotionError:
+        common = max(types, key=lambda t: t.itemsize)
+    return lhs.astype(common), rhs.astype(common)
+
+
+def converted(types: Converted, lhs: Array, rhs: Array) -> tuple[Array, Array]:
+    """Cast two operands to the types that a product is done in."""
+    if lhs.dtype in FP8:
+        return lhs, rhs
+    return lhs.astype(types.operands), rhs.astype(types.operands)
+
+
+def transposed(x: Array, labels: Labels, wanted: Labels) -> Array:
+    """Bring an array's dimensions into another order."""
+    return x if labels == wanted else lax.transpose(x, tuple(map(labels.index, wanted)))
+
+
+def broadcasted(x: Array, labels: Labels, wanted: Labels, sizes: Mapping[int, int]) -> Array:
+    """Let an array have more dimensions, in any order."""
+    # lax.broadcast_in_dim takes the dimensions in order alone, and does not say so.
+    own = tuple(label for label in wanted if label in labels)
+    return lax.broadcast_in_dim(
+        transposed(x, labels, own),
+        tuple(sizes[label] for label in wanted),
+        tuple(map(wanted.index, own)),
+    )
+
+
+def product_by_lax(
+    lhs: Array, rhs: Array, contraction: Contraction, *, precision: Any, out_dtype: Any
+) -> Array:
+    """Contract two arrays with ``lax.dot_general``."""
+    out = lax.dot_general(
+        lhs,
+        rhs,
+        contraction.dimension_numbers,
+        precision=precision,
+        preferred_element_type=out_dtype,
+    )
+    return transposed(out, contraction.dot_general_out, contraction.out)
+
+
+def labelled(labels: Labels, mapped: int, dim: int | None) -> Labels:
+    """Label the axis that ``vmap`` maps over, if an operand has it."""
+    return labels if dim is None else (*labels[:dim], mapped, *labels[dim:])

@@ -1,0 +1,398 @@
+"""The primitive behind every ragged product: a contraction of each group's rows.
+
+It is closed under differentiation and batching: the cotangent of an operand is a ragged
+contraction of the other one with the output's cotangent, written straight into the operand's own
+dimension order, and ``vmap`` adds one label to whatever carries the mapped axis. Neither moves any
+data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jax_tilekern import ffi, primitive
+from jax_tilekern.compiler import NvrtcNotFound
+from jax_tilekern.ops.group_bounds import group_bounds
+from jax_tilekern.ops.labelled_lowering import (
+    Operand,
+    Platform,
+    chosen_arithmetic,
+    cpu_attributes,
+    readable,
+    unplannable,
+)
+from jax_tilekern.ops.labelled_operands import (
+    broadcasted,
+    common_type,
+    converted,
+    labelled,
+    product_by_lax,
+    transposed,
+)
+from jax_tilekern.plans.arithmetic import Converted, cpu_arithmetic, cuda_arithmetic
+from jax_tilekern.plans.contraction import Contraction, Labels
+from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.product import NoKernel
+from jax_tilekern.plans.ragged_contraction import (
+    OrientedRagged,
+    RaggedContraction,
+    ragged_geometry,
+)
+from jax_tilekern.plans.ragged_matmul import plan_ragged_matmul
+from jax_tilekern.plans.ragged_product import RaggedGeometry, RaggedProduct
+from jax_tilekern.primitive import Fallback, Kernel, Operation, Rewrite
+
+
+def contract_groups(
+    lhs: Array,
+    rhs: Array,
+    bounds: Array,
+    contraction: RaggedContraction,
+    *,
+    precision: Any,
+    out_dtype: np.dtype[Any],
+) -> Array:
+    """Contract two arrays group by group.
+
+    Parameters
+    ----------
+    lhs, rhs
+        Operands; where their types differ, both are cast to a common one first.
+    bounds
+        ``int32``, in order along its last dimension and between 0 and the number of rows.
+    contraction
+        Labels of their dimensions and of the result's. A label of the bounds need not be the
+        result's.
+    precision
+        Canonical, as :func:`jax_tilekern.compat.canonicalize_precision` returns it.
+    out_dtype
+        Type of the result.
+    """
+    lhs, rhs = common_type(lhs, rhs)
+    out = contraction.out
+    contracted = contraction.contracted if contraction.ragged_dimension == "k" else ()
+    summed = tuple(x for x in contraction.bounds if x not in (*out, *contracted, contraction.group))
+    if summed:
+        # Groups differ along these, so each index has a product of its own.
+        narrow = jnp.issubdtype(out_dtype, jnp.floating) and np.dtype(out_dtype).itemsize < 4
+        sums = np.dtype(np.float32 if narrow else out_dtype)
+        each = dataclasses.replace(contraction, out=(*summed, *out))
+        products = contract_groups(lhs, rhs, bounds, each, precision=precision, out_dtype=sums)
+        return products.sum(range(len(summed)), dtype=sums).astype(out_dtype)
+    result: Array = _bind(
+        lhs,
+        rhs,
+        bounds,
+        contraction=contraction,
+        precision=precision,
+        out_dtype=np.dtype(out_dtype),
+    )
+    return result
+
+
+def _reference(
+    lhs: Array,
+    rhs: Array,
+    bounds: Array,
+    *,
+    contraction: RaggedContraction,
+    precision: Any,
+    out_dtype: Any,
+) -> Array:
+    """Let the operands have the groups, with zeros where a row is another group's, as JAX does."""
+    rows = lhs.shape[contraction.lhs.index(contraction.ragged)]
+    ends = lax.expand_dims(bounds, [bounds.ndim])
+    position = lax.broadcasted_iota(np.int32, (*bounds.shape[:-1], 1, rows), bounds.ndim)
+    mask = (ends[..., :-1, :] <= position) & (position < ends[..., 1:, :])
+    mask_labels = (*contraction.bounds, contraction.ragged)
+
+    def expanded(x: Array, labels: Labels) -> tuple[Array, Labels]:
+        wanted = (*(label for label in mask_labels if label not in labels), *labels)
+        sizes = dict(zip((*mask_labels, *labels), (*mask.shape, *x.shape), strict=True))
+        x = broadcasted(x, labels, wanted, sizes)
+        own = broadcasted(mask, mask_labels, wanted, sizes)
+        return lax.select(own, x, lax.full_like(x, 0)), wanted
+
+    lhs, lhs_labels = expanded(lhs, contraction.lhs)
+    rhs_labels = contraction.rhs
+    if contraction.ragged_dimension == "k":
+        rhs, rhs_labels = expanded(rhs, rhs_labels)
+    dense = Contraction(lhs_labels, rhs_labels, contraction.out)
+    return product_by_lax(lhs, rhs, dense, precision=precision, out_dtype=out_dtype)
+
+
+# Differentiation: the operand's cotangent has the operand's own labels.
+
+
+def _lhs_cotangent(
+    cotangent: Array,
+    lhs: Any,
+    rhs: Array,
+    bounds: Array,
+    *,
+    contraction: RaggedContraction,
+    precision: Any,
+    **_: Any,
+) -> Array:
+    c = contraction
+    # The operand with the ragged label comes first.
+    first, second = (cotangent, c.out), (rhs, c.rhs)
+    if c.ragged_dimension == "k":
+        first, second = second, first
+    labels = RaggedContraction(first[1], second[1], c.bounds, c.lhs, c.ragged, c.group)
+    return contract_groups(
+        first[0], second[0], bounds, labels, precision=precision, out_dtype=lhs.dtype
+    )
+
+
+def _rhs_cotangent(
+    cotangent: Array,
+    lhs: Array,
+    rhs: Any,
+    bounds: Array,
+    *,
+    contraction: RaggedContraction,
+    precision: Any,
+    **_: Any,
+) -> Array:
+    c = contraction
+    labels = RaggedContraction(c.lhs, c.out, c.bounds, c.rhs, c.ragged, c.group)
+    return contract_groups(lhs, cotangent, bounds, labels, precision=precision, out_dtype=rhs.dtype)
+
+
+def _batch(
+    operands: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    contraction: RaggedContraction,
+    **params: Any,
+) -> tuple[Array, int]:
+    """Label the mapped axis where it lies; an operand without it is not touched."""
+    c = contraction
+    lhs, rhs, bounds = operands
+    if dims[2] is not None:
+        # A few numbers, of which those of the groups stay adjacent.
+        bounds = jnp.moveaxis(bounds, dims[2], 0)
+    mapped = 1 + max(*c.lhs, *c.rhs, *c.out)
+    batched = RaggedContraction(
+        labelled(c.lhs, mapped, dims[0]),
+        labelled(c.rhs, mapped, dims[1]),
+        labelled(c.bounds, mapped, None if dims[2] is None else 0),
+        (mapped, *c.out),
+        c.ragged,
+        c.group,
+    )
+    return contract_groups(lhs, rhs, bounds, batched, **params), 0
+
+
+# Lowering.
+
+
+def _plan(
+    platform: Platform,
+    ctx: Any,
+    lhs: Any,
+    rhs: Any,
+    bounds: Any,
+    *,
+    contraction: RaggedContraction,
+    precision: Any,
+    out_dtype: np.dtype[Any],
+) -> Kernel | Rewrite | Fallback:
+    lhs_aval, rhs_aval, bounds_aval = ctx.avals_in
+    if refusal := unplannable(ctx.avals_in):
+        return refusal
+    if bounds_aval.shape[-1] == 1:
+        return Fallback("a product of no groups has nothing to compute")
+
+    arithmetic = chosen_arithmetic(platform, lhs_aval, rhs_aval, out_dtype, precision)
+    if isinstance(arithmetic, Fallback):
+        return arithmetic
+    params = {"precision": precision, "out_dtype": out_dtype}
+    if isinstance(arithmetic, Converted):
+        return Rewrite(
+            f"computed as {arithmetic.operands} -> {arithmetic.result}: {arithmetic.reason}",
+            functools.partial(_converted, arithmetic, contraction, **params),
+        )
+    if contraction.ragged_dimension == "k" and contraction.contracted:
+        together = (contraction.ragged, *contraction.contracted)
+        if math.prod(lhs_aval.shape[contraction.lhs.index(x)] for x in together) >= 2**31:
+            return Fallback("more rows than an int32 counts, if all indices' rows are one's")
+        return Rewrite(
+            "rows gathered by group first: other dimensions are contracted with the ragged one",
+            functools.partial(_gathered, contraction, **params),
+        )
+
+    def collapsed(left: Operand, right: Operand) -> OrientedRagged | str:
+        labels = dataclasses.replace(contraction, lhs=left.labels, rhs=right.labels)
+        oriented = ragged_geometry(labels, left.aval.shape, right.aval.shape, bounds_aval.shape)
+        if isinstance(oriented, str):
+            return oriented
+        return platform.obstacle(oriented.geometry.product) or oriented
+
+    found = readable(
+        Operand(lhs, contraction.lhs, lhs_aval), Operand(rhs, contraction.rhs, rhs_aval), collapsed
+    )
+    if not isinstance(found, str):
+        ctx = ctx.replace(avals_in=[found.lhs.aval, found.rhs.aval, bounds_aval])
+        return platform.kernel(
+            ctx, found.lhs.value, found.rhs.value, bounds, found.geometry, arithmetic
+        )
+    if contraction.mergeable() == contraction:
+        return Fallback(found)
+    return Rewrite(
+        f"operands reordered first: {found}",
+        functools.partial(_reordered, contraction, **params),
+    )
+
+
+def _converted(
+    types: Converted,
+    contraction: RaggedContraction,
+    lhs: Array,
+    rhs: Array,
+    bounds: Array,
+    *,
+    precision: Any,
+    out_dtype: np.dtype[Any],
+) -> Array:
+    lhs, rhs = converted(types, lhs, rhs)
+    out = contract_groups(
+        lhs, rhs, bounds, contraction, precision=precision, out_dtype=types.result
+    )
+    return out.astype(out_dtype)
+
+
+def _gathered(
+    contraction: RaggedContraction, lhs: Array, rhs: Array, bounds: Array, **params: Any
+) -> Array:
+    """Contract other dimensions along with the ragged one: bring the rows of a group together.
+
+    The rows of all indices of those dimensions become rows of one ragged dimension, ordered by
+    their groups.
+    """
+    c = contraction
+    sizes = dict(zip((*c.lhs, *c.bounds), (*lhs.shape, *bounds.shape), strict=True))
+    rows = sizes[c.ragged]
+    batch = tuple(x for x in c.batch if x in c.bounds)
+    wanted = (*batch, *c.contracted, c.group)
+    bounds = broadcasted(bounds, c.bounds, wanted, sizes)
+    shape = bounds.shape
+    bounds = bounds.reshape(*shape[: len(batch)], -1, shape[-1])
+    together = bounds.shape[-2] * rows
+
+    position = jnp.arange(rows, dtype=np.int32)
+    group = (bounds[..., 1:, None] <= position).sum(-2, dtype=np.int32)
+    group = jnp.where(position < bounds[..., :1], bounds.shape[-1], group)
+    order = jnp.argsort(group.reshape(*shape[: len(batch)], together), stable=True)
+
+    def gathered(x: Array, labels: Labels) -> tuple[Array, Labels]:
+        own = tuple(label for label in batch if label in labels)
+        outer = (*own, *c.contracted, c.ragged)
+        rest = tuple(label for label in labels if label not in outer)
+        x = transposed(x, labels, (*outer, *rest))
+        x = x.reshape(*x.shape[: len(own)], together, *x.shape[len(outer) :])
+        take = functools.partial(jnp.take, axis=0, unique_indices=True, mode="clip")
+        for label in reversed(batch):
+            take = jax.vmap(take, (0 if label in own else None, 0))
+        return take(x, order), (*batch, c.ragged, *rest)
+
+    lhs, lhs_labels = gathered(lhs, c.lhs)
+    rhs, rhs_labels = gathered(rhs, c.rhs)
+    sums = jnp.diff(bounds).sum(-2, dtype=np.int32)
+    labels = RaggedContraction(lhs_labels, rhs_labels, (*batch, c.group), c.out, c.ragged, c.group)
+    return contract_groups(lhs, rhs, group_bounds(sums, together), labels, **params)
+
+
+def _reordered(
+    contraction: RaggedContraction, lhs: Array, rhs: Array, bounds: Array, **params: Any
+) -> Array:
+    plain = contraction.mergeable()
+    sizes = dict(
+        zip((*contraction.lhs, *contraction.rhs), (*lhs.shape, *rhs.shape), strict=True)
+    ) | dict(zip(contraction.bounds, bounds.shape, strict=True))
+    out = contract_groups(
+        transposed(lhs, contraction.lhs, plain.lhs),
+        transposed(rhs, contraction.rhs, plain.rhs),
+        broadcasted(bounds, contraction.bounds, plain.bounds, sizes),
+        plain,
+        **params,
+    )
+    return transposed(out, plain.out, contraction.out)
+
+
+def _cpu_kernel(
+    ctx: Any, lhs: Any, rhs: Any, bounds: Any, geometry: RaggedGeometry, arithmetic: str
+) -> Kernel:
+    product = geometry.product
+    # An attribute that is an array must not be empty.
+    attributes = cpu_attributes(product) | {"bounds_strides": geometry.bounds_strides or (0,)}
+    arrays = {name: np.array(values, np.int64) for name, values in attributes.items()}
+    return Kernel(
+        name="ragged_matmul",
+        reason=f"{arithmetic}, {product.major_orders}",
+        emit=lambda: ffi.cpu_call(
+            ctx,
+            ffi.CPU_RAGGED_MATMUL,
+            (lhs, rhs, bounds),
+            ragged_k=int(geometry.ragged == "k"),
+            **arrays,
+        ),
+    )
+
+
+def _cuda_arithmetic(*types: Any) -> str | Converted | None:
+    arithmetic = cuda_arithmetic(*types)
+    # Products of pieces have no ragged kernel, and plain float32 is as accurate.
+    return "f32" if arithmetic == "f32_emulated" else arithmetic
+
+
+def _cuda_kernel(
+    ctx: Any, lhs: Any, rhs: Any, bounds: Any, geometry: RaggedGeometry, arithmetic: str
+) -> Kernel | Fallback:
+    lhs_type, rhs_type, out_type = (
+        aval.dtype for aval in (ctx.avals_in[0], ctx.avals_in[1], ctx.avals_out[0])
+    )
+    product = RaggedProduct(geometry, lhs_type, rhs_type, out_type, arithmetic)
+    try:
+        plan = plan_ragged_matmul(product, current_gpu())
+    except (NoGpu, NvrtcNotFound) as error:
+        return Fallback(str(error))
+    if isinstance(plan, NoKernel):
+        return Fallback(plan.reason)
+    return Kernel(
+        name=plan.name,
+        reason=plan.reason,
+        emit=lambda: ffi.cuda_launch(ctx, (lhs, rhs, bounds), plan),
+    )
+
+
+_bind = primitive.define(
+    Operation(
+        name="tilekern_contract_groups",
+        reference=_reference,
+        transposes={0: _lhs_cotangent, 1: _rhs_cotangent},
+        batch=_batch,
+        planners={
+            "cpu": functools.partial(
+                _plan, Platform(cpu_arithmetic, lambda product: None, _cpu_kernel)
+            ),
+            "cuda": functools.partial(
+                _plan,
+                Platform(
+                    _cuda_arithmetic, lambda product: product.without_unit_stride, _cuda_kernel
+                ),
+            ),
+        },
+        describe=lambda contraction, **_: str(contraction),
+    )
+)

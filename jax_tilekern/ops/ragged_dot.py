@@ -1,0 +1,262 @@
+"""``ragged_dot`` and ``ragged_dot_general``: JAX's signatures and semantics over one primitive."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_tilekern import compat
+from jax_tilekern.ops.contraction import contract
+from jax_tilekern.ops.group_bounds import group_bounds
+from jax_tilekern.ops.ragged_contraction import contract_groups
+from jax_tilekern.plans.contraction import Contraction, Labels
+from jax_tilekern.plans.ragged_contraction import RaggedContraction
+
+# Rows of a matrix by a matrix for each group.
+_ROWS_BY_MATRICES = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (1,)), ((), ())),
+    lhs_ragged_dimensions=(0,),
+    rhs_group_dimensions=(0,),
+)
+
+
+def ragged_dot(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    *,
+    debug: bool = False,
+) -> Array:
+    """Multiply consecutive groups of rows by a matrix each, as :func:`jax.lax.ragged_dot`.
+
+    The sizes of the groups are data, known only where the product is computed: no group is padded
+    and nothing is read back to the host. Derivatives to any order, in both operands, are ragged
+    products as well, and so is what ``vmap`` makes of one over any of the operands.
+
+    Parameters
+    ----------
+    lhs
+        Rows, shape ``(m, k)``.
+    rhs
+        A matrix for each group, shape ``(groups, k, n)``. ``w.swapaxes(1, 2)`` is read where ``w``
+        lies.
+    group_sizes
+        Integers of shape ``(groups,)``: the first ``group_sizes[0]`` rows are those of group 0, and
+        so on. Rows past the last group are zeros in the result. Sizes that make no sense are
+        defined too: a negative one counts as 0, and groups are cut off at the last row.
+    precision
+        As in :func:`matmul`.
+    preferred_element_type
+        Type of the result. By default that of the operands after promotion.
+    group_offset
+        The first group that ``rhs`` has, an integer of shape ``(1,)`` or ``()``; 0 by default.
+        ``group_sizes`` still has all groups, ``rhs`` may have any number of them, and the rows of
+        other groups are zeros in the result. So where the groups are shared out among devices, the
+        sum of their results is the whole.
+    debug
+        Check on the host, whenever the product is computed, that no size is negative, that the
+        groups do not exceed the rows and that the groups from the offset on exist.
+
+    Returns
+    -------
+    Array
+        Shape ``(m, n)``.
+
+    Raises
+    ------
+    TypeError
+        If shapes or types do not fit.
+    ValueError or jax.errors.JaxRuntimeError
+        If ``debug`` finds an error in the sizes; the latter where a compiled program is run.
+
+    See Also
+    --------
+    ragged_dot_general : with any dimension numbers.
+    explain : which kernel computes a product, and why.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> x, w = jnp.ones((6, 4)), jnp.ones((3, 4, 5)) * jnp.arange(1, 4)[:, None, None]
+    >>> sizes = jnp.array([2, 0, 3])
+    >>> jtk.ragged_dot(x, w, sizes)[:, 0].tolist()
+    [4.0, 4.0, 12.0, 12.0, 12.0, 0.0]
+    >>> jax.grad(lambda w: jtk.ragged_dot(x, w, sizes).sum())(w)[:, 0, 0].tolist()
+    [2.0, 0.0, 3.0]
+    """
+    return ragged_dot_general(
+        lhs,
+        rhs,
+        group_sizes,
+        _ROWS_BY_MATRICES,
+        precision,
+        preferred_element_type,
+        group_offset,
+        debug=debug,
+    )
+
+
+def ragged_dot_general(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: ArrayLike | None = None,
+    *,
+    debug: bool = False,
+) -> Array:
+    """General ragged contraction, as :func:`jax.lax.ragged_dot_general`.
+
+    What it computes depends on the kind of the ragged dimension of ``lhs``:
+
+    - a row: ``[b..., m..., k...], [g, b..., k..., n...] -> [b..., m..., n...]``, every row with its
+      own group's part of ``rhs``;
+    - contracted: ``[b..., m..., k...], [b..., k..., n...] -> [g, b..., m..., n...]``, for every
+      group the sum over its own rows;
+    - a batch dimension: ``lax.dot_general``, whatever the groups are.
+
+    Parameters
+    ----------
+    lhs, rhs
+        Arrays of any rank.
+    group_sizes
+        Integers of shape ``(groups,)`` or ``(b..., x..., groups)``, where ``x...`` are the
+        dimensions of the ragged one's kind that come before it in ``lhs``. Sizes that make no
+        sense are defined as for :func:`ragged_dot`.
+    ragged_dot_dimension_numbers
+        Contracted and batch dimensions, the ragged one and that of the groups.
+    precision, preferred_element_type, debug
+        As for :func:`ragged_dot`.
+    group_offset
+        As for :func:`ragged_dot`. With a contracted ragged dimension the result has as many groups
+        as ``group_sizes``: those from the offset on, and zeros for those that do not exist.
+
+    Returns
+    -------
+    Array
+        Its dimensions are the batch dimensions, then those of ``lhs`` that are neither batch nor
+        contracted, then those of ``rhs``; before them the groups, if the ragged dimension is
+        contracted.
+
+    Raises
+    ------
+    TypeError
+        If the dimension numbers do not fit the operands, or sizes or types do not match.
+    NotImplementedError
+        If there is a ``group_offset`` and the ragged dimension is a batch dimension, or if the
+        ragged dimension has 2**31 rows or more.
+    ValueError or jax.errors.JaxRuntimeError
+        If ``debug`` finds an error in the sizes; the latter where a compiled program is run.
+    """
+    numbers = ragged_dot_dimension_numbers
+    result = jax.eval_shape(
+        functools.partial(
+            lax.ragged_dot_general,
+            ragged_dot_dimension_numbers=numbers,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+        ),
+        lhs,
+        rhs,
+        group_sizes
+        if group_offset is None
+        else _sizes_from_offset(rhs, group_sizes, group_offset, numbers),
+    )
+    lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
+    offset = None if group_offset is None else jnp.asarray(group_offset)
+    (lhs_contracting, _), (lhs_batch, _) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    precision = compat.canonicalize_precision(precision)
+    dense = Contraction.of_dot_general(lhs.ndim, rhs.ndim, numbers.dot_dimension_numbers)
+    if ragged in lhs_batch:
+        if offset is not None:
+            raise NotImplementedError("group_offset with a ragged batch dimension")
+        product = contract(lhs, rhs, dense, precision=precision, out_dtype=result.dtype)
+        return compat.with_type(product, result.dtype, result.weak_type)
+
+    # Labels of lhs are its dimensions.
+    if ragged in lhs_contracting:
+        group = lhs.ndim + rhs.ndim
+        out = (group, *dense.dot_general_out)
+        before = tuple(lhs_contracting)[: tuple(lhs_contracting).index(ragged)]
+        count = group_sizes.shape[-1]
+    else:
+        (group_dim,) = numbers.rhs_group_dimensions
+        group = dense.rhs[group_dim]
+        out = tuple(label for label in dense.dot_general_out if label != group)
+        before = tuple(x for x in dense.rows if x < ragged)
+        count = rhs.shape[group_dim]
+    prefix: Labels = () if group_sizes.ndim == 1 else (*lhs_batch, *before)
+    rows = lhs.shape[ragged]
+    if isinstance(rows, int) and rows >= 2**31:
+        raise NotImplementedError(f"ragged dimension of size {rows} in lhs: less than 2**31 only")
+    if debug:
+        _check_sizes(group_sizes, rows, offset, 0 if ragged in lhs_contracting else count)
+    product = contract_groups(
+        lhs,
+        rhs,
+        group_bounds(group_sizes, rows, offset, count),
+        RaggedContraction(dense.lhs, dense.rhs, (*prefix, group), out, ragged, group),
+        precision=precision,
+        out_dtype=result.dtype,
+    )
+    return compat.with_type(product, result.dtype, result.weak_type)
+
+
+def _sizes_from_offset(
+    rhs: ArrayLike,
+    group_sizes: ArrayLike,
+    group_offset: ArrayLike,
+    numbers: lax.RaggedDotDimensionNumbers,
+) -> jax.ShapeDtypeStruct:
+    """Sizes of the groups that ``rhs`` has, as JAX expects them, once the offset is checked."""
+    offset, sizes = jax.typeof(group_offset), jax.typeof(group_sizes)
+    if not jnp.issubdtype(offset.dtype, np.integer) or offset.shape not in ((), (1,)):
+        raise TypeError(
+            f"ragged_dot_general requires an integer group_offset of shape (1,) or (), got "
+            f"{offset.str_short()}."
+        )
+    shape, rhs_shape = tuple(sizes.shape), np.shape(rhs)
+    # Dimension numbers that do not fit are for JAX to refuse.
+    for dim in numbers.rhs_group_dimensions:
+        if not shape or not 0 <= dim < len(rhs_shape):
+            continue
+        count = rhs_shape[dim]
+        if count > shape[-1]:
+            raise TypeError(
+                f"expected rhs to have at most the groups of group_sizes, got {count} groups in "
+                f"rhs of shape {rhs_shape} and group_sizes of shape {shape}."
+            )
+        shape = (*shape[:-1], count)
+    return jax.ShapeDtypeStruct(shape, sizes.dtype)
+
+
+def _check_sizes(group_sizes: Array, rows: int, offset: Array | None, count: int) -> None:
+    """Raise on the host if sizes make no sense, or there are no ``count`` groups from an offset."""
+
+    def check(sizes: Any, offset: Any) -> None:
+        sizes = np.asarray(sizes)
+        what = f"ragged_dot: group_sizes {sizes.tolist()}"
+        if (sizes < 0).any():
+            raise ValueError(f"{what} have negative sizes")
+        if (sizes.sum(-1, dtype=np.float64) > rows).any():
+            raise ValueError(f"{what} exceed the {rows} rows of lhs")
+        first = int(np.asarray(offset).reshape(()))
+        if not 0 <= first <= sizes.shape[-1] - count:
+            raise ValueError(
+                f"{what}, group_offset {first}: there are no {count} groups from there on"
+            )
+
+    jax.debug.callback(check, group_sizes, 0 if offset is None else offset)

@@ -1,0 +1,263 @@
+"""Plans for ragged matrix products on Hopper: the kernel of ``ragged_wgmma_matmul.cuh``.
+
+Where rows of the output are ragged, the kernel computes the transposed product: a group's rows are
+columns of its tiles, of which the tensor cores multiply any number of steps. Each span of rows is
+dealt out evenly to as few tiles as it takes, so that little is multiplied in vain, whatever the
+sizes are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jax_tilekern.compiler import compile_kernels
+from jax_tilekern.plans import mma
+from jax_tilekern.plans.geometry import MatmulGeometry
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import Buffer
+from jax_tilekern.plans.product import Candidate, MatmulPlan, Product
+from jax_tilekern.plans.ragged_product import (
+    RaggedGeometry,
+    RaggedProduct,
+    most_tiles,
+    pack_groups,
+)
+from jax_tilekern.plans.wgmma_cost import busy_cycles
+from jax_tilekern.plans.wgmma_kernel import (
+    ARITHMETICS,
+    BOX_STRIDE_BYTES,
+    MAX_BATCH_DIMS,
+    MOST_ITEMS,
+    View,
+    WgmmaArithmetic,
+    WgmmaInstance,
+    WgmmaTile,
+    dense_items,
+    fits_boxes,
+    instance_for,
+    takes,
+)
+from jax_tilekern.plans.wgmma_launch import launch_tiles, rhs_map
+
+_BOUNDS = Buffer(2)
+# The ring through which a block's warpgroups hear of items; see RaggedItems.
+_ITEM_SLOTS_BYTES = 4 * (32 + 2 * 8)
+_ALIGNMENT = 16
+# More would leave little shared memory for operands.
+_MOST_SPANS = 1 << 13
+_FEWEST_STAGES = 2
+
+# Of 16-bit operands. Others have too few registers for a choice among products.
+_LINE_STEP = 32
+
+_TILES = (
+    WgmmaTile(128, 256),
+    WgmmaTile(256, 128),
+    WgmmaTile(128, 128),
+    WgmmaTile(128, 64),
+    WgmmaTile(64, 128, consumers=1),
+    WgmmaTile(64, 64, consumers=1),
+)
+
+
+@dataclass(frozen=True)
+class RaggedWgmmaCandidate(Candidate):
+    """A kernel for a ragged product, not compiled yet.
+
+    Attributes
+    ----------
+    product
+        What it computes.
+    tile
+        The output's tile.
+    exchanged
+        Whether the kernel computes the output's transpose from the operands' transposes.
+    instance
+        The kernel.
+    items
+        Tiles of the output at most.
+    cycles
+        The estimated cost.
+    """
+
+    product: RaggedProduct
+    tile: WgmmaTile
+    exchanged: bool
+    instance: WgmmaInstance
+    items: int
+    cycles: float
+
+    @property
+    def key(self) -> str:
+        """The tile, and the order of the operands."""
+        return f"ragged wgmma {self.tile}" + (" exchanged" if self.exchanged else "")
+
+    def plan(self, gpu: Gpu) -> MatmulPlan:
+        """Compile it."""
+        product, instance = self.product, self.instance
+        view = _view(product, self.exchanged)
+        compiled = compile_kernels(instance.kernel, arch=gpu.arch)
+        launch = launch_tiles(
+            compiled,
+            self.tile,
+            instance,
+            view,
+            1,
+            gpu,
+            items=self.items,
+            more=(
+                (rhs_map(view, instance, instance.line_step), _BOUNDS),
+                (pack_groups(product.geometry),),
+            ),
+        )
+        out_alignment = BOX_STRIDE_BYTES if instance.out_boxes else product.out_dtype.itemsize
+        reason = f"{self.tile}, {instance.stages} stages, {product.geometry.groups} groups"
+        return MatmulPlan(
+            name=f"ragged_wgmma_matmul {product.arithmetic}",
+            gpu=gpu,
+            launches=(launch,),
+            alignments=(BOX_STRIDE_BYTES, BOX_STRIDE_BYTES, 4, out_alignment),
+            reason=reason + (", as the transposed product" if self.exchanged else ""),
+        )
+
+
+def candidates(product: RaggedProduct, gpu: Gpu) -> Iterator[RaggedWgmmaCandidate]:
+    """Yield the ways to compute a product; none if the kernel is not for the product or the GPU."""
+    how = ARITHMETICS.get(product.arithmetic)
+    geometry = product.geometry
+    if how is None or gpu.compute_capability != (9, 0) or geometry.spans > _MOST_SPANS:
+        return
+    view = _view(product, exchanged=False)
+    if len(view.batch) > MAX_BATCH_DIMS or not (
+        fits_boxes(view.lhs, product.lhs_dtype) and fits_boxes(view.rhs, product.rhs_dtype)
+    ):
+        return
+    starts = (
+        [view.lhs.k_major, view.rhs.k_major] if geometry.ragged == "k" else [not view.lhs.k_major]
+    )
+    if any(starts):
+        # A group starts anywhere along the operand's unit stride, and the copy engine faults unless
+        # boxes start at multiples of 16 bytes there.
+        return
+    for exchanged in (True,) if geometry.ragged == "m" else (False, True):
+        oriented = _view(product, exchanged)
+        for tile in _TILES:
+            if not takes(tile, oriented, gpu):
+                continue
+            instance = _instance(product, tile, oriented, how, gpu)
+            items = dense_items(tile, oriented)
+            if instance.ragged == "n":
+                tiles_m, _ = tile.grid(oriented.lhs.lines, 1)
+                items = tiles_m * most_tiles(geometry, tile.block_n)
+            if (
+                items > MOST_ITEMS
+                or instance.stages < _FEWEST_STAGES
+                or not instance.fits_registers
+                # The assembler would have products wait for each other.
+                or (instance.ragged == "k" and tile.block_m > 64 * tile.consumers)
+            ):
+                continue
+            cycles = product.cycles(_busy_cycles(product, tile, instance, oriented, how, gpu))
+            yield RaggedWgmmaCandidate(product, tile, exchanged, instance, items, cycles)
+
+
+def _view(product: RaggedProduct, exchanged: bool) -> View:
+    dense = Product(
+        product.geometry.product,
+        product.lhs_dtype,
+        product.rhs_dtype,
+        product.out_dtype,
+        product.arithmetic,
+    )
+    view = dataclasses.replace(View.of(dense), out_buffer=3)
+    return view.exchanged() if exchanged else view
+
+
+def _instance(
+    product: RaggedProduct, tile: WgmmaTile, view: View, how: WgmmaArithmetic, gpu: Gpu
+) -> WgmmaInstance:
+    geometry = product.geometry
+    instance = instance_for(tile, view, how, 1, gpu)
+    # Rows that boxes do not store are stored by runs of as many bytes.
+    whole_runs = geometry.product.n * product.out_dtype.itemsize % BOX_STRIDE_BYTES == 0
+    return dataclasses.replace(
+        instance,
+        out_boxes=instance.out_boxes and whole_runs,
+        ragged="n" if geometry.ragged == "m" else "k",
+        line_step=_LINE_STEP
+        if geometry.ragged == "m" and view.lhs_dtype.itemsize == 2
+        else tile.block_n,
+        ragged_bytes=_ALIGNMENT + _ITEM_SLOTS_BYTES + 4 * (geometry.spans + 1),
+    ).with_most_stages(gpu)
+
+
+def _busy_cycles(
+    product: RaggedProduct,
+    tile: WgmmaTile,
+    instance: WgmmaInstance,
+    view: View,
+    how: WgmmaArithmetic,
+    gpu: Gpu,
+) -> float:
+    """Estimate the cycles of the busiest multiprocessor for groups of random sizes."""
+    geometry = product.geometry
+    rows = geometry.average_rows
+    if instance.ragged == "k":
+        k_tiles = rows / instance.block_k + 0.5
+        cycles = busy_cycles(tile, instance, view, how, dense_items(tile, view), k_tiles, gpu)
+        # Measured: few tiles of k do not hide how long memory takes the largest tiles.
+        return cycles * (1.2 if k_tiles < 4 and tile.block_n > 128 else 1)
+    tiles = max(1.0, rows / tile.block_n + 0.5)
+    columns = min(tile.block_n, math.ceil((rows + instance.line_step / 2) / tiles))
+    tiles_m, _ = tile.grid(view.lhs.lines, 1)
+    items = math.prod(view.batch) * tiles * tiles_m
+    k_tiles = math.ceil(view.k / instance.block_k)
+    own = dataclasses.replace(tile, block_n=columns)
+    cycles = busy_cycles(own, instance, view, how, items, k_tiles, gpu)
+    # Measured: more of the weights at a time and fewer rows are slower than the other way round.
+    return cycles * (1.03 if tile.block_m > tile.block_n else 1)
+
+
+# Sizes of which no dimension is short.
+_MANY = 1 << 12
+
+
+def instances(gpu: Gpu) -> Iterator[WgmmaInstance]:
+    """Kernels that plans for ``gpu`` can ask for, so that a test can compile them.
+
+    Of bfloat16 it is each tile in the major orders that there are. Of the other types, and of
+    stores of single elements, it is the largest tile, which leaves the fewest registers.
+    """
+    for arithmetic in ARITHMETICS:
+        types = mma.ARITHMETICS[arithmetic]
+        operands = (types.operands[0], types.operands[-1])
+        for out_dtype, (geometry, odd) in itertools.product(types.results, _samples()):
+            first = out_dtype == types.results[0]
+            if odd and not first:
+                continue
+            all_tiles = arithmetic == "bf16" and first and not odd
+            product = RaggedProduct(geometry, *operands, out_dtype, arithmetic)
+            found = list(candidates(product, gpu))
+            for candidate in found:
+                if all_tiles or candidate.tile == found[0].tile:
+                    yield candidate.instance
+
+
+def _samples() -> Iterator[tuple[RaggedGeometry, bool]]:
+    """Yield geometries, and whether the output's rows have no whole 16 bytes."""
+    # Of rows with room for an odd number of elements.
+    row, groups = 2 * _MANY, 8
+    matrix = row * row
+    rows, columns = (row, 1), (1, row)
+    for odd in (False, True):
+        n = _MANY + odd
+        sizes = ((groups,), _MANY, n, _MANY)
+        for rhs in (columns,) if odd else (rows, columns):
+            product = MatmulGeometry(*sizes, (0, *rows), (matrix, *rhs), (0, n, 1))
+            yield RaggedGeometry(product, "m", ()), odd
+        product = MatmulGeometry(*sizes, (0, *columns), (0, *rows), (matrix, n, 1))
+        yield RaggedGeometry(product, "k", ()), odd

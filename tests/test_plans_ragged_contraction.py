@@ -1,0 +1,188 @@
+"""Collapsing labels into a strided ragged product, checked by computing with the strides."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from ragged import contractions, masked_einsum, random_bounds
+
+from jax_tilekern.plans.ragged_contraction import (
+    OrientedRagged,
+    RaggedContraction,
+    ragged_geometry,
+)
+from jax_tilekern.plans.ragged_product import MAX_GROUP_BATCH_DIMS
+
+FORWARD = RaggedContraction((0, 2), (1, 2, 3), (1,), (0, 3), 0, 1)
+WEIGHTS = RaggedContraction((0, 2), (0, 3), (1,), (1, 2, 3), 0, 1)
+
+
+def shapes_of(contraction, sizes):
+    """Of the two operands and the bounds."""
+    lhs, rhs, bounds = (
+        tuple(sizes[x] for x in labels)
+        for labels in (contraction.lhs, contraction.rhs, contraction.bounds)
+    )
+    return lhs, rhs, (*bounds[:-1], bounds[-1] + 1)
+
+
+def computed(geometry, lhs, rhs, bounds, size):
+    """The product by its definition, over flat arrays and strides; -99 where nothing is written."""
+    product = geometry.product
+    out = np.full(size, -99, lhs.dtype)
+    m, n, k = (np.arange(extent) for extent in (product.m, product.n, product.k))
+
+    def matrix(array, strides, base, rows, columns):
+        return array[base + rows[:, None] * strides[-2] + columns * strides[-1]]
+
+    for b in np.ndindex(geometry.batch):
+
+        def base(strides, group=0, b=b):
+            return sum(i * s for i, s in zip((*b, group), strides, strict=False))
+
+        first = sum(i * s for i, s in zip(b, geometry.bounds_strides, strict=True))
+        written = base(product.out_strides) + m[:, None] * product.out_strides[-2] + n
+        if geometry.ragged == "m":
+            out[written] = 0
+        for g in range(geometry.groups):
+            rows = np.arange(bounds[first + g], bounds[first + g + 1])
+            left = base(product.lhs_strides, g)
+            right = base(product.rhs_strides, g)
+            written = base(product.out_strides, g)
+            if geometry.ragged == "m":
+                values = matrix(lhs, product.lhs_strides, left, rows, k) @ matrix(
+                    rhs, product.rhs_strides, right, k, n
+                )
+                out[written + rows[:, None] * product.out_strides[-2] + n] = values
+            else:
+                values = matrix(lhs, product.lhs_strides, left, m, rows) @ matrix(
+                    rhs, product.rhs_strides, right, rows, n
+                )
+                out[written + m[:, None] * product.out_strides[-2] + n] = values
+    return out
+
+
+def in_the_primitives_form(contraction):
+    """Labels of one operand alone, or of the bounds, are the output's too."""
+    operands = {*contraction.lhs} & {*contraction.rhs}
+    kept = (*contraction.out, contraction.group)
+    if contraction.ragged_dimension == "m":
+        return {*contraction.bounds} <= {*kept}
+    return all(x in kept or x in operands for x in contraction.bounds)
+
+
+@given(contractions(), st.booleans(), st.integers(0, 2**32 - 1))
+@settings(max_examples=300)
+def test_geometry_computes_the_contraction(case, reordered, seed):
+    contraction, sizes = case
+    assume(in_the_primitives_form(contraction))
+    if reordered and not (contraction.ragged_dimension == "k" and contraction.contracted):
+        contraction = contraction.mergeable()
+    rng = np.random.default_rng(seed)
+    shapes = shapes_of(contraction, sizes)
+    lhs, rhs = (rng.integers(-9, 10, shape) for shape in shapes[:2])
+    bounds = random_bounds(rng, contraction, sizes)
+    oriented = ragged_geometry(contraction, *shapes)
+    if isinstance(oriented, str):
+        return
+    geometry, swapped = oriented
+    product = geometry.product
+    assert len(geometry.batch) == len(geometry.bounds_strides) <= MAX_GROUP_BATCH_DIMS
+    assert geometry.groups == sizes[contraction.group]
+    assert geometry.rows == sizes[contraction.ragged]
+    assert product.out_strides[-1] == 1
+    group = len(geometry.batch)
+    without = (
+        product.lhs_strides,
+        product.out_strides if geometry.ragged == "m" else product.rhs_strides,
+    )
+    assert all(strides[group] == 0 for strides in without)
+    expected = masked_einsum(contraction, lhs, rhs, bounds)
+    operands = (rhs, lhs) if swapped else (lhs, rhs)
+    got = computed(geometry, *(x.ravel() for x in (*operands, bounds)), expected.size)
+    np.testing.assert_array_equal(got, expected.ravel())
+
+
+@given(contractions())
+@settings(max_examples=300)
+def test_mergeable_order_has_a_geometry(case):
+    contraction, sizes = case
+    assume(in_the_primitives_form(contraction))
+    assume(not (contraction.ragged_dimension == "k" and contraction.contracted))
+    plain = contraction.mergeable()
+    assert plain.mergeable() == plain
+    for ours, theirs in ((plain.lhs, contraction.lhs), (plain.rhs, contraction.rhs),
+                         (plain.out, contraction.out)):  # fmt: skip
+        assert sorted(ours) == sorted(theirs)
+    oriented = ragged_geometry(plain, *shapes_of(plain, sizes))
+    if isinstance(oriented, str):
+        # Only with batch dimensions in lhs, in rhs, in both and in neither.
+        assert "4 separate batch dimensions" in oriented
+        return
+    product = oriented.geometry.product
+    assert product.without_unit_stride is None
+
+
+def test_forward_and_gradients_need_no_copy():
+    rows, groups, k, n = 100, 8, 16, 24
+    geometry, swapped = ragged_geometry(FORWARD, (rows, k), (groups, k, n), (groups + 1,))
+    assert (geometry.ragged, geometry.rows, geometry.groups, swapped) == ("m", rows, groups, False)
+    assert geometry.product.lhs_strides == (0, k, 1)
+    assert geometry.product.rhs_strides == (k * n, n, 1)
+    assert geometry.product.out_strides == (0, n, 1)
+
+    gradient = RaggedContraction((0, 3), (1, 2, 3), (1,), (0, 2), 0, 1)
+    geometry, swapped = ragged_geometry(gradient, (rows, n), (groups, k, n), (groups + 1,))
+    assert (geometry.ragged, swapped) == ("m", False)
+    assert geometry.product.rhs_strides == (k * n, 1, n)
+
+    geometry, swapped = ragged_geometry(WEIGHTS, (rows, k), (rows, n), (groups + 1,))
+    assert (geometry.ragged, geometry.rows, swapped) == ("k", rows, False)
+    assert geometry.product.lhs_strides == (0, 1, k)
+    assert geometry.product.rhs_strides == (0, n, 1)
+    assert geometry.product.out_strides == (k * n, n, 1)
+
+
+def test_operands_are_exchanged_for_the_other_major_order():
+    """The gradient of weights that lie as ``(groups, n, k)``."""
+    rows, groups, k, n = 100, 8, 16, 24
+    weights = RaggedContraction((0, 2), (0, 3), (1,), (1, 3, 2), 0, 1)
+    geometry, swapped = ragged_geometry(weights, (rows, k), (rows, n), (groups + 1,))
+    assert swapped
+    assert (geometry.product.m, geometry.product.n) == (n, k)
+    assert geometry.product.out_strides == (k * n, k, 1)
+
+
+@pytest.mark.parametrize(("contraction", "obstacle"), [
+    # An output whose rows are adjacent.
+    (RaggedContraction((0, 2), (1, 2, 3), (1,), (3, 0), 0, 1), "innermost"),
+    (RaggedContraction((0, 2), (0, 3), (1,), (2, 3, 1), 0, 1), "innermost"),
+    (RaggedContraction((0, 2, 4), (1, 4, 2, 3), (1,), (0, 3), 0, 1), "different orders"),
+    (RaggedContraction((4, 0, 2), (4, 0, 3), (1,), (1, 2, 3), 0, 1), "along with the ragged"),
+])  # fmt: skip
+def test_obstacles(contraction, obstacle):
+    sizes = {0: 9, 1: 4, 2: 5, 3: 6, 4: 7}
+    found = ragged_geometry(contraction, *shapes_of(contraction, sizes))
+    assert isinstance(found, str)
+    assert obstacle in found
+
+
+def test_too_many_batch_dimensions():
+    """Four that do not merge, because the groups are the same along every other one."""
+    batch = (4, 5, 6, 7)
+    contraction = RaggedContraction(
+        (*batch, 0, 2), (*batch, 1, 2, 3), (4, 6, 1), (*batch, 0, 3), 0, 1
+    )
+    sizes = dict.fromkeys(range(8), 3)
+    assert "4 separate" in ragged_geometry(contraction, *shapes_of(contraction, sizes))
+    plain = contraction.mergeable()
+    assert isinstance(ragged_geometry(plain, *shapes_of(plain, sizes)), OrientedRagged)
+
+
+@pytest.mark.parametrize(("contraction", "text"), [
+    (FORWARD, "mk,gkn->mn, ragged m"),
+    (WEIGHTS, "km,kn->gmn, ragged k"),
+    (RaggedContraction((4, 0, 2), (1, 2, 3), (4, 1), (4, 0, 3), 0, 1), "bmk,gkn->bmn, ragged m"),
+])  # fmt: skip
+def test_subscripts(contraction, text):
+    assert str(contraction) == text

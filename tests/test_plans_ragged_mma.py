@@ -1,0 +1,215 @@
+"""Plans for ragged products on mma.sync and plain arithmetic; no GPU needed."""
+
+import math
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from products import BF16, F32, H100, INT8, MODERN, ragged_product_of
+
+from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.launch import Buffer
+from jax_tilekern.plans.mma import ARITHMETICS, SMALL, SQUARE, TALL, TINY
+from jax_tilekern.plans.product import NoKernel
+from jax_tilekern.plans.ragged_matmul import plan_ragged_matmul
+from jax_tilekern.plans.ragged_mma import candidates, ragged_kernel
+
+try:
+    nvrtc()
+    has_nvrtc = True
+except NvrtcNotFound:
+    has_nvrtc = False
+needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
+
+A100, RTX_5090 = known_gpu("sm_80"), known_gpu("sm_120")
+
+
+def best(product, gpu=H100):
+    """The family's best candidate by the cost model."""
+    return min(candidates(product, gpu), key=lambda choice: choice.cycles)
+
+
+sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**16), st.sampled_from([64, 4096]))
+
+
+@st.composite
+def cases(draw):
+    """A ragged product, and a GPU that has its arithmetic."""
+    arithmetic = draw(st.sampled_from(sorted(ARITHMETICS)))
+    product = ragged_product_of(
+        arithmetic,
+        draw(st.sampled_from("mk")),
+        draw(st.integers(1, 300)),
+        *(draw(sizes) for _ in "mnk"),
+        batch=draw(st.lists(st.integers(1, 3), max_size=3)),
+        lhs_k_major=draw(st.booleans()),
+        rhs_k_major=draw(st.booleans()),
+    )
+    least = ARITHMETICS[arithmetic].min_capability
+    return product, draw(st.sampled_from([g for g in MODERN if g.compute_capability >= least]))
+
+
+@given(cases())
+def test_every_product_has_kernels_that_fit(case):
+    product, gpu = case
+    geometry = product.geometry
+    found = candidates(product, gpu)
+    assert len({choice.key for choice in found}) == len(found) > 0
+    for choice in found:
+        tile, (tiles_m, tiles_n, outer) = choice.instance.tile, choice.grid
+        assert choice.instance.shared_memory_bytes <= gpu.shared_memory_bytes
+        assert (tiles_n - 1) * tile.block_n < geometry.product.n <= tiles_n * tile.block_n
+        if geometry.ragged == "k":
+            assert tiles_m == math.ceil(geometry.product.m / tile.block_m)
+            assert outer == math.prod(geometry.product.batch)
+        else:
+            assert outer == math.prod(geometry.batch)
+        assert choice.band >= 1
+        assert 0 < choice.cycles < math.inf
+
+
+@given(cases())
+def test_copies_divide_the_distance_of_any_row_that_a_group_starts_at(case):
+    product, gpu = case
+    geometry, ragged = product.geometry.product, product.geometry.ragged
+    for choice in candidates(product, gpu):
+        for operand, dtype, strides, along_rows in (
+            (choice.instance.lhs, product.lhs_dtype, geometry.lhs_strides, "mk".index(ragged)),
+            (choice.instance.rhs, product.rhs_dtype, geometry.rhs_strides, "kn".find(ragged)),
+        ):
+            assert operand.load_bytes >= dtype.itemsize or operand.load_bytes == 1
+            if along_rows >= 0 and operand.load_bytes > 1 and product.geometry.rows > 1:
+                step = strides[-2:][along_rows]
+                assert step * dtype.itemsize % operand.load_bytes == 0
+
+
+def first_tile_row(begin, index, block_rows):
+    return begin // block_rows + index
+
+
+@given(st.data(), st.integers(1, 40), st.integers(1, 400), st.sampled_from([32, 64, 128, 256]))
+def test_tile_rows_of_the_grid_cover_every_row_once(data, groups, rows, block_rows):
+    # ragged_rows_tile() of ragged_matmul_block.cuh.
+    bounds = sorted(data.draw(st.lists(st.integers(0, rows), min_size=groups + 1,
+                                       max_size=groups + 1)))  # fmt: skip
+    begins, ends = [0, *bounds], [*bounds, rows]
+    product = ragged_product_of("bf16", "m", groups, rows, 64, 64)
+    (choice,) = (c for c in candidates(product, H100) if c.instance.tile.block_m == block_rows)
+    covered = np.zeros(rows, int)
+    for tile_row in range(choice.grid[0]):
+        low, high = 0, groups + 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            if first_tile_row(begins[middle], middle, block_rows) <= tile_row:
+                low = middle
+            else:
+                high = middle
+        tile = tile_row - first_tile_row(begins[low], low, block_rows)
+        assert tile >= 0
+        if tile < math.ceil((ends[low] - begins[low]) / block_rows):
+            first = begins[low] + tile * block_rows
+            covered[first : min(first + block_rows, ends[low])] += 1
+    np.testing.assert_array_equal(covered, 1)
+
+
+@pytest.mark.parametrize("gpu", [A100, H100, RTX_5090], ids=lambda gpu: gpu.arch)
+def test_tiles_follow_the_average_group(gpu):
+    large = {A100: TALL, H100: TALL, RTX_5090: SQUARE}[gpu]
+    assert best(ragged_product_of("bf16", "m", 8, 65536, 4096, 4096), gpu).instance.tile == large
+    # Most of a larger tile would lie beyond its group's end.
+    few_rows = ragged_product_of("bf16", "m", 256, 8192, 2048, 1024)
+    assert best(few_rows, gpu).instance.tile in (SMALL, TINY)
+    weights = ragged_product_of("bf16", "k", 8, 4096, 4096, 65536, lhs_k_major=False)
+    assert best(weights, gpu).instance.tile == large
+
+
+def test_groups_that_start_anywhere_have_shifting_copies():
+    for arithmetic, narrow in (("bf16", 1), ("int8", 1), ("tf32", 4), ("f64", 8)):
+        for lhs_k_major in (True, False):
+            for rhs_k_major in (True, False):
+                layout = {"lhs_k_major": lhs_k_major, "rhs_k_major": rhs_k_major}
+                rows = best(ragged_product_of(arithmetic, "m", 8, 4096, 512, 512, **layout))
+                assert rows.instance.lhs.load_bytes == (16 if lhs_k_major else narrow)
+                assert rows.instance.rhs.load_bytes == 16
+                k = best(ragged_product_of(arithmetic, "k", 8, 512, 512, 4096, **layout))
+                assert k.instance.lhs.load_bytes == (narrow if lhs_k_major else 16)
+                assert k.instance.rhs.load_bytes == (narrow if rhs_k_major else 16)
+
+
+def test_a_single_warp_has_no_registers_for_two_shifting_copies():
+    product = ragged_product_of("bf16", "m", 8, 4096, 33, 33)
+    found = candidates(product, H100)
+    assert {c.instance.lhs.load_bytes for c in found} == {1}
+    assert {c.instance.rhs.load_bytes for c in found} == {1}
+    assert TINY not in {c.instance.tile for c in found}
+
+
+def test_rows_of_the_output_are_stored_as_vectors_wherever_groups_start():
+    assert best(ragged_product_of("bf16", "m", 7, 1000, 64, 64)).out_vectors
+    assert not best(ragged_product_of("bf16", "m", 7, 1000, 63, 64)).out_vectors
+    assert best(ragged_product_of("bf16", "k", 7, 65, 64, 1000, lhs_k_major=False)).out_vectors
+
+
+def test_what_has_no_kernel_says_why():
+    wrong = ragged_product_of("int8", "m", 8, 64, 64, 64, types=(INT8, INT8, F32))
+    assert candidates(wrong, H100) == NoKernel("no int8 kernel for int8 x int8 -> float32")
+    assert candidates(ragged_product_of("fp8", "m", 8, 64, 64, 64), A100) == NoKernel(
+        "fp8 takes sm_89 or later, and this is sm_80"
+    )
+    unknown = ragged_product_of("f32_emulated", "m", 8, 64, 64, 64, types=(F32, F32, F32))
+    assert plan_ragged_matmul(unknown, H100) == NoKernel("no kernel computes in f32_emulated")
+    long = ragged_product_of("bf16", "m", 8, 2**31, 8, 8)
+    assert plan_ragged_matmul(long, H100) == NoKernel(
+        "a dimension has more than 2**31 - 1024 elements"
+    )
+    crowd = ragged_product_of("bf16", "m", 2**24, 2**24, 2**16, 8)
+    assert "can have more tiles than a grid has blocks" in plan_ragged_matmul(crowd, H100).reason
+
+
+def test_many_groups_are_no_limit():
+    assert candidates(ragged_product_of("bf16", "m", 100_000, 1_000_000, 64, 64), A100)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("ragged", ["m", "k"])
+def test_a_plan_is_one_launch_with_the_alignments_it_relies_on(ragged, arch):
+    gpu = known_gpu(arch)
+    product = ragged_product_of(
+        "bf16", ragged, 5, 96, 80, 62, batch=(3, 2), types=(BF16, BF16, F32)
+    )
+    choice = best(product, gpu)
+    plan = choice.plan(gpu)
+    (launch,) = plan.launches
+    tile = choice.instance.tile
+    assert plan.name == "ragged_mma_matmul bf16"
+    assert plan.alignments == ((4, 16, 4, 16) if ragged == "m" else (2, 16, 4, 16))
+    assert plan.workspace_bytes == ()
+    assert plan.reason.startswith(f"{tile.block_m}x{tile.block_n}x64, ")
+    assert plan.reason.endswith(
+        f"at most {launch.grid[0]} tiles on {gpu.multiprocessors} multiprocessors"
+    )
+    assert launch.grid == (math.prod(choice.grid), 1, 1)
+    assert launch.parameters[:4] == tuple(map(Buffer, range(4)))
+    values = struct.unpack("@15q11i0q", launch.parameters[4].data)
+    strides = {"m": (96 * 62, 5 * 62 * 80, 96 * 80), "k": (96 * 62, 62 * 80, 5 * 96 * 80)}[ragged]
+    group = (0, 62 * 80, 0) if ragged == "m" else (0, 0, 96 * 80)
+    for i, (stride, of_group) in enumerate(zip(strides, group, strict=True)):
+        assert values[4 * i : 4 * i + 4] == (0, 2 * stride, stride, of_group)
+    assert values[15:22] == (1, 3, 2, 5, 96, 80, 62)
+    assert values[22:24] == choice.grid[:2]
+    groups = struct.unpack("@3q6i0q", launch.parameters[5].data)
+    assert groups == (0, 12, 6, 1, 3, 2, 6, 5, 96 if ragged == "m" else 62)
+
+
+@needs_nvrtc
+def test_kernels_of_both_modes_are_named_by_what_they_take():
+    for ragged, flag in (("m", "false"), ("k", "true")):
+        instance = best(ragged_product_of("f32", ragged, 8, 512, 512, 512)).instance
+        kernel = ragged_kernel(instance, ragged)
+        assert kernel.file == "ragged_simt_matmul.cuh"
+        assert kernel.name.startswith("tilekern::ragged_simt_matmul<float, float, float, ")
+        assert kernel.name.endswith(f"}}, {flag}>")

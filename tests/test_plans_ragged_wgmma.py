@@ -1,0 +1,662 @@
+"""Plans for ragged products on Hopper's tensor cores; no GPU needed.
+
+What the kernel does with the bounds that it finds on the device is modelled here: which item is
+which tile of which span of rows (``ragged_items.cuh``), and what it copies and multiplies of it.
+"""
+
+import itertools
+import math
+import re
+import struct
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from products import BF16, E4M3, E5M2, F32, H100, MODERN, ragged_product_of
+from wgmma_launches import (
+    GROUPS_LAYOUT,
+    banded_tile,
+    batch_positions,
+    buffers_bytes,
+    layout_of,
+    offset_bytes,
+    plan_of,
+    struct_fields,
+    unpack_groups,
+    unpack_shape,
+)
+
+from jax_tilekern.compiler import cuda_folder
+from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans import mma, ragged_matmul, ragged_wgmma
+from jax_tilekern.plans.launch import Buffer, TensorMap
+from jax_tilekern.plans.ragged_mma import RaggedMmaCandidate
+from jax_tilekern.plans.ragged_wgmma import RaggedWgmmaCandidate, candidates
+from jax_tilekern.plans.wgmma_kernel import ARITHMETICS
+
+try:
+    nvrtc()
+    has_nvrtc = True
+except NvrtcNotFound:
+    has_nvrtc = False
+needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
+
+small_sizes = st.one_of(st.integers(1, 40), st.integers(1, 500))
+large_sizes = st.one_of(st.integers(1, 2**16), st.sampled_from([4096, 8192]))
+# Elements that an instruction takes of a 128-byte row of k.
+STEP_OF_16_BITS = 16
+
+
+@st.composite
+def products(draw, ragged, sizes=small_sizes):
+    """A ragged product that the kernel takes: rows begin at whole 16 bytes."""
+    arithmetic = draw(st.sampled_from(sorted(ARITHMETICS) if ragged == "m" else ["bf16", "f16"]))
+    how = mma.ARITHMETICS[arithmetic]
+    operands = st.sampled_from(how.operands)
+    types = (draw(operands), draw(operands), draw(st.sampled_from(how.results)))
+    padding = draw(st.sampled_from([0, 0, 1, 3]))
+    unit = 16 // types[0].itemsize
+
+    def row():
+        return unit * -(-(draw(sizes) + padding) // unit) - padding
+
+    if ragged == "m":
+        rhs_k_major = draw(st.booleans())
+        m, n, k = draw(sizes), draw(sizes) if rhs_k_major else row(), row()
+    else:
+        rhs_k_major = False
+        m, n, k = row(), row(), draw(sizes)
+    return ragged_product_of(
+        arithmetic,
+        ragged,
+        draw(st.integers(1, 12)),
+        m,
+        n,
+        k,
+        batch=draw(st.lists(st.integers(1, 3), max_size=2)),
+        types=types,
+        lhs_k_major=ragged == "m",
+        rhs_k_major=rhs_k_major,
+        padding=padding,
+    )
+
+
+@st.composite
+def cases(draw, ragged, sizes=small_sizes):
+    """A product and one of its candidates."""
+    found = list(candidates(draw(products(ragged, sizes)), H100))
+    return draw(st.sampled_from(found))
+
+
+any_case = st.sampled_from("mk").flatmap(cases)
+any_large_case = st.sampled_from("mk").flatmap(lambda ragged: cases(ragged, large_sizes))
+
+
+@st.composite
+def bounds_of_batch(draw, groups, rows):
+    """Where the groups of a batch begin and end."""
+    kind = draw(st.sampled_from(["random", "gaps", "all rows", "empty", "one-hot", "single rows"]))
+    row = st.integers(0, rows)
+    if kind == "empty":
+        return [draw(row)] * (groups + 1)
+    if kind == "one-hot":
+        group = draw(st.integers(0, groups - 1))
+        return [0] * (group + 1) + [rows] * (groups - group)
+    if kind == "single rows":
+        first = draw(row)
+        return [min(first + g, rows) for g in range(groups + 1)]
+    low, high = {"all rows": (0, rows), "gaps": sorted((draw(row), draw(row)))}.get(kind, (0, rows))
+    inner = st.integers(low, high)
+    bounds = sorted(draw(st.lists(inner, min_size=groups + 1, max_size=groups + 1)))
+    return [0, *bounds[1:-1], rows] if kind == "all rows" else bounds
+
+
+def bounds_of(data, geometry):
+    """Bounds of all batches, as they lie in memory."""
+    batches = math.prod(geometry.batch)
+    drawn = [data.draw(bounds_of_batch(geometry.groups, geometry.rows)) for _ in range(batches)]
+    return np.ravel(drawn).tolist()
+
+
+def parameters_of(plan):
+    """The kernel's parameters, structs by field."""
+    (launch,) = plan.launches
+    lhs, rhs, out_map, out, rhs_step, bounds, shape, groups = launch.parameters
+    assert (bounds, out) == (Buffer(2), Buffer(3))
+    return lhs, rhs, rhs_step, out_map, unpack_shape(shape), unpack_groups(groups)
+
+
+# -- What the kernel does. -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    batch: int
+    group: int
+    begin: int
+    end: int
+
+    @property
+    def rows(self):
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tile; ``share`` is its lines, or the first of k that are another's."""
+
+    span: Span
+    m: int
+    n: int
+    k: int
+    k_tiles: int
+    share: int
+    batch: dict[str, list[int]]
+
+
+def spans_of(groups, bounds):
+    """``span_at``: all spans, those of no group too."""
+    for batch in range(groups["batches"]):
+        at, rest = 0, batch
+        dims = zip(groups["batch"], groups["bounds_strides"], strict=True)
+        for size, stride in reversed(list(dims)):
+            at += rest % size * stride
+            rest //= size
+        edges = [0, *bounds[at : at + groups["groups"] + 1], groups["rows"]]
+        for index, (begin, end) in enumerate(itertools.pairwise(edges)):
+            group = index - 1 if 0 < index <= groups["groups"] else -1
+            yield Span(batch, group, begin, end)
+
+
+def span_of_tile(first_tiles, spans, tile):
+    low, high = 0, spans
+    while high - low > 1:
+        middle = (low + high) // 2
+        if first_tiles[middle] <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def items_of_rows(shape, groups, bounds, config):
+    """``RaggedItems::Producer::find``: rows are columns of tiles."""
+    spans = list(spans_of(groups, bounds))
+    counts = (-(-span.rows // config.block_n) for span in spans)
+    first_tiles = [0, *itertools.accumulate(counts)]
+    for item in range(first_tiles[-1] * shape["tiles_m"]):
+        index = span_of_tile(first_tiles, len(spans), item // shape["tiles_m"])
+        span, first = spans[index], first_tiles[index]
+        tiles = first_tiles[index + 1] - first
+        tile_m, tile_n = banded_tile(
+            item - first * shape["tiles_m"], shape["tiles_m"], tiles, shape["band"]
+        )
+        steps = -(-span.rows // config.line_step)
+        before = tile_n * (steps // tiles) + min(tile_n, steps % tiles)
+        own = steps // tiles + (tile_n < steps % tiles)
+        n = span.begin + before * config.line_step
+        positions = batch_positions(shape, span.batch * groups["groups"] + max(span.group, 0))
+        positions["out_batch"][-1] = 0
+        yield Item(
+            span,
+            m=tile_m * config.block_m,
+            n=n,
+            k=0,
+            k_tiles=shape["k_tiles"] if span.group >= 0 else 0,
+            share=min(own * config.line_step, span.end - n),
+            batch=positions,
+        )
+
+
+def items_of_k(shape, groups, bounds, config):
+    """``RaggedItems::Producer::find``: rows are along k."""
+    of_groups = [span for span in spans_of(groups, bounds) if span.group >= 0]
+    tiles = shape["tiles_m"] * shape["tiles_n"]
+    for item in range(shape["batches"] * tiles):
+        stacked = item // tiles
+        tile_m, tile_n = banded_tile(item % tiles, shape["tiles_m"], shape["tiles_n"],
+                                     shape["band"])  # fmt: skip
+        span = of_groups[stacked]
+        k_tiles = -(-span.rows // config.block_k)
+        k = span.end - k_tiles * config.block_k
+        yield Item(
+            span,
+            m=tile_m * config.block_m,
+            n=tile_n * config.block_n,
+            k=k,
+            k_tiles=k_tiles,
+            share=span.begin - k,
+            batch=batch_positions(shape, stacked),
+        )
+
+
+def copied_lines(lines, config):
+    """``copy_lines``: where boxes of rhs begin, and their lines."""
+    lines, line = -(-lines // config.line_step) * config.line_step, 0
+    while line + config.rhs_box_lines <= lines:
+        yield line, config.rhs_box_lines
+        line += config.rhs_box_lines
+    while line < lines:
+        yield line, config.line_step
+        line += config.line_step
+
+
+@given(cases("m"), st.data())
+def test_every_row_is_multiplied_once_by_its_groups_matrix(choice, data):
+    geometry, config = choice.product.geometry, choice.instance
+    g = geometry.product
+    *_, shape, groups = parameters_of(plan_of(choice))
+    bounds = bounds_of(data, geometry)
+    times = np.zeros((groups["batches"], g.n, g.m), int)
+    found = 0
+    for item in items_of_rows(shape, groups, bounds, config):
+        found += 1
+        span = item.span
+        assert 1 <= item.share <= config.block_n
+        assert span.begin <= item.n
+        assert item.n + item.share <= span.end
+        times[span.batch, item.m : item.m + config.block_m, item.n : item.n + item.share] += 1
+        # All of k, and nothing of it for rows of no group.
+        assert (item.k, item.k_tiles) == (0, -(-g.k // config.block_k) * (span.group >= 0))
+    np.testing.assert_array_equal(times, 1)
+    assert found <= choice.items
+
+
+@given(cases("m"), st.data())
+def test_spans_are_dealt_out_evenly_to_as_few_tiles_as_it_takes(choice, data):
+    geometry, config = choice.product.geometry, choice.instance
+    *_, shape, groups = parameters_of(plan_of(choice))
+    tiles = {}
+    for item in items_of_rows(shape, groups, bounds_of(data, geometry), config):
+        if item.m == 0:
+            tiles.setdefault(item.span, []).append(-(-item.share // config.line_step))
+    for span, steps in tiles.items():
+        assert len(steps) == -(-span.rows // config.block_n)
+        assert max(steps) - min(steps) <= 1
+        assert sum(steps) == -(-span.rows // config.line_step)
+
+
+@given(cases("k"), st.data())
+def test_every_output_is_the_sum_over_its_groups_rows(choice, data):
+    geometry, config = choice.product.geometry, choice.instance
+    g = geometry.product
+    *_, shape, groups = parameters_of(plan_of(choice))
+    bounds = np.array(bounds_of(data, geometry)).reshape(groups["batches"], -1)
+    rows, columns = (g.n, g.m) if choice.exchanged else (g.m, g.n)
+    times = np.zeros((groups["batches"], geometry.groups, rows, columns), int)
+    found = 0
+    for item in items_of_k(shape, groups, bounds.ravel().tolist(), config):
+        found += 1
+        span = item.span
+        own = (slice(item.m, item.m + config.block_m), slice(item.n, item.n + config.block_n))
+        times[span.batch, span.group][own] += 1
+        if item.k_tiles == 0:
+            assert span.rows == 0
+            continue
+        # Of the first tile steps of k are left out, and then rows cleared.
+        steps, cleared = divmod(item.share, STEP_OF_16_BITS)
+        assert 0 <= steps < config.block_k // STEP_OF_16_BITS
+        first = item.k + steps * STEP_OF_16_BITS + cleared
+        assert (first, item.k + item.k_tiles * config.block_k) == (span.begin, span.end)
+        assert (first, span.end) == tuple(bounds[span.batch, span.group : span.group + 2])
+    np.testing.assert_array_equal(times, 1)
+    assert found == choice.items
+
+
+@given(cases("m"))
+def test_copies_of_lines_fill_what_a_stage_has_for_them(choice):
+    config = choice.instance
+    lhs, rhs, rhs_step, *_ = parameters_of(plan_of(choice))
+    # What products read of the lines, and what the stage's barrier expects.
+    assert config.block_n % config.line_step == 0
+    assert config.line_step % 16 == 0
+    assert rhs.box_bytes == config.rhs_box_lines * 128
+    assert rhs_step.box_bytes == config.line_step * 128
+    assert replace(rhs_step, box=rhs.box) == rhs
+    assert lhs.box_bytes == 128 * (config.block_m if config.lhs_k_major else config.block_k)
+    for lines in range(1, config.block_n + 1):
+        boxes = list(copied_lines(lines, config))
+        assert [line for first, count in boxes for line in range(first, first + count)] == list(
+            range(-(-lines // config.line_step) * config.line_step)
+        )
+        # Of the swizzle's pattern.
+        assert all(first * 128 % 1024 == 0 for first, _ in boxes)
+
+
+@given(any_case, st.data())
+def test_maps_lead_to_the_elements_of_each_group(choice, data):
+    product, config = choice.product, choice.instance
+    geometry, g = product.geometry, product.geometry.product
+    ragged = geometry.ragged
+    lhs_map, rhs_map, _, out_map, shape, groups = parameters_of(plan_of(choice))
+    items_of = items_of_rows if ragged == "m" else items_of_k
+    item = data.draw(
+        st.sampled_from(list(items_of(shape, groups, bounds_of(data, geometry), config)))
+    )
+    batch = np.unravel_index(item.span.batch, geometry.batch) if geometry.batch else ()
+    batch = (*batch, max(item.span.group, 0))
+
+    sizes = (g.n, g.m) if choice.exchanged else (g.m, g.n)
+    assert (shape["m"], shape["n"]) == sizes
+    lines = item.share if ragged == "m" else config.block_n
+    row = data.draw(st.integers(item.m, min(item.m + config.block_m, sizes[0]) - 1))
+    column = data.draw(st.integers(item.n, min(item.n + lines, sizes[1]) - 1))
+    k = data.draw(st.integers(0, g.k - 1))
+    i, j = (column, row) if choice.exchanged else (row, column)
+
+    # Of the kernel's operands: maps, orders, lines and positions, and the product's.
+    first = (lhs_map, config.lhs_k_major, row, sizes[0], item.batch["lhs_batch"])
+    second = (rhs_map, config.rhs_k_major, column, sizes[1], item.batch["rhs_batch"])
+    of_lhs, of_rhs = (second, first) if choice.exchanged else (first, second)
+    for buffer, (operand, strides, matrix, itemsize) in enumerate((
+        (of_lhs, g.lhs_strides, (i, k), product.lhs_dtype.itemsize),
+        (of_rhs, g.rhs_strides, (k, j), product.rhs_dtype.itemsize),
+    )):  # fmt: skip
+        tensor_map, k_major, line, count, position = operand
+        assert tensor_map.buffer == buffer
+        assert tensor_map.sizes[:2] == ((g.k, count) if k_major else (count, g.k))
+        assert all(p < size for p, size in zip(position, tensor_map.sizes[:1:-1], strict=True))
+        got = offset_bytes(tensor_map, (k, line) if k_major else (line, k), position)
+        assert got == np.dot((*batch, *matrix), strides) * itemsize
+
+    wanted, itemsize = np.dot((*batch, i, j), g.out_strides), product.out_dtype.itemsize
+    inner = (row, column) if config.out_m_major else (column, row)
+    position = item.batch["out_batch"]
+    at = inner[0] + inner[1] * shape["out_stride"] + np.dot(position, shape["out_batch_strides"])
+    assert at == wanted
+    if config.out_boxes:
+        assert out_map.buffer == 3
+        assert out_map.sizes[:2] == (sizes if config.out_m_major else sizes[::-1])
+        assert offset_bytes(out_map, inner, position) == wanted * itemsize
+        if ragged == "m":
+            # Runs of 16 bytes of a partial tile's rows, too.
+            assert g.n * itemsize % 16 == 0
+            assert g.m == 1 or g.out_strides[-2] * itemsize % 16 == 0
+    else:
+        assert out_map == lhs_map
+
+
+@given(st.one_of(any_case, any_large_case))
+def test_launches_have_what_the_kernel_takes(choice):
+    product, config = choice.product, choice.instance
+    geometry, g = product.geometry, product.geometry.product
+    plan = plan_of(choice)  # in which TensorMap checks the driver's rules
+    (launch,) = plan.launches
+    lhs, rhs, rhs_step, out_map, shape, groups = parameters_of(plan)
+
+    assert launch.grid == (min(choice.items, H100.multiprocessors), 1, 1)
+    assert launch.block == (config.threads, 1, 1)
+    assert launch.cluster == (1, 1, 1)
+    assert launch.shared_memory_bytes == config.shared_memory_bytes <= H100.shared_memory_bytes
+    assert config.stages >= 2
+
+    out_alignment = 16 if config.out_boxes else product.out_dtype.itemsize
+    assert plan.alignments == (16, 16, 4, out_alignment)
+    assert plan.workspace_bytes == ()
+    assert plan.name == f"ragged_wgmma_matmul {product.arithmetic}"
+    assert plan.reason.startswith(f"{choice.tile}, {config.stages} stages, {geometry.groups} ")
+
+    sizes = buffers_bytes(product, g)
+    bytes_of_buffers = {0: sizes[0], 1: sizes[1], 3: sizes[2]}
+    for tensor_map in (lhs, rhs, rhs_step, out_map):
+        assert isinstance(tensor_map, TensorMap)
+        assert len(tensor_map.sizes) == 5
+        assert tensor_map.swizzle == 128
+        assert tensor_map.box[0] * tensor_map.element_bytes == 128
+        assert tensor_map.extent_bytes <= bytes_of_buffers[tensor_map.buffer]
+    if config.out_boxes:
+        assert out_map.box_bytes <= 8192
+
+    assert shape["batches"] == math.prod(g.batch)
+    assert shape["k_tiles"] == shape["split_k_tiles"] == -(-g.k // config.block_k)
+    assert (shape["tiles_m"] - 1) * config.block_m < shape["m"]
+    assert shape["m"] <= shape["tiles_m"] * config.block_m
+    assert 1 <= shape["band"] <= shape["tiles_m"]
+    assert choice.items < 2**31 - H100.multiprocessors
+    missing = 3 - len(geometry.batch)
+    assert groups == {
+        "bounds_strides": (*(0,) * missing, *geometry.bounds_strides),
+        "batch": (*(1,) * missing, *geometry.batch),
+        "batches": math.prod(geometry.batch),
+        "groups": geometry.groups,
+        "rows": geometry.rows,
+    }
+
+
+def test_a_group_dimension_that_an_array_lacks_is_one_position_of_its_map():
+    rows = ragged_product_of("bf16", "m", 7, 640, 256, 64, batch=(5,))
+    k = ragged_product_of("bf16", "k", 7, 128, 256, 640, batch=(5,), lhs_k_major=False)
+    for product, with_groups in ((rows, 1), (k, 3)):
+        choice = next(candidates(product, H100))
+        lhs, rhs, rhs_step, out_map, shape, _ = parameters_of(plan_of(choice))
+        for tensor_map in (lhs, rhs, rhs_step, out_map):
+            size = 7 if tensor_map.buffer == with_groups else 1
+            assert tensor_map.sizes[2:] == (size, 5, 1)
+        steps = {lhs.buffer: shape["lhs_steps"], rhs.buffer: shape["rhs_steps"]}
+        assert steps == {0: (0, 1, 0), 1: (0, 1, int(with_groups == 1))}
+
+
+def test_large_groups_take_more_than_a_tile_each_and_bounds_are_strided():
+    product = ragged_product_of("bf16", "m", 3, 3000, 512, 512, batch=(2,))
+    geometry = replace(product.geometry, bounds_strides=(100,))
+    choice = next(candidates(replace(product, geometry=geometry), H100))
+    *_, shape, groups = parameters_of(plan_of(choice))
+    bounds = [0, 1, 2000, 2500, *[-1] * 96, 3000, 3000, 3000, 3000]
+    spans = list(spans_of(groups, bounds))
+    assert [(s.group, s.begin, s.end) for s in spans if s.batch == 1 and s.rows] == [(-1, 0, 3000)]
+    assert [s.rows for s in spans if s.batch == 0] == [0, 1, 1999, 500, 500]
+    items = list(items_of_rows(shape, groups, bounds, choice.instance))
+    wanted = [s.rows for s in spans if s.rows]
+    block_n = choice.instance.block_n
+    assert len(items) == sum(-(-rows // block_n) for rows in wanted) * shape["tiles_m"]
+
+
+# -- Candidates. -----------------------------------------------------------------------------------
+
+
+@given(st.sampled_from("mk").flatmap(lambda ragged: products(ragged, large_sizes)))
+def test_candidates_fit_and_are_told_apart(product):
+    found = list(candidates(product, H100))
+    assert len({choice.key for choice in found}) == len(found) > 0
+    assert list(candidates(product, H100)) == found
+    for choice in found:
+        config = choice.instance
+        assert choice.product == product
+        assert 0 < choice.cycles < math.inf
+        assert config.ragged == {"m": "n", "k": "k"}[product.geometry.ragged]
+        # The rows of groups are columns of tiles, and the unit stride of what is stored.
+        assert product.geometry.ragged == "k" or (choice.exchanged and config.rhs_k_major)
+        assert config.out_m_major == choice.exchanged
+        assert config.fits_registers
+        assert config.threads <= 512
+        assert config.block_k * product.lhs_dtype.itemsize == 128
+        assert config.block_m % (64 * (config.consumers if config.cooperative else 1)) == 0
+        assert config.promote == (product.arithmetic == "fp8")
+
+
+def layout(product, **strides):
+    """The same product with other strides of matrices."""
+    geometry = product.geometry.product
+    for name, own in strides.items():
+        outer = getattr(geometry, f"{name}_strides")[:-2]
+        geometry = replace(geometry, **{f"{name}_strides": (*outer, *own)})
+    return replace(product, geometry=replace(product.geometry, product=geometry))
+
+
+TAKEN = [
+    ragged_product_of("bf16", "m", 8, 4096, 512, 512),
+    ragged_product_of("bf16", "m", 8, 4096, 512, 512, rhs_k_major=True),
+    # Elements that are stored one by one.
+    ragged_product_of("bf16", "m", 8, 4095, 511, 512, rhs_k_major=True),
+    ragged_product_of("bf16", "m", 8, 4095, 511, 511, padding=1),
+    ragged_product_of("int8", "m", 8, 4096, 512, 512),
+    ragged_product_of("tf32", "m", 8, 4096, 512, 516),
+    ragged_product_of("fp8", "m", 8, 4096, 512, 512),
+    ragged_product_of("bf16", "k", 8, 512, 512, 4095, lhs_k_major=False),
+    ragged_product_of("f16", "k", 8, 511, 511, 4096, lhs_k_major=False, padding=1),
+    # Of one row any stride will do.
+    layout(ragged_product_of("bf16", "m", 8, 1, 512, 512), lhs=(513, 1)),
+    ragged_product_of("bf16", "m", 8, 64, 64, 64, batch=(2, 3)),
+    # As many spans as there is shared memory for.
+    ragged_product_of("bf16", "m", 8190, 8190, 64, 64),
+    ragged_product_of("bf16", "m", 4094, 8190, 64, 64, batch=(2,)),
+]
+NOT_TAKEN = [
+    ragged_product_of("bf16", "m", 8, 4096, 512, 508),
+    ragged_product_of("bf16", "m", 8, 4096, 508, 512),
+    ragged_product_of("tf32", "m", 8, 4096, 512, 514),
+    ragged_product_of("int8", "m", 8, 4096, 512, 520),
+    ragged_product_of("bf16", "k", 8, 508, 512, 4096, lhs_k_major=False),
+    ragged_product_of("bf16", "k", 8, 512, 508, 4096, lhs_k_major=False),
+    # Where rows are neighbours, groups do not begin at whole 16 bytes.
+    ragged_product_of("bf16", "m", 8, 4096, 512, 512, lhs_k_major=False),
+    ragged_product_of("bf16", "k", 8, 512, 512, 4096),
+    ragged_product_of("bf16", "k", 8, 512, 512, 4096, rhs_k_major=True),
+    ragged_product_of("bf16", "k", 8, 512, 512, 4096, lhs_k_major=False, rhs_k_major=True),
+    # Other types have to be k-major in shared memory.
+    ragged_product_of("tf32", "k", 8, 512, 512, 4096, lhs_k_major=False),
+    ragged_product_of("int8", "k", 8, 512, 512, 4096, lhs_k_major=False),
+    ragged_product_of("fp8", "k", 8, 512, 512, 4096, lhs_k_major=False),
+    ragged_product_of("f32", "m", 8, 4096, 512, 512),
+    ragged_product_of("f64", "m", 8, 4096, 512, 512),
+    # More dimensions than a box has, and more spans than shared memory has room for.
+    ragged_product_of("bf16", "m", 8, 64, 64, 64, batch=(2, 3, 4)),
+    ragged_product_of("bf16", "m", 8191, 8190, 64, 64),
+    ragged_product_of("bf16", "m", 4095, 8190, 64, 64, batch=(2,)),
+]
+
+
+def name_of(product):
+    geometry = product.geometry
+    sizes = (geometry.groups, *geometry.batch, geometry.product.m, geometry.product.n)
+    return f"{product.arithmetic}-{geometry.ragged}-{'x'.join(map(str, sizes))}"
+
+
+@pytest.mark.parametrize("product", TAKEN, ids=name_of)
+def test_products_that_the_kernel_takes(product):
+    assert list(candidates(product, H100))
+    found = ragged_matmul.candidates(product, H100)
+    assert {type(choice) for choice in found} == {RaggedWgmmaCandidate, RaggedMmaCandidate}
+    assert found == sorted(found, key=lambda choice: choice.cycles)
+    assert len({choice.key for choice in found}) == len(found)
+
+
+@pytest.mark.parametrize("product", NOT_TAKEN, ids=name_of)
+def test_products_that_are_left_to_other_kernels(product):
+    assert not list(candidates(product, H100))
+    found = ragged_matmul.candidates(product, H100)
+    assert found
+    assert all(isinstance(choice, RaggedMmaCandidate) for choice in found)
+
+
+@pytest.mark.parametrize("gpu", MODERN, ids=lambda gpu: gpu.arch)
+def test_only_hopper_has_candidates(gpu):
+    for product in TAKEN[0], TAKEN[7]:
+        assert bool(list(candidates(product, gpu))) == (gpu.compute_capability == (9, 0))
+        assert ragged_matmul.candidates(product, gpu)
+
+
+def test_items_that_a_kernel_cannot_count_are_left_to_other_kernels():
+    product = ragged_product_of("bf16", "m", 2, 2**30, 2**12, 64)
+    most = [choice.items for choice in candidates(product, H100)]
+    assert 0 < max(most) <= 2**31 - 1024
+    larger = ragged_product_of("bf16", "m", 2, 2**30, 2**15, 64)
+    tiles = {choice.tile for choice in candidates(larger, H100)}
+    assert tiles < {choice.tile for choice in candidates(product, H100)}
+
+
+def test_large_groups_take_hoppers_instructions():
+    for product in (
+        ragged_product_of("bf16", "m", 8, 32768, 4096, 4096),
+        ragged_product_of("bf16", "k", 8, 4096, 4096, 32768, lhs_k_major=False),
+    ):
+        best = ragged_matmul.candidates(product, H100)[0]
+        assert isinstance(best, RaggedWgmmaCandidate)
+        assert best.tile.block_m * best.tile.block_n >= 128 * 128
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 7, 132])
+def test_plans_for_any_number_of_multiprocessors(multiprocessors):
+    gpu = replace(H100, multiprocessors=multiprocessors)
+    for product in TAKEN[0], TAKEN[7]:
+        for choice in candidates(product, gpu):
+            (launch,) = plan_of(choice, gpu).launches
+            assert launch.grid == (min(choice.items, multiprocessors), 1, 1)
+
+
+# -- What the C++ has. -----------------------------------------------------------------------------
+
+
+def constant(file, name):
+    text = (cuda_folder() / file).read_text()
+    return int(re.search(rf"constexpr int {name} = (\d+);", text)[1])
+
+
+def test_every_field_of_the_groups_is_packed():
+    fields = struct_fields("ragged_groups.cuh", "GroupShape")
+    assert struct.calcsize(f"{layout_of(fields)}0q") == struct.calcsize(GROUPS_LAYOUT)
+    (launch,) = plan_of(next(candidates(TAKEN[0], H100))).launches
+    assert list(unpack_groups(launch.parameters[-1])) == [name for _, name, _ in fields]
+
+
+@given(any_case)
+def test_shared_memory_has_room_for_items_and_for_tiles_before_each_span(choice):
+    config = choice.instance
+    slots = constant("ragged_items.cuh", "kSlots")
+    slot_bytes = constant("ragged_items.cuh", "kSlotBytes")
+    barriers = 8 * (2 * config.stages + config.consumers)
+    slabs = config.consumers * constant("wgmma_epilogue.cuh", "kSlabs") * 8192
+    dense = config.stages * config.stage_bytes + slabs + barriers
+    ragged = slots * (slot_bytes + 2 * 8) + 4 * (choice.product.geometry.spans + 1)
+    assert -(-dense // 16) * 16 + ragged <= config.shared_memory_bytes
+
+
+def test_kernels_are_named_by_what_they_take():
+    for product, ragged in ((TAKEN[0], "kN"), (TAKEN[7], "kK")):
+        config = next(candidates(product, H100)).instance
+        kernel = config.kernel
+        lines = f"{config.line_step}, {config.rhs_box_lines}"
+        assert kernel.file == "ragged_wgmma_matmul.cuh"
+        assert kernel.name.startswith(f"tilekern::ragged_wgmma_matmul<{', '.join(config.types)}, ")
+        assert kernel.name.endswith(f"}}, tilekern::Ragged::{ragged}, {lines}>")
+
+
+def test_types_change_places_with_the_operands():
+    product = ragged_product_of("fp8_fast", "m", 8, 512, 256, 256, types=(E4M3, E5M2, BF16))
+    lhs, rhs, out = next(candidates(product, H100)).instance.types
+    assert (lhs, rhs) == ("tilekern::float8_e5m2", "tilekern::float8_e4m3fn")
+    assert out == "tilekern::bfloat16"
+
+
+def test_instances_are_those_of_candidates():
+    found = set(ragged_wgmma.instances(H100))
+    assert {(instance.types[0], instance.ragged) for instance in found} == {
+        *((f"tilekern::{name}", ragged) for name in ("bfloat16", "float16") for ragged in "nk"),
+        *((name, "n") for name in ("tilekern::float8_e5m2", "float", "signed char")),
+    }
+    for ragged, orders in (("n", {(True, True), (False, True)}), ("k", {(False, False)})):
+        some = [instance for instance in found if instance.ragged == ragged]
+        assert {(instance.lhs_k_major, instance.rhs_k_major) for instance in some} == orders
+        assert {instance.out_boxes for instance in some} == {True, False}
+    assert not list(ragged_wgmma.instances(MODERN[0]))
+
+
+ROWS_OF_BATCHES = ragged_product_of("bf16", "m", 5, 2000, 520, 328, batch=(2, 3))
+WIDE_SUMS = ragged_product_of(
+    "bf16", "k", 5, 264, 520, 2000, lhs_k_major=False, types=(BF16, BF16, F32)
+)
+SINGLE_STORES = ragged_product_of("int8", "m", 5, 2000, 511, 336, rhs_k_major=True)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("product", [ROWS_OF_BATCHES, WIDE_SUMS, SINGLE_STORES], ids=name_of)
+def test_parameters_are_those_of_the_compiled_kernels(product):
+    choice = min(candidates(product, H100), key=lambda choice: choice.cycles)
+    # Launch compares them.
+    (launch,) = choice.plan(H100).launches
+    (fake,) = plan_of(choice).launches
+    assert launch.entry.parameter_bytes == fake.entry.parameter_bytes
+    assert launch.parameters == fake.parameters
+    assert launch.entry.spill_bytes == 0

@@ -1,0 +1,142 @@
+"""Launches of Hopper's kernels: made without a compiler, and read as the kernels read them."""
+
+import re
+import struct
+import sys
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+from products import H100
+
+from jax_tilekern.compiler import cuda_folder
+
+# Of WgmmaShape in wgmma_shape.cuh, and GroupShape in ragged_groups.cuh.
+SHAPE_LAYOUT = "@4q19i0q"
+GROUPS_LAYOUT = "@3q6i0q"
+_SHAPE_BYTES, _GROUPS_BYTES = struct.calcsize(SHAPE_LAYOUT), struct.calcsize(GROUPS_LAYOUT)
+
+_PARAMETER_BYTES = {
+    "wgmma_matmul": (128, 128, 128, 8, _SHAPE_BYTES),
+    "ragged_wgmma_matmul": (128, 128, 128, 8, 128, 8, _SHAPE_BYTES, _GROUPS_BYTES),
+    "pack_operand": (8, 8, 104),
+    "sum_splits": (8, 8, 96),
+}
+
+
+@dataclass(frozen=True)
+class FakeEntry:
+    """Stands in for a compiled kernel, so that plans can be made without a compiler."""
+
+    name: str
+    parameter_bytes: tuple[int, ...]
+    symbol: str = "symbol"
+    max_threads: int = 1024
+    shared_memory_bytes: int = 0
+    cubin: bytes = b"\x7fELF"
+
+
+class FakeCompiled:
+    def entry(self, name):
+        return FakeEntry(name, _PARAMETER_BYTES[kernel_of(name)])
+
+
+def kernel_of(name):
+    """The template's name."""
+    return re.match(r"tilekern::(\w+)<", name)[1]
+
+
+def plan_of(candidate, gpu=H100):
+    """The candidate's plan, all but compiled."""
+    module = sys.modules[type(candidate).__module__]
+    with mock.patch.object(module, "compile_kernels", return_value=FakeCompiled()):
+        return candidate.plan(gpu)
+
+
+def struct_fields(file, name):
+    """Fields of a struct of a .cuh file, in order: types, names and numbers of elements."""
+    text = (cuda_folder() / file).read_text()
+    body = text[text.index(f"struct {name} {{") :]
+    body = body[: body.index("\n}")]
+    return re.findall(r"^  (int|bool|int32|int64) (\w+)(\[k\w*BatchDims\])?;", body, re.MULTILINE)
+
+
+def layout_of(fields):
+    """The format of :mod:`struct` of fields; arrays have an element for each batch dimension."""
+    codes = {"int64": "q", "int32": "i"}
+    return "@" + "".join(("3" if count else "1") + codes[type_] for type_, _, count in fields)
+
+
+def unpack_shape(scalars):
+    """The fields of ``WgmmaShape``."""
+    assert len(scalars.data) == _SHAPE_BYTES == 112
+    values = struct.unpack(SHAPE_LAYOUT, scalars.data)
+    names = ("batches", "m", "n", "k_tiles", "split_k_tiles", "piece_step")
+    names += ("tiles_m", "tiles_n", "band", "items")
+    return {
+        "out_batch_strides": values[0:3],
+        "out_stride": values[3],
+        "batch": values[4:7],
+        "lhs_steps": values[7:10],
+        "rhs_steps": values[10:13],
+        **dict(zip(names, values[13:], strict=True)),
+    }
+
+
+def unpack_groups(scalars):
+    """The fields of ``GroupShape``."""
+    assert len(scalars.data) == _GROUPS_BYTES == 48
+    values = struct.unpack(GROUPS_LAYOUT, scalars.data)
+    return {
+        "bounds_strides": values[0:3],
+        "batch": values[3:6],
+        **dict(zip(("batches", "groups", "rows"), values[6:], strict=True)),
+    }
+
+
+def banded_tile(index, tiles_m, tiles_n, band):
+    """Of tile_order.cuh, for arrays."""
+    per_band = band * tiles_n
+    first = index // per_band * band
+    height = np.minimum(band, tiles_m - first)
+    within = index % per_band
+    return first + within % height, within // height
+
+
+def batch_positions(shape, batch):
+    """``set_batch`` of wgmma_shape.cuh, for arrays: positions of lhs, rhs and output."""
+    positions, rest = [], batch
+    for size in reversed(shape["batch"]):
+        positions.insert(0, rest % size)
+        rest = rest // size
+
+    def stepped(steps):
+        return [x * step for x, step in zip(positions, shape[steps], strict=True)]
+
+    return {
+        "lhs_batch": stepped("lhs_steps"),
+        "rhs_batch": stepped("rhs_steps"),
+        "out_batch": positions,
+    }
+
+
+def offset_bytes(tensor_map, matrix, batch):
+    """Where a map has the element at a matrix's (inner, outer) and at batch[0], [1] and [2]."""
+    at = (matrix[1], *reversed(batch))
+    return matrix[0] * tensor_map.element_bytes + np.dot(at, tensor_map.strides_bytes)
+
+
+def span_bytes(sizes, strides, itemsize):
+    """From the first element's address to the end of the last."""
+    steps = zip(sizes, strides, strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * itemsize
+
+
+def buffers_bytes(product, geometry):
+    """What lhs, rhs and the output have at least."""
+    g = geometry
+    return (
+        span_bytes((*g.batch, g.m, g.k), g.lhs_strides, product.lhs_dtype.itemsize),
+        span_bytes((*g.batch, g.k, g.n), g.rhs_strides, product.rhs_dtype.itemsize),
+        span_bytes((*g.batch, g.m, g.n), g.out_strides, product.out_dtype.itemsize),
+    )
