@@ -23,6 +23,7 @@ from jax_tilekern.cli.bench import (
     suite_run,
 )
 from jax_tilekern.cli.bench.case import Case
+from jax_tilekern.cli.bench.operations import flops
 from jax_tilekern.cli.timing import Pairs, Spread, interleaved
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -82,7 +83,7 @@ def test_what_a_row_says():
     r = row(lhs="kbm", rhs="bnk", b=2, m=3, n=4, k=5, result="float64")
     assert r.out == "bmn"
     assert r.shape("kbm") == (5, 2, 3)
-    assert r.flops == 2 * 2 * 3 * 4 * 5
+    assert flops(r) == 2 * 2 * 3 * 4 * 5
     assert r.bytes == 4 * (2 * 3 * 5 + 2 * 4 * 5) + 8 * 2 * 3 * 4
 
 
@@ -189,15 +190,15 @@ def test_the_ratio_is_of_pairs():
 def test_short_products_are_chained_and_long_ones_are_not(monkeypatch):
     case = Case.of(row(m=16, n=16, k=16))
     operands = case.operands()
-    chained = measure.measure_on_cpu(case, operands, seconds=0)
+    chained = measure.measure_on_cpu(case, operands, 0, {})
     assert chained.products_per_call > 1
     assert "chains" in chained.method
     monkeypatch.setattr(measure, "_LONG_CALL", 1e-12)
-    assert measure.measure_on_cpu(case, operands, seconds=0).products_per_call == 1
+    assert measure.measure_on_cpu(case, operands, 0, {}).products_per_call == 1
     # This result cannot be the next left operand.
     monkeypatch.undo()
     wide = Case.of(row(n=16))
-    assert measure.measure_on_cpu(wide, wide.operands(), seconds=0).products_per_call == 1
+    assert measure.measure_on_cpu(wide, wide.operands(), 0, {}).products_per_call == 1
 
 
 def test_a_chain_keeps_the_size_of_the_numbers():
@@ -252,32 +253,36 @@ KERNELS = [
 ]
 
 
+CALLS = {"ours": 2, "peer": 2}
+
+
 def found_in(activities):
     """What is found of blocks of two calls each in a profile."""
     order = [side for side, *_ in BLOCKS]
-    return device_time.blocks(profile(BLOCKS, activities), {"ours": 2, "peer": 2}, order)
+    return device_time.blocks(profile(BLOCKS, activities), CALLS, order)
 
 
 def test_device_time_is_busy_time_per_call():
     found = found_in(KERNELS)
     assert [block.side for block in found] == ["ours", "peer", "peer", "ours"]
-    times = device_pairs.paired(found, calls=2)
-    np.testing.assert_allclose(times.busy.ours, (100e-6, 200e-6))
-    np.testing.assert_allclose(times.busy.peer, (450e-6, 600e-6))
-    np.testing.assert_allclose(times.host.ours, (2500e-6, 2500e-6))
+    times = device_pairs.of_blocks(found, CALLS)
+    np.testing.assert_allclose(times.busy["ours"], (100e-6, 200e-6))
+    np.testing.assert_allclose(times.busy["peer"], (450e-6, 600e-6))
+    np.testing.assert_allclose(times.host["ours"], (2500e-6, 2500e-6))
+    assert device_pairs.pairs(times.busy, "peer") == Pairs(times.busy["ours"], times.busy["peer"])
     assert times.kernels == {"ours": ["a_kernel"], "peer": ["a_kernel"]}
 
 
 def test_allocations_are_not_device_time():
     extra = [*KERNELS, (2000, 4000, "memalloc_details")]
-    busy = device_pairs.paired(found_in(extra), calls=2).busy
-    np.testing.assert_allclose(busy.ours, (100e-6, 200e-6))
+    busy = device_pairs.of_blocks(found_in(extra), CALLS).busy
+    np.testing.assert_allclose(busy["ours"], (100e-6, 200e-6))
 
 
 def test_clocks_may_be_a_little_apart():
     shifted = [(start - 700, end - 700, stat) for start, end, stat in KERNELS[2:]]
-    busy = device_pairs.paired(found_in(KERNELS[:2] + shifted), calls=2).busy
-    np.testing.assert_allclose(busy.peer, (450e-6, 600e-6))
+    busy = device_pairs.of_blocks(found_in(KERNELS[:2] + shifted), CALLS).busy
+    np.testing.assert_allclose(busy["peer"], (450e-6, 600e-6))
 
 
 @pytest.mark.parametrize(
@@ -307,7 +312,9 @@ def test_the_profiler_records_the_blocks():
         pytest.skip("needs a profile without device activity")
     double, x = jax.jit(lambda x: 2 * x), jnp.ones(8)
     with pytest.raises(device_time.Unattributed, match=r"blocks of 3 calls .*\[0\]"):
-        device_pairs.device_times(lambda: double(x), lambda: double(x), calls=3, pairs=2)
+        device_pairs.device_times(
+            {side: device_pairs.Side(lambda: double(x), 3, 2) for side in CALLS}
+        )
 
 
 def test_a_profiler_that_fails_costs_no_row(monkeypatch):
@@ -316,7 +323,9 @@ def test_a_profiler_that_fails_costs_no_row(monkeypatch):
 
     monkeypatch.setattr(measure, "device_times", broken)
     case = Case.of(row())
-    result = measure.measure_on_gpu(case, case.operands(), seconds=0.01, l2_bytes=1 << 10)
+    result = measure.measure_on_gpu(
+        case, case.operands(), seconds=0.01, l2_bytes=1 << 10, others={}
+    )
     assert "CUPTI is not available" in result.method
     assert result.pairs == result.wall
 
@@ -326,7 +335,9 @@ def test_the_gpu_path_falls_back_to_wall_time():
     if jax.default_backend() == "gpu":
         pytest.skip("needs a profile without device activity")
     case = Case.of(row())
-    result = measure.measure_on_gpu(case, case.operands(), seconds=0.01, l2_bytes=1 << 10)
+    result = measure.measure_on_gpu(
+        case, case.operands(), seconds=0.01, l2_bytes=1 << 10, others={}
+    )
     assert result.method.startswith("wall time of a call in a row of")
     assert "rotated among 8 copies" in result.method
     assert result.pairs == result.wall

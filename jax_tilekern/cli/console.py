@@ -55,5 +55,13 @@ def rate(per_second: float, unit: str) -> str:
     return f"{_digits(per_second)} {unit}/s"
 
 
+def size(count: int) -> str:
+    """Return a number of bytes with three significant digits, such as ``1.23 MiB``."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{_digits(count / scale)} {unit}"
+    return f"{count} B"
+
+
 def _digits(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.progress import Progress
 
-    from jax_tilekern.cli.bench.suite import Row
+    from jax_tilekern.cli.bench.row import Row
     from jax_tilekern.plans.product import Product
     from jax_tilekern.tuning import TunedProduct
 
@@ -171,7 +171,8 @@ def parse_product(text: str, out: str | None = None, precision: str | None = Non
     SuiteError
         If it is none.
     """
-    from jax_tilekern.cli.bench.suite import Row, SuiteError, product_out
+    from jax_tilekern.cli.bench.row import Row
+    from jax_tilekern.cli.bench.suite import SuiteError, product_out
 
     fields, _, orders = text.partition(":")
     *numbers, type_ = fields.split(",")

@@ -15,9 +15,9 @@ import numpy as np
 from jax import Array
 
 import jax_tilekern
-from jax_tilekern.cli.bench.operations import OPERATIONS, OURS, PEER, Function
-from jax_tilekern.cli.bench.suite import Row
-from jax_tilekern.random_operands import Operands, random_array
+from jax_tilekern.cli.bench.operations import OPERATIONS, OURS, Function
+from jax_tilekern.cli.bench.row import Row
+from jax_tilekern.random_operands import Operands
 
 # The error is measured on this many indices of each of the result's dimensions, at most.
 _SAMPLED = 64
@@ -62,22 +62,20 @@ class Case:
     @classmethod
     def of(cls, row: Row) -> Case:
         """Return the case of a row."""
-        call = OPERATIONS[row.operation].call
-        return cls(row, jax.jit(call(row, OURS)), jax.jit(call(row, PEER)))
+        return cls(row, jitted(row, OURS), jitted(row, OPERATIONS[row.operation].peer.side()))
 
     def operands(self, seed: int = 0) -> Operands:
-        """Return random operands: normal, or integers of the whole range."""
-        row = self.row
-        keys = jax.random.split(jax.random.key(seed), len(row.operands))
-        return tuple(
-            random_array(key, row.shape(dimensions), dtype)
-            for key, dimensions, dtype in zip(keys, row.operands, row.types, strict=True)
-        )
+        """Return random operands of ours."""
+        return self.row.random_operands(seed)
+
+    def peer_operands(self, operands: Operands) -> Operands:
+        """Return what the peer takes in place of ours."""
+        return OPERATIONS[self.row.operation].peer.operands(operands)
 
     def kernel(self, operands: Operands) -> str:
         """Return our kernel, or why XLA computes the row."""
         choices = jax_tilekern.explain(self.ours, *operands)
-        names = [choice.kernel for choice in choices if choice.kernel]
+        names = dict.fromkeys(choice.kernel for choice in choices if choice.kernel)
         reasons = [choice.reason for choice in choices] or ["no call of a kernel is left"]
         return ", ".join(names) or f"XLA: {reasons[0]}"
 
@@ -85,11 +83,58 @@ class Case:
         """Compare both results with float64 and with each other.
 
         Large results are compared with float64 on a sample of the indices of each dimension, the
-        last included.
+        last included. Where the operation has a judge, that is the peer here, and results are
+        compared as a whole.
         """
-        row, results = self.row, (self.ours(*operands), self.peer(*operands))
+        row, judge = self.row, OPERATIONS[self.row.operation].judge
+        if judge is not None:
+            return judged(row, operands, self.ours(*operands))
+        results = self.ours(*operands), self.peer(*operands)
         with jax.enable_x64(True):
             return Errors(*map(float, _errors(row, operands, *results)))
+
+
+@functools.cache
+def _jitted(call: Row, side: Any) -> Function:
+    return jax.jit(OPERATIONS[call.operation].call(call, side))
+
+
+def jitted(row: Row, side: Any) -> Function:
+    """Return the function of a row by a side, jitted; rows of the same call share it."""
+    return _jitted(row.call, side)
+
+
+def judged(row: Row, operands: Operands, ours: Any) -> Errors:
+    """Compare results as a whole with the judge's, and both with its own in float64.
+
+    Each element's deviation is in terms of the root mean square of those along the last axis:
+    groups with more rows have larger sums.
+    """
+    judge = OPERATIONS[row.operation].judge
+    peer = jitted(row, judge)(*operands)
+    with jax.enable_x64(True):
+        wide = (
+            _wide(x) if len(dimensions) > 1 else x
+            for x, dimensions in zip(operands, row.operands, strict=True)
+        )
+        exact = jitted(_in_float64(row), judge)(*wide)
+        errors = [
+            _whole_errors(*result)
+            for result in zip(*map(jax.tree.leaves, (ours, peer, exact)), strict=True)
+        ]
+        return Errors(*(float(max(values)) for values in zip(*errors, strict=True)))
+
+
+@jax.jit
+def _whole_errors(ours: Array, peer: Array, exact: Array) -> tuple[Array, ...]:
+    if jnp.issubdtype(peer.dtype, jnp.integer):
+        exact = _wide(exact.astype(jnp.int64).astype(peer.dtype))  # Integers wrap around.
+    norm = jnp.linalg.norm(exact)
+    ours_error, peer_error = (jnp.linalg.norm(_wide(x) - exact) / norm for x in (ours, peer))
+    size = jnp.sqrt(jnp.mean(jnp.square(exact), -1, keepdims=True))
+    # Where all is zero, any difference is beyond measure.
+    size = jnp.maximum(size, np.finfo(np.float64).tiny)
+    return ours_error, peer_error, jnp.max(jnp.abs(_wide(ours) - _wide(peer)) / size)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -99,8 +144,7 @@ def _errors(row: Row, operands: Operands, ours: Array, peer: Array) -> tuple[Arr
         _wide(_sample(x, dimensions, indices))
         for x, dimensions in zip(operands, row.operands, strict=True)
     ]
-    # In float64, whatever the row asks for.
-    call = OPERATIONS[row.operation].call(replace(row, precision=None, result=None), PEER)
+    call = jitted(_in_float64(row), OPERATIONS[row.operation].peer.side())
     exact = call(*samples)
     if jnp.issubdtype(peer.dtype, jnp.integer):
         exact = _wide(exact.astype(jnp.int64).astype(peer.dtype))  # Integers wrap around.
@@ -111,6 +155,11 @@ def _errors(row: Row, operands: Operands, ours: Array, peer: Array) -> tuple[Arr
     )
     deviation = jnp.max(jnp.abs(_wide(ours) - _wide(peer))) / (norm / math.sqrt(exact.size))
     return ours_error, peer_error, deviation
+
+
+def _in_float64(row: Row) -> Row:
+    """Return the row in the type of operands that were converted, whatever it asks for."""
+    return replace(row, precision=None, result=None)
 
 
 def _wide(x: Array) -> Array:

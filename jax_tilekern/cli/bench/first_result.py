@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_tilekern.cli.bench.record import Record
-from jax_tilekern.cli.bench.suite import Row
+from jax_tilekern.cli.bench.row import Row
 from jax_tilekern.cli.timing import Pairs, Spread
 
 # Processes of a round: ours with an empty and with a filled cache of kernels, and XLA's.

@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from jax_tilekern import compiler
 from jax_tilekern.cli.bench.case import Case, types_enabled
-from jax_tilekern.cli.bench.suite import Row
+from jax_tilekern.cli.bench.row import Row
 from jax_tilekern.wall_time import ready, wall_seconds
 
 

@@ -11,7 +11,8 @@ from jax_tilekern.cli.bench.first_result import LONGEST_PROCESS, first_result
 from jax_tilekern.cli.bench.latency_limits import DISPATCH, FIRST_RESULT
 from jax_tilekern.cli.bench.latency_report import cells
 from jax_tilekern.cli.bench.record import Record, attempted, new_record
-from jax_tilekern.cli.bench.suite import Row, Suite, SuiteError
+from jax_tilekern.cli.bench.row import Row
+from jax_tilekern.cli.bench.suite import Suite, SuiteError
 
 if TYPE_CHECKING:
     from rich.console import Console

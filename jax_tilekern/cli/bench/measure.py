@@ -17,7 +17,9 @@ from jax import Array
 
 from jax_tilekern.cli import machine
 from jax_tilekern.cli.bench.case import Case
-from jax_tilekern.cli.bench.device_pairs import device_times
+from jax_tilekern.cli.bench.device_pairs import Side, device_times
+from jax_tilekern.cli.bench.device_pairs import pairs as side_pairs
+from jax_tilekern.cli.bench.operations import Function
 from jax_tilekern.cli.timing import Pairs, interleaved
 from jax_tilekern.random_operands import Operands, beyond_cache
 from jax_tilekern.wall_time import ready, repeated, wall_seconds
@@ -27,6 +29,8 @@ _LONG_CALL = 1e-3
 _LONGEST_CHAIN = 64
 _PAIRS = 12
 _MOST_CALLS = 200
+# A call of another peer that takes longer than this is timed in so few rounds.
+_SLOW_CALL, _SLOW_PAIRS = 50e-3, 3
 # Warm-up ends when two blocks in a row took the same time to within this, or after some seconds.
 _STABLE, _LONGEST_WARM_UP = 0.03, 3.0
 _CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
@@ -41,6 +45,8 @@ class Measurement:
     ----------
     pairs
         What is reported.
+    others
+        Ours and each other peer.
     method
         What ``pairs`` are, in words.
     products_per_call
@@ -55,6 +61,7 @@ class Measurement:
     """
 
     pairs: Pairs
+    others: Mapping[str, Pairs]
     method: str
     products_per_call: int
     wall: Pairs
@@ -62,7 +69,9 @@ class Measurement:
     clocks: Mapping[str, str] = field(default_factory=dict)
 
 
-def measure_on_cpu(case: Case, operands: Operands, seconds: float) -> Measurement:
+def measure_on_cpu(
+    case: Case, operands: Operands, seconds: float, others: Mapping[str, Function]
+) -> Measurement:
     """Measure by wall time, with operands where the caches keep them.
 
     A product too short to be timed alone is done several times in one call, each on the result
@@ -70,7 +79,9 @@ def measure_on_cpu(case: Case, operands: Operands, seconds: float) -> Measuremen
     are not chained: XLA makes one of many transposes or additions.
     """
     ours, peer = case.ours, case.peer
-    fastest = min(_fastest_of(side, operands) for side in (ours, peer))
+    peer_operands = case.peer_operands(operands)
+    sides = (partial(ours, *operands), partial(peer, *peer_operands))
+    fastest = min(map(_fastest_of, sides))
     products = 1
     if _chains(case, operands):
         products = min(_LONGEST_CHAIN, math.ceil(_LONG_CALL / fastest))
@@ -80,17 +91,21 @@ def measure_on_cpu(case: Case, operands: Operands, seconds: float) -> Measuremen
         # Random factors of this size keep the result's size as it is.
         scale = 1 / math.sqrt(case.row.sizes["k"])
         operands = operands[0], (operands[1] * scale).astype(operands[1].dtype)
-        ours, peer = (jax.jit(_chain(side, products)) for side in (case.ours, case.peer))
+        ours, peer = (jax.jit(_chain(side, products)) for side in (ours, peer))
+        sides = (partial(ours, *operands), partial(peer, *operands))
         method = f"wall time of a call that chains {products} products, divided by {products}"
-    wall_seconds(lambda: (ours(*operands), peer(*operands)))
-    pairs = interleaved(partial(ours, *operands), partial(peer, *operands), seconds=seconds)
-    pairs = pairs.divided(products)
-    return Measurement(pairs, method, products, wall=pairs)
+    wall_seconds(lambda: [side() for side in sides])
+    pairs = interleaved(*sides, seconds=seconds).divided(products)
+    found = {
+        name: interleaved(partial(ours, *operands), partial(other, *operands), seconds=seconds)
+        for name, other in others.items()
+    }
+    return Measurement(pairs, found, method, products, wall=pairs)
 
 
-def _fastest_of(side: Callable[..., Any], operands: Operands) -> float:
-    ready(side(*operands))
-    return min(wall_seconds(partial(side, *operands)) for _ in range(3))
+def _fastest_of(side: Callable[[], Any]) -> float:
+    ready(side())
+    return min(wall_seconds(side) for _ in range(3))
 
 
 def _chains(case: Case, operands: Operands) -> bool:
@@ -110,29 +125,51 @@ def _chain(product: Callable[[Array, Array], Array], length: int) -> Callable[..
     return chained
 
 
-def measure_on_gpu(case: Case, operands: Operands, seconds: float, l2_bytes: int) -> Measurement:
+def measure_on_gpu(
+    case: Case, operands: Operands, seconds: float, l2_bytes: int, others: Mapping[str, Function]
+) -> Measurement:
     """Measure by the profiler's device time, with operands that are not in the cache.
 
     Where the profile does not tell the sides apart, what is reported is the wall time of a call
     within a long row of calls, and ``method`` says so.
     """
     sets = beyond_cache(operands, case.operands, l2_bytes)
-    ours, peer = (_rotating(side, sets) for side in (case.ours, case.peer))
+    ours = _rotating(case.ours, sets)
+    peer = _rotating(case.peer, list(map(case.peer_operands, sets)))
+    others_run = {name: _rotating(other, sets) for name, other in others.items()}
 
     calls = _warm_up(ours, peer, seconds)
+    sides = {"ours": Side(ours, calls, _PAIRS), "peer": Side(peer, calls, _PAIRS)}
+    sides |= {name: _other_side(run, calls, seconds) for name, run in others_run.items()}
     rotation = f"operands rotated among {len(sets)} copies"
     try:
-        times = device_times(ours, peer, calls=calls, pairs=_PAIRS)
-        pairs, wall, kernels = times.busy, times.host, times.kernels
+        times = device_times(sides)
+        pairs, wall = (side_pairs(times_of, "peer") for times_of in (times.busy, times.host))
+        found = {name: side_pairs(times.busy, name) for name in others}
+        kernels = times.kernels
         method = f"device time by the profiler, blocks of {calls} calls, {rotation}"
     # Also what the profiler itself raises; the products have run before, so it is not theirs.
     except RuntimeError as error:
-        blocks = (partial(repeated, side, calls) for side in (ours, peer))
-        pairs = wall = interleaved(*blocks, seconds=seconds, most=_PAIRS).divided(calls)
+        pairs = wall = _wall_pairs(sides["ours"], sides["peer"], seconds)
+        found = {name: _wall_pairs(sides["ours"], sides[name], seconds) for name in others}
         kernels = {}
         method = f"wall time of a call in a row of {calls} ({error}), {rotation}"
     clocks = _clocks_during(lambda: (repeated(ours, calls), repeated(peer, calls)))
-    return Measurement(pairs, method, 1, wall, kernels, clocks)
+    return Measurement(pairs, found, method, 1, wall, kernels, clocks)
+
+
+def _other_side(run: Callable[[], Any], most_calls: int, seconds: float) -> Side:
+    """Return another peer as a side that takes no longer than ours and the peer may."""
+    call = min(wall_seconds(run) for _ in range(2))
+    calls = min(most_calls, max(1, int(seconds / (2 * _PAIRS * call))))
+    return Side(run, calls, _SLOW_PAIRS if call > _SLOW_CALL else _PAIRS)
+
+
+def _wall_pairs(ours: Side, peer: Side, seconds: float) -> Pairs:
+    """Return wall times of a call within a row of calls."""
+    blocks = (partial(repeated, side.run, side.calls) for side in (ours, peer))
+    pairs = interleaved(*blocks, seconds=seconds, least=min(5, peer.rounds), most=peer.rounds)
+    return Pairs(pairs.divided(ours.calls).ours, pairs.divided(peer.calls).peer)
 
 
 def _clocks_during(work: Callable[[], Any]) -> dict[str, str]:
@@ -147,12 +184,12 @@ def _clocks_during(work: Callable[[], Any]) -> dict[str, str]:
     return {name: gpus[0][name] for name in _CLOCKS} if gpus else {}
 
 
-def _rotating(side: Callable[..., Array], sets: Sequence[Operands]) -> Callable[[], Array]:
+def _rotating(side: Function, sets: Sequence[Operands]) -> Callable[[], Any]:
     rotation = itertools.cycle(sets)
     return lambda: side(*next(rotation))
 
 
-def _warm_up(ours: Callable[[], Array], peer: Callable[[], Array], seconds: float) -> int:
+def _warm_up(ours: Callable[[], Any], peer: Callable[[], Any], seconds: float) -> int:
     """Run both until their time is stable; return how many calls a block takes."""
     wall_seconds(lambda: (ours(), peer()))
     call = max(wall_seconds(partial(repeated, side, 4)) / 4 for side in (ours, peer))

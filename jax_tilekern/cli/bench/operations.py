@@ -2,33 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 import jax_tilekern
+from jax_tilekern.cli.bench import ragged_calls
+from jax_tilekern.cli.bench.ragged_row import RaggedRow
+from jax_tilekern.cli.bench.row import Row
+from jax_tilekern.random_operands import Operands
 
-if TYPE_CHECKING:
-    from jax_tilekern.cli.bench.suite import Row
+# Results are an array or, of several, a tuple.
+Function = Callable[..., Any]
 
-Function = Callable[..., Array]
-
-# Both sides have these functions by the same names, and take the same arguments.
+# Sides have functions by the same names that take the same arguments.
 OURS: Any = jax_tilekern
-PEER: Any = SimpleNamespace(
-    dot_general=lax.dot_general,
-    transpose=jnp.transpose,
-    sum=jnp.sum,
-    vdot=jnp.vdot,
-    matvec=jnp.matmul,
-    vecmat=jnp.matmul,
-    add=jnp.add,
-)
+
+
+class XLA:
+    """JAX's own functions."""
+
+    dot_general = lax.dot_general
+    transpose = jnp.transpose
+    sum = jnp.sum
+    vdot = jnp.vdot
+    matvec = jnp.matmul
+    vecmat = jnp.matmul
+    add = jnp.add
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What ours is compared with.
+
+    Attributes
+    ----------
+    name
+        What tables call it.
+    side
+        Returns its functions; raises :class:`ModuleNotFoundError` where they are not installed.
+    operands
+        Returns what it takes in place of a row's operands.
+    """
+
+    name: str
+    side: Callable[[], Any]
+    operands: Callable[[Operands], Operands] = lambda operands: operands
 
 
 @dataclass(frozen=True)
@@ -40,24 +63,42 @@ class Operation:
     about
         In a few words.
     operands
-        How many it has.
+        How many of ``lhs`` and ``rhs`` a row has.
     call
         ``call(row, side)`` returns the function of the operands that computes a row by the
-        functions of a side, :data:`OURS` or :data:`PEER`.
+        functions of a side, :data:`OURS` or a peer's.
     flops
         Operations for each combination of the row's dimensions.
     bandwidths
         The better of these, of which a record has the bytes per second, is the memory's ceiling.
     bound_by_arithmetic
         Whether arithmetic is a ceiling too.
+    row
+        The kind of its rows.
+    peer
+        What every row is compared with.
+    others
+        What rows may be compared with besides, by name.
+    judge
+        The side that says what is right, where it is not the peer: results are compared with its
+        own as a whole, since they have no terms to sample.
     """
 
     about: str
     operands: int
-    call: Callable[[Row, Any], Function]
+    call: Callable[[Any, Any], Function]
     flops: int
     bandwidths: tuple[str, ...]
     bound_by_arithmetic: bool = False
+    row: type[Row] = Row
+    peer: Peer = Peer("XLA", lambda: XLA)
+    others: Mapping[str, Peer] = field(default_factory=dict)
+    judge: Any = None
+
+
+def flops(row: Row) -> int:
+    """Return a row's operations, counting a multiplication and an addition as two."""
+    return OPERATIONS[row.operation].flops * row.combinations
 
 
 def _product(row: Row, side: Any) -> Function:
@@ -127,4 +168,16 @@ OPERATIONS = {
     "sum": Operation("sums over dimensions", 1, _sum, 1, ("read",)),
     "matvec": Operation("products of matrices and vectors", 2, _matvec, 2, ("read",)),
     "add": Operation("sums of two arrays", 2, _add, 1, ("copy",)),
-}
+    "ragged_dot": Operation(
+        "grouped products of mixtures of experts", 2, ragged_calls.ragged, 2, ("read", "copy"),
+        bound_by_arithmetic=True,
+        row=RaggedRow,
+        peer=Peer("dense", lambda: ragged_calls.DENSE, ragged_calls.dense_operands),
+        others={
+            "lax": Peer("lax", lambda: lax),
+            "tokamax": Peer("tokamax", ragged_calls.tokamax),
+            "tokamax triton": Peer("tokamax triton", ragged_calls.tokamax_triton),
+        },
+        judge=ragged_calls.BY_BLOCKS,
+    ),
+}  # fmt: skip

@@ -30,7 +30,7 @@ def require_matplotlib() -> None:
 
 
 def plot(record: Record, path: Path) -> None:
-    """Draw how near each row comes to the ceilings, and XLA / ours of each by name.
+    """Draw how near each row comes to the ceilings, and peer / ours of each by name.
 
     The ceilings are a roofline over operations per byte or, of an operation that only the memory
     bounds, one bandwidth, of which each row has its share.
@@ -41,15 +41,16 @@ def plot(record: Record, path: Path) -> None:
     rows, ceilings = timed(record), Ceilings.of(record)
     figure = Figure(figsize=(17, max(7, 0.19 * len(rows))), layout="constrained")
     bounds, ratios = figure.subplots(1, 2, width_ratios=(3, 2))
-    counted = OPERATIONS[record["operation"]].bound_by_arithmetic
-    (_draw_roofline if counted else _draw_shares)(bounds, rows, ceilings)
-    _draw_ratios(ratios, rows, ceilings)
+    operation = OPERATIONS[record["operation"]]
+    draw = _draw_roofline if operation.bound_by_arithmetic else _draw_shares
+    draw(bounds, rows, ceilings, operation.peer.name)
+    _draw_ratios(ratios, rows, ceilings, operation.peer.name)
     figure.suptitle(f"{record['suite']} on {record['device']}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
-def _draw_roofline(axes: Any, rows: Sequence[Record], ceilings: Ceilings) -> None:
+def _draw_roofline(axes: Any, rows: Sequence[Record], ceilings: Ceilings, peer_name: str) -> None:
     """Draw ours filled and the peer hollow under the ceilings, a color for each arithmetic."""
     from matplotlib import colormaps
 
@@ -76,13 +77,13 @@ def _draw_roofline(axes: Any, rows: Sequence[Record], ceilings: Ceilings) -> Non
     axes.set(
         xscale="log", yscale="log",
         xlabel="operations per byte", ylabel="Tera-operations per second",
-        title=f"Ours filled, XLA hollow; memory {bandwidth / 1e9:.0f} GB/s",
+        title=f"Ours filled, {peer_name} hollow; memory {bandwidth / 1e9:.0f} GB/s",
     )  # fmt: skip
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
 
 
-def _draw_shares(axes: Any, rows: Sequence[Record], ceilings: Ceilings) -> None:
+def _draw_shares(axes: Any, rows: Sequence[Record], ceilings: Ceilings, peer_name: str) -> None:
     """Draw the share of the bandwidth of each side of each row, ours filled, the peer hollow."""
     ours, peer = ([100 * ceilings.share(row, side) for row in rows] for side in ("ours", "peer"))
     numbers = range(len(rows))
@@ -96,12 +97,12 @@ def _draw_shares(axes: Any, rows: Sequence[Record], ceilings: Ceilings) -> None:
     bandwidth = f"{ceilings.bytes_per_second / 1e9:.0f} GB/s"
     axes.set(
         xlabel="% of the bandwidth measured", xlim=(0, None),
-        title=f"Ours filled, XLA hollow; 100 % is {bandwidth}; a tick is the row's floor",
+        title=f"Ours filled, {peer_name} hollow; 100 % is {bandwidth}; a tick is the row's floor",
     )  # fmt: skip
     _name_rows(axes, rows)
 
 
-def _draw_ratios(axes: Any, rows: Sequence[Record], ceilings: Ceilings) -> None:
+def _draw_ratios(axes: Any, rows: Sequence[Record], ceilings: Ceilings, peer_name: str) -> None:
     """Draw median, 10th and 90th percentile of each row's ratio, and its floor as a tick."""
     for number, row in enumerate(rows):
         ratio, color = row["seconds"]["ratio"], "C3" if loses(row, ceilings) else "C0"
@@ -110,7 +111,7 @@ def _draw_ratios(axes: Any, rows: Sequence[Record], ceilings: Ceilings) -> None:
         axes.plot(row["floor"], number, "|", color="black", markersize=8)
     axes.axvline(1, color="black", linewidth=0.7)
     axes.set(
-        xscale="log", xlabel="XLA / ours",
+        xscale="log", xlabel=f"{peer_name} / ours",
         title="Above 1 ours is faster; a tick is the row's floor",
     )  # fmt: skip
     _name_rows(axes, rows)

@@ -16,7 +16,10 @@ import jax.numpy as jnp
 from jax_tilekern.cli import machine
 from jax_tilekern.cli.bench.case import Case, Errors, types_enabled
 from jax_tilekern.cli.bench.measure import measure_on_cpu, measure_on_gpu
-from jax_tilekern.cli.bench.suite import Row, Suite
+from jax_tilekern.cli.bench.operations import OURS, flops
+from jax_tilekern.cli.bench.other_peers import OtherPeer, compiled, other_peers, temporary_bytes
+from jax_tilekern.cli.bench.row import Row
+from jax_tilekern.cli.bench.suite import Suite
 from jax_tilekern.cli.timing import Pairs, Spread
 
 SCHEMA = 1
@@ -104,8 +107,11 @@ def unmeasured(row: Row, run: str) -> Record:
         "rhs": row.rhs,
         "out": row.out,
         "sizes": dict(row.sizes),
-        "flops": row.flops,
+        "flops": flops(row),
         "bytes": row.bytes,
+        "others": {name: {"floor": floor} for name, floor in row.others.items()},
+        "temporary": row.temporary,
+        **row.details,
         "run": run,
         "failure": "the run ended while this row was measured",
     }
@@ -156,12 +162,19 @@ def _results(case: Case, seconds: float, l2_bytes: int) -> Record:
     checked = {"kernel": kernel, "error": errors._asdict(), "failure": _wrong(case.row, errors)}
     if checked["failure"]:
         return checked  # The speed of a wrong result is no news.
+    others = other_peers(case.row, operands, case.ours(*operands)) if case.row.others else {}
+    functions = {name: other.function for name, other in others.items() if other.function}
     if jax.default_backend() == "cpu":
-        measurement = measure_on_cpu(case, operands, seconds)
+        measurement = measure_on_cpu(case, operands, seconds, functions)
     else:
-        measurement = measure_on_gpu(case, operands, seconds, l2_bytes)
+        measurement = measure_on_gpu(case, operands, seconds, l2_bytes, functions)
     return {
         **checked,
+        **_temporary(case.row),
+        "others": {
+            name: _other(other, case.row.others[name], measurement.others.get(name))
+            for name, other in others.items()
+        },
         "method": measurement.method,
         "products_per_call": measurement.products_per_call,
         "pairs": len(measurement.pairs.ours),
@@ -170,6 +183,21 @@ def _results(case: Case, seconds: float, l2_bytes: int) -> Record:
         "device_kernels": dict(measurement.kernels),
         "clocks": dict(measurement.clocks),
     }
+
+
+def _temporary(row: Row) -> Record:
+    """Return the temporary bytes of ours, where anything is said of them or of others'."""
+    if row.temporary is None and not row.others:
+        return {}
+    return {"temporary_bytes": temporary_bytes(compiled(row, OURS))}
+
+
+def _other(other: OtherPeer, floor: float, pairs: Pairs | None) -> Record:
+    """Return the record of another peer; one that failed has no times."""
+    found = {"floor": floor, "temporary_bytes": other.temporary_bytes, "failure": other.failure}
+    if pairs is None:
+        return found
+    return found | {"pairs": len(pairs.peer), "seconds": spreads(pairs)}
 
 
 def _wrong(row: Row, errors: Errors) -> str | None:

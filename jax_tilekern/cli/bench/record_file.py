@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from jax_tilekern.cli.bench.record import SCHEMA, Record
-from jax_tilekern.cli.bench.suite import Row
+from jax_tilekern.cli.bench.row import Row
 
 # What records did not have from the first; a row's run is that of its record.
 _NEW_FIELDS: Record = {"operation": "matmul", "means": {}, "earlier_runs": []}
 _NEW_ROW_FIELDS: Record = {"group": "all", "floor": 0.97, "share": 0.0, "rhs_type": None}
+_NEW_ROW_FIELDS |= {"others": {}, "temporary": None}
 
 
 class RecordError(ValueError):

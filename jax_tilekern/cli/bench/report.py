@@ -10,24 +10,35 @@ from jax_tilekern.cli.bench.ceilings import Ceilings
 from jax_tilekern.cli.bench.operations import OPERATIONS
 from jax_tilekern.cli.bench.record import Record, geometric_means, timed
 from jax_tilekern.cli.bench.record_file import outdated, runs
-from jax_tilekern.cli.console import duration, rate
+from jax_tilekern.cli.console import duration, rate, size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_HEADINGS = ("row", "kernel", "ours", "XLA", "XLA / ours", "p10 - p90")
-_RATES = ("ours moves", "of ceiling", "error ours, XLA")
 # Shorter calls leave a GPU waiting for the host, which only the host's clock sees.
 _LONG_CALL = 0.5e-3
 
 
 def headings(record: Record) -> tuple[str, ...]:
     """Return the headings of a record's table."""
-    counted = OPERATIONS[record["operation"]].bound_by_arithmetic
-    return (*_HEADINGS, *(["ours does"] if counted else []), *_RATES)
+    operation = OPERATIONS[record["operation"]]
+    peer, judge = operation.peer.name, "XLA" if operation.judge else operation.peer.name
+    return (
+        *("row", "kernel", "ours", peer, f"{peer} / ours", "p10 - p90"),
+        *(f"{name} / ours (time, temporary)" for name in others(record)),
+        *(["ours does"] if operation.bound_by_arithmetic else []),
+        *("ours moves", "of ceiling"),
+        *(["temporary"] if any("temporary_bytes" in row for row in record["rows"]) else []),
+        f"error ours, {judge}",
+    )
 
 
-def cells(row: Mapping[str, Any], ceilings: Ceilings) -> tuple[str, ...]:
+def others(record: Record) -> tuple[str, ...]:
+    """Return the other peers that any row of a record names."""
+    return tuple(dict.fromkeys(name for row in record["rows"] for name in row["others"]))
+
+
+def cells(record: Record, row: Mapping[str, Any], ceilings: Ceilings) -> tuple[str, ...]:
     """Return a row's entries under its :func:`headings`; without times only the first two."""
     if "seconds" not in row:
         return (row["name"], row["failure"])
@@ -42,11 +53,37 @@ def cells(row: Mapping[str, Any], ceilings: Ceilings) -> tuple[str, ...]:
         duration(peer["median"]),
         _against(ratio["median"], row["floor"]),
         f"{ratio['p10']:.2f} - {ratio['p90']:.2f}",
+        *(_other(row["others"].get(name)) for name in others(record)),
         *counted,
         rate(row["bytes"] / ours["median"], "B"),
         f"{share:.0%}" + (f" (below {row['share']:.0%})" if share < row["share"] else ""),
+        *([_temporary(row)] if "temporary_bytes" in row else []),
         f"{errors['ours']:.1e}, {errors['peer']:.1e}",
     )
+
+
+def _other(other: Mapping[str, Any] | None) -> str:
+    """Return another peer's ratio, time and temporary memory, or why it has none."""
+    if other is None:
+        return ""
+    temporary = other["temporary_bytes"]
+    memory = [] if temporary is None else [size(temporary)]
+    if "seconds" not in other:
+        return ", ".join([other["failure"], *memory])
+    seconds = other["seconds"]
+    details = ", ".join([duration(seconds["peer"]["median"]), *memory])
+    return f"{_against(seconds['ratio']['median'], other['floor'])} ({details})"
+
+
+def _temporary(row: Mapping[str, Any]) -> str:
+    found, most = row["temporary_bytes"], row["temporary"]
+    above = f" (above {size(most)})" if _takes_too_much(row) else ""
+    return "" if found is None else size(found) + above
+
+
+def _takes_too_much(row: Mapping[str, Any]) -> bool:
+    found, most = row.get("temporary_bytes"), row["temporary"]
+    return None not in (found, most) and found > most
 
 
 def _against(ratio: float, floor: float) -> str:
@@ -55,16 +92,22 @@ def _against(ratio: float, floor: float) -> str:
 
 
 def loses(row: Mapping[str, Any], ceilings: Ceilings) -> bool:
-    """Say whether a timed row is slower, against the peer or the ceilings, than its floors."""
-    slower = row["seconds"]["ratio"]["median"] < row["floor"]
-    return bool(slower or ceilings.share(row) < row["share"])
+    """Say whether a timed row is slower than its floors, or takes more memory than its limit."""
+    floors = [(row["seconds"]["ratio"], row["floor"])]
+    floors += [
+        (other["seconds"]["ratio"], other["floor"])
+        for other in row["others"].values()
+        if "seconds" in other
+    ]
+    slower = any(ratio["median"] < floor for ratio, floor in floors)
+    return bool(slower or ceilings.share(row) < row["share"] or _takes_too_much(row))
 
 
 def table(record: Record) -> RenderableType:
     """Return a record as a table for a terminal."""
     ceilings = Ceilings.of(record)
     rows = [
-        (cells(row, ceilings), style(row, "seconds" in row and loses(row, ceilings)))
+        (cells(record, row, ceilings), style(row, "seconds" in row and loses(row, ceilings)))
         for row in record["rows"]
     ]
     return terminal_table(f"{record['suite']} on {record['device']}", headings(record), rows)
@@ -97,7 +140,9 @@ def markdown(record: Record) -> str:
     ceilings = Ceilings.of(record)
     return "\n".join(
         [
-            *markdown_table(headings(record), (cells(row, ceilings) for row in record["rows"])),
+            *markdown_table(
+                headings(record), (cells(record, row, ceilings) for row in record["rows"])
+            ),
             "",
             summary(record),
             *provenance(record),
@@ -131,7 +176,8 @@ def _means(record: Record) -> Iterator[str]:
     yield f"{lost} of {len(rows)} rows below their floor." if lost else "No row below its floor."
     means = geometric_means(rows, lambda _: "all") | geometric_means(rows, lambda row: row["type"])
     entries = (f"{kind} {mean:#.3g}" for kind, mean in means.items())
-    yield f"Geometric means of XLA / ours: {', '.join(entries)}."
+    peer = OPERATIONS[record["operation"]].peer.name
+    yield f"Geometric means of {peer} / ours: {', '.join(entries)}."
     means = geometric_means(rows, lambda row: row["group"])
     if len(means) > 1:
         floors = record["means"]

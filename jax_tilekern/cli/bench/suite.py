@@ -4,104 +4,25 @@ from __future__ import annotations
 
 import fnmatch
 import importlib.resources
-import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from jax_tilekern.cli.bench.operations import OPERATIONS
+from jax_tilekern.cli.bench.row import Row
 
 # What follows the operation in the name of its suite for each of JAX's backends.
 _DEVICES = {"cpu": "cpu", "gpu": "h100"}
-_TEXTS = ("name", "type", "rhs_type", "lhs", "rhs", "out", "result", "precision")
+_TEXTS = {"name", "type", "rhs_type", "lhs", "rhs", "out", "result", "precision", "split"}
+# What a group says of all of its rows.
+_LIMITS = ("share", "others", "temporary")
 
 
 class SuiteError(ValueError):
     """A suite that cannot be read; the message names the row."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One call of an operation.
-
-    Attributes
-    ----------
-    name
-        What tables call it.
-    group
-        The group that it belongs to.
-    floor
-        The least XLA / ours that is no loss.
-    type
-        Of the operands.
-    lhs, rhs
-        The dimensions of each operand in the order in which they lie, a letter each; ``rhs`` is
-        ``None`` where there is one operand. Those of a product are ``b`` batch, ``m`` rows, ``n``
-        columns, ``k`` contracted, and a batch that one operand lacks is broadcast.
-    out
-        The dimensions of the result.
-    sizes
-        Of each dimension.
-    rhs_type
-        Type of the right operand where it is another.
-    result
-        Type of the result; by default the operands'.
-    precision
-        As ``jax.lax.dot_general`` takes it.
-    operation
-        A key of :data:`jax_tilekern.cli.bench.operations.OPERATIONS`.
-    share
-        The least share of the memory's bandwidth that is no loss.
-    """
-
-    name: str
-    group: str
-    floor: float
-    type: str
-    lhs: str
-    rhs: str | None
-    out: str
-    sizes: Mapping[str, int] = field(hash=False)
-    rhs_type: str | None = None
-    result: str | None = None
-    precision: str | None = None
-    operation: str = "matmul"
-    share: float = 0.0
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """The dimensions of each operand."""
-        return (self.lhs,) if self.rhs is None else (self.lhs, self.rhs)
-
-    @property
-    def types(self) -> tuple[np.dtype[Any], ...]:
-        """Types of the operands."""
-        return tuple(map(jnp.dtype, (self.type, self.rhs_type or self.type)))[: len(self.operands)]
-
-    @property
-    def result_type(self) -> np.dtype[Any]:
-        """Type of the result."""
-        return jnp.dtype(self.result or self.type)
-
-    @property
-    def flops(self) -> int:
-        """Operations, counting a multiplication and an addition as two."""
-        return OPERATIONS[self.operation].flops * math.prod(self.sizes.values())
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the operands and of the result: the least that must move."""
-        dimensions, types = (*self.operands, self.out), (*self.types, self.result_type)
-        arrays = zip(dimensions, types, strict=True)
-        return sum(math.prod(self.shape(x)) * type_.itemsize for x, type_ in arrays)
-
-    def shape(self, dimensions: str) -> tuple[int, ...]:
-        """Return the sizes of ``dimensions``."""
-        return tuple(self.sizes[x] for x in dimensions)
 
 
 def product_out(lhs: str, rhs: str) -> str:
@@ -205,7 +126,9 @@ def parse_suite(name: str, text: str) -> Suite:
 
 
 def _row(entry: Mapping[str, Any], operation: str, group: Mapping[str, Any]) -> Row:
-    texts = {key: entry[key] for key in _TEXTS if key in entry}
+    kind = OPERATIONS[operation].row
+    known = _TEXTS & {field.name for field in fields(kind)}
+    texts = {key: entry[key] for key in entry if key in known}
     sizes = {key: value for key, value in entry.items() if key not in texts}
     if operation == "matmul" and {"lhs", "rhs"} <= set(texts):
         # dot_general has no choice.
@@ -213,11 +136,11 @@ def _row(entry: Mapping[str, Any], operation: str, group: Mapping[str, Any]) -> 
     operands = ("lhs", "rhs")[: OPERATIONS[operation].operands]
     if missing := {"name", "type", *operands, "out"} - set(texts):
         raise SuiteError(f"row {dict(entry)} lacks {', '.join(sorted(missing))}")
-    row = Row(
+    row = kind(
         **{"rhs": None, **texts},
+        **{key: group[key] for key in _LIMITS if key in group},
         group=group["name"],
         floor=group["floor"],
-        share=group.get("share", 0.0),
         sizes=sizes,
         operation=operation,
     )
@@ -227,16 +150,18 @@ def _row(entry: Mapping[str, Any], operation: str, group: Mapping[str, Any]) -> 
 
 
 def _malformed(row: Row) -> str | None:
-    """Return what is wrong with the dimensions, the sizes or the types of a row."""
+    """Return what is wrong with the dimensions, the sizes, the types or the peers of a row."""
+    if row.malformed:
+        return row.malformed
     sizes = dict(row.sizes)
     dimensions = "".join(row.operands)
     if set(sizes) != set(dimensions):
         return f"dimensions {' and '.join(row.operands)} need a size each, and {sizes} is given"
     if not all(isinstance(size, int) and size > 0 for size in sizes.values()):
         return f"sizes are positive integers, not {sizes}"
-    if not set(row.out) <= set(dimensions):
+    if not set("".join(row.results)) <= set(dimensions):
         return f"result {row.out!r} has dimensions that no operand has"
-    for one in (*row.operands, row.out):
+    for one in (*row.operands, *row.results):
         if len(set(one)) < len(one):
             return f"{one!r} has a dimension twice"
     if row.operation in ("matmul", "matvec"):
@@ -248,4 +173,7 @@ def _malformed(row: Row) -> str | None:
             jnp.dtype(name or row.type)
         except TypeError as error:
             return str(error)
+    known = OPERATIONS[row.operation].others
+    if unknown := set(row.others) - set(known):
+        return f"others {', '.join(sorted(unknown))} are not among {', '.join(known)}"
     return None

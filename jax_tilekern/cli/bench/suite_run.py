@@ -18,7 +18,8 @@ from jax_tilekern.cli.bench.measure import bandwidths
 from jax_tilekern.cli.bench.record import Record, measured, new_record, unmeasured
 from jax_tilekern.cli.bench.record_file import continue_record, put_row, remaining
 from jax_tilekern.cli.bench.report import cells
-from jax_tilekern.cli.bench.suite import Row, Suite
+from jax_tilekern.cli.bench.row import Row
+from jax_tilekern.cli.bench.suite import Suite
 from jax_tilekern.cli.console import write_json
 from jax_tilekern.wall_time import ready
 
@@ -58,7 +59,7 @@ def measure_suite(
         record,
         arguments,
         measure=lambda row: measured(row, record["date"], arguments.seconds, l2_bytes),
-        show=lambda result: cells(result, Ceilings.of(record))[:5],
+        show=lambda result: cells(record, result, Ceilings.of(record))[:5],
         longest_row=_LONGEST_ROW,
     )
 
