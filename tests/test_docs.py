@@ -18,7 +18,8 @@ try:
 except NvrtcNotFound as error:
     pytest.skip(str(error), allow_module_level=True)
 
-GUIDE = Path(__file__).parent.parent / "docs" / "cuda-kernel.md"
+DOCS = Path(__file__).parent.parent / "docs"
+GUIDE = DOCS / "cuda-kernel.md"
 _BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _HEADER = re.compile(r"^\| `<(tilekern/\w+\.cuh)>` \|.*\| (\w+) \|$", re.MULTILINE)
 
@@ -34,15 +35,16 @@ def snippets(text):
     return found
 
 
-def test_snippets_of_the_guide_run():
-    found = snippets(GUIDE.read_text())
+@pytest.mark.parametrize("guide", [GUIDE, DOCS / "ragged-dot.md"], ids=lambda guide: guide.stem)
+def test_snippets_of_the_guide_run(guide):
+    found = snippets(guide.read_text())
     assert len(found) >= 10
     namespace = {"__name__": "guide"}
     for line, code, expected in found:
         printed = io.StringIO()
         # Empty lines in front, so that errors have the guide's own line numbers.
         with contextlib.redirect_stdout(printed):
-            exec(compile("\n" * line + code, str(GUIDE), "exec"), namespace)
+            exec(compile("\n" * line + code, str(guide), "exec"), namespace)
         if expected is not None:
             check = doctest.OutputChecker().check_output
             assert check(expected, printed.getvalue(), doctest.ELLIPSIS), (line, printed.getvalue())

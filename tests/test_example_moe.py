@@ -1,0 +1,203 @@
+"""The mixture of ``examples/moe.py`` is the dense one, its routing loses no token, it learns."""
+
+import functools
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numerics import random
+
+import jax_tilekern as jtk
+
+_FILE = Path(__file__).parent.parent / "examples" / "moe.py"
+_SPEC = importlib.util.spec_from_file_location("example_moe", _FILE)
+moe = importlib.util.module_from_spec(_SPEC)
+# Where dataclasses and typing look for a module by its name.
+sys.modules["example_moe"] = moe
+_SPEC.loader.exec_module(moe)
+
+TOKENS, D_MODEL, D_EXPERT, EXPERTS, CHOSEN = 37, 12, 10, 5, 2
+TINY = moe.Sizes(61, sequence=8, d_model=16, heads=2, blocks=1, experts=4, d_expert=8)
+
+
+def layer(rng, dtype=np.float64):
+    params = {
+        "router": random(rng, (D_MODEL, EXPERTS), dtype),
+        "up": random(rng, (EXPERTS, D_MODEL, 2 * D_EXPERT), dtype),
+        "down": random(rng, (EXPERTS, D_EXPERT, D_MODEL), dtype),
+    }
+    return params, random(rng, (TOKENS, D_MODEL), dtype)
+
+
+def mixture(experts, params, x):
+    return experts(params, x, moe.route(params["router"], x, CHOSEN))
+
+
+def test_the_layer_is_the_dense_one(rng, x64):
+    """In float64, and so are the gradients of everything, the router's too, and mapped ones."""
+    params, x = layer(rng)
+    t = random(rng, x.shape, np.float64)
+
+    def loss(experts, params, x):
+        return jnp.vdot(t, jnp.sin(mixture(experts, params, x)))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def results(experts, params, x):
+        gradient = jax.grad(functools.partial(loss, experts), argnums=(0, 1))
+        several = jnp.stack([x, 2 * x])
+        return (
+            mixture(experts, params, x),
+            gradient(params, x),
+            jax.vmap(gradient, (None, 0))(params, several),
+        )
+
+    grouped, dense = (
+        results(experts, params, x) for experts in (moe.grouped_experts, moe.dense_experts)
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11 * np.abs(b).max()),
+        grouped,
+        dense,
+    )
+
+
+def test_the_dense_layer_is_each_token_by_its_own_experts(rng, x64):
+    params, x = layer(rng)
+    routing = jax.tree.map(np.asarray, moe.route(params["router"], x, CHOSEN))
+    up, down = np.asarray(params["up"]), np.asarray(params["down"])
+    expected = np.zeros_like(x)
+    for token, row in enumerate(np.asarray(x)):
+        for expert, weight in zip(routing.experts[token], routing.weights[token], strict=True):
+            gate, value = np.split(row @ up[expert], 2)
+            expected[token] += weight * (gate / (1 + np.exp(-gate)) * value) @ down[expert]
+    np.testing.assert_allclose(mixture(moe.dense_experts, params, x), expected, rtol=1e-10)
+
+
+def test_routing_sends_each_token_to_its_likeliest_experts(rng, x64):
+    params, x = layer(rng)
+    routing = moe.route(params["router"], x, CHOSEN)
+    scores = np.asarray(x) @ np.asarray(params["router"])
+    likeliest = np.argsort(-scores, axis=1)[:, :CHOSEN]
+    np.testing.assert_array_equal(routing.experts, likeliest)
+    assert int(routing.loads.sum()) == CHOSEN * TOKENS
+    np.testing.assert_array_equal(routing.loads, np.bincount(likeliest.ravel(), minlength=EXPERTS))
+    exponentials = np.exp(np.take_along_axis(scores, likeliest, axis=1))
+    np.testing.assert_allclose(
+        routing.weights, exponentials / exponentials.sum(axis=1, keepdims=True), rtol=1e-10
+    )
+
+
+def test_imbalance_is_least_where_all_experts_get_as_much():
+    even = moe.route(8 * jnp.eye(4), jnp.tile(jnp.eye(4), (3, 1)), 1)
+    np.testing.assert_allclose(even.imbalance, 1, rtol=1e-6)
+    router = jnp.zeros((4, 4)).at[:, 2].set(8.0)
+    alone = moe.route(router, jnp.ones((12, 4)), 1)
+    np.testing.assert_allclose(alone.imbalance, 4, rtol=1e-6)
+    assert alone.loads.tolist() == [0, 0, 12, 0]
+
+
+def test_products_are_of_the_chosen_rows_only(rng):
+    """Two products forward and two for each of them backward, all of a kernel."""
+    params, x = layer(rng, np.float32)
+    gradient = jax.value_and_grad(
+        lambda params, x: mixture(moe.grouped_experts, params, x).sum(), argnums=(0, 1)
+    )
+    choices = jtk.explain(gradient, params, x)
+    assert sorted("ragged k" in choice.call for choice in choices) == [False] * 4 + [True] * 2
+    for choice in choices:
+        assert choice.kernel is not None, choice
+        assert f"[{CHOSEN * TOKENS}," in choice.operands[0], choice
+
+
+def test_the_loss_falls(rng):
+    text, _ = moe.load_text(moe.PLAY)
+    steps, batch = 40, 8
+    starts = jnp.asarray(rng.integers(0, text.size - TINY.sequence, (steps, batch)), jnp.int32)
+    train = jax.jit(
+        functools.partial(moe.train, rate=1e-2, sizes=TINY, experts=moe.grouped_experts)
+    )
+    state, report = train(moe.initial_state(moe.initial_params(rng, TINY)), text, starts)
+    assert int(state.step) == steps
+    np.testing.assert_allclose(report.loss[0], np.log(TINY.vocabulary), rtol=0.05)
+    assert report.loss[-5:].mean() < report.loss[:5].mean() - 0.4
+    tokens = batch * TINY.sequence
+    np.testing.assert_array_equal(report.loads.sum(axis=-1), np.full((steps, 1), 2 * tokens))
+
+
+def test_no_character_sees_those_after_it(rng):
+    params = moe.initial_params(rng, TINY)
+    score = jax.jit(functools.partial(moe.logits, sizes=TINY, experts=moe.grouped_experts))
+    text = jnp.asarray(rng.integers(0, TINY.vocabulary, (1, TINY.sequence)))
+    scores, _ = score(params, text)
+    changed, _ = score(params, text.at[0, 5].add(1) % TINY.vocabulary)
+    np.testing.assert_allclose(changed[0, :5], scores[0, :5], rtol=1e-3, atol=1e-5)
+    assert not np.allclose(changed[0, 5:], scores[0, 5:], rtol=1e-2)
+
+
+def test_adam_takes_steps_of_the_rate_and_finds_a_minimum():
+    params = jnp.array([3.0, -200.0])
+    state = moe.State(jnp.zeros((), jnp.int32), params, jnp.zeros(2), jnp.zeros(2))
+    step = jax.jit(lambda state: moe.adam(state, 2 * (state.params - 1), 0.1))
+    np.testing.assert_allclose(step(state).params, [2.9, -199.9], rtol=1e-6)
+    near = state._replace(params=jnp.array([3.0, -2.0]))
+    for _ in range(300):
+        near = step(near)
+    np.testing.assert_allclose(near.params, 1, atol=1e-2)
+
+
+def test_the_play_is_all_there():
+    text, alphabet = moe.load_text(moe.PLAY)
+    play = "".join(alphabet[char] for char in text.tolist())
+    assert play.startswith("SAMPSON:\nGregory,")
+    assert play.endswith("Than this of Juliet and her Romeo.\n")
+    assert play.isascii()
+    assert (text.size, len(alphabet)) == (133465, 61)
+
+
+def test_entropy():
+    np.testing.assert_allclose(moe.entropy(jnp.array([0, 1, 0, 2])), 1.5 * np.log(2))
+    assert moe.entropy(jnp.zeros(5, jnp.int32)) == 0
+
+
+@pytest.mark.parametrize(
+    ("grouped", "dense", "failure"),
+    [
+        ((4.0, 2.0), (4.0, 2.0), None),
+        ((4.0, 2.4), (4.0, 2.38), "the grouped model's loss of 2.400 is not below 2.390"),
+        ((4.0, 2.38), (4.0, 2.4), "the dense model's loss of 2.400 is not below 2.390"),
+        ((4.002, 2.0), (4.0, 2.0), "the first losses are 5e-04 apart, more than 1e-05"),
+        ((4.0, 2.0), (4.0, 2.1), "the last losses are 5e-02 apart"),
+        ((4.0, np.nan), (4.0, 2.0), "loss of nan"),
+    ],
+)
+def test_what_fails(grouped, dense, failure):
+    start, rest = np.ones(1), np.ones(moe.STEPS_PER_LINE)
+    models = {"grouped": grouped, "dense": dense}
+    losses = {name: np.append(a * start, b * rest) for name, (a, b) in models.items()}
+    found = list(moe.failures(losses, 2.39, "highest"))
+    assert found == [] if failure is None else failure in found[0]
+
+
+def test_it_runs_and_a_model_that_learned_nothing_fails(monkeypatch, capsys):
+    monkeypatch.setattr(moe, "Sizes", lambda vocabulary: TINY)
+    monkeypatch.setattr(moe, "BATCH", 4)
+    monkeypatch.setattr(moe, "STEPS_PER_LINE", 2)
+    assert moe.main(["--steps=4"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED: the grouped model's loss of" in out
+    assert "apart, more" not in out
+    assert "SAMPSO" in out
+    assert re.findall(r"^ +(\d+) +4\.\d{4} +4\.\d{4} ", out, re.MULTILINE) == ["1", "2", "4"]
+
+
+@pytest.mark.parametrize("steps", [-20, 0, 30])
+def test_steps_are_whole_lines(steps, capsys):
+    with pytest.raises(SystemExit):
+        moe.parsed([f"--steps={steps}"])
+    complaint = f"{steps} steps are no positive multiple of {moe.STEPS_PER_LINE}"
+    assert complaint in capsys.readouterr().err
