@@ -330,7 +330,7 @@ class WgmmaMatmul {
       } else {
         // The products before these are over.
         wait_products<1>();
-        if (previous >= 0) matmul_.release(previous);
+        if (kMayBeEmpty ? previous >= 0 : tile > 0) matmul_.release(previous);
       }
       previous = ring.stage;
       ring.advance();

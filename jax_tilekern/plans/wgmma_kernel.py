@@ -169,7 +169,9 @@ class WgmmaInstance:
         if self.promote:
             # Two sets of them.
             return sums <= 64 * 128
-        return sums <= 128 * 128 or (self.block_k == 64 and self.out_boxes)
+        # Addresses of single elements take registers, and so do float32 outputs turned around.
+        turned = self.out_m_major and self.types[2] == "float"
+        return sums <= 128 * 128 or (self.block_k == 64 and self.out_boxes and not turned)
 
     def with_most_stages(self, gpu: Gpu) -> WgmmaInstance:
         """Return the same with as many stages as fit and are of use."""
