@@ -182,8 +182,9 @@ def _instance(
 ) -> WgmmaInstance:
     geometry = product.geometry
     instance = instance_for(tile, view, how, 1, gpu)
-    # Rows that boxes do not store are stored by runs of as many bytes.
-    whole_runs = geometry.product.n * product.out_dtype.itemsize % BOX_STRIDE_BYTES == 0
+    # Ragged rows that boxes do not store are stored by runs of as many bytes.
+    row_bytes = geometry.product.n * product.out_dtype.itemsize
+    whole_runs = geometry.ragged == "k" or row_bytes % BOX_STRIDE_BYTES == 0
     return dataclasses.replace(
         instance,
         out_boxes=instance.out_boxes and whole_runs,
