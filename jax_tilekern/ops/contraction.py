@@ -17,12 +17,12 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_tilekern import ffi, primitive
-from jax_tilekern.compiler import NvrtcNotFound
 from jax_tilekern.ops.labelled_lowering import (
     Operand,
     Platform,
     chosen_arithmetic,
     cpu_attributes,
+    planned_kernel,
     readable,
     unplannable,
 )
@@ -37,9 +37,8 @@ from jax_tilekern.plans.arithmetic import Converted, cpu_arithmetic, cuda_arithm
 from jax_tilekern.plans.contraction import Contraction, Labels, Oriented, matmul_geometry
 from jax_tilekern.plans.cpu import has_amx
 from jax_tilekern.plans.geometry import MatmulGeometry
-from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.matmul import plan_matmul
-from jax_tilekern.plans.product import NoKernel, Product
+from jax_tilekern.plans.product import Product
 from jax_tilekern.primitive import Fallback, Kernel, Operation, Rewrite
 
 
@@ -223,20 +222,9 @@ def _cpu_kernel(
 def _cuda_kernel(
     ctx: Any, lhs: Any, rhs: Any, geometry: MatmulGeometry, arithmetic: str
 ) -> Kernel | Fallback:
-    try:
-        gpu = current_gpu()
-        lhs_type, rhs_type, out_type = (aval.dtype for aval in (*ctx.avals_in, *ctx.avals_out))
-        product = Product(geometry, lhs_type, rhs_type, out_type, arithmetic)
-        plan = plan_matmul(product, gpu)
-    except (NoGpu, NvrtcNotFound) as error:
-        return Fallback(str(error))
-    if isinstance(plan, NoKernel):
-        return Fallback(plan.reason)
-    return Kernel(
-        name=plan.name,
-        reason=plan.reason,
-        emit=lambda: ffi.cuda_launch(ctx, (lhs, rhs), plan),
-    )
+    lhs_type, rhs_type, out_type = (aval.dtype for aval in (*ctx.avals_in, *ctx.avals_out))
+    product = Product(geometry, lhs_type, rhs_type, out_type, arithmetic)
+    return planned_kernel(ctx, (lhs, rhs), functools.partial(plan_matmul, product))
 
 
 _bind = primitive.define(

@@ -20,13 +20,13 @@ import numpy as np
 from jax import Array, lax
 
 from jax_tilekern import ffi, primitive
-from jax_tilekern.compiler import NvrtcNotFound
 from jax_tilekern.ops.group_bounds import group_bounds
 from jax_tilekern.ops.labelled_lowering import (
     Operand,
     Platform,
     chosen_arithmetic,
     cpu_attributes,
+    planned_kernel,
     readable,
     unplannable,
 )
@@ -40,8 +40,6 @@ from jax_tilekern.ops.labelled_operands import (
 )
 from jax_tilekern.plans.arithmetic import Converted, cpu_arithmetic, cuda_arithmetic
 from jax_tilekern.plans.contraction import Contraction, Labels
-from jax_tilekern.plans.gpu import NoGpu, current_gpu
-from jax_tilekern.plans.product import NoKernel
 from jax_tilekern.plans.ragged_contraction import (
     OrientedRagged,
     RaggedContraction,
@@ -363,17 +361,7 @@ def _cuda_kernel(
         aval.dtype for aval in (ctx.avals_in[0], ctx.avals_in[1], ctx.avals_out[0])
     )
     product = RaggedProduct(geometry, lhs_type, rhs_type, out_type, arithmetic)
-    try:
-        plan = plan_ragged_matmul(product, current_gpu())
-    except (NoGpu, NvrtcNotFound) as error:
-        return Fallback(str(error))
-    if isinstance(plan, NoKernel):
-        return Fallback(plan.reason)
-    return Kernel(
-        name=plan.name,
-        reason=plan.reason,
-        emit=lambda: ffi.cuda_launch(ctx, (lhs, rhs, bounds), plan),
-    )
+    return planned_kernel(ctx, (lhs, rhs, bounds), functools.partial(plan_ragged_matmul, product))
 
 
 _bind = primitive.define(
