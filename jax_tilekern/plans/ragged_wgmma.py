@@ -129,7 +129,9 @@ def candidates(product: RaggedProduct, gpu: Gpu) -> Iterator[RaggedWgmmaCandidat
     """Yield the ways to compute a product; none if the kernel is not for the product or the GPU."""
     how = ARITHMETICS.get(product.arithmetic)
     geometry = product.geometry
-    if how is None or gpu.compute_capability != (9, 0) or geometry.spans > _MOST_SPANS:
+    if how is None or gpu.compute_capability != (9, 0):
+        return
+    if geometry.ragged == "m" and geometry.spans > _MOST_SPANS:
         return
     view = _view(product, exchanged=False)
     if len(view.batch) > MAX_BATCH_DIMS or not (
@@ -185,6 +187,7 @@ def _instance(
     # Ragged rows that boxes do not store are stored by runs of as many bytes.
     row_bytes = geometry.product.n * product.out_dtype.itemsize
     whole_runs = geometry.ragged == "k" or row_bytes % BOX_STRIDE_BYTES == 0
+    tile_numbers_bytes = 4 * (geometry.spans + 1) if geometry.ragged == "m" else 0
     return dataclasses.replace(
         instance,
         out_boxes=instance.out_boxes and whole_runs,
@@ -192,7 +195,7 @@ def _instance(
         line_step=_LINE_STEP
         if geometry.ragged == "m" and view.lhs_dtype.itemsize == 2
         else tile.block_n,
-        ragged_bytes=_ALIGNMENT + _ITEM_SLOTS_BYTES + 4 * (geometry.spans + 1),
+        ragged_bytes=_ALIGNMENT + _ITEM_SLOTS_BYTES + tile_numbers_bytes,
     ).with_most_stages(gpu)
 
 
