@@ -1,5 +1,6 @@
 """Operands, the products under test, and error bounds that follow from the arithmetic."""
 
+import functools
 import math
 
 import jax
@@ -61,6 +62,16 @@ def random(rng, shape, dtype):
             (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)).astype(dtype)
         )
     return jnp.asarray(rng.standard_normal(shape).astype(dtype))
+
+
+def whole(rng, *shape, largest=8, dtype=np.float32):
+    """Small integers, of which products and sums are exact in float32, in any order."""
+    return jnp.asarray(rng.integers(-largest, largest + 1, shape).astype(dtype))
+
+
+def assert_equal(got, expected):
+    """Trees of the same numbers and shapes; what was computed from ``whole`` has no rounding."""
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), got, expected)
 
 
 def check_derivatives(function, arguments):

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
-from numerics import BF16, F8E5, on_gpu
+from numerics import BF16, F8E5, assert_equal, on_gpu, whole
 
 import jax_tilekern as jtk
 from jax_tilekern import disassembly
@@ -38,11 +38,6 @@ F32 = np.dtype(np.float32)
 
 def struct(shape, dtype=np.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def whole(rng, *shape, dtype=np.float32):
-    """Small integers, of which products and sums are exact in float32."""
-    return jnp.asarray(rng.integers(-8, 9, shape).astype(dtype))
 
 
 def blocks(size):
@@ -735,10 +730,6 @@ def test_wrong_rules(rng):
     kernel.deflinear(1, lambda g, x: g)
     with pytest.raises(ValueError, match=r"deflinear\(\[1\]\), but there are 1 inputs"):
         kernel(x)
-
-
-def assert_equal(got, expected):
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 # -- Buffers that are shared, and workspaces

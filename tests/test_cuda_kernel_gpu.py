@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from numerics import BF16, on_gpu, poison
+from numerics import BF16, assert_equal, on_gpu, poison, whole
 
 import jax_tilekern as jtk
 from jax_tilekern.plans.gpu import current_gpu
@@ -21,7 +21,6 @@ if not on_gpu():
     pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)
 
 from test_cuda_kernel import (
-    assert_equal,
     blocks_of_first,
     copy_boxes,
     count_up,
@@ -36,7 +35,6 @@ from test_cuda_kernel import (
     squares,
     struct,
     twice,
-    whole,
     widen,
 )
 from test_cuda_launch import in_a_new_process, thunks_in_command_buffers
