@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import KNOWN_GPUS, known_gpu
-from jax_tilekern.plans.mma import ARITHMETICS
+from jax_tilekern.plans.mma_kernel import ARITHMETICS
 from jax_tilekern.plans.product import Product
 from jax_tilekern.plans.ragged_product import RaggedGeometry, RaggedProduct
 

@@ -8,7 +8,7 @@ from products import product_of
 
 from jax_tilekern.compiler import compile_kernels
 from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans import emulated, mma, ragged_mma, ragged_wgmma, wgmma
+from jax_tilekern.plans import emulated, mma_kernel, ragged_mma, ragged_wgmma, wgmma
 from jax_tilekern.plans.gpu import known_gpu
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_120")
@@ -40,7 +40,7 @@ def _name(arch, instance):
 
 def _cases():
     for arch in ARCHS:
-        for instance in dict.fromkeys(mma.instances(known_gpu(arch))):
+        for instance in dict.fromkeys(mma_kernel.instances(known_gpu(arch))):
             yield pytest.param(arch, instance.kernel, instance, id=_name(arch, instance))
     for arch in RAGGED_ARCHS:
         for instance, ragged in dict.fromkeys(ragged_mma.instances(known_gpu(arch))):

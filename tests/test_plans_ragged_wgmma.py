@@ -30,7 +30,7 @@ from wgmma_launches import (
 
 from jax_tilekern.compiler import cuda_folder
 from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans import mma, ragged_matmul, ragged_wgmma
+from jax_tilekern.plans import mma_kernel, ragged_matmul, ragged_wgmma
 from jax_tilekern.plans.launch import Buffer, TensorMap
 from jax_tilekern.plans.ragged_mma import RaggedMmaCandidate
 from jax_tilekern.plans.ragged_wgmma import RaggedWgmmaCandidate, candidates
@@ -53,7 +53,7 @@ STEP_OF_16_BITS = 16
 def products(draw, ragged, sizes=small_sizes):
     """A ragged product that the kernel takes: rows begin at whole 16 bytes."""
     arithmetic = draw(st.sampled_from(sorted(ARITHMETICS) if ragged == "m" else ["bf16", "f16"]))
-    how = mma.ARITHMETICS[arithmetic]
+    how = mma_kernel.ARITHMETICS[arithmetic]
     operands = st.sampled_from(how.operands)
     types = (draw(operands), draw(operands), draw(st.sampled_from(how.results)))
     padding = draw(st.sampled_from([0, 0, 1, 3]))

@@ -5,7 +5,7 @@
 
 namespace tilekern {
 
-// Compile-time choices; `MatmulInstance` in `plans/mma.py` makes them.
+// Compile-time choices; `MatmulInstance` in `plans/mma_kernel.py` makes them.
 struct MatmulConfig {
   // The tile of a block, in elements; its warps cover it in a grid of warps_m by warps_n.
   int block_m;
@@ -37,7 +37,7 @@ struct MatmulConfig {
 
 inline constexpr int kMaxBatchDims = 4;
 
-// Run-time sizes and strides; `pack_shape` in `plans/mma.py` packs the same fields in the same
+// Run-time sizes and strides; `pack_shape` in `plans/mma_kernel.py` packs the same fields in the same
 // order. Strides are in elements.
 struct MatmulShape {
   // Of the batch dimensions, outermost first; unused ones come first with size 1.

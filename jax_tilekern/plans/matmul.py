@@ -8,7 +8,7 @@ what is left to XLA.
 
 from __future__ import annotations
 
-from jax_tilekern.plans import emulated, mma, vector_product, wgmma
+from jax_tilekern.plans import emulated, mma, mma_kernel, vector_product, wgmma
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.product import Candidate, MatmulPlan, NoKernel, Product
 from jax_tilekern.plans.tuned import tuned_plan
@@ -25,7 +25,7 @@ def candidates(product: Product, gpu: Gpu) -> list[Candidate] | NoKernel:
         return NoKernel("vectors that are no rows have no kernel, and XLA does not round to TF32")
     others = mma.candidates(product, gpu)
     # It knows every type; only products of pieces go by a name of their own.
-    if isinstance(others, NoKernel) and product.arithmetic in mma.ARITHMETICS:
+    if isinstance(others, NoKernel) and product.arithmetic in mma_kernel.ARITHMETICS:
         return others
     found: list[Candidate] = [
         *wgmma.candidates(product, gpu),

@@ -1,7 +1,7 @@
 """Plans for ragged products on ``ragged_mma_matmul.cuh`` and ``ragged_simt_matmul.cuh``.
 
-They have the dense kernels' tiles (``mma.py``), each of one group's product. The grid is for the
-most tiles that the groups can have, and blocks find out on the device which tile is theirs.
+They have the dense kernels' tiles (``mma_kernel.py``), each of one group's product. The grid is for
+the most tiles that the groups can have, and blocks find out on the device which tile is theirs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,20 @@ from typing import Any, Literal
 import numpy as np
 
 from jax_tilekern.compiler import Kernel, compile_kernels
-from jax_tilekern.plans import mma
 from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch
+from jax_tilekern.plans.mma import refusal
+from jax_tilekern.plans.mma_cost import busy_cycles
+from jax_tilekern.plans.mma_kernel import (
+    ARITHMETICS,
+    TINY,
+    MatmulInstance,
+    MatmulTile,
+    instances_for,
+    pack_shape,
+)
+from jax_tilekern.plans.mma_operand import Operand, has_vector_rows, lhs_operand, rhs_operand
 from jax_tilekern.plans.product import Candidate, MatmulPlan, NoKernel, Product
 from jax_tilekern.plans.ragged_product import RaggedGeometry, RaggedProduct, pack_groups
 from jax_tilekern.plans.tile_order import band_height
@@ -50,7 +60,7 @@ class RaggedMmaCandidate(Candidate):
     """
 
     product: RaggedProduct
-    instance: mma.MatmulInstance
+    instance: MatmulInstance
     grid: tuple[int, int, int]
     band: int
     out_vectors: bool
@@ -67,9 +77,7 @@ class RaggedMmaCandidate(Candidate):
         product, instance = self.product, self.instance
         geometry, tile = product.geometry, instance.tile
         kernel = ragged_kernel(instance, geometry.ragged)
-        shape = mma.pack_shape(
-            geometry.product, instance, self.grid[:2], self.band, self.out_vectors
-        )
+        shape = pack_shape(geometry.product, instance, self.grid[:2], self.band, self.out_vectors)
         launch = Launch(
             entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
             grid=(math.prod(self.grid), 1, 1),
@@ -92,7 +100,7 @@ class RaggedMmaCandidate(Candidate):
         )
 
 
-def ragged_kernel(instance: mma.MatmulInstance, ragged: Literal["m", "k"]) -> Kernel:
+def ragged_kernel(instance: MatmulInstance, ragged: Literal["m", "k"]) -> Kernel:
     """Return the kernel of ragged products that has the tiles of a dense one."""
     arguments = f"{instance.template_arguments}, {'true' if ragged == 'k' else 'false'}"
     return Kernel(
@@ -104,30 +112,30 @@ def candidates(product: RaggedProduct, gpu: Gpu) -> list[RaggedMmaCandidate] | N
     """Return a candidate for each tile that the product can have, or why there is none."""
     geometry = product.geometry
     types = (product.lhs_dtype, product.rhs_dtype, product.out_dtype, product.arithmetic)
-    refused = mma.refusal(Product(geometry.product, *types), gpu)
+    refused = refusal(Product(geometry.product, *types), gpu)
     if refused:
         return refused
     average = Product(_average(geometry), *types)
     lhs, rhs = _operands(product)
     found: list[RaggedMmaCandidate] = []
-    for instance, resident in mma.instances_for(average, lhs, rhs, gpu):
+    for instance, resident in instances_for(average, lhs, rhs, gpu):
         tile = instance.tile
         grid = _grid(geometry, tile)
         # Two loads that shift leave a single warp no registers.
-        shifting = lhs.load_bytes == rhs.load_bytes == 1 and tile == mma.TINY
+        shifting = lhs.load_bytes == rhs.load_bytes == 1 and tile == TINY
         if shifting or math.prod(grid) > MAX_GRID[0]:
             continue
         running = gpu.multiprocessors * instance.min_blocks
         tiles_of_group, _ = tile.grid(average.geometry)
         blocks = _expected_tiles(geometry, tile)
-        cycles = mma.busy_cycles(instance, resident, blocks, average, gpu)
+        cycles = busy_cycles(instance, resident, blocks, average, gpu)
         found.append(
             RaggedMmaCandidate(
                 product,
                 instance,
                 grid,
                 band_height(running, tiles_of_group, tile.block_m, tile.block_n),
-                mma.has_vector_rows(geometry.product, product.out_dtype.itemsize),
+                has_vector_rows(geometry.product, product.out_dtype.itemsize),
                 # Of equals the larger, which reads less memory.
                 product.cycles(cycles) * 1.01 ** len(found),
             )
@@ -140,14 +148,14 @@ _ALIKE = ("f16", "fp8_fast")
 _SAMPLE_SIZE = 1 << 12
 
 
-def instances(gpu: Gpu) -> Iterator[tuple[mma.MatmulInstance, Literal["m", "k"]]]:
+def instances(gpu: Gpu) -> Iterator[tuple[MatmulInstance, Literal["m", "k"]]]:
     """Yield kernels that plans for ``gpu`` can ask for, so that a test can compile them.
 
     There is a larger sample of the dense kernels, of whose registers these take a few more or less.
     So it is the largest tile of each arithmetic in the major orders that products of row-major
     arrays have, and for operands of 2 bytes and of 1 those in which groups start at any byte.
     """
-    for arithmetic, how in mma.ARITHMETICS.items():
+    for arithmetic, how in ARITHMETICS.items():
         if gpu.compute_capability < how.min_capability or arithmetic in _ALIKE:
             continue
         types = (how.operands[0], how.operands[-1], how.results[0])
@@ -178,10 +186,10 @@ def _average(geometry: RaggedGeometry) -> MatmulGeometry:
     return dataclasses.replace(geometry.product, k=rows)
 
 
-def _operands(product: RaggedProduct) -> tuple[mma.Operand, mma.Operand]:
+def _operands(product: RaggedProduct) -> tuple[Operand, Operand]:
     geometry = product.geometry
-    lhs = mma.lhs_operand(geometry.product, product.lhs_dtype.itemsize)
-    rhs = mma.rhs_operand(geometry.product, product.rhs_dtype.itemsize)
+    lhs = lhs_operand(geometry.product, product.lhs_dtype.itemsize)
+    rhs = rhs_operand(geometry.product, product.rhs_dtype.itemsize)
     # Where rows are neighbours in memory, a group starts at any element.
     if lhs.k_major == (geometry.ragged == "k"):
         lhs = _starting_anywhere(lhs, product.lhs_dtype)
@@ -190,11 +198,11 @@ def _operands(product: RaggedProduct) -> tuple[mma.Operand, mma.Operand]:
     return lhs, rhs
 
 
-def _starting_anywhere(operand: mma.Operand, dtype: np.dtype[Any]) -> mma.Operand:
-    return mma.Operand(operand.k_major, dtype.itemsize if dtype.itemsize >= 4 else 1)
+def _starting_anywhere(operand: Operand, dtype: np.dtype[Any]) -> Operand:
+    return Operand(operand.k_major, dtype.itemsize if dtype.itemsize >= 4 else 1)
 
 
-def _grid(geometry: RaggedGeometry, tile: mma.MatmulTile) -> tuple[int, int, int]:
+def _grid(geometry: RaggedGeometry, tile: MatmulTile) -> tuple[int, int, int]:
     tiles_m, tiles_n = tile.grid(geometry.product)
     if geometry.ragged == "k":
         return tiles_m, tiles_n, math.prod(geometry.product.batch)
@@ -203,7 +211,7 @@ def _grid(geometry: RaggedGeometry, tile: mma.MatmulTile) -> tuple[int, int, int
     return tile_rows, tiles_n, math.prod(geometry.batch)
 
 
-def _expected_tiles(geometry: RaggedGeometry, tile: mma.MatmulTile) -> int:
+def _expected_tiles(geometry: RaggedGeometry, tile: MatmulTile) -> int:
     """Estimate the number of tiles of all groups, whose last ones are half full on average."""
     tiles_m, tiles_n = tile.grid(geometry.product)
     batches = math.prod(geometry.batch)

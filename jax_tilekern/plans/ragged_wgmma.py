@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jax_tilekern.compiler import compile_kernels
-from jax_tilekern.plans import mma
+from jax_tilekern.plans import mma_kernel
 from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer
@@ -237,7 +237,7 @@ def instances(gpu: Gpu) -> Iterator[WgmmaInstance]:
     stores of single elements, it is the largest tile, which leaves the fewest registers.
     """
     for arithmetic in ARITHMETICS:
-        types = mma.ARITHMETICS[arithmetic]
+        types = mma_kernel.ARITHMETICS[arithmetic]
         operands = (types.operands[0], types.operands[-1])
         for out_dtype, (geometry, odd) in itertools.product(types.results, _samples()):
             first = out_dtype == types.results[0]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jax_tilekern.compiler import compile_kernels
-from jax_tilekern.plans import mma
+from jax_tilekern.plans import mma_kernel
 from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer
@@ -250,7 +250,7 @@ def instances(gpu: Gpu) -> Iterator[WgmmaInstance]:
     major orders and with stores of single elements; of the other types one tile.
     """
     for arithmetic in ARITHMETICS:
-        types = mma.ARITHMETICS[arithmetic]
+        types = mma_kernel.ARITHMETICS[arithmetic]
         for lhs_dtype, rhs_dtype, out_dtype in itertools.product(
             types.operands, types.operands, types.results
         ):
