@@ -5,12 +5,13 @@ import json
 import os
 from pathlib import Path
 
-# Before jax is imported: four host devices for the sharding tests, and no preallocation, so that
-# several workers share one GPU.
+# Before jax and NumPy are imported: four host devices for the sharding tests; no preallocation, so
+# that several workers share one GPU; and one thread for the BLAS of each.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 )
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import numpy as np
