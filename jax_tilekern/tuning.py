@@ -22,8 +22,9 @@ import jax
 
 from jax_tilekern.nvrtc import nvrtc
 from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
+from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.matmul import candidates
-from jax_tilekern.plans.product import Candidate, NoKernel, Product
+from jax_tilekern.plans.product import Candidate, Product
 from jax_tilekern.plans.tuned import (
     XLA,
     TunedChoice,

@@ -20,7 +20,7 @@ from jax_tilekern.compiler import compile_kernels
 from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.add import DTYPES, AddedDims, add_kernel, plan_add, vector_length
 from jax_tilekern.plans.gpu import known_gpu
-from jax_tilekern.plans.product import NoKernel
+from jax_tilekern.plans.launch import NoKernel
 
 # Equal shapes, a scalar, a row, a column, both, and broadcast dimensions between others.
 SHAPES = [

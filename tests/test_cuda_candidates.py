@@ -15,7 +15,7 @@ from jax_tilekern import ffi
 from jax_tilekern.plans import ragged_matmul
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.matmul import candidates
-from jax_tilekern.plans.sum import SummedDims, sum_candidates, sum_plan
+from jax_tilekern.plans.sum import SummedDims, compiled_sum, sum_candidates
 
 if not on_gpu():
     pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)
@@ -299,6 +299,6 @@ def test_every_candidate_computes_the_sum(shape, axes, dtype):
     exact = np.asarray(x).astype(np.float64).sum(axes)
     gpu = current_gpu()
     for passes in sum_candidates(SummedDims.of(shape, axes), type_, type_, gpu):
-        plan = sum_plan(passes, gpu)
+        plan = compiled_sum(passes, gpu)
         got = run(plan, (x,), exact.shape, type_)
         np.testing.assert_array_equal(got, exact.astype(type_).astype(np.float64), passes.key)

@@ -56,13 +56,13 @@ def test_for_a_gpu_that_is_not_here():
 
 
 def test_without_any_gpu_falls_back(monkeypatch):
-    from jax_tilekern.ops import labelled_lowering
+    from jax_tilekern.ops import planned_kernel
     from jax_tilekern.plans.gpu import NoGpu
 
     def none():
         raise NoGpu("no NVIDIA driver on this machine")
 
-    monkeypatch.setattr(labelled_lowering, "current_gpu", none)
+    monkeypatch.setattr(planned_kernel, "current_gpu", none)
     x = jnp.ones((64, 64))
     (choice,) = jtk.explain(jtk.matmul, x, x, platform="cuda")
     assert choice.kernel is None

@@ -8,8 +8,9 @@ from products import BF16, E4M3, E5M2, F32, F64, H100, TYPES, geometries, produc
 from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans import mma, vector_product, wgmma
 from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.matmul import candidates, plan_matmul
-from jax_tilekern.plans.product import NoKernel, Product
+from jax_tilekern.plans.product import Product
 from jax_tilekern.plans.tuned import TunedChoices, using
 from jax_tilekern.plans.wgmma_kernel import ARITHMETICS
 

@@ -22,9 +22,10 @@ from jax_tilekern.compiler import cuda_folder
 from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.mma import MmaCandidate, candidates
 from jax_tilekern.plans.mma_kernel import ARITHMETICS, SMALL, SQUARE, TALL, TINY, pack_shape
-from jax_tilekern.plans.product import NoKernel, Product
+from jax_tilekern.plans.product import Product
 
 try:
     nvrtc()

@@ -11,9 +11,8 @@ from products import BF16, F32, H100, INT8, MODERN, ragged_product_of
 
 from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gpu import known_gpu
-from jax_tilekern.plans.launch import Buffer
+from jax_tilekern.plans.launch import Buffer, NoKernel
 from jax_tilekern.plans.mma_kernel import ARITHMETICS, SMALL, SQUARE, TALL, TINY
-from jax_tilekern.plans.product import NoKernel
 from jax_tilekern.plans.ragged_matmul import plan_ragged_matmul
 from jax_tilekern.plans.ragged_mma import candidates, ragged_kernel
 

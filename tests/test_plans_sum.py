@@ -12,7 +12,7 @@ from products import H100
 
 from jax_tilekern.plans.column_sums import ColumnPass
 from jax_tilekern.plans.gpu import known_gpu
-from jax_tilekern.plans.product import NoKernel
+from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.row_sums import RowPass
 from jax_tilekern.plans.sum import SummedDims, sum_candidates, sum_dtype
 

@@ -19,8 +19,9 @@ from jax_tilekern.nvrtc import CompileError, NvrtcNotFound
 from jax_tilekern.plans import tuned
 from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import NoGpu, known_gpu
+from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.matmul import candidates
-from jax_tilekern.plans.product import NoKernel, Product
+from jax_tilekern.plans.product import Product
 from jax_tilekern.plans.tuned import XLA, TunedChoice, TunedChoices, product_text
 from jax_tilekern.product_timing import Measured, _Problem
 

@@ -5,6 +5,7 @@ The primitive takes operands of one type and rank, of which sizes of 1 are broad
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +16,10 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_tilekern import compat, ffi, primitive
-from jax_tilekern.compiler import NvrtcNotFound
 from jax_tilekern.ops.contraction import shard_like
+from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.sum import sum as sum_over
 from jax_tilekern.plans.add import DTYPES, AddedDims, plan_add
-from jax_tilekern.plans.gpu import NoGpu, current_gpu
-from jax_tilekern.plans.product import NoKernel
 from jax_tilekern.primitive import Fallback, Kernel, Operation
 
 
@@ -109,13 +108,8 @@ def _cuda(ctx: Any, x: Any, y: Any) -> Kernel | Fallback:
     dims = _dims(*ctx.avals_in)
     if isinstance(dims, Fallback):
         return dims
-    try:
-        plan = plan_add(dims, ctx.avals_in[0].dtype, current_gpu())
-    except (NoGpu, NvrtcNotFound) as error:
-        return Fallback(str(error))
-    if isinstance(plan, NoKernel):
-        return Fallback(plan.reason)
-    return Kernel(plan.name, _explained(dims), lambda: ffi.cuda_launch(ctx, (x, y), plan))
+    plan = functools.partial(plan_add, dims, ctx.avals_in[0].dtype)
+    return planned_kernel(ctx, (x, y), plan)
 
 
 def _cpu(ctx: Any, x: Any, y: Any) -> Kernel | Fallback:
@@ -125,13 +119,9 @@ def _cpu(ctx: Any, x: Any, y: Any) -> Kernel | Fallback:
     attributes = {name: np.array(values, np.int64) for name, values in dims._asdict().items()}
     return Kernel(
         f"cpu_add {ctx.avals_in[0].dtype}",
-        _explained(dims),
+        str(dims),
         lambda: ffi.cpu_call(ctx, ffi.CPU_ADD, (x, y), **attributes),
     )
-
-
-def _explained(dims: AddedDims) -> str:
-    return f"sizes {dims.sizes}, strides {dims.lhs_strides} and {dims.rhs_strides}"
 
 
 _bind = primitive.define(

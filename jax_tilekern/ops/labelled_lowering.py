@@ -12,13 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jax_tilekern import compat, ffi
-from jax_tilekern.compiler import NvrtcNotFound
+from jax_tilekern import compat
 from jax_tilekern.plans.arithmetic import Converted, precision_name
 from jax_tilekern.plans.contraction import Labels
 from jax_tilekern.plans.geometry import MatmulGeometry
-from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
-from jax_tilekern.plans.product import MatmulPlan, NoKernel
 from jax_tilekern.primitive import Fallback, Kernel
 
 
@@ -111,19 +108,6 @@ def readable(
             left, right = right, left
         return Readable(left, right, oriented.geometry)
     return obstacle
-
-
-def planned_kernel(
-    ctx: Any, operands: Sequence[Any], plan: Callable[[Gpu], MatmulPlan | NoKernel]
-) -> Kernel | Fallback:
-    """Return the kernel that ``plan`` finds for the GPU at hand, or why there is none."""
-    try:
-        found = plan(current_gpu())
-    except (NoGpu, NvrtcNotFound) as error:
-        return Fallback(str(error))
-    if isinstance(found, NoKernel):
-        return Fallback(found.reason)
-    return Kernel(found.name, found.reason, lambda: ffi.cuda_launch(ctx, operands, found))
 
 
 def cpu_attributes(geometry: MatmulGeometry) -> dict[str, tuple[int, ...]]:

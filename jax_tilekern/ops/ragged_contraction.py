@@ -26,7 +26,6 @@ from jax_tilekern.ops.labelled_lowering import (
     Platform,
     chosen_arithmetic,
     cpu_attributes,
-    planned_kernel,
     readable,
     unplannable,
 )
@@ -38,6 +37,7 @@ from jax_tilekern.ops.labelled_operands import (
     product_by_lax,
     transposed,
 )
+from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.plans.arithmetic import Converted, cpu_arithmetic, cuda_arithmetic
 from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.ragged_contraction import (

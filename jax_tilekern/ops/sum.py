@@ -14,10 +14,8 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern import compat, ffi, primitive
-from jax_tilekern.compiler import NvrtcNotFound
-from jax_tilekern.plans.gpu import NoGpu, current_gpu
-from jax_tilekern.plans.product import NoKernel
-from jax_tilekern.plans.sum import SummedDims, choose_sum, sum_dtype, sum_plan
+from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.plans.sum import SummedDims, plan_sum, sum_dtype
 from jax_tilekern.primitive import Fallback, Kernel, Operation, Rewrite
 
 Axes = tuple[int, ...]
@@ -135,15 +133,8 @@ def _cuda(ctx: Any, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Kernel | Rew
         if aval.dtype != dtype and sum_dtype(dtype, dtype) is not None:
             return _cast(aval.dtype, axes, dtype)
         return Fallback(f"no kernel sums {aval.dtype} to {dtype}")
-    try:
-        gpu = current_gpu()
-        chosen = choose_sum(SummedDims.of(aval.shape, axes), aval.dtype, dtype, gpu)
-        if isinstance(chosen, NoKernel):
-            return Fallback(chosen.reason)
-        plan = sum_plan(chosen, gpu)
-    except (NoGpu, NvrtcNotFound) as error:
-        return Fallback(str(error))
-    return Kernel(plan.name, chosen.reason, lambda: ffi.cuda_launch(ctx, (x,), plan))
+    plan = functools.partial(plan_sum, SummedDims.of(aval.shape, axes), aval.dtype, dtype)
+    return planned_kernel(ctx, (x,), plan)
 
 
 def _cpu(ctx: Any, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Kernel | Rewrite | Fallback:

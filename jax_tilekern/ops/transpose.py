@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +14,9 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_tilekern import ffi, primitive
-from jax_tilekern.compiler import NvrtcNotFound
-from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.plans.permutation import Permutation
-from jax_tilekern.plans.transpose import candidates, left_to_xla
+from jax_tilekern.plans.transpose import plan_transpose
 from jax_tilekern.primitive import Fallback, Kernel, Operation
 
 Axes = tuple[int, ...]
@@ -112,18 +112,7 @@ def _cuda(ctx: Any, x: Any, *, axes: Axes) -> Kernel | Fallback:
     permutation = _permutation(ctx.avals_in[0], axes)
     if isinstance(permutation, Fallback):
         return permutation
-    try:
-        gpu = current_gpu()
-        found = candidates(permutation, gpu)
-        if isinstance(found, str):
-            return Fallback(found)
-        reason = left_to_xla(permutation, gpu)
-        if reason is not None:
-            return Fallback(reason)
-        plan = found[0].plan(gpu)
-    except (NoGpu, NvrtcNotFound) as error:
-        return Fallback(str(error))
-    return Kernel(plan.name, found[0].reason, lambda: ffi.cuda_launch(ctx, (x,), plan))
+    return planned_kernel(ctx, (x,), functools.partial(plan_transpose, permutation))
 
 
 def _cpu(ctx: Any, x: Any, *, axes: Axes) -> Kernel | Fallback:

@@ -13,8 +13,7 @@ import numpy as np
 from jax_tilekern.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, Scalars
-from jax_tilekern.plans.product import NoKernel
+from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
 
 MAX_DIMS = 6
 _THREADS = 256
@@ -65,6 +64,9 @@ class AddedDims(NamedTuple):
                 dims.append((size, left, right))
         return cls(*zip(*(dims or [(1, 1, 1)]), strict=True))
 
+    def __str__(self) -> str:
+        return f"sizes {self.sizes}, strides {self.lhs_strides} and {self.rhs_strides}"
+
 
 def plan_add(dims: AddedDims, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan and compile a sum of two arrays of one type.
@@ -111,6 +113,7 @@ def plan_add(dims: AddedDims, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | No
             aligned if dims.rhs_strides[-1] else dtype.itemsize,
             aligned,
         ),
+        reason=str(dims),
     )
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from jax_tilekern.compiler import compile_kernels
 from jax_tilekern.plans import mma
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, Parameter, Scalars
-from jax_tilekern.plans.product import Candidate, MatmulPlan, Product, copy_cycles
+from jax_tilekern.plans.launch import Buffer, LaunchPlan, Parameter, Scalars
+from jax_tilekern.plans.product import Candidate, Product, copy_cycles
 from jax_tilekern.plans.split_float32 import DECIDE_KERNEL, PIECES, SplitPass, decide_launch
 from jax_tilekern.plans.strided_rows import StridedOperand
 from jax_tilekern.plans.wgmma_cost import busy_cycles
@@ -76,7 +76,7 @@ class EmulatedCandidate(Candidate):
         """The tile, and the order of the operands."""
         return f"pieces {self.tile}" + (" exchanged" if self.exchanged else "")
 
-    def plan(self, gpu: Gpu) -> MatmulPlan:
+    def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile all kernels."""
         product = self.product
         lhs, rhs = _splits(product, gpu)
@@ -94,7 +94,7 @@ class EmulatedCandidate(Candidate):
             exponents.reverse()
             strides.reverse()
         more = ((*exponents, flag), (Scalars.int64(*strides[0], *strides[1]),))
-        return MatmulPlan(
+        return LaunchPlan(
             name="float32 by float16 pieces",
             gpu=gpu,
             launches=(

@@ -408,6 +408,9 @@ class LaunchPlan:
     workspace_bytes
         Sizes of extra outputs that XLA allocates, uninitialised and aligned to
         ``WORKSPACE_ALIGNMENT``. Their buffer indices follow those of the results.
+    reason
+        Why it is what it is, in words that ``explain`` can show, for example ``"128x256x64, 3
+        stages, 512 tiles on 132 multiprocessors"``.
     """
 
     name: str
@@ -415,6 +418,7 @@ class LaunchPlan:
     launches: tuple[Launch, ...]
     alignments: tuple[int, ...]
     workspace_bytes: tuple[int, ...] = ()
+    reason: str = ""
 
     def __post_init__(self) -> None:
         self._require(bool(self.launches), "a plan has at least one launch")
@@ -479,6 +483,19 @@ class LaunchPlan:
             "alignments": np.array(self.alignments + workspaces, np.int64),
             "launches": _numbered(launches),
         }
+
+
+@dataclass(frozen=True)
+class NoKernel:
+    """What a planner returns if no kernel covers a call.
+
+    Attributes
+    ----------
+    reason
+        Why not, in words that ``explain`` can show.
+    """
+
+    reason: str
 
 
 def _numbered(items: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from jax_tilekern.plans import emulated, mma, mma_kernel, vector_product, wgmma
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.product import Candidate, MatmulPlan, NoKernel, Product
+from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.product import Candidate, Product
 from jax_tilekern.plans.tuned import tuned_plan
 from jax_tilekern.plans.xla import left_to_xla
 
@@ -39,7 +40,7 @@ def candidates(product: Product, gpu: Gpu) -> list[Candidate] | NoKernel:
     return sorted(found, key=lambda candidate: candidate.cycles)
 
 
-def plan_matmul(product: Product, gpu: Gpu) -> MatmulPlan | NoKernel:
+def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan and compile a matrix product.
 
     Raises

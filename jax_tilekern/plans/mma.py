@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jax_tilekern.compiler import Compiled, Kernel, compile_kernels
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch
+from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch, LaunchPlan, NoKernel
 from jax_tilekern.plans.mma_cost import busy_cycles
 from jax_tilekern.plans.mma_kernel import (
     ARITHMETICS,
@@ -19,7 +19,7 @@ from jax_tilekern.plans.mma_kernel import (
     pack_shape,
 )
 from jax_tilekern.plans.mma_operand import has_vector_rows, lhs_operand, rhs_operand
-from jax_tilekern.plans.product import Candidate, MatmulPlan, NoKernel, Product
+from jax_tilekern.plans.product import Candidate, Product
 from jax_tilekern.plans.tile_order import band_height
 
 
@@ -56,7 +56,7 @@ class MmaCandidate(Candidate):
         tile = self.instance.tile
         return f"{self.instance.family} {tile.block_m}x{tile.block_n}"
 
-    def plan(self, gpu: Gpu) -> MatmulPlan:
+    def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it."""
         product, instance = self.product, self.instance
         compiled = compile_kernels(instance.kernel, arch=gpu.arch)
@@ -67,7 +67,7 @@ class MmaCandidate(Candidate):
             16 if self.out_vectors else 1,
         )
         tile = instance.tile
-        return MatmulPlan(
+        return LaunchPlan(
             name=f"{instance.family}_matmul {product.arithmetic}",
             gpu=gpu,
             launches=(self.launch(compiled, Buffer(0), Buffer(1), Buffer(2)),),

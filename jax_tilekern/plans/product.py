@@ -82,33 +82,6 @@ def _distinct(batch: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return math.prod(size for size, stride in zip(batch, strides, strict=False) if stride)
 
 
-@dataclass(frozen=True)
-class NoKernel:
-    """No kernel covers the product.
-
-    Attributes
-    ----------
-    reason
-        Why not, in words that ``explain`` can show.
-    """
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class MatmulPlan(LaunchPlan):
-    """A launch plan that knows why it is what it is.
-
-    Attributes
-    ----------
-    reason
-        For ``explain``, for example ``"128x256x64, 3 stages, 512 tiles on 132
-        multiprocessors"``.
-    """
-
-    reason: str = ""
-
-
 class Candidate(ABC):
     """One way to compute a product, not compiled yet.
 
@@ -126,7 +99,7 @@ class Candidate(ABC):
         """A short name, unique among the product's candidates and stable between versions."""
 
     @abstractmethod
-    def plan(self, gpu: Gpu) -> MatmulPlan:
+    def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it.
 
         Raises

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from jax_tilekern.plans import ragged_mma, ragged_wgmma
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.product import Candidate, MatmulPlan, NoKernel
+from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.product import Candidate
 from jax_tilekern.plans.ragged_product import RaggedProduct
 
 
@@ -23,7 +24,7 @@ def candidates(product: RaggedProduct, gpu: Gpu) -> list[Candidate] | NoKernel:
     return sorted(everything, key=lambda candidate: candidate.cycles)
 
 
-def plan_ragged_matmul(product: RaggedProduct, gpu: Gpu) -> MatmulPlan | NoKernel:
+def plan_ragged_matmul(product: RaggedProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan and compile a ragged matrix product.
 
     The plan's buffers are ``lhs``, ``rhs``, the groups' bounds and the output.

@@ -17,7 +17,7 @@ import numpy as np
 from jax_tilekern.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch
+from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch, LaunchPlan, NoKernel
 from jax_tilekern.plans.mma import refusal
 from jax_tilekern.plans.mma_cost import busy_cycles
 from jax_tilekern.plans.mma_kernel import (
@@ -29,7 +29,7 @@ from jax_tilekern.plans.mma_kernel import (
     pack_shape,
 )
 from jax_tilekern.plans.mma_operand import Operand, has_vector_rows, lhs_operand, rhs_operand
-from jax_tilekern.plans.product import Candidate, MatmulPlan, NoKernel, Product
+from jax_tilekern.plans.product import Candidate, Product
 from jax_tilekern.plans.ragged_product import RaggedGeometry, RaggedProduct, pack_groups
 from jax_tilekern.plans.tile_order import band_height
 
@@ -72,7 +72,7 @@ class RaggedMmaCandidate(Candidate):
         tile = self.instance.tile
         return f"ragged {self.instance.family} {tile.block_m}x{tile.block_n}"
 
-    def plan(self, gpu: Gpu) -> MatmulPlan:
+    def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it."""
         product, instance = self.product, self.instance
         geometry, tile = product.geometry, instance.tile
@@ -85,7 +85,7 @@ class RaggedMmaCandidate(Candidate):
             parameters=(*map(Buffer, range(4)), shape, pack_groups(geometry)),
             shared_memory_bytes=instance.shared_memory_bytes,
         )
-        return MatmulPlan(
+        return LaunchPlan(
             name=f"ragged_{instance.family}_matmul {product.arithmetic}",
             gpu=gpu,
             launches=(launch,),

@@ -18,8 +18,8 @@ from jax_tilekern.compiler import compile_kernels
 from jax_tilekern.plans import mma_kernel
 from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer
-from jax_tilekern.plans.product import Candidate, MatmulPlan, Product
+from jax_tilekern.plans.launch import Buffer, LaunchPlan
+from jax_tilekern.plans.product import Candidate, Product
 from jax_tilekern.plans.ragged_product import (
     RaggedGeometry,
     RaggedProduct,
@@ -96,7 +96,7 @@ class RaggedWgmmaCandidate(Candidate):
         """The tile, and the order of the operands."""
         return f"ragged wgmma {self.tile}" + (" exchanged" if self.exchanged else "")
 
-    def plan(self, gpu: Gpu) -> MatmulPlan:
+    def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it."""
         product, instance = self.product, self.instance
         view = _view(product, self.exchanged)
@@ -116,7 +116,7 @@ class RaggedWgmmaCandidate(Candidate):
         )
         out_alignment = BOX_STRIDE_BYTES if instance.out_boxes else product.out_dtype.itemsize
         reason = f"{self.tile}, {instance.stages} stages, {product.geometry.groups} groups"
-        return MatmulPlan(
+        return LaunchPlan(
             name=f"ragged_wgmma_matmul {product.arithmetic}",
             gpu=gpu,
             launches=(launch,),

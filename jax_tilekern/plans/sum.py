@@ -11,8 +11,8 @@ import numpy as np
 
 from jax_tilekern.plans.geometry import MAX_BATCH_DIMS
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, LaunchPlan
-from jax_tilekern.plans.product import LAUNCH_CYCLES, MEMORY_BANDWIDTH, NoKernel
+from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
+from jax_tilekern.plans.product import LAUNCH_CYCLES, MEMORY_BANDWIDTH
 from jax_tilekern.plans.reduction import Reduction
 from jax_tilekern.plans.reduction_passes import Passes, reduction_passes
 from jax_tilekern.plans.xla import sum_left_to_xla
@@ -112,16 +112,22 @@ def sum_candidates(
     return found
 
 
-def choose_sum(dims: SummedDims, dtype: _Dtype, out_dtype: _Dtype, gpu: Gpu) -> Passes | NoKernel:
-    """Return the first of the candidates, unless XLA is known to be faster."""
+def plan_sum(dims: SummedDims, dtype: _Dtype, out_dtype: _Dtype, gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Compile the first of the candidates, unless XLA is known to be faster.
+
+    Raises
+    ------
+    NvrtcNotFound
+        If there is no NVRTC to compile the kernels with.
+    """
     found = sum_candidates(dims, dtype, out_dtype, gpu)
     if isinstance(found, NoKernel):
         return found
     reason = sum_left_to_xla(found[0].passes[0].reduction, gpu)
-    return NoKernel(reason) if reason else found[0]
+    return NoKernel(reason) if reason else compiled_sum(found[0], gpu)
 
 
-def sum_plan(passes: Passes, gpu: Gpu) -> LaunchPlan:
+def compiled_sum(passes: Passes, gpu: Gpu) -> LaunchPlan:
     """Compile one of the candidates.
 
     Raises
@@ -137,6 +143,7 @@ def sum_plan(passes: Passes, gpu: Gpu) -> LaunchPlan:
         launches=passes.launches(compiled, (Buffer(0),), Buffer(1)),
         alignments=(passes.operand_alignment, last.out_dtype.itemsize),
         workspace_bytes=passes.workspace_bytes,
+        reason=passes.reason,
     )
 
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 from jax_tilekern.plans import transpose_boxes
 from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.permutation import Permutation
 from jax_tilekern.plans.transpose_boxes import BoxTranspose
 from jax_tilekern.plans.transpose_candidate import Candidate
@@ -51,7 +52,29 @@ _LEAST_UNALIGNED_BYTES = 2**24
 _LEAST_NARROW_BYTES = 2**26
 
 
-def candidates(permutation: Permutation, gpu: Gpu) -> list[Candidate] | str:
+def plan_transpose(permutation: Permutation, gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Compile the first of the candidates, unless XLA is known to be faster.
+
+    Parameters
+    ----------
+    permutation
+        Reduced, of at least two dimensions.
+    gpu
+        The one to plan for.
+
+    Raises
+    ------
+    NvrtcNotFound
+        If there is no NVRTC to compile the kernel with.
+    """
+    found = candidates(permutation, gpu)
+    if isinstance(found, NoKernel):
+        return found
+    reason = left_to_xla(permutation, gpu)
+    return NoKernel(reason) if reason else found[0].plan(gpu)
+
+
+def candidates(permutation: Permutation, gpu: Gpu) -> list[Candidate] | NoKernel:
     """Return the ways to compute a permutation, best first, or why there is none.
 
     Parameters
@@ -64,19 +87,21 @@ def candidates(permutation: Permutation, gpu: Gpu) -> list[Candidate] | str:
     permutation = permutation.widened
     dims = len(permutation.sizes)
     if dims - (1 if permutation.keeps_innermost else 2) > MAX_OUTER_DIMS:
-        return f"{dims} dimensions are moved, more than kernels take"
-    too_many = f"{permutation.size_bytes} bytes take more blocks than a launch has"
+        return NoKernel(f"{dims} dimensions are moved, more than kernels take")
+    too_many = NoKernel(f"{permutation.size_bytes} bytes take more blocks than a launch has")
     if permutation.keeps_innermost:
         if permutation.row_bytes < SECTOR_BYTES:
-            return f"rows of {permutation.row_bytes} bytes are too short to be copied each"
+            return NoKernel(
+                f"rows of {permutation.row_bytes} bytes are too short to be copied each"
+            )
         return [*_row_copies(permutation)] or too_many
     matrices = Matrices.of(permutation)
     narrow = list(_narrow(permutation, matrices))
     rows, columns = matrices.rows * matrices.itemsize, matrices.columns * matrices.itemsize
     if rows * matrices.columns < _LEAST_MATRIX_BYTES:
-        return f"matrices of {rows * matrices.columns} bytes are too small for tiles"
+        return NoKernel(f"matrices of {rows * matrices.columns} bytes are too small for tiles")
     if not narrow and min(rows, columns) < SECTOR_BYTES:
-        return f"rows of {min(rows, columns)} bytes are too short for tiles"
+        return NoKernel(f"rows of {min(rows, columns)} bytes are too short for tiles")
     found: list[Candidate] = [*narrow, _tiles(matrices), *_boxes(matrices, gpu)]
     if _LEAST_BOX_BYTES <= permutation.size_bytes <= _MOST_BOX_BYTES:
         found[len(narrow) :] = reversed(found[len(narrow) :])

@@ -56,4 +56,5 @@ class Candidate(ABC):
             gpu=gpu,
             launches=(self.launch(compiled, gpu),),
             alignments=(VECTOR_BYTES, VECTOR_BYTES),
+            reason=self.reason,
         )

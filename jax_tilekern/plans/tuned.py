@@ -27,7 +27,8 @@ import platformdirs
 
 from jax_tilekern.nvrtc import CompileError
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.product import Candidate, MatmulPlan, NoKernel, Product
+from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.product import Candidate, Product
 
 # The winner where no kernel was faster than XLA's own product. No candidate has this key.
 XLA = "xla"
@@ -230,7 +231,7 @@ def recorded_products() -> Iterator[list[Product]]:
 
 def tuned_plan(
     product: Product, gpu: Gpu, candidates: Sequence[Candidate]
-) -> MatmulPlan | NoKernel | None:
+) -> LaunchPlan | NoKernel | None:
     """Return the plan that tuning chose, or ``None`` if the choice is the cost model's."""
     recorded = _recorded.get()
     if recorded is not None:

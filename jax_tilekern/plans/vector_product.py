@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer
-from jax_tilekern.plans.product import Candidate, MatmulPlan, Product
+from jax_tilekern.plans.launch import Buffer, LaunchPlan
+from jax_tilekern.plans.product import Candidate, Product
 from jax_tilekern.plans.reduction import Reduction
 from jax_tilekern.plans.reduction_passes import Passes, reduction_passes
 
@@ -57,12 +57,12 @@ class VectorProductCandidate(Candidate):
         """The kernel, its threads and its splits."""
         return self.passes.key
 
-    def plan(self, gpu: Gpu) -> MatmulPlan:
+    def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it."""
         product, passes = self.product, self.passes
         compiled = passes.compile(gpu)
         operands = (Buffer(1), Buffer(0)) if self.exchanged else (Buffer(0), Buffer(1))
-        return MatmulPlan(
+        return LaunchPlan(
             name=f"vector_product {product.arithmetic}",
             gpu=gpu,
             launches=passes.launches(compiled, operands, Buffer(2)),

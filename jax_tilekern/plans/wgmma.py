@@ -18,9 +18,9 @@ from jax_tilekern.compiler import compile_kernels
 from jax_tilekern.plans import mma_kernel
 from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer
+from jax_tilekern.plans.launch import Buffer, LaunchPlan
 from jax_tilekern.plans.pack_operand import PackPass
-from jax_tilekern.plans.product import Candidate, MatmulPlan, Product, copy_cycles
+from jax_tilekern.plans.product import Candidate, Product, copy_cycles
 from jax_tilekern.plans.strided_rows import StridedOperand
 from jax_tilekern.plans.sum_splits import SumPass
 from jax_tilekern.plans.wgmma_cost import busy_cycles
@@ -93,7 +93,7 @@ class WgmmaCandidate(Candidate):
         text = f"wgmma {self.tile}" + (" exchanged" if self.exchanged else "")
         return text + (f" in {self.splits} splits" if self.splits > 1 else "")
 
-    def plan(self, gpu: Gpu) -> MatmulPlan:
+    def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it, with the passes that it needs."""
         product, instance = self.product, self.instance
         packs = _packs(product)
@@ -115,7 +115,7 @@ class WgmmaCandidate(Candidate):
         if sums:
             launches.append(sums.launch(compiled, workspaces[id(sums)], Buffer(2)))
         out_alignment = BOX_STRIDE_BYTES if instance.out_boxes else product.out_dtype.itemsize
-        return MatmulPlan(
+        return LaunchPlan(
             name=f"wgmma_matmul {product.arithmetic}",
             gpu=gpu,
             launches=tuple(launches),

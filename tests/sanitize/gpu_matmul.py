@@ -22,9 +22,9 @@ from jax_tilekern import ffi
 from jax_tilekern.compiler import compile_source
 from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import current_gpu
-from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan
+from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel
 from jax_tilekern.plans.matmul import candidates
-from jax_tilekern.plans.product import Candidate, NoKernel, Product
+from jax_tilekern.plans.product import Candidate, Product
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 BF16 = ml_dtypes.bfloat16

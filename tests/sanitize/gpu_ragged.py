@@ -22,7 +22,8 @@ import jax_tilekern as jtk
 from jax_tilekern import ffi
 from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import current_gpu
-from jax_tilekern.plans.product import Candidate, MatmulPlan, NoKernel
+from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.product import Candidate
 from jax_tilekern.plans.ragged_matmul import candidates
 from jax_tilekern.plans.ragged_product import RaggedGeometry, RaggedProduct
 
@@ -166,7 +167,7 @@ def choices() -> list[tuple[Call, Candidate]]:
     return chosen
 
 
-def run(call: Call, plan: MatmulPlan, *arrays: np.ndarray) -> np.ndarray:
+def run(call: Call, plan: LaunchPlan, *arrays: np.ndarray) -> np.ndarray:
     """Return what a plan's kernel makes of operands and bounds."""
     primitive = Primitive(f"ragged_product_{call.arithmetic}")
     out = jax.core.ShapedArray(out_shape(call), np.dtype(TYPES[call.arithmetic][2]))

@@ -18,7 +18,7 @@ from jax_tilekern.plans.gpu import Gpu, current_gpu
 from jax_tilekern.plans.launch import Buffer, LaunchPlan
 from jax_tilekern.plans.reduction import Reduction
 from jax_tilekern.plans.reduction_passes import Passes, reduction_passes
-from jax_tilekern.plans.sum import SummedDims, sum_candidates, sum_plan
+from jax_tilekern.plans.sum import SummedDims, compiled_sum, sum_candidates
 
 DTYPES = [np.float32, np.float64, ml_dtypes.bfloat16, np.float16]
 # Rows and columns, whole vectors and odd strides, splits, several dimensions.
@@ -68,7 +68,7 @@ def check_reductions() -> int:
             expected = x.astype(np.float64).sum(axes)
             found = sum_candidates(SummedDims.of(shape, axes), dtype, total, gpu)
             for passes in found if isinstance(found, list) else ():
-                out = run(sum_plan(passes, gpu), jax.core.ShapedArray(expected.shape, total), x)
+                out = run(compiled_sum(passes, gpu), jax.core.ShapedArray(expected.shape, total), x)
                 kinds += 1
                 if not np.array_equal(out, expected):
                     wrong.append(f"{dtype} {shape} over {axes} by {passes.key}")
