@@ -15,10 +15,10 @@ from jax_tilekern.cli import machine, main
 from jax_tilekern.cli.bench import (
     case,
     ceilings,
-    device_pairs,
     measure,
     record,
     report,
+    side_times,
     suite,
     suite_run,
 )
@@ -265,23 +265,23 @@ def found_in(activities):
 def test_device_time_is_busy_time_per_call():
     found = found_in(KERNELS)
     assert [block.side for block in found] == ["ours", "peer", "peer", "ours"]
-    times = device_pairs.of_blocks(found, CALLS)
+    times = side_times.of_blocks(found, CALLS)
     np.testing.assert_allclose(times.busy["ours"], (100e-6, 200e-6))
     np.testing.assert_allclose(times.busy["peer"], (450e-6, 600e-6))
     np.testing.assert_allclose(times.host["ours"], (2500e-6, 2500e-6))
-    assert device_pairs.pairs(times.busy, "peer") == Pairs(times.busy["ours"], times.busy["peer"])
+    assert side_times.pairs(times.busy, "peer") == Pairs(times.busy["ours"], times.busy["peer"])
     assert times.kernels == {"ours": ["a_kernel"], "peer": ["a_kernel"]}
 
 
 def test_allocations_are_not_device_time():
     extra = [*KERNELS, (2000, 4000, "memalloc_details")]
-    busy = device_pairs.of_blocks(found_in(extra), CALLS).busy
+    busy = side_times.of_blocks(found_in(extra), CALLS).busy
     np.testing.assert_allclose(busy["ours"], (100e-6, 200e-6))
 
 
 def test_clocks_may_be_a_little_apart():
     shifted = [(start - 700, end - 700, stat) for start, end, stat in KERNELS[2:]]
-    busy = device_pairs.of_blocks(found_in(KERNELS[:2] + shifted), CALLS).busy
+    busy = side_times.of_blocks(found_in(KERNELS[:2] + shifted), CALLS).busy
     np.testing.assert_allclose(busy["peer"], (450e-6, 600e-6))
 
 
@@ -312,9 +312,7 @@ def test_the_profiler_records_the_blocks():
         pytest.skip("needs a profile without device activity")
     double, x = jax.jit(lambda x: 2 * x), jnp.ones(8)
     with pytest.raises(device_time.Unattributed, match=r"blocks of 3 calls .*\[0\]"):
-        device_pairs.device_times(
-            {side: device_pairs.Side(lambda: double(x), 3, 2) for side in CALLS}
-        )
+        side_times.device_times({side: side_times.Side(lambda: double(x), 3, 2) for side in CALLS})
 
 
 def test_a_profiler_that_fails_costs_no_row(monkeypatch):

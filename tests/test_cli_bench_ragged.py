@@ -12,12 +12,13 @@ from jax import lax
 import jax_tilekern as jtk
 from jax_tilekern.cli import main
 from jax_tilekern.cli.bench import (
-    device_pairs,
     measure,
     other_peers,
+    ragged_by_blocks,
     ragged_calls,
     record,
     report,
+    side_times,
     suite,
     suite_run,
 )
@@ -82,7 +83,7 @@ def test_the_package_suites_are_well_formed(name):
     assert {r.dimensions for r in found.rows} == set(CALLS)
     assert {r.split for r in found.rows} == set(SPLITS)
     for r in found.rows:
-        for side in (OURS, lax, ragged_calls.BY_BLOCKS):
+        for side in (OURS, lax, ragged_by_blocks.BY_BLOCKS):
             results = jax.tree.leaves(jax.eval_shape(jitted(r, side), *r.structs))
             assert [x.shape for x in results] == [r.shape(x) for x in r.results], r.name
             assert {x.dtype for x in results} == {r.result_type}, r.name
@@ -148,7 +149,7 @@ def test_all_sides_compute_the_product_of_each_group(dimensions):
         r = row(dimensions, split=split, g=5)
         operands = r.random_operands(0)
         exact = expected(r, operands)
-        for side in (OURS, lax, ragged_calls.BY_BLOCKS):
+        for side in (OURS, lax, ragged_by_blocks.BY_BLOCKS):
             found = jitted(r, side)(*operands)
             np.testing.assert_allclose(found, exact, rtol=0, atol=bound, err_msg=split)
 
@@ -170,7 +171,7 @@ def test_a_layer_is_gated_and_has_gradients(dimensions):
         if dimensions == LAYER_GRADIENTS:
             square = jax.grad(lambda *x: jnp.sum(layer(*x) ** 2) / 2, (0, 1, 2, 3))
             exact = square(*operands[:-1])
-        for side in (OURS, lax, ragged_calls.BY_BLOCKS):
+        for side in (OURS, lax, ragged_by_blocks.BY_BLOCKS):
             found = jitted(r, side)(*operands)
             jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-9, 1e-9), found, exact)
 
@@ -324,15 +325,15 @@ def test_ours_takes_hardly_any_temporary_memory():
 
 
 def side(calls, rounds):
-    return device_pairs.Side(lambda: None, calls, rounds)
+    return side_times.Side(lambda: None, calls, rounds)
 
 
 def test_sides_take_turns_for_as_many_rounds_as_each_has():
     sides = {"ours": side(9, 3), "peer": side(9, 3), "slow": side(1, 1)}
-    order = device_pairs._order(sides)
+    order = side_times._order(sides)
     assert order == ["ours", "peer", "slow", "peer", "ours", "ours", "peer"]
     times = {"ours": (1.0, 2.0, 3.0), "slow": (8.0,)}
-    assert device_pairs.pairs(times, "slow").ratio.median == 8
+    assert side_times.pairs(times, "slow").ratio.median == 8
 
 
 def test_slow_peers_have_few_calls_and_rounds(monkeypatch):

@@ -17,9 +17,9 @@ from jax import Array
 
 from jax_tilekern.cli import machine
 from jax_tilekern.cli.bench.case import Case
-from jax_tilekern.cli.bench.device_pairs import Side, device_times
-from jax_tilekern.cli.bench.device_pairs import pairs as side_pairs
 from jax_tilekern.cli.bench.operations import Function
+from jax_tilekern.cli.bench.side_times import Side, device_times
+from jax_tilekern.cli.bench.side_times import pairs as side_pairs
 from jax_tilekern.cli.timing import Pairs, interleaved
 from jax_tilekern.random_operands import Operands, beyond_cache
 from jax_tilekern.wall_time import ready, repeated, wall_seconds

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import jax_tilekern
-from jax_tilekern.cli.bench import ragged_calls
+from jax_tilekern.cli.bench import ragged_by_blocks, ragged_calls
 from jax_tilekern.cli.bench.ragged_row import RaggedRow
 from jax_tilekern.cli.bench.row import Row
 from jax_tilekern.random_operands import Operands
@@ -178,6 +178,6 @@ OPERATIONS = {
             "tokamax": Peer("tokamax", ragged_calls.tokamax),
             "tokamax triton": Peer("tokamax triton", ragged_calls.tokamax_triton),
         },
-        judge=ragged_calls.BY_BLOCKS,
+        judge=ragged_by_blocks.BY_BLOCKS,
     ),
 }  # fmt: skip
