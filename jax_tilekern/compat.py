@@ -12,6 +12,7 @@ import jax
 from jax import lax
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src import dtypes as _dtypes
 from jax._src.lax import lax as _lax
 from jax.interpreters import ad, batching, mlir
 
@@ -21,6 +22,7 @@ __all__ = [
     "ad",
     "apply_primitive",
     "batching",
+    "canonicalize_dtype",
     "canonicalize_precision",
     "mlir",
     "transposed_from",
@@ -36,6 +38,9 @@ Primitive = _core.Primitive
 # Not exported by jax.lax; gives the hashable form that lax.dot_general itself binds, with
 # jax_default_matmul_precision applied.
 canonicalize_precision: Callable[[Any], Any] = _lax.canonicalize_precision
+
+# Warns of a type that is truncated, unlike jax.dtypes.canonicalize_dtype.
+canonicalize_dtype: Callable[[Any, str], Any] = _dtypes.check_and_canonicalize_user_dtype
 
 # jax.interpreters.xla.apply_primitive is deprecated; this is what it forwards to.
 apply_primitive: Callable[..., Any] = _dispatch.apply_primitive

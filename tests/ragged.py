@@ -1,5 +1,6 @@
 """Group sizes, and what a ragged product of them is: float64 products group by group."""
 
+import jax
 import numpy as np
 from hypothesis import strategies as st
 from jax import lax
@@ -76,6 +77,17 @@ def assert_matrix(out, a, b, dtype, operand_roundoff):
     bound += UNIT_ROUNDOFF[out.dtype] * frobenius(product)
     error = frobenius(exact(out) - product)
     assert error <= bound, f"error {error:.3e} exceeds {bound:.3e}"
+
+
+def on_the_cpu(function, *args):
+    """What ``function`` of ``jax.lax`` returns on the CPU, where JAX itself says what it means.
+
+    For a GPU it is an instruction of XLA's, which refuses batch dimensions with one set of sizes
+    and others, and takes float32 for TF32.
+    """
+    cpu = jax.devices("cpu")[0]
+    with jax.default_device(cpu):
+        return function(*jax.device_put(args, cpu))
 
 
 @st.composite

@@ -35,19 +35,30 @@ def snippets(text):
     return found
 
 
-@pytest.mark.parametrize("guide", [GUIDE, DOCS / "ragged-dot.md"], ids=lambda guide: guide.stem)
-def test_snippets_of_the_guide_run(guide):
-    found = snippets(guide.read_text())
-    assert len(found) >= 10
+def run_snippets(text, name):
     namespace = {"__name__": "guide"}
-    for line, code, expected in found:
+    for line, code, expected in snippets(text):
         printed = io.StringIO()
         # Empty lines in front, so that errors have the guide's own line numbers.
         with contextlib.redirect_stdout(printed):
-            exec(compile("\n" * line + code, str(guide), "exec"), namespace)
+            exec(compile("\n" * line + code, name, "exec"), namespace)
         if expected is not None:
             check = doctest.OutputChecker().check_output
             assert check(expected, printed.getvalue(), doctest.ELLIPSIS), (line, printed.getvalue())
+
+
+@pytest.mark.parametrize("guide", [GUIDE, DOCS / "ragged-dot.md"], ids=lambda guide: guide.stem)
+def test_snippets_of_the_guide_run(guide):
+    text = guide.read_text()
+    assert len(snippets(text)) >= 10
+    run_snippets(text, str(guide))
+
+
+def test_examples_of_the_readme_run():
+    text, tuning, _ = (DOCS.parent / "README.md").read_text().partition("## Tuning")
+    assert tuning
+    assert len(snippets(text)) == 3
+    run_snippets(text, "README.md")
 
 
 HEADERS = _HEADER.findall(GUIDE.read_text())

@@ -7,22 +7,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.plans.arithmetic import FP8, Converted
 from jax_tilekern.plans.contraction import Contraction, Labels
 
+# Integers that have no implicit promotion.
+_IN_8_BITS = {np.dtype(jnp.int4): np.dtype(np.int8), np.dtype(jnp.uint4): np.dtype(np.uint8)}
+
 
 def common_type(lhs: Array, rhs: Array) -> tuple[Array, Array]:
     """Cast two operands to a common type, unless a product of their types has kernels."""
-    types = lhs.dtype, rhs.dtype
-    if types[0] == types[1] or all(t in FP8 for t in types):
+    if lhs.dtype == rhs.dtype or all(x.dtype in FP8 for x in (lhs, rhs)):
         return lhs, rhs
+    types = [_IN_8_BITS.get(x.dtype, x.dtype) for x in (lhs, rhs)]
     try:
         common = jnp.promote_types(*types)
-    # An 8-bit float has no implicit promotion; the wider type holds it.
+    # An 8-bit float has no implicit promotion. A wider type holds it, and float32 any two of them.
     except jax.dtypes.TypePromotionError:
         common = max(types, key=lambda t: t.itemsize)
+        common = common if common.itemsize > 1 else np.dtype(np.float32)
+    # No integer holds both int64 and uint64, and no float does.
+    if jnp.issubdtype(common, jnp.floating) and all(jnp.issubdtype(t, jnp.integer) for t in types):
+        return lhs, rhs
     return lhs.astype(common), rhs.astype(common)
 
 
@@ -53,13 +61,18 @@ def product_by_lax(
     lhs: Array, rhs: Array, contraction: Contraction, *, precision: Any, out_dtype: Any
 ) -> Array:
     """Contract two arrays with ``lax.dot_general``."""
+    # int8 and uint8 are multiplied as int16, and their product is an int8 to JAX; but no result of
+    # lax.dot_general is narrower than its operands, unless they are floats.
+    narrower = np.dtype(out_dtype).itemsize < lhs.dtype.itemsize
+    rounded = narrower and not jnp.issubdtype(lhs.dtype, jnp.floating)
     out = lax.dot_general(
         lhs,
         rhs,
         contraction.dimension_numbers,
         precision=precision,
-        preferred_element_type=out_dtype,
+        preferred_element_type=None if rounded else out_dtype,
     )
+    out = out.astype(out_dtype) if rounded else out
     return transposed(out, contraction.dot_general_out, contraction.out)
 
 

@@ -288,8 +288,8 @@ def _gathered(
     bounds = bounds.reshape(*shape[: len(batch)], -1, shape[-1])
     together = bounds.shape[-2] * rows
 
-    position = jnp.arange(rows, dtype=np.int32)
-    group = (bounds[..., 1:, None] <= position).sum(-2, dtype=np.int32)
+    position = lax.broadcasted_iota(np.int32, (*bounds.shape[:-1], rows), bounds.ndim - 1)
+    group = (bounds[..., 1:, None] <= position[..., None, :]).sum(-2, dtype=np.int32)
     group = jnp.where(position < bounds[..., :1], bounds.shape[-1], group)
     order = jnp.argsort(group.reshape(*shape[: len(batch)], together), stable=True)
 

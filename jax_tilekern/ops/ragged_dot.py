@@ -155,12 +155,15 @@ def ragged_dot_general(
     TypeError
         If the dimension numbers do not fit the operands, or sizes or types do not match.
     NotImplementedError
-        If there is a ``group_offset`` and the ragged dimension is a batch dimension, or if the
-        ragged dimension has 2**31 rows or more.
+        If there is a ``group_offset`` and the ragged dimension is a batch dimension, if the ragged
+        dimension has 2**31 rows or more, or, as in JAX, under a mesh with explicit axes.
     ValueError or jax.errors.JaxRuntimeError
         If ``debug`` finds an error in the sizes; the latter where a compiled program is run.
     """
     numbers = ragged_dot_dimension_numbers
+    if preferred_element_type is not None:
+        # lax.ragged_dot_general takes a float64 without x64 as it is, and fails when it is lowered.
+        preferred_element_type = compat.canonicalize_dtype(preferred_element_type, "ragged_dot")
     result = jax.eval_shape(
         functools.partial(
             lax.ragged_dot_general,
