@@ -37,8 +37,8 @@ struct MatmulConfig {
 
 inline constexpr int kMaxBatchDims = 4;
 
-// Run-time sizes and strides; `pack_shape` in `plans/mma_kernel.py` packs the same fields in the same
-// order. Strides are in elements.
+// Run-time sizes and strides; `pack_shape` in `plans/mma_kernel.py` packs the same fields in the
+// same order. Strides are in elements.
 struct MatmulShape {
   // Of the batch dimensions, outermost first; unused ones come first with size 1.
   int64 lhs_batch_strides[kMaxBatchDims];
