@@ -331,6 +331,18 @@ def test_debug_raises(sizes, offset, message):
             jax.effects_barrier()
 
 
+@pytest.mark.parametrize(("sizes", "offset", "message"), [
+    *WRONG, ([2**32 + 1, 2, 3], None, r"group_sizes \[4294967297, 2, 3\] exceed the 6 rows"),
+])  # fmt: skip
+def test_debug_raises_at_once_for_numpys_sizes(sizes, offset, message):
+    def run(x):
+        return jtk.ragged_dot(x, W, np.array(sizes), group_offset=offset, debug=True)
+
+    for call in (run, jax.jit(run)):
+        with pytest.raises(ValueError, match=message):
+            call(X)
+
+
 def test_debug_passes_what_is_right(layer):
     x, w, sizes = layer
     got = jax.jit(functools.partial(jtk.ragged_dot, debug=True))(x, w, sizes)

@@ -64,7 +64,8 @@ def ragged_dot(
         sum of their results is the whole.
     debug
         Check on the host, whenever the product is computed, that no size is negative, that the
-        groups do not exceed the rows and that the groups from the offset on exist.
+        groups do not exceed the rows and that the groups from the offset on exist. Sizes that are
+        NumPy's are checked when the call is traced.
 
     Returns
     -------
@@ -177,6 +178,7 @@ def ragged_dot_general(
         if group_offset is None
         else _sizes_from_offset(rhs, group_sizes, group_offset, numbers),
     )
+    given_sizes = group_sizes
     lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
     offset = None if group_offset is None else jnp.asarray(group_offset)
     (lhs_contracting, _), (lhs_batch, _) = numbers.dot_dimension_numbers
@@ -206,7 +208,7 @@ def ragged_dot_general(
     if isinstance(rows, int) and rows >= 2**31:
         raise NotImplementedError(f"ragged dimension of size {rows} in lhs: less than 2**31 only")
     if debug:
-        _check_sizes(group_sizes, rows, offset, 0 if ragged in lhs_contracting else count)
+        _check_sizes(given_sizes, rows, group_offset, 0 if ragged in lhs_contracting else count)
     product = contract_groups(
         lhs,
         rhs,
@@ -246,8 +248,11 @@ def _sizes_from_offset(
     return jax.ShapeDtypeStruct(shape, sizes.dtype)
 
 
-def _check_sizes(group_sizes: Array, rows: int, offset: Array | None, count: int) -> None:
-    """Raise on the host if sizes make no sense, or there are no ``count`` groups from an offset."""
+def _check_sizes(group_sizes: ArrayLike, rows: int, offset: ArrayLike | None, count: int) -> None:
+    """Raise on the host if sizes make no sense, or there are no ``count`` groups from an offset.
+
+    At once if both are NumPy's, whose 64 bits JAX may cut off.
+    """
 
     def check(sizes: Any, offset: Any) -> None:
         sizes = np.asarray(sizes)
@@ -262,4 +267,8 @@ def _check_sizes(group_sizes: Array, rows: int, offset: Array | None, count: int
                 f"{what}, group_offset {first}: there are no {count} groups from there on"
             )
 
-    jax.debug.callback(check, group_sizes, 0 if offset is None else offset)
+    values = group_sizes, 0 if offset is None else offset
+    if any(isinstance(x, Array) for x in values):
+        jax.debug.callback(check, *values)
+    else:
+        check(*values)
