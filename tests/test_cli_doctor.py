@@ -168,3 +168,13 @@ def test_nvidia_smi_is_read(monkeypatch):
     assert gpu["temperature.gpu"] == "31"
     finished.returncode = 9  # no driver
     assert machine.nvidia_smi() == []
+
+
+def test_paths_of_libraries_are_from_the_packages_on(monkeypatch, tmp_path):
+    library = tmp_path / "site-packages" / "nvidia" / "libnvrtc.so.13"
+    found = SimpleNamespace(path=str(library), version=(13, 0))
+    monkeypatch.setattr(machine.compiler, "nvrtc", lambda: found)
+    assert machine.nvrtc()["path"] == str(library)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    assert machine.nvrtc() == {"path": "nvidia/libnvrtc.so.13", "version": "13.0", "why_none": None}

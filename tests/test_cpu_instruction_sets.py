@@ -143,8 +143,10 @@ def digests():
     for dtype in (np.float32, np.float64, BF16):
         for left, right in shapes:
             calls.append((jtk.matmul, dtype, (left, right)))
-        # A sum of all, of few long rows, of columns, of what lies between; a dot product.
-        for shape, axis in (((900001,), 0), ((3, 300001), 1), ((3001, 301), 0), ((3, 999, 99), 1)):
+        # A sum of all, of long rows and of shorter ones, of columns, of what lies between; a dot
+        # product.
+        for shape, axis in (((900001,), 0), ((3, 300001), 1), ((999, 901), 1), ((3001, 301), 0),
+                            ((3, 999, 99), 1)):  # fmt: skip
             calls.append((partial(jtk.sum, axis=axis), dtype, (shape,)))
         calls.append((jtk.vdot, dtype, ((900001,), (900001,))))
     found = {}
@@ -174,7 +176,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
     outputs = [process.communicate()[0] for process in processes]
     assert all(process.returncode == 0 for process in processes)
     one, several = map(json.loads, outputs)
-    assert len(one) == 27 * len(LEVELS)
+    assert len(one) == 30 * len(LEVELS)
     assert several == one
 
 

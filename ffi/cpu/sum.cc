@@ -31,6 +31,8 @@ constexpr int64_t kNarrow = 128;
 // it is shared at most.
 constexpr int64_t kPiece = 256 << 10;
 constexpr int64_t kMaxPieces = 512;
+// Rows that a task adds up at least, down shared columns, each of which has a total to be written.
+constexpr int64_t kRowsOfPiece = 256;
 // So many groups of outputs keep all threads busy without sharing sums.
 constexpr int64_t kManyGroups = 64;
 
@@ -58,11 +60,12 @@ class Sums {
     if (along_) group_ = std::clamp<int64_t>(kPiece / cols_ / reduced_.count, 1, group_);
     groups_ = CeilDiv(kept, group_);
     // How a sum is cut depends on the sizes alone.
-    const int64_t elements = group_ * deep * reduced_.count;
+    const int64_t depth = deep * reduced_.count, elements = group_ * depth;
+    const int64_t most = kMaxPieces / (kept_.count * groups_);
+    const int64_t worthwhile =
+        along_ ? elements / kPiece : std::min(elements / kPiece, depth / kRowsOfPiece);
     const int64_t pieces =
-        kept_.count * groups_ >= kManyGroups
-            ? 1
-            : std::clamp<int64_t>(elements / kPiece, 1, kMaxPieces / (kept_.count * groups_));
+        kept_.count * groups_ >= kManyGroups ? 1 : std::clamp<int64_t>(worthwhile, 1, most);
     cuts_matrices_ = deep >= reduced_.count;
     const int64_t cut = cuts_matrices_ ? deep : reduced_.count;
     piece_ = CeilDiv(cut, pieces);

@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -155,10 +156,16 @@ def nvrtc() -> dict[str, Any]:
     except compiler.NvrtcNotFound as error:
         return {"path": None, "version": None, "why_none": str(error)}
     return {
-        "path": library.path,
+        "path": _within_packages(library.path),
         "version": ".".join(map(str, library.version)),
         "why_none": None,
     }
+
+
+def _within_packages(path: str) -> str:
+    """Return a file's path from the folder of packages that it is in, which records can share."""
+    folders = [folder for folder in sys.path if folder and Path(path).is_relative_to(folder)]
+    return str(Path(path).relative_to(max(folders, key=len))) if folders else path
 
 
 def cache() -> dict[str, Any]:
