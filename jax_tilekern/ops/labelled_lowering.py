@@ -1,7 +1,7 @@
 """What lowering the primitives over labelled dimensions has in common.
 
-Which arithmetic computes a product, where a kernel reads its operands, and which it is. A planner
-gets MLIR values, so it can see where they come from.
+Which arithmetic computes a product, and where a kernel reads its operands. A planner gets MLIR
+values, so it can see where they come from.
 """
 
 from __future__ import annotations

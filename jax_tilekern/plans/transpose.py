@@ -75,15 +75,7 @@ def plan_transpose(permutation: Permutation, gpu: Gpu) -> LaunchPlan | NoKernel:
 
 
 def candidates(permutation: Permutation, gpu: Gpu) -> list[Candidate] | NoKernel:
-    """Return the ways to compute a permutation, best first, or why there is none.
-
-    Parameters
-    ----------
-    permutation
-        Reduced, of at least two dimensions.
-    gpu
-        The one to plan for.
-    """
+    """Return the ways to compute a reduced permutation, best first, or why there is none."""
     permutation = permutation.widened
     dims = len(permutation.sizes)
     if dims - (1 if permutation.keeps_innermost else 2) > MAX_OUTER_DIMS:

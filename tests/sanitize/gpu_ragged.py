@@ -1,7 +1,7 @@
 """Small ragged products on the GPU, to be run under compute-sanitizer; see ``.ci/sanitize``.
 
 Groups begin and end anywhere, are empty or have all rows; what rows of no group hold must not
-matter. Arguments are arithmetics, all by default: racecheck takes minutes for each, on one core.
+matter. Arguments are arithmetics, all by default, so that several processes can share the work.
 """
 
 from __future__ import annotations
