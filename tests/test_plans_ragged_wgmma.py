@@ -122,10 +122,16 @@ def bounds_of(data, geometry):
 
 def parameters_of(plan):
     """The kernel's parameters, structs by field."""
-    (launch,) = plan.launches
-    lhs, rhs, out_map, out, rhs_step, bounds, shape, groups = launch.parameters
-    assert (bounds, out) == (Buffer(2), Buffer(3))
+    lhs, rhs, out_map, out, rhs_step, bounds, taken, shape, groups = launch_of(plan).parameters
+    assert (bounds, out, taken) == (Buffer(2), Buffer(3), Buffer(4))
     return lhs, rhs, rhs_step, out_map, unpack_shape(shape), unpack_groups(groups)
+
+
+def launch_of(plan):
+    """The kernel's launch, after that which clears what it counts in."""
+    clear, launch = plan.launches
+    assert (clear.grid, clear.block, clear.parameters) == ((1, 1, 1), (1, 1, 1), (Buffer(4),))
+    return launch
 
 
 # -- What the kernel does. -------------------------------------------------------------------------
@@ -230,6 +236,37 @@ def items_of_k(shape, groups, bounds, config):
             share=span.begin - k,
             batch=batch_positions(shape, stacked),
         )
+
+
+class Taker:
+    """``RaggedItems::Producer``: how one of the grid's blocks comes by its items."""
+
+    def __init__(self, block, grid, items, config, counter):
+        last_rounds = constant("ragged_items.cuh", "kLastRounds")
+        rounds = 0 if config.ragged == "k" else max(0, items // grid - last_rounds)
+        self.in_turn, self.grid, self.counter = rounds * grid, grid, counter
+        self.upcoming = block - grid
+        self.look_ahead()
+
+    def look_ahead(self):
+        self.upcoming += self.grid
+        if self.upcoming >= self.in_turn:
+            self.upcoming = self.in_turn + next(self.counter)
+
+
+@given(cases("m") | cases("k"), st.integers(0, 3000), st.integers(1, 132), st.randoms())
+def test_every_item_is_taken_once(choice, items, grid, random):
+    counter = itertools.count()
+    waiting = [Taker(block, grid, items, choice.instance, counter) for block in range(grid)]
+    taken = []
+    while waiting:
+        taker = random.choice(waiting)
+        if taker.upcoming < items:
+            taken.append(taker.upcoming)
+            taker.look_ahead()
+        else:
+            waiting.remove(taker)
+    assert sorted(taken) == list(range(items))
 
 
 def copied_lines(lines, config):
@@ -383,7 +420,7 @@ def test_launches_have_what_the_kernel_takes(choice):
     product, config = choice.product, choice.instance
     geometry, g = product.geometry, product.geometry.product
     plan = plan_of(choice)  # in which TensorMap checks the driver's rules
-    (launch,) = plan.launches
+    launch = launch_of(plan)
     lhs, rhs, rhs_step, out_map, shape, groups = parameters_of(plan)
 
     assert launch.grid == (min(choice.items, H100.multiprocessors), 1, 1)
@@ -394,7 +431,7 @@ def test_launches_have_what_the_kernel_takes(choice):
 
     out_alignment = 16 if config.out_boxes else product.out_dtype.itemsize
     assert plan.alignments == (16, 16, 4, out_alignment)
-    assert plan.workspace_bytes == ()
+    assert plan.workspace_bytes == (4,)
     assert plan.name == f"ragged_wgmma_matmul {product.arithmetic}"
     assert plan.reason.startswith(f"{choice.tile}, {config.stages} stages, {geometry.groups} ")
 
@@ -582,7 +619,7 @@ def test_plans_for_any_number_of_multiprocessors(multiprocessors):
     gpu = replace(H100, multiprocessors=multiprocessors)
     for product in TAKEN[0], TAKEN[7]:
         for choice in candidates(product, gpu):
-            (launch,) = plan_of(choice, gpu).launches
+            launch = launch_of(plan_of(choice, gpu))
             assert launch.grid == (min(choice.items, multiprocessors), 1, 1)
 
 
@@ -597,7 +634,7 @@ def constant(file, name):
 def test_every_field_of_the_groups_is_packed():
     fields = struct_fields("ragged_groups.cuh", "GroupShape")
     assert struct.calcsize(f"{layout_of(fields)}0q") == struct.calcsize(GROUPS_LAYOUT)
-    (launch,) = plan_of(next(candidates(TAKEN[0], H100))).launches
+    launch = launch_of(plan_of(next(candidates(TAKEN[0], H100))))
     assert list(unpack_groups(launch.parameters[-1])) == [name for _, name, _ in fields]
 
 
@@ -658,8 +695,8 @@ SINGLE_STORES = ragged_product_of("int8", "m", 5, 2000, 511, 336, rhs_k_major=Tr
 def test_parameters_are_those_of_the_compiled_kernels(product):
     choice = min(candidates(product, H100), key=lambda choice: choice.cycles)
     # Launch compares them.
-    (launch,) = choice.plan(H100).launches
-    (fake,) = plan_of(choice).launches
-    assert launch.entry.parameter_bytes == fake.entry.parameter_bytes
-    assert launch.parameters == fake.parameters
-    assert launch.entry.spill_bytes == 0
+    launches, fakes = choice.plan(H100).launches, plan_of(choice).launches
+    for launch, fake in zip(launches, fakes, strict=True):
+        assert launch.entry.parameter_bytes == fake.entry.parameter_bytes
+        assert launch.parameters == fake.parameters
+        assert launch.entry.spill_bytes == 0

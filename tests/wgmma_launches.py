@@ -18,7 +18,8 @@ _SHAPE_BYTES, _GROUPS_BYTES = struct.calcsize(SHAPE_LAYOUT), struct.calcsize(GRO
 
 _PARAMETER_BYTES = {
     "wgmma_matmul": (128, 128, 128, 8, _SHAPE_BYTES),
-    "ragged_wgmma_matmul": (128, 128, 128, 8, 128, 8, _SHAPE_BYTES, _GROUPS_BYTES),
+    "ragged_wgmma_matmul": (128, 128, 128, 8, 128, 8, 8, _SHAPE_BYTES, _GROUPS_BYTES),
+    "clear_items_taken": (8,),
     "pack_operand": (8, 8, 104),
     "sum_splits": (8, 8, 96),
 }
@@ -42,8 +43,8 @@ class FakeCompiled:
 
 
 def kernel_of(name):
-    """The template's name."""
-    return re.match(r"tilekern::(\w+)<", name)[1]
+    """The kernel's name, or its template's."""
+    return re.match(r"tilekern::(\w+)", name)[1]
 
 
 def plan_of(candidate, gpu=H100):

@@ -13,13 +13,18 @@ namespace tilekern {
 // as a group has for it, or the contracted one.
 enum class Ragged { kN, kK };
 
-// The copying thread looks for the block's items, and tells the multiplying warpgroups of them
-// through a ring in shared memory. Items go to blocks in turn: where each has its own amount of
-// work, there are so many that they even out.
+// To run before the kernel: nobody has taken an item yet.
+__global__ void clear_items_taken(int32* items_taken) { *items_taken = 0; }
+
+// The copying thread takes one item after the other, and tells the multiplying warpgroups of them
+// through a ring in shared memory. Each item has its own amount of work, so whoever is free takes
+// the next one. But blocks that read the same operands do so best at the same time, so columns of
+// the output go to blocks in turn until the last rounds, which even out what they differ by.
 template <WgmmaConfig config, Ragged ragged, int line_step, int long_box_lines>
 class RaggedItems {
   static constexpr int kSlots = 4;
   static constexpr int kSlotBytes = 32;
+  static constexpr int kLastRounds = 8;
   static constexpr int kConsumerWarps = 4 * config.consumers;
   static constexpr int kNoMore = -1;
   static_assert(config.cluster == 1);
@@ -35,6 +40,8 @@ class RaggedItems {
     const WgmmaShape& shape;
     const GroupShape& groups;
     const int32* bounds;
+    // By all blocks, of those that are not dealt out in turn.
+    int32* items_taken;
     uint32 slots = 0;
     int32* first_tiles = nullptr;
 
@@ -58,21 +65,33 @@ class RaggedItems {
 
   class Producer {
    public:
-    Producer(const Source& source, int)
-        : source_(source), item_(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {}
+    Producer(const Source& source, int) : source_(source) {
+      const int grid = gridDim.x;
+      in_turn_ = kPartialK ? 0 : max_of(0, items() / grid - kLastRounds) * grid;
+      upcoming_ = static_cast<int>(blockIdx.x) - grid;
+      look_ahead();
+    }
 
     bool next() {
-      item_ += gridDim.x;
       wait(source_.empty(ring_.stage), ring_.parity ^ 1);
+      item_ = upcoming_;
       const bool found = item_ < items();
       if (found) {
         find();
+        if (k_tiles_ == 0) look_ahead();
       } else {
         k_tiles_ = kNoMore;
       }
       tell();
       ring_.advance();
       return found;
+    }
+
+    // Takes the next item, whose number is a while in coming. No earlier than need be, for who
+    // takes it should be who can soonest begin it.
+    void look_ahead() {
+      upcoming_ += gridDim.x;
+      if (upcoming_ >= in_turn_) upcoming_ = in_turn_ + atomicAdd(source_.items_taken, 1);
     }
 
     int k_tiles() const { return k_tiles_; }
@@ -138,7 +157,10 @@ class RaggedItems {
     }
 
     const Source& source_;
-    int item_;
+    int item_ = 0;
+    int upcoming_;
+    // Items that are dealt out in turn.
+    int in_turn_;
     RingPosition<kSlots> ring_;
     WorkItem work_ = {};
     // Lines of the tile, or the first of k that are another's.

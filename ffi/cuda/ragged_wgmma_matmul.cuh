@@ -15,10 +15,11 @@ __global__ void __launch_bounds__(config.threads(), 1)
                         const __grid_constant__ TensorMap rhs,
                         const __grid_constant__ TensorMap out_map, Out* out,
                         const __grid_constant__ TensorMap rhs_step, const int32* bounds,
-                        const __grid_constant__ WgmmaShape shape,
+                        int32* items_taken, const __grid_constant__ WgmmaShape shape,
                         const __grid_constant__ GroupShape groups) {
   using Items = RaggedItems<config, ragged, line_step, long_box_lines>;
-  WgmmaMatmul<Lhs, Rhs, Out, config, Items, NoFinish>(shape, {shape, groups, bounds}, {})
+  WgmmaMatmul<Lhs, Rhs, Out, config, Items, NoFinish>(shape, {shape, groups, bounds, items_taken},
+                                                      {})
       .run(lhs, rhs, rhs_step, out_map, out);
 }
 

@@ -36,6 +36,9 @@ class DenseItems {
     return item_ < shape_.items;
   }
 
+  // Before the last copies for an item.
+  void look_ahead() const {}
+
   // The splits of a product's outputs are stacked in the last batch dimension, with all batches.
   int k_tiles() const {
     const int split = item_ / (shape_.batches * shape_.tiles_m * shape_.tiles_n);

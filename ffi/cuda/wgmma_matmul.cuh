@@ -113,6 +113,7 @@ class WgmmaMatmul {
       // Of rhs, in whole steps.
       const int lines = (items.lines() + kLineStep - 1) / kLineStep * kLineStep;
       for (int tile = 0; tile < k_tiles; ++tile) {
+        if (tile + 1 == k_tiles) items.look_ahead();
         const uint32 full = full_ + ring.stage * kBarrierBytes;
         wait(empty_ + ring.stage * kBarrierBytes, ring.parity ^ 1);
         arrive_expecting(

@@ -14,11 +14,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jax_tilekern.compiler import compile_kernels
+from jax_tilekern.compiler import Kernel, compile_kernels
 from jax_tilekern.plans import mma_kernel
 from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, LaunchPlan
+from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan
 from jax_tilekern.plans.product import Candidate, Product
 from jax_tilekern.plans.ragged_product import (
     RaggedGeometry,
@@ -43,7 +43,9 @@ from jax_tilekern.plans.wgmma_kernel import (
 )
 from jax_tilekern.plans.wgmma_launch import launch_tiles, rhs_map
 
-_BOUNDS = Buffer(2)
+_BOUNDS, _ITEMS_TAKEN = Buffer(2), Buffer(4)
+_ITEMS_TAKEN_BYTES = 4
+_CLEAR_ITEMS_TAKEN = Kernel("ragged_items.cuh", "tilekern::clear_items_taken")
 # The ring through which a block's warpgroups hear of items; see RaggedItems.
 _ITEM_SLOTS_BYTES = 4 * (32 + 2 * 8)
 _ALIGNMENT = 16
@@ -51,7 +53,7 @@ _ALIGNMENT = 16
 _MOST_SPANS = 1 << 13
 _FEWEST_STAGES = 2
 
-# Of 16-bit operands. Others have too few registers for a choice among products.
+# Products differ by so many columns at least. Each of them takes registers for addresses.
 _LINE_STEP = 32
 
 _TILES = (
@@ -100,7 +102,13 @@ class RaggedWgmmaCandidate(Candidate):
         """Compile it."""
         product, instance = self.product, self.instance
         view = _view(product, self.exchanged)
-        compiled = compile_kernels(instance.kernel, arch=gpu.arch)
+        compiled = compile_kernels(instance.kernel, _CLEAR_ITEMS_TAKEN, arch=gpu.arch)
+        clear = Launch(
+            entry=compiled.entry(_CLEAR_ITEMS_TAKEN.name),
+            grid=(1, 1, 1),
+            block=(1, 1, 1),
+            parameters=(_ITEMS_TAKEN,),
+        )
         launch = launch_tiles(
             compiled,
             self.tile,
@@ -110,7 +118,7 @@ class RaggedWgmmaCandidate(Candidate):
             gpu,
             items=self.items,
             more=(
-                (rhs_map(view, instance, instance.line_step), _BOUNDS),
+                (rhs_map(view, instance, instance.line_step), _BOUNDS, _ITEMS_TAKEN),
                 (pack_groups(product.geometry),),
             ),
         )
@@ -119,8 +127,9 @@ class RaggedWgmmaCandidate(Candidate):
         return LaunchPlan(
             name=f"ragged_wgmma_matmul {product.arithmetic}",
             gpu=gpu,
-            launches=(launch,),
+            launches=(clear, launch),
             alignments=(BOX_STRIDE_BYTES, BOX_STRIDE_BYTES, 4, out_alignment),
+            workspace_bytes=(_ITEMS_TAKEN_BYTES,),
             reason=reason + (", as the transposed product" if self.exchanged else ""),
         )
 
@@ -192,11 +201,18 @@ def _instance(
         instance,
         out_boxes=instance.out_boxes and whole_runs,
         ragged="n" if geometry.ragged == "m" else "k",
-        line_step=_LINE_STEP
-        if geometry.ragged == "m" and view.lhs_dtype.itemsize == 2
-        else tile.block_n,
+        line_step=_line_step(tile, view, how) if geometry.ragged == "m" else tile.block_n,
         ragged_bytes=_ALIGNMENT + _ITEM_SLOTS_BYTES + tile_numbers_bytes,
     ).with_most_stages(gpu)
+
+
+def _line_step(tile: WgmmaTile, view: View, how: WgmmaArithmetic) -> int:
+    """Return by how many columns products differ: as few as registers allow."""
+    if how.promote:
+        return 2 * _LINE_STEP if view.out_dtype.itemsize == 2 else tile.block_n
+    through_registers = not view.lhs.k_major and view.lhs_dtype.itemsize == 1
+    many_sums = tile.block_m * tile.block_n > 64 * 128 * tile.consumers
+    return tile.block_n if through_registers and many_sums else _LINE_STEP
 
 
 def _busy_cycles(
@@ -212,9 +228,7 @@ def _busy_cycles(
     rows = geometry.average_rows
     if instance.ragged == "k":
         k_tiles = rows / instance.block_k + 0.5
-        cycles = busy_cycles(tile, instance, view, how, dense_items(tile, view), k_tiles, gpu)
-        # Measured: few tiles of k do not hide how long memory takes the largest tiles.
-        return cycles * (1.2 if k_tiles < 4 and tile.block_n > 128 else 1)
+        return busy_cycles(tile, instance, view, how, dense_items(tile, view), k_tiles, gpu)
     tiles = max(1.0, rows / tile.block_n + 0.5)
     columns = min(tile.block_n, math.ceil((rows + instance.line_step / 2) / tiles))
     tiles_m, _ = tile.grid(view.lhs.lines, 1)
@@ -233,8 +247,8 @@ _MANY = 1 << 12
 def instances(gpu: Gpu) -> Iterator[WgmmaInstance]:
     """Kernels that plans for ``gpu`` can ask for, so that a test can compile them.
 
-    Of bfloat16 it is each tile in the major orders that there are. Of the other types, and of
-    stores of single elements, it is the largest tile, which leaves the fewest registers.
+    Of each arithmetic it is each tile in the major orders that there are; of further types of the
+    result, and of stores of single elements, the largest tile, which leaves the fewest registers.
     """
     for arithmetic in ARITHMETICS:
         types = mma_kernel.ARITHMETICS[arithmetic]
@@ -243,7 +257,7 @@ def instances(gpu: Gpu) -> Iterator[WgmmaInstance]:
             first = out_dtype == types.results[0]
             if odd and not first:
                 continue
-            all_tiles = arithmetic == "bf16" and first and not odd
+            all_tiles = first and not odd
             product = RaggedProduct(geometry, *operands, out_dtype, arithmetic)
             found = list(candidates(product, gpu))
             for candidate in found:
