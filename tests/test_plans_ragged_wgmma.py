@@ -86,8 +86,9 @@ def products(draw, ragged, sizes=small_sizes):
 @st.composite
 def cases(draw, ragged, sizes=small_sizes):
     """A product and one of its candidates."""
-    found = list(candidates(draw(products(ragged, sizes)), H100))
-    return draw(st.sampled_from(found))
+    of_product = products(ragged, sizes).map(lambda product: list(candidates(product, H100)))
+    # Of rows of a single element the unit stride may be taken for the ragged dimension's.
+    return draw(st.sampled_from(draw(of_product.filter(bool))))
 
 
 any_case = st.sampled_from("mk").flatmap(cases)
@@ -241,9 +242,9 @@ def items_of_k(shape, groups, bounds, config):
 class Taker:
     """``RaggedItems::Producer``: how one of the grid's blocks comes by its items."""
 
-    def __init__(self, block, grid, items, config, counter):
+    def __init__(self, block, grid, items, ragged, counter):
         last_rounds = constant("ragged_items.cuh", "kLastRounds")
-        rounds = 0 if config.ragged == "k" else max(0, items // grid - last_rounds)
+        rounds = 0 if ragged == "k" else max(0, items // grid - last_rounds)
         self.in_turn, self.grid, self.counter = rounds * grid, grid, counter
         self.upcoming = block - grid
         self.look_ahead()
@@ -254,10 +255,10 @@ class Taker:
             self.upcoming = self.in_turn + next(self.counter)
 
 
-@given(cases("m") | cases("k"), st.integers(0, 3000), st.integers(1, 132), st.randoms())
-def test_every_item_is_taken_once(choice, items, grid, random):
+@given(st.sampled_from("nk"), st.integers(0, 3000), st.integers(1, 132), st.randoms())
+def test_every_item_is_taken_once(ragged, items, grid, random):
     counter = itertools.count()
-    waiting = [Taker(block, grid, items, choice.instance, counter) for block in range(grid)]
+    waiting = [Taker(block, grid, items, ragged, counter) for block in range(grid)]
     taken = []
     while waiting:
         taker = random.choice(waiting)
