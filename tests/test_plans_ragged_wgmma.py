@@ -189,7 +189,7 @@ def span_of_tile(first_tiles, spans, tile):
 
 
 def items_of_rows(shape, groups, bounds, config):
-    """``RaggedItems::Producer::find``: rows are columns of tiles."""
+    """``RaggedItems::find``: rows are columns of tiles."""
     spans = list(spans_of(groups, bounds))
     counts = (-(-span.rows // config.block_n) for span in spans)
     first_tiles = [0, *itertools.accumulate(counts)]
@@ -218,7 +218,7 @@ def items_of_rows(shape, groups, bounds, config):
 
 
 def items_of_k(shape, groups, bounds, config):
-    """``RaggedItems::Producer::find``: rows are along k."""
+    """``RaggedItems::find``: rows are along k."""
     of_groups = [span for span in spans_of(groups, bounds) if span.group >= 0]
     tiles = shape["tiles_m"] * shape["tiles_n"]
     for item in range(shape["batches"] * tiles):
@@ -239,35 +239,98 @@ def items_of_k(shape, groups, bounds, config):
         )
 
 
-class Taker:
-    """``RaggedItems::Producer``: how one of the grid's blocks comes by its items."""
+class Barrier:
+    """One of ``mbarrier.cuh``."""
 
-    def __init__(self, block, grid, items, ragged, counter):
-        last_rounds = constant("ragged_items.cuh", "kLastRounds")
-        rounds = 0 if ragged == "k" else max(0, items // grid - last_rounds)
-        self.in_turn, self.grid, self.counter = rounds * grid, grid, counter
-        self.upcoming = block - grid
-        self.look_ahead()
+    def __init__(self, arrivals):
+        self.arrivals = self.missing = arrivals
+        self.parity = 0
 
-    def look_ahead(self):
-        self.upcoming += self.grid
-        if self.upcoming >= self.in_turn:
-            self.upcoming = self.in_turn + next(self.counter)
+    def arrive(self):
+        self.missing -= 1
+        if self.missing == 0:
+            self.missing, self.parity = self.arrivals, self.parity ^ 1
+
+    def ended(self, parity):
+        return lambda: self.parity != parity
 
 
-@given(st.sampled_from("nk"), st.integers(0, 3000), st.integers(1, 132), st.randoms())
-def test_every_item_is_taken_once(ragged, items, grid, random):
-    counter = itertools.count()
-    waiting = [Taker(block, grid, items, ragged, counter) for block in range(grid)]
-    taken = []
+class Block:
+    """How the threads of ``RaggedItems`` hear of a block's items; ``None`` comes after the last.
+
+    Each thread is a generator of what it waits for. Of items only the tiles of k are told.
+    """
+
+    def __init__(self, items, stages, consumers=2):
+        self.slots = constant("ragged_items.cuh", "kSlots")
+        self.items, self.stages = items, stages
+        self.slot = ["nothing"] * self.slots
+        self.full = [Barrier(1) for _ in self.slot]
+        self.empty = [Barrier(consumers) for _ in self.slot]
+        self.asked = Barrier(1)
+        self.copied, self.multiplied = 0, [0] * consumers
+        self.heard = [[] for _ in range(consumers + 1)]
+        self.threads = [self.schedule(), self.copy(), *map(self.multiply, range(consumers))]
+
+    def position(self, count):
+        return count % self.slots, count // self.slots % 2
+
+    def schedule(self):
+        for count, item in enumerate([*self.items, None]):
+            stage, parity = self.position(count)
+            yield self.asked.ended(count % 2)
+            yield self.empty[stage].ended(parity ^ 1)
+            self.slot[stage] = item
+            self.full[stage].arrive()
+
+    def hear(self, thread):
+        for count in itertools.count():
+            stage, parity = self.position(count)
+            yield self.full[stage].ended(parity)
+            item = self.slot[stage]
+            self.heard[thread].append(item)
+            if item is None:
+                return
+            yield from self.work(thread, item)
+            # Its last look.
+            assert self.slot[stage] == item
+            if thread > 0:
+                self.empty[stage].arrive()
+
+    def work(self, thread, item):
+        if thread == 0 and item == 0:
+            self.asked.arrive()
+        for tile in range(item):
+            if thread == 0:
+                if tile == max(0, item - self.stages):
+                    self.asked.arrive()
+                yield lambda: self.copied - min(self.multiplied) < self.stages
+                self.copied += 1
+            else:
+                yield lambda: self.copied > self.multiplied[thread - 1]
+                self.multiplied[thread - 1] += 1
+
+    def copy(self):
+        self.asked.arrive()
+        yield from self.hear(0)
+
+    def multiply(self, consumer):
+        yield from self.hear(1 + consumer)
+
+
+@given(st.lists(st.integers(0, 5), max_size=20), st.integers(2, 4), st.randoms())
+def test_every_thread_hears_of_every_item(items, stages, random):
+    block = Block(items, stages)
+    waiting = {thread: next(thread) for thread in block.threads}
     while waiting:
-        taker = random.choice(waiting)
-        if taker.upcoming < items:
-            taken.append(taker.upcoming)
-            taker.look_ahead()
+        # In any order, as long as someone can go on.
+        thread = random.choice([thread for thread, ended in waiting.items() if ended()])
+        ended = next(thread, None)
+        if ended is None:
+            del waiting[thread]
         else:
-            waiting.remove(taker)
-    assert sorted(taken) == list(range(items))
+            waiting[thread] = ended
+    assert block.heard == [[*items, None]] * 3
 
 
 def copied_lines(lines, config):
@@ -647,7 +710,8 @@ def test_shared_memory_has_room_for_items_and_for_tiles_before_each_span(choice)
     barriers = 8 * (2 * config.stages + config.consumers)
     slabs = config.consumers * constant("wgmma_epilogue.cuh", "kSlabs") * 8192
     dense = config.stages * config.stage_bytes + slabs + barriers
-    ragged = slots * (slot_bytes + 2 * 8)
+    # A pair of barriers each, and the one to ask by.
+    ragged = slots * (slot_bytes + 2 * 8) + 8
     if config.ragged == "n":
         ragged += 4 * (choice.product.geometry.spans + 1)
     # And for nothing else.

@@ -13,11 +13,11 @@ inline constexpr int kSlabBytes = 8192;
 inline constexpr int kSlabRowBytes = 128;
 inline constexpr int kSlabs = 2;
 
-// Where a warpgroup's 64 rows of a tile lie in the output.
+// Where a warpgroup's rows of a tile lie in the output.
 struct OutputOrigin {
   int m;
   int n;
-  const int (&batch)[kBoxBatchDims];
+  int batch[kBoxBatchDims];
   // How many columns of a tile that may be partial are to be stored.
   int lines;
 };
@@ -40,9 +40,21 @@ class WgmmaEpilogue {
   // Two-byte outputs go by 8x8 matrices, unless pairs of rows are adjacent in memory anyway.
   static constexpr bool kMatrices = kSize == 2 && !(kMajorM && kPairedRows);
 
+  static constexpr int kRowBlocks = config.consumer_m() / 64;
+  static constexpr int kSlabsPerRowBlock = config.block_n / kColumns;
+  static constexpr int kTileSlabs = kRowBlocks * kSlabsPerRowBlock;
+  // Whether a tile's results wait in registers, and are stored slab by slab while the next tile's
+  // products run. Consumers that take turns have each other to do that.
+  static constexpr bool kDeferred =
+      kMatrices && !kPairedRows && config.out_boxes && config.cooperative;
+  static constexpr int kResultWords = kDeferred ? kRowBlocks * config.block_n / 4 : 1;
+  static_assert(kResultWords <= 64, "registers");
+  static constexpr int kSlabWords = kResultWords / kTileSlabs;
+
  public:
   // `barrier` is the warpgroup's named barrier.
-  WgmmaEpilogue(uint32 slabs, int barrier) : slabs_(slabs), barrier_(barrier) {
+  WgmmaEpilogue(uint32 slabs, int barrier, const TensorMap& map, Out* out, const WgmmaShape& shape)
+      : map_(map), out_(out), shape_(shape), slabs_(slabs), barrier_(barrier) {
     const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 % 4 * 16;
     const int g = lane / 4, t = lane % 4;
     leader_ = threadIdx.x % 128 == 0;
@@ -57,41 +69,55 @@ class WgmmaEpilogue {
   }
 
   template <typename Sum, int kCount>
-  void store(const Sum (&sums)[kCount], const TensorMap& map, Out* out, const WgmmaShape& shape,
-             const OutputOrigin& origin) {
+  void store(const Sum (&sums)[kRowBlocks][kCount], const OutputOrigin& origin) {
+    finish();
+    origin_ = origin;
+    next_ = 0;
+    if constexpr (kDeferred) {
 #pragma unroll
-    for (int first = 0; first < config.block_n; first += kColumns) {
-      const int lines = kPartialLines ? origin.lines - first : kLines;
-      if (kPartialLines && lines <= 0) break;
-      const uint32 slab = slabs_ + slab_ * kSlabBytes;
-      slab_ ^= 1;
-      if (config.out_boxes && leader_) wait_stores_read<kSlabs - 1>();
-      sync();
+      for (int i = 0; i < kResultWords; ++i) {
+        const Sum* pair = &sums[0][0] + 2 * i;
+        results_[i] = packed(pair[0], pair[1]).words[0];
+      }
+    } else {
 #pragma unroll
-      for (int octet = 0; octet < kColumns / 8; octet += 2) {
-        const Sum* pair = sums + (first + 8 * octet) / 2;
-        if constexpr (kMatrices) {
-          stage_matrices(slab + at_octet(octet), pair);
-        } else {
-          stage_octet(slab + at_octet(octet), pair);
-          stage_octet(slab + at_octet(octet + 1), pair + 4);
-        }
+      for (int i = 0; i < kTileSlabs; ++i) {
+        store_slab<false>([&](uint32 slab) {
+          const Sum* first = &sums[0][0] + i * kColumns / 2;
+#pragma unroll
+          for (int octet = 0; octet < kColumns / 8; octet += 2) {
+            const Sum* pair = first + 4 * octet;
+            if constexpr (kMatrices) {
+              stage_matrices(slab + at_octet(octet), pair);
+            } else {
+              stage_octet(slab + at_octet(octet), pair);
+              stage_octet(slab + at_octet(octet + 1), pair + 4);
+            }
+          }
+        });
       }
-      if (config.out_boxes && lines >= kLines) {
-        fence_async_proxy();
-        sync();
-        if (leader_) store_slab(slab, map, origin, first);
-      } else {
-        sync();
-        copy_slab(slab, out, shape, origin, first, lines);
+    }
+  }
+
+  // While products run: stores a slab, if one waits that is whole.
+  void advance() {
+    if constexpr (kDeferred) {
+      if (next_ < kTileSlabs && (!kPartialLines || lines_from(first_column(next_)) >= kLines)) {
+        store_waiting<true>();
       }
-      // Of nothing, if other threads have copied the slab: slabs take turns all the same.
-      if (config.out_boxes && leader_) commit_stores();
+    }
+  }
+
+  // Stores what waits.
+  void finish() {
+    if constexpr (kDeferred) {
+#pragma unroll 1
+      while (next_ < kTileSlabs) store_waiting<false>();
     }
   }
 
   // Before the block ends.
-  void finish() const {
+  void wait() const {
     if (config.out_boxes && leader_) wait_stores_read<0>();
   }
 
@@ -116,12 +142,59 @@ class WgmmaEpilogue {
   }
   static uint32 next_line(uint32 address) { return (address ^ 16) + kSlabRowBytes; }
 
+  static int first_column(int number) { return number % kSlabsPerRowBlock * kColumns; }
+  int lines_from(int column) const { return kPartialLines ? origin_.lines - column : kLines; }
+
+  // The next slab, which `stage` writes to shared memory.
+  template <bool kWhole, typename Stage>
+  void store_slab(const Stage& stage) {
+    const int row = next_ / kSlabsPerRowBlock * 64, first = first_column(next_);
+    const int lines = lines_from(first);
+    ++next_;
+    if (kPartialLines && lines <= 0) return;
+    const uint32 slab = slabs_ + slab_ * kSlabBytes;
+    slab_ ^= 1;
+    if (config.out_boxes && leader_) wait_stores_read<kSlabs - 1>();
+    sync();
+    stage(slab);
+    if (kWhole || (config.out_boxes && lines >= kLines)) {
+      fence_async_proxy();
+      sync();
+      if (leader_) send_slab(slab, row, first);
+    } else {
+      sync();
+      copy_slab(slab, row, first, lines);
+    }
+    // Of nothing, if other threads have copied the slab: slabs take turns all the same.
+    if (config.out_boxes && leader_) commit_stores();
+  }
+
+  template <bool kWhole>
+  void store_waiting() {
+    const int number = next_;
+    store_slab<kWhole>([&](uint32 slab) {
+#pragma unroll
+      for (int i = 0; i < kTileSlabs; ++i) {
+        if (number == i) {
+#pragma unroll
+          for (int pair = 0; pair < kSlabWords / 4; ++pair) {
+            stage_words(slab + at_octet(2 * pair), results_ + i * kSlabWords + 4 * pair);
+          }
+        }
+      }
+    });
+  }
+
   // Two octets of columns at once, of two-byte outputs.
   template <typename Sum>
   static void stage_matrices(uint32 address, const Sum* sums) {
     uint32 words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = packed(sums[2 * i], sums[2 * i + 1]).words[0];
+    stage_words(address, words);
+  }
+  static void stage_words(uint32 address, const uint32* four) {
+    const uint32 words[4] = {four[0], four[1], four[2], four[3]};
     if constexpr (kMajorM) {
       store_matrices_transposed(address, words);
     } else {
@@ -164,33 +237,32 @@ class WgmmaEpilogue {
     return pair;
   }
 
-  void store_slab(uint32 slab, const TensorMap& map, const OutputOrigin& origin, int first) const {
-    const int (&batch)[kBoxBatchDims] = origin.batch;
+  void send_slab(uint32 slab, int row, int first) const {
+    const int (&batch)[kBoxBatchDims] = origin_.batch;
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      const int m = origin.m + box * kRowElements, n = origin.n + first;
-      store_box(map, {{kMajorM ? m : n, kMajorM ? n : m, batch[2], batch[1], batch[0]}},
+      const int m = origin_.m + row + box * kRowElements, n = origin_.n + first;
+      store_box(map_, {{kMajorM ? m : n, kMajorM ? n : m, batch[2], batch[1], batch[0]}},
                 slab + box * kBoxBytes);
     }
   }
 
-  void copy_slab(uint32 slab, Out* out, const WgmmaShape& shape, const OutputOrigin& origin,
-                 int first, int lines) const {
+  void copy_slab(uint32 slab, int first_row, int first, int lines) const {
     // Elements that are adjacent in the output, as many as are copied at a time.
     constexpr int kRun = config.out_boxes ? 16 / kSize : 1;
     constexpr int kRuns = (kMajorM ? 64 : kColumns) / kRun;
-    Out* target = out;
+    Out* target = out_;
 #pragma unroll
     for (int dim = 0; dim < kBoxBatchDims; ++dim) {
-      target += origin.batch[dim] * shape.out_batch_strides[dim];
+      target += origin_.batch[dim] * shape_.out_batch_strides[dim];
     }
 #pragma unroll 4
     for (int i = threadIdx.x % 128; i < kLines * kRuns; i += 128) {
       const int line = i / kRuns, within = i % kRuns * kRun;
       const int row = kMajorM ? within : line, column = kMajorM ? line : within;
-      const int m = origin.m + row, n = origin.n + first + column;
-      if (line < lines && m < shape.m && n < shape.n) {
-        const int64 at = kMajorM ? n * shape.out_stride + m : m * shape.out_stride + n;
+      const int m = origin_.m + first_row + row, n = origin_.n + first + column;
+      if (line < lines && m < shape_.m && n < shape_.n) {
+        const int64 at = kMajorM ? n * shape_.out_stride + m : m * shape_.out_stride + n;
         copy_run<kRun>(target + at, slab + offset(row, column));
       }
     }
@@ -207,9 +279,16 @@ class WgmmaEpilogue {
     }
   }
 
+  const TensorMap& map_;
+  Out* out_;
+  const WgmmaShape& shape_;
   uint32 slabs_;
   // The one to use next of the two.
   uint32 slab_ = 0;
+  // Of the tile that is stored: where it is, its results if they wait, and the next slab's number.
+  OutputOrigin origin_;
+  uint32 results_[kResultWords];
+  int next_ = kTileSlabs;
   int barrier_;
   uint32 lane_offset_;
   bool leader_;

@@ -14,6 +14,8 @@ class DenseItems {
   // Whether a tile may have fewer lines of rhs than there is room for, or foreign rows of k.
   static constexpr bool kPartialLines = false;
   static constexpr bool kPartialK = false;
+  // Whether a thread has to find out what the items are, when it is asked to.
+  static constexpr bool kScheduled = false;
   // Of which the lines of a partial tile are a multiple.
   static constexpr int kLineStep = config.block_n;
 
@@ -23,8 +25,6 @@ class DenseItems {
     // By all threads of the block; `shared` is what the plan has set aside.
     void prepare(unsigned char*) const {}
   };
-  using Producer = DenseItems;
-  using Consumer = DenseItems;
 
   DenseItems(const Source& source, int block)
       : shape_(source.shape), block_(block), item_(static_cast<int>(blockIdx.x) / config.cluster) {
@@ -35,9 +35,6 @@ class DenseItems {
     item_ += step();
     return item_ < shape_.items;
   }
-
-  // Before the last copies for an item.
-  void look_ahead() const {}
 
   // The splits of a product's outputs are stacked in the last batch dimension, with all batches.
   int k_tiles() const {
@@ -67,6 +64,7 @@ class DenseItems {
   int lines() const { return 0; }
   int foreign_k() const { return 0; }
 
+  void ask() const {}
   // After the last look at an item.
   void release() const {}
 

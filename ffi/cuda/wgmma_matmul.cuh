@@ -87,6 +87,9 @@ class WgmmaMatmul {
     if (warpgroup == config.consumers) {
       release_registers<40>();
       if (threadIdx.x % 128 == 0) produce(lhs, rhs, rhs_step);
+      if constexpr (Items::kScheduled) {
+        if (threadIdx.x % 128 == 32) Items::schedule(source_);
+      }
     } else {
       acquire_registers<config.consumers == 1 ? 248 : 232>();
       consume(out_map, out, warpgroup);
@@ -106,14 +109,18 @@ class WgmmaMatmul {
 
   void produce(const TensorMap& lhs, const TensorMap& rhs, const TensorMap& rhs_step) const {
     RingPosition<kStages> ring;
-    typename Items::Producer items(source_, block_);
+    Items items(source_, block_);
+    items.ask();
     while (items.next()) {
       const WorkItem work = items.work();
       const int k_tiles = items.k_tiles();
       // Of rhs, in whole steps.
       const int lines = (items.lines() + kLineStep - 1) / kLineStep * kLineStep;
+      // Early enough, and no earlier: who takes an item should be who can soonest begin it.
+      const int asking = max_of(0, k_tiles - kStages);
+      if (k_tiles == 0) items.ask();
       for (int tile = 0; tile < k_tiles; ++tile) {
-        if (tile + 1 == k_tiles) items.look_ahead();
+        if (tile == asking) items.ask();
         const uint32 full = full_ + ring.stage * kBarrierBytes;
         wait(empty_ + ring.stage * kBarrierBytes, ring.parity ^ 1);
         arrive_expecting(
@@ -180,12 +187,12 @@ class WgmmaMatmul {
   void consume(const TensorMap& out_map, Out* out, int consumer) {
     const int row = config.cooperative ? consumer * config.consumer_m() : 0;
     const int warp_row = row + threadIdx.x / 32 % 4 * 16;
-    Epilogue epilogue(slabs_ + consumer * kSlabs * kSlabBytes, 1 + consumer);
-    Products products(*this, row, warp_row);
+    Epilogue epilogue(slabs_ + consumer * kSlabs * kSlabBytes, 1 + consumer, out_map, out, shape_);
+    Products products(*this, epilogue, row, warp_row);
     RingPosition<kStages> ring;
     int turn = 0;
     uint32 turn_parity = consumer == 0;
-    typename Items::Consumer items(source_, block_);
+    Items items(source_, block_);
     for (; items.next(); items.release()) {
       const int k_tiles = items.k_tiles();
       if (!config.cooperative) {
@@ -205,11 +212,13 @@ class WgmmaMatmul {
 #pragma unroll
       for (int i = 0; i < kRowBlocks; ++i) {
         finish_.apply(products.result()[i], work, warp_row + 64 * i, shape_);
-        epilogue.store(products.result()[i], out_map, out, shape_,
-                       {work.m + row + 64 * i, work.n, work.out_batch, items.lines()});
       }
+      const int (&batch)[kBoxBatchDims] = work.out_batch;
+      epilogue.store(products.result(),
+                     {work.m + row, work.n, {batch[0], batch[1], batch[2]}, items.lines()});
     }
     epilogue.finish();
+    epilogue.wait();
   }
 
   // One consumer's share of an output tile.
@@ -217,8 +226,9 @@ class WgmmaMatmul {
    public:
     using Sums = Sum[kRowBlocks][kSums];
 
-    Products(const WgmmaMatmul& matmul, int row, int warp_row)
+    Products(const WgmmaMatmul& matmul, Epilogue& epilogue, int row, int warp_row)
         : matmul_(matmul),
+          epilogue_(epilogue),
           row_offset_(LhsTile::line_offset(row)),
           lhs_(warp_row, threadIdx.x % 32) {}
 
@@ -230,8 +240,7 @@ class WgmmaMatmul {
       }
     }
 
-    void accumulate(RingPosition<kStages>& ring, const typename Items::Consumer& items,
-                    int consumer) {
+    void accumulate(RingPosition<kStages>& ring, const Items& items, int consumer) {
       if constexpr (config.promote || kMayBeEmpty) {
 #pragma unroll
         for (int i = 0; i < kRowBlocks; ++i) {
@@ -260,8 +269,7 @@ class WgmmaMatmul {
 
     // Of the tile's columns only the first kColumns, or more if it has more lines.
     template <int kColumns>
-    void multiply_tiles(RingPosition<kStages>& ring, const typename Items::Consumer& items,
-                        int consumer) {
+    void multiply_tiles(RingPosition<kStages>& ring, const Items& items, int consumer) {
       if constexpr (kColumns < config.block_n) {
         if (items.lines() > kColumns) {
           multiply_tiles<kColumns + kLineStep>(ring, items, consumer);
@@ -326,12 +334,14 @@ class WgmmaMatmul {
       multiply_pieces<kSlot, kColumns>(stage, !config.promote && (kMayBeEmpty || tile > 0));
       commit_products();
       if constexpr (kOneAtATime) {
+        epilogue_.advance();
         finish_products();
         matmul_.release(ring.stage);
       } else {
         // The products before these are over.
         wait_products<1>();
         if (kMayBeEmpty ? previous >= 0 : tile > 0) matmul_.release(previous);
+        epilogue_.advance();
       }
       previous = ring.stage;
       ring.advance();
@@ -389,6 +399,7 @@ class WgmmaMatmul {
     }
 
     const WgmmaMatmul& matmul_;
+    Epilogue& epilogue_;
     int row_offset_;
     TransposedLhs<Select<kTransposedLhs, Lhs, float>, LhsTile> lhs_;
     uint32 fragments_[kSlots][kRowBlocks][kStepsPerTile][4];

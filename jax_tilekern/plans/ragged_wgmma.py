@@ -46,8 +46,8 @@ from jax_tilekern.plans.wgmma_launch import launch_tiles, rhs_map
 _BOUNDS, _ITEMS_TAKEN = Buffer(2), Buffer(4)
 _ITEMS_TAKEN_BYTES = 4
 _CLEAR_ITEMS_TAKEN = Kernel("ragged_items.cuh", "tilekern::clear_items_taken")
-# The ring through which a block's warpgroups hear of items; see RaggedItems.
-_ITEM_SLOTS_BYTES = 4 * (32 + 2 * 8)
+# The ring through which a block's threads hear of items; see RaggedItems.
+_ITEM_SLOTS_BYTES = 4 * (64 + 2 * 8) + 8
 _ALIGNMENT = 16
 # More would leave little shared memory for operands.
 _MOST_SPANS = 1 << 13
@@ -208,9 +208,9 @@ def _instance(
 
 def _line_step(tile: WgmmaTile, view: View, how: WgmmaArithmetic) -> int:
     """Return by how many columns products differ: as few as registers allow."""
-    if how.promote:
-        return 2 * _LINE_STEP if view.out_dtype.itemsize == 2 else tile.block_n
     through_registers = not view.lhs.k_major and view.lhs_dtype.itemsize == 1
+    if how.promote:
+        return tile.block_n if through_registers else 2 * _LINE_STEP
     many_sums = tile.block_m * tile.block_n > 64 * 128 * tile.consumers
     return tile.block_n if through_registers and many_sums else _LINE_STEP
 
