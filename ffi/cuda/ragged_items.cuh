@@ -17,9 +17,9 @@ enum class Ragged { kN, kK };
 __global__ void clear_items_taken(int32* items_taken) { *items_taken = 0; }
 
 // Each item has its own amount of work, so a block takes its next one when it is about to need it.
-// A thread of its own does, for to find out what the item is takes as long as a few tiles of k: it
-// is asked by the copying thread, and tells that and the multiplying warpgroups through a ring in
-// shared memory.
+// A thread of its own does that, for to find out what an item is takes as long as a few tiles of k.
+// It is asked by the copying thread, and tells that and the multiplying warpgroups through a ring
+// in shared memory.
 template <WgmmaConfig config, Ragged ragged, int line_step, int long_box_lines>
 class RaggedItems {
   static constexpr int kSlots = 4;
@@ -100,7 +100,7 @@ class RaggedItems {
     if (threadIdx.x % 32 == 0) arrive(source_.empty(ring_.stage));
   }
 
-  // By the thread that finds out what items are.
+  // By the thread that finds out what the items are, until there are no more.
   static void schedule(const Source& source) {
     RingPosition<kSlots> ring;
     uint32 parity = 0;

@@ -1,5 +1,6 @@
 // Stores a warpgroup's sums: slab by slab through shared memory, by the copy engine where the
-// output's strides allow.
+// output's strides allow. That takes some 2500 cycles for a tile of 128x256, so results that fit in
+// the registers wait there, and are stored while the next tile's products run.
 #pragma once
 
 #include "ptx.cuh"
@@ -43,8 +44,7 @@ class WgmmaEpilogue {
   static constexpr int kRowBlocks = config.consumer_m() / 64;
   static constexpr int kSlabsPerRowBlock = config.block_n / kColumns;
   static constexpr int kTileSlabs = kRowBlocks * kSlabsPerRowBlock;
-  // Whether a tile's results wait in registers, and are stored slab by slab while the next tile's
-  // products run. Consumers that take turns have each other to do that.
+  // Whether results wait. Consumers that take turns have each other to multiply meanwhile.
   static constexpr bool kDeferred =
       kMatrices && !kPairedRows && config.out_boxes && config.cooperative;
   static constexpr int kResultWords = kDeferred ? kRowBlocks * config.block_n / 4 : 1;
@@ -99,8 +99,8 @@ class WgmmaEpilogue {
     }
   }
 
-  // While products run: stores a slab, if one waits that is whole.
-  void advance() {
+  // While products run: stores a slab, if a whole one waits.
+  void store_next() {
     if constexpr (kDeferred) {
       if (next_ < kTileSlabs && (!kPartialLines || lines_from(first_column(next_)) >= kLines)) {
         store_waiting<true>();
@@ -108,7 +108,7 @@ class WgmmaEpilogue {
     }
   }
 
-  // Stores what waits.
+  // Stores all that waits.
   void finish() {
     if constexpr (kDeferred) {
 #pragma unroll 1

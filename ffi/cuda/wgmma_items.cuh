@@ -64,6 +64,7 @@ class DenseItems {
   int lines() const { return 0; }
   int foreign_k() const { return 0; }
 
+  // By the copying thread: for the next item.
   void ask() const {}
   // After the last look at an item.
   void release() const {}

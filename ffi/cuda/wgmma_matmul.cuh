@@ -10,6 +10,7 @@
 //   consumer 1 |                    | products 1      | store 1 | ...
 //
 // or both consumers work on each tile, which is then larger and takes fewer bytes for its work.
+// Results of two bytes then wait in registers, and are stored while the next tile's products run.
 #pragma once
 
 #include "cluster.cuh"
@@ -334,14 +335,14 @@ class WgmmaMatmul {
       multiply_pieces<kSlot, kColumns>(stage, !config.promote && (kMayBeEmpty || tile > 0));
       commit_products();
       if constexpr (kOneAtATime) {
-        epilogue_.advance();
+        epilogue_.store_next();
         finish_products();
         matmul_.release(ring.stage);
       } else {
         // The products before these are over.
         wait_products<1>();
         if (kMayBeEmpty ? previous >= 0 : tile > 0) matmul_.release(previous);
-        epilogue_.advance();
+        epilogue_.store_next();
       }
       previous = ring.stage;
       ring.advance();
