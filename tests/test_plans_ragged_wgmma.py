@@ -264,7 +264,7 @@ class Block:
     def __init__(self, items, stages, consumers=2):
         self.slots = constant("ragged_items.cuh", "kSlots")
         self.items, self.stages = items, stages
-        self.slot = ["nothing"] * self.slots
+        self.slot = [None] * self.slots
         self.full = [Barrier(1) for _ in self.slot]
         self.empty = [Barrier(consumers) for _ in self.slot]
         self.asked = Barrier(1)
@@ -280,20 +280,22 @@ class Block:
             stage, parity = self.position(count)
             yield self.asked.ended(count % 2)
             yield self.empty[stage].ended(parity ^ 1)
-            self.slot[stage] = item
+            self.slot[stage] = count, item
             self.full[stage].arrive()
 
     def hear(self, thread):
         for count in itertools.count():
             stage, parity = self.position(count)
             yield self.full[stage].ended(parity)
-            item = self.slot[stage]
+            told = self.slot[stage]
+            number, item = told
+            assert number == count
             self.heard[thread].append(item)
             if item is None:
                 return
             yield from self.work(thread, item)
             # Its last look.
-            assert self.slot[stage] == item
+            assert self.slot[stage] == told
             if thread > 0:
                 self.empty[stage].arrive()
 
