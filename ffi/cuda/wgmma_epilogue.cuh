@@ -50,6 +50,10 @@ class WgmmaEpilogue {
   static constexpr int kResultWords = kDeferred ? kRowBlocks * config.block_n / 4 : 1;
   static_assert(kResultWords <= 64, "registers");
   static constexpr int kSlabWords = kResultWords / kTileSlabs;
+  // Tiles of k from one store to the next, where there are many: writes in a row delay the loads of
+  // all blocks.
+  static constexpr int kStoreInterval = 4;
+  static constexpr int kManyTiles = 6 * kStoreInterval;
 
  public:
   // `barrier` is the warpgroup's named barrier.
@@ -82,7 +86,7 @@ class WgmmaEpilogue {
     } else {
 #pragma unroll
       for (int i = 0; i < kTileSlabs; ++i) {
-        store_slab<false>([&](uint32 slab) {
+        store_slab([&](uint32 slab) {
           const Sum* first = &sums[0][0] + i * kColumns / 2;
 #pragma unroll
           for (int octet = 0; octet < kColumns / 8; octet += 2) {
@@ -99,12 +103,11 @@ class WgmmaEpilogue {
     }
   }
 
-  // While products run: stores a slab, if a whole one waits.
-  void store_next() {
+  // While the products of a tile of k run: stores a slab, if one waits and it is time.
+  void store_next(int tile, int k_tiles) {
     if constexpr (kDeferred) {
-      if (next_ < kTileSlabs && (!kPartialLines || lines_from(first_column(next_)) >= kLines)) {
-        store_waiting<true>();
-      }
+      const bool time = k_tiles < kManyTiles || tile % kStoreInterval == kStoreInterval - 1;
+      if (time && next_ < kTileSlabs) store_waiting();
     }
   }
 
@@ -112,7 +115,7 @@ class WgmmaEpilogue {
   void finish() {
     if constexpr (kDeferred) {
 #pragma unroll 1
-      while (next_ < kTileSlabs) store_waiting<false>();
+      while (next_ < kTileSlabs) store_waiting();
     }
   }
 
@@ -146,7 +149,7 @@ class WgmmaEpilogue {
   int lines_from(int column) const { return kPartialLines ? origin_.lines - column : kLines; }
 
   // The next slab, which `stage` writes to shared memory.
-  template <bool kWhole, typename Stage>
+  template <typename Stage>
   void store_slab(const Stage& stage) {
     const int row = next_ / kSlabsPerRowBlock * 64, first = first_column(next_);
     const int lines = lines_from(first);
@@ -157,7 +160,7 @@ class WgmmaEpilogue {
     if (config.out_boxes && leader_) wait_stores_read<kSlabs - 1>();
     sync();
     stage(slab);
-    if (kWhole || (config.out_boxes && lines >= kLines)) {
+    if (config.out_boxes && lines >= kLines) {
       fence_async_proxy();
       sync();
       if (leader_) send_slab(slab, row, first);
@@ -169,10 +172,9 @@ class WgmmaEpilogue {
     if (config.out_boxes && leader_) commit_stores();
   }
 
-  template <bool kWhole>
   void store_waiting() {
     const int number = next_;
-    store_slab<kWhole>([&](uint32 slab) {
+    store_slab([&](uint32 slab) {
 #pragma unroll
       for (int i = 0; i < kTileSlabs; ++i) {
         if (number == i) {
@@ -256,7 +258,9 @@ class WgmmaEpilogue {
     for (int dim = 0; dim < kBoxBatchDims; ++dim) {
       target += origin_.batch[dim] * shape_.out_batch_strides[dim];
     }
-#pragma unroll 4
+    // Beside sums and results, a thread has registers for one run at a time.
+    constexpr int kUnrolled = kDeferred ? 1 : 4;
+#pragma unroll kUnrolled
     for (int i = threadIdx.x % 128; i < kLines * kRuns; i += 128) {
       const int line = i / kRuns, within = i % kRuns * kRun;
       const int row = kMajorM ? within : line, column = kMajorM ? line : within;

@@ -286,18 +286,18 @@ class WgmmaMatmul {
       if constexpr (kSlots == 2) {
         // Registers are named, not indexed, so each slot has its copy of the loop's body.
         for (; tile + 2 <= k_tiles; tile += 2) {
-          multiply_tile<0, kColumns>(ring, tile, previous);
-          multiply_tile<1, kColumns>(ring, tile + 1, previous);
+          multiply_tile<0, kColumns>(ring, tile, k_tiles, previous);
+          multiply_tile<1, kColumns>(ring, tile + 1, k_tiles, previous);
         }
         // One finish() after both would make the assembler copy sums that products still add to.
         if (tile < k_tiles) {
-          multiply_tile<0, kColumns>(ring, tile, previous);
+          multiply_tile<0, kColumns>(ring, tile, k_tiles, previous);
           finish(previous, consumer);
         } else {
           finish(previous, consumer);
         }
       } else {
-        for (; tile < k_tiles; ++tile) multiply_tile<0, kColumns>(ring, tile, previous);
+        for (; tile < k_tiles; ++tile) multiply_tile<0, kColumns>(ring, tile, k_tiles, previous);
         finish(previous, consumer);
       }
     }
@@ -320,7 +320,7 @@ class WgmmaMatmul {
     }
 
     template <int kSlot, int kColumns>
-    void multiply_tile(RingPosition<kStages>& ring, int tile, int& previous) {
+    void multiply_tile(RingPosition<kStages>& ring, int tile, int k_tiles, int& previous) {
       const uint32 stage = matmul_.stages_ + ring.stage * kStageBytes;
       wait(matmul_.full_ + ring.stage * kBarrierBytes, ring.parity);
       if constexpr (kTransposedLhs) {
@@ -335,14 +335,14 @@ class WgmmaMatmul {
       multiply_pieces<kSlot, kColumns>(stage, !config.promote && (kMayBeEmpty || tile > 0));
       commit_products();
       if constexpr (kOneAtATime) {
-        epilogue_.store_next();
+        epilogue_.store_next(tile, k_tiles);
         finish_products();
         matmul_.release(ring.stage);
       } else {
         // The products before these are over.
         wait_products<1>();
         if (kMayBeEmpty ? previous >= 0 : tile > 0) matmul_.release(previous);
-        epilogue_.store_next();
+        epilogue_.store_next(tile, k_tiles);
       }
       previous = ring.stage;
       ring.advance();
