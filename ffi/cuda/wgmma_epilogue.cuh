@@ -54,6 +54,9 @@ class WgmmaEpilogue {
   // all blocks.
   static constexpr int kStoreInterval = 4;
   static constexpr int kManyTiles = 6 * kStoreInterval;
+  // Of promoted sums a partial slab, which threads copy, is stored when no products run: the
+  // assembler would serialize them for want of registers.
+  static constexpr bool kWholeOnly = config.promote;
 
  public:
   // `barrier` is the warpgroup's named barrier.
@@ -86,7 +89,7 @@ class WgmmaEpilogue {
     } else {
 #pragma unroll
       for (int i = 0; i < kTileSlabs; ++i) {
-        store_slab([&](uint32 slab) {
+        store_slab<false>([&](uint32 slab) {
           const Sum* first = &sums[0][0] + i * kColumns / 2;
 #pragma unroll
           for (int octet = 0; octet < kColumns / 8; octet += 2) {
@@ -107,7 +110,11 @@ class WgmmaEpilogue {
   void store_next(int tile, int k_tiles) {
     if constexpr (kDeferred) {
       const bool time = k_tiles < kManyTiles || tile % kStoreInterval == kStoreInterval - 1;
-      if (time && next_ < kTileSlabs) store_waiting();
+      if constexpr (kWholeOnly) {
+        if (next_ < kTileSlabs && lines_from(first_column(next_)) >= kLines) store_waiting<true>();
+      } else if (time && next_ < kTileSlabs) {
+        store_waiting<false>();
+      }
     }
   }
 
@@ -115,7 +122,7 @@ class WgmmaEpilogue {
   void finish() {
     if constexpr (kDeferred) {
 #pragma unroll 1
-      while (next_ < kTileSlabs) store_waiting();
+      while (next_ < kTileSlabs) store_waiting<false>();
     }
   }
 
@@ -149,7 +156,7 @@ class WgmmaEpilogue {
   int lines_from(int column) const { return kPartialLines ? origin_.lines - column : kLines; }
 
   // The next slab, which `stage` writes to shared memory.
-  template <typename Stage>
+  template <bool kWhole, typename Stage>
   void store_slab(const Stage& stage) {
     const int row = next_ / kSlabsPerRowBlock * 64, first = first_column(next_);
     const int lines = lines_from(first);
@@ -160,7 +167,7 @@ class WgmmaEpilogue {
     if (config.out_boxes && leader_) wait_stores_read<kSlabs - 1>();
     sync();
     stage(slab);
-    if (config.out_boxes && lines >= kLines) {
+    if (kWhole || (config.out_boxes && lines >= kLines)) {
       fence_async_proxy();
       sync();
       if (leader_) send_slab(slab, row, first);
@@ -172,9 +179,10 @@ class WgmmaEpilogue {
     if (config.out_boxes && leader_) commit_stores();
   }
 
+  template <bool kWhole>
   void store_waiting() {
     const int number = next_;
-    store_slab([&](uint32 slab) {
+    store_slab<kWhole>([&](uint32 slab) {
 #pragma unroll
       for (int i = 0; i < kTileSlabs; ++i) {
         if (number == i) {
@@ -259,7 +267,7 @@ class WgmmaEpilogue {
       target += origin_.batch[dim] * shape_.out_batch_strides[dim];
     }
     // Beside sums and results, a thread has registers for one run at a time.
-    constexpr int kUnrolled = kDeferred ? 1 : 4;
+    constexpr int kUnrolled = kDeferred && !kWholeOnly ? 1 : 4;
 #pragma unroll kUnrolled
     for (int i = threadIdx.x % 128; i < kLines * kRuns; i += 128) {
       const int line = i / kRuns, within = i % kRuns * kRun;
