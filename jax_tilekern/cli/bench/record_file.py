@@ -54,11 +54,9 @@ def continue_record(record: Record, path: Path) -> None:
         if earlier[key] != record[key]:
             raise RecordError(f"{path} is of {key} {earlier[key]!r}, and this is {record[key]!r}")
     last = {key: value for key, value in earlier.items() if key not in ("rows", "earlier_runs")}
-    needed = {row["run"] for row in earlier["rows"]}
-    record["earlier_runs"] = [
-        run for run in [*earlier["earlier_runs"], last] if run["date"] in needed
-    ]
+    record["earlier_runs"] = [*earlier["earlier_runs"], last]
     record["rows"] = earlier["rows"]
+    _drop_runs_without_rows(record)
 
 
 def put_row(record: Record, row: Record, names: Iterable[str]) -> None:
@@ -75,6 +73,12 @@ def put_row(record: Record, row: Record, names: Iterable[str]) -> None:
     """
     rows = {known["name"]: known for known in [*record["rows"], row]}
     record["rows"] = [rows[name] for name in names if name in rows]
+    _drop_runs_without_rows(record)
+
+
+def _drop_runs_without_rows(record: Record) -> None:
+    needed = {row["run"] for row in record["rows"]}
+    record["earlier_runs"] = [run for run in record["earlier_runs"] if run["date"] in needed]
 
 
 def runs(record: Record) -> dict[str, Record]:
