@@ -130,6 +130,15 @@ def accumulator(dtype):
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
+def rounding(values, dtype):
+    """By how much each value may err when it is rounded to ``dtype``.
+
+    Below the smallest normal number, numbers lie as far apart as there.
+    """
+    smallest = float(jnp.finfo(dtype).smallest_normal)
+    return UNIT_ROUNDOFF[np.dtype(dtype)] * np.maximum(np.abs(values), smallest)
+
+
 def error_bound(lhs, rhs, subscripts, out_dtype, operand_roundoff=0.0):
     """Bound on the Frobenius norm of the error of ``einsum(subscripts, lhs, rhs)``.
 
@@ -145,10 +154,8 @@ def error_bound(lhs, rhs, subscripts, out_dtype, operand_roundoff=0.0):
     k = math.prod(size for label, size in sizes.items() if label not in output)
     magnitude = frobenius(np.einsum(subscripts, np.abs(a), np.abs(b)))
     u = UNIT_ROUNDOFF[accumulator(lhs.dtype)]
-    rounding = UNIT_ROUNDOFF[np.dtype(out_dtype)]
-    return (4 * math.sqrt(k + 1) * u + 2 * operand_roundoff) * magnitude + rounding * frobenius(
-        product
-    )
+    sums = (4 * math.sqrt(k + 1) * u + 2 * operand_roundoff) * magnitude
+    return sums + frobenius(rounding(product, out_dtype))
 
 
 def assert_product(out, lhs, rhs, subscripts, operand_roundoff=0.0):

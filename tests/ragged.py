@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from hypothesis import strategies as st
 from jax import lax
-from numerics import UNIT_ROUNDOFF, accumulator, exact, frobenius
+from numerics import UNIT_ROUNDOFF, accumulator, exact, frobenius, rounding
 
 from jax_tilekern.plans.ragged_contraction import RaggedContraction
 
@@ -74,7 +74,7 @@ def assert_matrix(out, a, b, dtype, operand_roundoff):
         return
     sums = 4 * np.sqrt(a.shape[1] + 1) * UNIT_ROUNDOFF[accumulator(dtype)]
     bound = (sums + 2 * operand_roundoff) * frobenius(np.abs(a) @ np.abs(b))
-    bound += UNIT_ROUNDOFF[out.dtype] * frobenius(product)
+    bound += frobenius(rounding(product, out.dtype))
     error = frobenius(exact(out) - product)
     assert error <= bound, f"error {error:.3e} exceeds {bound:.3e}"
 

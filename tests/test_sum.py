@@ -20,6 +20,7 @@ from numerics import (
     exact,
     on_gpu,
     random,
+    rounding,
     whole,
 )
 
@@ -53,10 +54,9 @@ def float_bound(x, axis, out_dtype):
     wide = np.abs(exact(x))
     count = wide.size // max(1, wide.sum(axis).size)
     u = UNIT_ROUNDOFF[accumulator(out_dtype)]
-    rounding = UNIT_ROUNDOFF[np.dtype(out_dtype)]
     # Of each sum of squares the root is what random errors add up to; a dozen deviations of it.
     spread = np.sqrt((wide**2).sum(axis))
-    return 12 * np.sqrt(count) * u * spread + rounding * np.abs(exact(x).sum(axis)) + 2.0**-24
+    return 12 * np.sqrt(count) * u * spread + rounding(exact(x).sum(axis), out_dtype)
 
 
 def assert_sum(out, x, axis):
