@@ -152,7 +152,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Item:
-    """A tile; ``share`` is its lines, or the first of k that are another's."""
+    """A tile of a cluster; ``share`` is its lines, or the first of k that are another's."""
 
     span: Span
     m: int
@@ -208,7 +208,7 @@ def items_of_rows(shape, groups, bounds, config):
         positions["out_batch"][-1] = 0
         yield Item(
             span,
-            m=tile_m * config.block_m,
+            m=tile_m * config.cluster * config.block_m,
             n=n,
             k=0,
             k_tiles=shape["k_tiles"] if span.group >= 0 else 0,
@@ -230,7 +230,7 @@ def items_of_k(shape, groups, bounds, config):
         k = span.end - k_tiles * config.block_k
         yield Item(
             span,
-            m=tile_m * config.block_m,
+            m=tile_m * config.cluster * config.block_m,
             n=tile_n * config.block_n,
             k=k,
             k_tiles=k_tiles,
@@ -255,22 +255,26 @@ class Barrier:
         return lambda: self.parity != parity
 
 
-class Block:
-    """How the threads of ``RaggedItems`` hear of a block's items; ``None`` comes after the last.
+class Cluster:
+    """How the threads of ``RaggedItems`` hear of a cluster's items; ``None`` comes after the last.
 
     Each thread is a generator of what it waits for. Of items only the tiles of k are told.
     """
 
-    def __init__(self, items, stages, consumers=2):
+    def __init__(self, items, stages, blocks, consumers=2):
         self.slots = constant("ragged_items.cuh", "kSlots")
-        self.items, self.stages = items, stages
-        self.slot = [None] * self.slots
-        self.full = [Barrier(1) for _ in self.slot]
-        self.empty = [Barrier(consumers) for _ in self.slot]
-        self.asked = Barrier(1)
-        self.copied, self.multiplied = 0, [0] * consumers
-        self.heard = [[] for _ in range(consumers + 1)]
-        self.threads = [self.schedule(), self.copy(), *map(self.multiply, range(consumers))]
+        self.items, self.stages, self.blocks = items, stages, blocks
+        self.slot = [[None] * self.slots for _ in range(blocks)]
+        # Other blocks than the first announce the bytes when they ask, and are sent them.
+        self.full = [
+            [Barrier(2 if block > 0 else 1) for _ in range(self.slots)] for block in range(blocks)
+        ]
+        self.empty = [Barrier(blocks * consumers) for _ in range(self.slots)]
+        self.asked = Barrier(blocks)
+        self.copied = [0] * blocks
+        self.multiplied = {(block, i): 0 for block in range(blocks) for i in range(consumers)}
+        self.heard = {(block, i): [] for block in range(blocks) for i in (*range(consumers), None)}
+        self.threads = [self.schedule(), *(self.hear(*thread) for thread in self.heard)]
 
     def position(self, count):
         return count % self.slots, count // self.slots % 2
@@ -280,50 +284,56 @@ class Block:
             stage, parity = self.position(count)
             yield self.asked.ended(count % 2)
             yield self.empty[stage].ended(parity ^ 1)
-            self.slot[stage] = count, item
-            self.full[stage].arrive()
+            for block in range(self.blocks):
+                self.slot[block][stage] = count, item
+                self.full[block][stage].arrive()
 
-    def hear(self, thread):
+    def ask(self, block, count):
+        if block > 0:
+            self.full[block][self.position(count)[0]].arrive()
+        self.asked.arrive()
+
+    def hear(self, block, consumer):
+        """A thread that multiplies, or if ``consumer`` is ``None`` the one that copies."""
+        if consumer is None:
+            self.ask(block, 0)
         for count in itertools.count():
             stage, parity = self.position(count)
-            yield self.full[stage].ended(parity)
-            told = self.slot[stage]
+            yield self.full[block][stage].ended(parity)
+            told = self.slot[block][stage]
             number, item = told
             assert number == count
-            self.heard[thread].append(item)
+            self.heard[block, consumer].append(item)
             if item is None:
                 return
-            yield from self.work(thread, item)
+            if consumer is None:
+                yield from self.copy(block, count, item)
+            else:
+                yield from self.multiply((block, consumer), item)
             # Its last look.
-            assert self.slot[stage] == told
-            if thread > 0:
+            assert self.slot[block][stage] == told
+            if consumer is not None:
                 self.empty[stage].arrive()
 
-    def work(self, thread, item):
-        if thread == 0 and item == 0:
-            self.asked.arrive()
+    def copy(self, block, count, item):
+        if item == 0:
+            self.ask(block, count + 1)
         for tile in range(item):
-            if thread == 0:
-                if tile == max(0, item - self.stages):
-                    self.asked.arrive()
-                yield lambda: self.copied - min(self.multiplied) < self.stages
-                self.copied += 1
-            else:
-                yield lambda: self.copied > self.multiplied[thread - 1]
-                self.multiplied[thread - 1] += 1
+            if tile == max(0, item - self.stages):
+                self.ask(block, count + 1)
+            yield lambda: self.copied[block] - min(self.multiplied.values()) < self.stages
+            self.copied[block] += 1
 
-    def copy(self):
-        self.asked.arrive()
-        yield from self.hear(0)
-
-    def multiply(self, consumer):
-        yield from self.hear(1 + consumer)
+    def multiply(self, thread, item):
+        for _ in range(item):
+            yield lambda: min(self.copied) > self.multiplied[thread]
+            self.multiplied[thread] += 1
 
 
-@given(st.lists(st.integers(0, 5), max_size=20), st.integers(2, 4), st.randoms())
-def test_every_thread_hears_of_every_item(items, stages, random):
-    block = Block(items, stages)
-    waiting = {thread: next(thread) for thread in block.threads}
+@given(st.lists(st.integers(0, 5), max_size=20), st.integers(2, 4), st.integers(1, 2), st.randoms())
+def test_every_thread_hears_of_every_item(items, stages, blocks, random):
+    cluster = Cluster(items, stages, blocks)
+    waiting = {thread: next(thread) for thread in cluster.threads}
     while waiting:
         # In any order, as long as someone can go on.
         thread = random.choice([thread for thread, ended in waiting.items() if ended()])
@@ -332,18 +342,19 @@ def test_every_thread_hears_of_every_item(items, stages, random):
             del waiting[thread]
         else:
             waiting[thread] = ended
-    assert block.heard == [[*items, None]] * 3
+    assert list(cluster.heard.values()) == [[*items, None]] * (3 * blocks)
 
 
-def copied_lines(lines, config):
-    """``copy_lines``: where boxes of rhs begin, and their lines."""
-    lines, line = -(-lines // config.line_step) * config.line_step, 0
-    while line + config.rhs_box_lines <= lines:
+def copied_lines(lines, block, config):
+    """``copy_lines``: where boxes of rhs begin that one of a cluster copies, and their lines."""
+    steps = -(-lines // config.line_step) * config.line_step // config.copy_step
+    line, end = (steps * i // config.cluster * config.copy_step for i in (block, block + 1))
+    while line + config.rhs_box_lines <= end:
         yield line, config.rhs_box_lines
         line += config.rhs_box_lines
-    while line < lines:
-        yield line, config.line_step
-        line += config.line_step
+    while line < end:
+        yield line, config.copy_step
+        line += config.copy_step
 
 
 @given(cases("m"), st.data())
@@ -360,7 +371,8 @@ def test_every_row_is_multiplied_once_by_its_groups_matrix(choice, data):
         assert 1 <= item.share <= config.block_n
         assert span.begin <= item.n
         assert item.n + item.share <= span.end
-        times[span.batch, item.m : item.m + config.block_m, item.n : item.n + item.share] += 1
+        height = config.cluster * config.block_m
+        times[span.batch, item.m : item.m + height, item.n : item.n + item.share] += 1
         # All of k, and nothing of it for rows of no group.
         assert (item.k, item.k_tiles) == (0, -(-g.k // config.block_k) * (span.group >= 0))
     np.testing.assert_array_equal(times, 1)
@@ -393,7 +405,8 @@ def test_every_output_is_the_sum_over_its_groups_rows(choice, data):
     for item in items_of_k(shape, groups, bounds.ravel().tolist(), config):
         found += 1
         span = item.span
-        own = (slice(item.m, item.m + config.block_m), slice(item.n, item.n + config.block_n))
+        height = config.cluster * config.block_m
+        own = (slice(item.m, item.m + height), slice(item.n, item.n + config.block_n))
         times[span.batch, span.group][own] += 1
         if item.k_tiles == 0:
             assert span.rows == 0
@@ -414,13 +427,14 @@ def test_copies_of_lines_fill_what_a_stage_has_for_them(choice):
     lhs, rhs, rhs_step, *_ = parameters_of(plan_of(choice))
     # What products read of the lines, and what the stage's barrier expects.
     assert config.block_n % config.line_step == 0
-    assert config.line_step % 16 == 0
+    assert config.line_step % config.copy_step == 0
+    assert config.copy_step % 16 == 0
     assert rhs.box_bytes == config.rhs_box_lines * 128
-    assert rhs_step.box_bytes == config.line_step * 128
+    assert rhs_step.box_bytes == config.copy_step * 128
     assert replace(rhs_step, box=rhs.box) == rhs
     assert lhs.box_bytes == 128 * (config.block_m if config.lhs_k_major else config.block_k)
     for lines in range(1, config.block_n + 1):
-        boxes = list(copied_lines(lines, config))
+        boxes = [box for i in range(config.cluster) for box in copied_lines(lines, i, config)]
         assert [line for first, count in boxes for line in range(first, first + count)] == list(
             range(-(-lines // config.line_step) * config.line_step)
         )
@@ -444,7 +458,8 @@ def test_maps_lead_to_the_elements_of_each_group(choice, data):
     sizes = (g.n, g.m) if choice.exchanged else (g.m, g.n)
     assert (shape["m"], shape["n"]) == sizes
     lines = item.share if ragged == "m" else config.block_n
-    row = data.draw(st.integers(item.m, min(item.m + config.block_m, sizes[0]) - 1))
+    height = config.cluster * config.block_m
+    row = data.draw(st.integers(item.m, min(item.m + height, sizes[0]) - 1))
     column = data.draw(st.integers(item.n, min(item.n + lines, sizes[1]) - 1))
     k = data.draw(st.integers(0, g.k - 1))
     i, j = (column, row) if choice.exchanged else (row, column)
@@ -489,9 +504,10 @@ def test_launches_have_what_the_kernel_takes(choice):
     launch = launch_of(plan)
     lhs, rhs, rhs_step, out_map, shape, groups = parameters_of(plan)
 
-    assert launch.grid == (min(choice.items, H100.multiprocessors), 1, 1)
+    clusters = min(choice.items, H100.multiprocessors // config.cluster)
+    assert launch.grid == (clusters * config.cluster, 1, 1)
     assert launch.block == (config.threads, 1, 1)
-    assert launch.cluster == (1, 1, 1)
+    assert launch.cluster == (config.cluster, 1, 1)
     assert launch.shared_memory_bytes == config.shared_memory_bytes <= H100.shared_memory_bytes
     assert config.stages >= 2
 
@@ -514,8 +530,8 @@ def test_launches_have_what_the_kernel_takes(choice):
 
     assert shape["batches"] == math.prod(g.batch)
     assert shape["k_tiles"] == shape["split_k_tiles"] == -(-g.k // config.block_k)
-    assert (shape["tiles_m"] - 1) * config.block_m < shape["m"]
-    assert shape["m"] <= shape["tiles_m"] * config.block_m
+    height = config.cluster * config.block_m
+    assert (shape["tiles_m"] - 1) * height < shape["m"] <= shape["tiles_m"] * height
     assert 1 <= shape["band"] <= shape["tiles_m"]
     assert choice.items < 2**31 - H100.multiprocessors
     missing = 3 - len(geometry.batch)
@@ -680,13 +696,32 @@ def test_large_groups_take_hoppers_instructions():
         assert best.tile.block_m * best.tile.block_n >= 128 * 128
 
 
+def test_clusters_share_what_large_products_read_of_the_cache():
+    rows = {"sizes": (128, 65536, 1536, 2048), "ragged": "m"}
+    k = {"sizes": (128, 2048, 1536, 65536), "ragged": "k"}
+
+    def cluster(arithmetic, sizes, ragged, **options):
+        product = ragged_product_of(
+            arithmetic, ragged, *sizes, lhs_k_major=ragged == "m", **options
+        )
+        return ragged_matmul.candidates(product, H100)[0].tile.cluster
+
+    assert cluster("bf16", **rows) == cluster("bf16", **rows, rhs_k_major=True) == 2
+    assert cluster("bf16", **k) == cluster("fp8", **rows, rhs_k_major=True) == 2
+    # Measured: no gain in float32, or where there are few tiles, or where half of a cluster's last
+    # one is idle.
+    assert cluster("tf32", **rows) == cluster("bf16", (16, 4096, 1024, 1024), "m") == 1
+    assert cluster("bf16", (32, 32768, 1152, 1024), "m") == 1
+
+
 @pytest.mark.parametrize("multiprocessors", [1, 7, 132])
 def test_plans_for_any_number_of_multiprocessors(multiprocessors):
     gpu = replace(H100, multiprocessors=multiprocessors)
     for product in TAKEN[0], TAKEN[7]:
         for choice in candidates(product, gpu):
             launch = launch_of(plan_of(choice, gpu))
-            assert launch.grid == (min(choice.items, multiprocessors), 1, 1)
+            cluster = choice.tile.cluster
+            assert launch.grid == (min(choice.items, multiprocessors // cluster) * cluster, 1, 1)
 
 
 # -- What the C++ has. -----------------------------------------------------------------------------
@@ -724,7 +759,7 @@ def test_kernels_are_named_by_what_they_take():
     for product, ragged in ((TAKEN[0], "kN"), (TAKEN[7], "kK")):
         config = next(candidates(product, H100)).instance
         kernel = config.kernel
-        lines = f"{config.line_step}, {config.rhs_box_lines}"
+        lines = f"{config.line_step}, {config.copy_step}, {config.rhs_box_lines}"
         assert kernel.file == "ragged_wgmma_matmul.cuh"
         assert kernel.name.startswith(f"tilekern::ragged_wgmma_matmul<{', '.join(config.types)}, ")
         assert kernel.name.endswith(f"}}, tilekern::Ragged::{ragged}, {lines}>")

@@ -18,4 +18,18 @@ inline void sync_cluster() {
           : "memory");
 }
 
+// Sends 16 bytes to the same address of a block's shared memory, whose barrier counts them.
+inline void send(uint32 address, uint32 barrier, int block, const uint32 (&words)[4]) {
+  asm volatile(
+      "{\n"
+      "  .reg .b32 remote, counting;\n"
+      "  mapa.shared::cluster.u32 remote, %0, %2;\n"
+      "  mapa.shared::cluster.u32 counting, %1, %2;\n"
+      "  st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
+      " [remote], {%3, %4, %5, %6}, [counting];\n"
+      "}" ::"r"(address),
+      "r"(barrier), "r"(block), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+      : "memory");
+}
+
 }  // namespace tilekern

@@ -1,6 +1,7 @@
 // Which tiles of a ragged product a block computes: only the device knows how many there are.
 #pragma once
 
+#include "cluster.cuh"
 #include "mbarrier.cuh"
 #include "ptx.cuh"
 #include "ragged_groups.cuh"
@@ -20,13 +21,16 @@ __global__ void clear_items_taken(int32* items_taken) { *items_taken = 0; }
 // A thread of its own does that, for to find out what an item is takes as long as a few tiles of k.
 // It is asked by the copying thread, and tells that and the multiplying warpgroups through a ring
 // in shared memory.
-template <WgmmaConfig config, Ragged ragged, int line_step, int long_box_lines>
+//
+// A cluster takes an item together, with tiles below each other: the thread is its first block's.
+template <WgmmaConfig config, Ragged ragged, int line_step, int copy_step, int long_box_lines>
 class RaggedItems {
   static constexpr int kSlots = 4;
   static constexpr int kSlotBytes = 64;
-  static constexpr int kConsumerWarps = 4 * config.consumers;
+  static constexpr int kReaders = config.cluster * 4 * config.consumers;
   static constexpr int kNoMore = -1;
-  static_assert(config.cluster == 1);
+  static constexpr int kClusterM = config.cluster * config.block_m;
+  static_assert(line_step % copy_step == 0 && long_box_lines % copy_step == 0);
 
   struct alignas(16) Item {
     WorkItem work;
@@ -42,6 +46,7 @@ class RaggedItems {
   static constexpr bool kPartialK = ragged == Ragged::kK;
   static constexpr bool kScheduled = true;
   static constexpr int kLineStep = line_step;
+  static constexpr int kCopyStep = copy_step;
   static constexpr int kLongBoxLines = long_box_lines;
 
   // Of shared memory: slots, a pair of barriers each, one for the copying thread to ask by, and
@@ -68,9 +73,9 @@ class RaggedItems {
       if (threadIdx.x == 0) {
         for (int slot = 0; slot < kSlots; ++slot) {
           init_barrier(full(slot), 1);
-          init_barrier(empty(slot), kConsumerWarps);
+          init_barrier(empty(slot), kReaders);
         }
-        init_barrier(asked(), 1);
+        init_barrier(asked(), config.cluster);
       }
       if (kPartialLines) {
         number_tiles(groups, bounds, config.block_n, first_tiles);
@@ -78,10 +83,16 @@ class RaggedItems {
     }
   };
 
-  RaggedItems(const Source& source, int) : source_(source) {}
+  RaggedItems(const Source& source, int block) : source_(source), block_(block) {}
 
-  // By the copying thread: for the next item, before it waits for that.
-  void ask() const { arrive(source_.asked()); }
+  // By the copying thread: for the next item, before it waits for that. A barrier counts the bytes
+  // of what is sent.
+  void ask() const {
+    if (config.cluster > 1 && block_ > 0) {
+      arrive_expecting(source_.full((ring_.stage + 1) % kSlots), kSlotBytes);
+    }
+    arrive_at_first(source_.asked());
+  }
 
   bool next() {
     ring_.advance();
@@ -97,7 +108,7 @@ class RaggedItems {
   // By all threads that multiply: after the last look at an item.
   void release() const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(source_.empty(ring_.stage));
+    if (threadIdx.x % 32 == 0) arrive_at_first(source_.empty(ring_.stage));
   }
 
   // By the thread that finds out what the items are, until there are no more.
@@ -116,11 +127,35 @@ class RaggedItems {
       } else {
         slot.k_tiles = kNoMore;
       }
+#pragma unroll
+      for (int block = 1; block < config.cluster; ++block) send_item(source, ring.stage, block);
       arrive(source.full(ring.stage));
     }
   }
 
  private:
+  // What the first block has been told. For what is merely stored, others would need a fence before
+  // each look.
+  static void send_item(const Source& source, int slot, int block) {
+    Item item = source.slots[slot];
+    item.work.m += block * config.block_m;
+    constexpr int kParts = kSlotBytes / 16;
+    const auto& words = reinterpret_cast<const uint32(&)[kParts][4]>(item);
+    const uint32 address = shared_address(source.slots + slot);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      send(address + 16 * part, source.full(slot), block, words[part]);
+    }
+  }
+
+  static void arrive_at_first(uint32 barrier) {
+    if constexpr (config.cluster > 1) {
+      arrive_remote(barrier, 0);
+    } else {
+      arrive(barrier);
+    }
+  }
+
   const Item& item() const { return source_.slots[ring_.stage]; }
 
   static int items(const Source& source) {
@@ -142,7 +177,7 @@ class RaggedItems {
       const Span span =
           group_span(groups, source.bounds, stacked / groups.groups, stacked % groups.groups);
       item.k_tiles = (span.rows() + config.block_k - 1) / config.block_k;
-      work.m = tile.m * config.block_m;
+      work.m = tile.m * kClusterM;
       work.n = tile.n * config.block_n;
       // Tiles of k end where the group does, and the first one may begin before it.
       work.k = span.end - item.k_tiles * config.block_k;
@@ -160,7 +195,7 @@ class RaggedItems {
       const int before = tile.n * (steps / tiles) + min_of(tile.n, steps % tiles);
       const int own = steps / tiles + (tile.n < steps % tiles);
       item.k_tiles = span.is_group() ? shape.k_tiles : 0;
-      work.m = tile.m * config.block_m;
+      work.m = tile.m * kClusterM;
       work.n = span.begin + before * kLineStep;
       work.k = 0;
       item.share = min_of(own * kLineStep, span.end - work.n);
@@ -172,6 +207,7 @@ class RaggedItems {
   }
 
   const Source& source_;
+  int block_;
   // Before the first.
   RingPosition<kSlots> ring_ = {kSlots - 1, 1};
 };

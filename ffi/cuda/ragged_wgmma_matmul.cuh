@@ -9,7 +9,7 @@ namespace tilekern {
 // The product of each group of rows, in one launch; see wgmma_matmul.cuh. The last batch dimension
 // is the groups.
 template <typename Lhs, typename Rhs, typename Out, WgmmaConfig config, Ragged ragged,
-          int line_step, int long_box_lines>
+          int line_step, int copy_step, int long_box_lines>
 __global__ void __launch_bounds__(config.threads(), 1)
     ragged_wgmma_matmul(const __grid_constant__ TensorMap lhs,
                         const __grid_constant__ TensorMap rhs,
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(config.threads(), 1)
                         const __grid_constant__ TensorMap rhs_step, const int32* bounds,
                         int32* items_taken, const __grid_constant__ WgmmaShape shape,
                         const __grid_constant__ GroupShape groups) {
-  using Items = RaggedItems<config, ragged, line_step, long_box_lines>;
+  using Items = RaggedItems<config, ragged, line_step, copy_step, long_box_lines>;
   WgmmaMatmul<Lhs, Rhs, Out, config, Items, NoFinish>(shape, {shape, groups, bounds, items_taken},
                                                       {})
       .run(lhs, rhs, rhs_step, out_map, out);

@@ -48,9 +48,8 @@ class WgmmaMatmul {
   static constexpr bool kMayBeEmpty = Items::kPartialLines || Items::kPartialK;
   // Lines of rhs are copied and multiplied in steps, of a partial tile as many as it needs.
   static constexpr int kLineStep = Items::kLineStep;
-  static_assert(!Items::kPartialLines ||
-                (config.rhs_k_major && config.out_m_major && config.cluster == 1 &&
-                 config.pieces == 1 && config.block_n % kLineStep == 0));
+  static_assert(!Items::kPartialLines || (config.rhs_k_major && config.out_m_major &&
+                                          config.pieces == 1 && config.block_n % kLineStep == 0));
   static_assert(config.consumer_m() % 64 == 0 && RhsShare::kBytes % 1024 == 0);
   static_assert(config.consumers <= 2, "registers");
 
@@ -89,7 +88,7 @@ class WgmmaMatmul {
       release_registers<40>();
       if (threadIdx.x % 128 == 0) produce(lhs, rhs, rhs_step);
       if constexpr (Items::kScheduled) {
-        if (threadIdx.x % 128 == 32) Items::schedule(source_);
+        if (threadIdx.x % 128 == 32 && block_ == 0) Items::schedule(source_);
       }
     } else {
       acquire_registers<config.consumers == 1 ? 248 : 232>();
@@ -153,20 +152,22 @@ class WgmmaMatmul {
     }
   }
 
-  // In few boxes, for each takes the copying thread some time.
+  // The block's share, in few boxes, for each takes the copying thread some time.
   void copy_lines(uint32 to, const TensorMap& rhs, const TensorMap& rhs_step, const WorkItem& work,
                   int lines, int k, uint32 full) const {
-    constexpr int kLong = Items::kLongBoxLines;
-    int line = 0;
+    constexpr int kLong = Items::kLongBoxLines, kShort = Items::kCopyStep;
+    const int shorts = lines / kShort;
+    int line = shorts * block_ / config.cluster * kShort;
+    const int end = shorts * (block_ + 1) / config.cluster * kShort;
 #pragma unroll 1
-    for (; line + kLong <= lines; line += kLong) {
-      load_box(to + line * kTileRowBytes, rhs, RhsTile::box(0, work.n + line, k, work.rhs_batch),
-               full);
+    for (; line + kLong <= end; line += kLong) {
+      load_shared_box(to + line * kTileRowBytes, rhs,
+                      RhsTile::box(0, work.n + line, k, work.rhs_batch), full);
     }
 #pragma unroll 1
-    for (; line < lines; line += kLineStep) {
-      load_box(to + line * kTileRowBytes, rhs_step,
-               RhsTile::box(0, work.n + line, k, work.rhs_batch), full);
+    for (; line < end; line += kShort) {
+      load_shared_box(to + line * kTileRowBytes, rhs_step,
+                      RhsTile::box(0, work.n + line, k, work.rhs_batch), full);
     }
   }
 
@@ -175,13 +176,17 @@ class WgmmaMatmul {
     to += block_ * RhsShare::kBytes;
 #pragma unroll 1
     for (int chunk = 0; chunk < RhsShare::kChunks; ++chunk) {
-      const BoxOrigin box = RhsShare::box(chunk, line, k, work.rhs_batch);
-      if constexpr (config.cluster > 1) {
-        load_box_multicast(to, rhs, box, full, (1 << config.cluster) - 1);
-      } else {
-        load_box(to, rhs, box, full);
-      }
+      load_shared_box(to, rhs, RhsShare::box(chunk, line, k, work.rhs_batch), full);
       to += RhsShare::kChunkBytes;
+    }
+  }
+
+  // For all blocks of the cluster.
+  static void load_shared_box(uint32 to, const TensorMap& map, const BoxOrigin& box, uint32 full) {
+    if constexpr (config.cluster > 1) {
+      load_box_multicast(to, map, box, full, (1 << config.cluster) - 1);
+    } else {
+      load_box(to, map, box, full);
     }
   }
 

@@ -28,6 +28,7 @@ MAX_BATCH_DIMS = 3
 BOX_STRIDE_BYTES = 16
 # Of a tile that may be partial: two boxes of so many lines are few enough.
 _LONG_BOX_LINES = 128
+_SHARED_BOX_LINES = 32
 # Of which a block counts past the last by as many as there are blocks.
 MOST_ITEMS = 2**31 - 1024
 # More would be idle, or cost tiles' worth of latency to fill.
@@ -133,7 +134,7 @@ class WgmmaInstance:
         types = "".join(f"{name}, " for name in self.types)
         if self.ragged:
             ragged = f"tilekern::Ragged::k{self.ragged.upper()}"
-            lines = f"{self.line_step}, {self.rhs_box_lines}"
+            lines = f"{self.line_step}, {self.copy_step}, {self.rhs_box_lines}"
             name = f"tilekern::ragged_wgmma_matmul<{types}{config}, {ragged}, {lines}>"
             return Kernel("ragged_wgmma_matmul.cuh", name)
         name = f"wgmma_matmul<{types}" if self.pieces == 1 else "wgmma_matmul_of_pieces<"
@@ -145,10 +146,15 @@ class WgmmaInstance:
         return 128 * (self.consumers + 1)
 
     @property
+    def copy_step(self) -> int:
+        """By how many lines of ``rhs`` copies differ; blocks of a cluster share those of a tile."""
+        return self.line_step if self.cluster == 1 else min(self.line_step, _SHARED_BOX_LINES)
+
+    @property
     def rhs_box_lines(self) -> int:
         """Lines of ``rhs`` that are copied at a time."""
         if self.line_step:
-            return max(self.line_step, min(self.block_n, _LONG_BOX_LINES))
+            return max(self.copy_step, min(self.block_n, _LONG_BOX_LINES) // self.cluster)
         return self.block_n // self.cluster
 
     @property
