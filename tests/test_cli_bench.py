@@ -490,6 +490,30 @@ def test_resuming_measures_what_is_missing_then_what_failed(tiny, tmp_path, monk
     assert len(json.loads(file.read_text())["rows"]) == 5
 
 
+def test_an_interrupted_row_stays_as_it_was(tiny, tmp_path, monkeypatch):
+    file = tmp_path / "b.json"
+
+    def interrupt(self, operands):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Case, "errors", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            bench("--rows", "f32", "--json", file)
+    assert json.loads(file.read_text())["rows"] == []
+
+    assert bench("--rows", "f32", "--json", file) == 0
+    before = json.loads(file.read_text())
+    monkeypatch.setattr(Case, "errors", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        bench("--rows", "f32", "--json", file)
+    after = json.loads(file.read_text())
+    assert after["rows"] == before["rows"]
+    # The run that the row is of, though it has no other.
+    assert [run["date"] for run in after["earlier_runs"]] == [before["date"]]
+    assert main(["bench", "table", str(file)]) == 0
+
+
 def test_a_device_that_no_longer_answers_ends_the_run(tiny, tmp_path, capsys, monkeypatch):
     def fault(self, operands):
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")

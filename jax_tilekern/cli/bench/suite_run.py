@@ -105,18 +105,28 @@ def measure_rows(
         rows = remaining(record, rows)
     names = [row.name for row in suite.rows]
 
-    def put(result: Record) -> None:
-        put_row(record, result, names)
+    def save() -> None:
         # Each time, so that a run that is cut short leaves what it has.
         if arguments.json is not None:
             write_json(arguments.json, record)
 
+    def put(result: Record) -> None:
+        put_row(record, result, names)
+        save()
+
     whole = True
     for number, row in enumerate(rows, start=1):
+        before = {key: record[key] for key in ("rows", "earlier_runs")}
         put(unmeasured(row, record["date"]))
         progress = f"{number}/{len(rows)}"
-        with console.status(f"{progress} {row.name}"), _deadline(row.name, longest_row):
-            result = measure(row)
+        try:
+            with console.status(f"{progress} {row.name}"), _deadline(row.name, longest_row):
+                result = measure(row)
+        except KeyboardInterrupt:
+            # Nothing is wrong with the row, nor with what an earlier run says of it.
+            record.update(before)
+            save()
+            raise
         put(result)
         console.print(f"{progress}  {'  '.join(show(result))}  ({result['took_seconds']} s)")
         if result["failure"]:
