@@ -1,9 +1,9 @@
 // The products are the tensor cores': one instruction of a warp multiplies 16 rows by 8 columns
-// over 8 of k. Tiles come by cp.async, which needs no registers on the way, into three buffers: two
-// tiles are on their way while one is multiplied.
+// over 8 of k. Tiles come by cp.async, which needs no registers on the way, into three stages: two
+// k-tiles are in flight while one is multiplied.
 //
-// Expect: for float64 up to twice the multiply-adds' rate. For float32 the operands are rounded to
-// TF32, which has 10 bits after the point, and the rate is several times that of float32.
+// Expect: for float64 up to twice the rate of the CUDA cores. For float32 the operands are rounded
+// to TF32, which has 10 bits after the point, and the rate is several times that of float32.
 #include <tilekern/mma.cuh>
 #include <tilekern/ptx.cuh>
 
