@@ -127,17 +127,6 @@ def test_files_are_numbered_rungs_that_say_what_to_expect(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_page_has_every_rung(name):
-    page = (Path(__file__).parent.parent / "docs" / "ladder.md").read_text()
-    section = re.search(rf"^## {name}$(.*?)(^## |\Z)", page, re.MULTILINE | re.DOTALL)[1]
-    rungs = {rung.name for problem in problems(name) for rung in problem.rungs if rung.source}
-    shapes = {rung for rung in rungs if rung.startswith("tile of ")}
-    entries = re.findall(r"^\| (.+?) \|", section, re.MULTILINE)
-    assert rungs - shapes <= set(entries)
-    assert all(shape.removeprefix("tile of ") in section for shape in shapes)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_the_last_rung_is_the_library_and_jnp_is_the_measure(name):
     for problem in problems(name):
         assert problem.rungs[-1].name.startswith("jax_tilekern.")
