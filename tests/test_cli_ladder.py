@@ -5,7 +5,6 @@ import importlib
 import io
 import json
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from numerics import on_gpu
 import jax_tilekern as jtk
 from jax_tilekern.cli import ladder as command
 from jax_tilekern.cli import main
-from jax_tilekern.cli.ladder import climb, ladder_run, report
+from jax_tilekern.cli.ladder import climb, counted_launches, ladder_run, report
 from jax_tilekern.cli.ladder.ncu import NoCounters
 from jax_tilekern.cli.ladder.rung import Ladder, LadderError, Problem, Rung, sources_folder
 from jax_tilekern.compiler import compile_source
@@ -163,6 +162,23 @@ def test_every_rung_is_right(name, size, tmp_path):
     assert all(rung["failure"] is None for rung in rungs)
     assert not any("seconds" in rung for rung in rungs)
     assert any(rung["source"] and not rung["skipped"] for rung in rungs)
+
+
+@needs_gpu
+def test_rungs_are_launched_after_markers_outside_of_ncu_too():
+    wanted = [
+        {"size": "1027", "title": problem.title, "name": rung.name}
+        for problem in ladder("add").parse("1027")
+        for rung in (*problem.rungs, *problem.peers)
+    ]
+    marked = []
+
+    def mark(index):
+        marked.append(int(counted_launches._marker(index=index)))
+
+    counted_launches.launch(ladder("add"), wanted, until=float("inf"), mark=mark)
+    # A marker's result is its grid.
+    assert marked == list(range(1, len(wanted) + 2))
 
 
 @needs_gpu

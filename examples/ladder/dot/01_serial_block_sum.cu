@@ -1,7 +1,7 @@
-// Each thread multiplies and adds a share of the vectors: its own element, then the one a whole
-// grid further, and so on (a grid-stride loop), so that a warp always reads neighbours. Each thread
-// puts its sum in shared memory, where thread 0 adds them up, one after the other. The sums of the
-// blocks are added on the host.
+// Each thread adds up a share of the products and puts its sum in shared memory, where thread 0
+// adds all of them, one after the other. A share is a thread's own element, then the one a whole
+// grid further, and so on (a grid-stride loop), so that a warp always reads neighbours. The sums of
+// the blocks are added on the host.
 //
 // Expect: for a long vector no worse than what follows, because a block sums once after thousands
 // of loads. For a short one the 255 dependent additions are most of the kernel.

@@ -1,7 +1,7 @@
-// Warps specialise. A producer warpgroup does nothing but request k-tiles, as soon as a stage is
-// empty; two consumer warpgroups do nothing but multiply what is full. A stage has two barriers,
-// and each side waits only for the other's: no barrier of the whole block stops all of them. The
-// producer needs few registers and gives up the rest (setmaxnreg).
+// Warps specialise: a producer warpgroup does nothing but request k-tiles, as soon as a stage is
+// empty, and two consumer warpgroups do nothing but multiply what is full. A stage has two
+// barriers, and each side waits only for the other's: no barrier of the whole block stops all of
+// them. The producer needs few registers and gives up the rest (setmaxnreg).
 //
 // Expect: a step up. A consumer that is late no longer holds back the requests or the other one.
 #include <tilekern/mbarrier.cuh>

@@ -1,7 +1,7 @@
-// The epilogue leaves by TMA. A consumer rounds 64 rows by 64 columns, puts them in shared memory
-// by stmatrix, in the swizzle that TMA takes, and goes on; TMA writes whole rows of 128 bytes and
-// clips them at the edges. Two such subtiles a consumer take turns, so that one is filled while the
-// other is read. Written straight from registers, a warp's store was 8 rows of 16 bytes: half
+// The results leave by TMA, in the background: a consumer rounds 64 rows by 64 columns, puts them
+// in shared memory by stmatrix, in the swizzle that TMA takes, and goes on. TMA writes whole rows
+// of 128 bytes and clips them at the edges. Each consumer has two such subtiles, so that one is
+// filled while the other is read. From registers, a warp's store was 8 rows of 16 bytes: half
 // sectors.
 //
 // Expect: the library's kernel but for its choice of tiles: half as many sectors to write, and a

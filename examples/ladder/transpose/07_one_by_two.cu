@@ -1,5 +1,5 @@
-// No shared memory. Each thread takes one row by two columns: it reads both in one instruction of 8
-// bytes, and writes them to two rows of y.
+// Each thread takes one row by two columns: it reads both in one instruction of 8 bytes, and writes
+// them to two rows of y. No shared memory is used.
 //
 // A warp is 4 threads along a row by 8 down the rows. It reads 8 rows of 32 bytes, which are whole
 // sectors, and writes 8 rows of 32 bytes, whole sectors again.
