@@ -2,13 +2,15 @@
 // cp.async into three buffers, so that no registers hold them on the way, and the operands of the
 // next step of k are read from shared memory while this one's are multiplied.
 //
-// A step takes 64 multiply-adds of a thread, eight loads of a and two (float32) or four (float64)
-// of b. Lanes that differ in bit 0 share a row of a, and lanes that differ in bit 1 share columns
-// of b: where neighbours load the same address, shared memory serves two halves of a warp at once.
+// A step of k takes 64 multiply-adds of a thread, and four loads of 16 bytes for float32 or eight
+// for float64: two or four of b, and of a, whose rows the compiler reads for several steps at once,
+// as many. Lanes that differ in bit 0 share a row of a, and lanes that differ in bit 1 share
+// columns of b: where neighbours load the same address, shared memory serves two parts of a warp at
+// once.
 //
-// Expect: for float64 80 % or more of what multiply-adds without tensor cores can do, since its
-// multiply-adds take every second issue slot and leave the others for loads. For float32 loads and
-// multiply-adds share all slots, 64 of 74.
+// Expect: 80 % or more of what multiply-adds without tensor cores can do. Those of float64 take
+// every second issue slot and leave the others for loads; for float32 they share all slots, 64 of
+// 68.
 #include <tilekern/ptx.cuh>
 
 using namespace tilekern;
@@ -30,22 +32,27 @@ __global__ void __launch_bounds__(kThreads, 1)
   T* const stages = reinterpret_cast<T*>(shared);
 
   const int first_row = blockIdx.y * kTile, first_column = blockIdx.x * kTile;
+  // What this thread copies of a k-tile: a chunk of every kARows-th row of a, of every kBRows-th of
+  // b.
+  constexpr int kARows = kThreads * kChunk / kDepth, kBRows = kThreads * kChunk / kTile;
+  const int a_row = threadIdx.x * kChunk / kDepth, a_column = threadIdx.x * kChunk % kDepth;
+  const int b_row = threadIdx.x * kChunk / kTile, b_column = threadIdx.x * kChunk % kTile;
+  const T* const from_a = a + static_cast<long long>(first_row + a_row) * k + a_column;
+  const T* const from_b = b + static_cast<long long>(b_row) * n + first_column + b_column;
   const auto bring = [&](int stage, int first) {
     T* const a_tile = stages + stage * kStage;
     T* const b_tile = a_tile + kTile * kPitch;
 #pragma unroll
-    for (int i = threadIdx.x; i < kTile * kDepth / kChunk; i += kThreads) {
-      const int row = i / (kDepth / kChunk), column = i % (kDepth / kChunk) * kChunk;
-      const bool inside = first_row + row < m && first + column < k;
-      cp_async<16>(shared_address(a_tile + row * kPitch + column),
-                   a + static_cast<long long>(first_row + row) * k + first + column, inside);
+    for (int row = 0; row < kTile; row += kARows) {
+      cp_async<16>(shared_address(a_tile + (a_row + row) * kPitch + a_column),
+                   from_a + static_cast<long long>(row) * k + first,
+                   first_row + a_row + row < m && first + a_column < k);
     }
 #pragma unroll
-    for (int i = threadIdx.x; i < kTile * kDepth / kChunk; i += kThreads) {
-      const int row = i / (kTile / kChunk), column = i % (kTile / kChunk) * kChunk;
-      const bool inside = first + row < k && first_column + column < n;
-      cp_async<16>(shared_address(b_tile + row * kTile + column),
-                   b + static_cast<long long>(first + row) * n + first_column + column, inside);
+    for (int row = 0; row < kDepth; row += kBRows) {
+      cp_async<16>(shared_address(b_tile + (b_row + row) * kTile + b_column),
+                   from_b + static_cast<long long>(first + row) * n,
+                   first + b_row + row < k && first_column + b_column < n);
     }
   };
 

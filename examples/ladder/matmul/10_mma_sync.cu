@@ -21,22 +21,25 @@ __global__ void __launch_bounds__(kThreads, 2)
   extern __shared__ int4 shared[];
   bfloat16* const stages = reinterpret_cast<bfloat16*>(shared);
   const int first_row = blockIdx.y * kTile, first_column = blockIdx.x * kTile;
+  // What this thread copies of a k-tile: 16 bytes of every 32nd row of a, and of every 16th of b.
+  const int a_row = threadIdx.x / 8, a_column = threadIdx.x % 8 * 8;
+  const int b_row = threadIdx.x / 16, b_column = threadIdx.x % 16 * 8;
+  const bfloat16* const from_a = a + static_cast<long long>(first_row + a_row) * k + a_column;
+  const bfloat16* const from_b = b + static_cast<long long>(b_row) * n + first_column + b_column;
   const auto bring = [&](int stage, int first) {
     bfloat16* const a_tile = stages + stage * kStage;
     bfloat16* const b_tile = a_tile + kTile * kAPitch;
 #pragma unroll
-    for (int i = threadIdx.x; i < kTile * kDepth / 8; i += kThreads) {
-      const int row = i / 8, column = i % 8 * 8;
-      cp_async<16>(shared_address(a_tile + row * kAPitch + column),
-                   a + static_cast<long long>(first_row + row) * k + first + column,
-                   first_row + row < m && first + column < k);
+    for (int row = 0; row < kTile; row += 32) {
+      cp_async<16>(shared_address(a_tile + (a_row + row) * kAPitch + a_column),
+                   from_a + static_cast<long long>(row) * k + first,
+                   first_row + a_row + row < m && first + a_column < k);
     }
 #pragma unroll
-    for (int i = threadIdx.x; i < kTile * kDepth / 8; i += kThreads) {
-      const int row = i / 16, column = i % 16 * 8;
-      cp_async<16>(shared_address(b_tile + row * kBPitch + column),
-                   b + static_cast<long long>(first + row) * n + first_column + column,
-                   first + row < k && first_column + column < n);
+    for (int row = 0; row < kDepth; row += 16) {
+      cp_async<16>(shared_address(b_tile + (b_row + row) * kBPitch + b_column),
+                   from_b + static_cast<long long>(first + row) * n,
+                   first + b_row + row < k && first_column + b_column < n);
     }
   };
 
