@@ -92,6 +92,16 @@ def test_two_of_the_three_float4_forms_are_the_same_machine_code():
     assert len(row_by_row) >= 16 * 16  # At least as many instructions as elements.
 
 
+@pytest.mark.parametrize("name", ["tile", "padded", "swizzled", "float4, 8x8"])
+def test_loops_over_a_thread_s_elements_are_unrolled(name):
+    (problem,) = ladder("transpose").parse("64x64")
+    (rung,) = (rung for rung in problem.rungs if rung.name == name)
+    with jtk.gpu_target("sm_90a"):
+        (found,) = rung.reports(problem.operands)
+    # A loop would have one load, or more than four with its remainder.
+    assert [found.ptx().count(f"{what}.global") for what in ("ld", "st")] == [4, 4]
+
+
 def test_sums_in_memory_are_read_and_written_for_every_k_tile():
     problem = ladder("matmul").parse("64x64x64")[0]
     (rung,) = (rung for rung in problem.rungs if rung.name == "sums in global memory")

@@ -15,7 +15,8 @@ __global__ void __launch_bounds__(kThreads)
   T sums[kSums] = {};
   for (int first = 0; first < k; first += kDepth) {
 #pragma unroll
-    for (int i = thread; i < kRows * kDepth; i += kThreads) {
+    for (int start = 0; start < kRows * kDepth; start += kThreads) {
+      const int i = start + thread;
       const int row = first_row + i / kDepth, column = first + i % kDepth;
       a_tile[i / kDepth][i % kDepth] =
           row < m && column < k ? a[static_cast<long long>(row) * k + column] : T(0);

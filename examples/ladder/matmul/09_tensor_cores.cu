@@ -36,14 +36,16 @@ __global__ void __launch_bounds__(kThreads, 2)
     T* const a_tile = stages + stage * kStage;
     T* const b_tile = a_tile + kTile * kAPitch;
 #pragma unroll
-    for (int piece = threadIdx.x; piece < kTile * kDepth / kPiece; piece += kThreads) {
+    for (int start = 0; start < kTile * kDepth / kPiece; start += kThreads) {
+      const int piece = start + threadIdx.x;
       const int row = piece / (kDepth / kPiece), i = piece % (kDepth / kPiece) * kPiece;
       const bool inside = first_row + row < m && first + i < k;
       cp_async<16>(shared_address(a_tile + row * kAPitch + i),
                    a + static_cast<long long>(first_row + row) * k + first + i, inside);
     }
 #pragma unroll
-    for (int piece = threadIdx.x; piece < kTile * kDepth / kPiece; piece += kThreads) {
+    for (int start = 0; start < kTile * kDepth / kPiece; start += kThreads) {
+      const int piece = start + threadIdx.x;
       const int i = piece / 32, column = piece % 32 * kPiece;
       const bool inside = first + i < k && first_column + column < n;
       cp_async<16>(shared_address(b_tile + i * kBPitch + column),

@@ -32,7 +32,8 @@ __global__ void __launch_bounds__(kTile* kThreadRows)
   __shared__ float tile[kTile][Layout::kPitch];
   const int first_row = blockIdx.y * kTile, first_column = blockIdx.x * kTile;
 #pragma unroll
-  for (int i = threadIdx.y; i < kTile; i += kThreadRows) {
+  for (int step = 0; step < kTile; step += kThreadRows) {
+    const int i = threadIdx.y + step;
     const int row = first_row + i, column = first_column + threadIdx.x;
     if (row < rows && column < columns) {
       tile[i][Layout::position(i, threadIdx.x)] = x[static_cast<long long>(row) * columns + column];
@@ -40,7 +41,8 @@ __global__ void __launch_bounds__(kTile* kThreadRows)
   }
   __syncthreads();
 #pragma unroll
-  for (int i = threadIdx.y; i < kTile; i += kThreadRows) {
+  for (int step = 0; step < kTile; step += kThreadRows) {
+    const int i = threadIdx.y + step;
     const int row = first_row + threadIdx.x, column = first_column + i;
     if (row < rows && column < columns) {
       y[static_cast<long long>(column) * rows + row] =
