@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from numerics import on_gpu
 import jax_tilekern as jtk
 from jax_tilekern.cli import ladder as command
 from jax_tilekern.cli import main
-from jax_tilekern.cli.ladder import climb, counted_launches, ladder_run, report
+from jax_tilekern.cli.ladder import climb, counted_launches, counters, ladder_run, ncu, report
 from jax_tilekern.cli.ladder.ncu import NoCounters
 from jax_tilekern.cli.ladder.rung import Ladder, LadderError, Problem, Rung, sources_folder
 from jax_tilekern.compiler import compile_source
@@ -475,6 +476,39 @@ def test_counters_that_may_not_be_read_cost_no_times(doubling, capsys, monkeypat
     out = capsys.readouterr().out
     assert "of ceiling" in out
     assert "ERR_NVGPUCTRPERM" in out
+
+
+def test_counters_come_with_the_times_and_are_shown(doubling, tmp_path, capsys, monkeypatch):
+    def profile(program, metrics, *, environment, seconds):
+        order = json.loads(Path(program[-1]).read_text())
+        assert [one["name"] for one in order["wanted"]] == ["from the host", "right", "jnp"]
+        assert order["seconds"] == 45
+        kernel = {"gpu__time_duration.sum": 1500.0, "launch__registers_per_thread": 40.0}
+        return [
+            launch
+            for index in range(len(order["wanted"]))
+            for launch in (
+                ncu.Launch(counters.MARKER, (index + 1,), (1,), {}),
+                ncu.Launch("doubling_kernel", (8, 1, 1), (32, 1, 1), kernel),
+            )
+        ]
+
+    monkeypatch.setattr(ncu, "require_ncu", lambda: "ncu")
+    monkeypatch.setattr(ncu, "profile", profile)
+    file = tmp_path / "l.json"
+    given = ["ladder", "add", "--seconds", "0.01", "--counters", "45", "--json", str(file)]
+    assert main(given) == 1
+    assert "stalled" in capsys.readouterr().out
+    (problem,) = json.loads(file.read_text())["problems"]
+    counted = {rung["name"]: rung.get("counters") for rung in problem["rungs"]}
+    assert counted.pop("wrong") is None
+    for found in counted.values():
+        (kernel,) = found["kernels"]
+        assert kernel["name"] == "doubling_kernel"
+        assert (kernel["nanoseconds"], kernel["registers"]) == (1500, 40)
+    # A second run has nothing left to count.
+    monkeypatch.setattr(counters, "count", lambda *_: pytest.fail("counted again"))
+    assert main([*given, "--resume"]) == 1
 
 
 # The report.

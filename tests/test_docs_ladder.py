@@ -25,9 +25,12 @@ def _import(*names):
         sys.path.pop(0)
 
 
-records, tables, claims, figures, make_page = _import(
-    "records", "tables", "claims", "figures", "make_page"
-)
+records, tables, claim, claims_transpose, claims_products, expectations, figures, make_page = (
+    _import(
+        "records", "tables", "claim", "claims_transpose", "claims_products", "expectations",
+        "figures", "make_page",
+    )
+)  # fmt: skip
 
 
 def test_the_page_is_made_of_the_committed_records():
@@ -112,17 +115,17 @@ def full(tmp_path):
 
 
 def all_claims():
-    lists = (claims.T, claims.S, claims.D, claims.M, *claims.EXPECTATIONS.values())
-    return [claim for some in lists for claim in some]
+    sources = claims_transpose.T, claims_transpose.S, claims_products.D, claims_products.M
+    return [one for some in (*sources, *expectations.EXPECTATIONS.values()) for one in some]
 
 
 def test_every_claim_is_decided_where_everything_was_measured(full):
     found = full()
-    for claim in all_claims():
-        finding = claim.finding(found)
-        assert finding.verdict in (claims.CONFIRMED, claims.REFUTED, claims.THAT_GPU), claim.text
+    for one in all_claims():
+        decided = one.finding(found).verdict
+        assert decided in (claim.CONFIRMED, claim.REFUTED, claim.THAT_GPU), one.text
     page = make_page.page(found)
-    assert claims.NOT_MEASURED not in page
+    assert claim.NOT_MEASURED not in page
     assert "{{" not in page
     assert "GPU, CUDA 13.0, JAX 0.11.2, 2026-01-02" in page
     assert "have changed since they were recorded" in page
@@ -136,15 +139,15 @@ def test_what_was_not_measured_is_said(full):
         rung.pop("counters")
 
     found = full(forget)
-    finding = claims.T[0].finding(found)
-    assert finding.verdict == claims.NOT_MEASURED
+    finding = claims_transpose.T[0].finding(found)
+    assert finding.verdict == claim.NOT_MEASURED
     assert "counters of naive 64x8, along reads" in finding.why
     assert "No counters are recorded yet." in make_page.page(found)
 
 
 def verdict(found, text):
-    (claim,) = (claim for claim in all_claims() if claim.text.startswith(text))
-    return claim.finding(found).verdict
+    (one,) = (one for one in all_claims() if one.text.startswith(text))
+    return one.finding(found).verdict
 
 
 def with_kernel(wanted, **changes):
@@ -164,15 +167,15 @@ NAIVE = "naive 64x8, along reads"
 
 def test_mechanisms_are_confirmed_or_refuted_by_counters(full):
     sectors = {"load_sectors_per_request": 4.0, "store_sectors_per_request": 32.0}
-    assert verdict(full(with_kernel(NAIVE, **sectors)), "naive 64x8 reads 4") == claims.CONFIRMED
+    assert verdict(full(with_kernel(NAIVE, **sectors)), "naive 64x8 reads 4") == claim.CONFIRMED
     sectors["store_sectors_per_request"] = 31.0
-    assert verdict(full(with_kernel(NAIVE, **sectors)), "naive 64x8 reads 4") == claims.REFUTED
+    assert verdict(full(with_kernel(NAIVE, **sectors)), "naive 64x8 reads 4") == claim.REFUTED
 
     through = "pass-through 8x8"
     none = {"load_conflicts_per_request": 0.1, "store_conflicts_per_request": 0.0}
     some = none | {"load_conflicts_per_request": 60.0}
-    assert verdict(full(with_kernel(through, **none)), "that is for bank") == claims.REFUTED
-    assert verdict(full(with_kernel(through, **some)), "that is for bank") == claims.CONFIRMED
+    assert verdict(full(with_kernel(through, **none)), "that is for bank") == claim.REFUTED
+    assert verdict(full(with_kernel(through, **some)), "that is for bank") == claim.CONFIRMED
 
 
 def test_writes_that_stay_in_l2_are_told_from_those_that_do_not(full):
@@ -183,14 +186,14 @@ def test_writes_that_stay_in_l2_are_told_from_those_that_do_not(full):
 
         return verdict(full(change), "the same: no writes to DRAM")
 
-    assert writes(1000, 250 << 20) == claims.CONFIRMED
-    assert writes(4 << 20, 250 << 20) == claims.REFUTED
-    assert writes(1000, 1000) == claims.REFUTED
+    assert writes(1000, 250 << 20) == claim.CONFIRMED
+    assert writes(4 << 20, 250 << 20) == claim.REFUTED
+    assert writes(1000, 1000) == claim.REFUTED
 
 
 @pytest.mark.parametrize(
     ("seconds", "wanted"),
-    [(1.6e-3, claims.CONFIRMED), (1.02e-3, claims.THAT_GPU), (0.9e-3, claims.THAT_GPU)],
+    [(1.6e-3, claim.CONFIRMED), (1.02e-3, claim.THAT_GPU), (0.9e-3, claim.THAT_GPU)],
 )
 def test_speeds_of_another_gpu_are_confirmed_in_direction(full, seconds, wanted):
     found = full(with_kernel("pass-through 32x32", seconds=seconds))
@@ -202,11 +205,11 @@ def test_reuse_is_counted_against_the_formula(full):
     flops, tile = 2 * 4096**3, {"load_sectors": 2 * 4096**3 / 32 * 8 / 32}
     shared = "shared tiles"
     found = full(with_kernel(shared, **tile))
-    measured = found.rung("matmul", claims.PRODUCT, shared, "float64")
+    measured = found.rung("matmul", claim.PRODUCT, shared, "float64")
     assert tables.predicted_reuse(measured) == 32
     assert measured.problem["flops"] == flops
     row = next(
-        line for line in tables.reuse(found, claims.PRODUCT).splitlines()
+        line for line in tables.reuse(found, claim.PRODUCT).splitlines()
         if line.startswith("| shared tiles | float64")
     )  # fmt: skip
     assert row.split(" | ")[2:5] == ["32x32", "32", "32"]
@@ -221,8 +224,8 @@ def test_write_efficiency_is_of_the_result_alone(full):
 
 
 def test_the_peaks_are_those_of_the_cuda_cores():
-    assert claims.PEAK["float64"] == pytest.approx(33.5e12, rel=0.01)
-    assert claims.PEAK["float32"] == pytest.approx(66.9e12, rel=0.01)
+    assert claim.PEAK["float64"] == pytest.approx(33.5e12, rel=0.01)
+    assert claim.PEAK["float32"] == pytest.approx(66.9e12, rel=0.01)
 
 
 def test_plots_show_the_deciding_counters(full, tmp_path):

@@ -10,7 +10,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import claims
+import claim
+import claims_products
+import claims_transpose
+import expectations
 import figures
 import tables
 from records import FOLDER, LADDERS, Records
@@ -41,16 +44,23 @@ def page(records: Records) -> str:
         )
 
     namespace = {
-        "claims": claims,
+        "PEAK": claim.PEAK,
+        "PRODUCT": claim.PRODUCT,
+        "claims": {
+            "T": claims_transpose.T,
+            "S": claims_transpose.S,
+            "D": claims_products.D,
+            "M": claims_products.M,
+        },
         "rate": rate,
         "ceiling": ceiling,
         "counters": counters,
         "ideas": tables.ideas,
         "state": lambda: tables.state(records),
-        "reuse": lambda: tables.reuse(records, claims.PRODUCT),
+        "reuse": lambda: tables.reuse(records, claim.PRODUCT),
         "times": lambda *of: tables.times(records, *of),
-        "table": lambda of: claims.table(of, records),
-        "expectations": lambda ladder: claims.expectations(ladder, records),
+        "table": lambda of: claim.table(of, records),
+        "expectations": lambda ladder: expectations.table(ladder, records),
     }
     made = "<!-- Made by docs/ladder/make_page.py from page.md.in and the records. -->\n\n"
     text = (HERE / "page.md.in").read_text()
