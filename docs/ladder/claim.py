@@ -16,7 +16,7 @@ NOT_MEASURED = "not measured yet"
 
 # Two times that differ by less are not told apart.
 NOISE = 0.03
-# Operations per second of 132 multiprocessors at 1980 MHz without tensor cores.
+# Operations per second of 132 SMs at 1980 MHz without tensor cores.
 PEAK = {"float32": 132 * 128 * 2 * 1.98e9, "float64": 132 * 64 * 2 * 1.98e9}
 
 T_SIZE, LARGE, S_SIZE = "2048x512", "8192x8192", "1024x1024"
@@ -134,6 +134,6 @@ def share_of_peak(measured: Measured, dtype: str) -> float:
 def limits_of(measured: Measured) -> str:
     """Return what the counters say about what limits a kernel."""
     return (
-        f"is at {measured.counter('compute_percent'):.0f} % compute and "
+        f"*{measured.name}* is at {measured.counter('compute_percent'):.0f} % compute and "
         f"{measured.counter('memory_percent'):.0f} % memory, waits {stalls_of(measured)}"
     )

@@ -79,7 +79,7 @@ def _few_blocks(records: Records) -> Finding:
     return Finding(
         f"{rate(few.speed, 'B')} against {rate(many.speed, 'B')} with up to 1024 blocks of 256",
         THAT_GPU if change(few.seconds, many.seconds) > NOISE else CONFIRMED,
-        "32 blocks leave 100 of 132 multiprocessors idle: DRAM is "
+        "32 blocks leave 100 of 132 SMs idle: DRAM is "
         f"{few.counter('dram_percent'):.0f} % busy, and {many.counter('dram_percent'):.0f} % with "
         "more.",
     )
@@ -157,7 +157,7 @@ def _of_peak(records: Records) -> Finding:
     return Finding(
         f"{share:.0%} of the CUDA cores' peak, {better.speed / peer.speed:.0%} of cuBLAS",
         CONFIRMED if share >= 0.9 else THAT_GPU,
-        "A GT200 has one float64 unit a multiprocessor, which a warp keeps busy for 32 cycles; an "
+        "A GT200 has one float64 unit an SM, which a warp keeps busy for 32 cycles; an "
         "H100 has 64, and cuBLAS uses its tensor cores. Here the float64 units are "
         f"{better.counter('float64_percent'):.0f} % busy.",
     )

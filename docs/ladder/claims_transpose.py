@@ -205,8 +205,8 @@ def _float4_large_block(records: Records) -> Finding:
     return Finding(
         changes_of(large, small),
         same_direction(compute, -0.34),
-        f"{large.kernel['grid'][0] * large.kernel['grid'][1]} blocks of 1024 threads for 132 "
-        f"multiprocessors, and an occupancy of {large.counter('occupancy_percent'):.0f} % against "
+        f"{large.kernel['grid'][0] * large.kernel['grid'][1]} blocks of 1024 threads for 132 SMs, "
+        f"and an occupancy of {large.counter('occupancy_percent'):.0f} % against "
         f"{small.counter('occupancy_percent'):.0f} %.",
     )
 
@@ -218,7 +218,7 @@ def _float4_small_block(records: Records) -> Finding:
         f"time {signed(time)} (a block of one warp)",
         same_direction(time, 0.08),
         f"Occupancy {warp.counter('occupancy_percent'):.0f} % against "
-        f"{block.counter('occupancy_percent'):.0f} %: at most 32 blocks fit a multiprocessor.",
+        f"{block.counter('occupancy_percent'):.0f} %: at most 32 blocks fit an SM.",
     )
 
 

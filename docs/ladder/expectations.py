@@ -29,9 +29,6 @@ from tables import count_bytes, markdown
 
 from jax_tilekern.cli.console import duration, rate
 
-# What the comments of the rungs expect.
-
-
 def _faster(ladder: str, size: str, name: str, before: str, dtype: str = "", least: float = NOISE,
             ) -> Callable[[Records], Finding]:  # fmt: skip
     """Return a rule that wants a rung to be faster than another by a fraction."""
@@ -43,7 +40,7 @@ def _faster(ladder: str, size: str, name: str, before: str, dtype: str = "", lea
             f"{duration(one.seconds)} against {duration(other.seconds)} of *{before}*, "
             f"{other.seconds / one.seconds:.2f} times",
             mechanism(gain >= least),
-            f"{limits_of(one)}; *{before}* {limits_of(other)}.",
+            f"{limits_of(one)}; {limits_of(other)}.",
         )
 
     return rule

@@ -1,4 +1,4 @@
-// The grid is persistent: one block for each multiprocessor, which computes tile after tile. While
+// The grid is persistent: one block for each SM, which computes tile after tile. While
 // the consumers store one, the producer already fills the ring for the next, and no block has to be
 // started, nor barriers made, for it. Tiles are taken in groups of kGroup rows of tiles, so that
 // blocks that run at the same time share rows of a and columns of b in the L2 cache.
