@@ -29,6 +29,7 @@ from tables import count_bytes, markdown
 
 from jax_tilekern.cli.console import duration, rate
 
+
 def _faster(ladder: str, size: str, name: str, before: str, dtype: str = "", least: float = NOISE,
             ) -> Callable[[Records], Finding]:  # fmt: skip
     """Return a rule that wants a rung to be faster than another by a fraction."""
