@@ -103,7 +103,8 @@ def sectors_of(measured: Measured) -> str:
 def stalls_of(measured: Measured) -> str:
     """Return the two reasons that warps wait for longest."""
     stalls = list(measured.kernel["stalls"].items())[:2]
-    return ", ".join(f"{reason} {cycles:.1f}" for reason, cycles in stalls) + " cycles"
+    words = (f"{reason.replace('_', ' ')} {cycles:.1f}" for reason, cycles in stalls)
+    return ", ".join(words) + " cycles"
 
 
 def changes(of: Measured, against: Measured) -> tuple[float, float, float]:

@@ -126,7 +126,7 @@ def _formula(records: Records) -> Finding:
         raise NotMeasured("loads of the product's rungs")
     worst = max(abs(error) for _, error in errors)
     return Finding(
-        ", ".join(f"{name} {signed(error)}" for name, error in errors) + " of the prediction",
+        "off the prediction by: " + ", ".join(f"{name} {signed(error)}" for name, error in errors),
         mechanism(worst < 0.1),
         "It counts what threads ask for; what comes from DRAM is less, for L2 serves the blocks "
         "that share rows and columns: see the table of reuse.",

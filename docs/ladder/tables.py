@@ -129,7 +129,7 @@ def _counter_cells(measured: Measured) -> list[str]:
         shown(lambda: f"{measured.counter('sm_active_cycles'):,.0f}"),
         shown(lambda: f"{measured.counter('occupancy_percent'):.0f} %"),
         shown(lambda: f"{measured.counter('registers'):.0f}"),
-        ", ".join(f"{reason} {cycles:.1f}" for reason, cycles in stalls),
+        ", ".join(f"{reason.replace('_', ' ')} {cycles:.1f}" for reason, cycles in stalls),
     ]
 
 
