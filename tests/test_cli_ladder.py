@@ -178,7 +178,7 @@ def test_every_rung_is_right(name, size, tmp_path):
 @needs_gpu
 def test_rungs_are_launched_after_markers_outside_of_ncu_too():
     wanted = [
-        {"size": "1027", "title": problem.title, "name": rung.name}
+        counters.Wanted("1027", problem.title, rung.name, None)
         for problem in ladder("add").parse("1027")
         for rung in (*problem.rungs, *problem.peers)
     ]
@@ -189,7 +189,7 @@ def test_rungs_are_launched_after_markers_outside_of_ncu_too():
 
     counted_launches.launch(ladder("add"), wanted, until=float("inf"), mark=mark)
     # A marker's result is its grid.
-    assert marked == list(range(1, len(wanted) + 2))
+    assert marked == list(range(1, len(wanted) + 1))
 
 
 @needs_gpu
@@ -481,7 +481,7 @@ def test_counters_that_may_not_be_read_cost_no_times(doubling, capsys, monkeypat
 def test_counters_come_with_the_times_and_are_shown(doubling, tmp_path, capsys, monkeypatch):
     def profile(program, metrics, *, environment, seconds):
         order = json.loads(Path(program[-1]).read_text())
-        assert [one["name"] for one in order["wanted"]] == ["from the host", "right", "jnp"]
+        assert [name for _, _, name, _ in order["wanted"]] == ["from the host", "right", "jnp"]
         assert order["seconds"] == 45
         kernel = {"gpu__time_duration.sum": 1500.0, "launch__registers_per_thread": 40.0}
         return [

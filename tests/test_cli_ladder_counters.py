@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from jax_tilekern.cli.ladder import counted_launches, counters, ladder_run, ncu
-from jax_tilekern.cli.ladder.ncu import Launch, NoCounters
+from jax_tilekern.cli.ladder.counters import Kernel, Wanted
+from jax_tilekern.cli.ladder.ncu import NoCounters
 from jax_tilekern.cli.ladder.rung import Ladder, Problem, Rung
 
 # What ncu writes.
@@ -81,16 +82,28 @@ def test_launches_are_read_from_the_raw_page_in_whatever_units():
     assert ncu.parse("==ERROR== no kernels were profiled") == []
 
 
+def wanted(name, *kernels, title="it"):
+    """A rung that launches the kernels of these rows, or those that XLA decides on."""
+    known = [Kernel(*one[:3]) for one in ncu.parse(csv_of(*kernels))]
+    return Wanted("8", title, name, known or None)
+
+
+def names(counted):
+    return counted and [kernel["name"] for kernel in counted["kernels"]]
+
+
 def test_a_rung_has_the_kernels_between_its_marker_and_the_next():
+    rungs = [wanted("a"), wanted("b"), wanted("c"), wanted("d")]
     launches = ncu.parse(
-        # Of the second rung both kernels; the third launched none before time ran out.
-        csv_of(marker(0), TILE, marker(1), NOTHING, TILE, marker(2), marker(2))
+        # The third launched none, and time ran out before the fourth.
+        csv_of(marker(0), TILE, marker(1), NOTHING, TILE, marker(2))
     )
-    first, second, third, fourth = counters.assign(launches, 4)
-    assert [kernel["name"] for kernel in first["kernels"]] == ["tile"]
-    assert [kernel["name"] for kernel in second["kernels"]] == ["sum", "tile"]
+    first, second, third, fourth = counters.assign(launches, rungs)
+    assert names(first) == ["tile"]
+    assert names(second) == ["sum", "tile"]
     assert third is fourth is None
     (tile,) = first["kernels"]
+    assert (tile["grid"], tile["block"]) == ([2048, 4, 1], [256, 1, 1])
     assert tile["nanoseconds"] == 12500
     assert tile["registers"] == 32
     assert tile["load_sectors_per_request"] == 4
@@ -106,20 +119,45 @@ def test_a_rung_has_the_kernels_between_its_marker_and_the_next():
     json.dumps(first)
 
 
-def test_a_problem_repeats_the_marker_that_closes_the_one_before():
-    launches = ncu.parse(csv_of(marker(0), TILE, marker(1), marker(1), TILE, marker(2)))
-    assert all(counters.assign(launches, 2))
+def test_rungs_whose_kernels_are_known_follow_each_other_without_markers():
+    rungs = [wanted("a", TILE), wanted("b", NOTHING, TILE), wanted("c", TILE), wanted("jnp")]
+    launches = ncu.parse(csv_of(marker(0), TILE, NOTHING, TILE, TILE, marker(3), TILE, TILE))
+    assert [names(one) for one in counters.assign(launches, rungs)] == [
+        ["tile"], ["sum", "tile"], ["tile"], ["tile", "tile"],
+    ]  # fmt: skip
+    # Another problem's rung does not follow.
+    rungs = [wanted("a", TILE), wanted("a", TILE, title="of another type")]
+    launches = ncu.parse(csv_of(marker(0), TILE, TILE))
+    assert [names(one) for one in counters.assign(launches, rungs)] == [["tile"], None]
 
 
-def test_launches_that_no_marker_explains_are_an_error():
-    with pytest.raises(NoCounters, match="tile before any marker"):
-        counters.assign(ncu.parse(csv_of(TILE, marker(0))), 1)
+def test_after_a_launch_that_ncu_left_out_counting_goes_on_at_the_next_marker():
+    other = row("tile", "(7, 1, 1)", *["1"] * len(METRICS))
+    rungs = [wanted("a", TILE), wanted("b", other), wanted("c", TILE), wanted("jnp")]
+    launches = ncu.parse(csv_of(marker(0), TILE, TILE, marker(3), NOTHING))
+    assert [names(one) for one in counters.assign(launches, rungs)] == [
+        ["tile"], None, None, ["sum"],
+    ]  # fmt: skip
+    # Of two kernels one is not all.
+    rungs = [wanted("a", NOTHING, TILE), wanted("jnp")]
+    launches = ncu.parse(csv_of(marker(0), NOTHING, marker(1), TILE))
+    assert [names(one) for one in counters.assign(launches, rungs)] == [None, ["tile"]]
+
+
+def test_launches_before_any_marker_are_nobodys():
+    assert counters.assign(ncu.parse(csv_of(TILE, marker(0), TILE)), [wanted("a", TILE)]) != [None]
+    assert counters.assign(ncu.parse(csv_of(TILE)), [wanted("a", TILE)]) == [None]
     with pytest.raises(NoCounters, match="rung 7 of 1"):
-        counters.assign(ncu.parse(csv_of(marker(7), TILE)), 1)
+        counters.assign(ncu.parse(csv_of(marker(7), TILE)), [wanted("a", TILE)])
+
+
+def test_a_kernel_is_known_by_its_record():
+    record = {"name": "tile<Padded, 8>", "grid": [256, 256, 1], "block": (32, 8, 1)}
+    assert Kernel.of(record) == ("tile", (256, 256, 1), (32, 8, 1))
 
 
 def test_counters_as_entries_of_a_table():
-    (counted,) = counters.assign(ncu.parse(csv_of(marker(0), TILE)), 1)
+    (counted,) = counters.assign(ncu.parse(csv_of(marker(0), TILE)), [wanted("a")])
     cells = list(counters.cells(counted))
     assert len(cells) == len(counters.HEADINGS)
     assert cells[0] == "4.0, 32.0"
@@ -150,8 +188,8 @@ def test_one_ncu_counts_all_rungs(fake_ncu, tmp_path):
         f'for a; do last="$a"; done; cp "$last" {tmp_path}/order\n'
         f'while [ "$1" != --log-file ]; do shift; done; cp {tmp_path}/csv "$2"'
     )
-    wanted = [{"size": "8", "title": "it", "name": name} for name in ("a", "b", "c")]
-    found = counters.count("add", wanted, 60.0)
+    rungs = [wanted("a", TILE), wanted("b"), wanted("c")]
+    found = counters.count("add", rungs, 60.0)
     assert [bool(one) for one in found] == [True, True, False]
     given = (tmp_path / "given").read_text().splitlines()
     assert given[given.index("--profile-from-start") + 1] == "off"
@@ -159,7 +197,12 @@ def test_one_ncu_counts_all_rungs(fake_ncu, tmp_path):
     assert given[given.index("--metrics") + 1].split(",") == list(counters.METRICS)
     assert given[-3:-1] == ["-m", "jax_tilekern.cli.ladder.counted_launches"]
     order = json.loads((tmp_path / "order").read_text())
-    assert order == {"ladder": "add", "seconds": 60.0, "wanted": wanted}
+    kernel = ["tile", [2048, 4, 1], [256, 1, 1]]
+    assert order == {
+        "ladder": "add",
+        "seconds": 60.0,
+        "wanted": [["8", "it", "a", [kernel]], ["8", "it", "b", None], ["8", "it", "c", None]],
+    }
     assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in (tmp_path / "env").read_text()
 
 
@@ -174,7 +217,7 @@ def test_one_ncu_counts_all_rungs(fake_ncu, tmp_path):
 def test_an_ncu_that_fails_says_why(fake_ncu, script, message):
     fake_ncu(script)
     with pytest.raises(NoCounters, match=message):
-        counters.count("add", [{"size": "8", "title": "it", "name": "a"}], 60.0)
+        counters.count("add", [wanted("a")], 60.0)
 
 
 def test_metrics_are_named_once_and_stalls_by_reason():
@@ -205,7 +248,7 @@ def a_ladder(log):
     return Ladder((("size",),), ("1",), problems)
 
 
-def launched(wanted, until):
+def launched(rungs, until):
     log = []
 
     @contextlib.contextmanager
@@ -215,55 +258,58 @@ def launched(wanted, until):
         log.append("stop")
 
     counted_launches.launch(
-        a_ladder(log), wanted, until=until, mark=lambda index: log.append(index),
+        a_ladder(log), rungs, until=until, mark=lambda index: log.append(index),
         recording=recording,
     )  # fmt: skip
     jax.effects_barrier()
     return log
 
 
-def test_rungs_are_compiled_unrecorded_and_launched_after_their_markers():
-    wanted = [
-        {"size": "3", "title": "a 3", "name": "a"},
-        {"size": "3", "title": "a 3", "name": "jnp"},
-        {"size": "4", "title": "b 4", "name": "b"},
+def test_rungs_are_compiled_unrecorded_and_marked_where_it_takes_a_marker():
+    kernel = [["k", [1], [1]]]
+    rungs = [
+        Wanted("3", "a 3", "a", kernel),
+        Wanted("3", "a 3", "a", kernel),
+        Wanted("3", "a 3", "jnp", None),
+        Wanted("4", "b 4", "b", kernel),
     ]
-    assert launched(wanted, math.inf) == [
-        "a", "start", 0, "a", 1, 2, "stop", "b", "start", 2, "b", 3, "stop",
+    assert launched(rungs, math.inf) == [
+        "a", "a", "start", 0, "a", "a", 2, "stop", "b", "start", 3, "b", "stop",
     ]  # fmt: skip
 
 
 def test_nothing_is_launched_when_time_is_up():
-    wanted = [{"size": "3", "title": "a 3", "name": "a"}]
-    assert launched(wanted, time.monotonic() - 1) == []
+    assert launched([Wanted("3", "a 3", "a", None)], time.monotonic() - 1) == []
 
 
 def test_rungs_that_lack_counters_get_them(monkeypatch):
-    def rung(name, **changes):
-        return {"name": name, "failure": None, "skipped": None} | changes
+    kernel = {"name": "k<4>", "grid": [2, 1, 1], "block": [32, 1, 1]}
 
+    def rung(name, **changes):
+        record = {"name": name, "failure": None, "skipped": None, "only_kernels": False}
+        return record | {"kernels": []} | changes
+
+    known = rung("a", kernels=[kernel], only_kernels=True)
     listed = [
-        {"size": "8", "title": "f32", "rungs": [rung("a"), rung("wrong", failure="wrong")]},
+        {"size": "8", "title": "f32", "rungs": [known, rung("wrong", failure="wrong")]},
         {"size": "8", "title": "f64", "rungs": [rung("a"), rung("had", counters={"kernels": [1]})]},
     ]
     calls = []
 
-    def count(ladder, wanted, seconds):
-        calls.append((ladder, [(one["title"], one["name"]) for one in wanted], seconds))
-        return [{"kernels": ["counted"]}, None][: len(wanted)]
+    def count(ladder, rungs, seconds):
+        calls.append(rungs)
+        assert (ladder, seconds) == ("matmul", 30.0)
+        return [{"kernels": ["counted"]}, None][: len(rungs)]
 
     monkeypatch.setattr(counters, "count", count)
     ladder_run._put_counters(listed, "matmul", 30.0)
-    assert calls == [("matmul", [("f32", "a"), ("f64", "a")], 30.0)]
-    assert listed[0]["rungs"][0]["counters"] == {"kernels": ["counted"]}
+    of_f64 = Wanted("8", "f64", "a", None)
+    assert calls == [[Wanted("8", "f32", "a", [("k", (2, 1, 1), (32, 1, 1))]), of_f64]]
+    assert known["counters"] == {"kernels": ["counted"]}
     # Time was up before the second, and a resumed run asks for it alone.
     assert "counters" not in listed[1]["rungs"][0]
     ladder_run._put_counters(listed, "matmul", 30.0)
-    assert calls[1] == ("matmul", [("f64", "a")], 30.0) or len(calls) == 2
-
-
-def test_a_launch_is_described_by_its_shape_and_name():
-    launch = Launch("k", (1, 2, 3), (32, 1, 1), {})
-    (counted,) = counters.assign([Launch(counters.MARKER, (1,), (1,), {}), launch], 1)
-    assert counted["kernels"][0]["grid"] == [1, 2, 3]
-    assert counted["kernels"][0]["name"] == "k"
+    assert calls[1:] == [[of_f64]]
+    # Then nothing is left.
+    ladder_run._put_counters(listed, "matmul", 30.0)
+    assert len(calls) == 2

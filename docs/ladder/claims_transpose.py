@@ -188,8 +188,8 @@ def _same_code(records: Records) -> Finding:
         f"(2) {duration(by_rows.seconds)}, (3) {duration(rows_first.seconds)}: {signed(apart)}",
         REFUTED if equal or apart < NOISE else CONFIRMED,
         f"They issue {by_rows.counter('instructions'):,.0f} and "
-        f"{rows_first.counter('instructions'):,.0f} instructions. A test shows that both compile to "
-        "the same machine code, byte by byte, so any difference of their times is noise.",
+        f"{rows_first.counter('instructions'):,.0f} instructions. A test shows that both compile "
+        "to the same machine code, byte by byte, so any difference of their times is noise.",
     )
 
 

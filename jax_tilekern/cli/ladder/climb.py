@@ -48,6 +48,7 @@ def compiled(problem: Problem, rung: Rung) -> Record:
         "arithmetic": rung.arithmetic or problem.arithmetic,
         "tile": rung.tile,
         "kernels": [],
+        "only_kernels": rung.only_kernels,
         "library": None,
         "skipped": _why_not(problem, rung),
         "failure": None,
@@ -80,6 +81,8 @@ def _resources(report: KernelReport) -> Record:
     held = report.occupancy
     return {
         "name": report.call.name,
+        "grid": report.grid,
+        "block": report.block,
         "arch": report.arch,
         "registers": report.registers,
         "spill_bytes": report.spill_bytes,

@@ -1,7 +1,8 @@
 """The program that ``ladder --counters`` runs under ``ncu``: it launches each rung once.
 
 Only launches between ``cuProfilerStart`` and ``cuProfilerStop`` are profiled, so that compilation,
-autotuning and the making of operands cost no replays. A marker kernel precedes each rung.
+autotuning and the making of operands cost no replays. A marker kernel, which costs replays too, is
+launched only where the kernels themselves do not tell one rung from the next.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import numpy as np
 
 import jax_tilekern
 from jax_tilekern.cli.ladder.climb import random_operands
-from jax_tilekern.cli.ladder.counters import MARKER
+from jax_tilekern.cli.ladder.counters import MARKER, Wanted
 from jax_tilekern.cli.ladder.rung import Ladder
 from jax_tilekern.wall_time import ready
 
@@ -56,29 +57,28 @@ def _check(status: int) -> None:
 
 def launch(
     ladder: Ladder,
-    wanted: Sequence[Mapping[str, str]],
+    wanted: Sequence[Wanted],
     *,
     until: float,
     mark: Callable[[int], Any] = lambda index: ready(_marker(index=index)),
     recording: Callable[[], Any] = profiled,
 ) -> None:
-    """Launch the wanted rungs in order, each after its marker, and a last marker.
+    """Launch the wanted rungs in order, with markers where one is needed to tell them apart.
 
     Parameters
     ----------
     ladder
         The rungs' ladder.
     wanted
-        As :func:`jax_tilekern.cli.ladder.counters.count` takes it; rungs of a problem are adjacent.
+        The rungs; those of a problem are adjacent.
     until
         No rung is launched at or after this time of :func:`time.monotonic`.
     mark, recording
         Launch a marker, and return the context in which launches are recorded.
     """
     of_problem = itertools.groupby(
-        enumerate(wanted), key=lambda item: (item[1]["size"], item[1]["title"])
+        enumerate(wanted), key=lambda item: (item[1].size, item[1].title)
     )
-    next_index = 0
     for (size, title), items in of_problem:
         if time.monotonic() >= until:
             break
@@ -86,7 +86,7 @@ def launch(
         rungs = {rung.name: rung for rung in (*problem.rungs, *problem.peers)}
         with problem.types_enabled():
             operands = random_operands(problem, seed=0)
-            runs = [(index, jax.jit(rungs[one["name"]])) for index, one in items]
+            runs = [(index, jax.jit(rungs[one.name])) for index, one in items]
             for _, run in runs:
                 # Compiled, autotuned and loaded, unrecorded.
                 ready(run(*operands))
@@ -94,11 +94,9 @@ def launch(
                 for index, run in runs:
                     if time.monotonic() >= until:
                         break
-                    mark(index)
+                    if index == 0 or not wanted[index].follows(wanted[index - 1]):
+                        mark(index)
                     ready(run(*operands))
-                    next_index = index + 1
-                # Closes the last rung; the next problem's first marker repeats it.
-                mark(next_index)
 
 
 def main() -> None:
@@ -106,7 +104,8 @@ def main() -> None:
     start = time.monotonic()
     order = json.loads(Path(sys.argv[1]).read_text())
     ladder = importlib.import_module(f"jax_tilekern.cli.ladder.{order['ladder']}").LADDER
-    launch(ladder, order["wanted"], until=start + order["seconds"])
+    wanted = [Wanted(*one) for one in order["wanted"]]
+    launch(ladder, wanted, until=start + order["seconds"])
 
 
 if __name__ == "__main__":

@@ -7,14 +7,14 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_tilekern.cli.ladder import ncu
 from jax_tilekern.cli.ladder.ncu import Launch, NoCounters
 
 Counters = dict[str, Any]
 
-# The kernel that counted_launches.py launches before each rung. Its grid says which rung follows.
+# The kernel that counted_launches.py launches between rungs. Its grid says which rung follows.
 MARKER = "ladder_marker"
 # What the program takes besides the launches: starting JAX, compiling and making operands.
 _STARTUP_SECONDS = 120.0
@@ -69,9 +69,43 @@ _STALLS = (
 METRICS = (*_METRICS.values(), *(_STALL.format(reason) for reason in _STALLS))
 
 
-def count(
-    ladder: str, wanted: Sequence[Mapping[str, str]], seconds: float
-) -> list[Counters | None]:
+class Kernel(NamedTuple):
+    """A kernel that a rung is known to launch."""
+
+    name: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Kernel:
+        """Return the kernel of a rung's record, without its template arguments."""
+        name = record["name"].partition("<")[0]
+        return cls(name, tuple(record["grid"]), tuple(record["block"]))
+
+
+class Wanted(NamedTuple):
+    """A rung to count.
+
+    Attributes
+    ----------
+    size, title, name
+        Of the rung's problem, and its own.
+    kernels
+        What it launches, or ``None`` where XLA decides. Markers surround the latter.
+    """
+
+    size: str
+    title: str
+    name: str
+    kernels: list[Kernel] | None
+
+    def follows(self, before: Wanted) -> bool:
+        """Whether its launches are told from those of the rung before it without a marker."""
+        same = (self.size, self.title) == (before.size, before.title)
+        return same and self.kernels is not None and before.kernels is not None
+
+
+def count(ladder: str, wanted: Sequence[Wanted], seconds: float) -> list[Counters | None]:
     """Launch rungs once each under ``ncu`` and return their counters.
 
     Parameters
@@ -79,7 +113,7 @@ def count(
     ladder
         The operation.
     wanted
-        For each rung its ``size``, its problem's ``title`` and its ``name``.
+        The rungs; those of a problem are adjacent.
     seconds
         No rung is launched later than this; those left out have ``None``.
 
@@ -90,7 +124,7 @@ def count(
     """
     with tempfile.TemporaryDirectory() as folder:
         order = Path(folder) / "order.json"
-        order.write_text(json.dumps({"ladder": ladder, "seconds": seconds, "wanted": list(wanted)}))
+        order.write_text(json.dumps({"ladder": ladder, "seconds": seconds, "wanted": wanted}))
         module = "jax_tilekern.cli.ladder.counted_launches"
         launches = ncu.profile(
             [sys.executable, "-m", module, str(order)],
@@ -103,34 +137,57 @@ def count(
             },
             seconds=seconds + _STARTUP_SECONDS,
         )
-    return assign(launches, len(wanted))
+    return assign(launches, wanted)
 
 
-def assign(launches: Iterable[Launch], rungs: int) -> list[Counters | None]:
-    """Return the counters of each rung from its launches, which follow its marker.
+def assign(launches: Iterable[Launch], wanted: Sequence[Wanted]) -> list[Counters | None]:
+    """Return the counters of each rung.
+
+    Launches follow their rung's marker. A rung whose kernels are known ends with the last of them,
+    and the next one begins if it needs no marker. A launch that is not what is expected, as after
+    one that ``ncu`` could not profile, ends the counting of rungs until the next marker.
 
     Raises
     ------
     NoCounters
-        If the first launch is no marker or a marker names no rung.
+        If a marker names no rung.
     """
-    found: list[Counters | None] = [None] * rungs
-    kernels: list[Counters] | None = None
+    found: list[list[Counters]] = [[] for _ in wanted]
+    # Of the rung that the next launch belongs to; none before the first marker.
+    current = len(wanted)
     for launch in launches:
         if launch.name == MARKER:
-            index = launch.grid[0] - 1
-            if not 0 <= index <= rungs:
-                raise NoCounters(f"ncu shows a marker of rung {index} of {rungs}")
+            current = launch.grid[0] - 1
             # The marker after the last rung closes it.
-            kernels = []
-            if index < rungs:
-                found[index] = {"kernels": kernels}
-        elif kernels is None:
-            raise NoCounters(f"ncu shows {launch.name} before any marker")
+            if not 0 <= current <= len(wanted):
+                raise NoCounters(f"ncu shows a marker of rung {current} of {len(wanted)}")
+            continue
+        current = _next(current, wanted, found)
+        if current == len(wanted):
+            continue
+        expected = wanted[current].kernels
+        if expected is not None and expected[len(found[current])] != launch[:3]:
+            current = len(wanted)
         else:
-            kernels.append(_kernel(launch))
-    # A rung whose launches were cut off with the process has none.
-    return [counters if counters and counters["kernels"] else None for counters in found]
+            found[current].append(_kernel(launch))
+    return [
+        {"kernels": kernels}
+        if kernels and (one.kernels is None or len(kernels) == len(one.kernels))
+        else None
+        for one, kernels in zip(wanted, found, strict=True)
+    ]
+
+
+def _next(current: int, wanted: Sequence[Wanted], found: Sequence[Sequence[Counters]]) -> int:
+    """Return the rung that a launch belongs to, which follows the current one if that is whole."""
+    if current == len(wanted):
+        return current
+    kernels = wanted[current].kernels
+    if kernels is None or len(found[current]) < len(kernels):
+        return current
+    if current + 1 < len(wanted) and wanted[current + 1].follows(wanted[current]):
+        return current + 1
+    return len(wanted)
 
 
 def _kernel(launch: Launch) -> Counters:

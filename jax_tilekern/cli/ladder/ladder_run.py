@@ -173,7 +173,14 @@ def _put_counters(problems: list[Record], ladder: str, seconds: float) -> None:
     if not lacking:
         return
     wanted = [
-        {"size": problem["size"], "title": problem["title"], "name": rung["name"]}
+        counters.Wanted(
+            problem["size"],
+            problem["title"],
+            rung["name"],
+            [counters.Kernel.of(kernel) for kernel in rung["kernels"]]
+            if rung["only_kernels"]
+            else None,
+        )
         for problem, rung in lacking
     ]
     found = counters.count(ladder, wanted, seconds)

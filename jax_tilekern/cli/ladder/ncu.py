@@ -9,8 +9,8 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 # Where the CUDA toolkit puts it without a link on the PATH.
 _TOOLKIT = "/usr/local/cuda/bin"
@@ -25,8 +25,7 @@ class NoCounters(RuntimeError):
     """No counters can be read; the message says why, and what fixes it."""
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One profiled kernel launch.
 
     Attributes

@@ -103,6 +103,11 @@ class Rung:
             operands = result if isinstance(result, tuple) else (result,)
         return result
 
+    @property
+    def only_kernels(self) -> bool:
+        """Whether a call launches the kernels of :meth:`reports` and no others."""
+        return all(isinstance(stage, jax_tilekern.CudaKernel) for stage in self.stages)
+
     def reports(self, operands: tuple[Any, ...]) -> Iterator[KernelReport]:
         """Compile the kernels for the current GPU; yield what they take."""
         for stage in self.stages:
