@@ -479,7 +479,7 @@ def test_counters_that_may_not_be_read_cost_no_times(doubling, capsys, monkeypat
 
 
 def test_counters_come_with_the_times_and_are_shown(doubling, tmp_path, capsys, monkeypatch):
-    def profile(program, metrics, *, environment, seconds):
+    def profile(program, metrics, log, *, environment, seconds):
         order = json.loads(Path(program[-1]).read_text())
         assert [name for _, _, name, _ in order["wanted"]] == ["from the host", "right", "jnp"]
         assert order["seconds"] == 45

@@ -1,11 +1,13 @@
 """Hardware counters: how ncu is run, what it writes, and which rung a launch belongs to."""
 
+import argparse
 import contextlib
 import json
 import math
 import os
 import stat
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -182,15 +184,18 @@ def fake_ncu(tmp_path, monkeypatch):
 
 
 def test_one_ncu_counts_all_rungs(fake_ncu, tmp_path):
-    (tmp_path / "csv").write_text(csv_of(marker(0), TILE, marker(1), TILE, marker(2)))
+    (tmp_path / "csv").write_text(csv_of(marker(0), TILE, marker(1), TILE))
     fake_ncu(
         f'for a; do echo "$a"; done > {tmp_path}/given; env > {tmp_path}/env\n'
         f'for a; do last="$a"; done; cp "$last" {tmp_path}/order\n'
         f'while [ "$1" != --log-file ]; do shift; done; cp {tmp_path}/csv "$2"'
     )
     rungs = [wanted("a", TILE), wanted("b"), wanted("c")]
-    found = counters.count("add", rungs, 60.0)
+    log = tmp_path / "log.csv"
+    found = counters.count("add", rungs, 60.0, log)
     assert [bool(one) for one in found] == [True, True, False]
+    # What is missing can be looked for in what ncu wrote.
+    assert log.read_text() == (tmp_path / "csv").read_text()
     given = (tmp_path / "given").read_text().splitlines()
     assert given[given.index("--profile-from-start") + 1] == "off"
     assert given[given.index("--clock-control") + 1] == "none"
@@ -210,8 +215,8 @@ def test_one_ncu_counts_all_rungs(fake_ncu, tmp_path):
     ("script", "message"),
     [
         ("echo '==ERROR== ERR_NVGPUCTRPERM - The user' >&2; exit 1", r"may not read .*as root"),
-        ("echo '==ERROR== Unknown' >&2; exit 3", r"counted 0 launches, exit status 3:\n.*Unkn"),
-        ("exit 0", r"counted 0 launches, exit status 0"),
+        ("echo '==ERROR== Unknown' >&2; exit 3", r"counted no launches, exit status 3:\n.*Unkn"),
+        ("exit 0", r"counted no launches, exit status 0"),
     ],
 )
 def test_an_ncu_that_fails_says_why(fake_ncu, script, message):
@@ -295,21 +300,23 @@ def test_rungs_that_lack_counters_get_them(monkeypatch):
         {"size": "8", "title": "f64", "rungs": [rung("a"), rung("had", counters={"kernels": [1]})]},
     ]
     calls = []
+    arguments = argparse.Namespace(ladder="matmul", counters=30.0, json=Path("r/matmul.json"))
 
-    def count(ladder, rungs, seconds):
+    def count(ladder, rungs, seconds, log):
         calls.append(rungs)
-        assert (ladder, seconds) == ("matmul", 30.0)
+        assert (ladder, seconds, log) == ("matmul", 30.0, Path("r/matmul.ncu.csv"))
         return [{"kernels": ["counted"]}, None][: len(rungs)]
 
     monkeypatch.setattr(counters, "count", count)
-    ladder_run._put_counters(listed, "matmul", 30.0)
+    said = ladder_run._put_counters(listed, arguments)
+    assert said == "1 of 2 rungs were not counted; --resume with --json counts them."
     of_f64 = Wanted("8", "f64", "a", None)
     assert calls == [[Wanted("8", "f32", "a", [("k", (2, 1, 1), (32, 1, 1))]), of_f64]]
     assert known["counters"] == {"kernels": ["counted"]}
     # Time was up before the second, and a resumed run asks for it alone.
     assert "counters" not in listed[1]["rungs"][0]
-    ladder_run._put_counters(listed, "matmul", 30.0)
+    assert ladder_run._put_counters(listed, arguments) is None
     assert calls[1:] == [[of_f64]]
     # Then nothing is left.
-    ladder_run._put_counters(listed, "matmul", 30.0)
+    ladder_run._put_counters(listed, arguments)
     assert len(calls) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -105,7 +106,9 @@ class Wanted(NamedTuple):
         return same and self.kernels is not None and before.kernels is not None
 
 
-def count(ladder: str, wanted: Sequence[Wanted], seconds: float) -> list[Counters | None]:
+def count(
+    ladder: str, wanted: Sequence[Wanted], seconds: float, log: Path | None = None
+) -> list[Counters | None]:
     """Launch rungs once each under ``ncu`` and return their counters.
 
     Parameters
@@ -116,6 +119,8 @@ def count(ladder: str, wanted: Sequence[Wanted], seconds: float) -> list[Counter
         The rungs; those of a problem are adjacent.
     seconds
         No rung is launched later than this; those left out have ``None``.
+    log
+        Where what ``ncu`` wrote is kept if a rung has none.
 
     Raises
     ------
@@ -123,12 +128,13 @@ def count(ladder: str, wanted: Sequence[Wanted], seconds: float) -> list[Counter
         If ``ncu`` is missing, fails, or may not read the counters.
     """
     with tempfile.TemporaryDirectory() as folder:
-        order = Path(folder) / "order.json"
+        order, csv = Path(folder) / "order.json", Path(folder) / "ncu.csv"
         order.write_text(json.dumps({"ladder": ladder, "seconds": seconds, "wanted": wanted}))
         module = "jax_tilekern.cli.ladder.counted_launches"
         launches = ncu.profile(
             [sys.executable, "-m", module, str(order)],
             METRICS,
+            csv,
             # The parent process holds most of the GPU's memory, and ncu saves and restores whatever
             # a kernel might write, so the allocator must not keep a pool.
             environment={
@@ -137,7 +143,10 @@ def count(ladder: str, wanted: Sequence[Wanted], seconds: float) -> list[Counter
             },
             seconds=seconds + _STARTUP_SECONDS,
         )
-    return assign(launches, wanted)
+        found = assign(launches, wanted)
+        if log is not None and None in found:
+            shutil.copyfile(csv, log)
+    return found
 
 
 def assign(launches: Iterable[Launch], wanted: Sequence[Wanted]) -> list[Counters | None]:
@@ -158,8 +167,7 @@ def assign(launches: Iterable[Launch], wanted: Sequence[Wanted]) -> list[Counter
     for launch in launches:
         if launch.name == MARKER:
             current = launch.grid[0] - 1
-            # The marker after the last rung closes it.
-            if not 0 <= current <= len(wanted):
+            if not 0 <= current < len(wanted):
                 raise NoCounters(f"ncu shows a marker of rung {current} of {len(wanted)}")
             continue
         current = _next(current, wanted, found)

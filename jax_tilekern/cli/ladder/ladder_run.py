@@ -75,7 +75,7 @@ def run_ladder(console: Console, ladder: Ladder, arguments: argparse.Namespace) 
     if on_gpu and arguments.counters is not None:
         try:
             with console.status("counting"):
-                _put_counters(record["problems"], arguments.ladder, arguments.counters)
+                record["no_counters"] = _put_counters(record["problems"], arguments)
         except NoCounters as error:
             record["no_counters"] = str(error)
         _write(record, arguments)
@@ -162,8 +162,14 @@ def _climbed(problem: Problem, arguments: argparse.Namespace, *, on_gpu: bool) -
     }
 
 
-def _put_counters(problems: list[Record], ladder: str, seconds: float) -> None:
-    """Launch the rungs that lack counters once more under ``ncu``, and record what it counts."""
+def _put_counters(problems: list[Record], arguments: argparse.Namespace) -> str | None:
+    """Launch the rungs that lack counters once more under ``ncu``, and record what it counts.
+
+    Returns
+    -------
+    str | None
+        What to do about rungs that still lack them, if there are any.
+    """
     lacking = [
         (problem, rung)
         for problem in problems
@@ -171,7 +177,7 @@ def _put_counters(problems: list[Record], ladder: str, seconds: float) -> None:
         if not rung["failure"] and not rung["skipped"] and "counters" not in rung
     ]
     if not lacking:
-        return
+        return None
     wanted = [
         counters.Wanted(
             problem["size"],
@@ -183,7 +189,12 @@ def _put_counters(problems: list[Record], ladder: str, seconds: float) -> None:
         )
         for problem, rung in lacking
     ]
-    found = counters.count(ladder, wanted, seconds)
+    log = arguments.json and arguments.json.with_suffix(".ncu.csv")
+    found = counters.count(arguments.ladder, wanted, arguments.counters, log)
     for (_, rung), counted in zip(lacking, found, strict=True):
         if counted is not None:
             rung["counters"] = counted
+    missing = found.count(None)
+    if not missing:
+        return None
+    return f"{missing} of {len(found)} rungs were not counted; --resume with --json counts them."
