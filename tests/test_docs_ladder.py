@@ -223,6 +223,15 @@ def test_write_efficiency_is_of_the_result_alone(full):
     assert tables.write_efficiency(found.rung("add", "1048576", "vector")) == 1
 
 
+@pytest.mark.parametrize("name", LADDERS)
+def test_what_the_text_says_of_the_gpu_is_in_the_records(name):
+    record = records.Records()[name]
+    (gpu,) = record["driver"]["gpus"]
+    assert gpu["multiprocessors"] == 132
+    assert gpu["l2_bytes"] == 50 << 20
+    assert record["nvidia_smi"][0]["clocks.max.sm"] == "1980 MHz"
+
+
 def test_the_peaks_are_those_of_the_cuda_cores():
     assert claim.PEAK["float64"] == pytest.approx(33.5e12, rel=0.01)
     assert claim.PEAK["float32"] == pytest.approx(66.9e12, rel=0.01)
