@@ -13,6 +13,7 @@ from claim import (
     NOT_MEASURED,
     PEAK,
     PRODUCT,
+    T_SIZE,
     Claim,
     Finding,
     change,
@@ -91,6 +92,19 @@ def _share_of_cores(name: str, dtype: str, share: float) -> Callable[[Records], 
     return rule
 
 
+def _at_most(name: str, share: float) -> Callable[[Records], Finding]:
+    def rule(records: Records) -> Finding:
+        found = matmul(records, name, "bfloat16")
+        return Finding(
+            f"{rate(found.speed, 'FLOP')}, {found.share:.0%} of the fastest line",
+            mechanism(found.share <= share),
+            f"The tensor cores are {found.counter('tensor_percent'):.0f} % busy; warps wait "
+            f"{stalls_of(found)}.",
+        )
+
+    return rule
+
+
 def _half_sectors(records: Records) -> Finding:
     direct, staged = (
         matmul(records, name, "bfloat16") for name in ("ping-pong", "overlapped epilogue")
@@ -111,6 +125,8 @@ _HOPPER = (
 
 EXPECTATIONS = {
     "transpose": [
+        Claim("*serial* is thousands of times slower than *naive*", _faster(
+            "transpose", T_SIZE, "naive 32x8, along reads", "serial", least=1000.0)),
         Claim("*naive*, along writes is faster than along reads (32x8)", _faster(
             "transpose", LARGE, "naive 32x8, along writes", "naive 32x8, along reads")),
         Claim("*naive* 8x8 beats 64x8", _faster(
@@ -151,6 +167,10 @@ EXPECTATIONS = {
                 "matmul", PRODUCT, name, before, "bfloat16", least=0.0))
             for before, name in itertools.pairwise(_HOPPER)
         ),
+        Claim("*mma.sync* has at best two thirds of what Hopper's tensor cores can do",
+              _at_most("mma.sync", 0.67)),
+        Claim("*wgmma* is about twice *mma.sync*", _faster(
+            "matmul", PRODUCT, "wgmma", "mma.sync", "bfloat16", least=0.7)),
         Claim("*ping-pong* writes half sectors, and the *overlapped epilogue* whole ones",
               _half_sectors),
     ],

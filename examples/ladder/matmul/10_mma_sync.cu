@@ -2,7 +2,7 @@
 // cp.async into three stages, a warp reads them by ldmatrix, and mma.sync multiplies 16x16 by 16x8.
 // Sums are float32 and are rounded once, at the end.
 //
-// Expect: well above TF32, and at best 60 to 65 % of what Hopper's tensor cores can do: mma.sync
+// Expect: well above TF32, and at best two thirds of what Hopper's tensor cores can do: mma.sync
 // takes its operands from registers, and all of them have to be read from shared memory first.
 #include <tilekern/mma.cuh>
 #include <tilekern/ptx.cuh>
