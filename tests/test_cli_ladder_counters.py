@@ -158,6 +158,14 @@ def test_a_kernel_is_known_by_its_record():
     assert Kernel.of(record) == ("tile", (256, 256, 1), (32, 8, 1))
 
 
+def test_write_efficiency_is_of_the_result_over_all_sectors_stored():
+    (counted,) = counters.assign(ncu.parse(csv_of(marker(0), TILE, NOTHING, TILE)), [wanted("a")])
+    # Two kernels store 32768 sectors each, of which an eighth is the result.
+    assert counters.write_efficiency(counted, 2 * 32768 * 32 // 8) == 0.125
+    (counted,) = counters.assign(ncu.parse(csv_of(marker(0), NOTHING)), [wanted("a")])
+    assert counters.write_efficiency(counted, 4096) is None
+
+
 def test_counters_as_entries_of_a_table():
     (counted,) = counters.assign(ncu.parse(csv_of(marker(0), TILE)), [wanted("a")])
     cells = list(counters.cells(counted))
@@ -296,23 +304,25 @@ def test_rungs_that_lack_counters_get_them(monkeypatch):
 
     known = rung("a", kernels=[kernel], only_kernels=True)
     listed = [
-        {"size": "8", "title": "f32", "rungs": [known, rung("wrong", failure="wrong")]},
-        {"size": "8", "title": "f64", "rungs": [rung("a"), rung("had", counters={"kernels": [1]})]},
+        {"title": "f32", "rungs": [known, rung("wrong", failure="wrong")]},
+        {"title": "f64", "rungs": [rung("a"), rung("had", counters={"kernels": [1]})]},
     ]
+    listed = [{"size": "8", "result_bytes": 64} | problem for problem in listed]
+    counted = {"kernels": [{"store_sectors": 4}]}
     calls = []
     arguments = argparse.Namespace(ladder="matmul", counters=30.0, json=Path("r/matmul.json"))
 
     def count(ladder, rungs, seconds, log):
         calls.append(rungs)
         assert (ladder, seconds, log) == ("matmul", 30.0, Path("r/matmul.ncu.csv"))
-        return [{"kernels": ["counted"]}, None][: len(rungs)]
+        return [counted, None][: len(rungs)]
 
     monkeypatch.setattr(counters, "count", count)
     said = ladder_run._put_counters(listed, arguments)
     assert said == "1 of 2 rungs were not counted; --resume with --json counts them."
     of_f64 = Wanted("8", "f64", "a", None)
     assert calls == [[Wanted("8", "f32", "a", [("k", (2, 1, 1), (32, 1, 1))]), of_f64]]
-    assert known["counters"] == {"kernels": ["counted"]}
+    assert known["counters"] == counted | {"write_efficiency": 0.5}
     # Time was up before the second, and a resumed run asks for it alone.
     assert "counters" not in listed[1]["rungs"][0]
     assert ladder_run._put_counters(listed, arguments) is None

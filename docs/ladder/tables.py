@@ -134,19 +134,18 @@ def _counter_cells(measured: Measured) -> list[str]:
 
 
 def write_efficiency(measured: Measured) -> float:
-    """Return the bytes of a transpose's or a sum's result over those of the sectors stored.
+    """Return the bytes of the result over those of the sectors stored.
 
     Raises
     ------
     NotMeasured
-        Where threads store nothing, or results are written more than once.
+        Where threads store nothing.
     """
-    problem = measured.problem
-    sectors = measured.total("store_sectors")
-    operands = {"copy": 1 if problem["title"].startswith("transpose") else 2}.get(problem["bound"])
-    if not sectors or operands is None:
+    measured.kernel  # noqa: B018  # Raises where nothing was counted.
+    efficiency = measured.rung["counters"]["write_efficiency"]
+    if efficiency is None:
         raise NotMeasured(f"stores of {measured.name}")
-    return float(problem["bytes"] / (operands + 1) / (32 * sectors))
+    return float(efficiency)
 
 
 def count_bytes(value: float) -> str:

@@ -225,6 +225,15 @@ def _ratio(counted: Mapping[str, float | None], of: str, over: str) -> float | N
     return None if count is None or not requests else round(count / requests, 3)
 
 
+def write_efficiency(counters: Mapping[str, Any], result_bytes: int) -> float | None:
+    """Return a result's bytes over those of the sectors of 32 bytes that threads stored.
+
+    ``None`` where threads store nothing, as with TMA.
+    """
+    sectors = sum(kernel["store_sectors"] or 0 for kernel in counters["kernels"])
+    return round(result_bytes / (32 * sectors), 4) if sectors else None
+
+
 def longest_kernel(counters: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the kernel of a rung that takes the most time."""
     kernels: Sequence[Mapping[str, Any]] = counters["kernels"]

@@ -152,10 +152,12 @@ def _climbed(problem: Problem, arguments: argparse.Namespace, *, on_gpu: bool) -
         if on_gpu:
             seconds = None if arguments.check else arguments.seconds
             climb.climb(problem, rungs, records, seconds=seconds)
+        result_bytes = problem.result_bytes
     return {
         "title": problem.title,
         "sizes": problem.sizes,
         "bytes": problem.bytes,
+        "result_bytes": result_bytes,
         "flops": problem.flops,
         "bound": problem.bound,
         "rungs": list(records.values()),
@@ -191,9 +193,10 @@ def _put_counters(problems: list[Record], arguments: argparse.Namespace) -> str 
     ]
     log = arguments.json and arguments.json.with_suffix(".ncu.csv")
     found = counters.count(arguments.ladder, wanted, arguments.counters, log)
-    for (_, rung), counted in zip(lacking, found, strict=True):
+    for (problem, rung), counted in zip(lacking, found, strict=True):
         if counted is not None:
-            rung["counters"] = counted
+            efficiency = counters.write_efficiency(counted, problem["result_bytes"])
+            rung["counters"] = counted | {"write_efficiency": efficiency}
     missing = found.count(None)
     if not missing:
         return None

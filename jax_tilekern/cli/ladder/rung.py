@@ -159,6 +159,12 @@ class Problem:
     sums: bool = False
     truth: Function | None = None
 
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the result."""
+        result = jax.eval_shape(self.peers[0], *self.operands)
+        return int(result.size * result.dtype.itemsize)
+
     def types_enabled(self) -> AbstractContextManager[Any]:
         """Return a context in which the operands' types exist."""
         wide = any(operand.dtype.itemsize == 8 for operand in self.operands)
