@@ -24,7 +24,8 @@ __global__ void __launch_bounds__(kColumns)
   T sums[kRows<T>] = {};
   for (int first = 0; first < k; first += kDepth) {
 #pragma unroll
-    for (int piece = threadIdx.x; piece < kRows<T> * kDepth; piece += kColumns) {
+    for (int start = 0; start < kRows<T> * kDepth; start += kColumns) {
+      const int piece = start + threadIdx.x;
       const int row = first_row + piece / kDepth, i = first + piece % kDepth;
       a_tile[piece % kDepth][piece / kDepth] =
           row < m && i < k ? a[static_cast<long long>(row) * k + i] : T(0);

@@ -15,13 +15,15 @@ __global__ void __launch_bounds__(kSide* kSide)
   T sums[kEach][kEach] = {};
   for (int first = 0; first < k; first += kDepth) {
 #pragma unroll
-    for (int piece = thread; piece < kTile * kDepth; piece += kSide * kSide) {
+    for (int start = 0; start < kTile * kDepth; start += kSide * kSide) {
+      const int piece = start + thread;
       const int row = first_row + piece / kDepth, column = first + piece % kDepth;
       a_tile[piece % kDepth][piece / kDepth] =
           row < m && column < k ? a[static_cast<long long>(row) * k + column] : T(0);
     }
 #pragma unroll
-    for (int piece = thread; piece < kTile * kDepth; piece += kSide * kSide) {
+    for (int start = 0; start < kTile * kDepth; start += kSide * kSide) {
+      const int piece = start + thread;
       const int row = first + piece / kTile, column = first_column + piece % kTile;
       b_tile[piece / kTile][piece % kTile] =
           row < k && column < n ? b[static_cast<long long>(row) * n + column] : T(0);

@@ -1,12 +1,10 @@
-// Each thread multiplies and adds a share of the vectors: its own element, then the one a whole
-// grid further, and so on (a grid-stride loop), so that a warp always reads neighbours. A block
-// adds up its 256 sums by a tree in shared memory: 128 threads add the other half's, then 64, and
-// so on. The sums of the blocks are added on the host.
+// A block adds up its sums by a tree in shared memory: half of the threads add the other half's
+// sums, then a quarter, and so on, log2(kThreads) steps with a barrier each. The sums of the blocks
+// are added on the host.
 //
-// Expect: the kernel comes close to the memory already. The trip to the host does not: it costs a
-// copy and a wait, more than a short vector takes to read.
-constexpr int kThreads = 256;
-
+// Expect: for a short vector faster than the serial sum, for a long one the same. The trip to the
+// host stays: a copy and a wait, more than a short vector takes to read.
+template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     dot_shared_tree(const float* x, const float* y, float* partial, long long size) {
   __shared__ float sums[kThreads];

@@ -1,9 +1,9 @@
 // The products are the tensor cores': one instruction of a warp multiplies 16 rows by 8 columns
-// over 8 of k. Tiles come by cp.async, which needs no registers on the way, into three buffers: two
-// tiles are on their way while one is multiplied.
+// over 8 of k. Tiles come by cp.async, which needs no registers on the way, into three stages: two
+// k-tiles are in flight while one is multiplied.
 //
-// Expect: for float64 up to twice the multiply-adds' rate. For float32 the operands are rounded to
-// TF32, which has 10 bits after the point, and the rate is several times that of float32.
+// Expect: for float64 up to twice the rate of the CUDA cores. For float32 the operands are rounded
+// to TF32, which has 10 bits after the point, and the rate is several times that of float32.
 #include <tilekern/mma.cuh>
 #include <tilekern/ptx.cuh>
 
@@ -36,14 +36,16 @@ __global__ void __launch_bounds__(kThreads, 2)
     T* const a_tile = stages + stage * kStage;
     T* const b_tile = a_tile + kTile * kAPitch;
 #pragma unroll
-    for (int piece = threadIdx.x; piece < kTile * kDepth / kPiece; piece += kThreads) {
+    for (int start = 0; start < kTile * kDepth / kPiece; start += kThreads) {
+      const int piece = start + threadIdx.x;
       const int row = piece / (kDepth / kPiece), i = piece % (kDepth / kPiece) * kPiece;
       const bool inside = first_row + row < m && first + i < k;
       cp_async<16>(shared_address(a_tile + row * kAPitch + i),
                    a + static_cast<long long>(first_row + row) * k + first + i, inside);
     }
 #pragma unroll
-    for (int piece = threadIdx.x; piece < kTile * kDepth / kPiece; piece += kThreads) {
+    for (int start = 0; start < kTile * kDepth / kPiece; start += kThreads) {
+      const int piece = start + threadIdx.x;
       const int i = piece / 32, column = piece % 32 * kPiece;
       const bool inside = first + i < k && first_column + column < n;
       cp_async<16>(shared_address(b_tile + i * kBPitch + column),

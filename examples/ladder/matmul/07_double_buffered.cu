@@ -1,6 +1,6 @@
-// Everything moves in pieces of 16 bytes, and the next tile is on its way while this one is
-// multiplied: it is read into registers before the products, and put to the second of two buffers
-// after them, so that one barrier a tile is enough.
+// Everything moves in vectors of 16 bytes, and the next tile is loaded while this one is
+// multiplied: into registers before the products, and into the second of two buffers after them, so
+// that one barrier a tile is enough.
 //
 // A thread computes 8x8 elements of float32 (4x4 of float64) as four squares of a piece's width, a
 // half tile apart, so that neighbours read neighbouring pieces.

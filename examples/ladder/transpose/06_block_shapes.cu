@@ -1,10 +1,11 @@
-// The shape of the tile: a block of kWidth x kHeight threads moves a tile of as many elements. A
-// row that is read is kWidth elements long, and a row that is written kHeight; for the second half
-// the threads are dealt out anew, kHeight to a row of y.
+// The shape of the tile: a block of kWidth x kHeight threads moves a tile of as many elements, one
+// for each thread. A row that is read is kWidth elements long, and a row that is written kHeight;
+// for the second half the threads are dealt out anew, kHeight to a row of y. Where the tile is not
+// square it is stored as it was read, and the index is swapped on the way out.
 //
-// Expect: 32x32 has runs of 128 bytes both ways, but blocks of 1024 threads that wait for each
-// other. 64x8 reads 256 bytes at once and writes single sectors of 32. 8x8 has 32 bytes both ways,
-// whole sectors still. 8x4 writes half sectors, and its blocks are single warps.
+// Expect: 32x32 has rows of 128 bytes both ways, but 1024 threads wait for each other. 64x8 reads
+// 256 bytes at once and writes single sectors of 32. 8x8 has whole sectors both ways, but blocks of
+// 64 threads, of which a GPU has to start very many. 8x4 writes half sectors.
 template <int kWidth, int kHeight>
 __global__ void __launch_bounds__(kWidth* kHeight)
     block_shape(const float* x, float* y, int rows, int columns) {

@@ -1,9 +1,9 @@
-// Each thread reads 16 bytes at a time, and four such reads of each vector before it adds: 128
-// bytes are under way for every thread. The four sums of a float4 are added at the end. The second
+// Each thread loads 16 bytes at a time, and four such vectors of each operand before it adds: 128
+// bytes are in flight for every thread. The four sums of a float4 are added at the end. The second
 // stage is that of the rung before.
 //
-// Expect: the bandwidth of the memory. A GPU needs tens of kilobytes under way on every
-// multiprocessor to keep its memory busy, and wide reads get there with fewer instructions.
+// Expect: the bandwidth of the memory. A GPU needs tens of kilobytes in flight on every SM to keep
+// its memory busy, and wide loads get there with fewer instructions.
 constexpr int kThreads = 256, kReads = 4;
 
 __device__ float warp_sum(float sum) {
