@@ -192,12 +192,41 @@ def test_writes_that_stay_in_l2_are_told_from_those_that_do_not(full):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "wanted"),
-    [(1.6e-3, claim.CONFIRMED), (1.02e-3, claim.THAT_GPU), (0.9e-3, claim.THAT_GPU)],
+    ("seconds", "memory", "wanted"),
+    [
+        # 63 % slower and 39 % less of the memory pipes, or half as much at least.
+        (1.6e-3, 30.0, claim.CONFIRMED),
+        (1.4e-3, 40.0, claim.CONFIRMED),
+        (1.3e-3, 30.0, claim.THAT_GPU),
+        (0.4e-3, 30.0, claim.THAT_GPU),
+        (1.6e-3, 50.0, claim.THAT_GPU),
+        (1.6e-3, 70.0, claim.THAT_GPU),
+    ],
 )
-def test_speeds_of_another_gpu_are_confirmed_in_direction(full, seconds, wanted):
-    found = full(with_kernel("pass-through 32x32", seconds=seconds))
+def test_numbers_of_another_gpu_are_confirmed_by_half_of_each(full, seconds, memory, wanted):
+    counted = {"compute_percent": 56.0, "memory_pipe_percent": memory, "sm_active_cycles": 80.0}
+    found = full(with_kernel("pass-through 32x32", seconds=seconds, **counted))
     assert verdict(found, "through shared memory, 32x32") == wanted
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted"), [(0.9e-3, claim.CONFIRMED), (0.99e-3, claim.THAT_GPU)]
+)
+def test_a_claim_without_numbers_is_confirmed_in_direction(full, seconds, wanted):
+    def change(ladder, size, rung):
+        if rung["name"] == "float4, 8x8":
+            rung["seconds"] = seconds
+
+    assert verdict(full(change), "float4: (2), all loads first") == wanted
+
+
+@pytest.mark.parametrize(("blocks", "bound"), [(16384, True), (2048, False)])
+def test_a_limit_by_the_launch_of_blocks_is_said_where_it_is_one(full, blocks, bound):
+    def change(ladder, size, rung):
+        rung["counters"]["kernels"] = [a_kernel(grid=[blocks, 1, 1], sm_active_cycles=17391.0)]
+
+    (one,) = (one for one in all_claims() if one.text.startswith("at 8x8, without"))
+    assert ("launches about one block a cycle" in one.finding(full(change)).why) == bound
 
 
 def test_reuse_is_counted_against_the_formula(full):
@@ -222,6 +251,19 @@ def test_what_the_text_says_of_the_gpu_is_in_the_records(name):
     assert gpu["multiprocessors"] == 132
     assert gpu["l2_bytes"] == 50 << 20
     assert record["nvidia_smi"][0]["clocks.max.sm"] == "1980 MHz"
+
+
+def test_what_the_text_says_of_the_last_rungs_is_in_the_records():
+    found = records.Records()
+    persistent, *later = (
+        found.rung("matmul", claim.PRODUCT, name, "bfloat16")
+        for name in ("persistent grid", "ping-pong", "overlapped epilogue")
+    )
+    for rung in later:
+        assert rung.counter("tensor_percent") > persistent.counter("tensor_percent")
+        assert rung.seconds > (1 - claim.NOISE) * persistent.seconds
+        assert rung.tile == (128, 192)
+        assert 4096 // 128 * -(-4096 // 192) % 132 < 132 / 2
 
 
 def test_the_peaks_are_those_of_the_cuda_cores():

@@ -63,8 +63,9 @@ def change(of: float, against: float) -> float:
 
 
 def signed(fraction: float) -> str:
-    """Return a change as text."""
-    return f"{fraction:+.0%}"
+    """Return a change as text, without a sign if it rounds to none."""
+    text = f"{fraction:+.0%}"
+    return "0%" if text[1:] == "0%" else text
 
 
 def same_direction(ours: float, theirs: float) -> str:

@@ -54,7 +54,7 @@ def _times(factor: float) -> str:
 
 
 def _any_gain(name: str, before: str) -> Callable[[Records], Finding]:
-    return _faster("matmul", PRODUCT, name, before, "bfloat16", least=0.0)
+    return _faster("matmul", PRODUCT, name, before, "bfloat16")
 
 
 def _hopper(name: str, before: str) -> Callable[[Records], Finding]:
@@ -64,21 +64,20 @@ def _hopper(name: str, before: str) -> Callable[[Records], Finding]:
     def rule(records: Records) -> Finding:
         one, other = (matmul(records, rung, "bfloat16") for rung in (name, before))
         return gains(records)._replace(
-            why=f"*{name}*: {_rounds(one)}; *{before}*: {_rounds(other)}. Warps wait "
-            f"{stalls_of(one)}, before {stalls_of(other)}."
+            why="Tensor cores are "
+            f"{one.counter('tensor_percent'):.0f} % busy while an SM has work, with *{before}* "
+            f"{other.counter('tensor_percent'):.0f} %; {_rounds(one)}, with *{before}* "
+            f"{_rounds(other)}. Warps wait {stalls_of(one)}, with *{before}* {stalls_of(other)}."
         )
 
     return rule
 
 
 def _rounds(measured: Measured) -> str:
-    """Return how busy the tensor cores are, and how evenly the tiles go into the SMs."""
+    """Return how evenly a product's tiles go into the SMs."""
     sizes, (height, width) = measured.problem["sizes"], measured.tile
     tiles = math.ceil(sizes["m"] / height) * math.ceil(sizes["n"] / width)
-    return (
-        f"tensor cores {measured.counter('tensor_percent'):.0f} % busy while an SM has work, "
-        f"{tiles} tiles in {tiles / 132:.2f} rounds of 132 SMs"
-    )
+    return f"{tiles} tiles are {tiles / 132:.2f} rounds of 132 SMs"
 
 
 def _no_conflicts(name: str, conflicts: float) -> Callable[[Records], Finding]:
@@ -119,8 +118,10 @@ def _share_of_cores(name: str, dtype: str, share: float) -> Callable[[Records], 
             f"{reached:.0%} of {rate(PEAK[dtype], 'FLOP')} ({dtype})",
             mechanism(reached >= share),
             f"The units are {found.counter(f'{pipe}_percent'):.0f} % busy and "
-            f"{found.counter('issue_percent'):.0f} % of issue slots are used; warps wait "
-            f"{stalls_of(found)}.",
+            f"{found.counter('issue_percent'):.0f} % of issue slots are used; "
+            f"{found.counter('load_conflicts_per_request'):.2f} bank conflicts a load, "
+            f"{found.counter('registers'):.0f} registers, occupancy "
+            f"{found.counter('occupancy_percent'):.0f} %; warps wait {stalls_of(found)}.",
         )
 
     return rule

@@ -171,7 +171,7 @@ def reuse(records: Records, size: str) -> str:
                     measured.name,
                     problem["title"].split()[-1],
                     "x".join(map(str, measured.rung["tile"])),
-                    f"{predicted_reuse(measured):.3g}",
+                    _digits(predicted_reuse(measured)),
                     *_reuse_cells(measured, item),
                     shown(lambda m=measured: rate(m.speed, "FLOP")),
                 )
@@ -181,6 +181,10 @@ def reuse(records: Records, size: str) -> str:
         "of bytes from DRAM", "rate",
     )  # fmt: skip
     return markdown(headings, rows, left=3) if rows else "No tiles are recorded yet."
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def predicted_reuse(measured: Measured) -> float:
@@ -194,7 +198,7 @@ def _reuse_cells(measured: Measured, item: int) -> list[str]:
 
     def per_element(name: str, bytes_each: int) -> str:
         elements = measured.total(name) * bytes_each / item
-        return f"{flops / elements:.3g}" if elements else "-"
+        return _digits(flops / elements) if elements else "-"
 
     return [
         shown(lambda: per_element("load_sectors", 32)),
