@@ -379,12 +379,14 @@ def test_scan_over_layers_remat_and_donation(rng):
         return jax.grad(lambda x, ws: lax.scan(layer, x, ws)[0].sum(), (0, 1))
 
     check(mesh, program, args, (P("d"), P(None, None, "m")))
-    rows = NamedSharding(mesh, P("d"))
-    donated = jax.jit(jtk.matmul, donate_argnums=0, out_shardings=rows)
-    square = put(mesh, integers(rng, 8, 8), P("d"))
-    copy = np.asarray(square)
-    assert_equal_trees(donated(square, put(mesh, ws[0], P())), copy @ ws[0])
-    assert square.is_deleted()
+    rows, whole = NamedSharding(mesh, P("d")), put(mesh, ws[0], P())
+    deleted = []
+    for module in (jnp, jtk):
+        donated = jax.jit(module.matmul, donate_argnums=0, out_shardings=rows)
+        square = put(mesh, x[:8], P("d"))
+        assert_equal_trees(donated(square, whole), x[:8] @ ws[0])
+        deleted.append(square.is_deleted())
+    assert deleted[0] == deleted[1]
 
 
 def test_vmap_with_spmd_axis_name(rng):
