@@ -9,6 +9,7 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 from jax_tilekern.explain import Explanation, explain
 from jax_tilekern.ffi import FFI_TARGETS
 from jax_tilekern.kernel_report import KernelReport
+from jax_tilekern.modes import FallbackError, disabled, strict
 from jax_tilekern.nvrtc import CompileError
 from jax_tilekern.ops.add import add
 from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
@@ -28,6 +29,7 @@ __all__ = [
     "CompileError",
     "CudaKernel",
     "Explanation",
+    "FallbackError",
     "Gpu",
     "KernelReport",
     "NoGpu",
@@ -35,6 +37,7 @@ __all__ = [
     "add",
     "cuda_kernel",
     "cxx_type",
+    "disabled",
     "dot",
     "dot_general",
     "explain",
@@ -43,6 +46,7 @@ __all__ = [
     "matvec",
     "ragged_dot",
     "ragged_dot_general",
+    "strict",
     "sum",
     "transpose",
     "tune",

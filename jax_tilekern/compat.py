@@ -14,6 +14,8 @@ from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
 from jax._src.lax import lax as _lax
+from jax._src.lib import mlir as _mlir
+from jax._src.lib.mlir.dialects import func as _func
 from jax.interpreters import ad, batching, mlir
 
 __all__ = [
@@ -24,6 +26,8 @@ __all__ = [
     "batching",
     "canonicalize_dtype",
     "canonicalize_precision",
+    "func",
+    "ir",
     "mlir",
     "transposed_from",
     "unify_varying",
@@ -34,6 +38,10 @@ __all__ = [
 
 # jax.extend.core exports it, and imports all of Pallas on the way (60 ms).
 Primitive = _core.Primitive
+
+# jax.extend.mlir exports them, and imports all of Pallas on the way (45 ms).
+ir: Any = _mlir.ir
+func: Any = _func
 
 # Not exported by jax.lax; gives the hashable form that lax.dot_general itself binds, with
 # jax_default_matmul_precision applied.

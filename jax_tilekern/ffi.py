@@ -6,6 +6,7 @@ The only module that touches :mod:`jax.ffi`.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_tilekern import _core
+from jax_tilekern.private_function import call_private
 
 if TYPE_CHECKING:
     from jax_tilekern.plans.launch import LaunchPlan
@@ -97,12 +99,20 @@ def cuda_launch(
     workspaces = tuple(
         jax.core.ShapedArray((size,), np.dtype(np.uint8)) for size in plan.workspace_bytes
     )
-    target = CUDA_LAUNCH_CHECKED if checked else CUDA_LAUNCH
-    attributes = plan.attributes()
-    if checked:
-        attributes["checked_results"] = len(avals)
-    values = _call(ctx, target, operands, (*avals, *workspaces), attributes, aliases)
-    return values[: len(avals)]
+
+    def emit(values: Sequence[Any]) -> Sequence[Any]:
+        target = CUDA_LAUNCH_CHECKED if checked else CUDA_LAUNCH
+        attributes = plan.attributes()
+        if checked:
+            attributes["checked_results"] = len(avals)
+        results = _call(ctx, target, values, (*avals, *workspaces), attributes, aliases)
+        return results[: len(avals)]
+
+    # A layer's kernel, with its cubin, is then in the program once and not once a layer.
+    types = [str(operand.type) for operand in operands]
+    call = (plan.digest, types, [str(aval) for aval in avals], aliases, checked)
+    digest = hashlib.sha256(repr(call).encode()).hexdigest()[:16]
+    return call_private(ctx, plan.name, digest, operands, emit)
 
 
 def cpu_call(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_tilekern import compat
+from jax_tilekern import compat, modes
 from jax_tilekern.compat import ad, batching, mlir
 from jax_tilekern.linearity import cotangents_in, tangents_out
 
@@ -210,9 +210,11 @@ def _abstract_evaluation(operation: Operation) -> Callable[..., Any]:
 def _lower(
     operation: Operation, platform: str, ctx: Any, *values: Any, **params: Any
 ) -> Sequence[Any]:
-    outcome = operation.planners[platform](ctx, *values, **params)
+    call = operation.describe(**params)
+    off = modes.why_disabled()
+    outcome = Fallback(off) if off else operation.planners[platform](ctx, *values, **params)
     record_choice(
-        operation.describe(**params),
+        call,
         ctx,
         platform,
         outcome.name if isinstance(outcome, Kernel) else None,
@@ -220,6 +222,8 @@ def _lower(
     )
     if isinstance(outcome, Kernel):
         return outcome.emit()
+    if isinstance(outcome, Fallback):
+        modes.note_fallback(call, platform, outcome.reason)
     function = (
         outcome.function
         if isinstance(outcome, Rewrite)

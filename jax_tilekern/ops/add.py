@@ -5,7 +5,6 @@ The primitive takes operands of one type and rank, of which sizes of 1 are broad
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,8 +107,7 @@ def _cuda(ctx: Any, x: Any, y: Any) -> Kernel | Fallback:
     dims = _dims(*ctx.avals_in)
     if isinstance(dims, Fallback):
         return dims
-    plan = functools.partial(plan_add, dims, ctx.avals_in[0].dtype)
-    return planned_kernel(ctx, (x, y), plan)
+    return planned_kernel(ctx, (x, y), plan_add, dims, ctx.avals_in[0].dtype)
 
 
 def _cpu(ctx: Any, x: Any, y: Any) -> Kernel | Fallback:

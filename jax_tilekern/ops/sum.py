@@ -133,8 +133,8 @@ def _cuda(ctx: Any, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Kernel | Rew
         if aval.dtype != dtype and sum_dtype(dtype, dtype) is not None:
             return _cast(aval.dtype, axes, dtype)
         return Fallback(f"no kernel sums {aval.dtype} to {dtype}")
-    plan = functools.partial(plan_sum, SummedDims.of(aval.shape, axes), aval.dtype, dtype)
-    return planned_kernel(ctx, (x,), plan)
+    dims = SummedDims.of(aval.shape, axes)
+    return planned_kernel(ctx, (x,), plan_sum, dims, aval.dtype, dtype)
 
 
 def _cpu(ctx: Any, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Kernel | Rewrite | Fallback:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -112,7 +111,7 @@ def _cuda(ctx: Any, x: Any, *, axes: Axes) -> Kernel | Fallback:
     permutation = _permutation(ctx.avals_in[0], axes)
     if isinstance(permutation, Fallback):
         return permutation
-    return planned_kernel(ctx, (x,), functools.partial(plan_transpose, permutation))
+    return planned_kernel(ctx, (x,), plan_transpose, permutation)
 
 
 def _cpu(ctx: Any, x: Any, *, axes: Axes) -> Kernel | Fallback:
