@@ -27,6 +27,7 @@ __all__ = [
     "canonicalize_dtype",
     "canonicalize_precision",
     "func",
+    "inlined_when_traced",
     "ir",
     "mlir",
     "transposed_from",
@@ -40,8 +41,11 @@ __all__ = [
 Primitive = _core.Primitive
 
 # jax.extend.mlir exports them, and imports all of Pallas on the way (45 ms).
-ir: Any = _mlir.ir
+ir: Any = _mlir.ir  # type: ignore[attr-defined]
 func: Any = _func
+
+# What jax.jit's ``inline`` takes to have a call inlined when it is traced (True until 0.10).
+inlined_when_traced: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 # Not exported by jax.lax; gives the hashable form that lax.dot_general itself binds, with
 # jax_default_matmul_precision applied.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -100,19 +100,14 @@ def cuda_launch(
         jax.core.ShapedArray((size,), np.dtype(np.uint8)) for size in plan.workspace_bytes
     )
 
-    def emit(values: Sequence[Any]) -> Sequence[Any]:
-        target = CUDA_LAUNCH_CHECKED if checked else CUDA_LAUNCH
-        attributes = plan.attributes()
-        if checked:
-            attributes["checked_results"] = len(avals)
-        results = _call(ctx, target, values, (*avals, *workspaces), attributes, aliases)
-        return results[: len(avals)]
+    def attributes() -> dict[str, Any]:
+        extra = {"checked_results": len(avals)} if checked else {}
+        return plan.attributes() | extra
 
-    # A layer's kernel, with its cubin, is then in the program once and not once a layer.
-    types = [str(operand.type) for operand in operands]
-    call = (plan.digest, types, [str(aval) for aval in avals], aliases, checked)
-    digest = hashlib.sha256(repr(call).encode()).hexdigest()[:16]
-    return call_private(ctx, plan.name, digest, operands, emit)
+    target = CUDA_LAUNCH_CHECKED if checked else CUDA_LAUNCH
+    results = (*avals, *workspaces)
+    values = _call(ctx, plan.name, target, operands, results, plan.digest, attributes, aliases)
+    return values[: len(avals)]
 
 
 def cpu_call(
@@ -138,7 +133,9 @@ def cpu_call(
     -------
     The MLIR values of the results.
     """
-    return _call(ctx, target, operands, ctx.avals_out, attributes)
+    name = target.removeprefix("jax_tilekern_")
+    digest = repr(sorted(attributes.items()))
+    return _call(ctx, name, target, operands, ctx.avals_out, digest, lambda: attributes)
 
 
 def cpu_matmul_kernel(types: Sequence[str], **attributes: Any) -> str:
@@ -163,17 +160,28 @@ def cpu_matmul_kernel(types: Sequence[str], **attributes: Any) -> str:
 
 def _call(
     ctx: mlir.LoweringRuleContext,
+    name: str,
     target: str,
     operands: Sequence[Any],
     results: Sequence[jax.core.ShapedArray],
-    attributes: dict[str, Any],
+    digest: str,
+    attributes: Callable[[], Mapping[str, Any]],
     aliases: Mapping[int, int] | None = None,
 ) -> Sequence[Any]:
+    """Emit a custom call, of which ``digest`` tells the attributes apart."""
     # Only the shapes of operands are looked at, and only for their layouts.
     shapes = [tuple(operand.type.shape) for operand in operands]
     avals_in = [jax.core.ShapedArray(shape, np.dtype(np.uint8)) for shape in shapes]
     rule = jax.ffi.ffi_lowering(target, operand_output_aliases=dict(aliases) if aliases else None)
     # dataclasses.replace is what ctx.replace does, with a type.
     inner = dataclasses.replace(ctx, avals_in=avals_in, avals_out=list(results))
-    values: Sequence[Any] = rule(inner, *operands, **attributes)
-    return values
+    # A kernel that every layer of a model calls, with its cubin, is in the program once.
+    types = [str(operand.type) for operand in operands]
+    key = repr((target, types, [str(aval) for aval in results], digest, aliases))
+    return call_private(
+        ctx,
+        name,
+        hashlib.sha256(key.encode()).hexdigest()[:16],
+        operands,
+        lambda values: rule(inner, *values, **attributes()),
+    )

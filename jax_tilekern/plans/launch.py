@@ -494,9 +494,7 @@ class LaunchPlan:
         return {
             "name": self.name,
             "arch": self.gpu.arch,
-            "cubins": _numbered(
-                {"bytes": len(cubin), "packed": packed(cubin)} for cubin in cubins
-            ),
+            "cubins": _numbered({"bytes": len(cubin), "packed": packed(cubin)} for cubin in cubins),
             "alignments": np.array(self.alignments + workspaces, np.int64),
             "launches": _numbered(launches),
         }

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from jax_tilekern.cli.bench.operations import OPERATIONS
-from jax_tilekern.cli.console import make_console
+from jax_tilekern.cli.console import make_console, output_file
 
 HELP = "time this package's kernels against XLA's"
 
@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             name, help=operation.about, description=f"Time {operation.about}."
         )
         _add_suite_arguments(command)
-        command.add_argument("--plot", type=Path, metavar="FILE", help="draw the record here")
+        command.add_argument(
+            "--plot", type=output_file, metavar="FILE", help="draw the record here"
+        )
 
     latency = what.add_parser(
         "latency",
@@ -44,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="Print a record as a markdown table.",
     )
     table.add_argument("file", type=Path, metavar="FILE", help="what --json wrote")
-    table.add_argument("--plot", type=Path, metavar="FILE", help="draw its plot here too")
+    table.add_argument("--plot", type=output_file, metavar="FILE", help="draw its plot here too")
 
 
 def _add_suite_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +59,7 @@ def _add_suite_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=2.0, help="timing of a row (default: %(default)s)"
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE",
+        "--json", type=output_file, metavar="FILE",
         help="write the record here; rows of earlier runs that this one does not measure stay",
     )  # fmt: skip
     parser.add_argument(

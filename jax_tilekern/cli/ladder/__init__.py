@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from pathlib import Path
 
-from jax_tilekern.cli.console import make_console
+from jax_tilekern.cli.console import make_console, output_file
 
 HELP = "climb from a naive kernel to the library's own, and see what each idea gains"
 
@@ -48,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         one.add_argument(
             "--seconds", type=float, default=2.0, help="timing of a size (default: %(default)s)"
         )
-        one.add_argument("--json", type=Path, metavar="FILE", help="write the record here")
-        one.add_argument("--plot", type=Path, metavar="FILE", help="draw the speeds here")
+        one.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
+        one.add_argument("--plot", type=output_file, metavar="FILE", help="draw the speeds here")
 
 
 def run(arguments: argparse.Namespace) -> int:
