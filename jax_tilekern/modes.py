@@ -86,6 +86,18 @@ def disabled() -> Iterator[None]:
         yield
 
 
+def current() -> str:
+    """Return the mode by a name that :func:`entered` takes, also in another process."""
+    return _mode.value.name
+
+
+@contextlib.contextmanager
+def entered(name: str) -> Iterator[None]:
+    """Be in a mode of :func:`current`: ``DEFAULT`` is that of no context at all."""
+    with _mode(_Mode[name]):
+        yield
+
+
 def why_disabled() -> str | None:
     """Return in words why no kernel may be used, or ``None`` if kernels may."""
     disabled = _mode.value is _Mode.DISABLED
@@ -118,7 +130,7 @@ def note_failure(error: Exception) -> str:
     if _mode.value in (_Mode.STRICT, _Mode.STRICT_COMPILATION):
         raise error
     first_line, *_ = str(error).splitlines()
-    reason = f"its kernel failed: {first_line}"
+    reason = f"its kernel failed: {first_line.rstrip(':')}"
     logger.info("a kernel failed: %s", error)
     warnings.warn(
         f"jax_tilekern leaves a call to XLA, because {reason} "

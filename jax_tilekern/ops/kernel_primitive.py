@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_tilekern import compat, ffi
+from jax_tilekern import compat, ffi, modes
 from jax_tilekern.compat import ad, batching, mlir
 from jax_tilekern.compiler import NvrtcNotFound
 from jax_tilekern.linearity import Group, cotangents_in, tangents_out
@@ -192,12 +192,21 @@ def _lower_for_cuda(
     if all(math.prod(aval.shape) == 0 for aval in ctx.avals_out):
         return _lower_to_zeros(ctx, *values)
     types = input_types(ctx.avals_in, batches)
-    try:
-        plan = plan_kernel(settings.call(types, parameters, batches), current_gpu())
-    except (NoGpu, NvrtcNotFound) as error:
+    obstacle = modes.why_disabled()
+    if obstacle is None:
+        try:
+            plan = plan_kernel(settings.call(types, parameters, batches), current_gpu())
+        except (NoGpu, NvrtcNotFound) as error:
+            if settings.reference is None:
+                raise
+            obstacle = f"there is {error}"
+    if obstacle is not None:
         if settings.reference is None:
-            raise
-        _record(settings, parameters, ctx, "cuda", None, f"its reference, for there is {error}")
+            raise NotImplementedError(
+                f"kernel {settings.label} has no reference= to take its place: {obstacle}"
+            )
+        _record(settings, parameters, ctx, "cuda", None, f"its reference, for {obstacle}")
+        modes.note_fallback(f"cuda_kernel {settings.label}", "cuda", obstacle)
         return _lower_reference(
             ctx, *values, settings=settings, parameters=parameters, batches=batches
         )

@@ -45,7 +45,7 @@ def _planned(
     state = planning_state()
     if state is None:
         return _plan(planner, arguments, gpu)
-    return _plan_once(planner, arguments, gpu, state)
+    return _plan_once(planner, arguments, gpu, state=state)
 
 
 def _plan(
@@ -63,6 +63,7 @@ def _plan_once(
     planner: Callable[..., LaunchPlan | NoKernel],
     arguments: tuple[Hashable, ...],
     gpu: Gpu,
+    *,
     state: Hashable,
 ) -> Planned:
     """Plan a call as the same one was planned before: layers of a model repeat theirs."""
