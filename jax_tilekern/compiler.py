@@ -426,6 +426,7 @@ def _decoded(content: bytes) -> Compiled:
 def _encoded(compiled: Compiled) -> bytes:
     entries = [dataclasses.asdict(entry) for entry in compiled.entries]
     # One text makes one cubin.
+    cubin: bytes
     (cubin,) = {entry.pop("cubin") for entry in entries}
     line = json.dumps({"arch": compiled.arch, "entries": entries, "log": compiled.log})
     return line.encode() + b"\n" + cubin

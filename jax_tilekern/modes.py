@@ -88,7 +88,8 @@ def disabled() -> Iterator[None]:
 
 def current() -> str:
     """Return the mode by a name that :func:`entered` takes, also in another process."""
-    return _mode.value.name
+    mode: _Mode = _mode.value
+    return mode.name
 
 
 @contextlib.contextmanager

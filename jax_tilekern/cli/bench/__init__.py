@@ -40,6 +40,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     latency.set_defaults(plot=None)
 
+    host = what.add_parser(
+        "host",
+        help="what this package costs the host",
+        description="Time calls outside of jit, tracing, and making the program of a model.",
+    )
+    host.add_argument(
+        "--layers", type=int, default=32, help="layers of the model (default: %(default)s)"
+    )
+    host.add_argument(
+        "--rounds", type=int, default=5, help="programs of each kind (default: %(default)s)"
+    )
+    host.add_argument(
+        "--seconds", type=float, default=1.0, help="timing of a call (default: %(default)s)"
+    )
+    host.add_argument(
+        "--target", metavar="ARCH", default="sm_90",
+        help="the GPU to lower for where there is none (default: %(default)s)",
+    )  # fmt: skip
+    host.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
+    host.set_defaults(plot=None)
+
     table = what.add_parser(
         "table",
         help="a record as a markdown table",
@@ -75,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     from jax_tilekern.cli.bench.record_file import RecordError
     from jax_tilekern.cli.bench.suite import SuiteError
 
-    commands = {"latency": _latency, "table": _table}
+    commands = {"latency": _latency, "host": _host, "table": _table}
     try:
         if arguments.plot is not None:
             require_matplotlib()
@@ -86,15 +107,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _table(arguments: argparse.Namespace) -> int:
-    from jax_tilekern.cli.bench import latency, latency_report, report
+    from jax_tilekern.cli.bench import host_report, latency, latency_report, report
     from jax_tilekern.cli.bench.plot import plot
     from jax_tilekern.cli.bench.record_file import RecordError, load_record
 
     record = load_record(arguments.file)
-    of_latencies = record.get("kind") == latency.KIND
-    if of_latencies and arguments.plot is not None:
-        raise RecordError(f"{arguments.file} is a record of latencies, which have no plot")
-    print(latency_report.markdown(record) if of_latencies else report.markdown(record))
+    markdowns = {latency.KIND: latency_report.markdown, host_report.KIND: host_report.markdown}
+    markdown = markdowns.get(record.get("kind", ""))
+    if markdown is not None and arguments.plot is not None:
+        raise RecordError(f"{arguments.file} is a record of {record['kind']}, which has no plot")
+    print((markdown or report.markdown)(record))
     if arguments.plot is not None:
         plot(record, arguments.plot)
     return 0
@@ -134,6 +156,19 @@ def _operation(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         plot(record, arguments.plot)
     return 0 if whole else 1
+
+
+def _host(arguments: argparse.Namespace) -> int:
+    from jax_tilekern.cli.bench.host import measure_host
+    from jax_tilekern.cli.bench.host_report import summary, tables
+
+    console = make_console()
+    record = measure_host(console, arguments)
+    console.print()
+    for table in tables(record):
+        console.print(table)
+    console.print(summary())
+    return 0
 
 
 def _latency(arguments: argparse.Namespace) -> int:
