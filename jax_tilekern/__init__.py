@@ -6,6 +6,7 @@ import pkgutil
 # compiled module then comes from there.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
+from jax_tilekern.cost import cost_analysis
 from jax_tilekern.explain import Explanation, explain
 from jax_tilekern.ffi import FFI_TARGETS
 from jax_tilekern.kernel_report import KernelReport
@@ -35,6 +36,7 @@ __all__ = [
     "NoGpu",
     "TensorMap",
     "add",
+    "cost_analysis",
     "cuda_kernel",
     "cxx_type",
     "disabled",
