@@ -16,12 +16,14 @@ from jax.typing import ArrayLike
 
 from jax_tilekern import compat, ffi, primitive
 from jax_tilekern.ops.contraction import shard_like
+from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.sum import sum as sum_over
 from jax_tilekern.plans.add import DTYPES, AddedDims, plan_add
 from jax_tilekern.primitive import Fallback, Kernel, Operation
 
 
+@jitted()
 def add(x: ArrayLike, y: ArrayLike) -> Array:
     """Sum of two arrays, with the semantics of :func:`jax.numpy.add`.
 

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern import compat, ffi, primitive
-from jax_tilekern.ops.jitted import as_operand, as_static, jitted
+from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.plans.sum import SummedDims, plan_sum, sum_dtype
 from jax_tilekern.primitive import Fallback, Kernel, Operation, Rewrite
@@ -31,6 +31,7 @@ _CPU_DTYPES = tuple(
 )  # fmt: skip
 
 
+@jitted("axis", "dtype", "keepdims")
 def sum(
     x: ArrayLike,
     axis: int | Sequence[int] | None = None,
@@ -72,12 +73,6 @@ def sum(
     >>> jtk.sum(jnp.ones((3, 4)), axis=0)
     Array([3., 3., 3., 3.], dtype=float32)
     """
-    total: Array = _sum(as_operand(x), as_static(axis), dtype, keepdims)
-    return total
-
-
-@jitted("axis", "dtype", "keepdims")
-def _sum(x: ArrayLike, axis: int | Axes | None, dtype: DTypeLike | None, keepdims: bool) -> Array:
     result = jax.eval_shape(
         functools.partial(jnp.sum, axis=axis, dtype=dtype, keepdims=keepdims), x
     )

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_tilekern import ffi, primitive
-from jax_tilekern.ops.jitted import as_operand, as_static, jitted
+from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.plans.permutation import Permutation
 from jax_tilekern.plans.transpose import plan_transpose
@@ -22,6 +22,7 @@ from jax_tilekern.primitive import Fallback, Kernel, Operation
 Axes = tuple[int, ...]
 
 
+@jitted("axes")
 def transpose(x: ArrayLike, axes: Sequence[int] | None = None) -> Array:
     """Permute dimensions, with the semantics of :func:`jax.numpy.transpose`.
 
@@ -56,12 +57,6 @@ def transpose(x: ArrayLike, axes: Sequence[int] | None = None) -> Array:
     >>> jtk.transpose(jnp.ones((2, 3, 4)), (2, 0, 1)).shape
     (4, 2, 3)
     """
-    result: Array = _transpose(as_operand(x), as_static(axes))
-    return result
-
-
-@jitted("axes")
-def _transpose(x: ArrayLike, axes: Axes | None) -> Array:
     # For its exceptions, of which some are about what is no array.
     jax.eval_shape(lambda: jnp.transpose(x, axes))
     x = jnp.asarray(x)

@@ -11,10 +11,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern import compat
 from jax_tilekern.ops.contraction import contract
+from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.matmul import matmul
 from jax_tilekern.plans.contraction import Contraction
 
 
+@jitted("precision", "preferred_element_type")
 def dot(
     x: ArrayLike,
     y: ArrayLike,
@@ -72,6 +74,7 @@ def dot(
     return compat.with_type(product, result.dtype, result.weak_type)
 
 
+@jitted("precision", "preferred_element_type")
 def vdot(
     x: ArrayLike,
     y: ArrayLike,
@@ -107,6 +110,7 @@ def vdot(
     )
 
 
+@jitted("precision", "preferred_element_type")
 def matvec(
     a: ArrayLike,
     x: ArrayLike,
@@ -154,6 +158,7 @@ def matvec(
     return lax.squeeze(product, (product.ndim - 1,))
 
 
+@jitted("precision", "preferred_element_type")
 def vecmat(
     x: ArrayLike,
     a: ArrayLike,
