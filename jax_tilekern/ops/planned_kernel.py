@@ -58,7 +58,7 @@ def _plan(
         return error.with_traceback(None)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=1024)
 def _plan_once(
     planner: Callable[..., LaunchPlan | NoKernel],
     arguments: tuple[Hashable, ...],
