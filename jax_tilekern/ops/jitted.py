@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -61,6 +62,9 @@ def _operand(x: Any) -> Any:
 def _with_hash(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return _with_hash(value.tolist())
+    if isinstance(value, jax.Array):
+        # An error that names the tracer, if it is one.
+        return operator.index(value)
     # Not those of classes of their own, such as jax.lax.DotAlgorithm.
     if type(value) in (list, tuple):
         return tuple(map(_with_hash, value))
