@@ -27,6 +27,8 @@ CPU_SUM = "jax_tilekern_cpu_sum"
 CPU_ADD = "jax_tilekern_cpu_add"
 CUDA_LAUNCH = "jax_tilekern_cuda_launch"
 CUDA_LAUNCH_CHECKED = "jax_tilekern_cuda_launch_checked"
+# The custom call that XLA's partitioner replaces; see jax_tilekern.partitioning.call.
+PARTITIONED = "jax_tilekern_partitioned"
 # Every target; jax.export takes a DisabledSafetyCheck.custom_call for each one that is used.
 FFI_TARGETS = (
     CPU_MATMUL,
@@ -36,6 +38,7 @@ FFI_TARGETS = (
     CPU_ADD,
     CUDA_LAUNCH,
     CUDA_LAUNCH_CHECKED,
+    PARTITIONED,
 )
 
 
@@ -134,7 +137,8 @@ def cpu_call(
     The MLIR values of the results.
     """
     name = target.removeprefix("jax_tilekern_")
-    digest = repr(sorted(attributes.items()))
+    # Lists, for how NumPy prints arrays is the user's to set.
+    digest = repr([(key, np.asarray(attributes[key]).tolist()) for key in sorted(attributes)])
     return _call(ctx, name, target, operands, ctx.avals_out, digest, lambda: attributes)
 
 
