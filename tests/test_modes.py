@@ -196,3 +196,21 @@ def test_compilations_are_logged(caplog, monkeypatch, tmp_path):
     named = r"kernel tilekern::add<float, 4> for sm_80: "
     assert re.fullmatch(named + r"compiled in \d+\.\d+ s", compiled)
     assert re.fullmatch(named + r"read from the kernel cache in 0\.\d+ s", read)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="takes four devices")
+def test_modes_reach_calls_that_xla_partitions(rng):
+    """They are planned while the program is compiled, perhaps on another thread."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d", None))
+    x = jax.device_put(rng.standard_normal((8, 8)).astype(np.float32), rows)
+    w = rng.standard_normal((8, 8)).astype(np.float32)
+    run = jax.jit(lambda x, w: jtk.matmul(x, w))
+    with jtk.strict():
+        compiled = run.lower(x, w).compile()
+    assert "jax_tilekern_" in compiled.as_text()
+    with jtk.disabled():
+        assert "jax_tilekern_" not in run.lower(x, w).compile().as_text()
+    np.testing.assert_allclose(compiled(x, w), np.asarray(x) @ w, rtol=1e-5, atol=1e-5)
+    with jtk.strict(), pytest.raises(Exception, match="forbids: no kernel for int16"):
+        jax.jit(jtk.matmul).lower(x.astype(np.int16), w.astype(np.int16)).compile()
