@@ -8,6 +8,7 @@ import io
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 from jax_tilekern.compiler import compile_source
@@ -20,6 +21,7 @@ except NvrtcNotFound as error:
 
 DOCS = Path(__file__).parent.parent / "docs"
 GUIDE = DOCS / "cuda-kernel.md"
+SHARDING = DOCS / "sharding.md"
 _BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _HEADER = re.compile(r"^\| `<(tilekern/\w+\.cuh)>` \|.*\| (\w+) \|$", re.MULTILINE)
 
@@ -52,6 +54,13 @@ def test_snippets_of_the_guide_run(guide):
     text = guide.read_text()
     assert len(snippets(text)) >= 10
     run_snippets(text, str(guide))
+
+
+@pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="four devices")
+def test_snippets_about_sharding_run():
+    text = SHARDING.read_text()
+    assert len(snippets(text)) == 4
+    run_snippets(text, str(SHARDING))
 
 
 def test_examples_of_the_readme_run():
