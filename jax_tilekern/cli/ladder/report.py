@@ -184,13 +184,18 @@ def _timed(problem: Record) -> list[Record]:
 def _draw(axes: Any, record: Record, problem: Record) -> None:
     rungs = _timed(problem)
     scale, unit = (1e12, "TFLOP/s") if problem["bound"] == "arithmetic" else (1e9, "GB/s")
+    # Of a problem too small to come near its ceiling, the bars would be invisible beside it.
+    within_reach = any(speed(problem, rung) > ceiling(record, problem, rung) / 10 for rung in rungs)
     for number, rung in enumerate(rungs):
         color = "C7" if rung["peer"] else "C0" if rung["source"] else "C2"
         axes.barh(number, speed(problem, rung) / scale, color=color)
-        most = ceiling(record, problem, rung) / scale
-        axes.plot([most, most], [number - 0.5, number + 0.5], color="C3", linewidth=1)
+        if within_reach:
+            most = ceiling(record, problem, rung) / scale
+            axes.plot([most, most], [number - 0.5, number + 0.5], color="C3", linewidth=1)
     axes.set(
-        title=problem["title"], xlabel=f"{unit}; the ceiling in red", ylim=(len(rungs) - 0.5, -0.5)
+        title=problem["title"],
+        xlabel=f"{unit}; the ceiling in red" if within_reach else f"{unit}; far below the ceiling",
+        ylim=(len(rungs) - 0.5, -0.5),
     )
     axes.set_yticks(range(len(rungs)), [rung["name"] for rung in rungs])
     axes.grid(axis="x", alpha=0.3)
@@ -205,12 +210,9 @@ def _draw_counters(axes: Any, deciding: Mapping[str, str], problem: Record) -> N
         ]
         positions = [number - 0.4 + height * (place + 0.5) for number in range(len(values))]
         axes.barh(positions, values, height=height, color=f"C{place}", label=label)
-    # Above the axes, where the title of the speeds is: below them a legend would hide bars.
+    # Above the axes, beside the title of the speeds: inside it would hide bars.
     axes.legend(
-        fontsize="small",
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=len(deciding),
+        fontsize="small", loc="lower left", bbox_to_anchor=(0, 1), ncols=len(deciding),
         frameon=False,
-    )
+    )  # fmt: skip
     axes.grid(axis="x", alpha=0.3)
