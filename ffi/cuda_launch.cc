@@ -33,9 +33,10 @@ class CallSite {
  public:
   static XLA_FFI_TypeId id;
 
-  explicit CallSite(LaunchPlan plan) : plan_(std::move(plan)) {
-    for (std::string_view image : plan_.cubins) cubins_.push_back(Cubin::Share(image));
-    plan_.cubins.clear();  // the attributes they view are not ours
+  // The texts of the plan's cubins are not kept, for the attributes they view are not ours.
+  CallSite(LaunchPlan plan, std::vector<std::shared_ptr<Cubin>> cubins)
+      : plan_(std::move(plan)), cubins_(std::move(cubins)) {
+    plan_.cubins.clear();
   }
 
   const LaunchPlan& plan() const { return plan_; }
@@ -123,7 +124,15 @@ class CurrentContext {
 ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(ffi::Dictionary attributes) {
   ffi::ErrorOr<LaunchPlan> plan = ReadLaunchPlan(attributes);
   if (!plan.has_value()) return ffi::Unexpected(plan.error());
-  return std::make_unique<CallSite>(std::move(*plan));
+  std::vector<std::shared_ptr<Cubin>> cubins;
+  for (const PackedCubin& packed : plan->cubins) {
+    Or<std::shared_ptr<Cubin>> cubin = Cubin::Share(packed);
+    if (const auto* why = std::get_if<std::string>(&cubin)) {
+      return ffi::Unexpected(ffi::Error::InvalidArgument(plan->Text() + ": " + *why));
+    }
+    cubins.push_back(std::get<std::shared_ptr<Cubin>>(std::move(cubin)));
+  }
+  return std::make_unique<CallSite>(std::move(*plan), std::move(cubins));
 }
 
 // Calls `then(driver, functions)` with the context of `stream` current.

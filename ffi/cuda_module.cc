@@ -5,7 +5,7 @@
 namespace tilekern {
 namespace {
 
-// Every live cubin by its image, which the key views. Never destroyed: see GetDriver.
+// Every live cubin by its packed text, which the key views. Never destroyed: see GetDriver.
 struct Registry {
   std::mutex mutex;
   std::unordered_map<std::string_view, std::weak_ptr<Cubin>> cubins;
@@ -18,16 +18,18 @@ Registry& GetRegistry() {
 
 }  // namespace
 
-std::shared_ptr<Cubin> Cubin::Share(std::string_view image) {
+Or<std::shared_ptr<Cubin>> Cubin::Share(const PackedCubin& packed) {
   Registry& registry = GetRegistry();
   std::lock_guard lock(registry.mutex);
-  const auto entry = registry.cubins.find(image);
+  const auto entry = registry.cubins.find(packed.text);
   if (entry != registry.cubins.end()) {
     if (std::shared_ptr<Cubin> cubin = entry->second.lock()) return cubin;
     registry.cubins.erase(entry);  // its key views a cubin that is being destroyed
   }
-  std::shared_ptr<Cubin> cubin(new Cubin(image));
-  registry.cubins.emplace(cubin->image_, cubin);
+  std::optional<std::string> image = Unpack(packed);
+  if (!image) return "the packed cubin of " + std::to_string(packed.bytes) + " bytes is damaged";
+  std::shared_ptr<Cubin> cubin(new Cubin(packed.text, *std::move(image)));
+  registry.cubins.emplace(cubin->packed_, cubin);
   return cubin;
 }
 
@@ -51,8 +53,8 @@ Cubin::~Cubin() {
   {
     Registry& registry = GetRegistry();
     std::lock_guard lock(registry.mutex);
-    const auto entry = registry.cubins.find(image_);
-    // Another thread may have put a new cubin of the same image there in the meantime.
+    const auto entry = registry.cubins.find(packed_);
+    // Another thread may have put a new object of the same cubin there in the meantime.
     if (entry != registry.cubins.end() && entry->second.expired()) registry.cubins.erase(entry);
   }
   if (loaded_.empty()) return;

@@ -5,16 +5,19 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "cuda_driver.h"
+#include "packed_cubin.h"
 
 namespace tilekern {
 
 class Cubin {
  public:
-  // The one object for an image: the call sites that have the same kernel share a module.
-  static std::shared_ptr<Cubin> Share(std::string_view image);
+  // The one object for a cubin, so that call sites of the same kernel share a module; an error if
+  // it cannot be unpacked.
+  static Or<std::shared_ptr<Cubin>> Share(const PackedCubin& packed);
 
   ~Cubin();
   Cubin(const Cubin&) = delete;
@@ -30,9 +33,9 @@ class Cubin {
     CUmodule module;
   };
 
-  explicit Cubin(std::string_view image) : image_(image) {}
+  Cubin(std::string_view packed, std::string image) : packed_(packed), image_(std::move(image)) {}
 
-  const std::string image_;
+  const std::string packed_, image_;
   std::mutex mutex_;
   std::vector<Loaded> loaded_;
 };

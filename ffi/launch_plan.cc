@@ -18,8 +18,8 @@ class Reader {
   bool Has(std::string_view name) const { return attributes_.contains(name); }
   size_t size() const { return attributes_.size(); }
 
-  std::string String(std::string_view name) {
-    return std::string(Get<std::string_view>(name).value_or(std::string_view()));
+  std::string_view Text(std::string_view name) {
+    return Get<std::string_view>(name).value_or(std::string_view());
   }
 
   std::string_view Bytes(std::string_view name) {
@@ -129,7 +129,7 @@ Launch ReadLaunch(Reader& reader, size_t cubins, size_t buffers) {
   if (launch.cubin >= cubins) {
     reader.Fail("cubin", "there are only " + std::to_string(cubins) + " cubins");
   }
-  launch.entry = reader.String("entry");
+  launch.entry = reader.Text("entry");
   launch.grid = reader.Dimensions("grid");
   launch.block = reader.Dimensions("block");
   launch.cluster = reader.Dimensions("cluster");
@@ -173,11 +173,12 @@ ffi::ErrorOr<LaunchPlan> ReadLaunchPlan(const ffi::Dictionary& attributes) {
   std::string error;
   Reader reader(attributes, "", &error);
   LaunchPlan plan;
-  plan.name = reader.String("name");
-  plan.arch = reader.String("arch");
+  plan.name = reader.Text("name");
+  plan.arch = reader.Text("arch");
   Reader cubins = reader.Nested("cubins");
   for (size_t i = 0; i < cubins.size(); ++i) {
-    plan.cubins.push_back(cubins.Bytes(std::to_string(i)));
+    Reader cubin = cubins.Nested(std::to_string(i));
+    plan.cubins.push_back({cubin.Number<size_t>("bytes"), cubin.Text("packed")});
   }
   plan.alignments = reader.Numbers<uint64_t>("alignments");
   for (uint64_t alignment : plan.alignments) {

@@ -9,6 +9,7 @@
 #include <variant>
 #include <vector>
 
+#include "packed_cubin.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace tilekern {
@@ -52,7 +53,7 @@ struct Launch {
 struct LaunchPlan {
   std::string name;
   std::string arch;
-  std::vector<std::string_view> cubins;  // views of attributes
+  std::vector<PackedCubin> cubins;  // their texts are views of attributes
   std::vector<uint64_t> alignments;
   std::vector<Launch> launches;
 

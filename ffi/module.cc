@@ -6,6 +6,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <stdexcept>
 #include <unordered_map>
 #include <utility>
@@ -13,6 +14,7 @@
 #include "cpu/matmul.h"
 #include "cuda_driver.h"
 #include "handlers.h"
+#include "packed_cubin.h"
 
 namespace nb = nanobind;
 namespace tk = tilekern;
@@ -95,6 +97,12 @@ tk::Or<std::pair<int, int>> DriverVersion() {
   return std::pair(version / 1000, version % 1000 / 10);
 }
 
+nb::bytes UnpackCubin(const std::string& packed, size_t bytes) {
+  const std::optional<std::string> cubin = tk::Unpack({bytes, packed});
+  if (!cubin) throw std::invalid_argument("the packed cubin is damaged");
+  return nb::bytes(cubin->data(), cubin->size());
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -118,6 +126,8 @@ NB_MODULE(_core, m) {
         "The GPUs that this process may use, or why there is none. Makes no context.");
   m.def("cuda_driver_version", &DriverVersion,
         "The newest CUDA version that the driver supports, or why there is no driver.");
+  m.def("unpack_cubin", &UnpackCubin, nb::arg("packed"), nb::arg("bytes"),
+        "A cubin of so many bytes as the launch handler unpacks it; for tests.");
 
   m.def("cpu_matmul_kernel", &CpuMatmulKernel, nb::arg("lhs"), nb::arg("rhs"), nb::arg("out"),
         nb::kw_only(), nb::arg("sizes"), nb::arg("lhs_strides"), nb::arg("rhs_strides"),

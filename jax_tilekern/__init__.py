@@ -6,9 +6,11 @@ import pkgutil
 # compiled module then comes from there.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
+from jax_tilekern.cost import cost_analysis
 from jax_tilekern.explain import Explanation, explain
 from jax_tilekern.ffi import FFI_TARGETS
 from jax_tilekern.kernel_report import KernelReport
+from jax_tilekern.modes import FallbackError, disabled, strict
 from jax_tilekern.nvrtc import CompileError
 from jax_tilekern.ops.add import add
 from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
@@ -28,13 +30,16 @@ __all__ = [
     "CompileError",
     "CudaKernel",
     "Explanation",
+    "FallbackError",
     "Gpu",
     "KernelReport",
     "NoGpu",
     "TensorMap",
     "add",
+    "cost_analysis",
     "cuda_kernel",
     "cxx_type",
+    "disabled",
     "dot",
     "dot_general",
     "explain",
@@ -43,6 +48,7 @@ __all__ = [
     "matvec",
     "ragged_dot",
     "ragged_dot_general",
+    "strict",
     "sum",
     "transpose",
     "tune",

@@ -43,6 +43,9 @@ def cuda_driver_version() -> tuple[int, int] | str:
     The newest CUDA version that the driver supports, or why there is no driver.
     """
 
+def unpack_cubin(packed: str, bytes: int) -> bytes:
+    """A cubin of so many bytes as the launch handler unpacks it; for tests."""
+
 def cpu_matmul_kernel(lhs: str, rhs: str, out: str, *, sizes: Sequence[int], lhs_strides: Sequence[int], rhs_strides: Sequence[int], out_strides: Sequence[int]) -> str:
     """
     The kernel of a CPU product, from its types and the custom call's attributes.

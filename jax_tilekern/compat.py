@@ -16,6 +16,8 @@ from jax._src import dtypes as _dtypes
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lax import lax as _lax
+from jax._src.lib import mlir as _mlir_lib
+from jax._src.lib.mlir.dialects import func as _func
 from jax.interpreters import ad, batching, mlir
 
 __all__ = [
@@ -28,6 +30,9 @@ __all__ = [
     "canonicalize_dtype",
     "canonicalize_precision",
     "explicit_sharding",
+    "func",
+    "inlined_when_traced",
+    "ir",
     "lower_per_platform",
     "mlir",
     "register_batching",
@@ -44,6 +49,13 @@ __all__ = [
 
 # jax.extend.core exports it, and imports all of Pallas on the way (60 ms).
 Primitive = _core.Primitive
+
+# jax.extend.mlir exports them, and imports all of Pallas on the way (45 ms).
+ir: Any = _mlir_lib.ir  # type: ignore[attr-defined]
+func: Any = _func
+
+# What jax.jit's ``inline`` takes to have a call inlined when it is traced (True until 0.10).
+inlined_when_traced: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 # Not exported by jax.lax; gives the hashable form that lax.dot_general itself binds, with
 # jax_default_matmul_precision applied.

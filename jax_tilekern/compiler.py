@@ -11,18 +11,17 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
+import logging
 import re
-import tempfile
 import threading
-import warnings
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
-
+from jax_tilekern import kernel_cache
 from jax_tilekern.cubin import Entry, read_entry
+from jax_tilekern.kernel_cache import CacheInfo
 from jax_tilekern.nvrtc import CompileError, NvrtcNotFound, nvrtc, nvrtc_identity
 
 __all__ = [
@@ -33,6 +32,7 @@ __all__ = [
 # Part of every cache key: raise it when the options below or the format of an entry change.
 _CACHE_FORMAT = 1
 _MEMORY_ENTRIES = 256
+_logger = logging.getLogger("jax_tilekern")
 # Without an anchor to the line's start, for which this searches ten times as long.
 _INCLUDE = re.compile(r'#[ \t]*include[ \t]*["<]([^">]+)[">]')
 # A function without an execution space is a device function: headers need no decoration.
@@ -227,18 +227,32 @@ class _Request:
 
     def is_on_disk(self) -> bool:
         """Whether it need not be compiled, unless what is there is damaged."""
-        return _cache_file(self._key).exists()
+        return kernel_cache.contains(self._key)
 
     def compiled(self) -> Compiled:
         """Return what it compiles to, from a cache if it is there."""
         if any(option.startswith(_FILE_OPTIONS) for option in self.options):
             return self._build()
-        return _memory.get(self._key, lambda: _through_disk(self._key, self._build))
+        return _memory.get(self._key, self._read_or_build)
 
     def compile_ahead(self) -> None:
         """Compile it for :meth:`compiled`, which is where an error is raised."""
         with contextlib.suppress(CompileError, NvrtcNotFound):
             self.compiled()
+
+    def _read_or_build(self) -> Compiled:
+        start = time.perf_counter()
+        content = kernel_cache.read(self._key)
+        if content is None:
+            how, compiled = "compiled", self._build()
+            kernel_cache.write(self._key, _encoded(compiled))
+        else:
+            how, compiled = "read from the kernel cache", _decoded(content)
+        seconds = time.perf_counter() - start
+        _logger.info(
+            "kernel %s for %s: %s in %.3f s", ", ".join(self.names), self.arch, how, seconds
+        )
+        return compiled
 
     def _build(self) -> Compiled:
         output = nvrtc().compile(
@@ -385,74 +399,21 @@ class _Slot:
 
 _memory = _Memory()
 
-
-# -- The disk cache. An entry is a SHA-256 of the rest, a line of JSON, and the cubin. -------------
-
-
-@dataclass(frozen=True)
-class CacheInfo:
-    """State of the disk cache.
-
-    Attributes
-    ----------
-    location
-        Its folder, which need not exist.
-    entries
-        Number of cubins.
-    bytes
-        Their size together.
-    """
-
-    location: Path
-    entries: int
-    bytes: int
+# -- An entry of the disk cache: a line of JSON, and the cubin. ------------------------------------
 
 
 def cache_info() -> CacheInfo:
     """Return where the disk cache is and how much is in it."""
-    sizes = [path.stat().st_size for path in _cache_files()]
-    return CacheInfo(_cache_folder(), len(sizes), sum(sizes))
+    return kernel_cache.info()
 
 
 def clear_cache() -> CacheInfo:
     """Empty the cache, in memory and on disk, and return what was on disk."""
-    info = cache_info()
     _memory.clear()
-    for path in _cache_files():
-        path.unlink(missing_ok=True)
-    return info
+    return kernel_cache.clear()
 
 
-def _cache_folder() -> Path:
-    return platformdirs.user_cache_path("jax_tilekern", appauthor=False) / "cubin"
-
-
-def _cache_file(key: str) -> Path:
-    return _cache_folder() / f"{key}.cubin"
-
-
-def _cache_files() -> list[Path]:
-    return list(_cache_folder().glob("*.cubin"))
-
-
-def _through_disk(key: str, build: Callable[[], Compiled]) -> Compiled:
-    path = _cache_file(key)
-    compiled = _read(path)
-    if compiled is None:
-        compiled = build()
-        _write(path, compiled)
-    return compiled
-
-
-def _read(path: Path) -> Compiled | None:
-    """Return a cached result, or None if there is none or it is damaged."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    digest, content = data[:32], data[32:]
-    if hashlib.sha256(content).digest() != digest:
-        return None
+def _decoded(content: bytes) -> Compiled:
     line, _, cubin = content.partition(b"\n")
     fields = json.loads(line)
     entries = tuple(
@@ -462,32 +423,10 @@ def _read(path: Path) -> Compiled | None:
     return Compiled(fields["arch"], entries, fields["log"])
 
 
-def _write(path: Path, compiled: Compiled) -> None:
+def _encoded(compiled: Compiled) -> bytes:
     entries = [dataclasses.asdict(entry) for entry in compiled.entries]
     # One text makes one cubin.
+    cubin: bytes
     (cubin,) = {entry.pop("cubin") for entry in entries}
     line = json.dumps({"arch": compiled.arch, "entries": entries, "log": compiled.log})
-    content = line.encode() + b"\n" + cubin
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed into place, so that another process reads all of it or nothing.
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(content).digest() + content)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        _warn_unwritable(str(path.parent), str(error))
-
-
-@functools.cache
-def _warn_unwritable(folder: str, reason: str) -> None:
-    warnings.warn(
-        f"jax_tilekern cannot cache compiled kernels in {folder} ({reason}); "
-        "each process compiles its own",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    return line.encode() + b"\n" + cubin

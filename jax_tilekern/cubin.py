@@ -1,9 +1,12 @@
-"""What a compiled kernel says of itself: read from its cubin and from the assembler's report."""
+"""A compiled kernel: what its cubin and the assembler's report say of it, and the cubin packed."""
 
 from __future__ import annotations
 
+import base64
+import functools
 import re
 import struct
+import zlib
 from dataclasses import dataclass, field
 
 # Attributes of a kernel's ``.nv.info.<symbol>`` section.
@@ -85,6 +88,13 @@ def read_entry(name: str, symbol: str, cubin: bytes, report: str) -> Entry:
         parameter_bytes=parameter_bytes,
         cubin=cubin,
     )
+
+
+@functools.lru_cache(maxsize=256)
+def packed(cubin: bytes) -> str:
+    """Return a cubin as the text that ``ffi/packed_cubin.cc`` unpacks: deflated, in base85."""
+    deflate = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return base64.b85encode(deflate.compress(cubin) + deflate.flush()).decode()
 
 
 def _section(image: bytes, name: str) -> bytes:

@@ -6,7 +6,8 @@ The only module that touches :mod:`jax.ffi`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_tilekern import _core
+from jax_tilekern.private_function import call_private
 
 if TYPE_CHECKING:
     from jax_tilekern.plans.launch import LaunchPlan
@@ -100,11 +102,14 @@ def cuda_launch(
     workspaces = tuple(
         jax.core.ShapedArray((size,), np.dtype(np.uint8)) for size in plan.workspace_bytes
     )
+
+    def attributes() -> dict[str, Any]:
+        extra = {"checked_results": len(avals)} if checked else {}
+        return plan.attributes() | extra
+
     target = CUDA_LAUNCH_CHECKED if checked else CUDA_LAUNCH
-    attributes = plan.attributes()
-    if checked:
-        attributes["checked_results"] = len(avals)
-    values = _call(ctx, target, operands, (*avals, *workspaces), attributes, aliases)
+    results = (*avals, *workspaces)
+    values = _call(ctx, plan.name, target, operands, results, plan.digest, attributes, aliases)
     return values[: len(avals)]
 
 
@@ -131,7 +136,10 @@ def cpu_call(
     -------
     The MLIR values of the results.
     """
-    return _call(ctx, target, operands, ctx.avals_out, attributes)
+    name = target.removeprefix("jax_tilekern_")
+    # Lists, for how NumPy prints arrays is the user's to set.
+    digest = repr([(key, np.asarray(attributes[key]).tolist()) for key in sorted(attributes)])
+    return _call(ctx, name, target, operands, ctx.avals_out, digest, lambda: attributes)
 
 
 def cpu_matmul_kernel(types: Sequence[str], **attributes: Any) -> str:
@@ -156,17 +164,28 @@ def cpu_matmul_kernel(types: Sequence[str], **attributes: Any) -> str:
 
 def _call(
     ctx: mlir.LoweringRuleContext,
+    name: str,
     target: str,
     operands: Sequence[Any],
     results: Sequence[jax.core.ShapedArray],
-    attributes: dict[str, Any],
+    digest: str,
+    attributes: Callable[[], Mapping[str, Any]],
     aliases: Mapping[int, int] | None = None,
 ) -> Sequence[Any]:
+    """Emit a custom call, of which ``digest`` tells the attributes apart."""
     # Only the shapes of operands are looked at, and only for their layouts.
     shapes = [tuple(operand.type.shape) for operand in operands]
     avals_in = [jax.core.ShapedArray(shape, np.dtype(np.uint8)) for shape in shapes]
     rule = jax.ffi.ffi_lowering(target, operand_output_aliases=dict(aliases) if aliases else None)
     # dataclasses.replace is what ctx.replace does, with a type.
     inner = dataclasses.replace(ctx, avals_in=avals_in, avals_out=list(results))
-    values: Sequence[Any] = rule(inner, *operands, **attributes)
-    return values
+    # A kernel that every layer of a model calls, with its cubin, is in the program once.
+    types = [str(operand.type) for operand in operands]
+    key = repr((target, types, [str(aval) for aval in results], digest, aliases))
+    return call_private(
+        ctx,
+        name,
+        hashlib.sha256(key.encode()).hexdigest()[:16],
+        operands,
+        lambda values: rule(inner, *values, **attributes()),
+    )

@@ -107,7 +107,7 @@ def _load() -> Nvrtc:
                 break  # It is what nvrtc_identity() has named.
     raise NvrtcNotFound(
         "no NVRTC, which compiles CUDA kernels, in this Python environment or on the system; "
-        f"`pip install '{_LIBRARIES[majors[0]][2]}'` adds it. Tried:\n  " + "\n  ".join(tried)
+        f"`pip install '{_LIBRARIES[majors[0]][2]}'` adds it (tried {'; '.join(tried)})"
     )
 
 

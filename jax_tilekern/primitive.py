@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jax_tilekern import compat
+from jax_tilekern import compat, modes
 from jax_tilekern.choices import record_choice
 from jax_tilekern.compat import ad, mlir
 from jax_tilekern.linearity import cotangents_in, tangents_out
@@ -225,7 +225,8 @@ def _lower(
     **params: Any,
 ) -> Sequence[Any]:
     planner = operation.planners[platform]
-    refused = planner.refusal(*ctx.avals_in, **params)
+    disabled = modes.why_disabled()
+    refused = Fallback(disabled) if disabled else planner.refusal(*ctx.avals_in, **params)
     if refused is not None:
         return _lowered(operation, platform, refused, ctx, *values, **params)
     place = xla.place(ctx)
@@ -267,8 +268,9 @@ def _lowered(
     *values: Any,
     **params: Any,
 ) -> Sequence[Any]:
+    call = operation.describe(**params)
     record_choice(
-        operation.describe(**params),
+        call,
         ctx,
         platform,
         outcome.name if isinstance(outcome, Kernel) else None,
@@ -276,6 +278,8 @@ def _lowered(
     )
     if isinstance(outcome, Kernel):
         return outcome.emit()
+    if isinstance(outcome, Fallback):
+        modes.note_fallback(call, platform, outcome.reason)
     function: Callable[..., Any] = functools.partial(operation.reference, **params)
     if isinstance(outcome, Rewrite):
         function = compat.with_automatic_axes(outcome.function, params.get("out_sharding"))

@@ -73,6 +73,15 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
 
 
 @pytest.fixture(autouse=True, scope="session")
+def every_kernel_compiles():
+    """A kernel that cannot be compiled is an error here, and no warning."""
+    from jax_tilekern.modes import strict
+
+    with strict(allow_fallbacks=True):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def nothing_is_tuned():
     """What somebody has tuned on this machine is not what the tests expect."""
     from jax_tilekern.plans.tuned import TunedChoices, using

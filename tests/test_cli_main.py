@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+import jax_tilekern
+from jax_tilekern import cli, kernel_cache
 from jax_tilekern.cli import main
 from jax_tilekern.cli.console import duration, rate
 
@@ -29,7 +31,50 @@ def test_help_names_the_commands(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
-    assert all(command in out for command in ("demo", "doctor", "bench"))
+    assert all(command in out for command in ("demo", "doctor", "bench", "cache"))
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"jax_tilekern {jax_tilekern.__version__}\n"
+
+
+@pytest.mark.parametrize("name", cli._COMMANDS)
+def test_an_interrupt_is_one_line(name, monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli._COMMANDS[name], "run", interrupted)
+    more = {"bench": ["matmul"], "ladder": ["matmul"], "tune": ["64x64x64"]}
+    assert main([name, *more.get(name, [])]) == 130
+    assert capsys.readouterr().err == f"{name}: interrupted\n"
+
+
+@pytest.mark.parametrize("command", [["bench", "matmul"], ["ladder", "matmul"], ["demo"]])
+def test_a_record_in_no_folder_is_refused_before_anything_is_measured(command, tmp_path, capsys):
+    folder = tmp_path / "absent"
+    with pytest.raises(SystemExit, match="2"):
+        main([*command, "--json", str(folder / "x.json")])
+    assert f"there is no folder {folder}" in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_the_cache_is_shown_and_cleared(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["cache"]) == 0
+    assert "entries      0" in capsys.readouterr().out
+    kernel_cache.write("a", b"first")
+    kernel_cache.write("b", b"second")
+    assert main(["cache"]) == 0
+    out = capsys.readouterr().out
+    assert str(tmp_path) in out
+    assert "entries      2" in out
+    assert "size         75 B of at most 256 MiB" in out
+    assert "oldest use   20" in out
+    assert main(["cache", "--clear"]) == 0
+    assert "2 kernels, 75 B deleted" in capsys.readouterr().out
+    assert kernel_cache.info().entries == 0
 
 
 @pytest.mark.parametrize(

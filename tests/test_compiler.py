@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_tilekern import compiler, nvrtc
+from jax_tilekern import compiler, kernel_cache, nvrtc
 from jax_tilekern.compiler import (
     CompileError,
     Kernel,
@@ -41,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give each test empty caches of its own; return the folder on disk."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiler, "_memory", compiler._Memory())
-    compiler._warn_unwritable.cache_clear()
+    kernel_cache._warn_unwritable.cache_clear()
     return tmp_path / "jax_tilekern" / "cubin"
 
 
@@ -297,7 +297,7 @@ def test_include_path_is_not_cached(tmp_path: Path, compilations: list[str]) -> 
 
 
 def test_info_and_clear(cache: Path, compilations: list[str]) -> None:
-    assert cache_info() == compiler.CacheInfo(cache, 0, 0)
+    assert cache_info() == compiler.CacheInfo(cache, 0, 0, None)
     compile_source(SCALE, ["scale<64>"], arch="sm_90a")
     info = cache_info()
     assert (info.location, info.entries) == (cache, 1)

@@ -20,6 +20,7 @@ from jax.interpreters import mlir
 
 from jax_tilekern import _core, ffi
 from jax_tilekern.compiler import Entry
+from jax_tilekern.cubin import packed
 from jax_tilekern.plans import gpu as gpu_module
 from jax_tilekern.plans.gpu import KNOWN_GPUS, Gpu, NoGpu, current_gpu, gpu_target, known_gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, Scalars, TensorMap
@@ -134,8 +135,10 @@ def test_each_cubin_is_there_once() -> None:
     other = b"\x7fELF other"
     launches = (LAUNCH, _launch_with(other), _launch_with(bytes(bytearray(ENTRY.cubin))))
     attributes = _plan_with(launches=launches).attributes()
-    cubins = {name: cubin.tobytes() for name, cubin in attributes["cubins"].items()}
-    assert cubins == {"0": ENTRY.cubin, "1": other}
+    assert attributes["cubins"] == {
+        str(i): {"bytes": len(cubin), "packed": packed(cubin)}
+        for i, cubin in enumerate((ENTRY.cubin, other))
+    }
     assert [attributes["launches"][i]["cubin"] for i in "012"] == [0, 1, 0]
 
 
@@ -373,6 +376,7 @@ def plan_of_everything() -> LaunchPlan:
 
 def test_handler_reads_the_plan() -> None:
     everything = "launch plan everything (sm_90a): attribute launches.0."
+    damaged = "launch plan everything (sm_90a): the packed cubin of"
     expected = {
         "": "",
         "del attributes['name']": "launch plan  (sm_90a): attribute name: Unexpected attribute",
@@ -381,6 +385,9 @@ def test_handler_reads_the_plan() -> None:
         "attributes['cubins']['0'] = 3": (
             "launch plan everything (sm_90a): attribute cubins.0: Wrong attribute type"
         ),
+        "attributes['cubins']['0']['bytes'] += 1": damaged,
+        "attributes['cubins']['0']['packed'] = 'no\"digit'": damaged,
+        "attributes['cubins']['0']['packed'] = attributes['cubins']['0']['packed'][:-5]": damaged,
         "launch['entry'] = 3": f"{everything}entry: Wrong attribute type: expected string",
         "launch['parameters']['1']['buffer'] = 9": (
             f"{everything}parameters.1.buffer: there are only 2 buffers"

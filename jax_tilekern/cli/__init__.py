@@ -7,9 +7,19 @@ import io
 import sys
 from collections.abc import Sequence
 
-from jax_tilekern.cli import bench, demo, doctor, ladder, tune
+import jax_tilekern
+from jax_tilekern.cli import bench, cache, demo, doctor, ladder, tune
 
-_COMMANDS = {"demo": demo, "doctor": doctor, "bench": bench, "ladder": ladder, "tune": tune}
+_COMMANDS = {
+    "demo": demo,
+    "doctor": doctor,
+    "bench": bench,
+    "ladder": ladder,
+    "tune": tune,
+    "cache": cache,
+}
+# What a shell reports of a process that an interrupt ended.
+_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m jax_tilekern", description="Tile kernels for JAX."
     )
+    parser.add_argument(
+        "--version", action="version", version=f"jax_tilekern {jax_tilekern.__version__}"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in _COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=module.HELP, description=module.HELP))
@@ -32,5 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Where the terminal has no cubed sign, a question mark will do.
         sys.stdout.reconfigure(errors="replace")
-    status: int = _COMMANDS[parsed.command].run(parsed)
+    try:
+        status: int = _COMMANDS[parsed.command].run(parsed)
+    except KeyboardInterrupt:
+        print(f"{parsed.command}: interrupted", file=sys.stderr)
+        return _INTERRUPTED
     return status

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +32,18 @@ def make_console() -> Console:
     )
 
 
+def output_file(text: str) -> Path:
+    """Return the path of a file to write; as the ``type`` of an argument it may be refused."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent} to write {text} in")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    return path
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as JSON that a person can read too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     # In one step, so that who is stopped here leaves the old file or the new one.
     whole = path.with_name(f".{path.name}.new")
     whole.write_text(json.dumps(value, indent=1) + "\n")

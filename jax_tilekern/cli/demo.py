@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,7 +16,7 @@ import numpy as np
 
 import jax_tilekern
 from jax_tilekern.cli import network, training
-from jax_tilekern.cli.console import duration, make_console, write_json
+from jax_tilekern.cli.console import duration, make_console, output_file, write_json
 from jax_tilekern.cli.digits import Digits, load_digits
 from jax_tilekern.cli.timing import Pairs, Spread, interleaved
 
@@ -37,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=_positive, default=400, help="training steps (default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="also write the results here"
+    )
 
 
 def _positive(text: str) -> int:

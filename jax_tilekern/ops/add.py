@@ -5,7 +5,6 @@ The primitive takes operands of one type and rank, of which sizes of 1 are broad
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_tilekern import compat, ffi, primitive
+from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.sum import sum as sum_over
 from jax_tilekern.partitioning.rule import Dims, ShardingRule, rule_over_axes
@@ -24,6 +24,7 @@ from jax_tilekern.plans.add import DTYPES, AddedDims, plan_add
 from jax_tilekern.primitive import Fallback, Kernel, Operation, Planner
 
 
+@jitted()
 def add(x: ArrayLike, y: ArrayLike) -> Array:
     """Sum of two arrays, with the semantics of :func:`jax.numpy.add`.
 
@@ -124,8 +125,7 @@ def _dims(x: Any, y: Any) -> AddedDims:
 
 def _cuda(ctx: Any, x: Any, y: Any) -> Kernel | Fallback:
     dims = _dims(*ctx.avals_in)
-    plan = functools.partial(plan_add, dims, ctx.avals_in[0].dtype)
-    return planned_kernel(ctx, (x, y), plan)
+    return planned_kernel(ctx, (x, y), plan_add, dims, ctx.avals_in[0].dtype)
 
 
 def _cpu(ctx: Any, x: Any, y: Any) -> Kernel | Fallback:

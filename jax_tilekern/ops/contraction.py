@@ -273,7 +273,7 @@ def _cuda_kernel(
 ) -> Kernel | Fallback:
     lhs_type, rhs_type, out_type = (aval.dtype for aval in (*ctx.avals_in, *ctx.avals_out))
     product = Product(geometry, lhs_type, rhs_type, out_type, arithmetic)
-    return planned_kernel(ctx, (lhs, rhs), functools.partial(plan_matmul, product))
+    return planned_kernel(ctx, (lhs, rhs), plan_matmul, product)
 
 
 def _planner(platform: Platform) -> Planner:

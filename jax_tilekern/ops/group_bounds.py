@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -11,6 +13,8 @@ from jax import Array, lax
 _MOST = np.iinfo(np.int32).max
 
 
+# Not inlined, for it is many equations.
+@functools.partial(jax.jit, static_argnames=("rows", "count"))
 def group_bounds(sizes: Array, rows: Any, offset: Array | None = None, count: Any = None) -> Array:
     """Return where each group's rows begin and end.
 

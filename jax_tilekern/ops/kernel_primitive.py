@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_tilekern import compat, ffi
+from jax_tilekern import compat, ffi, modes
 from jax_tilekern.choices import record_choice
 from jax_tilekern.compat import ad, batching, mlir
 from jax_tilekern.compiler import NvrtcNotFound
@@ -209,13 +209,19 @@ def _lower_for_cuda(
     place = xla.place(ctx)
     rule = settings.rule(types, parameters, batches)
     params: dict[str, Any] = {"settings": settings, "parameters": parameters, "batches": batches}
+    disabled = modes.why_disabled()
+    if disabled is not None:
+        if settings.reference is None:
+            raise NotImplementedError(
+                f"kernel {settings.label} has no reference= to take its place: {disabled}"
+            )
+        return _fall_back(ctx, f"its reference: {disabled}", *values, **params)
     if place is Place.PARTITIONED and rule is not None and xla.uses_shardy():
         return lower_partitioned(
             ctx, _partitioned, "cuda", _described(settings, parameters), *values, **params
         )
     if place is Place.PARTLY_MANUAL and settings.reference is not None:
-        _record(settings, parameters, ctx, "cuda", None, "its reference: XLA partitions that")
-        return _lower_reference(ctx, *values, **params)
+        return _fall_back(ctx, "its reference: XLA partitions that", *values, **params)
     if place is Place.PARTLY_MANUAL and not xla.uses_shardy():
         raise NotImplementedError(
             f"kernel {settings.label} is in a shard_map over some mesh axes, which GSPMD "
@@ -227,15 +233,20 @@ def _lower_for_cuda(
     except (NoGpu, NvrtcNotFound) as error:
         if settings.reference is None:
             raise
-        _record(settings, parameters, ctx, "cuda", None, f"its reference, for there is {error}")
-        return _lower_reference(
-            ctx, *values, settings=settings, parameters=parameters, batches=batches
-        )
+        return _fall_back(ctx, f"its reference, for there is {error}", *values, **params)
     reason = plan.resources
     if place is not Place.LOCAL:
         reason += "; every device computes the whole call, for it has no sharding_rule"
     _record(settings, parameters, ctx, "cuda", plan.name, reason)
     return ffi.cuda_launch(ctx, values, plan, aliases=settings.aliases, checked=settings.debug)
+
+
+def _fall_back(ctx: Any, reason: str, *values: Any, **params: Any) -> Sequence[Any]:
+    """Lower to the reference where a kernel would be expected."""
+    settings, parameters = params["settings"], params["parameters"]
+    _record(settings, parameters, ctx, "cuda", None, reason)
+    modes.note_fallback(_described(settings, parameters), "cuda", reason)
+    return _lower_reference(ctx, *values, **params)
 
 
 def _lower_elsewhere(

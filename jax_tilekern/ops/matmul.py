@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern import compat
 from jax_tilekern.ops.contraction import contract
+from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.plans.contraction import Contraction
 
 DotDimensionNumbers = tuple[
@@ -19,6 +20,7 @@ DotDimensionNumbers = tuple[
 ]
 
 
+@jitted("precision", "preferred_element_type", "out_sharding")
 def matmul(
     a: ArrayLike,
     b: ArrayLike,
@@ -110,6 +112,7 @@ def matmul(
     return compat.with_type(product, result.dtype, result.weak_type)
 
 
+@jitted("dimension_numbers", "precision", "preferred_element_type", "out_sharding")
 def dot_general(
     lhs: ArrayLike,
     rhs: ArrayLike,

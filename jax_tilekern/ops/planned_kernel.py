@@ -2,24 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from jax_tilekern import ffi
-from jax_tilekern.compiler import NvrtcNotFound
+from jax_tilekern import ffi, modes
+from jax_tilekern.nvrtc import CompileError, NvrtcNotFound
 from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
-from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PlanError
+from jax_tilekern.plans.tuned import planning_state
 from jax_tilekern.primitive import Fallback, Kernel
 
 
 def planned_kernel(
-    ctx: Any, operands: Sequence[Any], plan: Callable[[Gpu], LaunchPlan | NoKernel]
+    ctx: Any,
+    operands: Sequence[Any],
+    planner: Callable[..., LaunchPlan | NoKernel],
+    *arguments: Hashable,
 ) -> Kernel | Fallback:
-    """Return the kernel that ``plan`` finds for the GPU at hand, or why there is none."""
+    """Return the kernel that ``planner(*arguments, gpu)`` finds, or why there is none.
+
+    A kernel that cannot be compiled or launched is a warning and XLA's operation, unless
+    :func:`jax_tilekern.strict` makes it an error.
+    """
     try:
-        found = plan(current_gpu())
+        found = _planned(planner, arguments, current_gpu())
     except (NoGpu, NvrtcNotFound) as error:
         return Fallback(str(error))
+    if isinstance(found, Exception):
+        return Fallback(modes.note_failure(found))
     if isinstance(found, NoKernel):
         return Fallback(found.reason)
     return Kernel(found.name, found.reason, lambda: ffi.cuda_launch(ctx, operands, found))
+
+
+Planned = LaunchPlan | NoKernel | CompileError | PlanError
+
+
+def _planned(
+    planner: Callable[..., LaunchPlan | NoKernel], arguments: tuple[Hashable, ...], gpu: Gpu
+) -> Planned:
+    state = planning_state()
+    if state is None:
+        return _plan(planner, arguments, gpu)
+    return _plan_once(planner, arguments, gpu, state=state)
+
+
+def _plan(
+    planner: Callable[..., LaunchPlan | NoKernel], arguments: tuple[Hashable, ...], gpu: Gpu
+) -> Planned:
+    try:
+        return planner(*arguments, gpu)
+    except (CompileError, PlanError) as error:
+        # Without the frames that it would keep alive.
+        return error.with_traceback(None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan_once(
+    planner: Callable[..., LaunchPlan | NoKernel],
+    arguments: tuple[Hashable, ...],
+    gpu: Gpu,
+    *,
+    state: Hashable,
+) -> Planned:
+    """Plan a call as the same one was planned before: layers of a model repeat theirs."""
+    return _plan(planner, arguments, gpu)

@@ -464,7 +464,7 @@ def _cuda_kernel(
         aval.dtype for aval in (ctx.avals_in[0], ctx.avals_in[1], ctx.avals_out[0])
     )
     product = RaggedProduct(geometry, lhs_type, rhs_type, out_type, arithmetic)
-    return planned_kernel(ctx, (lhs, rhs, bounds), functools.partial(plan_ragged_matmul, product))
+    return planned_kernel(ctx, (lhs, rhs, bounds), plan_ragged_matmul, product)
 
 
 def _planner(platform: Platform) -> Planner:

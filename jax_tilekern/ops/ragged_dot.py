@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_tilekern import compat
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.group_bounds import group_bounds
+from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.ragged_contraction import contract_groups
 from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.ragged_contraction import RaggedContraction
@@ -112,6 +113,14 @@ def ragged_dot(
     )
 
 
+@jitted(
+    "ragged_dot_dimension_numbers",
+    "precision",
+    "preferred_element_type",
+    "out_sharding",
+    "debug",
+    unless="debug",
+)
 def ragged_dot_general(
     lhs: ArrayLike,
     rhs: ArrayLike,

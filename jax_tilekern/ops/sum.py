@@ -14,6 +14,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern import compat, ffi, primitive
+from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
 from jax_tilekern.plans.sum import SummedDims, plan_sum, sum_dtype
@@ -31,6 +32,7 @@ _CPU_DTYPES = tuple(
 )  # fmt: skip
 
 
+@jitted("axis", "dtype", "keepdims")
 def sum(
     x: ArrayLike,
     axis: int | Sequence[int] | None = None,
@@ -139,8 +141,8 @@ def _cuda(ctx: Any, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Kernel | Rew
         if aval.dtype != dtype and sum_dtype(dtype, dtype) is not None:
             return _cast(aval.dtype, axes, dtype)
         return Fallback(f"no kernel sums {aval.dtype} to {dtype}")
-    plan = functools.partial(plan_sum, SummedDims.of(aval.shape, axes), aval.dtype, dtype)
-    return planned_kernel(ctx, (x,), plan)
+    dims = SummedDims.of(aval.shape, axes)
+    return planned_kernel(ctx, (x,), plan_sum, dims, aval.dtype, dtype)
 
 
 def _cpu(ctx: Any, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Kernel | Rewrite | Fallback:

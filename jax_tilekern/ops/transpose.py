@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_tilekern import ffi, primitive
+from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
 from jax_tilekern.plans.permutation import Permutation
@@ -23,6 +23,7 @@ from jax_tilekern.primitive import Fallback, Kernel, Operation, Planner
 Axes = tuple[int, ...]
 
 
+@jitted("axes")
 def transpose(x: ArrayLike, axes: Sequence[int] | None = None) -> Array:
     """Permute dimensions, with the semantics of :func:`jax.numpy.transpose`.
 
@@ -125,7 +126,7 @@ def _cuda(ctx: Any, x: Any, *, axes: Axes) -> Kernel | Fallback:
     permutation = _permutation(ctx.avals_in[0], axes)
     if isinstance(permutation, Fallback):
         return permutation
-    return planned_kernel(ctx, (x,), functools.partial(plan_transpose, permutation))
+    return planned_kernel(ctx, (x,), plan_transpose, permutation)
 
 
 def _cpu(ctx: Any, x: Any, *, axes: Axes) -> Kernel | Fallback:

@@ -14,10 +14,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern import compat
 from jax_tilekern.ops.contraction import contract
+from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.matmul import matmul
 from jax_tilekern.plans.contraction import Contraction
 
 
+@jitted("precision", "preferred_element_type", "out_sharding")
 def dot(
     x: ArrayLike,
     y: ArrayLike,
@@ -80,6 +82,7 @@ def dot(
     return compat.with_type(product, result.dtype, result.weak_type)
 
 
+@jitted("precision", "preferred_element_type")
 def vdot(
     x: ArrayLike,
     y: ArrayLike,
@@ -115,6 +118,7 @@ def vdot(
     )
 
 
+@jitted("precision", "preferred_element_type", "out_sharding")
 def matvec(
     a: ArrayLike,
     x: ArrayLike,
@@ -168,6 +172,7 @@ def matvec(
     return lax.squeeze(product, (product.ndim - 1,))
 
 
+@jitted("precision", "preferred_element_type", "out_sharding")
 def vecmat(
     x: ArrayLike,
     a: ArrayLike,

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_tilekern import modes
 from jax_tilekern.choices import (
     Choice,
     await_partition,
@@ -115,6 +116,7 @@ def _text(operation: PartitionedOperation, platform: str, params: dict[str, Any]
         "platform": platform,
         "gpu": gpu,
         "tuned": tuned,
+        "mode": modes.current(),
         "version": __version__,
         "explain": recorder_token(),
     }
@@ -198,7 +200,8 @@ def _answer(
     )
     local = [(split.operand_shape(i, x.shape), x.dtype) for i, x in enumerate(operands)]
     axes = list(zip(axis_names(range(len(radix))), radix, strict=True))
-    with recorded_choices() as recorder, using_digest(content["tuned"]):
+    tuned, mode = using_digest(content["tuned"]), modes.entered(content["mode"])
+    with recorded_choices() as recorder, tuned, mode:
         module = xla.local_module(program, local, axes, content["platform"])
     described = split.described(digits[:n])
     choices = [

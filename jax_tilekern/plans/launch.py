@@ -6,6 +6,8 @@ the buffers' addresses and sizes is checked again by ``ffi/cuda_launch.cc`` at e
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
 import struct
 from dataclasses import dataclass
@@ -13,10 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from jax_tilekern.cubin import packed
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from jax_tilekern.compiler import Entry
+    from jax_tilekern.cubin import Entry
     from jax_tilekern.plans.gpu import Gpu
 
 _MAX_BLOCK = (1024, 1024, 64)
@@ -29,6 +33,10 @@ _TENSOR_MAP_BYTES = 128
 WORKSPACE_ALIGNMENT = 128
 
 Dim3 = tuple[int, int, int]
+
+
+class PlanError(ValueError):
+    """A launch that no GPU, or not the one it is for, can execute; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class Buffer:
 
     def __post_init__(self) -> None:
         if self.index < 0 or self.offset_bytes < 0 or min(self.steps_bytes, default=0) < 0:
-            raise ValueError(f"{self}: index, offset and steps must not be negative")
+            raise PlanError(f"{self}: index, offset and steps must not be negative")
 
     @property
     def parameter_bytes(self) -> int:
@@ -83,7 +91,7 @@ class Scalars:
         if not isinstance(self.data, bytes):
             raise TypeError(f"Scalars take bytes, not {type(self.data).__name__}")
         if not self.data:
-            raise ValueError("Scalars of no bytes: a kernel parameter has at least one")
+            raise PlanError("Scalars of no bytes: a kernel parameter has at least one")
 
     @classmethod
     def pack(cls, layout: str, *values: float) -> Scalars:
@@ -289,7 +297,7 @@ def check_launch_shape(what: str, *, grid: Dim3, block: Dim3, cluster: Dim3) -> 
 
     Raises
     ------
-    ValueError
+    PlanError
         If it breaks a limit; ``what`` is at the front of the message.
     """
     for name, dim in (("grid", grid), ("block", block), ("cluster", cluster)):
@@ -468,6 +476,13 @@ class LaunchPlan:
                     f"16 bytes, but states {stated}",
                 )
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """Tells plans apart, in any process."""
+        cubins = (launch.entry.cubin for launch in self.launches)
+        parts = (repr(self).encode(), *(hashlib.sha256(cubin).digest() for cubin in cubins))
+        return hashlib.sha256(b"".join(parts)).hexdigest()
+
     def attributes(self) -> dict[str, Any]:
         """Return the custom call's attributes, as ``ffi/launch_plan.cc`` reads them."""
         workspaces = (WORKSPACE_ALIGNMENT,) * len(self.workspace_bytes)
@@ -479,7 +494,7 @@ class LaunchPlan:
         return {
             "name": self.name,
             "arch": self.gpu.arch,
-            "cubins": {str(i): np.frombuffer(cubin, np.uint8) for i, cubin in enumerate(cubins)},
+            "cubins": _numbered({"bytes": len(cubin), "packed": packed(cubin)} for cubin in cubins),
             "alignments": np.array(self.alignments + workspaces, np.int64),
             "launches": _numbered(launches),
         }
@@ -510,4 +525,4 @@ def _unless_empty(name: str, values: tuple[int, ...]) -> dict[str, Any]:
 
 def _require(holds: bool, complaint: str) -> None:
     if not holds:
-        raise ValueError(complaint)
+        raise PlanError(complaint)

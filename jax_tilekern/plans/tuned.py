@@ -19,7 +19,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -126,6 +126,12 @@ class TunedChoices:
         self._folder = folder
         self._lock = threading.RLock()
         self._models: dict[str, dict[str, TunedChoice]] = {}
+        self._changes = 0
+
+    @property
+    def changes(self) -> int:
+        """How often choices were added or taken away."""
+        return self._changes
 
     def file(self, gpu: Gpu) -> Path | None:
         """Return the file of a GPU model, which need not exist."""
@@ -139,6 +145,7 @@ class TunedChoices:
         """Store a choice, beside those that other processes have stored meanwhile."""
         with self._lock:
             self._of(gpu.name)[product_text(product)] = choice
+            self._changes += 1
             path = self._file(gpu.name)
             if path is not None:
                 _merge(path, gpu.name, {product_text(product): choice})
@@ -147,6 +154,7 @@ class TunedChoices:
         """Forget a choice in this process, with a warning."""
         with self._lock:
             choice = self._of(gpu.name).pop(product_text(product), None)
+            self._changes += 1
         if choice is not None:
             warnings.warn(
                 f"jax_tilekern ignores what tuning found for {product_text(product)}: "
@@ -174,6 +182,7 @@ class TunedChoices:
         model, found = _read(path)
         with self._lock:
             self._of(model).update(found)
+            self._changes += 1
         return len(found)
 
     def export(self, path: Path, gpu: Gpu) -> int:
@@ -255,6 +264,12 @@ def recorded_products() -> Iterator[list[Product]]:
         yield products
     finally:
         _recorded.reset(token)
+
+
+def planning_state() -> Hashable | None:
+    """Return what plans depend on beside what is planned, or ``None`` if plans are not made."""
+    choices = current_choices()
+    return None if _recorded.get() is not None else (choices, choices.changes)
 
 
 def tuned_plan(

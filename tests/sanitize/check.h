@@ -21,3 +21,4 @@ void CheckHostileCalls(Counts& counts);                       // hostile_calls.c
 void CheckHostileRaggedCalls(Counts& counts);                 // hostile_ragged_calls.cc
 void CheckHostileArrayCalls(Counts& counts);                  // hostile_array_calls.cc
 void CheckHostilePlans(Counts& counts);                       // hostile_plans.cc
+void CheckHostileCubins(Counts& counts);                      // hostile_cubins.cc

@@ -9,6 +9,12 @@
 
 namespace {
 
+// What it packs is not looked at before a call site is made.
+Attribute Cubin(int64_t bytes) {
+  return Attribute::Members(
+      {{"bytes", Attribute::Number(bytes)}, {"packed", Attribute::Text("packed")}});
+}
+
 std::map<std::string, Attribute> GoodPlan() {
   const auto buffer = Attribute::Members(
       {{"buffer", Attribute::Number(0)}, {"offset_bytes", Attribute::Number(0)}});
@@ -40,8 +46,7 @@ std::map<std::string, Attribute> GoodPlan() {
        {"shared_memory_bytes", Attribute::Number(1024)}});
   return {{"alignments", Attribute::Numbers({16, 4})},
           {"arch", Attribute::Text("sm_90a")},
-          {"cubins", Attribute::Members({{"0", Attribute::Bytes({0x7f, 'E', 'L', 'F'})},
-                                         {"1", Attribute::Bytes({0x7f, 'E', 'L', 'F', 2})}})},
+          {"cubins", Attribute::Members({{"0", Cubin(4)}, {"1", Cubin(64)}})},
           {"launches", Attribute::Members({{"0", launch}, {"1", launch}})},
           {"name", Attribute::Text("example")}};
 }
@@ -53,7 +58,7 @@ std::string Read(const std::map<std::string, Attribute>& attributes) {
   if (!plan.has_value()) return plan.error().message();
   std::string seen = plan->Text();
   for (const tilekern::Launch& launch : plan->launches) {
-    seen += launch.Text() + std::string(plan->cubins.at(launch.cubin));
+    seen += launch.Text() + std::string(plan->cubins.at(launch.cubin).text);
     for (uint64_t repeats : launch.repeats) seen += std::to_string(repeats);
   }
   return seen.empty() ? "no text" : std::string();

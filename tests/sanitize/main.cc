@@ -9,6 +9,7 @@ int main(int argc, char** argv) {
   Counts counts;
   if (!threads_only) {
     CheckHostilePlans(counts);
+    CheckHostileCubins(counts);
     CheckHostileCalls(counts);
     CheckHostileRaggedCalls(counts);
     CheckHostileArrayCalls(counts);

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from jax_tilekern.cli.bench.operations import OPERATIONS
-from jax_tilekern.cli.console import make_console
+from jax_tilekern.cli.console import make_console, output_file
 
 HELP = "time this package's kernels against XLA's"
 
@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             name, help=operation.about, description=f"Time {operation.about}."
         )
         _add_suite_arguments(command)
-        command.add_argument("--plot", type=Path, metavar="FILE", help="draw the record here")
+        command.add_argument(
+            "--plot", type=output_file, metavar="FILE", help="draw the record here"
+        )
 
     latency = what.add_parser(
         "latency",
@@ -39,6 +41,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     latency.set_defaults(plot=None)
 
+    host = what.add_parser(
+        "host",
+        help="what this package costs the host",
+        description="Time calls outside of jit, tracing, and making the program of a model.",
+    )
+    host.add_argument(
+        "--layers", type=int, default=32, help="layers of the model (default: %(default)s)"
+    )
+    host.add_argument(
+        "--rounds", type=int, default=5, help="programs of each kind (default: %(default)s)"
+    )
+    host.add_argument(
+        "--seconds", type=float, default=1.0, help="timing of a call (default: %(default)s)"
+    )
+    host.add_argument(
+        "--target", metavar="ARCH", default="sm_90",
+        help="the GPU to lower for where there is none (default: %(default)s)",
+    )  # fmt: skip
+    host.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
+    host.set_defaults(plot=None)
+
     sharded = what.add_parser(
         "sharded",
         help="programs shared among all devices",
@@ -48,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sharded.add_argument(
         "--seconds", type=float, default=2.0, help="timing of a row (default: %(default)s)"
     )
-    sharded.add_argument("--json", type=Path, metavar="FILE", help="write the record here")
+    sharded.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
     sharded.set_defaults(plot=None)
 
     table = what.add_parser(
@@ -57,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="Print a record as a markdown table.",
     )
     table.add_argument("file", type=Path, metavar="FILE", help="what --json wrote")
-    table.add_argument("--plot", type=Path, metavar="FILE", help="draw its plot here too")
+    table.add_argument("--plot", type=output_file, metavar="FILE", help="draw its plot here too")
 
 
 def _add_suite_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +93,7 @@ def _add_suite_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=2.0, help="timing of a row (default: %(default)s)"
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE",
+        "--json", type=output_file, metavar="FILE",
         help="write the record here; rows of earlier runs that this one does not measure stay",
     )  # fmt: skip
     parser.add_argument(
@@ -86,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     from jax_tilekern.cli.bench.record_file import RecordError
     from jax_tilekern.cli.bench.suite import SuiteError
 
-    commands = {"latency": _latency, "sharded": _sharded, "table": _table}
+    commands = {"latency": _latency, "host": _host, "sharded": _sharded, "table": _table}
     try:
         if arguments.plot is not None:
             require_matplotlib()
@@ -97,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _table(arguments: argparse.Namespace) -> int:
-    from jax_tilekern.cli.bench import latency, latency_report, report, sharded
+    from jax_tilekern.cli.bench import host_report, latency, latency_report, report, sharded
     from jax_tilekern.cli.bench.plot import plot
     from jax_tilekern.cli.bench.record_file import RecordError, load_record
 
@@ -106,10 +129,11 @@ def _table(arguments: argparse.Namespace) -> int:
         print(sharded.markdown(json.loads(content)))
         return 0
     record = load_record(arguments.file)
-    of_latencies = record.get("kind") == latency.KIND
-    if of_latencies and arguments.plot is not None:
-        raise RecordError(f"{arguments.file} is a record of latencies, which have no plot")
-    print(latency_report.markdown(record) if of_latencies else report.markdown(record))
+    markdowns = {latency.KIND: latency_report.markdown, host_report.KIND: host_report.markdown}
+    markdown = markdowns.get(record.get("kind", ""))
+    if markdown is not None and arguments.plot is not None:
+        raise RecordError(f"{arguments.file} is a record of {record['kind']}, which has no plot")
+    print((markdown or report.markdown)(record))
     if arguments.plot is not None:
         plot(record, arguments.plot)
     return 0
@@ -149,6 +173,19 @@ def _operation(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         plot(record, arguments.plot)
     return 0 if whole else 1
+
+
+def _host(arguments: argparse.Namespace) -> int:
+    from jax_tilekern.cli.bench.host import measure_host
+    from jax_tilekern.cli.bench.host_report import summary, tables
+
+    console = make_console()
+    record = measure_host(console, arguments)
+    console.print()
+    for table in tables(record):
+        console.print(table)
+    console.print(summary())
+    return 0
 
 
 def _sharded(arguments: argparse.Namespace) -> int:

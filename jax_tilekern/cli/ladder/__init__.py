@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from pathlib import Path
 
-from jax_tilekern.cli.console import make_console
+from jax_tilekern.cli.console import make_console, output_file
 
 HELP = "climb from a naive kernel to the library's own, and see what each idea gains"
 
@@ -50,12 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         one.add_argument(
             "--seconds", type=float, default=2.0, help="timing of a size (default: %(default)s)"
         )
-        one.add_argument("--json", type=Path, metavar="FILE", help="write the record here")
+        one.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
         one.add_argument(
             "--resume", action="store_true",
             help="keep what FILE has of the same device and kernels; measure and count the rest",
         )  # fmt: skip
-        one.add_argument("--plot", type=Path, metavar="FILE", help="draw the speeds here")
+        one.add_argument("--plot", type=output_file, metavar="FILE", help="draw the speeds here")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,142 @@
+"""How strict the library is about its own kernels, and what it logs.
+
+A mode is JAX's own kind of context: its value is part of the key under which JAX keeps what it has
+traced and compiled, so a function that was compiled in one mode is compiled anew in another.
+
+The logger ``jax_tilekern`` reports at INFO each call that falls back to XLA's own operation, and
+each kernel that is compiled or read from the kernel cache (``compiler.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import warnings
+from collections.abc import Iterator
+
+import jax
+
+logger = logging.getLogger("jax_tilekern")
+
+
+class FallbackError(RuntimeError):
+    """Inside :func:`strict`: no kernel covers a call, so XLA's own operation would compute it."""
+
+
+class _Mode(enum.Enum):
+    DEFAULT = enum.auto()
+    STRICT_COMPILATION = enum.auto()
+    STRICT = enum.auto()
+    DISABLED = enum.auto()
+
+
+_mode = jax.make_user_context(_Mode.DEFAULT)
+
+
+@contextlib.contextmanager
+def strict(*, allow_fallbacks: bool = False) -> Iterator[None]:
+    """Raise an error where a kernel cannot be compiled, or where there is none for a call.
+
+    Outside of it, a kernel that cannot be compiled is a warning, and XLA's own operation runs.
+    Holds for the current thread, and until an inner :func:`disabled`.
+
+    Parameters
+    ----------
+    allow_fallbacks
+        Whether calls that no kernel covers may fall back to XLA's own operation.
+
+    Raises
+    ------
+    FallbackError
+        While a function is lowered: a call falls back, for the reason in the message.
+    CompileError
+        While a function is lowered: a kernel cannot be compiled. The message has the compiler's
+        log.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> with jtk.strict():
+    ...     product = jax.jit(jtk.matmul)(jnp.ones((64, 64)), jnp.ones((64, 64)))
+    """
+    with _mode(_Mode.STRICT_COMPILATION if allow_fallbacks else _Mode.STRICT):
+        yield
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Let XLA's own operations compute every call: no kernel is used or compiled.
+
+    Holds for the current thread, and until an inner :func:`strict`. Kernels of
+    :func:`jax_tilekern.cuda_kernel` are replaced by their references.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> with jtk.disabled():
+    ...     print(jtk.explain(jtk.matmul, jnp.ones((64, 64)), jnp.ones((64, 64)))[0].reason)
+    kernels are turned off by jax_tilekern.disabled()
+    """
+    with _mode(_Mode.DISABLED):
+        yield
+
+
+def current() -> str:
+    """Return the mode by a name that :func:`entered` takes, also in another process."""
+    mode: _Mode = _mode.value
+    return mode.name
+
+
+@contextlib.contextmanager
+def entered(name: str) -> Iterator[None]:
+    """Be in a mode of :func:`current`: ``DEFAULT`` is that of no context at all."""
+    with _mode(_Mode[name]):
+        yield
+
+
+def why_disabled() -> str | None:
+    """Return in words why no kernel may be used, or ``None`` if kernels may."""
+    disabled = _mode.value is _Mode.DISABLED
+    return "kernels are turned off by jax_tilekern.disabled()" if disabled else None
+
+
+def note_fallback(call: str, platform: str, reason: str) -> None:
+    """Report that XLA's own operation computes a call, which :func:`strict` forbids.
+
+    Raises
+    ------
+    FallbackError
+        Inside :func:`strict`, unless it allows fallbacks.
+    """
+    logger.info("%s on %s falls back to XLA: %s", call, platform, reason)
+    if _mode.value is _Mode.STRICT:
+        raise FallbackError(
+            f"{call} falls back to XLA on {platform}, which jax_tilekern.strict() forbids: {reason}"
+        )
+
+
+def note_failure(error: Exception) -> str:
+    """Report that a kernel cannot be compiled or launched, and return that in one line.
+
+    Raises
+    ------
+    Exception
+        ``error`` itself, inside :func:`strict`.
+    """
+    if _mode.value in (_Mode.STRICT, _Mode.STRICT_COMPILATION):
+        raise error
+    first_line, *_ = str(error).splitlines()
+    reason = f"its kernel failed: {first_line.rstrip(':')}"
+    logger.info("a kernel failed: %s", error)
+    warnings.warn(
+        f"jax_tilekern leaves a call to XLA, because {reason} "
+        "(inside jax_tilekern.strict() this is an error, with the compiler's log)",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return reason

@@ -1,0 +1,71 @@
+"""What makes an eager call of a public function, and its tracing, cost what JAX's own do."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jax_tilekern import compat
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def jitted(*static: str, unless: str | None = None) -> Callable[[Function], Function]:
+    """Return a decorator that jits a public function, inlined where it is traced.
+
+    So are the functions of ``jax.numpy``. An eager call is then the dispatch of a compiled program,
+    and a call inside a ``jit`` copies equations that were made for the same types before.
+
+    Parameters
+    ----------
+    static
+        The parameters that are no operands. Lists among them become tuples, which have a hash.
+    unless
+        A keyword with which a call is not jitted, because it looks at values.
+    """
+
+    def decorate(function: Function) -> Function:
+        body: Any = jax.jit(function, static_argnames=static, inline=compat.inlined_when_traced)
+        prepare = [
+            _with_hash if name in static else _operand
+            for name in inspect.signature(function).parameters
+        ]
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Of too many arguments jit complains.
+            given = [change(x) for change, x in zip(prepare, args, strict=False)]
+            given += args[len(given) :]
+            for name, x in kwargs.items():
+                kwargs[name] = _with_hash(x) if name in static else _operand(x)
+            return (function if unless and kwargs.get(unless) else body)(*given, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _operand(x: Any) -> Any:
+    if isinstance(x, jax.Array | np.ndarray):
+        return x
+    # jax.jit does not call it.
+    convert = getattr(x, "__jax_array__", None)
+    return x if convert is None else convert()
+
+
+def _with_hash(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return _with_hash(value.tolist())
+    if isinstance(value, jax.Array):
+        # An error that names the tracer, if it is one.
+        return operator.index(value)
+    # Not those of classes of their own, such as jax.lax.DotAlgorithm.
+    if type(value) in (list, tuple):
+        return tuple(map(_with_hash, value))
+    return value

@@ -1,0 +1,47 @@
+"""``cost_analysis`` counts kernels as the operations that they take the place of."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_tilekern as jtk
+
+X = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+W = jax.ShapeDtypeStruct((128, 32), jnp.float32)
+
+
+def perceptron(matmul, x, w):
+    return jnp.tanh(matmul(x, w)).sum()
+
+
+def counts(function, *args):
+    found = jax.jit(function).lower(*args).cost_analysis()
+    return {name: found[name] for name in ("flops", "bytes accessed", "transcendentals")}
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, lambda f: jax.grad(f, (0, 1))])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_counts_are_jaxs(transform, jitted):
+    ours = transform(functools.partial(perceptron, jtk.matmul))
+    theirs = counts(transform(functools.partial(perceptron, jnp.matmul)), X, W)
+    found = jtk.cost_analysis(jax.jit(ours) if jitted else ours, X, W)
+    assert found["flops"] >= 2 * 64 * 128 * 32
+    for name, count in theirs.items():
+        # A gradient's product may be a transpose and a product in JAX's own.
+        assert found[name] == pytest.approx(count, rel=0.2), name
+    assert found["flops"] == theirs["flops"]
+
+
+def test_static_arguments():
+    jitted = jax.jit(lambda x, power: jtk.matmul(x, x.T) ** power, static_argnums=1)
+    assert jtk.cost_analysis(jitted, X, 2)["flops"] >= 2 * 64 * 64 * 128
+
+
+def test_what_was_compiled_stays():
+    x = jnp.ones((64, 64))
+    jitted = jax.jit(jtk.matmul)
+    jitted(x, x)
+    jtk.cost_analysis(jitted, x, x)
+    assert "custom-call" in jitted.lower(x, x).compile().as_text()

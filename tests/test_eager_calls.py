@@ -1,0 +1,101 @@
+"""Public functions are jitted once and inlined where they are traced, as JAX's own are."""
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_tilekern as jtk
+
+X = jax.ShapeDtypeStruct((6, 6), jnp.float32)
+# Static arguments as lists, of which jax.jit takes no hash.
+CALLS = {
+    "matmul": lambda x: jtk.matmul(x, x),
+    "dot_general": lambda x: jtk.dot_general(x, x, [[[1], [0]], [[], []]]),
+    "dot": lambda x: jtk.dot(x, x),
+    "vdot": lambda x: jtk.vdot(x, x),
+    "matvec": lambda x: jtk.matvec(x, x),
+    "vecmat": lambda x: jtk.vecmat(x, x),
+    "ragged_dot": lambda x: jtk.ragged_dot(x, jnp.stack([3 * jnp.eye(6)] * 2), np.array([2, 3])),
+    "sum": lambda x: jtk.sum(x, axis=[0]),
+    "transpose": lambda x: jtk.transpose(x, np.array([1, 0])),
+    "add": lambda x: jtk.add(x, x),
+}
+
+
+class ArrayLike:
+    """What JAX's functions take although it is no array."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __jax_array__(self):
+        return self.value
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_traced_call_is_inlined(name):
+    """Each call has equations of its own, so that each is planned where its operands lie."""
+    jaxpr = jax.make_jaxpr(lambda x: (CALLS[name](x), CALLS[name](x)))(X)
+    assert f"jit[name={name} " not in str(jaxpr)
+    assert len(jtk.explain(lambda x: (CALLS[name](x), CALLS[name](x)), X)) == 2
+
+
+@pytest.fixture
+def traced():
+    """How many functions JAX has traced since the test began."""
+    jax.clear_caches()
+    before = len(_traces)
+    return lambda: len(_traces) - before
+
+
+_traces = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **_: _traces.append(event) if "jaxpr_trace" in event else None
+)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_repeated_call_is_not_traced_again(name, traced):
+    x = jnp.ones((6, 6))
+    CALLS[name](x)
+    first = traced()
+    assert first > 0
+    CALLS[name](x)
+    assert traced() == first
+    # A function around it is traced, and nothing in it.
+    jax.jit(lambda x: CALLS[name](x)).trace(x)
+    assert traced() <= first + 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_jax_array_objects(name, rng):
+    x = jnp.asarray(rng.standard_normal((6, 6)), jnp.float32)
+    np.testing.assert_array_equal(CALLS[name](ArrayLike(x)), CALLS[name](x))
+    np.testing.assert_array_equal(
+        jax.jit(lambda x: CALLS[name](ArrayLike(x)))(x), jax.jit(CALLS[name])(x)
+    )
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_transformations_of_eager_calls(name, rng):
+    """As in a ``jit`` around the whole."""
+    x = jnp.asarray(rng.standard_normal((3, 6, 6)), jnp.float32)
+
+    def loss(x):
+        return (jax.vmap(CALLS[name])(x) ** 2).sum()
+
+    eager = jax.grad(loss)(x), jax.hessian(loss)(x[:1])
+    whole = jax.jit(jax.grad(loss))(x), jax.jit(jax.hessian(loss))(x[:1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), eager, whole)
+
+
+def test_modes_are_part_of_what_is_kept():
+    x = np.ones((6, 6), np.float32)
+    jtk.sum(x)
+    jaxpr = jax.make_jaxpr(jtk.sum)
+    with jtk.disabled():
+        assert "custom-call" not in jax.jit(jtk.sum).lower(x).compile().as_text()
+    assert "custom-call" in jax.jit(jtk.sum).lower(x).compile().as_text()
+    assert "tilekern_sum" in str(jaxpr(x))

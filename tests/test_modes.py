@@ -1,0 +1,216 @@
+"""``strict()`` and ``disabled()``, what a failed compilation does, and the logger."""
+
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_tilekern as jtk
+from jax_tilekern import modes, nvrtc
+from jax_tilekern.ops import contraction, planned_kernel
+from jax_tilekern.plans.gpu import gpu_target
+from jax_tilekern.plans.launch import PlanError
+
+X = jax.ShapeDtypeStruct((24, 40), jnp.float32)
+INT16 = jax.ShapeDtypeStruct((24, 24), jnp.int16)
+SQUARE = jax.ShapeDtypeStruct((24, 24), jnp.float32)
+CALLS = {
+    "matmul": (lambda x: jtk.matmul(x, x), (SQUARE,)),
+    "dot_general": (lambda x: jtk.dot_general(x, x, (((1,), (0,)), ((), ()))), (SQUARE,)),
+    "matvec": (lambda x: jtk.matvec(x, x[0]), (SQUARE,)),
+    "vecmat": (lambda x: jtk.vecmat(x[0], x), (SQUARE,)),
+    "dot": (lambda x: jtk.dot(x[0], x[1]), (SQUARE,)),
+    "vdot": (lambda x: jtk.vdot(x, x), (SQUARE,)),
+    "ragged_dot": (
+        lambda x, w, sizes: jtk.ragged_dot(x, w, sizes),
+        (X, jax.ShapeDtypeStruct((2, 40, 8), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)),
+    ),
+    "sum": (lambda x: jtk.sum(x, axis=0), (X,)),
+    "transpose": (jtk.transpose, (X,)),
+    "add": (lambda x: jtk.add(x, x), (X,)),
+}
+
+
+def lowered(function, *args, platform="cpu"):
+    # A function of its own, of which JAX has kept nothing.
+    traced = jax.jit(lambda *args: function(*args)).trace(*args)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.fixture
+def no_kernel_compiles(monkeypatch, tmp_path):
+    """Every compilation fails; returns what was tried."""
+    tried = []
+
+    def compile(self, source, *, names, **rest):
+        tried.append(names)
+        raise nvrtc.CompileError(f"NVRTC_ERROR in {names[0]} of its file:\nline 7: oops", "oops")
+
+    monkeypatch.setattr(nvrtc.Nvrtc, "compile", compile)
+    monkeypatch.setattr(nvrtc, "nvrtc_identity", lambda: str(tmp_path))
+    monkeypatch.setattr("jax_tilekern.compiler.nvrtc_identity", lambda: str(tmp_path))
+    # Nothing that was planned before is planned again.
+    monkeypatch.setattr(planned_kernel, "_plan_once", lambda *of, state: planned_kernel._plan(*of))
+    return tried
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_disabled_leaves_every_call_to_xla(name):
+    function, args = CALLS[name]
+    assert "tilekern_cpu" in lowered(function, *args)
+    with jtk.disabled():
+        assert "tilekern_cpu" not in lowered(function, *args)
+        assert "custom_call" not in lowered(function, *args)
+        (choice,) = jtk.explain(function, *args, platform="cpu")
+        assert choice.kernel is None
+        assert "jax_tilekern.disabled()" in choice.reason
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_disabled_is_part_of_jits_key(name, rng):
+    function, args = CALLS[name]
+    values = [
+        np.full(x.shape, 12, x.dtype)
+        if x.dtype == np.int32
+        else rng.standard_normal(x.shape).astype(x.dtype)
+        for x in args
+    ]
+    run = jax.jit(function)
+    ours = run(*values)
+    with jtk.disabled():
+        theirs = run(*values)
+    assert run._cache_size() == 2
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_fallback_is_an_error_in_strict():
+    lowered(jtk.matmul, INT16, INT16)
+    message = re.escape(
+        "mk,kn->mn falls back to XLA on cpu, which jax_tilekern.strict() forbids: "
+        "no kernel for int16"
+    )
+    with jtk.strict(), pytest.raises(jtk.FallbackError, match=message):
+        lowered(jtk.matmul, INT16, INT16)
+    with jtk.strict(allow_fallbacks=True):
+        lowered(jtk.matmul, INT16, INT16)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_kernel_is_no_error_in_strict(name):
+    function, args = CALLS[name]
+    with jtk.strict():
+        assert "tilekern_cpu" in lowered(function, *args)
+
+
+def test_the_inner_mode_counts():
+    with jtk.strict(), jtk.disabled():
+        lowered(jtk.matmul, INT16, INT16)
+    with jtk.disabled(), jtk.strict():
+        assert "tilekern_cpu" in lowered(jtk.matmul, SQUARE, SQUARE)
+
+
+def test_a_failed_compilation_is_a_warning(no_kernel_compiles):
+    message = r"(?s)leaves a call to XLA.*NVRTC_ERROR in tilekern::.* of its file \(inside"
+    with modes.entered("DEFAULT"), gpu_target("sm_90"):
+        with pytest.warns(RuntimeWarning, match=message):
+            text = lowered(jtk.matmul, SQUARE, SQUARE, platform="cuda")
+        assert "stablehlo.dot_general" in text
+        assert "custom_call" not in text
+        with pytest.warns(RuntimeWarning, match=message):
+            (choice,) = jtk.explain(jtk.matmul, SQUARE, SQUARE, platform="cuda")
+    assert choice.reason.startswith("its kernel failed: NVRTC_ERROR in tilekern::")
+    assert "\n" not in choice.reason
+
+
+@pytest.mark.parametrize("allow_fallbacks", [False, True])
+def test_a_failed_compilation_is_an_error_in_strict(no_kernel_compiles, allow_fallbacks):
+    strict = jtk.strict(allow_fallbacks=allow_fallbacks)
+    with strict, gpu_target("sm_90"), pytest.raises(jtk.CompileError, match="line 7: oops"):
+        lowered(jtk.matmul, SQUARE, SQUARE, platform="cuda")
+
+
+def test_a_refused_plan_is_a_warning(monkeypatch):
+    def refused(product, gpu):
+        raise PlanError("plan wgmma: grid (0, 1, 1) has a dimension below 1")
+
+    monkeypatch.setattr(contraction, "plan_matmul", refused)
+    with modes.entered("DEFAULT"), gpu_target("sm_90"):
+        with pytest.warns(RuntimeWarning, match=r"plan wgmma: grid \(0, 1, 1\)"):
+            text = lowered(jtk.matmul, SQUARE, SQUARE, platform="cuda")
+        assert "custom_call" not in text
+    with gpu_target("sm_90"), pytest.raises(PlanError, match="plan wgmma"):
+        lowered(jtk.matmul, SQUARE, SQUARE, platform="cuda")
+
+
+def test_a_failed_compilation_is_tried_once(monkeypatch):
+    tried = []
+
+    def failing(product, gpu):
+        tried.append(product)
+        raise jtk.CompileError("no", "log")
+
+    monkeypatch.setattr(contraction, "plan_matmul", failing)
+    with modes.entered("DEFAULT"), gpu_target("sm_90"), pytest.warns(RuntimeWarning):
+        lowered(lambda x: jtk.matmul(jtk.matmul(x, x), x), SQUARE, platform="cuda")
+    assert len(tried) == 1
+
+
+def test_kernels_of_the_user(monkeypatch):
+    source = "__global__ void twice(const float* x, float* y) { y[0] = 2 * x[0]; }"
+    plain = jtk.cuda_kernel(source, out=lambda x: x, grid=(1,), block=(1,))
+    with_reference = jtk.cuda_kernel(
+        source, out=lambda x: x, grid=(1,), block=(1,), reference=lambda x: 2 * x
+    )
+    x = jax.ShapeDtypeStruct((1,), jnp.float32)
+    with gpu_target("sm_90"):
+        assert "custom_call" in lowered(with_reference, x, platform="cuda")
+        with jtk.disabled():
+            assert "custom_call" not in lowered(with_reference, x, platform="cuda")
+            with pytest.raises(NotImplementedError, match="twice has no reference="):
+                lowered(plain, x, platform="cuda")
+
+
+def test_fallbacks_are_logged(caplog):
+    caplog.set_level(logging.INFO, "jax_tilekern")
+    lowered(jtk.matmul, INT16, INT16)
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert "on cpu falls back to XLA: no kernel for int16" in record.getMessage()
+
+
+def test_compilations_are_logged(caplog, monkeypatch, tmp_path):
+    from jax_tilekern import compiler
+
+    pytest.importorskip("nvidia")
+    caplog.set_level(logging.INFO, "jax_tilekern")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernel = compiler.Kernel("add.cuh", "tilekern::add<float, 4>")
+    for _ in range(2):
+        monkeypatch.setattr(compiler, "_memory", compiler._Memory())
+        for _ in range(2):
+            compiler.compile_kernels(kernel, arch="sm_80")
+    compiled, read = (record.getMessage() for record in caplog.records)
+    named = r"kernel tilekern::add<float, 4> for sm_80: "
+    assert re.fullmatch(named + r"compiled in \d+\.\d+ s", compiled)
+    assert re.fullmatch(named + r"read from the kernel cache in 0\.\d+ s", read)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="takes four devices")
+def test_modes_reach_calls_that_xla_partitions(rng):
+    """They are planned while the program is compiled, perhaps on another thread."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d", None))
+    x = jax.device_put(rng.standard_normal((8, 8)).astype(np.float32), rows)
+    w = rng.standard_normal((8, 8)).astype(np.float32)
+    run = jax.jit(lambda x, w: jtk.matmul(x, w))
+    with jtk.strict():
+        compiled = run.lower(x, w).compile()
+    assert "jax_tilekern_" in compiled.as_text()
+    with jtk.disabled():
+        assert "jax_tilekern_" not in run.lower(x, w).compile().as_text()
+    np.testing.assert_allclose(compiled(x, w), np.asarray(x) @ w, rtol=1e-5, atol=1e-5)
+    with jtk.strict(), pytest.raises(Exception, match="forbids: no kernel for int16"):
+        jax.jit(jtk.matmul).lower(x.astype(np.int16), w.astype(np.int16)).compile()

@@ -1,0 +1,112 @@
+"""What a program holds of kernels: each once, whole, and under names that a person can read."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jax_tilekern as jtk
+from jax_tilekern import _core
+from jax_tilekern.cli.bench.host_model import arguments, make_program, programs
+from jax_tilekern.plans.gpu import gpu_target
+
+W = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
+
+
+def deep(x, w):
+    for _ in range(6):
+        x = jnp.tanh(jtk.matmul(x, w))
+    return x
+
+
+def lowered_for_cuda(function, *args):
+    with gpu_target("sm_90"):
+        return (
+            jax.jit(lambda *args: function(*args)).trace(*args).lower(lowering_platforms=("cuda",))
+        )
+
+
+def cubins(text):
+    """Every packed cubin of a program, unpacked."""
+    found = re.findall(r'bytes = (\d+) : i64, packed = "([^"]*)"', text)
+    return [_core.unpack_cubin(packed, int(size)) for size, packed in found]
+
+
+def test_a_kernel_is_in_a_program_once():
+    text = lowered_for_cuda(deep, W, W).as_text()
+    assert text.count("stablehlo.custom_call") == 1
+    assert len(re.findall(r"call @wgmma_matmul\w+\(", text)) == 6
+    assert len(cubins(text)) == 1
+
+
+def test_a_kernel_is_in_a_loop_once():
+    def loops(x, w):
+        def body(x, _):
+            return deep(x, w), None
+
+        return jax.lax.cond(x[0, 0] > 0, deep, lambda x, w: jax.lax.scan(body, x, None, 3)[0], x, w)
+
+    assert lowered_for_cuda(loops, W, W).as_text().count("stablehlo.custom_call") == 1
+
+
+def test_calls_that_differ_are_apart():
+    def both(x, w):
+        return jtk.matmul(x, w), jtk.matmul(x, w, preferred_element_type=jnp.float32)
+
+    assert lowered_for_cuda(both, W, W).as_text().count("stablehlo.custom_call") == 2
+
+
+@pytest.mark.parametrize("program", range(2))
+def test_a_model_is_at_most_half_as_large_again_as_jaxs(program):
+    make = list(programs(32).values())[program]
+    with gpu_target("sm_90"):
+        _, ours = make_program(make(jtk.matmul), arguments(32), "cuda", compiles=False)
+        _, theirs = make_program(make(jnp.matmul), arguments(32), "cuda", compiles=False)
+    assert ours < 1.5 * theirs
+
+
+def test_an_exported_program_has_its_cubins():
+    """So that it needs no NVRTC and no cache where it runs."""
+    with gpu_target("sm_90"):
+        checks = [export.DisabledSafetyCheck.custom_call(name) for name in jtk.FFI_TARGETS]
+        exported = export.export(jax.jit(deep), platforms=["cuda"], disabled_checks=checks)(W, W)
+    again = export.deserialize(exported.serialize())
+    (cubin,) = cubins(again.mlir_module())
+    assert cubin[:4] == b"\x7fELF"
+
+    def twice(x, w):
+        return again.call(again.call(x, w), w)
+
+    text = lowered_for_cuda(twice, W, W).as_text()
+    assert {cubin} == set(cubins(text))
+
+
+def test_an_exported_program_runs(rng):
+    """The same on the CPU: private functions of several programs do not get in each other's way."""
+    x, w = (jnp.asarray(rng.standard_normal((24, 24)), jnp.float32) for _ in range(2))
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in jtk.FFI_TARGETS]
+    exported = export.export(jax.jit(deep), platforms=["cpu"], disabled_checks=checks)(x, w)
+    again = export.deserialize(exported.serialize())
+    if jax.default_backend() == "cpu":
+        found = jax.jit(lambda x, w: again.call(deep(x, w), w))(x, w)
+        np.testing.assert_allclose(found, deep(deep(x, w), w), rtol=1e-5, atol=1e-6)
+
+
+def test_names_say_which_kernel_and_where():
+    def model(x, w):
+        with jax.named_scope("attention"):
+            x = jtk.matmul(x, w)
+        with jax.named_scope("perceptron"):
+            return jtk.matmul(jnp.tanh(x), w)
+
+    x = jax.ShapeDtypeStruct((24, 24), jnp.float32)
+    text = jax.jit(model).trace(x, x).lower(lowering_platforms=("cpu",)).as_text("hlo")
+    assert len(re.findall(r"cpu_matmul\S* = \S+ custom-call\(", text)) == 1
+    if jax.default_backend() == "cpu":
+        text = jax.jit(model).lower(x, x).compile().as_text()
+        names = re.findall(r'custom-call.*op_name="([^"]*)"', text)
+        assert [name.split("/")[1] for name in names] == ["attention", "perceptron"]
+        assert all("tilekern_contract" in name for name in names)
