@@ -17,6 +17,7 @@ from jax_tilekern.ops.ragged_dot import ragged_dot, ragged_dot_general
 from jax_tilekern.ops.sum import sum
 from jax_tilekern.ops.transpose import transpose
 from jax_tilekern.ops.vector_products import dot, matvec, vdot, vecmat
+from jax_tilekern.patch import patch
 from jax_tilekern.plans.gpu import Gpu, NoGpu, gpu_target
 from jax_tilekern.plans.launch import TensorMap
 from jax_tilekern.tuning import tune
@@ -41,6 +42,7 @@ __all__ = [
     "gpu_target",
     "matmul",
     "matvec",
+    "patch",
     "ragged_dot",
     "ragged_dot_general",
     "sum",

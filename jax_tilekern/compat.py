@@ -5,6 +5,7 @@ Each entry names the change it hides. Supported: jax 0.10 and later.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,10 @@ __all__ = [
     "batching",
     "canonicalize_dtype",
     "canonicalize_precision",
+    "dot_general_p",
+    "in_pallas_kernel",
     "mlir",
+    "ragged_dot_general_p",
     "transposed_from",
     "unify_varying",
     "varying_axes",
@@ -44,6 +48,10 @@ canonicalize_dtype: Callable[[Any, str], Any] = _dtypes.check_and_canonicalize_u
 
 # jax.interpreters.xla.apply_primitive is deprecated; this is what it forwards to.
 apply_primitive: Callable[..., Any] = _dispatch.apply_primitive
+
+# Not exported by jax.lax, which exports the other one.
+dot_general_p = _lax.dot_general_p
+ragged_dot_general_p = _lax.ragged_dot_general_p
 
 
 def with_type(x: jax.Array, dtype: Any, weak_type: bool) -> jax.Array:
@@ -90,3 +98,15 @@ def transposed_from(value: Any) -> tuple[Any, Sequence[int]] | None:
 def zero_tangent(primal: Any) -> Any:
     """Symbolic zero tangent of a value."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def in_pallas_kernel() -> bool:
+    """Whether a Pallas kernel is being traced, whose lowering knows JAX's own primitives alone."""
+    # Imported by whoever has a kernel to trace.
+    pallas = sys.modules.get("jax._src.pallas.core")
+    if pallas is None:
+        return False
+    try:
+        return pallas.axis_frame() is not None
+    except AssertionError:  # Outside of a kernel, unless Python runs with -O.
+        return False

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Any
 
 from jax_tilekern import compat
 from jax_tilekern.compat import ad, batching, mlir
+from jax_tilekern.interception import by_xla
 from jax_tilekern.linearity import cotangents_in, tangents_out
 
 Params = dict[str, Any]
@@ -150,6 +152,7 @@ def record_choice(call: str, ctx: Any, platform: str, kernel: str | None, reason
 
 def define(operation: Operation) -> Callable[..., Any]:
     """Make the primitive of ``operation``; return the function that binds it."""
+    operation = dataclasses.replace(operation, reference=by_xla(operation.reference))
     primitive = compat.Primitive(operation.name)
     primitive.def_impl(functools.partial(compat.apply_primitive, primitive))
     primitive.def_abstract_eval(_abstract_evaluation(operation))
