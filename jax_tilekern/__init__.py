@@ -6,6 +6,9 @@ import pkgutil
 # compiled module then comes from there.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
+# JAX's own policies see the library's products: remat.py.
+from jax import checkpoint_policies
+
 from jax_tilekern.explain import Explanation, explain
 from jax_tilekern.ffi import FFI_TARGETS
 from jax_tilekern.kernel_report import KernelReport
@@ -34,6 +37,7 @@ __all__ = [
     "NoGpu",
     "TensorMap",
     "add",
+    "checkpoint_policies",
     "cuda_kernel",
     "cxx_type",
     "dot",

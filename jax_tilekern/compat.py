@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import lax
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax.interpreters import ad, batching, mlir
 
 __all__ = [
     "Primitive",
+    "Var",
     "abstract_results",
     "ad",
     "apply_primitive",
@@ -29,6 +31,7 @@ __all__ = [
     "in_pallas_kernel",
     "mlir",
     "ragged_dot_general_p",
+    "remat_case",
     "transposed_from",
     "unify_varying",
     "varying_axes",
@@ -36,8 +39,9 @@ __all__ = [
     "zero_tangent",
 ]
 
-# jax.extend.core exports it, and imports all of Pallas on the way (60 ms).
+# jax.extend.core exports them, and imports all of Pallas on the way (60 ms).
 Primitive = _core.Primitive
+Var = _core.Var
 
 # Not exported by jax.lax; gives the hashable form that lax.dot_general itself binds, with
 # jax_default_matmul_precision applied.
@@ -110,3 +114,11 @@ def in_pallas_kernel() -> bool:
         return pallas.axis_frame() is not None
     except AssertionError:  # Outside of a kernel, unless Python runs with -O.
         return False
+
+
+def remat_case(verdict: Any) -> Literal["save", "recompute"] | tuple[Any, Any]:
+    """Read what a checkpoint policy returned: a tuple has the memories to fetch from and to."""
+    case = _partial_eval.ensure_enum(verdict)
+    if isinstance(case, _partial_eval.Offloadable):
+        return _core.mem_kind_to_space(case.src), _core.mem_kind_to_space(case.dst)
+    return "save" if isinstance(case, _partial_eval.SaveableType) else "recompute"

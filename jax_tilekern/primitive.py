@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_tilekern import compat
+from jax_tilekern import compat, remat
 from jax_tilekern.compat import ad, batching, mlir
 from jax_tilekern.interception import by_xla
 from jax_tilekern.linearity import cotangents_in, tangents_out
@@ -87,6 +87,9 @@ class Operation:
         For each platform, ``planner(ctx, *values, **params)`` on MLIR values.
     describe
         The call in a few words from its parameters, for ``explain``.
+    stands_for
+        ``stands_for(**params)`` gives the primitive of JAX's, and its parameters, as which
+        checkpoint policies see the operation. Without it they see the operation itself.
     """
 
     name: str
@@ -95,6 +98,7 @@ class Operation:
     batch: Callable[..., tuple[Any, int]]
     planners: Mapping[str, Planner]
     describe: Callable[..., str]
+    stands_for: remat.StandsFor | None = None
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,8 @@ def define(operation: Operation) -> Callable[..., Any]:
     batching.primitive_batchers[primitive] = lambda operands, dims, **params: operation.batch(
         operands, dims, **params
     )
+    if operation.stands_for is not None:
+        remat.register(primitive, operation.stands_for)
     reference = mlir.lower_fun(operation.reference, multiple_results=False)
     mlir.register_lowering(primitive, reference)
     for platform in operation.planners:

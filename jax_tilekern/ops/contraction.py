@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_tilekern import ffi, primitive
+from jax_tilekern import compat, ffi, primitive
 from jax_tilekern.ops.labelled_lowering import (
     Operand,
     Platform,
@@ -227,6 +227,17 @@ def _cuda_kernel(
     return planned_kernel(ctx, (lhs, rhs), functools.partial(plan_matmul, product))
 
 
+def _as_dot_general(
+    contraction: Contraction, precision: Any, out_dtype: np.dtype[Any], **_: Any
+) -> tuple[compat.Primitive, dict[str, Any]]:
+    return compat.dot_general_p, {
+        "dimension_numbers": contraction.dimension_numbers,
+        "precision": precision,
+        "preferred_element_type": out_dtype,
+        "out_sharding": None,
+    }
+
+
 _bind = primitive.define(
     Operation(
         name="tilekern_contract",
@@ -245,5 +256,6 @@ _bind = primitive.define(
             ),
         },
         describe=lambda contraction, **_: str(contraction),
+        stands_for=_as_dot_general,
     )
 )
