@@ -18,6 +18,7 @@ from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
 from jax_tilekern.ops.matmul import dot_general, matmul
 from jax_tilekern.ops.ragged_dot import ragged_dot, ragged_dot_general
 from jax_tilekern.ops.sum import sum
+from jax_tilekern.ops.tensor_products import einsum, inner, multi_dot, tensordot, vecdot
 from jax_tilekern.ops.transpose import transpose
 from jax_tilekern.ops.vector_products import dot, matvec, vdot, vecmat
 from jax_tilekern.patch import patch
@@ -42,16 +43,21 @@ __all__ = [
     "cxx_type",
     "dot",
     "dot_general",
+    "einsum",
     "explain",
     "gpu_target",
+    "inner",
     "matmul",
     "matvec",
+    "multi_dot",
     "patch",
     "ragged_dot",
     "ragged_dot_general",
     "sum",
+    "tensordot",
     "transpose",
     "tune",
     "vdot",
+    "vecdot",
     "vecmat",
 ]
