@@ -12,9 +12,9 @@ def equations(jaxpr):
             yield from equations(inner)
 
 
-def traced(function, *args):
-    """Count the products that a function is traced to: the library's own, and JAX's."""
-    names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(function)(*args).jaxpr)]
+def products(jaxpr):
+    """Count the products of a jaxpr: the library's own, and JAX's."""
+    names = [eqn.primitive.name for eqn in equations(jaxpr.jaxpr)]
     ours, jaxs = (
         sum(map(names.count, group))
         for group in (
@@ -23,3 +23,8 @@ def traced(function, *args):
         )
     )
     return ours, jaxs
+
+
+def traced(function, *args):
+    """Count the products that a function is traced to: the library's own, and JAX's."""
+    return products(jax.make_jaxpr(function)(*args))
