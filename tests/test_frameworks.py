@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from guides import DOCS, run_snippets
 from jaxprs import products, traced
 from numerics import random
 
@@ -50,6 +52,29 @@ def test_fifty_steps_have_the_same_losses(name, way):
     found = losses(name, way)
     np.testing.assert_allclose(found, losses(name, "jax"), rtol=DRIFT)
     assert found[-1] < found[0] / 3
+
+
+GUIDE = DOCS / "frameworks.md"
+_ROW = re.compile(r"^\| ([\w.]+) \| (hook|patch) \|.* ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
+
+
+def test_the_guide_has_every_row():
+    assert [row[:2] for row in _ROW.findall(GUIDE.read_text())] == sorted(
+        WAYS, key=lambda row: list(frameworks.MODELS).index(row[0])
+    )
+
+
+@pytest.mark.parametrize(("name", "way", "jaxs", "ours"), _ROW.findall(GUIDE.read_text()))
+def test_the_guide_has_these_losses(name, way, jaxs, ours):
+    pytest.importorskip(PACKAGES.get(name, "flax"))
+    assert losses(name, "jax")[-1] == pytest.approx(float(jaxs), rel=DRIFT, abs=5e-6)
+    assert losses(name, way)[-1] == pytest.approx(float(ours), rel=DRIFT, abs=5e-6)
+
+
+def test_snippets_of_the_guide_run():
+    for package in ("flax", *PACKAGES.values()):
+        pytest.importorskip(package)
+    run_snippets(GUIDE.read_text(), str(GUIDE))
 
 
 def arguments(name, hook, optimizer="adam"):
