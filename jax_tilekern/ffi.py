@@ -25,6 +25,8 @@ CPU_SUM = "jax_tilekern_cpu_sum"
 CPU_ADD = "jax_tilekern_cpu_add"
 CUDA_LAUNCH = "jax_tilekern_cuda_launch"
 CUDA_LAUNCH_CHECKED = "jax_tilekern_cuda_launch_checked"
+# The custom call that XLA's partitioner replaces; see jax_tilekern.partitioning.call.
+PARTITIONED = "jax_tilekern_partitioned"
 # Every target; jax.export takes a DisabledSafetyCheck.custom_call for each one that is used.
 FFI_TARGETS = (
     CPU_MATMUL,
@@ -34,6 +36,7 @@ FFI_TARGETS = (
     CPU_ADD,
     CUDA_LAUNCH,
     CUDA_LAUNCH_CHECKED,
+    PARTITIONED,
 )
 
 

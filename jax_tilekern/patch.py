@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 from jax import Array, lax
@@ -66,17 +65,9 @@ def patch() -> Iterator[None]:
         yield
 
 
-def _ragged_dot_general(
-    lhs: Array, rhs: Array, group_sizes: Array, *, out_sharding: Any, **params: Any
-) -> Array:
-    if out_sharding is not None:
-        return lax.ragged_dot_general(lhs, rhs, group_sizes, out_sharding=out_sharding, **params)
-    return ragged_dot_general(lhs, rhs, group_sizes, **params)
-
-
 _REPLACEMENTS: dict[compat.Primitive, Callable[..., Array]] = {
     compat.dot_general_p: dot_general,
-    compat.ragged_dot_general_p: _ragged_dot_general,
+    compat.ragged_dot_general_p: ragged_dot_general,
 }
 _installing = threading.Lock()
 _installed = False

@@ -19,7 +19,7 @@ from numerics import random
 
 import jax_tilekern as jtk
 from jax_tilekern import compat
-from jax_tilekern.primitive import recorded_choices
+from jax_tilekern.choices import recorded_choices
 
 f32 = np.float32
 # A function of JAX's, and the operands that it takes.
@@ -228,11 +228,11 @@ def test_our_own_operations_inside():
 
 def test_eager_calls_compile_our_kernels():
     """Each with a new shape, so that nothing is compiled before."""
-    with jtk.patch(), recorded_choices() as choices:
+    with jtk.patch(), recorded_choices() as recorder:
         lax.dot(jnp.ones((3, 17)), jnp.ones((17, 19)))
         jnp.matmul(jnp.ones((3, 17)), jnp.ones((17, 23)))
-    assert [choice.result for choice in choices] == ["f32[3,19]", "f32[3,23]"]
-    assert all(choice.kernel for choice in choices)
+    assert [choice.result for choice in recorder.choices] == ["f32[3,19]", "f32[3,23]"]
+    assert all(choice.kernel for choice in recorder.choices)
 
 
 # Caches.
