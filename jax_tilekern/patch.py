@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import jax
@@ -82,10 +83,9 @@ def _install() -> None:
         for primitive, replacement in _REPLACEMENTS.items():
             intercept(primitive, replacement)
         try:
-            # A function of its own, because JAX keeps what it has traced.
-            with intercepting():
-                jaxpr = jax.make_jaxpr(lambda: _products())()
-            traced = {eqn.primitive.name for eqn in jaxpr.eqns}
+            # In a thread of its own, which has none of the user's contexts, such as a mesh.
+            with ThreadPoolExecutor(1) as thread:
+                traced = thread.submit(_traced_products).result()
             if not traced >= {"tilekern_contract", "tilekern_contract_groups"}:
                 raise RuntimeError(f"products were traced to {sorted(traced)}")
         except Exception as error:
@@ -99,7 +99,13 @@ def _install() -> None:
         _installed = True
 
 
-def _products() -> tuple[Array, Array]:
-    """Call both primitives."""
-    x = jax.numpy.ones((2, 2))
-    return lax.dot(x, x), lax.ragged_dot(x, x[None], jax.numpy.array([2]))
+def _traced_products() -> set[str]:
+    """Return the names of the primitives that a product of each kind is traced to."""
+
+    # Made anew in every call, because JAX keeps what it has traced.
+    def products() -> tuple[Array, Array]:
+        x = jax.numpy.ones((2, 2))
+        return lax.dot(x, x), lax.ragged_dot(x, x[None], jax.numpy.array([2]))
+
+    with intercepting():
+        return {eqn.primitive.name for eqn in jax.make_jaxpr(products)().eqns}

@@ -20,6 +20,9 @@ from numerics import random
 import jax_tilekern as jtk
 from jax_tilekern import compat
 from jax_tilekern.choices import recorded_choices
+from jax_tilekern.plans.geometry import MatmulGeometry
+from jax_tilekern.plans.product import Product
+from jax_tilekern.product_timing import _Problem
 
 f32 = np.float32
 # A function of JAX's, and the operands that it takes.
@@ -235,6 +238,14 @@ def test_eager_calls_compile_our_kernels():
     assert all(choice.kernel for choice in recorder.choices)
 
 
+def test_what_tuning_compares_with_is_xlas():
+    x, y = jnp.ones((3, 5)), jnp.ones((5, 4))
+    geometry = MatmulGeometry((), 3, 4, 5, (5, 1), (4, 1), (4, 1))
+    problem = _Problem.of(Product(geometry, x.dtype, x.dtype, x.dtype, "f32"))
+    with jtk.patch():
+        assert traced(problem.by_xla, x, y) == (0, 1)
+
+
 # Caches.
 
 
@@ -394,6 +405,18 @@ def test_under_an_explicit_mesh():
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_in_a_jit_over_several_devices():
+    mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    rows = jax.sharding.NamedSharding(mesh, P("d"))
+    x, w = jax.device_put(jnp.ones((8, 6)), rows), jnp.ones((6, 5))
+    gradient = jax.jit(jax.grad(lambda w, x: jnp.tanh(x @ w).sum()))
+    expected = gradient(w, x)
+    with jtk.patch():
+        choices = jtk.explain(gradient, w, x)
+        np.testing.assert_allclose(gradient(w, x), expected, rtol=1e-6)
+    assert [choice.partition for choice in choices] == ["m in 4", "k in 4, all-reduce"]
+
+
 # Where JAX's own primitives are the only ones that can be lowered.
 
 
@@ -444,6 +467,18 @@ def not_installed(monkeypatch):
         monkeypatch.delattr(primitive, "bind")
     monkeypatch.setattr(module, "_installed", False)
     return module
+
+
+def test_the_first_use_may_be_anywhere(not_installed):
+    mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:4])
+    with (
+        jax.set_mesh(mesh),
+        jax.numpy_dtype_promotion("strict"),
+        jax.checking_leaks(),
+        jax.disable_jit(),
+        jtk.patch(),
+    ):
+        assert traced(product, X) == (1, 0)
 
 
 def no_longer_bound(module, monkeypatch):
