@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -142,6 +143,12 @@ OPTIMIZERS = {
 }
 
 
+@functools.cache
+def made(name: str, hook: bool) -> Model:
+    """Return a framework's block, which is the same for all that is trained from it."""
+    return MODELS[name](hook)
+
+
 def task() -> tuple[Array, Array]:
     """Sequences, and the running mean of each: what attention is good at."""
     x = jax.random.normal(jax.random.key(1), (BATCH, LENGTH, WIDTH))
@@ -181,7 +188,7 @@ def train(name: str, way: str, optimizer: str = "adam", steps: int = 50) -> list
     list[float]
         The loss before each step.
     """
-    model = MODELS[name](way == "hook")
+    model = made(name, way == "hook")
     step = jax.jit(training_step(model, OPTIMIZERS[optimizer]()))
     params, state = model.params, OPTIMIZERS[optimizer]().init(model.params)
     x, y = task()
