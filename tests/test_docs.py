@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import jax
 import pytest
 from guides import DOCS, run_snippets, snippets
 
@@ -16,6 +17,7 @@ except NvrtcNotFound as error:
     pytest.skip(str(error), allow_module_level=True)
 
 GUIDE = DOCS / "cuda-kernel.md"
+SHARDING = DOCS / "sharding.md"
 _HEADER = re.compile(r"^\| `<(tilekern/\w+\.cuh)>` \|.*\| (\w+) \|$", re.MULTILINE)
 
 
@@ -24,6 +26,13 @@ def test_snippets_of_the_guide_run(guide):
     text = guide.read_text()
     assert len(snippets(text)) >= 10
     run_snippets(text, str(guide))
+
+
+@pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="four devices")
+def test_snippets_about_sharding_run():
+    text = SHARDING.read_text()
+    assert len(snippets(text)) == 4
+    run_snippets(text, str(SHARDING))
 
 
 def test_examples_of_the_readme_run():

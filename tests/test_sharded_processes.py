@@ -19,6 +19,12 @@ def start(*arguments):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
 def output(process):
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err[-4000:]
@@ -40,9 +46,7 @@ def test_exported_programs_run_in_another_process(tmp_path):
 
 
 def test_two_processes_share_a_program():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    processes = [start("distributed", i, port) for i in range(2)]
+    port = free_port()
+    processes = [start("distributed", i, port, 2, "cpu") for i in range(2)]
     for process in processes:
         assert "done" in output(process)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -71,6 +72,15 @@ def same_direction(ours: float, theirs: float) -> str:
     return CONFIRMED if ours * theirs > 0 and abs(ours) >= NOISE else THAT_GPU
 
 
+def same_changes(*ours_and_theirs: tuple[float, float]) -> str:
+    """Judge changes that a claim gives numbers of: each has the same sign and at least half."""
+    alike = all(
+        ours * theirs > 0 and abs(ours) >= max(abs(theirs) / 2, NOISE)
+        for ours, theirs in ours_and_theirs
+    )
+    return CONFIRMED if alike else THAT_GPU
+
+
 def mechanism(holds: bool) -> str:
     """Judge what follows from how memory works, and so on every GPU alike."""
     return CONFIRMED if holds else REFUTED
@@ -92,6 +102,21 @@ def shares_of(measured: Measured) -> str:
         f"compute {measured.counter('compute_percent'):.1f} %, "
         f"memory pipes {measured.counter('memory_pipe_percent'):.1f} %"
     )
+
+
+def blocks_launched(measured: Measured) -> str:
+    """Return how many blocks the longest kernel has, and how many start in a cycle."""
+    blocks = math.prod(measured.kernel["grid"])
+    return f"{blocks:,} blocks, {_blocks_a_cycle(measured):.2f} a cycle"
+
+
+def launch_bound(*measured: Measured) -> bool:
+    """Say whether blocks start at about the rate of one a cycle, which no kernel exceeds."""
+    return all(_blocks_a_cycle(one) > 0.8 for one in measured)
+
+
+def _blocks_a_cycle(measured: Measured) -> float:
+    return math.prod(measured.kernel["grid"]) / measured.counter("sm_active_cycles")
 
 
 def sectors_of(measured: Measured) -> str:

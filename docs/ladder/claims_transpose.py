@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from claim import (
     CONFIRMED,
     LARGE,
@@ -12,11 +14,14 @@ from claim import (
     THAT_GPU,
     Claim,
     Finding,
+    blocks_launched,
     change,
     changes,
     changes_of,
+    launch_bound,
     mechanism,
     near,
+    same_changes,
     same_direction,
     sectors_of,
     shares_of,
@@ -24,7 +29,7 @@ from claim import (
     stalls_of,
     transpose,
 )
-from records import Records
+from records import Measured, Records
 from tables import count_bytes, write_efficiency
 
 from jax_tilekern.cli.console import duration
@@ -51,7 +56,8 @@ def _naive_shares(records: Records) -> Finding:
     return Finding(
         shares_of(naive),
         CONFIRMED if alike else THAT_GPU,
-        f"Warps wait: {stalls_of(naive)}; DRAM is {naive.counter('dram_percent'):.0f} % busy.",
+        f"L2 is {naive.counter('l2_percent'):.0f} % busy with the sectors of the stores, and DRAM "
+        f"{naive.counter('dram_percent'):.0f} %. Warps wait {stalls_of(naive)}.",
     )
 
 
@@ -81,12 +87,14 @@ def _pass_through(records: Records) -> Finding:
         transpose(records, name) for name in ("pass-through 32x32", "naive 64x8, along reads")
     )
     cycles = change(through.counter("sm_active_cycles"), naive.counter("sm_active_cycles"))
-    time = change(through.seconds, naive.seconds)
+    time, compute, memory = changes(through, naive)
     return Finding(
         f"{changes_of(through, naive)}, SM active cycles {signed(cycles)}",
-        same_direction(time, 0.63),
-        f"The sectors are the same, {sectors_of(through)}; what is added is a barrier for 1024 "
-        f"threads: stalls are {stalls_of(through)}, without it {stalls_of(naive)}.",
+        same_changes((time, 0.63), (compute, 0.116), (memory, -0.39), (cycles, 0.607)),
+        f"The sectors are the same, {sectors_of(through)}, and L2 is "
+        f"{through.counter('l2_percent'):.0f} % busy with them, without shared memory "
+        f"{naive.counter('l2_percent'):.0f} %"
+        + (": what else a block does is mostly hidden behind that." if time < 0.2 else "."),
     )
 
 
@@ -107,8 +115,8 @@ def _pass_through_conflicts(records: Records) -> Finding:
     return Finding(
         f"conflicts per request at {text}",
         mechanism(real),
-        "Lane i accesses bank i at either shape"
-        + (", and still the counters show conflicts." if real else ": there are none."),
+        "Lane i accesses bank i at either shape, and a conflict would cost each request a whole "
+        f"pass; the most that is counted is {max(map(max, conflicts.values())):.2f} of one.",
     )
 
 
@@ -116,11 +124,17 @@ def _no_pass_through_8x8(records: Records) -> Finding:
     without, through = (
         transpose(records, name) for name in ("naive 8x8, along reads", "pass-through 8x8")
     )
+    time, _, memory = changes(without, through)
     return Finding(
         changes_of(without, through),
-        same_direction(change(without.seconds, through.seconds), -0.24),
-        f"Both have {sectors_of(without)}; through shared memory warps wait {stalls_of(through)}, "
-        f"without {stalls_of(without)}.",
+        same_changes((time, -0.24), (memory, 0.26)),
+        f"Without: {blocks_launched(without)}; with: {blocks_launched(through)}"
+        + (
+            ". The GPU launches about one block a cycle, whatever the block does: blocks of 64 "
+            "threads end sooner than new ones start."
+            if launch_bound(without, through)
+            else "."
+        ),
     )
 
 
@@ -144,12 +158,17 @@ def _fastest_shape(records: Records) -> Finding:
     # The claim is about shapes of the source, of which 4x8 is none.
     best = min((shape for shape in shapes if shape != "4x8"), key=lambda shape: shapes[shape])
     within = shapes["8x8"] <= (1 + NOISE) * shapes[best]
-    fastest = transpose(records, f"naive {best}, along reads")
+    fastest, small, smallest = (
+        transpose(records, f"naive {shape}, along reads") for shape in (best, "8x8", "8x4")
+    )
     return Finding(
         ", ".join(f"{shape} {duration(shapes[shape])}" for shape in order),
         CONFIRMED if within else THAT_GPU,
         f"{best} has {sectors_of(fastest)} and an occupancy of "
-        f"{fastest.counter('occupancy_percent'):.0f} %.",
+        f"{fastest.counter('occupancy_percent'):.0f} %. 8x8 has half as many to store and "
+        f"{small.counter('occupancy_percent'):.0f} %, in {blocks_launched(small)}; 8x4 has "
+        f"{blocks_launched(smallest)}"
+        + (": the launch of blocks is the limit." if launch_bound(small, smallest) else "."),
     )
 
 
@@ -167,6 +186,10 @@ def _half_warps(records: Records) -> Finding:
         "32 elements are four sectors; a side of four elements takes eight, half of each for "
         "nothing.",
     )
+
+
+def _efficiency_of(measured: Measured) -> str:
+    return f"{sectors_of(measured)} at a write efficiency of {write_efficiency(measured):.0%}"
 
 
 def _best_form(records: Records) -> Finding:
@@ -195,23 +218,25 @@ def _same_code(records: Records) -> Finding:
 
 def _float4_against_tile(records: Records) -> Finding:
     vectors, tile = transpose(records, "float4, 8x8"), transpose(records, "pass-through 32x32")
-    time, compute, _ = changes(vectors, tile)
+    _, compute, memory = changes(vectors, tile)
+    instructions = change(vectors.counter("instructions"), tile.counter("instructions"))
     return Finding(
         changes_of(vectors, tile),
-        CONFIRMED if time < -NOISE and compute > 0 else THAT_GPU,
-        f"{sectors_of(vectors)} of 16 bytes a thread, against {sectors_of(tile)} of 4 bytes.",
+        same_changes((compute, 1.83), (memory, 0.39)),
+        f"{sectors_of(vectors)} of 16 bytes a thread, against {sectors_of(tile)} of 4 bytes, and "
+        f"instructions {signed(instructions)}: the units of an SM have less to do.",
     )
 
 
 def _float4_large_block(records: Records) -> Finding:
     large, small = (transpose(records, f"float4, {shape}") for shape in ("32x32", "8x8"))
-    compute = changes(large, small)[1]
+    _, compute, memory = changes(large, small)
     return Finding(
         changes_of(large, small),
-        same_direction(compute, -0.34),
+        same_changes((compute, -0.34), (memory, -0.22)),
         f"{large.kernel['grid'][0] * large.kernel['grid'][1]} blocks of 1024 threads for 132 SMs, "
-        f"and an occupancy of {large.counter('occupancy_percent'):.0f} % against "
-        f"{small.counter('occupancy_percent'):.0f} %.",
+        "and each warp is as wide as the block, so that it stores to 32 rows: "
+        f"{_efficiency_of(large)}, against {_efficiency_of(small)}.",
     )
 
 
@@ -220,21 +245,26 @@ def _float4_small_block(records: Records) -> Finding:
     time = change(warp.seconds, block.seconds)
     return Finding(
         f"time {signed(time)} (a block of one warp)",
-        same_direction(time, 0.08),
-        f"Occupancy {warp.counter('occupancy_percent'):.0f} % against "
-        f"{block.counter('occupancy_percent'):.0f} %: at most 32 blocks fit an SM.",
+        same_changes((time, 0.08)),
+        f"{_threads(warp):,} threads either way, {_threads(warp) // 132} an SM, which all fit at "
+        f"once: occupancy {warp.counter('occupancy_percent'):.0f} % and "
+        f"{block.counter('occupancy_percent'):.0f} %.",
     )
 
 
-def _float2(records: Records, block: str, slower: float) -> Finding:
+def _threads(measured: Measured) -> int:
+    return math.prod(measured.kernel["grid"]) * math.prod(measured.kernel["block"])
+
+
+def _float2(records: Records, block: str, slower: float, less_dram: float) -> Finding:
     float2, float4 = transpose(records, f"float2, {block}"), transpose(records, "float4, 8x8")
     time = change(float2.seconds, float4.seconds)
     dram = change(float2.counter("dram_percent"), float4.counter("dram_percent"))
     return Finding(
         f"time {signed(time)}, DRAM {signed(dram)}; long scoreboard "
         f"{float4.stall('long_scoreboard'):.1f} to {float2.stall('long_scoreboard'):.1f} cycles",
-        same_direction(time, slower),
-        f"{sectors_of(float2)} against {sectors_of(float4)}; occupancy "
+        same_changes((time, slower), (dram, -less_dram)),
+        f"{_efficiency_of(float2)}, against {_efficiency_of(float4)}; occupancy "
         f"{float2.counter('occupancy_percent'):.0f} % against "
         f"{float4.counter('occupancy_percent'):.0f} %.",
     )
@@ -274,9 +304,9 @@ T = [
     Claim("float4: a block of 32x32 loses 34 % compute and 22 % memory", _float4_large_block),
     Claim("float4: 8x4 is 8 % slower than 8x8", _float4_small_block),
     Claim("float2 is 27 % slower than float4 at equal block 8x8; DRAM -36 %",
-          lambda records: _float2(records, "8x8", 0.27)),
+          lambda records: _float2(records, "8x8", 0.27, 0.36)),
     Claim("float2 is 44 % slower at equal data, block 16x16; DRAM -43 %; long scoreboard 16 to "
-          "9.5 cycles", lambda records: _float2(records, "16x16", 0.44)),
+          "9.5 cycles", lambda records: _float2(records, "16x16", 0.44, 0.43)),
     Claim("one row by two columns a thread (proposed, not measured) is worth trying", _one_by_two),
 ]  # fmt: skip
 
@@ -306,8 +336,8 @@ def _not_square(records: Records) -> Finding:
             f"{shape} {duration(m.seconds)} with {sectors_of(m)}" for shape, m in found.items()
         ),
         CONFIRMED if all(m.rung["failure"] is None for m in found.values()) else REFUTED,
-        "Right at either shape: the tile is stored as it was read, and threads are dealt out anew "
-        "for the way out. What a side shorter than 32 costs is in the sectors.",
+        "Right at either shape: the tile is kept as it was read, and threads are dealt out anew "
+        "for the way out. Eight floats are a whole sector, so a side of eight wastes none.",
     )
 
 

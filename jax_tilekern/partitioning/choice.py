@@ -166,7 +166,12 @@ class _Choice:
         wanted = [label_of(dims, digits, a) for dims, digits, _ in self.results]
         splittable = self.rule.splittable
         labels = list(dict.fromkeys(x for x in (*now, *wanted) if x in splittable))
-        able = [x for x in labels if self._can_split(x, a, parts, {*now, *wanted})]
+        reductions = self.rule.reductions
+        able = [
+            x
+            for x in labels
+            if self._can_split(x, a, parts, {*now, *(() if x in reductions else wanted)})
+        ]
         for label in able:
             if all(
                 current == label if label in dims else current is None

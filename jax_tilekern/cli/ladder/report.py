@@ -205,5 +205,8 @@ def _draw_counters(axes: Any, deciding: Mapping[str, str], problem: Record) -> N
         ]
         positions = [number - 0.4 + height * (place + 0.5) for number in range(len(values))]
         axes.barh(positions, values, height=height, color=f"C{place}", label=label)
-    axes.legend(fontsize="small", loc="lower right")
+    # Above the axes, where the title of the speeds is: below them a legend would hide bars.
+    axes.legend(
+        fontsize="small", loc="lower left", bbox_to_anchor=(0, 1), ncols=len(deciding), frameon=False
+    )
     axes.grid(axis="x", alpha=0.3)

@@ -1,0 +1,200 @@
+"""How a call is shared out: shardings as digits, and the choice among ways to split a call."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded import devices
+
+import jax_tilekern as jtk
+from jax_tilekern.partitioning.choice import choose_split
+from jax_tilekern.partitioning.digits import Digit, common_digits, sharding_of
+from jax_tilekern.partitioning.params_text import from_text, to_text
+from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.plans.contraction import Contraction
+
+M, N, K = range(3)
+
+
+def product(m, k, n):
+    sizes = {M: m, K: k, N: n}
+    return ShardingRule(((M, K), (K, N)), ((M, N),), sizes, flops=2 * m * k * n)
+
+
+def split_of(rule, radix, lhs, rhs, out, itemsize=2):
+    """Split a product; for each array, the dimension that each digit splits, major first."""
+
+    def digits(dims):
+        weights = {}
+        found = []
+        for a in reversed(range(len(radix))):
+            dim = dims[a]
+            weight = weights.get(dim, 1)
+            weights[dim] = weight * radix[a]
+            found.append(None if dim is None else Digit(dim, weight))
+        return tuple(reversed(found))
+
+    nbytes = [
+        itemsize * math.prod(rule.sizes[x] for x in dims)
+        for dims in (*rule.operands, *rule.results)
+    ]
+    return choose_split(
+        rule, radix, [digits(lhs), digits(rhs)], [digits(out)], nbytes[:2], nbytes[2:]
+    )
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (4, 2), (2, 2, 2), (2, 3), (6,)])
+def test_shardings_are_digits_and_back(shape):
+    names = "abc"[: len(shape)]
+    count = math.prod(shape)
+    mesh = jax.make_mesh(
+        shape, tuple(names), (AxisType.Auto,) * len(shape), devices=jax.devices("cpu")[:count]
+    )
+    parts = [None, *names, *itertools.permutations(names, 2)]
+    for spec in itertools.product(parts, repeat=2):
+        used = [a for part in spec for a in (part or ())]
+        if len(set(used)) < len(used):
+            continue
+        sharding = NamedSharding(mesh, P(*spec))._to_xla_hlo_sharding(2)
+        radix, (digits,) = common_digits([sharding], [2])
+        if sharding.is_replicated():
+            assert digits == (None,) * len(radix)
+            continue
+        assert math.prod(radix) == count
+        dims = [
+            sorted(
+                (a for a, digit in enumerate(digits) if digit and digit.dimension == dim),
+                key=lambda a: -digits[a].weight,
+            )
+            for dim in range(2)
+        ]
+        back = sharding_of(dims, radix)
+        shard_shape = NamedSharding(mesh, P(*spec)).shard_shape((count * 2, count * 2))
+        assert tuple(back.tile_assignment_dimensions()[:2]) == tuple(
+            count * 2 // size for size in shard_shape
+        )
+        own, found = (
+            np.array(s.tile_assignment_devices()).reshape(s.tile_assignment_dimensions())
+            for s in (sharding, back)
+        )
+        tiles = own.shape[:2]
+        for index in np.ndindex(*tiles):
+            assert set(own[index].ravel()) == set(found[index].ravel())
+
+
+def test_what_is_split_alike_stays():
+    split = split_of(product(64, 64, 64), (2,), (1,), (0,), (None,))
+    assert split.digits[K] == (0,)
+    assert split.summed == ((0,),)
+    assert split.operand_digits == (((), (0,)), ((0,), ()))
+
+
+def test_a_sum_is_scattered_where_the_result_is_split():
+    split = split_of(product(64, 64, 64), (2, 2), (0, 1), (None, 0), (0, 1))
+    assert split.digits == {M: (0,), K: (1,), N: ()}
+    assert split.scattered == (((), (1,)),)
+    assert split.result_digits == (((0,), (1,)),)
+    assert not any(split.summed)
+
+
+def test_the_smaller_operand_is_gathered():
+    large = split_of(product(4096, 64, 64), (2,), (0,), (1,), (0,))
+    assert large.digits[M] == (0,)
+    assert large.operand_digits[1] == ((), ())
+    small = split_of(product(64, 64, 4096), (2,), (0,), (1,), (1,))
+    assert small.digits[N] == (0,)
+    assert small.operand_digits[0] == ((), ())
+
+
+def test_a_digit_that_changes_dimension_is_an_all_to_all():
+    # Weights are larger than what passes through them, and both have the same axis.
+    split = split_of(product(64, 4096, 4096), (2,), (0,), (0,), (0,))
+    assert split.digits[K] == (0,)
+    ((move,), ()) = split.operand_moves
+    assert move.digits == (0,)
+    assert (move.source, move.target, move.whole) == (0, 1, False)
+    assert split.operand_digits[0] == ((0,), ())
+    assert split.scattered == (((0,), ()),)
+
+
+def test_large_products_are_not_computed_twice():
+    split = split_of(product(8192, 8192, 28672), (2, 2), (0, 0), (None, None), (None, None))
+    assert split.digits[M] == (0, 1)
+
+
+@pytest.mark.parametrize("k", [3, 5, 7])
+def test_padding_is_not_moved_or_scattered(k):
+    split = split_of(product(16, k, 16), (2, 2), (1, 1), (0, 0), (0, 0))
+    assert split.digits[K] == (0, 1)
+    assert split.local_size(K) == math.ceil(k / 4)
+    crossed = split_of(product(16, k, 16), (2,), (0,), (0,), (0,))
+    assert crossed.digits[K] == ()
+
+
+def test_a_reduction_without_neutral_padding_is_split_evenly():
+    for size, digits in ((8, (0,)), (7, ())):
+        rule = ShardingRule(((0,),), ((),), {0: size}, flops=size, zero_padding=False)
+        split = choose_split(rule, (2,), [(Digit(0, 1),)], [(None,)], [4 * size], [4])
+        assert split.digits[0] == digits
+
+
+def test_labels_of_some_results_are_whole():
+    rule = ShardingRule(((0, 1),), ((0, 1), (0,)), {0: 8, 1: 8}, flops=64)
+    assert rule.splittable == {0}
+    assert rule.reductions == ()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"contraction": Contraction((0, 1), (1, 2), (0, 2)), "precision": None},
+        {"precision": (lax.Precision.HIGHEST, lax.Precision.DEFAULT), "out_sharding": None},
+        {"precision": lax.DotAlgorithmPreset.BF16_BF16_F32_X3, "axes": (1, 0)},
+        {"out_dtype": np.dtype(jnp.bfloat16), "flag": True, "x": 1.5, "name": "a"},
+        {
+            "precision": lax.DotAlgorithm(
+                np.dtype(np.float16), np.dtype(np.float16), np.dtype(np.float32), 1, 1, 1, False
+            )
+        },
+    ],
+    ids=lambda params: "-".join(params),
+)
+def test_parameters_are_text_and_back(params):
+    text = to_text(params)
+    assert from_text(text) == params
+    assert to_text(from_text(text)) == text
+
+
+def test_objects_without_text_stand_for_themselves_in_this_process():
+    kernel = object()
+    assert from_text(to_text({"settings": kernel}))["settings"] is kernel
+    with pytest.raises(RuntimeError, match="another process"):
+        from_text('{"dict": {"settings": {"object": "somewhere-0"}}}')
+
+
+def test_tuned_choices_are_part_of_the_text():
+    """So that no program is found that was made with others."""
+    pytest.importorskip("jaxlib")
+    from jax_tilekern.partitioning.call import _operations, _text
+    from jax_tilekern.plans.tuned import TunedChoice, TunedChoices, using
+
+    operation = _operations["tilekern_contract"]
+    texts = []
+    with jtk.gpu_target("sm_90") as gpu:
+        for winner in ("a", "b"):
+            choices = TunedChoices(None)
+            choice = TunedChoice(winner, "a", {"a": 1.0, "b": 2.0}, "", "", "", "")
+            choices._of(gpu.name)["product"] = choice
+            with using(choices):
+                texts.append(_text(operation, "cuda", {}))
+    assert texts[0] != texts[1]
+    assert gpu.name in texts[0]
