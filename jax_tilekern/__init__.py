@@ -6,6 +6,9 @@ import pkgutil
 # compiled module then comes from there.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
+# JAX's own policies see the library's products: remat.py.
+from jax import checkpoint_policies
+
 from jax_tilekern.cost import cost_analysis
 from jax_tilekern.explain import Explanation, explain
 from jax_tilekern.ffi import FFI_TARGETS
@@ -17,8 +20,10 @@ from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
 from jax_tilekern.ops.matmul import dot_general, matmul
 from jax_tilekern.ops.ragged_dot import ragged_dot, ragged_dot_general
 from jax_tilekern.ops.sum import sum
+from jax_tilekern.ops.tensor_products import einsum, inner, multi_dot, tensordot, vecdot
 from jax_tilekern.ops.transpose import transpose
 from jax_tilekern.ops.vector_products import dot, matvec, vdot, vecmat
+from jax_tilekern.patch import patch
 from jax_tilekern.plans.gpu import Gpu, NoGpu, gpu_target
 from jax_tilekern.plans.launch import TensorMap
 from jax_tilekern.tuning import tune
@@ -36,22 +41,29 @@ __all__ = [
     "NoGpu",
     "TensorMap",
     "add",
+    "checkpoint_policies",
     "cost_analysis",
     "cuda_kernel",
     "cxx_type",
     "disabled",
     "dot",
     "dot_general",
+    "einsum",
     "explain",
     "gpu_target",
+    "inner",
     "matmul",
     "matvec",
+    "multi_dot",
+    "patch",
     "ragged_dot",
     "ragged_dot_general",
     "strict",
     "sum",
+    "tensordot",
     "transpose",
     "tune",
     "vdot",
+    "vecdot",
     "vecmat",
 ]

@@ -5,8 +5,9 @@ Each entry names the change it hides. Supported: jax 0.10 and later.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import lax
@@ -15,6 +16,7 @@ from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax._src.lib import mlir as _mlir_lib
 from jax._src.lib.mlir.dialects import func as _func
@@ -23,19 +25,24 @@ from jax.interpreters import ad, batching, mlir
 __all__ = [
     "Primitive",
     "ShardingTypeError",
+    "Var",
     "abstract_results",
     "ad",
     "apply_primitive",
     "batching",
     "canonicalize_dtype",
     "canonicalize_precision",
+    "dot_general_p",
     "explicit_sharding",
     "func",
+    "in_pallas_kernel",
     "inlined_when_traced",
     "ir",
     "lower_per_platform",
     "mlir",
+    "ragged_dot_general_p",
     "register_batching",
+    "remat_case",
     "result_type",
     "sharding_under_vmap",
     "transposed_from",
@@ -47,8 +54,9 @@ __all__ = [
     "zero_tangent",
 ]
 
-# jax.extend.core exports it, and imports all of Pallas on the way (60 ms).
+# jax.extend.core exports them, and imports all of Pallas on the way (60 ms).
 Primitive = _core.Primitive
+Var = _core.Var
 
 # jax.extend.mlir exports them, and imports all of Pallas on the way (45 ms).
 ir: Any = _mlir_lib.ir  # type: ignore[attr-defined]
@@ -69,6 +77,10 @@ ShardingTypeError: type[Exception] = _core.ShardingTypeError
 
 # jax.interpreters.xla.apply_primitive is deprecated; this is what it forwards to.
 apply_primitive: Callable[..., Any] = _dispatch.apply_primitive
+
+# Not exported by jax.lax, which exports the other one.
+dot_general_p = _lax.dot_general_p
+ragged_dot_general_p = _lax.ragged_dot_general_p
 
 
 def with_type(x: jax.Array, dtype: Any, weak_type: bool) -> jax.Array:
@@ -186,3 +198,26 @@ def register_batching(primitive: Any, rule: Callable[..., Any]) -> None:
 def sharding_under_vmap(axis_data: Any, sharding: Any, dim: int) -> Any:
     """Return the sharding of a result that has the mapped axis at ``dim`` as well."""
     return None if sharding is None else _batching.get_sharding_for_vmap(axis_data, sharding, dim)
+
+
+# What is traced, and what is saved of it.
+
+
+def in_pallas_kernel() -> bool:
+    """Whether a Pallas kernel is being traced, whose lowering knows JAX's own primitives alone."""
+    # Imported by whoever has a kernel to trace.
+    pallas = sys.modules.get("jax._src.pallas.core")
+    if pallas is None:
+        return False
+    try:
+        return pallas.axis_frame() is not None
+    except AssertionError:  # Outside of a kernel, unless Python runs with -O.
+        return False
+
+
+def remat_case(verdict: Any) -> Literal["save", "recompute"] | tuple[Any, Any]:
+    """Read what a checkpoint policy returned: a tuple has the memories to fetch from and to."""
+    case = _partial_eval.ensure_enum(verdict)
+    if isinstance(case, _partial_eval.Offloadable):
+        return _core.mem_kind_to_space(case.src), _core.mem_kind_to_space(case.dst)
+    return "save" if isinstance(case, _partial_eval.SaveableType) else "recompute"

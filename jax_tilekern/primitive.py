@@ -15,14 +15,16 @@ kernels compute it on each platform. :func:`define` makes the JAX primitive from
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jax_tilekern import compat, modes
+from jax_tilekern import compat, modes, remat
 from jax_tilekern.choices import record_choice
 from jax_tilekern.compat import ad, mlir
+from jax_tilekern.interception import by_xla
 from jax_tilekern.linearity import cotangents_in, tangents_out
 from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.call import PartitionedOperation, lower_partitioned, register
@@ -124,6 +126,9 @@ class Operation:
     in_float32
         ``in_float32(**params)`` returns the parameters of a call that gives its result in float32,
         for partial results that are added up over devices.
+    stands_for
+        ``stands_for(**params)`` gives the primitive of JAX's, and its parameters, as which
+        checkpoint policies see the operation. Without it they see the operation itself.
     """
 
     name: str
@@ -136,10 +141,12 @@ class Operation:
     localised: Callable[..., Sequence[Any]] | None = None
     source: Callable[..., Source] | None = None
     in_float32: Callable[..., Params] | None = None
+    stands_for: remat.StandsFor | None = None
 
 
 def define(operation: Operation) -> Callable[..., Any]:
     """Make the primitive of ``operation``; return the function that binds it."""
+    operation = dataclasses.replace(operation, reference=by_xla(operation.reference))
     primitive = compat.Primitive(operation.name)
     primitive.def_impl(functools.partial(compat.apply_primitive, primitive))
     primitive.def_abstract_eval(_abstract_evaluation(operation))
@@ -195,6 +202,8 @@ def define(operation: Operation) -> Callable[..., Any]:
         functools.partial(compat.lower_per_platform, operation.name, rules, elsewhere),
         cacheable=False,
     )
+    if operation.stands_for is not None:
+        remat.register(primitive, operation.stands_for)
     return bind
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_tilekern import compat, ffi
+from jax_tilekern import compat, ffi, interception
 from jax_tilekern.compat import mlir
 from jax_tilekern.device_time import run_blocks
 from jax_tilekern.nvrtc import CompileError
@@ -133,6 +133,7 @@ class _Problem:
         )
         return cls(lhs, rhs, out, product.arithmetic)
 
+    @interception.by_xla
     def by_xla(self, lhs: Array, rhs: Array) -> Array:
         """Compute it as the fallback does: in one operation, if that has the result's order."""
         contraction = Contraction(self.lhs.labels, self.rhs.labels, self.out.labels)

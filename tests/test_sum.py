@@ -1,6 +1,7 @@
 """``sum`` has the semantics of ``jnp.sum``, float64's values, and all of JAX's transformations."""
 
 import functools
+import inspect
 import re
 
 import jax
@@ -139,6 +140,10 @@ def test_results_of_another_type(rng, dtype):
         (np.ones((2, 3)), {"axis": 1.5}),
         ([1, 2], {}),
         (np.ones(3), {"dtype": "nonsense"}),
+        (np.ones(3), {"out": np.ones(())}),
+        (np.ones(3), {"initial": np.ones(3)}),
+        (np.ones(3), {"where": np.ones(3)}),
+        (np.ones(3), {"where": np.ones(2, bool)}),
     ],
 )
 def test_errors_are_jaxs(x, arguments):
@@ -146,6 +151,61 @@ def test_errors_are_jaxs(x, arguments):
         jnp.sum(x, **arguments)
     with pytest.raises(theirs.type, match=re.escape(str(theirs.value))):
         jtk.sum(x, **arguments)
+
+
+def test_the_signature_is_jaxs():
+    def parameters(f):
+        return [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
+
+    assert parameters(jtk.sum) == parameters(jnp.sum)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, np.int8, np.complex64, np.bool_])
+@pytest.mark.parametrize(("shape", "axis"), [((37, 129), 1), ((7, 5, 3), (0, 2)), ((0, 3), 0)])
+def test_where_initial_and_promotion(rng, x64, shape, axis, dtype):
+    x = jnp.asarray(rng.random(shape) < 0.5) if dtype == np.bool_ else random(rng, shape, dtype)
+    where = jnp.asarray(rng.random(shape[1:]) < 0.5)
+    masked = np.where(where, x, np.zeros((), dtype))
+    for keywords in (
+        {"where": where},
+        {"initial": 3},
+        {"where": where, "initial": jnp.asarray(2), "keepdims": True},
+        {"promote_integers": False},
+        {"promote_integers": False, "initial": True, "where": False},
+        {"dtype": np.result_type(dtype, np.float32), "initial": 1.5, "where": where},
+    ):
+        found = jax.jit(functools.partial(jtk.sum, axis=axis, **keywords))(x)
+        theirs = jnp.sum(x, axis, **keywords)
+        assert jax.typeof(found) == jax.typeof(theirs)
+        mask = keywords.get("where", True)
+        used = x if mask is True else x * 0 if mask is False else jnp.asarray(masked)
+        expected = exact(used).sum(axis, keepdims=keywords.get("keepdims", False))
+        expected = expected + exact(np.asarray(keywords.get("initial", 0), theirs.dtype))
+        if found.dtype.kind in "iub":
+            np.testing.assert_array_equal(found, expected.astype(found.dtype))
+            continue
+        kind = {"complex64": np.float32}.get(str(found.dtype), found.dtype)
+        # The sum, the addition of a number up to 3, and the rounding of both.
+        bound = float_bound(used, axis, kind).reshape(expected.shape) + rounding(expected, kind)
+        error = np.abs(exact(found) - expected)
+        assert (error <= bound + 4 * UNIT_ROUNDOFF[accumulator(kind)]).all()
+
+
+def test_what_is_left_out_may_be_anything(rng):
+    x = jnp.asarray([[1.0, np.nan, 2.0], [np.inf, 3.0, 4.0]])
+    where = jnp.isfinite(x)
+    np.testing.assert_array_equal(jtk.sum(x, 1, where=where), [3, 7])
+    gradient = jax.grad(lambda x: jtk.sum(x, where=where, initial=5.0))(x)
+    np.testing.assert_array_equal(gradient, where.astype(np.float32))
+    np.testing.assert_array_equal(jax.grad(lambda i: jtk.sum(x, initial=i, where=where))(2.0), 1)
+    each = jax.vmap(lambda x, where: jtk.sum(x, where=where))(x, where)
+    np.testing.assert_array_equal(each, [3, 7])
+
+
+def test_initial_is_added_before_rounding():
+    """256 + 1 is no bfloat16, and the sum of 256 and 1.5 rounds to 258 only if not to 256 first."""
+    x = jnp.asarray([256, 1], BF16)
+    assert jtk.sum(x, initial=0.5) == jnp.sum(x, initial=0.5) == 258
 
 
 def test_what_is_no_array_is_refused():

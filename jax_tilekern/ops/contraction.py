@@ -280,6 +280,17 @@ def _planner(platform: Platform) -> Planner:
     return Planner(functools.partial(_refusal, platform), functools.partial(_plan, platform))
 
 
+def _as_dot_general(
+    contraction: Contraction, precision: Any, out_dtype: np.dtype[Any], **_: Any
+) -> tuple[compat.Primitive, dict[str, Any]]:
+    return compat.dot_general_p, {
+        "dimension_numbers": contraction.dimension_numbers,
+        "precision": precision,
+        "preferred_element_type": out_dtype,
+        "out_sharding": None,
+    }
+
+
 _bind = primitive.define(
     Operation(
         name="tilekern_contract",
@@ -298,5 +309,6 @@ _bind = primitive.define(
         describe=lambda contraction, **_: str(contraction),
         source=_source,
         in_float32=lambda **params: {**params, "out_dtype": np.dtype(np.float32)},
+        stands_for=_as_dot_general,
     )
 )

@@ -34,10 +34,14 @@ _CPU_DTYPES = tuple(
 
 @jitted("axis", "dtype", "keepdims")
 def sum(
-    x: ArrayLike,
+    a: ArrayLike,
     axis: int | Sequence[int] | None = None,
     dtype: DTypeLike | None = None,
+    out: None = None,
     keepdims: bool = False,
+    initial: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    promote_integers: bool = True,
 ) -> Array:
     """Sum over axes, with the semantics of :func:`jax.numpy.sum`.
 
@@ -45,15 +49,24 @@ def sum(
 
     Parameters
     ----------
-    x
+    a
         Array of any rank.
     axis
         One axis or several, which may be negative; ``None`` is all of them.
     dtype
-        Type of the result. By default that of ``x``, with integers and booleans promoted as JAX
+        Type of the result. By default that of ``a``, with integers and booleans promoted as JAX
         promotes them. Floats are summed in float32 at least, and rounded once.
+    out
+        Not supported, as in JAX.
     keepdims
         Whether the summed axes stay, with size 1.
+    initial
+        A scalar that is added to every sum.
+    where
+        Which elements are summed, booleans that broadcast against ``a``.
+    promote_integers
+        Whether small integers are summed in JAX's default integer type, if there is no ``dtype``;
+        otherwise in their own.
 
     Returns
     -------
@@ -63,9 +76,12 @@ def sum(
     Raises
     ------
     ValueError
-        If an axis is out of range, or named twice.
+        If an axis is out of range, or named twice, ``initial`` is not a scalar, or ``where`` is not
+        boolean or does not broadcast.
     TypeError
-        If ``x`` is not an array, or an axis not an integer.
+        If ``a`` is not an array, or an axis not an integer.
+    NotImplementedError
+        If there is an ``out``.
 
     Examples
     --------
@@ -75,18 +91,41 @@ def sum(
     Array([3., 3., 3., 3.], dtype=float32)
     """
     result = jax.eval_shape(
-        functools.partial(jnp.sum, axis=axis, dtype=dtype, keepdims=keepdims), x
+        functools.partial(
+            jnp.sum,
+            axis=axis,
+            dtype=dtype,
+            out=out,
+            keepdims=keepdims,
+            promote_integers=promote_integers,
+        ),
+        a,
+        initial=initial,
+        where=where,
     )
-    x = jnp.asarray(x)
+    a = jnp.asarray(a)
     if axis is None:
-        axes = tuple(range(x.ndim))
+        axes = tuple(range(a.ndim))
     else:
         given = axis if isinstance(axis, Sequence) else (axis,)
-        axes = tuple(sorted(operator.index(a) % x.ndim for a in given))
-    total = _bind(x, axes=axes, dtype=result.dtype)
+        axes = tuple(sorted(operator.index(x) % a.ndim for x in given))
+    if where is not None:
+        a = jnp.where(where, a, jnp.zeros((), a.dtype))
+    if initial is None:
+        total = _bind(a, axes=axes, dtype=result.dtype)
+    else:
+        total = _with_initial(a, axes, result.dtype, initial)
     if keepdims:
         total = lax.expand_dims(total, axes)
     return compat.with_type(total, result.dtype, result.weak_type)
+
+
+def _with_initial(a: Array, axes: Axes, dtype: np.dtype[Any], initial: ArrayLike) -> Array:
+    """Add ``initial`` before anything is rounded to 16 bits."""
+    sums = np.dtype(np.float32) if dtype in (jnp.bfloat16, np.float16) else dtype
+    total = _bind(a, axes=axes, dtype=sums)
+    initial = lax.convert_element_type(initial, sums)
+    return lax.bitwise_or(initial, total) if dtype.kind == "b" else lax.add(initial, total)
 
 
 def _reference(x: Array, *, axes: Axes, dtype: np.dtype[Any]) -> Array:

@@ -1,0 +1,228 @@
+"""Tensor products: JAX's own functions, whose products trace to the primitive of matrix products.
+
+JAX says which ``dot_general`` a tensor product is, and in which order several of them are
+cheapest; :func:`jax_tilekern.patch` lets each be this library's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_tilekern.patch import patch
+
+
+@patch()
+def einsum(
+    subscripts: Any,
+    /,
+    *operands: Any,
+    out: None = None,
+    optimize: str | bool | list[tuple[int, ...]] = "auto",
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+) -> Array:
+    """Einstein summation, with the semantics of :func:`jax.numpy.einsum`.
+
+    Parameters
+    ----------
+    subscripts
+        Labels of the dimensions, for example ``"bqhd,bkhd->bhqk"``; or the first operand, followed
+        by the labels of its dimensions as a sequence, and so on.
+    *operands
+        Arrays of any rank, and any number of them: a path of products of two is chosen.
+    out
+        Not supported, as in JAX.
+    optimize
+        How the path is chosen: ``"auto"``, ``"optimal"``, ``"greedy"``, whether to choose at all,
+        or the path itself, as :func:`jax.numpy.einsum_path` returns it.
+    precision, preferred_element_type
+        As in :func:`jax_tilekern.matmul`.
+    out_sharding
+        As in :func:`jax_tilekern.dot_general`.
+
+    Returns
+    -------
+    Array
+        Its dimensions are the labels after the arrow.
+
+    Raises
+    ------
+    ValueError
+        If the subscripts do not fit the operands.
+    TypeError
+        If an operand is not an array, or sizes of a label differ.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> q, k = jnp.ones((2, 5, 3, 8)), jnp.ones((2, 7, 3, 8))
+    >>> jtk.einsum("bqhd,bkhd->bhqk", q, k).shape
+    (2, 3, 5, 7)
+    """
+    return jnp.einsum(
+        subscripts,
+        *operands,
+        out=out,
+        optimize=optimize,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
+    )
+
+
+@patch()
+def tensordot(
+    a: ArrayLike,
+    b: ArrayLike,
+    axes: int | Sequence[int] | Sequence[Sequence[int]] = 2,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+) -> Array:
+    """Sum of products over given axes, with the semantics of :func:`jax.numpy.tensordot`.
+
+    Parameters
+    ----------
+    a, b
+        Arrays of any rank.
+    axes
+        How many of the last axes of ``a`` and the first of ``b`` are contracted, in order; or the
+        axes of each, which may be negative.
+    precision, preferred_element_type
+        As in :func:`jax_tilekern.matmul`.
+    out_sharding
+        As in :func:`jax_tilekern.dot_general`.
+
+    Returns
+    -------
+    Array
+        Its dimensions are those of ``a`` that are not contracted, then those of ``b``.
+
+    Raises
+    ------
+    TypeError
+        If an operand is not an array, or contracted sizes or numbers of axes differ.
+    """
+    return jnp.tensordot(
+        a,
+        b,
+        axes,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
+    )
+
+
+@patch()
+def inner(
+    a: ArrayLike,
+    b: ArrayLike,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Array:
+    """Sum of products over the last axes, with the semantics of :func:`jax.numpy.inner`.
+
+    Parameters
+    ----------
+    a
+        Array of shape ``(..., k)``, or a scalar. It is not conjugated.
+    b
+        Array of shape ``(..., k)``, or a scalar. Leading dimensions of the two do not broadcast:
+        the result has those of ``a``, then those of ``b``.
+    precision, preferred_element_type
+        As in :func:`jax_tilekern.dot`.
+
+    Returns
+    -------
+    Array
+        A scalar for two vectors.
+
+    Raises
+    ------
+    TypeError
+        If an operand is not an array, or the last sizes differ.
+    """
+    return jnp.inner(a, b, precision=precision, preferred_element_type=preferred_element_type)
+
+
+@patch()
+def vecdot(
+    x1: ArrayLike,
+    x2: ArrayLike,
+    /,
+    *,
+    axis: int = -1,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Array:
+    """Dot products of pairs of vectors, with the semantics of :func:`jax.numpy.vecdot`.
+
+    Parameters
+    ----------
+    x1
+        Array of any shape; conjugated if it is complex.
+    x2
+        Array of any shape. Dimensions other than ``axis`` broadcast against those of ``x1``.
+    axis
+        Where both have their vectors.
+    precision, preferred_element_type
+        As in :func:`jax_tilekern.dot`.
+
+    Returns
+    -------
+    Array
+        Without the vectors' axis.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not fit.
+    TypeError
+        If an operand is not an array.
+    """
+    return jnp.vecdot(
+        x1, x2, axis=axis, precision=precision, preferred_element_type=preferred_element_type
+    )
+
+
+@patch()
+def multi_dot(arrays: Sequence[ArrayLike], *, precision: lax.PrecisionLike = None) -> Array:
+    """Product of several matrices in the cheapest order, as :func:`jax.numpy.linalg.multi_dot`.
+
+    Parameters
+    ----------
+    arrays
+        Two or more matrices, of which the first may be a row vector and the last a column vector,
+        both one-dimensional.
+    precision
+        As in :func:`jax_tilekern.matmul`.
+
+    Returns
+    -------
+    Array
+        Their product.
+
+    Raises
+    ------
+    ValueError
+        If their ranks or sizes do not fit.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> u, v, x = jnp.ones((500, 2)), jnp.ones((2, 500)), jnp.ones(500)
+    >>> [choice.result for choice in jtk.explain(lambda *xs: jtk.multi_dot(xs), u, v, x)]
+    ['f32[2]', 'f32[500]']
+    """
+    return jnp.linalg.multi_dot(arrays, precision=precision)

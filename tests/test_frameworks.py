@@ -1,0 +1,210 @@
+"""Models and solvers that nobody here wrote compute the same with the library's products."""
+
+import functools
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from guides import DOCS, run_snippets
+from jaxprs import products, traced
+from numerics import random
+
+import jax_tilekern as jtk
+
+optax = pytest.importorskip("optax")
+
+# One process has what several tests train.
+pytestmark = pytest.mark.xdist_group("frameworks")
+
+_FILE = Path(__file__).parent.parent / "examples" / "frameworks.py"
+_SPEC = importlib.util.spec_from_file_location("example_frameworks", _FILE)
+frameworks = importlib.util.module_from_spec(_SPEC)
+sys.modules["example_frameworks"] = frameworks
+_SPEC.loader.exec_module(frameworks)
+
+PACKAGES = {"Equinox": "equinox", "Haiku": "haiku"}
+WAYS = [
+    *((name, "hook") for name in frameworks.HOOKED),
+    *((name, "patch") for name in frameworks.MODELS),
+]
+# Of float32 each product errs by a few roundings of 6e-8, and 50 steps of training let the
+# parameters drift apart by about their sum.
+DRIFT = 2e-5
+
+
+@pytest.fixture(autouse=True)
+def plain_float32():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@functools.cache
+def losses(name, way, optimizer="adam"):
+    return np.array(frameworks.train(name, way, optimizer))
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_fifty_steps_have_the_same_losses(name, way):
+    pytest.importorskip(PACKAGES.get(name, "flax"))
+    found = losses(name, way)
+    np.testing.assert_allclose(found, losses(name, "jax"), rtol=DRIFT)
+    assert found[-1] < found[0] / 3
+
+
+GUIDE = DOCS / "frameworks.md"
+_ROW = re.compile(r"^\| ([\w.]+) \| (hook|patch) \|.* ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
+
+
+def test_the_guide_has_every_row():
+    assert [row[:2] for row in _ROW.findall(GUIDE.read_text())] == sorted(
+        WAYS, key=lambda row: list(frameworks.MODELS).index(row[0])
+    )
+
+
+@pytest.mark.parametrize(("name", "way", "jaxs", "ours"), _ROW.findall(GUIDE.read_text()))
+def test_the_guide_has_these_losses(name, way, jaxs, ours):
+    pytest.importorskip(PACKAGES.get(name, "flax"))
+    assert losses(name, "jax")[-1] == pytest.approx(float(jaxs), rel=DRIFT, abs=5e-6)
+    assert losses(name, way)[-1] == pytest.approx(float(ours), rel=DRIFT, abs=5e-6)
+
+
+def test_snippets_of_the_guide_run():
+    for package in ("flax", *PACKAGES.values()):
+        pytest.importorskip(package)
+    run_snippets(GUIDE.read_text(), str(GUIDE))
+
+
+def arguments(name, hook, optimizer="adam"):
+    model = frameworks.made(name, hook)
+    optimizer = frameworks.OPTIMIZERS[optimizer]()
+    step = frameworks.training_step(model, optimizer)
+    return step, model.params, optimizer.init(model.params), *frameworks.task()
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "optimizer"),
+    [*((*way, "adam") for way in WAYS), *((*way, "muon") for way in WAYS if "flax.linen" in way)],
+)
+def test_every_product_of_a_step_is_named(name, way, optimizer):
+    pytest.importorskip(PACKAGES.get(name, "flax"))
+    expected = traced(*arguments(name, False, optimizer))[1]
+    step, *args = arguments(name, way == "hook", optimizer)
+    if way == "patch":
+        step = jtk.patch()(step)
+    ours, jaxs = traced(step, *args)
+    if (way, optimizer) == ("hook", "muon"):
+        # A hook is the layers'. Newton and Schulz's iterations are the optimizer's.
+        assert ours < expected == ours + jaxs
+        return
+    assert (ours, jaxs) == (expected, 0)
+    choices = jtk.explain(step, *args)
+    # A function that is jitted and called several times is lowered once.
+    assert 0 < len(choices) <= ours
+    assert all(choice.reason for choice in choices)
+    assert sum(choice.kernel is not None for choice in choices) > len(choices) / 2
+
+
+def test_muon_has_products_of_its_own(rng):
+    optimizer = optax.contrib.muon(1e-2)
+    params = {name: random(rng, (8, 8), np.float32) / 3 for name in ("up", "down")}
+    x, y = random(rng, (16, 8), np.float32), random(rng, (16, 8), np.float32)
+
+    def loss(params):
+        return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] - y) ** 2)
+
+    @jax.jit
+    def step(params, state):
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(gradient, state, params)
+        return value, optax.apply_updates(params, updates), state
+
+    def trained(params):
+        state, found = optimizer.init(params), []
+        for _ in range(50):
+            value, params, state = step(params, state)
+            found.append(float(value))
+        return found
+
+    expected = trained(params)
+    with jtk.patch():
+        found = trained(params)
+    # Orthogonalisation makes ones of small singular values, and of their errors.
+    np.testing.assert_allclose(found, expected, rtol=50 * DRIFT)
+    assert found[-1] < found[0]
+
+
+def stable(rng, size):
+    """A matrix near minus one, whose solutions decay."""
+    return random(rng, (size, size), np.float64) / (2 * size) - np.eye(size)
+
+
+def same_inside(function, *args, tolerance):
+    """Compare values and gradients, and see that all products were taken over."""
+    value_and_grad = jax.value_and_grad(function)
+    expected = jax.jit(value_and_grad)(*args)
+    with jtk.patch():
+        jaxpr = jax.make_jaxpr(value_and_grad)(*args)
+    ours, jaxs = products(jaxpr)
+    assert ours > 0
+    assert jaxs == 0
+    found = jax.jit(jax.extend.core.jaxpr_as_fun(jaxpr))(*args)
+    for one, other in zip(found, jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_an_implicit_solver_of_diffrax(rng, x64):
+    diffrax = pytest.importorskip("diffrax")
+
+    def solved(matrix, start):
+        return diffrax.diffeqsolve(
+            diffrax.ODETerm(lambda t, y, matrix: jnp.tanh(matrix @ y)),
+            diffrax.ImplicitEuler(root_finder=diffrax.VeryChord(rtol=1e-6, atol=1e-6)),
+            0.0,
+            1.0,
+            0.1,
+            start,
+            matrix,
+            max_steps=16,
+        ).ys.sum()
+
+    # The iterations of each of the 10 steps end where the error is 1e-6.
+    same_inside(solved, stable(rng, 5), random(rng, (5,), np.float64), tolerance=1e-4)
+
+
+def test_conjugate_gradients_of_lineax(rng, x64):
+    """The operator is a function, of which the solver takes the transpose."""
+    lineax = pytest.importorskip("lineax")
+
+    def solved(matrix, vector):
+        operator = lineax.FunctionLinearOperator(
+            lambda x: matrix @ x, jax.ShapeDtypeStruct((7,), np.float64)
+        )
+        solver = lineax.Normal(lineax.CG(rtol=1e-12, atol=1e-12))
+        return (lineax.linear_solve(operator, vector, solver).value ** 2).sum()
+
+    # The error that is left, by the square of a condition number of a few.
+    same_inside(solved, stable(rng, 7), random(rng, (7,), np.float64), tolerance=1e-8)
+
+
+def test_linear_transpose_and_jacobians(rng, x64):
+    a, x = random(rng, (4, 6), np.float64), random(rng, (6,), np.float64)
+
+    def transposed(function, y):
+        return jax.linear_transpose(function, x)(y)[0]
+
+    y = random(rng, (4,), np.float64)
+    with jtk.patch():
+        found = transposed(lambda x: a @ x, y)
+        forward = jax.jacfwd(lambda x: jnp.tanh(a @ x))(x)
+        reverse = jax.jacrev(lambda x: jnp.tanh(a @ x))(x)
+        assert traced(jax.jacfwd(lambda x: a @ x), x)[1] == 0
+    np.testing.assert_allclose(found, np.asarray(a).T @ y, rtol=1e-13, atol=1e-13)
+    expected = (1 - np.tanh(np.asarray(a) @ x) ** 2)[:, None] * a
+    for jacobian in (forward, reverse):
+        np.testing.assert_allclose(jacobian, expected, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,503 @@
+"""``patch``: what it takes over, for whom and for how long, in every transformation of JAX's."""
+
+import functools
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from jaxprs import traced
+from numerics import random
+
+import jax_tilekern as jtk
+from jax_tilekern import compat
+from jax_tilekern.choices import recorded_choices
+from jax_tilekern.plans.geometry import MatmulGeometry
+from jax_tilekern.plans.product import Product
+from jax_tilekern.product_timing import _Problem
+
+f32 = np.float32
+# A function of JAX's, and the operands that it takes.
+PRODUCTS = {
+    "matmul": (jnp.matmul, ((4, 5), (5, 3))),
+    "matmul, batched": (jnp.matmul, ((2, 1, 4, 5), (3, 5, 3))),
+    "operator": (lambda x, y: x @ y, ((4, 5), (5, 3))),
+    "dot": (jnp.dot, ((4, 5), (2, 5, 3))),
+    "vdot": (jnp.vdot, ((4, 5), (4, 5))),
+    "tensordot": (jnp.tensordot, ((3, 4, 5), (4, 5, 2))),
+    "inner": (jnp.inner, ((4, 5), (3, 5))),
+    "vecdot": (jnp.vecdot, ((4, 5), (4, 5))),
+    "outer by einsum": (functools.partial(jnp.einsum, "i,j->ij"), ((4,), (5,))),
+    "einsum": (functools.partial(jnp.einsum, "bqhd,bkhd->bhqk"), ((2, 4, 3, 5), (2, 6, 3, 5))),
+    "matvec": (jnp.matvec, ((2, 4, 5), (5,))),
+    "vecmat": (jnp.vecmat, ((5,), (2, 5, 4))),
+    "multi_dot": (lambda *xs: jnp.linalg.multi_dot(xs), ((4, 5), (5, 6), (6, 2))),
+    "lax.dot": (lax.dot, ((4, 5), (5, 3))),
+    "lax.batch_matmul": (lax.batch_matmul, ((2, 4, 5), (2, 5, 3))),
+    "lax.dot_general": (
+        functools.partial(lax.dot_general, dimension_numbers=(((1,), (2,)), ((0,), (1,)))),
+        ((2, 5, 4), (3, 2, 5)),
+    ),
+    "lax.ragged_dot": (
+        lambda x, w: lax.ragged_dot(x, w, jnp.array([3, 0, 4])),
+        ((8, 5), (3, 5, 2)),
+    ),
+    "lax.ragged_dot_general": (
+        lambda x, y: lax.ragged_dot_general(
+            x,
+            y,
+            jnp.array([3, 0, 4]),
+            lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], []),
+        ),
+        ((7, 5), (7, 2)),
+    ),
+}
+
+
+def product(x):
+    return x @ x
+
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((6, 6)), f32)
+
+
+@pytest.mark.parametrize(("function", "shapes"), PRODUCTS.values(), ids=PRODUCTS)
+def test_every_product_is_ours_inside_and_jaxs_outside(rng, x64, function, shapes):
+    args = [random(rng, shape, np.float64) for shape in shapes]
+    ours, jaxs = traced(function, *args)
+    assert ours == 0
+    assert jaxs > 0
+    with jtk.patch():
+        assert traced(function, *args) == (jaxs, 0)
+        found = function(*args)
+        types = jax.eval_shape(function, *args)
+    assert traced(function, *args) == (0, jaxs)
+    expected = function(*args)
+    # Both sum at most 20 products of numbers of about 1 in float64.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
+    assert jax.typeof(found) == jax.typeof(expected)
+    assert types == jax.eval_shape(function, *args)
+
+
+def test_parameters_reach_our_product():
+    def function(x, y):
+        return lax.dot_general(
+            x,
+            y,
+            (((0,), (0,)), ((), ())),
+            precision="highest",
+            preferred_element_type=np.float32,
+        )
+
+    x = jnp.ones((4, 3), jnp.bfloat16)
+    with jtk.patch():
+        (eqn,) = jax.make_jaxpr(function)(x, x).eqns
+    assert str(eqn.params["contraction"]) == "km,kn->mn"
+    assert eqn.params["precision"] == (lax.Precision.HIGHEST,) * 2
+    assert eqn.params["out_dtype"] == np.float32
+
+
+@pytest.mark.parametrize("weak", [(True, True), (True, False), (False, True)])
+def test_weak_types_are_kept(weak):
+    operands = [1.5 if is_weak else jnp.asarray(2, jnp.bfloat16) for is_weak in weak]
+    for function in (jnp.dot, functools.partial(jnp.einsum, ",->")):
+        expected = function(*operands)
+        with jtk.patch():
+            found = function(*operands)
+        assert jax.typeof(found) == jax.typeof(expected)
+        assert found == expected
+
+
+def test_errors_are_jaxs():
+    def error(function, *args):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            function(*args)
+        return type(raised.value), str(raised.value)
+
+    numbers = (((0,), (0,)), ((), ()))
+    for function, *args in (
+        (jnp.matmul, jnp.ones((2, 3)), jnp.ones((2, 3))),
+        (jnp.einsum, "ij,jk", jnp.ones((2, 3)), jnp.ones((4, 3))),
+        (lax.dot_general, jnp.ones((2, 3)), jnp.ones((4, 3)), numbers),
+        (lax.dot_general, jnp.ones(()), jnp.ones((4, 3)), numbers),
+        (lax.ragged_dot, jnp.ones((2, 3)), jnp.ones((1, 4, 3)), jnp.array([2])),
+    ):
+        expected = error(function, *args)
+        with jtk.patch():
+            assert error(function, *args) == expected
+
+
+# Where it holds.
+
+
+def test_as_a_decorator():
+    @jtk.patch()
+    def function(x):
+        """What it does."""
+        return x @ x
+
+    assert function.__doc__ == "What it does."
+    assert traced(function, X) == (1, 0)
+    assert traced(jax.jit(function), X) == (1, 0)
+    assert traced(product, X) == (0, 1)
+
+
+def test_nested_and_left_by_an_exception():
+    with jtk.patch():
+        with jtk.patch():
+            assert traced(product, X) == (1, 0)
+        assert traced(product, X) == (1, 0)
+        with pytest.raises(ZeroDivisionError), jtk.patch():
+            raise ZeroDivisionError
+        assert traced(product, X) == (1, 0)
+    with pytest.raises(ZeroDivisionError), jtk.patch():
+        raise ZeroDivisionError
+    assert traced(product, X) == (0, 1)
+
+    @jtk.patch()
+    def recursive(depth):
+        return traced(product, X) if depth == 0 else recursive(depth - 1)
+
+    assert recursive(3) == (1, 0)
+    assert traced(product, X) == (0, 1)
+
+
+def test_in_this_thread_only():
+    inside, looked = threading.Event(), threading.Event()
+    found = {}
+
+    def other():
+        inside.wait(10)
+        found["beside"] = traced(product, X)
+        with jtk.patch():
+            found["patched itself"] = traced(product, X)
+        found["after"] = traced(product, X)
+        looked.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with jtk.patch():
+        inside.set()
+        looked.wait(10)
+        assert traced(product, X) == (1, 0)
+    thread.join()
+    assert found == {"beside": (0, 1), "patched itself": (1, 0), "after": (0, 1)}
+
+
+def test_our_fallbacks_and_references_reach_xla():
+    """complex64 has no kernel, so XLA's product is lowered, and not ours once more."""
+    z = jnp.ones((4, 4), jnp.complex64)
+    with jtk.patch():
+        for function in (
+            product,
+            lambda z: jtk.matmul(z, z),
+            jax.grad(lambda z: (z @ z).real.sum()),
+        ):
+            choices = jtk.explain(function, z)
+            assert choices
+            assert all(choice.kernel is None for choice in choices)
+            assert "no kernel for complex64" in choices[0].reason
+        text = jax.jit(product).lower(z).as_text()
+        np.testing.assert_array_equal(product(z), 4 * np.ones((4, 4)))
+    assert text.count("stablehlo.dot_general") == 1
+    # Lowered where there is no planner at all.
+    with jtk.patch():
+        text = jax.jit(product).trace(X).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("stablehlo.dot_general") == 1
+
+
+def test_our_own_operations_inside():
+    x = jnp.ones((4, 4))
+    sizes = jnp.array([1, 3])
+    for function in (
+        jtk.matmul,
+        jtk.dot,
+        jtk.vdot,
+        lambda x, y: jtk.ragged_dot(x, y[None].repeat(2, 0), sizes),
+    ):
+        expected = function(x, x)
+        with jtk.patch():
+            assert traced(function, x, x) == (1, 0)
+            np.testing.assert_array_equal(function(x, x), expected)
+
+
+def test_eager_calls_compile_our_kernels():
+    """Each with a new shape, so that nothing is compiled before."""
+    with jtk.patch(), recorded_choices() as recorder:
+        lax.dot(jnp.ones((3, 17)), jnp.ones((17, 19)))
+        jnp.matmul(jnp.ones((3, 17)), jnp.ones((17, 23)))
+    assert [choice.result for choice in recorder.choices] == ["f32[3,19]", "f32[3,23]"]
+    assert all(choice.kernel for choice in recorder.choices)
+
+
+def test_what_tuning_compares_with_is_xlas():
+    x, y = jnp.ones((3, 5)), jnp.ones((5, 4))
+    geometry = MatmulGeometry((), 3, 4, 5, (5, 1), (4, 1), (4, 1))
+    problem = _Problem.of(Product(geometry, x.dtype, x.dtype, x.dtype, "f32"))
+    with jtk.patch():
+        assert traced(problem.by_xla, x, y) == (0, 1)
+
+
+# Caches.
+
+
+def test_a_jitted_function_has_a_program_inside_and_another_outside():
+    traces = []
+
+    @jax.jit
+    def function(x):
+        traces.append(None)
+        return jnp.matmul(x, x)  # Itself jitted.
+
+    def text():
+        return function.lower(X).as_text()
+
+    for _ in range(2):
+        function(X)
+        assert "jax_tilekern" not in text()
+        with jtk.patch():
+            function(X)
+            assert "jax_tilekern" in text()
+    assert len(traces) == 2
+
+
+def test_a_cached_call_is_not_looked_at_again(monkeypatch):
+    inside, around = jax.jit(jtk.patch()(product)), jax.jit(product)
+    expected = inside(X)
+    with jtk.patch():
+        around(X)
+    monkeypatch.setattr(compat.dot_general_p, "bind", None)
+    np.testing.assert_array_equal(inside(X), expected)
+    with jtk.patch():
+        np.testing.assert_array_equal(around(X), expected)
+
+
+BODIES = {
+    "scan": lambda body, x: lax.scan(lambda c, _: (body(c), None), x, None, length=3)[0],
+    "fori_loop": lambda body, x: lax.fori_loop(0, 3, lambda i, c: body(c), x),
+    "while_loop": lambda body, x: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, body(c[1])), (0, x)
+    )[1],
+    "cond": lambda body, x: lax.cond(x[0, 0] > 0, body, lambda x: x, x),
+    "switch": lambda body, x: lax.switch(1, [lambda x: x, body], x),
+    "map": lambda body, x: lax.map(body, x[None])[0],
+    "associative_scan": lambda body, x: lax.associative_scan(
+        lambda a, b: a @ b, jnp.stack([x, x, x])
+    )[2],
+    "checkpoint": lambda body, x: jax.checkpoint(body)(x),
+    "jit": lambda body, x: jax.jit(body)(x),
+    "vmap": lambda body, x: jax.vmap(body)(x[None])[0],
+    "linearize": lambda body, x: jax.linearize(body, x)[1](x),
+    "custom_jvp": lambda body, x: with_custom_jvp(x),
+    "custom_vjp": lambda body, x: with_custom_vjp(x),
+    "closed_call": lambda body, x: jax.extend.core.jaxpr_as_fun(jax.make_jaxpr(body)(x))(x)[0],
+    "shard_map": lambda body, x: jax.shard_map(
+        body,
+        mesh=jax.make_mesh((1,), ("d",), devices=jax.devices()[:1]),
+        in_specs=P(),
+        out_specs=P(),
+    )(x),
+}
+
+
+@jax.custom_jvp
+def with_custom_jvp(x):
+    return jnp.sin(x @ x)
+
+
+@with_custom_jvp.defjvp
+def _(primals, tangents):
+    ((x,), (t,)) = primals, tangents
+    return with_custom_jvp(x), jnp.cos(x @ x) * (x @ t + t @ x)
+
+
+@jax.custom_vjp
+def with_custom_vjp(x):
+    return jnp.sin(x @ x)
+
+
+with_custom_vjp.defvjp(
+    lambda x: (with_custom_vjp(x), x),
+    lambda x, g: ((g * jnp.cos(x @ x)) @ x.T + x.T @ (g * jnp.cos(x @ x)),),
+)
+
+
+def body(x):
+    return jnp.tanh(x @ x)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_nothing_leaks_out_of_or_into_a_higher_order_function(name):
+    """The very same function objects, traced outside, inside and outside again."""
+    function = functools.partial(BODIES[name], body)
+    ours, jaxs = traced(function, X)
+    assert ours == 0
+    assert jaxs >= 1
+    expected = function(X)
+    with jtk.patch():
+        assert traced(function, X) == (jaxs, 0)
+        # A handful of products of 6 terms, each of at most about 20, and of their functions.
+        np.testing.assert_allclose(function(X), expected, atol=2e-4)
+    assert traced(function, X) == (0, jaxs)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_gradients(name):
+    def loss(x):
+        return (BODIES[name](body, x) ** 2).sum()
+
+    # A loop whose length is not static has a forward mode alone.
+    grad = jax.jacfwd(loss) if name == "while_loop" else jax.grad(loss)
+    ours, jaxs = traced(grad, X)
+    assert ours == 0
+    expected = grad(X)
+    with jtk.patch():
+        assert traced(grad, X) == (jaxs, 0)
+        found = grad(X)
+    assert traced(grad, X) == (0, jaxs)
+    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_gradients_are_right(rng, x64):
+    x = random(rng, (4, 4), np.float64)
+    with jtk.patch():
+        check_grads(lambda x: jnp.einsum("ij,kj,kl->il", x, x, jnp.sin(x)), (x,), order=2)
+        hessian = jax.hessian(lambda x: jnp.sum(jnp.tanh(x @ x)))
+        assert traced(hessian, x)[1] == 0
+        found = hessian(x)
+    np.testing.assert_allclose(found, hessian(x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_pullback_made_outside_and_called_inside():
+    _, pullback = jax.vjp(product, X)
+    expected = pullback(X)
+    with jtk.patch():
+        assert traced(pullback, X)[1] == 0
+        found = pullback(X)
+        _, other = jax.vjp(product, X)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(other(X), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_under_an_explicit_mesh():
+    mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:4])
+
+    def both_sharded(x, y):
+        return jnp.einsum("ki,kj->ij", x, y, out_sharding=P())
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X[:4], P("d"))
+        w = jax.device_put(X, P())
+        for function, args in ((jnp.matmul, (x, w)), (both_sharded, (x, x))):
+            expected = function(*args)
+            with jtk.patch():
+                assert traced(function, *args)[1] == 0
+                found = function(*args)
+            assert found.sharding == expected.sharding
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_in_a_jit_over_several_devices():
+    mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    rows = jax.sharding.NamedSharding(mesh, P("d"))
+    x, w = jax.device_put(jnp.ones((8, 6)), rows), jnp.ones((6, 5))
+    gradient = jax.jit(jax.grad(lambda w, x: jnp.tanh(x @ w).sum()))
+    expected = gradient(w, x)
+    with jtk.patch():
+        choices = jtk.explain(gradient, w, x)
+        np.testing.assert_allclose(gradient(w, x), expected, rtol=1e-6)
+    assert [choice.partition for choice in choices] == ["m in 4", "k in 4, all-reduce"]
+
+
+# Where JAX's own primitives are the only ones that can be lowered.
+
+
+def test_a_pallas_kernel_keeps_its_products():
+    def kernel(x, y, out):
+        out[...] = jnp.dot(x[...], y[...])
+
+    call = pallas.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((6, 6), f32), interpret=True)
+
+    def function(x):
+        return call(x, x) @ x
+
+    with jtk.patch():
+        assert traced(function, X) == (1, 1)
+        found = function(X)
+    np.testing.assert_allclose(found, X @ X @ X, rtol=1e-4, atol=1e-4)
+
+
+# What it costs, and what it stands on.
+
+
+def test_what_it_changes_in_jax_is_one_attribute_of_two_primitives():
+    script = """
+import jax
+import jax.extend.core
+from jax._src import core
+from jax._src.lax import lax
+import jax_tilekern as jtk
+assert "bind" not in vars(lax.dot_general_p)
+before = {name: value for name, value in vars(lax).items()}
+names = {p: set(vars(p)) for p in before.values() if isinstance(p, core.Primitive)}
+with jtk.patch():
+    pass
+assert vars(lax) == before
+changed = {p.name: set(vars(p)) - names[p] for p in names if set(vars(p)) != names[p]}
+assert changed == {"dot_general": {"bind"}, "ragged_dot_general": {"bind"}}, changed
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.fixture
+def not_installed(monkeypatch):
+    """As in a process that has not called ``patch`` yet."""
+    module = sys.modules["jax_tilekern.patch"]
+    with jtk.patch():
+        pass
+    for primitive in module._REPLACEMENTS:
+        monkeypatch.delattr(primitive, "bind")
+    monkeypatch.setattr(module, "_installed", False)
+    return module
+
+
+def test_the_first_use_may_be_anywhere(not_installed):
+    mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:4])
+    with (
+        jax.set_mesh(mesh),
+        jax.numpy_dtype_promotion("strict"),
+        jax.checking_leaks(),
+        jax.disable_jit(),
+        jtk.patch(),
+    ):
+        assert traced(product, X) == (1, 0)
+
+
+def no_longer_bound(module, monkeypatch):
+    monkeypatch.setattr(lax, "dot", lambda x, y: x * y)
+
+
+def parameters_renamed(module, monkeypatch):
+    monkeypatch.setitem(
+        module._REPLACEMENTS, compat.dot_general_p, lambda lhs, rhs, *, numbers: lhs
+    )
+
+
+@pytest.mark.parametrize("change", [no_longer_bound, parameters_renamed])
+def test_a_jax_that_traces_products_otherwise_is_noticed(not_installed, change):
+    with pytest.MonkeyPatch.context() as changed:
+        change(not_installed, changed)
+        with pytest.raises(RuntimeError, match=f"jax {jax.__version__}"), jtk.patch():
+            pass
+        assert not any("bind" in vars(primitive) for primitive in not_installed._REPLACEMENTS)
+    assert traced(product, X) == (0, 1)
+    with jtk.patch():
+        assert traced(product, X) == (1, 0)

@@ -1,0 +1,206 @@
+"""``einsum``, ``tensordot``, ``inner``, ``vecdot`` and ``multi_dot`` mean what JAX's own mean."""
+
+import functools
+import inspect
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+from jax.test_util import check_grads
+from jaxprs import traced
+from numerics import BF16, random, roundoff
+
+import jax_tilekern as jtk
+
+
+def einsum(subscripts, path=None):
+    def call(f, *operands):
+        keywords = {} if path is None or f is np.einsum else {"optimize": path}
+        return f(subscripts, *operands, **keywords)
+
+    return "einsum", call
+
+
+def plain(name, **kwargs):
+    return name, lambda f, *xs: f(*xs, **kwargs)
+
+
+MULTI_DOT = ("multi_dot", lambda f, *xs: f(xs))
+
+# A function's name and how it is called, and the operands' shapes.
+CASES = {
+    "matmul": (einsum("ij,jk"), ((4, 5), (5, 3))),
+    "scores": (einsum("bqhd,bkhd->bhqk"), ((2, 4, 3, 5), (2, 6, 3, 5))),
+    "values": (einsum("bhqk,bkhd->bqhd"), ((2, 3, 4, 6), (2, 6, 3, 5))),
+    "two contracted in other orders": (einsum("iab,bja->ji"), ((4, 2, 3), (3, 5, 2))),
+    "ellipsis": (einsum("...ij,...jk->...ik"), ((7, 1, 4, 5), (2, 5, 3))),
+    "summed first": (einsum("ijl,jk->k"), ((4, 5, 2), (5, 3))),
+    "diagonal": (einsum("iij,jk->ik"), ((4, 4, 5), (5, 3))),
+    "outer": (einsum("i,j->ji"), ((4,), (5,))),
+    "three operands": (einsum("ij,jk,kl->li"), ((4, 5), (5, 3), (3, 6))),
+    "in the given order": (einsum("ij,jk,kl", [(0, 1), (0, 1)]), ((4, 5), (5, 3), (3, 6))),
+    "empty": (einsum("ij,jk"), ((4, 0), (0, 3))),
+    "tensordot": (plain("tensordot"), ((3, 4, 5), (4, 5, 2))),
+    "one axis": (plain("tensordot", axes=1), ((3, 4, 5), (5, 2))),
+    "no axes": (plain("tensordot", axes=0), ((3, 4), (5,))),
+    "pairs of axes": (plain("tensordot", axes=((2, 0), (-1, 1))), ((3, 4, 5), (6, 3, 5))),
+    "inner": (plain("inner"), ((2, 4, 5), (3, 5))),
+    "inner of vectors": (plain("inner"), ((5,), (5,))),
+    "inner with a scalar": (plain("inner"), ((), (3, 5))),
+    "vecdot": (plain("vecdot"), ((7, 4, 5), (4, 5))),
+    "vecdot over another axis": (plain("vecdot", axis=0), ((5, 4), (5, 1))),
+    "multi_dot": (MULTI_DOT, ((4, 5), (5, 6), (6, 2))),
+    "multi_dot of vectors": (MULTI_DOT, ((5,), (5, 6), (6, 7), (7,))),
+}
+DTYPES = [np.float64, np.float32, BF16, np.int32, np.complex64]
+
+
+def ours(case):
+    (name, call), _ = case
+    return functools.partial(call, getattr(jtk, name))
+
+
+def theirs(case, module=jnp):
+    (name, call), _ = case
+    return functools.partial(call, getattr(module.linalg if name == "multi_dot" else module, name))
+
+
+def close(found, expected, case, operands):
+    """Each result is a sum of products: bounded by the roundings of the longest and their sizes."""
+    if np.issubdtype(found.dtype, np.integer):
+        np.testing.assert_array_equal(found, expected)
+        return
+    steps = 4 * sum(sum(shape) + 1 for shape in case[1])
+    magnitudes = theirs(case, np)(*(np.abs(np.asarray(x, np.complex128)) for x in operands))
+    eps = float(jnp.finfo(found.dtype).eps) + roundoff(operands[0].dtype)
+    error = np.abs(np.asarray(found, np.complex128) - np.asarray(expected, np.complex128))
+    assert (error <= steps * eps * np.abs(magnitudes)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: np.dtype(t).name)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_values_and_types(rng, x64, case, dtype):
+    operands = [random(rng, shape, dtype) for shape in case[1]]
+    found = ours(case)(*operands)
+    wide = np.int64 if np.dtype(dtype).kind == "i" else np.complex128
+    expected = theirs(case, np)(*(np.asarray(x, wide) for x in operands))
+    expected = expected.astype(dtype) if wide is np.int64 else expected
+    close(found, expected, case, operands)
+    close(jax.jit(ours(case))(*operands), expected, case, operands)
+    assert jax.typeof(found) == jax.typeof(theirs(case)(*operands))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_product_is_ours(rng, case):
+    operands = [random(rng, shape, np.float32) for shape in case[1]]
+    products = traced(theirs(case), *operands)[1]
+    assert traced(ours(case), *operands) == (products, 0)
+    assert traced(jax.grad(lambda *xs: ours(case)(*xs).sum()), *operands)[1] == 0
+    # And JAX's own stay JAX's.
+    assert traced(theirs(case), *operands) == (0, products)
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [("values", 2), ("diagonal", 1), ("pairs of axes", 1), ("vecdot", 2), ("multi_dot", 1)],
+)
+def test_derivatives_and_vmap(rng, x64, name, order):
+    case = CASES[name]
+    operands = [random(rng, shape, np.float64) for shape in case[1]]
+    check_grads(ours(case), operands, order, rtol=1e-5, atol=1e-5)
+    several = [jnp.stack([x, 2 * x, -x]) for x in operands]
+    found = jax.vmap(ours(case))(*several)
+    each = [ours(case)(*xs) for xs in zip(*several, strict=True)]
+    np.testing.assert_allclose(found, each, rtol=1e-10, atol=1e-10)
+    alone = jax.vmap(ours(case), (0, *itertools.repeat(None, len(operands) - 1)))
+    found = alone(several[0], *operands[1:])
+    each = [ours(case)(x, *operands[1:]) for x in several[0]]
+    np.testing.assert_allclose(found, each, rtol=1e-10, atol=1e-10)
+
+
+def test_keywords_reach_the_product(rng):
+    x, y = random(rng, (4, 5), BF16), random(rng, (5, 3), BF16)
+    for function in (
+        functools.partial(jtk.einsum, "ij,jk"),
+        functools.partial(jtk.tensordot, axes=1),
+        lambda x, y, **kwargs: jtk.inner(x, y.T, **kwargs),
+        lambda x, y, **kwargs: jtk.vecdot(x[:3], y.T, **kwargs),
+    ):
+        bound = functools.partial(function, precision="highest", preferred_element_type=np.float32)
+        assert bound(x, y).dtype == np.float32
+        (eqn,) = (e for e in jax.make_jaxpr(bound)(x, y).eqns if "tilekern" in e.primitive.name)
+        assert eqn.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2
+        assert eqn.params["out_dtype"] == np.float32
+    many = functools.partial(jtk.multi_dot, precision="highest")
+    eqns = jax.make_jaxpr(lambda x, y: many([x, y, y.T]))(x, y).eqns
+    assert str(eqns).count("HIGHEST") >= 2
+
+
+def test_einsum_takes_operands_with_sequences_of_labels(rng):
+    x, y = random(rng, (4, 5), np.float32), random(rng, (5, 3), np.float32)
+    np.testing.assert_array_equal(
+        jtk.einsum(x, [0, 1], y, [1, 2], [2, 0]), jtk.einsum("ij,jk->ki", x, y)
+    )
+
+
+def test_weak_types_scalars_and_numpy_arrays():
+    for name, args in (
+        ("einsum", (",->", 2.0, 3.0)),
+        ("einsum", ("i,i", np.ones(3), [1.0, 2.0, 3.0] @ np.eye(3))),
+        ("tensordot", (2.0, jnp.ones(3, BF16), 0)),
+        ("inner", (2, jnp.ones((2, 3), BF16))),
+        ("vecdot", (np.ones(3), jnp.arange(3))),
+    ):
+        found, expected = getattr(jtk, name)(*args), getattr(jnp, name)(*args)
+        assert jax.typeof(found) == jax.typeof(expected)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_errors_are_jaxs():
+    x, y = jnp.ones((2, 3)), jnp.ones((4, 5))
+    for name, args in (
+        ("einsum", ("ij,jk", x, y)),
+        ("einsum", ("ij", x, y)),
+        ("tensordot", (x, y, 1)),
+        ("tensordot", (x, y, ((0,), (0, 1)))),
+        ("inner", (x, y)),
+        ("vecdot", (x, y)),
+        ("multi_dot", ([x, y],)),
+        ("multi_dot", ([],)),
+    ):
+        errors = []
+        for module in (jnp.linalg if name == "multi_dot" else jnp, jtk):
+            with pytest.raises((TypeError, ValueError)) as raised:
+                getattr(module, name)(*args)
+            errors.append((raised.type, str(raised.value)))
+        assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("name", ["einsum", "tensordot", "inner", "vecdot", "multi_dot"])
+def test_signatures_are_jaxs(name):
+    def parameters(function):
+        found = inspect.signature(function).parameters.values()
+        return [(p.name, p.kind, p.default) for p in found if not p.name.startswith("_")]
+
+    theirs = getattr(jnp.linalg if name == "multi_dot" else jnp, name)
+    assert parameters(getattr(jtk, name)) == parameters(theirs)
+
+
+def test_out_sharding():
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.arange(32.0).reshape(8, 4), PartitionSpec("d"))
+        for function, reference in (
+            (functools.partial(jtk.einsum, "ki,kj"), functools.partial(jnp.einsum, "ki,kj")),
+            (
+                functools.partial(jtk.tensordot, axes=((0,), (0,))),
+                functools.partial(jnp.tensordot, axes=((0,), (0,))),
+            ),
+        ):
+            found = function(x, x, out_sharding=PartitionSpec(None, "d"))
+            expected = reference(x, x, out_sharding=PartitionSpec(None, "d"))
+            assert found.sharding == expected.sharding
+            np.testing.assert_array_equal(found, expected)
