@@ -6,6 +6,7 @@ import pkgutil
 # compiled module then comes from there.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
+from jax_tilekern import linalg
 from jax_tilekern.explain import Explanation, explain
 from jax_tilekern.ffi import FFI_TARGETS
 from jax_tilekern.kernel_report import KernelReport
@@ -39,6 +40,7 @@ __all__ = [
     "dot_general",
     "explain",
     "gpu_target",
+    "linalg",
     "matmul",
     "matvec",
     "ragged_dot",
