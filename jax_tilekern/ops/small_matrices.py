@@ -280,6 +280,61 @@ def _cuda_columns(
     )
 
 
+# Vectors have a lane for each matrix.
+_CPU_FEWEST = 4
+_CPU_MOST_COLUMNS = 64
+
+
+def _cpu_matrices(target: str, ctx: Any, a: Any, **params: bool) -> Kernel | Fallback:
+    matrices = _matrices(ctx.avals_in[0])
+    if isinstance(matrices, Fallback):
+        return matrices
+    return _cpu_kernel(target, matrices, ctx, (a,), **params)
+
+
+def _cpu_columns(
+    ctx: Any,
+    a: Any,
+    b: Any,
+    *,
+    left_side: bool = True,
+    transpose: bool,
+    lower: bool | None = None,
+    unit_diagonal: bool = False,
+) -> Kernel | Fallback:
+    matrices = _matrices(ctx.avals_in[0])
+    if isinstance(matrices, Fallback):
+        return matrices
+    columns = _columns(ctx.avals_in[1], left_side)
+    if isinstance(columns, Fallback):
+        return columns
+    if columns.count > _CPU_MOST_COLUMNS:
+        return Fallback(f"{columns.count} right-hand sides (at most {_CPU_MOST_COLUMNS} on a CPU)")
+    return _cpu_kernel(
+        ffi.CPU_MATRIX_SOLVE,
+        matrices,
+        ctx,
+        (a, b),
+        triangle=0 if lower is None else 1 if lower else 2,
+        contiguous=columns.contiguous,
+        transpose=transpose == left_side,
+        unit_diagonal=unit_diagonal,
+    )
+
+
+def _cpu_kernel(
+    target: str, matrices: SmallMatrices, ctx: Any, values: Sequence[Any], **attributes: int
+) -> Kernel | Fallback:
+    if matrices.count < _CPU_FEWEST:
+        return Fallback(f"fewer than {_CPU_FEWEST} matrices leave most lanes of a vector empty")
+    numbers = {name: int(value) for name, value in attributes.items()}
+    return Kernel(
+        f"{target.removeprefix('jax_tilekern_')} {matrices.dtype}",
+        f"{matrices.count} matrices {matrices.size}x{matrices.size}, a vector lane each",
+        lambda: ffi.cpu_call(ctx, target, values, **numbers),
+    )
+
+
 _inverse = define(
     MatrixOperation(
         name="tilekern_inverse",
@@ -287,7 +342,10 @@ _inverse = define(
         reference=lambda a: (jnp.linalg.inv(a),),
         jvp=_inverse_jvp,
         batch=lambda *args: _batched_matrices(_inverse, *args),
-        planners={"cuda": functools.partial(_cuda_matrices, plans.inverse_kernel)},
+        planners={
+            "cpu": functools.partial(_cpu_matrices, ffi.CPU_MATRIX_INVERSE),
+            "cuda": functools.partial(_cuda_matrices, plans.inverse_kernel),
+        },
         describe=lambda: "inv",
     )
 )
@@ -301,7 +359,10 @@ _solve = define(
         ),
         jvp=_solve_jvp,
         batch=lambda *args, **params: _batched_columns(_solve, *args, **params),
-        planners={"cuda": functools.partial(_cuda_columns, plans.solve_kernel)},
+        planners={
+            "cpu": _cpu_columns,
+            "cuda": functools.partial(_cuda_columns, plans.solve_kernel),
+        },
         describe=lambda transpose: "solve" + transpose * " transposed",
         transpose=lambda cotangent, a, b, *, transpose: solve(
             a, cotangent, transpose=not transpose
@@ -344,7 +405,10 @@ _triangular_solve = define(
         reference=_triangular_reference,
         jvp=_triangular_solve_jvp,
         batch=_batched_triangular_solve,
-        planners={"cuda": functools.partial(_cuda_columns, plans.triangular_solve_kernel)},
+        planners={
+            "cpu": _cpu_columns,
+            "cuda": functools.partial(_cuda_columns, plans.triangular_solve_kernel),
+        },
         describe=_describe_triangular,
         transpose=_triangular_cotangent,
     )
@@ -359,7 +423,10 @@ _cholesky = define(
         ),
         jvp=_cholesky_jvp,
         batch=lambda *args, **params: _batched_matrices(_cholesky, *args, **params),
-        planners={"cuda": functools.partial(_cuda_matrices, plans.cholesky_kernel)},
+        planners={
+            "cpu": functools.partial(_cpu_matrices, ffi.CPU_MATRIX_CHOLESKY),
+            "cuda": functools.partial(_cuda_matrices, plans.cholesky_kernel),
+        },
         describe=lambda symmetrize: "cholesky" + symmetrize * " symmetrized",
     )
 )
@@ -377,7 +444,10 @@ _lu = define(
         reference=lax.linalg.lu,
         jvp=_lu_jvp,
         batch=lambda *args: _batched_matrices(_lu, *args),
-        planners={"cuda": functools.partial(_cuda_matrices, plans.lu_kernel)},
+        planners={
+            "cpu": functools.partial(_cpu_matrices, ffi.CPU_MATRIX_LU),
+            "cuda": functools.partial(_cuda_matrices, plans.lu_kernel),
+        },
         describe=lambda: "lu",
     )
 )
