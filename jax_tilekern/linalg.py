@@ -167,6 +167,8 @@ def lu(
 ) -> tuple[Array, ...]:
     """LU factors with partial pivoting, with the semantics of :func:`jax.scipy.linalg.lu`.
 
+    Leading dimensions are a batch, which JAX's does not take.
+
     Parameters
     ----------
     a
@@ -186,7 +188,9 @@ def lu(
     ValueError, TypeError
         As JAX's.
     """
-    theirs = functools.partial(jsp_linalg.lu, permute_l=permute_l)
+    theirs: Any = functools.partial(jsp_linalg.lu, permute_l=permute_l)
+    for _ in jnp.shape(a)[2:]:
+        theirs = jax.vmap(theirs)
     result = jax.eval_shape(theirs, a)
     a = jnp.asarray(a).astype(result[-1].dtype)
     why = _refusal_to_factor(a)
