@@ -6,7 +6,7 @@ import pkgutil
 # compiled module then comes from there.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
-from jax_tilekern import linalg
+from jax_tilekern import linalg, out_of_core
 from jax_tilekern.explain import Explanation, explain
 from jax_tilekern.ffi import FFI_TARGETS
 from jax_tilekern.kernel_report import KernelReport
@@ -15,6 +15,7 @@ from jax_tilekern.ops.add import add
 from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
 from jax_tilekern.ops.matmul import dot_general, matmul
 from jax_tilekern.ops.ragged_dot import ragged_dot, ragged_dot_general
+from jax_tilekern.ops.strassen import strassen_matmul
 from jax_tilekern.ops.sum import sum
 from jax_tilekern.ops.transpose import transpose
 from jax_tilekern.ops.vector_products import dot, matvec, vdot, vecmat
@@ -43,8 +44,10 @@ __all__ = [
     "linalg",
     "matmul",
     "matvec",
+    "out_of_core",
     "ragged_dot",
     "ragged_dot_general",
+    "strassen_matmul",
     "sum",
     "transpose",
     "tune",

@@ -358,7 +358,7 @@ def test_the_derivative_of_a_determinant_that_is_zero(rng):
 
 
 def test_gradients_under_shard_map(rng):
-    mesh = jax.make_mesh((4,), ("x",), (AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
     a = definite(rng, (4, 4), np.float32)
     b = random(rng, (8, 4, 3), np.float32)
 
