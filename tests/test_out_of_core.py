@@ -64,7 +64,7 @@ def test_plans_keep_to_their_limit_and_cover_the_product(m, n, k, limit, devices
     assert shared == plan.tiles
     assert len(set(shared)) == rows * columns
     if plan.devices == 1:
-        assert plan.read_bytes <= plan.reads_alone <= plan.read_bytes * 1.5
+        assert plan.read_bytes / 1.5 <= plan.reads_alone <= plan.read_bytes * 1.5
 
 
 def test_every_device_has_work():
@@ -118,7 +118,7 @@ def test_bits_are_those_of_the_same_blocks(rng, x64, m, n, k, dtype, sums):
     a, b = operands(rng, m, n, k, dtype)
     limit = 1_500_000 * np.dtype(sums).itemsize // 4
     plan = out_of_core.plan(a, b, memory_limit=limit)
-    assert len(plan.tiles) * plan.grid[2] > 4
+    assert len(plan.tiles) * plan.grid[2] > 1
     product = out_of_core.matmul(a, b, memory_limit=limit)
     assert product.dtype == dtype
     np.testing.assert_array_equal(product, by_blocks(a, b, plan, sums, dtype))

@@ -84,10 +84,18 @@ def test_batches_broadcast(rng, shapes):
     np.testing.assert_allclose(mapped(a, stacked), jnp.stack([product, -product]), 1e-4, 1e-4)
 
 
-@pytest.mark.parametrize("levels", [1, 2])
-def test_derivatives(rng, levels):
-    a, b = rng.standard_normal((5, 6)), rng.standard_normal((6, 3))
-    check_derivatives(functools.partial(jtk.strassen_matmul, levels=levels), (a, b))
+def test_derivatives(rng):
+    check_derivatives(
+        jax.jit(jtk.strassen_matmul), (rng.standard_normal((3, 4)), rng.standard_normal((4, 3)))
+    )
+    a, b = random(rng, (5, 6), np.float32), random(rng, (6, 3), np.float32)
+
+    def gradients(product):
+        return jax.jit(jax.grad(lambda a, b: jnp.sin(product(a, b)).sum(), (0, 1)))(a, b)
+
+    twice = functools.partial(jtk.strassen_matmul, levels=2, precision=HIGHEST)
+    expected = gradients(functools.partial(jnp.matmul, precision=HIGHEST))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 0, 1e-4), gradients(twice), expected)
 
 
 def test_nan_and_infinity_reach_the_result():

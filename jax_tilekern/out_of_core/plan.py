@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 # Blocks are multiples of it, but for those at the edges.
 _GRANULE = 128
-# Depths of a block below which products are slow: reading and writing the sums takes longer.
-_DEPTHS = (2048, 1024, 512, 256, 128)
+# Extents of blocks, of which smaller ones are tried only where larger ones do not fit: products of
+# narrow blocks are slow, and with shallow ones reading and writing the sums takes longer.
+_LEAST = (2048, 1024, 512, 256, 128)
 # Into how many parts rows and columns are cut; more are tried only where these take too much.
 _PARTS = (*range(1, 17), *(2**i for i in range(5, 31)))
 # Blocks of each operand that a device has at once: one is multiplied while the next is copied.
@@ -197,19 +198,22 @@ def choose_plan(sizes: Sizes, memory_limit: int, devices: int = 1) -> Plan:
     ValueError
         If not even the smallest blocks fit; the message says what does.
     """
-    for depth in _DEPTHS:
-        least_depth = min(depth, sizes.k)
+    found: list[Plan] = []
+    for least in _LEAST:
         plans = [
             plan
-            for rows, columns in itertools.product(_extents(sizes.m), _extents(sizes.n))
-            if (plan := _deepest(sizes, rows, columns, least_depth, memory_limit, devices))
+            for rows, columns in itertools.product(
+                _extents(sizes.m, least), _extents(sizes.n, least)
+            )
+            if (plan := _deepest(sizes, rows, columns, least, memory_limit, devices))
         ]
         if plans:
-            # A device without a block of the result has nothing to do.
-            return min(
-                plans,
-                key=lambda plan: (-plan.devices, plan.reads_alone, -plan.depth, plan.memory_bytes),
-            )
+            # What reads as little in less memory has more blocks, so that more runs side by side.
+            found.append(min(plans, key=lambda p: (-p.devices, p.reads_alone, p.memory_bytes)))
+        if found and found[-1].devices == devices:
+            break
+    if found:
+        return max(found, key=lambda plan: plan.devices)
     smallest = [min(_GRANULE, size) for size in (sizes.m, sizes.n, sizes.k)]
     least = _memory_bytes(sizes, *smallest)
     rows, columns, deep = smallest
@@ -226,7 +230,7 @@ def _deepest(
     sums = _memory_bytes(sizes, rows, columns, 0)
     each = _memory_bytes(sizes, rows, columns, 1) - sums
     depth = min(sizes.k, (limit - sums) // each)
-    if depth < least:
+    if depth < min(least, sizes.k):
         return None
     if depth < sizes.k:
         # As even as granules allow.
@@ -246,10 +250,10 @@ def _memory_bytes(sizes: Sizes, rows: int, columns: int, depth: int) -> int:
     return tile + _BUFFERS * depth * (rows * sizes.lhs_bytes + columns * sizes.rhs_bytes)
 
 
-def _extents(size: int) -> list[int]:
-    """Return extents of blocks that cut a size into parts that are alike."""
+def _extents(size: int, least: int) -> list[int]:
+    """Return extents of blocks, none below the least, that cut a size into parts that are alike."""
     found = {min(size, _rounded_up(math.ceil(size / parts))) for parts in _PARTS}
-    return sorted(found, reverse=True)
+    return [extent for extent in found if extent >= min(least, size)]
 
 
 def _extent(index: int, block: int, size: int) -> int:

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -186,26 +186,21 @@ def _run(
         blocks = (plan.rows, plan.columns, plan.depth)
         journal = Journal(out, identity((a, b), blocks, types, precision, str(out.dtype)))
     ledger = _Ledger(out, plan, journal, progress)
-    devices = jax.local_devices()[: plan.devices]
     threads = min(os.cpu_count() or 1, _MOST_COPIERS)
     with (
         ThreadPoolExecutor(threads, "jax_tilekern_copier") as copiers,
-        ThreadPoolExecutor(len(devices), "jax_tilekern_out_of_core") as pool,
+        ThreadPoolExecutor(2 * plan.devices, "jax_tilekern_reader") as readers,
+        ThreadPoolExecutor(plan.devices, "jax_tilekern_writer") as writers,
     ):
-        todo = [[t for t in plan.tiles_of(i) if t not in ledger.done] for i in range(len(devices))]
-        futures = [
-            pool.submit(
-                _DeviceProduct(a, b, plan, types, precision, device, ledger, copiers).run, tiles
-            )
-            for device, tiles in zip(devices, todo, strict=True)
+        # This thread alone calls JAX, whose settings may be its own. No call waits for its result.
+        running = [
+            _DeviceProduct(
+                a, b, plan, types, precision, device, ledger, copiers, readers, writers
+            ).run([tile for tile in plan.tiles_of(i) if tile not in ledger.done])
+            for i, device in enumerate(jax.local_devices()[: plan.devices])
         ]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            # After an error or an interrupt, blocks that are begun are dropped.
-            ledger.stopped.set()
-    for future in futures:
-        future.result()
+        while running:
+            running = [product for product in running if next(product, None) is not None]
     if journal is not None:
         journal.close()
     return out
@@ -221,7 +216,6 @@ class _Ledger:
         journal: Journal | None,
         progress: Callable[[Progress], None] | None,
     ) -> None:
-        self.stopped = threading.Event()
         self.done = set(journal.done) if journal else set[Tile]()
         self._out, self._plan, self._journal, self._progress = out, plan, journal, progress
         self._lock = threading.Lock()
@@ -233,11 +227,12 @@ class _Ledger:
         with self._lock:
             self._read_bytes += size
 
-    def write(self, tile: Tile, result: np.ndarray[Any, Any]) -> None:
+    def write(self, tile: Tile, result: Array) -> None:
         """Put a block of the result in its place, note it and say so."""
+        block = np.asarray(result)
         with self._lock:
             rows = _slice(tile.row, self._plan.rows)
-            self._out[rows, _slice(tile.column, self._plan.columns)] = result
+            self._out[rows, _slice(tile.column, self._plan.columns)] = block
             if self._journal is not None:
                 self._journal.add(tile)
             self.done.add(tile)
@@ -262,34 +257,34 @@ class _DeviceProduct:
     device: jax.Device
     ledger: _Ledger
     copiers: ThreadPoolExecutor
+    readers: ThreadPoolExecutor
+    writers: ThreadPoolExecutor
 
-    def run(self, tiles: list[Tile]) -> None:
-        """Compute some blocks of the result."""
+    def run(self, tiles: list[Tile]) -> Iterator[Tile]:
+        """Compute some blocks of the result; yields the block in question after each step."""
         first, further = _steps(self.precision, self.types.sums)
         finish = _finish(self.types.out)
         sums: Array | None = None
         written: Future[None] | None = None
         # One is multiplied while the next is copied: a step begins when the last but one is over.
         marks: list[Array] = []
-        with ThreadPoolExecutor(1, "jax_tilekern_writer") as writer:
-            for tile, last, lhs, rhs in self._operands(tiles):
-                if self.ledger.stopped.is_set():
-                    return
-                sums, mark = first(lhs, rhs) if sums is None else further(sums, lhs, rhs)
-                del lhs, rhs
-                marks.append(mark)
-                if last:
-                    if written is not None:
-                        written.result()
-                    written = writer.submit(self._write, tile, finish(sums))
-                    sums = None
-                if len(marks) > 1:
-                    jax.block_until_ready(marks.pop(0))
-            if written is not None:
-                written.result()
-
-    def _write(self, tile: Tile, result: Array) -> None:
-        self.ledger.write(tile, np.asarray(result))
+        for tile, last, lhs, rhs in self._operands(tiles):
+            sums, mark = first(lhs, rhs) if sums is None else further(sums, lhs, rhs)
+            del lhs, rhs
+            marks.append(mark)
+            if last:
+                result = finish(sums)
+                sums = None
+                result.copy_to_host_async()
+                if written is not None:
+                    written.result()
+                written = self.writers.submit(self.ledger.write, tile, result)
+                del result
+            if len(marks) > 1:
+                jax.block_until_ready(marks.pop(0))
+            yield tile
+        if written is not None:
+            written.result()
 
     def _operands(self, tiles: list[Tile]) -> Iterator[tuple[Tile, bool, Array, Array]]:
         """Yield operands on the device, and whether they are a tile's last ones.
@@ -299,26 +294,21 @@ class _DeviceProduct:
         steps = [(tile, depth) for tile in tiles for depth in self.plan.depths(tile)]
         held: dict[str, tuple[Block, Array]] = {}
         coming: dict[Block, Future[np.ndarray[Any, Any]]] = {}
-        with ThreadPoolExecutor(2, "jax_tilekern_reader") as readers:
-            for i, (tile, depth) in enumerate(steps):
-                for block in (Block("lhs", tile.row, depth), Block("rhs", tile.column, depth)):
-                    if block.operand in held and held[block.operand][0] == block:
-                        continue
-                    future = coming.pop(block, None) or readers.submit(self._read, block)
-                    host = future.result()
-                    self.ledger.add_read(host.nbytes)
-                    held.pop(block.operand, None)
-                    held[block.operand] = block, jax.device_put(host, self.device)
-                if i + 1 < len(steps) and not self.ledger.stopped.is_set():
-                    tile_after, depth_after = steps[i + 1]
-                    for block in (
-                        Block("lhs", tile_after.row, depth_after),
-                        Block("rhs", tile_after.column, depth_after),
-                    ):
-                        if held[block.operand][0] != block:
-                            coming[block] = readers.submit(self._read, block)
-                last = depth == self.plan.depths(tile)[-1]
-                yield tile, last, held["lhs"][1], held["rhs"][1]
+        for i, (tile, depth) in enumerate(steps):
+            for block in _blocks(tile, depth):
+                if block.operand in held and held[block.operand][0] == block:
+                    continue
+                future = coming.pop(block, None) or self.readers.submit(self._read, block)
+                host = future.result()
+                self.ledger.add_read(host.nbytes)
+                held.pop(block.operand, None)
+                held[block.operand] = block, jax.device_put(host, self.device)
+            if i + 1 < len(steps):
+                for block in _blocks(*steps[i + 1]):
+                    if held[block.operand][0] != block:
+                        coming[block] = self.readers.submit(self._read, block)
+            last = depth == self.plan.depths(tile)[-1]
+            yield tile, last, held["lhs"][1], held["rhs"][1]
 
     def _read(self, block: Block) -> np.ndarray[Any, Any]:
         depth = _slice(block.depth, self.plan.depth)
@@ -365,6 +355,10 @@ def _steps(
 @functools.lru_cache(maxsize=64)
 def _finish(out: np.dtype[Any]) -> Callable[[Array], Array]:
     return jax.jit(lambda sums: sums.astype(out))
+
+
+def _blocks(tile: Tile, depth: int) -> tuple[Block, Block]:
+    return Block("lhs", tile.row, depth), Block("rhs", tile.column, depth)
 
 
 def _slice(index: int, block: int) -> slice:
