@@ -68,7 +68,8 @@ def inv(a: ArrayLike) -> Array:
     a = jnp.asarray(a).astype(result.dtype)
     why = small_matrices.refusal(a.shape[-1], a.dtype)
     if why is not None:
-        return jnp.linalg.inv(small_matrices.left_to_xla(a, "inv", why))
+        inverses: Array = jnp.linalg.inv(small_matrices.left_to_xla(a, "inv", why))
+        return inverses
     return small_matrices.inverse(a)
 
 
@@ -110,7 +111,8 @@ def solve(a: ArrayLike, b: ArrayLike) -> Array:
     a, b = (jnp.asarray(x).astype(result.dtype) for x in (a, b))
     why = small_matrices.refusal(a.shape[-1], a.dtype)
     if why is not None:
-        return jnp.linalg.solve(small_matrices.left_to_xla(a, "solve", why), b)
+        solutions: Array = jnp.linalg.solve(small_matrices.left_to_xla(a, "solve", why), b)
+        return solutions
     return _with_vectors(small_matrices.solve, a, b, vectors=b.ndim == 1)
 
 
@@ -149,14 +151,13 @@ def cholesky(a: ArrayLike, *, upper: bool = False, symmetrize_input: bool = True
     Array([[2., 0.],
            [1., 3.]], dtype=float32)
     """
-    theirs = functools.partial(
-        jnp.linalg.cholesky, upper=upper, symmetrize_input=symmetrize_input
-    )
+    theirs = functools.partial(jnp.linalg.cholesky, upper=upper, symmetrize_input=symmetrize_input)
     result = jax.eval_shape(theirs, a)
     a = jnp.asarray(a).astype(result.dtype)
     why = small_matrices.refusal(a.shape[-1], a.dtype)
     if why is not None:
-        return theirs(small_matrices.left_to_xla(a, "cholesky", why))
+        factors: Array = theirs(small_matrices.left_to_xla(a, "cholesky", why))
+        return factors
     factor = small_matrices.cholesky(a, symmetrize=symmetrize_input)
     return factor.mT if upper else factor
 
@@ -239,7 +240,7 @@ def lu_factor(
 
 @jax.jit
 def det(a: ArrayLike) -> Array:
-    """Determinant, with the semantics of :func:`jax.numpy.linalg.det`.
+    """Return determinants, with the semantics of :func:`jax.numpy.linalg.det`.
 
     It is the product of the pivots, and JAX's formula for matrices up to 3x3, which XLA fuses.
 
@@ -265,7 +266,8 @@ def det(a: ArrayLike) -> Array:
     a = jnp.asarray(a).astype(result.dtype)
     why = _refusal_of_determinant(a, 3)
     if why is not None:
-        return jnp.linalg.det(small_matrices.left_to_xla(a, "det", why))
+        determinants: Array = jnp.linalg.det(small_matrices.left_to_xla(a, "det", why))
+        return determinants
     return _det(a)
 
 
@@ -460,8 +462,8 @@ def _refusal_of_determinant(a: Array, formulas_to: int) -> str | None:
 
 
 def _factored(a: ArrayLike) -> tuple[Array, Array, Array]:
-    (dtype,) = {x.dtype for x in jax.eval_shape(jsp_linalg.lu_factor, a)[:1]}
-    a = jnp.asarray(a).astype(dtype)
+    result = jax.eval_shape(jsp_linalg.lu_factor, a)
+    a = jnp.asarray(a).astype(result[0].dtype)
     why = _refusal_to_factor(a)
     if why is not None:
         factors, pivots, permutation = lax.linalg.lu(

@@ -166,9 +166,7 @@ def test_anything_with_slices(rng):
     expected = out_of_core.matmul(a, b, memory_limit=800_000)
     plan = out_of_core.plan(left, right, memory_limit=800_000)
     sampled = left.read + right.read
-    np.testing.assert_array_equal(
-        out_of_core.matmul(left, right, memory_limit=800_000), expected
-    )
+    np.testing.assert_array_equal(out_of_core.matmul(left, right, memory_limit=800_000), expected)
     assert left.read + right.read - sampled == plan.read_bytes
     np.testing.assert_array_equal(
         out_of_core.matmul(jnp.asarray(a), jnp.asarray(b), memory_limit=800_000), expected
@@ -294,7 +292,7 @@ def test_errors(rng):
         out_of_core.matmul(a, b.T)
     with pytest.raises(TypeError, match="b is list, which has no shape"):
         out_of_core.matmul(a, [[1.0]])
-    with pytest.raises(ValueError, match=r"out has shape \(30, 30\), but the product has \(30, 40\)"):
+    with pytest.raises(ValueError, match=r"out has shape \(30, 30\), but the product has"):
         out_of_core.matmul(a, b, out=np.empty((30, 30), np.float32))
     with pytest.raises(TypeError, match="out is float64, but the product is float32"):
         out_of_core.matmul(a, b, out=np.empty((30, 40), np.float64))

@@ -88,8 +88,11 @@ def _kernels(n, dtype):
         yield matrices, cholesky_kernel(matrices, symmetrize=flag)
         yield matrices, solve_kernel(matrices, Columns(9), transpose=flag)
         for lower, transpose in itertools.product((False, True), repeat=2):
-            yield matrices, triangular_solve_kernel(
-                matrices, Columns(1), lower=lower, transpose=transpose, unit_diagonal=flag
+            yield (
+                matrices,
+                triangular_solve_kernel(
+                    matrices, Columns(1), lower=lower, transpose=transpose, unit_diagonal=flag
+                ),
             )
 
 

@@ -6,8 +6,8 @@
 //   lu        (..., n, n), and two of int32 (..., n): pivots and the permutation
 //   cholesky  (..., n, n); attribute `symmetrize`
 //   solve     as operand b: (..., n, m), or (..., m, n) where attribute `contiguous` says that each
-//             right-hand side is a run of memory; attributes `transpose`, and `triangle`, which is 0
-//             for the whole matrix, else 1 for the lower and 2 for the upper one; `unit_diagonal`
+//             right-hand side is a run of memory; attributes `transpose`, and `triangle`, which is
+//             0 for the whole matrix, else 1 for the lower and 2 for the upper one; `unit_diagonal`
 //             with a triangle
 // Attributes are 0 or 1 where nothing else is said.
 #include <algorithm>

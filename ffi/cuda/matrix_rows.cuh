@@ -1,9 +1,9 @@
-// Small square matrices in registers. A group of lanes shares a matrix, and each lane has one of its
-// rows; a team of threads that synchronise with each other has one or more groups.
+// Small square matrices in registers. A group of lanes shares a matrix, and each lane has one of
+// its rows; a team of threads that synchronise with each other has one or more groups.
 //
-// Matrices are dense, row-major and lie one after another, so a team's are one run of memory that it
-// copies to and from shared memory with coalesced vector loads. A row in shared memory takes an odd
-// number of elements, which keeps both rows and columns free of bank conflicts.
+// Matrices are dense, row-major and lie one after another, so a team's are one run of memory that
+// it copies to and from shared memory with coalesced vector loads. A row in shared memory takes an
+// odd number of elements, which keeps both rows and columns free of bank conflicts.
 #pragma once
 
 #include "types.cuh"
@@ -22,7 +22,7 @@ struct MatrixSizes {
   static constexpr int kRowStride = kN | 1;
   static constexpr int kWidest = 16 / sizeof(T);
   // The first matrix of a team begins at a multiple of this many elements.
-  static constexpr int kVector = kMatrices * kN * kN % kWidest == 0       ? kWidest
+  static constexpr int kVector = kMatrices * kN * kN % kWidest == 0         ? kWidest
                                  : kMatrices * kN * kN % (kWidest / 2) == 0 ? kWidest / 2
                                                                             : 1;
   // What a published row takes.
@@ -75,11 +75,11 @@ struct MatrixTeam {
   using Vector = MatrixVector<T, Sizes::kWidest>;
 
   MatrixStorage<T, kN>& storage;
-  int thread;     // of the team
-  int lane;       // of the group, and the row of the matrix that the thread has
-  int group;      // of the team, and which of its matrices
-  int64 first;    // the team's first matrix
-  int matrices;   // of the team, of those that there are; 0 or less past the last one
+  int thread;    // of the team
+  int lane;      // of the group, and the row of the matrix that the thread has
+  int group;     // of the team, and which of its matrices
+  int64 first;   // the team's first matrix
+  int matrices;  // of the team, of those that there are; 0 or less past the last one
 
   MatrixTeam(MatrixStorage<T, kN>* all, int64 count) : storage(all[threadIdx.x / Sizes::kTeam]) {
     thread = threadIdx.x % Sizes::kTeam;
@@ -160,8 +160,8 @@ struct MatrixTeam {
     }
   }
 
-  // Chooses the row with the largest `candidate` of those at `position` >= `step`, as LAPACK's getrf
-  // does; of equal ones the first. Returns its position. NaN counts as larger than infinity.
+  // Chooses the row with the largest `candidate` of those at `position` >= `step`, as LAPACK's
+  // getrf does; of equal ones the first. Returns its position. NaN counts as larger than infinity.
   int choose_pivot(T candidate, int position, int step) const {
     const bool takes_part = has_row() && position >= step;
     PivotChoice choice{takes_part ? magnitude_bits(candidate) : 0,
@@ -183,8 +183,7 @@ struct MatrixTeam {
         const uint32 low = high == largest_high ? static_cast<uint32>(choice.magnitude) : 0;
         largest = static_cast<uint64>(largest_high) << 32 | __reduce_max_sync(~0u, low);
       }
-      choice.priority =
-          __reduce_max_sync(~0u, choice.magnitude == largest ? choice.priority : 0u);
+      choice.priority = __reduce_max_sync(~0u, choice.magnitude == largest ? choice.priority : 0u);
       choice.magnitude = largest;
       if constexpr (Sizes::kLanes == 64) {
         PivotChoice(&choices)[2] = storage.choices[step & 1];
@@ -225,9 +224,10 @@ struct MatrixTeam {
     }
   }
 
-  // Subtracts `factor` times the published row from what is left of the thread's own after its first
-  // element, which moves everything by one column: a loop over columns then needs no unrolling, for
-  // the column in question is always the first. Only the first `columns` are looked at.
+  // Subtracts `factor` times the published row from what is left of the thread's own after its
+  // first element, which moves everything by one column: a loop over columns then needs no
+  // unrolling, for the column in question is always the first. Only the first `columns` are looked
+  // at.
   void eliminate(T (&values)[kN], T factor, int step, int columns) const {
     const Vector* from = reinterpret_cast<const Vector*>(broadcast(step));
     constexpr int kBlock = 8;  // columns between checks for the last one

@@ -16,8 +16,8 @@ struct MatrixColumns {
   int32 columns_per_block;  // blockIdx.y counts them
 };
 
-// Calls body(x) for each kColumns of the block's right-hand sides. x is the thread's row of them, the
-// one at its lane; what body leaves there is stored as the row at `position`.
+// Calls body(x) for each kColumns of the block's right-hand sides. x is the thread's row of them,
+// the one at its lane; what body leaves there is stored as the row at `position`.
 template <int kColumns, typename T, int kN, typename Body>
 inline void for_each_columns(const MatrixTeam<T, kN>& team, const MatrixColumns& shape,
                              const T* __restrict__ rhs, T* __restrict__ solution, int position,

@@ -15,6 +15,9 @@ from jax_tilekern import compat
 from jax_tilekern.compat import ad, batching, mlir
 from jax_tilekern.primitive import Fallback, Kernel, record_choice
 
+# Binds a primitive to operands and parameters; results come as a list.
+Bind = Callable[..., list[Any]]
+
 
 @dataclass(frozen=True)
 class MatrixOperation:
@@ -52,13 +55,12 @@ class MatrixOperation:
     transpose: Callable[..., Any] | None = None
 
 
-def define(operation: MatrixOperation) -> Callable[..., list[Any]]:
+def define(operation: MatrixOperation) -> Bind:
     """Make the primitive of ``operation``; return the function that binds it."""
     primitive = compat.Primitive(operation.name)
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(compat.apply_primitive, primitive))
 
-    @primitive.def_abstract_eval
     def evaluate(*avals: Any, **params: Any) -> list[Any]:
         return compat.abstract_results(functools.partial(operation.like_results, **params), *avals)
 
@@ -72,7 +74,8 @@ def define(operation: MatrixOperation) -> Callable[..., list[Any]]:
         record_choice(operation.describe(**params), ctx, platform, kernel, outcome.reason)
         if isinstance(outcome, Kernel):
             return outcome.emit()
-        return lower_reference(ctx, *values, **params)
+        lowered: Sequence[Any] = lower_reference(ctx, *values, **params)
+        return lowered
 
     def transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
         *known, unknown = operands
@@ -85,6 +88,7 @@ def define(operation: MatrixOperation) -> Callable[..., list[Any]]:
         result = operation.transpose(cotangent, *known, unknown.aval, **params)
         return [*(None for _ in known), result]
 
+    primitive.def_abstract_eval(evaluate)
     lower_reference = mlir.lower_fun(operation.reference, multiple_results=True)
     ad.primitive_jvps[primitive] = operation.jvp
     if operation.transpose is not None:

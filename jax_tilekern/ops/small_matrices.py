@@ -19,7 +19,7 @@ from jax_tilekern import ffi
 from jax_tilekern.compat import ad, zero_tangent
 from jax_tilekern.compiler import Kernel as CudaKernel
 from jax_tilekern.ops.matmul import matmul
-from jax_tilekern.ops.matrix_primitive import MatrixOperation, define
+from jax_tilekern.ops.matrix_primitive import Bind, MatrixOperation, define
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.plans import small_matrices as plans
 from jax_tilekern.plans.small_matrices import Columns, SmallMatrices
@@ -31,13 +31,13 @@ _product = functools.partial(matmul, precision=lax.Precision.HIGHEST)
 
 def inverse(a: Array) -> Array:
     """Invert."""
-    (result,) = _inverse(a)
+    result: Array = _inverse(a)[0]
     return result
 
 
 def solve(a: Array, b: Array, *, transpose: bool = False) -> Array:
     """Solve ``a @ x = b``, or with ``a`` transposed."""
-    (result,) = _solve(a, b, transpose=transpose)
+    result: Array = _solve(a, b, transpose=transpose)[0]
     return result
 
 
@@ -51,15 +51,15 @@ def triangular_solve(
     unit_diagonal: bool = False,
 ) -> Array:
     """Solve ``a @ x = b``, or ``x @ a = b``, with one triangle of ``a``."""
-    (result,) = _triangular_solve(
+    result: Array = _triangular_solve(
         a, b, left_side=left_side, lower=lower, transpose=transpose, unit_diagonal=unit_diagonal
-    )
+    )[0]
     return result
 
 
 def cholesky(a: Array, *, symmetrize: bool) -> Array:
     """Factor into ``x @ x.mT``, from the lower triangle alone unless ``symmetrize``."""
-    (result,) = _cholesky(a, symmetrize=symmetrize)
+    result: Array = _cholesky(a, symmetrize=symmetrize)[0]
     return result
 
 
@@ -71,7 +71,7 @@ def lu(a: Array) -> tuple[Array, Array, Array]:
 
 def left_to_xla(x: Array, call: str, reason: str) -> Array:
     """Return ``x``; tells ``explain`` why JAX's own function takes it."""
-    (result,) = _left_to_xla(x, call=call, reason=reason)
+    result: Array = _left_to_xla(x, call=call, reason=reason)[0]
     return result
 
 
@@ -84,7 +84,10 @@ def _in_front(x: Array, dim: int | None, size: int) -> Array:
 
 
 def _batched_matrices(
-    bind: Callable[..., Sequence[Array]], operands: Sequence[Array], dims: Sequence[int], **params: Any
+    bind: Callable[..., Sequence[Array]],
+    operands: Sequence[Array],
+    dims: Sequence[int],
+    **params: Any,
 ) -> tuple[Sequence[Array], Sequence[int]]:
     ((a,), (dim,)) = operands, dims
     results = bind(jnp.moveaxis(a, dim, 0), **params)
@@ -179,10 +182,8 @@ def _cholesky_jvp(
     """Differentiate as Murray, arXiv:1602.07527, eq. 10."""
     ((a,), (a_dot,)) = primals, tangents
     x = cholesky(a, symmetrize=symmetrize)
-    if symmetrize:
-        change = (a_dot + a_dot.mT) / 2
-    else:
-        change = jnp.tril(a_dot) + jnp.tril(a_dot, -1).mT
+    lower = jnp.tril(a_dot) + jnp.tril(a_dot, -1).mT
+    change = (a_dot + a_dot.mT) / 2 if symmetrize else lower
     solved = functools.partial(triangular_solve, x, lower=True)
     inner = solved(solved(change, left_side=False, transpose=True), left_side=True)
     halved = jnp.tril(inner) / (1 + jnp.eye(a.shape[-1], dtype=a.dtype))
@@ -335,7 +336,7 @@ def _cpu_kernel(
     )
 
 
-_inverse = define(
+_inverse: Bind = define(
     MatrixOperation(
         name="tilekern_inverse",
         like_results=lambda a: (a,),
@@ -350,13 +351,11 @@ _inverse = define(
     )
 )
 
-_solve = define(
+_solve: Bind = define(
     MatrixOperation(
         name="tilekern_solve",
         like_results=lambda a, b, **_: (b,),
-        reference=lambda a, b, *, transpose: (
-            jnp.linalg.solve(_transposed_if(a, transpose), b),
-        ),
+        reference=lambda a, b, *, transpose: (jnp.linalg.solve(_transposed_if(a, transpose), b),),
         jvp=_solve_jvp,
         batch=lambda *args, **params: _batched_columns(_solve, *args, **params),
         planners={
@@ -398,7 +397,7 @@ def _describe_triangular(
     return f"triangular_solve {' '.join(filter(None, words))} on the {side}"
 
 
-_triangular_solve = define(
+_triangular_solve: Bind = define(
     MatrixOperation(
         name="tilekern_triangular_solve",
         like_results=lambda a, b, **_: (b,),
@@ -414,13 +413,11 @@ _triangular_solve = define(
     )
 )
 
-_cholesky = define(
+_cholesky: Bind = define(
     MatrixOperation(
         name="tilekern_cholesky",
         like_results=lambda a, **_: (a,),
-        reference=lambda a, *, symmetrize: (
-            lax.linalg.cholesky(a, symmetrize_input=symmetrize),
-        ),
+        reference=lambda a, *, symmetrize: (lax.linalg.cholesky(a, symmetrize_input=symmetrize),),
         jvp=_cholesky_jvp,
         batch=lambda *args, **params: _batched_matrices(_cholesky, *args, **params),
         planners={
@@ -437,7 +434,7 @@ def _like_lu(a: Array) -> tuple[Array, Array, Array]:
     return a, integers, integers
 
 
-_lu = define(
+_lu: Bind = define(
     MatrixOperation(
         name="tilekern_lu",
         like_results=_like_lu,
@@ -458,7 +455,7 @@ def _why_left(ctx: Any, x: Any, *, call: str, reason: str) -> Fallback:
 
 
 # What was decided before lowering, for ``explain``. The tangent is not told of again.
-_left_to_xla = define(
+_left_to_xla: Bind = define(
     MatrixOperation(
         name="tilekern_left_to_xla",
         like_results=lambda x, **_: (x,),

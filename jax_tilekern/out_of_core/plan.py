@@ -94,8 +94,10 @@ class Plan:
 
     @property
     def tiles(self) -> list[Tile]:
-        """Blocks of the result in order: along a row and back along the next, so that neighbours
-        share an operand's block."""
+        """Blocks of the result in order.
+
+        It goes along a row and back along the next, so that neighbours share an operand's block.
+        """
         rows, columns, _ = self.grid
         return [
             Tile(row, column if row % 2 == 0 else columns - 1 - column)

@@ -102,8 +102,8 @@ def matmul(
     Blocks of the result are summed on the local devices of JAX's default backend; blocks of the
     operands are read and copied there, and results copied back, while products run. The blocks are
     those that :func:`plan` says. Their products are added in the order of ``k``, in float32 for
-    16-bit and 8-bit floats, and are rounded to the result's type once; so the same call has the same
-    bits, also if it was interrupted, and integers are exact modulo their type.
+    16-bit and 8-bit floats, and are rounded to the result's type once. So the same call has the
+    same bits, also if it was interrupted, and integers are exact modulo their type.
 
     Parameters
     ----------
@@ -318,8 +318,8 @@ class _DeviceProduct:
         part = self.b[depth, _slice(block.outer, self.plan.columns)]
         return self._contiguous(part, self.types.rhs)
 
-    def _contiguous(self, part: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        part = np.asarray(part)
+    def _contiguous(self, found: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        part: np.ndarray[Any, Any] = np.asarray(found)
         if part.flags.c_contiguous and part.dtype == dtype:
             return part
         # One thread copies slower than the bus does.
@@ -386,7 +386,8 @@ def _types(a: Any, b: Any, precision: lax.PrecisionLike, preferred: DTypeLike | 
         product = functools.partial(
             device_matmul, precision=precision, preferred_element_type=preferred
         )
-        return np.dtype(jax.eval_shape(product, *rows).dtype)
+        dtype: np.dtype[Any] = np.dtype(jax.eval_shape(product, *rows).dtype)
+        return dtype
 
     out = result(preferred)
     narrow = jnp.issubdtype(out, jnp.floating) and out.itemsize < 4
