@@ -33,8 +33,10 @@ struct MatrixSizes {
 inline constexpr int kMaxColumns = 8;
 
 // What the largest magnitude in a part of a column is compared by.
+template <typename T>
 struct PivotChoice {
-  uint64 magnitude;
+  using Magnitude = Select<sizeof(T) == 4, uint32, uint64>;
+  Magnitude magnitude;
   uint32 priority;  // 64 - position, or 0 for none
 };
 
@@ -47,7 +49,7 @@ struct MatrixStorage {
   static constexpr int kBuffer = max_of(Sizes::kBroadcast, kMaxColumns);
   alignas(16) T broadcast[Sizes::kMatrices][2 * kBuffer + Sizes::kWidest];
   T rows[Sizes::kMatrices * kN * Sizes::kRowStride];
-  PivotChoice choices[2][2];
+  PivotChoice<T> choices[2][2];
   int32 order[Sizes::kMatrices][kN];   // the lane whose row ends up at each position
   int32 pivots[Sizes::kMatrices][kN];  // the position that was exchanged with each position
 };
@@ -57,14 +59,15 @@ struct alignas(sizeof(T) * kCount) MatrixVector {
   T items[kCount];
 };
 
-inline uint64 magnitude_bits(float value) { return __float_as_uint(value) & 0x7fffffffu; }
+inline uint32 magnitude_bits(float value) { return __float_as_uint(value) & 0x7fffffffu; }
 inline uint64 magnitude_bits(double value) {
   return static_cast<uint64>(__double_as_longlong(value)) & 0x7fffffffffffffffull;
 }
 inline float square_root(float value) { return __fsqrt_rn(value); }
 inline double square_root(double value) { return __dsqrt_rn(value); }
 
-inline bool precedes(PivotChoice a, PivotChoice b) {
+template <typename T>
+inline bool precedes(PivotChoice<T> a, PivotChoice<T> b) {
   return a.magnitude > b.magnitude || (a.magnitude == b.magnitude && a.priority > b.priority);
 }
 
@@ -164,19 +167,19 @@ struct MatrixTeam {
   // getrf does; of equal ones the first. Returns its position. NaN counts as larger than infinity.
   int choose_pivot(T candidate, int position, int step) const {
     const bool takes_part = has_row() && position >= step;
-    PivotChoice choice{takes_part ? magnitude_bits(candidate) : 0,
-                       takes_part ? static_cast<uint32>(64 - position) : 0};
+    PivotChoice<T> choice{takes_part ? magnitude_bits(candidate) : 0,
+                          takes_part ? static_cast<uint32>(64 - position) : 0};
     if constexpr (Sizes::kLanes < 32) {
 #pragma unroll
       for (int distance = Sizes::kLanes / 2; distance > 0; distance /= 2) {
-        const PivotChoice other{__shfl_xor_sync(~0u, choice.magnitude, distance),
-                                __shfl_xor_sync(~0u, choice.priority, distance)};
+        const PivotChoice<T> other{__shfl_xor_sync(~0u, choice.magnitude, distance),
+                                   __shfl_xor_sync(~0u, choice.priority, distance)};
         if (precedes(other, choice)) choice = other;
       }
     } else {
-      uint64 largest;
+      typename PivotChoice<T>::Magnitude largest;
       if constexpr (sizeof(T) == 4) {
-        largest = __reduce_max_sync(~0u, static_cast<uint32>(choice.magnitude));
+        largest = __reduce_max_sync(~0u, choice.magnitude);
       } else {
         const uint32 high = static_cast<uint32>(choice.magnitude >> 32);
         const uint32 largest_high = __reduce_max_sync(~0u, high);
@@ -186,10 +189,10 @@ struct MatrixTeam {
       choice.priority = __reduce_max_sync(~0u, choice.magnitude == largest ? choice.priority : 0u);
       choice.magnitude = largest;
       if constexpr (Sizes::kLanes == 64) {
-        PivotChoice(&choices)[2] = storage.choices[step & 1];
+        PivotChoice<T>(&choices)[2] = storage.choices[step & 1];
         if (thread % 32 == 0) choices[thread / 32] = choice;
         sync();
-        const PivotChoice other = choices[1 - thread / 32];
+        const PivotChoice<T> other = choices[1 - thread / 32];
         if (precedes(other, choice)) choice = other;
       }
     }
