@@ -93,29 +93,28 @@ def test_lu(rng, x64, n, dtype):
     np.testing.assert_array_equal(p.sum(-1), 1)
     permuted, same = linalg.lu(a, permute_l=True)
     np.testing.assert_array_equal(same, upper)
-    np.testing.assert_array_equal(permuted, np.asarray(p @ lower))
+    np.testing.assert_array_equal(permuted, np.asarray(p) @ np.asarray(lower))
     factors, pivots = linalg.lu_factor(a)
     expected = jsp_linalg.lu_factor(a)
     assert [x.dtype for x in (factors, pivots)] == [x.dtype for x in expected]
-    np.testing.assert_array_equal(pivots, expected[1])
+    if dtype == np.float64:
+        # In float32 two that are nearly equal may change places.
+        np.testing.assert_array_equal(pivots, expected[1])
+    places = lax.linalg.lu_pivots_to_permutation(pivots, n)
+    np.testing.assert_array_equal(np.asarray(p).argmax(-2), places)
     assert kernels(linalg.lu_factor, a) != [None]
 
 
 def test_of_equal_pivots_the_first_is_taken(rng):
-    a = jnp.asarray(rng.integers(-1, 2, (500, 6, 6)).astype(np.float32))
-    _, pivots = linalg.lu_factor(a)
-    for matrix, found in zip(np.array(a, np.float64), np.asarray(pivots), strict=True):
-        for k in range(6):
-            # Halves and thirds: exact in no type, but equal ones are equal.
-            magnitudes = np.abs(matrix[k:, k])
-            near = np.flatnonzero(magnitudes >= magnitudes.max() * (1 - 1e-5)) + k
-            assert found[k] in near
-            if np.all(magnitudes[near - k] == magnitudes.max()):
-                assert found[k] == near[0]
+    """Of matrices of -1, 0 and 1, of which all that is compared is a whole or half number."""
+    a = rng.integers(-1, 2, (500, 4, 4)).astype(np.float32)
+    _, pivots = linalg.lu_factor(jnp.asarray(a))
+    for matrix, found in zip(a.astype(np.float64), np.asarray(pivots), strict=True):
+        for k in range(3):
+            assert found[k] == k + np.argmax(np.abs(matrix[k:, k]))
             matrix[[k, found[k]]] = matrix[[found[k], k]]
             if matrix[k, k] != 0:
                 matrix[k + 1 :] -= np.outer(matrix[k + 1 :, k] / matrix[k, k], matrix[k])
-                matrix[np.abs(matrix) < 1e-5] = 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -220,6 +219,7 @@ def test_solve_triangular_broadcasts(rng, shapes, trans):
 )  # fmt: skip
 def test_solve_broadcasts(rng, shapes):
     a, b = (random(rng, shape, np.float32) for shape in shapes)
+    a = a + 4 * jnp.eye(a.shape[-1])
     expected = jnp.linalg.solve(a, b)
     got = linalg.solve(a, b)
     assert got.shape == expected.shape
@@ -276,14 +276,16 @@ def test_vmap_of_solve_is_one_call(rng, axes):
         if axis is not None:
             shape.insert(axis, 9)
     a, b = (random(rng, shape, np.float32) for shape in shapes)
+    dominant = 6 * jnp.eye(6)
+    a = a + (dominant if axes[0] is None else jnp.expand_dims(dominant, axes[0]))
     mapped = jax.vmap(linalg.solve, axes)
     np.testing.assert_allclose(
-        jax.jit(mapped)(a, b), jax.vmap(jnp.linalg.solve, axes)(a, b), 1e-2, 1e-3
+        jax.jit(mapped)(a, b), jax.vmap(jnp.linalg.solve, axes)(a, b), 1e-4, 1e-4
     )
     assert len(kernels(mapped, a, b)) == 1
     twice = [jax.vmap(jax.vmap(f, axes), (None, -1)) for f in (linalg.solve, jnp.linalg.solve)]
     stacked = jnp.stack([b, 2 * b], -1)
-    np.testing.assert_allclose(twice[0](a, stacked), twice[1](a, stacked), 1e-2, 1e-3)
+    np.testing.assert_allclose(twice[0](a, stacked), twice[1](a, stacked), 1e-4, 1e-4)
     assert len(kernels(twice[0], a, stacked)) == 1
 
 
@@ -366,9 +368,12 @@ def test_the_derivative_of_a_determinant_that_is_zero(rng):
 
 
 def test_gradients_under_shard_map(rng):
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
-    a = definite(rng, (4, 4), np.float32)
-    b = random(rng, (8, 4, 3), np.float32)
+    devices = jax.devices("cpu")[:4]
+    if len(devices) < 4:
+        pytest.skip("takes four devices")
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
+    a = np.asarray(definite(rng, (4, 4), np.float32))
+    b = np.asarray(random(rng, (8, 4, 3), np.float32))
 
     def loss(a, b):
         return lax.psum(jnp.sin(linalg.solve(a, b)).sum(), "x")
