@@ -239,6 +239,20 @@ def test_an_interrupted_product_goes_on(rng, tmp_path):
     assert journals(tmp_path) == []
 
 
+def test_blocks_that_were_lost_are_computed_again(rng, tmp_path):
+    x, y = operands(rng, 500, 400, 300)
+    out = np.memmap(tmp_path / "out", np.float32, "w+", shape=(500, 400))
+    with pytest.raises(Stopped):
+        out_of_core.matmul(x, y, out=out, memory_limit=600_000, progress=stop_after(4))
+    del out
+    # Made anew: the journal knows of blocks that the file no longer has.
+    out = np.memmap(tmp_path / "out", np.float32, "w+", shape=(500, 400))
+    seen = []
+    out_of_core.matmul(x, y, out=out, memory_limit=600_000, progress=seen.append)
+    assert seen[0].done == 0
+    np.testing.assert_array_equal(out, out_of_core.matmul(x, y, memory_limit=600_000))
+
+
 def test_a_result_of_something_else_is_not_continued(rng, tmp_path):
     x, y = operands(rng, 300, 300, 300)
     a, b = memmaps(tmp_path, x, y)

@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ class Journal:
         The result, which is in a file.
     identity
         A digest of what is computed.
+    place
+        Where a block lies in the result.
 
     Raises
     ------
@@ -42,13 +45,18 @@ class Journal:
         If there is no space for the result, or the journal cannot be read or written.
     """
 
-    def __init__(self, out: np.memmap[Any, Any], identity: str) -> None:
+    def __init__(
+        self, out: np.memmap[Any, Any], identity: str, place: Callable[[Tile], Any]
+    ) -> None:
         self._out = out
+        self._place = place
         self._path = Path(f"{out.filename}{SUFFIX}")
         self._identity = identity
-        self._done: set[Tile] = set()
+        self._done: dict[Tile, int] = {}
         if self._path.exists():
-            self._done = self._read()
+            # A file that was made anew since has nothing of what was done.
+            found = self._read()
+            self._done = {t: check for t, check in found.items() if self._checksum(t) == check}
         else:
             _allocate(out)
             self._write()
@@ -61,7 +69,7 @@ class Journal:
     def add(self, tile: Tile) -> None:
         """Note that a block was written to the array: to disk first, and then its note."""
         self._out.flush()
-        self._done.add(tile)
+        self._done[tile] = self._checksum(tile)
         self._write()
 
     def close(self) -> None:
@@ -69,14 +77,17 @@ class Journal:
         self._out.flush()
         self._path.unlink()
 
-    def _read(self) -> set[Tile]:
+    def _checksum(self, tile: Tile) -> int:
+        return zlib.crc32(np.ascontiguousarray(self._out[self._place(tile)]).view(np.uint8))
+
+    def _read(self) -> dict[Tile, int]:
         text = self._path.read_text()
         try:
             record = json.loads(text)
             known = record["format"] == _FORMAT and record["identity"] == self._identity
-            done = {Tile(*tile) for tile in record["done"]}
+            done = {Tile(row, column): check for row, column, check in record["done"]}
         except (ValueError, TypeError, KeyError):
-            known, done = False, set()
+            known, done = False, {}
         if not known:
             raise ValueError(
                 f"{self._path} is of an unfinished product of other operands, or cut into other "
@@ -85,7 +96,8 @@ class Journal:
         return done
 
     def _write(self) -> None:
-        record = {"format": _FORMAT, "identity": self._identity, "done": sorted(self._done)}
+        done = [[*tile, check] for tile, check in sorted(self._done.items())]
+        record = {"format": _FORMAT, "identity": self._identity, "done": done}
         handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f"{self._path.name}.")
         try:
             with os.fdopen(handle, "w") as file:

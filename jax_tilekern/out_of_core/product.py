@@ -184,7 +184,8 @@ def _run(
     journal = None
     if isinstance(out, np.memmap) and out.filename is not None:
         blocks = (plan.rows, plan.columns, plan.depth)
-        journal = Journal(out, identity((a, b), blocks, types, precision, str(out.dtype)))
+        known = identity((a, b), blocks, types, precision)
+        journal = Journal(out, known, functools.partial(_place, plan))
     ledger = _Ledger(out, plan, journal, progress)
     threads = min(os.cpu_count() or 1, _MOST_COPIERS)
     with (
@@ -231,8 +232,7 @@ class _Ledger:
         """Put a block of the result in its place, note it and say so."""
         block = np.asarray(result)
         with self._lock:
-            rows = _slice(tile.row, self._plan.rows)
-            self._out[rows, _slice(tile.column, self._plan.columns)] = block
+            self._out[_place(self._plan, tile)] = block
             if self._journal is not None:
                 self._journal.add(tile)
             self.done.add(tile)
@@ -359,6 +359,10 @@ def _finish(out: np.dtype[Any]) -> Callable[[Array], Array]:
 
 def _blocks(tile: Tile, depth: int) -> tuple[Block, Block]:
     return Block("lhs", tile.row, depth), Block("rhs", tile.column, depth)
+
+
+def _place(plan: Plan, tile: Tile) -> tuple[slice, slice]:
+    return _slice(tile.row, plan.rows), _slice(tile.column, plan.columns)
 
 
 def _slice(index: int, block: int) -> slice:
