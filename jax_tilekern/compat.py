@@ -5,7 +5,7 @@ Each entry names the change it hides. Supported: jax 0.10 and later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,21 +13,31 @@ from jax import lax
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
+from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import mlir as _mlir
 from jax._src.lax import lax as _lax
 from jax.interpreters import ad, batching, mlir
 
 __all__ = [
     "Primitive",
+    "ShardingTypeError",
     "abstract_results",
     "ad",
     "apply_primitive",
     "batching",
     "canonicalize_dtype",
     "canonicalize_precision",
+    "explicit_sharding",
+    "lower_per_platform",
     "mlir",
+    "register_batching",
+    "result_type",
+    "sharding_under_vmap",
     "transposed_from",
     "unify_varying",
     "varying_axes",
+    "with_automatic_axes",
+    "with_leading_dims",
     "with_type",
     "zero_tangent",
 ]
@@ -41,6 +51,9 @@ canonicalize_precision: Callable[[Any], Any] = _lax.canonicalize_precision
 
 # Warns of a type that is truncated, unlike jax.dtypes.canonicalize_dtype.
 canonicalize_dtype: Callable[[Any, str], Any] = _dtypes.check_and_canonicalize_user_dtype
+
+# Exported as jax.sharding.ShardingTypeError by some versions only.
+ShardingTypeError: type[Exception] = _core.ShardingTypeError
 
 # jax.interpreters.xla.apply_primitive is deprecated; this is what it forwards to.
 apply_primitive: Callable[..., Any] = _dispatch.apply_primitive
@@ -78,10 +91,21 @@ def abstract_results(function: Callable[..., Any], *avals: _core.AbstractValue) 
     return list(jax.make_jaxpr(function)(*avals).out_avals)
 
 
+def result_type(function: Callable[..., Any], *args: Any) -> Any:
+    """Abstract value of one of JAX's functions at the user's own arguments, or its exception.
+
+    ``jax.eval_shape`` loses the sharding of a result on a mesh with explicit and other axes.
+    """
+    (result,) = jax.make_jaxpr(function)(*args).out_avals
+    return result
+
+
 def transposed_from(value: Any) -> tuple[Any, Sequence[int]] | None:
     """Operand and permutation of the ``stablehlo.transpose`` that makes ``value``, if one does."""
-    owner = value.owner
-    operation = getattr(owner, "operation", owner)
+    operation = _operation_of(value)
+    # The type of a transposed array on an explicit mesh.
+    while getattr(operation, "name", None) == "sdy.sharding_constraint":
+        operation = _operation_of(operation.operands[0])
     if getattr(operation, "name", None) != "stablehlo.transpose":
         return None
     return operation.operands[0], list(operation.attributes["permutation"])
@@ -90,3 +114,63 @@ def transposed_from(value: Any) -> tuple[Any, Sequence[int]] | None:
 def zero_tangent(primal: Any) -> Any:
     """Symbolic zero tangent of a value."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def _operation_of(value: Any) -> Any:
+    owner = value.owner
+    return getattr(owner, "operation", owner)
+
+
+def lower_per_platform(
+    name: str,
+    rules: Mapping[str, Callable[..., Any]],
+    default: Callable[..., Any],
+    ctx: Any,
+    *values: Any,
+    **params: Any,
+) -> Sequence[Any]:
+    """Lower by the rule of each platform that a program is lowered for.
+
+    ``mlir.register_lowering(..., platform=..., cacheable=False)`` fails where a program is lowered
+    for several platforms, since JAX adds a list to the tuple of the result types there.
+    """
+    ctx = ctx.replace(avals_out=list(ctx.avals_out))
+    lowered: Sequence[Any] = _mlir.lower_per_platform(
+        ctx, name, dict(rules), default, _core.no_effects, *values, **params
+    )
+    return lowered
+
+
+# Sharding in types.
+
+
+def explicit_sharding(aval: Any) -> Any:
+    """Return the sharding that a type has on a mesh with explicit axes, ``None`` on others."""
+    sharding = aval.sharding
+    return sharding if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def with_automatic_axes(function: Callable[..., Any], out_sharding: Any) -> Callable[..., Any]:
+    """Return a function that is traced without shardings in types, but for its result's."""
+    if out_sharding is None:
+        return function
+    wrapped: Callable[..., Any] = jax.sharding.auto_axes(function, out_sharding=out_sharding)
+    return wrapped
+
+
+def with_leading_dims(sharding: Any, count: int) -> Any:
+    """Return the sharding of an array that has more dimensions in front, which are whole."""
+    if sharding is None:
+        return None
+    partitions = (None,) * count + tuple(sharding.spec.partitions)
+    return sharding.update(spec=sharding.spec.update(partitions=partitions))
+
+
+def register_batching(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Register ``rule(axis_data, operands, dims, **params)``."""
+    batching.fancy_primitive_batchers[primitive] = rule
+
+
+def sharding_under_vmap(axis_data: Any, sharding: Any, dim: int) -> Any:
+    """Return the sharding of a result that has the mapped axis at ``dim`` as well."""
+    return None if sharding is None else _batching.get_sharding_for_vmap(axis_data, sharding, dim)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jax_tilekern.primitive import Choice, recorded_choices
+from jax_tilekern.choices import Choice, recorded_choices
 
 
 class Explanation(tuple[Choice, ...]):
@@ -22,14 +22,17 @@ class Explanation(tuple[Choice, ...]):
         rows = [
             (
                 f"{choice.call}  {' x '.join(choice.operands)} -> {choice.result}",
+                f"[{choice.partition}]" if choice.partition else "",
                 choice.kernel or "-",
                 choice.reason,
             )
             for choice in self
         ]
-        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
         return "\n".join(
-            f"{call:{widths[0]}}  {kernel:{widths[1]}}  {reason}" for call, kernel, reason in rows
+            "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False) if width)
+            + f"  {row[-1]}"
+            for row in rows
         )
 
 
@@ -39,7 +42,9 @@ def explain(
     """Say which kernel computes each of the library's calls in ``function``, and why.
 
     The function is traced and lowered, not executed; kernels that are not in the cache are
-    compiled.
+    compiled. Where several devices share a call, XLA decides when it compiles the program which
+    part each of them has. So such a program is compiled as well, and the table shows how the call
+    is partitioned, and the shapes and the kernel on each device.
 
     Parameters
     ----------
@@ -66,6 +71,10 @@ def explain(
     """
     # A function of its own, so that no lowering cached for ``function`` is reused unrecorded.
     traced = jax.jit(lambda *args, **kwargs: function(*args, **kwargs)).trace(*args, **kwargs)
-    with recorded_choices() as choices:
-        traced.lower(lowering_platforms=None if platform is None else (platform,))
-    return Explanation(choices)
+    with recorded_choices() as recorder:
+        lowered = traced.lower(lowering_platforms=None if platform is None else (platform,))
+        if recorder.awaited and platform in (None, jax.default_backend()):
+            lowered.compile()
+        elif recorder.awaited:
+            recorder.leave_unpartitioned()
+    return Explanation(recorder.choices)

@@ -29,6 +29,8 @@ CPU_MATRIX_CHOLESKY = "jax_tilekern_cpu_matrix_cholesky"
 CPU_MATRIX_SOLVE = "jax_tilekern_cpu_matrix_solve"
 CUDA_LAUNCH = "jax_tilekern_cuda_launch"
 CUDA_LAUNCH_CHECKED = "jax_tilekern_cuda_launch_checked"
+# The custom call that XLA's partitioner replaces; see jax_tilekern.partitioning.call.
+PARTITIONED = "jax_tilekern_partitioned"
 # Every target; jax.export takes a DisabledSafetyCheck.custom_call for each one that is used.
 FFI_TARGETS = (
     CPU_MATMUL,
@@ -42,6 +44,7 @@ FFI_TARGETS = (
     CPU_MATRIX_SOLVE,
     CUDA_LAUNCH,
     CUDA_LAUNCH_CHECKED,
+    PARTITIONED,
 )
 
 

@@ -1,28 +1,33 @@
 """How an operation's rules are declared, once.
 
 An operation is a value of :class:`Operation`: what it means in terms of ``jax.lax``, which
-operands it is linear in, how it batches, and which kernels compute it on each platform.
-:func:`define` makes the JAX primitive from it:
+operands it is linear in, how it batches, which of its dimensions devices may share, and which
+kernels compute it on each platform. :func:`define` makes the JAX primitive from it:
 
 - *abstract evaluation* is that of the reference, so shapes, dtypes, weak types, shardings,
   varying axes and the errors about them are JAX's own;
 - *jvp* follows from linearity in each operand; the *transpose* and *batching* rules are the
   operation's, and bind the operation itself again;
-- *lowering* asks the platform's planner, and what no kernel covers lowers to the reference.
+- *lowering* asks the platform's planner, and what no kernel covers lowers to the reference. In a
+  ``jit`` over several devices the call is partitioned first, by its sharding rule, and the planner
+  is asked for the call on each device.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_tilekern import compat
-from jax_tilekern.compat import ad, batching, mlir
+from jax_tilekern.choices import record_choice
+from jax_tilekern.compat import ad, mlir
 from jax_tilekern.linearity import cotangents_in, tangents_out
+from jax_tilekern.partitioning import xla
+from jax_tilekern.partitioning.call import PartitionedOperation, lower_partitioned, register
+from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.partitioning.xla import Place
 
 Params = dict[str, Any]
 
@@ -61,7 +66,29 @@ class Fallback:
     reason: str
 
 
-Planner = Callable[..., Kernel | Rewrite | Fallback]
+class Planner(NamedTuple):
+    """How a platform computes an operation.
+
+    Attributes
+    ----------
+    refusal
+        ``refusal(*avals, **params)`` says why no kernel covers a call, whatever its sizes are; it
+        returns ``None`` if one may. Where a call is partitioned, it is all that is asked of the
+        whole call.
+    plan
+        ``plan(ctx, *values, **params)`` on MLIR values, for calls that are not refused.
+    """
+
+    refusal: Callable[..., Fallback | None]
+    plan: Callable[..., Kernel | Rewrite | Fallback]
+
+
+class Source(NamedTuple):
+    """Operands where they lie: MLIR values and types, and the parameters of the call on them."""
+
+    values: Sequence[Any]
+    avals: Sequence[Any]
+    params: Params
 
 
 @dataclass(frozen=True)
@@ -80,72 +107,35 @@ class Operation:
         operand itself is passed as its abstract value. A tuple of operands in which it is
         *jointly* linear has a rule that gives as many cotangents.
     batch
-        ``batch(operands, dims, **params)`` gives the batched result and its batch dimension.
+        ``batch(axis_data, operands, dims, **params)`` gives the batched result and its batch
+        dimension.
+    sharding_rule
+        ``sharding_rule(*avals, **params)`` labels the dimensions that devices may share.
     planners
-        For each platform, ``planner(ctx, *values, **params)`` on MLIR values.
+        For each platform.
     describe
         The call in a few words from its parameters, for ``explain``.
+    localised
+        Rewrites operands that hold positions along a dimension that is shared out; see
+        :class:`~jax_tilekern.partitioning.call.PartitionedOperation`.
+    source
+        ``source(ctx, *values, **params)`` looks through what transposes operands. What a call is
+        lowered to on each device sees no further than its own operands.
+    in_float32
+        ``in_float32(**params)`` returns the parameters of a call that gives its result in float32,
+        for partial results that are added up over devices.
     """
 
     name: str
     reference: Callable[..., Any]
     transposes: Mapping[int | tuple[int, ...], Callable[..., Any]]
     batch: Callable[..., tuple[Any, int]]
+    sharding_rule: Callable[..., ShardingRule]
     planners: Mapping[str, Planner]
     describe: Callable[..., str]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What one call of the library lowered to.
-
-    Attributes
-    ----------
-    call
-        The operation with its dimensions, for example ``contract mk,kn->mn``.
-    operands, result
-        Types with shapes, for example ``f32[64,128]``; a comma between several results.
-    platform
-        ``cpu``, ``cuda`` or another platform of JAX's.
-    kernel
-        The kernel, or ``None`` where XLA's own operation or another call of the library takes it.
-    reason
-        Why.
-    """
-
-    call: str
-    operands: tuple[str, ...]
-    result: str
-    platform: str
-    kernel: str | None
-    reason: str
-
-
-_recorded: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
-    "jax_tilekern_choices", default=None
-)
-
-
-@contextlib.contextmanager
-def recorded_choices() -> Iterator[list[Choice]]:
-    """Collect the choice of every call that is lowered inside the context."""
-    choices: list[Choice] = []
-    token = _recorded.set(choices)
-    try:
-        yield choices
-    finally:
-        _recorded.reset(token)
-
-
-def record_choice(call: str, ctx: Any, platform: str, kernel: str | None, reason: str) -> None:
-    """Tell whoever is collecting choices what a call lowers to."""
-    recorded = _recorded.get()
-    if recorded is not None:
-        operands, results = (
-            tuple(aval.str_short(short_dtypes=True) for aval in avals)
-            for avals in (ctx.avals_in, ctx.avals_out)
-        )
-        recorded.append(Choice(call, operands, ", ".join(results), platform, kernel, reason))
+    localised: Callable[..., Sequence[Any]] | None = None
+    source: Callable[..., Source] | None = None
+    in_float32: Callable[..., Params] | None = None
 
 
 def define(operation: Operation) -> Callable[..., Any]:
@@ -157,14 +147,14 @@ def define(operation: Operation) -> Callable[..., Any]:
     def bind(*operands: Any, **params: Any) -> Any:
         return primitive.bind(*compat.unify_varying(*operands), **params)
 
-    rules = dict(_as_group(*item) for item in operation.transposes.items())
+    groups = dict(_as_group(*item) for item in operation.transposes.items())
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
         def bind_one(*operands: Any) -> list[Any]:
             return [bind(*operands, **params)]
 
         result = bind(*primals, **params)
-        (tangent,) = tangents_out(bind_one, tuple(rules), primals, tangents, [result])
+        (tangent,) = tangents_out(bind_one, tuple(groups), primals, tangents, [result])
         return result, tangent
 
     def transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
@@ -173,19 +163,38 @@ def define(operation: Operation) -> Callable[..., Any]:
                 ad.Zero(x.aval.to_ct_aval()) if ad.is_undefined_primal(x) else None
                 for x in operands
             ]
-        return cotangents_in(rules, cotangent, operands, params)
+        return cotangents_in(groups, cotangent, operands, params)
+
+    def batch(
+        axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], **params: Any
+    ) -> tuple[Any, int | None]:
+        if all(dim is None for dim in dims):
+            return bind(*operands, **params), None
+        return operation.batch(axis_data, operands, dims, **params)
 
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
-    batching.primitive_batchers[primitive] = lambda operands, dims, **params: operation.batch(
-        operands, dims, **params
+    compat.register_batching(primitive, batch)
+
+    partitioned = PartitionedOperation(
+        operation.name,
+        operation.sharding_rule,
+        lambda *operands, **params: [bind(*operands, **params)],
+        operation.localised,
+        operation.in_float32,
     )
-    reference = mlir.lower_fun(operation.reference, multiple_results=False)
-    mlir.register_lowering(primitive, reference)
-    for platform in operation.planners:
-        # Not cacheable: a planner looks at where its operands come from.
-        rule = functools.partial(_lower, operation, platform)
-        mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
+    register(partitioned)
+    rules = {
+        platform: functools.partial(_lower, operation, partitioned, platform)
+        for platform in operation.planners
+    }
+    elsewhere = mlir.lower_fun(operation.reference, multiple_results=False)
+    # Not cacheable: a planner looks at where its operands come from.
+    mlir.register_lowering(
+        primitive,
+        functools.partial(compat.lower_per_platform, operation.name, rules, elsewhere),
+        cacheable=False,
+    )
     return bind
 
 
@@ -208,9 +217,56 @@ def _abstract_evaluation(operation: Operation) -> Callable[..., Any]:
 
 
 def _lower(
-    operation: Operation, platform: str, ctx: Any, *values: Any, **params: Any
+    operation: Operation,
+    partitioned: PartitionedOperation,
+    platform: str,
+    ctx: Any,
+    *values: Any,
+    **params: Any,
 ) -> Sequence[Any]:
-    outcome = operation.planners[platform](ctx, *values, **params)
+    planner = operation.planners[platform]
+    refused = planner.refusal(*ctx.avals_in, **params)
+    if refused is not None:
+        return _lowered(operation, platform, refused, ctx, *values, **params)
+    place = xla.place(ctx)
+    if place is Place.LOCAL:
+        outcome = planner.plan(ctx, *values, **params)
+        return _lowered(operation, platform, outcome, ctx, *values, **params)
+    obstacle = _obstacle(place, (*ctx.avals_in, *ctx.avals_out))
+    if obstacle is not None:
+        return _lowered(operation, platform, Fallback(obstacle), ctx, *values, **params)
+    source = Source(values, ctx.avals_in, params)
+    if operation.source is not None:
+        source = operation.source(ctx, *values, **params)
+    if "out_sharding" in params:
+        source.params["out_sharding"] = None
+    ctx = ctx.replace(avals_in=list(source.avals))
+    described = operation.describe(**source.params)
+    return lower_partitioned(ctx, partitioned, platform, described, *source.values, **source.params)
+
+
+def _obstacle(place: Place, avals: Sequence[Any]) -> str | None:
+    """Return why a call on several devices is XLA's to partition, if it is."""
+    if place is Place.PARTLY_MANUAL:
+        return (
+            "XLA partitions its own operation in a shard_map over some mesh axes; one over all of "
+            "them has a kernel"
+        )
+    if xla.has_partial_sums(avals):
+        return "XLA keeps account of unreduced and reduced axes in its own operations"
+    if not xla.uses_shardy():
+        return "GSPMD (jax_use_shardy_partitioner=False) partitions XLA's own operation"
+    return None
+
+
+def _lowered(
+    operation: Operation,
+    platform: str,
+    outcome: Kernel | Rewrite | Fallback,
+    ctx: Any,
+    *values: Any,
+    **params: Any,
+) -> Sequence[Any]:
     record_choice(
         operation.describe(**params),
         ctx,
@@ -220,10 +276,8 @@ def _lower(
     )
     if isinstance(outcome, Kernel):
         return outcome.emit()
-    function = (
-        outcome.function
-        if isinstance(outcome, Rewrite)
-        else functools.partial(operation.reference, **params)
-    )
+    function: Callable[..., Any] = functools.partial(operation.reference, **params)
+    if isinstance(outcome, Rewrite):
+        function = compat.with_automatic_axes(outcome.function, params.get("out_sharding"))
     lowered: Sequence[Any] = mlir.lower_fun(function, multiple_results=False)(ctx, *values)
     return lowered

@@ -1,14 +1,14 @@
-"""The suite runs on whatever backend JAX has; sharded tests use four devices of the CPU."""
+"""The suite runs on whatever backend JAX has; sharded tests use eight devices of the CPU."""
 
 import datetime
 import json
 import os
 from pathlib import Path
 
-# Before jax and NumPy are imported: four host devices for the sharding tests; no preallocation, so
+# Before jax and NumPy are imported: eight host devices for the sharding tests; no preallocation, so
 # that several workers share one GPU; and one thread for the BLAS of each.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -4,9 +4,7 @@ import dataclasses
 import importlib
 import io
 import json
-import os
 import re
-import stat
 from pathlib import Path
 
 import jax
@@ -18,10 +16,11 @@ from numerics import on_gpu
 import jax_tilekern as jtk
 from jax_tilekern.cli import ladder as command
 from jax_tilekern.cli import main
-from jax_tilekern.cli.console import make_console
-from jax_tilekern.cli.ladder import climb, counters, ladder_run, report
+from jax_tilekern.cli.ladder import climb, counted_launches, counters, ladder_run, ncu, report
+from jax_tilekern.cli.ladder.ncu import NoCounters
 from jax_tilekern.cli.ladder.rung import Ladder, LadderError, Problem, Rung, sources_folder
 from jax_tilekern.compiler import compile_source
+from jax_tilekern.cubin import _section
 from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gpu import known_gpu
 
@@ -75,6 +74,59 @@ def test_every_rung_compiles_without_spills_and_without_a_word(problem, rung, ar
         assert found.occupancy.blocks >= 1
 
 
+def machine_code(problem, name, arch):
+    """The instructions of a rung's only kernel, without what else its cubin holds."""
+    (rung,) = (rung for rung in problem.rungs if rung.name == name)
+    with jtk.gpu_target(arch):
+        (found,) = rung.reports(problem.operands)
+    entry = found.plan.launch.entry
+    return _section(entry.cubin, f".text.{entry.symbol}")
+
+
+# sm_120 is the GPU of the study that tells the forms apart by their times.
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120"])
+def test_two_of_the_three_float4_forms_are_the_same_machine_code(arch):
+    (problem,) = ladder("transpose").parse("2048x512")
+    straight, row_by_row, rows_first = (
+        machine_code(problem, f"float4{form}, 8x8", arch)
+        for form in (" straight", "", " rows first")
+    )
+    assert row_by_row == rows_first
+    assert straight != row_by_row
+    assert len(row_by_row) >= 16 * 16  # At least as many instructions as elements.
+
+
+@pytest.mark.parametrize("name", ["tile", "padded", "swizzled", "float4, 8x8"])
+def test_loops_over_a_thread_s_elements_are_unrolled(name):
+    (problem,) = ladder("transpose").parse("64x64")
+    (rung,) = (rung for rung in problem.rungs if rung.name == name)
+    with jtk.gpu_target("sm_90a"):
+        (found,) = rung.reports(problem.operands)
+    # A loop would have one load, or more than four with its remainder.
+    assert [found.ptx().count(f"{what}.global") for what in ("ld", "st")] == [4, 4]
+
+
+def test_sums_in_memory_are_read_and_written_for_every_k_tile():
+    problem = ladder("matmul").parse("64x64x64")[0]
+    (rung,) = (rung for rung in problem.rungs if rung.name == "sums in global memory")
+    with jtk.gpu_target("sm_90a"):
+        (found,) = rung.reports(problem.operands)
+    # Inside the loop, which the compiler does not unroll around its barriers.
+    loop = found.ptx().split("bar.sync")[-2]
+    assert "ld.global" in loop
+    assert "st.global" in loop
+
+
+@needs_gpu
+def test_sums_in_memory_add_to_what_was_there():
+    problem = ladder("matmul").parse("70x45x33")[0]
+    (rung,) = (rung for rung in problem.rungs if rung.name == "sums in global memory")
+    a, b = climb._whole_numbers(problem.operands)
+    _, product = rung.stages
+    left_over = jnp.full((70, 45), 7, jnp.float32)
+    np.testing.assert_array_equal(product(a, b, left_over), jnp.matmul(a, b) + 7)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_files_are_numbered_rungs_that_say_what_to_expect(name):
     files = sorted((sources_folder() / name).iterdir())
@@ -85,17 +137,6 @@ def test_files_are_numbered_rungs_that_say_what_to_expect(name):
         comment = re.match(r"(//[^\n]*\n)+", file.read_text())
         assert comment
         assert "\n// Expect: " in comment[0]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_page_has_every_rung(name):
-    page = (Path(__file__).parent.parent / "docs" / "ladder.md").read_text()
-    section = re.search(rf"^## {name}$(.*?)(^## |\Z)", page, re.MULTILINE | re.DOTALL)[1]
-    rungs = {rung.name for problem in problems(name) for rung in problem.rungs if rung.source}
-    shapes = {rung for rung in rungs if rung.startswith("tile of ")}
-    entries = re.findall(r"^\| (.+?) \|", section, re.MULTILINE)
-    assert rungs - shapes <= set(entries)
-    assert all(shape.removeprefix("tile of ") in section for shape in shapes)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,7 +159,9 @@ def test_the_last_rung_is_the_library_and_jnp_is_the_measure(name):
 SIZES = {
     "transpose": ("1x1", "70x45", "68x132", "130x8"),
     "dot": ("1", "1027", "300001"),
-    "matmul": ("1x1x1", "33x65x17", "136x72x40"),
+    # The last has more tiles than a GPU multiprocessors, and k-tiles of odd number, so that
+    # persistent blocks go from tile to tile with the ring at any stage.
+    "matmul": ("1x1x1", "33x65x17", "136x72x40", "2200x2600x136"),
     "matvec": ("1x1", "70x45", "33x260"),
     "add": ("1", "1027", "33x45", "20x132"),
 }
@@ -136,11 +179,28 @@ def test_every_rung_is_right(name, size, tmp_path):
 
 
 @needs_gpu
+def test_rungs_are_launched_after_markers_outside_of_ncu_too():
+    wanted = [
+        counters.Wanted("1027", problem.title, rung.name, None)
+        for problem in ladder("add").parse("1027")
+        for rung in (*problem.rungs, *problem.peers)
+    ]
+    marked = []
+
+    def mark(index):
+        marked.append(int(counted_launches._marker(index=index)))
+
+    counted_launches.launch(ladder("add"), wanted, until=float("inf"), mark=mark)
+    # A marker's result is its grid.
+    assert marked == list(range(1, len(wanted) + 1))
+
+
+@needs_gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_a_ladder_is_timed(name, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file, plot = tmp_path / "l.json", tmp_path / "l.png"
-    size = SIZES[name][-1]
+    size = SIZES[name][2]
     given = ["ladder", name, "--size", size, "--seconds", "0.05", "--json", file, "--plot", plot]
     assert main([*map(str, given)]) == 0
     out = capsys.readouterr().out
@@ -167,34 +227,35 @@ def test_without_a_gpu_rungs_are_compiled_and_shown(name, tmp_path, capsys):
     assert [p["title"] for p in record["problems"]] == [p.title for p in problems(name)]
     for rung in (rung for problem in record["problems"] for rung in problem["rungs"]):
         assert rung["name"] in out
-        assert rung["failure"] is rung["skipped"] is None
+        assert rung["failure"] is None
+        assert not rung["skipped"] or rung["name"] == "serial"
         assert "seconds" not in rung
-        assert bool(rung["kernels"]) == bool(rung["source"])
+        assert bool(rung["kernels"]) == bool(rung["source"] and not rung["skipped"])
         assert bool(rung["library"]) == rung["name"].startswith("jax_tilekern.")
         assert all(kernel["registers"] > 0 for kernel in rung["kernels"])
 
 
 @no_gpu
 def test_what_a_rung_cannot_take_is_said(capsys):
-    assert main(["ladder", "transpose", "--size", "70x44", "--rungs", "4x4*"]) == 0
+    assert main(["ladder", "transpose", "--size", "70x44", "--rungs", "float4*"]) == 0
     out = capsys.readouterr().out
-    assert out.count("takes multiples of 4, not rows 70.") == 3
+    assert out.count("takes multiples of 4, not rows 70.") == 6
     assert "skipped" in out
     assert "naive" not in out
 
 
 @no_gpu
 def test_a_launch_that_breaks_a_limit_fails_and_the_others_do_not(capsys):
-    assert main(["ladder", "transpose", "--size", "1000000x8", "--rungs", "*naive*"]) == 1
+    assert main(["ladder", "transpose", "--size", "1000000x8", "--rungs", "naive 8x8*"]) == 1
     out = capsys.readouterr().out
-    assert re.search(r"in order of reads FAILED: .*grid \(1, 125000, 1\) exceeds", out)
+    assert re.search(r"along reads FAILED: .*grid \(1, 125000, 1\) exceeds", out)
     assert out.count("FAILED: ") == 1
 
 
 @no_gpu
-def test_an_older_gpu_has_no_copy_engine():
+def test_an_older_gpu_has_no_tma():
     (problem,) = ladder("transpose").parse("64x64")
-    tma = next(rung for rung in problem.rungs if "TMA" in rung.name)
+    tma = next(rung for rung in problem.rungs if rung.name == "TMA")
     with jtk.gpu_target("sm_80"):
         assert "capability 9.0, which NVIDIA A100" in climb.compiled(problem, tma)["skipped"]
     with jtk.gpu_target("sm_90a"):
@@ -213,9 +274,10 @@ def test_an_older_gpu_has_no_copy_engine():
         (["add", "--size", "1x1x1"], "is not SIZE or ROWSxCOLUMNS"),
         (["matmul", "--size", "1x1x2147483648"], "too large"),
         (["dot", "--size", "1099511627776"], "too large"),
-        (["dot", "--rungs", "none"], "no rung matches 'none'; there are tree in shared memory"),
+        (["dot", "--rungs", "none"], "no rung matches 'none'; there are serial sum of a block"),
         (["dot", "--seconds", "0"], "--seconds is positive, not 0"),
         (["dot", "--seconds", "nan"], "--seconds is positive"),
+        (["dot", "--resume"], "--resume goes on with the record of --json FILE"),
     ],
 )
 def test_arguments_are_checked(arguments, message, capsys):
@@ -231,7 +293,8 @@ def test_there_is_no_such_ladder(capsys):
 
 def test_rungs_are_picked_by_name_before_they_are_matched():
     def picked(pattern):
-        found = ladder_run._picked([("s", p) for p in problems("add")], pattern)
+        found = ladder("add").parse("4096"), ladder("add").parse("64x64")
+        found = ladder_run._picked([("s", problem) for (problem,) in found], pattern)
         return [[rung.name for rung in problem.rungs] for _, problem in found]
 
     # The problem of vectors has no rung called matrix, and goes.
@@ -341,8 +404,9 @@ def test_sums_are_checked_on_whole_numbers_whose_sums_are_exact(name):
             assert set(np.unique(lhs)) | set(np.unique(rhs)) == set(range(-4, 5))
             assert not np.array_equal(lhs.ravel()[:1000], rhs.ravel()[:1000])
             exact = lhs @ rhs
-            for peer in problem.peers:
-                np.testing.assert_array_equal(peer(*numbers), exact)
+            for compute in (problem.truth or problem.peers[0], *problem.peers):
+                result = compute(*numbers)
+                np.testing.assert_array_equal(result, exact.astype(result.dtype))
 
 
 @pytest.fixture
@@ -378,11 +442,36 @@ def test_a_climbed_ladder_is_recorded_drawn_and_shown(doubling, tmp_path, capsys
     assert "Ceiling" not in out
 
 
-def test_counters_that_may_not_be_read_cost_no_times(doubling, ncu, capsys, monkeypatch):
-    ncu("exit 0")
+def test_a_run_is_resumed_where_it_was_cut(doubling, tmp_path, monkeypatch):
+    file = tmp_path / "l.json"
+    given = ["ladder", "add", "--seconds", "0.01", "--json", str(file), "--size"]
+    assert main([*given, "64"]) == 1
+    first = json.loads(file.read_text())
+    # The same rungs at another size are measured; those of the file are not.
+    climbed = []
+    climb_one = ladder_run._climbed
+
+    def climb_and_note(problem, *rest, **more):
+        climbed.append(problem.title)
+        return climb_one(problem, *rest, **more)
+
+    monkeypatch.setattr(ladder_run, "_climbed", climb_and_note)
+    assert main([*given, "64", "65", "--resume"]) == 1
+    second = json.loads(file.read_text())
+    assert climbed == ["doubling"]
+    assert [p["size"] for p in second["problems"]] == ["64", "65"]
+    assert second["problems"][0] == first["problems"][0]
+    # Rungs that have changed since are measured again.
+    file.write_text(json.dumps(second | {"rungs_digest": "another"}))
+    assert main([*given, "64", "65", "--resume"]) == 1
+    assert climbed == ["doubling"] * 3
+
+
+def test_counters_that_may_not_be_read_cost_no_times(doubling, capsys, monkeypatch):
+    monkeypatch.setattr("jax_tilekern.cli.ladder.ncu.require_ncu", lambda: "ncu")
 
     def refused(*_):
-        raise counters.NoCounters("ERR_NVGPUCTRPERM")
+        raise NoCounters("ERR_NVGPUCTRPERM")
 
     monkeypatch.setattr(ladder_run, "_put_counters", refused)
     arguments = ["ladder", "add", "--rungs", "right", "--seconds", "0.01", "--counters"]
@@ -390,6 +479,39 @@ def test_counters_that_may_not_be_read_cost_no_times(doubling, ncu, capsys, monk
     out = capsys.readouterr().out
     assert "of ceiling" in out
     assert "ERR_NVGPUCTRPERM" in out
+
+
+def test_counters_come_with_the_times_and_are_shown(doubling, tmp_path, capsys, monkeypatch):
+    def profile(program, metrics, log, *, environment, seconds):
+        order = json.loads(Path(program[-1]).read_text())
+        assert [name for _, _, name, _ in order["wanted"]] == ["from the host", "right", "jnp"]
+        assert order["seconds"] == 45
+        kernel = {"gpu__time_duration.sum": 1500.0, "launch__registers_per_thread": 40.0}
+        return [
+            launch
+            for index in range(len(order["wanted"]))
+            for launch in (
+                ncu.Launch(counters.MARKER, (index + 1,), (1,), {}),
+                ncu.Launch("doubling_kernel", (8, 1, 1), (32, 1, 1), kernel),
+            )
+        ]
+
+    monkeypatch.setattr(ncu, "require_ncu", lambda: "ncu")
+    monkeypatch.setattr(ncu, "profile", profile)
+    file = tmp_path / "l.json"
+    given = ["ladder", "add", "--seconds", "0.01", "--counters", "45", "--json", str(file)]
+    assert main(given) == 1
+    assert "stalled" in capsys.readouterr().out
+    (problem,) = json.loads(file.read_text())["problems"]
+    counted = {rung["name"]: rung.get("counters") for rung in problem["rungs"]}
+    assert counted.pop("wrong") is None
+    for found in counted.values():
+        (kernel,) = found["kernels"]
+        assert kernel["name"] == "doubling_kernel"
+        assert (kernel["nanoseconds"], kernel["registers"]) == (1500, 40)
+    # A second run has nothing left to count.
+    monkeypatch.setattr(counters, "count", lambda *_: pytest.fail("counted again"))
+    assert main([*given, "--resume"]) == 1
 
 
 # The report.
@@ -462,110 +584,6 @@ def test_a_plot(tmp_path):
     file = tmp_path / "new" / "l.png"
     report.plot(a_record(a_rung("a", 4e-3), a_rung("jnp", 1e-3, peer=True)), file)
     assert file.read_bytes().startswith(b"\x89PNG")
-
-
-# Counters.
-
-STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-NCU = "\n".join(
-    ",".join(f'"{entry}"' for entry in row)
-    for row in [
-        (
-            "ID", "Kernel Name", *counters._METRICS[:4], STALL.format("long_scoreboard"),
-            STALL.format("long_scoreboard_not_issued"), STALL.format("selected"),
-            STALL.format("barrier"), STALL.format("wait"),
-        ),
-        ("", "", "sector/request", "", "", "", "inst", "inst", "inst", "inst", "inst"),
-        ("0", "tile", "4", "32", "1,024", "0", "12.5", "12", "1", "0.5", "2.25"),
-        ("1", "tile", "nan", "", "0", "0", "0", "0", "1", "0", "3"),
-    ]
-)  # fmt: skip
-COUNTED = [
-    {
-        "sectors_ld": 4, "sectors_st": 32, "conflicts_ld": 1024, "conflicts_st": 0,
-        "stalls": ["long_scoreboard 12.5", "wait 2.2"],
-    },
-    {
-        "sectors_ld": 0, "sectors_st": 0, "conflicts_ld": 0, "conflicts_st": 0,
-        "stalls": ["wait 3.0"],
-    },
-]  # fmt: skip
-
-
-def test_what_ncu_writes():
-    found = counters.parse(f"==PROF== Connected\n==PROF== 100%\n{NCU}\n")
-    assert found == COUNTED
-    assert counters.parse("==ERROR== no kernels were profiled") == []
-    assert list(counters.cells(found[0])) == [
-        "4.0, 32.0", "1.02e+03, 0", "long_scoreboard 12.5, wait 2.2",
-    ]  # fmt: skip
-
-
-@pytest.fixture
-def ncu(tmp_path, monkeypatch):
-    """Return a function that makes an ``ncu`` of a shell script."""
-
-    def make(script):
-        path = tmp_path / "ncu"
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-
-    return make
-
-
-def test_ncu_is_run_around_the_same_command(ncu, tmp_path):
-    (tmp_path / "csv").write_text(NCU)
-    ncu(
-        f'for a; do echo "$a"; done > {tmp_path}/given; echo $XLA_PYTHON_CLIENT_PREALLOCATE >> '
-        f'{tmp_path}/given\nwhile [ "$1" != --log-file ]; do shift; done; cp {tmp_path}/csv "$2"'
-    )
-    found = counters.count(["ladder", "transpose", "--check"], "tile", launches=2)
-    assert len(found) == 2
-    given = (tmp_path / "given").read_text().splitlines()
-    assert given[given.index("--kernel-name") + 1] == "tile"
-    assert given[-6:] == ["-m", "jax_tilekern", "ladder", "transpose", "--check", "false"]
-    with pytest.raises(counters.NoCounters, match="2 of 3 launches of tile"):
-        counters.count(["ladder"], "tile", launches=3)
-
-
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [
-        ("echo '==ERROR== ERR_NVGPUCTRPERM - The user' >&2; exit 1", r"may not read .*as root"),
-        ("echo '==ERROR== Unknown' >&2; exit 3", r"0 of 1 launches of k, exit status 3:\n.*Unkn"),
-    ],
-)
-def test_an_ncu_that_fails_says_why(ncu, script, message):
-    ncu(script)
-    with pytest.raises(counters.NoCounters, match=message):
-        counters.count(["ladder"], "k", launches=1)
-
-
-def test_counters_reach_the_rungs_of_every_problem(monkeypatch):
-    kernel = {"name": "k<float>", "registers": 1, "spill_bytes": 0, "shared_memory_bytes": 0}
-    kernels = [kernel | {"warps_held": None}]
-    same = [a_rung("a", 1.0, kernels=kernels) for _ in range(2)]
-    wrong = a_rung("b", 1.0, kernels=kernels, failure="wrong")
-    listed = [
-        {"size": "8", "rungs": [same[0], wrong]},
-        {"size": "8", "rungs": [same[1], a_rung("jnp", 1.0, peer=True)]},
-    ]
-    calls = []
-
-    def count(given, kernel, *, launches):
-        calls.append((given, kernel, launches))
-        return [dict(one) for one in COUNTED]
-
-    monkeypatch.setattr(counters, "count", count)
-    ladder_run._put_counters(make_console(), listed, "matmul")
-    given = ["ladder", "matmul", "--size", "8", "--rungs", "a", "--check"]
-    assert calls == [(given, "k", 2)]
-    assert [rung["counters"] for rung in same] == COUNTED
-    assert "counters" not in wrong
-    headings, lines = shown(a_record(*listed[0]["rungs"][:1]))
-    assert headings[-3:] == list(counters.HEADINGS)
-    assert lines["a"][-3:] == list(counters.cells(COUNTED[0]))
 
 
 def test_the_sizes_of_a_ladder():

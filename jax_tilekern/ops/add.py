@@ -6,6 +6,7 @@ The primitive takes operands of one type and rank, of which sizes of 1 are broad
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +17,11 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_tilekern import compat, ffi, primitive
-from jax_tilekern.ops.contraction import shard_like
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.sum import sum as sum_over
+from jax_tilekern.partitioning.rule import Dims, ShardingRule, rule_over_axes
 from jax_tilekern.plans.add import DTYPES, AddedDims, plan_add
-from jax_tilekern.primitive import Fallback, Kernel, Operation
+from jax_tilekern.primitive import Fallback, Kernel, Operation, Planner
 
 
 def add(x: ArrayLike, y: ArrayLike) -> Array:
@@ -76,11 +77,11 @@ def _summed_to(cotangent: Array, like: Any) -> Array:
     axes = [i for i, size in enumerate(like.shape) if size != cotangent.shape[i]]
     if axes:
         cotangent = sum_over(cotangent, axes, keepdims=True)
-    dims = tuple(range(len(like.shape)))
-    return shard_like(cotangent, dims, dims, like.sharding)
+    sharding = compat.explicit_sharding(like)
+    return cotangent if sharding is None else jax.sharding.reshard(cotangent, sharding)
 
 
-def _batch(operands: Sequence[Array], dims: Sequence[int | None]) -> tuple[Array, int]:
+def _batch(_: Any, operands: Sequence[Array], dims: Sequence[int | None]) -> tuple[Array, int]:
     """Put the mapped axis where the first operand that has it has it."""
     mapped = next(dim for dim in dims if dim is not None)
     aligned = [
@@ -90,10 +91,23 @@ def _batch(operands: Sequence[Array], dims: Sequence[int | None]) -> tuple[Array
     return _bind(*aligned), mapped
 
 
+def _sharding_rule(x: Any, y: Any) -> ShardingRule:
+    """Label dimensions by their number; one that is broadcast, each device has whole."""
+    shape = tuple(max(sizes) for sizes in zip(x.shape, y.shape, strict=True))
+
+    def labels(operand: Any) -> Dims:
+        return tuple(
+            axis if size == shape[axis] else None for axis, size in enumerate(operand.shape)
+        )
+
+    operands = tuple((labels(operand), tuple(operand.shape)) for operand in (x, y))
+    return rule_over_axes(operands, tuple(range(x.ndim)), flops=math.prod(shape))
+
+
 # Lowering: a planner answers with a kernel, or with the reason why there is none.
 
 
-def _dims(x: Any, y: Any) -> AddedDims | Fallback:
+def _refusal(x: Any, y: Any) -> Fallback | None:
     sizes = (*x.shape, *y.shape)
     if not all(isinstance(size, int) for size in sizes):
         return Fallback("a plan needs every size, and this shape is symbolic")
@@ -101,21 +115,21 @@ def _dims(x: Any, y: Any) -> AddedDims | Fallback:
         return Fallback("an empty array has nothing to add")
     if x.dtype not in DTYPES:
         return Fallback(f"no kernel adds {x.dtype}")
+    return None
+
+
+def _dims(x: Any, y: Any) -> AddedDims:
     return AddedDims.of(x.shape, y.shape)
 
 
 def _cuda(ctx: Any, x: Any, y: Any) -> Kernel | Fallback:
     dims = _dims(*ctx.avals_in)
-    if isinstance(dims, Fallback):
-        return dims
     plan = functools.partial(plan_add, dims, ctx.avals_in[0].dtype)
     return planned_kernel(ctx, (x, y), plan)
 
 
 def _cpu(ctx: Any, x: Any, y: Any) -> Kernel | Fallback:
     dims = _dims(*ctx.avals_in)
-    if isinstance(dims, Fallback):
-        return dims
     attributes = {name: np.array(values, np.int64) for name, values in dims._asdict().items()}
     return Kernel(
         f"cpu_add {ctx.avals_in[0].dtype}",
@@ -130,7 +144,8 @@ _bind = primitive.define(
         reference=_reference,
         transposes={(0, 1): _cotangents},
         batch=_batch,
-        planners={"cpu": _cpu, "cuda": _cuda},
+        sharding_rule=_sharding_rule,
+        planners={"cpu": Planner(_refusal, _cpu), "cuda": Planner(_refusal, _cuda)},
         describe=lambda: "add",
     )
 )

@@ -8,15 +8,15 @@ order; ``vmap`` adds one label to whatever carries the mapped axis. Neither move
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax import Array
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from jax_tilekern import ffi, primitive
+from jax_tilekern import compat, ffi, primitive
 from jax_tilekern.ops.labelled_lowering import (
     Operand,
     Platform,
@@ -24,6 +24,7 @@ from jax_tilekern.ops.labelled_lowering import (
     cpu_attributes,
     readable,
     unplannable,
+    where_it_lies,
 )
 from jax_tilekern.ops.labelled_operands import (
     common_type,
@@ -33,17 +34,24 @@ from jax_tilekern.ops.labelled_operands import (
     transposed,
 )
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.arithmetic import Converted, cpu_arithmetic, cuda_arithmetic
-from jax_tilekern.plans.contraction import Contraction, Labels, Oriented, matmul_geometry
+from jax_tilekern.plans.contraction import Contraction, Oriented, matmul_geometry
 from jax_tilekern.plans.cpu import has_amx
 from jax_tilekern.plans.geometry import MatmulGeometry
 from jax_tilekern.plans.matmul import plan_matmul
 from jax_tilekern.plans.product import Product
-from jax_tilekern.primitive import Fallback, Kernel, Operation, Rewrite
+from jax_tilekern.primitive import Fallback, Kernel, Operation, Planner, Rewrite, Source
 
 
 def contract(
-    lhs: Array, rhs: Array, contraction: Contraction, *, precision: Any, out_dtype: np.dtype[Any]
+    lhs: Array,
+    rhs: Array,
+    contraction: Contraction,
+    *,
+    precision: Any,
+    out_dtype: np.dtype[Any],
+    out_sharding: NamedSharding | None = None,
 ) -> Array:
     """Contract two arrays.
 
@@ -57,36 +65,36 @@ def contract(
         Canonical, as :func:`jax_tilekern.compat.canonicalize_precision` returns it.
     out_dtype
         Type of the result.
+    out_sharding
+        Sharding of the result on a mesh with explicit axes; by default what follows from the
+        operands'.
     """
     lhs, rhs = common_type(lhs, rhs)
     result: Array = _bind(
-        lhs, rhs, contraction=contraction, precision=precision, out_dtype=np.dtype(out_dtype)
+        lhs,
+        rhs,
+        contraction=contraction,
+        precision=precision,
+        out_dtype=np.dtype(out_dtype),
+        out_sharding=out_sharding,
     )
     return result
 
 
-def shard_like(x: Array, labels: Labels, wanted: Labels, sharding: NamedSharding | None) -> Array:
-    """Reshard an operand as an output is sharded, under a mesh with explicit axes.
-
-    The dimensions that the output has take its axes; the others are gathered, because a kernel
-    contracts whole dimensions.
-    """
-    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
-        return x
-    axes = dict(zip(wanted, sharding.spec, strict=False))
-    spec = PartitionSpec(*(axes.get(label) for label in labels))
-    return x if jax.typeof(x).sharding.spec == spec else jax.sharding.reshard(x, spec)
-
-
-# Differentiation: the operand's cotangent has the operand's own labels.
+# Differentiation: the operand's cotangent has the operand's own labels, and its sharding.
 
 
 def _cotangent(
     lhs: Array, rhs: Array, contraction: Contraction, like: Any, precision: Any
 ) -> Array:
-    lhs = shard_like(lhs, contraction.lhs, contraction.out, like.sharding)
-    rhs = shard_like(rhs, contraction.rhs, contraction.out, like.sharding)
-    return contract(lhs, rhs, contraction, precision=precision, out_dtype=like.dtype)
+    return contract(
+        lhs,
+        rhs,
+        contraction,
+        precision=precision,
+        out_dtype=like.dtype,
+        out_sharding=compat.explicit_sharding(like),
+    )
 
 
 def _lhs_cotangent(
@@ -104,10 +112,12 @@ def _rhs_cotangent(
 
 
 def _batch(
+    axis_data: Any,
     operands: Sequence[Array],
     dims: Sequence[int | None],
     *,
     contraction: Contraction,
+    out_sharding: NamedSharding | None,
     **params: Any,
 ) -> tuple[Array, int]:
     """Label the mapped axis where it lies; an operand without it is not touched."""
@@ -118,10 +128,54 @@ def _batch(
         (mapped, *contraction.out),
     )
     lhs, rhs = operands
-    return contract(lhs, rhs, batched, **params), 0
+    out_sharding = compat.sharding_under_vmap(axis_data, out_sharding, 0)
+    return contract(lhs, rhs, batched, out_sharding=out_sharding, **params), 0
+
+
+# Partitioning: the labels say which dimensions devices may share.
+
+
+def _sharding_rule(lhs: Any, rhs: Any, *, contraction: Contraction, **_: Any) -> ShardingRule:
+    c = contraction
+    sizes = sizes_of((c.lhs, lhs.shape), (c.rhs, rhs.shape))
+    return ShardingRule(
+        (c.lhs, c.rhs), (c.out,), sizes, flops=2 * math.prod(sizes.values()), names=c.names
+    )
+
+
+def _source(ctx: Any, lhs: Any, rhs: Any, *, contraction: Contraction, **params: Any) -> Source:
+    left, right = (
+        where_it_lies(Operand(value, labels, aval))
+        for value, labels, aval in zip(
+            (lhs, rhs), (contraction.lhs, contraction.rhs), ctx.avals_in, strict=True
+        )
+    )
+    labels = Contraction(left.labels, right.labels, contraction.out)
+    return Source(
+        (left.value, right.value), (left.aval, right.aval), {**params, "contraction": labels}
+    )
 
 
 # Lowering.
+
+
+def _refusal(
+    platform: Platform,
+    lhs: Any,
+    rhs: Any,
+    *,
+    contraction: Contraction,
+    precision: Any,
+    out_dtype: np.dtype[Any],
+    **_: Any,
+) -> Fallback | None:
+    if refusal := unplannable((lhs, rhs)):
+        return refusal
+    if all(lhs.shape[contraction.lhs.index(x)] == 1 for x in contraction.contracted):
+        # For example per-example gradients, whose norms then never touch memory.
+        return Fallback("nothing is contracted, and XLA fuses an outer product into what uses it")
+    arithmetic = chosen_arithmetic(platform, lhs, rhs, out_dtype, precision)
+    return arithmetic if isinstance(arithmetic, Fallback) else None
 
 
 def _plan(
@@ -133,14 +187,9 @@ def _plan(
     contraction: Contraction,
     precision: Any,
     out_dtype: np.dtype[Any],
+    **_: Any,
 ) -> Kernel | Rewrite | Fallback:
     lhs_aval, rhs_aval = ctx.avals_in
-    if refusal := unplannable(ctx.avals_in):
-        return refusal
-    if all(lhs_aval.shape[contraction.lhs.index(x)] == 1 for x in contraction.contracted):
-        # For example per-example gradients, whose norms then never touch memory.
-        return Fallback("nothing is contracted, and XLA fuses an outer product into what uses it")
-
     arithmetic = chosen_arithmetic(platform, lhs_aval, rhs_aval, out_dtype, precision)
     if isinstance(arithmetic, Fallback):
         return arithmetic
@@ -227,23 +276,27 @@ def _cuda_kernel(
     return planned_kernel(ctx, (lhs, rhs), functools.partial(plan_matmul, product))
 
 
+def _planner(platform: Platform) -> Planner:
+    return Planner(functools.partial(_refusal, platform), functools.partial(_plan, platform))
+
+
 _bind = primitive.define(
     Operation(
         name="tilekern_contract",
         reference=product_by_lax,
         transposes={0: _lhs_cotangent, 1: _rhs_cotangent},
         batch=_batch,
+        sharding_rule=_sharding_rule,
         planners={
-            "cpu": functools.partial(
-                _plan, Platform(cpu_arithmetic, lambda geometry: None, _cpu_kernel)
-            ),
-            "cuda": functools.partial(
-                _plan,
+            "cpu": _planner(Platform(cpu_arithmetic, lambda geometry: None, _cpu_kernel)),
+            "cuda": _planner(
                 Platform(
                     cuda_arithmetic, lambda geometry: geometry.without_unit_stride, _cuda_kernel
-                ),
+                )
             ),
         },
         describe=lambda contraction, **_: str(contraction),
+        source=_source,
+        in_float32=lambda **params: {**params, "out_dtype": np.dtype(np.float32)},
     )
 )

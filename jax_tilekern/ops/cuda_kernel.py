@@ -44,6 +44,7 @@ def cuda_kernel(
     alignment: int = 1,
     batch_axis: BatchAxis | None = None,
     reference: Callable[..., Any] | None = None,
+    sharding_rule: Any = None,
     debug: bool = False,
 ) -> CudaKernel:
     """Make a JAX operation from CUDA C++ source.
@@ -103,6 +104,12 @@ def cuda_kernel(
         a single call has 1 there. Otherwise ``vmap`` repeats the launch with shifted pointers.
     reference
         The same function in JAX, ``reference(*inputs, **parameters)``, for other platforms.
+    sharding_rule
+        *Or function.* How devices may share a call: a name for each dimension of each input and
+        output, as in ``"rows k, k columns -> rows columns"``, and ``_`` for a dimension that every
+        device needs whole. Each device calls the kernel on its part. A name that no output has is
+        a dimension that the kernel *adds up* over: the devices' outputs are added up too. Without
+        a rule every device of a sharded ``jit`` gathers the inputs and computes the whole call.
     debug
         Check the kernel: wait for every launch and name it in errors, define ``TILEKERN_DEBUG``,
         which checks the bounds of every access through ``tilekern::View``, and make it an error if
@@ -169,6 +176,7 @@ def cuda_kernel(
             alignment=alignment,
             batch_axis=batch_axis,
             reference=reference,
+            sharding_rule=sharding_rule,
             debug=debug,
             linear={},
         )
@@ -207,7 +215,8 @@ class CudaKernel:
         TypeError
             If a parameter is an array or not hashable, or a setting has a value of the wrong type.
         ValueError
-            If the launch breaks a limit, or does not go with the kernel's parameters.
+            If the launch breaks a limit, or does not go with the kernel's parameters, or the
+            sharding rule does not fit the shapes.
         CompileError
             If NVRTC rejects the source; the message has its log.
         """

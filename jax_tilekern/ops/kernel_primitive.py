@@ -17,13 +17,18 @@ import numpy as np
 from jax import lax
 
 from jax_tilekern import compat, ffi
+from jax_tilekern.choices import record_choice
 from jax_tilekern.compat import ad, batching, mlir
 from jax_tilekern.compiler import NvrtcNotFound
 from jax_tilekern.linearity import Group, cotangents_in, tangents_out
 from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters
+from jax_tilekern.ops.kernel_sharding import explicit_shardings
+from jax_tilekern.partitioning import xla
+from jax_tilekern.partitioning.call import PartitionedOperation, lower_partitioned, register
+from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.cuda_kernel import Array, Batch, plan_kernel
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
-from jax_tilekern.primitive import record_choice
 
 Batches = tuple[Batch, ...]
 
@@ -54,12 +59,21 @@ def input_types(avals: Sequence[Any], batches: Batches = ()) -> tuple[Array, ...
 def _abstract_evaluation(
     *avals: Any, settings: KernelSettings, parameters: Parameters, batches: Batches
 ) -> list[Any]:
-    outputs = settings.outputs(input_types(avals, batches), parameters)
+    types = input_types(avals, batches)
+    outputs = settings.outputs(types, parameters)
     leading = tuple(batch.size for batch in batches)
+    rule = settings.rule(types, parameters, batches)
+    shardings: Sequence[Any] | None = None
+    if rule is not None:
+        text = settings.rule_text(types, parameters)
+        shardings = explicit_shardings(settings.label, text, rule, avals)
 
     def like_outputs(*operands: Any) -> list[Any]:
         axes = tuple(sorted(compat.varying_axes(operands[0]))) if operands else ()
-        empty = [lax.full((*leading, *output.shape), 0, output.dtype) for output in outputs]
+        empty = [
+            lax.full((*leading, *output.shape), 0, output.dtype, sharding=sharding)
+            for output, sharding in zip(outputs, shardings or [None] * len(outputs), strict=True)
+        ]
         return [lax.pcast(x, axes, to="varying") for x in empty] if axes else empty
 
     return compat.abstract_results(like_outputs, *avals)
@@ -192,6 +206,22 @@ def _lower_for_cuda(
     if all(math.prod(aval.shape) == 0 for aval in ctx.avals_out):
         return _lower_to_zeros(ctx, *values)
     types = input_types(ctx.avals_in, batches)
+    place = xla.place(ctx)
+    rule = settings.rule(types, parameters, batches)
+    params: dict[str, Any] = {"settings": settings, "parameters": parameters, "batches": batches}
+    if place is Place.PARTITIONED and rule is not None and xla.uses_shardy():
+        return lower_partitioned(
+            ctx, _partitioned, "cuda", _described(settings, parameters), *values, **params
+        )
+    if place is Place.PARTLY_MANUAL and settings.reference is not None:
+        _record(settings, parameters, ctx, "cuda", None, "its reference: XLA partitions that")
+        return _lower_reference(ctx, *values, **params)
+    if place is Place.PARTLY_MANUAL and not xla.uses_shardy():
+        raise NotImplementedError(
+            f"kernel {settings.label} is in a shard_map over some mesh axes, which GSPMD "
+            "(jax_use_shardy_partitioner=False) does not compile; map over all of them, or give "
+            "cuda_kernel a reference="
+        )
     try:
         plan = plan_kernel(settings.call(types, parameters, batches), current_gpu())
     except (NoGpu, NvrtcNotFound) as error:
@@ -201,7 +231,10 @@ def _lower_for_cuda(
         return _lower_reference(
             ctx, *values, settings=settings, parameters=parameters, batches=batches
         )
-    _record(settings, parameters, ctx, "cuda", plan.name, plan.resources)
+    reason = plan.resources
+    if place is not Place.LOCAL:
+        reason += "; every device computes the whole call, for it has no sharding_rule"
+    _record(settings, parameters, ctx, "cuda", plan.name, reason)
     return ffi.cuda_launch(ctx, values, plan, aliases=settings.aliases, checked=settings.debug)
 
 
@@ -234,8 +267,33 @@ def _record(
     kernel: str | None,
     reason: str,
 ) -> None:
-    call = f"cuda_kernel {settings.label}" + (f" {parameters}" if parameters else "")
-    record_choice(call, ctx, platform, kernel, reason)
+    record_choice(_described(settings, parameters), ctx, platform, kernel, reason)
+
+
+def _described(settings: KernelSettings, parameters: Parameters) -> str:
+    return f"cuda_kernel {settings.label}" + (f" {parameters}" if parameters else "")
+
+
+def _sharding_rule(
+    *avals: Any, settings: KernelSettings, parameters: Parameters, batches: Batches
+) -> ShardingRule:
+    rule = settings.rule(input_types(avals, batches), parameters, batches)
+    assert rule is not None
+    return rule
+
+
+def _bind_part(
+    *operands: Any, settings: KernelSettings, parameters: Parameters, batches: Batches
+) -> list[Any]:
+    """Call the kernel on one device's part, in which batches have the operands' sizes."""
+    own = []
+    depths = [0] * len(operands)
+    for batch in batches:
+        mapped = [i for i, has in enumerate(batch.mapped) if has]
+        own.append(Batch(operands[mapped[0]].shape[depths[mapped[0]]], batch.mapped))
+        for i in mapped:
+            depths[i] += 1
+    return bind(*operands, settings=settings, parameters=parameters, batches=tuple(own))
 
 
 def _lower_to_zeros(ctx: Any, *values: Any) -> Sequence[Any]:
@@ -278,6 +336,8 @@ def _lower_reference(
     return lowered
 
 
+_partitioned = PartitionedOperation("tilekern_cuda_kernel", _sharding_rule, _bind_part)
+register(_partitioned)
 _primitive.def_abstract_eval(_abstract_evaluation)
 batching.primitive_batchers[_primitive] = _batch
 ad.primitive_jvps[_primitive] = _jvp

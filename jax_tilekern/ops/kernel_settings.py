@@ -11,6 +11,8 @@ import jax
 import numpy as np
 
 from jax_tilekern.linearity import Group
+from jax_tilekern.ops.kernel_sharding import parsed, sharding_rule
+from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.cuda_kernel import Array, Batch, BatchAxis, KernelCall, Source
 from jax_tilekern.plans.launch import Dim3, TensorMap, check_launch_shape
 
@@ -88,6 +90,7 @@ class KernelSettings:
     alignment: int
     batch_axis: BatchAxis | None
     reference: Callable[..., Any] | None
+    sharding_rule: Any
     debug: bool
     linear: dict[Group, Callable[..., Any]]
 
@@ -100,6 +103,8 @@ class KernelSettings:
             raise ValueError(
                 f"kernel {self.label}: alignment {self.alignment} is not a power of two"
             )
+        if isinstance(self.sharding_rule, str):
+            parsed(self.label, self.sharding_rule)
         if len(set(self.aliases.values())) < len(self.aliases):
             raise ValueError(
                 f"kernel {self.label}: aliases={self.aliases} give one output's buffer to several "
@@ -139,6 +144,20 @@ class KernelSettings:
                     f"of output {o} of {_text(outputs[o])}"
                 )
         return outputs
+
+    def rule(
+        self, inputs: Sequence[Array], parameters: Parameters, batches: tuple[Batch, ...]
+    ) -> ShardingRule | None:
+        """Return the sharding rule of a call, if the kernel has one; it fits the shapes."""
+        text = self._value("sharding_rule", inputs, parameters)
+        if text is None:
+            return None
+        outputs = self.outputs(inputs, parameters)
+        return sharding_rule(self.label, text, inputs, outputs, batches)
+
+    def rule_text(self, inputs: Sequence[Array], parameters: Parameters) -> str:
+        """Return the sharding rule as the user has written it."""
+        return str(self._value("sharding_rule", inputs, parameters))
 
     def returns_tuple(self, inputs: Sequence[Array], parameters: Parameters) -> bool:
         """Say whether a call returns a tuple."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import NamedSharding
 
 from jax_tilekern.plans.arithmetic import FP8, Converted
 from jax_tilekern.plans.contraction import Contraction, Labels
@@ -58,9 +59,19 @@ def broadcasted(x: Array, labels: Labels, wanted: Labels, sizes: Mapping[int, in
 
 
 def product_by_lax(
-    lhs: Array, rhs: Array, contraction: Contraction, *, precision: Any, out_dtype: Any
+    lhs: Array,
+    rhs: Array,
+    contraction: Contraction,
+    *,
+    precision: Any,
+    out_dtype: Any,
+    out_sharding: NamedSharding | None = None,
 ) -> Array:
     """Contract two arrays with ``lax.dot_general``."""
+    if out_sharding is not None:
+        partitions = dict(zip(contraction.out, out_sharding.spec.partitions, strict=True))
+        ordered = tuple(partitions[label] for label in contraction.dot_general_out)
+        out_sharding = out_sharding.update(spec=out_sharding.spec.update(partitions=ordered))
     # int8 and uint8 are multiplied as int16, and their product is an int8 to JAX; but no result of
     # lax.dot_general is narrower than its operands, unless they are floats.
     narrower = np.dtype(out_dtype).itemsize < lhs.dtype.itemsize
@@ -71,6 +82,7 @@ def product_by_lax(
         contraction.dimension_numbers,
         precision=precision,
         preferred_element_type=None if rounded else out_dtype,
+        out_sharding=out_sharding,
     )
     out = out.astype(out_dtype) if rounded else out
     return transposed(out, contraction.dot_general_out, contraction.out)

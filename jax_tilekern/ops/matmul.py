@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern import compat
-from jax_tilekern.ops.contraction import contract, shard_like
+from jax_tilekern.ops.contraction import contract
 from jax_tilekern.plans.contraction import Contraction
 
 DotDimensionNumbers = tuple[
@@ -26,6 +25,7 @@ def matmul(
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Array:
     """Matrix product with the semantics of :func:`jax.numpy.matmul`.
 
@@ -42,6 +42,9 @@ def matmul(
         default and in float32 at ``HIGHEST``.
     preferred_element_type
         Type of the result. By default that of the operands after promotion.
+    out_sharding
+        Sharding of the result on a mesh with explicit axes. It is required where contracted
+        dimensions of both operands are sharded.
 
     Returns
     -------
@@ -54,6 +57,8 @@ def matmul(
         If an operand is a scalar, or batch dimensions do not broadcast.
     TypeError
         If an operand is not an array, or contracted sizes differ.
+    jax.sharding.ShardingTypeError
+        If the operands' explicit shardings do not go together, or do not settle the result's.
 
     See Also
     --------
@@ -67,9 +72,12 @@ def matmul(
     >>> jax.grad(lambda w: jtk.matmul(x, w).sum())(w).shape
     (128, 32)
     """
-    result = jax.eval_shape(
+    result = compat.result_type(
         functools.partial(
-            jnp.matmul, precision=precision, preferred_element_type=preferred_element_type
+            jnp.matmul,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
         ),
         a,
         b,
@@ -97,6 +105,7 @@ def matmul(
         Contraction(a_labels, b_labels, out),
         precision=compat.canonicalize_precision(precision),
         out_dtype=result.dtype,
+        out_sharding=None if out_sharding is None else compat.explicit_sharding(result),
     )
     return compat.with_type(product, result.dtype, result.weak_type)
 
@@ -127,8 +136,7 @@ def dot_general(
     preferred_element_type
         Type of the result. By default that of the operands after promotion.
     out_sharding
-        Sharding of the result under a mesh with explicit axes. The operands are resharded to
-        match it, and contracted dimensions are gathered.
+        As in :func:`matmul`.
 
     Returns
     -------
@@ -141,7 +149,7 @@ def dot_general(
     TypeError
         If ``dimension_numbers`` do not fit the operands, or sizes or types do not match.
     """
-    result = jax.eval_shape(
+    result = compat.result_type(
         functools.partial(
             lax.dot_general,
             dimension_numbers=dimension_numbers,
@@ -154,15 +162,13 @@ def dot_general(
     )
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     contraction = Contraction.of_dot_general(lhs.ndim, rhs.ndim, dimension_numbers)
-    if out_sharding is not None:
-        lhs = shard_like(lhs, contraction.lhs, contraction.out, result.sharding)
-        rhs = shard_like(rhs, contraction.rhs, contraction.out, result.sharding)
     return contract(
         lhs,
         rhs,
         contraction,
         precision=compat.canonicalize_precision(precision),
         out_dtype=result.dtype,
+        out_sharding=None if out_sharding is None else compat.explicit_sharding(result),
     )
 
 

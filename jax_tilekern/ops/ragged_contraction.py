@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import NamedSharding
 
-from jax_tilekern import ffi, primitive
+from jax_tilekern import compat, ffi, primitive
 from jax_tilekern.ops.group_bounds import group_bounds
 from jax_tilekern.ops.labelled_lowering import (
     Operand,
@@ -28,6 +29,7 @@ from jax_tilekern.ops.labelled_lowering import (
     cpu_attributes,
     readable,
     unplannable,
+    where_it_lies,
 )
 from jax_tilekern.ops.labelled_operands import (
     broadcasted,
@@ -38,6 +40,8 @@ from jax_tilekern.ops.labelled_operands import (
     transposed,
 )
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.partitioning.local_program import Shard
+from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.arithmetic import Converted, cpu_arithmetic, cuda_arithmetic
 from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.ragged_contraction import (
@@ -47,7 +51,7 @@ from jax_tilekern.plans.ragged_contraction import (
 )
 from jax_tilekern.plans.ragged_matmul import plan_ragged_matmul
 from jax_tilekern.plans.ragged_product import RaggedGeometry, RaggedProduct
-from jax_tilekern.primitive import Fallback, Kernel, Operation, Rewrite
+from jax_tilekern.primitive import Fallback, Kernel, Operation, Planner, Rewrite, Source
 
 
 def contract_groups(
@@ -58,6 +62,7 @@ def contract_groups(
     *,
     precision: Any,
     out_dtype: np.dtype[Any],
+    out_sharding: NamedSharding | None = None,
 ) -> Array:
     """Contract two arrays group by group.
 
@@ -74,6 +79,8 @@ def contract_groups(
         Canonical, as :func:`jax_tilekern.compat.canonicalize_precision` returns it.
     out_dtype
         Type of the result.
+    out_sharding
+        Sharding of the result, which a mesh with explicit axes requires.
     """
     lhs, rhs = common_type(lhs, rhs)
     out = contraction.out
@@ -84,7 +91,15 @@ def contract_groups(
         narrow = jnp.issubdtype(out_dtype, jnp.floating) and np.dtype(out_dtype).itemsize < 4
         sums = np.dtype(np.float32 if narrow else out_dtype)
         each = dataclasses.replace(contraction, out=(*summed, *out))
-        products = contract_groups(lhs, rhs, bounds, each, precision=precision, out_dtype=sums)
+        products = contract_groups(
+            lhs,
+            rhs,
+            bounds,
+            each,
+            precision=precision,
+            out_dtype=sums,
+            out_sharding=compat.with_leading_dims(out_sharding, len(summed)),
+        )
         return products.sum(range(len(summed)), dtype=sums).astype(out_dtype)
     result: Array = _bind(
         lhs,
@@ -93,11 +108,20 @@ def contract_groups(
         contraction=contraction,
         precision=precision,
         out_dtype=np.dtype(out_dtype),
+        out_sharding=out_sharding,
     )
     return result
 
 
 def _reference(
+    lhs: Array, rhs: Array, bounds: Array, *, out_sharding: NamedSharding | None, **params: Any
+) -> Array:
+    product = compat.with_automatic_axes(functools.partial(_masked, **params), out_sharding)
+    result: Array = product(lhs, rhs, bounds)
+    return result
+
+
+def _masked(
     lhs: Array,
     rhs: Array,
     bounds: Array,
@@ -148,7 +172,13 @@ def _lhs_cotangent(
         first, second = second, first
     labels = RaggedContraction(first[1], second[1], c.bounds, c.lhs, c.ragged, c.group)
     return contract_groups(
-        first[0], second[0], bounds, labels, precision=precision, out_dtype=lhs.dtype
+        first[0],
+        second[0],
+        bounds,
+        labels,
+        precision=precision,
+        out_dtype=lhs.dtype,
+        out_sharding=compat.explicit_sharding(lhs),
     )
 
 
@@ -164,14 +194,24 @@ def _rhs_cotangent(
 ) -> Array:
     c = contraction
     labels = RaggedContraction(c.lhs, c.out, c.bounds, c.rhs, c.ragged, c.group)
-    return contract_groups(lhs, cotangent, bounds, labels, precision=precision, out_dtype=rhs.dtype)
+    return contract_groups(
+        lhs,
+        cotangent,
+        bounds,
+        labels,
+        precision=precision,
+        out_dtype=rhs.dtype,
+        out_sharding=compat.explicit_sharding(rhs),
+    )
 
 
 def _batch(
+    axis_data: Any,
     operands: Sequence[Array],
     dims: Sequence[int | None],
     *,
     contraction: RaggedContraction,
+    out_sharding: NamedSharding | None,
     **params: Any,
 ) -> tuple[Array, int]:
     """Label the mapped axis where it lies; an operand without it is not touched."""
@@ -189,10 +229,77 @@ def _batch(
         c.ragged,
         c.group,
     )
-    return contract_groups(lhs, rhs, bounds, batched, **params), 0
+    out_sharding = compat.sharding_under_vmap(axis_data, out_sharding, 0)
+    return contract_groups(lhs, rhs, bounds, batched, out_sharding=out_sharding, **params), 0
+
+
+# Partitioning: the bounds are those of the rows and groups that a device has.
+
+
+def _sharding_rule(
+    lhs: Any, rhs: Any, bounds: Any, *, contraction: RaggedContraction, **_: Any
+) -> ShardingRule:
+    c = contraction
+    prefix = (*c.bounds[:-1], None)
+    sizes = sizes_of((prefix, bounds.shape), (c.lhs, lhs.shape), (c.rhs, rhs.shape))
+    sizes[c.group] = bounds.shape[-1] - 1
+    # A row is multiplied for one group alone.
+    flops = 2 * math.prod(sizes.values()) / max(1, sizes[c.group])
+    return ShardingRule((c.lhs, c.rhs, prefix), (c.out,), sizes, flops=flops, names=c.names)
+
+
+def _localised(
+    shard: Shard, lhs: Array, rhs: Array, bounds: Array, *, contraction: RaggedContraction, **_: Any
+) -> tuple[Array, Array, Array]:
+    group, ragged, last = contraction.group, contraction.ragged, bounds.ndim - 1
+    if shard.is_split(group):
+        # Groups that pad the last device's have no rows.
+        missing = shard.size(group) * shard.parts(group) - (bounds.shape[-1] - 1)
+        bounds = jnp.pad(bounds, [(0, 0)] * last + [(0, missing)], mode="edge")
+        bounds = lax.dynamic_slice_in_dim(
+            bounds, shard.start(group), shard.size(group) + 1, axis=last
+        )
+    if shard.is_split(ragged):
+        bounds = jnp.clip(bounds - shard.start(ragged), 0, shard.size(ragged))
+    return lhs, rhs, bounds
+
+
+def _source(
+    ctx: Any, lhs: Any, rhs: Any, bounds: Any, *, contraction: RaggedContraction, **params: Any
+) -> Source:
+    left, right = (
+        where_it_lies(Operand(value, labels, aval))
+        for value, labels, aval in zip(
+            (lhs, rhs), (contraction.lhs, contraction.rhs), ctx.avals_in[:2], strict=True
+        )
+    )
+    labels = dataclasses.replace(contraction, lhs=left.labels, rhs=right.labels)
+    return Source(
+        (left.value, right.value, bounds),
+        (left.aval, right.aval, ctx.avals_in[2]),
+        {**params, "contraction": labels},
+    )
 
 
 # Lowering.
+
+
+def _refusal(
+    platform: Platform,
+    lhs: Any,
+    rhs: Any,
+    bounds: Any,
+    *,
+    precision: Any,
+    out_dtype: np.dtype[Any],
+    **_: Any,
+) -> Fallback | None:
+    if refusal := unplannable((lhs, rhs, bounds)):
+        return refusal
+    if bounds.shape[-1] == 1:
+        return Fallback("a product of no groups has nothing to compute")
+    arithmetic = chosen_arithmetic(platform, lhs, rhs, out_dtype, precision)
+    return arithmetic if isinstance(arithmetic, Fallback) else None
 
 
 def _plan(
@@ -205,13 +312,9 @@ def _plan(
     contraction: RaggedContraction,
     precision: Any,
     out_dtype: np.dtype[Any],
+    **_: Any,
 ) -> Kernel | Rewrite | Fallback:
     lhs_aval, rhs_aval, bounds_aval = ctx.avals_in
-    if refusal := unplannable(ctx.avals_in):
-        return refusal
-    if bounds_aval.shape[-1] == 1:
-        return Fallback("a product of no groups has nothing to compute")
-
     arithmetic = chosen_arithmetic(platform, lhs_aval, rhs_aval, out_dtype, precision)
     if isinstance(arithmetic, Fallback):
         return arithmetic
@@ -364,23 +467,28 @@ def _cuda_kernel(
     return planned_kernel(ctx, (lhs, rhs, bounds), functools.partial(plan_ragged_matmul, product))
 
 
+def _planner(platform: Platform) -> Planner:
+    return Planner(functools.partial(_refusal, platform), functools.partial(_plan, platform))
+
+
 _bind = primitive.define(
     Operation(
         name="tilekern_contract_groups",
         reference=_reference,
         transposes={0: _lhs_cotangent, 1: _rhs_cotangent},
         batch=_batch,
+        sharding_rule=_sharding_rule,
         planners={
-            "cpu": functools.partial(
-                _plan, Platform(cpu_arithmetic, lambda product: None, _cpu_kernel)
-            ),
-            "cuda": functools.partial(
-                _plan,
+            "cpu": _planner(Platform(cpu_arithmetic, lambda product: None, _cpu_kernel)),
+            "cuda": _planner(
                 Platform(
                     _cuda_arithmetic, lambda product: product.without_unit_stride, _cuda_kernel
-                ),
+                )
             ),
         },
         describe=lambda contraction, **_: str(contraction),
+        localised=_localised,
+        source=_source,
+        in_float32=lambda **params: {**params, "out_dtype": np.dtype(np.float32)},
     )
 )

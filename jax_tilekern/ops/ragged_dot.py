@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern import compat
@@ -34,6 +35,7 @@ def ragged_dot(
     preferred_element_type: DTypeLike | None = None,
     group_offset: ArrayLike | None = None,
     *,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
     debug: bool = False,
 ) -> Array:
     """Multiply consecutive groups of rows by a matrix each, as :func:`jax.lax.ragged_dot`.
@@ -62,6 +64,8 @@ def ragged_dot(
         ``group_sizes`` still has all groups, ``rhs`` may have any number of them, and the rows of
         other groups are zeros in the result. So where the groups are shared out among devices, the
         sum of their results is the whole.
+    out_sharding
+        Sharding of the result. On a mesh with explicit axes it is required, as in JAX.
     debug
         Check on the host, whenever the product is computed, that no size is negative, that the
         groups do not exceed the rows and that the groups from the offset on exist. Sizes that are
@@ -103,6 +107,7 @@ def ragged_dot(
         precision,
         preferred_element_type,
         group_offset,
+        out_sharding=out_sharding,
         debug=debug,
     )
 
@@ -116,6 +121,7 @@ def ragged_dot_general(
     preferred_element_type: DTypeLike | None = None,
     group_offset: ArrayLike | None = None,
     *,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
     debug: bool = False,
 ) -> Array:
     """General ragged contraction, as :func:`jax.lax.ragged_dot_general`.
@@ -138,7 +144,7 @@ def ragged_dot_general(
         sense are defined as for :func:`ragged_dot`.
     ragged_dot_dimension_numbers
         Contracted and batch dimensions, the ragged one and that of the groups.
-    precision, preferred_element_type, debug
+    precision, preferred_element_type, out_sharding, debug
         As for :func:`ragged_dot`.
     group_offset
         As for :func:`ragged_dot`. With a contracted ragged dimension the result has as many groups
@@ -157,7 +163,8 @@ def ragged_dot_general(
         If the dimension numbers do not fit the operands, or sizes or types do not match.
     NotImplementedError
         If there is a ``group_offset`` and the ragged dimension is a batch dimension, if the ragged
-        dimension has 2**31 rows or more, or, as in JAX, under a mesh with explicit axes.
+        dimension has 2**31 rows or more, or, as in JAX, if the mesh has explicit axes and there is
+        no ``out_sharding``.
     ValueError or jax.errors.JaxRuntimeError
         If ``debug`` finds an error in the sizes; the latter where a compiled program is run.
     """
@@ -165,12 +172,13 @@ def ragged_dot_general(
     if preferred_element_type is not None:
         # lax.ragged_dot_general takes a float64 without x64 as it is, and fails when it is lowered.
         preferred_element_type = compat.canonicalize_dtype(preferred_element_type, "ragged_dot")
-    result = jax.eval_shape(
+    result = compat.result_type(
         functools.partial(
             lax.ragged_dot_general,
             ragged_dot_dimension_numbers=numbers,
             precision=precision,
             preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
         ),
         lhs,
         rhs,
@@ -184,11 +192,14 @@ def ragged_dot_general(
     (lhs_contracting, _), (lhs_batch, _) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
     precision = compat.canonicalize_precision(precision)
+    sharding = None if out_sharding is None else compat.explicit_sharding(result)
     dense = Contraction.of_dot_general(lhs.ndim, rhs.ndim, numbers.dot_dimension_numbers)
     if ragged in lhs_batch:
         if offset is not None:
             raise NotImplementedError("group_offset with a ragged batch dimension")
-        product = contract(lhs, rhs, dense, precision=precision, out_dtype=result.dtype)
+        product = contract(
+            lhs, rhs, dense, precision=precision, out_dtype=result.dtype, out_sharding=sharding
+        )
         return compat.with_type(product, result.dtype, result.weak_type)
 
     # Labels of lhs are its dimensions.
@@ -216,6 +227,7 @@ def ragged_dot_general(
         RaggedContraction(dense.lhs, dense.rhs, (*prefix, group), out, ragged, group),
         precision=precision,
         out_dtype=result.dtype,
+        out_sharding=sharding,
     )
     return compat.with_type(product, result.dtype, result.weak_type)
 

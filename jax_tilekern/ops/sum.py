@@ -15,8 +15,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern import compat, ffi, primitive
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
 from jax_tilekern.plans.sum import SummedDims, plan_sum, sum_dtype
-from jax_tilekern.primitive import Fallback, Kernel, Operation, Rewrite
+from jax_tilekern.primitive import Fallback, Kernel, Operation, Planner, Rewrite
 
 Axes = tuple[int, ...]
 
@@ -94,16 +95,23 @@ def _reference(x: Array, *, axes: Axes, dtype: np.dtype[Any]) -> Array:
 def _cotangent(cotangent: Array, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Array:
     kept = tuple(axis for axis in range(x.ndim) if axis not in axes)
     narrow = cotangent.astype(x.dtype)
-    return lax.broadcast_in_dim(narrow, x.shape, kept, out_sharding=x.sharding)
+    sharding = compat.explicit_sharding(x)
+    return lax.broadcast_in_dim(narrow, x.shape, kept, out_sharding=sharding)
 
 
 def _batch(
-    operands: Sequence[Array], dims: Sequence[int], *, axes: Axes, **params: Any
+    _: Any, operands: Sequence[Array], dims: Sequence[int], *, axes: Axes, **params: Any
 ) -> tuple[Array, int]:
     (x,), (mapped,) = operands, dims
     shifted = tuple(axis + (axis >= mapped) for axis in axes)
     out_dim = mapped - len([axis for axis in shifted if axis < mapped])
     return _bind(x, axes=shifted, **params), out_dim
+
+
+def _sharding_rule(x: Any, *, axes: Axes, **_: Any) -> ShardingRule:
+    dims = tuple(range(x.ndim))
+    kept = tuple(dim for dim in dims if dim not in axes)
+    return rule_over_axes(((dims, x.shape),), kept, flops=x.size)
 
 
 # Lowering.
@@ -114,7 +122,8 @@ def _cast_first(x: Array, *, axes: Axes, dtype: np.dtype[Any]) -> Array:
     return total
 
 
-def _nothing_to_do(shape: Sequence[Any], axes: Axes) -> Fallback | None:
+def _refusal(x: Any, *, axes: Axes, **_: Any) -> Fallback | None:
+    shape = x.shape
     if not all(isinstance(size, int) for size in shape):
         return Fallback("a plan needs every size, and this shape is symbolic")
     if 0 in shape:
@@ -126,9 +135,6 @@ def _nothing_to_do(shape: Sequence[Any], axes: Axes) -> Fallback | None:
 
 def _cuda(ctx: Any, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Kernel | Rewrite | Fallback:
     (aval,) = ctx.avals_in
-    nothing = _nothing_to_do(aval.shape, axes)
-    if nothing is not None:
-        return nothing
     if sum_dtype(aval.dtype, dtype) is None:
         if aval.dtype != dtype and sum_dtype(dtype, dtype) is not None:
             return _cast(aval.dtype, axes, dtype)
@@ -139,9 +145,6 @@ def _cuda(ctx: Any, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Kernel | Rew
 
 def _cpu(ctx: Any, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Kernel | Rewrite | Fallback:
     (aval,) = ctx.avals_in
-    nothing = _nothing_to_do(aval.shape, axes)
-    if nothing is not None:
-        return nothing
     if dtype not in _CPU_DTYPES:
         return Fallback(f"no kernel sums {aval.dtype} to {dtype}")
     if aval.dtype != dtype:
@@ -171,7 +174,8 @@ _bind = primitive.define(
         reference=_reference,
         transposes={0: _cotangent},
         batch=_batch,
-        planners={"cpu": _cpu, "cuda": _cuda},
+        sharding_rule=_sharding_rule,
+        planners={"cpu": Planner(_refusal, _cpu), "cuda": Planner(_refusal, _cuda)},
         describe=lambda axes, **_: f"sum over {', '.join(map(str, axes)) or 'no axis'}",
     )
 )

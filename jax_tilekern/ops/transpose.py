@@ -15,9 +15,10 @@ from jax.typing import ArrayLike
 
 from jax_tilekern import ffi, primitive
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
 from jax_tilekern.plans.permutation import Permutation
 from jax_tilekern.plans.transpose import plan_transpose
-from jax_tilekern.primitive import Fallback, Kernel, Operation
+from jax_tilekern.primitive import Fallback, Kernel, Operation, Planner
 
 Axes = tuple[int, ...]
 
@@ -73,9 +74,16 @@ def _cotangent(cotangent: Array, x: Any, *, axes: Axes) -> Array:
     return result
 
 
-def _batch(operands: Sequence[Array], dims: Sequence[int], *, axes: Axes) -> tuple[Array, int]:
+def _batch(
+    _: Any, operands: Sequence[Array], dims: Sequence[int], *, axes: Axes
+) -> tuple[Array, int]:
     (x,), (mapped,) = operands, dims
     return _bind(x, axes=(mapped, *(axis + (axis >= mapped) for axis in axes))), 0
+
+
+def _sharding_rule(x: Any, *, axes: Axes) -> ShardingRule:
+    dims = tuple(range(x.ndim))
+    return rule_over_axes(((dims, x.shape),), axes, flops=0)
 
 
 # Lowering.
@@ -94,14 +102,19 @@ def _item_bytes(dtype: Any) -> int | None:
     return bits // 8 if bits in (8, 16, 32, 64, 128) else None
 
 
-def _permutation(aval: Any, axes: Axes) -> Permutation | Fallback:
-    if not all(isinstance(size, int) for size in aval.shape):
+def _refusal(x: Any, *, axes: Axes) -> Fallback | None:
+    if not all(isinstance(size, int) for size in x.shape):
         return Fallback("a plan needs every size, and this shape is symbolic")
-    if 0 in aval.shape:
+    if 0 in x.shape:
         return Fallback("an empty array has nothing to move")
+    if _item_bytes(x.dtype) is None:
+        return Fallback(f"no kernel moves {x.dtype}")
+    return None
+
+
+def _permutation(aval: Any, axes: Axes) -> Permutation | Fallback:
     itemsize = _item_bytes(aval.dtype)
-    if itemsize is None:
-        return Fallback(f"no kernel moves {aval.dtype}")
+    assert itemsize is not None
     permutation = Permutation.reduced(aval.shape, axes, itemsize)
     if len(permutation.sizes) < 2:
         return Fallback("memory stays as it is, and a change of shape is free")
@@ -136,7 +149,8 @@ _bind = primitive.define(
         reference=_reference,
         transposes={0: _cotangent},
         batch=_batch,
-        planners={"cpu": _cpu, "cuda": _cuda},
+        sharding_rule=_sharding_rule,
+        planners={"cpu": Planner(_refusal, _cpu), "cuda": Planner(_refusal, _cuda)},
         describe=lambda axes: f"transpose {axes}",
     )
 )

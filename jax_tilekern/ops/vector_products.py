@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern import compat
@@ -21,6 +24,7 @@ def dot(
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Array:
     """Dot product with the semantics of :func:`jax.numpy.dot`.
 
@@ -32,7 +36,7 @@ def dot(
         Array of shape ``(k,)`` or ``(..., k, n)``, or a scalar. Unlike in
         :func:`jax_tilekern.matmul`, leading dimensions of the two do not broadcast: the result
         has those of ``x``, then those of ``y``.
-    precision, preferred_element_type
+    precision, preferred_element_type, out_sharding
         As in :func:`jax_tilekern.matmul`. A product with a vector is computed in float32 itself
         where one of matrices goes through TF32.
 
@@ -53,9 +57,12 @@ def dot(
     >>> jax.grad(jtk.dot)(jnp.ones(3), jnp.arange(3.0))
     Array([0., 1., 2.], dtype=float32)
     """
-    result = jax.eval_shape(
+    result = compat.result_type(
         functools.partial(
-            jnp.dot, precision=precision, preferred_element_type=preferred_element_type
+            jnp.dot,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
         ),
         x,
         y,
@@ -68,6 +75,7 @@ def dot(
         Contraction.of_dot_general(x.ndim, y.ndim, (contracted, ((), ()))),
         precision=compat.canonicalize_precision(precision),
         out_dtype=result.dtype,
+        out_sharding=None if out_sharding is None else compat.explicit_sharding(result),
     )
     return compat.with_type(product, result.dtype, result.weak_type)
 
@@ -113,6 +121,7 @@ def matvec(
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Array:
     """Product of a matrix and a vector, with the semantics of :func:`jax.numpy.matvec`.
 
@@ -125,7 +134,7 @@ def matvec(
     x
         Array of shape ``(..., k)``. Batch dimensions broadcast against those of ``a``; what is
         broadcast is not materialised.
-    precision, preferred_element_type
+    precision, preferred_element_type, out_sharding
         As in :func:`dot`.
 
     Returns
@@ -148,9 +157,14 @@ def matvec(
     >>> jax.vmap(jtk.matvec, (None, 0))(a, xs).shape
     (5, 64)
     """
-    jax.eval_shape(jnp.matvec, a, x)  # Raises what is to be raised.
-    column = jnp.asarray(x)[..., None]
-    product = matmul(a, column, precision=precision, preferred_element_type=preferred_element_type)
+    _check(jnp.matvec, a, x)
+    product = matmul(
+        a,
+        jnp.asarray(x)[..., None],
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=_with_whole_dim(out_sharding, max(np.ndim(a) - 1, np.ndim(x)), -1),
+    )
     return lax.squeeze(product, (product.ndim - 1,))
 
 
@@ -160,6 +174,7 @@ def vecmat(
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Array:
     """Product of a conjugated vector and a matrix, as :func:`jax.numpy.vecmat` has it.
 
@@ -169,7 +184,7 @@ def vecmat(
         Array of shape ``(..., k)``; conjugated if it is complex.
     a
         Array of shape ``(..., k, n)``. Batch dimensions broadcast as in :func:`matvec`.
-    precision, preferred_element_type
+    precision, preferred_element_type, out_sharding
         As in :func:`dot`.
 
     Returns
@@ -184,8 +199,34 @@ def vecmat(
     TypeError
         If an operand is not an array.
     """
-    jax.eval_shape(jnp.vecmat, x, a)  # Raises what is to be raised.
+    _check(jnp.vecmat, x, a)
     x = jnp.asarray(x)
     row = (jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x)[..., None, :]
-    product = matmul(row, a, precision=precision, preferred_element_type=preferred_element_type)
+    product = matmul(
+        row,
+        a,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=_with_whole_dim(out_sharding, max(np.ndim(a) - 1, np.ndim(x)), -2),
+    )
     return lax.squeeze(product, (product.ndim - 2,))
+
+
+def _check(function: Callable[..., Array], *operands: ArrayLike) -> None:
+    """Raise what JAX's function raises about shapes and types; shardings are the product's."""
+    jax.eval_shape(
+        function, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jax.typeof, operands))
+    )
+
+
+def _with_whole_dim(
+    sharding: NamedSharding | PartitionSpec | None, rank: int, position: int
+) -> NamedSharding | PartitionSpec | None:
+    """Insert a dimension that is not sharded, at the last or last but one position."""
+    if sharding is None:
+        return None
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    partitions = [*spec.partitions, *(None,) * (rank - len(spec.partitions))]
+    partitions.insert(rank + 1 + position, None)
+    spec = spec.update(partitions=tuple(partitions))
+    return sharding.update(spec=spec) if isinstance(sharding, NamedSharding) else spec

@@ -84,6 +84,11 @@ class Contraction:
         columns = tuple(x for x in self.rhs if x in self.columns)
         return self.batch + rows + columns
 
+    @property
+    def names(self) -> dict[int, str]:
+        """A letter for each label."""
+        return letters(self.batch, self.rows, self.columns, self.contracted)
+
     def swapped(self) -> Contraction:
         """Return the same product with the operands exchanged."""
         return Contraction(self.rhs, self.lhs, self.out)
@@ -107,7 +112,7 @@ class Contraction:
 
     def __str__(self) -> str:
         """Return the ``einsum`` subscripts, for example ``bmk,bkn->bmn``."""
-        names = letters(self.batch, self.rows, self.columns, self.contracted)
+        names = self.names
         lhs, rhs, out = ("".join(names[x] for x in xs) for xs in (self.lhs, self.rhs, self.out))
         return f"{lhs},{rhs}->{out}"
 

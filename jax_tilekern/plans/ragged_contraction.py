@@ -114,15 +114,19 @@ class RaggedContraction:
             out = arrange(self.out, batch + group, rows, columns)
         return RaggedContraction(lhs, rhs, batch + group, out, self.ragged, self.group)
 
-    def __str__(self) -> str:
-        """Return the ``einsum`` subscripts, for example ``mk,gkn->mn, ragged m``."""
+    @property
+    def names(self) -> dict[int, str]:
+        """A letter for each label."""
         rows, contracted = self.rows, self.contracted
         if self.ragged_dimension == "m":
             rows = (self.ragged, *rows)
         else:
             contracted = (self.ragged, *contracted)
-        names = letters(self.batch, rows, self.columns, contracted)
-        names[self.group] = "g"
+        return letters(self.batch, rows, self.columns, contracted) | {self.group: "g"}
+
+    def __str__(self) -> str:
+        """Return the ``einsum`` subscripts, for example ``mk,gkn->mn, ragged m``."""
+        names = self.names
         lhs, rhs, out = ("".join(names[x] for x in xs) for xs in (self.lhs, self.rhs, self.out))
         return f"{lhs},{rhs}->{out}, ragged {names[self.ragged]}"
 

@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
@@ -154,6 +155,12 @@ class TunedChoices:
                 stacklevel=2,
             )
 
+    def digest(self, gpu: Gpu) -> str:
+        """Return a digest of the choices of a GPU model."""
+        with self._lock:
+            winners = {name: choice.winner for name, choice in self._of(gpu.name).items()}
+        return hashlib.sha256(json.dumps(winners, sort_keys=True).encode()).hexdigest()[:16]
+
     def load(self, path: Path) -> int:
         """Add the choices of a file, ahead of those in the folder; return their number.
 
@@ -208,6 +215,27 @@ def using(choices: TunedChoices) -> Iterator[TunedChoices]:
     """Let plans consult these choices inside the context, in the current thread."""
     with _current(choices):
         yield choices
+
+
+_by_digest: dict[str, TunedChoices] = {}
+
+
+def tuned_digest(gpu: Gpu) -> str:
+    """Return a digest of the current choices for a GPU, by which :func:`using_digest` finds them.
+
+    A call that XLA partitions is planned when its program is compiled, perhaps in another context.
+    """
+    choices = current_choices()
+    digest = choices.digest(gpu)
+    _by_digest[digest] = choices
+    return digest
+
+
+@contextlib.contextmanager
+def using_digest(digest: str) -> Iterator[None]:
+    """Let plans consult the choices of a digest; those of another process are this one's own."""
+    with _current(_by_digest.get(digest)):
+        yield
 
 
 # Planning

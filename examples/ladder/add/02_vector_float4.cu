@@ -1,8 +1,8 @@
 // Each thread adds four elements, which it reads and writes in instructions of 16 bytes.
 //
-// Expect: a few per cent. Every thread has four times as much under way, and the instructions and
-// threads for an element are a quarter. This holds for a matrix too: without gaps between its rows
-// it is a long vector.
+// Expect: a few per cent. Every thread has four times as many bytes in flight, and takes a quarter
+// of the instructions for an element. This holds for a matrix too: without gaps between its rows it
+// is a long vector.
 __global__ void vector_float4(const float* x, const float* y, float* out, long long size) {
   const long long i = 4 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
   if (i + 4 <= size) {

@@ -1,7 +1,7 @@
-// A grid of two dimensions over a matrix, the wrong way round: neighbours in a warp take one
-// column, and what they read and write lies a row apart.
+// A grid of two dimensions over a matrix, the wrong way round: the lanes of a warp take one column,
+// so that what they load and store lies a row apart.
 //
-// Expect: sectors of 32 bytes for every 4. The cache mends some of it, since the block's other
+// Expect: a sector of 32 bytes for every 4. The caches repair a part of it, since the block's other
 // warps take the columns beside.
 __global__ void matrix_down(const float* x, const float* y, float* out, int rows, int columns) {
   const int row = blockIdx.x * blockDim.x + threadIdx.x;

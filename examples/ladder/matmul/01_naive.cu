@@ -1,7 +1,7 @@
 // Each thread computes one element of c, and reads its row of a and its column of b from memory.
 //
-// Expect: a per cent or few of the arithmetic. Each multiply-add takes two reads; neighbours in a
-// warp share the element of a and read neighbours of b, so the caches stand what memory would not.
+// Expect: a tenth of the arithmetic or less. Each multiply-add takes two loads; neighbours in a
+// warp share the element of a and read neighbours of b, so the caches serve what memory could not.
 template <typename T>
 __global__ void naive(const T* a, const T* b, T* c, int m, int n, int k) {
   const int column = blockIdx.x * blockDim.x + threadIdx.x;

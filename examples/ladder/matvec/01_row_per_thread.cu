@@ -1,7 +1,8 @@
 // Each thread takes a row of the matrix and goes along it.
 //
-// Expect: the threads of a warp are in 32 rows at once, so every read is 32 sectors of which 4
-// bytes are used at a time. The cache keeps the sectors only as long as there is room for all.
+// Expect: the lanes of a warp are in 32 rows at once, so each load request touches 32 sectors and
+// uses 4 bytes of each. The L1 cache keeps the sectors for the next loads only while there is room
+// for all of them.
 __global__ void row_per_thread(const float* a, const float* x, float* y, int rows, int columns) {
   const int row = blockIdx.x * blockDim.x + threadIdx.x;
   if (row >= rows) return;

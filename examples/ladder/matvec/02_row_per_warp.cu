@@ -1,7 +1,7 @@
 // A warp takes a row together, neighbours reading neighbours, and adds up its 32 sums by shuffles.
 //
-// Expect: close to the memory's bandwidth: reads are whole runs of 128 bytes, and there are 32
-// times as many threads to have them under way.
+// Expect: close to the memory's bandwidth. Loads are coalesced, 128 bytes each, and 32 times as
+// many threads have them in flight.
 __global__ void row_per_warp(const float* a, const float* x, float* y, int rows, int columns) {
   const int row = blockIdx.x * blockDim.y + threadIdx.y;
   if (row >= rows) return;

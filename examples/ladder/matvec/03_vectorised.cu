@@ -1,8 +1,8 @@
-// The same by float4, with four reads of the matrix under way in every thread. Rows must be whole
+// The same by float4, with four loads of the matrix in flight in every thread. Rows must be whole
 // float4s.
 //
-// Expect: the memory's bandwidth. x comes out of the cache, and by float4 costs a quarter of the
-// instructions, which are as many as those for the matrix.
+// Expect: the memory's bandwidth. x comes from the L1 cache, and by float4 takes a quarter of the
+// load instructions, of which it needs as many as the matrix.
 constexpr int kReads = 4;
 
 __device__ float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }

@@ -1,8 +1,8 @@
 // A block of 32x32 threads takes 32 columns together: each warp goes down them in steps of 32 rows,
 // and the 32 sums of each column are added in shared memory.
 //
-// Expect: 32 times the threads, so the memory is kept busy. The reads, a warp's 32 neighbours, are
-// what they were.
+// Expect: 32 times the threads, so the memory is kept busy. The loads of a warp are coalesced as
+// before.
 constexpr int kWarps = 32;
 
 __global__ void __launch_bounds__(32 * kWarps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -37,6 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fresh processes of each kind for a first result (default: %(default)s)",
     )  # fmt: skip
     latency.set_defaults(plot=None)
+
+    sharded = what.add_parser(
+        "sharded",
+        help="programs shared among all devices",
+        description="Time programs that all devices share against JAX's own.",
+    )
+    sharded.add_argument("--rows", metavar="PATTERN", help="only rows whose 'group: name' matches")
+    sharded.add_argument(
+        "--seconds", type=float, default=2.0, help="timing of a row (default: %(default)s)"
+    )
+    sharded.add_argument("--json", type=Path, metavar="FILE", help="write the record here")
+    sharded.set_defaults(plot=None)
 
     table = what.add_parser(
         "table",
@@ -73,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     from jax_tilekern.cli.bench.record_file import RecordError
     from jax_tilekern.cli.bench.suite import SuiteError
 
-    commands = {"latency": _latency, "table": _table}
+    commands = {"latency": _latency, "sharded": _sharded, "table": _table}
     try:
         if arguments.plot is not None:
             require_matplotlib()
@@ -84,10 +97,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _table(arguments: argparse.Namespace) -> int:
-    from jax_tilekern.cli.bench import latency, latency_report, report
+    from jax_tilekern.cli.bench import latency, latency_report, report, sharded
     from jax_tilekern.cli.bench.plot import plot
     from jax_tilekern.cli.bench.record_file import RecordError, load_record
 
+    content = arguments.file.read_text() if arguments.file.is_file() else "{}"
+    if f'"kind": "{sharded.KIND}"' in content:
+        print(sharded.markdown(json.loads(content)))
+        return 0
     record = load_record(arguments.file)
     of_latencies = record.get("kind") == latency.KIND
     if of_latencies and arguments.plot is not None:
@@ -131,6 +148,13 @@ def _operation(arguments: argparse.Namespace) -> int:
     console.print(summary(record))
     if arguments.plot is not None:
         plot(record, arguments.plot)
+    return 0 if whole else 1
+
+
+def _sharded(arguments: argparse.Namespace) -> int:
+    from jax_tilekern.cli.bench.sharded import measure_sharded
+
+    _, whole = measure_sharded(make_console(), arguments)
     return 0 if whole else 1
 
 

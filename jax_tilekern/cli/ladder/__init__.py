@@ -19,6 +19,7 @@ _LADDERS = {
     "matvec": "a matrix times a vector, in either order",
     "add": "sums of vectors and of matrices",
 }
+_COUNTER_SECONDS = 240.0
 _SIZES = {
     "transpose": "ROWSxCOLUMNS",
     "dot": "SIZE",
@@ -42,13 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--check", action="store_true", help="run each rung once and compare, time nothing"
         )
         one.add_argument(
-            "--counters", action="store_true",
-            help="sectors per request, bank conflicts and stalls, by Nsight Compute (ncu)",
+            "--counters", nargs="?", type=float, const=_COUNTER_SECONDS, metavar="SECONDS",
+            help="hardware counters by Nsight Compute (ncu), for at most so long "
+            f"(default: {_COUNTER_SECONDS:.0f})",
         )  # fmt: skip
         one.add_argument(
             "--seconds", type=float, default=2.0, help="timing of a size (default: %(default)s)"
         )
         one.add_argument("--json", type=Path, metavar="FILE", help="write the record here")
+        one.add_argument(
+            "--resume", action="store_true",
+            help="keep what FILE has of the same device and kernels; measure and count the rest",
+        )  # fmt: skip
         one.add_argument("--plot", type=Path, metavar="FILE", help="draw the speeds here")
 
 
@@ -56,9 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status: 1 if a rung failed, 2 for a bad argument."""
     # Imported here: the other commands need none of it.
     from jax_tilekern.cli.bench.plot import NoMatplotlib, require_matplotlib
-    from jax_tilekern.cli.console import write_json
-    from jax_tilekern.cli.ladder.counters import NoCounters, require_ncu
     from jax_tilekern.cli.ladder.ladder_run import run_ladder
+    from jax_tilekern.cli.ladder.ncu import NoCounters, require_ncu
     from jax_tilekern.cli.ladder.report import notes, plot, table
     from jax_tilekern.cli.ladder.rung import LadderError
     from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
@@ -67,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.plot is not None:
             require_matplotlib()
-        if arguments.counters:
+        if arguments.counters is not None:
             require_ncu()
         nvrtc()
         ladder = importlib.import_module(f"jax_tilekern.cli.ladder.{arguments.ladder}").LADDER
@@ -79,8 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(table(record, problem))
     for note in notes(record):
         console.print(note)
-    if arguments.json is not None:
-        write_json(arguments.json, record)
     if arguments.plot is not None and record["backend"] == "gpu":
         plot(record, arguments.plot)
     failed = any(rung["failure"] for problem in record["problems"] for rung in problem["rungs"])

@@ -100,6 +100,6 @@ def _problems(sizes: Sizes) -> tuple[Problem, ...]:
 
 LADDER = Ladder(
     (("size",), ("rows", "columns")),
-    (str(1 << 26), "8192x8192"),
+    (str(1 << 20), str(1 << 26), "1024x1024", "8192x8192"),
     _problems,
 )

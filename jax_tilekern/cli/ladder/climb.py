@@ -46,7 +46,9 @@ def compiled(problem: Problem, rung: Rung) -> Record:
         "peer": rung in problem.peers,
         "on_host": rung.on_host is not None,
         "arithmetic": rung.arithmetic or problem.arithmetic,
+        "tile": rung.tile,
         "kernels": [],
+        "only_kernels": rung.only_kernels,
         "library": None,
         "skipped": _why_not(problem, rung),
         "failure": None,
@@ -79,6 +81,8 @@ def _resources(report: KernelReport) -> Record:
     held = report.occupancy
     return {
         "name": report.call.name,
+        "grid": report.grid,
+        "block": report.block,
         "arch": report.arch,
         "registers": report.registers,
         "spill_bytes": report.spill_bytes,
@@ -123,8 +127,10 @@ def _check(problem: Problem, rungs: Mapping[str, Rung], records: Mapping[str, Re
 
     Sums are of whole numbers so small that every order of adding gives the same, exactly.
     """
-    operands = _whole_numbers(problem.operands) if problem.sums else _random(problem, seed=0)
-    expected = ready(jax.jit(problem.peers[0])(*operands))
+    operands = (
+        _whole_numbers(problem.operands) if problem.sums else random_operands(problem, seed=0)
+    )
+    expected = ready(jax.jit(problem.truth or problem.peers[0])(*operands))
     for name, rung in rungs.items():
         if not _runs(records[name]):
             continue
@@ -161,7 +167,8 @@ def _whole_numbers(operands: tuple[jax.ShapeDtypeStruct, ...]) -> Operands:
     )
 
 
-def _random(problem: Problem, seed: int) -> Operands:
+def random_operands(problem: Problem, seed: int) -> Operands:
+    """Return normal numbers for a problem's operands, others for each seed."""
     count = len(problem.operands)
     return tuple(
         random_array(
@@ -180,7 +187,7 @@ def _time(
     host's clock, from the call to the result.
     """
     l2_bytes = current_gpu().l2_bytes
-    sets = beyond_cache(_random(problem, 0), partial(_random, problem), l2_bytes)
+    sets = beyond_cache(random_operands(problem, 0), partial(random_operands, problem), l2_bytes)
     # One rotation for all, or a rung would find what the one before has left in the cache.
     rotation = itertools.cycle(sets)
     on_device: dict[str, Callable[[], Any]] = {}

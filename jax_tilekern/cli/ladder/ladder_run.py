@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import json
 import shlex
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,14 +16,18 @@ import jax_tilekern
 from jax_tilekern.cli import machine
 from jax_tilekern.cli.bench.measure import bandwidths
 from jax_tilekern.cli.bench.record import device_name, now
+from jax_tilekern.cli.console import write_json
 from jax_tilekern.cli.ladder import climb, counters
 from jax_tilekern.cli.ladder.climb import Record
-from jax_tilekern.cli.ladder.rung import Ladder, LadderError, Problem
+from jax_tilekern.cli.ladder.ncu import NoCounters
+from jax_tilekern.cli.ladder.rung import Ladder, LadderError, Problem, rungs_digest
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-SCHEMA = 1
+SCHEMA = 2
+# What a record must have in common with this run for its problems to be kept.
+_SAME = ("schema", "ladder", "device", "backend", "source_digests", "rungs_digest")
 # What rungs are compiled for where there is no GPU.
 _ARCH = "sm_90a"
 
@@ -53,6 +58,7 @@ def run_ladder(console: Console, ladder: Ladder, arguments: argparse.Namespace) 
 
     on_gpu = jax.default_backend() == "gpu"
     record = _header(arguments)
+    entries = _kept(record, arguments) if arguments.resume else {}
     if not on_gpu:
         record["device"] = f"{_ARCH}, compiled only"
         console.print(f"JAX has no GPU here: the rungs are compiled for {_ARCH}, and none is run.")
@@ -60,15 +66,51 @@ def run_ladder(console: Console, ladder: Ladder, arguments: argparse.Namespace) 
         record |= bandwidths()
     with nullcontext() if on_gpu else jax_tilekern.gpu_target(_ARCH):
         for size, problem in problems:
-            with console.status(problem.title):
-                entry = _climbed(problem, arguments, on_gpu=on_gpu)
-            record["problems"].append({"size": size, **entry})
-    if on_gpu and arguments.counters:
+            if (size, problem.title) not in entries:
+                with console.status(problem.title):
+                    climbed = _climbed(problem, arguments, on_gpu=on_gpu)
+                entries[size, problem.title] = {"size": size, **climbed}
+            record["problems"] = list(entries.values())
+            _write(record, arguments)
+    if on_gpu and arguments.counters is not None:
         try:
-            _put_counters(console, record["problems"], arguments.ladder)
-        except counters.NoCounters as error:
+            with console.status("counting"):
+                record["no_counters"] = _put_counters(record["problems"], arguments)
+        except NoCounters as error:
             record["no_counters"] = str(error)
+        _write(record, arguments)
     return record
+
+
+def _write(record: Record, arguments: argparse.Namespace) -> None:
+    """Write the record as far as it is complete, so that a run that is cut can be resumed."""
+    if arguments.json is not None:
+        write_json(arguments.json, record)
+
+
+def _kept(record: Record, arguments: argparse.Namespace) -> dict[tuple[str, str], Record]:
+    """Return the problems in the file of ``--json`` that need not be measured again, by title.
+
+    They are of the same device, library and rungs, and each of their rungs was timed, skipped or
+    failed.
+
+    Raises
+    ------
+    LadderError
+        If no file was named.
+    """
+    if arguments.json is None:
+        raise LadderError("--resume goes on with the record of --json FILE; name one")
+    if not arguments.json.exists():
+        return {}
+    earlier = json.loads(arguments.json.read_text())
+    if any(earlier.get(key) != record[key] for key in _SAME):
+        return {}
+    return {
+        (problem["size"], problem["title"]): problem
+        for problem in earlier["problems"]
+        if all(r["skipped"] or r["failure"] or "seconds" in r for r in problem["rungs"])
+    }
 
 
 def _picked(problems: list[tuple[str, Problem]], pattern: str) -> list[tuple[str, Problem]]:
@@ -96,6 +138,7 @@ def _header(arguments: argparse.Namespace) -> Record:
         "backend": jax.default_backend(),
         "device": device_name(),
         **found,
+        "rungs_digest": rungs_digest(arguments.ladder),
         "errors": errors,
         "no_counters": None,
         "problems": [],
@@ -109,27 +152,52 @@ def _climbed(problem: Problem, arguments: argparse.Namespace, *, on_gpu: bool) -
         if on_gpu:
             seconds = None if arguments.check else arguments.seconds
             climb.climb(problem, rungs, records, seconds=seconds)
+        result_bytes = problem.result_bytes
     return {
         "title": problem.title,
         "sizes": problem.sizes,
         "bytes": problem.bytes,
+        "result_bytes": result_bytes,
         "flops": problem.flops,
         "bound": problem.bound,
         "rungs": list(records.values()),
     }
 
 
-def _put_counters(console: Console, problems: list[Record], ladder: str) -> None:
-    """Run each rung once more under ``ncu``, and put what it counts in the rungs' records."""
-    for size in dict.fromkeys(problem["size"] for problem in problems):
-        same = [rung for p in problems if p["size"] == size for rung in p["rungs"]]
-        climbed = [rung for rung in same if rung["kernels"] and not rung["failure"]]
-        for name in dict.fromkeys(rung["name"] for rung in climbed):
-            # One for each problem of this size that has the rung, in order.
-            rungs = [rung for rung in climbed if rung["name"] == name]
-            command = ["ladder", ladder, "--size", size, "--rungs", name, "--check"]
-            kernel = rungs[0]["kernels"][0]["name"].partition("<")[0]
-            with console.status(f"counting {name}"):
-                found = counters.count(command, kernel, launches=len(rungs))
-            for rung, counted in zip(rungs, found, strict=True):
-                rung["counters"] = counted
+def _put_counters(problems: list[Record], arguments: argparse.Namespace) -> str | None:
+    """Launch the rungs that lack counters once more under ``ncu``, and record what it counts.
+
+    Returns
+    -------
+    str | None
+        What to do about rungs that still lack them, if there are any.
+    """
+    lacking = [
+        (problem, rung)
+        for problem in problems
+        for rung in problem["rungs"]
+        if not rung["failure"] and not rung["skipped"] and "counters" not in rung
+    ]
+    if not lacking:
+        return None
+    wanted = [
+        counters.Wanted(
+            problem["size"],
+            problem["title"],
+            rung["name"],
+            [counters.Kernel.of(kernel) for kernel in rung["kernels"]]
+            if rung["only_kernels"]
+            else None,
+        )
+        for problem, rung in lacking
+    ]
+    log = arguments.json and arguments.json.with_suffix(".ncu.csv")
+    found = counters.count(arguments.ladder, wanted, arguments.counters, log)
+    for (problem, rung), counted in zip(lacking, found, strict=True):
+        if counted is not None:
+            efficiency = counters.write_efficiency(counted, problem["result_bytes"])
+            rung["counters"] = counted | {"write_efficiency": efficiency}
+    missing = found.count(None)
+    if not missing:
+        return None
+    return f"{missing} of {len(found)} rungs were not counted; --resume with --json counts them."

@@ -105,6 +105,6 @@ def _problems(sizes: Sizes) -> tuple[Problem, ...]:
 
 LADDER = Ladder(
     (("rows", "columns"),),
-    ("8192x8192",),
+    ("1024x1024", "8192x8192"),
     _problems,
 )

@@ -131,21 +131,50 @@ def notes(record: Record) -> Iterator[str]:
         yield f"Times are {method}."
 
 
+# The counters that decide between the rungs of a ladder, by what they are called in a plot.
+_DECIDING = {
+    "transpose": {
+        "sectors a load": "load_sectors_per_request",
+        "sectors a store": "store_sectors_per_request",
+        "conflicts a load": "load_conflicts_per_request",
+    },
+    "dot": {"DRAM %": "dram_percent", "occupancy %": "occupancy_percent"},
+    "matmul": {
+        "float32 units %": "fma_percent",
+        "float64 units %": "float64_percent",
+        "tensor cores %": "tensor_percent",
+    },
+    "matvec": {"sectors a load": "load_sectors_per_request"},
+    "add": {
+        "sectors a load": "load_sectors_per_request",
+        "sectors a store": "store_sectors_per_request",
+    },
+}
+
+
 def plot(record: Record, path: Path) -> None:
-    """Draw each rung's speed as a bar, with the ceilings."""
+    """Draw each rung's speed as a bar, with the ceilings, and beside it the deciding counters."""
     # The object interface needs no display and leaves no global state.
     from matplotlib.figure import Figure
 
     problems = record["problems"]
+    counted = any("counters" in rung for problem in problems for rung in problem["rungs"])
     lines = [max(1, len(_timed(problem))) for problem in problems]
-    figure = Figure(figsize=(11, 1.2 * len(problems) + 0.32 * sum(lines)), layout="constrained")
+    figure = Figure(
+        figsize=(17 if counted else 11, 1.2 * len(problems) + 0.32 * sum(lines)),
+        layout="constrained",
+    )
     # squeeze keeps one axes an array like several.
-    grid = figure.subplots(len(problems), 1, squeeze=False, height_ratios=lines)
-    for axes, problem in zip(grid[:, 0], problems, strict=True):
-        _draw(axes, record, problem)
+    grid = figure.subplots(
+        len(problems), 1 + counted, squeeze=False, sharey="row", height_ratios=lines
+    )
+    for axes, problem in zip(grid, problems, strict=True):
+        _draw(axes[0], record, problem)
+        if counted:
+            _draw_counters(axes[1], _DECIDING[record["ladder"]], problem)
     figure.suptitle(str(record["device"]))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=90)
 
 
 def _timed(problem: Record) -> list[Record]:
@@ -164,4 +193,17 @@ def _draw(axes: Any, record: Record, problem: Record) -> None:
         title=problem["title"], xlabel=f"{unit}; the ceiling in red", ylim=(len(rungs) - 0.5, -0.5)
     )
     axes.set_yticks(range(len(rungs)), [rung["name"] for rung in rungs])
+    axes.grid(axis="x", alpha=0.3)
+
+
+def _draw_counters(axes: Any, deciding: Mapping[str, str], problem: Record) -> None:
+    height = 0.8 / len(deciding)
+    for place, (label, name) in enumerate(deciding.items()):
+        values = [
+            counters.longest_kernel(rung["counters"])[name] or 0 if "counters" in rung else 0
+            for rung in _timed(problem)
+        ]
+        positions = [number - 0.4 + height * (place + 0.5) for number in range(len(values))]
+        axes.barh(positions, values, height=height, color=f"C{place}", label=label)
+    axes.legend(fontsize="small", loc="lower right")
     axes.grid(axis="x", alpha=0.3)

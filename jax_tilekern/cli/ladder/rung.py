@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -30,6 +31,15 @@ def sources_folder() -> Path:
     package = Path(jax_tilekern.__file__).parent
     installed = package / "ladder"
     return installed if installed.is_dir() else package.parent / "examples" / "ladder"
+
+
+def rungs_digest(ladder: str) -> str:
+    """Return a digest of a ladder's CUDA files and of the module that launches them."""
+    files = [
+        *sorted((sources_folder() / ladder).iterdir()),
+        Path(__file__).with_name(f"{ladder}.py"),
+    ]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def kernel(file: str, **settings: Any) -> jax_tilekern.CudaKernel:
@@ -73,6 +83,8 @@ class Rung:
         The least that it runs on.
     arithmetic
         Where that is not the problem's.
+    tile
+        Of a matrix product: rows and columns of the result that one load of an element serves.
     """
 
     name: str
@@ -82,6 +94,7 @@ class Rung:
     on_host: Function | None = None
     compute_capability: tuple[int, int] = (8, 0)
     arithmetic: str | None = None
+    tile: tuple[int, int] | None = None
 
     def __call__(self, *operands: Any) -> Any:
         """Compute the problem on the device."""
@@ -89,6 +102,11 @@ class Rung:
             result = stage(*operands)
             operands = result if isinstance(result, tuple) else (result,)
         return result
+
+    @property
+    def only_kernels(self) -> bool:
+        """Whether a call launches the kernels of :meth:`reports` and no others."""
+        return all(isinstance(stage, jax_tilekern.CudaKernel) for stage in self.stages)
 
     def reports(self, operands: tuple[Any, ...]) -> Iterator[KernelReport]:
         """Compile the kernels for the current GPU; yield what they take."""
@@ -114,7 +132,7 @@ class Problem:
     rungs
         From the first to the library's own.
     peers
-        ``jnp``'s own, the first of which says what is right.
+        ``jnp``'s own.
     bytes
         Read and written at the least.
     flops
@@ -125,6 +143,8 @@ class Problem:
         Name of what multiplies and adds.
     sums
         Whether results are sums of many products.
+    truth
+        Says what is right; ``None`` for the first of the peers.
     """
 
     title: str
@@ -137,6 +157,13 @@ class Problem:
     bound: Literal["copy", "read", "arithmetic"] = "copy"
     arithmetic: str = "float32"
     sums: bool = False
+    truth: Function | None = None
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the result."""
+        result = jax.eval_shape(self.peers[0], *self.operands)
+        return int(result.size * result.dtype.itemsize)
 
     def types_enabled(self) -> AbstractContextManager[Any]:
         """Return a context in which the operands' types exist."""

@@ -13,11 +13,24 @@ import jax_tilekern
 from jax_tilekern import TensorMap
 from jax_tilekern.cli.ladder.rung import Ladder, Problem, Rung, Sizes, blocks, kernel, multiples
 
+Block = tuple[int, int]
+
 
 def _rung(
-    name: str, source: str, block: Any, grid: Callable[[Any], Any], *, entry: str | None = None,
+    name: str, file: str, entry: str, block: Block, tile: Block, *, along_reads: bool = True,
     cannot: Callable[..., str | None] = lambda **_: None,
 ) -> Rung:  # fmt: skip
+    """Return a rung whose blocks of (x, y) threads move tiles of (x, y) elements each.
+
+    Blocks and tiles have their x along the columns of the operand, or along its rows if not
+    ``along_reads``.
+    """
+    source = f"transpose/{file}"
+
+    def grid(x: Any) -> Block:
+        along, across = x.shape[::-1] if along_reads else x.shape
+        return blocks(along, tile[0]), blocks(across, tile[1])
+
     transpose = kernel(
         source,
         name=entry,
@@ -30,18 +43,68 @@ def _rung(
     return Rung(name, (transpose,), source, cannot)
 
 
-def _tiles(rows: int, columns: int) -> Callable[[Any], Any]:
-    """Return a grid of tiles, along the columns first."""
-    return lambda x: (blocks(x.shape[1], columns), blocks(x.shape[0], rows))
+def _small(most: int) -> Callable[..., str | None]:
+    """Return a :attr:`Rung.cannot` of a rung that takes seconds for more elements."""
+
+    def cannot(rows: int, columns: int) -> str | None:
+        return (
+            f"would take seconds for more than {most} elements" if rows * columns > most else None
+        )
+
+    return cannot
+
+
+# A tile that covers any matrix.
+_EVERYTHING = (1 << 31, 1 << 31)
+# A block's threads along x and y, as the sources have them.
+_NAIVE_SHAPES = ((64, 8), (32, 32), (32, 8), (16, 16), (8, 8), (8, 4), (4, 8))
+
+
+def _naive(shape: Block, *, along_reads: bool) -> Rung:
+    width, height = shape
+    return _rung(
+        f"naive {width}x{height}, along {'reads' if along_reads else 'writes'}",
+        "03_naive.cu",
+        f"naive<{str(along_reads).lower()}>",
+        shape,
+        shape,
+        along_reads=along_reads,
+    )
+
+
+def _pass_through(width: int, height: int) -> Rung:
+    return _rung(
+        f"pass-through {width}x{height}",
+        "04_pass_through.cu",
+        f"pass_through<{width}, {height}>",
+        (width, height),
+        (width, height),
+    )
+
+
+def _tile(name: str, layout: str, thread_rows: int = 8) -> Rung:
+    return _rung(name, "05_tile.cu", f"tile<{layout}, {thread_rows}>", (32, thread_rows), (32, 32))
 
 
 def _shape(width: int, height: int) -> Rung:
     return _rung(
-        f"tile of {width}x{height}",
-        "transpose/07_block_shapes.cu",
-        width * height,
-        _tiles(height, width),
-        entry=f"block_shape<{width}, {height}>",
+        f"padded {width}x{height}",
+        "06_block_shapes.cu",
+        f"block_shape<{width}, {height}>",
+        (width * height, 1),
+        (width, height),
+    )
+
+
+def _vectors(width: int, block: Block, form: str = "kRowByRow") -> Rung:
+    how = {"kStraight": " straight", "kRowByRow": "", "kRowsFirst": " rows first"}[form]
+    return _rung(
+        f"float{width}{how}, {block[0]}x{block[1]}",
+        "08_vectors.cu",
+        f"vectors<{width}, {form}>",
+        block,
+        (width * block[0], width * block[1]),
+        cannot=multiples(rows=width, columns=width),
     )
 
 
@@ -63,63 +126,47 @@ def _boxes(x: Any) -> tuple[TensorMap, TensorMap]:
 
 
 _TMA = Rung(
-    "copy engine (TMA)",
+    "TMA",
     (
         kernel(
-            "transpose/13_tma.cu",
+            "transpose/09_tma.cu",
             out=lambda x: jax.ShapeDtypeStruct(x.shape[::-1], x.dtype),
-            grid=_tiles(32, 32),
+            grid=lambda x: (blocks(x.shape[1], 32), blocks(x.shape[0], 32)),
             block=64,
             tensor_maps=_boxes,
             alignment=16,
         ),
     ),
-    "transpose/13_tma.cu",
+    "transpose/09_tma.cu",
     multiples(rows=4, columns=4),
     compute_capability=(9, 0),
 )
 
 _RUNGS = (
-    _rung("naive, in order of reads", "transpose/01_naive_reads.cu", (32, 8), _tiles(8, 32)),
+    _rung("serial", "01_serial.cu", "serial", (1, 1), _EVERYTHING, cannot=_small(1 << 20)),
     _rung(
-        "naive, in order of writes",
-        "transpose/02_naive_writes.cu",
-        (32, 8),
-        lambda x: (blocks(x.shape[0], 32), blocks(x.shape[1], 8)),
+        "row per thread", "02_row_per_thread.cu", "row_per_thread", (32, 1), (32, _EVERYTHING[1]),
+        along_reads=False,
     ),
-    _rung("shared memory to pass through", "transpose/03_pass_through.cu", (32, 8), _tiles(32, 32)),
-    _rung("shared tile", "transpose/04_tile.cu", (32, 8), _tiles(32, 32)),
-    _rung("padded", "transpose/05_padded.cu", (32, 8), _tiles(32, 32)),
-    _rung("swizzled", "transpose/06_swizzled.cu", (32, 8), _tiles(32, 32)),
-    _shape(8, 8),
-    _shape(8, 4),
-    _shape(32, 32),
-    _shape(64, 8),
+    *(_naive(shape, along_reads=True) for shape in _NAIVE_SHAPES),
+    *(_naive(shape, along_reads=False) for shape in _NAIVE_SHAPES),
+    _pass_through(32, 32),
+    _pass_through(8, 8),
+    _tile("tile of 1024 threads", "Plain", thread_rows=32),
+    _tile("tile", "Plain"),
+    _tile("padded", "Padded"),
+    _tile("swizzled", "Swizzled"),
+    *(_shape(*shape) for shape in ((8, 8), (8, 4), (32, 32), (64, 8))),
     _rung(
-        "one row by two columns",
-        "transpose/08_one_by_two.cu",
-        (4, 64),
-        _tiles(64, 8),
+        "one row by two columns", "07_one_by_two.cu", "one_by_two", (4, 64), (8, 64),
         cannot=multiples(columns=2),
     ),
-    _rung(
-        "2x2 in registers",
-        "transpose/09_two_by_two.cu",
-        (4, 64),
-        _tiles(128, 8),
-        cannot=multiples(rows=2, columns=2),
-    ),
-    *(
-        _rung(name, source, (4, 64), _tiles(256, 16), cannot=multiples(rows=4, columns=4))
-        for name, source in (
-            ("4x4, written straight away", "transpose/10_four_by_four_straight.cu"),
-            ("4x4, written row by row", "transpose/11_four_by_four_by_rows.cu"),
-            ("4x4, gathered whole", "transpose/12_four_by_four_whole.cu"),
-        )
-    ),
+    *(_vectors(2, block) for block in ((8, 8), (16, 16), (4, 64))),
+    *(_vectors(4, (8, 8), form) for form in ("kStraight", "kRowByRow", "kRowsFirst")),
+    *(_vectors(4, block) for block in ((32, 32), (8, 4), (4, 64))),
     _TMA,
     Rung("jax_tilekern.transpose", (jax_tilekern.transpose,)),
-)
+)  # fmt: skip
 
 
 def _problems(sizes: Sizes) -> tuple[Problem, ...]:
@@ -136,4 +183,4 @@ def _problems(sizes: Sizes) -> tuple[Problem, ...]:
     )
 
 
-LADDER = Ladder((("rows", "columns"),), ("8192x8192", "2048x512"), _problems)
+LADDER = Ladder((("rows", "columns"),), ("2048x512", "1024x1024", "8192x8192"), _problems)

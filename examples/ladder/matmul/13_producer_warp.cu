@@ -1,0 +1,96 @@
+// Warps specialise: a producer warpgroup does nothing but request k-tiles, as soon as a stage is
+// empty, and two consumer warpgroups do nothing but multiply what is full. A stage has two
+// barriers, and each side waits only for the other's: no barrier of the whole block stops all of
+// them. The producer needs few registers and gives up the rest (setmaxnreg).
+//
+// Expect: a step up. A consumer that is late no longer holds back the requests or the other one.
+#include <tilekern/mbarrier.cuh>
+#include <tilekern/ptx.cuh>
+#include <tilekern/tma.cuh>
+#include <tilekern/wgmma.cuh>
+
+using namespace tilekern;
+
+constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * 128;
+constexpr int kStages = 4, kRows = 128, kColumns = 256, kDepth = 64;
+constexpr int kRowBytes = 128, kABytes = kRows * kRowBytes, kPanelBytes = kDepth * kRowBytes;
+constexpr int kStageBytes = kABytes + kColumns / 64 * kPanelBytes;
+using Types = WgmmaTypes<bfloat16, bfloat16>;
+using Flags = SignsAndOrders<true, false>;
+
+__global__ void __launch_bounds__(kThreads, 1)
+    producer_warp(const bfloat16*, const bfloat16*, bfloat16* c,
+                  const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int m,
+                  int n, int k) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const uint32 stages = shared_address(shared), full = stages + kStages * kStageBytes;
+  const uint32 empty = full + kStages * kBarrierBytes;
+  const int first_row = blockIdx.y * kRows, first_column = blockIdx.x * kColumns;
+  const int k_tiles = (k + kDepth - 1) / kDepth;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) {
+      init_barrier(full + stage * kBarrierBytes, 1);
+      init_barrier(empty + stage * kBarrierBytes, kConsumers);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  const int warpgroup = threadIdx.x / 128;
+  RingPosition<kStages> ring;
+
+  if (warpgroup == kConsumers) {
+    release_registers<24>();
+    if (threadIdx.x % 128 != 0) return;
+    for (int tile = 0; tile < k_tiles; ++tile) {
+      const uint32 to = stages + ring.stage * kStageBytes;
+      const uint32 barrier = full + ring.stage * kBarrierBytes;
+      // The other parity, so that the first round, before which nothing was full, passes at once.
+      wait(empty + ring.stage * kBarrierBytes, ring.parity ^ 1);
+      arrive_expecting(barrier, kStageBytes);
+      load_box(to, a, {tile * kDepth, first_row, 0, 0, 0}, barrier);
+#pragma unroll 1
+      for (int panel = 0; panel < kColumns / 64; ++panel) {
+        load_box(to + kABytes + panel * kPanelBytes, b,
+                 {first_column + 64 * panel, tile * kDepth, 0, 0, 0}, barrier);
+      }
+      ring.advance();
+    }
+  } else {
+    acquire_registers<240>();
+    float sums[kColumns / 2];
+    int previous = 0;
+    for (int tile = 0; tile < k_tiles; ++tile) {
+      const uint32 a_tile = stages + ring.stage * kStageBytes;
+      wait(full + ring.stage * kBarrierBytes, ring.parity);
+      const uint64 lhs = operand_descriptor(a_tile + warpgroup * 64 * kRowBytes, 0);
+      const uint64 rhs = operand_descriptor(a_tile + kABytes, kPanelBytes);
+      fence_products();
+#pragma unroll
+      for (int step = 0; step < kDepth / 16; ++step) {
+        multiply<Types, Flags>(sums, lhs + step * 32 / kDescriptorUnit,
+                               rhs + step * 16 * kRowBytes / kDescriptorUnit, tile > 0 || step > 0);
+      }
+      commit_products();
+      wait_products<1>();  // The MMAs of the k-tile before have retired: its stage is empty.
+      if (tile > 0 && threadIdx.x % 128 == 0) arrive(empty + previous * kBarrierBytes);
+      previous = ring.stage;
+      ring.advance();
+    }
+    wait_products<0>();
+    fence_sums(sums);
+
+    const int lane = threadIdx.x % 32, row = first_row + threadIdx.x / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const int column = first_column + 8 * j + lane % 4 * 2;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (row + 8 * half >= m || column >= n) continue;
+        uint32 pair[1];
+        pack_pair(pair, c, sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+        *reinterpret_cast<uint32*>(c + static_cast<long long>(row + 8 * half) * n + column) =
+            pair[0];
+      }
+    }
+  }
+}

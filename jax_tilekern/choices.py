@@ -1,0 +1,119 @@
+"""What each call of the library lowered to, for whoever asks: see :mod:`jax_tilekern.explain`."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one call of the library lowered to.
+
+    Attributes
+    ----------
+    call
+        The operation with its dimensions, for example ``contract mk,kn->mn``.
+    operands, result
+        Types with shapes, for example ``f32[64,128]``; a comma between several results. Where the
+        call is partitioned, those on each device.
+    platform
+        ``cpu``, ``cuda`` or another platform of JAX's.
+    kernel
+        The kernel, or ``None`` where XLA's own operation or another call of the library takes it.
+    reason
+        Why.
+    partition
+        How the call is shared out among devices, if it is: which dimensions are split into how
+        many parts, and how partial results are added up.
+    """
+
+    call: str
+    operands: tuple[str, ...]
+    result: str
+    platform: str
+    kernel: str | None
+    reason: str
+    partition: str = ""
+
+
+class Recorder:
+    """The choices of one function, in the order of lowering.
+
+    A call that XLA partitions is planned when the program is compiled, perhaps on another thread,
+    and so is recorded later. Its text says that it is the recorder's.
+    """
+
+    def __init__(self) -> None:
+        self.choices: list[Choice] = []
+        self.awaited: dict[str, Choice] = {}
+        # No compiled program of JAX's persistent cache has it, so XLA is sure to ask.
+        self.token = uuid.uuid4().hex
+
+    def leave_unpartitioned(self) -> None:
+        """Record calls that XLA has not been asked to partition."""
+        self.choices.extend(self.awaited.values())
+
+
+_recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(
+    "jax_tilekern_choices", default=None
+)
+_waiting: list[Recorder] = []
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def recorded_choices() -> Iterator[Recorder]:
+    """Collect the choice of every call that is lowered, or compiled, inside the context."""
+    recorder = Recorder()
+    token = _recorder.set(recorder)
+    with _lock:
+        _waiting.append(recorder)
+    try:
+        yield recorder
+    finally:
+        with _lock:
+            _waiting.remove(recorder)
+        _recorder.reset(token)
+
+
+def record_choice(call: str, ctx: Any, platform: str, kernel: str | None, reason: str) -> None:
+    """Tell whoever is collecting choices what a call lowers to."""
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.choices.append(_choice(call, ctx, platform, kernel, reason))
+
+
+def recorder_token() -> str:
+    """Return what the text of a call must have for the current recorder to know it."""
+    recorder = _recorder.get()
+    return "" if recorder is None else recorder.token
+
+
+def await_partition(text: str, call: str, ctx: Any, platform: str) -> None:
+    """Tell whoever is collecting choices that XLA is going to partition a call."""
+    recorder = _recorder.get()
+    if recorder is not None:
+        reason = "planned for each device when XLA has partitioned the program"
+        recorder.awaited[text] = _choice(call, ctx, platform, None, reason)
+
+
+def record_partition(text: str, choices: Sequence[Choice]) -> None:
+    """Tell whoever waits for a partitioned call what it became on each device."""
+    with _lock:
+        for recorder in _waiting:
+            if text in recorder.awaited:
+                recorder.choices.extend(choices)
+
+
+def _choice(call: str, ctx: Any, platform: str, kernel: str | None, reason: str) -> Choice:
+    operands, results = (
+        tuple(aval.str_short(short_dtypes=True) for aval in avals)
+        for avals in (ctx.avals_in, ctx.avals_out)
+    )
+    return Choice(call, operands, ", ".join(results), platform, kernel, reason)

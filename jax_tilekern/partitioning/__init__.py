@@ -1,0 +1,1 @@
+"""How a call is shared out among the devices of a mesh."""

@@ -1,0 +1,213 @@
+"""Calls that XLA partitions: a custom call with a sharding rule, and the answer to its partitioner.
+
+A call of a ``jit`` over several devices is lowered before anybody knows how its operands are
+sharded. So it becomes a custom call that has a sharding rule, by which Shardy propagates shardings,
+and the call's parameters as text. When XLA has settled the shardings it asks :func:`_partition`,
+which chooses how to share out the call and answers with the program of each device. There the
+call's own primitive is lowered once more, with local shapes: that is where a kernel is planned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_tilekern.choices import (
+    Choice,
+    await_partition,
+    record_partition,
+    recorded_choices,
+    recorder_token,
+)
+from jax_tilekern.ffi import PARTITIONED
+from jax_tilekern.partitioning import xla
+from jax_tilekern.partitioning.choice import choose_split
+from jax_tilekern.partitioning.digits import common_digits, sharding_of
+from jax_tilekern.partitioning.local_program import axis_names, local_program
+from jax_tilekern.partitioning.params_text import from_text, to_text
+from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.tuned import tuned_digest, using_digest
+
+
+@dataclass(frozen=True)
+class PartitionedOperation:
+    """An operation whose calls XLA can partition.
+
+    Attributes
+    ----------
+    name
+        Its name, the same in every process.
+    rule
+        ``rule(*avals, **params)`` returns the sharding rule of a call.
+    bind
+        ``bind(*operands, **params)`` computes a call and returns its results.
+    localised
+        ``localised(shard, *operands, **params)`` rewrites operands that hold positions along a
+        label that is split; see :class:`~jax_tilekern.partitioning.local_program.Shard`.
+    in_float32
+        ``in_float32(**params)`` returns the parameters of a call that gives its result in float32.
+    """
+
+    name: str
+    rule: Callable[..., ShardingRule]
+    bind: Callable[..., Sequence[Any]]
+    localised: Callable[..., Sequence[Any]] | None = None
+    in_float32: Callable[..., dict[str, Any]] | None = None
+
+
+_operations: dict[str, PartitionedOperation] = {}
+
+
+def register(operation: PartitionedOperation) -> None:
+    """Make an operation known to the partitioner."""
+    _operations[operation.name] = operation
+
+
+def lower_partitioned(
+    ctx: Any,
+    operation: PartitionedOperation,
+    platform: str,
+    described: str,
+    *values: Any,
+    **params: Any,
+) -> Sequence[Any]:
+    """Lower a call to a custom call that XLA partitions.
+
+    Parameters
+    ----------
+    ctx
+        The lowering rule's context, with the types of ``values``.
+    operation
+        A registered operation.
+    platform
+        What the program of each device is lowered for.
+    described
+        The call in a few words, for ``explain``.
+    values, params
+        MLIR values of the operands, and the call's parameters.
+    """
+    text = _text(operation, platform, params)
+    await_partition(text, described, ctx, platform)
+    rule = operation.rule(*ctx.avals_in, **params)
+    return xla.emit_call(ctx, PARTITIONED, values, rule, text)
+
+
+def _text(operation: PartitionedOperation, platform: str, params: dict[str, Any]) -> str:
+    """Return all that decides what XLA is answered, which is part of the program's cache key."""
+    from jax_tilekern import __version__
+
+    gpu, tuned = "", ""
+    if platform == "cuda":
+        with contextlib.suppress(NoGpu):
+            gpu, tuned = current_gpu().name, tuned_digest(current_gpu())
+    content = {
+        "operation": operation.name,
+        "params": to_text(params),
+        "platform": platform,
+        "gpu": gpu,
+        "tuned": tuned,
+        "version": __version__,
+        "explain": recorder_token(),
+    }
+    return json.dumps(content, sort_keys=True)
+
+
+# XLA's question.
+
+_Answer = tuple[bytes, list[Any], Any]
+# Layers that are alike ask the same, and to lower an answer takes milliseconds.
+_answers: dict[tuple[str, ...], tuple[_Answer, list[Choice]]] = {}
+_MAX_ANSWERS = 4096
+_lock = threading.Lock()
+
+
+def _partition(
+    operand_shapes: Sequence[Any],
+    operand_shardings: Sequence[Any],
+    result_shape: Any,
+    result_sharding: Any,
+    config: bytes | str,
+) -> _Answer:
+    """Answer XLA: the module of each device, and how it takes operands and returns results."""
+    text = config.decode() if isinstance(config, bytes) else config
+    question = (*operand_shapes, result_shape, *operand_shardings, result_sharding)
+    key = (text, *map(str, question))
+    with _lock:
+        found = _answers.get(key)
+    if found is None:
+        found = _answer(operand_shapes, operand_shardings, result_shape, result_sharding, text)
+        with _lock:
+            if len(_answers) >= _MAX_ANSWERS:
+                _answers.clear()
+            _answers[key] = found
+    answer, choices = found
+    record_partition(text, choices)
+    return answer
+
+
+def _answer(
+    operand_shapes: Sequence[Any],
+    operand_shardings: Sequence[Any],
+    result_shape: Any,
+    result_sharding: Any,
+    text: str,
+) -> tuple[_Answer, list[Choice]]:
+    content = json.loads(text)
+    operation = _operations[content["operation"]]
+    params = from_text(content["params"])
+    several = result_shape.is_tuple()
+    result_shapes = result_shape.tuple_shapes() if several else [result_shape]
+    result_shardings = result_sharding.tuple_elements() if several else [result_sharding]
+    operands, results = (
+        [jax.core.ShapedArray(tuple(x.dimensions()), np.dtype(x.numpy_dtype())) for x in shapes]
+        for shapes in (operand_shapes, result_shapes)
+    )
+    rule = operation.rule(*operands, **params)
+    radix, digits = common_digits(
+        [*operand_shardings, *result_shardings], [x.ndim for x in (*operands, *results)]
+    )
+    nbytes = [math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *results)]
+    n = len(operands)
+    split = choose_split(rule, radix, digits[:n], digits[n:], nbytes[:n], nbytes[n:])
+
+    widened = (
+        operation.in_float32 is not None
+        and split.has_partial_results
+        and xla.adds_in_float32(content["platform"], results[0].dtype)
+    )
+    local_params = operation.in_float32(**params) if widened else params  # type: ignore[misc]
+
+    def bind(*local: Any) -> Sequence[Any]:
+        return operation.bind(*local, **local_params)
+
+    def localised(shard: Any, *local: Any) -> Sequence[Any]:
+        assert operation.localised is not None
+        return operation.localised(shard, *local, **params)
+
+    program = local_program(
+        split, [x.dtype for x in results], bind, localised if operation.localised else None
+    )
+    local = [(split.operand_shape(i, x.shape), x.dtype) for i, x in enumerate(operands)]
+    axes = list(zip(axis_names(range(len(radix))), radix, strict=True))
+    with recorded_choices() as recorder, using_digest(content["tuned"]):
+        module = xla.local_module(program, local, axes, content["platform"])
+    described = split.described(digits[:n])
+    choices = [
+        Choice(c.call, c.operands, c.result, c.platform, c.kernel, c.reason, described)
+        for c in recorder.choices
+    ]
+    taken = [sharding_of(own, radix) for own in split.operand_digits]
+    returned = [sharding_of(own, radix) for own in split.result_digits]
+    return (module, taken, xla.in_tuple(result_shape, returned)), choices
+
+
+xla.register_partitioner(PARTITIONED, _partition)

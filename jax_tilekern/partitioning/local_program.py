@@ -1,0 +1,117 @@
+"""The program that each device runs for its part of a call.
+
+It takes the operands as XLA hands them over, moves what lies along another dimension, binds the
+call's own primitive on what is left, and adds up partial results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jax_tilekern.partitioning.choice import Move, Split
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What the program on one device knows of its part.
+
+    Operations whose operands hold positions along a label, such as the bounds of groups, ask it
+    where their part begins.
+    """
+
+    split: Split
+
+    def is_split(self, label: int) -> bool:
+        """Return whether a label is shared out."""
+        return bool(self.split.digits[label])
+
+    def size(self, label: int) -> int:
+        """Return the label's size on each device."""
+        return self.split.local_size(label)
+
+    def parts(self, label: int) -> int:
+        """Return into how many parts a label is split."""
+        return self.split.parts(self.split.digits[label])
+
+    def start(self, label: int) -> Array:
+        """Return the first index of this device's part, an ``int32``."""
+        index: Array = lax.axis_index(axis_names(self.split.digits[label]))
+        return index.astype(np.int32) * self.size(label)
+
+
+def axis_names(digits: Sequence[int]) -> tuple[str, ...]:
+    """Return the names of the local program's mesh axes, one for each digit."""
+    return tuple(f"digit{a}" for a in digits)
+
+
+def local_program(
+    split: Split,
+    dtypes: Sequence[np.dtype[Any]],
+    bind: Callable[..., Sequence[Array]],
+    localised: Callable[..., Sequence[Array]] | None = None,
+) -> Callable[..., list[Array]]:
+    """Return the function of one device's operands that gives its results.
+
+    Parameters
+    ----------
+    split
+        How the call is shared out.
+    dtypes
+        Types of the results, to which sums over devices are rounded.
+    bind
+        Computes the call on local shapes.
+    localised
+        ``localised(shard, *operands)`` rewrites operands that hold positions along a label.
+    """
+
+    def program(*operands: Array) -> list[Array]:
+        local = [
+            _padded_with_zeros(split, i, _moved(split, x, split.operand_moves[i]))
+            for i, x in enumerate(operands)
+        ]
+        if localised is not None:
+            local = list(localised(Shard(split), *local))
+        return [_completed(split, j, x, dtypes[j]) for j, x in enumerate(bind(*local))]
+
+    return program
+
+
+def _moved(split: Split, x: Array, moves: Sequence[Move]) -> Array:
+    for move in moves:
+        names = axis_names(move.digits)
+        if move.whole:
+            size = x.shape[move.target] // split.parts(move.digits)
+            start = lax.axis_index(names) * size
+            x = lax.dynamic_slice_in_dim(x, start, size, move.target)
+        else:
+            x = lax.all_to_all(x, names, move.target, move.source, tiled=True)
+    return x
+
+
+def _padded_with_zeros(split: Split, operand: int, x: Array) -> Array:
+    """Clear what lies beyond the end of a reduction whose last part is not full."""
+    for dim, label in enumerate(split.rule.operands[operand]):
+        if label is None or label not in split.rule.reductions:
+            continue
+        size, parts = split.rule.sizes[label], Shard(split).parts(label)
+        if size % parts == 0:
+            continue
+        index = lax.broadcasted_iota(np.int32, x.shape, dim)
+        x = jnp.where(index < size - Shard(split).start(label), x, jnp.zeros((), x.dtype))
+    return x
+
+
+def _completed(split: Split, result: int, x: Array, dtype: np.dtype[Any]) -> Array:
+    """Add up a partial result over devices, and move its parts."""
+    for dim, digits in enumerate(split.scattered[result]):
+        if digits:
+            x = lax.psum_scatter(x, axis_names(digits), scatter_dimension=dim, tiled=True)
+    if split.summed[result]:
+        x = lax.psum(x, axis_names(split.summed[result]))
+    return _moved(split, x.astype(dtype), split.result_moves[result])

@@ -1,0 +1,91 @@
+"""The sharding rule of a call: which dimensions of its arrays may be split together.
+
+A rule labels the dimensions of the operands and of the results, as ``einsum`` does. XLA calls a
+label a *factor*. A label of the operands that no result has is a *reduction*: devices that hold
+different parts of it have partial results, whose sum is the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# A label, or ``None`` for a dimension that every device needs whole.
+Dims = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class ShardingRule:
+    """How the dimensions of a call's arrays correspond.
+
+    Attributes
+    ----------
+    operands, results
+        The labels of each array's dimensions.
+    sizes
+        The size of every label.
+    flops
+        Floating-point operations of the whole call.
+    zero_padding
+        Whether zeros in the operands add nothing to a reduction. If not, a reduction is split into
+        equal parts only.
+    names
+        What ``explain`` calls the labels.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: Mapping[int, int] = field(hash=False)
+    flops: float
+    zero_padding: bool = True
+    names: Mapping[int, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def reductions(self) -> tuple[int, ...]:
+        """Labels of the operands that no result has."""
+        kept = {label for dims in self.results for label in dims}
+        return tuple(label for label in self.sizes if label not in kept)
+
+    @property
+    def splittable(self) -> frozenset[int]:
+        """Labels that devices may share: those of every result, and the reductions."""
+        kept = [set(dims) for dims in self.results]
+        return frozenset(
+            label
+            for label in self.sizes
+            if all(label in dims for dims in kept) or not any(label in dims for dims in kept)
+        )
+
+    def size(self, label: int, parts: int) -> int:
+        """Return the size of one of ``parts`` equal parts of a label, the last one padded."""
+        return math.ceil(self.sizes[label] / parts)
+
+
+def sizes_of(*arrays: tuple[Dims, tuple[int, ...]]) -> dict[int, int]:
+    """Return the size of each label from the labels and shapes of arrays."""
+    return {
+        label: size
+        for dims, shape in arrays
+        for label, size in zip(dims, shape, strict=True)
+        if label is not None
+    }
+
+
+def rule_over_axes(
+    operands: tuple[tuple[Dims, tuple[int, ...]], ...], result: Dims, *, flops: float
+) -> ShardingRule:
+    """Return the rule of an operation of one result whose labels number an array's axes.
+
+    Parameters
+    ----------
+    operands
+        Labels and shape of each operand.
+    result
+        Labels of the result.
+    flops
+        Floating-point operations of the whole call.
+    """
+    sizes = sizes_of(*operands)
+    names = {axis: f"axis {axis}" for axis in sizes}
+    return ShardingRule(tuple(dims for dims, _ in operands), (result,), sizes, flops, names=names)

@@ -1,0 +1,202 @@
+"""What partitioning uses of JAX and XLA that neither exports; the same in jax 0.10 to 0.12."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import api as _api
+from jax._src import core as _core
+from jax._src import mesh as _mesh
+from jax._src import sharding_impls as _sharding_impls
+from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import mlir as _mlir
+from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
+from jax._src.lib.mlir import ir as _ir  # type: ignore[attr-defined]
+from jax._src.lib.mlir.dialects import sdy as _sdy  # type: ignore[attr-defined]
+
+from jax_tilekern.partitioning.rule import Dims, ShardingRule
+
+REPLICATED = _xla_client.OpSharding.Type.REPLICATED
+
+
+class Place(enum.Enum):
+    """Where a call is lowered."""
+
+    LOCAL = "one device, or every mesh axis is manual"
+    PARTITIONED = "a jit over several devices"
+    PARTLY_MANUAL = "a shard_map that leaves other mesh axes to the partitioner"
+
+
+def place(ctx: Any) -> Place:
+    """Return where a lowering rule's call is."""
+    context = ctx.module_context.axis_context
+    if isinstance(context, _sharding_impls.ShardingContext):
+        return Place.PARTITIONED if context.num_devices > 1 else Place.LOCAL
+    if isinstance(context, _sharding_impls.SPMDAxisContext):
+        others = (n for name, n in context.mesh.shape.items() if name not in context.manual_axes)
+        return Place.PARTLY_MANUAL if math.prod(others) > 1 else Place.LOCAL
+    return Place.LOCAL
+
+
+def uses_shardy() -> bool:
+    """Return whether XLA propagates shardings by Shardy and not by GSPMD."""
+    return bool(getattr(jax.config, "jax_use_shardy_partitioner", True))
+
+
+def adds_in_float32(platform: str, dtype: np.dtype[Any]) -> bool:
+    """Return whether XLA adds partial results of its own products, of this type, in float32.
+
+    It adds them in their own type, but for CPUs before jax 0.11.
+    """
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2
+    return narrow and platform == "cpu" and jax.__version_info__ < (0, 11)
+
+
+def has_partial_sums(avals: Sequence[Any]) -> bool:
+    """Return whether a type says that a sum over devices is still to be done."""
+    specs = (getattr(getattr(aval, "sharding", None), "spec", None) for aval in avals)
+    return any(spec is not None and (spec.unreduced or spec.reduced) for spec in specs)
+
+
+# Shardings of XLA's partitioner.
+
+
+def replicated() -> Any:
+    """Return the sharding of an array that every device has whole."""
+    return _xla_client.HloSharding.replicate()
+
+
+def tiled(tiles: Sequence[int], copies: int, radix: Sequence[int], order: Sequence[int]) -> Any:
+    """Return a sharding by tiles, each on ``copies`` devices, numbered in an order of digits."""
+    last = ([copies], [REPLICATED]) if copies > 1 else ([], [])
+    return _xla_client.HloSharding.iota_tile([*tiles, *last[0]], list(radix), list(order), last[1])
+
+
+def in_tuple(shape: Any, shardings: Sequence[Any]) -> Any:
+    """Return the sharding of a call's result, which is a tuple if there are several."""
+    if not shape.is_tuple():
+        return shardings[0]
+    return _xla_client.HloSharding.tuple_sharding(shape, list(shardings))
+
+
+# The call that XLA partitions.
+
+
+def emit_call(
+    ctx: Any, target: str, operands: Sequence[Any], rule: ShardingRule, text: str
+) -> list[Any]:
+    """Emit a custom call that has a sharding rule; return its results."""
+    call = _mlir.custom_call(
+        target,
+        result_types=[
+            _ir.RankedTensorType.get(aval.shape, _mlir.dtype_to_ir_type(aval.dtype))
+            for aval in ctx.avals_out
+        ],
+        operands=list(operands),
+        backend_config=text,
+        api_version=2,
+    )
+    shapes = [tuple(value.type.shape) for value in operands]
+    call.attributes["sdy.sharding_rule"] = _sharding_rule_attribute(
+        rule, shapes, [tuple(aval.shape) for aval in ctx.avals_out]
+    )
+    return [
+        _mlir.lower_with_sharding_in_types(ctx, result, aval)
+        for result, aval in zip(call.results, ctx.avals_out, strict=True)
+    ]
+
+
+def _sharding_rule_attribute(
+    rule: ShardingRule, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
+) -> Any:
+    factors = {label: i for i, label in enumerate(rule.sizes)}
+    sizes = list(rule.sizes.values())
+
+    def mapping(dims: Dims, shape: Sequence[int]) -> Any:
+        own = []
+        for label, size in zip(dims, shape, strict=True):
+            if label is None:  # A factor of its own, which nothing else has.
+                sizes.append(size)
+            own.append(len(sizes) - 1 if label is None else factors[label])
+        return _sdy.TensorMappingAttr.get(
+            dim_mappings=[_sdy.DimMappingAttr.get(factor_indices=[factor]) for factor in own]
+        )
+
+    operand_mappings = [mapping(*array) for array in zip(rule.operands, operands, strict=True)]
+    result_mappings = [mapping(*array) for array in zip(rule.results, results, strict=True)]
+    whole = [i for label, i in factors.items() if label not in rule.splittable]
+    return _sdy.OpShardingRuleAttr.get(
+        factor_sizes=sizes,
+        operand_mappings=operand_mappings,
+        result_mappings=result_mappings,
+        reduction_factors=sorted(factors[label] for label in rule.reductions),
+        need_replication_factors=sorted([*whole, *range(len(factors), len(sizes))]),
+        is_custom=True,
+    )
+
+
+# Answering XLA's partitioner.
+
+
+def register_partitioner(target: str, partition: Callable[..., Any]) -> None:
+    """Let XLA ask ``partition`` how to share out calls of a target, on every platform."""
+    callbacks = {
+        "name": target,
+        "partition": partition,
+        # GSPMD's questions, which Shardy does not ask. An exception in them ends the process.
+        "prop_user_sharding": lambda sharding, *_: sharding,
+        "infer_sharding_from_operands": lambda *_: replicated(),
+        "can_side_effecting_have_replicated_sharding": True,
+    }
+    _xla_client.register_custom_call_partitioner(**callbacks)
+    _xla_bridge.register_plugin_callbacks(
+        functools.partial(_xla_client.register_custom_call_partitioner, **callbacks)
+    )
+
+
+def local_module(
+    program: Callable[..., Any],
+    avals: Sequence[tuple[Sequence[int], np.dtype[Any]]],
+    axes: Sequence[tuple[str, int]],
+    platform: str,
+) -> bytes:
+    """Return the module of what each device runs, as MLIR bytecode.
+
+    Parameters
+    ----------
+    program
+        The function of a device's operands. Its collectives are over the axes.
+    avals
+        Shape and type of each operand.
+    axes
+        Names and sizes of the mesh axes; the number of a device counts them, the last fastest.
+    platform
+        What to lower for.
+    """
+    axes = list(axes) or [("digit0", 1)]
+    names = tuple(name for name, _ in axes)
+    mesh = _mesh.AbstractMesh(tuple(size for _, size in axes), names)
+    operands = [_core.ShapedArray(tuple(shape), dtype) for shape, dtype in avals]
+    with contextlib.ExitStack() as stack:
+        # XLA calls on a thread of its own, or on one that has the contexts of whoever compiles.
+        stack.enter_context(jax.enable_x64(True))
+        stack.enter_context(_mesh.use_abstract_mesh(_mesh.empty_abstract_mesh))
+        jaxpr = _api.make_jaxpr(program, axis_env=axes)(*operands)
+        stack.enter_context(_core.extend_axis_env_nd(axes))
+        module = _mlir.build_mlir_module_helper(
+            jaxpr,
+            name="local",
+            platforms=[platform],
+            backend=None,
+            axis_context=_sharding_impls.SPMDAxisContext(mesh, frozenset(names)),  # type: ignore[arg-type]
+        )
+        bytecode: bytes = _mlir.module_to_bytecode(module)
+    return bytecode

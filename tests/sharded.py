@@ -1,0 +1,124 @@
+"""What the tests of sharded programs share: meshes, and what a compiled program communicates."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+AXES = {"d": 2, "m": 4}
+MESH_TYPES = {
+    "auto": (AUTO, AUTO),
+    "explicit": (EXPLICIT, EXPLICIT),
+    "explicit and auto": (EXPLICIT, AUTO),
+    "auto and explicit": (AUTO, EXPLICIT),
+}
+
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
+
+
+class Collective(NamedTuple):
+    """One collective of a compiled program, and the bytes that each device sends for it."""
+
+    kind: str
+    bytes_sent: float
+
+
+def devices():
+    found = jax.devices("cpu")
+    return found if len(found) >= 8 else None
+
+
+def mesh_of(types):
+    return jax.make_mesh(tuple(AXES.values()), tuple(AXES), axis_types=types, devices=devices()[:8])
+
+
+def put(mesh, x, spec):
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def explicit_part(spec, types, rank):
+    """Leave out the axes that types do not speak of."""
+    explicit = {name for name, kind in zip(AXES, types, strict=True) if kind == EXPLICIT}
+
+    def kept(entry):
+        axes = tuple(
+            a for a in ((entry,) if isinstance(entry, str) else entry or ()) if a in explicit
+        )
+        return axes or None
+
+    entries = (*spec, *(None,) * (rank - len(spec)))
+    return PartitionSpec(*map(kept, entries))
+
+
+def _bytes(arrays):
+    total = 0
+    for kind, dims in _ARRAY.findall(arrays):
+        bits = _BITS.get(kind) or int(re.sub(r"\D+", "", kind.split("e")[0]) or 8)
+        total += bits // 8 * math.prod(int(size) for size in dims.split(",") if size)
+    return total
+
+
+def _group_size(line):
+    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]", line)
+    if iota:
+        return int(iota[2])
+    mesh = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line)
+    if mesh:
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        return math.prod(int(sizes[name]) for name in re.findall(r"'(\w+)'", mesh[2]))
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
+    return len(listed[1].split(",")) if listed else 8
+
+
+def collectives(compiled):
+    """Every collective of a program with what each device sends, by the usual ring algorithms."""
+    found = []
+    for line in compiled.as_text().splitlines():
+        match = _COLLECTIVE.search(line)
+        if match:
+            size, group = _bytes(match[1]), _group_size(line)
+            share = (group - 1) / group
+            factor = {
+                "all-gather": share,
+                "all-reduce": 2 * share,
+                "reduce-scatter": group - 1,
+                "all-to-all": share,
+                "collective-permute": 1,
+            }[match[2]]
+            found.append(Collective(match[2], factor * size))
+    return found
+
+
+def bytes_sent(compiled):
+    return sum(collective.bytes_sent for collective in collectives(compiled))
+
+
+def custom_calls(compiled, target):
+    """Result types of the calls of a target, such as ``f32[8,16]``."""
+    return [
+        re.search(r"= \(?(\w+\[[\d,]*\])", line)[1]
+        for line in compiled.as_text().splitlines()
+        if f'custom_call_target="{target}"' in line
+    ]
+
+
+def integers(rng, *shape, dtype=np.float32):
+    """Small integers, of which every sum in every order is exact."""
+    return rng.integers(-1, 2, shape).astype(dtype)
+
+
+def assert_equal_trees(got, wanted):
+    got, wanted = jax.tree.leaves(got), jax.tree.leaves(wanted)
+    assert len(got) == len(wanted)
+    for x, y in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))

@@ -1,0 +1,129 @@
+"""Sharded programs on several GPUs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded import collectives
+from test_sharded_processes import free_port, output
+
+import jax_tilekern as jtk
+
+pytestmark = [
+    pytest.mark.skipif(
+        jax.default_backend() != "gpu" or len(jax.devices()) < 2, reason="several GPUs"
+    ),
+    pytest.mark.xdist_group("all GPUs"),
+]
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(AxisType.Auto,))
+
+
+def placed(mesh, arrays, specs):
+    return [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
+
+
+def check(function, plain, args, out=None):
+    compiled = jax.jit(function, out_shardings=out).lower(*args).compile()
+    text = compiled.as_text()
+    assert "jax_tilekern_cuda_launch" in text
+    assert "jax_tilekern_partitioned" not in text
+    wanted = jax.tree.leaves(plain(*map(np.asarray, args)))
+    for x, y in zip(jax.tree.leaves(compiled(*args)), wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+    return compiled
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [(P("x"), P()), (P(), P(None, "x")), (P(None, "x"), P("x")), (P("x"), P("x"))],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
+def test_products_and_gradients(rng, mesh, specs, dtype):
+    a, b = (rng.integers(-1, 2, shape).astype(dtype) for shape in ((256, 512), (512, 384)))
+    args = placed(mesh, (a, b), specs)
+
+    def loss(matmul):
+        return lambda a, b: matmul(a, b).astype(np.float32).sum()
+
+    def exact(a, b):
+        return np.matmul(a.astype(np.float32), b.astype(np.float32))
+
+    check(jtk.matmul, exact, args)
+    gradient = jax.jit(jax.grad(loss(jtk.matmul), (0, 1)))(*args)
+    wanted = jax.grad(loss(jnp.matmul), (0, 1))(a, b)
+    for x, y in zip(gradient, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+def test_partial_results_are_scattered(rng, mesh):
+    a, b = (rng.integers(-1, 2, shape).astype(jnp.bfloat16) for shape in ((512, 512), (512, 512)))
+    args = placed(mesh, (a, b), (P(None, "x"), P("x")))
+    rows = NamedSharding(mesh, P("x"))
+    compiled = check(
+        jtk.matmul, lambda a, b: a.astype(np.float32) @ b.astype(np.float32), args, rows
+    )
+    assert {c.kind for c in collectives(compiled)} == {"reduce-scatter"}
+
+
+@pytest.mark.parametrize(
+    "specs", [(P("x"), P()), (P(), P(None, None, "x")), (P(), P("x"))], ids=str
+)
+def test_groups(rng, mesh, specs):
+    sizes = np.asarray(rng.multinomial(500, np.full(8, 1 / 8)), np.int32)
+    x, w = (rng.integers(-1, 2, s).astype(jnp.bfloat16) for s in ((512, 128), (8, 128, 256)))
+    args = placed(mesh, (x, w), specs)
+    plain = lambda x, w: lax.ragged_dot(x.astype(np.float32), w.astype(np.float32), sizes)  # noqa: E731
+    check(lambda x, w: jtk.ragged_dot(x, w, sizes), plain, args)
+
+
+def test_cuda_kernel_with_a_sharding_rule(rng, mesh):
+    scaled_sum = jtk.cuda_kernel(
+        """
+        __global__ void scaled_sum(const float* x, const float* scale, float* out, int k) {
+          float sum = 0;
+          for (int i = 0; i < k; ++i) sum += x[blockIdx.x * k + i] * scale[i];
+          out[blockIdx.x] = sum;
+        }
+        """,
+        out=lambda x, scale: jax.ShapeDtypeStruct(x.shape[:1], x.dtype),
+        grid=lambda x, scale: x.shape[0],
+        block=1,
+        scalars=lambda x, scale: (np.int32(x.shape[1]),),
+        sharding_rule="rows k, k -> rows",
+    )
+    x, scale = rng.integers(-1, 2, (64, 32)).astype(np.float32), np.arange(32, dtype=np.float32)
+    for specs in ((P("x"), P()), (P(None, "x"), P("x")), (P(), P("x"))):
+        args = placed(mesh, (x, scale), specs)
+        compiled = check(scaled_sum, lambda x, scale: x @ scale, args)
+        kinds = {c.kind for c in collectives(compiled)}
+        assert kinds == (set() if specs == (P("x"), P()) else {"all-reduce"})
+    batch = placed(mesh, (np.stack([x, -x]), scale), (P(None, "x"), P()))
+    check(jax.vmap(scaled_sum, (0, None)), lambda x, scale: x @ scale, batch)
+
+
+def test_one_process_for_each_gpu():
+    count = min(4, len(jax.devices()))
+    program, port = Path(__file__).with_name("sharded_process.py"), free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, program, "distributed", str(i), str(port), str(count), "cuda"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+    for process in processes:
+        assert "done" in output(process)
