@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_tilekern import compat
+from jax_tilekern.choices import record_choice
 from jax_tilekern.compat import ad, batching, mlir
-from jax_tilekern.primitive import Fallback, Kernel, record_choice
+from jax_tilekern.primitive import Fallback, Kernel
 
 # Binds a primitive to operands and parameters; results come as a list.
 Bind = Callable[..., list[Any]]
