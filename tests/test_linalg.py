@@ -9,7 +9,7 @@ import jax.scipy.linalg as jsp_linalg
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import UNIT_ROUNDOFF, check_derivatives, random
 
@@ -394,6 +394,31 @@ def test_gradients_under_shard_map(rng):
     got = jax.jit(jax.grad(sharded, (0, 1)))(a, b)
     expected = jax.grad(lambda a, b: jnp.sin(jnp.linalg.solve(a, b)).sum(), (0, 1))(a, b)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-3, 1e-3), got, expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["inv", "solve", "cholesky", "lu_factor", "det", "slogdet", "grad"]
+)
+def test_devices_share_a_batch(rng, name):
+    devices = jax.devices("cpu")[:4]
+    if len(devices) < 4:
+        pytest.skip("takes four devices")
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
+    a = np.asarray(definite(rng, (40, 5, 5), np.float32))
+    b = np.asarray(random(rng, (40, 5, 2), np.float32))
+    args = (a, b) if name in ("solve", "grad") else (a,)
+    if name == "grad":
+        function = jax.grad(lambda a, b: jnp.sin(linalg.solve(a, b)).sum(), (0, 1))
+    else:
+        function = getattr(linalg, name)
+    sharding = NamedSharding(mesh, P("x"))
+    sharded = [jax.device_put(x, sharding) for x in args]
+    compiled = jax.jit(function).lower(*sharded).compile()
+    assert "all-gather" not in compiled.as_text()
+    got = compiled(*sharded)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(function(*args)), strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+        np.testing.assert_allclose(x, y, 1e-4, 1e-5)
 
 
 # Types, errors and what is left to XLA.

@@ -225,32 +225,29 @@ def refusal(size: Any, dtype: Any) -> str | None:
     return None
 
 
-def _matrices(aval: Any) -> SmallMatrices | Fallback:
-    why = refusal(aval.shape[-1], aval.dtype)
+def _refused(a: Any, *avals: Any, **params: Any) -> Fallback | None:
+    why = refusal(a.shape[-1], a.dtype)
     if why is not None:
         return Fallback(why)
-    if not all(isinstance(size, int) for size in aval.shape):
+    if not all(isinstance(size, int) for aval in (a, *avals) for size in aval.shape):
         return Fallback("a plan needs every size, and this shape is symbolic")
-    if 0 in aval.shape:
-        return Fallback("there is no matrix, or one without elements")
+    if any(0 in aval.shape for aval in (a, *avals)):
+        return Fallback("there is no matrix or no right-hand side")
+    return None
+
+
+def _matrices(aval: Any) -> SmallMatrices:
     return SmallMatrices(math.prod(aval.shape[:-2]), aval.shape[-1], aval.dtype)
 
 
-def _columns(aval: Any, left_side: bool) -> Columns | Fallback:
-    count = aval.shape[-1 if left_side else -2]
-    if not isinstance(count, int):
-        return Fallback("a plan needs every size, and this shape is symbolic")
-    if count == 0:
-        return Fallback("there are no right-hand sides")
-    return Columns(count, contiguous=not left_side)
+def _columns(aval: Any, left_side: bool) -> Columns:
+    return Columns(aval.shape[-1 if left_side else -2], contiguous=not left_side)
 
 
 def _cuda_matrices(
     kernel: Callable[..., CudaKernel], ctx: Any, a: Any, **params: Any
 ) -> Kernel | Fallback:
     matrices = _matrices(ctx.avals_in[0])
-    if isinstance(matrices, Fallback):
-        return matrices
     chosen = kernel(matrices, **params)
     results = len(ctx.avals_out)
     return planned_kernel(
@@ -269,11 +266,7 @@ def _cuda_columns(
     **params: Any,
 ) -> Kernel | Fallback:
     matrices = _matrices(ctx.avals_in[0])
-    if isinstance(matrices, Fallback):
-        return matrices
     columns = _columns(ctx.avals_in[1], left_side)
-    if isinstance(columns, Fallback):
-        return columns
     # x @ a = b is a system with the transposed matrix, of which b has the right-hand sides as rows.
     chosen = kernel(matrices, columns, transpose=transpose == left_side, **params)
     return planned_kernel(
@@ -288,8 +281,6 @@ _CPU_MOST_COLUMNS = 64
 
 def _cpu_matrices(target: str, ctx: Any, a: Any, **params: bool) -> Kernel | Fallback:
     matrices = _matrices(ctx.avals_in[0])
-    if isinstance(matrices, Fallback):
-        return matrices
     return _cpu_kernel(target, matrices, ctx, (a,), **params)
 
 
@@ -304,11 +295,7 @@ def _cpu_columns(
     unit_diagonal: bool = False,
 ) -> Kernel | Fallback:
     matrices = _matrices(ctx.avals_in[0])
-    if isinstance(matrices, Fallback):
-        return matrices
     columns = _columns(ctx.avals_in[1], left_side)
-    if isinstance(columns, Fallback):
-        return columns
     if columns.count > _CPU_MOST_COLUMNS:
         return Fallback(f"{columns.count} right-hand sides (at most {_CPU_MOST_COLUMNS} on a CPU)")
     return _cpu_kernel(
@@ -343,6 +330,7 @@ _inverse: Bind = define(
         reference=lambda a: (jnp.linalg.inv(a),),
         jvp=_inverse_jvp,
         batch=lambda *args: _batched_matrices(_inverse, *args),
+        refusal=_refused,
         planners={
             "cpu": functools.partial(_cpu_matrices, ffi.CPU_MATRIX_INVERSE),
             "cuda": functools.partial(_cuda_matrices, plans.inverse_kernel),
@@ -358,6 +346,7 @@ _solve: Bind = define(
         reference=lambda a, b, *, transpose: (jnp.linalg.solve(_transposed_if(a, transpose), b),),
         jvp=_solve_jvp,
         batch=lambda *args, **params: _batched_columns(_solve, *args, **params),
+        refusal=_refused,
         planners={
             "cpu": _cpu_columns,
             "cuda": functools.partial(_cuda_columns, plans.solve_kernel),
@@ -404,6 +393,7 @@ _triangular_solve: Bind = define(
         reference=_triangular_reference,
         jvp=_triangular_solve_jvp,
         batch=_batched_triangular_solve,
+        refusal=_refused,
         planners={
             "cpu": _cpu_columns,
             "cuda": functools.partial(_cuda_columns, plans.triangular_solve_kernel),
@@ -420,6 +410,7 @@ _cholesky: Bind = define(
         reference=lambda a, *, symmetrize: (lax.linalg.cholesky(a, symmetrize_input=symmetrize),),
         jvp=_cholesky_jvp,
         batch=lambda *args, **params: _batched_matrices(_cholesky, *args, **params),
+        refusal=_refused,
         planners={
             "cpu": functools.partial(_cpu_matrices, ffi.CPU_MATRIX_CHOLESKY),
             "cuda": functools.partial(_cuda_matrices, plans.cholesky_kernel),
@@ -441,6 +432,7 @@ _lu: Bind = define(
         reference=lax.linalg.lu,
         jvp=_lu_jvp,
         batch=lambda *args: _batched_matrices(_lu, *args),
+        refusal=_refused,
         planners={
             "cpu": functools.partial(_cpu_matrices, ffi.CPU_MATRIX_LU),
             "cuda": functools.partial(_cuda_matrices, plans.lu_kernel),
@@ -450,7 +442,7 @@ _lu: Bind = define(
 )
 
 
-def _why_left(ctx: Any, x: Any, *, call: str, reason: str) -> Fallback:
+def _why_left(*_: Any, call: str, reason: str) -> Fallback:
     return Fallback(reason)
 
 
@@ -462,6 +454,7 @@ _left_to_xla: Bind = define(
         reference=lambda x, **_: (x,),
         jvp=lambda primals, tangents, **params: (_left_to_xla(*primals, **params), tangents),
         batch=lambda operands, dims, **params: (_left_to_xla(*operands, **params), dims),
+        refusal=_why_left,
         planners={"cpu": _why_left, "cuda": _why_left},
         describe=lambda call, reason: call,
     )
