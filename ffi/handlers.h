@@ -5,11 +5,15 @@
 
 extern "C" {
 
-XLA_FFI_Error* CpuMatmul(XLA_FFI_CallFrame* frame);        // cpu/matmul.cc
-XLA_FFI_Error* CpuRaggedMatmul(XLA_FFI_CallFrame* frame);  // cpu/ragged_matmul.cc
-XLA_FFI_Error* CpuTranspose(XLA_FFI_CallFrame* frame);     // cpu/transpose.cc
-XLA_FFI_Error* CpuSum(XLA_FFI_CallFrame* frame);           // cpu/sum.cc
-XLA_FFI_Error* CpuAdd(XLA_FFI_CallFrame* frame);           // cpu/add.cc
+XLA_FFI_Error* CpuMatmul(XLA_FFI_CallFrame* frame);          // cpu/matmul.cc
+XLA_FFI_Error* CpuRaggedMatmul(XLA_FFI_CallFrame* frame);    // cpu/ragged_matmul.cc
+XLA_FFI_Error* CpuTranspose(XLA_FFI_CallFrame* frame);       // cpu/transpose.cc
+XLA_FFI_Error* CpuSum(XLA_FFI_CallFrame* frame);             // cpu/sum.cc
+XLA_FFI_Error* CpuAdd(XLA_FFI_CallFrame* frame);             // cpu/add.cc
+XLA_FFI_Error* CpuMatrixInverse(XLA_FFI_CallFrame* frame);   // cpu/small_matrices.cc
+XLA_FFI_Error* CpuMatrixLu(XLA_FFI_CallFrame* frame);        // cpu/small_matrices.cc
+XLA_FFI_Error* CpuMatrixCholesky(XLA_FFI_CallFrame* frame);  // cpu/small_matrices.cc
+XLA_FFI_Error* CpuMatrixSolve(XLA_FFI_CallFrame* frame);     // cpu/small_matrices.cc
 
 XLA_FFI_Error* CudaLaunchInstantiate(XLA_FFI_CallFrame* frame);     // cuda_launch.cc
 XLA_FFI_Error* CudaLaunchInitialize(XLA_FFI_CallFrame* frame);      // cuda_launch.cc

@@ -33,6 +33,10 @@ nb::dict Registrations() {
   cpu["jax_tilekern_cpu_transpose"] = Handler(CpuTranspose);
   cpu["jax_tilekern_cpu_sum"] = Handler(CpuSum);
   cpu["jax_tilekern_cpu_add"] = Handler(CpuAdd);
+  cpu["jax_tilekern_cpu_matrix_inverse"] = Handler(CpuMatrixInverse);
+  cpu["jax_tilekern_cpu_matrix_lu"] = Handler(CpuMatrixLu);
+  cpu["jax_tilekern_cpu_matrix_cholesky"] = Handler(CpuMatrixCholesky);
+  cpu["jax_tilekern_cpu_matrix_solve"] = Handler(CpuMatrixSolve);
 
   nb::dict launch;
   launch["instantiate"] = Handler(CudaLaunchInstantiate);

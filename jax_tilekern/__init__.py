@@ -9,6 +9,7 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 # JAX's own policies see the library's products: remat.py.
 from jax import checkpoint_policies
 
+from jax_tilekern import linalg, out_of_core
 from jax_tilekern.cost import cost_analysis
 from jax_tilekern.explain import Explanation, explain
 from jax_tilekern.ffi import FFI_TARGETS
@@ -19,6 +20,7 @@ from jax_tilekern.ops.add import add
 from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
 from jax_tilekern.ops.matmul import dot_general, matmul
 from jax_tilekern.ops.ragged_dot import ragged_dot, ragged_dot_general
+from jax_tilekern.ops.strassen import strassen_matmul
 from jax_tilekern.ops.sum import sum
 from jax_tilekern.ops.tensor_products import einsum, inner, multi_dot, tensordot, vecdot
 from jax_tilekern.ops.transpose import transpose
@@ -52,12 +54,15 @@ __all__ = [
     "explain",
     "gpu_target",
     "inner",
+    "linalg",
     "matmul",
     "matvec",
     "multi_dot",
+    "out_of_core",
     "patch",
     "ragged_dot",
     "ragged_dot_general",
+    "strassen_matmul",
     "strict",
     "sum",
     "tensordot",

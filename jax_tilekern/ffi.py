@@ -25,6 +25,10 @@ CPU_RAGGED_MATMUL = "jax_tilekern_cpu_ragged_matmul"
 CPU_TRANSPOSE = "jax_tilekern_cpu_transpose"
 CPU_SUM = "jax_tilekern_cpu_sum"
 CPU_ADD = "jax_tilekern_cpu_add"
+CPU_MATRIX_INVERSE = "jax_tilekern_cpu_matrix_inverse"
+CPU_MATRIX_LU = "jax_tilekern_cpu_matrix_lu"
+CPU_MATRIX_CHOLESKY = "jax_tilekern_cpu_matrix_cholesky"
+CPU_MATRIX_SOLVE = "jax_tilekern_cpu_matrix_solve"
 CUDA_LAUNCH = "jax_tilekern_cuda_launch"
 CUDA_LAUNCH_CHECKED = "jax_tilekern_cuda_launch_checked"
 # The custom call that XLA's partitioner replaces; see jax_tilekern.partitioning.call.
@@ -36,6 +40,10 @@ FFI_TARGETS = (
     CPU_TRANSPOSE,
     CPU_SUM,
     CPU_ADD,
+    CPU_MATRIX_INVERSE,
+    CPU_MATRIX_LU,
+    CPU_MATRIX_CHOLESKY,
+    CPU_MATRIX_SOLVE,
     CUDA_LAUNCH,
     CUDA_LAUNCH_CHECKED,
     PARTITIONED,

@@ -242,9 +242,9 @@ def _lower(
     if place is Place.LOCAL:
         outcome = planner.plan(ctx, *values, **params)
         return _lowered(operation, platform, outcome, ctx, *values, **params)
-    obstacle = _obstacle(place, (*ctx.avals_in, *ctx.avals_out))
-    if obstacle is not None:
-        return _lowered(operation, platform, Fallback(obstacle), ctx, *values, **params)
+    why = obstacle(place, (*ctx.avals_in, *ctx.avals_out))
+    if why is not None:
+        return _lowered(operation, platform, Fallback(why), ctx, *values, **params)
     source = Source(values, ctx.avals_in, params)
     if operation.source is not None:
         source = operation.source(ctx, *values, **params)
@@ -255,7 +255,7 @@ def _lower(
     return lower_partitioned(ctx, partitioned, platform, described, *source.values, **source.params)
 
 
-def _obstacle(place: Place, avals: Sequence[Any]) -> str | None:
+def obstacle(place: Place, avals: Sequence[Any]) -> str | None:
     """Return why a call on several devices is XLA's to partition, if it is."""
     if place is Place.PARTLY_MANUAL:
         return (

@@ -35,6 +35,13 @@ def test_snippets_about_sharding_run():
     run_snippets(text, str(SHARDING))
 
 
+@pytest.mark.parametrize("page", ["linalg", "strassen"])
+def test_snippets_of_other_pages_run(page):
+    text = (DOCS / f"{page}.md").read_text()
+    assert snippets(text)
+    run_snippets(text, page)
+
+
 def test_examples_of_the_readme_run():
     text, tuning, _ = (DOCS.parent / "README.md").read_text().partition("## Tuning")
     assert tuning

@@ -133,6 +133,34 @@ using DotKernel = void (*)(const void* lhs, const void* rhs, int64_t count, void
 using AddKernel = void (*)(const void* lhs, int64_t lhs_step, const void* rhs, int64_t rhs_step,
                            void* out, int64_t count);
 
+// Small square matrices that lie one after another, no more of them than a vector has lanes, and
+// what is to be done to them. What an operation has no use for is not looked at.
+struct MatrixCall {
+  int64_t n;
+  int64_t matrices;
+  const void* a;
+  const void* b;         // right-hand sides
+  void* out;             // factors, inverses or solutions
+  int32_t* pivots;       // as LAPACK's, counted from 0
+  int32_t* permutation;  // the row of a that ends up at each place
+  int64_t columns;       // right-hand sides of each matrix
+  bool contiguous;       // whether each of them is a run of memory
+  bool transpose, lower, unit_diagonal;
+  bool symmetrize;
+  void* scratch;  // n * (n + columns + 1) vectors
+};
+using MatrixKernel = void (*)(const MatrixCall& call);
+
+// Operations on matrices of one element type.
+struct MatrixFamily {
+  int lanes;
+  MatrixKernel inverse;
+  MatrixKernel lu;
+  MatrixKernel cholesky;
+  MatrixKernel solve;
+  MatrixKernel triangular_solve;
+};
+
 // Indexed by the operand's type, and by the output's for `store`.
 struct KernelTable {
   const GemmFamily* gemm[kNumDTypes];
@@ -141,6 +169,7 @@ struct KernelTable {
   DotKernel dot[kNumDTypes];
   const SumFamily* sum[kNumDTypes];
   AddKernel add[kNumDTypes];
+  const MatrixFamily* matrices[kNumDTypes];
   TransposeKernel transpose[5];  // by the binary logarithm of an item's bytes
   CopyKernel copy;
 };

@@ -17,6 +17,7 @@ struct Counts {
 void CheckProducts(Counts& counts, bool threads_only);        // products.cc
 void CheckRaggedProducts(Counts& counts, bool threads_only);  // ragged_products.cc
 void CheckArrays(Counts& counts, bool threads_only);          // arrays.cc
+void CheckSmallMatrices(Counts& counts, bool threads_only);   // small_matrices.cc
 void CheckHostileCalls(Counts& counts);                       // hostile_calls.cc
 void CheckHostileRaggedCalls(Counts& counts);                 // hostile_ragged_calls.cc
 void CheckHostileArrayCalls(Counts& counts);                  // hostile_array_calls.cc

@@ -17,6 +17,7 @@ int main(int argc, char** argv) {
   CheckProducts(counts, threads_only);
   CheckRaggedProducts(counts, threads_only);
   CheckArrays(counts, threads_only);
+  CheckSmallMatrices(counts, threads_only);
   std::printf("%d passed, %d failed\n", counts.passed, counts.failed);
   return counts.failed == 0 ? 0 : 1;
 }

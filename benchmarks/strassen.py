@@ -1,0 +1,99 @@
+"""Where levels of Strassen's algorithm pay: times and errors against the product without them.
+
+python benchmarks/strassen.py --sizes 4096 8192 16384 --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_tilekern as jtk
+from jax_tilekern.cli import machine
+from jax_tilekern.cli.bench.side_times import Side, device_times
+from jax_tilekern.wall_time import repeated, wall_seconds
+
+_ROUNDS = 4
+_CHECKED = 64
+
+
+def errors(products: dict[str, Any], a: Any, b: Any) -> dict[str, float]:
+    """Return each side's root-mean-square error on some rows, relative to the terms' own size."""
+    lhs, rhs = np.asarray(a[:_CHECKED], np.float64), np.asarray(b, np.float64)
+    exact, scale = lhs @ rhs, np.sqrt((lhs**2) @ (rhs**2))
+    return {
+        name: float(np.sqrt(np.mean(((np.asarray(x[:_CHECKED], np.float64) - exact) / scale) ** 2)))
+        for name, x in products.items()
+    }
+
+
+def row(size: int, dtype: Any, levels: int, seconds: float) -> dict[str, Any]:
+    """Measure a square product with no to some levels, and XLA's."""
+    a, b = (
+        jax.random.normal(key, (size, size), dtype) for key in jax.random.split(jax.random.key(0))
+    )
+    precision = jax.lax.Precision.HIGHEST
+    functions: dict[str, Any] = {"XLA": functools.partial(jnp.matmul, precision=precision)}
+    for level in range(levels + 1):
+        functions[f"{level} levels"] = functools.partial(
+            jtk.strassen_matmul, levels=level, precision=precision
+        )
+    runs = {name: functools.partial(jax.jit(f), a, b) for name, f in functions.items()}
+    wrong = errors({name: run() for name, run in runs.items()}, a, b)
+    if jax.default_backend() == "cpu":
+        times = {name: [wall_seconds(run) for _ in range(_ROUNDS)] for name, run in runs.items()}
+    else:
+        sides = {}
+        for name, run in runs.items():
+            call = min(wall_seconds(functools.partial(repeated, run, 2)) / 2 for _ in range(2))
+            calls = max(1, int(seconds / (len(runs) * _ROUNDS * call)))
+            sides[name] = Side(run, calls, _ROUNDS)
+        times = {name: list(found) for name, found in device_times(sides).busy.items()}
+    medians = {name: float(np.median(found)) for name, found in times.items()}
+    return {"size": size, "type": str(np.dtype(dtype)), "seconds": medians, "error": wrong}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", type=int, nargs="*", default=[4096, 8192, 16384])
+    parser.add_argument("--types", nargs="*", default=["float32", "float64"])
+    parser.add_argument("--levels", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each row")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    found, problems = machine.facts("versions", "cpu", "driver", "nvidia_smi", "nvrtc")
+    rows: list[dict[str, Any]] = []
+    record = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": jax.devices()[0].device_kind,
+        **found,
+        "errors": problems,
+        "rows": rows,
+    }
+    for dtype in given.types:
+        for size in given.sizes:
+            with jax.enable_x64(dtype == "float64"):
+                rows.append(row(size, np.dtype(dtype), given.levels, given.seconds))
+            for name, seconds in rows[-1]["seconds"].items():
+                rate, wrong = 2 * size**3 / seconds / 1e12, rows[-1]["error"][name]
+                print(f"{size} {dtype} {name:8} {seconds * 1e3:9.3f} ms {rate:7.2f} TFLOP/s "
+                      f"error {wrong:.1e}", flush=True)  # fmt: skip
+            if given.json:
+                given.json.write_text(json.dumps(record, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

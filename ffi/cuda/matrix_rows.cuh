@@ -1,0 +1,307 @@
+// Small square matrices in registers. A group of lanes shares a matrix, and each lane has one of
+// its rows; a team of threads that synchronise with each other has one or more groups.
+//
+// Matrices are dense, row-major and lie one after another, so a team's are one run of memory that
+// it copies to and from shared memory with coalesced vector loads. A row in shared memory takes an
+// odd number of elements, which keeps both rows and columns free of bank conflicts.
+#pragma once
+
+#include "types.cuh"
+
+namespace tilekern {
+
+// Sizes that follow from those of a matrix.
+template <typename T, int kN>
+struct MatrixSizes {
+  static_assert(kN >= 1 && kN <= 64);
+  static constexpr int kLanes = kN <= 2 ? 2 : 1 << log2_of(kN);
+  static constexpr int kTeam = max_of(32, kLanes);
+  static constexpr int kTeams = kTeam == 32 ? 4 : 1;
+  static constexpr int kThreads = kTeams * kTeam;
+  static constexpr int kMatrices = kTeam / kLanes;  // of a team
+  static constexpr int kRowStride = kN | 1;
+  static constexpr int kWidest = 16 / sizeof(T);
+  // The first matrix of a team begins at a multiple of this many elements.
+  static constexpr int kVector = kMatrices * kN * kN % kWidest == 0         ? kWidest
+                                 : kMatrices * kN * kN % (kWidest / 2) == 0 ? kWidest / 2
+                                                                            : 1;
+  // What a published row takes.
+  static constexpr int kBroadcast = (kN + kWidest - 1) / kWidest * kWidest;
+};
+
+// Right-hand sides that a thread has at once, at most.
+inline constexpr int kMaxColumns = 8;
+
+// What the largest magnitude in a part of a column is compared by.
+template <typename T>
+struct PivotChoice {
+  using Magnitude = Select<sizeof(T) == 4, uint32, uint64>;
+  Magnitude magnitude;
+  uint32 priority;  // 64 - position, or 0 for none
+};
+
+// The shared memory of a team.
+template <typename T, int kN>
+struct MatrixStorage {
+  using Sizes = MatrixSizes<T, kN>;
+  // Two buffers a group, so that one barrier separates a write from the reads of the last one. The
+  // padding spreads groups over the banks.
+  static constexpr int kBuffer = max_of(Sizes::kBroadcast, kMaxColumns);
+  alignas(16) T broadcast[Sizes::kMatrices][2 * kBuffer + Sizes::kWidest];
+  T rows[Sizes::kMatrices * kN * Sizes::kRowStride];
+  PivotChoice<T> choices[2][2];
+  int32 order[Sizes::kMatrices][kN];   // the lane whose row ends up at each position
+  int32 pivots[Sizes::kMatrices][kN];  // the position that was exchanged with each position
+};
+
+template <typename T, int kCount>
+struct alignas(sizeof(T) * kCount) MatrixVector {
+  T items[kCount];
+};
+
+inline uint32 magnitude_bits(float value) { return __float_as_uint(value) & 0x7fffffffu; }
+inline uint64 magnitude_bits(double value) {
+  return static_cast<uint64>(__double_as_longlong(value)) & 0x7fffffffffffffffull;
+}
+inline float square_root(float value) { return __fsqrt_rn(value); }
+inline double square_root(double value) { return __dsqrt_rn(value); }
+
+template <typename T>
+inline bool precedes(PivotChoice<T> a, PivotChoice<T> b) {
+  return a.magnitude > b.magnitude || (a.magnitude == b.magnitude && a.priority > b.priority);
+}
+
+// A thread's place, and what it shares with others.
+template <typename T, int kN>
+struct MatrixTeam {
+  using Sizes = MatrixSizes<T, kN>;
+  using Vector = MatrixVector<T, Sizes::kWidest>;
+
+  MatrixStorage<T, kN>& storage;
+  int thread;    // of the team
+  int lane;      // of the group, and the row of the matrix that the thread has
+  int group;     // of the team, and which of its matrices
+  int64 first;   // the team's first matrix
+  int matrices;  // of the team, of those that there are; 0 or less past the last one
+
+  MatrixTeam(MatrixStorage<T, kN>* all, int64 count) : storage(all[threadIdx.x / Sizes::kTeam]) {
+    thread = threadIdx.x % Sizes::kTeam;
+    lane = thread % Sizes::kLanes;
+    group = thread / Sizes::kLanes;
+    const int64 team = static_cast<int64>(blockIdx.x) * Sizes::kTeams + threadIdx.x / Sizes::kTeam;
+    first = team * Sizes::kMatrices;
+    matrices = static_cast<int>(min_of<int64>(Sizes::kMatrices, count - first));
+  }
+
+  // Whether the thread has a row. Other lanes take part in all that synchronises.
+  bool has_row() const { return lane < kN; }
+
+  // Whether that row is of a matrix that exists.
+  bool has_matrix() const { return has_row() && group < matrices; }
+
+  void sync() const {
+    if constexpr (Sizes::kTeam == 32) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  T* row(int index) const { return storage.rows + (group * kN + index) * Sizes::kRowStride; }
+  T* own_row() const { return row(has_row() ? lane : 0); }
+  T* broadcast(int step) const {
+    return storage.broadcast[group] + (step & 1) * MatrixStorage<T, kN>::kBuffer;
+  }
+
+  // Copies the team's matrices to shared memory.
+  void load(const T* __restrict__ from) const {
+    constexpr int kVector = Sizes::kVector, kSquare = kN * kN;
+    const int elements = matrices * kSquare;
+    from += first * kSquare;
+#pragma unroll 8
+    for (int i = thread * kVector; i < Sizes::kMatrices * kSquare; i += Sizes::kTeam * kVector) {
+      MatrixVector<T, kVector> vector = {};
+      if (i + kVector <= elements) {
+        vector = *reinterpret_cast<const MatrixVector<T, kVector>*>(from + i);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          if (i + j < elements) vector.items[j] = from[i + j];
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        storage.rows[(i + j) / kN * Sizes::kRowStride + (i + j) % kN] = vector.items[j];
+      }
+    }
+    sync();
+  }
+
+  // Copies elements to the team's matrices; `read` gives one by its matrix, row and column.
+  template <typename Read>
+  void store(T* __restrict__ to, const Read& read) const {
+    constexpr int kVector = Sizes::kVector, kSquare = kN * kN;
+    const int elements = matrices * kSquare;
+    to += first * kSquare;
+    sync();
+#pragma unroll 8
+    for (int i = thread * kVector; i < Sizes::kMatrices * kSquare; i += Sizes::kTeam * kVector) {
+      MatrixVector<T, kVector> vector;
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const int row = (i + j) / kN;
+        vector.items[j] = read(row / kN, row % kN, (i + j) % kN);
+      }
+      if (i + kVector <= elements) {
+        *reinterpret_cast<MatrixVector<T, kVector>*>(to + i) = vector;
+      } else {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          if (i + j < elements) to[i + j] = vector.items[j];
+        }
+      }
+    }
+  }
+
+  // Chooses the row with the largest `candidate` of those at `position` >= `step`, as LAPACK's
+  // getrf does; of equal ones the first. Returns its position. NaN counts as larger than infinity.
+  int choose_pivot(T candidate, int position, int step) const {
+    const bool takes_part = has_row() && position >= step;
+    PivotChoice<T> choice{takes_part ? magnitude_bits(candidate) : 0,
+                          takes_part ? static_cast<uint32>(64 - position) : 0};
+    if constexpr (Sizes::kLanes < 32) {
+#pragma unroll
+      for (int distance = Sizes::kLanes / 2; distance > 0; distance /= 2) {
+        const PivotChoice<T> other{__shfl_xor_sync(~0u, choice.magnitude, distance),
+                                   __shfl_xor_sync(~0u, choice.priority, distance)};
+        if (precedes(other, choice)) choice = other;
+      }
+    } else {
+      typename PivotChoice<T>::Magnitude largest;
+      if constexpr (sizeof(T) == 4) {
+        largest = __reduce_max_sync(~0u, choice.magnitude);
+      } else {
+        const uint32 high = static_cast<uint32>(choice.magnitude >> 32);
+        const uint32 largest_high = __reduce_max_sync(~0u, high);
+        const uint32 low = high == largest_high ? static_cast<uint32>(choice.magnitude) : 0;
+        largest = static_cast<uint64>(largest_high) << 32 | __reduce_max_sync(~0u, low);
+      }
+      choice.priority = __reduce_max_sync(~0u, choice.magnitude == largest ? choice.priority : 0u);
+      choice.magnitude = largest;
+      if constexpr (Sizes::kLanes == 64) {
+        PivotChoice<T>(&choices)[2] = storage.choices[step & 1];
+        if (thread % 32 == 0) choices[thread / 32] = choice;
+        sync();
+        const PivotChoice<T> other = choices[1 - thread / 32];
+        if (precedes(other, choice)) choice = other;
+      }
+    }
+    return 64 - static_cast<int>(choice.priority);
+  }
+
+  // Makes a row the pivot of `step`: exchanges positions, and notes both. Returns whether the
+  // thread has that row.
+  bool exchange(int pivot, int step, int& position) const {
+    const bool chosen = position == pivot;
+    if (chosen) {
+      storage.order[group][step] = lane;
+      storage.pivots[group][step] = pivot;
+      position = step;
+    } else if (position == step) {
+      position = pivot;
+    }
+    return chosen;
+  }
+
+  // Writes a row to where the whole group reads it, after a barrier.
+  void publish(const T (&values)[kN], int step) const {
+    Vector* to = reinterpret_cast<Vector*>(broadcast(step));
+#pragma unroll
+    for (int i = 0; i < Sizes::kBroadcast; i += Sizes::kWidest) {
+      Vector vector;
+#pragma unroll
+      for (int j = 0; j < Sizes::kWidest; ++j) {
+        vector.items[j] = i + j < kN ? values[i + j] : T(0);
+      }
+      to[i / Sizes::kWidest] = vector;
+    }
+  }
+
+  // Subtracts `factor` times the published row from what is left of the thread's own after its
+  // first element, which moves everything by one column: a loop over columns then needs no
+  // unrolling, for the column in question is always the first. Only the first `columns` are looked
+  // at.
+  void eliminate(T (&values)[kN], T factor, int step, int columns) const {
+    const Vector* from = reinterpret_cast<const Vector*>(broadcast(step));
+    constexpr int kBlock = 8;  // columns between checks for the last one
+#pragma unroll
+    for (int block = 0; block < Sizes::kBroadcast; block += kBlock) {
+      if (block >= columns) break;
+#pragma unroll
+      for (int i = block; i < min_of(block + kBlock, Sizes::kBroadcast); i += Sizes::kWidest) {
+        const Vector vector = from[i / Sizes::kWidest];
+#pragma unroll
+        for (int j = 0; j < Sizes::kWidest; ++j) {
+          if (i + j > 0 && i + j < kN) values[i + j - 1] = values[i + j] - factor * vector.items[j];
+        }
+      }
+    }
+  }
+
+  // Factors the team's matrices, of which each thread has a row in `values`, with partial pivoting:
+  // afterwards a thread's own row in shared memory has its part of L, without the unit diagonal,
+  // and of U. Rows stay where they are; returns the position of the thread's row in P A = L U.
+  int factor_lu(T (&values)[kN]) const {
+    int position = lane;
+#pragma unroll 1
+    for (int step = 0; step < kN; ++step) {
+      const int pivot = choose_pivot(values[0], position, step);
+      if (exchange(pivot, step, position)) publish(values, step);
+      sync();
+      if (position > step) {
+        // A column of zeros has factors of zero, as in LAPACK.
+        const T largest = *broadcast(step);
+        const T factor = largest == T(0) ? values[0] : values[0] / largest;
+        if (has_row()) own_row()[step] = factor;
+        eliminate(values, factor, step, kN - step);
+      }
+    }
+    if (has_row()) {
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+        if (position + i < kN) own_row()[position + i] = values[i];
+      }
+    }
+    sync();
+    return position;
+  }
+
+  // Solves a triangular system for kColumns right-hand sides, of which the thread has the row
+  // `position`. coefficient(k) is the matrix's element in that row and column k; only those of the
+  // triangle are read.
+  template <bool kForward, bool kUnit, int kColumns, typename Coefficient>
+  void substitute(T (&x)[kColumns], int position, const Coefficient& coefficient) const {
+    static_assert(kColumns <= kMaxColumns);
+#pragma unroll 1
+    for (int step = 0; step < kN; ++step) {
+      const int k = kForward ? step : kN - 1 - step;
+      T* known = broadcast(step);
+      if (position == k) {
+        const T diagonal = kUnit ? T(1) : coefficient(k);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+          if constexpr (!kUnit) x[i] = x[i] / diagonal;
+          known[i] = x[i];
+        }
+      }
+      sync();
+      if (has_row() && (kForward ? position > k : position < k)) {
+        const T factor = coefficient(k);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) x[i] = x[i] - factor * known[i];
+      }
+    }
+  }
+};
+
+}  // namespace tilekern

@@ -1,0 +1,533 @@
+"""Linear algebra with the signatures and semantics of JAX's, fast for batches of small matrices.
+
+Batches of float32 and float64 matrices up to 64x64 have a kernel each; everything else is JAX's own
+function, and :func:`jax_tilekern.explain` says so and why.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.linalg as jsp_linalg
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from jax_tilekern.ops import small_matrices
+
+__all__ = [
+    "SlogdetResult", "cholesky", "det", "inv", "lu", "lu_factor", "slogdet", "solve",
+    "solve_triangular", "triangular_solve",
+]  # fmt: skip
+
+
+class SlogdetResult(NamedTuple):
+    """The sign of a determinant, and the logarithm of its absolute value."""
+
+    sign: Array
+    logabsdet: Array
+
+
+@jax.jit
+def inv(a: ArrayLike) -> Array:
+    """Inverse of square matrices, with the semantics of :func:`jax.numpy.linalg.inv`.
+
+    Kernels use Gauss-Jordan elimination with partial pivoting, whose error is bounded by a multiple
+    of the condition number times the unit roundoff, as that of JAX's is (Higham, Accuracy and
+    Stability of Numerical Algorithms, section 14.4). Prefer :func:`solve` to a product with an
+    inverse: its residual is small whatever the condition number.
+
+    Parameters
+    ----------
+    a
+        Array of shape ``(..., n, n)``.
+
+    Returns
+    -------
+    Array
+        Of the same shape; of a singular matrix it is not finite.
+
+    Raises
+    ------
+    ValueError
+        If the matrices are not square.
+    TypeError
+        If ``a`` is not an array.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> jtk.linalg.inv(jnp.array([[2.0, 0.0], [0.0, 4.0]]))
+    Array([[0.5 , 0.  ],
+           [0.  , 0.25]], dtype=float32)
+    """
+    result = jax.eval_shape(jnp.linalg.inv, a)
+    a = jnp.asarray(a).astype(result.dtype)
+    why = small_matrices.refusal(a.shape[-1], a.dtype)
+    if why is not None:
+        inverses: Array = jnp.linalg.inv(small_matrices.left_to_xla(a, "inv", why))
+        return inverses
+    return small_matrices.inverse(a)
+
+
+@jax.jit
+def solve(a: ArrayLike, b: ArrayLike) -> Array:
+    """Solve ``a @ x = b``, with the semantics of :func:`jax.numpy.linalg.solve`.
+
+    Kernels use Gaussian elimination with partial pivoting.
+
+    Parameters
+    ----------
+    a
+        Array of shape ``(..., n, n)``.
+    b
+        Array of shape ``(n,)`` or ``(..., n, m)``. Leading dimensions broadcast against those of
+        ``a``. Matrices of ``a`` that serve many of ``b`` are factored once for all of them.
+
+    Returns
+    -------
+    Array
+        The shape of ``b`` with the leading dimensions broadcast. It is not finite where a matrix is
+        singular.
+
+    Raises
+    ------
+    ValueError
+        If the matrices are not square, or shapes do not fit.
+    TypeError
+        If an operand is not an array.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> jtk.linalg.solve(jnp.array([[0.0, 2.0], [4.0, 0.0]]), jnp.array([2.0, 8.0]))
+    Array([2., 1.], dtype=float32)
+    """
+    result = jax.eval_shape(jnp.linalg.solve, a, b)
+    a, b = (jnp.asarray(x).astype(result.dtype) for x in (a, b))
+    why = small_matrices.refusal(a.shape[-1], a.dtype)
+    if why is not None:
+        solutions: Array = jnp.linalg.solve(small_matrices.left_to_xla(a, "solve", why), b)
+        return solutions
+    return _with_vectors(small_matrices.solve, a, b, vectors=b.ndim == 1)
+
+
+@functools.partial(jax.jit, static_argnames=("upper", "symmetrize_input"))
+def cholesky(a: ArrayLike, *, upper: bool = False, symmetrize_input: bool = True) -> Array:
+    """Cholesky factor, with the semantics of :func:`jax.numpy.linalg.cholesky`.
+
+    Parameters
+    ----------
+    a
+        Array of shape ``(..., n, n)`` of symmetric (or Hermitian) positive definite matrices.
+    upper
+        Whether to return the upper factor, and not the lower one.
+    symmetrize_input
+        Whether to factor ``(a + a.mT) / 2``, so that derivatives are those of a function of a
+        symmetric matrix; otherwise the lower triangle alone is read.
+
+    Returns
+    -------
+    Array
+        Of the same shape, with zeros in the other triangle. Where a matrix is not positive definite
+        the triangle is NaN.
+
+    Raises
+    ------
+    ValueError
+        If the matrices are not square.
+    TypeError
+        If ``a`` is not an array.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> jtk.linalg.cholesky(jnp.array([[4.0, 2.0], [2.0, 10.0]]))
+    Array([[2., 0.],
+           [1., 3.]], dtype=float32)
+    """
+    theirs = functools.partial(jnp.linalg.cholesky, upper=upper, symmetrize_input=symmetrize_input)
+    result = jax.eval_shape(theirs, a)
+    a = jnp.asarray(a).astype(result.dtype)
+    why = small_matrices.refusal(a.shape[-1], a.dtype)
+    if why is not None:
+        factors: Array = theirs(small_matrices.left_to_xla(a, "cholesky", why))
+        return factors
+    factor = small_matrices.cholesky(a, symmetrize=symmetrize_input)
+    return factor.mT if upper else factor
+
+
+@functools.partial(jax.jit, static_argnames=("permute_l", "overwrite_a", "check_finite"))
+def lu(
+    a: ArrayLike, permute_l: bool = False, overwrite_a: bool = False, check_finite: bool = True
+) -> tuple[Array, ...]:
+    """LU factors with partial pivoting, with the semantics of :func:`jax.scipy.linalg.lu`.
+
+    Leading dimensions are a batch, which JAX's does not take.
+
+    Parameters
+    ----------
+    a
+        Array of shape ``(..., m, n)``.
+    permute_l
+        Whether to return ``(p @ l, u)``.
+    overwrite_a, check_finite
+        Not used; for the sake of SciPy's signature.
+
+    Returns
+    -------
+    p, l, u
+        Such that ``a == p @ l @ u``, or the first two as one.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As JAX's.
+    """
+    theirs: Any = functools.partial(jsp_linalg.lu, permute_l=permute_l)
+    for _ in jnp.shape(a)[2:]:
+        theirs = jax.vmap(theirs)
+    result = jax.eval_shape(theirs, a)
+    a = jnp.asarray(a).astype(result[-1].dtype)
+    why = _refusal_to_factor(a)
+    if why is not None:
+        factors: tuple[Array, ...] = theirs(small_matrices.left_to_xla(a, "lu", why))
+        return factors
+    both, _, permutation = small_matrices.lu(a)
+    identity = jnp.eye(a.shape[-1], dtype=a.dtype)
+    lower, upper = jnp.tril(both, -1) + identity, jnp.triu(both)
+    if permute_l:
+        places = jnp.argsort(permutation, axis=-1)
+        return jnp.take_along_axis(lower, places[..., None], axis=-2), upper
+    # Column i has its one in row permutation[i].
+    rows = lax.broadcasted_iota(permutation.dtype, a.shape, a.ndim - 2)
+    return (rows == permutation[..., None, :]).astype(a.dtype), lower, upper
+
+
+@functools.partial(jax.jit, static_argnames=("overwrite_a", "check_finite"))
+def lu_factor(
+    a: ArrayLike, overwrite_a: bool = False, check_finite: bool = True
+) -> tuple[Array, Array]:
+    """LU factors in one matrix, with the semantics of :func:`jax.scipy.linalg.lu_factor`.
+
+    Parameters
+    ----------
+    a
+        Array of shape ``(..., m, n)``.
+    overwrite_a, check_finite
+        Not used; for the sake of SciPy's signature.
+
+    Returns
+    -------
+    lu
+        ``u``, and below its diagonal ``l`` without its own.
+    pivots
+        The row that each row was exchanged with.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As JAX's.
+    """
+    factors, pivots, _ = _factored(a)
+    return factors, pivots
+
+
+@jax.jit
+def det(a: ArrayLike) -> Array:
+    """Return determinants, with the semantics of :func:`jax.numpy.linalg.det`.
+
+    It is the product of the pivots, and JAX's formula for matrices up to 3x3, which XLA fuses.
+
+    Parameters
+    ----------
+    a
+        Array of shape ``(..., n, n)``.
+
+    Returns
+    -------
+    Array
+        Of the leading shape. The derivative is right for matrices of rank ``n - 1`` too whose last
+        pivot is the one that is zero, and 0 for lesser ones.
+
+    Raises
+    ------
+    ValueError
+        If the matrices are not square.
+    TypeError
+        If ``a`` is not an array.
+    """
+    result = jax.eval_shape(jnp.linalg.det, a)
+    a = jnp.asarray(a).astype(result.dtype)
+    why = _refusal_of_determinant(a, 3)
+    if why is not None:
+        determinants: Array = jnp.linalg.det(small_matrices.left_to_xla(a, "det", why))
+        return determinants
+    return _det(a)
+
+
+@functools.partial(jax.jit, static_argnames=("method",))
+def slogdet(a: ArrayLike, *, method: Literal["lu", "qr"] | None = None) -> SlogdetResult:
+    """Sign and logarithm of determinants, with the semantics of :func:`jax.numpy.linalg.slogdet`.
+
+    Parameters
+    ----------
+    a
+        Array of shape ``(..., n, n)``.
+    method
+        ``"lu"``, which is the default, or ``"qr"``, which is JAX's own.
+
+    Returns
+    -------
+    SlogdetResult
+        ``sign`` and ``logabsdet``, of the leading shape; 0 and ``-inf`` for a singular matrix.
+
+    Raises
+    ------
+    ValueError
+        If the matrices are not square, or there is no such method.
+    TypeError
+        If ``a`` is not an array.
+    """
+    theirs = functools.partial(jnp.linalg.slogdet, method=method)
+    result = jax.eval_shape(theirs, a)
+    a = jnp.asarray(a).astype(result[0].dtype)
+    why = "QR is JAX's own" if method == "qr" else _refusal_of_determinant(a, 2)
+    if why is not None:
+        return SlogdetResult(*theirs(small_matrices.left_to_xla(a, "slogdet", why)))
+    return SlogdetResult(*_slogdet(a))
+
+
+@functools.partial(
+    jax.jit, static_argnames=("left_side", "lower", "transpose_a", "conjugate_a", "unit_diagonal")
+)
+def triangular_solve(
+    a: ArrayLike,
+    b: ArrayLike,
+    *,
+    left_side: bool = False,
+    lower: bool = False,
+    transpose_a: bool = False,
+    conjugate_a: bool = False,
+    unit_diagonal: bool = False,
+) -> Array:
+    """Solve with a triangle, with the semantics of :func:`jax.lax.linalg.triangular_solve`.
+
+    Parameters
+    ----------
+    a
+        Array of shape ``(..., n, n)``, of which one triangle is read.
+    b
+        Array of shape ``(..., n, m)`` if ``left_side``, else ``(..., m, n)``, or one dimension
+        less; leading dimensions are those of ``a``.
+    left_side
+        Whether to solve ``a @ x = b``, and not ``x @ a = b``.
+    lower
+        Which triangle.
+    transpose_a, conjugate_a
+        Whether to transpose or conjugate the triangle.
+    unit_diagonal
+        Whether to take the diagonal for ones, and not read it.
+
+    Returns
+    -------
+    Array
+        Of the shape and type of ``b``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As JAX's.
+    """
+    theirs = functools.partial(
+        lax.linalg.triangular_solve,
+        left_side=left_side,
+        lower=lower,
+        transpose_a=transpose_a,
+        conjugate_a=conjugate_a,
+        unit_diagonal=unit_diagonal,
+    )
+    jax.eval_shape(theirs, a, b)
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    why = small_matrices.refusal(a.shape[-1], a.dtype)
+    if why is not None:
+        result: Array = theirs(small_matrices.left_to_xla(a, "triangular_solve", why), b)
+        return result
+    vector = b.ndim == a.ndim - 1
+    axis = b.ndim if left_side else b.ndim - 1
+    b = jnp.expand_dims(b, axis) if vector else b
+    x = small_matrices.triangular_solve(
+        a,
+        b,
+        left_side=left_side,
+        lower=lower,
+        transpose=transpose_a,
+        unit_diagonal=unit_diagonal,
+    )
+    return jnp.squeeze(x, axis) if vector else x
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("trans", "lower", "unit_diagonal", "overwrite_b", "debug", "check_finite"),
+)
+def solve_triangular(
+    a: ArrayLike,
+    b: ArrayLike,
+    trans: int | str = 0,
+    lower: bool = False,
+    unit_diagonal: bool = False,
+    overwrite_b: bool = False,
+    debug: Any = None,
+    check_finite: bool = True,
+) -> Array:
+    """Solve with a triangle, with the semantics of :func:`jax.scipy.linalg.solve_triangular`.
+
+    Parameters
+    ----------
+    a
+        Array of shape ``(..., n, n)``, of which one triangle is read.
+    b
+        Array of shape ``(n,)`` or ``(..., n, m)``. Leading dimensions broadcast against those of
+        ``a``.
+    trans
+        0 or ``"N"`` for ``a``, 1 or ``"T"`` for its transpose, 2 or ``"C"`` for its conjugate
+        transpose.
+    lower
+        Which triangle.
+    unit_diagonal
+        Whether to take the diagonal for ones, and not read it.
+    overwrite_b, debug, check_finite
+        Not used; for the sake of SciPy's signature.
+
+    Returns
+    -------
+    Array
+        The shape of ``b`` with the leading dimensions broadcast.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As JAX's.
+    """
+    theirs = functools.partial(
+        jsp_linalg.solve_triangular, trans=trans, lower=lower, unit_diagonal=unit_diagonal
+    )
+    result = jax.eval_shape(theirs, a, b)
+    a, b = (jnp.asarray(x).astype(result.dtype) for x in (a, b))
+    why = small_matrices.refusal(a.shape[-1], a.dtype)
+    if why is not None:
+        solved: Array = theirs(small_matrices.left_to_xla(a, "solve_triangular", why), b)
+        return solved
+    function = functools.partial(
+        small_matrices.triangular_solve,
+        left_side=True,
+        lower=lower,
+        transpose=trans not in (0, "N"),
+        unit_diagonal=unit_diagonal,
+    )
+    # JAX still takes a batch of vectors too.
+    vectors = b.ndim == 1 or (a.ndim == b.ndim + 1 and a.shape[-1] == b.shape[-1])
+    return _with_vectors(function, a, b, vectors=vectors)
+
+
+def _with_vectors(function: Any, a: Array, b: Array, *, vectors: bool) -> Array:
+    """Broadcast leading dimensions, each of the right-hand sides being a vector or a matrix."""
+
+    def of_vector(a: Array, b: Array) -> Array:
+        x: Array = function(a, b[:, None])
+        return x[:, 0]
+
+    signature = "(n,n),(n)->(n)" if vectors else "(n,n),(n,m)->(n,m)"
+    mapped = jnp.vectorize(of_vector if vectors else function, signature=signature)
+    result: Array = mapped(a, b)
+    return result
+
+
+def _refusal_to_factor(a: Array) -> str | None:
+    if a.shape[-1] != a.shape[-2]:
+        return "kernels are for square matrices"
+    return small_matrices.refusal(a.shape[-1], a.dtype)
+
+
+def _refusal_of_determinant(a: Array, formulas_to: int) -> str | None:
+    if a.shape[-1] <= formulas_to:
+        return f"up to {formulas_to}x{formulas_to} there is a formula, which XLA fuses"
+    return small_matrices.refusal(a.shape[-1], a.dtype)
+
+
+def _factored(a: ArrayLike) -> tuple[Array, Array, Array]:
+    result = jax.eval_shape(jsp_linalg.lu_factor, a)
+    a = jnp.asarray(a).astype(result[0].dtype)
+    why = _refusal_to_factor(a)
+    if why is not None:
+        factors, pivots, permutation = lax.linalg.lu(
+            small_matrices.left_to_xla(a, "lu_factor", why)
+        )
+        return factors, pivots, permutation
+    return small_matrices.lu(a)
+
+
+def _pivots_and_sign(factors: Array, pivots: Array) -> tuple[Array, Array]:
+    """Return the diagonal of U, and the sign of the permutation."""
+    diagonal = jnp.diagonal(factors, axis1=-2, axis2=-1)
+    exchanged = pivots != jnp.arange(pivots.shape[-1], dtype=pivots.dtype)
+    odd = jnp.sum(exchanged, axis=-1) % 2
+    return diagonal, (1 - 2 * odd).astype(factors.dtype)
+
+
+@jax.custom_jvp
+def _det(a: Array) -> Array:
+    factors, pivots, _ = small_matrices.lu(a)
+    diagonal, sign = _pivots_and_sign(factors, pivots)
+    return sign * jnp.prod(diagonal, axis=-1)
+
+
+@_det.defjvp
+def _det_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """Return the trace of the adjugate times the tangent.
+
+    The adjugate of ``U`` needs no division by its last pivot ``u``: it is
+    ``inv(V) @ diag(p * u, ..., p * u, p)``, where ``V`` has 1 in place of ``u`` and ``p`` is the
+    product of the other pivots.
+    """
+    ((a,), (a_dot,)) = primals, tangents
+    factors, pivots, permutation = small_matrices.lu(a)
+    diagonal, sign = _pivots_and_sign(factors, pivots)
+    others = sign * jnp.prod(diagonal[..., :-1], axis=-1)
+    determinant = others * diagonal[..., -1]
+    scales = jnp.broadcast_to(determinant[..., None], diagonal.shape).at[..., -1].set(others)
+    permuted = jnp.take_along_axis(a_dot, permutation[..., None], axis=-2)
+    x = small_matrices.triangular_solve(
+        factors, permuted, left_side=True, lower=True, unit_diagonal=True
+    )
+    upper = factors.at[..., -1, -1].set(1)
+    # A second zero among the pivots makes the adjugate zero, or not to be had from these factors.
+    deficient = jnp.any(diagonal[..., :-1] == 0, axis=-1)
+    upper = jnp.where(deficient[..., None, None], jnp.eye(a.shape[-1], dtype=a.dtype), upper)
+    x = small_matrices.triangular_solve(upper, scales[..., None] * x, left_side=True, lower=False)
+    trace = jnp.trace(x, axis1=-2, axis2=-1)
+    return determinant, jnp.where(deficient, jnp.zeros_like(trace), trace)
+
+
+@jax.custom_jvp
+def _slogdet(a: Array) -> tuple[Array, Array]:
+    factors, pivots, _ = small_matrices.lu(a)
+    diagonal, sign = _pivots_and_sign(factors, pivots)
+    logarithm = jnp.sum(jnp.log(jnp.abs(diagonal)), axis=-1)
+    return sign * jnp.prod(jnp.sign(diagonal), axis=-1), logarithm
+
+
+@_slogdet.defjvp
+def _slogdet_jvp(
+    primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    ((a,), (a_dot,)) = primals, tangents
+    sign, logarithm = _slogdet(a)
+    trace = jnp.trace(small_matrices.solve(a, a_dot), axis1=-2, axis2=-1)
+    return (sign, logarithm), (jnp.zeros_like(sign), trace)

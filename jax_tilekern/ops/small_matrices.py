@@ -1,0 +1,461 @@
+"""Primitives on batches of small square matrices: inverses, factorisations and systems.
+
+Operands have one type and the same leading dimensions. Derivatives are products and calls of these
+primitives again, so that all orders of them are kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jax_tilekern import ffi
+from jax_tilekern.compat import ad, zero_tangent
+from jax_tilekern.compiler import Kernel as CudaKernel
+from jax_tilekern.ops.matmul import matmul
+from jax_tilekern.ops.matrix_primitive import Bind, MatrixOperation, define
+from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.plans import small_matrices as plans
+from jax_tilekern.plans.small_matrices import Columns, SmallMatrices
+from jax_tilekern.primitive import Fallback, Kernel
+
+# Derivatives are as accurate as what they are of.
+_product = functools.partial(matmul, precision=lax.Precision.HIGHEST)
+
+
+def inverse(a: Array) -> Array:
+    """Invert."""
+    result: Array = _inverse(a)[0]
+    return result
+
+
+def solve(a: Array, b: Array, *, transpose: bool = False) -> Array:
+    """Solve ``a @ x = b``, or with ``a`` transposed."""
+    result: Array = _solve(a, b, transpose=transpose)[0]
+    return result
+
+
+def triangular_solve(
+    a: Array,
+    b: Array,
+    *,
+    left_side: bool,
+    lower: bool,
+    transpose: bool = False,
+    unit_diagonal: bool = False,
+) -> Array:
+    """Solve ``a @ x = b``, or ``x @ a = b``, with one triangle of ``a``."""
+    result: Array = _triangular_solve(
+        a, b, left_side=left_side, lower=lower, transpose=transpose, unit_diagonal=unit_diagonal
+    )[0]
+    return result
+
+
+def cholesky(a: Array, *, symmetrize: bool) -> Array:
+    """Factor into ``x @ x.mT``, from the lower triangle alone unless ``symmetrize``."""
+    result: Array = _cholesky(a, symmetrize=symmetrize)[0]
+    return result
+
+
+def lu(a: Array) -> tuple[Array, Array, Array]:
+    """Factor with partial pivoting; as :func:`jax.lax.linalg.lu`."""
+    factors, pivots, permutation = _lu(a)
+    return factors, pivots, permutation
+
+
+def left_to_xla(x: Array, call: str, reason: str) -> Array:
+    """Return ``x``; tells ``explain`` why JAX's own function takes it."""
+    result: Array = _left_to_xla(x, call=call, reason=reason)[0]
+    return result
+
+
+# Batching. Matrices that are mapped over are more of them; right-hand sides of matrices that are
+# not are more columns.
+
+
+def _in_front(x: Array, dim: int | None, size: int) -> Array:
+    return jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
+
+
+def _batched_matrices(
+    bind: Callable[..., Sequence[Array]],
+    operands: Sequence[Array],
+    dims: Sequence[int],
+    **params: Any,
+) -> tuple[Sequence[Array], Sequence[int]]:
+    ((a,), (dim,)) = operands, dims
+    results = bind(jnp.moveaxis(a, dim, 0), **params)
+    return results, [0] * len(results)
+
+
+def _batched_columns(
+    bind: Callable[..., Sequence[Array]],
+    operands: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    left_side: bool = True,
+    **params: Any,
+) -> tuple[Sequence[Array], Sequence[int]]:
+    (a, b), (a_dim, b_dim) = operands, dims
+    if a_dim is None:
+        assert b_dim is not None
+        # Columns of a left side are the last dimension, and those of a right side the one before.
+        at = a.ndim if left_side else a.ndim - 2
+        b = jnp.moveaxis(b, b_dim, at)
+        merged = at - 1 if left_side else at
+        sizes = b.shape
+        flat = b.reshape(*sizes[:merged], sizes[merged] * sizes[merged + 1], *sizes[merged + 2 :])
+        (result,) = bind(a, flat, **params)
+        return [result.reshape(sizes)], [at]
+    size = a.shape[a_dim]
+    results = bind(_in_front(a, a_dim, size), _in_front(b, b_dim, size), **params)
+    return results, [0]
+
+
+# Derivatives.
+
+
+def _transposed_if(x: Array, condition: bool) -> Array:
+    return x.mT if condition else x
+
+
+def _difference(x: Any, y: Any) -> Any:
+    """Subtract what may be symbolically zero; not both are."""
+    if type(y) is ad.Zero:
+        return x
+    return -y if type(x) is ad.Zero else x - y
+
+
+def _inverse_jvp(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    x = inverse(*primals)
+    return [x], [-_product(x, _product(tangents[0], x))]
+
+
+def _solve_jvp(
+    primals: Sequence[Array], tangents: Sequence[Any], *, transpose: bool
+) -> tuple[list[Any], list[Any]]:
+    (a, b), (a_dot, b_dot) = primals, tangents
+    x = solve(a, b, transpose=transpose)
+    change: Any = a_dot
+    if type(a_dot) is not ad.Zero:
+        change = _product(_transposed_if(a_dot, transpose), x)
+    return [x], [solve(a, _difference(b_dot, change), transpose=transpose)]
+
+
+def _triangular_solve_jvp(
+    primals: Sequence[Array],
+    tangents: Sequence[Any],
+    *,
+    left_side: bool,
+    lower: bool,
+    transpose: bool,
+    unit_diagonal: bool,
+) -> tuple[list[Any], list[Any]]:
+    (a, b), (a_dot, b_dot) = primals, tangents
+    same = functools.partial(
+        triangular_solve,
+        a,
+        left_side=left_side,
+        lower=lower,
+        transpose=transpose,
+        unit_diagonal=unit_diagonal,
+    )
+    x = same(b)
+    change: Any = a_dot
+    if type(a_dot) is not ad.Zero:
+        off_diagonal = int(unit_diagonal)
+        triangle = jnp.tril(a_dot, -off_diagonal) if lower else jnp.triu(a_dot, off_diagonal)
+        triangle = _transposed_if(triangle, transpose)
+        change = _product(triangle, x) if left_side else _product(x, triangle)
+    return [x], [same(_difference(b_dot, change))]
+
+
+def _cholesky_jvp(
+    primals: Sequence[Array], tangents: Sequence[Array], *, symmetrize: bool
+) -> tuple[list[Any], list[Any]]:
+    """Differentiate as Murray, arXiv:1602.07527, eq. 10."""
+    ((a,), (a_dot,)) = primals, tangents
+    x = cholesky(a, symmetrize=symmetrize)
+    lower = jnp.tril(a_dot) + jnp.tril(a_dot, -1).mT
+    change = (a_dot + a_dot.mT) / 2 if symmetrize else lower
+    solved = functools.partial(triangular_solve, x, lower=True)
+    inner = solved(solved(change, left_side=False, transpose=True), left_side=True)
+    halved = jnp.tril(inner) / (1 + jnp.eye(a.shape[-1], dtype=a.dtype))
+    return [x], [_product(x, halved)]
+
+
+def _lu_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[Any], list[Any]]:
+    """Differentiate as de Hoog, Anderssen and Lukas, Math. Comp. 80 (2011).
+
+    From ``P dA = dL U + L dU`` follows that ``inv(L) P dA inv(U)`` is ``inv(L) dL``, which is
+    strictly lower, and ``dU inv(U)``, which is upper.
+    """
+    ((a,), (a_dot,)) = primals, tangents
+    factors, pivots, permutation = lu(a)
+    permuted = jnp.take_along_axis(a_dot, permutation[..., None], axis=-2)
+    inner = triangular_solve(factors, permuted, left_side=True, lower=True, unit_diagonal=True)
+    inner = triangular_solve(factors, inner, left_side=False, lower=False)
+    lower = jnp.tril(factors, -1) + jnp.eye(a.shape[-1], dtype=a.dtype)
+    factors_dot = _product(lower, jnp.tril(inner, -1)) + _product(
+        jnp.triu(inner), jnp.triu(factors)
+    )
+    return (
+        [factors, pivots, permutation],
+        [factors_dot, zero_tangent(pivots), zero_tangent(permutation)],
+    )
+
+
+# Lowering: a planner answers with a kernel, or with the reason why there is none.
+
+
+def refusal(size: Any, dtype: Any) -> str | None:
+    """Return why no kernel takes matrices of a size and type, or ``None`` if one may."""
+    if dtype not in plans.DTYPES:
+        return f"no kernel for matrices of {dtype}"
+    if not isinstance(size, int):
+        return "a plan needs every size, and this shape is symbolic"
+    if size > plans.MAX_SIZE:
+        return f"kernels are for matrices of up to {plans.MAX_SIZE}x{plans.MAX_SIZE}"
+    return None
+
+
+def _refused(a: Any, *avals: Any, **params: Any) -> Fallback | None:
+    why = refusal(a.shape[-1], a.dtype)
+    if why is not None:
+        return Fallback(why)
+    if not all(isinstance(size, int) for aval in (a, *avals) for size in aval.shape):
+        return Fallback("a plan needs every size, and this shape is symbolic")
+    if any(0 in aval.shape for aval in (a, *avals)):
+        return Fallback("there is no matrix or no right-hand side")
+    return None
+
+
+def _matrices(aval: Any) -> SmallMatrices:
+    return SmallMatrices(math.prod(aval.shape[:-2]), aval.shape[-1], aval.dtype)
+
+
+def _columns(aval: Any, left_side: bool) -> Columns:
+    return Columns(aval.shape[-1 if left_side else -2], contiguous=not left_side)
+
+
+def _cuda_matrices(
+    kernel: Callable[..., CudaKernel], ctx: Any, a: Any, **params: Any
+) -> Kernel | Fallback:
+    matrices = _matrices(ctx.avals_in[0])
+    chosen = kernel(matrices, **params)
+    results = len(ctx.avals_out)
+    return planned_kernel(
+        ctx, (a,), functools.partial(plans.plan_matrices, matrices, chosen, results)
+    )
+
+
+def _cuda_columns(
+    kernel: Callable[..., CudaKernel],
+    ctx: Any,
+    a: Any,
+    b: Any,
+    *,
+    left_side: bool = True,
+    transpose: bool,
+    **params: Any,
+) -> Kernel | Fallback:
+    matrices = _matrices(ctx.avals_in[0])
+    columns = _columns(ctx.avals_in[1], left_side)
+    # x @ a = b is a system with the transposed matrix, of which b has the right-hand sides as rows.
+    chosen = kernel(matrices, columns, transpose=transpose == left_side, **params)
+    return planned_kernel(
+        ctx, (a, b), functools.partial(plans.plan_columns, matrices, columns, chosen)
+    )
+
+
+# Vectors have a lane for each matrix.
+_CPU_FEWEST = 4
+_CPU_MOST_COLUMNS = 64
+
+
+def _cpu_matrices(target: str, ctx: Any, a: Any, **params: bool) -> Kernel | Fallback:
+    matrices = _matrices(ctx.avals_in[0])
+    return _cpu_kernel(target, matrices, ctx, (a,), **params)
+
+
+def _cpu_columns(
+    ctx: Any,
+    a: Any,
+    b: Any,
+    *,
+    left_side: bool = True,
+    transpose: bool,
+    lower: bool | None = None,
+    unit_diagonal: bool = False,
+) -> Kernel | Fallback:
+    matrices = _matrices(ctx.avals_in[0])
+    columns = _columns(ctx.avals_in[1], left_side)
+    if columns.count > _CPU_MOST_COLUMNS:
+        return Fallback(f"{columns.count} right-hand sides (at most {_CPU_MOST_COLUMNS} on a CPU)")
+    return _cpu_kernel(
+        ffi.CPU_MATRIX_SOLVE,
+        matrices,
+        ctx,
+        (a, b),
+        triangle=0 if lower is None else 1 if lower else 2,
+        contiguous=columns.contiguous,
+        transpose=transpose == left_side,
+        unit_diagonal=unit_diagonal,
+    )
+
+
+def _cpu_kernel(
+    target: str, matrices: SmallMatrices, ctx: Any, values: Sequence[Any], **attributes: int
+) -> Kernel | Fallback:
+    if matrices.count < _CPU_FEWEST:
+        return Fallback(f"fewer than {_CPU_FEWEST} matrices leave most lanes of a vector empty")
+    numbers = {name: int(value) for name, value in attributes.items()}
+    return Kernel(
+        f"{target.removeprefix('jax_tilekern_')} {matrices.dtype}",
+        f"{matrices.count} matrices {matrices.size}x{matrices.size}, a vector lane each",
+        lambda: ffi.cpu_call(ctx, target, values, **numbers),
+    )
+
+
+_inverse: Bind = define(
+    MatrixOperation(
+        name="tilekern_inverse",
+        like_results=lambda a: (a,),
+        reference=lambda a: (jnp.linalg.inv(a),),
+        jvp=_inverse_jvp,
+        batch=lambda *args: _batched_matrices(_inverse, *args),
+        refusal=_refused,
+        planners={
+            "cpu": functools.partial(_cpu_matrices, ffi.CPU_MATRIX_INVERSE),
+            "cuda": functools.partial(_cuda_matrices, plans.inverse_kernel),
+        },
+        describe=lambda: "inv",
+    )
+)
+
+_solve: Bind = define(
+    MatrixOperation(
+        name="tilekern_solve",
+        like_results=lambda a, b, **_: (b,),
+        reference=lambda a, b, *, transpose: (jnp.linalg.solve(_transposed_if(a, transpose), b),),
+        jvp=_solve_jvp,
+        batch=lambda *args, **params: _batched_columns(_solve, *args, **params),
+        refusal=_refused,
+        planners={
+            "cpu": _cpu_columns,
+            "cuda": functools.partial(_cuda_columns, plans.solve_kernel),
+        },
+        describe=lambda transpose: "solve" + transpose * " transposed",
+        transpose=lambda cotangent, a, b, *, transpose: solve(
+            a, cotangent, transpose=not transpose
+        ),
+    )
+)
+
+
+def _triangular_reference(
+    a: Array, b: Array, *, transpose: bool, **params: bool
+) -> tuple[Array, ...]:
+    return (lax.linalg.triangular_solve(a, b, transpose_a=transpose, **params),)
+
+
+def _triangular_cotangent(
+    cotangent: Array, a: Array, b: Any, *, transpose: bool, **params: bool
+) -> Array:
+    return triangular_solve(a, cotangent, transpose=not transpose, **params)
+
+
+def _batched_triangular_solve(
+    operands: Sequence[Array], dims: Sequence[int | None], *, left_side: bool, **params: bool
+) -> tuple[Sequence[Array], Sequence[int]]:
+    bind = functools.partial(_triangular_solve, left_side=left_side)
+    return _batched_columns(bind, operands, dims, left_side=left_side, **params)
+
+
+def _describe_triangular(
+    *, left_side: bool, lower: bool, transpose: bool, unit_diagonal: bool
+) -> str:
+    words = ("lower" if lower else "upper", transpose * "transposed", unit_diagonal * "unit")
+    side = "left" if left_side else "right"
+    return f"triangular_solve {' '.join(filter(None, words))} on the {side}"
+
+
+_triangular_solve: Bind = define(
+    MatrixOperation(
+        name="tilekern_triangular_solve",
+        like_results=lambda a, b, **_: (b,),
+        reference=_triangular_reference,
+        jvp=_triangular_solve_jvp,
+        batch=_batched_triangular_solve,
+        refusal=_refused,
+        planners={
+            "cpu": _cpu_columns,
+            "cuda": functools.partial(_cuda_columns, plans.triangular_solve_kernel),
+        },
+        describe=_describe_triangular,
+        transpose=_triangular_cotangent,
+    )
+)
+
+_cholesky: Bind = define(
+    MatrixOperation(
+        name="tilekern_cholesky",
+        like_results=lambda a, **_: (a,),
+        reference=lambda a, *, symmetrize: (lax.linalg.cholesky(a, symmetrize_input=symmetrize),),
+        jvp=_cholesky_jvp,
+        batch=lambda *args, **params: _batched_matrices(_cholesky, *args, **params),
+        refusal=_refused,
+        planners={
+            "cpu": functools.partial(_cpu_matrices, ffi.CPU_MATRIX_CHOLESKY),
+            "cuda": functools.partial(_cuda_matrices, plans.cholesky_kernel),
+        },
+        describe=lambda symmetrize: "cholesky" + symmetrize * " symmetrized",
+    )
+)
+
+
+def _like_lu(a: Array) -> tuple[Array, Array, Array]:
+    integers = a[..., 0].astype(np.int32)
+    return a, integers, integers
+
+
+_lu: Bind = define(
+    MatrixOperation(
+        name="tilekern_lu",
+        like_results=_like_lu,
+        reference=lax.linalg.lu,
+        jvp=_lu_jvp,
+        batch=lambda *args: _batched_matrices(_lu, *args),
+        refusal=_refused,
+        planners={
+            "cpu": functools.partial(_cpu_matrices, ffi.CPU_MATRIX_LU),
+            "cuda": functools.partial(_cuda_matrices, plans.lu_kernel),
+        },
+        describe=lambda: "lu",
+    )
+)
+
+
+def _why_left(*_: Any, call: str, reason: str) -> Fallback:
+    return Fallback(reason)
+
+
+# What was decided before lowering, for ``explain``. The tangent is not told of again.
+_left_to_xla: Bind = define(
+    MatrixOperation(
+        name="tilekern_left_to_xla",
+        like_results=lambda x, **_: (x,),
+        reference=lambda x, **_: (x,),
+        jvp=lambda primals, tangents, **params: (_left_to_xla(*primals, **params), tangents),
+        batch=lambda operands, dims, **params: (_left_to_xla(*operands, **params), dims),
+        refusal=_why_left,
+        planners={"cpu": _why_left, "cuda": _why_left},
+        describe=lambda call, reason: call,
+    )
+)

@@ -1,0 +1,275 @@
+"""How a product is cut into blocks for the memory at hand: sizes in, blocks and bytes out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# Blocks are multiples of it, but for those at the edges.
+_GRANULE = 128
+# Extents of blocks, of which smaller ones are tried only where larger ones do not fit: products of
+# narrow blocks are slow, and with shallow ones reading and writing the sums takes longer.
+_LEAST = (2048, 1024, 512, 256, 128)
+# Into how many parts rows and columns are cut; more are tried only where these take too much.
+_PARTS = (*range(1, 17), *(2**i for i in range(5, 31)))
+# Blocks of each operand that a device has at once: one is multiplied while the next is copied.
+_BUFFERS = 2
+
+
+class Sizes(NamedTuple):
+    """A product of an ``m`` by ``k`` and a ``k`` by ``n`` matrix, and bytes of their elements.
+
+    Attributes
+    ----------
+    m, n, k
+        Extents.
+    lhs_bytes, rhs_bytes, out_bytes
+        Of an element.
+    sum_bytes
+        Of an element of the sums that a device keeps.
+    """
+
+    m: int
+    n: int
+    k: int
+    lhs_bytes: int
+    rhs_bytes: int
+    out_bytes: int
+    sum_bytes: int
+
+
+class Tile(NamedTuple):
+    """A block of the result, by its place in the grid of them."""
+
+    row: int
+    column: int
+
+
+class Block(NamedTuple):
+    """A block of an operand, by its place in the grid of them."""
+
+    operand: str
+    outer: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Blocks of a product, and what they move.
+
+    A device sums a block of ``rows`` by ``columns`` of the result over blocks of the operands that
+    are ``depth`` deep, so that each element it reads is used for ``2 / (1 / rows + 1 / columns)``
+    operations. A block that it already has is not read again.
+
+    Attributes
+    ----------
+    sizes
+        Of the product.
+    rows, columns, depth
+        Of blocks, at most.
+    devices
+        How many share the blocks of the result.
+    memory_bytes
+        What each of them needs.
+    seconds
+        An estimate of the time it takes, or ``None`` if no rates were measured.
+    """
+
+    sizes: Sizes
+    rows: int
+    columns: int
+    depth: int
+    devices: int
+    memory_bytes: int
+    seconds: float | None = None
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks of rows, of columns and of depth."""
+        m, n, k, *_ = self.sizes
+        return math.ceil(m / self.rows), math.ceil(n / self.columns), math.ceil(k / self.depth)
+
+    @property
+    def tiles(self) -> list[Tile]:
+        """Blocks of the result in order.
+
+        It goes along a row and back along the next, so that neighbours share an operand's block.
+        """
+        rows, columns, _ = self.grid
+        return [
+            Tile(row, column if row % 2 == 0 else columns - 1 - column)
+            for row, column in itertools.product(range(rows), range(columns))
+        ]
+
+    def tiles_of(self, device: int) -> list[Tile]:
+        """Return the blocks of one device, which follow each other."""
+        count = len(self.tiles)
+        bounds = [count * i // self.devices for i in (device, device + 1)]
+        return self.tiles[slice(*bounds)]
+
+    def depths(self, tile: Tile) -> Sequence[int]:
+        """Return the blocks of depth, in the order in which they are added."""
+        return range(self.grid[2])
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the operands that all devices read together."""
+        if self.grid[2] > 1:
+            return self._bytes_of_every_block
+        return sum(
+            self.block_bytes(block)
+            for device in range(self.devices)
+            for block in self._reads(self.tiles_of(device))
+        )
+
+    @property
+    def _bytes_of_every_block(self) -> int:
+        """Bytes of the operands if every block of the result reads its own."""
+        rows, columns, _ = self.grid
+        m, n, k, *_ = self.sizes
+        return k * (columns * m * self.sizes.lhs_bytes + rows * n * self.sizes.rhs_bytes)
+
+    @property
+    def reads_alone(self) -> int:
+        """About the bytes that a single device reads, without counting block by block."""
+        if self.grid[2] > 1:
+            return self._bytes_of_every_block
+        m, n, k, *_ = self.sizes
+        turns = self.grid[0] - 1
+        rhs = n + turns * (n - self.columns)
+        return k * (m * self.sizes.lhs_bytes + rhs * self.sizes.rhs_bytes)
+
+    @property
+    def write_bytes(self) -> int:
+        """Bytes of the result."""
+        return self.sizes.m * self.sizes.n * self.sizes.out_bytes
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.sizes.m * self.sizes.n * self.sizes.k
+
+    def block_bytes(self, block: Block) -> int:
+        """Return the size of a block of an operand."""
+        deep = _extent(block.depth, self.depth, self.sizes.k)
+        if block.operand == "lhs":
+            return _extent(block.outer, self.rows, self.sizes.m) * deep * self.sizes.lhs_bytes
+        return _extent(block.outer, self.columns, self.sizes.n) * deep * self.sizes.rhs_bytes
+
+    def _reads(self, tiles: Sequence[Tile]) -> Iterator[Block]:
+        """Yield the blocks that a device reads for some tiles."""
+        held: dict[str, Block] = {}
+        for tile in tiles:
+            for depth in self.depths(tile):
+                for block in (Block("lhs", tile.row, depth), Block("rhs", tile.column, depth)):
+                    if held.get(block.operand) != block:
+                        held[block.operand] = block
+                        yield block
+
+    def __str__(self) -> str:
+        m, n, k, *_ = self.sizes
+        rows, columns, deep = self.grid
+        text = (
+            f"{m}x{k} by {k}x{n}: {rows}x{columns} blocks of {self.rows}x{self.columns}, each over "
+            f"{deep} of depth {self.depth}; reads {_readable(self.read_bytes)}, writes "
+            f"{_readable(self.write_bytes)}, in {_readable(self.memory_bytes)} on each of "
+            f"{self.devices} device{'s' * (self.devices > 1)}"
+        )
+        return text if self.seconds is None else f"{text}; about {self.seconds:.3g} s"
+
+
+def choose_plan(sizes: Sizes, memory_limit: int, devices: int = 1) -> Plan:
+    """Return the plan that reads the least in so much memory.
+
+    It depends on these arguments alone, so that a product can be taken up again.
+
+    Parameters
+    ----------
+    sizes
+        Of the product; none is 0.
+    memory_limit
+        Bytes on each device.
+    devices
+        How many there are.
+
+    Raises
+    ------
+    ValueError
+        If not even the smallest blocks fit; the message says what does.
+    """
+    found: list[Plan] = []
+    for least in _LEAST:
+        plans = [
+            plan
+            for rows, columns in itertools.product(
+                _extents(sizes.m, least), _extents(sizes.n, least)
+            )
+            if (plan := _deepest(sizes, rows, columns, least, memory_limit, devices))
+        ]
+        if plans:
+            # What reads as little in less memory has more blocks, so that more runs side by side.
+            found.append(min(plans, key=lambda p: (-p.devices, p.reads_alone, p.memory_bytes)))
+        if found and found[-1].devices == devices:
+            break
+    if found:
+        return max(found, key=lambda plan: plan.devices)
+    smallest = [min(_GRANULE, size) for size in (sizes.m, sizes.n, sizes.k)]
+    least = _memory_bytes(sizes, *smallest)
+    rows, columns, deep = smallest
+    raise ValueError(
+        f"a memory_limit of {memory_limit} bytes is too small: blocks of {rows}x{columns}, "
+        f"{deep} deep, take {least} bytes"
+    )
+
+
+def _deepest(
+    sizes: Sizes, rows: int, columns: int, least: int, limit: int, devices: int
+) -> Plan | None:
+    """Return the plan with the deepest blocks of an extent, if ones of the least depth fit."""
+    sums = _memory_bytes(sizes, rows, columns, 0)
+    each = _memory_bytes(sizes, rows, columns, 1) - sums
+    depth = min(sizes.k, (limit - sums) // each)
+    if depth < min(least, sizes.k):
+        return None
+    if depth < sizes.k:
+        # As even as granules allow.
+        parts = math.ceil(sizes.k / (depth // _GRANULE * _GRANULE))
+        depth = _rounded_up(math.ceil(sizes.k / parts))
+    used = min(devices, math.ceil(sizes.m / rows) * math.ceil(sizes.n / columns))
+    memory = _memory_bytes(sizes, rows, columns, depth)
+    return Plan(sizes, rows, columns, depth, used, memory)
+
+
+def _memory_bytes(sizes: Sizes, rows: int, columns: int, depth: int) -> int:
+    """Return what blocks take on a device.
+
+    These are the sums, a product to be added to them, and the last result on its way to the host.
+    """
+    tile = rows * columns * (2 * sizes.sum_bytes + sizes.out_bytes)
+    return tile + _BUFFERS * depth * (rows * sizes.lhs_bytes + columns * sizes.rhs_bytes)
+
+
+def _extents(size: int, least: int) -> list[int]:
+    """Return extents of blocks, none below the least, that cut a size into parts that are alike."""
+    found = {min(size, _rounded_up(math.ceil(size / parts))) for parts in _PARTS}
+    return [extent for extent in found if extent >= min(least, size)]
+
+
+def _extent(index: int, block: int, size: int) -> int:
+    return min(block, size - index * block)
+
+
+def _rounded_up(size: int) -> int:
+    return math.ceil(size / _GRANULE) * _GRANULE
+
+
+def _readable(size: int) -> str:
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"

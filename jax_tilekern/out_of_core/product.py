@@ -1,0 +1,442 @@
+"""Products by blocks: copies in both directions run while products do."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from jax_tilekern.ops.matmul import matmul as device_matmul
+from jax_tilekern.out_of_core.journal import Journal, identity
+from jax_tilekern.out_of_core.plan import Block, Plan, Sizes, Tile, choose_plan
+
+# Of the memory that is free, for other programs and fragmentation take some.
+_FREE_SHARE = 0.8
+_HOST_SHARE = 0.25
+# Of a block that is not contiguous, what one thread copies at a time.
+_COPIED_BYTES = 16 << 20
+_MOST_COPIERS = 16
+# What the rates of a device are measured with.
+_MEASURED_BYTES = 64 << 20
+_MEASURED_SIZE = {"gpu": 4096, "cpu": 512}
+
+
+class Progress(NamedTuple):
+    """What is done of a product.
+
+    Attributes
+    ----------
+    done, total
+        Blocks of the result.
+    read_bytes
+        Bytes of operands that were copied to devices.
+    seconds
+        Since the start.
+    plan
+        Of the product.
+    """
+
+    done: int
+    total: int
+    read_bytes: int
+    seconds: float
+    plan: Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class _Types:
+    lhs: np.dtype[Any]
+    rhs: np.dtype[Any]
+    sums: np.dtype[Any]
+    out: np.dtype[Any]
+
+
+def plan(
+    a: Any,
+    b: Any,
+    *,
+    memory_limit: int | None = None,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Plan:
+    """Return how :func:`matmul` would cut a product, what it would read, and how long it takes.
+
+    Parameters are those of :func:`matmul`. The rates of the device are measured once for a type,
+    which takes about a second.
+    """
+    types = _types(a, b, precision, preferred_element_type)
+    found = _plan(a, b, types, memory_limit)
+    operations, bytes_in, bytes_out = _rates(types, precision)
+    seconds = max(
+        found.operations / operations / found.devices,
+        # The devices share the bus.
+        found.read_bytes / bytes_in,
+        found.write_bytes / bytes_out,
+    )
+    return dataclasses.replace(found, seconds=seconds)
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    *,
+    out: Any = None,
+    memory_limit: int | None = None,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    progress: Callable[[Progress], None] | bool | None = None,
+) -> Any:
+    """Product of two matrices that need not fit the memory of a device, or of the host.
+
+    Blocks of the result are summed on the local devices of JAX's default backend; blocks of the
+    operands are read and copied there, and results copied back, while products run. The blocks are
+    those that :func:`plan` says. Their products are added in the order of ``k``, in float32 for
+    16-bit and 8-bit floats, and are rounded to the result's type once. So the same call has the
+    same bits, also if it was interrupted, and integers are exact modulo their type.
+
+    Parameters
+    ----------
+    a
+        Matrix of shape ``(m, k)``: an array of NumPy or JAX, a ``numpy.memmap``, or anything with
+        ``shape``, ``dtype`` and slices that NumPy takes, such as an array of zarr or h5py.
+    b
+        Matrix of shape ``(k, n)``.
+    out
+        Where to put the result: of shape ``(m, n)`` and its type, and assignable by slices. With a
+        ``numpy.memmap`` an interrupted product goes on where it was, if it is called again with the
+        same arguments. Until it is whole the file ``<out>.unfinished.json`` lies beside it. By
+        default a NumPy array is made.
+    memory_limit
+        Bytes that may be used on each device; by default most of what is free.
+    precision, preferred_element_type
+        As of :func:`jax_tilekern.matmul`.
+    progress
+        ``True`` shows a bar and prints the plan. A function is called with a :class:`Progress`
+        before the first block of the result and after each, from one thread at a time.
+
+    Returns
+    -------
+    Array of NumPy
+        ``out`` if it was given.
+
+    Raises
+    ------
+    ValueError
+        If an operand is no matrix, shapes do not fit, ``memory_limit`` is too small, or a file has
+        an unfinished product of something else.
+    TypeError
+        If an operand or ``out`` is not an array of a type that fits.
+    OSError
+        If there is no space for the result.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from jax_tilekern import out_of_core
+    >>> a, b = np.ones((300, 200), np.float32), np.ones((200, 400), np.float32)
+    >>> out_of_core.matmul(a, b, memory_limit=1_000_000)[:2, :2]
+    array([[200., 200.],
+           [200., 200.]], dtype=float32)
+    """
+    types = _types(a, b, precision, preferred_element_type)
+    shape = a.shape[0], b.shape[1]
+    if out is None:
+        out = np.empty(shape, types.out)
+    elif tuple(out.shape) != shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}, but the product has {shape}")
+    elif np.dtype(out.dtype) != types.out:
+        raise TypeError(
+            f"out is {out.dtype}, but the product is {types.out}; preferred_element_type chooses"
+        )
+    if 0 in shape or a.shape[1] == 0:
+        out[:] = 0
+        return out
+    found = _plan(a, b, types, memory_limit)
+    if progress is True:
+        from jax_tilekern.out_of_core.bar import Bar
+
+        with Bar(plan(a, b, memory_limit=memory_limit, precision=precision,
+                      preferred_element_type=preferred_element_type)) as bar:  # fmt: skip
+            return _run(a, b, out, found, types, precision, bar)
+    return _run(a, b, out, found, types, precision, progress or None)
+
+
+def _run(
+    a: Any,
+    b: Any,
+    out: Any,
+    plan: Plan,
+    types: _Types,
+    precision: lax.PrecisionLike,
+    progress: Callable[[Progress], None] | None,
+) -> Any:
+    journal = None
+    if isinstance(out, np.memmap) and out.filename is not None:
+        blocks = (plan.rows, plan.columns, plan.depth)
+        known = identity((a, b), blocks, types, precision)
+        journal = Journal(out, known, functools.partial(_place, plan))
+    ledger = _Ledger(out, plan, journal, progress)
+    threads = min(os.cpu_count() or 1, _MOST_COPIERS)
+    with (
+        ThreadPoolExecutor(threads, "jax_tilekern_copier") as copiers,
+        ThreadPoolExecutor(2 * plan.devices, "jax_tilekern_reader") as readers,
+        ThreadPoolExecutor(plan.devices, "jax_tilekern_writer") as writers,
+    ):
+        # This thread alone calls JAX, whose settings may be its own. No call waits for its result.
+        running = [
+            _DeviceProduct(
+                a, b, plan, types, precision, device, ledger, copiers, readers, writers
+            ).run([tile for tile in plan.tiles_of(i) if tile not in ledger.done])
+            for i, device in enumerate(jax.local_devices()[: plan.devices])
+        ]
+        while running:
+            running = [product for product in running if next(product, None) is not None]
+    if journal is not None:
+        journal.close()
+    return out
+
+
+class _Ledger:
+    """What all devices have done so far."""
+
+    def __init__(
+        self,
+        out: Any,
+        plan: Plan,
+        journal: Journal | None,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.done = set(journal.done) if journal else set[Tile]()
+        self._out, self._plan, self._journal, self._progress = out, plan, journal, progress
+        self._lock = threading.Lock()
+        self._read_bytes = 0
+        self._start = time.perf_counter()
+        self._report()
+
+    def add_read(self, size: int) -> None:
+        with self._lock:
+            self._read_bytes += size
+
+    def write(self, tile: Tile, result: Array) -> None:
+        """Put a block of the result in its place, note it and say so."""
+        block = np.asarray(result)
+        with self._lock:
+            self._out[_place(self._plan, tile)] = block
+            if self._journal is not None:
+                self._journal.add(tile)
+            self.done.add(tile)
+            self._report()
+
+    def _report(self) -> None:
+        if self._progress is not None:
+            seconds = time.perf_counter() - self._start
+            total = len(self._plan.tiles)
+            self._progress(Progress(len(self.done), total, self._read_bytes, seconds, self._plan))
+
+
+@dataclasses.dataclass
+class _DeviceProduct:
+    """The blocks of one device."""
+
+    a: Any
+    b: Any
+    plan: Plan
+    types: _Types
+    precision: lax.PrecisionLike
+    device: jax.Device
+    ledger: _Ledger
+    copiers: ThreadPoolExecutor
+    readers: ThreadPoolExecutor
+    writers: ThreadPoolExecutor
+
+    def run(self, tiles: list[Tile]) -> Iterator[Tile]:
+        """Compute some blocks of the result; yields the block in question after each step."""
+        first, further = _steps(self.precision, self.types.sums)
+        finish = _finish(self.types.out)
+        sums: Array | None = None
+        written: Future[None] | None = None
+        # One is multiplied while the next is copied: a step begins when the last but one is over.
+        marks: list[Array] = []
+        for tile, last, lhs, rhs in self._operands(tiles):
+            sums, mark = first(lhs, rhs) if sums is None else further(sums, lhs, rhs)
+            del lhs, rhs
+            marks.append(mark)
+            if last:
+                result = finish(sums)
+                sums = None
+                result.copy_to_host_async()
+                if written is not None:
+                    written.result()
+                written = self.writers.submit(self.ledger.write, tile, result)
+                del result
+            if len(marks) > 1:
+                jax.block_until_ready(marks.pop(0))
+            yield tile
+        if written is not None:
+            written.result()
+
+    def _operands(self, tiles: list[Tile]) -> Iterator[tuple[Tile, bool, Array, Array]]:
+        """Yield operands on the device, and whether they are a tile's last ones.
+
+        The next ones are read from where they are, in other threads, meanwhile.
+        """
+        steps = [(tile, depth) for tile in tiles for depth in self.plan.depths(tile)]
+        held: dict[str, tuple[Block, Array]] = {}
+        coming: dict[Block, Future[np.ndarray[Any, Any]]] = {}
+        for i, (tile, depth) in enumerate(steps):
+            for block in _blocks(tile, depth):
+                if block.operand in held and held[block.operand][0] == block:
+                    continue
+                future = coming.pop(block, None) or self.readers.submit(self._read, block)
+                host = future.result()
+                self.ledger.add_read(host.nbytes)
+                held.pop(block.operand, None)
+                held[block.operand] = block, jax.device_put(host, self.device)
+            if i + 1 < len(steps):
+                for block in _blocks(*steps[i + 1]):
+                    if held[block.operand][0] != block:
+                        coming[block] = self.readers.submit(self._read, block)
+            last = depth == self.plan.depths(tile)[-1]
+            yield tile, last, held["lhs"][1], held["rhs"][1]
+
+    def _read(self, block: Block) -> np.ndarray[Any, Any]:
+        depth = _slice(block.depth, self.plan.depth)
+        if block.operand == "lhs":
+            part = self.a[_slice(block.outer, self.plan.rows), depth]
+            return self._contiguous(part, self.types.lhs)
+        part = self.b[depth, _slice(block.outer, self.plan.columns)]
+        return self._contiguous(part, self.types.rhs)
+
+    def _contiguous(self, found: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        part: np.ndarray[Any, Any] = np.asarray(found)
+        if part.flags.c_contiguous and part.dtype == dtype:
+            return part
+        # One thread copies slower than the bus does.
+        block = np.empty(part.shape, dtype)
+        rows = -(-len(part) * _COPIED_BYTES // max(part.nbytes, 1))
+        pieces = [slice(i, i + rows) for i in range(0, len(part), rows)]
+        list(self.copiers.map(lambda piece: np.copyto(block[piece], part[piece]), pieces))
+        return block
+
+
+@functools.lru_cache(maxsize=64)
+def _steps(
+    precision: lax.PrecisionLike, sums: np.dtype[Any]
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return what begins a block's sums and what adds to them, each with a mark of its end."""
+
+    def product(lhs: Array, rhs: Array) -> Array:
+        return device_matmul(lhs, rhs, precision=precision, preferred_element_type=sums)
+
+    @jax.jit
+    def first(lhs: Array, rhs: Array) -> tuple[Array, Array]:
+        total = product(lhs, rhs)
+        return total, total[0, 0]
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def further(sums: Array, lhs: Array, rhs: Array) -> tuple[Array, Array]:
+        total = sums + product(lhs, rhs)
+        return total, total[0, 0]
+
+    return first, further
+
+
+@functools.lru_cache(maxsize=64)
+def _finish(out: np.dtype[Any]) -> Callable[[Array], Array]:
+    return jax.jit(lambda sums: sums.astype(out))
+
+
+def _blocks(tile: Tile, depth: int) -> tuple[Block, Block]:
+    return Block("lhs", tile.row, depth), Block("rhs", tile.column, depth)
+
+
+def _place(plan: Plan, tile: Tile) -> tuple[slice, slice]:
+    return _slice(tile.row, plan.rows), _slice(tile.column, plan.columns)
+
+
+def _slice(index: int, block: int) -> slice:
+    return slice(index * block, (index + 1) * block)
+
+
+# Checks and measurements.
+
+
+def _types(a: Any, b: Any, precision: lax.PrecisionLike, preferred: DTypeLike | None) -> _Types:
+    for name, operand in (("a", a), ("b", b)):
+        if not hasattr(operand, "shape") or not hasattr(operand, "dtype"):
+            raise TypeError(f"{name} is {type(operand).__name__}, which has no shape and dtype")
+        if len(operand.shape) != 2:
+            raise ValueError(f"{name} has shape {tuple(operand.shape)}, which is no matrix")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(
+            f"contracted dimensions differ: a has shape {tuple(a.shape)}, b {tuple(b.shape)}"
+        )
+    # Types as on a device, where float64 may be float32.
+    types = [jax.dtypes.canonicalize_dtype(np.dtype(x.dtype)) for x in (a, b)]
+    rows = [jax.ShapeDtypeStruct((1, 1), dtype) for dtype in types]
+
+    def result(preferred: Any) -> np.dtype[Any]:
+        product = functools.partial(
+            device_matmul, precision=precision, preferred_element_type=preferred
+        )
+        dtype: np.dtype[Any] = np.dtype(jax.eval_shape(product, *rows).dtype)
+        return dtype
+
+    out = result(preferred)
+    narrow = jnp.issubdtype(out, jnp.floating) and out.itemsize < 4
+    return _Types(types[0], types[1], result(jnp.float32) if narrow else out, out)
+
+
+def _plan(a: Any, b: Any, types: _Types, memory_limit: int | None) -> Plan:
+    (m, k), n = a.shape, b.shape[1]
+    itemsizes = (t.itemsize for t in (types.lhs, types.rhs, types.out, types.sums))
+    devices = jax.local_devices()
+    limit = memory_limit if memory_limit is not None else min(map(_free_bytes, devices))
+    return choose_plan(Sizes(*map(int, (m, n, k)), *itemsizes), limit, len(devices))
+
+
+def _free_bytes(device: jax.Device) -> int:
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(_FREE_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(_HOST_SHARE * host / jax.local_device_count())
+
+
+@functools.lru_cache(maxsize=64)
+def _rates(types: _Types, precision: lax.PrecisionLike) -> tuple[float, float, float]:
+    """Measure operations, and bytes to and from the first device, a second."""
+    device = jax.local_devices()[0]
+    size = _MEASURED_SIZE.get(device.platform, _MEASURED_SIZE["cpu"])
+    lhs, rhs = (
+        jax.device_put(np.zeros((size, size), dtype), device) for dtype in (types.lhs, types.rhs)
+    )
+    first, _ = _steps(precision, types.sums)
+    host = np.zeros(_MEASURED_BYTES, np.uint8)
+    there = jax.device_put(host, device)
+    return (
+        2 * size**3 / _seconds(lambda: first(lhs, rhs)),
+        host.nbytes / _seconds(lambda: jax.device_put(host, device)),
+        # Another array each time: JAX keeps what was copied to the host.
+        host.nbytes / _seconds(lambda: np.asarray(there + np.uint8(0))),
+    )
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,78 @@
+"""Batches of small matrices of every layout on the GPU, under compute-sanitizer.
+
+See ``.ci/sanitize``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_tilekern as jtk
+from jax_tilekern import linalg
+
+# Lanes that are all in use and that are not; one, two and many matrices of a warp; 16-byte, 8-byte
+# and single loads; and a last block that is not full.
+SIZES = (1, 2, 3, 7, 16, 17, 32, 33, 64)
+COUNT = 21
+
+
+def calls(
+    a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]
+) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], np.ndarray[Any, Any]]]:
+    """Yield names, functions, arguments and results: of positive definite matrices."""
+    transposed = b.swapaxes(-1, -2)
+    yield "inv", linalg.inv, (a,), np.linalg.inv(a)
+    yield "cholesky", linalg.cholesky, (a,), np.linalg.cholesky(a)
+    yield "solve", linalg.solve, (a, b), np.linalg.solve(a, b)
+    yield "one matrix", linalg.solve, (a[0], b), np.linalg.solve(a[:1], b)
+
+    def rebuilt(a: Any) -> Any:
+        p, lower, upper = linalg.lu(a)
+        return jnp.matmul(p, jnp.matmul(lower, upper, precision="highest"), precision="highest")
+
+    yield "lu", rebuilt, (a,), a
+    for lower in (False, True):
+        triangle = np.tril(a) if lower else np.triu(a)
+
+        def left(a: Any, b: Any, lower: bool = lower) -> Any:
+            return linalg.triangular_solve(a, b, left_side=True, lower=lower)
+
+        def right(a: Any, b: Any, lower: bool = lower) -> Any:
+            return linalg.triangular_solve(a, b, lower=lower, transpose_a=True)
+
+        yield f"left {lower}", left, (a, b), np.linalg.solve(triangle, b)
+        # x @ T.T = b.T is T @ x.T = b.
+        expected = np.linalg.solve(triangle, b).swapaxes(-1, -2)
+        yield f"right {lower}", right, (a, transposed), expected
+
+
+def check_matrices() -> int:
+    """Run every size and operation; return how many were wrong."""
+    rng = np.random.default_rng(0)
+    wrong, total = [], 0
+    for dtype in (np.float32, np.float64):
+        for n in SIZES:
+            x = rng.standard_normal((COUNT, n, n))
+            a = x @ x.swapaxes(-1, -2) / n + 2 * np.eye(n)
+            b = rng.standard_normal((COUNT, n, 1 if n % 2 else 11))
+            for name, function, args, expected in calls(a, b):
+                given = [jnp.asarray(v.astype(dtype)) for v in args]
+                kernels = [choice.kernel for choice in jtk.explain(function, *given)]
+                out = np.asarray(jax.jit(function)(*given), np.float64)
+                error = np.abs(out - expected).max() / np.abs(expected).max()
+                total += 1
+                if None in kernels or not error <= (1e-4 if dtype == np.float32 else 1e-12):
+                    wrong.append(f"{name} {n} {np.dtype(dtype)}: {error:.1e} {kernels}")
+    print(f"small matrices: {total}, {len(wrong)} wrong {wrong or ''}", flush=True)
+    return len(wrong)
+
+
+if __name__ == "__main__":
+    with jax.enable_x64(True):
+        sys.exit(check_matrices())

@@ -1,0 +1,536 @@
+"""``jax_tilekern.linalg`` has the semantics of JAX's functions, and solves batches accurately."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.linalg as jsp_linalg
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from numerics import UNIT_ROUNDOFF, check_derivatives, random
+
+import jax_tilekern as jtk
+from jax_tilekern import _core, linalg
+from jax_tilekern.ops.small_matrices import refusal
+
+# Every number of lanes, sizes that fill them and sizes that do not.
+SIZES = (1, 2, 3, 5, 8, 13, 16, 17, 31, 32, 33, 48, 64)
+DTYPES = (np.float32, np.float64)
+# No multiple of what a thread block or a vector has.
+COUNT = 37
+
+
+def tolerance(n, dtype):
+    """Of elimination with partial pivoting, whose elements grow by about n ** (2 / 3)."""
+    return 8 * n**1.5 * UNIT_ROUNDOFF[np.dtype(dtype)]
+
+
+def norms(x):
+    return np.abs(np.asarray(x, np.float64)).sum(-1).max(-1)
+
+
+def definite(rng, shape, dtype):
+    x = np.asarray(random(rng, shape, np.float64))
+    return jnp.asarray((x @ x.swapaxes(-1, -2) + np.eye(shape[-1])).astype(dtype))
+
+
+def kernels(function, *args):
+    return [choice.kernel for choice in jtk.explain(function, *args)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", SIZES)
+def test_inverses(rng, x64, n, dtype):
+    a = random(rng, (COUNT, n, n), dtype)
+    x = linalg.inv(a)
+    assert x.dtype == dtype
+    exact = np.linalg.inv(np.asarray(a, np.float64))
+    bound = tolerance(n, dtype) * norms(a) * norms(exact) ** 2
+    assert np.all(norms(x - exact) <= bound)
+    assert None not in kernels(linalg.inv, a)
+
+
+@pytest.mark.parametrize("columns", [None, 1, 3, 8, 13])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 17, 32, 64])
+def test_residuals_of_solutions_are_small(rng, x64, n, dtype, columns):
+    """Whatever the condition number: backward stability."""
+    a = random(rng, (COUNT, n, n), dtype)
+    graded = 10.0 ** np.linspace(0, -4, n)
+    a = (
+        a.at[1]
+        .multiply(jnp.asarray(graded, dtype))
+        .at[2]
+        .multiply(jnp.asarray(graded[:, None], dtype))
+    )
+    b = random(rng, (n,) if columns is None else (COUNT, n, columns), dtype)
+    x = linalg.solve(a, b)
+    assert x.shape == jnp.linalg.solve(a, b).shape
+    wide_a, wide_b, wide_x = (np.asarray(v, np.float64) for v in (a, b, x))
+    if columns is None:
+        wide_b, wide_x = wide_b[:, None], wide_x[..., None]
+    residual = np.abs(wide_a @ wide_x - wide_b).max((-2, -1))
+    bound = tolerance(n, dtype) * norms(a) * np.abs(wide_x).max((-2, -1))
+    assert np.all(residual <= bound)
+    if columns is not None:
+        assert None not in kernels(linalg.solve, a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", SIZES)
+def test_lu(rng, x64, n, dtype):
+    a = random(rng, (3, COUNT, n, n), dtype)
+    p, lower, upper = linalg.lu(a)
+    wide = [np.asarray(x, np.float64) for x in (p, lower, upper)]
+    error = norms(wide[0] @ wide[1] @ wide[2] - np.asarray(a, np.float64))
+    assert np.all(error <= tolerance(n, dtype) * norms(a))
+    assert np.abs(lower).max() <= 1
+    np.testing.assert_array_equal(jnp.tril(upper, -1), 0)
+    np.testing.assert_array_equal(p.sum(-1), 1)
+    permuted, same = linalg.lu(a, permute_l=True)
+    np.testing.assert_array_equal(same, upper)
+    np.testing.assert_array_equal(permuted, np.asarray(p) @ np.asarray(lower))
+    factors, pivots = linalg.lu_factor(a)
+    expected = jsp_linalg.lu_factor(a)
+    assert [x.dtype for x in (factors, pivots)] == [x.dtype for x in expected]
+    if dtype == np.float64:
+        # In float32 two that are nearly equal may change places.
+        np.testing.assert_array_equal(pivots, expected[1])
+    places = lax.linalg.lu_pivots_to_permutation(pivots, n)
+    np.testing.assert_array_equal(np.asarray(p).argmax(-2), places)
+    assert kernels(linalg.lu_factor, a) != [None]
+
+
+def test_of_equal_pivots_the_first_is_taken(rng):
+    """Of matrices of -1, 0 and 1, of which all that is compared is a whole or half number."""
+    a = rng.integers(-1, 2, (500, 4, 4)).astype(np.float32)
+    _, pivots = linalg.lu_factor(jnp.asarray(a))
+    for matrix, found in zip(a.astype(np.float64), np.asarray(pivots), strict=True):
+        for k in range(3):
+            assert found[k] == k + np.argmax(np.abs(matrix[k:, k]))
+            matrix[[k, found[k]]] = matrix[[found[k], k]]
+            if matrix[k, k] != 0:
+                matrix[k + 1 :] -= np.outer(matrix[k + 1 :, k] / matrix[k, k], matrix[k])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", SIZES)
+def test_cholesky(rng, x64, n, dtype):
+    a = definite(rng, (COUNT, n, n), dtype)
+    factor = linalg.cholesky(a)
+    wide = np.asarray(factor, np.float64)
+    error = norms(wide @ wide.swapaxes(-1, -2) - np.asarray(a, np.float64))
+    assert np.all(error <= 4 * n * UNIT_ROUNDOFF[np.dtype(dtype)] * norms(a))
+    np.testing.assert_array_equal(jnp.triu(factor, 1), 0)
+    np.testing.assert_array_equal(linalg.cholesky(a, upper=True), factor.mT)
+    skew = random(rng, (COUNT, n, n), dtype) / 4
+    uneven = linalg.cholesky(a + skew - skew.mT)
+    np.testing.assert_allclose(uneven, factor, 0, tolerance(n, dtype) * norms(a).max() ** 0.5 * 4)
+    unread = jnp.tril(a) + jnp.triu(jnp.full_like(a, jnp.nan), 1)
+    lower_only = linalg.cholesky(unread, symmetrize_input=False)
+    np.testing.assert_array_equal(lower_only, factor)
+    assert None not in kernels(linalg.cholesky, a)
+
+
+@pytest.mark.parametrize("n", [2, 9, 33])
+def test_what_is_not_definite_has_a_triangle_of_nan(rng, n):
+    a = definite(rng, (6, n, n), np.float32)
+    bad = a.at[1, n - 1, n - 1].set(-1).at[2, 0, 0].set(0).at[3, n - 1, 0].set(jnp.nan)
+    factor = np.asarray(linalg.cholesky(bad, symmetrize_input=False))
+    for i in (1, 2, 3):
+        assert np.isnan(factor[i][np.tril_indices(n)]).all()
+        np.testing.assert_array_equal(np.triu(factor[i], 1), 0)
+    np.testing.assert_array_equal(factor[[0, 4, 5]], linalg.cholesky(a)[jnp.array([0, 4, 5])])
+
+
+@pytest.mark.parametrize("n", [2, 3, 7, 20])
+def test_determinants(rng, n):
+    a = random(rng, (COUNT, n, n), np.float32)
+    exact = np.linalg.det(np.asarray(a, np.float64))
+    wide = np.linalg.inv(np.asarray(a, np.float64))
+    relative = tolerance(n, np.float32) * norms(a) * norms(wide)
+    assert np.all(np.abs(linalg.det(a) - exact) <= relative * np.abs(exact))
+    sign, logarithm = linalg.slogdet(a)
+    np.testing.assert_array_equal(sign, np.sign(exact))
+    assert np.all(np.abs(logarithm - np.log(np.abs(exact))) <= relative + 1e-5)
+    singular = jnp.round(2 * a)
+    singular = singular.at[:, -1].set(2 * singular[:, 0])
+    rank_0 = jnp.zeros_like(a)
+    np.testing.assert_array_equal(linalg.det(rank_0), 0)
+    np.testing.assert_array_equal(linalg.slogdet(rank_0)[0], 0)
+    np.testing.assert_array_equal(linalg.slogdet(rank_0)[1], -np.inf)
+    scale = np.abs(np.asarray(singular)).max() ** n
+    assert np.abs(linalg.det(singular)).max() <= 1e-4 * scale
+
+
+@pytest.mark.parametrize("unit_diagonal", [False, True])
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("lower", [False, True])
+@pytest.mark.parametrize("left_side", [False, True])
+@pytest.mark.parametrize(("n", "m"), [(3, 5), (16, 1), (33, 9)])
+def test_triangular_solve(rng, n, m, left_side, lower, transpose_a, unit_diagonal):
+    flags = {"left_side": left_side, "lower": lower, "transpose_a": transpose_a}
+    flags["unit_diagonal"] = unit_diagonal
+    a = random(rng, (COUNT, n, n), np.float32) / n + 2 * jnp.eye(n)
+    unread = jnp.triu(jnp.ones((n, n)), 1) if lower else jnp.tril(jnp.ones((n, n)), -1)
+    unread = unread + unit_diagonal * jnp.eye(n)
+    b = random(rng, (COUNT, n, m) if left_side else (COUNT, m, n), np.float32)
+    x = linalg.triangular_solve(jnp.where(unread, jnp.nan, a), b, **flags)
+    triangle = np.where(unread, np.eye(n) * unit_diagonal, np.asarray(a, np.float64))
+    triangle = triangle.swapaxes(-1, -2) if transpose_a else triangle
+    wide = np.asarray(x, np.float64)
+    residual = (triangle @ wide if left_side else wide @ triangle) - np.asarray(b)
+    bound = 4 * n * UNIT_ROUNDOFF[np.dtype(np.float32)] * norms(a).max() * np.abs(wide).max()
+    assert np.abs(residual).max() <= bound
+    call = functools.partial(linalg.triangular_solve, **flags)
+    assert None not in kernels(call, a, b)
+    vector = b[..., 0] if left_side else b[..., 0, :]
+    np.testing.assert_allclose(
+        call(a, vector), lax.linalg.triangular_solve(a, vector, **flags), 1e-4, 1e-4
+    )
+
+
+@pytest.mark.parametrize("trans", [0, 1, "T", "C"])
+@pytest.mark.parametrize(
+    "shapes", [((5, 4, 4), (4,)), ((4, 4), (5, 4, 3)), ((2, 1, 4, 4), (5, 4, 3))]
+)
+def test_solve_triangular_broadcasts(rng, shapes, trans):
+    a, b = (random(rng, shape, np.float32) for shape in shapes)
+    a = a + 4 * jnp.eye(4)
+    for lower in (False, True):
+        got, expected = (
+            f(a, b, trans=trans, lower=lower)
+            for f in (linalg.solve_triangular, jsp_linalg.solve_triangular)
+        )
+        assert got.shape == expected.shape
+        np.testing.assert_allclose(got, expected, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((4, 4), (4,)), ((4, 4), (4, 2)), ((5, 4, 4), (4,)), ((4, 4), (5, 4, 2)),
+        ((3, 1, 4, 4), (5, 4, 2)), ((0, 4, 4), (4, 2)), ((4, 4), (4, 0)), ((5, 0, 0), (5, 0, 2)),
+    ],
+)  # fmt: skip
+def test_solve_broadcasts(rng, shapes):
+    a, b = (random(rng, shape, np.float32) for shape in shapes)
+    a = a + 4 * jnp.eye(a.shape[-1])
+    expected = jnp.linalg.solve(a, b)
+    got = linalg.solve(a, b)
+    assert got.shape == expected.shape
+    np.testing.assert_allclose(got, expected, 1e-3, 1e-3)
+
+
+# What is singular or not finite.
+
+
+def test_singular_matrices_have_no_finite_inverse():
+    known = jnp.array([[[1.0, 2.0], [2.0, 4.0]]] * 8)
+    expected = jnp.linalg.inv(known)
+    np.testing.assert_array_equal(linalg.inv(known), [[[-np.inf, np.inf], [np.inf, -np.inf]]] * 8)
+    np.testing.assert_array_equal(np.isfinite(expected), False)
+    for n in (2, 8, 40):
+        zero_column = jnp.ones((8, n, n)).at[:].set(jnp.eye(n)).at[:, :, n // 2].set(0)
+        for a in (jnp.zeros((8, n, n)), zero_column):
+            for f, g in (
+                (linalg.inv, jnp.linalg.inv),
+                (lambda a: linalg.solve(a, jnp.ones((8, a.shape[-1], 1))), None),
+            ):
+                assert not np.isfinite(f(a)).all((-2, -1)).any()
+                if g is not None:
+                    assert not np.isfinite(g(a)).all((-2, -1)).any()
+
+
+@pytest.mark.parametrize("n", [3, 8, 33])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_own_matrix(rng, n, value):
+    a = definite(rng, (COUNT, n, n), np.float32)
+    bad = a.at[5, n - 1, 0].set(value).at[5, 0, n - 1].set(value)
+    others = np.arange(COUNT) != 5
+    b = jnp.ones((COUNT, n, 2))
+    for f in (
+        linalg.inv,
+        linalg.cholesky,
+        lambda a: linalg.lu_factor(a)[0],
+        lambda a: linalg.solve(a, b),
+    ):
+        got, clean = np.asarray(f(bad)), np.asarray(f(a))
+        np.testing.assert_array_equal(got[others], clean[others])
+        if np.isnan(value):
+            assert np.isnan(got[5]).any()
+        assert not np.array_equal(got[5], clean[5])
+
+
+# Transformations.
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None), (2, 1), (None, 1), (1, None)])
+def test_vmap_of_solve_is_one_call(rng, axes):
+    shapes = [[6, 6], [6, 2]]
+    for shape, axis in zip(shapes, axes, strict=True):
+        if axis is not None:
+            shape.insert(axis, 9)
+    a, b = (random(rng, shape, np.float32) for shape in shapes)
+    dominant = 6 * jnp.eye(6)
+    a = a + (dominant if axes[0] is None else jnp.expand_dims(dominant, axes[0]))
+    mapped = jax.vmap(linalg.solve, axes)
+    np.testing.assert_allclose(
+        jax.jit(mapped)(a, b), jax.vmap(jnp.linalg.solve, axes)(a, b), 1e-4, 1e-4
+    )
+    assert len(kernels(mapped, a, b)) == 1
+    twice = [jax.vmap(jax.vmap(f, axes), (None, -1)) for f in (linalg.solve, jnp.linalg.solve)]
+    stacked = jnp.stack([b, 2 * b], -1)
+    np.testing.assert_allclose(twice[0](a, stacked), twice[1](a, stacked), 1e-4, 1e-4)
+    assert len(kernels(twice[0], a, stacked)) == 1
+
+
+@pytest.mark.parametrize("left_side", [False, True])
+@pytest.mark.parametrize("axes", [(0, 0), (None, 0), (None, 2), (1, None)])
+def test_vmap_of_triangular_solve(rng, axes, left_side):
+    shapes = [[4, 4], [4, 3] if left_side else [3, 4]]
+    for shape, axis in zip(shapes, axes, strict=True):
+        if axis is not None:
+            shape.insert(axis, 5)
+    a, b = (random(rng, shape, np.float32) for shape in shapes)
+    diagonal = jnp.eye(4) * 3 if axes[0] != 1 else (jnp.eye(4) * 3)[:, None]
+    functions = [
+        jax.vmap(functools.partial(f, left_side=left_side, lower=True), axes)
+        for f in (linalg.triangular_solve, lax.linalg.triangular_solve)
+    ]
+    np.testing.assert_allclose(
+        functions[0](a + diagonal, b), functions[1](a + diagonal, b), 1e-4, 1e-4
+    )
+
+
+@pytest.mark.parametrize("name", ["inv", "cholesky", "det", "slogdet", "lu", "lu_factor"])
+def test_vmap_of_functions_of_one_operand(rng, name):
+    a = definite(rng, (7, 5, 5), np.float32)
+    moved = jnp.moveaxis(a, 0, 2)
+    ours = getattr(linalg, name)
+    got = jax.jit(jax.vmap(ours, 2))(moved)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(ours(a)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+CASES = {
+    "inv": (linalg.inv, 1),
+    "solve": (linalg.solve, 2),
+    "cholesky": (linalg.cholesky, 1),
+    "lower": (lambda a: linalg.cholesky(a, symmetrize_input=False), 1),
+    "det": (linalg.det, 1),
+    "slogdet": (lambda a: linalg.slogdet(a)[1], 1),
+    "lu": (lambda a: linalg.lu(a)[1:], 1),
+    "left": (lambda a, b: linalg.triangular_solve(a, b, left_side=True, lower=True), 2),
+    "transposed": (lambda a, b: linalg.triangular_solve(a, b.mT, transpose_a=True), 2),
+    "unit": (lambda a, b: linalg.solve_triangular(a, b, lower=True, unit_diagonal=True), 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_derivatives(rng, name):
+    function, operands = CASES[name]
+    # Diagonally dominant, so that no pivot changes with the step of a difference.
+    a = np.asarray(definite(rng, (4, 4, 4), np.float64)) / 4 + 4 * np.eye(4)
+    b = rng.standard_normal((4, 4, 2))
+    check_derivatives(function, (a, b)[:operands])
+
+
+@pytest.mark.parametrize("name", ["inv", "cholesky", "det", "slogdet", "solve"])
+def test_gradients_are_jaxs(rng, name):
+    a, b = definite(rng, (5, 4, 4), np.float32), random(rng, (5, 4, 2), np.float32)
+    args = (a, b) if name == "solve" else (a,)
+
+    def loss(f, *args):
+        return sum(jnp.sin(x).sum() for x in jax.tree.leaves(f(*args)))
+
+    argnums = tuple(range(len(args)))
+    gradients = [
+        jax.jit(jax.grad(functools.partial(loss, getattr(module, name)), argnums))(*args)
+        for module in (linalg, jnp.linalg)
+    ]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 2e-3, 2e-3), *gradients)
+
+
+def cofactors(a):
+    """From the determinants of minors, in float64."""
+    n = a.shape[-1]
+    result = np.empty(a.shape)
+    for i in range(n):
+        for j in range(n):
+            minor = np.delete(np.delete(a, i, -2), j, -1).astype(np.float64)
+            result[..., i, j] = (-1) ** (i + j) * np.linalg.det(minor)
+    return result
+
+
+def test_the_derivative_of_a_determinant_that_is_zero(rng):
+    a = rng.integers(-3, 4, (40, 4, 4)).astype(np.float32)
+    a[:, 3] = a[:, 0] + a[:, 1]
+    # So that the last pivot is the one that is zero.
+    a = a[np.linalg.matrix_rank(a[..., :3]) == 3]
+    assert len(a) > 4
+    gradient = jax.grad(lambda a: linalg.det(a).sum())(jnp.asarray(a))
+    np.testing.assert_allclose(gradient, cofactors(a), 0, 1e-3)
+    rank_1 = jnp.ones((5, 4, 4))
+    np.testing.assert_array_equal(jax.grad(lambda a: linalg.det(a).sum())(rank_1), 0)
+
+
+def test_gradients_under_shard_map(rng):
+    devices = jax.devices("cpu")[:4]
+    if len(devices) < 4:
+        pytest.skip("takes four devices")
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
+    a = np.asarray(definite(rng, (4, 4), np.float32))
+    b = np.asarray(random(rng, (8, 4, 3), np.float32))
+
+    def loss(a, b):
+        return lax.psum(jnp.sin(linalg.solve(a, b)).sum(), "x")
+
+    sharded = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())
+    got = jax.jit(jax.grad(sharded, (0, 1)))(a, b)
+    expected = jax.grad(lambda a, b: jnp.sin(jnp.linalg.solve(a, b)).sum(), (0, 1))(a, b)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-3, 1e-3), got, expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["inv", "solve", "cholesky", "lu_factor", "det", "slogdet", "grad"]
+)
+def test_devices_share_a_batch(rng, name):
+    devices = jax.devices("cpu")[:4]
+    if len(devices) < 4:
+        pytest.skip("takes four devices")
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
+    a = np.asarray(definite(rng, (40, 5, 5), np.float32))
+    b = np.asarray(random(rng, (40, 5, 2), np.float32))
+    args = (a, b) if name in ("solve", "grad") else (a,)
+    if name == "grad":
+        function = jax.grad(lambda a, b: jnp.sin(linalg.solve(a, b)).sum(), (0, 1))
+    else:
+        function = getattr(linalg, name)
+    sharding = NamedSharding(mesh, P("x"))
+    sharded = [jax.device_put(x, sharding) for x in args]
+    compiled = jax.jit(function).lower(*sharded).compile()
+    assert "all-gather" not in compiled.as_text()
+    got = compiled(*sharded)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(function(*args)), strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+        np.testing.assert_allclose(x, y, 1e-4, 1e-5)
+
+
+# Types, errors and what is left to XLA.
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("inv", [(3, 4)]), ("inv", [(3,)]), ("cholesky", [(3, 4)]), ("cholesky", [(3,)]),
+        ("det", [(3, 4)]), ("slogdet", [(3, 4)]), ("solve", [(3, 4), (4,)]),
+        ("solve", [(3, 3), (4,)]), ("solve", [(3,), (3,)]), ("solve", [(5, 3, 3), (5, 3)]),
+        ("solve", [(5, 3, 3), (4, 3, 2)]),
+    ],
+)  # fmt: skip
+def test_errors_are_jaxs(name, shapes):
+    args = [np.ones(shape, np.float32) for shape in shapes]
+    with pytest.raises(Exception) as theirs:  # noqa: PT011 - the type is what is compared
+        getattr(jnp.linalg, name)(*args)
+    with pytest.raises(theirs.type, match=re.escape(str(theirs.value)[:30])):
+        getattr(linalg, name)(*args)
+
+
+def test_other_errors_are_jaxs():
+    with pytest.raises(ValueError, match="square matrix"):
+        linalg.triangular_solve(jnp.ones((3, 4)), jnp.ones((3, 4)))
+    with pytest.raises(ValueError, match="Invalid 'trans' value 3"):
+        linalg.solve_triangular(jnp.ones((3, 3)), jnp.ones(3), trans=3)
+    with pytest.raises(ValueError, match="Unknown slogdet method 'svd'"):
+        linalg.slogdet(jnp.ones((3, 3)), method="svd")
+    with pytest.raises(TypeError):
+        linalg.inv([[1.0]])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((5, 4, 4), np.complex64, "no kernel for matrices of complex64"),
+        ((65, 65), np.float32, "kernels are for matrices of up to 64x64"),
+        ((4, 4), jnp.bfloat16, "no kernel for matrices of bfloat16"),
+    ],
+)
+def test_what_is_left_to_xla_says_why(rng, shape, dtype, reason):
+    a = random(rng, shape, dtype) + 9 * jnp.eye(shape[-1], dtype=dtype)
+    if dtype != jnp.bfloat16:
+        for name in ("inv", "cholesky", "det"):
+            ours, theirs = getattr(linalg, name), getattr(jnp.linalg, name)
+            np.testing.assert_array_equal(ours(a), theirs(a))
+        jax.grad(lambda a: jnp.abs(linalg.inv(a)).sum())(a)
+        assert jax.vmap(linalg.inv)(a[None]).shape == (1, *shape)
+    # JAX's own functions refuse 16-bit floats, so that only this decides.
+    assert refusal(shape[-1], np.dtype(dtype)) == reason
+    if dtype != jnp.bfloat16:
+        (choice,) = jtk.explain(linalg.inv, a)
+        assert choice.kernel is None
+        assert choice.reason == reason
+
+
+def test_other_ways_to_xla(rng):
+    (choice,) = jtk.explain(linalg.det, jnp.eye(3))
+    assert choice.reason == "up to 3x3 there is a formula, which XLA fuses"
+    (choice,) = jtk.explain(linalg.lu, jnp.ones((4, 3)))
+    assert choice.reason == "kernels are for square matrices"
+    a = random(rng, (4, 3), np.float32)
+    for got, expected in zip(linalg.lu(a), jsp_linalg.lu(a), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(
+        linalg.slogdet(a[:3], method="qr")[1], jnp.linalg.slogdet(a[:3], method="qr")[1]
+    )
+
+
+def test_integers_are_promoted():
+    a = np.array([[2, 0], [0, 4]])
+    assert linalg.inv(a).dtype == jnp.linalg.inv(a).dtype
+    np.testing.assert_array_equal(linalg.inv(a), [[0.5, 0], [0, 0.25]])
+    assert linalg.solve(a, np.float32([1, 2])).dtype == np.float32
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 3), (2, 0, 0), (0, 0)])
+def test_empty(shape):
+    a = jnp.zeros(shape)
+    for name in ("inv", "cholesky", "det"):
+        got, expected = getattr(linalg, name)(a), getattr(jnp.linalg, name)(a)
+        assert got.shape == expected.shape
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="of the CPU")
+def test_every_instruction_set(rng, x64):
+    before = _core.cpu_instruction_set()
+    try:
+        for dtype in DTYPES:
+            n = 17
+            a, b = definite(rng, (COUNT, n, n), dtype), random(rng, (COUNT, n, 3), dtype)
+
+            def all_of_them(module, lu_factor, a, b):
+                of_a = module.inv(a), module.cholesky(a), lu_factor(a)[0]
+                return *of_a, module.solve(a, b)
+
+            ours = functools.partial(all_of_them, linalg, linalg.lu_factor)
+            compiled = jax.jit(ours).lower(a, b).compile()
+            expected = all_of_them(jnp.linalg, jsp_linalg.lu_factor, a, b)
+            relative = 1e-3 if dtype == np.float32 else 1e-11
+            for level in _core.cpu_instruction_sets():
+                _core.set_cpu_instruction_set(level)
+                for x, y in zip(compiled(a, b), expected, strict=True):
+                    np.testing.assert_allclose(x, y, 0, relative * np.abs(y).max(), err_msg=level)
+    finally:
+        _core.set_cpu_instruction_set(before)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="of the CPU")
+def test_few_matrices_are_left_to_lapack():
+    (choice,) = jtk.explain(linalg.inv, jnp.eye(4))
+    assert choice.kernel is None
+    assert "fewer than 4 matrices" in choice.reason

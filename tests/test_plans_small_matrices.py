@@ -1,0 +1,135 @@
+"""Plans for small matrices: sizes agree with the kernels', and these compile to what is assumed."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_tilekern as jtk
+from jax_tilekern import linalg
+from jax_tilekern.compiler import compile_kernels
+from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.launch import NoKernel
+from jax_tilekern.plans.small_matrices import (
+    DTYPES,
+    Columns,
+    SmallMatrices,
+    cholesky_kernel,
+    columns_at_once,
+    columns_per_block,
+    inverse_kernel,
+    lu_kernel,
+    plan_columns,
+    plan_matrices,
+    solve_kernel,
+    triangular_solve_kernel,
+)
+
+H100 = known_gpu("sm_90")
+F32 = np.dtype(np.float32)
+
+
+def test_lanes_and_blocks():
+    def layout(n, count=1000, dtype=F32):
+        matrices = SmallMatrices(count, n, dtype)
+        return matrices.lanes, matrices.threads, matrices.blocks, matrices.alignment
+
+    assert layout(1) == (2, 128, 16, 16)
+    assert layout(3) == (4, 128, 32, 16)
+    assert layout(8) == (8, 128, 63, 16)
+    assert layout(31) == (32, 128, 250, 4)
+    assert layout(33) == (64, 64, 1000, 4)
+    assert layout(34) == (64, 64, 1000, 16)
+    assert layout(17, dtype=np.dtype(np.float64)) == (32, 128, 250, 8)
+
+
+def test_columns_are_shared_where_there_are_few_matrices():
+    few, many = SmallMatrices(4, 8, F32), SmallMatrices(10**6, 8, F32)
+    assert columns_per_block(few, Columns(10), H100) == 10
+    assert columns_per_block(few, Columns(1000), H100) == 64
+    assert columns_per_block(many, Columns(1000), H100) == 1000
+    huge = columns_per_block(few, Columns(2**30), H100)
+    assert huge % 8 == 0
+    assert -(-(2**30) // huge) <= 65535
+    assert [columns_at_once(Columns(m)) for m in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, 8]
+
+
+def test_plans_that_no_launch_has():
+    one = SmallMatrices(1, 4, F32)
+    too_many = plan_columns(
+        one, Columns(2**31), solve_kernel(one, Columns(2**31), transpose=False), H100
+    )
+    assert isinstance(too_many, NoKernel)
+    old = plan_matrices(one, inverse_kernel(one), 1, known_gpu("sm_75"))
+    assert old == NoKernel("sm_75 is older than sm_80")
+    many = SmallMatrices(2**37, 4, F32)
+    assert isinstance(plan_matrices(many, inverse_kernel(many), 1, H100), NoKernel)
+
+
+def _has_nvrtc():
+    try:
+        nvrtc()
+    except NvrtcNotFound:
+        return False
+    return True
+
+
+with_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="there is no NVRTC")
+
+
+def _kernels(n, dtype):
+    matrices = SmallMatrices(1000, n, dtype)
+    yield matrices, inverse_kernel(matrices)
+    yield matrices, lu_kernel(matrices)
+    for flag in (False, True):
+        yield matrices, cholesky_kernel(matrices, symmetrize=flag)
+        yield matrices, solve_kernel(matrices, Columns(9), transpose=flag)
+        for lower, transpose in itertools.product((False, True), repeat=2):
+            yield (
+                matrices,
+                triangular_solve_kernel(
+                    matrices, Columns(1), lower=lower, transpose=transpose, unit_diagonal=flag
+                ),
+            )
+
+
+@with_nvrtc
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("arch", "n"),
+    [("sm_80", 7), ("sm_90a", 2), ("sm_90a", 31), ("sm_90a", 64), ("sm_120", 16)],
+)
+def test_kernels_compile(arch, n, dtype):
+    found = list(_kernels(n, dtype))
+    compiled = compile_kernels(*(kernel for _, kernel in found), arch=arch)
+    assert compiled.log == ""
+    for matrices, kernel in found:
+        entry = compiled.entry(kernel.name)
+        assert entry.spill_bytes == 0, kernel.name
+        assert entry.max_threads == matrices.threads
+        assert entry.shared_memory_bytes <= 48 << 10
+
+
+@with_nvrtc
+def test_what_is_lowered_for_a_gpu():
+    a, b = jnp.ones((50, 6, 6)), jnp.ones((50, 6, 3))
+    with jtk.gpu_target("sm_90"):
+        for function, args, kernel in (
+            (linalg.inv, (a,), "matrix_inverse float32 6x6"),
+            (linalg.solve, (a, b), "matrix_solve float32 6x6"),
+            (linalg.cholesky, (a,), "matrix_cholesky float32 6x6"),
+            (linalg.lu_factor, (a,), "matrix_lu float32 6x6"),
+            (linalg.solve_triangular, (a, b), "matrix_triangular_solve float32 6x6"),
+        ):
+            (choice,) = jtk.explain(function, *args, platform="cuda")
+            assert choice.kernel == kernel
+            assert choice.reason == "50 matrices, 8 lanes each"
+        choices = jtk.explain(
+            jax.grad(lambda a, b: linalg.solve(a, b).sum()), a, b, platform="cuda"
+        )
+        # The value, its transposed solve, and a product.
+        assert len(choices) == 3
+        assert None not in [choice.kernel for choice in choices]
