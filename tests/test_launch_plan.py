@@ -431,7 +431,8 @@ def test_driver_is_queried_without_raising() -> None:
 
 def test_every_target_is_named() -> None:
     registered = {name for targets in _core.registrations().values() for name in targets}
-    assert registered == set(ffi.FFI_TARGETS)
+    # XLA replaces calls of the last one before it runs a program.
+    assert registered == set(ffi.FFI_TARGETS) - {ffi.PARTITIONED}
 
 
 def test_arrays_of_attributes_are_not_empty() -> None:

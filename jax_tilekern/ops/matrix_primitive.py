@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jax_tilekern import compat
+from jax_tilekern import compat, modes
 from jax_tilekern.choices import record_choice
 from jax_tilekern.compat import ad, batching, mlir
 from jax_tilekern.partitioning import xla
@@ -103,7 +103,8 @@ def define(operation: MatrixOperation) -> Bind:
         platform: str, ctx: Any, *values: Any, **params: Any
     ) -> Kernel | Fallback | None:
         """Return what computes a call, or ``None`` if XLA is to partition it first."""
-        refused = operation.refusal(*ctx.avals_in, **params)
+        off = modes.why_disabled()
+        refused = operation.refusal(*ctx.avals_in, **params) if off is None else Fallback(off)
         if refused is not None:
             return refused
         place = xla.place(ctx)
@@ -117,10 +118,12 @@ def define(operation: MatrixOperation) -> Bind:
         if outcome is None:
             described = operation.describe(**params)
             return lower_partitioned(ctx, partitioned, platform, described, *values, **params)
+        call = operation.describe(**params)
         kernel = outcome.name if isinstance(outcome, Kernel) else None
-        record_choice(operation.describe(**params), ctx, platform, kernel, outcome.reason)
+        record_choice(call, ctx, platform, kernel, outcome.reason)
         if isinstance(outcome, Kernel):
             return outcome.emit()
+        modes.note_fallback(call, platform, outcome.reason)
         lowered: Sequence[Any] = lower_reference(ctx, *values, **params)
         return lowered
 

@@ -250,9 +250,7 @@ def _cuda_matrices(
     matrices = _matrices(ctx.avals_in[0])
     chosen = kernel(matrices, **params)
     results = len(ctx.avals_out)
-    return planned_kernel(
-        ctx, (a,), functools.partial(plans.plan_matrices, matrices, chosen, results)
-    )
+    return planned_kernel(ctx, (a,), plans.plan_matrices, matrices, chosen, results)
 
 
 def _cuda_columns(
@@ -269,9 +267,7 @@ def _cuda_columns(
     columns = _columns(ctx.avals_in[1], left_side)
     # x @ a = b is a system with the transposed matrix, of which b has the right-hand sides as rows.
     chosen = kernel(matrices, columns, transpose=transpose == left_side, **params)
-    return planned_kernel(
-        ctx, (a, b), functools.partial(plans.plan_columns, matrices, columns, chosen)
-    )
+    return planned_kernel(ctx, (a, b), plans.plan_columns, matrices, columns, chosen)
 
 
 # Vectors have a lane for each matrix.
