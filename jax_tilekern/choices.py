@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -63,6 +65,9 @@ class Recorder:
 _recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(
     "jax_tilekern_choices", default=None
 )
+# Part of the key under which JAX keeps what it has traced and lowered: nothing that was lowered
+# earlier is reused unrecorded.
+_recording = jax.make_user_context(None)
 _waiting: list[Recorder] = []
 _lock = threading.Lock()
 
@@ -75,7 +80,8 @@ def recorded_choices() -> Iterator[Recorder]:
     with _lock:
         _waiting.append(recorder)
     try:
-        yield recorder
+        with _recording(recorder.token):
+            yield recorder
     finally:
         with _lock:
             _waiting.remove(recorder)

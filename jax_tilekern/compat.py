@@ -5,12 +5,14 @@ Each entry names the change it hides. Supported: jax 0.10 and later.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 from jax import lax
+from jax._src import checkify as _checkify
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
@@ -42,6 +44,7 @@ __all__ = [
     "mlir",
     "ragged_dot_general_p",
     "register_batching",
+    "register_nan_check",
     "remat_case",
     "result_type",
     "sharding_under_vmap",
@@ -188,6 +191,11 @@ def with_leading_dims(sharding: Any, count: int) -> Any:
         return None
     partitions = (None,) * count + tuple(sharding.spec.partitions)
     return sharding.update(spec=sharding.spec.update(partitions=partitions))
+
+
+def register_nan_check(primitive: Any) -> None:
+    """Let ``checkify.float_checks`` look for NaNs in what a primitive makes."""
+    _checkify.error_checks[primitive] = functools.partial(_checkify.nan_error_check, primitive)
 
 
 def register_batching(primitive: Any, rule: Callable[..., Any]) -> None:

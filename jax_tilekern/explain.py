@@ -8,6 +8,9 @@ from typing import Any
 import jax
 
 from jax_tilekern.choices import Choice, recorded_choices
+from jax_tilekern.tracing import traced
+
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 class Explanation(tuple[Choice, ...]):
@@ -49,17 +52,24 @@ def explain(
     Parameters
     ----------
     function
-        Any function that ``jax.jit`` takes, jitted or not.
+        Any function of arrays. One that is jitted already keeps its static arguments.
     *args, **kwargs
-        Its arguments: arrays or ``jax.ShapeDtypeStruct``.
+        Its arguments: arrays or ``jax.ShapeDtypeStruct``, numbers, and trees of these. Other
+        leaves, such as the functions inside a model, are static.
     platform
-        ``"cpu"`` or ``"cuda"``; by default JAX's default backend. For ``"cuda"`` without a GPU,
-        name one with :func:`jax_tilekern.gpu_target`.
+        ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default JAX's default backend. For
+        ``"cuda"`` without a GPU, name one with :func:`jax_tilekern.gpu_target`.
 
     Returns
     -------
     Explanation
-        One :class:`~jax_tilekern.primitive.Choice` a call; ``print`` it for a table.
+        One :class:`~jax_tilekern.choices.Choice` a call; ``print`` it for a table. Calls inside a
+        jitted function that is called several times are listed once, as they are lowered once.
+
+    Raises
+    ------
+    ValueError
+        If JAX has no such platform.
 
     Examples
     --------
@@ -69,10 +79,11 @@ def explain(
     >>> print(jtk.explain(jtk.matmul, x, x)[0].reason)
     no kernel for int16 x int16 -> int16 at precision DEFAULT
     """
-    # A function of its own, so that no lowering cached for ``function`` is reused unrecorded.
-    traced = jax.jit(lambda *args, **kwargs: function(*args, **kwargs)).trace(*args, **kwargs)
+    if platform is not None and platform not in _PLATFORMS:
+        raise ValueError(f"platform {platform!r} is none of {', '.join(_PLATFORMS)}")
     with recorded_choices() as recorder:
-        lowered = traced.lower(lowering_platforms=None if platform is None else (platform,))
+        program = traced(function, args, kwargs)
+        lowered = program.lower(lowering_platforms=None if platform is None else (platform,))
         if recorder.awaited and platform in (None, jax.default_backend()):
             lowered.compile()
         elif recorder.awaited:

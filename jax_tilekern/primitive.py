@@ -182,6 +182,7 @@ def define(operation: Operation) -> Callable[..., Any]:
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
     compat.register_batching(primitive, batch)
+    compat.register_nan_check(primitive)
 
     partitioned = PartitionedOperation(
         operation.name,

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from jax_tilekern.choices import recorded_choices
 from jax_tilekern.nvrtc import nvrtc
 from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
@@ -35,6 +36,7 @@ from jax_tilekern.plans.tuned import (
 )
 from jax_tilekern.product_timing import Measured, measure
 from jax_tilekern.source_digests import source_digests
+from jax_tilekern.tracing import traced
 
 __all__ = [
     "XLA", "TunedChoice", "TunedChoices", "TunedProduct", "Tuning", "export",
@@ -58,14 +60,12 @@ def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list
     Parameters
     ----------
     function
-        Any function that ``jax.jit`` takes, jitted or not.
+        Any function of arrays, jitted or not.
     *args, **kwargs
-        Its arguments: arrays or ``jax.ShapeDtypeStruct``.
+        Its arguments, as for :func:`jax_tilekern.explain`.
     """
-    # A function of its own, so that nothing lowered earlier is reused unrecorded; see explain().
-    traced = jax.jit(lambda *args, **kwargs: function(*args, **kwargs)).trace(*args, **kwargs)
-    with recorded_products() as products:
-        traced.lower(lowering_platforms=("cuda",))
+    with recorded_choices(), recorded_products() as products:
+        traced(function, args, kwargs).lower(lowering_platforms=("cuda",))
     return list(dict.fromkeys(products))
 
 

@@ -1,0 +1,44 @@
+"""Trace a function for :func:`jax_tilekern.explain` and :func:`jax_tilekern.tune`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def traced(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> jax.stages.Traced:
+    """Trace a function as ``jax.jit`` does.
+
+    Parameters
+    ----------
+    function
+        Any function of arrays. One that is jitted already keeps its static arguments.
+    args, kwargs
+        Its arguments: trees of arrays, ``jax.ShapeDtypeStruct`` and numbers. Other leaves, such as
+        the functions inside a model, are static.
+    """
+    trace = getattr(function, "trace", None)
+    if trace is not None:
+        own: jax.stages.Traced = trace(*args, **kwargs)
+        return own
+    leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
+    dynamic = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def call(*arrays: Any) -> Any:
+        filled = list(leaves)
+        for i, array in zip(dynamic, arrays, strict=True):
+            filled[i] = array
+        own_args, own_kwargs = jax.tree.unflatten(tree, filled)
+        return function(*own_args, **own_kwargs)
+
+    return jax.jit(call).trace(*(leaves[i] for i in dynamic))
+
+
+def _is_array(leaf: Any) -> bool:
+    described = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return described or isinstance(leaf, bool | int | float | complex | np.generic)
