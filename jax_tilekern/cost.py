@@ -49,5 +49,7 @@ def cost_analysis(function: Callable[..., Any], *args: Any, **kwargs: Any) -> di
     """
     jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
     with disabled():
-        counted: dict[str, float] = jitted.lower(*args, **kwargs).cost_analysis()
+        lowered = jitted.lower(*args, **kwargs)
+        # Some backends count compiled programs alone.
+        counted: dict[str, float] = lowered.cost_analysis() or lowered.compile().cost_analysis()
     return counted

@@ -40,7 +40,6 @@ def small(count):
 def few_calls(monkeypatch):
     """Eight devices on few cores: collectives of many calls at a time take too long."""
     monkeypatch.setattr(sharded, "programs", small)
-    monkeypatch.setattr(sharded, "_CHAINED", 1)
     monkeypatch.setattr(sharded, "_BLOCK_SECONDS", 1e-4)
 
 

@@ -32,7 +32,7 @@ _CPU_DTYPES = tuple(
 )  # fmt: skip
 
 
-@jitted("axis", "dtype", "keepdims")
+@jitted("axis", "dtype", "out", "keepdims", "promote_integers")
 def sum(
     a: ArrayLike,
     axis: int | Sequence[int] | None = None,
