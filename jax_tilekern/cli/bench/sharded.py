@@ -163,7 +163,7 @@ def measure_sharded(
             row = _measure(program, mesh, arguments.seconds)
         except Exception as error:  # The other rows are worth having.
             row = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
-        whole = whole and "error" not in row
+        whole = whole and not row.get("error")
         row = {"group": program.group, "name": program.name, "target": program.target, **row}
         record["rows"].append(row)
         console.print(describe(row))
@@ -194,7 +194,7 @@ def markdown(record: Mapping[str, Any]) -> str:
     for row in record["rows"]:
         times = row.get("microseconds", {})
         cells = [f"{times[key]:.0f}" if key in times else "" for key in ("jnp", "ours", "alone")]
-        ratio = "failed" if "error" in row else f"{row['ratio']:.3f}"
+        ratio = "failed" if row.get("error") else f"{row['ratio']:.3f}"
         lines.append(f"| {row['group']} | {row['name']} | {' | '.join(cells)} | {ratio} |")
     return "\n".join(lines)
 
