@@ -358,7 +358,7 @@ def bench(*arguments):
 
 def test_a_run_writes_a_record_a_plot_and_tables(tiny, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    file, plot = tmp_path / "device" / "b.json", tmp_path / "b.png"
+    file, plot = tmp_path / "b.json", tmp_path / "b.png"
     assert bench("--json", file, "--plot", plot) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out

@@ -314,6 +314,7 @@ def test_a_missing_matplotlib_or_ncu_is_said_before_anything_is_run(capsys, monk
     assert main(["ladder", "dot", "--plot", "x.png"]) == 2
     assert "pip install" in capsys.readouterr().err
     monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(ncu, "_TOOLKIT", "")
     assert main(["ladder", "dot", "--counters"]) == 2
     assert "no ncu on the PATH" in capsys.readouterr().err
 

@@ -35,7 +35,9 @@ def norms(x):
 
 def definite(rng, shape, dtype):
     x = np.asarray(random(rng, shape, np.float64))
-    return jnp.asarray((x @ x.swapaxes(-1, -2) + np.eye(shape[-1])).astype(dtype))
+    a = x @ x.swapaxes(-1, -2) + np.eye(shape[-1])
+    # NumPy's product need not be symmetric to the last bit.
+    return jnp.asarray(((a + a.swapaxes(-1, -2)) / 2).astype(dtype))
 
 
 def kernels(function, *args):

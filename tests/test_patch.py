@@ -25,6 +25,16 @@ from jax_tilekern.plans.product import Product
 from jax_tilekern.product_timing import _Problem
 
 f32 = np.float32
+four_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="takes four devices")
+
+
+@pytest.fixture(autouse=True)
+def without_tf32():
+    """On a GPU both sides would round operands to TF32, which bounds of float32 do not allow."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 # A function of JAX's, and the operands that it takes.
 PRODUCTS = {
     "matmul": (jnp.matmul, ((4, 5), (5, 3))),
@@ -387,6 +397,7 @@ def test_a_pullback_made_outside_and_called_inside():
     np.testing.assert_allclose(other(X), expected, rtol=1e-5, atol=1e-5)
 
 
+@four_devices
 def test_under_an_explicit_mesh():
     mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:4])
 
@@ -405,6 +416,7 @@ def test_under_an_explicit_mesh():
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@four_devices
 def test_in_a_jit_over_several_devices():
     mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     rows = jax.sharding.NamedSharding(mesh, P("d"))
@@ -469,6 +481,7 @@ def not_installed(monkeypatch):
     return module
 
 
+@four_devices
 def test_the_first_use_may_be_anywhere(not_installed):
     mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:4])
     with (
