@@ -1,4 +1,4 @@
-"""A compiled kernel: what its cubin and the assembler's report say of it, and the cubin packed."""
+"""A compiled kernel: what its cubin and ptxas say of it, and the packed cubin."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_the_last_rung_is_the_library_and_jnp_is_the_measure(name):
 SIZES = {
     "transpose": ("1x1", "70x45", "68x132", "130x8"),
     "dot": ("1", "1027", "300001"),
-    # The last has more tiles than a GPU multiprocessors, and k-tiles of odd number, so that
+    # The last has more tiles than a GPU has SMs, and an odd number of k-tiles, so that
     # persistent blocks go from tile to tile with the ring at any stage.
     "matmul": ("1x1x1", "33x65x17", "136x72x40", "2200x2600x136"),
     "matvec": ("1x1", "70x45", "33x260"),

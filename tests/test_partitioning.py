@@ -183,7 +183,6 @@ def test_objects_without_text_stand_for_themselves_in_this_process():
 
 def test_tuned_choices_are_part_of_the_text():
     """So that no program is found that was made with others."""
-    pytest.importorskip("jaxlib")
     from jax_tilekern.partitioning.call import _operations, _text
     from jax_tilekern.plans.tuned import TunedChoice, TunedChoices, using
 

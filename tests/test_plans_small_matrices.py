@@ -108,8 +108,7 @@ def test_kernels_compile(arch, n, dtype):
     assert compiled.log == ""
     for matrices, kernel in found:
         entry = compiled.entry(kernel.name)
-        # NVRTC 13.0 spills four registers of one kernel.
-        assert entry.spill_bytes <= 16, kernel.name
+        assert entry.spill_bytes == 0, kernel.name
         assert entry.max_threads == matrices.threads
         assert entry.shared_memory_bytes <= 48 << 10
 
