@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import logging
 import re
 import threading
@@ -333,14 +334,14 @@ def _package_text(name: str) -> str | None:
 def _read_once(folder: Path, name: str) -> str | None:
     # As with the package's Python code, a process has what was there when it first looked.
     path = folder / name
-    return path.read_text() if path.is_file() else None
+    return path.read_text() if os.path.isfile(path) else None
 
 
 def _with_real_names(headers: Mapping[str, str]) -> dict[str, str]:
     # Errors and line information then name files that an editor or a profiler can open.
     paths = {name: cuda_folder() / name for name in headers}
     return {
-        name: f'#line 1 "{paths[name]}"\n{text}' if paths[name].is_file() else text
+        name: f'#line 1 "{paths[name]}"\n{text}' if os.path.isfile(paths[name]) else text
         for name, text in headers.items()
     }
 

@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -131,9 +130,9 @@ def _candidates(majors: Sequence[int]) -> Iterator[str]:
     for major in majors:
         library, folder, _ = _LIBRARIES[major]
         for root in folders:
-            path = Path(root, folder, library)
-            if path.is_file():
-                yield str(path)
+            path = os.path.join(root, folder, library)
+            if os.path.isfile(path):
+                yield path
         yield library
 
 
