@@ -11,8 +11,8 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import logging
+import os
 import re
 import threading
 import time
