@@ -198,7 +198,7 @@ def test_loads_narrow_with_the_alignment():
 def test_large_products_take_large_tiles():
     for size in (4096, 8192):
         assert best(product_of("bf16", size, size, size)).instance.tile == TALL
-    # The same memory traffic in fewer, larger tiles would leave most multiprocessors idle.
+    # The same memory traffic in fewer, larger tiles would leave most SMs idle.
     assert best(product_of("bf16", 512, 512, 512)).instance.tile == SMALL
     assert best(product_of("bf16", 16, 16, 16, (16384,))).instance.tile == TINY
 

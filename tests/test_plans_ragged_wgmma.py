@@ -259,9 +259,9 @@ class Barrier:
 
 
 class Cluster:
-    """How the threads of ``RaggedItems`` hear of a cluster's items; ``None`` comes after the last.
+    """How the threads of ``RaggedItems`` receive a cluster's work tiles; ``None`` follows the last.
 
-    Each thread is a generator of what it waits for. Of items only the tiles of k are told.
+    Each thread is a generator of what it waits for. A work tile is represented by its k-tiles.
     """
 
     def __init__(self, items, stages, blocks, consumers=2):
@@ -414,7 +414,7 @@ def test_every_output_is_the_sum_over_its_groups_rows(choice, data):
         if item.k_tiles == 0:
             assert span.rows == 0
             continue
-        # Of the first tile steps of k are left out, and then rows cleared.
+        # The first k-tile skips MMA k-steps, and then clears rows.
         steps, cleared = divmod(item.share, STEP_OF_16_BITS)
         assert 0 <= steps < config.block_k // STEP_OF_16_BITS
         first = item.k + steps * STEP_OF_16_BITS + cleared
@@ -717,14 +717,14 @@ def test_clusters_share_what_large_products_read_of_the_cache():
     assert cluster("bf16", (32, 32768, 1152, 1024), "m") == 1
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 7, 132])
-def test_plans_for_any_number_of_multiprocessors(multiprocessors):
-    gpu = replace(H100, multiprocessors=multiprocessors)
+@pytest.mark.parametrize("sm_count", [1, 7, 132])
+def test_plans_for_any_number_of_sms(sm_count):
+    gpu = replace(H100, multiprocessors=sm_count)
     for product in TAKEN[0], TAKEN[7]:
         for choice in candidates(product, gpu):
             launch = launch_of(plan_of(choice, gpu))
             cluster = choice.tile.cluster
-            assert launch.grid == (min(choice.items, multiprocessors // cluster) * cluster, 1, 1)
+            assert launch.grid == (min(choice.items, sm_count // cluster) * cluster, 1, 1)
 
 
 # -- What the C++ has. -----------------------------------------------------------------------------
@@ -748,8 +748,8 @@ def test_shared_memory_has_room_for_items_and_for_tiles_before_each_span(choice)
     slots = constant("grouped_gemm/sm90/tile_scheduler.cuh", "kSlots")
     slot_bytes = constant("grouped_gemm/sm90/tile_scheduler.cuh", "kSlotBytes")
     barriers = 8 * (2 * config.stages + config.consumers)
-    slabs = config.consumers * constant("gemm/sm90/epilogue.cuh", "kSlabs") * 8192
-    dense = config.stages * config.stage_bytes + slabs + barriers
+    subtiles = config.consumers * constant("gemm/sm90/epilogue.cuh", "kSlabs") * 8192
+    dense = config.stages * config.stage_bytes + subtiles + barriers
     # A pair of barriers each, and the one to ask by.
     ragged = slots * (slot_bytes + 2 * 8) + 8
     if config.ragged == "n":

@@ -181,14 +181,14 @@ def test_operands_that_no_launch_can_pack_are_left_to_other_kernels():
     assert all(isinstance(choice, mma.MmaCandidate) for choice in found)
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 2, 7, 132])
+@pytest.mark.parametrize("sm_count", [1, 2, 7, 132])
 @pytest.mark.parametrize("size", [64, 4096])
-def test_plans_for_any_number_of_multiprocessors(multiprocessors, size):
-    gpu = dataclasses.replace(H100, multiprocessors=multiprocessors)
+def test_plans_for_any_number_of_sms(sm_count, size):
+    gpu = dataclasses.replace(H100, multiprocessors=sm_count)
     for choice in candidates(product_of("bf16", size, size, size), gpu):
         launch = main_launch(plan_of(choice, gpu))
-        assert 1 <= launch.grid[0] <= multiprocessors
-        assert choice.splits <= multiprocessors
+        assert 1 <= launch.grid[0] <= sm_count
+        assert choice.splits <= sm_count
 
 
 # -- Work. -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The command line, ``python -m jax_tilekern``: one module a command."""
+"""The command line, ``python -m jax_tilekern``: one module per command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COMMANDS = {
     "tune": tune,
     "cache": cache,
 }
-# What a shell reports of a process that an interrupt ended.
+# The exit status that a shell reports for a process ended by an interrupt.
 _INTERRUPTED = 130
 
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The command line without the program's name; by default this process's own.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m jax_tilekern", description="Tile kernels for JAX."
+        prog="python -m jax_tilekern", description="CUDA and CPU kernels for JAX."
     )
     parser.add_argument(
         "--version", action="version", version=f"jax_tilekern {jax_tilekern.__version__}"
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(given)
     parsed.command_line = given
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Where the terminal has no cubed sign, a question mark will do.
+        # A terminal without the superscript three shows a question mark.
         sys.stdout.reconfigure(errors="replace")
     try:
         status: int = _COMMANDS[parsed.command].run(parsed)

@@ -1,4 +1,4 @@
-"""``tune``: measure the kernels for products, and keep which is the fastest."""
+"""``tune``: measure the kernels for products, and store the fastest."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ _TYPES = {
     "e4m3": "float8_e4m3fn",
     "e5m2": "float8_e5m2",
 }
-# Of the result, where it is not the operands' own.
+# The type of the result, where it is not the operands' own.
 _RESULTS = {"int8": "int32", "float8_e4m3fn": "bfloat16", "float8_e5m2": "bfloat16"}
 # How operands lie in memory, without and with a batch before.
 _LHS = {"N": "mk", "T": "km"}
 _RHS = {"N": "kn", "T": "nk"}
-# A kernel that never ends would keep the GPU for as long as somebody pays for it, and the process
-# from being interrupted.
+# A kernel that never ends would occupy the GPU, and make the process uninterruptible.
 _LONGEST_PRODUCT = 300.0
 _INTERRUPTED = 130
 
@@ -64,19 +63,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure the best N by the cost model (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--force", action="store_true", help="measure again what is tuned for these kernels"
+        "--force",
+        action="store_true",
+        help="measure again what these kernels were tuned for",
     )
     parser.add_argument(
-        "--export", type=Path, metavar="FILE", help="write all that is tuned for this GPU here"
+        "--export", type=Path, metavar="FILE", help="write all choices for this GPU to FILE"
     )
     parser.add_argument(
-        "--folder", type=Path, help="keep the results here, and not where plans look for them"
+        "--folder", type=Path, help="store the results here, and not where plans look for them"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status: 1 if a product failed, 2 for a bad argument."""
-    # Imported here: the other commands need none of it.
+    # The other commands do not need these imports.
     from jax_tilekern.cli.bench.suite import SuiteError
     from jax_tilekern.compilation import compiler
     from jax_tilekern.plans.gpu import NoGpu
@@ -116,24 +117,24 @@ def run(arguments: argparse.Namespace) -> int:
                 progress.advance(task)
         except KeyboardInterrupt:
             progress.console.print(
-                f"Interrupted. What was measured is kept, and the same command goes on "
+                f"Interrupted. The results so far are stored, and the same command continues "
                 f"with the other {len(products) - len(done)}."
             )
             status = _INTERRUPTED
-        # What fails of a product is in its row; this is the device.
+        # A product's own failure is in its row, so this is the device's.
         except RuntimeError as error:
-            progress.console.print(f"The device failed: {error}\nWhat was measured is kept.")
+            progress.console.print(f"The device failed: {error}\nThe results so far are stored.")
             status = 1
     if done:
         console.print(_table(f"Tuned for {gpu.name}", done))
-        console.print(tuning.reach(done), f"Kept in {choices.file(gpu)}.", sep="\n")
+        console.print(tuning.reach(done), f"Stored in {choices.file(gpu)}.", sep="\n")
     if arguments.export is not None:
         count = choices.export(arguments.export, gpu)
         console.print(f"{count} choices written to {arguments.export}.")
     return status or int(any(row.choice is None for row in done))
 
 
-# What to tune
+# Products to tune
 
 
 def _rows(arguments: argparse.Namespace) -> list[Row]:
@@ -234,12 +235,12 @@ def _products(rows: Sequence[Row]) -> list[Product]:
             except (TypeError, ValueError) as error:
                 raise SuiteError(f"{row.name!r}: {error}") from error
         if not products:
-            print(f"{row.name}: no kernel computes it, so it is XLA's", file=sys.stderr)
+            print(f"{row.name}: no kernel computes it, so XLA does", file=sys.stderr)
         found += products
     return list(dict.fromkeys(found))
 
 
-# What is shown
+# Output
 
 
 def _progress() -> Progress:
@@ -275,10 +276,10 @@ def _table(title: str, rows: Sequence[TunedProduct]) -> RenderableType:
 
 @contextlib.contextmanager
 def _deadline(name: str, seconds: float) -> Iterator[None]:
-    """End the process, by force, if the context takes longer than any product does."""
+    """Kill the process if the context takes longer than any product needs."""
 
     def give_up() -> None:
-        print(f"{name} does not end. What was measured before is kept.", file=sys.stderr)
+        print(f"{name} does not end. Earlier results are stored.", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)
 

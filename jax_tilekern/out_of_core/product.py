@@ -24,7 +24,7 @@ from jax_tilekern.out_of_core.plan import Block, Plan, Sizes, Tile, choose_plan
 # Of the memory that is free, for other programs and fragmentation take some.
 _FREE_SHARE = 0.8
 _HOST_SHARE = 0.25
-# Of a block that is not contiguous, what one thread copies at a time.
+# One thread copies this much of a block that is not contiguous at a time.
 _COPIED_BYTES = 16 << 20
 _MOST_COPIERS = 16
 # What the rates of a device are measured with.

@@ -1,1 +1,1 @@
-"""``tune``: the measured choice of a kernel."""
+"""``tune`` measures candidates and stores the fastest kernel."""
