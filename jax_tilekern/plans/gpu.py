@@ -131,7 +131,7 @@ def _visible_gpu() -> Gpu | str:
     models = {
         Gpu(
             compute_capability=device.compute_capability,
-            multiprocessors=device.multiprocessors,
+            multiprocessors=device.sm_count,
             shared_memory_bytes=device.shared_memory_bytes,
             l2_bytes=device.l2_bytes,
             name=device.name,
