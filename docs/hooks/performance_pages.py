@@ -1,4 +1,4 @@
-"""A page for each device in ``benchmarks/results``, made from its records when the site is built."""
+"""A page for each device in ``benchmarks/results``, made of its records when the site is built."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _OPERATIONS = ("matmul", "ragged_dot", "transpose", "matvec", "vdot", "sum", "ad
 # What `lax.ragged_dot` is differs between versions of JAX and of cuDNN. No record has the latter.
 _CUDNN = {"h100": "cuDNN 9.19 installed, and not called by XLA for these"}
 _DENSE = (
-    "The first ratio is against one dense product of as many operations by XLA: an upper bound that "
-    "ignores grouping, and no implementation of the operation. "
+    "The first ratio is against one dense product of as many operations by XLA: an upper bound "
+    "that ignores grouping, and no implementation of the operation."
 )
 
 
@@ -215,7 +215,7 @@ def _drawing(title: str, axis: str, sections: Any) -> Iterator[str]:
 def _table(heads: Sequence[str], align: str, rows: Any) -> Iterator[str]:
     marks: Callable[[str], str] = {"l": "---", "r": "---:"}.__getitem__
     for cells in (heads, [marks(side) for side in align], *rows):
-        yield f"| {' | '.join(cell.replace('|', '∣') for cell in cells)} |"
+        yield f"| {' | '.join(cells)} |"
 
 
 def _time(seconds: float) -> str:

@@ -1,0 +1,106 @@
+"""The documentation site: every public name, every page, and drawings as the records have them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+
+import pytest
+from guides import DOCS
+
+import jax_tilekern
+
+ROOT = DOCS.parent
+MODULES = ("jax_tilekern", "jax_tilekern.linalg", "jax_tilekern.out_of_core")
+REFERENCE = "".join(path.read_text() for path in sorted((DOCS / "reference").glob("*.md")))
+# A directive, or a heading of what has no docstring of its own.
+DOCUMENTED = set(re.findall(r"^(?::::|###) `?([\w.]+)", REFERENCE, re.MULTILINE))
+WITHOUT_DOCSTRING = {"jax_tilekern.FFI_TARGETS", "jax_tilekern.checkpoint_policies"}
+
+
+def public_names():
+    """Return the full name of each public function, class and constant; modules have pages."""
+    return [
+        f"{module}.{name}"
+        for module in MODULES
+        for name in importlib.import_module(module).__all__
+        if not inspect.ismodule(getattr(importlib.import_module(module), name))
+        or name == "checkpoint_policies"
+    ]
+
+
+def test_every_public_name_is_on_a_reference_page():
+    names = public_names()
+    assert len(names) > 45
+    assert set(names) == DOCUMENTED
+
+
+@pytest.mark.parametrize("name", sorted(set(public_names()) - WITHOUT_DOCSTRING))
+def test_every_public_name_has_a_docstring_of_its_own(name):
+    module, _, name = name.rpartition(".")
+    docstring = vars(importlib.import_module(module))[name].__doc__
+    assert docstring
+    # What a class inherits, or a dataclass is given.
+    assert not docstring.startswith(f"{name}(")
+
+
+def test_every_page_is_in_the_navigation():
+    configuration = (ROOT / "mkdocs.yml").read_text()
+    navigation = re.search(r"^nav:\n(.*?)^\w", configuration, re.MULTILINE | re.DOTALL)[1]
+    listed = set(re.findall(r"([\w/-]+\.md)$", navigation, re.MULTILINE))
+    generated = {f"performance/{path.name}.md" for path in results()} | {"performance/method.md"}
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert listed == pages | generated
+
+
+def results():
+    return [path for path in (ROOT / "benchmarks/results").iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=str)
+def test_files_that_a_page_links_to_exist(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\((?!\w+:)([^)#\s]+)", text):
+        assert (page.parent / link).exists(), link
+
+
+@pytest.fixture
+def from_the_root(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    # Not the benchmarks of another package.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_the_overview_is_drawn_from_the_records(from_the_root):
+    # `python -m benchmarks.plot_overview` makes it.
+    drawing = importlib.import_module("benchmarks.plot_overview").overview()
+    assert drawing == (DOCS / "overview.svg").read_text()
+
+
+def test_a_drawing_shows_each_ratio_and_its_mean(from_the_root):
+    plot = importlib.import_module("benchmarks.ratio_plot")
+    drawing = plot.ratio_plot(
+        "title", "axis", [("heading", [plot.Group("a", [0.5, 2, 4]), plot.Group("b", [0.9])])]
+    )
+    assert drawing.count("<circle") == 3 + 1 + 2
+    assert "1.59 (0.50 to 4.00)" in drawing
+    assert ">0.90</text>" in drawing
+    assert drawing.count('class="row loss"') == 2
+    assert drawing.count('class="row win"') == 2
+    # Each mark on the axis, 0.5 at the left end and 5 at the right.
+    assert re.findall(r">([\d.]+)</text>\n(?=<text class=\"small\"|</svg>)", drawing)[-4:] == [
+        "0.5", "1", "2", "5",
+    ]  # fmt: skip
+
+
+def test_the_readme_names_what_it_compares_with():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 165
+    assert "jax 0.11.2" in text
+    assert "cuDNN 9.19" in text
+    for name in jax_tilekern.__all__:
+        if name.islower() and callable(getattr(jax_tilekern, name)) and name != "cxx_type":
+            assert f"`{name}`" in text, name
