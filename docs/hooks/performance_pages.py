@@ -19,11 +19,15 @@ RESULTS = ROOT / "benchmarks/results"
 Record = dict[str, Any]
 
 _OPERATIONS = ("matmul", "ragged_dot", "transpose", "matvec", "vdot", "sum", "add", "linalg")
+_NOTES = {
+    "amd-epyc": "The two cores had other work, so that sizes are exact and times are not.",
+}
 # What `lax.ragged_dot` is differs between versions of JAX and of cuDNN. No record has the latter.
-_CUDNN = {"h100": "cuDNN 9.19 installed, and not called by XLA for these"}
+_CUDNN = {"h100": "cuDNN 9.19 is installed, XLA does not call it"}
 _DENSE = (
     "The first ratio is against one dense product of as many operations by XLA: an upper bound "
-    "that ignores grouping, and no implementation of the operation."
+    "that ignores grouping, and no implementation of the operation. It reads one matrix of weights, "
+    "which is why it is far ahead where groups are bound by memory."
 )
 
 
@@ -58,7 +62,8 @@ def _order(name: str) -> tuple[int, str]:
 
 def _section(folder: Path, name: str, record: Record) -> Iterator[str]:
     path = f"../../{(folder / name).relative_to(ROOT)}"
-    yield f"{_made(folder, record)} [Record]({path}.json)."
+    note = _NOTES.get(folder.name, "")
+    yield f"{_made(folder, record)} [Record]({path}.json). {note}".rstrip()
     yield ""
     table = (folder / name).with_suffix(".md")
     if name == "linalg":
@@ -87,7 +92,8 @@ def _made(folder: Path, record: Record) -> str:
 def _suite(device: str, record: Record) -> Iterator[str]:
     """Return plot, losses and rows of a suite of ``bench``."""
     rows = [row for row in record["rows"] if not row["failure"]]
-    peers = sorted({peer for row in rows for peer in row.get("others", {})})
+    others = sorted({peer for row in rows for peer in row.get("others", {})})
+    peers = [peer for peer in others if any(_timed(row, peer) for row in rows)]
     grouped = bool(peers)
     peer = "one dense product" if grouped else "XLA"
     groups: dict[str, list[Record]] = {}
@@ -108,6 +114,9 @@ def _suite(device: str, record: Record) -> Iterator[str]:
         f"{peer}**, {sum(_is_xla(row) for row in rows)} were left to XLA."
     )
     yield from (f"\n{row['name']} failed: {row['failure']}" for row in failed)
+    for peer in set(others) - set(peers):
+        failures = {row["others"][peer]["failure"] for row in rows if peer in row["others"]}
+        yield f"\nNo row was measured with {peer}: {'; '.join(sorted(failures))}."
     yield ""
     heads = ["row", "ours", "dense" if grouped else "XLA", "ratio", *map("{} / ours".format, peers)]
     yield from _table([*heads, "kernel"], "lrrr" + "r" * len(peers) + "l", _cells(rows, peers))
@@ -132,10 +141,11 @@ def _peer_plots(
 def _cells(rows: Sequence[Record], peers: Sequence[str]) -> Iterator[Sequence[str]]:
     for row in rows:
         seconds, mean = row["seconds"], _ratio(row)
-        ratio = f"**{mean:.2f}**" if mean < 0.97 else f"{mean:.2f}"
+        ratio = f"**{_number(mean)}**" if mean < 0.97 else _number(mean)
         others = (_other(row, peer) for peer in peers)
         times = (_time(seconds[side]["median"]) for side in ("ours", "peer"))
-        yield row["name"], *times, ratio, *others, row["kernel"]
+        name = row["name"].replace(" ", "\N{NO-BREAK SPACE}")
+        yield name, *times, ratio, *others, row["kernel"]
 
 
 def _other(row: Record, peer: str) -> str:
@@ -193,7 +203,7 @@ def _host(rows: Sequence[Record]) -> Iterator[str]:
     heads = ["call", "eager, ours", "eager, JAX", "traced, ours", "traced, JAX"]
     yield from _table(heads, "lrrrr", calls)
     yield ""
-    yield "Size of the optimised program of a transformer, in bytes of HLO text."
+    yield "Size of a transformer as it is lowered, in bytes of HLO."
     yield ""
     programs = (
         (f"{row['name']}, {row['platform']}", *(f"{row['hlo_bytes'][side]:,}" for side in _SIDES))
@@ -219,11 +229,11 @@ def _table(heads: Sequence[str], align: str, rows: Any) -> Iterator[str]:
 
 
 def _time(seconds: float) -> str:
-    for unit, size in (("s", 1), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
+    units = (("s", 1), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+    unit, size = next(found for found in units if seconds >= found[1])
+    # Joined by a space at which no line is broken.
+    return f"{seconds / size:.3g}\N{NO-BREAK SPACE}{unit}"
 
 
 def _number(ratio: float) -> str:
-    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
+    return f"{ratio:#.3g}".rstrip(".")

@@ -1,7 +1,8 @@
-"""Links that leave this folder: the pages are read in the repository, and as a site.
+"""Pages are written for the repository, as GitHub shows them, and become those of the site here.
 
-In the repository a page links to files beside this folder, such as ``../examples/moe.py``. The site
-has a page of each such source with its code highlighted, and a copy of each picture and record.
+They link to files outside of this folder, such as ``../examples/moe.py``. The site has a page of
+each such source with its code highlighted, and a copy of each picture and record. GitHub wants a
+bar in a table escaped also in code, and Python-Markdown shows the backslash.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parent.parent.parent
 _DOCS = "docs/"
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
+_TABLE_ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
+_CODE = re.compile(r"`[^`\n]+`")
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LANGUAGES = {
     ".cc": "cpp", ".cu": "cuda", ".cuh": "cuda", ".in": "text", ".md": "markdown", ".py": "python",
@@ -53,7 +56,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
-    """Point links at the site's own pages and files."""
+    """Point links at the site's own pages and files, and take backslashes from code in tables."""
     origin = _origin(page.file.src_uri)
 
     def relinked(match: re.Match[str]) -> str:
@@ -61,11 +64,18 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
         anchor = match[2] or (f"#{section}" if section else "")
         return posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".") + anchor
 
+    def converted(text: str) -> str:
+        return _TABLE_ROW.sub(_bars_in_code, _LINK.sub(relinked, text))
+
     parts, end = [], 0
     for fence in _FENCE.finditer(markdown):
-        parts += [_LINK.sub(relinked, markdown[end : fence.start()]), fence[0]]
+        parts += [converted(markdown[end : fence.start()]), fence[0]]
         end = fence.end()
-    return "".join([*parts, _LINK.sub(relinked, markdown[end:])])
+    return "".join([*parts, converted(markdown[end:])])
+
+
+def _bars_in_code(row: re.Match[str]) -> str:
+    return _CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0])
 
 
 def _origin(uri: str) -> str:
