@@ -27,7 +27,7 @@ import jax_tilekern as jtk
 from jax_tilekern.cli import machine
 from jax_tilekern.cli.bench.side_times import Side, device_times, pairs
 from jax_tilekern.cli.timing import Pairs, Spread, interleaved
-from jax_tilekern.wall_time import repeated, wall_seconds
+from jax_tilekern.tuning.wall_time import repeated, wall_seconds
 
 SIZES = (2, 3, 4, 8, 16, 32, 64)
 OPERATIONS = ("inv", "solve", "cholesky")

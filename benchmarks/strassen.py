@@ -21,7 +21,7 @@ import numpy as np
 import jax_tilekern as jtk
 from jax_tilekern.cli import machine
 from jax_tilekern.cli.bench.side_times import Side, device_times
-from jax_tilekern.wall_time import repeated, wall_seconds
+from jax_tilekern.tuning.wall_time import repeated, wall_seconds
 
 _ROUNDS = 4
 _CHECKED = 64

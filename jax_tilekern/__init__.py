@@ -10,12 +10,10 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 from jax import checkpoint_policies
 
 from jax_tilekern import linalg, out_of_core
-from jax_tilekern.cost import cost_analysis
-from jax_tilekern.explain import Explanation, explain
-from jax_tilekern.ffi import FFI_TARGETS
-from jax_tilekern.kernel_report import KernelReport
-from jax_tilekern.modes import FallbackError, disabled, strict
-from jax_tilekern.nvrtc import CompileError
+from jax_tilekern.compilation.nvrtc import CompileError
+from jax_tilekern.inspection.cost import cost_analysis
+from jax_tilekern.inspection.explain import Explanation, explain
+from jax_tilekern.inspection.kernel_report import KernelReport
 from jax_tilekern.ops.add import add
 from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
 from jax_tilekern.ops.matmul import dot_general, matmul
@@ -25,10 +23,12 @@ from jax_tilekern.ops.sum import sum
 from jax_tilekern.ops.tensor_products import einsum, inner, multi_dot, tensordot, vecdot
 from jax_tilekern.ops.transpose import transpose
 from jax_tilekern.ops.vector_products import dot, matvec, vdot, vecmat
-from jax_tilekern.patch import patch
+from jax_tilekern.patching.patch import patch
 from jax_tilekern.plans.gpu import Gpu, NoGpu, gpu_target
 from jax_tilekern.plans.launch import TensorMap
-from jax_tilekern.tuning import tune
+from jax_tilekern.primitives.ffi import FFI_TARGETS
+from jax_tilekern.primitives.modes import FallbackError, disabled, strict
+from jax_tilekern.tuning.tune import tune
 
 __version__ = "0.1.0"
 

@@ -6,11 +6,11 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
-from jax_tilekern.plans.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.sm80.config import ARITHMETICS
 from jax_tilekern.plans.gpu import KNOWN_GPUS, known_gpu
-from jax_tilekern.plans.mma_kernel import ARITHMETICS
-from jax_tilekern.plans.product import Product
-from jax_tilekern.plans.ragged_product import RaggedGeometry, RaggedProduct
+from jax_tilekern.plans.grouped_gemm.problem import RaggedGeometry, RaggedProduct
 
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from jax import lax
 from numerics import UNIT_ROUNDOFF, accumulator, exact, frobenius, rounding
 
-from jax_tilekern.plans.ragged_contraction import RaggedContraction
+from jax_tilekern.plans.grouped_gemm.contraction import RaggedContraction
 
 # Dimension numbers of the gradient of ``ragged_dot`` in the weights.
 CONTRACTED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())

@@ -16,8 +16,8 @@ from numerics import BF16, F8E4, check_derivatives, poison, random
 
 import jax_tilekern as jtk
 from jax_tilekern import _core
-from jax_tilekern.compiler import compile_kernels
-from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.compilation.compiler import compile_kernels
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.add import DTYPES, AddedDims, add_kernel, plan_add, vector_length
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel

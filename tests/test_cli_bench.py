@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
-from jax_tilekern import device_time
 from jax_tilekern.cli import machine, main
 from jax_tilekern.cli.bench import (
     case,
@@ -25,6 +24,7 @@ from jax_tilekern.cli.bench import (
 from jax_tilekern.cli.bench.case import Case
 from jax_tilekern.cli.bench.operations import flops
 from jax_tilekern.cli.timing import Pairs, Spread, interleaved
+from jax_tilekern.tuning import device_time
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 

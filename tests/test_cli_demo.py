@@ -7,7 +7,7 @@ import pytest
 from jax_tilekern.cli import demo, main, network, training
 from jax_tilekern.cli.digits import load_digits
 from jax_tilekern.cli.timing import Pairs
-from jax_tilekern.explain import Explanation
+from jax_tilekern.inspection.explain import Explanation
 
 
 @pytest.fixture(autouse=True)

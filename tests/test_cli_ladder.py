@@ -19,9 +19,9 @@ from jax_tilekern.cli import main
 from jax_tilekern.cli.ladder import climb, counted_launches, counters, ladder_run, ncu, report
 from jax_tilekern.cli.ladder.ncu import NoCounters
 from jax_tilekern.cli.ladder.rung import Ladder, LadderError, Problem, Rung, sources_folder
-from jax_tilekern.compiler import compile_source
-from jax_tilekern.cubin import _section
-from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.compilation.compiler import compile_source
+from jax_tilekern.compilation.cubin import _section
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gpu import known_gpu
 
 try:

@@ -5,9 +5,10 @@ import sys
 import pytest
 
 import jax_tilekern
-from jax_tilekern import cli, kernel_cache
+from jax_tilekern import cli
 from jax_tilekern.cli import main
 from jax_tilekern.cli.console import duration, rate
+from jax_tilekern.compilation import kernel_cache
 
 
 def test_importing_the_package_imports_nothing_of_the_command_line():

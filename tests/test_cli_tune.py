@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import pytest
 
 import jax_tilekern as jtk
-from jax_tilekern import compiler, tuning
 from jax_tilekern.cli import main, tune
 from jax_tilekern.cli.bench.suite import SuiteError
+from jax_tilekern.compilation import compiler
 from jax_tilekern.plans.gpu import NoGpu, known_gpu
 from jax_tilekern.plans.tuned import XLA, TunedChoices
-from jax_tilekern.product_timing import Measured
+from jax_tilekern.tuning import tune as tuning
+from jax_tilekern.tuning.product_timing import Measured
 
 H100 = known_gpu("sm_90")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jax_tilekern import compiler, kernel_cache, nvrtc
-from jax_tilekern.compiler import (
+from jax_tilekern.compilation import compiler, kernel_cache, nvrtc
+from jax_tilekern.compilation.compiler import (
     CompileError,
     Kernel,
     NvrtcNotFound,
@@ -338,7 +338,7 @@ def test_threads_share_one_build(compilations: list[str]) -> None:
 
 def test_processes_share_the_disk(cache: Path) -> None:
     code = f"""
-from jax_tilekern.compiler import compile_source
+from jax_tilekern.compilation.compiler import compile_source
 for n in (16, 32, 64):
     compile_source({SCALE!r}, [f"scale<{{n}}>"], arch="sm_90a")
 """
@@ -425,7 +425,7 @@ def test_identity_of_a_library_that_the_loader_finds(monkeypatch: pytest.MonkeyP
 
 def test_cached_kernels_need_no_nvrtc(cache: Path) -> None:
     program = f"""
-from jax_tilekern.compiler import compile_source
+from jax_tilekern.compilation.compiler import compile_source
 compile_source({SCALE!r}, ["scale<64>"], arch="sm_90a")
 print("nvrtc" in open("/proc/self/maps").read())
 """
@@ -435,6 +435,8 @@ print("nvrtc" in open("/proc/self/maps").read())
 
 
 def test_import_loads_nothing() -> None:
-    program = "import jax_tilekern.compiler; print('nvrtc' in open('/proc/self/maps').read())"
+    program = (
+        "import jax_tilekern.compilation.compiler; print('nvrtc' in open('/proc/self/maps').read())"
+    )
     outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert outcome.stdout == "False\n", outcome.stderr

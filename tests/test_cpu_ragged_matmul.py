@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from numerics import BF16, F8E4, F8E5, assert_product, exact, poison, random
 
-from jax_tilekern import _core, ffi
+from jax_tilekern import _core
+from jax_tilekern.primitives import ffi
 
 TYPES = [
     (np.float32, np.float32, np.float32),

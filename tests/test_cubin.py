@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_tilekern import _core
-from jax_tilekern.cubin import packed
+from jax_tilekern.compilation.cubin import packed
 
 
 def sparse(rng, size):

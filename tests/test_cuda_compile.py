@@ -6,10 +6,14 @@ from collections import Counter
 import pytest
 from products import product_of
 
-from jax_tilekern.compiler import compile_kernels
-from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans import emulated, mma_kernel, ragged_mma, ragged_wgmma, wgmma
+from jax_tilekern.compilation.compiler import compile_kernels
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gemm.sm80 import config as mma_kernel
+from jax_tilekern.plans.gemm.sm90 import candidates as wgmma
+from jax_tilekern.plans.gemm.sm90 import emulated
 from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.grouped_gemm import sm80 as ragged_mma
+from jax_tilekern.plans.grouped_gemm import sm90 as ragged_wgmma
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_120")
 # Which differ in the instructions, and not only in the shared memory.
@@ -70,7 +74,7 @@ def _instructions(cubin, symbol):
 def _expected(instance, arch):
     """The instruction that multiplies, and how often it stands in the loop over k."""
     tile = instance.tile
-    if instance.file == "simt_matmul.cuh":
+    if instance.family == "simt":
         return "FFMA", 8 * 8 * instance.block_k
     itemsize = 128 // instance.block_k
     warp_m, warp_n = tile.block_m // tile.warps_m, tile.block_n // tile.warps_n
@@ -103,7 +107,7 @@ def test_compiles_to_what_the_plan_assumes(arch, kernel, instance):
     # Exactly the loop's: nothing is unrolled twice, emulated or left out.
     assert found[instruction] == count
     itemsize = 128 // instance.block_k
-    uses_ldmatrix = instance.file == "mma_matmul.cuh" and (
+    uses_ldmatrix = instance.family == "mma" and (
         itemsize == 2 or (itemsize < 8 and (instance.lhs.k_major or instance.rhs.k_major))
     )
     assert (found["LDSM"] > 0) == uses_ldmatrix

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from products import BF16, F16, F32, F64, INT8, INT32, product_of
 
-from jax_tilekern.compiler import compile_kernels
-from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.compilation.compiler import compile_kernels
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gemm.vector_product import SUM_DTYPES, candidates
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import Buffer
-from jax_tilekern.plans.sum import SummedDims, sum_candidates
-from jax_tilekern.plans.vector_product import SUM_DTYPES, candidates
+from jax_tilekern.plans.reduction.select import SummedDims, sum_candidates
 
 try:
     nvrtc()

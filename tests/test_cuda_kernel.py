@@ -21,8 +21,8 @@ from jax.test_util import check_grads
 from numerics import BF16, F8E5, assert_equal, on_gpu, whole
 
 import jax_tilekern as jtk
-from jax_tilekern import disassembly
-from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.compilation import disassembly
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.ops.kernel_settings import Parameters
 from jax_tilekern.plans.cuda_kernel import Array, Batch, plan_kernel
 from jax_tilekern.plans.gpu import NoGpu, known_gpu

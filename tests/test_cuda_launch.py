@@ -23,10 +23,10 @@ from jax.interpreters import mlir
 from numerics import BF16, on_gpu
 
 import jax_tilekern as jtk
-from jax_tilekern import ffi
-from jax_tilekern.compiler import compile_source
+from jax_tilekern.compilation.compiler import compile_source
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, Scalars, TensorMap
+from jax_tilekern.primitives import ffi
 
 if not on_gpu():
     pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)
@@ -526,7 +526,8 @@ def test_donation(rng):
 _IMPORTED = """
 import sys
 import jax
-from jax_tilekern import compiler, nvrtc
+from jax_tilekern.compilation import compiler
+from jax_tilekern.compilation import nvrtc
 
 def none(*args, **kwargs):
     raise nvrtc.NvrtcNotFound("there is none in this test")

@@ -8,8 +8,8 @@ import jax
 import pytest
 from guides import DOCS, run_snippets, snippets
 
-from jax_tilekern.compiler import compile_source
-from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.compilation.compiler import compile_source
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 
 try:
     nvrtc()

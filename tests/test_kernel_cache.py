@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 
-from jax_tilekern import kernel_cache
+from jax_tilekern.compilation import kernel_cache
 
 ENTRY = bytes(1000 - 32)  # with its digest a thousand bytes
 
@@ -89,8 +89,8 @@ def test_processes_share_it(folder):
 
 _NOT_ALLOWED = """
 import os, sys, warnings
-from jax_tilekern import kernel_cache
-from jax_tilekern.compiler import Kernel, compile_kernels
+from jax_tilekern.compilation import kernel_cache
+from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 locked = os.environ["XDG_CACHE_HOME"]
 os.environ["XDG_CACHE_HOME"] = locked + "-open"
 # NVRTC and the sources are loaded here: the other user may not be allowed to read them.

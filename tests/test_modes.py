@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import jax_tilekern as jtk
-from jax_tilekern import modes, nvrtc
+from jax_tilekern.compilation import nvrtc
 from jax_tilekern.ops import contraction, planned_kernel
 from jax_tilekern.plans.gpu import gpu_target
 from jax_tilekern.plans.launch import PlanError
+from jax_tilekern.primitives import modes
 
 X = jax.ShapeDtypeStruct((24, 40), jnp.float32)
 INT16 = jax.ShapeDtypeStruct((24, 24), jnp.int16)
@@ -51,7 +52,7 @@ def no_kernel_compiles(monkeypatch, tmp_path):
 
     monkeypatch.setattr(nvrtc.Nvrtc, "compile", compile)
     monkeypatch.setattr(nvrtc, "nvrtc_identity", lambda: str(tmp_path))
-    monkeypatch.setattr("jax_tilekern.compiler.nvrtc_identity", lambda: str(tmp_path))
+    monkeypatch.setattr("jax_tilekern.compilation.compiler.nvrtc_identity", lambda: str(tmp_path))
     # Nothing that was planned before is planned again.
     monkeypatch.setattr(planned_kernel, "_plan_once", lambda *of, state: planned_kernel._plan(*of))
     return tried
@@ -182,7 +183,7 @@ def test_fallbacks_are_logged(caplog):
 
 
 def test_compilations_are_logged(caplog, monkeypatch, tmp_path):
-    from jax_tilekern import compiler
+    from jax_tilekern.compilation import compiler
 
     pytest.importorskip("nvidia")
     caplog.set_level(logging.INFO, "jax_tilekern")

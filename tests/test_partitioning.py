@@ -19,7 +19,7 @@ from jax_tilekern.partitioning.choice import choose_split
 from jax_tilekern.partitioning.digits import Digit, common_digits, sharding_of
 from jax_tilekern.partitioning.params_text import from_text, to_text
 from jax_tilekern.partitioning.rule import ShardingRule
-from jax_tilekern.plans.contraction import Contraction
+from jax_tilekern.plans.gemm.contraction import Contraction
 
 M, N, K = range(3)
 

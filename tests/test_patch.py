@@ -18,11 +18,11 @@ from jaxprs import traced
 from numerics import random
 
 import jax_tilekern as jtk
-from jax_tilekern import compat
-from jax_tilekern.choices import recorded_choices
-from jax_tilekern.plans.geometry import MatmulGeometry
-from jax_tilekern.plans.product import Product
-from jax_tilekern.product_timing import _Problem
+from jax_tilekern.inspection.choices import recorded_choices
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.primitives import compat
+from jax_tilekern.tuning.product_timing import _Problem
 
 f32 = np.float32
 four_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="takes four devices")
@@ -472,7 +472,7 @@ assert changed == {"dot_general": {"bind"}, "ragged_dot_general": {"bind"}}, cha
 @pytest.fixture
 def not_installed(monkeypatch):
     """As in a process that has not called ``patch`` yet."""
-    module = sys.modules["jax_tilekern.patch"]
+    module = sys.modules["jax_tilekern.patching.patch"]
     with jtk.patch():
         pass
     for primitive in module._REPLACEMENTS:

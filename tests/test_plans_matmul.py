@@ -5,14 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from products import BF16, E4M3, E5M2, F32, F64, H100, TYPES, geometries, product_of, row_major
 
-from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans import mma, vector_product, wgmma
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gemm import vector_product
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.select import candidates, plan_matmul
+from jax_tilekern.plans.gemm.sm80 import candidates as mma
+from jax_tilekern.plans.gemm.sm90 import candidates as wgmma
+from jax_tilekern.plans.gemm.sm90.config import ARITHMETICS
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
-from jax_tilekern.plans.matmul import candidates, plan_matmul
-from jax_tilekern.plans.product import Product
 from jax_tilekern.plans.tuned import TunedChoices, using
-from jax_tilekern.plans.wgmma_kernel import ARITHMETICS
 
 try:
     nvrtc()

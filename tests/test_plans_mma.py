@@ -18,14 +18,14 @@ from products import (
     products,
 )
 
-from jax_tilekern.compiler import cuda_folder
-from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans.geometry import MatmulGeometry
+from jax_tilekern.compilation.compiler import cuda_folder
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.sm80.candidates import MmaCandidate, candidates
+from jax_tilekern.plans.gemm.sm80.config import ARITHMETICS, SMALL, SQUARE, TALL, TINY, pack_shape
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
-from jax_tilekern.plans.mma import MmaCandidate, candidates
-from jax_tilekern.plans.mma_kernel import ARITHMETICS, SMALL, SQUARE, TALL, TINY, pack_shape
-from jax_tilekern.plans.product import Product
 
 try:
     nvrtc()
@@ -113,7 +113,7 @@ def test_candidates_are_a_function_of_the_product(case):
 
 
 def unpack(scalars):
-    """The fields of ``MatmulShape`` in matmul_shape.cuh."""
+    """The fields of ``MatmulShape`` in gemm/sm80/config.cuh."""
     assert len(scalars.data) == 168
     values = struct.unpack("@15q11i0q", scalars.data)
     return {
@@ -234,7 +234,7 @@ def test_bands_keep_running_blocks_compact():
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 32))
 def test_banded_order_visits_every_tile_once(tiles_m, tiles_n, band):
-    # banded_tile() of tile_order.cuh.
+    # banded_tile() of rasterization.cuh.
     visited = set()
     for index in range(tiles_m * tiles_n):
         per_band = band * tiles_n
@@ -290,7 +290,7 @@ def test_kernels_are_named_by_their_fields():
 
 
 def test_every_field_of_the_config_is_given():
-    text = (cuda_folder() / "matmul_shape.cuh").read_text()
+    text = (cuda_folder() / "gemm/sm80/config.cuh").read_text()
     body = text[text.index("struct MatmulConfig {") : text.index("constexpr int threads()")]
     fields = [
         line.split()[1].rstrip(";")

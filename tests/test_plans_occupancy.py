@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from jax_tilekern.compiler import Entry
+from jax_tilekern.compilation.compiler import Entry
 from jax_tilekern.plans.gpu import Gpu, known_gpu
 from jax_tilekern.plans.launch import Launch
 from jax_tilekern.plans.occupancy import Occupancy, occupancy

@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from products import BF16, F16, F32, F64, H100, INT32, batch_strides
 
-from jax_tilekern.compiler import compile_kernels
-from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans.geometry import MatmulGeometry
+from jax_tilekern.compilation.compiler import compile_kernels
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.passes.pack_operand import PackPass
+from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
+from jax_tilekern.plans.gemm.passes.split_float32 import DECIDE_KERNEL, SplitPass, decide_launch
 from jax_tilekern.plans.launch import Buffer
-from jax_tilekern.plans.pack_operand import PackPass
-from jax_tilekern.plans.split_float32 import DECIDE_KERNEL, SplitPass, decide_launch
 from jax_tilekern.plans.strided_rows import StridedOperand
-from jax_tilekern.plans.sum_splits import SumPass
 
 SUMS = [(F32, F32), (F32, BF16), (F32, F16), (INT32, INT32), (F64, F64)]
 
@@ -375,7 +375,7 @@ def add_in_float32(pairs):
     return total.astype(np.float64)
 
 
-# Of 2^-22 sum |a||b|; see split_float32.cuh.
+# Of 2^-22 sum |a||b|; see gemm/passes/split_float32.cuh.
 PROMISE = 4
 
 

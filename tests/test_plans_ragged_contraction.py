@@ -6,12 +6,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ragged import contractions, masked_einsum, random_bounds
 
-from jax_tilekern.plans.ragged_contraction import (
+from jax_tilekern.plans.grouped_gemm.contraction import (
     OrientedRagged,
     RaggedContraction,
     ragged_geometry,
 )
-from jax_tilekern.plans.ragged_product import MAX_GROUP_BATCH_DIMS
+from jax_tilekern.plans.grouped_gemm.problem import MAX_GROUP_BATCH_DIMS
 
 FORWARD = RaggedContraction((0, 2), (1, 2, 3), (1,), (0, 3), 0, 1)
 WEIGHTS = RaggedContraction((0, 2), (0, 3), (1,), (1, 2, 3), 0, 1)

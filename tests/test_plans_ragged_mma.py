@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from products import BF16, F32, H100, INT8, MODERN, ragged_product_of
 
-from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gemm.sm80.config import ARITHMETICS, SMALL, SQUARE, TALL, TINY
 from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.grouped_gemm.select import plan_ragged_matmul
+from jax_tilekern.plans.grouped_gemm.sm80 import candidates, ragged_kernel
 from jax_tilekern.plans.launch import Buffer, NoKernel
-from jax_tilekern.plans.mma_kernel import ARITHMETICS, SMALL, SQUARE, TALL, TINY
-from jax_tilekern.plans.ragged_matmul import plan_ragged_matmul
-from jax_tilekern.plans.ragged_mma import candidates, ragged_kernel
 
 try:
     nvrtc()
@@ -91,7 +91,7 @@ def first_tile_row(begin, index, block_rows):
 
 @given(st.data(), st.integers(1, 40), st.integers(1, 400), st.sampled_from([32, 64, 128, 256]))
 def test_tile_rows_of_the_grid_cover_every_row_once(data, groups, rows, block_rows):
-    # ragged_rows_tile() of ragged_matmul_block.cuh.
+    # ragged_rows_tile() of grouped_gemm/sm80/matmul_block.cuh.
     bounds = sorted(data.draw(st.lists(st.integers(0, rows), min_size=groups + 1,
                                        max_size=groups + 1)))  # fmt: skip
     begins, ends = [0, *bounds], [*bounds, rows]
@@ -209,6 +209,6 @@ def test_kernels_of_both_modes_are_named_by_what_they_take():
     for ragged, flag in (("m", "false"), ("k", "true")):
         instance = best(ragged_product_of("f32", ragged, 8, 512, 512, 512)).instance
         kernel = ragged_kernel(instance, ragged)
-        assert kernel.file == "ragged_simt_matmul.cuh"
+        assert kernel.file == "grouped_gemm/sm80/simt_matmul.cuh"
         assert kernel.name.startswith("tilekern::ragged_simt_matmul<float, float, float, ")
         assert kernel.name.endswith(f"}}, {flag}>")

@@ -1,7 +1,8 @@
 """Plans for ragged products on Hopper's tensor cores; no GPU needed.
 
 What the kernel does with the bounds that it finds on the device is modelled here: which item is
-which tile of which span of rows (``ragged_items.cuh``), and what it copies and multiplies of it.
+which tile of which span of rows (``grouped_gemm/sm90/tile_scheduler.cuh``), and what it copies and
+multiplies of it.
 """
 
 import itertools
@@ -28,13 +29,15 @@ from wgmma_launches import (
     unpack_shape,
 )
 
-from jax_tilekern.compiler import cuda_folder
-from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans import mma_kernel, ragged_matmul, ragged_wgmma
+from jax_tilekern.compilation.compiler import cuda_folder
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gemm.sm80 import config as mma_kernel
+from jax_tilekern.plans.gemm.sm90.config import ARITHMETICS
+from jax_tilekern.plans.grouped_gemm import select as ragged_matmul
+from jax_tilekern.plans.grouped_gemm import sm90 as ragged_wgmma
+from jax_tilekern.plans.grouped_gemm.sm80 import RaggedMmaCandidate
+from jax_tilekern.plans.grouped_gemm.sm90 import RaggedWgmmaCandidate, candidates
 from jax_tilekern.plans.launch import Buffer, TensorMap
-from jax_tilekern.plans.ragged_mma import RaggedMmaCandidate
-from jax_tilekern.plans.ragged_wgmma import RaggedWgmmaCandidate, candidates
-from jax_tilekern.plans.wgmma_kernel import ARITHMETICS
 
 try:
     nvrtc()
@@ -262,7 +265,7 @@ class Cluster:
     """
 
     def __init__(self, items, stages, blocks, consumers=2):
-        self.slots = constant("ragged_items.cuh", "kSlots")
+        self.slots = constant("grouped_gemm/sm90/tile_scheduler.cuh", "kSlots")
         self.items, self.stages, self.blocks = items, stages, blocks
         self.slot = [[None] * self.slots for _ in range(blocks)]
         # Other blocks than the first announce the bytes when they ask, and are sent them.
@@ -733,7 +736,7 @@ def constant(file, name):
 
 
 def test_every_field_of_the_groups_is_packed():
-    fields = struct_fields("ragged_groups.cuh", "GroupShape")
+    fields = struct_fields("grouped_gemm/groups.cuh", "GroupShape")
     assert struct.calcsize(f"{layout_of(fields)}0q") == struct.calcsize(GROUPS_LAYOUT)
     launch = launch_of(plan_of(next(candidates(TAKEN[0], H100))))
     assert list(unpack_groups(launch.parameters[-1])) == [name for _, name, _ in fields]
@@ -742,10 +745,10 @@ def test_every_field_of_the_groups_is_packed():
 @given(any_case)
 def test_shared_memory_has_room_for_items_and_for_tiles_before_each_span(choice):
     config = choice.instance
-    slots = constant("ragged_items.cuh", "kSlots")
-    slot_bytes = constant("ragged_items.cuh", "kSlotBytes")
+    slots = constant("grouped_gemm/sm90/tile_scheduler.cuh", "kSlots")
+    slot_bytes = constant("grouped_gemm/sm90/tile_scheduler.cuh", "kSlotBytes")
     barriers = 8 * (2 * config.stages + config.consumers)
-    slabs = config.consumers * constant("wgmma_epilogue.cuh", "kSlabs") * 8192
+    slabs = config.consumers * constant("gemm/sm90/epilogue.cuh", "kSlabs") * 8192
     dense = config.stages * config.stage_bytes + slabs + barriers
     # A pair of barriers each, and the one to ask by.
     ragged = slots * (slot_bytes + 2 * 8) + 8
@@ -760,7 +763,7 @@ def test_kernels_are_named_by_what_they_take():
         config = next(candidates(product, H100)).instance
         kernel = config.kernel
         lines = f"{config.line_step}, {config.copy_step}, {config.rhs_box_lines}"
-        assert kernel.file == "ragged_wgmma_matmul.cuh"
+        assert kernel.file == "grouped_gemm/sm90/matmul.cuh"
         assert kernel.name.startswith(f"tilekern::ragged_wgmma_matmul<{', '.join(config.types)}, ")
         assert kernel.name.endswith(f"}}, tilekern::Ragged::{ragged}, {lines}>")
 

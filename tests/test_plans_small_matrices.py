@@ -9,11 +9,11 @@ import pytest
 
 import jax_tilekern as jtk
 from jax_tilekern import linalg
-from jax_tilekern.compiler import compile_kernels
-from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.compilation.compiler import compile_kernels
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
-from jax_tilekern.plans.small_matrices import (
+from jax_tilekern.plans.linalg.small_matrices import (
     DTYPES,
     Columns,
     SmallMatrices,

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_tilekern.compiler import compile_kernels
-from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.compilation.compiler import compile_kernels
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel, TensorMap
-from jax_tilekern.plans.permutation import Permutation
-from jax_tilekern.plans.transpose import candidates, left_to_xla
-from jax_tilekern.plans.transpose_boxes import BoxTranspose
-from jax_tilekern.plans.transpose_narrow import NarrowTranspose
-from jax_tilekern.plans.transpose_rows import RowTranspose
-from jax_tilekern.plans.transpose_shape import TileGrid, divisor
-from jax_tilekern.plans.transpose_tiles import TileTranspose
+from jax_tilekern.plans.transpose.narrow import NarrowTranspose
+from jax_tilekern.plans.transpose.permutation import Permutation
+from jax_tilekern.plans.transpose.rows import RowTranspose
+from jax_tilekern.plans.transpose.select import candidates, left_to_xla
+from jax_tilekern.plans.transpose.shape import TileGrid, divisor
+from jax_tilekern.plans.transpose.tiles import TileTranspose
+from jax_tilekern.plans.transpose.tma import BoxTranspose
 
 H100, A100, RTX_5090 = known_gpu("sm_90"), known_gpu("sm_80"), known_gpu("sm_120")
 
@@ -185,7 +185,7 @@ def test_division_by_a_divisor_is_exact(value, number):
 
 @given(st.integers(1, 2000), st.integers(1, 40))
 def test_bands_hold_every_tile_once(rows, columns):
-    """As ``tile_position`` of ``transpose_shape.cuh`` walks them."""
+    """As ``tile_position`` of ``transpose/shape.cuh`` walks them."""
     values = TileGrid(rows, columns).values
     count, band, width, last_width = values[1::3]
     assert (values[0], count) == (columns, rows * columns)

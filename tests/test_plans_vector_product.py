@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from products import H100, TYPES, geometries, product_of
 
-from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans.column_sums import ColumnPass
-from jax_tilekern.plans.product import Product
-from jax_tilekern.plans.row_sums import RowPass
-from jax_tilekern.plans.vector_product import SUM_DTYPES, candidates
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.vector_product import SUM_DTYPES, candidates
+from jax_tilekern.plans.reduction.column_sums import ColumnPass
+from jax_tilekern.plans.reduction.row_sums import RowPass
 
 try:
     nvrtc()

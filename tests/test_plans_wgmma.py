@@ -1,7 +1,7 @@
 """Plans on Hopper's tensor cores: properties over random geometries; no GPU needed.
 
 What the kernel does with the numbers that it gets is modelled here: which item is which tile of
-which output (``wgmma_items.cuh``), and what boxes of the tensor maps it copies.
+which output (``gemm/sm90/tile_scheduler.cuh``), and what boxes of the tensor maps it copies.
 """
 
 import dataclasses
@@ -36,13 +36,15 @@ from wgmma_launches import (
     unpack_shape,
 )
 
-from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans import matmul, mma, wgmma
-from jax_tilekern.plans.geometry import MatmulGeometry
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gemm import select as matmul
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.sm80 import candidates as mma
+from jax_tilekern.plans.gemm.sm90 import candidates as wgmma
+from jax_tilekern.plans.gemm.sm90.candidates import candidates
+from jax_tilekern.plans.gemm.sm90.config import ARITHMETICS, WgmmaInstance
 from jax_tilekern.plans.launch import Buffer, TensorMap
-from jax_tilekern.plans.product import Product
-from jax_tilekern.plans.wgmma import candidates
-from jax_tilekern.plans.wgmma_kernel import ARITHMETICS, WgmmaInstance
 
 try:
     nvrtc()
@@ -84,7 +86,7 @@ def buffer_bytes(product, plan):
 
 
 def work_items(shape, config):
-    """``DenseItems`` of wgmma_items.cuh: all items, of each of a cluster's blocks."""
+    """``DenseItems`` of gemm/sm90/tile_scheduler.cuh: all items, of each of a cluster's blocks."""
     item = np.repeat(np.arange(shape["items"]), config.cluster)
     block = np.tile(np.arange(config.cluster), shape["items"])
     tiles = shape["tiles_m"] * shape["tiles_n"]
@@ -472,7 +474,7 @@ def test_launches_are_packs_then_the_kernel_then_the_sum(case):
 
 
 def test_every_field_of_the_config_is_given():
-    fields = [name for _, name, _ in struct_fields("wgmma_shape.cuh", "WgmmaConfig")]
+    fields = [name for _, name, _ in struct_fields("gemm/sm90/config.cuh", "WgmmaConfig")]
     of_ragged_products = ["ragged", "line_step", "ragged_bytes"]
     assert ["types", *fields, *of_ragged_products] == [
         field.name for field in dataclasses.fields(WgmmaInstance)
@@ -485,7 +487,7 @@ def test_every_field_of_the_config_is_given():
 
 
 def test_every_field_of_the_shape_is_packed():
-    fields = struct_fields("wgmma_shape.cuh", "WgmmaShape")
+    fields = struct_fields("gemm/sm90/config.cuh", "WgmmaShape")
     assert struct.calcsize(f"{layout_of(fields)}0q") == struct.calcsize(SHAPE_LAYOUT)
     plan = plan_of(next(iter(candidates(product_of("bf16", 64, 64, 64), H100))))
     assert list(shape_of(plan)) == [name for _, name, _ in fields]

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from products import H100, product_of
 
+from jax_tilekern.plans.gemm.xla import left_to_xla, sum_left_to_xla
 from jax_tilekern.plans.gpu import known_gpu
-from jax_tilekern.plans.reduction import Reduction
-from jax_tilekern.plans.xla import left_to_xla, sum_left_to_xla
+from jax_tilekern.plans.reduction.problem import Reduction
 
 A100 = known_gpu("sm_80")
 K_MAJOR = {"rhs_k_major": True}

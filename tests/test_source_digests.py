@@ -1,6 +1,6 @@
 """Digests tell one set of sources from another."""
 
-from jax_tilekern import source_digests
+from jax_tilekern.compilation import source_digests
 
 
 def test_digests_follow_the_sources(tmp_path):

@@ -14,16 +14,17 @@ from jax.interpreters import mlir
 from numerics import on_gpu
 
 import jax_tilekern as jtk
-from jax_tilekern import product_timing, random_operands, tuning
-from jax_tilekern.nvrtc import CompileError, NvrtcNotFound
+from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound
 from jax_tilekern.plans import tuned
-from jax_tilekern.plans.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import NoGpu, known_gpu
 from jax_tilekern.plans.launch import NoKernel
-from jax_tilekern.plans.matmul import candidates
-from jax_tilekern.plans.product import Product
 from jax_tilekern.plans.tuned import XLA, TunedChoice, TunedChoices, product_text
-from jax_tilekern.product_timing import Measured, _Problem
+from jax_tilekern.tuning import product_timing, random_operands
+from jax_tilekern.tuning import tune as tuning
+from jax_tilekern.tuning.product_timing import Measured, _Problem
 
 H100, A100 = known_gpu("sm_90"), known_gpu("sm_80")
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
@@ -298,8 +299,8 @@ def test_products_of_a_function(monkeypatch):
     def compiled(*args, **kwargs):
         raise AssertionError("nothing is compiled to find products")
 
-    monkeypatch.setattr("jax_tilekern.plans.mma.compile_kernels", compiled)
-    monkeypatch.setattr("jax_tilekern.plans.wgmma.compile_kernels", compiled)
+    monkeypatch.setattr("jax_tilekern.plans.gemm.sm80.candidates.compile_kernels", compiled)
+    monkeypatch.setattr("jax_tilekern.plans.gemm.sm90.candidates.compile_kernels", compiled)
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 128), (128, 32)))
 
     def loss(w, x):

@@ -9,9 +9,9 @@ from unittest import mock
 import numpy as np
 from products import H100
 
-from jax_tilekern.compiler import cuda_folder
+from jax_tilekern.compilation.compiler import cuda_folder
 
-# Of WgmmaShape in wgmma_shape.cuh, and GroupShape in ragged_groups.cuh.
+# Of WgmmaShape in gemm/sm90/config.cuh, and GroupShape in grouped_gemm/groups.cuh.
 SHAPE_LAYOUT = "@4q19i0q"
 GROUPS_LAYOUT = "@3q6i0q"
 _SHAPE_BYTES, _GROUPS_BYTES = struct.calcsize(SHAPE_LAYOUT), struct.calcsize(GROUPS_LAYOUT)
@@ -96,7 +96,7 @@ def unpack_groups(scalars):
 
 
 def banded_tile(index, tiles_m, tiles_n, band):
-    """Of tile_order.cuh, for arrays."""
+    """Of rasterization.cuh, for arrays."""
     per_band = band * tiles_n
     first = index // per_band * band
     height = np.minimum(band, tiles_m - first)
@@ -105,7 +105,7 @@ def banded_tile(index, tiles_m, tiles_n, band):
 
 
 def batch_positions(shape, batch):
-    """``set_batch`` of wgmma_shape.cuh, for arrays: positions of lhs, rhs and output."""
+    """``set_batch`` of gemm/sm90/config.cuh, for arrays: positions of lhs, rhs and output."""
     positions, rest = [], batch
     for size in reversed(shape["batch"]):
         positions.insert(0, rest % size)

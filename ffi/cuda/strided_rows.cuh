@@ -1,7 +1,7 @@
 // Rows of strided arrays, and how the threads of memory-bound kernels share them.
 #pragma once
 
-#include "matmul_shape.cuh"
+#include "gemm/sm80/config.cuh"
 #include "ptx.cuh"
 
 namespace tilekern {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from datetime import datetime
 
-from jax_tilekern import kernel_cache
 from jax_tilekern.cli.console import size
+from jax_tilekern.compilation import kernel_cache
 
 HELP = "show or clear the cache of compiled kernels"
 

@@ -23,7 +23,7 @@ from jax_tilekern.cli.timing import Pairs, Spread, interleaved
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from jax_tilekern.explain import Explanation
+    from jax_tilekern.inspection.explain import Explanation
 
 HELP = "train a small network on handwritten digits with this package's products"
 _ACCURACY = 0.95

@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern
-from jax_tilekern import _core, compiler
-from jax_tilekern.source_digests import source_digests
+from jax_tilekern import _core
+from jax_tilekern.compilation import compiler
+from jax_tilekern.compilation.source_digests import source_digests
 
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 # What the CPU kernels of this package and of XLA make use of.

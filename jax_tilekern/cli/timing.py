@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_tilekern.wall_time import wall_seconds
+from jax_tilekern.tuning.wall_time import wall_seconds
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from jax_tilekern.cli.bench.row import Row
-    from jax_tilekern.plans.product import Product
-    from jax_tilekern.tuning import TunedProduct
+    from jax_tilekern.plans.gemm.problem import Product
+    from jax_tilekern.tuning.tune import TunedProduct
 
 HELP = "measure which kernel is the fastest for products, and keep it"
 
@@ -77,10 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status: 1 if a product failed, 2 for a bad argument."""
     # Imported here: the other commands need none of it.
-    from jax_tilekern import compiler, tuning
     from jax_tilekern.cli.bench.suite import SuiteError
+    from jax_tilekern.compilation import compiler
     from jax_tilekern.plans.gpu import NoGpu
     from jax_tilekern.plans.tuned import current_choices
+    from jax_tilekern.tuning import tune as tuning
 
     try:
         rows = _rows(arguments)
@@ -221,7 +222,7 @@ def _products(rows: Sequence[Row]) -> list[Product]:
 
     from jax_tilekern.cli.bench.case import Case, types_enabled
     from jax_tilekern.cli.bench.suite import SuiteError
-    from jax_tilekern.tuning import products_of
+    from jax_tilekern.tuning.tune import products_of
 
     found: list[Product] = []
     for row in rows:
@@ -261,7 +262,7 @@ def _show(progress: Progress, number: str, row: TunedProduct) -> None:
 def _table(title: str, rows: Sequence[TunedProduct]) -> RenderableType:
     from rich.table import Table
 
-    from jax_tilekern.tuning import TunedProduct
+    from jax_tilekern.tuning.tune import TunedProduct
 
     table = Table(title=title, title_justify="left")
     for heading in TunedProduct.HEADINGS:

@@ -15,13 +15,14 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from jax_tilekern import compat, ffi, primitive
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.sum import sum as sum_over
 from jax_tilekern.partitioning.rule import Dims, ShardingRule, rule_over_axes
 from jax_tilekern.plans.add import DTYPES, AddedDims, plan_add
-from jax_tilekern.primitive import Fallback, Kernel, Operation, Planner
+from jax_tilekern.primitives import compat, ffi
+from jax_tilekern.primitives import operation as primitive
+from jax_tilekern.primitives.operation import Fallback, Kernel, Operation, Planner
 
 
 @jitted()

@@ -16,7 +16,6 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
-from jax_tilekern import compat, ffi, primitive
 from jax_tilekern.ops.labelled_lowering import (
     Operand,
     Platform,
@@ -35,13 +34,15 @@ from jax_tilekern.ops.labelled_operands import (
 )
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
-from jax_tilekern.plans.arithmetic import Converted, cpu_arithmetic, cuda_arithmetic
-from jax_tilekern.plans.contraction import Contraction, Oriented, matmul_geometry
 from jax_tilekern.plans.cpu import has_amx
-from jax_tilekern.plans.geometry import MatmulGeometry
-from jax_tilekern.plans.matmul import plan_matmul
-from jax_tilekern.plans.product import Product
-from jax_tilekern.primitive import Fallback, Kernel, Operation, Planner, Rewrite, Source
+from jax_tilekern.plans.gemm.arithmetic import Converted, cpu_arithmetic, cuda_arithmetic
+from jax_tilekern.plans.gemm.contraction import Contraction, Oriented, matmul_geometry
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.select import plan_matmul
+from jax_tilekern.primitives import compat, ffi
+from jax_tilekern.primitives import operation as primitive
+from jax_tilekern.primitives.operation import Fallback, Kernel, Operation, Planner, Rewrite, Source
 
 
 def contract(
@@ -62,7 +63,7 @@ def contract(
     contraction
         Labels of their dimensions and of the result's.
     precision
-        Canonical, as :func:`jax_tilekern.compat.canonicalize_precision` returns it.
+        Canonical, as :func:`jax_tilekern.primitives.compat.canonicalize_precision` returns it.
     out_dtype
         Type of the result.
     out_sharding

@@ -16,11 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_tilekern import compat, ffi, modes
-from jax_tilekern.choices import record_choice
-from jax_tilekern.compat import ad, batching, mlir
-from jax_tilekern.compiler import NvrtcNotFound
-from jax_tilekern.linearity import Group, cotangents_in, tangents_out
+from jax_tilekern.compilation.compiler import NvrtcNotFound
+from jax_tilekern.inspection.choices import record_choice
 from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters
 from jax_tilekern.ops.kernel_sharding import explicit_shardings
 from jax_tilekern.partitioning import xla
@@ -29,6 +26,9 @@ from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.cuda_kernel import Array, Batch, plan_kernel
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.primitives import compat, ffi, modes
+from jax_tilekern.primitives.compat import ad, batching, mlir
+from jax_tilekern.primitives.linearity import Group, cotangents_in, tangents_out
 
 Batches = tuple[Batch, ...]
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jax_tilekern import compat
-from jax_tilekern.plans.arithmetic import Converted, precision_name
-from jax_tilekern.plans.contraction import Labels
-from jax_tilekern.plans.geometry import MatmulGeometry
-from jax_tilekern.primitive import Fallback, Kernel
+from jax_tilekern.plans.gemm.arithmetic import Converted, precision_name
+from jax_tilekern.plans.gemm.contraction import Labels
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.primitives import compat
+from jax_tilekern.primitives.operation import Fallback, Kernel
 
 
 class Platform(NamedTuple):

@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding
 
-from jax_tilekern.plans.arithmetic import FP8, Converted
-from jax_tilekern.plans.contraction import Contraction, Labels
+from jax_tilekern.plans.gemm.arithmetic import FP8, Converted
+from jax_tilekern.plans.gemm.contraction import Contraction, Labels
 
 # Integers that have no implicit promotion.
 _IN_8_BITS = {np.dtype(jnp.int4): np.dtype(np.int8), np.dtype(jnp.uint4): np.dtype(np.uint8)}

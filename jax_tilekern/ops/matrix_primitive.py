@@ -1,7 +1,8 @@
 """How the rules of an operation on batches of matrices are declared, once.
 
-Unlike those of :mod:`jax_tilekern.primitive` these operations are not multilinear, so that each
-states its own tangents, and some have several results. Devices share the leading dimensions.
+Unlike those of :mod:`jax_tilekern.primitives.operation` these operations are not multilinear, so
+that each states its own tangents, and some have several results. Devices share the leading
+dimensions.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import Any
 
 import jax
 
-from jax_tilekern import compat, modes
-from jax_tilekern.choices import record_choice
-from jax_tilekern.compat import ad, batching, mlir
+from jax_tilekern.inspection.choices import record_choice
 from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.call import PartitionedOperation, lower_partitioned, register
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
-from jax_tilekern.primitive import Fallback, Kernel, obstacle
+from jax_tilekern.primitives import compat, modes
+from jax_tilekern.primitives.compat import ad, batching, mlir
+from jax_tilekern.primitives.operation import Fallback, Kernel, obstacle
 
 # Binds a primitive to operands and parameters; results come as a list.
 Bind = Callable[..., list[Any]]

@@ -6,12 +6,12 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from jax_tilekern import ffi, modes
-from jax_tilekern.nvrtc import CompileError, NvrtcNotFound
+from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound
 from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PlanError
 from jax_tilekern.plans.tuned import planning_state
-from jax_tilekern.primitive import Fallback, Kernel
+from jax_tilekern.primitives import ffi, modes
+from jax_tilekern.primitives.operation import Fallback, Kernel
 
 
 def planned_kernel(

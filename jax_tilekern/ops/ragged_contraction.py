@@ -20,7 +20,6 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding
 
-from jax_tilekern import compat, ffi, primitive
 from jax_tilekern.ops.group_bounds import group_bounds
 from jax_tilekern.ops.labelled_lowering import (
     Operand,
@@ -42,16 +41,18 @@ from jax_tilekern.ops.labelled_operands import (
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
-from jax_tilekern.plans.arithmetic import Converted, cpu_arithmetic, cuda_arithmetic
-from jax_tilekern.plans.contraction import Contraction, Labels
-from jax_tilekern.plans.ragged_contraction import (
+from jax_tilekern.plans.gemm.arithmetic import Converted, cpu_arithmetic, cuda_arithmetic
+from jax_tilekern.plans.gemm.contraction import Contraction, Labels
+from jax_tilekern.plans.grouped_gemm.contraction import (
     OrientedRagged,
     RaggedContraction,
     ragged_geometry,
 )
-from jax_tilekern.plans.ragged_matmul import plan_ragged_matmul
-from jax_tilekern.plans.ragged_product import RaggedGeometry, RaggedProduct
-from jax_tilekern.primitive import Fallback, Kernel, Operation, Planner, Rewrite, Source
+from jax_tilekern.plans.grouped_gemm.problem import RaggedGeometry, RaggedProduct
+from jax_tilekern.plans.grouped_gemm.select import plan_ragged_matmul
+from jax_tilekern.primitives import compat, ffi
+from jax_tilekern.primitives import operation as primitive
+from jax_tilekern.primitives.operation import Fallback, Kernel, Operation, Planner, Rewrite, Source
 
 
 def contract_groups(
@@ -76,7 +77,7 @@ def contract_groups(
         Labels of their dimensions and of the result's. A label of the bounds need not be the
         result's.
     precision
-        Canonical, as :func:`jax_tilekern.compat.canonicalize_precision` returns it.
+        Canonical, as :func:`jax_tilekern.primitives.compat.canonicalize_precision` returns it.
     out_dtype
         Type of the result.
     out_sharding

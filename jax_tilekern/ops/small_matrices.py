@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_tilekern import ffi
-from jax_tilekern.compat import ad, zero_tangent
-from jax_tilekern.compiler import Kernel as CudaKernel
+from jax_tilekern.compilation.compiler import Kernel as CudaKernel
 from jax_tilekern.ops.matmul import matmul
 from jax_tilekern.ops.matrix_primitive import Bind, MatrixOperation, define
 from jax_tilekern.ops.planned_kernel import planned_kernel
-from jax_tilekern.plans import small_matrices as plans
-from jax_tilekern.plans.small_matrices import Columns, SmallMatrices
-from jax_tilekern.primitive import Fallback, Kernel
+from jax_tilekern.plans.linalg import small_matrices as plans
+from jax_tilekern.plans.linalg.small_matrices import Columns, SmallMatrices
+from jax_tilekern.primitives import ffi
+from jax_tilekern.primitives.compat import ad, zero_tangent
+from jax_tilekern.primitives.operation import Fallback, Kernel
 
 # Derivatives are as accurate as what they are of.
 _product = functools.partial(matmul, precision=lax.Precision.HIGHEST)

@@ -13,12 +13,13 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_tilekern import compat, ffi, primitive
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
-from jax_tilekern.plans.sum import SummedDims, plan_sum, sum_dtype
-from jax_tilekern.primitive import Fallback, Kernel, Operation, Planner, Rewrite
+from jax_tilekern.plans.reduction.select import SummedDims, plan_sum, sum_dtype
+from jax_tilekern.primitives import compat, ffi
+from jax_tilekern.primitives import operation as primitive
+from jax_tilekern.primitives.operation import Fallback, Kernel, Operation, Planner, Rewrite
 
 Axes = tuple[int, ...]
 

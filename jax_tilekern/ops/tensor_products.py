@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_tilekern.patch import patch
+from jax_tilekern.patching.patch import patch
 
 
 @patch()

@@ -12,13 +12,14 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from jax_tilekern import ffi, primitive
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
-from jax_tilekern.plans.permutation import Permutation
-from jax_tilekern.plans.transpose import plan_transpose
-from jax_tilekern.primitive import Fallback, Kernel, Operation, Planner
+from jax_tilekern.plans.transpose.permutation import Permutation
+from jax_tilekern.plans.transpose.select import plan_transpose
+from jax_tilekern.primitives import ffi
+from jax_tilekern.primitives import operation as primitive
+from jax_tilekern.primitives.operation import Fallback, Kernel, Operation, Planner
 
 Axes = tuple[int, ...]
 

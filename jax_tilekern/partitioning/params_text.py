@@ -19,9 +19,9 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.cuda_kernel import Batch
-from jax_tilekern.plans.ragged_contraction import RaggedContraction
+from jax_tilekern.plans.gemm.contraction import Contraction
+from jax_tilekern.plans.grouped_gemm.contraction import RaggedContraction
 
 _DATACLASSES = {kind.__name__: kind for kind in (Contraction, RaggedContraction, Batch)}
 _ENUMS = {kind.__name__: kind for kind in (lax.Precision, lax.DotAlgorithmPreset)}

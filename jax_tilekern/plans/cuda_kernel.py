@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jax_tilekern.compiler import Compiled, CompileError, compile_source
+from jax_tilekern.compilation.compiler import Compiled, CompileError, compile_source
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import (
     MAX_GRID,

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from jax_tilekern.cubin import packed
+from jax_tilekern.compilation.cubin import packed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from jax_tilekern.cubin import Entry
+    from jax_tilekern.compilation.cubin import Entry
     from jax_tilekern.plans.gpu import Gpu
 
 _MAX_BLOCK = (1024, 1024, 64)

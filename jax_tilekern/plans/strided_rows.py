@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jax_tilekern.plans.geometry import MAX_BATCH_DIMS, MatmulGeometry
+from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS, MatmulGeometry
 
 # What a thread reads or writes at a time.
 VECTOR_BYTES = 16

@@ -26,10 +26,10 @@ from pathlib import Path
 import jax
 import platformdirs
 
-from jax_tilekern.nvrtc import CompileError
+from jax_tilekern.compilation.nvrtc import CompileError
+from jax_tilekern.plans.gemm.problem import Candidate, Product
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
-from jax_tilekern.plans.product import Candidate, Product
 
 # The winner where no kernel was faster than XLA's own product. No candidate has this key.
 XLA = "xla"
@@ -43,7 +43,7 @@ class TunedChoice:
     Attributes
     ----------
     winner
-        :attr:`Candidate.key <jax_tilekern.plans.product.Candidate.key>` of what to run, or
+        :attr:`Candidate.key <jax_tilekern.plans.gemm.problem.Candidate.key>` of what to run, or
         :data:`XLA`.
     model
         Key of the cost model's choice at that time.

@@ -19,13 +19,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 import jax_tilekern as jtk
-from jax_tilekern import ffi
-from jax_tilekern.plans.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import Candidate
 from jax_tilekern.plans.gpu import current_gpu
+from jax_tilekern.plans.grouped_gemm.problem import RaggedGeometry, RaggedProduct
+from jax_tilekern.plans.grouped_gemm.select import candidates
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
-from jax_tilekern.plans.product import Candidate
-from jax_tilekern.plans.ragged_matmul import candidates
-from jax_tilekern.plans.ragged_product import RaggedGeometry, RaggedProduct
+from jax_tilekern.primitives import ffi
 
 # Of each kind of bounds below.
 BATCH = 3

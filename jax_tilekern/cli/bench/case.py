@@ -17,7 +17,7 @@ from jax import Array
 import jax_tilekern
 from jax_tilekern.cli.bench.operations import OPERATIONS, OURS, Function
 from jax_tilekern.cli.bench.row import Row
-from jax_tilekern.random_operands import Operands
+from jax_tilekern.tuning.random_operands import Operands
 
 # The error is measured on this many indices of each of the result's dimensions, at most.
 _SAMPLED = 64

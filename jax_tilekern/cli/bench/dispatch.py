@@ -14,7 +14,7 @@ from jax import Array
 from jax_tilekern.cli.bench.case import Case
 from jax_tilekern.cli.bench.record import Record, spreads
 from jax_tilekern.cli.timing import Pairs, Spread, interleaved
-from jax_tilekern.wall_time import ready, repeated
+from jax_tilekern.tuning.wall_time import ready, repeated
 
 # Where a device keeps up, its last result is there soon after the last call has returned. Where
 # waiting takes this much longer than calling, calls had queued up.

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 from jax import Array, lax
 
-from jax_tilekern import compiler
 from jax_tilekern.cli.bench.case import Case, types_enabled
 from jax_tilekern.cli.bench.row import Row
-from jax_tilekern.wall_time import ready, wall_seconds
+from jax_tilekern.compilation import compiler
+from jax_tilekern.tuning.wall_time import ready, wall_seconds
 
 
 def first_calls(row: Row, side: str) -> dict[str, Any]:

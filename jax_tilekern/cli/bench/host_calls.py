@@ -12,7 +12,7 @@ from jax import lax
 
 import jax_tilekern as jtk
 from jax_tilekern.cli.timing import Pairs, interleaved
-from jax_tilekern.wall_time import repeated
+from jax_tilekern.tuning.wall_time import repeated
 
 # Calls in a program that is traced, so that the program itself does not count.
 _TRACED_CALLS = 50

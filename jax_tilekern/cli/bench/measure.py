@@ -21,8 +21,8 @@ from jax_tilekern.cli.bench.operations import Function
 from jax_tilekern.cli.bench.side_times import Side, device_times
 from jax_tilekern.cli.bench.side_times import pairs as side_pairs
 from jax_tilekern.cli.timing import Pairs, interleaved
-from jax_tilekern.random_operands import Operands, beyond_cache
-from jax_tilekern.wall_time import ready, repeated, wall_seconds
+from jax_tilekern.tuning.random_operands import Operands, beyond_cache
+from jax_tilekern.tuning.wall_time import ready, repeated, wall_seconds
 
 # A call of the CPU backend costs tens of microseconds; in calls this long that is a few percent.
 _LONG_CALL = 1e-3

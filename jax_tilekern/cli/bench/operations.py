@@ -14,7 +14,7 @@ import jax_tilekern
 from jax_tilekern.cli.bench import ragged_by_blocks, ragged_calls
 from jax_tilekern.cli.bench.ragged_row import RaggedRow
 from jax_tilekern.cli.bench.row import Row
-from jax_tilekern.random_operands import Operands
+from jax_tilekern.tuning.random_operands import Operands
 
 # Results are an array or, of several, a tuple.
 Function = Callable[..., Any]

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax_tilekern.cli.bench.case import jitted
 from jax_tilekern.cli.bench.operations import OPERATIONS, Function, Peer
 from jax_tilekern.cli.bench.row import Row
-from jax_tilekern.random_operands import Operands
-from jax_tilekern.wall_time import ready
+from jax_tilekern.tuning.random_operands import Operands
+from jax_tilekern.tuning.wall_time import ready
 
 # The most by which a right result differs from ours, relative to its norm: 8-bit products of
 # another accumulation are this rough.

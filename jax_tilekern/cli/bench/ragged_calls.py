@@ -12,7 +12,7 @@ import jax
 from jax import Array, lax
 
 from jax_tilekern.cli.bench.ragged_row import LAYER_GRADIENTS, RaggedRow
-from jax_tilekern.random_operands import Operands
+from jax_tilekern.tuning.random_operands import Operands
 
 FORWARD, ROW_GRADIENT, WEIGHT_GRADIENT = (
     lax.RaggedDotDimensionNumbers(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_tilekern.cli.bench.row import Row, random_arrays
-from jax_tilekern.random_operands import Operands
+from jax_tilekern.tuning.random_operands import Operands
 
 Sizes = np.ndarray[Any, Any]
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_tilekern.random_operands import Operands, random_array
+from jax_tilekern.tuning.random_operands import Operands, random_array
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_tilekern.cli.timing import Pairs
-from jax_tilekern.device_time import Block, run_blocks
+from jax_tilekern.tuning.device_time import Block, run_blocks
 
 
 @dataclass(frozen=True)

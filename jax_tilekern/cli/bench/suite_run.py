@@ -21,7 +21,7 @@ from jax_tilekern.cli.bench.report import cells
 from jax_tilekern.cli.bench.row import Row
 from jax_tilekern.cli.bench.suite import Suite
 from jax_tilekern.cli.console import write_json
-from jax_tilekern.wall_time import ready
+from jax_tilekern.tuning.wall_time import ready
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     from jax_tilekern.cli.ladder.ncu import NoCounters, require_ncu
     from jax_tilekern.cli.ladder.report import notes, plot, table
     from jax_tilekern.cli.ladder.rung import LadderError
-    from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+    from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 
     console = make_console()
     try:

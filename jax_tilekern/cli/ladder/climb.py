@@ -14,12 +14,12 @@ import numpy as np
 
 import jax_tilekern
 from jax_tilekern.cli.ladder.rung import Problem, Rung
-from jax_tilekern.kernel_report import KernelReport
-from jax_tilekern.nvrtc import CompileError
+from jax_tilekern.compilation.nvrtc import CompileError
+from jax_tilekern.inspection.kernel_report import KernelReport
 from jax_tilekern.plans.gpu import current_gpu
-from jax_tilekern.product_timing import timed
-from jax_tilekern.random_operands import Operands, beyond_cache, random_array
-from jax_tilekern.wall_time import ready, wall_seconds
+from jax_tilekern.tuning.product_timing import timed
+from jax_tilekern.tuning.random_operands import Operands, beyond_cache, random_array
+from jax_tilekern.tuning.wall_time import ready, wall_seconds
 
 Record = dict[str, Any]
 

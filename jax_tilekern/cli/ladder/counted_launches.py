@@ -25,7 +25,7 @@ import jax_tilekern
 from jax_tilekern.cli.ladder.climb import random_operands
 from jax_tilekern.cli.ladder.counters import MARKER, Wanted
 from jax_tilekern.cli.ladder.rung import Ladder
-from jax_tilekern.wall_time import ready
+from jax_tilekern.tuning.wall_time import ready
 
 _marker = jax_tilekern.cuda_kernel(
     f"__global__ void {MARKER}(int* out) {{ *out = gridDim.x; }}",

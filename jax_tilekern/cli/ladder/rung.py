@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 
 import jax_tilekern
-from jax_tilekern.kernel_report import KernelReport
+from jax_tilekern.inspection.kernel_report import KernelReport
 
 Sizes = tuple[int, ...]
 Function = Callable[..., Any]

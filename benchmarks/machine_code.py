@@ -1,0 +1,243 @@
+"""Compare the machine code of the library's kernels between two checkouts, with no GPU.
+
+    python benchmarks/machine_code.py record before.json    # in one checkout
+    python benchmarks/machine_code.py record after.json     # in the other
+    python benchmarks/machine_code.py compare before.json after.json
+
+``record`` lowers a sample of calls for several architectures and writes a digest of the machine
+code of every kernel that NVRTC compiles for them. ``compare`` lists the calls whose kernels differ,
+and fails if there are any: names, files and line numbers may change between the checkouts, machine
+code may not. Both records need the same NVRTC.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import itertools
+import json
+import os
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Call = tuple[str, Callable[..., Any], tuple[Any, ...]]
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    record = commands.add_parser("record", help="compile the sample of this checkout")
+    record.add_argument("file", type=Path)
+    record.add_argument("--only", default="", help="calls whose label contains this text")
+    compare = commands.add_parser("compare", help="compare two records")
+    compare.add_argument("before", type=Path)
+    compare.add_argument("after", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "record":
+        arguments.file.write_text(json.dumps(_record(arguments.only), indent=1) + "\n")
+        return 0
+    return _compare(
+        json.loads(arguments.before.read_text()), json.loads(arguments.after.read_text())
+    )
+
+
+def _record(only: str) -> dict[str, Any]:
+    # An empty disk cache: every kernel is compiled once, by the first call that needs it.
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        return _compiled_for_calls(only)
+
+
+def _compiled_for_calls(only: str) -> dict[str, Any]:
+    import jax
+
+    import jax_tilekern
+
+    # The module's name may differ between the checkouts.
+    compiler = next(
+        module.Nvrtc
+        for module in list(sys.modules.values())
+        if hasattr(module, "Nvrtc") and module.__name__.startswith("jax_tilekern")
+    )
+    digests: list[str] = []
+    compile_once = compiler.compile
+
+    def compile_and_digest(self: Any, source: str, **settings: Any) -> Any:
+        output = compile_once(self, source, **settings)
+        digests.extend(_digest(output.cubin, symbol) for symbol in output.symbols)
+        return output
+
+    compiler.compile = compile_and_digest
+    kernels = {}
+    for arch in ("sm_90a", "sm_80", "sm_89", "sm_120"):
+        for label, function, operands in _calls(arch):
+            label = f"{arch} {label}"
+            if only not in label:
+                continue
+            digests.clear()
+            with jax_tilekern.gpu_target(arch):
+                jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+            kernels[label] = sorted(digests)
+            print(f"{label}: {len(digests)} new kernels", flush=True)
+    compiler.compile = compile_once
+    version = importlib.util.find_spec("nvidia") and _nvrtc_version()
+    return {"nvrtc": version, "kernels": kernels}
+
+
+def _nvrtc_version() -> str:
+    from importlib.metadata import distributions
+
+    found = [d for d in distributions() if d.metadata["Name"].startswith("nvidia-cuda-nvrtc")]
+    return ", ".join(f"{d.metadata['Name']} {d.version}" for d in found)
+
+
+def _calls(arch: str) -> Iterator[Call]:
+    yield from _products(arch)
+    yield from _grouped_products(arch)
+    yield from _other_operations(arch)
+
+
+# Sizes that select different tiles, split-K, swapped operands and partial tiles.
+_SIZES = (
+    (4096, 4096, 4096),
+    (8192, 1024, 512),
+    (512, 512, 512),
+    (128, 4096, 4096),
+    (16, 4096, 8192),
+    (64, 200, 16384),
+    (1000, 1000, 1000),
+    (300, 5001, 77),
+    (1, 4096, 4096),
+    (4096, 1, 2048),
+)
+_TYPES = (
+    ("bfloat16", "bfloat16", None),
+    ("float16", "float32", None),
+    ("float32", "float32", "highest"),
+    ("float32", "float32", None),
+    ("float64", "float64", None),
+    ("int8", "int32", None),
+    ("float8_e4m3fn", "bfloat16", None),
+    ("float8_e5m2", "float32", None),
+)
+# Major orders of lhs, rhs and the output, as subscripts of einsum.
+_ORDERS = ("mk,kn->mn", "mk,nk->mn", "km,kn->mn", "km,nk->nm")
+
+
+def _products(arch: str) -> Iterator[Call]:
+    import jax
+    import jax.numpy as jnp
+
+    import jax_tilekern as jtk
+
+    every = [
+        *((size, types, _ORDERS[0]) for size, types in itertools.product(_SIZES, _TYPES)),
+        *((_SIZES[0], types, order) for types in _TYPES for order in _ORDERS[1:]),
+        *((_SIZES[2], types, order) for types in _TYPES[:2] for order in _ORDERS[1:]),
+    ]
+    for number, (size, (dtype, out, precision), order) in enumerate(every):
+        if arch != "sm_90a" and number % 5:
+            continue
+        sizes = dict(zip("mnk", size, strict=True))
+        inputs, _ = order.split("->")
+        operands = tuple(
+            jax.ShapeDtypeStruct(tuple(sizes[x] for x in labels), jnp.dtype(dtype))
+            for labels in inputs.split(",")
+        )
+
+        def product(
+            a: Any, b: Any, order: str = order, precision: str | None = precision, out: str = out
+        ) -> Any:
+            return jtk.einsum(order, a, b, precision=precision, preferred_element_type=out)
+
+        yield f"einsum {order} {dtype}->{out} {precision} {size}", product, operands
+
+    batched = jax.ShapeDtypeStruct((6, 5, 640, 320), jnp.bfloat16)
+    shared = jax.ShapeDtypeStruct((5, 320, 256), jnp.bfloat16)
+    yield "einsum batched", lambda a, b: jtk.einsum("abmk,bkn->abmn", a, b), (batched, shared)
+
+
+def _grouped_products(arch: str) -> Iterator[Call]:
+    import jax
+    import jax.numpy as jnp
+
+    import jax_tilekern as jtk
+
+    def loss(lhs: Any, rhs: Any, sizes: Any) -> Any:
+        return jtk.ragged_dot(lhs, rhs, sizes).astype(jnp.float32).sum()
+
+    for dtype in ("bfloat16", "float16", "float32", "float8_e4m3fn"):
+        for rows, k, n, groups in ((4096, 1024, 2048, 8), (512, 2048, 768, 64), (77, 130, 33, 3)):
+            operands = (
+                jax.ShapeDtypeStruct((rows, k), dtype),
+                jax.ShapeDtypeStruct((groups, k, n), dtype),
+                jax.ShapeDtypeStruct((groups,), jnp.int32),
+            )
+            label = f"ragged_dot {dtype} {rows}x{k}x{n}x{groups}"
+            yield label, jtk.ragged_dot, operands
+            if "8" not in dtype:
+                yield f"grad {label}", jax.grad(loss, (0, 1)), operands
+
+
+def _other_operations(arch: str) -> Iterator[Call]:
+    import jax
+
+    import jax_tilekern as jtk
+
+    for dtype in ("float32", "bfloat16", "float64", "int8"):
+        matrix = jax.ShapeDtypeStruct((4096, 4104), dtype)
+        small = jax.ShapeDtypeStruct((1000, 3, 77), dtype)
+        yield f"transpose {dtype}", jtk.transpose, (matrix,)
+        yield f"transpose 3D {dtype}", lambda x: jtk.transpose(x, (0, 2, 1)), (small,)
+        yield f"transpose reversed {dtype}", jtk.transpose, (small,)
+        yield f"sum rows {dtype}", lambda x: jtk.sum(x, 1), (matrix,)
+        yield f"sum columns {dtype}", lambda x: jtk.sum(x, 0), (matrix,)
+        yield f"sum all {dtype}", jtk.sum, (small,)
+        yield f"add {dtype}", jtk.add, (matrix, matrix)
+    for dtype in ("float32", "float64"):
+        for n in (3, 8, 31, 64):
+            matrices = jax.ShapeDtypeStruct((1000, n, n), dtype)
+            yield f"inv {dtype} {n}", jtk.linalg.inv, (matrices,)
+            yield f"cholesky {dtype} {n}", jtk.linalg.cholesky, (matrices,)
+            right = jax.ShapeDtypeStruct((1000, n, 2), dtype)
+            yield f"solve {dtype} {n}", jtk.linalg.solve, (matrices, right)
+
+
+def _digest(cubin: bytes, symbol: str) -> str:
+    """Return a digest of a kernel's machine code, which has neither names nor line numbers."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    _, count, names_index = struct.unpack_from("<3H", cubin, 0x3A)
+    headers = [struct.unpack_from("<I20xQQ", cubin, table + i * 64) for i in range(count)]
+    wanted = f".text.{symbol}".encode() + b"\0"
+    for name, offset, length in headers:
+        if cubin.startswith(wanted, headers[names_index][1] + name):
+            return hashlib.sha256(cubin[offset : offset + length]).hexdigest()[:16]
+    raise ValueError(f"the cubin has no section of machine code for {symbol}")
+
+
+def _compare(before: dict[str, Any], after: dict[str, Any]) -> int:
+    if before["nvrtc"] != after["nvrtc"]:
+        print(f"the records are of different compilers: {before['nvrtc']}, {after['nvrtc']}")
+        return 1
+    labels = [*dict.fromkeys([*before["kernels"], *after["kernels"]])]
+    different = [
+        label for label in labels if before["kernels"].get(label) != after["kernels"].get(label)
+    ]
+    for label in different:
+        print(f"{label}: {before['kernels'].get(label)} -> {after['kernels'].get(label)}")
+    total = sum(len(kernels) for kernels in before["kernels"].values())
+    print(
+        f"{len(labels) - len(different)} of {len(labels)} calls have identical machine code "
+        f"({total} kernels; {before['nvrtc']})"
+    )
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

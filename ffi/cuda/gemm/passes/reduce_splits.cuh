@@ -1,0 +1,79 @@
+// Adds up the partial sums of a product whose k was split between blocks.
+#pragma once
+
+#include "strided_rows.cuh"
+
+namespace tilekern {
+
+// Compile-time choices; `SumPass` in `plans/gemm/passes/reduce_splits.py` makes them.
+struct SumConfig {
+  // Elements that a thread takes: 16 bytes of sums where rows are whole vectors of them, else 1.
+  int vector;
+};
+
+inline constexpr int kSumThreads = 256;
+
+// Run-time sizes; `SumPass` packs the same fields in the same order. Strides are in elements.
+struct SumShape {
+  // Of the output; rows of partial sums follow one another in the same order.
+  StridedRows rows;
+  int64 columns;
+  // Between the partial sums of one element.
+  int64 split_stride;
+  RowTiling tiling;
+  int32 splits;
+};
+
+// What is loaded at once.
+template <typename Sum, int kCount>
+struct alignas(sizeof(Sum) * kCount) Run {
+  Sum sums[kCount];
+};
+
+template <typename Out, typename Sum>
+inline void store_run(Out* out, const Run<Sum, 1>& run) {
+  if constexpr (kSame<Out, Sum>) {
+    *out = run.sums[0];
+  } else {
+    uint32 pair[1];
+    pack_pair(pair, out, run.sums[0], run.sums[0]);
+    out->bits = static_cast<uint16>(pair[0]);
+  }
+}
+
+template <typename Out, typename Sum, int kCount>
+inline void store_run(Out* out, const Run<Sum, kCount>& run) {
+  constexpr int kPairWords = static_cast<int>(sizeof(Out)) / 2;
+  uint32 words[kCount / 2 * kPairWords];
+#pragma unroll
+  for (int pair = 0; pair < kCount / 2; ++pair) {
+    uint32 packed[kPairWords];
+    pack_pair(packed, out, run.sums[2 * pair], run.sums[2 * pair + 1]);
+#pragma unroll
+    for (int i = 0; i < kPairWords; ++i) words[pair * kPairWords + i] = packed[i];
+  }
+  store_global(out, words);
+}
+
+// In the order of the splits, so that the result is the same every time.
+template <typename Sum, typename Out, SumConfig config>
+__global__ void __launch_bounds__(kSumThreads)
+    sum_splits(const Sum* partials, Out* out, const __grid_constant__ SumShape shape) {
+  const RowPosition at = row_position<kSumThreads>(shape.tiling);
+  const int64 column = (static_cast<int64>(at.segment) * at.lanes + at.lane) * config.vector;
+  if (at.row >= shape.rows.count || column >= shape.columns) return;
+
+  using Vector = Run<Sum, config.vector>;
+  partials += at.row * shape.columns + column;
+  Vector total = *reinterpret_cast<const Vector*>(partials);
+#pragma unroll 4
+  for (int split = 1; split < shape.splits; ++split) {
+    partials += shape.split_stride;
+    const Vector addend = *reinterpret_cast<const Vector*>(partials);
+#pragma unroll
+    for (int i = 0; i < config.vector; ++i) total.sums[i] += addend.sums[i];
+  }
+  store_run(out + row_offset(shape.rows, at.row) + column, total);
+}
+
+}  // namespace tilekern

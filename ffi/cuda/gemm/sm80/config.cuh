@@ -1,0 +1,81 @@
+// What a matmul kernel is told at compile time and at run time.
+#pragma once
+
+#include "types.cuh"
+
+namespace tilekern {
+
+// Compile-time choices; `MatmulInstance` in `plans/gemm/sm80/config.py` makes them.
+struct MatmulConfig {
+  // The tile of a block, in elements; its warps cover it in a grid of warps_m by warps_n.
+  int block_m;
+  int block_n;
+  int block_k;
+  int warps_m;
+  int warps_n;
+  // Tiles of k in shared memory at a time.
+  int stages;
+  // Blocks that a multiprocessor holds, which bounds the registers of a thread.
+  int min_blocks;
+  // Whether an operand has its unit stride along k, rather than along its rows or columns.
+  bool lhs_k_major;
+  bool rhs_k_major;
+  // Bytes per copy to shared memory: 16, 8 or 4 by cp.async, or 1 for any alignment.
+  int lhs_load_bytes;
+  int rhs_load_bytes;
+  // Whether sums over each block_k are added up outside the tensor cores, which keep fewer bits
+  // of an 8-bit float product's sum than float32 has.
+  bool promote;
+  // Whether 8-bit floats are multiplied as float16, where mma.sync has no 8-bit floats of its own
+  // (sm_90 and sm_100, whose assembler would do the same with an addition for each product).
+  bool widen;
+
+  constexpr int threads() const { return warps_m * warps_n * 32; }
+  constexpr int warp_m() const { return block_m / warps_m; }
+  constexpr int warp_n() const { return block_n / warps_n; }
+};
+
+inline constexpr int kMaxBatchDims = 4;
+
+// Run-time sizes and strides; `pack_shape` in `plans/gemm/sm80/config.py` packs the same fields in
+// the same order. Strides are in elements.
+struct MatmulShape {
+  // Of the batch dimensions, outermost first; unused ones come first with size 1.
+  int64 lhs_batch_strides[kMaxBatchDims];
+  int64 rhs_batch_strides[kMaxBatchDims];
+  int64 out_batch_strides[kMaxBatchDims];
+  // Of the dimension whose stride is not 1.
+  int64 lhs_stride;
+  int64 rhs_stride;
+  int64 out_stride;
+  int32 batch[kMaxBatchDims];
+  int32 m;
+  int32 n;
+  int32 k;
+  int32 tiles_m;
+  int32 tiles_n;
+  int32 band;
+  // Whether every row of `out` is a whole number of aligned 16-byte vectors.
+  int32 out_vectors;
+};
+
+struct BatchOffsets {
+  int64 lhs = 0;
+  int64 rhs = 0;
+  int64 out = 0;
+};
+
+inline BatchOffsets batch_offsets(const MatmulShape& shape, int index) {
+  BatchOffsets offsets;
+#pragma unroll
+  for (int dim = kMaxBatchDims - 1; dim >= 0; --dim) {
+    const int64 position = index % shape.batch[dim];
+    index /= shape.batch[dim];
+    offsets.lhs += position * shape.lhs_batch_strides[dim];
+    offsets.rhs += position * shape.rhs_batch_strides[dim];
+    offsets.out += position * shape.out_batch_strides[dim];
+  }
+  return offsets;
+}
+
+}  // namespace tilekern

@@ -1,0 +1,85 @@
+// The skeleton of a ragged matrix product: one block computes one tile of one group's product.
+#pragma once
+
+#include "gemm/sm80/matmul_block.cuh"
+#include "grouped_gemm/groups.cuh"
+
+namespace tilekern {
+
+// The first of a span's tile rows in the grid. A span has floor(end / block_rows) -
+// floor(begin / block_rows) + 1 of them, which is as many as it needs or one more. So they are
+// numbered without a sum over the spans before, and the grid is the same whatever sizes the groups
+// turn out to have.
+inline int first_tile_row(const Span& span, int index, int block_rows) {
+  return span.begin / block_rows + index;
+}
+
+// The span that can have a tile row: the last one whose first does not come later.
+inline int span_of_tile_row(const GroupShape& groups, const int32* of_batch, int block_rows,
+                            int tile_row) {
+  int low = 0, high = groups.spans_per_batch();
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    const Span span = span_of_batch(groups, of_batch, 0, middle);
+    if (first_tile_row(span, middle, block_rows) <= tile_row) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Rows of `lhs` and `out` belong to groups. The grid has shape.tiles_m tile rows for each batch.
+template <template <typename, typename, MatmulConfig> class EngineOf, MatmulConfig config,
+          typename Lhs, typename Rhs, typename Out>
+inline void ragged_rows_tile(const Lhs* lhs, const Rhs* rhs, const int32* bounds, Out* out,
+                             const MatmulShape& shape, const GroupShape& groups) {
+  const int tiles = shape.tiles_m * shape.tiles_n;
+  const int batch = blockIdx.x / tiles;
+  const int32* of_batch = bounds_of_batch(groups, bounds, batch);
+  const int index =
+      span_of_tile_row(groups, of_batch, config.block_m, blockIdx.x % tiles / shape.tiles_n);
+  const Span span = span_of_batch(groups, of_batch, batch, index);
+  const int first = first_tile_row(span, index, config.block_m) * shape.tiles_n;
+  const int tiles_m = (span.rows() + config.block_m - 1) / config.block_m;
+  const int tile_of_span = blockIdx.x % tiles - first;
+  // The whole block leaves, before any barrier.
+  if (tile_of_span >= tiles_m * shape.tiles_n) return;
+
+  const TileCoordinates tile = banded_tile(tile_of_span, tiles_m, shape.tiles_n, shape.band);
+  const BatchOffsets offsets = batch_offsets(shape, batch * groups.groups + max_of(span.group, 0));
+  // Rows of no group are sums of nothing.
+  const int32 end_k = span.is_group() ? shape.k : 0;
+  compute_tile<EngineOf, config>(
+      lhs, rhs, out, shape, offsets,
+      {span.begin + tile.m * config.block_m, tile.n * config.block_n, 0, span.end, shape.n, end_k});
+}
+
+// The rows that belong to groups are contracted.
+template <template <typename, typename, MatmulConfig> class EngineOf, MatmulConfig config,
+          typename Lhs, typename Rhs, typename Out>
+inline void ragged_k_tile(const Lhs* lhs, const Rhs* rhs, const int32* bounds, Out* out,
+                          const MatmulShape& shape, const GroupShape& groups) {
+  const int tiles = shape.tiles_m * shape.tiles_n;
+  const int product = blockIdx.x / tiles;
+  const Span span = group_span(groups, bounds, product / groups.groups, product % groups.groups);
+  const TileCoordinates tile =
+      banded_tile(blockIdx.x % tiles, shape.tiles_m, shape.tiles_n, shape.band);
+  compute_tile<EngineOf, config>(
+      lhs, rhs, out, shape, batch_offsets(shape, product),
+      {tile.m * config.block_m, tile.n * config.block_n, span.begin, shape.m, shape.n, span.end});
+}
+
+template <template <typename, typename, MatmulConfig> class EngineOf, MatmulConfig config,
+          bool kRaggedK, typename Lhs, typename Rhs, typename Out>
+inline void ragged_matmul_tile(const Lhs* lhs, const Rhs* rhs, const int32* bounds, Out* out,
+                               const MatmulShape& shape, const GroupShape& groups) {
+  if constexpr (kRaggedK) {
+    ragged_k_tile<EngineOf, config>(lhs, rhs, bounds, out, shape, groups);
+  } else {
+    ragged_rows_tile<EngineOf, config>(lhs, rhs, bounds, out, shape, groups);
+  }
+}
+
+}  // namespace tilekern

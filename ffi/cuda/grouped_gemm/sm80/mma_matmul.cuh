@@ -1,0 +1,17 @@
+// Ragged matrix products on the tensor cores by mma.sync.
+#pragma once
+
+#include "gemm/sm80/mma_matmul.cuh"
+#include "grouped_gemm/sm80/matmul_block.cuh"
+
+namespace tilekern {
+
+template <typename Lhs, typename Rhs, typename Out, MatmulConfig config, bool kRaggedK>
+__global__ void __launch_bounds__(config.threads(), config.min_blocks)
+    ragged_mma_matmul(const Lhs* lhs, const Rhs* rhs, const int32* bounds, Out* out,
+                      const __grid_constant__ MatmulShape shape,
+                      const __grid_constant__ GroupShape groups) {
+  ragged_matmul_tile<MmaEngine, config, kRaggedK>(lhs, rhs, bounds, out, shape, groups);
+}
+
+}  // namespace tilekern

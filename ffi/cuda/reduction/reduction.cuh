@@ -1,0 +1,157 @@
+// What the kernels that add up rows and columns share: where lines lie, loads, and sums.
+#pragma once
+
+#include "convert.cuh"
+
+namespace tilekern {
+
+inline constexpr int kReductionThreads = 256;
+inline constexpr int kReductionBatchDims = 4;
+
+// Batch dimensions of a reduction, outermost first; unused ones come first with size 1. Strides are
+// in elements. `Reduction` in `plans/reduction/problem.py` packs the same fields in the same order.
+struct ReductionBatch {
+  int64 lhs_strides[kReductionBatchDims];
+  int64 rhs_strides[kReductionBatchDims];
+  int64 out_strides[kReductionBatchDims];
+  uint32 sizes[kReductionBatchDims];
+};
+
+struct ReductionOffsets {
+  int64 lhs = 0;
+  int64 rhs = 0;
+  int64 out = 0;
+};
+
+inline ReductionOffsets reduction_offsets(const ReductionBatch& batch, uint32 index) {
+  ReductionOffsets offsets;
+#pragma unroll
+  for (int dim = kReductionBatchDims - 1; dim >= 0; --dim) {
+    // The plan merges dimensions, so most often this is all.
+    if (index == 0) break;
+    const int64 position = index % batch.sizes[dim];
+    index /= batch.sizes[dim];
+    offsets.lhs += position * batch.lhs_strides[dim];
+    offsets.rhs += position * batch.rhs_strides[dim];
+    offsets.out += position * batch.out_strides[dim];
+  }
+  return offsets;
+}
+
+// A vector of elements as it is loaded; fewer than 4 bytes are the low ones of a word.
+template <int kBytes>
+struct Bits {
+  static constexpr int kWords = max_of(1, kBytes / 4);
+  uint32 words[kWords];
+};
+
+// Loads what is read once, past the first-level cache. Not volatile, so that the compiler can have
+// many on their way at once.
+template <int kBytes>
+inline Bits<kBytes> load_once(const void* address) {
+  Bits<kBytes> bits;
+  if constexpr (kBytes == 16) {
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(bits.words[0]), "=r"(bits.words[1]), "=r"(bits.words[2]), "=r"(bits.words[3])
+        : "l"(address));
+  } else if constexpr (kBytes == 8) {
+    asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+        : "=r"(bits.words[0]), "=r"(bits.words[1])
+        : "l"(address));
+  } else if constexpr (kBytes == 4) {
+    asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
+  } else if constexpr (kBytes == 2) {
+    asm("ld.global.nc.u16 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
+  } else {
+    asm("ld.global.nc.u8 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
+  }
+  return bits;
+}
+
+// Loads what other rows or other threads read too, and the first-level cache is to keep.
+template <int kBytes>
+inline Bits<kBytes> load_shared_vector(const void* address) {
+  Bits<kBytes> bits;
+  if constexpr (kBytes == 16) {
+    asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(bits.words[0]), "=r"(bits.words[1]), "=r"(bits.words[2]), "=r"(bits.words[3])
+        : "l"(address));
+  } else if constexpr (kBytes == 8) {
+    asm("ld.global.nc.v2.u32 {%0, %1}, [%2];"
+        : "=r"(bits.words[0]), "=r"(bits.words[1])
+        : "l"(address));
+  } else if constexpr (kBytes == 4) {
+    asm("ld.global.nc.u32 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
+  } else if constexpr (kBytes == 2) {
+    asm("ld.global.nc.u16 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
+  } else {
+    asm("ld.global.nc.u8 %0, [%1];" : "=r"(bits.words[0]) : "l"(address));
+  }
+  return bits;
+}
+
+// An element from its bits, in the type of the sums.
+template <typename Sum, typename T>
+inline Sum widened(T*, uint64 bits) {
+  if constexpr (kSame<T, double>) {
+    return __longlong_as_double(static_cast<int64>(bits));
+  } else if constexpr (kSame<T, float>) {
+    return __uint_as_float(static_cast<uint32>(bits));
+  } else if constexpr (kSame<T, bfloat16> || kSame<T, float16>) {
+    return to_float(T{static_cast<uint16>(bits)});
+  } else {
+    // Integers wrap, as sums of unsigned ones do.
+    return static_cast<Sum>(static_cast<T>(bits));
+  }
+}
+
+// Element i of a vector.
+template <typename T, typename Sum, int kBytes>
+inline Sum element(const Bits<kBytes>& bits, int i) {
+  constexpr int kSize = static_cast<int>(sizeof(T));
+  constexpr T* kType = nullptr;
+  if constexpr (kSize == 8) {
+    return widened<Sum>(kType,
+                        static_cast<uint64>(bits.words[2 * i + 1]) << 32 | bits.words[2 * i]);
+  } else if constexpr (kSize == 4) {
+    return widened<Sum>(kType, bits.words[i]);
+  } else {
+    constexpr int kPerWord = 4 / kSize;
+    constexpr uint32 kMask = (1u << (8 * kSize)) - 1;
+    const uint32 word = bits.words[i / kPerWord];
+    return widened<Sum>(kType, word >> (8 * kSize * (i % kPerWord)) & kMask);
+  }
+}
+
+// A single element.
+template <typename T, typename Sum>
+inline Sum load_element(const T* address) {
+  constexpr int kSize = static_cast<int>(sizeof(T));
+  return element<T, Sum>(load_shared_vector<kSize>(address), 0);
+}
+
+// A sum in the type of the output.
+template <typename Out, typename Sum>
+inline Out rounded(Sum sum) {
+  if constexpr (kSame<Out, bfloat16> || kSame<Out, float16>) {
+    return from_float<Out>(sum);
+  } else {
+    return static_cast<Out>(sum);
+  }
+}
+
+// The index of a block, taken apart digit by digit.
+class BlockIndex {
+ public:
+  uint32 take(uint32 count) {
+    const uint32 digit = rest_ % count;
+    rest_ /= count;
+    return digit;
+  }
+  uint32 rest() const { return rest_; }
+
+ private:
+  uint32 rest_ = blockIdx.x;
+};
+
+}  // namespace tilekern

@@ -1,0 +1,125 @@
+// Copies of rows to other places: permutations that keep the innermost dimension.
+#pragma once
+
+#include "strided_rows.cuh"
+#include "transpose/items.cuh"
+
+namespace tilekern {
+
+// Compile-time choices; `RowTranspose` in `plans/transpose/rows.py` makes them.
+struct RowConfig {
+  // Of which all rows are multiples.
+  int unit_bytes;
+  // What is copied at a time: one unit, or 16 bytes of rows that start anywhere.
+  int vector_bytes;
+  // Vectors of a thread, all on their way at once.
+  int copies;
+};
+
+inline constexpr int kRowThreads = 256;
+
+// `RowTranspose` packs the same fields.
+struct RowShape {
+  // Of a row, or one more if rows start anywhere.
+  Divisor row_vectors;
+  // Of all rows.
+  uint32 vectors;
+  int64 row_bytes;
+  // Number the rows in the result's order.
+  OuterDims outer;
+};
+
+// Vectors are numbered as the result has them, and neighbours are neighbouring threads'.
+template <RowConfig config>
+class RowTransposer {
+  static constexpr bool kDirect = config.vector_bytes == config.unit_bytes;
+
+ public:
+  RowTransposer(const char* source, char* result, const RowShape& shape)
+      : shape_(shape), source_(source), result_(result) {}
+
+  void run() const {
+    if constexpr (kDirect) {
+      copy();
+    } else {
+      cut();
+    }
+  }
+
+ private:
+  // A row, in the source and in the result, and where a vector starts in it.
+  struct Position {
+    const char* source;
+    char* result;
+    int64 offset;
+  };
+
+  static uint32 vector(int i) {
+    return (blockIdx.x * config.copies + i) * kRowThreads + threadIdx.x;
+  }
+  bool is_there(int i) const { return vector(i) < shape_.vectors; }
+
+  Position position(int i) const {
+    const Quotient at = divide(vector(i), shape_.row_vectors);
+    return {source_ + outer_offsets(shape_.outer, at.quotient).source,
+            result_ + at.quotient * shape_.row_bytes,
+            static_cast<int64>(at.remainder) * config.vector_bytes};
+  }
+
+  void copy() const {
+    using Vector = Item<config.vector_bytes>;
+    Vector vectors[config.copies];
+#pragma unroll
+    for (int i = 0; i < config.copies; ++i) {
+      if (!is_there(i)) break;
+      const Position at = position(i);
+      vectors[i] = *reinterpret_cast<const Vector*>(at.source + at.offset);
+    }
+#pragma unroll
+    for (int i = 0; i < config.copies; ++i) {
+      if (is_there(i)) reinterpret_cast<Vector*>(result_)[vector(i)] = vectors[i];
+    }
+  }
+
+  // Vectors are aligned in the result; of the source, each is cut out of two. Of a row's first and
+  // last one, some units are its neighbours'.
+  void cut() const {
+    char* results[config.copies];
+    int64 offsets[config.copies];
+    Window<16, config.unit_bytes> windows[config.copies];
+#pragma unroll
+    for (int i = 0; i < config.copies; ++i) {
+      if (!is_there(i)) break;
+      const Position at = position(i);
+      offsets[i] = at.offset - misalignment(at.result);
+      results[i] = at.result + offsets[i];
+      windows[i].fetch(at.source + offsets[i], at.source + shape_.row_bytes, at.source);
+    }
+#pragma unroll
+    for (int i = 0; i < config.copies; ++i) {
+      if (!is_there(i)) break;
+      const int64 left = shape_.row_bytes - offsets[i];
+      uint32 words[4];
+      windows[i].cut(words);
+      if (offsets[i] >= 0 && left >= 16) {
+        store_words(results[i], words);
+      } else {
+        store_some<config.unit_bytes>(results[i], words, -offsets[i] / config.unit_bytes,
+                                      left / config.unit_bytes);
+      }
+    }
+  }
+
+  const RowShape& shape_;
+  const char* source_;
+  char* result_;
+};
+
+template <RowConfig config>
+__global__ void __launch_bounds__(kRowThreads)
+    transpose_rows(const char* __restrict__ source, char* __restrict__ result,
+                   const __grid_constant__ RowShape shape) {
+  RowTransposer<config>(source, result, shape).run();
+}
+
+}  // namespace tilekern

@@ -1,0 +1,184 @@
+// Transposes through the copy engine (sm_90 and later), for arrays whose rows all start at
+// multiples of 16 bytes, and items of 1 or 2 bytes.
+#pragma once
+
+#include "mbarrier.cuh"
+#include "register_transpose.cuh"
+#include "tma.cuh"
+#include "transpose/shape.cuh"
+
+namespace tilekern {
+
+// Compile-time choices; `BoxTranspose` in `plans/transpose/tma.py` makes them. A cell is a square
+// of 128 bytes of a row by as many rows as 128 bytes hold items, and a tile is 128 rows of a column
+// of cells.
+struct BoxConfig {
+  // 1 or 2.
+  int item_bytes;
+
+  // Items on an edge of a cell, and of the piece of 16-byte rows that a thread transposes.
+  constexpr int cell() const { return 128 / item_bytes; }
+  constexpr int piece() const { return 16 / item_bytes; }
+  constexpr int cells() const { return item_bytes; }
+  constexpr int threads() const { return 64 * cells(); }
+};
+
+inline constexpr int kBoxRows = 128;
+inline constexpr int kBoxBytes = kBoxRows * 128;
+// Tiles on their way to a block, and from it.
+inline constexpr int kBoxStages = 4;
+inline constexpr int kBoxOutputs = 2;
+
+// `BoxTranspose` packs the same fields. Dimensions of the tensor maps are rows and columns (those
+// of the source exchanged), and three outer ones.
+struct BoxShape {
+  TileGrid grid;
+  uint32 tiles;
+  Divisor outer[3];
+};
+
+extern __shared__ __align__(1024) unsigned char transpose_boxes_shared[];
+
+// A block walks over tiles. While it turns one round, the next ones are on their way to it and the
+// one before is on its way to memory.
+template <BoxConfig config>
+class BoxTransposer {
+  static constexpr int kPiece = config.piece();
+  // Of a row of cells, which becomes a column of the result's.
+  static constexpr int kResultSlab = config.cell() * 128;
+  static constexpr int kBarriers = (kBoxStages + kBoxOutputs) * kBoxBytes;
+  static_assert(kResultSlab % 1024 == 0, "swizzles repeat there");
+
+ public:
+  BoxTransposer(const TensorMap& source, const TensorMap& result, const BoxShape& shape)
+      : source_(source),
+        result_(result),
+        shape_(shape),
+        shared_(shared_address(transpose_boxes_shared)) {}
+
+  void run() {
+    const bool leads = threadIdx.x == 0;
+    if (leads) {
+      prefetch(source_);
+      prefetch(result_);
+#pragma unroll
+      for (int stage = 0; stage < kBoxStages; ++stage) init_barrier(barrier(stage), 1);
+      publish_barriers();
+#pragma unroll 1
+      for (int stage = 0; stage < kBoxStages; ++stage) load(blockIdx.x + stage * gridDim.x, stage);
+    }
+    __syncthreads();
+    const PiecePosition position = piece_position();
+    RingPosition<kBoxStages> ring;
+    uint32 output = 0;
+#pragma unroll 1
+    for (uint32 tile = blockIdx.x; tile < shape_.tiles; tile += gridDim.x) {
+      wait(barrier(ring.stage), ring.parity);
+      uint32 piece[kPiece][4];
+      read(piece, ring.stage, position);
+      // The output's last tile has to have left before another takes its place.
+      if (leads) wait_stores_read<kBoxOutputs - 1>();
+      __syncthreads();
+      if (leads) load(tile + kBoxStages * gridDim.x, ring.stage);
+      write(piece, output, position);
+      fence_async_proxy();
+      __syncthreads();
+      if (leads) store(tile, output);
+      output ^= 1;
+      ring.advance();
+    }
+    if (leads) wait_stores_read<0>();
+  }
+
+ private:
+  // Of a piece: its cell, and its place among the 8 by 8 of the cell.
+  struct PiecePosition {
+    int cell;
+    int row;
+    int column;
+  };
+
+  // The eight threads that access shared memory at a time take eight pieces whose 16-byte runs are
+  // in different banks in the source's cell and in the result's: a diagonal, because the swizzle
+  // moves runs by their row.
+  static PiecePosition piece_position() {
+    const int column = threadIdx.x % 8;
+    return {static_cast<int>(threadIdx.x / 64), static_cast<int>(threadIdx.x % 64 / 8) ^ column,
+            column};
+  }
+
+  static uint32 swizzled(uint32 slab, int row, int run) {
+    return slab + row * 128 + ((run ^ (row & 7)) << 4);
+  }
+
+  uint32 barrier(int stage) const { return shared_ + kBarriers + stage * kBarrierBytes; }
+  uint32 input(int stage) const { return shared_ + stage * kBoxBytes; }
+  uint32 output(uint32 i) const { return input(kBoxStages + i); }
+
+  BoxOrigin origin(const TilePosition& tile, int64 inner, int64 second) const {
+    uint32 outer = tile.outer;
+    int32 indices[3];
+#pragma unroll
+    for (int dim = 2; dim >= 0; --dim) {
+      const Quotient at = divide(outer, shape_.outer[dim]);
+      indices[dim] = at.remainder;
+      outer = at.quotient;
+    }
+    return {{static_cast<int32>(inner), static_cast<int32>(second), indices[0], indices[1],
+             indices[2]}};
+  }
+
+  void load(uint32 tile, int stage) const {
+    if (tile >= shape_.tiles) return;
+    const TilePosition at = tile_position(shape_.grid, tile);
+    arrive_expecting(barrier(stage), kBoxBytes);
+    load_box(input(stage), source_,
+             origin(at, static_cast<int64>(at.column) * config.cell(),
+                    static_cast<int64>(at.row) * kBoxRows),
+             barrier(stage));
+  }
+
+  void store(uint32 tile, uint32 from) const {
+    const TilePosition at = tile_position(shape_.grid, tile);
+#pragma unroll
+    for (int cell = 0; cell < config.cells(); ++cell) {
+      const int64 row = static_cast<int64>(at.row) * kBoxRows + cell * config.cell();
+      store_box(result_, origin(at, row, static_cast<int64>(at.column) * config.cell()),
+                output(from) + cell * kResultSlab);
+    }
+    commit_stores();
+  }
+
+  void read(uint32 (&piece)[kPiece][4], int stage, const PiecePosition& at) const {
+    const int row = at.cell * config.cell() + at.row * kPiece;
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) {
+      load_shared(piece[i], swizzled(input(stage), row + i, at.column));
+    }
+  }
+
+  void write(const uint32 (&piece)[kPiece][4], uint32 to, const PiecePosition& at) const {
+    const uint32 slab = output(to) + at.cell * kResultSlab;
+    uint32 turned[kPiece][4];
+    transpose<config.item_bytes>(turned, piece);
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) {
+      store_shared(swizzled(slab, at.column * kPiece + i, at.row), turned[i]);
+    }
+  }
+
+  const TensorMap& source_;
+  const TensorMap& result_;
+  const BoxShape& shape_;
+  uint32 shared_;
+};
+
+template <BoxConfig config>
+__global__ void __launch_bounds__(config.threads())
+    transpose_boxes(const __grid_constant__ TensorMap source,
+                    const __grid_constant__ TensorMap result,
+                    const __grid_constant__ BoxShape shape) {
+  BoxTransposer<config>(source, result, shape).run();
+}
+
+}  // namespace tilekern

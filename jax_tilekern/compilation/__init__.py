@@ -1,0 +1,1 @@
+"""Kernels from source to machine code: NVRTC, cubins, and the disk cache."""

@@ -1,0 +1,433 @@
+"""CUDA C++ text to cubin through NVRTC, cached in memory and on disk.
+
+NVRTC is the copy that JAX's CUDA wheels bring; it needs neither a toolkit nor a GPU. Nothing is
+loaded before the first compilation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jax_tilekern.compilation import kernel_cache
+from jax_tilekern.compilation.cubin import Entry, read_entry
+from jax_tilekern.compilation.kernel_cache import CacheInfo
+from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound, nvrtc, nvrtc_identity
+
+__all__ = [
+    "CacheInfo", "CompileError", "Compiled", "Entry", "Kernel", "NvrtcNotFound",
+    "cache_info", "clear_cache", "compile_kernels", "compile_source", "cuda_folder", "nvrtc",
+]  # fmt: skip
+
+# Part of every cache key: raise it when the options below or the format of an entry change.
+_CACHE_FORMAT = 1
+_MEMORY_ENTRIES = 256
+_logger = logging.getLogger("jax_tilekern")
+# Without an anchor to the line's start, for which this searches ten times as long.
+_INCLUDE = re.compile(r'#[ \t]*include[ \t]*["<]([^">]+)[">]')
+# A function without an execution space is a device function: headers need no decoration.
+_LANGUAGE = ("-std=c++20", "-default-device")
+# Options that bring in files which the cache key does not cover.
+_FILE_OPTIONS = ("-I", "--include-path", "-include", "--pre-include")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Which kernel of the package: a file of device code, an instance in it, and its options.
+
+    Attributes
+    ----------
+    file
+        A ``.cuh`` file of the package's device code, for example ``"matmul_sm90.cuh"``.
+    name
+        The C++ name expression of the kernel, for example ``"tilekern::matmul<128, 256>"``.
+    options
+        Further NVRTC options, for example ``("-DSTAGES=4",)``.
+    """
+
+    file: str
+    name: str
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Compiled kernels.
+
+    Attributes
+    ----------
+    arch
+        The architecture they were compiled for.
+    entries
+        The kernels that were asked for.
+    log
+        The compiler's warnings; empty when there are none.
+    """
+
+    arch: str
+    entries: tuple[Entry, ...]
+    log: str
+
+    def entry(self, name: str) -> Entry:
+        """Return the kernel of a name expression.
+
+        Raises
+        ------
+        KeyError
+            If it was not asked for.
+        """
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
+        raise KeyError(f"{name} was not compiled, only {[entry.name for entry in self.entries]}")
+
+
+@functools.cache
+def cuda_folder() -> Path:
+    """Return the folder of the package's device code.
+
+    It lies inside an installed package, and in ``ffi/cuda`` of a checkout.
+    """
+    package = Path(__file__).parent.parent
+    installed = package / "cuda"
+    return installed if installed.is_dir() else package.parent / "ffi" / "cuda"
+
+
+def compile_kernels(*kernels: Kernel, arch: str) -> Compiled:
+    """Compile kernels of the package, side by side and each into a cubin of its own.
+
+    Plans that have a kernel in common then have it compiled and loaded once.
+
+    Parameters
+    ----------
+    kernels
+        One or more.
+    arch
+        NVRTC's name of the architecture, such as ``"sm_90a"``.
+
+    Raises
+    ------
+    ValueError
+        If there is no kernel.
+    CompileError
+        If NVRTC rejects them.
+    NvrtcNotFound
+        If there is no NVRTC.
+    """
+    if not kernels:
+        raise ValueError("no kernel, so nothing to compile")
+    requests = [
+        _Request(
+            f'#include "{kernel.file}"\n',
+            (kernel.name,),
+            arch,
+            kernel.options,
+            headers={},
+            file=f"{kernel.file.removesuffix('.cuh')}.cu",
+        )
+        for kernel in dict.fromkeys(kernels)
+    ]
+    # All but the first of those that take NVRTC, which runs outside of the interpreter's lock.
+    for request in [request for request in requests if not request.is_on_disk()][1:]:
+        # At the interpreter's exit there are no new threads.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=request.compile_ahead).start()
+    # What a thread has begun is waited for.
+    found = [request.compiled() for request in requests]
+    return Compiled(
+        arch,
+        tuple(entry for compiled in found for entry in compiled.entries),
+        "\n".join(compiled.log for compiled in found if compiled.log),
+    )
+
+
+def compile_source(
+    source: str,
+    names: Sequence[str],
+    *,
+    arch: str,
+    options: Sequence[str] = (),
+    headers: Mapping[str, str] | None = None,
+    file: str = "kernel.cu",
+) -> Compiled:
+    """Compile CUDA C++ text.
+
+    ``#include "x.cuh"`` and ``#include <tilekern/x.cuh>`` find the package's device code.
+
+    Parameters
+    ----------
+    source
+        The text. There are no standard headers at run time.
+    names
+        The kernels to compile, as C++ name expressions.
+    arch
+        NVRTC's name of the architecture, such as ``"sm_90a"``.
+    options
+        Further NVRTC options. With an include path the result is not cached on disk.
+    headers
+        Further headers: the name as an ``#include`` has it, and the text.
+    file
+        What the compiler's messages call ``source``.
+
+    Raises
+    ------
+    ValueError
+        If no kernel is named.
+    CompileError
+        If NVRTC rejects the text; the message has its log.
+    NvrtcNotFound
+        If there is no NVRTC; the message has the command that mends it.
+    """
+    if not names:
+        raise ValueError(f"{file}: no kernel named, so nothing to compile")
+    return _Request(source, tuple(names), arch, tuple(options), headers or {}, file).compiled()
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What :func:`compile_source` is asked for."""
+
+    source: str
+    names: tuple[str, ...]
+    arch: str
+    options: tuple[str, ...]
+    headers: Mapping[str, str]
+    file: str
+
+    @functools.cached_property
+    def _included(self) -> dict[str, str]:
+        return _included(self.source, self.headers)
+
+    @property
+    def _flags(self) -> tuple[str, ...]:
+        return (
+            f"--gpu-architecture={self.arch}",
+            *_LANGUAGE,
+            # Registers and spills are in the assembler's report and nowhere else.
+            "--ptxas-options=--verbose",
+            *self.options,
+        )
+
+    @functools.cached_property
+    def _key(self) -> str:
+        return _cache_key(
+            str(_CACHE_FORMAT), nvrtc_identity(), self.file, self.source,
+            *_flat(self._included.items()), "names", *self.names, "flags", *self._flags,
+        )  # fmt: skip
+
+    def is_on_disk(self) -> bool:
+        """Whether it need not be compiled, unless what is there is damaged."""
+        return kernel_cache.contains(self._key)
+
+    def compiled(self) -> Compiled:
+        """Return what it compiles to, from a cache if it is there."""
+        if any(option.startswith(_FILE_OPTIONS) for option in self.options):
+            return self._build()
+        return _memory.get(self._key, self._read_or_build)
+
+    def compile_ahead(self) -> None:
+        """Compile it for :meth:`compiled`, which is where an error is raised."""
+        with contextlib.suppress(CompileError, NvrtcNotFound):
+            self.compiled()
+
+    def _read_or_build(self) -> Compiled:
+        start = time.perf_counter()
+        content = kernel_cache.read(self._key)
+        if content is None:
+            how, compiled = "compiled", self._build()
+            kernel_cache.write(self._key, _encoded(compiled))
+        else:
+            how, compiled = "read from the kernel cache", _decoded(content)
+        seconds = time.perf_counter() - start
+        _logger.info(
+            "kernel %s for %s: %s in %.3f s", ", ".join(self.names), self.arch, how, seconds
+        )
+        return compiled
+
+    def _build(self) -> Compiled:
+        output = nvrtc().compile(
+            self.source,
+            file=self.file,
+            names=self.names,
+            options=(*self._flags, *_without_driver_cache()),
+            headers=_with_real_names(self._included),
+        )
+        entries = tuple(
+            read_entry(name, symbol, output.cubin, output.log)
+            for name, symbol in zip(self.names, output.symbols, strict=True)
+        )
+        return Compiled(self.arch, entries, _without_report(output.log))
+
+
+def compile_to_ptx(
+    source: str,
+    name: str,
+    *,
+    arch: str,
+    options: Sequence[str] = (),
+    headers: Mapping[str, str] | None = None,
+    file: str = "kernel.cu",
+) -> str:
+    """Return the PTX of a kernel: what the compiler hands to the assembler, for people to read.
+
+    Parameters and errors are those of :func:`compile_source`; nothing is cached.
+    """
+    return nvrtc().compile_to_ptx(
+        source,
+        file=file,
+        names=(name,),
+        options=(f"--gpu-architecture={arch.replace('sm', 'compute')}", *_LANGUAGE, *options),
+        headers=_with_real_names(_included(source, headers or {})),
+    )
+
+
+def _without_driver_cache() -> tuple[str, ...]:
+    """Keep NVRTC from answering out of the driver's cache, which keeps cubins but no reports."""
+    return ("--no-cache",) if nvrtc().version >= (12, 9) else ()
+
+
+def _included(source: str, headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers that ``source`` includes, directly or not, by the name it uses.
+
+    Conditions and comments are not looked at: a header too many does no harm.
+    """
+    found: dict[str, str] = {}
+    pending = [source]
+    while pending:
+        for name in _includes(pending.pop()):
+            if name in found:
+                continue
+            text = headers.get(name)
+            if text is None:
+                # What is not found here is NVRTC's to find or to complain of.
+                text = _package_text(name)
+            if text is not None:
+                found[name] = text
+                pending.append(text)
+    return dict(sorted(found.items()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _includes(text: str) -> tuple[str, ...]:
+    return tuple(_INCLUDE.findall(text))
+
+
+def _package_text(name: str) -> str | None:
+    # NVRTC tells headers apart by name alone, so that each has its text under one name.
+    short = name.removeprefix("tilekern/")
+    text = _read_once(cuda_folder(), short)
+    return text if text is None or name == short else f'#include "{short}"\n'
+
+
+@functools.cache
+def _read_once(folder: Path, name: str) -> str | None:
+    # As with the package's Python code, a process has what was there when it first looked.
+    path = folder / name
+    return path.read_text() if os.path.isfile(path) else None
+
+
+def _with_real_names(headers: Mapping[str, str]) -> dict[str, str]:
+    # Errors and line information then name files that an editor or a profiler can open.
+    paths = {name: cuda_folder() / name for name in headers}
+    return {
+        name: f'#line 1 "{paths[name]}"\n{text}' if os.path.isfile(paths[name]) else text
+        for name, text in headers.items()
+    }
+
+
+def _without_report(log: str) -> str:
+    lines = log.splitlines()
+    # What the assembler has to say of wgmma it calls information too.
+    report = re.compile(r"ptxas( info +: (?!\(C\d+\))| +\.)")
+    kept = [line for line in lines if line and not report.match(line)]
+    return "\n".join(kept)
+
+
+def _flat(pairs: Iterable[tuple[str, str]]) -> Iterable[str]:
+    for pair in pairs:
+        yield from pair
+
+
+def _cache_key(*parts: str) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        # With its length, so that no two lists of parts run together into the same bytes.
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+class _Memory:
+    """The last few results; threads that ask for the same one wait for a single build."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slots: dict[str, _Slot] = {}
+
+    def get(self, key: str, build: Callable[[], Compiled]) -> Compiled:
+        with self._lock:
+            # Taken out and put back, the least recently used slot is the first.
+            slot = self._slots.pop(key, None) or _Slot()
+            self._slots[key] = slot
+            if len(self._slots) > _MEMORY_ENTRIES:
+                del self._slots[next(iter(self._slots))]
+        with slot.lock:
+            if slot.compiled is None:
+                slot.compiled = build()
+            return slot.compiled
+
+    def clear(self) -> None:
+        with self._lock:
+            self._slots.clear()
+
+
+class _Slot:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.compiled: Compiled | None = None
+
+
+_memory = _Memory()
+
+# -- An entry of the disk cache: a line of JSON, and the cubin. ------------------------------------
+
+
+def cache_info() -> CacheInfo:
+    """Return where the disk cache is and how much is in it."""
+    return kernel_cache.info()
+
+
+def clear_cache() -> CacheInfo:
+    """Empty the cache, in memory and on disk, and return what was on disk."""
+    _memory.clear()
+    return kernel_cache.clear()
+
+
+def _decoded(content: bytes) -> Compiled:
+    line, _, cubin = content.partition(b"\n")
+    fields = json.loads(line)
+    entries = tuple(
+        Entry(**{**entry, "parameter_bytes": tuple(entry["parameter_bytes"]), "cubin": cubin})
+        for entry in fields["entries"]
+    )
+    return Compiled(fields["arch"], entries, fields["log"])
+
+
+def _encoded(compiled: Compiled) -> bytes:
+    entries = [dataclasses.asdict(entry) for entry in compiled.entries]
+    # One text makes one cubin.
+    cubin: bytes
+    (cubin,) = {entry.pop("cubin") for entry in entries}
+    line = json.dumps({"arch": compiled.arch, "entries": entries, "log": compiled.log})
+    return line.encode() + b"\n" + cubin

@@ -1,0 +1,1 @@
+"""What a call runs: ``explain``, cost analysis, and reports on kernels."""

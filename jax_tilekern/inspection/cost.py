@@ -1,0 +1,55 @@
+"""``cost_analysis``: XLA's count of a function's flops and bytes, kernels included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jax_tilekern.primitives.modes import disabled
+
+
+def cost_analysis(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, float]:
+    """Count a function's operations and bytes, as ``jax.jit(function).lower(...)`` would.
+
+    XLA knows nothing of what a custom call does: its own ``cost_analysis()`` counts -1 for each
+    kernel, of a lowered and of a compiled program alike. Here every kernel counts as the operation
+    of XLA's that it takes the place of. The function is traced and lowered inside
+    :func:`jax_tilekern.disabled`, and neither compiled nor run.
+
+    Parameters
+    ----------
+    function
+        Any function that ``jax.jit`` takes, jitted or not.
+    *args, **kwargs
+        Its arguments: arrays or ``jax.ShapeDtypeStruct``.
+
+    Returns
+    -------
+    dict[str, float]
+        As :meth:`jax.stages.Lowered.cost_analysis` returns it: ``"flops"``, ``"bytes accessed"``
+        and others. A product of groups counts as XLA's own, which may multiply every group with
+        all rows.
+
+    Raises
+    ------
+    NotImplementedError
+        If a :func:`jax_tilekern.cuda_kernel` has no ``reference`` to count.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    >>> w = jax.ShapeDtypeStruct((128, 32), jnp.float32)
+    >>> int(jtk.cost_analysis(jtk.matmul, x, w)["flops"]) == 2 * 64 * 128 * 32
+    True
+    """
+    jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
+    with disabled():
+        lowered = jitted.lower(*args, **kwargs)
+        # Some backends count compiled programs alone.
+        counted: dict[str, float] = lowered.cost_analysis() or lowered.compile().cost_analysis()
+    return counted

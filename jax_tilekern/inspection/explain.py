@@ -1,0 +1,92 @@
+"""``explain``: which kernel takes each of the library's calls in a function, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jax_tilekern.inspection.choices import Choice, recorded_choices
+from jax_tilekern.inspection.tracing import traced
+
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+class Explanation(tuple[Choice, ...]):
+    """The choices made for one function, in the order of lowering; prints as a table."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """Return one line per call."""
+        if not self:
+            return "no call of jax_tilekern"
+        rows = [
+            (
+                f"{choice.call}  {' x '.join(choice.operands)} -> {choice.result}",
+                f"[{choice.partition}]" if choice.partition else "",
+                choice.kernel or "-",
+                choice.reason,
+            )
+            for choice in self
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        return "\n".join(
+            "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False) if width)
+            + f"  {row[-1]}"
+            for row in rows
+        )
+
+
+def explain(
+    function: Callable[..., Any], *args: Any, platform: str | None = None, **kwargs: Any
+) -> Explanation:
+    """Say which kernel computes each of the library's calls in ``function``, and why.
+
+    The function is traced and lowered, not executed; kernels that are not in the cache are
+    compiled. Where several devices share a call, XLA decides when it compiles the program which
+    part each of them has. So such a program is compiled as well, and the table shows how the call
+    is partitioned, and the shapes and the kernel on each device.
+
+    Parameters
+    ----------
+    function
+        Any function of arrays. One that is jitted already keeps its static arguments.
+    *args, **kwargs
+        Its arguments: arrays or ``jax.ShapeDtypeStruct``, numbers, and trees of these. Other
+        leaves, such as the functions inside a model, are static.
+    platform
+        ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default JAX's default backend. For
+        ``"cuda"`` without a GPU, name one with :func:`jax_tilekern.gpu_target`.
+
+    Returns
+    -------
+    Explanation
+        One :class:`~jax_tilekern.inspection.choices.Choice` a call; ``print`` it for a table.
+        Calls inside a jitted function that is called several times are listed once, as they are
+        lowered once.
+
+    Raises
+    ------
+    ValueError
+        If JAX has no such platform.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> x = jnp.ones((64, 64), jnp.int16)
+    >>> print(jtk.explain(jtk.matmul, x, x)[0].reason)
+    no kernel for int16 x int16 -> int16 at precision DEFAULT
+    """
+    if platform is not None and platform not in _PLATFORMS:
+        raise ValueError(f"platform {platform!r} is none of {', '.join(_PLATFORMS)}")
+    with recorded_choices() as recorder:
+        program = traced(function, args, kwargs)
+        lowered = program.lower(lowering_platforms=None if platform is None else (platform,))
+        if recorder.awaited and platform in (None, jax.default_backend()):
+            lowered.compile()
+        elif recorder.awaited:
+            recorder.leave_unpartitioned()
+    return Explanation(recorder.choices)

@@ -1,0 +1,1 @@
+"""``patch``: JAX's own products, traced to the library's."""

@@ -1,0 +1,1 @@
+"""Matrix products: the problem, the choice of a kernel, and what each architecture offers."""

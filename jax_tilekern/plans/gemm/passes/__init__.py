@@ -1,0 +1,1 @@
+"""Passes over memory before and after a product."""

@@ -1,0 +1,371 @@
+"""The compile-time choices of the kernels of ``gemm/sm80``.
+
+A tile, the types and how the operands lie in memory make an instance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jax_tilekern.compilation.compiler import Kernel
+from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
+from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS, MatmulGeometry
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.sm80.operands import WIDEST_LOAD, Operand, narrow_loads
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import Scalars
+
+_Dtype = np.dtype[Any]
+
+
+def _dtypes(*names: str) -> tuple[_Dtype, ...]:
+    return tuple(np.dtype(getattr(ml_dtypes, name, name)) for name in names)
+
+
+# A row of k in shared memory.
+TILE_ROW_BYTES = 128
+# What a block's shared memory costs beyond what it asks for.
+_RESERVED_SHARED_BYTES = 1024
+_REGISTERS = 65536
+# Two is what the kernels need, and enough only if there is one tile of k. A block that has the
+# multiprocessor for itself gains nothing beyond three, and loses hits in the second-level cache;
+# small blocks, which are bound by memory, gain up to six (docs/tuning-log.md).
+_FEWEST_STAGES = 2
+_MOST_STAGES_ALONE = 3
+_MOST_STAGES = 6
+
+
+@dataclass(frozen=True)
+class MatmulTile:
+    """The tile of the output that a block computes.
+
+    Attributes
+    ----------
+    block_m, block_n
+        Its size.
+    warps_m, warps_n
+        The grid of warps that covers it.
+    max_blocks
+        Blocks that a multiprocessor's registers hold.
+    """
+
+    block_m: int
+    block_n: int
+    warps_m: int
+    warps_n: int
+    max_blocks: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps_m * self.warps_n
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one stage: a tile of each operand."""
+        return (self.block_m + self.block_n) * TILE_ROW_BYTES
+
+    def grid(self, geometry: MatmulGeometry) -> tuple[int, int]:
+        """Tiles along ``m`` and ``n``."""
+        return math.ceil(geometry.m / self.block_m), math.ceil(geometry.n / self.block_n)
+
+
+# Warp tiles of 64x64 read the least shared memory for their work, and fill the register file.
+TALL = MatmulTile(256, 128, 4, 2, max_blocks=1)
+SQUARE = MatmulTile(128, 128, 2, 4, max_blocks=1)
+SMALL = MatmulTile(64, 64, 2, 2, max_blocks=3)
+TINY = MatmulTile(32, 32, 1, 1, max_blocks=8)
+# The lanes of simt_matmul make warp tiles of 32x64.
+SIMT_SQUARE = MatmulTile(128, 128, 4, 2, max_blocks=1)
+SIMT_SMALL = MatmulTile(64, 64, 2, 1, max_blocks=4)
+
+_MMA_TILES = (TALL, SQUARE, SMALL, TINY)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a product is computed: types, and where.
+
+    Attributes
+    ----------
+    operands
+        Types of the operands, in any pairing.
+    results
+        Types of the result.
+    tiles
+        Candidates, largest first.
+    macs_per_cycle
+        Multiply-adds of a multiprocessor in a cycle. Only the order of magnitude matters: it is
+        weighed against bytes when tiles are compared.
+    family
+        The kernel: ``"mma"``, on tensor cores, or ``"simt"``, on CUDA cores.
+    min_capability
+        The oldest architecture that has the instructions.
+    """
+
+    operands: tuple[_Dtype, ...]
+    results: tuple[_Dtype, ...]
+    tiles: tuple[MatmulTile, ...]
+    macs_per_cycle: int
+    family: str = "mma"
+    min_capability: tuple[int, int] = (8, 0)
+
+
+_FLOAT8 = Arithmetic(
+    _dtypes("float8_e4m3fn", "float8_e5m2"), _dtypes("float32", "bfloat16", "float16"),
+    _MMA_TILES, 1024, min_capability=(8, 9),
+)  # fmt: skip
+
+ARITHMETICS: dict[str, Arithmetic] = {
+    "bf16": Arithmetic(
+        _dtypes("bfloat16"), _dtypes("bfloat16", "float32"), _MMA_TILES, 1024
+    ),
+    "f16": Arithmetic(
+        _dtypes("float16"), _dtypes("float16", "float32"), _MMA_TILES, 1024
+    ),
+    "tf32": Arithmetic(
+        _dtypes("float32"), _dtypes("float32"), _MMA_TILES, 512
+    ),
+    "f32": Arithmetic(
+        _dtypes("float32"), _dtypes("float32"), (SIMT_SQUARE, SIMT_SMALL), 100,
+        family="simt",
+    ),
+    "f64": Arithmetic(_dtypes("float64"), _dtypes("float64"), (SMALL, TINY), 100),
+    "int8": Arithmetic(_dtypes("int8"), _dtypes("int32"), _MMA_TILES, 2048),
+    # Sums of the tensor cores' 8-bit products are promoted to float32 every 128 of k ...
+    "fp8": _FLOAT8,
+    # ... or not.
+    "fp8_fast": _FLOAT8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MatmulInstance:
+    """One compiled kernel: a file of device code, its types and its ``MatmulConfig``.
+
+    Attributes
+    ----------
+    family
+        The kernel: ``"mma"`` or ``"simt"``.
+    types
+        C++ types of ``lhs``, ``rhs`` and ``out``.
+    tile, block_k, stages, min_blocks, lhs, rhs, promote, widen
+        See ``MatmulConfig`` in ``gemm/sm80/config.cuh``.
+    """
+
+    family: str
+    types: tuple[str, ...]
+    tile: MatmulTile
+    block_k: int
+    stages: int
+    min_blocks: int
+    lhs: Operand
+    rhs: Operand
+    promote: bool
+    widen: bool
+
+    @property
+    def kernel(self) -> Kernel:
+        """What the compiler is asked for."""
+        name = f"{self.family}_matmul"
+        return Kernel(f"gemm/sm80/{name}.cuh", f"tilekern::{name}<{self.template_arguments}>")
+
+    @property
+    def template_arguments(self) -> str:
+        """The types and the ``MatmulConfig``."""
+        tile = self.tile
+        config = cxx_config(
+            "MatmulConfig",
+            block_m=tile.block_m,
+            block_n=tile.block_n,
+            block_k=self.block_k,
+            warps_m=tile.warps_m,
+            warps_n=tile.warps_n,
+            stages=self.stages,
+            min_blocks=self.min_blocks,
+            lhs_k_major=self.lhs.k_major,
+            rhs_k_major=self.rhs.k_major,
+            lhs_load_bytes=self.lhs.load_bytes,
+            rhs_load_bytes=self.rhs.load_bytes,
+            promote=self.promote,
+            widen=self.widen,
+        )
+        return f"{', '.join(self.types)}, {config}"
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.stages * self.tile.stage_bytes
+
+
+def instances_for(
+    product: Product, lhs: Operand, rhs: Operand, gpu: Gpu
+) -> Iterator[tuple[MatmulInstance, int]]:
+    """Yield a kernel for each tile, and how many of its blocks are on a multiprocessor at a time.
+
+    Parameters
+    ----------
+    product
+        Whose types and ``k`` count, of those that are not refused.
+    lhs, rhs
+        How the operands lie in memory.
+    gpu
+        What it is for.
+    """
+    how = ARITHMETICS[product.arithmetic]
+    dtypes = (product.lhs_dtype, product.rhs_dtype, product.out_dtype)
+    treatment = _float8_treatment(product.arithmetic, gpu)
+    k_tiles = math.ceil(product.geometry.k * product.lhs_dtype.itemsize / TILE_ROW_BYTES)
+    for tile in _usable_tiles(how, lhs, rhs, treatment[0]):
+        occupancy = _occupancy(tile, gpu, k_tiles)
+        if occupancy is not None:
+            yield _instance(how, tile, occupancy, lhs, rhs, dtypes, treatment), occupancy[0]
+
+
+def pack_shape(
+    geometry: MatmulGeometry,
+    instance: MatmulInstance,
+    tiles: tuple[int, int],
+    band: int,
+    out_vectors: bool,
+) -> Scalars:
+    """Return the kernel's ``MatmulShape``: strides, then sizes, as in ``gemm/sm80/config.cuh``."""
+    missing = MAX_BATCH_DIMS - len(geometry.batch)
+
+    def batch_strides(strides: tuple[int, ...]) -> tuple[int, ...]:
+        return (*(0,) * missing, *strides[:-2])
+
+    lhs_m, lhs_k = geometry.lhs_strides[-2:]
+    rhs_k, rhs_n = geometry.rhs_strides[-2:]
+    return Scalars.pack(
+        f"{3 * MAX_BATCH_DIMS + 3}q{MAX_BATCH_DIMS + 7}i",
+        *batch_strides(geometry.lhs_strides),
+        *batch_strides(geometry.rhs_strides),
+        *batch_strides(geometry.out_strides),
+        lhs_m if instance.lhs.k_major else lhs_k,
+        rhs_n if instance.rhs.k_major else rhs_k,
+        geometry.out_strides[-2],
+        *(1,) * missing,
+        *geometry.batch,
+        geometry.m,
+        geometry.n,
+        geometry.k,
+        *tiles,
+        band,
+        out_vectors,
+    )
+
+
+# Of k, for instances that a short product does not have.
+_MANY = 1 << 20
+
+
+def instances(gpu: Gpu) -> Iterator[MatmulInstance]:
+    """Kernels that plans for ``gpu`` can ask for, so that a test can compile them.
+
+    All would be thousands, so features that are independent in the code are not crossed: every
+    arithmetic has its largest tile in all four major orders, and each of these in one order: the
+    other tiles, a short k, the narrower loads, the other types.
+    """
+    orders = [(lhs, rhs) for lhs in (True, False) for rhs in (True, False)]
+    for arithmetic, how in ARITHMETICS.items():
+        if gpu.compute_capability < how.min_capability:
+            continue
+        treatment = _float8_treatment(arithmetic, gpu)
+        types = (how.operands[0], how.operands[-1], how.results[0])
+        wide = Operand(True, WIDEST_LOAD)
+        tiles = [
+            tile
+            for tile in _usable_tiles(how, wide, wide, treatment[0])
+            if _occupancy(tile, gpu, _MANY)
+        ]
+        samples = [(tiles[0], _MANY, WIDEST_LOAD, order, types) for order in orders]
+        samples += [
+            (tile, k_tiles, WIDEST_LOAD, order, types)
+            for tile, k_tiles, order in zip(tiles[1:], (_MANY, 1, 1), orders[1:], strict=False)
+        ]
+        for load_bytes, order in zip(narrow_loads(types[0].itemsize), orders[1:], strict=False):
+            narrow = Operand(True, load_bytes)
+            tile = next(t for t in _usable_tiles(how, narrow, narrow, treatment[0]) if t in tiles)
+            samples.append((tile, _MANY, load_bytes, order, types))
+        samples += [
+            (tiles[-1], _MANY, WIDEST_LOAD, orders[1], (lhs, rhs, out))
+            for lhs in how.operands
+            for rhs in how.operands
+            for out in how.results[1:]
+        ]
+        for tile, k_tiles, load_bytes, order, dtypes in samples:
+            lhs, rhs = (Operand(k_major, load_bytes) for k_major in order)
+            occupancy = _occupancy(tile, gpu, k_tiles)
+            assert occupancy is not None
+            yield _instance(how, tile, occupancy, lhs, rhs, dtypes, treatment)
+
+
+def _instance(
+    how: Arithmetic,
+    tile: MatmulTile,
+    occupancy: tuple[int, int],
+    lhs: Operand,
+    rhs: Operand,
+    dtypes: tuple[_Dtype, _Dtype, _Dtype],
+    treatment: tuple[bool, bool],
+) -> MatmulInstance:
+    blocks, stages = occupancy
+    promote, widen = treatment
+    if min(lhs.load_bytes, rhs.load_bytes) == 1:
+        # Shifting loads take all registers that a thread can have.
+        blocks = min(blocks, _REGISTERS // (256 * tile.threads))
+    return MatmulInstance(
+        family=how.family,
+        types=tuple(CXX_TYPES[dtype] for dtype in dtypes),
+        tile=tile,
+        block_k=TILE_ROW_BYTES // dtypes[0].itemsize,
+        stages=stages,
+        min_blocks=blocks,
+        lhs=lhs,
+        rhs=rhs,
+        promote=promote,
+        widen=widen,
+    )
+
+
+def _float8_treatment(arithmetic: str, gpu: Gpu) -> tuple[bool, bool]:
+    """Whether to promote sums and whether to widen operands; see ``MatmulConfig``."""
+    widen = arithmetic.startswith("fp8") and gpu.compute_capability[0] in (9, 10, 11)
+    # Products of widened operands are summed like float16's.
+    return arithmetic == "fp8" and not widen, widen
+
+
+def _usable_tiles(
+    how: Arithmetic, lhs: Operand, rhs: Operand, promote: bool
+) -> Iterator[MatmulTile]:
+    """Yield the tiles whose kernel fits into registers, on every architecture."""
+    narrowest = min(lhs.load_bytes, rhs.load_bytes)
+    bytes_ = how.operands[0].itemsize == 1
+    for tile in how.tiles:
+        # The largest leaves none for a second set of sums, nor for shifting loads ...
+        if tile == TALL and (promote or narrowest == 1):
+            continue
+        # ... and the next has room for little more than one of them.
+        if tile == SQUARE and (narrowest < WIDEST_LOAD if promote else narrowest == 1 and bytes_):
+            continue
+        yield tile
+
+
+def _occupancy(tile: MatmulTile, gpu: Gpu, k_tiles: int) -> tuple[int, int] | None:
+    """Blocks on a multiprocessor, and stages of each; None if too few stages fit."""
+    total = gpu.shared_memory_bytes + _RESERVED_SHARED_BYTES
+    if k_tiles == 1:
+        # Nothing to overlap within a block, so the more blocks the better.
+        return tile.max_blocks, _FEWEST_STAGES
+    for blocks in range(tile.max_blocks, 0, -1):
+        stages = (total // blocks - _RESERVED_SHARED_BYTES) // tile.stage_bytes
+        if stages > _FEWEST_STAGES:
+            return blocks, min(stages, _MOST_STAGES_ALONE if blocks == 1 else _MOST_STAGES)
+    return None

@@ -1,0 +1,1 @@
+"""Kernels of ``wgmma``, for sm_90a."""

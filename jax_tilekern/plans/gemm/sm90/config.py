@@ -1,0 +1,312 @@
+"""The compile-time choices of ``gemm/sm90/matmul.cuh``, and the resources that it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from jax_tilekern.compilation.compiler import Kernel
+from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.strided_rows import StridedOperand
+
+_Dtype = np.dtype[Any]
+
+_F32, _INT32 = np.dtype(np.float32), np.dtype(np.int32)
+# A row of an operand's or of an output's tile in shared memory, and the slabs of an output that a
+# consumer has there.
+TILE_ROW_BYTES = 128
+_SLABS_BYTES = 2 * 8192
+_BARRIER_BYTES = 8
+MAX_BATCH_DIMS = 3
+# Of which strides in tensor maps are multiples.
+BOX_STRIDE_BYTES = 16
+# Of a tile that may be partial: two boxes of so many lines are few enough.
+_LONG_BOX_LINES = 128
+_SHARED_BOX_LINES = 32
+# Of which a block counts past the last by as many as there are blocks.
+MOST_ITEMS = 2**31 - 1024
+# More would be idle, or cost tiles' worth of latency to fill.
+_MOST_STAGES = 12
+
+
+@dataclass(frozen=True)
+class WgmmaTile:
+    """The tile of the output that is computed at a time.
+
+    Attributes
+    ----------
+    block_m, block_n
+        Its size.
+    consumers
+        Warpgroups that multiply.
+    cooperative
+        Whether they share a tile, rather than taking turns at tiles.
+    cluster
+        Blocks that share the copies of ``rhs``.
+    """
+
+    block_m: int
+    block_n: int
+    consumers: int = 2
+    cooperative: bool = True
+    cluster: int = 1
+
+    def grid(self, m: int, n: int) -> tuple[int, int]:
+        """Tiles along ``m``, in clusters, and along ``n``."""
+        return math.ceil(m / (self.block_m * self.cluster)), math.ceil(n / self.block_n)
+
+    def __str__(self) -> str:
+        """Return the size and what is unusual."""
+        text = f"{self.block_m}x{self.block_n}"
+        text += "" if self.consumers == 2 else f" by {self.consumers}"
+        text += "" if self.cooperative else " in turns"
+        return text + ("" if self.cluster == 1 else f" clusters of {self.cluster}")
+
+
+@dataclass(frozen=True)
+class WgmmaArithmetic:
+    """How the kernel computes.
+
+    Attributes
+    ----------
+    macs_per_cycle
+        Multiply-adds of a multiprocessor in a cycle.
+    promote
+        Whether sums are added up outside the tensor cores; see ``WgmmaConfig``.
+    """
+
+    macs_per_cycle: int
+    promote: bool = False
+
+
+ARITHMETICS = {
+    "bf16": WgmmaArithmetic(2048),
+    "f16": WgmmaArithmetic(2048),
+    "tf32": WgmmaArithmetic(1024),
+    "int8": WgmmaArithmetic(4096),
+    "fp8": WgmmaArithmetic(4096, promote=True),
+    "fp8_fast": WgmmaArithmetic(4096),
+}
+
+
+_NOT_IN_CONFIG = ("types", "ragged", "line_step", "ragged_bytes")
+
+
+@dataclass(frozen=True)
+class WgmmaInstance:
+    """One compiled kernel: its types and its ``WgmmaConfig``; see ``gemm/sm90/config.cuh``.
+
+    A ragged product's kernel has more choices: the ragged dimension, the number of lines of ``rhs``
+    that are copied and multiplied at a time where a tile may be partial, and the shared memory that
+    it takes besides.
+    """
+
+    types: tuple[str, str, str]
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+    consumers: int
+    cooperative: bool
+    cluster: int
+    lhs_k_major: bool
+    rhs_k_major: bool
+    out_m_major: bool
+    out_boxes: bool
+    promote: bool
+    pieces: int = 1
+    ragged: Literal["n", "k"] | None = None
+    line_step: int = 0
+    ragged_bytes: int = 0
+
+    @property
+    def kernel(self) -> Kernel:
+        """What the compiler is asked for."""
+        names = [f.name for f in dataclasses.fields(self)]
+        choices = {name: getattr(self, name) for name in names if name not in _NOT_IN_CONFIG}
+        config = cxx_config("WgmmaConfig", **choices)
+        types = "".join(f"{name}, " for name in self.types)
+        if self.ragged:
+            ragged = f"tilekern::Ragged::k{self.ragged.upper()}"
+            lines = f"{self.line_step}, {self.copy_step}, {self.rhs_box_lines}"
+            name = f"tilekern::ragged_wgmma_matmul<{types}{config}, {ragged}, {lines}>"
+            return Kernel("grouped_gemm/sm90/matmul.cuh", name)
+        name = f"wgmma_matmul<{types}" if self.pieces == 1 else "wgmma_matmul_of_pieces<"
+        return Kernel("gemm/sm90/matmul.cuh", f"tilekern::{name}{config}>")
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * (self.consumers + 1)
+
+    @property
+    def copy_step(self) -> int:
+        """By how many lines of ``rhs`` copies differ; blocks of a cluster share those of a tile."""
+        return self.line_step if self.cluster == 1 else min(self.line_step, _SHARED_BOX_LINES)
+
+    @property
+    def rhs_box_lines(self) -> int:
+        """Lines of ``rhs`` that are copied at a time."""
+        if self.line_step:
+            return max(self.copy_step, min(self.block_n, _LONG_BOX_LINES) // self.cluster)
+        return self.block_n // self.cluster
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of one stage: a tile of each operand."""
+        return self.pieces * (self.block_m + self.block_n) * TILE_ROW_BYTES
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        ring = self.stages * (self.stage_bytes + 2 * _BARRIER_BYTES)
+        return ring + self.consumers * (_SLABS_BYTES + _BARRIER_BYTES) + self.ragged_bytes
+
+    @property
+    def fits_registers(self) -> bool:
+        """Whether sums leave a thread enough registers for the rest."""
+        sums = self.block_m * self.block_n // (self.consumers if self.cooperative else 1)
+        if self.promote:
+            # Two sets of them.
+            return sums <= 64 * 128
+        # Addresses of single elements take registers, and so do float32 outputs turned around.
+        turned = self.out_m_major and self.types[2] == "float"
+        return sums <= 128 * 128 or (self.block_k == 64 and self.out_boxes and not turned)
+
+    def with_most_stages(self, gpu: Gpu) -> WgmmaInstance:
+        """Return the same with as many stages as fit and are of use."""
+        empty = dataclasses.replace(self, stages=0)
+        room = gpu.shared_memory_bytes - empty.shared_memory_bytes
+        stages = min(room // (self.stage_bytes + 2 * _BARRIER_BYTES), _MOST_STAGES)
+        return dataclasses.replace(self, stages=stages)
+
+
+@dataclass(frozen=True)
+class View:
+    """A product as the kernel has it: operands in buffers, exchanged or not."""
+
+    batch: tuple[int, ...]
+    # Of the product; rows of pieces are longer.
+    k: int
+    lhs: StridedOperand
+    rhs: StridedOperand
+    lhs_dtype: _Dtype
+    rhs_dtype: _Dtype
+    lhs_buffer: int
+    rhs_buffer: int
+    # Of the output: its batch dimensions' sizes and strides, and strides of the kernel's m and n.
+    out_dtype: _Dtype
+    out_buffer: int
+    out_batch: tuple[tuple[int, int], ...]
+    out_m_stride: int
+    out_n_stride: int
+    # Whether the output's unit stride is along the kernel's m.
+    out_m_major: bool = False
+    # Between an operand's pieces, in elements of k.
+    piece_step: int = 0
+
+    @classmethod
+    def of(cls, product: Product) -> View:
+        """Return a product of the operands as they lie."""
+        geometry = product.geometry
+        *out_batch, out_m, out_n = geometry.out_strides
+        return cls(
+            batch=geometry.batch,
+            k=geometry.k,
+            lhs=StridedOperand.lhs(geometry),
+            rhs=StridedOperand.rhs(geometry),
+            lhs_dtype=product.lhs_dtype,
+            rhs_dtype=product.rhs_dtype,
+            lhs_buffer=0,
+            rhs_buffer=1,
+            out_dtype=product.out_dtype,
+            out_buffer=2,
+            out_batch=tuple(zip(geometry.batch, out_batch, strict=True)),
+            out_m_stride=out_m,
+            out_n_stride=out_n,
+        )
+
+    def exchanged(self) -> View:
+        """Return the transposed product."""
+        return dataclasses.replace(
+            self,
+            lhs=self.rhs,
+            rhs=self.lhs,
+            lhs_dtype=self.rhs_dtype,
+            rhs_dtype=self.lhs_dtype,
+            lhs_buffer=self.rhs_buffer,
+            rhs_buffer=self.lhs_buffer,
+            out_m_stride=self.out_n_stride,
+            out_n_stride=self.out_m_stride,
+            out_m_major=True,
+        )
+
+
+def fits_boxes(operand: StridedOperand, dtype: _Dtype) -> bool:
+    """Whether a tensor map can describe it."""
+    outer = (
+        (operand.lines, operand.line_stride) if operand.k_major else (operand.k, operand.k_stride)
+    )
+    dims = [outer, *zip(operand.batch, operand.batch_strides, strict=True)]
+    return all(stride * dtype.itemsize % BOX_STRIDE_BYTES == 0 for size, stride in dims if size > 1)
+
+
+def dense_items(tile: WgmmaTile, view: View) -> int:
+    """Return the tiles of a dense product."""
+    return math.prod(view.batch) * math.prod(tile.grid(view.lhs.lines, view.rhs.lines))
+
+
+def takes(tile: WgmmaTile, view: View, gpu: Gpu) -> bool:
+    """Whether the kernel can compute a product with this tile."""
+    wide = view.lhs_dtype.itemsize == 2
+    out_row = TILE_ROW_BYTES // view.out_dtype.itemsize
+    return not (
+        tile.cluster > gpu.multiprocessors
+        or (not wide and not view.rhs.k_major)
+        or (not view.rhs.k_major and tile.block_n // tile.cluster % 64)
+        or (not view.lhs.k_major and not wide and tile.block_m % (128 // view.lhs_dtype.itemsize))
+        or (not view.out_m_major and tile.block_n % out_row)
+    )
+
+
+def instance_for(
+    tile: WgmmaTile, view: View, how: WgmmaArithmetic, splits: int, gpu: Gpu, pieces: int = 1
+) -> WgmmaInstance:
+    """Return the kernel with this tile for a product."""
+    out_dtype = view.out_dtype
+    lines, stride = view.lhs.lines, view.out_m_stride
+    if view.out_m_major:
+        lines, stride = view.rhs.lines, view.out_n_stride
+    out_batch = view.out_batch
+    if splits > 1:
+        # Of the partial sums, which are dense.
+        out_dtype = _INT32 if out_dtype == _INT32 else _F32
+        stride = view.lhs.lines if view.out_m_major else view.rhs.lines
+        out_batch = ((splits * math.prod(view.batch), view.lhs.lines * view.rhs.lines),)
+    out_boxes = all(
+        step * out_dtype.itemsize % BOX_STRIDE_BYTES == 0
+        for size, step in ((lines, stride), *out_batch)
+        if size > 1
+    )
+    return WgmmaInstance(
+        types=(CXX_TYPES[view.lhs_dtype], CXX_TYPES[view.rhs_dtype], CXX_TYPES[out_dtype]),
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        block_k=TILE_ROW_BYTES // view.lhs_dtype.itemsize,
+        stages=0,
+        consumers=tile.consumers,
+        cooperative=tile.cooperative,
+        cluster=tile.cluster,
+        lhs_k_major=view.lhs.k_major,
+        rhs_k_major=view.rhs.k_major,
+        out_m_major=view.out_m_major,
+        out_boxes=out_boxes,
+        promote=how.promote,
+        pieces=pieces,
+    ).with_most_stages(gpu)

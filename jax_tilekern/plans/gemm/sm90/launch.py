@@ -1,0 +1,169 @@
+"""The launch of ``gemm/sm90/matmul.cuh``: its tensor maps, and the order of its tiles."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import numpy as np
+
+from jax_tilekern.compilation.compiler import Compiled
+from jax_tilekern.plans.gemm.rasterization import band_height
+from jax_tilekern.plans.gemm.sm90.config import (
+    BOX_STRIDE_BYTES,
+    MAX_BATCH_DIMS,
+    TILE_ROW_BYTES,
+    View,
+    WgmmaInstance,
+    WgmmaTile,
+)
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import Buffer, Launch, Parameter, Scalars, TensorMap, TensorMapDtype
+from jax_tilekern.plans.strided_rows import StridedOperand
+
+
+def launch_tiles(
+    compiled: Compiled,
+    tile: WgmmaTile,
+    instance: WgmmaInstance,
+    view: View,
+    splits: int,
+    gpu: Gpu,
+    *,
+    items: int | None = None,
+    more: tuple[tuple[Parameter, ...], tuple[Parameter, ...]] = ((), ()),
+) -> Launch:
+    """Return the launch of a kernel, given what ``instance.kernel`` was compiled to.
+
+    Parameters
+    ----------
+    items
+        Tiles that the kernel has at most, if not those of a dense product.
+    more
+        Parameters before and after the shape, of a kernel that has more of them.
+    """
+    tiles_m, tiles_n = tile.grid(view.lhs.lines, view.rhs.lines)
+    k_tiles = math.ceil(view.k / instance.block_k)
+    split_k_tiles = math.ceil(k_tiles / splits)
+    if items is None:
+        items = math.ceil(k_tiles / split_k_tiles) * math.prod(view.batch) * tiles_m * tiles_n
+    clusters = min(items, gpu.multiprocessors // instance.cluster)
+
+    missing = (0,) * (MAX_BATCH_DIMS - len(view.batch))
+    out_missing = (0,) * (MAX_BATCH_DIMS - len(view.out_batch))
+    shape = Scalars.pack(
+        f"{MAX_BATCH_DIMS + 1}q{3 * MAX_BATCH_DIMS + 10}i",
+        *out_missing,
+        *(stride for _, stride in view.out_batch),
+        view.out_n_stride if instance.out_m_major else view.out_m_stride,
+        *(1 for _ in missing),
+        *view.batch,
+        *missing,
+        *(int(stride != 0) for stride in view.lhs.batch_strides),
+        *missing,
+        *(int(stride != 0) for stride in view.rhs.batch_strides),
+        math.prod(view.batch),
+        view.lhs.lines,
+        view.rhs.lines,
+        k_tiles,
+        split_k_tiles,
+        view.piece_step,
+        tiles_m,
+        tiles_n,
+        band_height(
+            gpu.multiprocessors // tile.cluster,
+            tiles_m,
+            tile.block_m * tile.cluster,
+            tile.block_n,
+        ),
+        items,
+    )
+    lhs = _operand_map(
+        view.lhs, view.lhs_dtype, view.lhs_buffer, instance.lhs_k_major, instance.block_m
+    )
+    rhs = rhs_map(view, instance, instance.rhs_box_lines)
+    return Launch(
+        entry=compiled.entry(instance.kernel.name),
+        grid=(clusters * instance.cluster, 1, 1),
+        block=(instance.threads, 1, 1),
+        # A kernel that stores the output itself takes any map in the place of the output's.
+        parameters=(
+            lhs,
+            rhs,
+            _out_map(view, instance) if instance.out_boxes else lhs,
+            Buffer(view.out_buffer),
+            *more[0],
+            shape,
+            *more[1],
+        ),
+        shared_memory_bytes=instance.shared_memory_bytes,
+        cluster=(instance.cluster, 1, 1),
+    )
+
+
+def rhs_map(view: View, instance: WgmmaInstance, lines: int) -> TensorMap:
+    """Return the map of ``rhs`` in boxes of so many lines."""
+    return _operand_map(view.rhs, view.rhs_dtype, view.rhs_buffer, instance.rhs_k_major, lines)
+
+
+# Bytes have no arithmetic, and float32 is rounded to TF32 on its way.
+_MAP_DTYPES = {
+    "int8": "uint8",
+    "float8_e4m3fn": "uint8",
+    "float8_e5m2": "uint8",
+    "float32": "tfloat32",
+}
+
+
+def _operand_map(
+    operand: StridedOperand, dtype: np.dtype[Any], buffer: int, k_major: bool, block_lines: int
+) -> TensorMap:
+    lines, k = (operand.lines, operand.line_stride), (operand.k, operand.k_stride)
+    row = TILE_ROW_BYTES // dtype.itemsize
+    # A box is a row of k for each line, or a row of lines for each k.
+    return _map(
+        buffer,
+        _MAP_DTYPES.get(dtype.name, dtype.name),
+        dtype.itemsize,
+        (k, lines) if k_major else (lines, k),
+        [*zip(operand.batch, operand.batch_strides, strict=True)],
+        (row, block_lines if k_major else row),
+    )
+
+
+def _out_map(view: View, instance: WgmmaInstance) -> TensorMap:
+    m, n = (view.lhs.lines, view.out_m_stride), (view.rhs.lines, view.out_n_stride)
+    row = TILE_ROW_BYTES // view.out_dtype.itemsize
+    # A slab of WgmmaEpilogue is 64 rows of n, or rows of m as many as the columns of a slab.
+    return _map(
+        view.out_buffer,
+        view.out_dtype.name,
+        view.out_dtype.itemsize,
+        (m, n) if instance.out_m_major else (n, m),
+        [*view.out_batch],
+        (row, min(instance.block_n, row) if instance.out_m_major else 64),
+    )
+
+
+def _map(
+    buffer: int,
+    dtype: str,
+    itemsize: int,
+    matrix: tuple[tuple[int, int], tuple[int, int]],
+    batch: list[tuple[int, int]],
+    box: tuple[int, int],
+) -> TensorMap:
+    """Return the map of a matrix, given sizes and strides innermost first, and of its batch."""
+    # An operand stays at 0 in dimensions that it is broadcast over.
+    outer = [(size if stride else 1, stride) for size, stride in reversed(batch)]
+    outer += [(1, 0)] * (MAX_BATCH_DIMS - len(batch))
+    (inner, _), *rest = *matrix, *outer
+    return TensorMap(
+        buffer,
+        cast("TensorMapDtype", dtype),
+        (inner, *(size for size, _ in rest)),
+        # Of a dimension of size 1 any stride will do.
+        tuple(stride * itemsize if size > 1 else BOX_STRIDE_BYTES for size, stride in rest),
+        (*box, *(1,) * MAX_BATCH_DIMS),
+        swizzle=128,
+    )

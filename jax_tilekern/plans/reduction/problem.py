@@ -1,0 +1,293 @@
+"""The reductions that ``row_sums.cuh`` and ``column_sums.cuh`` compute, and their cost model.
+
+Sums, dot products and products of a matrix and a vector are all a :class:`Reduction`; a
+:class:`Pass` is one launch for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jax_tilekern.compilation.compiler import Compiled, Kernel
+from jax_tilekern.plans.cxx import CXX_TYPES
+from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS
+from jax_tilekern.plans.gemm.problem import MEMORY_BANDWIDTH
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import Buffer, Launch, Scalars
+
+_Dtype = np.dtype[Any]
+
+THREADS = 256
+WIDEST_LOAD = 16
+MOST_INDICES = 2**31 - 1
+# Blocks for each multiprocessor that splits aim at: few, which leaves few partial sums, and many,
+# whose ends even out.
+_BLOCKS_PER_MULTIPROCESSOR = (2, 4, 16)
+# Loads of a thread that a split has at least, and bytes that are not worth a further launch.
+_FEWEST_LOADS = 2
+_FEWEST_SPLIT_BYTES = 1 << 16
+# Blocks that take less run closer to each other in memory, which has been seen to give 3 % more.
+_NEAR_BYTES = 1 << 16
+_FAR = 1.03
+_MOST_SPLITS = 1 << 16
+# Cycles of a load, and of a block besides its loads; bytes that a multiprocessor takes in a cycle.
+# What the last blocks cost that run while others have ended, for one round of blocks.
+_LATENCY_CYCLES = 1500
+_BLOCK_CYCLES = 2500
+_MULTIPROCESSOR_BANDWIDTH = 48
+_UNEVEN = 0.02
+# What a piece of neighbouring bytes costs besides its own.
+_PIECE_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """``out[b, i]`` is the sum over ``k`` of ``lhs[b, i, k]``, or of ``lhs[b, i, k] * rhs[b, k]``.
+
+    All strides are in elements, and all sizes at least 1.
+
+    Attributes
+    ----------
+    batch
+        Sizes of the batch dimensions, outermost first; at most ``MAX_BATCH_DIMS``.
+    lines
+        Sums of each batch index.
+    k
+        Elements of each sum.
+    lhs_strides
+        Batch strides, then those of the lines and of ``k``.
+    rhs_strides
+        Batch strides, then that of ``k``; ``None`` where there is no ``rhs``.
+    out_strides
+        Batch strides, then that of the lines.
+    dtype
+        Type of ``lhs`` and ``rhs``.
+    sum_dtype
+        Type that sums are made in: float32, float64, uint32 or uint64. Unsigned, they wrap.
+    out_dtype
+        Type of the result.
+    outer
+        How many of the batch dimensions, the last ones, are summed over too. Their strides of
+        ``out`` have no meaning, and are 0.
+    """
+
+    batch: tuple[int, ...]
+    lines: int
+    k: int
+    lhs_strides: tuple[int, ...]
+    rhs_strides: tuple[int, ...] | None
+    out_strides: tuple[int, ...]
+    dtype: _Dtype
+    sum_dtype: _Dtype
+    out_dtype: _Dtype
+    outer: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """What has to be read of the operands."""
+        bytes_ = _distinct(self.batch, self.lhs_strides) * self.lines * self.k
+        if self.rhs_strides is not None:
+            bytes_ += _distinct(self.batch, self.rhs_strides) * self.k
+        return bytes_ * self.dtype.itemsize
+
+    @property
+    def types(self) -> str:
+        """The kernels' first template arguments."""
+        return ", ".join(CXX_TYPES[t] for t in (self.dtype, self.sum_dtype, self.out_dtype))
+
+    def partial(self, splits: int, *, side_by_side: bool) -> tuple[Reduction, Reduction]:
+        """Return the reduction to partial sums, and that of the partial sums.
+
+        Strides between the partial sums of one element are the last of the latter's ``lhs``.
+
+        Parameters
+        ----------
+        splits
+            Parts that ``k`` is taken in.
+        side_by_side
+            Whether the partial sums of an element, rather than the elements, are neighbours.
+        """
+        kept = len(self.batch) - self.outer
+        partials = splits * math.prod(self.batch[kept:])
+        line, partial = (partials, 1) if side_by_side else (1, self.lines)
+        strides = (
+            *(partials * s for s in _dense((*self.batch[:kept], self.lines))[:-1]),
+            *(partial * s for s in _dense((*self.batch[kept:], splits))[:-1]),
+            line,
+        )
+        first = dataclasses.replace(self, out_strides=strides, out_dtype=self.sum_dtype, outer=0)
+        second = dataclasses.replace(
+            self,
+            batch=self.batch[:kept],
+            k=partials,
+            lhs_strides=(*strides[:kept], line, partial),
+            rhs_strides=None,
+            out_strides=(*self.out_strides[:kept], self.out_strides[-1]),
+            dtype=self.sum_dtype,
+            outer=0,
+        )
+        return first, second
+
+    def pack_batch(self) -> tuple[int, ...]:
+        """Return the values of ``ReductionBatch``."""
+        missing = MAX_BATCH_DIMS - len(self.batch)
+        rhs = self.rhs_strides or (0,) * (len(self.batch) + 1)
+        strides = (self.lhs_strides[:-2], rhs[:-1], self.out_strides[:-1])
+        return (
+            *(s for of_array in strides for s in ((0,) * missing + of_array)),
+            *(1,) * missing,
+            *self.batch,
+        )
+
+
+BATCH_LAYOUT = f"{3 * MAX_BATCH_DIMS}q{MAX_BATCH_DIMS}I"
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """One launch, not compiled yet.
+
+    Attributes
+    ----------
+    reduction
+        What is added up; in several splits, ``out`` is the partial sums.
+    vector_bytes
+        Bytes of a load.
+    lanes
+        Threads side by side on a row.
+    splits
+        Blocks that share ``k``.
+    split_stride
+        Between the partial sums of one element.
+    """
+
+    reduction: Reduction
+    vector_bytes: int
+    lanes: int
+    splits: int = 1
+    split_stride: int = 0
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """A short name for the kernel and how it is used."""
+
+    @property
+    @abstractmethod
+    def kernel(self) -> Kernel:
+        """What the compiler is asked for."""
+
+    @property
+    @abstractmethod
+    def k_step(self) -> int:
+        """Elements of ``k`` that the threads of a row take with a load each."""
+
+    @property
+    @abstractmethod
+    def _whole_blocks(self) -> int:
+        """Blocks if ``k`` is not split."""
+
+    @property
+    @abstractmethod
+    def resident_blocks(self) -> int:
+        """Blocks that a multiprocessor holds."""
+
+    @property
+    @abstractmethod
+    def _busy(self) -> float:
+        """Share of a block's threads that have something to do."""
+
+    @property
+    @abstractmethod
+    def _loads(self) -> float:
+        """Loads that a thread has on their way at once."""
+
+    @property
+    @abstractmethod
+    def _row_bytes(self) -> int:
+        """Bytes that neighbouring threads read in one piece."""
+
+    @abstractmethod
+    def _shape(self) -> Scalars:
+        """Return the kernel's last parameter."""
+
+    @property
+    def vector(self) -> int:
+        """Elements of a load."""
+        return self.vector_bytes // self.reduction.dtype.itemsize
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        return self._whole_blocks * self.splits
+
+    @property
+    def split_k(self) -> int:
+        """Elements of ``k`` in a split, whole loads of all threads of a row."""
+        return math.ceil(math.ceil(self.reduction.k / self.k_step) / self.splits) * self.k_step
+
+    def cycles(self, gpu: Gpu) -> float:
+        """Estimate what the launch takes once it has begun."""
+        busiest = math.ceil(self.blocks / gpu.multiprocessors)
+        resident = min(busiest, self.resident_blocks)
+        rounds = math.ceil(busiest / resident)
+        # What a block has on its way in the time of a load, unless too many share the way.
+        rate = THREADS * self._busy * self._loads * self.vector_bytes / _LATENCY_CYCLES
+        rate = min(rate, _MULTIPROCESSOR_BANDWIDTH / resident)
+        busy = rounds * (_BLOCK_CYCLES + self.reduction.bytes / self.blocks / rate)
+        # The longer the pieces, the better for memory.
+        whole = self._row_bytes / (self._row_bytes + _PIECE_BYTES)
+        memory = self.reduction.bytes / (whole * MEMORY_BANDWIDTH) * (1 + _UNEVEN / rounds)
+        if self.reduction.bytes > 2 * _NEAR_BYTES * self.blocks:
+            memory *= _FAR
+        return max(busy, memory) + 0.15 * min(busy, memory)
+
+    def split_counts(self, gpu: Gpu) -> list[int]:
+        """Return the numbers of splits that are worth a thought."""
+        if self.reduction.bytes < _FEWEST_SPLIT_BYTES:
+            return [1]
+        most = self.reduction.k // (self.k_step * _FEWEST_LOADS)
+        counts = {1}
+        totals = [blocks * gpu.multiprocessors for blocks in _BLOCKS_PER_MULTIPROCESSOR]
+        for blocks in (*totals, min(self.reduction.bytes // _NEAR_BYTES, _MOST_SPLITS)):
+            wanted = min(most, blocks // self._whole_blocks)
+            # Splits are whole steps; leave out those that would have none.
+            if wanted > 1:
+                steps = math.ceil(self.reduction.k / self.k_step)
+                counts.add(math.ceil(steps / math.ceil(steps / wanted)))
+        return sorted(counts)
+
+    def launch(self, compiled: Compiled, *buffers: Buffer) -> Launch:
+        """Return the launch, given what ``kernel`` was compiled to, and the buffers."""
+        return Launch(
+            entry=compiled.entry(self.kernel.name),
+            grid=(self.blocks, 1, 1),
+            block=(THREADS, 1, 1),
+            parameters=(*buffers, self._shape()),
+        )
+
+    def _kernel(self, family: str, config: str) -> Kernel:
+        kind = "sums" if self.reduction.rhs_strides is None else "products"
+        name = f"tilekern::{family}_{kind}<{self.reduction.types}, {config}>"
+        return Kernel(f"reduction/{family}_sums.cuh", name)
+
+
+def load_bytes(steps: list[int], dtype: _Dtype) -> int:
+    """Return the widest load that divides steps in elements."""
+    return math.gcd(WIDEST_LOAD, *(step * dtype.itemsize for step in steps))
+
+
+def _dense(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of row-major dimensions."""
+    return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+
+
+def _distinct(batch: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Matrices of an operand, each counted once however often it is broadcast."""
+    return math.prod(size for size, stride in zip(batch, strides, strict=False) if stride)

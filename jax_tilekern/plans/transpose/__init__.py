@@ -1,0 +1,1 @@
+"""Transposes and other permutations."""

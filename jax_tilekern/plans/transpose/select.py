@@ -1,0 +1,183 @@
+"""Plans for transposes on CUDA: which kernel moves a permutation's items, and by which tile.
+
+In the kernels' words, the dimension that is innermost in the source counts *columns*, the one that
+is innermost in the result counts *rows*, and all others are *outer*. The first that fits is taken:
+
+1. A permutation that keeps the innermost dimension copies rows (``transpose/rows.cuh``).
+2. One short dimension beside a long one, adjacent where they are interleaved: records that are
+   taken apart or put together (``transpose/narrow.cuh``).
+3. Arrays of 1- or 2-byte items about as large as the cache, with rows of 128 bytes and more, all
+   multiples of 16 bytes, from sm_90 on: the copy engine (``transpose/tma.cuh``).
+4. Rows of 32 bytes and more: tiles of any alignment (``transpose/tiles.cuh``).
+
+What XLA was measured to do faster is left to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.transpose import tma as transpose_boxes
+from jax_tilekern.plans.transpose.candidate import Candidate
+from jax_tilekern.plans.transpose.narrow import NarrowTranspose
+from jax_tilekern.plans.transpose.permutation import Permutation
+from jax_tilekern.plans.transpose.rows import RowTranspose
+from jax_tilekern.plans.transpose.shape import (
+    LINE_BYTES,
+    MAX_OUTER_DIMS,
+    SECTOR_BYTES,
+    VECTOR_BYTES,
+    Matrices,
+    OuterDims,
+)
+from jax_tilekern.plans.transpose.tiles import TileTranspose
+from jax_tilekern.plans.transpose.tma import BoxTranspose
+
+# What is less for each matrix leaves a block without work.
+_LEAST_MATRIX_BYTES = 2048
+# Blocks of a grid, and numbers that kernels divide.
+_MOST_BLOCKS = 2**31 - 1
+# Arrays of which the copy engine hides the latency better than blocks of one tile do.
+_LEAST_BOX_BYTES, _MOST_BOX_BYTES = 2**24, 2**26
+# By item size: where the result's rows all start at a sector, and where they start anywhere.
+_ALIGNED_TILES = {1: (128, 128), 2: (128, 128), 4: (64, 64), 8: (32, 32), 16: (16, 16)}
+_TILES = {1: (256, 128), 2: (128, 128), 4: (64, 64), 8: (32, 32), 16: (16, 16)}
+# Of less, by item size, XLA's transposes take 2 to 15 % less time on an H100; where the result's
+# rows start anywhere, half as much again from 16 MiB on.
+_LEAST_BYTES = {1: 2**22, 2: 2**24, 4: 2**26, 8: 2**28, 16: 2**28}
+_LEAST_UNALIGNED_BYTES = 2**24
+_LEAST_NARROW_BYTES = 2**26
+
+
+def plan_transpose(permutation: Permutation, gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Compile the first of the candidates, unless XLA is known to be faster.
+
+    Parameters
+    ----------
+    permutation
+        Reduced, of at least two dimensions.
+    gpu
+        The one to plan for.
+
+    Raises
+    ------
+    NvrtcNotFound
+        If there is no NVRTC to compile the kernel with.
+    """
+    found = candidates(permutation, gpu)
+    if isinstance(found, NoKernel):
+        return found
+    reason = left_to_xla(permutation, gpu)
+    return NoKernel(reason) if reason else found[0].plan(gpu)
+
+
+def candidates(permutation: Permutation, gpu: Gpu) -> list[Candidate] | NoKernel:
+    """Return the ways to compute a reduced permutation, best first, or why there is none."""
+    permutation = permutation.widened
+    dims = len(permutation.sizes)
+    if dims - (1 if permutation.keeps_innermost else 2) > MAX_OUTER_DIMS:
+        return NoKernel(f"{dims} dimensions are moved, more than kernels take")
+    too_many = NoKernel(f"{permutation.size_bytes} bytes take more blocks than a launch has")
+    if permutation.keeps_innermost:
+        if permutation.row_bytes < SECTOR_BYTES:
+            return NoKernel(
+                f"rows of {permutation.row_bytes} bytes are too short to be copied each"
+            )
+        return [*_row_copies(permutation)] or too_many
+    matrices = Matrices.of(permutation)
+    narrow = list(_narrow(permutation, matrices))
+    rows, columns = matrices.rows * matrices.itemsize, matrices.columns * matrices.itemsize
+    if rows * matrices.columns < _LEAST_MATRIX_BYTES:
+        return NoKernel(f"matrices of {rows * matrices.columns} bytes are too small for tiles")
+    if not narrow and min(rows, columns) < SECTOR_BYTES:
+        return NoKernel(f"rows of {min(rows, columns)} bytes are too short for tiles")
+    found: list[Candidate] = [*narrow, _tiles(matrices), *_boxes(matrices, gpu)]
+    if _LEAST_BOX_BYTES <= permutation.size_bytes <= _MOST_BOX_BYTES:
+        found[len(narrow) :] = reversed(found[len(narrow) :])
+    return [candidate for candidate in found if candidate.blocks <= _MOST_BLOCKS] or too_many
+
+
+def left_to_xla(permutation: Permutation, gpu: Gpu) -> str | None:
+    """Return why a permutation that has candidates is XLA's, or ``None``.
+
+    Figures are XLA's time over ours on an H100 (``docs/tuning-log.md``).
+    """
+    if gpu.compute_capability != (9, 0):
+        return None
+    permutation = permutation.widened
+    size = permutation.size_bytes
+    if permutation.keeps_innermost:
+        if math.gcd(permutation.row_bytes, VECTOR_BYTES) in (2, 4):
+            return "XLA's copies of rows of an odd length are faster (0.70 to 0.95)"
+        return None
+    matrices = Matrices.of(permutation)
+    if next(_narrow(permutation, matrices), None) is not None:
+        few_rows = matrices.rows < matrices.columns
+        if few_rows and matrices.itemsize >= 4 and size < _LEAST_NARROW_BYTES:
+            return "XLA's transposes of a few short rows are faster (0.91)"
+        return None
+    least = _LEAST_BYTES[matrices.itemsize]
+    if not matrices.result_aligned:
+        least = min(least, _LEAST_UNALIGNED_BYTES)
+    return f"XLA's transposes of {size} bytes are faster (0.84 to 0.98)" if size < least else None
+
+
+def _row_copies(permutation: Permutation) -> list[RowTranspose]:
+    row_bytes = permutation.row_bytes
+    outer = OuterDims.of(permutation, (len(permutation.sizes) - 1,))
+    unit = math.gcd(row_bytes, VECTOR_BYTES)
+    found = [RowTranspose(row_bytes, outer, unit, unit)]
+    if unit < VECTOR_BYTES:
+        found.insert(0, RowTranspose(row_bytes, outer, min(unit, 4), VECTOR_BYTES))
+    return [copies for copies in found if copies.vectors <= _MOST_BLOCKS]
+
+
+def _narrow(permutation: Permutation, matrices: Matrices) -> Iterator[NarrowTranspose]:
+    order = permutation.order
+    innermost = len(order) - 1
+    # Where the short and the long dimension interleave, the short one has to be innermost. The long
+    # rows are read or written by vectors.
+    vectors = {
+        True: (order[-1] == innermost - 1, matrices.rows),
+        False: (order[-2] == innermost, matrices.columns),
+    }
+    for split, (adjacent, length) in vectors.items():
+        found = NarrowTranspose(matrices, split)
+        words = found.narrow * max(1, matrices.itemsize // 4)
+        short = words <= 32 and found.narrow * matrices.itemsize < LINE_BYTES
+        aligned = length * matrices.itemsize % VECTOR_BYTES == 0
+        if adjacent and aligned and short and found.narrow < found.length:
+            yield found
+
+
+def _boxes(matrices: Matrices, gpu: Gpu) -> Iterator[BoxTranspose]:
+    rows, columns = matrices.rows * matrices.itemsize, matrices.columns * matrices.itemsize
+    if (
+        gpu.compute_capability >= (9, 0)
+        and matrices.itemsize in transpose_boxes.ITEM_BYTES
+        and rows % VECTOR_BYTES == columns % VECTOR_BYTES == 0
+        and min(rows, columns) >= LINE_BYTES
+        and len(matrices.outer.sizes) <= transpose_boxes.MAX_OUTER_DIMS
+        # Coordinates of a box are signed.
+        and max(matrices.rows, matrices.columns, *matrices.outer.sizes) < 2**31
+        and matrices.source_bytes < 2**40
+    ):
+        yield BoxTranspose(matrices)
+
+
+def _tiles(matrices: Matrices) -> TileTranspose:
+    vector = VECTOR_BYTES // matrices.itemsize
+    tiles = _ALIGNED_TILES if matrices.result_aligned else _TILES
+    rows, columns = tiles[matrices.itemsize]
+    # A short dimension takes less of the tile, and leaves the other more.
+    least_rows, least_columns = 8 * vector, max(4, vector)
+    fitting = max(least_columns, min(columns, _power_of_two(matrices.columns)))
+    rows = max(least_rows, min(rows * columns // fitting, 256, _power_of_two(matrices.rows)))
+    return TileTranspose(matrices, rows, fitting)
+
+
+def _power_of_two(size: int) -> int:
+    return int(1 << (size - 1).bit_length())

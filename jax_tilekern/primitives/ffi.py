@@ -1,0 +1,199 @@
+"""The custom calls: registered with XLA here, and emitted from lowering rules.
+
+The only module that touches :mod:`jax.ffi`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.interpreters import mlir
+
+from jax_tilekern import _core
+from jax_tilekern.primitives.private_function import call_private
+
+if TYPE_CHECKING:
+    from jax_tilekern.plans.launch import LaunchPlan
+
+CPU_MATMUL = "jax_tilekern_cpu_matmul"
+CPU_RAGGED_MATMUL = "jax_tilekern_cpu_ragged_matmul"
+CPU_TRANSPOSE = "jax_tilekern_cpu_transpose"
+CPU_SUM = "jax_tilekern_cpu_sum"
+CPU_ADD = "jax_tilekern_cpu_add"
+CPU_MATRIX_INVERSE = "jax_tilekern_cpu_matrix_inverse"
+CPU_MATRIX_LU = "jax_tilekern_cpu_matrix_lu"
+CPU_MATRIX_CHOLESKY = "jax_tilekern_cpu_matrix_cholesky"
+CPU_MATRIX_SOLVE = "jax_tilekern_cpu_matrix_solve"
+CUDA_LAUNCH = "jax_tilekern_cuda_launch"
+CUDA_LAUNCH_CHECKED = "jax_tilekern_cuda_launch_checked"
+# The custom call that XLA's partitioner replaces; see jax_tilekern.partitioning.call.
+PARTITIONED = "jax_tilekern_partitioned"
+# Every target; jax.export takes a DisabledSafetyCheck.custom_call for each one that is used.
+FFI_TARGETS = (
+    CPU_MATMUL,
+    CPU_RAGGED_MATMUL,
+    CPU_TRANSPOSE,
+    CPU_SUM,
+    CPU_ADD,
+    CPU_MATRIX_INVERSE,
+    CPU_MATRIX_LU,
+    CPU_MATRIX_CHOLESKY,
+    CPU_MATRIX_SOLVE,
+    CUDA_LAUNCH,
+    CUDA_LAUNCH_CHECKED,
+    PARTITIONED,
+)
+
+
+def _register() -> None:
+    # Types first: XLA looks up a state's type when it is given the handler.
+    for platform, types in _core.type_registrations().items():
+        for name, type_registration in types.items():
+            jax.ffi.register_ffi_type(name, type_registration, platform=platform)
+    for platform, targets in _core.registrations().items():
+        for name, handlers in targets.items():
+            jax.ffi.register_ffi_target(name, handlers, platform=platform)
+
+
+# At import, and for every platform: a program that was exported or cached calls the handlers
+# without lowering anything here. It needs no GPU and starts no backend.
+_register()
+
+
+def cuda_launch(
+    ctx: mlir.LoweringRuleContext,
+    operands: Sequence[Any],
+    plan: LaunchPlan,
+    results: Sequence[jax.core.ShapedArray] | None = None,
+    *,
+    aliases: Mapping[int, int] | None = None,
+    checked: bool = False,
+) -> Sequence[Any]:
+    """Emit a call that executes a launch plan.
+
+    Parameters
+    ----------
+    ctx
+        The lowering rule's context.
+    operands
+        MLIR values, row-major in memory; they need not be the rule's own operands.
+    plan
+        What to do.
+    results
+        Types of the results, row-major; the rule's own if not given.
+    aliases
+        Operands whose buffers are those of results: XLA copies such an operand first if something
+        else still reads it.
+    checked
+        Run under the checks of :func:`jax_tilekern.cuda_kernel`'s ``debug``.
+
+    Returns
+    -------
+    The MLIR values of the results, without the plan's workspaces.
+
+    Raises
+    ------
+    ValueError
+        If the plan is for another number of buffers.
+    """
+    avals = tuple(ctx.avals_out if results is None else results)
+    if len(operands) + len(avals) != len(plan.alignments):
+        raise ValueError(
+            f"plan {plan.name} is for {len(plan.alignments)} operands and results, "
+            f"not {len(operands)} and {len(avals)}"
+        )
+    workspaces = tuple(
+        jax.core.ShapedArray((size,), np.dtype(np.uint8)) for size in plan.workspace_bytes
+    )
+
+    def attributes() -> dict[str, Any]:
+        extra = {"checked_results": len(avals)} if checked else {}
+        return plan.attributes() | extra
+
+    target = CUDA_LAUNCH_CHECKED if checked else CUDA_LAUNCH
+    results = (*avals, *workspaces)
+    values = _call(ctx, plan.name, target, operands, results, plan.digest, attributes, aliases)
+    return values[: len(avals)]
+
+
+def cpu_call(
+    ctx: mlir.LoweringRuleContext,
+    target: str,
+    operands: Sequence[Any],
+    **attributes: Any,
+) -> Sequence[Any]:
+    """Emit a call of a CPU handler, whose results are the rule's own, row-major.
+
+    Parameters
+    ----------
+    ctx
+        The lowering rule's context.
+    target
+        The handler, one of ``FFI_TARGETS``.
+    operands
+        MLIR values, row-major in memory; they need not be the rule's own operands.
+    attributes
+        What the handler reads. A Python int is an ``int64_t``; arrays must not be empty.
+
+    Returns
+    -------
+    The MLIR values of the results.
+    """
+    name = target.removeprefix("jax_tilekern_")
+    # Lists, for how NumPy prints arrays is the user's to set.
+    digest = repr([(key, np.asarray(attributes[key]).tolist()) for key in sorted(attributes)])
+    return _call(ctx, name, target, operands, ctx.avals_out, digest, lambda: attributes)
+
+
+def cpu_matmul_kernel(types: Sequence[str], **attributes: Any) -> str:
+    """Return the name of the kernel that a ``CPU_MATMUL`` call takes on this machine.
+
+    Parameters
+    ----------
+    types
+        NumPy's names of the types of ``lhs``, ``rhs`` and the result.
+    attributes
+        The call's attributes, as for :func:`cpu_call`.
+
+    Raises
+    ------
+    ValueError
+        If the handler would refuse the call.
+    """
+    lhs, rhs, out = types
+    lists = {name: np.asarray(values).tolist() for name, values in attributes.items()}
+    return _core.cpu_matmul_kernel(lhs, rhs, out, **lists)
+
+
+def _call(
+    ctx: mlir.LoweringRuleContext,
+    name: str,
+    target: str,
+    operands: Sequence[Any],
+    results: Sequence[jax.core.ShapedArray],
+    digest: str,
+    attributes: Callable[[], Mapping[str, Any]],
+    aliases: Mapping[int, int] | None = None,
+) -> Sequence[Any]:
+    """Emit a custom call, of which ``digest`` tells the attributes apart."""
+    # Only the shapes of operands are looked at, and only for their layouts.
+    shapes = [tuple(operand.type.shape) for operand in operands]
+    avals_in = [jax.core.ShapedArray(shape, np.dtype(np.uint8)) for shape in shapes]
+    rule = jax.ffi.ffi_lowering(target, operand_output_aliases=dict(aliases) if aliases else None)
+    # dataclasses.replace is what ctx.replace does, with a type.
+    inner = dataclasses.replace(ctx, avals_in=avals_in, avals_out=list(results))
+    # A kernel that every layer of a model calls, with its cubin, is in the program once.
+    types = [str(operand.type) for operand in operands]
+    key = repr((target, types, [str(aval) for aval in results], digest, aliases))
+    return call_private(
+        ctx,
+        name,
+        hashlib.sha256(key.encode()).hexdigest()[:16],
+        operands,
+        lambda values: rule(inner, *values, **attributes()),
+    )

@@ -1,0 +1,72 @@
+"""Derivatives that follow from linearity: an operation is linear in groups of its operands.
+
+A *group* is a tuple of operands in which the operation is jointly linear, as addition is in both of
+its operands, while a product is linear in each of its own. Any number of groups gives a
+multilinear operation, whose tangent is a sum with one term for each group, and whose transpose
+with respect to a group is the rule that the operation states for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jax_tilekern.primitives.compat import ad, zero_tangent
+
+Group = tuple[int, ...]
+# rule(cotangent, *operands, **params) gives the cotangents of the group's operands; in place of
+# the operands themselves it gets their abstract values.
+Rules = Mapping[Group, Callable[..., Sequence[Any]]]
+
+
+def tangents_out(
+    bind: Callable[..., Sequence[Any]],
+    groups: Sequence[Group],
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    results: Sequence[Any],
+) -> list[Any]:
+    """Return the tangents of ``results = bind(*primals)``.
+
+    Tangents of operands outside every group are the caller's to refuse.
+    """
+    terms = []
+    for group in groups:
+        if all(type(tangents[i]) is ad.Zero for i in group):
+            continue
+        operands = list(primals)
+        for i in group:
+            operands[i] = ad.instantiate_zeros(tangents[i])
+        terms.append(bind(*operands))
+    if not terms:
+        return [zero_tangent(result) for result in results]
+    return [functools.reduce(ad.add_tangents, parts) for parts in zip(*terms, strict=True)]
+
+
+def cotangents_in(
+    rules: Rules, cotangent: Any, operands: Sequence[Any], params: Mapping[str, Any]
+) -> list[Any]:
+    """Return the cotangents of the operands that are not known, ``None`` for the others.
+
+    Raises
+    ------
+    TypeError
+        If the operation is not linear in the unknown operands together.
+    """
+    unknown = {i for i, operand in enumerate(operands) if ad.is_undefined_primal(operand)}
+    for group in rules:
+        if unknown <= set(group):
+            break
+    else:
+        raise TypeError(f"not linear in operands {sorted(unknown)} together")
+    known = list(operands)
+    for i in group:
+        known[i] = operands[i].aval if i in unknown else jax.typeof(operands[i])
+    results: list[Any] = [None] * len(operands)
+    for i, value in zip(group, rules[group](cotangent, *known, **params), strict=True):
+        if i in unknown:
+            results[i] = value
+    return results

@@ -1,0 +1,1 @@
+"""``tune``: the measured choice of a kernel."""

@@ -1,0 +1,340 @@
+"""Times of the ways to compute one product: candidates' plans, and XLA's own, side by side."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jax_tilekern.compilation.nvrtc import CompileError
+from jax_tilekern.patching import interception
+from jax_tilekern.plans.gemm.contraction import Contraction, Labels
+from jax_tilekern.plans.gemm.problem import Candidate, Product
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import LaunchPlan
+from jax_tilekern.plans.tuned import XLA
+from jax_tilekern.primitives import compat, ffi
+from jax_tilekern.primitives.compat import mlir
+from jax_tilekern.tuning.device_time import run_blocks
+from jax_tilekern.tuning.random_operands import Operands, beyond_cache, random_array
+from jax_tilekern.tuning.wall_time import ready, repeated, wall_seconds
+
+# Blocks of calls of each side, interleaved, and calls in a block.
+_ROUNDS = 8
+_MOST_CALLS = 50
+
+
+class Measured(NamedTuple):
+    """Times of the ways to compute one product.
+
+    Attributes
+    ----------
+    microseconds
+        By key; XLA's own product has :data:`XLA`.
+    failures
+        Why the others have no time: they could not be planned, failed, or were wrong.
+    method
+        What the times are.
+    """
+
+    microseconds: Mapping[str, float]
+    failures: Mapping[str, str]
+    method: str
+
+
+# Executes a plan for a product, whatever other plans there are.
+_planned = compat.Primitive("tilekern_planned")
+_planned.def_abstract_eval(lambda lhs, rhs, *, plan, result: result)
+
+
+def _emit(ctx: Any, lhs: Any, rhs: Any, *, plan: LaunchPlan, result: Any) -> Sequence[Any]:
+    return ffi.cuda_launch(ctx, (lhs, rhs), plan)
+
+
+mlir.register_lowering(_planned, _emit, platform="cuda")
+
+
+class _Array(NamedTuple):
+    """A row-major array: labels and sizes of its dimensions, and its type."""
+
+    labels: Labels
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(
+        cls, labels: Sequence[int], sizes: Sequence[int], strides: Sequence[int], dtype: Any
+    ) -> _Array:
+        """Return the array that a product sees by strides.
+
+        Raises
+        ------
+        ValueError
+            If there is none without gaps.
+        """
+        # Of size 1, or broadcast, a dimension is none of the array's.
+        dims = [
+            dim for dim in zip(strides, sizes, labels, strict=True) if dim[0] > 0 and dim[1] > 1
+        ]
+        dims.sort(reverse=True)
+        shape = tuple(size for _, size, _ in dims)
+        dense = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        if tuple(stride for stride, _, _ in dims) != dense:
+            raise ValueError(f"sizes {tuple(sizes)} with strides {tuple(strides)} have gaps")
+        return cls(tuple(label for _, _, label in dims), shape, dtype)
+
+    def random(self, seed: int) -> Array:
+        """Return normal numbers, or integers of the whole range."""
+        # Of JAX's generators the one that compiles in no time.
+        key = jax.random.key(seed, impl="unsafe_rbg")
+        result: Array = random_array(key, self.shape, self.dtype)
+        return result
+
+
+# What XLA is asked for, where it is not the default. The kernel of f32_emulated serves several
+# names, of which this is the slowest in XLA.
+_PRECISIONS = {
+    "f32": "highest",
+    "f32_emulated": "BF16_BF16_F32_X6",
+    "fp8_fast": "ANY_F8_ANY_F8_F32_FAST_ACCUM",
+}
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A product over arrays of JAX."""
+
+    lhs: _Array
+    rhs: _Array
+    out: _Array
+    arithmetic: str
+
+    @classmethod
+    def of(cls, product: Product) -> _Problem:
+        geometry = product.geometry
+        *batch, m, n, k = range(len(geometry.batch) + 3)
+        lhs, rhs, out = (
+            _Array.of((*batch, *matrix), (*geometry.batch, *sizes), strides, dtype)
+            for matrix, sizes, strides, dtype in (
+                ((m, k), (geometry.m, geometry.k), geometry.lhs_strides, product.lhs_dtype),
+                ((k, n), (geometry.k, geometry.n), geometry.rhs_strides, product.rhs_dtype),
+                ((m, n), (geometry.m, geometry.n), geometry.out_strides, product.out_dtype),
+            )
+        )
+        return cls(lhs, rhs, out, product.arithmetic)
+
+    @interception.by_xla
+    def by_xla(self, lhs: Array, rhs: Array) -> Array:
+        """Compute it as the fallback does: in one operation, if that has the result's order."""
+        contraction = Contraction(self.lhs.labels, self.rhs.labels, self.out.labels)
+        if contraction.dot_general_out != self.out.labels:
+            exchanged = contraction.swapped()
+            if exchanged.dot_general_out == self.out.labels:
+                contraction, lhs, rhs = exchanged, rhs, lhs
+        result = lax.dot_general(
+            lhs,
+            rhs,
+            contraction.dimension_numbers,
+            precision=_PRECISIONS.get(self.arithmetic, "default"),
+            preferred_element_type=self.out.dtype,
+        )
+        order = contraction.dot_general_out
+        if order == self.out.labels:
+            return result
+        return lax.transpose(result, tuple(map(order.index, self.out.labels)))
+
+    def by_plan(self, plan: LaunchPlan, lhs: Array, rhs: Array) -> Array:
+        """Compute it by a kernel."""
+        aval = jax.core.ShapedArray(self.out.shape, self.out.dtype)
+        result: Array = _planned.bind(lhs, rhs, plan=plan, result=aval)
+        return result
+
+    def operands(self, seed: int) -> Operands:
+        """Return random operands."""
+        return self.lhs.random(2 * seed), self.rhs.random(2 * seed + 1)
+
+
+_Side = Callable[[Array, Array], Array]
+
+
+def measure(product: Product, found: Sequence[Candidate], gpu: Gpu, seconds: float) -> Measured:
+    """Measure candidates for a product, and XLA's own, side by side.
+
+    Parameters
+    ----------
+    product
+        What to compute; operands are random.
+    found
+        The candidates. One whose result is not XLA's is not measured.
+    gpu
+        The one at hand.
+    seconds
+        Time to spend on timing.
+
+    Raises
+    ------
+    RuntimeError
+        If the device no longer answers.
+    """
+    try:
+        return _measured(product, found, gpu, seconds)
+    # Memory that does not suffice for the operands. The next product may be smaller.
+    except RuntimeError as error:
+        _require_device()
+        return Measured({}, {"measuring": f"failed: {error}"}, "nothing")
+
+
+def _require_device() -> None:
+    """Raise RuntimeError if the device does not compute, as after a fault in a kernel."""
+    ready(jnp.zeros(8) + 1)
+
+
+def _measured(product: Product, found: Sequence[Candidate], gpu: Gpu, seconds: float) -> Measured:
+    wide = any(t.itemsize == 8 for t in (product.lhs_dtype, product.rhs_dtype, product.out_dtype))
+    with jax.enable_x64(True) if wide else nullcontext():
+        problem = _Problem.of(product)
+        sides: dict[str, _Side] = {XLA: jax.jit(problem.by_xla)}
+        failures: dict[str, str] = {}
+        # NVRTC compiles several kernels at a time.
+        with ThreadPoolExecutor() as pool:
+            plans = pool.map(functools.partial(_plan, gpu=gpu), found)
+            for candidate, plan in zip(found, plans, strict=True):
+                if isinstance(plan, str):
+                    failures[candidate.key] = plan
+                else:
+                    sides[candidate.key] = jax.jit(functools.partial(problem.by_plan, plan))
+        operands = problem.operands(0)
+        failures |= _faults(sides, operands, product)
+        running = {key: side for key, side in sides.items() if key not in failures}
+        if not running:
+            return Measured({}, failures, "nothing")
+        sets = beyond_cache(operands, problem.operands, gpu.l2_bytes)
+        # One rotation for all, or a side would find what the one before has left in the cache.
+        rotation = itertools.cycle(sets)
+        calls = {key: _next_of(rotation, side) for key, side in running.items()}
+        return timed(calls, failures, seconds)
+
+
+def _plan(candidate: Candidate, gpu: Gpu) -> LaunchPlan | str:
+    try:
+        return candidate.plan(gpu)
+    except (CompileError, ValueError) as error:
+        return f"cannot be planned: {error}"
+
+
+def _next_of(rotation: Iterator[Operands], side: _Side) -> Callable[[], Array]:
+    return lambda: side(*next(rotation))
+
+
+def _faults(sides: Mapping[str, _Side], operands: Operands, product: Product) -> dict[str, str]:
+    """Run each side once; return what fails or is wrong, measured by the first that runs: XLA's."""
+    faults: dict[str, str] = {}
+    expected: Array | None = None
+    for key, side in sides.items():
+        try:
+            result = ready(side(*operands))
+            expected = result if expected is None else expected
+            wrong = _wrong(result, expected, product)
+        # Memory that does not suffice, or a bug anywhere below: the others are still to come.
+        except RuntimeError as error:
+            wrong = f"failed: {error}"
+            _require_device()
+        if wrong:
+            faults[key] = wrong
+    return faults
+
+
+# By how much two results may differ in root mean square, besides the rounding of the result: what
+# is not named here has sums of float32. XLA's own float32 by pieces may be no better than TF32.
+_TOLERANCES = {
+    "tf32": 2e-3,
+    "f32_emulated": 2e-3,
+    "fp8": 5e-3,
+    "fp8_fast": 1e-2,
+    "f64": 1e-12,
+    "int8": 0.0,
+}
+_FLOAT32_TOLERANCE = 1e-4
+# And by how many times that a single one of some hundred million elements may.
+_DEVIATION = 32
+# Knows JAX's types as well as numpy's; has no types itself.
+_finfo: Callable[[Any], Any] = jnp.finfo
+
+
+def _wrong(result: Array, expected: Array, product: Product) -> str | None:
+    tolerance = _TOLERANCES.get(product.arithmetic, _FLOAT32_TOLERANCE)
+    if jnp.issubdtype(product.out_dtype, jnp.floating):
+        tolerance += float(_finfo(product.out_dtype).eps)
+    typical, most = map(float, _differences(result, expected))
+    # Written so that a difference that is not a number is wrong.
+    if typical <= tolerance and most <= _DEVIATION * tolerance:
+        return None
+    return f"wrong: {typical:.1e} from XLA's result in root mean square, {most:.1e} at most"
+
+
+@jax.jit
+def _differences(result: Array, expected: Array) -> tuple[Array, Array]:
+    real = jnp.promote_types(expected.dtype, jnp.float32)
+    # Integers are subtracted as such, which float32 cannot always tell apart.
+    exact = expected.dtype if jnp.issubdtype(expected.dtype, jnp.integer) else real
+    difference = jnp.abs((result.astype(exact) - expected.astype(exact)).astype(real))
+    norm = jnp.sqrt(jnp.mean(jnp.square(expected.astype(real))))
+    # All zeros, where both are.
+    norm = jnp.maximum(norm, _finfo(real).tiny)
+    return jnp.sqrt(jnp.mean(jnp.square(difference))) / norm, jnp.max(difference) / norm
+
+
+def timed(
+    sides: Mapping[str, Callable[[], Any]], failures: Mapping[str, str], seconds: float
+) -> Measured:
+    """Time calls in turns, by the profiler's device time, or by wall time if that is not clear.
+
+    Parameters
+    ----------
+    sides
+        By key: make one call each; compiled and warm.
+    failures
+        Why others are not timed, to be part of the result.
+    seconds
+        Time to spend.
+    """
+
+    def block(side: Callable[[], Any], calls: int) -> Callable[[], Any]:
+        return functools.partial(repeated, side, calls)
+
+    share = seconds / (_ROUNDS * len(sides))
+    calls = {
+        key: min(_MOST_CALLS, max(1, int(share / (wall_seconds(block(side, 4)) / 4))))
+        for key, side in sides.items()
+    }
+    blocks = {key: block(side, calls[key]) for key, side in sides.items()}
+    keys = list(blocks)
+    # Each is first in turn; a round before that warms up.
+    turns = [i % len(keys) for i in range(_ROUNDS)]
+    order = [key for turn in turns for key in (*keys[turn:], *keys[:turn])]
+    for key in keys:
+        wall_seconds(blocks[key])
+    try:
+        found = run_blocks(sides, calls, order)
+        times, method = [block.busy_seconds for block in found], "device time"
+    # Also what the profiler itself raises; the sides have run before, so it is not theirs.
+    except RuntimeError as error:
+        times, method = [wall_seconds(blocks[key]) for key in order], f"wall time ({error})"
+    microseconds = {
+        key: 1e6
+        / calls[key]
+        * statistics.median(t for k, t in zip(order, times, strict=True) if k == key)
+        for key in keys
+    }
+    return Measured(microseconds, failures, method)
