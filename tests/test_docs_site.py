@@ -98,7 +98,7 @@ def test_a_drawing_shows_each_ratio_and_its_mean(from_the_root):
 
 def test_the_readme_names_what_it_compares_with():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 165
+    assert len(text.splitlines()) <= 170
     assert "jax 0.11.2" in text
     assert "cuDNN 9.19" in text
     for name in jax_tilekern.__all__:

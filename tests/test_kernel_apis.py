@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from guides import DOCS
 
-from jax_tilekern.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 
 EXAMPLES = DOCS.parent / "examples/kernel_apis"
 PAGE = (DOCS / "kernel-apis.md").read_text()

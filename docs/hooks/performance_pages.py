@@ -26,8 +26,8 @@ _NOTES = {
 _CUDNN = {"h100": "cuDNN 9.19 is installed, XLA does not call it"}
 _DENSE = (
     "The first ratio is against one dense product of as many operations by XLA: an upper bound "
-    "that ignores grouping, and no implementation of the operation. It reads one matrix of weights, "
-    "which is why it is far ahead where groups are bound by memory."
+    "that ignores grouping, and no implementation of the operation. It reads one matrix of "
+    "weights, which is why it is far ahead where groups are bound by memory."
 )
 
 
