@@ -2,7 +2,8 @@
 
 They link to files outside of this folder, such as ``../examples/moe.py``. The site has a page of
 each such source with its code highlighted, and a copy of each picture and record. GitHub wants a
-bar in a table escaped also in code, and Python-Markdown shows the backslash.
+bar in a table escaped also in code, where Python-Markdown shows the backslash, and reads Markdown
+within HTML, which Python-Markdown does only where an attribute says so.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
-    """Point links at the site's own pages and files, and take backslashes from code in tables."""
+    """Point links at the site's own pages and files, and write what Python-Markdown reads."""
     origin = _origin(page.file.src_uri)
 
     def relinked(match: re.Match[str]) -> str:
@@ -65,6 +66,7 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
         return posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".") + anchor
 
     def converted(text: str) -> str:
+        text = text.replace("<details>", '<details markdown="1">')
         return _TABLE_ROW.sub(_bars_in_code, _LINK.sub(relinked, text))
 
     parts, end = [], 0
