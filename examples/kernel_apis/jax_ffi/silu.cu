@@ -7,8 +7,7 @@ __global__ void Silu(const float* x, float* out, int size) {
   if (i < size) out[i] = x[i] / (1 + expf(-x[i]));
 }
 
-ffi::Error Launch(cudaStream_t stream, ffi::Buffer<ffi::F32> x,
-                  ffi::ResultBuffer<ffi::F32> out) {
+ffi::Error Launch(cudaStream_t stream, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> out) {
   int size = static_cast<int>(x.element_count());
   Silu<<<(size + 255) / 256, 256, 0, stream>>>(x.typed_data(), out->typed_data(), size);
   if (cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
