@@ -58,11 +58,12 @@ def _small_matrices() -> list[Group]:
 
 
 def _rows(name: str) -> list[dict[str, Any]]:
-    return json.loads((RECORDS / f"{name}.json").read_text())["rows"]
+    rows: list[dict[str, Any]] = json.loads((RECORDS / f"{name}.json").read_text())["rows"]
+    return rows
 
 
 def _ratio(row: dict[str, Any]) -> float:
-    return row["seconds"]["ratio"]["median"]
+    return float(row["seconds"]["ratio"]["median"])
 
 
 def _lax_ratio(row: dict[str, Any]) -> float:
