@@ -57,7 +57,6 @@ NOT_PROSE = (
 )
 # Not converted yet. To be emptied.
 NOT_CONVERTED = (
-    "README.md",
     "benchmarks/",
     "docs/cuda-kernel.md",  # quotes publish_barriers()
     "ffi/cuda/cluster.cuh",
@@ -67,9 +66,6 @@ NOT_CONVERTED = (
     "ffi/cuda/tma.cuh",
     "ffi/cuda/transpose/tma.cuh",  # calls publish_barriers()
     "ffi/cuda/wgmma.cuh",
-    "jax_tilekern/cli/bench/",
-    "jax_tilekern/cli/ladder/",
-    "jax_tilekern/cli/suites/",
     "jax_tilekern/compilation/compiler.py",
     "jax_tilekern/ops/",
     "jax_tilekern/plans/",

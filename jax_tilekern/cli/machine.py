@@ -1,4 +1,4 @@
-"""Facts about this machine and environment, which ``doctor`` shows and ``bench`` records.
+"""Facts about this machine and environment, which ``doctor`` shows and measurements record.
 
 Each function probes one thing and may raise; the callers catch its errors.
 """
