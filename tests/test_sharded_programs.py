@@ -27,6 +27,7 @@ from sharded import (
 )
 
 import jax_tilekern as jtk
+from jax_tilekern.primitives import compat, ffi
 
 pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
 
@@ -160,7 +161,7 @@ def test_local_shapes_are_the_shards(rng):
     }.items():
         args = [put(mesh, x, s) for x, s in zip((a, b), specs, strict=True)]
         compiled = check(mesh, lambda module: module.matmul, args)
-        assert custom_calls(compiled, jtk.ffi.CPU_MATMUL) == [shape]
+        assert custom_calls(compiled, ffi.CPU_MATMUL) == [shape]
 
 
 def test_contracted_dimension_is_scattered_once(rng):
@@ -492,9 +493,9 @@ def test_shardings_that_jax_refuses(rng, specs):
     with jax.set_mesh(mesh):
         args = [put(mesh, integers(rng, 8, 8), spec) for spec in specs]
         for name in ("matmul", "dot"):
-            with pytest.raises(jtk.compat.ShardingTypeError) as refusal:
+            with pytest.raises(compat.ShardingTypeError) as refusal:
                 jax.jit(getattr(jnp, name))(*args)
-            with pytest.raises(jtk.compat.ShardingTypeError) as own:
+            with pytest.raises(compat.ShardingTypeError) as own:
                 jax.jit(getattr(jtk, name))(*args)
             assert str(own.value) == str(refusal.value)
         with pytest.raises(Exception, match="q"):
