@@ -30,7 +30,7 @@ about = "For tests"
 
 [[groups]]
 name = "small"
-floor = 0.0
+target = 0.0
 others = { lax = 1e9, tokamax = 0.0 }
 temporary = 1048576
 rows = [
@@ -40,7 +40,7 @@ rows = [
 
 [[groups]]
 name = "layer"
-floor = 0.0
+target = 0.0
 others = { lax = 0.0 }
 rows = [
   { name = "layer", split = "multinomial", type = "float32", lhs = "mk", rhs = "gkn", out = "mk", g = 3, m = 40, k = 8, n = 16 },
@@ -52,7 +52,7 @@ def row(dimensions=FORWARD, group=(), **changes):
     lhs, rhs, out = dimensions
     sizes = {"g": 3, "m": 300, "k": 24, "n": 40}
     entry = {"name": "x", "type": "float32", "lhs": lhs, "rhs": rhs, "out": out} | sizes | changes
-    return suite._row(entry, "ragged_dot", {"name": "g", "floor": 1.0} | dict(group))
+    return suite._row(entry, "ragged_dot", {"name": "g", "target": 1.0} | dict(group))
 
 
 def expected(r, operands):
@@ -364,7 +364,7 @@ def test_a_run_writes_a_record_and_tables(monkeypatch, tmp_path, capsys):
     arguments = ["--suite", "tiny", "--seconds", "0", "--json", str(file)]
     assert main(["ragged_dot", *arguments]) == 0
     out = capsys.readouterr().out
-    assert "2 of 3 rows below their floor" in out  # of lax
+    assert "2 of 3 rows below their target" in out  # of lax
     assert "Geometric means of dense / ours" in out
 
     forward, integers, layer = json.loads(file.read_text())["rows"]
@@ -391,7 +391,7 @@ def test_a_run_writes_a_record_and_tables(monkeypatch, tmp_path, capsys):
 def timed_row(**changes):
     spread = {"median": 1e-3, "p10": 1.0, "p90": 1.0}
     seconds = {"ours": spread, "peer": spread, "ratio": spread | {"median": 1.0}}
-    entry = {"name": "x", "kernel": "k", "floor": 1.0, "share": 0.0, "type": "float32"}
+    entry = {"name": "x", "kernel": "k", "target": 1.0, "share": 0.0, "type": "float32"}
     entry |= {"rhs_type": None, "precision": None, "flops": 1e9, "bytes": 1e6, "group": "g"}
     entry |= {"failure": None, "seconds": seconds, "error": {"ours": 0.0, "peer": 0.0}}
     return entry | {"temporary": 1 << 20, "temporary_bytes": 100, "others": {}} | changes
@@ -400,7 +400,7 @@ def timed_row(**changes):
 def other(ratio, **changes):
     spread = {"median": ratio, "p10": ratio, "p90": ratio}
     seconds = {"ours": spread, "peer": spread | {"median": 3e-3}, "ratio": spread}
-    found = {"floor": 2.0, "temporary_bytes": 3 << 20, "failure": None, "seconds": seconds}
+    found = {"target": 2.0, "temporary_bytes": 3 << 20, "failure": None, "seconds": seconds}
     return found | changes
 
 
@@ -409,7 +409,7 @@ def test_a_row_may_lose_against_another_peer_or_by_its_memory():
     good = timed_row(others={"lax": other(2.5)})
     slow = timed_row(others={"lax": other(1.5)})
     large = timed_row(temporary_bytes=2 << 20)
-    failed = timed_row(others={"lax": {"floor": 2.0, "temporary_bytes": 56 << 30}})
+    failed = timed_row(others={"lax": {"target": 2.0, "temporary_bytes": 56 << 30}})
     failed["others"]["lax"]["failure"] = "out of memory"
     table = {"operation": "ragged_dot", "rows": [good, slow, large, failed]}
     assert [report.loses(r, bounds) for r in table["rows"]] == [False, True, True, False]

@@ -1,6 +1,7 @@
 """Matrix products of operands that do not fit the GPU, or the host's memory."""
 
 from jax_tilekern.out_of_core.plan import Plan
-from jax_tilekern.out_of_core.product import Progress, matmul, plan
+from jax_tilekern.out_of_core.product import matmul, plan
+from jax_tilekern.out_of_core.progress import Progress
 
 __all__ = ["Plan", "Progress", "matmul", "plan"]
