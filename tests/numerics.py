@@ -86,7 +86,9 @@ def check_derivatives(function, arguments):
     """
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arguments]
-        check_grads(jax.jit(function), wide, 2, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4, eps=_STEP)
+        check_grads(
+            jax.jit(function), wide, 2, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4, eps=_STEP
+        )
 
 
 def operands(rng, subscripts, sizes, *types):

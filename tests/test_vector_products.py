@@ -41,9 +41,9 @@ def wide(dtype):
     return np.int32 if dtype == np.int8 else None
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("k", [1, 3, 17, 1000, 4096, 70001])
+@pytest.mark.one_in(3)
 def test_values_of_dot(rng, x64, dtype, k):
     x, y = random(rng, (k,), dtype), random(rng, (k,), dtype)
     for f in (jtk.dot, jtk.vdot, jtk.matmul):
@@ -51,9 +51,9 @@ def test_values_of_dot(rng, x64, dtype, k):
         assert_product(out, x, y, "k,k->")
 
 
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("m", "k"), SIZES)
+@pytest.mark.one_in(4)
 def test_values_of_matvec_in_both_orders(rng, x64, dtype, m, k):
     a, x = random(rng, (m, k), dtype), random(rng, (k,), dtype)
     rows = functools.partial(jtk.matvec, preferred_element_type=wide(dtype))
@@ -215,9 +215,7 @@ class TestTransformations:
             gradient, hessian = jax.grad(f, (0, 1)), jax.hessian(f, (0, 1))
             return jax.jvp(f, pair, pair), gradient(*pair), hessian(*pair)
 
-        got, expected = (
-            jax.jit(functools.partial(derivatives, f))(*pair) for f in (ours, theirs)
-        )
+        got, expected = (jax.jit(functools.partial(derivatives, f))(*pair) for f in (ours, theirs))
         assert_equal(got, expected)
 
     @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (1, -1), (-1, None)])
