@@ -9,6 +9,8 @@ written next to the test, and neither is random:
 - ``covering(cases, features)`` selects a case that has a feature which no earlier case has.
 """
 
+import operator
+
 import pytest
 
 
@@ -21,12 +23,26 @@ def is_selected(item):
     return sum(_positions(item)) % count == 0
 
 
+_Param = type(pytest.param())
+
+
 def _positions(item):
-    """The position of the item's value in each list of parameters."""
+    """The position of the item's values in each list of parameters."""
     for mark in item.iter_markers("parametrize"):
-        names = mark.args[0]
-        first = (names.replace(",", " ").split() if isinstance(names, str) else names)[0]
-        yield item.callspec.indices[first]
+        names, cases = mark.args[:2]
+        if isinstance(names, str):
+            names = names.replace(",", " ").split()
+            cases = cases if len(names) > 1 else [_values_of_one(case) for case in cases]
+        found = [item.callspec.params[name] for name in names]
+        yield [
+            # The very objects, because equality of arrays has no truth value.
+            all(map(operator.is_, found, case.values if type(case) is _Param else case))
+            for case in cases
+        ].index(True)
+
+
+def _values_of_one(case):
+    return case if type(case) is _Param else (case,)
 
 
 def covering(cases, features):
