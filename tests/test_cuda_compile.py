@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 from products import product_of
+from selection import covering
 
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
@@ -88,7 +89,13 @@ def _expected(instance, arch):
     return ("IMMA" if itemsize == 1 else "HMMA"), products
 
 
-@pytest.mark.parametrize(("arch", "kernel", "instance"), list(_cases()))
+def _features(arch, kernel, instance):
+    """The architecture, the kernel's template and the value of each template argument."""
+    yield from (arch, kernel.name.partition("<")[0])
+    yield from ((field, str(value)) for field, value in vars(instance).items())
+
+
+@pytest.mark.parametrize(("arch", "kernel", "instance"), covering(_cases(), _features))
 def test_compiles_to_what_the_plan_assumes(arch, kernel, instance):
     compiled = compile_kernels(kernel, arch=arch)
     entry = compiled.entry(kernel.name)
@@ -163,7 +170,13 @@ def _expected_wgmma(instance):
     return instruction, counts
 
 
-@pytest.mark.parametrize("instance", list(_wgmma_cases()))
+def _wgmma_features(instance):
+    """The value of each template argument, and for each type whether rows are in groups."""
+    yield from ((field, str(value)) for field, value in vars(instance).items())
+    yield instance.types, instance.ragged
+
+
+@pytest.mark.parametrize("instance", covering(_wgmma_cases(), _wgmma_features))
 def test_compiles_to_warpgroup_products_that_run_in_the_background(instance):
     kernel = instance.kernel
     compiled = compile_kernels(kernel, arch="sm_90a")
