@@ -48,8 +48,8 @@ from jax_tilekern.plans.grouped_gemm.contraction import (
     RaggedContraction,
     ragged_geometry,
 )
-from jax_tilekern.plans.grouped_gemm.problem import RaggedGeometry, RaggedProduct
-from jax_tilekern.plans.grouped_gemm.select import plan_ragged_matmul
+from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
+from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm
 from jax_tilekern.primitives import compat, ffi
 from jax_tilekern.primitives import operation as primitive
 from jax_tilekern.primitives.operation import Fallback, Kernel, Operation, Planner, Rewrite, Source
@@ -433,7 +433,7 @@ def _reordered(
 
 
 def _cpu_kernel(
-    ctx: Any, lhs: Any, rhs: Any, bounds: Any, geometry: RaggedGeometry, arithmetic: str
+    ctx: Any, lhs: Any, rhs: Any, bounds: Any, geometry: GroupedGeometry, arithmetic: str
 ) -> Kernel:
     product = geometry.product
     # An attribute that is an array must not be empty.
@@ -459,13 +459,13 @@ def _cuda_arithmetic(*types: Any) -> str | Converted | None:
 
 
 def _cuda_kernel(
-    ctx: Any, lhs: Any, rhs: Any, bounds: Any, geometry: RaggedGeometry, arithmetic: str
+    ctx: Any, lhs: Any, rhs: Any, bounds: Any, geometry: GroupedGeometry, arithmetic: str
 ) -> Kernel | Fallback:
     lhs_type, rhs_type, out_type = (
         aval.dtype for aval in (ctx.avals_in[0], ctx.avals_in[1], ctx.avals_out[0])
     )
-    product = RaggedProduct(geometry, lhs_type, rhs_type, out_type, arithmetic)
-    return planned_kernel(ctx, (lhs, rhs, bounds), plan_ragged_matmul, product)
+    product = GroupedProduct(geometry, lhs_type, rhs_type, out_type, arithmetic)
+    return planned_kernel(ctx, (lhs, rhs, bounds), plan_grouped_gemm, product)
 
 
 def _planner(platform: Platform) -> Planner:
