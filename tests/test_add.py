@@ -258,7 +258,7 @@ def test_explain_says_why():
         (x, None),
         (x > 0, "no kernel adds bool"),
         (x * 1j, "no kernel adds complex64"),
-        (x[:0], "an empty array has nothing to add"),
+        (x[:0], "an operand is empty, so there is nothing to compute"),
     ):
         for platform in ("cpu", "cuda"):
             with jtk.gpu_target("sm_90"):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jax_tilekern.cli import ladder as command
-from jax_tilekern.cli.ladder import counters, report
+from benchmarks import ladder as command
+from benchmarks.ladder import counters, report
 
 DOCS = Path(__file__).parent.parent / "docs"
 LADDERS = list(command._LADDERS)
@@ -80,7 +80,7 @@ def a_rung(rung, **changes):
 
 
 def full_record(name):
-    found = importlib.import_module(f"jax_tilekern.cli.ladder.{name}").LADDER
+    found = importlib.import_module(f"benchmarks.ladder.{name}").LADDER
     problems = [
         {
             "size": size, "title": problem.title, "sizes": problem.sizes, "bytes": problem.bytes,

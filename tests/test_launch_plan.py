@@ -356,7 +356,7 @@ def outcome(damage):
     primitive = Primitive("launch")
     primitive.def_abstract_eval(lambda x: x)
     mlir.register_lowering(
-        primitive, lambda ctx, x: ffi.cpu_call(ctx, "launch_on_cpu", [x], **attributes)
+        primitive, lambda ctx, x: ffi.emit(ctx, [x], ffi.CpuCall("launch_on_cpu", attributes))
     )
     try:
         jax.jit(primitive.bind).lower(np.zeros((3, 5), np.float32)).compile()

@@ -385,7 +385,7 @@ def test_explains_the_kernel():
 @pytest.mark.parametrize(
     ("shape", "dtype", "axis", "reason"),
     [
-        ((0, 3), np.float32, None, "an empty array has nothing to add up"),
+        ((0, 3), np.float32, None, "an operand is empty, so there is nothing to compute"),
         ((1, 3), np.float32, 0, "nothing is added up"),
         ((4, 3), ml_dtypes.float8_e4m3fn, 0, "no kernel sums float8_e4m3fn to float8_e4m3fn"),
         ((2, 3) * 7, np.float32, tuple(range(0, 14, 2)), "separate dimensions"),

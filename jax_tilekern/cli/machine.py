@@ -1,4 +1,4 @@
-"""Facts about this machine and environment: what ``doctor`` shows and ``bench`` records.
+"""Facts about this machine and environment: what ``doctor`` shows and measurements record.
 
 Each function looks at one thing and may raise; the callers guard them.
 """

@@ -1,4 +1,4 @@
-"""From a planner's answer to what a primitive lowers to on CUDA."""
+"""A planner of launches, asked for one call: a kernel, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -10,30 +10,36 @@ from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound
 from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PlanError
 from jax_tilekern.plans.tuned import planning_state
-from jax_tilekern.primitives import ffi, modes
+from jax_tilekern.primitives import modes
 from jax_tilekern.primitives.operation import Fallback, Kernel
 
 
 def planned_kernel(
-    ctx: Any,
     operands: Sequence[Any],
     planner: Callable[..., LaunchPlan | NoKernel],
-    *arguments: Hashable,
+    *problem: Hashable,
 ) -> Kernel | Fallback:
-    """Return the kernel that ``planner(*arguments, gpu)`` finds, or why there is none.
+    """Return the kernel that ``planner(*problem, gpu)`` finds, or why there is none.
 
     A kernel that cannot be compiled or launched is a warning and XLA's operation, unless
     :func:`jax_tilekern.strict` makes it an error.
+
+    Parameters
+    ----------
+    operands
+        MLIR values of the arrays that the kernel reads.
+    planner, problem
+        What plans the call, and what it is told of it.
     """
     try:
-        found = _planned(planner, arguments, current_gpu())
+        found = _planned(planner, problem, current_gpu())
     except (NoGpu, NvrtcNotFound) as error:
         return Fallback(str(error))
     if isinstance(found, Exception):
         return Fallback(modes.note_failure(found))
     if isinstance(found, NoKernel):
         return Fallback(found.reason)
-    return Kernel(found.name, found.reason, lambda: ffi.cuda_launch(ctx, operands, found))
+    return Kernel(found.name, found.reason, found, operands)
 
 
 Planned = LaunchPlan | NoKernel | CompileError | PlanError

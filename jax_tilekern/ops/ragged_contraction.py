@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,12 @@ from jax.sharding import NamedSharding
 
 from jax_tilekern.ops.group_bounds import group_bounds
 from jax_tilekern.ops.labelled_lowering import (
-    Operand,
+    LabelledOperand,
     Platform,
+    cast_first,
     chosen_arithmetic,
     cpu_attributes,
-    readable,
-    unplannable,
-    where_it_lies,
+    ways_to_read,
 )
 from jax_tilekern.ops.labelled_operands import (
     broadcasted,
@@ -43,16 +42,20 @@ from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.gemm.arithmetic import Converted, cpu_arithmetic, cuda_arithmetic
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels
-from jax_tilekern.plans.grouped_gemm.contraction import (
-    OrientedRagged,
-    RaggedContraction,
-    ragged_geometry,
-)
-from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
+from jax_tilekern.plans.grouped_gemm.contraction import RaggedContraction, ragged_geometry
+from jax_tilekern.plans.grouped_gemm.problem import GroupedProduct
 from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm
 from jax_tilekern.primitives import compat, ffi
-from jax_tilekern.primitives import operation as primitive
-from jax_tilekern.primitives.operation import Fallback, Kernel, Operation, Planner, Rewrite, Source
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Kernel,
+    Operand,
+    Operation,
+    Params,
+    Planner,
+    Rewrite,
+    define,
+)
 
 
 def contract_groups(
@@ -266,23 +269,33 @@ def _localised(
 
 
 def _source(
-    ctx: Any, lhs: Any, rhs: Any, bounds: Any, *, contraction: RaggedContraction, **params: Any
-) -> Source:
-    left, right = (
-        where_it_lies(Operand(value, labels, aval))
-        for value, labels, aval in zip(
-            (lhs, rhs), (contraction.lhs, contraction.rhs), ctx.avals_in[:2], strict=True
-        )
-    )
-    labels = dataclasses.replace(contraction, lhs=left.labels, rhs=right.labels)
-    return Source(
-        (left.value, right.value, bounds),
-        (left.aval, right.aval, ctx.avals_in[2]),
+    operands: Sequence[Operand], *, contraction: RaggedContraction, **params: Any
+) -> tuple[Sequence[Operand], Params]:
+    *labelled_operands, bounds = operands
+    lhs, rhs = (x.source for x in _labelled(labelled_operands, contraction))
+    labels = dataclasses.replace(contraction, lhs=lhs.labels, rhs=rhs.labels)
+    return (
+        [*(Operand(x.value, x.aval) for x in (lhs, rhs)), bounds],
         {**params, "contraction": labels},
     )
 
 
-# Lowering.
+def _labelled(operands: Sequence[Operand], contraction: RaggedContraction) -> list[LabelledOperand]:
+    labels = (contraction.lhs, contraction.rhs)
+    return [LabelledOperand(*x, own) for x, own in zip(operands, labels, strict=True)]
+
+
+# Lowering: state the problem, then plan it.
+
+
+def _cuda_arithmetic(*types: Any) -> str | Converted | None:
+    arithmetic = cuda_arithmetic(*types)
+    # Split-float16 products have no grouped kernel, and plain float32 is as accurate.
+    return "f32" if arithmetic == "f32_emulated" else arithmetic
+
+
+_CPU = Platform(cpu_arithmetic, needs_unit_stride=False)
+_CUDA = Platform(_cuda_arithmetic, needs_unit_stride=True)
 
 
 def _refusal(
@@ -295,65 +308,93 @@ def _refusal(
     out_dtype: np.dtype[Any],
     **_: Any,
 ) -> Fallback | None:
-    if refusal := unplannable((lhs, rhs, bounds)):
-        return refusal
     if bounds.shape[-1] == 1:
         return Fallback("a product of no groups has nothing to compute")
     arithmetic = chosen_arithmetic(platform, lhs, rhs, out_dtype, precision)
     return arithmetic if isinstance(arithmetic, Fallback) else None
 
 
-def _plan(
+class _Problem(NamedTuple):
+    product: GroupedProduct
+    # MLIR values of the arrays that the kernel reads, in the product's order, and the bounds.
+    operands: tuple[Any, Any, Any]
+
+
+def _problem(
     platform: Platform,
-    ctx: Any,
-    lhs: Any,
-    rhs: Any,
-    bounds: Any,
+    operands: Sequence[Operand],
     *,
     contraction: RaggedContraction,
     precision: Any,
     out_dtype: np.dtype[Any],
     **_: Any,
-) -> Kernel | Rewrite | Fallback:
-    lhs_aval, rhs_aval, bounds_aval = ctx.avals_in
-    arithmetic = chosen_arithmetic(platform, lhs_aval, rhs_aval, out_dtype, precision)
+) -> _Problem | Rewrite | Fallback:
+    *factors, bounds = operands
+    lhs, rhs = _labelled(factors, contraction)
+    arithmetic = chosen_arithmetic(platform, lhs.aval, rhs.aval, out_dtype, precision)
     if isinstance(arithmetic, Fallback):
         return arithmetic
     params = {"precision": precision, "out_dtype": out_dtype}
     if isinstance(arithmetic, Converted):
-        return Rewrite(
-            f"computed as {arithmetic.operands} -> {arithmetic.result}: {arithmetic.reason}",
-            functools.partial(_converted, arithmetic, contraction, **params),
+        return cast_first(
+            arithmetic, functools.partial(_converted, arithmetic, contraction, **params)
         )
     if contraction.ragged_dimension == "k" and contraction.contracted:
         together = (contraction.ragged, *contraction.contracted)
-        if math.prod(lhs_aval.shape[contraction.lhs.index(x)] for x in together) >= 2**31:
+        if math.prod(lhs.aval.shape[contraction.lhs.index(x)] for x in together) >= 2**31:
             return Fallback("more rows than an int32 counts, if all indices' rows are one's")
         return Rewrite(
             "rows gathered by group first: other dimensions are contracted with the ragged one",
             functools.partial(_gathered, contraction, **params),
         )
-
-    def collapsed(left: Operand, right: Operand) -> OrientedRagged | str:
+    obstacle: str | None = None
+    for left, right in ways_to_read(lhs, rhs):
         labels = dataclasses.replace(contraction, lhs=left.labels, rhs=right.labels)
-        oriented = ragged_geometry(labels, left.aval.shape, right.aval.shape, bounds_aval.shape)
-        if isinstance(oriented, str):
-            return oriented
-        return platform.obstacle(oriented.geometry.product) or oriented
-
-    found = readable(
-        Operand(lhs, contraction.lhs, lhs_aval), Operand(rhs, contraction.rhs, rhs_aval), collapsed
-    )
-    if not isinstance(found, str):
-        ctx = ctx.replace(avals_in=[found.lhs.aval, found.rhs.aval, bounds_aval])
-        return platform.kernel(
-            ctx, found.lhs.value, found.rhs.value, bounds, found.geometry, arithmetic
+        found = ragged_geometry(labels, left.aval.shape, right.aval.shape, bounds.aval.shape)
+        obstacle = found if isinstance(found, str) else platform.obstacle(found.geometry.product)
+        if isinstance(found, str) or obstacle is not None:
+            continue
+        if found.swapped:
+            left, right = right, left
+        types = (left.aval.dtype, right.aval.dtype, out_dtype)
+        return _Problem(
+            GroupedProduct(found.geometry, *types, arithmetic),
+            (left.value, right.value, bounds.value),
         )
+    assert obstacle is not None
     if contraction.mergeable() == contraction:
-        return Fallback(found)
+        return Fallback(obstacle)
     return Rewrite(
-        f"operands reordered first: {found}",
+        f"operands reordered first: {obstacle}",
         functools.partial(_reordered, contraction, **params),
+    )
+
+
+def _plan_on_cuda(
+    operands: Sequence[Operand], _: Any, **params: Any
+) -> Kernel | Rewrite | Fallback:
+    problem = _problem(_CUDA, operands, **params)
+    if not isinstance(problem, _Problem):
+        return problem
+    return planned_kernel(problem.operands, plan_grouped_gemm, problem.product)
+
+
+def _plan_on_cpu(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel | Rewrite | Fallback:
+    problem = _problem(_CPU, operands, **params)
+    if not isinstance(problem, _Problem):
+        return problem
+    geometry, arithmetic = problem.product.geometry, problem.product.arithmetic
+    attributes: dict[str, int | tuple[int, ...]] = {
+        **cpu_attributes(geometry.product),
+        # An attribute that is an array must not be empty.
+        "bounds_strides": geometry.bounds_strides or (0,),
+        "ragged_k": int(geometry.ragged == "k"),
+    }
+    return Kernel(
+        "ragged_matmul",
+        f"{arithmetic}, {geometry.product.major_orders}",
+        ffi.CpuCall(ffi.CPU_RAGGED_MATMUL, attributes),
+        problem.operands,
     )
 
 
@@ -432,47 +473,7 @@ def _reordered(
     return transposed(out, plain.out, contraction.out)
 
 
-def _cpu_kernel(
-    ctx: Any, lhs: Any, rhs: Any, bounds: Any, geometry: GroupedGeometry, arithmetic: str
-) -> Kernel:
-    product = geometry.product
-    # An attribute that is an array must not be empty.
-    attributes = cpu_attributes(product) | {"bounds_strides": geometry.bounds_strides or (0,)}
-    arrays = {name: np.array(values, np.int64) for name, values in attributes.items()}
-    return Kernel(
-        name="ragged_matmul",
-        reason=f"{arithmetic}, {product.major_orders}",
-        emit=lambda: ffi.cpu_call(
-            ctx,
-            ffi.CPU_RAGGED_MATMUL,
-            (lhs, rhs, bounds),
-            ragged_k=int(geometry.ragged == "k"),
-            **arrays,
-        ),
-    )
-
-
-def _cuda_arithmetic(*types: Any) -> str | Converted | None:
-    arithmetic = cuda_arithmetic(*types)
-    # Products of pieces have no ragged kernel, and plain float32 is as accurate.
-    return "f32" if arithmetic == "f32_emulated" else arithmetic
-
-
-def _cuda_kernel(
-    ctx: Any, lhs: Any, rhs: Any, bounds: Any, geometry: GroupedGeometry, arithmetic: str
-) -> Kernel | Fallback:
-    lhs_type, rhs_type, out_type = (
-        aval.dtype for aval in (ctx.avals_in[0], ctx.avals_in[1], ctx.avals_out[0])
-    )
-    product = GroupedProduct(geometry, lhs_type, rhs_type, out_type, arithmetic)
-    return planned_kernel(ctx, (lhs, rhs, bounds), plan_grouped_gemm, product)
-
-
-def _planner(platform: Platform) -> Planner:
-    return Planner(functools.partial(_refusal, platform), functools.partial(_plan, platform))
-
-
-_bind = primitive.define(
+_bind = define(
     Operation(
         name="tilekern_contract_groups",
         reference=_reference,
@@ -480,12 +481,8 @@ _bind = primitive.define(
         batch=_batch,
         sharding_rule=_sharding_rule,
         planners={
-            "cpu": _planner(Platform(cpu_arithmetic, lambda product: None, _cpu_kernel)),
-            "cuda": _planner(
-                Platform(
-                    _cuda_arithmetic, lambda product: product.without_unit_stride, _cuda_kernel
-                )
-            ),
+            "cpu": Planner(functools.partial(_refusal, _CPU), _plan_on_cpu),
+            "cuda": Planner(functools.partial(_refusal, _CUDA), _plan_on_cuda),
         },
         describe=lambda contraction, **_: str(contraction),
         localised=_localised,

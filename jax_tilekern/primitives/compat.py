@@ -6,6 +6,7 @@ Each entry names the change it hides. Supported: jax 0.10 and later.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from jax._src import checkify as _checkify
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
+from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
@@ -84,6 +86,10 @@ apply_primitive: Callable[..., Any] = _dispatch.apply_primitive
 # Not exported by jax.lax, which exports the other one.
 dot_general_p = _lax.dot_general_p
 ragged_dot_general_p = _lax.ragged_dot_general_p
+
+# Profiles and HLO then name the user's source lines, as they do for JAX's own functions.
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_source_info_util.register_exclusion(_PACKAGE + os.sep)
 
 
 def with_type(x: jax.Array, dtype: Any, weak_type: bool) -> jax.Array:
