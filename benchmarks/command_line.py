@@ -12,6 +12,7 @@ from benchmarks import (
     linalg,
     machine_code,
     out_of_core,
+    overview,
     report,
     sharded,
     strassen,
@@ -34,6 +35,7 @@ _COMMANDS: dict[str, Command] = {
     "ladder": ladder,
     "tune": tune,
     "report": report,
+    "overview": overview,
     "machine_code": machine_code,
 }
 

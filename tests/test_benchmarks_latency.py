@@ -20,12 +20,12 @@ about = "For tests"
 
 [[groups]]
 name = "dispatch"
-floor = 0.0
+target = 0.0
 rows = [{ name = "returns", type = "float32", lhs = "mk", rhs = "kn", m = 8, n = 8, k = 8 }]
 
 [[groups]]
 name = "first result"
-floor = 1.0
+target = 1.0
 rows = [{ name = "first", type = "float32", lhs = "km", rhs = "kn", m = 8, n = 8, k = 8 }]
 """
 
@@ -157,7 +157,7 @@ def test_a_process_that_fails_is_quoted(tmp_path):
 RETURNS = {
     "name": "returns",
     "group": "dispatch",
-    "floor": 0.0,
+    "target": 0.0,
     "kernel": "a kernel",
     "failure": None,
     "method": "time until a call returns",
@@ -168,7 +168,7 @@ RETURNS = {
 FIRST = {
     "name": "first",
     "group": "first result",
-    "floor": 1.0,
+    "target": 1.0,
     "kernel": "a kernel",
     "failure": None,
     "rounds": 3,

@@ -30,7 +30,7 @@ about = "For tests"
 
 [[groups]]
 name = "small"
-floor = 0.0
+target = 0.0
 others = { lax = 1e9, tokamax = 0.0 }
 temporary = 1048576
 rows = [
@@ -40,7 +40,7 @@ rows = [
 
 [[groups]]
 name = "layer"
-floor = 0.0
+target = 0.0
 others = { lax = 0.0 }
 rows = [
   { name = "layer", split = "multinomial", type = "float32", lhs = "mk", rhs = "gkn", out = "mk", g = 3, m = 40, k = 8, n = 16 },
@@ -52,7 +52,7 @@ def row(dimensions=FORWARD, group=(), **changes):
     lhs, rhs, out = dimensions
     sizes = {"g": 3, "m": 300, "k": 24, "n": 40}
     entry = {"name": "x", "type": "float32", "lhs": lhs, "rhs": rhs, "out": out} | sizes | changes
-    return suite._row(entry, "ragged_dot", {"name": "g", "floor": 1.0} | dict(group))
+    return suite._row(entry, "ragged_dot", {"name": "g", "target": 1.0} | dict(group))
 
 
 def expected(r, operands):
@@ -136,6 +136,7 @@ def test_malformed_rows_are_named(dimensions, group, changes, message):
 
 
 @pytest.mark.parametrize("dimensions", PRODUCTS)
+@pytest.mark.one_in(3)
 def test_all_sides_compute_the_product_of_each_group(dimensions):
     # TF32 on a GPU; a sum of n products of normal numbers has the size of the root of n.
     bound = (1e-2 if jax.default_backend() == "gpu" else 1e-5) * np.sqrt(300)
@@ -149,6 +150,7 @@ def test_all_sides_compute_the_product_of_each_group(dimensions):
 
 
 @pytest.mark.parametrize("dimensions", [LAYER, LAYER_GRADIENTS])
+@pytest.mark.one_in(2)
 def test_a_layer_is_gated_and_has_gradients(dimensions):
     r = row(dimensions, split="multinomial", type="float64", m=30, k=4, n=6)
     with types_enabled(r):
@@ -202,6 +204,7 @@ def test_operands_rotate_with_the_same_group_sizes():
     ("dimensions", "kind"),
     [(FORWARD, "bfloat16"), (FORWARD, "int8"), (WEIGHT_GRADIENT, "float32")],
 )
+@pytest.mark.one_in(3)
 def test_right_results_are_right_and_one_wrong_element_is_found(dimensions, kind):
     r = row(dimensions, type=kind, split="zipf", result="int32" if kind == "int8" else None)
     right = Case.of(r)
@@ -223,6 +226,7 @@ def test_a_group_that_should_be_empty_is_zero():
     assert "an element" in record._wrong(r, off.errors(operands))
 
 
+@pytest.mark.thorough
 def test_one_wrong_gradient_of_a_layer_is_found():
     r = row(LAYER_GRADIENTS, split="multinomial")
     right = Case.of(r)
@@ -364,7 +368,7 @@ def test_a_run_writes_a_record_and_tables(monkeypatch, tmp_path, capsys):
     arguments = ["--suite", "tiny", "--seconds", "0", "--json", str(file)]
     assert main(["ragged_dot", *arguments]) == 0
     out = capsys.readouterr().out
-    assert "2 of 3 rows below their floor" in out  # of lax
+    assert "2 of 3 rows below their target" in out  # of lax
     assert "Geometric means of dense / ours" in out
 
     forward, integers, layer = json.loads(file.read_text())["rows"]
@@ -391,7 +395,7 @@ def test_a_run_writes_a_record_and_tables(monkeypatch, tmp_path, capsys):
 def timed_row(**changes):
     spread = {"median": 1e-3, "p10": 1.0, "p90": 1.0}
     seconds = {"ours": spread, "peer": spread, "ratio": spread | {"median": 1.0}}
-    entry = {"name": "x", "kernel": "k", "floor": 1.0, "share": 0.0, "type": "float32"}
+    entry = {"name": "x", "kernel": "k", "target": 1.0, "share": 0.0, "type": "float32"}
     entry |= {"rhs_type": None, "precision": None, "flops": 1e9, "bytes": 1e6, "group": "g"}
     entry |= {"failure": None, "seconds": seconds, "error": {"ours": 0.0, "peer": 0.0}}
     return entry | {"temporary": 1 << 20, "temporary_bytes": 100, "others": {}} | changes
@@ -400,7 +404,7 @@ def timed_row(**changes):
 def other(ratio, **changes):
     spread = {"median": ratio, "p10": ratio, "p90": ratio}
     seconds = {"ours": spread, "peer": spread | {"median": 3e-3}, "ratio": spread}
-    found = {"floor": 2.0, "temporary_bytes": 3 << 20, "failure": None, "seconds": seconds}
+    found = {"target": 2.0, "temporary_bytes": 3 << 20, "failure": None, "seconds": seconds}
     return found | changes
 
 
@@ -409,7 +413,7 @@ def test_a_row_may_lose_against_another_peer_or_by_its_memory():
     good = timed_row(others={"lax": other(2.5)})
     slow = timed_row(others={"lax": other(1.5)})
     large = timed_row(temporary_bytes=2 << 20)
-    failed = timed_row(others={"lax": {"floor": 2.0, "temporary_bytes": 56 << 30}})
+    failed = timed_row(others={"lax": {"target": 2.0, "temporary_bytes": 56 << 30}})
     failed["others"]["lax"]["failure"] = "out of memory"
     table = {"operation": "ragged_dot", "rows": [good, slow, large, failed]}
     assert [report.loses(r, bounds) for r in table["rows"]] == [False, True, True, False]

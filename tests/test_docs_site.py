@@ -76,13 +76,13 @@ def from_the_root(monkeypatch):
 
 
 def test_the_overview_is_drawn_from_the_records(from_the_root):
-    # `python -m benchmarks.plot_overview` makes it.
-    drawing = importlib.import_module("benchmarks.plot_overview").overview()
+    # `python -m benchmarks overview` makes it.
+    drawing = importlib.import_module("benchmarks.overview").overview()
     assert drawing == (DOCS / "overview.svg").read_text()
 
 
 def test_a_drawing_shows_each_ratio_and_its_mean(from_the_root):
-    plot = importlib.import_module("benchmarks.ratio_plot")
+    plot = importlib.import_module("benchmarks.records.ratio_plot")
     drawing = plot.ratio_plot(
         "title", "axis", [("heading", [plot.Group("a", [0.5, 2, 4]), plot.Group("b", [0.9])])]
     )

@@ -24,7 +24,7 @@ class Row:
         What tables call it.
     group
         The group that it belongs to.
-    floor
+    target
         The least peer / ours that is no loss.
     type
         Of the operands.
@@ -55,7 +55,7 @@ class Row:
 
     name: str
     group: str
-    floor: float
+    target: float
     type: str
     lhs: str
     rhs: str | None
@@ -120,7 +120,7 @@ class Row:
     def call(self) -> Self:
         """The row without what the function that computes it does not depend on."""
         return replace(
-            self, name="", group="", floor=0.0, share=0.0, others={}, temporary=None, sizes={}
+            self, name="", group="", target=0.0, share=0.0, others={}, temporary=None, sizes={}
         )
 
     def shape(self, dimensions: str) -> tuple[int, ...]:

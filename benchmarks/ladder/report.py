@@ -27,7 +27,7 @@ def speed(problem: Record, rung: Record) -> float:
 def ceiling(record: Record, problem: Record, rung: Record) -> float:
     """Return what a rung's speed cannot exceed, as far as measured.
 
-    That is the memory's bandwidth or, where arithmetic counts, the most that any rung or ``jnp``
+    That is the memory's bandwidth or, where arithmetic counts, the maximum that any rung or ``jnp``
     reached with the same arithmetic.
     """
     if problem["bound"] != "arithmetic":

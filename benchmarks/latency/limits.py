@@ -26,5 +26,5 @@ def losses(row: Mapping[str, Any]) -> Iterator[str]:
             yield DISPATCH
         return
     yield from (kind for kind, most in MOST_FIRST.items() if added[kind]["median"] > most)
-    if row["ratio"]["median"] < row["floor"]:
+    if row["ratio"]["median"] < row["target"]:
         yield "XLA"

@@ -55,7 +55,7 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
             ", ".join(row["device_behind"]),
         )
     ratio = row["ratio"]
-    below = f" (below {row['floor']:g})" if "XLA" in lost else ""
+    below = f" (below {row['target']:g})" if "XLA" in lost else ""
     return (
         row["name"],
         row["kernel"],

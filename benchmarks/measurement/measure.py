@@ -57,7 +57,7 @@ class Measurement:
     kernels
         Names of what each side ran on the GPU, from the profile.
     clocks
-        The GPU's while it did these calls, as ``nvidia-smi`` writes them.
+        The GPU's while it did these calls, under the names of ``nvidia-smi``.
     """
 
     pairs: Pairs
@@ -174,6 +174,7 @@ def _wall_pairs(ours: Side, peer: Side, seconds: float) -> Pairs:
 
 def _clocks_during(work: Callable[[], Any]) -> dict[str, str]:
     """Return clocks, power and temperature of the first GPU while it works."""
+    ready(work())
     with ThreadPoolExecutor(1) as other_thread:
         # Its failure costs the clocks only.
         looking = other_thread.submit(machine.facts, "nvidia_smi")

@@ -98,22 +98,22 @@ def _draw_shares(axes: Any, rows: Sequence[Record], ceilings: Ceilings, peer_nam
     bandwidth = f"{ceilings.bytes_per_second / 1e9:.0f} GB/s"
     axes.set(
         xlabel="% of the bandwidth measured", xlim=(0, None),
-        title=f"Ours filled, {peer_name} hollow; 100 % is {bandwidth}; a tick is the row's floor",
+        title=f"Ours filled, {peer_name} hollow; 100 % is {bandwidth}; a tick is the row's target",
     )  # fmt: skip
     _name_rows(axes, rows)
 
 
 def _draw_ratios(axes: Any, rows: Sequence[Record], ceilings: Ceilings, peer_name: str) -> None:
-    """Draw median, 10th and 90th percentile of each row's ratio, and its floor as a tick."""
+    """Draw median, 10th and 90th percentile of each row's ratio, and its target as a tick."""
     for number, row in enumerate(rows):
         ratio, color = row["seconds"]["ratio"], "C3" if loses(row, ceilings) else "C0"
         axes.plot([ratio["p10"], ratio["p90"]], [number, number], color=color, linewidth=1)
         axes.plot(ratio["median"], number, "o", color=color, markersize=4)
-        axes.plot(row["floor"], number, "|", color="black", markersize=8)
+        axes.plot(row["target"], number, "|", color="black", markersize=8)
     axes.axvline(1, color="black", linewidth=0.7)
     axes.set(
         xscale="log", xlabel=f"{peer_name} / ours",
-        title="Above 1 ours is faster; a tick is the row's floor",
+        title="Above 1 ours is faster; a tick is the row's target",
     )  # fmt: skip
     _name_rows(axes, rows)
 

@@ -102,7 +102,7 @@ def unmeasured(row: Row, run: str) -> Record:
     return {
         "name": row.name,
         "group": row.group,
-        "floor": row.floor,
+        "target": row.target,
         "share": row.share,
         "type": row.type,
         "rhs_type": row.rhs_type,
@@ -114,7 +114,7 @@ def unmeasured(row: Row, run: str) -> Record:
         "sizes": dict(row.sizes),
         "flops": flops(row),
         "bytes": row.bytes,
-        "others": {name: {"floor": floor} for name, floor in row.others.items()},
+        "others": {name: {"target": target} for name, target in row.others.items()},
         "temporary": row.temporary,
         **row.details,
         "run": run,
@@ -197,9 +197,9 @@ def _temporary(row: Row) -> Record:
     return {"temporary_bytes": temporary_bytes(compiled(row, OURS))}
 
 
-def _other(other: OtherPeer, floor: float, pairs: Pairs | None) -> Record:
+def _other(other: OtherPeer, target: float, pairs: Pairs | None) -> Record:
     """Return the record of another peer; one that failed has no times."""
-    found = {"floor": floor, "temporary_bytes": other.temporary_bytes, "failure": other.failure}
+    found = {"target": target, "temporary_bytes": other.temporary_bytes, "failure": other.failure}
     if pairs is None:
         return found
     return found | {"pairs": len(pairs.peer), "seconds": spreads(pairs)}

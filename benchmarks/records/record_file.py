@@ -13,7 +13,7 @@ from benchmarks.records.record import SCHEMA, Record
 
 # What records did not have from the first; a row's run is that of its record.
 _NEW_FIELDS: Record = {"operation": "matmul", "means": {}, "earlier_runs": []}
-_NEW_ROW_FIELDS: Record = {"group": "all", "floor": 0.97, "share": 0.0, "rhs_type": None}
+_NEW_ROW_FIELDS: Record = {"group": "all", "target": 0.97, "share": 0.0, "rhs_type": None}
 _NEW_ROW_FIELDS |= {"others": {}, "temporary": None}
 
 
@@ -37,7 +37,17 @@ def load_record(path: Path) -> Record:
     if schema != SCHEMA:
         raise RecordError(f"{path} has schema {schema}, and this version reads {SCHEMA}")
     run = {"run": record["date"]}
-    return _NEW_FIELDS | record | {"rows": [_NEW_ROW_FIELDS | run | row for row in rows]}
+    return _NEW_FIELDS | record | {"rows": [_NEW_ROW_FIELDS | run | _renamed(row) for row in rows]}
+
+
+def _renamed(row: Record) -> Record:
+    """Return a row with its target by that name, which earlier records call its floor."""
+    others = {name: _target_renamed(other) for name, other in row.get("others", {}).items()}
+    return _target_renamed(row) | ({"others": others} if others else {})
+
+
+def _target_renamed(entry: Record) -> Record:
+    return {"target" if key == "floor" else key: value for key, value in entry.items()}
 
 
 def continue_record(record: Record, path: Path) -> None:

@@ -51,7 +51,7 @@ def cells(record: Record, row: Mapping[str, Any], ceilings: Ceilings) -> tuple[s
         row["kernel"],
         duration(ours["median"]),
         duration(peer["median"]),
-        _against(ratio["median"], row["floor"]),
+        _against(ratio["median"], row["target"]),
         f"{ratio['p10']:.2f} - {ratio['p90']:.2f}",
         *(_other(row["others"].get(name)) for name in others(record)),
         *counted,
@@ -72,7 +72,7 @@ def _other(other: Mapping[str, Any] | None) -> str:
         return ", ".join([other["failure"], *memory])
     seconds = other["seconds"]
     details = ", ".join([duration(seconds["peer"]["median"]), *memory])
-    return f"{_against(seconds['ratio']['median'], other['floor'])} ({details})"
+    return f"{_against(seconds['ratio']['median'], other['target'])} ({details})"
 
 
 def _temporary(row: Mapping[str, Any]) -> str:
@@ -86,20 +86,20 @@ def _takes_too_much(row: Mapping[str, Any]) -> bool:
     return None not in (found, most) and found > most
 
 
-def _against(ratio: float, floor: float) -> str:
-    """Return a ratio with three digits, and the floor that it is below."""
-    return f"{ratio:#.3g}" + (f" (below {floor:g})" if ratio < floor else "")
+def _against(ratio: float, target: float) -> str:
+    """Return a ratio with three digits, and the target that it is below."""
+    return f"{ratio:#.3g}" + (f" (below {target:g})" if ratio < target else "")
 
 
 def loses(row: Mapping[str, Any], ceilings: Ceilings) -> bool:
-    """Say whether a timed row is slower than its floors, or takes more memory than its limit."""
-    floors = [(row["seconds"]["ratio"], row["floor"])]
-    floors += [
-        (other["seconds"]["ratio"], other["floor"])
+    """Say whether a timed row is slower than its targets, or takes more memory than its limit."""
+    targets = [(row["seconds"]["ratio"], row["target"])]
+    targets += [
+        (other["seconds"]["ratio"], other["target"])
         for other in row["others"].values()
         if "seconds" in other
     ]
-    slower = any(ratio["median"] < floor for ratio, floor in floors)
+    slower = any(ratio["median"] < target for ratio, target in targets)
     return bool(slower or ceilings.share(row) < row["share"] or _takes_too_much(row))
 
 
@@ -173,16 +173,16 @@ def _means(record: Record) -> Iterator[str]:
         return
     ceilings = Ceilings.of(record)
     lost = sum(loses(row, ceilings) for row in rows)
-    yield f"{lost} of {len(rows)} rows below their floor." if lost else "No row below its floor."
+    yield f"{lost} of {len(rows)} rows below their target." if lost else "No row below its target."
     means = geometric_means(rows, lambda _: "all") | geometric_means(rows, lambda row: row["type"])
     entries = (f"{kind} {mean:#.3g}" for kind, mean in means.items())
     peer = OPERATIONS[record["operation"]].peer.name
     yield f"Geometric means of {peer} / ours: {', '.join(entries)}."
     means = geometric_means(rows, lambda row: row["group"])
     if len(means) > 1:
-        floors = record["means"]
+        targets = record["means"]
         entries = (
-            f"{group} {_against(mean, floors.get(group, 0))}" for group, mean in means.items()
+            f"{group} {_against(mean, targets.get(group, 0))}" for group, mean in means.items()
         )
         yield f"By group: {', '.join(entries)}."
 

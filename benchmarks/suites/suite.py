@@ -141,7 +141,7 @@ def _row(entry: Mapping[str, Any], operation: str, group: Mapping[str, Any]) -> 
         **{"rhs": None, **texts},
         **{key: group[key] for key in _LIMITS if key in group},
         group=group["name"],
-        floor=group["floor"],
+        target=group["target"],
         sizes=sizes,
         operation=operation,
     )

@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.ratio_plot import Group, geometric_mean, ratio_plot  # noqa: E402
+from benchmarks.records.ratio_plot import Group, geometric_mean, ratio_plot  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 Record = dict[str, Any]

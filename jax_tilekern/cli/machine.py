@@ -5,12 +5,9 @@ Each function probes one thing and may raise; the callers catch its errors.
 
 from __future__ import annotations
 
-import csv
 import importlib.metadata
 import os
 import platform
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -32,10 +29,6 @@ _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 _INSTRUCTION_SETS = (
     "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx_vnni",
     "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "asimd", "sve", "bf16",
-)  # fmt: skip
-_SMI_FIELDS = (
-    "index", "name", "compute_cap", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm",
-    "clocks.max.mem", "power.draw", "power.limit", "temperature.gpu",
 )  # fmt: skip
 
 
@@ -135,19 +128,54 @@ def driver() -> dict[str, Any]:
 
 
 def nvidia_smi() -> list[dict[str, str]]:
-    """Return versions, clocks, power and temperature as ``nvidia-smi`` has them; may be empty."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
+    """Return each GPU's versions, clocks, power and temperature under ``nvidia-smi``'s names.
+
+    They come from NVML, which ``nvidia-smi`` prints too. The list is empty without nvidia-ml-py,
+    without a driver, and without a GPU.
+    """
+    try:
+        import pynvml
+    except ImportError:
         return []
-    query = f"--query-gpu={','.join(_SMI_FIELDS)}"
-    finished = subprocess.run(
-        [command, query, "--format=csv,noheader"],
-        capture_output=True, text=True, timeout=20, check=False,
-    )  # fmt: skip
-    if finished.returncode != 0:
-        return []  # The program is installed, but there is no driver or no GPU.
-    rows = csv.reader(finished.stdout.splitlines(), skipinitialspace=True)
-    return [dict(zip(_SMI_FIELDS, row, strict=True)) for row in rows]
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        return [_nvml_facts(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _nvml_facts(nvml: Any, index: int) -> dict[str, str]:
+    gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+
+    def fact(form: str, query: Callable[..., Any], *arguments: Any) -> str:
+        try:
+            return form.format(query(*arguments))
+        # A virtual GPU, for one, does not tell its power.
+        except nvml.NVMLError_NotSupported:
+            return "[N/A]"
+
+    def watts(query: Callable[[Any], int]) -> float:
+        return query(gpu) / 1000
+
+    clock, maximum = nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo
+    return {
+        "index": str(index),
+        "name": fact("{}", nvml.nvmlDeviceGetName, gpu),
+        "compute_cap": fact("{0[0]}.{0[1]}", nvml.nvmlDeviceGetCudaComputeCapability, gpu),
+        "driver_version": fact("{}", nvml.nvmlSystemGetDriverVersion),
+        "clocks.sm": fact("{} MHz", clock, gpu, nvml.NVML_CLOCK_SM),
+        "clocks.mem": fact("{} MHz", clock, gpu, nvml.NVML_CLOCK_MEM),
+        "clocks.max.sm": fact("{} MHz", maximum, gpu, nvml.NVML_CLOCK_SM),
+        "clocks.max.mem": fact("{} MHz", maximum, gpu, nvml.NVML_CLOCK_MEM),
+        "power.draw": fact("{:.2f} W", watts, nvml.nvmlDeviceGetPowerUsage),
+        "power.limit": fact("{:.2f} W", watts, nvml.nvmlDeviceGetPowerManagementLimit),
+        "temperature.gpu": fact(
+            "{}", nvml.nvmlDeviceGetTemperature, gpu, nvml.NVML_TEMPERATURE_GPU
+        ),
+    }
 
 
 def nvrtc() -> dict[str, Any]:

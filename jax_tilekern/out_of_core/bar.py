@@ -1,4 +1,4 @@
-"""The progress bar of a product."""
+"""A progress bar for a product; imported only when one is shown, because it needs rich."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import rich.console
 import rich.progress
 
 from jax_tilekern.out_of_core.plan import Plan
-from jax_tilekern.out_of_core.product import Progress
+from jax_tilekern.out_of_core.progress import Progress
 
 
 class Bar:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jax_tilekern.ops.matmul import matmul as device_matmul
 from jax_tilekern.out_of_core.journal import Journal, identity
 from jax_tilekern.out_of_core.plan import Block, Plan, Sizes, Tile, choose_plan
+from jax_tilekern.out_of_core.progress import Progress
 
 # The part of the free memory to use; other programs and fragmentation need the rest.
 _FREE_SHARE = 0.8
@@ -30,28 +31,6 @@ _MOST_COPIERS = 16
 # The sizes of the measurements of a device's rates.
 _MEASURED_BYTES = 64 << 20
 _MEASURED_SIZE = {"gpu": 4096, "cpu": 512}
-
-
-class Progress(NamedTuple):
-    """The progress of a product.
-
-    Attributes
-    ----------
-    done, total
-        Blocks of the result.
-    read_bytes
-        Bytes of operands that were copied to devices.
-    seconds
-        Seconds since the start.
-    plan
-        The plan of the product.
-    """
-
-    done: int
-    total: int
-    read_bytes: int
-    seconds: float
-    plan: Plan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,24 +1,30 @@
-"""Draw ``docs/overview.svg`` from the records of an H100: every operation beside XLA's.
-
-``python -m benchmarks.plot_overview``
-"""
+"""``overview``: draw ``docs/overview.svg`` from the records of an H100."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ratio_plot import Group, ratio_plot
+from benchmarks.records.ratio_plot import Group, ratio_plot
 
 RECORDS = Path(__file__).parent / "results/h100"
 DRAWING = Path(__file__).parent.parent / "docs/overview.svg"
 
 
-def main() -> None:
-    """Write the drawing."""
+HELP = "draw docs/overview.svg from the records of an H100"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments: none."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     DRAWING.write_text(overview())
+    return 0
 
 
 def overview() -> str:
@@ -77,7 +83,3 @@ def _group(
     group: str | None = None,
 ) -> Group:
     return Group(label, [ratio(row) for row in rows if group is None or row["group"] == group])
-
-
-if __name__ == "__main__":
-    main()
