@@ -77,7 +77,7 @@ def test_too_little_memory_says_what_is_enough():
     sizes = Sizes(5000, 5000, 5000, *F32)
     with pytest.raises(ValueError, match="a memory_limit of 1000 bytes is too small") as error:
         choose_plan(sizes, 1000)
-    least = int(str(error.value).split(" take ")[1].split()[0])
+    least = int(str(error.value).split(" need ")[1].split()[0])
     assert choose_plan(sizes, least).memory_bytes <= least
     with pytest.raises(ValueError, match="too small"):
         choose_plan(sizes, least - 1)
