@@ -8,7 +8,7 @@ from jax_tilekern.cli import main, tune
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound
 from jax_tilekern.plans.gpu import NoGpu, known_gpu
 from jax_tilekern.plans.tuned import XLA, TunedChoices
-from jax_tilekern.tuning import tune as tuning
+from jax_tilekern.tuning import tuner as tuning
 from jax_tilekern.tuning.product_timing import Measured
 
 H100 = known_gpu("sm_90")

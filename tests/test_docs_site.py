@@ -14,7 +14,12 @@ from guides import DOCS
 import jax_tilekern
 
 ROOT = DOCS.parent
-MODULES = ("jax_tilekern", "jax_tilekern.linalg", "jax_tilekern.out_of_core")
+MODULES = (
+    "jax_tilekern",
+    "jax_tilekern.linalg",
+    "jax_tilekern.out_of_core",
+    "jax_tilekern.tuning",
+)
 REFERENCE = "".join(path.read_text() for path in sorted((DOCS / "reference").glob("*.md")))
 # A directive, or a heading of what has no docstring of its own.
 DOCUMENTED = set(re.findall(r"^(?::::|###) `?([\w.]+)", REFERENCE, re.MULTILINE))

@@ -23,7 +23,7 @@ from jax_tilekern.plans.gpu import NoGpu, known_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.tuned import XLA, TunedChoice, TunedChoices, product_text
 from jax_tilekern.tuning import product_timing, random_operands
-from jax_tilekern.tuning import tune as tuning
+from jax_tilekern.tuning import tuner as tuning
 from jax_tilekern.tuning.product_timing import Measured, _Problem
 
 H100, A100 = known_gpu("sm_90"), known_gpu("sm_80")

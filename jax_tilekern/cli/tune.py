@@ -16,14 +16,14 @@ from jax_tilekern.cli.product_call import FORM, ProductCall, ProductCallError, p
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gpu import Gpu, NoGpu
 from jax_tilekern.plans.tuned import TunedChoices, current_choices
-from jax_tilekern.tuning import tune as tuning
+from jax_tilekern.tuning import tuner as tuning
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.progress import Progress
 
     from jax_tilekern.plans.gemm.problem import Product
-    from jax_tilekern.tuning.tune import TunedProduct
+    from jax_tilekern.tuning.tuner import TunedProduct
 
 HELP = "measure which kernel is the fastest for products, and store the choice"
 
@@ -183,7 +183,7 @@ def _show(progress: Progress, number: str, row: TunedProduct) -> None:
 def _table(title: str, rows: Sequence[TunedProduct]) -> RenderableType:
     from rich.table import Table
 
-    from jax_tilekern.tuning.tune import TunedProduct
+    from jax_tilekern.tuning.tuner import TunedProduct
 
     table = Table(title=title, title_justify="left")
     for heading in TunedProduct.HEADINGS:
