@@ -41,7 +41,7 @@ SAME_START = {"highest": 1e-5, "default": 1e-2}
 SAME_END = 0.02
 
 Params = dict[str, Any]
-# Of each step, by the name of a model.
+# The loss of each step, by the name of a model.
 Losses = dict[str, np.ndarray[Any, Any]]
 
 

@@ -22,8 +22,8 @@ UNIT_ROUNDOFF = {
     np.dtype(F8E5): 2.0**-3,
 }
 TF32_ROUNDOFF = 2.0**-11
-# Of sums of 8-bit floats inside Hopper's tensor cores, which keep about 14 bits of them. They are
-# added up in float32 after every 128 products.
+# Hopper's tensor cores accumulate products of 8-bit floats with about 14 bits, and the kernels
+# promote the accumulators to float32 after every 128 products.
 FP8_SUM_ROUNDOFF = 2.0**-13
 
 # Row- and column-major operands of a matrix product.
@@ -74,8 +74,8 @@ def assert_equal(got, expected):
     jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), got, expected)
 
 
-# Of central differences in float64: about the cube root of its roundoff, where their own error and
-# that of rounding are alike.
+# The step of central differences in float64 is about the cube root of the roundoff, which balances
+# truncation and rounding.
 _STEP = 1e-5
 
 

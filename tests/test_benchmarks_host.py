@@ -11,7 +11,7 @@ from benchmarks.host.report import CALLS, PROGRAMS, cells
 
 @pytest.fixture
 def record(tmp_path, monkeypatch, capsys):
-    """Of a small model, and of two operations."""
+    """The record covers a small model and two operations."""
     few = {name: calls.calls()[name] for name in ("matmul", "sum")}
     monkeypatch.setattr(measure, "calls", lambda: few)
     file = tmp_path / "host.json"

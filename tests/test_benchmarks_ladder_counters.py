@@ -140,7 +140,7 @@ def test_after_a_launch_that_ncu_left_out_counting_goes_on_at_the_next_marker():
     assert [names(one) for one in counters.assign(launches, rungs)] == [
         ["tile"], None, None, ["sum"],
     ]  # fmt: skip
-    # Of two kernels one is not all.
+    # One of the two kernels is missing.
     rungs = [wanted("a", NOTHING, TILE), wanted("jnp")]
     launches = ncu.parse(csv_of(marker(0), NOTHING, marker(1), TILE))
     assert [names(one) for one in counters.assign(launches, rungs)] == [None, ["tile"]]

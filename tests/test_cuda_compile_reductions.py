@@ -22,7 +22,7 @@ OTHER_SUMS = [
     (F16, F32), (F32, F64), (F64, F64), (INT8, np.dtype(np.int64)), (np.dtype(bool), INT32),
     (np.dtype(np.int64), np.dtype(np.int64)), (np.dtype(np.complex64), np.dtype(np.complex64)),
 ]  # fmt: skip
-# Of rows and of columns, in vectors and element by element, with a second launch and without.
+# Sums of rows and of columns, with vector and with element loads, with and without a second launch.
 SHAPES = [((1 << 20,), (0,)), ((512, 8192), (1,)), ((512, 513), (1,)), ((512, 8192), (0,))]
 MATRICES = [(8192, 8192), (513, 513)]
 

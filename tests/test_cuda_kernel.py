@@ -446,7 +446,7 @@ def test_unbatched_operands_are_not_copied():
 def test_repeated_launches_step_through_the_batch():
     text = lowered(jax.vmap(scale_columns(), (0, None)), struct((5, 3, 4)), struct((4,)))
     assert numbers(text, "repeats") == [[5]]
-    # Of x, of y, of the output.
+    # The steps of x, of y and of the output.
     assert numbers(text, "steps_bytes") == [[48], [0], [48]]
     assert numbers(text, "grid") == [[1, 1, 1]]
 
@@ -577,8 +577,8 @@ def linear_difference():
     return kernel
 
 
-# Of finite differences in float32, whose steps are such that rounding is small. Of linear functions
-# any step will do; of products, which second order makes cubic, short ones.
+# Steps and tolerances of finite differences in float32. Linear functions allow any step; products,
+# which are cubic at second order, need short ones.
 LINEAR = {"eps": 1.0, "atol": 1e-2, "rtol": 1e-2}
 CUBIC = {"eps": 1 / 64, "atol": 0.1, "rtol": 0.1}
 

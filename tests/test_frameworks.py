@@ -33,8 +33,8 @@ WAYS = [
     *((name, "hook") for name in frameworks.HOOKED),
     *((name, "patch") for name in frameworks.MODELS),
 ]
-# Of float32 each product errs by a few roundings of 6e-8, and 50 steps of training let the
-# parameters drift apart by about their sum.
+# Each float32 product has an error of a few roundings of 6e-8, and over 50 steps of training the
+# parameters diverge by about their sum.
 DRIFT = 2e-5
 
 

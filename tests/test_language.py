@@ -44,7 +44,10 @@ RETIRED = {
     r"load_shared_box": "a name that says multicast",
 }
 # A sentence of a comment has a subject and a verb; one that opens so has neither at hand.
-DANGLING = re.compile(r"(?:^|[.:] |(?://|#|\*|\"\"\") )(Of (?:which|a|an|nothing)\b)", re.MULTILINE)
+DANGLING = re.compile(
+    r"(?:^[ ]*(?:(?://|\#)[ ]|\"\"\")(Of)\b)|(?:(?:^|[.:][ ])(Of[ ](?:which|a|an|nothing))\b)",
+    re.MULTILINE,
+)
 
 # Records, others' words, and generated or binary files.
 NOT_PROSE = (
@@ -91,7 +94,8 @@ def retired_words(text: str) -> list[tuple[int, str]]:
         if not re.match(r"[\w-]", lower[match.start() - 1 : match.start()])
     ]
     for match in DANGLING.finditer(text):
-        found.append((match.start(1), f'"{match[1]} ...": open with the subject'))
+        opening = match[1] or match[2]
+        found.append((match.end() - len(opening), f'"{opening} ...": open with the subject'))
     return sorted((text.count("\n", 0, start) + 1, message) for start, message in found)
 
 

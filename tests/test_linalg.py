@@ -25,7 +25,7 @@ COUNT = 37
 
 
 def tolerance(n, dtype):
-    """Of elimination with partial pivoting, whose elements grow by about n ** (2 / 3)."""
+    """Bound elimination with partial pivoting, whose elements grow by about n ** (2 / 3)."""
     return 8 * n**1.5 * UNIT_ROUNDOFF[np.dtype(dtype)]
 
 
@@ -111,7 +111,7 @@ def test_lu(rng, x64, n, dtype):
 
 
 def test_of_equal_pivots_the_first_is_taken(rng):
-    """Of matrices of -1, 0 and 1, of which all that is compared is a whole or half number."""
+    """Matrices of -1, 0 and 1 make every compared number whole or half."""
     a = rng.integers(-1, 2, (500, 4, 4)).astype(np.float32)
     _, pivots = linalg.lu_factor(jnp.asarray(a))
     for matrix, found in zip(a.astype(np.float64), np.asarray(pivots), strict=True):

@@ -31,7 +31,7 @@ def test_a_product_that_fits_is_one_block():
 
 
 def test_reuse_follows_the_formula():
-    """Of square blocks of the result, elements read are 2mnk / (2 / (1/w + 1/h))."""
+    """With square blocks of the result, 2mnk / (2 / (1/w + 1/h)) elements are read."""
     plan = choose_plan(Sizes(2**15, 2**15, 2**17, *F32), 3 << 30)
     assert plan.grid[2] > 1
     loaded = plan.read_bytes / 4

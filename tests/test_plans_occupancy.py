@@ -69,7 +69,7 @@ def test_known_values(arch, threads, registers, shared, blocks, fraction, limit)
 
 
 def test_shared_memory_comes_in_units():
-    """Of 128 bytes, and 1024 more of each block are the system's."""
+    """Shared memory is allocated in units of 128 bytes, and each CTA has 1024 more."""
     gpu = known_gpu("sm_90")
     # Nine times 25,900 bytes are fewer than the 233,472 that there are, but 25,984 are taken.
     assert occupancy(launch(32, 16, 25_856 - 1024), gpu).blocks == 9

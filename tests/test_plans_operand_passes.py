@@ -376,7 +376,7 @@ def add_in_float32(pairs):
     return total.astype(np.float64)
 
 
-# Of 2^-22 sum |a||b|; see gemm/passes/split_float32.cuh.
+# The factor of 2^-22 sum |a||b|; see gemm/passes/split_float32.cuh.
 PROMISE = 4
 
 

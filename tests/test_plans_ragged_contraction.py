@@ -18,7 +18,7 @@ WEIGHTS = RaggedContraction((0, 2), (0, 3), (1,), (1, 2, 3), 0, 1)
 
 
 def shapes_of(contraction, sizes):
-    """Of the two operands and the bounds."""
+    """Return the shapes of the two operands and of the bounds."""
     lhs, rhs, bounds = (
         tuple(sizes[x] for x in labels)
         for labels in (contraction.lhs, contraction.rhs, contraction.bounds)

@@ -93,7 +93,8 @@ def products(draw, ragged, sizes=small_sizes):
 def cases(draw, ragged, sizes=small_sizes):
     """A product and one of its candidates."""
     of_product = products(ragged, sizes).map(lambda product: list(candidates(product, H100)))
-    # Of rows of a single element the unit stride may be taken for the ragged dimension's.
+    # With rows of a single element the ragged dimension may have the unit stride, so there may be
+    # none.
     return draw(st.sampled_from(draw(of_product.filter(bool))))
 
 
@@ -271,7 +272,7 @@ class Cluster:
         self.slots = constant("grouped_gemm/sm90/tile_scheduler.cuh", "kSlots")
         self.items, self.stages, self.blocks = items, stages, blocks
         self.slot = [[None] * self.slots for _ in range(blocks)]
-        # Other blocks than the first announce the bytes when they ask, and are sent them.
+        # CTAs other than the first expect the bytes when they request, and receive them.
         self.full = [
             [Barrier(2 if block > 0 else 1) for _ in range(self.slots)] for block in range(blocks)
         ]
@@ -300,7 +301,7 @@ class Cluster:
         self.asked.arrive()
 
     def hear(self, block, consumer):
-        """A thread that multiplies, or if ``consumer`` is ``None`` the one that copies."""
+        """A consumer thread, or the producer if ``consumer`` is ``None``."""
         if consumer is None:
             self.ask(block, 0)
         for count in itertools.count():
@@ -379,7 +380,7 @@ def test_every_row_is_multiplied_once_by_its_groups_matrix(choice, data):
         assert item.n + item.share <= span.end
         height = config.cluster * config.block_m
         times[span.batch, item.m : item.m + height, item.n : item.n + item.share] += 1
-        # All of k, and nothing of it for rows of no group.
+        # A group's rows have all of k, and rows of no group have none of it.
         assert (item.k, item.k_tiles) == (0, -(-g.k // config.block_k) * (span.group >= 0))
     np.testing.assert_array_equal(times, 1)
     assert found <= choice.max_work_tiles
@@ -431,7 +432,7 @@ def test_every_output_is_the_sum_over_its_groups_rows(choice, data):
 def test_copies_of_lines_fill_what_a_stage_has_for_them(choice):
     config = choice.instance
     lhs, rhs, rhs_step, *_ = parameters_of(plan_of(choice))
-    # What products read of the lines, and what the stage's barrier expects.
+    # The rows of MN that MMAs read, and the bytes that the stage's barrier expects.
     assert config.block_n % config.line_step == 0
     assert config.line_step % config.copy_step == 0
     assert config.copy_step % 16 == 0
@@ -444,7 +445,7 @@ def test_copies_of_lines_fill_what_a_stage_has_for_them(choice):
         assert [line for first, count in boxes for line in range(first, first + count)] == list(
             range(-(-lines // config.line_step) * config.line_step)
         )
-        # Of the swizzle's pattern.
+        # TMA tiles begin where the swizzle's pattern does.
         assert all(first * 128 % 1024 == 0 for first, _ in boxes)
 
 
@@ -470,7 +471,8 @@ def test_maps_lead_to_the_elements_of_each_group(choice, data):
     k = data.draw(st.integers(0, g.k - 1))
     i, j = (column, row) if choice.swapped else (row, column)
 
-    # Of the kernel's operands: maps, orders, lines and positions, and the product's.
+    # The maps, major orders, MN extents and positions of the kernel's operands, and of the
+    # product's.
     first = (lhs_map, config.lhs_k_major, row, sizes[0], item.batch["lhs_batch"])
     second = (rhs_map, config.rhs_k_major, column, sizes[1], item.batch["rhs_batch"])
     of_lhs, of_rhs = (second, first) if choice.swapped else (first, second)
@@ -623,10 +625,10 @@ TAKEN = [
     ragged_product_of("fp8", "m", 8, 4096, 512, 512),
     ragged_product_of("bf16", "k", 8, 512, 512, 4095, lhs_k_major=False),
     ragged_product_of("f16", "k", 8, 511, 511, 4096, lhs_k_major=False, padding=1),
-    # Of one row any stride will do.
+    # A single row may have any stride.
     layout(ragged_product_of("bf16", "m", 8, 1, 512, 512), lhs=(513, 1)),
     ragged_product_of("bf16", "m", 8, 64, 64, 64, batch=(2, 3)),
-    # As many spans as there is shared memory for.
+    # The number of spans that fits in shared memory.
     ragged_product_of("bf16", "m", 8190, 8190, 64, 64),
     ragged_product_of("bf16", "m", 4094, 8190, 64, 64, batch=(2,)),
 ]
@@ -755,7 +757,7 @@ def test_shared_memory_has_room_for_items_and_for_tiles_before_each_span(choice)
     barriers = 8 * (2 * config.stages + config.consumers)
     subtiles = config.consumers * constant("gemm/sm90/epilogue.cuh", "kSlabs") * 8192
     dense = config.stages * config.stage_bytes + subtiles + barriers
-    # A pair of barriers each, and the one to ask by.
+    # Each slot has a pair of barriers, and one more serves requests.
     ragged = slots * (slot_bytes + 2 * 8) + 8
     if config.ragged == "n":
         ragged += 4 * (choice.product.geometry.spans + 1)

@@ -54,7 +54,7 @@ except NvrtcNotFound:
     has_nvrtc = False
 needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
 
-# Of 1 in most dimensions, or odd, or of several tiles; k may be split.
+# Sizes are 1 in most dimensions, or odd, or span several tiles; k may be split.
 small_sizes = st.one_of(st.just(1), st.integers(1, 40), st.integers(1, 90).map(lambda n: 8 * n))
 small = geometries(small_sizes, most_batch_dims=3)
 deep = st.builds(
@@ -412,10 +412,10 @@ def packed(product):
         (product_of("bf16", 64, 60, 64, rhs_k_major=True), ()),
         (product_of("bf16", 64, 64, 63), (0,)),
         (product_of("bf16", 63, 62, 61), (0, 1)),
-        # Of 16-bit operands in any order none is packed ...
+        # 16-bit operands in any order are not packed ...
         (product_of("bf16", 128, 64, 64, lhs_k_major=False), ()),
         (product_of("f16", 64, 128, 64, lhs_k_major=False), ()),
-        # ... and of others one, if neither has k side by side: the smaller.
+        # ... and of other types the smaller one is, if neither is k-major.
         (product_of("int8", 128, 64, 64, lhs_k_major=False), (1,)),
         (product_of("int8", 64, 128, 64, lhs_k_major=False), (0,)),
         (product_of("tf32", 64, 128, 64, lhs_k_major=False), (0,)),

@@ -129,7 +129,7 @@ def test_general_as_lax(rng, case, batched):
 @given(contractions(), st.integers(0, 2**32 - 1))
 @settings(max_examples=12)
 def test_every_ragged_contraction(case, seed):
-    """Of labels anywhere, and both gradients, by the definition."""
+    """Labels anywhere, and both gradients, agree with the definition."""
     c, sizes = case
     rng = np.random.default_rng(seed)
     lhs, rhs = (integers(rng, [sizes[x] for x in labels]) for labels in (c.lhs, c.rhs))

@@ -94,7 +94,7 @@ def test_offloaded_products_are_kept_in_host_memory(rng):
     policy = POLICIES["dots without batch, offloaded"]
     _, pullback = jax.vjp(jax.checkpoint(functools.partial(block, by_hook), policy=policy), w, x)
     spaces = [jax.typeof(leaf).memory_space for leaf in jax.tree.leaves(pullback)]
-    # Of the three products without batch dimensions, and of the transposed weight's.
+    # The three products without batch dimensions, and the transposed weight's, are on the host.
     assert spaces.count(jax.memory.Space.Host) >= 3
 
 

@@ -55,7 +55,7 @@ def float_bound(x, axis, out_dtype):
     wide = np.abs(exact(x))
     count = wide.size // max(1, wide.sum(axis).size)
     u = UNIT_ROUNDOFF[accumulator(out_dtype)]
-    # Of each sum of squares the root is what random errors add up to; a dozen deviations of it.
+    # Random errors add up to the root of the sum of squares; the bound is a dozen deviations.
     spread = np.sqrt((wide**2).sum(axis))
     return 12 * np.sqrt(count) * u * spread + rounding(exact(x).sum(axis), out_dtype)
 
@@ -126,7 +126,7 @@ def test_results_of_another_type(rng, dtype):
             x = x // 16
         out, expected = jtk.sum(x, 1, dtype), jnp.sum(x.astype(dtype), 1, np.float32)
         assert out.dtype == dtype
-        # Of elements that are cast first or not.
+        # The elements may or may not be cast before the sum.
         tolerance = 0 if dtype == jnp.int32 else 2.0**-7
         scale = float(jnp.abs(x.astype(np.float32)).sum(1).max())
         np.testing.assert_allclose(exact(out), exact(expected), rtol=0, atol=tolerance * scale)
@@ -241,7 +241,7 @@ def test_the_same_every_time(rng):
 
 
 def test_many_elements_err_no_more_than_jaxs(rng):
-    """Of a plain loop the error would be some thousand roundings, here it is a few."""
+    """A plain loop would have an error of about a thousand roundings; blocks have a few."""
     x = jnp.asarray(rng.random(30_000_001, np.float32))
     reference = np.asarray(x).astype(np.float64).sum()
     ours, theirs = (abs(float(f(x)) - reference) / reference for f in (jtk.sum, jnp.sum))

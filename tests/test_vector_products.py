@@ -301,7 +301,7 @@ def test_vmap_over_vectors_is_one_product_of_matrices():
 
 
 def test_gradients_move_nothing():
-    # Of the vector alone: that of the matrix contracts nothing, and is XLA's.
+    # Only the vector's gradient has a kernel: the matrix's contracts nothing, and is left to XLA.
     def pullback(a, x, g):
         return jax.vjp(lambda x: jtk.matvec(a, x), x)[1](g)
 

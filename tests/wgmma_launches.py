@@ -11,7 +11,7 @@ from products import H100
 
 from jax_tilekern.compilation.compiler import cuda_folder
 
-# Of WgmmaShape in gemm/sm90/config.cuh, and GroupShape in grouped_gemm/groups.cuh.
+# The layouts of WgmmaShape in gemm/sm90/config.cuh, and GroupShape in grouped_gemm/groups.cuh.
 SHAPE_LAYOUT = "@4q19i0q"
 GROUPS_LAYOUT = "@3q6i0q"
 _SHAPE_BYTES, _GROUPS_BYTES = struct.calcsize(SHAPE_LAYOUT), struct.calcsize(GROUPS_LAYOUT)
@@ -96,7 +96,7 @@ def unpack_groups(scalars):
 
 
 def banded_tile(index, tiles_m, tiles_n, band):
-    """Of rasterization.cuh, for arrays."""
+    """``banded_tile`` of rasterization.cuh, for arrays."""
     per_band = band * tiles_n
     first = index // per_band * band
     height = np.minimum(band, tiles_m - first)

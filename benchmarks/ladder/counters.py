@@ -162,7 +162,7 @@ def assign(launches: Iterable[Launch], wanted: Sequence[Wanted]) -> list[Counter
         If a marker names no rung.
     """
     found: list[list[Counters]] = [[] for _ in wanted]
-    # Of the rung that the next launch belongs to; none before the first marker.
+    # The index of the rung of the next launch; before the first marker there is none.
     current = len(wanted)
     for launch in launches:
         if launch.name == MARKER:

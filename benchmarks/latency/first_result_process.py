@@ -51,7 +51,7 @@ def first_calls(row: Row, side: str) -> dict[str, Any]:
 
 
 def _copy(lhs: Array, rhs: Array) -> Array:
-    # Of another shape than the operand, or JAX would return that and run nothing.
+    # The result has another shape than the operand, because JAX would return an unchanged operand.
     return lax.expand_dims(lhs, (0,))
 
 

@@ -177,7 +177,7 @@ _LOAD, _MMA, _STORE, _WAIT = _COLORS[4], _COLORS[0], _COLORS[1], _LIGHT
 
 def pipeline() -> str:
     """Draw what producer and consumers do over time, from one role to ping-pong."""
-    # Of each panel the rows, and of each row its spans: kind, start, length and tile.
+    # Each panel has rows, and each row has spans: kind, start, length and tile.
     span, rows = 26, 26
     panels = (
         ("wgmma: all threads load, multiply and store, block after block", (

@@ -270,7 +270,7 @@ void CheckArrays(Counts& counts, bool threads_only) {
                                                          {{300, 5, 70}, {1, 0, 1}}};
   for (const Type& type : {kF32, kF64, kBF16, kF16, kS8, kS16, kS32, kU64}) {
     for (const auto& [sizes, reduced] : sums) {
-      // Of more elements 16-bit floats would not hold the sum.
+      // 16-bit floats cannot represent the sum of more elements.
       const bool exact = type.bytes != 2 || Count(sizes) <= 5000 || type.ffi == kS16.ffi;
       if (exact && (!threads_only || Count(sizes) > 60000)) checks.Sum(type, sizes, reduced);
     }

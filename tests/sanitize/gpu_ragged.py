@@ -27,7 +27,7 @@ from jax_tilekern.plans.grouped_gemm.select import candidates
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.primitives import ffi
 
-# Of each kind of bounds below.
+# The batch size for each kind of bounds below.
 BATCH = 3
 
 
@@ -45,7 +45,7 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """Of all groups, and those of none."""
+        """Rows of all groups, and of none."""
         return self.m if self.ragged == "m" else self.k
 
 

@@ -69,7 +69,7 @@ struct Refused {
   void (*change)(Call&);
 };
 
-// Of either kind.
+// Calls of both kinds that must be refused.
 const Refused kRefused[] = {
     {"no sizes", [](Call& c) { c.Numbers("sizes").clear(); }},
     {"sizes without groups",

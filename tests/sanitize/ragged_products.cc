@@ -34,7 +34,7 @@ struct Case {
   }
 };
 
-// Of batch, group, row and column.
+// The strides of batch, group, row and column.
 using Strides = std::vector<int64_t>;
 
 Strides Lay(int64_t groups, int64_t rows, int64_t cols, bool row_major, int64_t padding) {

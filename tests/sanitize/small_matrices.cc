@@ -40,7 +40,7 @@ class Matrices {
     for (T& x : inverse) x /= 4;
     Run("inverse", CpuMatrixInverse, {shifted}, {}, inverse);
 
-    // Of 4 times the identity.
+    // The matrices are 4 times the identity.
     auto squares = diagonal;
     for (T& x : squares) x *= 2;
     for (int64_t symmetrize : {0, 1}) {
