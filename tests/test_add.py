@@ -41,6 +41,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16, np.int8])
+@pytest.mark.one_in(2)
 def test_values_are_jaxs(rng, shapes, dtype):
     """One rounding of the exact sum: there is nothing to differ in."""
     x, y = (random(rng, shape, dtype) for shape in shapes)
@@ -328,6 +329,7 @@ def _has_nvrtc():
 
 @pytest.mark.skipif(not _has_nvrtc(), reason="there is no NVRTC")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.one_in(3)
 def test_kernels_compile(arch):
     kernels = {
         add_kernel(dtype, vector)

@@ -148,6 +148,7 @@ def test_a_wrong_product_is_found():
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.one_in(3)
 def test_one_wrong_element_outside_of_the_sample_is_found(kind):
     right = Case.of(row(m=200, type=kind, result="int32" if kind == "int8" else None))
     unseen = sorted(set(range(200)) - set(case.sampled_indices(200)))[0]
@@ -456,6 +457,7 @@ def test_a_record_of_another_device_is_not_continued(tiny, tmp_path, capsys):
     assert file.read_text() == before
 
 
+@pytest.mark.thorough
 def test_resuming_measures_what_is_missing_then_what_failed(tiny, tmp_path, monkeypatch):
     file = tmp_path / "b.json"
 

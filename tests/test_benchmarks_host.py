@@ -21,6 +21,7 @@ def record(tmp_path, monkeypatch, capsys):
     return file
 
 
+@pytest.mark.thorough
 def test_a_record_and_its_tables(record, capsys):
     rows = json.loads(record.read_text())["rows"]
     assert [row["name"] for row in rows if row["group"] == CALLS] == ["matmul", "sum"]

@@ -58,6 +58,7 @@ def _cases():
 
 
 @pytest.mark.parametrize(("problem", "rung", "arch"), list(_cases()))
+@pytest.mark.one_in(5)
 def test_every_rung_compiles_without_spills_and_without_a_word(problem, rung, arch):
     with jtk.gpu_target(arch), problem.types_enabled():
         reports = list(rung.reports(problem.operands))

@@ -179,6 +179,7 @@ ROWS = {
     + [("transpose", "int8"), ("vdot", "bfloat16"), ("sum", "float64"), ("sum", "int8")]
     + [("matvec", "int8"), ("add", "int8")],
 )
+@pytest.mark.one_in(3)
 def test_right_results_are_right_and_one_wrong_element_is_found(operation, kind):
     r = row(operation, type=kind, **ROWS[operation])
     if operation == "sum" and kind == "int8":
@@ -276,6 +277,7 @@ def test_a_row_may_lose_against_the_ceiling():
 
 
 @pytest.mark.parametrize("operation", MEMORY_BOUND)
+@pytest.mark.one_in(3)
 def test_a_run_writes_a_record_a_plot_and_tables(operation, monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(

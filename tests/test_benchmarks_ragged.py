@@ -136,6 +136,7 @@ def test_malformed_rows_are_named(dimensions, group, changes, message):
 
 
 @pytest.mark.parametrize("dimensions", PRODUCTS)
+@pytest.mark.one_in(3)
 def test_all_sides_compute_the_product_of_each_group(dimensions):
     # TF32 on a GPU; a sum of n products of normal numbers has the size of the root of n.
     bound = (1e-2 if jax.default_backend() == "gpu" else 1e-5) * np.sqrt(300)
@@ -149,6 +150,7 @@ def test_all_sides_compute_the_product_of_each_group(dimensions):
 
 
 @pytest.mark.parametrize("dimensions", [LAYER, LAYER_GRADIENTS])
+@pytest.mark.one_in(2)
 def test_a_layer_is_gated_and_has_gradients(dimensions):
     r = row(dimensions, split="multinomial", type="float64", m=30, k=4, n=6)
     with types_enabled(r):
@@ -202,6 +204,7 @@ def test_operands_rotate_with_the_same_group_sizes():
     ("dimensions", "kind"),
     [(FORWARD, "bfloat16"), (FORWARD, "int8"), (WEIGHT_GRADIENT, "float32")],
 )
+@pytest.mark.one_in(3)
 def test_right_results_are_right_and_one_wrong_element_is_found(dimensions, kind):
     r = row(dimensions, type=kind, split="zipf", result="int32" if kind == "int8" else None)
     right = Case.of(r)
@@ -223,6 +226,7 @@ def test_a_group_that_should_be_empty_is_zero():
     assert "an element" in record._wrong(r, off.errors(operands))
 
 
+@pytest.mark.thorough
 def test_one_wrong_gradient_of_a_layer_is_found():
     r = row(LAYER_GRADIENTS, split="multinomial")
     right = Case.of(r)

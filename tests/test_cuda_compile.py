@@ -4,16 +4,20 @@ import struct
 from collections import Counter
 
 import pytest
+from kernel_samples import (
+    grouped_mma_instances,
+    grouped_wgmma_instances,
+    mma_instances,
+    wgmma_instances,
+)
 from products import product_of
+from selection import covering
 
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans.gemm.sm80 import config as mma_kernel
-from jax_tilekern.plans.gemm.sm90 import candidates as wgmma
-from jax_tilekern.plans.gemm.sm90 import emulated
+from jax_tilekern.plans.gemm.sm90.emulated import emulated_candidates
 from jax_tilekern.plans.gpu import known_gpu
-from jax_tilekern.plans.grouped_gemm import sm80 as ragged_mma
-from jax_tilekern.plans.grouped_gemm import sm90 as ragged_wgmma
+from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_kernel
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_120")
 # Which differ in the instructions, and not only in the shared memory.
@@ -44,11 +48,11 @@ def _name(arch, instance):
 
 def _cases():
     for arch in ARCHS:
-        for instance in dict.fromkeys(mma_kernel.instances(known_gpu(arch))):
+        for instance in dict.fromkeys(mma_instances(known_gpu(arch))):
             yield pytest.param(arch, instance.kernel, instance, id=_name(arch, instance))
     for arch in RAGGED_ARCHS:
-        for instance, ragged in dict.fromkeys(ragged_mma.instances(known_gpu(arch))):
-            kernel = ragged_mma.ragged_kernel(instance, ragged)
+        for instance, ragged in dict.fromkeys(grouped_mma_instances(known_gpu(arch))):
+            kernel = grouped_kernel(instance, ragged)
             name = f"{_name(arch, instance)}-ragged_{ragged}"
             yield pytest.param(arch, kernel, instance, id=name)
 
@@ -88,7 +92,13 @@ def _expected(instance, arch):
     return ("IMMA" if itemsize == 1 else "HMMA"), products
 
 
-@pytest.mark.parametrize(("arch", "kernel", "instance"), list(_cases()))
+def _features(arch, kernel, instance):
+    """The architecture, the kernel's template and the value of each template argument."""
+    yield from (arch, kernel.name.partition("<")[0])
+    yield from ((field, str(value)) for field, value in vars(instance).items())
+
+
+@pytest.mark.parametrize(("arch", "kernel", "instance"), covering(_cases(), _features))
 def test_compiles_to_what_the_plan_assumes(arch, kernel, instance):
     compiled = compile_kernels(kernel, arch=arch)
     entry = compiled.entry(kernel.name)
@@ -115,12 +125,12 @@ def test_compiles_to_what_the_plan_assumes(arch, kernel, instance):
 
 def _wgmma_instances():
     gpu = known_gpu("sm_90a")
-    yield from wgmma.instances(gpu)
-    yield from ragged_wgmma.instances(gpu)
+    yield from wgmma_instances(gpu)
+    yield from grouped_wgmma_instances(gpu)
     # Of float32 by pieces, with stores of boxes and of single elements.
     for n in (4096, 4097):
         product = product_of("f32", 4096, n, 4096)
-        yield from (candidate.instance for candidate in emulated.candidates(product, gpu))
+        yield from (candidate.instance for candidate in emulated_candidates(product, gpu))
 
 
 def _wgmma_cases():
@@ -163,7 +173,13 @@ def _expected_wgmma(instance):
     return instruction, counts
 
 
-@pytest.mark.parametrize("instance", list(_wgmma_cases()))
+def _wgmma_features(instance):
+    """The value of each template argument, and for each type whether rows are in groups."""
+    yield from ((field, str(value)) for field, value in vars(instance).items())
+    yield instance.types, instance.ragged
+
+
+@pytest.mark.parametrize("instance", covering(_wgmma_cases(), _wgmma_features))
 def test_compiles_to_warpgroup_products_that_run_in_the_background(instance):
     kernel = instance.kernel
     compiled = compile_kernels(kernel, arch="sm_90a")

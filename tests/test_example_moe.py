@@ -186,6 +186,7 @@ def test_what_fails(grouped, dense, failure):
     assert found == [] if failure is None else failure in found[0]
 
 
+@pytest.mark.thorough
 def test_it_runs_and_a_model_that_learned_nothing_fails(monkeypatch, capsys):
     monkeypatch.setattr(moe, "Sizes", lambda vocabulary: TINY)
     monkeypatch.setattr(moe, "BATCH", 4)

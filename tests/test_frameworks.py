@@ -158,6 +158,7 @@ def same_inside(function, *args, tolerance):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.thorough
 def test_an_implicit_solver_of_diffrax(rng, x64):
     diffrax = pytest.importorskip("diffrax")
 

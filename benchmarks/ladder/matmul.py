@@ -139,7 +139,7 @@ def _hopper_rung(
 
     def grid(a: Any, b: Any) -> Any:
         x, y = _tiles(a, b, tile)
-        return min(x * y, current_gpu().multiprocessors) if persistent else (x, y)
+        return min(x * y, current_gpu().sm_count) if persistent else (x, y)
 
     def maps(a: Any, b: Any) -> tuple[TensorMap, ...]:
         out = jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), a.dtype)

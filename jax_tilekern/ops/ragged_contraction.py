@@ -43,8 +43,8 @@ from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.gemm.arithmetic import Converted, cpu_arithmetic, cuda_arithmetic
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels
 from jax_tilekern.plans.grouped_gemm.contraction import RaggedContraction, ragged_geometry
-from jax_tilekern.plans.grouped_gemm.problem import RaggedProduct
-from jax_tilekern.plans.grouped_gemm.select import plan_ragged_matmul
+from jax_tilekern.plans.grouped_gemm.problem import GroupedProduct
+from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm
 from jax_tilekern.primitives import compat, ffi
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -315,7 +315,7 @@ def _refusal(
 
 
 class _Problem(NamedTuple):
-    product: RaggedProduct
+    product: GroupedProduct
     # MLIR values of the arrays that the kernel reads, in the product's order, and the bounds.
     operands: tuple[Any, Any, Any]
 
@@ -358,7 +358,7 @@ def _problem(
             left, right = right, left
         types = (left.aval.dtype, right.aval.dtype, out_dtype)
         return _Problem(
-            RaggedProduct(found.geometry, *types, arithmetic),
+            GroupedProduct(found.geometry, *types, arithmetic),
             (left.value, right.value, bounds.value),
         )
     assert obstacle is not None
@@ -376,7 +376,7 @@ def _plan_on_cuda(
     problem = _problem(_CUDA, operands, **params)
     if not isinstance(problem, _Problem):
         return problem
-    return planned_kernel(problem.operands, plan_ragged_matmul, problem.product)
+    return planned_kernel(problem.operands, plan_grouped_gemm, problem.product)
 
 
 def _plan_on_cpu(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel | Rewrite | Fallback:

@@ -27,7 +27,8 @@ import jax
 import platformdirs
 
 from jax_tilekern.compilation.nvrtc import CompileError
-from jax_tilekern.plans.gemm.problem import Candidate, Product
+from jax_tilekern.plans.candidate import Candidate
+from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 
@@ -43,7 +44,7 @@ class TunedChoice:
     Attributes
     ----------
     winner
-        :attr:`Candidate.key <jax_tilekern.plans.gemm.problem.Candidate.key>` of what to run, or
+        :attr:`Candidate.key <jax_tilekern.plans.candidate.Candidate.key>` of what to run, or
         :data:`XLA`.
     model
         Key of the cost model's choice at that time.

@@ -19,8 +19,9 @@ from jax import Array, lax
 
 from jax_tilekern.compilation.nvrtc import CompileError
 from jax_tilekern.patching import interception
+from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels
-from jax_tilekern.plans.gemm.problem import Candidate, Product
+from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan
 from jax_tilekern.plans.tuned import XLA

@@ -24,7 +24,8 @@ from jax_tilekern.compilation.nvrtc import nvrtc
 from jax_tilekern.compilation.source_digests import source_digests
 from jax_tilekern.inspection.choices import recorded_choices
 from jax_tilekern.inspection.tracing import traced
-from jax_tilekern.plans.gemm.problem import Candidate, Product
+from jax_tilekern.plans.candidate import Candidate
+from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
