@@ -62,7 +62,7 @@ NO_PLUGIN = {"jax-cuda13-plugin": None}
 
 
 @pytest.mark.parametrize(
-    ("changes", "what", "mend"),
+    ("changes", "what", "fix"),
     [
         (
             {"backends": ON_CPU, "versions": NO_PLUGIN},
@@ -88,10 +88,14 @@ NO_PLUGIN = {"jax-cuda13-plugin": None}
         ({"nvrtc": NO_NVRTC}, "no NVRTC", "pip install 'nvidia-cuda-nvrtc>=13,<14'"),
         (
             {"cache": {"writable": False}},
-            "cannot be kept in /home/me/.cache",
+            "cannot be cached in /home/me/.cache",
             "chown -R \"$USER\" '/home/me/.cache/jax_tilekern/cubin'",
         ),
-        ({"driver": {"gpus": [T4]}}, "compute capability 7.5", "none: this takes a newer GPU"),
+        (
+            {"driver": {"gpus": [T4]}},
+            "compute capability 7.5",
+            "none: the kernels need a newer GPU",
+        ),
         ({"versions": {"jax": "0.9.1"}}, "older than 0.10", "pip install 'jax>=0.10"),
         ({"versions": {"jax": "1.0.0"}}, "newer than 0.12", "pip install 'jax>=0.10"),
         ({"registered_targets": {"CUDA": []}}, "no FFI handler for CUDA", "--force-reinstall"),
@@ -99,17 +103,17 @@ NO_PLUGIN = {"jax-cuda13-plugin": None}
         ({"trial_product": {"error": float("nan")}}, "relative error of nan", "--force-reinstall"),
     ],
 )
-def test_each_problem_has_its_mend(changes, what, mend):
+def test_each_problem_has_its_fix(changes, what, fix):
     (problem,) = problems(**changes)
     assert what in problem.what
-    assert mend in problem.mend
+    assert fix in problem.fix
 
 
 def test_gpus_of_two_architectures():
     old, several = problems(driver={"gpus": [T4, H100]})
     assert "Tesla T4" in old.what
     assert "several architectures" in several.what
-    assert old.mend == several.mend == "export CUDA_VISIBLE_DEVICES=1"
+    assert old.fix == several.fix == "export CUDA_VISIBLE_DEVICES=1"
 
 
 def test_a_tested_micro_release_is_no_problem():
@@ -119,7 +123,7 @@ def test_a_tested_micro_release_is_no_problem():
 def test_json_has_every_probe(capsys, monkeypatch, tmp_path):
     status = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
-    assert report["schema"] == 1
+    assert report["schema"] == 2
     assert set(report["facts"]) | set(report["errors"]) == set(machine.PROBES)
     assert report["errors"] == {}
     assert status == (1 if report["problems"] else 0)
@@ -139,7 +143,7 @@ def test_a_failing_probe_is_reported_and_the_rest_still_told(capsys, monkeypatch
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "failed: OSError: the disk is on fire" in out
-    assert "finding out about cache failed" in out
+    assert "the probe cache failed" in out
     assert "machine.cache()" in out
     assert "trial product" in out
     assert "\x1b" not in out

@@ -119,7 +119,7 @@ def test_an_interruption_keeps_what_was_measured(capsys, meter, monkeypatch):
     products = [f"matmul bf16 {m}x64x64" for m in (64, 128, 256)]
     assert main(["tune", *products]) == 130
     out = capsys.readouterr().out
-    assert "Interrupted. What was measured is kept" in out
+    assert "Interrupted. The results so far are stored" in out
     assert "the other 2" in out
     assert "bf16 64x64x64" in out
     monkeypatch.setattr(tuning, "measure", measure)

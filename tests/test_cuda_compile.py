@@ -25,7 +25,7 @@ RAGGED_ARCHS = ("sm_80", "sm_90a", "sm_120")
 
 # The low 12 bits of an instruction, the same on all of these architectures.
 OPCODES = {0x23C: "HMMA", 0x237: "IMMA", 0x23F: "DMMA", 0x27A: "QMMA", 0x223: "FFMA", 0x83B: "LDSM"}
-# Of a warpgroup's products, with lhs in shared memory and in registers.
+# The warpgroup MMAs, with lhs in shared memory and in registers.
 OPCODES |= {0x9F0: "HGMMA", 0x9F1: "IGMMA", 0x9F3: "QGMMA"}
 OPCODES |= {0xDF0: "HGMMA", 0xDF1: "IGMMA", 0xDF3: "QGMMA"}
 
@@ -103,7 +103,7 @@ def test_compiles_to_what_the_plan_assumes(arch, kernel, instance):
     compiled = compile_kernels(kernel, arch=arch)
     entry = compiled.entry(kernel.name)
     assert compiled.log == ""
-    # The assembler of CUDA 13.0 leaves a few instances a few words short on this one.
+    # ptxas of CUDA 13.0 spills a few words of a few instances on this architecture.
     old = arch == "sm_120" and nvrtc().version < (13, 5)
     assert entry.spill_bytes <= (64 if old else 0)
     assert entry.max_threads == instance.tile.threads
@@ -127,7 +127,7 @@ def _wgmma_instances():
     gpu = known_gpu("sm_90a")
     yield from wgmma_instances(gpu)
     yield from grouped_wgmma_instances(gpu)
-    # Of float32 by pieces, with stores of boxes and of single elements.
+    # Split-float16 emulation, with TMA stores and with stores of single elements.
     for n in (4096, 4097):
         product = product_of("f32", 4096, n, 4096)
         yield from (candidate.instance for candidate in emulated_candidates(product, gpu))
@@ -155,8 +155,8 @@ def _expected_wgmma(instance):
     row_blocks = instance.block_m // (instance.consumers if instance.cooperative else 1) // 64
     pieces = range(instance.pieces)
     orders = sum(i + j < instance.pieces for i in pieces for j in pieces)
-    # Two tiles of k and the odd last one, where registers come in two sets (kSlots); elsewhere the
-    # compiler may do the same by itself.
+    # Two k-tiles and the odd last one, where registers come in two sets (kSlots); elsewhere the
+    # compiler may unroll by itself.
     two_sets = lhs_in_registers and itemsize == 1 and not instance.promote
     if "float8" in instance.types[0]:
         instruction = "QGMMA"
@@ -168,7 +168,7 @@ def _expected_wgmma(instance):
         # A loop for each number of columns.
         counts = [count * (instance.block_n // instance.line_step) for count in counts]
     if instance.ragged == "k":
-        # The first tile of k from each of its steps on.
+        # The first k-tile, from each of its MMA k-steps on.
         counts = [(4 + 3 + 2 + 1) * row_blocks + count for count in counts]
     return instruction, counts
 
@@ -183,7 +183,7 @@ def test_compiles_to_warpgroup_products_that_run_in_the_background(instance):
     kernel = instance.kernel
     compiled = compile_kernels(kernel, arch="sm_90a")
     entry = compiled.entry(kernel.name)
-    # The assembler would say that it makes products wait for each other.
+    # ptxas would report that it serializes MMAs.
     assert compiled.log == ""
     assert entry.spill_bytes == 0
     assert entry.max_threads == instance.threads

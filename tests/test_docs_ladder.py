@@ -34,7 +34,7 @@ records, tables, claim, claims_transpose, claims_products, expectations, figures
 
 
 def test_the_page_is_made_of_the_committed_records():
-    # `python docs/ladder/make_page.py` mends it.
+    # `python docs/ladder/make_page.py` fixes a failure.
     assert make_page.page(records.Records()) == (DOCS / "ladder.md").read_text()
 
 

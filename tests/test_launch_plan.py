@@ -250,9 +250,7 @@ class _Driver:
     def cuda_devices(self) -> list[types.SimpleNamespace] | str:
         if isinstance(self.gpus, str):
             return self.gpus
-        return [
-            types.SimpleNamespace(**vars(gpu), multiprocessors=gpu.sm_count) for gpu in self.gpus
-        ]
+        return [types.SimpleNamespace(**vars(gpu)) for gpu in self.gpus]
 
 
 @pytest.fixture

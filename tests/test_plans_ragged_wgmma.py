@@ -262,9 +262,9 @@ class Barrier:
 
 
 class Cluster:
-    """How the threads of ``RaggedItems`` hear of a cluster's items; ``None`` comes after the last.
+    """How the threads of ``RaggedItems`` receive a cluster's work tiles; ``None`` follows the last.
 
-    Each thread is a generator of what it waits for. Of items only the tiles of k are told.
+    Each thread is a generator of what it waits for. A work tile is represented by its k-tiles.
     """
 
     def __init__(self, items, stages, blocks, consumers=2):
@@ -417,7 +417,7 @@ def test_every_output_is_the_sum_over_its_groups_rows(choice, data):
         if item.k_tiles == 0:
             assert span.rows == 0
             continue
-        # Of the first tile steps of k are left out, and then rows cleared.
+        # The first k-tile skips MMA k-steps, and then clears rows.
         steps, cleared = divmod(item.share, STEP_OF_16_BITS)
         assert 0 <= steps < config.block_k // STEP_OF_16_BITS
         first = item.k + steps * STEP_OF_16_BITS + cleared
@@ -753,8 +753,8 @@ def test_shared_memory_has_room_for_items_and_for_tiles_before_each_span(choice)
     slots = constant("grouped_gemm/sm90/tile_scheduler.cuh", "kSlots")
     slot_bytes = constant("grouped_gemm/sm90/tile_scheduler.cuh", "kSlotBytes")
     barriers = 8 * (2 * config.stages + config.consumers)
-    slabs = config.consumers * constant("gemm/sm90/epilogue.cuh", "kSlabs") * 8192
-    dense = config.stages * config.stage_bytes + slabs + barriers
+    subtiles = config.consumers * constant("gemm/sm90/epilogue.cuh", "kSlabs") * 8192
+    dense = config.stages * config.stage_bytes + subtiles + barriers
     # A pair of barriers each, and the one to ask by.
     ragged = slots * (slot_bytes + 2 * 8) + 8
     if config.ragged == "n":

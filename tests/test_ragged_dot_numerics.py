@@ -81,7 +81,7 @@ def test_types_shapes_sizes(rng, lhs, rhs, out, function):
 
 @pytest.mark.parametrize(("operand", "out"), [(BF16, BF16), (F8E4, BF16)])
 def test_a_gpu_stores_tiles_while_it_multiplies_the_next_ones(rng, operand, out):
-    # More tiles than multiprocessors, and a k that stores are spread over. A CPU has neither.
+    # A GPU has more tiles than SMs, and a k that is long enough to spread stores over it.
     rows, groups, k, n = (3000, 12, 1712, 2056) if on_gpu() else (300, 12, 176, 264)
     x, w = random(rng, (rows, k), operand), random(rng, (groups, k, n), operand)
     for kind in ("random", "full"):

@@ -216,7 +216,7 @@ def test_sizes_that_do_not_divide(rng, shape, specs):
         jax.tree.leaves(ours(*args)), jax.tree.leaves(theirs(*args)), strict=True
     ):
         np.testing.assert_allclose(got, wanted, rtol=1e-5)
-    # Of a few hundred bytes.
+    # The slack covers programs that send a few hundred bytes.
     assert bytes_sent(ours) <= max(SLACK * bytes_sent(theirs), bytes_sent(theirs) + 256)
 
 
@@ -279,7 +279,7 @@ def test_transposes_sums_and_additions(rng, spec, types):
         )
 
 
-# Grouped products.
+# Grouped GEMMs.
 
 GROUPS, ROWS = 8, 32
 RAGGED = {  # rows, matrices and the result

@@ -435,7 +435,7 @@ def test_tune_takes_a_function(store, meter, monkeypatch):
         "The model's choices reach 0.500 of tuned ones, and 0.500 of the fastest kernels "
         "(geometric mean of 1)."
     )
-    assert str(tuning.Tuning()) == "no product that kernels compute"
+    assert str(tuning.Tuning()) == "no product has a kernel"
 
 
 def test_reach_counts_kernels_apart():

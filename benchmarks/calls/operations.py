@@ -169,7 +169,7 @@ OPERATIONS = {
     "matvec": Operation("products of matrices and vectors", 2, _matvec, 2, ("read",)),
     "add": Operation("sums of two arrays", 2, _add, 1, ("copy",)),
     "ragged_dot": Operation(
-        "grouped products of mixtures of experts", 2, ragged_calls.ragged, 2, ("read", "copy"),
+        "grouped GEMMs of mixtures of experts", 2, ragged_calls.ragged, 2, ("read", "copy"),
         bound_by_arithmetic=True,
         row=RaggedRow,
         peer=Peer("dense", lambda: ragged_calls.DENSE, ragged_calls.dense_operands),

@@ -1,4 +1,4 @@
-"""Grouped products and layers of them, by the functions of any side."""
+"""Grouped GEMMs and layers of them, by the functions of any side."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PRODUCTS = {"mn": FORWARD, "mk": ROW_GRADIENT, "gkn": WEIGHT_GRADIENT}
 
 @dataclass(frozen=True)
 class Grouped:
-    """A side that has grouped products, with the arguments of JAX's."""
+    """A side that has grouped GEMMs, with the arguments of JAX's."""
 
     ragged_dot_general: Callable[..., Array]
 

@@ -1,4 +1,4 @@
-"""Rows of grouped products: one product for each expert of a mixture, of the rows routed to it."""
+"""Rows of grouped GEMMs: one product for each expert of a mixture, of the rows routed to it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SPLITS: Mapping[str, Callable[[int, int, np.random.Generator], Sizes]] = {
 
 @dataclass(frozen=True)
 class RaggedRow(Row):
-    """One grouped product, or a layer of them: ``g`` groups have the ``m`` rows between them.
+    """One grouped GEMM, or a layer of them: ``g`` groups have the ``m`` rows between them.
 
     The last operand is the sizes of the groups. The dimensions say what is called: one of
     :data:`PRODUCTS`, :data:`LAYER` or :data:`LAYER_GRADIENTS`.

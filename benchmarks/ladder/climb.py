@@ -181,7 +181,7 @@ def random_operands(problem: Problem, seed: int) -> Operands:
 def _time(
     problem: Problem, rungs: Mapping[str, Rung], records: Mapping[str, Record], seconds: float
 ) -> None:
-    """Time the rungs that are right, in turns, and put ``seconds`` and ``method`` in their records.
+    """Time the correct rungs, interleaved, and put ``seconds`` and ``method`` in their records.
 
     Operands are normal numbers that are not in the cache. What ends on the host is timed by the
     host's clock, from the call to the result.

@@ -184,7 +184,7 @@ def _timed(problem: Record) -> list[Record]:
 def _draw(axes: Any, record: Record, problem: Record) -> None:
     rungs = _timed(problem)
     scale, unit = (1e12, "TFLOP/s") if problem["bound"] == "arithmetic" else (1e9, "GB/s")
-    # Of a problem too small to come near its ceiling, the bars would be invisible beside it.
+    # The bars of a problem that is too small to approach its ceiling would be invisible beside it.
     within_reach = any(speed(problem, rung) > ceiling(record, problem, rung) / 10 for rung in rungs)
     for number, rung in enumerate(rungs):
         color = "C7" if rung["peer"] else "C0" if rung["source"] else "C2"

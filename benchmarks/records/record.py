@@ -134,7 +134,7 @@ def measured(row: Row, run: str, seconds: float, l2_bytes: int) -> Record:
     seconds
         Time to spend on timing.
     l2_bytes
-        Size of the GPU's second-level cache.
+        Size of the GPU's L2.
     """
     return attempted(row, run, lambda: _results(Case.of(row), seconds, l2_bytes))
 

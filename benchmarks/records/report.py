@@ -204,7 +204,7 @@ def _cautions(record: Record) -> Iterator[str]:
         if wall:
             yield f"By wall time, since the profile was not clear: {', '.join(wall)}."
     if clocks := _sm_clocks(rows):
-        yield f"Multiprocessors at {min(clocks)} to {max(clocks)} MHz."
+        yield f"SMs at {min(clocks)} to {max(clocks)} MHz."
     yield from leftovers(record)
 
 
@@ -235,7 +235,7 @@ def _host_clock(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _sm_clocks(rows: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Return the clocks of the multiprocessors in MHz, of rows that have them."""
+    """Return the clocks of the SMs in MHz, of rows that have them."""
     texts = (row.get("clocks", {}).get("clocks.sm", "").removesuffix(" MHz") for row in rows)
     return [int(text) for text in texts if text.isdigit()]
 

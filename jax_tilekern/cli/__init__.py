@@ -1,4 +1,4 @@
-"""The command line, ``python -m jax_tilekern``: one module a command."""
+"""The command line, ``python -m jax_tilekern``: one module per command."""
 
 from __future__ import annotations
 
@@ -24,4 +24,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments
         The command line without the program's name; by default this process's own.
     """
-    return run_command("python -m jax_tilekern", "Tile kernels for JAX.", _COMMANDS, arguments)
+    return run_command(
+        "python -m jax_tilekern", "CUDA and CPU kernels for JAX.", _COMMANDS, arguments
+    )

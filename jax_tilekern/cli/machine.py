@@ -1,6 +1,6 @@
-"""Facts about this machine and environment: what ``doctor`` shows and measurements record.
+"""Facts about this machine and environment, which ``doctor`` shows and measurements record.
 
-Each function looks at one thing and may raise; the callers guard them.
+Each function probes one thing and may raise; the callers catch its errors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax_tilekern.compilation import compiler
 from jax_tilekern.compilation.source_digests import source_digests
 
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
-# What the CPU kernels of this package and of XLA make use of.
+# The instruction sets that the CPU kernels of this package and of XLA use.
 _INSTRUCTION_SETS = (
     "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx_vnni",
     "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "asimd", "sve", "bf16",
@@ -33,7 +33,7 @@ _INSTRUCTION_SETS = (
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of what takes part; ``None`` for what is not installed."""
+    """Return the versions of the software involved; ``None`` for a missing package."""
     return {
         "python": platform.python_version(),
         "os": platform.platform(),
@@ -61,7 +61,7 @@ def backends() -> dict[str, Any]:
     return {
         "default": jax.default_backend(),
         "devices": devices,
-        # What JAX_PLATFORMS or the configuration restricts JAX to.
+        # JAX_PLATFORMS or the configuration may restrict JAX to some platforms.
         "restricted_to": jax.config.jax_platforms or None,
     }
 
@@ -108,7 +108,7 @@ def _kernel(operand: Any, *, platform: str | None = None, **options: Any) -> str
 
 
 def driver() -> dict[str, Any]:
-    """Return what the CUDA driver says: its CUDA version and the GPUs, or why there are none."""
+    """Return the CUDA driver's CUDA version and GPUs, or why there are none."""
     version, devices = _core.cuda_driver_version(), _core.cuda_devices()
     return {
         "cuda": None if isinstance(version, str) else ".".join(map(str, version)),
@@ -118,7 +118,7 @@ def driver() -> dict[str, Any]:
             {
                 "name": device.name,
                 "compute_capability": list(device.compute_capability),
-                "multiprocessors": device.multiprocessors,
+                "multiprocessors": device.sm_count,
                 "l2_bytes": device.l2_bytes,
             }
             for device in devices
@@ -198,7 +198,7 @@ def _within_packages(path: str) -> str:
 
 
 def cache() -> dict[str, Any]:
-    """Return where compiled kernels are kept, how many, and whether more can be."""
+    """Return the kernel cache's location and size, and whether it is writable."""
     info = compiler.cache_info()
     return {
         "location": str(info.location),
@@ -209,8 +209,8 @@ def cache() -> dict[str, Any]:
 
 
 def _writable(folder: Path) -> bool:
-    """Say whether a file can be made in ``folder``, which need not exist yet."""
-    # The folder itself is not made: looking leaves no trace.
+    """Return whether a file can be created in ``folder``, which need not exist yet."""
+    # The probe does not create the folder.
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -252,13 +252,13 @@ PROBES: dict[str, Callable[[], Any]] = {
 
 
 def facts(*names: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what the probes of ``names`` found, and the errors of those that failed."""
+    """Return the results of the probes ``names``, and the errors of those that failed."""
     found: dict[str, Any] = {}
     errors: dict[str, str] = {}
     for name in names:
         try:
             found[name] = PROBES[name]()
-        # A broken installation breaks in any way, and that is what is to be reported.
+        # A broken installation may raise anything, and the error is the result.
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"
     return found, errors

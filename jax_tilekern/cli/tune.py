@@ -1,4 +1,4 @@
-"""``tune``: measure the kernels for products, and keep which is the fastest."""
+"""``tune``: measure the kernels for products, and store the fastest."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from jax_tilekern.plans.gemm.problem import Product
     from jax_tilekern.tuning.tuner import TunedProduct
 
-HELP = "measure which kernel is the fastest for products, and keep it"
+HELP = "measure which kernel is the fastest for products, and store the choice"
 
-# A kernel that never ends would keep the GPU for as long as somebody pays for it, and the process
-# from being interrupted.
+# A kernel that never ends would occupy the GPU, and make the process uninterruptible.
 _LONGEST_PRODUCT = 300.0
 _INTERRUPTED = 130
 
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare how products are measured and where the results are kept."""
+    """Declare how products are measured and where results are stored."""
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="timing of a product (default: %(default)s)"
     )
@@ -51,13 +50,15 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure the best N by the cost model (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--force", action="store_true", help="measure again what is tuned for these kernels"
+        "--force",
+        action="store_true",
+        help="measure again what these kernels were tuned for",
     )
     parser.add_argument(
-        "--export", type=Path, metavar="FILE", help="write all that is tuned for this GPU here"
+        "--export", type=Path, metavar="FILE", help="write all choices for this GPU to FILE"
     )
     parser.add_argument(
-        "--folder", type=Path, help="keep the results here, and not where plans look for them"
+        "--folder", type=Path, help="store the results here, and not where plans look for them"
     )
 
 
@@ -101,7 +102,7 @@ def tune_calls(calls: Sequence[ProductCall], arguments: argparse.Namespace) -> i
     console = make_console()
     if done:
         console.print(_table(f"Tuned for {gpu.name}", done))
-        console.print(tuning.reach(done), f"Kept in {choices.file(gpu)}.", sep="\n")
+        console.print(tuning.reach(done), f"Stored in {choices.file(gpu)}.", sep="\n")
     if arguments.export is not None:
         count = choices.export(arguments.export, gpu)
         console.print(f"{count} choices written to {arguments.export}.")
@@ -148,18 +149,18 @@ def _tuned(
                 progress.advance(task)
         except KeyboardInterrupt:
             progress.console.print(
-                f"Interrupted. What was measured is kept, and the same command goes on "
+                f"Interrupted. The results so far are stored, and the same command continues "
                 f"with the other {len(products) - len(done)}."
             )
             return done, _INTERRUPTED
-        # The device failed: what fails of one product is in its row.
+        # A product's own failure is in its row, so this is the device's.
         except RuntimeError as error:
-            progress.console.print(f"The device failed: {error}\nWhat was measured is kept.")
+            progress.console.print(f"The device failed: {error}\nThe results so far are stored.")
             return done, 1
     return done, 0
 
 
-# What is shown
+# Output
 
 
 def _progress() -> Progress:
@@ -195,10 +196,10 @@ def _table(title: str, rows: Sequence[TunedProduct]) -> RenderableType:
 
 @contextlib.contextmanager
 def _deadline(name: str, seconds: float) -> Iterator[None]:
-    """End the process, by force, if the context takes longer than any product does."""
+    """Kill the process if the context takes longer than any product needs."""
 
     def give_up() -> None:
-        print(f"{name} does not end. What was measured before is kept.", file=sys.stderr)
+        print(f"{name} does not end. Earlier results are stored.", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)
 

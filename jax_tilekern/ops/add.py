@@ -92,7 +92,7 @@ def _batch(_: Any, operands: Sequence[Array], dims: Sequence[int | None]) -> tup
 
 
 def _sharding_rule(x: Any, y: Any) -> ShardingRule:
-    """Label dimensions by their number; one that is broadcast, each device has whole."""
+    """Label dimensions by their index; every device has broadcast dimensions whole."""
     shape = tuple(max(sizes) for sizes in zip(x.shape, y.shape, strict=True))
 
     def labels(operand: Any) -> Dims:

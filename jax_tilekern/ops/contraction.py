@@ -127,7 +127,7 @@ def _batch(
     out_sharding: NamedSharding | None,
     **params: Any,
 ) -> tuple[Array, int]:
-    """Label the mapped axis where it lies; an operand without it is not touched."""
+    """Label the mapped axis in place; an operand without it is unchanged."""
     mapped = 1 + max(*contraction.lhs, *contraction.rhs, -1, -1)
     batched = Contraction(
         labelled(contraction.lhs, mapped, dims[0]),
@@ -139,7 +139,7 @@ def _batch(
     return contract(lhs, rhs, batched, out_sharding=out_sharding, **params), 0
 
 
-# Partitioning: the labels say which dimensions devices may share.
+# Partitioning: the labels state which dimensions may be split among devices.
 
 
 def _sharding_rule(lhs: Any, rhs: Any, *, contraction: Contraction, **_: Any) -> ShardingRule:
@@ -180,7 +180,7 @@ def _refusal(
     **_: Any,
 ) -> Fallback | None:
     if all(lhs.shape[contraction.lhs.index(x)] == 1 for x in contraction.contracted):
-        # For example per-example gradients, whose norms then never touch memory.
+        # XLA fuses for example the norms of per-example gradients, which then need no memory.
         return Fallback("nothing is contracted, and XLA fuses an outer product into what uses it")
     arithmetic = chosen_arithmetic(platform, lhs, rhs, out_dtype, precision)
     return arithmetic if isinstance(arithmetic, Fallback) else None

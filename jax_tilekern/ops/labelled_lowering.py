@@ -1,4 +1,4 @@
-"""What lowering the primitives over labelled dimensions has in common.
+"""Shared code for lowering the primitives over labelled dimensions.
 
 Which arithmetic computes a product, and where a kernel reads its operands: the MLIR value of an
 operand tells what transposes it.
@@ -20,7 +20,7 @@ from jax_tilekern.primitives.operation import Fallback, Rewrite
 
 
 class Platform(NamedTuple):
-    """What a platform's kernels of products can do.
+    """The capabilities of a platform's product kernels.
 
     Attributes
     ----------
@@ -34,14 +34,14 @@ class Platform(NamedTuple):
     needs_unit_stride: bool
 
     def obstacle(self, geometry: MatmulGeometry) -> str | None:
-        """Return in words what keeps kernels from a geometry, if anything does."""
+        """Return in words why no kernel supports a geometry, if none does."""
         return geometry.without_unit_stride if self.needs_unit_stride else None
 
 
 def chosen_arithmetic(
     platform: Platform, lhs: Any, rhs: Any, out_dtype: np.dtype[Any], precision: Any
 ) -> str | Converted | Fallback:
-    """Return what a product of two abstract values is computed in, or why there is no kernel."""
+    """Return the arithmetic of a product of two abstract values, or why there is no kernel."""
     name = precision_name(precision)
     arithmetic = platform.arithmetic(lhs.dtype, rhs.dtype, out_dtype, name)
     if arithmetic is None:
@@ -59,7 +59,7 @@ class LabelledOperand(NamedTuple):
 
     @property
     def source(self) -> LabelledOperand:
-        """What is transposed to make this operand; the operand itself if nothing is."""
+        """The array whose transpose is this operand, or the operand itself."""
         found = compat.transposed_from(self.value)
         if found is None:
             return self
@@ -73,7 +73,7 @@ class LabelledOperand(NamedTuple):
 def ways_to_read(
     lhs: LabelledOperand, rhs: LabelledOperand
 ) -> Iterator[tuple[LabelledOperand, LabelledOperand]]:
-    """Yield the operands that a kernel may read: before what transposes them, and as they are."""
+    """Yield the operands that a kernel may read: before their transposes, and as they are."""
     yield lhs.source, rhs.source
     yield lhs, rhs
 
@@ -86,7 +86,7 @@ def cast_first(arithmetic: Converted, function: Callable[..., Any]) -> Rewrite:
 
 
 def cpu_attributes(geometry: MatmulGeometry) -> dict[str, tuple[int, ...]]:
-    """Return what the CPU's handlers are told of a geometry."""
+    """Return the attributes of a geometry for the CPU's handlers."""
     return {
         "sizes": (*geometry.batch, geometry.m, geometry.n, geometry.k),
         "lhs_strides": geometry.lhs_strides,

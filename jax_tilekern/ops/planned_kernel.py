@@ -1,4 +1,4 @@
-"""A planner of launches, asked for one call: a kernel, or the reason why there is none."""
+"""The plan of one call: a kernel, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _plan(
     try:
         return planner(*arguments, gpu)
     except (CompileError, PlanError) as error:
-        # Without the frames that it would keep alive.
+        # The traceback is dropped, because it would keep frames alive.
         return error.with_traceback(None)
 
 
@@ -72,5 +72,5 @@ def _plan_once(
     *,
     state: Hashable,
 ) -> Planned:
-    """Plan a call as the same one was planned before: layers of a model repeat theirs."""
+    """Plan a call once; equal layers of a model reuse the plan."""
     return _plan(planner, arguments, gpu)

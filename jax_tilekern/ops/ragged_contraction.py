@@ -1,4 +1,4 @@
-"""The primitive behind every ragged product: a contraction of each group's rows.
+"""The primitive behind every grouped GEMM: a contraction of each group's rows.
 
 It is closed under differentiation and batching: the cotangent of an operand is a ragged
 contraction of the other one with the output's cotangent, written straight into the operand's own
@@ -91,7 +91,7 @@ def contract_groups(
     contracted = contraction.contracted if contraction.ragged_dimension == "k" else ()
     summed = tuple(x for x in contraction.bounds if x not in (*out, *contracted, contraction.group))
     if summed:
-        # Groups differ along these, so each index has a product of its own.
+        # Groups differ along these dimensions, so each index is a product of its own.
         narrow = jnp.issubdtype(out_dtype, jnp.floating) and np.dtype(out_dtype).itemsize < 4
         sums = np.dtype(np.float32 if narrow else out_dtype)
         each = dataclasses.replace(contraction, out=(*summed, *out))
@@ -134,7 +134,7 @@ def _masked(
     precision: Any,
     out_dtype: Any,
 ) -> Array:
-    """Let the operands have the groups, with zeros where a row is another group's, as JAX does."""
+    """Give the operands the group label, with zeros in rows of other groups, as JAX does."""
     rows = lhs.shape[contraction.lhs.index(contraction.ragged)]
     ends = lax.expand_dims(bounds, [bounds.ndim])
     position = lax.broadcasted_iota(np.int32, (*bounds.shape[:-1], 1, rows), bounds.ndim)
@@ -218,7 +218,7 @@ def _batch(
     out_sharding: NamedSharding | None,
     **params: Any,
 ) -> tuple[Array, int]:
-    """Label the mapped axis where it lies; an operand without it is not touched."""
+    """Label the mapped axis in place; an operand without it is unchanged."""
     c = contraction
     lhs, rhs, bounds = operands
     if dims[2] is not None:
@@ -237,7 +237,7 @@ def _batch(
     return contract_groups(lhs, rhs, bounds, batched, out_sharding=out_sharding, **params), 0
 
 
-# Partitioning: the bounds are those of the rows and groups that a device has.
+# Partitioning: each device has the bounds of its own rows and groups.
 
 
 def _sharding_rule(
@@ -247,7 +247,7 @@ def _sharding_rule(
     prefix = (*c.bounds[:-1], None)
     sizes = sizes_of((prefix, bounds.shape), (c.lhs, lhs.shape), (c.rhs, rhs.shape))
     sizes[c.group] = bounds.shape[-1] - 1
-    # A row is multiplied for one group alone.
+    # Each row is multiplied for one group only.
     flops = 2 * math.prod(sizes.values()) / max(1, sizes[c.group])
     return ShardingRule((c.lhs, c.rhs, prefix), (c.out,), sizes, flops=flops, names=c.names)
 
@@ -257,7 +257,7 @@ def _localised(
 ) -> tuple[Array, Array, Array]:
     group, ragged, last = contraction.group, contraction.ragged, bounds.ndim - 1
     if shard.is_split(group):
-        # Groups that pad the last device's have no rows.
+        # Groups that pad the last device's part have no rows.
         missing = shard.size(group) * shard.parts(group) - (bounds.shape[-1] - 1)
         bounds = jnp.pad(bounds, [(0, 0)] * last + [(0, missing)], mode="edge")
         bounds = lax.dynamic_slice_in_dim(
@@ -290,7 +290,7 @@ def _labelled(operands: Sequence[Operand], contraction: RaggedContraction) -> li
 
 def _cuda_arithmetic(*types: Any) -> str | Converted | None:
     arithmetic = cuda_arithmetic(*types)
-    # Split-float16 products have no grouped kernel, and plain float32 is as accurate.
+    # Split-float16 emulation has no grouped kernel, and plain float32 is as accurate.
     return "f32" if arithmetic == "f32_emulated" else arithmetic
 
 

@@ -26,7 +26,7 @@ from jax_tilekern.primitives import ffi
 from jax_tilekern.primitives.compat import ad, zero_tangent
 from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operation, Planner, define
 
-# Derivatives are as accurate as what they are of.
+# Derivatives are as accurate as the functions.
 _product = functools.partial(matmul, precision=lax.Precision.HIGHEST)
 
 
@@ -71,13 +71,13 @@ def lu(a: Array) -> tuple[Array, Array, Array]:
 
 
 def left_to_xla(x: Array, call: str, reason: str) -> Array:
-    """Return ``x``; tells ``explain`` why JAX's own function takes it."""
+    """Return ``x``; record for ``explain`` why JAX's own function computes the call."""
     result: Array = _left_to_xla(x, call=call, reason=reason)[0]
     return result
 
 
-# Batching. Matrices that are mapped over are more of them; right-hand sides of matrices that are
-# not are more columns.
+# Batching. Mapped matrices extend the batch; mapped right-hand sides of an unmapped matrix are more
+# columns.
 
 
 def _in_front(x: Array, dim: int | None, size: int) -> Array:
@@ -107,7 +107,7 @@ def _batch_system(
     left_side = params.get("left_side", True)
     if a_dim is None:
         assert b_dim is not None
-        # Columns of a left side are the last dimension, and those of a right side the one before.
+        # The columns of a left side are the last dimension, those of a right side the one before.
         at = a.ndim if left_side else a.ndim - 2
         b = jnp.moveaxis(b, b_dim, at)
         merged = at - 1 if left_side else at
@@ -128,7 +128,7 @@ def _transposed_if(x: Array, condition: bool) -> Array:
 
 
 def _difference(x: Any, y: Any) -> Any:
-    """Subtract what may be symbolically zero; not both are."""
+    """Subtract tangents that may be symbolically zero, but not both."""
     if type(y) is ad.Zero:
         return x
     return -y if type(x) is ad.Zero else x - y
@@ -213,7 +213,7 @@ def _lu_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[A
     )
 
 
-# Partitioning: devices share the leading dimensions.
+# Partitioning: the leading dimensions are split among devices.
 
 
 def _sharding_rule(
@@ -235,7 +235,7 @@ def _sharding_rule(
     )
 
 
-# Lowering: a planner answers with a kernel, or with the reason why there is none.
+# Lowering: a planner returns a kernel, or the reason why there is none.
 
 
 def refusal(size: Any, dtype: Any) -> str | None:
@@ -286,12 +286,12 @@ def _system_on_cuda(
     a, b = operands
     matrices = _matrices(a.aval)
     columns = _columns(b.aval, left_side)
-    # x @ a = b is a system with the transposed matrix, of which b has the right-hand sides as rows.
+    # x @ a = b is a system with the transposed matrix, whose right-hand sides are the rows of b.
     chosen = kernel(matrices, columns, transpose=transpose == left_side, **params)
     return planned_kernel((a.value, b.value), plans.plan_columns, matrices, columns, chosen)
 
 
-# Vectors have a lane for each matrix.
+# A vector has one lane per matrix.
 _CPU_FEWEST = 4
 _CPU_MOST_COLUMNS = 64
 
@@ -489,7 +489,7 @@ def _whole(x: Any, **_: Any) -> ShardingRule:
     raise AssertionError("JAX's own function takes the call, so nothing is partitioned")
 
 
-# What was decided before lowering, for ``explain``. The tangent is not told of again.
+# Decisions before lowering, for ``explain``. The tangent is not recorded again.
 _left_to_xla: _Bind = define(
     Operation(
         "tilekern_left_to_xla",

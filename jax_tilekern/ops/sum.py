@@ -30,7 +30,7 @@ from jax_tilekern.primitives.operation import (
 
 Axes = tuple[int, ...]
 
-# Types of the CPU's handler.
+# The types that the CPU's handler supports.
 _CPU_DTYPES = tuple(
     np.dtype(t)
     for t in (
@@ -137,7 +137,7 @@ def _with_initial(a: Array, axes: Axes, dtype: np.dtype[Any], initial: ArrayLike
 
 
 def _reference(x: Array, *, axes: Axes, dtype: np.dtype[Any]) -> Array:
-    # Of its own type JAX sums 16-bit floats in float32, which it does not if asked for the type.
+    # JAX sums 16-bit floats in float32 by default, but not if that type is requested explicitly.
     return jnp.sum(x, axes, None if x.dtype == dtype and dtype.kind not in "iub" else dtype)
 
 

@@ -57,7 +57,7 @@ def transpose(x: ArrayLike, axes: Sequence[int] | None = None) -> Array:
     >>> jtk.transpose(jnp.ones((2, 3, 4)), (2, 0, 1)).shape
     (4, 2, 3)
     """
-    # For its exceptions, of which some are about what is no array.
+    # JAX's function raises the exceptions, some of which concern values that are not arrays.
     jax.eval_shape(lambda: jnp.transpose(x, axes))
     x = jnp.asarray(x)
     given = reversed(range(x.ndim)) if axes is None else axes
@@ -90,13 +90,13 @@ def _sharding_rule(x: Any, *, axes: Axes) -> ShardingRule:
 
 
 def _item_bytes(dtype: Any) -> int | None:
-    """Return the bytes of an item, or None if it does not have whole ones that kernels move."""
+    """Return the size of an item in bytes, or None if kernels cannot move it."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return None
     if dtype.kind in "biufc":
         bits = 8 * int(dtype.itemsize)
     else:
-        # Knows the types that NumPy does not; their own itemsize is 1 at least.
+        # This function supports types that NumPy lacks; their itemsize is at least 1.
         info: Any = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
         bits = int(info(dtype).bits)
     return bits // 8 if bits in (8, 16, 32, 64, 128) else None

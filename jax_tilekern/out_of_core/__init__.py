@@ -1,4 +1,4 @@
-"""Matrix products of operands that do not fit the GPU, or the host's memory."""
+"""Matrix products whose operands exceed the memory of the GPU, or of the host."""
 
 from jax_tilekern.out_of_core.plan import Plan
 from jax_tilekern.out_of_core.product import matmul, plan

@@ -37,5 +37,5 @@ class Bar:
         self._progress.stop()
 
     def __call__(self, progress: Progress) -> None:
-        """Show what is done."""
+        """Show the completed blocks."""
         self._progress.update(self._task, completed=progress.done)

@@ -1,4 +1,4 @@
-"""How far a product is, as its caller and its progress bar see it."""
+"""The progress of a product, for its caller and its progress bar."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jax_tilekern.out_of_core.plan import Plan
 
 
 class Progress(NamedTuple):
-    """How far a product is.
+    """The progress of a product.
 
     Attributes
     ----------
@@ -17,9 +17,9 @@ class Progress(NamedTuple):
     read_bytes
         Bytes of operands that were copied to devices.
     seconds
-        Time since the start.
+        Seconds since the start.
     plan
-        How the product is cut.
+        The plan of the product.
     """
 
     done: int

@@ -223,7 +223,7 @@ def _visible_gpu() -> Gpu | str:
     models = {
         Gpu(
             compute_capability=device.compute_capability,
-            sm_count=device.multiprocessors,
+            sm_count=device.sm_count,
             shared_memory_bytes=device.shared_memory_bytes,
             l2_bytes=device.l2_bytes,
             name=device.name,

@@ -52,7 +52,7 @@ FFI_TARGETS = (
 
 
 def _register() -> None:
-    # Types first: XLA looks up a state's type when it is given the handler.
+    # Types precede handlers, because XLA looks up a state's type when a handler is registered.
     for platform, types in _core.type_registrations().items():
         for name, type_registration in types.items():
             jax.ffi.register_ffi_type(name, type_registration, platform=platform)
@@ -158,7 +158,7 @@ def emit(
     digest = repr(sorted(call.attributes.items()))
 
     def attributes() -> dict[str, Any]:
-        # A Python int is an int64_t to the handler.
+        # The handler receives a Python int as an int64_t.
         return {
             name: np.array(value, np.int64) if isinstance(value, tuple) else value
             for name, value in call.attributes.items()
@@ -197,14 +197,14 @@ def _call(
     attributes: Callable[[], Mapping[str, Any]],
     aliases: Mapping[int, int] | None = None,
 ) -> Sequence[Any]:
-    """Emit a custom call, of which ``digest`` tells the attributes apart."""
-    # Only the shapes of operands are looked at, and only for their layouts.
+    """Emit a custom call; ``digest`` identifies its attributes."""
+    # Only the layouts depend on the operands, by their shapes.
     shapes = [tuple(operand.type.shape) for operand in operands]
     avals_in = [jax.core.ShapedArray(shape, np.dtype(np.uint8)) for shape in shapes]
     rule = jax.ffi.ffi_lowering(target, operand_output_aliases=dict(aliases) if aliases else None)
-    # dataclasses.replace is what ctx.replace does, with a type.
+    # dataclasses.replace does what ctx.replace does, with types.
     inner = dataclasses.replace(ctx, avals_in=avals_in, avals_out=list(results))
-    # A kernel that every layer of a model calls, with its cubin, is in the program once.
+    # The program contains a kernel with its cubin once, even if every layer of a model calls it.
     types = [str(operand.type) for operand in operands]
     key = repr((target, types, [str(aval) for aval in results], digest, aliases))
     return call_private(

@@ -246,7 +246,7 @@ def _register_lowering(
         for platform in operation.planners
     }
     elsewhere = mlir.lower_fun(operation.reference, multiple_results=operation.several_results)
-    # Not cacheable: a planner looks at where its operands come from.
+    # The lowering is not cacheable, because a planner inspects the producers of its operands.
     mlir.register_lowering(
         primitive,
         functools.partial(compat.lower_per_platform, operation.name, rules, elsewhere),
@@ -297,7 +297,7 @@ def _lower(
 def _outcome(
     operation: Operation, platform: str, ctx: Any, *values: Any, **params: Any
 ) -> Kernel | Rewrite | Fallback | None:
-    """Return what computes a call, or ``None`` if XLA partitions it first."""
+    """Return the planned computation of a call, or ``None`` if XLA partitions it first."""
     planner = operation.planners[platform]
     excluded = modes.why_disabled() or _without_plan(ctx.avals_in)
     refused = Fallback(excluded) if excluded else planner.refusal(*ctx.avals_in, **params)
@@ -311,7 +311,7 @@ def _outcome(
 
 
 def _without_plan(avals: Sequence[Any]) -> str | None:
-    """Return what about the operands' sizes allows no plan, if anything does."""
+    """Return why the operands' sizes allow no plan, if they do not."""
     sizes = [size for aval in avals for size in aval.shape]
     if not all(isinstance(size, int) for size in sizes):
         return "a plan needs every size, and this shape is symbolic"
@@ -319,7 +319,7 @@ def _without_plan(avals: Sequence[Any]) -> str | None:
 
 
 def obstacle(place: Place, avals: Sequence[Any]) -> str | None:
-    """Return why a call on several devices is XLA's to partition, if it is."""
+    """Return why XLA computes a call on several devices, if it does."""
     if place is Place.PARTLY_MANUAL:
         return (
             "XLA partitions its own operation in a shard_map over some mesh axes; one over all of "

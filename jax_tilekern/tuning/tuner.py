@@ -1,8 +1,8 @@
-"""Tuning: the kernels of products chosen by measuring them, once, instead of by the cost model.
+"""Tuning: a product's kernels are measured once, and the fastest is chosen from then on.
 
-What is found is kept in a file for each GPU model, and plans made afterwards follow it; see
-``plans/tuned.py``. JAX keeps functions that it has lowered already: they change with
-:func:`jax.clear_caches` or in the next process.
+A file for each GPU model stores the choices, and later plans follow it; see ``plans/tuned.py``. JAX
+caches functions that it has lowered already: they change with :func:`jax.clear_caches` or in the
+next process.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ __all__ = [
     "tune_products", "using",
 ]  # fmt: skip
 
-# Candidates that are this close to the fastest are as good; of these the model's choice is taken,
-# and XLA's own product last.
+# Candidates within this factor of the fastest are equally good. Among them the model's choice comes
+# first, and XLA's own product last.
 _AS_GOOD = 1.01
 
 
-# What there is to tune
+# Products to tune
 
 
 def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Product]:
@@ -84,14 +84,14 @@ def short_name(product: Product) -> str:
 
 @dataclass(frozen=True)
 class TunedProduct:
-    """What came of one product.
+    """The result of tuning one product.
 
     Attributes
     ----------
     product
         The product.
     choice
-        What was found, now or earlier; ``None`` if nothing ran.
+        The measured choice, new or earlier; ``None`` if nothing ran.
     failures
         Why candidates were not measured, by key.
     known
@@ -123,7 +123,7 @@ class TunedProduct:
 
 
 def reach(rows: Iterable[TunedProduct]) -> str:
-    """Say what part of the tuned speed the cost model's choices reach, in geometric mean."""
+    """Describe how much of the tuned speed the cost model's choices reach, as a geometric mean."""
     choices = [row.choice for row in rows if row.choice is not None]
     reaches = [choice.reach for choice in choices if choice.reach is not None]
     kernels = [choice.kernel_reach for choice in choices if choice.kernel_reach is not None]
@@ -140,14 +140,14 @@ def _geometric_mean(values: Sequence[float]) -> float:
 
 
 class Tuning(tuple[TunedProduct, ...]):
-    """What came of the products of a function; prints as a table."""
+    """The results of tuning the products of a function; prints as a table."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
-        """Return one line per product, and what they say together."""
+        """Return one line per product, and a summary."""
         if not self:
-            return "no product that kernels compute"
+            return "no product has a kernel"
         rows = [TunedProduct.HEADINGS, *(row.cells() for row in self)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -169,8 +169,8 @@ def tune(
     """Measure which kernel is the fastest for each of the library's products in ``function``.
 
     Kernels are measured on random operands, not in the function, which is traced and not executed.
-    Functions that are lowered afterwards have the winners; one that is jitted and has run has
-    them after :func:`jax.clear_caches`, and so have later processes.
+    Functions that are lowered afterwards use the winners. A jitted function that has already run
+    uses them after :func:`jax.clear_caches` or in later processes.
 
     Parameters
     ----------
@@ -179,19 +179,19 @@ def tune(
     *args, **kwargs
         Its arguments: arrays or ``jax.ShapeDtypeStruct``.
     seconds
-        Timing of a product, to which compilation comes.
+        Time to measure each product, besides compilation.
     top
-        How many candidates are measured, the best by the cost model.
+        Number of candidates to measure, the best by the cost model.
     force
-        Measure again what these kernels have been tuned for already.
+        Measure products again that were tuned with these kernels.
     progress
-        Called with what came of each product, for example ``print``. What it was called with is
-        stored, whatever stops the rest.
+        A function that is called with the result of each product, for example ``print``. Each such
+        result is stored, even if the rest is interrupted.
 
     Returns
     -------
     Tuning
-        One :class:`TunedProduct` a product; ``print`` it for a table.
+        One :class:`TunedProduct` per product; ``print`` it for a table.
 
     Raises
     ------
@@ -224,7 +224,7 @@ def gpu_to_measure() -> Gpu:
     Raises
     ------
     NoGpu
-        If JAX has none, or plans are being made for another.
+        If JAX has no GPU, or plans are made for another one.
     """
     gpu = current_gpu()
     if jax.default_backend() != "gpu":
@@ -234,7 +234,7 @@ def gpu_to_measure() -> Gpu:
         )
     device = jax.devices()[0].device_kind
     if device != gpu.name:
-        raise NoGpu(f"plans are made for {gpu.name}, and the GPU to measure on is {device}")
+        raise NoGpu(f"plans are made for {gpu.name}, but the GPU to measure on is {device}")
     return gpu
 
 
@@ -252,13 +252,13 @@ def tune_products(
     Parameters
     ----------
     products
-        What to tune.
+        The products.
     gpu
-        The one at hand.
+        The GPU of this machine.
     seconds, top, force
-        As :func:`tune` takes them.
+        As for :func:`tune`.
     choices
-        Where results are stored; by default where plans look for them.
+        Where to store results; by default where plans look for them.
     """
     choices = current_choices() if choices is None else choices
     digest = _digest()
@@ -324,18 +324,18 @@ def export(path: str | os.PathLike[str], gpu: Gpu | None = None) -> int:
     Parameters
     ----------
     path
-        The file, JSON.
+        The JSON file.
     gpu
-        By default the one that plans are made for.
+        The GPU model; by default the one that plans are made for.
     """
     return current_choices().export(Path(path), current_gpu() if gpu is None else gpu)
 
 
 def load(path: str | os.PathLike[str]) -> int:
-    """Let plans of this process follow the choices that :func:`export` wrote; return their number.
+    """Make plans of this process follow the choices that :func:`export` wrote; return their number.
 
-    They come before those that were tuned on this machine, so that every process which loads a
-    file makes the same plans. Choices for other GPU models do nothing.
+    They take precedence over choices that were tuned on this machine, so that every process that
+    loads a file makes the same plans. Choices for other GPU models have no effect.
 
     Parameters
     ----------

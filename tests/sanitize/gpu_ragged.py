@@ -59,7 +59,7 @@ SHAPES: list[tuple[Literal["m", "k"], tuple[str, ...], tuple[int, int, int, int]
     ("k", ("TN",), (4, 520, 136, 150)),
     ("k", ("TN", "NT"), (5, 67, 61, 131)),
 ]
-# Of a public call: negative ones count as 0, and groups end where the rows do.
+# A public call treats negative sizes as 0 and ends groups at the last row.
 SIZES = [(-5, 30, -(2**31), 50), (2**31 - 1,) * 4, (0, 0, 0, 0), (7, 2**31 - 1, -1, 9)]
 
 
