@@ -76,7 +76,7 @@ def _compiled_for_calls(only: str) -> dict[str, Any]:
         return output
 
     kernels = {}
-    with mock.patch.object(Nvrtc, "compile", compile_and_digest):
+    with mock.patch.object(Nvrtc, "compile", compile_and_digest), jax.enable_x64(True):
         for arch in ("sm_90a", "sm_80", "sm_89", "sm_120"):
             for label, function, operands in _calls(arch):
                 label = f"{arch} {label}"

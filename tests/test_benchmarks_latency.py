@@ -247,6 +247,7 @@ def bench(*arguments):
     return main(["latency", "--suite", "tiny", *few, *map(str, arguments)])
 
 
+@pytest.mark.thorough
 def test_a_run_with_real_processes_writes_a_record_and_tables(tiny, tmp_path, capsys):
     file = tmp_path / "latency.json"
     assert bench("--json", file) == 0

@@ -277,7 +277,7 @@ def test_a_row_may_lose_against_the_ceiling():
 
 
 @pytest.mark.parametrize("operation", MEMORY_BOUND)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_a_run_writes_a_record_a_plot_and_tables(operation, monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(

@@ -358,6 +358,7 @@ def test_other_peers_are_timed_with_ours():
 # Records and tables.
 
 
+@pytest.mark.thorough
 def test_a_run_writes_a_record_and_tables(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "tokamax", None)
     ragged_calls._tokamax.cache_clear()

@@ -402,6 +402,7 @@ def test_vmap_over_each_input_and_axis(rng, axes, batch_axis):
     ("outer", "inner"),
     list(itertools.product([(0, None), (None, 0), (0, 0), (2, 1)], [(0, None), (None, 0), (1, 1)])),
 )
+@pytest.mark.one_in(2)
 def test_nested_vmap(rng, outer, inner, batch_axis):
     kernel = scale_columns(batch_axis)
 

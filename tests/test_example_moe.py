@@ -117,6 +117,7 @@ def test_products_are_of_the_chosen_rows_only(rng):
         assert f"[{CHOSEN * TOKENS}," in choice.operands[0], choice
 
 
+@pytest.mark.thorough
 def test_the_loss_falls(rng):
     text, _ = moe.load_text(moe.PLAY)
     steps, batch = 40, 8

@@ -46,7 +46,7 @@ def kernels(function, *args):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_inverses(rng, x64, n, dtype):
     a = random(rng, (COUNT, n, n), dtype)
     x = linalg.inv(a)
@@ -86,7 +86,7 @@ def test_residuals_of_solutions_are_small(rng, x64, n, dtype, columns):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_lu(rng, x64, n, dtype):
     a = random(rng, (3, COUNT, n, n), dtype)
     p, lower, upper = linalg.lu(a)
@@ -124,7 +124,7 @@ def test_of_equal_pivots_the_first_is_taken(rng):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_cholesky(rng, x64, n, dtype):
     a = definite(rng, (COUNT, n, n), dtype)
     factor = linalg.cholesky(a)
@@ -278,6 +278,7 @@ def test_what_is_not_finite_stays_in_its_own_matrix(rng, n, value):
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None), (2, 1), (None, 1), (1, None)])
+@pytest.mark.one_in(2)
 def test_vmap_of_solve_is_one_call(rng, axes):
     shapes = [[6, 6], [6, 2]]
     for shape, axis in zip(shapes, axes, strict=True):

@@ -94,6 +94,7 @@ def test_other_types(rng, x64, dtype):
 @pytest.mark.parametrize("x64_enabled", [False, True])
 @pytest.mark.parametrize("keepdims", [False, True])
 @pytest.mark.parametrize("axis", [None, 0, -1, (0, 2), ()])
+@pytest.mark.one_in(2)
 def test_types_and_shapes_are_jaxs(axis, keepdims, x64_enabled):
     with jax.enable_x64(x64_enabled):
         types = (np.float32, BF16, np.int8, np.uint16, np.int32, np.bool_, np.complex64)
