@@ -597,7 +597,7 @@ def test_the_clocks_are_compared_where_calls_are_long():
     assert "median 1.030, at most 1.040 (long peer)" in lines[0]
 
 
-def test_multiprocessor_clocks():
+def test_sm_clocks():
     rows = [{"clocks": {"clocks.sm": text}} for text in ("1980 MHz", "1755 MHz", "[N/A]")]
     assert report._sm_clocks([*rows, {"clocks": {}}, {}]) == [1980, 1755]
 

@@ -326,7 +326,7 @@ def side(calls, rounds):
     return side_times.Side(lambda: None, calls, rounds)
 
 
-def test_sides_take_turns_for_as_many_rounds_as_each_has():
+def test_sides_are_interleaved_for_as_many_rounds_as_each_has():
     sides = {"ours": side(9, 3), "peer": side(9, 3), "slow": side(1, 1)}
     order = side_times._order(sides)
     assert order == ["ours", "peer", "slow", "peer", "ours", "ours", "peer"]

@@ -47,7 +47,7 @@ def test_what_was_not_used_for_longest_is_deleted(folder, monkeypatch):
     assert kernel_cache.info().bytes == 3000
 
 
-def test_what_an_ended_process_left_is_deleted_in_its_turn(folder, monkeypatch):
+def test_files_of_an_ended_process_are_evicted_in_order(folder, monkeypatch):
     monkeypatch.setattr(kernel_cache, "LIMIT_BYTES", 4000)
     kernel_cache.write("a", ENTRY)
     part = folder / "b.part"

@@ -226,7 +226,7 @@ def test_8_bit_floats_are_widened_where_mma_has_none():
             assert instance.promote == (arithmetic == "fp8" and not instance.widen)
 
 
-def test_bands_keep_running_blocks_compact():
+def test_grouped_rasterization_keeps_concurrent_blocks_compact():
     choice = best(product_of("bf16", 8192, 8192, 8192))
     tile, running = choice.instance.tile, H100.sm_count
     lines = (
@@ -238,7 +238,7 @@ def test_bands_keep_running_blocks_compact():
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 32))
-def test_banded_order_visits_every_tile_once(tiles_m, tiles_n, band):
+def test_grouped_rasterization_visits_every_tile_once(tiles_m, tiles_n, band):
     # banded_tile() of rasterization.cuh.
     visited = set()
     for index in range(tiles_m * tiles_n):

@@ -143,7 +143,7 @@ def test_forward_and_gradients_need_no_copy():
     assert geometry.product.out_strides == (k * n, n, 1)
 
 
-def test_operands_are_exchanged_for_the_other_major_order():
+def test_operands_are_swapped_for_the_other_major_order():
     """The gradient of weights that lie as ``(groups, n, k)``."""
     rows, groups, k, n = 100, 8, 16, 24
     weights = RaggedContraction((0, 2), (0, 3), (1,), (1, 3, 2), 0, 1)

@@ -338,7 +338,7 @@ class Cluster:
 
 
 @given(st.lists(st.integers(0, 5), max_size=20), st.integers(2, 4), st.integers(1, 2), st.randoms())
-def test_every_thread_hears_of_every_item(items, stages, blocks, random):
+def test_every_thread_receives_every_work_tile(items, stages, blocks, random):
     cluster = Cluster(items, stages, blocks)
     waiting = {thread: next(thread) for thread in cluster.threads}
     while waiting:
@@ -750,7 +750,7 @@ def test_every_field_of_the_groups_is_packed():
 
 
 @given(any_case)
-def test_shared_memory_has_room_for_items_and_for_tiles_before_each_span(choice):
+def test_shared_memory_has_room_for_work_tiles_and_for_tiles_before_each_span(choice):
     config = choice.instance
     slots = constant("grouped_gemm/sm90/tile_scheduler.cuh", "kSlots")
     slot_bytes = constant("grouped_gemm/sm90/tile_scheduler.cuh", "kSlotBytes")

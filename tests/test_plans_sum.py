@@ -118,7 +118,7 @@ def test_splits_cover_k(shape, axes):
         assert len({x for elements in summed.values() for x in elements}) == math.prod(shape)
 
 
-def test_large_sums_take_every_multiprocessor_and_a_small_second_launch():
+def test_large_sums_use_every_sm_and_a_small_second_launch():
     for size in (10**6, 10**8, 10**9):
         best = found((size,), (0,))[0]
         first, *rest = best.passes

@@ -184,7 +184,7 @@ def test_division_by_a_divisor_is_exact(value, number):
 
 
 @given(st.integers(1, 2000), st.integers(1, 40))
-def test_bands_hold_every_tile_once(rows, columns):
+def test_grouped_rasterization_has_every_tile_once(rows, columns):
     """As ``tile_position`` of ``transpose/shape.cuh`` walks them."""
     values = TileGrid(rows, columns).values
     count, band, width, last_width = values[1::3]

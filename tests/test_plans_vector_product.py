@@ -73,7 +73,7 @@ def test_the_kernel_follows_from_the_major_order(arithmetic):
         assert {c.swapped for c in found} == {swapped}
 
 
-def test_dot_products_take_every_multiprocessor():
+def test_dot_products_use_every_sm():
     for k in (10**6, 10**9):
         best = vector_product_candidates(product_of("tf32", 1, 1, k, rhs_k_major=True), H100)[0]
         first, *rest = best.passes.passes

@@ -243,7 +243,7 @@ def test_items_cover_every_output_and_all_of_k_once(case, data):
 
 
 @given(cases(large))
-def test_large_products_have_as_many_items_as_they_need(case):
+def test_large_products_have_as_many_work_tiles_as_they_need(case):
     _, choice = case
     plan = plan_of(choice)
     shape, instance = shape_of(plan), choice.instance
