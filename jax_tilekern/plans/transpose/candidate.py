@@ -36,7 +36,7 @@ class TransposeCandidate(Candidate):
     @property
     def name(self) -> str:
         """The kernel, for ``explain``."""
-        return self.kernel.file.removesuffix(".cuh")
+        return self.kernel.text.file.removesuffix(".cu")
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it.
