@@ -1059,8 +1059,8 @@ def test_launch_bounds_and_registers():
     greedy = jtk.cuda_kernel(many, **settings, block=1024, options="-DBOUNDS=")
     with pytest.raises(
         ValueError,
-        match=r"block \(1024, 1, 1\) has 1024 threads of \d+ registers, more than a "
-        r"multiprocessor has; __launch_bounds__\(1024\)",
+        match=r"block \(1024, 1, 1\) has 1024 threads of \d+ registers, more than an "
+        r"SM has; __launch_bounds__\(1024\)",
     ):
         lowered(greedy, x)
     assert (
@@ -1309,7 +1309,7 @@ def test_explain(rng):
         assert choice.operands == ("f32[1000]", "f32[1000]")
         assert choice.result == "f32[1000]"
         assert re.fullmatch(
-            r"\d+ registers, 0 bytes spilled, 0 bytes of shared memory, 16 blocks a multiprocessor "
+            r"\d+ registers, 0 bytes spilled, 0 bytes of shared memory, 16 blocks per SM "
             r"\(100% of its warps, limited by threads\)",
             choice.reason,
         )

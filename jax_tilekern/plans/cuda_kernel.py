@@ -101,12 +101,12 @@ class KernelPlan(LaunchPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Threads and shared memory have been checked, so what does not fit are the registers.
+        # The plan has checked threads and shared memory, so only registers may not fit.
         held, threads = self.occupancy, math.prod(self.launch.block)
         self._require(
             held is None or held.blocks > 0,
             f"block {self.launch.block} has {threads} threads of {self.launch.entry.registers} "
-            f"registers, more than a multiprocessor has; __launch_bounds__({threads}) at the "
+            f"registers, more than an SM has; __launch_bounds__({threads}) at the "
             "kernel makes the compiler stay within them",
         )
 
@@ -117,17 +117,17 @@ class KernelPlan(LaunchPlan):
 
     @property
     def occupancy(self) -> Occupancy | None:
-        """What a multiprocessor holds of it, or ``None`` for a GPU that is not known."""
+        """CTAs that an SM holds at a time, or ``None`` for a GPU that is not known."""
         return occupancy(self.launch, self.gpu)
 
     @property
     def resources(self) -> str:
-        """What the kernel takes, in words."""
+        """The kernel's resources, in words."""
         entry, held = self.launch.entry, self.occupancy
         shared = entry.shared_memory_bytes + self.launch.shared_memory_bytes
         times = f", {math.prod(self.launch.repeats)} launches" if self.launch.repeats else ""
         share = (
-            f", {held.blocks} blocks a multiprocessor ({held.fraction:.0%} of its warps, limited "
+            f", {held.blocks} blocks per SM ({held.fraction:.0%} of its warps, limited "
             f"by {held.limit})"
             if held
             else ""
