@@ -11,18 +11,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from kernel_samples import mma_instances
 
 from jax_tilekern.compilation import compiler, kernel_cache, nvrtc
 from jax_tilekern.compilation.compiler import (
     CompileError,
     Kernel,
     NvrtcNotFound,
+    Source,
     cache_info,
     clear_cache,
     compile_kernels,
     compile_source,
     cuda_folder,
 )
+from jax_tilekern.plans.gpu import known_gpu
 
 SCALE = """
 struct Sizes { long long m, n; int k; };
@@ -440,3 +443,49 @@ def test_import_loads_nothing() -> None:
     )
     outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert outcome.stdout == "False\n", outcome.stderr
+
+
+# -- Generated kernels. ----------------------------------------------------------------------------
+
+
+def generated_kernel(text: str) -> tuple[Kernel, Kernel]:
+    """Return a dense kernel, and the same instance by way of a generated text."""
+    dense = next(mma_instances(known_gpu("sm_80"))).kernel
+    arguments = dense.name.removeprefix("tilekern::mma_matmul<tilekern::bfloat16, ")
+    source = Source(f'#include "gemm/sm80/mma_matmul.cuh"\n{text}\n', "generated.cu")
+    return dense, Kernel(source, f"tilekern::mma_matmul<generated::Lhs, {arguments}")
+
+
+LHS = "namespace generated { using Lhs = tilekern::bfloat16; }"
+
+
+def test_a_generated_kernel_includes_the_packages_headers(compilations: list[str]) -> None:
+    dense, generated = generated_kernel(LHS)
+    compiled = compile_kernels(dense, generated, arch="sm_80")
+    assert sorted(compilations) == ["gemm/sm80/mma_matmul.cu", "generated.cu"]
+    same, entry = compiled.entry(dense.name), compiled.entry(generated.name)
+    # The types are the same, and so is the machine code.
+    assert (entry.symbol, entry.cubin) == (same.symbol, same.cubin)
+    assert compiled.log == ""
+
+
+def test_generated_kernels_are_cached_by_their_text_and_name(compilations: list[str]) -> None:
+    _, generated = generated_kernel(LHS)
+    _, again = generated_kernel(LHS)
+    assert generated == again
+    assert hash(generated) == hash(again)
+    first = compile_kernels(generated, arch="sm_80")
+    forget()
+    assert compile_kernels(again, arch="sm_80") == first
+    assert compilations == ["generated.cu"]
+    _, other = generated_kernel(f"{LHS}  // another")
+    compile_kernels(other, arch="sm_80")
+    renamed = Kernel(Source(generated.text.text, "renamed.cu"), generated.name)
+    compile_kernels(renamed, arch="sm_80")
+    assert compilations == ["generated.cu", "generated.cu", "renamed.cu"]
+
+
+def test_errors_name_the_generated_text() -> None:
+    _, generated = generated_kernel("namespace generated { using Lhs = nonsense; }")
+    with pytest.raises(CompileError, match=r"generated\.cu\(2\): error: .*nonsense"):
+        compile_kernels(generated, arch="sm_80")

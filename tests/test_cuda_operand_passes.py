@@ -69,14 +69,14 @@ def strided(array, shape, strides):
 
 
 def elements_of(source):
-    steps = (*source.batch_strides, source.line_stride, source.k_stride)
-    extents = (*source.batch, source.lines, source.k)
+    steps = (*source.batch_strides, source.mn_stride, source.k_stride)
+    extents = (*source.batch, source.mn, source.k)
     return 1 + sum((n - 1) * step for n, step in zip(extents, steps, strict=True))
 
 
 def view_of(source, flat):
-    steps = (*source.batch_strides, source.line_stride, source.k_stride)
-    return strided(flat, (*source.batch, source.lines, source.k), steps)
+    steps = (*source.batch_strides, source.mn_stride, source.k_stride)
+    return strided(flat, (*source.batch, source.mn, source.k), steps)
 
 
 # Batch, lines, k, elements between rows, elements before the first, broadcast dimensions.

@@ -34,18 +34,18 @@ except NvrtcNotFound:
 needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
 
 
-def operand(lines, k, batch=(), *, k_major=True, padding=0, broadcast=()):
+def operand(mn, k, batch=(), *, k_major=True, padding=0, broadcast=()):
     """An operand in row-major order, rows `padding` elements apart."""
-    row = (k if k_major else lines) + padding
-    strides = batch_strides(batch, row * (lines if k_major else k), broadcast)
+    row = (k if k_major else mn) + padding
+    strides = batch_strides(batch, row * (mn if k_major else k), broadcast)
     steps = (row, 1) if k_major else (1, row)
-    return StridedOperand(tuple(batch), lines, k, strides, *steps)
+    return StridedOperand(tuple(batch), mn, k, strides, *steps)
 
 
 sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**17))
 operands = st.builds(
     operand,
-    lines=sizes,
+    mn=sizes,
     k=sizes,
     batch=st.lists(st.integers(1, 5), max_size=4),
     k_major=st.booleans(),
@@ -99,7 +99,7 @@ def expected_offsets(source, itemsize, *, lines):
         (1, 0) if stride == 0 else (size, stride)
         for size, stride in zip(source.batch, source.batch_strides, strict=True)
     ]
-    dims += [(source.lines, source.line_stride)] if lines else []
+    dims += [(source.mn, source.mn_stride)] if lines else []
     offsets = np.zeros(1, np.int64)
     for size, stride in dims:
         offsets = (offsets[:, None] + stride * np.arange(size)).ravel()
@@ -122,7 +122,7 @@ def test_packed_operands(source, itemsize):
     row = one.k_padded * itemsize
     assert row % 128 == 0
     assert row - 128 < source.k * itemsize <= row
-    packed = assert_dense((*source.batch, source.lines, one.k_padded), one.strides)
+    packed = assert_dense((*source.batch, source.mn, one.k_padded), one.strides)
     assert one.workspace_bytes == packed * itemsize
     dims = zip(source.batch, source.batch_strides, strict=True)
     left_out = [size == 1 or stride == 0 for size, stride in dims]
@@ -130,7 +130,7 @@ def test_packed_operands(source, itemsize):
 
     launch, fields = launch_of(one, 2, f"{ROWS}q7I")
     k_stride, segments, log2_lanes, lines, k, vectors, tiles_lines, tiles_k = fields[11:]
-    assert (lines, k, vectors) == (source.lines, source.k, row // 16)
+    assert (lines, k, vectors) == (source.mn, source.k, row // 16)
     if source.k_major:
         lanes = 1 << log2_lanes
         assert lanes <= 256
@@ -149,7 +149,7 @@ def test_packed_operands(source, itemsize):
 
 small = st.builds(
     operand,
-    lines=st.integers(1, 9),
+    mn=st.integers(1, 9),
     k=st.integers(1, 9),
     batch=st.lists(st.integers(1, 4), max_size=4),
     k_major=st.booleans(),
@@ -170,15 +170,15 @@ def test_split_operands(source):
     one = SplitPass(source, H100)
     assert one.k_padded % 64 == 0
     assert one.k_padded - 64 < source.k <= one.k_padded
-    extents = (*source.batch, source.lines, 2, one.k_padded)
+    extents = (*source.batch, source.mn, 2, one.k_padded)
     assert assert_dense(extents, one.strides) * 2 == one.pieces_bytes
-    lines = assert_dense((*source.batch, source.lines), one.fact_strides)
+    lines = assert_dense((*source.batch, source.mn), one.fact_strides)
     assert one.facts_bytes == 12 * lines
     assert one.fits == (lines <= 2**31 - 1)
     if not one.fits:
         return
     launch, fields = launch_of(one, 3, f"{ROWS}q4I")
-    assert fields[12:] == (source.lines, source.k, one.k_padded, lines)
+    assert fields[12:] == (source.mn, source.k, one.k_padded, lines)
     assert launch.block == (256 if source.k_major else 512, 1, 1)
     np.testing.assert_array_equal(
         fields[:11], launch_of(PackPass(source, 4), 2, f"{ROWS}q7I")[1][:11]

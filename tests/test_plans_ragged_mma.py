@@ -211,6 +211,6 @@ def test_kernels_of_both_modes_are_named_by_what_they_take():
     for ragged, flag in (("m", "false"), ("k", "true")):
         instance = best(ragged_product_of("f32", ragged, 8, 512, 512, 512)).instance
         kernel = grouped_kernel(instance, ragged)
-        assert kernel.file == "grouped_gemm/sm80/simt_matmul.cuh"
+        assert kernel.source == "grouped_gemm/sm80/simt_matmul.cuh"
         assert kernel.name.startswith("tilekern::ragged_simt_matmul<float, float, float, ")
         assert kernel.name.endswith(f"}}, {flag}>")

@@ -770,7 +770,7 @@ def test_kernels_are_named_by_what_they_take():
         config = candidates(product, H100)[0].instance
         kernel = config.kernel
         lines = f"{config.line_step}, {config.copy_step}, {config.rhs_box_lines}"
-        assert kernel.file == "grouped_gemm/sm90/matmul.cuh"
+        assert kernel.source == "grouped_gemm/sm90/matmul.cuh"
         assert kernel.name.startswith(f"tilekern::ragged_wgmma_matmul<{', '.join(config.types)}, ")
         assert kernel.name.endswith(f"}}, tilekern::Ragged::{ragged}, {lines}>")
 

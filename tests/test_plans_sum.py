@@ -62,7 +62,7 @@ def test_sums_are_made_in(dtype, out, expected):
 def elements_read(reduction):
     """Offsets into ``lhs`` of each sum, by the offset into ``out``."""
     sums = {}
-    sizes = (*reduction.batch, reduction.lines, reduction.k)
+    sizes = (*reduction.batch, reduction.outputs, reduction.k)
     for index in itertools.product(*map(range, sizes)):
         at = sum(i * s for i, s in zip(index, reduction.lhs_strides, strict=True))
         to = sum(i * s for i, s in zip(index, reduction.out_strides, strict=False))
@@ -149,7 +149,7 @@ def test_loads_are_as_wide_as_rows_allow():
 def test_complex_numbers_are_two_columns():
     best = found((1 << 20,), (0,), np.dtype(np.complex64))[0]
     assert isinstance(best.passes[0], ColumnPass)
-    assert best.passes[0].reduction.lines == 2
+    assert best.passes[0].reduction.outputs == 2
     assert best.passes[0].vector_bytes == 8
 
 
@@ -171,7 +171,7 @@ def test_memory_bounds_the_estimate():
     ("shape", "axes", "reason"),
     [
         ((2,) * 14, tuple(range(0, 14, 2)), "14 separate dimensions (at most 6)"),
-        ((1 << 20, 4, 3), (1,), "a block for each of many short sums is slower than XLA's kernel"),
+        ((1 << 20, 4, 3), (1,), "a CTA for each of many short sums is slower than XLA's kernel"),
     ],
 )
 def test_says_why_there_is_no_kernel(shape, axes, reason):

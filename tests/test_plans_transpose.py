@@ -19,7 +19,7 @@ from jax_tilekern.plans.transpose.rows import RowTranspose
 from jax_tilekern.plans.transpose.select import candidates, left_to_xla
 from jax_tilekern.plans.transpose.shape import TileGrid, divisor
 from jax_tilekern.plans.transpose.tiles import TileTranspose
-from jax_tilekern.plans.transpose.tma import BoxTranspose
+from jax_tilekern.plans.transpose.tma import TmaTranspose
 
 H100, A100, RTX_5090 = known_gpu("sm_90"), known_gpu("sm_80"), known_gpu("sm_120")
 
@@ -100,8 +100,8 @@ def test_an_innermost_dimension_that_stays_widens_items():
         ((8192, 8192), (1, 0), 4, TileTranspose),
         ((100, 100, 4), (1, 0, 2), 4, TileTranspose),
         # TMA, where it was the fastest.
-        ((4096, 4096), (1, 0), 1, BoxTranspose),
-        ((4096, 4096), (1, 0), 2, BoxTranspose),
+        ((4096, 4096), (1, 0), 1, TmaTranspose),
+        ((4096, 4096), (1, 0), 2, TmaTranspose),
         ((16384, 16384), (1, 0), 1, TileTranspose),
         ((64, 1024, 1024), (0, 2, 1), 2, TileTranspose),
         ((1024, 1024), (1, 0), 2, TileTranspose),
@@ -124,7 +124,7 @@ def test_choices(shape, axes, itemsize, kind):
 def test_boxes_are_for_hopper_and_later():
     for gpu in (A100, H100, RTX_5090):
         kinds = {type(c) for c in found((512, 512), (1, 0), 2, gpu)}
-        assert (BoxTranspose in kinds) == (gpu.compute_capability >= (9, 0))
+        assert (TmaTranspose in kinds) == (gpu.compute_capability >= (9, 0))
         assert TileTranspose in kinds
 
 

@@ -39,7 +39,7 @@ def test_every_pass_stays_inside_the_operands(product, side):
     for candidate in vector_product_candidates(product, H100):
         first = candidate.passes.passes[0]
         reduction = first.reduction
-        assert reduction.lines * reduction.k == geometry.m * geometry.n * geometry.k
+        assert reduction.outputs * reduction.k == geometry.m * geometry.n * geometry.k
         assert first.splits * first.split_k >= reduction.k
         assert (first.splits - 1) * first.split_k < reduction.k
         assert first.blocks < 2**31

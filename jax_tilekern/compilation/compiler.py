@@ -1,7 +1,7 @@
 """CUDA C++ text to cubin through NVRTC, cached in memory and on disk.
 
-NVRTC is the copy that JAX's CUDA wheels bring; it needs neither a toolkit nor a GPU. Nothing is
-loaded before the first compilation.
+NVRTC is the copy that JAX's CUDA wheels bring; it needs neither a toolkit nor a GPU, and is loaded
+by the first compilation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jax_tilekern.compilation import kernel_cache
@@ -26,39 +26,71 @@ from jax_tilekern.compilation.kernel_cache import CacheInfo
 from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound, nvrtc, nvrtc_identity
 
 __all__ = [
-    "CacheInfo", "CompileError", "Compiled", "Entry", "Kernel", "NvrtcNotFound",
+    "CacheInfo", "CompileError", "Compiled", "Entry", "Kernel", "NvrtcNotFound", "Source",
     "cache_info", "clear_cache", "compile_kernels", "compile_source", "cuda_folder", "nvrtc",
 ]  # fmt: skip
 
-# Part of every cache key: raise it when the options below or the format of an entry change.
+# A part of every cache key: increment it when the options below or the format of an entry change.
 _CACHE_FORMAT = 1
 _MEMORY_ENTRIES = 256
 _logger = logging.getLogger("jax_tilekern")
-# Without an anchor to the line's start, for which this searches ten times as long.
+# There is no anchor to the start of the line, because it would take ten times as long.
 _INCLUDE = re.compile(r'#[ \t]*include[ \t]*["<]([^">]+)[">]')
 # A function without an execution space is a device function: headers need no decoration.
 _LANGUAGE = ("-std=c++20", "-default-device")
-# Options that bring in files which the cache key does not cover.
+# Options that include files which the cache key does not cover.
 _FILE_OPTIONS = ("-I", "--include-path", "-include", "--pre-include")
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """Which kernel of the package: a file of device code, an instance in it, and its options.
+class Source:
+    """CUDA C++ text.
+
+    ``#include "x.cuh"`` and ``#include <tilekern/x.cuh>`` find the package's device code. There are
+    no standard headers at run time.
 
     Attributes
     ----------
+    text
+        The text itself.
     file
-        A ``.cuh`` file of the package's device code, for example ``"matmul_sm90.cuh"``.
+        What the compiler's messages call it. It is part of the cache key, so the same text has the
+        same name in every process.
+    headers
+        Further headers: the name as an ``#include`` has it, and the text.
+    """
+
+    text: str
+    file: str = "kernel.cu"
+    headers: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel to compile.
+
+    Attributes
+    ----------
+    source
+        A ``.cuh`` file of the package's device code, for example ``"gemm/sm90/matmul.cuh"``; or the
+        text of a kernel that is generated, or a user's.
     name
         The C++ name expression of the kernel, for example ``"tilekern::matmul<128, 256>"``.
     options
-        Further NVRTC options, for example ``("-DSTAGES=4",)``.
+        Further NVRTC options, for example ``("-DSTAGES=4",)``. With an include path the result is
+        not cached on disk.
     """
 
-    file: str
+    source: str | Source
     name: str
     options: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> Source:
+        """What NVRTC compiles."""
+        if isinstance(self.source, Source):
+            return self.source
+        return Source(f'#include "{self.source}"\n', f"{self.source.removesuffix('.cuh')}.cu")
 
 
 @dataclass(frozen=True)
@@ -70,7 +102,7 @@ class Compiled:
     arch
         The architecture they were compiled for.
     entries
-        The kernels that were asked for.
+        The requested kernels.
     log
         The compiler's warnings; empty when there are none.
     """
@@ -85,7 +117,7 @@ class Compiled:
         Raises
         ------
         KeyError
-            If it was not asked for.
+            If it was not requested.
         """
         for entry in self.entries:
             if entry.name == name:
@@ -105,9 +137,9 @@ def cuda_folder() -> Path:
 
 
 def compile_kernels(*kernels: Kernel, arch: str) -> Compiled:
-    """Compile kernels of the package, side by side and each into a cubin of its own.
+    """Compile kernels side by side, each into a cubin of its own.
 
-    Plans that have a kernel in common then have it compiled and loaded once.
+    Plans that have a kernel in common then compile and load it once.
 
     Parameters
     ----------
@@ -128,22 +160,16 @@ def compile_kernels(*kernels: Kernel, arch: str) -> Compiled:
     if not kernels:
         raise ValueError("no kernel, so nothing to compile")
     requests = [
-        _Request(
-            f'#include "{kernel.file}"\n',
-            (kernel.name,),
-            arch,
-            kernel.options,
-            headers={},
-            file=f"{kernel.file.removesuffix('.cuh')}.cu",
-        )
+        _Request(kernel.text, (kernel.name,), arch, kernel.options)
         for kernel in dict.fromkeys(kernels)
     ]
-    # All but the first of those that take NVRTC, which runs outside of the interpreter's lock.
+    # This thread compiles the first kernel that is not on disk, and further threads the others:
+    # NVRTC runs without the interpreter's lock.
     for request in [request for request in requests if not request.is_on_disk()][1:]:
-        # At the interpreter's exit there are no new threads.
+        # While the interpreter exits, no thread can be started.
         with contextlib.suppress(RuntimeError):
             threading.Thread(target=request.compile_ahead).start()
-    # What a thread has begun is waited for.
+    # A request that a thread is compiling waits for that thread.
     found = [request.compiled() for request in requests]
     return Compiled(
         arch,
@@ -161,24 +187,18 @@ def compile_source(
     headers: Mapping[str, str] | None = None,
     file: str = "kernel.cu",
 ) -> Compiled:
-    """Compile CUDA C++ text.
-
-    ``#include "x.cuh"`` and ``#include <tilekern/x.cuh>`` find the package's device code.
+    """Compile kernels of one text into one cubin.
 
     Parameters
     ----------
-    source
-        The text. There are no standard headers at run time.
+    source, headers, file
+        The text; see :class:`Source`.
     names
         The kernels to compile, as C++ name expressions.
     arch
         NVRTC's name of the architecture, such as ``"sm_90a"``.
     options
         Further NVRTC options. With an include path the result is not cached on disk.
-    headers
-        Further headers: the name as an ``#include`` has it, and the text.
-    file
-        What the compiler's messages call ``source``.
 
     Raises
     ------
@@ -187,34 +207,33 @@ def compile_source(
     CompileError
         If NVRTC rejects the text; the message has its log.
     NvrtcNotFound
-        If there is no NVRTC; the message has the command that mends it.
+        If there is no NVRTC; the message has the command that installs it.
     """
     if not names:
         raise ValueError(f"{file}: no kernel named, so nothing to compile")
-    return _Request(source, tuple(names), arch, tuple(options), headers or {}, file).compiled()
+    text = Source(source, file, headers or {})
+    return _Request(text, tuple(names), arch, tuple(options)).compiled()
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What :func:`compile_source` is asked for."""
+    """Kernels of one text, for one architecture."""
 
-    source: str
+    source: Source
     names: tuple[str, ...]
     arch: str
     options: tuple[str, ...]
-    headers: Mapping[str, str]
-    file: str
 
     @functools.cached_property
     def _included(self) -> dict[str, str]:
-        return _included(self.source, self.headers)
+        return _included(self.source)
 
     @property
     def _flags(self) -> tuple[str, ...]:
         return (
             f"--gpu-architecture={self.arch}",
             *_LANGUAGE,
-            # Registers and spills are in the assembler's report and nowhere else.
+            # Only the report of ptxas has registers and spills.
             "--ptxas-options=--verbose",
             *self.options,
         )
@@ -222,22 +241,22 @@ class _Request:
     @functools.cached_property
     def _key(self) -> str:
         return _cache_key(
-            str(_CACHE_FORMAT), nvrtc_identity(), self.file, self.source,
+            str(_CACHE_FORMAT), nvrtc_identity(), self.source.file, self.source.text,
             *_flat(self._included.items()), "names", *self.names, "flags", *self._flags,
         )  # fmt: skip
 
     def is_on_disk(self) -> bool:
-        """Whether it need not be compiled, unless what is there is damaged."""
+        """Whether the disk cache has an entry for it, which may be damaged."""
         return kernel_cache.contains(self._key)
 
     def compiled(self) -> Compiled:
-        """Return what it compiles to, from a cache if it is there."""
+        """Return what it compiles to, from a cache if one has it."""
         if any(option.startswith(_FILE_OPTIONS) for option in self.options):
             return self._build()
         return _memory.get(self._key, self._read_or_build)
 
     def compile_ahead(self) -> None:
-        """Compile it for :meth:`compiled`, which is where an error is raised."""
+        """Compile it for :meth:`compiled`, which raises the errors."""
         with contextlib.suppress(CompileError, NvrtcNotFound):
             self.compiled()
 
@@ -257,8 +276,8 @@ class _Request:
 
     def _build(self) -> Compiled:
         output = nvrtc().compile(
-            self.source,
-            file=self.file,
+            self.source.text,
+            file=self.source.file,
             names=self.names,
             options=(*self._flags, *_without_driver_cache()),
             headers=_with_real_names(self._included),
@@ -270,25 +289,19 @@ class _Request:
         return Compiled(self.arch, entries, _without_report(output.log))
 
 
-def compile_to_ptx(
-    source: str,
-    name: str,
-    *,
-    arch: str,
-    options: Sequence[str] = (),
-    headers: Mapping[str, str] | None = None,
-    file: str = "kernel.cu",
-) -> str:
-    """Return the PTX of a kernel: what the compiler hands to the assembler, for people to read.
+def compile_to_ptx(kernel: Kernel, *, arch: str) -> str:
+    """Return the PTX of a kernel, which ptxas would assemble, for people to read.
 
-    Parameters and errors are those of :func:`compile_source`; nothing is cached.
+    Errors are those of :func:`compile_kernels`; nothing is cached.
     """
+    source = kernel.text
+    architecture = f"--gpu-architecture={arch.replace('sm', 'compute')}"
     return nvrtc().compile_to_ptx(
-        source,
-        file=file,
-        names=(name,),
-        options=(f"--gpu-architecture={arch.replace('sm', 'compute')}", *_LANGUAGE, *options),
-        headers=_with_real_names(_included(source, headers or {})),
+        source.text,
+        file=source.file,
+        names=(kernel.name,),
+        options=(architecture, *_LANGUAGE, *kernel.options),
+        headers=_with_real_names(_included(source)),
     )
 
 
@@ -297,20 +310,20 @@ def _without_driver_cache() -> tuple[str, ...]:
     return ("--no-cache",) if nvrtc().version >= (12, 9) else ()
 
 
-def _included(source: str, headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers that ``source`` includes, directly or not, by the name it uses.
+def _included(source: Source) -> dict[str, str]:
+    """Return the headers that a text includes, directly or not, by the name it uses.
 
-    Conditions and comments are not looked at: a header too many does no harm.
+    Preprocessor conditions and comments are ignored: an unused header does no harm.
     """
     found: dict[str, str] = {}
-    pending = [source]
+    pending = [source.text]
     while pending:
         for name in _includes(pending.pop()):
             if name in found:
                 continue
-            text = headers.get(name)
+            text = source.headers.get(name)
             if text is None:
-                # What is not found here is NVRTC's to find or to complain of.
+                # NVRTC finds or reports a header that is not found here.
                 text = _package_text(name)
             if text is not None:
                 found[name] = text
@@ -324,7 +337,7 @@ def _includes(text: str) -> tuple[str, ...]:
 
 
 def _package_text(name: str) -> str | None:
-    # NVRTC tells headers apart by name alone, so that each has its text under one name.
+    # NVRTC identifies headers by name alone, so each text gets one name.
     short = name.removeprefix("tilekern/")
     text = _read_once(cuda_folder(), short)
     return text if text is None or name == short else f'#include "{short}"\n'
@@ -332,7 +345,7 @@ def _package_text(name: str) -> str | None:
 
 @functools.cache
 def _read_once(folder: Path, name: str) -> str | None:
-    # As with the package's Python code, a process has what was there when it first looked.
+    # As with the package's Python code, a process keeps what it has read first.
     path = folder / name
     return path.read_text() if os.path.isfile(path) else None
 
@@ -348,7 +361,7 @@ def _with_real_names(headers: Mapping[str, str]) -> dict[str, str]:
 
 def _without_report(log: str) -> str:
     lines = log.splitlines()
-    # What the assembler has to say of wgmma it calls information too.
+    # Notes of ptxas about wgmma are marked as information too, and are kept.
     report = re.compile(r"ptxas( info +: (?!\(C\d+\))| +\.)")
     kept = [line for line in lines if line and not report.match(line)]
     return "\n".join(kept)
@@ -363,13 +376,13 @@ def _cache_key(*parts: str) -> str:
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode()
-        # With its length, so that no two lists of parts run together into the same bytes.
+        # The length keeps different lists of parts from becoming the same bytes.
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
 
 
 class _Memory:
-    """The last few results; threads that ask for the same one wait for a single build."""
+    """The last few results. Threads that request the same one wait for a single build."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -377,7 +390,7 @@ class _Memory:
 
     def get(self, key: str, build: Callable[[], Compiled]) -> Compiled:
         with self._lock:
-            # Taken out and put back, the least recently used slot is the first.
+            # A slot that is used moves to the end, so the first one was used least recently.
             slot = self._slots.pop(key, None) or _Slot()
             self._slots[key] = slot
             if len(self._slots) > _MEMORY_ENTRIES:
@@ -426,7 +439,7 @@ def _decoded(content: bytes) -> Compiled:
 
 def _encoded(compiled: Compiled) -> bytes:
     entries = [dataclasses.asdict(entry) for entry in compiled.entries]
-    # One text makes one cubin.
+    # All entries of one text have the same cubin.
     cubin: bytes
     (cubin,) = {entry.pop("cubin") for entry in entries}
     line = json.dumps({"arch": compiled.arch, "entries": entries, "log": compiled.log})

@@ -63,15 +63,7 @@ class KernelReport:
 
     def ptx(self) -> str:
         """Return the PTX that ptxas assembled."""
-        source = self.call.source
-        return compile_to_ptx(
-            source.text,
-            self.call.name,
-            arch=self.arch,
-            options=self.call.options,
-            headers=source.headers,
-            file=source.file,
-        )
+        return compile_to_ptx(self.call.kernel, arch=self.arch)
 
     def sass(self) -> str:
         """Return the SASS as text.

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_tilekern.compilation.compiler import cuda_folder
+from jax_tilekern.compilation.compiler import Source, cuda_folder
 from jax_tilekern.inspection.kernel_report import KernelReport
 from jax_tilekern.ops.kernel_primitive import bind, input_types
 from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters
-from jax_tilekern.plans.cuda_kernel import BatchAxis, Source, plan_kernel
+from jax_tilekern.plans.cuda_kernel import BatchAxis, plan_kernel
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import Gpu, current_gpu, known_gpu
 

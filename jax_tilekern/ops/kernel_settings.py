@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_tilekern.compilation.compiler import Source
 from jax_tilekern.ops.kernel_sharding import parsed, sharding_rule
 from jax_tilekern.partitioning.rule import ShardingRule
-from jax_tilekern.plans.cuda_kernel import Array, Batch, BatchAxis, KernelCall, Source
+from jax_tilekern.plans.cuda_kernel import Array, Batch, BatchAxis, KernelCall
 from jax_tilekern.plans.launch import Dim3, TensorMap, check_launch_shape
 from jax_tilekern.primitives.linearity import Group
 

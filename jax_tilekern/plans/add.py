@@ -17,11 +17,11 @@ from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scal
 
 MAX_DIMS = 6
 _THREADS = 256
-_MOST_THREADS = 2**32 - _THREADS
+_MAX_THREADS = 2**32 - _THREADS
 _VECTOR_BYTES = 16
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
-# What kernels add, on every platform.
+# Element types that kernels add, on every platform.
 DTYPES = tuple(
     np.dtype(t)
     for t in (
@@ -32,12 +32,12 @@ DTYPES = tuple(
 
 
 class AddedDims(NamedTuple):
-    """Dimensions of a sum of two row-major arrays, as few as tell how they are broadcast.
+    """The fewest dimensions that describe how two row-major arrays are broadcast and added.
 
     Attributes
     ----------
     sizes
-        Of the result; there is at least one.
+        Sizes of the result; there is at least one.
     lhs_strides, rhs_strides
         Elements between neighbours in each dimension; 0 where an operand is broadcast. The last
         ones are 0 or 1.
@@ -49,9 +49,9 @@ class AddedDims(NamedTuple):
 
     @classmethod
     def of(cls, lhs: Sequence[int], rhs: Sequence[int]) -> AddedDims:
-        """Merge the dimensions of two shapes of one rank, each of equal sizes or of one that is 1.
+        """Merge the dimensions of two shapes of one rank, whose sizes are equal or 1.
 
-        Neighbouring dimensions are one where both operands step through them as through one.
+        Neighbouring dimensions are merged where they are contiguous in both operands.
         """
         strides = zip(_row_major(lhs), _row_major(rhs), strict=True)
         dims: list[tuple[int, int, int]] = []
@@ -82,8 +82,8 @@ def plan_add(dims: AddedDims, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | No
     vector = vector_length(dims, dtype.itemsize)
     vectors = math.ceil(columns / vector)
     threads = math.prod(outer) * vectors
-    if threads > _MOST_THREADS:
-        return NoKernel(f"{threads} threads (at most {_MOST_THREADS})")
+    if threads > _MAX_THREADS:
+        return NoKernel(f"{threads} threads (at most {_MAX_THREADS})")
 
     unused = MAX_DIMS - len(dims.sizes)
     shape = Scalars.pack(
@@ -118,14 +118,14 @@ def plan_add(dims: AddedDims, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | No
 
 
 def add_kernel(dtype: np.dtype[Any], vector: int) -> Kernel:
-    """Return the kernel that adds so many elements at once; integers wrap as unsigned ones do."""
+    """Return the kernel that adds ``vector`` elements at once; signed integers wrap as unsigned."""
     if dtype.kind == "i":
         dtype = np.dtype(_UNSIGNED[dtype.itemsize])
     return Kernel("add.cuh", f"tilekern::add<{CXX_TYPES[dtype]}, {vector}>")
 
 
 def vector_length(dims: AddedDims, itemsize: int) -> int:
-    """Return how many elements a thread loads at once: 16 bytes where all rows begin aligned.
+    """Return how many elements a thread loads at once: 16 bytes if all rows are aligned.
 
     A single row may end with part of a vector.
     """
@@ -139,6 +139,6 @@ def vector_length(dims: AddedDims, itemsize: int) -> int:
 
 
 def _row_major(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a dense array, 0 for what has size 1."""
+    """Return the strides of a dense array, 0 for dimensions of size 1."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return [0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]

@@ -1,4 +1,4 @@
-"""What planners know of the CPU, beyond what the C++ finds out when a product runs."""
+"""Features of the CPU that planners need; the C++ handlers detect the others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from pathlib import Path
 
 @functools.cache
 def has_amx() -> bool:
-    """Say whether the CPU has Intel's matrix units, which XLA's products use and ours do not."""
+    """Whether the CPU has Intel AMX, which XLA's products use and this library's do not."""
     processors = Path("/proc/cpuinfo")
     return processors.exists() and "amx_tile" in processors.read_text().split()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from jax_tilekern.compilation.compiler import Compiled, CompileError, compile_source
+from jax_tilekern.compilation.compiler import (
+    Compiled,
+    CompileError,
+    Kernel,
+    Source,
+    compile_kernels,
+)
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import (
     MAX_GRID,
@@ -24,25 +29,6 @@ from jax_tilekern.plans.launch import (
 from jax_tilekern.plans.occupancy import Occupancy, occupancy
 
 BatchAxis = Literal["x", "y", "z"]
-
-
-@dataclass(frozen=True)
-class Source:
-    """CUDA C++ text.
-
-    Attributes
-    ----------
-    text
-        The text itself.
-    file
-        What the compiler's messages call it.
-    headers
-        Further headers: the name as an ``#include`` has it, and the text.
-    """
-
-    text: str
-    file: str
-    headers: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -99,6 +85,11 @@ class KernelCall:
     batches: tuple[Batch, ...]
 
     @property
+    def kernel(self) -> Kernel:
+        """What the compiler compiles."""
+        return Kernel(self.source, self.name, self.options)
+
+    @property
     def buffers(self) -> tuple[Array, ...]:
         """Inputs, then outputs."""
         return self.inputs + self.outputs
@@ -110,7 +101,7 @@ class KernelPlan(LaunchPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Threads and shared memory have been checked, so what does not fit are the registers.
+        # The plan has checked threads and shared memory, so only registers may not fit.
         held, threads = self.occupancy, math.prod(self.launch.block)
         self._require(
             held is None or held.blocks > 0,
@@ -131,7 +122,7 @@ class KernelPlan(LaunchPlan):
 
     @property
     def resources(self) -> str:
-        """What the kernel takes, in words."""
+        """The kernel's resources, in words."""
         entry, held = self.launch.entry, self.occupancy
         shared = entry.shared_memory_bytes + self.launch.shared_memory_bytes
         times = f", {math.prod(self.launch.repeats)} launches" if self.launch.repeats else ""
@@ -211,23 +202,15 @@ def plan_kernel(call: KernelCall, gpu: Gpu) -> KernelPlan:
 
 
 def _compile(call: KernelCall, gpu: Gpu) -> Compiled:
-    source = call.source
     try:
-        return compile_source(
-            source.text,
-            (call.name,),
-            arch=gpu.arch,
-            options=call.options,
-            headers=source.headers,
-            file=source.file,
-        )
+        return compile_kernels(call.kernel, arch=gpu.arch)
     except CompileError as error:
         # NVRTC looks names up in a text of its own.
         if "\n__nv_name_map(" not in f"\n{error.log}":
             raise
         message = (
-            f"{source.file} has no kernel {call.name}; a kernel's namespace and template arguments "
-            "are part of its name:"
+            f"{call.source.file} has no kernel {call.name}; a kernel's namespace and template "
+            "arguments are part of its name:"
         )
         raise CompileError(f"{message}\n{error}", error.log) from None
 

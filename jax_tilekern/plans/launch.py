@@ -1,7 +1,7 @@
 """A launch plan: everything about a kernel launch as one value, executed by the C++ handler.
 
-What can be wrong with a plan is found here, when it is made, and said in numbers. What depends on
-the buffers' addresses and sizes is checked again by ``ffi/cuda_launch.cc`` at execution.
+A plan is checked when it is made, and errors state the numbers. ``ffi/cuda_launch.cc`` checks what
+depends on the addresses and sizes of buffers when it executes a plan.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 _MAX_BLOCK = (1024, 1024, 64)
 _MAX_BLOCK_THREADS = 1024
 MAX_GRID = (2**31 - 1, 65535, 65535)
-# More than 8 blocks a cluster is not portable between GPUs of one architecture.
+# Clusters of more than 8 CTAs are not portable between GPUs of one architecture.
 _MAX_CLUSTER_BLOCKS = 8
 _TENSOR_MAP_BYTES = 128
-# XLA aligns what it allocates for temporaries to this much.
+# XLA aligns temporary buffers to this many bytes.
 WORKSPACE_ALIGNMENT = 128
 
 Dim3 = tuple[int, int, int]
 
 
 class PlanError(ValueError):
-    """A launch that no GPU, or not the one it is for, can execute; the message says why."""
+    """A launch that no GPU, or not the one that it is for, can execute; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class TensorMap:
     interleave
         0, 16 or 32 bytes.
     l2_promotion
-        Bytes fetched into the second-level cache at a time: 0, 64, 128 or 256.
+        Bytes fetched into L2 at a time: 0, 64, 128 or 256.
     oob_fill
         What elements out of bounds read as: ``"zeros"``, or ``"nan"`` for float types.
     steps_bytes
@@ -333,15 +333,15 @@ class Launch:
     entry
         The compiled kernel, ``compiled.entry(kernel.name)``.
     grid
-        Blocks in x, y, z.
+        CTAs in x, y, z.
     block
-        Threads of a block in x, y, z.
+        Threads of a CTA in x, y, z.
     parameters
         The kernel's parameters in their order.
     shared_memory_bytes
-        Dynamic shared memory of a block.
+        Dynamic shared memory of a CTA.
     cluster
-        Blocks of a cluster in x, y, z; divides ``grid``.
+        CTAs of a cluster in x, y, z; divides ``grid``.
     repeats
         The launch is repeated over these dimensions, with buffers shifted by their steps.
     """
@@ -405,20 +405,20 @@ class LaunchPlan:
     Attributes
     ----------
     name
-        For people: appears in errors, in the HLO and in ``explain``.
+        A name that appears in errors, in the HLO and in ``explain``.
     gpu
-        What it was planned for.
+        The GPU that it is for.
     launches
         The launches, executed in order on one stream.
     alignments
-        The least alignment in bytes of each operand, then of each result. Their number is checked
-        too. A buffer that falls short makes the call an error, so state what kernels rely on.
+        The minimum alignment in bytes of each operand, then of each result. A call with another
+        number of buffers, or with a buffer that is less aligned, is an error.
     workspace_bytes
         Sizes of extra outputs that XLA allocates, uninitialised and aligned to
         ``WORKSPACE_ALIGNMENT``. Their buffer indices follow those of the results.
     reason
-        Why it is what it is, in words that ``explain`` can show, for example ``"128x256x64, 3
-        stages, 512 tiles on 132 multiprocessors"``.
+        The choices that were made, in words for ``explain``, for example ``"128x256x64, 3
+        stages, 512 tiles on 132 SMs"``.
     """
 
     name: str
@@ -467,7 +467,7 @@ class LaunchPlan:
             self._require(
                 index < buffers, f"{entry.name} takes buffer {index} of {buffers}: {parameter}"
             )
-            # Workspaces come after the buffers that state an alignment, and have enough.
+            # Workspaces follow the buffers that state an alignment, and are aligned enough.
             if isinstance(parameter, TensorMap) and index < len(self.alignments):
                 stated = self.alignments[index]
                 self._require(
@@ -478,7 +478,7 @@ class LaunchPlan:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Tells plans apart, in any process."""
+        """A digest that identifies the plan in any process."""
         cubins = (launch.entry.cubin for launch in self.launches)
         parts = (repr(self).encode(), *(hashlib.sha256(cubin).digest() for cubin in cubins))
         return hashlib.sha256(b"".join(parts)).hexdigest()
@@ -502,24 +502,24 @@ class LaunchPlan:
 
 @dataclass(frozen=True)
 class NoKernel:
-    """What a planner returns if no kernel covers a call.
+    """A planner's answer if no kernel covers a call.
 
     Attributes
     ----------
     reason
-        Why not, in words that ``explain`` can show.
+        The reason, in words for ``explain``.
     """
 
     reason: str
 
 
 def _numbered(items: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    # FFI attributes have no list of dictionaries; keys in order stand in for one.
+    # FFI attributes have no lists of dictionaries, so the keys number the items.
     return {str(i): dict(item) for i, item in enumerate(items)}
 
 
 def _unless_empty(name: str, values: tuple[int, ...]) -> dict[str, Any]:
-    # Nor have they empty arrays.
+    # FFI attributes have no empty arrays.
     return {name: np.array(values, np.int64)} if values else {}
 
 

@@ -1,6 +1,6 @@
-"""How many blocks of a kernel a multiprocessor holds at a time.
+"""How many CTAs of a kernel an SM holds at a time.
 
-Limits are those of NVIDIA's CUDA Programming Guide, "Technical Specifications per Compute
+The limits are those of NVIDIA's CUDA Programming Guide, "Technical Specifications per Compute
 Capability".
 """
 
@@ -14,12 +14,12 @@ from jax_tilekern.plans.launch import Launch
 
 _WARP = 32
 _REGISTERS = 65536
-# Registers are given to a warp in units, and warps live in four partitions.
+# A warp gets registers in units, and warps belong to four partitions.
 _REGISTER_UNIT = 256
 _PARTITIONS = 4
-# Of each block, for the system.
+# Each CTA has this much for the system.
 _RESERVED_SHARED_MEMORY = 1024
-# By compute capability: threads, blocks, and bytes of shared memory of a multiprocessor.
+# By compute capability: threads, CTAs, and bytes of shared memory of an SM.
 _LIMITS = {
     (7, 5): (1024, 16, 64 << 10),
     (8, 0): (2048, 32, 164 << 10),
@@ -37,16 +37,16 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class Occupancy:
-    """What a multiprocessor holds of a kernel.
+    """How many CTAs of a kernel an SM holds.
 
     Attributes
     ----------
     blocks
-        Blocks at a time.
+        CTAs at a time.
     fraction
-        Their warps, of those that it could hold.
+        Their share of the warps that an SM can hold.
     limit
-        What keeps it from holding more: ``"threads"``, ``"blocks"``, ``"registers"`` or ``"shared
+        The resource that limits them: ``"threads"``, ``"blocks"``, ``"registers"`` or ``"shared
         memory"``.
     """
 
@@ -56,7 +56,7 @@ class Occupancy:
 
 
 def occupancy(launch: Launch, gpu: Gpu) -> Occupancy | None:
-    """Return what a multiprocessor holds of a launch, or ``None`` for a GPU that is not known."""
+    """Return how many CTAs an SM holds, or ``None`` for a GPU that is not known."""
     limits = _LIMITS.get(gpu.compute_capability)
     if limits is None:
         return None
@@ -70,11 +70,11 @@ def occupancy(launch: Launch, gpu: Gpu) -> Occupancy | None:
         shared += _RESERVED_SHARED_MEMORY
         unit = 128
     shared = -(-shared // unit) * unit
-    most = {
+    limits_of = {
         "threads": threads // _WARP // warps,
         "blocks": blocks,
         "registers": warps_by_registers // warps,
         "shared memory": shared_memory // max(shared, 1),
     }
-    limit = min(most, key=lambda what: most[what])
-    return Occupancy(most[limit], most[limit] * warps * _WARP / threads, limit)
+    limit = min(limits_of, key=lambda what: limits_of[what])
+    return Occupancy(limits_of[limit], limits_of[limit] * warps * _WARP / threads, limit)

@@ -1,6 +1,6 @@
-"""What passes over memory see of an array: its rows, and how threads share them.
+"""Arrays as passes over memory see them: their rows, and how threads share these.
 
-Strides are in elements, but for those of :class:`StridedRows`, which are in the unit of its kernel.
+Strides are in elements, except those of :class:`StridedRows`, which are in the unit of its kernel.
 """
 
 from __future__ import annotations
@@ -11,73 +11,73 @@ from dataclasses import dataclass
 
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS, MatmulGeometry
 
-# What a thread reads or writes at a time.
+# A thread reads or writes a vector at a time.
 VECTOR_BYTES = 16
-# Of which rows that a pass makes are multiples.
+# Rows that a pass writes are padded to multiples of this.
 ROW_BYTES = 128
-# Of what a launch has: rows, and blocks.
-MOST_ROWS = 2**31 - 1
+# The maximum number of rows, and of CTAs, of a launch.
+MAX_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class StridedOperand:
-    """An operand as the passes see it: lines of ``k``, rows of ``lhs`` or columns of ``rhs``.
+    """An operand as the passes see it: rows of ``k`` for each m of ``lhs`` or n of ``rhs``.
 
     Attributes
     ----------
     batch
         Sizes of the batch dimensions, outermost first.
-    lines, k
-        Sizes of the matrices.
+    mn, k
+        Sizes of the matrices: the extent of M or N, and that of ``k``.
     batch_strides
         A stride for each batch dimension; 0 broadcasts.
-    line_stride, k_stride
-        Of which one is 1, or its size is.
+    mn_stride, k_stride
+        Strides of the matrices. One of them is 1, or its dimension has size 1.
     """
 
     batch: tuple[int, ...]
-    lines: int
+    mn: int
     k: int
     batch_strides: tuple[int, ...]
-    line_stride: int
+    mn_stride: int
     k_stride: int
 
     def __post_init__(self) -> None:
         unit_k = self.k_stride == 1 or self.k == 1
-        if not unit_k and self.line_stride != 1 and self.lines > 1:
-            raise ValueError(f"{self} has a unit stride along neither its lines nor k")
+        if not unit_k and self.mn_stride != 1 and self.mn > 1:
+            raise ValueError(f"{self} has a unit stride along neither M or N nor k")
 
     @classmethod
     def lhs(cls, geometry: MatmulGeometry) -> StridedOperand:
-        """Return ``lhs``, whose lines are its rows."""
+        """Return ``lhs``."""
         *batch, m, k = geometry.lhs_strides
         return cls(geometry.batch, geometry.m, geometry.k, tuple(batch), m, k)
 
     @classmethod
     def rhs(cls, geometry: MatmulGeometry) -> StridedOperand:
-        """Return ``rhs``, whose lines are its columns."""
+        """Return ``rhs``."""
         *batch, k, n = geometry.rhs_strides
         return cls(geometry.batch, geometry.n, geometry.k, tuple(batch), n, k)
 
     @property
     def k_major(self) -> bool:
         """Whether the unit stride is along ``k``."""
-        return self.k_stride == 1 if self.k > 1 else self.line_stride != 1 and self.lines > 1
+        return self.k_stride == 1 if self.k > 1 else self.mn_stride != 1 and self.mn > 1
 
     @property
     def copied_batch(self) -> tuple[tuple[int, int], ...]:
-        """Sizes and strides of the batch dimensions that a pass walks: those not broadcast."""
+        """Sizes and strides of the batch dimensions that are not broadcast, which a pass copies."""
         dims = zip(self.batch, self.batch_strides, strict=True)
         return tuple((size, stride) for size, stride in dims if _is_copied(size, stride))
 
     @property
-    def copied_lines(self) -> int:
-        """Number of lines of all matrices that a pass makes."""
-        return self.matrices * self.lines
+    def copied_rows(self) -> int:
+        """Number of rows of k that a pass writes, of all matrices."""
+        return self.matrices * self.mn
 
     @property
     def matrices(self) -> int:
-        """Number of matrices that a pass makes."""
+        """Number of matrices that a pass writes."""
         return math.prod(size for size, _ in self.copied_batch)
 
     def dense_batch_strides(self, matrix: int) -> tuple[int, ...]:
@@ -120,24 +120,24 @@ class StridedRows:
 
 @dataclass(frozen=True)
 class RowTiling:
-    """``RowTiling`` of ``strided_rows.cuh``, and the blocks that it takes."""
+    """``RowTiling`` of ``strided_rows.cuh``, and the number of CTAs."""
 
     segments: int
     log2_lanes: int
     blocks: int
 
     @classmethod
-    def of(cls, rows: int, units: int, most_per_lane: int, threads: int) -> RowTiling:
-        """Choose lanes for rows of so many units: a warp in a row, before a lane takes several."""
+    def of(cls, rows: int, units: int, max_per_lane: int, threads: int) -> RowTiling:
+        """Choose the lanes of a row: a warp first, and more before a lane takes several units."""
         log2_lanes = min((units - 1).bit_length(), 5)
-        while 1 << log2_lanes < threads and units > most_per_lane << log2_lanes:
+        while 1 << log2_lanes < threads and units > max_per_lane << log2_lanes:
             log2_lanes += 1
-        segments = -(-units // (most_per_lane << log2_lanes))
+        segments = -(-units // (max_per_lane << log2_lanes))
         return cls(segments, log2_lanes, segments * -(-rows // (threads >> log2_lanes)))
 
     @property
     def values(self) -> tuple[int, int]:
-        """The fields of the kernel's."""
+        """The fields that the kernel takes."""
         return self.segments, self.log2_lanes
 
 
@@ -145,12 +145,12 @@ def source_rows(operand: StridedOperand, itemsize: int) -> StridedRows:
     """Return the rows of a k-major operand, or its matrices, with strides in bytes."""
     dims = [*operand.copied_batch]
     if operand.k_major:
-        dims.append((operand.lines, operand.line_stride))
+        dims.append((operand.mn, operand.mn_stride))
     return StridedRows.of((size, stride * itemsize) for size, stride in dims)
 
 
 def merged_dims(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return sizes and strides of dimensions with those made one that lie like one."""
+    """Return sizes and strides of dimensions, after merging contiguous neighbours."""
     merged: list[tuple[int, int]] = []
     for size, stride in dims:
         if size == 1:
@@ -164,8 +164,8 @@ def merged_dims(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def check_rows(rows: int) -> None:
     """Raise ValueError if a launch cannot have so many rows."""
-    if rows > MOST_ROWS:
-        raise ValueError(f"{rows} rows are more than {MOST_ROWS}")
+    if rows > MAX_ROWS:
+        raise ValueError(f"{rows} rows are more than {MAX_ROWS}")
 
 
 def _is_copied(size: int, stride: int) -> bool:

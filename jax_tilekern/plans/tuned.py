@@ -1,9 +1,9 @@
-"""Choices of kernels that were measured, which plans follow instead of the cost model's.
+"""Autotuned choices of kernels, which plans follow instead of the cost model.
 
-They lie in one JSON file for each GPU model, in the user's data folder and not in a cache: they
-cost minutes of a GPU, and nothing makes them again by itself. What they say is advice: an entry
-that no longer holds is ignored with one warning, and a plan is made without it. An entry outlives
-the kernels that it was measured with, whose digest it has, until the product is tuned again.
+They are stored in one JSON file per GPU model, in the user's data folder and not in a cache: they
+cost minutes of a GPU, and nothing measures them again by itself. They are advice: an entry that is
+no longer valid is ignored with one warning. An entry remains when the kernels change (it has the
+digest of those that were measured), until the product is tuned again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 
-# The winner where no kernel was faster than XLA's own product. No candidate has this key.
+# The winner where no kernel was faster than XLA's product. No candidate has this key.
 XLA = "xla"
 _SCHEMA = 1
 
@@ -47,7 +47,7 @@ class TunedChoice:
         :attr:`Candidate.key <jax_tilekern.plans.candidate.Candidate.key>` of what to run, or
         :data:`XLA`.
     model
-        Key of the cost model's choice at that time.
+        Key of what the cost model chose at that time.
     microseconds
         The time of everything that was measured, by key.
     method

@@ -37,8 +37,8 @@ _ROUNDED: dict[_Dtype, tuple[_Dtype, ...]] = {
     INT32: (INT8, np.dtype(np.int16)),
 }
 
-# Presets that name products of pieces of float32.
-_FLOAT32_BY_PIECES = (
+# Presets that split float32 operands.
+_SPLIT_FLOAT32 = (
     "BF16_BF16_F32_X3",
     "BF16_BF16_F32_X6",
     "TF32_TF32_F32_X3",
@@ -133,8 +133,8 @@ def cuda_arithmetic(
         # XLA's BF16_X9 has TF32's error on Hopper (2.9e-4 at 4096 cubed, measured).
         if precision in ("HIGHEST", "F32_F32_F32", "BF16_BF16_F32_X9"):
             return _with_result(lhs, rhs, out, "f32")
-        # Two float16 pieces of each operand are as accurate as three bfloat16 ones, and cost less.
-        if precision in _FLOAT32_BY_PIECES:
+        # A hi/lo split into two float16 is as accurate as one into three bfloat16, and costs less.
+        if precision in _SPLIT_FLOAT32:
             return _with_result(lhs, rhs, out, "f32_emulated")
         for narrow in (BF16, F16):
             if precision == _OWN_PRESETS[narrow][0] and out == F32:
@@ -155,7 +155,7 @@ def _with_result(lhs: _Dtype, rhs: _Dtype, out: _Dtype, name: str) -> str | Conv
         return name
     accumulator = _RESULTS[lhs][0]
     if lhs == INT8 and out in (F32, BF16, F16):
-        # Exact products and float32 sums. (XLA's own compiler crashes on this one on a GPU.)
+        # Products are exact, and accumulators float32. (XLA's compiler crashes on this on a GPU.)
         return Converted(F32, F32, "int8 products are accumulated in float32")
     if out in _ROUNDED[accumulator]:
         return Converted(lhs, accumulator, f"{lhs} products are accumulated in {accumulator}")

@@ -90,7 +90,7 @@ class Contraction:
         return letters(self.batch, self.rows, self.columns, self.contracted)
 
     def swapped(self) -> Contraction:
-        """Return the same product with the operands exchanged."""
+        """Return the same product with swapped operands."""
         return Contraction(self.rhs, self.lhs, self.out)
 
     def mergeable(self) -> Contraction:
@@ -132,7 +132,7 @@ def letters(batch: Labels, rows: Labels, columns: Labels, contracted: Labels) ->
 
 
 class Oriented(NamedTuple):
-    """A geometry, and whether the contraction's operands must be exchanged to get it."""
+    """A geometry, and whether the contraction's operands must be swapped to get it."""
 
     geometry: MatmulGeometry
     swapped: bool
@@ -145,7 +145,7 @@ class Dimension(NamedTuple):
     lhs: int
     rhs: int
     out: int
-    # Of a ragged product, the fourth array.
+    # The fourth array, of a grouped GEMM.
     bounds: int = 0
 
 
@@ -154,8 +154,8 @@ def matmul_geometry(
 ) -> Oriented | str:
     """Collapse a contraction of row-major arrays into one strided matrix product.
 
-    The output's unit stride must lie along the product's columns, so the operands are exchanged
-    when it lies along the rows.
+    The output's unit stride must lie along the product's columns, so A and B are swapped if
+    it lies along the rows.
 
     Parameters
     ----------

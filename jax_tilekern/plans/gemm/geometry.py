@@ -1,4 +1,4 @@
-"""What a planner sees of a matrix product: sizes and element strides, nothing of JAX."""
+"""A batched matrix product over strided operands: sizes and strides, independent of JAX."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MatmulGeometry:
 
     @property
     def without_unit_stride(self) -> str | None:
-        """What keeps kernels that need a unit stride in each matrix from it, in words."""
+        """Why kernels that need a unit stride in each matrix do not take it, or ``None``."""
         for name, strides in (("lhs", self.lhs_strides), ("rhs", self.rhs_strides)):
             if 1 not in strides[-2:]:
                 return f"a batch dimension is the innermost of {name}"

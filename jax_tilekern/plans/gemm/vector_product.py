@@ -1,7 +1,7 @@
 """Candidates for products of a matrix and a vector, and of two vectors.
 
-Such a product reads its matrix once and does next to nothing with it, so it is a
-:class:`~jax_tilekern.plans.reduction.problem.Reduction`: memory is what counts, not tensor cores.
+Such a product is bound by reading its matrix once, so it is a
+:class:`~jax_tilekern.plans.reduction.problem.Reduction` and does not use tensor cores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax_tilekern.plans.reduction.problem import Reduction
 
 _F32, _F64, _UINT32 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.uint32)
 
-# Types of the sums. Plain float32 is more accurate than TF32, and memory does not wait for it.
+# Accumulator types. Plain float32 is more accurate than TF32, and memory remains the limit.
 SUM_DTYPES: dict[str, np.dtype[Any]] = {
     "tf32": _F32,
     "f32": _F32,
@@ -39,7 +39,7 @@ class VectorProductCandidate(CostedCandidate):
     Attributes
     ----------
     product
-        What it computes.
+        What is computed.
     passes
         The launches.
     swapped
@@ -84,18 +84,18 @@ def vector_product_candidates(product: Product, gpu: Gpu) -> list[VectorProductC
     *out_batch, out_m, out_n = geometry.out_strides
     swapped = geometry.n > 1
     if swapped:
-        lines, out_line = geometry.n, out_n
+        outputs, out_stride = geometry.n, out_n
         matrix, vector = (*rhs_batch, rhs_n, rhs_k), (*lhs_batch, lhs_k)
     else:
-        lines, out_line = geometry.m, out_m
+        outputs, out_stride = geometry.m, out_m
         matrix, vector = (*lhs_batch, lhs_m, lhs_k), (*rhs_batch, rhs_k)
     reduction = Reduction(
         batch=geometry.batch,
-        lines=lines,
+        outputs=outputs,
         k=geometry.k,
         lhs_strides=matrix,
         rhs_strides=vector,
-        out_strides=(*out_batch, out_line),
+        out_strides=(*out_batch, out_stride),
         dtype=product.lhs_dtype,
         sum_dtype=sum_dtype,
         out_dtype=product.out_dtype,

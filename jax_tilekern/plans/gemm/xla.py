@@ -1,7 +1,7 @@
-"""What is left to XLA although there is a kernel, because its own was measured to be faster.
+"""Products and sums that are left to XLA, whose kernels were measured to be faster.
 
-Ratios are XLA's time over ours on an H100 (``docs/tuning-log.md``). Where somebody has tuned a
-product, that decides instead.
+Ratios are XLA's time over ours on an H100 (``docs/tuning-log.md``). Tuning
+a product overrides these rules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax_tilekern.plans.reduction.problem import Reduction
 _SIXTEEN_BITS = ("bf16", "f16")
 # Shorter products are bound by their launch.
 _LONG_MICROSECONDS = 10
-# Fewer bytes than this take little longer than the two launches.
+# Dot products of fewer bytes take little longer than their two launches.
 _SHORT_DOT_BYTES = 256 << 20
 _SHORT_ROW_BYTES = 256
 
@@ -24,7 +24,7 @@ def sum_left_to_xla(reduction: Reduction, gpu: Gpu) -> str | None:
     """Return why a sum is XLA's, or ``None``."""
     if gpu.compute_capability != (9, 0):
         return None
-    if reduction.dtype.kind not in "iub" and reduction.lines == math.prod(reduction.batch) == 1:
+    if reduction.dtype.kind not in "iub" and reduction.outputs == math.prod(reduction.batch) == 1:
         return "XLA's totals of floats are faster (0.77 to 0.99)"
     row_bytes = reduction.k * reduction.dtype.itemsize
     if reduction.lhs_strides[-1] == 1 and row_bytes < _SHORT_ROW_BYTES:

@@ -1,4 +1,4 @@
-"""From labelled dimensions to the strided ragged product that a kernel computes.
+"""From labelled dimensions to the strided grouped GEMM that a kernel computes.
 
 A *ragged* contraction is an ``einsum`` of two operands and a mask that says which positions along
 the *ragged* label each *group* has. ``lhs`` has the ragged label. Where ``out`` has it too, the
@@ -79,7 +79,7 @@ class RaggedContraction:
         return tuple(x for x in self.lhs if x in self.rhs and x not in (*self.out, self.ragged))
 
     def swapped(self) -> RaggedContraction:
-        """Return the same product with the operands exchanged, where both have the ragged label."""
+        """Return the same product with swapped operands, where both have the ragged label."""
         return RaggedContraction(self.rhs, self.lhs, self.bounds, self.out, self.ragged, self.group)
 
     def mergeable(self) -> RaggedContraction:
@@ -132,7 +132,7 @@ class RaggedContraction:
 
 
 class OrientedRagged(NamedTuple):
-    """A geometry, and whether the contraction's operands must be exchanged to get it."""
+    """A geometry, and whether the contraction's operands must be swapped to get it."""
 
     geometry: GroupedGeometry
     swapped: bool
@@ -144,7 +144,7 @@ def ragged_geometry(
     rhs_shape: Sequence[int],
     bounds_shape: Sequence[int],
 ) -> OrientedRagged | str:
-    """Collapse a ragged contraction of row-major arrays into one strided ragged product.
+    """Collapse a ragged contraction of row-major arrays into one strided grouped GEMM.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ def ragged_geometry(
     """
     sizes = dict(zip(contraction.bounds, bounds_shape, strict=True))
     bounds_strides = row_major_strides(contraction.bounds, sizes)
-    # What is adjacent along the group are its bounds, and no dimension of the product.
+    # The bounds of groups are adjacent along the group, which is no dimension of the product.
     bounds_strides[contraction.group] = 0
     sizes[contraction.group] -= 1
     sizes |= dict(zip(contraction.lhs, lhs_shape, strict=True))

@@ -16,7 +16,7 @@ MAX_GROUP_BATCH_DIMS = 3
 
 @dataclass(frozen=True)
 class GroupedGeometry:
-    """A batched matrix product whose last batch dimension is a group that has some of the rows.
+    """A batched matrix product whose last batch dimension is a group with some of the rows.
 
     "Rows" are positions along the ragged dimension. Group ``g`` of batch ``b`` has rows
     ``bounds[b, g]`` to ``bounds[b, g + 1]``, an array of ``int32`` on the device whose entries are
@@ -37,7 +37,7 @@ class GroupedGeometry:
     ragged
         Which dimension is ragged.
     bounds_strides
-        Of the bounds along the batch dimensions but for the group, along which they are adjacent.
+        Strides of the bounds along the other batch dimensions; bounds of a batch are adjacent.
     """
 
     product: MatmulGeometry
@@ -46,7 +46,7 @@ class GroupedGeometry:
 
     @property
     def batch(self) -> tuple[int, ...]:
-        """Sizes of the batch dimensions but for the group."""
+        """Sizes of the batch dimensions without the group."""
         return self.product.batch[:-1]
 
     @property
@@ -61,12 +61,12 @@ class GroupedGeometry:
 
     @property
     def spans(self) -> int:
-        """Ranges of rows: of each group, and in each batch before the first and after the last."""
+        """Ranges of rows: each group's, and each batch's before the first and after the last."""
         return math.prod(self.batch) * (self.groups + 2)
 
     @property
     def average_rows(self) -> float:
-        """Rows of a group, if they have all rows between them."""
+        """Average number of rows of a group, if every row belongs to one."""
         return self.rows / self.groups
 
 
@@ -84,10 +84,10 @@ class GroupedProduct(TypedProduct[GroupedGeometry]):
         return Product(geometry or self.strided, *self.dtypes, self.arithmetic)
 
 
-def most_tiles(geometry: GroupedGeometry, block_rows: int) -> int:
+def max_tiles(geometry: GroupedGeometry, block_rows: int) -> int:
     """Return how many tiles of rows there are at most, whatever the bounds.
 
-    Each span has one that is not full, if it has any.
+    Each span has at most one partial tile.
     """
     full = math.prod(geometry.batch) * (geometry.rows // block_rows)
     return full + min(geometry.spans, math.prod(geometry.batch) * geometry.rows)

@@ -1,4 +1,4 @@
-"""The plans for small square matrices (``matrix_*.cuh``): sizes and a GPU in, a launch plan out."""
+"""Plans for batches of small square matrices, on the kernels of ``linalg/matrix_*.cuh``."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch, LaunchPlan, NoKernel, Scalars
 
-# What kernels take, on every platform.
+# Element types and the maximum size of kernels, on every platform.
 DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 MAX_SIZE = 64
 
 # The first architecture that reduces integers over a warp in one instruction.
 _MIN_COMPUTE_CAPABILITY = (8, 0)
 _VECTOR_BYTES = 16
-_MAX_COLUMNS = 8  # right-hand sides that a thread has at once
-# Beyond so many right-hand sides, blocks share them and factor the same matrices again, where
-# there are too few matrices for the GPU.
+_MAX_COLUMNS = 8  # right-hand sides of a thread at a time
+# With more right-hand sides than this, several CTAs factor the same matrices and divide the sides,
+# if there are too few matrices for the GPU.
 _SHARED_COLUMNS = 64
 _ENOUGH_WAVES = 4
 
 
 @dataclass(frozen=True)
 class SmallMatrices:
-    """A batch of square matrices that lie one after another.
+    """A batch of contiguous square matrices.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class SmallMatrices:
     size
         Rows and columns of each, at most ``MAX_SIZE``.
     dtype
-        Of their elements, one of ``DTYPES``.
+        Their element type, one of ``DTYPES``.
     """
 
     count: int
@@ -57,12 +57,12 @@ class SmallMatrices:
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads of a CTA."""
         return 128 if self.team == 32 else self.team
 
     @property
     def blocks(self) -> int:
-        """Blocks that have all of the matrices."""
+        """CTAs for all of the matrices."""
         return math.ceil(self.count / (self.threads // self.lanes))
 
     @property
@@ -86,7 +86,7 @@ class Columns:
     count
         How many each matrix has.
     contiguous
-        Whether each is a run of memory, and not a column of a row-major matrix.
+        Whether each is contiguous, and not a column of a row-major matrix.
     """
 
     count: int
@@ -128,7 +128,7 @@ def triangular_solve_kernel(
 
 
 def columns_at_once(columns: Columns) -> int:
-    """Return how many right-hand sides a thread has at once, a power of two."""
+    """Return how many right-hand sides a thread has at a time, a power of two."""
     return min(_MAX_COLUMNS, 1 << (columns.count - 1).bit_length())
 
 
@@ -190,7 +190,7 @@ def plan_columns(
 
 
 def columns_per_block(matrices: SmallMatrices, columns: Columns, gpu: Gpu) -> int:
-    """Return how many right-hand sides of its matrices a block takes."""
+    """Return how many right-hand sides of its matrices a CTA solves."""
     if matrices.blocks >= _ENOUGH_WAVES * gpu.sm_count:
         return columns.count
     least = math.ceil(columns.count / MAX_GRID[1] / _MAX_COLUMNS) * _MAX_COLUMNS
@@ -208,7 +208,7 @@ def _plan(
     if gpu.compute_capability < _MIN_COMPUTE_CAPABILITY:
         return NoKernel(f"{gpu.arch} is older than sm_80")
     if grid[0] > MAX_GRID[0]:
-        return NoKernel(f"{matrices.count} matrices take {grid[0]} blocks (at most {MAX_GRID[0]})")
+        return NoKernel(f"{matrices.count} matrices take {grid[0]} CTAs (at most {MAX_GRID[0]})")
     compiled = compile_kernels(kernel, arch=gpu.arch)
     launch = Launch(
         entry=compiled.entry(kernel.name),

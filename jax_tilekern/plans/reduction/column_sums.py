@@ -11,7 +11,7 @@ from jax_tilekern.plans.cxx import cxx_config
 from jax_tilekern.plans.launch import Scalars
 from jax_tilekern.plans.reduction.problem import (
     BATCH_LAYOUT,
-    MOST_INDICES,
+    MAX_INDICES,
     THREADS,
     WIDEST_LOAD,
     Pass,
@@ -37,13 +37,13 @@ class ColumnPass(Pass):
 
     @property
     def _unroll(self) -> int:
-        # Registers: a double takes two, and a vector comes on top.
+        # A float64 takes two registers, and products load a vector too.
         wide = self.reduction.sum_dtype.itemsize == 8 and self.reduction.rhs_strides is not None
         return 4 if wide else 8
 
     @property
     def k_step(self) -> int:
-        """Rows of a block."""
+        """Rows of a CTA."""
         return THREADS // self.lanes
 
     @property
@@ -51,8 +51,8 @@ class ColumnPass(Pass):
         return math.prod(self.reduction.batch) * self._tiles
 
     @property
-    def resident_blocks(self) -> int:
-        """Blocks that a multiprocessor holds, as ``ColumnConfig`` says."""
+    def resident_ctas(self) -> int:
+        """CTAs that an SM holds, by ``ColumnConfig``."""
         return 3 if self.vector_bytes == WIDEST_LOAD else 4
 
     @property
@@ -70,7 +70,7 @@ class ColumnPass(Pass):
 
     @property
     def _vectors(self) -> int:
-        return self.reduction.lines // self.vector
+        return self.reduction.outputs // self.vector
 
     @property
     def _tiles(self) -> int:
@@ -97,13 +97,13 @@ class ColumnPass(Pass):
 def column_passes(reduction: Reduction) -> Iterator[ColumnPass]:
     """Yield the passes for a reduction, ``k`` not split."""
     *lhs_batch, line, k = reduction.lhs_strides
-    if reduction.lines == 1 or line != 1:
+    if reduction.outputs == 1 or line != 1:
         return
-    if math.prod(reduction.batch) > MOST_INDICES or reduction.k > MOST_INDICES:
+    if math.prod(reduction.batch) > MAX_INDICES or reduction.k > MAX_INDICES:
         return
-    vector_bytes = load_bytes([*lhs_batch, reduction.lines, k], reduction.dtype)
-    vectors = reduction.lines * reduction.dtype.itemsize // vector_bytes
-    if vectors > MOST_INDICES:
+    vector_bytes = load_bytes([*lhs_batch, reduction.outputs, k], reduction.dtype)
+    vectors = reduction.outputs * reduction.dtype.itemsize // vector_bytes
+    if vectors > MAX_INDICES:
         return
     enough = 1 << (vectors - 1).bit_length()
     for lanes in sorted({min(lanes, enough) for lanes in (2, 8, 16, 32, 128)}):

@@ -1,7 +1,7 @@
-"""The launches that make a reduction.
+"""The launches of a reduction.
 
-A pass takes it in one launch, or leaves partial sums in a workspace that a further, smaller
-reduction adds up; so every sum is made in the same order every time, without atomic operations.
+A pass computes it in one launch, or writes partial sums to a workspace, which a smaller reduction
+adds up. So the order of additions is always the same, without atomic operations.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from jax_tilekern.plans.reduction.column_sums import column_passes
 from jax_tilekern.plans.reduction.problem import Pass, Reduction
 from jax_tilekern.plans.reduction.row_sums import RowPass, row_passes
 
-_MOST_BLOCKS = 2**31 - 1
-# What is left of the candidates.
-_MOST_CANDIDATES = 8
+_MAX_CTAS = 2**31 - 1
+# The number of candidates that are kept.
+_MAX_CANDIDATES = 8
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Launches that make a reduction, each but the first from what the one before has left.
+    """The launches of a reduction; each after the first reads the output of the one before.
 
     Attributes
     ----------
@@ -44,14 +44,14 @@ class Passes:
 
     @property
     def reason(self) -> str:
-        """What is done, in words for ``explain``."""
+        """The choices, in words for ``explain``."""
         first = self.passes[0]
-        text = f"{first.key}, {first.vector_bytes}-byte loads, {first.blocks} blocks"
+        text = f"{first.key}, {first.vector_bytes}-byte loads, {first.blocks} CTAs"
         return text + (f", {len(self.passes)} launches" if len(self.passes) > 1 else "")
 
     @property
     def workspace_bytes(self) -> tuple[int, ...]:
-        """Sizes of the partial sums that each pass leaves to the next."""
+        """Sizes of the partial sums that each pass writes for the next."""
         return tuple(later.reduction.bytes for later in self.passes[1:])
 
     @property
@@ -83,9 +83,10 @@ class Passes:
 
 
 def reduction_passes(reduction: Reduction, gpu: Gpu) -> list[Passes]:
-    """Return the ways to make a reduction, best first by the cost model; none if there is none.
+    """Return the ways to compute a reduction, best first by the cost model.
 
-    Either ``k`` or the lines must have unit stride, and ``rhs`` too where ``k`` has it.
+    Either ``k`` or the outputs must have unit stride in ``lhs``, and ``k`` in ``rhs`` in the former
+    case.
     """
     found: list[Passes] = []
     for whole in (*row_passes(reduction), *column_passes(reduction)):
@@ -93,11 +94,11 @@ def reduction_passes(reduction: Reduction, gpu: Gpu) -> list[Passes]:
             passes = _split(whole, splits, gpu)
             if passes is not None:
                 found.append(passes)
-    return sorted(found, key=lambda passes: passes.cycles)[:_MOST_CANDIDATES]
+    return sorted(found, key=lambda passes: passes.cycles)[:_MAX_CANDIDATES]
 
 
 def _split(whole: Pass, splits: int, gpu: Gpu) -> Passes | None:
-    if whole.blocks * splits > _MOST_BLOCKS:
+    if whole.blocks * splits > _MAX_CTAS:
         return None
     reduction = whole.reduction
     if splits == 1 and not reduction.outer:

@@ -11,7 +11,7 @@ from jax_tilekern.plans.cxx import cxx_config
 from jax_tilekern.plans.launch import Scalars
 from jax_tilekern.plans.reduction.problem import (
     BATCH_LAYOUT,
-    MOST_INDICES,
+    MAX_INDICES,
     THREADS,
     WIDEST_LOAD,
     Pass,
@@ -27,7 +27,7 @@ class RowPass(Pass):
     Attributes
     ----------
     rows
-        Rows that a thread takes together.
+        Rows of a thread.
     """
 
     rows: int = 1
@@ -50,7 +50,7 @@ class RowPass(Pass):
 
     @property
     def _unroll(self) -> int:
-        # 8 loads at a time, of which a vector for one row takes half.
+        # Eight loads are in flight, half of which are the vector's if there is one row.
         alone = self.rows == 1 and self.reduction.rhs_strides is not None
         return 4 if alone else 8 // self.rows
 
@@ -59,16 +59,16 @@ class RowPass(Pass):
         return math.ceil(self._groups / (THREADS // self.lanes))
 
     @property
-    def resident_blocks(self) -> int:
-        """Blocks that a multiprocessor holds, as ``RowConfig`` says."""
+    def resident_ctas(self) -> int:
+        """CTAs that an SM holds, by ``RowConfig``."""
         return 4 if self.rows == 1 else 2
 
     @property
     def _busy(self) -> float:
         threads = self.blocks * THREADS * self.rows
-        lines = math.prod(self.reduction.batch) * self.reduction.lines
+        outputs = math.prod(self.reduction.batch) * self.reduction.outputs
         vectors = max(1.0, self.split_k / self.vector)
-        return min(1.0, vectors / self.lanes) * lines * self.splits * self.lanes / threads
+        return min(1.0, vectors / self.lanes) * outputs * self.splits * self.lanes / threads
 
     @property
     def _loads(self) -> float:
@@ -83,7 +83,7 @@ class RowPass(Pass):
 
     @property
     def _row_groups(self) -> int:
-        return math.ceil(self.reduction.lines / self.rows)
+        return math.ceil(self.reduction.outputs / self.rows)
 
     @property
     def _groups(self) -> int:
@@ -99,7 +99,7 @@ class RowPass(Pass):
             self.split_stride,
             reduction.k,
             self.split_k,
-            reduction.lines,
+            reduction.outputs,
             self._row_groups,
             self._groups,
             self.splits,
@@ -113,18 +113,18 @@ def row_passes(reduction: Reduction) -> Iterator[RowPass]:
     *rhs_batch, rhs_k = reduction.rhs_strides or (1,)
     if reduction.k > 1 and not k == rhs_k == 1:
         return
-    if math.prod(reduction.batch) * reduction.lines > MOST_INDICES:
+    if math.prod(reduction.batch) * reduction.outputs > MAX_INDICES:
         return
-    steps = [*lhs_batch, *rhs_batch, line if reduction.lines > 1 else 0]
+    steps = [*lhs_batch, *rhs_batch, line if reduction.outputs > 1 else 0]
     vector_bytes = load_bytes(steps, reduction.dtype)
     vectors = max(1, reduction.k * reduction.dtype.itemsize // vector_bytes)
     enough = 1 << (vectors - 1).bit_length()
     for lanes in sorted({min(lanes, enough) for lanes in (8, 32, THREADS)}):
         for rows in (1, 4):
-            groups = math.prod(reduction.batch) * reduction.lines // rows
-            # Rather more threads on a row than threads without one.
+            groups = math.prod(reduction.batch) * reduction.outputs // rows
+            # More threads share a row before any is idle.
             idle = lanes < min(enough, THREADS) and groups * lanes < THREADS
-            # A row that takes a whole block has loads enough on its way, unless they are narrow.
+            # A row of a whole CTA has enough loads in flight, unless they are narrow.
             alone = lanes == THREADS and vector_bytes == WIDEST_LOAD
-            if rows <= (1 if alone else reduction.lines) and not idle:
+            if rows <= (1 if alone else reduction.outputs) and not idle:
                 yield RowPass(reduction, vector_bytes, lanes, rows=rows)

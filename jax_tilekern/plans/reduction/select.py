@@ -22,8 +22,8 @@ _F32, _F64 = np.dtype(np.float32), np.dtype(np.float64)
 _NARROW_FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 # By the real type of their parts.
 _COMPLEX: dict[_Dtype, _Dtype] = {np.dtype(np.complex64): _F32, np.dtype(np.complex128): _F64}
-# How much slower than memory a kernel may be, by the cost model.
-_MOST_SLOWDOWN = 4
+# The maximum time of a kernel over that of memory alone, by the cost model.
+_MAX_SLOWDOWN = 4
 
 
 class SummedDims(NamedTuple):
@@ -42,7 +42,7 @@ class SummedDims(NamedTuple):
 
     @classmethod
     def of(cls, shape: Sequence[int], axes: Collection[int]) -> SummedDims:
-        """Merge neighbouring dimensions that share their fate, and drop those of size 1."""
+        """Merge neighbours that are both summed over or both kept, and drop sizes of 1."""
         sizes: list[int] = []
         reduced: list[bool] = []
         for axis, size in enumerate(shape):
@@ -82,7 +82,7 @@ def sum_candidates(
     Parameters
     ----------
     dims
-        Of which at least one is summed over.
+        At least one of them is summed over.
     dtype, out_dtype
         Types for which there is a :func:`sum_dtype`.
     gpu
@@ -104,10 +104,10 @@ def sum_candidates(
         return NoKernel(f"{len(sizes)} separate dimensions (at most {MAX_BATCH_DIMS + 2})")
     found = reduction_passes(reduction, gpu)
     if not found:
-        return NoKernel(f"sizes {dims.sizes} take more blocks than a grid has")
+        return NoKernel(f"sizes {dims.sizes} take more CTAs than a grid has")
     memory = reduction.bytes / gpu.rates.memory_bandwidth
-    if found[0].cycles > _MOST_SLOWDOWN * (gpu.rates.launch_cycles + memory):
-        return NoKernel("a block for each of many short sums is slower than XLA's kernel")
+    if found[0].cycles > _MAX_SLOWDOWN * (gpu.rates.launch_cycles + memory):
+        return NoKernel("a CTA for each of many short sums is slower than XLA's kernel")
     return found
 
 
@@ -151,19 +151,19 @@ def _reduction(
 ) -> Reduction:
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
     dims = list(zip(sizes, strides, kept, strict=True))
-    # The innermost dimension and the next one are the kernel's own, if they are of both kinds.
-    line = dims.pop() if kept[-1] else None
+    # The kernel takes the innermost dimension and the next one, if one is kept and one is not.
+    output = dims.pop() if kept[-1] else None
     k, k_stride, _ = dims.pop()
-    if line is None:
-        line = dims.pop() if dims else (1, k, True)
+    if output is None:
+        output = dims.pop() if dims else (1, k, True)
     batch = [(size, stride) for size, stride, is_kept in dims if is_kept]
     outer = [(size, stride) for size, stride, is_kept in dims if not is_kept]
-    out = [line[0] * math.prod(size for size, _ in batch[i + 1 :]) for i in range(len(batch))]
+    out = [output[0] * math.prod(size for size, _ in batch[i + 1 :]) for i in range(len(batch))]
     return Reduction(
         batch=tuple(size for size, _ in (*batch, *outer)),
-        lines=line[0],
+        outputs=output[0],
         k=k,
-        lhs_strides=(*(stride for _, stride in (*batch, *outer)), line[1], k_stride),
+        lhs_strides=(*(stride for _, stride in (*batch, *outer)), output[1], k_stride),
         rhs_strides=None,
         out_strides=(*out, *(0,) * len(outer), 1),
         dtype=dtype,

@@ -17,17 +17,17 @@ class TransposeCandidate(Candidate):
     @property
     @abstractmethod
     def kernel(self) -> Kernel:
-        """What the compiler is asked for."""
+        """What the compiler compiles."""
 
     @property
     @abstractmethod
     def reason(self) -> str:
-        """What it does, for ``explain``."""
+        """What the kernel does, in words for ``explain``."""
 
     @property
     @abstractmethod
     def blocks(self) -> int:
-        """Blocks of its grid, or tiles where blocks walk over them."""
+        """CTAs of its grid, or tiles of persistent CTAs."""
 
     @abstractmethod
     def launch(self, compiled: Compiled, gpu: Gpu) -> Launch:
@@ -35,8 +35,8 @@ class TransposeCandidate(Candidate):
 
     @property
     def name(self) -> str:
-        """The kernel, for ``explain``."""
-        return self.kernel.file.removesuffix(".cuh")
+        """The kernel's name in ``explain``."""
+        return self.kernel.text.file.removesuffix(".cu")
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it.

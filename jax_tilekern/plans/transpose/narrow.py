@@ -11,13 +11,13 @@ from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 from jax_tilekern.plans.transpose.candidate import TransposeCandidate
 from jax_tilekern.plans.transpose.shape import DIVISOR, Matrices, OuterDims, divisor
 
-# What a thread takes, in 32-bit words, if a group of records is no more than that.
+# The 32-bit words of a thread, if a group of records has no more.
 _THREAD_WORDS = 16
 
 
 @dataclass(frozen=True)
 class NarrowTranspose(TransposeCandidate):
-    """Takes records of a few items apart, or puts them together; see ``transpose/narrow.cuh``.
+    """Splits or interleaves records of a few elements; see ``transpose/narrow.cuh``.
 
     Attributes
     ----------
@@ -60,8 +60,8 @@ class NarrowTranspose(TransposeCandidate):
     @property
     def reason(self) -> str:
         """See :class:`TransposeCandidate`."""
-        what = "taken apart" if self.split else "put together"
-        return f"records of {self.narrow} items are {what}, {self._tile_records} a block"
+        what = "split" if self.split else "interleaved"
+        return f"records of {self.narrow} elements are {what}, {self._tile_records} per CTA"
 
     @property
     def blocks(self) -> int:
@@ -102,6 +102,6 @@ class NarrowTranspose(TransposeCandidate):
             grid=(self.blocks, 1, 1),
             block=(256, 1, 1),
             parameters=(Buffer(0), Buffer(1), shape),
-            # 16 bytes are left out after every 128.
+            # 16 bytes of padding follow every 128.
             shared_memory_bytes=records_bytes // 128 * 144,
         )

@@ -29,10 +29,10 @@ class Permutation:
 
     @classmethod
     def reduced(cls, shape: Sequence[int], axes: Sequence[int], itemsize: int) -> Permutation:
-        """Return the permutation with the fewest dimensions that moves memory alike.
+        """Return the permutation of the fewest dimensions that moves memory the same way.
 
-        Dimensions of size 1 are dropped, and those that stay next to each other become one. What
-        leaves memory as it is has at most one dimension.
+        Dimensions of size 1 are dropped, and those that stay adjacent are merged. A permutation
+        that leaves memory as it is has at most one dimension.
 
         Parameters
         ----------
@@ -59,7 +59,7 @@ class Permutation:
 
     @property
     def widened(self) -> Permutation:
-        """The same with an innermost dimension that stays and makes an item taken for one."""
+        """The same, with an innermost dimension that stays merged into the element, if it fits."""
         if not self.keeps_innermost or self.row_bytes not in _ITEM_BYTES:
             return self
         return Permutation(self.sizes[:-1], self.order[:-1], self.row_bytes)

@@ -21,11 +21,11 @@ class RowTranspose(TransposeCandidate):
     Attributes
     ----------
     row_bytes
-        Of a row.
+        Bytes of a row.
     outer
-        The dimensions that number them.
+        The dimensions that number the rows.
     unit_bytes
-        Of which rows are multiples.
+        Rows start at multiples of it, and their length is one.
     vector_bytes
         Copied at a time: a unit, or 16 bytes of rows that start anywhere.
     """
@@ -72,7 +72,7 @@ class RowTranspose(TransposeCandidate):
 
     @property
     def _copies(self) -> int:
-        # Of a thread, all on their way at once.
+        # The copies of a thread, which are all in flight at once.
         return 2 if self._direct and self.vector_bytes == VECTOR_BYTES else 4
 
     @property

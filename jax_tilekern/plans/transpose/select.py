@@ -1,13 +1,13 @@
-"""Plans for transposes on CUDA: which kernel moves a permutation's items, and by which tile.
+"""Plans for transposes on CUDA: which kernel moves a permutation's elements, and by which tile.
 
-In the kernels' words, the dimension that is innermost in the source counts *columns*, the one that
-is innermost in the result counts *rows*, and all others are *outer*. The first that fits is taken:
+In the kernels, the dimension that is innermost in the source numbers *columns*, the one that is
+innermost in the result numbers *rows*, and all others are *outer*. The first that fits is used:
 
 1. A permutation that keeps the innermost dimension copies rows (``transpose/rows.cuh``).
 2. One short dimension beside a long one, adjacent where they are interleaved: records that are
-   taken apart or put together (``transpose/narrow.cuh``).
-3. Arrays of 1- or 2-byte items about as large as the cache, with rows of 128 bytes and more, all
-   multiples of 16 bytes, from sm_90 on: the copy engine (``transpose/tma.cuh``).
+   split or interleaved (``transpose/narrow.cuh``).
+3. Arrays of 1- or 2-byte elements about as large as L2, with rows of 128 bytes and more, all
+   multiples of 16 bytes, from sm_90 on: TMA (``transpose/tma.cuh``).
 4. Rows of 32 bytes and more: tiles of any alignment (``transpose/tiles.cuh``).
 
 What XLA was measured to do faster is left to it.
@@ -20,7 +20,6 @@ from collections.abc import Iterator
 
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
-from jax_tilekern.plans.transpose import tma as transpose_boxes
 from jax_tilekern.plans.transpose.candidate import TransposeCandidate
 from jax_tilekern.plans.transpose.narrow import NarrowTranspose
 from jax_tilekern.plans.transpose.permutation import Permutation
@@ -34,22 +33,22 @@ from jax_tilekern.plans.transpose.shape import (
     OuterDims,
 )
 from jax_tilekern.plans.transpose.tiles import TileTranspose
-from jax_tilekern.plans.transpose.tma import BoxTranspose
+from jax_tilekern.plans.transpose.tma import ITEM_BYTES, MAX_TMA_OUTER_DIMS, TmaTranspose
 
-# What is less for each matrix leaves a block without work.
-_LEAST_MATRIX_BYTES = 2048
-# Blocks of a grid, and numbers that kernels divide.
-_MOST_BLOCKS = 2**31 - 1
-# Arrays of which the copy engine hides the latency better than blocks of one tile do.
-_LEAST_BOX_BYTES, _MOST_BOX_BYTES = 2**24, 2**26
-# By item size: where the result's rows all start at a sector, and where they start anywhere.
+# Smaller matrices leave threads of a CTA without work.
+_MIN_MATRIX_BYTES = 2048
+# The maximum number of CTAs, and of what kernels divide.
+_MAX_CTAS = 2**31 - 1
+# Arrays whose latency TMA in persistent CTAs hides better than CTAs of one tile do.
+_MIN_TMA_BYTES, _MAX_TMA_BYTES = 2**24, 2**26
+# By element size: tiles where all rows of the result start at a sector, and where they do not.
 _ALIGNED_TILES = {1: (128, 128), 2: (128, 128), 4: (64, 64), 8: (32, 32), 16: (16, 16)}
 _TILES = {1: (256, 128), 2: (128, 128), 4: (64, 64), 8: (32, 32), 16: (16, 16)}
-# Of less, by item size, XLA's transposes take 2 to 15 % less time on an H100; where the result's
-# rows start anywhere, half as much again from 16 MiB on.
-_LEAST_BYTES = {1: 2**22, 2: 2**24, 4: 2**26, 8: 2**28, 16: 2**28}
-_LEAST_UNALIGNED_BYTES = 2**24
-_LEAST_NARROW_BYTES = 2**26
+# Below these bytes, by element size, XLA's transposes take 2 to 15 % less time on an H100. Where
+# the result's rows start anywhere, XLA's take half as much time again from 16 MiB on.
+_MIN_BYTES = {1: 2**22, 2: 2**24, 4: 2**26, 8: 2**28, 16: 2**28}
+_MIN_UNALIGNED_BYTES = 2**24
+_MIN_NARROW_BYTES = 2**26
 
 
 def plan_transpose(permutation: Permutation, gpu: Gpu) -> LaunchPlan | NoKernel:
@@ -90,14 +89,14 @@ def candidates(permutation: Permutation, gpu: Gpu) -> list[TransposeCandidate] |
     matrices = Matrices.of(permutation)
     narrow = list(_narrow(permutation, matrices))
     rows, columns = matrices.rows * matrices.itemsize, matrices.columns * matrices.itemsize
-    if rows * matrices.columns < _LEAST_MATRIX_BYTES:
+    if rows * matrices.columns < _MIN_MATRIX_BYTES:
         return NoKernel(f"matrices of {rows * matrices.columns} bytes are too small for tiles")
     if not narrow and min(rows, columns) < SECTOR_BYTES:
         return NoKernel(f"rows of {min(rows, columns)} bytes are too short for tiles")
-    found: list[TransposeCandidate] = [*narrow, _tiles(matrices), *_boxes(matrices, gpu)]
-    if _LEAST_BOX_BYTES <= permutation.size_bytes <= _MOST_BOX_BYTES:
+    found: list[TransposeCandidate] = [*narrow, _tiles(matrices), *_tma(matrices, gpu)]
+    if _MIN_TMA_BYTES <= permutation.size_bytes <= _MAX_TMA_BYTES:
         found[len(narrow) :] = reversed(found[len(narrow) :])
-    return [candidate for candidate in found if candidate.blocks <= _MOST_BLOCKS] or too_many
+    return [candidate for candidate in found if candidate.blocks <= _MAX_CTAS] or too_many
 
 
 def left_to_xla(permutation: Permutation, gpu: Gpu) -> str | None:
@@ -116,12 +115,12 @@ def left_to_xla(permutation: Permutation, gpu: Gpu) -> str | None:
     matrices = Matrices.of(permutation)
     if next(_narrow(permutation, matrices), None) is not None:
         few_rows = matrices.rows < matrices.columns
-        if few_rows and matrices.itemsize >= 4 and size < _LEAST_NARROW_BYTES:
+        if few_rows and matrices.itemsize >= 4 and size < _MIN_NARROW_BYTES:
             return "XLA's transposes of a few short rows are faster (0.91)"
         return None
-    least = _LEAST_BYTES[matrices.itemsize]
+    least = _MIN_BYTES[matrices.itemsize]
     if not matrices.result_aligned:
-        least = min(least, _LEAST_UNALIGNED_BYTES)
+        least = min(least, _MIN_UNALIGNED_BYTES)
     return f"XLA's transposes of {size} bytes are faster (0.84 to 0.98)" if size < least else None
 
 
@@ -132,14 +131,13 @@ def _row_copies(permutation: Permutation) -> list[RowTranspose]:
     found = [RowTranspose(row_bytes, outer, unit, unit)]
     if unit < VECTOR_BYTES:
         found.insert(0, RowTranspose(row_bytes, outer, min(unit, 4), VECTOR_BYTES))
-    return [copies for copies in found if copies.vectors <= _MOST_BLOCKS]
+    return [copies for copies in found if copies.vectors <= _MAX_CTAS]
 
 
 def _narrow(permutation: Permutation, matrices: Matrices) -> Iterator[NarrowTranspose]:
     order = permutation.order
     innermost = len(order) - 1
-    # Where the short and the long dimension interleave, the short one has to be innermost. The long
-    # rows are read or written by vectors.
+    # Interleaving takes the short dimension innermost. Vectors read or write the long rows.
     vectors = {
         True: (order[-1] == innermost - 1, matrices.rows),
         False: (order[-2] == innermost, matrices.columns),
@@ -153,19 +151,19 @@ def _narrow(permutation: Permutation, matrices: Matrices) -> Iterator[NarrowTran
             yield found
 
 
-def _boxes(matrices: Matrices, gpu: Gpu) -> Iterator[BoxTranspose]:
+def _tma(matrices: Matrices, gpu: Gpu) -> Iterator[TmaTranspose]:
     rows, columns = matrices.rows * matrices.itemsize, matrices.columns * matrices.itemsize
     if (
         gpu.compute_capability >= (9, 0)
-        and matrices.itemsize in transpose_boxes.ITEM_BYTES
+        and matrices.itemsize in ITEM_BYTES
         and rows % VECTOR_BYTES == columns % VECTOR_BYTES == 0
         and min(rows, columns) >= LINE_BYTES
-        and len(matrices.outer.sizes) <= transpose_boxes.MAX_OUTER_DIMS
-        # Coordinates of a box are signed.
+        and len(matrices.outer.sizes) <= MAX_TMA_OUTER_DIMS
+        # Coordinates of TMA are signed.
         and max(matrices.rows, matrices.columns, *matrices.outer.sizes) < 2**31
         and matrices.source_bytes < 2**40
     ):
-        yield BoxTranspose(matrices)
+        yield TmaTranspose(matrices)
 
 
 def _tiles(matrices: Matrices) -> TileTranspose:
@@ -173,9 +171,9 @@ def _tiles(matrices: Matrices) -> TileTranspose:
     tiles = _ALIGNED_TILES if matrices.result_aligned else _TILES
     rows, columns = tiles[matrices.itemsize]
     # A short dimension takes less of the tile, and leaves the other more.
-    least_rows, least_columns = 8 * vector, max(4, vector)
-    fitting = max(least_columns, min(columns, _power_of_two(matrices.columns)))
-    rows = max(least_rows, min(rows * columns // fitting, 256, _power_of_two(matrices.rows)))
+    min_rows, min_columns = 8 * vector, max(4, vector)
+    fitting = max(min_columns, min(columns, _power_of_two(matrices.columns)))
+    rows = max(min_rows, min(rows * columns // fitting, 256, _power_of_two(matrices.rows)))
     return TileTranspose(matrices, rows, fitting)
 
 

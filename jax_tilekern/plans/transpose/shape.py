@@ -1,4 +1,4 @@
-"""What the kernels of a transpose are told about a permutation; see ``transpose/shape.cuh``."""
+"""A permutation as the kernels of a transpose take it; see ``transpose/shape.cuh``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 from jax_tilekern.plans.transpose.permutation import Permutation
 
 MAX_OUTER_DIMS = 6
-# What kernels read and write at a time, and what memory does.
+# A vector of a thread, a sector of memory and a cache line.
 VECTOR_BYTES = 16
 SECTOR_BYTES = 32
 LINE_BYTES = 128
@@ -75,7 +75,7 @@ class TileGrid:
     @property
     def values(self) -> tuple[int, ...]:
         """What a launch passes, as ``LAYOUT`` packs it."""
-        # Columns so long that their neighbours find nothing in the cache are walked together.
+        # Columns that are too long for L2 to keep their neighbours are walked side by side.
         width = min(self.columns, max(2, self.rows // 128))
         divisors = (self.count, self.rows * width, width, self.columns % width or width)
         return (self.columns, *(field for value in divisors for field in divisor(value)))

@@ -29,7 +29,7 @@ class TileTranspose(TransposeCandidate):
     matrices
         What to transpose.
     tile_rows, tile_columns
-        A tile in items.
+        The tile, in elements.
     """
 
     matrices: Matrices
@@ -75,7 +75,7 @@ class TileTranspose(TransposeCandidate):
 
     @property
     def _pitch(self) -> int:
-        # Of rows that start anywhere: as far beyond a multiple of 16 bytes as in the source.
+        # Rows that start anywhere are as far beyond a multiple of 16 bytes as in the source.
         matrices = self.matrices
         row_bytes = self.tile_columns * matrices.itemsize + VECTOR_BYTES
         return row_bytes + matrices.row_stride % VECTOR_BYTES

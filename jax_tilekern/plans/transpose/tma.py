@@ -1,4 +1,4 @@
-"""Plans for transposes through the copy engine: ``transpose/tma.cuh``."""
+"""Plans for transposes by TMA: ``transpose/tma.cuh``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax_tilekern.plans.launch import Launch, Scalars, TensorMap, TensorMapDtype
 from jax_tilekern.plans.transpose.candidate import TransposeCandidate
 from jax_tilekern.plans.transpose.shape import DIVISOR, LINE_BYTES, Matrices, TileGrid, divisor
 
-MAX_OUTER_DIMS = 3
+MAX_TMA_OUTER_DIMS = 3
 ITEM_BYTES = (1, 2)
 
 _ROWS = 128
@@ -21,14 +21,14 @@ _OUTPUTS = 2
 
 
 @dataclass(frozen=True)
-class BoxTranspose(TransposeCandidate):
-    """Tiles through the copy engine, by blocks that stay; see ``transpose/tma.cuh``.
+class TmaTranspose(TransposeCandidate):
+    """Tiles by TMA, in persistent CTAs; see ``transpose/tma.cuh``.
 
     Attributes
     ----------
     matrices
-        Of items of 1 or 2 bytes, with rows and columns of 128 bytes at least that are multiples of
-        16 bytes, and at most three outer dimensions.
+        Matrices of elements of 1 or 2 bytes. Rows and columns have at least 128 bytes, and are
+        multiples of 16 bytes; there are at most three outer dimensions.
     """
 
     matrices: Matrices
@@ -47,7 +47,7 @@ class BoxTranspose(TransposeCandidate):
     @property
     def reason(self) -> str:
         """See :class:`TransposeCandidate`."""
-        return f"{self.blocks} tiles of {_ROWS}x{self._cell} by the copy engine"
+        return f"{self.blocks} tiles of {_ROWS}x{self._cell} by TMA"
 
     @property
     def blocks(self) -> int:
@@ -64,22 +64,22 @@ class BoxTranspose(TransposeCandidate):
 
     @property
     def _threads(self) -> int:
-        # As in BoxConfig.
+        # As BoxConfig has it.
         return 64 * self.matrices.itemsize
 
     def launch(self, compiled: Compiled, gpu: Gpu) -> Launch:
         """Return the launch, given what ``kernel`` was compiled to."""
         matrices, entry = self.matrices, compiled.entry(self.kernel.name)
         outer = matrices.outer
-        unused = (1,) * (MAX_OUTER_DIMS - len(outer.sizes))
+        unused = (1,) * (MAX_TMA_OUTER_DIMS - len(outer.sizes))
         shape = Scalars.pack(
-            f"{TileGrid.LAYOUT}I" + MAX_OUTER_DIMS * DIVISOR,
+            f"{TileGrid.LAYOUT}I" + MAX_TMA_OUTER_DIMS * DIVISOR,
             *self._grid.values,
             self.blocks,
             *(field for size in (*unused, *outer.sizes) for field in divisor(size)),
         )
         shared = (_STAGES + _OUTPUTS) * _TILE_BYTES + 8 * _STAGES
-        # Each block takes 1 KiB of its own.
+        # The system takes 1 KiB of each CTA.
         resident = min(
             (gpu.shared_memory_bytes + 1024) // (shared + 1024),
             65536 // (-(-entry.registers // 8) * 8 * self._threads),
@@ -105,15 +105,15 @@ class BoxTranspose(TransposeCandidate):
         second: int,
         stride: int,
         outer_strides: tuple[int, ...],
-        box_lines: int,
+        tile_rows: int,
     ) -> TensorMap:
-        unused = MAX_OUTER_DIMS - len(outer_strides)
+        unused = MAX_TMA_OUTER_DIMS - len(outer_strides)
         dtype: TensorMapDtype = "uint8" if self.matrices.itemsize == 1 else "uint16"
         return TensorMap(
             buffer=buffer,
             dtype=dtype,
             sizes=(inner, second, *(1,) * unused, *self.matrices.outer.sizes),
             strides_bytes=(stride, *(stride,) * unused, *outer_strides),
-            box=(self._cell, box_lines, 1, 1, 1),
+            box=(self._cell, tile_rows, 1, 1, 1),
             swizzle=128,
         )

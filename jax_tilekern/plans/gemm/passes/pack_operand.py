@@ -1,4 +1,4 @@
-"""The pass that copies an operand to where tensor maps can read it."""
+"""The pass that copies an operand into a layout that tensor maps can describe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.cxx import cxx_config
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 from jax_tilekern.plans.strided_rows import (
-    MOST_ROWS,
+    MAX_ROWS,
     ROW_BYTES,
     VECTOR_BYTES,
     RowTiling,
@@ -23,10 +23,10 @@ _THREADS = 256
 
 @dataclass(frozen=True)
 class PackPass:
-    """Copies an operand to ``[batch][lines][k_padded]`` with unit stride along ``k``.
+    """Copies an operand to ``[batch][mn][k_padded]`` with unit stride along ``k``.
 
-    Rows start on 128 bytes, so that no row of a tile lies across two lines of a cache, and zeros
-    follow on ``k``. Batch dimensions that are broadcast are left out.
+    Rows start at multiples of 128 bytes, so each row of a tile lies in one cache line, and are
+    padded with zeros. Batch dimensions that are broadcast are left out.
 
     Attributes
     ----------
@@ -52,19 +52,19 @@ class PackPass:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Strides of the packed operand: of the batch dimensions, lines, and ``k``."""
-        matrix = self.operand.lines * self.k_padded
+        """Strides of the packed operand: of the batch dimensions, M or N, and ``k``."""
+        matrix = self.operand.mn * self.k_padded
         return (*self.operand.dense_batch_strides(matrix), self.k_padded, 1)
 
     @property
     def workspace_bytes(self) -> int:
         """Size of the packed operand."""
-        return self.operand.copied_lines * self.k_padded * self.itemsize
+        return self.operand.copied_rows * self.k_padded * self.itemsize
 
     @property
     def fits(self) -> bool:
-        """Whether a launch can have its rows and blocks."""
-        return max(self.operand.copied_lines, self._blocks) <= MOST_ROWS
+        """Whether a launch can have that many rows and CTAs."""
+        return max(self.operand.copied_rows, self._blocks) <= MAX_ROWS
 
     @property
     def _vectors(self) -> int:
@@ -72,15 +72,15 @@ class PackPass:
 
     @property
     def _row_tiling(self) -> RowTiling:
-        """Of a k-major operand."""
-        return RowTiling.of(self.operand.copied_lines, self._vectors, 4, _THREADS)
+        """How threads share the rows of a k-major operand."""
+        return RowTiling.of(self.operand.copied_rows, self._vectors, 4, _THREADS)
 
     @property
     def _tiles(self) -> tuple[int, int]:
-        """Tiles of a matrix along its lines and ``k``, unless it is k-major."""
+        """Tiles of a matrix along M or N and along ``k``, unless it is k-major."""
         # As in TilePacker: reads of 16 bytes (8 of 1-byte elements) fill 64 in a row.
-        tile_lines, tile_vectors = 256 // self.itemsize, 8 if self.itemsize == 1 else 16
-        return -(-self.operand.lines // tile_lines), -(-self._vectors // tile_vectors)
+        tile_mn, tile_vectors = 256 // self.itemsize, 8 if self.itemsize == 1 else 16
+        return -(-self.operand.mn // tile_mn), -(-self._vectors // tile_vectors)
 
     @property
     def _blocks(self) -> int:
@@ -102,7 +102,7 @@ class PackPass:
             *source_rows(operand, self.itemsize).values,
             0 if k_major else operand.k_stride * self.itemsize,
             *(self._row_tiling.values if k_major else (0, 0)),
-            operand.lines,
+            operand.mn,
             operand.k,
             self._vectors,
             *((0, 0) if k_major else self._tiles),

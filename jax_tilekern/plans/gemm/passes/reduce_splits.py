@@ -1,4 +1,4 @@
-"""The pass that adds up the partial sums of a split k."""
+"""The pass that reduces the partial results of split-K."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from jax_tilekern.plans.strided_rows import VECTOR_BYTES, RowTiling, StridedRows
 
 @dataclass(frozen=True)
 class SumPass:
-    """Adds up partial sums ``[splits][batch][m][n]`` in order, and rounds to the output.
+    """Adds partial results ``[splits][batch][m][n]`` in order, and rounds to the output's type.
 
     Attributes
     ----------
     geometry
         Sizes, and the output's strides.
     splits
-        Number of partial sums of each element.
+        Number of partial results of each element.
     sum_dtype
         Their type: float32, float64 or int32.
     out_dtype
@@ -45,12 +45,12 @@ class SumPass:
 
     @property
     def split_stride(self) -> int:
-        """Elements between the partial sums of one element."""
+        """Elements between the partial results of one element."""
         return math.prod(self.geometry.batch) * self.geometry.m * self.geometry.n
 
     @property
     def workspace_bytes(self) -> int:
-        """Size of the partial sums."""
+        """Size of the partial results."""
         return self.splits * self.split_stride * self.sum_dtype.itemsize
 
     @property
@@ -60,7 +60,7 @@ class SumPass:
 
     @property
     def _rows(self) -> tuple[list[tuple[int, int]], int]:
-        """Sizes and strides of what numbers the output's rows, and the elements of a row."""
+        """Sizes and strides of the dimensions that number the output's rows, and a row's length."""
         geometry = self.geometry
         sizes = (*geometry.batch, geometry.m)
         *outer, (columns, stride) = merged_dims(
@@ -82,7 +82,7 @@ class SumPass:
         Raises
         ------
         ValueError
-            If the output has more rows, or takes more blocks, than a launch can have.
+            If the output takes more rows or CTAs than a launch can have.
         """
         dims, columns = self._rows
         rows, threads = StridedRows.of(dims), 256

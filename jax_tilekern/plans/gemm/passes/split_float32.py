@@ -1,4 +1,4 @@
-"""The passes that split float32 into float16 pieces, and decide whether these are good enough."""
+"""The passes that split float32 into hi and lo float16 parts, and decide if these are accurate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jax_tilekern.plans.cxx import cxx_config
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 from jax_tilekern.plans.strided_rows import (
-    MOST_ROWS,
+    MAX_ROWS,
     ROW_BYTES,
     StridedOperand,
     StridedRows,
@@ -17,28 +17,28 @@ from jax_tilekern.plans.strided_rows import (
     source_rows,
 )
 
-# Of an element.
+# The parts of an element: hi and lo.
 PIECES = 2
 _PIECE_BYTES = 2
-# A warp walks shorter lines, and a block longer ones.
-_LONG_LINE = 2048
+# A warp walks shorter rows, and a CTA longer ones.
+_LONG_ROW = 2048
 
 
 @dataclass(frozen=True)
 class SplitPass:
-    """Splits float32 into float16 whose sum it is, ``[batch][lines][PIECES][k_padded]``.
+    """Splits float32 into hi and lo float16 parts, ``[batch][mn][PIECES][k_padded]``.
 
-    Rows are whole multiples of 128 bytes, and zeros follow on ``k``. Pieces are those of the line
-    divided by a power of two. A second workspace, ``int32[3][batch][lines]``, holds each line's
-    exponent of that power, how many of its elements the pieces miss, and how many are near its
-    largest; see ``split_float32.cuh``. Batch dimensions that are broadcast are left out.
+    Rows are multiples of 128 bytes, padded with zeros. A row is divided by a power of two before
+    the split. A second workspace, ``int32[3][batch][mn]``, holds the exponent of that power, how
+    many elements of the row the parts do not represent, and how many are near its largest; see
+    ``split_float32.cuh``. Batch dimensions that are broadcast are left out.
 
     Attributes
     ----------
     operand
-        What to split, at any address of whole elements and with any strides.
+        The operand, at any address of whole elements and with any strides.
     gpu
-        What to plan for.
+        The GPU to plan for.
     """
 
     operand: StridedOperand
@@ -51,60 +51,60 @@ class SplitPass:
             "SplitConfig",
             k_major=self.operand.k_major,
             threads=self._threads,
-            line_lanes=self._line_lanes,
+            line_lanes=self._row_lanes,
             min_blocks=3 if self.operand.k_major else 1,
         )
         return Kernel("gemm/passes/split_float32.cuh", f"tilekern::split_float32<{config}>")
 
     @property
     def k_padded(self) -> int:
-        """Elements of a row of pieces, and the stride between the pieces of a line."""
+        """Elements of a row of hi or lo parts, and the stride between the two rows."""
         unit = ROW_BYTES // _PIECE_BYTES
         return -(-self.operand.k // unit) * unit
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Strides of the pieces: of the batch dimensions, lines, pieces of a line, and ``k``."""
+        """Strides of the parts: of the batch dimensions, M or N, hi and lo, and ``k``."""
         line = PIECES * self.k_padded
-        batch = self.operand.dense_batch_strides(self.operand.lines * line)
+        batch = self.operand.dense_batch_strides(self.operand.mn * line)
         return (*batch, line, self.k_padded, 1)
 
     @property
     def pieces_bytes(self) -> int:
-        """Size of the pieces."""
-        return self.lines * PIECES * self.k_padded * _PIECE_BYTES
+        """Size of the parts."""
+        return self.rows * PIECES * self.k_padded * _PIECE_BYTES
 
     @property
     def fact_strides(self) -> tuple[int, ...]:
-        """Strides of each of the three arrays of facts: of the batch dimensions, and lines."""
-        return (*self.operand.dense_batch_strides(self.operand.lines), 1)
+        """Strides of each of the three arrays of facts: of the batch dimensions, and of M or N."""
+        return (*self.operand.dense_batch_strides(self.operand.mn), 1)
 
     @property
     def facts_bytes(self) -> int:
-        """Size of the facts: exponents, lost and dense elements, each an int32 for every line."""
-        return 3 * 4 * self.lines
+        """Size of the facts: exponents, lost and dense elements, each an int32 for every row."""
+        return 3 * 4 * self.rows
 
     @property
-    def lines(self) -> int:
-        """Lines of all matrices."""
-        return self.operand.copied_lines
+    def rows(self) -> int:
+        """Rows of k of all matrices."""
+        return self.operand.copied_rows
 
     @property
     def fits(self) -> bool:
-        """Whether a launch can have its lines, of which a block takes at least one."""
-        return self.lines <= MOST_ROWS
+        """Whether a launch can have its rows, of which a CTA takes at least one."""
+        return self.rows <= MAX_ROWS
 
     @property
     def _threads(self) -> int:
         return 256 if self.operand.k_major else 512
 
     @property
-    def _line_lanes(self) -> int:
+    def _row_lanes(self) -> int:
         operand = self.operand
         if operand.k_major:
-            return 1 if operand.k > _LONG_LINE else 8
-        # 16 lines a block, or 8, which are the least that whole sectors hold, to have more blocks.
-        return 4 if self.lines >= 16 * self.gpu.sm_count else 2
+            return 1 if operand.k > _LONG_ROW else 8
+        # 16 rows a CTA, or 8, which still fill whole sectors, where that takes more SMs.
+        return 4 if self.rows >= 16 * self.gpu.sm_count else 2
 
     def launch(self, compiled: Compiled, source: Buffer, pieces: Buffer, facts: Buffer) -> Launch:
         """Return the launch, given what ``kernel`` was compiled to and the buffers.
@@ -116,20 +116,20 @@ class SplitPass:
         """
         operand = self.operand
         rows = source_rows(operand, 4)
-        block_lines = self._line_lanes * (1 if operand.k_major else 4)
+        cta_rows = self._row_lanes * (1 if operand.k_major else 4)
         if operand.k_major:
-            blocks = -(-rows.count // block_lines)
+            blocks = -(-rows.count // cta_rows)
         else:
-            blocks = rows.count * -(-operand.lines // block_lines)
-        check_rows(self.lines)
+            blocks = rows.count * -(-operand.mn // cta_rows)
+        check_rows(self.rows)
         shape = Scalars.pack(
             f"{StridedRows.LAYOUT}q4I",
             *rows.values,
             0 if operand.k_major else operand.k_stride * 4,
-            operand.lines,
+            operand.mn,
             operand.k,
             self.k_padded,
-            self.lines,
+            self.rows,
         )
         return Launch(
             entry=compiled.entry(self.kernel.name),
@@ -152,8 +152,7 @@ def decide_launch(
 ) -> Launch:
     """Return the launch of ``DECIDE_KERNEL``, which writes one int32.
 
-    It is 0 if the sum of the products of pieces, all but that of the two low ones, is as accurate
-    as float32's own arithmetic, and 1 if it may not be.
+    It is 0 if hi*hi + hi*lo + lo*hi is as accurate as float32 arithmetic, and 1 if it may not be.
 
     Parameters
     ----------
@@ -162,11 +161,11 @@ def decide_launch(
     lhs, rhs
         How the operands were split.
     lhs_facts, rhs_facts
-        What that found out.
+        What the splits found out.
     flag
-        Where to write.
+        The flag.
     """
-    shape = Scalars.pack("3I", lhs.lines, rhs.lines, lhs.operand.k)
+    shape = Scalars.pack("3I", lhs.rows, rhs.rows, lhs.operand.k)
     return Launch(
         entry=compiled.entry(DECIDE_KERNEL.name),
         grid=(1, 1, 1),

@@ -1,6 +1,6 @@
 """The compile-time choices of the kernels of ``gemm/sm80``.
 
-A tile, the types and how the operands lie in memory make an instance.
+An instance is made of a tile, the types and the layouts of the operands.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _Dtype = np.dtype[Any]
 
 # A row of k in shared memory.
 TILE_ROW_BYTES = 128
-# What a block's shared memory costs beyond what it asks for.
+# Each CTA takes this much shared memory beyond what it requests.
 _RESERVED_SHARED_BYTES = 1024
 _REGISTERS = 65536
-# Two is what the kernels need, and enough only if there is one tile of k. A block that has the
-# multiprocessor for itself gains nothing beyond three, and loses hits in the second-level cache;
-# small blocks, which are bound by memory, gain up to six (docs/tuning-log.md).
-_FEWEST_STAGES = 2
-_MOST_STAGES_ALONE = 3
-_MOST_STAGES = 6
+# The kernels need two stages, which are enough only for a single k-tile. A CTA that has the SM for
+# itself gains nothing beyond three and loses L2 hits. Small CTAs, which are bound by memory, gain
+# up to six (docs/tuning-log.md).
+_MIN_STAGES = 2
+_MAX_STAGES_ALONE = 3
+_MAX_STAGES = 6
 
 
 @dataclass(frozen=True)
 class MatmulTile:
-    """The tile of the output that a block computes.
+    """The tile of the output that a CTA computes.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class MatmulTile:
     warps_m, warps_n
         The grid of warps that covers it.
     max_blocks
-        Blocks that a multiprocessor's registers hold.
+        CTAs that an SM's registers hold.
     """
 
     block_m: int
@@ -58,7 +58,7 @@ class MatmulTile:
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads of a CTA."""
         return 32 * self.warps_m * self.warps_n
 
     @property
@@ -174,21 +174,21 @@ class MatmulInstance:
 
     @property
     def shared_memory_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
+        """Dynamic shared memory of a CTA."""
         return self.stages * self.tile.stage_bytes
 
 
 def instances_for(
     product: Product, lhs: Operand, rhs: Operand, gpu: Gpu
 ) -> Iterator[tuple[MatmulInstance, int]]:
-    """Yield a kernel for each tile, and how many of its blocks are on a multiprocessor at a time.
+    """Yield a kernel for each tile, and how many of its CTAs an SM holds at a time.
 
     Parameters
     ----------
     product
-        Whose types and ``k`` count, of those that are not refused.
+        A product that is not refused, of which the types and ``k`` count.
     lhs, rhs
-        How the operands lie in memory.
+        The layouts of the operands.
     gpu
         What it is for.
     """
@@ -248,7 +248,7 @@ def _instance(
     blocks, stages = occupancy
     promote, widen = treatment
     if min(lhs.load_bytes, rhs.load_bytes) == 1:
-        # Shifting loads take all registers that a thread can have.
+        # Shifting loads use the maximum number of registers per thread.
         blocks = min(blocks, _REGISTERS // (256 * tile.threads))
     return MatmulInstance(
         family=how.family,
@@ -265,9 +265,9 @@ def _instance(
 
 
 def _float8_treatment(arithmetic: str, gpu: Gpu) -> tuple[bool, bool]:
-    """Whether to promote sums and whether to widen operands; see ``MatmulConfig``."""
+    """Whether to promote accumulators and whether to widen operands; see ``MatmulConfig``."""
     widen = arithmetic.startswith("fp8") and gpu.compute_capability[0] in (9, 10, 11)
-    # Products of widened operands are summed like float16's.
+    # Widened operands are multiplied and accumulated as float16.
     return arithmetic == "fp8" and not widen, widen
 
 
@@ -278,7 +278,7 @@ def _usable_tiles(
     narrowest = min(lhs.load_bytes, rhs.load_bytes)
     bytes_ = how.types.operands[0].itemsize == 1
     for tile in how.tiles:
-        # The largest leaves none for a second set of sums, nor for shifting loads ...
+        # The largest has none left for a second set of accumulators or for shifting loads ...
         if tile == TALL and (promote or narrowest == 1):
             continue
         # ... and the next has room for little more than one of them.
@@ -288,13 +288,13 @@ def _usable_tiles(
 
 
 def _occupancy(tile: MatmulTile, gpu: Gpu, k_tiles: int) -> tuple[int, int] | None:
-    """Blocks on a multiprocessor, and stages of each; None if too few stages fit."""
+    """CTAs of an SM, and stages of each; ``None`` if too few stages fit."""
     total = gpu.shared_memory_bytes + _RESERVED_SHARED_BYTES
     if k_tiles == 1:
-        # Nothing to overlap within a block, so the more blocks the better.
-        return tile.max_blocks, _FEWEST_STAGES
+        # A CTA overlaps nothing by itself, so the maximum number of CTAs is best.
+        return tile.max_blocks, _MIN_STAGES
     for blocks in range(tile.max_blocks, 0, -1):
         stages = (total // blocks - _RESERVED_SHARED_BYTES) // tile.stage_bytes
-        if stages > _FEWEST_STAGES:
-            return blocks, min(stages, _MOST_STAGES_ALONE if blocks == 1 else _MOST_STAGES)
+        if stages > _MIN_STAGES:
+            return blocks, min(stages, _MAX_STAGES_ALONE if blocks == 1 else _MAX_STAGES)
     return None

@@ -1,4 +1,4 @@
-"""How operands and outputs lie in memory, as far as the kernels of ``gemm/sm80`` depend on it."""
+"""Layouts of operands and outputs, as far as the kernels of ``gemm/sm80`` depend on them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 
-# Of a copy, in bytes.
+# The widest copy, in bytes.
 WIDEST_LOAD = 16
 
 
 @dataclass(frozen=True)
 class Operand:
-    """How an operand lies in memory, as far as a kernel's code depends on it.
+    """The layout of an operand, as far as a kernel's code depends on it.
 
     Attributes
     ----------
     k_major
         Whether its unit stride is along ``k``.
     load_bytes
-        Bytes of a copy: what every row's address and length are multiples of (16, 8 or 4), or 1
-        for copies that take any address and length.
+        Bytes of a copy. The address and the length of every row are multiples of it (16, 8 or 4);
+        1 is for copies that take any address and length.
     """
 
     k_major: bool
@@ -29,9 +29,9 @@ class Operand:
 
 
 def lhs_operand(geometry: MatmulGeometry, itemsize: int) -> Operand:
-    """Return how ``lhs`` lies in memory."""
+    """Return the layout of ``lhs``."""
     *batch, m, k = geometry.lhs_strides
-    # With k of size 1 either order is right, and along m there is more to load at once.
+    # With k of size 1 either order is right, and rows along m allow wider loads.
     k_major = m != 1 or (k == 1 and geometry.k > 1)
     outer = (geometry.m, m) if k_major else (geometry.k, k)
     strides = (outer, *zip(geometry.batch, batch, strict=True))
@@ -39,7 +39,7 @@ def lhs_operand(geometry: MatmulGeometry, itemsize: int) -> Operand:
 
 
 def rhs_operand(geometry: MatmulGeometry, itemsize: int) -> Operand:
-    """Return how ``rhs`` lies in memory."""
+    """Return the layout of ``rhs``."""
     *batch, k, n = geometry.rhs_strides
     k_major = n != 1 or (k == 1 and geometry.k > 1)
     outer = (geometry.n, n) if k_major else (geometry.k, k)

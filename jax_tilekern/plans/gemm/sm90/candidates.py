@@ -1,7 +1,7 @@
 """Plans for matrix products on Hopper: the kernel of ``gemm/sm90/matmul.cuh``.
 
-A candidate is a tile, whether the operands change places, and in how many splits ``k`` is taken.
-Operands that tensor maps cannot read are packed first, and splits are added up last.
+A candidate is a tile, an orientation (A and B swapped or not), and a number of splits (split-K).
+Operands that tensor maps cannot describe are packed first, and partial results are added last.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
 from jax_tilekern.plans.gemm.problem import Product, copy_cycles
 from jax_tilekern.plans.gemm.sm90.config import (
     ARITHMETICS,
-    BOX_STRIDE_BYTES,
     TILE_ROW_BYTES,
+    TMA_STRIDE_BYTES,
     View,
     WgmmaTile,
     dense_tiles,
-    fits_boxes,
+    fits_tma,
     instance_for,
 )
 from jax_tilekern.plans.gemm.sm90.cost import busy_cycles
@@ -40,7 +40,7 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
 from jax_tilekern.plans.strided_rows import StridedOperand
 
-# Products of one warpgroup are 64 rows by up to 256 columns.
+# An MMA of one warpgroup is 64 rows by up to 256 columns.
 TILES = (
     WgmmaTile(128, 256),
     WgmmaTile(256, 128),
@@ -69,7 +69,7 @@ class WgmmaCandidate(TiledCandidate):
     product
         What is computed.
     splits
-        The number of splits of k (split-K), whose partial results another kernel adds up.
+        The factor of split-K; another kernel adds the partial results.
     """
 
     product: Product
@@ -77,14 +77,14 @@ class WgmmaCandidate(TiledCandidate):
 
     @property
     def key(self) -> str:
-        """The tile, the order of the operands, and splits."""
+        """The tile, the orientation, and the factor of split-K."""
         return f"wgmma {self.tile_key}" + (f" in {self.splits} splits" if self.splits > 1 else "")
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it, with the passes that it needs."""
         product, instance = self.product, self.instance
         packs = _packs(product)
-        sums = _sum_pass(product, self.splits)
+        sums = _reduce_pass(product, self.splits)
         passes: list[PackPass | SumPass] = [*packs.values(), *([sums] if sums else [])]
         kernels = dict.fromkeys([instance.kernel, *(p.kernel for p in passes)])
         compiled = compile_kernels(*kernels, arch=gpu.arch)
@@ -108,7 +108,7 @@ class WgmmaCandidate(TiledCandidate):
             launches=tuple(launches),
             alignments=(
                 *(
-                    dtype.itemsize if buffer in packs else BOX_STRIDE_BYTES
+                    dtype.itemsize if buffer in packs else TMA_STRIDE_BYTES
                     for buffer, dtype in enumerate((product.lhs_dtype, product.rhs_dtype))
                 ),
                 sums.out_alignment if sums else out_alignment,
@@ -158,29 +158,29 @@ WGMMA = Family(ARITHMETICS, wgmma_candidates)
 def _packs(product: Product) -> dict[int, PackPass]:
     """Return the packs that operands need, by buffer.
 
-    Of tiles in shared memory, wgmma takes lines side by side in 16-bit types alone. The kernel
-    turns around one such operand, so that if both are, the smaller is packed.
+    From shared memory, wgmma takes MN-major operands of 16-bit types alone. The kernel transposes
+    one other operand through registers, so if both are MN-major, the smaller is packed.
     """
     operands = (StridedOperand.lhs(product.geometry), StridedOperand.rhs(product.geometry))
     dtypes = (product.lhs_dtype, product.rhs_dtype)
     packs = {
         buffer: PackPass(operand, dtype.itemsize)
         for buffer, (operand, dtype) in enumerate(zip(operands, dtypes, strict=True))
-        if not fits_boxes(operand, dtype)
+        if not fits_tma(operand, dtype)
     }
-    turned = [i for i, operand in enumerate(operands) if not operand.k_major and i not in packs]
-    if dtypes[0].itemsize != 2 and len(turned) == 2:
-        smaller = min(turned, key=lambda i: operands[i].lines * operands[i].matrices)
+    mn_major = [i for i, operand in enumerate(operands) if not operand.k_major and i not in packs]
+    if dtypes[0].itemsize != 2 and len(mn_major) == 2:
+        smaller = min(mn_major, key=lambda i: operands[i].mn * operands[i].matrices)
         packs[smaller] = PackPass(operands[smaller], dtypes[smaller].itemsize)
     return packs
 
 
 def _packed(view: View, packs: dict[int, PackPass], first_workspace: int) -> View:
-    """Return the product with the operands that are packed in workspaces."""
+    """Return the product with packed operands in workspaces."""
     for i, (buffer, pack) in enumerate(packs.items()):
-        *batch, line, k = pack.strides
+        *batch, mn, k = pack.strides
         operand = dataclasses.replace(
-            pack.operand, batch_strides=tuple(batch), line_stride=line, k_stride=k
+            pack.operand, batch_strides=tuple(batch), mn_stride=mn, k_stride=k
         )
         workspace = first_workspace + i
         if buffer == 0:
@@ -190,7 +190,7 @@ def _packed(view: View, packs: dict[int, PackPass], first_workspace: int) -> Vie
     return view
 
 
-def _sum_pass(product: Product, splits: int) -> SumPass | None:
+def _reduce_pass(product: Product, splits: int) -> SumPass | None:
     if splits == 1:
         return None
     sum_dtype = np.dtype(np.int32 if product.arithmetic == "int8" else np.float32)
@@ -202,7 +202,7 @@ def _outputs(product: Product) -> int:
 
 
 def _with_split_output(view: View, sums: SumPass, buffer: int, splits: int) -> View:
-    m, n = view.lhs.lines, view.rhs.lines
+    m, n = view.lhs.mn, view.rhs.mn
     return dataclasses.replace(
         view,
         out_dtype=sums.sum_dtype,
@@ -214,12 +214,12 @@ def _with_split_output(view: View, sums: SumPass, buffer: int, splits: int) -> V
 
 
 def _split_counts(tile: WgmmaTile, view: View, gpu: Gpu) -> Iterator[int]:
-    """Yield 1, and numbers of splits that occupy multiprocessors that would be idle."""
+    """Yield 1, and factors of split-K that occupy SMs which would be idle."""
     yield 1
     work_tiles = dense_tiles(tile, view)
     k_tiles = math.ceil(view.k * view.lhs_dtype.itemsize / TILE_ROW_BYTES)
-    most = min(gpu.sm_count // tile.cluster // work_tiles, k_tiles // 8)
-    for splits in sorted({most, most // 2, 2} - {1}):
-        # Every split has some of k.
-        if 1 < splits <= most and (splits - 1) * math.ceil(k_tiles / splits) < k_tiles:
+    maximum = min(gpu.sm_count // tile.cluster // work_tiles, k_tiles // 8)
+    for splits in sorted({maximum, maximum // 2, 2} - {1}):
+        # Every split has at least one k-tile.
+        if 1 < splits <= maximum and (splits - 1) * math.ceil(k_tiles / splits) < k_tiles:
             yield splits

@@ -1,4 +1,4 @@
-"""The compile-time choices of ``gemm/sm90/matmul.cuh``, and the resources that it takes."""
+"""The compile-time choices of ``gemm/sm90/matmul.cuh``, and its resources."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from jax_tilekern.plans.strided_rows import StridedOperand
 _Dtype = np.dtype[Any]
 
 _F32, _INT32 = np.dtype(np.float32), np.dtype(np.int32)
-# A row of an operand's or of an output's tile in shared memory, and the slabs of an output that a
-# consumer has there.
+# A row of an operand's or of an output's tile in shared memory, and the two epilogue subtiles of a
+# consumer.
 TILE_ROW_BYTES = 128
-_SLABS_BYTES = 2 * 8192
+_SUBTILES_BYTES = 2 * 8192
 _BARRIER_BYTES = 8
 MAX_BATCH_DIMS = 3
-# Of which strides in tensor maps are multiples.
-BOX_STRIDE_BYTES = 16
-# Of a tile that may be partial: two boxes of so many lines are few enough.
-_LONG_BOX_LINES = 128
-_SHARED_BOX_LINES = 32
-# Of which a block counts past the last by as many as there are blocks.
-MOST_ITEMS = 2**31 - 1024
-# More would be idle, or cost tiles' worth of latency to fill.
-_MOST_STAGES = 12
+# Strides in tensor maps are multiples of this.
+TMA_STRIDE_BYTES = 16
+# TMA loads this many rows of N at a time where a tile may be partial: at most two loads a tile.
+_LONG_TMA_ROWS = 128
+_MULTICAST_ROWS = 32
+# Each CTA adds the number of CTAs to its work tile until it passes the last.
+MAX_WORK_TILES = 2**31 - 1024
+# Further stages would be idle, or delay the first MMA.
+_MAX_STAGES = 12
 
 
 @dataclass(frozen=True)
 class WgmmaTile:
-    """The tile of the output that is computed at a time.
+    """The output tile of a CTA.
 
     Attributes
     ----------
     block_m, block_n
         Its size.
     consumers
-        Warpgroups that multiply.
+        Consumer (math) warpgroups.
     cooperative
-        Whether they share a tile, rather than taking turns at tiles.
+        Whether the consumers compute one tile together, rather than a tile each in ping-pong.
     cluster
-        Blocks that share the copies of ``rhs``.
+        CTAs of a cluster, to all of which TMA multicasts the tiles of ``rhs``.
     """
 
     block_m: int
@@ -111,9 +111,8 @@ _NOT_IN_CONFIG = ("types", "ragged", "line_step", "ragged_bytes")
 class WgmmaInstance:
     """One compiled kernel: its types and its ``WgmmaConfig``; see ``gemm/sm90/config.cuh``.
 
-    A ragged product's kernel has more choices: the ragged dimension, the number of lines of ``rhs``
-    that are copied and multiplied at a time where a tile may be partial, and the shared memory that
-    it takes besides.
+    The kernel of a grouped GEMM has more choices: the ragged dimension, the granularity in rows of
+    N of loads and MMAs where a tile may be partial, and further shared memory.
     """
 
     types: tuple[str, str, str]
@@ -143,27 +142,27 @@ class WgmmaInstance:
         types = "".join(f"{name}, " for name in self.types)
         if self.ragged:
             ragged = f"tilekern::Ragged::k{self.ragged.upper()}"
-            lines = f"{self.line_step}, {self.copy_step}, {self.rhs_box_lines}"
-            name = f"tilekern::ragged_wgmma_matmul<{types}{config}, {ragged}, {lines}>"
+            steps = f"{self.line_step}, {self.copy_step}, {self.rhs_box_lines}"
+            name = f"tilekern::ragged_wgmma_matmul<{types}{config}, {ragged}, {steps}>"
             return Kernel("grouped_gemm/sm90/matmul.cuh", name)
         name = f"wgmma_matmul<{types}" if self.pieces == 1 else "wgmma_matmul_of_pieces<"
         return Kernel("gemm/sm90/matmul.cuh", f"tilekern::{name}{config}>")
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Threads of a CTA."""
         return 128 * (self.consumers + 1)
 
     @property
     def copy_step(self) -> int:
-        """By how many lines of ``rhs`` copies differ; blocks of a cluster share those of a tile."""
-        return self.line_step if self.cluster == 1 else min(self.line_step, _SHARED_BOX_LINES)
+        """Granularity in rows of N of the loads of ``rhs``, which the CTAs of a cluster share."""
+        return self.line_step if self.cluster == 1 else min(self.line_step, _MULTICAST_ROWS)
 
     @property
     def rhs_box_lines(self) -> int:
-        """Lines of ``rhs`` that are copied at a time."""
+        """Rows of N that TMA loads at a time."""
         if self.line_step:
-            return max(self.copy_step, min(self.block_n, _LONG_BOX_LINES) // self.cluster)
+            return max(self.copy_step, min(self.block_n, _LONG_TMA_ROWS) // self.cluster)
         return self.block_n // self.cluster
 
     @property
@@ -173,35 +172,36 @@ class WgmmaInstance:
 
     @property
     def shared_memory_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
+        """Dynamic shared memory of a CTA."""
         ring = self.stages * (self.stage_bytes + 2 * _BARRIER_BYTES)
-        return ring + self.consumers * (_SLABS_BYTES + _BARRIER_BYTES) + self.ragged_bytes
+        return ring + self.consumers * (_SUBTILES_BYTES + _BARRIER_BYTES) + self.ragged_bytes
 
     @property
     def fits_registers(self) -> bool:
-        """Whether sums leave a thread enough registers for the rest."""
-        sums = self.block_m * self.block_n // (self.consumers if self.cooperative else 1)
+        """Whether the accumulators leave a thread enough registers for the rest."""
+        accumulators = self.block_m * self.block_n // (self.consumers if self.cooperative else 1)
         if self.promote:
-            # Two sets of them.
-            return sums <= 64 * 128
-        # Addresses of single elements take registers, and so do float32 outputs turned around.
-        turned = self.out_m_major and self.types[2] == "float"
-        return sums <= 128 * 128 or (self.block_k == 64 and self.out_boxes and not turned)
+            # There are two sets of accumulators.
+            return accumulators <= 64 * 128
+        # Addresses of single elements take registers, and so do transposed float32 outputs.
+        transposed = self.out_m_major and self.types[2] == "float"
+        few = accumulators <= 128 * 128
+        return few or (self.block_k == 64 and self.out_boxes and not transposed)
 
-    def with_most_stages(self, gpu: Gpu) -> WgmmaInstance:
-        """Return the same with as many stages as fit and are of use."""
+    def with_max_stages(self, gpu: Gpu) -> WgmmaInstance:
+        """Return the same kernel with the maximum number of useful stages that fit."""
         empty = dataclasses.replace(self, stages=0)
         room = gpu.shared_memory_bytes - empty.shared_memory_bytes
-        stages = min(room // (self.stage_bytes + 2 * _BARRIER_BYTES), _MOST_STAGES)
+        stages = min(room // (self.stage_bytes + 2 * _BARRIER_BYTES), _MAX_STAGES)
         return dataclasses.replace(self, stages=stages)
 
 
 @dataclass(frozen=True)
 class View:
-    """A product as the kernel has it: operands in buffers, exchanged or not."""
+    """A product as the kernel computes it: operands in buffers, swapped or not."""
 
     batch: tuple[int, ...]
-    # Of the product; rows of pieces are longer.
+    # The extent of the product; rows of hi/lo parts are longer.
     k: int
     lhs: StridedOperand
     rhs: StridedOperand
@@ -209,7 +209,7 @@ class View:
     rhs_dtype: _Dtype
     lhs_buffer: int
     rhs_buffer: int
-    # Of the output: its batch dimensions' sizes and strides, and strides of the kernel's m and n.
+    # The output: sizes and strides of its batch dimensions, and strides of the kernel's m and n.
     out_dtype: _Dtype
     out_buffer: int
     out_batch: tuple[tuple[int, int], ...]
@@ -217,12 +217,12 @@ class View:
     out_n_stride: int
     # Whether the output's unit stride is along the kernel's m.
     out_m_major: bool = False
-    # Between an operand's pieces, in elements of k.
+    # The distance between an operand's hi and lo parts, in elements of k.
     piece_step: int = 0
 
     @classmethod
     def of(cls, product: Product) -> View:
-        """Return a product of the operands as they lie."""
+        """Return a product with its operands in their order."""
         geometry = product.geometry
         *out_batch, out_m, out_n = geometry.out_strides
         return cls(
@@ -242,7 +242,7 @@ class View:
         )
 
     def swapped(self) -> View:
-        """Return the transposed product."""
+        """Return the transposed product, with swapped operands."""
         return dataclasses.replace(
             self,
             lhs=self.rhs,
@@ -257,18 +257,16 @@ class View:
         )
 
 
-def fits_boxes(operand: StridedOperand, dtype: _Dtype) -> bool:
-    """Whether a tensor map can describe it."""
-    outer = (
-        (operand.lines, operand.line_stride) if operand.k_major else (operand.k, operand.k_stride)
-    )
+def fits_tma(operand: StridedOperand, dtype: _Dtype) -> bool:
+    """Whether a tensor map can describe an operand."""
+    outer = (operand.mn, operand.mn_stride) if operand.k_major else (operand.k, operand.k_stride)
     dims = [outer, *zip(operand.batch, operand.batch_strides, strict=True)]
-    return all(stride * dtype.itemsize % BOX_STRIDE_BYTES == 0 for size, stride in dims if size > 1)
+    return all(stride * dtype.itemsize % TMA_STRIDE_BYTES == 0 for size, stride in dims if size > 1)
 
 
 def dense_tiles(tile: WgmmaTile, view: View) -> int:
-    """Return the tiles of a dense product."""
-    return math.prod(view.batch) * math.prod(tile.grid(view.lhs.lines, view.rhs.lines))
+    """Return the number of work tiles of a dense product."""
+    return math.prod(view.batch) * math.prod(tile.grid(view.lhs.mn, view.rhs.mn))
 
 
 def takes(tile: WgmmaTile, view: View, gpu: Gpu) -> bool:
@@ -289,18 +287,18 @@ def instance_for(
 ) -> WgmmaInstance:
     """Return the kernel with this tile for a product."""
     out_dtype = view.out_dtype
-    lines, stride = view.lhs.lines, view.out_m_stride
+    rows, stride = view.lhs.mn, view.out_m_stride
     if view.out_m_major:
-        lines, stride = view.rhs.lines, view.out_n_stride
+        rows, stride = view.rhs.mn, view.out_n_stride
     out_batch = view.out_batch
     if splits > 1:
-        # Of the partial sums, which are dense.
+        # The output is the partial results, which are dense.
         out_dtype = _INT32 if out_dtype == _INT32 else _F32
-        stride = view.lhs.lines if view.out_m_major else view.rhs.lines
-        out_batch = ((splits * math.prod(view.batch), view.lhs.lines * view.rhs.lines),)
+        stride = view.lhs.mn if view.out_m_major else view.rhs.mn
+        out_batch = ((splits * math.prod(view.batch), view.lhs.mn * view.rhs.mn),)
     out_boxes = all(
-        step * out_dtype.itemsize % BOX_STRIDE_BYTES == 0
-        for size, step in ((lines, stride), *out_batch)
+        step * out_dtype.itemsize % TMA_STRIDE_BYTES == 0
+        for size, step in ((rows, stride), *out_batch)
         if size > 1
     )
     return WgmmaInstance(
@@ -318,4 +316,4 @@ def instance_for(
         out_boxes=out_boxes,
         promote=promote,
         pieces=pieces,
-    ).with_most_stages(gpu)
+    ).with_max_stages(gpu)

@@ -21,8 +21,8 @@ _WIDE = 128
 # elements are.
 _STORE_CYCLES, _STORE_BANDWIDTH = 400, 64
 _SINGLE_ELEMENTS = 4
-# Ping-pong consumers: cycles to take turns, and the slowdown of small tiles over many rounds, which
-# spread over more of the operands than L2 holds.
+# Ping-pong consumers: cycles of the ordered barrier, and the slowdown of small tiles over many
+# rounds, which spread over more of the operands than L2 holds.
 _PING_PONG_CYCLES = 100
 _PING_PONG_SPREAD = 1.05
 # Clusters save L2 reads, which has not been seen to pay.

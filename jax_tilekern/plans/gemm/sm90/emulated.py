@@ -1,8 +1,8 @@
-"""Plans for products of float32 on the 16-bit tensor cores of Hopper, as accurate as float32's own.
+"""Plans for float32 products on the 16-bit tensor cores of Hopper, as accurate as plain float32.
 
-Each operand is split into two float16 pieces, and three of the four products of pieces are added
-up. Where the operands' range would cost accuracy, the kernels find it out on the device, and plain
-float32 arithmetic takes over (``gemm/passes/split_float32.cuh`` has the bound).
+Each operand is split into hi and lo float16 parts (split-float16 emulation), and hi*hi, hi*lo and
+lo*hi are added. A kernel decides on the device whether the operands' range would cost accuracy;
+then plain float32 arithmetic takes over (``gemm/passes/split_float32.cuh`` has the bound).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class EmulatedCandidate(TiledCandidate):
     product
         What is computed.
     plain
-        The product in float32 arithmetic.
+        The product in plain float32 arithmetic.
     """
 
     product: Product
@@ -71,7 +71,7 @@ class EmulatedCandidate(TiledCandidate):
 
     @property
     def key(self) -> str:
-        """The tile, and the order of the operands."""
+        """The tile and the orientation."""
         return f"pieces {self.tile_key}"
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
@@ -93,7 +93,7 @@ class EmulatedCandidate(TiledCandidate):
             strides.reverse()
         more = ((*exponents, flag), (Scalars.int64(*strides[0], *strides[1]),))
         return LaunchPlan(
-            name="float32 by float16 pieces",
+            name=f"split_float16_matmul {product.arithmetic}",
             gpu=gpu,
             launches=(
                 lhs.launch(compiled, Buffer(0), lhs_pieces, lhs_facts),
@@ -116,7 +116,7 @@ class EmulatedCandidate(TiledCandidate):
                 rhs.facts_bytes,
                 _FLAG_BYTES,
             ),
-            reason=f"{self.tile}, three products of two float16 pieces each, or float32 arithmetic "
+            reason=f"{self.tile}, three MMAs of hi and lo float16 parts, or float32 arithmetic "
             "where the operands' range needs it",
         )
 
@@ -173,13 +173,13 @@ def _view(
 
 
 def _pieces_operand(split: SplitPass) -> StridedOperand:
-    """Return the pieces of a line as one row of ``k``."""
-    *batch, line, _, k = split.strides
+    """Return the hi and lo parts of a row as one row of ``k``."""
+    *batch, mn, _, k = split.strides
     return dataclasses.replace(
         split.operand,
         k=PIECES * split.k_padded,
         batch_strides=tuple(batch),
-        line_stride=line,
+        mn_stride=mn,
         k_stride=k,
     )
 
@@ -190,5 +190,5 @@ def _batch_strides(split: SplitPass) -> tuple[int, ...]:
 
 
 def _guarded(name: str) -> str:
-    """Return the kernel that looks at the flag first; its types are float32 anyway."""
+    """Return the kernel that reads the flag first; its types are always float32."""
     return f"tilekern::simt_matmul_if<{name[name.index('tilekern::MatmulConfig') :]}"

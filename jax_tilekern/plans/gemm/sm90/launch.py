@@ -1,4 +1,4 @@
-"""The launch of ``gemm/sm90/matmul.cuh``: its tensor maps, and the order of its tiles."""
+"""The launch of ``gemm/sm90/matmul.cuh``: its tensor maps and its rasterization."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 from jax_tilekern.compilation.compiler import Compiled
 from jax_tilekern.plans.gemm.rasterization import raster_height
 from jax_tilekern.plans.gemm.sm90.config import (
-    BOX_STRIDE_BYTES,
     MAX_BATCH_DIMS,
     TILE_ROW_BYTES,
+    TMA_STRIDE_BYTES,
     View,
     WgmmaInstance,
     WgmmaTile,
@@ -30,24 +30,24 @@ def launch_tiles(
     splits: int,
     gpu: Gpu,
     *,
-    items: int | None = None,
+    work_tiles: int | None = None,
     more: tuple[tuple[Parameter, ...], tuple[Parameter, ...]] = ((), ()),
 ) -> Launch:
     """Return the launch of a kernel, given what ``instance.kernel`` was compiled to.
 
     Parameters
     ----------
-    items
-        Tiles that the kernel has at most, if not those of a dense product.
+    work_tiles
+        The maximum number of work tiles, if they are not those of a dense product.
     more
         Parameters before and after the shape, of a kernel that has more of them.
     """
-    tiles_m, tiles_n = tile.grid(view.lhs.lines, view.rhs.lines)
+    tiles_m, tiles_n = tile.grid(view.lhs.mn, view.rhs.mn)
     k_tiles = math.ceil(view.k / instance.block_k)
     split_k_tiles = math.ceil(k_tiles / splits)
-    if items is None:
-        items = math.ceil(k_tiles / split_k_tiles) * math.prod(view.batch) * tiles_m * tiles_n
-    clusters = min(items, gpu.sm_count // instance.cluster)
+    if work_tiles is None:
+        work_tiles = math.ceil(k_tiles / split_k_tiles) * math.prod(view.batch) * tiles_m * tiles_n
+    clusters = min(work_tiles, gpu.sm_count // instance.cluster)
 
     missing = (0,) * (MAX_BATCH_DIMS - len(view.batch))
     out_missing = (0,) * (MAX_BATCH_DIMS - len(view.out_batch))
@@ -63,8 +63,8 @@ def launch_tiles(
         *missing,
         *(int(stride != 0) for stride in view.rhs.batch_strides),
         math.prod(view.batch),
-        view.lhs.lines,
-        view.rhs.lines,
+        view.lhs.mn,
+        view.rhs.mn,
         k_tiles,
         split_k_tiles,
         view.piece_step,
@@ -76,7 +76,7 @@ def launch_tiles(
             tile.block_m * tile.cluster,
             tile.block_n,
         ),
-        items,
+        work_tiles,
     )
     lhs = _operand_map(
         view.lhs, view.lhs_dtype, view.lhs_buffer, instance.lhs_k_major, instance.block_m
@@ -86,7 +86,7 @@ def launch_tiles(
         entry=compiled.entry(instance.kernel.name),
         grid=(clusters * instance.cluster, 1, 1),
         block=(instance.threads, 1, 1),
-        # A kernel that stores the output itself takes any map in the place of the output's.
+        # A kernel that stores single elements does not read the map of the output.
         parameters=(
             lhs,
             rhs,
@@ -101,12 +101,12 @@ def launch_tiles(
     )
 
 
-def rhs_map(view: View, instance: WgmmaInstance, lines: int) -> TensorMap:
-    """Return the map of ``rhs`` in boxes of so many lines."""
-    return _operand_map(view.rhs, view.rhs_dtype, view.rhs_buffer, instance.rhs_k_major, lines)
+def rhs_map(view: View, instance: WgmmaInstance, rows: int) -> TensorMap:
+    """Return the map of ``rhs`` in TMA tiles of so many rows of N."""
+    return _operand_map(view.rhs, view.rhs_dtype, view.rhs_buffer, instance.rhs_k_major, rows)
 
 
-# Bytes have no arithmetic, and float32 is rounded to TF32 on its way.
+# TMA copies 8-bit types as bytes, and rounds float32 to TF32.
 _MAP_DTYPES = {
     "int8": "uint8",
     "float8_e4m3fn": "uint8",
@@ -116,25 +116,25 @@ _MAP_DTYPES = {
 
 
 def _operand_map(
-    operand: StridedOperand, dtype: np.dtype[Any], buffer: int, k_major: bool, block_lines: int
+    operand: StridedOperand, dtype: np.dtype[Any], buffer: int, k_major: bool, tile_rows: int
 ) -> TensorMap:
-    lines, k = (operand.lines, operand.line_stride), (operand.k, operand.k_stride)
+    mn, k = (operand.mn, operand.mn_stride), (operand.k, operand.k_stride)
     row = TILE_ROW_BYTES // dtype.itemsize
-    # A box is a row of k for each line, or a row of lines for each k.
+    # A TMA tile is a row of k for each m or n, or a row of m or n for each k.
     return _map(
         buffer,
         _MAP_DTYPES.get(dtype.name, dtype.name),
         dtype.itemsize,
-        (k, lines) if k_major else (lines, k),
+        (k, mn) if k_major else (mn, k),
         [*zip(operand.batch, operand.batch_strides, strict=True)],
-        (row, block_lines if k_major else row),
+        (row, tile_rows if k_major else row),
     )
 
 
 def _out_map(view: View, instance: WgmmaInstance) -> TensorMap:
-    m, n = (view.lhs.lines, view.out_m_stride), (view.rhs.lines, view.out_n_stride)
+    m, n = (view.lhs.mn, view.out_m_stride), (view.rhs.mn, view.out_n_stride)
     row = TILE_ROW_BYTES // view.out_dtype.itemsize
-    # A slab of WgmmaEpilogue is 64 rows of n, or rows of m as many as the columns of a slab.
+    # An epilogue subtile is 64 rows of n, or as many rows of m as it has columns.
     return _map(
         view.out_buffer,
         view.out_dtype.name,
@@ -154,7 +154,7 @@ def _map(
     box: tuple[int, int],
 ) -> TensorMap:
     """Return the map of a matrix, given sizes and strides innermost first, and of its batch."""
-    # An operand stays at 0 in dimensions that it is broadcast over.
+    # The coordinate stays 0 in dimensions over which an operand is broadcast.
     outer = [(size if stride else 1, stride) for size, stride in reversed(batch)]
     outer += [(1, 0)] * (MAX_BATCH_DIMS - len(batch))
     (inner, _), *rest = *matrix, *outer
@@ -162,8 +162,8 @@ def _map(
         buffer,
         cast("TensorMapDtype", dtype),
         (inner, *(size for size, _ in rest)),
-        # Of a dimension of size 1 any stride will do.
-        tuple(stride * itemsize if size > 1 else BOX_STRIDE_BYTES for size, stride in rest),
+        # A dimension of size 1 may have any stride.
+        tuple(stride * itemsize if size > 1 else TMA_STRIDE_BYTES for size, stride in rest),
         (*box, *(1,) * MAX_BATCH_DIMS),
         swizzle=128,
     )

@@ -1,6 +1,7 @@
-"""Candidates on the kernels of ``gemm/sm90``: what dense, emulated and grouped products share.
+"""Candidates on the kernels of ``gemm/sm90``.
 
-A candidate is a tile, in either orientation of the product.
+Dense products, emulated float32 and grouped GEMMs share what is here. A candidate is a tile, in
+either orientation of the product.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gemm.arithmetic import ElementTypes
 from jax_tilekern.plans.gemm.problem import TypedProduct
 from jax_tilekern.plans.gemm.sm90.config import (
-    BOX_STRIDE_BYTES,
     MAX_BATCH_DIMS,
-    MOST_ITEMS,
+    MAX_WORK_TILES,
+    TMA_STRIDE_BYTES,
     View,
     WgmmaInstance,
     WgmmaTile,
@@ -63,7 +64,7 @@ class TiledCandidate(CostedCandidate):
 
     def out_alignment(self, itemsize: int) -> int:
         """Return the bytes that the output's address is a multiple of."""
-        return BOX_STRIDE_BYTES if self.instance.out_boxes else itemsize
+        return TMA_STRIDE_BYTES if self.instance.out_boxes else itemsize
 
 
 def oriented_tiles(
@@ -91,7 +92,7 @@ def oriented_tiles(
 
 def is_launchable(instance: WgmmaInstance, work_tiles: int) -> bool:
     """Whether the kernel compiles without spills, and can count its work tiles."""
-    return instance.fits_registers and work_tiles <= MOST_ITEMS
+    return instance.fits_registers and work_tiles <= MAX_WORK_TILES
 
 
 def refusal(product: TypedProduct[Any], types: ElementTypes, gpu: Gpu) -> NoKernel | None:

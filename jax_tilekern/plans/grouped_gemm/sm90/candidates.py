@@ -1,9 +1,8 @@
-"""Plans for ragged matrix products on Hopper: the kernel of ``grouped_gemm/sm90/matmul.cuh``.
+"""Plans for grouped GEMMs on Hopper: the kernel of ``grouped_gemm/sm90/matmul.cuh``.
 
-Where rows of the output are ragged, the kernel computes the transposed product: a group's rows are
-columns of its tiles, of which the tensor cores multiply any number of steps. Each span of rows is
-dealt out evenly to as few tiles as it takes, so that little is multiplied in vain, whatever the
-sizes are.
+Where rows of the output are ragged, the kernel swaps A and B: a group's rows are columns of its
+tiles, and an MMA can have any number of column steps. Each range of rows is divided evenly among
+the fewest tiles that hold it, so little work is padding, whatever the sizes are.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.gemm.families import Family
 from jax_tilekern.plans.gemm.sm90.config import (
     ARITHMETICS,
-    BOX_STRIDE_BYTES,
+    TMA_STRIDE_BYTES,
     View,
     WgmmaInstance,
     WgmmaTile,
     dense_tiles,
-    fits_boxes,
+    fits_tma,
     instance_for,
 )
 from jax_tilekern.plans.gemm.sm90.launch import launch_tiles, rhs_map
@@ -31,22 +30,22 @@ from jax_tilekern.plans.gemm.sm90.tiling import (
     refusal,
 )
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.grouped_gemm.problem import GroupedProduct, most_tiles, pack_groups
+from jax_tilekern.plans.grouped_gemm.problem import GroupedProduct, max_tiles, pack_groups
 from jax_tilekern.plans.grouped_gemm.sm90.cost import grouped_busy_cycles
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel
 
-_BOUNDS, _ITEMS_TAKEN = Buffer(2), Buffer(4)
-_ITEMS_TAKEN_BYTES = 4
-_CLEAR_ITEMS_TAKEN = Kernel("grouped_gemm/sm90/tile_scheduler.cuh", "tilekern::clear_items_taken")
-# The ring through which a block's threads hear of items; see RaggedItems.
-_ITEM_SLOTS_BYTES = 4 * (64 + 2 * 8) + 8
+_BOUNDS, _CLAIMED = Buffer(2), Buffer(4)
+_CLAIMED_BYTES = 4
+_CLEAR_CLAIMED = Kernel("grouped_gemm/sm90/tile_scheduler.cuh", "tilekern::clear_items_taken")
+# The ring through which the producer broadcasts claimed work tiles; see RaggedItems.
+_BROADCAST_SLOTS_BYTES = 4 * (64 + 2 * 8) + 8
 _ALIGNMENT = 16
-# More would leave little shared memory for operands.
-_MOST_SPANS = 1 << 13
-_FEWEST_STAGES = 2
+# More ranges of rows would leave little shared memory for operands.
+_MAX_SPANS = 1 << 13
+_MIN_STAGES = 2
 
-# Products differ by so many columns at least. Each of them takes registers for addresses.
-_LINE_STEP = 32
+# The minimum granularity of MMAs in columns. Each shape takes registers for addresses.
+_COLUMN_STEP = 32
 
 _TILES = (
     WgmmaTile(128, 256),
@@ -77,19 +76,19 @@ class GroupedWgmmaCandidate(TiledCandidate):
 
     @property
     def key(self) -> str:
-        """The tile, and the order of the operands."""
+        """The tile and the orientation."""
         return f"ragged wgmma {self.tile_key}"
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it."""
         product, instance = self.product, self.instance
         view = _view(product, self.swapped)
-        compiled = compile_kernels(instance.kernel, _CLEAR_ITEMS_TAKEN, arch=gpu.arch)
+        compiled = compile_kernels(instance.kernel, _CLEAR_CLAIMED, arch=gpu.arch)
         clear = Launch(
-            entry=compiled.entry(_CLEAR_ITEMS_TAKEN.name),
+            entry=compiled.entry(_CLEAR_CLAIMED.name),
             grid=(1, 1, 1),
             block=(1, 1, 1),
-            parameters=(_ITEMS_TAKEN,),
+            parameters=(_CLAIMED,),
         )
         launch = launch_tiles(
             compiled,
@@ -98,9 +97,9 @@ class GroupedWgmmaCandidate(TiledCandidate):
             view,
             1,
             gpu,
-            items=self.max_work_tiles,
+            work_tiles=self.max_work_tiles,
             more=(
-                (rhs_map(view, instance, instance.copy_step), _BOUNDS, _ITEMS_TAKEN),
+                (rhs_map(view, instance, instance.copy_step), _BOUNDS, _CLAIMED),
                 (pack_groups(product.geometry),),
             ),
         )
@@ -109,8 +108,8 @@ class GroupedWgmmaCandidate(TiledCandidate):
             name=f"ragged_wgmma_matmul {product.arithmetic}",
             gpu=gpu,
             launches=(clear, launch),
-            alignments=(BOX_STRIDE_BYTES, BOX_STRIDE_BYTES, 4, out_alignment),
-            workspace_bytes=(_ITEMS_TAKEN_BYTES,),
+            alignments=(TMA_STRIDE_BYTES, TMA_STRIDE_BYTES, 4, out_alignment),
+            workspace_bytes=(_CLAIMED_BYTES,),
             reason=f"{self.tile_reason}, {product.geometry.groups} groups",
         )
 
@@ -134,11 +133,11 @@ def grouped_wgmma_candidates(
         instance = _instance(product, tile, oriented, how.promote, gpu)
         work_tiles = dense_tiles(tile, oriented)
         if instance.ragged == "n":
-            tiles_m, _ = tile.grid(oriented.lhs.lines, 1)
-            work_tiles = tiles_m * most_tiles(geometry, tile.block_n)
+            tiles_m, _ = tile.grid(oriented.lhs.mn, 1)
+            work_tiles = tiles_m * max_tiles(geometry, tile.block_n)
         # ptxas would serialize the MMAs of such a tile (C7511).
         serialized = instance.ragged == "k" and tile.block_m > 64 * tile.consumers
-        if serialized or instance.stages < _FEWEST_STAGES:
+        if serialized or instance.stages < _MIN_STAGES:
             continue
         if is_launchable(instance, work_tiles):
             busy = grouped_busy_cycles(product, tile, instance, oriented, gpu)
@@ -153,14 +152,14 @@ GROUPED_WGMMA = Family(ARITHMETICS, grouped_wgmma_candidates)
 def _refusal(product: GroupedProduct, view: View) -> NoKernel | None:
     """Return why the kernel does not take the groups, or ``None``."""
     geometry = product.geometry
-    if geometry.ragged == "m" and geometry.spans > _MOST_SPANS:
-        return NoKernel(f"{geometry.spans} ranges of rows (wgmma: at most {_MOST_SPANS})")
+    if geometry.ragged == "m" and geometry.spans > _MAX_SPANS:
+        return NoKernel(f"{geometry.spans} ranges of rows (wgmma: at most {_MAX_SPANS})")
     for name, operand, dtype, ragged in (
         ("lhs", view.lhs, view.lhs_dtype, True),
         ("rhs", view.rhs, view.rhs_dtype, geometry.ragged == "k"),
     ):
-        if not fits_boxes(operand, dtype):
-            return NoKernel(f"strides of {name} are not multiples of {BOX_STRIDE_BYTES} bytes")
+        if not fits_tma(operand, dtype):
+            return NoKernel(f"strides of {name} are not multiples of {TMA_STRIDE_BYTES} bytes")
         # TMA faults unless tiles start at multiples of 16 bytes along the unit stride, and a group
         # starts anywhere.
         if ragged and operand.k_major == (geometry.ragged == "k"):
@@ -178,25 +177,25 @@ def _instance(
 ) -> WgmmaInstance:
     geometry = product.geometry
     instance = instance_for(tile, view, promote, 1, gpu)
-    # Ragged rows that boxes do not store are stored by runs of as many bytes.
+    # Ragged rows that TMA does not store are stored in runs of as many bytes.
     row_bytes = geometry.product.n * product.out_dtype.itemsize
-    whole_runs = geometry.ragged == "k" or row_bytes % BOX_STRIDE_BYTES == 0
+    whole_runs = geometry.ragged == "k" or row_bytes % TMA_STRIDE_BYTES == 0
     tile_numbers_bytes = 4 * (geometry.spans + 1) if geometry.ragged == "m" else 0
     return dataclasses.replace(
         instance,
         out_boxes=instance.out_boxes and whole_runs,
         ragged="n" if geometry.ragged == "m" else "k",
         line_step=_line_step(tile, view, promote) if geometry.ragged == "m" else tile.block_n,
-        ragged_bytes=_ALIGNMENT + _ITEM_SLOTS_BYTES + tile_numbers_bytes,
-    ).with_most_stages(gpu)
+        ragged_bytes=_ALIGNMENT + _BROADCAST_SLOTS_BYTES + tile_numbers_bytes,
+    ).with_max_stages(gpu)
 
 
 def _line_step(tile: WgmmaTile, view: View, promote: bool) -> int:
-    """Return by how many columns products differ: as few as registers allow."""
+    """Return the granularity of MMAs in columns: the minimum that registers allow."""
     through_registers = not view.lhs.k_major and view.lhs_dtype.itemsize == 1
     if promote:
-        # Of further numbers of columns in a cluster the assembler serializes products (C7511).
-        one = through_registers or tile.cluster > 1
-        return tile.block_n if one else 2 * _LINE_STEP
-    many_sums = tile.block_m * tile.block_n > 64 * 128 * tile.consumers
-    return tile.block_n if through_registers and many_sums else _LINE_STEP
+        # With more MMA shapes in a cluster ptxas serializes the MMAs (C7511).
+        one_shape = through_registers or tile.cluster > 1
+        return tile.block_n if one_shape else 2 * _COLUMN_STEP
+    many_accumulators = tile.block_m * tile.block_n > 64 * 128 * tile.consumers
+    return tile.block_n if through_registers and many_accumulators else _COLUMN_STEP
