@@ -45,7 +45,7 @@ def left_to_xla(product: Product, gpu: Gpu) -> str | None:
     if arithmetic == "tf32" and is_long and batches > 1 and max(m, n, k) <= 32:
         return "XLA's many small float32 products are faster (0.76 for matrices of 16)"
     if m == n == 1:
-        # Of 16-bit operands XLA rounds each product to 16 bits.
+        # XLA rounds each product of 16-bit operands to 16 bits.
         short = 2 * k * batches * product.lhs_dtype.itemsize < _SHORT_DOT_BYTES
         if short and arithmetic not in _SIXTEEN_BITS:
             return "XLA's dot products of short vectors are faster (0.83 to 0.95)"

@@ -26,7 +26,7 @@ from jax_tilekern.plans.gemm.sm80.operands import WIDEST_LOAD, Operand, has_vect
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch, NoKernel, Parameter
 
-# Of tiles that cost the same, the larger is taken, which reads less memory.
+# Among tiles of equal cost the larger is taken, because it reads less memory.
 _SMALLER_TILE = 1.01
 
 _Candidate = TypeVar("_Candidate", bound="TiledCandidate")

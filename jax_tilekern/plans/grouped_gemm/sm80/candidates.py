@@ -25,7 +25,7 @@ from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProd
 from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
 
 _BOUNDS_BYTES = 4
-# Of the rows before the first group and after the last; see grouped_gemm/groups.cuh.
+# The rows before the first group and those after the last; see grouped_gemm/groups.cuh.
 _SPANS_OF_NO_GROUP = 2
 
 
