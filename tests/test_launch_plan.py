@@ -8,7 +8,6 @@ import os
 import struct
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -247,10 +246,8 @@ class _Driver:
     def __init__(self, gpus: list[Gpu] | str) -> None:
         self.gpus = gpus
 
-    def cuda_devices(self) -> list[types.SimpleNamespace] | str:
-        if isinstance(self.gpus, str):
-            return self.gpus
-        return [types.SimpleNamespace(**vars(gpu)) for gpu in self.gpus]
+    def cuda_devices(self) -> list[Gpu] | str:
+        return self.gpus
 
 
 @pytest.fixture
