@@ -45,8 +45,8 @@ from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan
 
 _BOUNDS, _ITEMS_TAKEN = Buffer(2), Buffer(4)
 _ITEMS_TAKEN_BYTES = 4
-_CLEAR_ITEMS_TAKEN = Kernel("grouped_gemm/sm90/tile_scheduler.cuh", "tilekern::clear_items_taken")
-# The ring through which a block's threads hear of items; see RaggedItems.
+_CLEAR_ITEMS_TAKEN = Kernel("gemm/sm90/dynamic_tile_scheduler.cuh", "tilekern::clear_claimed_tiles")
+# The ring that broadcasts work tiles to a CTA's threads; see WorkTileRing.
 _ITEM_SLOTS_BYTES = 4 * (64 + 2 * 8) + 8
 _ALIGNMENT = 16
 # More would leave little shared memory for operands.

@@ -1,6 +1,8 @@
-// Stores a warp's sums, by way of shared memory so that global memory sees whole rows.
+// Stores a warp's accumulators, by way of shared memory so that global memory sees whole rows;
+// before that, the epilogue (../../epilogue.cuh) is applied to them.
 #pragma once
 
+#include "epilogue.cuh"
 #include "ptx.cuh"
 
 namespace tilekern {
@@ -66,6 +68,24 @@ inline void copy_slab(const OutputTile<Out>& output, int slab, uint32 staging, i
     }
   }
 }
+
+// The coordinates of a lane's accumulators, for epilogues. `Layout` says where accumulator i lies
+// in the warp's part of the output tile: row(lane, i) and column(lane, i).
+template <class Layout>
+struct WarpCoordinates {
+  // Where the warp's part starts in the matrix.
+  int first_row;
+  int first_column;
+  const int32& row_count;
+  const int32& column_count;
+  int batch_index;
+
+  int row(int i) const { return first_row + Layout::row(threadIdx.x % 32, i); }
+  int column(int i) const { return first_column + Layout::column(threadIdx.x % 32, i); }
+  int rows() const { return row_count; }
+  int columns() const { return column_count; }
+  int batch(int) const { return batch_index; }
+};
 
 // An engine holds the sums of its warp in slabs of rows: write_slab() stages one, and slab_row()
 // tells which row of the warp's tile a staged row is.

@@ -115,15 +115,15 @@ class MmaOperand {
 #pragma unroll
       for (int octet = 0; octet < kOctets; octet += 2) {
         uint32 words[4];
-        load_matrices(words, at(tile, 32 * step) + 8 * octet * kRowBytes);
-        store_matrices(fragment, octet, words);
+        ldmatrix(words, at(tile, 32 * step) + 8 * octet * kRowBytes);
+        place_matrices(fragment, octet, words);
       }
     } else if constexpr (kAccess == Access::kMatricesTransposed) {
 #pragma unroll
       for (int octet = 0; octet < kOctets; octet += 2) {
         uint32 words[4];
-        load_matrices_transposed(words, at(tile, 16 * octet) + kStep * step * kRowBytes);
-        store_matrices(fragment, octet, words);
+        ldmatrix_trans(words, at(tile, 16 * octet) + kStep * step * kRowBytes);
+        place_matrices(fragment, octet, words);
       }
     } else if constexpr (kAccess == Access::kBytes) {
       load_bytes(fragment, tile, step);
@@ -191,7 +191,7 @@ class MmaOperand {
   static constexpr int matrix_octet(int lane) { return kLhs ? lane / 8 % 2 : lane / 16; }
   static constexpr int matrix_half(int lane) { return kLhs ? lane / 16 : lane / 8 % 2; }
 
-  static void store_matrices(Fragment& fragment, int octet, const uint32 (&words)[4]) {
+  static void place_matrices(Fragment& fragment, int octet, const uint32 (&words)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       fragment[octet + matrix_octet(8 * i)][matrix_half(8 * i)] = words[i];

@@ -134,7 +134,7 @@ def _operand_map(
 def _out_map(view: View, instance: WgmmaInstance) -> TensorMap:
     m, n = (view.lhs.lines, view.out_m_stride), (view.rhs.lines, view.out_n_stride)
     row = TILE_ROW_BYTES // view.out_dtype.itemsize
-    # A slab of WgmmaEpilogue is 64 rows of n, or rows of m as many as the columns of a slab.
+    # A subtile of TileStore is 64 rows of n, or rows of m as many as the columns of a slab.
     return _map(
         view.out_buffer,
         view.out_dtype.name,
