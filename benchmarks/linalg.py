@@ -1,6 +1,6 @@
 """Batches of small matrices against ``jnp.linalg``, side by side.
 
-    python benchmarks/linalg.py --json benchmarks/results/<device>/linalg.json
+    python -m benchmarks linalg --json benchmarks/results/<device>/linalg.json
 
 A row counts only if the results are as accurate as JAX's. Times are device times on a GPU, and wall
 times on a CPU.
@@ -9,14 +9,10 @@ times on a CPU.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import itertools
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,10 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
+from benchmarks.measurement.side_times import Side, device_times, pairs
+from benchmarks.records.record import command_text, now
 from jax_tilekern.cli import machine
-from jax_tilekern.cli.bench.side_times import Side, device_times, pairs
+from jax_tilekern.cli.console import output_file, write_json
 from jax_tilekern.cli.timing import Pairs, Spread, interleaved
 from jax_tilekern.tuning.wall_time import repeated, wall_seconds
+
+HELP = "time batches of small matrices against jnp.linalg"
 
 SIZES = (2, 3, 4, 8, 16, 32, 64)
 OPERATIONS = ("inv", "solve", "cholesky")
@@ -102,28 +102,30 @@ def row(name: str, count: int, n: int, dtype: Any, seconds: float) -> dict[str, 
     return found | {"method": method, "seconds": {k: vars(v) for k, v in spreads.items()}}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and record; return how many rows are wrong."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     parser.add_argument("--count", type=int, default=100_000, help="matrices of a batch")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
     parser.add_argument("--types", nargs="*", default=["float32"])
     parser.add_argument("--seconds", type=float, default=0.3, help="of each row")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args(arguments)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print and record; return how many rows are wrong."""
     record, problems = machine.facts("versions", "cpu", "driver", "nvidia_smi", "nvrtc")
     rows: list[dict[str, Any]] = []
     record |= {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command_text(arguments.command_line),
+        "date": now(),
         "device": jax.devices()[0].device_kind,
         "errors": problems,
         "rows": rows,
     }
-    for dtype, name, n in itertools.product(given.types, OPERATIONS, given.sizes):
+    for dtype, name, n in itertools.product(arguments.types, OPERATIONS, arguments.sizes):
         start = time.perf_counter()
         with jax.enable_x64(dtype == "float64"):
-            rows.append(row(name, given.count, n, np.dtype(dtype), given.seconds))
+            rows.append(row(name, arguments.count, n, np.dtype(dtype), arguments.seconds))
         last = rows[-1]
         if "failure" in last:
             print(f"{name:9} {n:3} {dtype}  {last['failure']}", flush=True)
@@ -137,10 +139,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"({took:.1f} s)",
                 flush=True,
             )
-        if given.json:
-            given.json.write_text(json.dumps(record, indent=2) + "\n")
+        if arguments.json:
+            write_json(arguments.json, record)
     return sum("failure" in x for x in rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

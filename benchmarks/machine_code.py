@@ -1,8 +1,8 @@
 """Compare the machine code of the library's kernels between two checkouts, with no GPU.
 
-    python benchmarks/machine_code.py record before.json    # in one checkout
-    python benchmarks/machine_code.py record after.json     # in the other
-    python benchmarks/machine_code.py compare before.json after.json
+    python -m benchmarks machine_code record before.json    # in one checkout
+    python -m benchmarks machine_code record after.json     # in the other
+    python -m benchmarks machine_code compare before.json after.json
 
 ``record`` lowers a sample of calls for several architectures and writes a digest of the machine
 code of every kernel that NVRTC compiles for them. ``compare`` lists the calls whose kernels differ,
@@ -14,33 +14,45 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import itertools
 import json
 import os
 import struct
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+import jax_tilekern as jtk
+from jax_tilekern.cli.console import output_file, write_json
+from jax_tilekern.compilation.nvrtc import Nvrtc
 
 Call = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
 
-def main() -> int:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
+HELP = "record and compare the machine code of kernels, with no GPU"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    commands = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     record = commands.add_parser("record", help="compile the sample of this checkout")
-    record.add_argument("file", type=Path)
+    record.add_argument("file", type=output_file)
     record.add_argument("--only", default="", help="calls whose label contains this text")
     compare = commands.add_parser("compare", help="compare two records")
     compare.add_argument("before", type=Path)
     compare.add_argument("after", type=Path)
-    arguments = parser.parse_args()
-    if arguments.command == "record":
-        arguments.file.write_text(json.dumps(_record(arguments.only), indent=1) + "\n")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status: 1 if records differ."""
+    if arguments.action == "record":
+        write_json(arguments.file, _record(arguments.only))
         return 0
     return _compare(
         json.loads(arguments.before.read_text()), json.loads(arguments.after.read_text())
@@ -55,44 +67,30 @@ def _record(only: str) -> dict[str, Any]:
 
 
 def _compiled_for_calls(only: str) -> dict[str, Any]:
-    import jax
-
-    import jax_tilekern
-
-    # The module's name may differ between the checkouts.
-    compiler = next(
-        module.Nvrtc
-        for module in list(sys.modules.values())
-        if hasattr(module, "Nvrtc") and module.__name__.startswith("jax_tilekern")
-    )
     digests: list[str] = []
-    compile_once = compiler.compile
+    compile_once = Nvrtc.compile
 
     def compile_and_digest(self: Any, source: str, **settings: Any) -> Any:
         output = compile_once(self, source, **settings)
         digests.extend(_digest(output.cubin, symbol) for symbol in output.symbols)
         return output
 
-    compiler.compile = compile_and_digest
     kernels = {}
-    for arch in ("sm_90a", "sm_80", "sm_89", "sm_120"):
-        for label, function, operands in _calls(arch):
-            label = f"{arch} {label}"
-            if only not in label:
-                continue
-            digests.clear()
-            with jax_tilekern.gpu_target(arch):
-                jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
-            kernels[label] = sorted(digests)
-            print(f"{label}: {len(digests)} new kernels", flush=True)
-    compiler.compile = compile_once
-    version = importlib.util.find_spec("nvidia") and _nvrtc_version()
-    return {"nvrtc": version, "kernels": kernels}
+    with mock.patch.object(Nvrtc, "compile", compile_and_digest), jax.enable_x64(True):
+        for arch in ("sm_90a", "sm_80", "sm_89", "sm_120"):
+            for label, function, operands in _calls(arch):
+                label = f"{arch} {label}"
+                if only not in label:
+                    continue
+                digests.clear()
+                with jtk.gpu_target(arch):
+                    jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+                kernels[label] = sorted(digests)
+                print(f"{label}: {len(digests)} new kernels", flush=True)
+    return {"nvrtc": _nvrtc_version(), "kernels": kernels}
 
 
 def _nvrtc_version() -> str:
-    from importlib.metadata import distributions
-
     found = [d for d in distributions() if d.metadata["Name"].startswith("nvidia-cuda-nvrtc")]
     return ", ".join(f"{d.metadata['Name']} {d.version}" for d in found)
 
@@ -131,11 +129,6 @@ _ORDERS = ("mk,kn->mn", "mk,nk->mn", "km,kn->mn", "km,nk->nm")
 
 
 def _products(arch: str) -> Iterator[Call]:
-    import jax
-    import jax.numpy as jnp
-
-    import jax_tilekern as jtk
-
     every = [
         *((size, types, _ORDERS[0]) for size, types in itertools.product(_SIZES, _TYPES)),
         *((_SIZES[0], types, order) for types in _TYPES for order in _ORDERS[1:]),
@@ -164,11 +157,6 @@ def _products(arch: str) -> Iterator[Call]:
 
 
 def _grouped_products(arch: str) -> Iterator[Call]:
-    import jax
-    import jax.numpy as jnp
-
-    import jax_tilekern as jtk
-
     def loss(lhs: Any, rhs: Any, sizes: Any) -> Any:
         return jtk.ragged_dot(lhs, rhs, sizes).astype(jnp.float32).sum()
 
@@ -186,10 +174,6 @@ def _grouped_products(arch: str) -> Iterator[Call]:
 
 
 def _other_operations(arch: str) -> Iterator[Call]:
-    import jax
-
-    import jax_tilekern as jtk
-
     for dtype in ("float32", "bfloat16", "float64", "int8"):
         matrix = jax.ShapeDtypeStruct((4096, 4104), dtype)
         small = jax.ShapeDtypeStruct((1000, 3, 77), dtype)
@@ -237,7 +221,3 @@ def _compare(before: dict[str, Any], after: dict[str, Any]) -> int:
         f"({total} kernels; {before['nvrtc']})"
     )
     return 1 if different else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """A product of operands larger than the memory that it may use, against what bounds it.
 
-    python benchmarks/out_of_core.py --size 65536 --limit-gib 8 --json FILE
+    python -m benchmarks out_of_core --size 65536 --limit-gib 8 --json FILE
 
 The bound is the slower of the product's rate on the device and the bus's rate for the bytes that
 the plan reads and writes, each measured alone.
@@ -9,20 +9,19 @@ the plan reads and writes, each measured alone.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.records.record import command_text, now
 from jax_tilekern import out_of_core
 from jax_tilekern.cli import machine
+from jax_tilekern.cli.console import output_file, write_json
+
+HELP = "time a product of operands larger than the memory that it may use"
 
 _CHECKED = 64
 # Operands repeat a random block, which is quickly made.
@@ -44,24 +43,26 @@ def error(a: Any, b: Any, product: Any, rng: np.random.Generator) -> float:
     return float((np.abs(np.asarray(product[rows, columns], np.float64) - exact) / scale).max())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     parser.add_argument("--size", type=int, default=65536)
     parser.add_argument("--limit-gib", type=float, default=8.0)
     parser.add_argument("--type", default="bfloat16")
     parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args(arguments)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print and record."""
     rng = np.random.default_rng(0)
-    dtype = jnp.dtype(given.type)
-    a, b = (operand(rng, given.size, dtype) for _ in range(2))
-    out = np.zeros((given.size, given.size), dtype)
-    limit = int(given.limit_gib * 2**30)
+    dtype = jnp.dtype(arguments.type)
+    a, b = (operand(rng, arguments.size, dtype) for _ in range(2))
+    out = np.zeros((arguments.size, arguments.size), dtype)
+    limit = int(arguments.limit_gib * 2**30)
     plan = out_of_core.plan(a, b, memory_limit=limit)
     print(plan, flush=True)
     seconds = []
-    for _ in range(given.runs):
+    for _ in range(arguments.runs):
         start = time.perf_counter()
         seen: list[out_of_core.Progress] = []
         out_of_core.matmul(a, b, out=out, memory_limit=limit, progress=seen.append)
@@ -72,12 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stats = jax.local_devices()[0].memory_stats() or {}
     found, problems = machine.facts("versions", "cpu", "driver", "nvidia_smi")
     record = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command_text(arguments.command_line),
+        "date": now(),
         "device": jax.devices()[0].device_kind,
         "plan": str(plan),
-        "size": given.size,
-        "type": given.type,
+        "size": arguments.size,
+        "type": arguments.type,
         "memory_limit": limit,
         "peak_bytes_in_use": stats.get("peak_bytes_in_use"),
         "read_bytes": plan.read_bytes,
@@ -89,10 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "errors": problems,
     }
     print(f"error {wrong:.1e}, peak {record['peak_bytes_in_use']} bytes of {limit}")
-    if given.json:
-        given.json.write_text(json.dumps(record, indent=2) + "\n")
+    if arguments.json:
+        write_json(arguments.json, record)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

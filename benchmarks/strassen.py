@@ -1,17 +1,12 @@
 """Where levels of Strassen's algorithm pay: times and errors against the product without them.
 
-python benchmarks/strassen.py --sizes 4096 8192 16384 --json FILE
+python -m benchmarks strassen --sizes 4096 8192 16384 --json FILE
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import json
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,9 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
+from benchmarks.measurement.side_times import Side, device_times
+from benchmarks.records.record import command_text, now
 from jax_tilekern.cli import machine
-from jax_tilekern.cli.bench.side_times import Side, device_times
+from jax_tilekern.cli.console import output_file, write_json
 from jax_tilekern.tuning.wall_time import repeated, wall_seconds
+
+HELP = "time levels of Strassen's algorithm against the product without them"
 
 _ROUNDS = 4
 _CHECKED = 64
@@ -63,37 +62,35 @@ def row(size: int, dtype: Any, levels: int, seconds: float) -> dict[str, Any]:
     return {"size": size, "type": str(np.dtype(dtype)), "seconds": medians, "error": wrong}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and record."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     parser.add_argument("--sizes", type=int, nargs="*", default=[4096, 8192, 16384])
     parser.add_argument("--types", nargs="*", default=["float32", "float64"])
     parser.add_argument("--levels", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each row")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args(arguments)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print and record."""
     found, problems = machine.facts("versions", "cpu", "driver", "nvidia_smi", "nvrtc")
     rows: list[dict[str, Any]] = []
     record = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command_text(arguments.command_line),
+        "date": now(),
         "device": jax.devices()[0].device_kind,
         **found,
         "errors": problems,
         "rows": rows,
     }
-    for dtype in given.types:
-        for size in given.sizes:
+    for dtype in arguments.types:
+        for size in arguments.sizes:
             with jax.enable_x64(dtype == "float64"):
-                rows.append(row(size, np.dtype(dtype), given.levels, given.seconds))
+                rows.append(row(size, np.dtype(dtype), arguments.levels, arguments.seconds))
             for name, seconds in rows[-1]["seconds"].items():
                 rate, wrong = 2 * size**3 / seconds / 1e12, rows[-1]["error"][name]
                 print(f"{size} {dtype} {name:8} {seconds * 1e3:9.3f} ms {rate:7.2f} TFLOP/s "
                       f"error {wrong:.1e}", flush=True)  # fmt: skip
-            if given.json:
-                given.json.write_text(json.dumps(record, indent=2) + "\n")
+            if arguments.json:
+                write_json(arguments.json, record)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """A mixture-of-experts transformer that learns to write like *Romeo and Juliet*.
 
 Every token chooses two of eight experts. The tokens are sorted by expert, and each of the experts'
-two layers is then one grouped product, :func:`jax_tilekern.ragged_dot`, whose group sizes only the
+two layers is then one grouped GEMM, :func:`jax_tilekern.ragged_dot`, whose group sizes only the
 device knows: no token is dropped, none is padded for, and nothing waits for the host.
 
 The same model with a dense mixture, in which every expert computes every token and all but two

@@ -22,10 +22,10 @@ uint64_t SizeInMemory(const ffi::AnyBuffer& buffer) {
   }
 }
 
-// How far into the repeats of a launch, one number for each dimension.
+// The index of a repetition of a launch, in each dimension.
 using Indices = std::vector<uint64_t>;
 
-// Moves on to the next of the repeats; returns whether there is one.
+// Advances to the next repetition; returns whether there is one.
 bool Advance(Indices& indices, const std::vector<uint64_t>& repeats) {
   for (size_t i = repeats.size(); i-- > 0;) {
     if (++indices[i] < repeats[i]) return true;
@@ -40,13 +40,13 @@ uint64_t Shift(const std::vector<uint64_t>& steps_bytes, const Indices& indices)
   return shift;
 }
 
-// A launch's parameters as the driver takes them: a pointer to the value of each.
+// A launch's parameters in the driver's form: a pointer to the value of each.
 class Parameters {
  public:
-  // Sized in advance, for pointers into them are taken.
+  // The vectors have their final size, because the addresses point into them.
   explicit Parameters(size_t count) : addresses_(count), maps_(count), pointers_(count) {}
 
-  // Adds the next parameter; returns what is wrong with it, or nothing.
+  // Adds the next parameter; returns an error message, or nothing.
   std::string Add(const Driver&, const ScalarsParameter& scalars, const std::vector<DeviceBuffer>&,
                   const Indices&) {
     pointers_[size_++] = const_cast<char*>(scalars.bytes.data());
@@ -71,7 +71,7 @@ class Parameters {
                   const std::vector<DeviceBuffer>& buffers, const Indices& indices) {
     const DeviceBuffer& buffer = buffers[map.buffer];
     const uint64_t offset = Shift(map.steps_bytes, indices);
-    // In two steps, for a sum of hostile numbers would wrap around.
+    // Two comparisons avoid a sum that may wrap around.
     if (offset > buffer.bytes || map.extent_bytes > buffer.bytes - offset) {
       return "a tensor map reaches " + std::to_string(offset + map.extent_bytes) + " bytes into " +
              std::to_string(buffer.bytes) + " of buffer " + std::to_string(map.buffer);
@@ -98,7 +98,7 @@ class Parameters {
   std::vector<void*> pointers_;
 };
 
-// Launches one kernel once; returns what went wrong, or nothing.
+// Launches one kernel once; returns an error message, or nothing.
 std::string RunOnce(const Driver& driver, const Launch& launch, CUfunction function,
                     CUstream stream, const std::vector<DeviceBuffer>& buffers,
                     const Indices& indices) {
@@ -123,7 +123,7 @@ std::string RunOnce(const Driver& driver, const Launch& launch, CUfunction funct
   config.sharedMemBytes = launch.shared_memory_bytes;
   config.hStream = stream;
   config.attrs = &cluster;
-  // Architectures before 9.0 know no clusters, not even of one block.
+  // Architectures before 9.0 do not support the cluster attribute, not even with one CTA.
   config.numAttrs = launch.cluster == Dim3{1, 1, 1} ? 0 : 1;
   if (CUresult error = driver.cuLaunchKernelEx(&config, function, parameters.pointers(), nullptr)) {
     return "cuLaunchKernelEx: " + driver.Text(error);

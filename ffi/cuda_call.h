@@ -1,4 +1,4 @@
-// What the handler of a launch plan does with one call's buffers.
+// The execution of a launch plan with one call's buffers.
 #pragma once
 
 #include <cstddef>
@@ -18,18 +18,18 @@ struct DeviceBuffer {
   uint64_t elements;
 };
 
-// The buffers of a call, operands then results, checked against what the plan relies on.
+// The buffers of a call, operands and then results, checked against the plan's requirements.
 xla::ffi::ErrorOr<std::vector<DeviceBuffer>> CallBuffers(const LaunchPlan& plan,
                                                          const xla::ffi::RemainingArgs& operands,
                                                          const xla::ffi::RemainingRets& results);
 
-// Launches one kernel, as often as it is repeated; returns what went wrong, or nothing.
+// Launches one kernel with all its repetitions; returns an error message, or nothing.
 std::string Run(const Driver& driver, const Launch& launch, CUfunction function, CUstream stream,
                 const std::vector<DeviceBuffer>& buffers);
 
-// Runs a plan twice over results filled with different bytes, waiting for every launch. Returns
-// what went wrong, naming the kernel, or which of the first `checked` results has elements that
-// were not written. A result that shares an operand's buffer holds that instead of a filling.
+// Runs a plan twice over results filled with different bytes, and waits for every launch. Returns
+// an error message that names the kernel, or the one of the first `checked` results with unwritten
+// elements. A result that shares an operand's buffer holds the operand instead of a filling.
 std::string RunChecked(const Driver& driver, const LaunchPlan& plan,
                        const std::vector<CUfunction>& functions, CUstream stream,
                        const std::vector<DeviceBuffer>& buffers, size_t operands, size_t checked);

@@ -1,4 +1,4 @@
-// The checks of a kernel that is being debugged.
+// The checked execution of a kernel with debug=True.
 #include <array>
 #include <cstdint>
 #include <string>
@@ -9,14 +9,14 @@
 namespace tilekern {
 namespace {
 
-// What results are filled with before each run. A byte that has kept both was not written.
+// The fillings of the results before each run. A byte that has kept both was not written.
 constexpr std::array<unsigned char, 2> kFillings = {0xA5, 0x5A};
 
 using Bytes = std::vector<unsigned char>;
 
 Bytes BytesOf(const DeviceBuffer& buffer) { return Bytes(buffer.bytes); }
 
-// Carries out driver calls until one fails, and remembers which.
+// Makes driver calls until one fails, and records which.
 class Steps {
  public:
   Steps(const Driver& driver, CUstream stream) : driver_(driver), stream_(stream) {}

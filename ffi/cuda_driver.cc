@@ -13,13 +13,13 @@ bool Find(void* library, const char* symbol, Function& function, std::string& mi
 }
 
 Or<Driver> LoadDriver() {
-  // Never closed: its functions are used until the process ends.
+  // The library is never closed, because its functions are used until the process ends.
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return std::string("no NVIDIA driver: ") + dlerror();
 
   Driver driver;
   std::string missing;
-  // A _v2 is the version that cuda.h's plain name stands for.
+  // cuda.h defines the plain name as the _v2 version.
   const bool complete =
       Find(library, "cuInit", driver.cuInit, missing) &&
       Find(library, "cuDriverGetVersion", driver.cuDriverGetVersion, missing) &&
@@ -65,7 +65,7 @@ std::string Driver::Text(CUresult error) const {
 }
 
 const Or<Driver>& GetDriver() {
-  // Never destroyed: executables may outlive this module's static objects.
+  // The driver is never destroyed, because executables may outlive this module's static objects.
   static const auto* driver = new Or<Driver>(LoadDriver());
   return *driver;
 }
@@ -90,7 +90,7 @@ Or<std::vector<CudaDevice>> GetDevices() {
     };
     attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, result.compute_capability.first);
     attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, result.compute_capability.second);
-    attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, result.multiprocessors);
+    attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, result.sm_count);
     attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, result.shared_memory_bytes);
     attribute(CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, result.l2_bytes);
     char name[256] = "";

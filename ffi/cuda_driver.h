@@ -1,7 +1,7 @@
-// The CUDA driver, found at run time: this module builds and imports where there is none.
+// The CUDA driver, loaded at run time: this module builds and imports where there is none.
 //
-// Only what is called is declared, under the driver's own names, so that NVIDIA's documentation
-// applies word for word; cuda.h is not needed.
+// The header declares only the functions in use, under the driver's own names, so that NVIDIA's
+// documentation applies; cuda.h is not needed.
 #pragma once
 
 #include <cstddef>
@@ -37,8 +37,8 @@ inline constexpr int CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8;
 inline constexpr int CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4;
 inline constexpr int CU_STREAM_CAPTURE_MODE_RELAXED = 2;
 
-// 128 opaque bytes that a kernel takes as a __grid_constant__ parameter. Aligned as in CUDA 13;
-// CUDA 12 asks for 64.
+// 128 opaque bytes that a kernel takes as a __grid_constant__ parameter. The alignment is that of
+// CUDA 13; CUDA 12 needs 64.
 struct alignas(128) CUtensorMap {
   uint64_t opaque[16];
 };
@@ -96,30 +96,30 @@ struct Driver {
                                      const uint32_t* box, const uint32_t* element_strides,
                                      int interleave, int swizzle, int l2_promotion, int oob_fill);
 
-  // The driver's name and text of an error, as in "CUDA_ERROR_X (what it means)".
+  // Returns the driver's name and text of an error, as in "CUDA_ERROR_X (its meaning)".
   std::string Text(CUresult error) const;
 };
 
-// A value, or why there is none.
+// A value, or the reason for its absence.
 template <typename T>
 using Or = std::variant<T, std::string>;
 
-// The driver, loaded and initialised by the first call, or why there is none.
+// Returns the driver, which the first call loads and initialises, or why there is none.
 const Or<Driver>& GetDriver();
 
 struct CudaDevice {
   std::string name;
   std::pair<int, int> compute_capability;
-  int multiprocessors;
-  int shared_memory_bytes;  // the most a block can have
+  int sm_count;
+  int shared_memory_bytes;  // the maximum per CTA
   int l2_bytes;
 };
 
-// The devices that this process may use, without making a context on any of them.
+// Lists the devices that this process may use, without creating a context on any of them.
 Or<std::vector<CudaDevice>> GetDevices();
 
-// Lets the calling thread load and unload modules while some thread captures a CUDA graph: by
-// default such a call fails and spoils the capture. Neither puts work on a stream.
+// Allows the calling thread to load and unload modules while another thread captures a CUDA graph.
+// By default such a call fails and invalidates the capture. Neither enqueues work on a stream.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const Driver& driver) : driver_(driver) {

@@ -1,9 +1,9 @@
 // The one CUDA handler: it executes the launch plan that a custom call carries.
 //
-// XLA instantiates a call site once, before there is a device, and shares its state between all
-// devices and threads that run the executable. It then calls initialize before each run, outside
-// of any graph capture, and execute within the run, maybe during a capture. So modules are loaded
-// in initialize, and execute only encodes and launches.
+// XLA instantiates a call site once, before there is a device, and shares its state among all
+// devices and threads that run the executable. It calls initialize before each run, outside of any
+// graph capture, and execute within the run, possibly during a capture. So initialize loads
+// modules, and execute only encodes and launches.
 
 #include <map>
 #include <memory>
@@ -25,15 +25,15 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Without opting in, a function has this much dynamic shared memory.
+// A function may use this much dynamic shared memory without opting in.
 constexpr unsigned kSharedMemoryWithoutOptIn = 48 << 10;
 
-// A call site: its plan, and the plan's functions in each context it has run in.
+// A call site: its plan, and the plan's functions in each context in which it has run.
 class CallSite {
  public:
   static XLA_FFI_TypeId id;
 
-  // The texts of the plan's cubins are not kept, for the attributes they view are not ours.
+  // The plan drops the texts of its cubins, which view attributes that XLA owns.
   CallSite(LaunchPlan plan, std::vector<std::shared_ptr<Cubin>> cubins)
       : plan_(std::move(plan)), cubins_(std::move(cubins)) {
     plan_.cubins.clear();
@@ -41,12 +41,13 @@ class CallSite {
 
   const LaunchPlan& plan() const { return plan_; }
 
-  // The functions of the plan's launches in `context`, which is current. The pointer stays valid.
+  // Returns the functions of the plan's launches in `context`, which is current. The pointer stays
+  // valid.
   Or<const std::vector<CUfunction>*> Functions(const Driver& driver, CUcontext context) {
     std::lock_guard lock(mutex_);
     const auto known = functions_.find(context);
     if (known != functions_.end()) return &known->second;
-    // A function may be loaded as late as it is looked up.
+    // The driver may load a function lazily, when it is looked up.
     RelaxedCapture relaxed(driver);
     std::vector<CUfunction> functions;
     for (const Launch& launch : plan_.launches) {
@@ -66,7 +67,8 @@ class CallSite {
       return "cuModuleGetFunction of " + launch.entry + ": " + driver.Text(error);
     }
     if (launch.shared_memory_bytes <= kSharedMemoryWithoutOptIn) return function;
-    // All that the device has, for the function may be shared with a call site that wants more.
+    // The limit is the device's maximum, because another call site may need more of the same
+    // function.
     CUdevice device;
     int most = 0, taken = 0;
     CUresult error = driver.cuCtxGetDevice(&device);
@@ -93,8 +95,8 @@ class CallSite {
 
 XLA_FFI_TypeId CallSite::id = {};
 
-// The thread's current context, or the stream's made current for as long as this lives. XLA
-// activates the right one before it calls a handler.
+// Makes the stream's context current during its lifetime, unless the thread has one. XLA activates
+// the right context before it calls a handler.
 class CurrentContext {
  public:
   CurrentContext(const Driver& driver, CUstream stream) : driver_(driver) {
@@ -181,8 +183,8 @@ ffi::Error Execute(CUstream stream, CallSite* site, ffi::RemainingArgs operands,
       });
 }
 
-// For debugging: waits for every launch, and sees what was left unwritten of the first results, as
-// many as the attribute "checked_results" says.
+// The handler for debugging waits for every launch, and finds the unwritten elements of the first
+// "checked_results" results.
 ffi::Error ExecuteChecked(CUstream stream, CallSite* site, ffi::RemainingArgs operands,
                           ffi::RemainingRets results, ffi::Dictionary attributes) {
   return WithFunctions(
@@ -199,8 +201,8 @@ ffi::Error ExecuteChecked(CUstream stream, CallSite* site, ffi::RemainingArgs op
       });
 }
 
-// Every stage but instantiate sees the same things. FFI rejects a handler that leaves operands,
-// results or attributes unnamed.
+// All stages but instantiate have the same arguments. FFI rejects a handler that does not bind
+// operands, results or attributes.
 template <ffi::ExecutionStage stage>
 auto StageBinding() {
   return ffi::Ffi::Bind<stage>()
@@ -221,7 +223,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaLaunchInitialize, tilekern::Initialize,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaLaunchExecute, tilekern::Execute,
                               tilekern::StageBinding<xla::ffi::ExecutionStage::kExecute>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
-// It waits, so it is no command of a graph.
+// The handler waits, so it cannot be a command of a graph.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaLaunchExecuteChecked, tilekern::ExecuteChecked,
                               tilekern::StageBinding<xla::ffi::ExecutionStage::kExecute>());
 

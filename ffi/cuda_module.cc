@@ -5,7 +5,8 @@
 namespace tilekern {
 namespace {
 
-// Every live cubin by its packed text, which the key views. Never destroyed: see GetDriver.
+// Every live cubin by its packed text, which the key views. The registry is never destroyed; see
+// GetDriver.
 struct Registry {
   std::mutex mutex;
   std::unordered_map<std::string_view, std::weak_ptr<Cubin>> cubins;
@@ -54,15 +55,15 @@ Cubin::~Cubin() {
     Registry& registry = GetRegistry();
     std::lock_guard lock(registry.mutex);
     const auto entry = registry.cubins.find(packed_);
-    // Another thread may have put a new object of the same cubin there in the meantime.
+    // Another thread may have inserted a new object of the same cubin in the meantime.
     if (entry != registry.cubins.end() && entry->second.expired()) registry.cubins.erase(entry);
   }
   if (loaded_.empty()) return;
   const Driver& driver = std::get<Driver>(GetDriver());
   RelaxedCapture relaxed(driver);
   for (const Loaded& loaded : loaded_) {
-    // A context that is gone took its modules with it, and its handle is not to be touched: at
-    // process exit, or after a device reset, the module is left alone. XLA's are primary contexts.
+    // A destroyed context has unloaded its modules, and its handle is invalid. So at process exit,
+    // or after a device reset, the module is not unloaded. XLA's contexts are primary contexts.
     unsigned flags = 0;
     int active = 0;
     if (driver.cuDevicePrimaryCtxGetState(loaded.device, &flags, &active) || !active) continue;

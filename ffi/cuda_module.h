@@ -15,15 +15,16 @@ namespace tilekern {
 
 class Cubin {
  public:
-  // The one object for a cubin, so that call sites of the same kernel share a module; an error if
-  // it cannot be unpacked.
+  // Returns the one object for a cubin, so that call sites of the same kernel share a module, or an
+  // error if it cannot be unpacked.
   static Or<std::shared_ptr<Cubin>> Share(const PackedCubin& packed);
 
   ~Cubin();
   Cubin(const Cubin&) = delete;
   Cubin& operator=(const Cubin&) = delete;
 
-  // The module in `context`, which is current; loaded by the first call, under RelaxedCapture.
+  // Returns the module in `context`, which is current. The first call loads it, under
+  // RelaxedCapture.
   Or<CUmodule> Load(const Driver& driver, CUcontext context);
 
  private:

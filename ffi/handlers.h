@@ -20,7 +20,8 @@ XLA_FFI_Error* CudaLaunchInitialize(XLA_FFI_CallFrame* frame);      // cuda_laun
 XLA_FFI_Error* CudaLaunchExecute(XLA_FFI_CallFrame* frame);         // cuda_launch.cc
 XLA_FFI_Error* CudaLaunchExecuteChecked(XLA_FFI_CallFrame* frame);  // cuda_launch.cc
 
-// The type of the state that CudaLaunchInstantiate makes; to be registered before the handlers.
+// The type of the state that CudaLaunchInstantiate makes, which must be registered before the
+// handlers.
 XLA_FFI_TypeId* CudaLaunchStateId();      // cuda_launch.cc
 XLA_FFI_TypeInfo* CudaLaunchStateInfo();  // cuda_launch.cc
 }

@@ -9,7 +9,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Reads attributes and remembers the first thing that is wrong, with the path that leads to it.
+// Reads attributes and records the first error, with the path to its attribute.
 class Reader {
  public:
   Reader(ffi::Dictionary attributes, std::string path, std::string* error)
@@ -28,7 +28,7 @@ class Reader {
     return {reinterpret_cast<const char*>(bytes->begin()), bytes->size()};
   }
 
-  // A number that fits T and is not negative, as every number of a plan is.
+  // Reads a number that fits T and is not negative, as every number of a plan.
   template <typename T>
   T Number(std::string_view name) {
     return Narrow<T>(name, Get<int64_t>(name).value_or(0));
@@ -96,13 +96,13 @@ TensorMapParameter ReadTensorMap(Reader& reader) {
   map.l2_promotion = reader.Number<int>("l2_promotion");
   map.oob_fill = reader.Number<int>("oob_fill");
   map.sizes = reader.Numbers<uint64_t>("sizes");
-  // A map of one dimension has no strides, and attributes have no empty arrays.
+  // A map of one dimension has no strides, and an attribute cannot be an empty array.
   if (map.sizes.size() > 1) map.strides_bytes = reader.Numbers<uint64_t>("strides_bytes");
   if (reader.Has("steps_bytes")) map.steps_bytes = reader.Numbers<uint64_t>("steps_bytes");
   map.box = reader.Numbers<uint32_t>("box");
   map.element_strides = reader.Numbers<uint32_t>("element_strides");
 
-  // The driver reads as many of each as there are sizes.
+  // The driver reads as many entries of each array as there are sizes.
   const size_t rank = map.sizes.size();
   if (rank < 1 || rank > 5 || map.strides_bytes.size() != rank - 1 || map.box.size() != rank ||
       map.element_strides.size() != rank) {

@@ -1,5 +1,5 @@
-// What one custom call does, read from its attributes. The Python side, which decides all of it,
-// is jax_tilekern/plans/launch.py; the fields have the same names and meaning there.
+// The launch plan of one custom call, read from its attributes. jax_tilekern/plans/launch.py makes
+// it; the fields have the same names and meanings there.
 #pragma once
 
 #include <array>
@@ -14,7 +14,8 @@
 
 namespace tilekern {
 
-// The address of a buffer, plus an offset, plus so much for each step along a launch's repeats.
+// The address of a buffer, plus an offset, plus a step for each dimension of a launch's
+// repetitions.
 struct BufferParameter {
   uint32_t buffer;
   uint64_t offset_bytes;
@@ -26,7 +27,7 @@ struct ScalarsParameter {
   std::string bytes;
 };
 
-// A tensor map of a buffer; the numbers of enumerations are the driver's.
+// A tensor map of a buffer; enumerations have the driver's values.
 struct TensorMapParameter {
   uint32_t buffer;
   uint64_t extent_bytes;
@@ -46,7 +47,7 @@ struct Launch {
   std::vector<Parameter> parameters;
   std::vector<uint64_t> repeats;
 
-  // For errors: the kernel, and how it is launched.
+  // Describes the kernel and its launch in errors.
   std::string Text() const;
 };
 
@@ -57,11 +58,11 @@ struct LaunchPlan {
   std::vector<uint64_t> alignments;
   std::vector<Launch> launches;
 
-  // For errors: the plan, and what it was compiled for.
+  // Describes the plan and its target in errors.
   std::string Text() const;
 };
 
-// Reads a plan and checks that it is whole and consistent in itself.
+// Reads a plan and checks that it is complete and consistent.
 xla::ffi::ErrorOr<LaunchPlan> ReadLaunchPlan(const xla::ffi::Dictionary& attributes);
 
 }  // namespace tilekern

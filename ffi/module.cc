@@ -1,4 +1,5 @@
-// The Python module _core: the FFI handlers as capsules, and what the driver says of its devices.
+// The Python module _core: the FFI handlers as capsules, and the driver's description of its
+// devices.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -25,7 +26,7 @@ nb::capsule Handler(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
-// By platform, then by target: what jax.ffi.register_ffi_target takes.
+// The arguments of jax.ffi.register_ffi_target, by platform and target.
 nb::dict Registrations() {
   nb::dict cpu;
   cpu["jax_tilekern_cpu_matmul"] = Handler(CpuMatmul);
@@ -57,7 +58,7 @@ nb::dict Registrations() {
   return platforms;
 }
 
-// By platform, then by type: what jax.ffi.register_ffi_type takes.
+// The arguments of jax.ffi.register_ffi_type, by platform and type.
 nb::dict TypeRegistrations() {
   nb::dict state;
   state["type_id"] = nb::capsule(CudaLaunchStateId());
@@ -92,7 +93,7 @@ std::string CpuMatmulKernel(const std::string& lhs, const std::string& rhs, cons
       {std::move(sizes), std::move(lhs_strides), std::move(rhs_strides), std::move(out_strides)});
 }
 
-// The newest CUDA that the driver supports, or why there is no driver.
+// Returns the newest CUDA version that the driver supports, or why there is no driver.
 tk::Or<std::pair<int, int>> DriverVersion() {
   const tk::Or<tk::Driver>& found = tk::GetDriver();
   if (const auto* why = std::get_if<std::string>(&found)) return *why;
@@ -115,23 +116,23 @@ NB_MODULE(_core, m) {
   nb::class_<tk::CudaDevice>(m, "CudaDevice", "A GPU as the driver describes it.")
       .def_ro("name", &tk::CudaDevice::name)
       .def_ro("compute_capability", &tk::CudaDevice::compute_capability)
-      .def_ro("multiprocessors", &tk::CudaDevice::multiprocessors)
+      .def_ro("sm_count", &tk::CudaDevice::sm_count)
       .def_ro("shared_memory_bytes", &tk::CudaDevice::shared_memory_bytes,
-              "The most that a block can have, static and dynamic.")
+              "Maximal shared memory per CTA, static and dynamic.")
       .def_ro("l2_bytes", &tk::CudaDevice::l2_bytes);
 
   m.def("registrations", &Registrations,
         nb::sig("def registrations() -> dict[str, dict[str, typing.Any]]"),
-        "By platform and target, what jax.ffi.register_ffi_target takes.");
+        "The arguments of jax.ffi.register_ffi_target, by platform and target.");
   m.def("type_registrations", &TypeRegistrations,
         nb::sig("def type_registrations() -> dict[str, dict[str, typing.Any]]"),
-        "By platform and name, what jax.ffi.register_ffi_type takes, before any target.");
+        "The arguments of jax.ffi.register_ffi_type, by platform and name; types precede targets.");
   m.def("cuda_devices", &tk::GetDevices,
         "The GPUs that this process may use, or why there is none. Makes no context.");
   m.def("cuda_driver_version", &DriverVersion,
         "The newest CUDA version that the driver supports, or why there is no driver.");
   m.def("unpack_cubin", &UnpackCubin, nb::arg("packed"), nb::arg("bytes"),
-        "A cubin of so many bytes as the launch handler unpacks it; for tests.");
+        "Unpack a cubin of `bytes` bytes as the launch handler does; for tests.");
 
   m.def("cpu_matmul_kernel", &CpuMatmulKernel, nb::arg("lhs"), nb::arg("rhs"), nb::arg("out"),
         nb::kw_only(), nb::arg("sizes"), nb::arg("lhs_strides"), nb::arg("rhs_strides"),

@@ -7,8 +7,8 @@
 namespace tilekern {
 namespace {
 
-// Base85 with the alphabet of RFC 1924: five digits are four bytes, the first one most significant.
-// A shorter last group of n digits is n - 1 bytes.
+// Decodes base85 with the alphabet of RFC 1924: five digits encode four bytes, most significant
+// first. A shorter last group of n digits encodes n - 1 bytes.
 constexpr std::string_view kDigits =
     "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~";
 
@@ -22,7 +22,7 @@ std::optional<std::string> FromBase85(std::string_view text) {
     const std::string_view group = text.substr(at, 5);
     uint64_t number = 0;
     for (size_t i = 0; i < 5; ++i) {
-      // The largest digit stands in for those that a shorter group lacks.
+      // A shorter group is padded with the largest digit.
       const int value = i < group.size() ? values[static_cast<uint8_t>(group[i])] : 84;
       if (value < 0) return std::nullopt;
       number = number * 85 + static_cast<uint64_t>(value);
@@ -35,8 +35,8 @@ std::optional<std::string> FromBase85(std::string_view text) {
   return bytes;
 }
 
-// Bits of a deflate stream, the least significant one of each byte first. Past the end they are
-// zeros, and `exhausted` says so.
+// The bits of a deflate stream, least significant first in each byte. Bits past the end are zeros,
+// and set `exhausted`.
 class Bits {
  public:
   explicit Bits(std::string_view bytes) : bytes_(bytes) {}
@@ -82,7 +82,7 @@ class HuffmanCode {
     }
   }
 
-  // The next symbol, or -1 if the bits are no code.
+  // Returns the next symbol, or -1 if the bits are not a code.
   int Read(Bits& bits) const {
     int code = 0, first = 0, index = 0;
     for (int length = 1; length <= kMaxCodeBits; ++length) {
@@ -100,7 +100,7 @@ class HuffmanCode {
   std::vector<int> symbols_;
 };
 
-// RFC 1951, 3.2.5: the shortest length or distance of each symbol, and the bits to add to it.
+// RFC 1951, 3.2.5: the smallest length or distance of each symbol, and its number of extra bits.
 constexpr std::array<uint16_t, 29> kLengths = {3,  4,  5,  6,   7,   8,   9,   10,  11, 13,
                                                15, 17, 19, 23,  27,  31,  35,  43,  51, 59,
                                                67, 83, 99, 115, 131, 163, 195, 227, 258};
@@ -113,7 +113,7 @@ constexpr std::array<uint8_t, 30> kDistanceBits = {0, 0, 0,  0,  1,  1,  2,  2, 
                                                    4, 4, 5,  5,  6,  6,  7,  7,  8,  8,
                                                    9, 9, 10, 10, 11, 11, 12, 12, 13, 13};
 
-// Inflates one stream into as many bytes as are expected.
+// Inflates one stream into the expected number of bytes.
 class Inflater {
  public:
   Inflater(std::string_view deflated, size_t bytes) : bits_(deflated), bytes_(bytes) {}
@@ -196,7 +196,7 @@ class Inflater {
       if (far < 0 || far > 29) return false;
       const size_t distance = kDistances[far] + bits_.Take(kDistanceBits[far]);
       if (distance > out_.size() || length > bytes_ - out_.size()) return false;
-      // Byte by byte, for a copy may reach into what it writes.
+      // The copy is byte by byte, because source and destination may overlap.
       for (size_t i = 0; i < length; ++i) out_.push_back(out_[out_.size() - distance]);
     }
     return false;

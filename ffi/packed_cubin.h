@@ -1,8 +1,9 @@
-// A cubin as a custom call carries it: deflated, and then text, because XLA prints a call's
-// attributes and four characters a byte would make programs many times larger.
+// The packed form of a cubin in a custom call: deflated, and then encoded as text, because XLA
+// prints binary attributes with up to four characters per byte, which would make programs many
+// times larger.
 //
-// jax_tilekern/cubin.py packs, with Python's zlib and base64. It is unpacked here without zlib,
-// which a machine with a C++ compiler need not have.
+// jax_tilekern/compilation/cubin.py packs it, with Python's zlib and base64. This code unpacks it
+// without zlib, which a machine with a C++ compiler need not have.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +18,7 @@ struct PackedCubin {
   std::string_view text;  // a view of an attribute
 };
 
-// The cubin, or nothing if the text is damaged.
+// Returns the cubin, or nothing if the text is damaged.
 std::optional<std::string> Unpack(const PackedCubin& packed);
 
 }  // namespace tilekern

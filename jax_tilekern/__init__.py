@@ -9,7 +9,7 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 # JAX's own policies see the library's products: remat.py.
 from jax import checkpoint_policies
 
-from jax_tilekern import linalg, out_of_core
+from jax_tilekern import linalg, out_of_core, tuning
 from jax_tilekern.compilation.nvrtc import CompileError
 from jax_tilekern.inspection.cost import cost_analysis
 from jax_tilekern.inspection.explain import Explanation, explain
@@ -28,7 +28,7 @@ from jax_tilekern.plans.gpu import Gpu, NoGpu, gpu_target
 from jax_tilekern.plans.launch import TensorMap
 from jax_tilekern.primitives.ffi import FFI_TARGETS
 from jax_tilekern.primitives.modes import FallbackError, disabled, strict
-from jax_tilekern.tuning.tune import tune
+from jax_tilekern.tuning.tuner import tune
 
 __version__ = "0.1.0"
 
@@ -68,6 +68,7 @@ __all__ = [
     "tensordot",
     "transpose",
     "tune",
+    "tuning",
     "vdot",
     "vecdot",
     "vecmat",

@@ -1,7 +1,7 @@
-"""Linear algebra with the signatures and semantics of JAX's, fast for batches of small matrices.
+"""Linear algebra with JAX's signatures and semantics, fast for batches of small matrices.
 
-Batches of float32 and float64 matrices up to 64x64 have a kernel each; everything else is JAX's own
-function, and :func:`jax_tilekern.explain` says so and why.
+Kernels compute batches of float32 and float64 matrices up to 64x64. Everything else is JAX's own
+function, and :func:`jax_tilekern.explain` states the reason.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def inv(a: ArrayLike) -> Array:
     Kernels use Gauss-Jordan elimination with partial pivoting, whose error is bounded by a multiple
     of the condition number times the unit roundoff, as that of JAX's is (Higham, Accuracy and
     Stability of Numerical Algorithms, section 14.4). Prefer :func:`solve` to a product with an
-    inverse: its residual is small whatever the condition number.
+    inverse: its residual is small for any condition number.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def inv(a: ArrayLike) -> Array:
     Returns
     -------
     Array
-        Of the same shape; of a singular matrix it is not finite.
+        The inverses, of the same shape; not finite for a singular matrix.
 
     Raises
     ------
@@ -85,13 +85,13 @@ def solve(a: ArrayLike, b: ArrayLike) -> Array:
         Array of shape ``(..., n, n)``.
     b
         Array of shape ``(n,)`` or ``(..., n, m)``. Leading dimensions broadcast against those of
-        ``a``. Matrices of ``a`` that serve many of ``b`` are factored once for all of them.
+        ``a``. A matrix of ``a`` with many right-hand sides is factored once for all of them.
 
     Returns
     -------
     Array
-        The shape of ``b`` with the leading dimensions broadcast. It is not finite where a matrix is
-        singular.
+        The solutions, of the shape of ``b`` with the leading dimensions broadcast; not finite where
+        a matrix is singular.
 
     Raises
     ------
@@ -125,7 +125,7 @@ def cholesky(a: ArrayLike, *, upper: bool = False, symmetrize_input: bool = True
     a
         Array of shape ``(..., n, n)`` of symmetric (or Hermitian) positive definite matrices.
     upper
-        Whether to return the upper factor, and not the lower one.
+        Whether to return the upper factor instead of the lower one.
     symmetrize_input
         Whether to factor ``(a + a.mT) / 2``, so that derivatives are those of a function of a
         symmetric matrix; otherwise the lower triangle alone is read.
@@ -133,8 +133,8 @@ def cholesky(a: ArrayLike, *, upper: bool = False, symmetrize_input: bool = True
     Returns
     -------
     Array
-        Of the same shape, with zeros in the other triangle. Where a matrix is not positive definite
-        the triangle is NaN.
+        The factors, of the same shape, with zeros in the other triangle. The triangle is NaN where
+        a matrix is not positive definite.
 
     Raises
     ------
@@ -168,7 +168,7 @@ def lu(
 ) -> tuple[Array, ...]:
     """LU factors with partial pivoting, with the semantics of :func:`jax.scipy.linalg.lu`.
 
-    Leading dimensions are a batch, which JAX's does not take.
+    Leading dimensions are a batch, which JAX's function does not support.
 
     Parameters
     ----------
@@ -177,12 +177,12 @@ def lu(
     permute_l
         Whether to return ``(p @ l, u)``.
     overwrite_a, check_finite
-        Not used; for the sake of SciPy's signature.
+        Unused; they exist in SciPy's signature.
 
     Returns
     -------
     p, l, u
-        Such that ``a == p @ l @ u``, or the first two as one.
+        Matrices with ``a == p @ l @ u``, or ``p @ l`` and ``u``.
 
     Raises
     ------
@@ -204,7 +204,7 @@ def lu(
     if permute_l:
         places = jnp.argsort(permutation, axis=-1)
         return jnp.take_along_axis(lower, places[..., None], axis=-2), upper
-    # Column i has its one in row permutation[i].
+    # The one of column i is in row permutation[i].
     rows = lax.broadcasted_iota(permutation.dtype, a.shape, a.ndim - 2)
     return (rows == permutation[..., None, :]).astype(a.dtype), lower, upper
 
@@ -220,7 +220,7 @@ def lu_factor(
     a
         Array of shape ``(..., m, n)``.
     overwrite_a, check_finite
-        Not used; for the sake of SciPy's signature.
+        Unused; they exist in SciPy's signature.
 
     Returns
     -------
@@ -326,18 +326,18 @@ def triangular_solve(
         Array of shape ``(..., n, m)`` if ``left_side``, else ``(..., m, n)``, or one dimension
         less; leading dimensions are those of ``a``.
     left_side
-        Whether to solve ``a @ x = b``, and not ``x @ a = b``.
+        Whether to solve ``a @ x = b`` instead of ``x @ a = b``.
     lower
         Which triangle.
     transpose_a, conjugate_a
         Whether to transpose or conjugate the triangle.
     unit_diagonal
-        Whether to take the diagonal for ones, and not read it.
+        Whether the diagonal is assumed to be ones, and not read.
 
     Returns
     -------
     Array
-        Of the shape and type of ``b``.
+        The solutions, of the shape and type of ``b``.
 
     Raises
     ------
@@ -401,9 +401,9 @@ def solve_triangular(
     lower
         Which triangle.
     unit_diagonal
-        Whether to take the diagonal for ones, and not read it.
+        Whether the diagonal is assumed to be ones, and not read.
     overwrite_b, debug, check_finite
-        Not used; for the sake of SciPy's signature.
+        Unused; they exist in SciPy's signature.
 
     Returns
     -------
@@ -431,7 +431,7 @@ def solve_triangular(
         transpose=trans not in (0, "N"),
         unit_diagonal=unit_diagonal,
     )
-    # JAX still takes a batch of vectors too.
+    # JAX still accepts a batch of vectors too.
     vectors = b.ndim == 1 or (a.ndim == b.ndim + 1 and a.shape[-1] == b.shape[-1])
     return _with_vectors(function, a, b, vectors=vectors)
 

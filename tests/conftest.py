@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import settings
+from selection import is_selected
 
 settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("default")
@@ -48,6 +49,38 @@ def pytest_addoption(parser):
     parser.addoption("--record", metavar="FILE", help="write the outcome, device and versions")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if not is_selected(item):
+            item.add_marker("thorough")
+
+
+_deselected = pytest.StashKey[int]()
+
+
+def pytest_configure(config):
+    config.stash[_deselected] = 0
+
+
+def pytest_deselected(items):
+    items[0].config.stash[_deselected] += len(items)
+
+
+def pytest_sessionfinish(session):
+    """Tell the controller of several workers how many tests each has left out."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["deselected"] = session.config.stash[_deselected]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    # A worker that crashes has no output. Every worker leaves the same tests out.
+    output = getattr(node, "workeroutput", {})
+    node.config.stash[_deselected] = output.get("deselected", node.config.stash[_deselected])
+
+
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
     """Write what ``benchmarks/results/<device>/tests.json`` holds."""
     file = config.getoption("record")
@@ -63,7 +96,10 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "backend": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
-        "outcome": {name: len(terminalreporter.stats.get(name, ())) for name in outcomes},
+        "outcome": {
+            **{name: len(terminalreporter.stats.get(name, ())) for name in outcomes},
+            "deselected": config.stash[_deselected],
+        },
         "exit_status": int(exitstatus),
         **found,
         **digests,

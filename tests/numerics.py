@@ -80,10 +80,15 @@ _STEP = 1e-5
 
 
 def check_derivatives(function, arguments):
-    """Check them to second order, in float64: finite differences of float32 say little."""
+    """Check them to second order, in float64: finite differences of float32 say little.
+
+    The function is jitted, so that XLA compiles a few programs and not one for each operation.
+    """
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arguments]
-        check_grads(function, wide, 2, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4, eps=_STEP)
+        check_grads(
+            jax.jit(function), wide, 2, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4, eps=_STEP
+        )
 
 
 def operands(rng, subscripts, sizes, *types):

@@ -10,7 +10,8 @@ from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm80.config import ARITHMETICS
 from jax_tilekern.plans.gpu import KNOWN_GPUS, known_gpu
-from jax_tilekern.plans.grouped_gemm.problem import RaggedGeometry, RaggedProduct
+from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
+from jax_tilekern.plans.launch import NoKernel
 
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
@@ -84,9 +85,17 @@ def ragged_product_of(arithmetic, ragged, groups, *sizes, batch=(), types=None, 
         strides[f"{name}_strides"] = (*outer, step if has_groups else 0, *own)
     geometry = dataclasses.replace(geometry, batch=(*batch, groups), **strides)
     bounds_strides = batch_strides(batch, groups + 1)
-    return RaggedProduct(
-        RaggedGeometry(geometry, ragged, bounds_strides), *(types or TYPES[arithmetic]), arithmetic
+    return GroupedProduct(
+        GroupedGeometry(geometry, ragged, bounds_strides), *(types or TYPES[arithmetic]), arithmetic
     )
+
+
+def taken(family, product, gpu):
+    """Candidates of a family of kernels; none if it does not take the product."""
+    if product.arithmetic not in family.arithmetics:
+        return []
+    found = family.candidates(product, gpu)
+    return [] if isinstance(found, NoKernel) else found
 
 
 def geometries(sizes, most_batch_dims):
@@ -109,6 +118,6 @@ def products(draw, arithmetics, geometries):
     """A product in one of `arithmetics`, of types that it takes."""
     name = draw(st.sampled_from(sorted(arithmetics)))
     how = ARITHMETICS[name]
-    operands = st.sampled_from(how.operands)
-    types = (draw(operands), draw(operands), draw(st.sampled_from(how.results)))
+    operands = st.sampled_from(how.types.operands)
+    types = (draw(operands), draw(operands), draw(st.sampled_from(how.types.results)))
     return Product(draw(geometries), *types, name)

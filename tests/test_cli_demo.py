@@ -41,6 +41,7 @@ def test_it_trains_and_agrees_with_jnp_dot(tmp_path, capsys):
     assert "\x1b" not in out
 
 
+@pytest.mark.thorough
 def test_a_network_that_learned_nothing_fails(capsys):
     assert main(["demo", "--steps", "2"]) == 1
     assert "FAILED: test accuracy" in capsys.readouterr().out

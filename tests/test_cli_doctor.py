@@ -1,5 +1,6 @@
 import copy
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -61,7 +62,7 @@ NO_PLUGIN = {"jax-cuda13-plugin": None}
 
 
 @pytest.mark.parametrize(
-    ("changes", "what", "mend"),
+    ("changes", "what", "fix"),
     [
         (
             {"backends": ON_CPU, "versions": NO_PLUGIN},
@@ -87,10 +88,14 @@ NO_PLUGIN = {"jax-cuda13-plugin": None}
         ({"nvrtc": NO_NVRTC}, "no NVRTC", "pip install 'nvidia-cuda-nvrtc>=13,<14'"),
         (
             {"cache": {"writable": False}},
-            "cannot be kept in /home/me/.cache",
+            "cannot be cached in /home/me/.cache",
             "chown -R \"$USER\" '/home/me/.cache/jax_tilekern/cubin'",
         ),
-        ({"driver": {"gpus": [T4]}}, "compute capability 7.5", "none: this takes a newer GPU"),
+        (
+            {"driver": {"gpus": [T4]}},
+            "compute capability 7.5",
+            "none: the kernels need a newer GPU",
+        ),
         ({"versions": {"jax": "0.9.1"}}, "older than 0.10", "pip install 'jax>=0.10"),
         ({"versions": {"jax": "1.0.0"}}, "newer than 0.12", "pip install 'jax>=0.10"),
         ({"registered_targets": {"CUDA": []}}, "no FFI handler for CUDA", "--force-reinstall"),
@@ -98,17 +103,17 @@ NO_PLUGIN = {"jax-cuda13-plugin": None}
         ({"trial_product": {"error": float("nan")}}, "relative error of nan", "--force-reinstall"),
     ],
 )
-def test_each_problem_has_its_mend(changes, what, mend):
+def test_each_problem_has_its_fix(changes, what, fix):
     (problem,) = problems(**changes)
     assert what in problem.what
-    assert mend in problem.mend
+    assert fix in problem.fix
 
 
 def test_gpus_of_two_architectures():
     old, several = problems(driver={"gpus": [T4, H100]})
     assert "Tesla T4" in old.what
     assert "several architectures" in several.what
-    assert old.mend == several.mend == "export CUDA_VISIBLE_DEVICES=1"
+    assert old.fix == several.fix == "export CUDA_VISIBLE_DEVICES=1"
 
 
 def test_a_tested_micro_release_is_no_problem():
@@ -118,7 +123,7 @@ def test_a_tested_micro_release_is_no_problem():
 def test_json_has_every_probe(capsys, monkeypatch, tmp_path):
     status = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
-    assert report["schema"] == 1
+    assert report["schema"] == 2
     assert set(report["facts"]) | set(report["errors"]) == set(machine.PROBES)
     assert report["errors"] == {}
     assert status == (1 if report["problems"] else 0)
@@ -138,7 +143,7 @@ def test_a_failing_probe_is_reported_and_the_rest_still_told(capsys, monkeypatch
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "failed: OSError: the disk is on fire" in out
-    assert "finding out about cache failed" in out
+    assert "the probe cache failed" in out
     assert "machine.cache()" in out
     assert "trial product" in out
     assert "\x1b" not in out
@@ -155,19 +160,95 @@ def test_a_folder_that_cannot_be_written_is_seen(tmp_path, monkeypatch):
     assert not machine._writable(tmp_path)
 
 
-def test_nvidia_smi_is_read(monkeypatch):
-    clocks = "1980 MHz, 2619 MHz, 1980 MHz, 2619 MHz"
-    line = f"0, NVIDIA H100 80GB HBM3, 9.0, 580.95, {clocks}, 70.1 W, 700 W, 31\n"
+class FakeNvml:
+    """An H100, as :mod:`pynvml` shows it to a guest that may not know the power limit."""
 
-    finished = SimpleNamespace(returncode=0, stdout=line)
-    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(machine.subprocess, "run", lambda *args, **kwargs: finished)
-    (gpu,) = machine.nvidia_smi()
-    assert gpu["driver_version"] == "580.95"
-    assert gpu["clocks.max.sm"] == "1980 MHz"
-    assert gpu["temperature.gpu"] == "31"
-    finished.returncode = 9  # no driver
+    class NVMLError(Exception):
+        pass
+
+    class NVMLError_NotSupported(NVMLError):
+        pass
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = "sm", "mem", 0
+    initialised = 0
+
+    def nvmlInit(self):
+        self.initialised += 1
+
+    def nvmlShutdown(self):
+        self.initialised -= 1
+
+    def nvmlDeviceGetCount(self):
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return f"handle {index}"
+
+    def nvmlDeviceGetName(self, gpu):
+        assert gpu == "handle 0"
+        return "NVIDIA H100 80GB HBM3"
+
+    def nvmlDeviceGetCudaComputeCapability(self, gpu):
+        return 9, 0
+
+    def nvmlSystemGetDriverVersion(self):
+        return "580.95.05"
+
+    def nvmlDeviceGetClockInfo(self, gpu, clock):
+        return {"sm": 1755, "mem": 2619}[clock]
+
+    def nvmlDeviceGetMaxClockInfo(self, gpu, clock):
+        return {"sm": 1980, "mem": 2619}[clock]
+
+    def nvmlDeviceGetPowerUsage(self, gpu):
+        return 70123
+
+    def nvmlDeviceGetPowerManagementLimit(self, gpu):
+        raise self.NVMLError_NotSupported
+
+    def nvmlDeviceGetTemperature(self, gpu, sensor):
+        return 31
+
+
+def test_the_drivers_facts_are_read(monkeypatch):
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert machine.nvidia_smi() == [
+        {
+            "index": "0",
+            "name": "NVIDIA H100 80GB HBM3",
+            "compute_cap": "9.0",
+            "driver_version": "580.95.05",
+            "clocks.sm": "1755 MHz",
+            "clocks.mem": "2619 MHz",
+            "clocks.max.sm": "1980 MHz",
+            "clocks.max.mem": "2619 MHz",
+            "power.draw": "70.12 W",
+            "power.limit": "[N/A]",
+            "temperature.gpu": "31",
+        }
+    ]
+    assert nvml.initialised == 0
+
+
+def test_without_a_driver_or_nvml_there_are_no_facts_of_it(monkeypatch):
+    nvml = FakeNvml()
+
+    def no_driver():
+        raise nvml.NVMLError
+
+    nvml.nvmlInit = no_driver
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert machine.nvidia_smi() == []
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert machine.nvidia_smi() == []
+
+
+def test_the_functions_that_are_called_exist():
+    pynvml = pytest.importorskip("pynvml")
+    names = [name for name in vars(FakeNvml) if name.lower().startswith("nvml")]
+    assert len(names) > 14
+    assert all(hasattr(pynvml, name) for name in names)
 
 
 def test_paths_of_libraries_are_from_the_packages_on(monkeypatch, tmp_path):

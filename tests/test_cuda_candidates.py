@@ -20,7 +20,7 @@ from jax_tilekern.primitives import ffi
 if not on_gpu():
     pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)
 
-# Some rounds of tiles for every multiprocessor, with edges, and a k that no tile divides.
+# Several rounds of tiles for every SM, with edges, and a k that no tile divides.
 M, N, K = 2200, 2184, 656
 
 # Relative to the result in the Frobenius norm: the operands' rounding, and that of the result.
@@ -37,7 +37,7 @@ CASES = [
     ("f32", "float32", "float32", (M, N, K)),
     ("int8", "int8", "int32", (M, N, K)),
     ("int8", "int8", "int32", (M + 1, N, K + 1)),
-    # Of a vector and a matrix, and of two vectors.
+    # A vector times a matrix, and two vectors.
     ("tf32", "float32", "float32", (1, 4096, 3000)),
     ("f32", "float32", "float32", (N, 1, 5001)),
     ("bf16", "bfloat16", "bfloat16", (1, N + 1, 5000)),

@@ -4,16 +4,20 @@ import struct
 from collections import Counter
 
 import pytest
+from kernel_samples import (
+    grouped_mma_instances,
+    grouped_wgmma_instances,
+    mma_instances,
+    wgmma_instances,
+)
 from products import product_of
+from selection import covering
 
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans.gemm.sm80 import config as mma_kernel
-from jax_tilekern.plans.gemm.sm90 import candidates as wgmma
-from jax_tilekern.plans.gemm.sm90 import emulated
+from jax_tilekern.plans.gemm.sm90.emulated import emulated_candidates
 from jax_tilekern.plans.gpu import known_gpu
-from jax_tilekern.plans.grouped_gemm import sm80 as ragged_mma
-from jax_tilekern.plans.grouped_gemm import sm90 as ragged_wgmma
+from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_kernel
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_120")
 # Which differ in the instructions, and not only in the shared memory.
@@ -21,7 +25,7 @@ RAGGED_ARCHS = ("sm_80", "sm_90a", "sm_120")
 
 # The low 12 bits of an instruction, the same on all of these architectures.
 OPCODES = {0x23C: "HMMA", 0x237: "IMMA", 0x23F: "DMMA", 0x27A: "QMMA", 0x223: "FFMA", 0x83B: "LDSM"}
-# Of a warpgroup's products, with lhs in shared memory and in registers.
+# The warpgroup MMAs, with lhs in shared memory and in registers.
 OPCODES |= {0x9F0: "HGMMA", 0x9F1: "IGMMA", 0x9F3: "QGMMA"}
 OPCODES |= {0xDF0: "HGMMA", 0xDF1: "IGMMA", 0xDF3: "QGMMA"}
 
@@ -44,11 +48,11 @@ def _name(arch, instance):
 
 def _cases():
     for arch in ARCHS:
-        for instance in dict.fromkeys(mma_kernel.instances(known_gpu(arch))):
+        for instance in dict.fromkeys(mma_instances(known_gpu(arch))):
             yield pytest.param(arch, instance.kernel, instance, id=_name(arch, instance))
     for arch in RAGGED_ARCHS:
-        for instance, ragged in dict.fromkeys(ragged_mma.instances(known_gpu(arch))):
-            kernel = ragged_mma.ragged_kernel(instance, ragged)
+        for instance, ragged in dict.fromkeys(grouped_mma_instances(known_gpu(arch))):
+            kernel = grouped_kernel(instance, ragged)
             name = f"{_name(arch, instance)}-ragged_{ragged}"
             yield pytest.param(arch, kernel, instance, id=name)
 
@@ -88,12 +92,18 @@ def _expected(instance, arch):
     return ("IMMA" if itemsize == 1 else "HMMA"), products
 
 
-@pytest.mark.parametrize(("arch", "kernel", "instance"), list(_cases()))
+def _features(arch, kernel, instance):
+    """The architecture, the kernel's template and the value of each template argument."""
+    yield from (arch, kernel.name.partition("<")[0])
+    yield from vars(instance).items()
+
+
+@pytest.mark.parametrize(("arch", "kernel", "instance"), covering(_cases(), _features))
 def test_compiles_to_what_the_plan_assumes(arch, kernel, instance):
     compiled = compile_kernels(kernel, arch=arch)
     entry = compiled.entry(kernel.name)
     assert compiled.log == ""
-    # The assembler of CUDA 13.0 leaves a few instances a few words short on this one.
+    # ptxas of CUDA 13.0 spills a few words of a few instances on this architecture.
     old = arch == "sm_120" and nvrtc().version < (13, 5)
     assert entry.spill_bytes <= (64 if old else 0)
     assert entry.max_threads == instance.tile.threads
@@ -115,12 +125,12 @@ def test_compiles_to_what_the_plan_assumes(arch, kernel, instance):
 
 def _wgmma_instances():
     gpu = known_gpu("sm_90a")
-    yield from wgmma.instances(gpu)
-    yield from ragged_wgmma.instances(gpu)
-    # Of float32 by pieces, with stores of boxes and of single elements.
+    yield from wgmma_instances(gpu)
+    yield from grouped_wgmma_instances(gpu)
+    # Split-float16 emulation, with TMA stores and with stores of single elements.
     for n in (4096, 4097):
         product = product_of("f32", 4096, n, 4096)
-        yield from (candidate.instance for candidate in emulated.candidates(product, gpu))
+        yield from (candidate.instance for candidate in emulated_candidates(product, gpu))
 
 
 def _wgmma_cases():
@@ -145,8 +155,8 @@ def _expected_wgmma(instance):
     row_blocks = instance.block_m // (instance.consumers if instance.cooperative else 1) // 64
     pieces = range(instance.pieces)
     orders = sum(i + j < instance.pieces for i in pieces for j in pieces)
-    # Two tiles of k and the odd last one, where registers come in two sets (kSlots); elsewhere the
-    # compiler may do the same by itself.
+    # Two k-tiles and the odd last one, where registers come in two sets (kSlots); elsewhere the
+    # compiler may unroll by itself.
     two_sets = lhs_in_registers and itemsize == 1 and not instance.promote
     if "float8" in instance.types[0]:
         instruction = "QGMMA"
@@ -158,17 +168,22 @@ def _expected_wgmma(instance):
         # A loop for each number of columns.
         counts = [count * (instance.block_n // instance.line_step) for count in counts]
     if instance.ragged == "k":
-        # The first tile of k from each of its steps on.
+        # The first k-tile, from each of its MMA k-steps on.
         counts = [(4 + 3 + 2 + 1) * row_blocks + count for count in counts]
     return instruction, counts
 
 
-@pytest.mark.parametrize("instance", list(_wgmma_cases()))
+def _wgmma_features(instance):
+    """The value of each template argument."""
+    return vars(instance).items()
+
+
+@pytest.mark.parametrize("instance", covering(_wgmma_cases(), _wgmma_features))
 def test_compiles_to_warpgroup_products_that_run_in_the_background(instance):
     kernel = instance.kernel
     compiled = compile_kernels(kernel, arch="sm_90a")
     entry = compiled.entry(kernel.name)
-    # The assembler would say that it makes products wait for each other.
+    # ptxas would report that it serializes MMAs.
     assert compiled.log == ""
     assert entry.spill_bytes == 0
     assert entry.max_threads == instance.threads

@@ -4,15 +4,14 @@ import itertools
 import re
 
 import pytest
+from kernel_samples import grouped_mma_instances, grouped_wgmma_instances, mma_instances
 from products import H100, product_of
 
 from jax_tilekern.compilation.compiler import compile_source, compile_to_ptx, cuda_folder
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans.gemm.sm80 import config as mma_kernel
-from jax_tilekern.plans.gemm.sm90 import emulated
-from jax_tilekern.plans.gemm.sm90.candidates import candidates as wgmma_candidates
-from jax_tilekern.plans.grouped_gemm import sm80 as grouped_sm80
-from jax_tilekern.plans.grouped_gemm import sm90 as grouped_sm90
+from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
+from jax_tilekern.plans.gemm.sm90.emulated import emulated_candidates
+from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_kernel
 
 try:
     nvrtc()
@@ -54,14 +53,14 @@ def _wgmma(arithmetic, key, **sides):
 
 
 def _sm80(family, type_):
-    instances = mma_kernel.instances(H100)
+    instances = mma_instances(H100)
     return _first(instances, lambda i: i.family == family and i.types[0] == type_).kernel
 
 
 def _grouped_sm80(ragged):
-    instances = grouped_sm80.instances(H100)
+    instances = grouped_mma_instances(H100)
     instance, _ = _first(instances, lambda pair: pair[1] == ragged)
-    return grouped_sm80.ragged_kernel(instance, ragged)
+    return grouped_kernel(instance, ragged)
 
 
 def _grouped_sm90(ragged):
@@ -70,7 +69,7 @@ def _grouped_sm90(ragged):
         tile = (instance.block_m, instance.block_n, instance.cluster)
         return instance.ragged == ragged and tile == (128, 128, 1) and instance.out_boxes
 
-    return _first(grouped_sm90.instances(H100), wanted).kernel
+    return _first(grouped_wgmma_instances(H100), wanted).kernel
 
 
 def _kernels():
@@ -80,7 +79,7 @@ def _kernels():
     yield "promoted", lambda: _wgmma("fp8", "wgmma 128x128", rhs_k_major=True)
     yield "registers", lambda: _wgmma("tf32", "wgmma 128x128", lhs_k_major=False, rhs_k_major=True)
     f32 = product_of("f32", 4096, 4096, 4096)
-    yield "split-float16", lambda: next(emulated.candidates(f32, H100)).instance.kernel
+    yield "split-float16", lambda: emulated_candidates(f32, H100)[0].instance.kernel
     yield "mma", lambda: _sm80("mma", "tilekern::bfloat16")
     yield "simt", lambda: _sm80("simt", "float")
     for ragged in "mk":
@@ -191,7 +190,7 @@ def _engine(instance):
 
 def _layouts():
     found = {}
-    for instance in mma_kernel.instances(H100):
+    for instance in mma_instances(H100):
         key = (instance.family, instance.types[0], instance.lhs.k_major, instance.rhs.k_major)
         found.setdefault(key, instance)
     return [

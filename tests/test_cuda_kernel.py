@@ -402,6 +402,7 @@ def test_vmap_over_each_input_and_axis(rng, axes, batch_axis):
     ("outer", "inner"),
     list(itertools.product([(0, None), (None, 0), (0, 0), (2, 1)], [(0, None), (None, 0), (1, 1)])),
 )
+@pytest.mark.one_in(2)
 def test_nested_vmap(rng, outer, inner, batch_axis):
     kernel = scale_columns(batch_axis)
 
@@ -1059,8 +1060,8 @@ def test_launch_bounds_and_registers():
     greedy = jtk.cuda_kernel(many, **settings, block=1024, options="-DBOUNDS=")
     with pytest.raises(
         ValueError,
-        match=r"block \(1024, 1, 1\) has 1024 threads of \d+ registers, more than a "
-        r"multiprocessor has; __launch_bounds__\(1024\)",
+        match=r"block \(1024, 1, 1\) has 1024 threads of \d+ registers, more than an "
+        r"SM has; __launch_bounds__\(1024\)",
     ):
         lowered(greedy, x)
     assert (
@@ -1309,7 +1310,7 @@ def test_explain(rng):
         assert choice.operands == ("f32[1000]", "f32[1000]")
         assert choice.result == "f32[1000]"
         assert re.fullmatch(
-            r"\d+ registers, 0 bytes spilled, 0 bytes of shared memory, 16 blocks a multiprocessor "
+            r"\d+ registers, 0 bytes spilled, 0 bytes of shared memory, 16 blocks per SM "
             r"\(100% of its warps, limited by threads\)",
             choice.reason,
         )
@@ -1338,8 +1339,8 @@ def test_report(arch):
     text = str(report)
     assert re.search(r"^kernel +multiply_add<float>$", text, re.MULTILINE)
     assert re.search(rf"^compiled for .*\({arch}\)$", text, re.MULTILINE)
-    assert re.search(rf"^registers +{report.registers} a thread, 0 bytes", text, re.MULTILINE)
-    assert re.search(r"^shared memory +0 bytes a block$", text, re.MULTILINE)
+    assert re.search(rf"^registers +{report.registers} per thread, 0 bytes", text, re.MULTILINE)
+    assert re.search(r"^shared memory +0 bytes per block$", text, re.MULTILINE)
     assert re.search(r"^occupancy .*100% of its warps, limited by threads$", text, re.MULTILINE)
 
 

@@ -444,7 +444,7 @@ def test_wrong_number_of_buffers_is_an_error(rng):
     primitive.def_abstract_eval(lambda x: x)
     mlir.register_lowering(
         primitive,
-        lambda ctx, x: ffi.cpu_call(ctx, ffi.CUDA_LAUNCH, [x, x], **plan.attributes()),
+        lambda ctx, x: ffi.emit(ctx, [x, x], ffi.CpuCall(ffi.CUDA_LAUNCH, plan.attributes())),
         platform="cuda",
     )
     message = r"launch plan crowded .* takes 2 buffers, the call has 3"

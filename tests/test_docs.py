@@ -35,7 +35,7 @@ def test_snippets_about_sharding_run():
     run_snippets(text, str(SHARDING))
 
 
-@pytest.mark.parametrize("page", ["linalg", "strassen"])
+@pytest.mark.parametrize("page", ["getting-started", "linalg", "strassen"])
 def test_snippets_of_other_pages_run(page):
     text = (DOCS / f"{page}.md").read_text()
     assert snippets(text)
@@ -43,8 +43,7 @@ def test_snippets_of_other_pages_run(page):
 
 
 def test_examples_of_the_readme_run():
-    text, tuning, _ = (DOCS.parent / "README.md").read_text().partition("## Tuning")
-    assert tuning
+    text = (DOCS.parent / "README.md").read_text()
     assert len(snippets(text)) == 3
     run_snippets(text, "README.md")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jax_tilekern.cli import ladder as command
-from jax_tilekern.cli.ladder import counters, report
+from benchmarks import ladder as command
+from benchmarks.ladder import counters, report
 
 DOCS = Path(__file__).parent.parent / "docs"
 LADDERS = list(command._LADDERS)
@@ -34,7 +34,7 @@ records, tables, claim, claims_transpose, claims_products, expectations, figures
 
 
 def test_the_page_is_made_of_the_committed_records():
-    # `python docs/ladder/make_page.py` mends it.
+    # `python docs/ladder/make_page.py` fixes a failure.
     assert make_page.page(records.Records()) == (DOCS / "ladder.md").read_text()
 
 
@@ -80,7 +80,7 @@ def a_rung(rung, **changes):
 
 
 def full_record(name):
-    found = importlib.import_module(f"jax_tilekern.cli.ladder.{name}").LADDER
+    found = importlib.import_module(f"benchmarks.ladder.{name}").LADDER
     problems = [
         {
             "size": size, "title": problem.title, "sizes": problem.sizes, "bytes": problem.bytes,

@@ -87,7 +87,7 @@ def test_transformations_of_eager_calls(name, rng):
         return (jax.vmap(CALLS[name])(x) ** 2).sum()
 
     eager = jax.grad(loss)(x), jax.hessian(loss)(x[:1])
-    whole = jax.jit(jax.grad(loss))(x), jax.jit(jax.hessian(loss))(x[:1])
+    whole = jax.jit(lambda x: (jax.grad(loss)(x), jax.hessian(loss)(x[:1])))(x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), eager, whole)
 
 

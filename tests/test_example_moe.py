@@ -117,6 +117,7 @@ def test_products_are_of_the_chosen_rows_only(rng):
         assert f"[{CHOSEN * TOKENS}," in choice.operands[0], choice
 
 
+@pytest.mark.thorough
 def test_the_loss_falls(rng):
     text, _ = moe.load_text(moe.PLAY)
     steps, batch = 40, 8
@@ -186,6 +187,7 @@ def test_what_fails(grouped, dense, failure):
     assert found == [] if failure is None else failure in found[0]
 
 
+@pytest.mark.thorough
 def test_it_runs_and_a_model_that_learned_nothing_fails(monkeypatch, capsys):
     monkeypatch.setattr(moe, "Sizes", lambda vocabulary: TINY)
     monkeypatch.setattr(moe, "BATCH", 4)

@@ -27,7 +27,7 @@ def test_says_why_xla_takes_a_call():
     assert choice.kernel is None
     assert choice.reason == "no kernel for complex64 x complex64 -> complex64 at precision DEFAULT"
     (choice,) = jtk.explain(jtk.matmul, jnp.ones((0, 3)), jnp.ones((3, 4)))
-    assert choice.reason == "an empty product has nothing to compute"
+    assert choice.reason == "an operand is empty, so there is nothing to compute"
     (choice,) = jtk.explain(jtk.matmul, jnp.ones((5, 1)), jnp.ones((1, 4)))
     assert choice.kernel is None
     assert choice.reason.startswith("nothing is contracted")

@@ -50,6 +50,7 @@ def losses(name, way, optimizer="adam"):
 
 
 @pytest.mark.parametrize(("name", "way"), WAYS)
+@pytest.mark.one_in(3)
 def test_fifty_steps_have_the_same_losses(name, way):
     pytest.importorskip(PACKAGES.get(name, "flax"))
     found = losses(name, way)
@@ -68,6 +69,7 @@ def test_the_guide_has_every_row():
 
 
 @pytest.mark.parametrize(("name", "way", "jaxs", "ours"), _ROW.findall(GUIDE.read_text()))
+@pytest.mark.thorough
 def test_the_guide_has_these_losses(name, way, jaxs, ours):
     pytest.importorskip(PACKAGES.get(name, "flax"))
     assert losses(name, "jax")[-1] == pytest.approx(float(jaxs), rel=DRIFT, abs=5e-6)
@@ -158,6 +160,7 @@ def same_inside(function, *args, tolerance):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.thorough
 def test_an_implicit_solver_of_diffrax(rng, x64):
     diffrax = pytest.importorskip("diffrax")
 

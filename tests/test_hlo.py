@@ -1,5 +1,6 @@
 """What the compiled program must not contain: transposes, copies, materialised broadcasts."""
 
+import os
 import re
 
 import jax
@@ -102,3 +103,14 @@ def test_outer_products_are_fused_into_what_uses_them():
 
     text = jax.jit(jax.vmap(norm, (None, 0))).lower(W, X).compile().as_text()
     assert "64,128,96" not in text.split("ENTRY")[1], "the gradients themselves were written"
+
+
+def test_source_lines_are_the_users():
+    """As with JAX's own functions, no frame of the package is in a program's locations."""
+
+    def model(x, w):
+        return jtk.einsum("ij,jk->ik", jtk.matmul(x, w), w.mT) + jtk.sum(x)
+
+    text = jax.jit(model).lower(X, W).as_text(debug_info=True)
+    assert __file__ in text
+    assert f"{os.sep}jax_tilekern{os.sep}" not in text

@@ -8,6 +8,7 @@ import os
 import struct
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -243,11 +244,13 @@ def test_target_is_in_jax_caches() -> None:
 class _Driver:
     """Stands in for ``_core``."""
 
-    def __init__(self, devices: list[Gpu] | str) -> None:
-        self.devices = devices
+    def __init__(self, gpus: list[Gpu] | str) -> None:
+        self.gpus = gpus
 
-    def cuda_devices(self) -> list[Gpu] | str:
-        return self.devices
+    def cuda_devices(self) -> list[types.SimpleNamespace] | str:
+        if isinstance(self.gpus, str):
+            return self.gpus
+        return [types.SimpleNamespace(**vars(gpu)) for gpu in self.gpus]
 
 
 @pytest.fixture
@@ -273,7 +276,7 @@ def test_several_gpus(driver_shows: Any) -> None:
     driver_shows([h100, a100])
     with pytest.raises(NoGpu, match=r"A100.* \(sm_80\), NVIDIA H100.* \(sm_90a\).*CUDA_VISIBLE"):
         current_gpu()
-    smaller = dataclasses.replace(h100, multiprocessors=114, name="NVIDIA H100 PCIe")
+    smaller = dataclasses.replace(h100, sm_count=114, name="NVIDIA H100 PCIe")
     driver_shows([h100, smaller])
     assert current_gpu() == smaller
 
@@ -351,7 +354,7 @@ def outcome(damage):
     primitive = Primitive("launch")
     primitive.def_abstract_eval(lambda x: x)
     mlir.register_lowering(
-        primitive, lambda ctx, x: ffi.cpu_call(ctx, "launch_on_cpu", [x], **attributes)
+        primitive, lambda ctx, x: ffi.emit(ctx, [x], ffi.CpuCall("launch_on_cpu", attributes))
     )
     try:
         jax.jit(primitive.bind).lower(np.zeros((3, 5), np.float32)).compile()

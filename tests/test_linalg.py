@@ -46,6 +46,7 @@ def kernels(function, *args):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", SIZES)
+@pytest.mark.one_in(3)
 def test_inverses(rng, x64, n, dtype):
     a = random(rng, (COUNT, n, n), dtype)
     x = linalg.inv(a)
@@ -59,6 +60,7 @@ def test_inverses(rng, x64, n, dtype):
 @pytest.mark.parametrize("columns", [None, 1, 3, 8, 13])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 17, 32, 64])
+@pytest.mark.one_in(5)
 def test_residuals_of_solutions_are_small(rng, x64, n, dtype, columns):
     """Whatever the condition number: backward stability."""
     a = random(rng, (COUNT, n, n), dtype)
@@ -71,7 +73,7 @@ def test_residuals_of_solutions_are_small(rng, x64, n, dtype, columns):
     )
     b = random(rng, (n,) if columns is None else (COUNT, n, columns), dtype)
     x = linalg.solve(a, b)
-    assert x.shape == jnp.linalg.solve(a, b).shape
+    assert x.shape == jax.eval_shape(jnp.linalg.solve, a, b).shape
     wide_a, wide_b, wide_x = (np.asarray(v, np.float64) for v in (a, b, x))
     if columns is None:
         wide_b, wide_x = wide_b[:, None], wide_x[..., None]
@@ -84,6 +86,7 @@ def test_residuals_of_solutions_are_small(rng, x64, n, dtype, columns):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", SIZES)
+@pytest.mark.one_in(3)
 def test_lu(rng, x64, n, dtype):
     a = random(rng, (3, COUNT, n, n), dtype)
     p, lower, upper = linalg.lu(a)
@@ -91,8 +94,8 @@ def test_lu(rng, x64, n, dtype):
     error = norms(wide[0] @ wide[1] @ wide[2] - np.asarray(a, np.float64))
     assert np.all(error <= tolerance(n, dtype) * norms(a))
     assert np.abs(lower).max() <= 1
-    np.testing.assert_array_equal(jnp.tril(upper, -1), 0)
-    np.testing.assert_array_equal(p.sum(-1), 1)
+    np.testing.assert_array_equal(np.tril(upper, -1), 0)
+    np.testing.assert_array_equal(np.asarray(p).sum(-1), 1)
     permuted, same = linalg.lu(a, permute_l=True)
     np.testing.assert_array_equal(same, upper)
     np.testing.assert_array_equal(permuted, np.asarray(p) @ np.asarray(lower))
@@ -121,19 +124,20 @@ def test_of_equal_pivots_the_first_is_taken(rng):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", SIZES)
+@pytest.mark.one_in(3)
 def test_cholesky(rng, x64, n, dtype):
     a = definite(rng, (COUNT, n, n), dtype)
     factor = linalg.cholesky(a)
     wide = np.asarray(factor, np.float64)
     error = norms(wide @ wide.swapaxes(-1, -2) - np.asarray(a, np.float64))
     assert np.all(error <= 4 * n * UNIT_ROUNDOFF[np.dtype(dtype)] * norms(a))
-    np.testing.assert_array_equal(jnp.triu(factor, 1), 0)
-    np.testing.assert_array_equal(linalg.cholesky(a, upper=True), factor.mT)
-    skew = random(rng, (COUNT, n, n), dtype) / 4
-    uneven = linalg.cholesky(a + skew - skew.mT)
+    np.testing.assert_array_equal(np.triu(factor, 1), 0)
+    np.testing.assert_array_equal(linalg.cholesky(a, upper=True), np.asarray(factor).mT)
+    skew = np.asarray(random(rng, (COUNT, n, n), dtype)) / 4
+    uneven = linalg.cholesky(jnp.asarray(np.asarray(a) + skew - skew.mT))
     np.testing.assert_allclose(uneven, factor, 0, tolerance(n, dtype) * norms(a).max() ** 0.5 * 4)
-    unread = jnp.tril(a) + jnp.triu(jnp.full_like(a, jnp.nan), 1)
-    lower_only = linalg.cholesky(unread, symmetrize_input=False)
+    unread = np.tril(a) + np.triu(np.full_like(a, np.nan), 1)
+    lower_only = linalg.cholesky(jnp.asarray(unread), symmetrize_input=False)
     np.testing.assert_array_equal(lower_only, factor)
     assert None not in kernels(linalg.cholesky, a)
 
@@ -174,14 +178,15 @@ def test_determinants(rng, n):
 @pytest.mark.parametrize("lower", [False, True])
 @pytest.mark.parametrize("left_side", [False, True])
 @pytest.mark.parametrize(("n", "m"), [(3, 5), (16, 1), (33, 9)])
+@pytest.mark.one_in(3)
 def test_triangular_solve(rng, n, m, left_side, lower, transpose_a, unit_diagonal):
     flags = {"left_side": left_side, "lower": lower, "transpose_a": transpose_a}
     flags["unit_diagonal"] = unit_diagonal
-    a = random(rng, (COUNT, n, n), np.float32) / n + 2 * jnp.eye(n)
-    unread = jnp.triu(jnp.ones((n, n)), 1) if lower else jnp.tril(jnp.ones((n, n)), -1)
-    unread = unread + unit_diagonal * jnp.eye(n)
+    a = np.asarray(random(rng, (COUNT, n, n), np.float32)) / n + 2 * np.eye(n, dtype=np.float32)
+    unread = np.triu(np.ones((n, n)), 1) if lower else np.tril(np.ones((n, n)), -1)
+    unread = unread + unit_diagonal * np.eye(n)
     b = random(rng, (COUNT, n, m) if left_side else (COUNT, m, n), np.float32)
-    x = linalg.triangular_solve(jnp.where(unread, jnp.nan, a), b, **flags)
+    x = linalg.triangular_solve(np.where(unread, np.float32(np.nan), a), b, **flags)
     triangle = np.where(unread, np.eye(n) * unit_diagonal, np.asarray(a, np.float64))
     triangle = triangle.swapaxes(-1, -2) if transpose_a else triangle
     wide = np.asarray(x, np.float64)
@@ -200,6 +205,7 @@ def test_triangular_solve(rng, n, m, left_side, lower, transpose_a, unit_diagona
 @pytest.mark.parametrize(
     "shapes", [((5, 4, 4), (4,)), ((4, 4), (5, 4, 3)), ((2, 1, 4, 4), (5, 4, 3))]
 )
+@pytest.mark.one_in(2)
 def test_solve_triangular_broadcasts(rng, shapes, trans):
     a, b = (random(rng, shape, np.float32) for shape in shapes)
     a = a + 4 * jnp.eye(4)
@@ -272,6 +278,7 @@ def test_what_is_not_finite_stays_in_its_own_matrix(rng, n, value):
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None), (2, 1), (None, 1), (1, None)])
+@pytest.mark.one_in(2)
 def test_vmap_of_solve_is_one_call(rng, axes):
     shapes = [[6, 6], [6, 2]]
     for shape, axis in zip(shapes, axes, strict=True):
@@ -282,12 +289,13 @@ def test_vmap_of_solve_is_one_call(rng, axes):
     a = a + (dominant if axes[0] is None else jnp.expand_dims(dominant, axes[0]))
     mapped = jax.vmap(linalg.solve, axes)
     np.testing.assert_allclose(
-        jax.jit(mapped)(a, b), jax.vmap(jnp.linalg.solve, axes)(a, b), 1e-4, 1e-4
+        jax.jit(mapped)(a, b), jax.jit(jax.vmap(jnp.linalg.solve, axes))(a, b), 1e-4, 1e-4
     )
     assert len(kernels(mapped, a, b)) == 1
     twice = [jax.vmap(jax.vmap(f, axes), (None, -1)) for f in (linalg.solve, jnp.linalg.solve)]
     stacked = jnp.stack([b, 2 * b], -1)
-    np.testing.assert_allclose(twice[0](a, stacked), twice[1](a, stacked), 1e-4, 1e-4)
+    found, expected = (jax.jit(f)(a, stacked) for f in twice)
+    np.testing.assert_allclose(found, expected, 1e-4, 1e-4)
     assert len(kernels(twice[0], a, stacked)) == 1
 
 

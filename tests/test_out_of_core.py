@@ -77,7 +77,7 @@ def test_too_little_memory_says_what_is_enough():
     sizes = Sizes(5000, 5000, 5000, *F32)
     with pytest.raises(ValueError, match="a memory_limit of 1000 bytes is too small") as error:
         choose_plan(sizes, 1000)
-    least = int(str(error.value).split(" take ")[1].split()[0])
+    least = int(str(error.value).split(" need ")[1].split()[0])
     assert choose_plan(sizes, least).memory_bytes <= least
     with pytest.raises(ValueError, match="too small"):
         choose_plan(sizes, least - 1)
@@ -114,6 +114,7 @@ def by_blocks(a, b, plan, sums, out):
     [(np.float32, np.float32), (BF16, np.float32), (np.float64, np.float64)],
 )
 @pytest.mark.parametrize(("m", "n", "k"), [(700, 500, 900), (129, 1000, 257), (300, 200, 5000)])
+@pytest.mark.one_in(3)
 def test_bits_are_those_of_the_same_blocks(rng, x64, m, n, k, dtype, sums):
     a, b = operands(rng, m, n, k, dtype)
     limit = 1_500_000 * np.dtype(sums).itemsize // 4
@@ -262,7 +263,7 @@ def test_a_result_of_something_else_is_not_continued(rng, tmp_path):
     for arguments in ((x, b), (b, a), (a, -y)):
         with pytest.raises(ValueError, match="unfinished product of other operands"):
             out_of_core.matmul(*arguments, out=out, memory_limit=600_000)
-    with pytest.raises(ValueError, match="or cut into other blocks"):
+    with pytest.raises(ValueError, match="or with other blocks"):
         out_of_core.matmul(a, b, out=out, memory_limit=1 << 30)
     changed = np.memmap(tmp_path / "a", np.float32, "r+", shape=a.shape)
     changed[0, 0] += 1
@@ -271,7 +272,7 @@ def test_a_result_of_something_else_is_not_continued(rng, tmp_path):
     with pytest.raises(ValueError, match="unfinished product of other operands"):
         out_of_core.matmul(a, b, out=out, memory_limit=600_000)
     (tmp_path / "out.unfinished.json").write_text("{")
-    with pytest.raises(ValueError, match="delete it to start afresh"):
+    with pytest.raises(ValueError, match="delete it to start again"):
         out_of_core.matmul(a, b, out=out, memory_limit=600_000)
 
 
@@ -300,7 +301,7 @@ def test_an_error_of_an_operand_is_raised(rng):
 
 def test_errors(rng):
     a, b = operands(rng, 30, 40, 50)
-    with pytest.raises(ValueError, match=r"a has shape \(50,\), which is no matrix"):
+    with pytest.raises(ValueError, match=r"a has shape \(50,\), which is not a matrix"):
         out_of_core.matmul(a[0], b)
     with pytest.raises(ValueError, match=r"a has shape \(30, 50\), b \(40, 50\)"):
         out_of_core.matmul(a, b.T)

@@ -3,15 +3,27 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from products import BF16, E4M3, E5M2, F32, F64, H100, TYPES, geometries, product_of, row_major
+from products import (
+    BF16,
+    E4M3,
+    E5M2,
+    F32,
+    F64,
+    H100,
+    TYPES,
+    geometries,
+    product_of,
+    row_major,
+    taken,
+)
 
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans.gemm import vector_product
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import candidates, plan_matmul
-from jax_tilekern.plans.gemm.sm80 import candidates as mma
-from jax_tilekern.plans.gemm.sm90 import candidates as wgmma
+from jax_tilekern.plans.gemm.sm80.candidates import MMA
+from jax_tilekern.plans.gemm.sm90.candidates import WGMMA, WgmmaCandidate
 from jax_tilekern.plans.gemm.sm90.config import ARITHMETICS
+from jax_tilekern.plans.gemm.vector_product import vector_product_candidates
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.tuned import TunedChoices, using
@@ -45,17 +57,17 @@ def test_candidates_are_those_of_all_families_best_first(product):
     assert sorted(found, key=lambda choice: choice.cycles) == found
     assert len({choice.key for choice in found}) == len(found)
     assert candidates(product, H100) == found
-    vectors = vector_product.candidates(product, H100)
+    vectors = vector_product_candidates(product, H100)
     if vectors:
         assert found == vectors
     else:
-        for family in (mma, wgmma):
-            assert all(choice in found for choice in family.candidates(product, H100))
-    assert all(choice.microseconds > 0 for choice in found)
+        for family in (MMA, WGMMA):
+            assert all(choice in found for choice in taken(family, product, H100))
+    assert all(choice.cycles > 0 for choice in found)
 
 
 def is_wgmma(choice):
-    return isinstance(choice, wgmma.WgmmaCandidate)
+    return isinstance(choice, WgmmaCandidate)
 
 
 @pytest.mark.parametrize("arithmetic", sorted(ARITHMETICS))
@@ -99,7 +111,6 @@ def test_arithmetics_without_warpgroup_products_have_other_kernels(arithmetic):
 )
 def test_says_why_there_is_no_kernel(types, arithmetic, gpu, reason):
     product = Product(row_major(64, 64, 64), *types, arithmetic)
-    assert mma.candidates(product, known_gpu(gpu)) == NoKernel(reason)
     assert candidates(product, known_gpu(gpu)) == NoKernel(reason)
     assert plan_matmul(product, known_gpu(gpu)) == NoKernel(reason)
 

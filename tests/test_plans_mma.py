@@ -22,7 +22,7 @@ from jax_tilekern.compilation.compiler import cuda_folder
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.plans.gemm.sm80.candidates import MmaCandidate, candidates
+from jax_tilekern.plans.gemm.sm80.candidates import MmaCandidate, mma_candidates
 from jax_tilekern.plans.gemm.sm80.config import ARITHMETICS, SMALL, SQUARE, TALL, TINY, pack_shape
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
@@ -37,7 +37,7 @@ needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
 
 def best(product, gpu=H100):
     """The family's best candidate by the cost model, or why there is none."""
-    found = candidates(product, gpu)
+    found = mma_candidates(product, gpu)
     return found if isinstance(found, NoKernel) else min(found, key=lambda choice: choice.cycles)
 
 
@@ -60,7 +60,7 @@ def cases(draw):
 def test_every_product_has_kernels_that_fit(case):
     product, gpu = case
     geometry = product.geometry
-    found = candidates(product, gpu)
+    found = mma_candidates(product, gpu)
     assert found
     assert len({choice.key for choice in found}) == len(found)
     for choice in found:
@@ -76,7 +76,7 @@ def test_every_product_has_kernels_that_fit(case):
         assert (tiles_n - 1) * tile.block_n < geometry.n <= tiles_n * tile.block_n
         assert batch == math.prod(geometry.batch)
         assert math.prod(choice.grid) < 2**31
-        assert 1 <= choice.band <= tiles_m
+        assert 1 <= choice.raster_height <= tiles_m
         assert choice.cycles > 0
 
 
@@ -85,7 +85,7 @@ def test_copies_are_aligned_and_whole(case):
     product, gpu = case
     geometry = product.geometry
     m, n, k = geometry.m, geometry.n, geometry.k
-    for choice in candidates(product, gpu):
+    for choice in mma_candidates(product, gpu):
         lhs, rhs = choice.instance.lhs, choice.instance.rhs
         for operand, dtype, strides, shape, unit in (
             (lhs, product.lhs_dtype, geometry.lhs_strides, (m, k), 1 if lhs.k_major else 0),
@@ -109,7 +109,7 @@ def test_copies_are_aligned_and_whole(case):
 
 @given(cases())
 def test_candidates_are_a_function_of_the_product(case):
-    assert candidates(*case) == candidates(*case)
+    assert mma_candidates(*case) == mma_candidates(*case)
 
 
 def unpack(scalars):
@@ -142,7 +142,9 @@ def test_strides_beyond_32_bits_are_packed_whole():
         out_strides=(2**43, 2**42, 2**35, 1),
     )
     choice = best(bf16(geometry))
-    shape = pack_shape(geometry, choice.instance, choice.grid[:2], choice.band, choice.out_vectors)
+    shape = pack_shape(
+        geometry, choice.instance, choice.grid[:2], choice.raster_height, choice.out_vectors
+    )
     fields = unpack(shape)
     assert fields["lhs_batch_strides"] == (0, 0, 0, 2**40)
     assert fields["rhs_batch_strides"] == (0, 0, 2**41, 0)
@@ -152,7 +154,7 @@ def test_strides_beyond_32_bits_are_packed_whole():
     assert fields["batch"] == (1, 1, 3, 2)
     assert fields["sizes"] == (300, 200, 100)
     assert fields["tiles"] == choice.grid[:2]
-    assert fields["band"] == choice.band
+    assert fields["band"] == choice.raster_height
     assert fields["out_vectors"] == 1
 
 
@@ -198,7 +200,7 @@ def test_loads_narrow_with_the_alignment():
 def test_large_products_take_large_tiles():
     for size in (4096, 8192):
         assert best(product_of("bf16", size, size, size)).instance.tile == TALL
-    # The same memory traffic in fewer, larger tiles would leave most multiprocessors idle.
+    # The same memory traffic in fewer, larger tiles would leave most SMs idle.
     assert best(product_of("bf16", 512, 512, 512)).instance.tile == SMALL
     assert best(product_of("bf16", 16, 16, 16, (16384,))).instance.tile == TINY
 
@@ -226,8 +228,11 @@ def test_8_bit_floats_are_widened_where_mma_has_none():
 
 def test_bands_keep_running_blocks_compact():
     choice = best(product_of("bf16", 8192, 8192, 8192))
-    tile, running = choice.instance.tile, H100.multiprocessors
-    lines = choice.band * tile.block_m + math.ceil(running / choice.band) * tile.block_n
+    tile, running = choice.instance.tile, H100.sm_count
+    lines = (
+        choice.raster_height * tile.block_m
+        + math.ceil(running / choice.raster_height) * tile.block_n
+    )
     square = 2 * math.sqrt(running * tile.block_m * tile.block_n)
     assert lines < 1.15 * square
 
@@ -248,16 +253,16 @@ def test_banded_order_visits_every_tile_once(tiles_m, tiles_n, band):
 @needs_nvrtc
 def test_reason_says_what_was_chosen():
     plan = best(product_of("bf16", 4096, 4096, 4096)).plan(H100)
-    assert plan.reason == "256x128x64, 3 stages, 512 tiles on 132 multiprocessors"
+    assert plan.reason == "256x128x64, 3 stages, 512 tiles on 132 SMs"
     assert plan.name == "mma_matmul bf16"
 
 
 def test_grids_and_dimensions_have_limits():
     crowd = product_of("bf16", 1 << 20, 1 << 20, 8, (1 << 12,))
-    assert "more tiles than a grid has blocks" in candidates(crowd, H100).reason
+    assert "more tiles than a grid has CTAs" in mma_candidates(crowd, H100).reason
     long = product_of("bf16", 2**31, 8, 8)
     reason = "a dimension has more than 2**31 - 1024 elements"
-    assert candidates(long, H100) == NoKernel(reason)
+    assert mma_candidates(long, H100) == NoKernel(reason)
     # More than 65535 products are one launch.
     assert isinstance(best(product_of("bf16", 16, 16, 16, (1 << 20,))), MmaCandidate)
 

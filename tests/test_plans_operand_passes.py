@@ -278,12 +278,13 @@ def kernels():
 @pytest.mark.parametrize(
     "kernel", kernels(), ids=lambda kernel: kernel.name.replace("tilekern::", "")
 )
+@pytest.mark.one_in(4)
 def test_compiles(arch, kernel):
     compiled = compile_kernels(kernel, arch=arch)
     entry = compiled.entry(kernel.name)
     assert compiled.log == ""
     assert entry.spill_bytes == 0
-    # Enough threads for memory's latency: a half of the multiprocessor, or of its registers.
+    # Half of an SM's threads, or of its registers, hide the latency of DRAM.
     assert -(-entry.registers // 8) * 8 * entry.max_threads <= 65536
 
 
@@ -348,7 +349,7 @@ def is_float32_needed(lhs, rhs, k):
 
 
 def product(lhs, rhs, add=None):
-    """Products of all pairs of pieces but the smallest, with a dimension ``[m, n]`` per operand."""
+    """Products of hi and lo, except lo by lo, with a dimension ``[m, n]`` per operand."""
     pairs = [(0, 0), (0, 1), (1, 0)]
     left, right = lhs.pieces.astype(np.float64), rhs.pieces.astype(np.float64)
     add = add or (lambda pairs_of: sum(a @ b.T for a, b in pairs_of))

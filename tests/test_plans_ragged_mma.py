@@ -12,8 +12,8 @@ from products import BF16, F32, H100, INT8, MODERN, ragged_product_of
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.sm80.config import ARITHMETICS, SMALL, SQUARE, TALL, TINY
 from jax_tilekern.plans.gpu import known_gpu
-from jax_tilekern.plans.grouped_gemm.select import plan_ragged_matmul
-from jax_tilekern.plans.grouped_gemm.sm80 import candidates, ragged_kernel
+from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm
+from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_kernel, grouped_mma_candidates
 from jax_tilekern.plans.launch import Buffer, NoKernel
 
 try:
@@ -28,7 +28,7 @@ A100, RTX_5090 = known_gpu("sm_80"), known_gpu("sm_120")
 
 def best(product, gpu=H100):
     """The family's best candidate by the cost model."""
-    return min(candidates(product, gpu), key=lambda choice: choice.cycles)
+    return min(grouped_mma_candidates(product, gpu), key=lambda choice: choice.cycles)
 
 
 sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**16), st.sampled_from([64, 4096]))
@@ -55,7 +55,7 @@ def cases(draw):
 def test_every_product_has_kernels_that_fit(case):
     product, gpu = case
     geometry = product.geometry
-    found = candidates(product, gpu)
+    found = grouped_mma_candidates(product, gpu)
     assert len({choice.key for choice in found}) == len(found) > 0
     for choice in found:
         tile, (tiles_m, tiles_n, outer) = choice.instance.tile, choice.grid
@@ -66,7 +66,7 @@ def test_every_product_has_kernels_that_fit(case):
             assert outer == math.prod(geometry.product.batch)
         else:
             assert outer == math.prod(geometry.batch)
-        assert choice.band >= 1
+        assert choice.raster_height >= 1
         assert 0 < choice.cycles < math.inf
 
 
@@ -74,7 +74,7 @@ def test_every_product_has_kernels_that_fit(case):
 def test_copies_divide_the_distance_of_any_row_that_a_group_starts_at(case):
     product, gpu = case
     geometry, ragged = product.geometry.product, product.geometry.ragged
-    for choice in candidates(product, gpu):
+    for choice in grouped_mma_candidates(product, gpu):
         for operand, dtype, strides, along_rows in (
             (choice.instance.lhs, product.lhs_dtype, geometry.lhs_strides, "mk".index(ragged)),
             (choice.instance.rhs, product.rhs_dtype, geometry.rhs_strides, "kn".find(ragged)),
@@ -96,7 +96,9 @@ def test_tile_rows_of_the_grid_cover_every_row_once(data, groups, rows, block_ro
                                        max_size=groups + 1)))  # fmt: skip
     begins, ends = [0, *bounds], [*bounds, rows]
     product = ragged_product_of("bf16", "m", groups, rows, 64, 64)
-    (choice,) = (c for c in candidates(product, H100) if c.instance.tile.block_m == block_rows)
+    (choice,) = (
+        c for c in grouped_mma_candidates(product, H100) if c.instance.tile.block_m == block_rows
+    )
     covered = np.zeros(rows, int)
     for tile_row in range(choice.grid[0]):
         low, high = 0, groups + 2
@@ -140,7 +142,7 @@ def test_groups_that_start_anywhere_have_shifting_copies():
 
 def test_a_single_warp_has_no_registers_for_two_shifting_copies():
     product = ragged_product_of("bf16", "m", 8, 4096, 33, 33)
-    found = candidates(product, H100)
+    found = grouped_mma_candidates(product, H100)
     assert {c.instance.lhs.load_bytes for c in found} == {1}
     assert {c.instance.rhs.load_bytes for c in found} == {1}
     assert TINY not in {c.instance.tile for c in found}
@@ -154,22 +156,24 @@ def test_rows_of_the_output_are_stored_as_vectors_wherever_groups_start():
 
 def test_what_has_no_kernel_says_why():
     wrong = ragged_product_of("int8", "m", 8, 64, 64, 64, types=(INT8, INT8, F32))
-    assert candidates(wrong, H100) == NoKernel("no int8 kernel for int8 x int8 -> float32")
-    assert candidates(ragged_product_of("fp8", "m", 8, 64, 64, 64), A100) == NoKernel(
+    assert grouped_mma_candidates(wrong, H100) == NoKernel(
+        "no int8 kernel for int8 x int8 -> float32"
+    )
+    assert grouped_mma_candidates(ragged_product_of("fp8", "m", 8, 64, 64, 64), A100) == NoKernel(
         "fp8 takes sm_89 or later, and this is sm_80"
     )
     unknown = ragged_product_of("f32_emulated", "m", 8, 64, 64, 64, types=(F32, F32, F32))
-    assert plan_ragged_matmul(unknown, H100) == NoKernel("no kernel computes in f32_emulated")
+    assert plan_grouped_gemm(unknown, H100) == NoKernel("no kernel computes in f32_emulated")
     long = ragged_product_of("bf16", "m", 8, 2**31, 8, 8)
-    assert plan_ragged_matmul(long, H100) == NoKernel(
+    assert plan_grouped_gemm(long, H100) == NoKernel(
         "a dimension has more than 2**31 - 1024 elements"
     )
     crowd = ragged_product_of("bf16", "m", 2**24, 2**24, 2**16, 8)
-    assert "can have more tiles than a grid has blocks" in plan_ragged_matmul(crowd, H100).reason
+    assert "has more tiles than a grid has CTAs" in plan_grouped_gemm(crowd, H100).reason
 
 
 def test_many_groups_are_no_limit():
-    assert candidates(ragged_product_of("bf16", "m", 100_000, 1_000_000, 64, 64), A100)
+    assert grouped_mma_candidates(ragged_product_of("bf16", "m", 100_000, 1_000_000, 64, 64), A100)
 
 
 @needs_nvrtc
@@ -188,9 +192,7 @@ def test_a_plan_is_one_launch_with_the_alignments_it_relies_on(ragged, arch):
     assert plan.alignments == ((4, 16, 4, 16) if ragged == "m" else (2, 16, 4, 16))
     assert plan.workspace_bytes == ()
     assert plan.reason.startswith(f"{tile.block_m}x{tile.block_n}x64, ")
-    assert plan.reason.endswith(
-        f"at most {launch.grid[0]} tiles on {gpu.multiprocessors} multiprocessors"
-    )
+    assert plan.reason.endswith(f"at most {launch.grid[0]} tiles on {gpu.sm_count} SMs")
     assert launch.grid == (math.prod(choice.grid), 1, 1)
     assert launch.parameters[:4] == tuple(map(Buffer, range(4)))
     values = struct.unpack("@15q11i0q", launch.parameters[4].data)
@@ -208,7 +210,7 @@ def test_a_plan_is_one_launch_with_the_alignments_it_relies_on(ragged, arch):
 def test_kernels_of_both_modes_are_named_by_what_they_take():
     for ragged, flag in (("m", "false"), ("k", "true")):
         instance = best(ragged_product_of("f32", ragged, 8, 512, 512, 512)).instance
-        kernel = ragged_kernel(instance, ragged)
+        kernel = grouped_kernel(instance, ragged)
         assert kernel.file == "grouped_gemm/sm80/simt_matmul.cuh"
         assert kernel.name.startswith("tilekern::ragged_simt_matmul<float, float, float, ")
         assert kernel.name.endswith(f"}}, {flag}>")

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from products import BF16, E4M3, E5M2, F32, H100, MODERN, ragged_product_of
+from kernel_samples import grouped_wgmma_instances
+from products import BF16, E4M3, E5M2, F32, H100, MODERN, ragged_product_of, taken
 from wgmma_launches import (
     GROUPS_LAYOUT,
     banded_tile,
@@ -31,12 +32,10 @@ from wgmma_launches import (
 
 from jax_tilekern.compilation.compiler import cuda_folder
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans.gemm.sm80 import config as mma_kernel
 from jax_tilekern.plans.gemm.sm90.config import ARITHMETICS
-from jax_tilekern.plans.grouped_gemm import select as ragged_matmul
-from jax_tilekern.plans.grouped_gemm import sm90 as ragged_wgmma
-from jax_tilekern.plans.grouped_gemm.sm80 import RaggedMmaCandidate
-from jax_tilekern.plans.grouped_gemm.sm90 import RaggedWgmmaCandidate, candidates
+from jax_tilekern.plans.grouped_gemm import select as grouped_gemm
+from jax_tilekern.plans.grouped_gemm.sm80.candidates import GroupedMmaCandidate
+from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA, GroupedWgmmaCandidate
 from jax_tilekern.plans.launch import Buffer, TensorMap
 
 try:
@@ -52,11 +51,15 @@ large_sizes = st.one_of(st.integers(1, 2**16), st.sampled_from([4096, 8192]))
 STEP_OF_16_BITS = 16
 
 
+def candidates(product, gpu):
+    return taken(GROUPED_WGMMA, product, gpu)
+
+
 @st.composite
 def products(draw, ragged, sizes=small_sizes):
     """A ragged product that the kernel takes: rows begin at whole 16 bytes."""
     arithmetic = draw(st.sampled_from(sorted(ARITHMETICS) if ragged == "m" else ["bf16", "f16"]))
-    how = mma_kernel.ARITHMETICS[arithmetic]
+    how = ARITHMETICS[arithmetic].types
     operands = st.sampled_from(how.operands)
     types = (draw(operands), draw(operands), draw(st.sampled_from(how.results)))
     padding = draw(st.sampled_from([0, 0, 1, 3]))
@@ -259,9 +262,9 @@ class Barrier:
 
 
 class Cluster:
-    """How the threads of ``WorkTileRing`` hear of a cluster's items; ``None`` comes after the last.
+    """How the threads of ``WorkTileRing`` receive a cluster's work tiles; ``None`` follows the last.
 
-    Each thread is a generator of what it waits for. Of items only the tiles of k are told.
+    Each thread is a generator of what it waits for. A work tile is represented by its k-tiles.
     """
 
     def __init__(self, items, stages, blocks, consumers=2):
@@ -379,7 +382,7 @@ def test_every_row_is_multiplied_once_by_its_groups_matrix(choice, data):
         # All of k, and nothing of it for rows of no group.
         assert (item.k, item.k_tiles) == (0, -(-g.k // config.block_k) * (span.group >= 0))
     np.testing.assert_array_equal(times, 1)
-    assert found <= choice.items
+    assert found <= choice.max_work_tiles
 
 
 @given(cases("m"), st.data())
@@ -402,7 +405,7 @@ def test_every_output_is_the_sum_over_its_groups_rows(choice, data):
     g = geometry.product
     *_, shape, groups = parameters_of(plan_of(choice))
     bounds = np.array(bounds_of(data, geometry)).reshape(groups["batches"], -1)
-    rows, columns = (g.n, g.m) if choice.exchanged else (g.m, g.n)
+    rows, columns = (g.n, g.m) if choice.swapped else (g.m, g.n)
     times = np.zeros((groups["batches"], geometry.groups, rows, columns), int)
     found = 0
     for item in items_of_k(shape, groups, bounds.ravel().tolist(), config):
@@ -414,14 +417,14 @@ def test_every_output_is_the_sum_over_its_groups_rows(choice, data):
         if item.k_tiles == 0:
             assert span.rows == 0
             continue
-        # Of the first tile steps of k are left out, and then rows cleared.
+        # The first k-tile skips MMA k-steps, and then clears rows.
         steps, cleared = divmod(item.share, STEP_OF_16_BITS)
         assert 0 <= steps < config.block_k // STEP_OF_16_BITS
         first = item.k + steps * STEP_OF_16_BITS + cleared
         assert (first, item.k + item.k_tiles * config.block_k) == (span.begin, span.end)
         assert (first, span.end) == tuple(bounds[span.batch, span.group : span.group + 2])
     np.testing.assert_array_equal(times, 1)
-    assert found == choice.items
+    assert found == choice.max_work_tiles
 
 
 @given(cases("m"))
@@ -458,19 +461,19 @@ def test_maps_lead_to_the_elements_of_each_group(choice, data):
     batch = np.unravel_index(item.span.batch, geometry.batch) if geometry.batch else ()
     batch = (*batch, max(item.span.group, 0))
 
-    sizes = (g.n, g.m) if choice.exchanged else (g.m, g.n)
+    sizes = (g.n, g.m) if choice.swapped else (g.m, g.n)
     assert (shape["m"], shape["n"]) == sizes
     lines = item.share if ragged == "m" else config.block_n
     height = config.cluster * config.block_m
     row = data.draw(st.integers(item.m, min(item.m + height, sizes[0]) - 1))
     column = data.draw(st.integers(item.n, min(item.n + lines, sizes[1]) - 1))
     k = data.draw(st.integers(0, g.k - 1))
-    i, j = (column, row) if choice.exchanged else (row, column)
+    i, j = (column, row) if choice.swapped else (row, column)
 
     # Of the kernel's operands: maps, orders, lines and positions, and the product's.
     first = (lhs_map, config.lhs_k_major, row, sizes[0], item.batch["lhs_batch"])
     second = (rhs_map, config.rhs_k_major, column, sizes[1], item.batch["rhs_batch"])
-    of_lhs, of_rhs = (second, first) if choice.exchanged else (first, second)
+    of_lhs, of_rhs = (second, first) if choice.swapped else (first, second)
     for buffer, (operand, strides, matrix, itemsize) in enumerate((
         (of_lhs, g.lhs_strides, (i, k), product.lhs_dtype.itemsize),
         (of_rhs, g.rhs_strides, (k, j), product.rhs_dtype.itemsize),
@@ -507,7 +510,7 @@ def test_launches_have_what_the_kernel_takes(choice):
     launch = launch_of(plan)
     lhs, rhs, rhs_step, out_map, shape, groups = parameters_of(plan)
 
-    clusters = min(choice.items, H100.multiprocessors // config.cluster)
+    clusters = min(choice.max_work_tiles, H100.sm_count // config.cluster)
     assert launch.grid == (clusters * config.cluster, 1, 1)
     assert launch.block == (config.threads, 1, 1)
     assert launch.cluster == (config.cluster, 1, 1)
@@ -518,7 +521,9 @@ def test_launches_have_what_the_kernel_takes(choice):
     assert plan.alignments == (16, 16, 4, out_alignment)
     assert plan.workspace_bytes == (4,)
     assert plan.name == f"ragged_wgmma_matmul {product.arithmetic}"
-    assert plan.reason.startswith(f"{choice.tile}, {config.stages} stages, {geometry.groups} ")
+    swapped = ", operands swapped" if choice.swapped else ""
+    stages = f"{choice.tile}, {config.stages} stages"
+    assert plan.reason == f"{stages}{swapped}, {geometry.groups} groups"
 
     sizes = buffers_bytes(product, g)
     bytes_of_buffers = {0: sizes[0], 1: sizes[1], 3: sizes[2]}
@@ -536,7 +541,7 @@ def test_launches_have_what_the_kernel_takes(choice):
     height = config.cluster * config.block_m
     assert (shape["tiles_m"] - 1) * height < shape["m"] <= shape["tiles_m"] * height
     assert 1 <= shape["band"] <= shape["tiles_m"]
-    assert choice.items < 2**31 - H100.multiprocessors
+    assert choice.max_work_tiles < 2**31 - H100.sm_count
     missing = 3 - len(geometry.batch)
     assert groups == {
         "bounds_strides": (*(0,) * missing, *geometry.bounds_strides),
@@ -551,7 +556,7 @@ def test_a_group_dimension_that_an_array_lacks_is_one_position_of_its_map():
     rows = ragged_product_of("bf16", "m", 7, 640, 256, 64, batch=(5,))
     k = ragged_product_of("bf16", "k", 7, 128, 256, 640, batch=(5,), lhs_k_major=False)
     for product, with_groups in ((rows, 1), (k, 3)):
-        choice = next(candidates(product, H100))
+        choice = candidates(product, H100)[0]
         lhs, rhs, rhs_step, out_map, shape, _ = parameters_of(plan_of(choice))
         for tensor_map in (lhs, rhs, rhs_step, out_map):
             size = 7 if tensor_map.buffer == with_groups else 1
@@ -563,7 +568,7 @@ def test_a_group_dimension_that_an_array_lacks_is_one_position_of_its_map():
 def test_large_groups_take_more_than_a_tile_each_and_bounds_are_strided():
     product = ragged_product_of("bf16", "m", 3, 3000, 512, 512, batch=(2,))
     geometry = replace(product.geometry, bounds_strides=(100,))
-    choice = next(candidates(replace(product, geometry=geometry), H100))
+    choice = candidates(replace(product, geometry=geometry), H100)[0]
     *_, shape, groups = parameters_of(plan_of(choice))
     bounds = [0, 1, 2000, 2500, *[-1] * 96, 3000, 3000, 3000, 3000]
     spans = list(spans_of(groups, bounds))
@@ -589,8 +594,8 @@ def test_candidates_fit_and_are_told_apart(product):
         assert 0 < choice.cycles < math.inf
         assert config.ragged == {"m": "n", "k": "k"}[product.geometry.ragged]
         # The rows of groups are columns of tiles, and the unit stride of what is stored.
-        assert product.geometry.ragged == "k" or (choice.exchanged and config.rhs_k_major)
-        assert config.out_m_major == choice.exchanged
+        assert product.geometry.ragged == "k" or (choice.swapped and config.rhs_k_major)
+        assert config.out_m_major == choice.swapped
         assert config.fits_registers
         assert config.threads <= 512
         assert config.block_k * product.lhs_dtype.itemsize == 128
@@ -659,8 +664,8 @@ def name_of(product):
 @pytest.mark.parametrize("product", TAKEN, ids=name_of)
 def test_products_that_the_kernel_takes(product):
     assert list(candidates(product, H100))
-    found = ragged_matmul.candidates(product, H100)
-    assert {type(choice) for choice in found} == {RaggedWgmmaCandidate, RaggedMmaCandidate}
+    found = grouped_gemm.candidates(product, H100)
+    assert {type(choice) for choice in found} == {GroupedWgmmaCandidate, GroupedMmaCandidate}
     assert found == sorted(found, key=lambda choice: choice.cycles)
     assert len({choice.key for choice in found}) == len(found)
 
@@ -668,21 +673,21 @@ def test_products_that_the_kernel_takes(product):
 @pytest.mark.parametrize("product", NOT_TAKEN, ids=name_of)
 def test_products_that_are_left_to_other_kernels(product):
     assert not list(candidates(product, H100))
-    found = ragged_matmul.candidates(product, H100)
+    found = grouped_gemm.candidates(product, H100)
     assert found
-    assert all(isinstance(choice, RaggedMmaCandidate) for choice in found)
+    assert all(isinstance(choice, GroupedMmaCandidate) for choice in found)
 
 
 @pytest.mark.parametrize("gpu", MODERN, ids=lambda gpu: gpu.arch)
 def test_only_hopper_has_candidates(gpu):
     for product in TAKEN[0], TAKEN[7]:
         assert bool(list(candidates(product, gpu))) == (gpu.compute_capability == (9, 0))
-        assert ragged_matmul.candidates(product, gpu)
+        assert grouped_gemm.candidates(product, gpu)
 
 
 def test_items_that_a_kernel_cannot_count_are_left_to_other_kernels():
     product = ragged_product_of("bf16", "m", 2, 2**30, 2**12, 64)
-    most = [choice.items for choice in candidates(product, H100)]
+    most = [choice.max_work_tiles for choice in candidates(product, H100)]
     assert 0 < max(most) <= 2**31 - 1024
     larger = ragged_product_of("bf16", "m", 2, 2**30, 2**15, 64)
     tiles = {choice.tile for choice in candidates(larger, H100)}
@@ -694,8 +699,8 @@ def test_large_groups_take_hoppers_instructions():
         ragged_product_of("bf16", "m", 8, 32768, 4096, 4096),
         ragged_product_of("bf16", "k", 8, 4096, 4096, 32768, lhs_k_major=False),
     ):
-        best = ragged_matmul.candidates(product, H100)[0]
-        assert isinstance(best, RaggedWgmmaCandidate)
+        best = grouped_gemm.candidates(product, H100)[0]
+        assert isinstance(best, GroupedWgmmaCandidate)
         assert best.tile.block_m * best.tile.block_n >= 128 * 128
 
 
@@ -707,7 +712,7 @@ def test_clusters_share_what_large_products_read_of_the_cache():
         product = ragged_product_of(
             arithmetic, ragged, *sizes, lhs_k_major=ragged == "m", **options
         )
-        return ragged_matmul.candidates(product, H100)[0].tile.cluster
+        return grouped_gemm.candidates(product, H100)[0].tile.cluster
 
     assert cluster("bf16", **rows) == cluster("bf16", **rows, rhs_k_major=True) == 2
     assert cluster("bf16", **k) == cluster("fp8", **rows, rhs_k_major=True) == 2
@@ -717,14 +722,14 @@ def test_clusters_share_what_large_products_read_of_the_cache():
     assert cluster("bf16", (32, 32768, 1152, 1024), "m") == 1
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 7, 132])
-def test_plans_for_any_number_of_multiprocessors(multiprocessors):
-    gpu = replace(H100, multiprocessors=multiprocessors)
+@pytest.mark.parametrize("sm_count", [1, 7, 132])
+def test_plans_for_any_number_of_sms(sm_count):
+    gpu = replace(H100, sm_count=sm_count)
     for product in TAKEN[0], TAKEN[7]:
         for choice in candidates(product, gpu):
             launch = launch_of(plan_of(choice, gpu))
             cluster = choice.tile.cluster
-            assert launch.grid == (min(choice.items, multiprocessors // cluster) * cluster, 1, 1)
+            assert launch.grid == (min(choice.max_work_tiles, sm_count // cluster) * cluster, 1, 1)
 
 
 # -- What the C++ has. -----------------------------------------------------------------------------
@@ -738,7 +743,7 @@ def constant(file, name):
 def test_every_field_of_the_groups_is_packed():
     fields = struct_fields("grouped_gemm/groups.cuh", "GroupShape")
     assert struct.calcsize(f"{layout_of(fields)}0q") == struct.calcsize(GROUPS_LAYOUT)
-    launch = launch_of(plan_of(next(candidates(TAKEN[0], H100))))
+    launch = launch_of(plan_of(candidates(TAKEN[0], H100)[0]))
     assert list(unpack_groups(launch.parameters[-1])) == [name for _, name, _ in fields]
 
 
@@ -748,8 +753,8 @@ def test_shared_memory_has_room_for_items_and_for_tiles_before_each_span(choice)
     slots = constant("gemm/sm90/dynamic_tile_scheduler.cuh", "kSlots")
     slot_bytes = constant("gemm/sm90/dynamic_tile_scheduler.cuh", "kSlotBytes")
     barriers = 8 * (2 * config.stages + config.consumers)
-    slabs = config.consumers * constant("gemm/sm90/store.cuh", "kSubtileBuffers") * 8192
-    dense = config.stages * config.stage_bytes + slabs + barriers
+    subtiles = config.consumers * constant("gemm/sm90/store.cuh", "kSubtileBuffers") * 8192
+    dense = config.stages * config.stage_bytes + subtiles + barriers
     # A pair of barriers each, and the one to ask by.
     ragged = slots * (slot_bytes + 2 * 8) + 8
     if config.ragged == "n":
@@ -760,7 +765,7 @@ def test_shared_memory_has_room_for_items_and_for_tiles_before_each_span(choice)
 
 def test_kernels_are_named_by_what_they_take():
     for product, ragged in ((TAKEN[0], "kN"), (TAKEN[7], "kK")):
-        config = next(candidates(product, H100)).instance
+        config = candidates(product, H100)[0].instance
         kernel = config.kernel
         lines = f"{config.line_step}, {config.copy_step}, {config.rhs_box_lines}"
         assert kernel.file == "grouped_gemm/sm90/matmul.cuh"
@@ -770,13 +775,13 @@ def test_kernels_are_named_by_what_they_take():
 
 def test_types_change_places_with_the_operands():
     product = ragged_product_of("fp8_fast", "m", 8, 512, 256, 256, types=(E4M3, E5M2, BF16))
-    lhs, rhs, out = next(candidates(product, H100)).instance.types
+    lhs, rhs, out = candidates(product, H100)[0].instance.types
     assert (lhs, rhs) == ("tilekern::float8_e5m2", "tilekern::float8_e4m3fn")
     assert out == "tilekern::bfloat16"
 
 
 def test_instances_are_those_of_candidates():
-    found = set(ragged_wgmma.instances(H100))
+    found = set(grouped_wgmma_instances(H100))
     assert {(instance.types[0], instance.ragged) for instance in found} == {
         *((f"tilekern::{name}", ragged) for name in ("bfloat16", "float16") for ragged in "nk"),
         *((name, "n") for name in ("tilekern::float8_e5m2", "float", "signed char")),
@@ -785,7 +790,7 @@ def test_instances_are_those_of_candidates():
         some = [instance for instance in found if instance.ragged == ragged]
         assert {(instance.lhs_k_major, instance.rhs_k_major) for instance in some} == orders
         assert {instance.out_boxes for instance in some} == {True, False}
-    assert not list(ragged_wgmma.instances(MODERN[0]))
+    assert not list(grouped_wgmma_instances(MODERN[0]))
 
 
 ROWS_OF_BATCHES = ragged_product_of("bf16", "m", 5, 2000, 520, 328, batch=(2, 3))

@@ -9,7 +9,7 @@ from products import H100, TYPES, geometries, product_of
 
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.plans.gemm.vector_product import SUM_DTYPES, candidates
+from jax_tilekern.plans.gemm.vector_product import SUM_DTYPES, vector_product_candidates
 from jax_tilekern.plans.reduction.column_sums import ColumnPass
 from jax_tilekern.plans.reduction.row_sums import RowPass
 
@@ -36,7 +36,7 @@ def one_vector(product, side):
 @given(vectors, st.sampled_from("mn"))
 def test_every_pass_stays_inside_the_operands(product, side):
     geometry = (product := one_vector(product, side)).geometry
-    for candidate in candidates(product, H100):
+    for candidate in vector_product_candidates(product, H100):
         first = candidate.passes.passes[0]
         reduction = first.reduction
         assert reduction.lines * reduction.k == geometry.m * geometry.n * geometry.k
@@ -56,54 +56,54 @@ def test_every_pass_stays_inside_the_operands(product, side):
 @given(vectors)
 def test_products_of_matrices_have_none(product):
     if min(product.geometry.m, product.geometry.n) > 1:
-        assert candidates(product, H100) == []
+        assert vector_product_candidates(product, H100) == []
 
 
 @pytest.mark.parametrize("arithmetic", sorted(set(TYPES) & set(SUM_DTYPES)))
 def test_the_kernel_follows_from_the_major_order(arithmetic):
-    for sizes, layout, kind, exchanged in [
+    for sizes, layout, kind, swapped in [
         ((1, 4096, 4096), {"rhs_k_major": True}, RowPass, True),
         ((1, 4096, 4096), {}, ColumnPass, True),
         ((4096, 1, 4096), {"rhs_k_major": True}, RowPass, False),
         ((4096, 1, 4096), {"lhs_k_major": False, "rhs_k_major": True}, ColumnPass, False),
     ]:
-        found = candidates(product_of(arithmetic, *sizes, **layout), H100)
+        found = vector_product_candidates(product_of(arithmetic, *sizes, **layout), H100)
         assert found
         assert all(isinstance(c.passes.passes[0], kind) for c in found)
-        assert {c.exchanged for c in found} == {exchanged}
+        assert {c.swapped for c in found} == {swapped}
 
 
 def test_dot_products_take_every_multiprocessor():
     for k in (10**6, 10**9):
-        best = candidates(product_of("tf32", 1, 1, k, rhs_k_major=True), H100)[0]
+        best = vector_product_candidates(product_of("tf32", 1, 1, k, rhs_k_major=True), H100)[0]
         first, *rest = best.passes.passes
-        assert first.blocks >= H100.multiprocessors
+        assert first.blocks >= H100.sm_count
         assert rest[-1].blocks == 1
 
 
 def test_one_short_dot_product_is_one_launch():
-    best = candidates(product_of("f32", 1, 1, 2000, rhs_k_major=True), H100)[0]
+    best = vector_product_candidates(product_of("f32", 1, 1, 2000, rhs_k_major=True), H100)[0]
     assert len(best.passes.passes) == 1
 
 
 def test_float8_has_none():
-    assert candidates(product_of("fp8", 1, 64, 64), H100) == []
+    assert vector_product_candidates(product_of("fp8", 1, 64, 64), H100) == []
 
 
 def test_keys_are_unique_and_best_first():
     for layout in ({}, {"rhs_k_major": True}):
-        found = candidates(product_of("bf16", 1, 4096, 4096, **layout), H100)
+        found = vector_product_candidates(product_of("bf16", 1, 4096, 4096, **layout), H100)
         assert len({c.key for c in found}) == len(found)
         assert sorted(found, key=lambda c: c.cycles) == found
 
 
 @pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
 def test_plans_pass_the_matrix_first():
-    for exchanged, sizes in ((True, (1, 512, 512)), (False, (512, 1, 512))):
+    for swapped, sizes in ((True, (1, 512, 512)), (False, (512, 1, 512))):
         product = product_of("bf16", *sizes, rhs_k_major=True)
-        plan = candidates(product, H100)[0].plan(H100)
+        plan = vector_product_candidates(product, H100)[0].plan(H100)
         assert [p.index for p in plan.launches[0].parameters[:3]] == [
-            *((1, 0) if exchanged else (0, 1)),
+            *((1, 0) if swapped else (0, 1)),
             2,
         ]
         assert plan.alignments == (16, 16, 2)

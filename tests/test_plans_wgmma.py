@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from kernel_samples import wgmma_instances
 from products import (
     BF16,
     H100,
@@ -22,6 +23,7 @@ from products import (
     product_of,
     products,
     row_major,
+    taken,
 )
 from wgmma_launches import (
     SHAPE_LAYOUT,
@@ -40,9 +42,8 @@ from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm import select as matmul
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.plans.gemm.sm80 import candidates as mma
-from jax_tilekern.plans.gemm.sm90 import candidates as wgmma
-from jax_tilekern.plans.gemm.sm90.candidates import candidates
+from jax_tilekern.plans.gemm.sm80.candidates import MmaCandidate
+from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
 from jax_tilekern.plans.gemm.sm90.config import ARITHMETICS, WgmmaInstance
 from jax_tilekern.plans.launch import Buffer, TensorMap
 
@@ -69,6 +70,10 @@ deep = st.builds(
 )
 large = geometries(st.one_of(st.integers(1, 2**16), st.sampled_from([4096, 8192])), 3)
 any_geometry = st.one_of(small, deep, large)
+
+
+def candidates(product, gpu):
+    return taken(WGMMA, product, gpu)
 
 
 def main_launch(plan):
@@ -111,7 +116,7 @@ def work_items(shape, config):
 def sides(candidate):
     """The product's m and n as the kernel has them."""
     g = candidate.product.geometry
-    return (g.n, g.m) if candidate.exchanged else (g.m, g.n)
+    return (g.n, g.m) if candidate.swapped else (g.m, g.n)
 
 
 def is_dot(product):
@@ -178,17 +183,17 @@ def test_operands_that_no_launch_can_pack_are_left_to_other_kernels():
     assert not list(candidates(too_many_rows, H100))
     found = matmul.candidates(too_many_rows, H100)
     assert found
-    assert all(isinstance(choice, mma.MmaCandidate) for choice in found)
+    assert all(isinstance(choice, MmaCandidate) for choice in found)
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 2, 7, 132])
+@pytest.mark.parametrize("sm_count", [1, 2, 7, 132])
 @pytest.mark.parametrize("size", [64, 4096])
-def test_plans_for_any_number_of_multiprocessors(multiprocessors, size):
-    gpu = dataclasses.replace(H100, multiprocessors=multiprocessors)
+def test_plans_for_any_number_of_sms(sm_count, size):
+    gpu = dataclasses.replace(H100, sm_count=sm_count)
     for choice in candidates(product_of("bf16", size, size, size), gpu):
         launch = main_launch(plan_of(choice, gpu))
-        assert 1 <= launch.grid[0] <= multiprocessors
-        assert choice.splits <= multiprocessors
+        assert 1 <= launch.grid[0] <= sm_count
+        assert choice.splits <= sm_count
 
 
 # -- Work. -----------------------------------------------------------------------------------------
@@ -204,7 +209,7 @@ def test_items_cover_every_output_and_all_of_k_once(case, data):
     work = work_items(shape, instance)
 
     assert launch.grid[1:] == (1, 1)
-    assert 1 <= launch.grid[0] <= H100.multiprocessors
+    assert 1 <= launch.grid[0] <= H100.sm_count
     assert launch.cluster == (instance.cluster, 1, 1)
     assert launch.grid[0] // instance.cluster <= shape["items"]
     assert launch.block == (instance.threads, 1, 1)
@@ -290,7 +295,7 @@ def test_maps_lead_to_the_elements_of_the_operands(case, data):
     lhs_map, rhs_map, out_map, pointer, _ = main_launch(plan).parameters
     m, n = sides(choice)
     row, column, k = (data.draw(st.integers(0, size - 1)) for size in (m, n, g.k))
-    i, j = (column, row) if choice.exchanged else (row, column)
+    i, j = (column, row) if choice.swapped else (row, column)
     work = work_items(shape, instance)
     item = data.draw(st.integers(0, len(work["m"]) - 1))
     batch = np.unravel_index(work["batch"][item], g.batch) if g.batch else ()
@@ -299,9 +304,9 @@ def test_maps_lead_to_the_elements_of_the_operands(case, data):
         return [int(x[item]) for x in work[name]]
 
     operands = [(lhs_map, instance.lhs_k_major, row, m), (rhs_map, instance.rhs_k_major, column, n)]
-    if choice.exchanged:
+    if choice.swapped:
         operands.reverse()
-    names = ("rhs_batch", "lhs_batch") if choice.exchanged else ("lhs_batch", "rhs_batch")
+    names = ("rhs_batch", "lhs_batch") if choice.swapped else ("lhs_batch", "rhs_batch")
     sources = (
         (g.lhs_strides, (i, k), product.lhs_dtype.itemsize),
         (g.rhs_strides, (k, j), product.rhs_dtype.itemsize),
@@ -342,7 +347,7 @@ def test_maps_lead_to_the_elements_of_the_operands(case, data):
 
 def test_a_broadcast_operand_stays_where_it_is():
     product = product_of("bf16", 64, 64, 64, (3, 5), broadcast=(1,))
-    choice = next(c for c in candidates(product, H100) if not c.exchanged and c.splits == 1)
+    choice = next(c for c in candidates(product, H100) if not c.swapped and c.splits == 1)
     plan = plan_of(choice)
     shape, lhs = shape_of(plan), main_launch(plan).parameters[0]
     assert shape["batch"] == (1, 3, 5)
@@ -379,7 +384,7 @@ def test_struct_is_unpacked_field_by_field():
         assert {name: shape[name] for name in wanted} == wanted
         steps = [shape["lhs_steps"], shape["rhs_steps"]]
         sizes = (shape["m"], shape["n"])
-        if choice.exchanged:
+        if choice.swapped:
             steps, sizes = steps[::-1], sizes[::-1]
         assert steps == [(0, 0, 1), (0, 1, 0)]
         assert sizes == (300, 200)
@@ -489,17 +494,17 @@ def test_every_field_of_the_config_is_given():
 def test_every_field_of_the_shape_is_packed():
     fields = struct_fields("gemm/sm90/config.cuh", "WgmmaShape")
     assert struct.calcsize(f"{layout_of(fields)}0q") == struct.calcsize(SHAPE_LAYOUT)
-    plan = plan_of(next(iter(candidates(product_of("bf16", 64, 64, 64), H100))))
+    plan = plan_of(candidates(product_of("bf16", 64, 64, 64), H100)[0])
     assert list(shape_of(plan)) == [name for _, name, _ in fields]
 
 
 def test_instances_are_those_of_candidates():
-    found = set(wgmma.instances(H100))
+    found = set(wgmma_instances(H100))
     assert {instance.types[0] for instance in found} == {
         f"tilekern::{name}" for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
     } | {"float", "signed char"}
     assert all(instance.stages >= 2 for instance in found)
-    assert not list(wgmma.instances(MODERN[0]))
+    assert not list(wgmma_instances(MODERN[0]))
 
 
 @needs_nvrtc

@@ -9,8 +9,8 @@ import pytest
 from jax import export
 
 import jax_tilekern as jtk
+from benchmarks.host.model import arguments, make_program, programs
 from jax_tilekern import _core
-from jax_tilekern.cli.bench.host_model import arguments, make_program, programs
 from jax_tilekern.plans.gpu import gpu_target
 
 W = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)

@@ -59,6 +59,7 @@ def weights(out, x, y, sizes):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("lhs", "rhs", "out"), TYPES)
 @pytest.mark.parametrize("function", [forward, forward_swapped, weights])
+@pytest.mark.one_in(3)
 def test_types_shapes_sizes(rng, lhs, rhs, out, function):
     run = jax.jit(function, static_argnums=0)
     for rows, groups, k, n in SHAPES[: 2 if function is forward_swapped else None]:
@@ -80,8 +81,8 @@ def test_types_shapes_sizes(rng, lhs, rhs, out, function):
 
 @pytest.mark.parametrize(("operand", "out"), [(BF16, BF16), (F8E4, BF16)])
 def test_a_gpu_stores_tiles_while_it_multiplies_the_next_ones(rng, operand, out):
-    # More tiles than multiprocessors, and a k that stores are spread over.
-    rows, groups, k, n = 3000, 12, 1712, 2056
+    # A GPU has more tiles than SMs, and a k that is long enough to spread stores over it.
+    rows, groups, k, n = (3000, 12, 1712, 2056) if on_gpu() else (300, 12, 176, 264)
     x, w = random(rng, (rows, k), operand), random(rng, (groups, k, n), operand)
     for kind in ("random", "full"):
         sizes = group_sizes(rng, kind, groups, rows)
@@ -133,6 +134,7 @@ def test_other_types_fall_back(rng, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("where", ["of a group", "of no group"])
+@pytest.mark.one_in(2)
 def test_nothing_leaks_from_rows(rng, dtype, value, where):
     """NaN and infinity in one group's rows, or in no group's, are in no other group's results."""
     rows, groups = 430, 5

@@ -102,6 +102,7 @@ GENERAL = [
 
 @pytest.mark.parametrize("case", range(len(GENERAL)))
 @pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.one_in(2)
 def test_general_as_lax(rng, case, batched):
     lhs_shape, rhs_shape, dims, prefix = GENERAL[case]
     if batched and not prefix:
@@ -189,6 +190,7 @@ def test_offsets_of_shards_add_up_to_the_whole(rng, kind):
 
 @pytest.mark.parametrize("offset", [-(2**31), -9, -1, 0, 3, 5, 6, 99, 2**31 - 1])
 @pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.one_in(2)
 def test_any_offset_is_defined(rng, offset, shape):
     x, w = integers(rng, (40, 6)), integers(rng, (3, 6, 5))
     sizes = jnp.asarray(group_sizes(rng, "full", 6, 40))
@@ -364,6 +366,7 @@ def test_debug_passes_what_is_right(layer):
     ((jnp.float8_e3m4, F8E5), np.float32, 64),
     ((F8E5, jnp.float8_e3m4), np.float32, 15),
 ])  # fmt: skip
+@pytest.mark.one_in(2)
 def test_mixed_types_as_lax(rng, types, preferred, largest):
     x = jnp.asarray(rng.integers(0, 8, (50, 12)).astype(types[0]))
     w = jnp.asarray(rng.choice([0, 1, largest], (4, 12, 9)).astype(types[1]))

@@ -82,6 +82,7 @@ def close(found, expected, case, operands):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: np.dtype(t).name)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.one_in(5)
 def test_values_and_types(rng, x64, case, dtype):
     operands = [random(rng, shape, dtype) for shape in case[1]]
     found = ours(case)(*operands)
@@ -110,7 +111,7 @@ def test_every_product_is_ours(rng, case):
 def test_derivatives_and_vmap(rng, x64, name, order):
     case = CASES[name]
     operands = [random(rng, shape, np.float64) for shape in case[1]]
-    check_grads(ours(case), operands, order, rtol=1e-5, atol=1e-5)
+    check_grads(jax.jit(ours(case)), operands, order, rtol=1e-5, atol=1e-5)
     several = [jnp.stack([x, 2 * x, -x]) for x in operands]
     found = jax.vmap(ours(case))(*several)
     each = [ours(case)(*xs) for xs in zip(*several, strict=True)]

@@ -23,7 +23,7 @@ from jax_tilekern.plans.gpu import NoGpu, known_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.tuned import XLA, TunedChoice, TunedChoices, product_text
 from jax_tilekern.tuning import product_timing, random_operands
-from jax_tilekern.tuning import tune as tuning
+from jax_tilekern.tuning import tuner as tuning
 from jax_tilekern.tuning.product_timing import Measured, _Problem
 
 H100, A100 = known_gpu("sm_90"), known_gpu("sm_80")
@@ -435,7 +435,7 @@ def test_tune_takes_a_function(store, meter, monkeypatch):
         "The model's choices reach 0.500 of tuned ones, and 0.500 of the fastest kernels "
         "(geometric mean of 1)."
     )
-    assert str(tuning.Tuning()) == "no product that kernels compute"
+    assert str(tuning.Tuning()) == "no product has a kernel"
 
 
 def test_reach_counts_kernels_apart():

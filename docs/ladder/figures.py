@@ -137,7 +137,7 @@ def register_tiles() -> str:
     for line, text in enumerate(
         (
             "Blue: the 8x8 elements of thread 5.",
-            "A step of k reads 8 numbers of a",
+            "A k-step reads 8 numbers of a",
             "and 8 of b, for 64 multiply-adds.",
             "",
             "The four rows that a warp reads of a",

@@ -8,7 +8,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+
+HERE = Path(__file__).parent
+# Python searches the folder of a script for modules, and the benchmarks are a package of the root.
+sys.path.append(str(HERE.parents[1]))
 
 import claim
 import claims_products
@@ -18,10 +23,9 @@ import figures
 import tables
 from records import FOLDER, LADDERS, Records
 
+from benchmarks.ladder import report
 from jax_tilekern.cli.console import rate
-from jax_tilekern.cli.ladder import report
 
-HERE = Path(__file__).parent
 PAGE = HERE.parent / "ladder.md"
 
 

@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jax_tilekern.cli.ladder import report
-from jax_tilekern.cli.ladder.counters import longest_kernel
+from benchmarks.ladder import report
+from benchmarks.ladder.counters import longest_kernel
 
 REPOSITORY = Path(__file__).parent.parent.parent
 FOLDER = REPOSITORY / "benchmarks" / "results" / "h100" / "ladder"

@@ -9,9 +9,9 @@ from typing import Any
 
 from records import LADDERS, Measured, NotMeasured, Records
 
+from benchmarks.ladder.counters import top_stalls
+from benchmarks.ladder.rung import SOURCES, Problem, Rung, rungs_digest
 from jax_tilekern.cli.console import duration, rate
-from jax_tilekern.cli.ladder.counters import top_stalls
-from jax_tilekern.cli.ladder.rung import Problem, Rung, rungs_digest, sources_folder
 
 _FILES = "../examples/ladder"
 
@@ -32,13 +32,13 @@ def shown(value: Callable[[], str]) -> str:
 
 
 def _problems(ladder: str) -> list[Problem]:
-    found = importlib.import_module(f"jax_tilekern.cli.ladder.{ladder}").LADDER
+    found = importlib.import_module(f"benchmarks.ladder.{ladder}").LADDER
     return [problem for size in found.defaults for problem in found.parse(size)]
 
 
 def first_sentence(source: str) -> str:
     """Return the first sentence of a rung's file, which says what its idea is."""
-    text = (sources_folder() / source).read_text()
+    text = (SOURCES / source).read_text()
     comment = re.match(r"(//[^\n]*\n)+", text)
     assert comment is not None, source
     words = " ".join(line.removeprefix("//").strip() for line in comment[0].splitlines())

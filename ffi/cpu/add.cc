@@ -1,10 +1,10 @@
-// The custom call jax_tilekern_cpu_add: out = lhs + rhs, with broadcasting.
+// The custom call jax_tilekern_cpu_add: out = lhs + rhs with broadcasting.
 //
 // Attributes, in elements:
-//   sizes        of the result's dimensions; it is dense and row-major
-//   lhs_strides  of the left operand for each of them, 0 to broadcast
-//   rhs_strides  of the right operand
-// Innermost strides are 0 or 1. All three arrays are of one type; integers wrap.
+//   sizes        the result's dimensions; it is dense and row-major
+//   lhs_strides  the left operand's stride in each of them, 0 to broadcast
+//   rhs_strides  the right operand's
+// Innermost strides are 0 or 1. All three arrays have the same type; integers wrap.
 #include <algorithm>
 
 #include "cpu/call.h"
@@ -15,7 +15,7 @@
 namespace tilekern::cpu {
 namespace {
 
-// Elements of a run that one task takes.
+// Elements of a run per task.
 constexpr int64_t kRun = 32 << 10;
 
 void CheckOperand(const char* name, ffi::AnyBuffer operand, ffi::Span<const int64_t> sizes,

@@ -13,7 +13,7 @@ struct Type {
   const char* name;
 };
 
-// In the order of DType.
+// The entries have the order of DType.
 constexpr Type kTypes[kNumDTypes] = {
     {DType::kF32, ffi::DataType::F32, "f32"},
     {DType::kF64, ffi::DataType::F64, "f64"},
@@ -43,7 +43,7 @@ DType TypeOf(ffi::AnyBuffer buffer) {
   for (const Type& type : kTypes) {
     if (type.ffi == buffer.element_type()) return type.type;
   }
-  // By number: the headers' names end with the types that they know of.
+  // The message has a number, because the headers name only the types that they define.
   Refuse("no kernel for XLA's type " + std::to_string(static_cast<int>(buffer.element_type())));
 }
 

@@ -1,4 +1,4 @@
-// What the handlers of custom calls share: element types, refusals, and XLA's thread pool.
+// Shared code of the custom calls' handlers: element types, refusals, and XLA's thread pool.
 #pragma once
 
 #include <cstdint>
@@ -14,27 +14,27 @@ namespace tilekern::cpu {
 
 namespace ffi = xla::ffi;
 
-// XLA's short name of a type.
+// Returns XLA's short name of a type.
 const char* Name(DType type);
 
-// Throws what makes the call an error.
+// Throws an exception that makes the call an error.
 [[noreturn]] void Refuse(const std::string& what);
 
-// The type of a buffer's elements; refuses those that no CPU kernel reads.
+// Returns the type of a buffer's elements; refuses types that no CPU kernel reads.
 DType TypeOf(ffi::AnyBuffer buffer);
 
 std::string ToString(ffi::Span<const int64_t> values);
 
-// `what` is named where the result does not fit 64 bits.
+// Multiplies; an overflow of 64 bits is an error that names `what`.
 int64_t CheckedMultiply(int64_t a, int64_t b, const char* what);
 int64_t CheckedAdd(int64_t a, int64_t b, const char* what);
 
-// The number of elements of a dense array; refuses negative sizes.
+// Returns the number of elements of a dense array; refuses negative sizes.
 int64_t CheckedCount(ffi::Span<const int64_t> sizes);
 
 Workers WorkersOf(ffi::ThreadPool& pool);
 
-// Runs a handler's body, and makes FFI's error of what it throws.
+// Runs a handler's body, and converts its exceptions to FFI errors.
 template <typename Body>
 ffi::Error Guarded(const char* target, const Body& body) {
   try {

@@ -7,11 +7,11 @@
 namespace tilekern::cpu {
 namespace {
 
-constexpr int64_t kMaxRhsBytes = 1 << 18;  // stays in the second-level cache
-constexpr int64_t kMaxDepth = 2048;        // and so do the rows of lhs that meet it
-constexpr int64_t kMaxVectorsCopied = 4;   // columns up to which operands of other types are taken
-constexpr int64_t kMaxStridedRows = 256;   // above, an lhs in column-major order is copied
-constexpr int64_t kRowsAtOnce = 96;        // of what is copied
+constexpr int64_t kMaxRhsBytes = 1 << 18;  // stays in L2
+constexpr int64_t kMaxDepth = 2048;        // and so do the rows of lhs that it multiplies
+constexpr int64_t kMaxVectorsCopied = 4;   // the limit of columns for operands of other types
+constexpr int64_t kMaxStridedRows = 256;   // beyond this an lhs in column-major order is copied
+constexpr int64_t kRowsAtOnce = 96;        // of a copied operand
 
 bool IsUnits(const GemmFamily& family, DType type) { return Bytes(type) == family.unit_bytes; }
 
@@ -51,7 +51,7 @@ void RunDirectProduct(const GemmFamily& family, StoreFn store, const Product& p)
   direct.lhs_row_stride = p.lhs.row_stride;
   direct.lhs_k_stride = p.lhs.col_stride;
   char* lhs = nullptr;
-  if (copy_lhs) {  // in its own order: as a panel for each row, or as one panel
+  if (copy_lhs) {  // in its own order: one panel per row, or one panel
     direct.lhs_row_stride = along ? RoundUp(p.k, family.lanes) + family.lanes : 1;
     direct.lhs_k_stride = along ? 1 : RoundUp(rows_at_once, family.lanes);
     lhs = scratch(ScratchUse::kLhs,

@@ -1,5 +1,5 @@
-// Products too small, or with too few columns, to be worth packing: each row of the left operand
-// meets all of the right one, which the second-level cache holds.
+// Products that are too small, or have too few columns, to justify packing: each row of the left
+// operand multiplies all of the right one, which L2 holds.
 #pragma once
 
 #include "cpu/kernel_table.h"

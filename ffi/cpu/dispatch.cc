@@ -15,7 +15,7 @@ struct Level {
   KernelTable kernels;
 };
 
-// Low to high; each level holds the kernels of those below it where it has none of its own.
+// Instruction-set levels from low to high. A level inherits the kernels that it does not replace.
 std::vector<Level> RunnableLevels() {
   std::vector<Level> levels;
   KernelTable kernels = {};

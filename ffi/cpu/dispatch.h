@@ -1,4 +1,4 @@
-// The instruction set in use, chosen once by what the CPU can run.
+// The instruction set in use, chosen once from those that the CPU supports.
 #pragma once
 
 #include "cpu/kernel_table.h"

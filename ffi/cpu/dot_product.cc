@@ -6,7 +6,7 @@
 namespace tilekern::cpu {
 namespace {
 
-constexpr int64_t kPiece = 64 << 10;  // of k, which one task takes
+constexpr int64_t kChunk = 64 << 10;  // elements of k per task
 
 }  // namespace
 
@@ -18,21 +18,21 @@ bool IsDotProduct(const Product& p) {
 void RunDotProduct(const KernelTable& kernels, const Product& p, const Workers& workers) {
   const DotKernel dot = kernels.dot[static_cast<int>(p.lhs.type)];
   const auto add = kernels.sum[static_cast<int>(p.lhs.type)]->add;
-  const int64_t pieces = CeilDiv(p.k, kPiece);
-  const auto piece = [&](int64_t i, Total* total) {
-    const int64_t first = i * kPiece;
-    dot(p.lhs.At(0, first), p.rhs.At(first, 0), std::min(kPiece, p.k - first), total);
+  const int64_t chunks = CeilDiv(p.k, kChunk);
+  const auto chunk = [&](int64_t i, Total* total) {
+    const int64_t first = i * kChunk;
+    dot(p.lhs.At(0, first), p.rhs.At(first, 0), std::min(kChunk, p.k - first), total);
   };
   Total sum = {};
   if (workers.threads() == 1) {
-    for (int64_t i = 0; i < pieces; ++i) {
+    for (int64_t i = 0; i < chunks; ++i) {
       Total part = {};
-      piece(i, &part);
+      chunk(i, &part);
       add(&sum, &part, 1);
     }
   } else {
-    std::vector<Total> parts(pieces);
-    workers.Run(pieces, [&](int64_t i) { piece(i, &parts[i]); });
+    std::vector<Total> parts(chunks);
+    workers.Run(chunks, [&](int64_t i) { chunk(i, &parts[i]); });
     for (const Total& part : parts) add(&sum, &part, 1);
   }
   kernels.sum[static_cast<int>(p.out.type)]->store(&sum, 1, p.out.data);

@@ -1,4 +1,4 @@
-// The product of two vectors: both are streamed once, and k is shared between threads.
+// The product of two vectors: both are streamed once, and threads divide k.
 #pragma once
 
 #include "cpu/kernel_table.h"

@@ -1,4 +1,5 @@
-// The element types a CPU kernel may meet. No includes: the instruction-set files read it too.
+// The element types of CPU kernels. It has no includes, because the instruction-set files read it
+// too.
 #pragma once
 
 namespace tilekern::cpu {

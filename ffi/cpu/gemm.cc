@@ -9,13 +9,13 @@
 namespace tilekern::cpu {
 namespace {
 
-// Blocks, outermost first: n_block columns, m_block rows, k_block of k. For each such stage the
-// left block is packed once, shared by all threads; then tasks of a few columns each pack their
-// part of the right operand, which stays in the second-level cache, and stream the left panels,
-// each of which stays in the first-level cache while it meets all columns.
-constexpr int64_t kRowsPerBlock = 2040;      // a multiple of every panel's rows
-constexpr int64_t kRowsForFewColumns = 240;  // a left block that stays in the second-level cache
-constexpr int64_t kNarrowColumnsPerBlock = 1024;  // bounds the sums kept for narrow outputs
+// The loops over blocks are, outermost first, n_block columns, m_block rows, and k_block of k. Each
+// stage packs the left block once for all threads. Then tasks of a few columns each pack their part
+// of the right operand, which stays in L2, and stream the left panels, each of which stays in L1
+// while it multiplies all columns.
+constexpr int64_t kRowsPerBlock = 2040;           // a multiple of every panel's rows
+constexpr int64_t kRowsForFewColumns = 240;       // a left block that stays in L2
+constexpr int64_t kNarrowColumnsPerBlock = 1024;  // bounds the accumulators kept for narrow outputs
 constexpr int64_t kVectorsPerTask = 16;
 constexpr int64_t kMinVectorsPerTask = 4;
 constexpr int64_t kPanelsPerPackTask = 8;
@@ -73,7 +73,7 @@ class Gemm {
     }
   }
 
-  // Tickets go stage by stage, packing first, so every wait is for a lower ticket.
+  // Tickets are ordered by stage, packing first, so every wait is for a lower ticket.
   void Run(const Workers& workers) {
     std::vector<std::atomic<int64_t>> packed(pack_tasks_);  // stages done by each task
     std::vector<std::atomic<int64_t>> computed(ComputeTasks());
@@ -86,13 +86,13 @@ class Gemm {
       const int64_t task = ticket % per_stage;
       if (task < pack_tasks_) {
         wait(packed[task], stage);
-        // The buffer was last read two stages ago.
+        // The buffer's last readers are two stages back.
         for (const auto& stages : computed) wait(stages, stage - 1);
         PackLhs(stage, task);
         packed[task].store(stage + 1, std::memory_order_release);
       } else {
         for (const auto& stages : packed) wait(stages, stage + 1);
-        wait(computed[task - pack_tasks_], stage);  // the sums so far
+        wait(computed[task - pack_tasks_], stage);  // the accumulators so far
         Compute(stage, task - pack_tasks_);
         computed[task - pack_tasks_].store(stage + 1, std::memory_order_release);
       }
@@ -101,15 +101,15 @@ class Gemm {
 
  private:
   struct Stage {
-    int64_t n0, m0, k0;         // where the block starts
-    int64_t cols, rows, depth;  // and its size
+    int64_t n0, m0, k0;         // the block's origin
+    int64_t cols, rows, depth;  // the block's size
     int64_t groups;
   };
 
   int64_t Stages() const { return n_blocks_ * m_blocks_ * k_blocks_; }
   int64_t ComputeTasks() const { return row_tasks_ * col_tasks_; }
 
-  // Packers may run over the end by less than a vector.
+  // Packers may write past the end by less than a vector.
   int64_t PanelBytes(int64_t groups, int64_t width, int64_t header_units) const {
     return RoundUp(((groups + header_units) * width + family_.lanes) * family_.unit_bytes, 64);
   }
@@ -130,7 +130,7 @@ class Gemm {
     return lhs_ + (stage % lhs_buffers_ * panels_ + panel) * lhs_panel_bytes_;
   }
 
-  // Panels are as wide as the smallest kernel that takes them. Divisions would show in tiny
+  // Panels are as wide as the smallest kernel that fits. Divisions would be visible in tiny
   // products.
   int LhsSteps(int64_t rows) const {
     static_assert(kRowSteps == 3);
@@ -143,7 +143,7 @@ class Gemm {
   int64_t LhsPanelWidth(int64_t rows) const { return LhsSteps(rows) * family_.row_step; }
   int64_t RhsPanelWidth(int64_t cols) const { return RhsVectors(cols) * family_.lanes; }
 
-  // Panels of `width`, but for the last, which is as narrow as the kernels allow.
+  // Panels have `width`, except the last, which is as narrow as the kernels allow.
   static void PackPanels(PackFn pack, PanelSource source, DType type, int64_t width,
                          int64_t last_width, int64_t panel_bytes, char* to) {
     const int64_t whole = last_width == width ? CeilDiv(source.outer, width) : source.outer / width;
@@ -194,7 +194,7 @@ class Gemm {
     }
   }
 
-  // One register tile at row r and column c of the block.
+  // Computes one register tile at row r and column c of the block.
   void Tile(const Stage& s, const char* lhs, int64_t r, const char* rhs, int64_t c) const {
     const int64_t rows = std::min(rows_per_panel_, s.rows - r);
     const int64_t cols = std::min(cols_per_panel_, s.cols - c);

@@ -42,7 +42,7 @@ struct S8QuadsPlus128 : S8Quads {
   }
 };
 
-// Heads each panel with -128 times its columns' sums, which takes the offset back.
+// Prefixes each panel with -128 times its columns' sums, which cancels the offset.
 void PackRhs(const PanelSource& source, int64_t width, int64_t panels, int64_t panel_bytes,
              void* to) {
   auto* first = static_cast<char*>(to);

@@ -10,7 +10,7 @@ constexpr char kInstructionSet[] = "portable";
 
 #include "cpu/families.inc"
 
-// int8 widened to 32 bits; unsigned, so that sums wrap.
+// int8 is widened to unsigned 32 bits, so that sums wrap.
 struct AsU32 {
   using Element = int8_t;
   using Unit = uint32_t;

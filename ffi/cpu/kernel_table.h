@@ -1,8 +1,8 @@
-// What an instruction-set file offers the drivers: functions and the shapes they work in.
+// The kernels of an instruction-set file: functions and their tile shapes.
 //
 // An operand reaches a kernel as panels of "units": a unit is the smallest run of k that one
-// multiply-add lane takes (one float, a pair of bfloat16, four int8). A panel holds `width` rows of
-// the left operand (or columns of the right one), k-major: unit (g, r) lies at g * width + r.
+// multiply-add lane consumes (one float, a pair of bfloat16, four int8). A panel holds `width` rows
+// of the left operand (or columns of the right one), k-major: unit (g, r) lies at g * width + r.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace tilekern::cpu {
 
-// Part of an operand: `outer` rows of lhs or columns of rhs, `k` deep. Strides are in elements.
+// A part of an operand: `outer` rows of lhs or columns of rhs, `k` deep. Strides are in elements.
 struct PanelSource {
   const void* data;
   int64_t outer_stride;
@@ -29,7 +29,7 @@ using PackFn = void (*)(const PanelSource& source, int64_t width, int64_t panels
 using GemmKernel = void (*)(int64_t groups, const void* lhs, const void* rhs, void* tile,
                             int64_t tile_stride, bool accumulate);
 
-// A product of units that lie anywhere, but for rows of rhs and of the output, which are
+// A product of units with arbitrary strides, except that rows of rhs and of the output are
 // contiguous. Strides are in units.
 struct DirectProduct {
   int64_t m, n, k;
@@ -54,7 +54,7 @@ struct GemmFamily {
   int lanes;             // units in a vector
   int row_step;          // kernels exist for 1 .. kRowSteps times this many rows
   int rhs_header_units;  // per column of an rhs panel, ahead of its units
-  int64_t k_block;       // elements of k in a panel, at most
+  int64_t k_block;       // maximal elements of k in a panel
   GemmKernel kernel[kRowSteps][kMaxVectors];
   DirectKernel direct;  // null where a unit is not one element
   PackFn pack_lhs[kNumDTypes];
@@ -63,7 +63,7 @@ struct GemmFamily {
 
 inline constexpr int kMaxVectorRows = 4;
 
-// sums[s, o] += sum_k small[s, k] * big[o, k] for a few s; the big operand is read where it lies.
+// sums[s, o] += sum_k small[s, k] * big[o, k] for a few s; the big operand is read in place.
 // `small` holds a panel of width 1 for each s, `small_stride` units apart.
 using VectorKernel = void (*)(const PanelSource& big, const void* small, int64_t small_stride,
                               void* sums, int64_t sums_stride);
@@ -79,11 +79,11 @@ struct VectorFamily {
   VectorKernel along[kNumDTypes][kMaxVectorRows];   // big operand's k stride is 1
 };
 
-// out (+)= a tile of accumulators, converted. Only for the accumulator's own type may it add.
+// out (+)= a tile of accumulators, converted. Addition needs the accumulator's own type.
 using StoreFn = void (*)(const void* tile, int64_t tile_stride, int64_t rows, int64_t cols,
                          void* out, int64_t row_stride, int64_t col_stride, bool accumulate);
 
-// Of items: to[c, r] = from[r, c]. Strides are in bytes.
+// Moves items: to[c, r] = from[r, c]. Strides are in bytes.
 struct MatrixTranspose {
   const char* from;
   int64_t from_stride;
@@ -94,7 +94,7 @@ struct MatrixTranspose {
 };
 using TransposeKernel = void (*)(const MatrixTranspose& matrix);
 
-// Runs of bytes that stay together, and how far they lie apart.
+// Runs of bytes that are copied whole, and their distances.
 struct RunCopy {
   const char* from;
   int64_t from_stride;
@@ -112,13 +112,14 @@ struct SumSource {
   int64_t rows, cols;
 };
 
-// What sums end in: a float64 for floating-point numbers, integers modulo 2^64. Zeros are alike.
+// The result of a sum: a float64 for floating-point numbers, else an integer modulo 2^64. Both have
+// the same zero.
 union Total {
   double real;
   uint64_t integer;
 };
 
-// Sums of one element type. Pointers to totals are to as many Total.
+// Sums of one element type. Pointers to totals point to arrays of Total.
 struct SumFamily {
   void (*runs)(const SumSource& x, void* totals);     // totals[r] += the sum of row r
   void (*columns)(const SumSource& x, void* totals);  // totals[c] += the sum of column c
@@ -126,15 +127,15 @@ struct SumFamily {
   void (*store)(const void* totals, int64_t count, void* out);
 };
 
-// *total += the dot product of two runs, for a Total as of SumFamily.
+// *total += the dot product of two runs, with a Total as in SumFamily.
 using DotKernel = void (*)(const void* lhs, const void* rhs, int64_t count, void* total);
 
-// out = lhs + rhs for runs; a step of 0 repeats an element, one of 1 goes along.
+// out = lhs + rhs for runs; a step of 0 repeats an element, and 1 advances.
 using AddKernel = void (*)(const void* lhs, int64_t lhs_step, const void* rhs, int64_t rhs_step,
                            void* out, int64_t count);
 
-// Small square matrices that lie one after another, no more of them than a vector has lanes, and
-// what is to be done to them. What an operation has no use for is not looked at.
+// An operation on contiguous small square matrices, at most one per lane of a vector. An operation
+// ignores the members that it does not need.
 struct MatrixCall {
   int64_t n;
   int64_t matrices;
@@ -142,9 +143,9 @@ struct MatrixCall {
   const void* b;         // right-hand sides
   void* out;             // factors, inverses or solutions
   int32_t* pivots;       // as LAPACK's, counted from 0
-  int32_t* permutation;  // the row of a that ends up at each place
+  int32_t* permutation;  // the row of a at each position
   int64_t columns;       // right-hand sides of each matrix
-  bool contiguous;       // whether each of them is a run of memory
+  bool contiguous;       // whether each of them is contiguous
   bool transpose, lower, unit_diagonal;
   bool symmetrize;
   void* scratch;  // n * (n + columns + 1) vectors
@@ -174,7 +175,7 @@ struct KernelTable {
   CopyKernel copy;
 };
 
-// Each replaces the entries that it does better than the levels below it.
+// Each function replaces the entries for which it has better kernels than the lower levels.
 void AddPortableKernels(KernelTable& table);
 void AddAvx2Kernels(KernelTable& table);
 void AddAvx512Kernels(KernelTable& table);

@@ -2,11 +2,11 @@
 //
 // Attributes, in elements:
 //   sizes        batch sizes (up to four), m, n, k
-//   lhs_strides  of each batch dimension, m, k
-//   rhs_strides  of each batch dimension, k, n
-//   out_strides  of each batch dimension, m, n; that of n is 1
-// A batch stride of 0 broadcasts an operand. Sums are kept in float32; in float64 for float64, and
-// in wrapping int32 for int8. The result does not depend on the number of threads.
+//   lhs_strides  for each batch dimension, m, k
+//   rhs_strides  for each batch dimension, k, n
+//   out_strides  for each batch dimension, m, n; that of n is 1
+// A batch stride of 0 broadcasts an operand. Accumulators are float32, float64 for float64, and
+// wrapping int32 for int8. The result does not depend on the number of threads.
 #include "cpu/matmul.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The strided batched matrix product on CPUs, as far as tests and tools ask about it.
+// Queries about the strided batched matrix product on CPUs, for tests and tools.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ struct MatmulAttributes {
   std::vector<int64_t> out_strides;
 };
 
-// The kernel and instruction set that such a call takes, e.g. "avx512_vnni s8 packed 12x32".
-// Throws std::invalid_argument where the call would be refused.
+// Returns the kernel and instruction set of such a call, e.g. "avx512_vnni s8 packed 12x32".
+// Throws std::invalid_argument if the call would be refused.
 std::string CpuMatmulKernelName(DType lhs, DType rhs, DType out,
                                 const MatmulAttributes& attributes);
 

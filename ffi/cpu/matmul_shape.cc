@@ -23,7 +23,7 @@ Strides ParseStrides(const char* name, ffi::Span<const int64_t> strides, int bat
   return parsed;
 }
 
-// The number of elements a buffer needs for these strides.
+// Returns the number of elements that a buffer needs for these strides.
 int64_t Extent(const MatmulShape& shape, const Strides& strides, int64_t rows, int64_t cols,
                const char* what) {
   int64_t last = 0;
@@ -81,7 +81,7 @@ bool OutputsOverlap(const MatmulShape& shape) {
   dims[kRow] = {shape.out[kRow], shape.m};
   dims[kCol] = {shape.out[kCol], shape.n};
   std::sort(dims.begin(), dims.end());
-  int64_t span = 1;  // elements that the dimensions so far reach over
+  int64_t span = 1;  // the extent of the dimensions so far, in elements
   for (const auto& [stride, size] : dims) {
     if (size == 1) continue;
     if (stride < span) return true;

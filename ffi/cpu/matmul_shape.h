@@ -1,4 +1,4 @@
-// Sizes and strides of a batch of products, as the attributes of a custom call give them.
+// Sizes and strides of a batch of products, from the attributes of a custom call.
 #pragma once
 
 #include <array>
@@ -9,21 +9,21 @@
 
 namespace tilekern::cpu {
 
-// Of each batch dimension, then of the matrix's two.
+// The strides of each batch dimension, then of the matrix's two.
 using Strides = std::array<int64_t, kMaxBatchRank + 2>;
 
-// Checked; unused batch dimensions come first, with size 1 and stride 0.
+// A checked shape; unused batch dimensions come first, with size 1 and stride 0.
 struct MatmulShape {
   std::array<int64_t, kMaxBatchRank> batch;
   int64_t m, n, k;
   Strides lhs, rhs, out;
 
   int64_t batch_size = 1;
-  // Elements that the strides reach over, where there is a batch.
+  // The extent of the strides in elements, where there is a batch.
   int64_t lhs_extent = 0, rhs_extent = 0, out_extent = 0;
 };
 
-// Refuses sizes and strides that no call may have, but not outputs that overlap.
+// Refuses invalid sizes and strides, but not overlapping outputs.
 MatmulShape ParseMatmulShape(ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> lhs_strides,
                              ffi::Span<const int64_t> rhs_strides,
                              ffi::Span<const int64_t> out_strides);
@@ -31,14 +31,14 @@ MatmulShape ParseMatmulShape(ffi::Span<const int64_t> sizes, ffi::Span<const int
 // Whether two elements of the output may share an address. Threads write different elements.
 bool OutputsOverlap(const MatmulShape& shape);
 
-// A product of the batch, without data.
+// Returns a product of the batch, without data.
 Product ProductOfTypes(const MatmulShape& shape, DType lhs, DType rhs, DType out);
 
-// The product of the first batch; refuses buffers that end before the strides do.
+// Returns the product of the first batch; refuses buffers smaller than the strides' extent.
 Product FirstProduct(const MatmulShape& shape, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                      ffi::AnyBuffer out);
 
-// The product of another batch than the first.
+// Returns the product of another batch.
 Product ProductAt(const MatmulShape& shape, const Product& first, int64_t batch);
 
 // Refuses a buffer of fewer elements than `extent`.

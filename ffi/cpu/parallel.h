@@ -1,4 +1,4 @@
-// Work shared between the calling thread and XLA's pool.
+// Distribution of work among the calling thread and XLA's pool.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace tilekern::cpu {
 
-// Returns once `ready()` holds, which another running thread is about to bring about.
+// Returns once `ready()` holds; another running thread makes it true soon.
 template <typename Ready>
 void SpinUntil(const Ready& ready) {
   for (int spins = 0; !ready(); ++spins) {
@@ -25,16 +25,16 @@ class Workers {
  public:
   using Schedule = std::function<void(std::function<void()>)>;
 
-  // The calling thread alone.
+  // Uses the calling thread alone.
   Workers() : threads_(1) {}
   Workers(int64_t threads, Schedule schedule)
       : threads_(threads < 1 ? 1 : threads), schedule_(std::move(schedule)) {}
 
   int64_t threads() const { return threads_; }
 
-  // Calls body(0) .. body(tickets - 1), each once. Tickets are handed out in order and the caller
-  // draws them too, so a body may wait for what a lower ticket does, however busy the pool is.
-  // A body must not throw: other threads still use what the caller owns.
+  // Calls body(0) .. body(tickets - 1), each once. Tickets are handed out in order, to the caller
+  // as well, so a body may wait for the effect of a lower ticket, however busy the pool is. A body
+  // must not throw, because other threads still use the caller's data.
   void Run(int64_t tickets, const std::function<void(int64_t)>& body) const {
     auto job = std::make_shared<Job>(tickets, &body);
     const int64_t helpers = (tickets < threads_ ? tickets : threads_) - 1;
@@ -43,8 +43,8 @@ class Workers {
     SpinUntil([&] { return job->done.load(std::memory_order_acquire) == tickets; });
   }
 
-  // Calls body(first, last) for ranges that together are 0 .. count - 1, where each of `count`
-  // pieces of work moves about so many bytes. Ranges must not bear on results.
+  // Calls body(first, last) for ranges that partition 0 .. count - 1, where each index moves about
+  // `bytes` bytes. Results must not depend on the ranges.
   void RunRanges(int64_t count, int64_t bytes,
                  const std::function<void(int64_t, int64_t)>& body) const {
     if (threads_ == 1 || count * bytes < 2 * kTaskBytes) return body(0, count);
@@ -54,13 +54,13 @@ class Workers {
   }
 
  private:
-  // What a task should at least move, some ten microseconds' work.
+  // The minimal bytes per task, about ten microseconds of work.
   static constexpr int64_t kTaskBytes = 128 << 10;
 
   struct Job {
     Job(int64_t tickets, const std::function<void(int64_t)>* body) : tickets(tickets), body(body) {}
 
-    // A helper that starts after the last ticket is drawn never touches `body`.
+    // A helper that starts after the last ticket is drawn does not access `body`.
     void Draw() noexcept {
       for (int64_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < tickets;) {
         (*body)(t);

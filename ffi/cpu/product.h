@@ -1,4 +1,4 @@
-// A checked product, the form in which the drivers take it.
+// A checked product, the argument of the drivers.
 #pragma once
 
 #include <cstdint>

@@ -13,7 +13,8 @@
 namespace tilekern::cpu {
 namespace {
 
-// Up to this many rows or columns, the other dimension alone is split, in multiples of kMinChunk.
+// With at most this many rows or columns, only the other dimension is split, in multiples of
+// kMinChunk.
 constexpr int64_t kFew = 64;
 constexpr int64_t kMinChunk = 192;
 
@@ -71,7 +72,7 @@ std::string ProductKernel::Name(const Product& p) const {
 }
 
 double ProductKernel::Cost(const Product& p) const {
-  // A vector product is bound by reading its matrix.
+  // Reading the matrix bounds a vector product.
   return vector_ != nullptr ? Work(p) * kWorkPerElement / static_cast<double>(std::min(p.m, p.n))
                             : Work(p);
 }
@@ -108,7 +109,7 @@ void ProductKernel::RunShared(const Product& product, const Workers& workers) co
   } else if (!direct_ && std::min(product.m, product.n) > kFew) {
     RunGemm(*gemm_, store_, product, workers);
   } else {
-    // Each task packs the few rows or columns for itself, which spares the threads all waiting.
+    // Each task packs the few rows or columns itself, so that no thread waits for another.
     const bool wide = product.m <= product.n;
     const int64_t size = wide ? product.n : product.m;
     const int64_t tile = wide ? kMaxVectors * gemm_->lanes : kRowSteps * gemm_->row_step;

@@ -1,18 +1,18 @@
-// The custom call jax_tilekern_cpu_ragged_matmul: a product for each group of rows, which are
-// positions along m or along k. Group g of batch b has rows bounds[b, g] to bounds[b, g + 1].
+// The custom call jax_tilekern_cpu_ragged_matmul: a grouped GEMM, whose rows are indices along m or
+// along k. Group g of batch b has rows bounds[b, g] to bounds[b, g + 1].
 //   ragged m: out[b, r, n] = sum_k lhs[b, r, k] * rhs[b, g, k, n] for the rows r of each group g,
 //             and 0 for rows of no group
 //   ragged k: out[b, g, m, n] = sum of lhs[b, m, r] * rhs[b, r, n] over the rows r of group g
 //
 // Operands are lhs, rhs and bounds, int32. Attributes, in elements:
 //   sizes           batch sizes (up to three), groups, m, n, k
-//   lhs_strides     of each batch dimension, group, m, k
-//   rhs_strides     of each batch dimension, group, k, n
-//   out_strides     of each batch dimension, group, m, n; that of n is 1
-//   bounds_strides  of each batch dimension, or one that is not read; along groups it is 1
+//   lhs_strides     for each batch dimension, group, m, k
+//   rhs_strides     for each batch dimension, group, k, n
+//   out_strides     for each batch dimension, group, m, n; that of n is 1
+//   bounds_strides  for each batch dimension, or one that is not read; along groups it is 1
 //   ragged_k        0 if m is ragged, 1 if k is
-// The group's stride is 0 in arrays without groups. Sums are kept as by jax_tilekern_cpu_matmul,
-// and the result does not depend on the number of threads.
+// The group's stride is 0 in arrays without groups. Accumulators are those of
+// jax_tilekern_cpu_matmul, and the result does not depend on the number of threads.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -32,7 +32,7 @@ namespace tilekern::cpu {
 namespace {
 
 constexpr int kGroup = kMaxBatchRank - 1;  // the batch dimension of groups
-// Into at least this many parts for each thread can work be dealt out evenly.
+// At least this many parts per thread balance the load.
 constexpr double kPartsPerThread = 4;
 
 struct RaggedShape {
@@ -116,7 +116,7 @@ void CheckBounds(const RaggedShape& shape, const int32_t* bounds, int64_t batch)
   }
 }
 
-// A product for the rows of a group, or zeros where there is nothing to add up.
+// A product for the rows of a group, or zeros for an empty sum.
 struct Part {
   Product product;
   std::optional<ProductKernel> kernel;
@@ -153,7 +153,7 @@ struct Part {
   }
 };
 
-// Rows of a product of all rows.
+// A range of rows of a product of all rows.
 Product RowsOf(const RaggedShape& shape, Product product, int64_t begin, int64_t end) {
   if (shape.ragged_k) {
     product.k = end - begin;
@@ -187,7 +187,7 @@ std::vector<Part> Parts(const RaggedShape& shape, const Product& first, const in
   return parts;
 }
 
-// All threads share each of the large parts; of the others each thread takes some.
+// All threads work on each large part together; the small parts are distributed among the threads.
 void RunParts(std::vector<Part> parts, const Workers& workers) {
   double total = 0;
   for (const Part& part : parts) total += part.cost;
@@ -195,7 +195,7 @@ void RunParts(std::vector<Part> parts, const Workers& workers) {
     for (const Part& part : parts) part.Run();
     return;
   }
-  // Costly ones first, so that threads end at about the same time.
+  // Expensive parts come first, so that threads finish at about the same time.
   std::vector<const Part*> order;
   for (const Part& part : parts) order.push_back(&part);
   std::stable_sort(order.begin(), order.end(),

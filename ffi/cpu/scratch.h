@@ -1,4 +1,4 @@
-// Working memory that each thread keeps from call to call.
+// Scratch memory that each thread keeps between calls.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,8 @@ namespace tilekern::cpu {
 
 enum class ScratchUse { kLhs, kRhs, kSums };
 
-// This thread's memory for one use, at least `bytes` long and aligned to 64; the next request for
-// the same use invalidates it.
+// Returns this thread's memory for one use, at least `bytes` long and aligned to 64. The next
+// request for the same use invalidates it.
 void* Scratch(ScratchUse use, size_t bytes);
 
 }  // namespace tilekern::cpu

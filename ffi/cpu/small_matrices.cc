@@ -5,11 +5,13 @@
 //   inverse   (..., n, n)
 //   lu        (..., n, n), and two of int32 (..., n): pivots and the permutation
 //   cholesky  (..., n, n); attribute `symmetrize`
-//   solve     as operand b: (..., n, m), or (..., m, n) where attribute `contiguous` says that each
-//             right-hand side is a run of memory; attributes `transpose`, and `triangle`, which is
-//             0 for the whole matrix, else 1 for the lower and 2 for the upper one; `unit_diagonal`
-//             with a triangle
-// Attributes are 0 or 1 where nothing else is said.
+//   solve     like operand b: (..., n, m), or (..., m, n) where attribute `contiguous` states that
+// each
+//             right-hand side is contiguous; attributes `transpose`, and `triangle`, which is 0 for
+//             the whole matrix, 1 for the lower and 2 for the upper triangle; `unit_diagonal` with
+// a
+//             triangle
+// Other attributes are 0 or 1.
 #include <algorithm>
 
 #include "cpu/call.h"
@@ -56,14 +58,15 @@ bool Flag(const char* what, int64_t value) {
 const char* At(const void* base, int64_t bytes) { return static_cast<const char*>(base) + bytes; }
 char* At(void* base, int64_t bytes) { return static_cast<char*>(base) + bytes; }
 
-// Runs a kernel on as many matrices at a time as it has lanes. `call` has the first one's pointers.
+// Runs a kernel on as many matrices at a time as it has lanes. `call` has the pointers of the
+// first.
 void RunAll(const Workers& workers, const Matrices& matrices, MatrixKernel kernel,
             const MatrixCall& call) {
   const int64_t n = matrices.n, lanes = matrices.family->lanes;
   const int64_t matrix_bytes = n * n * matrices.bytes;
   const int64_t out_bytes = (call.b != nullptr ? n * call.columns * matrices.bytes : matrix_bytes);
   const size_t scratch = n * (n + call.columns + 1) * lanes * matrices.bytes;
-  // What elimination reads again at each step counts as moved.
+  // The cost counts the data that elimination reads again at each step as moved.
   const int64_t work = lanes * matrix_bytes * std::max<int64_t>(n / 4, 1);
   workers.RunRanges((matrices.count + lanes - 1) / lanes, work, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {

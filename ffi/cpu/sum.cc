@@ -1,9 +1,9 @@
 // The custom call jax_tilekern_cpu_sum: sums over some dimensions of a dense row-major array.
 //
 // Attributes:
-//   sizes    of the operand's dimensions
+//   sizes    the operand's dimensions
 //   reduced  1 for each dimension that is summed over, 0 for one that is kept
-// Operand and result are of one type. Floating-point numbers are added in blocks, in float32 or
+// Operand and result have the same type. Floating-point numbers are added in blocks, in float32 or
 // float64, and the blocks' sums in float64; the result is rounded once. Integers wrap. The result
 // does not depend on the number of threads.
 #include <algorithm>
@@ -23,21 +23,22 @@ struct Dim {
   bool reduced;
 };
 
-// Outputs that are added up at once.
+// Outputs that are accumulated at once.
 constexpr int64_t kMaxTotals = 4096;
-// Sums of fewer columns than this are added up several rows side by side.
+// Sums of fewer columns than this accumulate several rows side by side.
 constexpr int64_t kNarrow = 128;
-// Elements that one task adds up, at least, where one output's sum is shared, and by how many tasks
-// it is shared at most.
-constexpr int64_t kPiece = 256 << 10;
-constexpr int64_t kMaxPieces = 512;
-// Rows that a task adds up at least, down shared columns, each of which has a total to be written.
-constexpr int64_t kRowsOfPiece = 256;
-// So many groups of outputs keep all threads busy without sharing sums.
+// Where several tasks compute one output's sum: minimal elements per task, and the maximal number
+// of tasks.
+constexpr int64_t kChunk = 256 << 10;
+constexpr int64_t kMaxChunks = 512;
+// Minimal rows per task where several tasks sum the same columns, because each writes a total per
+// column.
+constexpr int64_t kRowsOfChunk = 256;
+// This many groups of outputs keep all threads busy without dividing sums.
 constexpr int64_t kManyGroups = 64;
 
-// What a custom call's sums are made of: matrices of which one dimension is reduced and the other
-// kept, numbered by the outer dimensions. Strides are in elements.
+// The sums of a custom call: matrices with one reduced and one kept dimension, enumerated by the
+// outer dimensions. Strides are in elements.
 class Sums {
  public:
   Sums(const std::vector<Dim>& dims, const SumFamily& family, int64_t bytes, const char* from,
@@ -57,27 +58,27 @@ class Sums {
     const int64_t kept = along_ ? rows_ : cols_;
     const int64_t deep = along_ ? cols_ : rows_;
     group_ = std::min(kept, kMaxTotals);
-    if (along_) group_ = std::clamp<int64_t>(kPiece / cols_ / reduced_.count, 1, group_);
+    if (along_) group_ = std::clamp<int64_t>(kChunk / cols_ / reduced_.count, 1, group_);
     groups_ = CeilDiv(kept, group_);
-    // How a sum is cut depends on the sizes alone.
+    // The partition of a sum depends on the sizes alone.
     const int64_t depth = deep * reduced_.count, elements = group_ * depth;
-    const int64_t most = kMaxPieces / (kept_.count * groups_);
+    const int64_t most = kMaxChunks / (kept_.count * groups_);
     const int64_t worthwhile =
-        along_ ? elements / kPiece : std::min(elements / kPiece, depth / kRowsOfPiece);
-    const int64_t pieces =
+        along_ ? elements / kChunk : std::min(elements / kChunk, depth / kRowsOfChunk);
+    const int64_t chunks =
         kept_.count * groups_ >= kManyGroups ? 1 : std::clamp<int64_t>(worthwhile, 1, most);
     cuts_matrices_ = deep >= reduced_.count;
     const int64_t cut = cuts_matrices_ ? deep : reduced_.count;
-    piece_ = CeilDiv(cut, pieces);
-    if (cuts_matrices_ && piece_ > kAligned) piece_ = RoundUp(piece_, kAligned);
-    pieces_ = CeilDiv(cut, piece_);
-    piece_bytes_ = CeilDiv(elements, pieces_) * bytes_;
+    chunk_ = CeilDiv(cut, chunks);
+    if (cuts_matrices_ && chunk_ > kAligned) chunk_ = RoundUp(chunk_, kAligned);
+    chunks_ = CeilDiv(cut, chunk_);
+    chunk_bytes_ = CeilDiv(elements, chunks_) * bytes_;
   }
 
   void Run(const Workers& workers) const {
     const int64_t groups = kept_.count * groups_;
-    if (pieces_ == 1) {
-      workers.RunRanges(groups, piece_bytes_, [&](int64_t first, int64_t last) {
+    if (chunks_ == 1) {
+      workers.RunRanges(groups, chunk_bytes_, [&](int64_t first, int64_t last) {
         for (int64_t g = first; g < last; ++g) {
           Total totals[kMaxTotals];
           AddUp(g, 0, totals);
@@ -86,14 +87,14 @@ class Sums {
       });
       return;
     }
-    std::vector<Total> totals(groups * pieces_ * group_);
-    workers.RunRanges(groups * pieces_, piece_bytes_, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) AddUp(i / pieces_, i % pieces_, &totals[i * group_]);
+    std::vector<Total> totals(groups * chunks_ * group_);
+    workers.RunRanges(groups * chunks_, chunk_bytes_, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) AddUp(i / chunks_, i % chunks_, &totals[i * group_]);
     });
-    workers.RunRanges(groups, pieces_ * group_ * sizeof(Total), [&](int64_t first, int64_t last) {
+    workers.RunRanges(groups, chunks_ * group_ * sizeof(Total), [&](int64_t first, int64_t last) {
       for (int64_t g = first; g < last; ++g) {
-        Total* sum = &totals[g * pieces_ * group_];
-        for (int64_t p = 1; p < pieces_; ++p) family_.add(sum, sum + p * group_, group_);
+        Total* sum = &totals[g * chunks_ * group_];
+        for (int64_t p = 1; p < chunks_; ++p) family_.add(sum, sum + p * group_, group_);
         StoreGroup(g, sum);
       }
     });
@@ -122,12 +123,12 @@ class Sums {
     return std::min(group_, (along_ ? rows_ : cols_) - group % groups_ * group_);
   }
 
-  void AddUp(int64_t group, int64_t piece, Total* totals) const {
+  void AddUp(int64_t group, int64_t chunk, Total* totals) const {
     std::memset(totals, 0, group_ * sizeof *totals);
     const int64_t kept_first = group % groups_ * group_, kept = GroupSize(group);
     const int64_t deep = along_ ? cols_ : rows_;
-    const int64_t cut_first = piece * piece_;
-    const int64_t cut = std::min(piece_, (cuts_matrices_ ? deep : reduced_.count) - cut_first);
+    const int64_t cut_first = chunk * chunk_;
+    const int64_t cut = std::min(chunk_, (cuts_matrices_ ? deep : reduced_.count) - cut_first);
     const int64_t deep_first = cuts_matrices_ ? cut_first : 0, depth = cuts_matrices_ ? cut : deep;
     const int64_t matrix = cuts_matrices_ ? 0 : cut_first;
     const int64_t matrices = cuts_matrices_ ? reduced_.count : cut;
@@ -144,7 +145,7 @@ class Sums {
     }
   }
 
-  // Rows that are short and lie one after the other make longer ones.
+  // Short contiguous rows are merged to longer ones.
   void SumColumns(const SumSource& x, Total* totals) const {
     const int64_t wide = x.cols < kNarrow && x.cols == x.row_stride ? kNarrow / x.cols : 1;
     const int64_t rows = x.rows / wide;
@@ -167,15 +168,16 @@ class Sums {
   const char* const from_;
   char* const to_;
 
-  bool along_;  // matrices are summed along their rows, else down their columns
+  bool along_;  // sums run along rows, else down columns
   int64_t rows_, cols_;
   Outer kept_, reduced_;
-  int64_t group_, groups_;  // outputs of a matrix that are added up at once, and how often
-  bool cuts_matrices_;      // pieces are of matrices, else of the reduced outer dimensions
-  int64_t piece_, pieces_, piece_bytes_;
+  int64_t group_,
+      groups_;  // outputs of a matrix that are accumulated at once, and the number of such groups
+  bool cuts_matrices_;  // chunks are parts of matrices, else of the reduced outer dimensions
+  int64_t chunk_, chunks_, chunk_bytes_;
 };
 
-// Neighbours of one kind merged and those of size 1 left out, so that the kinds alternate.
+// Merges neighbours of one kind and drops those of size 1, so that the kinds alternate.
 std::vector<Dim> Dims(ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> reduced,
                       bool complex) {
   std::vector<Dim> dims;
@@ -188,7 +190,7 @@ std::vector<Dim> Dims(ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> r
     }
   };
   for (size_t i = 0; i < sizes.size(); ++i) append({sizes[i], reduced[i] != 0});
-  // Real and imaginary parts are summed side by side.
+  // Real and imaginary parts are summed as two columns.
   if (complex) append({2, false});
   if (dims.empty()) dims.push_back({1, false});
   return dims;

@@ -2,8 +2,8 @@
 // of the operand; both are dense and row-major.
 //
 // Attributes:
-//   sizes        of the operand's dimensions
-//   permutation  of the dimensions
+//   sizes        the operand's dimensions
+//   permutation  the permutation of the dimensions
 // Items are moved as bytes, 1, 2, 4, 8 or 16 at once, whatever their type.
 #include <algorithm>
 #include <vector>
@@ -23,13 +23,13 @@ struct Dim {
   int64_t to_stride;
 };
 
-// Results larger than this leave the second-level caches anyway.
+// Results larger than this do not stay in L2 anyway, and are written with non-temporal stores.
 constexpr int64_t kStreamBytes = 2 << 20;
-// Of a block, and of each of the result's rows in it.
+// The size of a block, and of each of the result's rows in it.
 constexpr int64_t kBlockBytes = 512 << 10;
 constexpr int64_t kBlockRowBytes = 1024;
 
-// A range of a dimension, cut into blocks of about as many items; the last takes the rest.
+// A dimension divided into blocks of equal size, of which the last also has the remainder.
 struct Cut {
   int64_t size, block, blocks;
 
@@ -40,7 +40,7 @@ struct Cut {
   int64_t Count(int64_t index) const { return index == blocks - 1 ? size - First(index) : block; }
 };
 
-// Moves an index over the dimensions, outermost first, to where it lies in both arrays.
+// Advances both pointers to an index over the dimensions, outermost first.
 void Locate(const std::vector<Dim>& dims, int64_t index, const char*& from, char*& to) {
   for (size_t i = dims.size(); i-- > 0 && index > 0;) {
     from += index % dims[i].size * dims[i].from_stride;
@@ -49,8 +49,8 @@ void Locate(const std::vector<Dim>& dims, int64_t index, const char*& from, char
   }
 }
 
-// Moves items of any size: `row` is innermost in the result and `col` in the operand; `dims` are
-// the others. Items that are no power of two up to 16 bytes are copied one by one.
+// Moves items of any size: `row` is innermost in the result, `col` in the operand, and `dims` are
+// the others. Items whose size is not a power of two up to 16 bytes are copied one by one.
 void MoveItems(const Workers& workers, const std::vector<Dim>& dims, const Dim& row, const Dim& col,
                int64_t item, const char* from, char* to) {
   const bool copied = item > 16 || (item & (item - 1)) != 0;
@@ -99,7 +99,7 @@ void CheckPermutation(ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> p
   }
 }
 
-// The dimensions in the result's order, those of size 1 left out.
+// Returns the dimensions in the result's order, without those of size 1.
 std::vector<Dim> Dims(ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> permutation,
                       int64_t item) {
   std::vector<Dim> dims(sizes.size());
@@ -134,12 +134,12 @@ void RunCall(const Workers& workers, ffi::AnyBuffer x, ffi::AnyBuffer out,
   CheckPermutation(sizes, permutation);
   if (count == 0) return;
   std::vector<Dim> dims = Dims(sizes, permutation, item);
-  // An innermost dimension that stays makes larger items.
+  // An innermost dimension that stays in place becomes part of the item.
   while (!dims.empty() && dims.back().from_stride == item && dims.back().to_stride == item) {
     item *= dims.back().size;
     dims.pop_back();
   }
-  // Nothing moves: a matrix of one item.
+  // An identity permutation is a matrix of one item.
   if (dims.empty()) dims = {{1, item, item}, {1, item, item}};
   const Dim row = dims.back();
   dims.pop_back();

@@ -10,9 +10,9 @@ namespace tilekern::cpu {
 namespace {
 
 constexpr int64_t kMinChunk = 256;
-constexpr int64_t kMaxChunk = 4096;  // the sums of a chunk stay in the cache
-constexpr int64_t kDepth = 8192;     // of k at a time, which bounds the packed vectors
-constexpr int64_t kMaxSmalls = 8;  // more than kernels take at once, if rows can stay in the cache
+constexpr int64_t kMaxChunk = 4096;  // the accumulators of a chunk stay in the cache
+constexpr int64_t kDepth = 8192;     // elements of k at a time, which bounds the packed vectors
+constexpr int64_t kMaxSmalls = 8;    // exceeds a kernel's number if rows can stay in the cache
 constexpr int64_t kCachedRows = 8;
 
 // Whether the large operand is read along k.
@@ -36,7 +36,7 @@ bool IsVectorProduct(const VectorProduct& p) {
 }
 
 int64_t VectorChunk(const VectorProduct& p, int64_t threads) {
-  // Across, a task reads a part of every row, which should be long for the sake of the prefetcher.
+  // Across, a task reads a part of every row, which should be long for the prefetcher.
   const int64_t tasks = IsAlong(p) ? 2 * threads : threads;
   return std::clamp(RoundUp(CeilDiv(p.outer, tasks), kMinChunk), kMinChunk, kMaxChunk);
 }
@@ -61,7 +61,8 @@ void RunVectorProduct(const VectorFamily& family, StoreFn store, const VectorPro
       const int64_t groups = CeilDiv(depth, family.group);
       pack({p.small.At(0, k), p.small.row_stride, p.small.col_stride, p.smalls, p.smalls, depth}, 1,
            p.smalls, small_stride * unit, small);
-      // Whole vectors of `small` are read, and the packer leaves anything after the last unit.
+      // Kernels read whole vectors of `small`, and the packer leaves the rest of the last one
+      // undefined.
       for (int64_t s = 0; s < p.smalls; ++s) {
         std::memset(small + (s * small_stride + groups) * unit, 0,
                     (RoundUp(groups, family.lanes) - groups) * unit);

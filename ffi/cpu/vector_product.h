@@ -16,10 +16,10 @@ struct VectorProduct {
   static VectorProduct From(const Product& product);
 };
 
-// Whether this path takes the product: few vectors, and a large operand with a unit stride.
+// Whether this path supports the product: few vectors, and a large operand with a unit stride.
 bool IsVectorProduct(const VectorProduct& product);
 
-// Entries of the large operand that one task should take where `threads` share it.
+// Returns the entries of the large operand per task, for `threads` threads.
 int64_t VectorChunk(const VectorProduct& product, int64_t threads);
 
 // Computes `count` entries of each result from `first` on.

@@ -1,4 +1,4 @@
-// out = lhs + rhs, with broadcasting: the worked example of docs/add-an-operation.md.
+// out = lhs + rhs with broadcasting, the example of docs/add-an-operation.md.
 #pragma once
 
 #include "convert.cuh"
@@ -18,10 +18,10 @@ struct AddShape {
   uint32 threads;
 };
 
-// What is loaded at once.
+// The elements of one vectorized access.
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount) AddVector {
-  T items[kCount];
+  T elements[kCount];
 };
 
 template <typename T>
@@ -35,20 +35,20 @@ inline float16 sum_of(float16 a, float16 b) {
   return from_float<float16>(to_float(a) + to_float(b));
 }
 
-// An operand's next items; a stride of 0 repeats one.
+// Loads a vector of an operand; a stride of 0 repeats one element.
 template <typename T, int kVector>
-inline AddVector<T, kVector> load_items(const T* from, int64 stride, int count) {
+inline AddVector<T, kVector> load_vector(const T* from, int64 stride, int count) {
   AddVector<T, kVector> vector;
   if (stride == 1 && count == kVector) {
     vector = *reinterpret_cast<const AddVector<T, kVector>*>(from);
   } else {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) vector.items[i] = from[i < count ? i * stride : 0];
+    for (int i = 0; i < kVector; ++i) vector.elements[i] = from[i < count ? i * stride : 0];
   }
   return vector;
 }
 
-// A thread adds one vector. Rows are whole vectors, unless there is only one row.
+// A thread adds one vector. Rows consist of whole vectors, unless there is only one row.
 template <typename T, int kVector>
 __global__ void add(const T* lhs, const T* rhs, T* out, const __grid_constant__ AddShape shape) {
   const uint32 thread = blockIdx.x * blockDim.x + threadIdx.x;
@@ -68,15 +68,15 @@ __global__ void add(const T* lhs, const T* rhs, T* out, const __grid_constant__ 
   }
 
   const int count = static_cast<int>(min_of<int64>(kVector, shape.columns - column));
-  const auto a = load_items<T, kVector>(lhs, shape.lhs_strides[kMaxAddDims - 1], count);
-  const auto b = load_items<T, kVector>(rhs, shape.rhs_strides[kMaxAddDims - 1], count);
+  const auto a = load_vector<T, kVector>(lhs, shape.lhs_strides[kMaxAddDims - 1], count);
+  const auto b = load_vector<T, kVector>(rhs, shape.rhs_strides[kMaxAddDims - 1], count);
   AddVector<T, kVector> sums;
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) sums.items[i] = sum_of(a.items[i], b.items[i]);
+  for (int i = 0; i < kVector; ++i) sums.elements[i] = sum_of(a.elements[i], b.elements[i]);
   if (count == kVector) {
     *reinterpret_cast<AddVector<T, kVector>*>(out) = sums;
   } else {
-    for (int i = 0; i < count; ++i) out[i] = sums.items[i];
+    for (int i = 0; i < count; ++i) out[i] = sums.elements[i];
   }
 }
 

@@ -1,4 +1,4 @@
-// Single elements to float and back, rounding to nearest even.
+// Conversions of single elements to float and back, rounding to nearest even.
 #pragma once
 
 #include "types.cuh"
@@ -23,7 +23,7 @@ inline float from_float<float>(float value) {
 template <>
 inline bfloat16 from_float<bfloat16>(float value) {
   bfloat16 result;
-  // sm_80 rounds pairs; the low half is the second operand.
+  // sm_80 converts pairs only; the low half is the second operand.
   uint32 pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(0.0f), "f"(value));
   result.bits = static_cast<uint16>(pair);

@@ -1,7 +1,7 @@
-// Tensor-core products of one warp: 16 rows by 8 columns, over 32 bytes of k (64 for float64).
+// Warp-level MMAs: 16 rows by 8 columns, over 32 bytes of k (64 for float64).
 //
-// With lane = 4 * g + t, an operand comes as octets of 8 rows (lhs) or columns (rhs). The lane
-// holds row or column g of an octet, in two registers that cover the two halves of k:
+// An operand consists of core matrices of 8 rows (lhs) or columns (rhs). Lane 4 * g + t holds row
+// or column g of each core matrix, in two registers that cover the two halves of k:
 //
 //     type      k in half 0          k in half 1
 //     8-bit     4t .. 4t+3           16+4t .. 16+4t+3
@@ -9,8 +9,8 @@
 //     32-bit    t                    4+t
 //     64-bit    t                    4+t
 //
-// The lhs has two octets, the rhs one. The sums are those of rows g and 8+g of columns 2t, 2t+1:
-// sums[0], sums[1] for row g and sums[2], sums[3] for row 8+g.
+// The lhs has two core matrices, the rhs one. A lane's accumulators are elements of columns 2t,
+// 2t+1: acc[0], acc[1] of row g and acc[2], acc[3] of row 8+g.
 #pragma once
 
 #include "types.cuh"
@@ -26,11 +26,11 @@ struct Mma;
   template <>                                                                                \
   struct Mma<Lhs, Rhs> {                                                                     \
     using Accumulator = Sum;                                                                 \
-    static void run(Sum (&sums)[4], const uint32 (&low)[2], const uint32 (&high)[2],         \
+    static void run(Sum (&acc)[4], const uint32 (&low)[2], const uint32 (&high)[2],          \
                     const uint32 (&rhs)[2]) {                                                \
       asm("mma.sync.aligned." instruction                                                    \
           " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                 \
-          : "+" kind(sums[0]), "+" kind(sums[1]), "+" kind(sums[2]), "+" kind(sums[3])       \
+          : "+" kind(acc[0]), "+" kind(acc[1]), "+" kind(acc[2]), "+" kind(acc[3])           \
           : "r"(low[0]), "r"(high[0]), "r"(low[1]), "r"(high[1]), "r"(rhs[0]), "r"(rhs[1])); \
     }                                                                                        \
   };
@@ -50,24 +50,24 @@ template <>
 struct Mma<double, double> {
   using Accumulator = double;
 
-  static void run(double (&sums)[4], const double (&low)[2], const double (&high)[2],
+  static void run(double (&acc)[4], const double (&low)[2], const double (&high)[2],
                   const double (&rhs)[2]) {
 #if __CUDA_ARCH__ >= 900
     // Only the larger shape reaches the full rate here.
     asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64"
         " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+d"(sums[0]), "+d"(sums[1]), "+d"(sums[2]), "+d"(sums[3])
+        : "+d"(acc[0]), "+d"(acc[1]), "+d"(acc[2]), "+d"(acc[3])
         : "d"(low[0]), "d"(high[0]), "d"(low[1]), "d"(high[1]), "d"(rhs[0]), "d"(rhs[1]));
 #else
     for (int half = 0; half < 2; ++half) {
-      run_octet(sums[0], sums[1], low[half], rhs[half]);
-      run_octet(sums[2], sums[3], high[half], rhs[half]);
+      run_m8n8k4(acc[0], acc[1], low[half], rhs[half]);
+      run_m8n8k4(acc[2], acc[3], high[half], rhs[half]);
     }
 #endif
   }
 
  private:
-  static void run_octet(double& even, double& odd, double lhs, double rhs) {
+  static void run_m8n8k4(double& even, double& odd, double lhs, double rhs) {
     asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
         : "+d"(even), "+d"(odd)
         : "d"(lhs), "d"(rhs));

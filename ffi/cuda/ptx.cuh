@@ -1,8 +1,9 @@
-// PTX instructions as functions. Shared memory is addressed by 32-bit offsets, as PTX does, which
-// keeps 64-bit arithmetic out of the inner loops.
+// PTX instructions as functions. Shared-memory addresses are 32-bit, as in PTX, which keeps 64-bit
+// arithmetic out of the inner loops.
 //
-// Whatever touches memory is volatile with a memory clobber, so the compiler keeps it on its side
-// of barriers and waits. Arithmetic is neither, so the compiler may schedule it freely.
+// Instructions that access memory are volatile with a memory clobber, so the compiler does not move
+// them across barriers and waits. Arithmetic instructions are neither, so the compiler schedules
+// them freely.
 #pragma once
 
 #include "types.cuh"
@@ -13,8 +14,8 @@ inline uint32 shared_address(const void* pointer) {
   return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies kBytes to shared memory in the background. Unless `inside`, it writes zeros and reads
-// nothing. 16 bytes at a time bypass the first-level cache.
+// Copies kBytes to shared memory asynchronously. Unless `inside`, it writes zeros and reads
+// nothing. Copies of 16 bytes bypass L1.
 template <int kBytes>
 inline void cp_async(uint32 destination, const void* source, bool inside) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
@@ -40,10 +41,10 @@ inline void cp_async(uint32 destination, const void* source, bool inside) {
   }
 }
 
-// Closes the group of this thread's copies since the last one; a group may be empty.
+// Commits this thread's copies since the last call as a group, which may be empty.
 inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most kPending of this thread's groups are still on their way.
+// Waits until at most kPending of this thread's groups are in flight.
 template <int kPending>
 inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -119,8 +120,8 @@ inline void store_shared(uint32 address, const uint32 (&words)[kWords]) {
   }
 }
 
-// Stores one or two adjacent values. Their registers stay what they are: a copy of a float to an
-// integer one, as the above would take, can come between products of wgmma.
+// Stores one or two adjacent values from registers of their own type. A copy of a float to an
+// integer register, as the function above would need, may make ptxas serialize wgmma.
 inline void store_shared(uint32 address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
@@ -169,14 +170,14 @@ inline void stmatrix_trans(uint32 row_address, const uint32 (&words)[4]) {
       : "memory");
 }
 
-// Picks four of the bytes of {high, low}: nibble i of `selector` numbers the one for byte i.
+// Selects four of the bytes of {high, low}: nibble i of `selector` is the index of byte i.
 inline uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {
   uint32 bytes;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
   return bytes;
 }
 
-// Low 32 bits of {high, low} >> (shift & 31).
+// Returns the low 32 bits of {high, low} >> (shift & 31).
 inline uint32 funnel_shift_right(uint32 low, uint32 high, uint32 shift) {
   uint32 word;
   asm("shf.r.wrap.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(low), "r"(high), "r"(shift));
@@ -187,7 +188,7 @@ inline uint32 funnel_shift_right(uint32 low, uint32 high, uint32 shift) {
 inline uint32 round_to_tf32(uint32 bits) {
   uint32 rounded;
 #if __CUDA_ARCH__ >= 900
-  // One instruction. Before, there is only rounding of ties away from zero, which takes two.
+  // This is one instruction. Older architectures round ties away from zero only, in two.
   asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(bits)));
 #else
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(bits)));
@@ -195,7 +196,7 @@ inline uint32 round_to_tf32(uint32 bits) {
   return rounded;
 }
 
-// The four 8-bit floats of a word as float16, which holds them exactly.
+// Converts the four 8-bit floats of a word to float16, which represents them exactly.
 inline void widen(uint32 (&halves)[2], float8_e4m3fn*, uint32 bytes) {
   asm("{\n"
       "  .reg .b16 low, high;\n"
@@ -217,7 +218,7 @@ inline void widen(uint32 (&halves)[2], float8_e5m2*, uint32 bytes) {
       : "r"(bytes));
 }
 
-// Two accumulators as two adjacent elements of memory.
+// Converts two accumulators to two adjacent elements of memory.
 inline void pack_pair(uint32 (&words)[1], bfloat16*, float first, float second) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[0]) : "f"(second), "f"(first));
 }

@@ -1,4 +1,4 @@
-// Which output tile a block computes.
+// The rasterization order: which output tile a CTA computes.
 #pragma once
 
 #include "types.cuh"
@@ -10,13 +10,13 @@ struct TileCoordinates {
   int n;
 };
 
-// Tiles in bands of `band` tile rows, column by column within a band. Blocks that run at the same
-// time then cover a compact patch of the output, and share rows of lhs and columns of rhs in the
-// second-level cache:
+// Grouped rasterization: tiles are numbered column by column within groups (bands) of `band` tile
+// rows. Concurrent CTAs then cover a compact part of the output, and share rows of lhs and columns
+// of rhs in L2:
 //
 //     band = 2:   0  2  4  6
 //                 1  3  5  7
-//                 8  9 10 11      (the last band may be lower)
+//                 8  9 10 11      (the last group may be lower)
 inline TileCoordinates banded_tile(int index, int tiles_m, int tiles_n, int band) {
   const int per_band = band * tiles_n;
   const int first = index / per_band * band;

@@ -1,4 +1,4 @@
-// Rows of strided arrays, and how the threads of memory-bound kernels share them.
+// Rows of strided arrays, and their distribution among the threads of memory-bound kernels.
 #pragma once
 
 #include "gemm/sm80/config.cuh"
@@ -8,9 +8,9 @@ namespace tilekern {
 
 inline constexpr int kMaxRowDims = kMaxBatchDims + 1;
 
-// Numbered rows of an array; `StridedRows` in `plans/strided_rows.py` packs the same fields.
+// Enumerated rows of an array; `StridedRows` in `plans/strided_rows.py` packs the same fields.
 struct StridedRows {
-  // Of the dimensions that number them, outermost first; unused ones come first with size 1.
+  // The dimensions that enumerate them, outermost first; unused ones come first with size 1.
   int64 strides[kMaxRowDims];
   uint32 sizes[kMaxRowDims];
   uint32 count;
@@ -22,14 +22,14 @@ inline int64 row_offset(const StridedRows& rows, uint32 row) {
   for (int dim = kMaxRowDims - 1; dim > 0; --dim) {
     offset += row % rows.sizes[dim] * rows.strides[dim];
     row /= rows.sizes[dim];
-    // The plan merges dimensions, so most often this is all.
+    // The plan merges dimensions, so one is usually enough.
     if (row == 0) return offset;
   }
   return offset + row * rows.strides[0];
 }
 
-// A block of threads takes a segment of each of several rows: 2^log2_lanes threads are side by side
-// on each, so that long rows and short ones keep all of them busy.
+// A CTA processes a segment of each of several rows, with 2^log2_lanes threads side by side on
+// each, so that long and short rows keep all threads busy.
 struct RowTiling {
   uint32 segments;
   uint32 log2_lanes;
@@ -50,8 +50,8 @@ inline RowPosition row_position(const RowTiling& tiling) {
           threadIdx.x & (lanes - 1), lanes};
 }
 
-// Loads kWords 32-bit words that the kernel only reads, or gives zeros unless `inside`. Not
-// volatile, so that the compiler can have many on their way at once.
+// Loads kWords 32-bit words that the kernel only reads, or returns zeros unless `inside`. It is not
+// volatile, so that the compiler can keep many loads in flight.
 template <int kWords>
 inline void load_read_only(uint32 (&words)[kWords], const void* address, bool inside) {
   static_assert(kWords == 2 || kWords == 4);
@@ -81,8 +81,8 @@ inline void load_read_only(uint32 (&words)[kWords], const void* address, bool in
   }
 }
 
-// Stores kWords 32-bit words in one instruction, which the compiler would not always make of stores
-// side by side.
+// Stores kWords 32-bit words in one instruction; the compiler does not always merge adjacent
+// stores.
 template <int kWords>
 inline void store_global(void* address, const uint32 (&words)[kWords]) {
   static_assert(kWords == 2 || kWords == 4);
@@ -96,17 +96,15 @@ inline void store_global(void* address, const uint32 (&words)[kWords]) {
   }
 }
 
-// kBytes bytes (8 or 16) at an address of any multiple of kItemBytes, cut out of the two aligned
-// vectors that they lie in. Of neighbouring windows each vector is read twice, the second time from
-// the first-level cache.
+// Loads kBytes bytes (8 or 16) at any multiple of kItemBytes, as two aligned vectors that are
+// shifted in registers. Neighbouring windows read each vector twice, the second time from L1.
 template <int kBytes, int kItemBytes>
 class Window {
  public:
   static constexpr int kWords = kBytes / 4;
 
-  // Reads what lies before `end`, by vectors that hold at least one byte of it: what comes after
-  // it is unspecified, or zeros if `source` is at or beyond it. A vector that lies before `begin`
-  // is not read.
+  // Reads the vectors that hold at least one byte before `end`. Bytes after `end` are unspecified,
+  // or zeros if `source` is at or beyond it. A vector that ends before `begin` is not read.
   void fetch(const char* source, const char* end, const char* begin = nullptr) {
     misalignment_ = static_cast<int>(reinterpret_cast<unsigned long long>(source) % kBytes);
     const char* aligned = source - misalignment_;
@@ -121,7 +119,7 @@ class Window {
       shifted[i] = low_[i];
       shifted[kWords + i] = high_[i];
     }
-    // By whole words, 2 and then 1 of them, then by bytes.
+    // The shift is first by 2 words, then by 1, and then by bytes.
 #pragma unroll
     for (int step = kWords / 2; step > 0; step /= 2) {
       const bool shift = (misalignment_ & (4 * step)) != 0;
@@ -144,7 +142,7 @@ class Window {
   uint32 high_[kWords];
 };
 
-// Makes zeros of all but the first `valid` bytes.
+// Clears all but the first `valid` bytes.
 template <int kWords>
 inline void keep_bytes(uint32 (&words)[kWords], int64 valid) {
 #pragma unroll

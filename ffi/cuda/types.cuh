@@ -1,4 +1,4 @@
-// Element types and their conversions. NVRTC has no standard headers, so nothing is included.
+// Element types. NVRTC has no standard headers, so nothing is included.
 #pragma once
 
 namespace tilekern {

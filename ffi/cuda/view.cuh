@@ -1,6 +1,5 @@
-// An array as a kernel sees it: a pointer with sizes, row-major. Compiled with TILEKERN_DEBUG, as
-// cuda_kernel(debug=True) does, every access is checked, and one out of bounds ends the kernel with
-// a message.
+// A row-major array: a pointer with sizes. With TILEKERN_DEBUG, which cuda_kernel(debug=True)
+// defines, every access is checked, and one out of bounds ends the kernel with a message.
 #pragma once
 
 #include "types.cuh"
@@ -14,7 +13,7 @@ struct View {
   T* data;
   int64 sizes[kRank];
 
-  // The element at an index for each dimension.
+  // Returns the element at one index per dimension.
   template <typename... Indices>
   T& operator()(Indices... indices) const {
     static_assert(sizeof...(Indices) == kRank, "a view takes an index for each dimension");
@@ -27,7 +26,7 @@ struct View {
     return data[offset];
   }
 
-  // The array at an index of the first dimension.
+  // Returns the subarray at an index of the first dimension.
   View<T, kRank - 1> operator[](int64 index) const
     requires(kRank > 1)
   {
@@ -50,7 +49,7 @@ struct View {
         "thread %u %u %u)\n",
         index, dimension, sizes[dimension], blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x,
         threadIdx.y, threadIdx.z);
-    // What assert() calls, known to NVRTC without a header.
+    // assert() calls this function, which NVRTC knows without a header.
     __assertfail("index out of bounds of a tilekern::View", __FILE__, __LINE__, "View", 1);
 #endif
   }

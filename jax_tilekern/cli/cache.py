@@ -1,4 +1,4 @@
-"""``cache``: what the cache of compiled kernels holds, and how to empty it."""
+"""``cache``: show the contents of the kernel cache, or clear it."""
 
 from __future__ import annotations
 

@@ -205,7 +205,8 @@ def _show(console: Console, outcome: Outcome, data: Digits) -> None:
     console.print(
         f"jnp.dot / jax_tilekern.matmul: {ratio.median:.2f} (p10 {ratio.p10:.2f}, "
         f"p90 {ratio.p90:.2f}) over {len(outcome.times.ours)} interleaved pairs of whole steps, "
-        "wall time.\nA step does more than matrix products; `bench matmul` times those alone.\n"
+        "wall time.\nA step does more than matrix products; `python -m benchmarks matmul`, "
+        "run from a clone, times those alone.\n"
     )
 
     hardest = np.argsort(outcome.norms)[::-1][:3]

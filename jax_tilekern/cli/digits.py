@@ -20,7 +20,7 @@ class Digits(NamedTuple):
 
 def load_digits() -> tuple[Digits, Digits]:
     """Return the training images and the test images; the split is always the same."""
-    file = importlib.resources.files("jax_tilekern.data") / "digits.npz"
+    file = importlib.resources.files("jax_tilekern.cli") / "digits.npz"
     with file.open("rb") as stream, np.load(stream) as arrays:
         images, labels = arrays["images"], arrays["labels"]
     pixels = images.reshape(len(images), -1).astype(np.float32) / 16

@@ -1,4 +1,4 @@
-"""``doctor``: what the package finds on this machine, and how to mend what is wrong."""
+"""``doctor``: what the package finds on this machine, and how to fix its problems."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax_tilekern.cli import machine
 from jax_tilekern.cli.console import make_console
 from jax_tilekern.cli.problems import Problem, find_problems
 
-HELP = "show what the package finds on this machine, and how to mend what is wrong"
+HELP = "show what the package finds on this machine, and how to fix its problems"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     problems = find_problems(facts, errors)
     if arguments.json:
         report = {
-            "schema": 1,
+            "schema": 2,
             "facts": facts,
             "errors": errors,
             "problems": [asdict(problem) for problem in problems],
@@ -54,7 +54,7 @@ def _show(facts: Mapping[str, Any], errors: Mapping[str, str], problems: list[Pr
     console.print(table)
     for problem in problems:
         console.print(f"\nProblem: {problem.what}", style="bold red")
-        console.print(f"  {problem.mend}", soft_wrap=True)
+        console.print(f"  {problem.fix}", soft_wrap=True)
     if not problems:
         console.print("\nNo problem found.", style="bold green")
 

@@ -1,16 +1,13 @@
-"""Facts about this machine and environment: what ``doctor`` shows and ``bench`` records.
+"""Facts about this machine and environment, which ``doctor`` shows and measurements record.
 
-Each function looks at one thing and may raise; the callers guard them.
+Each function probes one thing and may raise; the callers catch its errors.
 """
 
 from __future__ import annotations
 
-import csv
 import importlib.metadata
 import os
 import platform
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -28,19 +25,15 @@ from jax_tilekern.compilation import compiler
 from jax_tilekern.compilation.source_digests import source_digests
 
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
-# What the CPU kernels of this package and of XLA make use of.
+# The instruction sets that the CPU kernels of this package and of XLA use.
 _INSTRUCTION_SETS = (
     "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx_vnni",
     "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "asimd", "sve", "bf16",
 )  # fmt: skip
-_SMI_FIELDS = (
-    "index", "name", "compute_cap", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm",
-    "clocks.max.mem", "power.draw", "power.limit", "temperature.gpu",
-)  # fmt: skip
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of what takes part; ``None`` for what is not installed."""
+    """Return the versions of the software involved; ``None`` for a missing package."""
     return {
         "python": platform.python_version(),
         "os": platform.platform(),
@@ -68,7 +61,7 @@ def backends() -> dict[str, Any]:
     return {
         "default": jax.default_backend(),
         "devices": devices,
-        # What JAX_PLATFORMS or the configuration restricts JAX to.
+        # JAX_PLATFORMS or the configuration may restrict JAX to some platforms.
         "restricted_to": jax.config.jax_platforms or None,
     }
 
@@ -115,7 +108,7 @@ def _kernel(operand: Any, *, platform: str | None = None, **options: Any) -> str
 
 
 def driver() -> dict[str, Any]:
-    """Return what the CUDA driver says: its CUDA version and the GPUs, or why there are none."""
+    """Return the CUDA driver's CUDA version and GPUs, or why there are none."""
     version, devices = _core.cuda_driver_version(), _core.cuda_devices()
     return {
         "cuda": None if isinstance(version, str) else ".".join(map(str, version)),
@@ -125,7 +118,7 @@ def driver() -> dict[str, Any]:
             {
                 "name": device.name,
                 "compute_capability": list(device.compute_capability),
-                "multiprocessors": device.multiprocessors,
+                "multiprocessors": device.sm_count,
                 "l2_bytes": device.l2_bytes,
             }
             for device in devices
@@ -135,19 +128,54 @@ def driver() -> dict[str, Any]:
 
 
 def nvidia_smi() -> list[dict[str, str]]:
-    """Return versions, clocks, power and temperature as ``nvidia-smi`` has them; may be empty."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
+    """Return each GPU's versions, clocks, power and temperature under ``nvidia-smi``'s names.
+
+    They come from NVML, which ``nvidia-smi`` prints too. The list is empty without nvidia-ml-py,
+    without a driver, and without a GPU.
+    """
+    try:
+        import pynvml
+    except ImportError:
         return []
-    query = f"--query-gpu={','.join(_SMI_FIELDS)}"
-    finished = subprocess.run(
-        [command, query, "--format=csv,noheader"],
-        capture_output=True, text=True, timeout=20, check=False,
-    )  # fmt: skip
-    if finished.returncode != 0:
-        return []  # The program is there, and no driver or no GPU.
-    rows = csv.reader(finished.stdout.splitlines(), skipinitialspace=True)
-    return [dict(zip(_SMI_FIELDS, row, strict=True)) for row in rows]
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        return [_nvml_facts(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _nvml_facts(nvml: Any, index: int) -> dict[str, str]:
+    gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+
+    def fact(form: str, query: Callable[..., Any], *arguments: Any) -> str:
+        try:
+            return form.format(query(*arguments))
+        # A virtual GPU, for one, does not tell its power.
+        except nvml.NVMLError_NotSupported:
+            return "[N/A]"
+
+    def watts(query: Callable[[Any], int]) -> float:
+        return query(gpu) / 1000
+
+    clock, maximum = nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo
+    return {
+        "index": str(index),
+        "name": fact("{}", nvml.nvmlDeviceGetName, gpu),
+        "compute_cap": fact("{0[0]}.{0[1]}", nvml.nvmlDeviceGetCudaComputeCapability, gpu),
+        "driver_version": fact("{}", nvml.nvmlSystemGetDriverVersion),
+        "clocks.sm": fact("{} MHz", clock, gpu, nvml.NVML_CLOCK_SM),
+        "clocks.mem": fact("{} MHz", clock, gpu, nvml.NVML_CLOCK_MEM),
+        "clocks.max.sm": fact("{} MHz", maximum, gpu, nvml.NVML_CLOCK_SM),
+        "clocks.max.mem": fact("{} MHz", maximum, gpu, nvml.NVML_CLOCK_MEM),
+        "power.draw": fact("{:.2f} W", watts, nvml.nvmlDeviceGetPowerUsage),
+        "power.limit": fact("{:.2f} W", watts, nvml.nvmlDeviceGetPowerManagementLimit),
+        "temperature.gpu": fact(
+            "{}", nvml.nvmlDeviceGetTemperature, gpu, nvml.NVML_TEMPERATURE_GPU
+        ),
+    }
 
 
 def nvrtc() -> dict[str, Any]:
@@ -170,7 +198,7 @@ def _within_packages(path: str) -> str:
 
 
 def cache() -> dict[str, Any]:
-    """Return where compiled kernels are kept, how many, and whether more can be."""
+    """Return the kernel cache's location and size, and whether it is writable."""
     info = compiler.cache_info()
     return {
         "location": str(info.location),
@@ -181,8 +209,8 @@ def cache() -> dict[str, Any]:
 
 
 def _writable(folder: Path) -> bool:
-    """Say whether a file can be made in ``folder``, which need not exist yet."""
-    # The folder itself is not made: looking leaves no trace.
+    """Return whether a file can be created in ``folder``, which need not exist yet."""
+    # The probe does not create the folder.
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -224,13 +252,13 @@ PROBES: dict[str, Callable[[], Any]] = {
 
 
 def facts(*names: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what the probes of ``names`` found, and the errors of those that failed."""
+    """Return the results of the probes ``names``, and the errors of those that failed."""
     found: dict[str, Any] = {}
     errors: dict[str, str] = {}
     for name in names:
         try:
             found[name] = PROBES[name]()
-        # A broken installation breaks in any way, and that is what is to be reported.
+        # A broken installation may raise anything, and the error is the result.
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"
     return found, errors

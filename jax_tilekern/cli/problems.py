@@ -1,4 +1,4 @@
-"""What is wrong with an environment, told from facts about it, and the command that mends it."""
+"""Problems of an environment, derived from facts about it, and the command that fixes each."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Oldest supported and newest tested: the continuous integration's span. A micro release of the
-# newest is as good as tested.
+# The oldest and the newest version in continuous integration. A micro release of the newest counts
+# as tested.
 _OLDEST_JAX, _NEWEST_JAX = (0, 10), (0, 12)
 _OLDEST_GPU = (8, 0)
 # A float32 product of 128 terms errs by less than this in TF32, and by much less in float32.
@@ -16,32 +16,32 @@ _TRIAL_ERROR = 2e-3
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong.
+    """A problem of the environment.
 
     Attributes
     ----------
     what
-        In a sentence.
-    mend
-        The command that mends it.
+        The problem, in a sentence.
+    fix
+        The command that fixes it.
     """
 
     what: str
-    mend: str
+    fix: str
 
 
 def find_problems(facts: Mapping[str, Any], errors: Mapping[str, str]) -> list[Problem]:
-    """Return what is wrong.
+    """Return the problems that the facts show.
 
     Parameters
     ----------
     facts, errors
-        What :func:`jax_tilekern.cli.machine.facts` returns; facts that are missing are not
-        judged, and what failed to be found out is itself a problem.
+        The results of :func:`jax_tilekern.cli.machine.facts`. Missing facts are not judged, and a
+        probe that failed is itself a problem.
     """
     found = [
         Problem(
-            f"finding out about {name} failed: {error}",
+            f"the probe {name} failed: {error}",
             f'python -c "from jax_tilekern.cli import machine; print(machine.{name}())"',
         )
         for name, error in errors.items()
@@ -66,15 +66,13 @@ def find_problems(facts: Mapping[str, Any], errors: Mapping[str, str]) -> list[P
 def _jax_version(versions: Mapping[str, Any]) -> Iterator[Problem]:
     version = versions["jax"]
     release = tuple(int(part) for part in version.split(".")[:2])
-    mend = f"pip install 'jax>={_dotted(_OLDEST_JAX)},<={_dotted(_NEWEST_JAX)}.99'"
+    fix = f"pip install 'jax>={_dotted(_OLDEST_JAX)},<={_dotted(_NEWEST_JAX)}.99'"
     if release < _OLDEST_JAX:
         yield Problem(
-            f"jax {version} is older than {_dotted(_OLDEST_JAX)}, the oldest supported", mend
+            f"jax {version} is older than {_dotted(_OLDEST_JAX)}, the oldest supported", fix
         )
     if release > _NEWEST_JAX:
-        yield Problem(
-            f"jax {version} is newer than {_dotted(_NEWEST_JAX)}, the newest tested", mend
-        )
+        yield Problem(f"jax {version} is newer than {_dotted(_NEWEST_JAX)}, the newest tested", fix)
 
 
 def _gpu_without_backend(
@@ -122,10 +120,10 @@ def _gpu_too_old(driver: Mapping[str, Any]) -> Iterator[Problem]:
         if capability < _OLDEST_GPU:
             yield Problem(
                 f"{gpu['name']} has compute capability {_dotted(capability)}; kernels need "
-                f"{_dotted(_OLDEST_GPU)}, and XLA computes what they do not",
+                f"{_dotted(_OLDEST_GPU)}, so XLA computes every call",
                 f"export CUDA_VISIBLE_DEVICES={','.join(served)}"
                 if served
-                else "none: this takes a newer GPU",
+                else "none: the kernels need a newer GPU",
             )
 
 
@@ -150,11 +148,11 @@ def _no_nvrtc(driver: Mapping[str, Any], nvrtc: Mapping[str, Any]) -> Iterator[P
 
 
 def _cache_not_writable(cache: Mapping[str, Any], nvrtc: Mapping[str, Any]) -> Iterator[Problem]:
-    # Without NVRTC nothing is compiled, so nothing is kept.
+    # Without NVRTC there are no compiled kernels to cache.
     if nvrtc["path"] is not None and not cache["writable"]:
         folder = cache["location"]
         yield Problem(
-            f"compiled kernels cannot be kept in {folder}, so each process compiles its own",
+            f"compiled kernels cannot be cached in {folder}, so each process compiles its own",
             f"sudo mkdir -p '{folder}' && sudo chown -R \"$USER\" '{folder}'",
         )
 
@@ -170,7 +168,7 @@ def _nothing_registered(targets: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _wrong_product(trial: Mapping[str, Any]) -> Iterator[Problem]:
-    # Written so that an error that is not a number is a problem.
+    # The negation makes an error of NaN a problem.
     if not trial["error"] <= _TRIAL_ERROR:
         yield Problem(
             f"a float32 product by {trial['kernel']} has a relative error of {trial['error']:.1e}",

@@ -1,4 +1,4 @@
-"""A compiled kernel: what its cubin and ptxas say of it, and the packed cubin."""
+"""A compiled kernel: its description from the cubin and from ptxas, and the packed cubin."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class Entry:
     Attributes
     ----------
     name
-        The C++ name expression it was asked for by.
+        The C++ name expression that requested it.
     symbol
         Its mangled name, by which the driver finds it.
     registers
         Registers per thread.
     spill_bytes
-        Bytes per thread stored to and loaded from local memory for want of registers.
+        Bytes per thread of registers spilled to and loaded from local memory.
     shared_memory_bytes
-        Static shared memory per block.
+        Static shared memory per CTA.
     max_threads
-        The most threads a block may have: its launch bound, or what the hardware allows.
+        The maximal number of threads per CTA: its launch bound, or the hardware's limit.
     parameter_bytes
         Sizes of its parameters, in order.
     cubin
-        The ELF image that it is in, which the driver loads.
+        The ELF image that contains it, which the driver loads.
     """
 
     name: str
@@ -59,9 +59,9 @@ def read_entry(name: str, symbol: str, cubin: bytes, report: str) -> Entry:
     symbol
         Its mangled name.
     cubin
-        The ELF image it is in.
+        The ELF image that contains it.
     report
-        What ``ptxas --verbose`` printed.
+        The output of ``ptxas --verbose``.
 
     Raises
     ------
@@ -75,7 +75,7 @@ def read_entry(name: str, symbol: str, cubin: bytes, report: str) -> Entry:
         re.DOTALL,
     )
     if usage is None:
-        raise ValueError(f"the assembler reported nothing on {symbol}:\n{report}")
+        raise ValueError(f"ptxas reported nothing on {symbol}:\n{report}")
     shared = re.search(r"(\d+) bytes smem", usage[4])
     max_threads, parameter_bytes = _read_info(_section(cubin, f".nv.info.{symbol}"))
     return Entry(
@@ -101,7 +101,7 @@ def _section(image: bytes, name: str) -> bytes:
     """Return a section of a 64-bit little-endian ELF image."""
     (table,) = struct.unpack_from("<Q", image, 0x28)
     size, count, names_index = struct.unpack_from("<3H", image, 0x3A)
-    # Of each header: the name's offset, then (past type, flags and address) file offset and size.
+    # Each header has the name's offset, then (past type, flags and address) file offset and size.
     headers = [struct.unpack_from("<I20xQQ", image, table + i * size) for i in range(count)]
     names = headers[names_index][1]
     wanted = name.encode() + b"\0"
@@ -117,7 +117,8 @@ def _read_info(info: bytes) -> tuple[int, tuple[int, ...]]:
     sizes: dict[int, int] = {}
     at = 0
     while at < len(info):
-        # Each attribute is a format, a code and 16 bits; format 4 adds as many bytes as those say.
+        # Each attribute is a format, a code and a 16-bit value; format 4 is followed by that many
+        # bytes.
         form, code, value = struct.unpack_from("<BBH", info, at)
         at += 4
         if form != 4:

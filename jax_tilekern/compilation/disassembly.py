@@ -1,4 +1,4 @@
-"""A cubin's machine code in words, by NVIDIA's ``nvdisasm``."""
+"""Disassembly of a cubin to SASS, by NVIDIA's ``nvdisasm``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def disassemble(cubin: bytes) -> str:
     Raises
     ------
     FileNotFoundError
-        If ``nvdisasm`` is not installed; the message has the command that mends it.
+        If ``nvdisasm`` is not installed; the message has the command that installs it.
     """
     program = _nvdisasm()
     with tempfile.TemporaryDirectory() as folder:

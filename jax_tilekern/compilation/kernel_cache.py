@@ -1,9 +1,9 @@
 """The cache of compiled kernels on disk: bounded, and shared by processes.
 
-An entry is a file: a SHA-256 of the content, and the content. It is renamed into place, so that
-another process reads all of it or nothing. The time of its last change is that of its last use;
-where entries come to more than ``LIMIT_BYTES``, those that were not used for longest are deleted,
-by any process at any time. What is gone, damaged or not to be read is compiled again.
+An entry is a file with the SHA-256 of its content, and the content. It is renamed into place, so
+that another process reads all of it or nothing. Its modification time is the time of its last use.
+When the entries exceed ``LIMIT_BYTES``, any process deletes the least recently used ones. An entry
+that is missing, damaged or unreadable is compiled again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import platformdirs
 
-# Some ten thousand kernels.
+# This is room for about ten thousand kernels.
 LIMIT_BYTES = 256 << 20
 
 
@@ -35,10 +35,10 @@ class CacheInfo:
     entries
         Number of entries.
     bytes
-        Their size together, at most about ``LIMIT_BYTES``.
+        Their total size, at most about ``LIMIT_BYTES``.
     oldest_use
-        When the entry that was not used for longest was used, in seconds since the epoch; ``None``
-        without entries.
+        When the least recently used entry was used, in seconds since the epoch; ``None`` without
+        entries.
     """
 
     location: Path
@@ -48,14 +48,14 @@ class CacheInfo:
 
 
 def info() -> CacheInfo:
-    """Return where the cache is and how much is in it."""
+    """Return the location and the size of the cache."""
     files = [file for file in _files() if not file.is_part]
     oldest_use = min((file.used for file in files), default=None)
     return CacheInfo(_folder(), len(files), sum(file.bytes for file in files), oldest_use)
 
 
 def clear() -> CacheInfo:
-    """Delete every entry that may be deleted; return what there was."""
+    """Delete every entry that may be deleted; return the state before."""
     before = info()
     for file in _files():
         file.delete()
@@ -63,13 +63,13 @@ def clear() -> CacheInfo:
 
 
 def contains(key: str) -> bool:
-    """Whether there is an entry, which may be damaged."""
-    # Unlike Path.exists(), not an error where the folder may not be entered.
+    """Return whether there is an entry, which may be damaged."""
+    # Path.exists() raises for a folder without permission; this returns False.
     return os.path.exists(_path(key))
 
 
 def read(key: str) -> bytes | None:
-    """Return an entry's content, or ``None`` if there is none to be read."""
+    """Return an entry's content, or ``None`` if it is missing, damaged or unreadable."""
     path = _path(key)
     try:
         data = path.read_bytes()
@@ -84,7 +84,7 @@ def read(key: str) -> bytes | None:
 
 
 def write(key: str, content: bytes) -> None:
-    """Keep an entry, unless the folder cannot be written, which is worth one warning."""
+    """Store an entry; a folder that cannot be written gives one warning."""
     folder = _folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ def _evict() -> None:
     excess = sum(file.bytes for file in files) - LIMIT_BYTES
     if excess <= 0:
         return
-    # A quarter more than need be, so that few processes find the cache full.
+    # Deleting a quarter more than necessary makes a full cache rare.
     excess += LIMIT_BYTES // 4
     for file in sorted(files, key=lambda file: file.used):
         if excess <= 0:
@@ -117,7 +117,7 @@ def _evict() -> None:
 
 
 class _File(NamedTuple):
-    """A file as it was when it was looked at; another process may have deleted it since."""
+    """A file at the time of listing; another process may have deleted it since."""
 
     path: str
     bytes: int
@@ -134,7 +134,7 @@ class _File(NamedTuple):
 
 
 def _files() -> list[_File]:
-    """Return the files of the cache; none where the folder may not be looked at."""
+    """Return the files of the cache; none where the folder is not readable."""
     found = []
     with contextlib.suppress(OSError), os.scandir(_folder()) as files:
         for file in files:

@@ -23,7 +23,7 @@ _load_lock = threading.Lock()
 
 
 class NvrtcNotFound(RuntimeError):
-    """There is no NVRTC in this environment; the message has the command that mends it."""
+    """There is no NVRTC in this environment; the message has the command that installs it."""
 
 
 class CompileError(RuntimeError):
@@ -32,7 +32,7 @@ class CompileError(RuntimeError):
     Attributes
     ----------
     log
-        What the compiler printed.
+        The compiler's output.
     """
 
     def __init__(self, message: str, log: str) -> None:
@@ -42,7 +42,7 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Output:
-    """What a compilation gave.
+    """The result of a compilation.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Output:
     symbols
         Mangled names, in the order of the name expressions.
     log
-        What the compiler and the assembler printed.
+        The output of the compiler and of ptxas.
     """
 
     cubin: bytes
@@ -67,16 +67,16 @@ def nvrtc() -> Nvrtc:
     NvrtcNotFound
         If there is none.
     """
-    # One thread loads; functools.cache alone would let several.
+    # The lock lets one thread load; functools.cache alone would let several.
     with _load_lock:
         return _load()
 
 
 @functools.cache
 def nvrtc_identity() -> str:
-    """Return what tells the NVRTC that :func:`nvrtc` loads from any other.
+    """Return what distinguishes the NVRTC that :func:`nvrtc` loads from any other.
 
-    A wheel's file is looked at and not loaded, which takes longer than to read cached kernels.
+    A wheel's file is identified without loading it, which takes longer than to read cached kernels.
 
     Raises
     ------
@@ -103,7 +103,7 @@ def _load() -> Nvrtc:
         except OSError as error:
             tried.append(f"{path}: {error}")
             if os.path.isabs(path):
-                break  # It is what nvrtc_identity() has named.
+                break  # nvrtc_identity() has named this file.
     raise NvrtcNotFound(
         "no NVRTC, which compiles CUDA kernels, in this Python environment or on the system; "
         f"`pip install '{_LIBRARIES[majors[0]][2]}'` adds it (tried {'; '.join(tried)})"
@@ -124,7 +124,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _candidates(majors: Sequence[int]) -> Iterator[str]:
-    """Yield where NVRTC may be: for each version the wheel's file, then the loader's."""
+    """Yield where NVRTC may be: for each CUDA version the wheel's file, then the loader's."""
     wheels = importlib.util.find_spec("nvidia")
     folders = (wheels and wheels.submodule_search_locations) or ()
     for major in majors:
@@ -167,20 +167,20 @@ class Nvrtc:
         options: Sequence[str],
         headers: Mapping[str, str],
     ) -> Output:
-        """Compile ``source`` for an architecture, ``sm_90a`` say.
+        """Compile ``source`` for an architecture such as ``sm_90a``.
 
         Parameters
         ----------
         source
             CUDA C++ text.
         file
-            What messages call it.
+            The name of the source in messages.
         names
             Name expressions of the kernels to instantiate.
         options
             NVRTC's options.
         headers
-            Texts of headers, by the name that an ``#include`` has.
+            Texts of headers, by the name in the ``#include``.
 
         Raises
         ------
@@ -200,7 +200,7 @@ class Nvrtc:
         options: Sequence[str],
         headers: Mapping[str, str],
     ) -> str:
-        """Compile ``source`` for a virtual architecture, ``compute_90a`` say, and return its PTX.
+        """Compile ``source`` for a virtual architecture such as ``compute_90a`` to PTX.
 
         Parameters and errors are those of :meth:`compile`.
         """
@@ -260,7 +260,7 @@ class Nvrtc:
     def _bytes(self, what: str, program: ctypes.c_void_p) -> bytes:
         size = self._ctypes.c_size_t()
         self._call(f"nvrtcGet{what}Size", program, self._ctypes.byref(size))
-        # A buffer of its own: NVRTC writes into it, and small bytes objects are shared.
+        # NVRTC writes into the buffer, and Python shares small bytes objects.
         buffer = self._ctypes.create_string_buffer(max(size.value, 1))
         self._call(f"nvrtcGet{what}", program, buffer)
         return buffer.raw[: size.value]

@@ -10,13 +10,13 @@ from jax_tilekern.compilation.compiler import cuda_folder
 
 
 def source_digests() -> dict[str, str | None]:
-    """Return SHA-256 digests of what decides a kernel's speed.
+    """Return SHA-256 digests of the sources that decide a kernel's speed.
 
     Returns
     -------
     dict[str, str | None]
-        Of the CUDA device code, of the planners, and of the CPU kernels' sources; the last are
-        ``None`` for an installed package, which has none.
+        Digests of the CUDA device code, of the planners, and of the CPU kernels' sources. The last
+        is ``None`` for an installed package, which has no such sources.
     """
     package = Path(__file__).parent.parent
     cpu_sources = package.parent / "ffi" / "cpu"

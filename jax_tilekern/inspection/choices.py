@@ -1,4 +1,4 @@
-"""What each call of the library lowered to, for whoever asks: see :mod:`jax_tilekern.explain`."""
+"""Record what each call of the library lowers to, for :mod:`jax_tilekern.explain`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Choice:
     reason
         Why.
     partition
-        How the call is shared out among devices, if it is: which dimensions are split into how
-        many parts, and how partial results are added up.
+        How the call is partitioned among devices, if it is: which dimensions are split into how
+        many parts, and which collective adds partial results.
     """
 
     call: str
@@ -48,25 +48,25 @@ class Recorder:
     """The choices of one function, in the order of lowering.
 
     A call that XLA partitions is planned when the program is compiled, perhaps on another thread,
-    and so is recorded later. Its text says that it is the recorder's.
+    and is recorded then. The text of the custom call has the recorder's token.
     """
 
     def __init__(self) -> None:
         self.choices: list[Choice] = []
         self.awaited: dict[str, Choice] = {}
-        # No compiled program of JAX's persistent cache has it, so XLA is sure to ask.
+        # The token is new, so JAX's persistent cache misses and XLA partitions the call.
         self.token = uuid.uuid4().hex
 
     def leave_unpartitioned(self) -> None:
-        """Record calls that XLA has not been asked to partition."""
+        """Record calls whose program is not compiled, without a partition."""
         self.choices.extend(self.awaited.values())
 
 
 _recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(
     "jax_tilekern_choices", default=None
 )
-# Part of the key under which JAX keeps what it has traced and lowered: nothing that was lowered
-# earlier is reused unrecorded.
+# The token is part of the key of JAX's tracing and lowering caches, so no earlier lowering is
+# reused without being recorded.
 _recording = jax.make_user_context(None)
 _waiting: list[Recorder] = []
 _lock = threading.Lock()
@@ -89,20 +89,20 @@ def recorded_choices() -> Iterator[Recorder]:
 
 
 def record_choice(call: str, ctx: Any, platform: str, kernel: str | None, reason: str) -> None:
-    """Tell whoever is collecting choices what a call lowers to."""
+    """Record what a call lowers to, if a recorder is active."""
     recorder = _recorder.get()
     if recorder is not None:
         recorder.choices.append(_choice(call, ctx, platform, kernel, reason))
 
 
 def recorder_token() -> str:
-    """Return what the text of a call must have for the current recorder to know it."""
+    """Return the token that identifies the current recorder in the text of a call."""
     recorder = _recorder.get()
     return "" if recorder is None else recorder.token
 
 
 def await_partition(text: str, call: str, ctx: Any, platform: str) -> None:
-    """Tell whoever is collecting choices that XLA is going to partition a call."""
+    """Record that XLA will partition a call, if a recorder is active."""
     recorder = _recorder.get()
     if recorder is not None:
         reason = "planned for each device when XLA has partitioned the program"
@@ -110,7 +110,7 @@ def await_partition(text: str, call: str, ctx: Any, platform: str) -> None:
 
 
 def record_partition(text: str, choices: Sequence[Choice]) -> None:
-    """Tell whoever waits for a partitioned call what it became on each device."""
+    """Record what a partitioned call became on each device, for the recorders that await it."""
     with _lock:
         for recorder in _waiting:
             if text in recorder.awaited:

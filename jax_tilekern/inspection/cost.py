@@ -13,9 +13,9 @@ from jax_tilekern.primitives.modes import disabled
 def cost_analysis(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, float]:
     """Count a function's operations and bytes, as ``jax.jit(function).lower(...)`` would.
 
-    XLA knows nothing of what a custom call does: its own ``cost_analysis()`` counts -1 for each
-    kernel, of a lowered and of a compiled program alike. Here every kernel counts as the operation
-    of XLA's that it takes the place of. The function is traced and lowered inside
+    XLA cannot see into a custom call: its own ``cost_analysis()`` counts -1 for each kernel, in
+    lowered and in compiled programs. Here every kernel counts as the XLA operation that it
+    replaces. The function is traced and lowered inside
     :func:`jax_tilekern.disabled`, and neither compiled nor run.
 
     Parameters
@@ -29,7 +29,7 @@ def cost_analysis(function: Callable[..., Any], *args: Any, **kwargs: Any) -> di
     -------
     dict[str, float]
         As :meth:`jax.stages.Lowered.cost_analysis` returns it: ``"flops"``, ``"bytes accessed"``
-        and others. A product of groups counts as XLA's own, which may multiply every group with
+        and others. A grouped GEMM counts as XLA's own, which may multiply every group with
         all rows.
 
     Raises
@@ -50,6 +50,6 @@ def cost_analysis(function: Callable[..., Any], *args: Any, **kwargs: Any) -> di
     jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
     with disabled():
         lowered = jitted.lower(*args, **kwargs)
-        # Some backends count compiled programs alone.
+        # Some backends count only compiled programs.
         counted: dict[str, float] = lowered.cost_analysis() or lowered.compile().cost_analysis()
     return counted

@@ -45,9 +45,9 @@ def explain(
     """Say which kernel computes each of the library's calls in ``function``, and why.
 
     The function is traced and lowered, not executed; kernels that are not in the cache are
-    compiled. Where several devices share a call, XLA decides when it compiles the program which
-    part each of them has. So such a program is compiled as well, and the table shows how the call
-    is partitioned, and the shapes and the kernel on each device.
+    compiled. XLA partitions a call among several devices when it compiles the program. So such a
+    program is compiled as well, and the table shows how the call is partitioned, and the shapes and
+    the kernel on each device.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def explain(
     Returns
     -------
     Explanation
-        One :class:`~jax_tilekern.inspection.choices.Choice` a call; ``print`` it for a table.
+        One :class:`~jax_tilekern.inspection.choices.Choice` per call; ``print`` it for a table.
         Calls inside a jitted function that is called several times are listed once, as they are
         lowered once.
 

@@ -1,4 +1,4 @@
-"""What a kernel takes of a GPU, and the code that the compiler made of it."""
+"""A kernel's use of a GPU's resources, and the code that the compiler generated for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class KernelReport:
     Attributes
     ----------
     call
-        What was asked for.
+        The call, as the user made it.
     plan
         How it is launched.
     """
@@ -33,36 +33,36 @@ class KernelReport:
 
     @property
     def grid(self) -> Dim3:
-        """Blocks of the grid."""
+        """CTAs of the grid, in each dimension."""
         return self.plan.launch.grid
 
     @property
     def block(self) -> Dim3:
-        """Threads of a block."""
+        """Threads per CTA, in each dimension."""
         return self.plan.launch.block
 
     @property
     def registers(self) -> int:
-        """Registers of a thread."""
+        """Registers per thread."""
         return self.plan.launch.entry.registers
 
     @property
     def spill_bytes(self) -> int:
-        """Bytes that a thread stores and loads for want of registers."""
+        """Bytes of registers that a thread spills to local memory."""
         return self.plan.launch.entry.spill_bytes
 
     @property
     def shared_memory_bytes(self) -> int:
-        """Shared memory of a block, static and dynamic."""
+        """Shared memory per CTA in bytes, static and dynamic."""
         return self.plan.launch.entry.shared_memory_bytes + self.plan.launch.shared_memory_bytes
 
     @property
     def occupancy(self) -> Occupancy | None:
-        """What a multiprocessor holds of it, or ``None`` for a GPU that is not known."""
+        """CTAs that an SM holds at a time, or ``None`` for a GPU that is not known."""
         return self.plan.occupancy
 
     def ptx(self) -> str:
-        """Return the PTX that the assembler got."""
+        """Return the PTX that ptxas assembled."""
         source = self.call.source
         return compile_to_ptx(
             source.text,
@@ -74,12 +74,12 @@ class KernelReport:
         )
 
     def sass(self) -> str:
-        """Return the machine code in words.
+        """Return the SASS as text.
 
         Raises
         ------
         FileNotFoundError
-            If ``nvdisasm`` is not installed; the message has the command that mends it.
+            If ``nvdisasm`` is not installed; the message has the command that installs it.
         """
         return disassemble(self.plan.launch.entry.cubin)
 
@@ -90,11 +90,11 @@ class KernelReport:
             "kernel": self.call.name,
             "compiled for": f"{self.plan.gpu.name} ({self.arch})",
             "grid, block": f"{self.grid}, {self.block}",
-            "registers": f"{self.registers} a thread, {self.spill_bytes} bytes spilled",
-            "shared memory": f"{self.shared_memory_bytes} bytes a block",
+            "registers": f"{self.registers} per thread, {self.spill_bytes} bytes spilled",
+            "shared memory": f"{self.shared_memory_bytes} bytes per block",
             "occupancy": (
-                f"{held.blocks} blocks a multiprocessor, {held.fraction:.0%} of its warps, limited "
-                f"by {held.limit}"
+                f"{held.blocks} blocks per SM, {held.fraction:.0%} of its warps, "
+                f"limited by {held.limit}"
                 if held
                 else "not known for this GPU"
             ),

@@ -1,1 +1,1 @@
-"""The operations: signatures, semantics and rules, one family a file."""
+"""The operations: signatures, semantics and rules, one family per file."""

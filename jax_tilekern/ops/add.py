@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
@@ -21,8 +20,7 @@ from jax_tilekern.ops.sum import sum as sum_over
 from jax_tilekern.partitioning.rule import Dims, ShardingRule, rule_over_axes
 from jax_tilekern.plans.add import DTYPES, AddedDims, plan_add
 from jax_tilekern.primitives import compat, ffi
-from jax_tilekern.primitives import operation as primitive
-from jax_tilekern.primitives.operation import Fallback, Kernel, Operation, Planner
+from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operation, Planner, define
 
 
 @jitted()
@@ -94,7 +92,7 @@ def _batch(_: Any, operands: Sequence[Array], dims: Sequence[int | None]) -> tup
 
 
 def _sharding_rule(x: Any, y: Any) -> ShardingRule:
-    """Label dimensions by their number; one that is broadcast, each device has whole."""
+    """Label dimensions by their index; every device has broadcast dimensions whole."""
     shape = tuple(max(sizes) for sizes in zip(x.shape, y.shape, strict=True))
 
     def labels(operand: Any) -> Dims:
@@ -110,36 +108,23 @@ def _sharding_rule(x: Any, y: Any) -> ShardingRule:
 
 
 def _refusal(x: Any, y: Any) -> Fallback | None:
-    sizes = (*x.shape, *y.shape)
-    if not all(isinstance(size, int) for size in sizes):
-        return Fallback("a plan needs every size, and this shape is symbolic")
-    if 0 in sizes:
-        return Fallback("an empty array has nothing to add")
-    if x.dtype not in DTYPES:
-        return Fallback(f"no kernel adds {x.dtype}")
-    return None
+    return None if x.dtype in DTYPES else Fallback(f"no kernel adds {x.dtype}")
 
 
-def _dims(x: Any, y: Any) -> AddedDims:
-    return AddedDims.of(x.shape, y.shape)
+def _cuda(operands: Sequence[Operand], _: Any) -> Kernel | Fallback:
+    x, y = operands
+    dims = AddedDims.of(x.aval.shape, y.aval.shape)
+    return planned_kernel((x.value, y.value), plan_add, dims, x.aval.dtype)
 
 
-def _cuda(ctx: Any, x: Any, y: Any) -> Kernel | Fallback:
-    dims = _dims(*ctx.avals_in)
-    return planned_kernel(ctx, (x, y), plan_add, dims, ctx.avals_in[0].dtype)
+def _cpu(operands: Sequence[Operand], _: Any) -> Kernel | Fallback:
+    x, y = operands
+    dims = AddedDims.of(x.aval.shape, y.aval.shape)
+    call = ffi.CpuCall(ffi.CPU_ADD, dims._asdict())
+    return Kernel(f"cpu_add {x.aval.dtype}", str(dims), call, (x.value, y.value))
 
 
-def _cpu(ctx: Any, x: Any, y: Any) -> Kernel | Fallback:
-    dims = _dims(*ctx.avals_in)
-    attributes = {name: np.array(values, np.int64) for name, values in dims._asdict().items()}
-    return Kernel(
-        f"cpu_add {ctx.avals_in[0].dtype}",
-        str(dims),
-        lambda: ffi.cpu_call(ctx, ffi.CPU_ADD, (x, y), **attributes),
-    )
-
-
-_bind = primitive.define(
+_bind = define(
     Operation(
         name="tilekern_add",
         reference=_reference,

@@ -10,20 +10,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
 from jax_tilekern.ops.labelled_lowering import (
-    Operand,
+    LabelledOperand,
     Platform,
+    cast_first,
     chosen_arithmetic,
     cpu_attributes,
-    readable,
-    unplannable,
-    where_it_lies,
+    ways_to_read,
 )
 from jax_tilekern.ops.labelled_operands import (
     common_type,
@@ -36,13 +35,20 @@ from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.cpu import has_amx
 from jax_tilekern.plans.gemm.arithmetic import Converted, cpu_arithmetic, cuda_arithmetic
-from jax_tilekern.plans.gemm.contraction import Contraction, Oriented, matmul_geometry
-from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.contraction import Contraction, matmul_geometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import plan_matmul
 from jax_tilekern.primitives import compat, ffi
-from jax_tilekern.primitives import operation as primitive
-from jax_tilekern.primitives.operation import Fallback, Kernel, Operation, Planner, Rewrite, Source
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Kernel,
+    Operand,
+    Operation,
+    Params,
+    Planner,
+    Rewrite,
+    define,
+)
 
 
 def contract(
@@ -121,7 +127,7 @@ def _batch(
     out_sharding: NamedSharding | None,
     **params: Any,
 ) -> tuple[Array, int]:
-    """Label the mapped axis where it lies; an operand without it is not touched."""
+    """Label the mapped axis in place; an operand without it is unchanged."""
     mapped = 1 + max(*contraction.lhs, *contraction.rhs, -1, -1)
     batched = Contraction(
         labelled(contraction.lhs, mapped, dims[0]),
@@ -133,7 +139,7 @@ def _batch(
     return contract(lhs, rhs, batched, out_sharding=out_sharding, **params), 0
 
 
-# Partitioning: the labels say which dimensions devices may share.
+# Partitioning: the labels state which dimensions may be split among devices.
 
 
 def _sharding_rule(lhs: Any, rhs: Any, *, contraction: Contraction, **_: Any) -> ShardingRule:
@@ -144,20 +150,23 @@ def _sharding_rule(lhs: Any, rhs: Any, *, contraction: Contraction, **_: Any) ->
     )
 
 
-def _source(ctx: Any, lhs: Any, rhs: Any, *, contraction: Contraction, **params: Any) -> Source:
-    left, right = (
-        where_it_lies(Operand(value, labels, aval))
-        for value, labels, aval in zip(
-            (lhs, rhs), (contraction.lhs, contraction.rhs), ctx.avals_in, strict=True
-        )
-    )
-    labels = Contraction(left.labels, right.labels, contraction.out)
-    return Source(
-        (left.value, right.value), (left.aval, right.aval), {**params, "contraction": labels}
-    )
+def _source(
+    operands: Sequence[Operand], *, contraction: Contraction, **params: Any
+) -> tuple[Sequence[Operand], Params]:
+    lhs, rhs = (x.source for x in _labelled(operands, contraction))
+    labels = Contraction(lhs.labels, rhs.labels, contraction.out)
+    return [Operand(x.value, x.aval) for x in (lhs, rhs)], {**params, "contraction": labels}
 
 
-# Lowering.
+def _labelled(operands: Sequence[Operand], contraction: Contraction) -> list[LabelledOperand]:
+    labels = (contraction.lhs, contraction.rhs)
+    return [LabelledOperand(*x, own) for x, own in zip(operands, labels, strict=True)]
+
+
+# Lowering: state the problem, then plan it.
+
+_CPU = Platform(cpu_arithmetic, needs_unit_stride=False)
+_CUDA = Platform(cuda_arithmetic, needs_unit_stride=True)
 
 
 def _refusal(
@@ -170,53 +179,87 @@ def _refusal(
     out_dtype: np.dtype[Any],
     **_: Any,
 ) -> Fallback | None:
-    if refusal := unplannable((lhs, rhs)):
-        return refusal
     if all(lhs.shape[contraction.lhs.index(x)] == 1 for x in contraction.contracted):
-        # For example per-example gradients, whose norms then never touch memory.
+        # XLA fuses for example the norms of per-example gradients, which then need no memory.
         return Fallback("nothing is contracted, and XLA fuses an outer product into what uses it")
     arithmetic = chosen_arithmetic(platform, lhs, rhs, out_dtype, precision)
     return arithmetic if isinstance(arithmetic, Fallback) else None
 
 
-def _plan(
+class _Problem(NamedTuple):
+    product: Product
+    # MLIR values of the arrays that the kernel reads, in the product's order.
+    operands: tuple[Any, Any]
+
+
+def _problem(
     platform: Platform,
-    ctx: Any,
-    lhs: Any,
-    rhs: Any,
+    operands: Sequence[Operand],
     *,
     contraction: Contraction,
     precision: Any,
     out_dtype: np.dtype[Any],
     **_: Any,
-) -> Kernel | Rewrite | Fallback:
-    lhs_aval, rhs_aval = ctx.avals_in
-    arithmetic = chosen_arithmetic(platform, lhs_aval, rhs_aval, out_dtype, precision)
+) -> _Problem | Rewrite | Fallback:
+    lhs, rhs = _labelled(operands, contraction)
+    arithmetic = chosen_arithmetic(platform, lhs.aval, rhs.aval, out_dtype, precision)
     if isinstance(arithmetic, Fallback):
         return arithmetic
     if isinstance(arithmetic, Converted):
-        return Rewrite(
-            f"computed as {arithmetic.operands} -> {arithmetic.result}: {arithmetic.reason}",
+        return cast_first(
+            arithmetic,
             functools.partial(_converted, arithmetic, contraction, precision, out_dtype),
         )
-
-    def collapsed(left: Operand, right: Operand) -> Oriented | str:
+    obstacle: str | None = None
+    for left, right in ways_to_read(lhs, rhs):
         labels = Contraction(left.labels, right.labels, contraction.out)
-        oriented = matmul_geometry(labels, left.aval.shape, right.aval.shape)
-        if isinstance(oriented, str):
-            return oriented
-        return platform.obstacle(oriented.geometry) or oriented
-
-    found = readable(
-        Operand(lhs, contraction.lhs, lhs_aval), Operand(rhs, contraction.rhs, rhs_aval), collapsed
+        found = matmul_geometry(labels, left.aval.shape, right.aval.shape)
+        obstacle = found if isinstance(found, str) else platform.obstacle(found.geometry)
+        if isinstance(found, str) or obstacle is not None:
+            continue
+        if found.swapped:
+            left, right = right, left
+        types = (left.aval.dtype, right.aval.dtype, out_dtype)
+        return _Problem(Product(found.geometry, *types, arithmetic), (left.value, right.value))
+    return Rewrite(
+        f"operands reordered first: {obstacle}",
+        functools.partial(_reordered, contraction, precision, out_dtype),
     )
-    if isinstance(found, str):
-        return Rewrite(
-            f"operands reordered first: {found}",
-            functools.partial(_reordered, contraction, precision, out_dtype),
+
+
+def _plan_on_cuda(
+    operands: Sequence[Operand], _: Any, **params: Any
+) -> Kernel | Rewrite | Fallback:
+    problem = _problem(_CUDA, operands, **params)
+    if not isinstance(problem, _Problem):
+        return problem
+    return planned_kernel(problem.operands, plan_matmul, problem.product)
+
+
+def _plan_on_cpu(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel | Rewrite | Fallback:
+    problem = _problem(_CPU, operands, **params)
+    if not isinstance(problem, _Problem):
+        return problem
+    product = problem.product
+    geometry, arithmetic = product.geometry, product.arithmetic
+    few = min(geometry.m, geometry.n) < 8
+    if arithmetic in ("bfloat16", "int8") and has_amx() and not few and geometry.lhs_k_major:
+        return Fallback(f"XLA multiplies {arithmetic} in this CPU's matrix units (AMX)")
+    if (
+        geometry.m == geometry.n == 1
+        and not geometry.lhs_strides[-1] == geometry.rhs_strides[-2] == 1
+    ):
+        return Fallback(
+            "XLA is faster where the vectors of a dot product are not contiguous (0.01)"
         )
-    ctx = ctx.replace(avals_in=[found.lhs.aval, found.rhs.aval])
-    return platform.kernel(ctx, found.lhs.value, found.rhs.value, found.geometry, arithmetic)
+    attributes = cpu_attributes(geometry)
+    types = [str(dtype) for dtype in (product.lhs_dtype, product.rhs_dtype, product.out_dtype)]
+    return Kernel(
+        ffi.cpu_matmul_kernel(types, attributes),
+        f"{arithmetic}, {geometry.major_orders}",
+        ffi.CpuCall(ffi.CPU_MATMUL, attributes),
+        problem.operands,
+    )
 
 
 def _converted(
@@ -246,41 +289,6 @@ def _reordered(
     return transposed(out, plain.out, contraction.out)
 
 
-def _cpu_kernel(
-    ctx: Any, lhs: Any, rhs: Any, geometry: MatmulGeometry, arithmetic: str
-) -> Kernel | Fallback:
-    few = min(geometry.m, geometry.n) < 8
-    if arithmetic in ("bfloat16", "int8") and has_amx() and not few and geometry.lhs_k_major:
-        return Fallback(f"XLA multiplies {arithmetic} in this CPU's matrix units (AMX)")
-    if (
-        geometry.m == geometry.n == 1
-        and not geometry.lhs_strides[-1] == geometry.rhs_strides[-2] == 1
-    ):
-        return Fallback(
-            "XLA is faster where the vectors of a dot product are not contiguous (0.01)"
-        )
-    attributes = cpu_attributes(geometry)
-    arrays = {name: np.array(values, np.int64) for name, values in attributes.items()}
-    types = [str(aval.dtype) for aval in (*ctx.avals_in, *ctx.avals_out)]
-    return Kernel(
-        name=ffi.cpu_matmul_kernel(types, **arrays),
-        reason=f"{arithmetic}, {geometry.major_orders}",
-        emit=lambda: ffi.cpu_call(ctx, "jax_tilekern_cpu_matmul", (lhs, rhs), **arrays),
-    )
-
-
-def _cuda_kernel(
-    ctx: Any, lhs: Any, rhs: Any, geometry: MatmulGeometry, arithmetic: str
-) -> Kernel | Fallback:
-    lhs_type, rhs_type, out_type = (aval.dtype for aval in (*ctx.avals_in, *ctx.avals_out))
-    product = Product(geometry, lhs_type, rhs_type, out_type, arithmetic)
-    return planned_kernel(ctx, (lhs, rhs), plan_matmul, product)
-
-
-def _planner(platform: Platform) -> Planner:
-    return Planner(functools.partial(_refusal, platform), functools.partial(_plan, platform))
-
-
 def _as_dot_general(
     contraction: Contraction, precision: Any, out_dtype: np.dtype[Any], **_: Any
 ) -> tuple[compat.Primitive, dict[str, Any]]:
@@ -292,7 +300,7 @@ def _as_dot_general(
     }
 
 
-_bind = primitive.define(
+_bind = define(
     Operation(
         name="tilekern_contract",
         reference=product_by_lax,
@@ -300,12 +308,8 @@ _bind = primitive.define(
         batch=_batch,
         sharding_rule=_sharding_rule,
         planners={
-            "cpu": _planner(Platform(cpu_arithmetic, lambda geometry: None, _cpu_kernel)),
-            "cuda": _planner(
-                Platform(
-                    cuda_arithmetic, lambda geometry: geometry.without_unit_stride, _cuda_kernel
-                )
-            ),
+            "cpu": Planner(functools.partial(_refusal, _CPU), _plan_on_cpu),
+            "cuda": Planner(functools.partial(_refusal, _CUDA), _plan_on_cuda),
         },
         describe=lambda contraction, **_: str(contraction),
         source=_source,

@@ -82,7 +82,7 @@ def cuda_kernel(
         *Or function.* Numbers passed by value, as NumPy scalars, whose type is the parameter's:
         ``(np.float32(2), np.int64(x.size))``.
     tensor_maps
-        *Or function.* Descriptors for the copy engine (:class:`TensorMap`).
+        *Or function.* Descriptors for TMA (:class:`TensorMap`).
     workspaces
         *Or function.* Bytes of each buffer that the kernel writes to and nobody reads; aligned to
         128 bytes, not initialised. With ``batch_axis``, one after the other for each element of
@@ -297,7 +297,7 @@ class CudaKernel:
         self._settings.linear[group] = transpose
 
     def report(self, *inputs: Any, gpu: Gpu | str | None = None, **parameters: Any) -> KernelReport:
-        """Compile the kernel for a call, and say what it takes; ``print`` it for a table.
+        """Compile the kernel for a call, and report its resources; ``print`` it for a table.
 
         Parameters
         ----------
@@ -325,7 +325,7 @@ class CudaKernel:
 
 
 def cxx_type(dtype: Any) -> str:
-    """Return how a kernel's C++ spells an element type.
+    """Return the C++ name of an element type in kernels.
 
     Parameters
     ----------

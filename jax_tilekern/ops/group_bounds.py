@@ -1,4 +1,4 @@
-"""Where groups begin and end, from their sizes: the one array that kernels read."""
+"""The bounds of groups, from their sizes: the one array that kernels read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax import Array, lax
 _MOST = np.iinfo(np.int32).max
 
 
-# Not inlined, for it is many equations.
+# The function is not inlined, because it has many equations.
 @functools.partial(jax.jit, static_argnames=("rows", "count"))
 def group_bounds(sizes: Array, rows: Any, offset: Array | None = None, count: Any = None) -> Array:
     """Return where each group's rows begin and end.
@@ -46,7 +46,7 @@ def group_bounds(sizes: Array, rows: Any, offset: Array | None = None, count: An
     group = lax.broadcasted_iota(np.int32, shape, len(shape) - 1)
     bound = lax.broadcasted_iota(np.int32, shape, len(shape) - 2)
     sizes = jnp.where(group - bound < first, sizes[..., None, :], np.uint32(0))
-    # Sums that saturate, so that no size overflows them.
+    # The sums saturate, so that no size overflows them.
     sums = lax.reduce(sizes, np.uint32(0), _saturating_sum, (len(shape) - 1,))
     return jnp.minimum(sums.astype(np.int32), rows)
 

@@ -1,4 +1,4 @@
-"""What makes an eager call of a public function, and its tracing, cost what JAX's own do."""
+"""Jitting of public functions, so that eager calls and tracing cost as much as JAX's own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def jitted(*static: str, unless: str | None = None) -> Callable[[Function], Func
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Of too many arguments jit complains.
+            # jit raises the error for too many arguments.
             given = [change(x) for change, x in zip(prepare, args, strict=False)]
             given += args[len(given) :]
             for name, x in kwargs.items():
@@ -54,7 +54,7 @@ def jitted(*static: str, unless: str | None = None) -> Callable[[Function], Func
 def _operand(x: Any) -> Any:
     if isinstance(x, jax.Array | np.ndarray):
         return x
-    # jax.jit does not call it.
+    # jax.jit does not call this function.
     convert = getattr(x, "__jax_array__", None)
     return x if convert is None else convert()
 
@@ -63,9 +63,9 @@ def _with_hash(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return _with_hash(value.tolist())
     if isinstance(value, jax.Array):
-        # An error that names the tracer, if it is one.
+        # If it is a tracer, the error names it.
         return operator.index(value)
-    # Not those of classes of their own, such as jax.lax.DotAlgorithm.
+    # Instances of other classes, such as jax.lax.DotAlgorithm, are excluded.
     if type(value) in (list, tuple):
         return tuple(map(_with_hash, value))
     return value

@@ -93,7 +93,7 @@ def _batch(
         if dim is not None:
             moved.append(jnp.moveaxis(operand, dim, 0))
         elif i in settings.aliases:
-            # Each output of the batch is made in a buffer of its own.
+            # Each output of the batch has its own buffer.
             moved.append(jnp.broadcast_to(operand, (size, *operand.shape)))
         else:
             moved.append(operand)
@@ -171,7 +171,7 @@ def _linear_rule(
         def rule(cotangents: Sequence[Any], known: Mapping[int, Any]) -> tuple[Any, ...]:
             axes = {i: 0 if batch.mapped[i] else None for i in known}
             results = jax.vmap(inner, in_axes=(0, axes))(cotangents, known)
-            # What all of the batch reads has the sum of the batch's cotangents.
+            # The cotangent of an input that the whole batch reads is the sum of the batch's.
             return tuple(
                 x if batch.mapped[i] else x.sum(axis=0) for i, x in zip(group, results, strict=True)
             )
@@ -242,7 +242,7 @@ def _lower_for_cuda(
 
 
 def _fall_back(ctx: Any, reason: str, *values: Any, **params: Any) -> Sequence[Any]:
-    """Lower to the reference where a kernel would be expected."""
+    """Lower to the reference where a user would expect a kernel."""
     settings, parameters = params["settings"], params["parameters"]
     _record(settings, parameters, ctx, "cuda", None, reason)
     modes.note_fallback(_described(settings, parameters), "cuda", reason)

@@ -1,4 +1,4 @@
-"""What the user of ``cuda_kernel`` has set, and what it comes to for one call."""
+"""The settings of a ``cuda_kernel``, and their values for one call."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jax_tilekern.plans.cuda_kernel import Array, Batch, BatchAxis, KernelCall, 
 from jax_tilekern.plans.launch import Dim3, TensorMap, check_launch_shape
 from jax_tilekern.primitives.linearity import Group
 
-# Types of which a byte holds several elements.
+# Types with several elements per byte.
 _PACKED = re.compile(r"u?int[24]$|float[46]_")
 
 
 class Parameters(Mapping[str, Any]):
-    """The keywords of a call: static, so part of what JAX keeps compiled programs under.
+    """The keywords of a call, which are static: part of the key of JAX's compiled programs.
 
     Equal only if they are indistinguishable: Python has ``1 == 1.0 == True`` and ``0.0 == -0.0``.
     """
@@ -238,7 +238,7 @@ class KernelSettings:
         return x, y, z
 
     def _integer(self, what: str, given: Any) -> int:
-        # A bool is an int in Python, and a mistake here.
+        # A bool is an int in Python, but an error here.
         if isinstance(given, bool) or not isinstance(given, int | np.integer):
             raise TypeError(
                 f"kernel {self.label}: {what} is {given!r}, a {type(given).__name__} and not an "

@@ -1,4 +1,4 @@
-"""The sharding rule that the user of ``cuda_kernel`` gives, and what it says of one call."""
+"""The sharding rule of a ``cuda_kernel``, and its meaning for one call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WHOLE = "_"
 
 
 class NamedDims(NamedTuple):
-    """Names of the dimensions of each array, ``"_"`` for one that every device has whole."""
+    """Names of the dimensions of each array, ``"_"`` for one that every device needs whole."""
 
     inputs: tuple[tuple[str, ...], ...]
     outputs: tuple[tuple[str, ...], ...]

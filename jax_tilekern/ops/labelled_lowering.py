@@ -1,12 +1,12 @@
-"""What lowering the primitives over labelled dimensions has in common.
+"""Shared code for lowering the primitives over labelled dimensions.
 
-Which arithmetic computes a product, and where a kernel reads its operands. A planner gets MLIR
-values, so it can see where they come from.
+Which arithmetic computes a product, and where a kernel reads its operands: the MLIR value of an
+operand tells what transposes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -16,34 +16,32 @@ from jax_tilekern.plans.gemm.arithmetic import Converted, precision_name
 from jax_tilekern.plans.gemm.contraction import Labels
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.primitives import compat
-from jax_tilekern.primitives.operation import Fallback, Kernel
+from jax_tilekern.primitives.operation import Fallback, Rewrite
 
 
 class Platform(NamedTuple):
-    """What a platform's kernels do.
+    """The capabilities of a platform's product kernels.
 
-    ``arithmetic(lhs, rhs, out, precision)`` chooses from the types; ``obstacle(geometry)`` says
-    what keeps kernels from a geometry, if anything does; ``kernel(ctx, *operands, geometry,
-    arithmetic)`` plans the rest.
+    Attributes
+    ----------
+    arithmetic
+        ``arithmetic(lhs, rhs, out, precision)`` chooses from the types.
+    needs_unit_stride
+        Whether each matrix must have a unit stride in memory.
     """
 
     arithmetic: Callable[..., str | Converted | None]
-    obstacle: Callable[[MatmulGeometry], str | None]
-    kernel: Callable[..., Kernel | Fallback]
+    needs_unit_stride: bool
 
-
-def unplannable(avals: Sequence[Any]) -> Fallback | None:
-    """Return what about the operands' sizes allows no plan, if anything does."""
-    sizes = [size for aval in avals for size in aval.shape]
-    if not all(isinstance(size, int) for size in sizes):
-        return Fallback("a plan needs every size, and this shape is symbolic")
-    return Fallback("an empty product has nothing to compute") if 0 in sizes else None
+    def obstacle(self, geometry: MatmulGeometry) -> str | None:
+        """Return in words why no kernel supports a geometry, if none does."""
+        return geometry.without_unit_stride if self.needs_unit_stride else None
 
 
 def chosen_arithmetic(
     platform: Platform, lhs: Any, rhs: Any, out_dtype: np.dtype[Any], precision: Any
 ) -> str | Converted | Fallback:
-    """Return what a product of two abstract values is computed in, or why there is no kernel."""
+    """Return the arithmetic of a product of two abstract values, or why there is no kernel."""
     name = precision_name(precision)
     arithmetic = platform.arithmetic(lhs.dtype, rhs.dtype, out_dtype, name)
     if arithmetic is None:
@@ -52,66 +50,43 @@ def chosen_arithmetic(
     return arithmetic
 
 
-class Operand(NamedTuple):
-    """An MLIR value to read, with the labels of its dimensions where it lies."""
+class LabelledOperand(NamedTuple):
+    """An operand of a call that is being lowered, with the labels of its dimensions."""
 
     value: Any
-    labels: Labels
     aval: Any
+    labels: Labels
+
+    @property
+    def source(self) -> LabelledOperand:
+        """The array whose transpose is this operand, or the operand itself."""
+        found = compat.transposed_from(self.value)
+        if found is None:
+            return self
+        value, permutation = found
+        inverse = [permutation.index(i) for i in range(len(permutation))]
+        shape = tuple(self.aval.shape[i] for i in inverse)
+        labels = tuple(self.labels[i] for i in inverse)
+        return LabelledOperand(value, jax.core.ShapedArray(shape, self.aval.dtype), labels)
 
 
-def where_it_lies(operand: Operand) -> Operand:
-    """Look through the transpose that makes an operand, if one does."""
-    source = compat.transposed_from(operand.value)
-    if source is None:
-        return operand
-    value, permutation = source
-    inverse = [permutation.index(i) for i in range(len(permutation))]
-    shape = tuple(operand.aval.shape[i] for i in inverse)
-    labels = tuple(operand.labels[i] for i in inverse)
-    return Operand(value, labels, jax.core.ShapedArray(shape, operand.aval.dtype))
+def ways_to_read(
+    lhs: LabelledOperand, rhs: LabelledOperand
+) -> Iterator[tuple[LabelledOperand, LabelledOperand]]:
+    """Yield the operands that a kernel may read: before their transposes, and as they are."""
+    yield lhs.source, rhs.source
+    yield lhs, rhs
 
 
-class Readable(NamedTuple):
-    """Operands that a kernel can read where they lie, and the geometry that they make."""
-
-    lhs: Operand
-    rhs: Operand
-    geometry: Any
-
-
-def readable(
-    lhs: Operand, rhs: Operand, collapsed: Callable[[Operand, Operand], Any]
-) -> Readable | str:
-    """Look for operands that a kernel can read: before what transposes them, or as they are.
-
-    Parameters
-    ----------
-    lhs, rhs
-        As they are.
-    collapsed
-        Returns the geometry that two operands make, with ``swapped``, or in words what stands in
-        the way.
-
-    Returns
-    -------
-    Readable | str
-        The operands, exchanged if the geometry is, or what stands in the way of the given ones.
-    """
-    obstacle = ""
-    for left, right in ((where_it_lies(lhs), where_it_lies(rhs)), (lhs, rhs)):
-        oriented = collapsed(left, right)
-        if isinstance(oriented, str):
-            obstacle = oriented
-            continue
-        if oriented.swapped:
-            left, right = right, left
-        return Readable(left, right, oriented.geometry)
-    return obstacle
+def cast_first(arithmetic: Converted, function: Callable[..., Any]) -> Rewrite:
+    """Return the rewrite to a product of other types, which ``function`` computes."""
+    return Rewrite(
+        f"computed as {arithmetic.operands} -> {arithmetic.result}: {arithmetic.reason}", function
+    )
 
 
 def cpu_attributes(geometry: MatmulGeometry) -> dict[str, tuple[int, ...]]:
-    """Return what the CPU's handlers are told of a geometry."""
+    """Return the attributes of a geometry for the CPU's handlers."""
     return {
         "sizes": (*geometry.batch, geometry.m, geometry.n, geometry.k),
         "lhs_strides": geometry.lhs_strides,

@@ -1,4 +1,4 @@
-"""What the primitives over labelled dimensions do to their operands."""
+"""Casts and permutations of the operands of primitives over labelled dimensions."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def common_type(lhs: Array, rhs: Array) -> tuple[Array, Array]:
 
 
 def converted(types: Converted, lhs: Array, rhs: Array) -> tuple[Array, Array]:
-    """Cast two operands to the types that a product is done in."""
+    """Cast two operands to the types in which a product is computed."""
     if lhs.dtype in FP8:
         return lhs, rhs
     return lhs.astype(types.operands), rhs.astype(types.operands)
 
 
 def transposed(x: Array, labels: Labels, wanted: Labels) -> Array:
-    """Bring an array's dimensions into another order."""
+    """Permute an array's dimensions."""
     return x if labels == wanted else lax.transpose(x, tuple(map(labels.index, wanted)))
 
 
 def broadcasted(x: Array, labels: Labels, wanted: Labels, sizes: Mapping[int, int]) -> Array:
-    """Let an array have more dimensions, in any order."""
-    # lax.broadcast_in_dim takes the dimensions in order alone, and does not say so.
+    """Broadcast an array to more dimensions, in any order."""
+    # lax.broadcast_in_dim needs the dimensions in order, and does not check it.
     own = tuple(label for label in wanted if label in labels)
     return lax.broadcast_in_dim(
         transposed(x, labels, own),

@@ -1,4 +1,4 @@
-"""From a planner's answer to what a primitive lowers to on CUDA."""
+"""The plan of one call: a kernel, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -10,30 +10,36 @@ from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound
 from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PlanError
 from jax_tilekern.plans.tuned import planning_state
-from jax_tilekern.primitives import ffi, modes
+from jax_tilekern.primitives import modes
 from jax_tilekern.primitives.operation import Fallback, Kernel
 
 
 def planned_kernel(
-    ctx: Any,
     operands: Sequence[Any],
     planner: Callable[..., LaunchPlan | NoKernel],
-    *arguments: Hashable,
+    *problem: Hashable,
 ) -> Kernel | Fallback:
-    """Return the kernel that ``planner(*arguments, gpu)`` finds, or why there is none.
+    """Return the kernel that ``planner(*problem, gpu)`` finds, or why there is none.
 
     A kernel that cannot be compiled or launched is a warning and XLA's operation, unless
     :func:`jax_tilekern.strict` makes it an error.
+
+    Parameters
+    ----------
+    operands
+        MLIR values of the arrays that the kernel reads.
+    planner, problem
+        What plans the call, and what it is told of it.
     """
     try:
-        found = _planned(planner, arguments, current_gpu())
+        found = _planned(planner, problem, current_gpu())
     except (NoGpu, NvrtcNotFound) as error:
         return Fallback(str(error))
     if isinstance(found, Exception):
         return Fallback(modes.note_failure(found))
     if isinstance(found, NoKernel):
         return Fallback(found.reason)
-    return Kernel(found.name, found.reason, lambda: ffi.cuda_launch(ctx, operands, found))
+    return Kernel(found.name, found.reason, found, operands)
 
 
 Planned = LaunchPlan | NoKernel | CompileError | PlanError
@@ -54,7 +60,7 @@ def _plan(
     try:
         return planner(*arguments, gpu)
     except (CompileError, PlanError) as error:
-        # Without the frames that it would keep alive.
+        # The traceback is dropped, because it would keep frames alive.
         return error.with_traceback(None)
 
 
@@ -66,5 +72,5 @@ def _plan_once(
     *,
     state: Hashable,
 ) -> Planned:
-    """Plan a call as the same one was planned before: layers of a model repeat theirs."""
+    """Plan a call once; equal layers of a model reuse the plan."""
     return _plan(planner, arguments, gpu)

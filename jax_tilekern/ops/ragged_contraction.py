@@ -1,4 +1,4 @@
-"""The primitive behind every ragged product: a contraction of each group's rows.
+"""The primitive behind every grouped GEMM: a contraction of each group's rows.
 
 It is closed under differentiation and batching: the cotangent of an operand is a ragged
 contraction of the other one with the output's cotangent, written straight into the operand's own
@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,12 @@ from jax.sharding import NamedSharding
 
 from jax_tilekern.ops.group_bounds import group_bounds
 from jax_tilekern.ops.labelled_lowering import (
-    Operand,
+    LabelledOperand,
     Platform,
+    cast_first,
     chosen_arithmetic,
     cpu_attributes,
-    readable,
-    unplannable,
-    where_it_lies,
+    ways_to_read,
 )
 from jax_tilekern.ops.labelled_operands import (
     broadcasted,
@@ -43,16 +42,20 @@ from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.gemm.arithmetic import Converted, cpu_arithmetic, cuda_arithmetic
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels
-from jax_tilekern.plans.grouped_gemm.contraction import (
-    OrientedRagged,
-    RaggedContraction,
-    ragged_geometry,
-)
-from jax_tilekern.plans.grouped_gemm.problem import RaggedGeometry, RaggedProduct
-from jax_tilekern.plans.grouped_gemm.select import plan_ragged_matmul
+from jax_tilekern.plans.grouped_gemm.contraction import RaggedContraction, ragged_geometry
+from jax_tilekern.plans.grouped_gemm.problem import GroupedProduct
+from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm
 from jax_tilekern.primitives import compat, ffi
-from jax_tilekern.primitives import operation as primitive
-from jax_tilekern.primitives.operation import Fallback, Kernel, Operation, Planner, Rewrite, Source
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Kernel,
+    Operand,
+    Operation,
+    Params,
+    Planner,
+    Rewrite,
+    define,
+)
 
 
 def contract_groups(
@@ -88,7 +91,7 @@ def contract_groups(
     contracted = contraction.contracted if contraction.ragged_dimension == "k" else ()
     summed = tuple(x for x in contraction.bounds if x not in (*out, *contracted, contraction.group))
     if summed:
-        # Groups differ along these, so each index has a product of its own.
+        # Groups differ along these dimensions, so each index is a product of its own.
         narrow = jnp.issubdtype(out_dtype, jnp.floating) and np.dtype(out_dtype).itemsize < 4
         sums = np.dtype(np.float32 if narrow else out_dtype)
         each = dataclasses.replace(contraction, out=(*summed, *out))
@@ -131,7 +134,7 @@ def _masked(
     precision: Any,
     out_dtype: Any,
 ) -> Array:
-    """Let the operands have the groups, with zeros where a row is another group's, as JAX does."""
+    """Give the operands the group label, with zeros in rows of other groups, as JAX does."""
     rows = lhs.shape[contraction.lhs.index(contraction.ragged)]
     ends = lax.expand_dims(bounds, [bounds.ndim])
     position = lax.broadcasted_iota(np.int32, (*bounds.shape[:-1], 1, rows), bounds.ndim)
@@ -215,7 +218,7 @@ def _batch(
     out_sharding: NamedSharding | None,
     **params: Any,
 ) -> tuple[Array, int]:
-    """Label the mapped axis where it lies; an operand without it is not touched."""
+    """Label the mapped axis in place; an operand without it is unchanged."""
     c = contraction
     lhs, rhs, bounds = operands
     if dims[2] is not None:
@@ -234,7 +237,7 @@ def _batch(
     return contract_groups(lhs, rhs, bounds, batched, out_sharding=out_sharding, **params), 0
 
 
-# Partitioning: the bounds are those of the rows and groups that a device has.
+# Partitioning: each device has the bounds of its own rows and groups.
 
 
 def _sharding_rule(
@@ -244,7 +247,7 @@ def _sharding_rule(
     prefix = (*c.bounds[:-1], None)
     sizes = sizes_of((prefix, bounds.shape), (c.lhs, lhs.shape), (c.rhs, rhs.shape))
     sizes[c.group] = bounds.shape[-1] - 1
-    # A row is multiplied for one group alone.
+    # Each row is multiplied for one group only.
     flops = 2 * math.prod(sizes.values()) / max(1, sizes[c.group])
     return ShardingRule((c.lhs, c.rhs, prefix), (c.out,), sizes, flops=flops, names=c.names)
 
@@ -254,7 +257,7 @@ def _localised(
 ) -> tuple[Array, Array, Array]:
     group, ragged, last = contraction.group, contraction.ragged, bounds.ndim - 1
     if shard.is_split(group):
-        # Groups that pad the last device's have no rows.
+        # Groups that pad the last device's part have no rows.
         missing = shard.size(group) * shard.parts(group) - (bounds.shape[-1] - 1)
         bounds = jnp.pad(bounds, [(0, 0)] * last + [(0, missing)], mode="edge")
         bounds = lax.dynamic_slice_in_dim(
@@ -266,23 +269,33 @@ def _localised(
 
 
 def _source(
-    ctx: Any, lhs: Any, rhs: Any, bounds: Any, *, contraction: RaggedContraction, **params: Any
-) -> Source:
-    left, right = (
-        where_it_lies(Operand(value, labels, aval))
-        for value, labels, aval in zip(
-            (lhs, rhs), (contraction.lhs, contraction.rhs), ctx.avals_in[:2], strict=True
-        )
-    )
-    labels = dataclasses.replace(contraction, lhs=left.labels, rhs=right.labels)
-    return Source(
-        (left.value, right.value, bounds),
-        (left.aval, right.aval, ctx.avals_in[2]),
+    operands: Sequence[Operand], *, contraction: RaggedContraction, **params: Any
+) -> tuple[Sequence[Operand], Params]:
+    *labelled_operands, bounds = operands
+    lhs, rhs = (x.source for x in _labelled(labelled_operands, contraction))
+    labels = dataclasses.replace(contraction, lhs=lhs.labels, rhs=rhs.labels)
+    return (
+        [*(Operand(x.value, x.aval) for x in (lhs, rhs)), bounds],
         {**params, "contraction": labels},
     )
 
 
-# Lowering.
+def _labelled(operands: Sequence[Operand], contraction: RaggedContraction) -> list[LabelledOperand]:
+    labels = (contraction.lhs, contraction.rhs)
+    return [LabelledOperand(*x, own) for x, own in zip(operands, labels, strict=True)]
+
+
+# Lowering: state the problem, then plan it.
+
+
+def _cuda_arithmetic(*types: Any) -> str | Converted | None:
+    arithmetic = cuda_arithmetic(*types)
+    # Split-float16 emulation has no grouped kernel, and plain float32 is as accurate.
+    return "f32" if arithmetic == "f32_emulated" else arithmetic
+
+
+_CPU = Platform(cpu_arithmetic, needs_unit_stride=False)
+_CUDA = Platform(_cuda_arithmetic, needs_unit_stride=True)
 
 
 def _refusal(
@@ -295,65 +308,93 @@ def _refusal(
     out_dtype: np.dtype[Any],
     **_: Any,
 ) -> Fallback | None:
-    if refusal := unplannable((lhs, rhs, bounds)):
-        return refusal
     if bounds.shape[-1] == 1:
         return Fallback("a product of no groups has nothing to compute")
     arithmetic = chosen_arithmetic(platform, lhs, rhs, out_dtype, precision)
     return arithmetic if isinstance(arithmetic, Fallback) else None
 
 
-def _plan(
+class _Problem(NamedTuple):
+    product: GroupedProduct
+    # MLIR values of the arrays that the kernel reads, in the product's order, and the bounds.
+    operands: tuple[Any, Any, Any]
+
+
+def _problem(
     platform: Platform,
-    ctx: Any,
-    lhs: Any,
-    rhs: Any,
-    bounds: Any,
+    operands: Sequence[Operand],
     *,
     contraction: RaggedContraction,
     precision: Any,
     out_dtype: np.dtype[Any],
     **_: Any,
-) -> Kernel | Rewrite | Fallback:
-    lhs_aval, rhs_aval, bounds_aval = ctx.avals_in
-    arithmetic = chosen_arithmetic(platform, lhs_aval, rhs_aval, out_dtype, precision)
+) -> _Problem | Rewrite | Fallback:
+    *factors, bounds = operands
+    lhs, rhs = _labelled(factors, contraction)
+    arithmetic = chosen_arithmetic(platform, lhs.aval, rhs.aval, out_dtype, precision)
     if isinstance(arithmetic, Fallback):
         return arithmetic
     params = {"precision": precision, "out_dtype": out_dtype}
     if isinstance(arithmetic, Converted):
-        return Rewrite(
-            f"computed as {arithmetic.operands} -> {arithmetic.result}: {arithmetic.reason}",
-            functools.partial(_converted, arithmetic, contraction, **params),
+        return cast_first(
+            arithmetic, functools.partial(_converted, arithmetic, contraction, **params)
         )
     if contraction.ragged_dimension == "k" and contraction.contracted:
         together = (contraction.ragged, *contraction.contracted)
-        if math.prod(lhs_aval.shape[contraction.lhs.index(x)] for x in together) >= 2**31:
+        if math.prod(lhs.aval.shape[contraction.lhs.index(x)] for x in together) >= 2**31:
             return Fallback("more rows than an int32 counts, if all indices' rows are one's")
         return Rewrite(
             "rows gathered by group first: other dimensions are contracted with the ragged one",
             functools.partial(_gathered, contraction, **params),
         )
-
-    def collapsed(left: Operand, right: Operand) -> OrientedRagged | str:
+    obstacle: str | None = None
+    for left, right in ways_to_read(lhs, rhs):
         labels = dataclasses.replace(contraction, lhs=left.labels, rhs=right.labels)
-        oriented = ragged_geometry(labels, left.aval.shape, right.aval.shape, bounds_aval.shape)
-        if isinstance(oriented, str):
-            return oriented
-        return platform.obstacle(oriented.geometry.product) or oriented
-
-    found = readable(
-        Operand(lhs, contraction.lhs, lhs_aval), Operand(rhs, contraction.rhs, rhs_aval), collapsed
-    )
-    if not isinstance(found, str):
-        ctx = ctx.replace(avals_in=[found.lhs.aval, found.rhs.aval, bounds_aval])
-        return platform.kernel(
-            ctx, found.lhs.value, found.rhs.value, bounds, found.geometry, arithmetic
+        found = ragged_geometry(labels, left.aval.shape, right.aval.shape, bounds.aval.shape)
+        obstacle = found if isinstance(found, str) else platform.obstacle(found.geometry.product)
+        if isinstance(found, str) or obstacle is not None:
+            continue
+        if found.swapped:
+            left, right = right, left
+        types = (left.aval.dtype, right.aval.dtype, out_dtype)
+        return _Problem(
+            GroupedProduct(found.geometry, *types, arithmetic),
+            (left.value, right.value, bounds.value),
         )
+    assert obstacle is not None
     if contraction.mergeable() == contraction:
-        return Fallback(found)
+        return Fallback(obstacle)
     return Rewrite(
-        f"operands reordered first: {found}",
+        f"operands reordered first: {obstacle}",
         functools.partial(_reordered, contraction, **params),
+    )
+
+
+def _plan_on_cuda(
+    operands: Sequence[Operand], _: Any, **params: Any
+) -> Kernel | Rewrite | Fallback:
+    problem = _problem(_CUDA, operands, **params)
+    if not isinstance(problem, _Problem):
+        return problem
+    return planned_kernel(problem.operands, plan_grouped_gemm, problem.product)
+
+
+def _plan_on_cpu(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel | Rewrite | Fallback:
+    problem = _problem(_CPU, operands, **params)
+    if not isinstance(problem, _Problem):
+        return problem
+    geometry, arithmetic = problem.product.geometry, problem.product.arithmetic
+    attributes: dict[str, int | tuple[int, ...]] = {
+        **cpu_attributes(geometry.product),
+        # An attribute that is an array must not be empty.
+        "bounds_strides": geometry.bounds_strides or (0,),
+        "ragged_k": int(geometry.ragged == "k"),
+    }
+    return Kernel(
+        "ragged_matmul",
+        f"{arithmetic}, {geometry.product.major_orders}",
+        ffi.CpuCall(ffi.CPU_RAGGED_MATMUL, attributes),
+        problem.operands,
     )
 
 
@@ -432,47 +473,7 @@ def _reordered(
     return transposed(out, plain.out, contraction.out)
 
 
-def _cpu_kernel(
-    ctx: Any, lhs: Any, rhs: Any, bounds: Any, geometry: RaggedGeometry, arithmetic: str
-) -> Kernel:
-    product = geometry.product
-    # An attribute that is an array must not be empty.
-    attributes = cpu_attributes(product) | {"bounds_strides": geometry.bounds_strides or (0,)}
-    arrays = {name: np.array(values, np.int64) for name, values in attributes.items()}
-    return Kernel(
-        name="ragged_matmul",
-        reason=f"{arithmetic}, {product.major_orders}",
-        emit=lambda: ffi.cpu_call(
-            ctx,
-            ffi.CPU_RAGGED_MATMUL,
-            (lhs, rhs, bounds),
-            ragged_k=int(geometry.ragged == "k"),
-            **arrays,
-        ),
-    )
-
-
-def _cuda_arithmetic(*types: Any) -> str | Converted | None:
-    arithmetic = cuda_arithmetic(*types)
-    # Products of pieces have no ragged kernel, and plain float32 is as accurate.
-    return "f32" if arithmetic == "f32_emulated" else arithmetic
-
-
-def _cuda_kernel(
-    ctx: Any, lhs: Any, rhs: Any, bounds: Any, geometry: RaggedGeometry, arithmetic: str
-) -> Kernel | Fallback:
-    lhs_type, rhs_type, out_type = (
-        aval.dtype for aval in (ctx.avals_in[0], ctx.avals_in[1], ctx.avals_out[0])
-    )
-    product = RaggedProduct(geometry, lhs_type, rhs_type, out_type, arithmetic)
-    return planned_kernel(ctx, (lhs, rhs, bounds), plan_ragged_matmul, product)
-
-
-def _planner(platform: Platform) -> Planner:
-    return Planner(functools.partial(_refusal, platform), functools.partial(_plan, platform))
-
-
-_bind = primitive.define(
+_bind = define(
     Operation(
         name="tilekern_contract_groups",
         reference=_reference,
@@ -480,12 +481,8 @@ _bind = primitive.define(
         batch=_batch,
         sharding_rule=_sharding_rule,
         planners={
-            "cpu": _planner(Platform(cpu_arithmetic, lambda product: None, _cpu_kernel)),
-            "cuda": _planner(
-                Platform(
-                    _cuda_arithmetic, lambda product: product.without_unit_stride, _cuda_kernel
-                )
-            ),
+            "cpu": Planner(functools.partial(_refusal, _CPU), _plan_on_cpu),
+            "cuda": Planner(functools.partial(_refusal, _CUDA), _plan_on_cuda),
         },
         describe=lambda contraction, **_: str(contraction),
         localised=_localised,

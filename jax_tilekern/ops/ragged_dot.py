@@ -20,7 +20,7 @@ from jax_tilekern.plans.gemm.contraction import Contraction, Labels
 from jax_tilekern.plans.grouped_gemm.contraction import RaggedContraction
 from jax_tilekern.primitives import compat
 
-# Rows of a matrix by a matrix for each group.
+# Dimension numbers of rows times a matrix per group.
 _ROWS_BY_MATRICES = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (1,)), ((), ())),
     lhs_ragged_dimensions=(0,),
@@ -179,7 +179,7 @@ def ragged_dot_general(
     """
     numbers = ragged_dot_dimension_numbers
     if preferred_element_type is not None:
-        # lax.ragged_dot_general takes a float64 without x64 as it is, and fails when it is lowered.
+        # lax.ragged_dot_general accepts a float64 without x64, and fails when it is lowered.
         preferred_element_type = compat.canonicalize_dtype(preferred_element_type, "ragged_dot")
     result = compat.result_type(
         functools.partial(
@@ -211,7 +211,7 @@ def ragged_dot_general(
         )
         return compat.with_type(product, result.dtype, result.weak_type)
 
-    # Labels of lhs are its dimensions.
+    # The labels of lhs are its dimensions.
     if ragged in lhs_contracting:
         group = lhs.ndim + rhs.ndim
         out = (group, *dense.dot_general_out)
@@ -255,7 +255,7 @@ def _sizes_from_offset(
             f"{offset.str_short()}."
         )
     shape, rhs_shape = tuple(sizes.shape), np.shape(rhs)
-    # Dimension numbers that do not fit are for JAX to refuse.
+    # JAX rejects dimension numbers that do not fit.
     for dim in numbers.rhs_group_dimensions:
         if not shape or not 0 <= dim < len(rhs_shape):
             continue
@@ -270,7 +270,7 @@ def _sizes_from_offset(
 
 
 def _check_sizes(group_sizes: ArrayLike, rows: int, offset: ArrayLike | None, count: int) -> None:
-    """Raise on the host if sizes make no sense, or there are no ``count`` groups from an offset.
+    """Raise on the host if sizes are invalid, or there are no ``count`` groups from an offset.
 
     At once if both are NumPy's, whose 64 bits JAX may cut off.
     """

@@ -11,21 +11,22 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_tilekern.compilation.compiler import Kernel as CudaKernel
+from jax_tilekern.compilation import compiler
 from jax_tilekern.ops.matmul import matmul
-from jax_tilekern.ops.matrix_primitive import Bind, MatrixOperation, define
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.linalg import small_matrices as plans
 from jax_tilekern.plans.linalg.small_matrices import Columns, SmallMatrices
 from jax_tilekern.primitives import ffi
 from jax_tilekern.primitives.compat import ad, zero_tangent
-from jax_tilekern.primitives.operation import Fallback, Kernel
+from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operation, Planner, define
 
-# Derivatives are as accurate as what they are of.
+# Derivatives are as accurate as the functions.
 _product = functools.partial(matmul, precision=lax.Precision.HIGHEST)
 
 
@@ -70,21 +71,22 @@ def lu(a: Array) -> tuple[Array, Array, Array]:
 
 
 def left_to_xla(x: Array, call: str, reason: str) -> Array:
-    """Return ``x``; tells ``explain`` why JAX's own function takes it."""
+    """Return ``x``; record for ``explain`` why JAX's own function computes the call."""
     result: Array = _left_to_xla(x, call=call, reason=reason)[0]
     return result
 
 
-# Batching. Matrices that are mapped over are more of them; right-hand sides of matrices that are
-# not are more columns.
+# Batching. Mapped matrices extend the batch; mapped right-hand sides of an unmapped matrix are more
+# columns.
 
 
 def _in_front(x: Array, dim: int | None, size: int) -> Array:
     return jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
 
 
-def _batched_matrices(
+def _batch_matrix(
     bind: Callable[..., Sequence[Array]],
+    _: Any,
     operands: Sequence[Array],
     dims: Sequence[int],
     **params: Any,
@@ -94,18 +96,18 @@ def _batched_matrices(
     return results, [0] * len(results)
 
 
-def _batched_columns(
+def _batch_system(
     bind: Callable[..., Sequence[Array]],
+    _: Any,
     operands: Sequence[Array],
     dims: Sequence[int | None],
-    *,
-    left_side: bool = True,
     **params: Any,
 ) -> tuple[Sequence[Array], Sequence[int]]:
     (a, b), (a_dim, b_dim) = operands, dims
+    left_side = params.get("left_side", True)
     if a_dim is None:
         assert b_dim is not None
-        # Columns of a left side are the last dimension, and those of a right side the one before.
+        # The columns of a left side are the last dimension, those of a right side the one before.
         at = a.ndim if left_side else a.ndim - 2
         b = jnp.moveaxis(b, b_dim, at)
         merged = at - 1 if left_side else at
@@ -126,7 +128,7 @@ def _transposed_if(x: Array, condition: bool) -> Array:
 
 
 def _difference(x: Any, y: Any) -> Any:
-    """Subtract what may be symbolically zero; not both are."""
+    """Subtract tangents that may be symbolically zero, but not both."""
     if type(y) is ad.Zero:
         return x
     return -y if type(x) is ad.Zero else x - y
@@ -211,7 +213,29 @@ def _lu_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[A
     )
 
 
-# Lowering: a planner answers with a kernel, or with the reason why there is none.
+# Partitioning: the leading dimensions are split among devices.
+
+
+def _sharding_rule(
+    like_results: Callable[..., Sequence[Any]], a: Any, *avals: Any, **params: Any
+) -> ShardingRule:
+    leading = tuple(range(a.ndim - 2))
+    operands = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in (a, *avals)]
+    results = jax.eval_shape(functools.partial(like_results, **params), *operands)
+    labelled, labelled_results = (
+        tuple((*leading, *(None,) * (array.ndim - len(leading))) for array in arrays)
+        for arrays in (operands, results)
+    )
+    return ShardingRule(
+        labelled,
+        labelled_results,
+        dict(zip(leading, a.shape, strict=False)),
+        flops=2.0 * math.prod(a.shape) * a.shape[-1],
+        names={axis: f"axis {axis}" for axis in leading},
+    )
+
+
+# Lowering: a planner returns a kernel, or the reason why there is none.
 
 
 def refusal(size: Any, dtype: Any) -> str | None:
@@ -227,13 +251,7 @@ def refusal(size: Any, dtype: Any) -> str | None:
 
 def _refused(a: Any, *avals: Any, **params: Any) -> Fallback | None:
     why = refusal(a.shape[-1], a.dtype)
-    if why is not None:
-        return Fallback(why)
-    if not all(isinstance(size, int) for aval in (a, *avals) for size in aval.shape):
-        return Fallback("a plan needs every size, and this shape is symbolic")
-    if any(0 in aval.shape for aval in (a, *avals)):
-        return Fallback("there is no matrix or no right-hand side")
-    return None
+    return None if why is None else Fallback(why)
 
 
 def _matrices(aval: Any) -> SmallMatrices:
@@ -244,61 +262,64 @@ def _columns(aval: Any, left_side: bool) -> Columns:
     return Columns(aval.shape[-1 if left_side else -2], contiguous=not left_side)
 
 
-def _cuda_matrices(
-    kernel: Callable[..., CudaKernel], ctx: Any, a: Any, **params: Any
+def _matrix_on_cuda(
+    kernel: Callable[..., compiler.Kernel],
+    operands: Sequence[Operand],
+    results: Sequence[Any],
+    **params: Any,
 ) -> Kernel | Fallback:
-    matrices = _matrices(ctx.avals_in[0])
+    (a,) = operands
+    matrices = _matrices(a.aval)
     chosen = kernel(matrices, **params)
-    results = len(ctx.avals_out)
-    return planned_kernel(ctx, (a,), plans.plan_matrices, matrices, chosen, results)
+    return planned_kernel((a.value,), plans.plan_matrices, matrices, chosen, len(results))
 
 
-def _cuda_columns(
-    kernel: Callable[..., CudaKernel],
-    ctx: Any,
-    a: Any,
-    b: Any,
+def _system_on_cuda(
+    kernel: Callable[..., compiler.Kernel],
+    operands: Sequence[Operand],
+    _: Any,
     *,
     left_side: bool = True,
     transpose: bool,
     **params: Any,
 ) -> Kernel | Fallback:
-    matrices = _matrices(ctx.avals_in[0])
-    columns = _columns(ctx.avals_in[1], left_side)
-    # x @ a = b is a system with the transposed matrix, of which b has the right-hand sides as rows.
+    a, b = operands
+    matrices = _matrices(a.aval)
+    columns = _columns(b.aval, left_side)
+    # x @ a = b is a system with the transposed matrix, whose right-hand sides are the rows of b.
     chosen = kernel(matrices, columns, transpose=transpose == left_side, **params)
-    return planned_kernel(ctx, (a, b), plans.plan_columns, matrices, columns, chosen)
+    return planned_kernel((a.value, b.value), plans.plan_columns, matrices, columns, chosen)
 
 
-# Vectors have a lane for each matrix.
+# A vector has one lane per matrix.
 _CPU_FEWEST = 4
 _CPU_MOST_COLUMNS = 64
 
 
-def _cpu_matrices(target: str, ctx: Any, a: Any, **params: bool) -> Kernel | Fallback:
-    matrices = _matrices(ctx.avals_in[0])
-    return _cpu_kernel(target, matrices, ctx, (a,), **params)
+def _matrix_on_cpu(
+    target: str, operands: Sequence[Operand], _: Any, **params: bool
+) -> Kernel | Fallback:
+    (a,) = operands
+    return _cpu_kernel(target, _matrices(a.aval), (a.value,), **params)
 
 
-def _cpu_columns(
-    ctx: Any,
-    a: Any,
-    b: Any,
+def _system_on_cpu(
+    operands: Sequence[Operand],
+    _: Any,
     *,
     left_side: bool = True,
     transpose: bool,
     lower: bool | None = None,
     unit_diagonal: bool = False,
 ) -> Kernel | Fallback:
-    matrices = _matrices(ctx.avals_in[0])
-    columns = _columns(ctx.avals_in[1], left_side)
+    a, b = operands
+    columns = _columns(b.aval, left_side)
     if columns.count > _CPU_MOST_COLUMNS:
         return Fallback(f"{columns.count} right-hand sides (at most {_CPU_MOST_COLUMNS} on a CPU)")
     return _cpu_kernel(
         ffi.CPU_MATRIX_SOLVE,
-        matrices,
-        ctx,
-        (a, b),
+        _matrices(a.aval),
+        (a.value, b.value),
         triangle=0 if lower is None else 1 if lower else 2,
         contiguous=columns.contiguous,
         transpose=transpose == left_side,
@@ -307,51 +328,99 @@ def _cpu_columns(
 
 
 def _cpu_kernel(
-    target: str, matrices: SmallMatrices, ctx: Any, values: Sequence[Any], **attributes: int
+    target: str, matrices: SmallMatrices, values: Sequence[Any], **attributes: int
 ) -> Kernel | Fallback:
     if matrices.count < _CPU_FEWEST:
         return Fallback(f"fewer than {_CPU_FEWEST} matrices leave most lanes of a vector empty")
-    numbers = {name: int(value) for name, value in attributes.items()}
     return Kernel(
         f"{target.removeprefix('jax_tilekern_')} {matrices.dtype}",
         f"{matrices.count} matrices {matrices.size}x{matrices.size}, a vector lane each",
-        lambda: ffi.cpu_call(ctx, target, values, **numbers),
+        ffi.CpuCall(target, {name: int(value) for name, value in attributes.items()}),
+        values,
     )
 
 
-_inverse: Bind = define(
-    MatrixOperation(
-        name="tilekern_inverse",
-        like_results=lambda a: (a,),
-        reference=lambda a: (jnp.linalg.inv(a),),
-        jvp=_inverse_jvp,
-        batch=lambda *args: _batched_matrices(_inverse, *args),
-        refusal=_refused,
-        planners={
-            "cpu": functools.partial(_cpu_matrices, ffi.CPU_MATRIX_INVERSE),
-            "cuda": functools.partial(_cuda_matrices, plans.inverse_kernel),
-        },
-        describe=lambda: "inv",
+# The primitives. Each returns a sequence of results.
+
+_Bind = Callable[..., list[Any]]
+
+
+def _define_matrix(
+    name: str,
+    *,
+    like_results: Callable[..., Sequence[Any]],
+    cpu: str,
+    cuda: Callable[..., compiler.Kernel],
+    **rules: Any,
+) -> _Bind:
+    """Define an operation on each matrix of a batch, given its CPU handler and CUDA kernel."""
+
+    def batch(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
+        return _batch_matrix(bind, *args, **params)
+
+    bind: _Bind = define(
+        Operation(
+            f"tilekern_{name}",
+            batch=batch,
+            sharding_rule=functools.partial(_sharding_rule, like_results),
+            planners={
+                "cpu": Planner(_refused, functools.partial(_matrix_on_cpu, cpu)),
+                "cuda": Planner(_refused, functools.partial(_matrix_on_cuda, cuda)),
+            },
+            like_results=like_results,
+            several_results=True,
+            **rules,
+        )
     )
+    return bind
+
+
+def _define_system(name: str, *, cuda: Callable[..., compiler.Kernel], **rules: Any) -> _Bind:
+    """Define the solution of a system with each matrix of a batch, given its CUDA kernel."""
+
+    def batch(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
+        return _batch_system(bind, *args, **params)
+
+    def like_results(a: Array, b: Array, **_: Any) -> tuple[Array]:
+        return (b,)
+
+    bind: _Bind = define(
+        Operation(
+            f"tilekern_{name}",
+            batch=batch,
+            sharding_rule=functools.partial(_sharding_rule, like_results),
+            planners={
+                "cpu": Planner(_refused, _system_on_cpu),
+                "cuda": Planner(_refused, functools.partial(_system_on_cuda, cuda)),
+            },
+            like_results=like_results,
+            several_results=True,
+            **rules,
+        )
+    )
+    return bind
+
+
+_inverse = _define_matrix(
+    "inverse",
+    like_results=lambda a: (a,),
+    reference=lambda a: (jnp.linalg.inv(a),),
+    jvp=_inverse_jvp,
+    cpu=ffi.CPU_MATRIX_INVERSE,
+    cuda=plans.inverse_kernel,
+    describe=lambda: "inv",
 )
 
-_solve: Bind = define(
-    MatrixOperation(
-        name="tilekern_solve",
-        like_results=lambda a, b, **_: (b,),
-        reference=lambda a, b, *, transpose: (jnp.linalg.solve(_transposed_if(a, transpose), b),),
-        jvp=_solve_jvp,
-        batch=lambda *args, **params: _batched_columns(_solve, *args, **params),
-        refusal=_refused,
-        planners={
-            "cpu": _cpu_columns,
-            "cuda": functools.partial(_cuda_columns, plans.solve_kernel),
-        },
-        describe=lambda transpose: "solve" + transpose * " transposed",
-        transpose=lambda cotangent, a, b, *, transpose: solve(
-            a, cotangent, transpose=not transpose
-        ),
-    )
+
+_solve = _define_system(
+    "solve",
+    reference=lambda a, b, *, transpose: (jnp.linalg.solve(_transposed_if(a, transpose), b),),
+    jvp=_solve_jvp,
+    transposes={
+        1: lambda cotangents, a, b, *, transpose: solve(a, *cotangents, transpose=not transpose)
+    },
+    cuda=plans.solve_kernel,
+    describe=lambda transpose: "solve" + transpose * " transposed",
 )
 
 
@@ -362,16 +431,10 @@ def _triangular_reference(
 
 
 def _triangular_cotangent(
-    cotangent: Array, a: Array, b: Any, *, transpose: bool, **params: bool
+    cotangents: Sequence[Array], a: Array, b: Any, *, transpose: bool, **params: bool
 ) -> Array:
+    (cotangent,) = cotangents
     return triangular_solve(a, cotangent, transpose=not transpose, **params)
-
-
-def _batched_triangular_solve(
-    operands: Sequence[Array], dims: Sequence[int | None], *, left_side: bool, **params: bool
-) -> tuple[Sequence[Array], Sequence[int]]:
-    bind = functools.partial(_triangular_solve, left_side=left_side)
-    return _batched_columns(bind, operands, dims, left_side=left_side, **params)
 
 
 def _describe_triangular(
@@ -382,37 +445,23 @@ def _describe_triangular(
     return f"triangular_solve {' '.join(filter(None, words))} on the {side}"
 
 
-_triangular_solve: Bind = define(
-    MatrixOperation(
-        name="tilekern_triangular_solve",
-        like_results=lambda a, b, **_: (b,),
-        reference=_triangular_reference,
-        jvp=_triangular_solve_jvp,
-        batch=_batched_triangular_solve,
-        refusal=_refused,
-        planners={
-            "cpu": _cpu_columns,
-            "cuda": functools.partial(_cuda_columns, plans.triangular_solve_kernel),
-        },
-        describe=_describe_triangular,
-        transpose=_triangular_cotangent,
-    )
+_triangular_solve = _define_system(
+    "triangular_solve",
+    reference=_triangular_reference,
+    jvp=_triangular_solve_jvp,
+    transposes={1: _triangular_cotangent},
+    cuda=plans.triangular_solve_kernel,
+    describe=_describe_triangular,
 )
 
-_cholesky: Bind = define(
-    MatrixOperation(
-        name="tilekern_cholesky",
-        like_results=lambda a, **_: (a,),
-        reference=lambda a, *, symmetrize: (lax.linalg.cholesky(a, symmetrize_input=symmetrize),),
-        jvp=_cholesky_jvp,
-        batch=lambda *args, **params: _batched_matrices(_cholesky, *args, **params),
-        refusal=_refused,
-        planners={
-            "cpu": functools.partial(_cpu_matrices, ffi.CPU_MATRIX_CHOLESKY),
-            "cuda": functools.partial(_cuda_matrices, plans.cholesky_kernel),
-        },
-        describe=lambda symmetrize: "cholesky" + symmetrize * " symmetrized",
-    )
+_cholesky = _define_matrix(
+    "cholesky",
+    like_results=lambda a, **_: (a,),
+    reference=lambda a, *, symmetrize: (lax.linalg.cholesky(a, symmetrize_input=symmetrize),),
+    jvp=_cholesky_jvp,
+    cpu=ffi.CPU_MATRIX_CHOLESKY,
+    cuda=plans.cholesky_kernel,
+    describe=lambda symmetrize: "cholesky" + symmetrize * " symmetrized",
 )
 
 
@@ -421,20 +470,14 @@ def _like_lu(a: Array) -> tuple[Array, Array, Array]:
     return a, integers, integers
 
 
-_lu: Bind = define(
-    MatrixOperation(
-        name="tilekern_lu",
-        like_results=_like_lu,
-        reference=lax.linalg.lu,
-        jvp=_lu_jvp,
-        batch=lambda *args: _batched_matrices(_lu, *args),
-        refusal=_refused,
-        planners={
-            "cpu": functools.partial(_cpu_matrices, ffi.CPU_MATRIX_LU),
-            "cuda": functools.partial(_cuda_matrices, plans.lu_kernel),
-        },
-        describe=lambda: "lu",
-    )
+_lu = _define_matrix(
+    "lu",
+    like_results=_like_lu,
+    reference=lax.linalg.lu,
+    jvp=_lu_jvp,
+    cpu=ffi.CPU_MATRIX_LU,
+    cuda=plans.lu_kernel,
+    describe=lambda: "lu",
 )
 
 
@@ -442,16 +485,20 @@ def _why_left(*_: Any, call: str, reason: str) -> Fallback:
     return Fallback(reason)
 
 
-# What was decided before lowering, for ``explain``. The tangent is not told of again.
-_left_to_xla: Bind = define(
-    MatrixOperation(
-        name="tilekern_left_to_xla",
-        like_results=lambda x, **_: (x,),
+def _whole(x: Any, **_: Any) -> ShardingRule:
+    raise AssertionError("JAX's own function takes the call, so nothing is partitioned")
+
+
+# Decisions before lowering, for ``explain``. The tangent is not recorded again.
+_left_to_xla: _Bind = define(
+    Operation(
+        "tilekern_left_to_xla",
         reference=lambda x, **_: (x,),
-        jvp=lambda primals, tangents, **params: (_left_to_xla(*primals, **params), tangents),
-        batch=lambda operands, dims, **params: (_left_to_xla(*operands, **params), dims),
-        refusal=_why_left,
-        planners={"cpu": _why_left, "cuda": _why_left},
+        batch=lambda _, operands, dims, **params: (_left_to_xla(*operands, **params), dims),
+        sharding_rule=_whole,
+        planners=dict.fromkeys(("cpu", "cuda"), Planner(_why_left, _why_left)),
         describe=lambda call, reason: call,
+        several_results=True,
+        jvp=lambda primals, tangents, **params: (_left_to_xla(*primals, **params), tangents),
     )
 )

@@ -74,7 +74,7 @@ def strassen_matmul(
 def _product(
     a: Array, b: Array, levels: int, precision: lax.PrecisionLike, out: DTypeLike
 ) -> Array:
-    """Multiply matrices whose sizes 2 ** levels divides."""
+    """Multiply matrices whose sizes are multiples of 2 ** levels."""
     if levels == 0:
         return matmul(a, b, precision=precision, preferred_element_type=out)
     a11, a12, a21, a22 = _blocks(a)
@@ -97,14 +97,14 @@ def _product(
 
 
 def _rounded(x: Array, sign: int, y: Array) -> Array:
-    """Add or subtract in float32 at least: what is summed again is rounded once."""
+    """Add or subtract in float32 at least, so that repeated sums are rounded once."""
     wide = _sum_type(x)
     x, y = x.astype(wide), y.astype(wide)
     return x + y if sign > 0 else x - y
 
 
 def _sum_type(x: Array) -> DTypeLike:
-    """Type of sums, which are rounded to the type of ``x`` at the end."""
+    """Return the type of sums, which are finally rounded to the type of ``x``."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         return jnp.promote_types(x.dtype, jnp.float32)
     return jnp.int32 if x.dtype == jnp.int8 else x.dtype

@@ -18,12 +18,19 @@ from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
 from jax_tilekern.plans.reduction.select import SummedDims, plan_sum, sum_dtype
 from jax_tilekern.primitives import compat, ffi
-from jax_tilekern.primitives import operation as primitive
-from jax_tilekern.primitives.operation import Fallback, Kernel, Operation, Planner, Rewrite
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Kernel,
+    Operand,
+    Operation,
+    Planner,
+    Rewrite,
+    define,
+)
 
 Axes = tuple[int, ...]
 
-# Types of the CPU's handler.
+# The types that the CPU's handler supports.
 _CPU_DTYPES = tuple(
     np.dtype(t)
     for t in (
@@ -130,7 +137,7 @@ def _with_initial(a: Array, axes: Axes, dtype: np.dtype[Any], initial: ArrayLike
 
 
 def _reference(x: Array, *, axes: Axes, dtype: np.dtype[Any]) -> Array:
-    # Of its own type JAX sums 16-bit floats in float32, which it does not if asked for the type.
+    # JAX sums 16-bit floats in float32 by default, but not if that type is requested explicitly.
     return jnp.sum(x, axes, None if x.dtype == dtype and dtype.kind not in "iub" else dtype)
 
 
@@ -165,41 +172,36 @@ def _cast_first(x: Array, *, axes: Axes, dtype: np.dtype[Any]) -> Array:
 
 
 def _refusal(x: Any, *, axes: Axes, **_: Any) -> Fallback | None:
-    shape = x.shape
-    if not all(isinstance(size, int) for size in shape):
-        return Fallback("a plan needs every size, and this shape is symbolic")
-    if 0 in shape:
-        return Fallback("an empty array has nothing to add up")
-    if all(shape[axis] == 1 for axis in axes):
+    if all(x.shape[axis] == 1 for axis in axes):
         return Fallback("nothing is added up, and XLA copies or casts what is left")
     return None
 
 
-def _cuda(ctx: Any, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Kernel | Rewrite | Fallback:
-    (aval,) = ctx.avals_in
+def _cuda(
+    operands: Sequence[Operand], _: Any, *, axes: Axes, dtype: np.dtype[Any]
+) -> Kernel | Rewrite | Fallback:
+    ((x, aval),) = operands
     if sum_dtype(aval.dtype, dtype) is None:
         if aval.dtype != dtype and sum_dtype(dtype, dtype) is not None:
             return _cast(aval.dtype, axes, dtype)
         return Fallback(f"no kernel sums {aval.dtype} to {dtype}")
-    dims = SummedDims.of(aval.shape, axes)
-    return planned_kernel(ctx, (x,), plan_sum, dims, aval.dtype, dtype)
+    return planned_kernel((x,), plan_sum, SummedDims.of(aval.shape, axes), aval.dtype, dtype)
 
 
-def _cpu(ctx: Any, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Kernel | Rewrite | Fallback:
-    (aval,) = ctx.avals_in
+def _cpu(
+    operands: Sequence[Operand], _: Any, *, axes: Axes, dtype: np.dtype[Any]
+) -> Kernel | Rewrite | Fallback:
+    ((x, aval),) = operands
     if dtype not in _CPU_DTYPES:
         return Fallback(f"no kernel sums {aval.dtype} to {dtype}")
     if aval.dtype != dtype:
         return _cast(aval.dtype, axes, dtype)
     dims = SummedDims.of(aval.shape, axes)
-    attributes = {
-        "sizes": np.array(dims.sizes, np.int64),
-        "reduced": np.array(dims.reduced, np.int64),
-    }
     return Kernel(
         f"cpu_sum {dtype}",
         f"sizes {dims.sizes}, of which {dims.reduced} are summed over",
-        lambda: ffi.cpu_call(ctx, ffi.CPU_SUM, (x,), **attributes),
+        ffi.CpuCall(ffi.CPU_SUM, {"sizes": dims.sizes, "reduced": dims.reduced}),
+        (x,),
     )
 
 
@@ -210,7 +212,7 @@ def _cast(given: np.dtype[Any], axes: Axes, dtype: np.dtype[Any]) -> Rewrite:
     )
 
 
-_bind = primitive.define(
+_bind = define(
     Operation(
         name="tilekern_sum",
         reference=_reference,

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
@@ -18,8 +17,7 @@ from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
 from jax_tilekern.plans.transpose.permutation import Permutation
 from jax_tilekern.plans.transpose.select import plan_transpose
 from jax_tilekern.primitives import ffi
-from jax_tilekern.primitives import operation as primitive
-from jax_tilekern.primitives.operation import Fallback, Kernel, Operation, Planner
+from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operation, Planner, define
 
 Axes = tuple[int, ...]
 
@@ -59,7 +57,7 @@ def transpose(x: ArrayLike, axes: Sequence[int] | None = None) -> Array:
     >>> jtk.transpose(jnp.ones((2, 3, 4)), (2, 0, 1)).shape
     (4, 2, 3)
     """
-    # For its exceptions, of which some are about what is no array.
+    # JAX's function raises the exceptions, some of which concern values that are not arrays.
     jax.eval_shape(lambda: jnp.transpose(x, axes))
     x = jnp.asarray(x)
     given = reversed(range(x.ndim)) if axes is None else axes
@@ -92,23 +90,19 @@ def _sharding_rule(x: Any, *, axes: Axes) -> ShardingRule:
 
 
 def _item_bytes(dtype: Any) -> int | None:
-    """Return the bytes of an item, or None if it does not have whole ones that kernels move."""
+    """Return the size of an item in bytes, or None if kernels cannot move it."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return None
     if dtype.kind in "biufc":
         bits = 8 * int(dtype.itemsize)
     else:
-        # Knows the types that NumPy does not; their own itemsize is 1 at least.
+        # This function supports types that NumPy lacks; their itemsize is at least 1.
         info: Any = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
         bits = int(info(dtype).bits)
     return bits // 8 if bits in (8, 16, 32, 64, 128) else None
 
 
 def _refusal(x: Any, *, axes: Axes) -> Fallback | None:
-    if not all(isinstance(size, int) for size in x.shape):
-        return Fallback("a plan needs every size, and this shape is symbolic")
-    if 0 in x.shape:
-        return Fallback("an empty array has nothing to move")
     if _item_bytes(x.dtype) is None:
         return Fallback(f"no kernel moves {x.dtype}")
     return None
@@ -123,29 +117,29 @@ def _permutation(aval: Any, axes: Axes) -> Permutation | Fallback:
     return permutation
 
 
-def _cuda(ctx: Any, x: Any, *, axes: Axes) -> Kernel | Fallback:
-    permutation = _permutation(ctx.avals_in[0], axes)
+def _cuda(operands: Sequence[Operand], _: Any, *, axes: Axes) -> Kernel | Fallback:
+    (x,) = operands
+    permutation = _permutation(x.aval, axes)
     if isinstance(permutation, Fallback):
         return permutation
-    return planned_kernel(ctx, (x,), plan_transpose, permutation)
+    return planned_kernel((x.value,), plan_transpose, permutation)
 
 
-def _cpu(ctx: Any, x: Any, *, axes: Axes) -> Kernel | Fallback:
-    permutation = _permutation(ctx.avals_in[0], axes)
+def _cpu(operands: Sequence[Operand], _: Any, *, axes: Axes) -> Kernel | Fallback:
+    (x,) = operands
+    permutation = _permutation(x.aval, axes)
     if isinstance(permutation, Fallback):
         return permutation
-    attributes = {
-        "sizes": np.array(permutation.sizes, np.int64),
-        "permutation": np.array(permutation.order, np.int64),
-    }
+    sizes, order = tuple(permutation.sizes), tuple(permutation.order)
     return Kernel(
         "cpu_transpose",
-        f"sizes {permutation.sizes} in order {permutation.order}",
-        lambda: ffi.cpu_call(ctx, ffi.CPU_TRANSPOSE, (x,), **attributes),
+        f"sizes {sizes} in order {order}",
+        ffi.CpuCall(ffi.CPU_TRANSPOSE, {"sizes": sizes, "permutation": order}),
+        (x.value,),
     )
 
 
-_bind = primitive.define(
+_bind = define(
     Operation(
         name="tilekern_transpose",
         reference=_reference,

@@ -218,7 +218,7 @@ def vecmat(
 
 
 def _check(function: Callable[..., Array], *operands: ArrayLike) -> None:
-    """Raise what JAX's function raises about shapes and types; shardings are the product's."""
+    """Raise JAX's exceptions for shapes and types; the product checks shardings."""
     jax.eval_shape(
         function, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jax.typeof, operands))
     )

@@ -1,4 +1,4 @@
-"""The bar that shows how far a product is."""
+"""A progress bar for a product; imported only when one is shown, because it needs rich."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import rich.console
 import rich.progress
 
 from jax_tilekern.out_of_core.plan import Plan
-from jax_tilekern.out_of_core.product import Progress
+from jax_tilekern.out_of_core.progress import Progress
 
 
 class Bar:
@@ -37,5 +37,5 @@ class Bar:
         self._progress.stop()
 
     def __call__(self, progress: Progress) -> None:
-        """Show what is done."""
+        """Show the completed blocks."""
         self._progress.update(self._task, completed=progress.done)

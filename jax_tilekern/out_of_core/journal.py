@@ -1,7 +1,7 @@
-"""Which blocks of a result on disk are done, so that a product that was cut short goes on.
+"""The journal of a result on disk: its completed blocks, so that a call can resume a product.
 
-The journal lies beside the result from before its first block until after its last: a result that
-has one is not whole.
+The journal exists beside the result from before its first block until after its last: a result that
+has one is incomplete.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _SAMPLED_ROWS = 64
 
 
 class Journal:
-    """The blocks of one result that are done.
+    """The completed blocks of one result.
 
     Parameters
     ----------
     out
-        The result, which is in a file.
+        The result, in a file.
     identity
-        A digest of what is computed.
+        A digest of the computation.
     place
-        Where a block lies in the result.
+        A function from a block to its slices of the result.
 
     Raises
     ------
     ValueError
-        If the file has a journal of something else.
+        If the file has a journal of another computation.
     OSError
         If there is no space for the result, or the journal cannot be read or written.
     """
@@ -54,7 +54,7 @@ class Journal:
         self._identity = identity
         self._done: dict[Tile, int] = {}
         if self._path.exists():
-            # A file that was made anew since has nothing of what was done.
+            # The file may have been replaced since; the checksums show which blocks it has.
             found = self._read()
             self._done = {t: check for t, check in found.items() if self._checksum(t) == check}
         else:
@@ -67,13 +67,13 @@ class Journal:
         return frozenset(self._done)
 
     def add(self, tile: Tile) -> None:
-        """Note that a block was written to the array: to disk first, and then its note."""
+        """Record that a block was written: flush it to disk first, and then the journal."""
         self._out.flush()
         self._done[tile] = self._checksum(tile)
         self._write()
 
     def close(self) -> None:
-        """Declare the result whole."""
+        """Declare the result complete."""
         self._out.flush()
         self._path.unlink()
 
@@ -90,8 +90,8 @@ class Journal:
             known, done = False, {}
         if not known:
             raise ValueError(
-                f"{self._path} is of an unfinished product of other operands, or cut into other "
-                "blocks; finish it with the same arguments, or delete it to start afresh"
+                f"{self._path} belongs to an unfinished product of other operands or with other "
+                "blocks; finish it with the same arguments, or delete it to start again"
             )
         return done
 
@@ -112,9 +112,9 @@ class Journal:
 
 
 def identity(operands: Iterable[Any], *parts: Any) -> str:
-    """Return a digest of operands and of whatever else decides on the result's bits.
+    """Return a digest of the operands and of everything else that decides the result's bits.
 
-    A file is known by its path, size and time; of other arrays some rows are read.
+    A file is identified by its path, size and time, and other arrays by a sample of their rows.
     """
     digest = hashlib.sha256()
     for operand in operands:
@@ -133,7 +133,7 @@ def identity(operands: Iterable[Any], *parts: Any) -> str:
 
 
 def _allocate(out: np.memmap[Any, Any]) -> None:
-    """Take the file's space now: a page that finds none later would end the process."""
+    """Allocate the file's space now; a page without space would later kill the process."""
     if out.mode == "r" or not hasattr(os, "posix_fallocate"):
         return
     with open(str(out.filename), "rb+") as file:

@@ -1,4 +1,4 @@
-"""How a product is cut into blocks for the memory at hand: sizes in, blocks and bytes out."""
+"""The division of a product into blocks for the available memory: a function of sizes."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Blocks are multiples of it, but for those at the edges.
+# The extents of blocks are multiples of this, except at the edges.
 _GRANULE = 128
-# Extents of blocks, of which smaller ones are tried only where larger ones do not fit: products of
-# narrow blocks are slow, and with shallow ones reading and writing the sums takes longer.
+# Minimal extents of blocks. Smaller ones are tried only where larger ones do not fit: products of
+# narrow blocks are slow, and with shallow ones reading and writing the accumulators takes longer.
 _LEAST = (2048, 1024, 512, 256, 128)
-# Into how many parts rows and columns are cut; more are tried only where these take too much.
+# Numbers of parts of rows and columns to try.
 _PARTS = (*range(1, 17), *(2**i for i in range(5, 31)))
-# Blocks of each operand that a device has at once: one is multiplied while the next is copied.
+# Blocks of each operand on a device: one is multiplied while the next is copied.
 _BUFFERS = 2
 
 
 class Sizes(NamedTuple):
-    """A product of an ``m`` by ``k`` and a ``k`` by ``n`` matrix, and bytes of their elements.
+    """The sizes of a product of ``m`` by ``k`` and ``k`` by ``n`` matrices, and of their elements.
 
     Attributes
     ----------
     m, n, k
         Extents.
     lhs_bytes, rhs_bytes, out_bytes
-        Of an element.
+        Bytes per element.
     sum_bytes
-        Of an element of the sums that a device keeps.
+        Bytes per accumulator on a device.
     """
 
     m: int
@@ -58,24 +58,24 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Blocks of a product, and what they move.
+    """The blocks of a product, and their traffic.
 
-    A device sums a block of ``rows`` by ``columns`` of the result over blocks of the operands that
-    are ``depth`` deep, so that each element it reads is used for ``2 / (1 / rows + 1 / columns)``
-    operations. A block that it already has is not read again.
+    A device accumulates a block of ``rows`` by ``columns`` of the result over blocks of the
+    operands that are ``depth`` deep, so that each element that it reads takes part in ``2 / (1 /
+    rows + 1 / columns)`` operations. It does not read a block again that it still has.
 
     Attributes
     ----------
     sizes
-        Of the product.
+        The sizes of the product.
     rows, columns, depth
-        Of blocks, at most.
+        The maximal extents of blocks.
     devices
-        How many share the blocks of the result.
+        The number of devices that compute the blocks of the result.
     memory_bytes
-        What each of them needs.
+        The memory that each of them needs.
     seconds
-        An estimate of the time it takes, or ``None`` if no rates were measured.
+        An estimate of the time, or ``None`` if no rates were measured.
     """
 
     sizes: Sizes
@@ -96,7 +96,7 @@ class Plan:
     def tiles(self) -> list[Tile]:
         """Blocks of the result in order.
 
-        It goes along a row and back along the next, so that neighbours share an operand's block.
+        Rows alternate in direction, so that consecutive blocks share an operand's block.
         """
         rows, columns, _ = self.grid
         return [
@@ -105,7 +105,7 @@ class Plan:
         ]
 
     def tiles_of(self, device: int) -> list[Tile]:
-        """Return the blocks of one device, which follow each other."""
+        """Return the blocks of one device, which are consecutive."""
         count = len(self.tiles)
         bounds = [count * i // self.devices for i in (device, device + 1)]
         return self.tiles[slice(*bounds)]
@@ -134,12 +134,12 @@ class Plan:
 
     @property
     def reads_alone(self) -> int:
-        """About the bytes that a single device reads, without counting block by block."""
+        """The approximate bytes that a single device reads, without counting block by block."""
         if self.grid[2] > 1:
             return self._bytes_of_every_block
         m, n, k, *_ = self.sizes
-        turns = self.grid[0] - 1
-        rhs = n + turns * (n - self.columns)
+        reversals = self.grid[0] - 1
+        rhs = n + reversals * (n - self.columns)
         return k * (m * self.sizes.lhs_bytes + rhs * self.sizes.rhs_bytes)
 
     @property
@@ -182,23 +182,23 @@ class Plan:
 
 
 def choose_plan(sizes: Sizes, memory_limit: int, devices: int = 1) -> Plan:
-    """Return the plan that reads the least in so much memory.
+    """Return the plan that reads the fewest bytes within a memory limit.
 
-    It depends on these arguments alone, so that a product can be taken up again.
+    It depends on these arguments alone, so that an interrupted product can resume.
 
     Parameters
     ----------
     sizes
-        Of the product; none is 0.
+        The sizes of the product; none is 0.
     memory_limit
         Bytes on each device.
     devices
-        How many there are.
+        The number of devices.
 
     Raises
     ------
     ValueError
-        If not even the smallest blocks fit; the message says what does.
+        If not even the smallest blocks fit; the message states their memory.
     """
     found: list[Plan] = []
     for least in _LEAST:
@@ -210,7 +210,7 @@ def choose_plan(sizes: Sizes, memory_limit: int, devices: int = 1) -> Plan:
             if (plan := _deepest(sizes, rows, columns, least, memory_limit, devices))
         ]
         if plans:
-            # What reads as little in less memory has more blocks, so that more runs side by side.
+            # Among equal reads, less memory means more blocks, and so more overlap.
             found.append(min(plans, key=lambda p: (-p.devices, p.reads_alone, p.memory_bytes)))
         if found and found[-1].devices == devices:
             break
@@ -221,21 +221,21 @@ def choose_plan(sizes: Sizes, memory_limit: int, devices: int = 1) -> Plan:
     rows, columns, deep = smallest
     raise ValueError(
         f"a memory_limit of {memory_limit} bytes is too small: blocks of {rows}x{columns}, "
-        f"{deep} deep, take {least} bytes"
+        f"{deep} deep, need {least} bytes"
     )
 
 
 def _deepest(
     sizes: Sizes, rows: int, columns: int, least: int, limit: int, devices: int
 ) -> Plan | None:
-    """Return the plan with the deepest blocks of an extent, if ones of the least depth fit."""
+    """Return the plan with the deepest blocks of an extent, if blocks of minimal depth fit."""
     sums = _memory_bytes(sizes, rows, columns, 0)
     each = _memory_bytes(sizes, rows, columns, 1) - sums
     depth = min(sizes.k, (limit - sums) // each)
     if depth < min(least, sizes.k):
         return None
     if depth < sizes.k:
-        # As even as granules allow.
+        # The parts are as even as granules allow.
         parts = math.ceil(sizes.k / (depth // _GRANULE * _GRANULE))
         depth = _rounded_up(math.ceil(sizes.k / parts))
     used = min(devices, math.ceil(sizes.m / rows) * math.ceil(sizes.n / columns))
@@ -244,16 +244,17 @@ def _deepest(
 
 
 def _memory_bytes(sizes: Sizes, rows: int, columns: int, depth: int) -> int:
-    """Return what blocks take on a device.
+    """Return the memory of the blocks on a device.
 
-    These are the sums, a product to be added to them, and the last result on its way to the host.
+    It holds the accumulators, a product to be added to them, the preceding result on its way to the
+    host, and the operands' buffers.
     """
     tile = rows * columns * (2 * sizes.sum_bytes + sizes.out_bytes)
     return tile + _BUFFERS * depth * (rows * sizes.lhs_bytes + columns * sizes.rhs_bytes)
 
 
 def _extents(size: int, least: int) -> list[int]:
-    """Return extents of blocks, none below the least, that cut a size into parts that are alike."""
+    """Return extents of blocks, none below the minimum, that divide a size into equal parts."""
     found = {min(size, _rounded_up(math.ceil(size / parts))) for parts in _PARTS}
     return [extent for extent in found if extent >= min(least, size)]
 

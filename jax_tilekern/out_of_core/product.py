@@ -1,4 +1,4 @@
-"""Products by blocks: copies in both directions run while products do."""
+"""Products by blocks: copies in both directions overlap with products."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,38 +20,17 @@ from jax.typing import DTypeLike
 from jax_tilekern.ops.matmul import matmul as device_matmul
 from jax_tilekern.out_of_core.journal import Journal, identity
 from jax_tilekern.out_of_core.plan import Block, Plan, Sizes, Tile, choose_plan
+from jax_tilekern.out_of_core.progress import Progress
 
-# Of the memory that is free, for other programs and fragmentation take some.
+# The part of the free memory to use; other programs and fragmentation need the rest.
 _FREE_SHARE = 0.8
 _HOST_SHARE = 0.25
-# Of a block that is not contiguous, what one thread copies at a time.
+# One thread copies this much of a block that is not contiguous at a time.
 _COPIED_BYTES = 16 << 20
 _MOST_COPIERS = 16
-# What the rates of a device are measured with.
+# The sizes of the measurements of a device's rates.
 _MEASURED_BYTES = 64 << 20
 _MEASURED_SIZE = {"gpu": 4096, "cpu": 512}
-
-
-class Progress(NamedTuple):
-    """What is done of a product.
-
-    Attributes
-    ----------
-    done, total
-        Blocks of the result.
-    read_bytes
-        Bytes of operands that were copied to devices.
-    seconds
-        Since the start.
-    plan
-        Of the product.
-    """
-
-    done: int
-    total: int
-    read_bytes: int
-    seconds: float
-    plan: Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +49,9 @@ def plan(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> Plan:
-    """Return how :func:`matmul` would cut a product, what it would read, and how long it takes.
+    """Return the blocks of a product by :func:`matmul`, the bytes it would read, and the time.
 
-    Parameters are those of :func:`matmul`. The rates of the device are measured once for a type,
+    Parameters are those of :func:`matmul`. The rates of the device are measured once per type,
     which takes about a second.
     """
     types = _types(a, b, precision, preferred_element_type)
@@ -97,13 +76,13 @@ def matmul(
     preferred_element_type: DTypeLike | None = None,
     progress: Callable[[Progress], None] | bool | None = None,
 ) -> Any:
-    """Product of two matrices that need not fit the memory of a device, or of the host.
+    """Product of two matrices that may exceed the memory of a device, or of the host.
 
-    Blocks of the result are summed on the local devices of JAX's default backend; blocks of the
-    operands are read and copied there, and results copied back, while products run. The blocks are
-    those that :func:`plan` says. Their products are added in the order of ``k``, in float32 for
-    16-bit and 8-bit floats, and are rounded to the result's type once. So the same call has the
-    same bits, also if it was interrupted, and integers are exact modulo their type.
+    The local devices of JAX's default backend compute blocks of the result. Blocks of the operands
+    are read and copied there, and results copied back, while products run. :func:`plan` returns the
+    blocks. Their products are added in the order of ``k``, in float32 for 16-bit and 8-bit floats,
+    and are rounded to the result's type once. So the same call gives the same bits, even if it was
+    interrupted, and integers are exact modulo their type.
 
     Parameters
     ----------
@@ -113,12 +92,12 @@ def matmul(
     b
         Matrix of shape ``(k, n)``.
     out
-        Where to put the result: of shape ``(m, n)`` and its type, and assignable by slices. With a
-        ``numpy.memmap`` an interrupted product goes on where it was, if it is called again with the
-        same arguments. Until it is whole the file ``<out>.unfinished.json`` lies beside it. By
-        default a NumPy array is made.
+        The destination, of shape ``(m, n)`` and the result's type, and assignable by slices. With a
+        ``numpy.memmap``, a call with the same arguments resumes an interrupted product. Until it is
+        complete, the file ``<out>.unfinished.json`` exists beside it. By default it is a new NumPy
+        array.
     memory_limit
-        Bytes that may be used on each device; by default most of what is free.
+        Bytes to use on each device; by default most of the free memory.
     precision, preferred_element_type
         As of :func:`jax_tilekern.matmul`.
     progress
@@ -127,14 +106,14 @@ def matmul(
 
     Returns
     -------
-    Array of NumPy
-        ``out`` if it was given.
+    numpy.ndarray
+        The result, which is ``out`` if it was given.
 
     Raises
     ------
     ValueError
-        If an operand is no matrix, shapes do not fit, ``memory_limit`` is too small, or a file has
-        an unfinished product of something else.
+        If an operand is not a matrix, shapes do not fit, ``memory_limit`` is too small, or a file
+        has an unfinished product of other operands.
     TypeError
         If an operand or ``out`` is not an array of a type that fits.
     OSError
@@ -193,7 +172,8 @@ def _run(
         ThreadPoolExecutor(2 * plan.devices, "jax_tilekern_reader") as readers,
         ThreadPoolExecutor(plan.devices, "jax_tilekern_writer") as writers,
     ):
-        # This thread alone calls JAX, whose settings may be its own. No call waits for its result.
+        # Only this thread calls JAX, because settings may be thread-local. No call waits for a
+        # result.
         running = [
             _DeviceProduct(
                 a, b, plan, types, precision, device, ledger, copiers, readers, writers
@@ -208,7 +188,7 @@ def _run(
 
 
 class _Ledger:
-    """What all devices have done so far."""
+    """The progress of all devices."""
 
     def __init__(
         self,
@@ -229,7 +209,7 @@ class _Ledger:
             self._read_bytes += size
 
     def write(self, tile: Tile, result: Array) -> None:
-        """Put a block of the result in its place, note it and say so."""
+        """Store a block of the result, record it in the journal, and report progress."""
         block = np.asarray(result)
         with self._lock:
             self._out[_place(self._plan, tile)] = block
@@ -261,19 +241,19 @@ class _DeviceProduct:
     writers: ThreadPoolExecutor
 
     def run(self, tiles: list[Tile]) -> Iterator[Tile]:
-        """Compute some blocks of the result; yields the block in question after each step."""
+        """Compute some blocks of the result; yield the current block after each step."""
         first, further = _steps(self.precision, self.types.sums)
-        finish = _finish(self.types.out)
+        round_to_out = _rounding(self.types.out)
         sums: Array | None = None
         written: Future[None] | None = None
-        # One is multiplied while the next is copied: a step begins when the last but one is over.
+        # One block is multiplied while the next is copied, so at most two steps are in flight.
         marks: list[Array] = []
         for tile, last, lhs, rhs in self._operands(tiles):
             sums, mark = first(lhs, rhs) if sums is None else further(sums, lhs, rhs)
             del lhs, rhs
             marks.append(mark)
             if last:
-                result = finish(sums)
+                result = round_to_out(sums)
                 sums = None
                 result.copy_to_host_async()
                 if written is not None:
@@ -289,7 +269,7 @@ class _DeviceProduct:
     def _operands(self, tiles: list[Tile]) -> Iterator[tuple[Tile, bool, Array, Array]]:
         """Yield operands on the device, and whether they are a tile's last ones.
 
-        The next ones are read from where they are, in other threads, meanwhile.
+        Other threads read the next ones meanwhile.
         """
         steps = [(tile, depth) for tile in tiles for depth in self.plan.depths(tile)]
         held: dict[str, tuple[Block, Array]] = {}
@@ -322,11 +302,11 @@ class _DeviceProduct:
         part: np.ndarray[Any, Any] = np.asarray(found)
         if part.flags.c_contiguous and part.dtype == dtype:
             return part
-        # One thread copies slower than the bus does.
+        # One thread copies slower than the bus.
         block = np.empty(part.shape, dtype)
         rows = -(-len(part) * _COPIED_BYTES // max(part.nbytes, 1))
-        pieces = [slice(i, i + rows) for i in range(0, len(part), rows)]
-        list(self.copiers.map(lambda piece: np.copyto(block[piece], part[piece]), pieces))
+        chunks = [slice(i, i + rows) for i in range(0, len(part), rows)]
+        list(self.copiers.map(lambda chunk: np.copyto(block[chunk], part[chunk]), chunks))
         return block
 
 
@@ -334,7 +314,7 @@ class _DeviceProduct:
 def _steps(
     precision: lax.PrecisionLike, sums: np.dtype[Any]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return what begins a block's sums and what adds to them, each with a mark of its end."""
+    """Return the functions that start and continue accumulation, each with a mark of its end."""
 
     def product(lhs: Array, rhs: Array) -> Array:
         return device_matmul(lhs, rhs, precision=precision, preferred_element_type=sums)
@@ -353,7 +333,7 @@ def _steps(
 
 
 @functools.lru_cache(maxsize=64)
-def _finish(out: np.dtype[Any]) -> Callable[[Array], Array]:
+def _rounding(out: np.dtype[Any]) -> Callable[[Array], Array]:
     return jax.jit(lambda sums: sums.astype(out))
 
 
@@ -377,12 +357,12 @@ def _types(a: Any, b: Any, precision: lax.PrecisionLike, preferred: DTypeLike | 
         if not hasattr(operand, "shape") or not hasattr(operand, "dtype"):
             raise TypeError(f"{name} is {type(operand).__name__}, which has no shape and dtype")
         if len(operand.shape) != 2:
-            raise ValueError(f"{name} has shape {tuple(operand.shape)}, which is no matrix")
+            raise ValueError(f"{name} has shape {tuple(operand.shape)}, which is not a matrix")
     if a.shape[1] != b.shape[0]:
         raise ValueError(
             f"contracted dimensions differ: a has shape {tuple(a.shape)}, b {tuple(b.shape)}"
         )
-    # Types as on a device, where float64 may be float32.
+    # A device may represent float64 as float32.
     types = [jax.dtypes.canonicalize_dtype(np.dtype(x.dtype)) for x in (a, b)]
     rows = [jax.ShapeDtypeStruct((1, 1), dtype) for dtype in types]
 
@@ -416,7 +396,7 @@ def _free_bytes(device: jax.Device) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _rates(types: _Types, precision: lax.PrecisionLike) -> tuple[float, float, float]:
-    """Measure operations, and bytes to and from the first device, a second."""
+    """Measure operations, and bytes to and from the first device, per second."""
     device = jax.local_devices()[0]
     size = _MEASURED_SIZE.get(device.platform, _MEASURED_SIZE["cpu"])
     lhs, rhs = (
@@ -428,7 +408,7 @@ def _rates(types: _Types, precision: lax.PrecisionLike) -> tuple[float, float, f
     return (
         2 * size**3 / _seconds(lambda: first(lhs, rhs)),
         host.nbytes / _seconds(lambda: jax.device_put(host, device)),
-        # Another array each time: JAX keeps what was copied to the host.
+        # The array is new each time, because JAX caches copies on the host.
         host.nbytes / _seconds(lambda: np.asarray(there + np.uint8(0))),
     )
 

@@ -1,10 +1,10 @@
 """Calls that XLA partitions: a custom call with a sharding rule, and the answer to its partitioner.
 
-A call of a ``jit`` over several devices is lowered before anybody knows how its operands are
-sharded. So it becomes a custom call that has a sharding rule, by which Shardy propagates shardings,
-and the call's parameters as text. When XLA has settled the shardings it asks :func:`_partition`,
-which chooses how to share out the call and answers with the program of each device. There the
-call's own primitive is lowered once more, with local shapes: that is where a kernel is planned.
+A call of a ``jit`` over several devices is lowered before XLA propagates shardings. So it becomes a
+custom call that carries a sharding rule, by which Shardy propagates shardings, and the call's
+parameters as text. When XLA has settled the shardings it calls :func:`_partition`, which chooses a
+partition and returns the program of each device. That program lowers the call's own primitive once
+more, with local shapes, and plans a kernel.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class PartitionedOperation:
     bind
         ``bind(*operands, **params)`` computes a call and returns its results.
     localised
-        ``localised(shard, *operands, **params)`` rewrites operands that hold positions along a
-        label that is split; see :class:`~jax_tilekern.partitioning.local_program.Shard`.
+        ``localised(shard, *operands, **params)`` rewrites operands that hold indices along a label
+        that is split; see :class:`~jax_tilekern.partitioning.local_program.Shard`.
     in_float32
-        ``in_float32(**params)`` returns the parameters of a call that gives its result in float32.
+        ``in_float32(**params)`` returns the parameters of the same call with a float32 result.
     """
 
     name: str
@@ -90,7 +90,7 @@ def lower_partitioned(
     operation
         A registered operation.
     platform
-        What the program of each device is lowered for.
+        The platform for which the program of each device is lowered.
     described
         The call in a few words, for ``explain``.
     values, params
@@ -103,7 +103,7 @@ def lower_partitioned(
 
 
 def _text(operation: PartitionedOperation, platform: str, params: dict[str, Any]) -> str:
-    """Return all that decides what XLA is answered, which is part of the program's cache key."""
+    """Return everything that decides the answer to XLA, as part of the program's cache key."""
     from jax_tilekern import __version__
 
     gpu, tuned = "", ""
@@ -123,10 +123,10 @@ def _text(operation: PartitionedOperation, platform: str, params: dict[str, Any]
     return json.dumps(content, sort_keys=True)
 
 
-# XLA's question.
+# XLA's callback.
 
 _Answer = tuple[bytes, list[Any], Any]
-# Layers that are alike ask the same, and to lower an answer takes milliseconds.
+# Equal layers need equal answers, and lowering an answer takes milliseconds.
 _answers: dict[tuple[str, ...], tuple[_Answer, list[Choice]]] = {}
 _MAX_ANSWERS = 4096
 _lock = threading.Lock()
@@ -139,7 +139,7 @@ def _partition(
     result_sharding: Any,
     config: bytes | str,
 ) -> _Answer:
-    """Answer XLA: the module of each device, and how it takes operands and returns results."""
+    """Return the module of each device, and the shardings of its operands and results."""
     text = config.decode() if isinstance(config, bytes) else config
     question = (*operand_shapes, result_shape, *operand_shardings, result_sharding)
     key = (text, *map(str, question))

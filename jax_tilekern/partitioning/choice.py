@@ -1,8 +1,8 @@
-"""How a call is shared out among devices: which label each digit of their numbers splits.
+"""The partition of a call among devices: which label each digit of the device number splits.
 
-The choice is made digit by digit, by the bytes that each possibility sends over the links between
-devices. It never gathers an operand along a label that all operands are split by already: that is
-what XLA does for its own operations, and what the user's shardings ask for.
+The choice is made digit by digit, by the bytes that each option sends over the links between
+devices. It never gathers an operand along a label by which all operands are split already. XLA
+treats its own operations so, and the user's shardings request it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import NamedTuple
 from jax_tilekern.partitioning.digits import Digits, Radix
 from jax_tilekern.partitioning.rule import Dims, ShardingRule
 
-# What a device computes, or moves in its own memory, while a link sends one byte. An H100 or H200
-# does 800 TFLOP/s in 16 bits and moves 3 to 4 TB/s, where NVLink sends 300 to 400 GB/s.
+# The work of a device, in operations or in bytes of its own memory, while a link sends one byte. An
+# H100 or H200 computes 800 TFLOP/s in 16 bits and moves 3 to 4 TB/s; NVLink sends 300 to 400 GB/s.
 _FLOPS_PER_LINK_BYTE = 2000
 _MEMORY_BYTES_PER_LINK_BYTE = 10
 
 
 class Move(NamedTuple):
-    """Digits that split one dimension of an array and shall split another: an all-to-all.
+    """Digits that move from one dimension of an array to another, by an all-to-all.
 
-    ``whole`` says that the array comes gathered along the first one, and is only cut.
+    With ``whole`` the array is gathered along the source already, and is only sliced.
     """
 
     digits: tuple[int, ...]
@@ -35,24 +35,24 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """How a call is shared out.
+    """The partition of a call.
 
     Attributes
     ----------
     rule
         The sharding rule of the whole call.
     radix
-        Bases of the digits of a device's number.
+        Bases of the digits of a device number.
     digits
         For each label, the digits that split it, major to minor.
     operand_digits, result_digits
-        The same for each dimension of each array as the local program takes or returns it.
+        The same for each dimension of each operand and result of the local program.
     operand_moves, result_moves
-        What the local program moves between dimensions, in order.
+        The moves that the local program makes between dimensions, in order.
     scattered
-        For each result and each dimension, the digits by which a sum over devices is scattered.
+        For each result and each dimension, the digits along which a reduce-scatter splits it.
     summed
-        Digits over which results are added up, each device having the sum.
+        For each result, the digits over which an all-reduce adds it.
     """
 
     rule: ShardingRule
@@ -67,11 +67,11 @@ class Split:
 
     @property
     def has_partial_results(self) -> bool:
-        """Whether devices have parts of a sum."""
+        """Whether devices compute partial sums."""
         return any(map(any, self.scattered)) or any(self.summed)
 
     def parts(self, digits: Sequence[int]) -> int:
-        """Return how many parts some digits make."""
+        """Return the number of parts that some digits make."""
         return math.prod(self.radix[a] for a in digits)
 
     def local_size(self, label: int) -> int:
@@ -79,14 +79,14 @@ class Split:
         return self.rule.size(label, self.parts(self.digits[label]))
 
     def operand_shape(self, operand: int, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape in which the local program takes an operand."""
+        """Return the shape of an operand of the local program."""
         digits = self.operand_digits[operand]
         return tuple(
             math.ceil(size / self.parts(own)) for size, own in zip(shape, digits, strict=True)
         )
 
     def described(self, operands: Sequence[Digits]) -> str:
-        """Return in words how the call is shared out, given what digits split of operands now."""
+        """Return the partition in words, given the present digits of the operands."""
         names = {label: self.rule.names.get(label, str(label)) for label in self.digits}
         words = [
             f"{names[label]} in {self.parts(digits)}"
@@ -112,7 +112,7 @@ def choose_split(
     operand_bytes: Sequence[int],
     result_bytes: Sequence[int],
 ) -> Split:
-    """Choose how a call is shared out.
+    """Choose the partition of a call.
 
     Parameters
     ----------
@@ -121,9 +121,9 @@ def choose_split(
     radix
         Bases of the digits.
     operands, results
-        What each digit splits of each operand now, and of each result afterwards.
+        The present digits of each operand, and the wanted digits of each result.
     operand_bytes, result_bytes
-        Bytes of each whole array.
+        Sizes of the whole arrays in bytes.
     """
     choice = _Choice(rule, radix, tuple(operands), tuple(results), operand_bytes, result_bytes)
     return choice.split()
@@ -136,7 +136,7 @@ def label_of(dims: Dims, digits: Digits, a: int) -> int | None:
 
 
 class _Choice:
-    """One choice in the making: what each digit splits now, and what it shall split."""
+    """The state of one choice: the present digits, and the label chosen for each."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class _Choice:
             self.chosen.append(label)
         self.digits = {label: self._ordered(label) for label in rule.sizes}
 
-    # What a digit shall split.
+    # The label of each digit.
 
     def _choose(self, a: int, parts: dict[int, int]) -> int | None:
         now = [label_of(dims, digits, a) for dims, digits, _ in self.operands]
@@ -178,7 +178,7 @@ class _Choice:
                 for (dims, _, _), current in zip(self.operands, now, strict=True)
             ) and (label in self.rule.reductions or sum(x is not None for x in now) > 1):
                 return label
-        # To compute the same on several devices may cost less than to send results.
+        # Redundant computation on several devices may cost less than sending results.
         options: list[int | None] = [*able, None]
         return min(options, key=lambda label: self._cost(label, a, parts))
 
@@ -188,20 +188,20 @@ class _Choice:
         size, split = self.rule.sizes[label], parts[label] * self.radix[a]
         if size % split == 0:
             return True
-        # The last part is padded. What is padded is never moved from one dimension to another.
+        # The last part is padded. Padded parts are never moved from one dimension to another.
         padding_is_harmless = label not in self.rule.reductions or self.rule.zero_padding
         moved = any(self._is_moved(label, b) for b, x in enumerate(self.chosen) if x == label)
         return padding_is_harmless and labels <= {label, None} and not moved
 
     def _cost(self, label: int | None, a: int, parts: dict[int, int]) -> float:
-        """Return the bytes that a device sends, computing counted as what is sent meanwhile."""
+        """Return the bytes that a device sends, including its work as bytes sent meanwhile."""
         base = self.radix[a]
         share = (base - 1) / base
         total = self._work(a) * (1 if label is None else 1 / base)
         for dims, digits, size in self.operands:
             current = label_of(dims, digits, a)
             if current is not None and current != label:
-                # Gathered, or moved to another dimension, of which only a part is sent.
+                # The operand is gathered, or moved to another dimension, which sends a part of it.
                 total += self._local(digits, size, a) * share / (base if label in dims else 1)
         for dims, digits, size in self.results:
             wanted = label_of(dims, digits, a)
@@ -218,7 +218,7 @@ class _Choice:
         return total
 
     def _work(self, a: int) -> float:
-        """Return the time of a device's part without a digit, in bytes that a link sends."""
+        """Return the time of a device's work without a digit, in bytes that a link sends."""
         arrays = (*self.operands, *self.results)
         split = math.prod(
             self.radix[b]
@@ -243,8 +243,8 @@ class _Choice:
     def _ordered(self, label: int) -> tuple[int, ...]:
         """Order the digits of a label, major to minor, so that the fewest bytes are permuted.
 
-        Digits that an operand moves here from another dimension are last, as an all-to-all puts
-        them. The order of the others is that of an array which is split by them now.
+        Digits that an operand moves here from another dimension come last, where an all-to-all
+        places them. The others have the order of an array that is split by them already.
         """
         chosen = [a for a, x in enumerate(self.chosen) if x == label]
         moved = [a for a in chosen if self._is_moved(label, a)]
@@ -264,7 +264,7 @@ class _Choice:
             orders += [(*first, *rest), (*rest, *first)]
 
         def permuted_bytes(order: tuple[int, ...]) -> int:
-            # An array that has the major digits alone is cut further, or gathered.
+            # An array with the major digits alone is sliced further, or gathered.
             return sum(
                 size
                 for own, digits, size in arrays
@@ -279,7 +279,7 @@ class _Choice:
             for dims, digits, _ in self.operands
         )
 
-    # What the local program does about it.
+    # The operands, collectives and results of the local program.
 
     def split(self) -> Split:
         operand_digits, operand_moves = zip(*map(self._operand, self.operands), strict=True)
@@ -306,7 +306,7 @@ class _Choice:
     def _operand(
         self, operand: tuple[Dims, Digits, int]
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[Move, ...]]:
-        """Return the digits by which the local program takes an operand, and what it moves."""
+        """Return the digits of an operand of the local program, and its moves."""
         dims, digits, _ = operand
         taken: list[tuple[int, ...]] = [
             () if label is None else self.digits[label] for label in dims
@@ -322,7 +322,8 @@ class _Choice:
             taken[target] = tuple(a for a in taken[target] if a not in moved)
             source = sources.pop()
             ordered = tuple(sorted(moved, key=lambda a: -digits[a].weight))  # type: ignore[union-attr]
-            # One all-to-all for each array, so that its digits are the last ones of the source.
+            # An array has one all-to-all at most, so that its digits are the last ones of the
+            # source.
             together = not sources and ordered == tuple(moved) and not any(moves)
             if together and self._divides(dims[source], (*taken[source], *moved)):
                 taken[source] = (*taken[source], *ordered)

@@ -1,8 +1,8 @@
-"""Shardings as XLA's partitioner has them, in terms of the digits of a device's number.
+"""XLA's shardings in terms of the digits of the device number.
 
-Devices are numbered from 0. In a mixed radix whose bases are the prime factors of the number of
-devices, a mesh axis is one digit or several, and a sharding says for each digit which dimension of
-an array it splits. Two arrays are split alike along a label if they use the same digits for it.
+Device numbers start at 0. In a mixed radix whose bases are the prime factors of the number of
+devices, a mesh axis is one digit or several, and a sharding states which dimension of an array each
+digit splits. Two arrays are split alike along a label if they use the same digits for it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jax_tilekern.partitioning import xla
 
 
 class Digit(NamedTuple):
-    """What a digit splits: a dimension, in steps of ``weight`` parts."""
+    """The dimension that a digit splits, in steps of ``weight`` parts."""
 
     dimension: int
     weight: int
 
 
-# For every digit of the device's number, what it splits of an array.
+# The dimension of an array that each digit of the device number splits, or None.
 Digits = tuple[Digit | None, ...]
 Radix = tuple[int, ...]
 
@@ -58,7 +58,7 @@ def common_digits(
 
 
 def digits_of(sharding: Any, rank: int, radix: Radix) -> Digits | None:
-    """Return what each digit splits of an array, or ``None`` if digits do not say it.
+    """Return the dimension that each digit splits, or ``None`` if digits cannot express it.
 
     Raises
     ------
@@ -75,7 +75,8 @@ def digits_of(sharding: Any, rank: int, radix: Radix) -> Digits | None:
     parts = np.empty((math.prod(radix), rank), np.int64)
     for index in np.ndindex(*tiles):
         parts[devices[index]] = index[:rank]
-    # Device number 0...010...0 shows what one digit does. The others follow if it is linear.
+    # Device number 0...010...0 shows the effect of one digit. If the sharding is linear, these
+    # suffice.
     digits: list[Digit | None] = []
     for a in range(len(radix)):
         unit = parts[math.prod(radix[a + 1 :])]

@@ -1,7 +1,7 @@
 """The program that each device runs for its part of a call.
 
-It takes the operands as XLA hands them over, moves what lies along another dimension, binds the
-call's own primitive on what is left, and adds up partial results.
+It takes the operands in XLA's sharding, moves digits between dimensions, binds the call's own
+primitive on the local operands, and adds partial results.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from jax_tilekern.partitioning.choice import Move, Split
 
 @dataclass(frozen=True)
 class Shard:
-    """What the program on one device knows of its part.
+    """One device's part of a call.
 
-    Operations whose operands hold positions along a label, such as the bounds of groups, ask it
-    where their part begins.
+    Operations whose operands hold indices along a label, such as the bounds of groups, query the
+    start of their part.
     """
 
     split: Split
 
     def is_split(self, label: int) -> bool:
-        """Return whether a label is shared out."""
+        """Return whether a label is split."""
         return bool(self.split.digits[label])
 
     def size(self, label: int) -> int:
@@ -36,7 +36,7 @@ class Shard:
         return self.split.local_size(label)
 
     def parts(self, label: int) -> int:
-        """Return into how many parts a label is split."""
+        """Return the number of parts of a label."""
         return self.split.parts(self.split.digits[label])
 
     def start(self, label: int) -> Array:
@@ -56,18 +56,18 @@ def local_program(
     bind: Callable[..., Sequence[Array]],
     localised: Callable[..., Sequence[Array]] | None = None,
 ) -> Callable[..., list[Array]]:
-    """Return the function of one device's operands that gives its results.
+    """Return the function from one device's operands to its results.
 
     Parameters
     ----------
     split
-        How the call is shared out.
+        The partition of the call.
     dtypes
-        Types of the results, to which sums over devices are rounded.
+        Types of the results; sums over devices are rounded to these.
     bind
         Computes the call on local shapes.
     localised
-        ``localised(shard, *operands)`` rewrites operands that hold positions along a label.
+        ``localised(shard, *operands)`` rewrites operands that hold indices along a label.
     """
 
     def program(*operands: Array) -> list[Array]:
@@ -95,7 +95,7 @@ def _moved(split: Split, x: Array, moves: Sequence[Move]) -> Array:
 
 
 def _padded_with_zeros(split: Split, operand: int, x: Array) -> Array:
-    """Clear what lies beyond the end of a reduction whose last part is not full."""
+    """Clear the padding of a reduction whose last part is not full."""
     for dim, label in enumerate(split.rule.operands[operand]):
         if label is None or label not in split.rule.reductions:
             continue
@@ -108,7 +108,7 @@ def _padded_with_zeros(split: Split, operand: int, x: Array) -> Array:
 
 
 def _completed(split: Split, result: int, x: Array, dtype: np.dtype[Any]) -> Array:
-    """Add up a partial result over devices, and move its parts."""
+    """Add a partial result over devices, and move its parts."""
     for dim, digits in enumerate(split.scattered[result]):
         if digits:
             x = lax.psum_scatter(x, axis_names(digits), scatter_dimension=dim, tiled=True)

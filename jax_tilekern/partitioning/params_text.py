@@ -1,11 +1,11 @@
 """The parameters of a call as text, and back.
 
-XLA partitions a call when a program is compiled, which may be in another process than the one that
-lowered it. So everything about the call travels as text, and equal calls have equal texts: JAX's
-persistent compilation cache is looked up by it.
+XLA partitions a call when a program is compiled, possibly in another process than the one that
+lowered it. So everything about the call travels as text. Equal calls have equal texts, which are
+part of the key of JAX's persistent compilation cache.
 
-What has no text, such as the functions that a user has set for a kernel, stands for itself in this
-process alone: its text names the process, and no other process finds a program by it.
+A value without a text, such as a function that a user has set for a kernel, is identified within
+this process alone: its text names the process, so no other process finds a program by it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ENUMS = {kind.__name__: kind for kind in (lax.Precision, lax.DotAlgorithmPreset
 
 
 def to_text(value: Any) -> str:
-    """Return the text of a value made of the types that parameters have."""
+    """Return the text of a value that consists of the types of parameters."""
     return json.dumps(_encoded(value), sort_keys=True)
 
 
@@ -76,7 +76,7 @@ def _decoded(value: Any) -> Any:
     return _DATACLASSES[name](**{key: _decoded(x) for key, x in content.items()})
 
 
-# Objects of this process, and the tokens that stand for them.
+# Objects of this process, and their tokens.
 
 _PROCESS = uuid.uuid4().hex
 _tokens: dict[Any, str] = {}
@@ -92,7 +92,7 @@ def _token_of(value: Any) -> str:
 def _object_of(token: str) -> Any:
     if token not in _objects:
         raise RuntimeError(
-            "this program shares a call of a cuda_kernel among devices by its sharding_rule, and "
-            "the kernel is of another process; call it inside jax.shard_map to export the program"
+            "this program partitions a call of a cuda_kernel by its sharding_rule, and the kernel "
+            "belongs to another process; call it inside jax.shard_map to export the program"
         )
     return _objects[token]

@@ -17,7 +17,7 @@ Dims = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """How the dimensions of a call's arrays correspond.
+    """The correspondence of the dimensions of a call's arrays.
 
     Attributes
     ----------
@@ -28,10 +28,10 @@ class ShardingRule:
     flops
         Floating-point operations of the whole call.
     zero_padding
-        Whether zeros in the operands add nothing to a reduction. If not, a reduction is split into
-        equal parts only.
+        Whether zeros in the operands contribute nothing to a reduction. If not, a reduction is
+        split into equal parts only.
     names
-        What ``explain`` calls the labels.
+        The names of the labels in ``explain``.
     """
 
     operands: tuple[Dims, ...]
@@ -49,7 +49,7 @@ class ShardingRule:
 
     @property
     def splittable(self) -> frozenset[int]:
-        """Labels that devices may share: those of every result, and the reductions."""
+        """Labels that may be split: those of every result, and the reductions."""
         kept = [set(dims) for dims in self.results]
         return frozenset(
             label

@@ -1,4 +1,4 @@
-"""What partitioning uses of JAX and XLA that neither exports; the same in jax 0.10 to 0.12."""
+"""Internals of JAX and XLA that partitioning needs; they are the same in jax 0.10 to 0.12."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPLICATED = _xla_client.OpSharding.Type.REPLICATED
 
 
 class Place(enum.Enum):
-    """Where a call is lowered."""
+    """The context in which a call is lowered."""
 
     LOCAL = "one device, or every mesh axis is manual"
     PARTITIONED = "a jit over several devices"
@@ -36,7 +36,7 @@ class Place(enum.Enum):
 
 
 def place(ctx: Any) -> Place:
-    """Return where a lowering rule's call is."""
+    """Return the context of a lowering rule's call."""
     context = ctx.module_context.axis_context
     if isinstance(context, _sharding_impls.ShardingContext):
         return Place.PARTITIONED if context.num_devices > 1 else Place.LOCAL
@@ -52,16 +52,16 @@ def uses_shardy() -> bool:
 
 
 def adds_in_float32(platform: str, dtype: np.dtype[Any]) -> bool:
-    """Return whether XLA adds partial results of its own products, of this type, in float32.
+    """Return whether XLA adds partial results of its own products of this type in float32.
 
-    It adds them in their own type, but for CPUs before jax 0.11.
+    It adds them in their own type, except on CPUs before jax 0.11.
     """
     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2
     return narrow and platform == "cpu" and jax.__version_info__ < (0, 11)
 
 
 def has_partial_sums(avals: Sequence[Any]) -> bool:
-    """Return whether a type says that a sum over devices is still to be done."""
+    """Return whether a type states that a sum over devices is pending."""
     specs = (getattr(getattr(aval, "sharding", None), "spec", None) for aval in avals)
     return any(spec is not None and (spec.unreduced or spec.reduced) for spec in specs)
 
@@ -123,7 +123,7 @@ def _sharding_rule_attribute(
     def mapping(dims: Dims, shape: Sequence[int]) -> Any:
         own = []
         for label, size in zip(dims, shape, strict=True):
-            if label is None:  # A factor of its own, which nothing else has.
+            if label is None:  # The dimension has a factor of its own.
                 sizes.append(size)
             own.append(len(sizes) - 1 if label is None else factors[label])
         return _sdy.TensorMappingAttr.get(
@@ -143,15 +143,15 @@ def _sharding_rule_attribute(
     )
 
 
-# Answering XLA's partitioner.
+# XLA's partitioner.
 
 
 def register_partitioner(target: str, partition: Callable[..., Any]) -> None:
-    """Let XLA ask ``partition`` how to share out calls of a target, on every platform."""
+    """Register ``partition`` as XLA's callback for calls of a target, on every platform."""
     callbacks = {
         "name": target,
         "partition": partition,
-        # GSPMD's questions, which Shardy does not ask. An exception in them ends the process.
+        # Only GSPMD calls these. An exception in them would end the process.
         "prop_user_sharding": lambda sharding, *_: sharding,
         "infer_sharding_from_operands": lambda *_: replicated(),
         "can_side_effecting_have_replicated_sharding": True,
@@ -168,7 +168,7 @@ def local_module(
     axes: Sequence[tuple[str, int]],
     platform: str,
 ) -> bytes:
-    """Return the module of what each device runs, as MLIR bytecode.
+    """Return the module that each device runs, as MLIR bytecode.
 
     Parameters
     ----------
@@ -177,16 +177,16 @@ def local_module(
     avals
         Shape and type of each operand.
     axes
-        Names and sizes of the mesh axes; the number of a device counts them, the last fastest.
+        Names and sizes of the mesh axes, in the row-major order of device numbers.
     platform
-        What to lower for.
+        The platform to lower for.
     """
     axes = list(axes) or [("digit0", 1)]
     names = tuple(name for name, _ in axes)
     mesh = _mesh.AbstractMesh(tuple(size for _, size in axes), names)
     operands = [_core.ShapedArray(tuple(shape), dtype) for shape, dtype in avals]
     with contextlib.ExitStack() as stack:
-        # XLA calls on a thread of its own, or on one that has the contexts of whoever compiles.
+        # XLA calls on its own thread, or on one that has the contexts of the compiling code.
         stack.enter_context(jax.enable_x64(True))
         stack.enter_context(_mesh.use_abstract_mesh(_mesh.empty_abstract_mesh))
         jaxpr = _api.make_jaxpr(program, axis_env=axes)(*operands)

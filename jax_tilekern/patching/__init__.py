@@ -1,1 +1,1 @@
-"""``patch``: JAX's own products, traced to the library's."""
+"""``patch`` makes JAX's own products trace to the library's."""

@@ -1,9 +1,9 @@
-"""How JAX's own primitives are taken over while they are traced: the mechanism of ``patch``.
+"""Interception of JAX's own primitives while they are traced: the mechanism of ``patch``.
 
-JAX traces an operation by ``primitive.bind``. :func:`intercept` shadows that method on one
-primitive object, once and for good, by a function that does nothing but look at a flag of JAX's
-own kind. The flag belongs to the thread, and its value is part of the key under which JAX keeps
-what it has traced, so what is traced under one value is never found under the other.
+JAX traces an operation by ``primitive.bind``. :func:`intercept` permanently shadows that method on
+one primitive object with a function that only tests a flag. The flag is a JAX user context: it
+belongs to the thread, and its value is part of the key of JAX's tracing cache, so a trace under one
+value is never reused under the other.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _intercepting = jax.make_user_context(False)
 
 
 def intercepting() -> AbstractContextManager[None]:
-    """Let intercepted primitives trace to their replacements, in this thread."""
+    """Make intercepted primitives trace to their replacements, in this thread."""
     context: AbstractContextManager[None] = _intercepting(True)
     return context
 
 
 def by_xla(function: Callable[P, R]) -> Callable[P, R]:
-    """Let ``function`` reach JAX's own primitives, wherever it is called."""
+    """Make ``function`` bind JAX's own primitives, wherever it is called."""
 
     @functools.wraps(function)
     def not_intercepted(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -41,14 +41,14 @@ def by_xla(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def intercept(primitive: compat.Primitive, replacement: Callable[..., Any]) -> None:
-    """Let ``primitive`` trace to ``replacement`` inside :func:`intercepting`.
+    """Make ``primitive`` trace to ``replacement`` inside :func:`intercepting`.
 
     Parameters
     ----------
     primitive
-        One of JAX's.
+        A primitive of JAX.
     replacement
-        Called with the operands and parameters of the primitive. What it calls reaches JAX's own
+        A function of the operands and parameters of the primitive. Its own calls bind JAX's
         primitives.
     """
     bind: Callable[..., Any] = primitive.bind

@@ -1,4 +1,4 @@
-"""``patch``: JAX's own products trace to this library's.
+"""``patch`` makes JAX's own products trace to this library's.
 
 Every product of ``jax.numpy``, of ``jax.lax`` and of ``@`` is bound through one of two primitives,
 ``dot_general`` and ``ragged_dot_general``, so those two are intercepted and no name in JAX is
@@ -23,7 +23,7 @@ from jax_tilekern.primitives import compat
 
 @contextmanager
 def patch() -> Iterator[None]:
-    """Let JAX's own matrix products trace to this library's kernels.
+    """Make JAX's own matrix products trace to this library's kernels.
 
     A context manager and a decorator. Inside it ``jnp.matmul``, ``dot``, ``vdot``, ``tensordot``,
     ``inner``, ``einsum``, ``matvec``, ``vecmat``, ``lax.dot``, ``dot_general``, ``batch_matmul``,
@@ -33,15 +33,15 @@ def patch() -> Iterator[None]:
     that is already jitted, which is traced again.
 
     It holds for the current thread, may be nested, and ends with the block, also by an exception.
-    What is traced inside is used inside only, and what is traced outside is used outside only.
-    Products in Pallas kernels stay JAX's. What has rules for JAX's own primitives alone, such as
-    ``jax.experimental.jet`` and ``sparsify``, belongs outside.
+    JAX reuses a trace from inside only inside, and one from outside only outside. Products in
+    Pallas kernels stay JAX's. Keep transformations that have rules for JAX's own primitives alone,
+    such as ``jax.experimental.jet`` and ``sparsify``, outside.
 
     Raises
     ------
     RuntimeError
-        If the installed version of JAX traces its products in another way than those that this
-        library knows. Pass :func:`jax_tilekern.dot_general` to the layers instead.
+        If the installed version of JAX does not trace its products as the supported versions do.
+        Pass :func:`jax_tilekern.dot_general` to the layers instead.
 
     See Also
     --------
@@ -75,7 +75,7 @@ _installed = False
 
 
 def _install() -> None:
-    """Intercept the two primitives, once, and see that JAX binds its products through them."""
+    """Intercept the two primitives, once, and check that JAX binds its products through them."""
     global _installed
     with _installing:
         if _installed:
@@ -83,7 +83,7 @@ def _install() -> None:
         for primitive, replacement in _REPLACEMENTS.items():
             intercept(primitive, replacement)
         try:
-            # In a thread of its own, which has none of the user's contexts, such as a mesh.
+            # A new thread has none of the user's contexts, such as a mesh.
             with ThreadPoolExecutor(1) as thread:
                 traced = thread.submit(_traced_products).result()
             if not traced >= {"tilekern_contract", "tilekern_contract_groups"}:
@@ -102,7 +102,7 @@ def _install() -> None:
 def _traced_products() -> set[str]:
     """Return the names of the primitives that a product of each kind is traced to."""
 
-    # Made anew in every call, because JAX keeps what it has traced.
+    # The function is new in every call, because JAX caches traces by function.
     def products() -> tuple[Array, Array]:
         x = jax.numpy.ones((2, 2))
         return lax.dot(x, x), lax.ragged_dot(x, x[None], jax.numpy.array([2]))

@@ -133,7 +133,7 @@ def vector_length(dims: AddedDims, itemsize: int) -> int:
     *outer, columns = dims.sizes
     if not outer and columns >= widest:
         return widest
-    # Of an operand that is broadcast along rows single elements are read.
+    # A kernel reads single elements of an operand that is broadcast along rows.
     read = [strides[:-1] for strides in dims[1:] if strides[-1]]
     return math.gcd(widest, columns, *itertools.chain(*read))
 

@@ -115,7 +115,7 @@ class KernelPlan(LaunchPlan):
         self._require(
             held is None or held.blocks > 0,
             f"block {self.launch.block} has {threads} threads of {self.launch.entry.registers} "
-            f"registers, more than a multiprocessor has; __launch_bounds__({threads}) at the "
+            f"registers, more than an SM has; __launch_bounds__({threads}) at the "
             "kernel makes the compiler stay within them",
         )
 
@@ -126,7 +126,7 @@ class KernelPlan(LaunchPlan):
 
     @property
     def occupancy(self) -> Occupancy | None:
-        """What a multiprocessor holds of it, or ``None`` for a GPU that is not known."""
+        """CTAs that an SM holds at a time, or ``None`` for a GPU that is not known."""
         return occupancy(self.launch, self.gpu)
 
     @property
@@ -136,7 +136,7 @@ class KernelPlan(LaunchPlan):
         shared = entry.shared_memory_bytes + self.launch.shared_memory_bytes
         times = f", {math.prod(self.launch.repeats)} launches" if self.launch.repeats else ""
         share = (
-            f", {held.blocks} blocks a multiprocessor ({held.fraction:.0%} of its warps, limited "
+            f", {held.blocks} blocks per SM ({held.fraction:.0%} of its warps, limited "
             f"by {held.limit})"
             if held
             else ""

@@ -3,19 +3,105 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 
-# Architectures whose matrix instructions exist only in the architecture-specific instruction set
-# (wgmma and setmaxnreg on 9.0, tcgen05 on 10.x). Elsewhere the plain name runs more widely.
+# Architectures whose MMA instructions exist only in the architecture-specific instruction set
+# (wgmma and setmaxnreg on 9.0, tcgen05 on 10.x). A cubin for the plain name runs on more GPUs.
 _ARCH_SPECIFIC = {(9, 0), (10, 0), (10, 3), (11, 0)}
 
 
 class NoGpu(RuntimeError):
     """There is no GPU to plan for; the message says why, in words that ``explain`` can show."""
+
+
+@dataclass(frozen=True)
+class GpuRates:
+    """How fast a GPU is, as the planners' cost models see it.
+
+    A cost model only has to decide which of two kernels is faster, so each rate stands for many
+    kernels. Times are in cycles of the SM clock.
+
+    Attributes
+    ----------
+    cycles_per_microsecond
+        The SM clock during long products.
+    memory_bandwidth
+        Bytes per cycle between memory and the GPU.
+    sm_load_bandwidth
+        Bytes per cycle that one SM takes in through ordinary loads.
+    l2_tma_bandwidth
+        Bytes per cycle that TMA brings each SM from L2 while all SMs ask.
+    l2_load_bandwidth
+        Bytes per cycle that ``cp.async`` brings one SM from L2 while few SMs ask.
+    l2_load_share
+        Bytes per cycle that ``cp.async`` brings each SM from L2 while all SMs ask.
+    shared_memory_bandwidth
+        Bytes per cycle of one SM's shared memory.
+    load_latency
+        Cycles from a load to its data while memory is busy.
+    cta_cycles
+        Cycles to start and to end a CTA.
+    launch_cycles, further_launch_cycles
+        Cycles of the first launch of a plan with its first loads, and of each launch that follows.
+    mma_macs
+        By arithmetic, multiply-adds per cycle of one SM with ``mma.sync``, or on CUDA cores for
+        ``"f32"``.
+    wgmma_macs
+        By arithmetic, multiply-adds per cycle of one SM with ``wgmma``.
+    """
+
+    cycles_per_microsecond: float
+    memory_bandwidth: float
+    sm_load_bandwidth: float
+    l2_tma_bandwidth: float
+    l2_load_bandwidth: float
+    l2_load_share: float
+    shared_memory_bandwidth: float
+    load_latency: float
+    cta_cycles: float
+    launch_cycles: float
+    further_launch_cycles: float
+    mma_macs: Mapping[str, int] = field(hash=False)
+    wgmma_macs: Mapping[str, int] = field(hash=False)
+
+
+H100_RATES = GpuRates(
+    # Measured on long products; the data sheet's boost clock is 1.83 GHz.
+    cycles_per_microsecond=1700,
+    # Measured: 3.0 TB/s at that clock. Long reads reach 3.07 TB/s, and the data sheet has 3.35.
+    memory_bandwidth=1760,
+    # An estimate, which only the cost model of sums and matrix-vector products reads.
+    sm_load_bandwidth=48,
+    # Measured.
+    l2_tma_bandwidth=62,
+    # The port of an SM to L2 is 64 bytes wide; the share is an estimate.
+    l2_load_bandwidth=64,
+    l2_load_share=34,
+    # CUDA Programming Guide: 32 banks of 4 bytes.
+    shared_memory_bandwidth=128,
+    # An estimate, which only the cost model of sums and matrix-vector products reads.
+    load_latency=1500,
+    # Measured on matrix-vector products (docs/tuning-log.md).
+    cta_cycles=2500,
+    # Measured: 2.6 us, and 2.4 us for each launch that follows.
+    launch_cycles=4500,
+    further_launch_cycles=4000,
+    # A100 data sheet, dense: 312 TFLOP/s of bfloat16 by 108 SMs at 1.41 GHz, and so on; float8 is
+    # Ada's. 100 stands between the A100's 64 and the H100's 128. Only the order of magnitude
+    # matters, because these kernels mostly wait for bytes.
+    mma_macs={
+        "bf16": 1024, "f16": 1024, "tf32": 512, "f32": 100, "f64": 100, "int8": 2048,
+        "fp8": 1024, "fp8_fast": 1024,
+    },
+    # H100 data sheet, dense: 989 TFLOP/s of bfloat16 by 132 SMs at 1.83 GHz, and so on.
+    wgmma_macs={
+        "bf16": 2048, "f16": 2048, "tf32": 1024, "int8": 4096, "fp8": 4096, "fp8_fast": 4096,
+    },
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -26,21 +112,24 @@ class Gpu:
     ----------
     compute_capability
         Major and minor, for example ``(9, 0)``.
-    multiprocessors
-        Number of streaming multiprocessors.
+    sm_count
+        Number of streaming multiprocessors (SMs).
     shared_memory_bytes
-        The most shared memory a block can have, static and dynamic, once it opts in.
+        The maximum shared memory of a CTA (thread block), static and dynamic, once it opts in.
     l2_bytes
-        Size of the second-level cache.
+        Size of the L2 cache.
     name
         The driver's name for it.
+    rates
+        What cost models count with: the rates of an H100, unless given.
     """
 
     compute_capability: tuple[int, int]
-    multiprocessors: int
+    sm_count: int
     shared_memory_bytes: int
     l2_bytes: int
     name: str
+    rates: GpuRates = field(default=H100_RATES, repr=False)
 
     @property
     def arch(self) -> str:
@@ -50,7 +139,10 @@ class Gpu:
         return f"sm_{major}{minor}{suffix}"
 
 
-# One well-known model of each architecture, for planning where that GPU is not at hand.
+# One well-known model of each architecture, for planning where that GPU is not at hand. All of them
+# have the rates of the H100, the only one that was measured. Rates from the others' data sheets
+# (memory bandwidth and clock) would change 3 to 9 % of the choices, and nobody has measured whether
+# for the better.
 _A100 = Gpu((8, 0), 108, 163 << 10, 40 << 20, "NVIDIA A100-SXM4-40GB")
 _A10 = Gpu((8, 6), 72, 99 << 10, 6 << 20, "NVIDIA A10")
 _RTX_4090 = Gpu((8, 9), 128, 99 << 10, 72 << 20, "NVIDIA GeForce RTX 4090")
@@ -131,7 +223,7 @@ def _visible_gpu() -> Gpu | str:
     models = {
         Gpu(
             compute_capability=device.compute_capability,
-            multiprocessors=device.multiprocessors,
+            sm_count=device.sm_count,
             shared_memory_bytes=device.shared_memory_bytes,
             l2_bytes=device.l2_bytes,
             name=device.name,
@@ -145,4 +237,4 @@ def _visible_gpu() -> Gpu | str:
         names = ", ".join(sorted(f"{gpu.name} ({gpu.arch})" for gpu in models))
         return f"GPUs of several architectures are visible: {names}; CUDA_VISIBLE_DEVICES picks"
     # Same architecture, different size: a plan for the smallest is right on all.
-    return min(models, key=lambda gpu: (gpu.shared_memory_bytes, gpu.multiprocessors, gpu.name))
+    return min(models, key=lambda gpu: (gpu.shared_memory_bytes, gpu.sm_count, gpu.name))

@@ -27,7 +27,8 @@ import jax
 import platformdirs
 
 from jax_tilekern.compilation.nvrtc import CompileError
-from jax_tilekern.plans.gemm.problem import Candidate, Product
+from jax_tilekern.plans.candidate import Candidate
+from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 
@@ -43,7 +44,7 @@ class TunedChoice:
     Attributes
     ----------
     winner
-        :attr:`Candidate.key <jax_tilekern.plans.gemm.problem.Candidate.key>` of what to run, or
+        :attr:`Candidate.key <jax_tilekern.plans.candidate.Candidate.key>` of what to run, or
         :data:`XLA`.
     model
         Key of the cost model's choice at that time.
@@ -333,9 +334,13 @@ def _read_or_warn(path: Path | None, model: str) -> dict[str, TunedChoice]:
 
 def _merge(path: Path, model: str, new: Mapping[str, TunedChoice]) -> None:
     """Put choices into a file, unless it cannot be written, which is worth one warning."""
+    # Imported here, because only tuning writes, and importing the package must stay fast.
+    import filelock
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
+        # Another process may not change the file between its reading and its writing.
+        with filelock.FileLock(path.with_suffix(".lock")):
             try:
                 _, found = _read(path)
             except FileNotFoundError:
@@ -347,19 +352,6 @@ def _merge(path: Path, model: str, new: Mapping[str, TunedChoice]) -> None:
             _write(path, model, {**found, **new})
     except OSError as error:
         _warn_unwritable(str(path), str(error))
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Keep other processes from changing a file between its reading and its writing."""
-    try:
-        import fcntl
-    except ImportError:  # Windows. A choice can get lost there, and no more.
-        yield
-        return
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _write(path: Path, model: str, choices: Mapping[str, TunedChoice]) -> None:

@@ -1,1 +1,1 @@
-"""How an operation becomes a JAX primitive: its rules, its lowering, its modes."""
+"""JAX primitives of the operations: rules, lowering and modes."""

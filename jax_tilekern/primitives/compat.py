@@ -6,6 +6,7 @@ Each entry names the change it hides. Supported: jax 0.10 and later.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from jax._src import checkify as _checkify
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
+from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
@@ -65,25 +67,29 @@ Var = _core.Var
 ir: Any = _mlir_lib.ir  # type: ignore[attr-defined]
 func: Any = _func
 
-# What jax.jit's ``inline`` takes to have a call inlined when it is traced (True until 0.10).
+# The value of jax.jit's ``inline`` that inlines a call when it is traced (True until 0.10).
 inlined_when_traced: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 # Not exported by jax.lax; gives the hashable form that lax.dot_general itself binds, with
 # jax_default_matmul_precision applied.
 canonicalize_precision: Callable[[Any], Any] = _lax.canonicalize_precision
 
-# Warns of a type that is truncated, unlike jax.dtypes.canonicalize_dtype.
+# Warns of a truncated type, unlike jax.dtypes.canonicalize_dtype.
 canonicalize_dtype: Callable[[Any, str], Any] = _dtypes.check_and_canonicalize_user_dtype
 
 # Exported as jax.sharding.ShardingTypeError by some versions only.
 ShardingTypeError: type[Exception] = _core.ShardingTypeError
 
-# jax.interpreters.xla.apply_primitive is deprecated; this is what it forwards to.
+# jax.interpreters.xla.apply_primitive is deprecated, and forwards to this.
 apply_primitive: Callable[..., Any] = _dispatch.apply_primitive
 
-# Not exported by jax.lax, which exports the other one.
+# jax.lax exports only the other one.
 dot_general_p = _lax.dot_general_p
 ragged_dot_general_p = _lax.ragged_dot_general_p
+
+# This makes profiles and HLO name the user's source lines, as for JAX's own functions.
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_source_info_util.register_exclusion(_PACKAGE + os.sep)
 
 
 def with_type(x: jax.Array, dtype: Any, weak_type: bool) -> jax.Array:
@@ -130,7 +136,7 @@ def result_type(function: Callable[..., Any], *args: Any) -> Any:
 def transposed_from(value: Any) -> tuple[Any, Sequence[int]] | None:
     """Operand and permutation of the ``stablehlo.transpose`` that makes ``value``, if one does."""
     operation = _operation_of(value)
-    # The type of a transposed array on an explicit mesh.
+    # On an explicit mesh this operation sets the type of a transposed array.
     while getattr(operation, "name", None) == "sdy.sharding_constraint":
         operation = _operation_of(operation.operands[0])
     if getattr(operation, "name", None) != "stablehlo.transpose":
@@ -178,7 +184,7 @@ def explicit_sharding(aval: Any) -> Any:
 
 
 def with_automatic_axes(function: Callable[..., Any], out_sharding: Any) -> Callable[..., Any]:
-    """Return a function that is traced without shardings in types, but for its result's."""
+    """Return a function that is traced without shardings in types, except its result's."""
     if out_sharding is None:
         return function
     wrapped: Callable[..., Any] = jax.sharding.auto_axes(function, out_sharding=out_sharding)
@@ -186,7 +192,7 @@ def with_automatic_axes(function: Callable[..., Any], out_sharding: Any) -> Call
 
 
 def with_leading_dims(sharding: Any, count: int) -> Any:
-    """Return the sharding of an array that has more dimensions in front, which are whole."""
+    """Return the sharding of an array with leading dimensions that are not split."""
     if sharding is None:
         return None
     partitions = (None,) * count + tuple(sharding.spec.partitions)
@@ -194,7 +200,7 @@ def with_leading_dims(sharding: Any, count: int) -> Any:
 
 
 def register_nan_check(primitive: Any) -> None:
-    """Let ``checkify.float_checks`` look for NaNs in what a primitive makes."""
+    """Make ``checkify.float_checks`` check a primitive's results for NaNs."""
     _checkify.error_checks[primitive] = functools.partial(_checkify.nan_error_check, primitive)
 
 
@@ -208,12 +214,12 @@ def sharding_under_vmap(axis_data: Any, sharding: Any, dim: int) -> Any:
     return None if sharding is None else _batching.get_sharding_for_vmap(axis_data, sharding, dim)
 
 
-# What is traced, and what is saved of it.
+# Tracing and checkpoint policies.
 
 
 def in_pallas_kernel() -> bool:
-    """Whether a Pallas kernel is being traced, whose lowering knows JAX's own primitives alone."""
-    # Imported by whoever has a kernel to trace.
+    """Return whether a Pallas kernel is traced; its lowering supports only JAX's primitives."""
+    # Code that traces a Pallas kernel has imported this module.
     pallas = sys.modules.get("jax._src.pallas.core")
     if pallas is None:
         return False

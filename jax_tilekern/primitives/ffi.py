@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -51,7 +52,7 @@ FFI_TARGETS = (
 
 
 def _register() -> None:
-    # Types first: XLA looks up a state's type when it is given the handler.
+    # Types precede handlers, because XLA looks up a state's type when a handler is registered.
     for platform, types in _core.type_registrations().items():
         for name, type_registration in types.items():
             jax.ffi.register_ffi_type(name, type_registration, platform=platform)
@@ -121,36 +122,52 @@ def cuda_launch(
     return values[: len(avals)]
 
 
-def cpu_call(
-    ctx: mlir.LoweringRuleContext,
-    target: str,
-    operands: Sequence[Any],
-    **attributes: Any,
+@dataclass(frozen=True)
+class CpuCall:
+    """A call of a CPU handler.
+
+    Attributes
+    ----------
+    target
+        The handler, one of ``FFI_TARGETS``.
+    attributes
+        What the handler reads: integers, and tuples of integers, which must not be empty.
+    """
+
+    target: str
+    attributes: Mapping[str, int | tuple[int, ...]]
+
+
+def emit(
+    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], call: LaunchPlan | CpuCall
 ) -> Sequence[Any]:
-    """Emit a call of a CPU handler, whose results are the rule's own, row-major.
+    """Emit a call whose results are the lowering rule's own, row-major; return their MLIR values.
 
     Parameters
     ----------
     ctx
         The lowering rule's context.
-    target
-        The handler, one of ``FFI_TARGETS``.
     operands
         MLIR values, row-major in memory; they need not be the rule's own operands.
-    attributes
-        What the handler reads. A Python int is an ``int64_t``; arrays must not be empty.
-
-    Returns
-    -------
-    The MLIR values of the results.
+    call
+        What to run.
     """
-    name = target.removeprefix("jax_tilekern_")
-    # Lists, for how NumPy prints arrays is the user's to set.
-    digest = repr([(key, np.asarray(attributes[key]).tolist()) for key in sorted(attributes)])
-    return _call(ctx, name, target, operands, ctx.avals_out, digest, lambda: attributes)
+    if not isinstance(call, CpuCall):
+        return cuda_launch(ctx, operands, call)
+    name = call.target.removeprefix("jax_tilekern_")
+    digest = repr(sorted(call.attributes.items()))
+
+    def attributes() -> dict[str, Any]:
+        # The handler receives a Python int as an int64_t.
+        return {
+            name: np.array(value, np.int64) if isinstance(value, tuple) else value
+            for name, value in call.attributes.items()
+        }
+
+    return _call(ctx, name, call.target, operands, ctx.avals_out, digest, attributes)
 
 
-def cpu_matmul_kernel(types: Sequence[str], **attributes: Any) -> str:
+def cpu_matmul_kernel(types: Sequence[str], attributes: Mapping[str, Any]) -> str:
     """Return the name of the kernel that a ``CPU_MATMUL`` call takes on this machine.
 
     Parameters
@@ -158,7 +175,7 @@ def cpu_matmul_kernel(types: Sequence[str], **attributes: Any) -> str:
     types
         NumPy's names of the types of ``lhs``, ``rhs`` and the result.
     attributes
-        The call's attributes, as for :func:`cpu_call`.
+        The call's attributes, as those of :class:`CpuCall`.
 
     Raises
     ------
@@ -166,7 +183,7 @@ def cpu_matmul_kernel(types: Sequence[str], **attributes: Any) -> str:
         If the handler would refuse the call.
     """
     lhs, rhs, out = types
-    lists = {name: np.asarray(values).tolist() for name, values in attributes.items()}
+    lists = {name: list(values) for name, values in attributes.items()}
     return _core.cpu_matmul_kernel(lhs, rhs, out, **lists)
 
 
@@ -180,14 +197,14 @@ def _call(
     attributes: Callable[[], Mapping[str, Any]],
     aliases: Mapping[int, int] | None = None,
 ) -> Sequence[Any]:
-    """Emit a custom call, of which ``digest`` tells the attributes apart."""
-    # Only the shapes of operands are looked at, and only for their layouts.
+    """Emit a custom call; ``digest`` identifies its attributes."""
+    # Only the layouts depend on the operands, by their shapes.
     shapes = [tuple(operand.type.shape) for operand in operands]
     avals_in = [jax.core.ShapedArray(shape, np.dtype(np.uint8)) for shape in shapes]
     rule = jax.ffi.ffi_lowering(target, operand_output_aliases=dict(aliases) if aliases else None)
-    # dataclasses.replace is what ctx.replace does, with a type.
+    # dataclasses.replace does what ctx.replace does, with types.
     inner = dataclasses.replace(ctx, avals_in=avals_in, avals_out=list(results))
-    # A kernel that every layer of a model calls, with its cubin, is in the program once.
+    # The program contains a kernel with its cubin once, even if every layer of a model calls it.
     types = [str(operand.type) for operand in operands]
     key = repr((target, types, [str(aval) for aval in results], digest, aliases))
     return call_private(

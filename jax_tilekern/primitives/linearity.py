@@ -17,8 +17,8 @@ import jax
 from jax_tilekern.primitives.compat import ad, zero_tangent
 
 Group = tuple[int, ...]
-# rule(cotangent, *operands, **params) gives the cotangents of the group's operands; in place of
-# the operands themselves it gets their abstract values.
+# rule(cotangent, *operands, **params) returns the cotangents of the group's operands; it gets the
+# abstract values of these operands.
 Rules = Mapping[Group, Callable[..., Sequence[Any]]]
 
 

@@ -1,4 +1,4 @@
-"""How strict the library is about its own kernels, and what it logs.
+"""The library's modes, strict and disabled, and its log.
 
 A mode is JAX's own kind of context: its value is part of the key under which JAX keeps what it has
 traced and compiled, so a function that was compiled in one mode is compiled anew in another.
@@ -94,7 +94,7 @@ def current() -> str:
 
 @contextlib.contextmanager
 def entered(name: str) -> Iterator[None]:
-    """Be in a mode of :func:`current`: ``DEFAULT`` is that of no context at all."""
+    """Enter a mode of :func:`current`; ``DEFAULT`` is the mode outside every context."""
     with _mode(_Mode[name]):
         yield
 

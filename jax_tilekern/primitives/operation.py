@@ -1,13 +1,13 @@
 """How an operation's rules are declared, once.
 
-An operation is a value of :class:`Operation`: what it means in terms of ``jax.lax``, which
-operands it is linear in, how it batches, which of its dimensions devices may share, and which
-kernels compute it on each platform. :func:`define` makes the JAX primitive from it:
+An operation is a value of :class:`Operation`: what it means in terms of ``jax.lax``, how it is
+differentiated and batched, which of its dimensions devices may share, and which kernels compute it
+on each platform. :func:`define` makes the JAX primitive from it:
 
 - *abstract evaluation* is that of the reference, so shapes, dtypes, weak types, shardings,
   varying axes and the errors about them are JAX's own;
-- *jvp* follows from linearity in each operand; the *transpose* and *batching* rules are the
-  operation's, and bind the operation itself again;
+- *jvp* follows from linearity in groups of operands, or is the operation's own; the *transpose* and
+  *batching* rules are the operation's, and bind the operation itself again;
 - *lowering* asks the platform's planner, and what no kernel covers lowers to the reference. In a
   ``jit`` over several devices the call is partitioned first, by its sharding rule, and the planner
   is asked for the call on each device.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jax_tilekern.inspection.choices import record_choice
@@ -27,11 +27,19 @@ from jax_tilekern.partitioning.call import PartitionedOperation, lower_partition
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.patching.interception import by_xla
-from jax_tilekern.primitives import compat, modes, remat
+from jax_tilekern.plans.launch import LaunchPlan
+from jax_tilekern.primitives import compat, ffi, modes, remat
 from jax_tilekern.primitives.compat import ad, mlir
 from jax_tilekern.primitives.linearity import cotangents_in, tangents_out
 
 Params = dict[str, Any]
+
+
+class Operand(NamedTuple):
+    """An operand of a call that is being lowered: its MLIR value and its abstract value."""
+
+    value: Any
+    aval: Any
 
 
 @dataclass(frozen=True)
@@ -44,13 +52,17 @@ class Kernel:
         The kernel, as ``explain`` shows it.
     reason
         Why it was chosen.
-    emit
-        Makes the custom call's results.
+    call
+        What runs: a launch plan on a GPU, or a call of a CPU handler.
+    operands
+        MLIR values of the arrays that it reads, row-major in memory. They need not be the call's
+        own operands.
     """
 
     name: str
     reason: str
-    emit: Callable[[], Sequence[Any]]
+    call: LaunchPlan | ffi.CpuCall
+    operands: Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -76,38 +88,27 @@ class Planner(NamedTuple):
     refusal
         ``refusal(*avals, **params)`` says why no kernel covers a call, whatever its sizes are; it
         returns ``None`` if one may. Where a call is partitioned, it is all that is asked of the
-        whole call.
+        whole call. It is not asked about symbolic or empty shapes, which have no kernel.
     plan
-        ``plan(ctx, *values, **params)`` on MLIR values, for calls that are not refused.
+        ``plan(operands, results, **params)`` for calls that are not refused: an :class:`Operand`
+        for each operand, and the abstract values of the results.
     """
 
     refusal: Callable[..., Fallback | None]
     plan: Callable[..., Kernel | Rewrite | Fallback]
 
 
-class Source(NamedTuple):
-    """Operands where they lie: MLIR values and types, and the parameters of the call on them."""
-
-    values: Sequence[Any]
-    avals: Sequence[Any]
-    params: Params
-
-
 @dataclass(frozen=True)
 class Operation:
-    """The rules of one operation.
+    """The rules of one operation. Every rule takes the operation's parameters as keywords.
 
     Attributes
     ----------
     name
         The primitive's name, as it appears in a jaxpr.
     reference
-        ``reference(*operands, **params)`` in terms of ``jax.lax``: the meaning and the fallback.
-    transposes
-        For each operand in which the operation is linear, the rule
-        ``rule(cotangent, *operands, **params)`` that gives that operand's cotangent; the linear
-        operand itself is passed as its abstract value. A tuple of operands in which it is
-        *jointly* linear has a rule that gives as many cotangents.
+        ``reference(*operands, **params)`` in terms of JAX's own functions: the meaning and the
+        fallback.
     batch
         ``batch(axis_data, operands, dims, **params)`` gives the batched result and its batch
         dimension.
@@ -116,13 +117,31 @@ class Operation:
     planners
         For each platform.
     describe
-        The call in a few words from its parameters, for ``explain``.
+        ``describe(**params)`` names the call in a few words, for ``explain``.
+    several_results
+        Whether the operation has a sequence of results. Then ``reference`` and ``batch`` return
+        sequences, and so does the function that binds it; rules of ``transposes`` take a sequence
+        of cotangents.
+    transposes
+        For each operand in which the operation is linear, the rule
+        ``rule(cotangent, *operands, **params)`` that gives that operand's cotangent; the linear
+        operand itself is passed as its abstract value. A tuple of operands in which it is
+        *jointly* linear has a rule that gives as many cotangents.
+    jvp
+        ``jvp(primals, tangents, **params)`` gives the results and their tangents, for an operation
+        that is not linear in each of its operands. A tangent may be symbolically zero. By default
+        the tangents follow from ``transposes``, and operands that are in none of its groups have
+        none.
+    like_results
+        ``like_results(*operands, **params)`` gives arrays of the results' types, shapes and
+        shardings, where the reference is not what abstract evaluation should trace.
     localised
         Rewrites operands that hold positions along a dimension that is shared out; see
         :class:`~jax_tilekern.partitioning.call.PartitionedOperation`.
     source
-        ``source(ctx, *values, **params)`` looks through what transposes operands. What a call is
-        lowered to on each device sees no further than its own operands.
+        ``source(operands, **params)`` looks through what transposes operands: it returns the
+        operands where they lie and the parameters of the call on them. What a call is lowered to
+        on each device sees no further than its own operands.
     in_float32
         ``in_float32(**params)`` returns the parameters of a call that gives its result in float32,
         for partial results that are added up over devices.
@@ -133,13 +152,16 @@ class Operation:
 
     name: str
     reference: Callable[..., Any]
-    transposes: Mapping[int | tuple[int, ...], Callable[..., Any]]
-    batch: Callable[..., tuple[Any, int]]
+    batch: Callable[..., tuple[Any, Any]]
     sharding_rule: Callable[..., ShardingRule]
     planners: Mapping[str, Planner]
     describe: Callable[..., str]
+    several_results: bool = False
+    transposes: Mapping[int | tuple[int, ...], Callable[..., Any]] = field(default_factory=dict)
+    jvp: Callable[..., tuple[Any, Any]] | None = None
+    like_results: Callable[..., Any] | None = None
     localised: Callable[..., Sequence[Any]] | None = None
-    source: Callable[..., Source] | None = None
+    source: Callable[..., tuple[Sequence[Operand], Params]] | None = None
     in_float32: Callable[..., Params] | None = None
     stands_for: remat.StandsFor | None = None
 
@@ -148,46 +170,73 @@ def define(operation: Operation) -> Callable[..., Any]:
     """Make the primitive of ``operation``; return the function that binds it."""
     operation = dataclasses.replace(operation, reference=by_xla(operation.reference))
     primitive = compat.Primitive(operation.name)
+    primitive.multiple_results = operation.several_results
     primitive.def_impl(functools.partial(compat.apply_primitive, primitive))
     primitive.def_abstract_eval(_abstract_evaluation(operation))
 
     def bind(*operands: Any, **params: Any) -> Any:
         return primitive.bind(*compat.unify_varying(*operands), **params)
 
-    groups = dict(_as_group(*item) for item in operation.transposes.items())
+    def bind_to_list(*operands: Any, **params: Any) -> list[Any]:
+        result = bind(*operands, **params)
+        return result if operation.several_results else [result]
 
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-        def bind_one(*operands: Any) -> list[Any]:
-            return [bind(*operands, **params)]
+    def batch(
+        axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], **params: Any
+    ) -> tuple[Any, Any]:
+        if all(dim is None for dim in dims):
+            result = bind(*operands, **params)
+            return result, [None] * len(result) if operation.several_results else None
+        return operation.batch(axis_data, operands, dims, **params)
 
-        result = bind(*primals, **params)
-        (tangent,) = tangents_out(bind_one, tuple(groups), primals, tangents, [result])
-        return result, tangent
+    compat.register_batching(primitive, batch)
+    compat.register_nan_check(primitive)
+    _register_derivatives(operation, primitive, bind_to_list)
+    _register_lowering(operation, primitive, bind_to_list)
+    if operation.stands_for is not None:
+        remat.register(primitive, operation.stands_for)
+    return bind
+
+
+def _register_derivatives(
+    operation: Operation, primitive: Any, bind: Callable[..., list[Any]]
+) -> None:
+    rules = dict(_as_group(*item) for item in operation.transposes.items())
+
+    def jvp_by_linearity(
+        primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+    ) -> tuple[Any, Any]:
+        bound = functools.partial(bind, **params)
+        results = bound(*primals)
+        derived = tangents_out(bound, tuple(rules), primals, tangents, results)
+        if operation.several_results:
+            return results, derived
+        return results[0], derived[0]
 
     def transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
-        if type(cotangent) is ad.Zero:
+        cotangents = cotangent if operation.several_results else [cotangent]
+        if all(type(x) is ad.Zero for x in cotangents):
             return [
                 ad.Zero(x.aval.to_ct_aval()) if ad.is_undefined_primal(x) else None
                 for x in operands
             ]
-        return cotangents_in(groups, cotangent, operands, params)
+        if operation.several_results:
+            cotangent = [ad.instantiate_zeros(x) for x in cotangents]
+        return cotangents_in(rules, cotangent, operands, params)
 
-    def batch(
-        axis_data: Any, operands: Sequence[Any], dims: Sequence[int | None], **params: Any
-    ) -> tuple[Any, int | None]:
-        if all(dim is None for dim in dims):
-            return bind(*operands, **params), None
-        return operation.batch(axis_data, operands, dims, **params)
+    if operation.jvp is not None or rules:
+        ad.primitive_jvps[primitive] = operation.jvp or jvp_by_linearity
+    if rules:
+        ad.primitive_transposes[primitive] = transpose
 
-    ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = transpose
-    compat.register_batching(primitive, batch)
-    compat.register_nan_check(primitive)
 
+def _register_lowering(
+    operation: Operation, primitive: Any, bind: Callable[..., list[Any]]
+) -> None:
     partitioned = PartitionedOperation(
         operation.name,
         operation.sharding_rule,
-        lambda *operands, **params: [bind(*operands, **params)],
+        bind,
         operation.localised,
         operation.in_float32,
     )
@@ -196,16 +245,13 @@ def define(operation: Operation) -> Callable[..., Any]:
         platform: functools.partial(_lower, operation, partitioned, platform)
         for platform in operation.planners
     }
-    elsewhere = mlir.lower_fun(operation.reference, multiple_results=False)
-    # Not cacheable: a planner looks at where its operands come from.
+    elsewhere = mlir.lower_fun(operation.reference, multiple_results=operation.several_results)
+    # The lowering is not cacheable, because a planner inspects the producers of its operands.
     mlir.register_lowering(
         primitive,
         functools.partial(compat.lower_per_platform, operation.name, rules, elsewhere),
         cacheable=False,
     )
-    if operation.stands_for is not None:
-        remat.register(primitive, operation.stands_for)
-    return bind
 
 
 def _as_group(
@@ -219,9 +265,9 @@ def _as_group(
 def _abstract_evaluation(operation: Operation) -> Callable[..., Any]:
     @functools.lru_cache(maxsize=4096)
     def evaluate(avals: tuple[Any, ...], params: tuple[tuple[str, Any], ...]) -> Any:
-        reference = functools.partial(operation.reference, **dict(params))
-        (result,) = compat.abstract_results(reference, *avals)
-        return result
+        traced = operation.like_results or operation.reference
+        results = compat.abstract_results(functools.partial(traced, **dict(params)), *avals)
+        return results if operation.several_results else results[0]
 
     return lambda *avals, **params: evaluate(avals, tuple(sorted(params.items())))
 
@@ -234,30 +280,46 @@ def _lower(
     *values: Any,
     **params: Any,
 ) -> Sequence[Any]:
+    outcome = _outcome(operation, platform, ctx, *values, **params)
+    if outcome is not None:
+        return _lowered(operation, platform, outcome, ctx, *values, **params)
+    operands: Sequence[Operand] = tuple(map(Operand, values, ctx.avals_in))
+    if operation.source is not None:
+        operands, params = operation.source(operands, **params)
+    if "out_sharding" in params:
+        params = {**params, "out_sharding": None}
+    ctx = ctx.replace(avals_in=[operand.aval for operand in operands])
+    described = operation.describe(**params)
+    read = [operand.value for operand in operands]
+    return lower_partitioned(ctx, partitioned, platform, described, *read, **params)
+
+
+def _outcome(
+    operation: Operation, platform: str, ctx: Any, *values: Any, **params: Any
+) -> Kernel | Rewrite | Fallback | None:
+    """Return the planned computation of a call, or ``None`` if XLA partitions it first."""
     planner = operation.planners[platform]
-    disabled = modes.why_disabled()
-    refused = Fallback(disabled) if disabled else planner.refusal(*ctx.avals_in, **params)
+    excluded = modes.why_disabled() or _without_plan(ctx.avals_in)
+    refused = Fallback(excluded) if excluded else planner.refusal(*ctx.avals_in, **params)
     if refused is not None:
-        return _lowered(operation, platform, refused, ctx, *values, **params)
+        return refused
     place = xla.place(ctx)
     if place is Place.LOCAL:
-        outcome = planner.plan(ctx, *values, **params)
-        return _lowered(operation, platform, outcome, ctx, *values, **params)
+        return planner.plan(tuple(map(Operand, values, ctx.avals_in)), ctx.avals_out, **params)
     why = obstacle(place, (*ctx.avals_in, *ctx.avals_out))
-    if why is not None:
-        return _lowered(operation, platform, Fallback(why), ctx, *values, **params)
-    source = Source(values, ctx.avals_in, params)
-    if operation.source is not None:
-        source = operation.source(ctx, *values, **params)
-    if "out_sharding" in params:
-        source.params["out_sharding"] = None
-    ctx = ctx.replace(avals_in=list(source.avals))
-    described = operation.describe(**source.params)
-    return lower_partitioned(ctx, partitioned, platform, described, *source.values, **source.params)
+    return None if why is None else Fallback(why)
+
+
+def _without_plan(avals: Sequence[Any]) -> str | None:
+    """Return why the operands' sizes allow no plan, if they do not."""
+    sizes = [size for aval in avals for size in aval.shape]
+    if not all(isinstance(size, int) for size in sizes):
+        return "a plan needs every size, and this shape is symbolic"
+    return "an operand is empty, so there is nothing to compute" if 0 in sizes else None
 
 
 def obstacle(place: Place, avals: Sequence[Any]) -> str | None:
-    """Return why a call on several devices is XLA's to partition, if it is."""
+    """Return why XLA computes a call on several devices, if it does."""
     if place is Place.PARTLY_MANUAL:
         return (
             "XLA partitions its own operation in a shard_map over some mesh axes; one over all of "
@@ -287,11 +349,13 @@ def _lowered(
         outcome.reason,
     )
     if isinstance(outcome, Kernel):
-        return outcome.emit()
+        return ffi.emit(ctx, outcome.operands, outcome.call)
     if isinstance(outcome, Fallback):
         modes.note_fallback(call, platform, outcome.reason)
     function: Callable[..., Any] = functools.partial(operation.reference, **params)
     if isinstance(outcome, Rewrite):
         function = compat.with_automatic_axes(outcome.function, params.get("out_sharding"))
-    lowered: Sequence[Any] = mlir.lower_fun(function, multiple_results=False)(ctx, *values)
+    lowered: Sequence[Any] = mlir.lower_fun(function, multiple_results=operation.several_results)(
+        ctx, *values
+    )
     return lowered

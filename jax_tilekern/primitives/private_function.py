@@ -16,7 +16,7 @@ def call_private(
     operands: Sequence[Any],
     emit: Callable[[Sequence[Any]], Sequence[Any]],
 ) -> Sequence[Any]:
-    """Call a private function of the module that is being lowered, which is made if it has none.
+    """Call a private function of the module that is being lowered; the first call defines it.
 
     XLA inlines the calls before it optimises anything. What the function emits then has the
     ``op_name`` of the call, with ``name`` at its end.

@@ -1,4 +1,4 @@
-"""What ``jax.checkpoint`` saves of the library's operations.
+"""The library's operations under the policies of ``jax.checkpoint``.
 
 A checkpoint policy of JAX's, such as ``dots_saveable``, is asked about one equation at a time and
 compares its primitive with ``dot_general``. The rule that is registered here for a primitive of
@@ -16,7 +16,7 @@ from jax.interpreters import partial_eval
 
 from jax_tilekern.primitives import compat
 
-# stands_for(**params) gives a primitive of JAX's, and the parameters of its equation.
+# stands_for(**params) returns a primitive of JAX, and the parameters of its equation.
 StandsFor = Callable[..., tuple[compat.Primitive, dict[str, Any]]]
 # Equations of the forward and of the backward pass; for each result, whether it is unknown in the
 # forward pass, and whether the backward pass computes or fetches it; and the values it is given.
@@ -24,7 +24,7 @@ Split = tuple[Any, Any, Sequence[bool], Sequence[bool], list[compat.Var]]
 
 
 def register(primitive: compat.Primitive, stands_for: StandsFor) -> None:
-    """Let checkpoint policies see ``primitive``, which has one result, as what it stands for."""
+    """Make checkpoint policies see ``primitive``, of one result, as the one it stands for."""
 
     def split(
         policy: Callable[..., Any], unknown: Sequence[bool], given: Sequence[bool], eqn: Any

@@ -1,9 +1,9 @@
 """Device time on a GPU, from JAX's profiler.
 
-Calls are made in blocks of one side, each inside an annotation that the profile shows, and waited
-for before the annotation ends. What the GPU did inside an annotation's time is that block's, and
-the time of a call is the time the GPU was busy in it, divided by the number of calls. Gaps
-between kernels, where the GPU waits for the host, do not count; overlapping kernels count once.
+The host makes a block of calls of one side inside an annotation, and waits for their results before
+the annotation ends. Device activities inside the annotation's time belong to that block. The time
+of a call is the GPU's busy time in the block divided by the number of calls. Gaps between kernels,
+where the GPU waits for the host, do not count; overlapping kernels count once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jax.profiler import ProfileData
 
 from jax_tilekern.tuning.wall_time import ready, repeated
 
-# Of every block; the profile has them in order.
+# The name of every block's annotation; the profile has the annotations in order.
 ANNOTATION = "jax_tilekern_block"
-# What XLA's CUPTI collector attaches to events that occupy the device; other events of a stream
-# (allocations, overhead) have none of these.
+# XLA's CUPTI collector attaches one of these to each event that occupies the device; other events
+# of a stream (allocations, overhead) have none.
 _ACTIVITIES = {"kernel_details", "memcpy_details", "memset_details", "cuda_graph_exec_id"}
-# Seconds between blocks. The clocks of the host and of the GPU may be apart by half of it before an
-# activity is taken for the wrong block's.
+# Seconds between blocks. Host and GPU clocks may differ by half of it before an activity is
+# attributed to the wrong block.
 _PAUSE = 2e-3
 
 
@@ -43,7 +43,7 @@ class Interval(NamedTuple):
 
 
 class Activity(NamedTuple):
-    """What the GPU did in a span of time in nanoseconds."""
+    """A device activity, with its start and end in nanoseconds."""
 
     start: float
     end: float
@@ -51,7 +51,7 @@ class Activity(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What the GPU did for one block of calls, and when the host made and awaited them."""
+    """The device activities of one block of calls, and its annotation's interval on the host."""
 
     side: str
     host: Interval
@@ -64,7 +64,7 @@ class Block(NamedTuple):
 
     @property
     def busy_seconds(self) -> float:
-        """Time in which the GPU did anything."""
+        """Time in which the GPU was busy."""
         busy, until = 0.0, 0.0
         for start, end, _ in sorted(self.activities):
             busy += max(0.0, end - max(start, until))
@@ -75,25 +75,25 @@ class Block(NamedTuple):
 def run_blocks(
     sides: Mapping[str, Callable[[], Any]], calls: Mapping[str, int], order: Sequence[str]
 ) -> list[Block]:
-    """Run blocks of calls under the profiler; return what the GPU did for each, in order.
+    """Run blocks of calls under the profiler; return the device activities of each, in order.
 
     Parameters
     ----------
     sides
-        Make one call each; compiled and warm.
+        Functions that make one call each; compiled and warm.
     calls
-        Calls in a block of each side.
+        Number of calls in a block of each side.
     order
         The sides of the blocks.
 
     Raises
     ------
     Unattributed
-        If the profile lacks what it takes.
+        If the profile does not attribute the activities, see :func:`blocks`.
     """
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # It would record every Python call and slow them all.
-    options.host_tracer_level = 1  # The least that records annotations.
+    options.python_tracer_level = 0  # A higher level records, and slows, every Python call.
+    options.host_tracer_level = 1  # The lowest level that records annotations.
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             for side in order:
@@ -112,9 +112,9 @@ def blocks(profile: ProfileData, calls: Mapping[str, int], order: Sequence[str])
     Raises
     ------
     Unattributed
-        If they are not those that were run, if the GPU did something outside of every block, or if
-        the blocks of a side do not hold the same whole number of activities for every call, as when
-        the profiler dropped some or gave them to a neighbour.
+        If they are not the blocks that were run, if the GPU was active outside of every block, or
+        if the blocks of a side do not have the same whole number of activities per call, because
+        the profiler dropped some or attributed them to a neighbour.
     """
     with warnings.catch_warnings():
         # On Python 3.12 and later, jaxlib's type of an event's stats is deprecated for having no

@@ -19,8 +19,9 @@ from jax import Array, lax
 
 from jax_tilekern.compilation.nvrtc import CompileError
 from jax_tilekern.patching import interception
+from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels
-from jax_tilekern.plans.gemm.problem import Candidate, Product
+from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan
 from jax_tilekern.plans.tuned import XLA
@@ -45,7 +46,7 @@ class Measured(NamedTuple):
     failures
         Why the others have no time: they could not be planned, failed, or were wrong.
     method
-        What the times are.
+        How the times were measured.
     """
 
     microseconds: Mapping[str, float]
@@ -53,7 +54,7 @@ class Measured(NamedTuple):
     method: str
 
 
-# Executes a plan for a product, whatever other plans there are.
+# Executes a given plan for a product.
 _planned = compat.Primitive("tilekern_planned")
 _planned.def_abstract_eval(lambda lhs, rhs, *, plan, result: result)
 
@@ -83,7 +84,7 @@ class _Array(NamedTuple):
         ValueError
             If there is none without gaps.
         """
-        # Of size 1, or broadcast, a dimension is none of the array's.
+        # A dimension of size 1, or one that is broadcast, is not a dimension of the array.
         dims = [
             dim for dim in zip(strides, sizes, labels, strict=True) if dim[0] > 0 and dim[1] > 1
         ]
@@ -96,14 +97,14 @@ class _Array(NamedTuple):
 
     def random(self, seed: int) -> Array:
         """Return normal numbers, or integers of the whole range."""
-        # Of JAX's generators the one that compiles in no time.
+        # This generator of JAX compiles fastest.
         key = jax.random.key(seed, impl="unsafe_rbg")
         result: Array = random_array(key, self.shape, self.dtype)
         return result
 
 
-# What XLA is asked for, where it is not the default. The kernel of f32_emulated serves several
-# names, of which this is the slowest in XLA.
+# XLA's precision for an arithmetic, where it is not the default. The kernel of f32_emulated serves
+# several names, of which this is the slowest in XLA.
 _PRECISIONS = {
     "f32": "highest",
     "f32_emulated": "BF16_BF16_F32_X6",
@@ -136,12 +137,12 @@ class _Problem:
 
     @interception.by_xla
     def by_xla(self, lhs: Array, rhs: Array) -> Array:
-        """Compute it as the fallback does: in one operation, if that has the result's order."""
+        """Compute it as the fallback does: in one operation, if that yields the result's order."""
         contraction = Contraction(self.lhs.labels, self.rhs.labels, self.out.labels)
         if contraction.dot_general_out != self.out.labels:
-            exchanged = contraction.swapped()
-            if exchanged.dot_general_out == self.out.labels:
-                contraction, lhs, rhs = exchanged, rhs, lhs
+            swapped = contraction.swapped()
+            if swapped.dot_general_out == self.out.labels:
+                contraction, lhs, rhs = swapped, rhs, lhs
         result = lax.dot_general(
             lhs,
             rhs,
@@ -174,22 +175,22 @@ def measure(product: Product, found: Sequence[Candidate], gpu: Gpu, seconds: flo
     Parameters
     ----------
     product
-        What to compute; operands are random.
+        The product; its operands are random.
     found
         The candidates. One whose result is not XLA's is not measured.
     gpu
-        The one at hand.
+        The GPU of this machine.
     seconds
         Time to spend on timing.
 
     Raises
     ------
     RuntimeError
-        If the device no longer answers.
+        If the device no longer responds.
     """
     try:
         return _measured(product, found, gpu, seconds)
-    # Memory that does not suffice for the operands. The next product may be smaller.
+    # The operands may exceed the memory; the next product may be smaller.
     except RuntimeError as error:
         _require_device()
         return Measured({}, {"measuring": f"failed: {error}"}, "nothing")
@@ -220,7 +221,8 @@ def _measured(product: Product, found: Sequence[Candidate], gpu: Gpu, seconds: f
         if not running:
             return Measured({}, failures, "nothing")
         sets = beyond_cache(operands, problem.operands, gpu.l2_bytes)
-        # One rotation for all, or a side would find what the one before has left in the cache.
+        # All sides share one rotation; otherwise a side would find the operands of the preceding
+        # one in L2.
         rotation = itertools.cycle(sets)
         calls = {key: _next_of(rotation, side) for key, side in running.items()}
         return timed(calls, failures, seconds)
@@ -238,7 +240,7 @@ def _next_of(rotation: Iterator[Operands], side: _Side) -> Callable[[], Array]:
 
 
 def _faults(sides: Mapping[str, _Side], operands: Operands, product: Product) -> dict[str, str]:
-    """Run each side once; return what fails or is wrong, measured by the first that runs: XLA's."""
+    """Run each side once; return those that fail or differ from the first that runs, XLA's."""
     faults: dict[str, str] = {}
     expected: Array | None = None
     for key, side in sides.items():
@@ -246,7 +248,7 @@ def _faults(sides: Mapping[str, _Side], operands: Operands, product: Product) ->
             result = ready(side(*operands))
             expected = result if expected is None else expected
             wrong = _wrong(result, expected, product)
-        # Memory that does not suffice, or a bug anywhere below: the others are still to come.
+        # One side's lack of memory or bug must not keep the others from being measured.
         except RuntimeError as error:
             wrong = f"failed: {error}"
             _require_device()
@@ -255,8 +257,8 @@ def _faults(sides: Mapping[str, _Side], operands: Operands, product: Product) ->
     return faults
 
 
-# By how much two results may differ in root mean square, besides the rounding of the result: what
-# is not named here has sums of float32. XLA's own float32 by pieces may be no better than TF32.
+# The root mean square by which two results may differ, besides the rounding of the result. Other
+# arithmetics accumulate in float32. XLA's own float32 emulation may be no better than TF32.
 _TOLERANCES = {
     "tf32": 2e-3,
     "f32_emulated": 2e-3,
@@ -266,9 +268,9 @@ _TOLERANCES = {
     "int8": 0.0,
 }
 _FLOAT32_TOLERANCE = 1e-4
-# And by how many times that a single one of some hundred million elements may.
+# A single one of some hundred million elements may differ by this multiple of it.
 _DEVIATION = 32
-# Knows JAX's types as well as numpy's; has no types itself.
+# Accepts JAX's types as well as numpy's, and has no type annotations.
 _finfo: Callable[[Any], Any] = jnp.finfo
 
 
@@ -277,7 +279,7 @@ def _wrong(result: Array, expected: Array, product: Product) -> str | None:
     if jnp.issubdtype(product.out_dtype, jnp.floating):
         tolerance += float(_finfo(product.out_dtype).eps)
     typical, most = map(float, _differences(result, expected))
-    # Written so that a difference that is not a number is wrong.
+    # Comparisons with NaN are false, so a NaN is wrong.
     if typical <= tolerance and most <= _DEVIATION * tolerance:
         return None
     return f"wrong: {typical:.1e} from XLA's result in root mean square, {most:.1e} at most"
@@ -286,11 +288,11 @@ def _wrong(result: Array, expected: Array, product: Product) -> str | None:
 @jax.jit
 def _differences(result: Array, expected: Array) -> tuple[Array, Array]:
     real = jnp.promote_types(expected.dtype, jnp.float32)
-    # Integers are subtracted as such, which float32 cannot always tell apart.
+    # Integers are subtracted as integers, because float32 does not represent all of them.
     exact = expected.dtype if jnp.issubdtype(expected.dtype, jnp.integer) else real
     difference = jnp.abs((result.astype(exact) - expected.astype(exact)).astype(real))
     norm = jnp.sqrt(jnp.mean(jnp.square(expected.astype(real))))
-    # All zeros, where both are.
+    # The norm is 0 if all elements are.
     norm = jnp.maximum(norm, _finfo(real).tiny)
     return jnp.sqrt(jnp.mean(jnp.square(difference))) / norm, jnp.max(difference) / norm
 
@@ -298,14 +300,14 @@ def _differences(result: Array, expected: Array) -> tuple[Array, Array]:
 def timed(
     sides: Mapping[str, Callable[[], Any]], failures: Mapping[str, str], seconds: float
 ) -> Measured:
-    """Time calls in turns, by the profiler's device time, or by wall time if that is not clear.
+    """Time interleaved calls, by the profiler's device time, or by wall time if that is ambiguous.
 
     Parameters
     ----------
     sides
-        By key: make one call each; compiled and warm.
+        Functions by key that make one call each; compiled and warm.
     failures
-        Why others are not timed, to be part of the result.
+        Why others are not timed, for the result.
     seconds
         Time to spend.
     """
@@ -320,15 +322,15 @@ def timed(
     }
     blocks = {key: block(side, calls[key]) for key, side in sides.items()}
     keys = list(blocks)
-    # Each is first in turn; a round before that warms up.
-    turns = [i % len(keys) for i in range(_ROUNDS)]
-    order = [key for turn in turns for key in (*keys[turn:], *keys[:turn])]
+    # The first side of a round rotates. A round before the first warms up.
+    firsts = [i % len(keys) for i in range(_ROUNDS)]
+    order = [key for first in firsts for key in (*keys[first:], *keys[:first])]
     for key in keys:
         wall_seconds(blocks[key])
     try:
         found = run_blocks(sides, calls, order)
         times, method = [block.busy_seconds for block in found], "device time"
-    # Also what the profiler itself raises; the sides have run before, so it is not theirs.
+    # The sides have run before, so an error is the profiler's.
     except RuntimeError as error:
         times, method = [wall_seconds(blocks[key]) for key in order], f"wall time ({error})"
     microseconds = {

@@ -1,4 +1,4 @@
-"""Random operands to measure kernels with, and more of them than a GPU's cache holds."""
+"""Random operands to measure kernels with, and enough copies of them to exceed L2."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax import Array
 
 Operands = tuple[Array, ...]
 
-# All copies take this many times the second-level cache, so that none is in it.
+# All copies together are this many times the size of L2, so that no copy stays in it.
 _CACHES = 4
 _MOST_COPIES = 256
 
@@ -34,16 +34,16 @@ def random_array(key: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Ar
 def beyond_cache(
     operands: Operands, operands_of: Callable[[int], Operands], l2_bytes: int
 ) -> list[Operands]:
-    """Return operands to rotate among, so that none is in the cache when its turn comes.
+    """Return operands to rotate among, so that L2 has evicted each before its next use.
 
     Parameters
     ----------
     operands
-        The first.
+        The first set.
     operands_of
-        Makes others like them from a seed.
+        A function that makes another set from a seed.
     l2_bytes
-        Size of the GPU's second-level cache.
+        Size of the GPU's L2.
     """
     size = sum(operand.nbytes for operand in operands)
     copies = min(_MOST_COPIES, max(2, math.ceil(_CACHES * l2_bytes / size)))

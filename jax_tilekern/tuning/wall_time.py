@@ -1,4 +1,4 @@
-"""Wall time of calls, whose results are waited for."""
+"""Wall time of calls until their results are ready."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-# Waits for every array in a result, and returns it. JAX's own has no types.
+# Waits for every array in a result, and returns it. JAX's own function has no type annotations.
 ready: Callable[[Any], Any] = jax.block_until_ready
 
 
 def wall_seconds(run: Callable[[], Any]) -> float:
-    """Return the seconds until every result of ``run()`` is there."""
+    """Return the seconds until every result of ``run()`` is ready."""
     start = time.perf_counter()
     ready(run())
     return time.perf_counter() - start

@@ -19,8 +19,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_tilekern.compilation.compiler import compile_source
+from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import Candidate, Product
+from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel

@@ -19,10 +19,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 import jax_tilekern as jtk
+from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import Candidate
 from jax_tilekern.plans.gpu import current_gpu
-from jax_tilekern.plans.grouped_gemm.problem import RaggedGeometry, RaggedProduct
+from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
 from jax_tilekern.plans.grouped_gemm.select import candidates
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.primitives import ffi
@@ -59,7 +59,7 @@ SHAPES: list[tuple[Literal["m", "k"], tuple[str, ...], tuple[int, int, int, int]
     ("k", ("TN",), (4, 520, 136, 150)),
     ("k", ("TN", "NT"), (5, 67, 61, 131)),
 ]
-# Of a public call: negative ones count as 0, and groups end where the rows do.
+# A public call treats negative sizes as 0 and ends groups at the last row.
 SIZES = [(-5, 30, -(2**31), 50), (2**31 - 1,) * 4, (0, 0, 0, 0), (7, 2**31 - 1, -1, 9)]
 
 
@@ -85,7 +85,7 @@ def out_shape(call: Call) -> tuple[int, ...]:
     return (BATCH, *(() if call.ragged == "m" else (call.groups,)), call.m, call.n)
 
 
-def product_of(call: Call) -> RaggedProduct:
+def product_of(call: Call) -> GroupedProduct:
     """Return the product of the operands as they lie in memory."""
 
     def strides(shape: tuple[int, ...], order: str, has_groups: bool) -> tuple[int, ...]:
@@ -104,8 +104,8 @@ def product_of(call: Call) -> RaggedProduct:
         strides(rhs, call.order[1], has_groups=of_rows),
         strides(out_shape(call), "N", has_groups=not of_rows),
     )
-    ragged = RaggedGeometry(geometry, call.ragged, (call.groups + 1,))
-    return RaggedProduct(ragged, *map(np.dtype, TYPES[call.arithmetic]), call.arithmetic)
+    ragged = GroupedGeometry(geometry, call.ragged, (call.groups + 1,))
+    return GroupedProduct(ragged, *map(np.dtype, TYPES[call.arithmetic]), call.arithmetic)
 
 
 def kinds_of_bounds(call: Call) -> list[np.ndarray]:

@@ -7,7 +7,7 @@
 // less has to come from memory.
 #include <tilekern/mbarrier.cuh>
 #include <tilekern/ptx.cuh>
-#include <tilekern/tile_order.cuh>
+#include <tilekern/rasterization.cuh>
 #include <tilekern/tma.cuh>
 #include <tilekern/wgmma.cuh>
 

@@ -10,7 +10,7 @@
 // Expect: a few per cent, more where k is short: the stores are hidden behind MMAs.
 #include <tilekern/mbarrier.cuh>
 #include <tilekern/ptx.cuh>
-#include <tilekern/tile_order.cuh>
+#include <tilekern/rasterization.cuh>
 #include <tilekern/tma.cuh>
 #include <tilekern/wgmma.cuh>
 

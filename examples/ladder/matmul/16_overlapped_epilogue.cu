@@ -8,7 +8,7 @@
 // consumer is back at its MMAs before its tile has left.
 #include <tilekern/mbarrier.cuh>
 #include <tilekern/ptx.cuh>
-#include <tilekern/tile_order.cuh>
+#include <tilekern/rasterization.cuh>
 #include <tilekern/tma.cuh>
 #include <tilekern/wgmma.cuh>
 

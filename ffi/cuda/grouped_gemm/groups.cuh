@@ -1,4 +1,4 @@
-// The groups of a ragged product: which rows each has, and which tiles these make.
+// The groups of a grouped GEMM: the rows of each, and the tiles that cover them.
 #pragma once
 
 #include "types.cuh"
@@ -8,10 +8,10 @@ namespace tilekern {
 inline constexpr int kGroupBatchDims = 3;
 
 // Run-time sizes; `pack_groups` in `plans/grouped_gemm/problem.py` packs the same fields in the
-// same order. "Rows" are positions along the ragged dimension, whichever that is for a kernel.
+// same order. "Rows" are indices along the ragged dimension, which a kernel may contract.
 struct GroupShape {
-  // Of the bounds, in elements. Group g of a batch has rows bounds[g] to bounds[g + 1], which are
-  // in order and at most `rows`.
+  // The strides of the bounds, in elements. Group g of a batch has rows bounds[g] to bounds[g + 1],
+  // which are in order and at most `rows`.
   int64 bounds_strides[kGroupBatchDims];
   // Batch dimensions, outermost first; unused ones come first with size 1.
   int32 batch[kGroupBatchDims];
@@ -19,15 +19,15 @@ struct GroupShape {
   int32 groups;
   int32 rows;
 
-  // The rows before the first group and those after the last are spans too, of no group.
+  // The rows before the first group and those after the last are spans that belong to no group.
   int spans_per_batch() const { return groups + 2; }
   int spans() const { return batches * spans_per_batch(); }
 };
 
-// Rows of one group, or of none.
+// A range of rows that belongs to one group, or to none.
 struct Span {
   int batch;
-  // Negative if the rows are no group's.
+  // Negative if the rows belong to no group.
   int group;
   int begin;
   int end;
@@ -50,7 +50,7 @@ inline Span group_span(const GroupShape& shape, const int32* bounds, int batch, 
   return {batch, group, of_batch[group], of_batch[group + 1]};
 }
 
-// The `index`-th span of a batch, whose bounds are at `of_batch`.
+// Returns the `index`-th span of a batch, whose bounds are at `of_batch`.
 inline Span span_of_batch(const GroupShape& shape, const int32* of_batch, int batch, int index) {
   const int group = index - 1;
   const bool first = group < 0, last = group == shape.groups;
@@ -64,8 +64,8 @@ inline Span span_at(const GroupShape& shape, const int32* bounds, int index) {
                        index % shape.spans_per_batch());
 }
 
-// Writes to `first_tiles[i]`, for i from 0 to the number of spans, how many tiles of `block_rows`
-// rows the spans before i make. All threads of the block take part.
+// Writes the number of tiles of `block_rows` rows in all spans before i to `first_tiles[i]`, for i
+// from 0 to the number of spans: an exclusive scan. All threads of the CTA take part.
 inline void number_tiles(const GroupShape& shape, const int32* bounds, int block_rows,
                          int32* first_tiles) {
   const int spans = shape.spans();
@@ -92,8 +92,8 @@ inline void number_tiles(const GroupShape& shape, const int32* bounds, int block
   __syncthreads();
 }
 
-// The span that has a tile: the last one of which no more tiles come before. `tile` is less than
-// first_tiles[spans].
+// Returns the span that contains a tile: the last one with first_tiles[span] <= tile, by binary
+// search. `tile` is less than first_tiles[spans].
 inline int span_of_tile(const int32* first_tiles, int spans, int tile) {
   int low = 0, high = spans;
   while (high - low > 1) {

@@ -5,8 +5,8 @@
 
 namespace tilekern {
 
-// Partial pivoting as in LAPACK's getrf: `pivots` has the row that each row was exchanged with, and
-// `permutation` the row of A that ends up at each place.
+// Partial pivoting as in LAPACK's getrf: `pivots` has the row with which each row was swapped, and
+// `permutation` the row of A at each position.
 template <typename T, int kN>
 __global__ void __launch_bounds__(MatrixSizes<T, kN>::kThreads)
     matrix_lu(const T* matrices, T* factors, int32* pivots, int32* permutation, int64 count) {
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(MatrixSizes<T, kN>::kThreads)
   }
 }
 
-// Of (A + A^T) / 2 if kSymmetrize, else of the lower triangle of A alone. A matrix that is not
+// Factors (A + A^T) / 2 if kSymmetrize, else the lower triangle of A alone. A matrix that is not
 // positive definite gives a triangle of NaN.
 template <typename T, int kN, bool kSymmetrize>
 __global__ void __launch_bounds__(MatrixSizes<T, kN>::kThreads)
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(MatrixSizes<T, kN>::kThreads)
 #pragma unroll 1
   for (int step = 0; step < kN; ++step) {
     const bool below = team.has_row() && team.lane >= step;
-    // The column below the diagonal, which by symmetry is the pivot's row.
+    // The column below the diagonal is the pivot's row by symmetry.
     if (below) team.broadcast(step)[team.lane - step] = values[0];
     team.sync();
     const T pivot = *team.broadcast(step);

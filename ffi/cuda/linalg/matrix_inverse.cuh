@@ -5,9 +5,9 @@
 
 namespace tilekern {
 
-// Gauss-Jordan elimination in place, with partial pivoting. Each step replaces the pivot's column,
-// which is the first, by one of the inverse, which becomes the last: after all steps columns are
-// where they began.
+// Gauss-Jordan elimination in place, with partial pivoting. Each step removes the pivot's column,
+// which is the first, and appends a column of the inverse, so after all steps the columns are in
+// their original order.
 template <typename T, int kN>
 __global__ void __launch_bounds__(MatrixSizes<T, kN>::kThreads)
     matrix_inverse(const T* matrices, T* inverses, int64 count) {
@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(MatrixSizes<T, kN>::kThreads)
 #pragma unroll 1
   for (int step = 0; step < kN; ++step) {
     const int pivot = team.choose_pivot(values[0], position, step);
-    const bool chosen = team.exchange(pivot, step, position);
-    if (chosen) team.publish(values, step);
+    const bool chosen = team.swap_rows(pivot, step, position);
+    if (chosen) team.broadcast_row(values, step);
     team.sync();
     const T reciprocal = T(1) / *team.broadcast(step);
     const T factor = chosen ? -reciprocal : values[0] * reciprocal;
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(MatrixSizes<T, kN>::kThreads)
     values[kN - 1] = -factor;
   }
 
-  // These are the columns of the inverse of P A, and P's are undone by their places.
+  // The registers hold the inverse of P A; the order of the stored columns undoes P.
   if (team.has_row()) {
     T* row = team.row(position);
 #pragma unroll

@@ -1,16 +1,16 @@
-// Small square matrices in registers. A group of lanes shares a matrix, and each lane has one of
-// its rows; a team of threads that synchronise with each other has one or more groups.
+// Small square matrices in registers. A group of lanes works on a matrix, and each lane holds one
+// row. A team of threads that synchronise with each other has one or more groups.
 //
-// Matrices are dense, row-major and lie one after another, so a team's are one run of memory that
-// it copies to and from shared memory with coalesced vector loads. A row in shared memory takes an
-// odd number of elements, which keeps both rows and columns free of bank conflicts.
+// Matrices are row-major and contiguous, so a team copies all of its matrices to and from shared
+// memory with coalesced vector accesses. The row stride in shared memory is odd, which keeps
+// accesses to rows and to columns free of bank conflicts.
 #pragma once
 
 #include "types.cuh"
 
 namespace tilekern {
 
-// Sizes that follow from those of a matrix.
+// Sizes that follow from the size of a matrix.
 template <typename T, int kN>
 struct MatrixSizes {
   static_assert(kN >= 1 && kN <= 64);
@@ -25,14 +25,14 @@ struct MatrixSizes {
   static constexpr int kVector = kMatrices * kN * kN % kWidest == 0         ? kWidest
                                  : kMatrices * kN * kN % (kWidest / 2) == 0 ? kWidest / 2
                                                                             : 1;
-  // What a published row takes.
+  // Elements of a row's broadcast buffer.
   static constexpr int kBroadcast = (kN + kWidest - 1) / kWidest * kWidest;
 };
 
-// Right-hand sides that a thread has at once, at most.
+// The maximal number of right-hand sides that a thread holds at once.
 inline constexpr int kMaxColumns = 8;
 
-// What the largest magnitude in a part of a column is compared by.
+// A candidate for the pivot: its magnitude, and its position as a tie-breaker.
 template <typename T>
 struct PivotChoice {
   using Magnitude = Select<sizeof(T) == 4, uint32, uint64>;
@@ -44,14 +44,14 @@ struct PivotChoice {
 template <typename T, int kN>
 struct MatrixStorage {
   using Sizes = MatrixSizes<T, kN>;
-  // Two buffers a group, so that one barrier separates a write from the reads of the last one. The
-  // padding spreads groups over the banks.
+  // Each group has two buffers, so that one barrier separates a write from the reads of the
+  // preceding one. The padding spreads groups over the banks.
   static constexpr int kBuffer = max_of(Sizes::kBroadcast, kMaxColumns);
   alignas(16) T broadcast[Sizes::kMatrices][2 * kBuffer + Sizes::kWidest];
   T rows[Sizes::kMatrices * kN * Sizes::kRowStride];
   PivotChoice<T> choices[2][2];
   int32 order[Sizes::kMatrices][kN];   // the lane whose row ends up at each position
-  int32 pivots[Sizes::kMatrices][kN];  // the position that was exchanged with each position
+  int32 pivots[Sizes::kMatrices][kN];  // the position with which each position was swapped
 };
 
 template <typename T, int kCount>
@@ -71,18 +71,18 @@ inline bool precedes(PivotChoice<T> a, PivotChoice<T> b) {
   return a.magnitude > b.magnitude || (a.magnitude == b.magnitude && a.priority > b.priority);
 }
 
-// A thread's place, and what it shares with others.
+// A thread's place in its team, and the operations of the team.
 template <typename T, int kN>
 struct MatrixTeam {
   using Sizes = MatrixSizes<T, kN>;
   using Vector = MatrixVector<T, Sizes::kWidest>;
 
   MatrixStorage<T, kN>& storage;
-  int thread;    // of the team
-  int lane;      // of the group, and the row of the matrix that the thread has
-  int group;     // of the team, and which of its matrices
+  int thread;    // in the team
+  int lane;      // in the group, and the row of the matrix that the thread holds
+  int group;     // in the team, and the index of the team's matrix
   int64 first;   // the team's first matrix
-  int matrices;  // of the team, of those that there are; 0 or less past the last one
+  int matrices;  // of the team that exist; 0 or less past the last one
 
   MatrixTeam(MatrixStorage<T, kN>* all, int64 count) : storage(all[threadIdx.x / Sizes::kTeam]) {
     thread = threadIdx.x % Sizes::kTeam;
@@ -93,10 +93,10 @@ struct MatrixTeam {
     matrices = static_cast<int>(min_of<int64>(Sizes::kMatrices, count - first));
   }
 
-  // Whether the thread has a row. Other lanes take part in all that synchronises.
+  // Whether the thread holds a row. Other lanes still take part in synchronisation.
   bool has_row() const { return lane < kN; }
 
-  // Whether that row is of a matrix that exists.
+  // Whether that row belongs to a matrix that exists.
   bool has_matrix() const { return has_row() && group < matrices; }
 
   void sync() const {
@@ -137,7 +137,7 @@ struct MatrixTeam {
     sync();
   }
 
-  // Copies elements to the team's matrices; `read` gives one by its matrix, row and column.
+  // Stores the team's matrices; `read(matrix, row, column)` returns an element.
   template <typename Read>
   void store(T* __restrict__ to, const Read& read) const {
     constexpr int kVector = Sizes::kVector, kSquare = kN * kN;
@@ -163,8 +163,9 @@ struct MatrixTeam {
     }
   }
 
-  // Chooses the row with the largest `candidate` of those at `position` >= `step`, as LAPACK's
-  // getrf does; of equal ones the first. Returns its position. NaN counts as larger than infinity.
+  // Chooses the row with the largest `candidate` among those at `position` >= `step`, as LAPACK's
+  // getrf does, and the first of equal ones. Returns its position. NaN counts as larger than
+  // infinity.
   int choose_pivot(T candidate, int position, int step) const {
     const bool takes_part = has_row() && position >= step;
     PivotChoice<T> choice{takes_part ? magnitude_bits(candidate) : 0,
@@ -199,9 +200,9 @@ struct MatrixTeam {
     return 64 - static_cast<int>(choice.priority);
   }
 
-  // Makes a row the pivot of `step`: exchanges positions, and notes both. Returns whether the
-  // thread has that row.
-  bool exchange(int pivot, int step, int& position) const {
+  // Makes a row the pivot of `step`: swaps positions, and records both. Returns whether the thread
+  // holds that row.
+  bool swap_rows(int pivot, int step, int& position) const {
     const bool chosen = position == pivot;
     if (chosen) {
       storage.order[group][step] = lane;
@@ -213,8 +214,8 @@ struct MatrixTeam {
     return chosen;
   }
 
-  // Writes a row to where the whole group reads it, after a barrier.
-  void publish(const T (&values)[kN], int step) const {
+  // Writes a row to the broadcast buffer, which the group reads after a barrier.
+  void broadcast_row(const T (&values)[kN], int step) const {
     Vector* to = reinterpret_cast<Vector*>(broadcast(step));
 #pragma unroll
     for (int i = 0; i < Sizes::kBroadcast; i += Sizes::kWidest) {
@@ -227,10 +228,9 @@ struct MatrixTeam {
     }
   }
 
-  // Subtracts `factor` times the published row from what is left of the thread's own after its
-  // first element, which moves everything by one column: a loop over columns then needs no
-  // unrolling, for the column in question is always the first. Only the first `columns` are looked
-  // at.
+  // Subtracts `factor` times the broadcast row from the thread's own, drops the first element, and
+  // shifts the others by one column. The current column is always the first, so the loop over
+  // columns needs no unrolling. Only the first `columns` elements are read.
   void eliminate(T (&values)[kN], T factor, int step, int columns) const {
     const Vector* from = reinterpret_cast<const Vector*>(broadcast(step));
     constexpr int kBlock = 8;  // columns between checks for the last one
@@ -248,15 +248,15 @@ struct MatrixTeam {
     }
   }
 
-  // Factors the team's matrices, of which each thread has a row in `values`, with partial pivoting:
-  // afterwards a thread's own row in shared memory has its part of L, without the unit diagonal,
-  // and of U. Rows stay where they are; returns the position of the thread's row in P A = L U.
+  // Factors the team's matrices with partial pivoting; each thread holds a row in `values`.
+  // Afterwards a thread's own row in shared memory has its part of L, without the unit diagonal,
+  // and of U. Rows do not move; returns the position of the thread's row in P A = L U.
   int factor_lu(T (&values)[kN]) const {
     int position = lane;
 #pragma unroll 1
     for (int step = 0; step < kN; ++step) {
       const int pivot = choose_pivot(values[0], position, step);
-      if (exchange(pivot, step, position)) publish(values, step);
+      if (swap_rows(pivot, step, position)) broadcast_row(values, step);
       sync();
       if (position > step) {
         // A column of zeros has factors of zero, as in LAPACK.
@@ -276,9 +276,9 @@ struct MatrixTeam {
     return position;
   }
 
-  // Solves a triangular system for kColumns right-hand sides, of which the thread has the row
-  // `position`. coefficient(k) is the matrix's element in that row and column k; only those of the
-  // triangle are read.
+  // Solves a triangular system for kColumns right-hand sides, of which the thread holds row
+  // `position`. coefficient(k) returns the matrix's element in that row and column k; only elements
+  // of the triangle are read.
   template <bool kForward, bool kUnit, int kColumns, typename Coefficient>
   void substitute(T (&x)[kColumns], int position, const Coefficient& coefficient) const {
     static_assert(kColumns <= kMaxColumns);

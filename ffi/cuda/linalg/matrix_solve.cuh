@@ -5,7 +5,7 @@
 
 namespace tilekern {
 
-// Right-hand sides and solutions lie alike: element (row, column) of matrix i at
+// Right-hand sides and solutions have the same layout: element (row, column) of matrix i is at
 // i * kN * columns + row * row_stride + column * column_stride. `plans/linalg/small_matrices.py`
 // packs the same fields in the same order.
 struct MatrixColumns {
@@ -16,8 +16,8 @@ struct MatrixColumns {
   int32 columns_per_block;  // blockIdx.y counts them
 };
 
-// Calls body(x) for each kColumns of the block's right-hand sides. x is the thread's row of them,
-// the one at its lane; what body leaves there is stored as the row at `position`.
+// Calls body(x) for every kColumns of the CTA's right-hand sides. x is the row at the thread's
+// lane, and its value after body(x) is stored as the row at `position`.
 template <int kColumns, typename T, int kN, typename Body>
 inline void for_each_columns(const MatrixTeam<T, kN>& team, const MatrixColumns& shape,
                              const T* __restrict__ rhs, T* __restrict__ solution, int position,
@@ -44,7 +44,7 @@ inline void for_each_columns(const MatrixTeam<T, kN>& team, const MatrixColumns&
   }
 }
 
-// A X = B, or A^T X = B, by Gaussian elimination with partial pivoting. Each block factors its
+// Solves A X = B, or A^T X = B, by Gaussian elimination with partial pivoting. Each CTA factors its
 // matrices itself.
 template <typename T, int kN, int kColumns, bool kTranspose>
 __global__ void __launch_bounds__(MatrixSizes<T, kN>::kThreads)
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(MatrixSizes<T, kN>::kThreads)
     for (int i = 0; i < kN; ++i) {
       values[i] = !team.has_row() ? T(0) : kTranspose ? team.row(i)[team.lane] : team.own_row()[i];
     }
-    // Rows take the factors in the order of their lanes, but columns have become rows.
+    // The factors overwrite the rows from which transposed columns were read.
     if (kTranspose) team.sync();
     position = team.factor_lu(values);
   }
@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(MatrixSizes<T, kN>::kThreads)
   });
 }
 
-// T X = B, or T^T X = B, where T is the lower or the upper triangle of the matrix. The other one is
-// not looked at, nor is a diagonal that is all ones.
+// Solves T X = B, or T^T X = B, where T is the lower or the upper triangle of the matrix. The other
+// triangle is not read, nor is a unit diagonal.
 template <typename T, int kN, int kColumns, bool kLower, bool kTranspose, bool kUnit>
 __global__ void __launch_bounds__(MatrixSizes<T, kN>::kThreads)
     matrix_triangular_solve(const T* matrices, const T* rhs, T* solution,

@@ -1,4 +1,4 @@
-// Adds up columns, or the products of columns and a vector: neighbouring columns lie side by side.
+// Sums of columns, or of the products of columns with a vector; memory is contiguous along rows.
 // Products of a vector and a matrix that is not k-major are of this kind.
 #pragma once
 
@@ -8,12 +8,12 @@ namespace tilekern {
 
 // Compile-time choices; `ColumnPass` in `plans/reduction/problem.py` makes them.
 struct ColumnConfig {
-  // Bytes of a load, whose elements are neighbouring columns: what every address is a multiple of.
+  // Bytes per load, whose elements are adjacent columns; every address is a multiple of it.
   int vector_bytes;
-  // Rows whose loads are on their way at once.
+  // Rows whose loads are in flight at once.
   int unroll;
 
-  // Blocks that a multiprocessor holds, which bounds the registers of a thread.
+  // CTAs per SM, which bounds the registers of a thread.
   constexpr int min_blocks() const { return vector_bytes == 16 ? 3 : 4; }
 };
 
@@ -23,20 +23,20 @@ struct ColumnShape {
   int64 lhs_k;
   int64 rhs_k;
   int64 out_column;
-  // Between the partial sums of one column's segments.
+  // The distance between the partial sums of one column's segments.
   int64 out_segment;
   int64 k;
-  // Elements of k that a segment takes.
+  // Elements of k per segment.
   int64 segment_k;
-  // Vectors of a row.
+  // Vectors per row.
   uint32 vectors;
   uint32 tiles;
   uint32 segments;
-  // So many threads are side by side on each row.
+  // 2^log2_lanes threads are side by side on each row.
   uint32 log2_lanes;
 };
 
-// A thread's part of its columns. Without kProducts, rhs is not read.
+// A thread's partial sums of its columns. Without kProducts, rhs is not read.
 template <typename T, typename Sum, ColumnConfig config, bool kProducts>
 class ColumnGroup {
   static constexpr int kBytes = config.vector_bytes;
@@ -44,7 +44,7 @@ class ColumnGroup {
  public:
   static constexpr int kVector = kBytes / static_cast<int>(sizeof(T));
 
-  // Takes every `step`th row from `first`, `count` of them being there.
+  // Adds every `step`th row from `first` on, of `count` rows.
   void take(const T* lhs, const T* rhs, const ColumnShape& shape, uint32 first, uint32 step,
             uint32 count) {
     uint32 row = first;
@@ -109,7 +109,7 @@ inline void reduce_columns(const T* lhs, const T* rhs, Out* out, const ColumnSha
                rhs + offsets.rhs + begin * shape.rhs_k, shape, row, rows,
                static_cast<uint32>(min_of(shape.k - begin, shape.segment_k)));
 
-  // Rows are added up in halves. Element by element, so that threads use different banks.
+  // A tree reduction over rows, with one array per element, so that threads access different banks.
   __shared__ Sum sums[kVector][kReductionThreads];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) sums[i][thread] = columns.sums[i];

@@ -1,4 +1,4 @@
-// What the kernels that add up rows and columns share: where lines lie, loads, and sums.
+// Shared definitions of the reduction kernels: batch offsets, loads, and conversions.
 #pragma once
 
 #include "convert.cuh"
@@ -28,7 +28,7 @@ inline ReductionOffsets reduction_offsets(const ReductionBatch& batch, uint32 in
   ReductionOffsets offsets;
 #pragma unroll
   for (int dim = kReductionBatchDims - 1; dim >= 0; --dim) {
-    // The plan merges dimensions, so most often this is all.
+    // The plan merges dimensions, so one is usually enough.
     if (index == 0) break;
     const int64 position = index % batch.sizes[dim];
     index /= batch.sizes[dim];
@@ -39,15 +39,15 @@ inline ReductionOffsets reduction_offsets(const ReductionBatch& batch, uint32 in
   return offsets;
 }
 
-// A vector of elements as it is loaded; fewer than 4 bytes are the low ones of a word.
+// The bits of a loaded vector; fewer than 4 bytes are the low bytes of a word.
 template <int kBytes>
 struct Bits {
   static constexpr int kWords = max_of(1, kBytes / 4);
   uint32 words[kWords];
 };
 
-// Loads what is read once, past the first-level cache. Not volatile, so that the compiler can have
-// many on their way at once.
+// Loads data that is read once, bypassing L1. It is not volatile, so that the compiler can keep
+// many loads in flight.
 template <int kBytes>
 inline Bits<kBytes> load_once(const void* address) {
   Bits<kBytes> bits;
@@ -69,9 +69,9 @@ inline Bits<kBytes> load_once(const void* address) {
   return bits;
 }
 
-// Loads what other rows or other threads read too, and the first-level cache is to keep.
+// Loads data that other rows or threads read too, through L1.
 template <int kBytes>
-inline Bits<kBytes> load_shared_vector(const void* address) {
+inline Bits<kBytes> load_reused(const void* address) {
   Bits<kBytes> bits;
   if constexpr (kBytes == 16) {
     asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -91,7 +91,7 @@ inline Bits<kBytes> load_shared_vector(const void* address) {
   return bits;
 }
 
-// An element from its bits, in the type of the sums.
+// Converts an element from its bits to the type of the sums.
 template <typename Sum, typename T>
 inline Sum widened(T*, uint64 bits) {
   if constexpr (kSame<T, double>) {
@@ -101,12 +101,12 @@ inline Sum widened(T*, uint64 bits) {
   } else if constexpr (kSame<T, bfloat16> || kSame<T, float16>) {
     return to_float(T{static_cast<uint16>(bits)});
   } else {
-    // Integers wrap, as sums of unsigned ones do.
+    // Integers are summed unsigned, so that they wrap.
     return static_cast<Sum>(static_cast<T>(bits));
   }
 }
 
-// Element i of a vector.
+// Returns element i of a vector.
 template <typename T, typename Sum, int kBytes>
 inline Sum element(const Bits<kBytes>& bits, int i) {
   constexpr int kSize = static_cast<int>(sizeof(T));
@@ -124,14 +124,14 @@ inline Sum element(const Bits<kBytes>& bits, int i) {
   }
 }
 
-// A single element.
+// Loads a single element.
 template <typename T, typename Sum>
 inline Sum load_element(const T* address) {
   constexpr int kSize = static_cast<int>(sizeof(T));
-  return element<T, Sum>(load_shared_vector<kSize>(address), 0);
+  return element<T, Sum>(load_reused<kSize>(address), 0);
 }
 
-// A sum in the type of the output.
+// Rounds a sum to the type of the output.
 template <typename Out, typename Sum>
 inline Out rounded(Sum sum) {
   if constexpr (kSame<Out, bfloat16> || kSame<Out, float16>) {
@@ -149,7 +149,7 @@ inline Out finished(Sum sum, const Epilogue& epilogue, const RowCoordinates& at)
   return rounded<Out>(accumulators[0]);
 }
 
-// The index of a block, taken apart digit by digit.
+// Decomposes blockIdx.x into mixed-radix digits.
 class BlockIndex {
  public:
   uint32 take(uint32 count) {

@@ -1,5 +1,5 @@
-// Adds up rows, or the products of rows and a vector: k lies in one piece. Sums of a whole array,
-// dot products, and products of a k-major matrix and a vector are all of this kind.
+// Sums of rows, or of the products of rows with a vector; memory is contiguous along k. Sums of a
+// whole array, dot products, and products of a k-major matrix and a vector are of this kind.
 #pragma once
 
 #include "reduction/reduction.cuh"
@@ -8,14 +8,14 @@ namespace tilekern {
 
 // Compile-time choices; `RowPass` in `plans/reduction/problem.py` makes them.
 struct RowConfig {
-  // Bytes of a load: what every row's address is a multiple of.
+  // Bytes per load; every row's address is a multiple of it.
   int vector_bytes;
-  // Rows that a thread takes together, which read the vector once.
+  // Rows per thread, which share the loads of the vector.
   int rows;
-  // Loads of each row that are on their way at once.
+  // Loads of each row that are in flight at once.
   int unroll;
 
-  // Blocks that a multiprocessor holds, which bounds the registers of a thread.
+  // CTAs per SM, which bounds the registers of a thread.
   constexpr int min_blocks() const { return rows == 1 ? 4 : 2; }
 };
 
@@ -24,24 +24,24 @@ struct RowShape {
   ReductionBatch batch;
   int64 lhs_row;
   int64 out_row;
-  // Between the partial sums of one row's segments.
+  // The distance between the partial sums of one row's segments.
   int64 out_segment;
   int64 k;
-  // Elements of k that a segment takes, whole vectors.
+  // Elements of k per segment, a whole number of vectors.
   int64 segment_k;
   uint32 rows;
-  // Groups of rows that a thread takes together: in a matrix, and in all.
+  // Groups of rows that a thread processes together: per matrix, and in total.
   uint32 row_groups;
   uint32 groups;
   uint32 segments;
-  // So many threads are side by side on each group.
+  // 2^log2_lanes threads are side by side on each group.
   uint32 log2_lanes;
 };
 
-// The sums of one thread's elements of a row.
+// One thread's partial sums of a row.
 template <typename T, typename Sum, int kBytes>
 class RowSum {
-  // Four 8-bit products are one instruction.
+  // One instruction (dp4a) adds four 8-bit products.
   static constexpr bool kQuads = kSame<T, int8> && kSame<Sum, uint32> && kBytes >= 4;
   static constexpr int kSums = kQuads ? kBytes / 4 : kBytes / static_cast<int>(sizeof(T));
 
@@ -85,14 +85,14 @@ class RowSum {
   Sum sums_[kSums] = {};
 };
 
-// A thread's part of its rows. Without kProducts, rhs is not read.
+// A thread's partial sums of its rows. Without kProducts, rhs is not read.
 template <typename T, typename Sum, RowConfig config, bool kProducts>
 class RowGroup {
   static constexpr int kBytes = config.vector_bytes;
   static constexpr int kVector = kBytes / static_cast<int>(sizeof(T));
 
  public:
-  // Row `row` of those from `first`, where those beyond the last are the last again.
+  // Rows start at `first`; indices beyond the last row read the last row again.
   RowGroup(const T* lhs, const T* rhs, const RowShape& shape, uint32 first) : rhs_(rhs) {
 #pragma unroll
     for (int row = 0; row < config.rows; ++row) {
@@ -100,7 +100,7 @@ class RowGroup {
     }
   }
 
-  // Takes `count` elements from the start of the rows, with the other lanes.
+  // Adds this lane's part of the first `count` elements of the rows.
   void take(int64 count, uint32 lane, uint32 lanes) {
     const uint32 vectors = static_cast<uint32>(count / kVector);
     uint32 first = lane;
@@ -108,7 +108,7 @@ class RowGroup {
       take_vectors<true>(first, lanes, vectors);
     }
     if (first < vectors) take_vectors<false>(first, lanes, vectors);
-    // Fewer elements than a vector has.
+    // The remainder has fewer elements than a vector.
     for (int64 i = static_cast<int64>(vectors) * kVector + lane; i < count; i += lanes) {
       Sum factor = 1;
       if constexpr (kProducts) factor = load_element<T, Sum>(rhs_ + i);
@@ -135,7 +135,7 @@ class RowGroup {
         for (int row = 0; row < config.rows; ++row) {
           lhs[step][row] = load_once<kBytes>(lhs_[row] + at);
         }
-        if constexpr (kProducts) rhs[step] = load_shared_vector<kBytes>(rhs_ + at);
+        if constexpr (kProducts) rhs[step] = load_reused<kBytes>(rhs_ + at);
       }
     }
 #pragma unroll
@@ -166,7 +166,7 @@ inline void reduce_rows(const T* lhs, const T* rhs, Out* out, const RowShape& sh
   const uint32 segment = index.take(shape.segments);
   const uint32 wanted =
       index.rest() * (kReductionThreads >> shape.log2_lanes) + (threadIdx.x >> shape.log2_lanes);
-  // No thread leaves, as all take part in the exchanges below.
+  // No thread exits early, because all take part in the shuffles below.
   const uint32 group = min_of(wanted, shape.groups - 1);
   const uint32 first = group % shape.row_groups * config.rows;
   const ReductionOffsets offsets = reduction_offsets(shape.batch, group / shape.row_groups);
@@ -189,7 +189,7 @@ inline void reduce_rows(const T* lhs, const T* rhs, Out* out, const RowShape& sh
       total += __shfl_xor_sync(~0u, total, other);
     }
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32][row] = total;
-    // Every lane knows the total of a row that has no more than a warp.
+    // If a row has at most one warp, every lane has the total.
     if (lanes <= 32 && lane == 0 && wanted < shape.groups && first + row < shape.rows) {
       out[offsets.out + (first + row) * shape.out_row + segment * shape.out_segment] =
           finished<Out>(total, epilogue, coordinates(first + row));

@@ -1,12 +1,12 @@
-// Reading and writing runs of items of any alignment, as kernels of a transpose do.
+// Loads and stores of runs of items of any alignment, for the transpose kernels.
 #pragma once
 
 #include "transpose/shape.cuh"
 
 namespace tilekern {
 
-// Copies the 16-byte chunk at an aligned address to shared memory in the background; of the last
-// one of an array, what lies before its end.
+// Copies the 16-byte chunk at an aligned address to shared memory asynchronously, up to the array's
+// end.
 inline void copy_chunk(uint32 destination, const char* chunk, const char* end) {
   const int bytes = end - chunk < 16 ? static_cast<int>(end - chunk) : 16;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination),
@@ -14,12 +14,12 @@ inline void copy_chunk(uint32 destination, const char* chunk, const char* end) {
                : "memory");
 }
 
-// How far an address is beyond a multiple of 16.
+// Returns an address modulo 16.
 inline uint32 misalignment(const char* address) {
   return static_cast<uint32>(reinterpret_cast<uint64>(address)) & 15;
 }
 
-// kWords 32-bit words of items, which are in shared memory at `position(i)` each.
+// Gathers kWords 32-bit words of items; item i is in shared memory at `position(i)`.
 template <int kItemBytes, int kWords, typename Position>
 inline void gather(uint32 (&words)[kWords], const unsigned char* shared, Position position) {
   constexpr int kItems = 4 * kWords / kItemBytes;
@@ -54,7 +54,7 @@ inline void store_words(char* address, const uint32 (&words)[kWords]) {
   }
 }
 
-// Stores those of the words' items whose number is in [first, last), one by one.
+// Stores the items of the words with an index in [first, last), one by one.
 template <int kItemBytes, int kWords>
 inline void store_some(char* address, const uint32 (&words)[kWords], int64 first, int64 last) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// Transposes of a few long rows, or of many short ones: of 3 by n or of n by 3 items, for example.
-// Rows of the long kind start at multiples of 16 bytes.
+// Transposes of a few long rows or of many short ones, for example of 3 by n or n by 3 items. Long
+// rows are aligned to 16 bytes.
 #pragma once
 
 #include "transpose/shape.cuh"
@@ -9,16 +9,15 @@ namespace tilekern {
 // Compile-time choices; `NarrowTranspose` in `plans/transpose/narrow.py` makes them.
 struct NarrowConfig {
   int item_bytes;
-  // Items in the short dimension: of a record, of which there is one for each place in the long
-  // dimension.
+  // Items in the short dimension, which form a record; there is one record for each index of the
+  // long dimension.
   int narrow;
-  // Records of a thread, in groups as below.
+  // Groups of records per thread.
   int groups;
-  // Whether records are the source's, rather than the result's.
+  // Whether the source has the records, rather than the result.
   bool split;
 
-  // A group is the fewest records that make whole words, of this many 32-bit words in each long
-  // row.
+  // A group is the smallest number of records that fills whole 32-bit words of each long row.
   constexpr int group() const { return max_of(1, 4 / item_bytes); }
   constexpr int row_words() const { return max_of(1, item_bytes / 4); }
   constexpr int words() const { return narrow * row_words(); }
@@ -30,15 +29,15 @@ inline constexpr int kNarrowThreads = 256;
 struct NarrowShape {
   OuterDims outer;
   int64 length;
-  // Between the long rows.
+  // The distance between long rows.
   int64 row_stride;
   Divisor tiles;
 };
 
 extern __shared__ __align__(128) unsigned char transpose_narrow_shared[];
 
-// Four bytes of `words`, namely those at four places of an array of kWords words: a permute_bytes
-// or three, as all is constant once loops are unrolled.
+// Returns the bytes at four positions of an array of kWords words, by one or three permute_bytes():
+// the positions are constants once loops are unrolled.
 template <int kWords>
 inline uint32 pick_bytes(const uint32 (&words)[kWords], int a, int b, int c, int d) {
   if (a % 4 == 0 && b == a + 1 && c == a + 2 && d == a + 3) return words[a / 4];
@@ -50,8 +49,8 @@ inline uint32 pick_bytes(const uint32 (&words)[kWords], int a, int b, int c, int
                        permute_bytes(words[c / 4], words[d / 4], c % 4 | (d % 4 + 4) << 4), 0x5410);
 }
 
-// Long rows pass between registers and memory by words, a warp's side by side; records pass through
-// shared memory, and between it and memory by 16 bytes.
+// Threads of a warp access adjacent words of long rows in global memory. Records pass through
+// shared memory, and between it and global memory in vectors of 16 bytes.
 template <NarrowConfig config>
 class NarrowTransposer {
   static constexpr int kItemBytes = config.item_bytes;
@@ -59,7 +58,7 @@ class NarrowTransposer {
   static constexpr int kRowWords = config.row_words();
   static constexpr int kRowBytes = 4 * kRowWords;
   static constexpr int kTileGroups = config.groups * kNarrowThreads;
-  // Words of records that one access to shared memory takes.
+  // Words of records per shared-memory access.
   static constexpr int kWide = kWords % 4 == 0 ? 4 : kWords % 2 == 0 ? 2 : 1;
 
  public:
@@ -67,7 +66,7 @@ class NarrowTransposer {
     const Quotient at = divide(blockIdx.x, shape.tiles);
     const OuterOffsets offsets = outer_offsets(shape.outer, at.quotient);
     const int64 first = static_cast<int64>(at.remainder) * kTileGroups;
-    // A row is a whole number of 16 bytes, and so of groups.
+    // A row has a whole number of 16-byte vectors, and therefore of groups.
     groups_ = static_cast<int>(min_of<int64>(kTileGroups, shape.length / config.group() - first));
     const int64 records = first * kWords * 4, rows = first * kRowBytes;
     source_ = source + offsets.source + (config.split ? records : rows);
@@ -85,7 +84,7 @@ class NarrowTransposer {
  private:
   using Group = uint32[kWords];
 
-  // 16 bytes are left out after every 128, which keeps the strides of records apart in banks.
+  // Padding of 16 bytes after every 128 spreads the records over the banks.
   static int padded(int byte) { return byte + byte / 128 * 16; }
   int chunks() const { return groups_ * kWords / 4; }
 
@@ -145,7 +144,7 @@ class NarrowTransposer {
     }
   }
 
-  // What a group's records have in one of the long rows.
+  // Returns the words of a group's records in one of the long rows.
   static void row_of(uint32 (&words)[kRowWords], const Group& records, int row) {
 #pragma unroll
     for (int i = 0; i < kRowWords; ++i) {
@@ -157,7 +156,7 @@ class NarrowTransposer {
     }
   }
 
-  // The inverse: a word of a group's records, from the words of the long rows.
+  // Returns a word of a group's records from the words of the long rows, the inverse.
   static uint32 record_word(const Group& rows, int word) {
     const auto place = [&](int byte) {
       const int item = byte / kItemBytes;

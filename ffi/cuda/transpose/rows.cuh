@@ -1,4 +1,4 @@
-// Copies of rows to other places: permutations that keep the innermost dimension.
+// Permutations that keep the innermost dimension: copies of whole rows.
 #pragma once
 
 #include "strided_rows.cuh"
@@ -8,11 +8,11 @@ namespace tilekern {
 
 // Compile-time choices; `RowTranspose` in `plans/transpose/rows.py` makes them.
 struct RowTransposeConfig {
-  // Of which all rows are multiples.
+  // A unit divides the length and the distance of all rows.
   int unit_bytes;
-  // What is copied at a time: one unit, or 16 bytes of rows that start anywhere.
+  // The size of a copy: one unit, or 16 bytes of unaligned rows.
   int vector_bytes;
-  // Vectors of a thread, all on their way at once.
+  // Vectors per thread, all in flight at once.
   int copies;
 };
 
@@ -20,16 +20,16 @@ inline constexpr int kRowThreads = 256;
 
 // `RowTranspose` packs the same fields.
 struct RowTransposeShape {
-  // Of a row, or one more if rows start anywhere.
+  // Vectors per row, and one more if rows are unaligned.
   Divisor row_vectors;
-  // Of all rows.
+  // Vectors of all rows.
   uint32 vectors;
   int64 row_bytes;
-  // Number the rows in the result's order.
+  // The outer dimensions enumerate the rows in the result's order.
   OuterDims outer;
 };
 
-// Vectors are numbered as the result has them, and neighbours are neighbouring threads'.
+// Vectors are numbered in the result's order, and adjacent threads copy adjacent vectors.
 template <RowTransposeConfig config>
 class RowTransposer {
   static constexpr bool kDirect = config.vector_bytes == config.unit_bytes;
@@ -47,7 +47,7 @@ class RowTransposer {
   }
 
  private:
-  // A row, in the source and in the result, and where a vector starts in it.
+  // A row in the source and in the result, and the offset of a vector in it.
   struct Position {
     const char* source;
     char* result;
@@ -81,8 +81,8 @@ class RowTransposer {
     }
   }
 
-  // Vectors are aligned in the result; of the source, each is cut out of two. Of a row's first and
-  // last one, some units are its neighbours'.
+  // Vectors are aligned in the result, and each is cut out of two source vectors. A row's first and
+  // last vector may contain units of neighbouring rows.
   void cut() const {
     char* results[config.copies];
     int64 offsets[config.copies];

@@ -1,6 +1,6 @@
-// What the kernels of a transpose share: a permutation moves the dimension that is innermost in the
-// result ("rows") and the one that is innermost in the source ("columns"), and carries along all
-// others ("outer" dimensions). Items are bytes of no meaning.
+// Shared definitions of the transpose kernels. A permutation exchanges the dimension that is
+// innermost in the result ("rows") with the one that is innermost in the source ("columns"); all
+// others are "outer" dimensions. Items are uninterpreted bytes.
 #pragma once
 
 #include "ptx.cuh"
@@ -9,9 +9,9 @@ namespace tilekern {
 
 inline constexpr int kMaxOuterDims = 6;
 
-// A number that others, below 2^31, are divided by; `divisor` in `plans/transpose/shape.py` packs
-// the same fields. The quotient is exact, by Granlund and Montgomery, "Division by invariant
-// integers using multiplication" (1994).
+// A divisor of numbers below 2^31; `divisor` in `plans/transpose/shape.py` packs the same fields.
+// The quotient is exact, by Granlund and Montgomery, "Division by invariant integers using
+// multiplication" (1994).
 struct Divisor {
   uint32 value;
   uint32 multiplier;
@@ -44,7 +44,7 @@ struct OuterOffsets {
 
 inline OuterOffsets outer_offsets(const OuterDims& dims, uint32 index) {
   OuterOffsets offsets;
-  // Dimensions are merged and most often few.
+  // The plan merges dimensions, so there are usually few.
 #pragma unroll 1
   for (int dim = kMaxOuterDims - 1; index != 0; --dim) {
     const Quotient at = divide(index, dims.sizes[dim]);
@@ -55,15 +55,16 @@ inline OuterOffsets outer_offsets(const OuterDims& dims, uint32 index) {
   return offsets;
 }
 
-// Tiles of matrices, walked down in bands of a few columns: blocks that run at the same time write
-// whole pieces of the result, and what the tiles of a band share of the source's sectors is read
-// once. `TileGrid` in `plans/transpose/shape.py` packs the same fields.
+// Grouped rasterization of a matrix's tiles: CTAs walk down groups (bands) of a few columns of
+// tiles, so that concurrent CTAs write contiguous parts of the result, and L2 serves the source
+// sectors that tiles of a group share. `TileGrid` in `plans/transpose/shape.py` packs the same
+// fields.
 struct TileGrid {
   uint32 columns;
-  // Tiles of a matrix, and of a band.
+  // Tiles per matrix, and per group.
   Divisor matrix;
   Divisor band;
-  // Columns of a band, and of the last one.
+  // Columns of a group, and of the last one.
   Divisor width;
   Divisor last_width;
 };
@@ -79,7 +80,7 @@ inline TilePosition tile_position(const TileGrid& grid, uint32 tile) {
   const Quotient band = divide(matrix.remainder, grid.band);
   const uint32 first = band.quotient * grid.width.value;
   const bool last = first + grid.width.value > grid.columns;
-  // Field by field: a choice between two structs becomes a load from a computed address.
+  // The fields are selected one by one; selecting a struct becomes a load from a computed address.
   const Divisor width = {last ? grid.last_width.value : grid.width.value,
                          last ? grid.last_width.multiplier : grid.width.multiplier,
                          last ? grid.last_width.shift : grid.width.shift};

@@ -1,4 +1,4 @@
-// Transposes of arrays of any size, whose rows start anywhere.
+// Tiled transposes of arrays of any size and alignment.
 #pragma once
 
 #include "transpose/items.cuh"
@@ -8,46 +8,44 @@ namespace tilekern {
 // Compile-time choices; `TileTranspose` in `plans/transpose/tiles.py` makes them.
 struct TileConfig {
   int item_bytes;
-  // Of a tile, in items.
+  // The tile, in items.
   int rows;
   int columns;
-  // Whether all rows of the source start at multiples of 16 bytes, and whether all those of the
-  // result do at multiples of a sector.
+  // Whether all rows of the source are aligned to 16 bytes, and all rows of the result to a sector.
   bool source_aligned;
   bool result_aligned;
 };
 
 inline constexpr int kTileThreads = 256;
-// Of what memory reads and writes.
+// The granularity of DRAM and L2 accesses.
 inline constexpr int kSectorBytes = 32;
 
 // `TileTranspose` packs the same fields. Strides are in bytes.
 struct TileShape {
   TileGrid grid;
-  // Between rows in shared memory.
+  // The distance between rows in shared memory.
   uint32 pitch;
   int64 rows;
   int64 columns;
-  // Between rows of the source, and between rows of the result.
+  // The distance between rows of the source, and between rows of the result.
   int64 row_stride;
   int64 column_stride;
-  // Of all of the source.
+  // The size of the source.
   int64 source_bytes;
   OuterDims outer;
 };
 
 extern __shared__ __align__(128) unsigned char transpose_tiles_shared[];
 
-// A block copies a tile to shared memory by the aligned 16-byte chunks that hold it, all at once
-// and in the background, and writes it in aligned 16-byte vectors, each gathered item by item.
-// Where rows of the result start anywhere, the tile's rows in that column shift, so that it is cut
-// at the border of a sector: sectors that two blocks, or two instructions, write parts of cost the
-// second-level cache more than the `halo` of rows that is read for it.
+// A CTA copies a tile to shared memory by asynchronous copies of aligned 16-byte chunks, and writes
+// it in aligned 16-byte vectors, each gathered item by item. Where rows of the result are
+// unaligned, the tile's rows shift from column to column, so that the tile is cut at sector
+// boundaries: a sector that two CTAs or two instructions write in part costs L2 more than reading
+// the `halo` of rows twice.
 //
-// Rows of shared memory are so far apart that an item has the same place in a chunk there as in the
-// source.
+// The pitch of shared memory gives an item the same place in its chunk as in the source.
 //
-// Blocks overlap each other's loads and stores, for which many fit on a multiprocessor.
+// An SM holds many CTAs, which overlap each other's loads and stores.
 template <TileConfig config>
 class TileTransposer {
   static constexpr int kItemBytes = config.item_bytes;
@@ -55,9 +53,9 @@ class TileTransposer {
   static constexpr int kHalo = config.result_aligned ? 0 : kSectorBytes / kItemBytes - 1;
   static constexpr int kLoadedRows = config.rows + kHalo;
   static constexpr int kRowBytes = config.columns * kItemBytes;
-  // Of a row, without the one more that a row takes that starts anywhere.
+  // Chunks of an aligned row; an unaligned row takes one more.
   static constexpr int kChunks = kRowBytes / 16;
-  // Vectors of a column, by eights.
+  // Groups of eight vectors in a column.
   static constexpr int kEights = config.rows / kVectorItems / 8;
   static_assert(config.rows % (8 * kVectorItems) == 0 && config.columns % 4 == 0);
   static_assert(kTileThreads % kChunks == 0);
@@ -86,9 +84,10 @@ class TileTransposer {
   }
 
  private:
-  // Where a row's first item is in shared memory. Vectors that are gathered side by side start
-  // kVectorItems rows apart. Another chunk is left out there, so that it is an odd number of chunks
-  // and eight vectors are in different banks; where rows start anywhere it mostly is one anyway.
+  // Returns the position of a row's first item in shared memory. Lanes gather vectors that start
+  // kVectorItems rows apart. One chunk of padding there makes the distance an odd number of chunks,
+  // so that eight vectors are in different banks; the pitch of unaligned rows is usually odd
+  // anyway.
   uint32 row_start(uint32 row) const {
     constexpr uint32 kPitch = 16 * (kVectorItems == 1 ? kChunks + kChunks % 2 : kChunks);
     if constexpr (config.source_aligned) return row * kPitch + row / kVectorItems * 16;
@@ -112,7 +111,7 @@ class TileTransposer {
 
   void load(int row, int chunk) const {
     const uint32 start = row_start(row);
-    // From the row's first item.
+    // The offset from the row's first item.
     const int offset = 16 * chunk - static_cast<int>(config.source_aligned ? 0 : start % 16);
     if (!is_row(row) || offset >= columns_ * kItemBytes) return;
     const uint32 destination = shared_address(transpose_tiles_shared) + start + offset;
@@ -125,7 +124,7 @@ class TileTransposer {
   }
 
   void store() const {
-    // Of a warp's vectors, eight follow one another in each of four rows of the result.
+    // A warp stores eight consecutive vectors in each of four rows of the result.
     constexpr uint32 kWarps = kTileThreads / 32, kGroups = kEights * (config.columns / 4);
     const uint32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll max_of(1, kItemBytes / 2)
@@ -141,7 +140,7 @@ class TileTransposer {
     if (column >= columns_) return;
     char* result = result_ + column * shape_.column_stride;
     uint32 row = vector * kVectorItems;
-    // The first whole sector.
+    // The vector starts at the first whole sector.
     if constexpr (kHalo != 0)
       row += -static_cast<uint32>(reinterpret_cast<uint64>(result)) % kSectorBytes / kItemBytes;
     uint32 words[4];
@@ -160,7 +159,7 @@ class TileTransposer {
   const char* source_;
   const char* source_end_;
   char* result_;
-  // Of the loaded rows, those that there are.
+  // The range of loaded rows that exist.
   int begin_;
   int end_;
   int columns_;

@@ -1,5 +1,5 @@
-// Transposes through the copy engine (sm_90 and later), for arrays whose rows all start at
-// multiples of 16 bytes, and items of 1 or 2 bytes.
+// Transposes by TMA (sm_90 and later), for arrays whose rows are aligned to 16 bytes, and items of
+// 1 or 2 bytes.
 #pragma once
 
 #include "mbarrier.cuh"
@@ -16,21 +16,21 @@ struct BoxConfig {
   // 1 or 2.
   int item_bytes;
 
-  // Items on an edge of a cell, and of the piece of 16-byte rows that a thread transposes.
+  // Items on an edge of a cell, and of the block of 16-byte rows that a thread transposes.
   constexpr int cell() const { return 128 / item_bytes; }
-  constexpr int piece() const { return 16 / item_bytes; }
+  constexpr int block() const { return 16 / item_bytes; }
   constexpr int cells() const { return item_bytes; }
   constexpr int threads() const { return 64 * cells(); }
 };
 
 inline constexpr int kBoxRows = 128;
 inline constexpr int kBoxBytes = kBoxRows * 128;
-// Tiles on their way to a block, and from it.
+// Stages of input tiles, and buffers of output tiles.
 inline constexpr int kBoxStages = 4;
 inline constexpr int kBoxOutputs = 2;
 
-// `BoxTranspose` packs the same fields. Dimensions of the tensor maps are rows and columns (those
-// of the source exchanged), and three outer ones.
+// `BoxTranspose` packs the same fields. The tensor maps have rows and columns (swapped for the
+// source) and three outer dimensions.
 struct BoxShape {
   TileGrid grid;
   uint32 tiles;
@@ -39,15 +39,15 @@ struct BoxShape {
 
 extern __shared__ __align__(1024) unsigned char transpose_boxes_shared[];
 
-// A block walks over tiles. While it turns one round, the next ones are on their way to it and the
-// one before is on its way to memory.
+// A persistent CTA iterates over tiles. While it transposes one, TMA loads the next ones and stores
+// the preceding one.
 template <BoxConfig config>
 class BoxTransposer {
-  static constexpr int kPiece = config.piece();
-  // Of a row of cells, which becomes a column of the result's.
-  static constexpr int kResultSlab = config.cell() * 128;
+  static constexpr int kBlock = config.block();
+  // Bytes of a cell, which is one TMA tile of the result.
+  static constexpr int kCellBytes = config.cell() * 128;
   static constexpr int kBarriers = (kBoxStages + kBoxOutputs) * kBoxBytes;
-  static_assert(kResultSlab % 1024 == 0, "swizzles repeat there");
+  static_assert(kCellBytes % 1024 == 0, "swizzles repeat there");
 
  public:
   BoxTransposer(const TensorMap& source, const TensorMap& result, const BoxShape& shape)
@@ -68,19 +68,19 @@ class BoxTransposer {
       for (int stage = 0; stage < kBoxStages; ++stage) load(blockIdx.x + stage * gridDim.x, stage);
     }
     __syncthreads();
-    const PiecePosition position = piece_position();
+    const BlockPosition position = block_position();
     PipelineState<kBoxStages> ring;
     uint32 output = 0;
 #pragma unroll 1
     for (uint32 tile = blockIdx.x; tile < shape_.tiles; tile += gridDim.x) {
       mbarrier_wait(barrier(ring.stage), ring.parity);
-      uint32 piece[kPiece][4];
-      read(piece, ring.stage, position);
-      // The output's last tile has to have left before another takes its place.
+      uint32 block[kBlock][4];
+      read(block, ring.stage, position);
+      // TMA must have read the output buffer before it is overwritten.
       if (leads) tma_store_wait_read<kBoxOutputs - 1>();
       __syncthreads();
       if (leads) load(tile + kBoxStages * gridDim.x, ring.stage);
-      write(piece, output, position);
+      write(block, output, position);
       fence_async_proxy();
       __syncthreads();
       if (leads) store(tile, output);
@@ -91,24 +91,24 @@ class BoxTransposer {
   }
 
  private:
-  // Of a piece: its cell, and its place among the 8 by 8 of the cell.
-  struct PiecePosition {
+  // The cell of a thread's block, and the block's place among the 8 by 8 of the cell.
+  struct BlockPosition {
     int cell;
     int row;
     int column;
   };
 
-  // The eight threads that access shared memory at a time take eight pieces whose 16-byte runs are
-  // in different banks in the source's cell and in the result's: a diagonal, because the swizzle
-  // moves runs by their row.
-  static PiecePosition piece_position() {
+  // Eight threads access shared memory at a time. Their blocks form a diagonal, so that their
+  // 16-byte runs are in different banks in the source's cell and in the result's, because the
+  // swizzle moves runs by their row.
+  static BlockPosition block_position() {
     const int column = threadIdx.x % 8;
     return {static_cast<int>(threadIdx.x / 64), static_cast<int>(threadIdx.x % 64 / 8) ^ column,
             column};
   }
 
-  static uint32 swizzled(uint32 slab, int row, int run) {
-    return slab + row * 128 + ((run ^ (row & 7)) << 4);
+  static uint32 swizzled(uint32 cell_address, int row, int run) {
+    return cell_address + row * 128 + ((run ^ (row & 7)) << 4);
   }
 
   uint32 barrier(int stage) const { return shared_ + kBarriers + stage * kBarrierBytes; }
@@ -144,26 +144,26 @@ class BoxTransposer {
     for (int cell = 0; cell < config.cells(); ++cell) {
       const int64 row = static_cast<int64>(at.row) * kBoxRows + cell * config.cell();
       tma_store(result_, origin(at, row, static_cast<int64>(at.column) * config.cell()),
-                output(from) + cell * kResultSlab);
+                output(from) + cell * kCellBytes);
     }
     tma_store_commit();
   }
 
-  void read(uint32 (&piece)[kPiece][4], int stage, const PiecePosition& at) const {
-    const int row = at.cell * config.cell() + at.row * kPiece;
+  void read(uint32 (&block)[kBlock][4], int stage, const BlockPosition& at) const {
+    const int row = at.cell * config.cell() + at.row * kBlock;
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) {
-      load_shared(piece[i], swizzled(input(stage), row + i, at.column));
+    for (int i = 0; i < kBlock; ++i) {
+      load_shared(block[i], swizzled(input(stage), row + i, at.column));
     }
   }
 
-  void write(const uint32 (&piece)[kPiece][4], uint32 to, const PiecePosition& at) const {
-    const uint32 slab = output(to) + at.cell * kResultSlab;
-    uint32 turned[kPiece][4];
-    transpose<config.item_bytes>(turned, piece);
+  void write(const uint32 (&block)[kBlock][4], uint32 to, const BlockPosition& at) const {
+    const uint32 cell_address = output(to) + at.cell * kCellBytes;
+    uint32 transposed[kBlock][4];
+    transpose<config.item_bytes>(transposed, block);
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) {
-      store_shared(swizzled(slab, at.column * kPiece + i, at.row), turned[i]);
+    for (int i = 0; i < kBlock; ++i) {
+      store_shared(swizzled(cell_address, at.column * kBlock + i, at.row), transposed[i]);
     }
   }
 

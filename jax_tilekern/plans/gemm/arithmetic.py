@@ -57,6 +57,36 @@ _OWN_PRESETS: dict[_Dtype, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
+class ElementTypes:
+    """Element types that kernels of an arithmetic take.
+
+    Attributes
+    ----------
+    operands
+        Types of the operands, in any pairing.
+    results
+        Types of the result.
+    """
+
+    operands: tuple[_Dtype, ...]
+    results: tuple[_Dtype, ...]
+
+
+# What each arithmetic is defined for; a family of kernels may take fewer.
+TYPES: dict[str, ElementTypes] = {
+    "bf16": ElementTypes((BF16,), (BF16, F32)),
+    "f16": ElementTypes((F16,), (F16, F32)),
+    "tf32": ElementTypes((F32,), (F32,)),
+    "f32": ElementTypes((F32,), (F32,)),
+    "f32_emulated": ElementTypes((F32,), (F32,)),
+    "f64": ElementTypes((F64,), (F64,)),
+    "int8": ElementTypes((INT8,), (INT32,)),
+    "fp8": ElementTypes(FP8, (F32, BF16, F16)),
+    "fp8_fast": ElementTypes(FP8, (F32, BF16, F16)),
+}
+
+
+@dataclass(frozen=True)
 class Converted:
     """The product is done in other types: operands cast before it, the result after it."""
 

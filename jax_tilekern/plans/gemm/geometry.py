@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -54,6 +55,14 @@ class MatmulGeometry:
             if 1 not in strides[-2:]:
                 return f"a batch dimension is the innermost of {name}"
         return None
+
+
+def distinct_matrices(batch: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return the number of matrices in memory, each counted once however often it is broadcast.
+
+    ``strides`` are those of the batch dimensions; further ones may follow.
+    """
+    return math.prod(size for size, stride in zip(batch, strides, strict=False) if stride)
 
 
 MAX_BATCH_DIMS = 4

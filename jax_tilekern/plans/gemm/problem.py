@@ -1,114 +1,97 @@
-"""A matrix product to plan for, and the ways to compute it that planners offer."""
+"""A matrix product to plan for: its sizes, strides, types and arithmetic, and what it costs."""
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.arithmetic import ElementTypes
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry, distinct_matrices
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import LaunchPlan
+from jax_tilekern.plans.launch import NoKernel
 
 _Dtype = np.dtype[Any]
+_Geometry = TypeVar("_Geometry")
 
-# Measured on an H100. Planners count in cycles of a clock that it keeps on long products, and
-# memory brings it so many bytes a cycle.
-_CYCLES_PER_MICROSECOND = 1700
-MEMORY_BANDWIDTH = 1760
-# A launch with its first loads, and a further one.
-LAUNCH_CYCLES = 4500
-FURTHER_LAUNCH_CYCLES = 4000
+# The share of the shorter of compute and memory time that the longer one does not hide (H100).
+_NOT_HIDDEN = 0.15
+# The share of the memory bandwidth that a pass which copies reaches (H100).
+_COPY_EFFICIENCY = 0.8
+# Kernels count rows, columns and k in 32 bits, and round up to whole tiles.
+_MAX_SIZE = 2**31 - 1024
 
 
 @dataclass(frozen=True)
-class Product:
-    """A matrix product.
+class TypedProduct(ABC, Generic[_Geometry]):
+    """What dense products and grouped GEMMs share: element types, and the cost of memory.
 
     Attributes
     ----------
     geometry
-        Sizes and strides. ``lhs`` has a unit stride along ``m`` or ``k``, or that dimension has
-        size 1; ``rhs`` along ``k`` or ``n`` likewise.
+        Sizes and strides.
     lhs_dtype, rhs_dtype, out_dtype
         Element types.
     arithmetic
         What it is computed in, for example ``"tf32"``; see ``plans/gemm/arithmetic.py``.
     """
 
-    geometry: MatmulGeometry
+    geometry: _Geometry
     lhs_dtype: _Dtype
     rhs_dtype: _Dtype
     out_dtype: _Dtype
     arithmetic: str
 
     @property
-    def memory_cycles(self) -> float:
-        """What it takes to read each operand once and to write the output."""
-        return memory_cycles(self.geometry, self.lhs_dtype, self.rhs_dtype, self.out_dtype)
+    @abstractmethod
+    def strided(self) -> MatmulGeometry:
+        """Sizes and strides of the three arrays."""
 
-    def cycles(self, busy: float) -> float:
-        """Estimate a launch whose busiest multiprocessor takes so long without memory's limit."""
-        return launch_cycles(busy, self.memory_cycles)
+    @property
+    def dtypes(self) -> tuple[_Dtype, _Dtype, _Dtype]:
+        """Element types of ``lhs``, ``rhs`` and the output."""
+        return self.lhs_dtype, self.rhs_dtype, self.out_dtype
 
+    def memory_cycles(self, gpu: Gpu) -> float:
+        """Return the time to read each operand once and to write the output."""
+        g = self.strided
+        lhs = g.m * g.k * distinct_matrices(g.batch, g.lhs_strides) * self.lhs_dtype.itemsize
+        rhs = g.k * g.n * distinct_matrices(g.batch, g.rhs_strides) * self.rhs_dtype.itemsize
+        out = g.m * g.n * distinct_matrices(g.batch, g.out_strides) * self.out_dtype.itemsize
+        return (lhs + rhs + out) / gpu.rates.memory_bandwidth
 
-def memory_cycles(
-    geometry: MatmulGeometry, lhs_dtype: _Dtype, rhs_dtype: _Dtype, out_dtype: _Dtype
-) -> float:
-    """Return what it takes to read each operand once and to write the output."""
-    m, n, k, batch = geometry.m, geometry.n, geometry.k, geometry.batch
-    lhs = m * k * _distinct(batch, geometry.lhs_strides) * lhs_dtype.itemsize
-    rhs = k * n * _distinct(batch, geometry.rhs_strides) * rhs_dtype.itemsize
-    out = m * n * _distinct(batch, geometry.out_strides) * out_dtype.itemsize
-    return (lhs + rhs + out) / MEMORY_BANDWIDTH
+    def cycles(self, busy: float, gpu: Gpu) -> float:
+        """Estimate a launch whose busiest SM would take ``busy`` cycles if memory were no limit."""
+        memory = self.memory_cycles(gpu)
+        return gpu.rates.launch_cycles + max(busy, memory) + _NOT_HIDDEN * min(busy, memory)
 
-
-def launch_cycles(busy: float, memory: float) -> float:
-    """Estimate a launch from what multiprocessors take without memory's limit, and memory alone."""
-    # Neither hides all of the other.
-    return LAUNCH_CYCLES + max(busy, memory) + 0.15 * min(busy, memory)
-
-
-def copy_cycles(bytes_: int) -> float:
-    """Return what a pass takes that reads and writes so many bytes each."""
-    return FURTHER_LAUNCH_CYCLES + 2 * bytes_ / (0.8 * MEMORY_BANDWIDTH)
-
-
-def _distinct(batch: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Matrices of an operand, each counted once however often it is broadcast."""
-    return math.prod(size for size, stride in zip(batch, strides, strict=False) if stride)
+    def refusal(self, types: ElementTypes) -> NoKernel | None:
+        """Return why a family of kernels for these types does not take it, or ``None``."""
+        lhs, rhs, out = self.dtypes
+        if not {lhs, rhs} <= set(types.operands) or out not in types.results:
+            return NoKernel(f"no {self.arithmetic} kernel for {lhs} x {rhs} -> {out}")
+        if max(self.strided.m, self.strided.n, self.strided.k) > _MAX_SIZE:
+            return NoKernel("a dimension has more than 2**31 - 1024 elements")
+        return None
 
 
-class Candidate(ABC):
-    """One way to compute a product, not compiled yet.
+@dataclass(frozen=True)
+class Product(TypedProduct[MatmulGeometry]):
+    """A matrix product.
 
-    Attributes
-    ----------
-    cycles
-        The cost model's estimate.
+    ``lhs`` has a unit stride along ``m`` or ``k``, or that dimension has size 1; ``rhs`` along
+    ``k`` or ``n`` likewise.
     """
 
-    cycles: float
-
     @property
-    @abstractmethod
-    def key(self) -> str:
-        """A short name, unique among the product's candidates and stable between versions."""
+    def strided(self) -> MatmulGeometry:
+        """Sizes and strides of the three arrays."""
+        return self.geometry
 
-    @abstractmethod
-    def plan(self, gpu: Gpu) -> LaunchPlan:
-        """Compile it.
 
-        Raises
-        ------
-        NvrtcNotFound
-            If there is no NVRTC to compile the kernel with.
-        """
-
-    @property
-    def microseconds(self) -> float:
-        """The estimated time."""
-        return self.cycles / _CYCLES_PER_MICROSECOND
+def copy_cycles(bytes_: int, gpu: Gpu) -> float:
+    """Estimate a further launch that reads and writes so many bytes each."""
+    rates = gpu.rates
+    return rates.further_launch_cycles + 2 * bytes_ / (_COPY_EFFICIENCY * rates.memory_bandwidth)

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_tilekern.plans.gemm.problem import Candidate, Product
+from jax_tilekern.plans.candidate import CostedCandidate
+from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, LaunchPlan
 from jax_tilekern.plans.reduction.passes import Passes, reduction_passes
@@ -32,7 +33,7 @@ SUM_DTYPES: dict[str, np.dtype[Any]] = {
 
 
 @dataclass(frozen=True)
-class VectorProductCandidate(Candidate):
+class VectorProductCandidate(CostedCandidate):
     """A reduction for a product, not compiled yet.
 
     Attributes
@@ -41,7 +42,7 @@ class VectorProductCandidate(Candidate):
         What it computes.
     passes
         The launches.
-    exchanged
+    swapped
         Whether the matrix is ``rhs``.
     cycles
         The estimated cost.
@@ -49,7 +50,7 @@ class VectorProductCandidate(Candidate):
 
     product: Product
     passes: Passes
-    exchanged: bool
+    swapped: bool
     cycles: float
 
     @property
@@ -61,7 +62,7 @@ class VectorProductCandidate(Candidate):
         """Compile it."""
         product, passes = self.product, self.passes
         compiled = passes.compile(gpu)
-        operands = (Buffer(1), Buffer(0)) if self.exchanged else (Buffer(0), Buffer(1))
+        operands = (Buffer(1), Buffer(0)) if self.swapped else (Buffer(0), Buffer(1))
         return LaunchPlan(
             name=f"vector_product {product.arithmetic}",
             gpu=gpu,
@@ -72,7 +73,7 @@ class VectorProductCandidate(Candidate):
         )
 
 
-def candidates(product: Product, gpu: Gpu) -> list[VectorProductCandidate]:
+def vector_product_candidates(product: Product, gpu: Gpu) -> list[VectorProductCandidate]:
     """Return the ways to compute a product with a vector; none if neither operand is one."""
     geometry = product.geometry
     sum_dtype = SUM_DTYPES.get(product.arithmetic)
@@ -81,8 +82,8 @@ def candidates(product: Product, gpu: Gpu) -> list[VectorProductCandidate]:
     *lhs_batch, lhs_m, lhs_k = geometry.lhs_strides
     *rhs_batch, rhs_k, rhs_n = geometry.rhs_strides
     *out_batch, out_m, out_n = geometry.out_strides
-    exchanged = geometry.n > 1
-    if exchanged:
+    swapped = geometry.n > 1
+    if swapped:
         lines, out_line = geometry.n, out_n
         matrix, vector = (*rhs_batch, rhs_n, rhs_k), (*lhs_batch, lhs_k)
     else:
@@ -100,6 +101,6 @@ def candidates(product: Product, gpu: Gpu) -> list[VectorProductCandidate]:
         out_dtype=product.out_dtype,
     )
     return [
-        VectorProductCandidate(product, passes, exchanged, passes.cycles)
+        VectorProductCandidate(product, passes, swapped, passes.cycles)
         for passes in reduction_passes(reduction, gpu)
     ]

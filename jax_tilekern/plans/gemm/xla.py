@@ -13,10 +13,8 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.reduction.problem import Reduction
 
 _SIXTEEN_BITS = ("bf16", "f16")
-# About 10 us. Shorter products are bound by their launch.
-_LONG_CYCLES = 17000
-
-
+# Shorter products are bound by their launch.
+_LONG_MICROSECONDS = 10
 # Fewer bytes than this take little longer than the two launches.
 _SHORT_DOT_BYTES = 256 << 20
 _SHORT_ROW_BYTES = 256
@@ -41,7 +39,7 @@ def left_to_xla(product: Product, gpu: Gpu) -> str | None:
     geometry, arithmetic = product.geometry, product.arithmetic
     m, n, k = geometry.m, geometry.n, geometry.k
     batches = math.prod(geometry.batch)
-    is_long = product.memory_cycles > _LONG_CYCLES
+    is_long = product.memory_cycles(gpu) > _LONG_MICROSECONDS * gpu.rates.cycles_per_microsecond
     if arithmetic == "f64" and min(m, n, k) >= 1024:
         return "XLA's large float64 products are faster (0.91 to 0.93)"
     if arithmetic == "tf32" and is_long and batches > 1 and max(m, n, k) <= 32:

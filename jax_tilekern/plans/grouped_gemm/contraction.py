@@ -23,7 +23,7 @@ from jax_tilekern.plans.gemm.contraction import (
     row_major_strides,
     strided_product,
 )
-from jax_tilekern.plans.grouped_gemm.problem import MAX_GROUP_BATCH_DIMS, RaggedGeometry
+from jax_tilekern.plans.grouped_gemm.problem import MAX_GROUP_BATCH_DIMS, GroupedGeometry
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class RaggedContraction:
 class OrientedRagged(NamedTuple):
     """A geometry, and whether the contraction's operands must be exchanged to get it."""
 
-    geometry: RaggedGeometry
+    geometry: GroupedGeometry
     swapped: bool
 
 
@@ -217,6 +217,6 @@ def ragged_geometry(
     batch.sort(key=lambda dim: -dim.out)
     product = strided_product([*batch, one(contraction.group)], m, n, k)
     return OrientedRagged(
-        RaggedGeometry(product, contraction.ragged_dimension, tuple(dim.bounds for dim in batch)),
+        GroupedGeometry(product, contraction.ragged_dimension, tuple(dim.bounds for dim in batch)),
         swapped=False,
     )

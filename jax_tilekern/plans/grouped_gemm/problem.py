@@ -1,15 +1,13 @@
-"""A ragged matrix product to plan for: one for each group of rows, whose sizes the device knows."""
+"""A grouped GEMM to plan for: a product for each group of rows, whose sizes the device knows."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import numpy as np
+from typing import Literal
 
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import launch_cycles, memory_cycles
+from jax_tilekern.plans.gemm.problem import Product, TypedProduct
 from jax_tilekern.plans.launch import Scalars
 
 # Batch dimensions besides the groups.
@@ -17,7 +15,7 @@ MAX_GROUP_BATCH_DIMS = 3
 
 
 @dataclass(frozen=True)
-class RaggedGeometry:
+class GroupedGeometry:
     """A batched matrix product whose last batch dimension is a group that has some of the rows.
 
     "Rows" are positions along the ragged dimension. Group ``g`` of batch ``b`` has rows
@@ -73,32 +71,20 @@ class RaggedGeometry:
 
 
 @dataclass(frozen=True)
-class RaggedProduct:
-    """A ragged matrix product.
+class GroupedProduct(TypedProduct[GroupedGeometry]):
+    """A grouped GEMM."""
 
-    Attributes
-    ----------
-    geometry
-        Sizes and strides.
-    lhs_dtype, rhs_dtype, out_dtype
-        Element types.
-    arithmetic
-        What it is computed in, for example ``"tf32"``; see ``plans/gemm/arithmetic.py``.
-    """
+    @property
+    def strided(self) -> MatmulGeometry:
+        """Sizes and strides of the three arrays."""
+        return self.geometry.product
 
-    geometry: RaggedGeometry
-    lhs_dtype: np.dtype[Any]
-    rhs_dtype: np.dtype[Any]
-    out_dtype: np.dtype[Any]
-    arithmetic: str
-
-    def cycles(self, busy: float) -> float:
-        """Estimate a launch whose busiest multiprocessor takes so long without memory's limit."""
-        dtypes = (self.lhs_dtype, self.rhs_dtype, self.out_dtype)
-        return launch_cycles(busy, memory_cycles(self.geometry.product, *dtypes))
+    def dense(self, geometry: MatmulGeometry | None = None) -> Product:
+        """Return a dense product of the same types, of all rows unless a geometry is given."""
+        return Product(geometry or self.strided, *self.dtypes, self.arithmetic)
 
 
-def most_tiles(geometry: RaggedGeometry, block_rows: int) -> int:
+def most_tiles(geometry: GroupedGeometry, block_rows: int) -> int:
     """Return how many tiles of rows there are at most, whatever the bounds.
 
     Each span has one that is not full, if it has any.
@@ -107,7 +93,7 @@ def most_tiles(geometry: RaggedGeometry, block_rows: int) -> int:
     return full + min(geometry.spans, math.prod(geometry.batch) * geometry.rows)
 
 
-def pack_groups(geometry: RaggedGeometry) -> Scalars:
+def pack_groups(geometry: GroupedGeometry) -> Scalars:
     """Return the kernels' ``GroupShape``, field by field as in ``grouped_gemm/groups.cuh``."""
     missing = MAX_GROUP_BATCH_DIMS - len(geometry.batch)
     return Scalars.pack(

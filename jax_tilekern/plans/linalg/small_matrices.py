@@ -191,7 +191,7 @@ def plan_columns(
 
 def columns_per_block(matrices: SmallMatrices, columns: Columns, gpu: Gpu) -> int:
     """Return how many right-hand sides of its matrices a block takes."""
-    if matrices.blocks >= _ENOUGH_WAVES * gpu.multiprocessors:
+    if matrices.blocks >= _ENOUGH_WAVES * gpu.sm_count:
         return columns.count
     least = math.ceil(columns.count / MAX_GRID[1] / _MAX_COLUMNS) * _MAX_COLUMNS
     return min(columns.count, max(_SHARED_COLUMNS, least))

@@ -10,7 +10,6 @@ import dataclasses
 from dataclasses import dataclass
 
 from jax_tilekern.compilation.compiler import Compiled, compile_kernels
-from jax_tilekern.plans.gemm.problem import FURTHER_LAUNCH_CYCLES, LAUNCH_CYCLES
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch
 from jax_tilekern.plans.reduction.column_sums import column_passes
@@ -102,7 +101,7 @@ def _split(whole: Pass, splits: int, gpu: Gpu) -> Passes | None:
         return None
     reduction = whole.reduction
     if splits == 1 and not reduction.outer:
-        return Passes((whole,), LAUNCH_CYCLES + whole.cycles(gpu))
+        return Passes((whole,), gpu.rates.launch_cycles + whole.cycles(gpu))
     rows = isinstance(whole, RowPass)
     first, second = reduction.partial(splits, side_by_side=rows)
     step = dataclasses.replace(
@@ -111,6 +110,5 @@ def _split(whole: Pass, splits: int, gpu: Gpu) -> Passes | None:
     rest = reduction_passes(second, gpu)
     if not rest:
         return None
-    return Passes(
-        (step, *rest[0].passes), step.cycles(gpu) + FURTHER_LAUNCH_CYCLES + rest[0].cycles
-    )
+    further = gpu.rates.further_launch_cycles
+    return Passes((step, *rest[0].passes), step.cycles(gpu) + further + rest[0].cycles)

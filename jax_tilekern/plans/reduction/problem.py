@@ -16,8 +16,7 @@ import numpy as np
 
 from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS
-from jax_tilekern.plans.gemm.problem import MEMORY_BANDWIDTH
+from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS, distinct_matrices
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 
@@ -36,12 +35,11 @@ _FEWEST_SPLIT_BYTES = 1 << 16
 _NEAR_BYTES = 1 << 16
 _FAR = 1.03
 _MOST_SPLITS = 1 << 16
-# Cycles of a load, and of a block besides its loads; bytes that a multiprocessor takes in a cycle.
-# What the last blocks cost that run while others have ended, for one round of blocks.
-_LATENCY_CYCLES = 1500
-_BLOCK_CYCLES = 2500
-_MULTIPROCESSOR_BANDWIDTH = 48
+# The share of memory's time that the last CTAs add, which run while others have ended, if all CTAs
+# run at a time.
 _UNEVEN = 0.02
+# The share of the shorter of the SMs' and memory's time that the longer one does not hide.
+_NOT_HIDDEN = 0.15
 # What a piece of neighbouring bytes costs besides its own.
 _PIECE_BYTES = 8
 
@@ -91,9 +89,9 @@ class Reduction:
     @property
     def bytes(self) -> int:
         """What has to be read of the operands."""
-        bytes_ = _distinct(self.batch, self.lhs_strides) * self.lines * self.k
+        bytes_ = distinct_matrices(self.batch, self.lhs_strides) * self.lines * self.k
         if self.rhs_strides is not None:
-            bytes_ += _distinct(self.batch, self.rhs_strides) * self.k
+            bytes_ += distinct_matrices(self.batch, self.rhs_strides) * self.k
         return bytes_ * self.dtype.itemsize
 
     @property
@@ -234,19 +232,20 @@ class Pass(ABC):
 
     def cycles(self, gpu: Gpu) -> float:
         """Estimate what the launch takes once it has begun."""
-        busiest = math.ceil(self.blocks / gpu.multiprocessors)
+        rates = gpu.rates
+        busiest = math.ceil(self.blocks / gpu.sm_count)
         resident = min(busiest, self.resident_blocks)
         rounds = math.ceil(busiest / resident)
         # What a block has on its way in the time of a load, unless too many share the way.
-        rate = THREADS * self._busy * self._loads * self.vector_bytes / _LATENCY_CYCLES
-        rate = min(rate, _MULTIPROCESSOR_BANDWIDTH / resident)
-        busy = rounds * (_BLOCK_CYCLES + self.reduction.bytes / self.blocks / rate)
+        rate = THREADS * self._busy * self._loads * self.vector_bytes / rates.load_latency
+        rate = min(rate, rates.sm_load_bandwidth / resident)
+        busy = rounds * (rates.cta_cycles + self.reduction.bytes / self.blocks / rate)
         # The longer the pieces, the better for memory.
         whole = self._row_bytes / (self._row_bytes + _PIECE_BYTES)
-        memory = self.reduction.bytes / (whole * MEMORY_BANDWIDTH) * (1 + _UNEVEN / rounds)
+        memory = self.reduction.bytes / (whole * rates.memory_bandwidth) * (1 + _UNEVEN / rounds)
         if self.reduction.bytes > 2 * _NEAR_BYTES * self.blocks:
             memory *= _FAR
-        return max(busy, memory) + 0.15 * min(busy, memory)
+        return max(busy, memory) + _NOT_HIDDEN * min(busy, memory)
 
     def split_counts(self, gpu: Gpu) -> list[int]:
         """Return the numbers of splits that are worth a thought."""
@@ -254,7 +253,7 @@ class Pass(ABC):
             return [1]
         most = self.reduction.k // (self.k_step * _FEWEST_LOADS)
         counts = {1}
-        totals = [blocks * gpu.multiprocessors for blocks in _BLOCKS_PER_MULTIPROCESSOR]
+        totals = [blocks * gpu.sm_count for blocks in _BLOCKS_PER_MULTIPROCESSOR]
         for blocks in (*totals, min(self.reduction.bytes // _NEAR_BYTES, _MOST_SPLITS)):
             wanted = min(most, blocks // self._whole_blocks)
             # Splits are whole steps; leave out those that would have none.
@@ -286,8 +285,3 @@ def load_bytes(steps: list[int], dtype: _Dtype) -> int:
 def _dense(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of row-major dimensions."""
     return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
-
-
-def _distinct(batch: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Matrices of an operand, each counted once however often it is broadcast."""
-    return math.prod(size for size, stride in zip(batch, strides, strict=False) if stride)

@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS
-from jax_tilekern.plans.gemm.problem import LAUNCH_CYCLES, MEMORY_BANDWIDTH
 from jax_tilekern.plans.gemm.xla import sum_left_to_xla
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
@@ -106,8 +105,8 @@ def sum_candidates(
     found = reduction_passes(reduction, gpu)
     if not found:
         return NoKernel(f"sizes {dims.sizes} take more blocks than a grid has")
-    memory = reduction.bytes / MEMORY_BANDWIDTH
-    if found[0].cycles > _MOST_SLOWDOWN * (LAUNCH_CYCLES + memory):
+    memory = reduction.bytes / gpu.rates.memory_bandwidth
+    if found[0].cycles > _MOST_SLOWDOWN * (gpu.rates.launch_cycles + memory):
         return NoKernel("a block for each of many short sums is slower than XLA's kernel")
     return found
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 from jax_tilekern.compilation.compiler import Compiled, Kernel, compile_kernels
+from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Launch, LaunchPlan
 from jax_tilekern.plans.transpose.shape import VECTOR_BYTES
 
 
-class Candidate(ABC):
-    """One way to compute a transpose, not compiled yet."""
-
-    @property
-    @abstractmethod
-    def key(self) -> str:
-        """A short name, unique among the permutation's candidates and stable between versions."""
+class TransposeCandidate(Candidate):
+    """One way to compute a transpose, in one launch; not compiled yet."""
 
     @property
     @abstractmethod

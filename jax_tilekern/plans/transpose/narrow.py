@@ -8,7 +8,7 @@ from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.cxx import cxx_config
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
-from jax_tilekern.plans.transpose.candidate import Candidate
+from jax_tilekern.plans.transpose.candidate import TransposeCandidate
 from jax_tilekern.plans.transpose.shape import DIVISOR, Matrices, OuterDims, divisor
 
 # What a thread takes, in 32-bit words, if a group of records is no more than that.
@@ -16,7 +16,7 @@ _THREAD_WORDS = 16
 
 
 @dataclass(frozen=True)
-class NarrowTranspose(Candidate):
+class NarrowTranspose(TransposeCandidate):
     """Takes records of a few items apart, or puts them together; see ``transpose/narrow.cuh``.
 
     Attributes
@@ -42,7 +42,7 @@ class NarrowTranspose(Candidate):
 
     @property
     def key(self) -> str:
-        """See :class:`Candidate`."""
+        """See :class:`TransposeCandidate`."""
         return "split" if self.split else "interleave"
 
     @property
@@ -59,13 +59,13 @@ class NarrowTranspose(Candidate):
 
     @property
     def reason(self) -> str:
-        """See :class:`Candidate`."""
+        """See :class:`TransposeCandidate`."""
         what = "taken apart" if self.split else "put together"
         return f"records of {self.narrow} items are {what}, {self._tile_records} a block"
 
     @property
     def blocks(self) -> int:
-        """See :class:`Candidate`."""
+        """See :class:`TransposeCandidate`."""
         return self._tiles * self.matrices.outer.count
 
     # As in NarrowConfig: 32-bit words of a group of records, and its records.

@@ -8,14 +8,14 @@ from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.cxx import cxx_config
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
-from jax_tilekern.plans.transpose.candidate import Candidate
+from jax_tilekern.plans.transpose.candidate import TransposeCandidate
 from jax_tilekern.plans.transpose.shape import DIVISOR, VECTOR_BYTES, OuterDims, divisor
 
 _THREADS = 256
 
 
 @dataclass(frozen=True)
-class RowTranspose(Candidate):
+class RowTranspose(TransposeCandidate):
     """Copies rows to other places; see ``transpose/rows.cuh``.
 
     Attributes
@@ -37,7 +37,7 @@ class RowTranspose(Candidate):
 
     @property
     def key(self) -> str:
-        """See :class:`Candidate`."""
+        """See :class:`TransposeCandidate`."""
         return f"rows by {self.vector_bytes}"
 
     @property
@@ -53,7 +53,7 @@ class RowTranspose(Candidate):
 
     @property
     def reason(self) -> str:
-        """See :class:`Candidate`."""
+        """See :class:`TransposeCandidate`."""
         return f"{self.outer.count} rows of {self.row_bytes} bytes, {self.vector_bytes} at a time"
 
     @property
@@ -63,7 +63,7 @@ class RowTranspose(Candidate):
 
     @property
     def blocks(self) -> int:
-        """See :class:`Candidate`."""
+        """See :class:`TransposeCandidate`."""
         return -(-self.vectors // (_THREADS * self._copies))
 
     @property

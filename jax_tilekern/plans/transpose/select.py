@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.transpose import tma as transpose_boxes
-from jax_tilekern.plans.transpose.candidate import Candidate
+from jax_tilekern.plans.transpose.candidate import TransposeCandidate
 from jax_tilekern.plans.transpose.narrow import NarrowTranspose
 from jax_tilekern.plans.transpose.permutation import Permutation
 from jax_tilekern.plans.transpose.rows import RowTranspose
@@ -74,7 +74,7 @@ def plan_transpose(permutation: Permutation, gpu: Gpu) -> LaunchPlan | NoKernel:
     return NoKernel(reason) if reason else found[0].plan(gpu)
 
 
-def candidates(permutation: Permutation, gpu: Gpu) -> list[Candidate] | NoKernel:
+def candidates(permutation: Permutation, gpu: Gpu) -> list[TransposeCandidate] | NoKernel:
     """Return the ways to compute a reduced permutation, best first, or why there is none."""
     permutation = permutation.widened
     dims = len(permutation.sizes)
@@ -94,7 +94,7 @@ def candidates(permutation: Permutation, gpu: Gpu) -> list[Candidate] | NoKernel
         return NoKernel(f"matrices of {rows * matrices.columns} bytes are too small for tiles")
     if not narrow and min(rows, columns) < SECTOR_BYTES:
         return NoKernel(f"rows of {min(rows, columns)} bytes are too short for tiles")
-    found: list[Candidate] = [*narrow, _tiles(matrices), *_boxes(matrices, gpu)]
+    found: list[TransposeCandidate] = [*narrow, _tiles(matrices), *_boxes(matrices, gpu)]
     if _LEAST_BOX_BYTES <= permutation.size_bytes <= _MOST_BOX_BYTES:
         found[len(narrow) :] = reversed(found[len(narrow) :])
     return [candidate for candidate in found if candidate.blocks <= _MOST_BLOCKS] or too_many

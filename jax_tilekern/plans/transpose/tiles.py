@@ -8,7 +8,7 @@ from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.cxx import cxx_config
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
-from jax_tilekern.plans.transpose.candidate import Candidate
+from jax_tilekern.plans.transpose.candidate import TransposeCandidate
 from jax_tilekern.plans.transpose.shape import (
     SECTOR_BYTES,
     VECTOR_BYTES,
@@ -21,7 +21,7 @@ _THREADS = 256
 
 
 @dataclass(frozen=True)
-class TileTranspose(Candidate):
+class TileTranspose(TransposeCandidate):
     """Tiles through shared memory, at any alignment; see ``transpose/tiles.cuh``.
 
     Attributes
@@ -38,7 +38,7 @@ class TileTranspose(Candidate):
 
     @property
     def key(self) -> str:
-        """See :class:`Candidate`."""
+        """See :class:`TransposeCandidate`."""
         return f"tiles {self.tile_rows}x{self.tile_columns}"
 
     @property
@@ -56,12 +56,12 @@ class TileTranspose(Candidate):
 
     @property
     def reason(self) -> str:
-        """See :class:`Candidate`."""
+        """See :class:`TransposeCandidate`."""
         return f"{self.blocks} tiles of {self.tile_rows}x{self.tile_columns}"
 
     @property
     def blocks(self) -> int:
-        """See :class:`Candidate`."""
+        """See :class:`TransposeCandidate`."""
         return self._grid.count * self.matrices.outer.count
 
     @property

@@ -8,7 +8,7 @@ from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.cxx import cxx_config
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Launch, Scalars, TensorMap, TensorMapDtype
-from jax_tilekern.plans.transpose.candidate import Candidate
+from jax_tilekern.plans.transpose.candidate import TransposeCandidate
 from jax_tilekern.plans.transpose.shape import DIVISOR, LINE_BYTES, Matrices, TileGrid, divisor
 
 MAX_OUTER_DIMS = 3
@@ -21,7 +21,7 @@ _OUTPUTS = 2
 
 
 @dataclass(frozen=True)
-class BoxTranspose(Candidate):
+class BoxTranspose(TransposeCandidate):
     """Tiles through the copy engine, by blocks that stay; see ``transpose/tma.cuh``.
 
     Attributes
@@ -35,7 +35,7 @@ class BoxTranspose(Candidate):
 
     @property
     def key(self) -> str:
-        """See :class:`Candidate`."""
+        """See :class:`TransposeCandidate`."""
         return f"boxes {_ROWS}x{self._cell}"
 
     @property
@@ -46,12 +46,12 @@ class BoxTranspose(Candidate):
 
     @property
     def reason(self) -> str:
-        """See :class:`Candidate`."""
+        """See :class:`TransposeCandidate`."""
         return f"{self.blocks} tiles of {_ROWS}x{self._cell} by the copy engine"
 
     @property
     def blocks(self) -> int:
-        """See :class:`Candidate`."""
+        """See :class:`TransposeCandidate`."""
         return self._grid.count * self.matrices.outer.count
 
     @property
@@ -86,7 +86,7 @@ class BoxTranspose(Candidate):
         )
         return Launch(
             entry=entry,
-            grid=(min(self.blocks, max(1, resident) * gpu.multiprocessors), 1, 1),
+            grid=(min(self.blocks, max(1, resident) * gpu.sm_count), 1, 1),
             block=(self._threads, 1, 1),
             parameters=(
                 self._map(0, matrices.columns, matrices.rows, matrices.row_stride,

@@ -1,5 +1,5 @@
-// Copies a strided operand to where every row of k starts on 128 bytes, for tensor maps, which do
-// not take every stride.
+// Copies a strided operand to a workspace in which every row of k is aligned to 128 bytes, because
+// tensor maps do not support every stride.
 #pragma once
 
 #include "register_transpose.cuh"
@@ -10,7 +10,7 @@ namespace tilekern {
 // Compile-time choices; `PackPass` in `plans/gemm/passes/pack_operand.py` makes them.
 struct PackConfig {
   int item_bytes;
-  // Whether the source's unit stride is along k, rather than along its lines.
+  // Whether the source is contiguous along k, rather than along MN.
   bool k_major;
 };
 
@@ -18,22 +18,22 @@ inline constexpr int kPackThreads = 256;
 
 // Run-time sizes; `PackPass` packs the same fields in the same order. Strides are in bytes.
 struct PackShape {
-  // What the packed rows are copied from, in their order. Lines are among the rows of a k-major
-  // source only.
+  // The sources of the packed rows, in their order. MN is among the dimensions of the rows of a
+  // k-major source only.
   StridedRows rows;
-  // Between steps of k, unless k-major.
+  // The distance between elements along k, unless k-major.
   int64 k_stride;
   RowTiling tiling;
-  uint32 lines;
+  uint32 mn;
   uint32 k;
-  // 16-byte vectors of a packed row.
+  // 16-byte vectors per packed row.
   uint32 vectors;
-  // Tiles of a matrix, unless k-major.
-  uint32 tiles_lines;
+  // Tiles per matrix, unless k-major.
+  uint32 tiles_mn;
   uint32 tiles_k;
 };
 
-// Each thread copies up to kCopies vectors of a row, the lanes of the row side by side.
+// Each thread copies up to kCopies vectors of a row; the lanes of a row are side by side.
 template <PackConfig config>
 class RowPacker {
  public:
@@ -62,53 +62,53 @@ class RowPacker {
   }
 };
 
-// Each thread transposes a few lines by as many steps of k as 16 bytes hold, in registers: it reads
-// 16 bytes along lines (8 of 1-byte items, whose 16 steps would take all registers), and writes 16
-// along k. Of a warp, neighbours along lines read 64 bytes in a row, and neighbours along k write
-// 128 (64 of 1-byte items); the block's warps are a grid of 4 along lines and 2 along k.
+// Each thread transposes a matrix of a few elements of MN by 16 bytes of k in registers. It reads
+// 16 bytes along MN (8 for 1-byte items, whose 16 rows would take all registers), and writes 16
+// along k. The lanes of a warp read 64 contiguous bytes along MN and write 128 along k (64 for
+// 1-byte items). The warps of a CTA form a grid of 4 along MN by 2 along k.
 template <PackConfig config>
 class TilePacker {
   static constexpr int kReadBytes = config.item_bytes == 1 ? 8 : 16;
-  static constexpr int kLines = kReadBytes / config.item_bytes;
+  static constexpr int kMn = kReadBytes / config.item_bytes;
   static constexpr int kSteps = 16 / config.item_bytes;
-  static constexpr int kLineLanes = 64 / kReadBytes;
-  static constexpr int kStepLanes = 32 / kLineLanes;
-  static constexpr int kLineWarps = 4;
-  static constexpr int kStepWarps = kPackThreads / 32 / kLineWarps;
-  static constexpr int kTileLines = kLineWarps * kLineLanes * kLines;
-  static constexpr int kTileVectors = kStepWarps * kStepLanes;
+  static constexpr int kMnLanes = 64 / kReadBytes;
+  static constexpr int kVectorLanes = 32 / kMnLanes;
+  static constexpr int kMnWarps = 4;
+  static constexpr int kVectorWarps = kPackThreads / 32 / kMnWarps;
+  static constexpr int kTileMn = kMnWarps * kMnLanes * kMn;
+  static constexpr int kTileVectors = kVectorWarps * kVectorLanes;
 
  public:
   static void run(const char* source, uint4* packed, const PackShape& shape) {
-    const uint32 tiles = shape.tiles_lines * shape.tiles_k;
+    const uint32 tiles = shape.tiles_mn * shape.tiles_k;
     const uint32 matrix = blockIdx.x / tiles, tile = blockIdx.x % tiles;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const uint32 line = tile / shape.tiles_k * kTileLines +
-                        (warp % kLineWarps * kLineLanes + lane % kLineLanes) * kLines;
+    const uint32 mn =
+        tile / shape.tiles_k * kTileMn + (warp % kMnWarps * kMnLanes + lane % kMnLanes) * kMn;
     const uint32 vector =
-        tile % shape.tiles_k * kTileVectors + warp / kLineWarps * kStepLanes + lane / kLineLanes;
-    if (line >= shape.lines || vector >= shape.vectors) return;
+        tile % shape.tiles_k * kTileVectors + warp / kMnWarps * kVectorLanes + lane / kMnLanes;
+    if (mn >= shape.mn || vector >= shape.vectors) return;
     const uint32 k = vector * kSteps;
     source += row_offset(shape.rows, matrix) + k * shape.k_stride;
-    const int64 first = static_cast<int64>(line) * config.item_bytes;
-    const int64 end = static_cast<int64>(shape.lines) * config.item_bytes;
+    const int64 first = static_cast<int64>(mn) * config.item_bytes;
+    const int64 end = static_cast<int64>(shape.mn) * config.item_bytes;
 
     Window<kReadBytes, config.item_bytes> windows[kSteps];
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      // Beyond k is nothing to read, which gives zeros.
+      // Rows beyond k are zeros.
       const char* row = source + i * shape.k_stride;
       windows[i].fetch(row + first, row + (k + i < shape.k ? end : 0));
     }
-    uint32 along_lines[kSteps][kReadBytes / 4], along_k[kLines][4];
+    uint32 along_mn[kSteps][kReadBytes / 4], along_k[kMn][4];
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) windows[i].cut(along_lines[i]);
-    transpose<config.item_bytes>(along_k, along_lines);
+    for (int i = 0; i < kSteps; ++i) windows[i].cut(along_mn[i]);
+    transpose<config.item_bytes>(along_k, along_mn);
 
-    packed += (static_cast<int64>(matrix) * shape.lines + line) * shape.vectors + vector;
+    packed += (static_cast<int64>(matrix) * shape.mn + mn) * shape.vectors + vector;
 #pragma unroll
-    for (int i = 0; i < kLines; ++i) {
-      if (line + i >= shape.lines) break;
+    for (int i = 0; i < kMn; ++i) {
+      if (mn + i >= shape.mn) break;
       store_global(packed + static_cast<int64>(i) * shape.vectors, along_k[i]);
     }
   }

@@ -1,4 +1,4 @@
-// Adds up the partial sums of a product whose k was split between blocks.
+// The reduction of split-K: adds the partial accumulators of all splits.
 #pragma once
 
 #include "epilogue.cuh"
@@ -8,7 +8,7 @@ namespace tilekern {
 
 // Compile-time choices; `SumPass` in `plans/gemm/passes/reduce_splits.py` makes them.
 struct SumConfig {
-  // Elements that a thread takes: 16 bytes of sums where rows are whole vectors of them, else 1.
+  // Elements per thread: 16 bytes of accumulators where rows consist of such vectors, else 1.
   int vector;
 };
 
@@ -16,10 +16,10 @@ inline constexpr int kSumThreads = 256;
 
 // Run-time sizes; `SumPass` packs the same fields in the same order. Strides are in elements.
 struct SumShape {
-  // Of the output; rows of partial sums follow one another in the same order.
+  // The rows of the output; rows of partial sums are contiguous in the same order.
   StridedRows rows;
   int64 columns;
-  // Between the partial sums of one element.
+  // The distance between the partial sums of one element.
   int64 split_stride;
   RowTiling tiling;
   int32 splits;
@@ -41,7 +41,7 @@ struct SplitCoordinates {
   int batch(int i) const { return static_cast<int>((first + i) / shape.n / shape.m); }
 };
 
-// What is loaded at once.
+// The accumulators of one vectorized load.
 template <typename Sum, int kCount>
 struct alignas(sizeof(Sum) * kCount) Run {
   Sum sums[kCount];
@@ -72,7 +72,7 @@ inline void store_run(Out* out, const Run<Sum, kCount>& run) {
   store_global(out, words);
 }
 
-// In the order of the splits, so that the result is the same every time.
+// The order of the splits is fixed, so the result is reproducible.
 template <typename Sum, typename Out, SumConfig config, class Epilogue = IdentityEpilogue,
           typename... Operands>
 __global__ void __launch_bounds__(kSumThreads)

@@ -1,93 +1,94 @@
-// Splits float32 operands into pairs of float16 that tensor cores multiply, and decides whether the
-// sum of the pieces' products is as accurate as float32's own arithmetic.
+// Splits float32 operands into float16 pairs (hi, lo) that tensor cores multiply, and decides
+// whether the sum of their products is as accurate as float32 arithmetic.
 //
-// The promise is |error| <= c 2^-22 sum |a||b| in every element of a product of k terms, with c of
-// about 4 beside the error of adding up. Say that an element is lost if its pieces miss it by more
-// than 2^-22 of itself. Where none is lost, the promise holds: each operand's error gives one
-// 2^-22 sum |a||b|, and the products of two low pieces, which are left out, another.
+// The bound is |error| <= c 2^-22 sum |a||b| in every element of a product of k terms, with c of
+// about 4, besides the error of the summation. Call an element lost if hi + lo differs from it by
+// more than 2^-22 of its magnitude. If no element is lost, the bound holds: each operand's error
+// contributes one 2^-22 sum |a||b|, and the products lo * lo, which are omitted, another.
 //
-// A float16 pair misses nothing down to 2^-3 of a line that is scaled so that its largest element A
-// is at least 2^14, which is 2^-18 A or less; an element below is missed by at most 2^-25, which is
-// 2^-39 A. Where a line of lhs with La lost elements meets a line of rhs with Lb,
+// Below, a row means a row of lhs or a column of rhs. Rows are scaled so that their largest element
+// A is at least 2^14. A float16 pair then loses no element of magnitude 2^-3 or more, which is
+// 2^-18 A or less, and misses a smaller one by at most 2^-25, which is 2^-39 A. Where a row of lhs
+// with La lost elements meets a row of rhs with Lb,
 //
 //     error of lost elements <= (La + Lb) 2^-39 A B.
 //
-// Call an element dense if it is at least 2^-8 of its line's largest. With Da and Db of them in the
-// two lines, in at least Da + Db - k places both are dense, so
+// Call an element dense if it is at least 2^-8 of its row's largest. With Da and Db of them in the
+// two rows, at least Da + Db - k positions of k have two dense elements, so
 //
 //     sum |a||b| >= (Da + Db - k) 2^-16 A B,
 //
-// and the error of lost elements is at most another 2^-22 of that if La + Lb <= 2 (Da + Db - k).
+// and the error of lost elements is at most another 2^-22 sum |a||b| if La + Lb <= 2 (Da + Db - k).
 #pragma once
 
 #include "strided_rows.cuh"
 
 namespace tilekern {
 
-// Pieces of an element.
-inline constexpr int kPieces = 2;
+// The float16 values of an element: hi and lo.
+inline constexpr int kHalves = 2;
 
 // Compile-time choices; `SplitPass` in `plans/gemm/passes/split_float32.py` makes them.
 struct SplitConfig {
-  // Whether the source's unit stride is along k, rather than along its lines.
+  // Whether the source is contiguous along k, rather than along MN.
   bool k_major;
   int threads;
-  // Threads side by side across the lines of a block; each takes 1 line, or 4 unless k-major.
+  // Threads side by side along the rows of a CTA; each takes 1 row, or 4 unless k-major.
   int line_lanes;
-  // Blocks that a multiprocessor holds, which bounds the registers of a thread.
+  // CTAs per SM, which bounds the registers of a thread.
   int min_blocks;
 
   constexpr int step_lanes() const { return threads / line_lanes; }
-  constexpr int thread_lines() const { return k_major ? 1 : 4; }
-  constexpr int lines() const { return line_lanes * thread_lines(); }
+  constexpr int thread_rows() const { return k_major ? 1 : 4; }
+  constexpr int rows() const { return line_lanes * thread_rows(); }
 };
 
 // Run-time sizes; `SplitPass` packs the same fields in the same order. Strides are in bytes.
 struct SplitShape {
-  // What the lines of pieces are made from, in their order. Lines are among the rows of a k-major
-  // source only; otherwise a row is a matrix.
+  // The sources of the split rows, in their order. MN is among the dimensions of `rows` of a
+  // k-major source only; otherwise an entry of `rows` is a matrix.
   StridedRows rows;
-  // Between steps of k, unless k-major.
+  // The distance between elements along k, unless k-major.
   int64 k_stride;
-  // Of a matrix, unless k-major.
-  uint32 lines;
+  // Rows of MN per matrix, unless k-major.
+  uint32 mn;
   uint32 k;
   uint32 k_padded;
-  // All lines of the operand.
-  uint32 all_lines;
+  // Rows of MN of the whole operand.
+  uint32 all_rows;
 };
 
-// What is known of each line, an array after the other.
-struct LineFacts {
-  // The line is 2^exponent times the sum of its pieces.
+// The statistics of each row of MN, one array after the other.
+struct RowFacts {
+  // The row is 2^exponent * (hi + lo).
   int32* exponents;
-  // Lost elements, or kBeyondRepair.
+  // The number of lost elements, or kBeyondRepair.
   int32* lost;
-  // Dense elements; all of a line of zeros.
+  // The number of dense elements; in a row of zeros all are dense.
   int32* dense;
 
-  LineFacts(int32* facts, uint32 lines)
-      : exponents(facts), lost(facts + lines), dense(facts + 2 * static_cast<int64>(lines)) {}
+  RowFacts(int32* facts, uint32 rows)
+      : exponents(facts), lost(facts + rows), dense(facts + 2 * static_cast<int64>(rows)) {}
 };
 
-// Of a line whose elements are not all finite.
+// `lost` of a row with an element that is not finite.
 inline constexpr int32 kBeyondRepair = 0x7fffffff;
 
-// Bits of float32: all but the sign, and infinity.
+// Bit patterns of float32: the magnitude's mask, and infinity.
 inline constexpr uint32 kMagnitude = 0x7fffffff;
 inline constexpr uint32 kInfinity = 0x7f800000;
 
-// 2^exponent for exponents of normal numbers.
+// Returns 2^exponent, for exponents of normal numbers.
 inline float power_of_two(int exponent) {
   return __uint_as_float(static_cast<uint32>(exponent + 127) << 23);
 }
 
-// The exponent e with 2^e <= x < 2^(e + 1), of the bits of a positive finite number.
+// Returns the exponent e with 2^e <= x < 2^(e + 1), from the bits of a positive finite x.
 inline int floor_log2(uint32 bits) {
   return bits >= 0x00800000 ? static_cast<int>(bits >> 23) - 127 : -118 - __clz(bits);
 }
 
-// The two float16 of a word.
+// Converts the two float16 values of a word.
 inline void unpack_pair(float (&values)[2], uint32 word) {
   asm("{\n"
       "  .reg .b16 low, high;\n"
@@ -99,9 +100,9 @@ inline void unpack_pair(float (&values)[2], uint32 word) {
       : "r"(word));
 }
 
-// Four scaled elements, which are far from infinity, rounded and packed; the pieces are subtracted
-// from them.
-inline void take_piece(uint32 (&words)[2], float (&rest)[4]) {
+// Rounds four scaled elements, which are far from infinity, to float16, packs them, and subtracts
+// the rounded values.
+inline void take_half(uint32 (&words)[2], float (&rest)[4]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     uint32 word[1];
@@ -114,7 +115,7 @@ inline void take_piece(uint32 (&words)[2], float (&rest)[4]) {
   }
 }
 
-// Combines the values of a warp's threads that work on the same lines, kFirst lanes apart.
+// Reduces the values of a warp's threads that work on the same rows, kFirst lanes apart.
 template <int kFirst, typename T, typename Combine>
 inline T combine_lanes(T value, Combine combine) {
 #pragma unroll
@@ -124,69 +125,68 @@ inline T combine_lanes(T value, Combine combine) {
   return value;
 }
 
-// A block takes a strip of lines, all of k: it finds the largest magnitude of each, and then splits
-// them from the end of k, of which the caches have more.
+// A CTA processes a strip of rows over all of k: it finds the largest magnitude of each, and then
+// splits them from the end of k backwards, because the caches hold the end.
 template <SplitConfig config>
-class LineSplitter {
-  static constexpr int kThreadLines = config.thread_lines();
-  // Of a warp, lanes on the same lines: all of them, or those this far apart.
+class RowSplitter {
+  static constexpr int kThreadRows = config.thread_rows();
+  // The lanes of a warp on the same rows are all lanes, or those this far apart.
   static constexpr int kFirstLane = config.k_major ? 1 : config.line_lanes;
   static_assert(config.k_major ? config.step_lanes() % 32 == 0 : config.line_lanes < 32);
-  // Elements of k that the block's threads take at once, each 4; and how often before they use the
-  // first, so that enough bytes are on their way.
+  // The CTA's threads load kStep elements of k at once, each 4, and kBatch times before they use
+  // the first, so that enough bytes are in flight.
   static constexpr uint32 kStep = 4 * config.step_lanes();
   static constexpr int kBatch = config.k_major ? 4 : 1;
 
-  // In shared memory: per line, of all threads.
-  struct Sums {
-    uint32 largest[config.lines()];
-    int32 lost[config.lines()];
-    int32 dense[config.lines()];
+  // Reductions over the CTA's threads, per row, in shared memory.
+  struct Statistics {
+    uint32 largest[config.rows()];
+    int32 lost[config.rows()];
+    int32 dense[config.rows()];
   };
 
  public:
-  LineSplitter(const float* source, const SplitShape& shape) : shape_(shape) {
+  RowSplitter(const float* source, const SplitShape& shape) : shape_(shape) {
     const int thread = threadIdx.x;
-    const int line_lane =
-        config.k_major ? thread / config.step_lanes() : thread % config.line_lanes;
+    const int row_lane = config.k_major ? thread / config.step_lanes() : thread % config.line_lanes;
     step_lane_ = config.k_major ? thread % config.step_lanes() : thread / config.line_lanes;
-    first_in_block_ = line_lane * kThreadLines;
+    first_in_block_ = row_lane * kThreadRows;
 
     const char* bytes = reinterpret_cast<const char*>(source);
     if constexpr (config.k_major) {
-      first_line_ = blockIdx.x * config.lines() + first_in_block_;
-      lines_ = first_line_ < shape.all_lines ? 1 : 0;
-      source_ = bytes + (lines_ > 0 ? row_offset(shape.rows, first_line_) : 0);
-      end_ = source_ + (lines_ > 0 ? 4 * static_cast<int64>(shape.k) : 0);
+      first_row_ = blockIdx.x * config.rows() + first_in_block_;
+      rows_ = first_row_ < shape.all_rows ? 1 : 0;
+      source_ = bytes + (rows_ > 0 ? row_offset(shape.rows, first_row_) : 0);
+      end_ = source_ + (rows_ > 0 ? 4 * static_cast<int64>(shape.k) : 0);
     } else {
-      const uint32 strips = (shape.lines + config.lines() - 1) / config.lines();
+      const uint32 strips = (shape.mn + config.rows() - 1) / config.rows();
       const uint32 matrix = blockIdx.x / strips;
-      const uint32 line = blockIdx.x % strips * config.lines() + first_in_block_;
-      first_line_ = matrix * shape.lines + line;
-      lines_ = line < shape.lines ? min_of<uint32>(kThreadLines, shape.lines - line) : 0;
-      source_ = bytes + row_offset(shape.rows, matrix) + 4 * static_cast<int64>(line);
-      end_ = source_ + 4 * static_cast<int64>(lines_);
+      const uint32 row = blockIdx.x % strips * config.rows() + first_in_block_;
+      first_row_ = matrix * shape.mn + row;
+      rows_ = row < shape.mn ? min_of<uint32>(kThreadRows, shape.mn - row) : 0;
+      source_ = bytes + row_offset(shape.rows, matrix) + 4 * static_cast<int64>(row);
+      end_ = source_ + 4 * static_cast<int64>(rows_);
     }
   }
 
-  void run(float16* pieces, const LineFacts& facts) {
-    __shared__ Sums sums;
-    for (int i = threadIdx.x; i < config.lines(); i += config.threads) {
-      sums.largest[i] = 0;
-      sums.lost[i] = sums.dense[i] = 0;
+  void run(float16* halves, const RowFacts& facts) {
+    __shared__ Statistics statistics;
+    for (int i = threadIdx.x; i < config.rows(); i += config.threads) {
+      statistics.largest[i] = 0;
+      statistics.lost[i] = statistics.dense[i] = 0;
     }
     __syncthreads();
-    find_largest(sums);
+    find_largest(statistics);
     __syncthreads();
-    split(pieces, facts, sums);
+    split(halves, facts, statistics);
     __syncthreads();
-    write_facts(facts, sums);
+    write_facts(facts, statistics);
   }
 
  private:
-  using Elements = float[kThreadLines][4];
+  using Elements = float[kThreadRows][4];
 
-  // The first of this thread's elements of k in a part of a batch.
+  // Returns this thread's first element of k in a part of a batch.
   uint32 k_of(uint32 batch, int part) const {
     return (batch * kBatch + part) * kStep + 4 * step_lane_;
   }
@@ -197,7 +197,7 @@ class LineSplitter {
     for (int part = 0; part < kBatch; ++part) load(elements[part], k_of(batch, part));
   }
 
-  // This thread's lines at four elements of k, with zeros beyond it.
+  // Loads four elements of k of this thread's rows, with zeros beyond the end.
   void load(Elements& elements, uint32 k) const {
     if constexpr (config.k_major) {
       Window<16, 4> window;
@@ -220,48 +220,48 @@ class LineSplitter {
         uint32 words[4];
         windows[i].cut(words);
 #pragma unroll
-        for (int line = 0; line < 4; ++line) elements[line][i] = __uint_as_float(words[line]);
+        for (int row = 0; row < 4; ++row) elements[row][i] = __uint_as_float(words[row]);
       }
     }
   }
 
-  void find_largest(Sums& sums) const {
-    uint32 largest[kThreadLines] = {};
+  void find_largest(Statistics& statistics) const {
+    uint32 largest[kThreadRows] = {};
 #pragma unroll 1
     for (uint32 batch = 0; batch < batches(); ++batch) {
       Elements elements[kBatch];
       load_batch(elements, batch);
 #pragma unroll
-      for (int i = 0; i < kBatch * kThreadLines * 4; ++i) {
-        const int line = i / 4 % kThreadLines;
-        const float element = elements[i / 4 / kThreadLines][line][i % 4];
-        largest[line] = max_of(largest[line], __float_as_uint(element) & kMagnitude);
+      for (int i = 0; i < kBatch * kThreadRows * 4; ++i) {
+        const int row = i / 4 % kThreadRows;
+        const float element = elements[i / 4 / kThreadRows][row][i % 4];
+        largest[row] = max_of(largest[row], __float_as_uint(element) & kMagnitude);
       }
     }
 #pragma unroll
-    for (int line = 0; line < kThreadLines; ++line) {
-      largest[line] = combine_lanes<kFirstLane>(largest[line], max_of<uint32>);
-      if (leads()) atomicMax(&sums.largest[first_in_block_ + line], largest[line]);
+    for (int row = 0; row < kThreadRows; ++row) {
+      largest[row] = combine_lanes<kFirstLane>(largest[row], max_of<uint32>);
+      if (leads()) atomicMax(&statistics.largest[first_in_block_ + row], largest[row]);
     }
   }
 
-  // Puts the largest into [2^14, 2^15): products of such numbers are far from float32's limits.
+  // Scales the largest to [2^14, 2^15): products of such numbers are far from float32's limits.
   static int exponent_of(uint32 largest) {
     return largest > 0 && largest < kInfinity ? floor_log2(largest) - 14 : 0;
   }
 
-  void split(float16* pieces, const LineFacts& facts, Sums& sums) const {
-    float magnitude[kThreadLines], scales[kThreadLines][2];
+  void split(float16* halves, const RowFacts& facts, Statistics& statistics) const {
+    float magnitude[kThreadRows], scales[kThreadRows][2];
 #pragma unroll
-    for (int line = 0; line < kThreadLines; ++line) {
-      const uint32 largest = sums.largest[first_in_block_ + line];
-      magnitude[line] = __uint_as_float(largest);
-      // In two factors, either of which is a normal number.
+    for (int row = 0; row < kThreadRows; ++row) {
+      const uint32 largest = statistics.largest[first_in_block_ + row];
+      magnitude[row] = __uint_as_float(largest);
+      // The scale has two factors, so that both are normal numbers.
       const int exponent = -exponent_of(largest);
-      scales[line][0] = power_of_two(exponent / 2);
-      scales[line][1] = power_of_two(exponent - exponent / 2);
+      scales[row][0] = power_of_two(exponent / 2);
+      scales[row][1] = power_of_two(exponent - exponent / 2);
     }
-    int lost[kThreadLines] = {}, dense[kThreadLines] = {};
+    int lost[kThreadRows] = {}, dense[kThreadRows] = {};
 #pragma unroll 1
     for (uint32 batch = batches(); batch-- > 0;) {
       Elements elements[kBatch];
@@ -270,27 +270,27 @@ class LineSplitter {
       for (int part = 0; part < kBatch; ++part) {
         const uint32 k = k_of(batch, part);
 #pragma unroll
-        for (int line = 0; line < kThreadLines; ++line) {
-          uint32 words[kPieces][2];
-          split_four(words, elements[part][line], scales[line], magnitude[line], lost[line],
-                     dense[line]);
-          if (k < shape_.k_padded && line < lines_) store(pieces, first_line_ + line, k, words);
+        for (int row = 0; row < kThreadRows; ++row) {
+          uint32 words[kHalves][2];
+          split_four(words, elements[part][row], scales[row], magnitude[row], lost[row],
+                     dense[row]);
+          if (k < shape_.k_padded && row < rows_) store(halves, first_row_ + row, k, words);
         }
       }
     }
 #pragma unroll
-    for (int line = 0; line < kThreadLines; ++line) {
+    for (int row = 0; row < kThreadRows; ++row) {
       const auto add = [](int a, int b) { return a + b; };
-      lost[line] = combine_lanes<kFirstLane>(lost[line], add);
-      dense[line] = combine_lanes<kFirstLane>(dense[line], add);
+      lost[row] = combine_lanes<kFirstLane>(lost[row], add);
+      dense[row] = combine_lanes<kFirstLane>(dense[row], add);
       if (leads()) {
-        atomicAdd(&sums.lost[first_in_block_ + line], lost[line]);
-        atomicAdd(&sums.dense[first_in_block_ + line], dense[line]);
+        atomicAdd(&statistics.lost[first_in_block_ + row], lost[row]);
+        atomicAdd(&statistics.dense[first_in_block_ + row], dense[row]);
       }
     }
   }
 
-  static void split_four(uint32 (&words)[kPieces][2], const float (&elements)[4],
+  static void split_four(uint32 (&words)[kHalves][2], const float (&elements)[4],
                          const float (&scales)[2], float magnitude, int& lost, int& dense) {
     float scaled[4], rest[4];
 #pragma unroll
@@ -299,10 +299,10 @@ class LineSplitter {
       rest[i] = scaled[i];
     }
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) take_piece(words[piece], rest);
+    for (int half = 0; half < kHalves; ++half) take_half(words[half], rest);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // Nothing is lost when numbers are scaled up for a comparison. What scales down to zero is.
+      // Scaling up for the comparison is exact. An element that scales down to zero is lost.
       const bool vanished = (scaled[i] == 0) & (elements[i] != 0);
       const bool kept = (fabsf(rest[i]) * 0x1p22f <= fabsf(scaled[i])) & !vanished;
       lost += !kept;
@@ -310,79 +310,79 @@ class LineSplitter {
     }
   }
 
-  void store(float16* pieces, uint32 line, uint32 k, const uint32 (&words)[kPieces][2]) const {
+  void store(float16* halves, uint32 row, uint32 k, const uint32 (&words)[kHalves][2]) const {
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const int64 row = static_cast<int64>(line) * kPieces + piece;
-      store_global(pieces + row * shape_.k_padded + k, words[piece]);
+    for (int half = 0; half < kHalves; ++half) {
+      const int64 split_row = static_cast<int64>(row) * kHalves + half;
+      store_global(halves + split_row * shape_.k_padded + k, words[half]);
     }
   }
 
-  void write_facts(const LineFacts& facts, const Sums& sums) const {
+  void write_facts(const RowFacts& facts, const Statistics& statistics) const {
     if (step_lane_ != 0) return;
-    for (int line = 0; line < static_cast<int>(lines_); ++line) {
-      const uint32 largest = sums.largest[first_in_block_ + line];
-      facts.exponents[first_line_ + line] = exponent_of(largest);
-      facts.lost[first_line_ + line] =
-          largest >= kInfinity ? kBeyondRepair : sums.lost[first_in_block_ + line];
-      // Of a line of zeros, each (and the padding) counted as one of the largest.
-      facts.dense[first_line_ + line] =
-          largest == 0 ? static_cast<int>(shape_.k) : sums.dense[first_in_block_ + line];
+    for (int row = 0; row < static_cast<int>(rows_); ++row) {
+      const uint32 largest = statistics.largest[first_in_block_ + row];
+      facts.exponents[first_row_ + row] = exponent_of(largest);
+      facts.lost[first_row_ + row] =
+          largest >= kInfinity ? kBeyondRepair : statistics.lost[first_in_block_ + row];
+      // In a row of zeros, each element (and the padding) would count as the largest.
+      facts.dense[first_row_ + row] =
+          largest == 0 ? static_cast<int>(shape_.k) : statistics.dense[first_in_block_ + row];
     }
   }
 
-  // Whether this thread speaks for its warp's threads on the same lines.
+  // Whether this thread contributes the reduction of its warp's threads on the same rows.
   static bool leads() { return threadIdx.x % 32 < kFirstLane; }
 
   const SplitShape& shape_;
   const char* source_;
-  // Of the line, or of the lines at one k.
+  // The end of the row, or of the rows at one k.
   const char* end_;
-  uint32 first_line_;
-  uint32 lines_;
+  uint32 first_row_;
+  uint32 rows_;
   int first_in_block_;
   int step_lane_;
 };
 
-// Writes pieces[line][kPieces][k_padded], and facts[3][line] as in LineFacts.
+// Writes halves[row][2][k_padded], and facts[3][row] as in RowFacts.
 template <SplitConfig config>
 __global__ void __launch_bounds__(config.threads, config.min_blocks)
-    split_float32(const float* source, float16* pieces, int32* facts,
+    split_float32(const float* source, float16* halves, int32* facts,
                   const __grid_constant__ SplitShape shape) {
-  LineSplitter<config>(source, shape).run(pieces, LineFacts(facts, shape.all_lines));
+  RowSplitter<config>(source, shape).run(halves, RowFacts(facts, shape.all_rows));
 }
 
 inline constexpr int kDecideThreads = 1024;
 
 struct DecideShape {
-  uint32 lhs_lines;
-  uint32 rhs_lines;
+  uint32 lhs_rows;
+  uint32 rhs_rows;
   uint32 k;
 };
 
-// What bounds the error of a product, over all lines of an operand.
-struct WorstLine {
+// The statistics that bound a product's error, over all rows of an operand.
+struct WorstRow {
   int32 lost;
   int32 dense;
 };
 
-inline WorstLine worst_line(const LineFacts& facts, uint32 lines) {
-  WorstLine worst = {0, 0x7fffffff};
+inline WorstRow worst_row(const RowFacts& facts, uint32 rows) {
+  WorstRow worst = {0, 0x7fffffff};
 #pragma unroll 4
-  for (int64 line = threadIdx.x; line < lines; line += kDecideThreads) {
-    worst.lost = max_of(worst.lost, facts.lost[line]);
-    worst.dense = min_of(worst.dense, facts.dense[line]);
+  for (int64 row = threadIdx.x; row < rows; row += kDecideThreads) {
+    worst.lost = max_of(worst.lost, facts.lost[row]);
+    worst.dense = min_of(worst.dense, facts.dense[row]);
   }
   return worst;
 }
 
-// One block. Sets the flag to 0 if the derivation above holds, and to 1 if float32 arithmetic has
-// to be used.
+// Runs as one CTA. Sets the flag to 0 if the condition above holds, and to 1 if float32 arithmetic
+// is necessary.
 __global__ void __launch_bounds__(kDecideThreads)
     decide_float32(int32* lhs_facts, int32* rhs_facts, int32* flag, DecideShape shape) {
-  WorstLine worst[2] = {worst_line(LineFacts(lhs_facts, shape.lhs_lines), shape.lhs_lines),
-                        worst_line(LineFacts(rhs_facts, shape.rhs_lines), shape.rhs_lines)};
-  __shared__ WorstLine shared[2];
+  WorstRow worst[2] = {worst_row(RowFacts(lhs_facts, shape.lhs_rows), shape.lhs_rows),
+                       worst_row(RowFacts(rhs_facts, shape.rhs_rows), shape.rhs_rows)};
+  __shared__ WorstRow shared[2];
   if (threadIdx.x < 2) shared[threadIdx.x] = {0, 0x7fffffff};
   __syncthreads();
 #pragma unroll

@@ -1,4 +1,4 @@
-// What a matmul kernel is told at compile time and at run time.
+// Compile-time and run-time parameters of a matmul kernel.
 #pragma once
 
 #include "types.cuh"
@@ -7,15 +7,15 @@ namespace tilekern {
 
 // Compile-time choices; `MatmulInstance` in `plans/gemm/sm80/config.py` makes them.
 struct MatmulConfig {
-  // The tile of a block, in elements; its warps cover it in a grid of warps_m by warps_n.
+  // The CTA tile, in elements; warps cover it in a grid of warps_m by warps_n.
   int block_m;
   int block_n;
   int block_k;
   int warps_m;
   int warps_n;
-  // Tiles of k in shared memory at a time.
+  // k-tiles in shared memory at a time.
   int stages;
-  // Blocks that a multiprocessor holds, which bounds the registers of a thread.
+  // CTAs per SM, which bounds the registers of a thread.
   int min_blocks;
   // Whether an operand has its unit stride along k, rather than along its rows or columns.
   bool lhs_k_major;
@@ -23,11 +23,11 @@ struct MatmulConfig {
   // Bytes per copy to shared memory: 16, 8 or 4 by cp.async, or 1 for any alignment.
   int lhs_load_bytes;
   int rhs_load_bytes;
-  // Whether sums over each block_k are added up outside the tensor cores, which keep fewer bits
-  // of an 8-bit float product's sum than float32 has.
+  // Whether accumulators are promoted to float32 registers after each block_k, because tensor cores
+  // accumulate products of 8-bit floats with fewer bits than float32 has.
   bool promote;
-  // Whether 8-bit floats are multiplied as float16, where mma.sync has no 8-bit floats of its own
-  // (sm_90 and sm_100, whose assembler would do the same with an addition for each product).
+  // Whether 8-bit floats are widened to float16, where mma.sync has no 8-bit floats of its own.
+  // (For sm_90 and sm_100 ptxas would do the same, with an addition for each product.)
   bool widen;
 
   constexpr int threads() const { return warps_m * warps_n * 32; }
@@ -40,11 +40,11 @@ inline constexpr int kMaxBatchDims = 4;
 // Run-time sizes and strides; `pack_shape` in `plans/gemm/sm80/config.py` packs the same fields in
 // the same order. Strides are in elements.
 struct MatmulShape {
-  // Of the batch dimensions, outermost first; unused ones come first with size 1.
+  // Strides of the batch dimensions, outermost first; unused ones come first with size 1.
   int64 lhs_batch_strides[kMaxBatchDims];
   int64 rhs_batch_strides[kMaxBatchDims];
   int64 out_batch_strides[kMaxBatchDims];
-  // Of the dimension whose stride is not 1.
+  // Leading dimensions: the stride of the dimension that is not contiguous.
   int64 lhs_stride;
   int64 rhs_stride;
   int64 out_stride;
@@ -54,8 +54,8 @@ struct MatmulShape {
   int32 k;
   int32 tiles_m;
   int32 tiles_n;
-  int32 band;
-  // Whether every row of `out` is a whole number of aligned 16-byte vectors.
+  int32 band;  // tile rows per group of the rasterization
+  // Whether every row of `out` consists of aligned 16-byte vectors.
   int32 out_vectors;
 };
 

@@ -1,5 +1,6 @@
-// Stores a warp's accumulators, by way of shared memory so that global memory sees whole rows;
-// before that, the epilogue (../../epilogue.cuh) is applied to them.
+// The epilogue of a warp: stores its accumulators through shared memory, so that stores to global
+// memory are coalesced along rows. Before that, the kernel's epilogue functor (../../epilogue.cuh)
+// is applied to them.
 #pragma once
 
 #include "epilogue.cuh"
@@ -7,20 +8,20 @@
 
 namespace tilekern {
 
-// Rows that pass through shared memory at a time.
-inline constexpr int kSlabRows = 16;
+// Rows of an epilogue subtile, which is staged in shared memory at a time.
+inline constexpr int kSubtileRows = 16;
 
-// Staging of one warp for a slab of kColumns columns. Four bytes of padding for each two of an
-// element put the accesses of neighbouring rows on different banks.
+// The staging buffer of one warp, for a subtile of kColumns columns. Padding of 8 elements per row
+// puts the accesses of neighbouring rows on different banks.
 template <typename Out, int kColumns>
 struct Staging {
   static constexpr int kPitch = (kColumns + 8) * static_cast<int>(sizeof(Out));
-  static constexpr int kBytes = kSlabRows * kPitch;
+  static constexpr int kBytes = kSubtileRows * kPitch;
 };
 
-// Writes kCount sums to adjacent elements of the staging area.
-template <typename Out, int kCount, typename Sum>
-inline void stage_run(uint32 address, const Sum (&sums)[kCount]) {
+// Converts kCount accumulators and writes them to adjacent elements of the staging buffer.
+template <typename Out, int kCount, typename Accumulator>
+inline void stage_run(uint32 address, const Accumulator (&accumulators)[kCount]) {
   constexpr int kPairWords = static_cast<int>(sizeof(Out)) / 2;
   constexpr int kWords = kCount / 2 * kPairWords;
   constexpr int kVector = min_of(4, kWords);
@@ -28,7 +29,8 @@ inline void stage_run(uint32 address, const Sum (&sums)[kCount]) {
 #pragma unroll
   for (int pair = 0; pair < kCount / 2; ++pair) {
     uint32 packed[kPairWords];
-    pack_pair(packed, static_cast<Out*>(nullptr), sums[2 * pair], sums[2 * pair + 1]);
+    pack_pair(packed, static_cast<Out*>(nullptr), accumulators[2 * pair],
+              accumulators[2 * pair + 1]);
 #pragma unroll
     for (int i = 0; i < kPairWords; ++i) words[pair * kPairWords + i] = packed[i];
   }
@@ -41,7 +43,7 @@ inline void stage_run(uint32 address, const Sum (&sums)[kCount]) {
   }
 }
 
-// Where a warp's part of the output lies, and how much of it is inside.
+// A warp's part of the output, and the extent of it that is inside the array.
 template <typename Out>
 struct OutputTile {
   Out* first;
@@ -50,16 +52,16 @@ struct OutputTile {
   int columns;
 };
 
-// Copies a staged slab to the output, in units of `Unit`, of which a row has a whole number.
+// Copies a staged subtile to the output in units of `Unit`, of which a row has a whole number.
 template <typename Unit, typename Engine, typename Out>
-inline void copy_slab(const OutputTile<Out>& output, int slab, uint32 staging, int lane) {
+inline void copy_subtile(const OutputTile<Out>& output, int subtile, uint32 staging, int lane) {
   constexpr int kElements = sizeof(Unit) / sizeof(Out);
   constexpr int kUnitsPerRow = Engine::kColumns / kElements;
 #pragma unroll
-  for (int first = 0; first < kSlabRows * kUnitsPerRow; first += 32) {
+  for (int first = 0; first < kSubtileRows * kUnitsPerRow; first += 32) {
     const int staged_row = (first + lane) / kUnitsPerRow;
     const int column = (first + lane) % kUnitsPerRow * kElements;
-    const int row = Engine::slab_row(slab, staged_row);
+    const int row = Engine::subtile_row(subtile, staged_row);
     if (row < output.rows && column < output.columns) {
       const uint32 source = staging + staged_row * Staging<Out, Engine::kColumns>::kPitch +
                             column * static_cast<int>(sizeof(Out));
@@ -87,19 +89,20 @@ struct WarpCoordinates {
   int batch(int) const { return batch_index; }
 };
 
-// An engine holds the sums of its warp in slabs of rows: write_slab() stages one, and slab_row()
-// tells which row of the warp's tile a staged row is.
+// An engine holds the accumulators of its warp in subtiles of rows: stage_subtile() stages one, and
+// subtile_row() returns the row of the warp's tile for a staged row.
 template <typename Out, typename Engine>
 inline void store_output(const Engine& engine, const OutputTile<Out>& output, bool vectors,
                          uint32 staging, int lane) {
 #pragma unroll
-  for (int slab = 0; slab < Engine::kRows / kSlabRows; ++slab) {
-    engine.template write_slab<Out>(slab, staging, Staging<Out, Engine::kColumns>::kPitch, lane);
+  for (int subtile = 0; subtile < Engine::kRows / kSubtileRows; ++subtile) {
+    engine.template stage_subtile<Out>(subtile, staging, Staging<Out, Engine::kColumns>::kPitch,
+                                       lane);
     __syncwarp();
     if (vectors) {
-      copy_slab<uint4, Engine>(output, slab, staging, lane);
+      copy_subtile<uint4, Engine>(output, subtile, staging, lane);
     } else {
-      copy_slab<Out, Engine>(output, slab, staging, lane);
+      copy_subtile<Out, Engine>(output, subtile, staging, lane);
     }
     __syncwarp();
   }

@@ -1,4 +1,4 @@
-// The skeleton of a matrix product: one block computes one tile of the output.
+// The mainloop of a matrix product: one CTA computes one tile of the output.
 #pragma once
 
 #include "gemm/sm80/config.cuh"
@@ -10,9 +10,9 @@ namespace tilekern {
 
 extern __shared__ uint4 shared_memory[];
 
-// What a block computes: the tile of the output that starts at first_m, first_n, as far as it lies
-// before the ends, of sums over k from first_k to end_k. Ends are read where they are when they are
-// needed, so that those that are parameters of the kernel take no registers in between.
+// The work of a CTA: the output tile that starts at first_m, first_n and is clipped at the ends,
+// accumulated over k from first_k to end_k. The ends are references, so that kernel parameters are
+// read when they are needed and occupy no registers in between.
 struct TileRange {
   int first_m;
   int first_n;
@@ -22,25 +22,25 @@ struct TileRange {
   const int32& end_k;
 };
 
-// Tiles of k pass through a ring of stages in shared memory, filled by background copies that run
-// kStages - 1 tiles ahead. Within a tile, an engine multiplies in steps, and loads the registers
-// of the next step meanwhile:
+// k-tiles pass through a ring of stages in shared memory, filled by cp.async copies that run
+// kStages - 1 tiles ahead. Within a tile, an engine multiplies in steps, and loads the registers of
+// the next step meanwhile:
 //
 //   copies      | tile 3              | tile 4              |
 //   registers   | 0:1   0:2   0:3 1:0 | 1:1   1:2   1:3 2:0 |     tile:step
-//   products    | 0:0   0:1   0:2 0:3 | 1:0   1:1   1:2 1:3 |
-//                               ^ barrier: tile 1 is there, tile 0 is read
+//   MMAs        | 0:0   0:1   0:2 0:3 | 1:0   1:1   1:2 1:3 |
+//                               ^ barrier: tile 1 has arrived, tile 0 has been read
 //
 // An engine is the arithmetic of one warp:
-//   LhsTile, RhsTile          how it wants the operands in shared memory
-//   kSteps                    steps in a tile of k
-//   kSlots                    sets of registers for operands: with 1, loads follow products
-//   load<slot>(lhs, rhs, i)   operands of step i to registers
-//   multiply<slot>()          their product is added to the sums
-//   finish_tile()             after the last step of a tile
+//   LhsTile, RhsTile          the layouts of the operands in shared memory
+//   kSteps                    MMA k-steps in a k-tile
+//   kSlots                    register sets for operands: with 1, loads follow MMAs
+//   load<slot>(lhs, rhs, i)   loads the operands of step i to registers
+//   multiply<slot>()          adds their product to the accumulators
+//   finish_tile()             runs after the last step of a tile
 //   Layout                    where a lane's accumulators lie, for WarpCoordinates
-//   accumulators()            all of them as one array, for epilogues
-// and what store_output() asks for.
+//   accumulators()            all of them as one array, for epilogue functors
+// and the members that store_output() needs.
 template <class Engine, MatmulConfig config, typename Lhs, typename Rhs, typename Out>
 class MatmulBlock {
   using LhsTile = typename Engine::LhsTile;
@@ -85,7 +85,7 @@ class MatmulBlock {
       run_steps<0>(engine, read, write);
       write = write + 1 == kStages ? 0 : write + 1;
     }
-    // The epilogue takes over the stages.
+    // The epilogue reuses the stages.
     cp_async_wait<0>();
     __syncthreads();
   }
@@ -102,7 +102,7 @@ class MatmulBlock {
       __syncthreads();
       read = read + 1 == kStages ? 0 : read + 1;
     }
-    // After the last tile this loads what no product uses.
+    // After the last tile, no MMA uses these registers.
     load<(kStep + 1) % kSlots>(engine, read, (kStep + 1) % kSteps);
     if constexpr (kSlots == 2) engine.template multiply<kStep % 2>();
     if constexpr (kLast) {
@@ -128,15 +128,15 @@ class MatmulBlock {
                                                          columns_, k);
   }
 
-  // `lines` rows of lhs or columns of rhs are inside the matrix, and `k` of the contracted size.
+  // The part inside the matrix has extent `mn` (rows of lhs or columns of rhs) by `k`.
   template <bool kMajorK, typename T, int kPart, int kParts, class Loader>
-  static void copy_operand(Loader& loader, uint32 tile, int lines, int k) {
-    constexpr int kTileLines = Loader::kRowBytes / static_cast<int>(sizeof(T));
+  static void copy_operand(Loader& loader, uint32 tile, int mn, int k) {
+    constexpr int kTileExtent = Loader::kRowBytes / static_cast<int>(sizeof(T));
     if constexpr (kMajorK) {
-      loader.template load<kPart, kParts>(tile, lines, k * static_cast<int>(sizeof(T)));
+      loader.template load<kPart, kParts>(tile, mn, k * static_cast<int>(sizeof(T)));
     } else {
       loader.template load<kPart, kParts>(tile, k,
-                                          min_of(lines, kTileLines) * static_cast<int>(sizeof(T)));
+                                          min_of(mn, kTileExtent) * static_cast<int>(sizeof(T)));
     }
   }
 
@@ -155,7 +155,7 @@ class MatmulBlock {
   uint32 stages_;
 };
 
-// Computes a tile of the product of the matrices at `offsets`, which are number `batch`.
+// Computes one tile of the product of the matrices at `offsets`, which are number `batch`.
 template <template <typename, typename, MatmulConfig> class EngineOf, MatmulConfig config,
           typename Lhs, typename Rhs, typename Out, class Epilogue>
 inline void compute_tile(const Lhs* lhs, const Rhs* rhs, Out* out, const MatmulShape& shape,

@@ -14,12 +14,12 @@ class MmaEngine {
   using RhsOperand =
       MmaOperand<Rhs, false, config.rhs_k_major, config.block_n, config.block_k, config.warp_n()>;
   using Product = Select<config.widen, Mma<float16, float16>, Mma<Lhs, Rhs>>;
-  using Sum = typename Product::Accumulator;
+  using Accumulator = typename Product::Accumulator;
 
  public:
   using LhsTile = typename LhsOperand::Tile;
   using RhsTile = typename RhsOperand::Tile;
-  // Fragments of float64 fill twice the registers, and its products are slow enough to hide loads.
+  // Fragments of float64 take twice the registers, and its MMAs are slow enough to hide loads.
   static constexpr int kSlots = sizeof(Lhs) == 8 ? 1 : 2;
   static constexpr int kSteps = config.block_k / LhsOperand::kStep;
   static constexpr int kRows = config.warp_m();
@@ -31,10 +31,10 @@ class MmaEngine {
     static constexpr int kRowBlock = kColumns / 2;
 
     static constexpr int row(int lane, int i) {
-      return LhsOperand::line(2 * (i / kRowBlock) + i / 2 % 2, lane / 4);
+      return LhsOperand::mn_index(2 * (i / kRowBlock) + i / 2 % 2, lane / 4);
     }
     static constexpr int column(int lane, int i) {
-      return RhsOperand::line(i % kRowBlock / 4, lane % 4 * 2 + i % 2);
+      return RhsOperand::mn_index(i % kRowBlock / 4, lane % 4 * 2 + i % 2);
     }
   };
 
@@ -60,9 +60,9 @@ class MmaEngine {
       for (int i = 0; i < kRows / 16; ++i) {
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) {
-          // Back and forth, so that neighbours in time share an operand.
+          // Columns alternate in direction, so that consecutive MMAs share an operand.
           const int column = i % 2 == 0 ? j : kColumns / 8 - 1 - j;
-          Product::run(sums_[i][column], lhs[2 * i], lhs[2 * i + 1], rhs[column]);
+          Product::run(accumulators_[i][column], lhs[2 * i], lhs[2 * i + 1], rhs[column]);
         }
       }
     }
@@ -76,8 +76,8 @@ class MmaEngine {
         for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            totals_[i][j][e] += sums_[i][j][e];
-            sums_[i][j][e] = 0;
+            promoted_[i][j][e] += accumulators_[i][j][e];
+            accumulators_[i][j][e] = 0;
           }
         }
       }
@@ -85,32 +85,32 @@ class MmaEngine {
   }
 
   auto& accumulators() {
-    using Flat = Sum[kRows / 16 * (kColumns / 8) * 4];
-    return reinterpret_cast<Flat&>(config.promote ? totals_ : sums_);
+    using Flat = Accumulator[kRows / 16 * (kColumns / 8) * 4];
+    return reinterpret_cast<Flat&>(config.promote ? promoted_ : accumulators_);
   }
 
-  // Staged row 8 * half + g of a slab is row g of the octet.
-  static constexpr int slab_row(int slab, int staged_row) {
-    return LhsOperand::line(2 * slab + staged_row / 8, staged_row % 8);
+  // Staged row 8 * half + g of a subtile is row g of core matrix `half`.
+  static constexpr int subtile_row(int subtile, int staged_row) {
+    return LhsOperand::mn_index(2 * subtile + staged_row / 8, staged_row % 8);
   }
 
-  // A lane's columns 2t and 2t+1 of kInterleave octets are 2 * kInterleave adjacent columns.
+  // A lane's columns 2t and 2t+1 of kInterleave core matrices are 2 * kInterleave adjacent columns.
   template <typename Out>
-  void write_slab(int slab, uint32 staging, int pitch, int lane) const {
+  void stage_subtile(int subtile, uint32 staging, int pitch, int lane) const {
     constexpr int kInterleave = RhsOperand::kInterleave;
-    const auto& sums = config.promote ? totals_ : sums_;
+    const auto& accumulators = config.promote ? promoted_ : accumulators_;
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int octet = 0; octet < kColumns / 8; octet += kInterleave) {
-        Sum run[2 * kInterleave];
+      for (int core = 0; core < kColumns / 8; core += kInterleave) {
+        Accumulator run[2 * kInterleave];
 #pragma unroll
         for (int i = 0; i < kInterleave; ++i) {
-          run[i] = sums[slab][octet + i][2 * half];
-          run[kInterleave + i] = sums[slab][octet + i][2 * half + 1];
+          run[i] = accumulators[subtile][core + i][2 * half];
+          run[kInterleave + i] = accumulators[subtile][core + i][2 * half + 1];
         }
-        const int column = RhsOperand::line(octet, 2 * t);
+        const int column = RhsOperand::mn_index(core, 2 * t);
         stage_run<Out>(staging + (8 * half + g) * pitch + column * static_cast<int>(sizeof(Out)),
                        run);
       }
@@ -119,7 +119,8 @@ class MmaEngine {
 
  private:
   // Half a step of 8-bit floats is a whole step of float16. Its order of k is 4t, 4t+1 and 4t+2,
-  // 4t+3 where the product expects 2t, 2t+1 and 8+2t, 8+2t+1, in both operands.
+  // 4t+3 where the MMA expects 2t, 2t+1 and 8+2t, 8+2t+1; both operands agree, so the sum is the
+  // same.
   template <int kHalf, typename LhsFragment, typename RhsFragment>
   void multiply_widened(const LhsFragment& lhs, const RhsFragment& rhs) {
     uint32 columns[kColumns / 8][2];
@@ -133,18 +134,19 @@ class MmaEngine {
       widen(low, static_cast<Lhs*>(nullptr), lhs[2 * i][kHalf]);
       widen(high, static_cast<Lhs*>(nullptr), lhs[2 * i + 1][kHalf]);
 #pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j) Product::run(sums_[i][j], low, high, columns[j]);
+      for (int j = 0; j < kColumns / 8; ++j)
+        Product::run(accumulators_[i][j], low, high, columns[j]);
     }
   }
 
-  using Sums = Sum[kRows / 16][kColumns / 8][4];
+  using Accumulators = Accumulator[kRows / 16][kColumns / 8][4];
 
   LhsOperand lhs_;
   RhsOperand rhs_;
   typename LhsOperand::Fragment lhs_fragments_[kSlots];
   typename RhsOperand::Fragment rhs_fragments_[kSlots];
-  Sums sums_ = {};
-  Sums totals_ = {};
+  Accumulators accumulators_ = {};
+  Accumulators promoted_ = {};
 };
 
 template <typename Lhs, typename Rhs, typename Out, MatmulConfig config,

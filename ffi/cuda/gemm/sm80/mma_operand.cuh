@@ -1,4 +1,4 @@
-// One operand of a warp's tensor-core product: from a tile in shared memory to registers.
+// One operand of a warp's MMAs: from a tile in shared memory to registers.
 #pragma once
 
 #include "gemm/sm80/shared_tile.cuh"
@@ -6,12 +6,12 @@
 
 namespace tilekern {
 
-// "Lines" are rows of lhs or columns of rhs: the dimension that is not k. A warp's kWarp lines are
-// taken as octets, of which lane 4 * g + t holds line g (mma.cuh). Where memory has lines side by
-// side (k-major is false) and ldmatrix cannot transpose the type, a lane reads kInterleave
-// adjacent lines at once and deals them out to as many octets, so line g of octet o is not
-// 8 * o + g of the tile but line(o, g). For the output this is a permutation of rows or columns
-// that the epilogue undoes by where it stores.
+// MN is the dimension that is not k: rows of lhs or columns of rhs. A warp's kWarp rows of MN form
+// core matrices of 8, in which lane 4 * g + t holds row g (mma.cuh). Where memory is contiguous
+// along MN (k-major is false) and ldmatrix cannot transpose the type, a lane reads kInterleave
+// adjacent elements at once and distributes them to as many core matrices, so row g of core matrix
+// c is not 8 * c + g of the tile but mn_index(c, g). For the output this is a permutation of rows
+// or columns that the epilogue's addresses undo.
 template <typename T, bool kLhs, bool kMajorK, int kBlock, int kBlockK, int kWarp>
 class MmaOperand {
   enum class Access { kMatrices, kMatricesTransposed, kBytes, kFloats, kDoublesAlongK, kDoubles };
@@ -44,17 +44,17 @@ class MmaOperand {
       case Access::kDoublesAlongK:
         return kSwizzleForRowPairs;
       default:
-        return swizzle_for_row_octets(kRowBytes);
+        return swizzle_for_core_matrices(kRowBytes);
     }
   }
 
   static constexpr int choose_interleave() {
     switch (kAccess) {
       case Access::kBytes:
-        return min_of(8, kOctets);
+        return min_of(8, kCoreMatrices);
       case Access::kFloats:
-        // The product wants two octets of lhs in adjacent registers, but the halves of one octet of
-        // rhs, which are rows apart: wider loads would cost as many moves.
+        // The MMA needs two core matrices of lhs in adjacent registers, but the halves of one core
+        // matrix of rhs, which are rows apart: wider loads would cost as many moves.
         return kLhs ? 2 : 1;
       case Access::kDoubles:
         return 2;
@@ -64,35 +64,36 @@ class MmaOperand {
   }
 
  public:
-  static constexpr int kOctets = kWarp / 8;
+  static constexpr int kCoreMatrices = kWarp / 8;
   static constexpr int kInterleave = choose_interleave();
-  // What one product consumes of k, in elements.
+  // Elements of k that one MMA consumes.
   static constexpr int kStep = (sizeof(T) == 8 ? 64 : 32) / static_cast<int>(sizeof(T));
 
   using Tile = SharedTile<kMajorK ? kBlock : kBlockK, kRowBytes, choose_swizzle()>;
   using Register = Select<sizeof(T) == 8, double, uint32>;
-  // An octet's registers for the two halves of a step.
-  using Fragment = Register[kOctets][2];
+  // The registers of each core matrix, for the two halves of a step.
+  using Fragment = Register[kCoreMatrices][2];
 
-  static_assert(kOctets % 2 == 0 && kBlock % kWarp == 0 && kBlockK % kStep == 0);
-  static_assert(kAccess != Access::kBytes || kOctets >= 4, "bytes are transposed four by four");
+  static_assert(kCoreMatrices % 2 == 0 && kBlock % kWarp == 0 && kBlockK % kStep == 0);
+  static_assert(kAccess != Access::kBytes || kCoreMatrices >= 4,
+                "bytes are transposed four by four");
 
-  static constexpr int line(int octet, int g) {
-    return octet / kInterleave * (8 * kInterleave) + kInterleave * g + octet % kInterleave;
+  static constexpr int mn_index(int core, int g) {
+    return core / kInterleave * (8 * kInterleave) + kInterleave * g + core % kInterleave;
   }
 
-  // `first_line` is the warp's first line in the tile.
-  MmaOperand(int first_line, int lane) {
+  // `first_mn` is the warp's first row of MN in the tile.
+  MmaOperand(int first_mn, int lane) {
     const int g = lane / 4, t = lane % 4;
-    const int first_byte = first_line * static_cast<int>(sizeof(T));
+    const int first_byte = first_mn * static_cast<int>(sizeof(T));
     switch (kAccess) {
       case Access::kMatrices:
         lane_offset_ =
-            Tile::offset(first_line + matrix_octet(lane) * 8 + lane % 8, matrix_half(lane) * 16);
+            Tile::offset(first_mn + matrix_core(lane) * 8 + lane % 8, matrix_half(lane) * 16);
         break;
       case Access::kMatricesTransposed:
         lane_offset_ =
-            Tile::offset(matrix_half(lane) * 8 + lane % 8, first_byte + matrix_octet(lane) * 16);
+            Tile::offset(matrix_half(lane) * 8 + lane % 8, first_byte + matrix_core(lane) * 16);
         break;
       case Access::kBytes:
         lane_offset_ = Tile::offset(4 * t, first_byte + kInterleave * g);
@@ -104,26 +105,26 @@ class MmaOperand {
         lane_offset_ = Tile::offset(2 * t, first_byte + 16 * g);
         break;
       case Access::kDoublesAlongK:
-        lane_offset_ = Tile::offset(first_line + g, 16 * t);
+        lane_offset_ = Tile::offset(first_mn + g, 16 * t);
         break;
     }
   }
 
-  // Loads the fragment of one step of the tile at `tile`. It is as memory has it until prepare().
+  // Loads the fragment of one step of the tile at `tile`, in memory's order until prepare().
   void load(Fragment& fragment, uint32 tile, int step) const {
     if constexpr (kAccess == Access::kMatrices) {
 #pragma unroll
-      for (int octet = 0; octet < kOctets; octet += 2) {
+      for (int core = 0; core < kCoreMatrices; core += 2) {
         uint32 words[4];
-        ldmatrix(words, at(tile, 32 * step) + 8 * octet * kRowBytes);
-        place_matrices(fragment, octet, words);
+        ldmatrix(words, at(tile, 32 * step) + 8 * core * kRowBytes);
+        place_matrices(fragment, core, words);
       }
     } else if constexpr (kAccess == Access::kMatricesTransposed) {
 #pragma unroll
-      for (int octet = 0; octet < kOctets; octet += 2) {
+      for (int core = 0; core < kCoreMatrices; core += 2) {
         uint32 words[4];
-        ldmatrix_trans(words, at(tile, 16 * octet) + kStep * step * kRowBytes);
-        place_matrices(fragment, octet, words);
+        ldmatrix_trans(words, at(tile, 16 * core) + kStep * step * kRowBytes);
+        place_matrices(fragment, core, words);
       }
     } else if constexpr (kAccess == Access::kBytes) {
       load_bytes(fragment, tile, step);
@@ -132,11 +133,11 @@ class MmaOperand {
       for (int half = 0; half < 2; ++half) {
         const uint32 row = tile + (kStep * step + 4 * half) * kRowBytes;
 #pragma unroll
-        for (int octet = 0; octet < kOctets; octet += kInterleave) {
+        for (int core = 0; core < kCoreMatrices; core += kInterleave) {
           uint32 words[kInterleave];
-          load_shared(words, at(row, 32 * octet));
+          load_shared(words, at(row, 32 * core));
 #pragma unroll
-          for (int i = 0; i < kInterleave; ++i) fragment[octet + i][half] = words[i];
+          for (int i = 0; i < kInterleave; ++i) fragment[core + i][half] = words[i];
         }
       }
     } else if constexpr (kAccess == Access::kDoubles) {
@@ -146,17 +147,17 @@ class MmaOperand {
       for (int half = 0; half < 2; ++half) {
         const uint32 row = tile + (kStep * step + half) * kRowBytes;
 #pragma unroll
-        for (int octet = 0; octet < kOctets; octet += 2) {
+        for (int core = 0; core < kCoreMatrices; core += 2) {
           double pair[2];
-          load_shared(pair, at(row, 64 * octet));
-          fragment[octet][half] = pair[0];
-          fragment[octet + 1][half] = pair[1];
+          load_shared(pair, at(row, 64 * core));
+          fragment[core][half] = pair[0];
+          fragment[core + 1][half] = pair[1];
         }
       }
     } else {
 #pragma unroll
-      for (int octet = 0; octet < kOctets; ++octet) {
-        load_shared(fragment[octet], at(tile, 64 * step) + 8 * octet * kRowBytes);
+      for (int core = 0; core < kCoreMatrices; ++core) {
+        load_shared(fragment[core], at(tile, 64 * step) + 8 * core * kRowBytes);
       }
     }
   }
@@ -167,39 +168,40 @@ class MmaOperand {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int octet = 0; octet < kOctets; octet += 4) {
-          transpose_bytes(fragment[octet][half], fragment[octet + 1][half],
-                          fragment[octet + 2][half], fragment[octet + 3][half]);
+        for (int core = 0; core < kCoreMatrices; core += 4) {
+          transpose_bytes(fragment[core][half], fragment[core + 1][half], fragment[core + 2][half],
+                          fragment[core + 3][half]);
         }
       }
     } else if constexpr (kSame<T, float>) {
 #pragma unroll
-      for (int octet = 0; octet < kOctets; ++octet) {
-        fragment[octet][0] = round_to_tf32(fragment[octet][0]);
-        fragment[octet][1] = round_to_tf32(fragment[octet][1]);
+      for (int core = 0; core < kCoreMatrices; ++core) {
+        fragment[core][0] = round_to_tf32(fragment[core][0]);
+        fragment[core][1] = round_to_tf32(fragment[core][1]);
       }
     }
   }
 
  private:
-  // The lane's address moved by `distance` bytes, on bits that its unswizzled offset leaves 0.
+  // The lane's address plus `distance` bytes, whose bits are 0 in its unswizzled offset.
   uint32 at(uint32 tile, int distance) const { return tile + (lane_offset_ ^ distance); }
 
-  // ldmatrix loads two halves of k of two octets, into adjacent registers in the order in which
-  // the product wants them adjacent: of lhs, both octets' first halves and then the second ones;
-  // of rhs, both halves of an octet. `lane` addresses a row of matrix lane / 8.
-  static constexpr int matrix_octet(int lane) { return kLhs ? lane / 8 % 2 : lane / 16; }
+  // ldmatrix loads two halves of k of two core matrices into adjacent registers, in the MMA's
+  // order: for lhs the first halves of both and then the second halves, for rhs both halves of
+  // each. `lane` addresses a row of matrix lane / 8.
+  static constexpr int matrix_core(int lane) { return kLhs ? lane / 8 % 2 : lane / 16; }
   static constexpr int matrix_half(int lane) { return kLhs ? lane / 16 : lane / 8 % 2; }
 
-  static void place_matrices(Fragment& fragment, int octet, const uint32 (&words)[4]) {
+  static void place_matrices(Fragment& fragment, int core, const uint32 (&words)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      fragment[octet + matrix_octet(8 * i)][matrix_half(8 * i)] = words[i];
+      fragment[core + matrix_core(8 * i)][matrix_half(8 * i)] = words[i];
     }
   }
 
-  // A lane reads rows 4t to 4t+3 of k, in words of four lines. The word of row 4t+r waits in the
-  // register of octet r until prepare() transposes the 4x4 bytes of four octets.
+  // A lane reads rows 4t to 4t+3 of k, in words of four elements of MN. The word of row 4t+r stays
+  // in the register of core matrix r until prepare() transposes the 4x4 bytes of four core
+  // matrices.
   void load_bytes(Fragment& fragment, uint32 tile, int step) const {
     constexpr int kWords = kInterleave / 4;
 #pragma unroll
@@ -208,11 +210,11 @@ class MmaOperand {
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
 #pragma unroll
-        for (int octet = 0; octet < kOctets; octet += kInterleave) {
+        for (int core = 0; core < kCoreMatrices; core += kInterleave) {
           uint32 words[kWords];
-          load_shared(words, at(rows, r * kRowBytes + 8 * octet));
+          load_shared(words, at(rows, r * kRowBytes + 8 * core));
 #pragma unroll
-          for (int w = 0; w < kWords; ++w) fragment[octet + 4 * w + r][half] = words[w];
+          for (int w = 0; w < kWords; ++w) fragment[core + 4 * w + r][half] = words[w];
         }
       }
     }

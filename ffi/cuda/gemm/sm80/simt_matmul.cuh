@@ -1,13 +1,13 @@
-// Matrix products of float32 with float32's own multiplications and additions.
+// Matrix products of float32 on CUDA cores, by FFMA instructions.
 #pragma once
 
 #include "gemm/sm80/matmul_block.cuh"
 
 namespace tilekern {
 
-// One operand of a warp whose lanes form a grid: kLanes of them are side by side along this
-// operand's lines (rows of lhs, columns of rhs), and each takes 8 lines, 4 elements of k at a time.
-// Where memory has lines side by side, a lane reads 4 adjacent ones at once.
+// One operand of a warp whose lanes form a grid: kLanes of them are side by side along MN (rows of
+// lhs, columns of rhs), and each takes 8 rows of MN by 4 elements of k at a time. Where memory is
+// contiguous along MN, a lane reads 4 adjacent elements at once.
 template <bool kMajorK, int kBlock, int kBlockK, int kLanes>
 class SimtOperand {
   static constexpr int kInterleave = kMajorK ? 1 : 4;
@@ -15,25 +15,25 @@ class SimtOperand {
 
  public:
   using Tile = SharedTile<kMajorK ? kBlock : kBlockK, kRowBytes,
-                          kMajorK ? swizzle_for_row_octets(kRowBytes) : kNoSwizzle>;
+                          kMajorK ? swizzle_for_core_matrices(kRowBytes) : kNoSwizzle>;
   using Fragment = float[8][4];
 
-  // Line i of lane `lane`, counted from the warp's first.
-  static constexpr int line(int i, int lane) {
+  // The i-th row of MN of a lane, counted from the warp's first.
+  static constexpr int mn_index(int i, int lane) {
     return i / kInterleave * (kLanes * kInterleave) + kInterleave * lane + i % kInterleave;
   }
 
-  // `first_line` is the warp's first line in the tile.
-  SimtOperand(int first_line, int lane) {
-    const int line_of_lane = first_line + line(0, lane);
-    lane_offset_ = kMajorK ? Tile::offset(line_of_lane, 0) : Tile::offset(0, 4 * line_of_lane);
+  // `first_mn` is the warp's first row of MN in the tile.
+  SimtOperand(int first_mn, int lane) {
+    const int mn_of_lane = first_mn + mn_index(0, lane);
+    lane_offset_ = kMajorK ? Tile::offset(mn_of_lane, 0) : Tile::offset(0, 4 * mn_of_lane);
   }
 
   void load(Fragment& fragment, uint32 tile, int step) const {
     if constexpr (kMajorK) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        // Line kLanes * i of the lane, whose swizzle differs where that is not a multiple of 8.
+        // Row kLanes * i has another swizzle where it is not a multiple of 8.
         const int swizzle = kLanes * i % 8 * 16;
         load_shared(fragment[i],
                     tile + (lane_offset_ ^ (16 * step) ^ swizzle) + kLanes * i * kRowBytes);
@@ -44,7 +44,8 @@ class SimtOperand {
 #pragma unroll
         for (int i = 0; i < 8; i += 4) {
           float values[4];
-          load_shared(values, tile + lane_offset_ + (4 * step + k) * kRowBytes + 4 * line(i, 0));
+          load_shared(values,
+                      tile + lane_offset_ + (4 * step + k) * kRowBytes + 4 * mn_index(i, 0));
 #pragma unroll
           for (int j = 0; j < 4; ++j) fragment[i + j][k] = values[j];
         }
@@ -58,8 +59,8 @@ class SimtOperand {
 
 template <typename Lhs, typename Rhs, MatmulConfig config>
 class SimtEngine {
-  // Lanes of a warp: 4 along m by 8 along n, arranged so that in each half warp neighbours read
-  // the same words of lhs, and neighbours' neighbours of rhs, which shared memory serves at once:
+  // The lanes of a warp are 4 along m by 8 along n. In each half warp, lanes 2i and 2i+1 read the
+  // same words of lhs and alternate lanes the same words of rhs, which shared memory broadcasts:
   //
   //     0  1  8  9 16 17 24 25
   //     2  3 10 11 18 19 26 27
@@ -82,8 +83,10 @@ class SimtEngine {
   static constexpr int kColumns = config.warp_n();
 
   struct Layout {
-    static constexpr int row(int lane, int i) { return LhsOperand::line(i / 8, lane_m(lane)); }
-    static constexpr int column(int lane, int i) { return RhsOperand::line(i % 8, lane_n(lane)); }
+    static constexpr int row(int lane, int i) { return LhsOperand::mn_index(i / 8, lane_m(lane)); }
+    static constexpr int column(int lane, int i) {
+      return RhsOperand::mn_index(i % 8, lane_n(lane));
+    }
   };
 
   SimtEngine(int warp_m, int warp_n, int lane)
@@ -103,7 +106,7 @@ class SimtEngine {
       for (int i = 0; i < 8; ++i) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          sums_[i][j] += lhs_fragments_[kSlot][i][k] * rhs_fragments_[kSlot][j][k];
+          accumulators_[i][j] += lhs_fragments_[kSlot][i][k] * rhs_fragments_[kSlot][j][k];
         }
       }
     }
@@ -111,21 +114,21 @@ class SimtEngine {
 
   void finish_tile() {}
 
-  auto& accumulators() { return reinterpret_cast<float (&)[64]>(sums_); }
+  auto& accumulators() { return reinterpret_cast<float (&)[64]>(accumulators_); }
 
-  // A slab holds four of each lane's rows.
-  static constexpr int slab_row(int slab, int staged_row) {
-    return LhsOperand::line(4 * slab + staged_row / 4, staged_row % 4);
+  // A subtile holds four of each lane's rows.
+  static constexpr int subtile_row(int subtile, int staged_row) {
+    return LhsOperand::mn_index(4 * subtile + staged_row / 4, staged_row % 4);
   }
 
   template <typename Out>
-  void write_slab(int slab, uint32 staging, int pitch, int lane) const {
+  void stage_subtile(int subtile, uint32 staging, int pitch, int lane) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const uint32 word[1] = {__float_as_uint(sums_[4 * slab + i][j])};
-        const int column = RhsOperand::line(j, lane_n(lane));
+        const uint32 word[1] = {__float_as_uint(accumulators_[4 * subtile + i][j])};
+        const int column = RhsOperand::mn_index(j, lane_n(lane));
         store_shared(staging + (4 * i + lane_m(lane)) * pitch + 4 * column, word);
       }
     }
@@ -136,7 +139,7 @@ class SimtEngine {
   RhsOperand rhs_;
   typename LhsOperand::Fragment lhs_fragments_[kSlots];
   typename RhsOperand::Fragment rhs_fragments_[kSlots];
-  float sums_[8][8] = {};
+  float accumulators_[8][8] = {};
 };
 
 template <typename Lhs, typename Rhs, typename Out, MatmulConfig config,
@@ -147,7 +150,7 @@ __global__ void __launch_bounds__(config.threads(), config.min_blocks)
   matmul_tile<SimtEngine, config>(lhs, rhs, out, shape, Epilogue{operands...});
 }
 
-// The same where `use_float32` says so, and nothing otherwise.
+// The same kernel, which does nothing unless `use_float32` is set.
 template <MatmulConfig config, class Epilogue = IdentityEpilogue, typename... Operands>
 __global__ void __launch_bounds__(config.threads(), config.min_blocks)
     simt_matmul_if(const int32* use_float32, const float* lhs, const float* rhs, float* out,

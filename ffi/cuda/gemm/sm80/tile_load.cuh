@@ -6,12 +6,12 @@
 
 namespace tilekern {
 
-// One thread's share of the copy of successive tiles, in chunks of kChunkBytes: the same chunk of
+// One thread's part of the copies of successive tiles, in chunks of kChunkBytes: the same chunk of
 // every kRowStep-th row. Elements beyond the matrix become zeros.
 //
-// With kLoadBytes of 4 or more, it is what every row's address and length are multiples of, so that
-// a chunk is either inside the matrix or outside, and is copied by cp.async. With 1, any address
-// and length will do, and chunks pass through registers, shifted into place.
+// A kLoadBytes of 4 or more divides every row's address and length, so that a chunk is either
+// inside the matrix or outside, and cp.async copies it. With 1, addresses and lengths are
+// arbitrary, and chunks are shifted into place in registers.
 template <class Tile, int kThreads, int kLoadBytes>
 class TileLoader {
   static constexpr bool kAsync = kLoadBytes >= 4;
@@ -31,21 +31,21 @@ class TileLoader {
         step_bytes_(row_bytes * kRowStep),
         source_(static_cast<const char*>(source) + row_bytes * row_ + byte_) {}
 
-  // Moves on by one tile, along the rows or to the rows below.
+  // Advances by one tile, along the rows or to the rows below.
   template <bool kAlongRows>
   void advance() {
     source_ += kAlongRows ? Tile::kRowBytes : step_bytes_ * kChunks;
   }
 
-  // Copies the kPart-th of kParts shares of the tile to shared memory at `tile`. Of the tile,
-  // `rows` rows and `bytes` bytes of each are inside the matrix. What passes through registers is
-  // read with the first share and arrives with the last, so that work in between hides the way.
+  // Copies the kPart-th of kParts parts of the tile to shared memory at `tile`. `rows` rows of the
+  // tile and `bytes` bytes of each are inside the matrix. Copies through registers load with the
+  // first part and store with the last, so that work in between hides the latency.
   template <int kPart, int kParts>
   void load(uint32 tile, int rows, int bytes) {
     if constexpr (kAsync) {
       constexpr int kFirst = kChunks * kPart / kParts;
       constexpr int kEnd = kChunks * (kPart + 1) / kParts;
-      // Unrolled further, many narrow copies would keep as many addresses in registers.
+      // Further unrolling would keep the addresses of many narrow copies in registers.
       constexpr int kUnroll = kChunkBytes == 16 ? max_of(kEnd - kFirst, 1) : 4;
       const bool inside = byte_ < bytes;
 #pragma unroll kUnroll
@@ -68,8 +68,8 @@ class TileLoader {
     }
   }
 
-  // Reads the five aligned words that each chunk touches, as far as they hold at least one byte of
-  // the matrix. `valid` bytes of the chunk are in the matrix, if it is at least 1 and at most 16.
+  // Loads those of the five aligned words around each chunk that hold a byte of the matrix.
+  // min(valid, 16) bytes of the chunk are in the matrix, none if `valid` is not positive.
   void fetch(int rows, int valid) {
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
@@ -83,7 +83,7 @@ class TileLoader {
     }
   }
 
-  // Cuts the chunks out of their words.
+  // Shifts the chunks out of their words, and stores them.
   void place(uint32 tile, int valid) const {
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {

@@ -1,4 +1,4 @@
-// The skeleton of a ragged matrix product: one block computes one tile of one group's product.
+// The mainloop of a grouped GEMM: one CTA computes one tile of one group's product.
 #pragma once
 
 #include "gemm/sm80/matmul_block.cuh"
@@ -6,15 +6,14 @@
 
 namespace tilekern {
 
-// The first of a span's tile rows in the grid. A span has floor(end / block_rows) -
-// floor(begin / block_rows) + 1 of them, which is as many as it needs or one more. So they are
-// numbered without a sum over the spans before, and the grid is the same whatever sizes the groups
-// turn out to have.
+// Returns the first of a span's tile rows in the grid. A span has floor(end / block_rows) -
+// floor(begin / block_rows) + 1 of them, as many as it needs or one more. So they are numbered
+// without a sum over the preceding spans, and the grid does not depend on the sizes of the groups.
 inline int first_tile_row(const Span& span, int index, int block_rows) {
   return span.begin / block_rows + index;
 }
 
-// The span that can have a tile row: the last one whose first does not come later.
+// Returns the span that may contain a tile row: the last one whose first tile row is not greater.
 inline int span_of_tile_row(const GroupShape& groups, const int32* of_batch, int block_rows,
                             int tile_row) {
   int low = 0, high = groups.spans_per_batch();
@@ -45,13 +44,13 @@ inline void ragged_rows_tile(const Lhs* lhs, const Rhs* rhs, const int32* bounds
   const int first = first_tile_row(span, index, config.block_m) * shape.tiles_n;
   const int tiles_m = (span.rows() + config.block_m - 1) / config.block_m;
   const int tile_of_span = blockIdx.x % tiles - first;
-  // The whole block leaves, before any barrier.
+  // The whole CTA exits before any barrier.
   if (tile_of_span >= tiles_m * shape.tiles_n) return;
 
   const TileCoordinates tile = banded_tile(tile_of_span, tiles_m, shape.tiles_n, shape.band);
   const int product = batch * groups.groups + max_of(span.group, 0);
   const BatchOffsets offsets = batch_offsets(shape, product);
-  // Rows of no group are sums of nothing.
+  // Rows of no group are empty sums, zeros.
   const int32 end_k = span.is_group() ? shape.k : 0;
   compute_tile<EngineOf, config>(
       lhs, rhs, out, shape, offsets,

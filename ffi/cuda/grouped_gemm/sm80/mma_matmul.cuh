@@ -1,4 +1,4 @@
-// Ragged matrix products on the tensor cores by mma.sync.
+// Grouped GEMMs on tensor cores by mma.sync.
 #pragma once
 
 #include "gemm/sm80/mma_matmul.cuh"

@@ -1,4 +1,4 @@
-// Ragged matrix products of float32 with its own multiplications and additions.
+// Grouped GEMMs of float32 on CUDA cores, by FFMA instructions.
 #pragma once
 
 #include "gemm/sm80/simt_matmul.cuh"

@@ -104,7 +104,7 @@ class SplitPass:
         if operand.k_major:
             return 1 if operand.k > _LONG_LINE else 8
         # 16 lines a block, or 8, which are the least that whole sectors hold, to have more blocks.
-        return 4 if self.lines >= 16 * self.gpu.multiprocessors else 2
+        return 4 if self.lines >= 16 * self.gpu.sm_count else 2
 
     def launch(self, compiled: Compiled, source: Buffer, pieces: Buffer, facts: Buffer) -> Launch:
         """Return the launch, given what ``kernel`` was compiled to and the buffers.

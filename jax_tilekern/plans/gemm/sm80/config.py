@@ -10,23 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel
 from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
+from jax_tilekern.plans.gemm.arithmetic import TYPES, ElementTypes
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS, MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.plans.gemm.sm80.operands import WIDEST_LOAD, Operand, narrow_loads
+from jax_tilekern.plans.gemm.sm80.operands import WIDEST_LOAD, Operand
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Scalars
 
 _Dtype = np.dtype[Any]
-
-
-def _dtypes(*names: str) -> tuple[_Dtype, ...]:
-    return tuple(np.dtype(getattr(ml_dtypes, name, name)) for name in names)
-
 
 # A row of k in shared memory.
 TILE_ROW_BYTES = 128
@@ -89,60 +84,39 @@ _MMA_TILES = (TALL, SQUARE, SMALL, TINY)
 
 
 @dataclass(frozen=True)
-class Arithmetic:
-    """How a product is computed: types, and where.
+class MmaArithmetic:
+    """How the kernels compute in an arithmetic.
 
     Attributes
     ----------
-    operands
-        Types of the operands, in any pairing.
-    results
-        Types of the result.
+    types
+        Element types.
     tiles
-        Candidates, largest first.
-    macs_per_cycle
-        Multiply-adds of a multiprocessor in a cycle. Only the order of magnitude matters: it is
-        weighed against bytes when tiles are compared.
+        Tiles to choose from, largest first.
     family
         The kernel: ``"mma"``, on tensor cores, or ``"simt"``, on CUDA cores.
     min_capability
         The oldest architecture that has the instructions.
     """
 
-    operands: tuple[_Dtype, ...]
-    results: tuple[_Dtype, ...]
+    types: ElementTypes
     tiles: tuple[MatmulTile, ...]
-    macs_per_cycle: int
     family: str = "mma"
     min_capability: tuple[int, int] = (8, 0)
 
 
-_FLOAT8 = Arithmetic(
-    _dtypes("float8_e4m3fn", "float8_e5m2"), _dtypes("float32", "bfloat16", "float16"),
-    _MMA_TILES, 1024, min_capability=(8, 9),
-)  # fmt: skip
-
-ARITHMETICS: dict[str, Arithmetic] = {
-    "bf16": Arithmetic(
-        _dtypes("bfloat16"), _dtypes("bfloat16", "float32"), _MMA_TILES, 1024
-    ),
-    "f16": Arithmetic(
-        _dtypes("float16"), _dtypes("float16", "float32"), _MMA_TILES, 1024
-    ),
-    "tf32": Arithmetic(
-        _dtypes("float32"), _dtypes("float32"), _MMA_TILES, 512
-    ),
-    "f32": Arithmetic(
-        _dtypes("float32"), _dtypes("float32"), (SIMT_SQUARE, SIMT_SMALL), 100,
-        family="simt",
-    ),
-    "f64": Arithmetic(_dtypes("float64"), _dtypes("float64"), (SMALL, TINY), 100),
-    "int8": Arithmetic(_dtypes("int8"), _dtypes("int32"), _MMA_TILES, 2048),
-    # Sums of the tensor cores' 8-bit products are promoted to float32 every 128 of k ...
-    "fp8": _FLOAT8,
+ARITHMETICS: dict[str, MmaArithmetic] = {
+    "bf16": MmaArithmetic(TYPES["bf16"], _MMA_TILES),
+    "f16": MmaArithmetic(TYPES["f16"], _MMA_TILES),
+    "tf32": MmaArithmetic(TYPES["tf32"], _MMA_TILES),
+    "f32": MmaArithmetic(TYPES["f32"], (SIMT_SQUARE, SIMT_SMALL), family="simt"),
+    "f64": MmaArithmetic(TYPES["f64"], (SMALL, TINY)),
+    "int8": MmaArithmetic(TYPES["int8"], _MMA_TILES),
+    # Accumulators of the tensor cores' float8 MMAs are promoted to float32 every 128 of k ...
+    "fp8": MmaArithmetic(TYPES["fp8"], _MMA_TILES, min_capability=(8, 9)),
     # ... or not.
-    "fp8_fast": _FLOAT8,
-}  # fmt: skip
+    "fp8_fast": MmaArithmetic(TYPES["fp8_fast"], _MMA_TILES, min_capability=(8, 9)),
+}
 
 
 @dataclass(frozen=True)
@@ -219,7 +193,7 @@ def instances_for(
         What it is for.
     """
     how = ARITHMETICS[product.arithmetic]
-    dtypes = (product.lhs_dtype, product.rhs_dtype, product.out_dtype)
+    dtypes = product.dtypes
     treatment = _float8_treatment(product.arithmetic, gpu)
     k_tiles = math.ceil(product.geometry.k * product.lhs_dtype.itemsize / TILE_ROW_BYTES)
     for tile in _usable_tiles(how, lhs, rhs, treatment[0]):
@@ -262,53 +236,8 @@ def pack_shape(
     )
 
 
-# Of k, for instances that a short product does not have.
-_MANY = 1 << 20
-
-
-def instances(gpu: Gpu) -> Iterator[MatmulInstance]:
-    """Kernels that plans for ``gpu`` can ask for, so that a test can compile them.
-
-    All would be thousands, so features that are independent in the code are not crossed: every
-    arithmetic has its largest tile in all four major orders, and each of these in one order: the
-    other tiles, a short k, the narrower loads, the other types.
-    """
-    orders = [(lhs, rhs) for lhs in (True, False) for rhs in (True, False)]
-    for arithmetic, how in ARITHMETICS.items():
-        if gpu.compute_capability < how.min_capability:
-            continue
-        treatment = _float8_treatment(arithmetic, gpu)
-        types = (how.operands[0], how.operands[-1], how.results[0])
-        wide = Operand(True, WIDEST_LOAD)
-        tiles = [
-            tile
-            for tile in _usable_tiles(how, wide, wide, treatment[0])
-            if _occupancy(tile, gpu, _MANY)
-        ]
-        samples = [(tiles[0], _MANY, WIDEST_LOAD, order, types) for order in orders]
-        samples += [
-            (tile, k_tiles, WIDEST_LOAD, order, types)
-            for tile, k_tiles, order in zip(tiles[1:], (_MANY, 1, 1), orders[1:], strict=False)
-        ]
-        for load_bytes, order in zip(narrow_loads(types[0].itemsize), orders[1:], strict=False):
-            narrow = Operand(True, load_bytes)
-            tile = next(t for t in _usable_tiles(how, narrow, narrow, treatment[0]) if t in tiles)
-            samples.append((tile, _MANY, load_bytes, order, types))
-        samples += [
-            (tiles[-1], _MANY, WIDEST_LOAD, orders[1], (lhs, rhs, out))
-            for lhs in how.operands
-            for rhs in how.operands
-            for out in how.results[1:]
-        ]
-        for tile, k_tiles, load_bytes, order, dtypes in samples:
-            lhs, rhs = (Operand(k_major, load_bytes) for k_major in order)
-            occupancy = _occupancy(tile, gpu, k_tiles)
-            assert occupancy is not None
-            yield _instance(how, tile, occupancy, lhs, rhs, dtypes, treatment)
-
-
 def _instance(
-    how: Arithmetic,
+    how: MmaArithmetic,
     tile: MatmulTile,
     occupancy: tuple[int, int],
     lhs: Operand,
@@ -343,11 +272,11 @@ def _float8_treatment(arithmetic: str, gpu: Gpu) -> tuple[bool, bool]:
 
 
 def _usable_tiles(
-    how: Arithmetic, lhs: Operand, rhs: Operand, promote: bool
+    how: MmaArithmetic, lhs: Operand, rhs: Operand, promote: bool
 ) -> Iterator[MatmulTile]:
     """Yield the tiles whose kernel fits into registers, on every architecture."""
     narrowest = min(lhs.load_bytes, rhs.load_bytes)
-    bytes_ = how.operands[0].itemsize == 1
+    bytes_ = how.types.operands[0].itemsize == 1
     for tile in how.tiles:
         # The largest leaves none for a second set of sums, nor for shifting loads ...
         if tile == TALL and (promote or narrowest == 1):

@@ -59,8 +59,3 @@ def has_vector_rows(geometry: MatmulGeometry, itemsize: int) -> bool:
     *batch, m, _ = geometry.out_strides
     strides = ((geometry.m, m), *zip(geometry.batch, batch, strict=True))
     return _load_bytes(geometry.n, strides, itemsize) == WIDEST_LOAD
-
-
-def narrow_loads(itemsize: int) -> tuple[int, ...]:
-    """Return the loads narrower than the widest that :func:`_load_bytes` returns."""
-    return {4: (8, 4), 8: (8,)}.get(itemsize, (8, 4, 1))

@@ -11,6 +11,7 @@ import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel
 from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
+from jax_tilekern.plans.gemm.arithmetic import TYPES, ElementTypes
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.strided_rows import StridedOperand
@@ -61,37 +62,45 @@ class WgmmaTile:
         """Tiles along ``m``, in clusters, and along ``n``."""
         return math.ceil(m / (self.block_m * self.cluster)), math.ceil(n / self.block_n)
 
-    def __str__(self) -> str:
-        """Return the size and what is unusual."""
+    @property
+    def key(self) -> str:
+        """The part of a candidate's key that names the tile, which tuning stores."""
         text = f"{self.block_m}x{self.block_n}"
         text += "" if self.consumers == 2 else f" by {self.consumers}"
         text += "" if self.cooperative else " in turns"
         return text + ("" if self.cluster == 1 else f" clusters of {self.cluster}")
 
+    def __str__(self) -> str:
+        """Return the size and what is unusual, for ``explain``."""
+        text = f"{self.block_m}x{self.block_n}"
+        text += "" if self.consumers == 2 else ", 1 math warpgroup"
+        text += "" if self.cooperative else ", ping-pong"
+        return text + ("" if self.cluster == 1 else f", clusters of {self.cluster}")
+
 
 @dataclass(frozen=True)
 class WgmmaArithmetic:
-    """How the kernel computes.
+    """How the kernel computes in an arithmetic.
 
     Attributes
     ----------
-    macs_per_cycle
-        Multiply-adds of a multiprocessor in a cycle.
+    types
+        Element types.
     promote
-        Whether sums are added up outside the tensor cores; see ``WgmmaConfig``.
+        Whether accumulators are promoted outside the tensor cores; see ``WgmmaConfig``.
     """
 
-    macs_per_cycle: int
+    types: ElementTypes
     promote: bool = False
 
 
 ARITHMETICS = {
-    "bf16": WgmmaArithmetic(2048),
-    "f16": WgmmaArithmetic(2048),
-    "tf32": WgmmaArithmetic(1024),
-    "int8": WgmmaArithmetic(4096),
-    "fp8": WgmmaArithmetic(4096, promote=True),
-    "fp8_fast": WgmmaArithmetic(4096),
+    "bf16": WgmmaArithmetic(TYPES["bf16"]),
+    "f16": WgmmaArithmetic(TYPES["f16"]),
+    "tf32": WgmmaArithmetic(TYPES["tf32"]),
+    "int8": WgmmaArithmetic(TYPES["int8"]),
+    "fp8": WgmmaArithmetic(TYPES["fp8"], promote=True),
+    "fp8_fast": WgmmaArithmetic(TYPES["fp8_fast"]),
 }
 
 
@@ -232,7 +241,7 @@ class View:
             out_n_stride=out_n,
         )
 
-    def exchanged(self) -> View:
+    def swapped(self) -> View:
         """Return the transposed product."""
         return dataclasses.replace(
             self,
@@ -257,7 +266,7 @@ def fits_boxes(operand: StridedOperand, dtype: _Dtype) -> bool:
     return all(stride * dtype.itemsize % BOX_STRIDE_BYTES == 0 for size, stride in dims if size > 1)
 
 
-def dense_items(tile: WgmmaTile, view: View) -> int:
+def dense_tiles(tile: WgmmaTile, view: View) -> int:
     """Return the tiles of a dense product."""
     return math.prod(view.batch) * math.prod(tile.grid(view.lhs.lines, view.rhs.lines))
 
@@ -267,7 +276,7 @@ def takes(tile: WgmmaTile, view: View, gpu: Gpu) -> bool:
     wide = view.lhs_dtype.itemsize == 2
     out_row = TILE_ROW_BYTES // view.out_dtype.itemsize
     return not (
-        tile.cluster > gpu.multiprocessors
+        tile.cluster > gpu.sm_count
         or (not wide and not view.rhs.k_major)
         or (not view.rhs.k_major and tile.block_n // tile.cluster % 64)
         or (not view.lhs.k_major and not wide and tile.block_m % (128 // view.lhs_dtype.itemsize))
@@ -276,7 +285,7 @@ def takes(tile: WgmmaTile, view: View, gpu: Gpu) -> bool:
 
 
 def instance_for(
-    tile: WgmmaTile, view: View, how: WgmmaArithmetic, splits: int, gpu: Gpu, pieces: int = 1
+    tile: WgmmaTile, view: View, promote: bool, splits: int, gpu: Gpu, pieces: int = 1
 ) -> WgmmaInstance:
     """Return the kernel with this tile for a product."""
     out_dtype = view.out_dtype
@@ -307,6 +316,6 @@ def instance_for(
         rhs_k_major=view.rhs.k_major,
         out_m_major=view.out_m_major,
         out_boxes=out_boxes,
-        promote=how.promote,
+        promote=promote,
         pieces=pieces,
     ).with_most_stages(gpu)

@@ -1,63 +1,89 @@
-"""The cost model of ``gemm/sm90/matmul.cuh``: what its tiles take."""
+"""The cost model of ``gemm/sm90/matmul.cuh``."""
 
 from __future__ import annotations
 
 import math
 
-from jax_tilekern.plans.gemm.sm90.config import (
-    TILE_ROW_BYTES,
-    View,
-    WgmmaArithmetic,
-    WgmmaInstance,
-    WgmmaTile,
-)
+from jax_tilekern.plans.gemm.sm90.config import TILE_ROW_BYTES, View, WgmmaInstance, WgmmaTile
 from jax_tilekern.plans.gpu import Gpu
 
-# Measured on an H100: what a multiprocessor gets from the second-level cache, in bytes a cycle.
-_L2_BANDWIDTH = 62
-_SHARED_BANDWIDTH = 128
+# All factors and cycles below were measured on an H100.
+
+# A k-tile where neither operand is k-major and the tile is wide.
+_NEITHER_K_MAJOR = 1.03
+# A k-tile of lhs through registers, which wide and narrow tiles hide differently well.
+_LHS_IN_REGISTERS_WIDE, _LHS_IN_REGISTERS_NARROW = 1.1, 1.3
+# A k-tile whose accumulators are promoted outside the tensor cores.
+_PROMOTED = 1.2
+# Columns from which a tile is wide.
+_WIDE = 128
+# The epilogue: cycles to begin with, bytes per cycle by TMA stores, and how much slower single
+# elements are.
+_STORE_CYCLES, _STORE_BANDWIDTH = 400, 64
+_SINGLE_ELEMENTS = 4
+# Ping-pong consumers: cycles to take turns, and the slowdown of small tiles over many rounds, which
+# spread over more of the operands than L2 holds.
+_PING_PONG_CYCLES = 100
+_PING_PONG_SPREAD = 1.05
+# Clusters save L2 reads, which has not been seen to pay.
+_CLUSTERS = 1.02
 
 
 def busy_cycles(
     tile: WgmmaTile,
     instance: WgmmaInstance,
     view: View,
-    how: WgmmaArithmetic,
-    items: float,
+    arithmetic: str,
+    work_tiles: float,
     k_tiles: float,
     gpu: Gpu,
 ) -> float:
-    """Estimate the cycles of the busiest multiprocessor, were memory no limit.
+    """Estimate the cycles of the busiest SM if memory were no limit.
 
-    ``items`` are tiles with so many tiles of ``k`` each.
+    Parameters
+    ----------
+    tile
+        The output's tile.
+    instance
+        The kernel.
+    view
+        The product as the kernel computes it.
+    arithmetic
+        The arithmetic of an MMA.
+    work_tiles
+        Tiles of the output, all batches and splits together.
+    k_tiles
+        The k-tiles of each.
+    gpu
+        What it is for.
     """
-    rounds = math.ceil(items / (gpu.multiprocessors // tile.cluster))
+    rates = gpu.rates
+    rounds = math.ceil(work_tiles / (gpu.sm_count // tile.cluster))
     operand_reads = tile.block_m // 64 * (64 + tile.block_n) * TILE_ROW_BYTES
-    products = instance.pieces * (instance.pieces + 1) // 2
+    # MMAs of a hi/lo split: all pairs of parts but those whose product is negligible.
+    mmas = instance.pieces * (instance.pieces + 1) // 2
+    macs = rates.wgmma_macs[arithmetic]
     k_tile = max(
-        products * tile.block_m * tile.block_n * instance.block_k / how.macs_per_cycle,
-        products * operand_reads / _SHARED_BANDWIDTH,
-        instance.pieces * (tile.block_m + tile.block_n) * TILE_ROW_BYTES / _L2_BANDWIDTH,
+        mmas * tile.block_m * tile.block_n * instance.block_k / macs,
+        mmas * operand_reads / rates.shared_memory_bandwidth,
+        instance.pieces * (tile.block_m + tile.block_n) * TILE_ROW_BYTES / rates.l2_tma_bandwidth,
     )
-    # Measured: two 16-bit operands of which neither is k-major, what passes through registers, and
-    # what is added up outside the tensor cores.
-    if not instance.lhs_k_major and not instance.rhs_k_major and tile.block_n > 128:
-        k_tile *= 1.03
+    wide = tile.block_n > _WIDE
+    if not instance.lhs_k_major and not instance.rhs_k_major and wide:
+        k_tile *= _NEITHER_K_MAJOR
     if not instance.lhs_k_major and view.lhs_dtype.itemsize != 2:
-        k_tile *= 1.1 if tile.block_n > 128 else 1.3
-    if how.promote:
-        k_tile *= 1.2
-    store = 400 + tile.block_m * tile.block_n * view.out_dtype.itemsize / 64
+        k_tile *= _LHS_IN_REGISTERS_WIDE if wide else _LHS_IN_REGISTERS_NARROW
+    if instance.promote:
+        k_tile *= _PROMOTED
+    out_bytes = tile.block_m * tile.block_n * view.out_dtype.itemsize
+    store = _STORE_CYCLES + out_bytes / _STORE_BANDWIDTH
     if not instance.out_boxes:
-        store *= 4
-    # Consumers that take turns store while others multiply, unless they store element by element.
+        store *= _SINGLE_ELEMENTS
+    # Ping-pong hides the epilogue behind the other consumer's mainloop, unless single elements are
+    # stored.
     if tile.cooperative or rounds == 1 or not instance.out_boxes:
-        item = k_tiles * k_tile + store
+        work_tile = k_tiles * k_tile + store
     else:
-        # Over many rounds they spread over more of the operands than the cache holds, from which
-        # smaller tiles read about as much as it gives.
-        item = (max(k_tiles * k_tile, store) + 100) * (
-            1.05 if rounds > 2 and tile.block_n <= 128 else 1
-        )
-    # Clusters save reads of the second-level cache, which has not been seen to pay.
-    return rounds * item * (1 if tile.cluster == 1 else 1.02)
+        work_tile = max(k_tiles * k_tile, store) + _PING_PONG_CYCLES
+        work_tile *= _PING_PONG_SPREAD if rounds > 2 and not wide else 1
+    return rounds * work_tile * (1 if tile.cluster == 1 else _CLUSTERS)

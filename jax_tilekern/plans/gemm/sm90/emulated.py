@@ -9,77 +9,70 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from jax_tilekern.compilation.compiler import compile_kernels
+from jax_tilekern.plans.gemm.arithmetic import TYPES
+from jax_tilekern.plans.gemm.families import Family
 from jax_tilekern.plans.gemm.passes.split_float32 import (
     DECIDE_KERNEL,
     PIECES,
     SplitPass,
     decide_launch,
 )
-from jax_tilekern.plans.gemm.problem import Candidate, Product, copy_cycles
-from jax_tilekern.plans.gemm.sm80 import candidates as mma
+from jax_tilekern.plans.gemm.problem import Product, copy_cycles
+from jax_tilekern.plans.gemm.sm80.candidates import MmaCandidate, mma_candidates
 from jax_tilekern.plans.gemm.sm90.config import (
     MAX_BATCH_DIMS,
     View,
-    WgmmaArithmetic,
-    WgmmaInstance,
     WgmmaTile,
-    dense_items,
+    dense_tiles,
     instance_for,
-    takes,
 )
 from jax_tilekern.plans.gemm.sm90.cost import busy_cycles
 from jax_tilekern.plans.gemm.sm90.launch import launch_tiles
+from jax_tilekern.plans.gemm.sm90.tiling import (
+    TiledCandidate,
+    is_launchable,
+    oriented_tiles,
+    refusal,
+)
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, LaunchPlan, Parameter, Scalars
+from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel, Parameter, Scalars
 from jax_tilekern.plans.strided_rows import StridedOperand
 
 _F16: np.dtype[Any] = np.dtype(np.float16)
 _FLAG_BYTES = 4
-# Two sets of sums for each output, and tiles of four pieces in every stage.
+# Tiles that leave room for two sets of accumulators, and for both parts of each operand in a stage.
 _TILES = (WgmmaTile(128, 128), WgmmaTile(128, 64), WgmmaTile(64, 64, consumers=1))
-_HOW = WgmmaArithmetic(2048, promote=True)
+# The arithmetic of an MMA.
+_MMA_ARITHMETIC = "f16"
 
 ARITHMETICS = ("f32", "f32_emulated")
 
 
 @dataclass(frozen=True)
-class EmulatedCandidate(Candidate):
-    """Two splits, a decision, a product of pieces, and the plain product that may take its place.
+class EmulatedCandidate(TiledCandidate):
+    """Two splits, a decision, a float16 product, and the float32 product that may take its place.
 
     Attributes
     ----------
     product
         What is computed.
-    tile
-        The output's tile.
-    exchanged
-        Whether the kernel computes the output's transpose from the operands' transposes.
-    instance
-        The kernel of the product of pieces.
     plain
         The product in float32 arithmetic.
-    cycles
-        The estimated cost.
     """
 
     product: Product
-    tile: WgmmaTile
-    exchanged: bool
-    instance: WgmmaInstance
-    plain: mma.MmaCandidate
-    cycles: float
+    plain: MmaCandidate
 
     @property
     def key(self) -> str:
         """The tile, and the order of the operands."""
-        return f"pieces {self.tile}" + (" exchanged" if self.exchanged else "")
+        return f"pieces {self.tile_key}"
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile all kernels."""
@@ -94,8 +87,8 @@ class EmulatedCandidate(Candidate):
         view = _view(product, lhs, rhs, lhs_pieces.index, rhs_pieces.index)
         exponents: list[Parameter] = [lhs_facts, rhs_facts]
         strides = [_batch_strides(lhs), _batch_strides(rhs)]
-        if self.exchanged:
-            view = view.exchanged()
+        if self.swapped:
+            view = view.swapped()
             exponents.reverse()
             strides.reverse()
         more = ((*exponents, flag), (Scalars.int64(*strides[0], *strides[1]),))
@@ -128,31 +121,35 @@ class EmulatedCandidate(Candidate):
         )
 
 
-def candidates(product: Product, gpu: Gpu) -> Iterator[EmulatedCandidate]:
-    """Yield the ways to compute a product; none if it is not for the arithmetic or the GPU."""
-    if product.arithmetic not in ARITHMETICS or gpu.compute_capability != (9, 0):
-        return
-    plain = mma.candidates(dataclasses.replace(product, arithmetic="f32"), gpu)
-    if not isinstance(plain, list) or len(product.geometry.batch) > MAX_BATCH_DIMS:
-        return
+def emulated_candidates(product: Product, gpu: Gpu) -> list[EmulatedCandidate] | NoKernel:
+    """Return the ways to compute a product, or why there is none."""
+    refused = refusal(product, TYPES[product.arithmetic], gpu)
+    if refused:
+        return refused
+    plain = mma_candidates(dataclasses.replace(product, arithmetic="f32"), gpu)
+    if isinstance(plain, NoKernel):
+        return plain
     lhs, rhs = _splits(product, gpu)
     if not (lhs.fits and rhs.fits):
-        return
+        return NoKernel("an operand has more rows than a launch can split")
     view = _view(product, lhs, rhs, 3, 4)
-    passes = copy_cycles(lhs.pieces_bytes) + copy_cycles(rhs.pieces_bytes) + 2 * copy_cycles(0)
+    splitting = copy_cycles(lhs.pieces_bytes, gpu) + copy_cycles(rhs.pieces_bytes, gpu)
+    deciding = 2 * copy_cycles(0, gpu)
     best = min(plain, key=lambda candidate: candidate.cycles)
-    for exchanged in (False, True):
-        oriented = view.exchanged() if exchanged else view
-        for tile in _TILES:
-            if not takes(tile, oriented, gpu):
-                continue
-            instance = instance_for(tile, oriented, _HOW, 1, gpu, PIECES)
-            items = dense_items(tile, oriented)
-            k_tiles = math.ceil(oriented.k / instance.block_k)
-            cycles = busy_cycles(tile, instance, oriented, _HOW, items, k_tiles, gpu)
-            yield EmulatedCandidate(
-                product, tile, exchanged, instance, best, product.cycles(cycles) + passes
-            )
+    found = []
+    for tile, oriented in oriented_tiles(view, _TILES, gpu):
+        instance = instance_for(tile, oriented, True, 1, gpu, PIECES)
+        work_tiles = dense_tiles(tile, oriented)
+        if not is_launchable(instance, work_tiles):
+            continue
+        k_tiles = math.ceil(oriented.k / instance.block_k)
+        busy = busy_cycles(tile, instance, oriented, _MMA_ARITHMETIC, work_tiles, k_tiles, gpu)
+        cycles = product.cycles(busy, gpu) + (splitting + deciding)
+        found.append(EmulatedCandidate(tile, instance, cycles, product, best))
+    return found or NoKernel("no wgmma tile fits the operands")
+
+
+EMULATED = Family(ARITHMETICS, emulated_candidates)
 
 
 def _splits(product: Product, gpu: Gpu) -> tuple[SplitPass, SplitPass]:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from jax_tilekern.compilation.compiler import Compiled
-from jax_tilekern.plans.gemm.rasterization import band_height
+from jax_tilekern.plans.gemm.rasterization import raster_height
 from jax_tilekern.plans.gemm.sm90.config import (
     BOX_STRIDE_BYTES,
     MAX_BATCH_DIMS,
@@ -47,7 +47,7 @@ def launch_tiles(
     split_k_tiles = math.ceil(k_tiles / splits)
     if items is None:
         items = math.ceil(k_tiles / split_k_tiles) * math.prod(view.batch) * tiles_m * tiles_n
-    clusters = min(items, gpu.multiprocessors // instance.cluster)
+    clusters = min(items, gpu.sm_count // instance.cluster)
 
     missing = (0,) * (MAX_BATCH_DIMS - len(view.batch))
     out_missing = (0,) * (MAX_BATCH_DIMS - len(view.out_batch))
@@ -70,8 +70,8 @@ def launch_tiles(
         view.piece_step,
         tiles_m,
         tiles_n,
-        band_height(
-            gpu.multiprocessors // tile.cluster,
+        raster_height(
+            gpu.sm_count // tile.cluster,
             tiles_m,
             tile.block_m * tile.cluster,
             tile.block_n,

@@ -1,0 +1,43 @@
+"""Fail if a wheel lacks a part of the product, or has a part of the repository that is none.
+
+python .ci/check_wheel.py WHEEL
+"""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from pathlib import PurePosixPath
+
+# Folders of the package; a new one is added here on purpose.
+FOLDERS = {
+    "cli", "compilation", "cuda", "inspection", "ops", "out_of_core", "partitioning", "patching",
+    "plans", "primitives", "tuning",
+}  # fmt: skip
+SUFFIXES = {".py", ".pyi", ".so", ".cuh"}
+DATA = {
+    "jax_tilekern/py.typed",
+    "jax_tilekern/cli/digits.npz",
+    "jax_tilekern/cli/digits.md",
+}
+
+
+def problems(names: list[str]) -> list[str]:
+    """Return what is wrong with the files of a wheel."""
+    files = [PurePosixPath(name) for name in names if ".dist-info/" not in name]
+    found = [
+        f"{file} is no part of the product"
+        for file in files
+        if file.parts[0] != "jax_tilekern"
+        or (len(file.parts) > 2 and file.parts[1] not in FOLDERS)
+        or (file.suffix not in SUFFIXES and str(file) not in DATA)
+    ]
+    folders = {file.parts[1] for file in files if len(file.parts) > 2}
+    found += [f"the folder {folder} is missing" for folder in sorted(FOLDERS - folders)]
+    found += [f"{name} is missing" for name in sorted(DATA - set(names))]
+    return found
+
+
+if __name__ == "__main__":
+    with zipfile.ZipFile(sys.argv[1]) as wheel:
+        sys.exit("\n".join(problems(wheel.namelist())) or 0)

@@ -1,0 +1,5 @@
+"""``python -m benchmarks``."""
+
+from benchmarks.command_line import main
+
+raise SystemExit(main())

@@ -1,0 +1,185 @@
+"""A row of a suite made runnable: operands, both sides of the comparison, and their errors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import jax_tilekern
+from benchmarks.calls.operations import OPERATIONS, OURS, Function
+from benchmarks.calls.row import Row
+from jax_tilekern.tuning.random_operands import Operands
+
+# The error is measured on this many indices of each of the result's dimensions, at most.
+_SAMPLED = 64
+
+
+class Errors(NamedTuple):
+    """How wrong the results of a row are, in terms of what random terms add up to.
+
+    That is, for each element of the result, the root of the sum of the squares of its terms: of
+    many elements it is their norm, and a single sum may be small only because its terms cancel.
+
+    Attributes
+    ----------
+    ours, peer
+        Frobenius norms of the errors against float64, on a sample of each dimension's indices.
+    deviation
+        The most by which an element of ours differs from the peer's, of all elements: no sample
+        misses the one tile that is wrong.
+    """
+
+    ours: float
+    peer: float
+    deviation: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row with functions that compute it.
+
+    Attributes
+    ----------
+    row
+        The call.
+    ours, peer
+        This package's function and JAX's with the row's arguments, jitted.
+    """
+
+    row: Row
+    ours: Function
+    peer: Function
+
+    @classmethod
+    def of(cls, row: Row) -> Case:
+        """Return the case of a row."""
+        return cls(row, jitted(row, OURS), jitted(row, OPERATIONS[row.operation].peer.side()))
+
+    def operands(self, seed: int = 0) -> Operands:
+        """Return random operands of ours."""
+        return self.row.random_operands(seed)
+
+    def peer_operands(self, operands: Operands) -> Operands:
+        """Return what the peer takes in place of ours."""
+        return OPERATIONS[self.row.operation].peer.operands(operands)
+
+    def kernel(self, operands: Operands) -> str:
+        """Return our kernel, or why XLA computes the row."""
+        choices = jax_tilekern.explain(self.ours, *operands)
+        names = dict.fromkeys(choice.kernel for choice in choices if choice.kernel)
+        reasons = [choice.reason for choice in choices] or ["no call of a kernel is left"]
+        return ", ".join(names) or f"XLA: {reasons[0]}"
+
+    def errors(self, operands: Operands) -> Errors:
+        """Compare both results with float64 and with each other.
+
+        Large results are compared with float64 on a sample of the indices of each dimension, the
+        last included. Where the operation has a judge, that is the peer here, and results are
+        compared as a whole.
+        """
+        row, judge = self.row, OPERATIONS[self.row.operation].judge
+        if judge is not None:
+            return judged(row, operands, self.ours(*operands))
+        results = self.ours(*operands), self.peer(*operands)
+        with jax.enable_x64(True):
+            return Errors(*map(float, _errors(row, operands, *results)))
+
+
+@functools.cache
+def _jitted(call: Row, side: Any) -> Function:
+    return jax.jit(OPERATIONS[call.operation].call(call, side))
+
+
+def jitted(row: Row, side: Any) -> Function:
+    """Return the function of a row by a side, jitted; rows of the same call share it."""
+    return _jitted(row.call, side)
+
+
+def judged(row: Row, operands: Operands, ours: Any) -> Errors:
+    """Compare results as a whole with the judge's, and both with its own in float64.
+
+    Each element's deviation is in terms of the root mean square of those along the last axis:
+    groups with more rows have larger sums.
+    """
+    judge = OPERATIONS[row.operation].judge
+    peer = jitted(row, judge)(*operands)
+    with jax.enable_x64(True):
+        wide = (
+            _wide(x) if len(dimensions) > 1 else x
+            for x, dimensions in zip(operands, row.operands, strict=True)
+        )
+        exact = jitted(_in_float64(row), judge)(*wide)
+        errors = [
+            _whole_errors(*result)
+            for result in zip(*map(jax.tree.leaves, (ours, peer, exact)), strict=True)
+        ]
+        return Errors(*(float(max(values)) for values in zip(*errors, strict=True)))
+
+
+@jax.jit
+def _whole_errors(ours: Array, peer: Array, exact: Array) -> tuple[Array, ...]:
+    if jnp.issubdtype(peer.dtype, jnp.integer):
+        exact = _wide(exact.astype(jnp.int64).astype(peer.dtype))  # Integers wrap around.
+    norm = jnp.linalg.norm(exact)
+    ours_error, peer_error = (jnp.linalg.norm(_wide(x) - exact) / norm for x in (ours, peer))
+    size = jnp.sqrt(jnp.mean(jnp.square(exact), -1, keepdims=True))
+    # Where all is zero, any difference is beyond measure.
+    size = jnp.maximum(size, np.finfo(np.float64).tiny)
+    return ours_error, peer_error, jnp.max(jnp.abs(_wide(ours) - _wide(peer)) / size)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _errors(row: Row, operands: Operands, ours: Array, peer: Array) -> tuple[Array, ...]:
+    indices = {x: sampled_indices(row.sizes[x]) for x in row.out}
+    samples = [
+        _wide(_sample(x, dimensions, indices))
+        for x, dimensions in zip(operands, row.operands, strict=True)
+    ]
+    call = jitted(_in_float64(row), OPERATIONS[row.operation].peer.side())
+    exact = call(*samples)
+    if jnp.issubdtype(peer.dtype, jnp.integer):
+        exact = _wide(exact.astype(jnp.int64).astype(peer.dtype))  # Integers wrap around.
+    norm = jnp.sqrt(jnp.sum(call(*(jnp.square(jnp.abs(x)) for x in samples))))
+    ours_error, peer_error = (
+        jnp.sqrt(jnp.sum(jnp.square(jnp.abs(_wide(_sample(x, row.out, indices)) - exact)))) / norm
+        for x in (ours, peer)
+    )
+    deviation = jnp.max(jnp.abs(_wide(ours) - _wide(peer))) / (norm / math.sqrt(exact.size))
+    return ours_error, peer_error, deviation
+
+
+def _in_float64(row: Row) -> Row:
+    """Return the row in the type of operands that were converted, whatever it asks for."""
+    return replace(row, precision=None, result=None)
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64)
+
+
+def _sample(x: Array, dimensions: str, indices: Mapping[str, np.ndarray[Any, Any]]) -> Array:
+    for axis, dimension in enumerate(dimensions):
+        if dimension in indices:
+            x = jnp.take(x, indices[dimension], axis)
+    return x
+
+
+def sampled_indices(size: int) -> np.ndarray[Any, Any]:
+    """Return the indices of a dimension of the result on which errors are measured."""
+    return np.unique(np.linspace(0, size - 1, min(size, _SAMPLED)).round().astype(int))
+
+
+@contextlib.contextmanager
+def types_enabled(row: Row) -> Iterator[None]:
+    """Let JAX have 64-bit types inside the context if the row has them."""
+    with jax.enable_x64(np.zeros((), row.types[0]).real.itemsize == 8):
+        yield

@@ -1,0 +1,57 @@
+"""The command line, ``python -m benchmarks``: one module a command, or one for all operations."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from benchmarks import (
+    host,
+    ladder,
+    latency,
+    linalg,
+    machine_code,
+    out_of_core,
+    overview,
+    report,
+    sharded,
+    strassen,
+    tune,
+)
+from benchmarks.calls.operations import OPERATIONS
+from benchmarks.errors import BenchmarkError
+from benchmarks.operation_command import OperationCommand
+from jax_tilekern.cli.run_command import Command, run_command
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound
+
+_COMMANDS: dict[str, Command] = {
+    **{name: OperationCommand(name) for name in OPERATIONS},
+    "linalg": linalg,
+    "strassen": strassen,
+    "out_of_core": out_of_core,
+    "sharded": sharded,
+    "latency": latency,
+    "host": host,
+    "ladder": ladder,
+    "tune": tune,
+    "report": report,
+    "overview": overview,
+    "machine_code": machine_code,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status: 1 if a row failed, 2 for a bad argument.
+
+    Parameters
+    ----------
+    arguments
+        The command line without the program's name; by default this process's own.
+    """
+    try:
+        return run_command(
+            "python -m benchmarks", "Measurements of jax_tilekern.", _COMMANDS, arguments
+        )
+    except (BenchmarkError, NvrtcNotFound) as error:
+        print(error, file=sys.stderr)
+        return 2

@@ -1,0 +1,47 @@
+"""``matmul``, ``transpose``, ``sum``, ...: an operation's kernels against XLA's, side by side."""
+
+from __future__ import annotations
+
+import argparse
+
+import jax
+
+from benchmarks.calls.operations import OPERATIONS
+from benchmarks.measurement.suite_run import measure_suite
+from benchmarks.records.plot import plot, require_matplotlib
+from benchmarks.records.report import summary, table
+from benchmarks.suites.arguments import add_suite_arguments, list_suites
+from benchmarks.suites.suite import SuiteError, default_suite, load_suite
+from jax_tilekern.cli.console import make_console, output_file
+
+
+class OperationCommand:
+    """The command that measures an operation of :data:`~benchmarks.calls.operations.OPERATIONS`."""
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        self.HELP = f"time {OPERATIONS[operation].about}"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the command's arguments."""
+        add_suite_arguments(parser)
+        parser.add_argument("--plot", type=output_file, metavar="FILE", help="draw the record here")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Run the command and return its exit status: 1 if a row failed."""
+        if arguments.plot is not None:
+            require_matplotlib()
+        console = make_console()
+        if arguments.list:
+            list_suites(console, self.operation, arguments.suite)
+            return 0
+        suite = load_suite(arguments.suite or default_suite(self.operation, jax.default_backend()))
+        if suite.operation != self.operation:
+            raise SuiteError(f"suite {suite.name} is of {suite.operation}, not of {self.operation}")
+        record, whole = measure_suite(console, suite, arguments)
+        console.print()
+        console.print(table(record))
+        console.print(summary(record))
+        if arguments.plot is not None:
+            plot(record, arguments.plot)
+        return 0 if whole else 1

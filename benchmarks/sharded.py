@@ -1,0 +1,303 @@
+"""Programs shared among devices: ours, JAX's own, and the product of one device alone."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_tilekern
+from benchmarks.records.record import command_text, now
+from jax_tilekern.cli import machine
+from jax_tilekern.cli.console import make_console, output_file, write_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+KIND = "sharded"
+# Calls that are waited for together, so that their dispatch is hidden. A collective of one call may
+# run beside a product of the next, as those of neighbouring layers do.
+_BLOCK_SECONDS = 0.03
+
+
+@dataclass(frozen=True)
+class Program:
+    """One row: a program of ``jnp`` or of this package, and how its arrays are sharded.
+
+    Attributes
+    ----------
+    group, name
+        What it is.
+    target
+        The least of JAX's time, or of the reference's, over ours.
+    function
+        ``function(matmul, ragged_dot)`` returns the program.
+    shapes, specs
+        Shape and sharding of each operand.
+    out
+        Sharding of each result.
+    alone
+        Shapes of what one device computes, where that is one product; ``None`` otherwise.
+    peer
+        Whether JAX's own program is measured. If not, the reference is ours on one device.
+    """
+
+    group: str
+    name: str
+    target: float
+    function: Callable[..., Callable[..., Any]]
+    shapes: tuple[tuple[int, ...], ...]
+    specs: tuple[P, ...]
+    out: Any
+    alone: tuple[tuple[int, ...], ...] | None = None
+    peer: bool = True
+
+
+def programs(devices: int) -> Iterator[Program]:
+    """Yield the rows for a number of devices."""
+
+    def product(matmul: Any, _: Any) -> Any:
+        return matmul
+
+    gathered = [(4096, 4096, 16384), (8192, 8192, 28672), (4096, 4096, 14336), (16384, 4096, 4096)]
+    for m, k, n in gathered:
+        yield Program(
+            "rows gathered, columns sharded", f"{m}x{k}x{n}", 0.97, product,
+            ((m, k), (k, n)), (P("x"), P(None, "x")), P(None, "x"),
+            ((m, k), (k, n // devices)),
+        )  # fmt: skip
+    scattered = [
+        (4096, 16384, 4096), (8192, 28672, 8192), (4096, 14336, 4096), (16384, 4096, 4096),
+    ]  # fmt: skip
+    for m, k, n in scattered:
+        yield Program(
+            "k sharded, rows scattered", f"{m}x{k}x{n}", 0.97, product,
+            ((m, k), (k, n)), (P(None, "x"), P("x")), P("x"),
+            ((m, k // devices), (k // devices, n)),
+        )  # fmt: skip
+
+    tokens, width, hidden = 8192, 4096, 14336
+
+    def mlp(matmul: Any, _: Any) -> Any:
+        def forward(x: Any, up: Any, down: Any) -> Any:
+            return matmul(jax.nn.silu(matmul(x, up)), down)
+
+        def run(x: Any, up: Any, down: Any, cotangent: Any) -> Any:
+            y, transpose = jax.vjp(forward, x, up, down)
+            return y, transpose(cotangent)
+
+        return run
+
+    shapes = ((tokens, width), (width, hidden), (hidden, width), (tokens, width))
+    for name, (x, up, down) in {
+        "data parallel": (P("x"), P(), P()),
+        "fully sharded": (P("x"), P("x"), P("x")),
+        "tensor parallel": (P(), P(None, "x"), P("x")),
+    }.items():
+        yield Program(
+            "MLP, forward and backward", f"{name}, {tokens}x{width}x{hidden}", 0.97, mlp,
+            shapes, (x, up, down, x), (x, (x, up, down)),
+        )  # fmt: skip
+
+    rows, groups, k, n = 32768, 64, 2048, 1536
+
+    def experts(_: Any, ragged_dot: Any) -> Any:
+        return lambda x, w, cotangent, sizes: ragged_dot(x, w, sizes)
+
+    def gradients(_: Any, ragged_dot: Any) -> Any:
+        def run(x: Any, w: Any, cotangent: Any, sizes: Any) -> Any:
+            _, transpose = jax.vjp(lambda x, w: ragged_dot(x, w, sizes), x, w)
+            return transpose(cotangent)
+
+        return run
+
+    grouped = ((rows, k), (groups, k, n), (rows, n), (groups,))
+    for name, (x, w, y) in {
+        "rows sharded": (P("x"), P(), P("x")),
+        "columns sharded": (P(), P(None, None, "x"), P(None, "x")),
+        "experts sharded": (P(), P("x"), P()),
+    }.items():
+        for what, function, out in (("forward", experts, y), ("gradients", gradients, (x, w))):
+            yield Program(
+                "ragged_dot of 64 experts", f"{name}, {what}, {rows}x{k}x{n}", 0.85, function,
+                grouped, (x, w, y, P()), out, peer=False,
+            )  # fmt: skip
+
+
+HELP = "time programs that all devices share against JAX's own"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--rows", metavar="PATTERN", help="only rows whose 'group: name' matches")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="timing of a row (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status: 1 if a row failed."""
+    _, whole = measure_sharded(make_console(), arguments)
+    return 0 if whole else 1
+
+
+def measure_sharded(
+    console: Console, arguments: argparse.Namespace
+) -> tuple[Mapping[str, Any], bool]:
+    """Measure the rows that the command line asks for; say whether all succeeded."""
+    devices = jax.devices()
+    mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(AxisType.Auto,))
+    found, errors = machine.facts("versions", "driver", "nvidia_smi", "nvrtc", "source_digests")
+    record: dict[str, Any] = {
+        "kind": KIND,
+        "command": command_text(arguments.command_line),
+        "date": now(),
+        "device": devices[0].device_kind,
+        "devices": len(devices),
+        **found,
+        "errors": errors,
+        "rows": [],
+    }
+    whole = True
+    for program in programs(len(devices)):
+        if arguments.rows and not fnmatch.fnmatch(
+            f"{program.group}: {program.name}", arguments.rows
+        ):
+            continue
+        try:
+            row = _measure(program, mesh, arguments.seconds)
+        except Exception as error:  # The other rows are worth having.
+            row = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+        whole = whole and not row.get("error")
+        row = {"group": program.group, "name": program.name, "target": program.target, **row}
+        record["rows"].append(row)
+        console.print(describe(row))
+        if arguments.json is not None:
+            write_json(arguments.json, record)
+    return record, whole
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """Return a row as a line of text."""
+    head = f"{row['group']}: {row['name']}: "
+    if row.get("error"):
+        return f"{head}{row['error']}"
+    times = ", ".join(f"{name} {micros:.0f} us" for name, micros in row["microseconds"].items())
+    return f"{head}{times}; ratio {row['ratio']:.3f} (target {row['target']})"
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """Return a record as a markdown table."""
+    lines = [
+        f"{record['devices']} x {record['device']}, microseconds; ratio: JAX's time over ours, or "
+        "for `ragged_dot` one device's time over its share and ours.",
+        "",
+        "| program | | jnp | ours | alone | ratio |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for row in record["rows"]:
+        times = row.get("microseconds", {})
+        cells = [f"{times[key]:.0f}" if key in times else "" for key in ("jnp", "ours", "alone")]
+        ratio = "failed" if row.get("error") else f"{row['ratio']:.3f}"
+        lines.append(f"| {row['group']} | {row['name']} | {' | '.join(cells)} | {ratio} |")
+    return "\n".join(lines)
+
+
+def _measure(program: Program, mesh: Mesh, seconds: float) -> dict[str, Any]:
+    rng = np.random.default_rng()
+    arrays = [_operand(rng, program, shape) for shape in program.shapes]
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arrays, program.specs, strict=True)
+    ]
+    out = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), program.out, is_leaf=lambda x: isinstance(x, P)
+    )
+    ours = program.function(jax_tilekern.matmul, jax_tilekern.ragged_dot)
+    sides: dict[str, Callable[[], Any]] = {"ours": _call(ours, placed, out)}
+    device = mesh.devices.flat[0]
+    if program.peer:
+        theirs = program.function(jnp.matmul, lax.ragged_dot)
+        sides["jnp"] = _call(theirs, placed, out)
+    else:
+        single = [jax.device_put(x, device) for x in arrays]
+        sides["one device"] = _call(ours, single, None)
+    if program.alone is not None:
+        local = [jax.device_put(_operand(rng, program, s), device) for s in program.alone]
+        sides["alone"] = _call(ours, local, None)
+    reference = "jnp" if program.peer else "one device"
+    error = _difference(sides["ours"](), sides[reference]())
+    times = _interleaved(sides, seconds)
+    median = {name: statistics.median(own) * 1e6 for name, own in times.items()}
+    share = 1 if program.peer else mesh.size
+    ratios = [
+        theirs / share / mine for theirs, mine in zip(times[reference], times["ours"], strict=True)
+    ]
+    choices = jax_tilekern.explain(jax.jit(ours, out_shardings=out), *placed)
+    return {
+        "microseconds": median,
+        "ratio": statistics.median(ratios),
+        "rounds": len(ratios),
+        "difference": error,
+        "calls": [
+            {"call": c.call, "partition": c.partition, "result": c.result, "kernel": c.kernel}
+            for c in choices
+        ],
+    } | ({} if error < 0.05 else {"error": f"results differ by {error}"})
+
+
+def _operand(rng: np.random.Generator, program: Program, shape: tuple[int, ...]) -> Any:
+    if len(shape) == 1:
+        rows = program.shapes[0][0]
+        return rng.multinomial(rows, np.full(shape[0], 1 / shape[0])).astype(np.int32)
+    scale = 1 / math.sqrt(shape[-2]) if len(shape) == 3 else 1
+    return (rng.standard_normal(shape, np.float32) * scale).astype(jnp.bfloat16)
+
+
+def _call(function: Callable[..., Any], operands: list[Any], out: Any) -> Callable[[], Any]:
+    jitted = jax.jit(function) if out is None else jax.jit(function, out_shardings=out)
+    compiled = jitted.lower(*operands).compile()
+    jax.block_until_ready(compiled(*operands))
+    return lambda: compiled(*operands)
+
+
+def _difference(ours: Any, theirs: Any) -> float:
+    """Return the largest relative difference of two programs' results, in the Frobenius norm."""
+
+    def relative(x: Any, y: Any) -> float:
+        a, b = (np.asarray(v, np.float32) for v in (x, y))
+        return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+    return max(map(relative, jax.tree.leaves(ours), jax.tree.leaves(theirs)))
+
+
+def _interleaved(sides: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
+    """Return the seconds of a call of each side, one block of calls after the other."""
+
+    def block(side: Callable[[], Any], calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = side()
+        jax.block_until_ready(result)
+        return (time.perf_counter() - start) / calls
+
+    calls = {name: max(1, int(_BLOCK_SECONDS / block(side, 3))) for name, side in sides.items()}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times["ours"]) < 5:
+        for name, side in sides.items():
+            times[name].append(block(side, calls[name]))
+    return times

@@ -1,0 +1,1 @@
+"""Suites: lists of calls of an operation, a TOML file each."""

@@ -1,1 +1,0 @@
-"""Data that the package ships; ``README.md`` beside this file names the source."""

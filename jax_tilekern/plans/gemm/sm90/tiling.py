@@ -1,0 +1,104 @@
+"""Candidates on the kernels of ``gemm/sm90``: what dense, emulated and grouped products share.
+
+A candidate is a tile, in either orientation of the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax_tilekern.plans.candidate import CostedCandidate
+from jax_tilekern.plans.gemm.arithmetic import ElementTypes
+from jax_tilekern.plans.gemm.problem import TypedProduct
+from jax_tilekern.plans.gemm.sm90.config import (
+    BOX_STRIDE_BYTES,
+    MAX_BATCH_DIMS,
+    MOST_ITEMS,
+    View,
+    WgmmaInstance,
+    WgmmaTile,
+    takes,
+)
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import NoKernel
+
+_CAPABILITY = (9, 0)
+
+
+@dataclass(frozen=True)
+class TiledCandidate(CostedCandidate):
+    """A tile for a product, not compiled yet.
+
+    Attributes
+    ----------
+    tile
+        The output's tile.
+    instance
+        The kernel.
+    cycles
+        The estimated cost.
+    """
+
+    tile: WgmmaTile
+    instance: WgmmaInstance
+    cycles: float
+
+    @property
+    def swapped(self) -> bool:
+        """Whether the kernel computes the output's transpose, with the operands swapped."""
+        return self.instance.out_m_major
+
+    @property
+    def tile_key(self) -> str:
+        """The tile and the orientation, as a key has them."""
+        return self.tile.key + (" exchanged" if self.swapped else "")
+
+    @property
+    def tile_reason(self) -> str:
+        """The tile, its pipeline and the orientation, for ``explain``."""
+        text = f"{self.tile}, {self.instance.stages} stages"
+        return text + (", operands swapped" if self.swapped else "")
+
+    def out_alignment(self, itemsize: int) -> int:
+        """Return the bytes that the output's address is a multiple of."""
+        return BOX_STRIDE_BYTES if self.instance.out_boxes else itemsize
+
+
+def oriented_tiles(
+    view: View, tiles: Sequence[WgmmaTile], gpu: Gpu, *, swaps: Sequence[bool] = (False, True)
+) -> Iterator[tuple[WgmmaTile, View]]:
+    """Yield the tiles that a product can have, each with the product as the kernel computes it.
+
+    Parameters
+    ----------
+    view
+        The product as its operands lie.
+    tiles
+        Tiles to choose from.
+    gpu
+        What it is for.
+    swaps
+        Whether the operands are swapped; both orientations unless given.
+    """
+    for swapped in swaps:
+        oriented = view.swapped() if swapped else view
+        for tile in tiles:
+            if takes(tile, oriented, gpu):
+                yield tile, oriented
+
+
+def is_launchable(instance: WgmmaInstance, work_tiles: int) -> bool:
+    """Whether the kernel compiles without spills, and can count its work tiles."""
+    return instance.fits_registers and work_tiles <= MOST_ITEMS
+
+
+def refusal(product: TypedProduct[Any], types: ElementTypes, gpu: Gpu) -> NoKernel | None:
+    """Return why the kernels do not take a product on a GPU, or ``None``."""
+    if gpu.compute_capability != _CAPABILITY:
+        return NoKernel(f"{product.arithmetic} takes sm_90a, and this is {gpu.arch}")
+    batch = product.strided.batch
+    if len(batch) > MAX_BATCH_DIMS:
+        return NoKernel(f"{len(batch)} batch dimensions (wgmma takes at most {MAX_BATCH_DIMS})")
+    return product.refusal(types)

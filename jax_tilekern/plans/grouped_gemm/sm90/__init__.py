@@ -1,0 +1,1 @@
+"""Grouped GEMMs on the kernels of ``wgmma``, for sm_90a."""

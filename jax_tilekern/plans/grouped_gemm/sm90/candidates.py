@@ -1,0 +1,202 @@
+"""Plans for ragged matrix products on Hopper: the kernel of ``grouped_gemm/sm90/matmul.cuh``.
+
+Where rows of the output are ragged, the kernel computes the transposed product: a group's rows are
+columns of its tiles, of which the tensor cores multiply any number of steps. Each span of rows is
+dealt out evenly to as few tiles as it takes, so that little is multiplied in vain, whatever the
+sizes are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from jax_tilekern.compilation.compiler import Kernel, compile_kernels
+from jax_tilekern.plans.gemm.families import Family
+from jax_tilekern.plans.gemm.sm90.config import (
+    ARITHMETICS,
+    BOX_STRIDE_BYTES,
+    View,
+    WgmmaInstance,
+    WgmmaTile,
+    dense_tiles,
+    fits_boxes,
+    instance_for,
+)
+from jax_tilekern.plans.gemm.sm90.launch import launch_tiles, rhs_map
+from jax_tilekern.plans.gemm.sm90.tiling import (
+    TiledCandidate,
+    is_launchable,
+    oriented_tiles,
+    refusal,
+)
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.grouped_gemm.problem import GroupedProduct, most_tiles, pack_groups
+from jax_tilekern.plans.grouped_gemm.sm90.cost import grouped_busy_cycles
+from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel
+
+_BOUNDS, _ITEMS_TAKEN = Buffer(2), Buffer(4)
+_ITEMS_TAKEN_BYTES = 4
+_CLEAR_ITEMS_TAKEN = Kernel("gemm/sm90/dynamic_tile_scheduler.cuh", "tilekern::clear_claimed_tiles")
+# The ring through which a block's threads hear of items; see WorkTileRing.
+_ITEM_SLOTS_BYTES = 4 * (64 + 2 * 8) + 8
+_ALIGNMENT = 16
+# More would leave little shared memory for operands.
+_MOST_SPANS = 1 << 13
+_FEWEST_STAGES = 2
+
+# Products differ by so many columns at least. Each of them takes registers for addresses.
+_LINE_STEP = 32
+
+_TILES = (
+    WgmmaTile(128, 256),
+    WgmmaTile(128, 256, cluster=2),
+    WgmmaTile(128, 128, cluster=2),
+    WgmmaTile(256, 128),
+    WgmmaTile(128, 128),
+    WgmmaTile(128, 64),
+    WgmmaTile(64, 128, consumers=1),
+    WgmmaTile(64, 64, consumers=1),
+)
+
+
+@dataclass(frozen=True)
+class GroupedWgmmaCandidate(TiledCandidate):
+    """A kernel for a grouped GEMM, not compiled yet.
+
+    Attributes
+    ----------
+    product
+        What is computed.
+    max_work_tiles
+        Tiles of the output at most, whatever the sizes of the groups are.
+    """
+
+    product: GroupedProduct
+    max_work_tiles: int
+
+    @property
+    def key(self) -> str:
+        """The tile, and the order of the operands."""
+        return f"ragged wgmma {self.tile_key}"
+
+    def plan(self, gpu: Gpu) -> LaunchPlan:
+        """Compile it."""
+        product, instance = self.product, self.instance
+        view = _view(product, self.swapped)
+        compiled = compile_kernels(instance.kernel, _CLEAR_ITEMS_TAKEN, arch=gpu.arch)
+        clear = Launch(
+            entry=compiled.entry(_CLEAR_ITEMS_TAKEN.name),
+            grid=(1, 1, 1),
+            block=(1, 1, 1),
+            parameters=(_ITEMS_TAKEN,),
+        )
+        launch = launch_tiles(
+            compiled,
+            self.tile,
+            instance,
+            view,
+            1,
+            gpu,
+            items=self.max_work_tiles,
+            more=(
+                (rhs_map(view, instance, instance.copy_step), _BOUNDS, _ITEMS_TAKEN),
+                (pack_groups(product.geometry),),
+            ),
+        )
+        out_alignment = self.out_alignment(product.out_dtype.itemsize)
+        return LaunchPlan(
+            name=f"ragged_wgmma_matmul {product.arithmetic}",
+            gpu=gpu,
+            launches=(clear, launch),
+            alignments=(BOX_STRIDE_BYTES, BOX_STRIDE_BYTES, 4, out_alignment),
+            workspace_bytes=(_ITEMS_TAKEN_BYTES,),
+            reason=f"{self.tile_reason}, {product.geometry.groups} groups",
+        )
+
+
+def grouped_wgmma_candidates(
+    product: GroupedProduct, gpu: Gpu
+) -> list[GroupedWgmmaCandidate] | NoKernel:
+    """Return the ways to compute a grouped GEMM, or why there is none."""
+    geometry, how = product.geometry, ARITHMETICS[product.arithmetic]
+    refused = refusal(product, how.types, gpu)
+    if refused:
+        return refused
+    view = _view(product, swapped=False)
+    refused = _refusal(product, view)
+    if refused:
+        return refused
+    found = []
+    # Ragged rows are columns of the transposed product's tiles.
+    swaps = (True,) if geometry.ragged == "m" else (False, True)
+    for tile, oriented in oriented_tiles(view, _TILES, gpu, swaps=swaps):
+        instance = _instance(product, tile, oriented, how.promote, gpu)
+        work_tiles = dense_tiles(tile, oriented)
+        if instance.ragged == "n":
+            tiles_m, _ = tile.grid(oriented.lhs.lines, 1)
+            work_tiles = tiles_m * most_tiles(geometry, tile.block_n)
+        # ptxas would serialize the MMAs of such a tile (C7511).
+        serialized = instance.ragged == "k" and tile.block_m > 64 * tile.consumers
+        if serialized or instance.stages < _FEWEST_STAGES:
+            continue
+        if is_launchable(instance, work_tiles):
+            busy = grouped_busy_cycles(product, tile, instance, oriented, gpu)
+            cycles = product.cycles(busy, gpu)
+            found.append(GroupedWgmmaCandidate(tile, instance, cycles, product, work_tiles))
+    return found or NoKernel("no wgmma tile fits the operands")
+
+
+GROUPED_WGMMA = Family(ARITHMETICS, grouped_wgmma_candidates)
+
+
+def _refusal(product: GroupedProduct, view: View) -> NoKernel | None:
+    """Return why the kernel does not take the groups, or ``None``."""
+    geometry = product.geometry
+    if geometry.ragged == "m" and geometry.spans > _MOST_SPANS:
+        return NoKernel(f"{geometry.spans} ranges of rows (wgmma: at most {_MOST_SPANS})")
+    for name, operand, dtype, ragged in (
+        ("lhs", view.lhs, view.lhs_dtype, True),
+        ("rhs", view.rhs, view.rhs_dtype, geometry.ragged == "k"),
+    ):
+        if not fits_boxes(operand, dtype):
+            return NoKernel(f"strides of {name} are not multiples of {BOX_STRIDE_BYTES} bytes")
+        # TMA faults unless tiles start at multiples of 16 bytes along the unit stride, and a group
+        # starts anywhere.
+        if ragged and operand.k_major == (geometry.ragged == "k"):
+            return NoKernel(f"the ragged dimension is the innermost of {name}")
+    return None
+
+
+def _view(product: GroupedProduct, swapped: bool) -> View:
+    view = dataclasses.replace(View.of(product.dense()), out_buffer=3)
+    return view.swapped() if swapped else view
+
+
+def _instance(
+    product: GroupedProduct, tile: WgmmaTile, view: View, promote: bool, gpu: Gpu
+) -> WgmmaInstance:
+    geometry = product.geometry
+    instance = instance_for(tile, view, promote, 1, gpu)
+    # Ragged rows that boxes do not store are stored by runs of as many bytes.
+    row_bytes = geometry.product.n * product.out_dtype.itemsize
+    whole_runs = geometry.ragged == "k" or row_bytes % BOX_STRIDE_BYTES == 0
+    tile_numbers_bytes = 4 * (geometry.spans + 1) if geometry.ragged == "m" else 0
+    return dataclasses.replace(
+        instance,
+        out_boxes=instance.out_boxes and whole_runs,
+        ragged="n" if geometry.ragged == "m" else "k",
+        line_step=_line_step(tile, view, promote) if geometry.ragged == "m" else tile.block_n,
+        ragged_bytes=_ALIGNMENT + _ITEM_SLOTS_BYTES + tile_numbers_bytes,
+    ).with_most_stages(gpu)
+
+
+def _line_step(tile: WgmmaTile, view: View, promote: bool) -> int:
+    """Return by how many columns products differ: as few as registers allow."""
+    through_registers = not view.lhs.k_major and view.lhs_dtype.itemsize == 1
+    if promote:
+        # Of further numbers of columns in a cluster the assembler serializes products (C7511).
+        one = through_registers or tile.cluster > 1
+        return tile.block_n if one else 2 * _LINE_STEP
+    many_sums = tile.block_m * tile.block_n > 64 * 128 * tile.consumers
+    return tile.block_n if through_registers and many_sums else _LINE_STEP

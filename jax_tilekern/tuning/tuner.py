@@ -1,0 +1,352 @@
+"""Tuning: a product's kernels are measured once, and the fastest is chosen from then on.
+
+A file for each GPU model stores the choices, and later plans follow it; see ``plans/tuned.py``. JAX
+caches functions that it has lowered already: they change with :func:`jax.clear_caches` or in the
+next process.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_tilekern.compilation.nvrtc import nvrtc
+from jax_tilekern.compilation.source_digests import source_digests
+from jax_tilekern.inspection.choices import recorded_choices
+from jax_tilekern.inspection.tracing import traced
+from jax_tilekern.plans.candidate import Candidate
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.select import candidates
+from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
+from jax_tilekern.plans.launch import NoKernel
+from jax_tilekern.plans.tuned import (
+    XLA,
+    TunedChoice,
+    TunedChoices,
+    current_choices,
+    recorded_products,
+    using,
+)
+from jax_tilekern.tuning.product_timing import Measured, measure
+
+__all__ = [
+    "XLA", "TunedChoice", "TunedChoices", "TunedProduct", "Tuning", "export",
+    "gpu_to_measure", "load", "products_of", "reach", "short_name", "tune",
+    "tune_products", "using",
+]  # fmt: skip
+
+# Candidates within this factor of the fastest are equally good. Among them the model's choice comes
+# first, and XLA's own product last.
+_AS_GOOD = 1.01
+
+
+# Products to tune
+
+
+def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Product]:
+    """Return the products in ``function`` that kernels can compute, each once.
+
+    The function is traced and lowered for the GPU to plan for, not executed.
+
+    Parameters
+    ----------
+    function
+        Any function of arrays, jitted or not.
+    *args, **kwargs
+        Its arguments, as for :func:`jax_tilekern.explain`.
+    """
+    with recorded_choices(), recorded_products() as products:
+        traced(function, args, kwargs).lower(lowering_platforms=("cuda",))
+    return list(dict.fromkeys(products))
+
+
+def short_name(product: Product) -> str:
+    """Return a product in short, such as ``bf16 64x32x16 NT -> float32``."""
+    geometry = product.geometry
+    sizes = "x".join(map(str, (*geometry.batch, geometry.m, geometry.n, geometry.k)))
+    lhs = "N" if geometry.lhs_strides[-1] == 1 else "T"
+    rhs = "N" if geometry.rhs_strides[-1] == 1 else "T"
+    return f"{product.arithmetic} {sizes} {lhs}{rhs} -> {product.out_dtype}"
+
+
+# Results
+
+
+@dataclass(frozen=True)
+class TunedProduct:
+    """The result of tuning one product.
+
+    Attributes
+    ----------
+    product
+        The product.
+    choice
+        The measured choice, new or earlier; ``None`` if nothing ran.
+    failures
+        Why candidates were not measured, by key.
+    known
+        Whether it had been tuned before.
+    """
+
+    product: Product
+    choice: TunedChoice | None
+    failures: Mapping[str, str]
+    known: bool = False
+
+    HEADINGS = ("product", "winner", "tuned", "model's choice", "its time", "XLA", "model reaches")
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the entries of a table under :data:`HEADINGS`."""
+        choice = self.choice
+        if choice is None:
+            return (str(self), "nothing ran", *[""] * (len(self.HEADINGS) - 2))
+        tuned, model, xla = (
+            "-" if time is None else f"{time:.3g} us" if time < 1000 else f"{time / 1000:.3g} ms"
+            for time in map(choice.microseconds.get, (choice.winner, choice.model, XLA))
+        )
+        reach = "-" if choice.reach is None else f"{choice.reach:.3f}"
+        return (str(self), choice.winner, tuned, choice.model, model, xla, reach)
+
+    def __str__(self) -> str:
+        """Return the product in short."""
+        return short_name(self.product)
+
+
+def reach(rows: Iterable[TunedProduct]) -> str:
+    """Describe how much of the tuned speed the cost model's choices reach, as a geometric mean."""
+    choices = [row.choice for row in rows if row.choice is not None]
+    reaches = [choice.reach for choice in choices if choice.reach is not None]
+    kernels = [choice.kernel_reach for choice in choices if choice.kernel_reach is not None]
+    if not reaches:
+        return "Nothing is tuned."
+    return (
+        f"The model's choices reach {_geometric_mean(reaches):.3f} of tuned ones, and "
+        f"{_geometric_mean(kernels):.3f} of the fastest kernels (geometric mean of {len(reaches)})."
+    )
+
+
+def _geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+class Tuning(tuple[TunedProduct, ...]):
+    """The results of tuning the products of a function; prints as a table."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """Return one line per product, and a summary."""
+        if not self:
+            return "no product has a kernel"
+        rows = [TunedProduct.HEADINGS, *(row.cells() for row in self)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([*lines, reach(self)])
+
+
+# Tuning
+
+
+def tune(
+    function: Callable[..., Any],
+    *args: Any,
+    seconds: float = 1.0,
+    top: int = 8,
+    force: bool = False,
+    progress: Callable[[TunedProduct], object] | None = None,
+    **kwargs: Any,
+) -> Tuning:
+    """Measure which kernel is the fastest for each of the library's products in ``function``.
+
+    Kernels are measured on random operands, not in the function, which is traced and not executed.
+    Functions that are lowered afterwards use the winners. A jitted function that has already run
+    uses them after :func:`jax.clear_caches` or in later processes.
+
+    Parameters
+    ----------
+    function
+        Any function that ``jax.jit`` takes, jitted or not.
+    *args, **kwargs
+        Its arguments: arrays or ``jax.ShapeDtypeStruct``.
+    seconds
+        Time to measure each product, besides compilation.
+    top
+        Number of candidates to measure, the best by the cost model.
+    force
+        Measure products again that were tuned with these kernels.
+    progress
+        A function that is called with the result of each product, for example ``print``. Each such
+        result is stored, even if the rest is interrupted.
+
+    Returns
+    -------
+    Tuning
+        One :class:`TunedProduct` per product; ``print`` it for a table.
+
+    Raises
+    ------
+    NoGpu
+        If JAX has no GPU.
+    NvrtcNotFound
+        If there is no NVRTC to compile the kernels with.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> x = jnp.ones((512, 512), jnp.bfloat16)
+    >>> print(jtk.tune(jtk.matmul, x, x))  # doctest: +SKIP
+    """
+    gpu = gpu_to_measure()
+    nvrtc()
+    rows = []
+    products = products_of(function, *args, **kwargs)
+    for row in tune_products(products, gpu, seconds=seconds, top=top, force=force):
+        rows.append(row)
+        if progress is not None:
+            progress(row)
+    return Tuning(rows)
+
+
+def gpu_to_measure() -> Gpu:
+    """Return the GPU that products would be measured on.
+
+    Raises
+    ------
+    NoGpu
+        If JAX has no GPU, or plans are made for another one.
+    """
+    gpu = current_gpu()
+    if jax.default_backend() != "gpu":
+        raise NoGpu(
+            f"tuning measures on a GPU, and JAX's backend is {jax.default_backend()}; "
+            "python -m jax_tilekern doctor says what is missing"
+        )
+    device = jax.devices()[0].device_kind
+    if device != gpu.name:
+        raise NoGpu(f"plans are made for {gpu.name}, but the GPU to measure on is {device}")
+    return gpu
+
+
+def tune_products(
+    products: Iterable[Product],
+    gpu: Gpu,
+    *,
+    seconds: float = 1.0,
+    top: int = 8,
+    force: bool = False,
+    choices: TunedChoices | None = None,
+) -> Iterator[TunedProduct]:
+    """Tune products one after the other; yield each when its result is stored.
+
+    Parameters
+    ----------
+    products
+        The products.
+    gpu
+        The GPU of this machine.
+    seconds, top, force
+        As for :func:`tune`.
+    choices
+        Where to store results; by default where plans look for them.
+    """
+    choices = current_choices() if choices is None else choices
+    digest = _digest()
+    for product in products:
+        before = choices.find(product, gpu)
+        if before is not None and before.digest == digest and not force:
+            yield TunedProduct(product, before, {}, known=True)
+            continue
+        found = candidates(product, gpu)
+        if isinstance(found, NoKernel):
+            continue
+        measured = measure(product, _worth_measuring(found, top), gpu, seconds)
+        choice = _chosen(measured, found[0].key, digest)
+        if choice is not None:
+            choices.put(product, gpu, choice)
+        yield TunedProduct(product, choice, measured.failures)
+
+
+def _worth_measuring(found: Sequence[Candidate], top: int) -> list[Candidate]:
+    """Return the best by the model, and the best of every other family of kernels."""
+    best = list(found[: max(1, top)])
+    families = {candidate.key.split()[0] for candidate in best}
+    for candidate in found[len(best) :]:
+        family = candidate.key.split()[0]
+        if family not in families:
+            families.add(family)
+            best.append(candidate)
+    return best
+
+
+def _chosen(measured: Measured, model: str, digest: str) -> TunedChoice | None:
+    times = measured.microseconds
+    if not times:
+        return None
+    in_order = sorted(times, key=lambda key: (key != model, key == XLA, times[key]))
+    good = _AS_GOOD * min(times.values())
+    return TunedChoice(
+        winner=next(key for key in in_order if times[key] <= good),
+        model=model,
+        microseconds={key: round(times[key], 3) for key in sorted(times, key=times.__getitem__)},
+        method=measured.method,
+        digest=digest,
+        versions=_versions(),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+
+
+@functools.cache
+def _digest() -> str:
+    digests = source_digests()
+    return hashlib.sha256(f"{digests['cuda']} {digests['plans']}".encode()).hexdigest()[:16]
+
+
+def _versions() -> str:
+    import jax_tilekern
+
+    return f"jax_tilekern {jax_tilekern.__version__}, jax {jax.__version__}"
+
+
+def export(path: str | os.PathLike[str], gpu: Gpu | None = None) -> int:
+    """Write the tuned choices of a GPU model to a file, to ship them; return their number.
+
+    Parameters
+    ----------
+    path
+        The JSON file.
+    gpu
+        The GPU model; by default the one that plans are made for.
+    """
+    return current_choices().export(Path(path), current_gpu() if gpu is None else gpu)
+
+
+def load(path: str | os.PathLike[str]) -> int:
+    """Make plans of this process follow the choices that :func:`export` wrote; return their number.
+
+    They take precedence over choices that were tuned on this machine, so that every process that
+    loads a file makes the same plans. Choices for other GPU models have no effect.
+
+    Parameters
+    ----------
+    path
+        The file.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read.
+    ValueError
+        If it is not a file of tuned choices.
+    """
+    return current_choices().load(Path(path))

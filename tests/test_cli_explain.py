@@ -1,0 +1,74 @@
+import jax
+import pytest
+
+import jax_tilekern as jtk
+from jax_tilekern.cli import main
+from jax_tilekern.cli.product_call import ProductCallError, parse_product
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "result"),
+    [
+        ("matmul bf16 40x16x512", ["bfloat16[40,512]", "bfloat16[512,16]"], "bfloat16[40,16]"),
+        ("matmul f32 40x16x512 NT", ["float32[40,512]", "float32[16,512]"], "float32[40,16]"),
+        ("matmul int8 8x32x16x64 TN", ["int8[8,64,32]", "int8[8,64,16]"], "int32[8,32,16]"),
+        ("matmul e4m3 8x9x10 TT", ["float8_e4m3fn[10,8]", "float8_e4m3fn[9,10]"], "bfloat16[8,9]"),
+        ("matmul f64 8x8x8", ["float64[8,8]", "float64[8,8]"], "float64[8,8]"),
+    ],
+)
+def test_a_product_has_the_shapes_that_its_text_names(text, shapes, result):
+    call = parse_product(text)
+    assert [shape(operand) for operand in call.operands] == shapes
+    with call.types_enabled():
+        assert shape(jax.eval_shape(call.function, *call.operands)) == result
+
+
+def shape(array):
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+
+
+def test_the_type_of_the_result_can_be_named():
+    call = parse_product("matmul e5m2 8x8x8", out="f32")
+    assert jax.eval_shape(call.function, *call.operands).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "bf16 8x8x8", "matmul bf16", "matmul bf16 8x8", "matmul bf16 1x2x3x4x5",
+     "matmul bf16 8x0x8", "matmul bf16 8xyx8", "matmul bf16 8x8x8 N", "matmul bf16 8x8x8 XX",
+     "matmul bf16 8x8x8 NTN", "sum bf16 8x8x8"],
+)  # fmt: skip
+def test_malformed_products(text):
+    with pytest.raises(ProductCallError, match="is not matmul TYPE MxNxK"):
+        parse_product(text)
+
+
+def test_unknown_types():
+    with pytest.raises(ProductCallError, match="f33"):
+        parse_product("matmul f33 8x8x8")
+    with pytest.raises(ProductCallError, match="f33"):
+        parse_product("matmul f32 8x8x8", out="f33")
+
+
+def test_explains_for_a_named_gpu(capsys):
+    product = "matmul bf16 4096x4096x4096"
+    assert main(["explain", product, "matmul int16 8x8x8", "--gpu", "sm_90"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    call = parse_product(product)
+    with jtk.gpu_target("sm_90"):
+        assert first == str(jtk.explain(call.function, *call.operands, platform="cuda"))
+    assert "wgmma" in first
+    assert "no kernel for int16" in second
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["matmul bf16"], "is not matmul"),
+        (["matmul f32 8x8x8", "--gpu", "sm_1"], "sm_1"),
+        (["matmul f32 8x8x8", "--precision", "sharp"], "sharp"),
+    ],
+)
+def test_bad_arguments(arguments, message, capsys):
+    assert main(["explain", *arguments]) == 2
+    assert message in capsys.readouterr().err

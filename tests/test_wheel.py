@@ -1,0 +1,43 @@
+"""The wheel holds the product alone; ``.ci/run`` builds one and checks it by the same rules."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+problems = runpy.run_path(str(ROOT / ".ci" / "check_wheel.py"))["problems"]
+
+
+@pytest.fixture
+def names():
+    package = [p.relative_to(ROOT) for p in (ROOT / "jax_tilekern").rglob("*") if p.is_file()]
+    cuda = ROOT / "ffi" / "cuda"
+    return [
+        "jax_tilekern/_core.abi3.so",
+        "jax_tilekern-0.1.0.dist-info/METADATA",
+        *(str(path) for path in package if "__pycache__" not in path.parts),
+        *(f"jax_tilekern/cuda/{path.relative_to(cuda)}" for path in cuda.rglob("*.cuh")),
+    ]
+
+
+def test_every_file_of_the_package_belongs_in_the_wheel(names):
+    assert problems(names) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "benchmarks/command_line.py", "jax_tilekern/ladder/matmul/01_naive.cu",
+        "jax_tilekern/cli/suites/sum-cpu.toml", "jax_tilekern/tests/test_add.py",
+    ],
+)  # fmt: skip
+def test_a_file_of_the_repository_alone_is_refused(names, name):
+    assert problems([*names, name]) == [f"{name} is no part of the product"]
+
+
+def test_a_missing_part_is_named(names):
+    assert problems([n for n in names if not n.endswith(".cuh")]) == ["the folder cuda is missing"]
+    assert problems([n for n in names if "digits.npz" not in n]) == [
+        "jax_tilekern/cli/digits.npz is missing"
+    ]
