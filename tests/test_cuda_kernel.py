@@ -1197,16 +1197,16 @@ __global__ void copy_boxes(const float* x, float* out,
   __shared__ alignas(128) float box[8][32];
   __shared__ alignas(8) long long storage;
   const auto address = tilekern::shared_address(box), full = tilekern::shared_address(&storage);
-  const tilekern::BoxOrigin origin = {{int(blockIdx.x) * 32, int(blockIdx.y) * 8}};
+  const tilekern::TmaCoordinates origin = {{int(blockIdx.x) * 32, int(blockIdx.y) * 8}};
   if (threadIdx.x == 0) {
-    tilekern::init_barrier(full, 1);
-    tilekern::publish_barriers();
-    tilekern::arrive_expecting(full, sizeof(box));
-    tilekern::load_box(address, from, origin, full);
-    tilekern::wait(full, 0);
-    tilekern::store_box(to, origin, address);
-    tilekern::commit_stores();
-    tilekern::wait_stores_read<0>();
+    tilekern::mbarrier_init(full, 1);
+    tilekern::fence_barrier_init();
+    tilekern::mbarrier_arrive_expect_tx(full, sizeof(box));
+    tilekern::tma_load(address, from, origin, full);
+    tilekern::mbarrier_wait(full, 0);
+    tilekern::tma_store(to, origin, address);
+    tilekern::tma_store_commit();
+    tilekern::tma_store_wait_read<0>();
   }
 }
 """
@@ -1277,7 +1277,7 @@ def test_tensor_maps_and_misaligned_shifts_of_vmap():
 
     source = COPY_BOX.replace(
         "const __grid_constant__ tilekern::TensorMap to", "long long"
-    ).replace("store_box(to", "store_box(from")
+    ).replace("tma_store(to", "tma_store(from")
     kernel = jtk.cuda_kernel(
         source, out=lambda x: x, grid=1, block=32, scalars=np.int64(0),
         tensor_maps=lambda x: line(0, x),

@@ -95,8 +95,8 @@ def test_clusters(rng):
     source = r"""
     #include <tilekern/cluster.cuh>
     __global__ void ranks(int* out) {
-      tilekern::sync_cluster();
-      if (threadIdx.x == 0) out[blockIdx.x] = tilekern::block_in_cluster();
+      tilekern::cluster_sync();
+      if (threadIdx.x == 0) out[blockIdx.x] = tilekern::cluster_cta_rank();
     }
     """
     ranks = jtk.cuda_kernel(source, out=struct((12,), np.int32), grid=12, block=32, cluster=4)

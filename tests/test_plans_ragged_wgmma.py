@@ -196,7 +196,7 @@ def span_of_tile(first_tiles, spans, tile):
 
 
 def items_of_rows(shape, groups, bounds, config):
-    """``RaggedItems::find``: rows are columns of tiles."""
+    """``GroupedTiles::find``: rows are columns of tiles."""
     spans = list(spans_of(groups, bounds))
     counts = (-(-span.rows // config.block_n) for span in spans)
     first_tiles = [0, *itertools.accumulate(counts)]
@@ -225,7 +225,7 @@ def items_of_rows(shape, groups, bounds, config):
 
 
 def items_of_k(shape, groups, bounds, config):
-    """``RaggedItems::find``: rows are along k."""
+    """``GroupedTiles::find``: rows are along k."""
     of_groups = [span for span in spans_of(groups, bounds) if span.group >= 0]
     tiles = shape["tiles_m"] * shape["tiles_n"]
     for item in range(shape["batches"] * tiles):
@@ -263,13 +263,13 @@ class Barrier:
 
 
 class Cluster:
-    """How the threads of ``RaggedItems`` receive a cluster's work tiles; ``None`` follows the last.
+    """How the threads of ``WorkTileRing`` receive a cluster's work tiles; ``None`` follows the last.
 
     Each thread is a generator of what it waits for. A work tile is represented by its k-tiles.
     """
 
     def __init__(self, items, stages, blocks, consumers=2):
-        self.slots = constant("grouped_gemm/sm90/tile_scheduler.cuh", "kSlots")
+        self.slots = constant("gemm/sm90/dynamic_tile_scheduler.cuh", "kSlots")
         self.items, self.stages, self.blocks = items, stages, blocks
         self.slot = [[None] * self.slots for _ in range(blocks)]
         # CTAs other than the first expect the bytes when they request, and receive them.
@@ -752,10 +752,10 @@ def test_every_field_of_the_groups_is_packed():
 @given(any_case)
 def test_shared_memory_has_room_for_work_tiles_and_for_tiles_before_each_span(choice):
     config = choice.instance
-    slots = constant("grouped_gemm/sm90/tile_scheduler.cuh", "kSlots")
-    slot_bytes = constant("grouped_gemm/sm90/tile_scheduler.cuh", "kSlotBytes")
+    slots = constant("gemm/sm90/dynamic_tile_scheduler.cuh", "kSlots")
+    slot_bytes = constant("gemm/sm90/dynamic_tile_scheduler.cuh", "kSlotBytes")
     barriers = 8 * (2 * config.stages + config.consumers)
-    subtiles = config.consumers * constant("gemm/sm90/epilogue.cuh", "kSlabs") * 8192
+    subtiles = config.consumers * constant("gemm/sm90/store.cuh", "kSubtileBuffers") * 8192
     dense = config.stages * config.stage_bytes + subtiles + barriers
     # Each slot has a pair of barriers, and one more serves requests.
     ragged = slots * (slot_bytes + 2 * 8) + 8

@@ -91,7 +91,7 @@ def buffer_bytes(product, plan):
 
 
 def work_items(shape, config):
-    """``DenseItems`` of gemm/sm90/tile_scheduler.cuh: all items, of each of a cluster's blocks."""
+    """``DenseTiles`` of gemm/sm90/tile_scheduler.cuh: all items, of each of a cluster's blocks."""
     item = np.repeat(np.arange(shape["items"]), config.cluster)
     block = np.tile(np.arange(config.cluster), shape["items"])
     tiles = shape["tiles_m"] * shape["tiles_n"]

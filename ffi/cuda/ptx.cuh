@@ -139,7 +139,7 @@ inline void store_shared(uint32 address, int32 first, int32 second) {
 
 // Loads four 8x8 matrices of 16-bit elements. Lane 8 * i + r gives the address of row r of matrix
 // i; afterwards lane 4 * g + t holds bytes 4 * t to 4 * t + 3 of row g of matrix i in words[i].
-inline void load_matrices(uint32 (&words)[4], uint32 row_address) {
+inline void ldmatrix(uint32 (&words)[4], uint32 row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(row_address)
@@ -147,23 +147,23 @@ inline void load_matrices(uint32 (&words)[4], uint32 row_address) {
 }
 
 // The same with each matrix transposed: lane 4 * g + t holds elements g of rows 2 * t, 2 * t + 1.
-inline void load_matrices_transposed(uint32 (&words)[4], uint32 row_address) {
+inline void ldmatrix_trans(uint32 (&words)[4], uint32 row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(row_address)
                : "memory");
 }
 
-// Stores four 8x8 matrices of 16-bit elements, the inverse of load_matrices() (sm_90).
-inline void store_matrices(uint32 row_address, const uint32 (&words)[4]) {
+// Stores four 8x8 matrices of 16-bit elements, the inverse of ldmatrix() (sm_90).
+inline void stmatrix(uint32 row_address, const uint32 (&words)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
       "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
       : "memory");
 }
 
-// The inverse of load_matrices_transposed().
-inline void store_matrices_transposed(uint32 row_address, const uint32 (&words)[4]) {
+// The inverse of ldmatrix_trans().
+inline void stmatrix_trans(uint32 row_address, const uint32 (&words)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
       "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])

@@ -1,4 +1,4 @@
-// The tensor memory accelerator: boxes of strided tensors to shared memory and back (sm_90).
+// TMA, the tensor memory accelerator: tiles of strided tensors to shared memory and back (sm_90).
 #pragma once
 
 #include "types.cuh"
@@ -11,18 +11,18 @@ struct alignas(64) TensorMap {
   int64 opaque[16];
 };
 
-// Of a tensor of five dimensions, innermost first, in elements. May lie beyond the tensor: loads
-// bring zeros from there and stores leave it out.
-struct BoxOrigin {
+// Where a tile starts in a tensor of five dimensions, innermost first, in elements. A tile may
+// reach beyond the tensor: loads fill that part with zeros, and stores leave it out.
+struct TmaCoordinates {
   int32 at[5];
 };
 
-inline void prefetch(const TensorMap& map) {
+inline void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Starts the copy of a box to shared memory, whose bytes `barrier` counts.
-inline void load_box(uint32 destination, const TensorMap& map, const BoxOrigin& origin,
+// Starts the load of a tile to shared memory; the mbarrier `barrier` counts its bytes.
+inline void tma_load(uint32 destination, const TensorMap& map, const TmaCoordinates& origin,
                      uint32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -32,19 +32,20 @@ inline void load_box(uint32 destination, const TensorMap& map, const BoxOrigin& 
       : "memory");
 }
 
-// The same to the same addresses of all blocks in `blocks`, a bit each, and to their barriers.
-inline void load_box_multicast(uint32 destination, const TensorMap& map, const BoxOrigin& origin,
-                               uint32 barrier, uint16 blocks) {
+// Loads the tile to the same address in each CTA whose bit of `ctas` is set; the mbarrier at the
+// same address as `barrier` in each of them counts the bytes.
+inline void tma_load_multicast(uint32 destination, const TensorMap& map,
+                               const TmaCoordinates& origin, uint32 barrier, uint16 ctas) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".multicast::cluster [%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(destination),
       "l"(&map), "r"(origin.at[0]), "r"(origin.at[1]), "r"(origin.at[2]), "r"(origin.at[3]),
-      "r"(origin.at[4]), "r"(barrier), "h"(blocks)
+      "r"(origin.at[4]), "r"(barrier), "h"(ctas)
       : "memory");
 }
 
-// Starts the copy of a box from shared memory, as part of the thread's current group.
-inline void store_box(const TensorMap& map, const BoxOrigin& origin, uint32 source) {
+// Starts the store of a tile from shared memory, in the thread's current bulk group.
+inline void tma_store(const TensorMap& map, const TmaCoordinates& origin, uint32 source) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group"
       " [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(&map),
@@ -53,16 +54,17 @@ inline void store_box(const TensorMap& map, const BoxOrigin& origin, uint32 sour
       : "memory");
 }
 
-inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Closes the thread's current bulk group, which may be empty.
+inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until at most kPending of this thread's groups still read shared memory.
+// Waits until at most kPending of this thread's bulk groups still read shared memory.
 template <int kPending>
-inline void wait_stores_read() {
+inline void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Orders this thread's writes to shared memory before what the copy engine and the tensor cores
-// read after the next barrier.
+// Orders this thread's writes to shared memory before the reads by TMA and wgmma (the async proxy)
+// that follow the next barrier.
 inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace tilekern

@@ -1,74 +1,80 @@
-// Tensor-core products of one warpgroup (four warps): 64 rows by kN columns, over 32 bytes of k,
-// with operands read from shared memory, or lhs from registers (sm_90a).
+// Warpgroup MMA (wgmma, sm_90a): four warps multiply 64 rows by kN columns over 32 bytes of k.
+// Operands are read from shared memory, or lhs from registers.
 //
-// Products run in the background: fence_sums(), then run() any number of times, then
-// commit_products(), and the sums may be used after wait_products(). In between they must not be
-// touched.
+// MMAs run asynchronously: warpgroup_fence_operand() and warpgroup_arrive(), then multiply() any
+// number of times, then warpgroup_commit_batch(). warpgroup_wait() waits until batches have
+// retired; until then the accumulators, and registers that hold lhs, must not be touched.
 //
-// Warp w holds rows 16w to 16w+15. As with mma.sync, lane 4 * g + t holds of octet j of columns the
-// sums of rows g and 8+g in columns 2t and 2t+1, in sums[4j] to sums[4j+3].
+// Warp w of the warpgroup holds rows 16w to 16w+15. As with mma.sync, lane 4g + t holds, of columns
+// 8j to 8j+7, the accumulators of rows g and 8+g in columns 2t and 2t+1: accumulators[4j] and
+// [4j+1] are of row g, [4j+2] and [4j+3] of row 8+g.
 #pragma once
 
 #include "types.cuh"
 
 namespace tilekern {
 
-// Addresses in descriptors count these; there is room for all of a block's shared memory, so that
-// distances can be added.
+// Matrix descriptors hold addresses in units of 16 bytes, with room for all of a CTA's shared
+// memory, so distances can be added to a descriptor.
 inline constexpr int kDescriptorUnit = 16;
 
-// One operand in shared memory, in rows of 128 bytes that the copy engine has swizzled. Groups of
-// eight rows are 1024 bytes apart; where rows run along lines rather than along k, chunks of lines
-// are `chunk_bytes` apart. In a cluster, addresses have the block's rank above those of its memory.
-inline uint64 operand_descriptor(uint32 address, int chunk_bytes) {
+// The matrix descriptor of an operand in shared memory, in rows of 128 bytes with TMA's 128-byte
+// swizzle. Groups of eight rows are 1024 bytes apart. Where rows run along M or N rather than along
+// k, chunks of 128 bytes of M or N are `chunk_bytes` apart. In a cluster, shared addresses have the
+// CTA's rank above the bits of its own memory; the mask removes it.
+inline uint64 matrix_descriptor(uint32 address, int chunk_bytes) {
   constexpr uint64 kSwizzle128 = 1ull << 62;
   constexpr uint64 kRowGroup = 1024ull / kDescriptorUnit << 32;
   return kSwizzle128 | kRowGroup | static_cast<uint64>(chunk_bytes / kDescriptorUnit) << 16 |
          (address & 0x3FFFF) / kDescriptorUnit;
 }
 
-template <typename Sum, int kCount>
-inline void fence_sums(Sum (&sums)[kCount]) {
+// Keeps the compiler from moving accesses to the accumulators across this point, since it does not
+// know that wgmma writes them asynchronously.
+template <typename Accumulator, int kCount>
+inline void warpgroup_fence_operand(Accumulator (&accumulators)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if constexpr (kSame<Sum, float>) {
-      asm volatile("" : "+f"(sums[i])::"memory");
+    if constexpr (kSame<Accumulator, float>) {
+      asm volatile("" : "+f"(accumulators[i])::"memory");
     } else {
-      asm volatile("" : "+r"(sums[i])::"memory");
+      asm volatile("" : "+r"(accumulators[i])::"memory");
     }
   }
 }
 
-// Orders this thread's accesses to registers and shared memory before the products that follow.
-inline void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Orders the warpgroup's accesses to registers and shared memory before the MMAs that follow.
+inline void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+inline void warpgroup_commit_batch() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 
-// Waits until at most kPending of the committed groups are still running.
+// Waits until at most kPending of the committed batches of MMAs are still in flight.
 template <int kPending>
-inline void wait_products() {
+inline void warpgroup_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// How many registers a thread of the warpgroup gives up or asks for.
+// Lowers or raises the warpgroup's registers per thread to kRegisters.
 template <int kRegisters>
-inline void release_registers() {
+inline void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-inline void acquire_registers() {
+inline void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// The types of a product, and how the instruction spells them.
+// The MMA's types, and how the instruction spells them.
 template <typename Lhs, typename Rhs>
 struct WgmmaTypes;
 
-#define TILEKERN_WGMMA_TYPES(Lhs, Rhs, SumType, spelling) \
-  template <>                                             \
-  struct WgmmaTypes<Lhs, Rhs> {                           \
-    using Sum = SumType;                                  \
-    static constexpr char kSpelling[] = spelling;         \
+#define TILEKERN_WGMMA_TYPES(Lhs, Rhs, AccumulatorType, spelling) \
+  template <>                                                     \
+  struct WgmmaTypes<Lhs, Rhs> {                                   \
+    using Accumulator = AccumulatorType;                          \
+    static constexpr char kSpelling[] = spelling;                 \
   };
 
 TILEKERN_WGMMA_TYPES(bfloat16, bfloat16, float, "k16.f32.bf16.bf16")
@@ -82,8 +88,8 @@ TILEKERN_WGMMA_TYPES(float8_e5m2, float8_e5m2, float, "k32.f32.e5m2.e5m2")
 
 #undef TILEKERN_WGMMA_TYPES
 
-// The instruction's last operands: signs where sums are floats, and for 16-bit types which operands
-// in shared memory are not k-major.
+// The instruction's last operands: signs where accumulators are floats, and for 16-bit types which
+// operands in shared memory are not k-major.
 struct NoFlags {
   static constexpr char kShared[] = "", kRegisters[] = "";
 };
@@ -110,17 +116,17 @@ struct SignsAndOrders<false, false> {
 };
 
 // The instruction's operands are written out for each size: R lists registers %0, %1, ... as text,
-// and B binds them to the array `sums`. Both go by tens, whose leading digits are given.
+// and B binds them to the array `accumulators`. Both go by tens, whose leading digits are given.
 #define TILEKERN_R2(t) "%" #t "0, %" #t "1"
 #define TILEKERN_R4(t) TILEKERN_R2(t) ", %" #t "2, %" #t "3"
 #define TILEKERN_R6(t) TILEKERN_R4(t) ", %" #t "4, %" #t "5"
 #define TILEKERN_R8(t) TILEKERN_R6(t) ", %" #t "6, %" #t "7"
 #define TILEKERN_R10(t) TILEKERN_R8(t) ", %" #t "8, %" #t "9"
-#define TILEKERN_B2(k, t) k(sums[t##0]), k(sums[t##1])
-#define TILEKERN_B4(k, t) TILEKERN_B2(k, t), k(sums[t##2]), k(sums[t##3])
-#define TILEKERN_B6(k, t) TILEKERN_B4(k, t), k(sums[t##4]), k(sums[t##5])
-#define TILEKERN_B8(k, t) TILEKERN_B6(k, t), k(sums[t##6]), k(sums[t##7])
-#define TILEKERN_B10(k, t) TILEKERN_B8(k, t), k(sums[t##8]), k(sums[t##9])
+#define TILEKERN_B2(k, t) k(accumulators[t##0]), k(accumulators[t##1])
+#define TILEKERN_B4(k, t) TILEKERN_B2(k, t), k(accumulators[t##2]), k(accumulators[t##3])
+#define TILEKERN_B6(k, t) TILEKERN_B4(k, t), k(accumulators[t##4]), k(accumulators[t##5])
+#define TILEKERN_B8(k, t) TILEKERN_B6(k, t), k(accumulators[t##6]), k(accumulators[t##7])
+#define TILEKERN_B10(k, t) TILEKERN_B8(k, t), k(accumulators[t##8]), k(accumulators[t##9])
 #define TILEKERN_R_10 TILEKERN_R10()
 #define TILEKERN_B_10(k) TILEKERN_B10(k, )
 #define TILEKERN_R_20 TILEKERN_R_10 ", " TILEKERN_R10(1)
@@ -164,11 +170,12 @@ struct SignsAndOrders<false, false> {
 #define TILEKERN_R_128 TILEKERN_R_120 ", " TILEKERN_R8(12)
 #define TILEKERN_B_128(k) TILEKERN_B_120(k), TILEKERN_B8(k, 12)
 
-// Adds a product to `sums`, or unless `accumulate` writes it there. `r` is the number of sums, and
-// p0 to p7 are the numbers of the operands that follow them.
-#define TILEKERN_WGMMA(n, r, Sum, k, p0, p1, p2, p3, p4, p5, p6, p7)                               \
+// One MMA over 32 bytes of k: adds to the accumulators, or overwrites them unless `accumulate`. `r`
+// is the number of accumulators, and p0 to p7 are the numbers of the instruction's operands after
+// them.
+#define TILEKERN_WGMMA(n, r, Accumulator, k, p0, p1, p2, p3, p4, p5, p6, p7)                       \
   template <class Types, class Flags>                                                              \
-  inline void multiply(Sum(&sums)[r], uint64 lhs, uint64 rhs, int accumulate) {                    \
+  inline void multiply(Accumulator(&accumulators)[r], uint64 lhs, uint64 rhs, int accumulate) {    \
     asm volatile(                                                                                  \
         "{ .reg .pred p; setp.ne.b32 p, %" #p2 ", 0; wgmma.mma_async.sync.aligned.m64n" #n "%" #p3 \
         " {" TILEKERN_R_##r "}, %" #p0 ", %" #p1 ", p%" #p4 "; }"                                  \
@@ -176,7 +183,8 @@ struct SignsAndOrders<false, false> {
         : "l"(lhs), "l"(rhs), "r"(accumulate), "C"(Types::kSpelling), "C"(Flags::kShared));        \
   }                                                                                                \
   template <class Types, class Flags>                                                              \
-  inline void multiply(Sum(&sums)[r], const uint32(&lhs)[4], uint64 rhs, int accumulate) {         \
+  inline void multiply(Accumulator(&accumulators)[r], const uint32(&lhs)[4], uint64 rhs,           \
+                       int accumulate) {                                                           \
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #p5                                            \
                  ", 0; wgmma.mma_async.sync.aligned.m64n" #n "%" #p6 " {" TILEKERN_R_##r           \
                  "}, {%" #p0 ", %" #p1 ", %" #p2 ", %" #p3 "}, %" #p4 ", p%" #p7 "; }"             \

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "convert.cuh"
+#include "epilogue.cuh"
 
 namespace tilekern {
 
@@ -138,6 +139,14 @@ inline Out rounded(Sum sum) {
   } else {
     return static_cast<Out>(sum);
   }
+}
+
+// The result of a sum with its epilogue.
+template <typename Out, class Epilogue, typename Sum>
+inline Out finished(Sum sum, const Epilogue& epilogue, const RowCoordinates& at) {
+  Sum accumulators[1] = {sum};
+  epilogue(accumulators, at);
+  return rounded<Out>(accumulators[0]);
 }
 
 // Decomposes blockIdx.x into mixed-radix digits.

@@ -156,8 +156,9 @@ class RowGroup {
   RowSum<T, Sum, kBytes> sums_[config.rows];
 };
 
-template <typename T, typename Sum, typename Out, RowConfig config, bool kProducts>
-inline void reduce_rows(const T* lhs, const T* rhs, Out* out, const RowShape& shape) {
+template <typename T, typename Sum, typename Out, RowConfig config, bool kProducts, class Epilogue>
+inline void reduce_rows(const T* lhs, const T* rhs, Out* out, const RowShape& shape,
+                        const Epilogue& epilogue) {
   constexpr int kWarps = kReductionThreads / 32;
   const uint32 lanes = 1u << shape.log2_lanes;
   const uint32 lane = threadIdx.x & (lanes - 1);
@@ -175,6 +176,11 @@ inline void reduce_rows(const T* lhs, const T* rhs, Out* out, const RowShape& sh
                                            shape, first);
   rows.take(min_of(shape.k - begin, shape.segment_k), lane, lanes);
 
+  const auto coordinates = [&](uint32 row) {
+    return RowCoordinates{static_cast<int>(row), 0, static_cast<int>(shape.rows), 1,
+                          static_cast<int>(group / shape.row_groups)};
+  };
+
   __shared__ Sum of_warps[kWarps][config.rows];
 #pragma unroll
   for (int row = 0; row < config.rows; ++row) {
@@ -186,7 +192,7 @@ inline void reduce_rows(const T* lhs, const T* rhs, Out* out, const RowShape& sh
     // If a row has at most one warp, every lane has the total.
     if (lanes <= 32 && lane == 0 && wanted < shape.groups && first + row < shape.rows) {
       out[offsets.out + (first + row) * shape.out_row + segment * shape.out_segment] =
-          rounded<Out>(total);
+          finished<Out>(total, epilogue, coordinates(first + row));
     }
   }
   if (lanes <= 32) return;
@@ -198,20 +204,23 @@ inline void reduce_rows(const T* lhs, const T* rhs, Out* out, const RowShape& sh
       total += of_warps[threadIdx.x / 32 + warp][lane];
     }
     out[offsets.out + (first + lane) * shape.out_row + segment * shape.out_segment] =
-        rounded<Out>(total);
+        finished<Out>(total, epilogue, coordinates(first + lane));
   }
 }
 
-template <typename T, typename Sum, typename Out, RowConfig config>
+template <typename T, typename Sum, typename Out, RowConfig config,
+          class Epilogue = IdentityEpilogue, typename... Operands>
 __global__ void __launch_bounds__(kReductionThreads, config.min_blocks())
-    row_sums(const T* x, Out* out, const __grid_constant__ RowShape shape) {
-  reduce_rows<T, Sum, Out, config, false>(x, x, out, shape);
+    row_sums(const T* x, Out* out, const __grid_constant__ RowShape shape, Operands... operands) {
+  reduce_rows<T, Sum, Out, config, false>(x, x, out, shape, Epilogue{operands...});
 }
 
-template <typename T, typename Sum, typename Out, RowConfig config>
+template <typename T, typename Sum, typename Out, RowConfig config,
+          class Epilogue = IdentityEpilogue, typename... Operands>
 __global__ void __launch_bounds__(kReductionThreads, config.min_blocks())
-    row_products(const T* lhs, const T* rhs, Out* out, const __grid_constant__ RowShape shape) {
-  reduce_rows<T, Sum, Out, config, true>(lhs, rhs, out, shape);
+    row_products(const T* lhs, const T* rhs, Out* out, const __grid_constant__ RowShape shape,
+                 Operands... operands) {
+  reduce_rows<T, Sum, Out, config, true>(lhs, rhs, out, shape, Epilogue{operands...});
 }
 
 }  // namespace tilekern

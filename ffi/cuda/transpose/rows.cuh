@@ -7,7 +7,7 @@
 namespace tilekern {
 
 // Compile-time choices; `RowTranspose` in `plans/transpose/rows.py` makes them.
-struct RowConfig {
+struct RowTransposeConfig {
   // A unit divides the length and the distance of all rows.
   int unit_bytes;
   // The size of a copy: one unit, or 16 bytes of unaligned rows.
@@ -19,7 +19,7 @@ struct RowConfig {
 inline constexpr int kRowThreads = 256;
 
 // `RowTranspose` packs the same fields.
-struct RowShape {
+struct RowTransposeShape {
   // Vectors per row, and one more if rows are unaligned.
   Divisor row_vectors;
   // Vectors of all rows.
@@ -30,12 +30,12 @@ struct RowShape {
 };
 
 // Vectors are numbered in the result's order, and adjacent threads copy adjacent vectors.
-template <RowConfig config>
+template <RowTransposeConfig config>
 class RowTransposer {
   static constexpr bool kDirect = config.vector_bytes == config.unit_bytes;
 
  public:
-  RowTransposer(const char* source, char* result, const RowShape& shape)
+  RowTransposer(const char* source, char* result, const RowTransposeShape& shape)
       : shape_(shape), source_(source), result_(result) {}
 
   void run() const {
@@ -110,15 +110,15 @@ class RowTransposer {
     }
   }
 
-  const RowShape& shape_;
+  const RowTransposeShape& shape_;
   const char* source_;
   char* result_;
 };
 
-template <RowConfig config>
+template <RowTransposeConfig config>
 __global__ void __launch_bounds__(kRowThreads)
     transpose_rows(const char* __restrict__ source, char* __restrict__ result,
-                   const __grid_constant__ RowShape shape) {
+                   const __grid_constant__ RowTransposeShape shape) {
   RowTransposer<config>(source, result, shape).run();
 }
 

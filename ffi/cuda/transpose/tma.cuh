@@ -59,25 +59,25 @@ class BoxTransposer {
   void run() {
     const bool leads = threadIdx.x == 0;
     if (leads) {
-      prefetch(source_);
-      prefetch(result_);
+      prefetch_tensor_map(source_);
+      prefetch_tensor_map(result_);
 #pragma unroll
-      for (int stage = 0; stage < kBoxStages; ++stage) init_barrier(barrier(stage), 1);
-      publish_barriers();
+      for (int stage = 0; stage < kBoxStages; ++stage) mbarrier_init(barrier(stage), 1);
+      fence_barrier_init();
 #pragma unroll 1
       for (int stage = 0; stage < kBoxStages; ++stage) load(blockIdx.x + stage * gridDim.x, stage);
     }
     __syncthreads();
     const BlockPosition position = block_position();
-    RingPosition<kBoxStages> ring;
+    PipelineState<kBoxStages> ring;
     uint32 output = 0;
 #pragma unroll 1
     for (uint32 tile = blockIdx.x; tile < shape_.tiles; tile += gridDim.x) {
-      wait(barrier(ring.stage), ring.parity);
+      mbarrier_wait(barrier(ring.stage), ring.parity);
       uint32 block[kBlock][4];
       read(block, ring.stage, position);
       // TMA must have read the output buffer before it is overwritten.
-      if (leads) wait_stores_read<kBoxOutputs - 1>();
+      if (leads) tma_store_wait_read<kBoxOutputs - 1>();
       __syncthreads();
       if (leads) load(tile + kBoxStages * gridDim.x, ring.stage);
       write(block, output, position);
@@ -87,7 +87,7 @@ class BoxTransposer {
       output ^= 1;
       ring.advance();
     }
-    if (leads) wait_stores_read<0>();
+    if (leads) tma_store_wait_read<0>();
   }
 
  private:
@@ -115,7 +115,7 @@ class BoxTransposer {
   uint32 input(int stage) const { return shared_ + stage * kBoxBytes; }
   uint32 output(uint32 i) const { return input(kBoxStages + i); }
 
-  BoxOrigin origin(const TilePosition& tile, int64 inner, int64 second) const {
+  TmaCoordinates origin(const TilePosition& tile, int64 inner, int64 second) const {
     uint32 outer = tile.outer;
     int32 indices[3];
 #pragma unroll
@@ -131,8 +131,8 @@ class BoxTransposer {
   void load(uint32 tile, int stage) const {
     if (tile >= shape_.tiles) return;
     const TilePosition at = tile_position(shape_.grid, tile);
-    arrive_expecting(barrier(stage), kBoxBytes);
-    load_box(input(stage), source_,
+    mbarrier_arrive_expect_tx(barrier(stage), kBoxBytes);
+    tma_load(input(stage), source_,
              origin(at, static_cast<int64>(at.column) * config.cell(),
                     static_cast<int64>(at.row) * kBoxRows),
              barrier(stage));
@@ -143,10 +143,10 @@ class BoxTransposer {
 #pragma unroll
     for (int cell = 0; cell < config.cells(); ++cell) {
       const int64 row = static_cast<int64>(at.row) * kBoxRows + cell * config.cell();
-      store_box(result_, origin(at, row, static_cast<int64>(at.column) * config.cell()),
+      tma_store(result_, origin(at, row, static_cast<int64>(at.column) * config.cell()),
                 output(from) + cell * kCellBytes);
     }
-    commit_stores();
+    tma_store_commit();
   }
 
   void read(uint32 (&block)[kBlock][4], int stage, const BlockPosition& at) const {

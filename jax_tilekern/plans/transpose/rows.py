@@ -44,7 +44,7 @@ class RowTranspose(TransposeCandidate):
     def kernel(self) -> Kernel:
         """What the compiler is asked for."""
         config = cxx_config(
-            "RowConfig",
+            "RowTransposeConfig",
             unit_bytes=self.unit_bytes,
             vector_bytes=self.vector_bytes,
             copies=self._copies,

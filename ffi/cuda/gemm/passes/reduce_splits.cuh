@@ -1,6 +1,7 @@
 // The reduction of split-K: adds the partial accumulators of all splits.
 #pragma once
 
+#include "epilogue.cuh"
 #include "strided_rows.cuh"
 
 namespace tilekern {
@@ -22,6 +23,22 @@ struct SumShape {
   int64 split_stride;
   RowTiling tiling;
   int32 splits;
+  // Of the output's matrices, for epilogues.
+  int32 m;
+  int32 n;
+};
+
+// The coordinates of adjacent elements; `first` is the number of the first one in all of the
+// output.
+struct SplitCoordinates {
+  int64 first;
+  const SumShape& shape;
+
+  int row(int i) const { return static_cast<int>((first + i) / shape.n % shape.m); }
+  int column(int i) const { return static_cast<int>((first + i) % shape.n); }
+  int rows() const { return shape.m; }
+  int columns() const { return shape.n; }
+  int batch(int i) const { return static_cast<int>((first + i) / shape.n / shape.m); }
 };
 
 // The accumulators of one vectorized load.
@@ -56,9 +73,11 @@ inline void store_run(Out* out, const Run<Sum, kCount>& run) {
 }
 
 // The order of the splits is fixed, so the result is reproducible.
-template <typename Sum, typename Out, SumConfig config>
+template <typename Sum, typename Out, SumConfig config, class Epilogue = IdentityEpilogue,
+          typename... Operands>
 __global__ void __launch_bounds__(kSumThreads)
-    sum_splits(const Sum* partials, Out* out, const __grid_constant__ SumShape shape) {
+    sum_splits(const Sum* partials, Out* out, const __grid_constant__ SumShape shape,
+               Operands... operands) {
   const RowPosition at = row_position<kSumThreads>(shape.tiling);
   const int64 column = (static_cast<int64>(at.segment) * at.lanes + at.lane) * config.vector;
   if (at.row >= shape.rows.count || column >= shape.columns) return;
@@ -73,6 +92,7 @@ __global__ void __launch_bounds__(kSumThreads)
 #pragma unroll
     for (int i = 0; i < config.vector; ++i) total.sums[i] += addend.sums[i];
   }
+  Epilogue{operands...}(total.sums, SplitCoordinates{at.row * shape.columns + column, shape});
   store_run(out + row_offset(shape.rows, at.row) + column, total);
 }
 

@@ -1,7 +1,9 @@
 // The epilogue of a warp: stores its accumulators through shared memory, so that stores to global
-// memory are coalesced along rows.
+// memory are coalesced along rows. Before that, the kernel's epilogue functor (../../epilogue.cuh)
+// is applied to them.
 #pragma once
 
+#include "epilogue.cuh"
 #include "ptx.cuh"
 
 namespace tilekern {
@@ -68,6 +70,24 @@ inline void copy_subtile(const OutputTile<Out>& output, int subtile, uint32 stag
     }
   }
 }
+
+// The coordinates of a lane's accumulators, for epilogues. `Layout` says where accumulator i lies
+// in the warp's part of the output tile: row(lane, i) and column(lane, i).
+template <class Layout>
+struct WarpCoordinates {
+  // Where the warp's part starts in the matrix.
+  int first_row;
+  int first_column;
+  const int32& row_count;
+  const int32& column_count;
+  int batch_index;
+
+  int row(int i) const { return first_row + Layout::row(threadIdx.x % 32, i); }
+  int column(int i) const { return first_column + Layout::column(threadIdx.x % 32, i); }
+  int rows() const { return row_count; }
+  int columns() const { return column_count; }
+  int batch(int) const { return batch_index; }
+};
 
 // An engine holds the accumulators of its warp in subtiles of rows: stage_subtile() stages one, and
 // subtile_row() returns the row of the warp's tile for a staged row.

@@ -38,7 +38,9 @@ struct TileRange {
 //   load<slot>(lhs, rhs, i)   loads the operands of step i to registers
 //   multiply<slot>()          adds their product to the accumulators
 //   finish_tile()             runs after the last step of a tile
-// and the members that the epilogue needs.
+//   Layout                    where a lane's accumulators lie, for WarpCoordinates
+//   accumulators()            all of them as one array, for epilogue functors
+// and the members that store_output() needs.
 template <class Engine, MatmulConfig config, typename Lhs, typename Rhs, typename Out>
 class MatmulBlock {
   using LhsTile = typename Engine::LhsTile;
@@ -153,11 +155,12 @@ class MatmulBlock {
   uint32 stages_;
 };
 
-// Computes one tile of the product of the matrices at `offsets`.
+// Computes one tile of the product of the matrices at `offsets`, which are number `batch`.
 template <template <typename, typename, MatmulConfig> class EngineOf, MatmulConfig config,
-          typename Lhs, typename Rhs, typename Out>
+          typename Lhs, typename Rhs, typename Out, class Epilogue>
 inline void compute_tile(const Lhs* lhs, const Rhs* rhs, Out* out, const MatmulShape& shape,
-                         const BatchOffsets& offsets, const TileRange& range) {
+                         const BatchOffsets& offsets, const TileRange& range, int batch,
+                         const Epilogue& epilogue) {
   using Engine = EngineOf<Lhs, Rhs, config>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int warp_m = warp / config.warps_n * config.warp_m();
@@ -166,6 +169,9 @@ inline void compute_tile(const Lhs* lhs, const Rhs* rhs, Out* out, const MatmulS
   Engine engine(warp_m, warp_n, lane);
   MatmulBlock<Engine, config, Lhs, Rhs, Out>(lhs + offsets.lhs, rhs + offsets.rhs, shape, range)
       .accumulate(engine);
+  epilogue(engine.accumulators(),
+           WarpCoordinates<typename Engine::Layout>{range.first_m + warp_m, range.first_n + warp_n,
+                                                    range.end_m, range.end_n, batch});
 
   const int64 row = range.first_m + warp_m;
   const int column = range.first_n + warp_n;
@@ -178,15 +184,17 @@ inline void compute_tile(const Lhs* lhs, const Rhs* rhs, Out* out, const MatmulS
 }
 
 template <template <typename, typename, MatmulConfig> class EngineOf, MatmulConfig config,
-          typename Lhs, typename Rhs, typename Out>
-inline void matmul_tile(const Lhs* lhs, const Rhs* rhs, Out* out, const MatmulShape& shape) {
+          typename Lhs, typename Rhs, typename Out, class Epilogue>
+inline void matmul_tile(const Lhs* lhs, const Rhs* rhs, Out* out, const MatmulShape& shape,
+                        const Epilogue& epilogue) {
   const int tiles = shape.tiles_m * shape.tiles_n;
   const BatchOffsets offsets = batch_offsets(shape, blockIdx.x / tiles);
   const TileCoordinates tile =
       banded_tile(blockIdx.x % tiles, shape.tiles_m, shape.tiles_n, shape.band);
   compute_tile<EngineOf, config>(
       lhs, rhs, out, shape, offsets,
-      {tile.m * config.block_m, tile.n * config.block_n, 0, shape.m, shape.n, shape.k});
+      {tile.m * config.block_m, tile.n * config.block_n, 0, shape.m, shape.n, shape.k},
+      blockIdx.x / tiles, epilogue);
 }
 
 }  // namespace tilekern

@@ -25,6 +25,19 @@ class MmaEngine {
   static constexpr int kRows = config.warp_m();
   static constexpr int kColumns = config.warp_n();
 
+  // Accumulator 4j + 2h + e of 16 rows is that of row g of 8-row core matrix h, and of column 2t +
+  // e of core matrix j, with lane = 4g + t.
+  struct Layout {
+    static constexpr int kRowBlock = kColumns / 2;
+
+    static constexpr int row(int lane, int i) {
+      return LhsOperand::mn_index(2 * (i / kRowBlock) + i / 2 % 2, lane / 4);
+    }
+    static constexpr int column(int lane, int i) {
+      return RhsOperand::mn_index(i % kRowBlock / 4, lane % 4 * 2 + i % 2);
+    }
+  };
+
   MmaEngine(int warp_m, int warp_n, int lane) : lhs_(warp_m, lane), rhs_(warp_n, lane) {}
 
   template <int kSlot>
@@ -69,6 +82,11 @@ class MmaEngine {
         }
       }
     }
+  }
+
+  auto& accumulators() {
+    using Flat = Accumulator[kRows / 16 * (kColumns / 8) * 4];
+    return reinterpret_cast<Flat&>(config.promote ? promoted_ : accumulators_);
   }
 
   // Staged row 8 * half + g of a subtile is row g of core matrix `half`.
@@ -131,11 +149,12 @@ class MmaEngine {
   Accumulators promoted_ = {};
 };
 
-template <typename Lhs, typename Rhs, typename Out, MatmulConfig config>
+template <typename Lhs, typename Rhs, typename Out, MatmulConfig config,
+          class Epilogue = IdentityEpilogue, typename... Operands>
 __global__ void __launch_bounds__(config.threads(), config.min_blocks)
-    mma_matmul(const Lhs* lhs, const Rhs* rhs, Out* out,
-               const __grid_constant__ MatmulShape shape) {
-  matmul_tile<MmaEngine, config>(lhs, rhs, out, shape);
+    mma_matmul(const Lhs* lhs, const Rhs* rhs, Out* out, const __grid_constant__ MatmulShape shape,
+               Operands... operands) {
+  matmul_tile<MmaEngine, config>(lhs, rhs, out, shape, Epilogue{operands...});
 }
 
 }  // namespace tilekern

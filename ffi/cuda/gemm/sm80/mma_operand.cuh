@@ -116,15 +116,15 @@ class MmaOperand {
 #pragma unroll
       for (int core = 0; core < kCoreMatrices; core += 2) {
         uint32 words[4];
-        load_matrices(words, at(tile, 32 * step) + 8 * core * kRowBytes);
-        store_matrices(fragment, core, words);
+        ldmatrix(words, at(tile, 32 * step) + 8 * core * kRowBytes);
+        place_matrices(fragment, core, words);
       }
     } else if constexpr (kAccess == Access::kMatricesTransposed) {
 #pragma unroll
       for (int core = 0; core < kCoreMatrices; core += 2) {
         uint32 words[4];
-        load_matrices_transposed(words, at(tile, 16 * core) + kStep * step * kRowBytes);
-        store_matrices(fragment, core, words);
+        ldmatrix_trans(words, at(tile, 16 * core) + kStep * step * kRowBytes);
+        place_matrices(fragment, core, words);
       }
     } else if constexpr (kAccess == Access::kBytes) {
       load_bytes(fragment, tile, step);
@@ -192,7 +192,7 @@ class MmaOperand {
   static constexpr int matrix_core(int lane) { return kLhs ? lane / 8 % 2 : lane / 16; }
   static constexpr int matrix_half(int lane) { return kLhs ? lane / 16 : lane / 8 % 2; }
 
-  static void store_matrices(Fragment& fragment, int core, const uint32 (&words)[4]) {
+  static void place_matrices(Fragment& fragment, int core, const uint32 (&words)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       fragment[core + matrix_core(8 * i)][matrix_half(8 * i)] = words[i];

@@ -82,6 +82,13 @@ class SimtEngine {
   static constexpr int kRows = config.warp_m();
   static constexpr int kColumns = config.warp_n();
 
+  struct Layout {
+    static constexpr int row(int lane, int i) { return LhsOperand::mn_index(i / 8, lane_m(lane)); }
+    static constexpr int column(int lane, int i) {
+      return RhsOperand::mn_index(i % 8, lane_n(lane));
+    }
+  };
+
   SimtEngine(int warp_m, int warp_n, int lane)
       : lhs_(warp_m, lane_m(lane)), rhs_(warp_n, lane_n(lane)) {}
 
@@ -106,6 +113,8 @@ class SimtEngine {
   }
 
   void finish_tile() {}
+
+  auto& accumulators() { return reinterpret_cast<float (&)[64]>(accumulators_); }
 
   // A subtile holds four of each lane's rows.
   static constexpr int subtile_row(int subtile, int staged_row) {
@@ -133,19 +142,22 @@ class SimtEngine {
   float accumulators_[8][8] = {};
 };
 
-template <typename Lhs, typename Rhs, typename Out, MatmulConfig config>
+template <typename Lhs, typename Rhs, typename Out, MatmulConfig config,
+          class Epilogue = IdentityEpilogue, typename... Operands>
 __global__ void __launch_bounds__(config.threads(), config.min_blocks)
-    simt_matmul(const Lhs* lhs, const Rhs* rhs, Out* out,
-                const __grid_constant__ MatmulShape shape) {
-  matmul_tile<SimtEngine, config>(lhs, rhs, out, shape);
+    simt_matmul(const Lhs* lhs, const Rhs* rhs, Out* out, const __grid_constant__ MatmulShape shape,
+                Operands... operands) {
+  matmul_tile<SimtEngine, config>(lhs, rhs, out, shape, Epilogue{operands...});
 }
 
 // The same kernel, which does nothing unless `use_float32` is set.
-template <MatmulConfig config>
+template <MatmulConfig config, class Epilogue = IdentityEpilogue, typename... Operands>
 __global__ void __launch_bounds__(config.threads(), config.min_blocks)
     simt_matmul_if(const int32* use_float32, const float* lhs, const float* rhs, float* out,
-                   const __grid_constant__ MatmulShape shape) {
-  if (*use_float32) matmul_tile<SimtEngine, config>(lhs, rhs, out, shape);
+                   const __grid_constant__ MatmulShape shape, Operands... operands) {
+  if (*use_float32) {
+    matmul_tile<SimtEngine, config>(lhs, rhs, out, shape, Epilogue{operands...});
+  }
 }
 
 }  // namespace tilekern

@@ -7,31 +7,33 @@ namespace tilekern {
 
 // Compile-time choices; `WgmmaInstance` in `plans/gemm/sm90/config.py` makes them.
 struct WgmmaConfig {
-  // The tile of the output that is computed at a time, and what is taken of k, 128 bytes.
+  // The output tile of a CTA (of both consumers together, if they are cooperative), and the k-tile,
+  // which is 128 bytes.
   int block_m;
   int block_n;
   int block_k;
-  // Tiles of k in shared memory at a time.
+  // Stages of the pipeline; each holds a k-tile of both operands.
   int stages;
-  // Warpgroups that multiply; one more copies.
+  // Consumer (math) warpgroups; one more warpgroup is the producer.
   int consumers;
-  // Whether they share a tile, each having its rows, rather than taking turns at tiles.
+  // Whether the consumers share each output tile (cooperative), each having some of its rows,
+  // rather than computing alternate tiles (ping-pong).
   bool cooperative;
-  // Blocks of a cluster, which have tiles below each other and share the copies of rhs.
+  // CTAs of a cluster, which compute tiles below each other and multicast rhs to each other.
   int cluster;
-  // Whether an operand has its unit stride along k, rather than along its rows or columns.
+  // Whether an operand has its unit stride along k, rather than along M or N.
   bool lhs_k_major;
   bool rhs_k_major;
   // Whether the output has its unit stride along m, rather than n.
   bool out_m_major;
-  // Whether the copy engine stores the output; it takes strides of whole 16 bytes.
+  // Whether TMA stores the output, which takes strides that are multiples of 16 bytes.
   bool out_boxes;
-  // Whether the sums over each block_k are added up outside the tensor cores, whose own additions
-  // keep fewer bits.
+  // Whether the accumulators of each k-tile are added to promoted accumulators by the CUDA cores,
+  // because the tensor cores' own additions keep fewer bits.
   bool promote;
-  // Pieces that an operand's elements are the sum of. The order of piece i of lhs times piece j of
-  // rhs is i + j; products of orders below `pieces` count, the others are smaller than the pieces'
-  // own rounding.
+  // Parts that an operand's elements are the sum of: 1, or 2 (high and low) of split-float16
+  // emulation. The order of part i of lhs times part j of rhs is i + j; MMAs of orders below
+  // `pieces` are computed, the others are smaller than the parts' own rounding.
   int pieces;
 
   constexpr int tile_consumers() const { return cooperative ? consumers : 1; }
@@ -44,7 +46,7 @@ inline constexpr int kBoxBatchDims = 3;
 // Run-time sizes; `launch_tiles` in `plans/gemm/sm90/launch.py` packs the same fields in the same
 // order.
 struct WgmmaShape {
-  // In elements, for outputs that the copy engine does not store.
+  // In elements, for outputs that TMA does not store.
   int64 out_batch_strides[kBoxBatchDims];
   int64 out_stride;
   // Batch dimensions, outermost first; unused ones come first with size 1. An operand steps by 1
@@ -55,32 +57,33 @@ struct WgmmaShape {
   int32 batches;
   int32 m;
   int32 n;
-  // Tiles of k, and of each split of k; the sums of a split are an output of their own.
+  // All k-tiles, and those of each split-K part, whose accumulators are an output of their own.
   int32 k_tiles;
   int32 split_k_tiles;
-  // Distance of an operand's pieces along k, in elements.
+  // Distance of an operand's high and low parts along k, in elements.
   int32 piece_step;
-  // In tiles of clusters.
+  // The grid of cluster tiles, and the height of a group of the grouped (L2) rasterization.
   int32 tiles_m;
   int32 tiles_n;
   int32 band;
-  // Splits times batches times tiles.
+  // Split-K parts times batches times cluster tiles.
   int32 items;
 };
 
-// One tile of the output, or of a split's.
-struct WorkItem {
+// One output tile, or one of a split-K part.
+struct WorkTile {
+  // Where it starts in the output.
   int m;
   int n;
-  // The first of k.
+  // Where its first k-tile starts.
   int k;
+  // Positions of the operands and of the output in the batch dimensions.
   int lhs_batch[kBoxBatchDims];
   int rhs_batch[kBoxBatchDims];
   int out_batch[kBoxBatchDims];
 };
 
-// Sets the positions of operands and output in the batch dimensions.
-inline void set_batch(WorkItem& work, const WgmmaShape& shape, int batch) {
+inline void set_batch(WorkTile& work, const WgmmaShape& shape, int batch) {
 #pragma unroll
   for (int dim = kBoxBatchDims - 1; dim >= 0; --dim) {
     const int position = batch % shape.batch[dim];
@@ -89,6 +92,18 @@ inline void set_batch(WorkItem& work, const WgmmaShape& shape, int batch) {
     work.rhs_batch[dim] = position * shape.rhs_steps[dim];
     work.out_batch[dim] = position;
   }
+}
+
+// The inverse of set_batch(). A position is 0 in an operand that is broadcast over the dimension
+// and in an output that all groups share, and otherwise the same in each, so the largest one is it.
+inline int batch_number(const WorkTile& work, const WgmmaShape& shape) {
+  int number = 0;
+#pragma unroll
+  for (int dim = 0; dim < kBoxBatchDims; ++dim) {
+    const int operands = max_of(work.lhs_batch[dim], work.rhs_batch[dim]);
+    number = number * shape.batch[dim] + max_of(operands, work.out_batch[dim]);
+  }
+  return number;
 }
 
 }  // namespace tilekern

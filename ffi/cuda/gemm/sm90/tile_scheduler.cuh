@@ -1,4 +1,35 @@
-// Which tiles of a dense product a block computes.
+// Which work tiles a CTA computes: the tile scheduler, its concept and the static persistent one.
+//
+// The CTAs of a grid stay on their SMs, and each computes work tile after work tile. Its producer
+// thread and each of its consumers have a scheduler of their own, and all of them see the same
+// tiles in the same order. A tile scheduler provides
+//
+//   struct Params                   what all of a CTA's schedulers share; the kernel holds it
+//     void prepare(shared)            by all threads, before a barrier of the cluster; `shared` is
+//     the
+//                                     shared memory that the plan sets aside for it
+//   Scheduler(params, cta)          `cta` is the rank in the cluster
+//   bool next()                     moves on to the next work tile, the first one at first; false
+//   after
+//                                     the last
+//   WorkTile work_tile()            what it is,
+//   int k_tiles()                     how many k-tiles it has, 0 if it is zeros, and
+//   int columns()                     how many columns of a partial tile are its own, or
+//   int skipped_k()                   how many elements of its first k-tile are not its own
+//   void request()                  by the producer thread, once before each next(): the next work
+//   tile
+//                                     will be needed soon
+//   void release()                  by all consumer threads, after the last look at a work tile
+//   static void schedule(params)    by one more thread of the cluster's first CTA, if kDynamic:
+//   answers
+//                                     the requests
+//   kDynamic                        whether a thread has to find the work tiles
+//   kPartialN                       whether columns() counts; the tile then needs not all of rhs
+//   kPartialK                       whether skipped_k() counts, or k_tiles() may be 0
+//   kColumnStep                     of a partial tile, the producer loads and the consumers
+//   multiply
+//                                     columns in multiples of it; otherwise block_n
+//   kTmaColumnStep, kTmaColumns     if kPartialN: columns of a short and of a long TMA tile of rhs
 #pragma once
 
 #include "gemm/sm90/config.cuh"
@@ -6,53 +37,23 @@
 
 namespace tilekern {
 
-// The items of a block's cluster, from the first in steps. The copying thread and the multiplying
-// warpgroups walk through the same ones, each for itself.
+// The work tiles of a dense GEMM, which are numbered: all tiles of a matrix, then of the next
+// batch, then of the next split-K part.
 template <WgmmaConfig config>
-class DenseItems {
- public:
-  // Whether a tile may have fewer lines of rhs than there is room for, or foreign rows of k.
-  static constexpr bool kPartialLines = false;
-  static constexpr bool kPartialK = false;
-  // Whether a thread has to find out what the items are, when it is asked to.
-  static constexpr bool kScheduled = false;
-  // Of which the lines of a partial tile are a multiple.
-  static constexpr int kLineStep = config.block_n;
-
-  struct Source {
-    const WgmmaShape& shape;
-
-    // By all threads of the block; `shared` is what the plan has set aside.
-    void prepare(unsigned char*) const {}
-  };
-
-  DenseItems(const Source& source, int block)
-      : shape_(source.shape), block_(block), item_(static_cast<int>(blockIdx.x) / config.cluster) {
-    item_ -= step();
-  }
-
-  bool next() {
-    item_ += step();
-    return item_ < shape_.items;
-  }
-
-  // The splits of a product's outputs are stacked in the last batch dimension, with all batches.
-  int k_tiles() const {
-    const int split = item_ / (shape_.batches * shape_.tiles_m * shape_.tiles_n);
-    return min_of(shape_.split_k_tiles, shape_.k_tiles - split * shape_.split_k_tiles);
-  }
-
-  WorkItem work() const {
-    const int tiles = shape_.tiles_m * shape_.tiles_n;
-    const int stacked = item_ / tiles;
+struct DenseTiles {
+  // The tile of a CTA of the cluster.
+  static WorkTile work_tile(const WgmmaShape& shape, int number, int cta) {
+    const int tiles = shape.tiles_m * shape.tiles_n;
+    const int stacked = number / tiles;
     const TileCoordinates tile =
-        banded_tile(item_ % tiles, shape_.tiles_m, shape_.tiles_n, shape_.band);
-    WorkItem work;
-    work.m = (tile.m * config.cluster + block_) * config.block_m;
+        banded_tile(number % tiles, shape.tiles_m, shape.tiles_n, shape.band);
+    WorkTile work;
+    work.m = (tile.m * config.cluster + cta) * config.block_m;
     work.n = tile.n * config.block_n;
-    work.k = stacked / shape_.batches * shape_.split_k_tiles * config.block_k;
-    set_batch(work, shape_, stacked % shape_.batches);
-    if (shape_.split_k_tiles < shape_.k_tiles) {
+    work.k = stacked / shape.batches * shape.split_k_tiles * config.block_k;
+    set_batch(work, shape, stacked % shape.batches);
+    // The outputs of split-K parts are stacked in the last batch dimension, with all batches.
+    if (shape.split_k_tiles < shape.k_tiles) {
 #pragma unroll
       for (int dim = 0; dim < kBoxBatchDims - 1; ++dim) work.out_batch[dim] = 0;
       work.out_batch[kBoxBatchDims - 1] = stacked;
@@ -60,21 +61,53 @@ class DenseItems {
     return work;
   }
 
-  // Of a partial tile: its lines of rhs, and the first of k that are not its own.
-  int lines() const { return 0; }
-  int foreign_k() const { return 0; }
+  static int k_tiles(const WgmmaShape& shape, int number) {
+    const int split = number / (shape.batches * shape.tiles_m * shape.tiles_n);
+    return min_of(shape.split_k_tiles, shape.k_tiles - split * shape.split_k_tiles);
+  }
+};
 
-  // By the copying thread: for the next item.
-  void ask() const {}
-  // After the last look at an item.
+// A cluster computes every gridDim-th work tile. Each scheduler counts for itself.
+template <WgmmaConfig config>
+class StaticPersistentScheduler {
+  using Tiles = DenseTiles<config>;
+
+ public:
+  static constexpr bool kDynamic = false;
+  static constexpr bool kPartialN = false;
+  static constexpr bool kPartialK = false;
+  static constexpr int kColumnStep = config.block_n;
+
+  struct Params {
+    const WgmmaShape& shape;
+
+    void prepare(unsigned char*) const {}
+  };
+
+  StaticPersistentScheduler(const Params& params, int cta)
+      : shape_(params.shape), cta_(cta), number_(static_cast<int>(blockIdx.x) / config.cluster) {
+    number_ -= step();
+  }
+
+  bool next() {
+    number_ += step();
+    return number_ < shape_.items;
+  }
+
+  WorkTile work_tile() const { return Tiles::work_tile(shape_, number_, cta_); }
+  int k_tiles() const { return Tiles::k_tiles(shape_, number_); }
+  int columns() const { return 0; }
+  int skipped_k() const { return 0; }
+
+  void request() const {}
   void release() const {}
 
  private:
   static int step() { return static_cast<int>(gridDim.x) / config.cluster; }
 
   const WgmmaShape& shape_;
-  int block_;
-  int item_;
+  int cta_;
+  int number_;
 };
 
 }  // namespace tilekern

@@ -31,9 +31,10 @@ inline int span_of_tile_row(const GroupShape& groups, const int32* of_batch, int
 
 // Rows of `lhs` and `out` belong to groups. The grid has shape.tiles_m tile rows for each batch.
 template <template <typename, typename, MatmulConfig> class EngineOf, MatmulConfig config,
-          typename Lhs, typename Rhs, typename Out>
+          typename Lhs, typename Rhs, typename Out, class Epilogue>
 inline void ragged_rows_tile(const Lhs* lhs, const Rhs* rhs, const int32* bounds, Out* out,
-                             const MatmulShape& shape, const GroupShape& groups) {
+                             const MatmulShape& shape, const GroupShape& groups,
+                             const Epilogue& epilogue) {
   const int tiles = shape.tiles_m * shape.tiles_n;
   const int batch = blockIdx.x / tiles;
   const int32* of_batch = bounds_of_batch(groups, bounds, batch);
@@ -47,19 +48,22 @@ inline void ragged_rows_tile(const Lhs* lhs, const Rhs* rhs, const int32* bounds
   if (tile_of_span >= tiles_m * shape.tiles_n) return;
 
   const TileCoordinates tile = banded_tile(tile_of_span, tiles_m, shape.tiles_n, shape.band);
-  const BatchOffsets offsets = batch_offsets(shape, batch * groups.groups + max_of(span.group, 0));
+  const int product = batch * groups.groups + max_of(span.group, 0);
+  const BatchOffsets offsets = batch_offsets(shape, product);
   // Rows of no group are empty sums, zeros.
   const int32 end_k = span.is_group() ? shape.k : 0;
   compute_tile<EngineOf, config>(
       lhs, rhs, out, shape, offsets,
-      {span.begin + tile.m * config.block_m, tile.n * config.block_n, 0, span.end, shape.n, end_k});
+      {span.begin + tile.m * config.block_m, tile.n * config.block_n, 0, span.end, shape.n, end_k},
+      product, epilogue);
 }
 
 // The rows that belong to groups are contracted.
 template <template <typename, typename, MatmulConfig> class EngineOf, MatmulConfig config,
-          typename Lhs, typename Rhs, typename Out>
+          typename Lhs, typename Rhs, typename Out, class Epilogue>
 inline void ragged_k_tile(const Lhs* lhs, const Rhs* rhs, const int32* bounds, Out* out,
-                          const MatmulShape& shape, const GroupShape& groups) {
+                          const MatmulShape& shape, const GroupShape& groups,
+                          const Epilogue& epilogue) {
   const int tiles = shape.tiles_m * shape.tiles_n;
   const int product = blockIdx.x / tiles;
   const Span span = group_span(groups, bounds, product / groups.groups, product % groups.groups);
@@ -67,17 +71,19 @@ inline void ragged_k_tile(const Lhs* lhs, const Rhs* rhs, const int32* bounds, O
       banded_tile(blockIdx.x % tiles, shape.tiles_m, shape.tiles_n, shape.band);
   compute_tile<EngineOf, config>(
       lhs, rhs, out, shape, batch_offsets(shape, product),
-      {tile.m * config.block_m, tile.n * config.block_n, span.begin, shape.m, shape.n, span.end});
+      {tile.m * config.block_m, tile.n * config.block_n, span.begin, shape.m, shape.n, span.end},
+      product, epilogue);
 }
 
 template <template <typename, typename, MatmulConfig> class EngineOf, MatmulConfig config,
-          bool kRaggedK, typename Lhs, typename Rhs, typename Out>
+          bool kRaggedK, typename Lhs, typename Rhs, typename Out, class Epilogue>
 inline void ragged_matmul_tile(const Lhs* lhs, const Rhs* rhs, const int32* bounds, Out* out,
-                               const MatmulShape& shape, const GroupShape& groups) {
+                               const MatmulShape& shape, const GroupShape& groups,
+                               const Epilogue& epilogue) {
   if constexpr (kRaggedK) {
-    ragged_k_tile<EngineOf, config>(lhs, rhs, bounds, out, shape, groups);
+    ragged_k_tile<EngineOf, config>(lhs, rhs, bounds, out, shape, groups, epilogue);
   } else {
-    ragged_rows_tile<EngineOf, config>(lhs, rhs, bounds, out, shape, groups);
+    ragged_rows_tile<EngineOf, config>(lhs, rhs, bounds, out, shape, groups, epilogue);
   }
 }
 

@@ -6,12 +6,14 @@
 
 namespace tilekern {
 
-template <typename Lhs, typename Rhs, typename Out, MatmulConfig config, bool kRaggedK>
+template <typename Lhs, typename Rhs, typename Out, MatmulConfig config, bool kRaggedK,
+          class Epilogue = IdentityEpilogue, typename... Operands>
 __global__ void __launch_bounds__(config.threads(), config.min_blocks)
     ragged_mma_matmul(const Lhs* lhs, const Rhs* rhs, const int32* bounds, Out* out,
                       const __grid_constant__ MatmulShape shape,
-                      const __grid_constant__ GroupShape groups) {
-  ragged_matmul_tile<MmaEngine, config, kRaggedK>(lhs, rhs, bounds, out, shape, groups);
+                      const __grid_constant__ GroupShape groups, Operands... operands) {
+  ragged_matmul_tile<MmaEngine, config, kRaggedK>(lhs, rhs, bounds, out, shape, groups,
+                                                  Epilogue{operands...});
 }
 
 }  // namespace tilekern

@@ -1,4 +1,4 @@
-// Ragged matrix products on Hopper's warpgroup tensor cores (sm_90a).
+// Grouped GEMMs on Hopper's warpgroup tensor cores (sm_90a).
 #pragma once
 
 #include "gemm/sm90/matmul.cuh"
@@ -6,20 +6,23 @@
 
 namespace tilekern {
 
-// The product of each group of rows, in one launch; see gemm/sm90/matmul.cuh. The last batch
-// dimension is the groups.
+// The GEMM of each group of rows, in one launch: the kernel of gemm/sm90/matmul.cuh with another
+// tile scheduler. The groups are the last batch dimension. `rhs_step` is a tensor map of rhs with
+// TMA tiles of tma_column_step columns.
 template <typename Lhs, typename Rhs, typename Out, WgmmaConfig config, Ragged ragged,
-          int line_step, int copy_step, int long_box_lines>
+          int column_step, int tma_column_step, int tma_columns, class Epilogue = IdentityEpilogue,
+          typename... Operands>
 __global__ void __launch_bounds__(config.threads(), 1)
     ragged_wgmma_matmul(const __grid_constant__ TensorMap lhs,
                         const __grid_constant__ TensorMap rhs,
                         const __grid_constant__ TensorMap out_map, Out* out,
                         const __grid_constant__ TensorMap rhs_step, const int32* bounds,
-                        int32* items_taken, const __grid_constant__ WgmmaShape shape,
-                        const __grid_constant__ GroupShape groups) {
-  using Items = RaggedItems<config, ragged, line_step, copy_step, long_box_lines>;
-  WgmmaMatmul<Lhs, Rhs, Out, config, Items, NoFinish>(shape, {shape, groups, bounds, items_taken},
-                                                      {})
+                        int32* claimed, const __grid_constant__ WgmmaShape shape,
+                        const __grid_constant__ GroupShape groups, Operands... operands) {
+  using Tiles = GroupedTiles<config, ragged, column_step, tma_column_step, tma_columns>;
+  using Scheduler = DynamicPersistentScheduler<config, Tiles>;
+  WgmmaMatmul<OperandTypes<Lhs>, OperandTypes<Rhs>, Out, config, Scheduler, Epilogue>(
+      shape, {{shape, groups, bounds}, claimed}, Epilogue{operands...})
       .run(lhs, rhs, rhs_step, out_map, out);
 }
 

@@ -88,12 +88,14 @@ class SumPass:
         rows, threads = StridedRows.of(dims), 256
         tiling = RowTiling.of(rows.count, columns // self._vector, 1, threads)
         shape = Scalars.pack(
-            f"{StridedRows.LAYOUT}2q2Ii",
+            f"{StridedRows.LAYOUT}2q2I3i",
             *rows.values,
             columns,
             self.split_stride,
             *tiling.values,
             self.splits,
+            self.geometry.m,
+            self.geometry.n,
         )
         return Launch(
             entry=compiled.entry(self.kernel.name),

@@ -36,8 +36,8 @@ from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel
 
 _BOUNDS, _CLAIMED = Buffer(2), Buffer(4)
 _CLAIMED_BYTES = 4
-_CLEAR_CLAIMED = Kernel("grouped_gemm/sm90/tile_scheduler.cuh", "tilekern::clear_items_taken")
-# The ring through which the producer broadcasts claimed work tiles; see RaggedItems.
+_CLEAR_CLAIMED = Kernel("gemm/sm90/dynamic_tile_scheduler.cuh", "tilekern::clear_claimed_tiles")
+# The ring that broadcasts work tiles to a CTA's threads; see WorkTileRing.
 _BROADCAST_SLOTS_BYTES = 4 * (64 + 2 * 8) + 8
 _ALIGNMENT = 16
 # More ranges of rows would leave little shared memory for operands.

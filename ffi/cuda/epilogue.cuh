@@ -1,0 +1,76 @@
+// The epilogue: what a kernel does to accumulators between the last multiply-add and the store.
+//
+// Every kernel that stores a result has a template parameter `Epilogue`, the identity by default,
+// and passes its trailing parameters to it: the kernel constructs `Epilogue{operands...}`. Each
+// thread then calls it with accumulators that it holds, once for each of its arrays of them:
+//
+//   struct BiasAndRelu {
+//     const float* bias;  // one for each column
+//
+//     template <typename Accumulator, int kCount, class Coordinates>
+//     void operator()(Accumulator (&accumulators)[kCount], const Coordinates& at) const {
+// #pragma unroll
+//       for (int i = 0; i < kCount; ++i) {
+//         const float sum = accumulators[i] + bias[min_of(at.column(i), at.columns() - 1)];
+//         accumulators[i] = max_of(sum, 0.0f);
+//       }
+//     }
+//   };
+//
+// The call changes the accumulators in place, in the accumulators' type; the store rounds them to
+// the output's. `Coordinates` says where they belong:
+//
+//   int row(int i), column(int i)   where accumulator i lies in its matrix of the output
+//   int batch(int i)                which matrix that is: the batch dimensions count as one, the
+//                                   last one fastest; a grouped GEMM has batch * groups + group
+//   int rows(), columns()           the size of each matrix
+//
+// An epilogue has to unroll its loop over the accumulators, which are registers. It must not
+// synchronise, because threads of a warp may call it a different number of times. A tile may reach
+// beyond the matrix: accumulators there are not stored, but what an epilogue reads for them has to
+// be clamped as above.
+//
+// Rows and columns are those of the kernel, so where a plan swaps A and B, its epilogue sees the
+// transposed output. A kernel that stores partial sums (split-K, segments of a reduction) is given
+// the identity, and the kernel that adds them up is given the epilogue. Rows of a grouped GEMM that
+// are in no group are zeros, which pass through the epilogue of group 0.
+#pragma once
+
+#include "types.cuh"
+
+namespace tilekern {
+
+struct IdentityEpilogue {
+  template <typename Accumulator, int kCount, class Coordinates>
+  void operator()(Accumulator (&)[kCount], const Coordinates&) const {}
+};
+
+// Applies `first` and then `second`.
+template <class First, class Second>
+struct ComposedEpilogue {
+  First first;
+  Second second;
+
+  template <typename Accumulator, int kCount, class Coordinates>
+  void operator()(Accumulator (&accumulators)[kCount], const Coordinates& at) const {
+    first(accumulators, at);
+    second(accumulators, at);
+  }
+};
+
+// The coordinates of a single accumulator, or of adjacent ones in a row.
+struct RowCoordinates {
+  int row_index;
+  int first_column;
+  int row_count;
+  int column_count;
+  int batch_index;
+
+  int row(int) const { return row_index; }
+  int column(int i) const { return first_column + i; }
+  int rows() const { return row_count; }
+  int columns() const { return column_count; }
+  int batch(int) const { return batch_index; }
+};
+
+}  // namespace tilekern

@@ -1,0 +1,143 @@
+// The producer's side of the mainloop: one thread fills the pipeline by TMA.
+//
+// A producer provides
+//
+//   Producer(pipeline, shape, cta, tensor maps ...)
+//   void run(scheduler, params)     by the producer thread: loads the k-tiles of all work tiles,
+//   and
+//                                   requests work tiles as tile_scheduler.cuh says
+//
+// and fills each stage with what the MMA policy reads: the tiles of lhs's parts, and then of rhs's.
+#pragma once
+
+#include "gemm/sm90/config.cuh"
+#include "gemm/sm90/operand.cuh"
+#include "gemm/sm90/pipeline.cuh"
+
+namespace tilekern {
+
+template <class Lhs, class Rhs, WgmmaConfig config, class Pipeline, class Scheduler>
+class TmaProducer {
+  static_assert(kSame<typename Lhs::Storage, typename Lhs::Shared> &&
+                    kSame<typename Rhs::Storage, typename Rhs::Shared>,
+                "TMA copies bits");
+  using LhsTile =
+      OperandTile<typename Lhs::Shared, config.lhs_k_major, config.block_m, config.block_k>;
+  using RhsTile =
+      OperandTile<typename Rhs::Shared, config.rhs_k_major, config.block_n, config.block_k>;
+  // What each CTA of a cluster loads of rhs, and multicasts to all of them.
+  using RhsShare = OperandTile<typename Rhs::Shared, config.rhs_k_major,
+                               config.block_n / config.cluster, config.block_k>;
+  static constexpr int kStageBytes = config.pieces * (LhsTile::kBytes + RhsTile::kBytes);
+  static constexpr int kColumnStep = Scheduler::kColumnStep;
+  static_assert(RhsShare::kBytes % 1024 == 0);
+  static_assert(!Scheduler::kPartialN ||
+                (config.rhs_k_major && config.pieces == 1 && config.block_n % kColumnStep == 0));
+
+ public:
+  // `rhs_step` has TMA tiles of kTmaColumnStep columns, for partial tiles.
+  TmaProducer(const Pipeline& pipeline, const WgmmaShape& shape, int cta, const TensorMap& lhs,
+              const TensorMap& rhs, const TensorMap& rhs_step)
+      : pipeline_(pipeline), shape_(shape), cta_(cta), lhs_(lhs), rhs_(rhs), rhs_step_(rhs_step) {}
+
+  void run(const typename Scheduler::Params& params) const {
+    typename Pipeline::State state;
+    Scheduler scheduler(params, cta_);
+    scheduler.request();
+    while (scheduler.next()) {
+      const WorkTile work = scheduler.work_tile();
+      const int k_tiles = scheduler.k_tiles();
+      const int columns = (scheduler.columns() + kColumnStep - 1) / kColumnStep * kColumnStep;
+      // The request is early enough to be answered in time, and no earlier, so that the CTA that is
+      // free first gets the tile.
+      const int requesting = max_of(0, k_tiles - config.stages);
+      if (k_tiles == 0) scheduler.request();
+      for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+        if (k_tile == requesting) scheduler.request();
+        load(state, work, columns, k_tile);
+        state.advance();
+      }
+    }
+  }
+
+ private:
+  void load(const typename Pipeline::State& state, const WorkTile& work, int columns,
+            int k_tile) const {
+    const uint32 full = pipeline_.full(state.stage);
+    pipeline_.wait_empty(state);
+    // In a cluster this CTA's barrier also counts what its peers multicast to it, which may come in
+    // before it is expected here: the arrival is still pending, and completes the phase with the
+    // bytes.
+    mbarrier_arrive_expect_tx(
+        full, Scheduler::kPartialN ? LhsTile::kBytes + columns * kTileRowBytes : kStageBytes);
+    const int k = work.k + k_tile * config.block_k;
+    uint32 to = pipeline_.stage(state.stage);
+#pragma unroll
+    for (int part = 0; part < config.pieces; ++part) {
+      // The loops over TMA tiles are not unrolled: the producer thread has few registers.
+#pragma unroll 1
+      for (int chunk = 0; chunk < LhsTile::kChunks; ++chunk) {
+        tma_load(to, lhs_,
+                 LhsTile::coordinates(chunk, work.m, k + part * shape_.piece_step, work.lhs_batch),
+                 full);
+        to += LhsTile::kChunkBytes;
+      }
+    }
+#pragma unroll
+    for (int part = 0; part < config.pieces; ++part) {
+      if constexpr (Scheduler::kPartialN) {
+        load_columns(to, work, columns, k, full);
+      } else {
+        load_rhs(to, work, k + part * shape_.piece_step, full);
+      }
+      to += RhsTile::kBytes;
+    }
+  }
+
+  void load_rhs(uint32 to, const WorkTile& work, int k, uint32 full) const {
+    const int n = work.n + cta_ * (config.block_n / config.cluster);
+    to += cta_ * RhsShare::kBytes;
+#pragma unroll 1
+    for (int chunk = 0; chunk < RhsShare::kChunks; ++chunk) {
+      load_to_cluster(to, rhs_, RhsShare::coordinates(chunk, n, k, work.rhs_batch), full);
+      to += RhsShare::kChunkBytes;
+    }
+  }
+
+  // The CTA's share of a partial tile, in few TMA tiles, since each takes the producer thread some
+  // time.
+  void load_columns(uint32 to, const WorkTile& work, int columns, int k, uint32 full) const {
+    constexpr int kLong = Scheduler::kTmaColumns, kShort = Scheduler::kTmaColumnStep;
+    const int shorts = columns / kShort;
+    int column = shorts * cta_ / config.cluster * kShort;
+    const int end = shorts * (cta_ + 1) / config.cluster * kShort;
+#pragma unroll 1
+    for (; column + kLong <= end; column += kLong) {
+      load_to_cluster(to + column * kTileRowBytes, rhs_,
+                      RhsTile::coordinates(0, work.n + column, k, work.rhs_batch), full);
+    }
+#pragma unroll 1
+    for (; column < end; column += kShort) {
+      load_to_cluster(to + column * kTileRowBytes, rhs_step_,
+                      RhsTile::coordinates(0, work.n + column, k, work.rhs_batch), full);
+    }
+  }
+
+  static void load_to_cluster(uint32 to, const TensorMap& map, const TmaCoordinates& from,
+                              uint32 full) {
+    if constexpr (config.cluster > 1) {
+      tma_load_multicast(to, map, from, full, (1 << config.cluster) - 1);
+    } else {
+      tma_load(to, map, from, full);
+    }
+  }
+
+  const Pipeline& pipeline_;
+  const WgmmaShape& shape_;
+  int cta_;
+  const TensorMap& lhs_;
+  const TensorMap& rhs_;
+  const TensorMap& rhs_step_;
+};
+
+}  // namespace tilekern
