@@ -263,7 +263,7 @@ class Barrier:
 
 
 class Cluster:
-    """How the threads of ``WorkTileRing`` receive a cluster's work tiles; ``None`` follows the last.
+    """How threads of ``WorkTileRing`` receive a cluster's work tiles; ``None`` follows the last.
 
     Each thread is a generator of what it waits for. A work tile is represented by its k-tiles.
     """
