@@ -10,6 +10,7 @@ from products import H100, product_of
 from jax_tilekern.compilation.compiler import compile_source, compile_to_ptx
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
+from jax_tilekern.plans.gemm.sm90.config import WgmmaTile
 from jax_tilekern.plans.gemm.sm90.emulated import emulated_candidates
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_kernel
 
@@ -47,9 +48,9 @@ def _first(instances, wanted):
     return next(instance for instance in instances if wanted(instance))
 
 
-def _wgmma(arithmetic, key, **sides):
+def _wgmma(arithmetic, tile, **sides):
     found = wgmma_candidates(product_of(arithmetic, 4096, 4096, 4096, **sides), H100)
-    return next(c for c in found if c.key == key).instance.kernel
+    return next(c for c in found if c.tile == tile and not c.swapped).instance.kernel
 
 
 def _sm80(family, type_):
@@ -73,11 +74,14 @@ def _grouped_sm90(ragged):
 
 
 def _kernels():
-    yield "cooperative", lambda: _wgmma("bf16", "wgmma 128x256")
-    yield "cluster", lambda: _wgmma("bf16", "wgmma 128x256 clusters of 2")
-    yield "ping-pong", lambda: _wgmma("bf16", "wgmma 128x128 in turns")
-    yield "promoted", lambda: _wgmma("fp8", "wgmma 128x128", rhs_k_major=True)
-    yield "registers", lambda: _wgmma("tf32", "wgmma 128x128", lhs_k_major=False, rhs_k_major=True)
+    yield "cooperative", lambda: _wgmma("bf16", WgmmaTile(128, 256))
+    yield "cluster", lambda: _wgmma("bf16", WgmmaTile(128, 256, cluster=2))
+    yield "ping-pong", lambda: _wgmma("bf16", WgmmaTile(128, 128, cooperative=False))
+    yield "promoted", lambda: _wgmma("fp8", WgmmaTile(128, 128), rhs_k_major=True)
+    yield (
+        "registers",
+        lambda: _wgmma("tf32", WgmmaTile(128, 128), lhs_k_major=False, rhs_k_major=True),
+    )
     f32 = product_of("f32", 4096, 4096, 4096)
     yield "split-float16", lambda: emulated_candidates(f32, H100)[0].instance.kernel
     yield "mma", lambda: _sm80("mma", "tilekern::bfloat16")

@@ -29,7 +29,7 @@ __global__ void clear_claimed_tiles(int32* claimed) { *claimed = 0; }
 // What is broadcast of a work tile.
 struct alignas(16) ScheduledTile {
   WorkTile work;
-  // Of a partial tile: columns(), or skipped_k().
+  // What columns() or skipped_k() returns.
   int partial;
   // 0 if the tile is zeros; kNoMoreTiles after the last tile.
   int k_tiles;
