@@ -7,9 +7,10 @@ import pytest
 from kernel_samples import grouped_mma_instances, grouped_wgmma_instances, mma_instances
 from products import H100, product_of
 
-from jax_tilekern.compilation.compiler import compile_source, compile_to_ptx, cuda_folder
+from jax_tilekern.compilation.compiler import compile_source, compile_to_ptx
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
+from jax_tilekern.plans.gemm.sm90.config import WgmmaTile
 from jax_tilekern.plans.gemm.sm90.emulated import emulated_candidates
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_kernel
 
@@ -47,9 +48,9 @@ def _first(instances, wanted):
     return next(instance for instance in instances if wanted(instance))
 
 
-def _wgmma(arithmetic, key, **sides):
+def _wgmma(arithmetic, tile, **sides):
     found = wgmma_candidates(product_of(arithmetic, 4096, 4096, 4096, **sides), H100)
-    return next(c for c in found if c.key == key).instance.kernel
+    return next(c for c in found if c.tile == tile and not c.swapped).instance.kernel
 
 
 def _sm80(family, type_):
@@ -73,11 +74,14 @@ def _grouped_sm90(ragged):
 
 
 def _kernels():
-    yield "cooperative", lambda: _wgmma("bf16", "wgmma 128x256")
-    yield "cluster", lambda: _wgmma("bf16", "wgmma 128x256 clusters of 2")
-    yield "ping-pong", lambda: _wgmma("bf16", "wgmma 128x128 in turns")
-    yield "promoted", lambda: _wgmma("fp8", "wgmma 128x128", rhs_k_major=True)
-    yield "registers", lambda: _wgmma("tf32", "wgmma 128x128", lhs_k_major=False, rhs_k_major=True)
+    yield "cooperative", lambda: _wgmma("bf16", WgmmaTile(128, 256))
+    yield "cluster", lambda: _wgmma("bf16", WgmmaTile(128, 256, cluster=2))
+    yield "ping-pong", lambda: _wgmma("bf16", WgmmaTile(128, 128, cooperative=False))
+    yield "promoted", lambda: _wgmma("fp8", WgmmaTile(128, 128), rhs_k_major=True)
+    yield (
+        "registers",
+        lambda: _wgmma("tf32", WgmmaTile(128, 128), lhs_k_major=False, rhs_k_major=True),
+    )
     f32 = product_of("f32", 4096, 4096, 4096)
     yield "split-float16", lambda: emulated_candidates(f32, H100)[0].instance.kernel
     yield "mma", lambda: _sm80("mma", "tilekern::bfloat16")
@@ -205,32 +209,3 @@ def test_accumulators_of_a_warp_cover_its_tile(instance):
     rows, columns = tile.block_m // tile.warps_m, tile.block_n // tile.warps_n
     found = table(_engine(instance), rows * columns // 32, instance.kernel.file)
     assert_covers(found, rows, columns)
-
-
-# -- Beside epilogues. -----------------------------------------------------------------------------
-
-
-def test_all_headers_can_be_included_together():
-    folder = cuda_folder()
-    headers = sorted(str(file.relative_to(folder)) for file in folder.rglob("*.cuh"))
-    source = "".join(f'#include "{header}"\n' for header in headers)
-    compiled = compile_source(f"{source}__global__ void nothing() {{}}", ["nothing"], arch="sm_90a")
-    assert compiled.log == ""
-    assert len(headers) > 50
-
-
-@pytest.mark.parametrize(
-    ("key", "cluster"), [("wgmma 128x256", 1), ("wgmma 128x256 clusters of 2", 2)]
-)
-def test_dense_gemm_compiles_with_a_dynamic_tile_scheduler(key, cluster):
-    static = _wgmma("bf16", key)
-    name = static.name.replace("wgmma_matmul<", "wgmma_matmul_dynamic<")
-    source = '#include "gemm/sm90/dynamic_matmul.cuh"\n'
-    compiled = compile_source(source, [name], arch="sm_90a")
-    (entry,) = compiled.entries
-    assert f".cluster = {cluster}" in name
-    assert compiled.log == ""
-    assert entry.spill_bytes == 0
-    assert -(-entry.registers // 8) * 8 * entry.max_threads <= 65536
-    # The counter of claimed tiles comes before the shape.
-    assert entry.parameter_bytes == (128, 128, 128, 8, 8, 112)

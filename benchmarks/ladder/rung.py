@@ -37,37 +37,9 @@ def rungs_digest(ladder: str) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-# Functions of the library's headers by the names that they had when the rungs were recorded: the
-# records have digests of the rungs' files, so the files keep these names until they are recorded
-# anew.
-_RECORDED_NAMES = {
-    "RingPosition": "PipelineState",
-    "acquire_registers": "warpgroup_reg_alloc",
-    "arrive": "mbarrier_arrive",
-    "arrive_expecting": "mbarrier_arrive_expect_tx",
-    "commit_products": "warpgroup_commit_batch",
-    "commit_stores": "tma_store_commit",
-    "fence_products": "warpgroup_arrive",
-    "fence_sums": "warpgroup_fence_operand",
-    "init_barrier": "mbarrier_init",
-    "load_box": "tma_load",
-    "load_matrices": "ldmatrix",
-    "load_matrices_transposed": "ldmatrix_trans",
-    "operand_descriptor": "matrix_descriptor",
-    "publish_barriers": "fence_barrier_init",
-    "release_registers": "warpgroup_reg_dealloc",
-    "store_box": "tma_store",
-    "store_matrices": "stmatrix",
-    "wait": "mbarrier_wait",
-    "wait_products": "warpgroup_wait",
-    "wait_stores_read": "tma_store_wait_read",
-}
-
-
 def kernel(file: str, **settings: Any) -> jax_tilekern.CudaKernel:
     """Return the kernel of a rung's file, ``"<ladder>/<number>_<name>.cu"``."""
-    names = tuple(f"-D{old}={new}" for old, new in _RECORDED_NAMES.items())
-    return jax_tilekern.cuda_kernel(SOURCES / file, options=names, **settings)
+    return jax_tilekern.cuda_kernel(SOURCES / file, **settings)
 
 
 def blocks(size: int, of: int) -> int:

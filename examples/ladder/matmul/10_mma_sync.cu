@@ -68,12 +68,12 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int j = 0; j < kWarpColumns / 16; ++j) {
         const int at = (step + down) * kBPitch + warp_column + 16 * j + along;
-        load_matrices_transposed(of_b[j], b_tile + at * 2);
+        ldmatrix_trans(of_b[j], b_tile + at * 2);
       }
 #pragma unroll
       for (int i = 0; i < kWarpRows / 16; ++i) {
         uint32 of_a[4];
-        load_matrices(of_a, a_tile + ((warp_row + 16 * i + down) * kAPitch + step + along) * 2);
+        ldmatrix(of_a, a_tile + ((warp_row + 16 * i + down) * kAPitch + step + along) * 2);
         const uint32 low[2] = {of_a[0], of_a[2]}, high[2] = {of_a[1], of_a[3]};
 #pragma unroll
         for (int j = 0; j < kWarpColumns / 8; ++j) {

@@ -28,16 +28,16 @@ __global__ void __launch_bounds__(kThreads, 2)
   const auto request = [&](int tile) {
     const uint32 to = stages + tile % kStages * kStageBytes;
     const uint32 barrier = full + tile % kStages * kBarrierBytes;
-    arrive_expecting(barrier, kStageBytes);
-    load_box(to, a, {tile * kDepth, first_row, 0, 0, 0}, barrier);
+    mbarrier_arrive_expect_tx(barrier, kStageBytes);
+    tma_load(to, a, {tile * kDepth, first_row, 0, 0, 0}, barrier);
     for (int panel = 0; panel < kTile / 64; ++panel) {
-      load_box(to + kABytes + panel * kPanelBytes, b,
+      tma_load(to + kABytes + panel * kPanelBytes, b,
                {first_column + 64 * panel, tile * kDepth, 0, 0, 0}, barrier);
     }
   };
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) init_barrier(full + stage * kBarrierBytes, 1);
-    publish_barriers();
+    for (int stage = 0; stage < kStages; ++stage) mbarrier_init(full + stage * kBarrierBytes, 1);
+    fence_barrier_init();
     for (int tile = 0; tile < kStages && tile < k_tiles; ++tile) request(tile);
   }
   __syncthreads();
@@ -50,9 +50,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     return row * kRowBytes + (column * 2 ^ lane % 8 * 16);
   };
   float sums[kWarpRows / 16][kWarpColumns / 8][4] = {};
-  RingPosition<kStages> ring;
+  PipelineState<kStages> ring;
   for (int tile = 0; tile < k_tiles; ++tile) {
-    wait(full + ring.stage * kBarrierBytes, ring.parity);
+    mbarrier_wait(full + ring.stage * kBarrierBytes, ring.parity);
     __syncthreads();  // All warps have read the k-tile before, whose stage is free now.
     const int next = tile - 1 + kStages;
     if (threadIdx.x == 0 && tile > 0 && next < k_tiles) request(next);
@@ -64,12 +64,12 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int j = 0; j < kWarpColumns / 16; ++j) {
         const int column = warp_column + 16 * j + along;
         const uint32 panel = b_tile + column / 64 * kPanelBytes;
-        load_matrices_transposed(of_b[j], panel + swizzled(step + down, column % 64));
+        ldmatrix_trans(of_b[j], panel + swizzled(step + down, column % 64));
       }
 #pragma unroll
       for (int i = 0; i < kWarpRows / 16; ++i) {
         uint32 of_a[4];
-        load_matrices(of_a, a_tile + swizzled(warp_row + 16 * i + down, step + along));
+        ldmatrix(of_a, a_tile + swizzled(warp_row + 16 * i + down, step + along));
         const uint32 low[2] = {of_a[0], of_a[2]}, high[2] = {of_a[1], of_a[3]};
 #pragma unroll
         for (int j = 0; j < kWarpColumns / 8; ++j) {

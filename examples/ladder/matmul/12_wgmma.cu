@@ -29,44 +29,44 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto request = [&](int tile) {
     const uint32 to = stages + tile % kStages * kStageBytes;
     const uint32 barrier = full + tile % kStages * kBarrierBytes;
-    arrive_expecting(barrier, kStageBytes);
-    load_box(to, a, {tile * kDepth, first_row, 0, 0, 0}, barrier);
+    mbarrier_arrive_expect_tx(barrier, kStageBytes);
+    tma_load(to, a, {tile * kDepth, first_row, 0, 0, 0}, barrier);
     for (int panel = 0; panel < kColumns / 64; ++panel) {
-      load_box(to + kABytes + panel * kPanelBytes, b,
+      tma_load(to + kABytes + panel * kPanelBytes, b,
                {first_column + 64 * panel, tile * kDepth, 0, 0, 0}, barrier);
     }
   };
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) init_barrier(full + stage * kBarrierBytes, 1);
-    publish_barriers();
+    for (int stage = 0; stage < kStages; ++stage) mbarrier_init(full + stage * kBarrierBytes, 1);
+    fence_barrier_init();
     for (int tile = 0; tile < kStages && tile < k_tiles; ++tile) request(tile);
   }
   __syncthreads();
 
   const int warpgroup_row = threadIdx.x / 128 * 64;
   float sums[kColumns / 2];
-  RingPosition<kStages> ring;
+  PipelineState<kStages> ring;
   for (int tile = 0; tile < k_tiles; ++tile) {
     const uint32 a_tile = stages + ring.stage * kStageBytes;
-    wait(full + ring.stage * kBarrierBytes, ring.parity);
-    const uint64 lhs = operand_descriptor(a_tile + warpgroup_row * kRowBytes, 0);
-    const uint64 rhs = operand_descriptor(a_tile + kABytes, kPanelBytes);
-    fence_products();
+    mbarrier_wait(full + ring.stage * kBarrierBytes, ring.parity);
+    const uint64 lhs = matrix_descriptor(a_tile + warpgroup_row * kRowBytes, 0);
+    const uint64 rhs = matrix_descriptor(a_tile + kABytes, kPanelBytes);
+    warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kDepth / 16; ++step) {
       // A step is 32 bytes of a row of a, and 16 rows of b. The first overwrites the sums.
       multiply<Types, Flags>(sums, lhs + step * 32 / kDescriptorUnit,
                              rhs + step * 16 * kRowBytes / kDescriptorUnit, tile > 0 || step > 0);
     }
-    commit_products();
-    wait_products<1>();  // The MMAs of the k-tile before have retired,
+    warpgroup_commit_batch();
+    warpgroup_wait<1>();  // The MMAs of the k-tile before have retired,
     __syncthreads();     // and those of the other warpgroup too, so its stage is free.
     const int next = tile - 1 + kStages;
     if (threadIdx.x == 0 && tile > 0 && next < k_tiles) request(next);
     ring.advance();
   }
-  wait_products<0>();
-  fence_sums(sums);
+  warpgroup_wait<0>();
+  warpgroup_fence_operand(sums);
 
   // Lane 4 * g + t has rows g and 8 + g of its warp's 16, in columns 2t and 2t + 1 of each eight.
   const int lane = threadIdx.x % 32, row = first_row + threadIdx.x / 32 * 16 + lane / 4;

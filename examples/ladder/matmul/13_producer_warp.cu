@@ -29,55 +29,55 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int k_tiles = (k + kDepth - 1) / kDepth;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(full + stage * kBarrierBytes, 1);
-      init_barrier(empty + stage * kBarrierBytes, kConsumers);
+      mbarrier_init(full + stage * kBarrierBytes, 1);
+      mbarrier_init(empty + stage * kBarrierBytes, kConsumers);
     }
-    publish_barriers();
+    fence_barrier_init();
   }
   __syncthreads();
   const int warpgroup = threadIdx.x / 128;
-  RingPosition<kStages> ring;
+  PipelineState<kStages> ring;
 
   if (warpgroup == kConsumers) {
-    release_registers<24>();
+    warpgroup_reg_dealloc<24>();
     if (threadIdx.x % 128 != 0) return;
     for (int tile = 0; tile < k_tiles; ++tile) {
       const uint32 to = stages + ring.stage * kStageBytes;
       const uint32 barrier = full + ring.stage * kBarrierBytes;
       // The other parity, so that the first round, before which nothing was full, passes at once.
-      wait(empty + ring.stage * kBarrierBytes, ring.parity ^ 1);
-      arrive_expecting(barrier, kStageBytes);
-      load_box(to, a, {tile * kDepth, first_row, 0, 0, 0}, barrier);
+      mbarrier_wait(empty + ring.stage * kBarrierBytes, ring.parity ^ 1);
+      mbarrier_arrive_expect_tx(barrier, kStageBytes);
+      tma_load(to, a, {tile * kDepth, first_row, 0, 0, 0}, barrier);
 #pragma unroll 1
       for (int panel = 0; panel < kColumns / 64; ++panel) {
-        load_box(to + kABytes + panel * kPanelBytes, b,
+        tma_load(to + kABytes + panel * kPanelBytes, b,
                  {first_column + 64 * panel, tile * kDepth, 0, 0, 0}, barrier);
       }
       ring.advance();
     }
   } else {
-    acquire_registers<240>();
+    warpgroup_reg_alloc<240>();
     float sums[kColumns / 2];
     int previous = 0;
     for (int tile = 0; tile < k_tiles; ++tile) {
       const uint32 a_tile = stages + ring.stage * kStageBytes;
-      wait(full + ring.stage * kBarrierBytes, ring.parity);
-      const uint64 lhs = operand_descriptor(a_tile + warpgroup * 64 * kRowBytes, 0);
-      const uint64 rhs = operand_descriptor(a_tile + kABytes, kPanelBytes);
-      fence_products();
+      mbarrier_wait(full + ring.stage * kBarrierBytes, ring.parity);
+      const uint64 lhs = matrix_descriptor(a_tile + warpgroup * 64 * kRowBytes, 0);
+      const uint64 rhs = matrix_descriptor(a_tile + kABytes, kPanelBytes);
+      warpgroup_arrive();
 #pragma unroll
       for (int step = 0; step < kDepth / 16; ++step) {
         multiply<Types, Flags>(sums, lhs + step * 32 / kDescriptorUnit,
                                rhs + step * 16 * kRowBytes / kDescriptorUnit, tile > 0 || step > 0);
       }
-      commit_products();
-      wait_products<1>();  // The MMAs of the k-tile before have retired: its stage is empty.
-      if (tile > 0 && threadIdx.x % 128 == 0) arrive(empty + previous * kBarrierBytes);
+      warpgroup_commit_batch();
+      warpgroup_wait<1>();  // The MMAs of the k-tile before have retired: its stage is empty.
+      if (tile > 0 && threadIdx.x % 128 == 0) mbarrier_arrive(empty + previous * kBarrierBytes);
       previous = ring.stage;
       ring.advance();
     }
-    wait_products<0>();
-    fence_sums(sums);
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(sums);
 
     const int lane = threadIdx.x % 32, row = first_row + threadIdx.x / 32 * 16 + lane / 4;
 #pragma unroll

@@ -33,37 +33,37 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int tiles_m = (m + kRows - 1) / kRows, tiles_n = (n + kColumns - 1) / kColumns;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kStages; ++stage) {
-      init_barrier(full + stage * kBarrierBytes, 1);
-      init_barrier(empty + stage * kBarrierBytes, 1);  // One consumer reads a stage.
+      mbarrier_init(full + stage * kBarrierBytes, 1);
+      mbarrier_init(empty + stage * kBarrierBytes, 1);  // One consumer reads a stage.
     }
-    for (int i = 0; i < kConsumers; ++i) init_barrier(turns + i * kBarrierBytes, 1);
-    publish_barriers();
+    for (int i = 0; i < kConsumers; ++i) mbarrier_init(turns + i * kBarrierBytes, 1);
+    fence_barrier_init();
   }
   __syncthreads();
   const int warpgroup = threadIdx.x / 128;
-  RingPosition<kStages> ring;
+  PipelineState<kStages> ring;
 
   if (warpgroup == kConsumers) {
-    release_registers<24>();
+    warpgroup_reg_dealloc<24>();
     if (threadIdx.x % 128 != 0) return;
     for (int index = blockIdx.x; index < tiles_m * tiles_n; index += gridDim.x) {
       const TileCoordinates out = banded_tile(index, tiles_m, tiles_n, kGroup);
       for (int tile = 0; tile < k_tiles; ++tile) {
         const uint32 to = stages + ring.stage * kStageBytes;
         const uint32 barrier = full + ring.stage * kBarrierBytes;
-        wait(empty + ring.stage * kBarrierBytes, ring.parity ^ 1);
-        arrive_expecting(barrier, kStageBytes);
-        load_box(to, a, {tile * kDepth, out.m * kRows, 0, 0, 0}, barrier);
+        mbarrier_wait(empty + ring.stage * kBarrierBytes, ring.parity ^ 1);
+        mbarrier_arrive_expect_tx(barrier, kStageBytes);
+        tma_load(to, a, {tile * kDepth, out.m * kRows, 0, 0, 0}, barrier);
 #pragma unroll 1
         for (int panel = 0; panel < kColumns / 64; ++panel) {
-          load_box(to + kABytes + panel * kPanelBytes, b,
+          tma_load(to + kABytes + panel * kPanelBytes, b,
                    {out.n * kColumns + 64 * panel, tile * kDepth, 0, 0, 0}, barrier);
         }
         ring.advance();
       }
     }
   } else {
-    acquire_registers<240>();
+    warpgroup_reg_alloc<240>();
     float sums[kRows / 64][kColumns / 2];
     const bool leader = threadIdx.x % 128 == 0;
     const int lane = threadIdx.x % 32;
@@ -72,15 +72,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     ring.skip(warpgroup * k_tiles);
     for (int index = blockIdx.x + warpgroup * gridDim.x; index < tiles_m * tiles_n;
          index += kConsumers * gridDim.x) {
-      wait(turns + warpgroup * kBarrierBytes, turn_parity);
+      mbarrier_wait(turns + warpgroup * kBarrierBytes, turn_parity);
       turn_parity ^= 1;
       int previous = 0;
       for (int tile = 0; tile < k_tiles; ++tile) {
         const uint32 a_tile = stages + ring.stage * kStageBytes;
-        wait(full + ring.stage * kBarrierBytes, ring.parity);
-        const uint64 lhs = operand_descriptor(a_tile, 0);
-        const uint64 rhs = operand_descriptor(a_tile + kABytes, kPanelBytes);
-        fence_products();
+        mbarrier_wait(full + ring.stage * kBarrierBytes, ring.parity);
+        const uint64 lhs = matrix_descriptor(a_tile, 0);
+        const uint64 rhs = matrix_descriptor(a_tile + kABytes, kPanelBytes);
+        warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < kDepth / 16; ++step) {
 #pragma unroll
@@ -90,19 +90,19 @@ __global__ void __launch_bounds__(kThreads, 1)
                 rhs + step * 16 * kRowBytes / kDescriptorUnit, tile > 0 || step > 0);
           }
         }
-        commit_products();
-        wait_products<1>();
-        if (tile > 0 && leader) arrive(empty + previous * kBarrierBytes);
+        warpgroup_commit_batch();
+        warpgroup_wait<1>();
+        if (tile > 0 && leader) mbarrier_arrive(empty + previous * kBarrierBytes);
         previous = ring.stage;
         ring.advance();
       }
       // All stages of this tile have come in: the turn is the other's.
-      if (leader) arrive(turns + (warpgroup ^ 1) * kBarrierBytes);
+      if (leader) mbarrier_arrive(turns + (warpgroup ^ 1) * kBarrierBytes);
       ring.skip(k_tiles);
-      wait_products<0>();
-      fence_sums(sums[0]);
-      fence_sums(sums[1]);
-      if (leader) arrive(empty + previous * kBarrierBytes);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(sums[0]);
+      warpgroup_fence_operand(sums[1]);
+      if (leader) mbarrier_arrive(empty + previous * kBarrierBytes);
 
       const TileCoordinates out = banded_tile(index, tiles_m, tiles_n, kGroup);
 #pragma unroll

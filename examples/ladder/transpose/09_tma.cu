@@ -22,13 +22,13 @@ __global__ void __launch_bounds__(64) tma(const float*, float*, const __grid_con
   const uint32 full = shared_address(&barrier);
   const int first_row = blockIdx.y * kTile, first_column = blockIdx.x * kTile;
   if (threadIdx.x == 0) {
-    init_barrier(full, 1);
-    publish_barriers();
-    arrive_expecting(full, sizeof(from));
-    load_box(shared_address(from), x, {first_column, first_row, 0, 0, 0}, full);
+    mbarrier_init(full, 1);
+    fence_barrier_init();
+    mbarrier_arrive_expect_tx(full, sizeof(from));
+    tma_load(shared_address(from), x, {first_column, first_row, 0, 0, 0}, full);
   }
   __syncthreads();  // The barrier must have been made before it is waited for.
-  wait(full, 0);
+  mbarrier_wait(full, 0);
 
   const int i = threadIdx.x % 8, j = (threadIdx.x % 8 + threadIdx.x / 8) % 8;
   // Row r of the tile has its chunk p at p ^ (r % 8).
@@ -45,8 +45,8 @@ __global__ void __launch_bounds__(64) tma(const float*, float*, const __grid_con
   fence_async_proxy();  // What threads have written becomes visible to TMA.
   __syncthreads();
   if (threadIdx.x == 0) {
-    store_box(y, {first_row, first_column, 0, 0, 0}, shared_address(to));
-    commit_stores();
-    wait_stores_read<0>();  // Shared memory must last until TMA has read it.
+    tma_store(y, {first_row, first_column, 0, 0, 0}, shared_address(to));
+    tma_store_commit();
+    tma_store_wait_read<0>();  // Shared memory must last until TMA has read it.
   }
 }

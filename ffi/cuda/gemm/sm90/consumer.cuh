@@ -106,7 +106,7 @@ class ConsumerMainloop {
   void multiply_first_tile(State& state) {
     pipeline_.wait_full(state);
     const uint32 stage = pipeline_.stage(state.stage);
-    mma_.template issue<0, config.block_n, kFirstStep>(stage, 1);
+    mma_.template issue<0, config.block_n, kFirstStep>(stage, Mma::kInPlace);
     mma_.retire(stage);
     pipeline_.release(state.stage);
     state.advance();

@@ -19,7 +19,8 @@ class ClaimedDenseTiles {
 
   explicit ClaimedDenseTiles(const WgmmaShape& shape) : shape_(shape) {}
 
-  void prepare(unsigned char*) const {}
+  void place(unsigned char*) const {}
+  void prepare() const {}
   int count() const { return shape_.items; }
   ScheduledTile find(int number) const {
     using Tiles = DenseTiles<config>;

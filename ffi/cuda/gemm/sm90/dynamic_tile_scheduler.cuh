@@ -29,7 +29,7 @@ __global__ void clear_claimed_tiles(int32* claimed) { *claimed = 0; }
 // What is broadcast of a work tile.
 struct alignas(16) ScheduledTile {
   WorkTile work;
-  // Of a partial tile: columns(), or skipped_k().
+  // What columns() or skipped_k() returns.
   int partial;
   // 0 if the tile is zeros; kNoMoreTiles after the last tile.
   int k_tiles;
@@ -66,17 +66,20 @@ class WorkTileRing {
   // Before the first tile.
   static constexpr State kStart = {kSlots - 1, 1};
 
-  // By all threads, before a barrier of the cluster.
-  void prepare(unsigned char* shared) {
+  // By all threads.
+  void place(unsigned char* shared) {
     slots_ = reinterpret_cast<ScheduledTile*>(shared);
     barriers_ = shared_address(shared + kSlots * kSlotBytes);
-    if (threadIdx.x == 0) {
-      for (int slot = 0; slot < kSlots; ++slot) {
-        mbarrier_init(full(slot), 1);
-        mbarrier_init(empty(slot), kReleasingWarps);
-      }
-      mbarrier_init(requested(), config.cluster);
+  }
+
+  // By one thread; fence_barrier_init() and a barrier of the cluster follow, because other CTAs
+  // arrive at these barriers.
+  void init() const {
+    for (int slot = 0; slot < kSlots; ++slot) {
+      mbarrier_init(full(slot), 1);
+      mbarrier_init(empty(slot), kReleasingWarps);
     }
+    mbarrier_init(requested(), config.cluster);
   }
 
   // By the producer thread of each CTA, for the tile after the one at `current`. Other CTAs than
@@ -150,7 +153,8 @@ class WorkTileRing {
 //   kPartialN, kPartialK, kColumnStep, kTmaColumnStep, kTmaColumns
 //                                   as of a tile scheduler
 //   Tiles(args...)                  constructed by the kernel
-//   void prepare(shared)            by all threads, at the shared memory behind the ring
+//   void place(shared)              by all threads: the shared memory behind the ring
+//   void prepare()                  by all threads, before a barrier of the cluster
 //   int count()                     how many tiles there are, and
 //   ScheduledTile find(number)        what one is for the cluster's first CTA; by the scheduling
 //   thread
@@ -172,10 +176,12 @@ class DynamicPersistentScheduler {
     int32* claimed;
     Ring ring = {};
 
-    void prepare(unsigned char* shared) {
-      ring.prepare(shared);
-      tiles.prepare(shared + Ring::kBytes);
+    void place(unsigned char* shared) {
+      ring.place(shared);
+      tiles.place(shared + Ring::kBytes);
     }
+    void init() const { ring.init(); }
+    void prepare() const { tiles.prepare(); }
   };
 
   DynamicPersistentScheduler(const Params& params, int cta) : params_(params), cta_(cta) {}

@@ -60,6 +60,8 @@ class WgmmaMatmul {
 
   void run(const TensorMap& lhs, const TensorMap& rhs, const TensorMap& rhs_step,
            const TensorMap& out_map, Out* out) {
+    const uint32 barriers_end = order_ + Order::kBytes;
+    params_.place(wgmma_shared + (barriers_end - stages_ + 15) / 16 * 16);
     if (threadIdx.x == 0) {
       prefetch_tensor_map(lhs);
       prefetch_tensor_map(rhs);
@@ -67,10 +69,10 @@ class WgmmaMatmul {
       if (config.out_boxes) prefetch_tensor_map(out_map);
       pipeline_.init();
       Order::init(order_);
+      params_.init();
       fence_barrier_init();
     }
-    const uint32 barriers_end = order_ + Order::kBytes;
-    params_.prepare(wgmma_shared + (barriers_end - stages_ + 15) / 16 * 16);
+    params_.prepare();
     sync();
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == config.consumers) {
@@ -85,8 +87,13 @@ class WgmmaMatmul {
       warpgroup_reg_alloc<config.consumers == 1 ? 248 : 232>();
       consume(out_map, out, warpgroup);
     }
-    // CTAs of a cluster arrive at each other's barriers to the end, so none may exit before.
-    if constexpr (config.cluster > 1) cluster_sync();
+    // CTAs of a cluster arrive at each other's barriers to the end, so none may exit before. The
+    // threads that had nothing to do wait for the producer and scheduling threads of their warps,
+    // since the cluster's barrier takes converged warps.
+    if constexpr (config.cluster > 1) {
+      __syncwarp();
+      cluster_sync();
+    }
   }
 
  private:
@@ -167,6 +174,8 @@ __global__ void __launch_bounds__(config.threads(), 1)
                            const int32* lhs_exponents, const int32* rhs_exponents,
                            const int32* use_float32, const __grid_constant__ WgmmaShape shape,
                            const __grid_constant__ PieceStrides strides, Operands... operands) {
+  static_assert(config.cluster == 1,
+                "CTAs that return here would be missed by the cluster's barriers");
   if (*use_float32) return;
   using Operand = OperandTypes<float16>;
   using Scheduler = StaticPersistentScheduler<config>;

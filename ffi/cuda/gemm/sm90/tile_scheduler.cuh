@@ -5,9 +5,12 @@
 // tiles in the same order. A tile scheduler provides
 //
 //   struct Params                   what all of a CTA's schedulers share; the kernel holds it
-//     void prepare(shared)            by all threads, before a barrier of the cluster; `shared` is
-//     the
-//                                     shared memory that the plan sets aside for it
+//     void place(shared)              by all threads, first: where the shared memory is that the
+//     plan
+//                                     sets aside for it
+//     void init()                     by one thread: initialises mbarriers; fence_barrier_init()
+//                                     follows
+//     void prepare()                  by all threads, before a barrier of the cluster
 //   Scheduler(params, cta)          `cta` is the rank in the cluster
 //   bool next()                     moves on to the next work tile, the first one at first; false
 //   after
@@ -81,7 +84,9 @@ class StaticPersistentScheduler {
   struct Params {
     const WgmmaShape& shape;
 
-    void prepare(unsigned char*) const {}
+    void place(unsigned char*) const {}
+    void init() const {}
+    void prepare() const {}
   };
 
   StaticPersistentScheduler(const Params& params, int cta)
