@@ -220,6 +220,8 @@ def state(records: Records) -> str:
     ]
     if changed:
         text += f". The rungs of {', '.join(changed)} have changed since they were recorded"
+    if any("renamed" in records[ladder] for ladder in LADDERS):
+        text += ". Names in the sources have changed since, and no machine code"
     return text
 
 

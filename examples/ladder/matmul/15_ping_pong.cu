@@ -1,4 +1,4 @@
-// Ping-pong: each consumer has a tile of its own, 128x192, and they take turns. While one stores
+// Ping-pong: each consumer has a tile of its own, 128x192, and they alternate. While one stores
 // its tile, the other's MMAs keep the tensor cores busy. An ordered barrier passes the turn:
 //
 //   consumer 0 | MMAs of tile 0 | store 0        | MMAs of tile 2 | ...
