@@ -177,7 +177,7 @@ def test_wgmma_accumulators_are_where_ptx_says(paired):
     found = table(layout, 32, "gemm/sm90/epilogue.cuh")
     assert_covers(found, 16, 64)
     for (lane, i), (row, column) in found.items():
-        # Of the PTX manual's figure of accumulators of wgmma: registers d0 to d3 of lane 4g + t.
+        # The PTX manual shows the registers d0 to d3 of lane 4g + t in wgmma's accumulators.
         g, t = divmod(lane, 4)
         mma_row = g + 8 * (i // 2 % 2)
         # lhs through registers: row g of the MMA is row 2g, and 8+g is 2g+1.

@@ -23,7 +23,7 @@ struct SumShape {
   int64 split_stride;
   RowTiling tiling;
   int32 splits;
-  // Of the output's matrices, for epilogues.
+  // The extents of the output's matrices, for epilogues.
   int32 m;
   int32 n;
 };
