@@ -64,7 +64,7 @@ def test_compiles_to_what_the_plan_assumes(arch, group):
         assert entry.max_threads == 256
         # Registers are handed out to warps in units of 8 a thread.
         registers = -(-entry.registers // 8) * 8 * 256
-        assert registers * step.resident_blocks <= 65536, kernel.name
+        assert registers * step.resident_ctas <= 65536, kernel.name
         # The launch checks itself against the kernel's parameters.
         assert step.launch(compiled, *_buffers(step)).grid == (step.blocks, 1, 1)
 
