@@ -19,8 +19,8 @@ import pytest
 from hypothesis import settings
 from selection import is_selected
 
-settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
-settings.load_profile("default")
+settings.register_profile("default", deadline=None, max_examples=15, derandomize=True)
+settings.register_profile("thorough", deadline=None, max_examples=40, derandomize=True)
 
 
 @pytest.fixture
@@ -61,6 +61,8 @@ _deselected = pytest.StashKey[int]()
 
 def pytest_configure(config):
     config.stash[_deselected] = 0
+    selection = config.option.markexpr
+    settings.load_profile("default" if selection == "not thorough" else "thorough")
 
 
 def pytest_deselected(items):

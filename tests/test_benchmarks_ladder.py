@@ -215,6 +215,8 @@ def test_a_ladder_is_timed(name, tmp_path, capsys):
 # The command without a GPU.
 
 
+# test_every_rung_compiles_without_spills_and_without_a_word compiles representatives.
+@pytest.mark.thorough
 @no_gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_without_a_gpu_rungs_are_compiled_and_shown(name, tmp_path, capsys):

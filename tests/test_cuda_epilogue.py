@@ -7,7 +7,7 @@ import pytest
 from kernel_samples import grouped_mma_instances, grouped_wgmma_instances, mma_instances
 from products import H100, product_of
 
-from jax_tilekern.compilation.compiler import compile_source, compile_to_ptx
+from jax_tilekern.compilation.compiler import Kernel, Source, compile_source, compile_to_ptx
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.config import WgmmaTile
@@ -41,7 +41,7 @@ OPERANDS = "BiasAndRelu, const float*"
 
 def with_epilogue(kernel):
     """The source and the name of a kernel with the epilogue, as a planner would ask for them."""
-    return f'#include "{kernel.file}"\n{EPILOGUE}', f"{kernel.name.removesuffix('>')}, {OPERANDS}>"
+    return f'#include "{kernel.source}"\n{EPILOGUE}', f"{kernel.name.removesuffix('>')}, {OPERANDS}>"
 
 
 def _first(instances, wanted):
@@ -95,7 +95,7 @@ def _kernels():
 @pytest.mark.parametrize("kernel", [pytest.param(kernel, id=name) for name, kernel in _kernels()])
 def test_kernels_take_an_epilogue_without_spills(kernel):
     kernel = kernel()
-    identity = compile_source(f'#include "{kernel.file}"\n', [kernel.name], arch="sm_90a")
+    identity = compile_source(f'#include "{kernel.source}"\n', [kernel.name], arch="sm_90a")
     source, name = with_epilogue(kernel)
     compiled = compile_source(source, [name], arch="sm_90a")
     # ptxas would tell of MMAs that wait for each other.
@@ -153,7 +153,7 @@ constexpr Table make_table() {{
 __constant__ Table table_of_layout = make_table();
 __global__ void read(int* out, int i) {{ *out = table_of_layout.at[i]; }}
 """
-    ptx = compile_to_ptx(source, "read", arch="sm_90a")
+    ptx = compile_to_ptx(Kernel(Source(source), "read"), arch="sm_90a")
     (body,) = re.findall(r"table_of_layout\[\d+\] = \{([^}]*)\}", ptx)
     values = [int(value) for value in body.split(",")]
     if "b8" in ptx[: ptx.index(body)].rsplit("\n", 1)[-1]:
@@ -207,5 +207,5 @@ def _layouts():
 def test_accumulators_of_a_warp_cover_its_tile(instance):
     tile = instance.tile
     rows, columns = tile.block_m // tile.warps_m, tile.block_n // tile.warps_n
-    found = table(_engine(instance), rows * columns // 32, instance.kernel.file)
+    found = table(_engine(instance), rows * columns // 32, instance.kernel.source)
     assert_covers(found, rows, columns)

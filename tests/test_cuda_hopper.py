@@ -58,7 +58,7 @@ def test_dense_gemm_compiles_with_a_dynamic_tile_scheduler(cluster):
 @pytest.fixture(scope="module")
 def ptx_of_clusters():
     kernel = _instance(grouped_wgmma_instances(H100), 2).kernel
-    ptx = compile_to_ptx(f'#include "{kernel.file}"\n', kernel.name, arch="sm_90a")
+    ptx = compile_to_ptx(kernel, arch="sm_90a")
     return ptx[ptx.index("ragged_wgmma_matmul") :]
 
 
@@ -81,4 +81,4 @@ def test_split_float16_kernels_have_no_clusters():
     assert ".cluster = 1," in kernel.name
     name = kernel.name.replace(".cluster = 1,", ".cluster = 2,")
     with pytest.raises(CompileError, match="missed by the cluster's barriers"):
-        compile_source(f'#include "{kernel.file}"\n', [name], arch="sm_90a")
+        compile_source(f'#include "{kernel.source}"\n', [name], arch="sm_90a")

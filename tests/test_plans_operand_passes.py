@@ -233,9 +233,9 @@ def test_sums(shape_and_order, splits, dtypes):
     total = math.prod(batch) * m * n
     assert one.split_stride == total
     assert one.workspace_bytes == splits * total * dtypes[0].itemsize
-    launch, fields = launch_of(one, 2, f"{ROWS}2q2Ii")
-    columns, split_stride, segments, log2_lanes, packed_splits = fields[11:]
-    assert (split_stride, packed_splits) == (total, splits)
+    launch, fields = launch_of(one, 2, f"{ROWS}2q2I3i")
+    columns, split_stride, segments, log2_lanes, packed_splits, *extents = fields[11:]
+    assert (split_stride, packed_splits, extents) == (total, splits, [m, n])
     # Every element is in a row of the output, in the partial sums' order.
     expected = np.zeros(1, np.int64)
     for size, stride in zip((*batch, m, n), geometry.out_strides, strict=True):
@@ -252,7 +252,7 @@ def test_sums(shape_and_order, splits, dtypes):
 
 
 def test_outputs_that_lie_like_one_row_are_one():
-    fields = launch_of(SumPass(output((3,), 5, 7), 4, F32, F32), 2, f"{ROWS}2q2Ii")[1]
+    fields = launch_of(SumPass(output((3,), 5, 7), 4, F32, F32), 2, f"{ROWS}2q2I3i")[1]
     assert fields[10:12] == (1, 105)
     assert SumPass(output((3,), 5, 8), 4, F32, BF16).out_alignment == 8
 
