@@ -276,6 +276,8 @@ def test_a_row_may_lose_against_the_ceiling():
     assert "94% (below 95%)" in report.cells(table, far, found)
 
 
+# test_benchmarks.py has a run that writes a record.
+@pytest.mark.thorough
 @pytest.mark.parametrize("operation", MEMORY_BOUND)
 @pytest.mark.one_in(5)
 def test_a_run_writes_a_record_a_plot_and_tables(operation, monkeypatch, tmp_path, capsys):

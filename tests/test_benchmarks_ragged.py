@@ -178,6 +178,8 @@ def test_a_layers_result_has_the_size_of_its_operands():
     assert 0.1 < float(jnp.std(result)) / float(jnp.std(operands[0])) < 2
 
 
+# test_right_results_are_right_and_one_wrong_element_is_found calls the same peers.
+@pytest.mark.thorough
 def test_the_dense_peer_does_the_same_operations_by_one_groups_weights():
     for dimensions in CALLS:
         r = row(dimensions)

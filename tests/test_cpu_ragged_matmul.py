@@ -216,6 +216,8 @@ print(json.dumps(found))
 """
 
 
+# test_cpu_instruction_sets.py has the same test of dense products.
+@pytest.mark.thorough
 def test_results_do_not_depend_on_the_number_of_threads():
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     processes = [

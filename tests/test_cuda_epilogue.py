@@ -41,7 +41,10 @@ OPERANDS = "BiasAndRelu, const float*"
 
 def with_epilogue(kernel):
     """The source and the name of a kernel with the epilogue, as a planner would ask for them."""
-    return f'#include "{kernel.source}"\n{EPILOGUE}', f"{kernel.name.removesuffix('>')}, {OPERANDS}>"
+    return (
+        f'#include "{kernel.source}"\n{EPILOGUE}',
+        f"{kernel.name.removesuffix('>')}, {OPERANDS}>",
+    )
 
 
 def _first(instances, wanted):

@@ -40,6 +40,8 @@ def test_second_process_finds_every_program_in_the_compilation_cache(tmp_path):
         assert results == first[name][1], name
 
 
+# test_second_process_finds_every_program_in_the_compilation_cache runs the same programs.
+@pytest.mark.thorough
 def test_exported_programs_run_in_another_process(tmp_path):
     assert "saved" in output(start("save", tmp_path))
     assert "loaded" in output(start("load", tmp_path))
