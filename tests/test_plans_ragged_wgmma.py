@@ -734,49 +734,6 @@ def test_plans_for_any_number_of_sms(sm_count):
             assert launch.grid == (min(choice.max_work_tiles, sm_count // cluster) * cluster, 1, 1)
 
 
-# -- The scan over all spans' tiles. ---------------------------------------------------------------
-
-
-def numbered_tiles(tiles, threads):
-    """``number_tiles`` of grouped_gemm/groups.cuh, step by step; also the steps of a warp."""
-    spans = len(tiles)
-    first_tiles = np.concatenate([[0], tiles])
-    chunk = -(-spans // threads) * 32
-    begins = np.minimum(np.arange(threads // 32) * chunk, spans)
-    for begin in begins:
-        end, before = min(begin + chunk, spans), 0
-        for first in range(begin, end, 32):
-            sums = np.zeros(32, np.int64)
-            count = min(32, end - first)
-            sums[:count] = first_tiles[first + 1 : first + 1 + count]
-            for distance in (1, 2, 4, 8, 16):
-                sums[distance:] += sums[:-distance].copy()
-            first_tiles[first + 1 : first + 1 + count] = before + sums[:count]
-            before += sums[31]
-    totals = [
-        sum(first_tiles[min(other * chunk, spans)] for other in range(1, warp + 1))
-        for warp in range(threads // 32)
-    ]
-    for begin, total in zip(begins, totals, strict=True):
-        first_tiles[begin + 1 : min(begin + chunk, spans) + 1] += total
-    return first_tiles, chunk // 32
-
-
-@given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=3000),
-    st.sampled_from([256, 384]),
-)
-def test_warps_number_the_tiles_of_all_spans(tiles, threads):
-    found, _ = numbered_tiles(np.array(tiles), threads)
-    np.testing.assert_array_equal(found, np.cumsum([0, *tiles]))
-
-
-def test_the_most_spans_take_a_warp_few_steps():
-    found, steps = numbered_tiles(np.arange(8192), 384)
-    np.testing.assert_array_equal(found[1:], np.cumsum(np.arange(8192)))
-    assert steps == 22
-
-
 # -- What the C++ has. -----------------------------------------------------------------------------
 
 

@@ -65,40 +65,30 @@ inline Span span_at(const GroupShape& shape, const int32* bounds, int index) {
 }
 
 // Writes the number of tiles of `block_rows` rows in all spans before i to `first_tiles[i]`, for i
-// from 0 to the number of spans: an exclusive scan. All threads of the CTA take part: each warp
-// scans a chunk of the spans, 32 at a time, so 12 warps take 22 steps for 8192 spans.
+// from 0 to the number of spans: an exclusive scan. All threads of the CTA take part.
 inline void number_tiles(const GroupShape& shape, const int32* bounds, int block_rows,
                          int32* first_tiles) {
   const int spans = shape.spans();
   for (int i = threadIdx.x; i < spans; i += blockDim.x) {
-    first_tiles[i + 1] = (span_at(shape, bounds, i).rows() + block_rows - 1) / block_rows;
+    first_tiles[i] = (span_at(shape, bounds, i).rows() + block_rows - 1) / block_rows;
   }
-  if (threadIdx.x == 0) first_tiles[0] = 0;
   __syncthreads();
-
-  const int threads = blockDim.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int chunk = (spans + threads - 1) / threads * 32;
-  const int begin = min_of(warp * chunk, spans), end = min_of(begin + chunk, spans);
-  int before = 0;
-  for (int first = begin; first < end; first += 32) {
-    int sum = first + lane < end ? first_tiles[first + lane + 1] : 0;
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    int before = 0;
+    for (int first = 0; first < spans; first += 32) {
+      const int tiles = first + lane < spans ? first_tiles[first + lane] : 0;
+      int sum = tiles;
 #pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int lower = __shfl_up_sync(0xffffffff, sum, distance);
-      if (lane >= distance) sum += lower;
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const int lower = __shfl_up_sync(0xffffffff, sum, distance);
+        if (lane >= distance) sum += lower;
+      }
+      if (first + lane < spans) first_tiles[first + lane] = before + sum - tiles;
+      before += __shfl_sync(0xffffffff, sum, 31);
     }
-    if (first + lane < end) first_tiles[first + lane + 1] = before + sum;
-    before += __shfl_sync(0xffffffff, sum, 31);
+    if (lane == 0) first_tiles[spans] = before;
   }
-  __syncthreads();
-
-  // The last element of a chunk is now its total. A warp with spans comes after full chunks alone.
-  int tiles_before = 0;
-  for (int other = 1; other <= warp; ++other) {
-    tiles_before += first_tiles[min_of(other * chunk, spans)];
-  }
-  __syncthreads();
-  for (int i = begin + lane; i < end; i += 32) first_tiles[i + 1] += tiles_before;
   __syncthreads();
 }
 

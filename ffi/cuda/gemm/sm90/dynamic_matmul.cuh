@@ -19,8 +19,7 @@ class ClaimedDenseTiles {
 
   explicit ClaimedDenseTiles(const WgmmaShape& shape) : shape_(shape) {}
 
-  void place(unsigned char*) const {}
-  void prepare() const {}
+  void prepare(unsigned char*) const {}
   int count() const { return shape_.items; }
   ScheduledTile find(int number) const {
     using Tiles = DenseTiles<config>;

@@ -66,20 +66,19 @@ class WorkTileRing {
   // Before the first tile.
   static constexpr State kStart = {kSlots - 1, 1};
 
-  // By all threads.
-  void place(unsigned char* shared) {
+  // By all threads, before a barrier of the cluster.
+  void prepare(unsigned char* shared) {
     slots_ = reinterpret_cast<ScheduledTile*>(shared);
     barriers_ = shared_address(shared + kSlots * kSlotBytes);
-  }
-
-  // By one thread; fence_barrier_init() and a barrier of the cluster follow, because other CTAs
-  // arrive at these barriers.
-  void init() const {
-    for (int slot = 0; slot < kSlots; ++slot) {
-      mbarrier_init(full(slot), 1);
-      mbarrier_init(empty(slot), kReleasingWarps);
+    if (threadIdx.x == 0) {
+      for (int slot = 0; slot < kSlots; ++slot) {
+        mbarrier_init(full(slot), 1);
+        mbarrier_init(empty(slot), kReleasingWarps);
+      }
+      mbarrier_init(requested(), config.cluster);
+      // Other CTAs arrive at these barriers, after the cluster's barrier that follows.
+      if (config.cluster > 1) fence_barrier_init();
     }
-    mbarrier_init(requested(), config.cluster);
   }
 
   // By the producer thread of each CTA, for the tile after the one at `current`. Other CTAs than
@@ -153,8 +152,7 @@ class WorkTileRing {
 //   kPartialN, kPartialK, kColumnStep, kTmaColumnStep, kTmaColumns
 //                                   as of a tile scheduler
 //   Tiles(args...)                  constructed by the kernel
-//   void place(shared)              by all threads: the shared memory behind the ring
-//   void prepare()                  by all threads, before a barrier of the cluster
+//   void prepare(shared)            by all threads, at the shared memory behind the ring
 //   int count()                     how many tiles there are, and
 //   ScheduledTile find(number)        what one is for the cluster's first CTA; by the scheduling
 //   thread
@@ -176,12 +174,10 @@ class DynamicPersistentScheduler {
     int32* claimed;
     Ring ring = {};
 
-    void place(unsigned char* shared) {
-      ring.place(shared);
-      tiles.place(shared + Ring::kBytes);
+    void prepare(unsigned char* shared) {
+      ring.prepare(shared);
+      tiles.prepare(shared + Ring::kBytes);
     }
-    void init() const { ring.init(); }
-    void prepare() const { tiles.prepare(); }
   };
 
   DynamicPersistentScheduler(const Params& params, int cta) : params_(params), cta_(cta) {}

@@ -60,8 +60,6 @@ class WgmmaMatmul {
 
   void run(const TensorMap& lhs, const TensorMap& rhs, const TensorMap& rhs_step,
            const TensorMap& out_map, Out* out) {
-    const uint32 barriers_end = order_ + Order::kBytes;
-    params_.place(wgmma_shared + (barriers_end - stages_ + 15) / 16 * 16);
     if (threadIdx.x == 0) {
       prefetch_tensor_map(lhs);
       prefetch_tensor_map(rhs);
@@ -69,10 +67,10 @@ class WgmmaMatmul {
       if (config.out_boxes) prefetch_tensor_map(out_map);
       pipeline_.init();
       Order::init(order_);
-      params_.init();
       fence_barrier_init();
     }
-    params_.prepare();
+    const uint32 barriers_end = order_ + Order::kBytes;
+    params_.prepare(wgmma_shared + (barriers_end - stages_ + 15) / 16 * 16);
     sync();
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == config.consumers) {

@@ -5,12 +5,9 @@
 // tiles in the same order. A tile scheduler provides
 //
 //   struct Params                   what all of a CTA's schedulers share; the kernel holds it
-//     void place(shared)              by all threads, first: where the shared memory is that the
-//     plan
-//                                     sets aside for it
-//     void init()                     by one thread: initialises mbarriers; fence_barrier_init()
-//                                     follows
-//     void prepare()                  by all threads, before a barrier of the cluster
+//     void prepare(shared)            by all threads, before a barrier of the cluster; `shared` is
+//     the
+//                                     shared memory that the plan sets aside for it
 //   Scheduler(params, cta)          `cta` is the rank in the cluster
 //   bool next()                     moves on to the next work tile, the first one at first; false
 //   after
@@ -84,9 +81,7 @@ class StaticPersistentScheduler {
   struct Params {
     const WgmmaShape& shape;
 
-    void place(unsigned char*) const {}
-    void init() const {}
-    void prepare() const {}
+    void prepare(unsigned char*) const {}
   };
 
   StaticPersistentScheduler(const Params& params, int cta)

@@ -28,8 +28,8 @@ class GroupedTiles {
       : shape_(shape), groups_(groups), bounds_(bounds) {}
 
   // `shared` has room for the number of each span's first tile.
-  void place(unsigned char* shared) { first_tiles_ = reinterpret_cast<int32*>(shared); }
-  void prepare() const {
+  void prepare(unsigned char* shared) {
+    first_tiles_ = reinterpret_cast<int32*>(shared);
     if (kPartialN) number_tiles(groups_, bounds_, config.block_n, first_tiles_);
   }
 
