@@ -165,7 +165,7 @@ __global__ void read(int* out, int i) {{ *out = table_of_layout.at[i]; }}
         ]
     # Zeros at the end may be left out.
     values += [0] * (2 * lanes * count - len(values))
-    pairs = list(itertools.batched(values, 2))
+    pairs = list(zip(values[::2], values[1::2], strict=True))
     return {(lane, i): pairs[lane * count + i] for lane in range(lanes) for i in range(count)}
 
 
