@@ -9,10 +9,9 @@
 // thread of the cluster's first CTA. It broadcasts tiles to the producers and consumers of the
 // cluster through a ring of slots in the shared memory of each CTA:
 //
-//   producers              request ----+                                  wait for the slot
-//   scheduling thread        wait for all requests, wait for an empty slot, claim, find, broadcast
-//   consumers                                                             wait for the slot ...
-//   release
+//   producers            request                            ... wait for the slot
+//   scheduling thread      wait for all requests and an empty slot, claim, find, broadcast
+//   consumers                                               ... wait for the slot, release
 #pragma once
 
 #include "cluster.cuh"
@@ -39,11 +38,10 @@ inline constexpr int kNoMoreTiles = -1;
 
 // The ring of slots, and its barriers:
 //   full       of each slot and CTA: the slot has been written. In the first CTA the scheduling
-//   thread
-//              writes the slot and arrives. In the others it is st.async that writes it, and the
-//              CTA's producer that has arrived, when it expected the bytes with its request. A
-//              phase cannot complete on bytes alone, and the bytes cannot come before they are
-//              expected, since the scheduling thread sends them after all requests.
+//              thread writes the slot and arrives. In the other CTAs st.async writes the slot, and
+//              the CTA's producer arrived when it expected the bytes with its request. A phase
+//              cannot complete on bytes alone, and the bytes cannot come before they are expected,
+//              since the scheduling thread sends them after all requests.
 //   empty      of each slot, in the first CTA: all consumer warps of the cluster have released it.
 //   requested  in the first CTA: the producers of all CTAs have requested the next tile.
 //
@@ -150,12 +148,12 @@ class WorkTileRing {
 
 // The tile scheduler of numbered tiles that are claimed in order. `Tiles` says what they are:
 //   kPartialN, kPartialK, kColumnStep, kTmaColumnStep, kTmaColumns
-//                                   as of a tile scheduler
-//   Tiles(args...)                  constructed by the kernel
-//   void prepare(shared)            by all threads, at the shared memory behind the ring
-//   int count()                     how many tiles there are, and
-//   ScheduledTile find(number)        what one is for the cluster's first CTA; by the scheduling
-//   thread
+//                                  as of a tile scheduler
+//   Tiles(args...)                 constructed by the kernel
+//   void prepare(shared)           by all threads, at the shared memory behind the ring
+//   int count()                    how many tiles there are
+//   ScheduledTile find(number)     by the scheduling thread: what a tile is for the cluster's first
+//                                  CTA
 template <WgmmaConfig config, class Tiles>
 class DynamicPersistentScheduler {
   using Ring = WorkTileRing<config>;

@@ -3,26 +3,24 @@
 // An MMA policy holds the accumulators of one consumer, kRowBlocks blocks of 64 rows by the output
 // tile's columns. Each of its functions is called by all threads of the consumer. It provides
 //
-//   Accumulator                     the accumulators' type
-//   result()                        the accumulators of a finished work tile, for the epilogue
+//   Accumulator                    the accumulators' type
+//   result()                       the accumulators of a finished work tile, for the epilogue
 //   Coordinates, coordinates(i, work, shape)
-//                                   where those of row block i belong in the output (epilogue.cuh)
-//   kInPlace                        whether MMAs add to result() itself; the first MMA of a work
-//   tile may
-//                                   then overwrite it
-//   void clear()                    before a work tile, where MMAs add to what they find
-//   kFragmentSets                   sets of registers for operands that pass through registers;
-//   MMAs of
-//                                   a k-tile read one set while the next is loaded
-//   kRetireEachTile                 whether MMAs of a k-tile have to retire before the next k-tile
-//   load<kSet>(stage)               operand fragments of the k-tile in a stage, if there are any
+//                                  where those of row block i belong in the output (epilogue.cuh)
+//   kInPlace                       whether MMAs add to result() itself; the first MMA of a work
+//                                  tile may then overwrite it
+//   void clear()                   before a work tile, where MMAs add to what they find
+//   kFragmentSets                  sets of registers for operands that pass through registers: MMAs
+//                                  of a k-tile read one set while the next is loaded
+//   kRetireEachTile                whether MMAs of a k-tile have to retire before the next k-tile
+//   load<kSet>(stage)              operand fragments of the k-tile in a stage, if there are any
 //   issue<kSet, kColumns, kFirstStep>(stage, accumulate)
-//                                   the k-tile's MMAs, which run asynchronously, as one batch: of
-//                                   the first kColumns columns, from MMA step kFirstStep on. Unless
-//                                   `accumulate`, the first ones overwrite the accumulators
-//   retire(stage)                   waits for all MMAs. The accumulators may be used, and so may
-//   what the
-//                                   stage of the last batch holds besides operands, such as scales
+//                                  the k-tile's MMAs, which run asynchronously, as one batch: of
+//                                  the first kColumns columns, from MMA step kFirstStep on. Unless
+//                                  `accumulate`, the first ones overwrite the accumulators
+//   retire(stage)                  waits for all MMAs. The accumulators may be used, and so may
+//                                  what the stage of the last batch holds besides operands, such
+//                                  as scales
 //
 // A policy with scales for each k-tile, for example, is one with kRetireEachTile whose retire()
 // adds scale * accumulators to its result.

@@ -3,9 +3,8 @@
 // A producer provides
 //
 //   Producer(pipeline, shape, cta, tensor maps ...)
-//   void run(scheduler, params)     by the producer thread: loads the k-tiles of all work tiles,
-//   and
-//                                   requests work tiles as tile_scheduler.cuh says
+//   void run(scheduler, params)    by the producer thread: loads the k-tiles of all work tiles, and
+//                                  requests work tiles as tile_scheduler.cuh says
 //
 // and fills each stage with what the MMA policy reads: the tiles of lhs's parts, and then of rhs's.
 #pragma once

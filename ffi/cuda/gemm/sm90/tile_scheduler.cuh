@@ -4,32 +4,27 @@
 // thread and each of its consumers have a scheduler of their own, and all of them see the same
 // tiles in the same order. A tile scheduler provides
 //
-//   struct Params                   what all of a CTA's schedulers share; the kernel holds it
-//     void prepare(shared)            by all threads, before a barrier of the cluster; `shared` is
-//     the
-//                                     shared memory that the plan sets aside for it
-//   Scheduler(params, cta)          `cta` is the rank in the cluster
-//   bool next()                     moves on to the next work tile, the first one at first; false
-//   after
-//                                     the last
-//   WorkTile work_tile()            what it is,
-//   int k_tiles()                     how many k-tiles it has, 0 if it is zeros, and
-//   int columns()                     how many columns of a partial tile are its own, or
-//   int skipped_k()                   how many elements of its first k-tile are not its own
-//   void request()                  by the producer thread, once before each next(): the next work
-//   tile
-//                                     will be needed soon
-//   void release()                  by all consumer threads, after the last look at a work tile
-//   static void schedule(params)    by one more thread of the cluster's first CTA, if kDynamic:
-//   answers
-//                                     the requests
-//   kDynamic                        whether a thread has to find the work tiles
-//   kPartialN                       whether columns() counts; the tile then needs not all of rhs
-//   kPartialK                       whether skipped_k() counts, or k_tiles() may be 0
-//   kColumnStep                     of a partial tile, the producer loads and the consumers
-//   multiply
-//                                     columns in multiples of it; otherwise block_n
-//   kTmaColumnStep, kTmaColumns     if kPartialN: columns of a short and of a long TMA tile of rhs
+//   struct Params                what all of a CTA's schedulers share; the kernel holds it
+//     void prepare(shared)         by all threads, before a barrier of the cluster; `shared` is
+//                                  the shared memory that the plan sets aside for it
+//   Scheduler(params, cta)         `cta` is the rank in the cluster
+//   bool next()                    moves on to the next work tile, the first one at first; false
+//                                  after the last
+//   WorkTile work_tile()           what it is
+//   int k_tiles()                  how many k-tiles it has, 0 if it is zeros
+//   int columns()                  how many columns of a partial tile are its own
+//   int skipped_k()                how many elements of its first k-tile are not its own
+//   void request()                 by the producer thread, once before each next(): the next work
+//                                  tile will be needed soon
+//   void release()                 by all consumer threads, after the last look at a work tile
+//   static void schedule(params)   by one more thread of the cluster's first CTA, if kDynamic:
+//                                  answers the requests
+//   kDynamic                       whether a thread has to find the work tiles
+//   kPartialN                      whether columns() counts: the tile may need a part of rhs
+//   kPartialK                      whether skipped_k() counts, or k_tiles() may be 0
+//   kColumnStep                    the producer loads and the consumers multiply columns of a
+//                                  partial tile in multiples of it; otherwise it is block_n
+//   kTmaColumnStep, kTmaColumns    if kPartialN: columns of a short and a long TMA tile of rhs
 #pragma once
 
 #include "gemm/sm90/config.cuh"
