@@ -14,6 +14,8 @@ from jax_tilekern.compilation.nvrtc import CompileError
 from jax_tilekern.inspection.cost import cost_analysis
 from jax_tilekern.inspection.explain import Explanation, explain
 from jax_tilekern.inspection.kernel_report import KernelReport
+from jax_tilekern.interop.ffi import FFI_TARGETS
+from jax_tilekern.interop.modes import FallbackError, disabled, strict
 from jax_tilekern.ops.add import add
 from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
 from jax_tilekern.ops.matmul import dot_general, matmul
@@ -26,8 +28,6 @@ from jax_tilekern.ops.vector_products import dot, matvec, vdot, vecmat
 from jax_tilekern.patching.patch import patch
 from jax_tilekern.plans.gpu import Gpu, NoGpu, gpu_target
 from jax_tilekern.plans.launch import TensorMap
-from jax_tilekern.primitives.ffi import FFI_TARGETS
-from jax_tilekern.primitives.modes import FallbackError, disabled, strict
 from jax_tilekern.tuning.tuner import tune
 
 __version__ = "0.1.0"

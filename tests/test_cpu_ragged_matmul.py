@@ -12,7 +12,7 @@ import pytest
 from numerics import BF16, F8E4, F8E5, assert_product, exact, poison, random
 
 from jax_tilekern import _core
-from jax_tilekern.primitives import ffi
+from jax_tilekern.interop import ffi
 
 TYPES = [
     (np.float32, np.float32, np.float32),

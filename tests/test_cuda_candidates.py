@@ -11,11 +11,11 @@ from jax.interpreters import mlir
 from numerics import on_gpu, poison
 from products import product_of, ragged_product_of
 
+from jax_tilekern.interop import ffi
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.grouped_gemm import select as ragged_matmul
 from jax_tilekern.plans.reduction.select import SummedDims, compiled_sum, sum_candidates
-from jax_tilekern.primitives import ffi
 
 if not on_gpu():
     pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)

@@ -13,9 +13,9 @@ from sharded import EXPLICIT, devices, integers, mesh_of, put
 
 import jax_tilekern as jtk
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.interop import compat
 from jax_tilekern.partitioning.call import _operations, _partition, _text
 from jax_tilekern.partitioning.digits import sharding_of
-from jax_tilekern.primitives import compat
 
 SOURCE = """
 __global__ void scaled(const float* x, const float* scale, float* out, int k) {

@@ -24,9 +24,9 @@ from numerics import BF16, on_gpu
 
 import jax_tilekern as jtk
 from jax_tilekern.compilation.compiler import compile_source
+from jax_tilekern.interop import ffi
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, Scalars, TensorMap
-from jax_tilekern.primitives import ffi
 
 if not on_gpu():
     pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)

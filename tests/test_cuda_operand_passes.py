@@ -24,12 +24,12 @@ from test_plans_operand_passes import (
 )
 
 from jax_tilekern.compilation.compiler import compile_kernels
+from jax_tilekern.interop import ffi
 from jax_tilekern.plans.gemm.passes.pack_operand import PackPass
 from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
 from jax_tilekern.plans.gemm.passes.split_float32 import DECIDE_KERNEL, SplitPass, decide_launch
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import Buffer, LaunchPlan
-from jax_tilekern.primitives import ffi
 
 if not on_gpu():
     pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)

@@ -21,10 +21,10 @@ from jax.interpreters import mlir
 from jax_tilekern import _core
 from jax_tilekern.compilation.compiler import Entry
 from jax_tilekern.compilation.cubin import packed
+from jax_tilekern.interop import ffi
 from jax_tilekern.plans import gpu as gpu_module
 from jax_tilekern.plans.gpu import KNOWN_GPUS, Gpu, NoGpu, current_gpu, gpu_target, known_gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, Scalars, TensorMap
-from jax_tilekern.primitives import ffi
 
 ENTRY = Entry(
     name="kernel<4>",
@@ -338,7 +338,7 @@ import jax, numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax_tilekern import _core
-from jax_tilekern.primitives import ffi
+from jax_tilekern.interop import ffi
 from test_launch_plan import plan_of_everything
 jax.devices()  # queued types and targets would be registered in the wrong order
 (state,) = _core.type_registrations()["CUDA"].values()

@@ -138,7 +138,8 @@ def test_cholesky(rng, x64, n, dtype):
     np.testing.assert_allclose(uneven, factor, 0, tolerance(n, dtype) * norms(a).max() ** 0.5 * 4)
     unread = np.tril(a) + np.triu(np.full_like(a, np.nan), 1)
     lower_only = linalg.cholesky(jnp.asarray(unread), symmetrize_input=False)
-    np.testing.assert_array_equal(lower_only, factor)
+    # A GPU's products need not be symmetric to the last bit, so `a` may not be.
+    np.testing.assert_allclose(lower_only, factor, 16 * UNIT_ROUNDOFF[np.dtype(dtype)])
     assert None not in kernels(linalg.cholesky, a)
 
 

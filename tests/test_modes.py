@@ -10,10 +10,10 @@ import pytest
 
 import jax_tilekern as jtk
 from jax_tilekern.compilation import nvrtc
+from jax_tilekern.interop import modes
 from jax_tilekern.ops import contraction, planned_kernel
 from jax_tilekern.plans.gpu import gpu_target
 from jax_tilekern.plans.launch import PlanError
-from jax_tilekern.primitives import modes
 
 X = jax.ShapeDtypeStruct((24, 40), jnp.float32)
 INT16 = jax.ShapeDtypeStruct((24, 24), jnp.int16)

@@ -19,9 +19,9 @@ from numerics import random
 
 import jax_tilekern as jtk
 from jax_tilekern.inspection.choices import recorded_choices
+from jax_tilekern.interop import compat
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.primitives import compat
 from jax_tilekern.tuning.product_timing import _Problem
 
 f32 = np.float32

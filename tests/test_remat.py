@@ -12,7 +12,7 @@ from jaxprs import equations, traced
 from numerics import random
 
 import jax_tilekern as jtk
-from jax_tilekern.primitives import compat
+from jax_tilekern.interop import compat
 
 policies = jax.checkpoint_policies
 

@@ -27,7 +27,7 @@ from sharded import (
 )
 
 import jax_tilekern as jtk
-from jax_tilekern.primitives import compat, ffi
+from jax_tilekern.interop import compat, ffi
 
 pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
 

@@ -278,11 +278,11 @@ def test_batching_moves_nothing_first(rng):
     ("shape", "axes"), [*CASES, ((3, 264, 528), (0, 2, 1)), ((40000, 40), (1, 0))]
 )
 def test_every_candidate(rng, x64, shape, axes, dtype):
+    from jax_tilekern.interop import compat, ffi
     from jax_tilekern.plans.gpu import current_gpu
     from jax_tilekern.plans.launch import NoKernel
     from jax_tilekern.plans.transpose.permutation import Permutation
     from jax_tilekern.plans.transpose.select import candidates
-    from jax_tilekern.primitives import compat, ffi
 
     gpu = current_gpu()
     x = random_bits(rng, shape, dtype)

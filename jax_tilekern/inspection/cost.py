@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jax_tilekern.primitives.modes import disabled
+from jax_tilekern.interop.modes import disabled
 
 
 def cost_analysis(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, float]:

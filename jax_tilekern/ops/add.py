@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from jax_tilekern.interop import compat, ffi
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.sum import sum as sum_over
 from jax_tilekern.partitioning.rule import Dims, ShardingRule, rule_over_axes
 from jax_tilekern.plans.add import DTYPES, AddedDims, plan_add
-from jax_tilekern.primitives import compat, ffi
 from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operation, Planner, define
 
 

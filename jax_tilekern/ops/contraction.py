@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
+from jax_tilekern.interop import compat, ffi
 from jax_tilekern.ops.labelled_lowering import (
     LabelledOperand,
     Platform,
@@ -38,7 +39,6 @@ from jax_tilekern.plans.gemm.arithmetic import Converted, cpu_arithmetic, cuda_a
 from jax_tilekern.plans.gemm.contraction import Contraction, matmul_geometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import plan_matmul
-from jax_tilekern.primitives import compat, ffi
 from jax_tilekern.primitives.operation import (
     Fallback,
     Kernel,
@@ -69,7 +69,7 @@ def contract(
     contraction
         Labels of their dimensions and of the result's.
     precision
-        Canonical, as :func:`jax_tilekern.primitives.compat.canonicalize_precision` returns it.
+        Canonical, as :func:`jax_tilekern.interop.compat.canonicalize_precision` returns it.
     out_dtype
         Type of the result.
     out_sharding

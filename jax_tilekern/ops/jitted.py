@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from jax_tilekern.primitives import compat
+from jax_tilekern.interop import compat
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -18,6 +18,8 @@ from jax import lax
 
 from jax_tilekern.compilation.compiler import NvrtcNotFound
 from jax_tilekern.inspection.choices import record_choice
+from jax_tilekern.interop import compat, ffi, modes
+from jax_tilekern.interop.compat import ad, batching, mlir
 from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters
 from jax_tilekern.ops.kernel_sharding import explicit_shardings
 from jax_tilekern.partitioning import xla
@@ -26,8 +28,6 @@ from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.cuda_kernel import Array, Batch, plan_kernel
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
-from jax_tilekern.primitives import compat, ffi, modes
-from jax_tilekern.primitives.compat import ad, batching, mlir
 from jax_tilekern.primitives.linearity import Group, cotangents_in, tangents_out
 
 Batches = tuple[Batch, ...]

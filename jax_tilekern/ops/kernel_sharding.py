@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_tilekern.interop import compat
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.cuda_kernel import Array, Batch
-from jax_tilekern.primitives import compat
 
 _NAME = re.compile(r"[A-Za-z]\w*$")
 _WHOLE = "_"

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jax_tilekern.interop import compat
 from jax_tilekern.plans.gemm.arithmetic import Converted, precision_name
 from jax_tilekern.plans.gemm.contraction import Labels
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.primitives import compat
 from jax_tilekern.primitives.operation import Fallback, Rewrite
 
 

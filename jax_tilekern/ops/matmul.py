@@ -10,10 +10,10 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.plans.gemm.contraction import Contraction
-from jax_tilekern.primitives import compat
 
 DotDimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound
+from jax_tilekern.interop import modes
 from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PlanError
 from jax_tilekern.plans.tuned import planning_state
-from jax_tilekern.primitives import modes
 from jax_tilekern.primitives.operation import Fallback, Kernel
 
 

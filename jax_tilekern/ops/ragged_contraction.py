@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding
 
+from jax_tilekern.interop import compat, ffi
 from jax_tilekern.ops.group_bounds import group_bounds
 from jax_tilekern.ops.labelled_lowering import (
     LabelledOperand,
@@ -45,7 +46,6 @@ from jax_tilekern.plans.gemm.contraction import Contraction, Labels
 from jax_tilekern.plans.grouped_gemm.contraction import RaggedContraction, ragged_geometry
 from jax_tilekern.plans.grouped_gemm.problem import GroupedProduct
 from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm
-from jax_tilekern.primitives import compat, ffi
 from jax_tilekern.primitives.operation import (
     Fallback,
     Kernel,
@@ -80,7 +80,7 @@ def contract_groups(
         Labels of their dimensions and of the result's. A label of the bounds need not be the
         result's.
     precision
-        Canonical, as :func:`jax_tilekern.primitives.compat.canonicalize_precision` returns it.
+        Canonical, as :func:`jax_tilekern.interop.compat.canonicalize_precision` returns it.
     out_dtype
         Type of the result.
     out_sharding

@@ -12,13 +12,13 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.group_bounds import group_bounds
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.ragged_contraction import contract_groups
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels
 from jax_tilekern.plans.grouped_gemm.contraction import RaggedContraction
-from jax_tilekern.primitives import compat
 
 # Dimension numbers of rows times a matrix per group.
 _ROWS_BY_MATRICES = lax.RaggedDotDimensionNumbers(

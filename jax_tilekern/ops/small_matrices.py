@@ -17,13 +17,13 @@ import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.compilation import compiler
+from jax_tilekern.interop import ffi
+from jax_tilekern.interop.compat import ad, zero_tangent
 from jax_tilekern.ops.matmul import matmul
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.linalg import small_matrices as plans
 from jax_tilekern.plans.linalg.small_matrices import Columns, SmallMatrices
-from jax_tilekern.primitives import ffi
-from jax_tilekern.primitives.compat import ad, zero_tangent
 from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operation, Planner, define
 
 # Derivatives are as accurate as the functions.

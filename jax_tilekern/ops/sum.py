@@ -13,11 +13,11 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_tilekern.interop import compat, ffi
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
 from jax_tilekern.plans.reduction.select import SummedDims, plan_sum, sum_dtype
-from jax_tilekern.primitives import compat, ffi
 from jax_tilekern.primitives.operation import (
     Fallback,
     Kernel,

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from jax_tilekern.interop import ffi
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
 from jax_tilekern.plans.transpose.permutation import Permutation
 from jax_tilekern.plans.transpose.select import plan_transpose
-from jax_tilekern.primitives import ffi
 from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operation, Planner, define
 
 Axes = tuple[int, ...]

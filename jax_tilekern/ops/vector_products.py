@@ -12,11 +12,11 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.matmul import matmul
 from jax_tilekern.plans.gemm.contraction import Contraction
-from jax_tilekern.primitives import compat
 
 
 @jitted("precision", "preferred_element_type", "out_sharding")

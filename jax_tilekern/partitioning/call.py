@@ -27,6 +27,8 @@ from jax_tilekern.inspection.choices import (
     recorded_choices,
     recorder_token,
 )
+from jax_tilekern.interop import modes
+from jax_tilekern.interop.ffi import PARTITIONED
 from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.choice import choose_split
 from jax_tilekern.partitioning.digits import common_digits, sharding_of
@@ -35,8 +37,6 @@ from jax_tilekern.partitioning.params_text import from_text, to_text
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.tuned import tuned_digest, using_digest
-from jax_tilekern.primitives import modes
-from jax_tilekern.primitives.ffi import PARTITIONED
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 import jax
 from jax import Array, lax
 
+from jax_tilekern.interop import compat
+from jax_tilekern.interop.interception import intercept, intercepting, release
 from jax_tilekern.ops.matmul import dot_general
 from jax_tilekern.ops.ragged_dot import ragged_dot_general
-from jax_tilekern.patching.interception import intercept, intercepting, release
-from jax_tilekern.primitives import compat
 
 
 @contextmanager

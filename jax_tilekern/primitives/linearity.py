@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jax_tilekern.primitives.compat import ad, zero_tangent
+from jax_tilekern.interop.compat import ad, zero_tangent
 
 Group = tuple[int, ...]
 # rule(cotangent, *operands, **params) returns the cotangents of the group's operands; it gets the

@@ -22,14 +22,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jax_tilekern.inspection.choices import record_choice
+from jax_tilekern.interop import compat, ffi, modes
+from jax_tilekern.interop.compat import ad, mlir
+from jax_tilekern.interop.interception import by_xla
 from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.call import PartitionedOperation, lower_partitioned, register
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
-from jax_tilekern.patching.interception import by_xla
 from jax_tilekern.plans.launch import LaunchPlan
-from jax_tilekern.primitives import compat, ffi, modes, remat
-from jax_tilekern.primitives.compat import ad, mlir
+from jax_tilekern.primitives import remat
 from jax_tilekern.primitives.linearity import cotangents_in, tangents_out
 
 Params = dict[str, Any]

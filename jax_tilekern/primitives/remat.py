@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.interpreters import partial_eval
 
-from jax_tilekern.primitives import compat
+from jax_tilekern.interop import compat
 
 # stands_for(**params) returns a primitive of JAX, and the parameters of its equation.
 StandsFor = Callable[..., tuple[compat.Primitive, dict[str, Any]]]

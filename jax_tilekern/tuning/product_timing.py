@@ -18,15 +18,14 @@ import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.compilation.nvrtc import CompileError
-from jax_tilekern.patching import interception
+from jax_tilekern.interop import compat, ffi, interception
+from jax_tilekern.interop.compat import mlir
 from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan
 from jax_tilekern.plans.tuned import XLA
-from jax_tilekern.primitives import compat, ffi
-from jax_tilekern.primitives.compat import mlir
 from jax_tilekern.tuning.device_time import run_blocks
 from jax_tilekern.tuning.random_operands import Operands, beyond_cache, random_array
 from jax_tilekern.tuning.wall_time import ready, repeated, wall_seconds

@@ -19,13 +19,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_tilekern.compilation.compiler import compile_source
+from jax_tilekern.interop import ffi
 from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel
-from jax_tilekern.primitives import ffi
 
 E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 BF16 = ml_dtypes.bfloat16

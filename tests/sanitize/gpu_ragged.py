@@ -19,13 +19,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 import jax_tilekern as jtk
+from jax_tilekern.interop import ffi
 from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
 from jax_tilekern.plans.grouped_gemm.select import candidates
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
-from jax_tilekern.primitives import ffi
 
 # The batch size for each kind of bounds below.
 BATCH = 3

@@ -13,12 +13,12 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from jax_tilekern.interop import ffi
 from jax_tilekern.plans.gpu import Gpu, current_gpu
 from jax_tilekern.plans.launch import Buffer, LaunchPlan
 from jax_tilekern.plans.reduction.passes import Passes, reduction_passes
 from jax_tilekern.plans.reduction.problem import Reduction
 from jax_tilekern.plans.reduction.select import SummedDims, compiled_sum, sum_candidates
-from jax_tilekern.primitives import ffi
 
 DTYPES = [np.float32, np.float64, ml_dtypes.bfloat16, np.float16]
 # Rows and columns, whole vectors and odd strides, splits, several dimensions.

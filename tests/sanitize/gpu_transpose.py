@@ -12,11 +12,11 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from jax_tilekern.interop import ffi
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.transpose.permutation import Permutation
 from jax_tilekern.plans.transpose.select import candidates
-from jax_tilekern.primitives import ffi
 
 DTYPES = [np.uint8, np.uint16, np.uint32, np.uint64, np.complex128]
 # Whole and broken tiles, rows that start anywhere, records, rows that stay, several dimensions.

@@ -16,7 +16,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from jax_tilekern import _core
-from jax_tilekern.primitives.private_function import call_private
+from jax_tilekern.interop.private_function import call_private
 
 if TYPE_CHECKING:
     from jax_tilekern.plans.launch import LaunchPlan

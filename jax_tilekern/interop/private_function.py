@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax_tilekern.primitives.compat import func, ir
+from jax_tilekern.interop.compat import func, ir
 
 
 def call_private(

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-from jax_tilekern.primitives import compat
+from jax_tilekern.interop import compat
 
 P = ParamSpec("P")
 R = TypeVar("R")
