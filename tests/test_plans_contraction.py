@@ -45,7 +45,7 @@ def test_geometry_computes_the_contraction(case, seed):
     oriented = matmul_geometry(contraction, *shapes)
     if isinstance(oriented, str):
         return
-    geometry, swapped = oriented
+    geometry, swapped, _ = oriented
     assert len(geometry.batch) <= MAX_BATCH_DIMS
     assert geometry.out_strides[-1] == 1 or geometry.n == 1
     expected = np.einsum(lhs, contraction.lhs, rhs, contraction.rhs, contraction.out)
