@@ -23,22 +23,6 @@ struct UnsignedOf {
 template <typename T>
 using Unsigned = typename UnsignedOf<T>::Type;
 
-// Values of these types are stored otherwise than they are computed with.
-inline float read(const bfloat16* p) { return to_float(bfloat16{__ldg(&p->bits)}); }
-inline float read(const float16* p) { return to_float(float16{__ldg(&p->bits)}); }
-inline bool read(const bool* p) { return __ldg(reinterpret_cast<const uint8*>(p)) != 0; }
-template <typename T>
-inline T read(const T* p) {
-  return __ldg(p);
-}
-
-inline void write(bfloat16* p, float x) { *p = from_float<bfloat16>(x); }
-inline void write(float16* p, float x) { *p = from_float<float16>(x); }
-template <typename T>
-inline void write(T* p, T x) {
-  *p = x;
-}
-
 // Rounds a float to a type of 16 bits.
 template <typename T>
 inline float rounded(float x) {
@@ -306,9 +290,12 @@ TILEKERN_BINARY(atan2, atan2f, ::atan2)
 TILEKERN_BINARY(nextafter, nextafterf, ::nextafter)
 #undef TILEKERN_BINARY
 
-template <typename T>
-inline T logistic(T x) {
-  return div(T(1), T(1) + exp(-x));
+// The denominator is at least 1, so its reciprocal needs no scaling.
+inline float logistic(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + expf(-x)));
+  return result;
 }
+inline double logistic(double x) { return 1.0 / (1.0 + ::exp(-x)); }
 
 }  // namespace tilekern::lax

@@ -39,6 +39,11 @@ class EpilogueArray:
     computed: str
     strides: tuple[int, ...]
 
+    @property
+    def alignment(self) -> int:
+        """Bytes that its address is a multiple of: two elements are read or written at once."""
+        return min(16, 2 * self.dtype.itemsize)
+
 
 @dataclass(frozen=True)
 class Epilogue:
@@ -80,18 +85,22 @@ class Epilogue:
             self, operands=transposed(self.operands), outputs=transposed(self.outputs)
         )
 
-    def kernel(self, plain: Kernel, *, within_rows: bool, within_columns: bool) -> Kernel:
+    def kernel(
+        self, plain: Kernel, *, columns: int, within_rows: bool, within_columns: bool
+    ) -> Kernel:
         """Return a kernel with this epilogue.
 
         Parameters
         ----------
         plain
             The kernel with the identity.
+        columns
+            The columns of the output.
         within_rows, within_columns
             Whether no tile reaches beyond the rows, and beyond the columns, of the output.
         """
         assert isinstance(plain.source, str)
-        text = f'#include "{plain.source}"\n{self._functor(within_rows, within_columns)}'
+        text = f'#include "{plain.source}"\n{self._functor(within_rows, within_columns, columns)}'
         types = ", ".join((_FUNCTOR, *self._parameter_types))
         name = f"{plain.name.removesuffix('>')}, {types}>"
         file = plain.source.removesuffix(".cuh") + "_with_epilogue.cu"
@@ -122,37 +131,56 @@ class Epilogue:
         types += [f"{CXX_TYPES[x.dtype]}*" for x in self.outputs]
         return [*types, f"tilekern::ElementStrides<{len(types)}>"] if types else []
 
-    def _functor(self, within_rows: bool, within_columns: bool) -> str:
+    def _functor(self, within_rows: bool, within_columns: bool, columns: int) -> str:
         names = [f"p{i}" for i, _ in enumerate(self._arrays, 1)]
         names += ["strides"] if names else []
         types = zip(self._parameter_types, names, strict=True)
         members = [f"{kind} {name};" for kind, name in types]
-        lines = [
-            _coordinate("row", "at.rows()", within_rows),
-            _coordinate("column", "at.columns()", within_columns),
-            "const Accumulator x0 = accumulators[i];",
+        before = [
+            _coordinate("row", "rows", 1, within_rows),
+            _coordinate("column", "columns", "kRun", within_columns),
         ]
-        for i, array in enumerate(self.operands):
-            read = f"lax::read(p{i + 1}{_offset(array, i)})"
-            lines.append(f"const {array.computed} x{i + 1} = {read};")
-        lines += self.statements
-        for i, (array, result) in enumerate(
-            zip(self.outputs, self.results[1:], strict=True), len(self.operands)
-        ):
-            inside = " && ".join(
-                f"at.{name}(i) < at.{name}s()"
-                for name, within in (("row", within_rows), ("column", within_columns))
-                if not within
+        each = ["const Accumulator x0 = accumulators[first + i];"]
+        after = []
+        numbered = list(enumerate(self._arrays))
+        for i, array in numbered[: len(self.operands)]:
+            count = "kRun" if array.strides[-1] else "1"
+            before.append(
+                f"const auto r{i + 1} = read_run<{count}, {_contiguous(array, count)}>"
+                f"(p{i + 1}{_offset(array, i)}, {_stride(array, i)});"
             )
-            store = f"lax::write(p{i + 1}{_offset(array, i)}, {result});"
-            lines.append(f"if ({inside}) {store}" if inside else store)
-        lines.append(f"accumulators[i] = static_cast<Accumulator>({self.results[0]});")
+            index = "i" if array.strides[-1] else "0"
+            each.append(f"const {array.computed} x{i + 1} = r{i + 1}[{index}];")
+        each += self.statements
+        inside = " && ".join(
+            f"at.{name}(first) < at.{name}s()"
+            for name, within in (("row", within_rows), ("column", within_columns))
+            if not within
+        )
+        for (i, array), result in zip(
+            numbered[len(self.operands) :], self.results[1:], strict=True
+        ):
+            kind = CXX_TYPES[array.dtype]
+            before.append(f"ElementRun<{kind}, kRun> r{i + 1};")
+            each.append(f"r{i + 1}.elements[i] = stored<{kind}>({result});")
+            write = (
+                f"write_run<kRun, {_contiguous(array, 'kRun')}>"
+                f"(p{i + 1}{_offset(array, i)}, {_stride(array, i)}, r{i + 1});"
+            )
+            after.append(f"if ({inside}) {write}" if inside else write)
+        each.append(f"accumulators[first + i] = static_cast<Accumulator>({self.results[0]});")
         return _TEMPLATE.format(
-            name=_FUNCTOR, members="\n  ".join(members), body="\n      ".join(lines)
+            name=_FUNCTOR,
+            members="\n  ".join(members),
+            # A run of an odd number of columns would reach beyond the last one.
+            longest_run=2 if columns % 2 == 0 else 1,
+            before="\n      ".join(before),
+            each="\n        ".join(each),
+            after="\n      ".join(after),
         )
 
 
-_TEMPLATE = """#include "gemm/element_strides.cuh"
+_TEMPLATE = """#include "gemm/epilogue_arrays.cuh"
 #include "scalar_functions.cuh"
 
 struct {name} {{
@@ -161,18 +189,37 @@ struct {name} {{
   template <typename Accumulator, int kCount, class Coordinates>
   void operator()(Accumulator (&accumulators)[kCount], const Coordinates& at) const {{
     using namespace tilekern;
+    constexpr int kRun = min_of(Coordinates::kAdjacentColumns, {longest_run});
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {{
-      {body}
+    for (int first = 0; first < kCount; first += kRun) {{
+      {before}
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) {{
+        {each}
+      }}
+      {after}
     }}
   }}
 }};
 """
 
 
-def _coordinate(name: str, extent: str, within: bool) -> str:
-    index = f"at.{name}(i)"
-    return f"const int {name} = {index if within else f'min_of({index}, {extent} - 1)'};"
+def _coordinate(name: str, extent: str, count: int | str, within: bool) -> str:
+    index = f"at.{name}(first)"
+    clamped = f"min_of({index}, at.{extent}() - {count})"
+    return f"const int {name} = {index if within else clamped};"
+
+
+def _contiguous(array: EpilogueArray, count: str) -> str:
+    """Return whether runs of a multiple of 2 elements are adjacent and aligned, in C++."""
+    *outer, column = array.strides
+    aligned = column == 1 and all(stride % 2 == 0 for stride in outer)
+    return "true" if aligned else f"{count} == 1"
+
+
+def _stride(array: EpilogueArray, number: int) -> str:
+    column = array.strides[-1]
+    return f"{column}" if column in (0, 1) else f"strides.column[{number}]"
 
 
 def _offset(array: EpilogueArray, number: int) -> str:
@@ -180,7 +227,7 @@ def _offset(array: EpilogueArray, number: int) -> str:
     *batch, row, column = array.strides
     terms = []
     if any(batch):
-        terms.append(f"strides.batch_offset({number}, at.batch(i))")
+        terms.append(f"strides.batch_offset({number}, at.batch(first))")
     for name, stride in (("row", row), ("column", column)):
         if stride == 1:
             terms.append(name)

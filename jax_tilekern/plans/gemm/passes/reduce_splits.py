@@ -48,7 +48,9 @@ class SumPass:
         plain = Kernel("gemm/passes/reduce_splits.cuh", f"tilekern::sum_splits<{types}, {config}>")
         if self.epilogue is None:
             return plain
-        return self.epilogue.kernel(plain, within_rows=True, within_columns=True)
+        return self.epilogue.kernel(
+            plain, columns=self.geometry.n, within_rows=True, within_columns=True
+        )
 
     @property
     def split_stride(self) -> int:

@@ -33,6 +33,7 @@ class MmaCandidate(TiledCandidate):
             return plain, ()
         kernel = product.epilogue.kernel(
             plain,
+            columns=product.geometry.n,
             within_rows=product.geometry.m % tile.block_m == 0,
             within_columns=product.geometry.n % tile.block_n == 0,
         )

@@ -151,8 +151,10 @@ def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKer
                 continue
             k_tiles = math.ceil(math.ceil(oriented.k / instance.block_k) / splits)
             busy = busy_cycles(
-                tile, instance, oriented, product.arithmetic, work_tiles, k_tiles, gpu
-            )
+                tile, instance, oriented, product.arithmetic, work_tiles, k_tiles, gpu,
+                # The reduction of split-K applies it otherwise.
+                product.epilogue if splits == 1 else None,
+            )  # fmt: skip
             cycles = product.cycles(busy, gpu) + packing
             if splits > 1:
                 cycles += copy_cycles(splits * _outputs(product) * 4, gpu)

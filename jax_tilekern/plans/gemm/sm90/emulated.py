@@ -151,7 +151,9 @@ def emulated_candidates(product: Product, gpu: Gpu) -> list[EmulatedCandidate] |
         if not is_launchable(instance, work_tiles):
             continue
         k_tiles = math.ceil(oriented.k / instance.block_k)
-        busy = busy_cycles(tile, instance, oriented, _MMA_ARITHMETIC, work_tiles, k_tiles, gpu)
+        busy = busy_cycles(
+            tile, instance, oriented, _MMA_ARITHMETIC, work_tiles, k_tiles, gpu, product.epilogue
+        )
         cycles = product.cycles(busy, gpu) + (splitting + deciding)
         found.append(EmulatedCandidate(tile, instance, cycles, product, best))
     return found or NoKernel("no wgmma tile fits the operands")

@@ -79,6 +79,7 @@ class TiledCandidate(CostedCandidate):
             epilogue, rows, columns = epilogue.swapped(), columns, rows
         kernel = epilogue.kernel(
             plain,
+            columns=columns,
             within_rows=rows % (self.tile.block_m * self.tile.cluster) == 0,
             within_columns=columns % self.tile.block_n == 0,
         )
