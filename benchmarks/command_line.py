@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import (
+    fused,
     host,
     ladder,
     latency,
@@ -26,6 +27,7 @@ from jax_tilekern.compilation.nvrtc import NvrtcNotFound
 
 _COMMANDS: dict[str, Command] = {
     **{name: OperationCommand(name) for name in OPERATIONS},
+    "fused": fused,
     "linalg": linalg,
     "strassen": strassen,
     "out_of_core": out_of_core,

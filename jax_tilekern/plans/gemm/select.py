@@ -62,7 +62,11 @@ def _fused_plan(candidates: list[CostedCandidate], gpu: Gpu) -> LaunchPlan | NoK
     XLA's product is not considered, even where it is the faster one: an epilogue after it is a pass
     over memory.
     """
-    for candidate in candidates[:_COMPILED_WITH_EPILOGUE]:
+    first_of_tiles = {
+        candidate.key.partition(" exchanged")[0]: candidate for candidate in candidates[::-1]
+    }
+    ranked = sorted(first_of_tiles.values(), key=lambda candidate: candidate.cycles)
+    for candidate in ranked[:_COMPILED_WITH_EPILOGUE]:
         plan = candidate.plan(gpu)
         if not any(launch.entry.spill_bytes for launch in plan.launches):
             return plan
