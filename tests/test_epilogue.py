@@ -495,3 +495,45 @@ def test_operands_without_an_epilogue_are_refused():
 def test_the_products_own_errors_are_jax_s():
     with pytest.raises(TypeError, match="contracting dimensions"):
         jtk.matmul(ONES, jnp.ones((3, 4)), epilogue=jax.nn.relu)
+
+
+# -- Layers. ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", [None, jax.nn.gelu, jnp.tanh])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(rng, bias, activation):
+    x, w = (jnp.asarray(rng.normal(size=s), np.float32) for s in ((2, 9, 16), (16, 24)))
+    b = jnp.asarray(rng.normal(size=24), np.float32) if bias else None
+
+    def expected(x, w):
+        y = jnp.matmul(x, w, precision=HIGHEST) + (0 if b is None else b)
+        return y if activation is None else activation(y)
+
+    def found(x, w):
+        return jtk.linear(x, w, b, activation, precision=HIGHEST)
+
+    np.testing.assert_allclose(found(x, w), expected(x, w), rtol=1e-4, atol=1e-5)
+    gradients = (jax.grad(lambda x, w, f=f: f(x, w).sum(), (0, 1))(x, w) for f in (found, expected))
+    for ours, jaxs in zip(*gradients, strict=True):
+        np.testing.assert_allclose(ours, jaxs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu])
+def test_gated_linear(rng, activation):
+    shapes = ((9, 16), (16, 24), (16, 24))
+    arrays = [jnp.asarray(rng.normal(size=s), np.float32) for s in shapes]
+
+    def expected(x, gate, up):
+        g, u = (jnp.matmul(x, w, precision=HIGHEST) for w in (gate, up))
+        return activation(g) * u
+
+    def found(x, gate, up):
+        return jtk.gated_linear(x, gate, up, activation, precision=HIGHEST)
+
+    np.testing.assert_allclose(found(*arrays), expected(*arrays), rtol=1e-4, atol=1e-5)
+    gradients = (
+        jax.grad(lambda *xs, f=f: f(*xs).sum(), (0, 1, 2))(*arrays) for f in (found, expected)
+    )
+    for ours, jaxs in zip(*gradients, strict=True):
+        np.testing.assert_allclose(ours, jaxs, rtol=1e-3, atol=1e-3)
