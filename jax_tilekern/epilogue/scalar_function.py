@@ -64,15 +64,16 @@ class ScalarFunction:
         def added_to(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
             return lambda accumulator, *xs: [*function(accumulator, *xs), accumulator]
 
-        jaxpr = jax.make_jaxpr(added_to(compat.jaxpr_as_fun(self.jaxpr)))(*self.jaxpr.in_avals)
+        with compat.without_mesh():
+            jaxpr = jax.make_jaxpr(added_to(compat.jaxpr_as_fun(self.jaxpr)))(*self.jaxpr.in_avals)
         out_dtypes = (*self.out_dtypes, dtype)
         return ScalarFunction(self.name, jaxpr, added_to(self.python), out_dtypes)
 
     def __call__(self, *scalars: Any) -> list[Any]:
         """Evaluate it."""
-        # A jaxpr that was traced for values that are the same on all devices takes no others.
-        varying = any(compat.varying_axes(x) for x in scalars)
-        function = self.python if varying else compat.jaxpr_as_fun(self.jaxpr)
+        # A jaxpr that was traced without a mesh does not take values whose types have axes of one.
+        in_mesh = not jax.sharding.get_abstract_mesh().empty
+        function = self.python if in_mesh else compat.jaxpr_as_fun(self.jaxpr)
         results = function(*scalars)
         return [x.astype(dtype) for x, dtype in zip(results, self.out_dtypes, strict=True)]
 
@@ -132,7 +133,8 @@ def trace_scalars(
     """
     name = getattr(function, "__name__", type(function).__name__)
     avals = [jax.ShapeDtypeStruct((), dtype) for dtype in (accumulator, *operands)]
-    traced, shapes = jax.make_jaxpr(function, return_shape=True)(*avals)
+    with compat.without_mesh():
+        traced, shapes = jax.make_jaxpr(function, return_shape=True)(*avals)
     closed_over = list(traced.consts)
     for value in closed_over:
         if jnp.shape(value):
@@ -151,13 +153,18 @@ def trace_scalars(
         def python(*args: Any) -> list[Any]:
             return compat.eval_jaxpr(inner, args[own:], *args[:own])
 
-        traced = jax.make_jaxpr(python)(*avals, *closed_over)
+        with compat.without_mesh():
+            traced = jax.make_jaxpr(python)(*avals, *map(_scalar, closed_over))
     leaves, tree = jax.tree.flatten(shapes)
     if not leaves:
         raise TypeError(f"the epilogue {name} returns nothing; it must return at least one scalar")
     dtypes = (np.dtype(leaf.dtype) for leaf in leaves)
     rounded = tuple(product if dtype == accumulator else dtype for dtype in dtypes)
     return TracedFunction(ScalarFunction(name, traced, python, rounded), closed_over, tree)
+
+
+def _scalar(value: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((), jnp.result_type(value))
 
 
 def _refuse_arrays(name: str, jaxpr: compat.Jaxpr) -> None:
