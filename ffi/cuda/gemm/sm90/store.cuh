@@ -80,7 +80,8 @@ class TileStore {
     }
   }
 
-  // Stores a work tile's results, or has them wait. Nothing may be waiting: flush() is called before.
+  // Stores a work tile's results, or has them wait. Nothing may be waiting: flush() is called
+  // before.
   template <typename Accumulator, int kCount>
   void store(const Accumulator (&accumulators)[kRowBlocks][kCount], const OutputOrigin& origin) {
     origin_ = origin;
