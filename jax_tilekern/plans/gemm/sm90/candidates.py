@@ -46,11 +46,17 @@ TILES = (
     WgmmaTile(256, 128),
     WgmmaTile(128, 256, cluster=2),
     WgmmaTile(256, 128, cluster=2),
+    WgmmaTile(128, 224),
     WgmmaTile(128, 192, cooperative=False),
+    WgmmaTile(128, 160, cooperative=False),
     WgmmaTile(128, 128, cooperative=False),
+    WgmmaTile(128, 96, cooperative=False),
     WgmmaTile(128, 128),
     WgmmaTile(128, 64),
+    WgmmaTile(64, 256, consumers=1),
+    WgmmaTile(64, 192, consumers=1),
     WgmmaTile(64, 128, consumers=1),
+    WgmmaTile(64, 96, consumers=1),
     WgmmaTile(64, 64, consumers=1),
     WgmmaTile(64, 64, cooperative=False),
     WgmmaTile(128, 32),
@@ -58,6 +64,11 @@ TILES = (
     WgmmaTile(64, 32, consumers=1),
     WgmmaTile(64, 16, consumers=1),
 )
+
+# Splits of fewer k-tiles spend their time on filling the pipeline. More splits than there are idle
+# SMs for balance the rounds of work tiles, and each costs a pass over the partial results.
+_MIN_SPLIT_K_TILES = 8
+_MAX_SPLITS = 12
 
 
 @dataclass(frozen=True)
@@ -214,12 +225,20 @@ def _with_split_output(view: View, sums: SumPass, buffer: int, splits: int) -> V
 
 
 def _split_counts(tile: WgmmaTile, view: View, gpu: Gpu) -> Iterator[int]:
-    """Yield 1, and factors of split-K that occupy SMs which would be idle."""
+    """Yield 1, and up to three factors of split-K that leave SMs idle for less of the time."""
     yield 1
     work_tiles = dense_tiles(tile, view)
+    clusters = gpu.sm_count // tile.cluster
     k_tiles = math.ceil(view.k * view.lhs_dtype.itemsize / TILE_ROW_BYTES)
-    maximum = min(gpu.sm_count // tile.cluster // work_tiles, k_tiles // 8)
-    for splits in sorted({maximum, maximum // 2, 2} - {1}):
+    most = min(max(clusters // work_tiles, _MAX_SPLITS), k_tiles // _MIN_SPLIT_K_TILES)
+    useful = []
+    least = math.ceil(work_tiles / clusters) * k_tiles
+    for splits in range(2, most + 1):
+        split_k_tiles = math.ceil(k_tiles / splits)
+        busy = math.ceil(splits * work_tiles / clusters) * split_k_tiles
         # Every split has at least one k-tile.
-        if 1 < splits <= maximum and (splits - 1) * math.ceil(k_tiles / splits) < k_tiles:
-            yield splits
+        if busy < least and (splits - 1) * split_k_tiles < k_tiles:
+            useful.append(splits)
+            least = busy
+    if useful:
+        yield from sorted({useful[0], useful[len(useful) // 2], useful[-1]})
