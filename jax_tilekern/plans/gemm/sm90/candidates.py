@@ -29,6 +29,7 @@ from jax_tilekern.plans.gemm.sm90.config import (
     instance_for,
 )
 from jax_tilekern.plans.gemm.sm90.cost import busy_cycles
+from jax_tilekern.plans.gemm.sm90.dynamic import CLAIMED_BYTES, CLEAR_CLAIMED, clear_claimed
 from jax_tilekern.plans.gemm.sm90.launch import launch_tiles
 from jax_tilekern.plans.gemm.sm90.tiling import (
     TiledCandidate,
@@ -97,7 +98,8 @@ class WgmmaCandidate(TiledCandidate):
         packs = _packs(product)
         sums = _reduce_pass(product, self.splits)
         passes: list[PackPass | SumPass] = [*packs.values(), *([sums] if sums else [])]
-        kernels = dict.fromkeys([instance.kernel, *(p.kernel for p in passes)])
+        dynamic = [CLEAR_CLAIMED] if instance.dynamic else []
+        kernels = dict.fromkeys([instance.kernel, *dynamic, *(p.kernel for p in passes)])
         compiled = compile_kernels(*kernels, arch=gpu.arch)
 
         workspaces = {id(p): Buffer(3 + i) for i, p in enumerate(passes)}
@@ -109,7 +111,13 @@ class WgmmaCandidate(TiledCandidate):
         if sums:
             view = _with_split_output(view, sums, workspaces[id(sums)].index, self.splits)
         view = view.swapped() if self.swapped else view
-        launches.append(launch_tiles(compiled, self.tile, instance, view, self.splits, gpu))
+        claimed = Buffer(3 + len(passes))
+        if instance.dynamic:
+            launches.append(clear_claimed(compiled, claimed))
+        more = ((claimed,) if instance.dynamic else (), ())
+        launches.append(
+            launch_tiles(compiled, self.tile, instance, view, self.splits, gpu, more=more)
+        )
         if sums:
             launches.append(sums.launch(compiled, workspaces[id(sums)], Buffer(2)))
         out_alignment = self.out_alignment(product.out_dtype.itemsize)
@@ -124,7 +132,10 @@ class WgmmaCandidate(TiledCandidate):
                 ),
                 sums.out_alignment if sums else out_alignment,
             ),
-            workspace_bytes=tuple(p.workspace_bytes for p in passes),
+            workspace_bytes=(
+                *(p.workspace_bytes for p in passes),
+                *([CLAIMED_BYTES] if instance.dynamic else []),
+            ),
             reason=self._reason(packs),
         )
 
@@ -152,6 +163,9 @@ def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKer
             work_tiles = splits * dense_tiles(tile, oriented)
             if not is_launchable(instance, work_tiles):
                 continue
+            # A single round of tiles is scheduled by the hardware.
+            if gpu.beside_collectives and work_tiles > gpu.sm_count // tile.cluster:
+                instance = instance.with_dynamic_scheduler(gpu)
             k_tiles = math.ceil(math.ceil(oriented.k / instance.block_k) / splits)
             busy = busy_cycles(
                 tile, instance, oriented, product.arithmetic, work_tiles, k_tiles, gpu
