@@ -113,7 +113,7 @@ class WgmmaInstance:
     """One compiled kernel: its types and its ``WgmmaConfig``; see ``gemm/sm90/config.cuh``.
 
     The kernel of a grouped GEMM has more choices: the ragged dimension, and the granularity in rows
-    of N of loads and MMAs where a tile may be partial. A dynamic tile scheduler takes further shared
+    of N of loads and MMAs where a tile may be partial. A dynamic tile scheduler takes more shared
     memory.
     """
 
