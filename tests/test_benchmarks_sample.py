@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numerics import on_gpu
 
 from benchmarks.calls.operations import flops
 from benchmarks.command_line import main
@@ -21,7 +22,6 @@ from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.tuning import product_timing, random_operands
 from jax_tilekern.tuning.device_time import Activity, Block, Interval, Unattributed
-from numerics import on_gpu
 
 H100 = gpus.known_gpu("sm_90")
 F32 = np.dtype(np.float32)
