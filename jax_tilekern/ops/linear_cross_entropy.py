@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
@@ -182,7 +182,7 @@ def _loss(
         losses -= label_smoothing / size * total
     if z_loss:
         losses += z_loss * lse**2
-    losses = jnp.where(ignored, 0, losses * jnp.where(valid, 1, jnp.nan))
+    losses = jnp.where(ignored, 0, losses * jnp.where(ignored | valid, 1, jnp.nan))
     if reduction == "none":
         return losses
     if reduction == "sum":
@@ -194,7 +194,7 @@ def _sorted_out(labels: Array, ignore_index: int | None, size: int) -> tuple[Arr
     """Return which rows are ignored, which have a valid label, and labels that can be compared."""
     if labels.dtype.itemsize < 4:
         labels = labels.astype(jnp.int32)
-    info = jnp.iinfo(labels.dtype)
+    info = np.iinfo(labels.dtype)
     ignored = jnp.zeros_like(labels, bool)
     if ignore_index is not None and info.min <= ignore_index <= info.max:
         ignored = labels == ignore_index

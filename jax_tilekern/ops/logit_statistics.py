@@ -178,6 +178,14 @@ def _batch_statistics(
     return _statistics(h, w, bias, labels, **params), [0] * 3
 
 
+def _batch_tangents(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
+    return _one_by_one(_tangents, *args, **params)
+
+
+def _batch_cotangents(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
+    return _one_by_one(_cotangents, *args, **params)
+
+
 def _one_by_one(
     bind: Callable[..., Sequence[Array]],
     _: Any,
@@ -186,7 +194,7 @@ def _one_by_one(
     **params: Any,
 ) -> tuple[Sequence[Array], Sequence[int]]:
     """Map by a loop, so that the memory is that of one call."""
-    mapped = [i for i, dim in enumerate(dims) if dim is not None]
+    mapped = {i: dim for i, dim in enumerate(dims) if dim is not None}
 
     def call(values: Sequence[Array]) -> Sequence[Array]:
         local = list(operands)
@@ -194,7 +202,7 @@ def _one_by_one(
             local[i] = value
         return bind(*local, **params)
 
-    moved = [jnp.moveaxis(operands[i], dims[i], 0) for i in mapped]
+    moved = [jnp.moveaxis(operands[i], dim, 0) for i, dim in mapped.items()]
     results: Sequence[Array] = lax.map(call, moved)
     return results, [0] * len(results)
 
@@ -287,7 +295,7 @@ _tangents = define(
         several_results=True,
         jvp=functools.partial(_jvp_of, _tangents_reference),
         transposes={(5, 6, 7): _cotangents_rule},
-        batch=lambda *args, **params: _one_by_one(_tangents, *args, **params),
+        batch=_batch_tangents,
         sharding_rule=functools.partial(_sharding_rule, False),
         planners={},
         describe=lambda **_: "logit_tangents",
@@ -302,7 +310,7 @@ _cotangents = define(
         several_results=True,
         jvp=functools.partial(_jvp_of, _cotangents_reference),
         transposes={(5, 6, 7): _tangents_rule},
-        batch=lambda *args, **params: _one_by_one(_cotangents, *args, **params),
+        batch=_batch_cotangents,
         sharding_rule=functools.partial(_sharding_rule, True),
         localised=_localised,
         planners=_planners(vocabulary_chunks.cotangents),

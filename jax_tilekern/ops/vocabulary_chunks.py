@@ -21,6 +21,8 @@ from jax_tilekern.ops.contraction import contract
 from jax_tilekern.plans.gemm.contraction import Contraction
 
 Carry = TypeVar("Carry")
+_Statistics = tuple[Array, Array, Array, Array]
+_Cotangents = tuple[Array, Array, Array]
 
 # A product needs this many columns to be efficient, however many rows it has.
 _MIN_COLUMNS = 2048
@@ -169,7 +171,7 @@ def statistics(
     epilogue = functools.partial(logit, softcap=options.softcap)
     w = weights.oriented(w)
 
-    def add_chunk(start: Any, size: int, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+    def add_chunk(start: Any, size: int, carry: _Statistics) -> _Statistics:
         top, scaled, at_label, total = carry
         chunk = weights.chunk(w, start, size)
         logits = weights.logits(rows, chunk, epilogue, (_part(bias, start, size)[None],))
@@ -224,7 +226,7 @@ def cotangents(
     def epilogue(*elements: Array) -> Array:
         return logit_cotangent(*elements, softcap=options.softcap).astype(narrow)
 
-    def add_chunk(start: Any, size: int, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+    def add_chunk(start: Any, size: int, carry: _Cotangents) -> _Cotangents:
         h_bar, w_bar, bias_bar = carry
         chunk = weights.chunk(w, start, size)
         of_columns = (_part(bias, start, size), start + lax.iota(labels.dtype, size))
@@ -257,7 +259,11 @@ def _over_chunks(
     elif count:
         carry = lax.fori_loop(0, count, lambda i, x: body(i * chunk, chunk, x), carry)
     remainder = size - count * chunk
-    return body(count * chunk, remainder, carry) if remainder else carry
+    if not remainder:
+        return carry
+    # The last logits wait for the loop: made before it they would be in memory beside its own.
+    start, carry = lax.optimization_barrier((count * chunk, carry))
+    return body(start, remainder, carry)
 
 
 def _chunk_columns(rows: Array, wide: np.dtype[Any], options: Options) -> int:

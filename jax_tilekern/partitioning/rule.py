@@ -60,7 +60,7 @@ class ShardingRule:
 
     @property
     def splittable(self) -> frozenset[int]:
-        """Labels that may be split: those of every result, and those over which results are sums."""
+        """Labels that may be split: those of every result, and those that results sum over."""
         if self.each_result_is_a_sum:
             return frozenset(self.sizes)
         kept = [set(dims) for dims in self.results]
