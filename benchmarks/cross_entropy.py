@@ -21,7 +21,7 @@ from benchmarks.measurement.side_times import Side, device_times
 from benchmarks.records.record import command_text, now
 from jax_tilekern.cli import machine
 from jax_tilekern.cli.console import output_file, write_json
-from jax_tilekern.tuning.wall_time import repeated, wall_seconds
+from jax_tilekern.tuning.wall_time import ready, repeated, wall_seconds
 
 HELP = "time the cross-entropy of a vocabulary against all logits in memory"
 
@@ -73,6 +73,12 @@ def medians(runs: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, 
     return {name: float(np.median(found)) for name, found in times.items()}
 
 
+def temporaries(program: Any) -> int:
+    """Return the bytes of a compiled program's temporaries."""
+    nbytes: int = program.memory_analysis().temp_size_in_bytes
+    return nbytes
+
+
 def row(rows: int, features: int, labels: int, dtype: Any, seconds: float) -> dict[str, Any]:
     """Measure the value alone, and the value with both gradients."""
     args = operands(rows, features, labels, dtype)
@@ -89,13 +95,10 @@ def row(rows: int, features: int, labels: int, dtype: Any, seconds: float) -> di
         }
         runs = {name: functools.partial(program, *args) for name, program in compiled.items()}
         for run in runs.values():
-            jax.block_until_ready(run())  # type: ignore[no-untyped-call]
+            ready(run())
         found[what] = {
             "seconds": medians(runs, seconds),
-            "temporaries": {
-                name: program.memory_analysis().temp_size_in_bytes
-                for name, program in compiled.items()
-            },
+            "temporaries": {name: temporaries(program) for name, program in compiled.items()},
         }
     return found
 
@@ -129,13 +132,14 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = arguments.sizes or _SIZES["cpu" if jax.default_backend() == "cpu" else "gpu"]
     for dtype in arguments.types:
         for size in sizes:
-            rows.append(row(*size, jnp.dtype(dtype), arguments.seconds))
+            rows.append(row(*size, dtype=jnp.dtype(dtype), seconds=arguments.seconds))
             for what in ("value", "gradient"):
                 for name in FUNCTIONS:
                     seconds, nbytes = (rows[-1][what][x][name] for x in ("seconds", "temporaries"))
+                    wrong = rows[-1]["error"][name]
                     print(f"{'x'.join(map(str, size))} {dtype} {what:8} {name:4} "
                           f"{seconds * 1e3:9.2f} ms {nbytes / 2**30:7.3f} GiB of temporaries, "
-                          f"error of the loss {rows[-1]['error'][name]:.1e}", flush=True)  # fmt: skip
+                          f"error of the loss {wrong:.1e}", flush=True)  # fmt: skip
             if arguments.json:
                 write_json(arguments.json, record)
     return 0

@@ -351,7 +351,7 @@ def test_chunks_are_products_of_the_library(rng):
     choices = jtk.explain(jax.grad(loss, (0, 1)), h, w, bias, labels)
     assert all(choice.kernel or "chunk" in choice.reason for choice in choices)
     results = [choice.result for choice in choices if choice.kernel]
-    # Of each kind of chunk: the logits twice, and two gradients.
+    # Each kind of chunk makes its logits twice, and two gradients.
     for size in (2048, 904):
         assert results.count(f"f32[{ROWS},{size}]") == 2
         assert results.count(f"f32[{FEATURES},{size}]") == 1
