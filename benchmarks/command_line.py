@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import (
+    cross_entropy,
     host,
     ladder,
     latency,
@@ -28,6 +29,7 @@ _COMMANDS: dict[str, Command] = {
     **{name: OperationCommand(name) for name in OPERATIONS},
     "linalg": linalg,
     "strassen": strassen,
+    "cross_entropy": cross_entropy,
     "out_of_core": out_of_core,
     "sharded": sharded,
     "latency": latency,

@@ -56,6 +56,9 @@ class PartitionedOperation:
         that is split; see :class:`~jax_tilekern.partitioning.local_program.Shard`.
     in_float32
         ``in_float32(**params)`` returns the parameters of the same call with a float32 result.
+    terms
+        ``terms(shard, *results, **params)`` makes of a device's results the terms whose sums over
+        devices are the results, where the results of a part are not such terms.
     """
 
     name: str
@@ -63,6 +66,7 @@ class PartitionedOperation:
     bind: Callable[..., Sequence[Any]]
     localised: Callable[..., Sequence[Any]] | None = None
     in_float32: Callable[..., dict[str, Any]] | None = None
+    terms: Callable[..., Sequence[Any]] | None = None
 
 
 _operations: dict[str, PartitionedOperation] = {}
@@ -195,8 +199,16 @@ def _answer(
         assert operation.localised is not None
         return operation.localised(shard, *local, **params)
 
+    def terms(shard: Any, *partial: Any) -> Sequence[Any]:
+        assert operation.terms is not None
+        return operation.terms(shard, *partial, **params)
+
     program = local_program(
-        split, [x.dtype for x in results], bind, localised if operation.localised else None
+        split,
+        [x.dtype for x in results],
+        bind,
+        localised if operation.localised else None,
+        terms if operation.terms else None,
     )
     local = [(split.operand_shape(i, x.shape), x.dtype) for i, x in enumerate(operands)]
     axes = list(zip(axis_names(range(len(radix))), radix, strict=True))

@@ -148,6 +148,9 @@ class Operation:
     in_float32
         ``in_float32(**params)`` returns the parameters of a call that gives its result in float32,
         for partial results that are added up over devices.
+    terms
+        Makes terms of a sum over devices of a device's results; see
+        :class:`~jax_tilekern.partitioning.call.PartitionedOperation`.
     stands_for
         ``stands_for(**params)`` gives the primitive of JAX's, and its parameters, as which
         checkpoint policies see the operation. Without it they see the operation itself.
@@ -166,6 +169,7 @@ class Operation:
     localised: Callable[..., Sequence[Any]] | None = None
     source: Callable[..., tuple[Sequence[Operand], Params]] | None = None
     in_float32: Callable[..., Params] | None = None
+    terms: Callable[..., Sequence[Any]] | None = None
     stands_for: remat.StandsFor | None = None
 
 
@@ -242,6 +246,7 @@ def _register_lowering(
         bind,
         operation.localised,
         operation.in_float32,
+        operation.terms,
     )
     register(partitioned)
     rules = {
