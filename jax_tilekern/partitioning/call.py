@@ -35,7 +35,7 @@ from jax_tilekern.partitioning.digits import common_digits, sharding_of
 from jax_tilekern.partitioning.local_program import axis_names, local_program
 from jax_tilekern.partitioning.params_text import from_text, to_text
 from jax_tilekern.partitioning.rule import ShardingRule
-from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.gpu import NoGpu, current_gpu, planning_beside_collectives
 from jax_tilekern.plans.tuned import tuned_digest, using_digest
 
 
@@ -213,7 +213,7 @@ def _answer(
     local = [(split.operand_shape(i, x.shape), x.dtype) for i, x in enumerate(operands)]
     axes = list(zip(axis_names(range(len(radix))), radix, strict=True))
     tuned, mode = using_digest(content["tuned"]), modes.entered(content["mode"])
-    with recorded_choices() as recorder, tuned, mode:
+    with recorded_choices() as recorder, tuned, mode, planning_beside_collectives():
         module = xla.local_module(program, local, axes, content["platform"])
     described = split.described(digits[:n])
     choices = [

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.call import PartitionedOperation, lower_partitioned, register
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
+from jax_tilekern.plans.gpu import planning_beside_collectives
 from jax_tilekern.plans.launch import LaunchPlan
 from jax_tilekern.primitives import remat
 from jax_tilekern.primitives.linearity import cotangents_in, tangents_out
@@ -311,7 +313,10 @@ def _outcome(
         return refused
     place = xla.place(ctx)
     if place is Place.LOCAL:
-        return planner.plan(tuple(map(Operand, values, ctx.avals_in)), ctx.avals_out, **params)
+        operands = tuple(map(Operand, values, ctx.avals_in))
+        beside = planning_beside_collectives() if xla.has_other_devices(ctx) else nullcontext()
+        with beside:
+            return planner.plan(operands, ctx.avals_out, **params)
     why = obstacle(place, (*ctx.avals_in, *ctx.avals_out))
     return None if why is None else Fallback(why)
 
