@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from benchmarks import (
     cross_entropy,
+    fused,
     host,
     ladder,
     latency,
@@ -27,6 +28,7 @@ from jax_tilekern.compilation.nvrtc import NvrtcNotFound
 
 _COMMANDS: dict[str, Command] = {
     **{name: OperationCommand(name) for name in OPERATIONS},
+    "fused": fused,
     "linalg": linalg,
     "strassen": strassen,
     "cross_entropy": cross_entropy,

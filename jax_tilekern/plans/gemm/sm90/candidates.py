@@ -97,39 +97,44 @@ class WgmmaCandidate(TiledCandidate):
         product, instance = self.product, self.instance
         packs = _packs(product)
         sums = _reduce_pass(product, self.splits)
+        # The reduction of split-K applies the epilogue, to whole sums.
+        epilogue = None if sums else product.epilogue
+        kernel, more = self.fused(epilogue, product.geometry, product.out_buffer)
         passes: list[PackPass | SumPass] = [*packs.values(), *([sums] if sums else [])]
         dynamic = [CLEAR_CLAIMED] if instance.dynamic else []
-        kernels = dict.fromkeys([instance.kernel, *dynamic, *(p.kernel for p in passes)])
+        kernels = dict.fromkeys([kernel, *dynamic, *(p.kernel for p in passes)])
         compiled = compile_kernels(*kernels, arch=gpu.arch)
 
-        workspaces = {id(p): Buffer(3 + i) for i, p in enumerate(passes)}
+        first = product.first_workspace
+        out = Buffer(product.out_buffer)
+        workspaces = {id(p): Buffer(first + i) for i, p in enumerate(passes)}
         launches = [
             pack.launch(compiled, Buffer(buffer), workspaces[id(pack)])
             for buffer, pack in packs.items()
         ]
-        view = _packed(View.of(product), packs, 3)
+        view = _packed(View.of(product), packs, first)
         if sums:
             view = _with_split_output(view, sums, workspaces[id(sums)].index, self.splits)
         view = view.swapped() if self.swapped else view
-        claimed = Buffer(3 + len(passes))
+        claimed = Buffer(first + len(passes))
         if instance.dynamic:
             launches.append(clear_claimed(compiled, claimed))
-        more = ((claimed,) if instance.dynamic else (), ())
         launches.append(
-            launch_tiles(compiled, self.tile, instance, view, self.splits, gpu, more=more)
-        )
+            launch_tiles(
+                compiled, self.tile, instance, view, self.splits, gpu,
+                kernel=kernel, more=((claimed,) if instance.dynamic else (), more),
+            )
+        )  # fmt: skip
         if sums:
-            launches.append(sums.launch(compiled, workspaces[id(sums)], Buffer(2)))
+            launches.append(sums.launch(compiled, workspaces[id(sums)], out))
         out_alignment = self.out_alignment(product.out_dtype.itemsize)
         return LaunchPlan(
             name=f"wgmma_matmul {product.arithmetic}",
             gpu=gpu,
             launches=tuple(launches),
-            alignments=(
-                *(
-                    dtype.itemsize if buffer in packs else TMA_STRIDE_BYTES
-                    for buffer, dtype in enumerate((product.lhs_dtype, product.rhs_dtype))
-                ),
+            alignments=product.alignments(
+                product.lhs_dtype.itemsize if 0 in packs else TMA_STRIDE_BYTES,
+                product.rhs_dtype.itemsize if 1 in packs else TMA_STRIDE_BYTES,
                 sums.out_alignment if sums else out_alignment,
             ),
             workspace_bytes=(
@@ -155,7 +160,7 @@ def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKer
     if not all(pack.fits for pack in packs.values()):
         return NoKernel("an operand has more rows than a launch can pack")
     packing = sum(copy_cycles(pack.workspace_bytes, gpu) for pack in packs.values())
-    view = _packed(View.of(product), packs, 3)
+    view = _packed(View.of(product), packs, product.first_workspace)
     found = []
     for tile, oriented in oriented_tiles(view, TILES, gpu):
         for splits in _split_counts(tile, oriented, gpu):
@@ -168,8 +173,10 @@ def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKer
                 instance = instance.with_dynamic_scheduler(gpu)
             k_tiles = math.ceil(math.ceil(oriented.k / instance.block_k) / splits)
             busy = busy_cycles(
-                tile, instance, oriented, product.arithmetic, work_tiles, k_tiles, gpu
-            )
+                tile, instance, oriented, product.arithmetic, work_tiles, k_tiles, gpu,
+                # The reduction of split-K applies it otherwise.
+                product.epilogue if splits == 1 else None,
+            )  # fmt: skip
             cycles = product.cycles(busy, gpu) + packing
             if splits > 1:
                 cycles += copy_cycles(splits * _outputs(product) * 4, gpu)
@@ -219,7 +226,7 @@ def _reduce_pass(product: Product, splits: int) -> SumPass | None:
     if splits == 1:
         return None
     sum_dtype = np.dtype(np.int32 if product.arithmetic == "int8" else np.float32)
-    return SumPass(product.geometry, splits, sum_dtype, product.out_dtype)
+    return SumPass(product.geometry, splits, sum_dtype, product.out_dtype, product.epilogue)
 
 
 def _outputs(product: Product) -> int:

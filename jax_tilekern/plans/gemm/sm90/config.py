@@ -246,7 +246,7 @@ class View:
             lhs_buffer=0,
             rhs_buffer=1,
             out_dtype=product.out_dtype,
-            out_buffer=2,
+            out_buffer=product.out_buffer,
             out_batch=tuple(zip(geometry.batch, out_batch, strict=True)),
             out_m_stride=out_m,
             out_n_stride=out_n,
