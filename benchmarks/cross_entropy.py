@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -79,8 +79,9 @@ def temporaries(program: Any) -> int:
     return nbytes
 
 
-def row(rows: int, features: int, labels: int, dtype: Any, seconds: float) -> dict[str, Any]:
+def row(size: Sequence[int], dtype: Any, seconds: float) -> dict[str, Any]:
     """Measure the value alone, and the value with both gradients."""
+    rows, features, labels = size
     args = operands(rows, features, labels, dtype)
     found: dict[str, Any] = {
         "rows": rows, "features": features, "labels": labels, "type": str(np.dtype(dtype)),
@@ -132,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = arguments.sizes or _SIZES["cpu" if jax.default_backend() == "cpu" else "gpu"]
     for dtype in arguments.types:
         for size in sizes:
-            rows.append(row(*size, dtype=jnp.dtype(dtype), seconds=arguments.seconds))
+            rows.append(row(size, jnp.dtype(dtype), arguments.seconds))
             for what in ("value", "gradient"):
                 for name in FUNCTIONS:
                     seconds, nbytes = (rows[-1][what][x][name] for x in ("seconds", "temporaries"))
