@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numerics import on_gpu
 
 from benchmarks.calls.operations import flops
 from benchmarks.command_line import main
@@ -21,7 +22,6 @@ from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.tuning import product_timing, random_operands
 from jax_tilekern.tuning.device_time import Activity, Block, Interval, Unattributed
-from numerics import on_gpu
 
 H100 = gpus.known_gpu("sm_90")
 F32 = np.dtype(np.float32)
@@ -124,6 +124,21 @@ def test_a_sample_is_measured_and_continued(tmp_path, capsys):
     assert all(row["failure"] is None and row["seconds"] for row in record["rows"])
     assert len(first) <= 2
     assert "5 calls drawn with seed 2" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(on_gpu(), reason="measures on a CPU")
+def test_parts_are_reported_as_one(tmp_path, capsys):
+    files = [str(tmp_path / f"{part}.json") for part in range(2)]
+    for part, file in enumerate(files):
+        assert run("--sample", "3", "--part", f"{part}/2", "--json", file) == 0
+    assert main(["report", *files]) == 0
+    out = capsys.readouterr().out
+    assert "3 calls drawn with seed 2" in out
+    assert all(f"| {index}: " in out for index in range(3))
+    other = str(tmp_path / "other.json")
+    assert run("--sample", "1", "--seed", "3", "--json", other) == 0
+    assert main(["report", *files, other]) == 2
+    assert "matmul-cpu-sample-3" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(on_gpu(), reason="measures on a CPU")
