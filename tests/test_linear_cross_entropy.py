@@ -376,8 +376,8 @@ def test_the_program_of_a_gpu(rng, x64, by_rows):
     bars = [random(rng, ROWS, np.float64) for _ in range(3)]
     options = vocabulary_chunks.Options(5.0, None, 1)
     found = []
-    for on_gpu in (False, True):
-        setting = {"options": options, "lowering": vocabulary_chunks.Lowering(by_rows, on_gpu)}
+    for gpu in (False, True):
+        setting = {"options": options, "lowering": vocabulary_chunks.Lowering(by_rows, gpu)}
         lse, *others = vocabulary_chunks.statistics(h, w, bias, labels, **setting)
         read = (h, w, bias, labels, lse, *bars)
         found.append(
