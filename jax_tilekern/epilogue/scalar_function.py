@@ -50,6 +50,11 @@ class ScalarFunction:
         found = (i for i, x in enumerate(self.jaxpr.jaxpr.outvars) if x is accumulator)
         return next(found, None)
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether it returns the accumulator alone."""
+        return self.accumulator_result == 0 and len(self.out_dtypes) == 1
+
     def with_accumulator(self, dtype: np.dtype[Any]) -> ScalarFunction:
         """Return the function with one more result, which is the accumulator in a type."""
         function = compat.jaxpr_as_fun(self.jaxpr)

@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jax_tilekern.inspection.choices import record_choice
+from jax_tilekern.inspection.choices import listed_once, record_choice
 from jax_tilekern.interop import compat, ffi, modes
 from jax_tilekern.interop.compat import ad, mlir
 from jax_tilekern.interop.interception import by_xla
@@ -366,7 +366,7 @@ def _lowered(
     function: Callable[..., Any] = functools.partial(operation.reference, **params)
     if isinstance(outcome, Rewrite):
         function = compat.with_automatic_axes(outcome.function, params.get("out_sharding"))
-    lowered: Sequence[Any] = mlir.lower_fun(function, multiple_results=operation.several_results)(
-        ctx, *values
-    )
+    lower = mlir.lower_fun(function, multiple_results=operation.several_results)
+    with listed_once():
+        lowered: Sequence[Any] = lower(ctx, *values)
     return lowered
