@@ -27,6 +27,8 @@ from jax._src.lib.mlir.dialects import func as _func
 from jax.interpreters import ad, batching, mlir
 
 __all__ = [
+    "ClosedJaxpr",
+    "Jaxpr",
     "Primitive",
     "ShardingTypeError",
     "Var",
@@ -37,11 +39,15 @@ __all__ = [
     "canonicalize_dtype",
     "canonicalize_precision",
     "dot_general_p",
+    "eval_jaxpr",
     "explicit_sharding",
     "func",
     "in_pallas_kernel",
     "inlined_when_traced",
     "ir",
+    "is_literal",
+    "jaxpr_as_fun",
+    "jaxprs_of",
     "lower_per_platform",
     "mlir",
     "ragged_dot_general_p",
@@ -50,6 +56,7 @@ __all__ = [
     "remat_case",
     "result_type",
     "sharding_under_vmap",
+    "source_line",
     "transposed_from",
     "unify_varying",
     "varying_axes",
@@ -62,6 +69,11 @@ __all__ = [
 # jax.extend.core exports them, and imports all of Pallas on the way (60 ms).
 Primitive = _core.Primitive
 Var = _core.Var
+Jaxpr = _core.Jaxpr
+# Jaxprs hold their constants themselves from jax 0.11 on.
+ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", _core.Jaxpr)
+jaxpr_as_fun: Callable[..., Callable[..., list[Any]]] = _core.jaxpr_as_fun
+eval_jaxpr: Callable[..., list[Any]] = _core.eval_jaxpr
 
 # jax.extend.mlir exports them, and imports all of Pallas on the way (45 ms).
 ir: Any = _mlir_lib.ir  # type: ignore[attr-defined]
@@ -142,6 +154,21 @@ def transposed_from(value: Any) -> tuple[Any, Sequence[int]] | None:
     if getattr(operation, "name", None) != "stablehlo.transpose":
         return None
     return operation.operands[0], list(operation.attributes["permutation"])
+
+
+def jaxprs_of(eqn: Any) -> list[Any]:
+    """Return the jaxprs in an equation's parameters."""
+    return list(_core.jaxprs_in_params(eqn.params))
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand of an equation is a number, and no variable."""
+    return isinstance(atom, _core.Literal)
+
+
+def source_line(eqn: Any) -> str:
+    """Return the file, line and function of the user's that an equation was traced from."""
+    return _source_info_util.summarize(eqn.source_info)
 
 
 def zero_tangent(primal: Any) -> Any:

@@ -79,11 +79,15 @@ class EmulatedCandidate(TiledCandidate):
         product = self.product
         lhs, rhs = _splits(product, gpu)
         plain = self.plain.instance
-        plain_kernel = dataclasses.replace(plain.kernel, name=_guarded(plain.kernel.name))
-        kernels = (lhs.kernel, rhs.kernel, DECIDE_KERNEL, self.instance.kernel, plain_kernel)
+        guarded = dataclasses.replace(plain.kernel, name=_guarded(plain.kernel.name))
+        plain_kernel, plain_more = self.plain.fused(guarded)
+        kernel, fused = self.fused(product.epilogue, product.geometry, product.out_buffer)
+        kernels = (lhs.kernel, rhs.kernel, DECIDE_KERNEL, kernel, plain_kernel)
         compiled = compile_kernels(*dict.fromkeys(kernels), arch=gpu.arch)
 
-        lhs_pieces, rhs_pieces, lhs_facts, rhs_facts, flag = map(Buffer, range(3, 8))
+        lhs_pieces, rhs_pieces, lhs_facts, rhs_facts, flag = (
+            Buffer(product.first_workspace + i) for i in range(5)
+        )
         view = _view(product, lhs, rhs, lhs_pieces.index, rhs_pieces.index)
         exponents: list[Parameter] = [lhs_facts, rhs_facts]
         strides = [_batch_strides(lhs), _batch_strides(rhs)]
@@ -91,7 +95,8 @@ class EmulatedCandidate(TiledCandidate):
             view = view.swapped()
             exponents.reverse()
             strides.reverse()
-        more = ((*exponents, flag), (Scalars.int64(*strides[0], *strides[1]),))
+        out = Buffer(product.out_buffer)
+        more = ((*exponents, flag), (Scalars.int64(*strides[0], *strides[1]), *fused))
         return LaunchPlan(
             name=f"split_float16_matmul {product.arithmetic}",
             gpu=gpu,
@@ -99,12 +104,14 @@ class EmulatedCandidate(TiledCandidate):
                 lhs.launch(compiled, Buffer(0), lhs_pieces, lhs_facts),
                 rhs.launch(compiled, Buffer(1), rhs_pieces, rhs_facts),
                 decide_launch(compiled, lhs, rhs, lhs_facts, rhs_facts, flag),
-                launch_tiles(compiled, self.tile, self.instance, view, 1, gpu, more=more),
+                launch_tiles(
+                    compiled, self.tile, self.instance, view, 1, gpu, kernel=kernel, more=more
+                ),
                 self.plain.launch(
-                    compiled, flag, Buffer(0), Buffer(1), Buffer(2), kernel=plain_kernel
+                    compiled, flag, Buffer(0), Buffer(1), out, kernel=plain_kernel, more=plain_more
                 ),
             ),
-            alignments=(
+            alignments=product.alignments(
                 plain.lhs.load_bytes,
                 plain.rhs.load_bytes,
                 16 if self.instance.out_boxes or self.plain.out_vectors else 4,
@@ -132,7 +139,8 @@ def emulated_candidates(product: Product, gpu: Gpu) -> list[EmulatedCandidate] |
     lhs, rhs = _splits(product, gpu)
     if not (lhs.fits and rhs.fits):
         return NoKernel("an operand has more rows than a launch can split")
-    view = _view(product, lhs, rhs, 3, 4)
+    first = product.first_workspace
+    view = _view(product, lhs, rhs, first, first + 1)
     splitting = copy_cycles(lhs.pieces_bytes, gpu) + copy_cycles(rhs.pieces_bytes, gpu)
     deciding = 2 * copy_cycles(0, gpu)
     best = min(plain, key=lambda candidate: candidate.cycles)
@@ -143,7 +151,9 @@ def emulated_candidates(product: Product, gpu: Gpu) -> list[EmulatedCandidate] |
         if not is_launchable(instance, work_tiles):
             continue
         k_tiles = math.ceil(oriented.k / instance.block_k)
-        busy = busy_cycles(tile, instance, oriented, _MMA_ARITHMETIC, work_tiles, k_tiles, gpu)
+        busy = busy_cycles(
+            tile, instance, oriented, _MMA_ARITHMETIC, work_tiles, k_tiles, gpu, product.epilogue
+        )
         cycles = product.cycles(busy, gpu) + (splitting + deciding)
         found.append(EmulatedCandidate(tile, instance, cycles, product, best))
     return found or NoKernel("no wgmma tile fits the operands")
