@@ -114,7 +114,8 @@ def test_plans_spill_no_registers(name, gpu, sizes):
     product = product_of("bf16", *sizes).with_epilogue(EPILOGUES[name](sizes[1]))
     plan = plan_matmul(product, gpu)
     if isinstance(plan, NoKernel):
-        assert gpu.arch not in GPUS
+        # Kernels of sm_80 have few registers left, and the epilogue then runs in XLA.
+        assert gpu.arch == "sm_80"
         return
     for launch in plan.launches:
         assert launch.entry.spill_bytes == 0
