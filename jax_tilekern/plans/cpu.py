@@ -15,6 +15,10 @@ from jax_tilekern.plans.transpose.permutation import Permutation
 
 # A call of a kernel for one dot product takes as long as XLA's loop for a vector of this length.
 _SHORT_DOT = 128
+# As does a call of a kernel for a matrix of so many bytes, each of which is one of a transpose.
+_SMALL_MATRIX_BYTES = 256
+# Kernels that transpose fewer bytes at once move single elements.
+_VECTOR_BYTES = 16
 
 
 @functools.cache
@@ -36,4 +40,14 @@ def product_left_to_xla(geometry: MatmulGeometry) -> str | None:
 
 def transpose_left_to_xla(permutation: Permutation) -> str | None:
     """Return why a transpose is XLA's, or ``None``."""
+    permutation = permutation.widened
+    if permutation.keeps_innermost:
+        return None
+    *_, last, innermost = permutation.order
+    itemsize, columns = permutation.itemsize, permutation.sizes[-1]
+    rows = permutation.sizes[innermost]
+    if rows * columns * itemsize <= _SMALL_MATRIX_BYTES and len(permutation.sizes) > 2:
+        return f"XLA's transposes of many matrices of {rows} by {columns} are faster (0.1 to 0.7)"
+    if rows * itemsize < _VECTOR_BYTES and last != len(permutation.sizes) - 1:
+        return f"XLA's transposes to scattered rows of {rows} elements are faster (0.2 to 0.9)"
     return None
