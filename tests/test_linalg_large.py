@@ -12,6 +12,7 @@ from numerics import UNIT_ROUNDOFF, check_derivatives, random
 
 import jax_tilekern as jtk
 from jax_tilekern import linalg
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.ops import blocked
 from jax_tilekern.ops.matrices import inverted_triangles
 from jax_tilekern.plans.gpu import gpu_target
@@ -22,6 +23,13 @@ from jax_tilekern.plans.linalg.blocked import LargeMatrices, plan_blocks
 def in_blocks(function, **flags):
     return jax.jit(functools.partial(function, block=128, invert=inverted_triangles, **flags))
 
+
+try:
+    nvrtc()
+    has_nvrtc = True
+except NvrtcNotFound:
+    has_nvrtc = False
+needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
 
 DTYPES = (np.float32, np.float64)
 # Whole blocks, blocks with a remainder, and a batch.
@@ -208,6 +216,7 @@ def test_blocks_are_chosen_where_they_pay():
         assert "sm_80" in plan_blocks(large("inverse", 8192), gpu).reason
 
 
+@needs_nvrtc
 def test_programs_are_small():
     """Most operations are slices and joins that XLA fuses."""
     a = jax.ShapeDtypeStruct((8192, 8192), np.float32)
@@ -218,6 +227,7 @@ def test_programs_are_small():
     assert text.count(" = ") < 4000
 
 
+@needs_nvrtc
 def test_the_choice_is_explained():
     a = jax.ShapeDtypeStruct((8192, 8192), np.float32)
     with gpu_target("sm_90"):
