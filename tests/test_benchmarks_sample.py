@@ -10,7 +10,7 @@ from numerics import on_gpu
 
 from benchmarks.calls.operations import flops
 from benchmarks.command_line import main
-from benchmarks.measurement import rows_on_gpu
+from benchmarks.measurement import measure, rows_on_gpu
 from benchmarks.records import sample_report
 from benchmarks.records.sample_report import Distribution
 from benchmarks.samples import product_candidates, sample, sample_run
@@ -35,6 +35,7 @@ def test_rows_are_well_formed_and_quick(operation, device):
     limits = sample._LIMITS[device]
     rows = draw_sample(operation, device, 200, 5).rows
     assert not any(map(_malformed, rows))
+    assert all(row.lhs != row.out for row in rows if row.operation == "transpose")
     assert len({row.name for row in rows}) == 200
     assert all(row.bytes <= limits.bytes and flops(row) <= limits.operations for row in rows)
 
@@ -76,7 +77,7 @@ def timed_row(ours, peer, group="g", candidates=()):
     seconds = {
         name: {"median": value} for name, value in (("ours", ours), ("peer", peer))
     } | {"ratio": {"median": peer / ours}}  # fmt: skip
-    return {"group": group, "seconds": seconds, "candidates": candidates}
+    return {"group": group, "seconds": seconds, "candidates": candidates, "others": {}}
 
 
 def test_the_distribution_is_of_the_ratios():
@@ -102,13 +103,24 @@ def test_the_summary_says_what_the_seed_is_for():
         "10th percentile 0.65, worst 0.50, 50% below 0.97."
     )
     assert [line.partition(",")[0] for line in groups] == ["g", "h"]
+    rows[0]["others"] = {"lax": {**timed_row(1.0, 3.0)}, "tokamax": {"failure": "out of memory"}}
+    *_, last = sample_report.sample_summary(record)
+    assert last.startswith("lax / ours, 1 calls: geometric mean 3.000")
 
 
 # The command.
 
 
-def run(*arguments):
-    return main(["matmul", "--seed", "2", "--seconds", "0.01", *arguments])
+@pytest.fixture(autouse=True)
+def brief(monkeypatch):
+    """Leave out what takes long and says nothing of samples."""
+    monkeypatch.setattr(measure, "_LONGEST_CHAIN", 1)
+    bandwidths = {"read_bytes_per_second": 1e10, "copy_bytes_per_second": 1e10}
+    monkeypatch.setattr(sample_run, "bandwidths", lambda: bandwidths)
+
+
+def run(*arguments, operation="add"):
+    return main([operation, "--seed", "2", "--seconds", "0.01", *arguments])
 
 
 @pytest.mark.skipif(on_gpu(), reason="measures on a CPU")
@@ -124,6 +136,29 @@ def test_a_sample_is_measured_and_continued(tmp_path, capsys):
     assert all(row["failure"] is None and row["seconds"] for row in record["rows"])
     assert len(first) <= 2
     assert "5 calls drawn with seed 2" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(on_gpu(), reason="measures on a CPU")
+@pytest.mark.parametrize("operation", [name for name in DRAWS if name != "add"])
+@pytest.mark.one_in(6)
+def test_every_operation_has_samples(operation, capsys):
+    assert run("--sample", "2", operation=operation) == 0
+    assert "2 calls drawn with seed 2" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(on_gpu(), reason="measures on a CPU")
+def test_parts_are_reported_as_one(tmp_path, capsys):
+    files = [str(tmp_path / f"{part}.json") for part in range(2)]
+    for part, file in enumerate(files):
+        assert run("--sample", "3", "--part", f"{part}/2", "--json", file) == 0
+    assert main(["report", *files]) == 0
+    out = capsys.readouterr().out
+    assert "3 calls drawn with seed 2" in out
+    assert all(f"| {index}: " in out for index in range(3))
+    other = str(tmp_path / "other.json")
+    assert run("--sample", "1", "--seed", "3", "--json", other) == 0
+    assert main(["report", *files, other]) == 2
+    assert "add-cpu-sample-3" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(on_gpu(), reason="measures on a CPU")
@@ -211,7 +246,8 @@ def test_candidates_are_timed_beside_both_sides(tmp_path, monkeypatch, profiler)
     path = tmp_path / "sample.json"
     small = draw_sample("matmul", "cpu", 4, 2)
     monkeypatch.setattr("benchmarks.operation_command.draw_sample", lambda *_: small)
-    assert run("--sample", "4", "--candidates", "3", "--json", str(path)) == 0
+    arguments = ("--sample", "4", "--candidates", "3", "--json", str(path))
+    assert run(*arguments, operation="matmul") == 0
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 4
     for row in rows:

@@ -90,10 +90,15 @@ class Case:
         yield from (partial(self._compile_random, struct) for struct in self.row.structs)
         if OPERATIONS[self.row.operation].judge is None:
             yield self._compile_errors
+        else:
+            yield self._compile_judge
 
     def _compile_peer(self) -> None:
         with types_enabled(self.row):
-            self.peer.lower(*self.row.structs).compile()  # type: ignore[attr-defined]
+            operands = jax.eval_shape(
+                OPERATIONS[self.row.operation].peer.operands, self.row.structs
+            )
+            self.peer.lower(*operands).compile()  # type: ignore[attr-defined]
 
     def _compile_ours(self) -> None:
         with types_enabled(self.row):
@@ -102,6 +107,11 @@ class Case:
     def _compile_random(self, struct: jax.ShapeDtypeStruct) -> None:
         with types_enabled(self.row):
             random_array.lower(jax.random.key(0), struct.shape, struct.dtype).compile()
+
+    def _compile_judge(self) -> None:
+        judge = OPERATIONS[self.row.operation].judge
+        with types_enabled(self.row):
+            jitted(self.row, judge).lower(*self.row.structs).compile()  # type: ignore[attr-defined]
 
     def _compile_errors(self) -> None:
         with types_enabled(self.row):

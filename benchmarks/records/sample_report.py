@@ -68,6 +68,13 @@ def sample_summary(record: Record) -> Iterator[str]:
     if len(groups) > 1:
         for group, ratios in groups.items():
             yield f"{group}, {len(ratios)} calls: {Distribution.of(ratios)}."
+    others: dict[str, list[float]] = {}
+    for row in rows:
+        for name, other in row["others"].items():
+            if "seconds" in other:
+                others.setdefault(name, []).append(_ratio(other))
+    for name, ratios in others.items():
+        yield f"{name} / ours, {len(ratios)} calls: {Distribution.of(ratios)}."
     regrets = [found for row in rows if (found := regret(row)) is not None]
     if regrets:
         yield (

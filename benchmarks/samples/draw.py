@@ -91,6 +91,24 @@ class Draw:
         size = self.size(least, _PREFILL) if few else self.size(max(least, _PREFILL), most)
         return min(most, self.one((size, 1 << round(math.log2(size)), -(-size // 64) * 64)))
 
+    def shape(self, rank: int, least: int, most: int) -> list[int]:
+        """Return sizes of about so many elements together, divided at random."""
+        shares = self._generator.dirichlet(np.ones(rank))
+        elements = self.size(least, most)
+        sizes = (round(elements**share) for share in shares)
+        # Half of the larger sizes are multiples of 8.
+        return [max(1, s - s % 8 if s >= 32 and self.often(0.5) else s) for s in sizes]
+
+    def shuffled(self, choices: Sequence[_T]) -> list[_T]:
+        """Return ``choices`` in any order."""
+        return [choices[i] for i in self._generator.permutation(len(choices))]
+
+    def some(self, choices: Sequence[_T], most: int) -> list[_T]:
+        """Return any of ``choices`` in their order, at most so many; perhaps none."""
+        count = self.one(range(most + 1))
+        picked = set(self._generator.permutation(len(choices))[:count].tolist())
+        return [x for i, x in enumerate(choices) if i in picked]
+
     def weights(self) -> tuple[int, int]:
         """Return the features into and out of a layer of a model, in either order."""
         hidden, intermediate, heads, key_heads, head, vocabulary = self.one([*MODELS.values()])

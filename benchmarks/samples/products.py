@@ -78,7 +78,7 @@ def _small_batch(draw: Draw) -> dict[str, int]:
 
 
 def _odd(draw: Draw) -> dict[str, int]:
-    return {x: draw.size(2, 16384) for x in "mnk"}
+    return {x: draw.size(8, 16384) for x in "mnk"}
 
 
 _SIZES = {

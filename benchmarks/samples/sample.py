@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.calls.operations import OPERATIONS, flops
 from benchmarks.calls.row import Row
-from benchmarks.samples import products
+from benchmarks.samples import arrays, grouped, products, vectors
 from benchmarks.samples.draw import Draw
 from benchmarks.suites.suite import Suite, SuiteError, product_out
 
@@ -20,6 +20,12 @@ _ATTEMPTS = 1000
 
 DRAWS: Mapping[str, Callable[[Draw], dict[str, Any]]] = {
     "matmul": products.matmul,
+    "matvec": vectors.matvec,
+    "vdot": vectors.vdot,
+    "sum": arrays.sum_over,
+    "transpose": arrays.transpose,
+    "add": arrays.add,
+    "ragged_dot": grouped.ragged_dot,
 }
 
 
@@ -112,4 +118,5 @@ def _described(entry: Mapping[str, Any]) -> str:
         types.append(f"to {entry['result']}")
     operands = ",".join(filter(None, (entry["lhs"], entry["rhs"])))
     sizes = (f"{name}{size}" for name, size in entry["sizes"].items())
-    return " ".join([*filter(None, types), f"{operands}->{entry['out']}", *sizes])
+    split = [entry["split"]] if "split" in entry else []
+    return " ".join([*filter(None, types), f"{operands}->{entry['out']}", *sizes, *split])

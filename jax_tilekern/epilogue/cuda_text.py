@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jax_tilekern.epilogue.primitives import INNER_JAXPR, is_copy, translation
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.interop import compat
 from jax_tilekern.plans.cxx import CXX_TYPES
+from jax_tilekern.plans.gemm.arithmetic import BF16, F16, FP8
 
-_SIXTEEN_BITS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+_SIXTEEN_BITS = (F16, BF16)
 _CONVERSION = 2
 
 
@@ -83,7 +83,8 @@ def computed_type(dtype: np.dtype[Any]) -> str:
     """
     if dtype in _SIXTEEN_BITS:
         return "float"
-    if dtype.kind not in "fiub" or dtype not in CXX_TYPES:
+    # NumPy says that some 8-bit floats are of the kind "f".
+    if dtype.kind not in "fiub" or dtype in FP8 or dtype not in CXX_TYPES:
         raise Untranslatable(f"CUDA has no arithmetic of {dtype}")
     return CXX_TYPES[dtype]
 

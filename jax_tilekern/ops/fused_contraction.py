@@ -87,6 +87,11 @@ def contract_with_epilogue(
     function, closed_over, tree = trace_scalars(
         epilogue, accumulator, product, [x.dtype for x in arrays]
     )
+    if function.is_identity:
+        plain = contract(
+            lhs, rhs, contraction, precision=precision, out_dtype=product, out_sharding=out_sharding
+        )
+        return jax.tree.unflatten(tree, [plain])
     labelled_arrays = [_with_labels(i, x, contraction.out, shape) for i, x in enumerate(arrays)] + [
         (jnp.asarray(x), ()) for x in closed_over
     ]

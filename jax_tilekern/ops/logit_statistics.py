@@ -10,6 +10,7 @@ Forward-mode and second derivatives are those of the references, which form the 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +22,13 @@ from jax import Array, lax
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops import vocabulary_chunks
-from jax_tilekern.ops.vocabulary_chunks import Options, logit, logit_cotangent, statistics_type
+from jax_tilekern.ops.vocabulary_chunks import (
+    Lowering,
+    Options,
+    logit,
+    logit_cotangent,
+    statistics_type,
+)
 from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.primitives.operation import (
@@ -32,6 +39,9 @@ from jax_tilekern.primitives.operation import (
     Rewrite,
     define,
 )
+
+# Which of h, w and bias.
+Wanted = tuple[int, ...]
 
 
 def statistics(
@@ -101,8 +111,8 @@ def _tangents_reference(
 
 
 def _cotangents_reference(
-    h: Array, w: Array, bias: Array, labels: Array, *by_row: Array, **params: Any
-) -> tuple[Array, Array, Array]:
+    h: Array, w: Array, bias: Array, labels: Array, *by_row: Array, wanted: Wanted, **params: Any
+) -> list[Array]:
     options = Options(**params)
     accumulators = _accumulators(h, w, options.precision)
     column = lax.broadcasted_iota(labels.dtype, (w.shape[-1],), 0)
@@ -113,11 +123,12 @@ def _cotangents_reference(
     product = functools.partial(
         jnp.einsum, precision=options.precision, preferred_element_type=accumulators.dtype
     )
-    return (
+    results = (
         product("...v,dv->...d", logits_bar, w).astype(h.dtype),
         product("...d,...v->dv", h, logits_bar).astype(w.dtype),
         logits_bar.sum(tuple(range(labels.ndim))).astype(bias.dtype),
     )
+    return [results[i] for i in wanted]
 
 
 # Derivatives.
@@ -131,13 +142,23 @@ def _statistics_jvp(
     return results, _tangents(*primals, results[0], *dots, **params)
 
 
-def _cotangents_rule(cotangents: Sequence[Array], *operands: Any, **params: Any) -> Sequence[Array]:
-    result: Sequence[Array] = _cotangents(*operands[:5], *cotangents, **params)
-    return result
+def _rule_for(*wanted: int) -> Callable[..., Sequence[Array]]:
+    """Return the transpose of the tangents with respect to some of the operands."""
+
+    def rule(cotangents: Sequence[Array], *operands: Any, **params: Any) -> Sequence[Array]:
+        result: Sequence[Array] = _cotangents(*operands[:5], *cotangents, wanted=wanted, **params)
+        return result
+
+    return rule
 
 
-def _tangents_rule(cotangents: Sequence[Array], *operands: Any, **params: Any) -> Sequence[Array]:
-    result: Sequence[Array] = _tangents(*operands[:5], *cotangents, **params)
+def _transposed_cotangents(
+    tangents: Sequence[Array], *operands: Any, wanted: Wanted, **params: Any
+) -> Sequence[Array]:
+    dots = list(map(jnp.zeros_like, operands[:3]))
+    for i, tangent in zip(wanted, tangents, strict=True):
+        dots[i] = tangent
+    result: Sequence[Array] = _tangents(*operands[:5], *dots, **params)
     return result
 
 
@@ -214,15 +235,17 @@ def _in_front(x: Array, dim: int | None, size: int) -> Array:
 # Partitioning: rows are independent, and devices may share the vocabulary.
 
 
-def _sharding_rule(of_operands: bool, h: Any, w: Any, *_: Any, **__: Any) -> ShardingRule:
+def _sharding_rule(
+    h: Any, w: Any, *by_row: Any, wanted: Wanted | None = None, **_: Any
+) -> ShardingRule:
     rows = tuple(range(h.ndim - 1))
     column = len(rows)
     operands = ((*rows, None), (None, column), (column,))
     sizes = {**dict(zip(rows, h.shape, strict=False)), column: w.shape[1]}
-    products = 3 if of_operands else 1
+    products = 1 if wanted is None else 1 + len(wanted)
     return ShardingRule(
-        (*operands, *(rows for _ in range(5 if of_operands else 1))),
-        operands if of_operands else (rows,) * 3,
+        (*operands, *(rows for _ in by_row[1:])),
+        (rows,) * 3 if wanted is None else tuple(operands[i] for i in wanted),
         sizes,
         flops=2.0 * products * math.prod(sizes.values()) * h.shape[-1],
         zero_padding=False,
@@ -255,11 +278,13 @@ def _terms(shard: Shard, lse: Array, at_label: Array, total: Array, **_: Any) ->
 # Lowering.
 
 
-def _planner(function: Callable[..., Sequence[Array]]) -> Planner:
+def _planner(platform: str, function: Callable[..., Sequence[Array]]) -> Planner:
     def plan(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
         # XLA cancels the transpose that makes w against that which the function makes.
         by_rows = compat.transposed_from(operands[1].value) is not None
-        chunked = functools.partial(function, options=Options(**params), by_rows=by_rows)
+        lowering = Lowering(by_rows, on_gpu=platform == "cuda")
+        options = Options(**{name: params.pop(name) for name in Options._fields})
+        chunked = functools.partial(function, options=options, lowering=lowering, **params)
         return Rewrite("a chunk of the vocabulary at a time", chunked)
 
     def refusal(*_: Any, **__: Any) -> Fallback | None:
@@ -269,7 +294,7 @@ def _planner(function: Callable[..., Sequence[Array]]) -> Planner:
 
 
 def _planners(function: Callable[..., Sequence[Array]]) -> dict[str, Planner]:
-    return {platform: _planner(function) for platform in ("cpu", "cuda")}
+    return {platform: _planner(platform, function) for platform in ("cpu", "cuda")}
 
 
 _statistics = define(
@@ -280,7 +305,7 @@ _statistics = define(
         several_results=True,
         jvp=_statistics_jvp,
         batch=_batch_statistics,
-        sharding_rule=functools.partial(_sharding_rule, False),
+        sharding_rule=_sharding_rule,
         localised=_localised,
         terms=_terms,
         planners=_planners(vocabulary_chunks.statistics),
@@ -294,9 +319,14 @@ _tangents = define(
         reference=_tangents_reference,
         several_results=True,
         jvp=functools.partial(_jvp_of, _tangents_reference),
-        transposes={(5, 6, 7): _cotangents_rule},
+        # The smallest group that has what is differentiated: a bias that is none has no gradient.
+        transposes={
+            tuple(5 + i for i in wanted): _rule_for(*wanted)
+            for size in (1, 2, 3)
+            for wanted in itertools.combinations(range(3), size)
+        },
         batch=_batch_tangents,
-        sharding_rule=functools.partial(_sharding_rule, False),
+        sharding_rule=_sharding_rule,
         planners={},
         describe=lambda **_: "logit_tangents",
     )
@@ -306,12 +336,12 @@ _cotangents = define(
     Operation(
         name="tilekern_logit_cotangents",
         reference=_cotangents_reference,
-        like_results=lambda h, w, bias, *_, **__: (h, w, bias),
+        like_results=lambda *operands, wanted, **_: [operands[i] for i in wanted],
         several_results=True,
         jvp=functools.partial(_jvp_of, _cotangents_reference),
-        transposes={(5, 6, 7): _tangents_rule},
+        transposes={(5, 6, 7): _transposed_cotangents},
         batch=_batch_cotangents,
-        sharding_rule=functools.partial(_sharding_rule, True),
+        sharding_rule=_sharding_rule,
         localised=_localised,
         planners=_planners(vocabulary_chunks.cotangents),
         describe=lambda **_: "logit_cotangents",

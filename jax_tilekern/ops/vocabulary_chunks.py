@@ -9,7 +9,6 @@ products is in float32 at least.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
+from jax_tilekern.ops.fused_contraction import contract_with_epilogue
 from jax_tilekern.plans.gemm.contraction import Contraction
 
 Carry = TypeVar("Carry")
 _Statistics = tuple[Array, Array, Array, Array]
-_Cotangents = tuple[Array, Array, Array]
+_Cotangents = tuple[Array | None, ...]
 
 # A product needs this many columns to be efficient, however many rows it has.
 _MIN_COLUMNS = 2048
@@ -50,6 +51,21 @@ class Options(NamedTuple):
     softcap: float | None
     precision: Any
     chunk_bytes: int
+
+
+class Lowering(NamedTuple):
+    """What is known of a call when it is lowered.
+
+    Attributes
+    ----------
+    by_rows
+        Whether ``w`` is the transpose of an array in memory, which has a row for each label.
+    on_gpu
+        Whether it is lowered for a GPU.
+    """
+
+    by_rows: bool
+    on_gpu: bool
 
 
 def statistics_type(h: Any, w: Any) -> np.dtype[Any]:
@@ -92,7 +108,7 @@ class _Weights(NamedTuple):
     Attributes
     ----------
     by_rows
-        Whether a row of the array belongs to each label, as in a table of embeddings.
+        As in :class:`Lowering`.
     precision
         Of the products.
     wide
@@ -125,12 +141,14 @@ class _Weights(NamedTuple):
         self, h: Array, chunk: Array, epilogue: Callable[..., Array], operands: Sequence[Array]
     ) -> Array:
         """Return ``epilogue(accumulator, *operands)`` for each element of ``h @ chunk``."""
+        size = chunk.shape[self._axis]
         labels = Contraction(_H, self._labels, _LOGITS)
-        return epilogue(self._contracted(h, chunk, labels, self.wide), *operands)
+        return self._fused(h, chunk, labels, (h.shape[0], size), epilogue, operands)
 
-    def h_cotangent(self, logits_bar: Array, chunk: Array) -> Array:
+    def add_h_cotangent(self, h_bar: Array, logits_bar: Array, chunk: Array) -> Array:
+        """Add the cotangent of ``h`` that belongs to a chunk."""
         labels = Contraction(_LOGITS, self._labels, _H)
-        return self._contracted(logits_bar, chunk, labels, self.wide)
+        return self._fused(logits_bar, chunk, labels, h_bar.shape, jnp.add, (h_bar,))
 
     def w_cotangent(self, h: Array, logits_bar: Array, out_dtype: np.dtype[Any]) -> Array:
         labels = Contraction(_H, _LOGITS, self._labels)
@@ -141,12 +159,36 @@ class _Weights(NamedTuple):
     ) -> Array:
         return contract(lhs, rhs, labels, precision=self.precision, out_dtype=out_dtype)
 
+    def _fused(
+        self,
+        lhs: Array,
+        rhs: Array,
+        labels: Contraction,
+        shape: tuple[int, ...],
+        epilogue: Callable[..., Array],
+        operands: Sequence[Array],
+    ) -> Array:
+        if compat.varying_axes(lhs):
+            # Numbers that an epilogue contains vary over no axes of a shard_map.
+            return epilogue(self._contracted(lhs, rhs, labels, self.wide), *operands)
+        result: Array = contract_with_epilogue(
+            lhs,
+            rhs,
+            labels,
+            precision=self.precision,
+            product=self.wide,
+            shape=shape,
+            epilogue=epilogue,
+            operands=operands,
+        )
+        return result
+
 
 # The loops.
 
 
 def statistics(
-    h: Array, w: Array, bias: Array, labels: Array, *, options: Options, by_rows: bool
+    h: Array, w: Array, bias: Array, labels: Array, *, options: Options, lowering: Lowering
 ) -> tuple[Array, Array, Array]:
     """Return each row's log-sum-exp, the logit of its label, and the sum of its logits.
 
@@ -160,24 +202,27 @@ def statistics(
         Shape ``(v,)``.
     labels
         Integers of shape ``(...)``. The logit of a label that is no column is 0.
-    options
+    options, lowering
         Of the call.
-    by_rows
-        Whether ``w`` lies in memory transposed.
     """
     rows, wide = _flat(h), statistics_type(h, w)
     label = labels.reshape(-1)
-    weights = _Weights(by_rows, options.precision, wide)
-    epilogue = functools.partial(logit, softcap=options.softcap)
+    weights = _Weights(lowering.by_rows, options.precision, wide)
+    top_and_sum = _top_and_sum_in_one_pass if lowering.on_gpu else _top_and_sum
+
+    def to_logit(accumulator: Array, bias: Array) -> Array:
+        return logit(accumulator, bias, softcap=options.softcap)
+
     w = weights.oriented(w)
 
     def add_chunk(start: Any, size: int, carry: _Statistics) -> _Statistics:
         top, scaled, at_label, total = carry
         chunk = weights.chunk(w, start, size)
-        logits = weights.logits(rows, chunk, epilogue, (_part(bias, start, size)[None],))
-        new_top = jnp.maximum(top, logits.max(1))
+        logits = weights.logits(rows, chunk, to_logit, (_part(bias, start, size)[None],))
+        of_chunk = top_and_sum(logits)
+        new_top = jnp.maximum(top, of_chunk[0])
         shift = _finite(new_top)
-        scaled = scaled * jnp.exp(top - shift) + jnp.exp(logits - shift[:, None]).sum(1)
+        scaled = scaled * jnp.exp(top - shift) + of_chunk[1] * jnp.exp(of_chunk[0] - shift)
         at_label = at_label + _element(logits, label - start)
         return new_top, scaled, at_label, total + logits.sum(1)
 
@@ -202,28 +247,31 @@ def cotangents(
     label_bar: Array,
     sum_bar: Array,
     *,
+    wanted: Sequence[int],
     options: Options,
-    by_rows: bool,
-) -> tuple[Array, Array, Array]:
-    """Return the cotangents of ``h``, ``w`` and ``bias`` from those of the statistics.
+    lowering: Lowering,
+) -> list[Array]:
+    """Return cotangents of ``h``, ``w`` and ``bias`` from those of the statistics.
 
     Parameters
     ----------
-    h, w, bias, labels, options, by_rows
+    h, w, bias, labels, options, lowering
         As in :func:`statistics`.
     lse
         The log-sum-exp that :func:`statistics` returned.
     lse_bar, label_bar, sum_bar
         Cotangents of the statistics, each of the shape of ``labels``.
+    wanted
+        Which of the operands' cotangents are computed, in order: 0, 1, 2.
     """
     rows, wide = _flat(h), statistics_type(h, w)
     narrow = np.dtype(jnp.promote_types(h.dtype, w.dtype))
     bars, scale = _in_range((lse_bar, label_bar, sum_bar), narrow)
     of_rows = [x.reshape(-1, 1) for x in (labels, lse, *bars)]
-    weights = _Weights(by_rows, options.precision, wide)
+    weights = _Weights(lowering.by_rows, options.precision, wide)
     w = weights.oriented(w)
 
-    def epilogue(*elements: Array) -> Array:
+    def to_cotangent(*elements: Array) -> Array:
         return logit_cotangent(*elements, softcap=options.softcap).astype(narrow)
 
     def add_chunk(start: Any, size: int, carry: _Cotangents) -> _Cotangents:
@@ -231,39 +279,82 @@ def cotangents(
         chunk = weights.chunk(w, start, size)
         of_columns = (_part(bias, start, size), start + lax.iota(labels.dtype, size))
         operands = (*(x[None] for x in of_columns), *of_rows)
-        logits_bar = weights.logits(rows, chunk, epilogue, operands)
-        h_bar = h_bar + weights.h_cotangent(logits_bar, chunk)
-        of_chunk = weights.w_cotangent(rows, logits_bar, w.dtype if scale is None else wide)
-        w_bar = weights.with_chunk(w_bar, _unscaled(of_chunk, scale).astype(w.dtype), start)
-        sums = logits_bar.sum(0, dtype=wide)
-        return h_bar, w_bar, lax.dynamic_update_slice_in_dim(bias_bar, sums, start, 0)
+        logits_bar = weights.logits(rows, chunk, to_cotangent, operands)
+        if h_bar is not None:
+            h_bar = weights.add_h_cotangent(h_bar, logits_bar, chunk)
+        if w_bar is not None:
+            of_chunk = weights.w_cotangent(rows, logits_bar, w.dtype if scale is None else wide)
+            w_bar = weights.with_chunk(w_bar, _unscaled(of_chunk, scale).astype(w.dtype), start)
+        if bias_bar is not None:
+            sums = logits_bar.sum(0, dtype=wide)
+            bias_bar = lax.dynamic_update_slice_in_dim(bias_bar, sums, start, 0)
+        return h_bar, w_bar, bias_bar
 
+    zeros = (jnp.zeros_like(rows, wide), jnp.zeros_like(w), jnp.zeros_like(bias, wide))
     h_bar, w_bar, bias_bar = _over_chunks(
         bias.size,
         _chunk_columns(rows, wide, options),
         add_chunk,
-        (jnp.zeros_like(rows, wide), jnp.zeros_like(w), jnp.zeros_like(bias, wide)),
+        tuple(x if i in wanted else None for i, x in enumerate(zeros)),
+        # A kernel on a GPU writes the sum of h_bar beside the h_bar that it reads. Of two chunks
+        # the second writes it back, so that nothing is copied.
+        unroll=2 if lowering.on_gpu else 1,
     )
-    h_bar, bias_bar = _unscaled(h_bar, scale), _unscaled(bias_bar, scale)
-    h_bar = h_bar.reshape(h.shape).astype(h.dtype)
-    return h_bar, weights.oriented(w_bar), bias_bar.astype(bias.dtype)
+    results = []
+    if h_bar is not None:
+        results.append(_unscaled(h_bar, scale).reshape(h.shape).astype(h.dtype))
+    if w_bar is not None:
+        results.append(weights.oriented(w_bar))
+    if bias_bar is not None:
+        results.append(_unscaled(bias_bar, scale).astype(bias.dtype))
+    return results
+
+
+def _top_and_sum(logits: Array) -> tuple[Array, Array]:
+    """Return each row's maximum, and the sum of exponentials relative to it."""
+    top = logits.max(1)
+    return top, jnp.exp(logits - _finite(top)[:, None]).sum(1)
+
+
+def _top_and_sum_in_one_pass(logits: Array) -> tuple[Array, Array]:
+    """Reduce pairs of a maximum and a sum, so that the logits are read once."""
+
+    def combined(x: tuple[Array, Array], y: tuple[Array, Array]) -> tuple[Array, Array]:
+        (top, scaled), (other, other_scaled) = x, y
+        # Equal infinities have no difference.
+        smaller = jnp.exp(-jnp.where(top == other, 0, jnp.abs(top - other)))
+        total = jnp.where(
+            top >= other, scaled + other_scaled * smaller, scaled * smaller + other_scaled
+        )
+        return jnp.maximum(top, other), total
+
+    initial = (np.array(-np.inf, logits.dtype), np.array(0, logits.dtype))
+    top, scaled = lax.reduce((logits, jnp.ones_like(logits)), initial, combined, (1,))
+    return top, scaled
 
 
 def _over_chunks(
-    size: int, chunk: int, body: Callable[[Any, int, Carry], Carry], carry: Carry
+    size: int,
+    chunk: int,
+    body: Callable[[Any, int, Carry], Carry],
+    carry: Carry,
+    *,
+    unroll: int = 1,
 ) -> Carry:
     """Run ``body(start, size, carry)`` for equal chunks, and for what remains."""
-    count = size // chunk
-    if count == 1:
-        carry = body(0, chunk, carry)
-    elif count:
-        carry = lax.fori_loop(0, count, lambda i, x: body(i * chunk, chunk, x), carry)
-    remainder = size - count * chunk
-    if not remainder:
-        return carry
-    # The last logits wait for the loop: made before it they would be in memory beside its own.
-    start, carry = lax.optimization_barrier((count * chunk, carry))
-    return body(start, remainder, carry)
+
+    def step(state: tuple[Any, Carry], size: int) -> tuple[Any, Carry]:
+        # Chunks wait for each other: logits made early would be in memory beside earlier ones.
+        start, carry = lax.optimization_barrier(state)
+        return start + size, body(start, size, carry)
+
+    count, remainder = divmod(size, chunk)
+    if count == 0 or (count == 1 and not remainder):
+        return body(0, size, carry)
+    state = lax.fori_loop(
+        0, count, lambda _, state: step(state, chunk), (np.int32(0), carry), unroll=unroll
+    )
+    return (step(state, remainder) if remainder else state)[1]
 
 
 def _chunk_columns(rows: Array, wide: np.dtype[Any], options: Options) -> int:

@@ -8,6 +8,8 @@ cost model; ``xla.py`` lists what is left to XLA.
 
 from __future__ import annotations
 
+import math
+
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gemm.families import ranked_candidates
 from jax_tilekern.plans.gemm.problem import Product
@@ -20,8 +22,6 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.tuned import tuned_plan
 
-# Candidates that are compiled to find one without spills.
-_COMPILED_WITH_EPILOGUE = 4
 _FAMILIES = (WGMMA, EMULATED, MMA)
 
 
@@ -62,12 +62,13 @@ def _fused_plan(candidates: list[CostedCandidate], gpu: Gpu) -> LaunchPlan | NoK
     XLA's product is not considered, even where it is the faster one: an epilogue after it is a pass
     over memory.
     """
-    first_of_tiles = {
-        candidate.key.partition(" exchanged")[0]: candidate for candidate in candidates[::-1]
-    }
-    ranked = sorted(first_of_tiles.values(), key=lambda candidate: candidate.cycles)
-    for candidate in ranked[:_COMPILED_WITH_EPILOGUE]:
+    fewest = math.inf
+    for candidate in candidates:
+        # Where one spills, so do others with as many accumulators, and a compilation takes seconds.
+        if candidate.accumulators >= fewest:
+            continue
         plan = candidate.plan(gpu)
         if not any(launch.entry.spill_bytes for launch in plan.launches):
             return plan
-    return NoKernel("registers for the epilogue are spilled in every kernel that fits")
+        fewest = candidate.accumulators
+    return NoKernel("the epilogue takes more registers than there are beside the accumulators")

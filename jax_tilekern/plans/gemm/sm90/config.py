@@ -183,15 +183,20 @@ class WgmmaInstance:
         return ring + self.consumers * (_SUBTILES_BYTES + _BARRIER_BYTES) + self.scheduler_bytes
 
     @property
+    def accumulators(self) -> int:
+        """Accumulators of a consumer's thread."""
+        consumers = self.consumers if self.cooperative else 1
+        return self.block_m * self.block_n // (128 * consumers)
+
+    @property
     def fits_registers(self) -> bool:
         """Whether the accumulators leave a thread enough registers for the rest."""
-        accumulators = self.block_m * self.block_n // (self.consumers if self.cooperative else 1)
         if self.promote:
             # There are two sets of accumulators.
-            return accumulators <= 64 * 128
+            return self.accumulators <= 64
         # Addresses of single elements take registers, and so do transposed float32 outputs.
         transposed = self.out_m_major and self.types[2] == "float"
-        few = accumulators <= 128 * 128
+        few = self.accumulators <= 128
         return few or (self.block_k == 64 and self.out_boxes and not transposed)
 
     def with_dynamic_scheduler(self, gpu: Gpu) -> WgmmaInstance:

@@ -50,6 +50,11 @@ class TiledCandidate(CostedCandidate):
     cycles: float
 
     @property
+    def accumulators(self) -> int:
+        """Accumulators of a thread."""
+        return self.instance.accumulators
+
+    @property
     def swapped(self) -> bool:
         """Whether the kernel computes the output's transpose, with the operands swapped."""
         return self.instance.out_m_major
