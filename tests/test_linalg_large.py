@@ -36,6 +36,11 @@ DTYPES = (np.float32, np.float64)
 SHAPES = [(256, 256), (300, 300), (2, 449, 449)]
 
 
+def inverse(a):
+    factors, _, permutation = in_blocks(blocked.lu)(a)
+    return in_blocks(blocked.inverse)(factors, permutation)
+
+
 def norms(x):
     return np.abs(np.asarray(x, np.float64)).sum(-1).max(-1)
 
@@ -105,7 +110,7 @@ def test_lu(rng, x64, shape, dtype):
 @pytest.mark.one_in(3)
 def test_inverse(rng, x64, shape, dtype):
     a = random(rng, shape, dtype)
-    x = in_blocks(blocked.inverse)(a)
+    x = inverse(a)
     exact = np.linalg.inv(np.asarray(a, np.float64))
     bound = 8 * shape[-1] ** 1.5 * UNIT_ROUNDOFF[np.dtype(dtype)] * norms(a) * norms(exact) ** 2
     assert np.all(norms(x - exact) <= bound)
@@ -113,7 +118,7 @@ def test_inverse(rng, x64, shape, dtype):
 
 def test_a_singular_matrix_has_no_finite_inverse(rng):
     a = jnp.asarray(random(rng, (200, 200), np.float32)).at[:, 7].set(0)
-    assert not np.isfinite(in_blocks(blocked.inverse)(a)).all()
+    assert not np.isfinite(inverse(a)).all()
     assert np.asarray(in_blocks(blocked.lu)(a)[0])[7:, 7].any() == 0
 
 
@@ -233,7 +238,7 @@ def test_the_choice_is_explained():
     with gpu_target("sm_90"):
         first, *others = jtk.explain(linalg.cholesky, a, platform="cuda")
     assert first.kernel is None
-    assert re.match("products of blocks of [0-9]+ columns, which XLA factors", first.reason)
+    assert re.match("products of blocks of [0-9]+ columns", first.reason)
     assert any(choice.kernel.startswith("split_float16_matmul") for choice in others)
     # Equal calls of one function are listed once.
     assert len(set(others)) == len(others)
