@@ -87,9 +87,8 @@ def lu(a: Array, *, block: int, invert: Invert) -> tuple[Array, Array, Array]:
     )
 
 
-def inverse(a: Array, *, block: int, invert: Invert) -> Array:
+def inverse(factors: Array, permutation: Array, *, block: int, invert: Invert) -> Array:
     """Invert, by the inverse of the lower factor and a system with the upper one."""
-    factors, _, permutation = lu(a, block=block, invert=invert)
     lower = _System(_lower(factors, unit_diagonal=True), block, invert).inverse()
     upper = _System(jnp.triu(factors).mT, block, invert, transposed=True)
     places = jnp.argsort(permutation, axis=-1)

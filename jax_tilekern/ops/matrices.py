@@ -279,11 +279,16 @@ def inverted_triangles(lower: Array) -> Array:
     return triangular_solve(lower, identity, left_side=True, lower=True)
 
 
+def _inverse_in_blocks(a: Array, **blocks: Any) -> Array:
+    # Whether the factors are computed in blocks is a choice of its own.
+    factors, _, permutation = lu(a)
+    return blocked.inverse(factors, permutation, **blocks)
+
+
 def _in_blocks(
-    function: Callable[..., Any], operands: Sequence[Operand], **params: Any
+    name: str, function: Callable[..., Any], operands: Sequence[Operand], **params: Any
 ) -> Rewrite | Fallback:
-    """Return a call of a function of ``blocked.py``, which has one result or a tuple of them."""
-    name = function.__name__
+    """Return a call in blocks, of a function that has one result or a tuple of them."""
     (*leading, size, _), dtype = operands[0].aval.shape, operands[0].aval.dtype
     columns = size
     if name == "triangular_solve":
@@ -300,19 +305,19 @@ def _in_blocks(
         results = function(*values, block=block, invert=inverted_triangles, **params)
         return results if isinstance(results, tuple) else (results,)
 
-    return Rewrite(f"products of blocks of {block} columns, which XLA factors", computed)
+    return Rewrite(f"products of blocks of {block} columns", computed)
 
 
 def _matrix_on_cuda(
     kernel: Callable[..., compiler.Kernel],
-    in_blocks: Callable[..., Any],
+    in_blocks: Callable[..., Rewrite | Fallback],
     operands: Sequence[Operand],
     results: Sequence[Any],
     **params: Any,
 ) -> Kernel | Rewrite | Fallback:
     (a,) = operands
     if a.aval.shape[-1] > MAX_SIZE:
-        return _in_blocks(in_blocks, operands, **params)
+        return in_blocks(operands, **params)
     matrices = _matrices(a.aval)
     chosen = kernel(matrices, **params)
     return planned_kernel((a.value,), plans.plan_matrices, matrices, chosen, len(results))
@@ -320,7 +325,7 @@ def _matrix_on_cuda(
 
 def _system_on_cuda(
     kernel: Callable[..., compiler.Kernel],
-    in_blocks: Callable[..., Any] | None,
+    in_blocks: Callable[..., Rewrite | Fallback] | None,
     operands: Sequence[Operand],
     _: Any,
     *,
@@ -332,7 +337,7 @@ def _system_on_cuda(
     if a.aval.shape[-1] > MAX_SIZE:
         if in_blocks is None:
             return Fallback(_TOO_LARGE)
-        return _in_blocks(in_blocks, operands, left_side=left_side, transpose=transpose, **params)
+        return in_blocks(operands, left_side=left_side, transpose=transpose, **params)
     matrices = _matrices(a.aval)
     columns = _columns(b.aval, left_side)
     # x @ a = b is a system with the transposed matrix, whose right-hand sides are the rows of b.
@@ -403,13 +408,12 @@ def _define_matrix(
     like_results: Callable[..., Sequence[Any]],
     cpu: str,
     cuda: Callable[..., compiler.Kernel],
-    in_blocks: Callable[..., Any],
+    in_blocks: Callable[..., Rewrite | Fallback],
     **rules: Any,
 ) -> _Bind:
     """Define an operation on each matrix of a batch.
 
-    Small matrices have a CPU handler and a CUDA kernel; large ones, on a GPU, a function of
-    ``blocked.py``.
+    Small matrices have a CPU handler and a CUDA kernel. On a GPU ``in_blocks`` plans large ones.
     """
 
     def batch(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
@@ -436,12 +440,12 @@ def _define_system(
     name: str,
     *,
     cuda: Callable[..., compiler.Kernel],
-    in_blocks: Callable[..., Any] | None = None,
+    in_blocks: Callable[..., Rewrite | Fallback] | None = None,
     **rules: Any,
 ) -> _Bind:
     """Define the solution of a system with each matrix of a batch.
 
-    Small matrices have a CUDA kernel; large ones may have a function of ``blocked.py``.
+    Small matrices have a CUDA kernel. On a GPU ``in_blocks`` plans large ones, if it is given.
     """
 
     def batch(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
@@ -474,7 +478,7 @@ _inverse = _define_matrix(
     jvp=_inverse_jvp,
     cpu=ffi.CPU_MATRIX_INVERSE,
     cuda=plans.inverse_kernel,
-    in_blocks=blocked.inverse,
+    in_blocks=functools.partial(_in_blocks, "inverse", _inverse_in_blocks),
     describe=lambda: "inv",
 )
 
@@ -518,7 +522,7 @@ _triangular_solve = _define_system(
     jvp=_triangular_solve_jvp,
     transposes={1: _triangular_cotangent},
     cuda=plans.triangular_solve_kernel,
-    in_blocks=blocked.triangular_solve,
+    in_blocks=functools.partial(_in_blocks, "triangular_solve", blocked.triangular_solve),
     describe=_describe_triangular,
 )
 
@@ -529,7 +533,7 @@ _cholesky = _define_matrix(
     jvp=_cholesky_jvp,
     cpu=ffi.CPU_MATRIX_CHOLESKY,
     cuda=plans.cholesky_kernel,
-    in_blocks=blocked.cholesky,
+    in_blocks=functools.partial(_in_blocks, "cholesky", blocked.cholesky),
     describe=lambda symmetrize: "cholesky" + symmetrize * " symmetrized",
 )
 
@@ -546,7 +550,7 @@ _lu = _define_matrix(
     jvp=_lu_jvp,
     cpu=ffi.CPU_MATRIX_LU,
     cuda=plans.lu_kernel,
-    in_blocks=blocked.lu,
+    in_blocks=functools.partial(_in_blocks, "lu", blocked.lu),
     describe=lambda: "lu",
 )
 

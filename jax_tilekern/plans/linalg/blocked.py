@@ -25,7 +25,7 @@ _MIN_GAIN = 1.2
 
 _F32, _F64 = np.dtype(np.float32), np.dtype(np.float64)
 # Seconds per column of a factorisation or of a triangle.
-_COLUMN_SECONDS = {"cholesky": 0.5e-6, "lu": 1.5e-6, "inverse": 1.5e-6, "triangular_solve": 0.2e-6}
+_COLUMN_SECONDS = {"cholesky": 0.5e-6, "lu": 1.5e-6, "inverse": 0.4e-6, "triangular_solve": 0.2e-6}
 # Operations per second of cuSOLVER's factorisations and of cuBLAS's systems with a triangle.
 _LIBRARY_RATE = {_F32: 20e12, _F64: 30e12}
 # Operations per second of large products.
@@ -44,7 +44,8 @@ class LargeMatrices:
     Attributes
     ----------
     operation
-        ``"cholesky"``, ``"lu"``, ``"inverse"`` or ``"triangular_solve"``.
+        ``"cholesky"``, ``"lu"``, ``"inverse"`` or ``"triangular_solve"``; an inverse is that of the
+        factors of ``"lu"``.
     count
         How many matrices there are.
     size
@@ -67,7 +68,7 @@ class LargeMatrices:
         operations = {
             "cholesky": n**3 / 3,
             "lu": 2 * n**3 / 3,
-            "inverse": 8 * n**3 / 3,
+            "inverse": 2 * n**3,
             "triangular_solve": n**2 * self.columns,
         }[self.operation]
         columns = n * _COLUMN_SECONDS[self.operation]
@@ -84,7 +85,7 @@ class LargeMatrices:
         products, operations, panel_operations = {
             "cholesky": (panels * (inversion + 4), n**3 / 2 + 3 * n**2 * block, n * block**2 / 3),
             "lu": (lu, 2 * n**3 / 3 + 2 * levels * n**2 * block, n**2 * block),
-            "inverse": (lu + 2 * system, 7 * n**3 / 3 + 6 * n**2 * block, n**2 * block),
+            "inverse": (2 * system, 5 * n**3 / 3 + 5 * n**2 * block, 0),
             "triangular_solve": (system, (n + 5 * block) * n * self.columns, 0),
         }[self.operation]
         columns = 0 if panel_operations == 0 else n * _COLUMN_SECONDS[self.operation]
