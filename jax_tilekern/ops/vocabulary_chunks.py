@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -353,8 +354,10 @@ def _over_chunks(
     count, remainder = divmod(size, chunk)
     if count == 0 or (count == 1 and not remainder):
         return body(0, size, carry)
+    # In a shard_map the barrier makes all that passes it vary over the same axes (jax 0.10).
+    first, *_ = compat.unify_varying(jnp.int32(0), *jax.tree.leaves(carry))
     state = lax.fori_loop(
-        0, count, lambda _, state: step(state, chunk), (np.int32(0), carry), unroll=unroll
+        0, count, lambda _, state: step(state, chunk), (first, carry), unroll=unroll
     )
     return (step(state, remainder) if remainder else state)[1]
 
