@@ -35,12 +35,15 @@ class ScalarFunction:
         What ``explain`` calls it.
     jaxpr
         ``(accumulator, *operands) -> results``, without constants.
+    python
+        The same in Python.
     out_dtypes
         Types that the results are cast to.
     """
 
     name: str
     jaxpr: compat.ClosedJaxpr
+    python: Callable[..., list[Any]]
     out_dtypes: tuple[np.dtype[Any], ...]
 
     @property
@@ -57,17 +60,21 @@ class ScalarFunction:
 
     def with_accumulator(self, dtype: np.dtype[Any]) -> ScalarFunction:
         """Return the function with one more result, which is the accumulator in a type."""
-        function = compat.jaxpr_as_fun(self.jaxpr)
 
-        def with_accumulator(accumulator: Any, *operands: Any) -> list[Any]:
-            return [*function(accumulator, *operands), accumulator]
+        def added_to(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+            return lambda accumulator, *xs: [*function(accumulator, *xs), accumulator]
 
-        jaxpr = jax.make_jaxpr(with_accumulator)(*self.jaxpr.in_avals)
-        return ScalarFunction(self.name, jaxpr, (*self.out_dtypes, dtype))
+        with compat.without_mesh():
+            jaxpr = jax.make_jaxpr(added_to(compat.jaxpr_as_fun(self.jaxpr)))(*self.jaxpr.in_avals)
+        out_dtypes = (*self.out_dtypes, dtype)
+        return ScalarFunction(self.name, jaxpr, added_to(self.python), out_dtypes)
 
     def __call__(self, *scalars: Any) -> list[Any]:
         """Evaluate it."""
-        results = compat.jaxpr_as_fun(self.jaxpr)(*scalars)
+        # A jaxpr that was traced without a mesh does not take values whose types have axes of one.
+        in_mesh = not jax.sharding.get_abstract_mesh().empty
+        function = self.python if in_mesh else compat.jaxpr_as_fun(self.jaxpr)
+        results = function(*scalars)
         return [x.astype(dtype) for x, dtype in zip(results, self.out_dtypes, strict=True)]
 
     def over_labels(self, out: Labels, operands: Sequence[Labels]) -> Callable[..., list[Any]]:
@@ -126,7 +133,8 @@ def trace_scalars(
     """
     name = getattr(function, "__name__", type(function).__name__)
     avals = [jax.ShapeDtypeStruct((), dtype) for dtype in (accumulator, *operands)]
-    traced, shapes = jax.make_jaxpr(function, return_shape=True)(*avals)
+    with compat.without_mesh():
+        traced, shapes = jax.make_jaxpr(function, return_shape=True)(*avals)
     closed_over = list(traced.consts)
     for value in closed_over:
         if jnp.shape(value):
@@ -135,20 +143,28 @@ def trace_scalars(
                 "epilogue is a function of scalars: pass the array in operands=(...)"
             )
     _refuse_arrays(name, traced.jaxpr)
-    if closed_over:
-        inner = traced.jaxpr
 
-        def with_operands(*args: Any) -> list[Any]:
-            own = len(avals)
+    def python(*args: Any) -> list[Any]:
+        return jax.tree.leaves(function(*args))
+
+    if closed_over:
+        inner, own = traced.jaxpr, len(avals)
+
+        def python(*args: Any) -> list[Any]:
             return compat.eval_jaxpr(inner, args[own:], *args[:own])
 
-        traced = jax.make_jaxpr(with_operands)(*avals, *closed_over)
+        with compat.without_mesh():
+            traced = jax.make_jaxpr(python)(*avals, *map(_scalar, closed_over))
     leaves, tree = jax.tree.flatten(shapes)
     if not leaves:
         raise TypeError(f"the epilogue {name} returns nothing; it must return at least one scalar")
     dtypes = (np.dtype(leaf.dtype) for leaf in leaves)
     rounded = tuple(product if dtype == accumulator else dtype for dtype in dtypes)
-    return TracedFunction(ScalarFunction(name, traced, rounded), closed_over, tree)
+    return TracedFunction(ScalarFunction(name, traced, python, rounded), closed_over, tree)
+
+
+def _scalar(value: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((), jnp.result_type(value))
 
 
 def _refuse_arrays(name: str, jaxpr: compat.Jaxpr) -> None:

@@ -17,6 +17,7 @@ from jax._src import checkify as _checkify
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
+from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
@@ -63,6 +64,7 @@ __all__ = [
     "with_automatic_axes",
     "with_leading_dims",
     "with_type",
+    "without_mesh",
     "zero_tangent",
 ]
 
@@ -208,6 +210,11 @@ def explicit_sharding(aval: Any) -> Any:
     """Return the sharding that a type has on a mesh with explicit axes, ``None`` on others."""
     sharding = aval.sharding
     return sharding if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def without_mesh() -> Any:
+    """Return a context in which types have no shardings."""
+    return _mesh.use_abstract_mesh(_mesh.empty_abstract_mesh)
 
 
 def with_automatic_axes(function: Callable[..., Any], out_sharding: Any) -> Callable[..., Any]:

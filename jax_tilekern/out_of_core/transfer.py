@@ -76,7 +76,8 @@ def to_device(
         size = _chunk_rows(part, ahead_bytes)
         for start in range(0, len(part), size):
             rows = part[start : start + size]
-            while coming and coming_bytes + rows.nbytes > ahead_bytes:
+            # Two further chunks are being written to their places.
+            while coming and coming_bytes + 3 * rows.nbytes > ahead_bytes:
                 yield arrive()
             copy = jax.device_put(jax.device_put(rows, host), there)
             coming.append(_Chunk(block, part.shape, start, copy, start + size >= len(part)))
