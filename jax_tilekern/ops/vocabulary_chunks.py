@@ -173,9 +173,6 @@ class _Weights(NamedTuple):
         epilogue: Callable[..., Array],
         operands: Sequence[Array],
     ) -> Array:
-        if compat.varying_axes(lhs):
-            # Numbers that an epilogue contains vary over no axes of a shard_map.
-            return epilogue(self._contracted(lhs, rhs, labels, self.wide), *operands)
         result: Array = contract_with_epilogue(
             lhs,
             rhs,
