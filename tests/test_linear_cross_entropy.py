@@ -147,7 +147,7 @@ def test_against_float64(rng, x64, dtype, name):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_reductions_and_options(rng, x64, name):
     args = operands(rng, np.float64)
     got = loss(*args, **OPTIONS[name])
@@ -178,22 +178,8 @@ def test_derivatives_of_second_order(rng, x64, name):
     check_grads(function, args[:3], 2, atol=1e-4, rtol=1e-4)
 
 
-def test_transposed_gradients(rng, x64):
-    """The gradient is linear in its cotangents, so its transpose is the tangent."""
-    h, w, bias, labels = operands(rng, np.float64, rows=(3,), features=4, size=7)
-
-    def losses(h):
-        return loss(h, w, bias, labels, reduction="none")
-
-    _, pull = jax.vjp(losses, h)
-    (push,) = (jax.linear_transpose(lambda x: pull(x)[0], jnp.zeros(3)),)
-    direction = jnp.ones_like(h)
-    _, expected = jax.jvp(losses, (h,), (direction,))
-    np.testing.assert_allclose(push(direction)[0], expected, rtol=1e-10)
-
-
 @pytest.mark.parametrize("mapped", [(0, None, None, 0), (0, 0, None, None), (None, 1, 0, 0)])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_vmap(rng, x64, mapped):
     rows = {0: (2, ROWS), None: (ROWS,)}
     h = random(rng, (*rows[mapped[0]], 4), np.float64)
@@ -239,8 +225,8 @@ def test_leading_dimensions_scan_and_remat(rng, x64):
         )
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.int64])
-@pytest.mark.one_in(2)
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int32, np.uint32, np.int64])
+@pytest.mark.one_in(5)
 def test_labels_of_every_type(rng, x64, dtype):
     h, w, bias, labels = operands(rng, np.float64, size=100)
     expected = unfused(h, w, bias, labels)
@@ -295,11 +281,12 @@ def test_a_column_of_minus_infinity_alone():
     """A row without a finite logit has what JAX's functions give: no NaN from the shift."""
     h, w = jnp.ones((2, 4)), jnp.ones((4, 9))
     bias = jnp.full(9, -jnp.inf)
-    options = module.Options(None, None, 1)
+    options = module.Options(None, None, False, 1)
     lse, *_ = module.statistics(h, w, bias, jnp.zeros(2, np.int32), options)
     assert np.isneginf(lse).all()
 
 
+@pytest.mark.thorough
 def test_small_cotangents_of_float16(rng):
     """The mean over many rows gives cotangents below float16's smallest number."""
     h, w, bias, labels = operands(rng, np.float16)
@@ -367,14 +354,15 @@ def test_chunks_are_products_of_the_library(rng):
     assert f"f32[{ROWS},{LABELS}]" not in frozen
 
 
-@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.one_in(2)
 def test_the_program_of_a_gpu(rng, x64, by_rows):
     """Its reduction and its loop differ from a CPU's, and run on a CPU as well."""
     h, w, bias, labels = operands(rng, np.float64, size=9001)
     # A row of a chunk without a finite logit, and one that begins with such logits.
     bias = bias.at[:2048].set(-np.inf).at[3000].set(-np.inf)
     bars = [random(rng, ROWS, np.float64) for _ in range(3)]
-    options = vocabulary_chunks.Options(5.0, None, 1)
+    options = vocabulary_chunks.Options(5.0, None, True, 1)
     found = []
     for gpu in (False, True):
         setting = {"options": options, "lowering": vocabulary_chunks.Lowering(by_rows, gpu)}
@@ -551,6 +539,7 @@ def test_no_rows():
     assert not jax.grad(jtk.linear_cross_entropy, 1)(h, w, labels).any()
 
 
+@pytest.mark.thorough
 def test_benchmark(tmp_path):
     record = tmp_path / "record.json"
     assert main(["cross_entropy", "--sizes", "8x16x2500", "--json", str(record)]) == 0

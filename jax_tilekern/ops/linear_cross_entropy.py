@@ -99,13 +99,17 @@ def linear_cross_entropy(
     h, w, labels = (jnp.asarray(x) for x in (h, w, labels))
     bias = None if bias is None else jnp.asarray(bias)
     _check_operands(h, w, labels, bias)
+    z_loss, label_smoothing = float(z_loss), float(label_smoothing)
+    softcap = None if softcap is None else float(softcap)
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; it must be one of {_REDUCTIONS}")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing is {label_smoothing}; it must be from 0 to 1")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it must be positive, or None")
-    options = Options(softcap, compat.canonicalize_precision(precision), _CHUNK_BYTES)
+    options = Options(
+        softcap, compat.canonicalize_precision(precision), label_smoothing > 0, _CHUNK_BYTES
+    )
     return _loss(
         h, w, labels, bias, reduction, z_loss, label_smoothing, ignore_index, axis_name, options
     )
@@ -171,15 +175,15 @@ def _loss(
     size = w.shape[1] * (1 if axis_name is None else lax.axis_size(axis_name))
     ignored, valid, label = _sorted_out(labels, ignore_index, size)
     if axis_name is None:
-        lse, at_label, total = statistics(h, w, bias, label, options)
+        lse, at_label, *total = statistics(h, w, bias, label, options)
     else:
         label = label - lax.axis_index(axis_name) * w.shape[1]
-        of_part = statistics(h, w, bias, label, options)
-        lse = _logsumexp_over(axis_name, of_part[0])
-        at_label, total = (lax.psum(x, axis_name) for x in of_part[1:])
+        of_part, *sums = statistics(h, w, bias, label, options)
+        lse = _logsumexp_over(axis_name, of_part)
+        at_label, *total = (lax.psum(x, axis_name) for x in sums)
     losses = lse - (1 - label_smoothing) * at_label
-    if label_smoothing:
-        losses -= label_smoothing / size * total
+    for x in total:
+        losses -= label_smoothing / size * x
     if z_loss:
         losses += z_loss * lse**2
     losses = jnp.where(ignored, 0, losses * jnp.where(ignored | valid, 1, jnp.nan))

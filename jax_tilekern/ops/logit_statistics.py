@@ -1,8 +1,9 @@
 """Primitives on the logits ``h @ w + bias``, which are never in memory as a whole.
 
-``statistics`` gives each row's log-sum-exp, the logit of its label and the sum of its logits. Its
-tangent is linear in the operands' tangents, and the transpose of that is one pass over the
-vocabulary for all operands. The loops are those of ``vocabulary_chunks.py``.
+``statistics`` gives each row's log-sum-exp, the logit of its label and, if the labels are smoothed,
+the sum of its logits. Its tangent is linear in the operands' tangents, and the transpose of that is
+one pass over the vocabulary for all operands that are differentiated. The loops are those of
+``vocabulary_chunks.py``.
 
 Forward-mode and second derivatives are those of the references, which form the logits.
 """
@@ -44,10 +45,8 @@ from jax_tilekern.primitives.operation import (
 Wanted = tuple[int, ...]
 
 
-def statistics(
-    h: Array, w: Array, bias: Array, labels: Array, options: Options
-) -> tuple[Array, Array, Array]:
-    """Return each row's log-sum-exp, the logit of its label, and the sum of its logits.
+def statistics(h: Array, w: Array, bias: Array, labels: Array, options: Options) -> Sequence[Array]:
+    """Return each row's log-sum-exp, the logit of its label, and perhaps the sum of its logits.
 
     Parameters
     ----------
@@ -60,10 +59,10 @@ def statistics(
     labels
         Integers of shape ``(...)``. The logit of a label that is no column is 0.
     options
-        The softcap, the products' precision, and the size of a chunk.
+        Softcap, precision of the products, whether sums are wanted, and the size of a chunk.
     """
-    lse, at_label, total = _statistics(h, w, bias, labels, **options._asdict())
-    return lse, at_label, total
+    results: Sequence[Array] = _statistics(h, w, bias, labels, **options._asdict())
+    return results
 
 
 # The references, with all logits.
@@ -80,12 +79,16 @@ def _is_label(labels: Array, accumulators: Array) -> Array:
 
 def _statistics_reference(
     h: Array, w: Array, bias: Array, labels: Array, **params: Any
-) -> tuple[Array, Array, Array]:
+) -> list[Array]:
     options = Options(**params)
     accumulators = _accumulators(h, w, options.precision)
     logits = logit(accumulators, bias, softcap=options.softcap)
     at_label = jnp.where(_is_label(labels, logits), logits, 0).sum(-1)
-    return jax.nn.logsumexp(logits, -1), at_label, logits.sum(-1)
+    return _if_smoothed(options, jax.nn.logsumexp(logits, -1), at_label, logits.sum(-1))
+
+
+def _if_smoothed(options: Options, lse: Array, at_label: Array, total: Array) -> list[Array]:
+    return [lse, at_label, total] if options.smoothed else [lse, at_label]
 
 
 def _tangents_reference(
@@ -98,7 +101,7 @@ def _tangents_reference(
     w_dot: Array,
     bias_dot: Array,
     **params: Any,
-) -> tuple[Array, Array, Array]:
+) -> list[Array]:
     options = Options(**params)
 
     def logits(h: Array, w: Array, bias: Array) -> Array:
@@ -107,7 +110,8 @@ def _tangents_reference(
     values, values_dot = jax.jvp(logits, (h, w, bias), (h_dot, w_dot, bias_dot))
     probabilities = jnp.exp(values - lse[..., None])
     at_label = jnp.where(_is_label(labels, values), values_dot, 0).sum(-1)
-    return (probabilities * values_dot).sum(-1), at_label, values_dot.sum(-1)
+    lse_dot = (probabilities * values_dot).sum(-1)
+    return _if_smoothed(options, lse_dot, at_label, values_dot.sum(-1))
 
 
 def _cotangents_reference(
@@ -152,16 +156,6 @@ def _rule_for(*wanted: int) -> Callable[..., Sequence[Array]]:
     return rule
 
 
-def _transposed_cotangents(
-    tangents: Sequence[Array], *operands: Any, wanted: Wanted, **params: Any
-) -> Sequence[Array]:
-    dots = list(map(jnp.zeros_like, operands[:3]))
-    for i, tangent in zip(wanted, tangents, strict=True):
-        dots[i] = tangent
-    result: Sequence[Array] = _tangents(*operands[:5], *dots, **params)
-    return result
-
-
 def _jvp_of(
     reference: Callable[..., Sequence[Array]],
     primals: Sequence[Array],
@@ -184,6 +178,12 @@ def _jvp_of(
     )
 
 
+def _like_statistics(
+    h: Array, w: Array, bias: Array, labels: Array, *, smoothed: bool, **_: Any
+) -> list[Array]:
+    return [h[..., 0].astype(statistics_type(h, w))] * (2 + smoothed)
+
+
 # Batching.
 
 
@@ -196,7 +196,8 @@ def _batch_statistics(
     # Mapped rows are more rows.
     rows = (_in_front(x, dim, axis_data.size) for x, dim in ((h, dims[0]), (labels, dims[3])))
     h, labels = rows
-    return _statistics(h, w, bias, labels, **params), [0] * 3
+    results = _statistics(h, w, bias, labels, **params)
+    return results, [0] * len(results)
 
 
 def _batch_tangents(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
@@ -236,7 +237,7 @@ def _in_front(x: Array, dim: int | None, size: int) -> Array:
 
 
 def _sharding_rule(
-    h: Any, w: Any, *by_row: Any, wanted: Wanted | None = None, **_: Any
+    h: Any, w: Any, *by_row: Any, smoothed: bool, wanted: Wanted | None = None, **_: Any
 ) -> ShardingRule:
     rows = tuple(range(h.ndim - 1))
     column = len(rows)
@@ -245,7 +246,7 @@ def _sharding_rule(
     products = 1 if wanted is None else 1 + len(wanted)
     return ShardingRule(
         (*operands, *(rows for _ in by_row[1:])),
-        (rows,) * 3 if wanted is None else tuple(operands[i] for i in wanted),
+        (rows,) * (2 + smoothed) if wanted is None else tuple(operands[i] for i in wanted),
         sizes,
         flops=2.0 * products * math.prod(sizes.values()) * h.shape[-1],
         zero_padding=False,
@@ -263,16 +264,16 @@ def _localised(shard: Shard, *operands: Array, **_: Any) -> Sequence[Array]:
     return h, w, bias, labels, *by_row
 
 
-def _terms(shard: Shard, lse: Array, at_label: Array, total: Array, **_: Any) -> Sequence[Array]:
+def _terms(shard: Shard, lse: Array, *sums: Array, **_: Any) -> Sequence[Array]:
     """Make terms of a sum over devices of each device's statistics."""
     column = lse.ndim
     if not shard.is_split(column):
-        return lse, at_label, total
+        return lse, *sums
     names = shard.axis_names(column)
     top = lax.pmax(lse, names)
     top = jnp.where(jnp.isfinite(top), top, 0)
     whole = top + jnp.log(lax.psum(jnp.exp(lse - top), names))
-    return jnp.where(lax.axis_index(names) == 0, whole, 0), at_label, total
+    return jnp.where(lax.axis_index(names) == 0, whole, 0), *sums
 
 
 # Lowering.
@@ -301,7 +302,7 @@ _statistics = define(
     Operation(
         name="tilekern_logit_statistics",
         reference=_statistics_reference,
-        like_results=lambda h, w, bias, labels, **_: (h[..., 0].astype(statistics_type(h, w)),) * 3,
+        like_results=_like_statistics,
         several_results=True,
         jvp=_statistics_jvp,
         batch=_batch_statistics,
@@ -339,7 +340,6 @@ _cotangents = define(
         like_results=lambda *operands, wanted, **_: [operands[i] for i in wanted],
         several_results=True,
         jvp=functools.partial(_jvp_of, _cotangents_reference),
-        transposes={(5, 6, 7): _transposed_cotangents},
         batch=_batch_cotangents,
         sharding_rule=_sharding_rule,
         localised=_localised,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -22,7 +23,7 @@ from jax_tilekern.ops.fused_contraction import contract_with_epilogue
 from jax_tilekern.plans.gemm.contraction import Contraction
 
 Carry = TypeVar("Carry")
-_Statistics = tuple[Array, Array, Array, Array]
+_Statistics = tuple[Array, Array, Array, Array | None]
 _Cotangents = tuple[Array | None, ...]
 
 # A product needs this many columns to be efficient, however many rows it has.
@@ -44,12 +45,15 @@ class Options(NamedTuple):
         Bounds logits by ``softcap * tanh(logit / softcap)``.
     precision
         Of the products, canonical.
+    smoothed
+        Whether the sums of the logits are among the statistics.
     chunk_bytes
         Size of a chunk of logits. It is exceeded where a chunk would have too few columns.
     """
 
     softcap: float | None
     precision: Any
+    smoothed: bool
     chunk_bytes: int
 
 
@@ -91,14 +95,15 @@ def logit_cotangent(
     lse: Array,
     lse_bar: Array,
     label_bar: Array,
-    sum_bar: Array,
+    sum_bar: Array | None = None,
     *,
     softcap: float | None,
 ) -> Array:
     """Return the cotangent of an accumulator from those of its row's statistics."""
     value = logit(accumulator, bias, softcap=softcap)
-    result = lse_bar * jnp.exp(value - lse) + sum_bar
-    result += jnp.where(column == label, label_bar, 0)
+    result = lse_bar * jnp.exp(value - lse) + jnp.where(column == label, label_bar, 0)
+    if sum_bar is not None:
+        result += sum_bar
     return result if softcap is None else result * (1 - (value / softcap) ** 2)
 
 
@@ -168,9 +173,6 @@ class _Weights(NamedTuple):
         epilogue: Callable[..., Array],
         operands: Sequence[Array],
     ) -> Array:
-        if compat.varying_axes(lhs):
-            # Numbers that an epilogue contains vary over no axes of a shard_map.
-            return epilogue(self._contracted(lhs, rhs, labels, self.wide), *operands)
         result: Array = contract_with_epilogue(
             lhs,
             rhs,
@@ -189,8 +191,8 @@ class _Weights(NamedTuple):
 
 def statistics(
     h: Array, w: Array, bias: Array, labels: Array, *, options: Options, lowering: Lowering
-) -> tuple[Array, Array, Array]:
-    """Return each row's log-sum-exp, the logit of its label, and the sum of its logits.
+) -> list[Array]:
+    """Return each row's log-sum-exp, the logit of its label, and perhaps the sum of its logits.
 
     Parameters
     ----------
@@ -224,17 +226,18 @@ def statistics(
         shift = _finite(new_top)
         scaled = scaled * jnp.exp(top - shift) + of_chunk[1] * jnp.exp(of_chunk[0] - shift)
         at_label = at_label + _element(logits, label - start)
-        return new_top, scaled, at_label, total + logits.sum(1)
+        total = None if total is None else total + logits.sum(1)
+        return new_top, scaled, at_label, total
 
     zeros = jnp.zeros_like(rows[:, 0], wide)
     top, scaled, at_label, total = _over_chunks(
         bias.size,
         _chunk_columns(rows, wide, options),
         add_chunk,
-        (jnp.full_like(zeros, -jnp.inf), zeros, zeros, zeros),
+        (jnp.full_like(zeros, -jnp.inf), zeros, zeros, zeros if options.smoothed else None),
     )
-    lse = _finite(top) + jnp.log(scaled)
-    return tuple(x.reshape(labels.shape) for x in (lse, at_label, total))  # type: ignore[return-value]
+    results = (_finite(top) + jnp.log(scaled), at_label, total)
+    return [x.reshape(labels.shape) for x in results if x is not None]
 
 
 def cotangents(
@@ -243,10 +246,7 @@ def cotangents(
     bias: Array,
     labels: Array,
     lse: Array,
-    lse_bar: Array,
-    label_bar: Array,
-    sum_bar: Array,
-    *,
+    *bars: Array,
     wanted: Sequence[int],
     options: Options,
     lowering: Lowering,
@@ -259,15 +259,15 @@ def cotangents(
         As in :func:`statistics`.
     lse
         The log-sum-exp that :func:`statistics` returned.
-    lse_bar, label_bar, sum_bar
+    bars
         Cotangents of the statistics, each of the shape of ``labels``.
     wanted
         Which of the operands' cotangents are computed, in order: 0, 1, 2.
     """
     rows, wide = _flat(h), statistics_type(h, w)
     narrow = np.dtype(jnp.promote_types(h.dtype, w.dtype))
-    bars, scale = _in_range((lse_bar, label_bar, sum_bar), narrow)
-    of_rows = [x.reshape(-1, 1) for x in (labels, lse, *bars)]
+    scaled_bars, scale = _in_range(bars, narrow)
+    of_rows = [x.reshape(-1, 1) for x in (labels, lse, *scaled_bars)]
     weights = _Weights(lowering.by_rows, options.precision, wide)
     w = weights.oriented(w)
 
@@ -351,8 +351,10 @@ def _over_chunks(
     count, remainder = divmod(size, chunk)
     if count == 0 or (count == 1 and not remainder):
         return body(0, size, carry)
+    # In a shard_map the barrier makes all that passes it vary over the same axes (jax 0.10).
+    first, *_ = compat.unify_varying(jnp.int32(0), *jax.tree.leaves(carry))
     state = lax.fori_loop(
-        0, count, lambda _, state: step(state, chunk), (np.int32(0), carry), unroll=unroll
+        0, count, lambda _, state: step(state, chunk), (first, carry), unroll=unroll
     )
     return (step(state, remainder) if remainder else state)[1]
 
