@@ -239,6 +239,16 @@ def test_calls_are_inlined():
     assert text.instructions > 30
 
 
+def test_gelu_takes_no_tanh():
+    """The tanh is still written, and the compiler drops it."""
+    text = cuda_text(trace_scalars(jax.nn.gelu, F32, F32, []).function)
+    assert "logistic" in " ".join(text.statements)
+    result = next(s for s in text.statements if s.startswith(f"const float {text.results[0]} "))
+    assert "mul(x0" in result
+    plain = cuda_text(trace_scalars(lambda y: 0.5 * (2.0 + jnp.tanh(y)), F32, F32, []).function)
+    assert "logistic" not in " ".join(plain.statements)
+
+
 def test_literals_are_exact():
     values = [0.1, -0.0, 1e-45, 3.4028235e38, float("inf"), float("-inf")]
 

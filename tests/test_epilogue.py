@@ -226,6 +226,20 @@ def test_functions_of_one_float(name, dtype):
     assert_same_function(found, expected, rtol)
 
 
+@pytest.mark.parametrize("result", [BF16, np.float16])
+@pytest.mark.parametrize("function", [jax.nn.sigmoid, jnp.exp, jax.nn.gelu, jax.nn.silu, jnp.tanh])
+def test_functions_whose_results_have_16_bits(function, result):
+    values = [*SPECIAL, *np.linspace(-20, 11, 40)]
+    found, _ = at_every_pair(lambda x, y: function(x), values, np.float32, result)
+    exact = np.asarray(function(jnp.asarray(values, np.float32)))
+    with np.errstate(over="ignore"):
+        rounded = exact.astype(result).astype(np.float32)
+    expected = np.broadcast_to(rounded, found.shape)
+    # A result may be rounded to the other neighbour, and XLA's gelu cancels where it is small.
+    rounding = float(jnp.finfo(result).eps)
+    np.testing.assert_allclose(found.astype(np.float32), expected, rtol=1.05 * rounding, atol=2e-6)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("name", BINARY)
 def test_functions_of_two_floats(name, dtype):

@@ -26,9 +26,10 @@
 //   int rows(), columns()           the size of each matrix
 //   kAdjacentColumns                so many accumulators, from a multiple of that number on, are
 //                                   in adjacent columns of one row
+//   kConverged                      whether all threads of a warp make the same calls
 //
 // An epilogue has to unroll its loop over the accumulators, which are registers. It must not
-// synchronise, because threads of a warp may call it a different number of times. A tile may reach
+// synchronise, but for the threads of a warp that is converged. A tile may reach
 // beyond the matrix: accumulators there are not stored, but what an epilogue reads for them has to
 // be clamped as above.
 //
@@ -63,6 +64,7 @@ struct ComposedEpilogue {
 // The coordinates of a single accumulator, or of adjacent ones in a row.
 struct RowCoordinates {
   static constexpr int kAdjacentColumns = 1;
+  static constexpr bool kConverged = false;
 
   int row_index;
   int first_column;

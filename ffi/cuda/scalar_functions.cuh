@@ -298,4 +298,16 @@ inline float logistic(float x) {
 }
 inline double logistic(double x) { return 1.0 / (1.0 + ::exp(-x)); }
 
+// For results of 16 bits: the relative error is below |x| 2^-22, and denormal numbers are 0.
+inline float exp_to_16_bits(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504f));
+  return result;
+}
+inline float logistic_to_16_bits(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + exp_to_16_bits(-x)));
+  return result;
+}
+
 }  // namespace tilekern::lax

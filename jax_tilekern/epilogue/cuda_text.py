@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_tilekern.epilogue.primitives import INNER_JAXPR, is_copy, translation
+from jax_tilekern.epilogue.primitives import INNER_JAXPR, TO_16_BITS, is_copy, translation
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.interop import compat
 from jax_tilekern.plans.cxx import CXX_TYPES
@@ -23,6 +23,8 @@ from jax_tilekern.plans.gemm.arithmetic import BF16, F16, FP8
 
 _SIXTEEN_BITS = (F16, BF16)
 _CONVERSION = 2
+# What logistic takes more than tanh, which nothing uses then, and the two operations after it.
+_LOGISTIC_FOR_TANH = -7
 
 
 class Untranslatable(Exception):
@@ -56,7 +58,7 @@ def cuda_text(function: ScalarFunction) -> CudaText:
     Untranslatable
         If CUDA does not compute a primitive, or has no such type.
     """
-    writer = _Writer()
+    writer = _Writer(to_16_bits=set(function.out_dtypes) <= set(_SIXTEEN_BITS))
     jaxpr = function.jaxpr.jaxpr
     names = [f"x{i}" for i in range(len(jaxpr.invars))]
     results = [
@@ -90,9 +92,12 @@ def computed_type(dtype: np.dtype[Any]) -> str:
 
 
 class _Writer:
-    def __init__(self) -> None:
+    def __init__(self, *, to_16_bits: bool) -> None:
         self.statements: list[str] = []
+        self._to_16_bits = to_16_bits
         self.instructions = 0
+        # The call that a name stands for, unless it is rounded.
+        self._calls: dict[str, tuple[str, list[str]]] = {}
 
     def inlined(
         self, jaxpr: compat.Jaxpr, consts: Sequence[Any], operands: Sequence[str]
@@ -124,6 +129,8 @@ class _Writer:
         types = [atom.aval.dtype for atom in eqn.invars]
         if name == "convert_element_type":
             return [self._converted(operands[0], types[0], out.aval.dtype)]
+        if name == "div":
+            name, operands = _by_reciprocal(eqn, operands)
         how = translation(name, eqn.params)
         if how is None:
             raise Untranslatable(f"no CUDA for {name}, at {compat.source_line(eqn)}")
@@ -137,8 +144,42 @@ class _Writer:
         if name == "select_n" and len(types) != 3:
             raise Untranslatable(f"no CUDA for a selection of {len(types) - 1} values")
         self.instructions += how.instructions
-        call = f"lax::{how.function}({', '.join(operands)})"
-        return [self._named(out.aval.dtype, _rounded(call, out.aval.dtype))]
+        function, operands = self._simplified(how.function, operands, out.aval.dtype)
+        if self._to_16_bits and function in TO_16_BITS and computed_type(types[0]) == "float":
+            precise = translation(function, {})
+            assert precise is not None
+            function, instructions = TO_16_BITS[function]
+            self.instructions += instructions - precise.instructions
+        call = f"lax::{function}({', '.join(operands)})"
+        result = self._named(out.aval.dtype, _rounded(call, out.aval.dtype))
+        if out.aval.dtype not in _SIXTEEN_BITS:
+            self._calls[result] = function, operands
+        return [result]
+
+    def _simplified(
+        self, function: str, operands: list[str], dtype: np.dtype[Any]
+    ) -> tuple[str, list[str]]:
+        """Write (1 + tanh(x)) / 2, which gelu has, as logistic(2 x).
+
+        It takes fewer instructions, and is accurate where it is small.
+        """
+        if dtype.kind != "f":
+            return function, operands
+        one, half, two = (_literal(np.asarray(x), dtype) for x in (1.0, 0.5, 2.0))
+        outer = self._other_operand((function, operands), "mul", half)
+        inner = self._other_operand(self._calls.get(outer), "add", one)
+        name, arguments = self._calls.get(inner, ("", []))
+        if name != "tanh":
+            return function, operands
+        self.instructions += _LOGISTIC_FOR_TANH
+        return "logistic", [f"lax::mul({two}, {arguments[0]})"]
+
+    @staticmethod
+    def _other_operand(call: tuple[str, list[str]] | None, function: str, known: str) -> str:
+        """Return the other operand of a call of a function of two, one of which is known."""
+        if call is None or call[0] != function or known not in call[1]:
+            return ""
+        return call[1][1 - call[1].index(known)]
 
     def _converted(self, operand: str, source: np.dtype[Any], target: np.dtype[Any]) -> str:
         computed, wanted = computed_type(source), computed_type(target)
@@ -151,6 +192,18 @@ class _Writer:
         name = f"v{len(self.statements)}"
         self.statements.append(f"const {computed_type(dtype)} {name} = {expression};")
         return name
+
+
+def _by_reciprocal(eqn: Any, operands: list[str]) -> tuple[str, list[str]]:
+    """Write a division by a number as the multiplication by its reciprocal, as XLA does."""
+    divisor, dtype = eqn.invars[1], _dtype(eqn.invars[1])
+    if not compat.is_literal(divisor) or dtype not in (np.float32, np.float64):
+        return "div", operands
+    with np.errstate(all="ignore"):
+        reciprocal = np.reciprocal(np.asarray(divisor.val, dtype))
+    if not np.isfinite(reciprocal) or abs(reciprocal) < np.finfo(dtype).tiny:
+        return "div", operands
+    return "mul", [operands[0], _literal(reciprocal, dtype)]
 
 
 def _dtype(atom: Any) -> np.dtype[Any]:

@@ -39,6 +39,11 @@ class CostedCandidate(Candidate):
     cycles: float
 
     @property
+    def kind(self) -> str:
+        """What kernels that use their registers alike have in common."""
+        return type(self).__name__
+
+    @property
     def accumulators(self) -> int:
         """Accumulators of a thread, beside which an epilogue has its registers."""
         return 0

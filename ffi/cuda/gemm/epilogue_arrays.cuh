@@ -83,12 +83,12 @@ inline ElementRun<T, kCount> read_run(const T* first, int64 stride) {
   using Word = WordOf<kBytes>;
   ElementRun<T, kCount> run;
   if constexpr (kContiguous) {
-    const Word word = __ldg(reinterpret_cast<const Word*>(first));
+    const Word word = *reinterpret_cast<const Word*>(first);
     memcpy(run.elements, &word, kBytes);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const Word word = __ldg(reinterpret_cast<const Word*>(first + i * stride));
+      const Word word = *reinterpret_cast<const Word*>(first + i * stride);
       memcpy(&run.elements[i], &word, kBytes);
     }
   }

@@ -122,6 +122,10 @@ class Epilogue:
         return (*operands, *outputs, strides)
 
     @property
+    def _reads_matrices(self) -> bool:
+        return any(all(array.strides[-2:]) for array in self.operands)
+
+    @property
     def _arrays(self) -> tuple[EpilogueArray, ...]:
         return (*self.operands, *self.outputs)
 
@@ -176,9 +180,12 @@ class Epilogue:
             longest_run=2 if columns % 2 == 0 else 1,
             before="\n      ".join(before),
             each="\n        ".join(each),
-            after="\n      ".join(after),
+            after="\n      ".join([*after, *([_KEEP_ORDER] if self._reads_matrices else [])]),
         )
 
+
+# ptxas hoists loads of a whole tile's operands, and spills what they load. It moves none over this.
+_KEEP_ORDER = "if (Coordinates::kConverged && (first + kRun) % 16 == 0) __syncwarp();"
 
 _TEMPLATE = """#include "gemm/epilogue_arrays.cuh"
 #include "scalar_functions.cuh"

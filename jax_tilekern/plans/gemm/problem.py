@@ -115,8 +115,8 @@ class Product(TypedProduct[MatmulGeometry]):
             for array in (*self.epilogue.operands, *self.epilogue.outputs)
         )
 
-    def with_epilogue(self, epilogue: Epilogue) -> Product:
-        """Return the same product with an epilogue."""
+    def with_epilogue(self, epilogue: Epilogue | None) -> Product:
+        """Return the same product with another epilogue, or without one."""
         return dataclasses.replace(self, epilogue=epilogue)
 
     @property

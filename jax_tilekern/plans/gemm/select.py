@@ -47,7 +47,8 @@ def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
     found = candidates(product, gpu)
     if isinstance(found, NoKernel):
         return found
-    tuned = tuned_plan(product, gpu, found)
+    # Products are tuned without epilogues, and the choice holds with one.
+    tuned = tuned_plan(product.with_epilogue(None), gpu, found)
     if tuned is not None:
         return tuned
     if product.epilogue is not None:
@@ -62,13 +63,14 @@ def _fused_plan(candidates: list[CostedCandidate], gpu: Gpu) -> LaunchPlan | NoK
     XLA's product is not considered, even where it is the faster one: an epilogue after it is a pass
     over memory.
     """
-    fewest = math.inf
+    spilled: dict[str, int] = {}
     for candidate in candidates:
-        # Where one spills, so do others with as many accumulators, and a compilation takes seconds.
-        if candidate.accumulators >= fewest:
+        # Where a kernel spills, so do others of its kind with as many accumulators, and a
+        # compilation takes seconds.
+        if candidate.accumulators >= spilled.get(candidate.kind, math.inf):
             continue
         plan = candidate.plan(gpu)
         if not any(launch.entry.spill_bytes for launch in plan.launches):
             return plan
-        fewest = candidate.accumulators
+        spilled[candidate.kind] = candidate.accumulators
     return NoKernel("the epilogue takes more registers than there are beside the accumulators")

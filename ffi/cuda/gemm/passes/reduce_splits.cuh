@@ -32,6 +32,7 @@ struct SumShape {
 // output.
 struct SplitCoordinates {
   static constexpr int kAdjacentColumns = 1;
+  static constexpr bool kConverged = false;
 
   int64 first;
   const SumShape& shape;

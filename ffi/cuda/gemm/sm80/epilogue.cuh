@@ -76,6 +76,7 @@ inline void copy_subtile(const OutputTile<Out>& output, int subtile, uint32 stag
 template <class Layout>
 struct WarpCoordinates {
   static constexpr int kAdjacentColumns = 1;
+  static constexpr bool kConverged = true;
 
   // Where the warp's part starts in the matrix.
   int first_row;

@@ -24,6 +24,7 @@ template <bool kPairedRows>
 struct WgmmaCoordinates {
   using Layout = WgmmaAccumulatorLayout<kPairedRows>;
   static constexpr int kAdjacentColumns = 2;
+  static constexpr bool kConverged = true;
 
   const WorkTile& work;
   const WgmmaShape& shape;

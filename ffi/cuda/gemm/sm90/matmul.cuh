@@ -126,6 +126,8 @@ class WgmmaMatmul {
       }
       mainloop.run(state, scheduler, in_flight, all_issued);
       const WorkTile work = scheduler.work_tile();
+      // The epilogue has the registers of results that have been stored.
+      store.flush();
 #pragma unroll
       for (int i = 0; i < kRowBlocks; ++i) {
         epilogue_(mainloop.mma().result()[i], mainloop.mma().coordinates(i, work, shape_));

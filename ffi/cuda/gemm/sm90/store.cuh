@@ -80,10 +80,10 @@ class TileStore {
     }
   }
 
-  // Stores a work tile's results, or has them wait.
+  // Stores a work tile's results, or has them wait. Nothing may be waiting: flush() is called
+  // before.
   template <typename Accumulator, int kCount>
   void store(const Accumulator (&accumulators)[kRowBlocks][kCount], const OutputOrigin& origin) {
-    flush();
     origin_ = origin;
     next_ = 0;
     if constexpr (kDeferred) {

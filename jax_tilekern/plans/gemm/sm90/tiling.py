@@ -50,6 +50,11 @@ class TiledCandidate(CostedCandidate):
     cycles: float
 
     @property
+    def kind(self) -> str:
+        """The kind of its consumers."""
+        return "cooperative" if self.tile.cooperative else "ping-pong"
+
+    @property
     def accumulators(self) -> int:
         """Accumulators of a thread."""
         return self.instance.accumulators
