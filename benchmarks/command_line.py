@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import (
+    cross_entropy,
+    fused,
     host,
     ladder,
     latency,
@@ -26,8 +28,10 @@ from jax_tilekern.compilation.nvrtc import NvrtcNotFound
 
 _COMMANDS: dict[str, Command] = {
     **{name: OperationCommand(name) for name in OPERATIONS},
+    "fused": fused,
     "linalg": linalg,
     "strassen": strassen,
+    "cross_entropy": cross_entropy,
     "out_of_core": out_of_core,
     "sharded": sharded,
     "latency": latency,

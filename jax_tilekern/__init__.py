@@ -18,6 +18,8 @@ from jax_tilekern.interop.ffi import FFI_TARGETS
 from jax_tilekern.interop.modes import FallbackError, disabled, strict
 from jax_tilekern.ops.add import add
 from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
+from jax_tilekern.ops.linear import gated_linear, linear
+from jax_tilekern.ops.linear_cross_entropy import linear_cross_entropy
 from jax_tilekern.ops.matmul import dot_general, matmul
 from jax_tilekern.ops.ragged_dot import ragged_dot, ragged_dot_general
 from jax_tilekern.ops.strassen import strassen_matmul
@@ -52,9 +54,12 @@ __all__ = [
     "dot_general",
     "einsum",
     "explain",
+    "gated_linear",
     "gpu_target",
     "inner",
     "linalg",
+    "linear",
+    "linear_cross_entropy",
     "matmul",
     "matvec",
     "multi_dot",

@@ -12,7 +12,7 @@ LAYERS = [
     {"cli"},
     {"tuning", "out_of_core", "linalg"},
     {"ops", "patching"},
-    {"primitives"},
+    {"primitives", "epilogue"},
     {"partitioning"},
     {"interop", "inspection"},
     {"plans"},

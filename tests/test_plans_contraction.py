@@ -45,7 +45,7 @@ def test_geometry_computes_the_contraction(case, seed):
     oriented = matmul_geometry(contraction, *shapes)
     if isinstance(oriented, str):
         return
-    geometry, swapped = oriented
+    geometry, swapped, _ = oriented
     assert len(geometry.batch) <= MAX_BATCH_DIMS
     assert geometry.out_strides[-1] == 1 or geometry.n == 1
     expected = np.einsum(lhs, contraction.lhs, rhs, contraction.rhs, contraction.out)
@@ -89,7 +89,7 @@ def test_strides_are_not_limited_to_32_bits():
 def test_attention_needs_no_copy():
     """``bqhd,bkhd->bhqk``: two batch dimensions that do not merge, read where they lie."""
     contraction = Contraction((0, 1, 2, 3), (0, 4, 2, 3), (0, 2, 1, 4))
-    geometry, swapped = matmul_geometry(contraction, (2, 64, 8, 32), (2, 48, 8, 32))
+    geometry, swapped, _ = matmul_geometry(contraction, (2, 64, 8, 32), (2, 48, 8, 32))
     assert not swapped
     assert (geometry.batch, geometry.m, geometry.n, geometry.k) == ((2, 8), 64, 48, 32)
     assert geometry.lhs_strides == (64 * 256, 32, 256, 1)

@@ -24,6 +24,8 @@
 //   int batch(int i)                which matrix that is: the batch dimensions count as one, the
 //                                   last one fastest; a grouped GEMM has batch * groups + group
 //   int rows(), columns()           the size of each matrix
+//   kAdjacentColumns                so many accumulators, from a multiple of that number on, are
+//                                   in adjacent columns of one row
 //
 // An epilogue has to unroll its loop over the accumulators, which are registers. It must not
 // synchronise, because threads of a warp may call it a different number of times. A tile may reach
@@ -60,6 +62,8 @@ struct ComposedEpilogue {
 
 // The coordinates of a single accumulator, or of adjacent ones in a row.
 struct RowCoordinates {
+  static constexpr int kAdjacentColumns = 1;
+
   int row_index;
   int first_column;
   int row_count;

@@ -17,6 +17,7 @@ from jax._src import checkify as _checkify
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
+from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
@@ -27,6 +28,8 @@ from jax._src.lib.mlir.dialects import func as _func
 from jax.interpreters import ad, batching, mlir
 
 __all__ = [
+    "ClosedJaxpr",
+    "Jaxpr",
     "Primitive",
     "ShardingTypeError",
     "Var",
@@ -37,11 +40,15 @@ __all__ = [
     "canonicalize_dtype",
     "canonicalize_precision",
     "dot_general_p",
+    "eval_jaxpr",
     "explicit_sharding",
     "func",
     "in_pallas_kernel",
     "inlined_when_traced",
     "ir",
+    "is_literal",
+    "jaxpr_as_fun",
+    "jaxprs_of",
     "lower_per_platform",
     "mlir",
     "ragged_dot_general_p",
@@ -50,18 +57,25 @@ __all__ = [
     "remat_case",
     "result_type",
     "sharding_under_vmap",
+    "source_line",
     "transposed_from",
     "unify_varying",
     "varying_axes",
     "with_automatic_axes",
     "with_leading_dims",
     "with_type",
+    "without_mesh",
     "zero_tangent",
 ]
 
 # jax.extend.core exports them, and imports all of Pallas on the way (60 ms).
 Primitive = _core.Primitive
 Var = _core.Var
+Jaxpr = _core.Jaxpr
+# Jaxprs hold their constants themselves from jax 0.11 on.
+ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", _core.Jaxpr)
+jaxpr_as_fun: Callable[..., Callable[..., list[Any]]] = _core.jaxpr_as_fun
+eval_jaxpr: Callable[..., list[Any]] = _core.eval_jaxpr
 
 # jax.extend.mlir exports them, and imports all of Pallas on the way (45 ms).
 ir: Any = _mlir_lib.ir  # type: ignore[attr-defined]
@@ -144,6 +158,21 @@ def transposed_from(value: Any) -> tuple[Any, Sequence[int]] | None:
     return operation.operands[0], list(operation.attributes["permutation"])
 
 
+def jaxprs_of(eqn: Any) -> list[Any]:
+    """Return the jaxprs in an equation's parameters."""
+    return list(_core.jaxprs_in_params(eqn.params))
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand of an equation is a number, and no variable."""
+    return isinstance(atom, _core.Literal)
+
+
+def source_line(eqn: Any) -> str:
+    """Return the file, line and function of the user's that an equation was traced from."""
+    return _source_info_util.summarize(eqn.source_info)
+
+
 def zero_tangent(primal: Any) -> Any:
     """Symbolic zero tangent of a value."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
@@ -181,6 +210,11 @@ def explicit_sharding(aval: Any) -> Any:
     """Return the sharding that a type has on a mesh with explicit axes, ``None`` on others."""
     sharding = aval.sharding
     return sharding if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def without_mesh() -> Any:
+    """Return a context in which types have no shardings."""
+    return _mesh.use_abstract_mesh(_mesh.empty_abstract_mesh)
 
 
 def with_automatic_axes(function: Callable[..., Any], out_sharding: Any) -> Callable[..., Any]:

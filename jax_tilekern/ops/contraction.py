@@ -36,7 +36,7 @@ from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.cpu import has_amx, product_left_to_xla
 from jax_tilekern.plans.gemm.arithmetic import Converted, cpu_arithmetic, cuda_arithmetic
-from jax_tilekern.plans.gemm.contraction import Contraction, matmul_geometry
+from jax_tilekern.plans.gemm.contraction import Contraction, Labels, matmul_geometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import plan_matmul
 from jax_tilekern.primitives.operation import (
@@ -166,7 +166,7 @@ def _labelled(operands: Sequence[Operand], contraction: Contraction) -> list[Lab
 # Lowering: state the problem, then plan it.
 
 _CPU = Platform(cpu_arithmetic, needs_unit_stride=False)
-_CUDA = Platform(cuda_arithmetic, needs_unit_stride=True)
+CUDA = Platform(cuda_arithmetic, needs_unit_stride=True)
 
 
 def _refusal(
@@ -186,21 +186,30 @@ def _refusal(
     return arithmetic if isinstance(arithmetic, Fallback) else None
 
 
-class _Problem(NamedTuple):
+class Problem(NamedTuple):
+    """A contraction as a kernel sees it."""
+
     product: Product
     # MLIR values of the arrays that the kernel reads, in the product's order.
     operands: tuple[Any, Any]
+    # Batch strides and the strides of m and n of each further array.
+    further_strides: tuple[tuple[int, ...], ...]
 
 
-def _problem(
+def state_problem(
     platform: Platform,
     operands: Sequence[Operand],
     *,
     contraction: Contraction,
     precision: Any,
     out_dtype: np.dtype[Any],
+    further: Sequence[Labels] = (),
     **_: Any,
-) -> _Problem | Rewrite | Fallback:
+) -> Problem | Rewrite | Fallback:
+    """State the product that a contraction is, or return how it is computed without stating one.
+
+    ``further`` has the labels of further arrays that an epilogue reads and writes.
+    """
     lhs, rhs = _labelled(operands, contraction)
     arithmetic = chosen_arithmetic(platform, lhs.aval, rhs.aval, out_dtype, precision)
     if isinstance(arithmetic, Fallback):
@@ -213,14 +222,18 @@ def _problem(
     obstacle: str | None = None
     for left, right in ways_to_read(lhs, rhs):
         labels = Contraction(left.labels, right.labels, contraction.out)
-        found = matmul_geometry(labels, left.aval.shape, right.aval.shape)
+        found = matmul_geometry(labels, left.aval.shape, right.aval.shape, further)
         obstacle = found if isinstance(found, str) else platform.obstacle(found.geometry)
         if isinstance(found, str) or obstacle is not None:
             continue
         if found.swapped:
             left, right = right, left
         types = (left.aval.dtype, right.aval.dtype, out_dtype)
-        return _Problem(Product(found.geometry, *types, arithmetic), (left.value, right.value))
+        return Problem(
+            Product(found.geometry, *types, arithmetic),
+            (left.value, right.value),
+            found.further_strides,
+        )
     return Rewrite(
         f"operands reordered first: {obstacle}",
         functools.partial(_reordered, contraction, precision, out_dtype),
@@ -230,15 +243,15 @@ def _problem(
 def _plan_on_cuda(
     operands: Sequence[Operand], _: Any, **params: Any
 ) -> Kernel | Rewrite | Fallback:
-    problem = _problem(_CUDA, operands, **params)
-    if not isinstance(problem, _Problem):
+    problem = state_problem(CUDA, operands, **params)
+    if not isinstance(problem, Problem):
         return problem
     return planned_kernel(problem.operands, plan_matmul, problem.product)
 
 
 def _plan_on_cpu(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel | Rewrite | Fallback:
-    problem = _problem(_CPU, operands, **params)
-    if not isinstance(problem, _Problem):
+    problem = state_problem(_CPU, operands, **params)
+    if not isinstance(problem, Problem):
         return problem
     product = problem.product
     geometry, arithmetic = product.geometry, product.arithmetic
@@ -304,7 +317,7 @@ _bind = define(
         sharding_rule=_sharding_rule,
         planners={
             "cpu": Planner(functools.partial(_refusal, _CPU), _plan_on_cpu),
-            "cuda": Planner(functools.partial(_refusal, _CUDA), _plan_on_cuda),
+            "cuda": Planner(functools.partial(_refusal, CUDA), _plan_on_cuda),
         },
         describe=lambda contraction, **_: str(contraction),
         source=_source,

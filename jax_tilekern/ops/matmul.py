@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -12,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
+from jax_tilekern.ops.fused_contraction import contract_with_epilogue
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.plans.gemm.contraction import Contraction
 
@@ -20,7 +22,7 @@ DotDimensionNumbers = tuple[
 ]
 
 
-@jitted("precision", "preferred_element_type", "out_sharding")
+@jitted("precision", "preferred_element_type", "out_sharding", "epilogue")
 def matmul(
     a: ArrayLike,
     b: ArrayLike,
@@ -28,8 +30,10 @@ def matmul(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[ArrayLike] = (),
 ) -> Array:
-    """Matrix product with the semantics of :func:`jax.numpy.matmul`.
+    """Matrix product with the semantics of :func:`jax.numpy.matmul`, and an epilogue.
 
     Parameters
     ----------
@@ -47,23 +51,37 @@ def matmul(
     out_sharding
         Sharding of the result on a mesh with explicit axes. It is required where contracted
         dimensions of both operands are sharded.
+    epilogue
+        A function ``epilogue(accumulator, *operands)`` of scalars, which is applied to every
+        element of the product in the kernel that computes it. The accumulator has the type in
+        which the product is accumulated: float32 for floats of 16 and 8 bits, int32 for integers of
+        16 and 8 bits, otherwise the operands' type. It may return several scalars, in any
+        tree. As for ``jax.jit``, a function that is made anew for each call is traced anew.
+    operands
+        Arrays that broadcast to the result by NumPy's rules: a bias ``(n,)``, a scale of rows
+        ``(m, 1)``, a residual ``(m, n)``. The epilogue gets one element of each.
 
     Returns
     -------
     Array
-        Shape ``(..., m, n)``, without the dimension that a one-dimensional operand lacks.
+        Shape ``(..., m, n)``, without the dimension that a one-dimensional operand lacks. With an
+        epilogue, an array for each scalar that it returns. What it returns in the accumulator's
+        type is rounded to the product's type, once; any other type is kept.
 
     Raises
     ------
     ValueError
-        If an operand is a scalar, or batch dimensions do not broadcast.
+        If an operand is a scalar, or batch dimensions do not broadcast, or an operand of the
+        epilogue does not broadcast to the result.
     TypeError
-        If an operand is not an array, or contracted sizes differ.
+        If an operand is not an array, or contracted sizes differ, or the epilogue is not a function
+        of scalars.
     jax.sharding.ShardingTypeError
         If the operands' explicit shardings do not go together, or do not settle the result's.
 
     See Also
     --------
+    linear : a product with bias and activation.
     explain : which kernel computes a product, and why.
 
     Examples
@@ -101,18 +119,35 @@ def matmul(
     b, b_labels = _without(b, b_labels, a_alone)
     out = (*batch, *((m,) if m in a_labels else ()), *((n,) if n in b_labels else ()))
 
+    contraction = Contraction(a_labels, b_labels, out)
+    explicit = None if out_sharding is None else compat.explicit_sharding(result)
+    canonical = compat.canonicalize_precision(precision)
+    if epilogue is not None:
+        results: Array = contract_with_epilogue(
+            a,
+            b,
+            contraction,
+            precision=canonical,
+            product=result.dtype,
+            shape=result.shape,
+            epilogue=epilogue,
+            operands=operands,
+            out_sharding=explicit,
+        )
+        return results
+    _refuse_operands(operands)
     product = contract(
         a,
         b,
-        Contraction(a_labels, b_labels, out),
-        precision=compat.canonicalize_precision(precision),
+        contraction,
+        precision=canonical,
         out_dtype=result.dtype,
-        out_sharding=None if out_sharding is None else compat.explicit_sharding(result),
+        out_sharding=explicit,
     )
     return compat.with_type(product, result.dtype, result.weak_type)
 
 
-@jitted("dimension_numbers", "precision", "preferred_element_type", "out_sharding")
+@jitted("dimension_numbers", "precision", "preferred_element_type", "out_sharding", "epilogue")
 def dot_general(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -121,6 +156,8 @@ def dot_general(
     preferred_element_type: DTypeLike | None = None,
     *,
     out_sharding: NamedSharding | PartitionSpec | None = None,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[ArrayLike] = (),
 ) -> Array:
     """General contraction with the signature and semantics of :func:`jax.lax.dot_general`.
 
@@ -138,19 +175,22 @@ def dot_general(
         As in :func:`matmul`.
     preferred_element_type
         Type of the result. By default that of the operands after promotion.
-    out_sharding
+    out_sharding, epilogue, operands
         As in :func:`matmul`.
 
     Returns
     -------
     Array
         Its dimensions are the batch dimensions, then those of ``lhs`` that are neither batch nor
-        contracted, then those of ``rhs``.
+        contracted, then those of ``rhs``. With an epilogue, as in :func:`matmul`.
 
     Raises
     ------
     TypeError
-        If ``dimension_numbers`` do not fit the operands, or sizes or types do not match.
+        If ``dimension_numbers`` do not fit the operands, or sizes or types do not match, or the
+        epilogue is not a function of scalars.
+    ValueError
+        If an operand of the epilogue does not broadcast to the result.
     """
     result = compat.result_type(
         functools.partial(
@@ -165,14 +205,37 @@ def dot_general(
     )
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     contraction = Contraction.of_dot_general(lhs.ndim, rhs.ndim, dimension_numbers)
+    canonical = compat.canonicalize_precision(precision)
+    explicit = None if out_sharding is None else compat.explicit_sharding(result)
+    if epilogue is not None:
+        results: Array = contract_with_epilogue(
+            lhs,
+            rhs,
+            contraction,
+            precision=canonical,
+            product=result.dtype,
+            shape=result.shape,
+            epilogue=epilogue,
+            operands=operands,
+            out_sharding=explicit,
+        )
+        return results
+    _refuse_operands(operands)
     return contract(
         lhs,
         rhs,
         contraction,
-        precision=compat.canonicalize_precision(precision),
+        precision=canonical,
         out_dtype=result.dtype,
-        out_sharding=None if out_sharding is None else compat.explicit_sharding(result),
+        out_sharding=explicit,
     )
+
+
+def _refuse_operands(operands: Sequence[ArrayLike]) -> None:
+    if len(operands):
+        raise TypeError(
+            f"{len(operands)} operands of an epilogue, but no epilogue= that reads them"
+        )
 
 
 def _without(x: Array, labels: tuple[int, ...], dropped: set[int]) -> tuple[Array, tuple[int, ...]]:

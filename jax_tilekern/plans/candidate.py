@@ -37,3 +37,8 @@ class CostedCandidate(Candidate):
     """
 
     cycles: float
+
+    @property
+    def accumulators(self) -> int:
+        """Accumulators of a thread, beside which an epilogue has its registers."""
+        return 0

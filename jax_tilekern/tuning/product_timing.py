@@ -105,7 +105,7 @@ class _Array(NamedTuple):
 _PRECISIONS = {
     "f32": "highest",
     "f32_emulated": "BF16_BF16_F32_X6",
-    "fp8_fast": "ANY_F8_ANY_F8_F32_FAST_ACCUM",
+    "fp8": "highest",
 }
 
 

@@ -95,6 +95,26 @@ class Converted:
     reason: str
 
 
+def accumulator_dtype(operands: _Dtype, product: _Dtype | None = None) -> _Dtype:
+    """Return the type in which products are accumulated.
+
+    Parameters
+    ----------
+    operands
+        Type of the operands.
+    product
+        Type of the product. If it is wider than kernels' accumulators, it is the answer.
+    """
+    own: _Dtype
+    if operands in (BF16, F16, *FP8):
+        own = F32
+    elif operands.kind in "iu" and operands.itemsize < INT32.itemsize:
+        own = INT32
+    else:
+        own = np.dtype(operands)
+    return own if product is None or product.itemsize <= own.itemsize else np.dtype(product)
+
+
 def precision_name(precision: Any) -> str:
     """Name of a canonical ``precision``: of a pair, the higher one."""
     if precision is None:
@@ -143,7 +163,9 @@ def cuda_arithmetic(
     if precision not in ("DEFAULT", "HIGH", "HIGHEST", *_OWN_PRESETS.get(lhs, ())):
         return None
     if lhs in FP8:
-        return _with_result(lhs, rhs, out, "fp8_fast" if "FAST" in precision else "fp8")
+        # XLA's default does not promote accumulators either.
+        fast = precision in ("DEFAULT", "ANY_F8_ANY_F8_F32_FAST_ACCUM")
+        return _with_result(lhs, rhs, out, "fp8_fast" if fast else "fp8")
     names: dict[_Dtype, str] = {F64: "f64", BF16: "bf16", F16: "f16", INT8: "int8"}
     return _with_result(lhs, rhs, out, names.get(lhs, ""))
 

@@ -136,6 +136,8 @@ class Oriented(NamedTuple):
 
     geometry: MatmulGeometry
     swapped: bool
+    # Batch strides and the strides of m and n of each further array.
+    further_strides: tuple[tuple[int, ...], ...] = ()
 
 
 class Dimension(NamedTuple):
@@ -147,10 +149,20 @@ class Dimension(NamedTuple):
     out: int
     # The fourth array, of a grouped GEMM.
     bounds: int = 0
+    # Arrays of an epilogue.
+    further: tuple[int, ...] = ()
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The stride in every array."""
+        return (*self[1:5], *self.further)
 
 
 def matmul_geometry(
-    contraction: Contraction, lhs_shape: Sequence[int], rhs_shape: Sequence[int]
+    contraction: Contraction,
+    lhs_shape: Sequence[int],
+    rhs_shape: Sequence[int],
+    further: Sequence[Labels] = (),
 ) -> Oriented | str:
     """Collapse a contraction of row-major arrays into one strided matrix product.
 
@@ -163,6 +175,9 @@ def matmul_geometry(
         Labels of the dimensions.
     lhs_shape, rhs_shape
         Sizes, all at least 1.
+    further
+        Labels of the dimensions of further arrays that an epilogue reads and writes; they lack
+        labels that they are broadcast over.
 
     Returns
     -------
@@ -176,8 +191,9 @@ def matmul_geometry(
         row_major_strides(labels, sizes)
         for labels in (contraction.lhs, contraction.rhs, contraction.out)
     )
+    further_strides = [row_major_strides(labels, sizes) for labels in further]
     batch, rows, columns, contracted = (
-        merged([dimension(x, sizes, strides) for x in labels])
+        merged([dimension(x, sizes, strides, further_strides) for x in labels])
         for labels in (
             contraction.batch,
             contraction.rows,
@@ -191,7 +207,7 @@ def matmul_geometry(
     if (rows or columns) and not contiguous:
         return "a batch dimension is the output's innermost"
     if any(dim in rows for dim in contiguous):
-        oriented = matmul_geometry(contraction.swapped(), rhs_shape, lhs_shape)
+        oriented = matmul_geometry(contraction.swapped(), rhs_shape, lhs_shape, further)
         return oriented._replace(swapped=True) if isinstance(oriented, Oriented) else oriented
 
     k = contracted[0] if contracted else None
@@ -202,7 +218,12 @@ def matmul_geometry(
     )
     if len(batch) > MAX_BATCH_DIMS:
         return f"{len(batch)} separate batch dimensions (at most {MAX_BATCH_DIMS})"
-    return Oriented(strided_product(batch, m, n, k), swapped=False)
+    further_of_dims = [dim.further if dim else (0,) * len(further) for dim in (*batch, m, n)]
+    return Oriented(
+        strided_product(batch, m, n, k),
+        swapped=False,
+        further_strides=tuple(zip(*further_of_dims, strict=True)),
+    )
 
 
 def row_major_strides(labels: Labels, sizes: Mapping[int, int]) -> dict[int, int]:
@@ -215,10 +236,16 @@ def row_major_strides(labels: Labels, sizes: Mapping[int, int]) -> dict[int, int
 
 
 def dimension(
-    label: int, sizes: Mapping[int, int], strides: Sequence[Mapping[int, int]]
+    label: int,
+    sizes: Mapping[int, int],
+    strides: Sequence[Mapping[int, int]],
+    further: Sequence[Mapping[int, int]] = (),
 ) -> Dimension:
     """Return one label's dimension, from the strides in each array."""
-    return Dimension(sizes[label], *(array.get(label, 0) for array in strides))
+    own = [array.get(label, 0) for array in strides]
+    lhs, rhs, out, bounds = (*own, 0) if len(own) == 3 else own
+    more = tuple(array.get(label, 0) for array in further)
+    return Dimension(sizes[label], lhs, rhs, out, bounds, more)
 
 
 def merged(dims: Sequence[Dimension]) -> list[Dimension]:
@@ -229,7 +256,7 @@ def merged(dims: Sequence[Dimension]) -> list[Dimension]:
             continue
         if result and all(
             outer == stride * inner.size
-            for outer, stride in zip(result[-1][1:], inner[1:], strict=True)
+            for outer, stride in zip(result[-1].strides, inner.strides, strict=True)
         ):
             inner = inner._replace(size=result.pop().size * inner.size)
         result.append(inner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from jax_tilekern.plans.gemm.arithmetic import ElementTypes
+from jax_tilekern.plans.gemm.epilogue import Epilogue
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry, distinct_matrices
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import NoKernel
@@ -54,13 +56,18 @@ class TypedProduct(ABC, Generic[_Geometry]):
         """Element types of ``lhs``, ``rhs`` and the output."""
         return self.lhs_dtype, self.rhs_dtype, self.out_dtype
 
+    @property
+    def epilogue_bytes(self) -> int:
+        """Bytes that an epilogue reads and writes beside the output."""
+        return 0
+
     def memory_cycles(self, gpu: Gpu) -> float:
         """Return the time to read each operand once and to write the output."""
         g = self.strided
         lhs = g.m * g.k * distinct_matrices(g.batch, g.lhs_strides) * self.lhs_dtype.itemsize
         rhs = g.k * g.n * distinct_matrices(g.batch, g.rhs_strides) * self.rhs_dtype.itemsize
         out = g.m * g.n * distinct_matrices(g.batch, g.out_strides) * self.out_dtype.itemsize
-        return (lhs + rhs + out) / gpu.rates.memory_bandwidth
+        return (lhs + rhs + out + self.epilogue_bytes) / gpu.rates.memory_bandwidth
 
     def cycles(self, busy: float, gpu: Gpu) -> float:
         """Estimate a launch whose busiest SM would take ``busy`` cycles if memory were no limit."""
@@ -83,12 +90,52 @@ class Product(TypedProduct[MatmulGeometry]):
 
     ``lhs`` has a unit stride along ``m`` or ``k``, or that dimension has size 1; ``rhs`` along
     ``k`` or ``n`` likewise.
+
+    Attributes
+    ----------
+    epilogue
+        What is done to the accumulators; ``None`` for nothing.
     """
+
+    epilogue: Epilogue | None = None
 
     @property
     def strided(self) -> MatmulGeometry:
         """Sizes and strides of the three arrays."""
         return self.geometry
+
+    @property
+    def epilogue_bytes(self) -> int:
+        """Bytes that the epilogue reads and writes beside the output."""
+        if self.epilogue is None:
+            return 0
+        sizes = (*self.geometry.batch, self.geometry.m, self.geometry.n)
+        return sum(
+            distinct_matrices(sizes, array.strides) * array.dtype.itemsize
+            for array in (*self.epilogue.operands, *self.epilogue.outputs)
+        )
+
+    def with_epilogue(self, epilogue: Epilogue) -> Product:
+        """Return the same product with an epilogue."""
+        return dataclasses.replace(self, epilogue=epilogue)
+
+    @property
+    def out_buffer(self) -> int:
+        """The buffer of the output, which follows all operands."""
+        return 2 + (len(self.epilogue.operands) if self.epilogue else 0)
+
+    @property
+    def first_workspace(self) -> int:
+        """The first buffer behind the results."""
+        return self.out_buffer + 1 + (len(self.epilogue.outputs) if self.epilogue else 0)
+
+    def alignments(self, lhs: int, rhs: int, out: int) -> tuple[int, ...]:
+        """Return the alignment of every buffer, in bytes, given those of the product's arrays."""
+        if self.epilogue is None:
+            return lhs, rhs, out
+        operands = (x.alignment for x in self.epilogue.operands)
+        outputs = (x.alignment for x in self.epilogue.outputs)
+        return lhs, rhs, *operands, out, *outputs
 
 
 def copy_cycles(bytes_: int, gpu: Gpu) -> float:

@@ -8,6 +8,8 @@ cost model; ``xla.py`` lists what is left to XLA.
 
 from __future__ import annotations
 
+import math
+
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gemm.families import ranked_candidates
 from jax_tilekern.plans.gemm.problem import Product
@@ -15,7 +17,7 @@ from jax_tilekern.plans.gemm.sm80.candidates import MMA
 from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
 from jax_tilekern.plans.gemm.sm90.emulated import EMULATED
 from jax_tilekern.plans.gemm.vector_product import vector_product_candidates
-from jax_tilekern.plans.gemm.xla import left_to_xla
+from jax_tilekern.plans.gemm.xla import left_to_xla, small_left_to_xla
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.tuned import tuned_plan
@@ -25,7 +27,7 @@ _FAMILIES = (WGMMA, EMULATED, MMA)
 
 def candidates(product: Product, gpu: Gpu) -> list[CostedCandidate] | NoKernel:
     """Return the ways to compute a product, best first by the cost model."""
-    vectors = vector_product_candidates(product, gpu)
+    vectors = vector_product_candidates(product, gpu) if product.epilogue is None else []
     if vectors:
         # Memory is the limit, and tensor cores gain nothing.
         return [*vectors]
@@ -48,5 +50,25 @@ def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
     tuned = tuned_plan(product, gpu, found)
     if tuned is not None:
         return tuned
-    reason = left_to_xla(product, gpu)
+    if product.epilogue is not None:
+        return _fused_plan(found, gpu)
+    reason = left_to_xla(product, gpu) or small_left_to_xla(product, found[0].cycles, gpu)
     return NoKernel(reason) if reason else found[0].plan(gpu)
+
+
+def _fused_plan(candidates: list[CostedCandidate], gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Return the plan of the best candidate whose registers hold its epilogue.
+
+    XLA's product is not considered, even where it is the faster one: an epilogue after it is a pass
+    over memory.
+    """
+    fewest = math.inf
+    for candidate in candidates:
+        # Where one spills, so do others with as many accumulators, and a compilation takes seconds.
+        if candidate.accumulators >= fewest:
+            continue
+        plan = candidate.plan(gpu)
+        if not any(launch.entry.spill_bytes for launch in plan.launches):
+            return plan
+        fewest = candidate.accumulators
+    return NoKernel("the epilogue takes more registers than there are beside the accumulators")

@@ -31,6 +31,8 @@ struct SumShape {
 // The coordinates of adjacent elements; `first` is the number of the first one in all of the
 // output.
 struct SplitCoordinates {
+  static constexpr int kAdjacentColumns = 1;
+
   int64 first;
   const SumShape& shape;
 

@@ -75,6 +75,8 @@ inline void copy_subtile(const OutputTile<Out>& output, int subtile, uint32 stag
 // in the warp's part of the output tile: row(lane, i) and column(lane, i).
 template <class Layout>
 struct WarpCoordinates {
+  static constexpr int kAdjacentColumns = 1;
+
   // Where the warp's part starts in the matrix.
   int first_row;
   int first_column;

@@ -23,6 +23,7 @@ struct WgmmaAccumulatorLayout {
 template <bool kPairedRows>
 struct WgmmaCoordinates {
   using Layout = WgmmaAccumulatorLayout<kPairedRows>;
+  static constexpr int kAdjacentColumns = 2;
 
   const WorkTile& work;
   const WgmmaShape& shape;

@@ -10,6 +10,7 @@ import numpy as np
 
 from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
+from jax_tilekern.plans.gemm.epilogue import Epilogue
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 from jax_tilekern.plans.strided_rows import VECTOR_BYTES, RowTiling, StridedRows, merged_dims
@@ -29,19 +30,27 @@ class SumPass:
         Their type: float32, float64 or int32.
     out_dtype
         The same, or bfloat16 or float16 of float32.
+    epilogue
+        What is done to the sums; ``None`` for nothing.
     """
 
     geometry: MatmulGeometry
     splits: int
     sum_dtype: np.dtype[Any]
     out_dtype: np.dtype[Any]
+    epilogue: Epilogue | None = None
 
     @property
     def kernel(self) -> Kernel:
         """What the compiler is asked for."""
         types = ", ".join(CXX_TYPES[dtype] for dtype in (self.sum_dtype, self.out_dtype))
         config = cxx_config("SumConfig", vector=self._vector)
-        return Kernel("gemm/passes/reduce_splits.cuh", f"tilekern::sum_splits<{types}, {config}>")
+        plain = Kernel("gemm/passes/reduce_splits.cuh", f"tilekern::sum_splits<{types}, {config}>")
+        if self.epilogue is None:
+            return plain
+        return self.epilogue.kernel(
+            plain, columns=self.geometry.n, within_rows=True, within_columns=True
+        )
 
     @property
     def split_stride(self) -> int:
@@ -85,6 +94,7 @@ class SumPass:
             If the output takes more rows or CTAs than a launch can have.
         """
         dims, columns = self._rows
+        more = () if self.epilogue is None else self.epilogue.parameters(out.index)
         rows, threads = StridedRows.of(dims), 256
         tiling = RowTiling.of(rows.count, columns // self._vector, 1, threads)
         shape = Scalars.pack(
@@ -101,5 +111,5 @@ class SumPass:
             entry=compiled.entry(self.kernel.name),
             grid=(tiling.blocks, 1, 1),
             block=(threads, 1, 1),
-            parameters=(partials, out, shape),
+            parameters=(partials, out, shape, *more),
         )

@@ -60,6 +60,12 @@ class TiledCandidate(CostedCandidate):
     cycles: float
 
     @property
+    def accumulators(self) -> int:
+        """Accumulators of a thread."""
+        tile = self.instance.tile
+        return tile.block_m * tile.block_n // tile.threads
+
+    @property
     def alignments(self) -> tuple[int, int, int]:
         """Bytes that the addresses of ``lhs``, ``rhs`` and the output are multiples of."""
         widths = (

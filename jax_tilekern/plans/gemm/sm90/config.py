@@ -13,6 +13,7 @@ from jax_tilekern.compilation.compiler import Kernel
 from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
 from jax_tilekern.plans.gemm.arithmetic import TYPES, ElementTypes
 from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.sm90.dynamic import RING_BYTES
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.strided_rows import StridedOperand
 
@@ -104,15 +105,16 @@ ARITHMETICS = {
 }
 
 
-_NOT_IN_CONFIG = ("types", "ragged", "line_step", "ragged_bytes")
+_NOT_IN_CONFIG = ("types", "dynamic", "ragged", "line_step", "scheduler_bytes")
 
 
 @dataclass(frozen=True)
 class WgmmaInstance:
     """One compiled kernel: its types and its ``WgmmaConfig``; see ``gemm/sm90/config.cuh``.
 
-    The kernel of a grouped GEMM has more choices: the ragged dimension, the granularity in rows of
-    N of loads and MMAs where a tile may be partial, and further shared memory.
+    The kernel of a grouped GEMM has more choices: the ragged dimension, and the granularity in rows
+    of N of loads and MMAs where a tile may be partial. A dynamic tile scheduler takes more shared
+    memory.
     """
 
     types: tuple[str, str, str]
@@ -129,9 +131,10 @@ class WgmmaInstance:
     out_boxes: bool
     promote: bool
     pieces: int = 1
+    dynamic: bool = False
     ragged: Literal["n", "k"] | None = None
     line_step: int = 0
-    ragged_bytes: int = 0
+    scheduler_bytes: int = 0
 
     @property
     def kernel(self) -> Kernel:
@@ -145,6 +148,9 @@ class WgmmaInstance:
             steps = f"{self.line_step}, {self.copy_step}, {self.rhs_box_lines}"
             name = f"tilekern::ragged_wgmma_matmul<{types}{config}, {ragged}, {steps}>"
             return Kernel("grouped_gemm/sm90/matmul.cuh", name)
+        if self.dynamic:
+            name = f"tilekern::wgmma_matmul_dynamic<{types}{config}>"
+            return Kernel("gemm/sm90/dynamic_matmul.cuh", name)
         name = f"wgmma_matmul<{types}" if self.pieces == 1 else "wgmma_matmul_of_pieces<"
         return Kernel("gemm/sm90/matmul.cuh", f"tilekern::{name}{config}>")
 
@@ -174,19 +180,29 @@ class WgmmaInstance:
     def shared_memory_bytes(self) -> int:
         """Dynamic shared memory of a CTA."""
         ring = self.stages * (self.stage_bytes + 2 * _BARRIER_BYTES)
-        return ring + self.consumers * (_SUBTILES_BYTES + _BARRIER_BYTES) + self.ragged_bytes
+        return ring + self.consumers * (_SUBTILES_BYTES + _BARRIER_BYTES) + self.scheduler_bytes
+
+    @property
+    def accumulators(self) -> int:
+        """Accumulators of a consumer's thread."""
+        consumers = self.consumers if self.cooperative else 1
+        return self.block_m * self.block_n // (128 * consumers)
 
     @property
     def fits_registers(self) -> bool:
         """Whether the accumulators leave a thread enough registers for the rest."""
-        accumulators = self.block_m * self.block_n // (self.consumers if self.cooperative else 1)
         if self.promote:
             # There are two sets of accumulators.
-            return accumulators <= 64 * 128
+            return self.accumulators <= 64
         # Addresses of single elements take registers, and so do transposed float32 outputs.
         transposed = self.out_m_major and self.types[2] == "float"
-        few = accumulators <= 128 * 128
+        few = self.accumulators <= 128
         return few or (self.block_k == 64 and self.out_boxes and not transposed)
+
+    def with_dynamic_scheduler(self, gpu: Gpu) -> WgmmaInstance:
+        """Return the same kernel with a dynamic tile scheduler."""
+        dynamic = dataclasses.replace(self, dynamic=True, scheduler_bytes=RING_BYTES)
+        return dynamic.with_max_stages(gpu)
 
     def with_max_stages(self, gpu: Gpu) -> WgmmaInstance:
         """Return the same kernel with the maximum number of useful stages that fit."""
@@ -235,7 +251,7 @@ class View:
             lhs_buffer=0,
             rhs_buffer=1,
             out_dtype=product.out_dtype,
-            out_buffer=2,
+            out_buffer=product.out_buffer,
             out_batch=tuple(zip(geometry.batch, out_batch, strict=True)),
             out_m_stride=out_m,
             out_n_stride=out_n,

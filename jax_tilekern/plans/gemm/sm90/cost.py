@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from jax_tilekern.plans.gemm.epilogue import Epilogue
 from jax_tilekern.plans.gemm.sm90.config import TILE_ROW_BYTES, View, WgmmaInstance, WgmmaTile
 from jax_tilekern.plans.gpu import Gpu
 
@@ -24,6 +25,8 @@ _SINGLE_ELEMENTS = 4
 # Ping-pong consumers: cycles of the ordered barrier, and the slowdown of small tiles over many
 # rounds, which spread over more of the operands than L2 holds.
 _PING_PONG_CYCLES = 100
+# Instructions of a thread that an SM issues in a cycle.
+_LANES = 128
 _PING_PONG_SPREAD = 1.05
 # Clusters save L2 reads, which has not been seen to pay.
 _CLUSTERS = 1.02
@@ -37,6 +40,7 @@ def busy_cycles(
     work_tiles: float,
     k_tiles: float,
     gpu: Gpu,
+    epilogue: Epilogue | None = None,
 ) -> float:
     """Estimate the cycles of the busiest SM if memory were no limit.
 
@@ -56,6 +60,8 @@ def busy_cycles(
         The k-tiles of each.
     gpu
         What it is for.
+    epilogue
+        What is done to the accumulators before they are stored.
     """
     rates = gpu.rates
     rounds = math.ceil(work_tiles / (gpu.sm_count // tile.cluster))
@@ -79,6 +85,8 @@ def busy_cycles(
     store = _STORE_CYCLES + out_bytes / _STORE_BANDWIDTH
     if not instance.out_boxes:
         store *= _SINGLE_ELEMENTS
+    if epilogue is not None:
+        store += tile.block_m * tile.block_n * epilogue.instructions / _LANES
     # Ping-pong hides the epilogue behind the other consumer's mainloop, unless single elements are
     # stored.
     if tile.cooperative or rounds == 1 or not instance.out_boxes:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from jax_tilekern.compilation.compiler import Compiled
+from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.gemm.rasterization import raster_height
 from jax_tilekern.plans.gemm.sm90.config import (
     MAX_BATCH_DIMS,
@@ -30,6 +30,7 @@ def launch_tiles(
     splits: int,
     gpu: Gpu,
     *,
+    kernel: Kernel | None = None,
     work_tiles: int | None = None,
     more: tuple[tuple[Parameter, ...], tuple[Parameter, ...]] = ((), ()),
 ) -> Launch:
@@ -37,6 +38,8 @@ def launch_tiles(
 
     Parameters
     ----------
+    kernel
+        The kernel, if it is not ``instance.kernel``.
     work_tiles
         The maximum number of work tiles, if they are not those of a dense product.
     more
@@ -83,7 +86,7 @@ def launch_tiles(
     )
     rhs = rhs_map(view, instance, instance.rhs_box_lines)
     return Launch(
-        entry=compiled.entry(instance.kernel.name),
+        entry=compiled.entry((kernel or instance.kernel).name),
         grid=(clusters * instance.cluster, 1, 1),
         block=(instance.threads, 1, 1),
         # A kernel that stores single elements does not read the map of the output.
@@ -141,7 +144,7 @@ def _out_map(view: View, instance: WgmmaInstance) -> TensorMap:
         view.out_dtype.itemsize,
         (m, n) if instance.out_m_major else (n, m),
         [*view.out_batch],
-        (row, min(instance.block_n, row) if instance.out_m_major else 64),
+        (row, math.gcd(instance.block_n, row) if instance.out_m_major else 64),
     )
 
 

@@ -10,8 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax_tilekern.compilation.compiler import Kernel
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gemm.arithmetic import ElementTypes
+from jax_tilekern.plans.gemm.epilogue import Epilogue
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import TypedProduct
 from jax_tilekern.plans.gemm.sm90.config import (
     MAX_BATCH_DIMS,
@@ -23,7 +26,7 @@ from jax_tilekern.plans.gemm.sm90.config import (
     takes,
 )
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import NoKernel
+from jax_tilekern.plans.launch import NoKernel, Parameter
 
 _CAPABILITY = (9, 0)
 
@@ -47,6 +50,11 @@ class TiledCandidate(CostedCandidate):
     cycles: float
 
     @property
+    def accumulators(self) -> int:
+        """Accumulators of a thread."""
+        return self.instance.accumulators
+
+    @property
     def swapped(self) -> bool:
         """Whether the kernel computes the output's transpose, with the operands swapped."""
         return self.instance.out_m_major
@@ -60,7 +68,28 @@ class TiledCandidate(CostedCandidate):
     def tile_reason(self) -> str:
         """The tile, its pipeline and the orientation, for ``explain``."""
         text = f"{self.tile}, {self.instance.stages} stages"
+        text += ", dynamic tile scheduler" if self.instance.dynamic else ""
         return text + (", operands swapped" if self.swapped else "")
+
+    def fused(
+        self, epilogue: Epilogue | None, geometry: MatmulGeometry, out_buffer: int
+    ) -> tuple[Kernel, tuple[Parameter, ...]]:
+        """Return the kernel with an epilogue, and the parameters that follow its own.
+
+        The epilogue and the geometry are those of the product before any swap.
+        """
+        plain, rows, columns = self.instance.kernel, geometry.m, geometry.n
+        if epilogue is None:
+            return plain, ()
+        if self.swapped:
+            epilogue, rows, columns = epilogue.swapped(), columns, rows
+        kernel = epilogue.kernel(
+            plain,
+            columns=columns,
+            within_rows=rows % (self.tile.block_m * self.tile.cluster) == 0,
+            within_columns=columns % self.tile.block_n == 0,
+        )
+        return kernel, epilogue.parameters(out_buffer)
 
     def out_alignment(self, itemsize: int) -> int:
         """Return the bytes that the output's address is a multiple of."""

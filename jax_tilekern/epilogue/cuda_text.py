@@ -1,0 +1,183 @@
+"""The text of a scalar function in CUDA C++.
+
+Its jaxpr becomes straight-line code with numbered names, so equal functions have equal texts, which
+are the key of a compiled kernel. Calls (``jit``, ``custom_jvp``, ...) are inlined. Values of 16-bit
+floats are held in float32 and rounded after each operation; XLA may keep them in float32 over a
+whole fusion, so its results can differ by the rounding of intermediate values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jax_tilekern.epilogue.primitives import INNER_JAXPR, is_copy, translation
+from jax_tilekern.epilogue.scalar_function import ScalarFunction
+from jax_tilekern.interop import compat
+from jax_tilekern.plans.cxx import CXX_TYPES
+from jax_tilekern.plans.gemm.arithmetic import BF16, F16, FP8
+
+_SIXTEEN_BITS = (F16, BF16)
+_CONVERSION = 2
+
+
+class Untranslatable(Exception):
+    """A function that CUDA does not compute; the message says why."""
+
+
+@dataclass(frozen=True)
+class CudaText:
+    """A scalar function in CUDA.
+
+    Attributes
+    ----------
+    statements
+        C++ statements. ``x0`` is the accumulator and ``x1``, ``x2``, ... are the operands.
+    results
+        The C++ expression of each result.
+    instructions
+        An estimate of the instructions of one evaluation.
+    """
+
+    statements: tuple[str, ...]
+    results: tuple[str, ...]
+    instructions: int
+
+
+def cuda_text(function: ScalarFunction) -> CudaText:
+    """Translate a scalar function.
+
+    Raises
+    ------
+    Untranslatable
+        If CUDA does not compute a primitive, or has no such type.
+    """
+    writer = _Writer()
+    jaxpr = function.jaxpr.jaxpr
+    names = [f"x{i}" for i in range(len(jaxpr.invars))]
+    results = [
+        expression
+        if computed_type(_dtype(atom)) == computed_type(dtype)
+        else f"lax::convert<{computed_type(dtype)}>({expression})"
+        for expression, atom, dtype in zip(
+            writer.inlined(jaxpr, function.jaxpr.consts, names),
+            jaxpr.outvars,
+            function.out_dtypes,
+            strict=True,
+        )
+    ]
+    return CudaText(tuple(writer.statements), tuple(results), writer.instructions)
+
+
+def computed_type(dtype: np.dtype[Any]) -> str:
+    """Return the C++ type that values of a type are computed in.
+
+    Raises
+    ------
+    Untranslatable
+        If there is none.
+    """
+    if dtype in _SIXTEEN_BITS:
+        return "float"
+    # NumPy says that some 8-bit floats are of the kind "f".
+    if dtype.kind not in "fiub" or dtype in FP8 or dtype not in CXX_TYPES:
+        raise Untranslatable(f"CUDA has no arithmetic of {dtype}")
+    return CXX_TYPES[dtype]
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.statements: list[str] = []
+        self.instructions = 0
+
+    def inlined(
+        self, jaxpr: compat.Jaxpr, consts: Sequence[Any], operands: Sequence[str]
+    ) -> list[str]:
+        """Write a jaxpr's equations; return the expressions of its results."""
+        names: dict[Any, str] = dict(zip(jaxpr.invars, operands, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
+            names[var] = _literal(np.asarray(value), _dtype(var))
+
+        def expression(atom: Any) -> str:
+            if compat.is_literal(atom):
+                return _literal(np.asarray(atom.val), atom.aval.dtype)
+            return names[atom]
+
+        for eqn in jaxpr.eqns:
+            read = [expression(atom) for atom in eqn.invars]
+            names.update(zip(eqn.outvars, self._equation(eqn, read), strict=True))
+        return [expression(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, operands: list[str]) -> list[str]:
+        name = eqn.primitive.name
+        if name in INNER_JAXPR:
+            inner = eqn.params[INNER_JAXPR[name]]
+            jaxpr, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+            return self.inlined(jaxpr, consts, operands)
+        if is_copy(name):
+            return operands
+        (out,) = eqn.outvars
+        types = [atom.aval.dtype for atom in eqn.invars]
+        if name == "convert_element_type":
+            return [self._converted(operands[0], types[0], out.aval.dtype)]
+        how = translation(name, eqn.params)
+        if how is None:
+            raise Untranslatable(f"no CUDA for {name}, at {compat.source_line(eqn)}")
+        # The first operand of a selection is a condition.
+        for dtype in types[1:] if name == "select_n" else types:
+            computed_type(dtype)
+            if dtype.kind not in how.kinds and not (dtype in _SIXTEEN_BITS and "f" in how.kinds):
+                raise Untranslatable(f"no CUDA for {name} of {dtype}, at {compat.source_line(eqn)}")
+            if dtype in _SIXTEEN_BITS and not how.in_float32:
+                raise Untranslatable(f"no CUDA for {name} of {dtype}, at {compat.source_line(eqn)}")
+        if name == "select_n" and len(types) != 3:
+            raise Untranslatable(f"no CUDA for a selection of {len(types) - 1} values")
+        self.instructions += how.instructions
+        call = f"lax::{how.function}({', '.join(operands)})"
+        return [self._named(out.aval.dtype, _rounded(call, out.aval.dtype))]
+
+    def _converted(self, operand: str, source: np.dtype[Any], target: np.dtype[Any]) -> str:
+        computed, wanted = computed_type(source), computed_type(target)
+        if computed == wanted and target not in _SIXTEEN_BITS:
+            return operand
+        self.instructions += _CONVERSION
+        return self._named(target, _rounded(f"lax::convert<{wanted}>({operand})", target))
+
+    def _named(self, dtype: np.dtype[Any], expression: str) -> str:
+        name = f"v{len(self.statements)}"
+        self.statements.append(f"const {computed_type(dtype)} {name} = {expression};")
+        return name
+
+
+def _dtype(atom: Any) -> np.dtype[Any]:
+    dtype: np.dtype[Any] = np.dtype(atom.aval.dtype)
+    return dtype
+
+
+def _rounded(expression: str, dtype: np.dtype[Any]) -> str:
+    if dtype not in _SIXTEEN_BITS:
+        return expression
+    return f"lax::rounded<{CXX_TYPES[dtype]}>({expression})"
+
+
+def _literal(value: np.ndarray, dtype: np.dtype[Any]) -> str:
+    """Return a number as a C++ expression of the type that it is computed in."""
+    kind = computed_type(dtype)
+    number = value.astype(dtype).item()
+    if kind == "bool":
+        return "true" if number else "false"
+    if kind not in ("float", "double"):
+        # The lowest int64 is no literal, but the value of an unsigned one.
+        return f"static_cast<{kind}>({int(number) % 2**64}ull)"
+    suffix = "f" if kind == "float" else ""
+    if math.isnan(number):
+        return f"static_cast<{kind}>(__int_as_float(0x7fc00000))"
+    if math.isinf(number):
+        sign = "-" if number < 0 else ""
+        return f"static_cast<{kind}>({sign}__int_as_float(0x7f800000))"
+    # Hexadecimal floats are exact.
+    return f"({float(number).hex()}{suffix})"

@@ -1,0 +1,198 @@
+"""A user's function of scalars: traced once, checked, and vectorised over labelled arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_tilekern.interop import compat
+
+Labels = tuple[int, ...]
+
+# Primitives that combine elements of an array, which do nothing to a scalar. Whoever writes one
+# means the rows or columns of the product.
+_NOT_ELEMENTWISE = frozenset(
+    {
+        "reduce", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and",
+        "reduce_or", "reduce_xor", "argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin",
+        "cumlogsumexp", "sort", "dot_general", "psum", "pmax", "pmin", "all_gather", "axis_index",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class ScalarFunction:
+    """A function of scalars.
+
+    Attributes
+    ----------
+    name
+        What ``explain`` calls it.
+    jaxpr
+        ``(accumulator, *operands) -> results``, without constants.
+    python
+        The same in Python.
+    out_dtypes
+        Types that the results are cast to.
+    """
+
+    name: str
+    jaxpr: compat.ClosedJaxpr
+    python: Callable[..., list[Any]]
+    out_dtypes: tuple[np.dtype[Any], ...]
+
+    @property
+    def accumulator_result(self) -> int | None:
+        """Which result is the accumulator itself, if one is."""
+        accumulator = self.jaxpr.jaxpr.invars[0]
+        found = (i for i, x in enumerate(self.jaxpr.jaxpr.outvars) if x is accumulator)
+        return next(found, None)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether it returns the accumulator alone."""
+        return self.accumulator_result == 0 and len(self.out_dtypes) == 1
+
+    def with_accumulator(self, dtype: np.dtype[Any]) -> ScalarFunction:
+        """Return the function with one more result, which is the accumulator in a type."""
+
+        def added_to(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+            return lambda accumulator, *xs: [*function(accumulator, *xs), accumulator]
+
+        with compat.without_mesh():
+            jaxpr = jax.make_jaxpr(added_to(compat.jaxpr_as_fun(self.jaxpr)))(*self.jaxpr.in_avals)
+        out_dtypes = (*self.out_dtypes, dtype)
+        return ScalarFunction(self.name, jaxpr, added_to(self.python), out_dtypes)
+
+    def __call__(self, *scalars: Any) -> list[Any]:
+        """Evaluate it."""
+        # A jaxpr that was traced without a mesh does not take values whose types have axes of one.
+        in_mesh = not jax.sharding.get_abstract_mesh().empty
+        function = self.python if in_mesh else compat.jaxpr_as_fun(self.jaxpr)
+        results = function(*scalars)
+        return [x.astype(dtype) for x, dtype in zip(results, self.out_dtypes, strict=True)]
+
+    def over_labels(self, out: Labels, operands: Sequence[Labels]) -> Callable[..., list[Any]]:
+        """Return the function of arrays of which this is the function of every element.
+
+        Parameters
+        ----------
+        out
+            Labels of the accumulator and of the results.
+        operands
+            Those of each operand; it is broadcast over the others of ``out``.
+        """
+        function: Callable[..., Any] = self.__call__
+        for i in reversed(range(len(out))):
+            remaining = set(out[i:])
+            axes = [
+                _position([x for x in labels if x in remaining], out[i])
+                for labels in (out, *operands)
+            ]
+            function = jax.vmap(function, in_axes=tuple(axes), out_axes=0)
+        return function
+
+
+class TracedFunction(NamedTuple):
+    """What tracing gives: the function, scalars that it closes over, and how results are nested."""
+
+    function: ScalarFunction
+    closed_over: list[Any]
+    out_tree: Any
+
+
+def trace_scalars(
+    function: Callable[..., Any],
+    accumulator: np.dtype[Any],
+    product: np.dtype[Any],
+    operands: Sequence[np.dtype[Any]],
+) -> TracedFunction:
+    """Trace a user's function on scalars.
+
+    Parameters
+    ----------
+    function
+        ``function(accumulator, *operands)``.
+    accumulator
+        Type of the accumulator. A result in this type is rounded to that of the product, a result
+        in any other type keeps it.
+    product
+        Type of the product without an epilogue.
+    operands
+        Types of the operands.
+
+    Raises
+    ------
+    TypeError
+        If it is not a function of scalars.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    avals = [jax.ShapeDtypeStruct((), dtype) for dtype in (accumulator, *operands)]
+    with compat.without_mesh():
+        traced, shapes = jax.make_jaxpr(function, return_shape=True)(*avals)
+    closed_over = list(traced.consts)
+    for value in closed_over:
+        if jnp.shape(value):
+            raise TypeError(
+                f"the epilogue {name} closes over an array of shape {jnp.shape(value)}; an "
+                "epilogue is a function of scalars: pass the array in operands=(...)"
+            )
+    _refuse_arrays(name, traced.jaxpr)
+
+    def python(*args: Any) -> list[Any]:
+        return jax.tree.leaves(function(*args))
+
+    if closed_over:
+        inner, own = traced.jaxpr, len(avals)
+
+        def python(*args: Any) -> list[Any]:
+            return compat.eval_jaxpr(inner, args[own:], *args[:own])
+
+        with compat.without_mesh():
+            traced = jax.make_jaxpr(python)(*avals, *map(_scalar, closed_over))
+    leaves, tree = jax.tree.flatten(shapes)
+    if not leaves:
+        raise TypeError(f"the epilogue {name} returns nothing; it must return at least one scalar")
+    dtypes = (np.dtype(leaf.dtype) for leaf in leaves)
+    rounded = tuple(product if dtype == accumulator else dtype for dtype in dtypes)
+    return TracedFunction(ScalarFunction(name, traced, python, rounded), closed_over, tree)
+
+
+def _scalar(value: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((), jnp.result_type(value))
+
+
+def _refuse_arrays(name: str, jaxpr: compat.Jaxpr) -> None:
+    """Raise a ``TypeError`` for the first equation that is not one of scalars."""
+    for eqn in _equations(jaxpr):
+        shapes = [x.aval.shape for x in (*eqn.invars, *eqn.outvars)]
+        if eqn.primitive.name in _NOT_ELEMENTWISE or any(shapes):
+            raise TypeError(
+                f"the epilogue {name} is not elementwise: {eqn.primitive.name} at "
+                f"{compat.source_line(eqn)}; an epilogue is a function of scalars, one element of "
+                "the product and one of each operand"
+            )
+        if eqn.effects:
+            raise TypeError(
+                f"the epilogue {name} has a side effect: {eqn.primitive.name} at "
+                f"{compat.source_line(eqn)}"
+            )
+
+
+def _equations(jaxpr: compat.Jaxpr) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        inner = compat.jaxprs_of(eqn)
+        if inner:
+            for each in inner:
+                yield from _equations(each)
+        else:
+            yield eqn
+
+
+def _position(labels: Sequence[int], label: int) -> int | None:
+    return labels.index(label) if label in labels else None

@@ -1,0 +1,378 @@
+"""Contractions with an epilogue: any JAX function of each element of a product, and its rules.
+
+The function is one of scalars, ``f(accumulator, *operands)``. Operands have some of the result's
+labels and are broadcast over the others, so a bias, a scale of rows and a residual are one thing,
+and ``vmap`` adds a label to whatever has the mapped axis.
+
+The derivative is that of the function, by JAX and with the user's custom rules, at the
+*pre-activation*: where a call is differentiated, its kernel also stores the accumulators in the
+product's type. Nothing else is saved, and a call that is not differentiated saves nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import NamedSharding
+
+from jax_tilekern.epilogue.cuda_text import CudaText, Untranslatable, computed_type, cuda_text
+from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
+from jax_tilekern.interop import compat
+from jax_tilekern.interop.compat import ad
+from jax_tilekern.ops.contraction import CUDA, Problem, contract, state_problem
+from jax_tilekern.ops.labelled_operands import common_type, labelled, product_by_lax
+from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.partitioning.rule import Dims, ShardingRule, sizes_of
+from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
+from jax_tilekern.plans.gemm.contraction import Contraction, Labels
+from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
+from jax_tilekern.plans.gemm.select import plan_matmul
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Kernel,
+    Operand,
+    Operation,
+    Planner,
+    Rewrite,
+    define,
+)
+
+
+def contract_with_epilogue(
+    lhs: Array,
+    rhs: Array,
+    contraction: Contraction,
+    *,
+    precision: Any,
+    product: np.dtype[Any],
+    shape: Sequence[int],
+    epilogue: Callable[..., Any],
+    operands: Sequence[Any],
+    out_sharding: NamedSharding | None = None,
+) -> Any:
+    """Contract two arrays and apply a function to every element of the result.
+
+    Parameters
+    ----------
+    lhs, rhs, contraction, precision
+        As for :func:`~jax_tilekern.ops.contraction.contract`.
+    product
+        Type of the product without an epilogue.
+    shape
+        Shape of the result; ``contraction.out`` has its labels.
+    epilogue
+        ``epilogue(accumulator, *operands)`` on scalars.
+    operands
+        Arrays that broadcast to ``shape``.
+    out_sharding
+        Sharding of the result on a mesh with explicit axes.
+
+    Raises
+    ------
+    ValueError
+        If an operand does not broadcast.
+    TypeError
+        If the epilogue is not a function of scalars.
+    """
+    lhs, rhs = common_type(lhs, rhs)
+    accumulator = accumulator_dtype(lhs.dtype, product)
+    arrays = [jnp.asarray(x) for x in operands]
+    function, closed_over, tree = trace_scalars(
+        epilogue, accumulator, product, [x.dtype for x in arrays]
+    )
+    if function.is_identity:
+        plain = contract(
+            lhs, rhs, contraction, precision=precision, out_dtype=product, out_sharding=out_sharding
+        )
+        return jax.tree.unflatten(tree, [plain])
+    labelled_arrays = [_with_labels(i, x, contraction.out, shape) for i, x in enumerate(arrays)] + [
+        (jnp.asarray(x), ()) for x in closed_over
+    ]
+    call: dict[str, Any] = {
+        "contraction": contraction,
+        "operand_labels": tuple(labels for _, labels in labelled_arrays),
+        "function": function,
+        "precision": precision,
+        "accumulator": accumulator,
+        "product": product,
+    }
+    read = (lhs, rhs, *(x for x, _ in labelled_arrays))
+    if out_sharding is None:
+        results = _bind(*read, **call)
+    else:
+        results = _unfused(*read, **call, out_sharding=out_sharding)
+    return jax.tree.unflatten(tree, results)
+
+
+def _with_labels(number: int, x: Array, out: Labels, shape: Sequence[int]) -> tuple[Array, Labels]:
+    """Label an operand's dimensions as NumPy broadcasts them, without those of size 1."""
+    aligned = tuple(shape[len(shape) - x.ndim :])
+    if x.ndim > len(shape) or any(
+        own not in (1, size) for own, size in zip(x.shape, aligned, strict=True)
+    ):
+        raise ValueError(
+            f"operand {number} of the epilogue has shape {x.shape}, which does not broadcast to "
+            f"the product's, {tuple(shape)}"
+        )
+    labels = out[len(out) - x.ndim :]
+    dropped = [i for i, size in enumerate(x.shape) if size == 1]
+    return lax.squeeze(x, dropped), tuple(
+        label for i, label in enumerate(labels) if i not in dropped
+    )
+
+
+# Meaning.
+
+
+def _reference(
+    lhs: Array,
+    rhs: Array,
+    *operands: Array,
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
+    function: ScalarFunction,
+    precision: Any,
+    accumulator: np.dtype[Any],
+    **_: Any,
+) -> list[Array]:
+    accumulators = product_by_lax(lhs, rhs, contraction, precision=precision, out_dtype=accumulator)
+    return function.over_labels(contraction.out, operand_labels)(accumulators, *operands)
+
+
+def _unfused(
+    lhs: Array,
+    rhs: Array,
+    *operands: Array,
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
+    function: ScalarFunction,
+    precision: Any,
+    accumulator: np.dtype[Any],
+    out_sharding: NamedSharding | None = None,
+    **_: Any,
+) -> list[Array]:
+    """Compute the product by a kernel, and the epilogue in XLA."""
+    accumulators = contract(
+        lhs, rhs, contraction, precision=precision, out_dtype=accumulator, out_sharding=out_sharding
+    )
+    return function.over_labels(contraction.out, operand_labels)(accumulators, *operands)
+
+
+# Differentiation and batching.
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, function: ScalarFunction, **params: Any
+) -> tuple[list[Any], list[Any]]:
+    contraction, product = params["contraction"], params["product"]
+    saved = function.accumulator_result
+    wanted = len(function.out_dtypes)
+    if saved is None:
+        saved, function = wanted, function.with_accumulator(product)
+    results = _bind(*primals, function=function, **params)
+    pre_activation = results[saved].astype(params["accumulator"])
+
+    lhs, rhs, *operands = primals
+    changes = [
+        contract(left, right, contraction, precision=params["precision"], out_dtype=product)
+        for left, right, tangent in (
+            (tangents[0], rhs, tangents[0]),
+            (lhs, tangents[1], tangents[1]),
+        )
+        if type(tangent) is not ad.Zero
+    ]
+    points = [pre_activation, *operands]
+    directions = [
+        functools.reduce(jnp.add, changes).astype(pre_activation.dtype) if changes else None,
+        *(None if type(x) is ad.Zero else x for x in tangents[2:]),
+    ]
+    active = [i for i, x in enumerate(directions) if x is not None]
+    elementwise = function.over_labels(contraction.out, params["operand_labels"])
+
+    def of_active(*values: Any) -> list[Any]:
+        filled = list(points)
+        for i, value in zip(active, values, strict=True):
+            filled[i] = value
+        return elementwise(*filled)
+
+    _, derived = jax.jvp(of_active, [points[i] for i in active], [directions[i] for i in active])
+    out = [
+        x if jnp.issubdtype(result.dtype, jnp.inexact) else compat.zero_tangent(result)
+        for result, x in zip(results, derived, strict=True)
+    ]
+    return results[:wanted], out[:wanted]
+
+
+def _batch(
+    _: Any,
+    operands: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
+    **params: Any,
+) -> tuple[list[Array], list[int]]:
+    """Label the mapped axis in place; an operand without it is unchanged."""
+    mapped = 1 + max(*contraction.lhs, *contraction.rhs, -1, -1)
+    factors = Contraction(
+        labelled(contraction.lhs, mapped, dims[0]),
+        labelled(contraction.rhs, mapped, dims[1]),
+        (mapped, *contraction.out),
+    )
+    labels = tuple(
+        labelled(own, mapped, dim) for own, dim in zip(operand_labels, dims[2:], strict=True)
+    )
+    if dims[0] is dims[1] is None:
+        # One product has an epilogue for each element of the batch.
+        function = params["function"]
+        accumulators = contract(
+            operands[0],
+            operands[1],
+            contraction,
+            precision=params["precision"],
+            out_dtype=params["accumulator"],
+        )
+        mapped_function = jax.vmap(
+            function.over_labels(contraction.out, operand_labels), in_axes=(None, *dims[2:])
+        )
+        results = mapped_function(accumulators, *operands[2:])
+    else:
+        results = _bind(*operands, contraction=factors, operand_labels=labels, **params)
+    return results, [0] * len(results)
+
+
+# Partitioning: every device needs the contracted dimensions whole, because an epilogue of partial
+# sums is not a part of the epilogue.
+
+
+def _sharding_rule(
+    lhs: Any,
+    rhs: Any,
+    *operands: Any,
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
+    function: ScalarFunction,
+    **_: Any,
+) -> ShardingRule:
+    c = contraction
+
+    def kept(labels: Labels) -> Dims:
+        return tuple(label if label in c.out else None for label in labels)
+
+    factors = kept(c.lhs), kept(c.rhs)
+    sizes = sizes_of((factors[0], lhs.shape), (factors[1], rhs.shape))
+    contracted = math.prod(lhs.shape[c.lhs.index(x)] for x in c.contracted)
+    return ShardingRule(
+        (*factors, *operand_labels),
+        (c.out,) * len(function.out_dtypes),
+        sizes,
+        flops=2 * math.prod(sizes.values()) * contracted,
+        names=c.names,
+    )
+
+
+# Lowering.
+
+
+def _refusal(*_: Any, **__: Any) -> Fallback | None:
+    return None
+
+
+def _plan_on_cpu(_: Sequence[Operand], __: Any, **params: Any) -> Rewrite:
+    return _after_the_product("XLA fuses it into one pass", params)
+
+
+def _plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel | Rewrite:
+    contraction, function = params["contraction"], params["function"]
+    out_dtype = function.out_dtypes[0]
+    factors, arrays = operands[:2], operands[2:]
+    try:
+        text = cuda_text(function)
+        for dtype in (*(x.aval.dtype for x in arrays), *function.out_dtypes):
+            computed_type(dtype)
+    except Untranslatable as error:
+        return _after_the_product(str(error), params)
+    if params["accumulator"] != accumulator_dtype(factors[0].aval.dtype):
+        return _after_the_product(f"no kernel accumulates in {params['accumulator']}", params)
+    problem = state_problem(
+        CUDA,
+        factors,
+        contraction=contraction,
+        precision=params["precision"],
+        out_dtype=out_dtype,
+        further=(*params["operand_labels"], *(contraction.out,) * (len(text.results) - 1)),
+    )
+    if not isinstance(problem, Problem):
+        return _after_the_product(problem.reason, params)
+    geometry = problem.product.geometry
+    if min(geometry.m, geometry.n) == 1:
+        return _after_the_product("products with a vector write little", params)
+    epilogue = _epilogue(text, function, [x.aval.dtype for x in arrays], problem)
+    planned = planned_kernel(
+        (*problem.operands, *(x.value for x in arrays)),
+        plan_matmul,
+        problem.product.with_epilogue(epilogue),
+    )
+    if isinstance(planned, Fallback):
+        return _after_the_product(planned.reason, params)
+    return planned
+
+
+def _epilogue(
+    text: CudaText, function: ScalarFunction, operands: Sequence[np.dtype[Any]], problem: Problem
+) -> Epilogue:
+    dtypes = (*operands, *function.out_dtypes[1:])
+    arrays = tuple(
+        EpilogueArray(np.dtype(dtype), computed_type(dtype), strides)
+        for dtype, strides in zip(dtypes, problem.further_strides, strict=True)
+    )
+    return Epilogue(
+        statements=text.statements,
+        results=text.results,
+        operands=arrays[: len(operands)],
+        outputs=arrays[len(operands) :],
+        batch=problem.product.geometry.batch,
+        instructions=text.instructions,
+    )
+
+
+def _after_the_product(reason: str, params: dict[str, Any]) -> Rewrite:
+    return Rewrite(
+        f"the epilogue runs in XLA, after the product: {reason}",
+        functools.partial(_unfused, **params),
+    )
+
+
+def _described(
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
+    function: ScalarFunction,
+    **_: Any,
+) -> str:
+    names = contraction.names
+    arrays = ("".join(names[x] for x in labels) or "1" for labels in operand_labels)
+    return f"contract {contraction}, {function.name}({', '.join(('accumulator', *arrays))})"
+
+
+_bind = define(
+    Operation(
+        name="tilekern_contract_with_epilogue",
+        reference=_reference,
+        several_results=True,
+        jvp=_jvp,
+        batch=_batch,
+        sharding_rule=_sharding_rule,
+        planners={
+            "cpu": Planner(_refusal, _plan_on_cpu),
+            "cuda": Planner(_refusal, _plan_on_cuda),
+        },
+        describe=_described,
+    )
+)

@@ -1,0 +1,265 @@
+"""Kernels with epilogues, without a GPU: what calls lower to, and registers."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from products import BF16, F32, H100, MODERN, product_of
+
+import jax_tilekern as jtk
+from jax_tilekern.compilation.compiler import compile_source
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
+from jax_tilekern.epilogue.primitives import INNER_JAXPR
+from jax_tilekern.epilogue.scalar_function import trace_scalars
+from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
+from jax_tilekern.plans.gemm.select import candidates, plan_matmul
+from jax_tilekern.plans.launch import NoKernel
+
+try:
+    nvrtc()
+except NvrtcNotFound as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+A100 = next(gpu for gpu in MODERN if gpu.arch == "sm_80")
+
+
+def gelu(y, bias):
+    return jax.nn.gelu(y + bias)
+
+
+def residual_block(y, bias, mask, residual):
+    return residual + jnp.where(mask, jax.nn.silu(y + bias), 0)
+
+
+def shapes(m, n, k, dtype=jnp.bfloat16):
+    x, w = jax.ShapeDtypeStruct((m, k), dtype), jax.ShapeDtypeStruct((k, n), dtype)
+    bias, mask = jax.ShapeDtypeStruct((n,), dtype), jax.ShapeDtypeStruct((m, n), bool)
+    return x, w, bias, mask, jax.ShapeDtypeStruct((m, n), dtype)
+
+
+def epilogue_of(function, *operands, n=None, out=BF16, accumulator=F32):
+    """The epilogue of a function; an operand is a type and how it lies: "n", "m", or "mn"."""
+    strides = {"": (0, 0), "n": (0, 1), "m": (1, 0), "mn": (n, 1)}
+    dtypes = [np.dtype(dtype) for dtype, _ in operands]
+    text = cuda_text(trace_scalars(function, accumulator, out, dtypes).function)
+    arrays = tuple(
+        EpilogueArray(dtype, computed_type(dtype), strides[lies])
+        for dtype, (_, lies) in zip(dtypes, operands, strict=True)
+    )
+    return Epilogue(text.statements, text.results, arrays, (), (), text.instructions)
+
+
+def lowered(function, *args, gpu="sm_90"):
+    with jtk.gpu_target(gpu):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls(text):
+    """Operations of the program that compute something."""
+    found = re.findall(r"= \"?(stablehlo\.\w+)", text)
+    return [name for name in found if name not in ("stablehlo.return",)]
+
+
+# ptxas of CUDA 13.0 spills registers of every kernel of sm_80 with this epilogue.
+GPUS = ["sm_80", "sm_90"] if nvrtc().version >= (13, 5) else ["sm_90"]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_layer_is_one_kernel(gpu):
+    def layer(x, w, *operands):
+        return jtk.matmul(x, w, epilogue=residual_block, operands=operands)
+
+    assert calls(lowered(layer, *shapes(1024, 768, 512), gpu=gpu)) == ["stablehlo.custom_call"]
+
+
+def test_the_gradient_is_products_and_one_pass():
+    def loss(x, w, bias):
+        out = jtk.matmul(x, w, epilogue=gelu, operands=(bias,))
+        return out.astype(np.float32).sum()
+
+    text = lowered(jax.grad(loss, (0, 1)), *shapes(1024, 768, 512)[:3])
+    # The layer with its pre-activation, and a product for each factor's gradient.
+    assert calls(text).count("stablehlo.custom_call") == 3
+    assert "stablehlo.dot_general" not in text
+
+
+def test_the_identity_is_the_plain_kernel():
+    x, w = shapes(1024, 768, 512)[:2]
+    plain = lowered(jtk.matmul, x, w)
+    identity = lowered(lambda x, w: jtk.matmul(x, w, epilogue=lambda y: y), x, w)
+    cubins = [re.findall(r"bytes = .*?packed = \"[^\"]*\"", text) for text in (plain, identity)]
+    assert cubins[0]
+    assert cubins[0] == cubins[1]
+
+
+EPILOGUES = {
+    "gelu": lambda n: epilogue_of(gelu, (BF16, "n")),
+    "silu": lambda n: epilogue_of(jax.nn.silu),
+    "residual": lambda n: epilogue_of(
+        residual_block, (BF16, "n"), (np.bool_, "mn"), (BF16, "mn"), n=n
+    ),
+    "scaled": lambda n: epilogue_of(lambda y, m, n: y * m * n, (F32, "m"), (F32, "n")),
+}
+
+
+@pytest.mark.parametrize("sizes", [(8192, 4096, 4096), (1000, 1016, 1024), (100, 77, 333)])
+@pytest.mark.parametrize("gpu", [H100, A100], ids=lambda gpu: gpu.arch)
+@pytest.mark.parametrize("name", EPILOGUES)
+@pytest.mark.one_in(3)
+def test_plans_spill_no_registers(name, gpu, sizes):
+    product = product_of("bf16", *sizes).with_epilogue(EPILOGUES[name](sizes[1]))
+    plan = plan_matmul(product, gpu)
+    if isinstance(plan, NoKernel):
+        # Kernels of sm_80 have few registers left, and the epilogue then runs in XLA.
+        assert gpu.arch == "sm_80"
+        return
+    for launch in plan.launches:
+        assert launch.entry.spill_bytes == 0
+    assert len(plan.alignments) == 3 + len(product.epilogue.operands)
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "kernel"),
+    [("f32", "split_float16"), ("tf32", "wgmma"), ("f64", "mma"), ("int8", "wgmma")],
+)
+def test_every_arithmetic_takes_an_epilogue(x64, arithmetic, kernel):
+    dtypes = {"f64": np.float64, "int8": np.int32}
+    dtype = np.dtype(dtypes.get(arithmetic, np.float32))
+    product = product_of(arithmetic, 1024, 1024, 1024)
+    epilogue = epilogue_of(
+        lambda y, bias: jnp.maximum(y + bias, 0), (dtype, "n"), out=dtype, accumulator=dtype
+    )
+    plan = plan_matmul(product.with_epilogue(epilogue), H100)
+    assert plan.name.startswith(kernel)
+    plain = candidates(product, H100)
+    fused = candidates(product.with_epilogue(epilogue), H100)
+    assert {c.key for c in fused} <= {c.key for c in plain}
+
+
+def test_split_k_applies_it_once():
+    product = product_of("bf16", 64, 512, 16384)
+    fused = product.with_epilogue(EPILOGUES["gelu"](512))
+    plan = plan_matmul(fused, H100)
+    *first, last = plan.launches
+    assert "sum_splits" in last.entry.name
+    assert "GeneratedEpilogue" in last.entry.name
+    assert all("GeneratedEpilogue" not in launch.entry.name for launch in first)
+
+
+def test_explain_names_what_is_not_translated():
+    def f(y):
+        return jax.lax.bessel_i1e(y)
+
+    x, w = shapes(1024, 768, 512)[:2]
+    with jtk.gpu_target("sm_90"):
+        first, second = jtk.explain(
+            lambda x, w: jtk.matmul(x, w, epilogue=f), x, w, platform="cuda"
+        )
+    assert first.kernel is None
+    assert re.search(
+        r"in XLA, after the product: no CUDA for bessel_i1e, at .*test_cuda_fused", first.reason
+    )
+    assert first.call == "contract mk,kn->mn, f(accumulator)"
+    assert second.kernel == "wgmma_matmul bf16"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "function", "reason"),
+    [
+        (jnp.bfloat16, lambda y: y > 0, "no kernel for"),
+        (jnp.bfloat16, lambda y: y.astype(jnp.float8_e5m2), "CUDA has no arithmetic of float8"),
+        (jnp.complex64, lambda y: y * 2, "CUDA has no arithmetic of complex64"),
+    ],
+)
+def test_results_that_no_kernel_stores_are_xla_s(dtype, function, reason):
+    x, w = shapes(256, 256, 256, dtype)[:2]
+    with jtk.gpu_target("sm_90"):
+        first, *_ = jtk.explain(
+            lambda x, w: jtk.matmul(x, w, epilogue=function), x, w, platform="cuda"
+        )
+    assert first.kernel is None
+    assert reason in first.reason
+
+
+def test_equal_functions_have_equal_texts():
+    assert epilogue_of(lambda y: jnp.tanh(y) * 2) == epilogue_of(lambda z: jnp.tanh(z) * 2)
+    assert epilogue_of(lambda y: y * 2) != epilogue_of(lambda y: y * 3)
+
+
+# -- The table of primitives. ----------------------------------------------------------------------
+
+_ONE, _TWO = (np.float32, np.float64, np.int32, np.int8, np.uint64), (1, 2)
+FUNCTIONS = [
+    "neg", "abs", "sign", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "sin", "cos",
+    "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc",
+    "erf_inv", "lgamma", "sqrt", "rsqrt", "cbrt", "floor", "ceil", "round", "is_finite", "square",
+    "add", "sub", "mul", "div", "rem", "max", "min", "pow", "atan2", "nextafter", "eq", "lt",
+    "bitwise_not", "bitwise_and", "shift_left", "shift_right_arithmetic", "population_count", "clz",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_every_function_compiles_for_every_type(x64, arch):
+    """One translation unit, with a function of each primitive and type that JAX traces."""
+    texts = []
+    for name in FUNCTIONS:
+        for dtype in _ONE:
+            function = getattr(jax.lax, name)
+            for operands in _TWO:
+                try:
+                    traced = trace_scalars(
+                        lambda y, *xs, f=function: f(*xs), F32, F32, [np.dtype(dtype)] * operands
+                    )
+                except TypeError:
+                    continue
+                text = cuda_text(traced.function)
+                kind = computed_type(np.dtype(dtype))
+                parameters = ", ".join(f"{kind} x{i + 1}" for i in range(operands))
+                body = "\n".join(text.statements)
+                texts.append(
+                    f"__device__ void f{len(texts)}(float x0, {parameters}, double* out) {{\n"
+                    f"{body}\n*out += static_cast<double>({text.results[0]}); }}"
+                )
+    assert len(texts) > 2 * len(FUNCTIONS)
+    source = '#include "scalar_functions.cuh"\nusing namespace tilekern;\n' + "\n".join(texts)
+    source += "\n__global__ void nothing() {}\n"
+    assert compile_source(source, ["nothing"], arch=arch).log == ""
+
+
+def test_calls_are_inlined():
+    def f(y):
+        return jax.jit(jax.checkpoint(jax.nn.softplus))(y) + jax.nn.relu(y)
+
+    text = cuda_text(trace_scalars(f, F32, F32, []).function)
+    assert all(name not in " ".join(text.statements) for name in INNER_JAXPR)
+    assert text.instructions > 30
+
+
+def test_literals_are_exact():
+    values = [0.1, -0.0, 1e-45, 3.4028235e38, float("inf"), float("-inf")]
+
+    def f(y):
+        for value in values:
+            y = y + np.float32(value)
+        return y
+
+    text = " ".join(cuda_text(trace_scalars(f, F32, F32, []).function).statements)
+    assert float(np.float32(0.1)).hex() in text
+    assert "-0x0.0p+0" in text
+    assert text.count("__int_as_float(0x7f800000)") == 2
+
+
+def test_an_untranslatable_primitive_is_named():
+    with pytest.raises(Untranslatable, match=r"no CUDA for digamma, at .*\.py:\d+"):
+        cuda_text(trace_scalars(lambda y: jax.lax.digamma(y), F32, F32, []).function)
+
+
+def test_strides_follow_swapped_operands():
+    epilogue = epilogue_of(residual_block, (BF16, "n"), (np.bool_, "mn"), (BF16, "mn"), n=64)
+    swapped = epilogue.swapped()
+    assert [x.strides for x in swapped.operands] == [(1, 0), (1, 64), (1, 64)]
+    assert dataclasses.replace(swapped.swapped()) == epilogue

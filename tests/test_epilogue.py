@@ -1,0 +1,545 @@
+"""Epilogues of products: values, types, derivatives, transformations and errors, on any backend."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jax.test_util import check_grads
+from numerics import BF16
+
+import jax_tilekern as jtk
+
+HIGHEST = lax.Precision.HIGHEST
+
+
+def small_integers(rng, *shape, dtype=np.float32):
+    """Operands whose products every arithmetic computes exactly."""
+    return jnp.asarray(rng.integers(-3, 4, shape), dtype)
+
+
+def unfused(f, a, b, *operands):
+    return f(jnp.matmul(a, b, precision=HIGHEST), *operands)
+
+
+def fused(f, a, b, *operands, **kwargs):
+    return jtk.matmul(a, b, epilogue=f, operands=operands, precision=HIGHEST, **kwargs)
+
+
+def full_layer(y, bias, scale, residual):
+    return jax.nn.gelu(y * scale + bias) + residual
+
+
+@pytest.fixture
+def layer(rng):
+    shapes = {"a": (70, 40), "b": (40, 50), "bias": (50,), "scale": (70, 1), "residual": (70, 50)}
+    return [jnp.asarray(rng.normal(size=shape), np.float32) for shape in shapes.values()]
+
+
+def test_operands_broadcast_as_in_numpy(layer):
+    found = fused(full_layer, *layer)
+    np.testing.assert_allclose(found, unfused(full_layer, *layer), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (50,), (1, 50), (70, 1), (1, 1), (70, 50)])
+def test_every_shape_that_broadcasts(rng, shape):
+    a, b = small_integers(rng, 70, 40), small_integers(rng, 40, 50)
+    x = small_integers(rng, *shape)
+    found = fused(lambda y, x: 2 * y - x, a, b, x)
+    np.testing.assert_array_equal(found, unfused(lambda y, x: 2 * y - x, a, b, x))
+
+
+@pytest.mark.parametrize("a_batch", [(), (3,), (2, 1)])
+@pytest.mark.parametrize("b_batch", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("x_shape", [(50,), (3, 1, 1), (3, 70, 50)])
+@pytest.mark.one_in(3)
+def test_batches(rng, a_batch, b_batch, x_shape):
+    batch = np.broadcast_shapes(a_batch, b_batch)
+    if len(x_shape) > len(batch) + 2 or (len(x_shape) == 3 and batch[-1:] != (3,)):
+        pytest.skip("the operand does not broadcast to the product")
+    a, b = small_integers(rng, *a_batch, 70, 40), small_integers(rng, *b_batch, 40, 50)
+    x = small_integers(rng, *x_shape)
+    found = fused(jnp.maximum, a, b, x)
+    np.testing.assert_array_equal(found, unfused(jnp.maximum, a, b, x))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (129, 257, 65), (64, 256, 512), (300, 8, 70)])
+def test_odd_and_even_sizes(rng, sizes):
+    m, n, k = sizes
+    a, b = small_integers(rng, m, k, dtype=BF16), small_integers(rng, k, n, dtype=BF16)
+    bias, residual = small_integers(rng, n), small_integers(rng, m, n, dtype=BF16)
+    found = jtk.matmul(
+        a, b, epilogue=lambda y, c, r: jax.nn.relu(y + c) - r, operands=(bias, residual)
+    )
+    product = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
+    expected = np.maximum(product + bias, 0) - np.asarray(residual, np.float32)
+    np.testing.assert_array_equal(found, jnp.asarray(expected, BF16))
+
+
+def test_transposed_products(rng):
+    """Where the kernel swaps A and B, rows and columns of the epilogue are swapped too."""
+    a, b = small_integers(rng, 40, 70), small_integers(rng, 50, 40)
+    row, column = small_integers(rng, 70, 1), small_integers(rng, 50)
+
+    def f(y, r, c):
+        return y + 10 * r - 100 * c
+
+    found = jtk.dot_general(
+        a, b, (((0,), (1,)), ((), ())), epilogue=f, operands=(row, column), precision=HIGHEST
+    )
+    np.testing.assert_array_equal(found, f(jnp.matmul(a.T, b.T), row, column))
+    np.testing.assert_array_equal(fused(f, a.T, b.T, row, column), found)
+
+
+def test_split_k(rng):
+    a, b = small_integers(rng, 32, 8192, dtype=BF16), small_integers(rng, 8192, 48, dtype=BF16)
+    residual = small_integers(rng, 32, 48)
+    found = jtk.matmul(a, b, epilogue=lambda y, r: jnp.tanh(y / 64) + r, operands=(residual,))
+    product = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
+    expected = np.tanh(product / 64) + residual
+    np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=2**-8, atol=2**-8)
+
+
+# -- Types. ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operands", "preferred", "function", "expected"),
+    [
+        # A result in the accumulator's type is rounded to the product's.
+        (BF16, None, jax.nn.silu, BF16),
+        (np.float16, None, jax.nn.silu, np.float16),
+        (BF16, np.float32, jax.nn.silu, np.float32),
+        (np.float32, None, jax.nn.silu, np.float32),
+        (np.int8, np.int32, lambda y: y * 2, np.int32),
+        # Any other type is the function's choice.
+        (BF16, None, lambda y: y.astype(np.float16), np.float16),
+        (BF16, None, lambda y: y > 0, np.bool_),
+        (np.int8, None, lambda y: y * np.float32(0.5), np.float32),
+    ],
+)
+def test_type_of_the_result(operands, preferred, function, expected):
+    a, b = jnp.ones((8, 16), operands), jnp.ones((16, 8), operands)
+    found = jtk.matmul(a, b, epilogue=function, preferred_element_type=preferred)
+    assert found.dtype == expected
+    accumulator = jnp.matmul(a.astype(np.float32), b.astype(np.float32))
+    if operands == np.int8:
+        accumulator = accumulator.astype(np.int32)
+    np.testing.assert_array_equal(found, function(accumulator).astype(expected))
+
+
+@pytest.mark.parametrize(
+    ("operands", "accumulator"),
+    [(BF16, "float32"), (np.float16, "float32"), (np.int8, "int32"), (np.float32, "float32")],
+)
+def test_type_of_the_accumulator(operands, accumulator):
+    seen = []
+    a = jnp.ones((8, 8), operands)
+    jtk.matmul(a, a, epilogue=lambda y: seen.append((y.dtype, y.shape)) or y)
+    assert seen == [(np.dtype(accumulator), ())]
+
+
+def test_the_accumulator_is_not_rounded(rng):
+    """The sum with a bias is that of the float32 accumulator, not of a rounded product."""
+    a, b = jnp.full((16, 64), 1.0, BF16), jnp.full((64, 16), 4.015625, BF16)
+    bias = jnp.full(16, -257.0, np.float32)
+    found = jtk.matmul(a, b, epilogue=jnp.add, operands=(bias,), preferred_element_type=np.float32)
+    product = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    np.testing.assert_array_equal(found, product + np.asarray(bias))
+
+
+def test_several_results(rng):
+    a, b = small_integers(rng, 70, 40), small_integers(rng, 40, 50)
+
+    def f(y, scale):
+        return {"activation": jnp.maximum(y, 0), "pre": y, "scaled": (y * scale, y > 1)}
+
+    scale = small_integers(rng, 70, 1)
+    found = fused(f, a, b, scale)
+    jax.tree.map(np.testing.assert_array_equal, found, unfused(f, a, b, scale))
+
+
+def test_several_results_of_16_bits(rng):
+    a, b = small_integers(rng, 256, 64, dtype=BF16), small_integers(rng, 64, 130, dtype=BF16)
+    first, second = jtk.matmul(a, b, epilogue=lambda y: (2 * y, y))
+    assert first.dtype == second.dtype == BF16
+    product = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
+    np.testing.assert_array_equal(first, jnp.asarray(2 * product, BF16))
+    np.testing.assert_array_equal(second, jnp.asarray(product, BF16))
+
+
+# -- Every primitive, at special values. -----------------------------------------------------------
+
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 2.5, 1e-3, 3.75, 17.0, -30.0, math.inf, -math.inf,
+           math.nan]  # fmt: skip
+UNARY = [
+    "neg", "abs", "sign", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "sin", "cos",
+    "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc",
+    "erf_inv", "lgamma", "sqrt", "rsqrt", "cbrt", "floor", "ceil", "round", "is_finite", "square",
+]  # fmt: skip
+BINARY = ["add", "sub", "mul", "div", "rem", "max", "min", "pow", "atan2", "nextafter",
+          "eq", "ne", "lt", "le", "gt", "ge"]  # fmt: skip
+INTEGER_UNARY = ["neg", "abs", "sign", "bitwise_not", "population_count", "clz", "square"]
+INTEGER_BINARY = [
+    "add", "sub", "mul", "div", "rem", "max", "min", "bitwise_and", "bitwise_or", "bitwise_xor",
+    "shift_left", "shift_right_logical", "shift_right_arithmetic", "eq", "lt", "ge",
+]  # fmt: skip
+INTEGERS = [0, 1, -1, 2, 7, -8, 31, 32, 33, 100, 2**31 - 1, -(2**31), 12345, -777]
+
+
+def at_every_pair(function, values, dtype, result):
+    """The epilogue's and XLA's results of a function at all pairs of values."""
+    with np.errstate(all="ignore"):
+        x = np.array(values).astype(dtype)
+    x, y = (np.ascontiguousarray(z) for z in np.meshgrid(x, x))
+    ones = jnp.ones((len(values), 16), np.float32)
+
+    def f(accumulator, x, y):
+        return function(x, y).astype(result)
+
+    found = jtk.matmul(ones, ones.T, epilogue=f, operands=(x, y), precision=HIGHEST)
+    return np.asarray(found), np.asarray(f(0, jnp.asarray(x), jnp.asarray(y)))
+
+
+def assert_same_function(found, expected, rtol):
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
+    np.testing.assert_allclose(found, expected, rtol=rtol, atol=1e-6)
+    zeros = expected == 0
+    np.testing.assert_array_equal(np.signbit(found[zeros]), np.signbit(expected[zeros]))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16])
+@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.one_in(3)
+def test_functions_of_one_float(name, dtype):
+    function = getattr(lax, name)
+    found, expected = at_every_pair(lambda x, y: function(x), SPECIAL, dtype, np.float32)
+    rtol = {np.float32: 2e-6, np.float16: 2e-3}.get(dtype, 1.6e-2)
+    if name == "exp2" and dtype == BF16:
+        # XLA rounds the product with log(2), of up to 17 here, to bfloat16.
+        rtol = 17 * 2.0**-8
+    assert_same_function(found, expected, rtol)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("name", BINARY)
+def test_functions_of_two_floats(name, dtype):
+    if (name, dtype) == ("nextafter", BF16):
+        pytest.skip("lax has none")
+    found, expected = at_every_pair(getattr(lax, name), SPECIAL, dtype, np.float32)
+    assert_same_function(found, expected, 2e-6 if dtype == np.float32 else 1.6e-2)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int8, np.uint8, np.uint32, np.int16])
+@pytest.mark.parametrize("name", [*INTEGER_UNARY, *INTEGER_BINARY])
+@pytest.mark.one_in(5)
+def test_functions_of_integers(name, dtype):
+    if name == "abs" and np.dtype(dtype).kind == "u":
+        pytest.skip("lax has none")
+    function = getattr(lax, name)
+    if name in INTEGER_UNARY:
+        found, expected = at_every_pair(lambda x, y: function(x), INTEGERS, dtype, np.float32)
+    else:
+        found, expected = at_every_pair(function, INTEGERS, dtype, np.float32)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("target", [np.int32, np.int8, np.uint8, np.int16, np.bool_, BF16])
+@pytest.mark.parametrize("source", [np.float32, np.int32, np.uint8, BF16, np.bool_])
+def test_conversions(target, source):
+    values = [0, 1, -1, 2.5, -2.5, 127.4, 128, -129, 255.9, 256, 1e9, 3e9, -3e9, 1e20]
+    if source in (np.float32, BF16):
+        values += [math.nan, math.inf, -math.inf]
+    elif source != np.float32:
+        values = [int(v) % 2**20 - 2**10 for v in values]
+    found, expected = at_every_pair(lambda x, y: x.astype(target), values, source, np.float32)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: lax.clamp(x, np.float32(0.25), y),
+        lambda x, y: lax.select(x > y, x, y),
+        lambda x, y: lax.integer_pow(x, 5) + lax.integer_pow(y, -2),
+        lambda x, y: jnp.where(jnp.isnan(x), y, lax.stop_gradient(x)),
+        lambda x, y: jnp.logaddexp(x, y),
+        lambda x, y: jax.nn.relu(x) + jax.nn.softplus(y),
+        lambda x, y: jax.nn.gelu(x, approximate=False) + jax.nn.gelu(x),
+        lambda x, y: jax.jit(jax.nn.elu)(x) * jax.checkpoint(jnp.sin)(y),
+        lambda x, y: lax.reduce_precision(x, 8, 7) + y,
+        lambda x, y: lax.cond(x > 0, jnp.sin, jnp.cos, y),
+    ],
+)
+def test_compositions(function):
+    """Calls are inlined; what CUDA has no function for is computed by XLA."""
+    mapped = jax.vmap(jax.vmap(lambda x, y: function(x, y)))
+    values = np.array(SPECIAL[:11], np.float32)
+    x, y = np.meshgrid(values, values)
+    ones = jnp.ones((len(values), 16), np.float32)
+    found = fused(lambda _, x, y: function(x, y), ones, ones.T, x, y)
+    np.testing.assert_allclose(found, mapped(x, y), rtol=4e-6, atol=1e-6)
+
+
+_LEAVES = st.sampled_from(["y", "bias", "scale", "residual", "1.5", "-0.25"])
+_BOUNDED = [
+    "tanh",
+    "logistic",
+    "sin",
+    "cos",
+    "sign",
+    "floor",
+    "relu",
+    "gelu",
+    "abs",
+    "negative",
+    "exp",
+]
+_PAIRS = ["add", "subtract", "maximum", "minimum", "mul", "where"]
+EXPRESSIONS = st.recursive(
+    _LEAVES,
+    lambda inner: (
+        st.tuples(st.sampled_from(_BOUNDED), inner)
+        | st.tuples(st.sampled_from(_PAIRS), inner, inner)
+    ),
+    max_leaves=8,
+)
+_FUNCTIONS = {
+    "exp": lambda x: jnp.exp(jnp.clip(x, -8, 2)),
+    "relu": jax.nn.relu,
+    "gelu": jax.nn.gelu,
+    "logistic": jax.nn.sigmoid,
+    "sign": jnp.sign,
+    "floor": jnp.floor,
+    "mul": lambda x, y: jnp.clip(x, -4, 4) * jnp.clip(y, -4, 4),
+    "where": lambda x, y: jnp.where(x > y, x, 0.5 * y),
+}
+
+
+def evaluated(expression, leaves):
+    if isinstance(expression, str):
+        return leaves.get(expression) if expression in leaves else jnp.float32(float(expression))
+    name, *inner = expression
+    function = _FUNCTIONS.get(name) or getattr(jnp, name)
+    return function(*(evaluated(x, leaves) for x in inner))
+
+
+@given(EXPRESSIONS, st.integers(0, 2**32 - 1))
+def test_random_functions(expression, seed):
+    rng = np.random.default_rng(seed)
+    a, b = small_integers(rng, 32, 16), small_integers(rng, 16, 24)
+    operands = small_integers(rng, 24), small_integers(rng, 32, 1), small_integers(rng, 32, 24)
+
+    def f(y, bias, scale, residual):
+        leaves = {"y": y / 8, "bias": bias, "scale": scale, "residual": residual}
+        return evaluated(expression, leaves) + jnp.float32(0) * y
+
+    found, expected = fused(f, a, b, *operands), unfused(f, a, b, *operands)
+    # A function may jump where its argument is rounded differently.
+    close = np.isclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert close.mean() > 0.98
+
+
+# -- Transformations. ------------------------------------------------------------------------------
+
+
+def test_derivatives_to_second_order(rng):
+    shapes = [(4, 5), (5, 3), (3,), (4, 1), (4, 3)]
+    arrays = [jnp.asarray(rng.normal(size=shape), np.float32) for shape in shapes]
+    check_grads(functools.partial(fused, full_layer), arrays, 2, rtol=3e-2, atol=3e-2)
+
+
+def test_gradients_are_those_of_the_unfused_program(layer):
+    def loss(call, *arrays):
+        return jnp.sum(jnp.sin(call(full_layer, *arrays)))
+
+    numbers = tuple(range(len(layer)))
+    found, expected = (
+        jax.grad(functools.partial(loss, call), numbers)(*layer) for call in (fused, unfused)
+    )
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)
+
+
+def test_custom_derivatives_are_respected(rng):
+    @jax.custom_vjp
+    def rounded(x):
+        return jnp.round(x)
+
+    rounded.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g,))
+    a, b = (jnp.asarray(rng.normal(size=(8, 8)), np.float32) for _ in range(2))
+    found = jax.grad(lambda a: fused(rounded, a, b).sum())(a)
+    expected = jax.grad(lambda a: unfused(lambda y: y, a, b).sum())(a)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_gradients_in_16_bits(rng):
+    a, b = (jnp.asarray(rng.normal(size=(64, 64)), BF16) for _ in range(2))
+
+    def loss(call, a):
+        return call(a, b).astype(np.float32).sum()
+
+    found = jax.grad(lambda a: loss(functools.partial(jtk.matmul, epilogue=jax.nn.silu), a))(a)
+    expected = jax.grad(
+        lambda a: loss(
+            lambda a, b: jax.nn.silu(jnp.matmul(*(x.astype(np.float32) for x in (a, b)))), a
+        )
+    )(a)
+    assert found.dtype == BF16
+    error = np.abs(np.asarray(found, np.float32) - np.asarray(expected, np.float32)).max()
+    assert error <= 2**-6 * np.abs(np.asarray(expected, np.float32)).max()
+
+
+def test_what_the_backward_pass_saves():
+    """The pre-activation in the product's type, beside the operands."""
+    a, b = jnp.ones((64, 32), BF16), jnp.ones((32, 48), BF16)
+    _, pullback = jax.vjp(lambda a, b: jtk.matmul(a, b, epilogue=jax.nn.gelu), a, b)
+    saved = [x for x in jax.tree.leaves(pullback) if getattr(x, "shape", ()) == (64, 48)]
+    assert {x.dtype for x in saved} <= {np.dtype(BF16), np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize("in_axes", [(0, None, None, None, None), (None, 1, None, None, None),
+                                     (0, 0, 0, None, 2), (None, None, 0, None, None),
+                                     (None, None, None, 1, 0)])  # fmt: skip
+def test_vmap(rng, in_axes):
+    shapes = [(6, 5), (5, 7), (7,), (6, 1), (6, 7)]
+    arrays = [
+        small_integers(rng, *(shape if axis is None else (*shape[:axis], 3, *shape[axis:])))
+        for shape, axis in zip(shapes, in_axes, strict=True)
+    ]
+
+    def f(y, bias, scale, residual):
+        return jnp.maximum(y * scale + bias, residual)
+
+    found, expected = (
+        jax.vmap(functools.partial(call, f), in_axes)(*arrays) for call in (fused, unfused)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_jit_scan_and_remat(rng):
+    a, w = (jnp.asarray(rng.normal(size=(16, 16)), np.float32) for _ in range(2))
+
+    def network(call, w, a):
+        @jax.checkpoint
+        def layer(x, _):
+            return call(jax.nn.tanh, x, w), None
+
+        return lax.scan(layer, a, None, length=3)[0].sum()
+
+    found, expected = (
+        jax.jit(jax.value_and_grad(functools.partial(network, call)))(w, a)
+        for call in (fused, unfused)
+    )
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-3)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-3, atol=1e-3)
+
+
+def test_scalars_that_the_function_closes_over(rng):
+    """They become operands, so their derivatives are right, and jitted ones are no leaks."""
+    a, b = (jnp.asarray(rng.normal(size=(8, 8)), np.float32) for _ in range(2))
+
+    for scale in (0.5, 2.0):
+        found, expected = (
+            jax.grad(lambda s, call=call: call(lambda y: jnp.tanh(y * s), a, b).sum())(scale)
+            for call in (fused, unfused)
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_a_function_is_traced_once(rng):
+    traced = []
+
+    def f(y):
+        traced.append(y)
+        return y + 1
+
+    a = small_integers(rng, 8, 8)
+    for _ in range(3):
+        jtk.matmul(a, a, epilogue=f)
+    assert len(traced) == 1
+
+
+# -- Errors. ---------------------------------------------------------------------------------------
+
+ONES = jnp.ones((4, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda y: y - jnp.max(y), r"not elementwise: reduce_max at .*test_epilogue.py:\d+"),
+        (lambda y: y + jnp.arange(3)[0], r"not elementwise: iota at .*test_epilogue.py:\d+"),
+        (lambda y: y + ONES[0, 0], r"closes over an array of shape \(4, 4\).*operands=\("),
+        (lambda y: (jax.debug.print("{}", y), y)[1], "side effect"),
+        (lambda y: (), "returns nothing"),
+    ],
+)
+def test_what_is_not_a_function_of_scalars_is_refused(function, message):
+    with pytest.raises(TypeError, match=message):
+        jtk.matmul(ONES, ONES, epilogue=function)
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 3), (2, 4, 4)])
+def test_operands_that_do_not_broadcast_are_refused(shape):
+    with pytest.raises(ValueError, match=r"operand 0 of the epilogue has shape .* \(4, 4\)"):
+        jtk.matmul(ONES, ONES, epilogue=jnp.add, operands=(jnp.ones(shape),))
+
+
+def test_operands_without_an_epilogue_are_refused():
+    with pytest.raises(TypeError, match="no epilogue= that reads them"):
+        jtk.matmul(ONES, ONES, operands=(ONES,))
+    with pytest.raises(TypeError, match="no epilogue= that reads them"):
+        jtk.dot_general(ONES, ONES, (((1,), (0,)), ((), ())), operands=(ONES,))
+
+
+def test_the_products_own_errors_are_jax_s():
+    with pytest.raises(TypeError, match="contracting dimensions"):
+        jtk.matmul(ONES, jnp.ones((3, 4)), epilogue=jax.nn.relu)
+
+
+# -- Layers. ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", [None, jax.nn.gelu, jnp.tanh])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(rng, bias, activation):
+    x, w = (jnp.asarray(rng.normal(size=s), np.float32) for s in ((2, 9, 16), (16, 24)))
+    b = jnp.asarray(rng.normal(size=24), np.float32) if bias else None
+
+    def expected(x, w):
+        y = jnp.matmul(x, w, precision=HIGHEST) + (0 if b is None else b)
+        return y if activation is None else activation(y)
+
+    def found(x, w):
+        return jtk.linear(x, w, b, activation, precision=HIGHEST)
+
+    np.testing.assert_allclose(found(x, w), expected(x, w), rtol=1e-4, atol=1e-5)
+    gradients = (jax.grad(lambda x, w, f=f: f(x, w).sum(), (0, 1))(x, w) for f in (found, expected))
+    for ours, jaxs in zip(*gradients, strict=True):
+        np.testing.assert_allclose(ours, jaxs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu])
+def test_gated_linear(rng, activation):
+    shapes = ((9, 16), (16, 24), (16, 24))
+    arrays = [jnp.asarray(rng.normal(size=s), np.float32) for s in shapes]
+
+    def expected(x, gate, up):
+        g, u = (jnp.matmul(x, w, precision=HIGHEST) for w in (gate, up))
+        return activation(g) * u
+
+    def found(x, gate, up):
+        return jtk.gated_linear(x, gate, up, activation, precision=HIGHEST)
+
+    np.testing.assert_allclose(found(*arrays), expected(*arrays), rtol=1e-4, atol=1e-5)
+    gradients = (
+        jax.grad(lambda *xs, f=f: f(*xs).sum(), (0, 1, 2))(*arrays) for f in (found, expected)
+    )
+    for ours, jaxs in zip(*gradients, strict=True):
+        np.testing.assert_allclose(ours, jaxs, rtol=1e-3, atol=1e-3)
