@@ -40,6 +40,8 @@ class ProductCandidates:
         Those that have a plan, by key.
     failures
         Why the others have none.
+    by_xla
+        XLA's product, which says what is right.
     """
 
     product: Product
@@ -47,6 +49,7 @@ class ProductCandidates:
     found: list[CostedCandidate]
     sides: dict[str, Side] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    by_xla: Any = None
 
     @classmethod
     def of(cls, case: Case, count: int, gpu: Gpu) -> ProductCandidates | None:
@@ -64,8 +67,16 @@ class ProductCandidates:
         return Problem.of(self.product)
 
     def programs(self) -> Iterator[Callable[[], Any]]:
-        """Return what compiles the kernel of each candidate and the program that calls it."""
-        return (partial(self._compile, candidate) for candidate in self.found)
+        """Return what compiles the check, and each candidate's kernel and program."""
+        yield self._compile_check
+        yield from (partial(self._compile, candidate) for candidate in self.found)
+
+    def _compile_check(self) -> None:
+        with jax.enable_x64(self._is_wide):
+            problem = self.problem
+            problem.compile_ahead()
+            by_xla = jax.jit(problem.by_xla).lower(*problem.structs)
+            self.by_xla = by_xla.compile(compiler_options=_UNTUNED)
 
     def _compile(self, candidate: CostedCandidate) -> None:
         plan = plan_of(candidate, self.gpu)
@@ -88,10 +99,9 @@ class ProductCandidates:
     def check(self, operands: Operands) -> None:
         """Drop the sides that fail or whose result is not XLA's."""
         with jax.enable_x64(self._is_wide):
-            problem = self.problem
-            by_xla = jax.jit(problem.by_xla).lower(*problem.structs)
-            sides = {XLA: by_xla.compile(compiler_options=_UNTUNED)} | self.sides
-            wrong = faults(sides, operands, self.product)
+            if self.by_xla is None:
+                self._compile_check()  # It failed in its thread, and raises here.
+            wrong = faults({XLA: self.by_xla} | self.sides, operands, self.product)
         self.failures |= wrong
         self.sides = {key: side for key, side in self.sides.items() if key not in wrong}
 

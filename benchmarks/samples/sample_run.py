@@ -46,8 +46,8 @@ from jax_tilekern.tuning.random_operands import Operands, beyond_cache
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Rows that are compiled together, for each thread.
-_ROWS_A_THREAD = 4
+# Rows that are compiled together: enough for the threads of a GPU's machine, and soon timed.
+_ROWS_A_CHUNK = 32
 # Rows whose operands are on the GPU at the same time, for one profile of all of them.
 _ROWS_A_PROFILE = 16
 _PROFILE_BYTES = 12 << 30
@@ -78,7 +78,7 @@ def measure_sample(
     if arguments.resume:
         rows = remaining(record, rows)
     run = _SampleRun(console, suite, record, arguments, len(rows))
-    for chunk in _chunks(rows, _ROWS_A_THREAD * run.threads):
+    for chunk in _chunks(rows, _ROWS_A_CHUNK):
         if time.monotonic() > end or not run.measure(chunk, end):
             break
     return record, run.whole
@@ -97,7 +97,9 @@ class _SampleRun:
     ) -> None:
         self.console, self.record, self.arguments = console, record, arguments
         self.names = [row.name for row in suite.rows]
-        self.threads = len(os.sched_getaffinity(0))
+        # Parts are measured side by side on one machine.
+        _, parts = arguments.part
+        self.threads = max(1, len(os.sched_getaffinity(0)) // parts)
         self.l2_bytes = l2_bytes_of(record)
         self.count, self.done, self.whole = count, 0, True
 

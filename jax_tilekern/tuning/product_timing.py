@@ -96,9 +96,7 @@ class _Array(NamedTuple):
 
     def random(self, seed: int) -> Array:
         """Return normal numbers, or integers of the whole range."""
-        # This generator of JAX compiles fastest.
-        key = jax.random.key(seed, impl="unsafe_rbg")
-        result: Array = random_array(key, self.shape, self.dtype)
+        result: Array = random_array(_key(seed), self.shape, self.dtype)
         return result
 
 
@@ -175,6 +173,18 @@ class Problem:
     def operands(self, seed: int) -> Operands:
         """Return random operands."""
         return self.lhs.random(2 * seed), self.rhs.random(2 * seed + 1)
+
+    def compile_ahead(self) -> None:
+        """Compile what :meth:`operands` and :func:`faults` run besides the sides."""
+        for array in (self.lhs, self.rhs):
+            random_array.lower(_key(0), array.shape, array.dtype).compile()
+        out = jax.ShapeDtypeStruct(self.out.shape, self.out.dtype)
+        _differences.lower(out, out).compile()
+
+
+def _key(seed: int) -> Array:
+    # This generator of JAX compiles fastest.
+    return jax.random.key(seed, impl="unsafe_rbg")
 
 
 Side = Callable[[Array, Array], Array]
