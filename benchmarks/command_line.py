@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import (
+    cross_entropy,
     fused,
     host,
     ladder,
@@ -30,6 +31,7 @@ _COMMANDS: dict[str, Command] = {
     "fused": fused,
     "linalg": linalg,
     "strassen": strassen,
+    "cross_entropy": cross_entropy,
     "out_of_core": out_of_core,
     "sharded": sharded,
     "latency": latency,

@@ -1,6 +1,7 @@
-"""Batches of small matrices against ``jnp.linalg``, side by side.
+"""Batches of small matrices, or large matrices, against ``jnp.linalg``, side by side.
 
     python -m benchmarks linalg --json benchmarks/results/<device>/linalg.json
+    python -m benchmarks linalg --large --json benchmarks/results/<device>/linalg_large.json
 
 A row counts only if the results are as accurate as JAX's. Times are device times on a GPU, and wall
 times on a CPU.
@@ -13,6 +14,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,44 +29,84 @@ from jax_tilekern.cli.console import output_file, write_json
 from jax_tilekern.cli.timing import Pairs, Spread, interleaved
 from jax_tilekern.tuning.wall_time import repeated, wall_seconds
 
-HELP = "time batches of small matrices against jnp.linalg"
+HELP = "time batches of small matrices, or large matrices, against jnp.linalg"
 
 SIZES = (2, 3, 4, 8, 16, 32, 64)
 OPERATIONS = ("inv", "solve", "cholesky")
 _ROUNDS = 8
 _SAMPLED = 64
 # Elements of the operands and the result of one matrix.
-_ELEMENTS: dict[str, Callable[[int], int]] = {
-    "inv": lambda n: 2 * n * n,
-    "solve": lambda n: n * n + 2 * n,
-    "cholesky": lambda n: 2 * n * n,
+_ELEMENTS: dict[str, Callable[[int, int], int]] = {
+    "inv": lambda n, columns: 2 * n * n,
+    "solve": lambda n, columns: n * n + 2 * n * columns,
+    "cholesky": lambda n, columns: 2 * n * n,
 }
 
 
-def operands(name: str, count: int, n: int, dtype: Any) -> tuple[Any, ...]:
+@dataclass(frozen=True)
+class Case:
+    """An operation on a batch of matrices.
+
+    Attributes
+    ----------
+    operation
+        One of ``OPERATIONS``.
+    n
+        Rows of a matrix.
+    count
+        Matrices of the batch.
+    columns
+        Right-hand sides of each, which only ``solve`` has.
+    """
+
+    operation: str
+    n: int
+    count: int
+    columns: int = 1
+
+
+LARGE = (
+    Case("inv", 4096, 1),
+    Case("inv", 8192, 1),
+    Case("solve", 4096, 1, 4096),
+    Case("solve", 8192, 1, 4096),
+    Case("cholesky", 4096, 1),
+    Case("cholesky", 8192, 1),
+)
+
+
+def operands(case: Case, dtype: Any) -> tuple[Any, ...]:
     """Return random matrices, positive definite ones for ``cholesky``, and right-hand sides."""
+    name, n, count, columns = case.operation, case.n, case.count, case.columns
     keys = jax.random.split(jax.random.key(n), 2)
     a = jax.random.normal(keys[0], (count, n, n), dtype)
     if name == "cholesky":
-        return (jax.jit(lambda a: a @ a.mT / n + jnp.eye(n, dtype=dtype))(a),)
+        # A product of the default precision might not be positive definite.
+        gram = functools.partial(jnp.matmul, precision="highest")
+        return (jax.jit(lambda a: gram(a, a.mT) / n + jnp.eye(n, dtype=dtype))(a),)
     if name == "solve":
-        return a, jax.random.normal(keys[1], (count, n, 1), dtype)
+        return a, jax.random.normal(keys[1], (count, n, columns), dtype)
     return (a,)
 
 
 def errors(name: str, args: Sequence[Any], result: Any) -> float:
     """Return the largest residual of a sample, relative to what makes it up."""
-    step = max(1, len(result) // _SAMPLED)
     # The last ones are in a block of their own.
-    rows = np.unique(np.r_[np.arange(0, len(result), step), len(result) - 1])
-    a, x = (np.asarray(v[rows], np.float64) for v in (args[0], result))
+    chosen = _sampled(len(result))
+    a, x = (np.asarray(v[chosen], np.float64) for v in (args[0], result))
+    rows = _sampled(a.shape[-1])
     if name == "inv":
-        wrong, scale = a @ x - np.eye(a.shape[-1]), np.abs(a) @ np.abs(x)
+        left, right, expected = a[:, rows], x, np.eye(a.shape[-1])[rows]
     elif name == "solve":
-        wrong, scale = a @ x - np.asarray(args[1][rows], np.float64), np.abs(a) @ np.abs(x)
+        left, right, expected = a[:, rows], x, np.asarray(args[1][chosen], np.float64)[:, rows]
     else:
-        wrong, scale = x @ x.swapaxes(-1, -2) - a, np.abs(x) @ np.abs(x.swapaxes(-1, -2))
+        left, right, expected = x[:, rows], x.swapaxes(-1, -2), a[:, rows]
+    wrong, scale = left @ right - expected, np.abs(left) @ np.abs(right)
     return float((np.abs(wrong).max((-2, -1)) / scale.max((-2, -1))).max())
+
+
+def _sampled(size: int) -> Any:
+    return np.unique(np.r_[np.arange(0, size, max(1, size // _SAMPLED)), size - 1])
 
 
 def measure(
@@ -81,16 +123,18 @@ def measure(
     return pairs(device_times(sides).busy, "peer"), "device time by the profiler"
 
 
-def row(name: str, count: int, n: int, dtype: Any, seconds: float) -> dict[str, Any]:
+def row(case: Case, dtype: Any, seconds: float) -> dict[str, Any]:
     """Check and measure one operation on matrices of one size."""
-    args = operands(name, count, n, dtype)
+    name = case.operation
+    args = operands(case, dtype)
     ours, peer = (jax.jit(getattr(module, name)) for module in (jtk.linalg, jnp.linalg))
     wrong = {side: errors(name, args, f(*args)) for side, f in (("ours", ours), ("peer", peer))}
-    (choice,) = jtk.explain(getattr(jtk.linalg, name), *args)
+    choice, *inside = jtk.explain(getattr(jtk.linalg, name), *args)
+    why = choice.reason if inside else f"XLA: {choice.reason}"
     found: dict[str, Any] = {
-        "operation": name, "n": n, "count": count, "type": str(np.dtype(dtype)),
-        "kernel": choice.kernel or f"XLA: {choice.reason}", "error": wrong,
-        "bytes": count * _ELEMENTS[name](n) * np.dtype(dtype).itemsize,
+        **vars(case), "type": str(np.dtype(dtype)),
+        "kernel": choice.kernel or why, "error": wrong,
+        "bytes": case.count * _ELEMENTS[name](case.n, case.columns) * np.dtype(dtype).itemsize,
     }  # fmt: skip
     # Either may lose a factor to the other's luck, but not an order of magnitude.
     if wrong["ours"] > 10 * wrong["peer"] + 1e-6:
@@ -106,6 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--count", type=int, default=100_000, help="matrices of a batch")
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
+    parser.add_argument("--large", action="store_true", help="large matrices instead of batches")
     parser.add_argument("--types", nargs="*", default=["float32"])
     parser.add_argument("--seconds", type=float, default=0.3, help="of each row")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
@@ -122,10 +167,13 @@ def run(arguments: argparse.Namespace) -> int:
         "errors": problems,
         "rows": rows,
     }
-    for dtype, name, n in itertools.product(arguments.types, OPERATIONS, arguments.sizes):
+    batches = itertools.product(OPERATIONS, arguments.sizes)
+    cases = LARGE if arguments.large else [Case(*each, arguments.count) for each in batches]
+    for dtype, case in itertools.product(arguments.types, cases):
+        name, n = case.operation, case.n
         start = time.perf_counter()
         with jax.enable_x64(dtype == "float64"):
-            rows.append(row(name, arguments.count, n, np.dtype(dtype), arguments.seconds))
+            rows.append(row(case, np.dtype(dtype), arguments.seconds))
         last = rows[-1]
         if "failure" in last:
             print(f"{name:9} {n:3} {dtype}  {last['failure']}", flush=True)

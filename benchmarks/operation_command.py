@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 import jax
 
 from benchmarks.calls.operations import OPERATIONS
 from benchmarks.measurement.suite_run import measure_suite
 from benchmarks.records.plot import plot, require_matplotlib
+from benchmarks.records.record import Record
 from benchmarks.records.report import summary, table
+from benchmarks.samples.arguments import add_sample_arguments
+from benchmarks.samples.sample import draw_sample
+from benchmarks.samples.sample_run import measure_sample
 from benchmarks.suites.arguments import add_suite_arguments, list_suites
 from benchmarks.suites.suite import SuiteError, default_suite, load_suite
 from jax_tilekern.cli.console import make_console, output_file
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class OperationCommand:
@@ -25,6 +33,7 @@ class OperationCommand:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's arguments."""
         add_suite_arguments(parser)
+        add_sample_arguments(parser)
         parser.add_argument("--plot", type=output_file, metavar="FILE", help="draw the record here")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -35,13 +44,30 @@ class OperationCommand:
         if arguments.list:
             list_suites(console, self.operation, arguments.suite)
             return 0
-        suite = load_suite(arguments.suite or default_suite(self.operation, jax.default_backend()))
-        if suite.operation != self.operation:
-            raise SuiteError(f"suite {suite.name} is of {suite.operation}, not of {self.operation}")
-        record, whole = measure_suite(console, suite, arguments)
+        if arguments.sample is not None:
+            record, whole = self._measure_sample(console, arguments)
+        else:
+            record, whole = self._measure_suite(console, arguments)
         console.print()
         console.print(table(record))
         console.print(summary(record))
         if arguments.plot is not None:
             plot(record, arguments.plot)
         return 0 if whole else 1
+
+    def _measure_suite(
+        self, console: Console, arguments: argparse.Namespace
+    ) -> tuple[Record, bool]:
+        suite = load_suite(arguments.suite or default_suite(self.operation, jax.default_backend()))
+        if suite.operation != self.operation:
+            raise SuiteError(f"suite {suite.name} is of {suite.operation}, not of {self.operation}")
+        return measure_suite(console, suite, arguments)
+
+    def _measure_sample(
+        self, console: Console, arguments: argparse.Namespace
+    ) -> tuple[Record, bool]:
+        device = jax.default_backend()
+        if arguments.candidates and (self.operation != "matmul" or device == "cpu"):
+            raise SuiteError("candidates are of matrix products on a GPU")
+        sample = draw_sample(self.operation, device, arguments.sample, arguments.seed)
+        return measure_sample(console, sample, arguments)

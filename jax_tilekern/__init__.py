@@ -19,6 +19,7 @@ from jax_tilekern.interop.modes import FallbackError, disabled, strict
 from jax_tilekern.ops.add import add
 from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
 from jax_tilekern.ops.linear import gated_linear, linear
+from jax_tilekern.ops.linear_cross_entropy import linear_cross_entropy
 from jax_tilekern.ops.matmul import dot_general, matmul
 from jax_tilekern.ops.ragged_dot import ragged_dot, ragged_dot_general
 from jax_tilekern.ops.strassen import strassen_matmul
@@ -58,6 +59,7 @@ __all__ = [
     "inner",
     "linalg",
     "linear",
+    "linear_cross_entropy",
     "matmul",
     "matvec",
     "multi_dot",

@@ -1,7 +1,8 @@
-"""Linear algebra with JAX's signatures and semantics, fast for batches of small matrices.
+"""Linear algebra with JAX's signatures and semantics: batches of small matrices, and large ones.
 
-Kernels compute batches of float32 and float64 matrices up to 64x64. Everything else is JAX's own
-function, and :func:`jax_tilekern.explain` states the reason.
+Kernels compute batches of float32 and float64 matrices up to 64x64. On a Hopper GPU, products do
+most of the arithmetic of large ones. Everything else is JAX's own function, and
+:func:`jax_tilekern.explain` states the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import jax.scipy.linalg as jsp_linalg
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from jax_tilekern.ops import small_matrices
+from jax_tilekern.ops import matrices
+from jax_tilekern.ops.matmul import matmul
+from jax_tilekern.plans.linalg.small_matrices import MAX_SIZE
 
 __all__ = [
     "SlogdetResult", "cholesky", "det", "inv", "lu", "lu_factor", "slogdet", "solve",
@@ -34,10 +37,10 @@ class SlogdetResult(NamedTuple):
 def inv(a: ArrayLike) -> Array:
     """Inverse of square matrices, with the semantics of :func:`jax.numpy.linalg.inv`.
 
-    Kernels use Gauss-Jordan elimination with partial pivoting, whose error is bounded by a multiple
-    of the condition number times the unit roundoff, as that of JAX's is (Higham, Accuracy and
-    Stability of Numerical Algorithms, section 14.4). Prefer :func:`solve` to a product with an
-    inverse: its residual is small for any condition number.
+    Kernels use Gauss-Jordan elimination with partial pivoting, and large matrices LU factors. The
+    error is bounded by a multiple of the condition number times the unit roundoff, as that of JAX's
+    is (Higham, Accuracy and Stability of Numerical Algorithms, sections 14.3 and 14.4). Prefer
+    :func:`solve` to a product with an inverse: its residual is small for any condition number.
 
     Parameters
     ----------
@@ -66,18 +69,19 @@ def inv(a: ArrayLike) -> Array:
     """
     result = jax.eval_shape(jnp.linalg.inv, a)
     a = jnp.asarray(a).astype(result.dtype)
-    why = small_matrices.refusal(a.shape[-1], a.dtype)
+    why = matrices.refusal(a.shape[-1], a.dtype)
     if why is not None:
-        inverses: Array = jnp.linalg.inv(small_matrices.left_to_xla(a, "inv", why))
+        inverses: Array = jnp.linalg.inv(matrices.left_to_xla(a, "inv", why))
         return inverses
-    return small_matrices.inverse(a)
+    return matrices.inverse(a)
 
 
 @jax.jit
 def solve(a: ArrayLike, b: ArrayLike) -> Array:
     """Solve ``a @ x = b``, with the semantics of :func:`jax.numpy.linalg.solve`.
 
-    Kernels use Gaussian elimination with partial pivoting.
+    It is Gaussian elimination with partial pivoting. Derivatives of large systems reuse their
+    factors.
 
     Parameters
     ----------
@@ -109,11 +113,12 @@ def solve(a: ArrayLike, b: ArrayLike) -> Array:
     """
     result = jax.eval_shape(jnp.linalg.solve, a, b)
     a, b = (jnp.asarray(x).astype(result.dtype) for x in (a, b))
-    why = small_matrices.refusal(a.shape[-1], a.dtype)
+    why = matrices.refusal(a.shape[-1], a.dtype)
     if why is not None:
-        solutions: Array = jnp.linalg.solve(small_matrices.left_to_xla(a, "solve", why), b)
+        solutions: Array = jnp.linalg.solve(matrices.left_to_xla(a, "solve", why), b)
         return solutions
-    return _with_vectors(small_matrices.solve, a, b, vectors=b.ndim == 1)
+    function = matrices.solve if a.shape[-1] <= MAX_SIZE else _solve_by_factors
+    return _with_vectors(function, a, b, vectors=b.ndim == 1)
 
 
 @functools.partial(jax.jit, static_argnames=("upper", "symmetrize_input"))
@@ -154,11 +159,11 @@ def cholesky(a: ArrayLike, *, upper: bool = False, symmetrize_input: bool = True
     theirs = functools.partial(jnp.linalg.cholesky, upper=upper, symmetrize_input=symmetrize_input)
     result = jax.eval_shape(theirs, a)
     a = jnp.asarray(a).astype(result.dtype)
-    why = small_matrices.refusal(a.shape[-1], a.dtype)
+    why = matrices.refusal(a.shape[-1], a.dtype)
     if why is not None:
-        factors: Array = theirs(small_matrices.left_to_xla(a, "cholesky", why))
+        factors: Array = theirs(matrices.left_to_xla(a, "cholesky", why))
         return factors
-    factor = small_matrices.cholesky(a, symmetrize=symmetrize_input)
+    factor = matrices.cholesky(a, symmetrize=symmetrize_input)
     return factor.mT if upper else factor
 
 
@@ -196,9 +201,9 @@ def lu(
     a = jnp.asarray(a).astype(result[-1].dtype)
     why = _refusal_to_factor(a)
     if why is not None:
-        factors: tuple[Array, ...] = theirs(small_matrices.left_to_xla(a, "lu", why))
+        factors: tuple[Array, ...] = theirs(matrices.left_to_xla(a, "lu", why))
         return factors
-    both, _, permutation = small_matrices.lu(a)
+    both, _, permutation = matrices.lu(a)
     identity = jnp.eye(a.shape[-1], dtype=a.dtype)
     lower, upper = jnp.tril(both, -1) + identity, jnp.triu(both)
     if permute_l:
@@ -266,7 +271,7 @@ def det(a: ArrayLike) -> Array:
     a = jnp.asarray(a).astype(result.dtype)
     why = _refusal_of_determinant(a, 3)
     if why is not None:
-        determinants: Array = jnp.linalg.det(small_matrices.left_to_xla(a, "det", why))
+        determinants: Array = jnp.linalg.det(matrices.left_to_xla(a, "det", why))
         return determinants
     return _det(a)
 
@@ -299,7 +304,7 @@ def slogdet(a: ArrayLike, *, method: Literal["lu", "qr"] | None = None) -> Slogd
     a = jnp.asarray(a).astype(result[0].dtype)
     why = "QR is JAX's own" if method == "qr" else _refusal_of_determinant(a, 2)
     if why is not None:
-        return SlogdetResult(*theirs(small_matrices.left_to_xla(a, "slogdet", why)))
+        return SlogdetResult(*theirs(matrices.left_to_xla(a, "slogdet", why)))
     return SlogdetResult(*_slogdet(a))
 
 
@@ -354,14 +359,14 @@ def triangular_solve(
     )
     jax.eval_shape(theirs, a, b)
     a, b = jnp.asarray(a), jnp.asarray(b)
-    why = small_matrices.refusal(a.shape[-1], a.dtype)
+    why = matrices.refusal(a.shape[-1], a.dtype)
     if why is not None:
-        result: Array = theirs(small_matrices.left_to_xla(a, "triangular_solve", why), b)
+        result: Array = theirs(matrices.left_to_xla(a, "triangular_solve", why), b)
         return result
     vector = b.ndim == a.ndim - 1
     axis = b.ndim if left_side else b.ndim - 1
     b = jnp.expand_dims(b, axis) if vector else b
-    x = small_matrices.triangular_solve(
+    x = matrices.triangular_solve(
         a,
         b,
         left_side=left_side,
@@ -420,12 +425,12 @@ def solve_triangular(
     )
     result = jax.eval_shape(theirs, a, b)
     a, b = (jnp.asarray(x).astype(result.dtype) for x in (a, b))
-    why = small_matrices.refusal(a.shape[-1], a.dtype)
+    why = matrices.refusal(a.shape[-1], a.dtype)
     if why is not None:
-        solved: Array = theirs(small_matrices.left_to_xla(a, "solve_triangular", why), b)
+        solved: Array = theirs(matrices.left_to_xla(a, "solve_triangular", why), b)
         return solved
     function = functools.partial(
-        small_matrices.triangular_solve,
+        matrices.triangular_solve,
         left_side=True,
         lower=lower,
         transpose=trans not in (0, "N"),
@@ -434,6 +439,29 @@ def solve_triangular(
     # JAX still accepts a batch of vectors too.
     vectors = b.ndim == 1 or (a.ndim == b.ndim + 1 and a.shape[-1] == b.shape[-1])
     return _with_vectors(function, a, b, vectors=vectors)
+
+
+def _solve_by_factors(a: Array, b: Array) -> Array:
+    """Solve so that derivatives solve with the same factors."""
+    factors, _, permutation = matrices.lu(lax.stop_gradient(a))
+    triangle = functools.partial(matrices.triangular_solve, factors, left_side=True)
+
+    def solved(_: Any, b: Array) -> Array:
+        x = triangle(b[permutation], lower=True, unit_diagonal=True)
+        return triangle(x, lower=False)
+
+    def solved_transposed(_: Any, b: Array) -> Array:
+        x = triangle(b, lower=False, transpose=True)
+        x = triangle(x, lower=True, transpose=True, unit_diagonal=True)
+        return x[jnp.argsort(permutation)]
+
+    result: Array = lax.custom_linear_solve(
+        functools.partial(matmul, a, precision=lax.Precision.HIGHEST),
+        b,
+        solve=solved,
+        transpose_solve=solved_transposed,
+    )
+    return result
 
 
 def _with_vectors(function: Any, a: Array, b: Array, *, vectors: bool) -> Array:
@@ -452,13 +480,13 @@ def _with_vectors(function: Any, a: Array, b: Array, *, vectors: bool) -> Array:
 def _refusal_to_factor(a: Array) -> str | None:
     if a.shape[-1] != a.shape[-2]:
         return "kernels are for square matrices"
-    return small_matrices.refusal(a.shape[-1], a.dtype)
+    return matrices.refusal(a.shape[-1], a.dtype)
 
 
 def _refusal_of_determinant(a: Array, formulas_to: int) -> str | None:
     if a.shape[-1] <= formulas_to:
         return f"up to {formulas_to}x{formulas_to} there is a formula, which XLA fuses"
-    return small_matrices.refusal(a.shape[-1], a.dtype)
+    return matrices.refusal(a.shape[-1], a.dtype)
 
 
 def _factored(a: ArrayLike) -> tuple[Array, Array, Array]:
@@ -466,11 +494,9 @@ def _factored(a: ArrayLike) -> tuple[Array, Array, Array]:
     a = jnp.asarray(a).astype(result[0].dtype)
     why = _refusal_to_factor(a)
     if why is not None:
-        factors, pivots, permutation = lax.linalg.lu(
-            small_matrices.left_to_xla(a, "lu_factor", why)
-        )
+        factors, pivots, permutation = lax.linalg.lu(matrices.left_to_xla(a, "lu_factor", why))
         return factors, pivots, permutation
-    return small_matrices.lu(a)
+    return matrices.lu(a)
 
 
 def _pivots_and_sign(factors: Array, pivots: Array) -> tuple[Array, Array]:
@@ -483,7 +509,7 @@ def _pivots_and_sign(factors: Array, pivots: Array) -> tuple[Array, Array]:
 
 @jax.custom_jvp
 def _det(a: Array) -> Array:
-    factors, pivots, _ = small_matrices.lu(a)
+    factors, pivots, _ = matrices.lu(a)
     diagonal, sign = _pivots_and_sign(factors, pivots)
     return sign * jnp.prod(diagonal, axis=-1)
 
@@ -497,27 +523,25 @@ def _det_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arra
     product of the other pivots.
     """
     ((a,), (a_dot,)) = primals, tangents
-    factors, pivots, permutation = small_matrices.lu(a)
+    factors, pivots, permutation = matrices.lu(a)
     diagonal, sign = _pivots_and_sign(factors, pivots)
     others = sign * jnp.prod(diagonal[..., :-1], axis=-1)
     determinant = others * diagonal[..., -1]
     scales = jnp.broadcast_to(determinant[..., None], diagonal.shape).at[..., -1].set(others)
     permuted = jnp.take_along_axis(a_dot, permutation[..., None], axis=-2)
-    x = small_matrices.triangular_solve(
-        factors, permuted, left_side=True, lower=True, unit_diagonal=True
-    )
+    x = matrices.triangular_solve(factors, permuted, left_side=True, lower=True, unit_diagonal=True)
     upper = factors.at[..., -1, -1].set(1)
     # A second zero among the pivots makes the adjugate zero, or not to be had from these factors.
     deficient = jnp.any(diagonal[..., :-1] == 0, axis=-1)
     upper = jnp.where(deficient[..., None, None], jnp.eye(a.shape[-1], dtype=a.dtype), upper)
-    x = small_matrices.triangular_solve(upper, scales[..., None] * x, left_side=True, lower=False)
+    x = matrices.triangular_solve(upper, scales[..., None] * x, left_side=True, lower=False)
     trace = jnp.trace(x, axis1=-2, axis2=-1)
     return determinant, jnp.where(deficient, jnp.zeros_like(trace), trace)
 
 
 @jax.custom_jvp
 def _slogdet(a: Array) -> tuple[Array, Array]:
-    factors, pivots, _ = small_matrices.lu(a)
+    factors, pivots, _ = matrices.lu(a)
     diagonal, sign = _pivots_and_sign(factors, pivots)
     logarithm = jnp.sum(jnp.log(jnp.abs(diagonal)), axis=-1)
     return sign * jnp.prod(jnp.sign(diagonal), axis=-1), logarithm
@@ -529,5 +553,5 @@ def _slogdet_jvp(
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     ((a,), (a_dot,)) = primals, tangents
     sign, logarithm = _slogdet(a)
-    trace = jnp.trace(small_matrices.solve(a, a_dot), axis1=-2, axis2=-1)
+    trace = jnp.trace(matrices.solve(a, a_dot), axis1=-2, axis2=-1)
     return (sign, logarithm), (jnp.zeros_like(sign), trace)

@@ -22,9 +22,9 @@ UNIT_ROUNDOFF = {
     np.dtype(F8E5): 2.0**-3,
 }
 TF32_ROUNDOFF = 2.0**-11
-# Hopper's tensor cores accumulate products of 8-bit floats with about 14 bits, and the kernels
-# promote the accumulators to float32 after every 128 products.
-FP8_SUM_ROUNDOFF = 2.0**-13
+# Hopper's tensor cores accumulate products of 8-bit floats with about 14 bits. At the default
+# precision the accumulators are not promoted to float32.
+FP8_SUM_ROUNDOFF = 2.0**-12
 
 # Row- and column-major operands of a matrix product.
 MAJORS = ("mk,kn", "km,kn", "mk,nk", "km,nk")

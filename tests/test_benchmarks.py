@@ -515,7 +515,7 @@ def test_a_device_that_no_longer_answers_ends_the_run(tiny, tmp_path, capsys, mo
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
 
     monkeypatch.setattr(Case, "errors", fault)
-    monkeypatch.setattr(suite_run, "_device_answers", lambda: False)
+    monkeypatch.setattr(suite_run, "device_answers", lambda: False)
     file = tmp_path / "b.json"
     assert bench("--json", file) == 1
     assert "--resume" in capsys.readouterr().out
@@ -526,13 +526,13 @@ def test_a_row_that_does_not_end_ends_the_run(capsys, monkeypatch):
     ended = threading.Event()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(suite_run.os, "_exit", lambda status: ended.set())
-    with suite_run._deadline("slow", 0.01):
+    with suite_run.deadline("slow", 0.01):
         assert ended.wait(60)
     assert "slow does not end" in capsys.readouterr().err
 
 
-def test_the_device_answers():
-    assert suite_run._device_answers()
+def test_thedevice_answers():
+    assert suite_run.device_answers()
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*/matmul*.json")), ids=str)

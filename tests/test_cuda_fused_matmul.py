@@ -17,6 +17,7 @@ from jax_tilekern.epilogue.primitives import INNER_JAXPR
 from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
 from jax_tilekern.plans.gemm.select import candidates, plan_matmul
+from jax_tilekern.plans.launch import NoKernel
 
 try:
     nvrtc()
@@ -63,7 +64,11 @@ def calls(text):
     return [name for name in found if name not in ("stablehlo.return",)]
 
 
-@pytest.mark.parametrize("gpu", ["sm_80", "sm_90"])
+# ptxas of CUDA 13.0 spills registers of every kernel of sm_80 with this epilogue.
+GPUS = ["sm_80", "sm_90"] if nvrtc().version >= (13, 5) else ["sm_90"]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
 def test_a_layer_is_one_kernel(gpu):
     def layer(x, w, *operands):
         return jtk.matmul(x, w, epilogue=residual_block, operands=operands)
@@ -108,6 +113,10 @@ EPILOGUES = {
 def test_plans_spill_no_registers(name, gpu, sizes):
     product = product_of("bf16", *sizes).with_epilogue(EPILOGUES[name](sizes[1]))
     plan = plan_matmul(product, gpu)
+    if isinstance(plan, NoKernel):
+        # Kernels of sm_80 have few registers left, and the epilogue then runs in XLA.
+        assert gpu.arch == "sm_80"
+        return
     for launch in plan.launches:
         assert launch.entry.spill_bytes == 0
     assert len(plan.alignments) == 3 + len(product.epilogue.operands)

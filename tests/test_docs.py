@@ -35,7 +35,9 @@ def test_snippets_about_sharding_run():
     run_snippets(text, str(SHARDING))
 
 
-@pytest.mark.parametrize("page", ["getting-started", "epilogues", "linalg", "strassen"])
+@pytest.mark.parametrize(
+    "page", ["getting-started", "epilogues", "linalg", "linear-cross-entropy", "strassen"]
+)
 def test_snippets_of_other_pages_run(page):
     text = (DOCS / f"{page}.md").read_text()
     assert snippets(text)

@@ -219,7 +219,11 @@ def assert_same_function(found, expected, rtol):
 def test_functions_of_one_float(name, dtype):
     function = getattr(lax, name)
     found, expected = at_every_pair(lambda x, y: function(x), SPECIAL, dtype, np.float32)
-    assert_same_function(found, expected, {np.float32: 2e-6, np.float16: 2e-3}.get(dtype, 1.6e-2))
+    rtol = {np.float32: 2e-6, np.float16: 2e-3}.get(dtype, 1.6e-2)
+    if name == "exp2" and dtype == BF16:
+        # XLA rounds the product with log(2), of up to 17 here, to bfloat16.
+        rtol = 17 * 2.0**-8
+    assert_same_function(found, expected, rtol)
 
 
 @pytest.mark.parametrize("result", [BF16, np.float16])
@@ -249,6 +253,8 @@ def test_functions_of_two_floats(name, dtype):
 @pytest.mark.parametrize("name", [*INTEGER_UNARY, *INTEGER_BINARY])
 @pytest.mark.one_in(5)
 def test_functions_of_integers(name, dtype):
+    if name == "abs" and np.dtype(dtype).kind == "u":
+        pytest.skip("lax has none")
     function = getattr(lax, name)
     if name in INTEGER_UNARY:
         found, expected = at_every_pair(lambda x, y: function(x), INTEGERS, dtype, np.float32)

@@ -14,7 +14,8 @@ from numerics import BF16, UNIT_ROUNDOFF, exact
 
 import jax_tilekern as jtk
 from jax_tilekern import out_of_core
-from jax_tilekern.out_of_core.plan import Sizes, choose_plan
+from jax_tilekern.out_of_core import transfer
+from jax_tilekern.out_of_core.plan import Block, Sizes, choose_plan
 
 F32 = (4, 4, 4, 4)
 
@@ -174,6 +175,21 @@ def test_anything_with_slices(rng):
     )
     views = np.asfortranarray(a), np.ascontiguousarray(b[::-1])[::-1]
     np.testing.assert_array_equal(out_of_core.matmul(*views, memory_limit=800_000), expected)
+
+
+@pytest.mark.parametrize("ahead_bytes", [1, 2000, 1 << 20])
+def test_chunks_arrive_in_their_places(rng, monkeypatch, ahead_bytes):
+    monkeypatch.setattr(transfer, "_SMALLEST_CHUNK", 1000)
+    whole = rng.standard_normal((70, 90)).astype(np.float32)
+    sources = [whole, whole[:, 5:50], whole[3:40], whole.T, whole[:1, :1]]
+    parts = [(Block("lhs", i, 0), part) for i, part in enumerate(sources)]
+    steps = list(transfer.to_device(parts, jax.devices()[0], ahead_bytes))
+    arrived = [step for step in steps if step is not None]
+    assert [block.outer for block, _ in arrived] == list(range(len(sources)))
+    for (_, array), source in zip(arrived, sources, strict=True):
+        np.testing.assert_array_equal(array, source, strict=True)
+    rows = sum(map(len, sources))
+    assert len(steps) == rows if ahead_bytes == 1 else len(sources) <= len(steps) < rows
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -151,6 +152,30 @@ def test_labels_of_some_results_are_whole():
     rule = ShardingRule(((0, 1),), ((0, 1), (0,)), {0: 8, 1: 8}, flops=64)
     assert rule.splittable == {0}
     assert rule.reductions == ()
+    assert rule.summed == frozenset()
+
+
+def test_results_that_are_sums_split_what_each_of_them_lacks():
+    """Gradients of both factors: a digit adds up the gradient that it does not split."""
+    factors = ((M, None), (None, N))
+    rule = ShardingRule(
+        (*factors, (M, N)),
+        factors,
+        {M: 8, N: 8},
+        flops=64,
+        zero_padding=False,
+        each_result_is_a_sum=True,
+    )
+    assert rule.splittable == rule.summed == {M, N}
+    rows, columns, none = Digit(0, 1), Digit(1, 1), None
+    read = [(rows, none), (none, columns), (rows, columns)]
+    split = choose_split(rule, (2, 2), read, read[:2], [256] * 3, [256] * 2)
+    assert split.digits == {M: (0,), N: (1,)}
+    assert split.summed == ((1,), (0,))
+    assert split.operand_digits == (((0,), ()), ((), (1,)), ((0,), (1,)))
+    uneven = dataclasses.replace(rule, sizes={M: 7, N: 8})
+    split = choose_split(uneven, (2, 2), read, read[:2], [256] * 3, [256] * 2)
+    assert split.digits == {M: (), N: (1,)}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from jax_tilekern.inspection.choices import recorded_choices
 from jax_tilekern.interop import compat
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.tuning.product_timing import _Problem
+from jax_tilekern.tuning.product_timing import Problem
 
 f32 = np.float32
 four_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="takes four devices")
@@ -251,7 +251,7 @@ def test_eager_calls_compile_our_kernels():
 def test_what_tuning_compares_with_is_xlas():
     x, y = jnp.ones((3, 5)), jnp.ones((5, 4))
     geometry = MatmulGeometry((), 3, 4, 5, (5, 1), (4, 1), (4, 1))
-    problem = _Problem.of(Product(geometry, x.dtype, x.dtype, x.dtype, "f32"))
+    problem = Problem.of(Product(geometry, x.dtype, x.dtype, x.dtype, "f32"))
     with jtk.patch():
         assert traced(problem.by_xla, x, y) == (0, 1)
 

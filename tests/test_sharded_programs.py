@@ -566,6 +566,19 @@ def test_explain_shows_the_partition(rng):
     assert choice.partition in str(jtk.explain(jtk.matmul, *args))
 
 
+def test_tiles_are_claimed_at_run_time_where_collectives_share_the_gpu():
+    """Only in programs of several devices."""
+    x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    mesh = mesh_of((AUTO, AUTO))
+    local = jax.shard_map(jtk.matmul, mesh=mesh, in_specs=(P(), P()), out_specs=P())
+    with jtk.gpu_target("sm_90"):
+        for call, dynamic in ((local, True), (jtk.matmul, False)):
+            (choice,) = jtk.explain(call, x, w, platform="cuda")
+            assert choice.kernel == "wgmma_matmul bf16"
+            assert ("dynamic tile scheduler" in choice.reason) == dynamic
+
+
 def test_explain_for_another_platform_does_not_compile(rng):
     mesh = mesh_of((AUTO, AUTO))
     args = put(mesh, integers(rng, 16, 32), P("d", "m")), put(mesh, integers(rng, 32, 8), P("m"))

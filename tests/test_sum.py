@@ -415,8 +415,40 @@ def test_bytes_are_summed_where_they_lie():
     """A GPU's kernel reads them as they are; a cast before it would write four times as much."""
     x = jax.ShapeDtypeStruct((1 << 20,), np.int8)
     assert explained(jtk.sum, x).kernel == "sum int8"
+    # XLA casts them while it sums.
+    assert explained(jtk.sum, x, platform="cpu").kernel is None
+
+
+@pytest.mark.parametrize("kind", [jnp.bfloat16, np.float16])
+def test_narrow_floats_are_summed_to_float32_where_they_lie(rng, kind):
+    x = jnp.asarray(rng.standard_normal((5, 33, 3, 7)), kind)
+    for axes in ((0, 1, 2, 3), (0, 2), (1, 3), (3,), (0,)):
+        total = jtk.sum(x, axes, dtype=jnp.float32)
+        np.testing.assert_allclose(total, np.sum(np.asarray(x, np.float64), axes), atol=1e-4)
     if not on_gpu():
-        assert explained(jtk.sum, x, platform="cpu").kernel == "cpu_sum int32"
+        wide = functools.partial(jtk.sum, dtype=jnp.float32)
+        assert explained(wide, x, platform="cpu").kernel == f"cpu_sum {jnp.dtype(kind)}"
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int32, np.int8, np.complex64])
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        ((9, 5, 3), (0, 2)),  # short runs, kept as columns and folded
+        ((9, 5, 3, 2), (0, 2)),  # the same of pairs
+        ((3, 40, 7, 600), (0, 2)),
+        ((3, 1000, 5), (0, 2)),  # several groups of folded columns
+        ((3000, 7), (1,)),  # rows shorter than a vector
+        ((2, 50, 24), (2,)),
+        ((2, 5000), (0,)),  # more columns than a group has
+    ],
+)
+@pytest.mark.one_in(4)
+def test_short_rows_and_few_rows(rng, kind, shape, axes):
+    with jax.enable_x64(kind == np.float64):
+        x = whole(rng, *shape).astype(kind)
+        total = jtk.sum(x, axes, dtype=kind)
+        np.testing.assert_array_equal(total, np.sum(np.asarray(x), axes, dtype=kind))
 
 
 def test_export_round_trip(rng):

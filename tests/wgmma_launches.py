@@ -18,6 +18,7 @@ _SHAPE_BYTES, _GROUPS_BYTES = struct.calcsize(SHAPE_LAYOUT), struct.calcsize(GRO
 
 _PARAMETER_BYTES = {
     "wgmma_matmul": (128, 128, 128, 8, _SHAPE_BYTES),
+    "wgmma_matmul_dynamic": (128, 128, 128, 8, 8, _SHAPE_BYTES),
     "ragged_wgmma_matmul": (128, 128, 128, 8, 128, 8, 8, _SHAPE_BYTES, _GROUPS_BYTES),
     "clear_claimed_tiles": (8,),
     "pack_operand": (8, 8, 104),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jax import Array
 import jax_tilekern
 from benchmarks.calls.operations import OPERATIONS, OURS, Function
 from benchmarks.calls.row import Row
-from jax_tilekern.tuning.random_operands import Operands
+from jax_tilekern.tuning.random_operands import Operands, random_array
 
 # The error is measured on this many indices of each of the result's dimensions, at most.
 _SAMPLED = 64
@@ -78,6 +79,45 @@ class Case:
         names = dict.fromkeys(choice.kernel for choice in choices if choice.kernel)
         reasons = [choice.reason for choice in choices] or ["no call of a kernel is left"]
         return ", ".join(names) or f"XLA: {reasons[0]}"
+
+    def programs(self) -> Iterator[Callable[[], Any]]:
+        """Return what compiles each program that the row runs, before there is any operand.
+
+        They may be called in several threads. Later calls find what was compiled.
+        """
+        yield self._compile_peer
+        yield self._compile_ours
+        yield from (partial(self._compile_random, struct) for struct in self.row.structs)
+        if OPERATIONS[self.row.operation].judge is None:
+            yield self._compile_errors
+        else:
+            yield self._compile_judge
+
+    def _compile_peer(self) -> None:
+        with types_enabled(self.row):
+            operands = jax.eval_shape(
+                OPERATIONS[self.row.operation].peer.operands, self.row.structs
+            )
+            self.peer.lower(*operands).compile()  # type: ignore[attr-defined]
+
+    def _compile_ours(self) -> None:
+        with types_enabled(self.row):
+            self.ours.lower(*self.row.structs).compile()  # type: ignore[attr-defined]
+
+    def _compile_random(self, struct: jax.ShapeDtypeStruct) -> None:
+        with types_enabled(self.row):
+            random_array.lower(jax.random.key(0), struct.shape, struct.dtype).compile()
+
+    def _compile_judge(self) -> None:
+        judge = OPERATIONS[self.row.operation].judge
+        with types_enabled(self.row):
+            jitted(self.row, judge).lower(*self.row.structs).compile()  # type: ignore[attr-defined]
+
+    def _compile_errors(self) -> None:
+        with types_enabled(self.row):
+            result = jax.eval_shape(self.peer, *self.row.structs)
+        with jax.enable_x64(True):
+            _errors.lower(self.row, self.row.structs, result, result).compile()
 
     def errors(self, operands: Operands) -> Errors:
         """Compare both results with float64 and with each other.

@@ -122,7 +122,8 @@ def _transpose(row: Row, side: Any) -> Function:
 
 def _sum(row: Row, side: Any) -> Function:
     axis = tuple(row.lhs.index(x) for x in row.lhs if x not in row.out)
-    return lambda x: side.sum(x, axis)
+    dtype = row.result_type if row.result else None
+    return lambda x: side.sum(x, axis, dtype)
 
 
 def _vdot(row: Row, side: Any) -> Function:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_L2_BYTES = 50 << 20
 # A kernel that never ends would keep the GPU for as long as somebody pays for it.
-_LONGEST_ROW = 240.0
+LONGEST_ROW = 240.0
 
 
 def measure_suite(
@@ -51,8 +51,7 @@ def measure_suite(
         The record, also in the file of ``--json``, with the rows that were there before.
     """
     record = new_record(suite, arguments.command_line, bandwidths())
-    gpus = record.get("driver", {}).get("gpus")
-    l2_bytes = gpus[0]["l2_bytes"] if gpus else _DEFAULT_L2_BYTES
+    l2_bytes = l2_bytes_of(record)
     return measure_rows(
         console,
         suite,
@@ -60,8 +59,14 @@ def measure_suite(
         arguments,
         measure=lambda row: measured(row, record["date"], arguments.seconds, l2_bytes),
         show=lambda result: cells(record, result, Ceilings.of(record))[:5],
-        longest_row=_LONGEST_ROW,
+        longest_row=LONGEST_ROW,
     )
+
+
+def l2_bytes_of(record: Record) -> int:
+    """Return the size of the L2 of the GPU that a record is of."""
+    gpus = record.get("driver", {}).get("gpus")
+    return int(gpus[0]["l2_bytes"]) if gpus else _DEFAULT_L2_BYTES
 
 
 def measure_rows(
@@ -120,7 +125,7 @@ def measure_rows(
         put(unmeasured(row, record["date"]))
         progress = f"{number}/{len(rows)}"
         try:
-            with console.status(f"{progress} {row.name}"), _deadline(row.name, longest_row):
+            with console.status(f"{progress} {row.name}"), deadline(row.name, longest_row):
                 result = measure(row)
         except KeyboardInterrupt:
             # Nothing is wrong with the row, nor with what an earlier run says of it.
@@ -131,14 +136,14 @@ def measure_rows(
         console.print(f"{progress}  {'  '.join(show(result))}  ({result['took_seconds']} s)")
         if result["failure"]:
             whole = False
-            if not _device_answers():
+            if not device_answers():
                 console.print("The device no longer answers. A new run with --resume goes on.")
                 break
     return record, whole
 
 
 @contextlib.contextmanager
-def _deadline(name: str, seconds: float) -> Iterator[None]:
+def deadline(name: str, seconds: float) -> Iterator[None]:
     """End the process, by force, if the context takes longer on a GPU than any row does."""
 
     def give_up() -> None:
@@ -154,7 +159,7 @@ def _deadline(name: str, seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-def _device_answers() -> bool:
+def device_answers() -> bool:
     """Say whether the device still computes: after a fault in a kernel it does not."""
     try:
         ready(jnp.zeros(8) + 1)

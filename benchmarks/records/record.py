@@ -17,10 +17,11 @@ from benchmarks.calls.case import Case, Errors, types_enabled
 from benchmarks.calls.operations import OURS, flops
 from benchmarks.calls.other_peers import OtherPeer, compiled, other_peers, temporary_bytes
 from benchmarks.calls.row import Row
-from benchmarks.measurement.measure import measure_on_cpu, measure_on_gpu
+from benchmarks.measurement.measure import Measurement, measure_on_cpu, measure_on_gpu
 from benchmarks.suites.suite import Suite
 from jax_tilekern.cli import machine
 from jax_tilekern.cli.timing import Pairs, Spread
+from jax_tilekern.tuning.random_operands import Operands
 
 SCHEMA = 1
 # How many times the peer's error ours may have, beyond the rounding of the result.
@@ -163,10 +164,9 @@ def attempted(row: Row, run: str, measurement: Callable[[], Record]) -> Record:
 
 def _results(case: Case, seconds: float, l2_bytes: int) -> Record:
     operands = case.operands()
-    kernel, errors = case.kernel(operands), case.errors(operands)
-    checked = {"kernel": kernel, "error": errors._asdict(), "failure": _wrong(case.row, errors)}
-    if checked["failure"]:
-        return checked  # The speed of a wrong result is no news.
+    found = checked(case, operands)
+    if found["failure"]:
+        return found  # The speed of a wrong result is no news.
     others = other_peers(case.row, operands, case.ours(*operands)) if case.row.others else {}
     functions = {name: other.function for name, other in others.items() if other.function}
     if jax.default_backend() == "cpu":
@@ -174,12 +174,25 @@ def _results(case: Case, seconds: float, l2_bytes: int) -> Record:
     else:
         measurement = measure_on_gpu(case, operands, seconds, l2_bytes, functions)
     return {
-        **checked,
+        **found,
         **_temporary(case.row),
         "others": {
             name: _other(other, case.row.others[name], measurement.others.get(name))
             for name, other in others.items()
         },
+        **times_of(measurement),
+    }
+
+
+def checked(case: Case, operands: Operands) -> Record:
+    """Return what the record has of a row's kernel and its errors; ``failure`` if it is wrong."""
+    kernel, errors = case.kernel(operands), case.errors(operands)
+    return {"kernel": kernel, "error": errors._asdict(), "failure": _wrong(case.row, errors)}
+
+
+def times_of(measurement: Measurement) -> Record:
+    """Return what the record has of the times of a row."""
+    return {
         "method": measurement.method,
         "products_per_call": measurement.products_per_call,
         "pairs": len(measurement.pairs.ours),

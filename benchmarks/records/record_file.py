@@ -60,13 +60,32 @@ def continue_record(record: Record, path: Path) -> None:
     """
     if not path.exists():
         return
-    earlier = load_record(path)
+    _add(record, load_record(path), path)
+
+
+def load_parts(paths: Sequence[Path]) -> Record:
+    """Read the records of the parts of one sample, which several processes measured, as one.
+
+    Raises
+    ------
+    RecordError
+        If they are of different suites or devices, or a file is no record.
+    """
+    *parts, last = paths
+    record = load_record(last)
+    for path in parts:
+        _add(record, load_record(path), path)
+    return record
+
+
+def _add(record: Record, earlier: Record, path: Path) -> None:
+    """Put the rows of an earlier record and their runs before those of a record."""
     for key in ("suite", "device"):
         if earlier[key] != record[key]:
             raise RecordError(f"{path} is of {key} {earlier[key]!r}, and this is {record[key]!r}")
     last = {key: value for key, value in earlier.items() if key not in ("rows", "earlier_runs")}
-    record["earlier_runs"] = [*earlier["earlier_runs"], last]
-    record["rows"] = earlier["rows"]
+    record["earlier_runs"] = [*earlier["earlier_runs"], last, *record["earlier_runs"]]
+    record["rows"] = [*earlier["rows"], *record["rows"]]
     _drop_runs_without_rows(record)
 
 

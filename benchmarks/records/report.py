@@ -10,6 +10,7 @@ from benchmarks.calls.operations import OPERATIONS
 from benchmarks.records.ceilings import Ceilings
 from benchmarks.records.record import Record, geometric_means, timed
 from benchmarks.records.record_file import outdated, runs
+from benchmarks.records.sample_report import sample_summary
 from jax_tilekern.cli.console import duration, rate, size
 
 if TYPE_CHECKING:
@@ -164,7 +165,8 @@ def _line(row: Sequence[str]) -> str:
 
 def summary(record: Record) -> str:
     """Return what the rows say together, how they were measured, and what failed."""
-    return "\n".join([*_means(record), *_ceilings(record), *_cautions(record)])
+    about_sample = sample_summary(record) if "sample" in record else ()
+    return "\n".join([*about_sample, *_means(record), *_ceilings(record), *_cautions(record)])
 
 
 def _means(record: Record) -> Iterator[str]:

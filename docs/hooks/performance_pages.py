@@ -66,8 +66,8 @@ def _section(folder: Path, name: str, record: Record) -> Iterator[str]:
     yield f"{_made(folder, record)} [Record]({path}.json). {note}".rstrip()
     yield ""
     table = (folder / name).with_suffix(".md")
-    if name == "linalg":
-        yield from _small_matrices(record["rows"])
+    if name.startswith("linalg"):
+        yield from _matrices(record["rows"])
     elif record.get("kind") == "host":
         yield from _host(record["rows"])
     elif "kind" in record:
@@ -167,7 +167,7 @@ def _ratio(row: Record) -> float:
     return row["seconds"]["ratio"]["median"]
 
 
-def _small_matrices(rows: Sequence[Record]) -> Iterator[str]:
+def _matrices(rows: Sequence[Record]) -> Iterator[str]:
     kinds = list(dict.fromkeys((row["operation"], row["type"]) for row in rows))
     groups = [
         Group(
@@ -177,7 +177,7 @@ def _small_matrices(rows: Sequence[Record]) -> Iterator[str]:
     ]
     counts = ", ".join(f"{count:,}" for count in sorted({row["count"] for row in rows}))
     yield from _drawing("JAX's time over ours", "JAX's time / our time", [("", groups)])
-    yield f"Batches of {counts} matrices."
+    yield f"Batches of {counts} matrices." if counts != "1" else "One matrix each."
     yield ""
     cells = (
         (

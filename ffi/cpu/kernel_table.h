@@ -124,6 +124,8 @@ struct SumFamily {
   void (*runs)(const SumSource& x, void* totals);     // totals[r] += the sum of row r
   void (*columns)(const SumSource& x, void* totals);  // totals[c] += the sum of column c
   void (*add)(void* totals, const void* more, int64_t count);
+  // totals[i, s] = the sum of totals[i, j, s] over `length` j, for `step` s and `count` totals
+  void (*fold)(void* totals, int64_t count, int64_t length, int64_t step);
   void (*store)(const void* totals, int64_t count, void* out);
 };
 

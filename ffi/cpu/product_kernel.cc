@@ -51,11 +51,12 @@ ProductKernel::ProductKernel(const Product& p)
     : gemm_(Kernels().gemm[static_cast<int>(p.lhs.type)]),
       store_(Kernels().store[static_cast<int>(p.out.type)]) {
   CheckTypes(p);
-  if (IsVectorProduct(VectorProduct::From(p))) {
+  const VectorProduct vectors = VectorProduct::From(p);
+  direct_ = IsDirectProduct(*gemm_, p);
+  if (IsVectorProduct(vectors) && !(direct_ && IsShallow(vectors))) {
+    direct_ = false;
     vector_ = Kernels().vector[static_cast<int>(p.lhs.type)];
     dot_ = IsDotProduct(p) && Kernels().dot[static_cast<int>(p.lhs.type)] != nullptr;
-  } else {
-    direct_ = IsDirectProduct(*gemm_, p);
   }
 }
 

@@ -3,9 +3,9 @@
 // Attributes:
 //   sizes    the operand's dimensions
 //   reduced  1 for each dimension that is summed over, 0 for one that is kept
-// Operand and result have the same type. Floating-point numbers are added in blocks, in float32 or
-// float64, and the blocks' sums in float64; the result is rounded once. Integers wrap. The result
-// does not depend on the number of threads.
+// Operand and result have the same type, or 16-bit floats are summed to float32. Floating-point
+// numbers are added in blocks, in float32 or float64, and the blocks' sums in float64; the result
+// is rounded once. Integers wrap. The result does not depend on the number of threads.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -25,6 +25,11 @@ struct Dim {
 
 // Outputs that are accumulated at once.
 constexpr int64_t kMaxTotals = 4096;
+// Fewer, of which more stay in L1, where so few numbers make a sum.
+constexpr int64_t kFewTotals = 1024;
+constexpr int64_t kShallow = 32;
+// Runs up to this length are summed as columns, where there are several to a sum.
+constexpr int64_t kFolded = 512;
 // Sums of fewer columns than this accumulate several rows side by side.
 constexpr int64_t kNarrow = 128;
 // Where several tasks compute one output's sum: minimal elements per task, and the maximal number
@@ -41,9 +46,14 @@ constexpr int64_t kManyGroups = 64;
 // outer dimensions. Strides are in elements.
 class Sums {
  public:
-  Sums(const std::vector<Dim>& dims, const SumFamily& family, int64_t bytes, const char* from,
-       char* to)
-      : family_(family), bytes_(bytes), from_(from), to_(to) {
+  Sums(std::vector<Dim> dims, DType type, DType out_type, const char* from, char* to)
+      : family_(*Kernels().sum[static_cast<int>(type)]),
+        store_(Kernels().sum[static_cast<int>(out_type)]->store),
+        bytes_(Bytes(type)),
+        out_bytes_(Bytes(out_type)),
+        from_(from),
+        to_(to) {
+    FoldShortRuns(dims);
     along_ = dims.back().reduced;
     const Dim inner = dims.back();
     const Dim middle = dims.size() > 1 ? dims[dims.size() - 2] : Dim{1, !along_};
@@ -57,7 +67,8 @@ class Sums {
     }
     const int64_t kept = along_ ? rows_ : cols_;
     const int64_t deep = along_ ? cols_ : rows_;
-    group_ = std::min(kept, kMaxTotals);
+    group_ = std::min(kept, deep * reduced_.count <= kShallow ? kFewTotals : kMaxTotals);
+    group_ -= group_ % (fold_ * fold_step_);
     if (along_) group_ = std::clamp<int64_t>(kChunk / cols_ / reduced_.count, 1, group_);
     groups_ = CeilDiv(kept, group_);
     // The partition of a sum depends on the sizes alone.
@@ -119,6 +130,20 @@ class Sums {
     }
   };
 
+  // Where a sum has several short runs, of single elements or of `fold_step_` neighbours, they are
+  // kept as columns while whole rows are added, and folded at last.
+  void FoldShortRuns(std::vector<Dim>& dims) {
+    const size_t kept = dims.back().reduced ? 0 : 1;
+    if (dims.size() < kept + 3) return;
+    const int64_t step = kept ? dims.back().size : 1;
+    const int64_t length = dims[dims.size() - 1 - kept].size;
+    if (step > kFolded / length) return;
+    fold_ = length;
+    fold_step_ = step;
+    dims.resize(dims.size() - 1 - kept);
+    dims.back().size *= length * step;
+  }
+
   int64_t GroupSize(int64_t group) const {
     return std::min(group_, (along_ ? rows_ : cols_) - group % groups_ * group_);
   }
@@ -157,18 +182,22 @@ class Sums {
     family_.columns({rest, x.row_stride, x.rows - rows * wide, x.cols}, totals);
   }
 
-  void StoreGroup(int64_t group, const Total* totals) const {
+  void StoreGroup(int64_t group, Total* totals) const {
     const int64_t kept = along_ ? rows_ : cols_;
-    const int64_t at = group / groups_ * kept + group % groups_ * group_;
-    family_.store(totals, GroupSize(group), to_ + at * bytes_);
+    const int64_t at = (group / groups_ * kept + group % groups_ * group_) / fold_;
+    const int64_t count = GroupSize(group) / fold_;
+    if (fold_ > 1) family_.fold(totals, count, fold_, fold_step_);
+    store_(totals, count, to_ + at * out_bytes_);
   }
 
   const SumFamily& family_;
-  const int64_t bytes_;
+  void (*const store_)(const void* totals, int64_t count, void* out);
+  const int64_t bytes_, out_bytes_;
   const char* const from_;
   char* const to_;
 
-  bool along_;  // sums run along rows, else down columns
+  int64_t fold_ = 1, fold_step_ = 1;  // totals that are added up at last, and their distance
+  bool along_;                        // sums run along rows, else down columns
   int64_t rows_, cols_;
   Outer kept_, reduced_;
   int64_t group_,
@@ -198,8 +227,9 @@ std::vector<Dim> Dims(ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> r
 
 void RunCall(const Workers& workers, ffi::AnyBuffer x, ffi::AnyBuffer out,
              ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> reduced) {
-  DType type = TypeOf(x);
-  if (type != TypeOf(out)) Refuse("operand and result are of different types");
+  DType type = TypeOf(x), out_type = TypeOf(out);
+  const bool widened = out_type == DType::kF32 && (type == DType::kBF16 || type == DType::kF16);
+  if (type != out_type && !widened) Refuse("operand and result are of different types");
   if (reduced.size() != sizes.size()) {
     Refuse("reduced " + ToString(reduced) + " does not fit sizes " + ToString(sizes));
   }
@@ -219,16 +249,17 @@ void RunCall(const Workers& workers, ffi::AnyBuffer x, ffi::AnyBuffer out,
            std::to_string(out.element_count()) + " sums");
   }
   const bool complex = type == DType::kC64 || type == DType::kC128;
-  if (complex) type = type == DType::kC64 ? DType::kF32 : DType::kF64;
-  const SumFamily* family = Kernels().sum[static_cast<int>(type)];
-  if (family == nullptr) Refuse(std::string("no kernel for ") + Name(type));
+  if (complex) type = out_type = type == DType::kC64 ? DType::kF32 : DType::kF64;
+  if (Kernels().sum[static_cast<int>(type)] == nullptr) {
+    Refuse(std::string("no kernel for ") + Name(type));
+  }
   if (results == 0) return;
   if (count == 0) {
     std::memset(out.untyped_data(), 0, out.size_bytes());
     return;
   }
-  Sums(Dims(sizes, reduced, complex), *family, Bytes(type),
-       static_cast<const char*>(x.untyped_data()), static_cast<char*>(out.untyped_data()))
+  Sums(Dims(sizes, reduced, complex), type, out_type, static_cast<const char*>(x.untyped_data()),
+       static_cast<char*>(out.untyped_data()))
       .Run(workers);
 }
 

@@ -14,6 +14,7 @@ constexpr int64_t kMaxChunk = 4096;  // the accumulators of a chunk stay in the 
 constexpr int64_t kDepth = 8192;     // elements of k at a time, which bounds the packed vectors
 constexpr int64_t kMaxSmalls = 8;    // exceeds a kernel's number if rows can stay in the cache
 constexpr int64_t kCachedRows = 8;
+constexpr int64_t kShallow = 64;  // lanes are added up for each result, however few there are
 
 // Whether the large operand is read along k.
 bool IsAlong(const VectorProduct& p) { return p.big.col_stride == 1 && p.big.row_stride != 1; }
@@ -34,6 +35,8 @@ VectorProduct VectorProduct::From(const Product& p) {
 bool IsVectorProduct(const VectorProduct& p) {
   return IsAlong(p) ? p.smalls <= kMaxSmalls : p.smalls <= kMaxVectorRows && p.big.row_stride == 1;
 }
+
+bool IsShallow(const VectorProduct& p) { return IsAlong(p) && p.smalls > 1 && p.k < kShallow; }
 
 int64_t VectorChunk(const VectorProduct& p, int64_t threads) {
   // Across, a task reads a part of every row, which should be long for the prefetcher.

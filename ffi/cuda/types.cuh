@@ -50,6 +50,8 @@ constexpr T max_of(T a, T b) {
   return a > b ? a : b;
 }
 
+constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
+
 constexpr int log2_of(int power_of_two) {
   int exponent = 0;
   while ((1 << exponent) < power_of_two) ++exponent;

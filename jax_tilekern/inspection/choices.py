@@ -95,6 +95,16 @@ def record_choice(call: str, ctx: Any, platform: str, kernel: str | None, reason
         recorder.choices.append(_choice(call, ctx, platform, kernel, reason))
 
 
+@contextlib.contextmanager
+def listed_once() -> Iterator[None]:
+    """List calls that are lowered inside the context, and that are equal, once."""
+    recorder = _recorder.get()
+    before = 0 if recorder is None else len(recorder.choices)
+    yield
+    if recorder is not None:
+        recorder.choices[before:] = dict.fromkeys(recorder.choices[before:])
+
+
 def recorder_token() -> str:
     """Return the token that identifies the current recorder in the text of a call."""
     recorder = _recorder.get()

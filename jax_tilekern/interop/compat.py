@@ -72,7 +72,8 @@ __all__ = [
 Primitive = _core.Primitive
 Var = _core.Var
 Jaxpr = _core.Jaxpr
-ClosedJaxpr = _core.ClosedJaxpr
+# Jaxprs hold their constants themselves from jax 0.11 on.
+ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", _core.Jaxpr)
 jaxpr_as_fun: Callable[..., Callable[..., list[Any]]] = _core.jaxpr_as_fun
 eval_jaxpr: Callable[..., list[Any]] = _core.eval_jaxpr
 

@@ -194,11 +194,12 @@ def _cpu(
     ((x, aval),) = operands
     if dtype not in _CPU_DTYPES:
         return Fallback(f"no kernel sums {aval.dtype} to {dtype}")
-    if aval.dtype != dtype:
-        return _cast(aval.dtype, axes, dtype)
+    widened = dtype == np.float32 and aval.dtype in (jnp.bfloat16, np.float16)
+    if aval.dtype != dtype and not widened:
+        return Fallback(f"XLA casts {aval.dtype} to {dtype} while it sums")
     dims = SummedDims.of(aval.shape, axes)
     return Kernel(
-        f"cpu_sum {dtype}",
+        f"cpu_sum {aval.dtype}",
         f"sizes {dims.sizes}, of which {dims.reduced} are summed over",
         ffi.CpuCall(ffi.CPU_SUM, {"sizes": dims.sizes, "reduced": dims.reduced}),
         (x,),

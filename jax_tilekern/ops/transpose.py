@@ -15,6 +15,7 @@ from jax_tilekern.interop import ffi
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
+from jax_tilekern.plans.cpu import transpose_left_to_xla
 from jax_tilekern.plans.transpose.permutation import Permutation
 from jax_tilekern.plans.transpose.select import plan_transpose
 from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operation, Planner, define
@@ -130,6 +131,8 @@ def _cpu(operands: Sequence[Operand], _: Any, *, axes: Axes) -> Kernel | Fallbac
     permutation = _permutation(x.aval, axes)
     if isinstance(permutation, Fallback):
         return permutation
+    if reason := transpose_left_to_xla(permutation):
+        return Fallback(reason)
     sizes, order = tuple(permutation.sizes), tuple(permutation.order)
     return Kernel(
         "cpu_transpose",

@@ -15,8 +15,9 @@ _GRANULE = 128
 _LEAST = (2048, 1024, 512, 256, 128)
 # Numbers of parts of rows and columns to try.
 _PARTS = (*range(1, 17), *(2**i for i in range(5, 31)))
-# Blocks of each operand on a device: one is multiplied while the next is copied.
-_BUFFERS = 2
+# While a product runs, a device receives at most this much of the next operands. Page-locked memory
+# of the same size is on the host.
+_AHEAD_BYTES = 1 << 30
 
 
 class Sizes(NamedTuple):
@@ -54,6 +55,11 @@ class Block(NamedTuple):
     operand: str
     outer: int
     depth: int
+
+
+def blocks(tile: Tile, depth: int) -> tuple[Block, Block]:
+    """Return the operands of a product."""
+    return Block("lhs", tile.row, depth), Block("rhs", tile.column, depth)
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,7 @@ class Plan:
         return sum(
             self.block_bytes(block)
             for device in range(self.devices)
-            for block in self._reads(self.tiles_of(device))
+            for block in self.reads(self.steps(self.tiles_of(device)))
         )
 
     @property
@@ -148,6 +154,11 @@ class Plan:
         return self.sizes.m * self.sizes.n * self.sizes.out_bytes
 
     @property
+    def ahead_bytes(self) -> int:
+        """Bytes of operands that a device receives while a product runs."""
+        return _ahead_bytes(self.sizes, self.rows, self.columns, self.depth)
+
+    @property
     def operations(self) -> int:
         """Multiplications and additions."""
         return 2 * self.sizes.m * self.sizes.n * self.sizes.k
@@ -159,15 +170,18 @@ class Plan:
             return _extent(block.outer, self.rows, self.sizes.m) * deep * self.sizes.lhs_bytes
         return _extent(block.outer, self.columns, self.sizes.n) * deep * self.sizes.rhs_bytes
 
-    def _reads(self, tiles: Sequence[Tile]) -> Iterator[Block]:
-        """Yield the blocks that a device reads for some tiles."""
+    def steps(self, tiles: Sequence[Tile]) -> list[tuple[Tile, int]]:
+        """Return the products that make up some tiles: each is a tile and a block of depth."""
+        return [(tile, depth) for tile in tiles for depth in self.depths(tile)]
+
+    def reads(self, steps: Sequence[tuple[Tile, int]]) -> Iterator[Block]:
+        """Yield the blocks that a device reads for some products."""
         held: dict[str, Block] = {}
-        for tile in tiles:
-            for depth in self.depths(tile):
-                for block in (Block("lhs", tile.row, depth), Block("rhs", tile.column, depth)):
-                    if held.get(block.operand) != block:
-                        held[block.operand] = block
-                        yield block
+        for tile, depth in steps:
+            for block in blocks(tile, depth):
+                if held.get(block.operand) != block:
+                    held[block.operand] = block
+                    yield block
 
     def __str__(self) -> str:
         m, n, k, *_ = self.sizes
@@ -229,12 +243,13 @@ def _deepest(
     sizes: Sizes, rows: int, columns: int, least: int, limit: int, devices: int
 ) -> Plan | None:
     """Return the plan with the deepest blocks of an extent, if blocks of minimal depth fit."""
-    sums = _memory_bytes(sizes, rows, columns, 0)
-    each = _memory_bytes(sizes, rows, columns, 1) - sums
-    depth = min(sizes.k, (limit - sums) // each)
-    if depth < min(least, sizes.k):
-        return None
-    if depth < sizes.k:
+    depth = sizes.k
+    if _memory_bytes(sizes, rows, columns, depth) > limit:
+        free = limit - _tile_bytes(sizes, rows, columns, split=True)
+        each = _step_bytes(sizes, rows, columns, 1)
+        depth = min(depth - 1, max(free // (2 * each), (free - _AHEAD_BYTES) // each))
+        if depth < min(least, sizes.k):
+            return None
         # The parts are as even as granules allow.
         parts = math.ceil(sizes.k / (depth // _GRANULE * _GRANULE))
         depth = _rounded_up(math.ceil(sizes.k / parts))
@@ -244,13 +259,29 @@ def _deepest(
 
 
 def _memory_bytes(sizes: Sizes, rows: int, columns: int, depth: int) -> int:
-    """Return the memory of the blocks on a device.
+    """Return the memory of the blocks on a device, with what it receives while it multiplies."""
+    tile = _tile_bytes(sizes, rows, columns, split=depth < sizes.k)
+    ahead = _ahead_bytes(sizes, rows, columns, depth)
+    return tile + _step_bytes(sizes, rows, columns, depth) + ahead
 
-    It holds the accumulators, a product to be added to them, the preceding result on its way to the
-    host, and the operands' buffers.
+
+def _tile_bytes(sizes: Sizes, rows: int, columns: int, *, split: bool) -> int:
+    """Return the memory of a block of the result.
+
+    It holds the accumulators, the preceding result on its way to the host, and either the rounded
+    result or, where the depth is split, a product to be added.
     """
-    tile = rows * columns * (2 * sizes.sum_bytes + sizes.out_bytes)
-    return tile + _BUFFERS * depth * (rows * sizes.lhs_bytes + columns * sizes.rhs_bytes)
+    other = max(sizes.sum_bytes, sizes.out_bytes) if split else sizes.out_bytes
+    return rows * columns * (sizes.sum_bytes + sizes.out_bytes + other)
+
+
+def _step_bytes(sizes: Sizes, rows: int, columns: int, depth: int) -> int:
+    """Return the memory of the operands of one product."""
+    return depth * (rows * sizes.lhs_bytes + columns * sizes.rhs_bytes)
+
+
+def _ahead_bytes(sizes: Sizes, rows: int, columns: int, depth: int) -> int:
+    return min(_AHEAD_BYTES, _step_bytes(sizes, rows, columns, depth))
 
 
 def _extents(size: int, least: int) -> list[int]:

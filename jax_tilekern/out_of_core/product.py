@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -19,17 +20,20 @@ from jax.typing import DTypeLike
 
 from jax_tilekern.ops.matmul import matmul as device_matmul
 from jax_tilekern.out_of_core.journal import Journal, identity
-from jax_tilekern.out_of_core.plan import Block, Plan, Sizes, Tile, choose_plan
+from jax_tilekern.out_of_core.plan import Block, Plan, Sizes, Tile, blocks, choose_plan
 from jax_tilekern.out_of_core.progress import Progress
+from jax_tilekern.out_of_core.transfer import Arrived, to_device, to_host
 
 # The part of the free memory to use; other programs and fragmentation need the rest.
 _FREE_SHARE = 0.8
 _HOST_SHARE = 0.25
-# One thread copies this much of a block that is not contiguous at a time.
+# Blocks of operands that threads read before they are copied.
+_READ_AHEAD = 2
+# One thread copies or converts this much at a time.
 _COPIED_BYTES = 16 << 20
 _MOST_COPIERS = 16
 # The sizes of the measurements of a device's rates.
-_MEASURED_BYTES = 64 << 20
+_MEASURED_BYTES = 256 << 20
 _MEASURED_SIZE = {"gpu": 4096, "cpu": 512}
 
 
@@ -162,26 +166,27 @@ def _run(
 ) -> Any:
     journal = None
     if isinstance(out, np.memmap) and out.filename is not None:
-        blocks = (plan.rows, plan.columns, plan.depth)
-        known = identity((a, b), blocks, types, precision)
+        extents = (plan.rows, plan.columns, plan.depth)
+        known = identity((a, b), extents, types, precision)
         journal = Journal(out, known, functools.partial(_place, plan))
-    ledger = _Ledger(out, plan, journal, progress)
     threads = min(os.cpu_count() or 1, _MOST_COPIERS)
     with (
         ThreadPoolExecutor(threads, "jax_tilekern_copier") as copiers,
         ThreadPoolExecutor(2 * plan.devices, "jax_tilekern_reader") as readers,
         ThreadPoolExecutor(plan.devices, "jax_tilekern_writer") as writers,
     ):
+        ledger = _Ledger(out, plan, journal, progress, copiers)
         # Only this thread calls JAX, because settings may be thread-local. No call waits for a
-        # result.
+        # product.
         running = [
             _DeviceProduct(
                 a, b, plan, types, precision, device, ledger, copiers, readers, writers
             ).run([tile for tile in plan.tiles_of(i) if tile not in ledger.done])
             for i, device in enumerate(jax.local_devices()[: plan.devices])
         ]
+        ended = object()
         while running:
-            running = [product for product in running if next(product, None) is not None]
+            running = [product for product in running if next(product, ended) is not ended]
     if journal is not None:
         journal.close()
     return out
@@ -196,9 +201,11 @@ class _Ledger:
         plan: Plan,
         journal: Journal | None,
         progress: Callable[[Progress], None] | None,
+        copiers: ThreadPoolExecutor,
     ) -> None:
         self.done = set(journal.done) if journal else set[Tile]()
         self._out, self._plan, self._journal, self._progress = out, plan, journal, progress
+        self._copiers = copiers
         self._lock = threading.Lock()
         self._read_bytes = 0
         self._start = time.perf_counter()
@@ -211,8 +218,12 @@ class _Ledger:
     def write(self, tile: Tile, result: Array) -> None:
         """Store a block of the result, record it in the journal, and report progress."""
         block = np.asarray(result)
+        place = _place(self._plan, tile)
         with self._lock:
-            self._out[_place(self._plan, tile)] = block
+            if isinstance(self._out, np.ndarray):
+                _copy(self._out[place], block, self._copiers)
+            else:
+                self._out[place] = block
             if self._journal is not None:
                 self._journal.add(tile)
             self.done.add(tile)
@@ -240,74 +251,84 @@ class _DeviceProduct:
     readers: ThreadPoolExecutor
     writers: ThreadPoolExecutor
 
-    def run(self, tiles: list[Tile]) -> Iterator[Tile]:
-        """Compute some blocks of the result; yield the current block after each step."""
+    def run(self, tiles: list[Tile]) -> Iterator[None]:
+        """Compute some blocks of the result; yield whenever another device may get its turn."""
         first, further = _steps(self.precision, self.types.sums)
         round_to_out = _rounding(self.types.out)
+        steps = self.plan.steps(tiles)
+        arriving = to_device(self._parts(steps), self.device, self.plan.ahead_bytes)
+        held: dict[str, Arrived] = {}
         sums: Array | None = None
         written: Future[None] | None = None
-        # One block is multiplied while the next is copied, so at most two steps are in flight.
+        # A device without asynchronous copies would otherwise be given every product at once.
         marks: list[Array] = []
-        for tile, last, lhs, rhs in self._operands(tiles):
+        for tile, depth in steps:
+            for block in blocks(tile, depth):
+                if block.operand in held and held[block.operand].block == block:
+                    continue
+                held.pop(block.operand, None)
+                while (arrived := next(arriving)) is None:
+                    yield
+                held[block.operand] = arrived
+                del arrived
+            lhs, rhs = held["lhs"].array, held["rhs"].array
             sums, mark = first(lhs, rhs) if sums is None else further(sums, lhs, rhs)
             del lhs, rhs
             marks.append(mark)
-            if last:
-                result = round_to_out(sums)
+            if depth == self.plan.depths(tile)[-1]:
+                result = to_host(round_to_out(sums), self.device)
                 sums = None
-                result.copy_to_host_async()
                 if written is not None:
                     written.result()
                 written = self.writers.submit(self.ledger.write, tile, result)
                 del result
             if len(marks) > 1:
                 jax.block_until_ready(marks.pop(0))
-            yield tile
+            yield
         if written is not None:
             written.result()
 
-    def _operands(self, tiles: list[Tile]) -> Iterator[tuple[Tile, bool, Array, Array]]:
-        """Yield operands on the device, and whether they are a tile's last ones.
+    def _parts(
+        self, steps: Sequence[tuple[Tile, int]]
+    ) -> Iterator[tuple[Block, np.ndarray[Any, Any]]]:
+        """Yield the blocks that the steps need and do not have; other threads read the next."""
+        coming: collections.deque[tuple[Block, Future[np.ndarray[Any, Any]]]] = collections.deque()
+        for block in self.plan.reads(steps):
+            coming.append((block, self.readers.submit(self._read, block)))
+            if len(coming) > _READ_AHEAD:
+                yield self._counted(*coming.popleft())
+        while coming:
+            yield self._counted(*coming.popleft())
 
-        Other threads read the next ones meanwhile.
-        """
-        steps = [(tile, depth) for tile in tiles for depth in self.plan.depths(tile)]
-        held: dict[str, tuple[Block, Array]] = {}
-        coming: dict[Block, Future[np.ndarray[Any, Any]]] = {}
-        for i, (tile, depth) in enumerate(steps):
-            for block in _blocks(tile, depth):
-                if block.operand in held and held[block.operand][0] == block:
-                    continue
-                future = coming.pop(block, None) or self.readers.submit(self._read, block)
-                host = future.result()
-                self.ledger.add_read(host.nbytes)
-                held.pop(block.operand, None)
-                held[block.operand] = block, jax.device_put(host, self.device)
-            if i + 1 < len(steps):
-                for block in _blocks(*steps[i + 1]):
-                    if held[block.operand][0] != block:
-                        coming[block] = self.readers.submit(self._read, block)
-            last = depth == self.plan.depths(tile)[-1]
-            yield tile, last, held["lhs"][1], held["rhs"][1]
+    def _counted(
+        self, block: Block, part: Future[np.ndarray[Any, Any]]
+    ) -> tuple[Block, np.ndarray[Any, Any]]:
+        host = part.result()
+        self.ledger.add_read(host.nbytes)
+        return block, host
 
     def _read(self, block: Block) -> np.ndarray[Any, Any]:
         depth = _slice(block.depth, self.plan.depth)
         if block.operand == "lhs":
-            part = self.a[_slice(block.outer, self.plan.rows), depth]
-            return self._contiguous(part, self.types.lhs)
-        part = self.b[depth, _slice(block.outer, self.plan.columns)]
-        return self._contiguous(part, self.types.rhs)
+            return self._of_type(self.a[_slice(block.outer, self.plan.rows), depth], self.types.lhs)
+        return self._of_type(self.b[depth, _slice(block.outer, self.plan.columns)], self.types.rhs)
 
-    def _contiguous(self, found: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    def _of_type(self, found: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         part: np.ndarray[Any, Any] = np.asarray(found)
-        if part.flags.c_contiguous and part.dtype == dtype:
+        if part.dtype == dtype:
             return part
-        # One thread copies slower than the bus.
-        block = np.empty(part.shape, dtype)
-        rows = -(-len(part) * _COPIED_BYTES // max(part.nbytes, 1))
-        chunks = [slice(i, i + rows) for i in range(0, len(part), rows)]
-        list(self.copiers.map(lambda chunk: np.copyto(block[chunk], part[chunk]), chunks))
-        return block
+        converted = np.empty(part.shape, dtype)
+        _copy(converted, part, self.copiers)
+        return converted
+
+
+def _copy(
+    to: np.ndarray[Any, Any], source: np.ndarray[Any, Any], copiers: ThreadPoolExecutor
+) -> None:
+    """Copy or convert on several threads, because one is slower than the bus."""
+    rows = -(-len(source) * _COPIED_BYTES // max(source.nbytes, 1))
+    chunks = [slice(i, i + rows) for i in range(0, len(source), rows)]
+    list(copiers.map(lambda chunk: np.copyto(to[chunk], source[chunk], casting="unsafe"), chunks))
 
 
 @functools.lru_cache(maxsize=64)
@@ -335,10 +356,6 @@ def _steps(
 @functools.lru_cache(maxsize=64)
 def _rounding(out: np.dtype[Any]) -> Callable[[Array], Array]:
     return jax.jit(lambda sums: sums.astype(out))
-
-
-def _blocks(tile: Tile, depth: int) -> tuple[Block, Block]:
-    return Block("lhs", tile.row, depth), Block("rhs", tile.column, depth)
 
 
 def _place(plan: Plan, tile: Tile) -> tuple[slice, slice]:
@@ -403,13 +420,18 @@ def _rates(types: _Types, precision: lax.PrecisionLike) -> tuple[float, float, f
         jax.device_put(np.zeros((size, size), dtype), device) for dtype in (types.lhs, types.rhs)
     )
     first, _ = _steps(precision, types.sums)
-    host = np.zeros(_MEASURED_BYTES, np.uint8)
-    there = jax.device_put(host, device)
+    # Pages that were never written would all be one page, which stays in the caches.
+    host = np.ones((_MEASURED_BYTES >> 12, 1 << 12), np.uint8)
+
+    def copied() -> Array:
+        parts = [(Block("lhs", 0, 0), host)]
+        return next(filter(None, to_device(parts, device, host.nbytes))).array
+
+    there = copied()
     return (
         2 * size**3 / _seconds(lambda: first(lhs, rhs)),
-        host.nbytes / _seconds(lambda: jax.device_put(host, device)),
-        # The array is new each time, because JAX caches copies on the host.
-        host.nbytes / _seconds(lambda: np.asarray(there + np.uint8(0))),
+        host.nbytes / _seconds(copied),
+        host.nbytes / _seconds(lambda: to_host(there, device)),
     )
 
 

@@ -35,7 +35,7 @@ from jax_tilekern.partitioning.digits import common_digits, sharding_of
 from jax_tilekern.partitioning.local_program import axis_names, local_program
 from jax_tilekern.partitioning.params_text import from_text, to_text
 from jax_tilekern.partitioning.rule import ShardingRule
-from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.gpu import NoGpu, current_gpu, planning_beside_collectives
 from jax_tilekern.plans.tuned import tuned_digest, using_digest
 
 
@@ -56,6 +56,9 @@ class PartitionedOperation:
         that is split; see :class:`~jax_tilekern.partitioning.local_program.Shard`.
     in_float32
         ``in_float32(**params)`` returns the parameters of the same call with a float32 result.
+    terms
+        ``terms(shard, *results, **params)`` makes of a device's results the terms whose sums over
+        devices are the results, where the results of a part are not such terms.
     """
 
     name: str
@@ -63,6 +66,7 @@ class PartitionedOperation:
     bind: Callable[..., Sequence[Any]]
     localised: Callable[..., Sequence[Any]] | None = None
     in_float32: Callable[..., dict[str, Any]] | None = None
+    terms: Callable[..., Sequence[Any]] | None = None
 
 
 _operations: dict[str, PartitionedOperation] = {}
@@ -195,13 +199,21 @@ def _answer(
         assert operation.localised is not None
         return operation.localised(shard, *local, **params)
 
+    def terms(shard: Any, *partial: Any) -> Sequence[Any]:
+        assert operation.terms is not None
+        return operation.terms(shard, *partial, **params)
+
     program = local_program(
-        split, [x.dtype for x in results], bind, localised if operation.localised else None
+        split,
+        [x.dtype for x in results],
+        bind,
+        localised if operation.localised else None,
+        terms if operation.terms else None,
     )
     local = [(split.operand_shape(i, x.shape), x.dtype) for i, x in enumerate(operands)]
     axes = list(zip(axis_names(range(len(radix))), radix, strict=True))
     tuned, mode = using_digest(content["tuned"]), modes.entered(content["mode"])
-    with recorded_choices() as recorder, tuned, mode:
+    with recorded_choices() as recorder, tuned, mode, planning_beside_collectives():
         module = xla.local_module(program, local, axes, content["platform"])
     described = split.described(digits[:n])
     choices = [

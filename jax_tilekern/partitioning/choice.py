@@ -189,7 +189,7 @@ class _Choice:
         if size % split == 0:
             return True
         # The last part is padded. Padded parts are never moved from one dimension to another.
-        padding_is_harmless = label not in self.rule.reductions or self.rule.zero_padding
+        padding_is_harmless = label not in self.rule.summed or self.rule.zero_padding
         moved = any(self._is_moved(label, b) for b, x in enumerate(self.chosen) if x == label)
         return padding_is_harmless and labels <= {label, None} and not moved
 
@@ -208,7 +208,7 @@ class _Choice:
             local = size / math.prod(
                 self.radix[b] for b in range(len(self.radix)) if b != a and self._splits_results(b)
             )
-            if label in self.rule.reductions:
+            if label is not None and label not in dims:
                 even = wanted is not None and (
                     self.rule.sizes[wanted] % (parts[wanted] * base) == 0
                 )
@@ -344,7 +344,7 @@ class _Choice:
         returned = [() if label is None else self.digits[label] for label in dims]
         scattered: list[tuple[int, ...]] = [() for _ in dims]
         summed = []
-        over = [a for label in self.rule.reductions for a in self.digits[label]]
+        over = [a for label in self.rule.sizes if label not in dims for a in self.digits[label]]
         for a in sorted(over, key=lambda a: -(digits[a].weight if digits[a] else 0)):  # type: ignore[union-attr]
             digit = digits[a]
             if digit is not None and self._divides(

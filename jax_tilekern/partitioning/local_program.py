@@ -35,13 +35,17 @@ class Shard:
         """Return the label's size on each device."""
         return self.split.local_size(label)
 
+    def axis_names(self, label: int) -> tuple[str, ...]:
+        """Return the mesh axes that split a label."""
+        return axis_names(self.split.digits[label])
+
     def parts(self, label: int) -> int:
         """Return the number of parts of a label."""
         return self.split.parts(self.split.digits[label])
 
     def start(self, label: int) -> Array:
         """Return the first index of this device's part, an ``int32``."""
-        index: Array = lax.axis_index(axis_names(self.split.digits[label]))
+        index: Array = lax.axis_index(self.axis_names(label))
         return index.astype(np.int32) * self.size(label)
 
 
@@ -55,6 +59,7 @@ def local_program(
     dtypes: Sequence[np.dtype[Any]],
     bind: Callable[..., Sequence[Array]],
     localised: Callable[..., Sequence[Array]] | None = None,
+    terms: Callable[..., Sequence[Array]] | None = None,
 ) -> Callable[..., list[Array]]:
     """Return the function from one device's operands to its results.
 
@@ -68,6 +73,8 @@ def local_program(
         Computes the call on local shapes.
     localised
         ``localised(shard, *operands)`` rewrites operands that hold indices along a label.
+    terms
+        ``terms(shard, *results)`` makes of a device's results the terms of sums over devices.
     """
 
     def program(*operands: Array) -> list[Array]:
@@ -77,7 +84,10 @@ def local_program(
         ]
         if localised is not None:
             local = list(localised(Shard(split), *local))
-        return [_completed(split, j, x, dtypes[j]) for j, x in enumerate(bind(*local))]
+        results = bind(*local)
+        if terms is not None:
+            results = terms(Shard(split), *results)
+        return [_completed(split, j, x, dtypes[j]) for j, x in enumerate(results)]
 
     return program
 
@@ -97,7 +107,7 @@ def _moved(split: Split, x: Array, moves: Sequence[Move]) -> Array:
 def _padded_with_zeros(split: Split, operand: int, x: Array) -> Array:
     """Clear the padding of a reduction whose last part is not full."""
     for dim, label in enumerate(split.rule.operands[operand]):
-        if label is None or label not in split.rule.reductions:
+        if label is None or label not in split.rule.summed:
             continue
         size, parts = split.rule.sizes[label], Shard(split).parts(label)
         if size % parts == 0:

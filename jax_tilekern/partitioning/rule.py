@@ -32,6 +32,9 @@ class ShardingRule:
         split into equal parts only.
     names
         The names of the labels in ``explain``.
+    each_result_is_a_sum
+        Whether every result is a sum over the labels that it lacks, so that a label of some of the
+        results only may be split as well.
     """
 
     operands: tuple[Dims, ...]
@@ -40,6 +43,7 @@ class ShardingRule:
     flops: float
     zero_padding: bool = True
     names: Mapping[int, str] = field(default_factory=dict, hash=False)
+    each_result_is_a_sum: bool = False
 
     @property
     def reductions(self) -> tuple[int, ...]:
@@ -48,8 +52,17 @@ class ShardingRule:
         return tuple(label for label in self.sizes if label not in kept)
 
     @property
+    def summed(self) -> frozenset[int]:
+        """Labels that may be split and that some result lacks, so that it is added over devices."""
+        return frozenset(
+            label for label in self.splittable if any(label not in dims for dims in self.results)
+        )
+
+    @property
     def splittable(self) -> frozenset[int]:
-        """Labels that may be split: those of every result, and the reductions."""
+        """Labels that may be split: those of every result, and those that results sum over."""
+        if self.each_result_is_a_sum:
+            return frozenset(self.sizes)
         kept = [set(dims) for dims in self.results]
         return frozenset(
             label

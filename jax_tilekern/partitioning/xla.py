@@ -46,6 +46,14 @@ def place(ctx: Any) -> Place:
     return Place.LOCAL
 
 
+def has_other_devices(ctx: Any) -> bool:
+    """Return whether the program of a lowering rule's call runs on several devices."""
+    context = ctx.module_context.axis_context
+    if isinstance(context, _sharding_impls.SPMDAxisContext):
+        return bool(context.mesh.size > 1)
+    return isinstance(context, _sharding_impls.ShardingContext) and context.num_devices > 1
+
+
 def uses_shardy() -> bool:
     """Return whether XLA propagates shardings by Shardy and not by GSPMD."""
     return bool(getattr(jax.config, "jax_use_shardy_partitioner", True))

@@ -1,9 +1,24 @@
-"""Features of the CPU that planners need; the C++ handlers detect the others."""
+"""What is left to XLA on a CPU, and the features of the CPU that this depends on.
+
+Ratios are XLA's time over ours on two cores of an AMD EPYC with AVX-512 (``docs/tuning-log.md``).
+The C++ handlers detect the instruction sets that they need themselves.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
+
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.transpose.permutation import Permutation
+
+# A call of a kernel for one dot product takes as long as XLA's loop for a vector of this length.
+_SHORT_DOT = 128
+# As does a call of a kernel for a matrix of so many bytes, each of which is one of a transpose.
+_SMALL_MATRIX_BYTES = 256
+# Kernels that transpose fewer bytes at once move single elements.
+_VECTOR_BYTES = 16
 
 
 @functools.cache
@@ -11,3 +26,28 @@ def has_amx() -> bool:
     """Whether the CPU has Intel AMX, which XLA's products use and this library's do not."""
     processors = Path("/proc/cpuinfo")
     return processors.exists() and "amx_tile" in processors.read_text().split()
+
+
+def product_left_to_xla(geometry: MatmulGeometry) -> str | None:
+    """Return why a product is XLA's, or ``None``."""
+    if geometry.m == geometry.n == 1:
+        if not geometry.lhs_strides[-1] == geometry.rhs_strides[-2] == 1:
+            return "XLA is faster where the vectors of a dot product are not contiguous (0.01)"
+        if math.prod(geometry.batch) > 1 and geometry.k < _SHORT_DOT:
+            return f"XLA's batches of dot products of fewer than {_SHORT_DOT} are faster (0.2)"
+    return None
+
+
+def transpose_left_to_xla(permutation: Permutation) -> str | None:
+    """Return why a transpose is XLA's, or ``None``."""
+    permutation = permutation.widened
+    if permutation.keeps_innermost:
+        return None
+    *_, last, innermost = permutation.order
+    itemsize, columns = permutation.itemsize, permutation.sizes[-1]
+    rows = permutation.sizes[innermost]
+    if rows * columns * itemsize <= _SMALL_MATRIX_BYTES and len(permutation.sizes) > 2:
+        return f"XLA's transposes of many matrices of {rows} by {columns} are faster (0.1 to 0.7)"
+    if rows * itemsize < _VECTOR_BYTES and last != len(permutation.sizes) - 1:
+        return f"XLA's transposes to scattered rows of {rows} elements are faster (0.2 to 0.9)"
+    return None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import jax
@@ -122,6 +124,9 @@ class Gpu:
         The driver's name for it.
     rates
         What cost models count with: the rates of an H100, unless given.
+    beside_collectives
+        Whether collective operations may occupy some of the SMs while a kernel runs, as in a
+        program of several devices.
     """
 
     compute_capability: tuple[int, int]
@@ -130,6 +135,7 @@ class Gpu:
     l2_bytes: int
     name: str
     rates: GpuRates = field(default=H100_RATES, repr=False)
+    beside_collectives: bool = False
 
     @property
     def arch(self) -> str:
@@ -158,6 +164,7 @@ KNOWN_GPUS: dict[str, Gpu] = {
 # JAX's own kind of context: its value is part of the key under which JAX keeps what it has
 # lowered, so that one function can be lowered for one GPU and then for another.
 _target = jax.make_user_context(None)
+_beside_collectives: ContextVar[bool] = ContextVar("beside_collectives", default=False)
 
 
 def known_gpu(arch: str) -> Gpu:
@@ -195,6 +202,16 @@ def gpu_target(gpu: Gpu | str) -> Iterator[Gpu]:
         yield chosen
 
 
+@contextmanager
+def planning_beside_collectives() -> Iterator[None]:
+    """Inside the context, :func:`current_gpu` shares its SMs with collective operations."""
+    token = _beside_collectives.set(True)
+    try:
+        yield
+    finally:
+        _beside_collectives.reset(token)
+
+
 def current_gpu() -> Gpu:
     """Return the GPU to plan for: the target of :func:`gpu_target`, else this process's own.
 
@@ -203,12 +220,11 @@ def current_gpu() -> Gpu:
     NoGpu
         If the driver shows none, or shows several models of which no one plan can serve all.
     """
-    target: Gpu | None = _target.value
-    if target is not None:
-        return target
-    found = _visible_gpu()
+    found: Gpu | str = _target.value or _visible_gpu()
     if isinstance(found, str):
         raise NoGpu(found)
+    if _beside_collectives.get():
+        return dataclasses.replace(found, beside_collectives=True)
     return found
 
 

@@ -18,10 +18,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jax_tilekern.inspection.choices import record_choice
+from jax_tilekern.inspection.choices import listed_once, record_choice
 from jax_tilekern.interop import compat, ffi, modes
 from jax_tilekern.interop.compat import ad, mlir
 from jax_tilekern.interop.interception import by_xla
@@ -29,6 +30,7 @@ from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.call import PartitionedOperation, lower_partitioned, register
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
+from jax_tilekern.plans.gpu import planning_beside_collectives
 from jax_tilekern.plans.launch import LaunchPlan
 from jax_tilekern.primitives import remat
 from jax_tilekern.primitives.linearity import cotangents_in, tangents_out
@@ -146,6 +148,9 @@ class Operation:
     in_float32
         ``in_float32(**params)`` returns the parameters of a call that gives its result in float32,
         for partial results that are added up over devices.
+    terms
+        Makes terms of a sum over devices of a device's results; see
+        :class:`~jax_tilekern.partitioning.call.PartitionedOperation`.
     stands_for
         ``stands_for(**params)`` gives the primitive of JAX's, and its parameters, as which
         checkpoint policies see the operation. Without it they see the operation itself.
@@ -164,6 +169,7 @@ class Operation:
     localised: Callable[..., Sequence[Any]] | None = None
     source: Callable[..., tuple[Sequence[Operand], Params]] | None = None
     in_float32: Callable[..., Params] | None = None
+    terms: Callable[..., Sequence[Any]] | None = None
     stands_for: remat.StandsFor | None = None
 
 
@@ -240,6 +246,7 @@ def _register_lowering(
         bind,
         operation.localised,
         operation.in_float32,
+        operation.terms,
     )
     register(partitioned)
     rules = {
@@ -306,7 +313,10 @@ def _outcome(
         return refused
     place = xla.place(ctx)
     if place is Place.LOCAL:
-        return planner.plan(tuple(map(Operand, values, ctx.avals_in)), ctx.avals_out, **params)
+        operands = tuple(map(Operand, values, ctx.avals_in))
+        beside = planning_beside_collectives() if xla.has_other_devices(ctx) else nullcontext()
+        with beside:
+            return planner.plan(operands, ctx.avals_out, **params)
     why = obstacle(place, (*ctx.avals_in, *ctx.avals_out))
     return None if why is None else Fallback(why)
 
@@ -356,7 +366,7 @@ def _lowered(
     function: Callable[..., Any] = functools.partial(operation.reference, **params)
     if isinstance(outcome, Rewrite):
         function = compat.with_automatic_axes(outcome.function, params.get("out_sharding"))
-    lowered: Sequence[Any] = mlir.lower_fun(function, multiple_results=operation.several_results)(
-        ctx, *values
-    )
+    lower = mlir.lower_fun(function, multiple_results=operation.several_results)
+    with listed_once():
+        lowered: Sequence[Any] = lower(ctx, *values)
     return lowered

@@ -8,7 +8,7 @@ where the GPU waits for the host, do not count; overlapping kernels count once.
 
 from __future__ import annotations
 
-import math
+import bisect
 import tempfile
 import time
 import warnings
@@ -139,18 +139,19 @@ def _blocks(profile: ProfileData, order: Sequence[str]) -> list[Block]:
     if len(spans) != len(order):
         raise Unattributed(f"the profile shows {len(spans)} of {len(order)} blocks")
     found = [Block(side, span, []) for side, span in zip(order, spans, strict=True)]
+    starts = [span.start for span in spans]
     for event in _events(profile, "/device:GPU:"):
         if _ACTIVITIES.isdisjoint(name for name, _ in event.stats):
             continue
         activity = Activity(event.start_ns, event.start_ns + event.duration_ns, event.name)
         middle = (activity.start + activity.end) / 2
-        distance, nearest = min(
-            ((_distance(middle, block.host), index) for index, block in enumerate(found)),
-            default=(math.inf, 0),
-        )
-        if distance > _PAUSE / 2 * 1e9:
+        # Blocks do not overlap, so the nearest one begins last before that moment, or first after.
+        after = bisect.bisect(starts, middle)
+        neighbours = found[max(0, after - 1) : after + 1]
+        nearest = min(neighbours, key=lambda block: _distance(middle, block.host), default=None)
+        if nearest is None or _distance(middle, nearest.host) > _PAUSE / 2 * 1e9:
             raise Unattributed(f"{event.name} ran outside of every block")
-        found[nearest].activities.append(activity)
+        nearest.activities.append(activity)
     return found
 
 

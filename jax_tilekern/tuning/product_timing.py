@@ -96,9 +96,7 @@ class _Array(NamedTuple):
 
     def random(self, seed: int) -> Array:
         """Return normal numbers, or integers of the whole range."""
-        # This generator of JAX compiles fastest.
-        key = jax.random.key(seed, impl="unsafe_rbg")
-        result: Array = random_array(key, self.shape, self.dtype)
+        result: Array = random_array(_key(seed), self.shape, self.dtype)
         return result
 
 
@@ -107,13 +105,13 @@ class _Array(NamedTuple):
 _PRECISIONS = {
     "f32": "highest",
     "f32_emulated": "BF16_BF16_F32_X6",
-    "fp8_fast": "ANY_F8_ANY_F8_F32_FAST_ACCUM",
+    "fp8": "highest",
 }
 
 
 @dataclass(frozen=True)
-class _Problem:
-    """A product over arrays of JAX."""
+class Problem:
+    """A product over arrays of JAX, which XLA or a plan computes."""
 
     lhs: _Array
     rhs: _Array
@@ -121,7 +119,14 @@ class _Problem:
     arithmetic: str
 
     @classmethod
-    def of(cls, product: Product) -> _Problem:
+    def of(cls, product: Product) -> Problem:
+        """Return the product over row-major arrays without gaps.
+
+        Raises
+        ------
+        ValueError
+            If an array of the product has gaps.
+        """
         geometry = product.geometry
         *batch, m, n, k = range(len(geometry.batch) + 3)
         lhs, rhs, out = (
@@ -160,12 +165,29 @@ class _Problem:
         result: Array = _planned.bind(lhs, rhs, plan=plan, result=aval)
         return result
 
+    @property
+    def structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and types of the operands."""
+        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (self.lhs, self.rhs))
+
     def operands(self, seed: int) -> Operands:
         """Return random operands."""
         return self.lhs.random(2 * seed), self.rhs.random(2 * seed + 1)
 
+    def compile_ahead(self) -> None:
+        """Compile what :meth:`operands` and :func:`faults` run besides the sides."""
+        for array in (self.lhs, self.rhs):
+            random_array.lower(_key(0), array.shape, array.dtype).compile()
+        out = jax.ShapeDtypeStruct(self.out.shape, self.out.dtype)
+        _differences.lower(out, out).compile()
 
-_Side = Callable[[Array, Array], Array]
+
+def _key(seed: int) -> Array:
+    # This generator of JAX compiles fastest.
+    return jax.random.key(seed, impl="unsafe_rbg")
+
+
+Side = Callable[[Array, Array], Array]
 
 
 def measure(product: Product, found: Sequence[Candidate], gpu: Gpu, seconds: float) -> Measured:
@@ -203,19 +225,19 @@ def _require_device() -> None:
 def _measured(product: Product, found: Sequence[Candidate], gpu: Gpu, seconds: float) -> Measured:
     wide = any(t.itemsize == 8 for t in (product.lhs_dtype, product.rhs_dtype, product.out_dtype))
     with jax.enable_x64(True) if wide else nullcontext():
-        problem = _Problem.of(product)
-        sides: dict[str, _Side] = {XLA: jax.jit(problem.by_xla)}
+        problem = Problem.of(product)
+        sides: dict[str, Side] = {XLA: jax.jit(problem.by_xla)}
         failures: dict[str, str] = {}
         # NVRTC compiles several kernels at a time.
         with ThreadPoolExecutor() as pool:
-            plans = pool.map(functools.partial(_plan, gpu=gpu), found)
+            plans = pool.map(functools.partial(plan_of, gpu=gpu), found)
             for candidate, plan in zip(found, plans, strict=True):
                 if isinstance(plan, str):
                     failures[candidate.key] = plan
                 else:
                     sides[candidate.key] = jax.jit(functools.partial(problem.by_plan, plan))
         operands = problem.operands(0)
-        failures |= _faults(sides, operands, product)
+        failures |= faults(sides, operands, product)
         running = {key: side for key, side in sides.items() if key not in failures}
         if not running:
             return Measured({}, failures, "nothing")
@@ -227,20 +249,21 @@ def _measured(product: Product, found: Sequence[Candidate], gpu: Gpu, seconds: f
         return timed(calls, failures, seconds)
 
 
-def _plan(candidate: Candidate, gpu: Gpu) -> LaunchPlan | str:
+def plan_of(candidate: Candidate, gpu: Gpu) -> LaunchPlan | str:
+    """Return a candidate's plan, or why it has none."""
     try:
         return candidate.plan(gpu)
     except (CompileError, ValueError) as error:
         return f"cannot be planned: {error}"
 
 
-def _next_of(rotation: Iterator[Operands], side: _Side) -> Callable[[], Array]:
+def _next_of(rotation: Iterator[Operands], side: Side) -> Callable[[], Array]:
     return lambda: side(*next(rotation))
 
 
-def _faults(sides: Mapping[str, _Side], operands: Operands, product: Product) -> dict[str, str]:
+def faults(sides: Mapping[str, Side], operands: Operands, product: Product) -> dict[str, str]:
     """Run each side once; return those that fail or differ from the first that runs, XLA's."""
-    faults: dict[str, str] = {}
+    found: dict[str, str] = {}
     expected: Array | None = None
     for key, side in sides.items():
         try:
@@ -252,8 +275,8 @@ def _faults(sides: Mapping[str, _Side], operands: Operands, product: Product) ->
             wrong = f"failed: {error}"
             _require_device()
         if wrong:
-            faults[key] = wrong
-    return faults
+            found[key] = wrong
+    return found
 
 
 # The root mean square by which two results may differ, besides the rounding of the result. Other

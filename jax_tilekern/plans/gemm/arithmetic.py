@@ -163,7 +163,9 @@ def cuda_arithmetic(
     if precision not in ("DEFAULT", "HIGH", "HIGHEST", *_OWN_PRESETS.get(lhs, ())):
         return None
     if lhs in FP8:
-        return _with_result(lhs, rhs, out, "fp8_fast" if "FAST" in precision else "fp8")
+        # XLA's default does not promote accumulators either.
+        fast = precision in ("DEFAULT", "ANY_F8_ANY_F8_F32_FAST_ACCUM")
+        return _with_result(lhs, rhs, out, "fp8_fast" if fast else "fp8")
     names: dict[_Dtype, str] = {F64: "f64", BF16: "bf16", F16: "f16", INT8: "int8"}
     return _with_result(lhs, rhs, out, names.get(lhs, ""))
 

@@ -17,7 +17,7 @@ from jax_tilekern.plans.gemm.sm80.candidates import MMA
 from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
 from jax_tilekern.plans.gemm.sm90.emulated import EMULATED
 from jax_tilekern.plans.gemm.vector_product import vector_product_candidates
-from jax_tilekern.plans.gemm.xla import left_to_xla
+from jax_tilekern.plans.gemm.xla import left_to_xla, small_left_to_xla
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.tuned import tuned_plan
@@ -53,7 +53,7 @@ def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
         return tuned
     if product.epilogue is not None:
         return _fused_plan(found, gpu)
-    reason = left_to_xla(product, gpu)
+    reason = left_to_xla(product, gpu) or small_left_to_xla(product, found[0].cycles, gpu)
     return NoKernel(reason) if reason else found[0].plan(gpu)
 
 

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS
-from jax_tilekern.plans.gemm.xla import sum_left_to_xla
+from jax_tilekern.plans.gemm.xla import small_sum_left_to_xla, sum_left_to_xla
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
 from jax_tilekern.plans.reduction.passes import Passes, reduction_passes
@@ -122,7 +122,8 @@ def plan_sum(dims: SummedDims, dtype: _Dtype, out_dtype: _Dtype, gpu: Gpu) -> La
     found = sum_candidates(dims, dtype, out_dtype, gpu)
     if isinstance(found, NoKernel):
         return found
-    reason = sum_left_to_xla(found[0].passes[0].reduction, gpu)
+    reduction = found[0].passes[0].reduction
+    reason = sum_left_to_xla(reduction, gpu) or small_sum_left_to_xla(reduction, gpu)
     return NoKernel(reason) if reason else compiled_sum(found[0], gpu)
 
 

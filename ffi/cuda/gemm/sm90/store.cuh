@@ -34,7 +34,7 @@ class TileStore {
   static constexpr bool kMajorM = config.out_m_major;
   // A TMA tile of the output, as `plans/gemm/sm90/launch.py` has it; a subtile has 64 rows of M.
   static constexpr int kRowElements = kSubtileRowBytes / kSize;
-  static constexpr int kColumns = kMajorM ? min_of(config.block_n, kRowElements) : kRowElements;
+  static constexpr int kColumns = kMajorM ? gcd(config.block_n, kRowElements) : kRowElements;
   static constexpr int kTmaTiles = kMajorM ? 64 / kRowElements : 1;
   static constexpr int kTmaTileBytes = kColumns * kSubtileRowBytes;
   // Rows of a subtile along the output's unit stride.

@@ -29,6 +29,7 @@ from jax_tilekern.plans.gemm.sm90.config import (
     instance_for,
 )
 from jax_tilekern.plans.gemm.sm90.cost import busy_cycles
+from jax_tilekern.plans.gemm.sm90.dynamic import CLAIMED_BYTES, CLEAR_CLAIMED, clear_claimed
 from jax_tilekern.plans.gemm.sm90.launch import launch_tiles
 from jax_tilekern.plans.gemm.sm90.tiling import (
     TiledCandidate,
@@ -46,11 +47,17 @@ TILES = (
     WgmmaTile(256, 128),
     WgmmaTile(128, 256, cluster=2),
     WgmmaTile(256, 128, cluster=2),
+    WgmmaTile(128, 224),
     WgmmaTile(128, 192, cooperative=False),
+    WgmmaTile(128, 160, cooperative=False),
     WgmmaTile(128, 128, cooperative=False),
+    WgmmaTile(128, 96, cooperative=False),
     WgmmaTile(128, 128),
     WgmmaTile(128, 64),
+    WgmmaTile(64, 256, consumers=1),
+    WgmmaTile(64, 192, consumers=1),
     WgmmaTile(64, 128, consumers=1),
+    WgmmaTile(64, 96, consumers=1),
     WgmmaTile(64, 64, consumers=1),
     WgmmaTile(64, 64, cooperative=False),
     WgmmaTile(128, 32),
@@ -58,6 +65,11 @@ TILES = (
     WgmmaTile(64, 32, consumers=1),
     WgmmaTile(64, 16, consumers=1),
 )
+
+# Splits of fewer k-tiles spend their time on filling the pipeline. More splits than there are idle
+# SMs for balance the rounds of work tiles, and each costs a pass over the partial results.
+_MIN_SPLIT_K_TILES = 8
+_MAX_SPLITS = 12
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,8 @@ class WgmmaCandidate(TiledCandidate):
         epilogue = None if sums else product.epilogue
         kernel, more = self.fused(epilogue, product.geometry, product.out_buffer)
         passes: list[PackPass | SumPass] = [*packs.values(), *([sums] if sums else [])]
-        kernels = dict.fromkeys([kernel, *(p.kernel for p in passes)])
+        dynamic = [CLEAR_CLAIMED] if instance.dynamic else []
+        kernels = dict.fromkeys([kernel, *dynamic, *(p.kernel for p in passes)])
         compiled = compile_kernels(*kernels, arch=gpu.arch)
 
         first = product.first_workspace
@@ -103,10 +116,13 @@ class WgmmaCandidate(TiledCandidate):
         if sums:
             view = _with_split_output(view, sums, workspaces[id(sums)].index, self.splits)
         view = view.swapped() if self.swapped else view
+        claimed = Buffer(first + len(passes))
+        if instance.dynamic:
+            launches.append(clear_claimed(compiled, claimed))
         launches.append(
             launch_tiles(
                 compiled, self.tile, instance, view, self.splits, gpu,
-                kernel=kernel, more=((), more),
+                kernel=kernel, more=((claimed,) if instance.dynamic else (), more),
             )
         )  # fmt: skip
         if sums:
@@ -121,7 +137,10 @@ class WgmmaCandidate(TiledCandidate):
                 product.rhs_dtype.itemsize if 1 in packs else TMA_STRIDE_BYTES,
                 sums.out_alignment if sums else out_alignment,
             ),
-            workspace_bytes=tuple(p.workspace_bytes for p in passes),
+            workspace_bytes=(
+                *(p.workspace_bytes for p in passes),
+                *([CLAIMED_BYTES] if instance.dynamic else []),
+            ),
             reason=self._reason(packs),
         )
 
@@ -149,6 +168,9 @@ def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKer
             work_tiles = splits * dense_tiles(tile, oriented)
             if not is_launchable(instance, work_tiles):
                 continue
+            # A single round of tiles is scheduled by the hardware.
+            if gpu.beside_collectives and work_tiles > gpu.sm_count // tile.cluster:
+                instance = instance.with_dynamic_scheduler(gpu)
             k_tiles = math.ceil(math.ceil(oriented.k / instance.block_k) / splits)
             busy = busy_cycles(
                 tile, instance, oriented, product.arithmetic, work_tiles, k_tiles, gpu,
@@ -224,12 +246,20 @@ def _with_split_output(view: View, sums: SumPass, buffer: int, splits: int) -> V
 
 
 def _split_counts(tile: WgmmaTile, view: View, gpu: Gpu) -> Iterator[int]:
-    """Yield 1, and factors of split-K that occupy SMs which would be idle."""
+    """Yield 1, and up to three factors of split-K that leave SMs idle for less of the time."""
     yield 1
     work_tiles = dense_tiles(tile, view)
+    clusters = gpu.sm_count // tile.cluster
     k_tiles = math.ceil(view.k * view.lhs_dtype.itemsize / TILE_ROW_BYTES)
-    maximum = min(gpu.sm_count // tile.cluster // work_tiles, k_tiles // 8)
-    for splits in sorted({maximum, maximum // 2, 2} - {1}):
+    most = min(max(clusters // work_tiles, _MAX_SPLITS), k_tiles // _MIN_SPLIT_K_TILES)
+    useful = []
+    least = math.ceil(work_tiles / clusters) * k_tiles
+    for splits in range(2, most + 1):
+        split_k_tiles = math.ceil(k_tiles / splits)
+        busy = math.ceil(splits * work_tiles / clusters) * split_k_tiles
         # Every split has at least one k-tile.
-        if 1 < splits <= maximum and (splits - 1) * math.ceil(k_tiles / splits) < k_tiles:
-            yield splits
+        if busy < least and (splits - 1) * split_k_tiles < k_tiles:
+            useful.append(splits)
+            least = busy
+    if useful:
+        yield from sorted({useful[0], useful[len(useful) // 2], useful[-1]})

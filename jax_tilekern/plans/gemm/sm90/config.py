@@ -13,6 +13,7 @@ from jax_tilekern.compilation.compiler import Kernel
 from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
 from jax_tilekern.plans.gemm.arithmetic import TYPES, ElementTypes
 from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.sm90.dynamic import RING_BYTES
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.strided_rows import StridedOperand
 
@@ -104,15 +105,16 @@ ARITHMETICS = {
 }
 
 
-_NOT_IN_CONFIG = ("types", "ragged", "line_step", "ragged_bytes")
+_NOT_IN_CONFIG = ("types", "dynamic", "ragged", "line_step", "scheduler_bytes")
 
 
 @dataclass(frozen=True)
 class WgmmaInstance:
     """One compiled kernel: its types and its ``WgmmaConfig``; see ``gemm/sm90/config.cuh``.
 
-    The kernel of a grouped GEMM has more choices: the ragged dimension, the granularity in rows of
-    N of loads and MMAs where a tile may be partial, and further shared memory.
+    The kernel of a grouped GEMM has more choices: the ragged dimension, and the granularity in rows
+    of N of loads and MMAs where a tile may be partial. A dynamic tile scheduler takes more shared
+    memory.
     """
 
     types: tuple[str, str, str]
@@ -129,9 +131,10 @@ class WgmmaInstance:
     out_boxes: bool
     promote: bool
     pieces: int = 1
+    dynamic: bool = False
     ragged: Literal["n", "k"] | None = None
     line_step: int = 0
-    ragged_bytes: int = 0
+    scheduler_bytes: int = 0
 
     @property
     def kernel(self) -> Kernel:
@@ -145,6 +148,9 @@ class WgmmaInstance:
             steps = f"{self.line_step}, {self.copy_step}, {self.rhs_box_lines}"
             name = f"tilekern::ragged_wgmma_matmul<{types}{config}, {ragged}, {steps}>"
             return Kernel("grouped_gemm/sm90/matmul.cuh", name)
+        if self.dynamic:
+            name = f"tilekern::wgmma_matmul_dynamic<{types}{config}>"
+            return Kernel("gemm/sm90/dynamic_matmul.cuh", name)
         name = f"wgmma_matmul<{types}" if self.pieces == 1 else "wgmma_matmul_of_pieces<"
         return Kernel("gemm/sm90/matmul.cuh", f"tilekern::{name}{config}>")
 
@@ -174,7 +180,7 @@ class WgmmaInstance:
     def shared_memory_bytes(self) -> int:
         """Dynamic shared memory of a CTA."""
         ring = self.stages * (self.stage_bytes + 2 * _BARRIER_BYTES)
-        return ring + self.consumers * (_SUBTILES_BYTES + _BARRIER_BYTES) + self.ragged_bytes
+        return ring + self.consumers * (_SUBTILES_BYTES + _BARRIER_BYTES) + self.scheduler_bytes
 
     @property
     def accumulators(self) -> int:
@@ -192,6 +198,11 @@ class WgmmaInstance:
         transposed = self.out_m_major and self.types[2] == "float"
         few = self.accumulators <= 128
         return few or (self.block_k == 64 and self.out_boxes and not transposed)
+
+    def with_dynamic_scheduler(self, gpu: Gpu) -> WgmmaInstance:
+        """Return the same kernel with a dynamic tile scheduler."""
+        dynamic = dataclasses.replace(self, dynamic=True, scheduler_bytes=RING_BYTES)
+        return dynamic.with_max_stages(gpu)
 
     def with_max_stages(self, gpu: Gpu) -> WgmmaInstance:
         """Return the same kernel with the maximum number of useful stages that fit."""

@@ -144,7 +144,7 @@ def _out_map(view: View, instance: WgmmaInstance) -> TensorMap:
         view.out_dtype.itemsize,
         (m, n) if instance.out_m_major else (n, m),
         [*view.out_batch],
-        (row, min(instance.block_n, row) if instance.out_m_major else 64),
+        (row, math.gcd(instance.block_n, row) if instance.out_m_major else 64),
     )
 
 

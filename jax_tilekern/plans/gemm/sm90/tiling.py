@@ -73,6 +73,7 @@ class TiledCandidate(CostedCandidate):
     def tile_reason(self) -> str:
         """The tile, its pipeline and the orientation, for ``explain``."""
         text = f"{self.tile}, {self.instance.stages} stages"
+        text += ", dynamic tile scheduler" if self.instance.dynamic else ""
         return text + (", operands swapped" if self.swapped else "")
 
     def fused(

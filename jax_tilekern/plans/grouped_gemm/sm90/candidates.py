@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from jax_tilekern.compilation.compiler import Kernel, compile_kernels
+from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gemm.families import Family
 from jax_tilekern.plans.gemm.sm90.config import (
     ARITHMETICS,
@@ -22,6 +22,12 @@ from jax_tilekern.plans.gemm.sm90.config import (
     fits_tma,
     instance_for,
 )
+from jax_tilekern.plans.gemm.sm90.dynamic import (
+    CLAIMED_BYTES,
+    CLEAR_CLAIMED,
+    RING_BYTES,
+    clear_claimed,
+)
 from jax_tilekern.plans.gemm.sm90.launch import launch_tiles, rhs_map
 from jax_tilekern.plans.gemm.sm90.tiling import (
     TiledCandidate,
@@ -32,14 +38,9 @@ from jax_tilekern.plans.gemm.sm90.tiling import (
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.grouped_gemm.problem import GroupedProduct, max_tiles, pack_groups
 from jax_tilekern.plans.grouped_gemm.sm90.cost import grouped_busy_cycles
-from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel
+from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
 
 _BOUNDS, _CLAIMED = Buffer(2), Buffer(4)
-_CLAIMED_BYTES = 4
-_CLEAR_CLAIMED = Kernel("gemm/sm90/dynamic_tile_scheduler.cuh", "tilekern::clear_claimed_tiles")
-# The ring that broadcasts work tiles to a CTA's threads; see WorkTileRing.
-_BROADCAST_SLOTS_BYTES = 4 * (64 + 2 * 8) + 8
-_ALIGNMENT = 16
 # More ranges of rows would leave little shared memory for operands.
 _MAX_SPANS = 1 << 13
 _MIN_STAGES = 2
@@ -83,13 +84,7 @@ class GroupedWgmmaCandidate(TiledCandidate):
         """Compile it."""
         product, instance = self.product, self.instance
         view = _view(product, self.swapped)
-        compiled = compile_kernels(instance.kernel, _CLEAR_CLAIMED, arch=gpu.arch)
-        clear = Launch(
-            entry=compiled.entry(_CLEAR_CLAIMED.name),
-            grid=(1, 1, 1),
-            block=(1, 1, 1),
-            parameters=(_CLAIMED,),
-        )
+        compiled = compile_kernels(instance.kernel, CLEAR_CLAIMED, arch=gpu.arch)
         launch = launch_tiles(
             compiled,
             self.tile,
@@ -107,9 +102,9 @@ class GroupedWgmmaCandidate(TiledCandidate):
         return LaunchPlan(
             name=f"ragged_wgmma_matmul {product.arithmetic}",
             gpu=gpu,
-            launches=(clear, launch),
+            launches=(clear_claimed(compiled, _CLAIMED), launch),
             alignments=(TMA_STRIDE_BYTES, TMA_STRIDE_BYTES, 4, out_alignment),
-            workspace_bytes=(_CLAIMED_BYTES,),
+            workspace_bytes=(CLAIMED_BYTES,),
             reason=f"{self.tile_reason}, {product.geometry.groups} groups",
         )
 
@@ -186,7 +181,7 @@ def _instance(
         out_boxes=instance.out_boxes and whole_runs,
         ragged="n" if geometry.ragged == "m" else "k",
         line_step=_line_step(tile, view, promote) if geometry.ragged == "m" else tile.block_n,
-        ragged_bytes=_ALIGNMENT + _BROADCAST_SLOTS_BYTES + tile_numbers_bytes,
+        scheduler_bytes=RING_BYTES + tile_numbers_bytes,
     ).with_max_stages(gpu)
 
 

@@ -1,7 +1,8 @@
-"""Primitives on batches of small square matrices: inverses, factorisations and systems.
+"""Primitives on square matrices: inverses, factorisations and systems.
 
 Operands have one type and the same leading dimensions. Derivatives are products and calls of these
-primitives again, so that all orders of them are kernels.
+primitives again, so that all orders of them are kernels. Matrices up to ``MAX_SIZE`` have a kernel
+each, and larger ones are computed in blocks (``blocked.py``).
 """
 
 from __future__ import annotations
@@ -19,12 +20,24 @@ from jax import Array, lax
 from jax_tilekern.compilation import compiler
 from jax_tilekern.interop import ffi
 from jax_tilekern.interop.compat import ad, zero_tangent
+from jax_tilekern.ops import blocked
 from jax_tilekern.ops.matmul import matmul
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.linalg import small_matrices as plans
-from jax_tilekern.plans.linalg.small_matrices import Columns, SmallMatrices
-from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operation, Planner, define
+from jax_tilekern.plans.linalg.blocked import LargeMatrices, plan_blocks
+from jax_tilekern.plans.linalg.small_matrices import MAX_SIZE, Columns, SmallMatrices
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Kernel,
+    Operand,
+    Operation,
+    Planner,
+    Rewrite,
+    define,
+)
 
 # Derivatives are as accurate as the functions.
 _product = functools.partial(matmul, precision=lax.Precision.HIGHEST)
@@ -244,8 +257,6 @@ def refusal(size: Any, dtype: Any) -> str | None:
         return f"no kernel for matrices of {dtype}"
     if not isinstance(size, int):
         return "a plan needs every size, and this shape is symbolic"
-    if size > plans.MAX_SIZE:
-        return f"kernels are for matrices of up to {plans.MAX_SIZE}x{plans.MAX_SIZE}"
     return None
 
 
@@ -262,13 +273,51 @@ def _columns(aval: Any, left_side: bool) -> Columns:
     return Columns(aval.shape[-1 if left_side else -2], contiguous=not left_side)
 
 
+def inverted_triangles(lower: Array) -> Array:
+    """Invert lower triangles of the smallest blocks."""
+    identity = jnp.broadcast_to(jnp.eye(blocked.SMALLEST, dtype=lower.dtype), lower.shape)
+    return triangular_solve(lower, identity, left_side=True, lower=True)
+
+
+def _inverse_in_blocks(a: Array, **blocks: Any) -> Array:
+    # Whether the factors are computed in blocks is a choice of its own.
+    factors, _, permutation = lu(a)
+    return blocked.inverse(factors, permutation, **blocks)
+
+
+def _in_blocks(
+    name: str, function: Callable[..., Any], operands: Sequence[Operand], **params: Any
+) -> Rewrite | Fallback:
+    """Return a call in blocks, of a function that has one result or a tuple of them."""
+    (*leading, size, _), dtype = operands[0].aval.shape, operands[0].aval.dtype
+    columns = size
+    if name == "triangular_solve":
+        columns = operands[1].aval.shape[-1 if params["left_side"] else -2]
+    matrices = LargeMatrices(name, math.prod(leading), size, columns, dtype)
+    try:
+        block = plan_blocks(matrices, current_gpu())
+    except NoGpu as error:
+        return Fallback(str(error))
+    if isinstance(block, NoKernel):
+        return Fallback(block.reason)
+
+    def computed(*values: Array) -> tuple[Array, ...]:
+        results = function(*values, block=block, invert=inverted_triangles, **params)
+        return results if isinstance(results, tuple) else (results,)
+
+    return Rewrite(f"products of blocks of {block} columns", computed)
+
+
 def _matrix_on_cuda(
     kernel: Callable[..., compiler.Kernel],
+    in_blocks: Callable[..., Rewrite | Fallback],
     operands: Sequence[Operand],
     results: Sequence[Any],
     **params: Any,
-) -> Kernel | Fallback:
+) -> Kernel | Rewrite | Fallback:
     (a,) = operands
+    if a.aval.shape[-1] > MAX_SIZE:
+        return in_blocks(operands, **params)
     matrices = _matrices(a.aval)
     chosen = kernel(matrices, **params)
     return planned_kernel((a.value,), plans.plan_matrices, matrices, chosen, len(results))
@@ -276,14 +325,19 @@ def _matrix_on_cuda(
 
 def _system_on_cuda(
     kernel: Callable[..., compiler.Kernel],
+    in_blocks: Callable[..., Rewrite | Fallback] | None,
     operands: Sequence[Operand],
     _: Any,
     *,
     left_side: bool = True,
     transpose: bool,
     **params: Any,
-) -> Kernel | Fallback:
+) -> Kernel | Rewrite | Fallback:
     a, b = operands
+    if a.aval.shape[-1] > MAX_SIZE:
+        if in_blocks is None:
+            return Fallback(_TOO_LARGE)
+        return in_blocks(operands, left_side=left_side, transpose=transpose, **params)
     matrices = _matrices(a.aval)
     columns = _columns(b.aval, left_side)
     # x @ a = b is a system with the transposed matrix, whose right-hand sides are the rows of b.
@@ -291,6 +345,7 @@ def _system_on_cuda(
     return planned_kernel((a.value, b.value), plans.plan_columns, matrices, columns, chosen)
 
 
+_TOO_LARGE = f"kernels are for matrices of up to {MAX_SIZE}x{MAX_SIZE}"
 # A vector has one lane per matrix.
 _CPU_FEWEST = 4
 _CPU_MOST_COLUMNS = 64
@@ -330,6 +385,8 @@ def _system_on_cpu(
 def _cpu_kernel(
     target: str, matrices: SmallMatrices, values: Sequence[Any], **attributes: int
 ) -> Kernel | Fallback:
+    if matrices.size > MAX_SIZE:
+        return Fallback(_TOO_LARGE)
     if matrices.count < _CPU_FEWEST:
         return Fallback(f"fewer than {_CPU_FEWEST} matrices leave most lanes of a vector empty")
     return Kernel(
@@ -351,9 +408,13 @@ def _define_matrix(
     like_results: Callable[..., Sequence[Any]],
     cpu: str,
     cuda: Callable[..., compiler.Kernel],
+    in_blocks: Callable[..., Rewrite | Fallback],
     **rules: Any,
 ) -> _Bind:
-    """Define an operation on each matrix of a batch, given its CPU handler and CUDA kernel."""
+    """Define an operation on each matrix of a batch.
+
+    Small matrices have a CPU handler and a CUDA kernel. On a GPU ``in_blocks`` plans large ones.
+    """
 
     def batch(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
         return _batch_matrix(bind, *args, **params)
@@ -365,7 +426,7 @@ def _define_matrix(
             sharding_rule=functools.partial(_sharding_rule, like_results),
             planners={
                 "cpu": Planner(_refused, functools.partial(_matrix_on_cpu, cpu)),
-                "cuda": Planner(_refused, functools.partial(_matrix_on_cuda, cuda)),
+                "cuda": Planner(_refused, functools.partial(_matrix_on_cuda, cuda, in_blocks)),
             },
             like_results=like_results,
             several_results=True,
@@ -375,8 +436,17 @@ def _define_matrix(
     return bind
 
 
-def _define_system(name: str, *, cuda: Callable[..., compiler.Kernel], **rules: Any) -> _Bind:
-    """Define the solution of a system with each matrix of a batch, given its CUDA kernel."""
+def _define_system(
+    name: str,
+    *,
+    cuda: Callable[..., compiler.Kernel],
+    in_blocks: Callable[..., Rewrite | Fallback] | None = None,
+    **rules: Any,
+) -> _Bind:
+    """Define the solution of a system with each matrix of a batch.
+
+    Small matrices have a CUDA kernel. On a GPU ``in_blocks`` plans large ones, if it is given.
+    """
 
     def batch(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
         return _batch_system(bind, *args, **params)
@@ -391,7 +461,7 @@ def _define_system(name: str, *, cuda: Callable[..., compiler.Kernel], **rules: 
             sharding_rule=functools.partial(_sharding_rule, like_results),
             planners={
                 "cpu": Planner(_refused, _system_on_cpu),
-                "cuda": Planner(_refused, functools.partial(_system_on_cuda, cuda)),
+                "cuda": Planner(_refused, functools.partial(_system_on_cuda, cuda, in_blocks)),
             },
             like_results=like_results,
             several_results=True,
@@ -408,6 +478,7 @@ _inverse = _define_matrix(
     jvp=_inverse_jvp,
     cpu=ffi.CPU_MATRIX_INVERSE,
     cuda=plans.inverse_kernel,
+    in_blocks=functools.partial(_in_blocks, "inverse", _inverse_in_blocks),
     describe=lambda: "inv",
 )
 
@@ -451,6 +522,7 @@ _triangular_solve = _define_system(
     jvp=_triangular_solve_jvp,
     transposes={1: _triangular_cotangent},
     cuda=plans.triangular_solve_kernel,
+    in_blocks=functools.partial(_in_blocks, "triangular_solve", blocked.triangular_solve),
     describe=_describe_triangular,
 )
 
@@ -461,6 +533,7 @@ _cholesky = _define_matrix(
     jvp=_cholesky_jvp,
     cpu=ffi.CPU_MATRIX_CHOLESKY,
     cuda=plans.cholesky_kernel,
+    in_blocks=functools.partial(_in_blocks, "cholesky", blocked.cholesky),
     describe=lambda symmetrize: "cholesky" + symmetrize * " symmetrized",
 )
 
@@ -477,6 +550,7 @@ _lu = _define_matrix(
     jvp=_lu_jvp,
     cpu=ffi.CPU_MATRIX_LU,
     cuda=plans.lu_kernel,
+    in_blocks=functools.partial(_in_blocks, "lu", blocked.lu),
     describe=lambda: "lu",
 )
 

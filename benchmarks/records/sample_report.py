@@ -1,0 +1,103 @@
+"""What the rows of a sample say together: the distribution of ratios, and the regret of choices."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.records.record import Record, timed
+
+# The share of rows below this is reported.
+_SLOWER = 0.97
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Ratios of the peer's time to ours.
+
+    Attributes
+    ----------
+    geometric_mean, tenth_percentile, worst
+        Of the ratios.
+    slower
+        The share of them below 0.97.
+    """
+
+    geometric_mean: float
+    tenth_percentile: float
+    worst: float
+    slower: float
+
+    @classmethod
+    def of(cls, ratios: Sequence[float]) -> Distribution:
+        """Return the distribution of at least one ratio."""
+        return cls(
+            geometric_mean=math.exp(statistics.fmean(map(math.log, ratios))),
+            tenth_percentile=float(np.percentile(ratios, 10)),
+            worst=min(ratios),
+            slower=sum(ratio < _SLOWER for ratio in ratios) / len(ratios),
+        )
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        return (
+            f"geometric mean {self.geometric_mean:.3f}, 10th percentile "
+            f"{self.tenth_percentile:.2f}, worst {self.worst:.2f}, "
+            f"{self.slower:.0%} below {_SLOWER}"
+        )
+
+
+def sample_summary(record: Record) -> Iterator[str]:
+    """Describe the ratios of a sample, those of each group, and the regret of the choices."""
+    rows = timed(record)
+    sample = record["sample"]
+    if not rows:
+        return
+    yield (
+        f"{len(rows)} calls drawn with seed {sample['seed']} ({_PURPOSES[sample['purpose']]}): "
+        f"{Distribution.of(list(map(_ratio, rows)))}."
+    )
+    groups: dict[str, list[float]] = {}
+    for row in rows:
+        groups.setdefault(row["group"], []).append(_ratio(row))
+    if len(groups) > 1:
+        for group, ratios in groups.items():
+            yield f"{group}, {len(ratios)} calls: {Distribution.of(ratios)}."
+    others: dict[str, list[float]] = {}
+    for row in rows:
+        for name, other in row["others"].items():
+            if "seconds" in other:
+                others.setdefault(name, []).append(_ratio(other))
+    for name, ratios in others.items():
+        yield f"{name} / ours, {len(ratios)} calls: {Distribution.of(ratios)}."
+    regrets = [found for row in rows if (found := regret(row)) is not None]
+    if regrets:
+        yield (
+            f"Regret against the fastest of the candidates and XLA, {len(regrets)} calls: "
+            f"mean {statistics.fmean(regrets):.1%}, 90th percentile "
+            f"{np.percentile(regrets, 90):.1%}, most {max(regrets):.1%}."
+        )
+
+
+_PURPOSES = {"fit": "a seed for fitting", "report": "a seed for reporting"}
+
+
+def _ratio(row: Mapping[str, Any]) -> float:
+    return float(row["seconds"]["ratio"]["median"])
+
+
+def regret(row: Mapping[str, Any]) -> float | None:
+    """Return how much longer ours takes than the fastest of what was measured, as a share.
+
+    ``None`` where no candidate was measured.
+    """
+    measured = [c["measured"] for c in row.get("candidates", ()) if c["measured"] is not None]
+    if not measured:
+        return None
+    ours, peer = (1e6 * row["seconds"][side]["median"] for side in ("ours", "peer"))
+    return float(ours / min(ours, peer, *measured) - 1)

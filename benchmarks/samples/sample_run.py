@@ -1,0 +1,256 @@
+"""A run over the rows of a sample: all programs compiled side by side, then many rows a second.
+
+Rows are taken in chunks. First, threads compile every program of a chunk, and nothing else runs on
+the device: XLA's autotuner locks the GPU for itself while it times its own candidates. Then each
+row's results are compared, one row after the other, and at last the rows are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from benchmarks.calls.case import Case, types_enabled
+from benchmarks.calls.row import Row
+from benchmarks.measurement.measure import Measurement, bandwidths
+from benchmarks.measurement.rows_on_gpu import Runs, times_of_rows
+from benchmarks.measurement.side_times import DeviceTimes, pairs
+from benchmarks.measurement.suite_run import LONGEST_ROW, deadline, device_answers, l2_bytes_of
+from benchmarks.records.ceilings import Ceilings
+from benchmarks.records.record import (
+    Record,
+    attempted,
+    checked,
+    measured,
+    new_record,
+    times_of,
+    unmeasured,
+)
+from benchmarks.records.record_file import continue_record, put_row, remaining
+from benchmarks.records.report import cells
+from benchmarks.samples.product_candidates import ProductCandidates
+from benchmarks.samples.sample import purpose
+from benchmarks.suites.suite import Suite
+from jax_tilekern.cli.console import write_json
+from jax_tilekern.plans.gpu import current_gpu
+from jax_tilekern.tuning.random_operands import Operands, beyond_cache
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Rows that are compiled together: enough for the threads of a GPU's machine, and soon timed.
+_ROWS_A_CHUNK = 32
+# Rows whose operands are on the GPU at the same time, for one profile of all of them.
+_ROWS_A_PROFILE = 16
+_PROFILE_BYTES = 12 << 30
+
+
+def measure_sample(
+    console: Console, suite: Suite, arguments: argparse.Namespace
+) -> tuple[Record, bool]:
+    """Measure the rows of a sample, and say whether all that were measured succeeded.
+
+    Parameters
+    ----------
+    console
+        Progress is shown here.
+    suite
+        The sample.
+    arguments
+        The command line, parsed: of a suite, and ``seed``, ``minutes``, ``part``, ``candidates``.
+    """
+    end = time.monotonic() + 60 * (arguments.minutes or math.inf)
+    record = new_record(suite, arguments.command_line, bandwidths())
+    record["sample"] = {"seed": arguments.seed, "purpose": purpose(arguments.seed)}
+    rows: Sequence[Row] = (suite.matching(arguments.rows) if arguments.rows else suite).rows
+    part, parts = arguments.part
+    rows = rows[part::parts]
+    if arguments.json is not None:
+        continue_record(record, arguments.json)
+    if arguments.resume:
+        rows = remaining(record, rows)
+    run = _SampleRun(console, suite, record, arguments, len(rows))
+    for chunk in _chunks(rows, _ROWS_A_CHUNK):
+        if time.monotonic() > end or not run.measure(chunk, end):
+            break
+    return record, run.whole
+
+
+class _SampleRun:
+    """The state of a run: the record, its file, and how many rows are done."""
+
+    def __init__(
+        self,
+        console: Console,
+        suite: Suite,
+        record: Record,
+        arguments: argparse.Namespace,
+        count: int,
+    ) -> None:
+        self.console, self.record, self.arguments = console, record, arguments
+        self.names = [row.name for row in suite.rows]
+        # Parts are measured side by side on one machine.
+        _, parts = arguments.part
+        self.threads = max(1, len(os.sched_getaffinity(0)) // parts)
+        self.l2_bytes = l2_bytes_of(record)
+        self.count, self.done, self.whole = count, 0, True
+
+    def measure(self, rows: Sequence[Row], end: float) -> bool:
+        """Measure some rows until a moment, and say whether the device still answers."""
+        sampled = [_SampledRow(row) for row in rows]
+        with self.console.status(f"compiling {len(rows)} rows"):
+            self._compile(sampled)
+        if jax.default_backend() == "cpu":
+            return self._measure_each(sampled, end)
+        return all(self._measure_together(group) for group in self._groups(sampled, end))
+
+    def _compile(self, rows: Sequence[_SampledRow]) -> None:
+        """Compile everything in threads: NVRTC and XLA run without the interpreter's lock."""
+        wanted = self.arguments.candidates
+        # What fails here fails again where it is called, and is recorded there.
+        with ThreadPoolExecutor(self.threads) as pool:
+            found = [pool.submit(row.find_candidates, wanted) for row in rows if wanted]
+            jobs = [pool.submit(program) for row in rows for program in row.case.programs()]
+            wait(found)
+            programs = (program for row in rows for program in row.candidate_programs())
+            wait([*jobs, *map(pool.submit, programs)])
+
+    def _measure_each(self, rows: Sequence[_SampledRow], end: float) -> bool:
+        for each in rows:
+            if time.monotonic() > end:
+                break
+            self._begin(each.row)
+            seconds = self.arguments.seconds
+            self._put(measured(each.row, self.record["date"], seconds, self.l2_bytes))
+        return True
+
+    def _groups(self, rows: Sequence[_SampledRow], end: float) -> Iterator[list[_SampledRow]]:
+        """Return rows whose operands the GPU can have at the same time."""
+        group: list[_SampledRow] = []
+        held = 0
+        for row in rows:
+            needed = row.rotation_bytes(self.l2_bytes)
+            if group and (len(group) == _ROWS_A_PROFILE or held + needed > _PROFILE_BYTES):
+                yield group
+                group, held = [], 0
+            if time.monotonic() > end:
+                return
+            group.append(row)
+            held += needed
+        if group:
+            yield group
+
+    def _measure_together(self, rows: Sequence[_SampledRow]) -> bool:
+        right: list[tuple[_SampledRow, Record]] = []
+        for row in rows:
+            self._begin(row.row)
+            with deadline(row.row.name, LONGEST_ROW):
+                result = attempted(row.row, self.record["date"], row.check)
+            if result["failure"]:
+                self._put(result)
+                if not device_answers():
+                    self.console.print("The device no longer answers. Run it with --resume.")
+                    return False
+            else:
+                right.append((row, result))
+        with deadline(rows[0].row.name, LONGEST_ROW):
+            runs = [row.runs(self.l2_bytes) for row, _ in right]
+            times = times_of_rows(runs, self.arguments.seconds) if runs else []
+        for (row, result), (found, method) in zip(right, times, strict=True):
+            self._put(result | row.times(found, method))
+        return True
+
+    def _begin(self, row: Row) -> None:
+        put_row(self.record, unmeasured(row, self.record["date"]), self.names)
+        self._save()
+
+    def _put(self, result: Record) -> None:
+        put_row(self.record, result, self.names)
+        self._save()
+        self.done += 1
+        self.whole &= not result["failure"]
+        shown = "  ".join(cells(self.record, result, Ceilings.of(self.record))[:5])
+        self.console.print(f"{self.done}/{self.count}  {shown}")
+
+    def _save(self) -> None:
+        # Each time, so that a run that is cut short leaves what it has.
+        if self.arguments.json is not None:
+            write_json(self.arguments.json, self.record)
+
+
+class _SampledRow:
+    """A row, what of it is compiled ahead, and what is timed."""
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.case = Case.of(row)
+        self.candidates: ProductCandidates | None = None
+
+    def find_candidates(self, count: int) -> None:
+        """Ask the cost model for the cheapest candidates."""
+        self.candidates = ProductCandidates.of(self.case, count, current_gpu())
+
+    def candidate_programs(self) -> Iterator[Any]:
+        """Return what compiles the candidates."""
+        return self.candidates.programs() if self.candidates else iter(())
+
+    def check(self) -> Record:
+        """Return what the record has of the row's errors; drop candidates that are wrong."""
+        found = checked(self.case, self.case.operands())
+        if self.candidates and not found["failure"]:
+            self.candidates.check(self.candidates.problem.operands(0))
+        return found
+
+    def rotation_bytes(self, l2_bytes: int) -> int:
+        """Return the bytes of the operands that are rotated among, estimated."""
+        return max(2 * self.row.bytes, 5 * l2_bytes) * (2 if self.candidates else 1)
+
+    def runs(self, l2_bytes: int) -> Runs:
+        """Return functions that make one call of each side."""
+        with types_enabled(self.row):
+            sets = beyond_cache(self.case.operands(), self.case.operands, l2_bytes)
+            rotation = itertools.cycle(sets)
+            result = {
+                "ours": self._run(self.case.ours, rotation),
+                "peer": self._run(self.case.peer, map(self.case.peer_operands, rotation)),
+            }
+            if self.candidates:
+                operands = self.candidates.problem.operands
+                rotation = itertools.cycle(beyond_cache(operands(0), operands, l2_bytes))
+                for key, side in self.candidates.sides.items():
+                    result[f"candidate {key}"] = self._run(side, rotation)
+        return result
+
+    def _run(self, side: Any, rotation: Iterator[Operands]) -> Any:
+        def run() -> Any:
+            with types_enabled(self.row):
+                return side(*next(rotation))
+
+        return run
+
+    def times(self, found: DeviceTimes, method: str) -> Record:
+        """Return what the record has of the row's times."""
+        kernels = {name: found.kernels[name] for name in ("ours", "peer")}
+        of_row = pairs(found.busy, "peer")
+        wall = pairs(found.host, "peer")
+        result = times_of(Measurement(of_row, {}, method, 1, wall, kernels))
+        if self.candidates:
+            seconds = {
+                name.removeprefix("candidate "): sorted(times)[len(times) // 2]
+                for name, times in found.busy.items()
+                if name.startswith("candidate ")
+            }
+            result |= self.candidates.record(seconds)
+        return result
+
+
+def _chunks(rows: Sequence[Row], size: int) -> Iterable[Sequence[Row]]:
+    return (rows[start : start + size] for start in range(0, len(rows), size))

@@ -1,0 +1,212 @@
+"""``linear_cross_entropy``: the loss of a vocabulary's logits, which are never in memory."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from jax_tilekern.interop import compat
+from jax_tilekern.ops.jitted import jitted
+from jax_tilekern.ops.logit_statistics import statistics
+from jax_tilekern.ops.vocabulary_chunks import Options
+
+Reduction = Literal["mean", "sum", "none"]
+_REDUCTIONS = ("mean", "sum", "none")
+
+# The logits of 32,768 rows are made 3328 columns at a time. Where the gradient of w is made, its
+# 2560 x 3328 elements are 260 tiles, nearly two for each SM of an H100, and all temporaries
+# together stay below 1 GiB (docs/linear-cross-entropy.md).
+_CHUNK_BYTES = 416 << 20
+
+
+def linear_cross_entropy(
+    h: ArrayLike,
+    w: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    reduction: Reduction = "mean",
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    ignore_index: int | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
+    precision: lax.PrecisionLike = None,
+) -> Array:
+    r"""Cross-entropy of ``softmax(h @ w + bias)`` and integer labels, without the logits in memory.
+
+    With the logits ``y`` of a row, its label ``l`` and ``lse = log(sum(exp(y)))``, the loss of the
+    row is ``lse - (1 - label_smoothing) * y[l] - label_smoothing * mean(y) + z_loss * lse ** 2``.
+
+    The vocabulary is visited in chunks. Sums, statistics and the loss are in float32 at least. The
+    gradient multiplies each chunk again, and the cotangent of its logits is rounded to the
+    operands' type for the two products that follow. Forward-mode and second derivatives are
+    supported, but form all logits.
+
+    Parameters
+    ----------
+    h
+        Array of shape ``(..., d)``, of a floating-point type.
+    w
+        Array of shape ``(d, v)``, of a floating-point type; ``w.T`` for a table of embeddings of
+        shape ``(v, d)``.
+    labels
+        Integers of shape ``(...)``. A label outside ``[0, v)`` makes the loss of its row, and the
+        gradients to which the row contributes, NaN, unless it is ``ignore_index``.
+    bias
+        Added to the logits: an array of shape ``(v,)``.
+    reduction
+        ``"mean"`` over the rows that are not ignored (0 if there are none), ``"sum"``, or
+        ``"none"``.
+    z_loss
+        Weight of the square of ``lse``, which keeps it near 0.
+    label_smoothing
+        Weight of the uniform distribution in the target, from 0 to 1.
+    softcap
+        Bounds the logits by ``softcap * tanh(logit / softcap)``.
+    ignore_index
+        Rows with this label have loss and gradient 0 and do not count in the mean.
+    axis_name
+        Inside :func:`jax.shard_map`, the mesh axes over which the vocabulary is sharded: ``w`` and
+        ``bias`` are then the device's part, and labels count from the first column of all.
+    precision
+        Of the products, as of :func:`jax_tilekern.matmul`.
+
+    Returns
+    -------
+    Array
+        A scalar, or the shape of ``labels``; float32, or float64 where an operand is.
+
+    Raises
+    ------
+    TypeError
+        If ``labels`` are not integers, or another operand is not of a floating-point type.
+    ValueError
+        If shapes do not go together, or an option has no meaning.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> h, w = jnp.ones((4, 8)), jnp.zeros((8, 16))
+    >>> jtk.linear_cross_entropy(h, w, jnp.arange(4))  # log(16)
+    Array(2.7725887, dtype=float32)
+    """
+    h, w, labels = (jnp.asarray(x) for x in (h, w, labels))
+    bias = None if bias is None else jnp.asarray(bias)
+    _check_operands(h, w, labels, bias)
+    z_loss, label_smoothing = float(z_loss), float(label_smoothing)
+    softcap = None if softcap is None else float(softcap)
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}; it must be one of {_REDUCTIONS}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing is {label_smoothing}; it must be from 0 to 1")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; it must be positive, or None")
+    options = Options(
+        softcap, compat.canonicalize_precision(precision), label_smoothing > 0, _CHUNK_BYTES
+    )
+    return _loss(
+        h, w, labels, bias, reduction, z_loss, label_smoothing, ignore_index, axis_name, options
+    )
+
+
+def _check_operands(h: Array, w: Array, labels: Array, bias: Array | None) -> None:
+    floating = {"h": h, "w": w} | ({} if bias is None else {"bias": bias})
+    for name, x in floating.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(
+                f"{name} is {_type(x)}; linear_cross_entropy takes floating-point types"
+            )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(
+            f"labels are {_type(labels)}; they must be integers, the positions of the right "
+            "columns of w"
+        )
+    if h.ndim < 1 or w.ndim != 2 or h.shape[-1] != w.shape[0]:
+        raise ValueError(
+            f"h is {_type(h)} and w is {_type(w)}; their shapes must be (..., d) and (d, v). Pass "
+            "w.T if w has a row for each label"
+        )
+    if labels.shape != h.shape[:-1]:
+        raise ValueError(
+            f"labels are {_type(labels)} and h is {_type(h)}; labels must have the shape of h "
+            f"without its last dimension, {h.shape[:-1]}"
+        )
+    if bias is not None and bias.shape != w.shape[1:]:
+        raise ValueError(
+            f"bias is {_type(bias)} and w is {_type(w)}; the shape of bias must be {w.shape[1:]}"
+        )
+    if w.shape[1] == 0:
+        raise ValueError(f"w is {_type(w)}; a softmax needs at least one column")
+
+
+def _type(x: Array) -> str:
+    return f"{x.dtype}{list(x.shape)}"
+
+
+@jitted(
+    "reduction",
+    "z_loss",
+    "label_smoothing",
+    "ignore_index",
+    "axis_name",
+    "options",
+)
+def _loss(
+    h: Array,
+    w: Array,
+    labels: Array,
+    bias: Array | None,
+    reduction: Reduction,
+    z_loss: float,
+    label_smoothing: float,
+    ignore_index: int | None,
+    axis_name: str | tuple[str, ...] | None,
+    options: Options,
+) -> Array:
+    """Combine the statistics of each row."""
+    if bias is None:
+        bias = jnp.zeros_like(w[0])
+    size = w.shape[1] * (1 if axis_name is None else lax.axis_size(axis_name))
+    ignored, valid, label = _sorted_out(labels, ignore_index, size)
+    if axis_name is None:
+        lse, at_label, *total = statistics(h, w, bias, label, options)
+    else:
+        label = label - lax.axis_index(axis_name) * w.shape[1]
+        of_part, *sums = statistics(h, w, bias, label, options)
+        lse = _logsumexp_over(axis_name, of_part)
+        at_label, *total = (lax.psum(x, axis_name) for x in sums)
+    losses = lse - (1 - label_smoothing) * at_label
+    for x in total:
+        losses -= label_smoothing / size * x
+    if z_loss:
+        losses += z_loss * lse**2
+    losses = jnp.where(ignored, 0, losses * jnp.where(ignored | valid, 1, jnp.nan))
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / jnp.maximum(1, (~ignored).sum())
+
+
+def _sorted_out(labels: Array, ignore_index: int | None, size: int) -> tuple[Array, Array, Array]:
+    """Return which rows are ignored, which have a valid label, and labels that can be compared."""
+    if labels.dtype.itemsize < 4:
+        labels = labels.astype(jnp.int32)
+    info = np.iinfo(labels.dtype)
+    ignored = jnp.zeros_like(labels, bool)
+    if ignore_index is not None and info.min <= ignore_index <= info.max:
+        ignored = labels == ignore_index
+    valid = (labels >= 0) & (labels < size)
+    return ignored, valid, jnp.where(valid, labels, -1).astype(jnp.int32)
+
+
+def _logsumexp_over(axis_name: str | tuple[str, ...], lse: Array) -> Array:
+    top = lax.pmax(lax.stop_gradient(lse), axis_name)
+    top = jnp.where(jnp.isfinite(top), top, 0)
+    return top + jnp.log(lax.psum(jnp.exp(lse - top), axis_name))

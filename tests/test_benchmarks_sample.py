@@ -1,0 +1,268 @@
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numerics import on_gpu
+
+from benchmarks.calls.operations import flops
+from benchmarks.command_line import main
+from benchmarks.measurement import measure, rows_on_gpu
+from benchmarks.records import sample_report
+from benchmarks.records.sample_report import Distribution
+from benchmarks.samples import product_candidates, sample, sample_run
+from benchmarks.samples.sample import DRAWS, draw_sample
+from benchmarks.suites.suite import SuiteError, _malformed
+from jax_tilekern.interop.compat import mlir
+from jax_tilekern.plans import gpu as gpus
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.tuning import product_timing, random_operands
+from jax_tilekern.tuning.device_time import Activity, Block, Interval, Unattributed
+
+H100 = gpus.known_gpu("sm_90")
+F32 = np.dtype(np.float32)
+
+# What is drawn.
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("operation", list(DRAWS))
+def test_rows_are_well_formed_and_quick(operation, device):
+    limits = sample._LIMITS[device]
+    rows = draw_sample(operation, device, 200, 5).rows
+    assert not any(map(_malformed, rows))
+    assert all(row.lhs != row.out for row in rows if row.operation == "transpose")
+    assert len({row.name for row in rows}) == 200
+    assert all(row.bytes <= limits.bytes and flops(row) <= limits.operations for row in rows)
+
+
+@pytest.mark.parametrize("operation", list(DRAWS))
+def test_a_row_depends_on_the_seed_and_its_index_alone(operation):
+    few, many = (draw_sample(operation, "gpu", count, 6).rows for count in (5, 20))
+    assert few == many[:5]
+    assert [row.sizes for row in few] == [row.sizes for row in many[:5]]
+    assert few != draw_sample(operation, "gpu", 5, 7).rows
+
+
+def test_products_come_in_all_orders_and_types():
+    rows = draw_sample("matmul", "gpu", 300, 0).rows
+    orders = {(row.lhs, row.rhs) for row in rows if "b" not in row.lhs}
+    assert orders == {("mk", "kn"), ("mk", "nk"), ("km", "kn"), ("km", "nk")}
+    assert {row.type for row in rows} == {
+        "bfloat16", "float16", "float32", "float64", "int8", "float8_e4m3fn", "float8_e5m2"
+    }  # fmt: skip
+    assert {row.group for row in rows} == {"layer", "attention", "small batch", "odd"}
+    assert min(row.sizes["m"] for row in rows) < 16 < 8192 < max(row.sizes["m"] for row in rows)
+
+
+def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(SuiteError, match="none has no samples; matmul"):
+        draw_sample("none", "cpu", 1, 0)
+    with pytest.raises(SuiteError, match="at least 1 row"):
+        draw_sample("matmul", "cpu", 0, 0)
+
+
+def test_even_seeds_are_for_fitting():
+    assert [sample.purpose(seed) for seed in (0, 1, 2)] == ["fit", "report", "fit"]
+
+
+# What is reported.
+
+
+def timed_row(ours, peer, group="g", candidates=()):
+    seconds = {
+        name: {"median": value} for name, value in (("ours", ours), ("peer", peer))
+    } | {"ratio": {"median": peer / ours}}  # fmt: skip
+    return {"group": group, "seconds": seconds, "candidates": candidates, "others": {}}
+
+
+def test_the_distribution_is_of_the_ratios():
+    found = Distribution.of([0.5, 1.0, 1.0, 2.0])
+    assert found.geometric_mean == pytest.approx(1.0)
+    assert found.tenth_percentile == pytest.approx(0.65)
+    assert (found.worst, found.slower) == (0.5, 0.25)
+
+
+def test_regret_is_against_the_fastest_of_all():
+    fast, failed = {"measured": 50.0}, {"measured": None}
+    assert sample_report.regret(timed_row(100e-6, 80e-6, candidates=[fast, failed])) == 1.0
+    assert sample_report.regret(timed_row(100e-6, 80e-6, candidates=[failed])) is None
+    assert sample_report.regret(timed_row(40e-6, 80e-6, candidates=[fast])) == 0.0
+
+
+def test_the_summary_says_what_the_seed_is_for():
+    rows = [timed_row(1.0, 2.0), timed_row(2.0, 1.0, "h")]
+    record = {"sample": {"seed": 3, "purpose": "report"}, "rows": rows}
+    first, *groups = sample_report.sample_summary(record)
+    assert first == (
+        "2 calls drawn with seed 3 (a seed for reporting): geometric mean 1.000, "
+        "10th percentile 0.65, worst 0.50, 50% below 0.97."
+    )
+    assert [line.partition(",")[0] for line in groups] == ["g", "h"]
+    rows[0]["others"] = {"lax": {**timed_row(1.0, 3.0)}, "tokamax": {"failure": "out of memory"}}
+    *_, last = sample_report.sample_summary(record)
+    assert last.startswith("lax / ours, 1 calls: geometric mean 3.000")
+
+
+# The command.
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch):
+    """Leave out what takes long and says nothing of samples."""
+    monkeypatch.setattr(measure, "_LONGEST_CHAIN", 1)
+    bandwidths = {"read_bytes_per_second": 1e10, "copy_bytes_per_second": 1e10}
+    monkeypatch.setattr(sample_run, "bandwidths", lambda: bandwidths)
+
+
+def run(*arguments, operation="add"):
+    return main([operation, "--seed", "2", "--seconds", "0.01", *arguments])
+
+
+@pytest.mark.skipif(on_gpu(), reason="measures on a CPU")
+def test_a_sample_is_measured_and_continued(tmp_path, capsys):
+    path = tmp_path / "sample.json"
+    assert run("--sample", "3", "--part", "0/2", "--json", str(path)) == 0
+    assert run("--sample", "5", "--resume", "--json", str(path)) == 0
+    record = json.loads(path.read_text())
+    assert record["sample"] == {"seed": 2, "purpose": "fit"}
+    assert [row["name"].partition(":")[0] for row in record["rows"]] == [*"01234"]
+    # The first run's rows stayed.
+    first = {row["run"] for row in record["rows"]}
+    assert all(row["failure"] is None and row["seconds"] for row in record["rows"])
+    assert len(first) <= 2
+    assert "5 calls drawn with seed 2" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(on_gpu(), reason="measures on a CPU")
+@pytest.mark.parametrize("operation", [name for name in DRAWS if name != "add"])
+@pytest.mark.one_in(6)
+def test_every_operation_has_samples(operation, capsys):
+    assert run("--sample", "2", operation=operation) == 0
+    assert "2 calls drawn with seed 2" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(on_gpu(), reason="measures on a CPU")
+def test_parts_are_reported_as_one(tmp_path, capsys):
+    files = [str(tmp_path / f"{part}.json") for part in range(2)]
+    for part, file in enumerate(files):
+        assert run("--sample", "3", "--part", f"{part}/2", "--json", file) == 0
+    assert main(["report", *files]) == 0
+    out = capsys.readouterr().out
+    assert "3 calls drawn with seed 2" in out
+    assert all(f"| {index}: " in out for index in range(3))
+    other = str(tmp_path / "other.json")
+    assert run("--sample", "1", "--seed", "3", "--json", other) == 0
+    assert main(["report", *files, other]) == 2
+    assert "add-cpu-sample-3" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(on_gpu(), reason="measures on a CPU")
+def test_no_row_begins_after_the_time(capsys):
+    assert run("--sample", "3", "--minutes", "1e-9") == 0
+    assert "calls drawn" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", ["2/2", "1", "-1/2", "a/b"])
+def test_parts_are_of_a_whole(part):
+    with pytest.raises(SystemExit):
+        run("--sample", "3", "--part", part)
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has candidates")
+def test_candidates_are_of_a_gpu(capsys):
+    assert run("--sample", "3", "--candidates", "2") == 2
+    assert "on a GPU" in capsys.readouterr().err
+
+
+# The way of a GPU, with plans that the CPU executes.
+
+
+@dataclasses.dataclass(frozen=True)
+class JaxPlan:
+    function: object
+
+
+@dataclasses.dataclass(frozen=True)
+class JaxCandidate:
+    key: str
+    function: object
+    cycles: float = 1000.0
+
+    def plan(self, gpu):
+        if isinstance(self.function, Exception):
+            raise self.function
+        return JaxPlan(self.function)
+
+
+@pytest.fixture
+def like_a_gpu(monkeypatch):
+    """Make samples on this CPU as on an H100, with one candidate of each kind for each row."""
+
+    def emit(ctx, lhs, rhs, *, plan, result):
+        return mlir.lower_fun(plan.function, multiple_results=False)(ctx, lhs, rhs)
+
+    product = Product(MatmulGeometry((), 64, 64, 64, (64, 1), (64, 1), (64, 1)), *[F32] * 3, "f32")
+    right = functools.partial(jnp.matmul, precision="highest")
+    found = [
+        JaxCandidate("right", right),
+        JaxCandidate("wrong", lambda a, b: right(a, b) + 1),
+        JaxCandidate("unplanned", ValueError("too large")),
+        JaxCandidate("not asked for", right),
+    ]
+    mlir.register_lowering(product_timing._planned, emit, platform="cpu")
+    monkeypatch.setattr(random_operands, "_MOST_COPIES", 2)
+    monkeypatch.setattr(rows_on_gpu, "_MOST_CALLS", 2)
+    monkeypatch.setattr(product_candidates, "products_of", lambda *_: [product])
+    monkeypatch.setattr(product_candidates, "candidates", lambda *_: found)
+    monkeypatch.setattr(sample_run, "current_gpu", lambda: H100)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+def profiled(sides, calls, order):
+    """Run blocks and say that each took a millisecond a call."""
+    blocks = []
+    for side in order:
+        for _ in range(calls[side]):
+            sides[side]()
+        activity = Activity(0.0, 1e6 * calls[side], f"kernel of {side}")
+        blocks.append(Block(side, Interval(0.0, 2e6 * calls[side]), [activity]))
+    return blocks
+
+
+def unclear(sides, calls, order):
+    raise Unattributed("no device")
+
+
+@pytest.mark.skipif(on_gpu(), reason="plans are executed by the CPU")
+@pytest.mark.usefixtures("like_a_gpu")
+@pytest.mark.parametrize("profiler", [profiled, unclear])
+def test_candidates_are_timed_beside_both_sides(tmp_path, monkeypatch, profiler):
+    monkeypatch.setattr(rows_on_gpu, "run_blocks", profiler)
+    path = tmp_path / "sample.json"
+    small = draw_sample("matmul", "cpu", 4, 2)
+    monkeypatch.setattr("benchmarks.operation_command.draw_sample", lambda *_: small)
+    arguments = ("--sample", "4", "--candidates", "3", "--json", str(path))
+    assert run(*arguments, operation="matmul") == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 4
+    for row in rows:
+        found = {entry["key"]: entry for entry in row["candidates"]}
+        assert list(found) == ["right", "wrong", "unplanned"]
+        assert found["right"]["measured"] > 0
+        assert found["right"]["predicted"] == pytest.approx(
+            1000 / H100.rates.cycles_per_microsecond
+        )
+        assert "at most" in found["wrong"]["failure"]
+        assert "too large" in found["unplanned"]["failure"]
+        assert row["product"].startswith("f32 64x64x64")
+        assert row["pairs"] == 5
+        if profiler is profiled:
+            assert row["seconds"]["ours"]["median"] == pytest.approx(1e-3)
+            assert row["method"].startswith("device time")
+        else:
+            assert row["method"].startswith("wall time")

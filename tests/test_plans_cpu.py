@@ -1,0 +1,47 @@
+"""What is left to XLA on a CPU."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import jax_tilekern as jtk
+from jax_tilekern.plans.cpu import transpose_left_to_xla
+from jax_tilekern.plans.transpose.permutation import Permutation
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "itemsize", "reason"),
+    [
+        ((1000, 8, 8), (0, 2, 1), 4, "many matrices of 8 by 8"),
+        ((1000, 16, 16), (0, 2, 1), 1, "many matrices"),
+        ((1000, 8, 16), (0, 2, 1), 4, None),
+        ((8, 8), (1, 0), 4, None),  # one matrix
+        ((2, 1000, 64), (2, 1, 0), 4, "scattered rows of 2"),
+        ((4, 1000, 64), (2, 1, 0), 4, None),
+        ((2, 1000, 64), (1, 2, 0), 4, None),  # the result's rows lie one after the other
+        ((20, 30, 64), (1, 0, 2), 4, None),  # rows are moved whole
+        ((1000, 8, 4, 2), (0, 2, 1, 3), 4, "many matrices of 8 by 4"),  # items of 8 bytes
+    ],
+)
+def test_transposes(shape, axes, itemsize, reason):
+    found = transpose_left_to_xla(Permutation.reduced(shape, axes, itemsize))
+    assert (found is None) if reason is None else reason in found
+
+
+def test_transposes_say_why():
+    x = jax.ShapeDtypeStruct((1000, 8, 8), np.float32)
+    moved = functools.partial(jtk.transpose, axes=(0, 2, 1))
+    (choice,) = jtk.explain(moved, x, platform="cpu")
+    assert choice.kernel is None
+    assert "many matrices" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "kernel"), [(127, 9, False), (128, 9, True), (8, 1, True)]
+)
+def test_short_dot_products_of_a_batch(length, batch, kernel):
+    x = jax.ShapeDtypeStruct((batch, length), np.float32)
+    (choice,) = jtk.explain(jax.vmap(jtk.vdot), x, x, platform="cpu")
+    assert (choice.kernel is not None) == kernel
