@@ -138,12 +138,12 @@ def _wgmma_cases():
         tile = f"{instance.block_m}x{instance.block_n}x{instance.stages}"
         who = f"{instance.consumers}{'together' if instance.cooperative else 'in_turns'}"
         orders = "".join("NT"[k_major] for k_major in (instance.lhs_k_major, instance.rhs_k_major))
-        out = "m" * instance.out_m_major + ("boxes" if instance.out_boxes else "single")
+        out = "m" * instance.out_m_major + ("boxes" if instance.tma_store else "single")
         extra = f"x{instance.cluster}{'-promote' * instance.promote}"
         if instance.ragged:
             extra += f"-ragged_{instance.ragged}"
-        if instance.pieces > 1:
-            extra += f"-{instance.pieces}pieces"
+        if instance.parts > 1:
+            extra += f"-{instance.parts}parts"
         name = f"{_types(instance)}-{tile}-{who}-{orders}-{out}-{extra}"
         yield pytest.param(instance, id=name)
 
@@ -153,8 +153,8 @@ def _expected_wgmma(instance):
     itemsize = 128 // instance.block_k
     lhs_in_registers = not instance.lhs_k_major and itemsize != 2
     row_blocks = instance.block_m // (instance.consumers if instance.cooperative else 1) // 64
-    pieces = range(instance.pieces)
-    orders = sum(i + j < instance.pieces for i in pieces for j in pieces)
+    parts = range(instance.parts)
+    orders = sum(i + j < instance.parts for i in parts for j in parts)
     # Two k-tiles and the odd last one, where registers come in two sets (kSlots); elsewhere the
     # compiler may unroll by itself.
     two_sets = lhs_in_registers and itemsize == 1 and not instance.promote
@@ -166,7 +166,7 @@ def _expected_wgmma(instance):
     counts = [3 * once] if two_sets else [once, 3 * once]
     if instance.ragged == "n":
         # A loop for each number of columns.
-        counts = [count * (instance.block_n // instance.line_step) for count in counts]
+        counts = [count * (instance.block_n // instance.column_step) for count in counts]
     if instance.ragged == "k":
         # The first k-tile, from each of its MMA k-steps on.
         counts = [(4 + 3 + 2 + 1) * row_blocks + count for count in counts]

@@ -71,7 +71,7 @@ def _grouped_sm90(ragged):
     # Grouped GEMMs with tiles of 128x256 have no registers left for this epilogue.
     def wanted(instance):
         tile = (instance.block_m, instance.block_n, instance.cluster)
-        return instance.ragged == ragged and tile == (128, 128, 1) and instance.out_boxes
+        return instance.ragged == ragged and tile == (128, 128, 1) and instance.tma_store
 
     return _first(grouped_wgmma_instances(H100), wanted).kernel
 

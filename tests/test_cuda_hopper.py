@@ -36,7 +36,7 @@ def _instance(instances, cluster):
         for instance in instances
         if (instance.block_m, instance.block_n, instance.cluster) == (128, 256, cluster)
         and instance.types[2] == "tilekern::bfloat16"
-        and instance.out_boxes
+        and instance.tma_store
     )
 
 

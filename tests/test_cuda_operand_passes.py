@@ -158,9 +158,9 @@ def numbers(rng, size, style):
     return x.astype(np.float32)
 
 
-def split_launch(one, source, before, pieces, facts):
+def split_launch(one, source, before, parts, facts):
     return lambda compiled: one.launch(
-        compiled, Buffer(source, 4 * before), Buffer(pieces), Buffer(facts)
+        compiled, Buffer(source, 4 * before), Buffer(parts), Buffer(facts)
     )
 
 
@@ -177,11 +177,11 @@ def test_split(rng, k_major, case):
             [one.kernel],
             lambda c, make=make: [make(c)],
             [data],
-            [one.pieces_bytes, one.facts_bytes],
+            [one.parts_bytes, one.facts_bytes],
         )
         expected = split(np.ascontiguousarray(view_of(source, data[before:])))
-        padded = np.zeros((*expected.pieces.shape[:-1], one.k_padded), np.float32)
-        padded[..., :k] = expected.pieces
+        padded = np.zeros((*expected.parts.shape[:-1], one.k_padded), np.float32)
+        padded[..., :k] = expected.parts
         found = strided(got.view(np.float16), padded.shape, one.strides).astype(np.float32)
         # The same bits: 0 and -0 differ.
         np.testing.assert_array_equal(found.view(np.uint32), padded.view(np.uint32), style)
@@ -207,7 +207,7 @@ def test_the_flag(rng):
             yield split_launch(rhs, 1, 0, 4, 5)(compiled)
             yield decide_launch(compiled, lhs, rhs, Buffer(3), Buffer(5), Buffer(6))
 
-        sizes = [size for one in passes for size in (one.pieces_bytes, one.facts_bytes)]
+        sizes = [size for one in passes for size in (one.parts_bytes, one.facts_bytes)]
         kernels = [lhs.kernel, rhs.kernel, DECIDE_KERNEL]
         *_, flag = run(kernels, launches, [a, b.T], [*sizes, 4])
         expected = is_float32_needed(split(a), split(b), a.shape[1])

@@ -126,7 +126,7 @@ def unpack(scalars):
         "batch": values[15:19],
         "sizes": values[19:22],
         "tiles": values[22:24],
-        "band": values[24],
+        "raster_height": values[24],
         "out_vectors": values[25],
     }
 
@@ -154,7 +154,7 @@ def test_strides_beyond_32_bits_are_packed_whole():
     assert fields["batch"] == (1, 1, 3, 2)
     assert fields["sizes"] == (300, 200, 100)
     assert fields["tiles"] == choice.grid[:2]
-    assert fields["band"] == choice.raster_height
+    assert fields["raster_height"] == choice.raster_height
     assert fields["out_vectors"] == 1
 
 
@@ -239,7 +239,7 @@ def test_grouped_rasterization_keeps_concurrent_blocks_compact():
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 32))
 def test_grouped_rasterization_visits_every_tile_once(tiles_m, tiles_n, band):
-    # banded_tile() of rasterization.cuh.
+    # rasterized_tile() of rasterization.cuh.
     visited = set()
     for index in range(tiles_m * tiles_n):
         per_band = band * tiles_n

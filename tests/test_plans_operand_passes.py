@@ -177,7 +177,7 @@ def test_split_operands(source):
     assert one.k_padded % 64 == 0
     assert one.k_padded - 64 < source.k <= one.k_padded
     extents = (*source.batch, source.mn, 2, one.k_padded)
-    assert assert_dense(extents, one.strides) * 2 == one.pieces_bytes
+    assert assert_dense(extents, one.strides) * 2 == one.parts_bytes
     lines = assert_dense((*source.batch, source.mn), one.fact_strides)
     assert one.facts_bytes == 12 * lines
     assert one.fits == (lines <= 2**31 - 1)
@@ -320,7 +320,7 @@ BEYOND_REPAIR = 2**31 - 1
 class Split:
     """Pieces ``[..., 2, k]``, and of each line its exponent, lost and dense elements."""
 
-    pieces: np.ndarray
+    parts: np.ndarray
     exponents: np.ndarray
     lost: np.ndarray
     dense: np.ndarray
@@ -359,7 +359,7 @@ def is_float32_needed(lhs, rhs, k):
 def product(lhs, rhs, add=None):
     """Products of hi and lo, except lo by lo, with a dimension ``[m, n]`` per operand."""
     pairs = [(0, 0), (0, 1), (1, 0)]
-    left, right = lhs.pieces.astype(np.float64), rhs.pieces.astype(np.float64)
+    left, right = lhs.parts.astype(np.float64), rhs.parts.astype(np.float64)
     add = add or (lambda pairs_of: sum(a @ b.T for a, b in pairs_of))
     total = add([(left[:, i], right[:, j]) for i, j in pairs])
     return np.ldexp(total, lhs.exponents[:, None] + rhs.exponents[None])
@@ -458,7 +458,7 @@ def test_the_flag_is_set_or_the_promise_is_kept(k):
         left, right = split(a), split(b)
         flags[name] = is_float32_needed(left, right, a.shape[-1])
         if not flags[name]:
-            assert np.isfinite(left.pieces).all()
+            assert np.isfinite(left.parts).all()
             assert error_over_bound(a, b, product(left, right)) <= PROMISE, name
     assert flags["inf"]
     assert flags["nan"]

@@ -19,12 +19,12 @@ from kernel_samples import grouped_wgmma_instances
 from products import BF16, E4M3, E5M2, F32, H100, MODERN, ragged_product_of, taken
 from wgmma_launches import (
     GROUPS_LAYOUT,
-    banded_tile,
     batch_positions,
     buffers_bytes,
     layout_of,
     offset_bytes,
     plan_of,
+    rasterized_tile,
     struct_fields,
     unpack_groups,
     unpack_shape,
@@ -204,13 +204,13 @@ def items_of_rows(shape, groups, bounds, config):
         index = span_of_tile(first_tiles, len(spans), item // shape["tiles_m"])
         span, first = spans[index], first_tiles[index]
         tiles = first_tiles[index + 1] - first
-        tile_m, tile_n = banded_tile(
-            item - first * shape["tiles_m"], shape["tiles_m"], tiles, shape["band"]
+        tile_m, tile_n = rasterized_tile(
+            item - first * shape["tiles_m"], shape["tiles_m"], tiles, shape["raster_height"]
         )
-        steps = -(-span.rows // config.line_step)
+        steps = -(-span.rows // config.column_step)
         before = tile_n * (steps // tiles) + min(tile_n, steps % tiles)
         own = steps // tiles + (tile_n < steps % tiles)
-        n = span.begin + before * config.line_step
+        n = span.begin + before * config.column_step
         positions = batch_positions(shape, span.batch * groups["groups"] + max(span.group, 0))
         positions["out_batch"][-1] = 0
         yield Item(
@@ -219,7 +219,7 @@ def items_of_rows(shape, groups, bounds, config):
             n=n,
             k=0,
             k_tiles=shape["k_tiles"] if span.group >= 0 else 0,
-            share=min(own * config.line_step, span.end - n),
+            share=min(own * config.column_step, span.end - n),
             batch=positions,
         )
 
@@ -230,8 +230,8 @@ def items_of_k(shape, groups, bounds, config):
     tiles = shape["tiles_m"] * shape["tiles_n"]
     for item in range(shape["batches"] * tiles):
         stacked = item // tiles
-        tile_m, tile_n = banded_tile(item % tiles, shape["tiles_m"], shape["tiles_n"],
-                                     shape["band"])  # fmt: skip
+        tile_m, tile_n = rasterized_tile(item % tiles, shape["tiles_m"], shape["tiles_n"],
+                                     shape["raster_height"])  # fmt: skip
         span = of_groups[stacked]
         k_tiles = -(-span.rows // config.block_k)
         k = span.end - k_tiles * config.block_k
@@ -354,14 +354,14 @@ def test_every_thread_receives_every_work_tile(items, stages, blocks, random):
 
 def copied_lines(lines, block, config):
     """``copy_lines``: where boxes of rhs begin that one of a cluster copies, and their lines."""
-    steps = -(-lines // config.line_step) * config.line_step // config.copy_step
-    line, end = (steps * i // config.cluster * config.copy_step for i in (block, block + 1))
-    while line + config.rhs_box_lines <= end:
-        yield line, config.rhs_box_lines
-        line += config.rhs_box_lines
+    steps = -(-lines // config.column_step) * config.column_step // config.tma_column_step
+    line, end = (steps * i // config.cluster * config.tma_column_step for i in (block, block + 1))
+    while line + config.rhs_tma_rows <= end:
+        yield line, config.rhs_tma_rows
+        line += config.rhs_tma_rows
     while line < end:
-        yield line, config.copy_step
-        line += config.copy_step
+        yield line, config.tma_column_step
+        line += config.tma_column_step
 
 
 @given(cases("m"), st.data())
@@ -393,11 +393,11 @@ def test_spans_are_dealt_out_evenly_to_as_few_tiles_as_it_takes(choice, data):
     tiles = {}
     for item in items_of_rows(shape, groups, bounds_of(data, geometry), config):
         if item.m == 0:
-            tiles.setdefault(item.span, []).append(-(-item.share // config.line_step))
+            tiles.setdefault(item.span, []).append(-(-item.share // config.column_step))
     for span, steps in tiles.items():
         assert len(steps) == -(-span.rows // config.block_n)
         assert max(steps) - min(steps) <= 1
-        assert sum(steps) == -(-span.rows // config.line_step)
+        assert sum(steps) == -(-span.rows // config.column_step)
 
 
 @given(cases("k"), st.data())
@@ -433,17 +433,17 @@ def test_copies_of_lines_fill_what_a_stage_has_for_them(choice):
     config = choice.instance
     lhs, rhs, rhs_step, *_ = parameters_of(plan_of(choice))
     # The rows of MN that MMAs read, and the bytes that the stage's barrier expects.
-    assert config.block_n % config.line_step == 0
-    assert config.line_step % config.copy_step == 0
-    assert config.copy_step % 16 == 0
-    assert rhs.box_bytes == config.rhs_box_lines * 128
-    assert rhs_step.box_bytes == config.copy_step * 128
+    assert config.block_n % config.column_step == 0
+    assert config.column_step % config.tma_column_step == 0
+    assert config.tma_column_step % 16 == 0
+    assert rhs.box_bytes == config.rhs_tma_rows * 128
+    assert rhs_step.box_bytes == config.tma_column_step * 128
     assert replace(rhs_step, box=rhs.box) == rhs
     assert lhs.box_bytes == 128 * (config.block_m if config.lhs_k_major else config.block_k)
     for lines in range(1, config.block_n + 1):
         boxes = [box for i in range(config.cluster) for box in copied_lines(lines, i, config)]
         assert [line for first, count in boxes for line in range(first, first + count)] == list(
-            range(-(-lines // config.line_step) * config.line_step)
+            range(-(-lines // config.column_step) * config.column_step)
         )
         # TMA tiles begin where the swizzle's pattern does.
         assert all(first * 128 % 1024 == 0 for first, _ in boxes)
@@ -492,7 +492,7 @@ def test_maps_lead_to_the_elements_of_each_group(choice, data):
     position = item.batch["out_batch"]
     at = inner[0] + inner[1] * shape["out_stride"] + np.dot(position, shape["out_batch_strides"])
     assert at == wanted
-    if config.out_boxes:
+    if config.tma_store:
         assert out_map.buffer == 3
         assert out_map.sizes[:2] == (sizes if config.out_m_major else sizes[::-1])
         assert offset_bytes(out_map, inner, position) == wanted * itemsize
@@ -519,7 +519,7 @@ def test_launches_have_what_the_kernel_takes(choice):
     assert launch.shared_memory_bytes == config.shared_memory_bytes <= H100.shared_memory_bytes
     assert config.stages >= 2
 
-    out_alignment = 16 if config.out_boxes else product.out_dtype.itemsize
+    out_alignment = 16 if config.tma_store else product.out_dtype.itemsize
     assert plan.alignments == (16, 16, 4, out_alignment)
     assert plan.workspace_bytes == (4,)
     assert plan.name == f"ragged_wgmma_matmul {product.arithmetic}"
@@ -535,14 +535,14 @@ def test_launches_have_what_the_kernel_takes(choice):
         assert tensor_map.swizzle == 128
         assert tensor_map.box[0] * tensor_map.element_bytes == 128
         assert tensor_map.extent_bytes <= bytes_of_buffers[tensor_map.buffer]
-    if config.out_boxes:
+    if config.tma_store:
         assert out_map.box_bytes <= 8192
 
     assert shape["batches"] == math.prod(g.batch)
     assert shape["k_tiles"] == shape["split_k_tiles"] == -(-g.k // config.block_k)
     height = config.cluster * config.block_m
     assert (shape["tiles_m"] - 1) * height < shape["m"] <= shape["tiles_m"] * height
-    assert 1 <= shape["band"] <= shape["tiles_m"]
+    assert 1 <= shape["raster_height"] <= shape["tiles_m"]
     assert choice.max_work_tiles < 2**31 - H100.sm_count
     missing = 3 - len(geometry.batch)
     assert groups == {
@@ -769,7 +769,7 @@ def test_kernels_are_named_by_what_they_take():
     for product, ragged in ((TAKEN[0], "kN"), (TAKEN[7], "kK")):
         config = candidates(product, H100)[0].instance
         kernel = config.kernel
-        lines = f"{config.line_step}, {config.copy_step}, {config.rhs_box_lines}"
+        lines = f"{config.column_step}, {config.tma_column_step}, {config.rhs_tma_rows}"
         assert kernel.source == "grouped_gemm/sm90/matmul.cuh"
         assert kernel.name.startswith(f"tilekern::ragged_wgmma_matmul<{', '.join(config.types)}, ")
         assert kernel.name.endswith(f"}}, tilekern::Ragged::{ragged}, {lines}>")
@@ -791,7 +791,7 @@ def test_instances_are_those_of_candidates():
     for ragged, orders in (("n", {(True, True), (False, True)}), ("k", {(False, False)})):
         some = [instance for instance in found if instance.ragged == ragged]
         assert {(instance.lhs_k_major, instance.rhs_k_major) for instance in some} == orders
-        assert {instance.out_boxes for instance in some} == {True, False}
+        assert {instance.tma_store for instance in some} == {True, False}
     assert not list(grouped_wgmma_instances(MODERN[0]))
 
 

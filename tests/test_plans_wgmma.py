@@ -27,13 +27,13 @@ from products import (
 )
 from wgmma_launches import (
     SHAPE_LAYOUT,
-    banded_tile,
     batch_positions,
     buffers_bytes,
     kernel_of,
     layout_of,
     offset_bytes,
     plan_of,
+    rasterized_tile,
     struct_fields,
     unpack_shape,
 )
@@ -92,11 +92,11 @@ def buffer_bytes(product, plan):
 
 def work_items(shape, config):
     """``DenseTiles`` of gemm/sm90/tile_scheduler.cuh: all items, of each of a cluster's blocks."""
-    item = np.repeat(np.arange(shape["items"]), config.cluster)
-    block = np.tile(np.arange(config.cluster), shape["items"])
+    item = np.repeat(np.arange(shape["work_tiles"]), config.cluster)
+    block = np.tile(np.arange(config.cluster), shape["work_tiles"])
     tiles = shape["tiles_m"] * shape["tiles_n"]
     stacked, index = item // tiles, item % tiles
-    m, n = banded_tile(index, shape["tiles_m"], shape["tiles_n"], shape["band"])
+    m, n = rasterized_tile(index, shape["tiles_m"], shape["tiles_n"], shape["raster_height"])
     split, batch = stacked // shape["batches"], stacked % shape["batches"]
     positions = batch_positions(shape, batch)
     if shape["split_k_tiles"] < shape["k_tiles"]:
@@ -211,7 +211,7 @@ def test_items_cover_every_output_and_all_of_k_once(case, data):
     assert launch.grid[1:] == (1, 1)
     assert 1 <= launch.grid[0] <= H100.sm_count
     assert launch.cluster == (instance.cluster, 1, 1)
-    assert launch.grid[0] // instance.cluster <= shape["items"]
+    assert launch.grid[0] // instance.cluster <= shape["work_tiles"]
     assert launch.block == (instance.threads, 1, 1)
     assert launch.shared_memory_bytes == instance.shared_memory_bytes
 
@@ -252,9 +252,9 @@ def test_large_products_have_as_many_work_tiles_as_they_need(case):
     assert (shape["tiles_m"] - 1) * height < m <= shape["tiles_m"] * height
     assert (shape["tiles_n"] - 1) * instance.block_n < n <= shape["tiles_n"] * instance.block_n
     tiles = shape["tiles_m"] * shape["tiles_n"]
-    assert shape["items"] == choice.splits * shape["batches"] * tiles
-    assert shape["items"] < 2**31
-    assert 1 <= shape["band"] <= shape["tiles_m"]
+    assert shape["work_tiles"] == choice.splits * shape["batches"] * tiles
+    assert shape["work_tiles"] < 2**31
+    assert 1 <= shape["raster_height"] <= shape["tiles_m"]
     assert (choice.splits - 1) * shape["split_k_tiles"] < shape["k_tiles"]
     assert shape["k_tiles"] <= choice.splits * shape["split_k_tiles"]
 
@@ -278,7 +278,7 @@ def test_tensor_maps_stay_inside_their_buffers(case):
     lines = instance.block_n // instance.cluster
     assert lhs.box_bytes == (instance.block_m if instance.lhs_k_major else instance.block_k) * 128
     assert rhs.box_bytes == (lines if instance.rhs_k_major else instance.block_k) * 128
-    if instance.out_boxes:
+    if instance.tma_store:
         assert out.buffer == pointer.index
         assert out.box_bytes <= 8192
     else:
@@ -335,7 +335,7 @@ def test_maps_lead_to_the_elements_of_the_operands(case, data):
         stacked = work["split"][item] * shape["batches"] + work["batch"][item]
         wanted, itemsize = (stacked * g.m + i) * g.n + j, 4
     inner = (row, column) if instance.out_m_major else (column, row)
-    if instance.out_boxes:
+    if instance.tma_store:
         assert out_map.sizes[:2] == ((m, n) if instance.out_m_major else (n, m))
         assert out_map.element_bytes == itemsize
         assert offset_bytes(out_map, inner, position("out_batch")) == wanted * itemsize
@@ -374,13 +374,13 @@ def test_struct_is_unpacked_field_by_field():
         "batches": 6,
         "k_tiles": 16,
         "split_k_tiles": 16,
-        "piece_step": 0,
+        "part_step": 0,
     }
     for choice in candidates(product, H100):
         if choice.splits > 1:
             continue
         shape = shape_of(plan_of(choice))
-        assert not choice.instance.out_boxes
+        assert not choice.instance.tma_store
         assert {name: shape[name] for name in wanted} == wanted
         steps = [shape["lhs_steps"], shape["rhs_steps"]]
         sizes = (shape["m"], shape["n"])
@@ -469,7 +469,7 @@ def test_launches_are_packs_then_the_kernel_then_the_sum(case):
         is_packed = buffer not in (lhs.buffer, rhs.buffer)
         assert plan.alignments[buffer] == (dtype.itemsize if is_packed else 16)
     if choice.splits == 1:
-        boxes = choice.instance.out_boxes
+        boxes = choice.instance.tma_store
         assert plan.alignments[2] == (16 if boxes else product.out_dtype.itemsize)
     assert f"{choice.instance.stages} stages" in plan.reason
     assert ("packed first" in plan.reason) == bool(packs)
@@ -480,7 +480,7 @@ def test_launches_are_packs_then_the_kernel_then_the_sum(case):
 
 def test_every_field_of_the_config_is_given():
     fields = [name for _, name, _ in struct_fields("gemm/sm90/config.cuh", "WgmmaConfig")]
-    of_ragged_products = ["dynamic", "ragged", "line_step", "scheduler_bytes"]
+    of_ragged_products = ["dynamic", "ragged", "column_step", "scheduler_bytes"]
     assert ["types", *fields, *of_ragged_products] == [
         field.name for field in dataclasses.fields(WgmmaInstance)
     ]

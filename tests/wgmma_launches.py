@@ -73,8 +73,8 @@ def unpack_shape(scalars):
     """The fields of ``WgmmaShape``."""
     assert len(scalars.data) == _SHAPE_BYTES == 112
     values = struct.unpack(SHAPE_LAYOUT, scalars.data)
-    names = ("batches", "m", "n", "k_tiles", "split_k_tiles", "piece_step")
-    names += ("tiles_m", "tiles_n", "band", "items")
+    names = ("batches", "m", "n", "k_tiles", "split_k_tiles", "part_step")
+    names += ("tiles_m", "tiles_n", "raster_height", "work_tiles")
     return {
         "out_batch_strides": values[0:3],
         "out_stride": values[3],
@@ -96,8 +96,8 @@ def unpack_groups(scalars):
     }
 
 
-def banded_tile(index, tiles_m, tiles_n, band):
-    """``banded_tile`` of rasterization.cuh, for arrays."""
+def rasterized_tile(index, tiles_m, tiles_n, band):
+    """``rasterized_tile`` of rasterization.cuh, for arrays."""
     per_band = band * tiles_n
     first = index // per_band * band
     height = np.minimum(band, tiles_m - first)

@@ -54,7 +54,7 @@ struct MatmulShape {
   int32 k;
   int32 tiles_m;
   int32 tiles_n;
-  int32 band;  // tile rows per group of the rasterization
+  int32 raster_height;  // tile rows per group of the rasterization
   // Whether every row of `out` consists of aligned 16-byte vectors.
   int32 out_vectors;
 };

@@ -190,7 +190,7 @@ inline void matmul_tile(const Lhs* lhs, const Rhs* rhs, Out* out, const MatmulSh
   const int tiles = shape.tiles_m * shape.tiles_n;
   const BatchOffsets offsets = batch_offsets(shape, blockIdx.x / tiles);
   const TileCoordinates tile =
-      banded_tile(blockIdx.x % tiles, shape.tiles_m, shape.tiles_n, shape.band);
+      rasterized_tile(blockIdx.x % tiles, shape.tiles_m, shape.tiles_n, shape.raster_height);
   compute_tile<EngineOf, config>(
       lhs, rhs, out, shape, offsets,
       {tile.m * config.block_m, tile.n * config.block_n, 0, shape.m, shape.n, shape.k},

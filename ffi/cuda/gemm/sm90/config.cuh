@@ -27,14 +27,14 @@ struct WgmmaConfig {
   // Whether the output has its unit stride along m, rather than n.
   bool out_m_major;
   // Whether TMA stores the output, which takes strides that are multiples of 16 bytes.
-  bool out_boxes;
+  bool tma_store;
   // Whether the accumulators of each k-tile are added to promoted accumulators by the CUDA cores,
   // because the tensor cores' own additions keep fewer bits.
   bool promote;
   // Parts that an operand's elements are the sum of: 1, or 2 (high and low) of split-float16
   // emulation. The order of part i of lhs times part j of rhs is i + j; MMAs of orders below
-  // `pieces` are computed, the others are smaller than the parts' own rounding.
-  int pieces;
+  // `parts` are computed, the others are smaller than the parts' own rounding.
+  int parts;
 
   constexpr int tile_consumers() const { return cooperative ? consumers : 1; }
   constexpr int consumer_m() const { return block_m / tile_consumers(); }
@@ -61,13 +61,13 @@ struct WgmmaShape {
   int32 k_tiles;
   int32 split_k_tiles;
   // Distance of an operand's high and low parts along k, in elements.
-  int32 piece_step;
+  int32 part_step;
   // The grid of cluster tiles, and the height of a group of the grouped (L2) rasterization.
   int32 tiles_m;
   int32 tiles_n;
-  int32 band;
+  int32 raster_height;
   // Split-K parts times batches times cluster tiles.
-  int32 items;
+  int32 work_tiles;
 };
 
 // One output tile, or one of a split-K part.

@@ -145,7 +145,7 @@ class ConsumerMainloop {
   // Clears `count` rows of k of both operands, which are another group's and may not be finite. It
   // is called by all threads that read the stage.
   static void clear_k(uint32 stage, int first, int count) {
-    static_assert(!config.lhs_k_major && !config.rhs_k_major && config.pieces == 1);
+    static_assert(!config.lhs_k_major && !config.rhs_k_major && config.parts == 1);
     constexpr int kThreads = 128 * config.tile_consumers();
     constexpr int kChunkBytes = config.block_k * kTileRowBytes;
     const uint32 zeros[4] = {};

@@ -20,7 +20,7 @@ class ClaimedDenseTiles {
   explicit ClaimedDenseTiles(const WgmmaShape& shape) : shape_(shape) {}
 
   void prepare(unsigned char*) const {}
-  int count() const { return shape_.items; }
+  int count() const { return shape_.work_tiles; }
   ScheduledTile find(int number) const {
     using Tiles = DenseTiles<config>;
     return {Tiles::work_tile(shape_, number, 0), 0, Tiles::k_tiles(shape_, number)};

@@ -39,7 +39,7 @@ struct WgmmaCoordinates {
 };
 
 // Batch strides of the exponents, in elements; those of a matrix's rows or columns are adjacent.
-struct PieceStrides {
+struct PartStrides {
   int64 lhs_batch[kBoxBatchDims];
   int64 rhs_batch[kBoxBatchDims];
 };
@@ -49,7 +49,7 @@ struct PieceStrides {
 struct ScaleByExponents {
   const int32* lhs_exponents;
   const int32* rhs_exponents;
-  const PieceStrides& strides;
+  const PartStrides& strides;
 
   template <int kCount, class Coordinates>
   void operator()(float (&accumulators)[kCount], const Coordinates& at) const {

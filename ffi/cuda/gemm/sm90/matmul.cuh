@@ -64,7 +64,7 @@ class WgmmaMatmul {
       prefetch_tensor_map(lhs);
       prefetch_tensor_map(rhs);
       if (Scheduler::kPartialN) prefetch_tensor_map(rhs_step);
-      if (config.out_boxes) prefetch_tensor_map(out_map);
+      if (config.tma_store) prefetch_tensor_map(out_map);
       pipeline_.init();
       Order::init(order_);
       fence_barrier_init();
@@ -168,12 +168,12 @@ __global__ void __launch_bounds__(config.threads(), 1)
 // not good enough, which `use_float32` tells, the output is left to another kernel.
 template <WgmmaConfig config, class Epilogue = IdentityEpilogue, typename... Operands>
 __global__ void __launch_bounds__(config.threads(), 1)
-    wgmma_matmul_of_pieces(const __grid_constant__ TensorMap lhs,
-                           const __grid_constant__ TensorMap rhs,
-                           const __grid_constant__ TensorMap out_map, float* out,
-                           const int32* lhs_exponents, const int32* rhs_exponents,
-                           const int32* use_float32, const __grid_constant__ WgmmaShape shape,
-                           const __grid_constant__ PieceStrides strides, Operands... operands) {
+    wgmma_matmul_of_parts(const __grid_constant__ TensorMap lhs,
+                          const __grid_constant__ TensorMap rhs,
+                          const __grid_constant__ TensorMap out_map, float* out,
+                          const int32* lhs_exponents, const int32* rhs_exponents,
+                          const int32* use_float32, const __grid_constant__ WgmmaShape shape,
+                          const __grid_constant__ PartStrides strides, Operands... operands) {
   static_assert(config.cluster == 1,
                 "CTAs that return here would be missed by the cluster's barriers");
   if (*use_float32) return;

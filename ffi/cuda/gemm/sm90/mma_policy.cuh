@@ -163,7 +163,7 @@ class WarpgroupMma {
                        Select<kSame<Accumulator, float>, Signs, NoFlags>>;
 
  public:
-  static constexpr int kStageBytes = config.pieces * (LhsTile::kBytes + RhsTile::kBytes);
+  static constexpr int kStageBytes = config.parts * (LhsTile::kBytes + RhsTile::kBytes);
   using Coordinates = WgmmaCoordinates<Source::kPairedRows>;
   static constexpr bool kInPlace = !Accumulators::kPromoted;
   static constexpr int kFragmentSets = kSets;
@@ -200,12 +200,12 @@ class WarpgroupMma {
     warpgroup_arrive();
     // The smallest products come first.
 #pragma unroll
-    for (int order = config.pieces - 1; order >= 0; --order) {
+    for (int order = config.parts - 1; order >= 0; --order) {
 #pragma unroll
-      for (int part = 0; part < config.pieces; ++part) {
-        if (order - part < 0 || order - part >= config.pieces) continue;
+      for (int part = 0; part < config.parts; ++part) {
+        if (order - part < 0 || order - part >= config.parts) continue;
         const uint64 lhs = LhsTile::descriptor(stage + row_offset_ + part * LhsTile::kBytes);
-        const uint64 rhs = RhsTile::descriptor(stage + config.pieces * LhsTile::kBytes +
+        const uint64 rhs = RhsTile::descriptor(stage + config.parts * LhsTile::kBytes +
                                                (order - part) * RhsTile::kBytes);
 #pragma unroll
         for (int step = kFirstStep; step < kMmaStepsPerTile; ++step) {

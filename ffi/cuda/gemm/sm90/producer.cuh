@@ -27,11 +27,11 @@ class TmaProducer {
   // What each CTA of a cluster loads of rhs, and multicasts to all of them.
   using RhsShare = OperandTile<typename Rhs::Shared, config.rhs_k_major,
                                config.block_n / config.cluster, config.block_k>;
-  static constexpr int kStageBytes = config.pieces * (LhsTile::kBytes + RhsTile::kBytes);
+  static constexpr int kStageBytes = config.parts * (LhsTile::kBytes + RhsTile::kBytes);
   static constexpr int kColumnStep = Scheduler::kColumnStep;
   static_assert(RhsShare::kBytes % 1024 == 0);
   static_assert(!Scheduler::kPartialN ||
-                (config.rhs_k_major && config.pieces == 1 && config.block_n % kColumnStep == 0));
+                (config.rhs_k_major && config.parts == 1 && config.block_n % kColumnStep == 0));
 
  public:
   // `rhs_step` has TMA tiles of kTmaColumnStep columns, for partial tiles.
@@ -72,22 +72,22 @@ class TmaProducer {
     const int k = work.k + k_tile * config.block_k;
     uint32 to = pipeline_.stage(state.stage);
 #pragma unroll
-    for (int part = 0; part < config.pieces; ++part) {
+    for (int part = 0; part < config.parts; ++part) {
       // The loops over TMA tiles are not unrolled: the producer thread has few registers.
 #pragma unroll 1
       for (int chunk = 0; chunk < LhsTile::kChunks; ++chunk) {
         tma_load(to, lhs_,
-                 LhsTile::coordinates(chunk, work.m, k + part * shape_.piece_step, work.lhs_batch),
+                 LhsTile::coordinates(chunk, work.m, k + part * shape_.part_step, work.lhs_batch),
                  full);
         to += LhsTile::kChunkBytes;
       }
     }
 #pragma unroll
-    for (int part = 0; part < config.pieces; ++part) {
+    for (int part = 0; part < config.parts; ++part) {
       if constexpr (Scheduler::kPartialN) {
         load_columns(to, work, columns, k, full);
       } else {
-        load_rhs(to, work, k + part * shape_.piece_step, full);
+        load_rhs(to, work, k + part * shape_.part_step, full);
       }
       to += RhsTile::kBytes;
     }

@@ -50,7 +50,7 @@ class TileStore {
   static constexpr int kTileSubtiles = kRowBlocks * kSubtilesPerRowBlock;
   // Whether results wait in registers. Ping-pong consumers have each other to multiply meanwhile.
   static constexpr bool kDeferred =
-      kMatrices && !kPairedRows && config.out_boxes && config.cooperative;
+      kMatrices && !kPairedRows && config.tma_store && config.cooperative;
   static constexpr int kResultWords = kDeferred ? kRowBlocks * config.block_n / 4 : 1;
   static_assert(kResultWords <= 64, "registers");
   static constexpr int kSubtileWords = kResultWords / kTileSubtiles;
@@ -135,7 +135,7 @@ class TileStore {
 
   // Waits until TMA has read the buffers, before the CTA ends.
   void wait_read() const {
-    if (config.out_boxes && leader_) tma_store_wait_read<0>();
+    if (config.tma_store && leader_) tma_store_wait_read<0>();
   }
 
  private:
@@ -170,10 +170,10 @@ class TileStore {
     if (kPartialN && rows <= 0) return;
     const uint32 buffer = buffers_ + buffer_ * kSubtileBytes;
     buffer_ ^= 1;
-    if (config.out_boxes && leader_) tma_store_wait_read<kSubtileBuffers - 1>();
+    if (config.tma_store && leader_) tma_store_wait_read<kSubtileBuffers - 1>();
     sync();
     stage(buffer);
-    if (kWhole || (config.out_boxes && rows >= kStoredRows)) {
+    if (kWhole || (config.tma_store && rows >= kStoredRows)) {
       fence_async_proxy();
       sync();
       if (leader_) tma_store_subtile(buffer, row, first);
@@ -183,7 +183,7 @@ class TileStore {
     }
     // A subtile that threads have copied commits an empty group: buffers are reused in order, and
     // the wait above counts groups.
-    if (config.out_boxes && leader_) tma_store_commit();
+    if (config.tma_store && leader_) tma_store_commit();
   }
 
   template <bool kWhole>
@@ -268,7 +268,7 @@ class TileStore {
 
   void copy_subtile(uint32 buffer, int first_row, int first, int rows) const {
     // Elements that are adjacent in the output are copied so many at a time.
-    constexpr int kRun = config.out_boxes ? 16 / kSize : 1;
+    constexpr int kRun = config.tma_store ? 16 / kSize : 1;
     constexpr int kRuns = (kMajorM ? 64 : kColumns) / kRun;
     Out* target = out_;
 #pragma unroll

@@ -41,7 +41,7 @@ struct DenseTiles {
     const int tiles = shape.tiles_m * shape.tiles_n;
     const int stacked = number / tiles;
     const TileCoordinates tile =
-        banded_tile(number % tiles, shape.tiles_m, shape.tiles_n, shape.band);
+        rasterized_tile(number % tiles, shape.tiles_m, shape.tiles_n, shape.raster_height);
     WorkTile work;
     work.m = (tile.m * config.cluster + cta) * config.block_m;
     work.n = tile.n * config.block_n;
@@ -86,7 +86,7 @@ class StaticPersistentScheduler {
 
   bool next() {
     number_ += step();
-    return number_ < shape_.items;
+    return number_ < shape_.work_tiles;
   }
 
   WorkTile work_tile() const { return Tiles::work_tile(shape_, number_, cta_); }

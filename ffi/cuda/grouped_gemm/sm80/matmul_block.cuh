@@ -47,7 +47,8 @@ inline void ragged_rows_tile(const Lhs* lhs, const Rhs* rhs, const int32* bounds
   // The whole CTA exits before any barrier.
   if (tile_of_span >= tiles_m * shape.tiles_n) return;
 
-  const TileCoordinates tile = banded_tile(tile_of_span, tiles_m, shape.tiles_n, shape.band);
+  const TileCoordinates tile =
+      rasterized_tile(tile_of_span, tiles_m, shape.tiles_n, shape.raster_height);
   const int product = batch * groups.groups + max_of(span.group, 0);
   const BatchOffsets offsets = batch_offsets(shape, product);
   // Rows of no group are empty sums, zeros.
@@ -68,7 +69,7 @@ inline void ragged_k_tile(const Lhs* lhs, const Rhs* rhs, const int32* bounds, O
   const int product = blockIdx.x / tiles;
   const Span span = group_span(groups, bounds, product / groups.groups, product % groups.groups);
   const TileCoordinates tile =
-      banded_tile(blockIdx.x % tiles, shape.tiles_m, shape.tiles_n, shape.band);
+      rasterized_tile(blockIdx.x % tiles, shape.tiles_m, shape.tiles_n, shape.raster_height);
   compute_tile<EngineOf, config>(
       lhs, rhs, out, shape, batch_offsets(shape, product),
       {tile.m * config.block_m, tile.n * config.block_n, span.begin, shape.m, shape.n, span.end},

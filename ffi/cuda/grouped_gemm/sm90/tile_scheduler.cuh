@@ -54,7 +54,7 @@ class GroupedTiles {
     const int tiles = shape_.tiles_m * shape_.tiles_n;
     const int stacked = number / tiles;
     const TileCoordinates tile =
-        banded_tile(number % tiles, shape_.tiles_m, shape_.tiles_n, shape_.band);
+        rasterized_tile(number % tiles, shape_.tiles_m, shape_.tiles_n, shape_.raster_height);
     const Span span =
         group_span(groups_, bounds_, stacked / groups_.groups, stacked % groups_.groups);
     scheduled.k_tiles = (span.rows() + config.block_k - 1) / config.block_k;
@@ -74,8 +74,8 @@ class GroupedTiles {
     const int index = span_of_tile(first_tiles_, groups_.spans(), number / shape_.tiles_m);
     const int first = first_tiles_[index];
     const int tiles = first_tiles_[index + 1] - first;
-    const TileCoordinates tile =
-        banded_tile(number - first * shape_.tiles_m, shape_.tiles_m, tiles, shape_.band);
+    const TileCoordinates tile = rasterized_tile(number - first * shape_.tiles_m, shape_.tiles_m,
+                                                 tiles, shape_.raster_height);
     const Span span = span_at(groups_, bounds_, index);
     // The span's column steps are dealt out evenly to its tiles, so that none is left with few.
     const int steps = (span.rows() + kColumnStep - 1) / kColumnStep;

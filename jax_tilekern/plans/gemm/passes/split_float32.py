@@ -63,7 +63,7 @@ class SplitPass:
         return (*batch, line, self.k_padded, 1)
 
     @property
-    def pieces_bytes(self) -> int:
+    def parts_bytes(self) -> int:
         """Size of the parts."""
         return self.rows * PIECES * self.k_padded * _PIECE_BYTES
 
@@ -107,7 +107,7 @@ class SplitPass:
     def _cta_rows(self, source: StridedOperand) -> int:
         return self._row_lanes(source) * (1 if source.k_major else 4)
 
-    def launch(self, compiled: Compiled, source: Buffer, pieces: Buffer, facts: Buffer) -> Launch:
+    def launch(self, compiled: Compiled, source: Buffer, parts: Buffer, facts: Buffer) -> Launch:
         """Return the launch, given what ``kernel`` was compiled to and the buffers.
 
         Raises
@@ -136,7 +136,7 @@ class SplitPass:
             entry=compiled.entry(self.kernel.name),
             grid=(blocks, 1, 1),
             block=(threads_of(operand), 1, 1),
-            parameters=(source, pieces, facts, shape),
+            parameters=(source, parts, facts, shape),
         )
 
 

@@ -107,7 +107,7 @@ class BlockSumSplitPass(SplitPass):
         """What the compiler is asked for."""
         return self._kernel("split_block_sums", self.source, sums=True)
 
-    def launch(self, compiled: Compiled, source: Buffer, pieces: Buffer, facts: Buffer) -> Launch:
+    def launch(self, compiled: Compiled, source: Buffer, parts: Buffer, facts: Buffer) -> Launch:
         """Return the launch, given what ``kernel`` was compiled to and the buffers."""
         block = self.source
         rows = StridedRows.of([(block.mn, block.mn_stride * 4)] if block.k_major else [])
@@ -125,7 +125,7 @@ class BlockSumSplitPass(SplitPass):
             entry=compiled.entry(self.kernel.name),
             grid=(PRODUCTS * -(-block.mn // self._cta_rows(block)), 1, 1),
             block=(threads_of(block), 1, 1),
-            parameters=(source, pieces, facts, shape, self._sums),
+            parameters=(source, parts, facts, shape, self._sums),
         )
 
     def sums_launch(self, compiled: Compiled, flag: Buffer, source: Buffer, sums: Buffer) -> Launch:

@@ -68,7 +68,7 @@ class WgmmaTile:
         """The part of a candidate's key that names the tile, which tuning stores."""
         text = f"{self.block_m}x{self.block_n}"
         text += "" if self.consumers == 2 else f" by {self.consumers}"
-        text += "" if self.cooperative else " in turns"
+        text += "" if self.cooperative else " ping-pong"
         return text + ("" if self.cluster == 1 else f" clusters of {self.cluster}")
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ ARITHMETICS = {
 }
 
 
-_NOT_IN_CONFIG = ("types", "dynamic", "ragged", "line_step", "scheduler_bytes")
+_NOT_IN_CONFIG = ("types", "dynamic", "ragged", "column_step", "scheduler_bytes")
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,12 @@ class WgmmaInstance:
     lhs_k_major: bool
     rhs_k_major: bool
     out_m_major: bool
-    out_boxes: bool
+    tma_store: bool
     promote: bool
-    pieces: int = 1
+    parts: int = 1
     dynamic: bool = False
     ragged: Literal["n", "k"] | None = None
-    line_step: int = 0
+    column_step: int = 0
     scheduler_bytes: int = 0
 
     @property
@@ -145,13 +145,13 @@ class WgmmaInstance:
         types = "".join(f"{name}, " for name in self.types)
         if self.ragged:
             ragged = f"tilekern::Ragged::k{self.ragged.upper()}"
-            steps = f"{self.line_step}, {self.copy_step}, {self.rhs_box_lines}"
+            steps = f"{self.column_step}, {self.tma_column_step}, {self.rhs_tma_rows}"
             name = f"tilekern::ragged_wgmma_matmul<{types}{config}, {ragged}, {steps}>"
             return Kernel("grouped_gemm/sm90/matmul.cuh", name)
         if self.dynamic:
             name = f"tilekern::wgmma_matmul_dynamic<{types}{config}>"
             return Kernel("gemm/sm90/dynamic_matmul.cuh", name)
-        name = f"wgmma_matmul<{types}" if self.pieces == 1 else "wgmma_matmul_of_pieces<"
+        name = f"wgmma_matmul<{types}" if self.parts == 1 else "wgmma_matmul_of_parts<"
         return Kernel("gemm/sm90/matmul.cuh", f"tilekern::{name}{config}>")
 
     @property
@@ -160,21 +160,21 @@ class WgmmaInstance:
         return 128 * (self.consumers + 1)
 
     @property
-    def copy_step(self) -> int:
+    def tma_column_step(self) -> int:
         """Granularity in rows of N of the loads of ``rhs``, which the CTAs of a cluster share."""
-        return self.line_step if self.cluster == 1 else min(self.line_step, _MULTICAST_ROWS)
+        return self.column_step if self.cluster == 1 else min(self.column_step, _MULTICAST_ROWS)
 
     @property
-    def rhs_box_lines(self) -> int:
+    def rhs_tma_rows(self) -> int:
         """Rows of N that TMA loads at a time."""
-        if self.line_step:
-            return max(self.copy_step, min(self.block_n, _LONG_TMA_ROWS) // self.cluster)
+        if self.column_step:
+            return max(self.tma_column_step, min(self.block_n, _LONG_TMA_ROWS) // self.cluster)
         return self.block_n // self.cluster
 
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage: a tile of each operand."""
-        return self.pieces * (self.block_m + self.block_n) * TILE_ROW_BYTES
+        return self.parts * (self.block_m + self.block_n) * TILE_ROW_BYTES
 
     @property
     def shared_memory_bytes(self) -> int:
@@ -197,7 +197,7 @@ class WgmmaInstance:
         # Addresses of single elements take registers, and so do transposed float32 outputs.
         transposed = self.out_m_major and self.types[2] == "float"
         few = self.accumulators <= 128
-        return few or (self.block_k == 64 and self.out_boxes and not transposed)
+        return few or (self.block_k == 64 and self.tma_store and not transposed)
 
     def with_dynamic_scheduler(self, gpu: Gpu) -> WgmmaInstance:
         """Return the same kernel with a dynamic tile scheduler."""
@@ -234,7 +234,7 @@ class View:
     # Whether the output's unit stride is along the kernel's m.
     out_m_major: bool = False
     # The distance between an operand's hi and lo parts, in elements of k.
-    piece_step: int = 0
+    part_step: int = 0
 
     @classmethod
     def of(cls, product: Product) -> View:
@@ -299,7 +299,7 @@ def takes(tile: WgmmaTile, view: View, gpu: Gpu) -> bool:
 
 
 def instance_for(
-    tile: WgmmaTile, view: View, promote: bool, splits: int, gpu: Gpu, pieces: int = 1
+    tile: WgmmaTile, view: View, promote: bool, splits: int, gpu: Gpu, parts: int = 1
 ) -> WgmmaInstance:
     """Return the kernel with this tile for a product."""
     out_dtype = view.out_dtype
@@ -312,7 +312,7 @@ def instance_for(
         out_dtype = _INT32 if out_dtype == _INT32 else _F32
         stride = view.lhs.mn if view.out_m_major else view.rhs.mn
         out_batch = ((splits * math.prod(view.batch), view.lhs.mn * view.rhs.mn),)
-    out_boxes = all(
+    tma_store = all(
         step * out_dtype.itemsize % TMA_STRIDE_BYTES == 0
         for size, step in ((rows, stride), *out_batch)
         if size > 1
@@ -329,7 +329,7 @@ def instance_for(
         lhs_k_major=view.lhs.k_major,
         rhs_k_major=view.rhs.k_major,
         out_m_major=view.out_m_major,
-        out_boxes=out_boxes,
+        tma_store=tma_store,
         promote=promote,
-        pieces=pieces,
+        parts=parts,
     ).with_max_stages(gpu)

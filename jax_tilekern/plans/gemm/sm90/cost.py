@@ -67,12 +67,12 @@ def busy_cycles(
     rounds = math.ceil(work_tiles / (gpu.sm_count // tile.cluster))
     operand_reads = tile.block_m // 64 * (64 + tile.block_n) * TILE_ROW_BYTES
     # MMAs of a hi/lo split: all pairs of parts but those whose product is negligible.
-    mmas = instance.pieces * (instance.pieces + 1) // 2
+    mmas = instance.parts * (instance.parts + 1) // 2
     macs = rates.wgmma_macs[arithmetic]
     k_tile = max(
         mmas * tile.block_m * tile.block_n * instance.block_k / macs,
         mmas * operand_reads / rates.shared_memory_bandwidth,
-        instance.pieces * (tile.block_m + tile.block_n) * TILE_ROW_BYTES / rates.l2_tma_bandwidth,
+        instance.parts * (tile.block_m + tile.block_n) * TILE_ROW_BYTES / rates.l2_tma_bandwidth,
     )
     wide = tile.block_n > _WIDE
     if not instance.lhs_k_major and not instance.rhs_k_major and wide:
@@ -83,13 +83,13 @@ def busy_cycles(
         k_tile *= _PROMOTED
     out_bytes = tile.block_m * tile.block_n * view.out_dtype.itemsize
     store = _STORE_CYCLES + out_bytes / _STORE_BANDWIDTH
-    if not instance.out_boxes:
+    if not instance.tma_store:
         store *= _SINGLE_ELEMENTS
     if epilogue is not None:
         store += tile.block_m * tile.block_n * epilogue.instructions / _LANES
     # Ping-pong hides the epilogue behind the other consumer's mainloop, unless single elements are
     # stored.
-    if tile.cooperative or rounds == 1 or not instance.out_boxes:
+    if tile.cooperative or rounds == 1 or not instance.tma_store:
         work_tile = k_tiles * k_tile + store
     else:
         work_tile = max(k_tiles * k_tile, store) + _PING_PONG_CYCLES

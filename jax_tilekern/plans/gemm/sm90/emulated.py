@@ -72,7 +72,7 @@ class EmulatedCandidate(TiledCandidate):
     @property
     def key(self) -> str:
         """The tile and the orientation."""
-        return f"pieces {self.tile_key}"
+        return f"split float16 {self.tile_key}"
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile all kernels."""
@@ -106,7 +106,7 @@ class EmulatedCandidate(TiledCandidate):
             alignments=product.alignments(
                 plain.lhs.load_bytes,
                 plain.rhs.load_bytes,
-                16 if self.instance.out_boxes or self.plain.out_vectors else 4,
+                16 if self.instance.tma_store or self.plain.out_vectors else 4,
             ),
             workspace_bytes=workspace_bytes(lhs, rhs),
             reason=f"{self.tile}, three MMAs of hi and lo float16 parts, or float32 arithmetic "
@@ -119,8 +119,8 @@ class EmulatedCandidate(TiledCandidate):
     ) -> tuple[Launch, ...]:
         """Return the launches that split the operands, and decide."""
         return (
-            lhs.launch(compiled, Buffer(0), buffers.lhs_pieces, buffers.lhs_facts),
-            rhs.launch(compiled, Buffer(1), buffers.rhs_pieces, buffers.rhs_facts),
+            lhs.launch(compiled, Buffer(0), buffers.lhs_parts, buffers.lhs_facts),
+            rhs.launch(compiled, Buffer(1), buffers.rhs_parts, buffers.rhs_facts),
             decide_launch(compiled, lhs, rhs, buffers.lhs_facts, buffers.rhs_facts, buffers.flag),
         )
 
@@ -136,7 +136,7 @@ class EmulatedCandidate(TiledCandidate):
         fused: tuple[Parameter, ...] = (),
     ) -> Launch:
         """Return the launch of the float16 product, given its kernel and epilogue's parameters."""
-        view = _view(self.product, lhs, rhs, buffers.lhs_pieces.index, buffers.rhs_pieces.index)
+        view = _view(self.product, lhs, rhs, buffers.lhs_parts.index, buffers.rhs_parts.index)
         view = dataclasses.replace(view, out_buffer=out.index)
         exponents: list[Parameter] = [buffers.lhs_facts, buffers.rhs_facts]
         strides = [_batch_strides(lhs), _batch_strides(rhs)]
@@ -153,8 +153,8 @@ class EmulatedCandidate(TiledCandidate):
 class EmulationBuffers(NamedTuple):
     """The workspaces of an emulated product."""
 
-    lhs_pieces: Buffer
-    rhs_pieces: Buffer
+    lhs_parts: Buffer
+    rhs_parts: Buffer
     lhs_facts: Buffer
     rhs_facts: Buffer
     flag: Buffer
@@ -168,8 +168,8 @@ class EmulationBuffers(NamedTuple):
 def workspace_bytes(lhs: SplitPass, rhs: SplitPass) -> tuple[int, ...]:
     """Return the sizes of the buffers."""
     return (
-        lhs.pieces_bytes,
-        rhs.pieces_bytes,
+        lhs.parts_bytes,
+        rhs.parts_bytes,
         lhs.facts_bytes,
         rhs.facts_bytes,
         _FLAG_BYTES,
@@ -189,7 +189,7 @@ def emulated_candidates(product: Product, gpu: Gpu) -> list[EmulatedCandidate] |
         return NoKernel("an operand has more rows than a launch can split")
     first = product.first_workspace
     view = _view(product, lhs, rhs, first, first + 1)
-    splitting = copy_cycles(lhs.pieces_bytes, gpu) + copy_cycles(rhs.pieces_bytes, gpu)
+    splitting = copy_cycles(lhs.parts_bytes, gpu) + copy_cycles(rhs.parts_bytes, gpu)
     deciding = 2 * copy_cycles(0, gpu)
     best = min(plain, key=lambda candidate: candidate.cycles)
     found = []
@@ -226,7 +226,7 @@ def _view(
         rhs_dtype=_F16,
         lhs_buffer=lhs_buffer,
         rhs_buffer=rhs_buffer,
-        piece_step=lhs.k_padded,
+        part_step=lhs.k_padded,
     )
 
 

@@ -70,7 +70,7 @@ def launch_tiles(
         view.rhs.mn,
         k_tiles,
         split_k_tiles,
-        view.piece_step,
+        view.part_step,
         tiles_m,
         tiles_n,
         raster_height(
@@ -84,7 +84,7 @@ def launch_tiles(
     lhs = _operand_map(
         view.lhs, view.lhs_dtype, view.lhs_buffer, instance.lhs_k_major, instance.block_m
     )
-    rhs = rhs_map(view, instance, instance.rhs_box_lines)
+    rhs = rhs_map(view, instance, instance.rhs_tma_rows)
     return Launch(
         entry=compiled.entry((kernel or instance.kernel).name),
         grid=(clusters * instance.cluster, 1, 1),
@@ -93,7 +93,7 @@ def launch_tiles(
         parameters=(
             lhs,
             rhs,
-            _out_map(view, instance) if instance.out_boxes else lhs,
+            _out_map(view, instance) if instance.tma_store else lhs,
             Buffer(view.out_buffer),
             *more[0],
             shape,

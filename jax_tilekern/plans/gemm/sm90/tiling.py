@@ -67,7 +67,7 @@ class TiledCandidate(CostedCandidate):
     @property
     def tile_key(self) -> str:
         """The tile and the orientation, as a key has them."""
-        return self.tile.key + (" exchanged" if self.swapped else "")
+        return self.tile.key + (" swapped" if self.swapped else "")
 
     @property
     def tile_reason(self) -> str:
@@ -98,7 +98,7 @@ class TiledCandidate(CostedCandidate):
 
     def out_alignment(self, itemsize: int) -> int:
         """Return the bytes that the output's address is a multiple of."""
-        return TMA_STRIDE_BYTES if self.instance.out_boxes else itemsize
+        return TMA_STRIDE_BYTES if self.instance.tma_store else itemsize
 
 
 def oriented_tiles(

@@ -83,7 +83,7 @@ def _plan(
     buffers = EmulationBuffers.of(3)
     products = Buffer(3 + len(buffers))
     # Float32 sums take the place of the parts of the sums, which are of the same size.
-    sums = (buffers.lhs_pieces, buffers.rhs_pieces)
+    sums = (buffers.lhs_parts, buffers.rhs_parts)
     return LaunchPlan(
         name="split_float16_winograd f32",
         gpu=gpu,

@@ -94,7 +94,7 @@ class GroupedWgmmaCandidate(TiledCandidate):
             gpu,
             work_tiles=self.max_work_tiles,
             more=(
-                (rhs_map(view, instance, instance.copy_step), _BOUNDS, _CLAIMED),
+                (rhs_map(view, instance, instance.tma_column_step), _BOUNDS, _CLAIMED),
                 (pack_groups(product.geometry),),
             ),
         )
@@ -178,14 +178,14 @@ def _instance(
     tile_numbers_bytes = 4 * (geometry.spans + 1) if geometry.ragged == "m" else 0
     return dataclasses.replace(
         instance,
-        out_boxes=instance.out_boxes and whole_runs,
+        tma_store=instance.tma_store and whole_runs,
         ragged="n" if geometry.ragged == "m" else "k",
-        line_step=_line_step(tile, view, promote) if geometry.ragged == "m" else tile.block_n,
+        column_step=_column_step(tile, view, promote) if geometry.ragged == "m" else tile.block_n,
         scheduler_bytes=RING_BYTES + tile_numbers_bytes,
     ).with_max_stages(gpu)
 
 
-def _line_step(tile: WgmmaTile, view: View, promote: bool) -> int:
+def _column_step(tile: WgmmaTile, view: View, promote: bool) -> int:
     """Return the granularity of MMAs in columns: the minimum that registers allow."""
     through_registers = not view.lhs.k_major and view.lhs_dtype.itemsize == 1
     if promote:

@@ -38,7 +38,7 @@ def _busy_cycles(
         work_tiles = dense_tiles(tile, view)
         return busy_cycles(tile, instance, view, arithmetic, work_tiles, average_k_tiles, gpu)
     tiles = max(1.0, rows / tile.block_n + 0.5)
-    columns = min(tile.block_n, math.ceil((rows + instance.line_step / 2) / tiles))
+    columns = min(tile.block_n, math.ceil((rows + instance.column_step / 2) / tiles))
     tiles_m, _ = tile.grid(view.lhs.mn, 1)
     average_tiles = math.prod(view.batch) * tiles * tiles_m
     k_tiles = math.ceil(view.k / instance.block_k)
