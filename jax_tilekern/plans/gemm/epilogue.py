@@ -72,6 +72,11 @@ class Epilogue:
     batch: tuple[int, ...]
     instructions: int
 
+    @property
+    def has_matrices(self) -> bool:
+        """Whether it reads or writes arrays that have rows and columns."""
+        return any(all(array.strides[-2:]) for array in self._arrays)
+
     def swapped(self) -> Epilogue:
         """Return the epilogue of the transposed product."""
 
@@ -120,10 +125,6 @@ class Epilogue:
         operands = (Buffer(2 + i) for i in range(len(self.operands)))
         outputs = (Buffer(out_buffer + 1 + i) for i in range(len(self.outputs)))
         return (*operands, *outputs, strides)
-
-    @property
-    def _reads_matrices(self) -> bool:
-        return any(all(array.strides[-2:]) for array in self.operands)
 
     @property
     def _arrays(self) -> tuple[EpilogueArray, ...]:
@@ -180,7 +181,7 @@ class Epilogue:
             longest_run=2 if columns % 2 == 0 else 1,
             before="\n      ".join(before),
             each="\n        ".join(each),
-            after="\n      ".join([*after, *([_KEEP_ORDER] if self._reads_matrices else [])]),
+            after="\n      ".join([*after, *([_KEEP_ORDER] if self.has_matrices else [])]),
         )
 
 

@@ -22,6 +22,8 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.tuned import tuned_plan
 
+# Where every kernel spills, so few bytes a thread cost less than a pass over memory.
+_FEW_SPILLED_BYTES = 256
 _FAMILIES = (WGMMA, EMULATED, MMA)
 
 
@@ -64,13 +66,19 @@ def _fused_plan(candidates: list[CostedCandidate], gpu: Gpu) -> LaunchPlan | NoK
     over memory.
     """
     spilled: dict[str, int] = {}
+    plans: list[tuple[int, LaunchPlan]] = []
     for candidate in candidates:
         # Where a kernel spills, so do others of its kind with as many accumulators, and a
         # compilation takes seconds.
         if candidate.accumulators >= spilled.get(candidate.kind, math.inf):
             continue
         plan = candidate.plan(gpu)
-        if not any(launch.entry.spill_bytes for launch in plan.launches):
+        bytes_ = max(launch.entry.spill_bytes for launch in plan.launches)
+        if bytes_ == 0:
             return plan
         spilled[candidate.kind] = candidate.accumulators
+        plans.append((bytes_, plan))
+    fewest, best = min(plans, key=lambda pair: pair[0])
+    if fewest <= _FEW_SPILLED_BYTES:
+        return best
     return NoKernel("the epilogue takes more registers than there are beside the accumulators")

@@ -41,6 +41,8 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
 from jax_tilekern.plans.strided_rows import StridedOperand
 
+# Where A and B are swapped, an epilogue reads its matrices across their rows, element by element.
+_ACROSS_ROWS = 1.05
 # An MMA of one warpgroup is 64 rows by up to 256 columns.
 TILES = (
     WgmmaTile(128, 256),
@@ -180,6 +182,8 @@ def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKer
             cycles = product.cycles(busy, gpu) + packing
             if splits > 1:
                 cycles += copy_cycles(splits * _outputs(product) * 4, gpu)
+            if product.epilogue and product.epilogue.has_matrices and oriented.out_m_major:
+                cycles *= _ACROSS_ROWS
             found.append(WgmmaCandidate(tile, instance, cycles, product, splits))
     return found or NoKernel("no wgmma tile fits the operands")
 

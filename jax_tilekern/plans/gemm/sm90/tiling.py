@@ -51,8 +51,9 @@ class TiledCandidate(CostedCandidate):
 
     @property
     def kind(self) -> str:
-        """The kind of its consumers."""
-        return "cooperative" if self.tile.cooperative else "ping-pong"
+        """The kind of its consumers, and the orientation."""
+        consumers = "cooperative" if self.tile.cooperative else "ping-pong"
+        return consumers + (" swapped" if self.swapped else "")
 
     @property
     def accumulators(self) -> int:
