@@ -147,6 +147,7 @@ def test_every_operation_has_samples(operation, capsys):
 
 
 @pytest.mark.skipif(on_gpu(), reason="measures on a CPU")
+@pytest.mark.thorough
 def test_parts_are_reported_as_one(tmp_path, capsys):
     files = [str(tmp_path / f"{part}.json") for part in range(2)]
     for part, file in enumerate(files):
@@ -241,6 +242,7 @@ def unclear(sides, calls, order):
 @pytest.mark.skipif(on_gpu(), reason="plans are executed by the CPU")
 @pytest.mark.usefixtures("like_a_gpu")
 @pytest.mark.parametrize("profiler", [profiled, unclear])
+@pytest.mark.thorough
 def test_candidates_are_timed_beside_both_sides(tmp_path, monkeypatch, profiler):
     monkeypatch.setattr(rows_on_gpu, "run_blocks", profiler)
     path = tmp_path / "sample.json"

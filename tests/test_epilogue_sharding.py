@@ -76,6 +76,7 @@ def test_partitioned_calls(devices, arrays, specs):
     assert_close(gradients, jax.grad(loss(unfused), OPERANDS)(*arrays))
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="explain compiles for its own platform")
 def test_contracted_dimensions_are_whole_on_every_device(devices, arrays):
     sharded = put(mesh_of(devices, AxisType.Auto), arrays, CONTRACTED)
     call, _ = jtk.explain(fused, *sharded, platform="cpu")

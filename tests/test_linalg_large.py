@@ -210,11 +210,14 @@ def large(operation, size, dtype=np.float32, columns=4096):
 
 def test_blocks_are_chosen_where_they_pay():
     with gpu_target("sm_90") as gpu:
-        for operation in ("cholesky", "lu", "inverse", "triangular_solve"):
+        for operation in ("inverse", "triangular_solve"):
             assert isinstance(plan_blocks(large(operation, 16384), gpu), int)
             small = plan_blocks(large(operation, 300, columns=1), gpu)
             assert isinstance(small, NoKernel)
             assert "XLA's own function takes about" in small.reason
+        # Panels take cuSOLVER too long.
+        for operation in ("cholesky", "lu"):
+            assert isinstance(plan_blocks(large(operation, 16384), gpu), NoKernel)
         for size in (100, 10**6):
             assert plan_blocks(large("lu", size), gpu).reason.startswith("blocks are for more than")
     with gpu_target("sm_80") as gpu:

@@ -21,12 +21,6 @@ from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.passes.pack_operand import PackPass
 from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
 from jax_tilekern.plans.gemm.passes.split_float32 import DECIDE_KERNEL, SplitPass, decide_launch
-from jax_tilekern.plans.gemm.passes.winograd import (
-    COMBINE_KERNEL,
-    LHS_TERMS,
-    SUM_KERNEL,
-    BlockSumSplitPass,
-)
 from jax_tilekern.plans.launch import Buffer
 from jax_tilekern.plans.strided_rows import StridedOperand
 
@@ -276,9 +270,7 @@ def kernels():
         SumPass(MatmulGeometry((), 8, 5, 1, (1, 1), (1, 1), (9, 1)), 2, *dtypes).kernel
         for dtypes in SUMS
     ]
-    whole = operand(4096, 4096), operand(64, 64, k_major=False)
-    found += [BlockSumSplitPass.of(one, LHS_TERMS, H100).kernel for one in whole]
-    return list(dict.fromkeys([*found, DECIDE_KERNEL, SUM_KERNEL, COMBINE_KERNEL]))
+    return list(dict.fromkeys([*found, DECIDE_KERNEL]))
 
 
 @needs_nvrtc

@@ -10,18 +10,8 @@ from jax.test_util import check_grads
 from numerics import BF16, UNIT_ROUNDOFF, exact, on_gpu, random
 
 import jax_tilekern as jtk
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans.gemm.passes.winograd import LHS_TERMS, RHS_TERMS
-from jax_tilekern.plans.gemm.sm90.winograd import plan_winograd
-from jax_tilekern.plans.gpu import current_gpu, gpu_target
 
 HIGHEST = jax.lax.Precision.HIGHEST
-try:
-    nvrtc()
-    has_nvrtc = True
-except NvrtcNotFound:
-    has_nvrtc = False
-needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
 
 
 def highest_error(product, a, b):
@@ -72,63 +62,6 @@ def test_errors_grow_by_the_documented_factor(rng):
     for i, error in enumerate(errors):
         assert error <= 4.5**i * errors[0] * 1.5
     assert errors[3] > errors[0]
-
-
-@pytest.mark.parametrize("style", ["spread", "not finite"])
-def test_operands_of_any_range(rng, style):
-    """Sums of blocks that no float16 pairs represent are multiplied in float32."""
-    a, b = (np.array(random(rng, (64, 64), np.float32)) for _ in range(2))
-    if style == "spread":
-        a, b = (np.ldexp(x, rng.integers(-40, 1, x.shape)).astype(np.float32) for x in (a, b))
-    else:
-        a[3, 40] = np.nan
-    product = np.asarray(jtk.strassen_matmul(a, b, precision=HIGHEST))
-    if style == "spread":
-        assert highest_error(product, a, b) <= bound(a, b, 1, np.float32)
-    else:
-        # A block meets the others of its product.
-        assert np.isnan(product[3]).all()
-
-
-def test_the_terms_are_winograds(rng):
-    """What the kernels are told, in NumPy."""
-    a, b = rng.standard_normal((2, 6, 6))
-
-    def sums(x, terms, mn_axis):
-        def block(place):
-            halves = [place[0], place[1]] if mn_axis == 0 else [place[1], place[0]]
-            rows, columns = (slice(3 * half, 3 * half + 3) for half in halves)
-            return x[rows, columns]
-
-        blocks = [block(place) for place in terms.blocks]
-        return [sum(s * y for s, y in zip(signs, blocks, strict=True)) for signs in terms.signs]
-
-    p = [x @ y for x, y in zip(sums(a, LHS_TERMS, 0), sums(b, RHS_TERMS, 1), strict=True)]
-    u2 = p[0] + p[5]
-    u3 = u2 + p[6]
-    found = np.block([[p[0] + p[1], u2 + p[4] + p[2]], [u3 - p[3], u3 + p[4]]])
-    np.testing.assert_allclose(found, a @ b, 1e-12, 1e-12)
-    *offsets, count, added, subtracted = LHS_TERMS.values(1000, 10)
-    assert (offsets, count) == ([1000, 1010, 0, 10], 7)
-    # Four bits for each sum, the first sum's lowest.
-    assert (added, subtracted) == (0x4332C84, 0x1400300)
-
-
-@needs_nvrtc
-def test_a_level_on_hopper_is_one_call():
-    a = jax.ShapeDtypeStruct((512, 256), np.float32)
-    b = jax.ShapeDtypeStruct((256, 384), np.float32)
-    multiply = functools.partial(jtk.strassen_matmul, precision=HIGHEST)
-    with gpu_target("sm_90"):
-        (choice,) = jtk.explain(multiply, a, b, platform="cuda")
-        assert choice.kernel == "split_float16_winograd f32"
-        first, *others = jtk.explain(multiply, a, b.update(shape=(256, 4)), platform="cuda")
-        plan = plan_winograd(512, 384, 256, current_gpu())
-    assert "not multiples" in first.reason
-    assert len(others) >= 1
-    assert all(launch.entry.spill_bytes == 0 for launch in plan.launches[:3])
-    # Each operand's sums, as pairs of float16.
-    assert plan.workspace_bytes[:2] == (7 * 256 * 128 * 4, 7 * 192 * 128 * 4)
 
 
 def test_the_algorithm_has_seven_products():

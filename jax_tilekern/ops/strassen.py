@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_tilekern.interop import compat
 from jax_tilekern.ops.matmul import matmul
-from jax_tilekern.ops.planned_kernel import planned_kernel
-from jax_tilekern.partitioning.rule import ShardingRule
-from jax_tilekern.plans.gemm.sm90.winograd import plan_winograd
-from jax_tilekern.primitives.operation import (
-    Fallback,
-    Kernel,
-    Operand,
-    Operation,
-    Planner,
-    Rewrite,
-    define,
-)
-
-HIGHEST = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
 
 def strassen_matmul(
@@ -95,29 +77,6 @@ def _product(
     """Multiply matrices whose sizes are multiples of 2 ** levels."""
     if levels == 0:
         return matmul(a, b, precision=precision, preferred_element_type=out)
-    if levels == 1 and _is_one_call(a, b, precision):
-        return _in_one_call(a, b)
-    return _winograd_in_parts(a, b, levels, precision, out)
-
-
-def _in_one_call(a: Array, b: Array) -> Array:
-    result: Array = _winograd(a, b)
-    return result
-
-
-def _is_one_call(a: Array, b: Array, precision: lax.PrecisionLike) -> bool:
-    """Return whether a kernel may compute all seven products."""
-    return (
-        a.ndim == b.ndim == 2
-        and a.dtype == b.dtype == jnp.float32
-        and compat.canonicalize_precision(precision) == HIGHEST
-    )
-
-
-def _winograd_in_parts(
-    a: Array, b: Array, levels: int, precision: lax.PrecisionLike, out: DTypeLike
-) -> Array:
-    """Multiply by seven calls for the blocks."""
     a11, a12, a21, a22 = _blocks(a)
     b11, b12, b21, b22 = _blocks(b)
     s1, t1 = _rounded(a21, +1, a22), _rounded(b12, -1, b11)
@@ -164,65 +123,3 @@ def _blocks(x: Array) -> tuple[Array, Array, Array, Array]:
 def _padded(x: Array, multiple: int) -> Array:
     missing = [(0, 0)] * (x.ndim - 2) + [(0, -size % multiple) for size in x.shape[-2:]]
     return jnp.pad(x, missing) if any(after for _, after in missing) else x
-
-
-# One level over float32 matrices at HIGHEST, as one call.
-
-_in_parts = functools.partial(
-    _winograd_in_parts, levels=1, precision=lax.Precision.HIGHEST, out=jnp.float32
-)
-
-
-def _lhs_cotangent(cotangent: Array, a: Any, b: Array) -> Array:
-    return _in_one_call(cotangent, b.mT)
-
-
-def _rhs_cotangent(cotangent: Array, a: Array, b: Any) -> Array:
-    return _in_one_call(a.mT, cotangent)
-
-
-def _batch(_: Any, operands: Sequence[Array], dims: Sequence[int | None]) -> tuple[Array, int]:
-    """Leave batches to the products of the blocks."""
-    a, b = (
-        x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)
-    )
-    return _in_parts(a, b), 0
-
-
-def _sharding_rule(a: Any, b: Any) -> ShardingRule:
-    """Every device has the operands whole."""
-    whole = (None, None)
-    return ShardingRule((whole, whole), (whole,), {}, flops=2 * a.size * b.shape[1])
-
-
-def _no_refusal(*_: Any) -> Fallback | None:
-    return None
-
-
-def _as_products(*_: Any) -> Rewrite:
-    return Rewrite("seven products of sums of blocks", _in_parts)
-
-
-def _on_cuda(operands: Sequence[Operand], results: Sequence[Any]) -> Kernel | Rewrite:
-    a, b = operands
-    (m, k), n = a.aval.shape, b.aval.shape[1]
-    planned = planned_kernel((a.value, b.value), plan_winograd, m, n, k)
-    if isinstance(planned, Fallback):
-        return Rewrite(f"seven products of sums of blocks: {planned.reason}", _in_parts)
-    return planned
-
-
-_winograd = define(
-    Operation(
-        "tilekern_winograd",
-        reference=functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST),
-        batch=_batch,
-        sharding_rule=_sharding_rule,
-        planners={
-            "cpu": Planner(_no_refusal, _as_products),
-            "cuda": Planner(_no_refusal, _on_cuda),
-        },
-        describe=lambda: "Strassen's algorithm, a level",
-        transposes={0: _lhs_cotangent, 1: _rhs_cotangent},
-    )
-)

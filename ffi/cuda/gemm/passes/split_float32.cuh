@@ -37,8 +37,6 @@ struct SplitConfig {
   int line_lanes;
   // CTAs per SM, which bounds the registers of a thread.
   int min_blocks;
-  // Whether the split rows are sums of blocks of the source, as `BlockSums` states.
-  bool sums;
 
   constexpr int step_lanes() const { return threads / line_lanes; }
   constexpr int thread_rows() const { return k_major ? 1 : 4; }
@@ -59,24 +57,6 @@ struct SplitShape {
   // Rows of MN of the whole operand.
   uint32 all_rows;
 };
-
-// Sums and differences of four blocks of a matrix; `BlockSumSplitPass` packs the same fields. A row
-// of k is that of a block.
-struct BlockSums {
-  // The distances of the blocks from the first, in bytes, in the order in which they are added.
-  int64 offsets[4];
-  uint32 count;
-  // Four bits for each sum: which blocks are added and which are subtracted.
-  uint32 added;
-  uint32 subtracted;
-};
-
-// Returns 1, -1 or 0: how a block takes part in a sum.
-inline float block_sign(const BlockSums& sums, uint32 sum, int block) {
-  const uint32 bit = 4 * sum + block;
-  return static_cast<float>(static_cast<int>(sums.added >> bit & 1) -
-                            static_cast<int>(sums.subtracted >> bit & 1));
-}
 
 // The statistics of each row of MN, one array after the other.
 struct RowFacts {
@@ -156,7 +136,7 @@ class RowSplitter {
   // The CTA's threads load kStep elements of k at once, each 4, and kBatch times before they use
   // the first, so that enough bytes are in flight.
   static constexpr uint32 kStep = 4 * config.step_lanes();
-  static constexpr int kBatch = config.k_major && !config.sums ? 4 : 1;
+  static constexpr int kBatch = config.k_major ? 4 : 1;
 
   // Reductions over the CTA's threads, per row, in shared memory.
   struct Statistics {
@@ -166,24 +146,14 @@ class RowSplitter {
   };
 
  public:
-  RowSplitter(const float* source, const SplitShape& shape, const BlockSums& sums)
-      : shape_(shape), sums_(sums) {
+  RowSplitter(const float* source, const SplitShape& shape) : shape_(shape) {
     const int thread = threadIdx.x;
     const int row_lane = config.k_major ? thread / config.step_lanes() : thread % config.line_lanes;
     step_lane_ = config.k_major ? thread % config.step_lanes() : thread / config.line_lanes;
     first_in_block_ = row_lane * kThreadRows;
 
     const char* bytes = reinterpret_cast<const char*>(source);
-    if constexpr (config.sums) {
-      // All sums of the same rows come one after the other, so that L2 has their blocks.
-      sum_ = blockIdx.x % sums.count;
-      const uint32 row = blockIdx.x / sums.count * config.rows() + first_in_block_;
-      first_row_ = sum_ * shape.mn + row;
-      rows_ = row < shape.mn ? min_of<uint32>(kThreadRows, shape.mn - row) : 0;
-      source_ = bytes + (config.k_major ? row_offset(shape.rows, rows_ > 0 ? row : 0)
-                                        : 4 * static_cast<int64>(row));
-      end_ = source_ + 4 * static_cast<int64>(config.k_major && rows_ > 0 ? shape.k : rows_);
-    } else if constexpr (config.k_major) {
+    if constexpr (config.k_major) {
       first_row_ = blockIdx.x * config.rows() + first_in_block_;
       rows_ = first_row_ < shape.all_rows ? 1 : 0;
       source_ = bytes + (rows_ > 0 ? row_offset(shape.rows, first_row_) : 0);
@@ -229,37 +199,13 @@ class RowSplitter {
 
   // Loads four elements of k of this thread's rows, with zeros beyond the end.
   void load(Elements& elements, uint32 k) const {
-    if constexpr (!config.sums) {
-      load_block(elements, k, source_, end_);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kThreadRows * 4; ++i) elements[i / 4][i % 4] = 0;
-#pragma unroll(config.k_major ? 4 : 1)
-      for (int block = 0; block < 4; ++block) {
-        const float sign = block_sign(sums_, sum_, block);
-        const char* source = source_ + sums_.offsets[block];
-        // What is before the end of nothing is not read.
-        const char* end = sign != 0 ? end_ + sums_.offsets[block] : source;
-        Elements terms;
-        load_block(terms, k, source, end);
-#pragma unroll
-        for (int i = 0; i < kThreadRows * 4; ++i) {
-          float& element = elements[i / 4][i % 4];
-          element = fmaf(sign, terms[i / 4][i % 4], element);
-        }
-      }
-    }
-  }
-
-  // Loads four elements of k of the rows of a block that begins and ends here.
-  void load_block(Elements& elements, uint32 k, const char* source, const char* end) const {
     if constexpr (config.k_major) {
       Window<16, 4> window;
-      const char* first = source + 4 * static_cast<int64>(k);
-      window.fetch(first, end);
+      const char* first = source_ + 4 * static_cast<int64>(k);
+      window.fetch(first, end_);
       uint32 words[4];
       window.cut(words);
-      keep_bytes(words, end - first);
+      keep_bytes(words, end_ - first);
 #pragma unroll
       for (int i = 0; i < 4; ++i) elements[0][i] = __uint_as_float(words[i]);
     } else {
@@ -267,7 +213,7 @@ class RowSplitter {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int64 offset = static_cast<int64>(k + i) * shape_.k_stride;
-        windows[i].fetch(source + offset, k + i < shape_.k ? end + offset : source);
+        windows[i].fetch(source_ + offset, k + i < shape_.k ? end_ + offset : source_);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -389,8 +335,6 @@ class RowSplitter {
   static bool leads() { return threadIdx.x % 32 < kFirstLane; }
 
   const SplitShape& shape_;
-  const BlockSums& sums_;
-  uint32 sum_ = 0;
   const char* source_;
   // The end of the row, or of the rows at one k.
   const char* end_;
@@ -405,17 +349,7 @@ template <SplitConfig config>
 __global__ void __launch_bounds__(config.threads, config.min_blocks)
     split_float32(const float* source, float16* halves, int32* facts,
                   const __grid_constant__ SplitShape shape) {
-  const BlockSums none = {};
-  RowSplitter<config>(source, shape, none).run(halves, RowFacts(facts, shape.all_rows));
-}
-
-// The same of sums of blocks: halves[sum][row][2][k_padded].
-template <SplitConfig config>
-__global__ void __launch_bounds__(config.threads, config.min_blocks)
-    split_block_sums(const float* source, float16* halves, int32* facts,
-                     const __grid_constant__ SplitShape shape,
-                     const __grid_constant__ BlockSums sums) {
-  RowSplitter<config>(source, shape, sums).run(halves, RowFacts(facts, shape.all_rows));
+  RowSplitter<config>(source, shape).run(halves, RowFacts(facts, shape.all_rows));
 }
 
 inline constexpr int kDecideThreads = 1024;

@@ -47,7 +47,14 @@ class SplitPass:
     @property
     def kernel(self) -> Kernel:
         """What the compiler is asked for."""
-        return self._kernel("split_float32", self.operand)
+        config = cxx_config(
+            "SplitConfig",
+            k_major=self.operand.k_major,
+            threads=self._threads,
+            line_lanes=self._row_lanes,
+            min_blocks=3 if self.operand.k_major else 1,
+        )
+        return Kernel("gemm/passes/split_float32.cuh", f"tilekern::split_float32<{config}>")
 
     @property
     def k_padded(self) -> int:
@@ -87,25 +94,17 @@ class SplitPass:
         """Whether a launch can have its rows, of which a CTA takes at least one."""
         return self.rows <= MAX_ROWS
 
-    def _kernel(self, name: str, source: StridedOperand, *, sums: bool = False) -> Kernel:
-        config = cxx_config(
-            "SplitConfig",
-            k_major=source.k_major,
-            threads=threads_of(source),
-            line_lanes=self._row_lanes(source),
-            min_blocks=3 if source.k_major else 1,
-            sums=sums,
-        )
-        return Kernel("gemm/passes/split_float32.cuh", f"tilekern::{name}<{config}>")
+    @property
+    def _threads(self) -> int:
+        return 256 if self.operand.k_major else 512
 
-    def _row_lanes(self, source: StridedOperand) -> int:
-        if source.k_major:
-            return 1 if source.k > _LONG_ROW else 8
+    @property
+    def _row_lanes(self) -> int:
+        operand = self.operand
+        if operand.k_major:
+            return 1 if operand.k > _LONG_ROW else 8
         # 16 rows a CTA, or 8, which still fill whole sectors, where that takes more SMs.
         return 4 if self.rows >= 16 * self.gpu.sm_count else 2
-
-    def _cta_rows(self, source: StridedOperand) -> int:
-        return self._row_lanes(source) * (1 if source.k_major else 4)
 
     def launch(self, compiled: Compiled, source: Buffer, parts: Buffer, facts: Buffer) -> Launch:
         """Return the launch, given what ``kernel`` was compiled to and the buffers.
@@ -117,7 +116,7 @@ class SplitPass:
         """
         operand = self.operand
         rows = source_rows(operand, 4)
-        cta_rows = self._cta_rows(operand)
+        cta_rows = self._row_lanes * (1 if operand.k_major else 4)
         if operand.k_major:
             blocks = -(-rows.count // cta_rows)
         else:
@@ -135,14 +134,9 @@ class SplitPass:
         return Launch(
             entry=compiled.entry(self.kernel.name),
             grid=(blocks, 1, 1),
-            block=(threads_of(operand), 1, 1),
+            block=(self._threads, 1, 1),
             parameters=(source, parts, facts, shape),
         )
-
-
-def threads_of(source: StridedOperand) -> int:
-    """Return the threads of a CTA that splits rows of an array."""
-    return 256 if source.k_major else 512
 
 
 DECIDE_KERNEL = Kernel("gemm/passes/split_float32.cuh", "tilekern::decide_float32")

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from jax_tilekern.compilation.compiler import Compiled, Kernel, compile_kernels
+from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gemm.arithmetic import TYPES
 from jax_tilekern.plans.gemm.families import Family
 from jax_tilekern.plans.gemm.passes.split_float32 import (
@@ -41,7 +41,7 @@ from jax_tilekern.plans.gemm.sm90.tiling import (
     refusal,
 )
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Parameter, Scalars
+from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel, Parameter, Scalars
 from jax_tilekern.plans.strided_rows import StridedOperand
 
 _F16: np.dtype[Any] = np.dtype(np.float16)
@@ -79,28 +79,36 @@ class EmulatedCandidate(TiledCandidate):
         product = self.product
         lhs, rhs = _splits(product, gpu)
         plain = self.plain.instance
-        guarded = dataclasses.replace(plain.kernel, name=guarded_name(plain.kernel.name))
+        guarded = dataclasses.replace(plain.kernel, name=_guarded(plain.kernel.name))
         plain_kernel, plain_more = self.plain.fused(guarded)
         kernel, fused = self.fused(product.epilogue, product.geometry, product.out_buffer)
-        out = Buffer(product.out_buffer)
         kernels = (lhs.kernel, rhs.kernel, DECIDE_KERNEL, kernel, plain_kernel)
         compiled = compile_kernels(*dict.fromkeys(kernels), arch=gpu.arch)
 
-        buffers = EmulationBuffers.of(product.first_workspace)
+        lhs_parts, rhs_parts, lhs_facts, rhs_facts, flag = (
+            Buffer(product.first_workspace + i) for i in range(5)
+        )
+        view = _view(product, lhs, rhs, lhs_parts.index, rhs_parts.index)
+        exponents: list[Parameter] = [lhs_facts, rhs_facts]
+        strides = [_batch_strides(lhs), _batch_strides(rhs)]
+        if self.swapped:
+            view = view.swapped()
+            exponents.reverse()
+            strides.reverse()
+        out = Buffer(product.out_buffer)
+        more = ((*exponents, flag), (Scalars.int64(*strides[0], *strides[1]), *fused))
         return LaunchPlan(
             name=f"split_float16_matmul {product.arithmetic}",
             gpu=gpu,
             launches=(
-                *self.split_launches(compiled, lhs, rhs, buffers),
-                self.product_launch(compiled, lhs, rhs, buffers, out, gpu, kernel, fused),
+                lhs.launch(compiled, Buffer(0), lhs_parts, lhs_facts),
+                rhs.launch(compiled, Buffer(1), rhs_parts, rhs_facts),
+                decide_launch(compiled, lhs, rhs, lhs_facts, rhs_facts, flag),
+                launch_tiles(
+                    compiled, self.tile, self.instance, view, 1, gpu, kernel=kernel, more=more
+                ),
                 self.plain.launch(
-                    compiled,
-                    buffers.flag,
-                    Buffer(0),
-                    Buffer(1),
-                    out,
-                    kernel=plain_kernel,
-                    more=plain_more,
+                    compiled, flag, Buffer(0), Buffer(1), out, kernel=plain_kernel, more=plain_more
                 ),
             ),
             alignments=product.alignments(
@@ -108,72 +116,16 @@ class EmulatedCandidate(TiledCandidate):
                 plain.rhs.load_bytes,
                 16 if self.instance.tma_store or self.plain.out_vectors else 4,
             ),
-            workspace_bytes=workspace_bytes(lhs, rhs),
+            workspace_bytes=(
+                lhs.parts_bytes,
+                rhs.parts_bytes,
+                lhs.facts_bytes,
+                rhs.facts_bytes,
+                _FLAG_BYTES,
+            ),
             reason=f"{self.tile}, three MMAs of hi and lo float16 parts, or float32 arithmetic "
             "where the operands' range needs it",
         )
-
-    @staticmethod
-    def split_launches(
-        compiled: Compiled, lhs: SplitPass, rhs: SplitPass, buffers: EmulationBuffers
-    ) -> tuple[Launch, ...]:
-        """Return the launches that split the operands, and decide."""
-        return (
-            lhs.launch(compiled, Buffer(0), buffers.lhs_parts, buffers.lhs_facts),
-            rhs.launch(compiled, Buffer(1), buffers.rhs_parts, buffers.rhs_facts),
-            decide_launch(compiled, lhs, rhs, buffers.lhs_facts, buffers.rhs_facts, buffers.flag),
-        )
-
-    def product_launch(
-        self,
-        compiled: Compiled,
-        lhs: SplitPass,
-        rhs: SplitPass,
-        buffers: EmulationBuffers,
-        out: Buffer,
-        gpu: Gpu,
-        kernel: Kernel,
-        fused: tuple[Parameter, ...] = (),
-    ) -> Launch:
-        """Return the launch of the float16 product, given its kernel and epilogue's parameters."""
-        view = _view(self.product, lhs, rhs, buffers.lhs_parts.index, buffers.rhs_parts.index)
-        view = dataclasses.replace(view, out_buffer=out.index)
-        exponents: list[Parameter] = [buffers.lhs_facts, buffers.rhs_facts]
-        strides = [_batch_strides(lhs), _batch_strides(rhs)]
-        if self.swapped:
-            view = view.swapped()
-            exponents.reverse()
-            strides.reverse()
-        more = ((*exponents, buffers.flag), (Scalars.int64(*strides[0], *strides[1]), *fused))
-        return launch_tiles(
-            compiled, self.tile, self.instance, view, 1, gpu, kernel=kernel, more=more
-        )
-
-
-class EmulationBuffers(NamedTuple):
-    """The workspaces of an emulated product."""
-
-    lhs_parts: Buffer
-    rhs_parts: Buffer
-    lhs_facts: Buffer
-    rhs_facts: Buffer
-    flag: Buffer
-
-    @classmethod
-    def of(cls, first: int) -> EmulationBuffers:
-        """Return the buffers, given the index of the first."""
-        return cls(*(Buffer(first + i) for i in range(5)))
-
-
-def workspace_bytes(lhs: SplitPass, rhs: SplitPass) -> tuple[int, ...]:
-    """Return the sizes of the buffers."""
-    return (
-        lhs.parts_bytes,
-        rhs.parts_bytes,
-        lhs.facts_bytes,
-        rhs.facts_bytes,
-        _FLAG_BYTES,
-    )
 
 
 def emulated_candidates(product: Product, gpu: Gpu) -> list[EmulatedCandidate] | NoKernel:
@@ -247,6 +199,6 @@ def _batch_strides(split: SplitPass) -> tuple[int, ...]:
     return (*(0,) * (MAX_BATCH_DIMS - len(batch)), *batch)
 
 
-def guarded_name(name: str) -> str:
+def _guarded(name: str) -> str:
     """Return the kernel that reads the flag first; its types are always float32."""
     return f"tilekern::simt_matmul_if<{name[name.index('tilekern::MatmulConfig') :]}"
