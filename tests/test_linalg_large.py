@@ -229,21 +229,22 @@ def test_programs_are_small():
     """Most operations are slices and joins that XLA fuses."""
     a = jax.ShapeDtypeStruct((8192, 8192), np.float32)
     with gpu_target("sm_90"):
-        lowered = jax.jit(linalg.cholesky).trace(a).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(linalg.inv).trace(a).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
     assert "tilekern" in text
-    assert text.count(" = ") < 4000
+    assert text.count(" = ") < 6000
 
 
 @needs_nvrtc
 def test_the_choice_is_explained():
     a = jax.ShapeDtypeStruct((8192, 8192), np.float32)
     with gpu_target("sm_90"):
-        first, *others = jtk.explain(linalg.cholesky, a, platform="cuda")
-    assert first.kernel is None
-    assert re.match("products of blocks of [0-9]+ columns", first.reason)
-    assert any(choice.kernel.startswith("split_float16_matmul") for choice in others)
+        found = jtk.explain(linalg.inv, a, platform="cuda")
+    without = [choice for choice in found if choice.kernel is None]
+    assert any(re.match("products of blocks of [0-9]+ columns", x.reason) for x in without)
+    kernels = [choice.kernel for choice in found if choice.kernel]
+    assert any(kernel.startswith("split_float16_matmul") for kernel in kernels)
     # Equal calls of one function are listed once.
-    assert len(set(others)) == len(others)
-    on_cpu = functools.partial(jtk.explain, linalg.cholesky, platform="cpu")
+    assert len(set(found)) == len(found)
+    on_cpu = functools.partial(jtk.explain, linalg.inv, platform="cpu")
     assert on_cpu(a)[0].reason == "kernels are for matrices of up to 64x64"
