@@ -70,8 +70,12 @@ def _section(folder: Path, name: str, record: Record) -> Iterator[str]:
         yield from _matrices(record["rows"])
     elif record.get("kind") == "host":
         yield from _host(record["rows"])
+    elif "bound_seconds" in record:
+        yield from _out_of_core(record)
     elif "kind" in record:
         yield table.read_text()
+    elif all(isinstance(x, float) for row in record["rows"] for x in row["seconds"].values()):
+        yield from _sides(record["rows"])
     else:
         yield from _suite(folder.name, record)
 
@@ -79,7 +83,7 @@ def _section(folder: Path, name: str, record: Record) -> Iterator[str]:
 def _made(folder: Path, record: Record) -> str:
     """Return by what, when and with which versions a record was made."""
     versions = record["versions"]
-    runs = sorted({row["run"][:10] for row in record["rows"] if "run" in row})
+    runs = sorted({row["run"][:10] for row in record.get("rows", ()) if "run" in row})
     parts = [f"jax {versions['jax']}", f"Python {versions['python']}"]
     if cuda := (record.get("driver") or {}).get("cuda"):
         parts += [f"CUDA {cuda}"]
@@ -189,6 +193,27 @@ def _matrices(rows: Sequence[Record]) -> Iterator[str]:
         for row in rows
     )
     yield from _table(["row", "ours", "JAX", "ratio"], "lrrr", cells)
+
+
+def _sides(rows: Sequence[Record]) -> Iterator[str]:
+    """Return the times of programs that have more sides than ours and JAX's."""
+    sides = list(dict.fromkeys(side for row in rows for side in row["seconds"]))
+    cells = (
+        (
+            row.get("name") or f"{row['type']}, {row['size']} cubed",
+            *(_time(row["seconds"][side]) if side in row["seconds"] else "" for side in sides),
+        )
+        for row in rows
+    )
+    yield from _table(["row", *sides], "l" + "r" * len(sides), cells)
+
+
+def _out_of_core(record: Record) -> Iterator[str]:
+    yield f"{record['type']}, {record['plan']}."
+    yield ""
+    runs = ", then ".join(map(_time, record["seconds"]))
+    bound = _time(record["bound_seconds"])
+    yield f"{runs}; the slower of the product and the bus alone takes {bound}."
 
 
 def _host(rows: Sequence[Record]) -> Iterator[str]:
