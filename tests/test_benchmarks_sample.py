@@ -141,6 +141,7 @@ def test_a_sample_is_measured_and_continued(tmp_path, capsys):
 @pytest.mark.skipif(on_gpu(), reason="measures on a CPU")
 @pytest.mark.parametrize("operation", [name for name in DRAWS if name != "add"])
 @pytest.mark.one_in(6)
+@pytest.mark.thorough
 def test_every_operation_has_samples(operation, capsys):
     assert run("--sample", "2", operation=operation) == 0
     assert "2 calls drawn with seed 2" in capsys.readouterr().out

@@ -118,7 +118,7 @@ class Bounds:
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.float64, np.float16])
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(16)
 def test_against_float64(rng, x64, dtype, name):
     h, w, bias, labels = operands(rng, dtype)
     if name in ("softcap", "all"):
@@ -169,6 +169,7 @@ def test_logits_of_a_model_keep_float32(rng):
 
 
 @pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.thorough), "all"])
+@pytest.mark.thorough
 def test_derivatives_of_second_order(rng, x64, name):
     args = operands(rng, np.float64, rows=(3,), features=4, size=7)
 
@@ -201,6 +202,7 @@ def test_vmap(rng, x64, mapped):
     )
 
 
+@pytest.mark.thorough
 def test_leading_dimensions_scan_and_remat(rng, x64):
     h, w, bias, labels = operands(rng, np.float64, rows=(2, 3, 5))
 
@@ -260,6 +262,7 @@ def test_ignored_rows_have_no_gradient(rng):
     assert not any(np.any(x) for x in all_ignored)
 
 
+@pytest.mark.thorough
 def test_masked_columns_and_large_logits(rng):
     h, w, bias, labels = operands(rng, np.float32)
     keep = 4000
@@ -442,7 +445,7 @@ def on_one_cpu(function, *args):
 @needs_devices
 @pytest.mark.parametrize("kinds", ["auto", "explicit"])
 @pytest.mark.parametrize("name", SHARDINGS)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_sharded(rng, name, kinds):
     rows, features = 64, 32
     h, w, bias, labels = operands(rng, np.float32, rows=(rows,), features=features, size=SIZE)
