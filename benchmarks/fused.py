@@ -18,8 +18,7 @@ import numpy as np
 
 import jax_tilekern as jtk
 from benchmarks.measurement.side_times import Side, device_times
-from benchmarks.records.record import command_text, now
-from jax_tilekern.cli import machine
+from benchmarks.records.record import program_record
 from jax_tilekern.cli.console import output_file, write_json
 from jax_tilekern.tuning.wall_time import repeated, wall_seconds
 
@@ -177,16 +176,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print and record."""
-    found, problems = machine.facts("versions", "cpu", "driver", "nvidia_smi", "nvrtc")
-    rows: list[dict[str, Any]] = []
-    record = {
-        "command": command_text(arguments.command_line),
-        "date": now(),
-        "device": jax.devices()[0].device_kind,
-        **found,
-        "errors": problems,
-        "rows": rows,
-    }
+    record = program_record(arguments.command_line)
+    rows = record["rows"]
     for row in _rows():
         if not fnmatch.fnmatch(row.name, arguments.rows):
             continue

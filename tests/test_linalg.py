@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from numerics import UNIT_ROUNDOFF, check_derivatives, random
+from numerics import UNIT_ROUNDOFF, check_derivatives, on_gpu, random
 
 import jax_tilekern as jtk
 from jax_tilekern import _core, linalg
@@ -138,8 +138,11 @@ def test_cholesky(rng, x64, n, dtype):
     np.testing.assert_allclose(uneven, factor, 0, tolerance(n, dtype) * norms(a).max() ** 0.5 * 4)
     unread = np.tril(a) + np.triu(np.full_like(a, np.nan), 1)
     lower_only = linalg.cholesky(jnp.asarray(unread), symmetrize_input=False)
-    # A GPU's products need not be symmetric to the last bit, so `a` may not be.
-    np.testing.assert_allclose(lower_only, factor, 16 * UNIT_ROUNDOFF[np.dtype(dtype)])
+    if on_gpu():
+        # Two instances of one kernel, whose multiply-adds ptxas may contract differently.
+        np.testing.assert_allclose(lower_only, factor, 16 * UNIT_ROUNDOFF[np.dtype(dtype)])
+    else:
+        np.testing.assert_array_equal(lower_only, factor)
     assert None not in kernels(linalg.cholesky, a)
 
 

@@ -110,7 +110,7 @@ def test_kernels_compile(arch, n, dtype):
     for matrices, kernel in found:
         entry = compiled.entry(kernel.name)
         # NVRTC 13.0 spills four registers of matrix_solve<float, 31, 8, 0>, which 13.5 does not.
-        assert entry.spill_bytes <= 16, kernel.name
+        assert entry.spill_bytes <= (16 if nvrtc().version < (13, 5) else 0), kernel.name
         assert entry.max_threads == matrices.threads
         assert entry.shared_memory_bytes <= 48 << 10
 

@@ -38,6 +38,25 @@ Record = dict[str, Any]
 _finfo: Callable[[Any], Any] = jnp.finfo
 
 
+def program_record(command: Sequence[str]) -> Record:
+    """Return a record without rows, of a program that has no suite.
+
+    Parameters
+    ----------
+    command
+        The command line's arguments.
+    """
+    found, errors = machine.facts("versions", "cpu", "driver", "nvidia_smi", "nvrtc")
+    return {
+        "command": command_text(command),
+        "date": now(),
+        "device": jax.devices()[0].device_kind,
+        **found,
+        "errors": errors,
+        "rows": [],
+    }
+
+
 def new_record(suite: Suite, command: Sequence[str], bandwidths: Mapping[str, float]) -> Record:
     """Return a record without rows.
 

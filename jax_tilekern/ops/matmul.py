@@ -120,31 +120,12 @@ def matmul(
     out = (*batch, *((m,) if m in a_labels else ()), *((n,) if n in b_labels else ()))
 
     contraction = Contraction(a_labels, b_labels, out)
-    explicit = None if out_sharding is None else compat.explicit_sharding(result)
-    canonical = compat.canonicalize_precision(precision)
-    if epilogue is not None:
-        results: Array = contract_with_epilogue(
-            a,
-            b,
-            contraction,
-            precision=canonical,
-            product=result.dtype,
-            shape=result.shape,
-            epilogue=epilogue,
-            operands=operands,
-            out_sharding=explicit,
-        )
-        return results
-    _refuse_operands(operands)
-    product = contract(
-        a,
-        b,
-        contraction,
-        precision=canonical,
-        out_dtype=result.dtype,
-        out_sharding=explicit,
+    product = _product(a, b, contraction, result, precision, out_sharding, epilogue, operands)
+    return (
+        product
+        if epilogue is not None
+        else compat.with_type(product, result.dtype, result.weak_type)
     )
-    return compat.with_type(product, result.dtype, result.weak_type)
 
 
 @jitted("dimension_numbers", "precision", "preferred_element_type", "out_sharding", "epilogue")
@@ -205,37 +186,47 @@ def dot_general(
     )
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     contraction = Contraction.of_dot_general(lhs.ndim, rhs.ndim, dimension_numbers)
-    canonical = compat.canonicalize_precision(precision)
+    return _product(lhs, rhs, contraction, result, precision, out_sharding, epilogue, operands)
+
+
+def _product(
+    lhs: Array,
+    rhs: Array,
+    contraction: Contraction,
+    result: Any,
+    precision: lax.PrecisionLike,
+    out_sharding: NamedSharding | PartitionSpec | None,
+    epilogue: Callable[..., Any] | None,
+    operands: Sequence[ArrayLike],
+) -> Array:
+    """Contract two arrays; ``result`` is the type of JAX's own product of them."""
     explicit = None if out_sharding is None else compat.explicit_sharding(result)
-    if epilogue is not None:
-        results: Array = contract_with_epilogue(
+    canonical = compat.canonicalize_precision(precision)
+    if epilogue is None:
+        if len(operands):
+            raise TypeError(
+                f"{len(operands)} operands of an epilogue, but no epilogue= that reads them"
+            )
+        return contract(
             lhs,
             rhs,
             contraction,
             precision=canonical,
-            product=result.dtype,
-            shape=result.shape,
-            epilogue=epilogue,
-            operands=operands,
+            out_dtype=result.dtype,
             out_sharding=explicit,
         )
-        return results
-    _refuse_operands(operands)
-    return contract(
+    results: Array = contract_with_epilogue(
         lhs,
         rhs,
         contraction,
         precision=canonical,
-        out_dtype=result.dtype,
+        product=result.dtype,
+        shape=result.shape,
+        epilogue=epilogue,
+        operands=operands,
         out_sharding=explicit,
     )
-
-
-def _refuse_operands(operands: Sequence[ArrayLike]) -> None:
-    if len(operands):
-        raise TypeError(
-            f"{len(operands)} operands of an epilogue, but no epilogue= that reads them"
-        )
+    return results
 
 
 def _without(x: Array, labels: tuple[int, ...], dropped: set[int]) -> tuple[Array, tuple[int, ...]]:
