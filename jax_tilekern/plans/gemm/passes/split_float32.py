@@ -18,15 +18,15 @@ from jax_tilekern.plans.strided_rows import (
 )
 
 # The parts of an element: hi and lo.
-PIECES = 2
-_PIECE_BYTES = 2
+PARTS = 2
+_PART_BYTES = 2
 # A warp walks shorter rows, and a CTA longer ones.
 _LONG_ROW = 2048
 
 
 @dataclass(frozen=True)
 class SplitPass:
-    """Splits float32 into hi and lo float16 parts, ``[batch][mn][PIECES][k_padded]``.
+    """Splits float32 into hi and lo float16 parts, ``[batch][mn][PARTS][k_padded]``.
 
     Rows are multiples of 128 bytes, padded with zeros. A row is divided by a power of two before
     the split. A second workspace, ``int32[3][batch][mn]``, holds the exponent of that power, how
@@ -59,20 +59,20 @@ class SplitPass:
     @property
     def k_padded(self) -> int:
         """Elements of a row of hi or lo parts, and the stride between the two rows."""
-        unit = ROW_BYTES // _PIECE_BYTES
+        unit = ROW_BYTES // _PART_BYTES
         return -(-self.operand.k // unit) * unit
 
     @property
     def strides(self) -> tuple[int, ...]:
         """Strides of the parts: of the batch dimensions, M or N, hi and lo, and ``k``."""
-        line = PIECES * self.k_padded
+        line = PARTS * self.k_padded
         batch = self.operand.dense_batch_strides(self.operand.mn * line)
         return (*batch, line, self.k_padded, 1)
 
     @property
     def parts_bytes(self) -> int:
         """Size of the parts."""
-        return self.rows * PIECES * self.k_padded * _PIECE_BYTES
+        return self.rows * PARTS * self.k_padded * _PART_BYTES
 
     @property
     def fact_strides(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from jax_tilekern.plans.gemm.arithmetic import TYPES
 from jax_tilekern.plans.gemm.families import Family
 from jax_tilekern.plans.gemm.passes.split_float32 import (
     DECIDE_KERNEL,
-    PIECES,
+    PARTS,
     SplitPass,
     decide_launch,
 )
@@ -146,7 +146,7 @@ def emulated_candidates(product: Product, gpu: Gpu) -> list[EmulatedCandidate] |
     best = min(plain, key=lambda candidate: candidate.cycles)
     found = []
     for tile, oriented in oriented_tiles(view, _TILES, gpu):
-        instance = instance_for(tile, oriented, True, 1, gpu, PIECES)
+        instance = instance_for(tile, oriented, True, 1, gpu, PARTS)
         work_tiles = dense_tiles(tile, oriented)
         if not is_launchable(instance, work_tiles):
             continue
@@ -172,8 +172,8 @@ def _view(
 ) -> View:
     return dataclasses.replace(
         View.of(product),
-        lhs=_pieces_operand(lhs),
-        rhs=_pieces_operand(rhs),
+        lhs=_parts_operand(lhs),
+        rhs=_parts_operand(rhs),
         lhs_dtype=_F16,
         rhs_dtype=_F16,
         lhs_buffer=lhs_buffer,
@@ -182,12 +182,12 @@ def _view(
     )
 
 
-def _pieces_operand(split: SplitPass) -> StridedOperand:
+def _parts_operand(split: SplitPass) -> StridedOperand:
     """Return the hi and lo parts of a row as one row of ``k``."""
     *batch, mn, _, k = split.strides
     return dataclasses.replace(
         split.operand,
-        k=PIECES * split.k_padded,
+        k=PARTS * split.k_padded,
         batch_strides=tuple(batch),
         mn_stride=mn,
         k_stride=k,
