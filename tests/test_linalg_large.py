@@ -228,6 +228,7 @@ def test_blocks_are_chosen_where_they_pay():
 
 
 @needs_nvrtc
+@pytest.mark.thorough
 def test_programs_are_small():
     """Most operations are slices and joins that XLA fuses."""
     a = jax.ShapeDtypeStruct((8192, 8192), np.float32)
