@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     warpgroup_reg_dealloc<24>();
     if (threadIdx.x % 128 != 0) return;
     for (int index = blockIdx.x; index < tiles_m * tiles_n; index += gridDim.x) {
-      const TileCoordinates out = banded_tile(index, tiles_m, tiles_n, kGroup);
+      const TileCoordinates out = rasterized_tile(index, tiles_m, tiles_n, kGroup);
       for (int tile = 0; tile < k_tiles; ++tile) {
         const uint32 to = stages + ring.stage * kStageBytes;
         const uint32 barrier = full + ring.stage * kBarrierBytes;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     float sums[kColumns / 2];
     const int lane = threadIdx.x % 32;
     for (int index = blockIdx.x; index < tiles_m * tiles_n; index += gridDim.x) {
-      const TileCoordinates out = banded_tile(index, tiles_m, tiles_n, kGroup);
+      const TileCoordinates out = rasterized_tile(index, tiles_m, tiles_n, kGroup);
       int previous = 0;
       for (int tile = 0; tile < k_tiles; ++tile) {
         const uint32 a_tile = stages + ring.stage * kStageBytes;

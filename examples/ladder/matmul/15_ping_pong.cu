@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     warpgroup_reg_dealloc<24>();
     if (threadIdx.x % 128 != 0) return;
     for (int index = blockIdx.x; index < tiles_m * tiles_n; index += gridDim.x) {
-      const TileCoordinates out = banded_tile(index, tiles_m, tiles_n, kGroup);
+      const TileCoordinates out = rasterized_tile(index, tiles_m, tiles_n, kGroup);
       for (int tile = 0; tile < k_tiles; ++tile) {
         const uint32 to = stages + ring.stage * kStageBytes;
         const uint32 barrier = full + ring.stage * kBarrierBytes;
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       warpgroup_fence_operand(sums[1]);
       if (leader) mbarrier_arrive(empty + previous * kBarrierBytes);
 
-      const TileCoordinates out = banded_tile(index, tiles_m, tiles_n, kGroup);
+      const TileCoordinates out = rasterized_tile(index, tiles_m, tiles_n, kGroup);
 #pragma unroll
       for (int i = 0; i < 2 * kRows / 64; ++i) {
         const int row =

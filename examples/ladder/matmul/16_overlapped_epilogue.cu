@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     warpgroup_reg_dealloc<24>();
     if (threadIdx.x % 128 != 0) return;
     for (int index = blockIdx.x; index < tiles_m * tiles_n; index += gridDim.x) {
-      const TileCoordinates out = banded_tile(index, tiles_m, tiles_n, kGroup);
+      const TileCoordinates out = rasterized_tile(index, tiles_m, tiles_n, kGroup);
       for (int tile = 0; tile < k_tiles; ++tile) {
         const uint32 to = stages + ring.stage * kStageBytes;
         const uint32 barrier = full + ring.stage * kBarrierBytes;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int lane = threadIdx.x % 32;
       const int lane_row = threadIdx.x / 32 % 4 * 16 + lane / 8 % 2 * 8 + lane % 8;
       const int lane_offset = lane_row * kRowBytes + (lane / 16 ^ lane % 8) * 16;
-      const TileCoordinates out = banded_tile(index, tiles_m, tiles_n, kGroup);
+      const TileCoordinates out = rasterized_tile(index, tiles_m, tiles_n, kGroup);
 #pragma unroll
       for (int i = 0; i < kRows / 64 * (kColumns / 64); ++i) {
         const int row = i / (kColumns / 64) * 64, column = i % (kColumns / 64) * 64;
