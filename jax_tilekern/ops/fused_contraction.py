@@ -23,12 +23,14 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 
 from jax_tilekern.epilogue.cuda_text import CudaText, Untranslatable, computed_type, cuda_text
+from jax_tilekern.epilogue.plain_data import from_data, to_data
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.contraction import CUDA, Problem, contract, source, state_problem
 from jax_tilekern.ops.labelled_operands import common_type, labelled, product_by_lax
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.partitioning import params_text
 from jax_tilekern.partitioning.local_program import FunctionOfSum
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
@@ -252,6 +254,8 @@ def _batch(
 
 # Partitioning: where devices have parts of the contracted dimensions, the sum over devices is
 # completed before the epilogue, which is not linear.
+
+params_text.register(ScalarFunction, to_data, from_data)
 
 
 def _sharding_rule(
