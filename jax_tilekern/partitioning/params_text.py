@@ -97,7 +97,10 @@ def _encoded(value: Any) -> Any:
 
 
 def _is_number_or_name(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
+    # Some enumerations are integers too.
+    return (value is None or isinstance(value, bool | int | float | str)) and (
+        type(value).__name__ not in _ENUMS
+    )
 
 
 def _is_dtype(value: Any) -> bool:
