@@ -218,7 +218,6 @@ BATCHES = [
     (P(("d", "m")), P(("d", "m"))),
     (P("d"), P()),
     (P(), P("d")),
-    (P("d"), P("m")),
 ]
 MATRICES = {
     f"{name} {', '.join(map(str, specs))}": (program, specs)
