@@ -111,6 +111,47 @@ def contract_with_epilogue(
     return jax.tree.unflatten(tree, results)
 
 
+def contract_with_scalar_function(
+    lhs: Array,
+    rhs: Array,
+    contraction: Contraction,
+    *,
+    precision: Any,
+    product: np.dtype[Any],
+    function: ScalarFunction,
+    operands: Sequence[tuple[Array, Labels]],
+) -> list[Array]:
+    """Contract two arrays and apply a traced function to every element of the result.
+
+    Parameters
+    ----------
+    lhs, rhs, contraction, precision, product
+        As in :func:`contract_with_epilogue`.
+    function
+        The epilogue, for the accumulators' type.
+    operands
+        Its operands, and the result's dimension that each of their dimensions is.
+
+    Returns
+    -------
+    list of Array
+        The function's results.
+    """
+    lhs, rhs = common_type(lhs, rhs)
+    results: list[Array] = _bind(
+        lhs,
+        rhs,
+        *(x for x, _ in operands),
+        contraction=contraction,
+        operand_labels=tuple(labels for _, labels in operands),
+        function=function,
+        precision=precision,
+        accumulator=accumulator_dtype(lhs.dtype, product),
+        product=product,
+    )
+    return results
+
+
 def _with_labels(number: int, x: Array, out: Labels, shape: Sequence[int]) -> tuple[Array, Labels]:
     """Label an operand's dimensions as NumPy broadcasts them, without those of size 1."""
     aligned = tuple(shape[len(shape) - x.ndim :])
