@@ -1,5 +1,5 @@
 """``fuse``: elementwise equations of a function's jaxpr become epilogues of its products.
 
-``groups.py`` finds products and the equations that each takes, ``scalar_steps.py`` makes those a
-function of scalars, and ``fuse.py`` evaluates the jaxpr with the products fused.
+``elementwise.py`` says which equations are elementwise, ``groups.py`` which of them each product
+takes, ``scalars.py`` evaluates them on scalars, and ``fuse.py`` the jaxpr with the products fused.
 """

@@ -112,7 +112,7 @@ class _Use:
 
 class _Finder:
     def __init__(self, jaxpr: compat.Jaxpr) -> None:
-        self._eqns: Sequence[Any] = jaxpr.eqns
+        self._eqns = list[Any](jaxpr.eqns)
         self._outvars = jaxpr.outvars
         self._defined = {x: i for i, eqn in enumerate(jaxpr.eqns) for x in eqn.outvars}
         self._readings = [
