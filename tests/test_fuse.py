@@ -71,7 +71,7 @@ def operands(rng):
 def test_a_layer_is_one_call(operands, function, count, dtype):
     args = [x if x.dtype == bool else x.astype(dtype) for x in operands[:count]]
     found = jtk.fuse(function)(*args)
-    # Of 16 bits, every operation is rounded unless XLA leaves that out: a few roundings of values
+    # Every operation on 16 bits is rounded, unless XLA leaves that out: a few roundings of values
     # of about 20.
     assert_close(found, function(*args), {BF16: 0.25, np.float16: 0.03}.get(dtype, 1e-5))
     assert_all_fused(function, *args)
