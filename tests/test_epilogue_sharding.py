@@ -6,6 +6,22 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sharded import (
+    AUTO,
+    EXPLICIT,
+    MESH_TYPES,
+    SCHEMES,
+    TRANSFORMS,
+    D,
+    F,
+    T,
+    check,
+    collectives,
+    explicit_part,
+    integers,
+    transformed,
+)
+from sharded import mesh_of as eight_devices
 
 import jax_tilekern as jtk
 
@@ -77,13 +93,14 @@ def test_partitioned_calls(devices, arrays, specs):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="explain compiles for its own platform")
-def test_contracted_dimensions_are_whole_on_every_device(devices, arrays):
-    sharded = put(mesh_of(devices, AxisType.Auto), arrays, CONTRACTED)
-    call, _ = jtk.explain(fused, *sharded, platform="cpu")
-    assert call.operands[:2] == ("f32[64,48]", "f32[48,32]")
+def test_explain_shows_the_kernel_on_each_device(devices, arrays):
     sharded = put(mesh_of(devices, AxisType.Auto), arrays, ROWS_AND_COLUMNS)
     call, _ = jtk.explain(fused, *sharded, platform="cpu")
     assert call.operands == ("f32[32,48]", "f32[48,16]", "f32[16]", "f32[32,16]")
+    sharded = put(mesh_of(devices, AxisType.Auto), arrays, CONTRACTED)
+    (call,) = jtk.explain(fused, *sharded, platform="cpu")
+    assert call.operands == ("f32[64,24]", "f32[24,32]")
+    assert "all-reduce, the epilogue after the sum" in call.partition
 
 
 def test_shard_map(devices, arrays):
@@ -113,3 +130,88 @@ def test_explicit_meshes(devices, arrays):
     assert_close(np.asarray(whole), unfused(*arrays))
     expected = jax.grad(loss(unfused), OPERANDS)(*arrays)
     assert_close(tuple(map(np.asarray, gradients)), expected)
+
+
+# The schemes by which models are trained, against the same program of JAX's.
+
+
+def fused_layers(module, types, hidden, result):
+    """Two layers with a bias and a residual; small integers keep every sum exact."""
+
+    def activation(y, bias):
+        return jnp.maximum(y + bias, 0)
+
+    def layer(x, w, epilogue, operands, spec):
+        out = explicit_part(spec, types, x.ndim) if EXPLICIT in types else None
+        if module is jnp:
+            return epilogue(jnp.matmul(x, w, out_sharding=out), *operands)
+        return jtk.matmul(x, w, epilogue=epilogue, operands=operands, out_sharding=out)
+
+    def f(x, w1, w2, bias):
+        h = layer(x, w1, activation, (bias,), hidden)
+        return layer(h, w2, jnp.add, (x,), result)
+
+    return f
+
+
+@pytest.mark.parametrize("types", MESH_TYPES.values(), ids=MESH_TYPES)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.one_in(8)
+def test_schemes_communicate_no_more_than_jax(rng, scheme, transform, types):
+    x_spec, w1_spec, w2_spec, hidden, result = SCHEMES[scheme]
+    mesh = eight_devices(types)
+    x, w1, w2, bias = (integers(rng, *shape) for shape in ((T, D), (D, F), (F, D), (F,)))
+    if transform == "vmap of gradient":
+        x, x_spec = integers(rng, 3, T, D), P(None, *x_spec)
+    specs = x_spec, w1_spec, w2_spec, P(*w1_spec[1:])
+
+    def program(module):
+        layers = fused_layers(module, types, hidden, result)
+        return transformed(transform, layers)
+
+    with jax.set_mesh(mesh):
+        args = put(mesh, (x, w1, w2, bias), specs)
+        check(mesh, program, args, kernels=False)
+
+
+def test_sum_is_scattered_before_the_epilogue(rng):
+    mesh = eight_devices((AUTO, AUTO))
+    x, w, residual = integers(rng, 16, 32), integers(rng, 32, 64), integers(rng, 16, 64)
+    args = put(mesh, (x, w, residual), (P(None, "m"), P("m"), P("m")))
+
+    def program(module):
+        if module is jnp:
+            return lambda x, w, residual: jnp.maximum(x @ w, residual)
+        return lambda x, w, r: jtk.matmul(x, w, epilogue=jnp.maximum, operands=(r,))
+
+    compiled = check(mesh, program, args, P("m"))
+    assert [c.kind for c in collectives(compiled)] == ["reduce-scatter"]
+
+
+@pytest.mark.parametrize("shape", [(9, 13, 11), (16, 3, 16), (2, 30, 7)])
+@pytest.mark.parametrize(
+    "specs", [(P("m"), P()), (P(None, "m"), P("m")), (P("d", "m"), P("m"))], ids=str
+)
+@pytest.mark.one_in(3)
+def test_sizes_that_do_not_divide(rng, shape, specs):
+    m, k, n = shape
+    mesh = eight_devices((AUTO, AUTO))
+    args = integers(rng, m, k), integers(rng, k, n), integers(rng, n)
+
+    def value(call):
+        def f(x, w, bias):
+            # The padding is garbage, and this makes ones of zeros.
+            x, w = (
+                jax.lax.with_sharding_constraint(1 / (x + 2), NamedSharding(mesh, spec))
+                for x, spec in zip((x, w), specs, strict=True)
+            )
+            return call(x, w, bias).sum()
+
+        return jax.value_and_grad(f, (0, 1, 2))
+
+    found = jax.jit(value(lambda x, w, b: jtk.linear(x, w, b, jnp.tanh)))(*args)
+    expected = jax.jit(value(lambda x, w, b: jnp.tanh(x @ w + b)))(*args)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, expected
+    )

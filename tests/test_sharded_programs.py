@@ -15,71 +15,30 @@ from sharded import (
     AUTO,
     EXPLICIT,
     MESH_TYPES,
+    SCHEMES,
+    SLACK,
+    TRANSFORMS,
+    D,
+    F,
+    T,
     assert_equal_trees,
     bytes_sent,
+    check,
     collectives,
+    compiled_pair,
     custom_calls,
     devices,
     explicit_part,
     integers,
     mesh_of,
     put,
+    transformed,
 )
 
 import jax_tilekern as jtk
 from jax_tilekern.interop import compat, ffi
 
 pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
-
-SLACK = 1.05
-
-
-def compiled_pair(mesh, program, args, out_specs=None):
-    """Compile a program of ours and of JAX's; ``program(jax_numpy or jax_tilekern)``."""
-    compiled = []
-    for module in (jnp, jtk):
-        out = (
-            None
-            if out_specs is None
-            else jax.tree.map(
-                lambda spec: NamedSharding(mesh, spec),
-                out_specs,
-                is_leaf=lambda x: isinstance(x, P),
-            )
-        )
-        compiled.append(jax.jit(program(module), out_shardings=out).lower(*args).compile())
-    return compiled
-
-
-def check(mesh, program, args, out_specs=None, kernels=True):
-    theirs, ours = compiled_pair(mesh, program, args, out_specs)
-    assert_equal_trees(ours(*args), theirs(*args))
-    assert "jax_tilekern_partitioned" not in ours.as_text()
-    assert bytes_sent(ours) <= SLACK * bytes_sent(theirs), (collectives(ours), collectives(theirs))
-    if kernels:
-        assert "jax_tilekern_cpu_" in ours.as_text()
-    for mine, jaxs in zip(
-        jax.tree.leaves(ours.output_shardings),
-        jax.tree.leaves(theirs.output_shardings),
-        strict=True,
-    ):
-        rank = max(len(mine.spec), len(jaxs.spec))
-        assert mine.is_equivalent_to(jaxs, rank), (mine, jaxs)
-    return ours
-
-
-# A network of two layers under the schemes by which models are trained.
-
-T, D, F = 16, 8, 16
-SCHEMES = {  # x, w1, w2, what lies between, and the result
-    "data": (P("d"), P(), P(), P("d"), P("d")),
-    "batch over two axes": (P(("d", "m")), P(), P(), P(("d", "m")), P(("d", "m"))),
-    "fully sharded": (P("d"), P("d"), P("d"), P("d"), P("d")),
-    "tensor": (P(), P(None, "m"), P("m"), P(None, "m"), P()),
-    "data and tensor": (P("d"), P(None, "m"), P("m"), P("d", "m"), P("d")),
-    "fully sharded and tensor": (P("d"), P("d", "m"), P("m", "d"), P("d", "m"), P("d")),
-    "sequence": (P("m"), P(None, "m"), P("m"), P(None, "m"), P("m")),
-}
 
 
 def layers(module, types, hidden, result):
@@ -89,23 +48,6 @@ def layers(module, types, hidden, result):
         return module.matmul(x, w, out_sharding=explicit_part(spec, types, x.ndim))
 
     return lambda x, w1, w2: dot(dot(x, w1, hidden) ** 2, w2, result)
-
-
-def transformed(transform, f):
-    def loss(x, w1, w2):
-        return f(x, w1, w2).sum()
-
-    if transform == "forward":
-        return f
-    if transform == "gradient":
-        return jax.grad(loss, (0, 1, 2))
-    if transform == "vmap of gradient":
-        return lambda xs, w1, w2: jax.vmap(jax.grad(loss, (1, 2)), (0, None, None))(xs, w1, w2)
-    assert transform == "second order"
-    return lambda *args: jax.jvp(jax.grad(loss, (0, 1, 2)), args, args)[1]
-
-
-TRANSFORMS = ("forward", "gradient", "vmap of gradient", "second order")
 
 
 @pytest.mark.parametrize("types", MESH_TYPES.values(), ids=MESH_TYPES)

@@ -30,6 +30,11 @@ def calls() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], Sequence[
             partial(lax.dot_general, dimension_numbers=dims),
             (x, x),
         ),
+        "einsum": (
+            partial(jtk.einsum, "ij,jk->ik"),
+            partial(jnp.einsum, "ij,jk->ik"),
+            (x, x),
+        ),
         "matvec": (jtk.matvec, jnp.matvec, (x, v)),
         "vecmat": (jtk.vecmat, jnp.vecmat, (v, x)),
         "dot": (jtk.dot, jnp.dot, (v, v)),

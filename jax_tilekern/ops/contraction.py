@@ -150,9 +150,10 @@ def _sharding_rule(lhs: Any, rhs: Any, *, contraction: Contraction, **_: Any) ->
     )
 
 
-def _source(
+def source(
     operands: Sequence[Operand], *, contraction: Contraction, **params: Any
 ) -> tuple[Sequence[Operand], Params]:
+    """Return the operands where they lie in memory, and the contraction of those."""
     lhs, rhs = (x.source for x in _labelled(operands, contraction))
     labels = Contraction(lhs.labels, rhs.labels, contraction.out)
     return [Operand(x.value, x.aval) for x in (lhs, rhs)], {**params, "contraction": labels}
@@ -320,7 +321,7 @@ _bind = define(
             "cuda": Planner(functools.partial(_refusal, CUDA), _plan_on_cuda),
         },
         describe=lambda contraction, **_: str(contraction),
-        source=_source,
+        source=source,
         in_float32=lambda **params: {**params, "out_dtype": np.dtype(np.float32)},
         stands_for=_as_dot_general,
     )

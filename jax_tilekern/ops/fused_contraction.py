@@ -26,10 +26,11 @@ from jax_tilekern.epilogue.cuda_text import CudaText, Untranslatable, computed_t
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
-from jax_tilekern.ops.contraction import CUDA, Problem, contract, state_problem
+from jax_tilekern.ops.contraction import CUDA, Problem, contract, source, state_problem
 from jax_tilekern.ops.labelled_operands import common_type, labelled, product_by_lax
 from jax_tilekern.ops.planned_kernel import planned_kernel
-from jax_tilekern.partitioning.rule import Dims, ShardingRule, sizes_of
+from jax_tilekern.partitioning.local_program import FunctionOfSum
+from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
@@ -39,6 +40,7 @@ from jax_tilekern.primitives.operation import (
     Kernel,
     Operand,
     Operation,
+    Params,
     Planner,
     Rewrite,
     define,
@@ -289,34 +291,53 @@ def _batch(
     return results, [0] * len(results)
 
 
-# Partitioning: every device needs the contracted dimensions whole, because an epilogue of partial
-# sums is not a part of the epilogue.
+# Partitioning: where devices have parts of the contracted dimensions, the sum over devices is
+# completed before the epilogue, which is not linear.
 
 
 def _sharding_rule(
     lhs: Any,
     rhs: Any,
-    *operands: Any,
+    *_: Any,
     contraction: Contraction,
     operand_labels: tuple[Labels, ...],
     function: ScalarFunction,
-    **_: Any,
+    **__: Any,
 ) -> ShardingRule:
     c = contraction
-
-    def kept(labels: Labels) -> Dims:
-        return tuple(label if label in c.out else None for label in labels)
-
-    factors = kept(c.lhs), kept(c.rhs)
-    sizes = sizes_of((factors[0], lhs.shape), (factors[1], rhs.shape))
-    contracted = math.prod(lhs.shape[c.lhs.index(x)] for x in c.contracted)
+    sizes = sizes_of((c.lhs, lhs.shape), (c.rhs, rhs.shape))
     return ShardingRule(
-        (*factors, *operand_labels),
+        (c.lhs, c.rhs, *operand_labels),
         (c.out,) * len(function.out_dtypes),
         sizes,
-        flops=2 * math.prod(sizes.values()) * contracted,
+        flops=2 * math.prod(sizes.values()),
         names=c.names,
+        epilogue_from=2,
     )
+
+
+def _source(operands: Sequence[Operand], **params: Any) -> tuple[Sequence[Operand], Params]:
+    factors, params = source(operands[:2], **params)
+    return [*factors, *operands[2:]], params
+
+
+def _function_of_sum(
+    *,
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
+    function: ScalarFunction,
+    precision: Any,
+    accumulator: np.dtype[Any],
+    product: np.dtype[Any],
+) -> FunctionOfSum:
+    def epilogue(total: Array, *operands: Array) -> list[Array]:
+        elementwise = function.over_labels(contraction.out, operand_labels)
+        return elementwise(total.astype(accumulator), *operands)
+
+    term = functools.partial(
+        contract, contraction=contraction, precision=precision, out_dtype=product
+    )
+    return FunctionOfSum(term, product, epilogue)
 
 
 # Lowering.
@@ -415,5 +436,8 @@ _bind = define(
             "cuda": Planner(_refusal, _plan_on_cuda),
         },
         describe=_described,
+        source=_source,
+        in_float32=lambda **params: {**params, "product": np.dtype(np.float32)},
+        function_of_sum=_function_of_sum,
     )
 )

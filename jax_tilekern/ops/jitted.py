@@ -52,9 +52,7 @@ def jitted(*static: str, unless: str | None = None) -> Callable[[Function], Func
 
 
 def _operand(x: Any) -> Any:
-    if isinstance(x, jax.Array | np.ndarray):
-        return x
-    # jax.jit does not call this function.
+    # jax.jit does not call this function. A tracer has None in its place.
     convert = getattr(x, "__jax_array__", None)
     return x if convert is None else convert()
 

@@ -28,6 +28,7 @@ _ROWS_BY_MATRICES = lax.RaggedDotDimensionNumbers(
 )
 
 
+@jitted("precision", "preferred_element_type", "out_sharding", "debug", unless="debug")
 def ragged_dot(
     lhs: ArrayLike,
     rhs: ArrayLike,

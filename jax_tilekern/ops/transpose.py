@@ -92,7 +92,7 @@ def _sharding_rule(x: Any, *, axes: Axes) -> ShardingRule:
 
 def _item_bytes(dtype: Any) -> int | None:
     """Return the size of an item in bytes, or None if kernels cannot move it."""
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
+    if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
         return None
     if dtype.kind in "biufc":
         bits = 8 * int(dtype.itemsize)

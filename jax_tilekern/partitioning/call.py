@@ -30,9 +30,14 @@ from jax_tilekern.inspection.choices import (
 from jax_tilekern.interop import modes
 from jax_tilekern.interop.ffi import PARTITIONED
 from jax_tilekern.partitioning import xla
-from jax_tilekern.partitioning.choice import choose_split
+from jax_tilekern.partitioning.choice import Split, choose_split
 from jax_tilekern.partitioning.digits import common_digits, sharding_of
-from jax_tilekern.partitioning.local_program import axis_names, local_program
+from jax_tilekern.partitioning.local_program import (
+    FunctionOfSum,
+    axis_names,
+    epilogue_program,
+    local_program,
+)
 from jax_tilekern.partitioning.params_text import from_text, to_text
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gpu import NoGpu, current_gpu, planning_beside_collectives
@@ -59,6 +64,9 @@ class PartitionedOperation:
     terms
         ``terms(shard, *results, **params)`` makes of a device's results the terms whose sums over
         devices are the results, where the results of a part are not such terms.
+    function_of_sum
+        ``function_of_sum(**params)`` takes a call with an epilogue apart, for devices that hold
+        parts of the contracted dimensions.
     """
 
     name: str
@@ -67,6 +75,7 @@ class PartitionedOperation:
     localised: Callable[..., Sequence[Any]] | None = None
     in_float32: Callable[..., dict[str, Any]] | None = None
     terms: Callable[..., Sequence[Any]] | None = None
+    function_of_sum: Callable[..., FunctionOfSum] | None = None
 
 
 _operations: dict[str, PartitionedOperation] = {}
@@ -185,31 +194,7 @@ def _answer(
     n = len(operands)
     split = choose_split(rule, radix, digits[:n], digits[n:], nbytes[:n], nbytes[n:])
 
-    widened = (
-        operation.in_float32 is not None
-        and split.has_partial_results
-        and xla.adds_in_float32(content["platform"], results[0].dtype)
-    )
-    local_params = operation.in_float32(**params) if widened else params  # type: ignore[misc]
-
-    def bind(*local: Any) -> Sequence[Any]:
-        return operation.bind(*local, **local_params)
-
-    def localised(shard: Any, *local: Any) -> Sequence[Any]:
-        assert operation.localised is not None
-        return operation.localised(shard, *local, **params)
-
-    def terms(shard: Any, *partial: Any) -> Sequence[Any]:
-        assert operation.terms is not None
-        return operation.terms(shard, *partial, **params)
-
-    program = local_program(
-        split,
-        [x.dtype for x in results],
-        bind,
-        localised if operation.localised else None,
-        terms if operation.terms else None,
-    )
+    program = _program(operation, params, split, [x.dtype for x in results], content["platform"])
     local = [(split.operand_shape(i, x.shape), x.dtype) for i, x in enumerate(operands)]
     axes = list(zip(axis_names(range(len(radix))), radix, strict=True))
     tuned, mode = using_digest(content["tuned"]), modes.entered(content["mode"])
@@ -223,6 +208,50 @@ def _answer(
     taken = [sharding_of(own, radix) for own in split.operand_digits]
     returned = [sharding_of(own, radix) for own in split.result_digits]
     return (module, taken, xla.in_tuple(result_shape, returned)), choices
+
+
+def _program(
+    operation: PartitionedOperation,
+    params: dict[str, Any],
+    split: Split,
+    dtypes: Sequence[np.dtype[Any]],
+    platform: str,
+) -> Callable[..., list[Any]]:
+    """Return the function from one device's operands to its results."""
+
+    def term_params(dtype: np.dtype[Any]) -> dict[str, Any]:
+        """Return the parameters by which a device computes its term of a sum."""
+        if operation.in_float32 is None or not xla.adds_in_float32(platform, dtype):
+            return params
+        return operation.in_float32(**params)
+
+    if not split.has_partial_results:
+        local_params = params
+    elif operation.function_of_sum is not None:
+        whole = operation.function_of_sum(**params)
+        term = operation.function_of_sum(**term_params(whole.dtype))
+        return epilogue_program(split, term.sum, whole.dtype, whole.epilogue)
+    else:
+        local_params = term_params(dtypes[0])
+
+    def bind(*local: Any) -> Sequence[Any]:
+        return operation.bind(*local, **local_params)
+
+    def localised(shard: Any, *local: Any) -> Sequence[Any]:
+        assert operation.localised is not None
+        return operation.localised(shard, *local, **params)
+
+    def terms(shard: Any, *partial: Any) -> Sequence[Any]:
+        assert operation.terms is not None
+        return operation.terms(shard, *partial, **params)
+
+    return local_program(
+        split,
+        dtypes,
+        bind,
+        localised if operation.localised else None,
+        terms if operation.terms else None,
+    )
 
 
 xla.register_partitioner(PARTITIONED, _partition)

@@ -101,6 +101,8 @@ class Split:
         words += ["all-to-all"] if moves else []
         words += ["reduce-scatter"] if any(map(any, self.scattered)) else []
         words += ["all-reduce"] if any(self.summed) else []
+        if self.rule.epilogue_from is not None and self.has_partial_results:
+            words.append("the epilogue after the sum")
         return ", ".join(words)
 
 
@@ -173,10 +175,15 @@ class _Choice:
             if self._can_split(x, a, parts, {*now, *(() if x in reductions else wanted)})
         ]
         for label in able:
+            # An epilogue after a sum reads its operands where the sum is.
+            read = [
+                (dims, current)
+                for i, ((dims, _, _), current) in enumerate(zip(self.operands, now, strict=True))
+                if label not in reductions or i not in self.rule.epilogue_operands
+            ]
             if all(
-                current == label if label in dims else current is None
-                for (dims, _, _), current in zip(self.operands, now, strict=True)
-            ) and (label in self.rule.reductions or sum(x is not None for x in now) > 1):
+                current == label if label in dims else current is None for dims, current in read
+            ) and (label in reductions or sum(x is not None for _, x in read) > 1):
                 return label
         # Redundant computation on several devices may cost less than sending results.
         options: list[int | None] = [*able, None]
@@ -198,12 +205,16 @@ class _Choice:
         base = self.radix[a]
         share = (base - 1) / base
         total = self._work(a) * (1 if label is None else 1 / base)
-        for dims, digits, size in self.operands:
+        for i, (dims, digits, size) in enumerate(self.operands):
             current = label_of(dims, digits, a)
+            if label in self.rule.reductions and i in self.rule.epilogue_operands:
+                continue
             if current is not None and current != label:
                 # The operand is gathered, or moved to another dimension, which sends a part of it.
                 total += self._local(digits, size, a) * share / (base if label in dims else 1)
-        for dims, digits, size in self.results:
+        # An epilogue's results are functions of one sum.
+        one_sum = self.rule.epilogue_from is not None and label in self.rule.reductions
+        for dims, digits, size in self.results[:1] if one_sum else self.results:
             wanted = label_of(dims, digits, a)
             local = size / math.prod(
                 self.radix[b] for b in range(len(self.radix)) if b != a and self._splits_results(b)
@@ -282,8 +293,15 @@ class _Choice:
     # The operands, collectives and results of the local program.
 
     def split(self) -> Split:
-        operand_digits, operand_moves = zip(*map(self._operand, self.operands), strict=True)
+        operands = [self._operand(operand) for operand in self.operands]
         outcomes = [self._result(*result) for result in self.results]
+        if self.rule.epilogue_from is not None and set(self.chosen) & set(self.rule.reductions):
+            # One sum is completed. The epilogue reads its operands, and every result lies, there.
+            outcomes = outcomes[:1] * len(outcomes)
+            digits = dict(zip(self.rule.results[0], outcomes[0][0], strict=True))
+            for i in self.rule.epilogue_operands:
+                operands[i] = tuple(digits[label] for label in self.rule.operands[i]), ()
+        operand_digits, operand_moves = zip(*operands, strict=True)
         result_digits, result_moves, scattered, summed = zip(*outcomes, strict=True)
         return Split(
             self.rule,

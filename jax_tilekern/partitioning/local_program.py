@@ -8,13 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.partitioning.choice import Move, Split
+
+
+class FunctionOfSum(NamedTuple):
+    """A call whose results are an elementwise function of a sum, in its two steps.
+
+    Attributes
+    ----------
+    sum
+        ``sum(*operands)`` returns a device's term of the sum.
+    dtype
+        Type of the sum, to which it is rounded after the devices' terms are added.
+    epilogue
+        ``epilogue(sum, *operands)`` returns the results.
+    """
+
+    sum: Callable[..., Any]
+    dtype: np.dtype[Any]
+    epilogue: Callable[..., Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -78,10 +96,7 @@ def local_program(
     """
 
     def program(*operands: Array) -> list[Array]:
-        local = [
-            _padded_with_zeros(split, i, _moved(split, x, split.operand_moves[i]))
-            for i, x in enumerate(operands)
-        ]
+        local = _local_operands(split, operands)
         if localised is not None:
             local = list(localised(Shard(split), *local))
         results = bind(*local)
@@ -90,6 +105,41 @@ def local_program(
         return [_completed(split, j, x, dtypes[j]) for j, x in enumerate(results)]
 
     return program
+
+
+def epilogue_program(
+    split: Split,
+    term: Callable[..., Array],
+    dtype: np.dtype[Any],
+    epilogue: Callable[..., Sequence[Array]],
+) -> Callable[..., list[Array]]:
+    """Return the same function for results that an epilogue computes from a sum over devices.
+
+    Parameters
+    ----------
+    split
+        The partition of the call.
+    term
+        Computes a device's term of the sum.
+    dtype
+        Type to which the sum is rounded.
+    epilogue
+        ``epilogue(sum, *operands)`` computes the results.
+    """
+
+    def program(*operands: Array) -> list[Array]:
+        local = _local_operands(split, operands)
+        factors, read = local[: split.rule.epilogue_from], local[split.rule.epilogue_from :]
+        return list(epilogue(_completed(split, 0, term(*factors), dtype), *read))
+
+    return program
+
+
+def _local_operands(split: Split, operands: Sequence[Array]) -> list[Array]:
+    return [
+        _padded_with_zeros(split, i, _moved(split, x, split.operand_moves[i]))
+        for i, x in enumerate(operands)
+    ]
 
 
 def _moved(split: Split, x: Array, moves: Sequence[Move]) -> Array:

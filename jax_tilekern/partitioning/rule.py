@@ -35,6 +35,10 @@ class ShardingRule:
     each_result_is_a_sum
         Whether every result is a sum over the labels that it lacks, so that a label of some of the
         results only may be split as well.
+    epilogue_from
+        The first operand of an epilogue: every result is an elementwise function of the sum over
+        the reductions and of the operands from this one on. The results have the same labels.
+        Without it the results are the sums.
     """
 
     operands: tuple[Dims, ...]
@@ -44,6 +48,13 @@ class ShardingRule:
     zero_padding: bool = True
     names: Mapping[int, str] = field(default_factory=dict, hash=False)
     each_result_is_a_sum: bool = False
+    epilogue_from: int | None = None
+
+    @property
+    def epilogue_operands(self) -> range:
+        """Operands of the epilogue, which are read where the sum is."""
+        n = len(self.operands)
+        return range(n if self.epilogue_from is None else self.epilogue_from, n)
 
     @property
     def reductions(self) -> tuple[int, ...]:

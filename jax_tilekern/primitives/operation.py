@@ -28,6 +28,7 @@ from jax_tilekern.interop.compat import ad, mlir
 from jax_tilekern.interop.interception import by_xla
 from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.call import PartitionedOperation, lower_partitioned, register
+from jax_tilekern.partitioning.local_program import FunctionOfSum
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.gpu import planning_beside_collectives
@@ -151,6 +152,9 @@ class Operation:
     terms
         Makes terms of a sum over devices of a device's results; see
         :class:`~jax_tilekern.partitioning.call.PartitionedOperation`.
+    function_of_sum
+        ``function_of_sum(**params)`` takes a call with an epilogue apart; see
+        :class:`~jax_tilekern.partitioning.local_program.FunctionOfSum`.
     stands_for
         ``stands_for(**params)`` gives the primitive of JAX's, and its parameters, as which
         checkpoint policies see the operation. Without it they see the operation itself.
@@ -170,6 +174,7 @@ class Operation:
     source: Callable[..., tuple[Sequence[Operand], Params]] | None = None
     in_float32: Callable[..., Params] | None = None
     terms: Callable[..., Sequence[Any]] | None = None
+    function_of_sum: Callable[..., FunctionOfSum] | None = None
     stands_for: remat.StandsFor | None = None
 
 
@@ -247,6 +252,7 @@ def _register_lowering(
         operation.localised,
         operation.in_float32,
         operation.terms,
+        operation.function_of_sum,
     )
     register(partitioned)
     rules = {

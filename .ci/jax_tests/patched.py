@@ -1,0 +1,11 @@
+"""A pytest plugin: every test runs inside ``jax_tilekern.patch()``."""
+
+import pytest
+
+import jax_tilekern
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    with jax_tilekern.patch():
+        return (yield)
