@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 from jax import lax
+from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import checkify as _checkify
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
@@ -58,6 +59,7 @@ __all__ = [
     "jaxprs_of",
     "lower_per_platform",
     "mlir",
+    "name_p",
     "ragged_dot_general_p",
     "register_batching",
     "register_nan_check",
@@ -107,6 +109,7 @@ apply_primitive: Callable[..., Any] = _dispatch.apply_primitive
 
 # jax.lax exports only the other one.
 dot_general_p = _lax.dot_general_p
+name_p = _ad_checkpoint.name_p
 ragged_dot_general_p = _lax.ragged_dot_general_p
 
 # This makes profiles and HLO name the user's source lines, as for JAX's own functions.

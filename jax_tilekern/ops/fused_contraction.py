@@ -26,7 +26,14 @@ from jax_tilekern.epilogue.cuda_text import CudaText, Untranslatable, computed_t
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
-from jax_tilekern.ops.contraction import CUDA, Problem, contract, source, state_problem
+from jax_tilekern.ops.contraction import (
+    CUDA,
+    Problem,
+    as_dot_general,
+    contract,
+    source,
+    state_problem,
+)
 from jax_tilekern.ops.labelled_operands import common_type, labelled, product_by_lax
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.local_program import FunctionOfSum
@@ -45,6 +52,7 @@ from jax_tilekern.primitives.operation import (
     Rewrite,
     define,
 )
+from jax_tilekern.primitives.remat import Saved
 
 
 def contract_with_epilogue(
@@ -291,6 +299,36 @@ def _batch(
     return results, [0] * len(results)
 
 
+# Checkpoint policies.
+
+
+def _as_dot_general(
+    *, product: np.dtype[Any], **params: Any
+) -> tuple[compat.Primitive, dict[str, Any]]:
+    return as_dot_general(out_dtype=product, **params)
+
+
+def _saved(
+    *,
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
+    function: ScalarFunction,
+    accumulator: np.dtype[Any],
+    **_: Any,
+) -> Saved | None:
+    """Save the pre-activation, which a call that is differentiated stores."""
+    position = function.accumulator_result
+    if position is None:
+        return None
+
+    def others(pre_activation: Array, *operands: Array) -> list[Array]:
+        elementwise = function.over_labels(contraction.out, operand_labels)
+        results = elementwise(pre_activation.astype(accumulator), *operands)
+        return [x for i, x in enumerate(results) if i != position]
+
+    return Saved(position, others, function.names)
+
+
 # Partitioning: where devices have parts of the contracted dimensions, the sum over devices is
 # completed before the epilogue, which is not linear.
 
@@ -436,6 +474,8 @@ _bind = define(
             "cuda": Planner(_refusal, _plan_on_cuda),
         },
         describe=_described,
+        stands_for=_as_dot_general,
+        saved=_saved,
         source=_source,
         in_float32=lambda **params: {**params, "product": np.dtype(np.float32)},
         function_of_sum=_function_of_sum,
