@@ -135,8 +135,8 @@ class Sums {
 
   // Whether sums of a few short rows lie one after the other.
   bool HasSmallMatrices() const {
-    return !along_ && kept_.count > 1 && reduced_.dims.empty() && rows_ <= kSmallMatrixRows &&
-           rows_ * cols_ <= kSmallMatrix;
+    return !along_ && fold_ == 1 && kept_.count > 1 && reduced_.dims.empty() &&
+           rows_ <= kSmallMatrixRows && rows_ * cols_ <= kSmallMatrix;
   }
 
   void RunMatrices(const Workers& workers) const {
