@@ -50,7 +50,7 @@ def losses(name, way, optimizer="adam"):
 
 
 @pytest.mark.parametrize(("name", "way"), WAYS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_fifty_steps_have_the_same_losses(name, way):
     pytest.importorskip(PACKAGES.get(name, "flax"))
     found = losses(name, way)
@@ -93,6 +93,7 @@ def arguments(name, hook, optimizer="adam"):
     ("name", "way", "optimizer"),
     [*((*way, "adam") for way in WAYS), *((*way, "muon") for way in WAYS if "flax.linen" in way)],
 )
+@pytest.mark.one_in(2)
 def test_every_product_of_a_step_is_named(name, way, optimizer):
     pytest.importorskip(PACKAGES.get(name, "flax"))
     expected = traced(*arguments(name, False, optimizer))[1]
