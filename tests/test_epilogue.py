@@ -214,7 +214,7 @@ def assert_same_function(found, expected, rtol):
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16])
 @pytest.mark.parametrize("name", UNARY)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(3)
 def test_functions_of_one_float(name, dtype):
     function = getattr(lax, name)
     found, expected = at_every_pair(lambda x, y: function(x), SPECIAL, dtype, np.float32)
@@ -241,7 +241,7 @@ def test_functions_whose_results_have_16_bits(function, result):
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("name", BINARY)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(2)
 def test_functions_of_two_floats(name, dtype):
     if (name, dtype) == ("nextafter", BF16):
         pytest.skip("lax has none")
@@ -251,7 +251,7 @@ def test_functions_of_two_floats(name, dtype):
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int8, np.uint8, np.uint32, np.int16])
 @pytest.mark.parametrize("name", [*INTEGER_UNARY, *INTEGER_BINARY])
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(5)
 def test_functions_of_integers(name, dtype):
     if name == "abs" and np.dtype(dtype).kind == "u":
         pytest.skip("lax has none")
