@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Keep modules and collected tests out of the garbage collector's passes, which they lengthen."""
+    """Keep what is imported and collected out of every pass of the garbage collector."""
     gc.collect()
     gc.freeze()
 
