@@ -1,6 +1,7 @@
 """The suite runs on whatever backend JAX has; sharded tests use eight devices of the CPU."""
 
 import datetime
+import gc
 import json
 import os
 from pathlib import Path
@@ -64,6 +65,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if not is_selected(item):
             item.add_marker("thorough")
+
+
+def pytest_collection_finish():
+    """Keep what is imported and collected out of every pass of the garbage collector."""
+    gc.collect()
+    gc.freeze()
 
 
 _deselected = pytest.StashKey[int]()

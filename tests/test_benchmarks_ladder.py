@@ -396,6 +396,7 @@ def test_memory_that_does_not_suffice_fails_the_rungs(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["dot", "matmul", "matvec"])
+@pytest.mark.one_in(3)
 def test_sums_are_checked_on_whole_numbers_whose_sums_are_exact(name):
     size = {"dot": "100000", "matmul": "3x4x1000", "matvec": "40x1000"}[name]
     for problem in ladder(name).parse(size):

@@ -124,6 +124,7 @@ def run(*arguments, operation="add"):
 
 
 @pytest.mark.skipif(on_gpu(), reason="measures on a CPU")
+@pytest.mark.thorough
 def test_a_sample_is_measured_and_continued(tmp_path, capsys):
     path = tmp_path / "sample.json"
     assert run("--sample", "3", "--part", "0/2", "--json", str(path)) == 0

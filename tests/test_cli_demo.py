@@ -47,6 +47,7 @@ def test_a_network_that_learned_nothing_fails(capsys):
     assert "FAILED: test accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_coarser_products_are_told_apart():
     """Products rounded to bfloat16 are farther from float32 than rounding accounts for."""
 

@@ -109,6 +109,7 @@ def assert_groups_product(out, lhs, rhs, bounds):
     "types", TYPES, ids=lambda types: "-".join(np.dtype(t).name for t in types)
 )
 @pytest.mark.parametrize(("lhs_major", "rhs_major"), [("mk", "kn"), ("km", "nk")])
+@pytest.mark.one_in(3)
 def test_every_group_is_its_own_product(rng, types, lhs_major, rhs_major):
     lhs_type, rhs_type, out_type = types
     bounds = bounds_of(ROWS, before=3)

@@ -99,6 +99,7 @@ def _features(arch, kernel, instance):
 
 
 @pytest.mark.parametrize(("arch", "kernel", "instance"), covering(_cases(), _features))
+@pytest.mark.one_in(2)
 def test_compiles_to_what_the_plan_assumes(arch, kernel, instance):
     compiled = compile_kernels(kernel, arch=arch)
     entry = compiled.entry(kernel.name)
@@ -179,6 +180,7 @@ def _wgmma_features(instance):
 
 
 @pytest.mark.parametrize("instance", covering(_wgmma_cases(), _wgmma_features))
+@pytest.mark.one_in(2)
 def test_compiles_to_warpgroup_products_that_run_in_the_background(instance):
     kernel = instance.kernel
     compiled = compile_kernels(kernel, arch="sm_90a")

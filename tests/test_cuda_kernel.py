@@ -389,6 +389,7 @@ def with_axis(rng, shape, axis, size):
 
 @pytest.mark.parametrize("batch_axis", [None, "y"])
 @pytest.mark.parametrize("axes", AXES)
+@pytest.mark.one_in(3)
 def test_vmap_over_each_input_and_axis(rng, axes, batch_axis):
     kernel = scale_columns(batch_axis)
     for size in (1, 5):
@@ -402,7 +403,7 @@ def test_vmap_over_each_input_and_axis(rng, axes, batch_axis):
     ("outer", "inner"),
     list(itertools.product([(0, None), (None, 0), (0, 0), (2, 1)], [(0, None), (None, 0), (1, 1)])),
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_nested_vmap(rng, outer, inner, batch_axis):
     kernel = scale_columns(batch_axis)
 
@@ -667,6 +668,7 @@ def test_vjp(rng):
 
 
 @pytest.mark.parametrize("axes", AXES)
+@pytest.mark.one_in(3)
 def test_vmap_of_grad_and_grad_of_vmap(rng, axes):
     kernel = product()
     x, y = with_axis(rng, (3, 4), axes[0], 5), with_axis(rng, (4,), axes[1], 5)
@@ -1430,6 +1432,7 @@ def narrow(dtype, **changes):
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", [BF16, np.float16])
+@pytest.mark.one_in(3)
 def test_views_and_conversions_compile(arch, dtype, debug):
     for report in (
         widen(dtype, debug=debug).report(struct((3, 5), dtype), gpu=arch),

@@ -61,6 +61,7 @@ def test_every_header_of_the_guide_is_looked_at():
 
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize(("header", "least"), HEADERS)
+@pytest.mark.one_in(2)
 def test_headers_of_the_guide_compile_alone(header, least, debug):
     source = f"#include <{header}>\n__global__ void nothing() {{}}\n"
     options = ("-DTILEKERN_DEBUG",) if debug else ()

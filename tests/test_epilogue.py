@@ -56,7 +56,7 @@ def test_every_shape_that_broadcasts(rng, shape):
 @pytest.mark.parametrize("a_batch", [(), (3,), (2, 1)])
 @pytest.mark.parametrize("b_batch", [(), (3,), (2, 3)])
 @pytest.mark.parametrize("x_shape", [(50,), (3, 1, 1), (3, 70, 50)])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_batches(rng, a_batch, b_batch, x_shape):
     batch = np.broadcast_shapes(a_batch, b_batch)
     if len(x_shape) > len(batch) + 2 or (len(x_shape) == 3 and batch[-1:] != (3,)):
@@ -241,6 +241,7 @@ def test_functions_whose_results_have_16_bits(function, result):
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 @pytest.mark.parametrize("name", BINARY)
+@pytest.mark.one_in(2)
 def test_functions_of_two_floats(name, dtype):
     if (name, dtype) == ("nextafter", BF16):
         pytest.skip("lax has none")
@@ -264,6 +265,7 @@ def test_functions_of_integers(name, dtype):
 
 @pytest.mark.parametrize("target", [np.int32, np.int8, np.uint8, np.int16, np.bool_, BF16])
 @pytest.mark.parametrize("source", [np.float32, np.int32, np.uint8, BF16, np.bool_])
+@pytest.mark.one_in(3)
 def test_conversions(target, source):
     values = [0, 1, -1, 2.5, -2.5, 127.4, 128, -129, 255.9, 256, 1e9, 3e9, -3e9, 1e20]
     if source in (np.float32, BF16):

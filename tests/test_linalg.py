@@ -46,7 +46,7 @@ def kernels(function, *args):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_inverses(rng, x64, n, dtype):
     a = random(rng, (COUNT, n, n), dtype)
     x = linalg.inv(a)
@@ -60,7 +60,7 @@ def test_inverses(rng, x64, n, dtype):
 @pytest.mark.parametrize("columns", [None, 1, 3, 8, 13])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 17, 32, 64])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 def test_residuals_of_solutions_are_small(rng, x64, n, dtype, columns):
     """Whatever the condition number: backward stability."""
     a = random(rng, (COUNT, n, n), dtype)
@@ -86,7 +86,7 @@ def test_residuals_of_solutions_are_small(rng, x64, n, dtype, columns):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_lu(rng, x64, n, dtype):
     a = random(rng, (3, COUNT, n, n), dtype)
     p, lower, upper = linalg.lu(a)
@@ -124,7 +124,7 @@ def test_of_equal_pivots_the_first_is_taken(rng):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_cholesky(rng, x64, n, dtype):
     a = definite(rng, (COUNT, n, n), dtype)
     factor = linalg.cholesky(a)
@@ -158,6 +158,7 @@ def test_what_is_not_definite_has_a_triangle_of_nan(rng, n):
 
 
 @pytest.mark.parametrize("n", [2, 3, 7, 20])
+@pytest.mark.one_in(2)
 def test_determinants(rng, n):
     a = random(rng, (COUNT, n, n), np.float32)
     exact = np.linalg.det(np.asarray(a, np.float64))
@@ -182,7 +183,7 @@ def test_determinants(rng, n):
 @pytest.mark.parametrize("lower", [False, True])
 @pytest.mark.parametrize("left_side", [False, True])
 @pytest.mark.parametrize(("n", "m"), [(3, 5), (16, 1), (33, 9)])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_triangular_solve(rng, n, m, left_side, lower, transpose_a, unit_diagonal):
     flags = {"left_side": left_side, "lower": lower, "transpose_a": transpose_a}
     flags["unit_diagonal"] = unit_diagonal
@@ -209,7 +210,7 @@ def test_triangular_solve(rng, n, m, left_side, lower, transpose_a, unit_diagona
 @pytest.mark.parametrize(
     "shapes", [((5, 4, 4), (4,)), ((4, 4), (5, 4, 3)), ((2, 1, 4, 4), (5, 4, 3))]
 )
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_solve_triangular_broadcasts(rng, shapes, trans):
     a, b = (random(rng, shape, np.float32) for shape in shapes)
     a = a + 4 * jnp.eye(4)
@@ -229,6 +230,7 @@ def test_solve_triangular_broadcasts(rng, shapes, trans):
         ((3, 1, 4, 4), (5, 4, 2)), ((0, 4, 4), (4, 2)), ((4, 4), (4, 0)), ((5, 0, 0), (5, 0, 2)),
     ],
 )  # fmt: skip
+@pytest.mark.one_in(2)
 def test_solve_broadcasts(rng, shapes):
     a, b = (random(rng, shape, np.float32) for shape in shapes)
     a = a + 4 * jnp.eye(a.shape[-1])
@@ -260,6 +262,7 @@ def test_singular_matrices_have_no_finite_inverse():
 
 @pytest.mark.parametrize("n", [3, 8, 33])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.one_in(2)
 def test_what_is_not_finite_stays_in_its_own_matrix(rng, n, value):
     a = definite(rng, (COUNT, n, n), np.float32)
     bad = a.at[5, n - 1, 0].set(value).at[5, 0, n - 1].set(value)
@@ -282,7 +285,7 @@ def test_what_is_not_finite_stays_in_its_own_matrix(rng, n, value):
 
 
 @pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None), (2, 1), (None, 1), (1, None)])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_vmap_of_solve_is_one_call(rng, axes):
     shapes = [[6, 6], [6, 2]]
     for shape, axis in zip(shapes, axes, strict=True):
@@ -305,6 +308,7 @@ def test_vmap_of_solve_is_one_call(rng, axes):
 
 @pytest.mark.parametrize("left_side", [False, True])
 @pytest.mark.parametrize("axes", [(0, 0), (None, 0), (None, 2), (1, None)])
+@pytest.mark.one_in(2)
 def test_vmap_of_triangular_solve(rng, axes, left_side):
     shapes = [[4, 4], [4, 3] if left_side else [3, 4]]
     for shape, axis in zip(shapes, axes, strict=True):
@@ -345,7 +349,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# These have the rules of the triangular solutions of "left" or of "cholesky".
+VARIANTS = ("lower", "transposed", "unit")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.thorough if name in VARIANTS else ()) for name in CASES],
+)
 def test_derivatives(rng, name):
     function, operands = CASES[name]
     # Diagonally dominant, so that no pivot changes with the step of a difference.

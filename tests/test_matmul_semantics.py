@@ -34,6 +34,7 @@ def same(ours, theirs, *args):
     ((1, 3, 4), (1, 4, 5)), ((3, 4), (2, 4, 5)), ((2, 3, 4), (4,)), ((4,), (2, 4, 5)),
     ((6, 1, 3, 4), (1, 7, 4, 5)), ((6, 7, 3, 4), (1, 4, 5)), ((2, 1, 3, 4), (2, 1, 4, 5)),
 ])  # fmt: skip
+@pytest.mark.one_in(2)
 def test_matmul_broadcasts_as_jnp(rng, shapes):
     a, b = (random(rng, shape, np.float32) for shape in shapes)
     same(jtk.matmul, jnp.matmul, a, b)

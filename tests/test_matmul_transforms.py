@@ -43,6 +43,7 @@ def loss(dot_general, dimension_numbers):
 
 @pytest.mark.parametrize("dimension_numbers", DIMENSION_NUMBERS)
 class TestEveryContraction:
+    @pytest.mark.one_in(2)
     def test_derivatives(self, cubes, dimension_numbers):
         check_derivatives(lambda a, b: ours(a, b, dimension_numbers), cubes)
 
@@ -65,7 +66,7 @@ class TestEveryContraction:
             )
 
     @pytest.mark.parametrize("axes", AXES)
-    @pytest.mark.one_in(4)
+    @pytest.mark.one_in(8)
     def test_vmap(self, rng, cubes, dimension_numbers, axes):
         """Over each operand and axis, with more than one element mapped, and its gradient."""
         a, b = (
@@ -95,6 +96,7 @@ class TestEveryContraction:
             else:
                 assert_equal(expected, out)
 
+    @pytest.mark.one_in(3)
     def test_second_order(self, cubes, dimension_numbers):
         def curvature(f):
             first = jax.grad(loss(f, dimension_numbers), (0, 1))

@@ -360,6 +360,7 @@ def test_nothing_leaks_out_of_or_into_a_higher_order_function(name):
 
 
 @pytest.mark.parametrize("name", BODIES)
+@pytest.mark.one_in(4)
 def test_gradients(name):
     def loss(x):
         return (BODIES[name](body, x) ** 2).sum()

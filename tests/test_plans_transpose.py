@@ -254,7 +254,7 @@ LAUNCHED = [
     ("arch", "itemsize"),
     [*(("sm_90a", size) for size in (1, 2, 4, 8, 16)), ("sm_80", 1), ("sm_80", 4), ("sm_120", 2)],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_compiles_without_spills(arch, itemsize):
     gpu = known_gpu(arch)
     every = []

@@ -109,6 +109,7 @@ def test_second_order(layer):
     ((None, None, 0), 0), ((1, 2, None), 1), ((2, None, 1), 0), ((None, 0, 0), 0),
     ((1, 3, 1), 2),
 ])  # fmt: skip
+@pytest.mark.one_in(3)
 def test_vmap(rng, axes, out_axis):
     """Over every subset of the operands, and the gradients of it and of its sum."""
     x, w = (
@@ -130,6 +131,7 @@ def test_vmap(rng, axes, out_axis):
 
 
 @pytest.mark.parametrize("axes", [(None, None, None, 0), (0, None, 0, 0), (None, 0, None, 0)])
+@pytest.mark.one_in(3)
 def test_vmap_over_offsets(rng, axes):
     """The shards of one device after another."""
     x, w = random(rng, (30, 6), np.float32), random(rng, (2, 6, 5), np.float32)
@@ -335,7 +337,7 @@ def test_nothing_but_kernels_touches_the_operands(program):
 
 @pytest.mark.parametrize("gpu", ["sm_80", "sm_90a", "sm_120"])
 @pytest.mark.parametrize("program", range(len(PROGRAMS)))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_gpus_have_kernels_that_read_operands_where_they_lie(gpu, program):
     function, args, products = PROGRAMS[program]
     with jtk.gpu_target(gpu):

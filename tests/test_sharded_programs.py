@@ -53,7 +53,7 @@ def layers(module, types, hidden, result):
 @pytest.mark.parametrize("types", MESH_TYPES.values(), ids=MESH_TYPES)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 def test_schemes(rng, scheme, transform, types):
     x_spec, w1_spec, w2_spec, hidden, result = SCHEMES[scheme]
     mesh = mesh_of(types)

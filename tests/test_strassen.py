@@ -33,7 +33,7 @@ def bound(a, b, levels, dtype):
 @pytest.mark.parametrize("levels", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, BF16, np.float16])
 @pytest.mark.parametrize("sizes", [(64, 48, 80), (33, 17, 65), (1, 5, 3)])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_values(rng, x64, sizes, dtype, levels):
     m, n, k = sizes
     a, b = random(rng, (m, k), dtype), random(rng, (k, n), dtype)
@@ -46,6 +46,7 @@ def test_values(rng, x64, sizes, dtype, levels):
 
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint8])
+@pytest.mark.one_in(3)
 def test_integers_are_exact(rng, levels, dtype):
     a, b = random(rng, (37, 50), dtype), random(rng, (50, 41), dtype)
     product = jtk.strassen_matmul(a, b, levels=levels)
@@ -78,6 +79,7 @@ def test_the_algorithm_has_seven_products():
 @pytest.mark.parametrize(
     "shapes", [((3, 6, 5), (3, 5, 4)), ((6, 5), (3, 5, 4)), ((2, 1, 4, 4), (3, 4, 4))]
 )
+@pytest.mark.one_in(2)
 def test_batches_broadcast(rng, shapes):
     a, b = (random(rng, shape, np.float32) for shape in shapes)
     product = jtk.strassen_matmul(a, b, precision=HIGHEST)

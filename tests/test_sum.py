@@ -74,7 +74,7 @@ def assert_sum(out, x, axis):
 
 @pytest.mark.parametrize(("shape", "axis"), CASES)
 @pytest.mark.parametrize("dtype", [*FLOATS, np.int8, np.int32, np.complex64])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_values(rng, x64, shape, axis, dtype):
     x = random(rng, shape, dtype)
     out = jax.jit(functools.partial(jtk.sum, axis=axis))(x)
@@ -94,7 +94,7 @@ def test_other_types(rng, x64, dtype):
 @pytest.mark.parametrize("x64_enabled", [False, True])
 @pytest.mark.parametrize("keepdims", [False, True])
 @pytest.mark.parametrize("axis", [None, 0, -1, (0, 2), ()])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 def test_types_and_shapes_are_jaxs(axis, keepdims, x64_enabled):
     with jax.enable_x64(x64_enabled):
         types = (np.float32, BF16, np.int8, np.uint16, np.int32, np.bool_, np.complex64)
@@ -164,7 +164,7 @@ def test_the_signature_is_jaxs():
 
 @pytest.mark.parametrize("dtype", [*FLOATS, np.int8, np.complex64, np.bool_])
 @pytest.mark.parametrize(("shape", "axis"), [((37, 129), 1), ((7, 5, 3), (0, 2)), ((0, 3), 0)])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_where_initial_and_promotion(rng, x64, shape, axis, dtype):
     x = jnp.asarray(rng.random(shape) < 0.5) if dtype == np.bool_ else random(rng, shape, dtype)
     where = jnp.asarray(rng.random(shape[1:]) < 0.5)
@@ -257,7 +257,7 @@ AXES = [None, 0, 1, 2, (0, 2), (1, 2), ()]
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("keepdims", [False, True])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_derivatives(rng, axis, keepdims):
     x, tangent = whole(rng, 3, 4, 5), whole(rng, 3, 4, 5)
     ours, theirs = (functools.partial(f, axis=axis, keepdims=keepdims) for f in (jtk.sum, jnp.sum))
@@ -275,7 +275,7 @@ def test_derivatives(rng, axis, keepdims):
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("mapped", [0, 1, 2, 3, -1])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 def test_vmap(rng, axis, mapped):
     x = whole(rng, 3, 4, 5, 6)
 
@@ -366,6 +366,7 @@ def test_explicit_meshes(rng):
 
 @pytest.mark.parametrize("mapped", [0, 1, 2])
 @pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.one_in(2)
 def test_vmap_moves_nothing(mapped, axis):
     x = jax.ShapeDtypeStruct((20, 30, 80), np.float32)
     # Where the mapped axis is by itself: elsewhere the result would be transposed.
@@ -449,7 +450,7 @@ def test_narrow_floats_are_summed_to_float32_where_they_lie(rng, kind):
         ((33, 2, 131), (1,)),
     ],
 )
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 def test_short_rows_and_few_rows(rng, kind, shape, axes):
     with jax.enable_x64(kind == np.float64):
         x = whole(rng, *shape).astype(kind)

@@ -241,19 +241,11 @@ def state_problem(
     )
 
 
-def _plan_on_cuda(
-    operands: Sequence[Operand], _: Any, **params: Any
-) -> Kernel | Rewrite | Fallback:
-    problem = state_problem(CUDA, operands, **params)
-    if not isinstance(problem, Problem):
-        return problem
+def _cuda_kernel(problem: Problem) -> Kernel | Fallback:
     return planned_kernel(problem.operands, plan_matmul, problem.product)
 
 
-def _plan_on_cpu(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel | Rewrite | Fallback:
-    problem = state_problem(_CPU, operands, **params)
-    if not isinstance(problem, Problem):
-        return problem
+def _cpu_kernel(problem: Problem) -> Kernel | Fallback:
     product = problem.product
     geometry, arithmetic = product.geometry, product.arithmetic
     few = min(geometry.m, geometry.n) < 8
@@ -318,8 +310,12 @@ _bind = define(
         batch=_batch,
         sharding_rule=_sharding_rule,
         planners={
-            "cpu": Planner(functools.partial(_refusal, _CPU), _plan_on_cpu),
-            "cuda": Planner(functools.partial(_refusal, CUDA), _plan_on_cuda),
+            name: Planner.in_two_steps(
+                functools.partial(_refusal, platform),
+                functools.partial(state_problem, platform),
+                emit,
+            )
+            for name, platform, emit in (("cpu", _CPU, _cpu_kernel), ("cuda", CUDA, _cuda_kernel))
         },
         describe=lambda contraction, **_: str(contraction),
         source=source,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -64,8 +65,7 @@ def linear(
     >>> jax.grad(lambda w: jtk.linear(x, w, b, jax.nn.gelu).sum())(w).shape
     (128, 32)
     """
-    operands = () if b is None else (b,)
-    epilogue = activation if b is None else _after_bias(activation)
+    epilogue, operands = (activation, ()) if b is None else (_after_bias(activation), (b,))
     return matmul(
         x,
         w,
@@ -93,14 +93,12 @@ def gated_linear(
 
     Parameters
     ----------
-    x
-        Array of shape ``(..., k)``.
+    x, precision, preferred_element_type
+        As in :func:`linear`.
     w_gate, w_up
         Arrays of shape ``(k, n)``.
     activation
         A function of scalars: ``jax.nn.silu`` makes a SwiGLU, ``jax.nn.gelu`` a GEGLU.
-    precision, preferred_element_type
-        As in :func:`matmul`.
 
     Returns
     -------
@@ -109,10 +107,8 @@ def gated_linear(
 
     Raises
     ------
-    ValueError
-        If shapes do not fit.
-    TypeError
-        If an operand is not an array, or the activation is not a function of scalars.
+    ValueError, TypeError
+        As in :func:`linear`.
 
     Examples
     --------
@@ -122,12 +118,10 @@ def gated_linear(
     >>> jtk.gated_linear(x, w, w).shape
     (64, 32)
     """
-    types: dict[str, Any] = {
-        "precision": precision,
-        "preferred_element_type": preferred_element_type,
-    }
-    up = matmul(x, w_up, **types)
-    return matmul(x, w_gate, epilogue=_times(activation), operands=(up,), **types)
+    product = functools.partial(
+        matmul, x, precision=precision, preferred_element_type=preferred_element_type
+    )
+    return product(w_gate, epilogue=_times(activation), operands=(product(w_up),))
 
 
 # A function is traced once for each object, so equal layers share one.
@@ -135,21 +129,16 @@ def gated_linear(
 
 @functools.lru_cache(maxsize=256)
 def _after_bias(activation: Activation | None) -> Callable[[Any, Any], Any]:
-    def biased(y: Any, bias: Any) -> Any:
-        return y + bias if activation is None else activation(y + bias)
-
-    return _named(biased, activation, "bias")
+    if activation is None:
+        return operator.add
+    return _named("bias", activation, lambda y, bias: activation(y + bias))
 
 
 @functools.lru_cache(maxsize=256)
 def _times(activation: Activation) -> Callable[[Any, Any], Any]:
-    def gated(y: Any, up: Any) -> Any:
-        return activation(y) * up
-
-    return _named(gated, activation, "gate")
+    return _named("gate", activation, lambda y, up: activation(y) * up)
 
 
-def _named(function: Callable[..., Any], activation: Any, what: str) -> Callable[..., Any]:
-    name = getattr(activation, "__name__", "") if activation is not None else ""
-    function.__name__ = f"{what}_{name}" if name else what
+def _named(what: str, activation: Activation, function: Callable[..., Any]) -> Callable[..., Any]:
+    function.__name__ = f"{what}_{getattr(activation, '__name__', '')}".rstrip("_")
     return function

@@ -370,19 +370,11 @@ def _problem(
     )
 
 
-def _plan_on_cuda(
-    operands: Sequence[Operand], _: Any, **params: Any
-) -> Kernel | Rewrite | Fallback:
-    problem = _problem(_CUDA, operands, **params)
-    if not isinstance(problem, _Problem):
-        return problem
+def _cuda_kernel(problem: _Problem) -> Kernel | Fallback:
     return planned_kernel(problem.operands, plan_grouped_gemm, problem.product)
 
 
-def _plan_on_cpu(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel | Rewrite | Fallback:
-    problem = _problem(_CPU, operands, **params)
-    if not isinstance(problem, _Problem):
-        return problem
+def _cpu_kernel(problem: _Problem) -> Kernel:
     geometry, arithmetic = problem.product.geometry, problem.product.arithmetic
     attributes: dict[str, int | tuple[int, ...]] = {
         **cpu_attributes(geometry.product),
@@ -481,8 +473,10 @@ _bind = define(
         batch=_batch,
         sharding_rule=_sharding_rule,
         planners={
-            "cpu": Planner(functools.partial(_refusal, _CPU), _plan_on_cpu),
-            "cuda": Planner(functools.partial(_refusal, _CUDA), _plan_on_cuda),
+            name: Planner.in_two_steps(
+                functools.partial(_refusal, platform), functools.partial(_problem, platform), emit
+            )
+            for name, platform, emit in (("cpu", _CPU, _cpu_kernel), ("cuda", _CUDA, _cuda_kernel))
         },
         describe=lambda contraction, **_: str(contraction),
         localised=_localised,

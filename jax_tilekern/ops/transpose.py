@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,28 +109,28 @@ def _refusal(x: Any, *, axes: Axes) -> Fallback | None:
     return None
 
 
-def _permutation(aval: Any, axes: Axes) -> Permutation | Fallback:
-    itemsize = _item_bytes(aval.dtype)
+class _Problem(NamedTuple):
+    permutation: Permutation
+    # The MLIR value of the array.
+    operand: Any
+
+
+def _problem(operands: Sequence[Operand], *, axes: Axes) -> _Problem | Fallback:
+    (x,) = operands
+    itemsize = _item_bytes(x.aval.dtype)
     assert itemsize is not None
-    permutation = Permutation.reduced(aval.shape, axes, itemsize)
+    permutation = Permutation.reduced(x.aval.shape, axes, itemsize)
     if len(permutation.sizes) < 2:
         return Fallback("memory stays as it is, and a change of shape is free")
-    return permutation
+    return _Problem(permutation, x.value)
 
 
-def _cuda(operands: Sequence[Operand], _: Any, *, axes: Axes) -> Kernel | Fallback:
-    (x,) = operands
-    permutation = _permutation(x.aval, axes)
-    if isinstance(permutation, Fallback):
-        return permutation
-    return planned_kernel((x.value,), plan_transpose, permutation)
+def _cuda_kernel(problem: _Problem) -> Kernel | Fallback:
+    return planned_kernel((problem.operand,), plan_transpose, problem.permutation)
 
 
-def _cpu(operands: Sequence[Operand], _: Any, *, axes: Axes) -> Kernel | Fallback:
-    (x,) = operands
-    permutation = _permutation(x.aval, axes)
-    if isinstance(permutation, Fallback):
-        return permutation
+def _cpu_kernel(problem: _Problem) -> Kernel | Fallback:
+    permutation = problem.permutation
     if reason := transpose_left_to_xla(permutation):
         return Fallback(reason)
     sizes, order = tuple(permutation.sizes), tuple(permutation.order)
@@ -138,7 +138,7 @@ def _cpu(operands: Sequence[Operand], _: Any, *, axes: Axes) -> Kernel | Fallbac
         "cpu_transpose",
         f"sizes {sizes} in order {order}",
         ffi.CpuCall(ffi.CPU_TRANSPOSE, {"sizes": sizes, "permutation": order}),
-        (x.value,),
+        (problem.operand,),
     )
 
 
@@ -149,7 +149,10 @@ _bind = define(
         transposes={0: _cotangent},
         batch=_batch,
         sharding_rule=_sharding_rule,
-        planners={"cpu": Planner(_refusal, _cpu), "cuda": Planner(_refusal, _cuda)},
+        planners={
+            "cpu": Planner.in_two_steps(_refusal, _problem, _cpu_kernel),
+            "cuda": Planner.in_two_steps(_refusal, _problem, _cuda_kernel),
+        },
         describe=lambda axes: f"transpose {axes}",
     )
 )

@@ -20,7 +20,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jax_tilekern.inspection.choices import listed_once, record_choice
 from jax_tilekern.interop import compat, ffi, modes
@@ -84,6 +84,9 @@ class Fallback:
     reason: str
 
 
+Problem = TypeVar("Problem")
+
+
 class Planner(NamedTuple):
     """How a platform computes an operation.
 
@@ -100,6 +103,25 @@ class Planner(NamedTuple):
 
     refusal: Callable[..., Fallback | None]
     plan: Callable[..., Kernel | Rewrite | Fallback]
+
+    @classmethod
+    def in_two_steps(
+        cls,
+        refusal: Callable[..., Fallback | None],
+        state: Callable[..., Problem | Rewrite | Fallback],
+        emit: Callable[[Problem], Kernel | Fallback],
+    ) -> Planner:
+        """Return a planner that states a problem, unless that has an answer, and emits its kernel.
+
+        ``state(operands, **params)`` is usually one function for all platforms, ``emit(problem)``
+        a function of each.
+        """
+
+        def plan(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel | Rewrite | Fallback:
+            problem = state(operands, **params)
+            return problem if isinstance(problem, Rewrite | Fallback) else emit(problem)
+
+        return cls(refusal, plan)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,52 @@
+"""Files that the pages name exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "tests").glob("*.md"),
+    *(ROOT / "benchmarks").glob("*.md"),
+]
+_NAMED = re.compile(r"`((?:\w[\w-]*/)*[\w-]+\.(?:py|cuh|cu|h|cc|inc|md|toml|yml))`")
+_FOLDERS = ("jax_tilekern", "ffi", "benchmarks", "docs", "examples", "tests")
+
+# What is named as a file and is none of the repository's.
+NO_FILES = {
+    "atom.inc": "an instruction of PTX",
+    "ops/x.py": "the operation that a guide adds",
+    "plans/x.py": "the operation that a guide adds",
+    "ffi/cuda/x.cuh": "the operation that a guide adds",
+    "ffi/cpu/x.cc": "the operation that a guide adds",
+}
+
+
+def files():
+    """The paths of the repository's files, with each of their ends."""
+    found = [*ROOT.glob("*.*"), *(x for folder in _FOLDERS for x in (ROOT / folder).rglob("*.*"))]
+    return {
+        "/".join(parts[start:])
+        for parts in (path.relative_to(ROOT).parts for path in found)
+        for start in range(len(parts))
+    }
+
+
+@pytest.fixture(scope="module")
+def known():
+    return files()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page, known):
+    named = set(_NAMED.findall(page.read_text()))
+    assert sorted(named - known - NO_FILES.keys()) == []
+
+
+def test_a_file_that_does_not_exist_is_found(known):
+    (named,) = _NAMED.findall("as in `plans/no_such_file.py`")
+    assert named not in known
+    assert "ops/contraction.py" in known
