@@ -11,6 +11,7 @@ from jax import checkpoint_policies
 
 from jax_tilekern import linalg, out_of_core, tuning
 from jax_tilekern.compilation.nvrtc import CompileError
+from jax_tilekern.fusion.fuse import fuse
 from jax_tilekern.inspection.cost import cost_analysis
 from jax_tilekern.inspection.explain import Explanation, explain
 from jax_tilekern.inspection.kernel_report import KernelReport
@@ -54,6 +55,7 @@ __all__ = [
     "dot_general",
     "einsum",
     "explain",
+    "fuse",
     "gated_linear",
     "gpu_target",
     "inner",

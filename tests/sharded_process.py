@@ -39,11 +39,19 @@ def loss(a, b):
     return (jtk.matmul(a, b) ** 2).sum()
 
 
+def layer(a, b, bias):
+    return jtk.linear(a, b, bias, jax.nn.relu)
+
+
 def programs():
     """Name, function and arguments of each program, with the specs of the arguments."""
     for name, specs in SPECS.items():
         yield name, jtk.matmul, (A, B), specs
         yield f"{name}, gradient", jax.grad(loss, (0, 1)), (A, B), specs
+        bias = P(*specs[1][1:])
+        yield f"{name}, epilogue", layer, (A, B, B[0]), (*specs, bias)
+    weights = jax.grad(lambda *args: layer(*args).sum(), (1, 2))
+    yield "gradient of an epilogue", weights, (A, B, B[0]), (P("d"), P(None, "m"), P("m"))
     yield "groups", lambda a, e: jtk.ragged_dot(a, e, SIZES), (A, E), (P("d"), P("m"))
     yield "sum", lambda a: jtk.sum(a, 0), (A,), (P("d", "m"),)
     yield "transpose", jtk.transpose, (A,), (P("d", "m"),)

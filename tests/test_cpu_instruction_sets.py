@@ -126,6 +126,35 @@ def test_integers_are_the_same_on_every_level(rng):
     check_each_level(check, partial(product, "mk,kn", out=np.int32), a, b)
 
 
+@pytest.mark.parametrize("item", [3, 5, 7, 9, 15, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200])
+@pytest.mark.one_in(3)
+def test_runs_of_bytes_are_copied_exactly(rng, item):
+    """Runs that start anywhere, of words that overlap and of several vectors."""
+    x = rng.integers(0, 256, (13, 7, item), np.uint8)
+    check = partial(np.testing.assert_array_equal, np.transpose(x, (1, 0, 2)))
+    check_each_level(check, lambda x: jtk.transpose(x, (1, 0, 2)), jnp.asarray(x))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("item", [64, 96])
+def test_runs_past_the_caches_are_copied_exactly(rng, item):
+    x = rng.integers(0, 256, (513, 601, item), np.uint8)
+    check = partial(np.testing.assert_array_equal, np.transpose(x, (1, 0, 2)))
+    check_each_level(check, lambda x: jtk.transpose(x, (1, 0, 2)), jnp.asarray(x))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, BF16, np.float16, np.int8, np.int64])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((37, 41), 1), ((35, 5), 1), ((19, 255), 1), ((301, 3, 5), 1)]
+)
+@pytest.mark.one_in(3)
+def test_sums_of_short_rows_and_small_matrices(rng, dtype, shape, axis):
+    x = rng.integers(-3, 4, shape).astype(dtype)
+    out = np.float32 if dtype in (BF16, np.float16) else dtype
+    check = partial(np.testing.assert_array_equal, np.sum(x.astype(np.float64), axis).astype(out))
+    check_each_level(check, lambda x: jtk.sum(x, axis, dtype=out), jnp.asarray(x))
+
+
 # In processes of their own, for XLA makes its pool once: a digest of the products for each level.
 _DIGESTS = """
 import json

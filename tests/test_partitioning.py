@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec as P
 from sharded import devices
 
 import jax_tilekern as jtk
+from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.partitioning.choice import choose_split
 from jax_tilekern.partitioning.digits import Digit, common_digits, sharding_of
-from jax_tilekern.partitioning.params_text import from_text, to_text
+from jax_tilekern.partitioning.params_text import _PROCESS, from_text, to_text
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gemm.contraction import Contraction
 
@@ -197,6 +198,43 @@ def test_parameters_are_text_and_back(params):
     text = to_text(params)
     assert from_text(text) == params
     assert to_text(from_text(text)) == text
+
+
+def scalar_function(f, *dtypes):
+    return trace_scalars(f, np.dtype(np.float32), np.dtype(np.float32), dtypes).function
+
+
+F32, BOOL = np.dtype(np.float32), np.dtype(bool)
+FUNCTIONS = {
+    "gelu": (jax.nn.gelu, ()),
+    "custom rule": (jax.nn.relu, ()),
+    "operands": (lambda y, b, keep: jnp.where(keep, jnp.round(y + b) ** 3, -jnp.inf), (F32, BOOL)),
+    "16 bits": (lambda y, b: jax.nn.silu(y.astype(jnp.bfloat16) * b), (np.dtype(jnp.bfloat16),)),
+    "several": (lambda y: (y, jnp.exp(y) > 1, y.astype(jnp.int32) & 7), ()),
+}
+
+
+@pytest.mark.parametrize(("f", "dtypes"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_scalar_functions_are_text_and_back(f, dtypes):
+    function = scalar_function(f, *dtypes)
+    text = to_text({"function": function})
+    assert text == to_text({"function": scalar_function(f, *dtypes)})
+    assert _PROCESS not in text
+    found = from_text(text)["function"]
+    assert to_text({"function": found}) == text
+    assert (found.name, found.out_dtypes) == (function.name, function.out_dtypes)
+    for y in (-1.75, 0.5, 3.0):
+        operands = jnp.float32(y), *(jnp.asarray(0.25, dtype) for dtype in dtypes)
+        for x, wanted in zip(found(*operands), function(*operands), strict=True):
+            assert x.dtype == wanted.dtype
+            np.testing.assert_array_equal(x, wanted)
+
+
+def test_a_scalar_function_with_a_loop_belongs_to_its_process():
+    function = scalar_function(lambda y: jax.lax.fori_loop(0, 3, lambda _, x: x * 2, y))
+    text = to_text({"function": function})
+    assert _PROCESS in text
+    assert from_text(text)["function"] is function
 
 
 def test_objects_without_text_stand_for_themselves_in_this_process():

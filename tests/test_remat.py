@@ -117,5 +117,73 @@ def test_in_scan_of_a_checkpointed_layer(rng, x64):
     assert numbers[policies.dots_saveable] < numbers[policies.nothing_saveable]
 
 
+# -- Epilogues: a policy that saves products saves the pre-activation. -----------------------------
+
+
+def named_gelu(y, bias):
+    return jax.nn.gelu(checkpoint_name(y + bias, "pre"))
+
+
+def by_epilogue(params, x):
+    for w, b in params:
+        x = jtk.matmul(x, w, epilogue=named_gelu, operands=(b,))
+    return x.sum()
+
+
+def by_jax(params, x):
+    for w, b in params:
+        x = named_gelu(jnp.matmul(x, w), b)
+    return x.sum()
+
+
+def products_in_all(function, *args):
+    names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(function)(*args).jaxpr)]
+    ours = ("tilekern_contract", "tilekern_contract_with_epilogue", "dot_general")
+    return sum(map(names.count, ours))
+
+
+@pytest.fixture
+def perceptron(rng, x64):
+    params = [(random(rng, (6, 6), np.float64), random(rng, (6,), np.float64)) for _ in range(3)]
+    return params, random(rng, (5, 6), np.float64)
+
+
+_EPILOGUE_POLICIES = [*set(POLICIES) - {"names", "dots or names"}, "pre", "pre, offloaded"]
+
+
+@pytest.mark.parametrize("way", ["epilogue", "fuse"])
+@pytest.mark.parametrize("name", sorted(_EPILOGUE_POLICIES))
+@pytest.mark.one_in(2)
+def test_products_with_epilogues(perceptron, name, way):
+    """As many products as JAX's program has: the elementwise part alone is computed again."""
+    policy = {
+        **POLICIES,
+        "pre": policies.save_only_these_names("pre"),
+        "pre, offloaded": policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=["pre"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    }[name]
+    function = by_epilogue if way == "epilogue" else jtk.fuse(by_jax)
+    ours, theirs = (jax.grad(jax.checkpoint(f, policy=policy)) for f in (function, by_jax))
+    assert products_in_all(ours, *perceptron) == products_in_all(theirs, *perceptron)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
+    jax.tree.map(close, ours(*perceptron), theirs(*perceptron))
+    copies = (count(jax.make_jaxpr(f)(*perceptron).jaxpr, "device_put") for f in (ours, theirs))
+    assert len(set(copies)) == 1
+
+
+@pytest.mark.parametrize("way", ["epilogue", "fuse"])
+def test_nothing_else_of_an_epilogue_is_saved(perceptron, way):
+    function = by_epilogue if way == "epilogue" else jtk.fuse(by_jax)
+    for policy in (policies.dots_saveable, policies.save_only_these_names("pre")):
+        _, pullback = jax.vjp(jax.checkpoint(function, policy=policy), *perceptron)
+        saved = [x for x in jax.tree.leaves(pullback) if jnp.shape(x) == (5, 6)]
+        # The input, and the pre-activation of each of three layers.
+        assert len(saved) <= 4
+
+
 def test_the_names_are_jaxs_own():
     assert jtk.checkpoint_policies is jax.checkpoint_policies

@@ -440,7 +440,13 @@ def test_narrow_floats_are_summed_to_float32_where_they_lie(rng, kind):
         ((3, 1000, 5), (0, 2)),  # several groups of folded columns
         ((3000, 7), (1,)),  # rows shorter than a vector
         ((2, 50, 24), (2,)),
+        ((67, 33), (1,)),  # rows whose lanes are added together, and 3 that are not
+        ((131, 255), (1,)),
+        ((40, 5), (1,)),
         ((2, 5000), (0,)),  # more columns than a group has
+        ((301, 3, 5), (1,)),  # small matrices, several at once
+        ((7, 64, 16), (1,)),
+        ((33, 2, 131), (1,)),
     ],
 )
 @pytest.mark.one_in(4)

@@ -6,6 +6,7 @@ import jax_tilekern
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
+def pytest_runtest_call():
+    """Run a test with this library's products in place of JAX's."""
     with jax_tilekern.patch():
         return (yield)

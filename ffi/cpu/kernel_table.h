@@ -94,13 +94,15 @@ struct MatrixTranspose {
 };
 using TransposeKernel = void (*)(const MatrixTranspose& matrix);
 
-// Runs of bytes that are copied whole, and their distances.
+// Runs of bytes that are copied whole: to[outer, inner] = from[outer, inner]. Strides are in bytes.
 struct RunCopy {
+  struct Dim {
+    int64_t size, from_stride, to_stride;
+  };
   const char* from;
-  int64_t from_stride;
   char* to;
-  int64_t to_stride;
-  int64_t runs, bytes;
+  int64_t bytes;  // of a run
+  Dim outer, inner;
   bool stream;  // as of MatrixTranspose
 };
 using CopyKernel = void (*)(const RunCopy& copy);
@@ -119,10 +121,15 @@ union Total {
   uint64_t integer;
 };
 
+// The maximal number of elements of a small matrix, whose columns are summed together with others'.
+inline constexpr int64_t kSmallMatrix = 1024;
+
 // Sums of one element type. Pointers to totals point to arrays of Total.
 struct SumFamily {
   void (*runs)(const SumSource& x, void* totals);     // totals[r] += the sum of row r
   void (*columns)(const SumSource& x, void* totals);  // totals[c] += the sum of column c
+  // totals[i * x.cols + c] += the sum of column c of matrix i; the small matrices are contiguous
+  void (*matrices)(const SumSource& x, int64_t matrices, void* totals);
   void (*add)(void* totals, const void* more, int64_t count);
   // totals[i, s] = the sum of totals[i, j, s] over `length` j, for `step` s and `count` totals
   void (*fold)(void* totals, int64_t count, int64_t length, int64_t step);

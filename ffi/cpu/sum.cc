@@ -28,6 +28,8 @@ constexpr int64_t kMaxTotals = 4096;
 // Fewer, of which more stay in L1, where so few numbers make a sum.
 constexpr int64_t kFewTotals = 1024;
 constexpr int64_t kShallow = 32;
+// The maximal number of rows of a small matrix.
+constexpr int64_t kSmallMatrixRows = 64;
 // Runs up to this length are summed as columns, where there are several to a sum.
 constexpr int64_t kFolded = 512;
 // Sums of fewer columns than this accumulate several rows side by side.
@@ -87,6 +89,7 @@ class Sums {
   }
 
   void Run(const Workers& workers) const {
+    if (HasSmallMatrices()) return RunMatrices(workers);
     const int64_t groups = kept_.count * groups_;
     if (chunks_ == 1) {
       workers.RunRanges(groups, chunk_bytes_, [&](int64_t first, int64_t last) {
@@ -129,6 +132,26 @@ class Sums {
       return offset;
     }
   };
+
+  // Whether sums of a few short rows lie one after the other.
+  bool HasSmallMatrices() const {
+    return !along_ && fold_ == 1 && kept_.count > 1 && reduced_.dims.empty() &&
+           rows_ <= kSmallMatrixRows && rows_ * cols_ <= kSmallMatrix;
+  }
+
+  void RunMatrices(const Workers& workers) const {
+    const int64_t each = kFewTotals / cols_, size = rows_ * cols_;
+    workers.RunRanges(
+        CeilDiv(kept_.count, each), each * size * bytes_, [&](int64_t begin, int64_t end) {
+          for (int64_t task = begin; task < end; ++task) {
+            const int64_t first = task * each;
+            const int64_t count = std::min(each, kept_.count - first);
+            Total totals[kFewTotals] = {};
+            family_.matrices({from_ + first * size * bytes_, cols_, rows_, cols_}, count, totals);
+            store_(totals, count * cols_, to_ + first * cols_ * out_bytes_);
+          }
+        });
+  }
 
   // Where a sum has several short runs, of single elements or of `fold_step_` neighbours, they are
   // kept as columns while whole rows are added, and folded at last.

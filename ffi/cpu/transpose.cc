@@ -6,6 +6,7 @@
 //   permutation  the permutation of the dimensions
 // Items are moved as bytes, 1, 2, 4, 8 or 16 at once, whatever their type.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "cpu/call.h"
@@ -28,6 +29,9 @@ constexpr int64_t kStreamBytes = 2 << 20;
 // The size of a block, and of each of the result's rows in it.
 constexpr int64_t kBlockBytes = 512 << 10;
 constexpr int64_t kBlockRowBytes = 1024;
+// The same two limits for items that are copied whole.
+constexpr int64_t kStreamCopiedBytes = 16 << 20;
+constexpr int64_t kCopiedRowBytes = 16384;
 
 // A dimension divided into blocks of equal size, of which the last also has the remainder.
 struct Cut {
@@ -49,39 +53,67 @@ void Locate(const std::vector<Dim>& dims, int64_t index, const char*& from, char
   }
 }
 
-// Moves items of any size: `row` is innermost in the result, `col` in the operand, and `dims` are
-// the others. Items whose size is not a power of two up to 16 bytes are copied one by one.
-void MoveItems(const Workers& workers, const std::vector<Dim>& dims, const Dim& row, const Dim& col,
-               int64_t item, const char* from, char* to) {
-  const bool copied = item > 16 || (item & (item - 1)) != 0;
-  const TransposeKernel transpose = copied ? nullptr : Kernels().transpose[__builtin_ctzll(item)];
-  const CopyKernel copy = Kernels().copy;
-  int64_t matrices = 1;
-  for (const Dim& dim : dims) matrices *= dim.size;
-  const bool stream = matrices * row.size * col.size * item > kStreamBytes;
-  const Cut rows(row.size, std::max<int64_t>(kBlockRowBytes / item, 1));
-  const int64_t row_bytes = std::min(rows.block, rows.size) * item;
-  const Cut cols(col.size, std::max<int64_t>(kBlockBytes / row_bytes, 1));
-  const int64_t block_bytes = row_bytes * std::min(cols.block, cols.size);
-  const auto move = [&](int64_t index) {
+// A matrix of items in both arrays: `row` is innermost in the result, `col` in the operand, and
+// `dims` are the others.
+struct Matrices {
+  std::vector<Dim> dims;
+  Dim row, col;
+  int64_t item;
+  const char* from;
+  char* to;
+
+  int64_t Count() const {
+    int64_t count = 1;
+    for (const Dim& dim : dims) count *= dim.size;
+    return count;
+  }
+  int64_t Bytes() const { return Count() * row.size * col.size * item; }
+};
+
+// Calls move(from, to, rows, cols) for blocks of the matrices, on all threads.
+template <typename Move>
+void ForEachBlock(const Workers& workers, const Matrices& m, int64_t row_bytes, int64_t bytes,
+                  const Move& move) {
+  const Cut rows(m.row.size, std::max<int64_t>(row_bytes / m.item, 1));
+  const int64_t bytes_of_row = std::min(rows.block, rows.size) * m.item;
+  const Cut cols(m.col.size, std::max<int64_t>(bytes / bytes_of_row, 1));
+  const int64_t block_bytes = bytes_of_row * std::min(cols.block, cols.size);
+  const auto run = [&](int64_t index) {
     const int64_t r = index % rows.blocks, c = index / rows.blocks % cols.blocks;
-    const char* source = from + rows.First(r) * row.from_stride + cols.First(c) * item;
-    char* dest = to + rows.First(r) * item + cols.First(c) * col.to_stride;
-    Locate(dims, index / rows.blocks / cols.blocks, source, dest);
-    if (copied) {
-      for (int64_t i = 0; i < rows.Count(r); ++i) {
-        copy({source + i * row.from_stride, item, dest + i * item, col.to_stride, cols.Count(c),
-              item, stream});
-      }
-    } else {
-      transpose(
-          {source, row.from_stride, dest, col.to_stride, rows.Count(r), cols.Count(c), stream});
-    }
+    const char* from = m.from + rows.First(r) * m.row.from_stride + cols.First(c) * m.item;
+    char* to = m.to + rows.First(r) * m.item + cols.First(c) * m.col.to_stride;
+    Locate(m.dims, index / rows.blocks / cols.blocks, from, to);
+    move(from, to, rows.Count(r), cols.Count(c));
   };
-  workers.RunRanges(matrices * cols.blocks * rows.blocks, block_bytes,
+  workers.RunRanges(m.Count() * cols.blocks * rows.blocks, block_bytes,
                     [&](int64_t first, int64_t last) {
-                      for (int64_t i = first; i < last; ++i) move(i);
+                      for (int64_t i = first; i < last; ++i) run(i);
                     });
+}
+
+// Moves items of a power of two up to 16 bytes.
+void TransposeItems(const Workers& workers, const Matrices& m) {
+  const TransposeKernel transpose = Kernels().transpose[__builtin_ctzll(m.item)];
+  const bool stream = m.Bytes() > kStreamBytes;
+  ForEachBlock(workers, m, kBlockRowBytes, kBlockBytes,
+               [&](const char* from, char* to, int64_t rows, int64_t cols) {
+                 transpose({from, m.row.from_stride, to, m.col.to_stride, rows, cols, stream});
+               });
+}
+
+// Moves items of any size as runs of bytes.
+void CopyItems(const Workers& workers, const Matrices& m) {
+  const CopyKernel copy = Kernels().copy;
+  const bool stream = m.Bytes() > kStreamCopiedBytes;
+  ForEachBlock(workers, m, kCopiedRowBytes, kBlockBytes,
+               [&](const char* from, char* to, int64_t rows, int64_t cols) {
+                 copy({from,
+                       to,
+                       m.item,
+                       {cols, m.item, m.col.to_stride},
+                       {rows, m.row.from_stride, m.item},
+                       stream});
+               });
 }
 
 void CheckPermutation(ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> permutation) {
@@ -147,8 +179,17 @@ void RunCall(const Workers& workers, ffi::AnyBuffer x, ffi::AnyBuffer out,
                                   [&](const Dim& dim) { return dim.from_stride == item; });
   const Dim col = *found;
   dims.erase(found);
-  MoveItems(workers, dims, row, col, item, static_cast<const char*>(x.untyped_data()),
-            static_cast<char*>(out.untyped_data()));
+  const Matrices matrices = {std::move(dims),
+                             row,
+                             col,
+                             item,
+                             static_cast<const char*>(x.untyped_data()),
+                             static_cast<char*>(out.untyped_data())};
+  if (item > 16 || (item & (item - 1)) != 0) {
+    CopyItems(workers, matrices);
+  } else {
+    TransposeItems(workers, matrices);
+  }
 }
 
 ffi::Error Handle(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out,

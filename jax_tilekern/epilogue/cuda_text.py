@@ -131,6 +131,12 @@ class _Writer:
             return [self._converted(operands[0], types[0], out.aval.dtype)]
         if name == "div":
             name, operands = _by_reciprocal(eqn, operands)
+        if name == "one_minus_square":
+            one = _literal(np.asarray(1), out.aval.dtype)
+            operands = [
+                self._named(out.aval.dtype, _rounded(call, out.aval.dtype))
+                for call in (f"lax::{f}({one}, {operands[0]})" for f in ("add", "sub"))
+            ]
         how = translation(name, eqn.params)
         if how is None:
             raise Untranslatable(f"no CUDA for {name}, at {compat.source_line(eqn)}")

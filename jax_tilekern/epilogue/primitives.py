@@ -62,6 +62,8 @@ _TABLE: dict[str, Translation] = {
          "population_count": 2, "clz": 2},
     ),
     "add_any": Translation("add", _NUMBERS),
+    # The product of 1 + x and 1 - x.
+    "one_minus_square": Translation("mul", _NUMBERS, 3),
     "and": Translation("bitwise_and", _INTEGERS + _BOOL),
     "or": Translation("bitwise_or", _INTEGERS + _BOOL),
     "xor": Translation("bitwise_xor", _INTEGERS + _BOOL),
@@ -75,7 +77,8 @@ _TABLE: dict[str, Translation] = {
 TO_16_BITS = {"exp": ("exp_to_16_bits", 2), "logistic": ("logistic_to_16_bits", 4)}
 
 # Results are operands as they are.
-_COPIES = ("broadcast_in_dim", "copy", "copy_p", "reshape", "squeeze", "stop_gradient")
+_SAME_SHAPE_COPIES = ("copy", "copy_p", "name", "stop_gradient")
+_COPIES = (*_SAME_SHAPE_COPIES, "broadcast_in_dim", "reshape", "squeeze")
 
 # Primitives whose function is known from their parameters.
 _BY_PARAMETERS: dict[str, Callable[..., Translation]] = {
@@ -106,6 +109,15 @@ def translation(name: str, params: Mapping[str, Any]) -> Translation | None:
     if name in _BY_PARAMETERS:
         return _BY_PARAMETERS[name](**params)
     return _TABLE.get(name)
+
+
+def is_elementwise(name: str, params: Mapping[str, Any]) -> bool:
+    """Whether a primitive of arrays is one of their elements that CUDA computes."""
+    return (
+        name == "convert_element_type"
+        or name in _SAME_SHAPE_COPIES
+        or translation(name, params) is not None
+    )
 
 
 def is_copy(name: str) -> bool:

@@ -39,12 +39,15 @@ class ScalarFunction:
         The same in Python.
     out_dtypes
         Types that the results are cast to.
+    names
+        What ``checkpoint_name`` has called values inside it.
     """
 
     name: str
     jaxpr: compat.ClosedJaxpr
     python: Callable[..., list[Any]]
     out_dtypes: tuple[np.dtype[Any], ...]
+    names: tuple[str, ...] = ()
 
     @property
     def accumulator_result(self) -> int | None:
@@ -67,7 +70,7 @@ class ScalarFunction:
         with compat.without_mesh():
             jaxpr = jax.make_jaxpr(added_to(compat.jaxpr_as_fun(self.jaxpr)))(*self.jaxpr.in_avals)
         out_dtypes = (*self.out_dtypes, dtype)
-        return ScalarFunction(self.name, jaxpr, added_to(self.python), out_dtypes)
+        return ScalarFunction(self.name, jaxpr, added_to(self.python), out_dtypes, self.names)
 
     def __call__(self, *scalars: Any) -> list[Any]:
         """Evaluate it."""
@@ -147,11 +150,14 @@ def trace_scalars(
     def python(*args: Any) -> list[Any]:
         return jax.tree.leaves(function(*args))
 
-    if closed_over:
+    names = tuple(
+        eqn.params["name"] for eqn in _equations(traced.jaxpr) if eqn.primitive is compat.name_p
+    )
+    if closed_over or names:
         inner, own = traced.jaxpr, len(avals)
 
         def python(*args: Any) -> list[Any]:
-            return compat.eval_jaxpr(inner, args[own:], *args[:own])
+            return _without_names(inner, args[own:], args[:own])
 
         with compat.without_mesh():
             traced = jax.make_jaxpr(python)(*avals, *map(_scalar, closed_over))
@@ -160,7 +166,25 @@ def trace_scalars(
         raise TypeError(f"the epilogue {name} returns nothing; it must return at least one scalar")
     dtypes = (np.dtype(leaf.dtype) for leaf in leaves)
     rounded = tuple(product if dtype == accumulator else dtype for dtype in dtypes)
-    return TracedFunction(ScalarFunction(name, traced, python, rounded), closed_over, tree)
+    return TracedFunction(ScalarFunction(name, traced, python, rounded, names), closed_over, tree)
+
+
+def _without_names(
+    jaxpr: compat.Jaxpr, consts: Sequence[Any], operands: Sequence[Any]
+) -> list[Any]:
+    """Evaluate a jaxpr without its names: policies are asked about those of the whole call."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
+
+    def value(atom: Any) -> Any:
+        return atom.val if compat.is_literal(atom) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        read = [value(x) for x in eqn.invars]
+        is_name = eqn.primitive is compat.name_p
+        values.update(
+            zip(eqn.outvars, read if is_name else compat.bind_equation(eqn, read), strict=True)
+        )
+    return [value(x) for x in jaxpr.outvars]
 
 
 def _scalar(value: Any) -> jax.ShapeDtypeStruct:

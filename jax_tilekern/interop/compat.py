@@ -9,15 +9,18 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import jax
 from jax import lax
+from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import checkify as _checkify
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
 from jax._src import mesh as _mesh
+from jax._src import named_sharding as _named_sharding
 from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
@@ -37,8 +40,11 @@ __all__ = [
     "ad",
     "apply_primitive",
     "batching",
+    "bind_equation",
     "canonicalize_dtype",
     "canonicalize_precision",
+    "closed_jaxpr",
+    "custom_jvp_rule",
     "dot_general_p",
     "eval_jaxpr",
     "explicit_sharding",
@@ -47,10 +53,13 @@ __all__ = [
     "inlined_when_traced",
     "ir",
     "is_literal",
+    "is_plain_jit",
     "jaxpr_as_fun",
+    "jaxpr_like",
     "jaxprs_of",
     "lower_per_platform",
     "mlir",
+    "name_p",
     "ragged_dot_general_p",
     "register_batching",
     "register_nan_check",
@@ -58,6 +67,7 @@ __all__ = [
     "result_type",
     "sharding_under_vmap",
     "source_line",
+    "traced_from",
     "transposed_from",
     "unify_varying",
     "varying_axes",
@@ -99,6 +109,7 @@ apply_primitive: Callable[..., Any] = _dispatch.apply_primitive
 
 # jax.lax exports only the other one.
 dot_general_p = _lax.dot_general_p
+name_p = _ad_checkpoint.name_p
 ragged_dot_general_p = _lax.ragged_dot_general_p
 
 # This makes profiles and HLO name the user's source lines, as for JAX's own functions.
@@ -163,6 +174,18 @@ def jaxprs_of(eqn: Any) -> list[Any]:
     return list(_core.jaxprs_in_params(eqn.params))
 
 
+def closed_jaxpr(jaxpr: Any) -> Any:
+    """Return a jaxpr with constants, of which one without them has none."""
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+
+
+def jaxpr_like(closed: Any, other: Any) -> Any:
+    """Return a jaxpr in the form that another has, ``other`` itself if constants forbid it."""
+    if isinstance(other, ClosedJaxpr):
+        return closed
+    return other if closed.consts else closed.jaxpr
+
+
 def is_literal(atom: Any) -> bool:
     """Whether an operand of an equation is a number, and no variable."""
     return isinstance(atom, _core.Literal)
@@ -171,6 +194,50 @@ def is_literal(atom: Any) -> bool:
 def source_line(eqn: Any) -> str:
     """Return the file, line and function of the user's that an equation was traced from."""
     return _source_info_util.summarize(eqn.source_info)
+
+
+def traced_from(eqn: Any) -> AbstractContextManager[None]:
+    """Return a context in which what is traced has the source of an equation."""
+    names = _source_info_util.current_name_stack() + eqn.source_info.name_stack
+    context: AbstractContextManager[None] = _source_info_util.user_context(
+        eqn.source_info.traceback, name_stack=names
+    )
+    return context
+
+
+def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Evaluate an equation as :func:`eval_jaxpr` does; return its results."""
+    with traced_from(eqn), eqn.ctx.manager:
+        results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def is_plain_jit(eqn: Any) -> bool:
+    """Whether an equation is a call of a jitted function that may as well be inlined."""
+    params = eqn.params
+    return (
+        eqn.primitive.name in ("jit", "pjit")
+        and all(
+            isinstance(x, _named_sharding.UnspecifiedValue)
+            for x in (*params["in_shardings"], *params["out_shardings"])
+        )
+        and not any(x is not None for x in (*params["in_layouts"], *params["out_layouts"]))
+        and not any(params["donated_invars"])
+        and not params["compiler_options_kvs"]
+    )
+
+
+def custom_jvp_rule(eqn: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
+    """Return the derivative rule of a ``custom_jvp_call`` as a jaxpr and its constants.
+
+    It takes primals and tangents, and returns results and their tangents. ``None`` if a tangent may
+    be symbolically zero, which has no such form.
+    """
+    params = eqn.params
+    if params["symbolic_zeros"] or params["num_consts"]:
+        return None
+    jaxpr, consts, zeros = params["jvp_jaxpr_fun"].call_wrapped(*(False for _ in eqn.invars))
+    return None if any(zeros) else (jaxpr, consts)
 
 
 def zero_tangent(primal: Any) -> Any:

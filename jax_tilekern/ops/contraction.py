@@ -298,9 +298,10 @@ def _reordered(
     return transposed(out, plain.out, contraction.out)
 
 
-def _as_dot_general(
+def as_dot_general(
     contraction: Contraction, precision: Any, out_dtype: np.dtype[Any], **_: Any
 ) -> tuple[compat.Primitive, dict[str, Any]]:
+    """Return the primitive of JAX's, and its parameters, as which policies see a contraction."""
     return compat.dot_general_p, {
         "dimension_numbers": contraction.dimension_numbers,
         "precision": precision,
@@ -323,6 +324,6 @@ _bind = define(
         describe=lambda contraction, **_: str(contraction),
         source=source,
         in_float32=lambda **params: {**params, "out_dtype": np.dtype(np.float32)},
-        stands_for=_as_dot_general,
+        stands_for=as_dot_general,
     )
 )

@@ -23,12 +23,21 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 
 from jax_tilekern.epilogue.cuda_text import CudaText, Untranslatable, computed_type, cuda_text
+from jax_tilekern.epilogue.plain_data import from_data, to_data
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
-from jax_tilekern.ops.contraction import CUDA, Problem, contract, source, state_problem
+from jax_tilekern.ops.contraction import (
+    CUDA,
+    Problem,
+    as_dot_general,
+    contract,
+    source,
+    state_problem,
+)
 from jax_tilekern.ops.labelled_operands import common_type, labelled, product_by_lax
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.partitioning import params_text
 from jax_tilekern.partitioning.local_program import FunctionOfSum
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
@@ -45,6 +54,7 @@ from jax_tilekern.primitives.operation import (
     Rewrite,
     define,
 )
+from jax_tilekern.primitives.remat import Saved
 
 
 def contract_with_epilogue(
@@ -111,6 +121,47 @@ def contract_with_epilogue(
     else:
         results = _unfused(*read, **call, out_sharding=out_sharding)
     return jax.tree.unflatten(tree, results)
+
+
+def contract_with_scalar_function(
+    lhs: Array,
+    rhs: Array,
+    contraction: Contraction,
+    *,
+    precision: Any,
+    product: np.dtype[Any],
+    function: ScalarFunction,
+    operands: Sequence[tuple[Array, Labels]],
+) -> list[Array]:
+    """Contract two arrays and apply a traced function to every element of the result.
+
+    Parameters
+    ----------
+    lhs, rhs, contraction, precision, product
+        As in :func:`contract_with_epilogue`.
+    function
+        The epilogue, for the accumulators' type.
+    operands
+        Its operands, and the result's dimension that each of their dimensions is.
+
+    Returns
+    -------
+    list of Array
+        The function's results.
+    """
+    lhs, rhs = common_type(lhs, rhs)
+    results: list[Array] = _bind(
+        lhs,
+        rhs,
+        *(x for x, _ in operands),
+        contraction=contraction,
+        operand_labels=tuple(labels for _, labels in operands),
+        function=function,
+        precision=precision,
+        accumulator=accumulator_dtype(lhs.dtype, product),
+        product=product,
+    )
+    return results
 
 
 def _with_labels(number: int, x: Array, out: Labels, shape: Sequence[int]) -> tuple[Array, Labels]:
@@ -250,8 +301,40 @@ def _batch(
     return results, [0] * len(results)
 
 
+# Checkpoint policies.
+
+
+def _as_dot_general(
+    *, product: np.dtype[Any], **params: Any
+) -> tuple[compat.Primitive, dict[str, Any]]:
+    return as_dot_general(out_dtype=product, **params)
+
+
+def _saved(
+    *,
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
+    function: ScalarFunction,
+    accumulator: np.dtype[Any],
+    **_: Any,
+) -> Saved | None:
+    """Save the pre-activation, which a call that is differentiated stores."""
+    position = function.accumulator_result
+    if position is None:
+        return None
+
+    def others(pre_activation: Array, *operands: Array) -> list[Array]:
+        elementwise = function.over_labels(contraction.out, operand_labels)
+        results = elementwise(pre_activation.astype(accumulator), *operands)
+        return [x for i, x in enumerate(results) if i != position]
+
+    return Saved(position, others, function.names)
+
+
 # Partitioning: where devices have parts of the contracted dimensions, the sum over devices is
 # completed before the epilogue, which is not linear.
+
+params_text.register(ScalarFunction, to_data, from_data)
 
 
 def _sharding_rule(
@@ -395,6 +478,8 @@ _bind = define(
             "cuda": Planner(_refusal, _plan_on_cuda),
         },
         describe=_described,
+        stands_for=_as_dot_general,
+        saved=_saved,
         source=_source,
         in_float32=lambda **params: {**params, "product": np.dtype(np.float32)},
         function_of_sum=_function_of_sum,

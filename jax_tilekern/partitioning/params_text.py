@@ -4,8 +4,9 @@ XLA partitions a call when a program is compiled, possibly in another process th
 lowered it. So everything about the call travels as text. Equal calls have equal texts, which are
 part of the key of JAX's persistent compilation cache.
 
-A value without a text, such as a function that a user has set for a kernel, is identified within
-this process alone: its text names the process, so no other process finds a program by it.
+Other layers register the types that they add. A value without a text, such as a function that a
+user has set for a kernel, is identified within this process alone: its text names the process, so
+no other process finds a program by it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import uuid
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import lax
@@ -24,7 +26,42 @@ from jax_tilekern.plans.gemm.contraction import Contraction
 from jax_tilekern.plans.grouped_gemm.contraction import RaggedContraction
 
 _DATACLASSES = {kind.__name__: kind for kind in (Contraction, RaggedContraction, Batch)}
-_ENUMS = {kind.__name__: kind for kind in (lax.Precision, lax.DotAlgorithmPreset)}
+_ENUMS = {
+    kind.__name__: kind
+    for kind in (lax.AccuracyMode, lax.DotAlgorithmPreset, lax.Precision, lax.RoundingMethod)
+}
+
+
+class _Codec(NamedTuple):
+    to_data: Callable[[Any], Any]
+    from_data: Callable[[Any], Any]
+
+
+_codecs: dict[str, _Codec] = {}
+
+
+def register(kind: type, to_data: Callable[[Any], Any], from_data: Callable[[Any], Any]) -> None:
+    """Give values of a type a text.
+
+    Parameters
+    ----------
+    kind
+        The type.
+    to_data
+        Returns a value as data of the types that have a text, or ``None`` if it has none.
+    from_data
+        Returns the value of the data.
+    """
+    _codecs[kind.__name__] = _Codec(to_data, from_data)
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value consists of numbers, names, types and enumerations."""
+    if isinstance(value, dict):
+        return all(map(is_plain, value.values()))
+    if isinstance(value, tuple):
+        return all(map(is_plain, value))
+    return _is_number_or_name(value) or _is_dtype(value) or type(value).__name__ in _ENUMS
 
 
 def to_text(value: Any) -> str:
@@ -38,7 +75,7 @@ def from_text(text: str) -> Any:
 
 
 def _encoded(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
+    if _is_number_or_name(value):
         return value
     if isinstance(value, lax.DotAlgorithm):
         return {"DotAlgorithm": [_encoded(x) for x in value]}
@@ -46,7 +83,7 @@ def _encoded(value: Any) -> Any:
         return [_encoded(x) for x in value]
     if isinstance(value, dict):
         return {"dict": {key: _encoded(x) for key, x in value.items()}}
-    if isinstance(value, np.dtype) or (isinstance(value, type) and hasattr(value, "dtype")):
+    if _is_dtype(value):
         return {"dtype": np.dtype(value).name}
     name = type(value).__name__
     if name in _ENUMS:
@@ -54,7 +91,20 @@ def _encoded(value: Any) -> Any:
     if name in _DATACLASSES:
         fields = dataclasses.fields(value)
         return {name: {field.name: _encoded(getattr(value, field.name)) for field in fields}}
+    if name in _codecs and (data := _codecs[name].to_data(value)) is not None:
+        return {name: _encoded(data)}
     return {"object": _token_of(value)}
+
+
+def _is_number_or_name(value: Any) -> bool:
+    # Some enumerations are integers too.
+    return (value is None or isinstance(value, bool | int | float | str)) and (
+        type(value).__name__ not in _ENUMS
+    )
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, np.dtype) or (isinstance(value, type) and hasattr(value, "dtype"))
 
 
 def _decoded(value: Any) -> Any:
@@ -73,6 +123,8 @@ def _decoded(value: Any) -> Any:
         return lax.DotAlgorithm(*map(_decoded, content))
     if name in _ENUMS:
         return _ENUMS[name][content]
+    if name in _codecs:
+        return _codecs[name].from_data(_decoded(content))
     return _DATACLASSES[name](**{key: _decoded(x) for key, x in content.items()})
 
 
@@ -92,7 +144,8 @@ def _token_of(value: Any) -> str:
 def _object_of(token: str) -> Any:
     if token not in _objects:
         raise RuntimeError(
-            "this program partitions a call of a cuda_kernel by its sharding_rule, and the kernel "
-            "belongs to another process; call it inside jax.shard_map to export the program"
+            "this program partitions a call of a cuda_kernel, or of a product whose epilogue has a "
+            "loop, and the function belongs to another process; call it inside jax.shard_map to "
+            "export the program"
         )
     return _objects[token]

@@ -158,6 +158,9 @@ class Operation:
     stands_for
         ``stands_for(**params)`` gives the primitive of JAX's, and its parameters, as which
         checkpoint policies see the operation. Without it they see the operation itself.
+    saved
+        ``saved(**params)`` says what is saved of several results where a policy saves the primitive
+        of ``stands_for``.
     """
 
     name: str
@@ -176,6 +179,7 @@ class Operation:
     terms: Callable[..., Sequence[Any]] | None = None
     function_of_sum: Callable[..., FunctionOfSum] | None = None
     stands_for: remat.StandsFor | None = None
+    saved: Callable[..., remat.Saved | None] | None = None
 
 
 def define(operation: Operation) -> Callable[..., Any]:
@@ -206,7 +210,7 @@ def define(operation: Operation) -> Callable[..., Any]:
     _register_derivatives(operation, primitive, bind_to_list)
     _register_lowering(operation, primitive, bind_to_list)
     if operation.stands_for is not None:
-        remat.register(primitive, operation.stands_for)
+        remat.register(primitive, operation.stands_for, operation.saved)
     return bind
 
 

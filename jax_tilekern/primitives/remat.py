@@ -9,7 +9,7 @@ both alike, JAX's own and the user's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.interpreters import partial_eval
@@ -23,48 +23,121 @@ StandsFor = Callable[..., tuple[compat.Primitive, dict[str, Any]]]
 Split = tuple[Any, Any, Sequence[bool], Sequence[bool], list[compat.Var]]
 
 
-def register(primitive: compat.Primitive, stands_for: StandsFor) -> None:
-    """Make checkpoint policies see ``primitive``, of one result, as the one it stands for."""
+class Saved(NamedTuple):
+    """What is saved of a call with several results where a policy saves the product in it.
+
+    Attributes
+    ----------
+    position
+        Which result it is.
+    others
+        ``others(saved, *operands)`` gives the other results from it and the operands after the
+        first two.
+    names
+        Names that ``checkpoint_name`` has given to values inside the call. A policy that saves one
+        of them saves the result.
+    """
+
+    position: int
+    others: Callable[..., Sequence[Any]]
+    names: Sequence[str] = ()
+
+
+def register(
+    primitive: compat.Primitive,
+    stands_for: StandsFor,
+    saved: Callable[..., Saved | None] | None = None,
+) -> None:
+    """Make checkpoint policies see ``primitive`` as the one it stands for.
+
+    Parameters
+    ----------
+    primitive
+        A primitive of the library whose first two operands are those of JAX's.
+    stands_for
+        The primitive of JAX's.
+    saved
+        ``saved(**params)`` says what is saved of several results, all of them if it is ``None``.
+    """
 
     def split(
         policy: Callable[..., Any], unknown: Sequence[bool], given: Sequence[bool], eqn: Any
     ) -> Split:
-        missing = [
-            operand
-            for operand, is_given in zip(eqn.invars, given, strict=True)
-            if isinstance(operand, compat.Var) and not is_given
-        ]
+        count = len(eqn.outvars)
         if any(unknown):
-            return None, eqn, [True], [True], missing
-        like, params = stands_for(**eqn.params)
-        case = compat.remat_case(policy(like, *(x.aval for x in eqn.invars), **params))
-        if case == "save":
-            return eqn, None, [False], [False], []
+            missing = _missing(eqn.invars, given)
+            return None, eqn, [True] * count, [True] * count, missing
+        kept = None if saved is None else saved(**eqn.params)
+        case = _case(policy, stands_for, eqn, () if kept is None else kept.names)
         if case == "recompute":
-            return eqn, eqn, [False], [True], missing
-        return _offloaded(eqn, *case)
+            return eqn, eqn, [False] * count, [True] * count, _missing(eqn.invars, given)
+        if kept is None and (case == "save" or count > 1):
+            return eqn, None, [False] * count, [False] * count, []
+        kept = kept or Saved(0, lambda _: ())
+        return _saved(eqn, kept, given) if case == "save" else _offloaded(eqn, kept, given, *case)
 
     partial_eval.partial_eval_jaxpr_custom_rules[primitive] = split
 
 
-def _offloaded(eqn: Any, home: Any, away: Any) -> Split:
-    """Copy the result to another memory, and back in the backward pass."""
+def _missing(operands: Sequence[Any], given: Sequence[bool]) -> list[compat.Var]:
+    return [
+        operand
+        for operand, is_given in zip(operands, given, strict=True)
+        if isinstance(operand, compat.Var) and not is_given
+    ]
+
+
+def _case(policy: Callable[..., Any], stands_for: StandsFor, eqn: Any, names: Sequence[str]) -> Any:
+    """Ask a policy about the product, and about the names inside the call."""
+    like, params = stands_for(**eqn.params)
+    cases = [compat.remat_case(policy(like, *(x.aval for x in eqn.invars[:2]), **params))]
+    cases += [
+        compat.remat_case(policy(compat.name_p, eqn.outvars[0].aval, name=name)) for name in names
+    ]
+    return next((case for case in cases if case != "recompute"), "recompute")
+
+
+def _saved(eqn: Any, kept: Saved, given: Sequence[bool]) -> Split:
+    """Save one result, and compute the others from it in the backward pass."""
+    others = [x for i, x in enumerate(eqn.outvars) if i != kept.position]
+    result, operands = eqn.outvars[kept.position], eqn.invars[2:]
+    recomputed = [x is not result for x in eqn.outvars]
+    (backward,) = jax.make_jaxpr(jax.jit(kept.others))(
+        result.aval, *(x.aval for x in operands)
+    ).eqns
+    return (
+        eqn,
+        backward.replace(invars=[result, *operands], outvars=others),
+        [False] * len(eqn.outvars),
+        recomputed,
+        [result, *_missing(operands, given[2:])],
+    )
+
+
+def _offloaded(eqn: Any, kept: Saved, given: Sequence[bool], home: Any, away: Any) -> Split:
+    """Copy a result to another memory, and back in the backward pass."""
 
     @jax.jit
     def computed(*operands: Any) -> tuple[Any, Any]:
-        result = eqn.primitive.bind(*operands, **eqn.params)
-        return result, jax.device_put(result, away)
+        results = eqn.primitive.bind(*operands, **eqn.params)
+        results = results if eqn.primitive.multiple_results else [results]
+        return results, jax.device_put(results[kept.position], away)
 
-    def fetched(copy: Any) -> Any:
-        return jax.device_put(copy, home)
+    @jax.jit
+    def fetched(copy: Any, *operands: Any) -> list[Any]:
+        result = jax.device_put(copy, home)
+        results = list(kept.others(result, *operands))
+        results.insert(kept.position, result)
+        return results
 
+    operands = eqn.invars[2:]
     (forward,) = jax.make_jaxpr(computed)(*(x.aval for x in eqn.invars)).eqns
-    _, copy = forward.outvars
-    (backward,) = jax.make_jaxpr(fetched)(copy.aval).eqns
+    *_, copy = forward.outvars
+    (backward,) = jax.make_jaxpr(fetched)(copy.aval, *(x.aval for x in operands)).eqns
     return (
         forward.replace(invars=eqn.invars, outvars=[*eqn.outvars, copy]),
-        backward.replace(invars=[copy], outvars=eqn.outvars),
-        [False],
-        [True],
-        [copy],
+        backward.replace(invars=[copy, *operands], outvars=eqn.outvars),
+        [False] * len(eqn.outvars),
+        [True] * len(eqn.outvars),
+        [copy, *_missing(operands, given[2:])],
     )

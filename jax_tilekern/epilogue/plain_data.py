@@ -1,0 +1,120 @@
+"""A scalar function as plain data: what another process needs to partition a call with it.
+
+Calls (``jit``, ``custom_jvp``, ...) are inlined, and what is left are primitives of ``jax.lax`` on
+scalars. By then the derivatives have been taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jax_tilekern.epilogue.primitives import INNER_JAXPR, is_copy
+from jax_tilekern.epilogue.scalar_function import ScalarFunction
+from jax_tilekern.interop import compat
+from jax_tilekern.partitioning.params_text import is_plain
+
+# JAX adds cotangents by a primitive of its own.
+_NAMES = {"add_any": "add"}
+
+
+class _NotPlain(Exception):
+    """A function with an equation that is no primitive on scalars, such as a loop."""
+
+
+def to_data(function: ScalarFunction) -> dict[str, Any] | None:
+    """Return a function as plain data, or ``None`` if it has none.
+
+    The values are numbered: first the operands, then the result of each equation. A value is such a
+    number, or the type and the value of a literal.
+    """
+    jaxpr = function.jaxpr.jaxpr
+    equations: list[tuple[Any, ...]] = []
+    operands = range(len(jaxpr.invars))
+    try:
+        results = _flattened(jaxpr, function.jaxpr.consts, operands, equations, len(operands))
+    except _NotPlain:
+        return None
+    return {
+        "name": function.name,
+        "operands": tuple(np.dtype(x.dtype) for x in function.jaxpr.in_avals),
+        "equations": tuple(equations),
+        "results": tuple(results),
+        "out_dtypes": function.out_dtypes,
+    }
+
+
+def from_data(data: dict[str, Any]) -> ScalarFunction:
+    """Return the function that :func:`to_data` has returned the data of."""
+
+    def python(*operands: Any) -> list[Any]:
+        values = list(operands)
+
+        def value(atom: Any) -> Any:
+            return values[atom] if isinstance(atom, int) else _number(*atom)
+
+        for name, params, read in data["equations"]:
+            values.append(_primitive(name).bind(*map(value, read), **params))
+        return [value(atom) for atom in data["results"]]
+
+    avals = [jax.ShapeDtypeStruct((), dtype) for dtype in data["operands"]]
+    # XLA calls on its own thread, which has no configuration of the user's.
+    with jax.enable_x64(True), compat.without_mesh():
+        jaxpr = jax.make_jaxpr(python)(*avals)
+    return ScalarFunction(data["name"], jaxpr, python, data["out_dtypes"])
+
+
+def _flattened(
+    jaxpr: compat.Jaxpr,
+    consts: Sequence[Any],
+    operands: Sequence[Any],
+    equations: list[tuple[Any, ...]],
+    first: int,
+) -> list[Any]:
+    """Append a jaxpr's equations, whose results are numbered from ``first`` + their index on."""
+    values: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+    for var, const in zip(jaxpr.constvars, consts, strict=True):
+        values[var] = _literal(const, np.asarray(const).dtype)
+
+    def value(atom: Any) -> Any:
+        return _literal(atom.val, atom.aval.dtype) if compat.is_literal(atom) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        name = _NAMES.get(eqn.primitive.name, eqn.primitive.name)
+        read = [value(atom) for atom in eqn.invars]
+        if name in INNER_JAXPR:
+            inner = eqn.params[INNER_JAXPR[name]]
+            inner, own = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+            results = _flattened(inner, own, read, equations, first)
+        elif is_copy(name):
+            results = read
+        elif name == "convert_element_type" and isinstance(read[0], tuple):
+            results = [_literal(_number(*read[0]), eqn.params["new_dtype"])]
+        else:
+            params = {} if name != eqn.primitive.name else dict(eqn.params)
+            if _primitive(name) is None or not is_plain(params):
+                raise _NotPlain
+            equations.append((name, params, tuple(read)))
+            results = [first + len(equations) - 1]
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [value(atom) for atom in jaxpr.outvars]
+
+
+def _primitive(name: str) -> Any:
+    """Return a primitive of ``jax.lax`` on scalars, or ``None``."""
+    primitive = getattr(lax, f"{name}_p", None)
+    return primitive if primitive is not None and primitive.name == name else None
+
+
+def _literal(value: Any, dtype: Any) -> tuple[Any, ...]:
+    number = np.asarray(value).astype(dtype).item()
+    parts = (number.real, number.imag) if isinstance(number, complex) else (number,)
+    return np.dtype(dtype), *parts
+
+
+def _number(dtype: np.dtype[Any], real: Any, imaginary: float | None = None) -> Any:
+    return np.asarray(real if imaginary is None else complex(real, imaginary), dtype)

@@ -1,0 +1,106 @@
+"""Which equations of a jaxpr are elementwise, and how they read their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type
+from jax_tilekern.epilogue.primitives import is_elementwise
+from jax_tilekern.interop import compat
+
+Shape = tuple[int, ...]
+
+
+class Reading(NamedTuple):
+    """An array that is read by elements, broadcast to a shape.
+
+    Attributes
+    ----------
+    array
+        A variable, or a number.
+    dims
+        The dimension of the shape that each dimension of the array is.
+    """
+
+    array: Any
+    dims: tuple[int, ...]
+
+
+def read(atom: Any, shape: Shape) -> Reading | None:
+    """Return how an elementwise equation reads an operand, if it broadcasts to a shape."""
+    own = atom.aval.shape
+    if own == () or (
+        len(own) == len(shape)
+        and all(size in (1, whole) for size, whole in zip(own, shape, strict=True))
+    ):
+        return Reading(atom, tuple(range(len(own))))
+    return None
+
+
+def readings(eqn: Any, shape: Shape, *, with_rule: bool = True) -> list[Reading] | None:
+    """Return how an equation reads its operands if it computes every element of a shape by itself.
+
+    A broadcast is such an equation too. A function with a derivative rule is one if its rule is,
+    unless ``with_rule`` is false: a rule may contain its own function.
+    """
+    name = eqn.primitive.name
+    if eqn.effects or any(x.aval.shape != shape for x in eqn.outvars):
+        return None
+    if name == "broadcast_in_dim" and len(eqn.invars) == 1:
+        return [Reading(eqn.invars[0], tuple(eqn.params["broadcast_dimensions"]))]
+    found = [read(x, shape) for x in eqn.invars]
+    if None in found or not all(map(_has_arithmetic, (*eqn.invars, *eqn.outvars))):
+        return None
+    if name == "custom_jvp_call":
+        if not _is_elementwise_call(eqn, shape, with_rule):
+            return None
+    elif not is_elementwise(name, eqn.params):
+        return None
+    return [x for x in found if x is not None]
+
+
+def _is_elementwise_call(eqn: Any, shape: Shape, with_rule: bool) -> bool:
+    called = eqn.params["call_jaxpr"]
+    if not all(jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in eqn.invars):
+        return False
+    if not _all_elementwise(called.jaxpr, called.consts, shape, with_rule):
+        return False
+    rule = compat.custom_jvp_rule(eqn) if with_rule else None
+    return not with_rule or (rule is not None and _all_elementwise(*rule, shape, False))
+
+
+def _all_elementwise(
+    jaxpr: compat.Jaxpr, consts: Sequence[Any], shape: Shape, with_rules: bool = True
+) -> bool:
+    """Whether every equation computes scalars, or each element of a shape."""
+    return not any(getattr(x, "shape", ()) for x in consts) and all(
+        _all_elementwise(inner.jaxpr, inner.consts, shape, with_rules)
+        if (inner := inlined_call(eqn)) is not None
+        else any(readings(eqn, each, with_rule=with_rules) is not None for each in (shape, ()))
+        for eqn in jaxpr.eqns
+    )
+
+
+def inlined_call(eqn: Any) -> Any | None:
+    """Return the closed jaxpr of a call of a jitted function that may be inlined."""
+    return eqn.params["jaxpr"] if compat.is_plain_jit(eqn) else None
+
+
+def is_elementwise_jit(eqn: Any) -> bool:
+    """Whether an equation is a call of a function of which each equation is elementwise."""
+    inner = inlined_call(eqn)
+    if inner is None:
+        return False
+    shapes = {x.aval.shape for x in eqn.outvars}
+    return len(shapes) == 1 and _all_elementwise(inner.jaxpr, inner.consts, shapes.pop())
+
+
+def _has_arithmetic(atom: Any) -> bool:
+    try:
+        computed_type(atom.aval.dtype)
+    except (Untranslatable, AttributeError):
+        return False
+    return True

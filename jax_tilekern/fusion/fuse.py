@@ -1,0 +1,271 @@
+"""``fuse``: a function with its products and what follows them in one kernel each."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from jax_tilekern.epilogue.scalar_function import trace_scalars
+from jax_tilekern.fusion.elementwise import inlined_call, is_elementwise_jit
+from jax_tilekern.fusion.groups import Group, find_groups, product_of
+from jax_tilekern.fusion.scalars import equation_of_scalars
+from jax_tilekern.interop import compat
+from jax_tilekern.ops.fused_contraction import contract_with_scalar_function
+from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Calls whose functions are fused too, whatever else they are.
+_CALLS = frozenset(
+    {
+        "jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "checkpoint", "remat2",
+        "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
+    }
+)  # fmt: skip
+
+
+def fuse(
+    function: Function,
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+) -> Function:
+    """Compute a function's matrix products and what follows each of them in one kernel.
+
+    Products are ``lax.dot_general``, which all of JAX's are, and this library's. A product whose
+    elements go through elementwise operations (a bias, an activation, a residual, a mask, casts) is
+    computed by :func:`jax_tilekern.dot_general` with these as its ``epilogue``. Everything
+    else is evaluated as it is.
+
+    Parameters
+    ----------
+    function
+        A function of arrays and trees of arrays, which is traced as ``jax.jit`` does. Functions
+        that it calls, loops, conditionals and checkpointed parts are fused too; the insides of
+        ``shard_map`` and of kernels are not.
+    static_argnums, static_argnames
+        Arguments that are no arrays, as for ``jax.jit``.
+
+    Returns
+    -------
+    Callable
+        A function of the same arguments and results. It differs from ``function`` by the rounding
+        of the sums in each product, and rounds each product and each operation to its type, as
+        ``function`` does; see "Fuse a whole function" in the guide to epilogues.
+
+    See Also
+    --------
+    explain : which products are fused, with what, and which kernel computes them.
+    patch : makes all products of JAX this library's.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> @jtk.fuse
+    ... def layer(x, w, b):
+    ...     return jax.nn.relu(x @ w + b)
+    >>> x, w, b = jnp.ones((64, 128)), jnp.ones((128, 32)), jnp.ones(32)
+    >>> layer(x, w, b).shape
+    (64, 32)
+    >>> step = jax.jit(jtk.fuse(jax.grad(lambda w: layer(x, w, b).sum())))
+    """
+
+    @functools.wraps(function)
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+        def call(*arrays: Any) -> Any:
+            filled = list(leaves)
+            for i, array in zip(dynamic, arrays, strict=True):
+                filled[i] = array
+            own_args, own_kwargs = jax.tree.unflatten(tree, filled)
+            return function(*own_args, **own_kwargs)
+
+        arrays = [leaves[i] for i in dynamic]
+        traced, shapes = jax.make_jaxpr(call, return_shape=True)(*arrays)
+        results = _fused(traced, arrays)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    jitted: Any = jax.jit(
+        evaluated,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        inline=compat.inlined_when_traced,
+    )
+    return jitted  # type: ignore[no-any-return]
+
+
+def _fused(closed: Any, operands: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr with its products fused."""
+    if not _has_products(closed.jaxpr):
+        return compat.eval_jaxpr(closed.jaxpr, closed.consts, *operands)
+    inlined = jax.make_jaxpr(functools.partial(_inlined, closed.jaxpr, closed.consts))(*operands)
+    results = _Evaluation(inlined.jaxpr, inlined.consts, operands).results()
+    return [_of_type(x, atom.aval) for x, atom in zip(results, closed.jaxpr.outvars, strict=True)]
+
+
+def _has_products(jaxpr: compat.Jaxpr) -> bool:
+    return any(
+        product_of(eqn) is not None
+        or (eqn.primitive.name in _CALLS and any(map(_has_products, compat.jaxprs_of(eqn))))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _inlined(jaxpr: compat.Jaxpr, consts: Sequence[Any], *operands: Any) -> list[Any]:
+    """Evaluate a jaxpr, inlining jitted functions that have products or are elementwise."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
+
+    def value(atom: Any) -> Any:
+        return atom.val if compat.is_literal(atom) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        read = [value(x) for x in eqn.invars]
+        inner = inlined_call(eqn)
+        if inner is not None and (_has_products(inner.jaxpr) or is_elementwise_jit(eqn)):
+            with compat.traced_from(eqn):
+                results = _inlined(inner.jaxpr, inner.consts, *read)
+        else:
+            results = compat.bind_equation(eqn, read)
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [value(x) for x in jaxpr.outvars]
+
+
+class _Evaluation:
+    """The values of a jaxpr whose products are computed with their epilogues."""
+
+    def __init__(self, jaxpr: compat.Jaxpr, consts: Sequence[Any], operands: Sequence[Any]) -> None:
+        self._jaxpr = jaxpr
+        variables = (*jaxpr.constvars, *jaxpr.invars)
+        self._values = dict(zip(variables, (*consts, *operands), strict=True))
+        self._groups = find_groups(jaxpr)
+
+    def results(self) -> list[Any]:
+        """Evaluate every equation that something needs."""
+        needed = _without_fused(self._jaxpr, self._groups)
+        fused = {group.last: group for group in self._groups}
+        waiting: list[Any] = []
+        for position, eqn in enumerate(self._jaxpr.eqns):
+            if position in needed:
+                waiting.append(eqn)
+            if position in fused:
+                waiting = self._evaluate_ready(waiting)
+                self._evaluate_group(fused[position])
+            waiting = self._evaluate_ready(waiting)
+        return [self._value(x) for x in self._jaxpr.outvars]
+
+    def _value(self, atom: Any) -> Any:
+        return atom.val if compat.is_literal(atom) else self._values[atom]
+
+    def _evaluate_ready(self, eqns: Sequence[Any]) -> list[Any]:
+        """Evaluate equations whose operands are known; return the others."""
+        waiting = []
+        for eqn in eqns:
+            if all(compat.is_literal(x) or x in self._values for x in eqn.invars):
+                results = _bound(eqn, [self._value(x) for x in eqn.invars])
+                for x, value in zip(eqn.outvars, results, strict=True):
+                    self._values.setdefault(x, value)
+            else:
+                waiting.append(eqn)
+        return waiting
+
+    def _evaluate_group(self, group: Group) -> None:
+        lhs, rhs = map(self._value, group.eqn.invars)
+        (source,) = group.eqn.outvars
+        product, contraction = group.product, group.product.contraction
+        arrays = [self._value(reading.array) for reading in group.operands]
+        accumulator = accumulator_dtype(jax.numpy.result_type(lhs, rhs), product.dtype)
+
+        def epilogue(sum_of_products: Any, *scalars: Any) -> list[Any]:
+            values = dict(zip(group.operands, scalars, strict=True))
+            results = {source: sum_of_products.astype(product.dtype)}
+            for eqn, readings in group.equations:
+                read = [
+                    reading.array.val
+                    if compat.is_literal(reading.array)
+                    else values[reading]
+                    if reading in values
+                    else results[reading.array]
+                    for reading in readings
+                ]
+                results.update(zip(eqn.outvars, equation_of_scalars(eqn, read), strict=True))
+            # The product's own type is what it is rounded to.
+            results[source] = sum_of_products
+            return [results[x] for x in group.results]
+
+        epilogue.__name__ = "_".join(
+            dict.fromkeys(str(eqn.params.get("name", eqn.primitive)) for eqn, _ in group.equations)
+        )
+        with compat.traced_from(group.eqn):
+            function = trace_scalars(
+                epilogue, accumulator, product.dtype, [x.dtype for x in arrays]
+            ).function
+            results = contract_with_scalar_function(
+                lhs,
+                rhs,
+                contraction,
+                precision=product.precision,
+                product=product.dtype,
+                function=dataclasses.replace(
+                    function, out_dtypes=tuple(x.aval.dtype for x in group.results)
+                ),
+                operands=[
+                    _labelled(x, reading.dims, contraction.out)
+                    for x, reading in zip(arrays, group.operands, strict=True)
+                ],
+            )
+        for x, value in zip(group.results, results, strict=True):
+            self._values[x] = _of_type(value, x.aval)
+
+
+def _without_fused(jaxpr: compat.Jaxpr, groups: Sequence[Group]) -> set[int]:
+    """Return the positions of the equations to evaluate, which no group does."""
+    given = {x for group in groups for x in group.results}
+    fused = {id(eqn) for group in groups for eqn, _ in group.equations}
+    products = {id(group.eqn) for group in groups}
+    read: set[Any] = {x for x in jaxpr.outvars if not compat.is_literal(x)}
+    read |= {reading.array for group in groups for reading in group.operands}
+    read |= {x for group in groups for x in group.eqn.invars if not compat.is_literal(x)}
+    needed = set()
+    for position in reversed(range(len(jaxpr.eqns))):
+        eqn = jaxpr.eqns[position]
+        wanted = any(x in read and x not in given for x in eqn.outvars)
+        if id(eqn) not in products and (wanted or id(eqn) not in fused):
+            needed.add(position)
+            read |= {x for x in eqn.invars if not compat.is_literal(x)}
+    return needed
+
+
+def _bound(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Evaluate an equation, with the products in the functions that it calls fused."""
+    if eqn.primitive.name in _CALLS and any(map(_has_products, compat.jaxprs_of(eqn))):
+        eqn = eqn.replace(params={name: _rewritten(x) for name, x in eqn.params.items()})
+    return compat.bind_equation(eqn, operands)
+
+
+def _rewritten(param: Any) -> Any:
+    """Return a parameter of an equation with the products in its jaxprs fused."""
+    if isinstance(param, tuple):
+        return tuple(map(_rewritten, param))
+    if not isinstance(param, compat.Jaxpr | compat.ClosedJaxpr):
+        return param
+    closed = compat.closed_jaxpr(param)
+    rewritten = jax.make_jaxpr(lambda *operands: _fused(closed, operands))(*closed.in_avals)
+    return compat.jaxpr_like(rewritten, param)
+
+
+def _labelled(x: Any, dims: Sequence[int], out: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
+    """Return an operand without its dimensions of size 1, and the labels of the others."""
+    kept = [i for i, size in enumerate(x.shape) if size != 1]
+    dropped = [i for i, size in enumerate(x.shape) if size == 1]
+    return jax.lax.squeeze(x, dropped), tuple(out[dims[i]] for i in kept)
+
+
+def _of_type(x: Any, aval: Any) -> Any:
+    return compat.with_type(x, aval.dtype, aval.weak_type) if aval.weak_type else x

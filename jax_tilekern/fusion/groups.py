@@ -1,0 +1,293 @@
+"""Which elementwise equations of a jaxpr each of its products takes as its epilogue.
+
+A product takes the equations that read it, and those that read these, up to the first other use of
+any of their values. The kernel then stores the fewest arrays from which everything else can be
+computed: the values that something other than a fusion of XLA's reads, and, if further values are
+used, one array that they follow from, which may be the product itself. Other elementwise equations
+are computed from those by XLA, or by the epilogues that read them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_tilekern.fusion.elementwise import Reading, Shape, readings
+from jax_tilekern.interop import compat
+from jax_tilekern.plans.gemm.contraction import Contraction
+
+# An operand of an epilogue is computed in the kernel if it follows from so few arrays of the
+# product's shape, by so few equations; otherwise the kernel reads it.
+_MAX_ARRAYS = 2
+_MAX_EQUATIONS = 32
+
+# XLA computes the operands of these in the same kernel.
+_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product among a jaxpr's equations."""
+
+    contraction: Contraction
+    precision: Any
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A product and the equations that are its epilogue.
+
+    Attributes
+    ----------
+    product, eqn
+        The product, and its equation.
+    equations
+        The epilogue's equations in their order, and how each reads its operands.
+    last
+        Position of the last of them, where the fused product is computed.
+    results
+        Variables that it computes; the product itself may be one.
+    operands
+        What the epilogue reads.
+    """
+
+    product: Product
+    eqn: Any
+    equations: tuple[tuple[Any, list[Reading]], ...]
+    last: int
+    results: tuple[Any, ...]
+    operands: tuple[Reading, ...]
+
+
+def product_of(eqn: Any) -> Product | None:
+    """Return the product that an equation is, if it can have an epilogue."""
+    params = eqn.params
+    if eqn.primitive is compat.dot_general_p:
+        lhs, rhs = eqn.invars
+        contraction = Contraction.of_dot_general(
+            lhs.aval.ndim, rhs.aval.ndim, params["dimension_numbers"]
+        )
+    elif eqn.primitive.name == "tilekern_contract":
+        contraction = params["contraction"]
+    else:
+        return None
+    (out,) = eqn.outvars
+    sizes = [size for x in eqn.invars for size in x.aval.shape]
+    if (
+        not contraction.contracted
+        or not all(isinstance(size, int) for size in sizes)
+        or jnp.issubdtype(out.aval.dtype, jnp.complexfloating)
+        or any(compat.explicit_sharding(x.aval) is not None for x in (*eqn.invars, out))
+    ):
+        return None
+    return Product(contraction, params["precision"], np.dtype(out.aval.dtype))
+
+
+def find_groups(jaxpr: compat.Jaxpr) -> list[Group]:
+    """Return the products of a jaxpr that have an epilogue, in their order."""
+    finder = _Finder(jaxpr)
+    for position, eqn in enumerate(jaxpr.eqns):
+        product = product_of(eqn)
+        if product is not None:
+            finder.add_group(position, product)
+    return finder.groups
+
+
+@dataclass(frozen=True)
+class _Use:
+    position: float
+    # The equation's, unless a group or the jaxpr's result is what uses the value.
+    eqn: int | None
+    # Whether the value must be in memory.
+    stored: bool
+
+
+class _Finder:
+    def __init__(self, jaxpr: compat.Jaxpr) -> None:
+        self._eqns = list[Any](jaxpr.eqns)
+        self._outvars = jaxpr.outvars
+        self._defined = {x: i for i, eqn in enumerate(jaxpr.eqns) for x in eqn.outvars}
+        self._readings = [
+            readings(eqn, eqn.outvars[0].aval.shape) if eqn.outvars else None for eqn in self._eqns
+        ]
+        self.groups: list[Group] = []
+
+    def add_group(self, position: int, product: Product) -> None:
+        """Make the group of the product at a position, if it has an epilogue."""
+        eqn = self._eqns[position]
+        (source,) = eqn.outvars
+        shape: Shape = source.aval.shape
+        uses = self._uses()
+        values, taken = self._reached(position, uses)
+        results = self._results(source, values, taken, uses)
+        if set(results) <= {source}:
+            return
+        equations = self._needed(results, source, taken, shape)
+        if any(x in self._group_results() for _, eqn, _ in equations for x in eqn.outvars):
+            return
+        internal = {source, *(x for _, eqn, _ in equations for x in eqn.outvars)}
+        operands = dict.fromkeys(
+            reading
+            for _, _, read in equations
+            for reading in read
+            if not compat.is_literal(reading.array) and reading.array not in internal
+        )
+        self.groups.append(
+            Group(
+                product,
+                eqn,
+                tuple((eqn, read) for _, eqn, read in equations),
+                equations[-1][0],
+                results,
+                tuple(operands),
+            )
+        )
+
+    def _group_results(self) -> set[Any]:
+        return {x for group in self.groups for x in group.results}
+
+    def _read_by(self, position: int, shape: Shape) -> list[Reading] | None:
+        """Return how an equation reads its operands if it computes every element of a shape."""
+        own = self._eqns[position].outvars[0].aval.shape
+        return self._readings[position] if own == shape else None
+
+    def _uses(self) -> dict[Any, list[_Use]]:
+        """Return who reads each value, beside equations that nothing needs any more."""
+        ends = {group.last: group for group in self.groups}
+        given = self._group_results()
+        fused = {id(eqn) for group in self.groups for eqn, _ in group.equations}
+        products = {id(group.eqn) for group in self.groups}
+        uses: dict[Any, list[_Use]] = defaultdict(list)
+
+        def add(atom: Any, use: _Use) -> None:
+            if not compat.is_literal(atom):
+                uses[atom].append(use)
+
+        for atom in self._outvars:
+            add(atom, _Use(math.inf, None, stored=True))
+        for position in reversed(range(len(self._eqns))):
+            eqn = self._eqns[position]
+            wanted = any(x in uses and x not in given for x in eqn.outvars)
+            if id(eqn) not in products and (wanted or id(eqn) not in fused):
+                stored = self._readings[position] is None and eqn.primitive.name not in _REDUCTIONS
+                for atom in eqn.invars:
+                    add(atom, _Use(position, position, stored))
+            if position in ends:
+                group = ends[position]
+                read = (*group.eqn.invars, *(reading.array for reading in group.operands))
+                for atom in read:
+                    add(atom, _Use(position, None, stored=True))
+        return uses
+
+    def _reached(
+        self, position: int, uses: dict[Any, list[_Use]]
+    ) -> tuple[list[Any], dict[int, list[Reading]]]:
+        """Return the values that a product's epilogue may compute, and its equations."""
+        (source,) = self._eqns[position].outvars
+        shape = source.aval.shape
+        values, taken = [source], dict[int, list[Reading]]()
+        waiting = sorted(_equations_of(uses[source]), key=lambda use: use.position)
+        while waiting:
+            use = waiting.pop(0)
+            if use.eqn in taken:
+                continue
+            read = None if use.eqn is None else self._read_by(use.eqn, shape)
+            if use.eqn is None or read is None:
+                break
+            taken[use.eqn] = read
+            for x in self._eqns[use.eqn].outvars:
+                values.append(x)
+                waiting += _equations_of(uses[x])
+            waiting.sort(key=lambda use: use.position)
+        return values, taken
+
+    def _results(
+        self,
+        source: Any,
+        values: Sequence[Any],
+        taken: dict[int, list[Reading]],
+        uses: dict[Any, list[_Use]],
+    ) -> tuple[Any, ...]:
+        """Return which values to store."""
+        further = {
+            x: [use for use in uses[x] if use.eqn is None or use.eqn not in taken] for x in values
+        }
+        stored = [x for x in values if any(use.stored for use in further[x])]
+        rest = [x for x in values if further[x] and x not in stored]
+
+        def follow_from(given: Sequence[Any]) -> bool:
+            """Whether the rest is computed from these values, without the product."""
+            missing, seen = list(rest), set(given)
+            while missing:
+                x = missing.pop()
+                if x in seen:
+                    continue
+                if x is source:
+                    return False
+                seen.add(x)
+                eqn = self._eqns[self._defined[x]]
+                missing += [y for y in eqn.invars if not compat.is_literal(y) and y in known]
+            return True
+
+        known = set(values)
+        if follow_from(stored):
+            return tuple(stored)
+        latest = reversed(values)
+        candidates = (x for x in latest if x is source or follow_from([*stored, x]))
+        chosen = min(candidates, key=lambda x: x.aval.dtype.itemsize)
+        return (*stored, chosen)
+
+    def _needed(
+        self,
+        results: Sequence[Any],
+        source: Any,
+        taken: dict[int, list[Reading]],
+        shape: Shape,
+    ) -> list[tuple[int, Any, list[Reading]]]:
+        """Return the equations that compute the results from the product."""
+        chosen = dict[int, list[Reading]]()
+        missing = list(results)
+        while missing:
+            x = missing.pop()
+            position = self._defined.get(x)
+            if x is source or position is None or position in chosen:
+                continue
+            if position in taken:
+                chosen[position] = taken[position]
+                missing += [r.array for r in taken[position] if not compat.is_literal(r.array)]
+            elif x.aval.shape == shape:
+                chosen |= self._computed_in_the_kernel(x, shape)
+        return [(i, self._eqns[i], chosen[i]) for i in sorted(chosen)]
+
+    def _computed_in_the_kernel(self, operand: Any, shape: Shape) -> dict[int, list[Reading]]:
+        """Return the equations from which the kernel computes an operand, none to read it."""
+        given = self._group_results()
+        found, arrays = dict[int, list[Reading]](), set[Any]()
+        missing = [operand]
+        while missing:
+            x = missing.pop()
+            position = self._defined.get(x)
+            if position in found:
+                continue
+            read = None if position is None or x in given else self._read_by(position, shape)
+            if read is None or position is None:
+                arrays |= {x} if x.aval.shape == shape else set()
+            else:
+                found[position] = read
+                missing += [r.array for r in read if not compat.is_literal(r.array)]
+            if len(arrays) > _MAX_ARRAYS or len(found) > _MAX_EQUATIONS:
+                return {}
+        return found
+
+
+def _equations_of(uses: Sequence[_Use]) -> Iterator[_Use]:
+    """Return the uses that end the epilogue or may be a part of it; a result is neither."""
+    return itertools.filterfalse(lambda use: math.isinf(use.position), uses)

@@ -1,0 +1,56 @@
+"""Elementwise equations evaluated on scalars: what an epilogue is traced from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jax_tilekern.fusion.elementwise import inlined_call
+from jax_tilekern.interop import compat
+
+
+def equation_of_scalars(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Evaluate an elementwise equation on one element of each operand."""
+    name = eqn.primitive.name
+    if name == "broadcast_in_dim":
+        return list(operands)
+    if name == "custom_jvp_call":
+        return list(_with_custom_derivative(eqn)(*operands))
+    inner = inlined_call(eqn) if name in ("jit", "pjit") else None
+    if inner is not None:
+        return _evaluated(inner.jaxpr, inner.consts, operands)
+    with compat.traced_from(eqn):
+        results = eqn.primitive.bind(*operands, **eqn.params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _with_custom_derivative(eqn: Any) -> Any:
+    """Return the function of scalars that a ``custom_jvp_call`` applies to elements."""
+    called, rule = eqn.params["call_jaxpr"], compat.custom_jvp_rule(eqn)
+    assert rule is not None
+
+    @jax.custom_jvp
+    def function(*scalars: Any) -> tuple[Any, ...]:
+        return tuple(_evaluated(called.jaxpr, called.consts, scalars))
+
+    @function.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        both = _evaluated(*rule, (*primals, *tangents))
+        count = len(both) // 2
+        return tuple(both[:count]), tuple(both[count:])
+
+    return function
+
+
+def _evaluated(jaxpr: compat.Jaxpr, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
+
+    def value(atom: Any) -> Any:
+        return atom.val if compat.is_literal(atom) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        results = equation_of_scalars(eqn, [value(x) for x in eqn.invars])
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [value(x) for x in jaxpr.outvars]

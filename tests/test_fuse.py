@@ -1,0 +1,427 @@
+"""``fuse``: values, what remains beside the products, and transformations, on any backend."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from jaxprs import equations
+from numerics import BF16, assert_equal, exact, random
+
+import jax_tilekern as jtk
+
+FUSED = "tilekern_contract_with_epilogue"
+PRODUCTS = ("dot_general", "tilekern_contract", FUSED)
+# What moves no data or belongs to the products' operands, and is no elementwise computation.
+_OTHERS = {
+    *PRODUCTS, "broadcast_in_dim", "squeeze", "reshape", "transpose", "reduce_sum", "scan", "cond",
+    "while", "remat2", "checkpoint", "jit", "pjit", "custom_vjp_call", "custom_jvp_call",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def plain_float32():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def names(function, *args):
+    """The primitives of a function's equations, the inner ones too."""
+    return [eqn.primitive.name for eqn in equations(jax.make_jaxpr(function)(*args).jaxpr)]
+
+
+def assert_all_fused(function, *args):
+    """A fused function has as many products as before, and no elementwise equation beside them."""
+    found, before = names(jtk.fuse(function), *args), names(function, *args)
+    assert sum(map(found.count, PRODUCTS)) == sum(map(before.count, PRODUCTS))
+    assert found.count(FUSED) > 0
+    assert set(found) <= _OTHERS, set(found) - _OTHERS
+
+
+def assert_close(found, expected, tolerance=1e-5):
+    def close(x, y):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(exact(x), exact(y), rtol=tolerance, atol=tolerance)
+
+    jax.tree.map(close, found, expected)
+
+
+def layer(x, w, b):
+    return jax.nn.gelu(x @ w + b)
+
+
+def masked(x, w, b, keep, residual):
+    return residual + jnp.where(keep, jax.nn.silu(x @ w + b), 0)
+
+
+@pytest.fixture
+def operands(rng):
+    shapes = (16, 24), (24, 32), (32,), (16, 32), (16, 32)
+    x, w, b, keep, residual = (random(rng, shape, np.float32) for shape in shapes)
+    return x, w, b, keep > 0, residual
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16])
+@pytest.mark.parametrize(("function", "count"), [(layer, 3), (masked, 5)])
+def test_a_layer_is_one_call(operands, function, count, dtype):
+    args = [x if x.dtype == bool else x.astype(dtype) for x in operands[:count]]
+    found = jtk.fuse(function)(*args)
+    # Every operation on 16 bits is rounded, unless XLA leaves that out: a few roundings of values
+    # of about 20.
+    assert_close(found, function(*args), {BF16: 0.25, np.float16: 0.03}.get(dtype, 1e-5))
+    assert_all_fused(function, *args)
+    assert names(jtk.fuse(function), *args).count(FUSED) == 1
+
+
+def test_every_operation_is_rounded_to_its_type(rng):
+    """As in the function itself: the product too, and what is cast is as wide as it says."""
+
+    def after(y, b):
+        y = y + b
+        return y, (y * y).astype(np.float32) + np.float32(1 / 7)
+
+    def f(x, w, b):
+        return after(x @ w, b)
+
+    x, w, b = jnp.ones((8, 64), BF16), jnp.ones((64, 8), BF16), random(rng, (8, 8), BF16)
+    traced = jax.make_jaxpr(jtk.fuse(f))(x, w, b)
+    (call,) = (eqn for eqn in equations(traced.jaxpr) if eqn.primitive.name == FUSED)
+    # Not jitted, because XLA leaves out roundings inside a fusion.
+    for accumulator, operand in zip(random(rng, (8,), np.float32) * 100, b[0], strict=True):
+        found = call.params["function"](accumulator, operand)
+        assert_equal(found, list(after(accumulator.astype(BF16), operand)))
+
+
+def test_operands_of_every_shape(rng):
+    x, w = random(rng, (2, 6, 5), np.float32), random(rng, (5, 7), np.float32)
+    scale, column, batch = (random(rng, s, np.float32) for s in ((), (6, 1), (2, 1, 1)))
+
+    def f(x, w, scale, column, batch):
+        return jnp.sin(x @ w * scale + column) * batch + jnp.arange(7)
+
+    args = x, w, scale, column, batch
+    assert_close(jtk.fuse(f)(*args), f(*args))
+    # The operand arange is converted by itself.
+    assert names(jtk.fuse(f), *args).count("sin") == 0
+
+
+def test_products_of_this_library(operands):
+    x, w, b, *_ = operands
+
+    def f(x, w, b):
+        return jnp.tanh(jtk.matmul(x, w) + b)
+
+    assert_close(jtk.fuse(f)(x, w, b), f(x, w, b))
+    assert_all_fused(f, x, w, b)
+    with jtk.patch():
+        assert_all_fused(layer, x, w, b)
+
+
+def test_explain_shows_the_fused_call(operands):
+    (call,) = (c for c in jtk.explain(jtk.fuse(layer), *operands[:3]) if "accumulator" in c.call)
+    assert "tanh" in call.call
+
+
+# -- What is stored. -------------------------------------------------------------------------------
+
+
+def outputs(function, *args):
+    """The number of results of each fused product."""
+    return [
+        len(eqn.outvars)
+        for eqn in equations(jax.make_jaxpr(jtk.fuse(function))(*args).jaxpr)
+        if eqn.primitive.name == FUSED
+    ]
+
+
+def both_used(x, w, b):
+    y = x @ w
+    return jnp.tanh(y + b), y
+
+
+def reduced(x, w, b):
+    y = (x @ w + b).astype(BF16)
+    z = y.astype(np.float32)
+    return y, z.sum(), (z * z).sum()
+
+
+def several(x, w, b):
+    y = x @ w + b
+    return jnp.tanh(y), jnp.sin(y), y.sum()
+
+
+def gated(x, w, b):
+    return jax.nn.silu(x @ w) * (x @ (2 * w) + b)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"), [(both_used, [2]), (reduced, [1]), (several, [3]), (gated, [1])]
+)
+def test_what_is_used_elsewhere_is_another_result(operands, function, expected):
+    x, w, b, *_ = operands
+    assert outputs(function, x, w, b) == expected
+    assert_close(jtk.fuse(function)(x, w, b), function(x, w, b), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w, b: x @ w,
+        lambda x, w, b: (x @ w).sum(),
+        lambda x, w, b: jnp.tanh((x @ w).T),
+        lambda x, w, b: x[:, :, None] * w,
+        lambda x, w, b: lax.dot_general(x, b, (((), ()), ((), ()))) + 1,
+        lambda x, w, b: jnp.tanh(x.astype(np.complex64) @ w),
+    ],
+)
+def test_products_without_an_epilogue_are_jaxs(operands, function):
+    x, w, b, *_ = operands
+    found = str(jax.make_jaxpr(jtk.fuse(function))(x, w, b))
+    assert FUSED not in found
+    assert_close(jtk.fuse(function)(x, w, b), function(x, w, b))
+
+
+def test_a_function_without_products_is_unchanged(operands):
+    def f(x, w):
+        y = jax.jit(lambda x: jnp.where(x > 0, jax.nn.relu(x), jnp.cumsum(x, 0)))(x)
+        return lax.scan(lambda c, row: (c + row.sum(), row), 0.0, y), jnp.sort(w)
+
+    x, w, *_ = operands
+    assert str(jax.make_jaxpr(jtk.fuse(f))(x, w)) == str(jax.make_jaxpr(f)(x, w))
+
+
+# -- Control flow and calls. -----------------------------------------------------------------------
+
+
+def in_scan(x, w, b):
+    return lax.scan(lambda x, _: (layer(x, w, b) @ w.T + x, None), x, None, length=3)[0]
+
+
+def in_cond(x, w, b):
+    return lax.cond(b[0] > 0, layer, lambda x, w, b: jnp.tanh(x @ w), x, w, b)
+
+
+def in_while(x, w, b):
+    return lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(c[1] @ w @ w.T / 99)), (0, x)
+    )
+
+
+def in_jit(x, w, b):
+    return jax.jit(lambda x, w: jnp.einsum("ij,jk->ik", x, w))(x, w) + b
+
+
+def in_checkpoint(x, w, b):
+    return jax.checkpoint(layer)(x, w, b)
+
+
+@jax.custom_vjp
+def _with_rule(x, w, b):
+    return layer(x, w, b)
+
+
+_with_rule.defvjp(
+    lambda x, w, b: (layer(x, w, b), (x, w, b)), lambda res, g: tuple(3 * r for r in res)
+)
+
+
+def in_custom_vjp(x, w, b):
+    return _with_rule(x, w, b)
+
+
+@jax.custom_jvp
+def _with_tangent(x, w, b):
+    return layer(x, w, b)
+
+
+_with_tangent.defjvp(lambda primals, tangents: (_with_tangent(*primals), 3 * layer(*primals)))
+
+
+def in_custom_jvp(x, w, b):
+    return _with_tangent(x, w, b)
+
+
+BODIES = [in_scan, in_cond, in_while, in_jit, in_checkpoint, in_custom_vjp, in_custom_jvp]
+
+
+@pytest.mark.parametrize("function", BODIES)
+def test_bodies_are_fused(operands, function):
+    x, w, b, *_ = operands
+    assert_close(jtk.fuse(function)(x, w, b), function(x, w, b), 1e-4)
+    assert FUSED in names(jtk.fuse(function), x, w, b)
+
+
+@pytest.mark.parametrize("function", [in_scan, in_checkpoint, in_custom_vjp, in_custom_jvp])
+def test_derivatives_of_fused_bodies(operands, function):
+    """Rules of the user's stay what they are."""
+    x, w, b, *_ = operands
+    tangents = tuple(map(jnp.cos, (x, w, b)))
+    if function is not in_custom_vjp:
+        found, expected = (jax.jvp(f, (x, w, b), tangents) for f in (jtk.fuse(function), function))
+        assert_close(found, expected, 1e-3)
+    if function is not in_custom_jvp:
+        found, expected = (
+            jax.grad(lambda *xs, f=f: f(*xs).sum(), (0, 1, 2))(x, w, b)
+            for f in (jtk.fuse(function), function)
+        )
+        assert_close(found, expected, 1e-3)
+
+
+# -- Transformations. ------------------------------------------------------------------------------
+
+
+def network(params, x):
+    for w, b in params[:-1]:
+        x = jax.nn.gelu(x @ w + b)
+    w, b = params[-1]
+    return x @ w + b
+
+
+def pulled_back(params, x, cotangent):
+    result, pullback = jax.vjp(network, params, x)
+    return result, pullback(cotangent)
+
+
+@pytest.fixture
+def perceptron(rng):
+    sizes = (12, 20, 28, 6)
+    params = [
+        (random(rng, (m, n), np.float32) / 4, random(rng, (n,), np.float32))
+        for m, n in itertools.pairwise(sizes)
+    ]
+    return params, random(rng, (9, sizes[0]), np.float32), random(rng, (9, sizes[-1]), np.float32)
+
+
+def test_the_gradient_of_a_perceptron_is_its_products(perceptron):
+    """Derivatives of activations are in the kernels of the products of their cotangents."""
+    assert_close(jtk.fuse(pulled_back)(*perceptron), pulled_back(*perceptron), 1e-4)
+    assert_all_fused(pulled_back, *perceptron)
+    # Two layers store what their activation is applied to as well.
+    assert outputs(pulled_back, *perceptron) == [2, 2, 1, 1, 1]
+
+
+def test_inside_and_outside_of_derivatives(perceptron):
+    params, x, _ = perceptron
+
+    def loss(function, params):
+        return (function(params, x) ** 2).sum()
+
+    expected = jax.grad(functools.partial(loss, network))(params)
+    inside = jax.grad(functools.partial(loss, jtk.fuse(network)))(params)
+    outside = jax.jit(jtk.fuse(jax.grad(functools.partial(loss, network))))(params)
+    twice = jtk.fuse(jax.grad(functools.partial(loss, jtk.fuse(network))))(params)
+    for found in (inside, outside, twice):
+        assert_close(found, expected, 1e-3)
+
+
+def test_custom_derivatives_are_respected():
+    """At 0 the derivative of a relu is 0, and that of a maximum is a half."""
+    x, w = jnp.zeros((4, 4)), jnp.ones((4, 4))
+    fused = jtk.fuse(lambda x: jax.nn.relu(x @ w))
+    assert names(fused, x).count(FUSED) == 1
+    assert_equal(jax.grad(lambda x: fused(x).sum())(x), jnp.zeros((4, 4)))
+
+
+@pytest.mark.parametrize("in_axes", [(0, None, None), (None, 0, None), (1, 0, 0), (None, None, 0)])
+def test_vmap(rng, in_axes):
+    shapes = (6, 5), (5, 7), (7,)
+    args = [
+        random(rng, shape if axis is None else (*shape[:axis], 3, *shape[axis:]), np.float32)
+        for shape, axis in zip(shapes, in_axes, strict=True)
+    ]
+    mapped = jax.vmap(layer, in_axes)
+    assert_close(jax.vmap(jtk.fuse(layer), in_axes)(*args), mapped(*args))
+    assert_close(jtk.fuse(mapped)(*args), mapped(*args))
+    if in_axes[1:] == (None, None):
+        assert_all_fused(mapped, *args)
+
+
+def test_arguments_are_those_of_the_function(operands):
+    x, w, b, *_ = operands
+    traced = []
+
+    @functools.partial(jtk.fuse, static_argnames="activation")
+    def f(params, *, activation, scale=2.0):
+        traced.append(activation)
+        return {"out": getattr(jnp, activation)(params["x"] @ params["w"] + b) * scale}
+
+    for _ in range(2):
+        found = f({"x": x, "w": w}, activation="sin")
+    assert_close(found, {"out": jnp.sin(x @ w + b) * 2})
+    assert traced == ["sin"]
+
+
+def test_effects_keep_their_order(operands, capsys):
+    x, w, b, *_ = operands
+
+    @jtk.fuse
+    def f(x, w, b):
+        jax.debug.print("first", ordered=True)
+        y = jnp.sin(x @ w + b)
+        jax.debug.print("second", ordered=True)
+        return y
+
+    f(x, w, b).block_until_ready()
+    jax.effects_barrier()
+    assert capsys.readouterr().out.split() == ["first", "second"]
+
+
+# -- Random programs. ------------------------------------------------------------------------------
+
+UNARY = [jnp.tanh, jnp.sin, jax.nn.relu, jax.nn.silu, jax.nn.softplus, lambda x: 0.5 * x - 1,
+         lambda x: jnp.where(jnp.isnan(x), 0, x)]  # fmt: skip
+BINARY = [jnp.add, jnp.subtract, jnp.maximum, lambda x, y: jnp.tanh(x) * y,
+          lambda x, y: jnp.where(x > 0.1234, y, y + x - x)]  # fmt: skip
+# Each step applies a function to values that there are already; numbers choose them.
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["product", "unary", "unary", "binary", "binary", "sum", "bias", "row"]),
+        *(st.integers(0, 2**16) for _ in range(3)),
+    ),
+    min_size=2,
+    max_size=12,
+)
+
+
+def program(steps, kept):
+    """A function of a matrix, a vector and a column, all of whose values are of one shape."""
+
+    def function(matrix, vector, column):
+        values = [matrix]
+        for kind, i, j, k in steps:
+            x, y = values[-1 - i % min(3, len(values))], values[j % len(values)]
+            if kind == "product":
+                values.append(x @ y / 4)
+            elif kind == "unary":
+                values.append(UNARY[k % len(UNARY)](x))
+            elif kind == "binary":
+                values.append(BINARY[k % len(BINARY)](x, y))
+            elif kind == "sum":
+                values.append(x - x.mean(k % 2, keepdims=True))
+            elif kind == "bias":
+                values.append(x + vector)
+            else:
+                values.append(x * column)
+        return [values[-1], *(values[i % len(values)] for i in kept)]
+
+    return function
+
+
+@given(STEPS, st.lists(st.integers(0, 2**16), max_size=3), st.integers(0, 2**32 - 1))
+def test_random_programs(steps, kept, seed):
+    rng = np.random.default_rng(seed)
+    args = [random(rng, shape, np.float32) / 2 for shape in ((6, 6), (6,), (6, 1))]
+    function = program(steps, kept)
+    found, expected = jtk.fuse(function)(*args), jax.jit(function)(*args)
+    for x, y in zip(found, expected, strict=True):
+        # A function may jump where its argument is rounded differently.
+        scale = 1 + float(jnp.abs(y).max())
+        assert np.isclose(x, y, rtol=1e-3, atol=1e-4 * scale).mean() > 0.9
+    before, after = (names(f, *args) for f in (function, jtk.fuse(function)))
+    assert sum(map(after.count, PRODUCTS)) == before.count("dot_general")
+    assert after.count("tanh") <= before.count("tanh")
