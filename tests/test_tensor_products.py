@@ -212,6 +212,7 @@ def test_out_sharding():
 ORDERS = {
     "bhqk,bkhd->bqhd": [(2, 3, 8, 16), (2, 16, 3, 4)],
     "bqhd,bkhd->bqhk": [(2, 8, 3, 4), (2, 16, 3, 4)],
+    "...hqk,...khd->...qhd": [(2, 3, 8, 16), (2, 16, 3, 4)],
     "bsd,dhk->bhsk": [(2, 8, 16), (16, 3, 4)],
     "bqd,bkd->qbk": [(2, 8, 4), (2, 16, 4)],
     "ij,jk->ki": [(8, 16), (16, 4)],
@@ -248,7 +249,7 @@ def test_the_product_writes_the_order_that_is_asked_for(rng, subscripts):
 
 
 def test_an_einsum_of_two_that_is_no_product_alone(rng):
-    """Diagonals, sums of one operand, sizes of 1 and an ellipsis are prepared by JAX."""
+    """JAX prepares diagonals, sums of one operand and sizes of 1, and says what has no arrow."""
     a, b = rng.standard_normal((4, 4)), rng.standard_normal((4, 1))
     for subscripts in (
         "ii,ij->ij",

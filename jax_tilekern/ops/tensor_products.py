@@ -134,10 +134,13 @@ def _contraction(
     subscripts: str, a_shape: Sequence[int], b_shape: Sequence[int]
 ) -> Contraction | None:
     """Return the contraction that valid subscripts are, if they are nothing else than one."""
-    inputs, arrow, out = subscripts.replace(" ", "").partition("->")
-    if not arrow or "." in inputs:
+    inputs, arrow, out_names = subscripts.replace(" ", "").partition("->")
+    if not arrow:
         return None
-    a, b = inputs.split(",")
+    a_names, b_names = inputs.split(",")
+    a, b = _dimensions(a_names, len(a_shape)), _dimensions(b_names, len(b_shape))
+    ellipsis = sum(isinstance(name, int) for name in set(a + b))
+    out = _dimensions(out_names, len(out_names.replace("...", "")) + ellipsis)
     diagonal = any(len(set(names)) < len(names) for names in (a, b))
     summed_first = not (set(a) ^ set(b)) <= set(out)
     b_sizes = dict(zip(b, b_shape, strict=True))
@@ -147,6 +150,13 @@ def _contraction(
     labels = {name: label for label, name in enumerate(dict.fromkeys(a + b))}
     lhs, rhs, result = (tuple(labels[name] for name in names) for names in (a, b, out))
     return Contraction(lhs, rhs, result)
+
+
+def _dimensions(names: str, rank: int) -> list[str | int]:
+    """Return a name for each dimension; those of an ellipsis are numbered from its last one."""
+    before, dots, after = names.partition("...")
+    count = rank - len(before) - len(after) if dots else 0
+    return [*before, *range(-count, 0), *after]
 
 
 @patch()
