@@ -42,9 +42,7 @@ class Network(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        dense, gate = (
-            (jtk.linear, jtk.gated_linear) if self.fused else (linear, gated_linear)
-        )
+        dense, gate = (jtk.linear, jtk.gated_linear) if self.fused else (linear, gated_linear)
 
         def matrix(name, rows, columns):
             return self.param(name, nn.initializers.lecun_normal(), (rows, columns))

@@ -206,3 +206,59 @@ def test_out_sharding():
             expected = reference(x, x, out_sharding=PartitionSpec(None, "d"))
             assert found.sharding == expected.sharding
             np.testing.assert_array_equal(found, expected)
+
+
+# Orders of the result that are not those of a dot_general.
+ORDERS = {
+    "bhqk,bkhd->bqhd": [(2, 3, 8, 16), (2, 16, 3, 4)],
+    "bqhd,bkhd->bqhk": [(2, 8, 3, 4), (2, 16, 3, 4)],
+    "...hqk,...khd->...qhd": [(2, 3, 8, 16), (2, 16, 3, 4)],
+    "bsd,dhk->bhsk": [(2, 8, 16), (16, 3, 4)],
+    "bqd,bkd->qbk": [(2, 8, 4), (2, 16, 4)],
+    "ij,jk->ki": [(8, 16), (16, 4)],
+}
+
+
+@pytest.mark.parametrize("subscripts", ORDERS)
+def test_the_product_writes_the_order_that_is_asked_for(rng, subscripts):
+    """The result and both gradients, compiled here and lowered for a GPU."""
+    args = [rng.integers(-2, 3, shape).astype(np.float32) for shape in ORDERS[subscripts]]
+
+    def program(module):
+        def f(a, b):
+            # A weight for each element: the cotangent is no constant.
+            out = module.einsum(subscripts, a, b)
+            return (out * jnp.arange(out.size).reshape(out.shape)).sum(), out
+
+        return jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))
+
+    for got, wanted in zip(
+        jax.tree.leaves(program(jtk)(*args)), jax.tree.leaves(program(jnp)(*args)), strict=True
+    ):
+        np.testing.assert_array_equal(got, wanted)
+    programs = [jax.jit(lambda *args: jtk.einsum(subscripts, *args))]
+    if subscripts != "bsd,dhk->bhsk":  # A kernel merges the contracted b and s of its gradient.
+        programs.append(program(jtk))
+    for f in programs:
+        if jax.default_backend() == "cpu":
+            assert " transpose(" not in f.lower(*args).compile().as_text()
+        with jtk.gpu_target("sm_90"):
+            lowered = f.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        assert "jax_tilekern" in lowered
+        assert "stablehlo.transpose" not in lowered
+
+
+def test_an_einsum_of_two_that_is_no_product_alone(rng):
+    """JAX prepares diagonals, sums of one operand and sizes of 1, and says what has no arrow."""
+    a, b = rng.standard_normal((4, 4)), rng.standard_normal((4, 1))
+    for subscripts in (
+        "ii,ij->ij",
+        "ij,ik->k",
+        "ij,kj->ik",
+        "...j,jk->...k",
+        "ij,ik",
+        "ij , ik -> k j",
+    ):
+        np.testing.assert_allclose(
+            jtk.einsum(subscripts, a, b), jnp.einsum(subscripts, a, b), rtol=1e-5
+        )

@@ -1,11 +1,13 @@
 """Tensor products: JAX's own functions, whose products trace to the primitive of matrix products.
 
 JAX says which ``dot_general`` a tensor product is, and in which order several of them are
-cheapest; :func:`jax_tilekern.patch` lets each be this library's.
+cheapest; :func:`jax_tilekern.patch` lets each be this library's. An ``einsum`` of two operands is
+the primitive itself, which writes the result in the order that is asked for.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +16,13 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_tilekern.interop import compat
+from jax_tilekern.ops.contraction import contract
+from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.patching.patch import patch
+from jax_tilekern.plans.gemm.contraction import Contraction
 
 
-@patch()
 def einsum(
     subscripts: Any,
     /,
@@ -67,15 +72,91 @@ def einsum(
     >>> jtk.einsum("bqhd,bkhd->bhqk", q, k).shape
     (2, 3, 5, 7)
     """
-    return jnp.einsum(
+    # A path of one product has no other order.
+    if isinstance(subscripts, str) and len(operands) == 2 and optimize == "auto" and out is None:
+        return _einsum_of_two(
+            subscripts,
+            *operands,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
+    with patch():
+        return jnp.einsum(
+            subscripts,
+            *operands,
+            out=out,
+            optimize=optimize,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
+
+
+@jitted("subscripts", "precision", "preferred_element_type", "out_sharding")
+def _einsum_of_two(
+    subscripts: str,
+    a: ArrayLike,
+    b: ArrayLike,
+    *,
+    precision: lax.PrecisionLike,
+    preferred_element_type: DTypeLike | None,
+    out_sharding: NamedSharding | PartitionSpec | None,
+) -> Array:
+    by_jax = functools.partial(
+        jnp.einsum,
         subscripts,
-        *operands,
-        out=out,
-        optimize=optimize,
         precision=precision,
         preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,
     )
+    result = compat.result_type(by_jax, a, b)
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    contraction = _contraction(subscripts, a.shape, b.shape)
+    if contraction is None:
+        with patch():
+            return by_jax(a, b)
+    if contraction.swapped().dot_general_out == contraction.out:
+        # A product that is left to XLA is not transposed either.
+        a, b, contraction = b, a, contraction.swapped()
+    product = contract(
+        a,
+        b,
+        contraction,
+        precision=compat.canonicalize_precision(precision),
+        out_dtype=result.dtype,
+        out_sharding=None if out_sharding is None else compat.explicit_sharding(result),
+    )
+    return compat.with_type(product, result.dtype, result.weak_type)
+
+
+def _contraction(
+    subscripts: str, a_shape: Sequence[int], b_shape: Sequence[int]
+) -> Contraction | None:
+    """Return the contraction that valid subscripts are, if they are nothing else than one."""
+    inputs, arrow, out_names = subscripts.replace(" ", "").partition("->")
+    if not arrow:
+        return None
+    a_names, b_names = inputs.split(",")
+    a, b = _dimensions(a_names, len(a_shape)), _dimensions(b_names, len(b_shape))
+    ellipsis = sum(isinstance(name, int) for name in set(a + b))
+    out = _dimensions(out_names, len(out_names.replace("...", "")) + ellipsis)
+    diagonal = any(len(set(names)) < len(names) for names in (a, b))
+    summed_first = not (set(a) ^ set(b)) <= set(out)
+    b_sizes = dict(zip(b, b_shape, strict=True))
+    broadcast = any(b_sizes.get(name, size) != size for name, size in zip(a, a_shape, strict=True))
+    if diagonal or summed_first or broadcast:
+        return None
+    labels = {name: label for label, name in enumerate(dict.fromkeys(a + b))}
+    lhs, rhs, result = (tuple(labels[name] for name in names) for names in (a, b, out))
+    return Contraction(lhs, rhs, result)
+
+
+def _dimensions(names: str, rank: int) -> list[str | int]:
+    """Return a name for each dimension; those of an ellipsis are numbered from its last one."""
+    before, dots, after = names.partition("...")
+    count = rank - len(before) - len(after) if dots else 0
+    return [*before, *range(-count, 0), *after]
 
 
 @patch()

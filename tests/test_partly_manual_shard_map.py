@@ -1,0 +1,147 @@
+"""Inside a ``shard_map`` over some of the mesh's axes each operation is XLA's own, and right."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from sharded import AUTO, EXPLICIT, MESH_TYPES, devices, integers, mesh_of, put
+
+import jax_tilekern as jtk
+
+pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+
+SIZES = np.array([3, 5], np.int32)
+LABELS = np.arange(8, dtype=np.int32)
+BATCHED = (((2,), (1,)), ((0,), (0,)))
+MATRICES, COLUMNS = (16, 4, 4), (16, 4, 8)
+# A function of local arrays, and the arrays' shapes. The first is sharded along its rows, and so
+# are those of its rank with as many rows.
+CALLS = {
+    "matmul": (jtk.matmul, [(16, 32), (32, 8)]),
+    "matmul with an epilogue": (
+        functools.partial(jtk.matmul, epilogue=lambda x: 2 * x),
+        [(16, 32), (32, 8)],
+    ),
+    "linear": (functools.partial(jtk.linear, activation=jnp.square), [(16, 32), (32, 8)]),
+    "dot_general": (
+        functools.partial(jtk.dot_general, dimension_numbers=BATCHED),
+        [(16, 4, 8), (16, 8, 4)],
+    ),
+    "matvec": (jtk.matvec, [(16, 32), (32,)]),
+    "vecmat": (lambda a, v: jtk.vecmat(v, a.T), [(16, 32), (32,)]),
+    "dot": (jtk.dot, [(16, 32), (32,)]),
+    "vdot": (lambda a, v: a * jtk.vdot(v, v), [(16, 32), (32,)]),
+    "einsum": (
+        functools.partial(jtk.einsum, "bhqk,bkhd->bqhd"),
+        [(16, 4, 8, 8), (16, 8, 4, 8)],
+    ),
+    "tensordot": (functools.partial(jtk.tensordot, axes=1), [(16, 4, 8), (8, 4)]),
+    "inner": (jtk.inner, [(16, 32), (8, 32)]),
+    "vecdot": (jtk.vecdot, [(16, 32), (16, 32)]),
+    "multi_dot": (lambda *xs: jtk.multi_dot(xs), [(16, 32), (32, 8), (8, 8)]),
+    "strassen_matmul": (jtk.strassen_matmul, [(16, 32), (32, 8)]),
+    "ragged_dot": (lambda x, w: jtk.ragged_dot(x, w, SIZES), [(16, 8), (2, 8, 4)]),
+    "linear_cross_entropy": (
+        lambda x, w: jtk.linear_cross_entropy(x, w, LABELS, reduction="none"),
+        [(16, 8), (8, 32)],
+    ),
+    "transpose": (lambda x: jtk.transpose(x, (0, 2, 1)), [(16, 8, 4)]),
+    "sum": (lambda x: jtk.sum(x, 1), [(16, 8, 4)]),
+    "add": (jtk.add, [(16, 8), (8,)]),
+    "inv": (jtk.linalg.inv, [MATRICES]),
+    "det": (jtk.linalg.det, [MATRICES]),
+    "slogdet": (lambda a: jtk.linalg.slogdet(a)[1], [MATRICES]),
+    "cholesky": (jtk.linalg.cholesky, [MATRICES]),
+    "lu_factor": (lambda a: jtk.linalg.lu_factor(a)[0], [MATRICES]),
+    "solve": (jtk.linalg.solve, [MATRICES, COLUMNS]),
+    "solve_triangular": (
+        functools.partial(jtk.linalg.solve_triangular, lower=True),
+        [MATRICES, COLUMNS],
+    ),
+}
+
+
+def operands(rng, shapes):
+    if shapes[0] != MATRICES:
+        return [integers(rng, *shape) for shape in shapes]
+    a = rng.standard_normal(MATRICES).astype(np.float32)
+    return [a @ a.mT / 4 + np.eye(4, dtype=np.float32), *(integers(rng, *s) for s in shapes[1:])]
+
+
+# The types of the mesh's axes, and which axis splits columns. JAX refuses an explicit one for some.
+LAYOUTS = {
+    f"{name}, columns over {along}": (types, along)
+    for name, types in MESH_TYPES.items()
+    for along in (None, "m")
+    if along is None or types[1] == AUTO
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.one_in(6)
+def test_values_and_gradients(rng, name, layout):
+    """Over ``d``; the other axis of the mesh splits columns, or nothing."""
+    function, shapes = CALLS[name]
+    types, along = LAYOUTS[layout]
+    if name == "ragged_dot" and types[1] == EXPLICIT:
+        pytest.skip("JAX needs out_sharding on a mesh with explicit axes")
+    arrays = operands(rng, shapes)
+    rows = [x.shape[0] == 16 and x.ndim == arrays[0].ndim for x in arrays]
+    mesh = mesh_of(types)
+    in_specs = tuple(P("d") if own else P() for own in rows)
+
+    def mapped(*args):
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=P("d"), axis_names={"d"}
+        )(*args)
+
+    def by_rows(*args):
+        """The same, one part after the other, on one device."""
+        parts = zip(
+            *((x[:8], x[8:]) if own else (x, x) for x, own in zip(args, rows, strict=True)),
+            strict=True,
+        )
+        return jnp.concatenate([function(*part) for part in parts])
+
+    def results(f):
+        count = tuple(range(len(arrays)))
+        loss = jax.grad(lambda *args: (f(*args).astype(jnp.float32) ** 2).sum(), count)
+        return jax.jit(lambda *args: (f(*args), loss(*args)))
+
+    wanted = results(by_rows)(*arrays)
+    with jax.set_mesh(mesh):
+        args = [
+            put(mesh, x, P("d" if own else None, *[along] * (x.ndim > 1)))
+            for x, own in zip(arrays, rows, strict=True)
+        ]
+        got = results(mapped)(*args)
+        calls = jtk.explain(results(mapped), *args)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        y = np.asarray(y)
+        np.testing.assert_allclose(np.asarray(x), y, rtol=1e-4, atol=1e-4 * np.abs(y).max())
+    assert calls
+    assert all(call.kernel is None for call in calls)
+    assert any("shard_map" in call.reason for call in calls)
+
+
+def test_what_jax_refuses_is_refused_alike():
+    """A contracted dimension that an explicit axis splits beside the manual one."""
+    mesh = mesh_of(MESH_TYPES["explicit"])
+    with jax.set_mesh(mesh):
+        x, w = put(mesh, np.ones((16, 32)), P("d", "m")), put(mesh, np.ones((32, 8)), P("m"))
+        errors = []
+        for product in (jnp.matmul, jtk.matmul, lax.dot, jtk.dot):
+            mapped = jax.shard_map(
+                product, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"), axis_names={"d"}
+            )
+            with pytest.raises(Exception, match="Contracting dimensions are sharded") as error:
+                jax.jit(mapped)(x, w)
+            errors.append(error.type)
+    assert len(set(errors)) == 1
