@@ -1,6 +1,8 @@
 """A model of flax trains the same with fused layers, and with `fuse`, as without."""
 
 import functools
+import importlib.util
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +105,29 @@ def losses(way):
 def test_thirty_steps_have_the_same_losses(way):
     np.testing.assert_allclose(losses(way), losses("unfused"), rtol=DRIFT)
     assert losses(way)[-1] < losses(way)[0] / 3
+
+
+_FILE = Path(__file__).parent.parent / "examples" / "frameworks.py"
+
+
+@pytest.mark.parametrize("name", ["flax.linen", "flax.nnx", "Equinox", "Haiku"])
+@pytest.mark.one_in(4)
+def test_a_fused_step_of_a_framework(name):
+    """The whole training step of an attention block: gradient and optimizer."""
+    pytest.importorskip({"Equinox": "equinox", "Haiku": "haiku"}.get(name, "flax"))
+    spec = importlib.util.spec_from_file_location("example_frameworks", _FILE)
+    frameworks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(frameworks)
+    model, optimizer = frameworks.made(name, False), optax.adam(3e-3)
+    step = frameworks.training_step(model, optimizer)
+
+    def train(step):
+        params, state = model.params, optimizer.init(model.params)
+        for _ in range(STEPS):
+            value, params, state = step(params, state, *frameworks.task())
+        return value
+
+    np.testing.assert_allclose(train(jax.jit(jtk.fuse(step))), train(jax.jit(step)), rtol=DRIFT)
 
 
 def test_each_way_fuses_what_it_says():

@@ -144,15 +144,14 @@ class _Evaluation:
         self._jaxpr = jaxpr
         variables = (*jaxpr.constvars, *jaxpr.invars)
         self._values = dict(zip(variables, (*consts, *operands), strict=True))
-        self._groups = find_groups(jaxpr)
+        self._groups, self._remaining = find_groups(jaxpr)
 
     def results(self) -> list[Any]:
         """Evaluate every equation that something needs."""
-        needed = _without_fused(self._jaxpr, self._groups)
         fused = {group.last: group for group in self._groups}
         waiting: list[Any] = []
         for position, eqn in enumerate(self._jaxpr.eqns):
-            if position in needed:
+            if position in self._remaining:
                 waiting.append(eqn)
             if position in fused:
                 waiting = self._evaluate_ready(waiting)
@@ -222,24 +221,6 @@ class _Evaluation:
             )
         for x, value in zip(group.results, results, strict=True):
             self._values[x] = _of_type(value, x.aval)
-
-
-def _without_fused(jaxpr: compat.Jaxpr, groups: Sequence[Group]) -> set[int]:
-    """Return the positions of the equations to evaluate, which no group does."""
-    given = {x for group in groups for x in group.results}
-    fused = {id(eqn) for group in groups for eqn, _ in group.equations}
-    products = {id(group.eqn) for group in groups}
-    read: set[Any] = {x for x in jaxpr.outvars if not compat.is_literal(x)}
-    read |= {reading.array for group in groups for reading in group.operands}
-    read |= {x for group in groups for x in group.eqn.invars if not compat.is_literal(x)}
-    needed = set()
-    for position in reversed(range(len(jaxpr.eqns))):
-        eqn = jaxpr.eqns[position]
-        wanted = any(x in read and x not in given for x in eqn.outvars)
-        if id(eqn) not in products and (wanted or id(eqn) not in fused):
-            needed.add(position)
-            read |= {x for x in eqn.invars if not compat.is_literal(x)}
-    return needed
 
 
 def _bound(eqn: Any, operands: Sequence[Any]) -> list[Any]:

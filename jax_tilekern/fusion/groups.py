@@ -9,12 +9,11 @@ are computed from those by XLA, or by the epilogues that read them.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -91,18 +90,20 @@ def product_of(eqn: Any) -> Product | None:
     return Product(contraction, params["precision"], np.dtype(out.aval.dtype))
 
 
-def find_groups(jaxpr: compat.Jaxpr) -> list[Group]:
-    """Return the products of a jaxpr that have an epilogue, in their order."""
+def find_groups(jaxpr: compat.Jaxpr) -> tuple[list[Group], set[int]]:
+    """Return the products of a jaxpr that have an epilogue, and the other equations' positions.
+
+    Equations that only epilogues need are not among the latter.
+    """
     finder = _Finder(jaxpr)
     for position, eqn in enumerate(jaxpr.eqns):
         product = product_of(eqn)
         if product is not None:
             finder.add_group(position, product)
-    return finder.groups
+    return finder.groups, finder.remaining
 
 
-@dataclass(frozen=True)
-class _Use:
+class _Use(NamedTuple):
     position: float
     # The equation's, unless a group or the jaxpr's result is what uses the value.
     eqn: int | None
@@ -112,89 +113,86 @@ class _Use:
 
 class _Finder:
     def __init__(self, jaxpr: compat.Jaxpr) -> None:
+        self.groups: list[Group] = []
+        self.remaining = set(range(len(jaxpr.eqns)))
         self._eqns = list[Any](jaxpr.eqns)
-        self._outvars = jaxpr.outvars
-        self._defined = {x: i for i, eqn in enumerate(jaxpr.eqns) for x in eqn.outvars}
+        self._defined = {x: i for i, eqn in enumerate(self._eqns) for x in eqn.outvars}
         self._readings = [
             readings(eqn, eqn.outvars[0].aval.shape) if eqn.outvars else None for eqn in self._eqns
         ]
-        self.groups: list[Group] = []
+        # What groups compute, and the equations that are parts of epilogues.
+        self._given, self._fused = set[Any](), set[int]()
+        self._uses: dict[Any, set[_Use]] = defaultdict(set)
+        self._add_use(jaxpr.outvars, _Use(math.inf, None, stored=True))
+        for position, eqn in enumerate(self._eqns):
+            self._add_use(eqn.invars, self._use_by(position))
 
     def add_group(self, position: int, product: Product) -> None:
         """Make the group of the product at a position, if it has an epilogue."""
         eqn = self._eqns[position]
         (source,) = eqn.outvars
-        shape: Shape = source.aval.shape
-        uses = self._uses()
-        values, taken = self._reached(position, uses)
-        results = self._results(source, values, taken, uses)
+        values, taken = self._reached(position)
+        results = self._results(source, values, taken)
         if set(results) <= {source}:
             return
-        equations = self._needed(results, source, taken, shape)
-        if any(x in self._group_results() for _, eqn, _ in equations for x in eqn.outvars):
-            return
-        internal = {source, *(x for _, eqn, _ in equations for x in eqn.outvars)}
+        chosen = self._needed(results, source, taken)
+        equations = tuple((self._eqns[i], chosen[i]) for i in sorted(chosen))
+        internal = {source, *(x for each, _ in equations for x in each.outvars)}
         operands = dict.fromkeys(
             reading
-            for _, _, read in equations
+            for _, read in equations
             for reading in read
             if not compat.is_literal(reading.array) and reading.array not in internal
         )
-        self.groups.append(
-            Group(
-                product,
-                eqn,
-                tuple((eqn, read) for _, eqn, read in equations),
-                equations[-1][0],
-                results,
-                tuple(operands),
-            )
-        )
+        last = max(chosen)
+        self.groups.append(Group(product, eqn, equations, last, results, tuple(operands)))
 
-    def _group_results(self) -> set[Any]:
-        return {x for group in self.groups for x in group.results}
+        self._remove(position)
+        read = (*eqn.invars, *(reading.array for reading in operands))
+        self._add_use(read, _Use(last, None, stored=True))
+        self._given |= set(results)
+        self._fused |= set(chosen)
+        self._remove_unused(chosen)
+
+    def _use_by(self, position: int) -> _Use:
+        eqn = self._eqns[position]
+        stored = self._readings[position] is None and eqn.primitive.name not in _REDUCTIONS
+        return _Use(position, position, stored)
+
+    def _add_use(self, atoms: Iterable[Any], use: _Use) -> None:
+        for atom in atoms:
+            if not compat.is_literal(atom):
+                self._uses[atom].add(use)
+
+    def _remove(self, position: int) -> None:
+        self.remaining.discard(position)
+        for atom in self._eqns[position].invars:
+            if not compat.is_literal(atom):
+                self._uses[atom].discard(self._use_by(position))
+
+    def _remove_unused(self, positions: Iterable[int]) -> None:
+        """Remove equations of epilogues whose values nothing else uses."""
+        waiting = list(positions)
+        while waiting:
+            position = waiting.pop()
+            eqn = self._eqns[position]
+            used = any(self._uses[x] and x not in self._given for x in eqn.outvars)
+            if position in self._fused and position in self.remaining and not used:
+                self._remove(position)
+                read = (x for x in eqn.invars if not compat.is_literal(x))
+                waiting += [self._defined[x] for x in read if x in self._defined]
 
     def _read_by(self, position: int, shape: Shape) -> list[Reading] | None:
         """Return how an equation reads its operands if it computes every element of a shape."""
         own = self._eqns[position].outvars[0].aval.shape
         return self._readings[position] if own == shape else None
 
-    def _uses(self) -> dict[Any, list[_Use]]:
-        """Return who reads each value, beside equations that nothing needs any more."""
-        ends = {group.last: group for group in self.groups}
-        given = self._group_results()
-        fused = {id(eqn) for group in self.groups for eqn, _ in group.equations}
-        products = {id(group.eqn) for group in self.groups}
-        uses: dict[Any, list[_Use]] = defaultdict(list)
-
-        def add(atom: Any, use: _Use) -> None:
-            if not compat.is_literal(atom):
-                uses[atom].append(use)
-
-        for atom in self._outvars:
-            add(atom, _Use(math.inf, None, stored=True))
-        for position in reversed(range(len(self._eqns))):
-            eqn = self._eqns[position]
-            wanted = any(x in uses and x not in given for x in eqn.outvars)
-            if id(eqn) not in products and (wanted or id(eqn) not in fused):
-                stored = self._readings[position] is None and eqn.primitive.name not in _REDUCTIONS
-                for atom in eqn.invars:
-                    add(atom, _Use(position, position, stored))
-            if position in ends:
-                group = ends[position]
-                read = (*group.eqn.invars, *(reading.array for reading in group.operands))
-                for atom in read:
-                    add(atom, _Use(position, None, stored=True))
-        return uses
-
-    def _reached(
-        self, position: int, uses: dict[Any, list[_Use]]
-    ) -> tuple[list[Any], dict[int, list[Reading]]]:
+    def _reached(self, position: int) -> tuple[list[Any], dict[int, list[Reading]]]:
         """Return the values that a product's epilogue may compute, and its equations."""
         (source,) = self._eqns[position].outvars
         shape = source.aval.shape
         values, taken = [source], dict[int, list[Reading]]()
-        waiting = sorted(_equations_of(uses[source]), key=lambda use: use.position)
+        waiting = self._later_uses(source)
         while waiting:
             use = waiting.pop(0)
             if use.eqn in taken:
@@ -205,20 +203,22 @@ class _Finder:
             taken[use.eqn] = read
             for x in self._eqns[use.eqn].outvars:
                 values.append(x)
-                waiting += _equations_of(uses[x])
+                waiting += self._later_uses(x)
             waiting.sort(key=lambda use: use.position)
         return values, taken
 
+    def _later_uses(self, value: Any) -> list[_Use]:
+        """Return a value's uses by equations and groups in their order, without the result's."""
+        uses = (use for use in self._uses[value] if math.isfinite(use.position))
+        return sorted(uses, key=lambda use: use.position)
+
     def _results(
-        self,
-        source: Any,
-        values: Sequence[Any],
-        taken: dict[int, list[Reading]],
-        uses: dict[Any, list[_Use]],
+        self, source: Any, values: Sequence[Any], taken: dict[int, list[Reading]]
     ) -> tuple[Any, ...]:
         """Return which values to store."""
         further = {
-            x: [use for use in uses[x] if use.eqn is None or use.eqn not in taken] for x in values
+            x: [use for use in self._uses[x] if use.eqn is None or use.eqn not in taken]
+            for x in values
         }
         stored = [x for x in values if any(use.stored for use in further[x])]
         rest = [x for x in values if further[x] and x not in stored]
@@ -246,13 +246,10 @@ class _Finder:
         return (*stored, chosen)
 
     def _needed(
-        self,
-        results: Sequence[Any],
-        source: Any,
-        taken: dict[int, list[Reading]],
-        shape: Shape,
-    ) -> list[tuple[int, Any, list[Reading]]]:
+        self, results: Sequence[Any], source: Any, taken: dict[int, list[Reading]]
+    ) -> dict[int, list[Reading]]:
         """Return the equations that compute the results from the product."""
+        shape = source.aval.shape
         chosen = dict[int, list[Reading]]()
         missing = list(results)
         while missing:
@@ -265,11 +262,10 @@ class _Finder:
                 missing += [r.array for r in taken[position] if not compat.is_literal(r.array)]
             elif x.aval.shape == shape:
                 chosen |= self._computed_in_the_kernel(x, shape)
-        return [(i, self._eqns[i], chosen[i]) for i in sorted(chosen)]
+        return chosen
 
     def _computed_in_the_kernel(self, operand: Any, shape: Shape) -> dict[int, list[Reading]]:
         """Return the equations from which the kernel computes an operand, none to read it."""
-        given = self._group_results()
         found, arrays = dict[int, list[Reading]](), set[Any]()
         missing = [operand]
         while missing:
@@ -277,7 +273,7 @@ class _Finder:
             position = self._defined.get(x)
             if position in found:
                 continue
-            read = None if position is None or x in given else self._read_by(position, shape)
+            read = None if position is None or x in self._given else self._read_by(position, shape)
             if read is None or position is None:
                 arrays |= {x} if x.aval.shape == shape else set()
             else:
@@ -286,8 +282,3 @@ class _Finder:
             if len(arrays) > _MAX_ARRAYS or len(found) > _MAX_EQUATIONS:
                 return {}
         return found
-
-
-def _equations_of(uses: Sequence[_Use]) -> Iterator[_Use]:
-    """Return the uses that end the epilogue or may be a part of it; a result is neither."""
-    return itertools.filterfalse(lambda use: math.isinf(use.position), uses)
