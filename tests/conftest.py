@@ -42,10 +42,12 @@ def every_kernel_on_every_cpu(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def every_kernel_for_small_arrays(monkeypatch):
-    """Planners leave small products and sums to XLA on Hopper; the tests want their kernels."""
+    """Planners leave small products and sums to XLA; the tests want their kernels."""
+    from jax_tilekern.ops import contraction
     from jax_tilekern.plans.gemm import select as products
     from jax_tilekern.plans.reduction import select as sums
 
+    monkeypatch.setattr(contraction, "small_left_to_xla", lambda _: None)
     monkeypatch.setattr(products, "small_left_to_xla", lambda *_: None)
     monkeypatch.setattr(sums, "small_sum_left_to_xla", lambda *_: None)
 

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import jax_tilekern as jtk
-from jax_tilekern.plans.cpu import transpose_left_to_xla
+from jax_tilekern.ops import contraction
+from jax_tilekern.plans.cpu import small_left_to_xla, transpose_left_to_xla
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.transpose.permutation import Permutation
 
 
@@ -39,9 +41,26 @@ def test_transposes_say_why():
 
 
 @pytest.mark.parametrize(
-    ("length", "batch", "kernel"), [(127, 9, False), (128, 9, True), (8, 1, True)]
+    ("batch", "m", "n", "k", "reason"),
+    [
+        (9, 1, 1, 127, "dot products"),
+        (9, 1, 1, 128, None),
+        (1, 1, 1, 8, None),  # one product
+        (9, 19, 1, 5, "a vector and a matrix"),
+        (9, 1, 5, 19, "a vector and a matrix"),
+        (9, 16, 1, 8, None),
+        (9, 2, 2, 2, None),  # matrices
+    ],
 )
-def test_short_dot_products_of_a_batch(length, batch, kernel):
-    x = jax.ShapeDtypeStruct((batch, length), np.float32)
+def test_small_products_of_a_batch(batch, m, n, k, reason):
+    dense = (m * k, k, 1), (k * n, n, 1), (m * n, n, 1)
+    found = small_left_to_xla(MatmulGeometry((batch,), m, n, k, *dense))
+    assert (found is None) if reason is None else reason in found
+
+
+def test_small_products_say_why(monkeypatch):
+    monkeypatch.setattr(contraction, "small_left_to_xla", small_left_to_xla)
+    x = jax.ShapeDtypeStruct((9, 127), np.float32)
     (choice,) = jtk.explain(jax.vmap(jtk.vdot), x, x, platform="cpu")
-    assert (choice.kernel is not None) == kernel
+    assert choice.kernel is None
+    assert "batches of dot products" in choice.reason

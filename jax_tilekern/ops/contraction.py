@@ -34,7 +34,7 @@ from jax_tilekern.ops.labelled_operands import (
 )
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
-from jax_tilekern.plans.cpu import has_amx, product_left_to_xla
+from jax_tilekern.plans.cpu import has_amx, product_left_to_xla, small_left_to_xla
 from jax_tilekern.plans.gemm.arithmetic import Converted, cpu_arithmetic, cuda_arithmetic
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels, matmul_geometry
 from jax_tilekern.plans.gemm.problem import Product
@@ -251,7 +251,7 @@ def _cpu_kernel(problem: Problem) -> Kernel | Fallback:
     few = min(geometry.m, geometry.n) < 8
     if arithmetic in ("bfloat16", "int8") and has_amx() and not few and geometry.lhs_k_major:
         return Fallback(f"XLA multiplies {arithmetic} in this CPU's matrix units (AMX)")
-    if reason := product_left_to_xla(geometry):
+    if reason := product_left_to_xla(geometry) or small_left_to_xla(geometry):
         return Fallback(reason)
     attributes = cpu_attributes(geometry)
     types = [str(dtype) for dtype in (product.lhs_dtype, product.rhs_dtype, product.out_dtype)]

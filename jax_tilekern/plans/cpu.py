@@ -13,8 +13,9 @@ from pathlib import Path
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.transpose.permutation import Permutation
 
-# A call of a kernel for one dot product takes as long as XLA's loop for a vector of this length.
-_SHORT_DOT = 128
+# A call of a kernel for one product with a vector takes as long as XLA's loop for a matrix, or
+# another vector, of this many elements.
+_SMALL_OPERAND = 128
 # As does a call of a kernel for a matrix of so many bytes, each of which is one of a transpose.
 _SMALL_MATRIX_BYTES = 256
 # Kernels that transpose fewer bytes at once move single elements.
@@ -29,13 +30,22 @@ def has_amx() -> bool:
 
 
 def product_left_to_xla(geometry: MatmulGeometry) -> str | None:
-    """Return why a product is XLA's, or ``None``."""
-    if geometry.m == geometry.n == 1:
-        if not geometry.lhs_strides[-1] == geometry.rhs_strides[-2] == 1:
-            return "XLA is faster where the vectors of a dot product are not contiguous (0.01)"
-        if math.prod(geometry.batch) > 1 and geometry.k < _SHORT_DOT:
-            return f"XLA's batches of dot products of fewer than {_SHORT_DOT} are faster (0.2)"
+    """Return why a product is XLA's whatever its size, or ``None``."""
+    contiguous = geometry.lhs_strides[-1] == geometry.rhs_strides[-2] == 1
+    if geometry.m == geometry.n == 1 and not contiguous:
+        return "XLA is faster where the vectors of a dot product are not contiguous (0.01)"
     return None
+
+
+def small_left_to_xla(geometry: MatmulGeometry) -> str | None:
+    """Return why a batch of small products with vectors is XLA's, or ``None``."""
+    m, n, k = geometry.m, geometry.n, geometry.k
+    if min(m, n) > 1 or m * n * k >= _SMALL_OPERAND or math.prod(geometry.batch) == 1:
+        return None
+    kind = "dot products" if m == n == 1 else "products of a vector and a matrix"
+    return (
+        f"XLA's batches of {kind} of fewer than {_SMALL_OPERAND} elements are faster (0.2 to 0.9)"
+    )
 
 
 def transpose_left_to_xla(permutation: Permutation) -> str | None:
