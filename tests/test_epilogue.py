@@ -284,7 +284,7 @@ def test_conversions(target, source):
         lambda x, y: lax.integer_pow(x, 5) + lax.integer_pow(y, -2),
         lambda x, y: jnp.where(jnp.isnan(x), y, lax.stop_gradient(x)),
         lambda x, y: jnp.logaddexp(x, y),
-        lambda x, y: jax.jvp(jnp.tanh, (x,), (y,))[1],
+        lambda x, y: jax.jvp(jnp.tanh, (x,), (jnp.sin(y),))[1],
         lambda x, y: jax.nn.relu(x) + jax.nn.softplus(y),
         lambda x, y: jax.nn.gelu(x, approximate=False) + jax.nn.gelu(x),
         lambda x, y: jax.jit(jax.nn.elu)(x) * jax.checkpoint(jnp.sin)(y),
