@@ -11,8 +11,8 @@ from pathlib import PurePosixPath
 
 # Folders of the package; a new one is added here on purpose.
 FOLDERS = {
-    "cli", "compilation", "cuda", "epilogue", "inspection", "interop", "ops", "out_of_core",
-    "partitioning", "patching", "plans", "primitives", "tuning",
+    "cli", "compilation", "cuda", "epilogue", "fusion", "inspection", "interop", "ops",
+    "out_of_core", "partitioning", "patching", "plans", "primitives", "tuning",
 }  # fmt: skip
 SUFFIXES = {".py", ".pyi", ".so", ".cuh"}
 DATA = {
