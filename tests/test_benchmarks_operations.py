@@ -179,7 +179,7 @@ ROWS = {
     + [("transpose", "int8"), ("vdot", "bfloat16"), ("sum", "float64"), ("sum", "int8")]
     + [("matvec", "int8"), ("add", "int8")],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_right_results_are_right_and_one_wrong_element_is_found(operation, kind):
     r = row(operation, type=kind, **ROWS[operation])
     if operation == "sum" and kind == "int8":

@@ -151,6 +151,7 @@ def test_all_sides_compute_the_product_of_each_group(dimensions):
 
 @pytest.mark.parametrize("dimensions", [LAYER, LAYER_GRADIENTS])
 @pytest.mark.one_in(2)
+@pytest.mark.thorough
 def test_a_layer_is_gated_and_has_gradients(dimensions):
     r = row(dimensions, split="multinomial", type="float64", m=30, k=4, n=6)
     with types_enabled(r):

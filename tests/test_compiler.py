@@ -426,6 +426,7 @@ def test_identity_of_a_library_that_the_loader_finds(monkeypatch: pytest.MonkeyP
     nvrtc.nvrtc_identity.cache_clear()
 
 
+@pytest.mark.thorough
 def test_cached_kernels_need_no_nvrtc(cache: Path) -> None:
     program = f"""
 from jax_tilekern.compilation.compiler import compile_source

@@ -93,6 +93,7 @@ def arguments(name, hook, optimizer="adam"):
     ("name", "way", "optimizer"),
     [*((*way, "adam") for way in WAYS), *((*way, "muon") for way in WAYS if "flax.linen" in way)],
 )
+@pytest.mark.one_in(3)
 def test_every_product_of_a_step_is_named(name, way, optimizer):
     pytest.importorskip(PACKAGES.get(name, "flax"))
     expected = traced(*arguments(name, False, optimizer))[1]

@@ -102,6 +102,7 @@ def losses(way):
 
 
 @pytest.mark.parametrize("way", ["layers", "fuse outside", "fuse inside", "both"])
+@pytest.mark.one_in(4)
 def test_thirty_steps_have_the_same_losses(way):
     np.testing.assert_allclose(losses(way), losses("unfused"), rtol=DRIFT)
     assert losses(way)[-1] < losses(way)[0] / 3
@@ -112,6 +113,8 @@ _FILE = Path(__file__).parent.parent / "examples" / "frameworks.py"
 
 @pytest.mark.parametrize("name", ["flax.linen", "flax.nnx", "Equinox", "Haiku"])
 @pytest.mark.one_in(4)
+# test_fifty_steps_have_the_same_losses trains one framework by default.
+@pytest.mark.thorough
 def test_a_fused_step_of_a_framework(name):
     """The whole training step of an attention block: gradient and optimizer."""
     pytest.importorskip({"Equinox": "equinox", "Haiku": "haiku"}.get(name, "flax"))

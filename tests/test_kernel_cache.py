@@ -78,6 +78,7 @@ def _write_and_read(number):
     return ""
 
 
+@pytest.mark.thorough
 def test_processes_share_it(folder):
     """All are over the limit all the time, and delete what others read and write."""
     with warnings.catch_warnings(), multiprocessing.get_context("spawn").Pool(2) as pool:
@@ -109,6 +110,7 @@ print([str(warning.message) for warning in warned])
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["the parent", "the folder itself"])
+@pytest.mark.one_in(2)
 def test_a_folder_that_may_not_be_entered_is_a_warning(folder, inner):
     """As in a container of another user."""
     pytest.importorskip("nvidia")

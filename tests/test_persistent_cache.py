@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+# test_sharded_processes.py has programs of most operations by default.
+pytestmark = pytest.mark.thorough
+
 # Programs of equal shapes side by side, which differ in a handler's attributes alone.
 _PROCESS = """
 import json, sys

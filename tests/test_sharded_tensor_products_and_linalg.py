@@ -237,7 +237,7 @@ def positive_definite(rng, *shape):
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", MATRICES)
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(18)
 def test_batches_of_small_matrices(rng, name, transform):
     program, specs = MATRICES[name]
     arrays = [positive_definite(rng, 64, 4, 4), rng.standard_normal((64, 4, 3)).astype(np.float32)]

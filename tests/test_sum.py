@@ -82,6 +82,7 @@ def test_values(rng, x64, shape, axis, dtype):
 
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, np.bool_, np.complex128])
+@pytest.mark.one_in(2)
 def test_other_types(rng, x64, dtype):
     bits = random(rng, (33, 70), np.int8)
     x = bits > 0 if dtype == np.bool_ else random(rng, (33, 70), dtype)
@@ -330,6 +331,7 @@ def test_integers_have_no_gradient():
 
 
 @pytest.mark.parametrize("spec", [P("i"), P(None, "i"), P()])
+@pytest.mark.one_in(3)
 def test_shard_map_gradients(rng, spec):
     devices = jax.devices("cpu")[:4]
     mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,), devices=devices)
