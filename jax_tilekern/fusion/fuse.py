@@ -13,6 +13,7 @@ from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.fusion.elementwise import inlined_call, is_elementwise_jit
 from jax_tilekern.fusion.groups import Group, find_groups, product_of
 from jax_tilekern.fusion.scalars import equation_of_scalars
+from jax_tilekern.inspection.tracing import of_arrays
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.fused_contraction import contract_with_scalar_function
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
@@ -77,17 +78,7 @@ def fuse(
 
     @functools.wraps(function)
     def evaluated(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-
-        def call(*arrays: Any) -> Any:
-            filled = list(leaves)
-            for i, array in zip(dynamic, arrays, strict=True):
-                filled[i] = array
-            own_args, own_kwargs = jax.tree.unflatten(tree, filled)
-            return function(*own_args, **own_kwargs)
-
-        arrays = [leaves[i] for i in dynamic]
+        call, arrays = of_arrays(function, args, kwargs, lambda x: isinstance(x, jax.Array))
         traced, shapes = jax.make_jaxpr(call, return_shape=True)(*arrays)
         results = _fused(traced, arrays)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)

@@ -1,4 +1,4 @@
-"""Trace a function for :func:`jax_tilekern.explain` and :func:`jax_tilekern.tune`."""
+"""Trace a function of any arguments: for ``explain``, ``tune`` and ``fuse``."""
 
 from __future__ import annotations
 
@@ -26,8 +26,24 @@ def traced(
     if trace is not None:
         own: jax.stages.Traced = trace(*args, **kwargs)
         return own
+    call, arrays = of_arrays(function, args, kwargs, _is_array)
+    return jax.jit(call).trace(*arrays)
+
+
+def _is_array(leaf: Any) -> bool:
+    described = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return described or isinstance(leaf, bool | int | float | complex | np.generic)
+
+
+def of_arrays(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    is_array: Callable[[Any], bool],
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Return a function of the arrays among a call's arguments alone, and these arrays."""
     leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
-    dynamic = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    dynamic = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
     def call(*arrays: Any) -> Any:
         filled = list(leaves)
@@ -36,9 +52,4 @@ def traced(
         own_args, own_kwargs = jax.tree.unflatten(tree, filled)
         return function(*own_args, **own_kwargs)
 
-    return jax.jit(call).trace(*(leaves[i] for i in dynamic))
-
-
-def _is_array(leaf: Any) -> bool:
-    described = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-    return described or isinstance(leaf, bool | int | float | complex | np.generic)
+    return call, [leaves[i] for i in dynamic]
