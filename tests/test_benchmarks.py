@@ -353,7 +353,6 @@ def bench(*arguments):
     return main(["matmul", "--suite", "tiny", "--seconds", "0", *map(str, arguments)])
 
 
-@pytest.mark.thorough
 def test_a_run_writes_a_record_a_plot_and_tables(tiny, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     file, plot = tmp_path / "b.json", tmp_path / "b.png"

@@ -25,8 +25,6 @@ def test_the_digits_are_those_of_uci():
     assert train.images.max() == 1
 
 
-# CI runs the command itself.
-@pytest.mark.thorough
 def test_it_trains_and_agrees_with_jnp_dot(tmp_path, capsys):
     file = tmp_path / "demo.json"
     status = main(["demo", "--steps", "150", "--json", str(file)])

@@ -606,7 +606,6 @@ def test_candidates_are_measured_if_they_are_right():
 
 @pytest.mark.skipif(on_gpu(), reason="plans are executed by the CPU")
 @pytest.mark.usefixtures("jax_plans")
-@pytest.mark.thorough
 def test_integers_and_float64_are_compared_exactly():
     def times(p, function):
         return product_timing.measure(p, [JaxCandidate("x", function)], H100, 0.01).microseconds
