@@ -20,7 +20,7 @@ import pytest
 from hypothesis import settings
 from selection import is_selected
 
-settings.register_profile("default", deadline=None, max_examples=15, derandomize=True)
+settings.register_profile("default", deadline=None, max_examples=10, derandomize=True)
 settings.register_profile("thorough", deadline=None, max_examples=40, derandomize=True)
 
 

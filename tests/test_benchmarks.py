@@ -22,6 +22,9 @@ from jax_tilekern.cli import machine
 from jax_tilekern.cli.timing import Pairs, Spread, interleaved
 from jax_tilekern.tuning import device_time
 
+# The wheel does not hold what is tested here: see tests/README.md.
+pytestmark = pytest.mark.thorough
+
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 TINY = """

@@ -14,6 +14,9 @@ from benchmarks.latency import dispatch, first_result, limits, measure, report
 from benchmarks.suites import suite
 from jax_tilekern.cli.timing import Pairs
 
+# The wheel does not hold what is tested here: see tests/README.md.
+pytestmark = pytest.mark.thorough
+
 TINY = """
 operation = "matmul"
 about = "For tests"

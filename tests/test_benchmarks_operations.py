@@ -16,6 +16,9 @@ from benchmarks.measurement import measure, suite_run
 from benchmarks.records import ceilings, plot, record, report
 from benchmarks.suites import suite
 
+# The wheel does not hold what is tested here: see tests/README.md.
+pytestmark = pytest.mark.thorough
+
 MEMORY_BOUND = ("transpose", "vdot", "sum", "matvec", "add")
 
 TINY = {

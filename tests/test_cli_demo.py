@@ -25,6 +25,8 @@ def test_the_digits_are_those_of_uci():
     assert train.images.max() == 1
 
 
+# .ci/run and the README run the demo itself.
+@pytest.mark.thorough
 def test_it_trains_and_agrees_with_jnp_dot(tmp_path, capsys):
     file = tmp_path / "demo.json"
     status = main(["demo", "--steps", "150", "--json", str(file)])
@@ -91,6 +93,7 @@ def test_what_fails(accuracy, loss, failure):
     assert found == [] if failure is None else failure in found[0]
 
 
+@pytest.mark.thorough
 def test_clipping_bounds_every_example():
     """The weighted mean's gradient is the mean of the clipped per-example gradients."""
     train, _ = load_digits()

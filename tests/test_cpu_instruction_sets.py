@@ -190,6 +190,7 @@ def digests():
     return found
 
 
+@pytest.mark.thorough
 def test_results_do_not_depend_on_the_number_of_threads():
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     processes = [

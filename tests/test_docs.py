@@ -22,6 +22,7 @@ _HEADER = re.compile(r"^\| `<(tilekern/\w+\.cuh)>` \|.*\| (\w+) \|$", re.MULTILI
 
 
 @pytest.mark.parametrize("guide", [GUIDE, DOCS / "ragged-dot.md"], ids=lambda guide: guide.stem)
+@pytest.mark.thorough
 def test_snippets_of_the_guide_run(guide):
     text = guide.read_text()
     assert len(snippets(text)) >= 10
@@ -29,6 +30,7 @@ def test_snippets_of_the_guide_run(guide):
 
 
 @pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="four devices")
+@pytest.mark.thorough
 def test_snippets_about_sharding_run():
     text = SHARDING.read_text()
     assert len(snippets(text)) == 4
@@ -38,6 +40,7 @@ def test_snippets_about_sharding_run():
 @pytest.mark.parametrize(
     "page", ["getting-started", "epilogues", "linalg", "linear-cross-entropy", "strassen"]
 )
+@pytest.mark.thorough
 def test_snippets_of_other_pages_run(page):
     text = (DOCS / f"{page}.md").read_text()
     assert snippets(text)

@@ -13,6 +13,9 @@ import pytest
 from benchmarks import ladder as command
 from benchmarks.ladder import counters, report
 
+# The wheel does not hold what is tested here: see tests/README.md.
+pytestmark = pytest.mark.thorough
+
 DOCS = Path(__file__).parent.parent / "docs"
 LADDERS = list(command._LADDERS)
 

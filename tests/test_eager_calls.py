@@ -80,7 +80,7 @@ def test_jax_array_objects(name, rng):
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_transformations_of_eager_calls(name, rng):
     """As in a ``jit`` around the whole."""
     x = jnp.asarray(rng.standard_normal((3, 6, 6)), jnp.float32)

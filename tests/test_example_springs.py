@@ -3,6 +3,11 @@
 import importlib.util
 from pathlib import Path
 
+import pytest
+
+# The wheel does not hold what is tested here: see tests/README.md.
+pytestmark = pytest.mark.thorough
+
 PATH = Path(__file__).parent.parent / "examples" / "springs.py"
 
 

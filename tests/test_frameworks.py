@@ -50,7 +50,7 @@ def losses(name, way, optimizer="adam"):
 
 
 @pytest.mark.parametrize(("name", "way"), WAYS)
-@pytest.mark.one_in(6)
+@pytest.mark.thorough
 def test_fifty_steps_have_the_same_losses(name, way):
     pytest.importorskip(PACKAGES.get(name, "flax"))
     found = losses(name, way)
@@ -76,6 +76,7 @@ def test_the_guide_has_these_losses(name, way, jaxs, ours):
     assert losses(name, way)[-1] == pytest.approx(float(ours), rel=DRIFT, abs=5e-6)
 
 
+@pytest.mark.thorough
 def test_snippets_of_the_guide_run():
     for package in ("flax", *PACKAGES.values()):
         pytest.importorskip(package)

@@ -102,7 +102,7 @@ def losses(way):
 
 
 @pytest.mark.parametrize("way", ["layers", "fuse outside", "fuse inside", "both"])
-@pytest.mark.one_in(4)
+@pytest.mark.thorough
 def test_thirty_steps_have_the_same_losses(way):
     np.testing.assert_allclose(losses(way), losses("unfused"), rtol=DRIFT)
     assert losses(way)[-1] < losses(way)[0] / 3

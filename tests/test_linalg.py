@@ -349,8 +349,9 @@ CASES = {
 }
 
 
-# These have the rules of the triangular solutions of "left" or of "cholesky".
-VARIANTS = ("lower", "transposed", "unit")
+# The first three have the rules of the triangular solutions of "left" or of "cholesky";
+# test_gradients_are_jaxs has the gradient of "det".
+VARIANTS = ("lower", "transposed", "unit", "det")
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,7 @@ def test_labels_out_of_range(rng):
     assert ignored[4] == 0
 
 
+@pytest.mark.thorough
 def test_ignored_rows_have_no_gradient(rng):
     h, w, bias, labels = operands(rng, np.float32)
     labels = labels.at[4:].set(-100)

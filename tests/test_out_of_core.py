@@ -114,7 +114,7 @@ def by_blocks(a, b, plan, sums, out):
     ("dtype", "sums"),
     [(np.float32, np.float32), (BF16, np.float32), (np.float64, np.float64)],
 )
-@pytest.mark.parametrize(("m", "n", "k"), [(700, 500, 900), (129, 1000, 257), (300, 200, 5000)])
+@pytest.mark.parametrize(("m", "n", "k"), [(129, 1000, 257), (700, 500, 900), (300, 200, 5000)])
 @pytest.mark.one_in(5)
 def test_bits_are_those_of_the_same_blocks(rng, x64, m, n, k, dtype, sums):
     a, b = operands(rng, m, n, k, dtype)
@@ -137,6 +137,7 @@ def test_integers_are_exact(rng):
     np.testing.assert_array_equal(product, a.astype(np.int32) @ b.astype(np.int32), strict=True)
 
 
+@pytest.mark.thorough
 def test_what_is_read_is_what_was_planned(rng):
     a, b = operands(rng, 600, 500, 700)
     for limit in (1_000_000, 3_000_000, 1 << 30):
@@ -234,6 +235,7 @@ def journals(folder):
     return [path.name for path in Path(folder).iterdir() if "unfinished" in path.name]
 
 
+@pytest.mark.thorough
 def test_an_interrupted_product_goes_on(rng, tmp_path):
     x, y = operands(rng, 500, 400, 300)
     a, b = memmaps(tmp_path, x, y)

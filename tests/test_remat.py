@@ -153,7 +153,7 @@ _EPILOGUE_POLICIES = [*set(POLICIES) - {"names", "dots or names"}, "pre", "pre, 
 
 @pytest.mark.parametrize("way", ["epilogue", "fuse"])
 @pytest.mark.parametrize("name", sorted(_EPILOGUE_POLICIES))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_products_with_epilogues(perceptron, name, way):
     """As many products as JAX's program has: the elementwise part alone is computed again."""
     policy = {

@@ -47,6 +47,7 @@ def test_exported_programs_run_in_another_process(tmp_path):
     assert "loaded" in output(start("load", tmp_path))
 
 
+@pytest.mark.thorough
 def test_two_processes_share_a_program():
     port = free_port()
     processes = [start("distributed", i, port, 2, "cpu") for i in range(2)]

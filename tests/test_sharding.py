@@ -140,6 +140,7 @@ def test_explicit_mesh_is_right_or_raises_as_jax(devices, operands, a_spec, b_sp
 
 @pytest.mark.parametrize("out_spec", [P("i", None), P(None, "j"), P("i", "j"), P()])
 @pytest.mark.parametrize(("a_spec", "b_spec"), EXPLICIT)
+@pytest.mark.one_in(3)
 def test_explicit_mesh_with_out_sharding(devices, operands, a_spec, b_spec, out_spec):
     mesh = jax.make_mesh((2, 2), ("i", "j"), devices=devices)
     dims = (((1,), (0,)), ((), ()))

@@ -89,6 +89,8 @@ def test_batches_broadcast(rng, shapes):
     np.testing.assert_allclose(mapped(a, stacked), jnp.stack([product, -product]), 1e-4, 1e-4)
 
 
+# Its rules are those of `matmul` and `add`, of which it is composed.
+@pytest.mark.thorough
 def test_derivatives(rng):
     with jax.enable_x64(True):
         pair = rng.standard_normal((3, 4)), rng.standard_normal((4, 3))

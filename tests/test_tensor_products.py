@@ -108,6 +108,7 @@ def test_every_product_is_ours(rng, case):
     ("name", "order"),
     [("values", 2), ("diagonal", 1), ("pairs of axes", 1), ("vecdot", 2), ("multi_dot", 1)],
 )
+@pytest.mark.one_in(2)
 def test_derivatives_and_vmap(rng, x64, name, order):
     case = CASES[name]
     operands = [random(rng, shape, np.float64) for shape in case[1]]

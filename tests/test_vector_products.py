@@ -119,6 +119,7 @@ def test_complex_is_conjugated_as_jaxs(rng, name):
 
 
 @pytest.mark.parametrize("x64_enabled", [False, True])
+@pytest.mark.one_in(2)
 def test_types_are_jaxs(x64_enabled):
     types = [np.float32, BF16, np.float16, np.int8, np.int32, np.bool_, np.complex64]
     with jax.enable_x64(x64_enabled):
@@ -206,6 +207,7 @@ def jaxs(name):
 
 @pytest.mark.parametrize("name", ["dot", "vdot", "matvec", "vecmat"])
 class TestTransformations:
+    @pytest.mark.one_in(2)
     def test_derivatives(self, arguments, name):
         ours, theirs = scalar(getattr(jtk, name)), scalar(jaxs(name))
         pair = arguments[name]
