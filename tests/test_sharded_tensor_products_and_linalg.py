@@ -19,6 +19,7 @@ from sharded import (
     bytes_sent,
     collectives,
     compiled_pair,
+    custom_calls,
     devices,
     integers,
     mesh_of,
@@ -26,6 +27,7 @@ from sharded import (
 )
 
 import jax_tilekern as jtk
+from jax_tilekern.interop import ffi
 
 pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
 
@@ -162,25 +164,42 @@ def test_einsum_with_out_sharding(rng, transform):
         assert bytes_sent(ours) <= SLACK * bytes_sent(theirs)
 
 
-@pytest.mark.parametrize(
-    "transform", ["forward", pytest.param("gradient", marks=pytest.mark.thorough)]
-)
-def test_strassen(rng, transform):
-    """A cut of a sharded dimension moves parts; in a shard_map each device cuts its own."""
+STRASSEN = [
+    (P("d"), P(None, "m")),
+    (P("d", "m"), P("m")),
+    (P(None, "m"), P("m", "d")),
+    (P(("d", "m")), P()),
+]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("specs", STRASSEN, ids=str)
+@pytest.mark.one_in(4)
+def test_strassen(rng, specs, transform):
+    """It is partitioned like a product, and each device cuts its own part."""
+    arrays = [integers(rng, 32, 32), integers(rng, 32, 64)]
+
+    def program(module):
+        return jtk.strassen_matmul if module is jtk else jnp.matmul
+
+    ours = check(specs, arrays, program, transform, assert_equal_trees)
+    products = {"forward": 1, "gradient": 3}[transform]
+    assert len(custom_calls(ours, ffi.CPU_MATMUL)) == 7 * products
+
+
+def test_strassen_with_out_sharding(rng):
+    mesh = mesh_of((EXPLICIT, EXPLICIT))
     a, b = integers(rng, 16, 32), integers(rng, 32, 64)
-    mesh = mesh_of((AUTO, AUTO))
-    args = put(mesh, a, P("d")), put(mesh, b, P(None, "m"))
-    local = jax.shard_map(
-        jtk.strassen_matmul, mesh=mesh, in_specs=(P("d"), P(None, "m")), out_specs=P("d", "m")
-    )
-    wanted = transformed(transform, jnp.matmul, 2)(a, b)
-    programs = {}
-    for name, function in (("cut", jtk.strassen_matmul), ("local", local), ("jax", jnp.matmul)):
-        programs[name] = jax.jit(transformed(transform, function, 2)).lower(*args).compile()
-        assert_equal_trees(programs[name](*args), wanted)
-    if transform == "forward":
-        assert not collectives(programs["local"])
-    assert bytes_sent(programs["cut"]) > bytes_sent(programs["jax"])
+    with jax.set_mesh(mesh):
+        args = put(mesh, a, P("d", "m")), put(mesh, b, P("m", None))
+        product = functools.partial(jtk.strassen_matmul, out_sharding=P("d", None))
+        with pytest.raises(Exception, match="out_sharding"):
+            jtk.strassen_matmul(*args)
+        got = jax.jit(product)(*args)
+        gradients = jax.jit(transformed("gradient", product, 2))(*args)
+    assert_equal_trees([got, gradients], [a @ b, transformed("gradient", jnp.matmul, 2)(a, b)])
+    for x, spec in zip((got, *gradients), (P("d", None), P("d", "m"), P("m", None)), strict=True):
+        assert jax.typeof(x).sharding.spec == spec
 
 
 # Matrices.

@@ -10,6 +10,7 @@ from jax.test_util import check_grads
 from numerics import BF16, UNIT_ROUNDOFF, exact, on_gpu, random
 
 import jax_tilekern as jtk
+from jax_tilekern.ops import strassen
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -65,15 +66,33 @@ def test_errors_grow_by_the_documented_factor(rng):
     assert errors[3] > errors[0]
 
 
-def test_the_algorithm_has_seven_products():
+def test_the_algorithm_has_seven_products(monkeypatch):
+    contracted = []
+
+    def counted(lhs, rhs, *args, **kwargs):
+        contracted.append((lhs.shape, rhs.shape))
+        return contract(lhs, rhs, *args, **kwargs)
+
+    contract = strassen.contract
+    monkeypatch.setattr(strassen, "contract", counted)
     a = jnp.ones((64, 64))
-    for levels in range(3):
-        choices = jtk.explain(functools.partial(jtk.strassen_matmul, levels=levels), a, a)
-        assert len(choices) == 7**levels
-        assert choices[0].result == f"f32[{64 >> levels},{64 >> levels}]"
-    gradient = jax.grad(lambda a, b: jtk.strassen_matmul(a, b).sum(), (0, 1))
-    products = str(jax.make_jaxpr(gradient)(a, a)).count("tilekern_contract")
-    assert products <= 21
+    for levels in (1, 2):
+        product = functools.partial(jtk.strassen_matmul, levels=levels)
+        gradient = jax.grad(lambda a, b, product=product: product(a, b).sum(), (0, 1))
+        block = (64 >> levels, 64 >> levels)
+        for function, count in ((product, 1), (gradient, 2)):
+            contracted.clear()
+            jax.jit(function).lower(a, a)
+            assert contracted == [(block, block)] * count * 7**levels
+    call, *products = jtk.explain(jtk.strassen_matmul, a, a)
+    assert (call.call, call.reason) == ("strassen mk,kn->mn, 1 level", "7 products of blocks")
+    assert [choice.result for choice in products] == ["f32[32,32]"]
+
+
+def test_no_level_is_a_product(rng):
+    a, b = random(rng, (5, 6), np.float32), random(rng, (6, 3), np.float32)
+    (choice,) = jtk.explain(functools.partial(jtk.strassen_matmul, levels=0), a, b)
+    assert choice.call == "mk,kn->mn"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from jax_tilekern.ops.labelled_lowering import (
 from jax_tilekern.ops.labelled_operands import (
     common_type,
     converted,
-    labelled,
     product_by_lax,
     transposed,
 )
@@ -128,12 +127,7 @@ def _batch(
     **params: Any,
 ) -> tuple[Array, int]:
     """Label the mapped axis in place; an operand without it is unchanged."""
-    mapped = 1 + max(*contraction.lhs, *contraction.rhs, -1, -1)
-    batched = Contraction(
-        labelled(contraction.lhs, mapped, dims[0]),
-        labelled(contraction.rhs, mapped, dims[1]),
-        (mapped, *contraction.out),
-    )
+    batched = contraction.mapped(*dims)
     lhs, rhs = operands
     out_sharding = compat.sharding_under_vmap(axis_data, out_sharding, 0)
     return contract(lhs, rhs, batched, out_sharding=out_sharding, **params), 0
@@ -142,7 +136,8 @@ def _batch(
 # Partitioning: the labels state which dimensions may be split among devices.
 
 
-def _sharding_rule(lhs: Any, rhs: Any, *, contraction: Contraction, **_: Any) -> ShardingRule:
+def sharding_rule(lhs: Any, rhs: Any, *, contraction: Contraction, **_: Any) -> ShardingRule:
+    """Return the rule of a contraction, whose labels are those of the product."""
     c = contraction
     sizes = sizes_of((c.lhs, lhs.shape), (c.rhs, rhs.shape))
     return ShardingRule(
@@ -308,7 +303,7 @@ _bind = define(
         reference=product_by_lax,
         transposes={0: _lhs_cotangent, 1: _rhs_cotangent},
         batch=_batch,
-        sharding_rule=_sharding_rule,
+        sharding_rule=sharding_rule,
         planners={
             name: Planner.in_two_steps(
                 functools.partial(_refusal, platform),

@@ -35,13 +35,13 @@ from jax_tilekern.ops.contraction import (
     source,
     state_problem,
 )
-from jax_tilekern.ops.labelled_operands import common_type, labelled, product_by_lax
+from jax_tilekern.ops.labelled_operands import common_type, product_by_lax
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning import params_text
 from jax_tilekern.partitioning.local_program import FunctionOfSum
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
-from jax_tilekern.plans.gemm.contraction import Contraction, Labels
+from jax_tilekern.plans.gemm.contraction import Contraction, Labels, labelled
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
 from jax_tilekern.plans.gemm.select import plan_matmul
 from jax_tilekern.primitives.operation import (
@@ -273,14 +273,10 @@ def _batch(
     **params: Any,
 ) -> tuple[list[Array], list[int]]:
     """Label the mapped axis in place; an operand without it is unchanged."""
-    mapped = 1 + max(*contraction.lhs, *contraction.rhs, -1, -1)
-    factors = Contraction(
-        labelled(contraction.lhs, mapped, dims[0]),
-        labelled(contraction.rhs, mapped, dims[1]),
-        (mapped, *contraction.out),
-    )
+    factors = contraction.mapped(dims[0], dims[1])
     labels = tuple(
-        labelled(own, mapped, dim) for own, dim in zip(operand_labels, dims[2:], strict=True)
+        labelled(own, factors.out[0], dim)
+        for own, dim in zip(operand_labels, dims[2:], strict=True)
     )
     if dims[0] is dims[1] is None:
         # One product has an epilogue for each element of the batch.

@@ -86,8 +86,3 @@ def product_by_lax(
     )
     out = out.astype(out_dtype) if rounded else out
     return transposed(out, contraction.dot_general_out, contraction.out)
-
-
-def labelled(labels: Labels, mapped: int, dim: int | None) -> Labels:
-    """Label the axis that ``vmap`` maps over, if an operand has it."""
-    return labels if dim is None else (*labels[:dim], mapped, *labels[dim:])

@@ -102,8 +102,17 @@ def matmul(
         a,
         b,
     )
-    a, b = jnp.asarray(a), jnp.asarray(b)
+    a, b, contraction = labelled_matrices(jnp.asarray(a), jnp.asarray(b))
+    product = _product(a, b, contraction, result, precision, out_sharding, epilogue, operands)
+    return (
+        product
+        if epilogue is not None
+        else compat.with_type(product, result.dtype, result.weak_type)
+    )
 
+
+def labelled_matrices(a: Array, b: Array) -> tuple[Array, Array, Contraction]:
+    """Return the operands of a matrix product without what is broadcast, and the contraction."""
     # Batch dimensions are labelled from the right, as broadcasting aligns them. An operand whose
     # size is 1 where the other's is not goes without the label.
     batch = range(max(a.ndim, b.ndim, 2) - 2)
@@ -118,14 +127,7 @@ def matmul(
     a, a_labels = _without(a, a_labels, b_alone)
     b, b_labels = _without(b, b_labels, a_alone)
     out = (*batch, *((m,) if m in a_labels else ()), *((n,) if n in b_labels else ()))
-
-    contraction = Contraction(a_labels, b_labels, out)
-    product = _product(a, b, contraction, result, precision, out_sharding, epilogue, operands)
-    return (
-        product
-        if epilogue is not None
-        else compat.with_type(product, result.dtype, result.weak_type)
-    )
+    return a, b, Contraction(a_labels, b_labels, out)
 
 
 @jitted("dimension_numbers", "precision", "preferred_element_type", "out_sharding", "epilogue")

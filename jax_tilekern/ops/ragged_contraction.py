@@ -34,7 +34,6 @@ from jax_tilekern.ops.labelled_operands import (
     broadcasted,
     common_type,
     converted,
-    labelled,
     product_by_lax,
     transposed,
 )
@@ -42,7 +41,7 @@ from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.gemm.arithmetic import Converted, cpu_arithmetic, cuda_arithmetic
-from jax_tilekern.plans.gemm.contraction import Contraction, Labels
+from jax_tilekern.plans.gemm.contraction import Contraction, Labels, labelled
 from jax_tilekern.plans.grouped_gemm.contraction import RaggedContraction, ragged_geometry
 from jax_tilekern.plans.grouped_gemm.problem import GroupedProduct
 from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm

@@ -1,19 +1,39 @@
-"""``strassen_matmul``: matrix products with seven multiplications of blocks in place of eight."""
+"""``strassen_matmul``: matrix products with seven multiplications of blocks in place of eight.
+
+It is a primitive of its own, so that it is differentiated, batched and partitioned like the product
+that it computes. Each device applies the algorithm to its part of the operands.
+"""
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_tilekern.ops.matmul import matmul
+from jax_tilekern.interop import compat
+from jax_tilekern.ops.contraction import as_dot_general, contract, sharding_rule, source
+from jax_tilekern.ops.jitted import jitted
+from jax_tilekern.ops.labelled_operands import product_by_lax
+from jax_tilekern.ops.matmul import labelled_matrices, matmul
+from jax_tilekern.plans.gemm.contraction import Contraction, Labels
+from jax_tilekern.primitives.operation import Operand, Operation, Planner, Rewrite, define
 
 
+@jitted("levels", "precision", "out_sharding")
 def strassen_matmul(
-    a: ArrayLike, b: ArrayLike, *, levels: int = 1, precision: lax.PrecisionLike = None
+    a: ArrayLike,
+    b: ArrayLike,
+    *,
+    levels: int = 1,
+    precision: lax.PrecisionLike = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Array:
     """Matrix product by Strassen's algorithm in Winograd's form.
 
@@ -24,7 +44,9 @@ def strassen_matmul(
     matrices. The bound is on the norm, so small elements of the result may have no correct digit
     where others are large. Integers are exact, modulo their type as in JAX.
 
-    Derivatives are made of products of the same blocks: 7 for each operand and level.
+    Derivatives are computed by the same algorithm. On a mesh of devices the product is partitioned
+    like :func:`jax_tilekern.matmul`, and each device cuts its own part; where a product is left to
+    XLA, it is XLA's own.
 
     Parameters
     ----------
@@ -36,6 +58,8 @@ def strassen_matmul(
         How often operands are cut; 0 is :func:`jax_tilekern.matmul`.
     precision
         Of the products, as of :func:`jax_tilekern.matmul`.
+    out_sharding
+        As of :func:`jax_tilekern.matmul`.
 
     Returns
     -------
@@ -48,6 +72,8 @@ def strassen_matmul(
         If an operand is no matrix, ``levels`` is negative, or batch dimensions do not broadcast.
     TypeError
         If an operand is not an array, ``levels`` no integer, or contracted sizes differ.
+    jax.sharding.ShardingTypeError
+        As of :func:`jax_tilekern.matmul`.
 
     Examples
     --------
@@ -61,30 +87,187 @@ def strassen_matmul(
     levels = operator.index(levels)
     if levels < 0:
         raise ValueError(f"levels is {levels}, which is negative")
-    result = jax.eval_shape(lambda a, b: matmul(a, b, precision=precision), a, b)
-    a, b = (jnp.asarray(operand).astype(result.dtype) for operand in (a, b))
+    by_matmul = functools.partial(matmul, precision=precision, out_sharding=out_sharding)
+    result = compat.result_type(by_matmul, a, b)
     for name, operand in (("a", a), ("b", b)):
-        if operand.ndim < 2:
-            raise ValueError(f"{name} has shape {operand.shape}, which is no matrix")
-    parts = 2**levels
-    product = _product(_padded(a, parts), _padded(b, parts), levels, precision, _sum_type(a))
-    return product[..., : a.shape[-2], : b.shape[-1]].astype(result.dtype)
+        if jnp.ndim(operand) < 2:
+            raise ValueError(f"{name} has shape {jnp.shape(operand)}, which is no matrix")
+    if levels == 0:
+        return by_matmul(a, b)
+    a, b = (jnp.asarray(operand).astype(result.dtype) for operand in (a, b))
+    a, b, contraction = labelled_matrices(a, b)
+    *_, rows, contracted = contraction.lhs
+    product = _strassen(
+        a,
+        b,
+        contraction,
+        _Cut(rows, contracted, contraction.rhs[-1], levels),
+        precision=compat.canonicalize_precision(precision),
+        out_dtype=result.dtype,
+        out_sharding=None if out_sharding is None else compat.explicit_sharding(result),
+    )
+    return compat.with_type(product, result.dtype, result.weak_type)
+
+
+class _Cut(NamedTuple):
+    """The labels that are halved, and how often.
+
+    ``vmap`` and differentiation add labels to a contraction that stay whole.
+    """
+
+    rows: int
+    contracted: int
+    columns: int
+    levels: int
+
+
+def _strassen(
+    lhs: Array,
+    rhs: Array,
+    contraction: Contraction,
+    cut: _Cut,
+    *,
+    precision: Any,
+    out_dtype: np.dtype[Any],
+    out_sharding: NamedSharding | None = None,
+) -> Array:
+    """Contract two arrays of one type by Strassen's algorithm."""
+    result: Array = _bind(
+        lhs,
+        rhs,
+        contraction=contraction,
+        cut=tuple(cut),
+        precision=precision,
+        out_dtype=np.dtype(out_dtype),
+        out_sharding=out_sharding,
+    )
+    return result
+
+
+def _lhs_cotangent(
+    cotangent: Array,
+    lhs: Any,
+    rhs: Array,
+    *,
+    contraction: Contraction,
+    cut: tuple[int, ...],
+    precision: Any,
+    **_: Any,
+) -> Array:
+    rows, contracted, columns, levels = cut
+    return _strassen(
+        cotangent,
+        rhs,
+        Contraction(contraction.out, contraction.rhs, contraction.lhs),
+        _Cut(rows, columns, contracted, levels),
+        precision=precision,
+        out_dtype=lhs.dtype,
+        out_sharding=compat.explicit_sharding(lhs),
+    )
+
+
+def _rhs_cotangent(
+    cotangent: Array,
+    lhs: Array,
+    rhs: Any,
+    *,
+    contraction: Contraction,
+    cut: tuple[int, ...],
+    precision: Any,
+    **_: Any,
+) -> Array:
+    rows, contracted, columns, levels = cut
+    return _strassen(
+        lhs,
+        cotangent,
+        Contraction(contraction.lhs, contraction.out, contraction.rhs),
+        _Cut(contracted, rows, columns, levels),
+        precision=precision,
+        out_dtype=rhs.dtype,
+        out_sharding=compat.explicit_sharding(rhs),
+    )
+
+
+def _batch(
+    axis_data: Any,
+    operands: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    contraction: Contraction,
+    cut: tuple[int, ...],
+    out_sharding: NamedSharding | None,
+    **params: Any,
+) -> tuple[Array, int]:
+    lhs, rhs = operands
+    mapped = contraction.mapped(*dims)
+    out_sharding = compat.sharding_under_vmap(axis_data, out_sharding, 0)
+    return _strassen(lhs, rhs, mapped, _Cut(*cut), out_sharding=out_sharding, **params), 0
+
+
+def _plan(
+    operands: Sequence[Operand],
+    _: Any,
+    *,
+    contraction: Contraction,
+    cut: tuple[int, ...],
+    precision: Any,
+    out_dtype: np.dtype[Any],
+    **params: Any,
+) -> Rewrite:
+    function = functools.partial(
+        _by_blocks,
+        contraction=contraction,
+        cut=_Cut(*cut),
+        precision=precision,
+        out_dtype=out_dtype,
+    )
+    return Rewrite(f"{7 ** _Cut(*cut).levels} products of blocks", function)
+
+
+def _by_blocks(
+    lhs: Array,
+    rhs: Array,
+    contraction: Contraction,
+    cut: _Cut,
+    precision: Any,
+    out_dtype: np.dtype[Any],
+) -> Array:
+    """Pad to a multiple of the blocks, multiply, and cut the result to size."""
+    c, parts = contraction, 2**cut.levels
+    product = _product(
+        _padded(lhs, c.lhs, (cut.rows, cut.contracted), parts),
+        _padded(rhs, c.rhs, (cut.contracted, cut.columns), parts),
+        contraction,
+        cut,
+        precision,
+        _sum_type(lhs),
+    )
+    rows, columns = c.out.index(cut.rows), c.out.index(cut.columns)
+    product = lax.slice_in_dim(product, 0, lhs.shape[c.lhs.index(cut.rows)], axis=rows)
+    product = lax.slice_in_dim(product, 0, rhs.shape[c.rhs.index(cut.columns)], axis=columns)
+    return product.astype(out_dtype)
 
 
 def _product(
-    a: Array, b: Array, levels: int, precision: lax.PrecisionLike, out: DTypeLike
+    lhs: Array,
+    rhs: Array,
+    contraction: Contraction,
+    cut: _Cut,
+    precision: Any,
+    out: DTypeLike,
 ) -> Array:
     """Multiply matrices whose sizes are multiples of 2 ** levels."""
-    if levels == 0:
-        return matmul(a, b, precision=precision, preferred_element_type=out)
-    a11, a12, a21, a22 = _blocks(a)
-    b11, b12, b21, b22 = _blocks(b)
+    if cut.levels == 0:
+        return contract(lhs, rhs, contraction, precision=precision, out_dtype=np.dtype(out))
+    c, smaller = contraction, cut._replace(levels=cut.levels - 1)
+    a11, a12, a21, a22 = _blocks(lhs, c.lhs, cut.rows, cut.contracted)
+    b11, b12, b21, b22 = _blocks(rhs, c.rhs, cut.contracted, cut.columns)
     s1, t1 = _rounded(a21, +1, a22), _rounded(b12, -1, b11)
     s2, t2 = _rounded(s1, -1, a11), _rounded(b22, -1, t1)
     s3, t3 = _rounded(a11, -1, a21), _rounded(b22, -1, b12)
     s4, t4 = _rounded(a12, -1, s2), _rounded(t2, -1, b21)
     p1, p2, p3, p4, p5, p6, p7 = (
-        _product(x.astype(a.dtype), y.astype(b.dtype), levels - 1, precision, out)
+        _product(x.astype(lhs.dtype), y.astype(rhs.dtype), contraction, smaller, precision, out)
         for x, y in (
             (a11, b11), (a12, b21), (s4, b22), (a22, t4), (s1, t1), (s2, t2), (s3, t3)
         )
@@ -92,8 +275,9 @@ def _product(
     u2 = p1 + p6
     u3 = u2 + p7
     u4 = u2 + p5
-    rows = [[p1 + p2, u4 + p3], [u3 - p4, u3 + p5]]
-    return jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2)
+    rows, columns = c.out.index(cut.rows), c.out.index(cut.columns)
+    halves = [[p1 + p2, u4 + p3], [u3 - p4, u3 + p5]]
+    return jnp.concatenate([jnp.concatenate(row, axis=columns) for row in halves], axis=rows)
 
 
 def _rounded(x: Array, sign: int, y: Array) -> Array:
@@ -110,16 +294,42 @@ def _sum_type(x: Array) -> DTypeLike:
     return jnp.int32 if x.dtype == jnp.int8 else x.dtype
 
 
-def _blocks(x: Array) -> tuple[Array, Array, Array, Array]:
-    rows, columns = (size // 2 for size in x.shape[-2:])
-    return (
-        x[..., :rows, :columns],
-        x[..., :rows, columns:],
-        x[..., rows:, :columns],
-        x[..., rows:, columns:],
-    )
+def _blocks(x: Array, labels: Labels, rows: int, columns: int) -> list[Array]:
+    return [
+        block
+        for half in jnp.split(x, 2, axis=labels.index(rows))
+        for block in jnp.split(half, 2, axis=labels.index(columns))
+    ]
 
 
-def _padded(x: Array, multiple: int) -> Array:
-    missing = [(0, 0)] * (x.ndim - 2) + [(0, -size % multiple) for size in x.shape[-2:]]
+def _padded(x: Array, labels: Labels, cut: tuple[int, int], multiple: int) -> Array:
+    missing = [
+        (0, -size % multiple if label in cut else 0)
+        for label, size in zip(labels, x.shape, strict=True)
+    ]
     return jnp.pad(x, missing) if any(after for _, after in missing) else x
+
+
+def _reference(lhs: Array, rhs: Array, *, cut: tuple[int, ...], **params: Any) -> Array:
+    return product_by_lax(lhs, rhs, **params)
+
+
+def _describe(contraction: Contraction, cut: tuple[int, ...], **_: Any) -> str:
+    levels = _Cut(*cut).levels
+    return f"strassen {contraction}, {levels} level{'s' * (levels > 1)}"
+
+
+_bind = define(
+    Operation(
+        name="tilekern_strassen",
+        reference=_reference,
+        transposes={0: _lhs_cotangent, 1: _rhs_cotangent},
+        batch=_batch,
+        sharding_rule=sharding_rule,
+        planners=dict.fromkeys(("cpu", "cuda"), Planner(lambda *_, **params: None, _plan)),
+        describe=_describe,
+        source=source,
+        in_float32=lambda **params: {**params, "out_dtype": np.dtype(np.float32)},
+        stands_for=as_dot_general,
+    )
+)

@@ -93,6 +93,16 @@ class Contraction:
         """Return the same product with swapped operands."""
         return Contraction(self.rhs, self.lhs, self.out)
 
+    def mapped(self, lhs_dim: int | None, rhs_dim: int | None) -> Contraction:
+        """Return the same product under ``vmap``, with a new label that comes first in the output.
+
+        An operand has the mapped dimension at the given place, or lacks it.
+        """
+        new = 1 + max(*self.lhs, *self.rhs, -1, -1)
+        return Contraction(
+            labelled(self.lhs, new, lhs_dim), labelled(self.rhs, new, rhs_dim), (new, *self.out)
+        )
+
     def mergeable(self) -> Contraction:
         """Return the same product, dimensions reordered so that every class merges into one.
 
@@ -115,6 +125,11 @@ class Contraction:
         names = self.names
         lhs, rhs, out = ("".join(names[x] for x in xs) for xs in (self.lhs, self.rhs, self.out))
         return f"{lhs},{rhs}->{out}"
+
+
+def labelled(labels: Labels, mapped: int, dim: int | None) -> Labels:
+    """Label the axis that ``vmap`` maps over, if an operand has it."""
+    return labels if dim is None else (*labels[:dim], mapped, *labels[dim:])
 
 
 def letters(batch: Labels, rows: Labels, columns: Labels, contracted: Labels) -> dict[int, str]:
