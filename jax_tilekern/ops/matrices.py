@@ -483,9 +483,15 @@ _inverse = _define_matrix(
 )
 
 
+def _solve_reference(a: Array, b: Array, *, transpose: bool) -> tuple[Array, ...]:
+    solve = functools.partial(jnp.linalg.solve, a)
+    # The transposed system has the factors of the same matrix, which XLA computes once for both.
+    return tuple(jax.linear_transpose(solve, b)(b)) if transpose else (solve(b),)
+
+
 _solve = _define_system(
     "solve",
-    reference=lambda a, b, *, transpose: (jnp.linalg.solve(_transposed_if(a, transpose), b),),
+    reference=_solve_reference,
     jvp=_solve_jvp,
     transposes={
         1: lambda cotangents, a, b, *, transpose: solve(a, *cotangents, transpose=not transpose)
