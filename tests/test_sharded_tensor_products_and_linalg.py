@@ -96,6 +96,7 @@ PRODUCTS = {
             (P("d", "m"), P("d", None, "m")),
             (P("d", None, "m"), P("d")),
             (P("d", None, None, "m"), P("d", "m")),
+            (P(None, None, None, "m"), P("d", None, "m")),
         ]),
         ("heads", einsum("bsd,dhk->bshk"), [(8, 16, 32), (32, 4, 8)], [
             (P("d"), P(None, "m")),

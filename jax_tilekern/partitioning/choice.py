@@ -210,8 +210,10 @@ class _Choice:
             if label in self.rule.reductions and i in self.rule.epilogue_operands:
                 continue
             if current is not None and current != label:
-                # The operand is gathered, or moved to another dimension, which sends a part of it.
-                total += self._local(digits, size, a) * share / (base if label in dims else 1)
+                # XLA gathers the operand. Or it is moved to another dimension, after it is sliced.
+                local = self._local(digits, size, a)
+                moved = label in dims
+                total += local * share / (base * self._slices(dims, digits) if moved else 1)
         # An epilogue's results are functions of one sum.
         one_sum = self.rule.epilogue_from is not None and label in self.rule.reductions
         for dims, digits, size in self.results[:1] if one_sum else self.results:
@@ -242,6 +244,11 @@ class _Choice:
     def _local(self, digits: Digits, size: int, a: int) -> float:
         others = (self.radix[b] for b in range(len(self.radix)) if b != a and digits[b] is not None)
         return size / math.prod(others)
+
+    def _slices(self, dims: Dims, digits: Digits) -> int:
+        """Return into how many parts the digits chosen so far slice an operand."""
+        chosen = [b for b, label in enumerate(self.chosen) if label is not None and label in dims]
+        return self._parts([b for b in chosen if digits[b] is None])
 
     def _splits_results(self, b: int) -> bool:
         kept = {label for dims in self.rule.results for label in dims}
