@@ -23,7 +23,9 @@ from jax_tilekern.interop.compat import ad, zero_tangent
 from jax_tilekern.ops import blocked
 from jax_tilekern.ops.matmul import matmul
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.linalg import small_matrices as plans
@@ -37,6 +39,7 @@ from jax_tilekern.primitives.operation import (
     Planner,
     Rewrite,
     define,
+    obstacle,
 )
 
 # Derivatives are as accurate as the functions.
@@ -257,6 +260,9 @@ def refusal(size: Any, dtype: Any) -> str | None:
         return f"no kernel for matrices of {dtype}"
     if not isinstance(size, int):
         return "a plan needs every size, and this shape is symbolic"
+    if xla.is_traced_partly_manual():
+        # No kernel would run, and JAX's derivatives reuse the factors that it has gathered.
+        return obstacle(Place.PARTLY_MANUAL, ())
     return None
 
 

@@ -46,6 +46,13 @@ def place(ctx: Any) -> Place:
     return Place.LOCAL
 
 
+def is_traced_partly_manual() -> bool:
+    """Return whether this is being traced in a ``shard_map`` that leaves other mesh axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    others = (n for name, n in mesh.shape.items() if name not in mesh.manual_axes)
+    return bool(mesh.manual_axes) and math.prod(others) > 1
+
+
 def has_other_devices(ctx: Any) -> bool:
     """Return whether the program of a lowering rule's call runs on several devices."""
     context = ctx.module_context.axis_context
