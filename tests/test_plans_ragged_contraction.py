@@ -85,7 +85,7 @@ def test_geometry_computes_the_contraction(case, reordered, seed):
     oriented = ragged_geometry(contraction, *shapes)
     if isinstance(oriented, str):
         return
-    geometry, swapped = oriented
+    geometry, swapped, _ = oriented
     product = geometry.product
     assert len(geometry.batch) == len(geometry.bounds_strides) <= MAX_GROUP_BATCH_DIMS
     assert geometry.groups == sizes[contraction.group]
@@ -125,18 +125,18 @@ def test_mergeable_order_has_a_geometry(case):
 
 def test_forward_and_gradients_need_no_copy():
     rows, groups, k, n = 100, 8, 16, 24
-    geometry, swapped = ragged_geometry(FORWARD, (rows, k), (groups, k, n), (groups + 1,))
+    geometry, swapped, _ = ragged_geometry(FORWARD, (rows, k), (groups, k, n), (groups + 1,))
     assert (geometry.ragged, geometry.rows, geometry.groups, swapped) == ("m", rows, groups, False)
     assert geometry.product.lhs_strides == (0, k, 1)
     assert geometry.product.rhs_strides == (k * n, n, 1)
     assert geometry.product.out_strides == (0, n, 1)
 
     gradient = RaggedContraction((0, 3), (1, 2, 3), (1,), (0, 2), 0, 1)
-    geometry, swapped = ragged_geometry(gradient, (rows, n), (groups, k, n), (groups + 1,))
+    geometry, swapped, _ = ragged_geometry(gradient, (rows, n), (groups, k, n), (groups + 1,))
     assert (geometry.ragged, swapped) == ("m", False)
     assert geometry.product.rhs_strides == (k * n, 1, n)
 
-    geometry, swapped = ragged_geometry(WEIGHTS, (rows, k), (rows, n), (groups + 1,))
+    geometry, swapped, _ = ragged_geometry(WEIGHTS, (rows, k), (rows, n), (groups + 1,))
     assert (geometry.ragged, geometry.rows, swapped) == ("k", rows, False)
     assert geometry.product.lhs_strides == (0, 1, k)
     assert geometry.product.rhs_strides == (0, n, 1)
@@ -147,7 +147,7 @@ def test_operands_are_swapped_for_the_other_major_order():
     """The gradient of weights that lie as ``(groups, n, k)``."""
     rows, groups, k, n = 100, 8, 16, 24
     weights = RaggedContraction((0, 2), (0, 3), (1,), (1, 3, 2), 0, 1)
-    geometry, swapped = ragged_geometry(weights, (rows, k), (rows, n), (groups + 1,))
+    geometry, swapped, _ = ragged_geometry(weights, (rows, k), (rows, n), (groups + 1,))
     assert swapped
     assert (geometry.product.m, geometry.product.n) == (n, k)
     assert geometry.product.out_strides == (k * n, k, 1)

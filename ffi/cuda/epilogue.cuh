@@ -23,7 +23,9 @@
 //   int row(int i), column(int i)   where accumulator i lies in its matrix of the output
 //   int batch(int i)                which matrix that is: the batch dimensions count as one, the
 //                                   last one fastest; a grouped GEMM has batch * groups + group
-//   int rows(), columns()           the size of each matrix
+//   int rows(), columns()           where the matrix ends; along the rows of groups, where the
+//                                   group's tile does
+//   bool in_group()                 whether these are rows of a group, in a grouped GEMM
 //   kAdjacentColumns                so many accumulators, from a multiple of that number on, are
 //                                   in adjacent columns of one row
 //   kConverged                      whether all threads of a warp make the same calls
@@ -36,7 +38,7 @@
 // Rows and columns are those of the kernel, so where a plan swaps A and B, its epilogue sees the
 // transposed output. A kernel that stores partial sums (split-K, segments of a reduction) is given
 // the identity, and the kernel that adds them up is given the epilogue. Rows of a grouped GEMM that
-// are in no group are zeros, which pass through the epilogue of group 0.
+// are in no group are zeros, of group 0 by their number; a generated epilogue keeps them zeros.
 #pragma once
 
 #include "types.cuh"

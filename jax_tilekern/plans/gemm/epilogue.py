@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -63,6 +63,10 @@ class Epilogue:
         Sizes of the product's batch dimensions.
     instructions
         An estimate of the instructions for each accumulator.
+    ragged
+        Which dimension of the matrices has the rows of groups, in a grouped GEMM whose output has
+        them: tiles end where groups do, and rows of no group stay zeros in every result. There
+        the last of ``batch`` is the group.
     """
 
     statements: tuple[str, ...]
@@ -71,6 +75,7 @@ class Epilogue:
     outputs: tuple[EpilogueArray, ...]
     batch: tuple[int, ...]
     instructions: int
+    ragged: Literal["rows", "columns"] | None = None
 
     @property
     def has_matrices(self) -> bool:
@@ -86,8 +91,15 @@ class Epilogue:
                 for x in arrays
             )
 
+        ragged: dict[str | None, Literal["rows", "columns"]] = {
+            "rows": "columns",
+            "columns": "rows",
+        }
         return dataclasses.replace(
-            self, operands=transposed(self.operands), outputs=transposed(self.outputs)
+            self,
+            operands=transposed(self.operands),
+            outputs=transposed(self.outputs),
+            ragged=ragged.get(self.ragged),
         )
 
     def kernel(
@@ -105,6 +117,8 @@ class Epilogue:
             Whether no tile reaches beyond the rows, and beyond the columns, of the output.
         """
         assert isinstance(plain.source, str)
+        within_rows &= self.ragged != "rows"
+        within_columns &= self.ragged != "columns"
         text = f'#include "{plain.source}"\n{self._functor(within_rows, within_columns, columns)}'
         types = ", ".join((_FUNCTOR, *self._parameter_types))
         name = f"{plain.name.removesuffix('>')}, {types}>"
@@ -122,7 +136,8 @@ class Epilogue:
             f"{len(self._arrays) * (2 + MAX_BATCH_DIMS)}q{MAX_BATCH_DIMS}i",
             *rows, *columns, *batch, *(1,) * missing, *self.batch,
         )  # fmt: skip
-        operands = (Buffer(2 + i) for i in range(len(self.operands)))
+        first = out_buffer - len(self.operands)
+        operands = (Buffer(first + i) for i in range(len(self.operands)))
         outputs = (Buffer(out_buffer + 1 + i) for i in range(len(self.outputs)))
         return (*operands, *outputs, strides)
 
@@ -162,9 +177,8 @@ class Epilogue:
             for name, within in (("row", within_rows), ("column", within_columns))
             if not within
         )
-        for (i, array), result in zip(
-            numbered[len(self.operands) :], self.results[1:], strict=True
-        ):
+        first_result, *results = map(self._result, self.results)
+        for (i, array), result in zip(numbered[len(self.operands) :], results, strict=True):
             kind = CXX_TYPES[array.dtype]
             before.append(f"ElementRun<{kind}, kRun> r{i + 1};")
             each.append(f"r{i + 1}.elements[i] = stored<{kind}>({result});")
@@ -173,16 +187,20 @@ class Epilogue:
                 f"(p{i + 1}{_offset(array, i)}, {_stride(array, i)}, r{i + 1});"
             )
             after.append(f"if ({inside}) {write}" if inside else write)
-        each.append(f"accumulators[first + i] = static_cast<Accumulator>({self.results[0]});")
+        each.append(f"accumulators[first + i] = static_cast<Accumulator>({first_result});")
         return _TEMPLATE.format(
             name=_FUNCTOR,
             members="\n  ".join(members),
             # A run of an odd number of columns would reach beyond the last one.
-            longest_run=2 if columns % 2 == 0 else 1,
+            longest_run=2 if columns % 2 == 0 and self.ragged != "columns" else 1,
             before="\n      ".join(before),
             each="\n        ".join(each),
             after="\n      ".join([*after, *([_KEEP_ORDER] if self.has_matrices else [])]),
         )
+
+    def _result(self, expression: str) -> str:
+        """Return a result's expression, which is zero in rows of no group."""
+        return f"(at.in_group() ? {expression} : 0)" if self.ragged else expression
 
 
 # ptxas hoists loads of a whole tile's operands, and spills what they load. It moves none over this.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 
@@ -38,13 +38,19 @@ class TypedProduct(ABC, Generic[_Geometry]):
         Element types.
     arithmetic
         What it is computed in, for example ``"tf32"``; see ``plans/gemm/arithmetic.py``.
+    epilogue
+        What is done to the accumulators; ``None`` for nothing.
     """
+
+    # The buffers before those of the epilogue's operands.
+    _OPERANDS: ClassVar[int] = 2
 
     geometry: _Geometry
     lhs_dtype: _Dtype
     rhs_dtype: _Dtype
     out_dtype: _Dtype
     arithmetic: str
+    epilogue: Epilogue | None = None
 
     @property
     @abstractmethod
@@ -58,8 +64,40 @@ class TypedProduct(ABC, Generic[_Geometry]):
 
     @property
     def epilogue_bytes(self) -> int:
-        """Bytes that an epilogue reads and writes beside the output."""
-        return 0
+        """Bytes that the epilogue reads and writes beside the output."""
+        if self.epilogue is None:
+            return 0
+        sizes = (*self.strided.batch, self.strided.m, self.strided.n)
+        return sum(
+            distinct_matrices(sizes, array.strides) * array.dtype.itemsize
+            for array in (*self.epilogue.operands, *self.epilogue.outputs)
+        )
+
+    def with_epilogue(self, epilogue: Epilogue | None) -> Self:
+        """Return the same product with another epilogue, or without one."""
+        return dataclasses.replace(self, epilogue=epilogue)
+
+    @property
+    def out_buffer(self) -> int:
+        """The buffer of the output, which follows all operands."""
+        return self._OPERANDS + (len(self.epilogue.operands) if self.epilogue else 0)
+
+    @property
+    def first_workspace(self) -> int:
+        """The first buffer behind the results."""
+        return self.out_buffer + 1 + (len(self.epilogue.outputs) if self.epilogue else 0)
+
+    def alignments(self, *own: int) -> tuple[int, ...]:
+        """Return the alignment of every buffer, in bytes, given those of the product's own.
+
+        The output is the last of these.
+        """
+        if self.epilogue is None:
+            return own
+        *operands, out = own
+        more = (x.alignment for x in self.epilogue.operands)
+        outputs = (x.alignment for x in self.epilogue.outputs)
+        return *operands, *more, out, *outputs
 
     def memory_cycles(self, gpu: Gpu) -> float:
         """Return the time to read each operand once and to write the output."""
@@ -90,52 +128,12 @@ class Product(TypedProduct[MatmulGeometry]):
 
     ``lhs`` has a unit stride along ``m`` or ``k``, or that dimension has size 1; ``rhs`` along
     ``k`` or ``n`` likewise.
-
-    Attributes
-    ----------
-    epilogue
-        What is done to the accumulators; ``None`` for nothing.
     """
-
-    epilogue: Epilogue | None = None
 
     @property
     def strided(self) -> MatmulGeometry:
         """Sizes and strides of the three arrays."""
         return self.geometry
-
-    @property
-    def epilogue_bytes(self) -> int:
-        """Bytes that the epilogue reads and writes beside the output."""
-        if self.epilogue is None:
-            return 0
-        sizes = (*self.geometry.batch, self.geometry.m, self.geometry.n)
-        return sum(
-            distinct_matrices(sizes, array.strides) * array.dtype.itemsize
-            for array in (*self.epilogue.operands, *self.epilogue.outputs)
-        )
-
-    def with_epilogue(self, epilogue: Epilogue | None) -> Product:
-        """Return the same product with another epilogue, or without one."""
-        return dataclasses.replace(self, epilogue=epilogue)
-
-    @property
-    def out_buffer(self) -> int:
-        """The buffer of the output, which follows all operands."""
-        return 2 + (len(self.epilogue.operands) if self.epilogue else 0)
-
-    @property
-    def first_workspace(self) -> int:
-        """The first buffer behind the results."""
-        return self.out_buffer + 1 + (len(self.epilogue.outputs) if self.epilogue else 0)
-
-    def alignments(self, lhs: int, rhs: int, out: int) -> tuple[int, ...]:
-        """Return the alignment of every buffer, in bytes, given those of the product's arrays."""
-        if self.epilogue is None:
-            return lhs, rhs, out
-        operands = (x.alignment for x in self.epilogue.operands)
-        outputs = (x.alignment for x in self.epilogue.outputs)
-        return lhs, rhs, *operands, out, *outputs
 
 
 def copy_cycles(bytes_: int, gpu: Gpu) -> float:

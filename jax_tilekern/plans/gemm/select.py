@@ -8,10 +8,9 @@ cost model; ``xla.py`` lists what is left to XLA.
 
 from __future__ import annotations
 
-import math
-
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gemm.families import ranked_candidates
+from jax_tilekern.plans.gemm.fused import fused_plan
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm80.candidates import MMA
 from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
@@ -22,8 +21,6 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.tuned import tuned_plan
 
-# Where every kernel spills, so few bytes a thread cost less than a pass over memory.
-_FEW_SPILLED_BYTES = 256
 _FAMILIES = (WGMMA, EMULATED, MMA)
 
 
@@ -54,31 +51,6 @@ def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
     if tuned is not None:
         return tuned
     if product.epilogue is not None:
-        return _fused_plan(found, gpu)
+        return fused_plan(found, gpu)
     reason = left_to_xla(product, gpu) or small_left_to_xla(product, found[0].cycles, gpu)
     return NoKernel(reason) if reason else found[0].plan(gpu)
-
-
-def _fused_plan(candidates: list[CostedCandidate], gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Return the plan of the best candidate whose registers hold its epilogue.
-
-    XLA's product is not considered, even where it is the faster one: an epilogue after it is a pass
-    over memory.
-    """
-    spilled: dict[str, int] = {}
-    plans: list[tuple[int, LaunchPlan]] = []
-    for candidate in candidates:
-        # Where a kernel spills, so do others of its kind with as many accumulators, and a
-        # compilation takes seconds.
-        if candidate.accumulators >= spilled.get(candidate.kind, math.inf):
-            continue
-        plan = candidate.plan(gpu)
-        bytes_ = max(launch.entry.spill_bytes for launch in plan.launches)
-        if bytes_ == 0:
-            return plan
-        spilled[candidate.kind] = candidate.accumulators
-        plans.append((bytes_, plan))
-    fewest, best = min(plans, key=lambda pair: pair[0])
-    if fewest <= _FEW_SPILLED_BYTES:
-        return best
-    return NoKernel("the epilogue takes more registers than there are beside the accumulators")

@@ -136,6 +136,8 @@ class OrientedRagged(NamedTuple):
 
     geometry: GroupedGeometry
     swapped: bool
+    # Batch strides, that of the group, and the strides of m and n of each further array.
+    further_strides: tuple[tuple[int, ...], ...] = ()
 
 
 def ragged_geometry(
@@ -143,6 +145,7 @@ def ragged_geometry(
     lhs_shape: Sequence[int],
     rhs_shape: Sequence[int],
     bounds_shape: Sequence[int],
+    further: Sequence[Labels] = (),
 ) -> OrientedRagged | str:
     """Collapse a ragged contraction of row-major arrays into one strided grouped GEMM.
 
@@ -153,6 +156,9 @@ def ragged_geometry(
     lhs_shape, rhs_shape, bounds_shape
         Sizes. That of the bounds has one more than there are groups; there is at least one, and
         the other sizes are at least 1.
+    further
+        Labels of the dimensions of further arrays that an epilogue reads and writes; they lack
+        labels that they are broadcast over.
 
     Returns
     -------
@@ -174,8 +180,10 @@ def ragged_geometry(
         bounds_strides,
     )
 
+    further_strides = [row_major_strides(labels, sizes) for labels in further]
+
     def one(label: int) -> Dimension:
-        return dimension(label, sizes, strides)
+        return dimension(label, sizes, strides, further_strides)
 
     batch, rows, columns, contracted = (
         merged([one(x) for x in labels])
@@ -197,7 +205,9 @@ def ragged_geometry(
         if contracted:
             return "other dimensions are contracted along with the ragged one"
         if any(dim.out == 1 for dim in rows):
-            oriented = ragged_geometry(contraction.swapped(), rhs_shape, lhs_shape, bounds_shape)
+            oriented = ragged_geometry(
+                contraction.swapped(), rhs_shape, lhs_shape, bounds_shape, further
+            )
             return (
                 oriented._replace(swapped=True)
                 if isinstance(oriented, OrientedRagged)
@@ -215,8 +225,11 @@ def ragged_geometry(
             f"(at most {MAX_GROUP_BATCH_DIMS})"
         )
     batch.sort(key=lambda dim: -dim.out)
-    product = strided_product([*batch, one(contraction.group)], m, n, k)
+    batches = [*batch, one(contraction.group)]
+    product = strided_product(batches, m, n, k)
+    further_of_dims = [dim.further if dim else (0,) * len(further) for dim in (*batches, m, n)]
     return OrientedRagged(
         GroupedGeometry(product, contraction.ragged_dimension, tuple(dim.bounds for dim in batch)),
         swapped=False,
+        further_strides=tuple(zip(*further_of_dims, strict=True)),
     )

@@ -74,6 +74,9 @@ class GroupedGeometry:
 class GroupedProduct(TypedProduct[GroupedGeometry]):
     """A grouped GEMM."""
 
+    # The bounds are an operand too.
+    _OPERANDS = 3
+
     @property
     def strided(self) -> MatmulGeometry:
         """Sizes and strides of the three arrays."""

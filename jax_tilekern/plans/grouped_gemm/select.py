@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gemm.families import ranked_candidates
+from jax_tilekern.plans.gemm.fused import fused_plan
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.grouped_gemm.problem import GroupedProduct
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import GROUPED_MMA
@@ -25,7 +26,8 @@ def candidates(product: GroupedProduct, gpu: Gpu) -> list[CostedCandidate] | NoK
 def plan_grouped_gemm(product: GroupedProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan and compile a grouped GEMM.
 
-    The plan's buffers are ``lhs``, ``rhs``, the groups' bounds and the output.
+    The plan's buffers are ``lhs``, ``rhs``, the groups' bounds, the operands of the epilogue, the
+    output and the epilogue's further results.
 
     Raises
     ------
@@ -33,4 +35,6 @@ def plan_grouped_gemm(product: GroupedProduct, gpu: Gpu) -> LaunchPlan | NoKerne
         If there is no NVRTC to compile the kernel with.
     """
     found = candidates(product, gpu)
-    return found if isinstance(found, NoKernel) else found[0].plan(gpu)
+    if isinstance(found, NoKernel):
+        return found
+    return found[0].plan(gpu) if product.epilogue is None else fused_plan(found, gpu)

@@ -84,12 +84,14 @@ struct WarpCoordinates {
   const int32& row_count;
   const int32& column_count;
   int batch_index;
+  bool is_group;
 
   int row(int i) const { return first_row + Layout::row(threadIdx.x % 32, i); }
   int column(int i) const { return first_column + Layout::column(threadIdx.x % 32, i); }
   int rows() const { return row_count; }
   int columns() const { return column_count; }
   int batch(int) const { return batch_index; }
+  bool in_group() const { return is_group; }
 };
 
 // An engine holds the accumulators of its warp in subtiles of rows: stage_subtile() stages one, and

@@ -169,9 +169,9 @@ inline void compute_tile(const Lhs* lhs, const Rhs* rhs, Out* out, const MatmulS
   Engine engine(warp_m, warp_n, lane);
   MatmulBlock<Engine, config, Lhs, Rhs, Out>(lhs + offsets.lhs, rhs + offsets.rhs, shape, range)
       .accumulate(engine);
-  epilogue(engine.accumulators(),
-           WarpCoordinates<typename Engine::Layout>{range.first_m + warp_m, range.first_n + warp_n,
-                                                    range.end_m, range.end_n, batch});
+  epilogue(engine.accumulators(), WarpCoordinates<typename Engine::Layout>{
+                                      range.first_m + warp_m, range.first_n + warp_n, range.end_m,
+                                      range.end_n, batch, range.end_k > 0});
 
   const int64 row = range.first_m + warp_m;
   const int column = range.first_n + warp_n;

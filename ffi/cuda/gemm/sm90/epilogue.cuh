@@ -30,12 +30,16 @@ struct WgmmaCoordinates {
   const WgmmaShape& shape;
   // The first of the warp's rows in the work tile.
   int tile_row;
+  // Where the work tile's columns end at the latest.
+  const int& column_end;
+  bool is_group;
 
   int row(int i) const { return work.m + tile_row + Layout::row(threadIdx.x % 32, i); }
   int column(int i) const { return work.n + Layout::column(threadIdx.x % 32, i); }
   int rows() const { return shape.m; }
-  int columns() const { return shape.n; }
+  int columns() const { return column_end; }
   int batch(int) const { return batch_number(work, shape); }
+  bool in_group() const { return is_group; }
 };
 
 // Batch strides of the exponents, in elements; those of a matrix's rows or columns are adjacent.

@@ -128,9 +128,15 @@ class WgmmaMatmul {
       const WorkTile work = scheduler.work_tile();
       // The epilogue has the registers of results that have been stored.
       store.flush();
+      // Ragged columns belong to a group, or to none.
+      constexpr bool kRagged = Scheduler::kPartialN;
+      const int ragged_end = work.n + scheduler.columns();
+      const int& column_end = kRagged ? ragged_end : shape_.n;
+      const bool is_group = !kRagged || scheduler.k_tiles() > 0;
 #pragma unroll
       for (int i = 0; i < kRowBlocks; ++i) {
-        epilogue_(mainloop.mma().result()[i], mainloop.mma().coordinates(i, work, shape_));
+        epilogue_(mainloop.mma().result()[i],
+                  mainloop.mma().coordinates(i, work, shape_, column_end, is_group));
       }
       const int (&batch)[kBoxBatchDims] = work.out_batch;
       store.store(mainloop.mma().result(),

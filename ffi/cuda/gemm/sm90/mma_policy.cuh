@@ -5,7 +5,7 @@
 //
 //   Accumulator                    the accumulators' type
 //   result()                       the accumulators of a finished work tile, for the epilogue
-//   Coordinates, coordinates(i, work, shape)
+//   Coordinates, coordinates(i, work, shape, column_end, is_group)
 //                                  where those of row block i belong in the output (epilogue.cuh)
 //   kInPlace                       whether MMAs add to result() itself; the first MMA of a work
 //                                  tile may then overwrite it
@@ -178,8 +178,9 @@ class WarpgroupMma {
 
   typename Accumulators::Array& result() { return accumulators_.result(); }
 
-  Coordinates coordinates(int i, const WorkTile& work, const WgmmaShape& shape) const {
-    return {work, shape, warp_row_ + 64 * i};
+  Coordinates coordinates(int i, const WorkTile& work, const WgmmaShape& shape,
+                          const int& column_end, bool is_group) const {
+    return {work, shape, warp_row_ + 64 * i, column_end, is_group};
   }
 
   void clear() {

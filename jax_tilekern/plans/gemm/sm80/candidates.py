@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jax_tilekern.compilation.compiler import Kernel, compile_kernels
+from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gemm.families import Family
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm80.config import ARITHMETICS, MatmulTile
 from jax_tilekern.plans.gemm.sm80.operands import lhs_operand, rhs_operand
 from jax_tilekern.plans.gemm.sm80.tiling import Grid, TiledCandidate, refusal, tiled_candidates
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel, Parameter
+from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,6 @@ class MmaCandidate(TiledCandidate):
     def key(self) -> str:
         """The kernel's family and its tile."""
         return self.tile_name
-
-    def fused(self, plain: Kernel) -> tuple[Kernel, tuple[Parameter, ...]]:
-        """Return a kernel with the product's epilogue, and the parameters that follow its own."""
-        product, tile = self.product, self.instance.tile
-        if product.epilogue is None:
-            return plain, ()
-        kernel = product.epilogue.kernel(
-            plain,
-            columns=product.geometry.n,
-            within_rows=product.geometry.m % tile.block_m == 0,
-            within_columns=product.geometry.n % tile.block_n == 0,
-        )
-        return kernel, product.epilogue.parameters(product.out_buffer)
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it."""

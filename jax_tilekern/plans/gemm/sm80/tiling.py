@@ -79,6 +79,19 @@ class TiledCandidate(CostedCandidate):
         )
         return lhs, rhs, out
 
+    def fused(self, plain: Kernel) -> tuple[Kernel, tuple[Parameter, ...]]:
+        """Return a kernel with the product's epilogue, and the parameters that follow its own."""
+        product, tile = self.product, self.instance.tile
+        if product.epilogue is None:
+            return plain, ()
+        kernel = product.epilogue.kernel(
+            plain,
+            columns=product.strided.n,
+            within_rows=product.strided.m % tile.block_m == 0,
+            within_columns=product.strided.n % tile.block_n == 0,
+        )
+        return kernel, product.epilogue.parameters(product.out_buffer)
+
     @property
     def tile_name(self) -> str:
         """The kernel's family and its tile."""

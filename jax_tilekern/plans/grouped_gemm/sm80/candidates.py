@@ -46,16 +46,17 @@ class GroupedMmaCandidate(TiledCandidate):
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it."""
         product, family = self.product, self.instance.family
-        kernel = grouped_kernel(self.instance, product.geometry.ragged)
+        kernel, more = self.fused(grouped_kernel(self.instance, product.geometry.ragged))
         compiled = compile_kernels(kernel, arch=gpu.arch)
-        groups = (pack_groups(product.geometry),)
+        buffers = map(Buffer, (0, 1, 2, product.out_buffer))
+        more = (pack_groups(product.geometry), *more)
         lhs, rhs, out = self.alignments
         tiles = f"at most {math.prod(self.grid)} tiles on {gpu.sm_count} SMs"
         return LaunchPlan(
             name=f"ragged_{family}_matmul {product.arithmetic}",
             gpu=gpu,
-            launches=(self.launch(compiled, *map(Buffer, range(4)), kernel=kernel, more=groups),),
-            alignments=(lhs, rhs, _BOUNDS_BYTES, out),
+            launches=(self.launch(compiled, *buffers, kernel=kernel, more=more),),
+            alignments=product.alignments(lhs, rhs, _BOUNDS_BYTES, out),
             reason=f"{self.tile_reason}, {tiles}",
         )
 

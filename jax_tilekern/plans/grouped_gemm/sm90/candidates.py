@@ -40,7 +40,7 @@ from jax_tilekern.plans.grouped_gemm.problem import GroupedProduct, max_tiles, p
 from jax_tilekern.plans.grouped_gemm.sm90.cost import grouped_busy_cycles
 from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
 
-_BOUNDS, _CLAIMED = Buffer(2), Buffer(4)
+_BOUNDS = Buffer(2)
 # More ranges of rows would leave little shared memory for operands.
 _MAX_SPANS = 1 << 13
 _MIN_STAGES = 2
@@ -84,7 +84,9 @@ class GroupedWgmmaCandidate(TiledCandidate):
         """Compile it."""
         product, instance = self.product, self.instance
         view = _view(product, self.swapped)
-        compiled = compile_kernels(instance.kernel, CLEAR_CLAIMED, arch=gpu.arch)
+        kernel, epilogue = self.fused(product.epilogue, product.strided, product.out_buffer)
+        compiled = compile_kernels(kernel, CLEAR_CLAIMED, arch=gpu.arch)
+        claimed = Buffer(product.first_workspace)
         launch = launch_tiles(
             compiled,
             self.tile,
@@ -92,18 +94,19 @@ class GroupedWgmmaCandidate(TiledCandidate):
             view,
             1,
             gpu,
+            kernel=kernel,
             work_tiles=self.max_work_tiles,
             more=(
-                (rhs_map(view, instance, instance.tma_column_step), _BOUNDS, _CLAIMED),
-                (pack_groups(product.geometry),),
+                (rhs_map(view, instance, instance.tma_column_step), _BOUNDS, claimed),
+                (pack_groups(product.geometry), *epilogue),
             ),
         )
         out_alignment = self.out_alignment(product.out_dtype.itemsize)
         return LaunchPlan(
             name=f"ragged_wgmma_matmul {product.arithmetic}",
             gpu=gpu,
-            launches=(clear_claimed(compiled, _CLAIMED), launch),
-            alignments=(TMA_STRIDE_BYTES, TMA_STRIDE_BYTES, 4, out_alignment),
+            launches=(clear_claimed(compiled, claimed), launch),
+            alignments=product.alignments(TMA_STRIDE_BYTES, TMA_STRIDE_BYTES, 4, out_alignment),
             workspace_bytes=(CLAIMED_BYTES,),
             reason=f"{self.tile_reason}, {product.geometry.groups} groups",
         )
@@ -163,7 +166,7 @@ def _refusal(product: GroupedProduct, view: View) -> NoKernel | None:
 
 
 def _view(product: GroupedProduct, swapped: bool) -> View:
-    view = dataclasses.replace(View.of(product.dense()), out_buffer=3)
+    view = dataclasses.replace(View.of(product.dense()), out_buffer=product.out_buffer)
     return view.swapped() if swapped else view
 
 
