@@ -19,14 +19,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.sharding import NamedSharding
 
-from jax_tilekern.epilogue.cuda_text import CudaText, Untranslatable, computed_type, cuda_text
+from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
 from jax_tilekern.epilogue.plain_data import from_data, to_data
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
-from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.contraction import (
     CUDA,
     Problem,
@@ -35,6 +34,11 @@ from jax_tilekern.ops.contraction import (
     source,
     state_problem,
 )
+from jax_tilekern.ops.epilogue_rules import (
+    generated_epilogue,
+    jvp_at_pre_activation,
+    with_labels,
+)
 from jax_tilekern.ops.labelled_operands import common_type, product_by_lax
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning import params_text
@@ -42,7 +46,6 @@ from jax_tilekern.partitioning.local_program import FunctionOfSum
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels, labelled
-from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
 from jax_tilekern.plans.gemm.select import plan_matmul
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -104,7 +107,7 @@ def contract_with_epilogue(
             lhs, rhs, contraction, precision=precision, out_dtype=product, out_sharding=out_sharding
         )
         return jax.tree.unflatten(tree, [plain])
-    labelled_arrays = [_with_labels(i, x, contraction.out, shape) for i, x in enumerate(arrays)] + [
+    labelled_arrays = [with_labels(i, x, contraction.out, shape) for i, x in enumerate(arrays)] + [
         (jnp.asarray(x), ()) for x in closed_over
     ]
     call: dict[str, Any] = {
@@ -164,23 +167,6 @@ def contract_with_scalar_function(
     return results
 
 
-def _with_labels(number: int, x: Array, out: Labels, shape: Sequence[int]) -> tuple[Array, Labels]:
-    """Label an operand's dimensions as NumPy broadcasts them, without those of size 1."""
-    aligned = tuple(shape[len(shape) - x.ndim :])
-    if x.ndim > len(shape) or any(
-        own not in (1, size) for own, size in zip(x.shape, aligned, strict=True)
-    ):
-        raise ValueError(
-            f"operand {number} of the epilogue has shape {x.shape}, which does not broadcast to "
-            f"the product's, {tuple(shape)}"
-        )
-    labels = out[len(out) - x.ndim :]
-    dropped = [i for i, size in enumerate(x.shape) if size == 1]
-    return lax.squeeze(x, dropped), tuple(
-        label for i, label in enumerate(labels) if i not in dropped
-    )
-
-
 # Meaning.
 
 
@@ -225,42 +211,24 @@ def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, function: ScalarFunction, **params: Any
 ) -> tuple[list[Any], list[Any]]:
     contraction, product = params["contraction"], params["product"]
-    saved = function.accumulator_result
-    wanted = len(function.out_dtypes)
-    if saved is None:
-        saved, function = wanted, function.with_accumulator(product)
-    results = _bind(*primals, function=function, **params)
-    pre_activation = results[saved].astype(params["accumulator"])
 
-    lhs, rhs, *operands = primals
-    changes = [
-        contract(left, right, contraction, precision=params["precision"], out_dtype=product)
-        for left, right, tangent in (
-            (tangents[0], rhs, tangents[0]),
-            (lhs, tangents[1], tangents[1]),
-        )
-        if type(tangent) is not ad.Zero
-    ]
-    points = [pre_activation, *operands]
-    directions = [
-        functools.reduce(jnp.add, changes).astype(pre_activation.dtype) if changes else None,
-        *(None if type(x) is ad.Zero else x for x in tangents[2:]),
-    ]
-    active = [i for i, x in enumerate(directions) if x is not None]
-    elementwise = function.over_labels(contraction.out, params["operand_labels"])
+    def change(left: Array, right: Array) -> Array:
+        precision = params["precision"]
+        return contract(left, right, contraction, precision=precision, out_dtype=product)
 
-    def of_active(*values: Any) -> list[Any]:
-        filled = list(points)
-        for i, value in zip(active, values, strict=True):
-            filled[i] = value
-        return elementwise(*filled)
+    def elementwise(function: ScalarFunction) -> Callable[..., list[Any]]:
+        return function.over_labels(contraction.out, params["operand_labels"])
 
-    _, derived = jax.jvp(of_active, [points[i] for i in active], [directions[i] for i in active])
-    out = [
-        x if jnp.issubdtype(result.dtype, jnp.inexact) else compat.zero_tangent(result)
-        for result, x in zip(results, derived, strict=True)
-    ]
-    return results[:wanted], out[:wanted]
+    return jvp_at_pre_activation(
+        functools.partial(_bind, *primals, **params),
+        function,
+        elementwise,
+        change,
+        primals,
+        tangents,
+        product,
+        params["accumulator"],
+    )
 
 
 def _batch(
@@ -368,7 +336,7 @@ def _function_of_sum(
     accumulator: np.dtype[Any],
     product: np.dtype[Any],
 ) -> FunctionOfSum:
-    def epilogue(total: Array, *operands: Array) -> list[Array]:
+    def epilogue(total: Array, _: Array, __: Array, *operands: Array) -> list[Array]:
         elementwise = function.over_labels(contraction.out, operand_labels)
         return elementwise(total.astype(accumulator), *operands)
 
@@ -414,7 +382,13 @@ def _plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel 
     geometry = problem.product.geometry
     if min(geometry.m, geometry.n) == 1:
         return _after_the_product("products with a vector write little", params)
-    epilogue = _epilogue(text, function, [x.aval.dtype for x in arrays], problem)
+    epilogue = generated_epilogue(
+        text,
+        function,
+        [x.aval.dtype for x in arrays],
+        problem.further_strides,
+        problem.product.geometry.batch,
+    )
     planned = planned_kernel(
         (*problem.operands, *(x.value for x in arrays)),
         plan_matmul,
@@ -423,24 +397,6 @@ def _plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel 
     if isinstance(planned, Fallback):
         return _after_the_product(planned.reason, params)
     return planned
-
-
-def _epilogue(
-    text: CudaText, function: ScalarFunction, operands: Sequence[np.dtype[Any]], problem: Problem
-) -> Epilogue:
-    dtypes = (*operands, *function.out_dtypes[1:])
-    arrays = tuple(
-        EpilogueArray(np.dtype(dtype), computed_type(dtype), strides)
-        for dtype, strides in zip(dtypes, problem.further_strides, strict=True)
-    )
-    return Epilogue(
-        statements=text.statements,
-        results=text.results,
-        operands=arrays[: len(operands)],
-        outputs=arrays[len(operands) :],
-        batch=problem.product.geometry.batch,
-        instructions=text.instructions,
-    )
 
 
 def _after_the_product(reason: str, params: dict[str, Any]) -> Rewrite:

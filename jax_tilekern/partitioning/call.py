@@ -10,6 +10,7 @@ more, with local shapes, and plans a kernel.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import threading
@@ -225,21 +226,21 @@ def _program(
             return params
         return operation.in_float32(**params)
 
+    localised: Callable[..., Sequence[Any]] | None = None
+    if operation.localised is not None:
+        localised = functools.partial(operation.localised, **params)
+
     if not split.has_partial_results:
         local_params = params
     elif operation.function_of_sum is not None:
         whole = operation.function_of_sum(**params)
         term = operation.function_of_sum(**term_params(whole.dtype))
-        return epilogue_program(split, term.sum, whole.dtype, whole.epilogue)
+        return epilogue_program(split, term.sum, whole.dtype, whole.epilogue, localised)
     else:
         local_params = term_params(dtypes[0])
 
     def bind(*local: Any) -> Sequence[Any]:
         return operation.bind(*local, **local_params)
-
-    def localised(shard: Any, *local: Any) -> Sequence[Any]:
-        assert operation.localised is not None
-        return operation.localised(shard, *local, **params)
 
     def terms(shard: Any, *partial: Any) -> Sequence[Any]:
         assert operation.terms is not None
@@ -249,7 +250,7 @@ def _program(
         split,
         dtypes,
         bind,
-        localised if operation.localised else None,
+        localised,
         terms if operation.terms else None,
     )
 

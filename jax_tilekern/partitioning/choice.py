@@ -307,7 +307,7 @@ class _Choice:
             outcomes = outcomes[:1] * len(outcomes)
             digits = dict(zip(self.rule.results[0], outcomes[0][0], strict=True))
             for i in self.rule.epilogue_operands:
-                operands[i] = tuple(digits[label] for label in self.rule.operands[i]), ()
+                operands[i] = tuple(digits.get(label, ()) for label in self.rule.operands[i]), ()
         operand_digits, operand_moves = zip(*operands, strict=True)
         result_digits, result_moves, scattered, summed = zip(*outcomes, strict=True)
         return Split(

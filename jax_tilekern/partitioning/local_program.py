@@ -6,7 +6,7 @@ primitive on the local operands, and adds partial results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +27,8 @@ class FunctionOfSum(NamedTuple):
     dtype
         Type of the sum, to which it is rounded after the devices' terms are added.
     epilogue
-        ``epilogue(sum, *operands)`` returns the results.
+        ``epilogue(sum, *operands)`` returns the results. It has all operands of the call; those of
+        the epilogue are the parts that belong to the part of the sum.
     """
 
     sum: Callable[..., Any]
@@ -41,25 +42,44 @@ class Shard:
 
     Operations whose operands hold indices along a label, such as the bounds of groups, query the
     start of their part.
+
+    Attributes
+    ----------
+    split
+        The partition of the call.
+    digits
+        For each label that is split, the digits that split it, major to minor.
     """
 
     split: Split
+    digits: Mapping[int, tuple[int, ...]]
+
+    @classmethod
+    def of_call(cls, split: Split) -> Shard:
+        """Return the part of the call that a device computes."""
+        return cls(split, split.digits)
+
+    @classmethod
+    def of_results(cls, split: Split) -> Shard:
+        """Return the part of the results that a device has in the end."""
+        pairs = zip(split.rule.results[0], split.result_digits[0], strict=True)
+        return cls(split, {label: digits for label, digits in pairs if label is not None})
 
     def is_split(self, label: int) -> bool:
         """Return whether a label is split."""
-        return bool(self.split.digits[label])
+        return bool(self.digits.get(label))
 
     def size(self, label: int) -> int:
         """Return the label's size on each device."""
-        return self.split.local_size(label)
+        return self.split.rule.size(label, self.parts(label))
 
     def axis_names(self, label: int) -> tuple[str, ...]:
         """Return the mesh axes that split a label."""
-        return axis_names(self.split.digits[label])
+        return axis_names(self.digits.get(label, ()))
 
     def parts(self, label: int) -> int:
         """Return the number of parts of a label."""
-        return self.split.parts(self.split.digits[label])
+        return self.split.parts(self.digits.get(label, ()))
 
     def start(self, label: int) -> Array:
         """Return the first index of this device's part, an ``int32``."""
@@ -98,10 +118,10 @@ def local_program(
     def program(*operands: Array) -> list[Array]:
         local = _local_operands(split, operands)
         if localised is not None:
-            local = list(localised(Shard(split), *local))
+            local = list(localised(Shard.of_call(split), *local))
         results = bind(*local)
         if terms is not None:
-            results = terms(Shard(split), *results)
+            results = terms(Shard.of_call(split), *results)
         return [_completed(split, j, x, dtypes[j]) for j, x in enumerate(results)]
 
     return program
@@ -112,6 +132,7 @@ def epilogue_program(
     term: Callable[..., Array],
     dtype: np.dtype[Any],
     epilogue: Callable[..., Sequence[Array]],
+    localised: Callable[..., Sequence[Array]] | None = None,
 ) -> Callable[..., list[Array]]:
     """Return the same function for results that an epilogue computes from a sum over devices.
 
@@ -125,12 +146,18 @@ def epilogue_program(
         Type to which the sum is rounded.
     epilogue
         ``epilogue(sum, *operands)`` computes the results.
+    localised
+        As for :func:`local_program`. The epilogue's operands are those of the part of the results.
     """
 
     def program(*operands: Array) -> list[Array]:
         local = _local_operands(split, operands)
-        factors, read = local[: split.rule.epilogue_from], local[split.rule.epilogue_from :]
-        return list(epilogue(_completed(split, 0, term(*factors), dtype), *read))
+        factors, read = local, local
+        if localised is not None:
+            factors = list(localised(Shard.of_call(split), *local))
+            read = list(localised(Shard.of_results(split), *local))
+        total = _completed(split, 0, term(*factors[: split.rule.epilogue_from]), dtype)
+        return list(epilogue(total, *read))
 
     return program
 
@@ -159,11 +186,12 @@ def _padded_with_zeros(split: Split, operand: int, x: Array) -> Array:
     for dim, label in enumerate(split.rule.operands[operand]):
         if label is None or label not in split.rule.summed:
             continue
-        size, parts = split.rule.sizes[label], Shard(split).parts(label)
+        shard = Shard.of_call(split)
+        size, parts = split.rule.sizes[label], shard.parts(label)
         if size % parts == 0:
             continue
         index = lax.broadcasted_iota(np.int32, x.shape, dim)
-        x = jnp.where(index < size - Shard(split).start(label), x, jnp.zeros((), x.dtype))
+        x = jnp.where(index < size - shard.start(label), x, jnp.zeros((), x.dtype))
     return x
 
 

@@ -1,0 +1,142 @@
+"""What products and grouped GEMMs with an epilogue share: operands, derivatives, generated text."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jax_tilekern.epilogue.cuda_text import CudaText, computed_type
+from jax_tilekern.epilogue.scalar_function import ScalarFunction
+from jax_tilekern.interop import compat
+from jax_tilekern.interop.compat import ad
+from jax_tilekern.plans.gemm.contraction import Labels
+from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
+
+
+def with_labels(
+    number: int, x: Array, out: Labels, shape: Sequence[int], whose: str = "the product's"
+) -> tuple[Array, Labels]:
+    """Label an operand's dimensions as NumPy broadcasts them, without those of size 1."""
+    aligned = tuple(shape[len(shape) - x.ndim :])
+    if x.ndim > len(shape) or any(
+        own not in (1, size) for own, size in zip(x.shape, aligned, strict=True)
+    ):
+        raise ValueError(
+            f"operand {number} of the epilogue has shape {x.shape}, which does not broadcast to "
+            f"{whose}, {tuple(shape)}"
+        )
+    labels = out[len(out) - x.ndim :]
+    dropped = [i for i, size in enumerate(x.shape) if size == 1]
+    return lax.squeeze(x, dropped), tuple(
+        label for i, label in enumerate(labels) if i not in dropped
+    )
+
+
+def jvp_at_pre_activation(
+    bind: Callable[..., Sequence[Array]],
+    function: ScalarFunction,
+    elementwise: Callable[[ScalarFunction], Callable[..., list[Array]]],
+    change: Callable[[Any, Any], Array],
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    product: np.dtype[Any],
+    accumulator: np.dtype[Any],
+) -> tuple[list[Any], list[Any]]:
+    """Return the results of a call with an epilogue, and their tangents.
+
+    Parameters
+    ----------
+    bind
+        ``bind(function=function)`` makes the call.
+    function
+        The epilogue.
+    elementwise
+        Returns the function of accumulators and operands that a function of scalars is.
+    change
+        ``change(lhs, rhs)`` contracts two arrays, of which one is a tangent.
+    primals, tangents
+        Of ``lhs``, ``rhs`` and the operands of the epilogue.
+    product, accumulator
+        Types of the product and of the accumulators.
+    """
+    saved = function.accumulator_result
+    wanted = len(function.out_dtypes)
+    if saved is None:
+        saved, function = wanted, function.with_accumulator(product)
+    results = bind(function=function)
+    pre_activation = results[saved].astype(accumulator)
+
+    lhs, rhs, *operands = primals
+    changes = [
+        change(left, right)
+        for left, right, tangent in (
+            (tangents[0], rhs, tangents[0]),
+            (lhs, tangents[1], tangents[1]),
+        )
+        if type(tangent) is not ad.Zero
+    ]
+    points = [pre_activation, *operands]
+    directions = [
+        functools.reduce(jnp.add, changes).astype(accumulator) if changes else None,
+        *(None if type(x) is ad.Zero else x for x in tangents[2:]),
+    ]
+    active = [i for i, x in enumerate(directions) if x is not None]
+    of_arrays = elementwise(function)
+
+    def of_active(*values: Any) -> list[Any]:
+        filled = list(points)
+        for i, value in zip(active, values, strict=True):
+            filled[i] = value
+        return of_arrays(*filled)
+
+    _, derived = jax.jvp(of_active, [points[i] for i in active], [directions[i] for i in active])
+    out = [
+        x if jnp.issubdtype(result.dtype, jnp.inexact) else compat.zero_tangent(result)
+        for result, x in zip(results, derived, strict=True)
+    ]
+    return list(results[:wanted]), out[:wanted]
+
+
+def generated_epilogue(
+    text: CudaText,
+    function: ScalarFunction,
+    operands: Sequence[np.dtype[Any]],
+    strides: Sequence[tuple[int, ...]],
+    batch: tuple[int, ...],
+    ragged: Literal["rows"] | None = None,
+) -> Epilogue:
+    """Return the epilogue of a kernel.
+
+    Parameters
+    ----------
+    text, function
+        The function in CUDA, and in JAX.
+    operands
+        Types of its operands.
+    strides
+        Strides of its operands, and of its results but the first.
+    batch
+        Sizes of the product's batch dimensions.
+    ragged
+        As in :class:`~jax_tilekern.plans.gemm.epilogue.Epilogue`.
+    """
+    dtypes = (*operands, *function.out_dtypes[1:])
+    arrays = tuple(
+        EpilogueArray(np.dtype(dtype), computed_type(dtype), own)
+        for dtype, own in zip(dtypes, strides, strict=True)
+    )
+    return Epilogue(
+        statements=text.statements,
+        results=text.results,
+        operands=arrays[: len(operands)],
+        outputs=arrays[len(operands) :],
+        batch=batch,
+        instructions=text.instructions,
+        ragged=ragged,
+    )
