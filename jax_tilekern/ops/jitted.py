@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,7 +16,7 @@ from jax_tilekern.interop import compat
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def jitted(*static: str, unless: str | None = None) -> Callable[[Function], Function]:
+def jitted(*static: str, unless: Sequence[str] = ()) -> Callable[[Function], Function]:
     """Return a decorator that jits a public function, inlined where it is traced.
 
     So are the functions of ``jax.numpy``. An eager call is then the dispatch of a compiled program,
@@ -27,7 +27,8 @@ def jitted(*static: str, unless: str | None = None) -> Callable[[Function], Func
     static
         The parameters that are no operands. Lists among them become tuples, which have a hash.
     unless
-        A keyword with which a call is not jitted, because it looks at values.
+        Keywords with any of which a call is not jitted, because it looks at values or has a
+        function that JAX would compare by identity.
     """
 
     def decorate(function: Function) -> Function:
@@ -44,7 +45,7 @@ def jitted(*static: str, unless: str | None = None) -> Callable[[Function], Func
             given += args[len(given) :]
             for name, x in kwargs.items():
                 kwargs[name] = _with_hash(x) if name in static else _operand(x)
-            return (function if unless and kwargs.get(unless) else body)(*given, **kwargs)
+            return (function if any(map(kwargs.get, unless)) else body)(*given, **kwargs)
 
         return call  # type: ignore[return-value]
 

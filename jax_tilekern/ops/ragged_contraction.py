@@ -119,12 +119,12 @@ def contract_groups(
 def _reference(
     lhs: Array, rhs: Array, bounds: Array, *, out_sharding: NamedSharding | None, **params: Any
 ) -> Array:
-    product = compat.with_automatic_axes(functools.partial(_masked, **params), out_sharding)
+    product = compat.with_automatic_axes(functools.partial(masked_product, **params), out_sharding)
     result: Array = product(lhs, rhs, bounds)
     return result
 
 
-def _masked(
+def masked_product(
     lhs: Array,
     rhs: Array,
     bounds: Array,
@@ -239,9 +239,10 @@ def _batch(
 # Partitioning: each device has the bounds of its own rows and groups.
 
 
-def _sharding_rule(
+def sharding_rule(
     lhs: Any, rhs: Any, bounds: Any, *, contraction: RaggedContraction, **_: Any
 ) -> ShardingRule:
+    """Return the labels that devices may share."""
     c = contraction
     prefix = (*c.bounds[:-1], None)
     sizes = sizes_of((prefix, bounds.shape), (c.lhs, lhs.shape), (c.rhs, rhs.shape))
@@ -251,20 +252,27 @@ def _sharding_rule(
     return ShardingRule((c.lhs, c.rhs, prefix), (c.out,), sizes, flops=flops, names=c.names)
 
 
-def _localised(
+def localised(
     shard: Shard, lhs: Array, rhs: Array, bounds: Array, *, contraction: RaggedContraction, **_: Any
 ) -> tuple[Array, Array, Array]:
-    group, ragged, last = contraction.group, contraction.ragged, bounds.ndim - 1
+    """Give a device the bounds of its own rows and groups."""
+    group, ragged = contraction.group, contraction.ragged
     if shard.is_split(group):
         # Groups that pad the last device's part have no rows.
-        missing = shard.size(group) * shard.parts(group) - (bounds.shape[-1] - 1)
-        bounds = jnp.pad(bounds, [(0, 0)] * last + [(0, missing)], mode="edge")
-        bounds = lax.dynamic_slice_in_dim(
-            bounds, shard.start(group), shard.size(group) + 1, axis=last
-        )
+        bounds = part_of(shard, bounds, bounds.ndim - 1, group, overlap=1)
     if shard.is_split(ragged):
         bounds = jnp.clip(bounds - shard.start(ragged), 0, shard.size(ragged))
     return lhs, rhs, bounds
+
+
+def part_of(shard: Shard, x: Array, dim: int, label: int, overlap: int = 0) -> Array:
+    """Return a device's part of an array that it has whole, and ``overlap`` elements more."""
+    size = shard.size(label)
+    pads = [(0, 0)] * x.ndim
+    pads[dim] = (0, size * shard.parts(label) + overlap - x.shape[dim])
+    return lax.dynamic_slice_in_dim(
+        jnp.pad(x, pads, mode="edge"), shard.start(label), size + overlap, axis=dim
+    )
 
 
 def _source(
@@ -294,7 +302,7 @@ def _cuda_arithmetic(*types: Any) -> str | Converted | None:
 
 
 _CPU = Platform(cpu_arithmetic, needs_unit_stride=False)
-_CUDA = Platform(_cuda_arithmetic, needs_unit_stride=True)
+CUDA = Platform(_cuda_arithmetic, needs_unit_stride=True)
 
 
 def _refusal(
@@ -313,21 +321,30 @@ def _refusal(
     return arithmetic if isinstance(arithmetic, Fallback) else None
 
 
-class _Problem(NamedTuple):
+class RaggedProblem(NamedTuple):
+    """A grouped GEMM and the arrays that it reads."""
+
     product: GroupedProduct
     # MLIR values of the arrays that the kernel reads, in the product's order, and the bounds.
     operands: tuple[Any, Any, Any]
+    # Batch strides, that of the group, and the strides of m and n of each further array.
+    further_strides: tuple[tuple[int, ...], ...]
 
 
-def _problem(
+def state_problem(
     platform: Platform,
     operands: Sequence[Operand],
     *,
     contraction: RaggedContraction,
     precision: Any,
     out_dtype: np.dtype[Any],
+    further: Sequence[Labels] = (),
     **_: Any,
-) -> _Problem | Rewrite | Fallback:
+) -> RaggedProblem | Rewrite | Fallback:
+    """State the grouped GEMM that a contraction is, or return how it is computed without one.
+
+    ``further`` has the labels of further arrays that an epilogue reads and writes.
+    """
     *factors, bounds = operands
     lhs, rhs = _labelled(factors, contraction)
     arithmetic = chosen_arithmetic(platform, lhs.aval, rhs.aval, out_dtype, precision)
@@ -349,16 +366,19 @@ def _problem(
     obstacle: str | None = None
     for left, right in ways_to_read(lhs, rhs):
         labels = dataclasses.replace(contraction, lhs=left.labels, rhs=right.labels)
-        found = ragged_geometry(labels, left.aval.shape, right.aval.shape, bounds.aval.shape)
+        found = ragged_geometry(
+            labels, left.aval.shape, right.aval.shape, bounds.aval.shape, further
+        )
         obstacle = found if isinstance(found, str) else platform.obstacle(found.geometry.product)
         if isinstance(found, str) or obstacle is not None:
             continue
         if found.swapped:
             left, right = right, left
         types = (left.aval.dtype, right.aval.dtype, out_dtype)
-        return _Problem(
+        return RaggedProblem(
             GroupedProduct(found.geometry, *types, arithmetic),
             (left.value, right.value, bounds.value),
+            found.further_strides,
         )
     assert obstacle is not None
     if contraction.mergeable() == contraction:
@@ -369,11 +389,11 @@ def _problem(
     )
 
 
-def _cuda_kernel(problem: _Problem) -> Kernel | Fallback:
+def _cuda_kernel(problem: RaggedProblem) -> Kernel | Fallback:
     return planned_kernel(problem.operands, plan_grouped_gemm, problem.product)
 
 
-def _cpu_kernel(problem: _Problem) -> Kernel:
+def _cpu_kernel(problem: RaggedProblem) -> Kernel:
     geometry, arithmetic = problem.product.geometry, problem.product.arithmetic
     attributes: dict[str, int | tuple[int, ...]] = {
         **cpu_attributes(geometry.product),
@@ -470,15 +490,17 @@ _bind = define(
         reference=_reference,
         transposes={0: _lhs_cotangent, 1: _rhs_cotangent},
         batch=_batch,
-        sharding_rule=_sharding_rule,
+        sharding_rule=sharding_rule,
         planners={
             name: Planner.in_two_steps(
-                functools.partial(_refusal, platform), functools.partial(_problem, platform), emit
+                functools.partial(_refusal, platform),
+                functools.partial(state_problem, platform),
+                emit,
             )
-            for name, platform, emit in (("cpu", _CPU, _cpu_kernel), ("cuda", _CUDA, _cuda_kernel))
+            for name, platform, emit in (("cpu", _CPU, _cpu_kernel), ("cuda", CUDA, _cuda_kernel))
         },
         describe=lambda contraction, **_: str(contraction),
-        localised=_localised,
+        localised=localised,
         source=_source,
         in_float32=lambda **params: {**params, "out_dtype": np.dtype(np.float32)},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
+from jax_tilekern.ops.fused_ragged_contraction import contract_groups_with_epilogue
 from jax_tilekern.ops.group_bounds import group_bounds
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.ragged_contraction import contract_groups
@@ -28,7 +30,14 @@ _ROWS_BY_MATRICES = lax.RaggedDotDimensionNumbers(
 )
 
 
-@jitted("precision", "preferred_element_type", "out_sharding", "debug", unless="debug")
+@jitted(
+    "precision",
+    "preferred_element_type",
+    "out_sharding",
+    "debug",
+    "epilogue",
+    unless=("debug", "epilogue"),
+)
 def ragged_dot(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -39,7 +48,10 @@ def ragged_dot(
     *,
     out_sharding: NamedSharding | PartitionSpec | None = None,
     debug: bool = False,
-) -> Array:
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[ArrayLike] = (),
+    group_operands: Sequence[ArrayLike] = (),
+) -> Any:
     """Multiply consecutive groups of rows by a matrix each, as :func:`jax.lax.ragged_dot`.
 
     The sizes of the groups are data, known only where the product is computed: no group is padded
@@ -72,18 +84,28 @@ def ragged_dot(
         Check on the host, whenever the product is computed, that no size is negative, that the
         groups do not exceed the rows and that the groups from the offset on exist. Sizes that are
         NumPy's are checked when the call is traced.
+    epilogue
+        ``epilogue(accumulator, *operands, *group_operands)``, a JAX function of scalars that is
+        applied to every element; see :func:`matmul`. Rows of no group stay zeros in every result,
+        and have no derivatives.
+    operands
+        Arrays that broadcast to the result by NumPy's rules.
+    group_operands
+        Arrays that broadcast to ``(groups, n)``, such as a bias of each expert: every row reads the
+        elements of its group.
 
     Returns
     -------
     Array
-        Shape ``(m, n)``.
+        Shape ``(m, n)``. With an epilogue, an array for each scalar that it returns.
 
     Raises
     ------
     TypeError
-        If shapes or types do not fit.
+        If shapes or types do not fit, or the epilogue is not a function of scalars.
     ValueError or jax.errors.JaxRuntimeError
-        If ``debug`` finds an error in the sizes; the latter where a compiled program is run.
+        If ``debug`` finds an error in the sizes; the latter where a compiled program is run. The
+        former if an operand of the epilogue does not broadcast.
 
     See Also
     --------
@@ -100,8 +122,12 @@ def ragged_dot(
     [4.0, 4.0, 12.0, 12.0, 12.0, 0.0]
     >>> jax.grad(lambda w: jtk.ragged_dot(x, w, sizes).sum())(w)[:, 0, 0].tolist()
     [2.0, 0.0, 3.0]
+    >>> bias = jnp.array([[1.0], [2.0], [3.0]])
+    >>> jtk.ragged_dot(x, w, sizes, epilogue=jnp.add, group_operands=(bias,))[:, 0].tolist()
+    [5.0, 5.0, 15.0, 15.0, 15.0, 0.0]
     """
-    return ragged_dot_general(
+    call = functools.partial(
+        ragged_dot_general,
         lhs,
         rhs,
         group_sizes,
@@ -110,7 +136,31 @@ def ragged_dot(
         preferred_element_type,
         group_offset,
         out_sharding=out_sharding,
-        debug=debug,
+    )
+    if epilogue is None:
+        if operands or group_operands:
+            raise TypeError("ragged_dot takes operands and group_operands with an epilogue only")
+        return call(debug=debug)
+    result = compat.result_type(call)
+    if debug:
+        _check_sizes(group_sizes, np.shape(lhs)[0], group_offset, np.shape(rhs)[0])
+    lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
+    dense = Contraction.of_dot_general(2, 3, _ROWS_BY_MATRICES.dot_dimension_numbers)
+    rows, group = dense.lhs[0], dense.rhs[0]
+    out = tuple(label for label in dense.dot_general_out if label != group)
+    offset = None if group_offset is None else jnp.asarray(group_offset)
+    return contract_groups_with_epilogue(
+        lhs,
+        rhs,
+        group_bounds(group_sizes, lhs.shape[0], offset, rhs.shape[0]),
+        RaggedContraction(dense.lhs, dense.rhs, (group,), out, rows, group),
+        precision=compat.canonicalize_precision(precision),
+        product=result.dtype,
+        shape=result.shape,
+        epilogue=epilogue,
+        operands=operands,
+        group_operands=group_operands,
+        out_sharding=None if out_sharding is None else compat.explicit_sharding(result),
     )
 
 
@@ -120,7 +170,7 @@ def ragged_dot(
     "preferred_element_type",
     "out_sharding",
     "debug",
-    unless="debug",
+    unless=("debug",),
 )
 def ragged_dot_general(
     lhs: ArrayLike,
