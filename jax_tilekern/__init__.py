@@ -11,6 +11,7 @@ from jax import checkpoint_policies
 
 from jax_tilekern import linalg, out_of_core, tuning
 from jax_tilekern.compilation.nvrtc import CompileError
+from jax_tilekern.epilogue.row_reductions import row_logsumexp, row_max, row_sum
 from jax_tilekern.fusion.fuse import fuse
 from jax_tilekern.inspection.cost import cost_analysis
 from jax_tilekern.inspection.explain import Explanation, explain
@@ -69,6 +70,9 @@ __all__ = [
     "patch",
     "ragged_dot",
     "ragged_dot_general",
+    "row_logsumexp",
+    "row_max",
+    "row_sum",
     "strassen_matmul",
     "strict",
     "sum",

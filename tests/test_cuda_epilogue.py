@@ -22,6 +22,7 @@ except NvrtcNotFound as error:
 # What a user's function would be generated as; each matrix has a bias of its own.
 EPILOGUE = """
 struct BiasAndRelu {
+  static constexpr bool kStores = true;
   const float* bias;
 
   template <typename Accumulator, int kCount, class Coordinates>

@@ -5,6 +5,7 @@
 // thread then calls it with accumulators that it holds, once for each of its arrays of them:
 //
 //   struct BiasAndRelu {
+//     static constexpr bool kStores = true;  // whether the kernel stores the accumulators
 //     const float* bias;  // one for each column
 //
 //     template <typename Accumulator, int kCount, class Coordinates>
@@ -30,6 +31,10 @@
 //                                   in adjacent columns of one row
 //   kConverged                      whether all threads of a warp make the same calls
 //
+// Coordinates of kernels whose epilogues may reduce rows have more (gemm/row_reductions.cuh). An
+// epilogue whose results are such reductions alone has `kStores = false`, and no accumulator is
+// stored.
+//
 // An epilogue has to unroll its loop over the accumulators, which are registers. It must not
 // synchronise, but for the threads of a warp that is converged. A tile may reach
 // beyond the matrix: accumulators there are not stored, but what an epilogue reads for them has to
@@ -46,6 +51,8 @@
 namespace tilekern {
 
 struct IdentityEpilogue {
+  static constexpr bool kStores = true;
+
   template <typename Accumulator, int kCount, class Coordinates>
   void operator()(Accumulator (&)[kCount], const Coordinates&) const {}
 };
@@ -53,6 +60,8 @@ struct IdentityEpilogue {
 // Applies `first` and then `second`.
 template <class First, class Second>
 struct ComposedEpilogue {
+  static constexpr bool kStores = Second::kStores;
+
   First first;
   Second second;
 

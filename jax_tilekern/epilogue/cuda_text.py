@@ -40,7 +40,7 @@ class CudaText:
     statements
         C++ statements. ``x0`` is the accumulator and ``x1``, ``x2``, ... are the operands.
     results
-        The C++ expression of each result.
+        The C++ expression of each result, elements before values that are reduced.
     instructions
         An estimate of the instructions of one evaluation.
     """
@@ -58,6 +58,9 @@ def cuda_text(function: ScalarFunction) -> CudaText:
     Untranslatable
         If CUDA does not compute a primitive, or has no such type.
     """
+    for atom, kind in zip(function.jaxpr.jaxpr.outvars, function.reductions, strict=True):
+        if kind is not None and computed_type(_dtype(atom)) != "float":
+            raise Untranslatable(f"no kernel reduces rows of {_dtype(atom)}")
     writer = _Writer(to_16_bits=set(function.out_dtypes) <= set(_SIXTEEN_BITS))
     jaxpr = function.jaxpr.jaxpr
     names = [f"x{i}" for i in range(len(jaxpr.invars))]

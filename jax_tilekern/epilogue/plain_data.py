@@ -45,6 +45,7 @@ def to_data(function: ScalarFunction) -> dict[str, Any] | None:
         "equations": tuple(equations),
         "results": tuple(results),
         "out_dtypes": function.out_dtypes,
+        "reductions": function.reductions,
     }
 
 
@@ -65,7 +66,7 @@ def from_data(data: dict[str, Any]) -> ScalarFunction:
     # XLA calls on its own thread, which has no configuration of the user's.
     with jax.enable_x64(True), compat.without_mesh():
         jaxpr = jax.make_jaxpr(python)(*avals)
-    return ScalarFunction(data["name"], jaxpr, python, data["out_dtypes"])
+    return ScalarFunction(data["name"], jaxpr, python, data["out_dtypes"], data["reductions"])
 
 
 def _flattened(

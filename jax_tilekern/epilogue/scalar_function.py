@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_tilekern.epilogue.row_reductions import RowReduction, reduced
 from jax_tilekern.interop import compat
+from jax_tilekern.plans.gemm.epilogue import Reduction
 
 Labels = tuple[int, ...]
 
@@ -39,6 +42,9 @@ class ScalarFunction:
         The same in Python.
     out_dtypes
         Types that the results are cast to.
+    reductions
+        How each result is reduced over rows of the product, ``None`` for elements. Those come
+        first.
     names
         What ``checkpoint_name`` has called values inside it.
     """
@@ -47,13 +53,20 @@ class ScalarFunction:
     jaxpr: compat.ClosedJaxpr
     python: Callable[..., list[Any]]
     out_dtypes: tuple[np.dtype[Any], ...]
+    reductions: tuple[Reduction | None, ...]
     names: tuple[str, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        """Number of the results that have an element for each one of the product."""
+        return self.reductions.count(None)
 
     @property
     def accumulator_result(self) -> int | None:
         """Which result is the accumulator itself, if one is."""
         accumulator = self.jaxpr.jaxpr.invars[0]
-        found = (i for i, x in enumerate(self.jaxpr.jaxpr.outvars) if x is accumulator)
+        elements = self.jaxpr.jaxpr.outvars[: self.elements]
+        found = (i for i, x in enumerate(elements) if x is accumulator)
         return next(found, None)
 
     @property
@@ -62,15 +75,28 @@ class ScalarFunction:
         return self.accumulator_result == 0 and len(self.out_dtypes) == 1
 
     def with_accumulator(self, dtype: np.dtype[Any]) -> ScalarFunction:
-        """Return the function with one more result, which is the accumulator in a type."""
+        """Return the function with the accumulator in a type as the last of its elements."""
+        position = self.elements
+
+        def inserted(results: Sequence[Any], value: Any) -> list[Any]:
+            return [*results[:position], value, *results[position:]]
 
         def added_to(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-            return lambda accumulator, *xs: [*function(accumulator, *xs), accumulator]
+            return lambda accumulator, *xs: inserted(function(accumulator, *xs), accumulator)
 
         with compat.without_mesh():
             jaxpr = jax.make_jaxpr(added_to(compat.jaxpr_as_fun(self.jaxpr)))(*self.jaxpr.in_avals)
-        out_dtypes = (*self.out_dtypes, dtype)
-        return ScalarFunction(self.name, jaxpr, added_to(self.python), out_dtypes, self.names)
+        return dataclasses.replace(
+            self,
+            jaxpr=jaxpr,
+            python=added_to(self.python),
+            out_dtypes=tuple(inserted(self.out_dtypes, dtype)),
+            reductions=tuple(inserted(self.reductions, None)),
+        )
+
+    def result_labels(self, out: Labels) -> list[Labels]:
+        """Return the labels of each result of a product."""
+        return [out if kind is None else out[:-1] for kind in self.reductions]
 
     def __call__(self, *scalars: Any) -> list[Any]:
         """Evaluate it."""
@@ -86,7 +112,7 @@ class ScalarFunction:
         Parameters
         ----------
         out
-            Labels of the accumulator and of the results.
+            Labels of the accumulators and of the results, of which reductions lack the last one.
         operands
             Those of each operand; it is broadcast over the others of ``out``.
         """
@@ -98,15 +124,34 @@ class ScalarFunction:
                 for labels in (out, *operands)
             ]
             function = jax.vmap(function, in_axes=tuple(axes), out_axes=0)
-        return function
+        if self.elements == len(self.reductions):
+            return function
+
+        def with_reductions(*arrays: Any) -> list[Any]:
+            return [
+                values if kind is None else reduced(values, kind)
+                for values, kind in zip(function(*arrays), self.reductions, strict=True)
+            ]
+
+        return with_reductions
 
 
 class TracedFunction(NamedTuple):
-    """What tracing gives: the function, scalars that it closes over, and how results are nested."""
+    """What tracing gives.
+
+    Attributes
+    ----------
+    function
+        The function, elements before reductions.
+    closed_over
+        Scalars that it closes over, which are further operands.
+    nested
+        Nests its results as the user's function does.
+    """
 
     function: ScalarFunction
     closed_over: list[Any]
-    out_tree: Any
+    nested: Callable[[Sequence[Any]], Any]
 
 
 def trace_scalars(
@@ -138,6 +183,16 @@ def trace_scalars(
     avals = [jax.ShapeDtypeStruct((), dtype) for dtype in (accumulator, *operands)]
     with compat.without_mesh():
         traced, shapes = jax.make_jaxpr(function, return_shape=True)(*avals)
+    tree, reductions = _results(name, shapes)
+    order = sorted(range(len(reductions)), key=lambda i: reductions[i] is not None)
+
+    def python(*args: Any) -> list[Any]:
+        results = jax.tree.leaves(function(*args))
+        return [results[i] for i in order]
+
+    if order != [*range(len(order))]:
+        with compat.without_mesh():
+            traced = jax.make_jaxpr(python)(*avals)
     closed_over = list(traced.consts)
     for value in closed_over:
         if jnp.shape(value):
@@ -146,9 +201,6 @@ def trace_scalars(
                 "epilogue is a function of scalars: pass the array in operands=(...)"
             )
     _refuse_arrays(name, traced.jaxpr)
-
-    def python(*args: Any) -> list[Any]:
-        return jax.tree.leaves(function(*args))
 
     names = tuple(
         eqn.params["name"] for eqn in _equations(traced.jaxpr) if eqn.primitive is compat.name_p
@@ -161,12 +213,32 @@ def trace_scalars(
 
         with compat.without_mesh():
             traced = jax.make_jaxpr(python)(*avals, *map(_scalar, closed_over))
-    leaves, tree = jax.tree.flatten(shapes)
+    reductions = tuple(reductions[i] for i in order)
+    rounded = tuple(
+        product if dtype == accumulator and kind is None else dtype
+        for dtype, kind in zip(
+            (np.dtype(x.dtype) for x in traced.out_avals), reductions, strict=True
+        )
+    )
+    scalar_function = ScalarFunction(name, traced, python, rounded, reductions, names)
+
+    def nested(results: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(tree, [results[order.index(i)] for i in range(len(order))])
+
+    return TracedFunction(scalar_function, closed_over, nested)
+
+
+def _results(name: str, shapes: Any) -> tuple[Any, tuple[Reduction | None, ...]]:
+    """Return how a function's results are nested, and how each one is reduced."""
+    leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, RowReduction))
     if not leaves:
         raise TypeError(f"the epilogue {name} returns nothing; it must return at least one scalar")
-    dtypes = (np.dtype(leaf.dtype) for leaf in leaves)
-    rounded = tuple(product if dtype == accumulator else dtype for dtype in dtypes)
-    return TracedFunction(ScalarFunction(name, traced, python, rounded, names), closed_over, tree)
+    for leaf in leaves:
+        if isinstance(leaf, RowReduction) and not hasattr(leaf.value, "dtype"):
+            raise TypeError(
+                f"the epilogue {name} reduces rows of {leaf.value}; it must be one scalar"
+            )
+    return tree, tuple(x.kind if isinstance(x, RowReduction) else None for x in leaves)
 
 
 def _without_names(

@@ -16,7 +16,7 @@ from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.plans.gemm.contraction import Labels
-from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
+from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, RowReduction
 
 
 def with_labels(
@@ -66,9 +66,9 @@ def jvp_at_pre_activation(
         Types of the product and of the accumulators.
     """
     saved = function.accumulator_result
-    wanted = len(function.out_dtypes)
+    added = saved is None
     if saved is None:
-        saved, function = wanted, function.with_accumulator(product)
+        saved, function = function.elements, function.with_accumulator(product)
     results = bind(function=function)
     pre_activation = results[saved].astype(accumulator)
 
@@ -100,7 +100,8 @@ def jvp_at_pre_activation(
         x if jnp.issubdtype(result.dtype, jnp.inexact) else compat.zero_tangent(result)
         for result, x in zip(results, derived, strict=True)
     ]
-    return list(results[:wanted]), out[:wanted]
+    kept = [i for i in range(len(out)) if not (added and i == saved)]
+    return [results[i] for i in kept], [out[i] for i in kept]
 
 
 def generated_epilogue(
@@ -120,23 +121,36 @@ def generated_epilogue(
     operands
         Types of its operands.
     strides
-        Strides of its operands, and of its results but the first.
+        Strides of its operands, and of its results but the first element.
     batch
         Sizes of the product's batch dimensions.
     ragged
         As in :class:`~jax_tilekern.plans.gemm.epilogue.Epilogue`.
     """
-    dtypes = (*operands, *function.out_dtypes[1:])
+    stored = function.elements
+    dtypes = (*operands, *function.out_dtypes[1:stored])
     arrays = tuple(
         EpilogueArray(np.dtype(dtype), computed_type(dtype), own)
-        for dtype, own in zip(dtypes, strides, strict=True)
+        for dtype, own in zip(dtypes, strides, strict=False)
+    )
+    reductions = tuple(
+        RowReduction(kind, value, np.dtype(dtype), own)
+        for kind, value, dtype, own in zip(
+            function.reductions[stored:],
+            text.results[stored:],
+            function.out_dtypes[stored:],
+            strides[len(arrays) :],
+            strict=True,
+        )
+        if kind is not None
     )
     return Epilogue(
         statements=text.statements,
-        results=text.results,
+        results=text.results[:stored],
         operands=arrays[: len(operands)],
         outputs=arrays[len(operands) :],
         batch=batch,
-        instructions=text.instructions,
+        instructions=text.instructions + sum(x.instructions for x in reductions),
         ragged=ragged,
+        reductions=reductions,
     )

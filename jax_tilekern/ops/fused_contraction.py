@@ -99,14 +99,14 @@ def contract_with_epilogue(
     lhs, rhs = common_type(lhs, rhs)
     accumulator = accumulator_dtype(lhs.dtype, product)
     arrays = [jnp.asarray(x) for x in operands]
-    function, closed_over, tree = trace_scalars(
+    function, closed_over, nested = trace_scalars(
         epilogue, accumulator, product, [x.dtype for x in arrays]
     )
     if function.is_identity:
         plain = contract(
             lhs, rhs, contraction, precision=precision, out_dtype=product, out_sharding=out_sharding
         )
-        return jax.tree.unflatten(tree, [plain])
+        return nested([plain])
     labelled_arrays = [with_labels(i, x, contraction.out, shape) for i, x in enumerate(arrays)] + [
         (jnp.asarray(x), ()) for x in closed_over
     ]
@@ -123,7 +123,7 @@ def contract_with_epilogue(
         results = _bind(*read, **call)
     else:
         results = _unfused(*read, **call, out_sharding=out_sharding)
-    return jax.tree.unflatten(tree, results)
+    return nested(results)
 
 
 def contract_with_scalar_function(
@@ -312,13 +312,15 @@ def _sharding_rule(
 ) -> ShardingRule:
     c = contraction
     sizes = sizes_of((c.lhs, lhs.shape), (c.rhs, rhs.shape))
+    results = tuple(function.result_labels(c.out))
     return ShardingRule(
         (c.lhs, c.rhs, *operand_labels),
-        (c.out,) * len(function.out_dtypes),
+        results,
         sizes,
         flops=2 * math.prod(sizes.values()),
         names=c.names,
         epilogue_from=2,
+        unsplit=frozenset(c.out) - frozenset.intersection(*map(frozenset, results)),
     )
 
 
@@ -359,7 +361,8 @@ def _plan_on_cpu(_: Sequence[Operand], __: Any, **params: Any) -> Rewrite:
 
 def _plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel | Rewrite:
     contraction, function = params["contraction"], params["function"]
-    out_dtype = function.out_dtypes[0]
+    # A kernel whose results are reductions alone stores no element of this type.
+    out_dtype = function.out_dtypes[0] if function.elements else params["accumulator"]
     factors, arrays = operands[:2], operands[2:]
     try:
         text = cuda_text(function)
@@ -369,13 +372,14 @@ def _plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel 
         return _after_the_product(str(error), params)
     if params["accumulator"] != accumulator_dtype(factors[0].aval.dtype):
         return _after_the_product(f"no kernel accumulates in {params['accumulator']}", params)
+    results = function.result_labels(contraction.out)
     problem = state_problem(
         CUDA,
         factors,
         contraction=contraction,
         precision=params["precision"],
         out_dtype=out_dtype,
-        further=(*params["operand_labels"], *(contraction.out,) * (len(text.results) - 1)),
+        further=(*params["operand_labels"], *results[min(1, function.elements) :]),
     )
     if not isinstance(problem, Problem):
         return _after_the_product(problem.reason, params)

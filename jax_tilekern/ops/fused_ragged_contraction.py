@@ -100,7 +100,7 @@ def contract_groups_with_epilogue(
     lhs, rhs = common_type(lhs, rhs)
     accumulator = accumulator_dtype(lhs.dtype, product)
     arrays = [jnp.asarray(x) for x in (*operands, *group_operands)]
-    function, closed_over, tree = trace_scalars(
+    function, closed_over, nested = trace_scalars(
         epilogue, accumulator, product, [x.dtype for x in arrays]
     )
     if function.is_identity:
@@ -113,7 +113,12 @@ def contract_groups_with_epilogue(
             out_dtype=product,
             out_sharding=out_sharding,
         )
-        return jax.tree.unflatten(tree, [plain])
+        return nested([plain])
+    if function.elements < len(function.reductions):
+        raise TypeError(
+            f"the epilogue {function.name} returns a reduction of rows, which ragged_dot does not "
+            "have; it is a result of epilogues of matmul and dot_general"
+        )
     of_groups = _of_groups(contraction)
     group_shape = [
         bounds.shape[-1] - 1 if label == contraction.group else size
@@ -138,7 +143,7 @@ def contract_groups_with_epilogue(
         results = _bind(*operands, **call)
     else:
         results = _unfused(*operands, **call, out_sharding=out_sharding)
-    return jax.tree.unflatten(tree, results)
+    return nested(results)
 
 
 def _of_groups(contraction: RaggedContraction) -> Labels:

@@ -39,6 +39,8 @@ class ShardingRule:
         The first operand of an epilogue: every result is an elementwise function of the sum over
         the reductions and of the operands from this one on. The results have the same labels.
         Without it the results are the sums.
+    unsplit
+        Labels that every device needs whole.
     """
 
     operands: tuple[Dims, ...]
@@ -49,6 +51,7 @@ class ShardingRule:
     names: Mapping[int, str] = field(default_factory=dict, hash=False)
     each_result_is_a_sum: bool = False
     epilogue_from: int | None = None
+    unsplit: frozenset[int] = frozenset()
 
     @property
     def epilogue_operands(self) -> range:
@@ -59,7 +62,7 @@ class ShardingRule:
     @property
     def reductions(self) -> tuple[int, ...]:
         """Labels of the operands that no result has."""
-        kept = {label for dims in self.results for label in dims}
+        kept = {label for dims in self.results for label in dims} | self.unsplit
         return tuple(label for label in self.sizes if label not in kept)
 
     @property
@@ -75,10 +78,13 @@ class ShardingRule:
         if self.each_result_is_a_sum:
             return frozenset(self.sizes)
         kept = [set(dims) for dims in self.results]
-        return frozenset(
-            label
-            for label in self.sizes
-            if all(label in dims for dims in kept) or not any(label in dims for dims in kept)
+        return (
+            frozenset(
+                label
+                for label in self.sizes
+                if all(label in dims for dims in kept) or not any(label in dims for dims in kept)
+            )
+            - self.unsplit
         )
 
     def size(self, label: int, parts: int) -> int:

@@ -62,6 +62,47 @@ def check_epilogues() -> int:
     return len(wrong)
 
 
+def reductions(y, column, label):
+    """Return every reduction of rows, beside the product."""
+    return y, jtk.row_sum(y), jtk.row_max(y), jtk.row_logsumexp(jnp.where(column == label, y, -y))
+
+
+def check_row_reductions() -> int:
+    """Run the types that wgmma kernels have, with the product stored and not."""
+    rng = np.random.default_rng(0)
+    wrong, count = [], 0
+    for dtype in TYPES[:3]:
+        for b, m, n, k in SHAPES[:3]:
+            shapes = (b, m, k), (b, k, n)
+            lhs, rhs = (rng.integers(-1, 2, shape).astype(dtype) for shape in shapes)
+            column, label = np.arange(n), rng.integers(0, n, (m, 1))
+            y = lhs.astype(np.float64) @ rhs.astype(np.float64)
+            exponents = np.where(column == label, y, -y)
+            top = exponents.max(-1)
+            lse = top + np.log(np.exp(exponents - top[..., None]).sum(-1))
+            expected = y, y.sum(-1), y.max(-1), lse
+            for first in (0, 1):
+                fused = jax.jit(
+                    lambda lhs, rhs, *operands, first=first: jtk.matmul(
+                        lhs,
+                        rhs,
+                        precision="default",
+                        epilogue=lambda *elements: reductions(*elements)[first:],
+                        operands=operands,
+                    )
+                )
+                got = fused(*map(jnp.asarray, (lhs, rhs, column, label)))
+                count += 1
+                close = (
+                    np.allclose(np.asarray(x, np.float64), y, rtol=2.0**-8, atol=1e-5)
+                    for x, y in zip(got, expected[first:], strict=True)
+                )
+                if not all(close):
+                    wrong.append(f"{np.dtype(dtype)} {b}x{m}x{n}x{k} from result {first}")
+    print(f"reductions of rows: {count}, {len(wrong)} wrong {wrong or ''}", flush=True)
+    return len(wrong)
+
+
 if __name__ == "__main__":
     with jax.enable_x64(True):
-        sys.exit(check_epilogues())
+        sys.exit(check_epilogues() + check_row_reductions())

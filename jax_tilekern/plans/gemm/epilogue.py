@@ -8,8 +8,9 @@ a kernel, and the kernel's further parameters.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -45,6 +46,62 @@ class EpilogueArray:
         return min(16, 2 * self.dtype.itemsize)
 
 
+Reduction = Literal["sum", "max", "logsumexp"]
+
+
+class _ReductionClass(NamedTuple):
+    name: str
+    # Size of the partial result of a tile's row.
+    partial_bytes: int
+    # An exponential is computed at an eighth of the rate of an addition.
+    instructions: int
+
+
+_CLASSES: dict[Reduction, _ReductionClass] = {
+    "sum": _ReductionClass("tilekern::RowSum", 4, 1),
+    "max": _ReductionClass("tilekern::RowMax", 4, 1),
+    "logsumexp": _ReductionClass("tilekern::RowLogSumExp", 8, 12),
+}
+
+
+@dataclass(frozen=True)
+class RowReduction:
+    """A result that is reduced over rows, in float32; see ``ffi/cuda/gemm/row_reductions.cuh``.
+
+    Attributes
+    ----------
+    kind
+        How the values of a row are reduced.
+    value
+        The C++ expression of one value.
+    dtype
+        Type of the result.
+    strides
+        Batch strides, then those of ``m`` and ``n``, in elements. That of the dimension along which
+        rows are reduced is 0.
+    """
+
+    kind: Reduction
+    value: str
+    dtype: np.dtype[Any]
+    strides: tuple[int, ...]
+
+    @property
+    def cxx_class(self) -> str:
+        """The class that reduces."""
+        return _CLASSES[self.kind].name
+
+    @property
+    def partial_bytes(self) -> int:
+        """Size of the partial result of a tile's row."""
+        return _CLASSES[self.kind].partial_bytes
+
+    @property
+    def instructions(self) -> int:
+        """An estimate of the instructions for each accumulator."""
+        return _CLASSES[self.kind].instructions
+
+
 @dataclass(frozen=True)
 class Epilogue:
     """A function of an accumulator and of elements of further arrays.
@@ -54,7 +111,8 @@ class Epilogue:
     statements
         C++ statements over ``x0``, the accumulator, and ``x1``, ``x2``, ..., the operands.
     results
-        The expression of each result. The first one is stored by the kernel.
+        The expression of each result that has an element for each accumulator. The first one is
+        stored by the kernel.
     operands
         The arrays that it reads, whose buffers follow the product's operands.
     outputs
@@ -67,6 +125,8 @@ class Epilogue:
         Which dimension of the matrices has the rows of groups, in a grouped GEMM whose output has
         them: tiles end where groups do, and rows of no group stay zeros in every result. There
         the last of ``batch`` is the group.
+    reductions
+        Results that are reduced over rows. Their buffers follow those of ``results``.
     """
 
     statements: tuple[str, ...]
@@ -76,6 +136,12 @@ class Epilogue:
     batch: tuple[int, ...]
     instructions: int
     ragged: Literal["rows", "columns"] | None = None
+    reductions: tuple[RowReduction, ...] = ()
+
+    @property
+    def stores(self) -> bool:
+        """Whether the kernel stores an element for each accumulator."""
+        return bool(self.results)
 
     @property
     def has_matrices(self) -> bool:
@@ -100,10 +166,25 @@ class Epilogue:
             operands=transposed(self.operands),
             outputs=transposed(self.outputs),
             ragged=ragged.get(self.ragged),
+            reductions=tuple(
+                dataclasses.replace(x, strides=(*x.strides[:-2], *x.strides[:-3:-1]))
+                for x in self.reductions
+            ),
         )
 
+    def fits_orientation(self, *, swapped: bool) -> bool:
+        """Whether reductions, if there are any, are along the rows of the kernel's matrices."""
+        along = -2 if swapped else -1
+        return all(x.strides[along] == 0 for x in self.reductions)
+
     def kernel(
-        self, plain: Kernel, *, columns: int, within_rows: bool, within_columns: bool
+        self,
+        plain: Kernel,
+        *,
+        columns: int,
+        within_rows: bool,
+        within_columns: bool,
+        tile_columns: int,
     ) -> Kernel:
         """Return a kernel with this epilogue.
 
@@ -115,20 +196,31 @@ class Epilogue:
             The columns of the output.
         within_rows, within_columns
             Whether no tile reaches beyond the rows, and beyond the columns, of the output.
+        tile_columns
+            The columns of a tile.
         """
         assert isinstance(plain.source, str)
         within_rows &= self.ragged != "rows"
         within_columns &= self.ragged != "columns"
-        text = f'#include "{plain.source}"\n{self._functor(within_rows, within_columns, columns)}'
+        functor = self._functor(within_rows, within_columns, columns, tile_columns)
+        text = f'#include "{plain.source}"\n{functor}'
         types = ", ".join((_FUNCTOR, *self._parameter_types))
         name = f"{plain.name.removesuffix('>')}, {types}>"
         file = plain.source.removesuffix(".cuh") + "_with_epilogue.cu"
         return Kernel(Source(text, file), name, plain.options)
 
-    def parameters(self, out_buffer: int) -> tuple[Parameter, ...]:
-        """Return the parameters that follow a kernel's own, given the buffer of the output."""
+    def parameters(self, out_buffer: int, partials: Sequence[Buffer] = ()) -> tuple[Parameter, ...]:
+        """Return the parameters that follow a kernel's own.
+
+        Parameters
+        ----------
+        out_buffer
+            The buffer of the first result.
+        partials
+            Workspaces of the partial results of the reductions.
+        """
         if not self._arrays:
-            return ()
+            return tuple(partials)
         missing = MAX_BATCH_DIMS - len(self.batch)
         rows, columns = ([x.strides[i] for x in self._arrays] for i in (-2, -1))
         batch = [stride for x in self._arrays for stride in (*(0,) * missing, *x.strides[:-2])]
@@ -139,7 +231,7 @@ class Epilogue:
         first = out_buffer - len(self.operands)
         operands = (Buffer(first + i) for i in range(len(self.operands)))
         outputs = (Buffer(out_buffer + 1 + i) for i in range(len(self.outputs)))
-        return (*operands, *outputs, strides)
+        return (*operands, *outputs, strides, *partials)
 
     @property
     def _arrays(self) -> tuple[EpilogueArray, ...]:
@@ -149,11 +241,15 @@ class Epilogue:
     def _parameter_types(self) -> list[str]:
         types = [f"const {CXX_TYPES[x.dtype]}*" for x in self.operands]
         types += [f"{CXX_TYPES[x.dtype]}*" for x in self.outputs]
-        return [*types, f"tilekern::ElementStrides<{len(types)}>"] if types else []
+        types += [f"tilekern::ElementStrides<{len(types)}>"] if types else []
+        return types + [f"{x.cxx_class}::Partial*" for x in self.reductions]
 
-    def _functor(self, within_rows: bool, within_columns: bool, columns: int) -> str:
+    def _functor(
+        self, within_rows: bool, within_columns: bool, columns: int, tile_columns: int
+    ) -> str:
         names = [f"p{i}" for i, _ in enumerate(self._arrays, 1)]
         names += ["strides"] if names else []
+        names += [f"q{i}" for i, _ in enumerate(self.reductions)]
         types = zip(self._parameter_types, names, strict=True)
         members = [f"{kind} {name};" for kind, name in types]
         before = [
@@ -177,8 +273,8 @@ class Epilogue:
             for name, within in (("row", within_rows), ("column", within_columns))
             if not within
         )
-        first_result, *results = map(self._result, self.results)
-        for (i, array), result in zip(numbered[len(self.operands) :], results, strict=True):
+        results = [*map(self._result, self.results)]
+        for (i, array), result in zip(numbered[len(self.operands) :], results[1:], strict=True):
             kind = CXX_TYPES[array.dtype]
             before.append(f"ElementRun<{kind}, kRun> r{i + 1};")
             each.append(f"r{i + 1}.elements[i] = stored<{kind}>({result});")
@@ -187,9 +283,25 @@ class Epilogue:
                 f"(p{i + 1}{_offset(array, i)}, {_stride(array, i)}, r{i + 1});"
             )
             after.append(f"if ({inside}) {write}" if inside else write)
-        each.append(f"accumulators[first + i] = static_cast<Accumulator>({first_result});")
-        return _TEMPLATE.format(
+        if self.stores:
+            each.append(f"accumulators[first + i] = static_cast<Accumulator>({results[0]});")
+        reductions = [*enumerate(self.reductions)]
+        for i, x in reductions:
+            inside = "true" if within_columns else "at.column(first + i) < at.columns()"
+            each.append(
+                f"t{i}[first + i - chunk] = {inside} ? {x.value} : {x.cxx_class}::kNeutral;"
+            )
+        template = _REDUCING_TEMPLATE if reductions else _TEMPLATE
+        return template.format(
             name=_FUNCTOR,
+            stores=str(self.stores).lower(),
+            rows="\n    ".join(
+                f"{x.cxx_class} s{i}[Coordinates::kRowSlots];" for i, x in reductions
+            ),
+            values="\n      ".join(f"float t{i}[kChunk];" for i, _ in reductions),
+            add="\n      ".join(f"add_values<Coordinates>(s{i}, t{i});" for i, _ in reductions),
+            tile_columns=tile_columns,
+            store="\n    ".join(f"store_partials(q{i}, tile, s{i}, at);" for i, _ in reductions),
             members="\n  ".join(members),
             # A run of an odd number of columns would reach beyond the last one.
             longest_run=2 if columns % 2 == 0 and self.ragged != "columns" else 1,
@@ -210,6 +322,7 @@ _TEMPLATE = """#include "gemm/epilogue_arrays.cuh"
 #include "scalar_functions.cuh"
 
 struct {name} {{
+  static constexpr bool kStores = {stores};
   {members}
 
   template <typename Accumulator, int kCount, class Coordinates>
@@ -225,6 +338,41 @@ struct {name} {{
       }}
       {after}
     }}
+  }}
+}};
+"""
+
+_REDUCING_TEMPLATE = """#include "gemm/epilogue_arrays.cuh"
+#include "gemm/row_reductions.cuh"
+#include "scalar_functions.cuh"
+
+struct {name} {{
+  static constexpr bool kStores = {stores};
+  {members}
+
+  template <typename Accumulator, int kCount, class Coordinates>
+  void operator()(Accumulator (&accumulators)[kCount], const Coordinates& at) const {{
+    using namespace tilekern;
+    constexpr int kRun = min_of(Coordinates::kAdjacentColumns, {longest_run});
+    constexpr int kChunk = min_of(kReducedValues, kCount);
+    {rows}
+#pragma unroll
+    for (int chunk = 0; chunk < kCount; chunk += kChunk) {{
+      {values}
+#pragma unroll
+      for (int first = chunk; first < chunk + kChunk; first += kRun) {{
+        {before}
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) {{
+          {each}
+        }}
+        {after}
+      }}
+      {add}
+    }}
+    const int tiles = (at.columns() + {tile_columns} - 1) / {tile_columns};
+    const int64 tile = int64(at.batch(0)) * tiles + at.tile_column() / {tile_columns};
+    {store}
   }}
 }};
 """

@@ -79,13 +79,21 @@ class TypedProduct(ABC, Generic[_Geometry]):
 
     @property
     def out_buffer(self) -> int:
-        """The buffer of the output, which follows all operands."""
+        """The buffer of the first result, which follows all operands."""
         return self._OPERANDS + (len(self.epilogue.operands) if self.epilogue else 0)
 
     @property
     def first_workspace(self) -> int:
         """The first buffer behind the results."""
-        return self.out_buffer + 1 + (len(self.epilogue.outputs) if self.epilogue else 0)
+        if self.epilogue is None:
+            return self.out_buffer + 1
+        return self.first_reduction + len(self.epilogue.reductions)
+
+    @property
+    def first_reduction(self) -> int:
+        """The buffer of the first of the epilogue's reductions, which follow its elements."""
+        elements = len(self.epilogue.results) if self.epilogue else 1
+        return self.out_buffer + elements
 
     def alignments(self, *own: int) -> tuple[int, ...]:
         """Return the alignment of every buffer, in bytes, given those of the product's own.
@@ -96,8 +104,9 @@ class TypedProduct(ABC, Generic[_Geometry]):
             return own
         *operands, out = own
         more = (x.alignment for x in self.epilogue.operands)
-        outputs = (x.alignment for x in self.epilogue.outputs)
-        return *operands, *more, out, *outputs
+        outputs = (out, *(x.alignment for x in self.epilogue.outputs))
+        reductions = (x.dtype.itemsize for x in self.epilogue.reductions)
+        return *operands, *more, *(outputs if self.epilogue.stores else ()), *reductions
 
     def memory_cycles(self, gpu: Gpu) -> float:
         """Return the time to read each operand once and to write the output."""
@@ -105,6 +114,8 @@ class TypedProduct(ABC, Generic[_Geometry]):
         lhs = g.m * g.k * distinct_matrices(g.batch, g.lhs_strides) * self.lhs_dtype.itemsize
         rhs = g.k * g.n * distinct_matrices(g.batch, g.rhs_strides) * self.rhs_dtype.itemsize
         out = g.m * g.n * distinct_matrices(g.batch, g.out_strides) * self.out_dtype.itemsize
+        if self.epilogue is not None and not self.epilogue.stores:
+            out = 0
         return (lhs + rhs + out + self.epilogue_bytes) / gpu.rates.memory_bandwidth
 
     def cycles(self, busy: float, gpu: Gpu) -> float:

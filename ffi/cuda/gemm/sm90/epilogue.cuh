@@ -25,6 +25,8 @@ struct WgmmaCoordinates {
   using Layout = WgmmaAccumulatorLayout<kPairedRows>;
   static constexpr int kAdjacentColumns = 2;
   static constexpr bool kConverged = true;
+  static constexpr int kRowSlots = 2;
+  static constexpr int kRowLanes = 4;
 
   const WorkTile& work;
   const WgmmaShape& shape;
@@ -40,6 +42,12 @@ struct WgmmaCoordinates {
   int columns() const { return column_end; }
   int batch(int) const { return batch_number(work, shape); }
   bool in_group() const { return is_group; }
+
+  static constexpr int row_slot(int i) { return i / 2 % 2; }
+  int slot_row(int slot) const {
+    return work.m + tile_row + Layout::row_of(threadIdx.x % 32 / 4, slot);
+  }
+  int tile_column() const { return work.n; }
 };
 
 // Batch strides of the exponents, in elements; those of a matrix's rows or columns are adjacent.

@@ -138,9 +138,11 @@ class WgmmaMatmul {
         epilogue_(mainloop.mma().result()[i],
                   mainloop.mma().coordinates(i, work, shape_, column_end, is_group));
       }
-      const int (&batch)[kBoxBatchDims] = work.out_batch;
-      store.store(mainloop.mma().result(),
-                  {work.m + row, work.n, {batch[0], batch[1], batch[2]}, scheduler.columns()});
+      if constexpr (Epilogue::kStores) {
+        const int (&batch)[kBoxBatchDims] = work.out_batch;
+        store.store(mainloop.mma().result(),
+                    {work.m + row, work.n, {batch[0], batch[1], batch[2]}, scheduler.columns()});
+      }
     }
     store.flush();
     store.wait_read();

@@ -49,8 +49,9 @@ class SumPass:
         if self.epilogue is None:
             return plain
         return self.epilogue.kernel(
-            plain, columns=self.geometry.n, within_rows=True, within_columns=True
-        )
+            plain, columns=self.geometry.n, within_rows=True, within_columns=True,
+            tile_columns=self.geometry.n,
+        )  # fmt: skip
 
     @property
     def split_stride(self) -> int:

@@ -46,6 +46,8 @@ def mma_candidates(product: Product, gpu: Gpu) -> list[MmaCandidate] | NoKernel:
     refused = refusal(product, gpu)
     if refused:
         return refused
+    if product.epilogue and product.epilogue.reductions:
+        return NoKernel("only kernels of sm_90a reduce rows")
     geometry = product.geometry
     operands = (
         lhs_operand(geometry, product.lhs_dtype.itemsize),

@@ -89,6 +89,7 @@ class TiledCandidate(CostedCandidate):
             columns=product.strided.n,
             within_rows=product.strided.m % tile.block_m == 0,
             within_columns=product.strided.n % tile.block_n == 0,
+            tile_columns=tile.block_n,
         )
         return kernel, product.epilogue.parameters(product.out_buffer)
 

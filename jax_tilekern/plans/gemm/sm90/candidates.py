@@ -16,6 +16,7 @@ import numpy as np
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gemm.families import Family
 from jax_tilekern.plans.gemm.passes.pack_operand import PackPass
+from jax_tilekern.plans.gemm.passes.reduce_row_tiles import RowTilesPass
 from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
 from jax_tilekern.plans.gemm.problem import Product, copy_cycles
 from jax_tilekern.plans.gemm.sm90.config import (
@@ -99,17 +100,24 @@ class WgmmaCandidate(TiledCandidate):
         product, instance = self.product, self.instance
         packs = _packs(product)
         sums = _reduce_pass(product, self.splits)
+        rows = self._row_passes
+        passes: list[PackPass | SumPass | RowTilesPass] = [
+            *packs.values(), *([sums] if sums else []), *rows
+        ]  # fmt: skip
+        first = product.first_workspace
+        workspaces = {id(p): Buffer(first + i) for i, p in enumerate(passes)}
         # The reduction of split-K applies the epilogue, to whole sums.
-        epilogue = None if sums else product.epilogue
-        kernel, more = self.fused(epilogue, product.geometry, product.out_buffer)
-        passes: list[PackPass | SumPass] = [*packs.values(), *([sums] if sums else [])]
+        kernel, more = self.fused(
+            None if sums else product.epilogue,
+            product.geometry,
+            product.out_buffer,
+            [workspaces[id(p)] for p in rows],
+        )
         dynamic = [CLEAR_CLAIMED] if instance.dynamic else []
         kernels = dict.fromkeys([kernel, *dynamic, *(p.kernel for p in passes)])
         compiled = compile_kernels(*kernels, arch=gpu.arch)
 
-        first = product.first_workspace
         out = Buffer(product.out_buffer)
-        workspaces = {id(p): Buffer(first + i) for i, p in enumerate(passes)}
         launches = [
             pack.launch(compiled, Buffer(buffer), workspaces[id(pack)])
             for buffer, pack in packs.items()
@@ -125,10 +133,14 @@ class WgmmaCandidate(TiledCandidate):
             launch_tiles(
                 compiled, self.tile, instance, view, self.splits, gpu,
                 kernel=kernel, more=((claimed,) if instance.dynamic else (), more),
+                stores=product.epilogue is None or product.epilogue.stores,
             )
         )  # fmt: skip
         if sums:
             launches.append(sums.launch(compiled, workspaces[id(sums)], out))
+        for i, reduction in enumerate(rows):
+            result = Buffer(product.first_reduction + i)
+            launches.append(reduction.launch(compiled, workspaces[id(reduction)], result))
         out_alignment = self.out_alignment(product.out_dtype.itemsize)
         return LaunchPlan(
             name=f"wgmma_matmul {product.arithmetic}",
@@ -145,6 +157,17 @@ class WgmmaCandidate(TiledCandidate):
             ),
             reason=self._reason(packs),
         )
+
+    @property
+    def _row_passes(self) -> list[RowTilesPass]:
+        epilogue, geometry = self.product.epilogue, self.product.geometry
+        if epilogue is None:
+            return []
+        rows, columns = geometry.m, geometry.n
+        if self.swapped:
+            epilogue, rows, columns = epilogue.swapped(), columns, rows
+        tiles = math.ceil(columns / self.tile.block_n)
+        return [RowTilesPass(x, geometry.batch, rows, tiles) for x in epilogue.reductions]
 
     def _reason(self, packs: dict[int, PackPass]) -> str:
         text = self.tile_reason + (f", split-K by {self.splits}" if self.splits > 1 else "")
@@ -164,9 +187,17 @@ def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKer
     packing = sum(copy_cycles(pack.workspace_bytes, gpu) for pack in packs.values())
     view = _packed(View.of(product), packs, product.first_workspace)
     found = []
+    epilogue = product.epilogue
     for tile, oriented in oriented_tiles(view, TILES, gpu):
         for splits in _split_counts(tile, oriented, gpu):
             instance = instance_for(tile, oriented, how.promote, splits, gpu)
+            if epilogue and epilogue.reductions:
+                # A row of a split has no sums to reduce.
+                if splits > 1 or not epilogue.fits_orientation(swapped=instance.out_m_major):
+                    continue
+                if not epilogue.stores:
+                    # No address of an element takes registers.
+                    instance = dataclasses.replace(instance, tma_store=True)
             work_tiles = splits * dense_tiles(tile, oriented)
             if not is_launchable(instance, work_tiles):
                 continue
@@ -205,9 +236,17 @@ def _packs(product: Product) -> dict[int, PackPass]:
         if not fits_tma(operand, dtype)
     }
     mn_major = [i for i, operand in enumerate(operands) if not operand.k_major and i not in packs]
-    if dtypes[0].itemsize != 2 and len(mn_major) == 2:
-        smaller = min(mn_major, key=lambda i: operands[i].mn * operands[i].matrices)
-        packs[smaller] = PackPass(operands[smaller], dtypes[smaller].itemsize)
+    if dtypes[0].itemsize == 2:
+        return packs
+    packed = None
+    if product.epilogue and product.epilogue.reductions:
+        # The orientation is given, and with it the operand that shared memory alone holds.
+        rhs = 0 if product.epilogue.fits_orientation(swapped=True) else 1
+        packed = rhs if rhs in mn_major else None
+    elif len(mn_major) == 2:
+        packed = min(mn_major, key=lambda i: operands[i].mn * operands[i].matrices)
+    if packed is not None:
+        packs[packed] = PackPass(operands[packed], dtypes[packed].itemsize)
     return packs
 
 

@@ -82,14 +82,16 @@ def busy_cycles(
     if instance.promote:
         k_tile *= _PROMOTED
     out_bytes = tile.block_m * tile.block_n * view.out_dtype.itemsize
-    store = _STORE_CYCLES + out_bytes / _STORE_BANDWIDTH
-    if not instance.tma_store:
+    stores = epilogue is None or epilogue.stores
+    store = _STORE_CYCLES + (out_bytes / _STORE_BANDWIDTH if stores else 0)
+    single_elements = stores and not instance.tma_store
+    if single_elements:
         store *= _SINGLE_ELEMENTS
     if epilogue is not None:
         store += tile.block_m * tile.block_n * epilogue.instructions / _LANES
     # Ping-pong hides the epilogue behind the other consumer's mainloop, unless single elements are
     # stored.
-    if tile.cooperative or rounds == 1 or not instance.tma_store:
+    if tile.cooperative or rounds == 1 or single_elements:
         work_tile = k_tiles * k_tile + store
     else:
         work_tile = max(k_tiles * k_tile, store) + _PING_PONG_CYCLES

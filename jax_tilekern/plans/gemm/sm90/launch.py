@@ -33,6 +33,7 @@ def launch_tiles(
     kernel: Kernel | None = None,
     work_tiles: int | None = None,
     more: tuple[tuple[Parameter, ...], tuple[Parameter, ...]] = ((), ()),
+    stores: bool = True,
 ) -> Launch:
     """Return the launch of a kernel, given what ``instance.kernel`` was compiled to.
 
@@ -44,6 +45,8 @@ def launch_tiles(
         The maximum number of work tiles, if they are not those of a dense product.
     more
         Parameters before and after the shape, of a kernel that has more of them.
+    stores
+        Whether the kernel stores elements of the output.
     """
     tiles_m, tiles_n = tile.grid(view.lhs.mn, view.rhs.mn)
     k_tiles = math.ceil(view.k / instance.block_k)
@@ -89,11 +92,11 @@ def launch_tiles(
         entry=compiled.entry((kernel or instance.kernel).name),
         grid=(clusters * instance.cluster, 1, 1),
         block=(instance.threads, 1, 1),
-        # A kernel that stores single elements does not read the map of the output.
+        # A kernel that stores single elements, or none, does not read the map of the output.
         parameters=(
             lhs,
             rhs,
-            _out_map(view, instance) if instance.tma_store else lhs,
+            _out_map(view, instance) if instance.tma_store and stores else lhs,
             Buffer(view.out_buffer),
             *more[0],
             shape,

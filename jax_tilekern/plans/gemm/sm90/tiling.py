@@ -26,7 +26,7 @@ from jax_tilekern.plans.gemm.sm90.config import (
     takes,
 )
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import NoKernel, Parameter
+from jax_tilekern.plans.launch import Buffer, NoKernel, Parameter
 
 _CAPABILITY = (9, 0)
 
@@ -78,11 +78,16 @@ class TiledCandidate(CostedCandidate):
         return text + (", operands swapped" if self.swapped else "")
 
     def fused(
-        self, epilogue: Epilogue | None, geometry: MatmulGeometry, out_buffer: int
+        self,
+        epilogue: Epilogue | None,
+        geometry: MatmulGeometry,
+        out_buffer: int,
+        partials: Sequence[Buffer] = (),
     ) -> tuple[Kernel, tuple[Parameter, ...]]:
         """Return the kernel with an epilogue, and the parameters that follow its own.
 
-        The epilogue and the geometry are those of the product before any swap.
+        The epilogue and the geometry are those of the product before any swap; ``partials`` are
+        workspaces of its reductions.
         """
         plain, rows, columns = self.instance.kernel, geometry.m, geometry.n
         if epilogue is None:
@@ -94,8 +99,9 @@ class TiledCandidate(CostedCandidate):
             columns=columns,
             within_rows=rows % (self.tile.block_m * self.tile.cluster) == 0,
             within_columns=columns % self.tile.block_n == 0,
+            tile_columns=self.tile.block_n,
         )
-        return kernel, epilogue.parameters(out_buffer)
+        return kernel, epilogue.parameters(out_buffer, partials)
 
     def out_alignment(self, itemsize: int) -> int:
         """Return the bytes that the output's address is a multiple of."""

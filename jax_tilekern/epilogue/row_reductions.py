@@ -1,0 +1,90 @@
+"""Reductions of a product's rows, which an epilogue returns beside elements or instead of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_tilekern.plans.gemm.epilogue import Reduction
+
+
+@dataclass(frozen=True)
+class RowReduction:
+    """A result of an epilogue that is reduced over the last dimension of the product.
+
+    Attributes
+    ----------
+    value
+        The value of one element.
+    kind
+        How the values of a row are reduced.
+    """
+
+    value: Any
+    kind: Reduction
+
+
+jax.tree_util.register_dataclass(RowReduction, ("value",), ("kind",))
+
+
+def row_sum(value: Any) -> RowReduction:
+    """Return the sum of each row of the product, as a result of an epilogue.
+
+    The row's elements are those along the last dimension of the product, which the result lacks.
+    Values of 16-bit types are added in float32. The order of addition is fixed.
+
+    Parameters
+    ----------
+    value
+        A scalar that the epilogue computes from one element.
+
+    Examples
+    --------
+    Mean squares for a norm, beside the product:
+
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> x, w = jnp.ones((4, 8)), jnp.ones((8, 16))
+    >>> y, squares = jtk.matmul(x, w, epilogue=lambda y: (y, jtk.row_sum(y * y)))
+    >>> y.shape, squares
+    ((4, 16), Array([1024., 1024., 1024., 1024.], dtype=float32))
+    """
+    return RowReduction(value, "sum")
+
+
+def row_max(value: Any) -> RowReduction:
+    """Return the maximum of each row of the product, as a result of an epilogue.
+
+    As :func:`row_sum`; NaN if a value is NaN.
+    """
+    return RowReduction(value, "max")
+
+
+def row_logsumexp(value: Any) -> RowReduction:
+    """Return ``log(sum(exp(value)))`` of each row of the product, as a result of an epilogue.
+
+    As :func:`row_sum`. Exponentials are taken relative to the maximum, as
+    :func:`jax.nn.logsumexp` does.
+    """
+    return RowReduction(value, "logsumexp")
+
+
+_REDUCTIONS: dict[Reduction, Callable[..., Array]] = {
+    "sum": jnp.sum,
+    "max": jnp.max,
+    "logsumexp": jax.nn.logsumexp,
+}
+
+
+def reduced(values: Array, kind: Reduction) -> Array:
+    """Reduce the last dimension of an array in float32 at least, and return its type."""
+    dtype = values.dtype
+    if jnp.issubdtype(dtype, jnp.floating):
+        values = values.astype(jnp.promote_types(dtype, np.float32))
+    return _REDUCTIONS[kind](values, axis=-1).astype(dtype)
