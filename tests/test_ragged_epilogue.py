@@ -152,6 +152,8 @@ def test_gradients(arrays):
     assert_close(jax.grad(loss(fused), numbers)(*arrays), expected)
 
 
+# The rule is that of products with epilogues.
+@pytest.mark.thorough
 def test_second_order(rng):
     with jax.enable_x64(True):
         shapes = (6, 4), (3, 4, 2), (6, 2), (3, 2), (3, 1)

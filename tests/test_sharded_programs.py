@@ -281,6 +281,14 @@ def test_groups(rng, scheme, transform):
     assert bytes_sent(ours) <= SLACK * bytes_sent(theirs), (collectives(ours), collectives(theirs))
 
 
+def test_sharded_group_sizes(rng):
+    mesh = mesh_of((AUTO, AUTO))
+    sizes = np.asarray(rng.multinomial(ROWS - 3, np.full(GROUPS, 1 / GROUPS)), np.int32)
+    x, w = integers(rng, ROWS, 8), integers(rng, GROUPS, 8, 16)
+    got = jax.jit(jtk.ragged_dot)(x, w, put(mesh, sizes, P("m")))
+    np.testing.assert_array_equal(got, lax.ragged_dot(x, w, jnp.asarray(sizes)))
+
+
 @pytest.mark.parametrize("types", [x for x in MESH_TYPES.values() if EXPLICIT in x], ids=str)
 @pytest.mark.parametrize("scheme", RAGGED)
 @pytest.mark.one_in(3)

@@ -11,6 +11,8 @@ import numpy as np
 from jax import Array, lax
 
 _MOST = np.iinfo(np.int32).max
+_BITS = 10
+_DIGIT = (1 << _BITS) - 1
 
 
 # The function is not inlined, because it has many equations.
@@ -42,17 +44,18 @@ def group_bounds(sizes: Array, rows: Any, offset: Array | None = None, count: An
     count = groups if count is None else count
     first = 0 if offset is None else _clipped(offset.reshape(()), -count, groups)
     sizes = _clipped(sizes, 0, _MOST).astype(np.uint32)
-    shape = (*sizes.shape[:-1], count + 1, groups)
+    # The digits are summed, so that no size overflows the sums of up to two million groups. XLA adds
+    # sums over devices, and would not partition a sum that saturates.
+    digits = jnp.stack([sizes & _DIGIT, sizes >> _BITS & _DIGIT, sizes >> 2 * _BITS])
+    shape = (*digits.shape[:-1], count + 1, groups)
     group = lax.broadcasted_iota(np.int32, shape, len(shape) - 1)
     bound = lax.broadcasted_iota(np.int32, shape, len(shape) - 2)
-    sizes = jnp.where(group - bound < first, sizes[..., None, :], np.uint32(0))
-    # The sums saturate, so that no size overflows them.
-    sums = lax.reduce(sizes, np.uint32(0), _saturating_sum, (len(shape) - 1,))
+    low, middle, high = jnp.where(group - bound < first, digits[..., None, :], np.uint32(0)).sum(-1)
+    middle += low >> _BITS
+    high += middle >> _BITS
+    sums = (high << 2 * _BITS) + ((middle & _DIGIT) << _BITS) + (low & _DIGIT)
+    sums = jnp.where(high >> (31 - 2 * _BITS) > 0, np.uint32(_MOST), sums)
     return jnp.minimum(sums.astype(np.int32), rows)
-
-
-def _saturating_sum(a: Array, b: Array) -> Array:
-    return lax.min(a + b, np.uint32(_MOST))
 
 
 def _clipped(x: Array, low: int, high: int) -> Array:
