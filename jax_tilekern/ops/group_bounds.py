@@ -44,8 +44,8 @@ def group_bounds(sizes: Array, rows: Any, offset: Array | None = None, count: An
     count = groups if count is None else count
     first = 0 if offset is None else _clipped(offset.reshape(()), -count, groups)
     sizes = _clipped(sizes, 0, _MOST).astype(np.uint32)
-    # The digits are summed, so that no size overflows the sums of up to two million groups. XLA adds
-    # sums over devices, and would not partition a sum that saturates.
+    # The digits are summed, so that the sums of up to two million groups do not overflow. XLA does
+    # not partition a sum that saturates.
     digits = jnp.stack([sizes & _DIGIT, sizes >> _BITS & _DIGIT, sizes >> 2 * _BITS])
     shape = (*digits.shape[:-1], count + 1, groups)
     group = lax.broadcasted_iota(np.int32, shape, len(shape) - 1)
