@@ -43,21 +43,21 @@ inline void for_each_of_slot(const float (&values)[kCount], const F& f) {
   }
 }
 
-struct RowSum {
+struct SumOfRow {
   using Partial = float;
   static constexpr float kNeutral = 0.0f;
 
   float sum = 0.0f;
 
-  RowSum() = default;
-  explicit RowSum(Partial partial) : sum(partial) {}
+  SumOfRow() = default;
+  explicit SumOfRow(Partial partial) : sum(partial) {}
 
   template <class Coordinates, int kSlot, int kCount>
   void add(const float (&values)[kCount]) {
     for_each_of_slot<Coordinates, kSlot>(values, [&](float value) { sum += value; });
   }
-  void merge(const RowSum& other) { sum += other.sum; }
-  RowSum shuffled(int mask) const { return RowSum(__shfl_xor_sync(~0u, sum, mask)); }
+  void merge(const SumOfRow& other) { sum += other.sum; }
+  SumOfRow shuffled(int mask) const { return SumOfRow(__shfl_xor_sync(~0u, sum, mask)); }
   Partial partial() const { return sum; }
   float value() const { return sum; }
 };
@@ -69,22 +69,22 @@ inline float max_or_nan(float x, float y) {
   return result;
 }
 
-struct RowMax {
+struct MaxOfRow {
   using Partial = float;
   static constexpr float kNeutral = kNegativeInfinity;
 
   float top = kNeutral;
 
-  RowMax() = default;
-  explicit RowMax(Partial partial) : top(partial) {}
+  MaxOfRow() = default;
+  explicit MaxOfRow(Partial partial) : top(partial) {}
 
   template <class Coordinates, int kSlot, int kCount>
   void add(const float (&values)[kCount]) {
     for_each_of_slot<Coordinates, kSlot>(values,
                                          [&](float value) { top = max_or_nan(top, value); });
   }
-  void merge(const RowMax& other) { top = max_or_nan(top, other.top); }
-  RowMax shuffled(int mask) const { return RowMax(__shfl_xor_sync(~0u, top, mask)); }
+  void merge(const MaxOfRow& other) { top = max_or_nan(top, other.top); }
+  MaxOfRow shuffled(int mask) const { return MaxOfRow(__shfl_xor_sync(~0u, top, mask)); }
   Partial partial() const { return top; }
   float value() const { return top; }
 };
@@ -92,7 +92,7 @@ struct RowMax {
 // The logarithm of a sum of exponentials, relative to a running maximum (Milakov and Gimelshein,
 // arXiv:1805.02867). The maximum is kept finite, so that no difference of infinities occurs: a row
 // of negative infinities has the sum 0, and an infinite value makes the sum infinite.
-struct RowLogSumExp {
+struct LogSumExpOfRow {
   using Partial = float2;
   static constexpr float kNeutral = kNegativeInfinity;
   static constexpr float kLargest = 3.402823466e38f;
@@ -100,8 +100,8 @@ struct RowLogSumExp {
   float top = -kLargest;
   float sum = 0.0f;
 
-  RowLogSumExp() = default;
-  explicit RowLogSumExp(Partial partial) : top(partial.x), sum(partial.y) {}
+  LogSumExpOfRow() = default;
+  explicit LogSumExpOfRow(Partial partial) : top(partial.x), sum(partial.y) {}
 
   template <class Coordinates, int kSlot, int kCount>
   void add(const float (&values)[kCount]) {
@@ -111,12 +111,12 @@ struct RowLogSumExp {
     raise(largest);
     for_each_of_slot<Coordinates, kSlot>(values, [&](float value) { sum += exp(value - top); });
   }
-  void merge(const RowLogSumExp& other) {
+  void merge(const LogSumExpOfRow& other) {
     raise(other.top);
     sum += other.sum * exp(other.top - top);
   }
-  RowLogSumExp shuffled(int mask) const {
-    return RowLogSumExp({__shfl_xor_sync(~0u, top, mask), __shfl_xor_sync(~0u, sum, mask)});
+  LogSumExpOfRow shuffled(int mask) const {
+    return LogSumExpOfRow({__shfl_xor_sync(~0u, top, mask), __shfl_xor_sync(~0u, sum, mask)});
   }
   Partial partial() const { return {top, sum}; }
   float value() const { return top + logf(sum); }

@@ -58,9 +58,9 @@ class _ReductionClass(NamedTuple):
 
 
 _CLASSES: dict[Reduction, _ReductionClass] = {
-    "sum": _ReductionClass("tilekern::RowSum", 4, 1),
-    "max": _ReductionClass("tilekern::RowMax", 4, 1),
-    "logsumexp": _ReductionClass("tilekern::RowLogSumExp", 8, 12),
+    "sum": _ReductionClass("tilekern::SumOfRow", 4, 1),
+    "max": _ReductionClass("tilekern::MaxOfRow", 4, 1),
+    "logsumexp": _ReductionClass("tilekern::LogSumExpOfRow", 8, 12),
 }
 
 
