@@ -59,11 +59,11 @@ def test_errors_grow_by_the_documented_factor(rng):
     a, b = (random(rng, (512, 512), np.float32) for _ in range(2))
     product = functools.partial(jtk.strassen_matmul, a, b, precision=HIGHEST)
     expected = exact(a) @ exact(b)
-    errors = [np.linalg.norm(exact(product(levels=i)) - expected) for i in range(4)]
+    errors = [np.linalg.norm(exact(product(levels=i)) - expected) for i in range(3)]
     # Later levels see more of the growth, for the additions' own error is there from the first.
     for i, error in enumerate(errors):
         assert error <= 4.5**i * errors[0] * 1.5
-    assert errors[3] > errors[0]
+    assert errors[2] > errors[0]
 
 
 def test_the_algorithm_has_seven_products(monkeypatch):
