@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_tilekern.epilogue.cuda_text import CudaText, computed_type
+from jax_tilekern.epilogue.cuda_text import CudaText, Untranslatable, computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
+from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.plans.gemm.contraction import Labels
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, RowReduction
+from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Planner, Rewrite
 
 
 def with_labels(
@@ -154,3 +156,56 @@ def generated_epilogue(
         ragged=ragged,
         reductions=reductions,
     )
+
+
+def planners(
+    factors: int, unfused: Callable[..., list[Array]], kernel: Callable[..., Kernel | str]
+) -> dict[str, Planner]:
+    """Return the planners of a product with an epilogue.
+
+    Parameters
+    ----------
+    factors
+        Number of the product's own operands, which precede those of the epilogue.
+    unfused
+        Computes the product by a kernel, and the epilogue in XLA.
+    kernel
+        ``kernel(factors, operands, text, **params)`` returns a kernel that computes both on a GPU,
+        or why there is none.
+    """
+
+    def after_the_product(reason: str, params: dict[str, Any]) -> Rewrite:
+        return Rewrite(
+            f"the epilogue runs in XLA, after the product: {reason}",
+            functools.partial(unfused, **params),
+        )
+
+    def refusal(*_: Any, **__: Any) -> Fallback | None:
+        return None
+
+    def plan_on_cpu(_: Sequence[Operand], __: Any, **params: Any) -> Rewrite:
+        return after_the_product("XLA fuses it into one pass", params)
+
+    def plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel | Rewrite:
+        function, arrays = params["function"], operands[factors:]
+        try:
+            text = cuda_text(function)
+            for dtype in (*(x.aval.dtype for x in arrays), *function.out_dtypes):
+                computed_type(dtype)
+        except Untranslatable as error:
+            return after_the_product(str(error), params)
+        if params["accumulator"] != accumulator_dtype(operands[0].aval.dtype):
+            return after_the_product(f"no kernel accumulates in {params['accumulator']}", params)
+        found = kernel(operands[:factors], arrays, text, **params)
+        return after_the_product(found, params) if isinstance(found, str) else found
+
+    return {"cpu": Planner(refusal, plan_on_cpu), "cuda": Planner(refusal, plan_on_cuda)}
+
+
+def described(
+    contraction: Any, operand_labels: tuple[Labels, ...], function: ScalarFunction, **_: Any
+) -> str:
+    """Return what ``explain`` calls a product with an epilogue."""
+    names = contraction.names
+    arrays = ("".join(names[x] for x in labels) or "1" for labels in operand_labels)
+    return f"contract {contraction}, {function.name}({', '.join(('accumulator', *arrays))})"

@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
-from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
+from jax_tilekern.epilogue.cuda_text import CudaText
 from jax_tilekern.epilogue.plain_data import from_data, to_data
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
@@ -35,8 +35,10 @@ from jax_tilekern.ops.contraction import (
     state_problem,
 )
 from jax_tilekern.ops.epilogue_rules import (
+    described,
     generated_epilogue,
     jvp_at_pre_activation,
+    planners,
     with_labels,
 )
 from jax_tilekern.ops.labelled_operands import common_type, product_by_lax
@@ -53,8 +55,6 @@ from jax_tilekern.primitives.operation import (
     Operand,
     Operation,
     Params,
-    Planner,
-    Rewrite,
     define,
 )
 from jax_tilekern.primitives.remat import Saved
@@ -351,74 +351,42 @@ def _function_of_sum(
 # Lowering.
 
 
-def _refusal(*_: Any, **__: Any) -> Fallback | None:
-    return None
-
-
-def _plan_on_cpu(_: Sequence[Operand], __: Any, **params: Any) -> Rewrite:
-    return _after_the_product("XLA fuses it into one pass", params)
-
-
-def _plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel | Rewrite:
-    contraction, function = params["contraction"], params["function"]
-    # A kernel whose results are reductions alone stores no element of this type.
-    out_dtype = function.out_dtypes[0] if function.elements else params["accumulator"]
-    factors, arrays = operands[:2], operands[2:]
-    try:
-        text = cuda_text(function)
-        for dtype in (*(x.aval.dtype for x in arrays), *function.out_dtypes):
-            computed_type(dtype)
-    except Untranslatable as error:
-        return _after_the_product(str(error), params)
-    if params["accumulator"] != accumulator_dtype(factors[0].aval.dtype):
-        return _after_the_product(f"no kernel accumulates in {params['accumulator']}", params)
+def _kernel(
+    factors: Sequence[Operand],
+    arrays: Sequence[Operand],
+    text: CudaText,
+    *,
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
+    function: ScalarFunction,
+    precision: Any,
+    accumulator: np.dtype[Any],
+    **_: Any,
+) -> Kernel | str:
     results = function.result_labels(contraction.out)
     problem = state_problem(
         CUDA,
         factors,
         contraction=contraction,
-        precision=params["precision"],
-        out_dtype=out_dtype,
-        further=(*params["operand_labels"], *results[min(1, function.elements) :]),
+        precision=precision,
+        # A kernel whose results are reductions alone stores no element of this type.
+        out_dtype=function.out_dtypes[0] if function.elements else accumulator,
+        further=(*operand_labels, *results[min(1, function.elements) :]),
     )
     if not isinstance(problem, Problem):
-        return _after_the_product(problem.reason, params)
+        return problem.reason
     geometry = problem.product.geometry
     if min(geometry.m, geometry.n) == 1:
-        return _after_the_product("products with a vector write little", params)
+        return "products with a vector write little"
     epilogue = generated_epilogue(
-        text,
-        function,
-        [x.aval.dtype for x in arrays],
-        problem.further_strides,
-        problem.product.geometry.batch,
+        text, function, [x.aval.dtype for x in arrays], problem.further_strides, geometry.batch
     )
     planned = planned_kernel(
         (*problem.operands, *(x.value for x in arrays)),
         plan_matmul,
         problem.product.with_epilogue(epilogue),
     )
-    if isinstance(planned, Fallback):
-        return _after_the_product(planned.reason, params)
-    return planned
-
-
-def _after_the_product(reason: str, params: dict[str, Any]) -> Rewrite:
-    return Rewrite(
-        f"the epilogue runs in XLA, after the product: {reason}",
-        functools.partial(_unfused, **params),
-    )
-
-
-def _described(
-    contraction: Contraction,
-    operand_labels: tuple[Labels, ...],
-    function: ScalarFunction,
-    **_: Any,
-) -> str:
-    names = contraction.names
-    arrays = ("".join(names[x] for x in labels) or "1" for labels in operand_labels)
-    return f"contract {contraction}, {function.name}({', '.join(('accumulator', *arrays))})"
+    return planned.reason if isinstance(planned, Fallback) else planned
 
 
 _bind = define(
@@ -429,11 +397,8 @@ _bind = define(
         jvp=_jvp,
         batch=_batch,
         sharding_rule=_sharding_rule,
-        planners={
-            "cpu": Planner(_refusal, _plan_on_cpu),
-            "cuda": Planner(_refusal, _plan_on_cuda),
-        },
-        describe=_described,
+        planners=planners(2, _unfused, _kernel),
+        describe=described,
         stands_for=_as_dot_general,
         saved=_saved,
         source=_source,

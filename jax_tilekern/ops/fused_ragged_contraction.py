@@ -19,12 +19,14 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding
 
-from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
+from jax_tilekern.epilogue.cuda_text import CudaText
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.epilogue_rules import (
+    described,
     generated_epilogue,
     jvp_at_pre_activation,
+    planners,
     with_labels,
 )
 from jax_tilekern.ops.labelled_operands import broadcasted, common_type
@@ -50,8 +52,6 @@ from jax_tilekern.primitives.operation import (
     Kernel,
     Operand,
     Operation,
-    Planner,
-    Rewrite,
     define,
 )
 
@@ -397,35 +397,27 @@ def _function_of_sum(
 # Lowering.
 
 
-def _refusal(*_: Any, **__: Any) -> Fallback | None:
-    return None
-
-
-def _plan_on_cpu(_: Sequence[Operand], __: Any, **params: Any) -> Rewrite:
-    return _after_the_product("XLA fuses it into one pass", params)
-
-
-def _plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel | Rewrite:
-    contraction, function = params["contraction"], params["function"]
-    arrays = operands[3:]
-    try:
-        text = cuda_text(function)
-        for dtype in (*(x.aval.dtype for x in arrays), *function.out_dtypes):
-            computed_type(dtype)
-    except Untranslatable as error:
-        return _after_the_product(str(error), params)
-    if params["accumulator"] != accumulator_dtype(operands[0].aval.dtype):
-        return _after_the_product(f"no kernel accumulates in {params['accumulator']}", params)
+def _kernel(
+    factors: Sequence[Operand],
+    arrays: Sequence[Operand],
+    text: CudaText,
+    *,
+    contraction: RaggedContraction,
+    operand_labels: tuple[Labels, ...],
+    function: ScalarFunction,
+    precision: Any,
+    **_: Any,
+) -> Kernel | str:
     problem = state_problem(
         CUDA,
-        operands[:3],
+        factors,
         contraction=contraction,
-        precision=params["precision"],
+        precision=precision,
         out_dtype=function.out_dtypes[0],
-        further=(*params["operand_labels"], *(contraction.out,) * (len(text.results) - 1)),
+        further=(*operand_labels, *(contraction.out,) * (len(text.results) - 1)),
     )
     if not isinstance(problem, RaggedProblem):
-        return _after_the_product(problem.reason, params)
+        return problem.reason
     epilogue = generated_epilogue(
         text,
         function,
@@ -439,25 +431,7 @@ def _plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel 
         plan_grouped_gemm,
         problem.product.with_epilogue(epilogue),
     )
-    return _after_the_product(planned.reason, params) if isinstance(planned, Fallback) else planned
-
-
-def _after_the_product(reason: str, params: dict[str, Any]) -> Rewrite:
-    return Rewrite(
-        f"the epilogue runs in XLA, after the product: {reason}",
-        functools.partial(_unfused, **params),
-    )
-
-
-def _described(
-    contraction: RaggedContraction,
-    operand_labels: tuple[Labels, ...],
-    function: ScalarFunction,
-    **_: Any,
-) -> str:
-    names = contraction.names
-    arrays = ("".join(names[x] for x in labels) or "1" for labels in operand_labels)
-    return f"contract {contraction}, {function.name}({', '.join(('accumulator', *arrays))})"
+    return planned.reason if isinstance(planned, Fallback) else planned
 
 
 _bind = define(
@@ -468,11 +442,8 @@ _bind = define(
         jvp=_jvp,
         batch=_batch,
         sharding_rule=_sharding_rule,
-        planners={
-            "cpu": Planner(_refusal, _plan_on_cpu),
-            "cuda": Planner(_refusal, _plan_on_cuda),
-        },
-        describe=_described,
+        planners=planners(3, _unfused, _kernel),
+        describe=described,
         localised=_localised,
         in_float32=lambda **params: {**params, "product": np.dtype(np.float32)},
         function_of_sum=_function_of_sum,
