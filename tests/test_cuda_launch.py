@@ -241,8 +241,10 @@ def test_tensor_maps(rng, swizzle):
 
 _REPLAY = """
 import pathlib, sys
-import jax, numpy as np
+import jax, numpy as np, pytest
+from small_calls import keep_small_calls
 from test_cuda_launch import chain, expected_of_chain
+keep_small_calls(pytest.MonkeyPatch())
 run = jax.jit(chain)
 rng = np.random.default_rng(0)
 alive = []
@@ -562,7 +564,15 @@ def test_exported_program_runs_without_a_compiler(rng, tmp_path):
 
 # -- The same bits every time
 
-_DIGESTS = "import json, test_cuda_launch as t; print(json.dumps(t.digests(1)))"
+_DIGESTS = """
+import json
+import pytest
+from small_calls import keep_small_calls
+from test_cuda_launch import digests
+
+keep_small_calls(pytest.MonkeyPatch())
+print(json.dumps(digests(1)))
+"""
 
 
 def digests(runs):

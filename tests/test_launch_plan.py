@@ -31,6 +31,7 @@ ENTRY = Entry(
     symbol="_Z6kernel",
     registers=32,
     spill_bytes=0,
+    serialized=False,
     shared_memory_bytes=1024,
     max_threads=256,
     parameter_bytes=(8, 8),

@@ -179,7 +179,7 @@ def test_split_operands(source):
         return
     launch, fields = launch_of(one, 3, f"{ROWS}q4I")
     assert fields[12:] == (source.mn, source.k, one.k_padded, lines)
-    assert launch.block == (256 if source.k_major else 512, 1, 1)
+    assert launch.block[0] in ((256,) if source.k_major else (128, 256, 512))
     np.testing.assert_array_equal(
         fields[:11], launch_of(PackPass(source, 4), 2, f"{ROWS}q7I")[1][:11]
     )

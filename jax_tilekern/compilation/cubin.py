@@ -29,6 +29,8 @@ class Entry:
         Registers per thread.
     spill_bytes
         Bytes per thread of registers spilled to and loaded from local memory.
+    serialized
+        Whether ptxas made each wgmma wait for the one before it.
     shared_memory_bytes
         Static shared memory per CTA.
     max_threads
@@ -43,6 +45,7 @@ class Entry:
     symbol: str
     registers: int
     spill_bytes: int
+    serialized: bool
     shared_memory_bytes: int
     max_threads: int
     parameter_bytes: tuple[int, ...]
@@ -83,6 +86,7 @@ def read_entry(name: str, symbol: str, cubin: bytes, report: str) -> Entry:
         symbol=symbol,
         registers=int(usage[3]),
         spill_bytes=int(usage[1]) + int(usage[2]),
+        serialized=re.search(rf"are serialized due to .*'{re.escape(symbol)}'", report) is not None,
         shared_memory_bytes=int(shared[1]) if shared else 0,
         max_threads=max_threads,
         parameter_bytes=parameter_bytes,

@@ -65,9 +65,7 @@ def cuda_text(function: ScalarFunction) -> CudaText:
     jaxpr = function.jaxpr.jaxpr
     names = [f"x{i}" for i in range(len(jaxpr.invars))]
     results = [
-        expression
-        if computed_type(_dtype(atom)) == computed_type(dtype)
-        else f"lax::convert<{computed_type(dtype)}>({expression})"
+        writer.stored(expression, _dtype(atom), dtype)
         for expression, atom, dtype in zip(
             writer.inlined(jaxpr, function.jaxpr.consts, names),
             jaxpr.outvars,
@@ -101,6 +99,8 @@ class _Writer:
         self.instructions = 0
         # The call that a name stands for, unless it is rounded.
         self._calls: dict[str, tuple[str, list[str]]] = {}
+        # What a name is rounded from.
+        self._unrounded: dict[str, str] = {}
 
     def inlined(
         self, jaxpr: compat.Jaxpr, consts: Sequence[Any], operands: Sequence[str]
@@ -137,7 +137,7 @@ class _Writer:
         if name == "one_minus_square":
             one = _literal(np.asarray(1), out.aval.dtype)
             operands = [
-                self._named(out.aval.dtype, _rounded(call, out.aval.dtype))
+                self._named(out.aval.dtype, call)
                 for call in (f"lax::{f}({one}, {operands[0]})" for f in ("add", "sub"))
             ]
         how = translation(name, eqn.params)
@@ -160,7 +160,7 @@ class _Writer:
             function, instructions = TO_16_BITS[function]
             self.instructions += instructions - precise.instructions
         call = f"lax::{function}({', '.join(operands)})"
-        result = self._named(out.aval.dtype, _rounded(call, out.aval.dtype))
+        result = self._named(out.aval.dtype, call)
         if out.aval.dtype not in _SIXTEEN_BITS:
             self._calls[result] = function, operands
         return [result]
@@ -195,12 +195,28 @@ class _Writer:
         if computed == wanted and target not in _SIXTEEN_BITS:
             return operand
         self.instructions += _CONVERSION
-        return self._named(target, _rounded(f"lax::convert<{wanted}>({operand})", target))
+        return self._named(target, f"lax::convert<{wanted}>({operand})")
 
     def _named(self, dtype: np.dtype[Any], expression: str) -> str:
+        """Name an expression, rounded to its type."""
         name = f"v{len(self.statements)}"
-        self.statements.append(f"const {computed_type(dtype)} {name} = {expression};")
+        rounded = _rounded(expression, dtype)
+        self.statements.append(f"const {computed_type(dtype)} {name} = {rounded};")
+        if rounded != expression:
+            self._unrounded[name] = expression
         return name
+
+    def stored(self, expression: str, given: np.dtype[Any], wanted: np.dtype[Any]) -> str:
+        """Return what is stored as ``wanted`` of an expression of the type ``given``.
+
+        A store rounds. If results were rounded before it, ptxas would serialize the MMAs.
+        """
+        if given == wanted and wanted in _SIXTEEN_BITS:
+            return self._unrounded.get(expression, expression)
+        computed = computed_type(wanted)
+        if computed_type(given) == computed:
+            return expression
+        return f"lax::convert<{computed}>({expression})"
 
 
 def _by_reciprocal(eqn: Any, operands: list[str]) -> tuple[str, list[str]]:

@@ -353,6 +353,8 @@ __global__ void __launch_bounds__(config.threads, config.min_blocks)
 }
 
 inline constexpr int kDecideThreads = 1024;
+// Rows that a thread loads at a time.
+inline constexpr int kDecideBatch = 8;
 
 struct DecideShape {
   uint32 lhs_rows;
@@ -368,10 +370,22 @@ struct WorstRow {
 
 inline WorstRow worst_row(const RowFacts& facts, uint32 rows) {
   WorstRow worst = {0, 0x7fffffff};
-#pragma unroll 4
-  for (int64 row = threadIdx.x; row < rows; row += kDecideThreads) {
-    worst.lost = max_of(worst.lost, facts.lost[row]);
-    worst.dense = min_of(worst.dense, facts.dense[row]);
+  for (int64 first = threadIdx.x; first < rows; first += kDecideThreads * kDecideBatch) {
+    // All loads of a batch are issued before the first is used: one CTA hides latency by them
+    // alone.
+    WorstRow loaded[kDecideBatch];
+#pragma unroll
+    for (int i = 0; i < kDecideBatch; ++i) {
+      const int64 row = first + i * kDecideThreads;
+      const bool inside = row < rows;
+      loaded[i].lost = inside ? facts.lost[row] : worst.lost;
+      loaded[i].dense = inside ? facts.dense[row] : worst.dense;
+    }
+#pragma unroll
+    for (int i = 0; i < kDecideBatch; ++i) {
+      worst.lost = max_of(worst.lost, loaded[i].lost);
+      worst.dense = min_of(worst.dense, loaded[i].dense);
+    }
   }
   return worst;
 }

@@ -26,8 +26,9 @@ inline void with_constant(int value, const F& f) {
   f(IntConstant<kFirst>());
 }
 
-// `Mma` is an MMA policy (mma_policy.cuh).
-template <class Mma, WgmmaConfig config, class Pipeline, class Scheduler>
+// `Mma` is an MMA policy (mma_policy.cuh). With `kClears`, accumulators are zeros before the first
+// MMA of each work tile.
+template <class Mma, WgmmaConfig config, class Pipeline, class Scheduler, bool kClears>
 class ConsumerMainloop {
   using State = typename Pipeline::State;
   // Whether a work tile may have no k-tiles.
@@ -46,7 +47,7 @@ class ConsumerMainloop {
   template <class InFlight, class AllIssued>
   void run(State& state, const Scheduler& scheduler, const InFlight& in_flight,
            const AllIssued& all_issued) {
-    if constexpr (!Mma::kInPlace || kMayBeEmpty) mma_.clear();
+    if constexpr (kClears || !Mma::kInPlace || kMayBeEmpty) mma_.clear();
     if constexpr (Scheduler::kPartialK) {
       // Whole MMA steps are left out, and what is left of the first step that is not is cleared.
       const int rest = scheduler.skipped_k() % kMmaStep;

@@ -39,7 +39,10 @@ class WgmmaMatmul {
   using Mma = WarpgroupMma<Lhs, Rhs, config>;
   using Pipeline = MainloopPipeline<config, Mma::kStageBytes>;
   using Producer = TmaProducer<Lhs, Rhs, config, Pipeline, Scheduler>;
-  using Mainloop = ConsumerMainloop<Mma, config, Pipeline, Scheduler>;
+  // With two copies of the loop's body, ptxas serializes the MMAs (C7515) where they would
+  // overwrite what an epilogue has left in the accumulators.
+  static constexpr bool kClears = Mma::kFragmentSets == 2 && !kSame<Epilogue, IdentityEpilogue>;
+  using Mainloop = ConsumerMainloop<Mma, config, Pipeline, Scheduler, kClears>;
   using Order = OrderedBarrier<config.consumers>;
   using Store = TileStore<Out, config, typename Mma::Coordinates::Layout, Scheduler::kPartialN>;
   static constexpr int kRowBlocks = config.consumer_m() / 64;

@@ -22,6 +22,8 @@ PARTS = 2
 _PART_BYTES = 2
 # A warp walks shorter rows, and a CTA longer ones.
 _LONG_ROW = 2048
+# Half a warp: the other half works on the same rows.
+_MOST_ROW_LANES = 16
 
 
 @dataclass(frozen=True)
@@ -96,15 +98,27 @@ class SplitPass:
 
     @property
     def _threads(self) -> int:
-        return 256 if self.operand.k_major else 512
+        if self.operand.k_major:
+            return 256
+        # As many as a short row of k has work for.
+        wanted = self._row_lanes * self.k_padded // 4
+        return next((threads for threads in (128, 256) if threads >= wanted), 512)
 
     @property
     def _row_lanes(self) -> int:
         operand = self.operand
         if operand.k_major:
             return 1 if operand.k > _LONG_ROW else 8
-        # 16 rows a CTA, or 8, which still fill whole sectors, where that takes more SMs.
-        return 4 if self.rows >= 16 * self.gpu.sm_count else 2
+        # 16 rows a CTA, or 8, which still fill whole sectors, where that takes more SMs. More rows
+        # where one step of 512 threads would go beyond a short k.
+        lanes = 4 if self.rows >= 16 * self.gpu.sm_count else 2
+        while (
+            lanes < _MOST_ROW_LANES
+            and 512 // lanes * 4 > self.k_padded
+            and self.rows >= 16 * lanes * self.gpu.sm_count
+        ):
+            lanes *= 2
+        return lanes
 
     def launch(self, compiled: Compiled, source: Buffer, parts: Buffer, facts: Buffer) -> Launch:
         """Return the launch, given what ``kernel`` was compiled to and the buffers.
