@@ -19,6 +19,7 @@ from benchmarks import (
     sharded,
     strassen,
     tune,
+    xla_cost,
 )
 from benchmarks.calls.operations import OPERATIONS
 from benchmarks.errors import BenchmarkError
@@ -41,6 +42,7 @@ _COMMANDS: dict[str, Command] = {
     "report": report,
     "overview": overview,
     "machine_code": machine_code,
+    "xla_cost": xla_cost,
 }
 
 

@@ -7,10 +7,11 @@ from products import H100, product_of
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gemm.xla import (
     left_to_xla,
-    small_left_to_xla,
+    predicted_to_be_xlas,
     small_sum_left_to_xla,
     sum_left_to_xla,
 )
+from jax_tilekern.plans.gemm.xla_cost import load_costs, xla_microseconds
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.reduction.problem import Reduction
 
@@ -23,22 +24,9 @@ NEITHER = {"lhs_k_major": False}
 @pytest.mark.parametrize(
     ("words", "left", "ours"),
     [
-        ("float64", ("f64", 2048, 2048, 2048), ("f64", 512, 2048, 2048)),
-        ("short vectors", ("f32", 1, 1, 10**6, K_MAJOR), ("bf16", 1, 1, 10**6, K_MAJOR)),
+        ("short vectors", ("bf16", 1, 1, 10**6, K_MAJOR), ("bf16", 1, 1, 10**8, K_MAJOR)),
         ("a matrix's columns", ("bf16", 1, 14336, 4096), ("bf16", 1, 14336, 4096, K_MAJOR)),
         ("a matrix's columns", ("f32", 1, 8192, 8192), ("f32", 1, 8191, 8191)),
-        (
-            "batched products",
-            ("bf16", 2048, 2048, 128, {"batch": (128,), **K_MAJOR}),
-            ("bf16", 512, 512, 512, {"batch": (64,)}),
-        ),
-        (
-            "two transposed operands",
-            ("bf16", 4096, 16384, 64, NEITHER),
-            ("bf16", 4096, 16384, 16384, NEITHER),
-        ),
-        ("a small matrix", ("bf16", 32768, 512, 512), ("bf16", 32768, 1024, 1024)),
-        ("so few rows", ("bf16", 128, 14336, 4096), ("bf16", 128, 4096, 14336)),
         ("k-major operands", ("fp8_fast", 4096, 4096, 4096, K_MAJOR), ("fp8", 4096, 4096, 4096)),
     ],
 )
@@ -54,37 +42,63 @@ def test_products(words, left, ours):
 
 
 @pytest.mark.parametrize(
-    ("words", "left", "ours"),
+    ("left", "ours"),
     [
+        # Short k, few results, large float64 products, plain float32 of small matrices.
         (
-            "so short a k",
             ("tf32", 16, 16, 16, {"batch": (16384,)}),
-            ("tf32", 64, 64, 65, {"batch": (16384,)}),
+            ("tf32", 256, 255, 512, {"batch": (256,)}),
         ),
-        ("so few results", ("f16", 40, 73, 7724), ("f16", 128, 128, 65536)),
-        # Neither: cuBLAS and Triton take as long.
-        ("so short a k", ("bf16", 64, 64, 16), ("bf16", 256, 256, 256)),
+        (("f16", 40, 73, 7724), ("f16", 128, 128, 65536)),
+        (("bf16", 64, 64, 16), ("bf16", 4095, 4095, 4095)),
+        (("bf16", 4096, 4096, 4096), ("bf16", 4096, 4096, 4100)),
+        (("bf16", 2048, 2048, 128, {"batch": (128,)}), ("bf16", 511, 511, 512, {"batch": (64,)})),
+        (("bf16", 4096, 16384, 64, NEITHER), ("tf32", 4096, 4096, 4096, NEITHER)),
+        (("f64", 2048, 2048, 2048), ("int8", 2048, 2048, 2048)),
+        (("f32", 64, 256, 128), ("f32", 2048, 2048, 2048)),
+        # XLA pads and transposes larger float8 operands.
+        (("fp8_fast", 64, 64, 64), ("fp8_fast", 512, 512, 64)),
     ],
 )
-def test_small_products(words, left, ours):
+def test_products_that_are_predicted_to_be_xlas(left, ours):
     def reason(arithmetic, m, n, k, layout=None):
         product = product_of(arithmetic, m, n, k, **(layout or {}))
-        return small_left_to_xla(product, candidates(product, H100)[0].cycles, H100)
+        return predicted_to_be_xlas(product, candidates(product, H100)[0].cycles, H100)
 
-    assert words in reason(*left)
+    assert "predicted to take" in reason(*left)
     assert reason(*ours) is None
     product = product_of("bf16", 64, 64, 16)
-    assert small_left_to_xla(product, 1e9, A100) is None
+    assert predicted_to_be_xlas(product, 1e9, A100) is None
+
+
+def test_costs_grow_with_sizes():
+    """XLA's predicted time does not fall by more than a split's overhead where a size grows."""
+    for arithmetic in ("bf16", "tf32", "int8", "fp8", "f32", "f64"):
+        sizes = [512, 512, 512]
+        for i in range(3):
+            larger = [4 * size if i == j else size for j, size in enumerate(sizes)]
+            least, most = (
+                xla_microseconds(product_of(arithmetic, *x), H100, load_costs())
+                for x in (sizes, larger)
+            )
+            assert least < most < 8 * least
+
+
+def test_constants_of_costs_are_complete():
+    costs = load_costs()
+    assert costs.with_values(costs.values()) == costs
+    assert all(x > 0 for x in costs.values())
 
 
 def test_short_products_with_a_vector():
     def reason(arithmetic, *sizes, batch):
         product = product_of(arithmetic, *sizes, batch=batch)
-        return small_left_to_xla(product, 1e4, H100)
+        return predicted_to_be_xlas(product, 1e4, H100)
 
     assert "with a vector" in reason("bf16", 1, 512, 128, batch=(16,))
-    assert reason("bf16", 1, 512, 128, batch=()) is None
-    assert reason("tf32", 1, 512, 128, batch=(16,)) is None
+    assert "with a vector" in reason("f32", 1, 64, 64, batch=())
+    assert "vectors of 7 elements" in reason("f32", 1, 64, 7, batch=(10**6,))
+    assert reason("tf32", 1, 512, 2048, batch=(16,)) is None
     assert reason("bf16", 1, 4096, 4096, batch=(16,)) is None
 
 
@@ -96,9 +110,15 @@ def reduction(lines, k, dtype):
 def test_sums():
     assert "totals" in sum_left_to_xla(reduction(1, 10**8, np.float32), H100)
     assert "rows of 64 bytes" in sum_left_to_xla(reduction(4096, 16, np.float32), H100)
-    for ours in (reduction(1, 10**9, np.int8), reduction(4096, 4096, np.float32)):
-        assert sum_left_to_xla(ours, H100) is None
+    assert "totals" in sum_left_to_xla(reduction(1, 10**9, np.int8), H100)
+    assert sum_left_to_xla(reduction(4096, 4096, np.float32), H100) is None
     assert sum_left_to_xla(reduction(1, 10**8, np.float32), A100) is None
+
+
+def test_short_sums():
+    assert "short sums" in small_sum_left_to_xla(reduction(100, 1000, np.float32), H100)
+    assert small_sum_left_to_xla(reduction(4096, 4096, np.float32), H100) is None
+    assert small_sum_left_to_xla(reduction(100, 1000, np.float32), A100) is None
 
 
 def test_short_sums_over_columns():
@@ -106,6 +126,6 @@ def test_short_sums_over_columns():
         reduction = Reduction((), count, k, (1, count), None, (1,), F32, F32, F32)
         return small_sum_left_to_xla(reduction, H100)
 
-    assert "columns of 600" in columns(600, 1000)
-    assert columns(4096, 1000) is None
+    assert "columns of 600" in columns(600, 8000)
+    assert columns(4096, 8000) is None
     assert columns(600, 100_000) is None

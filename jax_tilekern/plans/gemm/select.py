@@ -16,7 +16,7 @@ from jax_tilekern.plans.gemm.sm80.candidates import MMA
 from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
 from jax_tilekern.plans.gemm.sm90.emulated import EMULATED
 from jax_tilekern.plans.gemm.vector_product import vector_product_candidates
-from jax_tilekern.plans.gemm.xla import left_to_xla, small_left_to_xla
+from jax_tilekern.plans.gemm.xla import left_to_xla, predicted_to_be_xlas
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.tuned import tuned_plan
@@ -30,8 +30,8 @@ def candidates(product: Product, gpu: Gpu) -> list[CostedCandidate] | NoKernel:
     if vectors:
         # Memory is the limit, and tensor cores gain nothing.
         return [*vectors]
-    if product.geometry.m == product.geometry.n == 1 and product.arithmetic == "tf32":
-        return NoKernel("vectors that are no rows have no kernel, and XLA does not round to TF32")
+    if product.geometry.m == product.geometry.n == 1 and product.epilogue is None:
+        return NoKernel("dot products of vectors that are no rows have no kernel")
     return ranked_candidates(_FAMILIES, product, gpu)
 
 
@@ -52,5 +52,5 @@ def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
         return tuned
     if product.epilogue is not None:
         return fused_plan(found, gpu)
-    reason = left_to_xla(product, gpu) or small_left_to_xla(product, found[0].cycles, gpu)
+    reason = left_to_xla(product, gpu) or predicted_to_be_xlas(product, found[0].cycles, gpu)
     return NoKernel(reason) if reason else found[0].plan(gpu)
