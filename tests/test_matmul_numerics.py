@@ -1,5 +1,6 @@
 """Every type, major order and awkward shape, against float64."""
 
+import contextlib
 import itertools
 from functools import partial
 
@@ -67,6 +68,17 @@ def test_types_majors_shapes(rng, lhs, rhs, out, subscripts):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("by", [contextlib.nullcontext, jtk.disabled], ids=["kernels", "XLA"])
+@pytest.mark.parametrize("out", [np.int8, np.int32])
+def test_int8_over_a_short_k(rng, by, out):
+    """XLA's products of int8 into int32 over 2, 3 or 5 elements are wrong on GPUs (jax 0.11.2)."""
+    for k in (1, 2, 3, 5, 7, 16, 17):
+        a, b = random(rng, (4, k), np.int8), random(rng, (k, 6), np.int8)
+        with by():
+            found = jax.jit(partial(jtk.matmul, preferred_element_type=out))(a, b)
+        np.testing.assert_array_equal(found, (exact(a) @ exact(b)).astype(np.int32).astype(out))
+
+
 @pytest.mark.parametrize("out", [np.int8, np.int16])
 def test_integer_results_wrap_as_in_lax(rng, out):
     a, b = random(rng, (33, 65), np.int8), random(rng, (65, 17), np.int8)

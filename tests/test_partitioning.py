@@ -96,16 +96,16 @@ def test_shardings_are_digits_and_back(shape):
 def test_what_is_split_alike_stays():
     split = split_of(product(64, 64, 64), (2,), (1,), (0,), (None,))
     assert split.digits[K] == (0,)
-    assert split.summed == ((0,),)
+    assert [x.reduced for x in split.results] == [(0,)]
     assert split.operand_digits == (((), (0,)), ((0,), ()))
 
 
 def test_a_sum_is_scattered_where_the_result_is_split():
     split = split_of(product(64, 64, 64), (2, 2), (0, 1), (None, 0), (0, 1))
     assert split.digits == {M: (0,), K: (1,), N: ()}
-    assert split.scattered == (((), (1,)),)
-    assert split.result_digits == (((0,), (1,)),)
-    assert not any(split.summed)
+    assert split.results[0].scattered == ((), (1,))
+    assert split.results[0].digits == ((0,), (1,))
+    assert not any(x.reduced for x in split.results)
 
 
 def test_the_smaller_operand_is_gathered():
@@ -119,13 +119,74 @@ def test_the_smaller_operand_is_gathered():
 
 def test_a_digit_that_changes_dimension_is_an_all_to_all():
     # Weights are larger than what passes through them, and both have the same axis.
-    split = split_of(product(64, 4096, 4096), (2,), (0,), (0,), (0,))
+    rule = product(64, 4096, 4096)
+    split = split_of(rule, (2,), (0,), (0,), (0,))
+    assert split.digits[K] == (0,)
+    assert split.operand_digits == (((), (0,)), ((0,), ()))
+    assert split.operand_moves == ((), ())
+    assert split.results[0].scattered == ((0,), ())
+    now = (Digit(0, 1),)
+    assert split.described([now, now]) == f"{K} in 2, all-to-all, reduce-scatter"
+
+
+def test_the_local_program_moves_what_xla_would_gather():
+    """XLA gathers an array that has copies before and after."""
+    split = split_of(product(64, 4096, 4096), (2, 2), (0, None), (0, None), (0, None))
     assert split.digits[K] == (0,)
     ((move,), ()) = split.operand_moves
     assert move.digits == (0,)
     assert (move.source, move.target, move.whole) == (0, 1, False)
     assert split.operand_digits[0] == ((0,), ())
-    assert split.scattered == (((0,), ()),)
+    assert split.results[0].scattered == ((0,), ())
+
+
+def test_digits_that_are_chosen_together():
+    """An operand is gathered over one axis after the other for more bytes than the sum has."""
+    split = split_of(product(32, 128, 32), (2, 2, 2), (1, 1, 1), (None,) * 3, (None,) * 3)
+    assert split.digits == {M: (), K: (0, 1, 2), N: ()}
+    assert [x.reduced for x in split.results] == [(0, 1, 2)]
+
+
+PRODUCTS = [
+    (((M, K), (K, N)), (M, N)),
+    (((3, M, K), (3, K, N)), (3, M, N)),
+    (((3, M, 4, K), (3, N, 4, K)), (3, 4, M, N)),
+]
+
+
+@pytest.mark.parametrize(("operands", "result"), PRODUCTS, ids=str)
+@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.one_in(10)
+def test_a_label_has_one_order_in_every_operand(operands, result, seed):
+    """Digits that operands move to it from other dimensions included."""
+    rng = np.random.default_rng(seed)
+    radix = (2,) * int(rng.integers(1, 5))
+
+    def digits(dims):
+        weights = dict.fromkeys(range(len(dims)), 1)
+        found = {}
+        for a in rng.permutation(len(radix)).tolist():
+            dim = int(rng.integers(-1, len(dims)))
+            found[a] = None if dim < 0 else Digit(dim, weights[dim])
+            if dim >= 0:
+                weights[dim] *= 2
+        return tuple(found[a] for a in range(len(radix)))
+
+    labels = sorted({x for dims in operands for x in dims})
+    sizes = {x: int(rng.choice([16, 32, 64, 128])) for x in labels}
+    rule = ShardingRule(operands, (result,), sizes, flops=2 * math.prod(sizes.values()))
+    nbytes = [4 * math.prod(sizes[x] for x in dims) for dims in (*operands, result)]
+    now = [digits(dims) for dims in operands]
+    split = choose_split(rule, radix, now, [digits(result)], nbytes[:2], nbytes[2:])
+    moves = split.operand_moves
+    for dims, taken, own in zip(operands, split.operand_digits, moves, strict=True):
+        held = list(taken)
+        for move in own:
+            if not move.whole:
+                assert held[move.source][-len(move.digits) :] == move.digits
+                held[move.source] = held[move.source][: -len(move.digits)]
+            held[move.target] = (*held[move.target], *move.digits)
+        assert held == [split.digits[label] for label in dims]
 
 
 def test_large_products_are_not_computed_twice():
@@ -172,11 +233,52 @@ def test_results_that_are_sums_split_what_each_of_them_lacks():
     read = [(rows, none), (none, columns), (rows, columns)]
     split = choose_split(rule, (2, 2), read, read[:2], [256] * 3, [256] * 2)
     assert split.digits == {M: (0,), N: (1,)}
-    assert split.summed == ((1,), (0,))
+    assert [x.reduced for x in split.results] == [(1,), (0,)]
     assert split.operand_digits == (((0,), ()), ((), (1,)), ((0,), (1,)))
     uneven = dataclasses.replace(rule, sizes={M: 7, N: 8})
     split = choose_split(uneven, (2, 2), read, read[:2], [256] * 3, [256] * 2)
     assert split.digits == {M: (), N: (1,)}
+
+
+def test_reductions_of_a_split_label_are_combined():
+    rule = ShardingRule(
+        ((M, K), (K, N)),
+        ((M, N), (M,), (M,)),
+        {M: 64, K: 64, N: 64},
+        flops=2.0 * 64**3,
+        epilogue_from=2,
+        reduced=frozenset({N}),
+        combined_by=("sum", "max", "sum"),
+    )
+    assert rule.splittable == {M, K, N}
+    assert rule.reductions == (K,)
+    columns, rows, none = Digit(1, 1), Digit(0, 1), None
+    sizes = [2**14] * 2, [2**14, 2**8, 2**8]
+    split = choose_split(rule, (2,), [(none,), (columns,)], [(columns,), (none,), (none,)], *sizes)
+    assert split.digits == {M: (), K: (), N: (0,)}
+    assert split.sum is None
+    assert [x.reduced for x in split.results] == [(), (0,), (0,)]
+    # A sum is scattered where its result is split, and a maximum is not.
+    split = choose_split(rule, (2,), [(none,), (columns,)], [(columns,), (rows,), (rows,)], *sizes)
+    assert [x.scattered for x in split.results] == [((), ()), ((),), ((0,),)]
+    assert [x.reduced for x in split.results] == [(), (0,), ()]
+    # Terms of the product are added first; the reductions follow.
+    split = choose_split(
+        rule,
+        (2, 2),
+        [(columns, none), (rows, columns)],
+        [(none, columns), (none, none), (none, none)],
+        *sizes,
+    )
+    assert split.digits == {M: (), K: (0,), N: (1,)}
+    assert split.sum.reduced == (0,)
+    assert [x.reduced for x in split.results] == [(), (1,), (1,)]
+    # Padding would be reduced.
+    uneven = dataclasses.replace(rule, sizes={M: 64, K: 64, N: 63})
+    split = choose_split(
+        uneven, (2,), [(none,), (columns,)], [(columns,), (none,), (none,)], *sizes
+    )
+    assert N not in split.digits or split.digits[N] == ()
 
 
 @pytest.mark.parametrize(

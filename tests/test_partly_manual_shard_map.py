@@ -86,6 +86,13 @@ def operands(rng, shapes):
     return [a @ a.mT / 4 + np.eye(4, dtype=np.float32), *(integers(rng, *s) for s in shapes[1:])]
 
 
+@pytest.fixture(autouse=True)
+def plain_float32():
+    """What is compared runs on a GPU where there is one."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 # The types of the mesh's axes, and which axis splits columns. JAX refuses an explicit one for some.
 LAYOUTS = {
     f"{name}, columns over {along}": (types, along)
@@ -217,6 +224,41 @@ def test_gradients_send_no_more_bytes_than_jaxs(rng, name, along):
 
             gradient = jax.grad(loss, tuple(range(len(args))))
             programs.append(jax.jit(gradient).lower(*args).compile())
+    theirs, mine = programs
+    assert bytes_sent(mine) <= SLACK * bytes_sent(theirs), (collectives(mine), collectives(theirs))
+
+
+@pytest.mark.parametrize("transform", ["forward", "gradient"])
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (P("d", None, "m"), P(("d", "m"))),
+        (P("d", None, None, "m"), P(("d", "m"))),
+        (P(("d", "m")), P("d", "m")),
+    ],
+    ids=str,
+)
+def test_einsum_sends_no_more_bytes_than_jaxs(rng, specs, transform):
+    """The other axis of the mesh splits the batch of one operand further."""
+    mesh = mesh_of((AUTO, AUTO))
+    arrays = operands(rng, CALLS["einsum"][1])
+    programs = []
+    with jax.set_mesh(mesh):
+        args = [put(mesh, x, spec) for x, spec in zip(arrays, specs, strict=True)]
+        for module in (jnp, jtk):
+            mapped = jax.shard_map(
+                functools.partial(module.einsum, "bhqk,bkhd->bqhd"),
+                mesh=mesh,
+                in_specs=P("d"),
+                out_specs=P("d"),
+                axis_names={"d"},
+            )
+
+            def loss(*args, mapped=mapped):
+                return (mapped(*args) ** 2).sum()
+
+            program = mapped if transform == "forward" else jax.grad(loss, (0, 1))
+            programs.append(jax.jit(program).lower(*args).compile())
     theirs, mine = programs
     assert bytes_sent(mine) <= SLACK * bytes_sent(theirs), (collectives(mine), collectives(theirs))
 

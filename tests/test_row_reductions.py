@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import BF16, UNIT_ROUNDOFF, check_derivatives, exact, random
-from sharded import AUTO, bytes_sent, collectives, devices, mesh_of
+from sharded import AUTO, EXPLICIT, bytes_sent, collectives, devices, mesh_of
 
 import jax_tilekern as jtk
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
@@ -131,28 +132,276 @@ def test_vmap(rng, x64, axes):
         close(x, y, 1e-12)
 
 
-@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+# Sharded.
+
+ROWS, INNER, COLUMNS = 64, 128, 256
+SCHEMES = {
+    "rows": (P("d"), P(), P()),
+    "columns": (P(), P(None, "m"), P("m")),
+    "columns over both axes": (P(), P(None, ("d", "m")), P()),
+    "rows and columns": (P("d"), P(None, "m"), P("m")),
+    "contracted": (P(None, "m"), P("m"), P()),
+    "contracted and columns": (P(None, "d"), P("d", "m"), P("m")),
+    "contracted and rows": (P("d", "m"), P("m"), P()),
+}
+needs_devices = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+
+
+def every_kind(x, w, bias, elements=True):
+    def epilogue(y, bias):
+        rows = jtk.row_logsumexp(y + bias), jtk.row_sum(y * bias), jtk.row_max(y - bias)
+        return (y + bias, *rows) if elements else rows
+
+    return jtk.matmul(x, w, epilogue=epilogue, operands=(bias,), precision=HIGHEST)
+
+
+def every_kind_by_jax(x, w, bias, elements=True):
+    y = jnp.matmul(x, w, precision=HIGHEST)
+    rows = jax.nn.logsumexp(y + bias, axis=-1), (y * bias).sum(-1), (y - bias).max(-1)
+    return (y + bias, *rows) if elements else rows
+
+
+def drawn(rng, *batch):
+    shapes = ((*batch, ROWS, INNER), (INNER, COLUMNS), (COLUMNS,))
+    return [0.1 * random(rng, shape, np.float32) for shape in shapes]
+
+
+def put(mesh, arrays, specs):
+    return [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
+
+
+def assert_within_bounds(found, x, w, bias, elements=True):
+    """Compare with float64, within the bound of a sum over the contraction and over a row."""
+    x, w, bias = map(exact, (x, w, bias))
+    y, terms = x @ w, np.abs(x) @ np.abs(w) + np.abs(bias)
+    unit = 2 * (INNER + COLUMNS) * UNIT_ROUNDOFF[np.dtype(np.float32)]
+    of_element, of_sum = unit * (1 + terms.max()), unit * (terms * np.abs(bias)).sum(-1).max()
+    expected = [
+        (y + bias, of_element),
+        (KINDS["logsumexp"][1](y + bias), of_element),
+        ((y * bias).sum(-1), of_sum),
+        ((y - bias).max(-1), of_element),
+    ]
+    for mine, (true, bound) in zip(found, expected[not elements :], strict=True):
+        assert np.abs(np.asarray(mine, np.float64) - true).max() <= bound
+
+
+@needs_devices
+@pytest.mark.parametrize("elements", [True, False], ids=["elements", "reductions alone"])
+@pytest.mark.parametrize("specs", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.one_in(2)
+def test_sharded(rng, specs, elements):
+    """Devices reduce the columns that they have, and send no more than JAX's program does."""
+    args = drawn(rng)
+    placed = put(mesh_of((AUTO, AUTO)), args, specs)
+
+    def compiled(call):
+        return jax.jit(lambda *xs: call(*xs, elements)).lower(*placed).compile()
+
+    ours, jaxs = compiled(every_kind), compiled(every_kind_by_jax)
+    assert_within_bounds(ours(*placed), *args, elements)
+    assert bytes_sent(ours) <= 1.05 * bytes_sent(jaxs), collectives(ours)
+    assert {x.kind for x in collectives(ours)} <= {"all-reduce"}
+
+
+@needs_devices
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="explain compiles for its own platform")
 @pytest.mark.parametrize(
-    ("specs", "moved"),
+    ("scheme", "partition", "columns"),
     [
-        ((P("d"), P(), P()), 0),
-        ((P("d", "m"), P("m"), P()), None),
-        ((P("d"), P(None, "m"), P("m")), None),
+        ("columns", "n in 4, all-reduce", 64),
+        ("rows and columns", "m in 2, n in 4, all-reduce", 64),
+        # The epilogue is not linear, so the terms of the product are added first.
+        ("contracted and columns", "n in 4, k in 2, all-reduce, the epilogue after the sum", 64),
+        ("contracted", "k in 4, all-reduce, the epilogue after the sum", 256),
     ],
 )
-def test_sharded(rng, specs, moved):
+def test_explain_shows_the_part_of_each_device(rng, scheme, partition, columns):
+    placed = put(mesh_of((AUTO, AUTO)), drawn(rng), SCHEMES[scheme])
+    call, *_ = jtk.explain(every_kind, *placed, platform="cpu")
+    assert sorted(call.partition.split(", ")) == sorted(partition.split(", "))
+    assert call.operands[1].endswith(f",{columns}]")
+
+
+@needs_devices
+@pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16, np.float64])
+def test_sharded_nan_and_infinities(x64, dtype):
+    """What one device has reaches the results of all."""
+    columns = 16
+    values = np.zeros((13, columns))
+    for row, column in enumerate(range(0, columns, 4)):  # The first column of each device.
+        values[row, column] = np.nan
+    values[4, 5], values[5, 5] = np.inf, -np.inf
+    values[6] = -np.inf
+    values[7, 4:] = -np.inf
+    values[8, [0, 12]] = np.inf, -np.inf
+    values[9] = -6e4
+    values[10, [3, 13]] = np.inf, np.nan
+    values[11] = np.array([-np.inf, np.nan]).repeat(columns // 2)
+    values[12] = -np.float64(np.nan)
     mesh = mesh_of((AUTO, AUTO))
-    args = [random(rng, shape, np.float32) for shape in ((16, 8), (8, 24), (24,))]
-    placed = [
-        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)
-    ]
-    program = jax.jit(calls).lower(*placed).compile()
-    for x, y in zip(program(*placed), unfused(*args), strict=True):
-        close(x, y, 1e-4)
-    if moved is not None:
-        assert bytes_sent(program) == moved
-    # Partial products are added once, and nothing as large as lhs is gathered.
-    assert sum(x.kind == "all-reduce" for x in collectives(program)) <= 1
+    sharded = NamedSharding(mesh, P(None, "m"))
+    a, b = jnp.zeros((13, 2), dtype), jax.device_put(jnp.zeros((2, columns), dtype), sharded)
+
+    def epilogue(y, x):
+        value = y.astype(x.dtype) + x
+        return jtk.row_sum(value), jtk.row_max(value), jtk.row_logsumexp(value)
+
+    program = jax.jit(lambda *xs: jtk.matmul(*xs[:2], epilogue=epilogue, operands=xs[2:]))
+    args = a, b, jax.device_put(jnp.asarray(values, dtype), sharded)
+    compiled = program.lower(*args).compile()
+    assert {x.kind for x in collectives(compiled)} == {"all-reduce"}
+    values = exact(args[2])
+    with np.errstate(all="ignore"):
+        expected = values.sum(-1), values.max(-1), jax.nn.logsumexp(values, -1)
+    rounding = {2: 1e-2, 4: 1e-5, 8: 1e-12}[np.dtype(dtype).itemsize]
+    for x, y in zip(compiled(*args), expected, strict=True):
+        assert x.dtype == dtype
+        with np.errstate(all="ignore"):
+            y = np.asarray(np.asarray(y).astype(dtype), np.float64)
+        np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=rounding)
+
+
+@needs_devices
+@pytest.mark.parametrize("contracted", [False, True])
+def test_sharded_reductions_of_16_bits_are_rounded_once(rng, contracted):
+    """Sums of small integers are exact in float32, and those of a device's part not in bfloat16."""
+    x, w = (jnp.asarray(rng.integers(0, 3, shape), BF16) for shape in ((ROWS, 8), (8, COLUMNS)))
+    specs = (P(None, "d"), P("d", "m")) if contracted else (P(), P(None, "m"))
+    placed = put(mesh_of((AUTO, AUTO)), (x, w), specs)
+    epilogue = lambda y: jtk.row_sum(y.astype(BF16))  # noqa: E731
+    found = jax.jit(lambda x, w: jtk.matmul(x, w, epilogue=epilogue))(*placed)
+    np.testing.assert_array_equal(found, (exact(x) @ exact(w)).sum(-1).astype(BF16))
+
+
+@needs_devices
+@pytest.mark.parametrize("kind", [np.int32, np.uint8, np.bool_])
+def test_sharded_reductions_of_integers(rng, kind):
+    x, w = (rng.integers(-9, 9, shape).astype(np.int8) for shape in ((ROWS, 8), (8, COLUMNS)))
+    placed = put(mesh_of((AUTO, AUTO)), (x, w), (P(), P(None, "m")))
+
+    def epilogue(y):
+        value = y > 0 if kind == np.bool_ else y.astype(kind)
+        return jtk.row_sum(value), jtk.row_max(value)
+
+    def call(x, w):
+        return jtk.matmul(x, w, epilogue=epilogue, preferred_element_type=np.int32)
+
+    for mine, whole in zip(jax.jit(call)(*placed), call(x, w), strict=True):
+        np.testing.assert_array_equal(mine, whole)
+
+
+@needs_devices
+@pytest.mark.parametrize("elements", [True, False], ids=["elements", "reductions alone"])
+@pytest.mark.parametrize("specs", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.one_in(4)
+def test_sharded_gradients(rng, x64, specs, elements):
+    args = drawn(rng)
+    placed = put(mesh_of((AUTO, AUTO)), args, specs)
+
+    def gradients(call):
+        def loss(*xs):
+            return sum(jnp.sum(jnp.sin(x)) for x in call(*xs, elements))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))
+
+    ours, jaxs = (gradients(f).lower(*placed).compile() for f in (every_kind, every_kind_by_jax))
+    expected = gradients(every_kind_by_jax)(*map(exact, args))
+    for x, y in zip(ours(*placed), expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5 * np.abs(y).max())
+    assert bytes_sent(ours) <= 1.05 * bytes_sent(jaxs), collectives(ours)
+
+
+@needs_devices
+@pytest.mark.parametrize("mapped", [(0, None, None), (None, 0, None), (0, None, 1)], ids=str)
+def test_sharded_vmap(rng, x64, mapped):
+    """The mapped axis is one more dimension, and devices reduce their columns as before."""
+    specs = [P("d"), P(None, "m"), P("m")]
+    args = drawn(rng)
+    for i, axis in enumerate(mapped):
+        if axis is not None:
+            args[i] = jnp.stack([args[i], -args[i], 2 * args[i]], axis)
+            specs[i] = P(*specs[i][:axis], None, *specs[i][axis:])
+    placed = put(mesh_of((AUTO, AUTO)), args, specs)
+    ours, jaxs = (
+        jax.jit(jax.vmap(f, mapped)).lower(*placed).compile()
+        for f in (every_kind, every_kind_by_jax)
+    )
+    expected = jax.vmap(every_kind_by_jax, mapped)(*map(exact, args))
+    for x, y in zip(ours(*placed), expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max())
+    assert bytes_sent(ours) <= 1.05 * bytes_sent(jaxs), collectives(ours)
+    assert {x.kind for x in collectives(ours)} == {"all-reduce"}
+
+
+@needs_devices
+def test_sharding_in_types(rng):
+    """On explicit axes a reduction of sharded columns is whole on every device."""
+    mesh = mesh_of((EXPLICIT, EXPLICIT))
+    args, specs = drawn(rng), SCHEMES["rows and columns"]
+
+    def gradients(call):
+        def loss(*xs):
+            return sum(jnp.sum(jnp.sin(x)) for x in call(*xs))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))
+
+    with jax.set_mesh(mesh):
+        placed = put(mesh, args, specs)
+        assert [jax.typeof(x).sharding.spec for x in jax.eval_shape(every_kind, *placed)] == [
+            P("d", "m"),
+            P("d"),
+            P("d"),
+            P("d"),
+        ]
+        for transformed in (jax.jit, gradients):
+            ours, jaxs = (
+                transformed(f).lower(*placed).compile() for f in (every_kind, every_kind_by_jax)
+            )
+            found, expected = ours(*placed), jaxs(*placed)
+            assert bytes_sent(ours) <= 1.05 * bytes_sent(jaxs), collectives(ours)
+            assert {x.kind for x in collectives(ours)} == {"all-reduce"}
+            if transformed is jax.jit:
+                assert_within_bounds(found, *args)
+            for x, y in zip(found, expected, strict=True):
+                assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+                close(x, np.asarray(y, np.float64), 1e-3)
+
+
+@needs_devices
+def test_shard_map_reduces_the_part_of_a_device(rng):
+    """No collective is added where the program writes them."""
+    x, w, bias = drawn(rng)
+    mapped = jax.shard_map(
+        lambda *xs: [r[:, None] for r in every_kind(*xs, elements=False)],
+        mesh=mesh_of((AUTO, AUTO)),
+        in_specs=SCHEMES["rows and columns"],
+        out_specs=P("d", "m"),
+    )
+    compiled = jax.jit(mapped).lower(x, w, bias).compile()
+    assert not collectives(compiled)
+    by_part = compiled(x, w, bias)
+    for part in range(4):
+        columns = slice(part * COLUMNS // 4, (part + 1) * COLUMNS // 4)
+        found = [r[:, part] for r in by_part]
+        assert_within_bounds(found, x, w[:, columns], bias[columns], elements=False)
+
+
+@needs_devices
+def test_columns_that_do_not_divide(rng):
+    """Padding would be reduced, so the columns are whole."""
+    mesh = mesh_of((AUTO, AUTO))
+    args = [0.1 * random(rng, shape, np.float32) for shape in ((16, 8), (8, 31), (31,))]
+    columns = NamedSharding(mesh, P(None, "m"))
+
+    @jax.jit
+    def call(x, w, bias):
+        elements, *rows = every_kind(x, lax.with_sharding_constraint(w, columns), bias)
+        return lax.with_sharding_constraint(elements, columns), *rows
+
+    assert_within_bounds(call(*args), *args)
 
 
 def test_errors(rng):

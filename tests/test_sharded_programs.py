@@ -120,6 +120,14 @@ def test_contracted_dimension_is_scattered_once(rng):
         assert [c.kind for c in collectives(compiled)] == kinds
 
 
+@pytest.mark.parametrize("out", [P(("d", "m")), P(("m", "d"))], ids=str)
+@pytest.mark.parametrize("spec", [P("d", "m"), P("m", "d")], ids=str)
+def test_operands_that_move_different_axes_to_the_contracted_dimension(rng, spec, out):
+    mesh = mesh_of((AUTO, AUTO))
+    args = [put(mesh, x, spec) for x in (integers(rng, 32, 64), integers(rng, 64, 64))]
+    check(mesh, lambda module: module.matmul, args, out)
+
+
 def test_transposed_operand_is_read_where_it_lies(rng):
     mesh = mesh_of((AUTO, AUTO))
     args = [put(mesh, x, s) for x, s in (

@@ -4,6 +4,7 @@ primitive.
 
 import functools
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -355,3 +356,28 @@ def test_strided_dot_products_are_left_to_xla_on_cpus():
     rows = jax.ShapeDtypeStruct((8, 128), np.float32)
     (choice,) = jtk.explain(jax.vmap(jtk.dot), rows, rows, platform="cpu")
     assert "dot" in choice.kernel
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float16])
+def test_short_16_bit_dot_products_are_sums_in_float32(dtype):
+    """XLA's own dot rounds each product to 16 bits."""
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((6, 5000), (6, 5000))]
+    with jtk.gpu_target("sm_90"):
+        traced = jax.jit(lambda a, b: jtk.einsum("kb,kb->b", a, b)).trace(*shapes)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call" not in text
+    assert "dot_general" not in text
+    assert "stablehlo.multiply" in text
+    assert "xf32>" in re.search("stablehlo.multiply.*", text)[0]
+
+
+@pytest.mark.parametrize("subscripts", ["kb,kb->b", "bk,kb->b", "abk,abk->ba", "k,k->"])
+@pytest.mark.parametrize("dtype", [BF16, np.float16])
+def test_dot_products_in_any_order(rng, subscripts, dtype):
+    sizes = {"a": 3, "b": 7, "k": 1000}
+    inputs, _ = subscripts.split("->")
+    operands = [random(rng, tuple(map(sizes.get, x)), dtype) for x in inputs.split(",")]
+    found = jax.jit(partial(jtk.einsum, subscripts, preferred_element_type=np.float32))(*operands)
+    expected = np.einsum(subscripts, *map(exact, operands))
+    bound = 1000 * 2**-24 * np.einsum(subscripts, *(np.abs(exact(x)) for x in operands))
+    assert np.all(np.abs(exact(found) - expected) <= bound)

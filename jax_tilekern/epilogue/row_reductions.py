@@ -37,7 +37,8 @@ def row_sum(value: Any) -> RowReduction:
     """Return the sum of each row of the product, as a result of an epilogue.
 
     The row's elements are those along the last dimension of the product, which the result lacks.
-    Values of 16-bit types are added in float32. The order of addition is fixed.
+    Values of 16-bit types are added in float32. The order of addition is fixed. Where the rows are
+    sharded along it, each device adds its elements, and an all-reduce adds one sum per row.
 
     Parameters
     ----------

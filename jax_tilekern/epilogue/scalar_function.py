@@ -94,6 +94,20 @@ class ScalarFunction:
             reductions=tuple(inserted(self.reductions, None)),
         )
 
+    def with_reductions_in_float32(self) -> ScalarFunction:
+        """Return the function with float32 reductions, of which devices combine parts.
+
+        They are those of the same values. Exact types and wider ones stay.
+        """
+
+        def widened(dtype: np.dtype[Any], kind: Reduction | None) -> np.dtype[Any]:
+            exact = not jnp.issubdtype(dtype, jnp.floating) and kind != "logsumexp"
+            return dtype if kind is None or exact else jnp.promote_types(dtype, np.float32)
+
+        return dataclasses.replace(
+            self, out_dtypes=tuple(map(widened, self.out_dtypes, self.reductions))
+        )
+
     def result_labels(self, out: Labels) -> list[Labels]:
         """Return the labels of each result of a product."""
         return [out if kind is None else out[:-1] for kind in self.reductions]

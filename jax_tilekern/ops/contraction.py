@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,13 +28,20 @@ from jax_tilekern.ops.labelled_lowering import (
 from jax_tilekern.ops.labelled_operands import (
     common_type,
     converted,
+    dot_by_sum,
     product_by_lax,
     transposed,
 )
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.cpu import has_amx, product_left_to_xla, small_left_to_xla
-from jax_tilekern.plans.gemm.arithmetic import Converted, cpu_arithmetic, cuda_arithmetic
+from jax_tilekern.plans.gemm.arithmetic import (
+    BF16,
+    F16,
+    Converted,
+    cpu_arithmetic,
+    cuda_arithmetic,
+)
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels, matmul_geometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import plan_matmul
@@ -258,6 +265,42 @@ def _cpu_kernel(problem: Problem) -> Kernel | Fallback:
     )
 
 
+def _planner(platform: Platform, emit: Callable[[Problem], Kernel | Fallback]) -> Planner:
+    """Return the planner of a platform, whose kernels ``emit`` plans."""
+
+    def plan(
+        operands: Sequence[Operand],
+        avals: Any,
+        *,
+        contraction: Contraction,
+        precision: Any,
+        out_dtype: np.dtype[Any],
+        **_: Any,
+    ) -> Kernel | Rewrite | Fallback:
+        of_call = {"contraction": contraction, "precision": precision}
+        lhs, rhs = (x.aval for x in operands)
+        arithmetic = chosen_arithmetic(platform, lhs, rhs, out_dtype, precision)
+        wraps = lhs.dtype == rhs.dtype and lhs.dtype.kind == out_dtype.kind == "i"
+        if isinstance(arithmetic, Converted) and wraps:
+            wide = plan(operands, avals, **of_call, out_dtype=arithmetic.result)
+            if isinstance(wide, Fallback):
+                # XLA computes the call as it is, and nothing wider.
+                return wide
+        problem = state_problem(platform, operands, **of_call, out_dtype=out_dtype)
+        if not isinstance(problem, Problem):
+            return problem
+        outcome = emit(problem)
+        geometry = problem.product.geometry
+        is_dot = geometry.m == geometry.n == 1 and lhs.dtype in (BF16, F16)
+        if isinstance(outcome, Fallback) and platform is CUDA and is_dot:
+            # XLA rounds each product of a 16-bit dot to 16 bits.
+            in_float32 = functools.partial(dot_by_sum, contraction=contraction, out_dtype=out_dtype)
+            return Rewrite(outcome.reason, in_float32)
+        return outcome
+
+    return Planner(functools.partial(_refusal, platform), plan)
+
+
 def _converted(
     types: Converted,
     contraction: Contraction,
@@ -305,12 +348,8 @@ _bind = define(
         batch=_batch,
         sharding_rule=sharding_rule,
         planners={
-            name: Planner.in_two_steps(
-                functools.partial(_refusal, platform),
-                functools.partial(state_problem, platform),
-                emit,
-            )
-            for name, platform, emit in (("cpu", _CPU, _cpu_kernel), ("cuda", CUDA, _cuda_kernel))
+            "cpu": _planner(_CPU, _cpu_kernel),
+            "cuda": _planner(CUDA, _cuda_kernel),
         },
         describe=lambda contraction, **_: str(contraction),
         source=source,

@@ -320,13 +320,19 @@ def _sharding_rule(
         flops=2 * math.prod(sizes.values()),
         names=c.names,
         epilogue_from=2,
-        unsplit=frozenset(c.out) - frozenset.intersection(*map(frozenset, results)),
+        reduced=frozenset(c.out) - frozenset.intersection(*map(frozenset, results)),
+        combined_by=tuple(kind or "sum" for kind in function.reductions),
     )
 
 
 def _source(operands: Sequence[Operand], **params: Any) -> tuple[Sequence[Operand], Params]:
     factors, params = source(operands[:2], **params)
     return [*factors, *operands[2:]], params
+
+
+def _in_float32(*, function: ScalarFunction, **params: Any) -> Params:
+    function = function.with_reductions_in_float32()
+    return {**params, "function": function, "product": np.dtype(np.float32)}
 
 
 def _function_of_sum(
@@ -402,7 +408,7 @@ _bind = define(
         stands_for=_as_dot_general,
         saved=_saved,
         source=_source,
-        in_float32=lambda **params: {**params, "product": np.dtype(np.float32)},
+        in_float32=_in_float32,
         function_of_sum=_function_of_sum,
     )
 )

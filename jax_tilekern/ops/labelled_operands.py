@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from jax.sharding import NamedSharding
 from jax_tilekern.plans.gemm.arithmetic import FP8, Converted
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels
 
+# Over so short a k, XLA multiplies integers in the result's type.
+_SHORT_K = 16
 # Integers that have no implicit promotion.
 _IN_8_BITS = {np.dtype(jnp.int4): np.dtype(np.int8), np.dtype(jnp.uint4): np.dtype(np.uint8)}
 
@@ -68,14 +71,27 @@ def product_by_lax(
     out_sharding: NamedSharding | None = None,
 ) -> Array:
     """Contract two arrays with ``lax.dot_general``."""
+    if contraction.dot_general_out != contraction.out:
+        # jnp.einsum swaps them too, and XLA partitions the two products differently.
+        lhs, rhs, contraction = rhs, lhs, contraction.swapped()
+        precision = precision[::-1] if isinstance(precision, tuple) else precision
     if out_sharding is not None:
         partitions = dict(zip(contraction.out, out_sharding.spec.partitions, strict=True))
         ordered = tuple(partitions[label] for label in contraction.dot_general_out)
         out_sharding = out_sharding.update(spec=out_sharding.spec.update(partitions=ordered))
+    integers = jnp.issubdtype(lhs.dtype, jnp.integer) and jnp.issubdtype(out_dtype, jnp.integer)
+    k = math.prod(lhs.shape[contraction.lhs.index(label)] for label in contraction.contracted)
+    is_short = isinstance(k, int) and k <= _SHORT_K  # A symbolic size is no int.
+    if integers and is_short and np.dtype(out_dtype).itemsize > lhs.dtype.itemsize:
+        # XLA doubles int8 products over 2, 3 or 5 elements on GPUs (jax 0.11.2).
+        lhs, rhs = lhs.astype(out_dtype), rhs.astype(out_dtype)
     # int8 and uint8 are multiplied as int16, and their product is an int8 to JAX; but no result of
-    # lax.dot_general is narrower than its operands, unless they are floats.
+    # lax.dot_general is narrower than its operands, unless they are floats. Integers wrap around,
+    # so that the product of narrower ones is the same.
     narrower = np.dtype(out_dtype).itemsize < lhs.dtype.itemsize
-    rounded = narrower and not jnp.issubdtype(lhs.dtype, jnp.floating)
+    if narrower and integers:
+        lhs, rhs = lhs.astype(out_dtype), rhs.astype(out_dtype)
+    rounded = narrower and not integers and not jnp.issubdtype(lhs.dtype, jnp.floating)
     out = lax.dot_general(
         lhs,
         rhs,
@@ -86,3 +102,18 @@ def product_by_lax(
     )
     out = out.astype(out_dtype) if rounded else out
     return transposed(out, contraction.dot_general_out, contraction.out)
+
+
+def dot_by_sum(
+    lhs: Array, rhs: Array, contraction: Contraction, *, out_dtype: np.dtype[Any]
+) -> Array:
+    """Multiply element by element and add up, both in float32."""
+    sizes = dict(zip(contraction.lhs, lhs.shape, strict=True))
+    sizes |= dict(zip(contraction.rhs, rhs.shape, strict=True))
+    every = (*contraction.out, *contraction.contracted)
+    left, right = (
+        broadcasted(x.astype(np.float32), labels, every, sizes)
+        for x, labels in ((lhs, contraction.lhs), (rhs, contraction.rhs))
+    )
+    axes = range(len(contraction.out), len(every))
+    return (left * right).sum(tuple(axes)).astype(out_dtype)

@@ -252,6 +252,7 @@ def _sharding_rule(
         zero_padding=False,
         names={**{row: f"axis {row}" for row in rows}, column: "vocabulary"},
         each_result_is_a_sum=True,
+        combined_by=("logsumexp", *("sum",) * (1 + smoothed)) if wanted is None else (),
     )
 
 
@@ -262,18 +263,6 @@ def _localised(shard: Shard, *operands: Array, **_: Any) -> Sequence[Array]:
     if shard.is_split(column):
         labels = labels - shard.start(column).astype(labels.dtype)
     return h, w, bias, labels, *by_row
-
-
-def _terms(shard: Shard, lse: Array, *sums: Array, **_: Any) -> Sequence[Array]:
-    """Make terms of a sum over devices of each device's statistics."""
-    column = lse.ndim
-    if not shard.is_split(column):
-        return lse, *sums
-    names = shard.axis_names(column)
-    top = lax.pmax(lse, names)
-    top = jnp.where(jnp.isfinite(top), top, 0)
-    whole = top + jnp.log(lax.psum(jnp.exp(lse - top), names))
-    return jnp.where(lax.axis_index(names) == 0, whole, 0), *sums
 
 
 # Lowering.
@@ -308,7 +297,6 @@ _statistics = define(
         batch=_batch_statistics,
         sharding_rule=_sharding_rule,
         localised=_localised,
-        terms=_terms,
         planners=_planners(vocabulary_chunks.statistics),
         describe=lambda **_: "logit_statistics",
     )

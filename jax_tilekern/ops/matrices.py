@@ -8,6 +8,7 @@ each, and larger ones are computed in blocks (``blocked.py``).
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from jax_tilekern.ops import blocked
 from jax_tilekern.ops.matmul import matmul
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning import xla
-from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
@@ -238,16 +239,21 @@ def _sharding_rule(
     leading = tuple(range(a.ndim - 2))
     operands = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in (a, *avals)]
     results = jax.eval_shape(functools.partial(like_results, **params), *operands)
+    # Other dimensions are whole, each with a label of its own.
+    own = itertools.count(len(leading))
     labelled, labelled_results = (
-        tuple((*leading, *(None,) * (array.ndim - len(leading))) for array in arrays)
+        tuple((*leading, *itertools.islice(own, array.ndim - len(leading))) for array in arrays)
         for arrays in (operands, results)
     )
+    shapes = (array.shape for array in (*operands, *results))
+    sizes = sizes_of(*zip((*labelled, *labelled_results), shapes, strict=True))
     return ShardingRule(
         labelled,
         labelled_results,
-        dict(zip(leading, a.shape, strict=False)),
+        sizes,
         flops=2.0 * math.prod(a.shape) * a.shape[-1],
         names={axis: f"axis {axis}" for axis in leading},
+        unsplit=frozenset(sizes) - set(leading),
     )
 
 

@@ -1,10 +1,10 @@
 """Softmax statistics of ``h @ w + bias``, and their gradient, with a part of the logits at a time.
 
-The vocabulary is visited in chunks of columns of ``w``. Statistics are carried online: each row
-has a running maximum and a running sum of exponentials (Milakov and Gimelshein, arXiv:1805.02867).
-The gradient multiplies each chunk once more and turns it into the logits' cotangent, which two
-products take to the operands. Only a chunk is ever in memory, and everything but the operands of
-products is in float32 at least.
+The vocabulary is visited in chunks of columns of ``w``. On a GPU the statistics of a chunk are
+reductions in the epilogue of its product, so that its logits are in memory only where no kernel
+reduces them. The gradient multiplies each chunk once more and turns it into the logits' cotangent,
+which two products take to the operands. Only a chunk is ever in memory, and everything but the
+operands of products is in float32 at least.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jax_tilekern.epilogue.row_reductions import RowReduction, row_logsumexp, row_sum
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue
 from jax_tilekern.plans.gemm.contraction import Contraction
 
 Carry = TypeVar("Carry")
-_Statistics = tuple[Array, Array, Array, Array | None]
+_Statistics = tuple[Array, ...]
 _Cotangents = tuple[Array | None, ...]
 
 # A product needs this many columns to be efficient, however many rows it has.
@@ -143,8 +144,8 @@ class _Weights(NamedTuple):
         return lax.dynamic_update_slice_in_dim(w, chunk, start, self._axis)
 
     def logits(
-        self, h: Array, chunk: Array, epilogue: Callable[..., Array], operands: Sequence[Array]
-    ) -> Array:
+        self, h: Array, chunk: Array, epilogue: Callable[..., Any], operands: Sequence[Array]
+    ) -> Any:
         """Return ``epilogue(accumulator, *operands)`` for each element of ``h @ chunk``."""
         size = chunk.shape[self._axis]
         labels = Contraction(_H, self._labels, _LOGITS)
@@ -153,7 +154,8 @@ class _Weights(NamedTuple):
     def add_h_cotangent(self, h_bar: Array, logits_bar: Array, chunk: Array) -> Array:
         """Add the cotangent of ``h`` that belongs to a chunk."""
         labels = Contraction(_LOGITS, self._labels, _H)
-        return self._fused(logits_bar, chunk, labels, h_bar.shape, jnp.add, (h_bar,))
+        result: Array = self._fused(logits_bar, chunk, labels, h_bar.shape, jnp.add, (h_bar,))
+        return result
 
     def w_cotangent(self, h: Array, logits_bar: Array, out_dtype: np.dtype[Any]) -> Array:
         labels = Contraction(_H, _LOGITS, self._labels)
@@ -170,10 +172,10 @@ class _Weights(NamedTuple):
         rhs: Array,
         labels: Contraction,
         shape: tuple[int, ...],
-        epilogue: Callable[..., Array],
+        epilogue: Callable[..., Any],
         operands: Sequence[Array],
-    ) -> Array:
-        result: Array = contract_with_epilogue(
+    ) -> Any:
+        return contract_with_epilogue(
             lhs,
             rhs,
             labels,
@@ -183,7 +185,6 @@ class _Weights(NamedTuple):
             epilogue=epilogue,
             operands=operands,
         )
-        return result
 
 
 # The loops.
@@ -210,34 +211,44 @@ def statistics(
     rows, wide = _flat(h), statistics_type(h, w)
     label = labels.reshape(-1)
     weights = _Weights(lowering.by_rows, options.precision, wide)
-    top_and_sum = _top_and_sum_in_one_pass if lowering.on_gpu else _top_and_sum
 
-    def to_logit(accumulator: Array, bias: Array) -> Array:
+    def value_of(accumulator: Array, bias: Array) -> Array:
         return logit(accumulator, bias, softcap=options.softcap)
+
+    def of_row(accumulator: Array, bias: Array, column: Array, label: Array) -> list[RowReduction]:
+        value = value_of(accumulator, bias)
+        results = [row_logsumexp(value), row_sum(jnp.where(column == label, value, 0))]
+        return [*results, row_sum(value)] if options.smoothed else results
 
     w = weights.oriented(w)
 
+    def of_chunk(start: Any, size: int) -> Sequence[Array]:
+        chunk, bias_row = weights.chunk(w, start, size), _part(bias, start, size)[None]
+        if lowering.on_gpu:
+            columns = (start + lax.iota(label.dtype, size))[None]
+            results: Sequence[Array] = weights.logits(
+                rows, chunk, of_row, (bias_row, columns, label[:, None])
+            )
+            return results
+        # XLA reads an element of each row where a reduction would take a pass.
+        logits = weights.logits(rows, chunk, value_of, (bias_row,))
+        results = [jax.nn.logsumexp(logits, 1), _element(logits, label - start)]
+        return [*results, logits.sum(1)] if options.smoothed else results
+
     def add_chunk(start: Any, size: int, carry: _Statistics) -> _Statistics:
-        top, scaled, at_label, total = carry
-        chunk = weights.chunk(w, start, size)
-        logits = weights.logits(rows, chunk, to_logit, (_part(bias, start, size)[None],))
-        of_chunk = top_and_sum(logits)
-        new_top = jnp.maximum(top, of_chunk[0])
-        shift = _finite(new_top)
-        scaled = scaled * jnp.exp(top - shift) + of_chunk[1] * jnp.exp(of_chunk[0] - shift)
-        at_label = at_label + _element(logits, label - start)
-        total = None if total is None else total + logits.sum(1)
-        return new_top, scaled, at_label, total
+        lse_of_chunk, *sums_of_chunk = of_chunk(start, size)
+        lse, *sums = carry
+        sums = [x + y for x, y in zip(sums, sums_of_chunk, strict=True)]
+        return jnp.logaddexp(lse, lse_of_chunk), *sums
 
     zeros = jnp.zeros_like(rows[:, 0], wide)
-    top, scaled, at_label, total = _over_chunks(
+    results = _over_chunks(
         bias.size,
         _chunk_columns(rows, wide, options),
         add_chunk,
-        (jnp.full_like(zeros, -jnp.inf), zeros, zeros, zeros if options.smoothed else None),
+        (jnp.full_like(zeros, -jnp.inf), zeros, *([zeros] if options.smoothed else [])),
     )
-    results = (_finite(top) + jnp.log(scaled), at_label, total)
-    return [x.reshape(labels.shape) for x in results if x is not None]
+    return [x.reshape(labels.shape) for x in results]
 
 
 def cotangents(
@@ -310,29 +321,6 @@ def cotangents(
     return results
 
 
-def _top_and_sum(logits: Array) -> tuple[Array, Array]:
-    """Return each row's maximum, and the sum of exponentials relative to it."""
-    top = logits.max(1)
-    return top, jnp.exp(logits - _finite(top)[:, None]).sum(1)
-
-
-def _top_and_sum_in_one_pass(logits: Array) -> tuple[Array, Array]:
-    """Reduce pairs of a maximum and a sum, so that the logits are read once."""
-
-    def combined(x: tuple[Array, Array], y: tuple[Array, Array]) -> tuple[Array, Array]:
-        (top, scaled), (other, other_scaled) = x, y
-        # Equal infinities have no difference.
-        smaller = jnp.exp(-jnp.where(top == other, 0, jnp.abs(top - other)))
-        total = jnp.where(
-            top >= other, scaled + other_scaled * smaller, scaled * smaller + other_scaled
-        )
-        return jnp.maximum(top, other), total
-
-    initial = (np.array(-np.inf, logits.dtype), np.array(0, logits.dtype))
-    top, scaled = lax.reduce((logits, jnp.ones_like(logits)), initial, combined, (1,))
-    return top, scaled
-
-
 def _over_chunks(
     size: int,
     chunk: int,
@@ -377,11 +365,6 @@ def _element(logits: Array, position: Array) -> Array:
     inside = (position >= 0) & (position < logits.shape[1])
     safe = jnp.where(inside, position, 0)
     return jnp.where(inside, jnp.take_along_axis(logits, safe[:, None], 1)[:, 0], 0)
-
-
-def _finite(top: Array) -> Array:
-    """Return the shift of exponents: a row without a finite maximum needs none."""
-    return jnp.where(jnp.isfinite(top), top, 0)
 
 
 def _in_range(bars: Sequence[Array], narrow: np.dtype[Any]) -> tuple[Sequence[Array], Array | None]:

@@ -61,10 +61,8 @@ class PartitionedOperation:
         ``localised(shard, *operands, **params)`` rewrites operands that hold indices along a label
         that is split; see :class:`~jax_tilekern.partitioning.local_program.Shard`.
     in_float32
-        ``in_float32(**params)`` returns the parameters of the same call with a float32 result.
-    terms
-        ``terms(shard, *results, **params)`` makes of a device's results the terms whose sums over
-        devices are the results, where the results of a part are not such terms.
+        ``in_float32(**params)`` returns the parameters of the same call with float32 results, those
+        that are combined over devices.
     function_of_sum
         ``function_of_sum(**params)`` takes a call with an epilogue apart, for devices that hold
         parts of the contracted dimensions.
@@ -75,7 +73,6 @@ class PartitionedOperation:
     bind: Callable[..., Sequence[Any]]
     localised: Callable[..., Sequence[Any]] | None = None
     in_float32: Callable[..., dict[str, Any]] | None = None
-    terms: Callable[..., Sequence[Any]] | None = None
     function_of_sum: Callable[..., FunctionOfSum] | None = None
 
 
@@ -207,7 +204,7 @@ def _answer(
         for c in recorder.choices
     ]
     taken = [sharding_of(own, radix) for own in split.operand_digits]
-    returned = [sharding_of(own, radix) for own in split.result_digits]
+    returned = [sharding_of(x.digits, radix) for x in split.results]
     return (module, taken, xla.in_tuple(result_shape, returned)), choices
 
 
@@ -219,40 +216,32 @@ def _program(
     platform: str,
 ) -> Callable[..., list[Any]]:
     """Return the function from one device's operands to its results."""
+    wide = params if operation.in_float32 is None else operation.in_float32(**params)
 
     def term_params(dtype: np.dtype[Any]) -> dict[str, Any]:
         """Return the parameters by which a device computes its term of a sum."""
-        if operation.in_float32 is None or not xla.adds_in_float32(platform, dtype):
-            return params
-        return operation.in_float32(**params)
+        return wide if xla.adds_in_float32(platform, dtype) else params
 
     localised: Callable[..., Sequence[Any]] | None = None
     if operation.localised is not None:
         localised = functools.partial(operation.localised, **params)
 
-    if not split.has_partial_results:
-        local_params = params
-    elif operation.function_of_sum is not None:
+    if split.sum is not None:
+        assert operation.function_of_sum is not None
         whole = operation.function_of_sum(**params)
         term = operation.function_of_sum(**term_params(whole.dtype))
-        return epilogue_program(split, term.sum, whole.dtype, whole.epilogue, localised)
-    else:
-        local_params = term_params(dtypes[0])
+        parts = operation.function_of_sum(**wide)
+        function = FunctionOfSum(term.sum, whole.dtype, parts.epilogue)
+        return epilogue_program(split, dtypes, function, localised)
+    local_params = params
+    if split.has_partial_results:
+        # XLA reduces rows in float32, but adds products in their own type.
+        local_params = wide if operation.function_of_sum else term_params(dtypes[0])
 
     def bind(*local: Any) -> Sequence[Any]:
         return operation.bind(*local, **local_params)
 
-    def terms(shard: Any, *partial: Any) -> Sequence[Any]:
-        assert operation.terms is not None
-        return operation.terms(shard, *partial, **params)
-
-    return local_program(
-        split,
-        dtypes,
-        bind,
-        localised,
-        terms if operation.terms else None,
-    )
+    return local_program(split, dtypes, bind, localised)
 
 
 xla.register_partitioner(PARTITIONED, _partition)

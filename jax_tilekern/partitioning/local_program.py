@@ -1,7 +1,7 @@
 """The program that each device runs for its part of a call.
 
 It takes the operands in XLA's sharding, moves digits between dimensions, binds the call's own
-primitive on the local operands, and adds partial results.
+primitive on the local operands, and combines partial results.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_tilekern.partitioning.choice import Move, Split
+from jax_tilekern.partitioning.choice import Move, Outcome, Split
 
 
 class FunctionOfSum(NamedTuple):
@@ -60,9 +60,10 @@ class Shard:
         return cls(split, split.digits)
 
     @classmethod
-    def of_results(cls, split: Split) -> Shard:
-        """Return the part of the results that a device has in the end."""
-        pairs = zip(split.rule.results[0], split.result_digits[0], strict=True)
+    def of_sum(cls, split: Split) -> Shard:
+        """Return the part of the sum that a device's epilogue reads."""
+        assert split.sum is not None
+        pairs = zip(split.rule.epilogue_sum, split.sum.digits, strict=True)
         return cls(split, {label: digits for label, digits in pairs if label is not None})
 
     def is_split(self, label: int) -> bool:
@@ -97,7 +98,6 @@ def local_program(
     dtypes: Sequence[np.dtype[Any]],
     bind: Callable[..., Sequence[Array]],
     localised: Callable[..., Sequence[Array]] | None = None,
-    terms: Callable[..., Sequence[Array]] | None = None,
 ) -> Callable[..., list[Array]]:
     """Return the function from one device's operands to its results.
 
@@ -106,32 +106,26 @@ def local_program(
     split
         The partition of the call.
     dtypes
-        Types of the results; sums over devices are rounded to these.
+        Types of the results; what devices combine is rounded to these.
     bind
         Computes the call on local shapes.
     localised
         ``localised(shard, *operands)`` rewrites operands that hold indices along a label.
-    terms
-        ``terms(shard, *results)`` makes of a device's results the terms of sums over devices.
     """
 
     def program(*operands: Array) -> list[Array]:
         local = _local_operands(split, operands)
         if localised is not None:
             local = list(localised(Shard.of_call(split), *local))
-        results = bind(*local)
-        if terms is not None:
-            results = terms(Shard.of_call(split), *results)
-        return [_completed(split, j, x, dtypes[j]) for j, x in enumerate(results)]
+        return _completed_results(split, bind(*local), dtypes)
 
     return program
 
 
 def epilogue_program(
     split: Split,
-    term: Callable[..., Array],
-    dtype: np.dtype[Any],
-    epilogue: Callable[..., Sequence[Array]],
+    dtypes: Sequence[np.dtype[Any]],
+    function: FunctionOfSum,
     localised: Callable[..., Sequence[Array]] | None = None,
 ) -> Callable[..., list[Array]]:
     """Return the same function for results that an epilogue computes from a sum over devices.
@@ -140,14 +134,12 @@ def epilogue_program(
     ----------
     split
         The partition of the call.
-    term
-        Computes a device's term of the sum.
-    dtype
-        Type to which the sum is rounded.
-    epilogue
-        ``epilogue(sum, *operands)`` computes the results.
+    dtypes
+        Types of the results.
+    function
+        The call in its two steps.
     localised
-        As for :func:`local_program`. The epilogue's operands are those of the part of the results.
+        As for :func:`local_program`. The epilogue's operands are those of the part of the sum.
     """
 
     def program(*operands: Array) -> list[Array]:
@@ -155,9 +147,11 @@ def epilogue_program(
         factors, read = local, local
         if localised is not None:
             factors = list(localised(Shard.of_call(split), *local))
-            read = list(localised(Shard.of_results(split), *local))
-        total = _completed(split, 0, term(*factors[: split.rule.epilogue_from]), dtype)
-        return list(epilogue(total, *read))
+            read = list(localised(Shard.of_sum(split), *local))
+        assert split.sum is not None
+        term = function.sum(*factors[: split.rule.epilogue_from])
+        total = _completed(split, split.sum, term, function.dtype)
+        return _completed_results(split, function.epilogue(total, *read), dtypes)
 
     return program
 
@@ -195,11 +189,52 @@ def _padded_with_zeros(split: Split, operand: int, x: Array) -> Array:
     return x
 
 
-def _completed(split: Split, result: int, x: Array, dtype: np.dtype[Any]) -> Array:
-    """Add a partial result over devices, and move its parts."""
-    for dim, digits in enumerate(split.scattered[result]):
+def _completed_results(
+    split: Split, results: Sequence[Array], dtypes: Sequence[np.dtype[Any]]
+) -> list[Array]:
+    combined_by = split.rule.combined_by or ("sum",) * len(results)
+    own = zip(split.results, results, dtypes, combined_by, strict=True)
+    return [_completed(split, *x) for x in own]
+
+
+def _completed(
+    split: Split, outcome: Outcome, x: Array, dtype: np.dtype[Any], combined_by: str = "sum"
+) -> Array:
+    """Combine the parts of an array over devices, and move what they have."""
+    for dim, digits in enumerate(outcome.scattered):
         if digits:
             x = lax.psum_scatter(x, axis_names(digits), scatter_dimension=dim, tiled=True)
-    if split.summed[result]:
-        x = lax.psum(x, axis_names(split.summed[result]))
-    return _moved(split, x.astype(dtype), split.result_moves[result])
+    if outcome.reduced:
+        x = _COMBINE[combined_by](x, axis_names(outcome.reduced))
+    return _moved(split, x.astype(dtype), outcome.moves)
+
+
+def _max(x: Array, names: tuple[str, ...]) -> Array:
+    """Return the maximum over devices, NaN if one of them has NaN."""
+    largest: Array
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        largest = lax.pmax(x, names)
+        return largest
+    # An all-reduce of floats may ignore NaN. Integers in the order of floats have it last.
+    integers = np.dtype(f"int{8 * x.dtype.itemsize}")
+
+    def reordered(bits: Array) -> Array:
+        return jnp.where(bits < 0, bits ^ np.iinfo(integers).max, bits)
+
+    positive = jnp.where(jnp.isnan(x), jnp.array(np.nan, x.dtype), x)
+    largest = lax.pmax(reordered(lax.bitcast_convert_type(positive, integers)), names)
+    return lax.bitcast_convert_type(reordered(largest), x.dtype)
+
+
+def _logsumexp(x: Array, names: tuple[str, ...]) -> Array:
+    largest = lax.pmax(x, names)
+    # Infinities do not cancel.
+    origin = jnp.where(jnp.isfinite(largest), largest, 0)
+    return jnp.log(lax.psum(jnp.exp(x - origin), names)) + origin
+
+
+_COMBINE: Mapping[str, Callable[[Array, tuple[str, ...]], Array]] = {
+    "sum": lax.psum,
+    "max": _max,
+    "logsumexp": _logsumexp,
+}

@@ -2,7 +2,8 @@
 
 A rule labels the dimensions of the operands and of the results, as ``einsum`` does. XLA calls a
 label a *factor*. A label of the operands that no result has is a *reduction*: devices that hold
-different parts of it have partial results, whose sum is the result.
+different parts of it have partial results, whose sum is the result unless the rule says how they
+are combined.
 """
 
 from __future__ import annotations
@@ -37,8 +38,13 @@ class ShardingRule:
         results only may be split as well.
     epilogue_from
         The first operand of an epilogue: every result is an elementwise function of the sum over
-        the reductions and of the operands from this one on. The results have the same labels.
+        the reductions and of the operands from this one on, or a reduction of such a function.
         Without it the results are the sums.
+    reduced
+        Labels that an epilogue reduces, the last ones of its sum.
+    combined_by
+        For each result, how devices combine their parts of it: "sum", "max" or "logsumexp". All are
+        sums by default. A result that has every label which is split has no parts.
     unsplit
         Labels that every device needs whole.
     """
@@ -51,6 +57,8 @@ class ShardingRule:
     names: Mapping[int, str] = field(default_factory=dict, hash=False)
     each_result_is_a_sum: bool = False
     epilogue_from: int | None = None
+    reduced: frozenset[int] = frozenset()
+    combined_by: tuple[str, ...] = ()
     unsplit: frozenset[int] = frozenset()
 
     @property
@@ -62,29 +70,33 @@ class ShardingRule:
     @property
     def reductions(self) -> tuple[int, ...]:
         """Labels of the operands that no result has."""
-        kept = {label for dims in self.results for label in dims} | self.unsplit
+        kept = {label for dims in self.results for label in dims} | self.reduced | self.unsplit
         return tuple(label for label in self.sizes if label not in kept)
 
     @property
+    def epilogue_sum(self) -> Dims:
+        """Labels of the sum that an epilogue reads."""
+        first = self.results[0]
+        return (*first, *(label for label in self.reduced if label not in first))
+
+    @property
     def summed(self) -> frozenset[int]:
-        """Labels that may be split and that some result lacks, so that it is added over devices."""
+        """Labels that may be split and that some result lacks, so that devices have parts of it."""
         return frozenset(
             label for label in self.splittable if any(label not in dims for dims in self.results)
         )
 
     @property
     def splittable(self) -> frozenset[int]:
-        """Labels that may be split: those of every result, and those that results sum over."""
+        """Labels that may be split: those of every result, and those that results reduce."""
         if self.each_result_is_a_sum:
             return frozenset(self.sizes)
         kept = [set(dims) for dims in self.results]
-        return (
-            frozenset(
-                label
-                for label in self.sizes
-                if all(label in dims for dims in kept) or not any(label in dims for dims in kept)
-            )
-            - self.unsplit
+        return self.reduced | frozenset(
+            label
+            for label in self.sizes
+            if label not in self.unsplit
+            and (all(label in dims for dims in kept) or not any(label in dims for dims in kept))
         )
 
     def size(self, label: int, parts: int) -> int:

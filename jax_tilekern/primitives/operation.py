@@ -169,11 +169,8 @@ class Operation:
         operands where they lie and the parameters of the call on them. What a call is lowered to
         on each device sees no further than its own operands.
     in_float32
-        ``in_float32(**params)`` returns the parameters of a call that gives its result in float32,
-        for partial results that are added up over devices.
-    terms
-        Makes terms of a sum over devices of a device's results; see
-        :class:`~jax_tilekern.partitioning.call.PartitionedOperation`.
+        ``in_float32(**params)`` returns the parameters of a call that gives in float32 the results
+        that are combined over devices.
     function_of_sum
         ``function_of_sum(**params)`` takes a call with an epilogue apart; see
         :class:`~jax_tilekern.partitioning.local_program.FunctionOfSum`.
@@ -198,7 +195,6 @@ class Operation:
     localised: Callable[..., Sequence[Any]] | None = None
     source: Callable[..., tuple[Sequence[Operand], Params]] | None = None
     in_float32: Callable[..., Params] | None = None
-    terms: Callable[..., Sequence[Any]] | None = None
     function_of_sum: Callable[..., FunctionOfSum] | None = None
     stands_for: remat.StandsFor | None = None
     saved: Callable[..., remat.Saved | None] | None = None
@@ -277,7 +273,6 @@ def _register_lowering(
         bind,
         operation.localised,
         operation.in_float32,
-        operation.terms,
         operation.function_of_sum,
     )
     register(partitioned)
