@@ -33,7 +33,7 @@ def test_snippets_of_the_guide_run(guide):
 @pytest.mark.thorough
 def test_snippets_about_sharding_run():
     text = SHARDING.read_text()
-    assert len(snippets(text)) == 4
+    assert len(snippets(text)) == 5
     run_snippets(text, str(SHARDING))
 
 

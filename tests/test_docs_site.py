@@ -138,6 +138,11 @@ def of_group(operation, group):
     return [ratio(row) for row in rows(f"h100/{operation}") if row["group"] == group]
 
 
+def worst(operation, seed):
+    found = rows(f"h100/samples/{operation}-{seed}")
+    return min(ratio(row) for row in found if "seconds" in row)
+
+
 def sharded(of_ragged_dot):
     found = rows("h200x2/sharded")
     return [row["ratio"] for row in found if ("ragged_dot" in row["group"]) == of_ragged_dot]
@@ -162,7 +167,12 @@ QUOTED = {
         spread(grouped(count), 2) for count in (8, 128)
     ),
     "8-bit products, both": lambda: spread(of_group("matmul", "8-bit K-major"), 2),
-    "additions with a broadcast": lambda: spread(of_group("add", "broadcast"), 2),
+    "200 products drawn at random": lambda: "; ".join(
+        f"from {worst('matmul', seed):.2f}" for seed in (3, 5)
+    ),
+    "random calls of `sum`": lambda: (
+        "from " + ", ".join(f"{worst(x, 5):.2f}" for x in ("sum", "matvec", "vdot", "add"))
+    ),
     "dense products with collectives": lambda: spread(sharded(False), 2) + "; 0.68",
     "`ragged_dot` of 64 experts on 2": lambda: spread(sharded(True), 2),
 }

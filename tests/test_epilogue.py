@@ -391,7 +391,9 @@ def test_custom_derivatives_are_respected(rng):
     a, b = (jnp.asarray(rng.normal(size=(8, 8)), np.float32) for _ in range(2))
     found = jax.grad(lambda a: fused(rounded, a, b).sum())(a)
     expected = jax.grad(lambda a: unfused(lambda y: y, a, b).sum())(a)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    # Sums of a row of b, which may cancel.
+    bound = 1e-6 * np.abs(b).sum(1)
+    assert (np.abs(found - expected) <= bound).all()
 
 
 def test_gradients_in_16_bits(rng):
@@ -465,7 +467,9 @@ def test_scalars_that_the_function_closes_over(rng):
             jax.grad(lambda s, call=call: call(lambda y: jnp.tanh(y * s), a, b).sum())(scale)
             for call in (fused, unfused)
         )
-        np.testing.assert_allclose(found, expected, rtol=1e-4)
+        # The 64 terms are at most |a| |b|, and may cancel.
+        magnitude = float((jnp.abs(a) @ jnp.abs(b)).sum())
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * magnitude)
 
 
 def test_a_function_is_traced_once(rng):

@@ -92,7 +92,14 @@ def arguments(name, hook, optimizer="adam"):
 
 @pytest.mark.parametrize(
     ("name", "way", "optimizer"),
-    [*((*way, "adam") for way in WAYS), *((*way, "muon") for way in WAYS if "flax.linen" in way)],
+    [
+        *((*way, "adam") for way in WAYS),
+        *(
+            pytest.param(*way, "muon", marks=pytest.mark.thorough)
+            for way in WAYS
+            if "flax.linen" in way
+        ),
+    ],
 )
 @pytest.mark.one_in(3)
 def test_every_product_of_a_step_is_named(name, way, optimizer):

@@ -150,7 +150,7 @@ def both_used(x, w, b):
 
 
 def reduced(x, w, b):
-    y = (x @ w + b).astype(BF16)
+    y = (jnp.abs(x) @ jnp.abs(w) + jnp.abs(b)).astype(BF16)
     z = y.astype(np.float32)
     return y, z.sum(), (z * z).sum()
 
@@ -170,7 +170,9 @@ def gated(x, w, b):
 def test_what_is_used_elsewhere_is_another_result(operands, function, expected):
     x, w, b, *_ = operands
     assert outputs(function, x, w, b) == expected
-    assert_close(jtk.fuse(function)(x, w, b), function(x, w, b), 1e-4)
+    # XLA may leave out that terms of the sums are rounded to 16 bits.
+    tolerance = 2**-8 if function is reduced else 1e-4
+    assert_close(jtk.fuse(function)(x, w, b), function(x, w, b), tolerance)
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,7 @@ def test_programs_are_small():
 
 
 @needs_nvrtc
+@pytest.mark.thorough
 def test_the_choice_is_explained():
     a = jax.ShapeDtypeStruct((8192, 8192), np.float32)
     with gpu_target("sm_90"):

@@ -115,7 +115,7 @@ def by_blocks(a, b, plan, sums, out):
     [(np.float32, np.float32), (BF16, np.float32), (np.float64, np.float64)],
 )
 @pytest.mark.parametrize(("m", "n", "k"), [(129, 1000, 257), (700, 500, 900), (300, 200, 5000)])
-@pytest.mark.one_in(5)
+@pytest.mark.thorough
 def test_bits_are_those_of_the_same_blocks(rng, x64, m, n, k, dtype, sums):
     a, b = operands(rng, m, n, k, dtype)
     limit = 1_500_000 * np.dtype(sums).itemsize // 4
