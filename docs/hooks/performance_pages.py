@@ -44,7 +44,7 @@ def device_page(folder: Path) -> str:
     """Return the page of one device, as markdown."""
     records = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     # The outcome of the tests is on the page about tests; choices of `tune` are data.
-    names = sorted(set(records) - {"tests", "tuned"}, key=_order)
+    names = sorted((x for x in records if not x.startswith(("tests", "tuned"))), key=_order)
     device = next(iter(records.values()))["device"]
     count = next((record["devices"] for record in records.values() if "devices" in record), 1)
     lines = [f"# {device if count == 1 else f'{count} x {device}'}", ""]
