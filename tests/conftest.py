@@ -39,10 +39,12 @@ settings.register_profile("thorough", deadline=None, max_examples=40, derandomiz
 
 @pytest.fixture
 def rng(request):
-    """Random numbers of the test's own, fresh for every session."""
-    seed = int(np.random.SeedSequence().generate_state(1)[0])
-    print(f"seed {seed}")  # pytest shows it when the test fails
-    return np.random.default_rng(seed)
+    """Random numbers of the test's own, fresh for every session that has no ``--seed``."""
+    seed = request.config.getoption("seed")
+    if seed is None:
+        seed = int(np.random.SeedSequence().generate_state(1)[0])
+    print(f"--seed {seed}")  # pytest shows it when the test fails
+    return np.random.default_rng([seed, *request.node.nodeid.encode()])
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +71,7 @@ def x64():
 
 def pytest_addoption(parser):
     parser.addoption("--record", metavar="FILE", help="write the outcome, device and versions")
+    parser.addoption("--seed", type=int, help="of the tests' random numbers")
 
 
 @pytest.hookimpl(tryfirst=True)

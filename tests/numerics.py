@@ -74,6 +74,22 @@ def assert_equal(got, expected):
     jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), got, expected)
 
 
+def assert_close(found, expected, tolerance=1e-4, *, terms=1.0):
+    """Compare trees of arrays in the norm of the maximum, shapes and NaNs included.
+
+    Each error is at most ``tolerance`` times the largest of the expected values and of ``terms``,
+    the size of what is added up: a sum errs by a share of its terms, and they may cancel.
+    """
+
+    def compare(x, y):
+        assert np.shape(x) == np.shape(y)
+        x, y = exact(x), exact(y)
+        largest = np.abs(y[np.isfinite(y)]).max(initial=terms)
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * largest)
+
+    jax.tree.map(compare, found, expected)
+
+
 # The step of central differences in float64 is about the cube root of the roundoff, which balances
 # truncation and rounding.
 _STEP = 1e-5

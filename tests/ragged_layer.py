@@ -50,11 +50,3 @@ def drawn(rng):
 
 def loss(call):
     return lambda *xs: jnp.sum(jnp.sin(call(*xs)))
-
-
-def assert_close(found, expected, tolerance=1e-4):
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance),
-        found,
-        expected,
-    )

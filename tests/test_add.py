@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from numerics import BF16, F8E4, check_derivatives, poison, random
+from numerics import BF16, F8E4, assert_close, check_derivatives, poison, random
 
 import jax_tilekern as jtk
 from jax_tilekern import _core
@@ -172,7 +172,7 @@ def test_derivatives(rng, shapes):
         return [jax.grad(loss, argnums)(x, y) for argnums in (0, 1, (0, 1))]
 
     got, expected = (jax.jit(functools.partial(gradients, f))(x, y) for f in (jtk.add, jnp.add))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), got, expected)
+    assert_close(got, expected)
     tangents = jax.jvp(jtk.add, (x, y), (x, y))[1]
     np.testing.assert_array_equal(tangents, jnp.add(x, y))
 
@@ -191,15 +191,15 @@ def test_vmap_of_grad_and_linear_transpose(rng):
         return jax.vmap(jax.grad(lambda x, y: (f(x, y) ** 3).sum(), (0, 1)), (0, None))(x, y)
 
     for got, expected in zip(gradients(jtk.add), gradients(jnp.add), strict=True):
-        np.testing.assert_allclose(got, expected, 1e-5, 1e-5)
+        assert_close(got, expected)
     (cotangent,) = jax.linear_transpose(lambda y: jtk.add(jnp.zeros((3, 4)), y), y)(x[0])
-    np.testing.assert_allclose(cotangent, x[0].sum(0), 1e-6, 1e-6)
+    assert_close(cotangent, x[0].sum(0), 1e-6)
 
 
 def test_scan(rng):
     xs = random(rng, (6, 3, 4), np.float32)
     total, partial = lax.scan(lambda c, x: (jtk.add(c, x),) * 2, jnp.zeros((3, 4)), xs)
-    np.testing.assert_allclose(total, xs.sum(0), 1e-5, 1e-5)
+    assert_close(total, xs.sum(0))
     np.testing.assert_array_equal(partial[-1], total)
 
 
@@ -230,7 +230,7 @@ def test_shard_map(rng, devices):
     got = jax.jit(jax.grad(sharded, (0, 1)))(x, y)
     expected = jax.grad(lambda x, y: loss(jnp.add, x, y), (0, 1))(x, y)
     for ours, theirs in zip(got, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, 1e-5, 1e-5)
+        assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("specs", [(P("i", "j"), P("j")), (P("i", None), P()), (P(), P("i"))])
@@ -246,7 +246,7 @@ def test_explicit_mesh(rng, devices, specs):
 
         for got, expected in zip(run(jtk.add), run(jnp.add), strict=True):
             assert got.sharding == expected.sharding
-            np.testing.assert_allclose(got, expected, 1e-5, 1e-5)
+            assert_close(got, expected)
 
 
 def test_nothing_is_materialised():

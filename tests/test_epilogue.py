@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
-from numerics import BF16, check_derivatives, on_gpu
+from numerics import BF16, assert_close, check_derivatives, on_gpu
 
 import jax_tilekern as jtk
 
@@ -42,7 +42,7 @@ def layer(rng):
 
 def test_operands_broadcast_as_in_numpy(layer):
     found = fused(full_layer, *layer)
-    np.testing.assert_allclose(found, unfused(full_layer, *layer), rtol=2e-5, atol=2e-5)
+    assert_close(found, unfused(full_layer, *layer), 2e-5)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (50,), (1, 50), (70, 1), (1, 1), (70, 50)])
@@ -378,8 +378,7 @@ def test_gradients_are_those_of_the_unfused_program(layer):
     found, expected = (
         jax.grad(functools.partial(loss, call), numbers)(*layer) for call in (fused, unfused)
     )
-    for x, y in zip(found, expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)
+    assert_close(found, expected)
 
 
 def test_custom_derivatives_are_respected(rng):
@@ -454,8 +453,7 @@ def test_jit_scan_and_remat(rng):
         jax.jit(jax.value_and_grad(functools.partial(network, call)))(w, a)
         for call in (fused, unfused)
     )
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-3)
-    np.testing.assert_allclose(found[1], expected[1], rtol=1e-3, atol=1e-3)
+    assert_close(found, expected, 1e-3)
 
 
 def test_scalars_that_the_function_closes_over(rng):
@@ -539,10 +537,9 @@ def test_linear(rng, bias, activation):
     def found(x, w):
         return jtk.linear(x, w, b, activation, precision=HIGHEST)
 
-    np.testing.assert_allclose(found(x, w), expected(x, w), rtol=1e-4, atol=1e-5)
+    assert_close(found(x, w), expected(x, w))
     gradients = (jax.grad(lambda x, w, f=f: f(x, w).sum(), (0, 1))(x, w) for f in (found, expected))
-    for ours, jaxs in zip(*gradients, strict=True):
-        np.testing.assert_allclose(ours, jaxs, rtol=1e-3, atol=1e-3)
+    assert_close(*gradients)
 
 
 @pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu])
@@ -557,9 +554,8 @@ def test_gated_linear(rng, activation):
     def found(x, gate, up):
         return jtk.gated_linear(x, gate, up, activation, precision=HIGHEST)
 
-    np.testing.assert_allclose(found(*arrays), expected(*arrays), rtol=1e-4, atol=1e-5)
+    assert_close(found(*arrays), expected(*arrays))
     gradients = (
         jax.grad(lambda *xs, f=f: f(*xs).sum(), (0, 1, 2))(*arrays) for f in (found, expected)
     )
-    for ours, jaxs in zip(*gradients, strict=True):
-        np.testing.assert_allclose(ours, jaxs, rtol=1e-3, atol=1e-3)
+    assert_close(*gradients)

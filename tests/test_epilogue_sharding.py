@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numerics import assert_close
 from sharded import (
     AUTO,
     EXPLICIT,
@@ -72,12 +73,6 @@ def put(mesh, arrays, specs):
 
 def loss(call):
     return lambda *xs: jnp.sum(call(*xs) ** 2)
-
-
-def assert_close(found, expected):
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3), found, expected
-    )
 
 
 ROWS_AND_COLUMNS = (("i", None), (None, "j"), ("j",), ("i", "j"))
@@ -212,6 +207,4 @@ def test_sizes_that_do_not_divide(rng, shape, specs):
 
     found = jax.jit(value(lambda x, w, b: jtk.linear(x, w, b, jnp.tanh)))(*args)
     expected = jax.jit(value(lambda x, w, b: jnp.tanh(x @ w + b)))(*args)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, expected
-    )
+    assert_close(found, expected)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from guides import DOCS, run_snippets
 from jaxprs import products, traced
-from numerics import random
+from numerics import assert_close, random
 
 import jax_tilekern as jtk
 
@@ -165,8 +165,7 @@ def same_inside(function, *args, tolerance):
     assert ours > 0
     assert jaxs == 0
     found = jax.jit(jax.extend.core.jaxpr_as_fun(jaxpr))(*args)
-    for one, other in zip(found, jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+    assert_close(list(found), jax.tree.leaves(expected), tolerance)
 
 
 @pytest.mark.thorough

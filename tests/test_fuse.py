@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
-from numerics import BF16, assert_equal, exact, random
+from numerics import BF16, assert_close, assert_equal, random
 
 import jax_tilekern as jtk
 
@@ -46,14 +46,9 @@ def assert_all_fused(function, *args):
     assert set(found) <= _OTHERS, set(found) - _OTHERS
 
 
-def assert_close(found, expected, tolerance=1e-5):
-    def close(x, y):
-        assert x.dtype == y.dtype
-        # Sums err by a share of their terms, which are as large as the largest of the sums.
-        largest = np.max(np.abs(exact(y)), initial=1)
-        np.testing.assert_allclose(exact(x), exact(y), rtol=tolerance, atol=tolerance * largest)
-
-    jax.tree.map(close, found, expected)
+def assert_same(found, expected, tolerance=1e-5):
+    assert jax.tree.map(jnp.result_type, found) == jax.tree.map(jnp.result_type, expected)
+    assert_close(found, expected, tolerance)
 
 
 def layer(x, w, b):
@@ -78,7 +73,7 @@ def test_a_layer_is_one_call(operands, function, count, dtype):
     found = jtk.fuse(function)(*args)
     # Every operation on 16 bits is rounded, unless XLA leaves that out: a few roundings of values
     # of about 20.
-    assert_close(found, function(*args), {BF16: 0.25, np.float16: 0.03}.get(dtype, 1e-5))
+    assert_same(found, function(*args), {BF16: 0.25, np.float16: 0.03}.get(dtype, 1e-5))
     assert_all_fused(function, *args)
     assert names(jtk.fuse(function), *args).count(FUSED) == 1
 
@@ -110,7 +105,7 @@ def test_operands_of_every_shape(rng):
         return jnp.sin(x @ w * scale + column) * batch + jnp.arange(7)
 
     args = x, w, scale, column, batch
-    assert_close(jtk.fuse(f)(*args), f(*args))
+    assert_same(jtk.fuse(f)(*args), f(*args))
     # The operand arange is converted by itself.
     assert names(jtk.fuse(f), *args).count("sin") == 0
 
@@ -121,7 +116,7 @@ def test_products_of_this_library(operands):
     def f(x, w, b):
         return jnp.tanh(jtk.matmul(x, w) + b)
 
-    assert_close(jtk.fuse(f)(x, w, b), f(x, w, b))
+    assert_same(jtk.fuse(f)(x, w, b), f(x, w, b))
     assert_all_fused(f, x, w, b)
     with jtk.patch():
         assert_all_fused(layer, x, w, b)
@@ -172,7 +167,7 @@ def test_what_is_used_elsewhere_is_another_result(operands, function, expected):
     assert outputs(function, x, w, b) == expected
     # XLA may leave out that terms of the sums are rounded to 16 bits.
     tolerance = 2**-8 if function is reduced else 1e-4
-    assert_close(jtk.fuse(function)(x, w, b), function(x, w, b), tolerance)
+    assert_same(jtk.fuse(function)(x, w, b), function(x, w, b), tolerance)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +185,7 @@ def test_products_without_an_epilogue_are_jaxs(operands, function):
     x, w, b, *_ = operands
     found = str(jax.make_jaxpr(jtk.fuse(function))(x, w, b))
     assert FUSED not in found
-    assert_close(jtk.fuse(function)(x, w, b), function(x, w, b))
+    assert_same(jtk.fuse(function)(x, w, b), function(x, w, b))
 
 
 def test_a_function_without_products_is_unchanged(operands):
@@ -259,7 +254,7 @@ BODIES = [in_scan, in_cond, in_while, in_jit, in_checkpoint, in_custom_vjp, in_c
 @pytest.mark.parametrize("function", BODIES)
 def test_bodies_are_fused(operands, function):
     x, w, b, *_ = operands
-    assert_close(jtk.fuse(function)(x, w, b), function(x, w, b), 1e-4)
+    assert_same(jtk.fuse(function)(x, w, b), function(x, w, b), 1e-4)
     assert FUSED in names(jtk.fuse(function), x, w, b)
 
 
@@ -270,13 +265,13 @@ def test_derivatives_of_fused_bodies(operands, function):
     tangents = tuple(map(jnp.cos, (x, w, b)))
     if function is not in_custom_vjp:
         found, expected = (jax.jvp(f, (x, w, b), tangents) for f in (jtk.fuse(function), function))
-        assert_close(found, expected, 1e-3)
+        assert_same(found, expected, 1e-3)
     if function is not in_custom_jvp:
         found, expected = (
             jax.grad(lambda *xs, f=f: f(*xs).sum(), (0, 1, 2))(x, w, b)
             for f in (jtk.fuse(function), function)
         )
-        assert_close(found, expected, 1e-3)
+        assert_same(found, expected, 1e-3)
 
 
 # -- Transformations. ------------------------------------------------------------------------------
@@ -306,7 +301,7 @@ def perceptron(rng):
 
 def test_the_gradient_of_a_perceptron_is_its_products(perceptron):
     """Derivatives of activations are in the kernels of the products of their cotangents."""
-    assert_close(jtk.fuse(pulled_back)(*perceptron), pulled_back(*perceptron), 1e-4)
+    assert_same(jtk.fuse(pulled_back)(*perceptron), pulled_back(*perceptron), 1e-4)
     assert_all_fused(pulled_back, *perceptron)
     # Two layers store what their activation is applied to as well.
     assert outputs(pulled_back, *perceptron) == [2, 2, 1, 1, 1]
@@ -323,7 +318,7 @@ def test_inside_and_outside_of_derivatives(perceptron):
     outside = jax.jit(jtk.fuse(jax.grad(functools.partial(loss, network))))(params)
     twice = jtk.fuse(jax.grad(functools.partial(loss, jtk.fuse(network))))(params)
     for found in (inside, outside, twice):
-        assert_close(found, expected, 1e-3)
+        assert_same(found, expected, 1e-3)
 
 
 def test_custom_derivatives_are_respected():
@@ -342,8 +337,8 @@ def test_vmap(rng, in_axes):
         for shape, axis in zip(shapes, in_axes, strict=True)
     ]
     mapped = jax.vmap(layer, in_axes)
-    assert_close(jax.vmap(jtk.fuse(layer), in_axes)(*args), mapped(*args))
-    assert_close(jtk.fuse(mapped)(*args), mapped(*args))
+    assert_same(jax.vmap(jtk.fuse(layer), in_axes)(*args), mapped(*args))
+    assert_same(jtk.fuse(mapped)(*args), mapped(*args))
     if in_axes[1:] == (None, None):
         assert_all_fused(mapped, *args)
 
@@ -374,7 +369,7 @@ def test_over_several_devices(operands, axes):
         assert (FUSED in names(function, *args)) == (axes != "Explicit")
         found = gradient(function)(*args)
     expected = gradient(layer)(*operands[:3])
-    assert_close(found, expected)
+    assert_same(found, expected)
 
 
 def test_symbolic_shapes_are_jaxs():
@@ -394,7 +389,7 @@ def test_arguments_are_those_of_the_function(operands):
 
     for _ in range(2):
         found = f({"x": x, "w": w}, activation="sin")
-    assert_close(found, {"out": jnp.sin(x @ w + b) * 2})
+    assert_same(found, {"out": jnp.sin(x @ w + b) * 2})
     assert traced == ["sin"]
 
 

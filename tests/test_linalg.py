@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from numerics import UNIT_ROUNDOFF, check_derivatives, on_gpu, random
+from numerics import UNIT_ROUNDOFF, assert_close, check_derivatives, on_gpu, random
 
 import jax_tilekern as jtk
 from jax_tilekern import _core, linalg
@@ -220,7 +220,7 @@ def test_solve_triangular_broadcasts(rng, shapes, trans):
             for f in (linalg.solve_triangular, jsp_linalg.solve_triangular)
         )
         assert got.shape == expected.shape
-        np.testing.assert_allclose(got, expected, 1e-5, 1e-5)
+        assert_close(got, expected)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_solve_broadcasts(rng, shapes):
     expected = jnp.linalg.solve(a, b)
     got = linalg.solve(a, b)
     assert got.shape == expected.shape
-    np.testing.assert_allclose(got, expected, 1e-3, 1e-3)
+    assert_close(got, expected, 1e-3)
 
 
 # What is singular or not finite.
@@ -302,7 +302,7 @@ def test_vmap_of_solve_is_one_call(rng, axes):
     twice = [jax.vmap(jax.vmap(f, axes), (None, -1)) for f in (linalg.solve, jnp.linalg.solve)]
     stacked = jnp.stack([b, 2 * b], -1)
     found, expected = (jax.jit(f)(a, stacked) for f in twice)
-    np.testing.assert_allclose(found, expected, 1e-4, 1e-4)
+    assert_close(found, expected)
     assert len(kernels(twice[0], a, stacked)) == 1
 
 
@@ -379,7 +379,7 @@ def test_gradients_are_jaxs(rng, name):
         jax.jit(jax.grad(functools.partial(loss, getattr(module, name)), argnums))(*args)
         for module in (linalg, jnp.linalg)
     ]
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 2e-3, 2e-3), *gradients)
+    assert_close(*gradients, 2e-3)
 
 
 def cofactors(a):
@@ -419,7 +419,7 @@ def test_gradients_under_shard_map(rng):
     sharded = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())
     got = jax.jit(jax.grad(sharded, (0, 1)))(a, b)
     expected = jax.grad(lambda a, b: jnp.sin(jnp.linalg.solve(a, b)).sum(), (0, 1))(a, b)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-3, 1e-3), got, expected)
+    assert_close(got, expected, 1e-3)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from numerics import (
     F8E5,
     MAJORS,
     TF32_ROUNDOFF,
+    assert_close,
     assert_product,
     assert_same_nan_and_inf,
     einsum,
@@ -112,7 +113,7 @@ def test_other_types_fall_back(rng, dtype):
     )
     got, expected = jtk.matmul(a, b), jnp.matmul(a, b)
     assert got.dtype == expected.dtype
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+    assert_close(got, expected)
     (choice,) = jtk.explain(jtk.matmul, a, b)
     assert choice.kernel is None
     assert "no kernel for" in choice.reason

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numerics import assert_close
 
 import jax_tilekern as jtk
 from jax_tilekern.compilation import nvrtc
@@ -85,7 +86,7 @@ def test_disabled_is_part_of_jits_key(name, rng):
     with jtk.disabled():
         theirs = run(*values)
     assert run._cache_size() == 2
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert_close(ours, theirs)
 
 
 def test_a_fallback_is_an_error_in_strict():
@@ -213,6 +214,6 @@ def test_modes_reach_calls_that_xla_partitions(rng):
     assert "jax_tilekern_" in compiled.as_text()
     with jtk.disabled():
         assert "jax_tilekern_" not in run.lower(x, w).compile().as_text()
-    np.testing.assert_allclose(compiled(x, w), np.asarray(x) @ w, rtol=1e-5, atol=1e-5)
+    assert_close(compiled(x, w), np.asarray(x) @ w)
     with jtk.strict(), pytest.raises(Exception, match="forbids: no kernel for int16"):
         jax.jit(jtk.matmul).lower(x.astype(np.int16), w.astype(np.int16)).compile()

@@ -15,7 +15,7 @@ from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from jaxprs import traced
-from numerics import random
+from numerics import assert_close, random
 
 import jax_tilekern as jtk
 from jax_tilekern.inspection.choices import recorded_choices
@@ -374,7 +374,7 @@ def test_gradients(name):
         assert traced(grad, X) == (jaxs, 0)
         found = grad(X)
     assert traced(grad, X) == (0, jaxs)
-    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+    assert_close(found, expected)
 
 
 def test_gradients_are_right(rng, x64):
@@ -384,7 +384,7 @@ def test_gradients_are_right(rng, x64):
         hessian = jax.hessian(lambda x: jnp.sum(jnp.tanh(x @ x)))
         assert traced(hessian, x)[1] == 0
         found = hessian(x)
-    np.testing.assert_allclose(found, hessian(x), rtol=1e-12, atol=1e-12)
+    assert_close(found, hessian(x), 1e-12)
 
 
 def test_a_pullback_made_outside_and_called_inside():
@@ -394,8 +394,8 @@ def test_a_pullback_made_outside_and_called_inside():
         assert traced(pullback, X)[1] == 0
         found = pullback(X)
         _, other = jax.vjp(product, X)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(other(X), expected, rtol=1e-5, atol=1e-5)
+    assert_close(found, expected)
+    assert_close(other(X), expected)
 
 
 @four_devices
@@ -414,7 +414,7 @@ def test_under_an_explicit_mesh():
                 assert traced(function, *args)[1] == 0
                 found = function(*args)
             assert found.sharding == expected.sharding
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+            assert_close(found, expected)
 
 
 @four_devices
@@ -426,7 +426,7 @@ def test_in_a_jit_over_several_devices():
     expected = gradient(w, x)
     with jtk.patch():
         choices = jtk.explain(gradient, w, x)
-        np.testing.assert_allclose(gradient(w, x), expected, rtol=1e-6)
+        assert_close(gradient(w, x), expected)
     assert [choice.partition for choice in choices] == ["m in 4", "k in 4, all-reduce"]
 
 
@@ -445,7 +445,7 @@ def test_a_pallas_kernel_keeps_its_products():
     with jtk.patch():
         assert traced(function, X) == (1, 1)
         found = function(X)
-    np.testing.assert_allclose(found, X @ X @ X, rtol=1e-4, atol=1e-4)
+    assert_close(found, X @ X @ X)
 
 
 # What it costs, and what it stands on.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from numerics import BF16, check_derivatives, random
+from numerics import BF16, assert_close, check_derivatives, random
 from ragged import CONTRACTED, KINDS, group_sizes
 
 import jax_tilekern as jtk
@@ -31,17 +31,6 @@ def theirs(x, w, sizes, offset=None):
     if offset is not None:
         mask = lax.dynamic_slice_in_dim(mask, offset.reshape(()), w.shape[0])
     return jnp.einsum("gm,mk,gkn->mn", mask.astype(x.dtype), x, w, precision="highest")
-
-
-def close(got, expected):
-    """Equal up to float32 rounding of the largest element."""
-
-    def compare(got, expected):
-        scale = max(1.0, float(jnp.max(jnp.abs(expected), initial=0)))
-        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-5 * scale)
-        assert jnp.shape(got) == jnp.shape(expected)
-
-    jax.tree.map(compare, got, expected)
 
 
 def loss(f):
@@ -73,7 +62,7 @@ def test_jvp_and_vjp(rng, layer):
         if f is ours:
             expected = out, gradients
         else:
-            close(expected, (out, gradients))
+            assert_close(expected, (out, gradients))
 
 
 def test_derivatives(layer):
@@ -90,7 +79,7 @@ def test_derivatives(layer):
 def test_one_operand_at_a_time(layer):
     for i in (0, 1):
         got, expected = (jax.jit(jax.grad(loss(f), i))(*layer) for f in (ours, theirs))
-        close(got, expected)
+        assert_close(got, expected)
 
 
 def test_second_order(layer):
@@ -99,9 +88,9 @@ def test_second_order(layer):
         return jax.grad(lambda x, w, s: sum(jnp.sum(g**2) for g in first(x, w, s)), (0, 1))
 
     got, expected = (jax.jit(curvature(f))(*layer) for f in (ours, theirs))
-    close(got, expected)
+    assert_close(got, expected)
     args = layer[0][:6, :3], layer[1][:, :3, :2], jnp.array([2, 0, 3, 0])
-    close(*(jax.jit(jax.hessian(loss(f), (0, 1)))(*args) for f in (ours, theirs)))
+    assert_close(*(jax.jit(jax.hessian(loss(f), (0, 1)))(*args) for f in (ours, theirs)))
 
 
 @pytest.mark.parametrize(("axes", "out_axis"), [
@@ -125,7 +114,7 @@ def test_vmap(rng, axes, out_axis):
         whole = jax.grad(loss(mapped), (0, 1))
         return lambda *args: (mapped(*args), each(*args), whole(*args))
 
-    close(jax.jit(everything(ours))(x, w, sizes), jax.jit(everything(theirs))(x, w, sizes))
+    assert_close(jax.jit(everything(ours))(x, w, sizes), jax.jit(everything(theirs))(x, w, sizes))
     choices = jtk.explain(everything(ours), x, w, sizes)
     assert sum(choice.kernel is not None for choice in choices) == 7, choices
 
@@ -143,7 +132,7 @@ def test_vmap_over_offsets(rng, axes):
     args.append(jnp.array([[0], [2]]))
     for make in (lambda f: f, lambda f: jax.grad(loss(f), (0, 1))):
         got, expected = (jax.jit(jax.vmap(make(f), axes))(*args) for f in (ours, theirs))
-        close(got, expected)
+        assert_close(got, expected)
 
 
 def test_nested_vmap(rng):
@@ -156,13 +145,13 @@ def test_nested_vmap(rng):
         return jax.vmap(jax.vmap(f, (2, 0, 0)), (0, 3, 1))
 
     got, expected = (jax.jit(both(f))(x, w, sizes) for f in (ours, theirs))
-    close(got, expected)
+    assert_close(got, expected)
     gradients = [jax.jit(jax.grad(loss(both(f)), (0, 1))) for f in (ours, theirs)]
-    close(gradients[0](x, w, sizes), gradients[1](x, w, sizes))
+    assert_close(gradients[0](x, w, sizes), gradients[1](x, w, sizes))
     shared = x[0, ..., 0], w[0, :, :, 0], sizes
     twice = [jax.vmap(jax.vmap(f, (None, None, 0)), (None, None, 0)) for f in (ours, theirs)]
     got, expected = (jax.jit(f)(*shared) for f in twice)
-    close(got, expected)
+    assert_close(got, expected)
 
 
 @pytest.mark.parametrize("transform", [jax.jacfwd, jax.jacrev])
@@ -171,7 +160,7 @@ def test_jacobians(rng, transform):
     sizes = jnp.array([4, 1])
     for argnums in (0, 1):
         got, expected = (jax.jit(transform(f, argnums))(x, w, sizes) for f in (ours, theirs))
-        close(got, expected)
+        assert_close(got, expected)
 
 
 def test_scan_and_its_gradient(rng):
@@ -181,7 +170,7 @@ def test_scan_and_its_gradient(rng):
     def run(f, w, x):
         return lax.scan(lambda x, s: (jnp.tanh(f(x, w, s)), None), x, sizes)[0].sum()
 
-    close(
+    assert_close(
         jax.jit(jax.grad(functools.partial(run, ours)))(w, x),
         jax.jit(jax.grad(functools.partial(run, theirs)))(w, x),
     )
@@ -189,7 +178,7 @@ def test_scan_and_its_gradient(rng):
 
 def test_remat(layer):
     for policy in (None, jax.checkpoint_policies.dots_saveable):
-        close(
+        assert_close(
             jax.jit(jax.grad(jax.checkpoint(loss(ours), policy=policy), (0, 1)))(*layer),
             jax.grad(loss(theirs), (0, 1))(*layer),
         )
@@ -221,7 +210,7 @@ def test_random_sizes_and_shapes(rows, k, sizes, seed):
 
         return jax.jit(jax.value_and_grad(square, (0, 1)))(x, w)
 
-    close(value_and_gradients(ours), value_and_gradients(theirs))
+    assert_close(value_and_gradients(ours), value_and_gradients(theirs))
 
 
 def test_export(rng):
@@ -230,11 +219,11 @@ def test_export(rng):
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jtk.FFI_TARGETS]
     exported = jax.export.export(jax.jit(jax.grad(loss(ours))), disabled_checks=checks)(x, w, sizes)
     loaded = jax.export.deserialize(exported.serialize())
-    close(loaded.call(x, w, sizes), jax.grad(loss(theirs))(x, w, sizes))
+    assert_close(loaded.call(x, w, sizes), jax.grad(loss(theirs))(x, w, sizes))
     (rows,) = jax.export.symbolic_shape("rows")
     symbolic = jax.ShapeDtypeStruct((rows, 6), np.float32)
     exported = jax.export.export(jax.jit(ours))(symbolic, w, sizes)
-    close(exported.call(x, w, sizes), theirs(x, w, sizes))
+    assert_close(exported.call(x, w, sizes), theirs(x, w, sizes))
 
 
 # Experts shared out among devices.
@@ -263,12 +252,14 @@ def test_shard_map_over_experts(rng, mesh, rows_spec):
         first = lax.axis_index("experts") * w.shape[0]
         return lax.psum(ours(x, w, sizes, first[None]), "experts")
 
-    close(jax.jit(sharded)(x, w, sizes), theirs(x, w, sizes))
-    close(
+    assert_close(jax.jit(sharded)(x, w, sizes), theirs(x, w, sizes))
+    assert_close(
         jax.jit(jax.grad(loss(sharded), (0, 1)))(x, w, sizes),
         jax.grad(loss(theirs), (0, 1))(x, w, sizes),
     )
-    close(jax.jit(jax.jacfwd(loss(sharded)))(x, w, sizes), jax.grad(loss(theirs))(x, w, sizes))
+    assert_close(
+        jax.jit(jax.jacfwd(loss(sharded)))(x, w, sizes), jax.grad(loss(theirs))(x, w, sizes)
+    )
 
 
 def test_shard_map_over_rows(rng, mesh):
@@ -285,7 +276,7 @@ def test_shard_map_over_rows(rng, mesh):
 
     plain = jax.vmap(theirs, (0, None, 0))
     for argnums in (0, 1):
-        close(
+        assert_close(
             jax.jit(jax.grad(loss(sharded), argnums))(x, w, sizes),
             jax.grad(loss(plain), argnums)(x, w, sizes),
         )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.scipy.special import digamma
-from numerics import BF16, check_derivatives
+from numerics import BF16, assert_close, check_derivatives
 from ragged_layer import (
     GROUPS,
     HIGHEST,
@@ -15,7 +15,6 @@ from ragged_layer import (
     K,
     M,
     N,
-    assert_close,
     drawn,
     function,
     fused,

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from numerics import assert_close
 from ragged_layer import (
     GROUPS,
     SIZES,
     N,
-    assert_close,
     drawn,
     function,
     fused,

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from numerics import BF16, UNIT_ROUNDOFF, check_derivatives, exact, random
+from numerics import BF16, UNIT_ROUNDOFF, assert_close, check_derivatives, exact, random
 from sharded import AUTO, EXPLICIT, bytes_sent, collectives, devices, mesh_of
 
 import jax_tilekern as jtk
@@ -28,12 +28,6 @@ SHAPES = [
     ((3, 33, 17), (3, 17, 65)),
     ((5, 64, 32), (32, 640)),
 ]
-
-
-def close(found, expected, tolerance):
-    np.testing.assert_allclose(
-        np.asarray(found, np.float64), expected, rtol=tolerance, atol=tolerance
-    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,7 +123,7 @@ def test_vmap(rng, x64, axes):
         for shape, axis in zip(shapes, axes, strict=True)
     ]
     for x, y in zip(jax.vmap(calls, axes)(*args), jax.vmap(unfused, axes)(*args), strict=True):
-        close(x, y, 1e-12)
+        assert_close(x, y, 1e-12)
 
 
 # Sharded.
@@ -310,7 +304,7 @@ def test_sharded_gradients(rng, x64, specs, elements):
     ours, jaxs = (gradients(f).lower(*placed).compile() for f in (every_kind, every_kind_by_jax))
     expected = gradients(every_kind_by_jax)(*map(exact, args))
     for x, y in zip(ours(*placed), expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5 * np.abs(y).max())
+        assert_close(x, y)
     assert bytes_sent(ours) <= 1.05 * bytes_sent(jaxs), collectives(ours)
 
 
@@ -331,7 +325,7 @@ def test_sharded_vmap(rng, x64, mapped):
     )
     expected = jax.vmap(every_kind_by_jax, mapped)(*map(exact, args))
     for x, y in zip(ours(*placed), expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max())
+        assert_close(x, y)
     assert bytes_sent(ours) <= 1.05 * bytes_sent(jaxs), collectives(ours)
     assert {x.kind for x in collectives(ours)} == {"all-reduce"}
 
@@ -367,7 +361,7 @@ def test_sharding_in_types(rng):
                 assert_within_bounds(found, *args)
             for x, y in zip(found, expected, strict=True):
                 assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
-                close(x, np.asarray(y, np.float64), 1e-3)
+                assert_close(x, np.asarray(y, np.float64), 1e-3)
 
 
 @needs_devices

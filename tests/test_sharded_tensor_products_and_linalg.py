@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from numerics import assert_close
 from sharded import (
     AUTO,
     EXPLICIT,
@@ -46,10 +47,7 @@ def transformed(transform, f, count):
 
 
 def assert_close_trees(got, wanted):
-    got, wanted = jax.tree.leaves(got), jax.tree.leaves(wanted)
-    for x, y in zip(got, wanted, strict=True):
-        y = np.asarray(y)
-        np.testing.assert_allclose(np.asarray(x), y, rtol=1e-4, atol=1e-4 * np.abs(y).max())
+    assert_close(jax.tree.leaves(got), jax.tree.leaves(wanted))
 
 
 def check(specs, arrays, program, transform, compare):

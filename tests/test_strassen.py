@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
-from numerics import BF16, UNIT_ROUNDOFF, exact, on_gpu, random
+from numerics import BF16, UNIT_ROUNDOFF, assert_close, exact, on_gpu, random
 
 import jax_tilekern as jtk
 from jax_tilekern.ops import strassen
@@ -102,10 +102,10 @@ def test_no_level_is_a_product(rng):
 def test_batches_broadcast(rng, shapes):
     a, b = (random(rng, shape, np.float32) for shape in shapes)
     product = jtk.strassen_matmul(a, b, precision=HIGHEST)
-    np.testing.assert_allclose(product, np.matmul(a, b), 1e-4, 1e-4)
+    assert_close(product, np.matmul(a, b))
     mapped = jax.vmap(functools.partial(jtk.strassen_matmul, precision=HIGHEST), (None, 0))
     stacked = jnp.stack([b, -b])
-    np.testing.assert_allclose(mapped(a, stacked), jnp.stack([product, -product]), 1e-4, 1e-4)
+    assert_close(mapped(a, stacked), jnp.stack([product, -product]))
 
 
 # Its rules are those of `matmul` and `add`, of which it is composed.
@@ -121,14 +121,14 @@ def test_derivatives(rng):
 
     twice = functools.partial(jtk.strassen_matmul, levels=2, precision=HIGHEST)
     expected = gradients(functools.partial(jnp.matmul, precision=HIGHEST))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 0, 1e-4), gradients(twice), expected)
+    assert_close(gradients(twice), expected)
 
     def second(product):
         return jax.jit(jax.hessian(lambda a: jnp.sin(product(a, b)).sum()))(a)
 
     plain = functools.partial(jnp.matmul, precision=HIGHEST)
     once = functools.partial(jtk.strassen_matmul, precision=HIGHEST)
-    np.testing.assert_allclose(second(once), second(plain), 0, 1e-3)
+    assert_close(second(once), second(plain), 1e-3)
 
 
 def test_nan_and_infinity_reach_the_result():

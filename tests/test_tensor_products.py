@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 from jax.test_util import check_grads
 from jaxprs import traced
-from numerics import BF16, random, roundoff
+from numerics import BF16, assert_close, random, roundoff
 
 import jax_tilekern as jtk
 
@@ -116,11 +116,11 @@ def test_derivatives_and_vmap(rng, x64, name, order):
     several = [jnp.stack([x, 2 * x, -x]) for x in operands]
     found = jax.vmap(ours(case))(*several)
     each = [ours(case)(*xs) for xs in zip(*several, strict=True)]
-    np.testing.assert_allclose(found, each, rtol=1e-10, atol=1e-10)
+    assert_close(found, each, 1e-10)
     alone = jax.vmap(ours(case), (0, *itertools.repeat(None, len(operands) - 1)))
     found = alone(several[0], *operands[1:])
     each = [ours(case)(x, *operands[1:]) for x in several[0]]
-    np.testing.assert_allclose(found, each, rtol=1e-10, atol=1e-10)
+    assert_close(found, each, 1e-10)
 
 
 def test_keywords_reach_the_product(rng):
@@ -260,6 +260,4 @@ def test_an_einsum_of_two_that_is_no_product_alone(rng):
         "ij,ik",
         "ij , ik -> k j",
     ):
-        np.testing.assert_allclose(
-            jtk.einsum(subscripts, a, b), jnp.einsum(subscripts, a, b), rtol=1e-5
-        )
+        assert_close(jtk.einsum(subscripts, a, b), jnp.einsum(subscripts, a, b))
