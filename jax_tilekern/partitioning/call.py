@@ -31,7 +31,7 @@ from jax_tilekern.inspection.choices import (
 from jax_tilekern.interop import modes
 from jax_tilekern.interop.ffi import PARTITIONED
 from jax_tilekern.partitioning import xla
-from jax_tilekern.partitioning.choice import Split, choose_split
+from jax_tilekern.partitioning.choice import choose_split
 from jax_tilekern.partitioning.digits import common_digits, sharding_of
 from jax_tilekern.partitioning.local_program import (
     FunctionOfSum,
@@ -41,6 +41,7 @@ from jax_tilekern.partitioning.local_program import (
 )
 from jax_tilekern.partitioning.params_text import from_text, to_text
 from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.partitioning.split import Split
 from jax_tilekern.plans.gpu import NoGpu, current_gpu, planning_beside_collectives
 from jax_tilekern.plans.tuned import tuned_digest, using_digest
 

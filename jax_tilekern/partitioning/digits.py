@@ -93,14 +93,25 @@ def digits_of(sharding: Any, rank: int, radix: Radix) -> Digits | None:
     return tuple(digits) if (linear == parts).all() else None
 
 
+def by_dimension(digits: Digits, rank: int) -> list[tuple[int, ...]]:
+    """Return the digits that split each dimension, major to minor."""
+    found = [[a for a, x in enumerate(digits) if x and x.dimension == i] for i in range(rank)]
+    return [tuple(sorted(own, key=lambda a: -digits[a].weight)) for own in found]  # type: ignore[union-attr]
+
+
+def number_of_parts(digits: Sequence[int], radix: Radix) -> int:
+    """Return the number of parts that some digits make."""
+    return math.prod(radix[a] for a in digits)
+
+
 def sharding_of(splits: Sequence[Sequence[int]], radix: Radix) -> Any:
     """Return the ``HloSharding`` that splits each dimension by digits, major to minor."""
     used = [a for digits in splits for a in digits]
     if not used:
         return xla.replicated()
     rest = [a for a in range(len(radix)) if a not in used]
-    tiles = [math.prod(radix[a] for a in digits) for digits in splits]
-    copies = math.prod(radix[a] for a in rest)
+    tiles = [number_of_parts(digits, radix) for digits in splits]
+    copies = number_of_parts(rest, radix)
     return xla.tiled(tiles, copies, radix, used + rest)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_tilekern.partitioning.choice import Move, Outcome, Split
+from jax_tilekern.partitioning.split import Move, Outcome, Split
 
 
 class FunctionOfSum(NamedTuple):

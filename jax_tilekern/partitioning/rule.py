@@ -79,6 +79,12 @@ class ShardingRule:
         first = self.results[0]
         return (*first, *(label for label in self.reduced if label not in first))
 
+    def sum_bytes(self, result_bytes: int) -> int:
+        """Return the size of the sum that an epilogue reads, as wide as the first result."""
+        return result_bytes * math.prod(
+            self.sizes[label] for label in self.reduced if label not in self.results[0]
+        )
+
     @property
     def summed(self) -> frozenset[int]:
         """Labels that may be split and that some result lacks, so that devices have parts of it."""
