@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.ops import matrices
 from jax_tilekern.ops.matmul import matmul
+from jax_tilekern.ops.matrix_kernels import refusal
 from jax_tilekern.plans.linalg.small_matrices import MAX_SIZE
 
 __all__ = [
@@ -69,7 +70,7 @@ def inv(a: ArrayLike) -> Array:
     """
     result = jax.eval_shape(jnp.linalg.inv, a)
     a = jnp.asarray(a).astype(result.dtype)
-    why = matrices.refusal(a.shape[-1], a.dtype)
+    why = refusal(a.shape[-1], a.dtype)
     if why is not None:
         inverses: Array = jnp.linalg.inv(matrices.left_to_xla(a, "inv", why))
         return inverses
@@ -113,7 +114,7 @@ def solve(a: ArrayLike, b: ArrayLike) -> Array:
     """
     result = jax.eval_shape(jnp.linalg.solve, a, b)
     a, b = (jnp.asarray(x).astype(result.dtype) for x in (a, b))
-    why = matrices.refusal(a.shape[-1], a.dtype)
+    why = refusal(a.shape[-1], a.dtype)
     if why is not None:
         solutions: Array = jnp.linalg.solve(matrices.left_to_xla(a, "solve", why), b)
         return solutions
@@ -159,7 +160,7 @@ def cholesky(a: ArrayLike, *, upper: bool = False, symmetrize_input: bool = True
     theirs = functools.partial(jnp.linalg.cholesky, upper=upper, symmetrize_input=symmetrize_input)
     result = jax.eval_shape(theirs, a)
     a = jnp.asarray(a).astype(result.dtype)
-    why = matrices.refusal(a.shape[-1], a.dtype)
+    why = refusal(a.shape[-1], a.dtype)
     if why is not None:
         factors: Array = theirs(matrices.left_to_xla(a, "cholesky", why))
         return factors
@@ -359,7 +360,7 @@ def triangular_solve(
     )
     jax.eval_shape(theirs, a, b)
     a, b = jnp.asarray(a), jnp.asarray(b)
-    why = matrices.refusal(a.shape[-1], a.dtype)
+    why = refusal(a.shape[-1], a.dtype)
     if why is not None:
         result: Array = theirs(matrices.left_to_xla(a, "triangular_solve", why), b)
         return result
@@ -425,7 +426,7 @@ def solve_triangular(
     )
     result = jax.eval_shape(theirs, a, b)
     a, b = (jnp.asarray(x).astype(result.dtype) for x in (a, b))
-    why = matrices.refusal(a.shape[-1], a.dtype)
+    why = refusal(a.shape[-1], a.dtype)
     if why is not None:
         solved: Array = theirs(matrices.left_to_xla(a, "solve_triangular", why), b)
         return solved
@@ -480,13 +481,13 @@ def _with_vectors(function: Any, a: Array, b: Array, *, vectors: bool) -> Array:
 def _refusal_to_factor(a: Array) -> str | None:
     if a.shape[-1] != a.shape[-2]:
         return "kernels are for square matrices"
-    return matrices.refusal(a.shape[-1], a.dtype)
+    return refusal(a.shape[-1], a.dtype)
 
 
 def _refusal_of_determinant(a: Array, formulas_to: int) -> str | None:
     if a.shape[-1] <= formulas_to:
         return f"up to {formulas_to}x{formulas_to} there is a formula, which XLA fuses"
-    return matrices.refusal(a.shape[-1], a.dtype)
+    return refusal(a.shape[-1], a.dtype)
 
 
 def _factored(a: ArrayLike) -> tuple[Array, Array, Array]:

@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 
 WIDTH = 720
 _LABELS, _NUMBERS, _LINE, _TOP, _BOTTOM = 168, 125, 22, 26, 40
-_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+_TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 # A page that has the drawing within it may set the variables to colors of its own.
 _STYLE = """
 .ratios { --ink: #1f2328; --grid: #d1d9e0; --win: #1a7f37; --even: #59636e; --loss: #cf5c00; }

@@ -64,11 +64,11 @@ def sample_summary(record: Record) -> Iterator[str]:
         return
     yield (
         f"{len(rows)} calls drawn with seed {sample['seed']} ({_PURPOSES[sample['purpose']]}): "
-        f"{Distribution.of(list(map(_ratio_to_jax, rows)))}."
+        f"{Distribution.of(list(map(ratio_to_jax, rows)))}."
     )
     groups: dict[str, list[float]] = {}
     for row in rows:
-        groups.setdefault(row["group"], []).append(_ratio_to_jax(row))
+        groups.setdefault(row["group"], []).append(ratio_to_jax(row))
     if len(groups) > 1:
         for group, ratios in groups.items():
             yield f"{group}, {len(ratios)} calls: {Distribution.of(ratios)}."
@@ -97,7 +97,8 @@ _PURPOSES = {"fit": "a seed for fitting", "report": "a seed for reporting"}
 _JAX = "lax"
 
 
-def _ratio_to_jax(row: Mapping[str, Any]) -> float:
+def ratio_to_jax(row: Mapping[str, Any]) -> float:
+    """Return the time of JAX's own function over ours."""
     other = row["others"].get(_JAX, {})
     return _ratio(other if "seconds" in other else row)
 

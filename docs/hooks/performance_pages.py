@@ -14,6 +14,8 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.records.ratio_plot import Group, geometric_mean, ratio_plot  # noqa: E402
+from benchmarks.records.record import timed  # noqa: E402
+from benchmarks.records.sample_report import Distribution, ratio_to_jax  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 Record = dict[str, Any]
@@ -45,11 +47,16 @@ def device_page(folder: Path) -> str:
     records = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     # The outcome of the tests is on the page about tests; choices of `tune` are data.
     names = sorted((x for x in records if not x.startswith(("tests", "tuned"))), key=_order)
-    device = next(iter(records.values()))["device"]
+    samples = {
+        path: json.loads(path.read_text()) for path in sorted((folder / "samples").glob("*.json"))
+    }
+    device = next(iter([*records.values(), *samples.values()]))["device"]
     count = next((record["devices"] for record in records.values() if "devices" in record), 1)
     lines = [f"# {device if count == 1 else f'{count} x {device}'}", ""]
     for name in names:
         lines += [f"## {name}", "", *_section(folder, name, records[name]), ""]
+    if samples:
+        lines += ["## Calls drawn at random", "", *_samples(samples), ""]
     if (folder / "ladder").is_dir():
         lines += ["## ladder", "", "Each step from a naive kernel: [the ladder](../ladder.md).", ""]
     return "\n".join(lines)
@@ -124,6 +131,41 @@ def _suite(device: str, record: Record) -> Iterator[str]:
     yield ""
     heads = ["row", "ours", "dense" if grouped else "XLA", "ratio", *map("{} / ours".format, peers)]
     yield from _table([*heads, "kernel"], "lrrr" + "r" * len(peers) + "l", _cells(rows, peers))
+
+
+def _samples(samples: dict[Path, Record]) -> Iterator[str]:
+    """Return the distribution of the ratios of each sample."""
+    ratios = {path: list(map(ratio_to_jax, timed(record))) for path, record in samples.items()}
+    names = {
+        path: f"{record['operation']}, seed {record['sample']['seed']}"
+        for path, record in samples.items()
+    }
+    groups: dict[str, list[float]] = {}
+    for path, name in names.items():
+        groups.setdefault(name, []).extend(ratios[path])
+    sections = [("", [Group(name, found) for name, found in groups.items()])]
+    yield from _drawing("JAX's time over ours", "JAX's time / our time", sections)
+    yield (
+        "Each record is of the sources of its day. "
+        "[How it is measured](../../benchmarks/README.md) says which seeds were fitted to."
+    )
+    yield ""
+    cells = (
+        (
+            f"[{names[path]}](../../{path.relative_to(ROOT)})",
+            record["date"][:10],
+            str(len(ratios[path])),
+            *_distribution(Distribution.of(ratios[path])),
+        )
+        for path, record in samples.items()
+    )
+    heads = ["calls of", "day", "calls", "mean", "10th percentile", "worst", "below 0.97"]
+    yield from _table(heads, "llrrrrr", cells)
+
+
+def _distribution(found: Distribution) -> tuple[str, ...]:
+    numbers = (found.geometric_mean, found.tenth_percentile, found.worst)
+    return (*map(_number, numbers), f"{found.slower:.0%}")
 
 
 def _peer_plots(

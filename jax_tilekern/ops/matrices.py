@@ -1,8 +1,8 @@
 """Primitives on square matrices: inverses, factorisations and systems.
 
 Operands have one type and the same leading dimensions. Derivatives are products and calls of these
-primitives again, so that all orders of them are kernels. Matrices up to ``MAX_SIZE`` have a kernel
-each, and larger ones are computed in blocks (``blocked.py``).
+primitives again, so that all orders of them are kernels. ``matrix_kernels.py`` has the kernels, and
+``blocked.py`` computes large matrices in blocks.
 """
 
 from __future__ import annotations
@@ -23,24 +23,22 @@ from jax_tilekern.interop import ffi
 from jax_tilekern.interop.compat import ad, zero_tangent
 from jax_tilekern.ops import blocked
 from jax_tilekern.ops.matmul import matmul
-from jax_tilekern.ops.planned_kernel import planned_kernel
-from jax_tilekern.partitioning import xla
+from jax_tilekern.ops.matrix_kernels import (
+    in_blocks,
+    matrix_on_cpu,
+    matrix_on_cuda,
+    refused,
+    system_on_cpu,
+    system_on_cuda,
+)
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
-from jax_tilekern.partitioning.xla import Place
-from jax_tilekern.plans.gpu import NoGpu, current_gpu
-from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.linalg import small_matrices as plans
-from jax_tilekern.plans.linalg.blocked import LargeMatrices, plan_blocks
-from jax_tilekern.plans.linalg.small_matrices import MAX_SIZE, Columns, SmallMatrices
 from jax_tilekern.primitives.operation import (
     Fallback,
-    Kernel,
-    Operand,
     Operation,
     Planner,
     Rewrite,
     define,
-    obstacle,
 )
 
 # Derivatives are as accurate as the functions.
@@ -257,32 +255,7 @@ def _sharding_rule(
     )
 
 
-# Lowering: a planner returns a kernel, or the reason why there is none.
-
-
-def refusal(size: Any, dtype: Any) -> str | None:
-    """Return why no kernel takes matrices of a size and type, or ``None`` if one may."""
-    if dtype not in plans.DTYPES:
-        return f"no kernel for matrices of {dtype}"
-    if not isinstance(size, int):
-        return "a plan needs every size, and this shape is symbolic"
-    if xla.is_traced_partly_manual():
-        # No kernel would run, and JAX's derivatives reuse the factors that it has gathered.
-        return obstacle(Place.PARTLY_MANUAL, ())
-    return None
-
-
-def _refused(a: Any, *avals: Any, **params: Any) -> Fallback | None:
-    why = refusal(a.shape[-1], a.dtype)
-    return None if why is None else Fallback(why)
-
-
-def _matrices(aval: Any) -> SmallMatrices:
-    return SmallMatrices(math.prod(aval.shape[:-2]), aval.shape[-1], aval.dtype)
-
-
-def _columns(aval: Any, left_side: bool) -> Columns:
-    return Columns(aval.shape[-1 if left_side else -2], contiguous=not left_side)
+# Large matrices in blocks: the smallest triangles are inverted by a kernel.
 
 
 def inverted_triangles(lower: Array) -> Array:
@@ -297,115 +270,9 @@ def _inverse_in_blocks(a: Array, **blocks: Any) -> Array:
     return blocked.inverse(factors, permutation, **blocks)
 
 
-def _in_blocks(
-    name: str, function: Callable[..., Any], operands: Sequence[Operand], **params: Any
-) -> Rewrite | Fallback:
-    """Return a call in blocks, of a function that has one result or a tuple of them."""
-    (*leading, size, _), dtype = operands[0].aval.shape, operands[0].aval.dtype
-    columns = size
-    if name == "triangular_solve":
-        columns = operands[1].aval.shape[-1 if params["left_side"] else -2]
-    matrices = LargeMatrices(name, math.prod(leading), size, columns, dtype)
-    try:
-        block = plan_blocks(matrices, current_gpu())
-    except NoGpu as error:
-        return Fallback(str(error))
-    if isinstance(block, NoKernel):
-        return Fallback(block.reason)
-
-    def computed(*values: Array) -> tuple[Array, ...]:
-        results = function(*values, block=block, invert=inverted_triangles, **params)
-        return results if isinstance(results, tuple) else (results,)
-
-    return Rewrite(f"products of blocks of {block} columns", computed)
-
-
-def _matrix_on_cuda(
-    kernel: Callable[..., compiler.Kernel],
-    in_blocks: Callable[..., Rewrite | Fallback],
-    operands: Sequence[Operand],
-    results: Sequence[Any],
-    **params: Any,
-) -> Kernel | Rewrite | Fallback:
-    (a,) = operands
-    if a.aval.shape[-1] > MAX_SIZE:
-        return in_blocks(operands, **params)
-    matrices = _matrices(a.aval)
-    chosen = kernel(matrices, **params)
-    return planned_kernel((a.value,), plans.plan_matrices, matrices, chosen, len(results))
-
-
-def _system_on_cuda(
-    kernel: Callable[..., compiler.Kernel],
-    in_blocks: Callable[..., Rewrite | Fallback] | None,
-    operands: Sequence[Operand],
-    _: Any,
-    *,
-    left_side: bool = True,
-    transpose: bool,
-    **params: Any,
-) -> Kernel | Rewrite | Fallback:
-    a, b = operands
-    if a.aval.shape[-1] > MAX_SIZE:
-        if in_blocks is None:
-            return Fallback(_TOO_LARGE)
-        return in_blocks(operands, left_side=left_side, transpose=transpose, **params)
-    matrices = _matrices(a.aval)
-    columns = _columns(b.aval, left_side)
-    # x @ a = b is a system with the transposed matrix, whose right-hand sides are the rows of b.
-    chosen = kernel(matrices, columns, transpose=transpose == left_side, **params)
-    return planned_kernel((a.value, b.value), plans.plan_columns, matrices, columns, chosen)
-
-
-_TOO_LARGE = f"kernels are for matrices of up to {MAX_SIZE}x{MAX_SIZE}"
-# A vector has one lane per matrix.
-_CPU_FEWEST = 4
-_CPU_MOST_COLUMNS = 64
-
-
-def _matrix_on_cpu(
-    target: str, operands: Sequence[Operand], _: Any, **params: bool
-) -> Kernel | Fallback:
-    (a,) = operands
-    return _cpu_kernel(target, _matrices(a.aval), (a.value,), **params)
-
-
-def _system_on_cpu(
-    operands: Sequence[Operand],
-    _: Any,
-    *,
-    left_side: bool = True,
-    transpose: bool,
-    lower: bool | None = None,
-    unit_diagonal: bool = False,
-) -> Kernel | Fallback:
-    a, b = operands
-    columns = _columns(b.aval, left_side)
-    if columns.count > _CPU_MOST_COLUMNS:
-        return Fallback(f"{columns.count} right-hand sides (at most {_CPU_MOST_COLUMNS} on a CPU)")
-    return _cpu_kernel(
-        ffi.CPU_MATRIX_SOLVE,
-        _matrices(a.aval),
-        (a.value, b.value),
-        triangle=0 if lower is None else 1 if lower else 2,
-        contiguous=columns.contiguous,
-        transpose=transpose == left_side,
-        unit_diagonal=unit_diagonal,
-    )
-
-
-def _cpu_kernel(
-    target: str, matrices: SmallMatrices, values: Sequence[Any], **attributes: int
-) -> Kernel | Fallback:
-    if matrices.size > MAX_SIZE:
-        return Fallback(_TOO_LARGE)
-    if matrices.count < _CPU_FEWEST:
-        return Fallback(f"fewer than {_CPU_FEWEST} matrices leave most lanes of a vector empty")
-    return Kernel(
-        f"{target.removeprefix('jax_tilekern_')} {matrices.dtype}",
-        f"{matrices.count} matrices {matrices.size}x{matrices.size}, a vector lane each",
-        ffi.CpuCall(target, {name: int(value) for name, value in attributes.items()}),
-        values,
+def _in_blocks(name: str, function: Callable[..., Any]) -> Callable[..., Rewrite | Fallback]:
+    return functools.partial(
+        in_blocks, name, functools.partial(function, invert=inverted_triangles)
     )
 
 
@@ -437,8 +304,8 @@ def _define_matrix(
             batch=batch,
             sharding_rule=functools.partial(_sharding_rule, like_results),
             planners={
-                "cpu": Planner(_refused, functools.partial(_matrix_on_cpu, cpu)),
-                "cuda": Planner(_refused, functools.partial(_matrix_on_cuda, cuda, in_blocks)),
+                "cpu": Planner(refused, functools.partial(matrix_on_cpu, cpu)),
+                "cuda": Planner(refused, functools.partial(matrix_on_cuda, cuda, in_blocks)),
             },
             like_results=like_results,
             several_results=True,
@@ -472,8 +339,8 @@ def _define_system(
             batch=batch,
             sharding_rule=functools.partial(_sharding_rule, like_results),
             planners={
-                "cpu": Planner(_refused, _system_on_cpu),
-                "cuda": Planner(_refused, functools.partial(_system_on_cuda, cuda, in_blocks)),
+                "cpu": Planner(refused, system_on_cpu),
+                "cuda": Planner(refused, functools.partial(system_on_cuda, cuda, in_blocks)),
             },
             like_results=like_results,
             several_results=True,
@@ -490,7 +357,7 @@ _inverse = _define_matrix(
     jvp=_inverse_jvp,
     cpu=ffi.CPU_MATRIX_INVERSE,
     cuda=plans.inverse_kernel,
-    in_blocks=functools.partial(_in_blocks, "inverse", _inverse_in_blocks),
+    in_blocks=_in_blocks("inverse", _inverse_in_blocks),
     describe=lambda: "inv",
 )
 
@@ -540,7 +407,7 @@ _triangular_solve = _define_system(
     jvp=_triangular_solve_jvp,
     transposes={1: _triangular_cotangent},
     cuda=plans.triangular_solve_kernel,
-    in_blocks=functools.partial(_in_blocks, "triangular_solve", blocked.triangular_solve),
+    in_blocks=_in_blocks("triangular_solve", blocked.triangular_solve),
     describe=_describe_triangular,
 )
 
@@ -551,7 +418,7 @@ _cholesky = _define_matrix(
     jvp=_cholesky_jvp,
     cpu=ffi.CPU_MATRIX_CHOLESKY,
     cuda=plans.cholesky_kernel,
-    in_blocks=functools.partial(_in_blocks, "cholesky", blocked.cholesky),
+    in_blocks=_in_blocks("cholesky", blocked.cholesky),
     describe=lambda symmetrize: "cholesky" + symmetrize * " symmetrized",
 )
 
@@ -568,7 +435,7 @@ _lu = _define_matrix(
     jvp=_lu_jvp,
     cpu=ffi.CPU_MATRIX_LU,
     cuda=plans.lu_kernel,
-    in_blocks=functools.partial(_in_blocks, "lu", blocked.lu),
+    in_blocks=_in_blocks("lu", blocked.lu),
     describe=lambda: "lu",
 )
 

@@ -1,0 +1,165 @@
+"""The kernels of operations on square matrices: what a planner returns for each platform.
+
+Matrices up to ``MAX_SIZE`` have a kernel each. On a GPU larger ones are computed in blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import Array
+
+from jax_tilekern.compilation import compiler
+from jax_tilekern.interop import ffi
+from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.partitioning import xla
+from jax_tilekern.partitioning.xla import Place
+from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.launch import NoKernel
+from jax_tilekern.plans.linalg import small_matrices as plans
+from jax_tilekern.plans.linalg.blocked import LargeMatrices, plan_blocks
+from jax_tilekern.plans.linalg.small_matrices import MAX_SIZE, Columns, SmallMatrices
+from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Rewrite, obstacle
+
+_TOO_LARGE = f"kernels are for matrices of up to {MAX_SIZE}x{MAX_SIZE}"
+# A vector has one lane per matrix.
+_CPU_FEWEST = 4
+_CPU_MOST_COLUMNS = 64
+
+
+def refusal(size: Any, dtype: Any) -> str | None:
+    """Return why no kernel takes matrices of a size and type, or ``None`` if one may."""
+    if dtype not in plans.DTYPES:
+        return f"no kernel for matrices of {dtype}"
+    if not isinstance(size, int):
+        return "a plan needs every size, and this shape is symbolic"
+    if xla.is_traced_partly_manual():
+        # No kernel would run, and JAX's derivatives reuse the factors that it has gathered.
+        return obstacle(Place.PARTLY_MANUAL, ())
+    return None
+
+
+def refused(a: Any, *avals: Any, **params: Any) -> Fallback | None:
+    """Return why a call has no kernel, or ``None`` if it may have one."""
+    why = refusal(a.shape[-1], a.dtype)
+    return None if why is None else Fallback(why)
+
+
+def _matrices(aval: Any) -> SmallMatrices:
+    return SmallMatrices(math.prod(aval.shape[:-2]), aval.shape[-1], aval.dtype)
+
+
+def _columns(aval: Any, left_side: bool) -> Columns:
+    return Columns(aval.shape[-1 if left_side else -2], contiguous=not left_side)
+
+
+def in_blocks(
+    name: str, function: Callable[..., Any], operands: Sequence[Operand], **params: Any
+) -> Rewrite | Fallback:
+    """Return a call in blocks, of a function that has one result or a tuple of them."""
+    (*leading, size, _), dtype = operands[0].aval.shape, operands[0].aval.dtype
+    columns = size
+    if name == "triangular_solve":
+        columns = operands[1].aval.shape[-1 if params["left_side"] else -2]
+    matrices = LargeMatrices(name, math.prod(leading), size, columns, dtype)
+    try:
+        block = plan_blocks(matrices, current_gpu())
+    except NoGpu as error:
+        return Fallback(str(error))
+    if isinstance(block, NoKernel):
+        return Fallback(block.reason)
+
+    def computed(*values: Array) -> tuple[Array, ...]:
+        results = function(*values, block=block, **params)
+        return results if isinstance(results, tuple) else (results,)
+
+    return Rewrite(f"products of blocks of {block} columns", computed)
+
+
+def matrix_on_cuda(
+    kernel: Callable[..., compiler.Kernel],
+    in_blocks: Callable[..., Rewrite | Fallback],
+    operands: Sequence[Operand],
+    results: Sequence[Any],
+    **params: Any,
+) -> Kernel | Rewrite | Fallback:
+    """Return a kernel for the matrices of one operand, or a call in blocks if they are large."""
+    (a,) = operands
+    if a.aval.shape[-1] > MAX_SIZE:
+        return in_blocks(operands, **params)
+    matrices = _matrices(a.aval)
+    chosen = kernel(matrices, **params)
+    return planned_kernel((a.value,), plans.plan_matrices, matrices, chosen, len(results))
+
+
+def system_on_cuda(
+    kernel: Callable[..., compiler.Kernel],
+    in_blocks: Callable[..., Rewrite | Fallback] | None,
+    operands: Sequence[Operand],
+    _: Any,
+    *,
+    left_side: bool = True,
+    transpose: bool,
+    **params: Any,
+) -> Kernel | Rewrite | Fallback:
+    """Return a kernel for systems of equations, or a call in blocks if they are large."""
+    a, b = operands
+    if a.aval.shape[-1] > MAX_SIZE:
+        if in_blocks is None:
+            return Fallback(_TOO_LARGE)
+        return in_blocks(operands, left_side=left_side, transpose=transpose, **params)
+    matrices = _matrices(a.aval)
+    columns = _columns(b.aval, left_side)
+    # x @ a = b is a system with the transposed matrix, whose right-hand sides are the rows of b.
+    chosen = kernel(matrices, columns, transpose=transpose == left_side, **params)
+    return planned_kernel((a.value, b.value), plans.plan_columns, matrices, columns, chosen)
+
+
+def matrix_on_cpu(
+    target: str, operands: Sequence[Operand], _: Any, **params: bool
+) -> Kernel | Fallback:
+    """Return the handler for the matrices of one operand."""
+    (a,) = operands
+    return _cpu_kernel(target, _matrices(a.aval), (a.value,), **params)
+
+
+def system_on_cpu(
+    operands: Sequence[Operand],
+    _: Any,
+    *,
+    left_side: bool = True,
+    transpose: bool,
+    lower: bool | None = None,
+    unit_diagonal: bool = False,
+) -> Kernel | Fallback:
+    """Return the handler for systems of equations."""
+    a, b = operands
+    columns = _columns(b.aval, left_side)
+    if columns.count > _CPU_MOST_COLUMNS:
+        return Fallback(f"{columns.count} right-hand sides (at most {_CPU_MOST_COLUMNS} on a CPU)")
+    return _cpu_kernel(
+        ffi.CPU_MATRIX_SOLVE,
+        _matrices(a.aval),
+        (a.value, b.value),
+        triangle=0 if lower is None else 1 if lower else 2,
+        contiguous=columns.contiguous,
+        transpose=transpose == left_side,
+        unit_diagonal=unit_diagonal,
+    )
+
+
+def _cpu_kernel(
+    target: str, matrices: SmallMatrices, values: Sequence[Any], **attributes: int
+) -> Kernel | Fallback:
+    if matrices.size > MAX_SIZE:
+        return Fallback(_TOO_LARGE)
+    if matrices.count < _CPU_FEWEST:
+        return Fallback(f"fewer than {_CPU_FEWEST} matrices leave most lanes of a vector empty")
+    return Kernel(
+        f"{target.removeprefix('jax_tilekern_')} {matrices.dtype}",
+        f"{matrices.count} matrices {matrices.size}x{matrices.size}, a vector lane each",
+        ffi.CpuCall(target, {name: int(value) for name, value in attributes.items()}),
+        values,
+    )
