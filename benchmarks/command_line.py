@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
 
 from benchmarks import (
@@ -54,10 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments
         The command line without the program's name; by default this process's own.
     """
-    try:
-        return run_command(
-            "python -m benchmarks", "Measurements of jax_tilekern.", _COMMANDS, arguments
-        )
-    except (BenchmarkError, NvrtcNotFound) as error:
-        print(error, file=sys.stderr)
-        return 2
+    with tempfile.TemporaryDirectory(prefix="autotuned") as folder:
+        # Both sides of a row may contain the same program. XLA's autotuner then chooses once.
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_per_fusion_autotune_cache_dir={folder}"
+        try:
+            return run_command(
+                "python -m benchmarks", "Measurements of jax_tilekern.", _COMMANDS, arguments
+            )
+        except (BenchmarkError, NvrtcNotFound) as error:
+            print(error, file=sys.stderr)
+            return 2
+        finally:
+            os.environ["XLA_FLAGS"] = flags

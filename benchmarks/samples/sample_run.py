@@ -8,6 +8,7 @@ row's results are compared, one row after the other, and at last the rows are ti
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import math
 import os
@@ -118,7 +119,7 @@ class _SampleRun:
         # What fails here fails again where it is called, and is recorded there.
         with ThreadPoolExecutor(self.threads) as pool:
             found = [pool.submit(row.find_candidates, wanted) for row in rows if wanted]
-            jobs = [pool.submit(program) for row in rows for program in row.case.programs()]
+            jobs = [pool.submit(row.compile) for row in rows]
             wait(found)
             programs = (program for row in rows for program in row.candidate_programs())
             wait([*jobs, *map(pool.submit, programs)])
@@ -193,6 +194,13 @@ class _SampledRow:
         self.row = row
         self.case = Case.of(row)
         self.candidates: ProductCandidates | None = None
+
+    def compile(self) -> None:
+        """Compile each program, the peer's first, whose autotuned choices ours finds."""
+        for program in self.case.programs():
+            # What fails is recorded where it is called.
+            with contextlib.suppress(Exception):
+                program()
 
     def find_candidates(self, count: int) -> None:
         """Ask the cost model for the cheapest candidates."""
