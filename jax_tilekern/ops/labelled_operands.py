@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding
 from jax_tilekern.plans.gemm.arithmetic import FP8, Converted
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels
 
-# Over so short a k, XLA multiplies integers in the result's type.
+# Over so short a k, XLA multiplies 8-bit integers as float32, which is exact even where it rounds
+# operands to TF32 or bfloat16.
 _SHORT_K = 16
 # Integers that have no implicit promotion.
 _IN_8_BITS = {np.dtype(jnp.int4): np.dtype(np.int8), np.dtype(jnp.uint4): np.dtype(np.uint8)}
@@ -82,25 +83,30 @@ def product_by_lax(
     integers = jnp.issubdtype(lhs.dtype, jnp.integer) and jnp.issubdtype(out_dtype, jnp.integer)
     k = math.prod(lhs.shape[contraction.lhs.index(label)] for label in contraction.contracted)
     is_short = isinstance(k, int) and k <= _SHORT_K  # A symbolic size is no int.
+    by_float32 = False
     if integers and is_short and np.dtype(out_dtype).itemsize > lhs.dtype.itemsize:
         # XLA doubles int8 products over 2, 3 or 5 elements on GPUs (jax 0.11.2).
-        lhs, rhs = lhs.astype(out_dtype), rhs.astype(out_dtype)
+        by_float32 = lhs.dtype.itemsize == rhs.dtype.itemsize == 1
+        operand_type = np.float32 if by_float32 else out_dtype
+        lhs, rhs = lhs.astype(operand_type), rhs.astype(operand_type)
     # int8 and uint8 are multiplied as int16, and their product is an int8 to JAX; but no result of
     # lax.dot_general is narrower than its operands, unless they are floats. Integers wrap around,
     # so that the product of narrower ones is the same.
     narrower = np.dtype(out_dtype).itemsize < lhs.dtype.itemsize
-    if narrower and integers:
+    if narrower and integers and not by_float32:
         lhs, rhs = lhs.astype(out_dtype), rhs.astype(out_dtype)
     rounded = narrower and not integers and not jnp.issubdtype(lhs.dtype, jnp.floating)
     out = lax.dot_general(
         lhs,
         rhs,
         contraction.dimension_numbers,
-        precision=precision,
-        preferred_element_type=None if rounded else out_dtype,
+        precision=lax.Precision.DEFAULT if by_float32 else precision,
+        preferred_element_type=None if rounded or by_float32 else out_dtype,
         out_sharding=out_sharding,
     )
-    out = out.astype(out_dtype) if rounded else out
+    if by_float32:
+        out = out.astype(np.int32)  # From there, conversions wrap around.
+    out = out.astype(out_dtype)
     return transposed(out, contraction.dot_general_out, contraction.out)
 
 
