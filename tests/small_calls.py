@@ -4,11 +4,13 @@ from jax_tilekern.ops import contraction
 from jax_tilekern.plans import add
 from jax_tilekern.plans.gemm import select as products
 from jax_tilekern.plans.reduction import select as sums
+from jax_tilekern.plans.transpose import select as transposes
 
 
 def keep_small_calls(monkeypatch):
-    """Plan a kernel for small products and sums, too. Processes that a test starts call this."""
+    """Plan kernels for small calls, too. Processes that a test starts call this."""
     monkeypatch.setattr(contraction, "small_left_to_xla", lambda _: None)
     monkeypatch.setattr(products, "predicted_to_be_xlas", lambda *_: None)
     monkeypatch.setattr(sums, "small_sum_left_to_xla", lambda *_: None)
+    monkeypatch.setattr(transposes, "small_left_to_xla", lambda *_: None)
     monkeypatch.setattr(add, "left_to_xla", lambda *_: None)

@@ -16,7 +16,7 @@ from jax_tilekern.plans.launch import NoKernel, TensorMap
 from jax_tilekern.plans.transpose.narrow import NarrowTranspose
 from jax_tilekern.plans.transpose.permutation import Permutation
 from jax_tilekern.plans.transpose.rows import RowTranspose
-from jax_tilekern.plans.transpose.select import candidates, left_to_xla
+from jax_tilekern.plans.transpose.select import candidates, left_to_xla, small_left_to_xla
 from jax_tilekern.plans.transpose.shape import TileGrid, divisor
 from jax_tilekern.plans.transpose.tiles import TileTranspose
 from jax_tilekern.plans.transpose.tma import TmaTranspose
@@ -155,7 +155,8 @@ def test_reasons(shape, axes, words):
         ((4096, 4096), (1, 0), 4, None),
         ((4096, 4096), (1, 0), 1, None),
         ((3, 4096), (1, 0), 1, None),
-        ((64, 511, 257), (1, 0, 2), 4, "odd length"),
+        ((64, 511, 257), (1, 0, 2), 4, "unaligned rows"),
+        ((64, 511, 258), (1, 0, 2), 4, "unaligned rows"),
         ((64, 511, 257), (1, 0, 2), 1, None),
         ((32, 128, 64, 64), (0, 2, 1, 3), 2, None),
     ],
@@ -166,6 +167,14 @@ def test_left_to_xla(shape, axes, itemsize, words):
     reason = left_to_xla(permutation, H100)
     assert reason is None if words is None else words in reason
     assert left_to_xla(permutation, A100) is None
+
+
+@pytest.mark.parametrize(("rows", "words"), [(2**17, None), (2**17 - 1, "only 524284 bytes")])
+def test_small_left_to_xla(rows, words):
+    permutation = Permutation.reduced((rows, 4), (1, 0), 1)
+    reason = small_left_to_xla(permutation, H100)
+    assert reason is None if words is None else words in reason
+    assert small_left_to_xla(permutation, A100) is None
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])

@@ -90,16 +90,58 @@ def test_constants_of_costs_are_complete():
     assert all(x > 0 for x in costs.values())
 
 
-def test_short_products_with_a_vector():
-    def reason(arithmetic, *sizes, batch):
-        product = product_of(arithmetic, *sizes, batch=batch)
+@pytest.mark.parametrize(
+    ("words", "left", "ours"),
+    [
+        # By columns, of one matrix and of a batch.
+        ("short products", ("f32", 1, 64, 64), ("f32", 1, 1024, 1024)),
+        ("short products", ("tf32", 1, 64, 64, (16,)), ("tf32", 1, 512, 2048, (16,))),
+        ("short batches", ("bf16", 1, 512, 512, (16,)), ("bf16", 1, 4096, 4096, (16,))),
+        ("vectors of 7 elements", ("f32", 1, 64, 7, (10**6,)), ("f32", 1, 64, 32, (10**6,))),
+        ("few columns", ("tf32", 1, 4, 45914), ("tf32", 1, 16, 45914)),
+        # By rows.
+        (
+            "short products",
+            ("bf16", 1, 2048, 2048, (), K_MAJOR),
+            ("bf16", 1, 4096, 4096, (), K_MAJOR),
+        ),
+        (
+            "short products",
+            ("f64", 1, 2048, 2048, (), K_MAJOR),
+            ("f64", 1, 8192, 8192, (), K_MAJOR),
+        ),
+        (
+            "short products",
+            ("tf32", 1, 4288, 256, (16,), K_MAJOR),
+            ("tf32", 1, 4288, 1024, (16,), K_MAJOR),
+        ),
+        (
+            "unaligned rows",
+            ("bf16", 1, 99994, 289, (), K_MAJOR),
+            ("bf16", 1, 99994, 288, (), K_MAJOR),
+        ),
+        (
+            "unaligned rows",
+            ("f32", 1, 8193, 8191, (), K_MAJOR),
+            ("f32", 1, 8191, 8193, (), K_MAJOR),
+        ),
+    ],
+)
+def test_products_with_a_vector(words, left, ours):
+    def reason(arithmetic, m, n, k, batch=(), layout=None):
+        product = product_of(arithmetic, m, n, k, batch=batch, **(layout or {}))
         return predicted_to_be_xlas(product, 1e4, H100)
 
-    assert "with a vector" in reason("bf16", 1, 512, 128, batch=(16,))
-    assert "with a vector" in reason("f32", 1, 64, 64, batch=())
-    assert "vectors of 7 elements" in reason("f32", 1, 64, 7, batch=(10**6,))
-    assert reason("tf32", 1, 512, 2048, batch=(16,)) is None
-    assert reason("bf16", 1, 4096, 4096, batch=(16,)) is None
+    assert words in reason(*left)
+    assert reason(*ours) is None
+
+
+def test_dot_products_of_unaligned_vectors():
+    def reason(k):
+        return left_to_xla(product_of("tf32", 1, 1, k, batch=(40000,), **K_MAJOR), H100)
+
+    assert "unaligned vectors" in reason(4451)
+    assert reason(4452) is None
 
 
 def reduction(lines, k, dtype):
@@ -126,6 +168,9 @@ def test_short_sums_over_columns():
         reduction = Reduction((), count, k, (1, count), None, (1,), F32, F32, F32)
         return small_sum_left_to_xla(reduction, H100)
 
-    assert "columns of 600" in columns(600, 8000)
+    assert "columns of 600" in columns(600, 10_000)
+    assert "short sums" in columns(4096, 1000)
     assert columns(4096, 8000) is None
     assert columns(600, 100_000) is None
+    assert "sums of 2 rows" in columns(2, 10**7)
+    assert columns(8, 10**7) is None
