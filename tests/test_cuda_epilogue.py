@@ -23,6 +23,7 @@ except NvrtcNotFound as error:
 EPILOGUE = """
 struct BiasAndRelu {
   static constexpr bool kStores = true;
+  static constexpr bool kPrefetches = false;
   const float* bias;
 
   template <typename Accumulator, int kCount, class Coordinates>

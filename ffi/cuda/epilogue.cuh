@@ -6,6 +6,7 @@
 //
 //   struct BiasAndRelu {
 //     static constexpr bool kStores = true;  // whether the kernel stores the accumulators
+//     static constexpr bool kPrefetches = false;  // whether it has prefetch(), below
 //     const float* bias;  // one for each column
 //
 //     template <typename Accumulator, int kCount, class Coordinates>
@@ -35,6 +36,10 @@
 // epilogue whose results are such reductions alone has `kStores = false`, and no accumulator is
 // stored.
 //
+// A kernel whose work tiles take long may call `prefetch<kRows, kColumns>(at)` before it computes
+// one, with the coordinates of accumulator 0: the epilogue prefetches the elements that the warp
+// will read for kRows rows, from at.first_row() on, and kColumns columns, from at.tile_column() on.
+//
 // An epilogue has to unroll its loop over the accumulators, which are registers. It must not
 // synchronise, but for the threads of a warp that is converged. A tile may reach
 // beyond the matrix: accumulators there are not stored, but what an epilogue reads for them has to
@@ -52,6 +57,7 @@ namespace tilekern {
 
 struct IdentityEpilogue {
   static constexpr bool kStores = true;
+  static constexpr bool kPrefetches = false;
 
   template <typename Accumulator, int kCount, class Coordinates>
   void operator()(Accumulator (&)[kCount], const Coordinates&) const {}
@@ -61,6 +67,7 @@ struct IdentityEpilogue {
 template <class First, class Second>
 struct ComposedEpilogue {
   static constexpr bool kStores = Second::kStores;
+  static constexpr bool kPrefetches = Second::kPrefetches;
 
   First first;
   Second second;
@@ -69,6 +76,11 @@ struct ComposedEpilogue {
   void operator()(Accumulator (&accumulators)[kCount], const Coordinates& at) const {
     first(accumulators, at);
     second(accumulators, at);
+  }
+
+  template <int kRows, int kColumns, class Coordinates>
+  void prefetch(const Coordinates& at) const {
+    second.template prefetch<kRows, kColumns>(at);
   }
 };
 

@@ -41,6 +41,10 @@ inline void cp_async(uint32 destination, const void* source, bool inside) {
   }
 }
 
+inline void prefetch_to_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // Commits this thread's copies since the last call as a group, which may be empty.
 inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

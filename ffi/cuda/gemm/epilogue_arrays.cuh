@@ -6,6 +6,7 @@
 #pragma once
 
 #include "convert.cuh"
+#include "ptx.cuh"
 #include "types.cuh"
 
 namespace tilekern {
@@ -93,6 +94,21 @@ inline ElementRun<T, kCount> read_run(const T* first, int64 stride) {
     }
   }
   return run;
+}
+
+// Prefetches a block of a matrix whose columns are adjacent, a line by each lane of a warp.
+template <int kRows, int kColumns, typename T, class Coordinates>
+inline void prefetch_rows(const T* matrix, int64 row_stride, const Coordinates& at) {
+  constexpr int kLineElements = 128 / static_cast<int>(sizeof(T));
+  constexpr int kLines = (kColumns + kLineElements - 1) / kLineElements;
+#pragma unroll
+  for (int i = 0; i < kRows * kLines; i += 32) {
+    const int line = i + threadIdx.x % 32;
+    const int row = at.first_row() + line / kLines;
+    const int column = at.tile_column() + line % kLines * kLineElements;
+    const bool inside = row < at.rows() && column < at.columns();
+    if (line < kRows * kLines && inside) prefetch_to_l2(matrix + row * row_stride + column);
+  }
 }
 
 template <int kCount, bool kContiguous, typename T>

@@ -285,6 +285,12 @@ class Epilogue:
             after.append(f"if ({inside}) {write}" if inside else write)
         if self.stores:
             each.append(f"accumulators[first + i] = static_cast<Accumulator>({results[0]});")
+        prefetched = [
+            f"prefetch_rows<kRows, kColumns>(p{i + 1}{_batch_offset(array, i, '0')}, "
+            f"strides.row[{i}], at);"
+            for i, array in numbered[: len(self.operands)]
+            if array.strides[-1] == 1 and array.strides[-2] != 0
+        ]
         reductions = [*enumerate(self.reductions)]
         for i, x in reductions:
             inside = "true" if within_columns else "at.column(first + i) < at.columns()"
@@ -295,6 +301,8 @@ class Epilogue:
         return template.format(
             name=_FUNCTOR,
             stores=str(self.stores).lower(),
+            prefetches=str(bool(prefetched)).lower(),
+            prefetch="\n    ".join(prefetched),
             rows="\n    ".join(
                 f"{x.cxx_class} s{i}[Coordinates::kRowSlots];" for i, x in reductions
             ),
@@ -323,6 +331,7 @@ _TEMPLATE = """#include "gemm/epilogue_arrays.cuh"
 
 struct {name} {{
   static constexpr bool kStores = {stores};
+  static constexpr bool kPrefetches = {prefetches};
   {members}
 
   template <typename Accumulator, int kCount, class Coordinates>
@@ -339,6 +348,12 @@ struct {name} {{
       {after}
     }}
   }}
+
+  template <int kRows, int kColumns, class Coordinates>
+  void prefetch(const Coordinates& at) const {{
+    using namespace tilekern;
+    {prefetch}
+  }}
 }};
 """
 
@@ -348,6 +363,7 @@ _REDUCING_TEMPLATE = """#include "gemm/epilogue_arrays.cuh"
 
 struct {name} {{
   static constexpr bool kStores = {stores};
+  static constexpr bool kPrefetches = {prefetches};
   {members}
 
   template <typename Accumulator, int kCount, class Coordinates>
@@ -374,6 +390,12 @@ struct {name} {{
     const int64 tile = int64(at.batch(0)) * tiles + at.tile_column() / {tile_columns};
     {store}
   }}
+
+  template <int kRows, int kColumns, class Coordinates>
+  void prefetch(const Coordinates& at) const {{
+    using namespace tilekern;
+    {prefetch}
+  }}
 }};
 """
 
@@ -398,13 +420,17 @@ def _stride(array: EpilogueArray, number: int) -> str:
 
 def _offset(array: EpilogueArray, number: int) -> str:
     """Return the text of an element's offset, in terms of ``row`` and ``column``."""
-    *batch, row, column = array.strides
     terms = []
-    if any(batch):
-        terms.append(f"strides.batch_offset({number}, at.batch(first))")
-    for name, stride in (("row", row), ("column", column)):
+    for name, stride in zip(("row", "column"), array.strides[-2:], strict=True):
         if stride == 1:
             terms.append(name)
         elif stride:
             terms.append(f"{name} * strides.{name}[{number}]")
-    return "".join(f" + {term}" for term in terms)
+    return _batch_offset(array, number, "first") + "".join(f" + {term}" for term in terms)
+
+
+def _batch_offset(array: EpilogueArray, number: int, accumulator: str) -> str:
+    """Return the text of the offset of the matrix of an accumulator."""
+    if not any(array.strides[:-2]):
+        return ""
+    return f" + strides.batch_offset({number}, at.batch({accumulator}))"

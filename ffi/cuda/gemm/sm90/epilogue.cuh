@@ -48,6 +48,7 @@ struct WgmmaCoordinates {
     return work.m + tile_row + Layout::row_of(threadIdx.x % 32 / 4, slot);
   }
   int tile_column() const { return work.n; }
+  int first_row() const { return work.m + tile_row; }
 };
 
 // Batch strides of the exponents, in elements; those of a matrix's rows or columns are adjacent.

@@ -125,8 +125,9 @@ class WgmmaMatmul {
           state.skip(scheduler.k_tiles());
           continue;
         }
-        order.wait(consumer);
       }
+      if constexpr (Epilogue::kPrefetches) prefetch(scheduler, mainloop);
+      if (!config.cooperative) order.wait(consumer);
       mainloop.run(state, scheduler, in_flight, all_issued);
       const WorkTile work = scheduler.work_tile();
       // The epilogue has the registers of results that have been stored.
@@ -149,6 +150,17 @@ class WgmmaMatmul {
     }
     store.flush();
     store.wait_read();
+  }
+
+  // The arrays that the epilogue reads are in L2 when the mainloop is done.
+  void prefetch(const Scheduler& scheduler, Mainloop& mainloop) const {
+    const WorkTile work = scheduler.work_tile();
+    const int column_end = Scheduler::kPartialN ? work.n + scheduler.columns() : shape_.n;
+#pragma unroll
+    for (int i = 0; i < kRowBlocks; ++i) {
+      const auto at = mainloop.mma().coordinates(i, work, shape_, column_end, true);
+      epilogue_.template prefetch<16, config.block_n>(at);
+    }
   }
 
   const WgmmaShape& shape_;
