@@ -169,7 +169,7 @@ def test_left_to_xla(shape, axes, itemsize, words):
     assert left_to_xla(permutation, A100) is None
 
 
-@pytest.mark.parametrize(("rows", "words"), [(2**17, None), (2**17 - 1, "only 524284 bytes")])
+@pytest.mark.parametrize(("rows", "words"), [(2**18, None), (2**18 - 1, "only 1048572 bytes")])
 def test_small_left_to_xla(rows, words):
     permutation = Permutation.reduced((rows, 4), (1, 0), 1)
     reason = small_left_to_xla(permutation, H100)

@@ -57,7 +57,7 @@ def test_products(words, left, ours):
         (("f64", 2048, 2048, 2048), ("int8", 2048, 2048, 2048)),
         (("f32", 64, 256, 128), ("f32", 2048, 2048, 2048)),
         # XLA pads and transposes larger float8 operands.
-        (("fp8_fast", 64, 64, 64), ("fp8_fast", 512, 512, 64)),
+        (("fp8_fast", 64, 64, 256), ("fp8_fast", 512, 512, 256)),
     ],
 )
 def test_products_that_are_predicted_to_be_xlas(left, ours):
@@ -69,6 +69,15 @@ def test_products_that_are_predicted_to_be_xlas(left, ours):
     assert reason(*ours) is None
     product = product_of("bf16", 64, 64, 16)
     assert predicted_to_be_xlas(product, 1e9, A100) is None
+
+
+def test_float8_products_over_a_short_k():
+    def reason(k, **batch):
+        return predicted_to_be_xlas(product_of("fp8_fast", 4096, 4096, k, **batch), 1, H100)
+
+    assert "over 255 elements" in reason(255)
+    assert reason(256) is None
+    assert reason(255, batch=(2,)) is None
 
 
 def test_costs_grow_with_sizes():
@@ -95,8 +104,8 @@ def test_constants_of_costs_are_complete():
     [
         # By columns, of one matrix and of a batch.
         ("short products", ("f32", 1, 64, 64), ("f32", 1, 1024, 1024)),
-        ("short products", ("tf32", 1, 64, 64, (16,)), ("tf32", 1, 512, 2048, (16,))),
-        ("short batches", ("bf16", 1, 512, 512, (16,)), ("bf16", 1, 4096, 4096, (16,))),
+        ("short products", ("tf32", 1, 512, 1024, (16,)), ("tf32", 1, 512, 2048, (16,))),
+        ("short products", ("bf16", 1, 512, 512, (16,)), ("bf16", 1, 4096, 4096, (16,))),
         ("vectors of 7 elements", ("f32", 1, 64, 7, (10**6,)), ("f32", 1, 64, 32, (10**6,))),
         ("few columns", ("tf32", 1, 4, 45914), ("tf32", 1, 16, 45914)),
         # By rows.

@@ -24,8 +24,9 @@ _SHORT_COLUMN = 1500
 # XLA's sums of fewer bytes than this takes are faster, by rows and by columns.
 _SHORT_SUM_MICROSECONDS = 6
 # So few rows are added up in the registers of one thread of XLA's kernel.
-_FEW_ROWS = 8
+_FEW_ROWS, _FEW_ROWS_OF_8_BITS = 8, 64
 _FEW_RESULTS = 128 * 128
+_SHORT_FP8 = 256
 # A kernel has to be predicted to take at most this part of XLA's time. With 0.95, 23 % instead of
 # 12 % of 56 unseen kernels took over 1.03 times XLA's time, and the mean was no better.
 _REQUIRED = 0.9
@@ -35,7 +36,7 @@ _EXPOSED_STORES = 0.4
 # XLA's products of a vector are faster below these: of contiguous rows of one matrix, in float64,
 # and of a batch; of columns of one matrix and of a batch.
 _ROWS_MICROSECONDS, _F64_ROWS_MICROSECONDS, _BATCHED_ROWS_MICROSECONDS = 10.0, 40.0, 50.0
-_COLUMNS_MICROSECONDS, _BATCHED_COLUMNS_MICROSECONDS = 0.3, 1.5
+_COLUMNS_MICROSECONDS, _BATCHED_COLUMNS_MICROSECONDS = 0.3, 20.0
 _SHORT_VECTOR, _FEW_COLUMNS = 32, 16
 # Rows that do not begin at multiples of 16 bytes are read in small pieces, which costs less the
 # longer they are.
@@ -63,8 +64,8 @@ def small_sum_left_to_xla(reduction: Reduction, gpu: Gpu) -> str | None:
         return "XLA's short sums are faster (0.74 to 1.0)"
     if reduction.lhs_strides[-1] == 1:
         return None
-    if reduction.k < _FEW_ROWS:
-        return f"XLA's sums of {reduction.k} rows are faster (0.58 to 0.64)"
+    if reduction.k < (_FEW_ROWS_OF_8_BITS if reduction.dtype.itemsize == 1 else _FEW_ROWS):
+        return f"XLA's sums of {reduction.k} rows are faster (0.53 to 0.64)"
     if reduction.k <= _SHORT_COLUMN and not _is_long(microseconds):
         return f"XLA's short sums of columns of {reduction.k} are faster (0.39 to 0.7)"
     return None
@@ -90,9 +91,12 @@ def predicted_to_be_xlas(product: Product, cycles: float, gpu: Gpu) -> str | Non
         memory = product.memory_cycles(gpu) / per_microsecond
         return _short_product_with_a_vector(product, memory)
     results = math.prod(geometry.batch) * geometry.m * geometry.n
-    if product.lhs_dtype in FP8 and not geometry.batch and results > _FEW_RESULTS:
+    if product.lhs_dtype in FP8 and not geometry.batch:
         # XLA pads and transposes these first in most cases, which the cost model leaves out.
-        return None
+        if geometry.k < _SHORT_FP8:
+            return f"XLA's float8 products over {geometry.k} elements are faster (0.37 to 0.95)"
+        if results > _FEW_RESULTS:
+            return None
     ours = our_microseconds(product, cycles, gpu)
     xlas = xla_microseconds(product, gpu, load_costs())
     if ours <= _REQUIRED * xlas:
@@ -129,8 +133,6 @@ def _short_product_with_a_vector(product: Product, memory: float) -> str | None:
         least = _BATCHED_COLUMNS_MICROSECONDS if batched else _COLUMNS_MICROSECONDS
     if memory < least:
         return "XLA's short products with a vector are faster (0.5 to 0.98)"
-    if product.lhs_dtype.itemsize <= 2 and batched and not _is_long(memory):
-        return "XLA's short batches of products with a vector are faster (0.44 to 0.7)"
     return None
 
 

@@ -25,6 +25,8 @@ _SINGLE_ELEMENTS = 4
 # Ping-pong consumers: cycles of the ordered barrier, and the slowdown of small tiles over many
 # rounds, which spread over more of the operands than L2 holds.
 _PING_PONG_CYCLES = 100
+# Ping-pong consumers that reduce rows.
+_PING_PONG_REDUCTIONS = 1.7
 # Instructions of a thread that an SM issues in a cycle.
 _LANES = 128
 _PING_PONG_SPREAD = 1.05
@@ -96,4 +98,6 @@ def busy_cycles(
     else:
         work_tile = max(k_tiles * k_tile, store) + _PING_PONG_CYCLES
         work_tile *= _PING_PONG_SPREAD if rounds > 2 and not wide else 1
+        if epilogue is not None and epilogue.reductions:
+            work_tile *= _PING_PONG_REDUCTIONS
     return rounds * work_tile * (1 if tile.cluster == 1 else _CLUSTERS)
