@@ -68,8 +68,10 @@ def test_results_keep_the_users_order_and_types(rng):
     assert (top.shape, top.dtype) == ((6,), jnp.float32)
     assert (product.dtype, doubled.dtype) == (jnp.bfloat16, jnp.bfloat16)
     np.testing.assert_array_equal(doubled, product * 2)
-    # In float32, and rounded once.
-    np.testing.assert_array_equal(total, product.astype(np.float32).sum(-1).astype(jnp.bfloat16))
+    # In float32, and rounded once; a kernel may add up what is not rounded yet.
+    size = np.abs(product.astype(np.float32)).sum(-1)
+    difference = total.astype(np.float32) - product.astype(np.float32).sum(-1)
+    assert (np.abs(difference) <= 2 * 2.0**-8 * size).all()
 
 
 @pytest.mark.parametrize("columns", [7, 300])

@@ -287,10 +287,9 @@ def test_each_is_one_product():
     assert_only_products(jtk.matvec, A, X)
     assert_only_products(jtk.vecmat, y, A)
     assert_only_products(lambda a, y: jtk.matvec(a.T, y), A, y)
-    # Short dot products of float32 are XLA's on a GPU.
-    x, a = (jax.ShapeDtypeStruct(array.shape, BF16) for array in (X, A))
-    assert_only_products(jtk.dot, x, x)
-    assert_only_products(jtk.vdot, a, a)
+    if not on_gpu():  # There, short dot products are XLA's.
+        assert_only_products(jtk.dot, X, X)
+        assert_only_products(jtk.vdot, A, A)
 
 
 def test_vmap_over_vectors_is_one_product_of_matrices():
