@@ -77,6 +77,8 @@ def _section(folder: Path, name: str, record: Record) -> Iterator[str]:
         yield from _matrices(record["rows"])
     elif record.get("kind") == "host":
         yield from _host(record["rows"])
+    elif name == "cross_entropy":
+        yield from _cross_entropy(record["rows"])
     elif "bound_seconds" in record:
         yield from _out_of_core(record)
     elif "kind" in record:
@@ -248,6 +250,22 @@ def _sides(rows: Sequence[Record]) -> Iterator[str]:
         for row in rows
     )
     yield from _table(["row", *sides], "l" + "r" * len(sides), cells)
+
+
+def _cross_entropy(rows: Sequence[Record]) -> Iterator[str]:
+    """Return times and temporaries of the value and of the gradient."""
+    cells = (
+        (
+            f"{row['type']} {row['rows']}x{row['features']}x{row['labels']}, {what}",
+            *(_time(row[what]["seconds"][side]) for side in ("ours", "jnp")),
+            _number(row[what]["seconds"]["jnp"] / row[what]["seconds"]["ours"]),
+            *(f"{row[what]['temporaries'][side] / 2**30:.2f} GiB" for side in ("ours", "jnp")),
+        )
+        for row in rows
+        for what in ("value", "gradient")
+    )
+    heads = ["row", "ours", "JAX", "ratio", "temporaries of ours", "of JAX"]
+    yield from _table(heads, "lrrrrr", cells)
 
 
 def _out_of_core(record: Record) -> Iterator[str]:
