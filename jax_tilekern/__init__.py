@@ -19,9 +19,9 @@ from jax_tilekern.inspection.kernel_report import KernelReport
 from jax_tilekern.interop.ffi import FFI_TARGETS
 from jax_tilekern.interop.modes import FallbackError, disabled, strict
 from jax_tilekern.ops.add import add
+from jax_tilekern.ops.cross_entropy.loss import linear_cross_entropy
 from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
 from jax_tilekern.ops.linear import gated_linear, linear
-from jax_tilekern.ops.linear_cross_entropy import linear_cross_entropy
 from jax_tilekern.ops.matmul import dot_general, matmul
 from jax_tilekern.ops.ragged_dot import ragged_dot, ragged_dot_general
 from jax_tilekern.ops.strassen import strassen_matmul

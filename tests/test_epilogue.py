@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
-from numerics import BF16, assert_close, check_derivatives, on_gpu
+from numerics import BF16, assert_close, check_derivatives, exact, on_gpu
 
 import jax_tilekern as jtk
+from jax_tilekern.ops.fused_contraction import contract_with_epilogue
+from jax_tilekern.plans.gemm.contraction import Contraction
 
 HIGHEST = lax.Precision.HIGHEST
 
@@ -93,6 +95,53 @@ def test_transposed_products(rng):
     )
     np.testing.assert_array_equal(found, f(jnp.matmul(a.T, b.T), row, column))
     np.testing.assert_array_equal(fused(f, a.T, b.T, row, column), found)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("sizes", [(64, 64, 32), (300, 512, 64), (77, 384, 64), (130, 1000, 96)])
+@pytest.mark.parametrize("dtype", [BF16, np.float16])
+@pytest.mark.one_in(3)
+def test_matrices_of_small_elements(rng, dtype, sizes, batch):
+    """They are read and written in blocks, where the columns divide by a tile's."""
+    m, n, k = sizes
+    a, b = (rng.integers(-1, 2, (*batch, *s)).astype(dtype) for s in ((m, k), (k, n)))
+    residual = rng.integers(-9, 9, (*batch, m, n)).astype(dtype)
+    mask, bytes_ = rng.random((*batch, m, n)) < 0.5, rng.integers(-9, 9, (*batch, m, n), np.int8)
+
+    def epilogue(y, residual, mask, bytes_):
+        y = jnp.where(mask, y, 0) + residual.astype(y.dtype) + bytes_.astype(y.dtype)
+        return y.astype(dtype), (y - 1).astype(dtype), (y > 0).astype(np.int8), y, y > 1
+
+    def call(a, b, *operands):
+        return jtk.matmul(
+            a, b, epilogue=epilogue, operands=operands, preferred_element_type=np.float32
+        )
+
+    found = jax.jit(call)(a, b, residual, mask, bytes_)
+    y = exact(a) @ exact(b)
+    y = np.where(mask, y, 0) + exact(residual) + bytes_
+    for x, expected in zip(found, (y, y - 1, y > 0, y, y > 1), strict=True):
+        np.testing.assert_array_equal(exact(x), expected)
+
+
+def test_a_result_in_the_memory_of_an_operand(rng):
+    a, b, totals = (small_integers(rng, *s) for s in ((3, 40, 24), (24, 50), (3, 40, 50)))
+
+    def add(a, total):
+        return contract_with_epilogue(
+            a, b, Contraction((0, 1), (1, 2), (0, 2)),
+            precision=None, product=np.dtype(np.float32), shape=(40, 50),
+            epilogue=lambda y, total: [total + y, total - y], operands=(total,),
+            in_place=((0, 0),),
+        )  # fmt: skip
+
+    for f, args in ((add, (a[0], totals[0])), (jax.vmap(add), (a, totals))):
+        plus, minus = jax.jit(f)(*args)
+        product, total = np.asarray(args[0]) @ np.asarray(b), np.asarray(args[1])
+        np.testing.assert_array_equal(plus, total + product)
+        np.testing.assert_array_equal(minus, total - product)
+    mapped, _ = jax.vmap(add, (0, None))(a, totals[0])
+    np.testing.assert_array_equal(mapped, np.asarray(totals[0]) + np.asarray(a) @ np.asarray(b))
 
 
 def test_split_k(rng):

@@ -16,8 +16,9 @@ from sharded import MESH_TYPES, bytes_sent, collectives, devices, mesh_of, put
 
 import jax_tilekern as jtk
 from benchmarks.command_line import main
-from jax_tilekern.ops import linear_cross_entropy as module
-from jax_tilekern.ops import vocabulary_chunks
+from jax_tilekern.interop import compat
+from jax_tilekern.ops.cross_entropy import logits, row_chunks, total, vocabulary_chunks
+from jax_tilekern.ops.cross_entropy import loss as module
 
 ROWS, FEATURES, LABELS = 12, 24, 5000
 CHUNK_BYTES = module._CHUNK_BYTES
@@ -348,9 +349,9 @@ def test_chunks_are_products_of_the_library(rng):
     outer = [choice.reason for choice in choices if choice.kernel is None]
     assert all("chunk" in why or "XLA fuses it into one pass" in why for why in outer)
     results = [choice.result for choice in choices if choice.kernel]
-    # Each kind of chunk makes its logits twice, and two gradients.
+    # Each kind of chunk makes its logits, and two gradients. Equal calls are listed once.
     for size in (2048, 904):
-        assert results.count(f"f32[{ROWS},{size}]") == 2
+        assert results.count(f"f32[{ROWS},{size}]") == 1
         assert results.count(f"f32[{FEATURES},{size}]") == 1
     assert results.count(f"f32[{ROWS},{FEATURES}]") == 2
     frozen = compiled(jax.grad(loss), h, w, bias, labels).as_text()
@@ -366,16 +367,104 @@ def test_the_program_of_a_gpu(rng, x64, by_rows):
     # A row of a chunk without a finite logit, and one that begins with such logits.
     bias = bias.at[:2048].set(-np.inf).at[3000].set(-np.inf)
     bars = [random(rng, ROWS, np.float64) for _ in range(3)]
-    options = vocabulary_chunks.Options(5.0, None, True, 1)
+    options = logits.Options(5.0, None, True, 1)
     found = []
     for gpu in (False, True):
-        setting = {"options": options, "lowering": vocabulary_chunks.Lowering(by_rows, gpu)}
+        setting = {"options": options, "lowering": logits.Lowering(by_rows, gpu)}
         lse, *others = vocabulary_chunks.statistics(h, w, bias, labels, **setting)
         read = (h, w, bias, labels, lse, *bars)
         found.append(
             (lse, *others, vocabulary_chunks.cotangents(*read, wanted=(0, 1, 2), **setting))
         )
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-10, 1e-12), *found)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, BF16])
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("offset", [0, 200])
+@pytest.mark.one_in(5)
+def test_rows_at_a_time(rng, x64, monkeypatch, dtype, by_rows, softcap, offset):
+    """The program of Hopper's gradient, which runs on a CPU as well."""
+    monkeypatch.setattr(row_chunks, "_MIN_ROWS", 1)
+    monkeypatch.setattr(row_chunks, "_ROW_MULTIPLE", 8)
+    h, w, bias, labels = operands(rng, dtype, rows=(5, 10), size=160)
+    bias = bias if softcap else (bias + offset).astype(dtype)
+    if offset:
+        # Every estimate is far from some logits, so that all is computed again.
+        monkeypatch.setattr(row_chunks, "_MAX_DIFFERENCE", 1e-6)
+    wide = np.promote_types(np.float32, dtype) if dtype != BF16 else np.float32
+    weights = jnp.asarray(rng.random((5, 10)), wide).at[1, 2].set(0)
+    labels = labels.at[3, 4].set(-1)
+    precision = compat.canonicalize_precision("highest")
+    options = logits.Options(softcap, precision, False, 1)
+    call = functools.partial(
+        row_chunks.loss_and_cotangents,
+        z_loss=1e-3,
+        wanted=(0, 1, 2),
+        options=options,
+        lowering=logits.Lowering(by_rows, reduces_rows=True),
+    )
+    found = jax.jit(call)(h, w, bias, labels, weights)
+    in_float64 = (jnp.asarray(exact(x)) for x in (h, w, bias))
+    expected = total._gradient_reference(
+        *in_float64, labels, jnp.asarray(exact(weights)),
+        z_loss=1e-3, wanted=(0, 1, 2), **options._asdict(),
+    )  # fmt: skip
+    assert [x.dtype for x in found] == [wide, wide, dtype, dtype, dtype]
+    # A logit of 200 is rounded to a multiple of 2^-16 in float32, which its exponential multiplies.
+    unit = UNIT_ROUNDOFF[np.dtype(wide)] * (1 + offset)
+    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+        bound = 64 * unit + (4 * UNIT_ROUNDOFF[np.dtype(dtype)] if i >= 2 else 0)
+        assert np.abs(exact(x) - np.asarray(y)).max() <= bound * np.abs(y).max()
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+@pytest.mark.parametrize("largest", [np.nan, np.inf, -np.inf])
+@pytest.mark.one_in(3)
+def test_rows_at_a_time_with_hostile_logits(rng, largest, dtype):
+    h, w, bias, labels = operands(rng, dtype, size=160)
+    bias = bias.at[:].set(largest) if largest == -np.inf else bias.at[7].set(largest)
+    weights = jnp.ones(ROWS, np.float32)
+    options = logits.Options(None, None, False, 1)
+    found, expected = (
+        f(
+            h, w, bias, labels, weights,
+            z_loss=0.0, wanted=(0, 1), options=options, lowering=logits.Lowering(False, True),
+        )
+        for f in (
+            row_chunks.loss_and_cotangents,
+            lambda *args, lowering, options, **params: total._gradient_reference(
+                *args, **params, **options._asdict()
+            ),
+        )
+    )  # fmt: skip
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.isfinite(exact(x)), np.isfinite(exact(y)))
+
+
+@pytest.mark.thorough
+def test_the_gradient_on_hopper_has_three_products():
+    rows, features, size = 4096, 2560, 64000
+    args = (
+        jax.ShapeDtypeStruct((rows, features), BF16),
+        jax.ShapeDtypeStruct((features, size), BF16),
+        jax.ShapeDtypeStruct((rows,), np.int32),
+    )
+    gradient = jax.value_and_grad(jtk.linear_cross_entropy, (0, 1))
+    with jtk.gpu_target("sm_90a"):
+        choices = jtk.explain(gradient, *args, platform="cuda")
+        text = jax.jit(gradient).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert choices[0].reason == "a chunk of the rows at a time"
+    fused = [choice.call.split(", ", 1)[1] for choice in choices if ", " in choice.call]
+    assert [call.split("(")[0] for call in fused] == [
+        "to_exponential", "to_h_cotangent", "to_sum_and_remainder",
+    ]  # fmt: skip
+    # The other product estimates the largest logits from a few rows.
+    assert len(choices) == 5
+    assert choices[1].result == f"f32[16,{size}]"
+    # The cotangent of w and its remainder are added up where they are.
+    assert text.count("operand_index = 2") == text.count("operand_index = 3") == 1
 
 
 @pytest.mark.thorough

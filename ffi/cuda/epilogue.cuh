@@ -31,6 +31,8 @@
 //   kAdjacentColumns                so many accumulators, from a multiple of that number on, are
 //                                   in adjacent columns of one row
 //   kConverged                      whether all threads of a warp make the same calls
+//   kQuads                          whether accumulators 0 to 15, 16 to 31 and so on of four
+//                                   adjacent lanes are 2 rows of 32 columns, as those of wgmma
 //
 // Coordinates of kernels whose epilogues may reduce rows have more (gemm/row_reductions.cuh). An
 // epilogue whose results are such reductions alone has `kStores = false`, and no accumulator is
@@ -88,6 +90,7 @@ struct ComposedEpilogue {
 struct RowCoordinates {
   static constexpr int kAdjacentColumns = 1;
   static constexpr bool kConverged = false;
+  static constexpr bool kQuads = false;
 
   int row_index;
   int first_column;

@@ -41,8 +41,12 @@ inline void cp_async(uint32 destination, const void* source, bool inside) {
   }
 }
 
-inline void prefetch_to_l2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+// Prefetches bytes to L2, with those that complete the first and the last 16 bytes.
+inline void prefetch_to_l2(const void* first, int bytes) {
+  const uint64 begin = reinterpret_cast<uint64>(first) & ~uint64{15};
+  const uint64 end = (reinterpret_cast<uint64>(first) + bytes + 15) & ~uint64{15};
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin),
+               "r"(static_cast<uint32>(end - begin)));
 }
 
 // Commits this thread's copies since the last call as a group, which may be empty.

@@ -139,7 +139,10 @@ class CpuCall:
 
 
 def emit(
-    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], call: LaunchPlan | CpuCall
+    ctx: mlir.LoweringRuleContext,
+    operands: Sequence[Any],
+    call: LaunchPlan | CpuCall,
+    aliases: Mapping[int, int] | None = None,
 ) -> Sequence[Any]:
     """Emit a call whose results are the lowering rule's own, row-major; return their MLIR values.
 
@@ -151,9 +154,11 @@ def emit(
         MLIR values, row-major in memory; they need not be the rule's own operands.
     call
         What to run.
+    aliases
+        Operands whose buffers are those of results, as for :func:`cuda_launch`.
     """
     if not isinstance(call, CpuCall):
-        return cuda_launch(ctx, operands, call)
+        return cuda_launch(ctx, operands, call, aliases=aliases)
     name = call.target.removeprefix("jax_tilekern_")
     digest = repr(sorted(call.attributes.items()))
 
@@ -164,7 +169,7 @@ def emit(
             for name, value in call.attributes.items()
         }
 
-    return _call(ctx, name, call.target, operands, ctx.avals_out, digest, attributes)
+    return _call(ctx, name, call.target, operands, ctx.avals_out, digest, attributes, aliases)
 
 
 def cpu_matmul_kernel(types: Sequence[str], attributes: Mapping[str, Any]) -> str:

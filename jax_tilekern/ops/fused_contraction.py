@@ -11,6 +11,7 @@ product's type. Nothing else is saved, and a call that is not differentiated sav
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -59,6 +60,9 @@ from jax_tilekern.primitives.operation import (
 )
 from jax_tilekern.primitives.remat import Saved
 
+# Operands of an epilogue, and the results that take their memory.
+InPlace = tuple[tuple[int, int], ...]
+
 
 def contract_with_epilogue(
     lhs: Array,
@@ -70,6 +74,7 @@ def contract_with_epilogue(
     shape: Sequence[int],
     epilogue: Callable[..., Any],
     operands: Sequence[Any],
+    in_place: InPlace = (),
     out_sharding: NamedSharding | None = None,
 ) -> Any:
     """Contract two arrays and apply a function to every element of the result.
@@ -86,6 +91,9 @@ def contract_with_epilogue(
         ``epilogue(accumulator, *operands)`` on scalars.
     operands
         Arrays that broadcast to ``shape``.
+    in_place
+        Pairs of an operand of the epilogue and a result of the same type and shape: a kernel writes
+        the result over the operand. XLA copies the operand first if something else still reads it.
     out_sharding
         Sharding of the result on a mesh with explicit axes.
 
@@ -117,6 +125,7 @@ def contract_with_epilogue(
         "precision": precision,
         "accumulator": accumulator,
         "product": product,
+        "in_place": in_place,
     }
     read = (lhs, rhs, *(x for x, _ in labelled_arrays))
     if out_sharding is None:
@@ -163,6 +172,7 @@ def contract_with_scalar_function(
         precision=precision,
         accumulator=accumulator_dtype(lhs.dtype, product),
         product=product,
+        in_place=(),
     )
     return results
 
@@ -238,6 +248,7 @@ def _batch(
     *,
     contraction: Contraction,
     operand_labels: tuple[Labels, ...],
+    in_place: InPlace,
     **params: Any,
 ) -> tuple[list[Array], list[int]]:
     """Label the mapped axis in place; an operand without it is unchanged."""
@@ -261,6 +272,8 @@ def _batch(
         )
         results = mapped_function(accumulators, *operands[2:])
     else:
+        mapped = [len(own) for own in labels]
+        params["in_place"] = tuple(x for x in in_place if mapped[x[0]] == len(factors.out))
         results = _bind(*operands, contraction=factors, operand_labels=labels, **params)
     return results, [0] * len(results)
 
@@ -343,6 +356,7 @@ def _function_of_sum(
     precision: Any,
     accumulator: np.dtype[Any],
     product: np.dtype[Any],
+    **_: Any,
 ) -> FunctionOfSum:
     def epilogue(total: Array, _: Array, __: Array, *operands: Array) -> list[Array]:
         elementwise = function.over_labels(contraction.out, operand_labels)
@@ -367,6 +381,7 @@ def _kernel(
     function: ScalarFunction,
     precision: Any,
     accumulator: np.dtype[Any],
+    in_place: InPlace,
     **_: Any,
 ) -> Kernel | str:
     results = function.result_labels(contraction.out)
@@ -392,7 +407,13 @@ def _kernel(
         plan_matmul,
         problem.product.with_epilogue(epilogue),
     )
-    return planned.reason if isinstance(planned, Fallback) else planned
+    if isinstance(planned, Fallback):
+        return planned.reason
+    # Each thread reads the elements of its accumulators before it writes them.
+    first = len(problem.operands)
+    return dataclasses.replace(
+        planned, aliases={first + operand: result for operand, result in in_place}
+    )
 
 
 _bind = define(

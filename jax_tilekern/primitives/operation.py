@@ -61,12 +61,15 @@ class Kernel:
     operands
         MLIR values of the arrays that it reads, row-major in memory. They need not be the call's
         own operands.
+    aliases
+        Operands whose memory results take: positions in ``operands`` and among the results.
     """
 
     name: str
     reason: str
     call: LaunchPlan | ffi.CpuCall
     operands: Sequence[Any]
+    aliases: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,8 @@ class Operation:
         ``batch(axis_data, operands, dims, **params)`` gives the batched result and its batch
         dimension.
     sharding_rule
-        ``sharding_rule(*avals, **params)`` labels the dimensions that devices may share.
+        ``sharding_rule(*avals, **params)`` labels the dimensions that devices may share. ``None``
+        for an operation that is ``composed``.
     planners
         For each platform.
     describe
@@ -158,6 +162,9 @@ class Operation:
         that is not linear in each of its operands. A tangent may be symbolically zero. By default
         the tangents follow from ``transposes``, and operands that are in none of its groups have
         none.
+    composed
+        ``composed(*operands, **params)`` computes the call by other operations, each of which is
+        partitioned by its own rule. In a ``jit`` over several devices the call is lowered to it.
     like_results
         ``like_results(*operands, **params)`` gives arrays of the results' types, shapes and
         shardings, where the reference is not what abstract evaluation should trace.
@@ -185,12 +192,13 @@ class Operation:
     name: str
     reference: Callable[..., Any]
     batch: Callable[..., tuple[Any, Any]]
-    sharding_rule: Callable[..., ShardingRule]
+    sharding_rule: Callable[..., ShardingRule] | None
     planners: Mapping[str, Planner]
     describe: Callable[..., str]
     several_results: bool = False
     transposes: Mapping[int | tuple[int, ...], Callable[..., Any]] = field(default_factory=dict)
     jvp: Callable[..., tuple[Any, Any]] | None = None
+    composed: Callable[..., Any] | None = None
     like_results: Callable[..., Any] | None = None
     localised: Callable[..., Sequence[Any]] | None = None
     source: Callable[..., tuple[Sequence[Operand], Params]] | None = None
@@ -267,15 +275,17 @@ def _register_derivatives(
 def _register_lowering(
     operation: Operation, primitive: Any, bind: Callable[..., list[Any]]
 ) -> None:
-    partitioned = PartitionedOperation(
-        operation.name,
-        operation.sharding_rule,
-        bind,
-        operation.localised,
-        operation.in_float32,
-        operation.function_of_sum,
-    )
-    register(partitioned)
+    partitioned = None
+    if operation.sharding_rule is not None:
+        partitioned = PartitionedOperation(
+            operation.name,
+            operation.sharding_rule,
+            bind,
+            operation.localised,
+            operation.in_float32,
+            operation.function_of_sum,
+        )
+        register(partitioned)
     rules = {
         platform: functools.partial(_lower, operation, partitioned, platform)
         for platform in operation.planners
@@ -309,7 +319,7 @@ def _abstract_evaluation(operation: Operation) -> Callable[..., Any]:
 
 def _lower(
     operation: Operation,
-    partitioned: PartitionedOperation,
+    partitioned: PartitionedOperation | None,
     platform: str,
     ctx: Any,
     *values: Any,
@@ -318,6 +328,7 @@ def _lower(
     outcome = _outcome(operation, platform, ctx, *values, **params)
     if outcome is not None:
         return _lowered(operation, platform, outcome, ctx, *values, **params)
+    assert partitioned is not None
     operands: Sequence[Operand] = tuple(map(Operand, values, ctx.avals_in))
     if operation.source is not None:
         operands, params = operation.source(operands, **params)
@@ -344,6 +355,9 @@ def _outcome(
         beside = planning_beside_collectives() if xla.has_other_devices(ctx) else nullcontext()
         with beside:
             return planner.plan(operands, ctx.avals_out, **params)
+    if operation.composed is not None:
+        composed = functools.partial(operation.composed, **params)
+        return Rewrite("its operations are partitioned by their own rules", composed)
     why = obstacle(place, (*ctx.avals_in, *ctx.avals_out))
     return None if why is None else Fallback(why)
 
@@ -387,7 +401,7 @@ def _lowered(
         outcome.reason,
     )
     if isinstance(outcome, Kernel):
-        return ffi.emit(ctx, outcome.operands, outcome.call)
+        return ffi.emit(ctx, outcome.operands, outcome.call, outcome.aliases)
     if isinstance(outcome, Fallback):
         modes.note_fallback(call, platform, outcome.reason)
     function: Callable[..., Any] = functools.partial(operation.reference, **params)

@@ -41,9 +41,16 @@ class EpilogueArray:
     strides: tuple[int, ...]
 
     @property
+    def has_aligned_rows(self) -> bool:
+        """Whether 8 adjacent elements of a row can be read at once, see ``ElementBlock``."""
+        *outer, row, column = self.strides
+        small = self.dtype.itemsize <= 2
+        return small and column == 1 and row != 0 and all(x % 8 == 0 for x in (*outer, row))
+
+    @property
     def alignment(self) -> int:
-        """Bytes that its address is a multiple of: two elements are read or written at once."""
-        return min(16, 2 * self.dtype.itemsize)
+        """Bytes that its address is a multiple of: those of the elements that are read at once."""
+        return min(16, (8 if self.has_aligned_rows else 2) * self.dtype.itemsize)
 
 
 Reduction = Literal["sum", "max", "logsumexp"]
@@ -258,8 +265,17 @@ class Epilogue:
         ]
         each = ["const Accumulator x0 = accumulators[first + i];"]
         after = []
+        blocks = _Blocks([], [], [], [])
+        # A block is 16 accumulators of a lane: see `kBlockOf`.
+        in_blocks = within_columns and tile_columns % 32 == 0 and not self.reductions
         numbered = list(enumerate(self._arrays))
         for i, array in numbered[: len(self.operands)]:
+            if in_blocks and array.has_aligned_rows:
+                blocks.read(i, array)
+                each.append(
+                    f"const {array.computed} x{i + 1} = computed(e{i + 1}[first - block + i]);"
+                )
+                continue
             count = "kRun" if array.strides[-1] else "1"
             before.append(
                 f"const auto r{i + 1} = read_run<{count}, {_contiguous(array, count)}>"
@@ -276,6 +292,10 @@ class Epilogue:
         results = [*map(self._result, self.results)]
         for (i, array), result in zip(numbered[len(self.operands) :], results[1:], strict=True):
             kind = CXX_TYPES[array.dtype]
+            if in_blocks and array.has_aligned_rows:
+                blocks.write(i, array)
+                each.append(f"e{i + 1}[first - block + i] = stored<{kind}>({result});")
+                continue
             before.append(f"ElementRun<{kind}, kRun> r{i + 1};")
             each.append(f"r{i + 1}.elements[i] = stored<{kind}>({result});")
             write = (
@@ -300,6 +320,11 @@ class Epilogue:
         template = _REDUCING_TEMPLATE if reductions else _TEMPLATE
         return template.format(
             name=_FUNCTOR,
+            block="kBlockOf<Coordinates, kRun>" if blocks.first else "kCount",
+            first_block="\n    ".join(blocks.first),
+            begin_block="\n      ".join(blocks.begin),
+            next_block="\n      ".join(blocks.next),
+            end_block="\n      ".join(blocks.end),
             stores=str(self.stores).lower(),
             prefetches=str(bool(prefetched)).lower(),
             prefetch="\n    ".join(prefetched),
@@ -323,6 +348,44 @@ class Epilogue:
         return f"(at.in_group() ? {expression} : 0)" if self.ragged else expression
 
 
+class _Blocks(NamedTuple):
+    """Statements for arrays that are read and written in blocks of accumulators.
+
+    Attributes
+    ----------
+    first
+        Before the first block.
+    begin, next, end
+        In each block: before it, reads of the next one, and after it.
+    """
+
+    first: list[str]
+    begin: list[str]
+    next: list[str]
+    end: list[str]
+
+    def read(self, i: int, array: EpilogueArray) -> None:
+        self._declare(i, array)
+        self.first.append(f"n{i + 1}.read({self._place(i, array, '0')});")
+        self.begin.append(f"n{i + 1}.to_accumulators(e{i + 1});")
+        read = f"n{i + 1}.read({self._place(i, array, 'block + kBlock')});"
+        self.next.append(f"if (block + kBlock < kCount) {read}")
+
+    def write(self, i: int, array: EpilogueArray) -> None:
+        self._declare(i, array)
+        self.end.append(f"n{i + 1}.from_accumulators(e{i + 1});")
+        self.end.append(f"n{i + 1}.write({self._place(i, array, 'block')});")
+
+    def _declare(self, i: int, array: EpilogueArray) -> None:
+        kind = CXX_TYPES[array.dtype]
+        self.first.append(f"ElementBlock<{kind}, Coordinates, kBlock> n{i + 1};")
+        self.begin.append(f"{kind} e{i + 1}[kBlock];")
+
+    def _place(self, i: int, array: EpilogueArray, accumulator: str) -> str:
+        matrix = f"p{i + 1}{_batch_offset(array, i, accumulator)}"
+        return f"{matrix}, strides.row[{i}], at, {accumulator}"
+
+
 # ptxas hoists loads of a whole tile's operands, and spills what they load. It moves none over this.
 _KEEP_ORDER = "if (Coordinates::kConverged && (first + kRun) % 16 == 0) __syncwarp();"
 
@@ -338,14 +401,23 @@ struct {name} {{
   void operator()(Accumulator (&accumulators)[kCount], const Coordinates& at) const {{
     using namespace tilekern;
     constexpr int kRun = min_of(Coordinates::kAdjacentColumns, {longest_run});
+    constexpr int kBlock = {block};
+    static_assert(kCount % kBlock == 0);
+    {first_block}
 #pragma unroll
-    for (int first = 0; first < kCount; first += kRun) {{
-      {before}
+    for (int block = 0; block < kCount; block += kBlock) {{
+      {begin_block}
+      {next_block}
 #pragma unroll
-      for (int i = 0; i < kRun; ++i) {{
-        {each}
+      for (int first = block; first < block + kBlock; first += kRun) {{
+        {before}
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) {{
+          {each}
+        }}
+        {after}
       }}
-      {after}
+      {end_block}
     }}
   }}
 

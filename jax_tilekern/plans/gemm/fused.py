@@ -9,8 +9,10 @@ from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 
-# Where every kernel spills, so few bytes a thread cost less than a pass over memory.
+# A kernel that spills more bytes a thread is not chosen.
 _FEW_SPILLED_BYTES = 256
+# The part of a kernel's time that a spilled byte takes.
+_SPILLED_BYTE = 1 / 5000
 # Serialized MMAs took 1.8 times as long in the gradient of a cross-entropy on an H100.
 _SERIALIZED = 1.8
 
@@ -23,7 +25,6 @@ def fused_plan(candidates: Sequence[CostedCandidate], gpu: Gpu) -> LaunchPlan | 
     """
     spilled: dict[str, int] = {}
     plans: list[tuple[float, LaunchPlan]] = []
-    few_spilled: list[tuple[int, LaunchPlan]] = []
     for candidate in candidates:
         if plans and candidate.cycles >= min(cycles for cycles, _ in plans):
             break
@@ -36,13 +37,12 @@ def fused_plan(candidates: Sequence[CostedCandidate], gpu: Gpu) -> LaunchPlan | 
         bytes_ = max(entry.spill_bytes for entry in entries)
         if bytes_ > 0:
             spilled[candidate.kind] = candidate.accumulators
-            few_spilled.append((bytes_, plan))
+        if bytes_ > _FEW_SPILLED_BYTES:
             continue
-        slower = _SERIALIZED if any(entry.serialized for entry in entries) else 1
+        slower = 1 + bytes_ * _SPILLED_BYTE
+        if any(entry.serialized for entry in entries):
+            slower *= _SERIALIZED
         plans.append((slower * candidate.cycles, plan))
-    if plans:
-        return min(plans, key=lambda found: found[0])[1]
-    fewest, best = min(few_spilled, key=lambda found: found[0])
-    if fewest <= _FEW_SPILLED_BYTES:
-        return best
-    return NoKernel("the epilogue takes more registers than there are beside the accumulators")
+    if not plans:
+        return NoKernel("the epilogue takes more registers than there are beside the accumulators")
+    return min(plans, key=lambda found: found[0])[1]

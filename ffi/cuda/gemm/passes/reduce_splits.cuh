@@ -33,6 +33,7 @@ struct SumShape {
 struct SplitCoordinates {
   static constexpr int kAdjacentColumns = 1;
   static constexpr bool kConverged = false;
+  static constexpr bool kQuads = false;
 
   int64 first;
   const SumShape& shape;

@@ -77,6 +77,7 @@ template <class Layout>
 struct WarpCoordinates {
   static constexpr int kAdjacentColumns = 1;
   static constexpr bool kConverged = true;
+  static constexpr bool kQuads = false;
 
   // Where the warp's part starts in the matrix.
   int first_row;

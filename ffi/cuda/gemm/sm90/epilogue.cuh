@@ -25,6 +25,7 @@ struct WgmmaCoordinates {
   using Layout = WgmmaAccumulatorLayout<kPairedRows>;
   static constexpr int kAdjacentColumns = 2;
   static constexpr bool kConverged = true;
+  static constexpr bool kQuads = true;
   static constexpr int kRowSlots = 2;
   static constexpr int kRowLanes = 4;
 

@@ -98,6 +98,10 @@ class WgmmaMatmul {
   }
 
  private:
+  // The epilogue's arrays are prefetched this many k-tiles before it starts: earlier, other tiles
+  // would evict them from L2.
+  static constexpr int kPrefetchedKTiles = 8;
+
   static void sync() {
     if constexpr (config.cluster > 1) {
       cluster_sync();
@@ -114,11 +118,16 @@ class WgmmaMatmul {
     Mainloop mainloop(pipeline_, row, warp_row);
     typename Pipeline::State state;
     Order order(order_, consumer);
-    const auto in_flight = [&](int k_tile, int k_tiles) { store.store_waiting(k_tile, k_tiles); };
+    Scheduler scheduler(params_, cta_);
+    const auto in_flight = [&](int k_tile, int k_tiles) {
+      store.store_waiting(k_tile, k_tiles);
+      if constexpr (Epilogue::kPrefetches) {
+        if (k_tile == max_of(0, k_tiles - kPrefetchedKTiles)) prefetch(scheduler, mainloop);
+      }
+    };
     const auto all_issued = [&] {
       if (!config.cooperative) Order::arrive(order_, consumer);
     };
-    Scheduler scheduler(params_, cta_);
     for (; scheduler.next(); scheduler.release()) {
       if (!config.cooperative) {
         if (!order.takes_next(consumer)) {
@@ -126,7 +135,6 @@ class WgmmaMatmul {
           continue;
         }
       }
-      if constexpr (Epilogue::kPrefetches) prefetch(scheduler, mainloop);
       if (!config.cooperative) order.wait(consumer);
       mainloop.run(state, scheduler, in_flight, all_issued);
       const WorkTile work = scheduler.work_tile();

@@ -11,12 +11,14 @@ from jax_tilekern.plans.gemm.epilogue import RowReduction
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 from jax_tilekern.plans.strided_rows import StridedRows
 
-_THREADS = 128
+# As in the kernel.
+_ROWS_PER_BLOCK = 32
+_THREADS = 256
 
 
 @dataclass(frozen=True)
 class RowTilesPass:
-    """Combines the partial results of all tiles of a row, in order.
+    """Combines the partial results of all tiles of a row, in a fixed order.
 
     Attributes
     ----------
@@ -53,7 +55,7 @@ class RowTilesPass:
         shape = Scalars.pack(f"{StridedRows.LAYOUT}2I", *rows.values, self.rows, self.tiles)
         return Launch(
             entry=compiled.entry(self.kernel.name),
-            grid=(math.ceil(rows.count / _THREADS), 1, 1),
+            grid=(math.ceil(rows.count / _ROWS_PER_BLOCK), 1, 1),
             block=(_THREADS, 1, 1),
             parameters=(partials, out, shape),
         )

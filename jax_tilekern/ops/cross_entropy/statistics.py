@@ -22,8 +22,8 @@ from jax import Array, lax
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
-from jax_tilekern.ops import vocabulary_chunks
-from jax_tilekern.ops.vocabulary_chunks import (
+from jax_tilekern.ops.cross_entropy import vocabulary_chunks
+from jax_tilekern.ops.cross_entropy.logits import (
     Lowering,
     Options,
     logit,
@@ -32,6 +32,7 @@ from jax_tilekern.ops.vocabulary_chunks import (
 )
 from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
@@ -65,6 +66,24 @@ def statistics(h: Array, w: Array, bias: Array, labels: Array, options: Options)
     return results
 
 
+def cotangents(
+    h: Array, w: Array, bias: Array, labels: Array, *by_row: Array, wanted: Wanted, **params: Any
+) -> Sequence[Array]:
+    """Return cotangents of some of ``h``, ``w`` and ``bias``.
+
+    Parameters
+    ----------
+    h, w, bias, labels, params
+        As for :func:`statistics`.
+    by_row
+        The log-sum-exp, and the cotangent of each of the statistics.
+    wanted
+        Which cotangents, in order: 0, 1, 2.
+    """
+    results: Sequence[Array] = _cotangents(h, w, bias, labels, *by_row, wanted=wanted, **params)
+    return results
+
+
 # The references, with all logits.
 
 
@@ -77,9 +96,10 @@ def _is_label(labels: Array, accumulators: Array) -> Array:
     return labels[..., None] == column
 
 
-def _statistics_reference(
+def statistics_reference(
     h: Array, w: Array, bias: Array, labels: Array, **params: Any
 ) -> list[Array]:
+    """Return the statistics from all logits."""
     options = Options(**params)
     accumulators = _accumulators(h, w, options.precision)
     logits = logit(accumulators, bias, softcap=options.softcap)
@@ -114,9 +134,10 @@ def _tangents_reference(
     return _if_smoothed(options, lse_dot, at_label, values_dot.sum(-1))
 
 
-def _cotangents_reference(
+def cotangents_reference(
     h: Array, w: Array, bias: Array, labels: Array, *by_row: Array, wanted: Wanted, **params: Any
 ) -> list[Array]:
+    """Return the cotangents from all logits."""
     options = Options(**params)
     accumulators = _accumulators(h, w, options.precision)
     column = lax.broadcasted_iota(labels.dtype, (w.shape[-1],), 0)
@@ -156,7 +177,7 @@ def _rule_for(*wanted: int) -> Callable[..., Sequence[Array]]:
     return rule
 
 
-def _jvp_of(
+def jvp_of(
     reference: Callable[..., Sequence[Array]],
     primals: Sequence[Array],
     tangents: Sequence[Any],
@@ -192,7 +213,7 @@ def _batch_statistics(
 ) -> tuple[Sequence[Array], Sequence[int]]:
     h, w, bias, labels = operands
     if dims[1] is not None or dims[2] is not None:
-        return _one_by_one(_statistics, axis_data, operands, dims, **params)
+        return batch_one_by_one(_statistics, axis_data, operands, dims, **params)
     # Mapped rows are more rows.
     rows = (_in_front(x, dim, axis_data.size) for x, dim in ((h, dims[0]), (labels, dims[3])))
     h, labels = rows
@@ -201,14 +222,14 @@ def _batch_statistics(
 
 
 def _batch_tangents(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
-    return _one_by_one(_tangents, *args, **params)
+    return batch_one_by_one(_tangents, *args, **params)
 
 
 def _batch_cotangents(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
-    return _one_by_one(_cotangents, *args, **params)
+    return batch_one_by_one(_cotangents, *args, **params)
 
 
-def _one_by_one(
+def batch_one_by_one(
     bind: Callable[..., Sequence[Array]],
     _: Any,
     operands: Sequence[Array],
@@ -268,11 +289,24 @@ def _localised(shard: Shard, *operands: Array, **_: Any) -> Sequence[Array]:
 # Lowering.
 
 
+def _by_rows(operands: Sequence[Operand]) -> bool:
+    # XLA cancels the transpose that makes w against that which the function makes.
+    return compat.transposed_from(operands[1].value) is not None
+
+
+def lowering_on_cuda(operands: Sequence[Operand]) -> Lowering:
+    """Return what is known of a call that is lowered for a GPU, if its second operand is ``w``."""
+    try:
+        reduces_rows = current_gpu().compute_capability == (9, 0)
+    except NoGpu:
+        reduces_rows = False
+    return Lowering(_by_rows(operands), reduces_rows)
+
+
 def _planner(platform: str, function: Callable[..., Sequence[Array]]) -> Planner:
     def plan(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
-        # XLA cancels the transpose that makes w against that which the function makes.
-        by_rows = compat.transposed_from(operands[1].value) is not None
-        lowering = Lowering(by_rows, on_gpu=platform == "cuda")
+        on_cuda = platform == "cuda"
+        lowering = lowering_on_cuda(operands) if on_cuda else Lowering(_by_rows(operands), False)
         options = Options(**{name: params.pop(name) for name in Options._fields})
         chunked = functools.partial(function, options=options, lowering=lowering, **params)
         return Rewrite("a chunk of the vocabulary at a time", chunked)
@@ -290,7 +324,7 @@ def _planners(function: Callable[..., Sequence[Array]]) -> dict[str, Planner]:
 _statistics = define(
     Operation(
         name="tilekern_logit_statistics",
-        reference=_statistics_reference,
+        reference=statistics_reference,
         like_results=_like_statistics,
         several_results=True,
         jvp=_statistics_jvp,
@@ -307,7 +341,7 @@ _tangents = define(
         name="tilekern_logit_tangents",
         reference=_tangents_reference,
         several_results=True,
-        jvp=functools.partial(_jvp_of, _tangents_reference),
+        jvp=functools.partial(jvp_of, _tangents_reference),
         # The smallest group that has what is differentiated: a bias that is none has no gradient.
         transposes={
             tuple(5 + i for i in wanted): _rule_for(*wanted)
@@ -324,10 +358,10 @@ _tangents = define(
 _cotangents = define(
     Operation(
         name="tilekern_logit_cotangents",
-        reference=_cotangents_reference,
+        reference=cotangents_reference,
         like_results=lambda *operands, wanted, **_: [operands[i] for i in wanted],
         several_results=True,
-        jvp=functools.partial(_jvp_of, _cotangents_reference),
+        jvp=functools.partial(jvp_of, cotangents_reference),
         batch=_batch_cotangents,
         sharding_rule=_sharding_rule,
         localised=_localised,

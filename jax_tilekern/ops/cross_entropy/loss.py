@@ -10,17 +10,17 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.ops.cross_entropy.logits import Options, statistics_type
+from jax_tilekern.ops.cross_entropy.statistics import statistics
+from jax_tilekern.ops.cross_entropy.total import weighted_loss
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.logit_statistics import statistics
-from jax_tilekern.ops.vocabulary_chunks import Options
 
 Reduction = Literal["mean", "sum", "none"]
 _REDUCTIONS = ("mean", "sum", "none")
 
-# The logits of 32,768 rows are made 3328 columns at a time. Where the gradient of w is made, its
-# 2560 x 3328 elements are 260 tiles, nearly two for each SM of an H100, and all temporaries
-# together stay below 1 GiB (docs/linear-cross-entropy.md).
-_CHUNK_BYTES = 416 << 20
+# With 128,256 columns in bfloat16, these are the exponentials of 1536 rows. With the remainder of
+# the cotangent of a w of 2560 rows, all temporaries are below 1 GiB (docs/linear-cross-entropy.md).
+_CHUNK_BYTES = 384 << 20
 
 
 def linear_cross_entropy(
@@ -42,10 +42,9 @@ def linear_cross_entropy(
     With the logits ``y`` of a row, its label ``l`` and ``lse = log(sum(exp(y)))``, the loss of the
     row is ``lse - (1 - label_smoothing) * y[l] - label_smoothing * mean(y) + z_loss * lse ** 2``.
 
-    The vocabulary is visited in chunks. Sums, statistics and the loss are in float32 at least. The
-    gradient multiplies each chunk again, and the cotangent of its logits is rounded to the
-    operands' type for the two products that follow. Forward-mode and second derivatives are
-    supported, but form all logits.
+    Only a chunk of the logits is ever in memory. Sums, statistics and the loss are in float32 at
+    least, and what stands for the logits' cotangent in the products that follow is rounded to the
+    operands' type. Second derivatives are supported, but form all logits.
 
     Parameters
     ----------
@@ -174,6 +173,11 @@ def _loss(
         bias = jnp.zeros_like(w[0])
     size = w.shape[1] * (1 if axis_name is None else lax.axis_size(axis_name))
     ignored, valid, label = _sorted_out(labels, ignore_index, size)
+    if reduction != "none" and axis_name is None and not label_smoothing:
+        weights = jnp.where(ignored, 0, jnp.where(valid, 1, jnp.nan)).astype(statistics_type(h, w))
+        if reduction == "mean":
+            weights /= jnp.maximum(1, (~ignored).sum())
+        return weighted_loss(h, w, bias, label, weights, options, z_loss)
     if axis_name is None:
         lse, at_label, *total = statistics(h, w, bias, label, options)
     else:
