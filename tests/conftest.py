@@ -72,7 +72,6 @@ def x64():
 def pytest_addoption(parser):
     parser.addoption("--record", metavar="FILE", help="write the outcome, device and versions")
     parser.addoption("--seed", type=int, help="of the tests' random numbers")
-    parser.addoption("--gpus", type=int, metavar="N", help="worker i has GPU i modulo N")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -92,10 +91,6 @@ _deselected = pytest.StashKey[int]()
 
 
 def pytest_configure(config):
-    worker, gpus = os.environ.get("PYTEST_XDIST_WORKER"), config.getoption("gpus")
-    if worker is not None and gpus is not None:
-        # JAX has not asked for a backend before the tests are collected.
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % gpus)
     config.stash[_deselected] = 0
     selection = config.option.markexpr
     settings.load_profile("default" if selection == "not thorough" else "thorough")
