@@ -133,7 +133,7 @@ EPILOGUES = {
 @pytest.mark.parametrize("gpu", [H100, A100], ids=lambda gpu: gpu.arch)
 @pytest.mark.parametrize("name", EPILOGUES)
 @pytest.mark.one_in(9)
-def test_plans_spill_few_registers_and_serialize_no_mma(name, gpu, sizes):
+def test_plans_spill_no_registers_and_serialize_no_mma(name, gpu, sizes):
     product = product_of("bf16", *sizes).with_epilogue(EPILOGUES[name](sizes[1]))
     plan = plan_matmul(product, gpu)
     if isinstance(plan, NoKernel):
@@ -141,9 +141,8 @@ def test_plans_spill_few_registers_and_serialize_no_mma(name, gpu, sizes):
         assert gpu.arch == "sm_80"
         return
     # Some versions of ptxas spill a few words where tiles reach beyond the output.
-    most = 256 if gpu is A100 else 0 if sizes[0] == 8192 else 64
     for launch in plan.launches:
-        assert launch.entry.spill_bytes <= most
+        assert launch.entry.spill_bytes <= (0 if sizes[0] == 8192 else 64)
         assert not launch.entry.serialized
     assert len(plan.alignments) == 3 + len(product.epilogue.operands)
 
