@@ -11,7 +11,7 @@ from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 
 # A kernel that spills more bytes a thread is not chosen.
 _FEW_SPILLED_BYTES = 256
-# The part of a kernel's time that a spilled byte takes on Hopper, an estimate: the exponentials of a
+# The part of a kernel's time that a spilled byte takes on Hopper, an estimate: exponentials of a
 # cross-entropy took 1.6 ms with 148 bytes in tiles of 128x256, and 1.8 ms with none in 128x128.
 _SPILLED_BYTE = 1 / 5000
 # Not measured on other GPUs: any kernel without spills is preferred there.
