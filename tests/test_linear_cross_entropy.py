@@ -17,7 +17,7 @@ from sharded import MESH_TYPES, bytes_sent, collectives, devices, mesh_of, put
 import jax_tilekern as jtk
 from benchmarks.command_line import main
 from jax_tilekern.interop import compat
-from jax_tilekern.ops.cross_entropy import logits, row_chunks, total, vocabulary_chunks
+from jax_tilekern.ops.cross_entropy import logits, row_chunks, vocabulary_chunks, weighted_loss
 from jax_tilekern.ops.cross_entropy import loss as module
 
 ROWS, FEATURES, LABELS = 12, 24, 5000
@@ -287,7 +287,7 @@ def test_a_column_of_minus_infinity_alone():
     h, w = jnp.ones((2, 4)), jnp.ones((4, 9))
     bias = jnp.full(9, -jnp.inf)
     options = module.Options(None, None, False, 1)
-    lse, *_ = module.statistics(h, w, bias, jnp.zeros(2, np.int32), options)
+    lse, *_ = module.statistics(h, w, bias, jnp.zeros(2, np.int32), **options._asdict())
     assert np.isneginf(lse).all()
 
 
@@ -354,6 +354,10 @@ def test_chunks_are_products_of_the_library(rng):
         assert results.count(f"f32[{ROWS},{size}]") == 1
         assert results.count(f"f32[{FEATURES},{size}]") == 1
     assert results.count(f"f32[{ROWS},{FEATURES}]") == 2
+    # Both loops make the logits.
+    program = compiled(jax.grad(loss, (0, 1)), h, w, bias, labels).as_text()
+    for size in (2048, 904):
+        assert program.count(f"= f32[{ROWS},{size}]{{1,0}} custom-call(") == 2
     frozen = compiled(jax.grad(loss), h, w, bias, labels).as_text()
     assert f"f32[{FEATURES},2048]{{1,0}} custom-call" not in frozen
     assert f"f32[{ROWS},{LABELS}]" not in frozen
@@ -407,7 +411,7 @@ def test_rows_at_a_time(rng, x64, monkeypatch, dtype, by_rows, softcap, offset):
     )
     found = jax.jit(call)(h, w, bias, labels, weights)
     in_float64 = (jnp.asarray(exact(x)) for x in (h, w, bias))
-    expected = total._gradient_reference(
+    expected = weighted_loss._gradient_reference(
         *in_float64, labels, jnp.asarray(exact(weights)),
         z_loss=1e-3, wanted=(0, 1, 2), **options._asdict(),
     )  # fmt: skip
@@ -434,7 +438,7 @@ def test_rows_at_a_time_with_hostile_logits(rng, largest, dtype):
         )
         for f in (
             row_chunks.loss_and_cotangents,
-            lambda *args, lowering, options, **params: total._gradient_reference(
+            lambda *args, lowering, options, **params: weighted_loss._gradient_reference(
                 *args, **params, **options._asdict()
             ),
         )

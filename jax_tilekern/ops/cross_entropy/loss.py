@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.cross_entropy.logits import Options, statistics_type
 from jax_tilekern.ops.cross_entropy.statistics import statistics
-from jax_tilekern.ops.cross_entropy.total import weighted_loss
+from jax_tilekern.ops.cross_entropy.weighted_loss import weighted_loss
 from jax_tilekern.ops.jitted import jitted
 
 Reduction = Literal["mean", "sum", "none"]
@@ -179,10 +179,10 @@ def _loss(
             weights /= jnp.maximum(1, (~ignored).sum())
         return weighted_loss(h, w, bias, label, weights, options, z_loss)
     if axis_name is None:
-        lse, at_label, *total = statistics(h, w, bias, label, options)
+        lse, at_label, *total = statistics(h, w, bias, label, **options._asdict())
     else:
         label = label - lax.axis_index(axis_name) * w.shape[1]
-        of_part, *sums = statistics(h, w, bias, label, options)
+        of_part, *sums = statistics(h, w, bias, label, **options._asdict())
         lse = _logsumexp_over(axis_name, of_part)
         at_label, *total = (lax.psum(x, axis_name) for x in sums)
     losses = lse - (1 - label_smoothing) * at_label

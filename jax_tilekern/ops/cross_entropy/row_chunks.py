@@ -92,14 +92,8 @@ def loss_and_cotangents(
 
     Parameters
     ----------
-    h
-        Shape ``(..., d)``.
-    w
-        Shape ``(d, v)``.
-    bias
-        Shape ``(v,)``.
-    labels
-        Integers of shape ``(...)``. The logit of a label that is no column is 0.
+    h, w, bias, labels
+        As for :func:`~jax_tilekern.ops.cross_entropy.statistics.statistics`.
     weights
         Shape ``(...)``. The sum is over ``weights * (lse - at_label + z_loss * lse ** 2)``.
     z_loss, options, lowering

@@ -46,7 +46,7 @@ from jax_tilekern.primitives.operation import (
 Wanted = tuple[int, ...]
 
 
-def statistics(h: Array, w: Array, bias: Array, labels: Array, options: Options) -> Sequence[Array]:
+def statistics(h: Array, w: Array, bias: Array, labels: Array, **params: Any) -> Sequence[Array]:
     """Return each row's log-sum-exp, the logit of its label, and perhaps the sum of its logits.
 
     Parameters
@@ -59,10 +59,10 @@ def statistics(h: Array, w: Array, bias: Array, labels: Array, options: Options)
         Shape ``(v,)``.
     labels
         Integers of shape ``(...)``. The logit of a label that is no column is 0.
-    options
-        Softcap, precision of the products, whether sums are wanted, and the size of a chunk.
+    params
+        The fields of :class:`~jax_tilekern.ops.cross_entropy.logits.Options`.
     """
-    results: Sequence[Array] = _statistics(h, w, bias, labels, **options._asdict())
+    results: Sequence[Array] = _statistics(h, w, bias, labels, **params)
     return results
 
 

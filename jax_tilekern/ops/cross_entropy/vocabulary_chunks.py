@@ -47,14 +47,8 @@ def statistics(
 
     Parameters
     ----------
-    h
-        Shape ``(..., d)``.
-    w
-        Shape ``(d, v)``.
-    bias
-        Shape ``(v,)``.
-    labels
-        Integers of shape ``(...)``. The logit of a label that is no column is 0.
+    h, w, bias, labels
+        As for :func:`~jax_tilekern.ops.cross_entropy.statistics.statistics`.
     options, lowering
         Of the call.
     """
@@ -92,10 +86,9 @@ def statistics(
         return jnp.logaddexp(lse, lse_of_chunk), *sums
 
     zeros = jnp.zeros_like(rows[:, 0], wide)
-    reduced = lowering.reduces_rows
     results = over_chunks(
         bias.size,
-        _REDUCED_COLUMNS if reduced else _chunk_columns(rows, wide, options),
+        _REDUCED_COLUMNS if lowering.reduces_rows else _chunk_columns(rows, wide, options),
         add_chunk,
         (jnp.full_like(zeros, -jnp.inf), zeros, *([zeros] if options.smoothed else [])),
     )

@@ -9,7 +9,7 @@ composed of those in `statistics.py`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -45,14 +45,8 @@ def weighted_loss(
 
     Parameters
     ----------
-    h
-        Shape ``(..., d)``.
-    w
-        Shape ``(d, v)``.
-    bias
-        Shape ``(v,)``.
-    labels
-        Integers of shape ``(...)``. The logit of a label that is no column is 0.
+    h, w, bias, labels
+        As for :func:`~jax_tilekern.ops.cross_entropy.statistics.statistics`.
     weights
         Shape ``(...)``. Rows of weight 0 do not count, whatever their losses are.
     options
@@ -72,57 +66,40 @@ def _total(lse: Array, at_label: Array, weights: Array, z_loss: float) -> Array:
     return jnp.where(weights == 0, 0, weights * losses).sum()
 
 
-def _loss_reference(
-    h: Array, w: Array, bias: Array, labels: Array, weights: Array, *, z_loss: float, **params: Any
-) -> Array:
-    lse, at_label = statistics_reference(h, w, bias, labels, **params)
-    return _total(lse, at_label, weights, z_loss)
-
-
-def _loss_composed(
-    h: Array, w: Array, bias: Array, labels: Array, weights: Array, *, z_loss: float, **params: Any
-) -> Array:
-    lse, at_label = statistics(h, w, bias, labels, Options(**params))
-    return _total(lse, at_label, weights, z_loss)
-
-
 def _bars(lse: Array, weights: Array, z_loss: float) -> tuple[Array, Array]:
     """Return the cotangents of the log-sum-exp and of the label's logit of each row."""
     return weights * (1 + 2 * z_loss * lse), -weights
 
 
-def _gradient_reference(
-    h: Array,
-    w: Array,
-    bias: Array,
-    labels: Array,
-    weights: Array,
-    *,
-    z_loss: float,
-    wanted: Wanted,
-    **params: Any,
-) -> list[Array]:
-    lse, at_label = statistics_reference(h, w, bias, labels, **params)
-    bars = _bars(lse, weights, z_loss)
-    found = cotangents_reference(h, w, bias, labels, lse, *bars, wanted=wanted, **params)
-    return [lse, at_label, *found]
+def _loss_by(statistics: Callable[..., Sequence[Array]]) -> Callable[..., Array]:
+    """Return the loss in terms of the rows' statistics."""
+
+    def loss(*operands: Array, z_loss: float, **params: Any) -> Array:
+        *of_logits, weights = operands
+        lse, at_label = statistics(*of_logits, **params)
+        return _total(lse, at_label, weights, z_loss)
+
+    return loss
 
 
-def _gradient_composed(
-    h: Array,
-    w: Array,
-    bias: Array,
-    labels: Array,
-    weights: Array,
-    *,
-    z_loss: float,
-    wanted: Wanted,
-    **params: Any,
-) -> list[Array]:
-    lse, at_label = statistics(h, w, bias, labels, Options(**params))
-    bars = _bars(lse, weights, z_loss)
-    found = cotangents(h, w, bias, labels, lse, *bars, wanted=wanted, **params)
-    return [lse, at_label, *found]
+def _gradient_by(
+    statistics: Callable[..., Sequence[Array]], cotangents: Callable[..., Sequence[Array]]
+) -> Callable[..., list[Array]]:
+    """Return the statistics and the loss's gradient in terms of the rows' statistics."""
+
+    def gradient(*operands: Array, z_loss: float, wanted: Wanted, **params: Any) -> list[Array]:
+        *of_logits, weights = operands
+        lse, at_label = statistics(*of_logits, **params)
+        bars = _bars(lse, weights, z_loss)
+        return [lse, at_label, *cotangents(*of_logits, lse, *bars, wanted=wanted, **params)]
+
+    return gradient
+
+
+_loss_reference = _loss_by(statistics_reference)
+_loss_composed = _loss_by(statistics)
+_gradient_reference = _gradient_by(statistics_reference, cotangents_reference)
+_gradient_composed = _gradient_by(statistics, cotangents)
 
 
 def _like_gradient(h: Array, w: Array, bias: Array, *_: Array, wanted: Wanted, **__: Any) -> Any:
