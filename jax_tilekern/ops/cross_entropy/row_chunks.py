@@ -32,16 +32,16 @@ from jax_tilekern.ops.cross_entropy.logits import (
     statistics_type,
 )
 
-# A chunk has this many rows at least: to add to the cotangent of w takes a pass over it.
+# Every chunk reads and writes the cotangent of w, so it has at least this many rows.
 _MIN_ROWS = 1024
 # Chunks begin at multiples of a tile's height.
 _ROW_MULTIPLE = 128
 # The shift of the first chunk is estimated from so many rows.
 _SAMPLED_ROWS = 16
-# Exponentials relative to a shift are as accurate as those relative to the maximum of the row while
-# the two differ by less. bfloat16 and float32 have the range of exp(88), and a sum may have 2^31
-# terms.
-_MAX_DIFFERENCE = 60.0
+# Everything is computed again if the shift of a row is farther from its largest logit. Exponentials
+# are then below exp(40), and the factors of rows, for 2^40 logits, above exp(-40) / 2^40. Both are
+# normal numbers of bfloat16 and float32, whose range is exp(-87) to exp(88).
+_MAX_DIFFERENCE = 40.0
 
 
 class _Carry(NamedTuple):
@@ -70,7 +70,7 @@ class _Carry(NamedTuple):
 def supports(h: Any, w: Any) -> bool:
     """Whether the types and sizes of a call allow this program.
 
-    float16 has not the range of the exponentials, and TMA does not read rows of other sizes.
+    float16 lacks the range of the exponentials. TMA cannot read rows of other sizes.
     """
     narrow = np.dtype(jnp.promote_types(h.dtype, w.dtype))
     return narrow in (np.float32, jnp.bfloat16) and all(size % 8 == 0 for size in w.shape)
