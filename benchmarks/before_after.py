@@ -34,12 +34,10 @@ HELP = "time the kernels of another checkout against those of this one"
 _ROOT = Path(__file__).parent.parent
 _SUITES = tuple(f"{x}-h100" for x in ("matmul", "ragged_dot", "transpose", "sum", "matvec", "vdot"))
 _ROUNDS = 5
-# Of each block, within these numbers of calls.
+# The length of a block, and the most calls in one.
 _BLOCK_SECONDS, _MAX_CALLS = 6e-3, 100
 # Rows under one profile, and what their operands may take.
 _MAX_ROWS, _MAX_BYTES = 8, 8 << 30
-# How parts of keys are called now.
-_RENAMED = {"in turns": "ping-pong", "exchanged": "swapped", "pieces": "split float16"}
 # No group's mean may be below it.
 _LEAST_MEAN = 0.99
 _WORKER = (
@@ -60,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--old", type=Path, required=True, metavar="FOLDER", help="the checkout")
     parser.add_argument("--suites", nargs="+", default=_SUITES, metavar="NAME")
     parser.add_argument("--rows", default="", metavar="TEXT", help="rows that contain this text")
+    parser.add_argument(
+        "--renamed", nargs="+", default=(), metavar="OLD=NEW", help="parts of the kernels' keys"
+    )
     parser.add_argument("--seconds", type=float, default=3600, help="begin no row after these")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
     parser.add_argument(
@@ -147,6 +148,7 @@ def _record(arguments: argparse.Namespace, sides: Mapping[str, Side]) -> dict[st
         if not Path(where[name]["package"]).is_relative_to(side.checkout):
             raise WorkerError(f"{side.checkout} was to be measured, not {where[name]['package']}")
     found = _both(sides, "choices", suites=list(arguments.suites), pattern=arguments.rows)
+    renamed = dict(text.split("=", 1) for text in arguments.renamed)
     groups = {
         f"{suite.operation}: {row.name}": (f"{suite.operation}: {row.group}", row.bytes)
         for suite in map(load_suite, arguments.suites)
@@ -162,7 +164,7 @@ def _record(arguments: argparse.Namespace, sides: Mapping[str, Side]) -> dict[st
         "errors": errors,
         "rows": [
             {"name": name, "group": groups[name][0], "bytes": groups[name][1], **same}
-            for name, same in common(found["old"], found["new"]).items()
+            for name, same in common(found["old"], found["new"], renamed).items()
         ],
     }
 
@@ -174,7 +176,7 @@ def _commit(checkout: Path) -> str | None:
     return answer.stdout.strip() or None
 
 
-def common(old: Choices, new: Choices) -> dict[str, Row]:
+def common(old: Choices, new: Choices, renamed: Mapping[str, str]) -> dict[str, Row]:
     """Return for each row the old checkout's keys, or under ``why`` why it is not compared.
 
     ``keys`` has their present names and ``old_keys`` the old ones. ``chosen`` has those that the
@@ -185,11 +187,15 @@ def common(old: Choices, new: Choices) -> dict[str, Row]:
     old, new
         By row, for each problem in it, the ``key`` that is chosen and those that are ``offered``.
         A row that cannot be planned has a message in their place.
+    renamed
+        Present names of parts of the old keys.
     """
-    return {name: _common(old[name], new.get(name, "there is no such row")) for name in old}
+    return {
+        name: _common(old[name], new.get(name, "there is no such row"), renamed) for name in old
+    }
 
 
-def _common(old: Any, new: Any) -> Row:
+def _common(old: Any, new: Any, renamed: Mapping[str, str]) -> Row:
     for side, choices in (("old", old), ("new", new)):
         if isinstance(choices, str):
             return {"why": f"{side}: {choices}"}
@@ -198,7 +204,7 @@ def _common(old: Any, new: Any) -> Row:
         return {"why": "XLA computes it in the old checkout"}
     if len(old_keys) != len(chosen):
         return {"why": f"it has {len(old_keys)} problems in the old checkout, {len(chosen)} now"}
-    keys = [*map(_present, old_keys)]
+    keys = [_present(key, renamed) for key in old_keys]
     gone = [key for key, choice in zip(keys, new, strict=True) if key not in choice["offered"]]
     if gone:
         return {"why": f"no longer offered: {', '.join(gone)}", "chosen": chosen}
@@ -206,8 +212,8 @@ def _common(old: Any, new: Any) -> Row:
     return found if chosen == keys else {**found, "chosen": chosen}
 
 
-def _present(key: str) -> str:
-    for old, new in _RENAMED.items():
+def _present(key: str, renamed: Mapping[str, str]) -> str:
+    for old, new in renamed.items():
         key = key.replace(old, new)
     return key
 
@@ -327,6 +333,7 @@ def agreement(old: Mapping[str, Any], new: Mapping[str, Any]) -> Row:
 
 
 def _time(sides: Mapping[str, Side], rows: Sequence[Row]) -> None:
+    """Put times into rows: of one profile, of one each, or wall times, the first that is clear."""
     calls: dict[str, dict[str, int]] = {name: {} for name in sides}
     wall: dict[_Block, list[float]] = {}
     _both(sides, "start")
@@ -339,16 +346,21 @@ def _time(sides: Mapping[str, Side], rows: Sequence[Row]) -> None:
             for block in [*blocks[number % len(blocks) :], *blocks[: number % len(blocks)]]:
                 seconds = sides[block.side].send("block", job=block.job, calls=row["calls"])()
                 wall.setdefault(block, []).append(seconds)
+    method = "device time by the profiler"
     stopped = {name: side.send("stop", calls=calls[name]) for name, side in sides.items()}
     times: dict[_Block, list[float]] = {}
-    method = "device time by the profiler"
+    errors = []
     for name, answer in stopped.items():
         try:
             times |= {_Block(name, job): found for job, found in answer().items()}
         except WorkerError as error:
-            method = f"wall time of a call in a row of calls ({error})"
-    if len(times) < len(wall):
-        times = wall
+            errors.append(str(error))
+    if errors and len(rows) > 1:
+        for row in rows:
+            _time(sides, [row])
+        return
+    if errors:
+        times, method = wall, f"wall time ({'; '.join(errors)})"
     for row in rows:
         row["method"] = method
         for name, jobs in _jobs(row).items():
@@ -417,8 +429,10 @@ def _report(rows: Sequence[Row]) -> int:
             if "XLA computes" not in row.get("why", ""):
                 print(f"not timed: {row['name']}: {row.get('why', 'no time was left')}")
         elif row["ratio"] < _LEAST_MEAN or row.get("chosen_ratio", 1) < _LEAST_MEAN:
-            print(f"{row['name']}: {row['ratio']:.3f}, as chosen {row.get('chosen_ratio')}, "
-                  f"{statistics.median(row['old_us']):.1f} us, {row['keys'][:2]}")  # fmt: skip
+            now = f", as chosen now {row['chosen_ratio']:.3f}" if "chosen_ratio" in row else ""
+            code = "same" if row["same_machine_code"] else "new"
+            print(f"{row['name']}: {row['ratio']:.3f}{now}, {code} machine code, "
+                  f"{statistics.median(row['old_us']):.1f} us, {row['keys'][0]}")  # fmt: skip
     timed = [row for row in rows if "ratio" in row]
     same = [row["ratio"] for row in timed if row["same_machine_code"]]
     if same:

@@ -14,7 +14,7 @@ def planned(key, *offered):
 def test_rows_are_compared_by_the_old_keys_under_their_present_names():
     old = {
         "same": [planned("64x64")],
-        "renamed": [planned("128x64 in turns exchanged"), planned("pieces 64x64")],
+        "renamed": [planned("128x64 alternate flipped"), planned("parts 64x64")],
         "other": [planned("64x64", "128x64")],
         "xla now": [planned("64x64")],
         "xla": [planned("64x64"), planned(None, "64x64")],
@@ -33,7 +33,8 @@ def test_rows_are_compared_by_the_old_keys_under_their_present_names():
         "fewer": [planned("64x64")],
         "broken": [planned("64x64")],
     }
-    found = before_after.common(old, new)
+    renamed = {"alternate": "ping-pong", "flipped": "swapped", "parts": "split float16"}
+    found = before_after.common(old, new, renamed)
     assert found["same"] == {"old_keys": ["64x64"], "keys": ["64x64"]}
     assert found["renamed"]["keys"] == ["128x64 ping-pong swapped", "split float16 64x64"]
     assert "chosen" not in found["renamed"]
