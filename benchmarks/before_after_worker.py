@@ -170,7 +170,8 @@ class Worker:
         row, machine_code, program = self._programs[name].result()
         with types_enabled(row):
             if row not in sets:
-                sets[row] = _operand_sets(row)
+                # Nothing of this is left to run when a profile starts.
+                sets[row] = jax.block_until_ready(_operand_sets(row))
             digest, sample = _fingerprint(program(*sets[row][0]))
         rotation = itertools.cycle(sets[row])
         run = self._runs[name] = lambda: program(*next(rotation))

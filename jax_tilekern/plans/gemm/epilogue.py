@@ -577,7 +577,6 @@ struct {name} {{
 #pragma unroll
     for (int block = 0; block < kCount; block += kBlock) {{
       {values}
-      {begin_block}
 #pragma unroll
       for (int first = block; first < block + kBlock; first += kRun) {{
         {before}
@@ -593,7 +592,7 @@ struct {name} {{
     const int64 tile = int64(at.batch(0)) * tiles + at.tile_column() / {tile_columns};
     {store}
   }}
-{staged}
+
   template <int kRows, int kColumns, class Coordinates>
   void prefetch(const Coordinates& at) const {{
     using namespace tilekern;

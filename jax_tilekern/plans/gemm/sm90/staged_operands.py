@@ -1,7 +1,8 @@
 """Which operands of an epilogue come through the stages of the mainloop.
 
 See ``gemm/sm90/staged_operands.cuh``. They are matrices and rows that TMA can load, of kernels
-whose consumers wait for what an epilogue reads: ping-pong consumers hide that behind each other.
+whose consumers wait for what an epilogue reads: ping-pong consumers hide that behind each other. Rows
+for reductions gained nothing (docs/tuning-log.md).
 """
 
 from __future__ import annotations
@@ -34,11 +35,10 @@ def staging_of(
         The buffer of the first result.
     """
     rows_are_adjacent = instance.out_m_major
-    if not instance.cooperative or instance.ragged or rows_are_adjacent:
+    if not instance.cooperative or instance.ragged or rows_are_adjacent or epilogue.reductions:
         return None
     staged = {i: x for i, x in enumerate(epilogue.operands) if x.fits_tma}
-    # Reductions take in all of the tile's columns at once.
-    for columns in (instance.block_n, *(() if epilogue.reductions else _COLUMNS)):
+    for columns in (instance.block_n, *_COLUMNS):
         if staged and instance.block_n % columns == 0 and _fits(staged, columns, instance):
             first = out_buffer - len(epilogue.operands)
             sizes = (*geometry.batch, geometry.m, geometry.n)
