@@ -37,18 +37,21 @@ struct ThreadMatrix {
     }
   }
 
-  // Factors with partial pivoting: P A = L U, with both in place of A.
+  // Factors with partial pivoting: P A = L U, with both in place of A, and the reciprocals of U's
+  // diagonal in place of that.
   void factor_lu() {
 #pragma unroll
     for (int i = 0; i < kN; ++i) order[i] = i;
 #pragma unroll
-    for (int step = 0; step < kN - 1; ++step) {
+    for (int step = 0; step < kN; ++step) {
       swap_pivot(step);
+      const T pivot = values[step][step];
+      values[step][step] = T(1) / pivot;
       // A column of zeros has factors of zero, as in LAPACK.
-      const T largest = values[step][step] == T(0) ? T(1) : values[step][step];
+      const T scale = pivot == T(0) ? T(0) : values[step][step];
 #pragma unroll
       for (int i = step + 1; i < kN; ++i) {
-        values[i][step] = values[i][step] / largest;
+        values[i][step] = values[i][step] * scale;
 #pragma unroll
         for (int j = step + 1; j < kN; ++j) values[i][j] -= values[i][step] * values[step][j];
       }
@@ -64,7 +67,7 @@ struct ThreadMatrix {
     }
 #pragma unroll
     for (int k = kN - 1; k >= 0; --k) {
-      x[k] = x[k] / values[k][k];
+      x[k] = x[k] * values[k][k];
 #pragma unroll
       for (int i = 0; i < k; ++i) x[i] -= values[i][k] * x[k];
     }
