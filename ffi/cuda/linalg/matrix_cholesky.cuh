@@ -67,8 +67,7 @@ inline bool factor_panel(T (&panel)[kRows][kPanel], int begin, int lane) {
 // Factors (A + A^T) / 2 if kSymmetrize, else the lower triangle of A alone. A matrix that is not
 // positive definite gives a triangle of NaN.
 template <typename T, int kN, bool kSymmetrize>
-__global__ void __launch_bounds__(32)
-    matrix_cholesky(const T* matrices, T* factors, int64 count) {
+__global__ void __launch_bounds__(32) matrix_cholesky(const T* matrices, T* factors, int64 count) {
   using Sizes = CholeskySizes<T, kN>;
   using Tiles = typename Sizes::Tiles;
   constexpr int kRows = Sizes::kRows, kPanel = Sizes::kPanel, kLanes = Sizes::kLanes;
