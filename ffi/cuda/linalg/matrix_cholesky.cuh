@@ -1,8 +1,9 @@
 // Cholesky factors of small matrices: A = L L^T.
 //
 // A group of lanes of a warp works on a matrix, which stays in shared memory. The group computes a
-// panel of columns at a time, in registers: each lane holds up to 16 bytes / sizeof(T) rows of it,
-// so that an element of L that all lanes read serves several multiply-adds.
+// panel of columns at a time, in registers: each lane holds 2 or 4 rows of it, so that an element
+// of L that all lanes read serves several multiply-adds. Of large matrices these are 2 rows, which
+// leave shared memory for more warps.
 //
 // L is stored row by row, as in the result, and also column by column, in the triangle above the
 // diagonal: a later panel reads contiguous elements of each of its columns. Elements of A are
@@ -18,7 +19,7 @@ struct CholeskySizes {
   static_assert(kN >= 1 && kN <= 64);
   static constexpr int kWidest = 16 / sizeof(T);
   static constexpr int kPanel = min_of(kN, 8);
-  static constexpr int kRows = min_of(kN, kWidest);  // of a lane
+  static constexpr int kRows = min_of(kN, kN > 16 ? 2 : kWidest);  // of a lane
   static constexpr int kLanes = 1 << log2_of((kN + kRows - 1) / kRows);
   static constexpr int kMatrices = 32 / kLanes;  // of a warp
   // An odd number of vectors, so that lanes read vectors of successive rows from different banks.

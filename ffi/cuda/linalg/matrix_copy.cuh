@@ -22,8 +22,8 @@ struct MatrixTiles {
                                  : kElements % (kWidest / 2) == 0 ? kWidest / 2
                                                                   : 1;
   using Vector = MatrixVector<T, kVector>;
-  static constexpr int kStep = kTeam * kVector;  // elements of a vector per thread
-  static constexpr int kBatch = 8;               // vectors of a thread in flight
+  static constexpr int kStep = kTeam * kVector;    // elements of a vector per thread
+  static constexpr int kBatch = kN > 32 ? 16 : 8;  // vectors of a thread in flight
 
   static int offset(int matrix, int row, int column) {
     return matrix * kMatrixStride + row * kRowStride + column;

@@ -28,7 +28,7 @@ _ENOUGH_WAVES = 4
 _WARP = 32
 # A thread solves a system of at most so many rows by itself, with few right-hand sides.
 _THREAD_ROWS = 8
-_THREAD_COLUMNS = 4
+_THREAD_COLUMNS = 2
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,9 @@ def lu_kernel(matrices: SmallMatrices) -> MatrixKernel:
 def cholesky_kernel(matrices: SmallMatrices, *, symmetrize: bool) -> MatrixKernel:
     """Return the kernel that factors positive definite matrices."""
     kernel = matrices.kernel("matrix_cholesky", "matrix_cholesky", symmetrize)
-    rows = min(matrices.size, _VECTOR_BYTES // matrices.dtype.itemsize)  # of a lane
-    return MatrixKernel(matrices, kernel, _power_of_two(math.ceil(matrices.size / rows)))
+    size = matrices.size
+    rows = min(size, 2 if size > 16 else _VECTOR_BYTES // matrices.dtype.itemsize)  # of a lane
+    return MatrixKernel(matrices, kernel, _power_of_two(math.ceil(size / rows)))
 
 
 def solve_kernel(matrices: SmallMatrices, columns: Columns, *, transpose: bool) -> MatrixKernel:
