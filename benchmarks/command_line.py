@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 
 from benchmarks import (
+    before_after,
     cross_entropy,
     fused,
     host,
@@ -44,6 +45,7 @@ _COMMANDS: dict[str, Command] = {
     "report": report,
     "overview": overview,
     "machine_code": machine_code,
+    "before_after": before_after,
     "xla_cost": xla_cost,
 }
 
