@@ -1,8 +1,8 @@
 """Which operands of an epilogue come through the stages of the mainloop.
 
 See ``gemm/sm90/staged_operands.cuh``. They are matrices and rows that TMA can load, of kernels
-whose consumers wait for what an epilogue reads: ping-pong consumers hide that behind each other. Rows
-for reductions gained nothing (docs/tuning-log.md).
+whose consumers wait for what an epilogue reads: ping-pong consumers hide that behind each other.
+Rows for reductions gained nothing (docs/tuning-log.md).
 """
 
 from __future__ import annotations
