@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 _COLLECTIVE = re.compile(
@@ -41,7 +42,12 @@ def collectives(compiled: Any) -> list[Collective]:
 
 def bytes_sent(compiled: Any) -> float:
     """Return the bytes that each device sends for all collectives of a program."""
-    return sum(collective.bytes_sent for collective in collectives(compiled))
+    return total_bytes(collectives(compiled))
+
+
+def total_bytes(found: Iterable[Collective]) -> float:
+    """Return the bytes that each device sends for some collectives."""
+    return sum(collective.bytes_sent for collective in found)
 
 
 def _bytes(arrays: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import jax.scipy.linalg as jsp_linalg
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jax_tilekern
@@ -45,63 +45,63 @@ class Program(NamedTuple):
     exact: bool
 
 
-def matmul(rng: np.random.Generator) -> tuple[Any, list[tuple[int, ...]], bool]:
+class Drawn(NamedTuple):
+    """A function of a module with random operands, before it is sharded."""
+
+    function: Callable[[Any], Callable[..., Any]]
+    shapes: tuple[tuple[int, ...], ...]
+    exact: bool = True
+
+
+def matmul(rng: np.random.Generator) -> Drawn:
     """Return a product of matrices or of batches of them."""
     m, k, n = _sizes(rng, 3)
-    batch = [(), (), (8,)][rng.integers(3)]
-    return (lambda module: module.matmul), [(*batch, m, k), (*batch, k, n)], True
+    batch = (8,) if rng.integers(3) == 0 else ()
+    return Drawn(lambda module: module.matmul, ((*batch, m, k), (*batch, k, n)))
 
 
-def two_layers(rng: np.random.Generator) -> tuple[Any, list[tuple[int, ...]], bool]:
+def two_layers(rng: np.random.Generator) -> Drawn:
     """Return two products with an elementwise function in between."""
     m, k, n, o = _sizes(rng, 4)
 
     def function(module: Any) -> Any:
         return lambda x, up, down: module.matmul(jnp.square(module.matmul(x, up)), down)
 
-    return function, [(m, k), (k, n), (n, o)], True
+    return Drawn(function, ((m, k), (k, n), (n, o)))
 
 
-_EINSUMS = {
-    "bqhd,bkhd->bhqk": [(8, 16, 4, 8), (8, 16, 4, 8)],
-    "bhqk,bkhd->bqhd": [(8, 4, 16, 16), (8, 16, 4, 8)],
-    "bsd,dhk->bshk": [(8, 16, 32), (32, 4, 8)],
-    "bshk,hkd->bsd": [(8, 16, 4, 8), (4, 8, 32)],
-    "ebd,edf->ebf": [(8, 16, 32), (8, 32, 64)],
-    "ab,bc->ca": [(32, 64), (64, 16)],
-    "ab,cb->ac": [(16, 64), (32, 64)],
-    "ab,bc,cd->ad": [(16, 32), (32, 64), (64, 8)],
+_EINSUMS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "bqhd,bkhd->bhqk": ((8, 16, 4, 8), (8, 16, 4, 8)),
+    "bhqk,bkhd->bqhd": ((8, 4, 16, 16), (8, 16, 4, 8)),
+    "bsd,dhk->bshk": ((8, 16, 32), (32, 4, 8)),
+    "bshk,hkd->bsd": ((8, 16, 4, 8), (4, 8, 32)),
+    "ebd,edf->ebf": ((8, 16, 32), (8, 32, 64)),
+    "ab,bc->ca": ((32, 64), (64, 16)),
+    "ab,cb->ac": ((16, 64), (32, 64)),
+    "ab,bc,cd->ad": ((16, 32), (32, 64), (64, 8)),
 }
 
 
-def einsum(rng: np.random.Generator) -> tuple[Any, list[tuple[int, ...]], bool]:
+def einsum(rng: np.random.Generator) -> Drawn:
     """Return a contraction of tensors."""
     subscripts = str(rng.choice(list(_EINSUMS)))
-    return (
-        lambda module: functools.partial(module.einsum, subscripts),
-        _EINSUMS[subscripts],
-        True,
-    )
+    return Drawn(lambda module: functools.partial(module.einsum, subscripts), _EINSUMS[subscripts])
 
 
-def solve(rng: np.random.Generator) -> tuple[Any, list[tuple[int, ...]], bool]:
-    """Return a solution with a batch of matrices, small or large."""
-    return (lambda module: module.linalg.solve), _systems(rng), False
+def solve(rng: np.random.Generator) -> Drawn:
+    """Return the solutions of a batch of systems."""
+    return Drawn(lambda module: module.linalg.solve, _systems(rng), exact=False)
 
 
-def triangular_solve(rng: np.random.Generator) -> tuple[Any, list[tuple[int, ...]], bool]:
-    """Return a solution with a batch of triangular matrices."""
+def triangular_solve(rng: np.random.Generator) -> Drawn:
+    """Return the solutions of a batch of triangular systems."""
     lower = bool(rng.integers(2))
 
     def function(module: Any) -> Any:
-        if rng_choice:
-            f = jax_tilekern.linalg if module is jax_tilekern else jsp_linalg
-            return functools.partial(f.solve_triangular, lower=lower)
-        g = jax_tilekern.linalg if module is jax_tilekern else lax.linalg
-        return functools.partial(g.triangular_solve, left_side=True, lower=lower)
+        linalg = jax_tilekern.linalg if module is jax_tilekern else jsp_linalg
+        return functools.partial(linalg.solve_triangular, lower=lower)
 
-    rng_choice = bool(rng.integers(2))
-    return function, _systems(rng), False
+    return Drawn(function, _systems(rng), exact=False)
 
 
 KINDS = {
@@ -114,24 +114,22 @@ KINDS = {
 
 
 def drawn(kind: str, seed: int, count: int) -> Iterator[Program]:
-    """Yield programs of a kind, each forward and with its gradient."""
+    """Yield programs of a kind, each forward and with its gradients."""
     for index in range(count):
         rng = np.random.default_rng([seed, index, *kind.encode()])
         function, shapes, exact = KINDS[kind](rng)
-        specs = tuple(random_spec(rng, shape) for shape in shapes)
-        shape = jax.eval_shape(
-            function(jnp), *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
-        ).shape
-        # Half of the programs state how their results are sharded: gradients as the operands are.
+        specs = tuple(_random_spec(rng, shape) for shape in shapes)
+        arrays = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+        result = _random_spec(rng, jax.eval_shape(function(jnp), *arrays).shape)
+        # Half of the programs state the shardings of their results: gradients have the operands'.
         stated = bool(rng.integers(2))
-        out = random_spec(rng, shape)
         yield Program(
-            f"{kind}, forward", function, tuple(shapes), specs, out if stated else None, exact
+            f"`{kind}`, forward", function, shapes, specs, result if stated else None, exact
         )
+        gradients = functools.partial(_gradients, function, len(shapes))
         yield Program(
-            f"{kind}, gradients", functools.partial(_gradients, function, len(shapes)),
-            tuple(shapes), specs, specs if stated else None, exact,
-        )  # fmt: skip
+            f"`{kind}`, gradients", gradients, shapes, specs, specs if stated else None, exact
+        )
 
 
 def operands(rng: np.random.Generator, program: Program) -> list[Any]:
@@ -143,11 +141,13 @@ def operands(rng: np.random.Generator, program: Program) -> list[Any]:
     return [(matrices / (2 * np.sqrt(n)) + 2 * np.eye(n)).astype(np.float32), np.float32(sides)]
 
 
-def random_spec(rng: np.random.Generator, shape: tuple[int, ...]) -> P:
+def _random_spec(rng: np.random.Generator, shape: tuple[int, ...]) -> P:
     """Return a sharding: each mesh axis splits a dimension that it divides, or none."""
     axes: list[list[str]] = [[] for _ in shape]
     for axis in rng.permutation(list(MESH)):
-        sizes = [n // int(np.prod([MESH[a] for a in own])) for n, own in zip(shape, axes, strict=True)]
+        sizes = [
+            size // math.prod(MESH[a] for a in own) for size, own in zip(shape, axes, strict=True)
+        ]
         able = [i for i, n in enumerate(sizes) if n % MESH[axis] == 0]
         choice = rng.integers(-1, len(able))
         if choice >= 0:
@@ -164,6 +164,6 @@ def _sizes(rng: np.random.Generator, count: int) -> tuple[int, ...]:
     return tuple(int(n) for n in rng.choice(_SIZES, count))
 
 
-def _systems(rng: np.random.Generator) -> list[tuple[int, ...]]:
+def _systems(rng: np.random.Generator) -> tuple[tuple[int, ...], ...]:
     n, columns = int(rng.choice([4, 8, 16])), int(rng.choice([1, 3, 8]))
-    return [(64, n, n), (64, n, columns)]
+    return (64, n, n), (64, n, columns)
