@@ -58,13 +58,9 @@ class Candidate:
         moved = any(self._is_moved(label, b) for b, x in enumerate(self.chosen) if x == label)
         return padding_is_harmless and labels <= {label, None} and not moved
 
-    def cost(self) -> tuple[float, int]:
-        """Return the bytes that a device sends, its work included, and the moves of the program.
-
-        Of two partitions that send as much, the one with fewer moves copies less in memory.
-        """
-        moves = (*self.split.operand_moves, *(x.moves for x in self.split.results))
-        return cost(self.split, self.operands, self.results), sum(map(len, moves))
+    def cost(self) -> float:
+        """Return the bytes that a device sends, including its work as bytes sent meanwhile."""
+        return cost(self.split, self.operands, self.results)
 
     # The order of a label's digits.
 
@@ -86,7 +82,7 @@ class Candidate:
             orders.append((*(a for a in order if a not in moved), *moved))
         return list(dict.fromkeys(orders))
 
-    def _cost_in_order(self, label: int, order: tuple[int, ...]) -> tuple[float, int]:
+    def _cost_in_order(self, label: int, order: tuple[int, ...]) -> float:
         self.digits[label] = order
         self.split = self._split()
         return self.cost()
