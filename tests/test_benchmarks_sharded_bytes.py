@@ -10,7 +10,10 @@ from benchmarks.command_line import main
 from benchmarks.sharded_bytes.collectives import total_bytes
 from benchmarks.sharded_bytes.programs import KINDS, drawn, operands
 
-pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(devices() is None, reason="eight CPU devices"),
+]
 
 
 def test_a_row_for_each_kind_and_its_gradients(capsys):
