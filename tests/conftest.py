@@ -20,6 +20,9 @@ os.environ["XLA_FLAGS"] = " ".join(
             else (
                 "--xla_backend_optimization_level=1",
                 "--xla_llvm_disable_expensive_passes=true",
+                "--xla_backend_extra_options="
+                "xla_cpu_disable_new_fusion_emitters,xla_cpu_disable_loop_unrolling,"
+                "xla_cpu_optimize_for_size",
             )
         ),
     )
