@@ -115,7 +115,8 @@ def pytest_runtest_makereport(item):
         except Exception as error:
             capture = item.config.pluginmanager.getplugin("capturemanager")
             with capture.global_and_fixture_disabled():
-                print(f"{item.nodeid} ended its process: {error}", report.longreprtext, file=sys.stderr)
+                print(f"\nthe GPU ended in {item.nodeid}: {error}", file=sys.stderr)
+                print(report.longreprtext, file=sys.stderr, flush=True)
             os._exit(1)
     return report
 
