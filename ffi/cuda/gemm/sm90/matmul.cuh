@@ -183,6 +183,8 @@ class WgmmaMatmul {
         epilogue_(accumulators, StagedCoordinates<Mma::Coordinates::Layout::kPairedRows>{
                                     at, column, pipeline_.stage(state.stage)});
       }
+      // The reads come before the writes by TMA that follow the release.
+      fence_async_proxy();
       sync_consumer(1 + consumer);
       pipeline_.release(state.stage);
       state.advance();
