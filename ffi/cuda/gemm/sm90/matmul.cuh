@@ -28,6 +28,7 @@
 #include "gemm/sm90/producer.cuh"
 #include "gemm/sm90/store.cuh"
 #include "gemm/sm90/tile_scheduler.cuh"
+#include "ptx.cuh"
 
 namespace tilekern {
 
@@ -63,6 +64,7 @@ class WgmmaMatmul {
 
   void run(const TensorMap& lhs, const TensorMap& rhs, const TensorMap& rhs_step,
            const TensorMap& out_map, Out* out) {
+    launch_dependents();
     if (threadIdx.x == 0) {
       prefetch_tensor_map(lhs);
       prefetch_tensor_map(rhs);
@@ -74,6 +76,7 @@ class WgmmaMatmul {
     }
     const uint32 barriers_end = order_ + Order::kBytes;
     params_.prepare(wgmma_shared + (barriers_end - stages_ + 15) / 16 * 16);
+    wait_for_prerequisites();
     sync();
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == config.consumers) {
@@ -207,6 +210,7 @@ __global__ void __launch_bounds__(config.threads(), 1)
                           const __grid_constant__ PartStrides strides, Operands... operands) {
   static_assert(config.cluster == 1,
                 "CTAs that return here would be missed by the cluster's barriers");
+  wait_for_prerequisites();
   if (*use_float32) return;
   using Operand = OperandTypes<float16>;
   using Scheduler = StaticPersistentScheduler<config>;

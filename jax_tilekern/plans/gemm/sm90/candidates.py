@@ -39,7 +39,7 @@ from jax_tilekern.plans.gemm.sm90.tiling import (
     refusal,
 )
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
+from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel, overlapping
 from jax_tilekern.plans.strided_rows import StridedOperand
 
 # Where A and B are swapped, an epilogue reads its matrices across their rows, element by element.
@@ -145,7 +145,7 @@ class WgmmaCandidate(TiledCandidate):
         return LaunchPlan(
             name=f"wgmma_matmul {product.arithmetic}",
             gpu=gpu,
-            launches=tuple(launches),
+            launches=overlapping(*launches),
             alignments=product.alignments(
                 product.lhs_dtype.itemsize if 0 in packs else TMA_STRIDE_BYTES,
                 product.rhs_dtype.itemsize if 1 in packs else TMA_STRIDE_BYTES,
