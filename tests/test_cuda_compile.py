@@ -1,8 +1,13 @@
 """Every kind of matmul kernel compiles, for every architecture, to what its plan assumes."""
 
+import dataclasses
 import struct
 from collections import Counter
+from functools import partial
+from unittest import mock
 
+import jax
+import numpy as np
 import pytest
 from kernel_samples import (
     grouped_mma_instances,
@@ -10,14 +15,20 @@ from kernel_samples import (
     mma_instances,
     wgmma_instances,
 )
-from products import product_of
+from products import H100, product_of, ragged_product_of
 from selection import covering
 
+import jax_tilekern as jtk
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.interop import ffi
+from jax_tilekern.plans.gemm.passes.pack_operand import PackPass
+from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.emulated import emulated_candidates
-from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.gpu import gpu_target, known_gpu
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_kernel
+from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
+from jax_tilekern.plans.strided_rows import StridedOperand
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_120")
 # Which differ in the instructions, and not only in the shared memory.
@@ -28,6 +39,8 @@ OPCODES = {0x23C: "HMMA", 0x237: "IMMA", 0x23F: "DMMA", 0x27A: "QMMA", 0x223: "F
 # The warpgroup MMAs, with lhs in shared memory and in registers.
 OPCODES |= {0x9F0: "HGMMA", 0x9F1: "IGMMA", 0x9F3: "QGMMA"}
 OPCODES |= {0xDF0: "HGMMA", 0xDF1: "IGMMA", 0xDF3: "QGMMA"}
+# griddepcontrol.launch_dependents and griddepcontrol.wait.
+OPCODES |= {0x82D: "PREEXIT", 0x82E: "ACQBULK"}
 
 try:
     nvrtc()
@@ -197,3 +210,59 @@ def test_compiles_to_warpgroup_products_that_run_in_the_background(instance):
     products = {name: found[name] for name in ("HGMMA", "IGMMA", "QGMMA") if name in found}
     assert list(products) == [instruction]
     assert products[instruction] in counts
+
+
+def _best(candidates, gpu=H100):
+    return min(candidates, key=lambda candidate: candidate.cycles).plan(gpu)
+
+
+def _claimed():
+    gpu = dataclasses.replace(H100, beside_collectives=True)
+    return _best(wgmma_candidates(product_of("bf16", 4096, 4096, 4095), gpu), gpu)
+
+
+def _grouped(ragged):
+    layout = {"lhs_k_major": ragged == "m"}
+    product = ragged_product_of("bf16", ragged, 8, 512, 512, 512, **layout)
+    return _best(grouped_wgmma_candidates(product, H100))
+
+
+def _rows():
+    shape = jax.ShapeDtypeStruct((512, 512), np.float16)
+    function = jax.jit(partial(jtk.matmul, epilogue=jtk.row_sum))
+    with gpu_target(H100), mock.patch.object(ffi, "cuda_launch", wraps=ffi.cuda_launch) as emitted:
+        function.trace(shape, shape).lower(lowering_platforms=("cuda",))
+    return emitted.call_args.args[2]
+
+
+# Plans of all kernels whose launches overlap, with the number of their launches.
+OVERLAPPING = {
+    "packed, split-K": (
+        lambda: _best(wgmma_candidates(product_of("bf16", 64, 1000, 16383), H100)), 3
+    ),
+    "packed, claimed": (_claimed, 3),
+    "emulated": (lambda: _best(emulated_candidates(product_of("f32", 64, 64, 64), H100)), 5),
+    "ragged rows": (partial(_grouped, "m"), 2),
+    "ragged k": (partial(_grouped, "k"), 2),
+    "reductions of rows": (_rows, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("plan", "launches"), OVERLAPPING.values(), ids=OVERLAPPING)
+def test_overlapping_launches_wait(plan, launches):
+    plan = plan()
+    assert [one.overlaps for one in plan.launches] == [False] + [True] * (launches - 1)
+    for launch in plan.launches[1:]:
+        found = _instructions(launch.entry.cubin, launch.entry.symbol)
+        assert found["ACQBULK"] >= 1, launch.entry.name
+    for launch in plan.launches[:-1]:
+        found = _instructions(launch.entry.cubin, launch.entry.symbol)
+        assert found["PREEXIT"] == 1, launch.entry.name
+
+
+def test_older_architectures_have_no_overlap():
+    kernel = PackPass(StridedOperand.lhs(product_of("bf16", 64, 64, 63).geometry), 2).kernel
+    for arch, expected in (("sm_80", 0), ("sm_90a", 1)):
+        entry = compile_kernels(kernel, arch=arch).entry(kernel.name)
+        found = _instructions(entry.cubin, entry.symbol)
+        assert (found["PREEXIT"], found["ACQBULK"]) == (expected, expected)

@@ -44,10 +44,18 @@ std::map<std::string, Attribute> GoodPlan() {
         Attribute::Members({{"0", buffer}, {"1", scalars}, {"2", map}, {"3", stepping}})},
        {"repeats", Attribute::Numbers({3, 5})},
        {"shared_memory_bytes", Attribute::Number(1024)}});
+  const auto overlapping = Attribute::Members({{"block", Attribute::Numbers({128, 1, 1})},
+                                               {"cluster", Attribute::Numbers({1, 1, 1})},
+                                               {"cubin", Attribute::Number(0)},
+                                               {"entry", Attribute::Text("_Z6kernel")},
+                                               {"grid", Attribute::Numbers({4, 2, 1})},
+                                               {"overlaps", Attribute::Number(1)},
+                                               {"parameters", Attribute::Members({})},
+                                               {"shared_memory_bytes", Attribute::Number(0)}});
   return {{"alignments", Attribute::Numbers({16, 4})},
           {"arch", Attribute::Text("sm_90a")},
           {"cubins", Attribute::Members({{"0", Cubin(4)}, {"1", Cubin(64)}})},
-          {"launches", Attribute::Members({{"0", launch}, {"1", launch}})},
+          {"launches", Attribute::Members({{"0", launch}, {"1", launch}, {"2", overlapping}})},
           {"name", Attribute::Text("example")}};
 }
 
@@ -121,6 +129,9 @@ void CheckHostilePlans(Counts& counts) {
     repeated["launches"].members["1"].members[name] = value;
     counts.Check(!Read(repeated).empty(), "repeats that are none, or not as many as steps");
   }
+  auto first = GoodPlan();
+  first["launches"].members["0"].members["overlaps"] = Attribute::Number(1);
+  counts.Check(!Read(first).empty(), "a first launch that overlaps is refused");
   for (const int64_t cubin : {-1, 2}) {
     auto absent = GoodPlan();
     absent["launches"].members["1"].members["cubin"] = Attribute::Number(cubin);
