@@ -51,8 +51,8 @@ __global__ void affine(const u32* x, u32* y, Affine f, u32 n) {
   if (i < n) y[i] = (x[i] * f.scale + u32(f.shift)) ^ f.flip;
 }
 
-// Prefix sums by three launches, which may overlap: within blocks, over the sums of blocks, and both
-// together. The first two take so long that a launch that did not wait would read too early.
+// Prefix sums by three launches, which may overlap: within blocks, over the sums of blocks, and
+// both together. The first two take so long that a launch that did not wait would read too early.
 __device__ void delay() {
   for (long long end = clock64() + 30000; clock64() < end;) {}
 }

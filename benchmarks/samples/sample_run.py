@@ -47,8 +47,9 @@ from jax_tilekern.tuning.random_operands import Operands, beyond_cache
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Rows that are compiled together: enough for the threads of a GPU's machine, and soon timed.
-_ROWS_A_CHUNK = 32
+# Rows that are compiled together: one for each thread of a GPU's machine. XLA's autotuning of more
+# rows takes longer than a minute.
+_ROWS_A_CHUNK = 16
 # Rows whose operands are on the GPU at the same time, for one profile of all of them.
 _ROWS_A_PROFILE = 16
 _PROFILE_BYTES = 12 << 30
