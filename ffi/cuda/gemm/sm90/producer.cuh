@@ -2,11 +2,13 @@
 //
 // A producer provides
 //
-//   Producer(pipeline, shape, cta, tensor maps ...)
+//   Producer(pipeline, shape, cta, epilogue, tensor maps ...)
 //   void run(scheduler, params)    by the producer thread: loads the k-tiles of all work tiles, and
 //                                  requests work tiles as tile_scheduler.cuh says
 //
 // and fills each stage with what the MMA policy reads: the tiles of lhs's parts, and then of rhs's.
+// Behind the k-tiles of a work tile come the stages of what the epilogue reads
+// (staged_operands.cuh).
 #pragma once
 
 #include "gemm/sm90/config.cuh"
@@ -15,7 +17,7 @@
 
 namespace tilekern {
 
-template <class Lhs, class Rhs, WgmmaConfig config, class Pipeline, class Scheduler>
+template <class Lhs, class Rhs, WgmmaConfig config, class Pipeline, class Scheduler, class Epilogue>
 class TmaProducer {
   static_assert(kSame<typename Lhs::Storage, typename Lhs::Shared> &&
                     kSame<typename Rhs::Storage, typename Rhs::Shared>,
@@ -35,9 +37,15 @@ class TmaProducer {
 
  public:
   // `rhs_step` has TMA tiles of kTmaColumnStep columns, for partial tiles.
-  TmaProducer(const Pipeline& pipeline, const WgmmaShape& shape, int cta, const TensorMap& lhs,
-              const TensorMap& rhs, const TensorMap& rhs_step)
-      : pipeline_(pipeline), shape_(shape), cta_(cta), lhs_(lhs), rhs_(rhs), rhs_step_(rhs_step) {}
+  TmaProducer(const Pipeline& pipeline, const WgmmaShape& shape, int cta, const Epilogue& epilogue,
+              const TensorMap& lhs, const TensorMap& rhs, const TensorMap& rhs_step)
+      : pipeline_(pipeline),
+        shape_(shape),
+        cta_(cta),
+        epilogue_(epilogue),
+        lhs_(lhs),
+        rhs_(rhs),
+        rhs_step_(rhs_step) {}
 
   void run(const typename Scheduler::Params& params) const {
     typename Pipeline::State state;
@@ -53,13 +61,33 @@ class TmaProducer {
       if (k_tiles == 0) scheduler.request();
       for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
         if (k_tile == requesting) scheduler.request();
+        if constexpr (Epilogue::kStagedColumns > 0) {
+          if (k_tile == max_of(0, k_tiles - kPrefetchedKTiles)) epilogue_.prefetch_tile(work);
+        }
         load(state, work, columns, k_tile);
         state.advance();
       }
+      if constexpr (Epilogue::kStagedColumns > 0) load_staged(state, work);
     }
   }
 
  private:
+  // The epilogue's operands are prefetched this many k-tiles before their loads: earlier, other
+  // tiles would evict them from L2.
+  static constexpr int kPrefetchedKTiles = 8;
+
+  void load_staged(typename Pipeline::State& state, const WorkTile& work) const {
+    static_assert(Epilogue::staged_bytes() <= kStageBytes && !Scheduler::kPartialN);
+#pragma unroll 1
+    for (int column = 0; column < config.block_n; column += Epilogue::kStagedColumns) {
+      const uint32 full = pipeline_.full(state.stage);
+      pipeline_.wait_empty(state);
+      mbarrier_arrive_expect_tx(full, Epilogue::staged_bytes());
+      epilogue_.load(pipeline_.stage(state.stage), work, work.n + column, full);
+      state.advance();
+    }
+  }
+
   void load(const typename Pipeline::State& state, const WorkTile& work, int columns,
             int k_tile) const {
     const uint32 full = pipeline_.full(state.stage);
@@ -134,6 +162,7 @@ class TmaProducer {
   const Pipeline& pipeline_;
   const WgmmaShape& shape_;
   int cta_;
+  const Epilogue& epilogue_;
   const TensorMap& lhs_;
   const TensorMap& rhs_;
   const TensorMap& rhs_step_;
