@@ -1,12 +1,9 @@
 """Every kind of matmul kernel compiles, for every architecture, to what its plan assumes."""
 
-import dataclasses
+import itertools
 import struct
 from collections import Counter
-from functools import partial
-from unittest import mock
 
-import jax
 import numpy as np
 import pytest
 from kernel_samples import (
@@ -15,20 +12,16 @@ from kernel_samples import (
     mma_instances,
     wgmma_instances,
 )
-from products import H100, product_of, ragged_product_of
+from products import H100, product_of
 from selection import covering
 
-import jax_tilekern as jtk
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.interop import ffi
-from jax_tilekern.plans.gemm.passes.pack_operand import PackPass
+from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.emulated import emulated_candidates
-from jax_tilekern.plans.gpu import gpu_target, known_gpu
+from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_kernel
-from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
-from jax_tilekern.plans.strided_rows import StridedOperand
 
 ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_120")
 # Which differ in the instructions, and not only in the shared memory.
@@ -212,57 +205,40 @@ def test_compiles_to_warpgroup_products_that_run_in_the_background(instance):
     assert products[instruction] in counts
 
 
-def _best(candidates, gpu=H100):
-    return min(candidates, key=lambda candidate: candidate.cycles).plan(gpu)
+def _best(candidates):
+    return min(candidates, key=lambda candidate: candidate.cycles).plan(H100)
 
 
-def _claimed():
-    gpu = dataclasses.replace(H100, beside_collectives=True)
-    return _best(wgmma_candidates(product_of("bf16", 4096, 4096, 4095), gpu), gpu)
+def _wgmma(arithmetic, m, n, k):
+    return _best(wgmma_candidates(product_of(arithmetic, m, n, k), H100))
 
 
-def _grouped(ragged):
-    layout = {"lhs_k_major": ragged == "m"}
-    product = ragged_product_of("bf16", ragged, 8, 512, 512, 512, **layout)
-    return _best(grouped_wgmma_candidates(product, H100))
-
-
-def _rows():
-    shape = jax.ShapeDtypeStruct((512, 512), np.float16)
-    function = jax.jit(partial(jtk.matmul, epilogue=jtk.row_sum))
-    with gpu_target(H100), mock.patch.object(ffi, "cuda_launch", wraps=ffi.cuda_launch) as emitted:
-        function.trace(shape, shape).lower(lowering_platforms=("cuda",))
-    return emitted.call_args.args[2]
-
-
-# Plans of all kernels whose launches overlap, with the number of their launches.
-OVERLAPPING = {
-    "packed, split-K": (
-        lambda: _best(wgmma_candidates(product_of("bf16", 64, 1000, 16383), H100)), 3
+# Plans, and which of their launches overlap with the one before.
+OVERLAPS = {
+    "split-K": (lambda: _wgmma("bf16", 64, 1000, 16384), (False, True)),
+    "packed, split-K": (lambda: _wgmma("bf16", 64, 1000, 16383), (False, False, True)),
+    "packed": (lambda: _wgmma("bf16", 517, 1019, 1023), (False, False, False)),
+    "int8 split-K": (lambda: _wgmma("int8", 64, 1024, 65536), (False, False)),
+    "emulated": (
+        lambda: _best(emulated_candidates(product_of("f32", 64, 64, 64), H100)),
+        (False, True, True, True, True),
     ),
-    "packed, claimed": (_claimed, 3),
-    "emulated": (lambda: _best(emulated_candidates(product_of("f32", 64, 64, 64), H100)), 5),
-    "ragged rows": (partial(_grouped, "m"), 2),
-    "ragged k": (partial(_grouped, "k"), 2),
-    "reductions of rows": (_rows, 2),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("plan", "launches"), OVERLAPPING.values(), ids=OVERLAPPING)
-def test_overlapping_launches_wait(plan, launches):
-    plan = plan()
-    assert [one.overlaps for one in plan.launches] == [False] + [True] * (launches - 1)
-    for launch in plan.launches[1:]:
-        found = _instructions(launch.entry.cubin, launch.entry.symbol)
-        assert found["ACQBULK"] >= 1, launch.entry.name
-    for launch in plan.launches[:-1]:
-        found = _instructions(launch.entry.cubin, launch.entry.symbol)
-        assert found["PREEXIT"] == 1, launch.entry.name
+@pytest.mark.parametrize(("plan", "overlaps"), OVERLAPS.values(), ids=OVERLAPS)
+def test_overlapping_launches_wait(plan, overlaps):
+    launches = plan().launches
+    assert tuple(launch.overlaps for launch in launches) == overlaps
+    for before, launch in itertools.pairwise(launches):
+        if launch.overlaps:
+            assert _instructions(before.entry.cubin, before.entry.symbol)["PREEXIT"] == 1
+            assert _instructions(launch.entry.cubin, launch.entry.symbol)["ACQBULK"] >= 1
 
 
 def test_older_architectures_have_no_overlap():
-    kernel = PackPass(StridedOperand.lhs(product_of("bf16", 64, 64, 63).geometry), 2).kernel
+    float32 = np.dtype(np.float32)
+    kernel = SumPass(product_of("bf16", 64, 64, 64).geometry, 2, float32, float32).kernel
     for arch, expected in (("sm_80", 0), ("sm_90a", 1)):
         entry = compile_kernels(kernel, arch=arch).entry(kernel.name)
-        found = _instructions(entry.cubin, entry.symbol)
-        assert (found["PREEXIT"], found["ACQBULK"]) == (expected, expected)
+        assert _instructions(entry.cubin, entry.symbol)["ACQBULK"] == expected

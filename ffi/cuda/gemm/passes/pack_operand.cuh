@@ -2,7 +2,6 @@
 // tensor maps do not support every stride.
 #pragma once
 
-#include "ptx.cuh"
 #include "register_transpose.cuh"
 #include "strided_rows.cuh"
 
@@ -115,13 +114,10 @@ class TilePacker {
   }
 };
 
-// The launch before may be the other operand's, of which nothing is read here.
 template <PackConfig config>
 __global__ void __launch_bounds__(kPackThreads)
     pack_operand(const char* source, uint4* packed, const __grid_constant__ PackShape shape) {
-  launch_dependents();
   Select<config.k_major, RowPacker<config>, TilePacker<config>>::run(source, packed, shape);
-  wait_for_prerequisites();
 }
 
 }  // namespace tilekern

@@ -4,7 +4,6 @@
 
 #include "convert.cuh"
 #include "gemm/row_reductions.cuh"
-#include "ptx.cuh"
 #include "strided_rows.cuh"
 
 namespace tilekern {
@@ -26,11 +25,9 @@ struct RowTilesShape {
 // A warp has a part of the tiles of 32 rows, and the first warp combines the parts.
 template <class Reduction, typename Out>
 __global__ void __launch_bounds__(kRowsPerBlock* kTileParts)
-    reduce_row_tiles(const typename Reduction::Partial* partials, Out* out,
+    reduce_row_tiles(const typename Reduction::Partial* __restrict__ partials, Out* out,
                      const __grid_constant__ RowTilesShape shape) {
   using Partial = typename Reduction::Partial;
-  launch_dependents();
-  wait_for_prerequisites();
   __shared__ Partial parts[kTileParts][kRowsPerBlock];
   const uint32 lane = threadIdx.x % kRowsPerBlock;
   const uint32 part = threadIdx.x / kRowsPerBlock;

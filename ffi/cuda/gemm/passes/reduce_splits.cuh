@@ -83,7 +83,6 @@ template <typename Sum, typename Out, SumConfig config, class Epilogue = Identit
 __global__ void __launch_bounds__(kSumThreads)
     sum_splits(const Sum* partials, Out* out, const __grid_constant__ SumShape shape,
                Operands... operands) {
-  launch_dependents();
   wait_for_prerequisites();
   const RowPosition at = row_position<kSumThreads>(shape.tiling);
   const int64 column = (static_cast<int64>(at.segment) * at.lanes + at.lane) * config.vector;

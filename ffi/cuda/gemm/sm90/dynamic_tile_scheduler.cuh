@@ -23,11 +23,7 @@
 namespace tilekern {
 
 // Runs before each kernel with a dynamic scheduler: no tile has been claimed.
-__global__ void clear_claimed_tiles(int32* claimed) {
-  launch_dependents();
-  *claimed = 0;
-  wait_for_prerequisites();
-}
+__global__ void clear_claimed_tiles(int32* claimed) { *claimed = 0; }
 
 // What is broadcast of a work tile.
 struct alignas(16) ScheduledTile {

@@ -79,7 +79,6 @@ class WgmmaMatmul {
     }
     const uint32 barriers_end = order_ + Order::kBytes;
     params_.prepare(wgmma_shared + (barriers_end - stages_ + 15) / 16 * 16);
-    wait_for_prerequisites();
     sync();
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == config.consumers) {

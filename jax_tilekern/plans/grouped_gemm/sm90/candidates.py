@@ -38,7 +38,7 @@ from jax_tilekern.plans.gemm.sm90.tiling import (
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.grouped_gemm.problem import GroupedProduct, max_tiles, pack_groups
 from jax_tilekern.plans.grouped_gemm.sm90.cost import grouped_busy_cycles
-from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel, overlapping
+from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
 
 _BOUNDS = Buffer(2)
 # More ranges of rows would leave little shared memory for operands.
@@ -105,7 +105,7 @@ class GroupedWgmmaCandidate(TiledCandidate):
         return LaunchPlan(
             name=f"ragged_wgmma_matmul {product.arithmetic}",
             gpu=gpu,
-            launches=overlapping(clear_claimed(compiled, claimed), launch),
+            launches=(clear_claimed(compiled, claimed), launch),
             alignments=product.alignments(TMA_STRIDE_BYTES, TMA_STRIDE_BYTES, 4, out_alignment),
             workspace_bytes=(CLAIMED_BYTES,),
             reason=f"{self.tile_reason}, {product.geometry.groups} groups",
