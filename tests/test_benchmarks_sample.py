@@ -80,6 +80,9 @@ def timed_row(ours, peer, group="g", candidates=()):
     return {"group": group, "seconds": seconds, "candidates": candidates, "others": {}}
 
 
+PRODUCT = {"flops": 1, "type": "bfloat16", "rhs_type": None, "precision": None}
+
+
 def test_the_distribution_is_of_the_ratios():
     found = Distribution.of([0.5, 1.0, 1.0, 2.0])
     assert found.geometric_mean == pytest.approx(1.0)
@@ -103,10 +106,23 @@ def test_the_summary_says_what_the_seed_is_for():
         "10th percentile 0.65, worst 0.50, 50% below 0.97."
     )
     assert [line.partition(",")[0] for line in groups] == ["g", "h"]
-    rows[0]["others"] = {"lax": {**timed_row(1.0, 3.0)}, "tokamax": {"failure": "out of memory"}}
-    first, *_, last = sample_report.sample_summary(record)
-    assert "geometric mean 1.225" in first  # of 3 and 0.5: what JAX has instead counts
-    assert last.startswith("dense / ours, 1 calls: geometric mean 2.000")
+
+
+def test_grouped_gemms_are_compared_with_jaxs_own():
+    measured, absent = timed_row(1.0, 2.0), timed_row(2.0, 1.0)
+    measured["others"] = {"lax": timed_row(1.0, 3.0), "tokamax": {"failure": "not installed"}}
+    absent["others"] = {"lax": {"failure": "out of memory"}}
+    record = {
+        "operation": "ragged_dot",
+        "sample": {"seed": 3, "purpose": "report"},
+        "read_bytes_per_second": 100.0,
+        # The memory takes 4 s of the second.
+        "rows": [measured | PRODUCT | {"bytes": 100}, absent | PRODUCT | {"bytes": 400}],
+    }
+    first, without, bound = sample_report.sample_summary(record)
+    assert first.startswith("1 calls drawn with seed 3 (a seed for reporting): geometric mean 3.0")
+    assert without == "lax does not compute 1 more calls: out of memory 1."
+    assert bound.startswith("bound / ours, 2 calls: geometric mean 2.000")
 
 
 # The command.
