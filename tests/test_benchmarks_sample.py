@@ -99,7 +99,8 @@ def test_regret_is_against_the_fastest_of_all():
 
 def test_the_summary_says_what_the_seed_is_for():
     rows = [timed_row(1.0, 2.0), timed_row(2.0, 1.0, "h")]
-    record = {"sample": {"seed": 3, "purpose": "report"}, "rows": rows}
+    sampled = {"seed": 3, "purpose": "report"}
+    record = {"operation": "matmul", "sample": sampled, "rows": rows}
     first, *groups = sample_report.sample_summary(record)
     assert first == (
         "2 calls drawn with seed 3 (a seed for reporting): geometric mean 1.000, "
@@ -287,3 +288,29 @@ def test_candidates_are_timed_beside_both_sides(tmp_path, monkeypatch, profiler)
             assert row["method"].startswith("device time")
         else:
             assert row["method"].startswith("wall time")
+
+
+@pytest.mark.skipif(on_gpu(), reason="plans are executed by the CPU")
+@pytest.mark.usefixtures("like_a_gpu")
+@pytest.mark.parametrize(
+    ("limit", "value", "failure"),
+    [
+        ("_PROFILE_BYTES", 0, None),
+        ("_PROFILE_BYTES", 1 << 60, "out of memory"),
+        ("_LONGEST_CALL", 0.0, "longer than 0 s"),
+    ],
+)
+@pytest.mark.thorough
+def test_grouped_gemms_are_timed_beside_jaxs_own(tmp_path, monkeypatch, limit, value, failure):
+    monkeypatch.setattr(rows_on_gpu, "run_blocks", profiled)
+    monkeypatch.setattr(sample_run, "_PROFILE_BYTES", 0)
+    monkeypatch.setattr(sample_run, limit, value)
+    small = draw_sample("ragged_dot", "cpu", 1, 2)
+    monkeypatch.setattr("benchmarks.operation_command.draw_sample", lambda *_: small)
+    path = tmp_path / "sample.json"
+    assert run("--sample", "1", "--json", str(path), operation="ragged_dot") == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    other = row["others"]["lax"]
+    assert other["failure"] == failure
+    assert ("seconds" in other) == (failure is None)
+    assert row["temporary_bytes"] >= 0

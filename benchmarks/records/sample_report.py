@@ -64,12 +64,11 @@ def sample_summary(record: Record) -> Iterator[str]:
     of_all = timed(record)
     rows = [row for row in of_all if "seconds" in row["others"].get(_JAX, row)]
     sample = record["sample"]
-    if not rows:
-        return
-    yield (
-        f"{len(rows)} calls drawn with seed {sample['seed']} ({_PURPOSES[sample['purpose']]}): "
-        f"{Distribution.of(list(map(ratio_to_jax, rows)))}."
-    )
+    if rows:
+        yield (
+            f"{len(rows)} calls drawn with seed {sample['seed']} ({_PURPOSES[sample['purpose']]}): "
+            f"{Distribution.of(list(map(ratio_to_jax, rows)))}."
+        )
     groups: dict[str, list[float]] = {}
     for row in rows:
         groups.setdefault(row["group"], []).append(ratio_to_jax(row))
@@ -80,7 +79,7 @@ def sample_summary(record: Record) -> Iterator[str]:
         reasons = ", ".join(f"{reason} {count}" for reason, count in failures.items())
         yield f"{_JAX} does not compute {failures.total()} more calls: {reasons}."
     others: dict[str, list[float]] = {}
-    if has_bound(record):
+    if of_all and has_bound(record):
         ceilings = Ceilings.of(record)
         others["bound"] = [ceilings.bound(row) for row in of_all]
     for row in of_all:
