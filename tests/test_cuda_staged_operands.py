@@ -1,5 +1,7 @@
 """Operands of epilogues that come through the stages of the mainloop (sm_90a)."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from numerics import on_gpu
 from products import BF16, F16, F32, H100, product_of
 
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gemm.epilogue import RowReduction
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.staged_operands import staging_of
@@ -56,12 +59,28 @@ def test_cooperative_consumers_have_matrices_staged():
     found = stagings(product(1024, 1024, 512, BF16, bool, BF16))
     assert found["wgmma 128x192 ping-pong"] is None
     assert found["wgmma 128x256 swapped"] is None
-    # The row is read where it lies.
     staging = found["wgmma 128x256"]
-    assert sorted(staging.maps) == [1, 2]
-    # 128 rows and columns of 3 bytes are 48 KiB, as a stage is.
-    assert (staging.rows, staging.columns) == (128, 128)
-    assert [staging.maps[i].box[:2] for i in (1, 2)] == [(128, 128), (64, 128)]
+    # 128 rows and columns of 3 bytes are 48 KiB, as a stage is, and leave no room for the row.
+    assert (staging.rows, staging.columns) == (128, 64)
+    assert [x.box[:2] for _, x in sorted(staging.maps.items())] == [(64, 1), (64, 128), (64, 128)]
+    assert [x.swizzle for _, x in sorted(staging.maps.items())] == [0, 64, 128]
+
+
+def test_reductions_have_rows_staged():
+    """They take in all columns of a tile at once, for which a stage has no room of a matrix."""
+
+    def reduced(lies):
+        rows = RowReduction("sum", "x0", np.dtype(F32), (1, 0))
+        epilogue = epilogue_of(scaled, (BF16, lies), (F32, lies), n=1024)
+        fused = product_of("bf16", 1024, 1024, 512).with_epilogue(
+            dataclasses.replace(epilogue, reductions=(rows,))
+        )
+        return stagings(fused)["wgmma 128x256"]
+
+    assert reduced("mn") is None
+    staging = reduced("n")
+    assert staging.columns == 256
+    assert {x.box[:2] for x in staging.maps.values()} == {(256, 1)}
 
 
 @pytest.mark.parametrize(

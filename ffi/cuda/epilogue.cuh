@@ -94,8 +94,8 @@ struct ComposedEpilogue {
     second.load(to, work, column, full);
   }
   template <class WorkTile>
-  void prefetch_tile(const WorkTile& work) const {
-    second.prefetch_tile(work);
+  void prefetch(const WorkTile& work, int column) const {
+    second.prefetch(work, column);
   }
 };
 

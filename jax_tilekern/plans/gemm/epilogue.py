@@ -58,11 +58,11 @@ class EpilogueArray:
 
     @property
     def fits_tma(self) -> bool:
-        """Whether TMA can load tiles of it whose rows are adjacent columns."""
+        """Whether TMA can load tiles of it, in which adjacent columns are contiguous."""
         *outer, row, column = self.strides
         itemsize = self.dtype.itemsize
         aligned = all(stride * itemsize % TMA_BYTES == 0 for stride in (*outer, row))
-        return itemsize <= 4 and column == 1 and row != 0 and aligned
+        return itemsize <= 4 and column == 1 and aligned
 
 
 Reduction = Literal["sum", "max", "logsumexp"]
@@ -133,14 +133,11 @@ class Staging:
         Rows of the output tile.
     columns
         Columns of the output tile that a stage has.
-    tile_columns
-        All of them.
     """
 
     maps: Mapping[int, TensorMap]
     rows: int
     columns: int
-    tile_columns: int
 
 
 @dataclass(frozen=True)
@@ -319,13 +316,17 @@ class Epilogue:
         each = ["const Accumulator x0 = accumulators[first + i];"]
         after = []
         blocks = _Blocks([], [], [], [])
+        in_order = any(
+            all(array.strides[-2:]) and not (staging and i in staging.maps)
+            for i, array in enumerate(self._arrays)
+        )
         # A block is 16 accumulators of a lane: see `kBlockOf`.
         in_blocks = within_columns and tile_columns % 32 == 0 and not self.reductions
         numbered = list(enumerate(self._arrays))
-        staged = _StagedText(staging)
+        staged = _StagedText(staging, self.operands, len(self.batch))
         for i, array in numbered[: len(self.operands)]:
-            if staging and i in staging.maps:
-                blocks.read_staged(i, array, staged.add(i, array, len(self.batch)))
+            if i in staged.tiles:
+                blocks.read_staged(i, array, staged.tiles[i])
                 each.append(
                     f"const {array.computed} x{i + 1} = computed(e{i + 1}[first - block + i]);"
                 )
@@ -369,13 +370,13 @@ class Epilogue:
             f"prefetch_rows<kRows, kColumns>(p{i + 1}{_batch_offset(array, i, '0')}, "
             f"strides.row[{i}], at);"
             for i, array in numbered[: len(self.operands)]
-            if array.strides[-1] == 1 and array.strides[-2] != 0 and i not in staged.numbers
+            if array.strides[-1] == 1 and array.strides[-2] != 0 and i not in staged.tiles
         ]
         reductions = [*enumerate(self.reductions)]
         for i, x in reductions:
             inside = "true" if within_columns else "at.column(first + i) < at.columns()"
             each.append(
-                f"t{i}[first + i - chunk] = {inside} ? {x.value} : {x.cxx_class}::kNeutral;"
+                f"t{i}[first + i - block] = {inside} ? {x.value} : {x.cxx_class}::kNeutral;"
             )
         template = _REDUCING_TEMPLATE if reductions else _TEMPLATE
         return template.format(
@@ -393,7 +394,7 @@ class Epilogue:
             rows="\n    ".join(
                 f"{x.cxx_class} s{i}[Coordinates::kRowSlots];" for i, x in reductions
             ),
-            values="\n      ".join(f"float t{i}[kChunk];" for i, _ in reductions),
+            values="\n      ".join(f"float t{i}[kBlock];" for i, _ in reductions),
             add="\n      ".join(f"add_values<Coordinates>(s{i}, t{i});" for i, _ in reductions),
             tile_columns=tile_columns,
             store="\n    ".join(f"store_partials(q{i}, tile, s{i}, at);" for i, _ in reductions),
@@ -402,7 +403,7 @@ class Epilogue:
             longest_run=2 if columns % 2 == 0 and self.ragged != "columns" else 1,
             before="\n      ".join(before),
             each="\n        ".join(each),
-            after="\n      ".join([*after, *([_KEEP_ORDER] if self.has_matrices else [])]),
+            after="\n      ".join([*after, *([_KEEP_ORDER] if in_order else [])]),
         )
 
     def _result(self, expression: str) -> str:
@@ -453,40 +454,46 @@ class _Blocks(NamedTuple):
 
 
 class _StagedText:
-    """The functions of an epilogue that load its operands to stages of the mainloop."""
+    """The functions of an epilogue that load its operands to stages of the mainloop.
 
-    def __init__(self, staging: Staging | None) -> None:
-        self.numbers: set[int] = set()
-        self._staging = staging
+    Attributes
+    ----------
+    tiles
+        The class of each operand's elements in a stage, and where they lie there.
+    """
+
+    def __init__(
+        self, staging: Staging | None, operands: Sequence[EpilogueArray], batch_dims: int
+    ) -> None:
+        self.tiles: dict[int, str] = {}
         self._bytes = ["0"]
         self._loads: list[str] = []
         self._prefetches: list[str] = []
+        if staging is None:
+            return
+        # Rows are behind matrices, whose swizzle takes more alignment.
+        for i in sorted(staging.maps, key=lambda i: (operands[i].strides[-2] == 0, i)):
+            self._add(i, operands[i], staging, batch_dims)
 
-    def add(self, i: int, array: EpilogueArray, batch_dims: int) -> str:
-        """Add an operand; return its ``StagedTile`` and where that lies in a stage."""
-        staging = self._staging
-        assert staging is not None
-        self.numbers.add(i)
-        tile = f"tilekern::StagedTile<{CXX_TYPES[array.dtype]}, {staging.rows}, {staging.columns}>"
+    def _add(self, i: int, array: EpilogueArray, staging: Staging, batch_dims: int) -> None:
+        *batch, row, _ = array.strides
+        kind = CXX_TYPES[array.dtype]
+        rows = f"{staging.rows}, " if row else ""
+        tile = f"tilekern::Staged{'Tile' if row else 'Row'}<{kind}, {rows}{staging.columns}>"
         offset = " + ".join(self._bytes)
         self._bytes.append(f"{tile}::kBytes")
         # The coordinate stays 0 in dimensions over which the operand is broadcast.
-        batch = ["0"] * 3
-        for dim in range(batch_dims):
-            if array.strides[dim]:
-                batch[3 - batch_dims + dim] = f"work.out_batch[{3 - batch_dims + dim}]"
-        outer = f"work.m, {', '.join(reversed(batch))}"
-        self._loads.append(
-            f"{tile}::load(to + ({offset}), p{i + 1}, {{{{column, {outer}}}}}, full);"
-        )
-        self._prefetches.append(
-            f"{tile}::prefetch(p{i + 1}, {{{{work.n, {outer}}}}}, {staging.tile_columns});"
-        )
-        return f"{tile}, {offset}"
+        places = ["0"] * 3
+        for dim, stride in enumerate(batch, 3 - batch_dims):
+            places[dim] = f"work.out_batch[{dim}]" if stride else "0"
+        at = ", ".join(("work.n + column", "work.m" if row else "0", *reversed(places)))
+        self._loads.append(f"{tile}::load(to + ({offset}), p{i + 1}, {{{{{at}}}}}, full);")
+        self._prefetches.append(f"{tile}::prefetch(p{i + 1}, {{{{{at}}}}});")
+        self.tiles[i] = f"{tile}, {offset}"
 
     def functions(self) -> str:
         """Return the text of the functions."""
-        if self._staging is None:
+        if not self.tiles:
             return ""
         return _STAGED_TEMPLATE.format(
             bytes=" + ".join(self._bytes),
@@ -505,7 +512,7 @@ _STAGED_TEMPLATE = """
     {loads}
   }}
   template <class WorkTile>
-  void prefetch_tile(const WorkTile& work) const {{
+  void prefetch(const WorkTile& work, int column) const {{
     {prefetches}
   }}
 """
@@ -565,13 +572,14 @@ struct {name} {{
   void operator()(Accumulator (&accumulators)[kCount], const Coordinates& at) const {{
     using namespace tilekern;
     constexpr int kRun = min_of(Coordinates::kAdjacentColumns, {longest_run});
-    constexpr int kChunk = min_of(kReducedValues, kCount);
+    constexpr int kBlock = min_of(kReducedValues, kCount);
     {rows}
 #pragma unroll
-    for (int chunk = 0; chunk < kCount; chunk += kChunk) {{
+    for (int block = 0; block < kCount; block += kBlock) {{
       {values}
+      {begin_block}
 #pragma unroll
-      for (int first = chunk; first < chunk + kChunk; first += kRun) {{
+      for (int first = block; first < block + kBlock; first += kRun) {{
         {before}
 #pragma unroll
         for (int i = 0; i < kRun; ++i) {{
@@ -585,7 +593,7 @@ struct {name} {{
     const int64 tile = int64(at.batch(0)) * tiles + at.tile_column() / {tile_columns};
     {store}
   }}
-
+{staged}
   template <int kRows, int kColumns, class Coordinates>
   void prefetch(const Coordinates& at) const {{
     using namespace tilekern;

@@ -61,9 +61,7 @@ class TmaProducer {
       if (k_tiles == 0) scheduler.request();
       for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
         if (k_tile == requesting) scheduler.request();
-        if constexpr (Epilogue::kStagedColumns > 0) {
-          if (k_tile == max_of(0, k_tiles - kPrefetchedKTiles)) epilogue_.prefetch_tile(work);
-        }
+        if constexpr (Epilogue::kStagedColumns > 0) prefetch_staged(work, k_tile, k_tiles);
         load(state, work, columns, k_tile);
         state.advance();
       }
@@ -72,9 +70,19 @@ class TmaProducer {
   }
 
  private:
-  // The epilogue's operands are prefetched this many k-tiles before their loads: earlier, other
-  // tiles would evict them from L2.
-  static constexpr int kPrefetchedKTiles = 8;
+  // The epilogue's operands are prefetched to L2 during so many k-tiles before their loads. All
+  // CTAs prefetch at the same time, and DRAM serves the mainloops' operands meanwhile.
+  static constexpr int kPrefetchingKTiles = 32;
+
+  void prefetch_staged(const WorkTile& work, int k_tile, int k_tiles) const {
+    constexpr int kInterval =
+        max_of(1, kPrefetchingKTiles * Epilogue::kStagedColumns / config.block_n);
+    const int from = k_tile - max_of(0, k_tiles - kPrefetchingKTiles);
+    const int column = from / kInterval * Epilogue::kStagedColumns;
+    if (from >= 0 && from % kInterval == 0 && column < config.block_n) {
+      epilogue_.prefetch(work, column);
+    }
+  }
 
   void load_staged(typename Pipeline::State& state, const WorkTile& work) const {
     static_assert(Epilogue::staged_bytes() <= kStageBytes && !Scheduler::kPartialN);
@@ -83,7 +91,7 @@ class TmaProducer {
       const uint32 full = pipeline_.full(state.stage);
       pipeline_.wait_empty(state);
       mbarrier_arrive_expect_tx(full, Epilogue::staged_bytes());
-      epilogue_.load(pipeline_.stage(state.stage), work, work.n + column, full);
+      epilogue_.load(pipeline_.stage(state.stage), work, column, full);
       state.advance();
     }
   }

@@ -153,23 +153,36 @@ def _out_map(view: View, instance: WgmmaInstance) -> TensorMap:
 
 
 def staged_map(
-    array: EpilogueArray, buffer: int, sizes: tuple[int, ...], box: tuple[int, int]
+    array: EpilogueArray, buffer: int, sizes: tuple[int, ...], tile_columns: int, tile_rows: int
 ) -> TensorMap:
-    """Return the map of an epilogue's operand in TMA tiles of ``box`` columns and rows.
+    """Return the map of an epilogue's operand, see ``gemm/sm90/staged_operands.cuh``.
 
-    ``sizes`` are those of the batch dimensions, the rows and the columns.
+    Parameters
+    ----------
+    array
+        The operand.
+    buffer
+        Its buffer.
+    sizes
+        Sizes of the batch dimensions, then rows and columns.
+    tile_columns, tile_rows
+        Columns that a stage has, and rows of the output tile.
     """
     *batch_strides, row_stride, _ = array.strides
     *batch, rows, columns = sizes
     itemsize = array.dtype.itemsize
+    box, swizzle = (tile_columns, 1), 0
+    if row_stride:
+        box = (min(tile_columns, TILE_ROW_BYTES // itemsize), tile_rows)
+        swizzle = box[0] * itemsize
     return _map(
         buffer,
         f"uint{8 * itemsize}",
         itemsize,
-        ((columns, 1), (rows, row_stride)),
+        ((columns, 1), (rows if row_stride else 1, row_stride)),
         [*zip(batch, batch_strides, strict=True)],
         box,
-        swizzle=cast("Literal[32, 64, 128]", box[0] * itemsize),
+        swizzle=cast("Literal[0, 32, 64, 128]", swizzle),
     )
 
 
@@ -180,7 +193,7 @@ def _map(
     matrix: tuple[tuple[int, int], tuple[int, int]],
     batch: list[tuple[int, int]],
     box: tuple[int, int],
-    swizzle: Literal[32, 64, 128] = 128,
+    swizzle: Literal[0, 32, 64, 128] = 128,
 ) -> TensorMap:
     """Return the map of a matrix, given sizes and strides innermost first, and of its batch."""
     # The coordinate stays 0 in dimensions over which an operand is broadcast.

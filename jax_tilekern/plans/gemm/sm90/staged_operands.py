@@ -1,18 +1,20 @@
 """Which operands of an epilogue come through the stages of the mainloop.
 
-See ``gemm/sm90/staged_operands.cuh``. They are matrices that TMA can load, of kernels whose
-consumers wait for what an epilogue reads: ping-pong consumers hide that behind each other.
+See ``gemm/sm90/staged_operands.cuh``. They are matrices and rows that TMA can load, of kernels
+whose consumers wait for what an epilogue reads: ping-pong consumers hide that behind each other.
 """
 
 from __future__ import annotations
 
-from jax_tilekern.plans.gemm.epilogue import Epilogue, Staging
+from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, Staging
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.sm90.config import TILE_ROW_BYTES, WgmmaInstance
+from jax_tilekern.plans.gemm.sm90.config import WgmmaInstance
 from jax_tilekern.plans.gemm.sm90.launch import staged_map
 
-# Columns that a stage may have: the rows of a tile in shared memory are 32 bytes at least.
+# Columns that a stage may have beside all of the tile's.
 _COLUMNS = (128, 64, 32)
+_ROW_BYTES = 128
+_MATRIX_ROW_BYTES = 32
 
 
 def staging_of(
@@ -32,25 +34,30 @@ def staging_of(
         The buffer of the first result.
     """
     rows_are_adjacent = instance.out_m_major
-    if not instance.cooperative or instance.ragged or rows_are_adjacent or epilogue.reductions:
+    if not instance.cooperative or instance.ragged or rows_are_adjacent:
         return None
     staged = {i: x for i, x in enumerate(epilogue.operands) if x.fits_tma}
-    element_bytes = sum(x.dtype.itemsize for x in staged.values())
-    if not staged:
-        return None
-    for columns in _COLUMNS:
-        fits = instance.block_m * columns * element_bytes <= instance.stage_bytes
-        # A chunk of columns is 32 bytes of each row at least.
-        wide = columns * min(x.dtype.itemsize for x in staged.values()) >= 32
-        if fits and wide and instance.block_n % columns == 0:
+    # Reductions take in all of the tile's columns at once.
+    for columns in (instance.block_n, *(() if epilogue.reductions else _COLUMNS)):
+        if staged and instance.block_n % columns == 0 and _fits(staged, columns, instance):
+            first = out_buffer - len(epilogue.operands)
+            sizes = (*geometry.batch, geometry.m, geometry.n)
             maps = {
-                i: staged_map(
-                    array,
-                    out_buffer - len(epilogue.operands) + i,
-                    (*geometry.batch, geometry.m, geometry.n),
-                    (min(columns, TILE_ROW_BYTES // array.dtype.itemsize), instance.block_m),
-                )
-                for i, array in staged.items()
+                i: staged_map(x, first + i, sizes, columns, instance.block_m)
+                for i, x in staged.items()
             }
-            return Staging(maps, instance.block_m, columns, instance.block_n)
+            return Staging(maps, instance.block_m, columns)
     return None
+
+
+def _fits(staged: dict[int, EpilogueArray], columns: int, instance: WgmmaInstance) -> bool:
+    nbytes = 0
+    for array in staged.values():
+        row_bytes = columns * array.dtype.itemsize
+        matrix = array.strides[-2] != 0
+        if row_bytes % (_MATRIX_ROW_BYTES if matrix else _ROW_BYTES):
+            return False
+        if matrix and row_bytes > _ROW_BYTES and row_bytes % _ROW_BYTES:
+            return False
+        nbytes += row_bytes * (instance.block_m if matrix else 1)
+    return nbytes <= instance.stage_bytes
