@@ -139,6 +139,9 @@ Launch ReadLaunch(Reader& reader, size_t cubins, size_t buffers) {
     if (repeats == 0) reader.Fail("repeats", "one is 0");
   }
   launch.overlaps = reader.Has("overlaps");
+  if (launch.overlaps && reader.Number<unsigned>("overlaps") != 1) {
+    reader.Fail("overlaps", "is present and not 1");
+  }
   Reader parameters = reader.Nested("parameters");
   for (size_t i = 0; i < parameters.size(); ++i) {
     Reader parameter = parameters.Nested(std::to_string(i));

@@ -132,6 +132,9 @@ void CheckHostilePlans(Counts& counts) {
   auto first = GoodPlan();
   first["launches"].members["0"].members["overlaps"] = Attribute::Number(1);
   counts.Check(!Read(first).empty(), "a first launch that overlaps is refused");
+  auto twice = GoodPlan();
+  twice["launches"].members["2"].members["overlaps"] = Attribute::Number(2);
+  counts.Check(!Read(twice).empty(), "a launch whose overlap is not 1 is refused");
   for (const int64_t cubin : {-1, 2}) {
     auto absent = GoodPlan();
     absent["launches"].members["1"].members["cubin"] = Attribute::Number(cubin);
@@ -166,8 +169,9 @@ void CheckHostilePlans(Counts& counts) {
       }
       const std::string said = Read(plan);
       // Lists may be shorter, and what is missing may make a parameter one of another kind, or of
-      // one that stays while its launch is repeated.
-      if (choice < 0 && !is_member && !is_kind && name != "steps_bytes") {
+      // one that stays while its launch is repeated, or a launch one that overlaps with none.
+      const bool is_optional = name == "steps_bytes" || name == "overlaps";
+      if (choice < 0 && !is_member && !is_kind && !is_optional) {
         counts.Check(!said.empty(), "a plan without " + name + " is refused");
       } else if (choice == 9) {
         counts.Check(!said.empty(), "a number with a point for " + name + " is refused");
