@@ -39,6 +39,7 @@ _BLOCK_SECONDS, _MAX_CALLS = 6e-3, 100
 # Rows under one profile, and what their operands may take.
 _MAX_ROWS, _MAX_BYTES = 8, 8 << 30
 # No group's mean may be below it.
+_DEVICE_TIME = "device time by the profiler"
 _LEAST_MEAN = 0.99
 _WORKER = (
     "import json, sys, benchmarks; sys.path.insert(0, sys.argv[1]);"
@@ -346,7 +347,7 @@ def _time(sides: Mapping[str, Side], rows: Sequence[Row]) -> None:
             for block in [*blocks[number % len(blocks) :], *blocks[: number % len(blocks)]]:
                 seconds = sides[block.side].send("block", job=block.job, calls=row["calls"])()
                 wall.setdefault(block, []).append(seconds)
-    method = "device time by the profiler"
+    method = _DEVICE_TIME
     stopped = {name: side.send("stop", calls=calls[name]) for name, side in sides.items()}
     times: dict[_Block, list[float]] = {}
     errors = []
@@ -360,7 +361,7 @@ def _time(sides: Mapping[str, Side], rows: Sequence[Row]) -> None:
             _time(sides, [row])
         return
     if errors:
-        times, method = wall, f"wall time ({'; '.join(errors)})"
+        times, method = wall, "wall time: the profile is not clear"
     for row in rows:
         row["method"] = method
         for name, jobs in _jobs(row).items():
@@ -398,11 +399,15 @@ class Summary(NamedTuple):
     chosen: float
 
 
+def _is_clear(row: Row) -> bool:
+    return "ratio" in row and row.get("method", _DEVICE_TIME) == _DEVICE_TIME
+
+
 def summaries(rows: Sequence[Row]) -> dict[str, Summary]:
-    """Return a summary of each group that has a timed row."""
+    """Return a summary of each group that has rows of which the device's times are known."""
     found = {}
     for group in dict.fromkeys(row["group"] for row in rows):
-        timed = [row for row in rows if row["group"] == group and "ratio" in row]
+        timed = [row for row in rows if row["group"] == group and _is_clear(row)]
         if timed:
             worst = min(timed, key=lambda row: float(row["ratio"]))
             found[group] = Summary(
@@ -428,12 +433,15 @@ def _report(rows: Sequence[Row]) -> int:
         if "ratio" not in row:
             if "XLA computes" not in row.get("why", ""):
                 print(f"not timed: {row['name']}: {row.get('why', 'no time was left')}")
+        elif not _is_clear(row):
+            print(f"no device time: {row['name']}: {row['ratio']:.3f} by the host's clock, which "
+                  "other work disturbs")  # fmt: skip
         elif row["ratio"] < _LEAST_MEAN or row.get("chosen_ratio", 1) < _LEAST_MEAN:
             now = f", as chosen now {row['chosen_ratio']:.3f}" if "chosen_ratio" in row else ""
             code = "same" if row["same_machine_code"] else "new"
             print(f"{row['name']}: {row['ratio']:.3f}{now}, {code} machine code, "
                   f"{statistics.median(row['old_us']):.1f} us, {row['keys'][0]}")  # fmt: skip
-    timed = [row for row in rows if "ratio" in row]
+    timed = [*filter(_is_clear, rows)]
     same = [row["ratio"] for row in timed if row["same_machine_code"]]
     if same:
         print(f"{len(same)} of {len(timed)} rows have the same machine code: "
