@@ -67,8 +67,8 @@ class WgmmaMatmul {
 
   void run(const TensorMap& lhs, const TensorMap& rhs, const TensorMap& rhs_step,
            const TensorMap& out_map, Out* out) {
-    // With a dynamic scheduler no launch overlaps: in a grouped GEMM, which none follows, ptxas would
-    // serialize the MMAs for want of registers (C7511).
+    // With a dynamic scheduler no launch overlaps: in a grouped GEMM, which none follows, ptxas
+    // would serialize the MMAs for want of registers (C7511).
     if constexpr (!Scheduler::kDynamic) launch_dependents();
     if (threadIdx.x == 0) {
       prefetch_tensor_map(lhs);
