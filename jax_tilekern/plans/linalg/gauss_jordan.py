@@ -29,7 +29,7 @@ def panel_shape(rows: int) -> tuple[int, int, int] | None:
 
 
 def plan_block(
-    size: int, first: int, gpu: Gpu, shape: tuple[int, int, int] | None = None
+    size: int, first: int, gpu: Gpu, shape: tuple[int, int, int] | None = None, ahead: str = ""
 ) -> LaunchPlan | NoKernel:
     """Plan the elimination of a block of columns, without the product with its pivots' rows.
 
@@ -41,7 +41,7 @@ def plan_block(
         return NoKernel(f"{size} rows exceed the registers of a cluster")
     threads, _, ctas = shape
     file = "linalg/gauss_jordan_update.cuh"
-    panel = Kernel("linalg/gauss_jordan_panel.cuh", f"tilekern::gauss_jordan_panel<{', '.join(map(str, shape))}>")
+    panel = Kernel(f"linalg/gauss_jordan_panel{ahead}.cuh", f"tilekern::gauss_jordan_panel{ahead}<{', '.join(map(str, shape))}>")
     warps = 8 if size >= 64 * gpu.sm_count // 2 else 4
     update = Kernel(file, f"tilekern::gauss_jordan_update<{warps}>")
     exchange = Kernel(file, "tilekern::gauss_jordan_exchange")

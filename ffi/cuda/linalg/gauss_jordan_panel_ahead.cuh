@@ -1,0 +1,187 @@
+// The panel with the update of a step behind the exchange of the next one.
+#pragma once
+
+#include "linalg/gauss_jordan_panel.cuh"
+
+namespace tilekern {
+
+// `block` has `rows` rows at a distance of `stride`, of which this panel is the 32 columns from
+// `column`. `steps` has the column of the matrix for which each row has been the pivot, or -1, and
+// `order` the row that has been the pivot of each column; those from `first` are this panel's.
+// `pivot_rows` receives the block's rows that are the pivots, whose elements in other panels have
+// not changed yet.
+template <int kThreads, int kRows, int kCtas>
+__global__ void __launch_bounds__(kThreads, 1)
+    gauss_jordan_panel_ahead(float* block, int32* steps, int32* order, float* pivot_rows, int rows,
+                       int stride, int first, int column) {
+  constexpr int kWarps = kThreads / 32, kChunks = PanelMessage::kChunks;
+  __shared__ PanelMessage messages[3][kCtas];
+  __shared__ alignas(16) float own_row[kPanelColumns + 4];
+  __shared__ alignas(16) float updated_row[kPanelColumns];
+  __shared__ PanelCandidate candidates[2][32];
+  __shared__ int32 pivots[kPanelColumns];
+  __shared__ alignas(8) uint64 arrivals[3];
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const int cta = kCtas > 1 ? cluster_cta_rank() : 0;
+  const int own_first = cta * kThreads * kRows + thread;
+
+  if (thread == 0) {
+    mbarrier_init(shared_address(&arrivals[0]), 1);
+    mbarrier_init(shared_address(&arrivals[1]), 1);
+    mbarrier_init(shared_address(&arrivals[2]), 1);
+    fence_barrier_init();
+  }
+
+  float values[kRows][kPanelColumns];
+  bool active[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = own_first + r * kThreads;
+    active[r] = row < rows && steps[row] < 0;
+#pragma unroll
+    for (int i = 0; i < kPanelColumns; i += 4) {
+      float4 vector = {};
+      if (row < rows) {
+        vector = *reinterpret_cast<const float4*>(block + int64(row) * stride + column + i);
+      }
+      values[r][i] = vector.x;
+      values[r][i + 1] = vector.y;
+      values[r][i + 2] = vector.z;
+      values[r][i + 3] = vector.w;
+    }
+  }
+  cluster_sync();
+
+  float column_values[kRows], factors[kRows];
+  const float* pivot = nullptr;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    column_values[r] = values[r][0];
+    factors[r] = 0;
+  }
+  const auto eliminate = [&] {
+#pragma unroll
+    for (int i = 0; i < kPanelColumns; i += 4) {
+      const float4 vector = *reinterpret_cast<const float4*>(pivot + i);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (i > 0) values[r][i - 1] = values[r][i] + factors[r] * vector.x;
+        values[r][i] = values[r][i + 1] + factors[r] * vector.y;
+        values[r][i + 1] = values[r][i + 2] + factors[r] * vector.z;
+        values[r][i + 2] = values[r][i + 3] + factors[r] * vector.w;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) values[r][kPanelColumns - 1] = factors[r];
+  };
+
+  int buffer = 0;
+  uint32 parity = 0;
+#pragma unroll 1
+  for (int step = 0; step < kPanelColumns; ++step) {
+    const uint32 arrived = shared_address(&arrivals[buffer]);
+    if (thread == 0) mbarrier_arrive_expect_tx(arrived, kCtas * sizeof(PanelMessage));
+
+    // The CTA's own candidate.
+    PanelCandidate best = {0, kNoRow};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const uint32 key = active[r] ? (__float_as_uint(column_values[r]) & 0x7fffffffu) + 1 : 0;
+      if (key > best.key) best = {key, own_first + r * kThreads};
+    }
+    best = choose(best);
+    if (lane == 0) candidates[step & 1][warp] = best;
+    __syncthreads();
+    best = choose(lane < kWarps ? candidates[step & 1][lane] : PanelCandidate{0, kNoRow});
+
+    // The warp that holds it sends it, with the update that is still to come.
+    const int owner = best.key == 0 ? 0 : best.row % kThreads / 32;
+    if (warp == owner) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (best.row == own_first + r * kThreads) {
+#pragma unroll
+          for (int i = 0; i < kPanelColumns; i += 4) {
+            *reinterpret_cast<float4*>(own_row + i) = {values[r][i], values[r][i + 1],
+                                                       values[r][i + 2], values[r][i + 3]};
+          }
+          own_row[kPanelColumns] = factors[r];
+        }
+      }
+      __syncwarp();
+      float value = own_row[lane];
+      if (step > 0) {
+        const float factor = own_row[kPanelColumns];
+        value = lane < 31 ? own_row[lane + 1] + factor * pivot[lane + 1] : factor;
+      }
+      updated_row[lane] = value;
+      __syncwarp();
+      for (int i = lane; i < kCtas * kChunks; i += 32) {
+        const int to = i / kChunks, chunk = i % kChunks;
+        uint32 words[4] = {best.key, static_cast<uint32>(best.row), 0, 0};
+        if (chunk < kChunks - 1) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) words[j] = __float_as_uint(updated_row[4 * chunk + j]);
+        }
+        st_async(shared_address(messages[buffer][cta].words[chunk]), arrived, to, words);
+      }
+    }
+    if (step > 0) eliminate();
+
+    // The pivot is the best of all candidates.
+    mbarrier_wait(arrived, parity);
+    best = {0, kNoRow};
+    if (lane < kCtas) {
+      const uint32* words = messages[buffer][lane].words[kChunks - 1];
+      best = {words[0], static_cast<int32>(words[1])};
+    }
+    best = choose(best);
+    if (thread == 0) {
+      pivots[step] = best.row;
+      if (cta == 0) order[first + step] = best.row;
+    }
+    pivot = reinterpret_cast<const float*>(messages[buffer][best.row / (kThreads * kRows)].words);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int row = own_first + r * kThreads;
+      float value = values[r][0];
+      if (row == best.row) {
+        // The pivot's own row becomes its quotient by the pivot.
+#pragma unroll
+        for (int i = 0; i < kPanelColumns; ++i) values[r][i] = 0;
+        value = -1;
+        active[r] = false;
+        steps[row] = first + step;
+      }
+      factors[r] = -value / pivot[0];
+      column_values[r] = values[r][1] + factors[r] * pivot[1];
+    }
+    if (++buffer == 3) {
+      buffer = 0;
+      parity ^= 1;
+    }
+  }
+  eliminate();
+
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = own_first + r * kThreads;
+    if (row >= rows) continue;
+#pragma unroll
+    for (int i = 0; i < kPanelColumns; i += 4) {
+      *reinterpret_cast<float4*>(block + int64(row) * stride + column + i) = {
+          values[r][i], values[r][i + 1], values[r][i + 2], values[r][i + 3]};
+    }
+  }
+  __syncthreads();
+  constexpr int kVectors = kBlockColumns / 4;
+  for (int i = cta * kThreads + thread; i < kPanelColumns * kVectors; i += kCtas * kThreads) {
+    const int step = i / kVectors, vector = i % kVectors;
+    reinterpret_cast<float4*>(pivot_rows)[i] = reinterpret_cast<const float4*>(
+        block + int64(pivots[step]) * stride)[vector];
+  }
+  // No CTA ends while another may send to it.
+  cluster_sync();
+}
+
+}  // namespace tilekern
