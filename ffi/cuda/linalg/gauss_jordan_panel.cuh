@@ -43,7 +43,7 @@ struct alignas(16) PanelMessage {
 
 // `block` has `rows` rows at a distance of `stride`, of which this panel is the 32 columns from
 // `column`. `steps` has the column of the matrix for which each row has been the pivot, or -1, and
-// `order` the row that has been the pivot of each column; those from `first` are this panel's.
+// `order` the row that has been the pivot of each column; those from `first` are this panel's, and the first panel begins both.
 // `pivot_rows` receives the block's rows that are the pivots, whose elements in other panels have
 // not changed yet.
 template <int kThreads, int kRows, int kCtas>
@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = own_first + r * kThreads;
-    active[r] = row < rows && steps[row] < 0;
+    active[r] = row < rows && (first == 0 || steps[row] < 0);
+    if (first == 0 && row < rows) steps[row] = -1;
 #pragma unroll
     for (int i = 0; i < kPanelColumns; i += 4) {
       float4 vector = {};

@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = own_first + r * kThreads;
-    active[r] = row < rows && steps[row] < 0;
+    active[r] = row < rows && (first == 0 || steps[row] < 0);
+    if (first == 0 && row < rows) steps[row] = -1;
 #pragma unroll
     for (int i = 0; i < kPanelColumns; i += 4) {
       float4 vector = {};
