@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 
 from benchmarks import (
+    before_after,
     cross_entropy,
     fused,
     host,
@@ -19,6 +20,7 @@ from benchmarks import (
     overview,
     report,
     sharded,
+    sharded_bytes,
     strassen,
     tune,
     xla_cost,
@@ -37,6 +39,7 @@ _COMMANDS: dict[str, Command] = {
     "cross_entropy": cross_entropy,
     "out_of_core": out_of_core,
     "sharded": sharded,
+    "sharded_bytes": sharded_bytes,
     "latency": latency,
     "host": host,
     "ladder": ladder,
@@ -44,6 +47,7 @@ _COMMANDS: dict[str, Command] = {
     "report": report,
     "overview": overview,
     "machine_code": machine_code,
+    "before_after": before_after,
     "xla_cost": xla_cost,
 }
 

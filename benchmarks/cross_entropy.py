@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
+from benchmarks.measurement.memory import temporaries
 from benchmarks.measurement.side_times import Side, device_times
 from benchmarks.records.record import program_record
 from jax_tilekern.cli.console import output_file, write_json
@@ -70,12 +71,6 @@ def medians(runs: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, 
             sides[name] = Side(run, calls, _ROUNDS)
         times = {name: list(found) for name, found in device_times(sides).busy.items()}
     return {name: float(np.median(found)) for name, found in times.items()}
-
-
-def temporaries(program: Any) -> int:
-    """Return the bytes of a compiled program's temporaries."""
-    nbytes: int = program.memory_analysis().temp_size_in_bytes
-    return nbytes
 
 
 def row(size: Sequence[int], dtype: Any, seconds: float) -> dict[str, Any]:

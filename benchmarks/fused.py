@@ -1,4 +1,4 @@
-"""Products with epilogues against the same programs of ``jnp``: device times and errors.
+"""Products with epilogues against the same programs of ``jnp``: times, errors and memory.
 
 python -m benchmarks fused --seconds 0.2 --json FILE
 """
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
+from benchmarks.measurement.memory import temporaries
 from benchmarks.measurement.side_times import Side, device_times
 from benchmarks.records.record import program_record
 from jax_tilekern.cli.console import output_file, write_json
@@ -104,6 +105,65 @@ class Fused:
         return float(np.abs(found - exact).max() / np.abs(exact).max())
 
 
+@dataclass(frozen=True)
+class SwiGlu:
+    """The value and all gradients of a SwiGLU perceptron, in bfloat16.
+
+    Attributes
+    ----------
+    name
+        The row's name.
+    m, n, k
+        Tokens, hidden features and features.
+    """
+
+    name: str
+    m: int
+    n: int
+    k: int
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """Return the call on each side."""
+
+        def xla(x: Any, gate: Any, up: Any, down: Any) -> Any:
+            return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+        def gated(x: Any, gate: Any, up: Any, down: Any) -> Any:
+            return jtk.matmul(jtk.gated_linear(x, gate, up), down)
+
+        def value_and_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
+            def call(cotangent: Any, *arrays: Any) -> Any:
+                value, pullback = jax.vjp(f, *arrays)
+                return value, *pullback(cotangent)
+
+            return call
+
+        return {
+            "ours": jtk.fuse(value_and_gradients(xla)),
+            "XLA": value_and_gradients(xla),
+            "gated_linear": value_and_gradients(gated),
+        }
+
+    def arrays(self) -> list[Any]:
+        """Return the operands of a call."""
+        keys = jax.random.split(jax.random.key(0), 5)
+        m, n, k = self.m, self.n, self.k
+        shapes = (m, k), (m, k), (k, n), (k, n), (n, k)
+        return [
+            jax.random.normal(key, shape, jnp.bfloat16) * (shape[0] ** -0.5 if i > 1 else 1)
+            for i, (key, shape) in enumerate(zip(keys, shapes, strict=True))
+        ]
+
+    def error(self, result: Any, arrays: list[Any]) -> float:
+        """Return the largest error of some rows of x's gradient, relative to the largest one."""
+        cotangent, x, *weights = (a.astype(jnp.float32) for a in arrays)
+        rows = slice(_CHECKED)
+        with jax.default_matmul_precision("highest"):
+            exact = self.functions()["XLA"](cotangent[rows], x[rows], *weights)[1]
+        found = np.asarray(result[1][rows], np.float64)
+        return float(np.abs(found - exact).max() / np.abs(exact).max())
+
+
 def _gelu_with_bias(accumulator: Any, bias: Any) -> Any:
     return jax.nn.gelu(accumulator + bias)
 
@@ -116,7 +176,7 @@ def _bias(n: int) -> tuple[tuple[int, ...], Any]:
     return (n,), jnp.bfloat16
 
 
-def _rows() -> list[Fused]:
+def _rows() -> list[Fused | SwiGlu]:
     residual = (_bias(4096), ((8192, 4096), jnp.bool_), ((8192, 4096), jnp.bfloat16))
     return [
         Fused("gelu k=4096", _gelu_with_bias, 8192, 14336, 4096, (_bias(14336),)),
@@ -127,19 +187,21 @@ def _rows() -> list[Fused]:
         Fused("gelu, few rows", _gelu_with_bias, 64, 14336, 4096, (_bias(14336),)),
         Fused("gelu, split-K", _gelu_with_bias, 128, 1024, 16384, (_bias(1024),)),
         Fused("gelu gradient", _gelu_with_bias, 8192, 14336, 4096, (_bias(14336),), gradient=True),
+        SwiGlu("SwiGLU gradient", 8192, 14336, 4096),
     ]
 
 
-def measured(row: Fused, seconds: float) -> dict[str, Any]:
+def measured(row: Fused | SwiGlu, seconds: float) -> dict[str, Any]:
     """Measure a row on every side."""
     arrays = row.arrays()
+    programs = {name: jax.jit(f).lower(*arrays).compile() for name, f in row.functions().items()}
     runs: dict[str, Callable[[], Any]] = {
-        name: functools.partial(jax.jit(f), *arrays) for name, f in row.functions().items()
+        name: functools.partial(program, *arrays) for name, program in programs.items()
     }
     results = {name: run() for name, run in runs.items()}
     wrong = (
         {}
-        if row.gradient
+        if isinstance(row, Fused) and row.gradient
         else {name: row.error(result, arrays) for name, result in results.items()}
     )
     del results
@@ -163,6 +225,7 @@ def measured(row: Fused, seconds: float) -> dict[str, Any]:
         "seconds": medians,
         "error": wrong,
         "ratio": medians["XLA"] / medians["ours"],
+        "temporaries": {name: temporaries(program) for name, program in programs.items()},
         "kernels": kernels,
     }
 
@@ -185,7 +248,9 @@ def run(arguments: argparse.Namespace) -> int:
         latest = rows[-1]
         times = ", ".join(f"{name} {t * 1e6:.0f} us" for name, t in latest["seconds"].items())
         wrong = ", ".join(f"{name} {e:.1e}" for name, e in latest["error"].items())
-        print(f"{row.name:28} {latest['ratio']:.3f}  {times}; errors {wrong}", flush=True)
+        memory = ", ".join(f"{x} {n / 2**20:.0f}" for x, n in latest["temporaries"].items())
+        print(f"{row.name:28} {latest['ratio']:.3f}  {times}; errors {wrong}; MiB of temporaries "
+              f"{memory}", flush=True)  # fmt: skip
         for kernel in latest["kernels"]:
             print(f"    {kernel}", flush=True)
         if arguments.json:

@@ -72,7 +72,7 @@ def _compiled_for_calls(only: str) -> dict[str, Any]:
 
     def compile_and_digest(self: Any, source: str, **settings: Any) -> Any:
         output = compile_once(self, source, **settings)
-        digests.extend(_digest(output.cubin, symbol) for symbol in output.symbols)
+        digests.extend(kernel_digest(output.cubin, symbol) for symbol in output.symbols)
         return output
 
     kernels = {}
@@ -193,7 +193,7 @@ def _other_operations(arch: str) -> Iterator[Call]:
             yield f"solve {dtype} {n}", jtk.linalg.solve, (matrices, right)
 
 
-def _digest(cubin: bytes, symbol: str) -> str:
+def kernel_digest(cubin: bytes, symbol: str) -> str:
     """Return a digest of a kernel's machine code, which has neither names nor line numbers."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     _, count, names_index = struct.unpack_from("<3H", cubin, 0x3A)

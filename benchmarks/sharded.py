@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -196,7 +198,8 @@ def describe(row: Mapping[str, Any]) -> str:
     if row.get("error"):
         return f"{head}{row['error']}"
     times = ", ".join(f"{name} {micros:.0f} us" for name, micros in row["microseconds"].items())
-    return f"{head}{times}; ratio {row['ratio']:.3f} (target {row['target']})"
+    same = ", the same program" if row.get("same_program") else ""
+    return f"{head}{times}; ratio {row['ratio']:.3f} (target {row['target']}){same}"
 
 
 def markdown(record: Mapping[str, Any]) -> str:
@@ -227,21 +230,22 @@ def _measure(program: Program, mesh: Mesh, seconds: float) -> dict[str, Any]:
         lambda spec: NamedSharding(mesh, spec), program.out, is_leaf=lambda x: isinstance(x, P)
     )
     ours = program.function(jax_tilekern.matmul, jax_tilekern.ragged_dot)
-    sides: dict[str, Callable[[], Any]] = {"ours": _call(ours, placed, out)}
-    device = mesh.devices.flat[0]
-    if program.peer:
-        theirs = program.function(jnp.matmul, lax.ragged_dot)
-        sides["jnp"] = _call(theirs, placed, out)
-    else:
-        single = [jax.device_put(x, device) for x in arrays]
-        sides["one device"] = _call(ours, single, None)
     reference = "jnp" if program.peer else "one device"
+    device = mesh.devices.flat[0]
+    compiled = {"ours": _compiled(ours, placed, out)}
+    if program.peer:
+        compiled["jnp"] = _compiled(program.function(jnp.matmul, lax.ragged_dot), placed, out)
+    sides = {name: functools.partial(function, *placed) for name, function in compiled.items()}
+    if not program.peer:
+        single = [jax.device_put(x, device) for x in arrays]
+        sides[reference] = functools.partial(_compiled(ours, single, None), *single)
     error = _difference(sides["ours"](), sides[reference]())
     times = _interleaved(sides, seconds)
     if program.alone is not None:
         # Not among the others: after it, the clocks of the devices that waited are lower.
         local = [jax.device_put(_operand(rng, program, s), device) for s in program.alone]
-        times |= _interleaved({"alone": _call(ours, local, None)}, seconds / 4)
+        alone = functools.partial(_compiled(ours, local, None), *local)
+        times |= _interleaved({"alone": alone}, seconds / 4)
     median = {name: statistics.median(own) * 1e6 for name, own in times.items()}
     share = 1 if program.peer else mesh.size
     ratios = [
@@ -253,6 +257,7 @@ def _measure(program: Program, mesh: Mesh, seconds: float) -> dict[str, Any]:
         "ratio": statistics.median(ratios),
         "rounds": len(ratios),
         "difference": error,
+        "same_program": program.peer and are_same(compiled["ours"], compiled["jnp"]),
         "calls": [
             {"call": c.call, "partition": c.partition, "result": c.result, "kernel": c.kernel}
             for c in choices
@@ -268,11 +273,32 @@ def _operand(rng: np.random.Generator, program: Program, shape: tuple[int, ...])
     return (rng.standard_normal(shape, np.float32) * scale).astype(jnp.bfloat16)
 
 
-def _call(function: Callable[..., Any], operands: list[Any], out: Any) -> Callable[[], Any]:
+def _compiled(function: Callable[..., Any], operands: list[Any], out: Any) -> Any:
     jitted = jax.jit(function) if out is None else jax.jit(function, out_shardings=out)
     compiled = jitted.lower(*operands).compile()
     jax.block_until_ready(compiled(*operands))
-    return lambda: compiled(*operands)
+    return compiled
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """Return whether two compiled programs have the same instructions in the same order.
+
+    Their times differ by chance then, or by what the autotuner chose for the products of each.
+    """
+    return _instructions(one) == _instructions(other)
+
+
+def _instructions(compiled: Any) -> tuple[list[str], list[str]]:
+    """Return the instructions of the main computation, and those of the others, without names."""
+    text = re.sub(
+        r", (metadata|frontend_attributes|sharding|backend_config)=.*", "", compiled.as_text()
+    )
+    text = re.sub(
+        r"replica_groups=.*?(?=, [a-z_]+=)|, channel_id=\d+", "", re.sub(r"%[\w.-]+", "%", text)
+    )
+    others, _, main = text.partition("\nENTRY")
+    lines = (line for line in others.splitlines() if " = " in line)
+    return main.splitlines()[1:], sorted(line.replace("ROOT ", "") for line in lines)
 
 
 def _difference(ours: Any, theirs: Any) -> float:

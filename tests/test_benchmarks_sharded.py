@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from sharded import devices
@@ -50,6 +52,7 @@ def test_rows_are_measured_recorded_and_shown(tmp_path, capsys):
     right, wrong, groups = record["rows"]
     assert record["devices"] == 8
     assert right["difference"] < 0.01
+    assert not right["same_program"]
     assert set(right["microseconds"]) == {"ours", "jnp", "alone"}
     assert "error" not in right
     assert "differ" in wrong["error"]
@@ -67,3 +70,18 @@ def test_rows_are_chosen_by_a_pattern(tmp_path):
     command = ["sharded", "--rows", "groups: *", "--seconds", "0.01", "--json", str(file)]
     assert main(command) == 0
     assert [row["name"] for row in json.loads(file.read_text())["rows"]] == ["columns"]
+
+
+def test_programs_are_compared_without_names():
+    def compiled(function):
+        return jax.jit(function).lower(np.ones((64, 32), np.float32)).compile()
+
+    def first(x):
+        return jnp.sin(x) @ x.T
+
+    def second(y):
+        with jax.named_scope("another"):
+            return jnp.matmul(jnp.sin(y), y.T)
+
+    assert sharded.are_same(compiled(first), compiled(second))
+    assert not sharded.are_same(compiled(first), compiled(lambda x: jnp.cos(x) @ x.T))

@@ -2,16 +2,13 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from candidate_calls import jitted, run, run_twice
 from numerics import on_gpu, poison
 from products import product_of, ragged_product_of
 
-from jax_tilekern.interop import ffi
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.grouped_gemm import select as ragged_matmul
@@ -48,25 +45,6 @@ CASES = [
     ("fp8", "float8_e4m3fn", "bfloat16", (M, N, K)),
     ("fp8_fast", "float8_e5m2", "float32", (M, N, K)),
 ]
-
-
-def jitted(plan, shape, dtype):
-    primitive = Primitive("tilekern_candidate")
-    primitive.def_abstract_eval(lambda *_: jax.core.ShapedArray(shape, dtype))
-    mlir.register_lowering(primitive, lambda ctx, *xs: ffi.cuda_launch(ctx, xs, plan))
-    return jax.jit(primitive.bind)
-
-
-def run(plan, operands, shape, dtype):
-    return run_twice(jitted(plan, shape, dtype), operands)
-
-
-def run_twice(call, operands, columns=...):
-    """The result, or its first columns: those that the kernel writes."""
-    out, again = (np.asarray(call(*operands))[columns] for _ in range(2))
-    # Two calls of one kernel are bitwise equal.
-    assert out.tobytes() == again.tobytes()
-    return out.astype(np.float64)
 
 
 ORDERS = ("NN", "NT", "TN", "TT")

@@ -24,6 +24,7 @@ EPILOGUE = """
 struct BiasAndRelu {
   static constexpr bool kStores = true;
   static constexpr bool kPrefetches = false;
+  static constexpr int kStagedColumns = 0;
   const float* bias;
 
   template <typename Accumulator, int kCount, class Coordinates>

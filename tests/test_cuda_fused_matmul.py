@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fused_products import epilogue_of
 from products import BF16, F32, H100, MODERN, product_of
 
 import jax_tilekern as jtk
@@ -15,7 +16,6 @@ from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
 from jax_tilekern.epilogue.primitives import INNER_JAXPR
 from jax_tilekern.epilogue.scalar_function import trace_scalars
-from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
 from jax_tilekern.plans.gemm.select import candidates, plan_matmul
 from jax_tilekern.plans.launch import NoKernel
 
@@ -39,18 +39,6 @@ def shapes(m, n, k, dtype=jnp.bfloat16):
     x, w = jax.ShapeDtypeStruct((m, k), dtype), jax.ShapeDtypeStruct((k, n), dtype)
     bias, mask = jax.ShapeDtypeStruct((n,), dtype), jax.ShapeDtypeStruct((m, n), bool)
     return x, w, bias, mask, jax.ShapeDtypeStruct((m, n), dtype)
-
-
-def epilogue_of(function, *operands, n=None, out=BF16, accumulator=F32):
-    """The epilogue of a function; an operand is a type and how it lies: "n", "m", or "mn"."""
-    strides = {"": (0, 0), "n": (0, 1), "m": (1, 0), "mn": (n, 1)}
-    dtypes = [np.dtype(dtype) for dtype, _ in operands]
-    text = cuda_text(trace_scalars(function, accumulator, out, dtypes).function)
-    arrays = tuple(
-        EpilogueArray(dtype, computed_type(dtype), strides[lies])
-        for dtype, (_, lies) in zip(dtypes, operands, strict=True)
-    )
-    return Epilogue(text.statements, text.results, arrays, (), (), text.instructions)
 
 
 def lowered(function, *args, gpu="sm_90"):

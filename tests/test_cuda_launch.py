@@ -599,9 +599,7 @@ def test_results_are_the_same_in_every_run_and_process():
         assert json.loads(in_a_new_process(_DIGESTS).stdout) == here
 
 
-# -- More than 2**31 elements. One worker runs these, one after the other.
-
-big = pytest.mark.xdist_group("big")
+# -- More than 2**31 elements. In .ci/gpu, which knows their names, a process of their own.
 
 
 @pytest.fixture
@@ -613,7 +611,6 @@ def room():
     gc.collect()
 
 
-@big
 @pytest.mark.usefixtures("room")
 @pytest.mark.parametrize("order", ["mk", "km"])
 def test_operand_of_more_than_2_to_the_31_elements(rng, order):
@@ -647,7 +644,6 @@ def test_operand_of_more_than_2_to_the_31_elements(rng, order):
     assert choice.kernel is not None
 
 
-@big
 @pytest.mark.usefixtures("room")
 def test_result_of_more_than_2_to_the_31_elements(rng):
     m, n, k = 46_500, 46_500, 16

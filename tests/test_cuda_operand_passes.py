@@ -114,7 +114,6 @@ def test_pack(rng, itemsize, k_major, case):
     )
 
 
-@pytest.mark.xdist_group("big")
 @pytest.mark.parametrize("k_major", [True, False])
 def test_pack_more_than_2_to_the_31_elements(k_major):
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)

@@ -19,9 +19,6 @@ import jax_tilekern as jtk
 
 optax = pytest.importorskip("optax")
 
-# One process has what several tests train.
-pytestmark = pytest.mark.xdist_group("frameworks")
-
 _FILE = Path(__file__).parent.parent / "examples" / "frameworks.py"
 _SPEC = importlib.util.spec_from_file_location("example_frameworks", _FILE)
 frameworks = importlib.util.module_from_spec(_SPEC)
@@ -87,7 +84,8 @@ def arguments(name, hook, optimizer="adam"):
     model = frameworks.made(name, hook)
     optimizer = frameworks.OPTIMIZERS[optimizer]()
     step = frameworks.training_step(model, optimizer)
-    return step, model.params, optimizer.init(model.params), *frameworks.task()
+    state = jax.eval_shape(optimizer.init, model.params)
+    return step, model.params, state, *jax.eval_shape(frameworks.task)
 
 
 @pytest.mark.parametrize(

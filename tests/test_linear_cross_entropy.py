@@ -372,14 +372,17 @@ def test_the_program_of_a_gpu(rng, x64, by_rows):
     bias = bias.at[:2048].set(-np.inf).at[3000].set(-np.inf)
     bars = [random(rng, ROWS, np.float64) for _ in range(3)]
     options = logits.Options(5.0, None, True, 1)
-    found = []
-    for gpu in (False, True):
-        setting = {"options": options, "lowering": logits.Lowering(by_rows, gpu)}
-        lse, *others = vocabulary_chunks.statistics(h, w, bias, labels, **setting)
-        read = (h, w, bias, labels, lse, *bars)
-        found.append(
-            (lse, *others, vocabulary_chunks.cotangents(*read, wanted=(0, 1, 2), **setting))
-        )
+
+    def all_results(lowering, *args):
+        setting = {"options": options, "lowering": lowering}
+        lse, *others = vocabulary_chunks.statistics(*args, **setting)
+        read = (*args, lse, *bars)
+        return lse, *others, vocabulary_chunks.cotangents(*read, wanted=(0, 1, 2), **setting)
+
+    found = [
+        jax.jit(all_results, static_argnums=0)(logits.Lowering(by_rows, gpu), h, w, bias, labels)
+        for gpu in (False, True)
+    ]
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-10, 1e-12), *found)
 
 
@@ -411,10 +414,10 @@ def test_rows_at_a_time(rng, x64, monkeypatch, dtype, by_rows, softcap, offset):
     )
     found = jax.jit(call)(h, w, bias, labels, weights)
     in_float64 = (jnp.asarray(exact(x)) for x in (h, w, bias))
-    expected = weighted_loss._gradient_reference(
-        *in_float64, labels, jnp.asarray(exact(weights)),
-        z_loss=1e-3, wanted=(0, 1, 2), **options._asdict(),
-    )  # fmt: skip
+    reference = functools.partial(
+        weighted_loss._gradient_reference, z_loss=1e-3, wanted=(0, 1, 2), **options._asdict()
+    )
+    expected = jax.jit(reference)(*in_float64, labels, jnp.asarray(exact(weights)))
     assert [x.dtype for x in found] == [wide, wide, dtype, dtype, dtype]
     # A logit of 200 is rounded to a multiple of 2^-16 in float32, which its exponential multiplies.
     unit = UNIT_ROUNDOFF[np.dtype(wide)] * (1 + offset)
@@ -431,18 +434,17 @@ def test_rows_at_a_time_with_hostile_logits(rng, largest, dtype):
     bias = bias.at[:].set(largest) if largest == -np.inf else bias.at[7].set(largest)
     weights = jnp.ones(ROWS, np.float32)
     options = logits.Options(None, None, False, 1)
-    found, expected = (
-        f(
-            h, w, bias, labels, weights,
-            z_loss=0.0, wanted=(0, 1), options=options, lowering=logits.Lowering(False, True),
-        )
-        for f in (
-            row_chunks.loss_and_cotangents,
-            lambda *args, lowering, options, **params: weighted_loss._gradient_reference(
-                *args, **params, **options._asdict()
-            ),
-        )
-    )  # fmt: skip
+    settings = {"z_loss": 0.0, "wanted": (0, 1)}
+    call = functools.partial(
+        row_chunks.loss_and_cotangents,
+        options=options,
+        lowering=logits.Lowering(False, True),
+        **settings,
+    )
+    reference = functools.partial(
+        weighted_loss._gradient_reference, **settings, **options._asdict()
+    )
+    found, expected = (jax.jit(f)(h, w, bias, labels, weights) for f in (call, reference))
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_array_equal(np.isfinite(exact(x)), np.isfinite(exact(y)))
 

@@ -117,6 +117,13 @@ def test_the_smaller_operand_is_gathered():
     assert small.operand_digits[0] == ((), ())
 
 
+def test_operands_that_are_split_unlike_are_gathered_where_the_sum_is_larger():
+    """One is split in four along what is contracted, and the other in two."""
+    for k, kept in ((16, ()), (4096, (0, 1))):
+        split = split_of(product(64, k, 64), (2, 2), (1, 1), (0, None), (None, None))
+        assert split.digits[K] == kept
+
+
 def test_a_digit_that_changes_dimension_is_an_all_to_all():
     # Weights are larger than what passes through them, and both have the same axis.
     rule = product(64, 4096, 4096)

@@ -29,13 +29,13 @@ from jax_tilekern.plans.linalg.small_matrices import (
 )
 
 H100 = known_gpu("sm_90")
-F32 = np.dtype(np.float32)
+F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 
 
 def test_lanes_and_blocks():
-    def layout(n, count=1000, dtype=F32):
-        matrices = SmallMatrices(count, n, dtype)
-        return matrices.lanes, matrices.threads, matrices.blocks, matrices.alignment
+    def layout(n, dtype=F32, kernel=inverse_kernel):
+        chosen = kernel(SmallMatrices(1000, n, dtype))
+        return chosen.lanes, chosen.threads, chosen.blocks, chosen.alignment
 
     assert layout(1) == (2, 128, 16, 16)
     assert layout(3) == (4, 128, 32, 16)
@@ -43,30 +43,51 @@ def test_lanes_and_blocks():
     assert layout(31) == (32, 128, 250, 4)
     assert layout(33) == (64, 64, 1000, 4)
     assert layout(34) == (64, 64, 1000, 16)
-    assert layout(17, dtype=np.dtype(np.float64)) == (32, 128, 250, 8)
+    assert layout(17, F64) == (32, 128, 250, 8)
+
+
+def test_lanes_and_blocks_of_cholesky_factors():
+    def layout(n, dtype=F32):
+        chosen = cholesky_kernel(SmallMatrices(1000, n, dtype), symmetrize=True)
+        return chosen.lanes, chosen.threads, chosen.blocks, chosen.alignment
+
+    assert layout(1) == (1, 32, 32, 16)
+    assert layout(3) == (1, 32, 32, 16)
+    assert layout(5) == (2, 32, 63, 16)
+    assert layout(16) == (4, 32, 125, 16)
+    assert layout(17) == (16, 32, 500, 8)
+    assert layout(33) == (32, 32, 1000, 4)
+    assert layout(64) == (32, 32, 1000, 16)
+    assert layout(3, F64) == (2, 32, 63, 16)
+    assert layout(33, F64) == (32, 32, 1000, 8)
+
+
+def test_threads_solve_small_systems_with_few_right_hand_sides():
+    def lanes(n, m):
+        return solve_kernel(SmallMatrices(1000, n, F32), Columns(m), transpose=False).lanes
+
+    assert [lanes(n, 1) for n in (1, 3, 8, 9)] == [1, 1, 1, 16]
+    assert [lanes(8, m) for m in (1, 2, 3)] == [1, 1, 8]
 
 
 def test_columns_are_shared_where_there_are_few_matrices():
-    few, many = SmallMatrices(4, 8, F32), SmallMatrices(10**6, 8, F32)
-    assert columns_per_block(few, Columns(10), H100) == 10
-    assert columns_per_block(few, Columns(1000), H100) == 64
-    assert columns_per_block(many, Columns(1000), H100) == 1000
-    huge = columns_per_block(few, Columns(2**30), H100)
+    assert columns_per_block(1, Columns(10), H100) == 10
+    assert columns_per_block(1, Columns(1000), H100) == 64
+    assert columns_per_block(10**5, Columns(1000), H100) == 1000
+    huge = columns_per_block(1, Columns(2**30), H100)
     assert huge % 8 == 0
     assert -(-(2**30) // huge) <= 65535
     assert [columns_at_once(Columns(m)) for m in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, 8]
 
 
 def test_plans_that_no_launch_has():
-    one = SmallMatrices(1, 4, F32)
-    too_many = plan_columns(
-        one, Columns(2**31), solve_kernel(one, Columns(2**31), transpose=False), H100
-    )
+    one, columns = SmallMatrices(1, 4, F32), Columns(2**31)
+    too_many = plan_columns(solve_kernel(one, columns, transpose=False), columns, H100)
     assert isinstance(too_many, NoKernel)
-    old = plan_matrices(one, inverse_kernel(one), 1, known_gpu("sm_75"))
+    old = plan_matrices(inverse_kernel(one), 1, known_gpu("sm_75"))
     assert old == NoKernel("sm_75 is older than sm_80")
     many = SmallMatrices(2**37, 4, F32)
-    assert isinstance(plan_matrices(many, inverse_kernel(many), 1, H100), NoKernel)
+    assert isinstance(plan_matrices(inverse_kernel(many), 1, H100), NoKernel)
 
 
 def _has_nvrtc():
@@ -82,17 +103,15 @@ with_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="there is no NVRTC")
 
 def _kernels(n, dtype):
     matrices = SmallMatrices(1000, n, dtype)
-    yield matrices, inverse_kernel(matrices)
-    yield matrices, lu_kernel(matrices)
+    yield inverse_kernel(matrices)
+    yield lu_kernel(matrices)
     for flag in (False, True):
-        yield matrices, cholesky_kernel(matrices, symmetrize=flag)
-        yield matrices, solve_kernel(matrices, Columns(9), transpose=flag)
+        yield cholesky_kernel(matrices, symmetrize=flag)
+        for m in (1, 9):
+            yield solve_kernel(matrices, Columns(m), transpose=flag)
         for lower, transpose in itertools.product((False, True), repeat=2):
-            yield (
-                matrices,
-                triangular_solve_kernel(
-                    matrices, Columns(1), lower=lower, transpose=transpose, unit_diagonal=flag
-                ),
+            yield triangular_solve_kernel(
+                matrices, Columns(1), lower=lower, transpose=transpose, unit_diagonal=flag
             )
 
 
@@ -100,18 +119,19 @@ def _kernels(n, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("arch", "n"),
-    [("sm_80", 7), ("sm_90a", 2), ("sm_90a", 31), ("sm_90a", 64), ("sm_120", 16)],
+    [("sm_80", 7), ("sm_90a", 2), ("sm_90a", 8), ("sm_90a", 31), ("sm_90a", 64), ("sm_120", 16)],
 )
 @pytest.mark.one_in(5)
 def test_kernels_compile(arch, n, dtype):
     found = list(_kernels(n, dtype))
-    compiled = compile_kernels(*(kernel for _, kernel in found), arch=arch)
+    compiled = compile_kernels(*(each.kernel for each in found), arch=arch)
     assert compiled.log == ""
-    for matrices, kernel in found:
-        entry = compiled.entry(kernel.name)
+    for each in found:
+        name = each.kernel.name
+        entry = compiled.entry(name)
         # NVRTC 13.0 spills four registers of matrix_solve<float, 31, 8, 0>, which 13.5 does not.
-        assert entry.spill_bytes <= (16 if nvrtc().version < (13, 5) else 0), kernel.name
-        assert entry.max_threads == matrices.threads
+        assert entry.spill_bytes <= (16 if nvrtc().version < (13, 5) else 0), name
+        assert entry.max_threads == each.threads
         assert entry.shared_memory_bytes <= 48 << 10
 
 
@@ -119,16 +139,16 @@ def test_kernels_compile(arch, n, dtype):
 def test_what_is_lowered_for_a_gpu():
     a, b = jnp.ones((50, 6, 6)), jnp.ones((50, 6, 3))
     with jtk.gpu_target("sm_90"):
-        for function, args, kernel in (
-            (linalg.inv, (a,), "matrix_inverse float32 6x6"),
-            (linalg.solve, (a, b), "matrix_solve float32 6x6"),
-            (linalg.cholesky, (a,), "matrix_cholesky float32 6x6"),
-            (linalg.lu_factor, (a,), "matrix_lu float32 6x6"),
-            (linalg.solve_triangular, (a, b), "matrix_triangular_solve float32 6x6"),
+        for function, args, kernel, lanes in (
+            (linalg.inv, (a,), "matrix_inverse", "8 lanes"),
+            (linalg.solve, (a, b[..., :2]), "thread_matrix_solve", "a thread"),
+            (linalg.cholesky, (a,), "matrix_cholesky", "2 lanes"),
+            (linalg.lu_factor, (a,), "matrix_lu", "8 lanes"),
+            (linalg.solve_triangular, (a, b), "matrix_triangular_solve", "8 lanes"),
         ):
             (choice,) = jtk.explain(function, *args, platform="cuda")
-            assert choice.kernel == kernel
-            assert choice.reason == "50 matrices, 8 lanes each"
+            assert choice.kernel == f"{kernel} float32 6x6"
+            assert choice.reason == f"50 matrices, {lanes} each"
         choices = jtk.explain(
             jax.grad(lambda a, b: linalg.solve(a, b).sum()), a, b, platform="cuda"
         )

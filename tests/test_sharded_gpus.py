@@ -18,12 +18,9 @@ from test_sharded_processes import free_port, output
 
 import jax_tilekern as jtk
 
-pytestmark = [
-    pytest.mark.skipif(
-        jax.default_backend() != "gpu" or len(jax.devices()) < 2, reason="several GPUs"
-    ),
-    pytest.mark.xdist_group("all GPUs"),
-]
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "gpu" or len(jax.devices()) < 2, reason="several GPUs"
+)
 
 
 @pytest.fixture

@@ -644,7 +644,6 @@ def test_plans_are_lowered_as_they_are():
 
 
 @pytest.mark.skipif(not on_gpu(), reason="measures on a GPU")
-@pytest.mark.xdist_group("tuning on a gpu")
 def test_on_a_gpu(store):
     x = jnp.ones((256, 256), jnp.bfloat16)
     (row,) = tuning.tune(jtk.matmul, x, x, seconds=0.2, top=3)

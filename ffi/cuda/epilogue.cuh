@@ -7,6 +7,7 @@
 //   struct BiasAndRelu {
 //     static constexpr bool kStores = true;  // whether the kernel stores the accumulators
 //     static constexpr bool kPrefetches = false;  // whether it has prefetch(), below
+//     static constexpr int kStagedColumns = 0;  // see gemm/sm90/staged_operands.cuh
 //     const float* bias;  // one for each column
 //
 //     template <typename Accumulator, int kCount, class Coordinates>
@@ -60,6 +61,7 @@ namespace tilekern {
 struct IdentityEpilogue {
   static constexpr bool kStores = true;
   static constexpr bool kPrefetches = false;
+  static constexpr int kStagedColumns = 0;
 
   template <typename Accumulator, int kCount, class Coordinates>
   void operator()(Accumulator (&)[kCount], const Coordinates&) const {}
@@ -70,6 +72,7 @@ template <class First, class Second>
 struct ComposedEpilogue {
   static constexpr bool kStores = Second::kStores;
   static constexpr bool kPrefetches = Second::kPrefetches;
+  static constexpr int kStagedColumns = Second::kStagedColumns;
 
   First first;
   Second second;
@@ -83,6 +86,16 @@ struct ComposedEpilogue {
   template <int kRows, int kColumns, class Coordinates>
   void prefetch(const Coordinates& at) const {
     second.template prefetch<kRows, kColumns>(at);
+  }
+
+  static constexpr int staged_bytes() { return Second::staged_bytes(); }
+  template <class WorkTile>
+  void load(uint32 to, const WorkTile& work, int column, uint32 full) const {
+    second.load(to, work, column, full);
+  }
+  template <class WorkTile>
+  void prefetch(const WorkTile& work, int column) const {
+    second.prefetch(work, column);
   }
 };
 

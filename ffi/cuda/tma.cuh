@@ -32,6 +32,14 @@ inline void tma_load(uint32 destination, const TensorMap& map, const TmaCoordina
       : "memory");
 }
 
+// Starts to bring a tile to L2.
+inline void tma_prefetch(const TensorMap& map, const TmaCoordinates& origin) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(&map),
+               "r"(origin.at[0]), "r"(origin.at[1]), "r"(origin.at[2]), "r"(origin.at[3]),
+               "r"(origin.at[4])
+               : "memory");
+}
+
 // Loads the tile to the same address in each CTA whose bit of `ctas` is set; the mbarrier at the
 // same address as `barrier` in each of them counts the bytes.
 inline void tma_load_multicast(uint32 destination, const TensorMap& map,

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_tilekern.compilation import compiler
 from jax_tilekern.interop import ffi
 from jax_tilekern.interop.compat import ad, zero_tangent
 from jax_tilekern.ops import blocked
@@ -286,7 +285,7 @@ def _define_matrix(
     *,
     like_results: Callable[..., Sequence[Any]],
     cpu: str,
-    cuda: Callable[..., compiler.Kernel],
+    cuda: Callable[..., plans.MatrixKernel],
     in_blocks: Callable[..., Rewrite | Fallback],
     **rules: Any,
 ) -> _Bind:
@@ -318,7 +317,7 @@ def _define_matrix(
 def _define_system(
     name: str,
     *,
-    cuda: Callable[..., compiler.Kernel],
+    cuda: Callable[..., plans.MatrixKernel],
     in_blocks: Callable[..., Rewrite | Fallback] | None = None,
     **rules: Any,
 ) -> _Bind:

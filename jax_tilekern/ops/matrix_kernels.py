@@ -11,7 +11,6 @@ from typing import Any
 
 from jax import Array
 
-from jax_tilekern.compilation import compiler
 from jax_tilekern.interop import ffi
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning import xla
@@ -79,7 +78,7 @@ def in_blocks(
 
 
 def matrix_on_cuda(
-    kernel: Callable[..., compiler.Kernel],
+    kernel: Callable[..., plans.MatrixKernel],
     in_blocks: Callable[..., Rewrite | Fallback],
     operands: Sequence[Operand],
     results: Sequence[Any],
@@ -89,13 +88,12 @@ def matrix_on_cuda(
     (a,) = operands
     if a.aval.shape[-1] > MAX_SIZE:
         return in_blocks(operands, **params)
-    matrices = _matrices(a.aval)
-    chosen = kernel(matrices, **params)
-    return planned_kernel((a.value,), plans.plan_matrices, matrices, chosen, len(results))
+    chosen = kernel(_matrices(a.aval), **params)
+    return planned_kernel((a.value,), plans.plan_matrices, chosen, len(results))
 
 
 def system_on_cuda(
-    kernel: Callable[..., compiler.Kernel],
+    kernel: Callable[..., plans.MatrixKernel],
     in_blocks: Callable[..., Rewrite | Fallback] | None,
     operands: Sequence[Operand],
     _: Any,
@@ -110,11 +108,10 @@ def system_on_cuda(
         if in_blocks is None:
             return Fallback(_TOO_LARGE)
         return in_blocks(operands, left_side=left_side, transpose=transpose, **params)
-    matrices = _matrices(a.aval)
     columns = _columns(b.aval, left_side)
     # x @ a = b is a system with the transposed matrix, whose right-hand sides are the rows of b.
-    chosen = kernel(matrices, columns, transpose=transpose == left_side, **params)
-    return planned_kernel((a.value, b.value), plans.plan_columns, matrices, columns, chosen)
+    chosen = kernel(_matrices(a.aval), columns, transpose=transpose == left_side, **params)
+    return planned_kernel((a.value, b.value), plans.plan_columns, chosen, columns)
 
 
 def matrix_on_cpu(

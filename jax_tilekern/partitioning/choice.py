@@ -1,8 +1,8 @@
 """The choice of a partition: which label each digit of the device number splits.
 
 Partitions are compared by the bytes that each of them sends over the links between devices. None
-gathers an operand along a label by which all operands are split already. XLA treats its own
-operations so, and the user's shardings request it.
+gathers operands along a label by which all of them are split alike. XLA treats its own operations
+so, and the user's shardings request it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from jax_tilekern.partitioning.candidate import Candidate, label_of
 from jax_tilekern.partitioning.cost import ShardedArray
-from jax_tilekern.partitioning.digits import Digits, Radix
+from jax_tilekern.partitioning.digits import Digits, Radix, by_dimension
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.split import Split
 
@@ -87,6 +87,8 @@ def _options(
     reductions = rule.reductions
     labels = list(dict.fromkeys(x for x in (*now, *wanted) if x in rule.splittable))
     for label in labels:
+        if len(set(_splits(operands, label))) > 1:
+            continue
         # An epilogue after a sum reads its operands where the sum is.
         read = [
             (dims, current)
@@ -98,3 +100,12 @@ def _options(
         ) and (label in reductions or sum(x is not None for _, x in read) > 1):
             return [label]
     return [*labels, None]
+
+
+def _splits(arrays: Sequence[ShardedArray], label: int) -> list[tuple[int, ...]]:
+    """Return the digits that split a label in each array that has it."""
+    return [
+        by_dimension(digits, len(dims))[dims.index(label)]
+        for dims, digits, _ in arrays
+        if label in dims
+    ]

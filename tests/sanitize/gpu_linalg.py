@@ -5,6 +5,7 @@ See ``.ci/sanitize``.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,10 +17,11 @@ import numpy as np
 import jax_tilekern as jtk
 from jax_tilekern import linalg
 
-# Lanes that are all in use and that are not; one, two and many matrices of a warp; 16-byte, 8-byte
-# and single loads; and a last block that is not full.
-SIZES = (1, 2, 3, 7, 16, 17, 32, 33, 64)
-COUNT = 21
+# Lanes that are all in use and that are not; one, two and many matrices of a warp, and one of a
+# thread; 16-byte, 8-byte and single loads; and a last block and a last warp that are not full.
+SIZES = (1, 2, 3, 7, 8, 16, 17, 32, 33, 64)
+COLUMNS = (1, 2, 11)
+COUNT = 37
 
 
 def calls(
@@ -31,6 +33,14 @@ def calls(
     yield "cholesky", linalg.cholesky, (a,), np.linalg.cholesky(a)
     yield "solve", linalg.solve, (a, b), np.linalg.solve(a, b)
     yield "one matrix", linalg.solve, (a[0], b), np.linalg.solve(a[:1], b)
+
+    def solve_transposed(a: Any, b: Any) -> Any:
+        (result,) = jax.linear_transpose(functools.partial(linalg.solve, a), b)(b)
+        return result
+
+    upper = np.triu(a)
+    expected = np.linalg.solve(upper.swapaxes(-1, -2), b)
+    yield "solve transposed", solve_transposed, (upper, b), expected
 
     def rebuilt(a: Any) -> Any:
         p, lower, upper = linalg.lu(a)
@@ -57,10 +67,10 @@ def check_matrices() -> int:
     rng = np.random.default_rng(0)
     wrong, total = [], 0
     for dtype in (np.float32, np.float64):
-        for n in SIZES:
+        for i, n in enumerate(SIZES):
             x = rng.standard_normal((COUNT, n, n))
             a = x @ x.swapaxes(-1, -2) / n + 2 * np.eye(n)
-            b = rng.standard_normal((COUNT, n, 1 if n % 2 else 11))
+            b = rng.standard_normal((COUNT, n, COLUMNS[i % len(COLUMNS)]))
             for name, function, args, expected in calls(a, b):
                 given = [jnp.asarray(v.astype(dtype)) for v in args]
                 kernels = [choice.kernel for choice in jtk.explain(function, *given)]

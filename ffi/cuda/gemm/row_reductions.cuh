@@ -30,7 +30,7 @@
 namespace tilekern {
 
 // Values that reductions take in at a time.
-inline constexpr int kReducedValues = 8;
+inline constexpr int kReducedValues = 16;
 
 inline constexpr float kNegativeInfinity = __builtin_bit_cast(float, 0xff800000u);
 

@@ -50,6 +50,8 @@ template <int kThreads, int kRows, int kCtas>
 __global__ void __launch_bounds__(kThreads, 1)
     gauss_jordan_panel(float* block, int32* steps, int32* order, float* pivot_rows, int rows,
                        int stride, int first, int column) {
+  // st.async is an illegal instruction in a launch without clusters, which one CTA would be.
+  static_assert(kCtas > 1);
   constexpr int kWarps = kThreads / 32, kChunks = PanelMessage::kChunks;
   __shared__ PanelMessage messages[2][kCtas];
   __shared__ alignas(16) uint32 own_row[kPanelColumns / 4][4];
@@ -57,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ int32 pivots[kPanelColumns];
   __shared__ alignas(8) uint64 arrivals[2];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int cta = kCtas > 1 ? cluster_cta_rank() : 0;
+  const int cta = cluster_cta_rank();
   const int own_first = cta * kThreads * kRows + thread;
 
   if (thread == 0) {
@@ -85,6 +87,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       values[r][i + 3] = vector.w;
     }
   }
+  __syncwarp();
   cluster_sync();
 
 #pragma unroll 1
@@ -193,6 +196,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         block + int64(pivots[step]) * stride)[vector];
   }
   // No CTA ends while another may send to it.
+  __syncwarp();
   cluster_sync();
 }
 

@@ -14,6 +14,8 @@ template <int kThreads, int kRows, int kCtas>
 __global__ void __launch_bounds__(kThreads, 1)
     gauss_jordan_panel_ahead(float* block, int32* steps, int32* order, float* pivot_rows, int rows,
                        int stride, int first, int column) {
+  // st.async is an illegal instruction in a launch without clusters, which one CTA would be.
+  static_assert(kCtas > 1);
   constexpr int kWarps = kThreads / 32, kChunks = PanelMessage::kChunks;
   __shared__ PanelMessage messages[3][kCtas];
   __shared__ alignas(16) float own_row[kPanelColumns + 4];
@@ -22,7 +24,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ int32 pivots[kPanelColumns];
   __shared__ alignas(8) uint64 arrivals[3];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int cta = kCtas > 1 ? cluster_cta_rank() : 0;
+  const int cta = cluster_cta_rank();
   const int own_first = cta * kThreads * kRows + thread;
 
   if (thread == 0) {
@@ -51,6 +53,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       values[r][i + 3] = vector.w;
     }
   }
+  __syncwarp();
   cluster_sync();
 
   float column_values[kRows], factors[kRows];
@@ -182,6 +185,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         block + int64(pivots[step]) * stride)[vector];
   }
   // No CTA ends while another may send to it.
+  __syncwarp();
   cluster_sync();
 }
 

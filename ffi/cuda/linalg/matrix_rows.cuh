@@ -6,7 +6,7 @@
 // accesses to rows and to columns free of bank conflicts.
 #pragma once
 
-#include "types.cuh"
+#include "linalg/matrix_copy.cuh"
 
 namespace tilekern {
 
@@ -21,10 +21,7 @@ struct MatrixSizes {
   static constexpr int kMatrices = kTeam / kLanes;  // of a team
   static constexpr int kRowStride = kN | 1;
   static constexpr int kWidest = 16 / sizeof(T);
-  // The first matrix of a team begins at a multiple of this many elements.
-  static constexpr int kVector = kMatrices * kN * kN % kWidest == 0         ? kWidest
-                                 : kMatrices * kN * kN % (kWidest / 2) == 0 ? kWidest / 2
-                                                                            : 1;
+  using Tiles = MatrixTiles<T, kN, kMatrices, kTeam, kRowStride, kN * kRowStride>;
   // Elements of a row's broadcast buffer.
   static constexpr int kBroadcast = (kN + kWidest - 1) / kWidest * kWidest;
 };
@@ -54,17 +51,10 @@ struct MatrixStorage {
   int32 pivots[Sizes::kMatrices][kN];  // the position with which each position was swapped
 };
 
-template <typename T, int kCount>
-struct alignas(sizeof(T) * kCount) MatrixVector {
-  T items[kCount];
-};
-
 inline uint32 magnitude_bits(float value) { return __float_as_uint(value) & 0x7fffffffu; }
 inline uint64 magnitude_bits(double value) {
   return static_cast<uint64>(__double_as_longlong(value)) & 0x7fffffffffffffffull;
 }
-inline float square_root(float value) { return __fsqrt_rn(value); }
-inline double square_root(double value) { return __dsqrt_rn(value); }
 
 template <typename T>
 inline bool precedes(PivotChoice<T> a, PivotChoice<T> b) {
@@ -115,52 +105,15 @@ struct MatrixTeam {
 
   // Copies the team's matrices to shared memory.
   void load(const T* __restrict__ from) const {
-    constexpr int kVector = Sizes::kVector, kSquare = kN * kN;
-    const int elements = matrices * kSquare;
-    from += first * kSquare;
-#pragma unroll 8
-    for (int i = thread * kVector; i < Sizes::kMatrices * kSquare; i += Sizes::kTeam * kVector) {
-      MatrixVector<T, kVector> vector = {};
-      if (i + kVector <= elements) {
-        vector = *reinterpret_cast<const MatrixVector<T, kVector>*>(from + i);
-      } else {
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          if (i + j < elements) vector.items[j] = from[i + j];
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        storage.rows[(i + j) / kN * Sizes::kRowStride + (i + j) % kN] = vector.items[j];
-      }
-    }
+    Sizes::Tiles::load(storage.rows, from + first * kN * kN, matrices, thread);
     sync();
   }
 
   // Stores the team's matrices; `read(matrix, row, column)` returns an element.
   template <typename Read>
   void store(T* __restrict__ to, const Read& read) const {
-    constexpr int kVector = Sizes::kVector, kSquare = kN * kN;
-    const int elements = matrices * kSquare;
-    to += first * kSquare;
     sync();
-#pragma unroll 8
-    for (int i = thread * kVector; i < Sizes::kMatrices * kSquare; i += Sizes::kTeam * kVector) {
-      MatrixVector<T, kVector> vector;
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        const int row = (i + j) / kN;
-        vector.items[j] = read(row / kN, row % kN, (i + j) % kN);
-      }
-      if (i + kVector <= elements) {
-        *reinterpret_cast<MatrixVector<T, kVector>*>(to + i) = vector;
-      } else {
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          if (i + j < elements) to[i + j] = vector.items[j];
-        }
-      }
-    }
+    Sizes::Tiles::store(to + first * kN * kN, matrices, thread, read);
   }
 
   // Chooses the row with the largest `candidate` among those at `position` >= `step`, as LAPACK's

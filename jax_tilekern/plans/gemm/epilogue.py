@@ -8,7 +8,7 @@ a kernel, and the kernel's further parameters.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -17,9 +17,11 @@ import numpy as np
 from jax_tilekern.compilation.compiler import Kernel, Source
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS
-from jax_tilekern.plans.launch import Buffer, Parameter, Scalars
+from jax_tilekern.plans.launch import Buffer, Parameter, Scalars, TensorMap
 
 _FUNCTOR = "GeneratedEpilogue"
+# Addresses and strides of a tensor map are multiples of this.
+TMA_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,17 @@ class EpilogueArray:
     @property
     def alignment(self) -> int:
         """Bytes that its address is a multiple of: those of the elements that are read at once."""
+        if self.fits_tma:
+            return TMA_BYTES
         return min(16, (8 if self.has_aligned_rows else 2) * self.dtype.itemsize)
+
+    @property
+    def fits_tma(self) -> bool:
+        """Whether TMA can load tiles of it, in which adjacent columns are contiguous."""
+        *outer, row, column = self.strides
+        itemsize = self.dtype.itemsize
+        aligned = all(stride * itemsize % TMA_BYTES == 0 for stride in (*outer, row))
+        return itemsize <= 4 and column == 1 and aligned
 
 
 Reduction = Literal["sum", "max", "logsumexp"]
@@ -107,6 +119,25 @@ class RowReduction:
     def instructions(self) -> int:
         """An estimate of the instructions for each accumulator."""
         return _CLASSES[self.kind].instructions
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Operands that come through stages of the mainloop, see ``gemm/sm90/staged_operands.cuh``.
+
+    Attributes
+    ----------
+    maps
+        The tensor map of each of these operands, by its number.
+    rows
+        Rows of the output tile.
+    columns
+        Columns of the output tile that a stage has.
+    """
+
+    maps: Mapping[int, TensorMap]
+    rows: int
+    columns: int
 
 
 @dataclass(frozen=True)
@@ -192,6 +223,7 @@ class Epilogue:
         within_rows: bool,
         within_columns: bool,
         tile_columns: int,
+        staging: Staging | None = None,
     ) -> Kernel:
         """Return a kernel with this epilogue.
 
@@ -205,18 +237,22 @@ class Epilogue:
             Whether no tile reaches beyond the rows, and beyond the columns, of the output.
         tile_columns
             The columns of a tile.
+        staging
+            Operands that come through stages of the mainloop, if there are any.
         """
         assert isinstance(plain.source, str)
         within_rows &= self.ragged != "rows"
         within_columns &= self.ragged != "columns"
-        functor = self._functor(within_rows, within_columns, columns, tile_columns)
+        functor = self._functor(within_rows, within_columns, columns, tile_columns, staging)
         text = f'#include "{plain.source}"\n{functor}'
-        types = ", ".join((_FUNCTOR, *self._parameter_types))
+        types = ", ".join((_FUNCTOR, *self._parameter_types(staging)))
         name = f"{plain.name.removesuffix('>')}, {types}>"
         file = plain.source.removesuffix(".cuh") + "_with_epilogue.cu"
         return Kernel(Source(text, file), name, plain.options)
 
-    def parameters(self, out_buffer: int, partials: Sequence[Buffer] = ()) -> tuple[Parameter, ...]:
+    def parameters(
+        self, out_buffer: int, partials: Sequence[Buffer] = (), staging: Staging | None = None
+    ) -> tuple[Parameter, ...]:
         """Return the parameters that follow a kernel's own.
 
         Parameters
@@ -225,6 +261,8 @@ class Epilogue:
             The buffer of the first result.
         partials
             Workspaces of the partial results of the reductions.
+        staging
+            Operands that come through stages of the mainloop, if there are any.
         """
         if not self._arrays:
             return tuple(partials)
@@ -235,8 +273,8 @@ class Epilogue:
             f"{len(self._arrays) * (2 + MAX_BATCH_DIMS)}q{MAX_BATCH_DIMS}i",
             *rows, *columns, *batch, *(1,) * missing, *self.batch,
         )  # fmt: skip
-        first = out_buffer - len(self.operands)
-        operands = (Buffer(first + i) for i in range(len(self.operands)))
+        first, maps = out_buffer - len(self.operands), staging.maps if staging else {}
+        operands = (maps.get(i, Buffer(first + i)) for i in range(len(self.operands)))
         outputs = (Buffer(out_buffer + 1 + i) for i in range(len(self.outputs)))
         return (*operands, *outputs, strides, *partials)
 
@@ -244,21 +282,33 @@ class Epilogue:
     def _arrays(self) -> tuple[EpilogueArray, ...]:
         return (*self.operands, *self.outputs)
 
-    @property
-    def _parameter_types(self) -> list[str]:
-        types = [f"const {CXX_TYPES[x.dtype]}*" for x in self.operands]
+    def _parameter_types(self, staging: Staging | None) -> list[str]:
+        maps = staging.maps if staging else {}
+        types = [
+            "tilekern::TensorMap" if i in maps else f"const {CXX_TYPES[x.dtype]}*"
+            for i, x in enumerate(self.operands)
+        ]
         types += [f"{CXX_TYPES[x.dtype]}*" for x in self.outputs]
         types += [f"tilekern::ElementStrides<{len(types)}>"] if types else []
         return types + [f"{x.cxx_class}::Partial*" for x in self.reductions]
 
     def _functor(
-        self, within_rows: bool, within_columns: bool, columns: int, tile_columns: int
+        self,
+        within_rows: bool,
+        within_columns: bool,
+        columns: int,
+        tile_columns: int,
+        staging: Staging | None,
     ) -> str:
         names = [f"p{i}" for i, _ in enumerate(self._arrays, 1)]
         names += ["strides"] if names else []
         names += [f"q{i}" for i, _ in enumerate(self.reductions)]
-        types = zip(self._parameter_types, names, strict=True)
-        members = [f"{kind} {name};" for kind, name in types]
+        types = zip(self._parameter_types(staging), names, strict=True)
+        # A tensor map is read where the kernel's parameter lies.
+        members = [
+            f"const {kind}& {name};" if kind == "tilekern::TensorMap" else f"{kind} {name};"
+            for kind, name in types
+        ]
         before = [
             _coordinate("row", "rows", 1, within_rows),
             _coordinate("column", "columns", "kRun", within_columns),
@@ -266,10 +316,21 @@ class Epilogue:
         each = ["const Accumulator x0 = accumulators[first + i];"]
         after = []
         blocks = _Blocks([], [], [], [])
+        in_order = any(
+            all(array.strides[-2:]) and not (staging and i in staging.maps)
+            for i, array in enumerate(self._arrays)
+        )
         # A block is 16 accumulators of a lane: see `kBlockOf`.
         in_blocks = within_columns and tile_columns % 32 == 0 and not self.reductions
         numbered = list(enumerate(self._arrays))
+        staged = _StagedText(staging, self.operands, len(self.batch))
         for i, array in numbered[: len(self.operands)]:
+            if i in staged.tiles:
+                blocks.read_staged(i, array, staged.tiles[i])
+                each.append(
+                    f"const {array.computed} x{i + 1} = computed(e{i + 1}[first - block + i]);"
+                )
+                continue
             if in_blocks and array.has_aligned_rows:
                 blocks.read(i, array)
                 each.append(
@@ -309,18 +370,20 @@ class Epilogue:
             f"prefetch_rows<kRows, kColumns>(p{i + 1}{_batch_offset(array, i, '0')}, "
             f"strides.row[{i}], at);"
             for i, array in numbered[: len(self.operands)]
-            if array.strides[-1] == 1 and array.strides[-2] != 0
+            if array.strides[-1] == 1 and array.strides[-2] != 0 and i not in staged.tiles
         ]
         reductions = [*enumerate(self.reductions)]
         for i, x in reductions:
             inside = "true" if within_columns else "at.column(first + i) < at.columns()"
             each.append(
-                f"t{i}[first + i - chunk] = {inside} ? {x.value} : {x.cxx_class}::kNeutral;"
+                f"t{i}[first + i - block] = {inside} ? {x.value} : {x.cxx_class}::kNeutral;"
             )
         template = _REDUCING_TEMPLATE if reductions else _TEMPLATE
         return template.format(
             name=_FUNCTOR,
-            block="kBlockOf<Coordinates, kRun>" if blocks.first else "kCount",
+            block="kBlockOf<Coordinates, kRun>" if blocks.begin else "kCount",
+            staged_columns=staging.columns if staging else 0,
+            staged=staged.functions(),
             first_block="\n    ".join(blocks.first),
             begin_block="\n      ".join(blocks.begin),
             next_block="\n      ".join(blocks.next),
@@ -331,7 +394,7 @@ class Epilogue:
             rows="\n    ".join(
                 f"{x.cxx_class} s{i}[Coordinates::kRowSlots];" for i, x in reductions
             ),
-            values="\n      ".join(f"float t{i}[kChunk];" for i, _ in reductions),
+            values="\n      ".join(f"float t{i}[kBlock];" for i, _ in reductions),
             add="\n      ".join(f"add_values<Coordinates>(s{i}, t{i});" for i, _ in reductions),
             tile_columns=tile_columns,
             store="\n    ".join(f"store_partials(q{i}, tile, s{i}, at);" for i, _ in reductions),
@@ -340,7 +403,7 @@ class Epilogue:
             longest_run=2 if columns % 2 == 0 and self.ragged != "columns" else 1,
             before="\n      ".join(before),
             each="\n        ".join(each),
-            after="\n      ".join([*after, *([_KEEP_ORDER] if self.has_matrices else [])]),
+            after="\n      ".join([*after, *([_KEEP_ORDER] if in_order else [])]),
         )
 
     def _result(self, expression: str) -> str:
@@ -371,6 +434,10 @@ class _Blocks(NamedTuple):
         read = f"n{i + 1}.read({self._place(i, array, 'block + kBlock')});"
         self.next.append(f"if (block + kBlock < kCount) {read}")
 
+    def read_staged(self, i: int, array: EpilogueArray, tile: str) -> None:
+        self.begin.append(f"{CXX_TYPES[array.dtype]} e{i + 1}[kBlock];")
+        self.begin.append(f"at.template read<{tile}>(e{i + 1}, block);")
+
     def write(self, i: int, array: EpilogueArray) -> None:
         self._declare(i, array)
         self.end.append(f"n{i + 1}.from_accumulators(e{i + 1});")
@@ -386,8 +453,69 @@ class _Blocks(NamedTuple):
         return f"{matrix}, strides.row[{i}], at, {accumulator}"
 
 
+class _StagedText:
+    """The functions of an epilogue that load its operands to stages of the mainloop.
+
+    Attributes
+    ----------
+    tiles
+        The class of each operand's elements in a stage, and where they lie there.
+    """
+
+    def __init__(
+        self, staging: Staging | None, operands: Sequence[EpilogueArray], batch_dims: int
+    ) -> None:
+        self.tiles: dict[int, str] = {}
+        self._bytes = ["0"]
+        self._loads: list[str] = []
+        self._prefetches: list[str] = []
+        if staging is None:
+            return
+        # Rows are behind matrices, whose swizzle takes more alignment.
+        for i in sorted(staging.maps, key=lambda i: (operands[i].strides[-2] == 0, i)):
+            self._add(i, operands[i], staging, batch_dims)
+
+    def _add(self, i: int, array: EpilogueArray, staging: Staging, batch_dims: int) -> None:
+        *batch, row, _ = array.strides
+        kind = CXX_TYPES[array.dtype]
+        rows = f"{staging.rows}, " if row else ""
+        tile = f"tilekern::Staged{'Tile' if row else 'Row'}<{kind}, {rows}{staging.columns}>"
+        offset = " + ".join(self._bytes)
+        self._bytes.append(f"{tile}::kBytes")
+        # The coordinate stays 0 in dimensions over which the operand is broadcast.
+        places = ["0"] * 3
+        for dim, stride in enumerate(batch, 3 - batch_dims):
+            places[dim] = f"work.out_batch[{dim}]" if stride else "0"
+        at = ", ".join(("work.n + column", "work.m" if row else "0", *reversed(places)))
+        self._loads.append(f"{tile}::load(to + ({offset}), p{i + 1}, {{{{{at}}}}}, full);")
+        self._prefetches.append(f"{tile}::prefetch(p{i + 1}, {{{{{at}}}}});")
+        self.tiles[i] = f"{tile}, {offset}"
+
+    def functions(self) -> str:
+        """Return the text of the functions."""
+        if not self.tiles:
+            return ""
+        return _STAGED_TEMPLATE.format(
+            bytes=" + ".join(self._bytes),
+            loads="\n    ".join(self._loads),
+            prefetches="\n    ".join(self._prefetches),
+        )
+
+
 # ptxas hoists loads of a whole tile's operands, and spills what they load. It moves none over this.
 _KEEP_ORDER = "if (Coordinates::kConverged && (first + kRun) % 16 == 0) __syncwarp();"
+
+_STAGED_TEMPLATE = """
+  static constexpr int staged_bytes() {{ return {bytes}; }}
+  template <class WorkTile>
+  void load(tilekern::uint32 to, const WorkTile& work, int column, tilekern::uint32 full) const {{
+    {loads}
+  }}
+  template <class WorkTile>
+  void prefetch(const WorkTile& work, int column) const {{
+    {prefetches}
+  }}
+"""
 
 _TEMPLATE = """#include "gemm/epilogue_arrays.cuh"
 #include "scalar_functions.cuh"
@@ -395,6 +523,7 @@ _TEMPLATE = """#include "gemm/epilogue_arrays.cuh"
 struct {name} {{
   static constexpr bool kStores = {stores};
   static constexpr bool kPrefetches = {prefetches};
+  static constexpr int kStagedColumns = {staged_columns};
   {members}
 
   template <typename Accumulator, int kCount, class Coordinates>
@@ -420,7 +549,7 @@ struct {name} {{
       {end_block}
     }}
   }}
-
+{staged}
   template <int kRows, int kColumns, class Coordinates>
   void prefetch(const Coordinates& at) const {{
     using namespace tilekern;
@@ -436,19 +565,20 @@ _REDUCING_TEMPLATE = """#include "gemm/epilogue_arrays.cuh"
 struct {name} {{
   static constexpr bool kStores = {stores};
   static constexpr bool kPrefetches = {prefetches};
+  static constexpr int kStagedColumns = {staged_columns};
   {members}
 
   template <typename Accumulator, int kCount, class Coordinates>
   void operator()(Accumulator (&accumulators)[kCount], const Coordinates& at) const {{
     using namespace tilekern;
     constexpr int kRun = min_of(Coordinates::kAdjacentColumns, {longest_run});
-    constexpr int kChunk = min_of(kReducedValues, kCount);
+    constexpr int kBlock = min_of(kReducedValues, kCount);
     {rows}
 #pragma unroll
-    for (int chunk = 0; chunk < kCount; chunk += kChunk) {{
+    for (int block = 0; block < kCount; block += kBlock) {{
       {values}
 #pragma unroll
-      for (int first = chunk; first < chunk + kChunk; first += kRun) {{
+      for (int first = block; first < block + kBlock; first += kRun) {{
         {before}
 #pragma unroll
         for (int i = 0; i < kRun; ++i) {{

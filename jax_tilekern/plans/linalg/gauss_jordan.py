@@ -30,8 +30,7 @@ _FILE = "linalg/gauss_jordan_update.cuh"
 # Threads of a CTA, rows of a thread, and CTAs of the cluster that eliminates a panel.
 PanelShape = tuple[int, int, int]
 _PANELS: tuple[PanelShape, ...] = (
-    (128, 1, 1),
-    (256, 1, 1),
+    (128, 1, 2),
     (256, 1, 2),
     (256, 1, 4),
     (256, 1, 8),

@@ -25,6 +25,10 @@ _MAX_COLUMNS = 8  # right-hand sides of a thread at a time
 # if there are too few matrices for the GPU.
 _SHARED_COLUMNS = 64
 _ENOUGH_WAVES = 4
+_WARP = 32
+# A thread solves a system of at most so many rows by itself, with few right-hand sides.
+_THREAD_ROWS = 8
+_THREAD_COLUMNS = 2
 
 
 @dataclass(frozen=True)
@@ -45,36 +49,53 @@ class SmallMatrices:
     size: int
     dtype: np.dtype[Any]
 
-    @property
-    def lanes(self) -> int:
-        """Lanes that share a matrix, one row each."""
-        return max(2, 1 << (self.size - 1).bit_length())
+    def kernel(self, file: str, name: str, *arguments: int) -> Kernel:
+        """Return a kernel for these matrices, with further template arguments."""
+        listed = ", ".join(map(str, (CXX_TYPES[self.dtype], self.size, *map(int, arguments))))
+        return Kernel(f"linalg/{file}.cuh", f"tilekern::{name}<{listed}>")
 
-    @property
-    def team(self) -> int:
-        """Threads that synchronise with each other."""
-        return max(32, self.lanes)
+    def with_row_lanes(self, file: str, name: str, *arguments: int) -> MatrixKernel:
+        """Return a kernel whose lanes hold one row each."""
+        lanes = max(2, _power_of_two(self.size))
+        threads = 128 if lanes <= _WARP else lanes
+        return MatrixKernel(self, self.kernel(file, name, *arguments), lanes, threads)
 
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return 128 if self.team == 32 else self.team
+
+@dataclass(frozen=True)
+class MatrixKernel:
+    """A kernel, and how it divides matrices among threads.
+
+    Attributes
+    ----------
+    matrices
+        The batch.
+    kernel
+        What is compiled.
+    lanes
+        Lanes that share a matrix, a power of two.
+    threads
+        Threads of a CTA.
+    """
+
+    matrices: SmallMatrices
+    kernel: Kernel
+    lanes: int
+    threads: int = _WARP
 
     @property
     def blocks(self) -> int:
         """CTAs for all of the matrices."""
-        return math.ceil(self.count / (self.threads // self.lanes))
+        return math.ceil(self.matrices.count / (self.threads // self.lanes))
 
     @property
     def alignment(self) -> int:
-        """Bytes to which a team's first matrix is aligned: what it loads and stores at once."""
-        elements = self.team // self.lanes * self.size**2
-        return math.gcd(_VECTOR_BYTES, elements * self.dtype.itemsize)
+        """Bytes to which the first matrix is aligned of threads that synchronise with each other.
 
-    def kernel(self, file: str, name: str, *arguments: int) -> Kernel:
-        """Return a kernel for these matrices, with further template arguments."""
-        listed = ", ".join(map(str, (CXX_TYPES[self.dtype], self.size, *map(int, arguments))))
-        return Kernel(file, f"tilekern::{name}<{listed}>")
+        They load and store so many at once.
+        """
+        together = max(_WARP, self.lanes) // self.lanes
+        elements = together * self.matrices.size**2
+        return math.gcd(_VECTOR_BYTES, elements * self.matrices.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -93,25 +114,31 @@ class Columns:
     contiguous: bool = False
 
 
-def inverse_kernel(matrices: SmallMatrices) -> Kernel:
+def inverse_kernel(matrices: SmallMatrices) -> MatrixKernel:
     """Return the kernel that inverts."""
-    return matrices.kernel("linalg/matrix_inverse.cuh", "matrix_inverse")
+    return matrices.with_row_lanes("matrix_inverse", "matrix_inverse")
 
 
-def lu_kernel(matrices: SmallMatrices) -> Kernel:
+def lu_kernel(matrices: SmallMatrices) -> MatrixKernel:
     """Return the kernel that factors with partial pivoting."""
-    return matrices.kernel("linalg/matrix_factor.cuh", "matrix_lu")
+    return matrices.with_row_lanes("matrix_lu", "matrix_lu")
 
 
-def cholesky_kernel(matrices: SmallMatrices, *, symmetrize: bool) -> Kernel:
+def cholesky_kernel(matrices: SmallMatrices, *, symmetrize: bool) -> MatrixKernel:
     """Return the kernel that factors positive definite matrices."""
-    return matrices.kernel("linalg/matrix_factor.cuh", "matrix_cholesky", symmetrize)
+    kernel = matrices.kernel("matrix_cholesky", "matrix_cholesky", symmetrize)
+    size = matrices.size
+    rows = min(size, 2 if size > 16 else _VECTOR_BYTES // matrices.dtype.itemsize)  # of a lane
+    return MatrixKernel(matrices, kernel, _power_of_two(math.ceil(size / rows)))
 
 
-def solve_kernel(matrices: SmallMatrices, columns: Columns, *, transpose: bool) -> Kernel:
+def solve_kernel(matrices: SmallMatrices, columns: Columns, *, transpose: bool) -> MatrixKernel:
     """Return the kernel that solves with partial pivoting."""
+    if matrices.size <= _THREAD_ROWS and columns.count <= _THREAD_COLUMNS:
+        kernel = matrices.kernel("matrix_solve_thread", "thread_matrix_solve", transpose)
+        return MatrixKernel(matrices, kernel, lanes=1)
     at_once = columns_at_once(columns)
-    return matrices.kernel("linalg/matrix_solve.cuh", "matrix_solve", at_once, transpose)
+    return matrices.with_row_lanes("matrix_solve", "matrix_solve", at_once, transpose)
 
 
 def triangular_solve_kernel(
@@ -121,28 +148,24 @@ def triangular_solve_kernel(
     lower: bool,
     transpose: bool,
     unit_diagonal: bool,
-) -> Kernel:
+) -> MatrixKernel:
     """Return the kernel that solves with one triangle."""
     choices = (columns_at_once(columns), lower, transpose, unit_diagonal)
-    return matrices.kernel("linalg/matrix_solve.cuh", "matrix_triangular_solve", *choices)
+    return matrices.with_row_lanes("matrix_solve", "matrix_triangular_solve", *choices)
 
 
 def columns_at_once(columns: Columns) -> int:
     """Return how many right-hand sides a thread has at a time, a power of two."""
-    return min(_MAX_COLUMNS, 1 << (columns.count - 1).bit_length())
+    return min(_MAX_COLUMNS, _power_of_two(columns.count))
 
 
-def plan_matrices(
-    matrices: SmallMatrices, kernel: Kernel, results: int, gpu: Gpu
-) -> LaunchPlan | NoKernel:
+def plan_matrices(kernel: MatrixKernel, results: int, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan and compile a kernel of matrices alone.
 
     Parameters
     ----------
-    matrices
-        The operand, and the kernel's first result.
     kernel
-        One of those above.
+        One of those above. Its first result is as the operand.
     results
         How many there are; those after the first are of integers.
     gpu
@@ -155,18 +178,15 @@ def plan_matrices(
     """
     integers = (np.dtype(np.int32).itemsize,) * (results - 1)
     return _plan(
-        matrices,
         kernel,
         gpu,
-        (matrices.blocks, 1, 1),
-        Scalars.pack("q", matrices.count),
-        (matrices.alignment, matrices.alignment, *integers),
+        1,
+        Scalars.pack("q", kernel.matrices.count),
+        (kernel.alignment, kernel.alignment, *integers),
     )
 
 
-def plan_columns(
-    matrices: SmallMatrices, columns: Columns, kernel: Kernel, gpu: Gpu
-) -> LaunchPlan | NoKernel:
+def plan_columns(kernel: MatrixKernel, columns: Columns, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan and compile a kernel of matrices and right-hand sides, whose result is as the latter.
 
     Raises
@@ -176,52 +196,53 @@ def plan_columns(
     """
     if columns.count >= 2**31:
         return NoKernel(f"{columns.count} right-hand sides (at most {2**31 - 1})")
-    each = columns_per_block(matrices, columns, gpu)
+    matrices = kernel.matrices
+    each = columns_per_block(kernel.blocks, columns, gpu)
     strides = (1, matrices.size) if columns.contiguous else (columns.count, 1)
     itemsize = matrices.dtype.itemsize
     return _plan(
-        matrices,
         kernel,
         gpu,
-        (matrices.blocks, math.ceil(columns.count / each), 1),
+        math.ceil(columns.count / each),
         Scalars.pack("qqqii", matrices.count, *strides, columns.count, each),
-        (matrices.alignment, itemsize, itemsize),
+        (kernel.alignment, itemsize, itemsize),
     )
 
 
-def columns_per_block(matrices: SmallMatrices, columns: Columns, gpu: Gpu) -> int:
-    """Return how many right-hand sides of its matrices a CTA solves."""
-    if matrices.blocks >= _ENOUGH_WAVES * gpu.sm_count:
+def columns_per_block(blocks: int, columns: Columns, gpu: Gpu) -> int:
+    """Return how many right-hand sides of its matrices each of so many CTAs solves."""
+    if blocks >= _ENOUGH_WAVES * gpu.sm_count:
         return columns.count
     least = math.ceil(columns.count / MAX_GRID[1] / _MAX_COLUMNS) * _MAX_COLUMNS
     return min(columns.count, max(_SHARED_COLUMNS, least))
 
 
 def _plan(
-    matrices: SmallMatrices,
-    kernel: Kernel,
-    gpu: Gpu,
-    grid: tuple[int, int, int],
-    scalars: Scalars,
-    alignments: tuple[int, ...],
+    chosen: MatrixKernel, gpu: Gpu, parts: int, scalars: Scalars, alignments: tuple[int, ...]
 ) -> LaunchPlan | NoKernel:
+    matrices, kernel, blocks = chosen.matrices, chosen.kernel, chosen.blocks
     if gpu.compute_capability < _MIN_COMPUTE_CAPABILITY:
         return NoKernel(f"{gpu.arch} is older than sm_80")
-    if grid[0] > MAX_GRID[0]:
-        return NoKernel(f"{matrices.count} matrices take {grid[0]} CTAs (at most {MAX_GRID[0]})")
+    if blocks > MAX_GRID[0]:
+        return NoKernel(f"{matrices.count} matrices take {blocks} CTAs (at most {MAX_GRID[0]})")
     compiled = compile_kernels(kernel, arch=gpu.arch)
     launch = Launch(
         entry=compiled.entry(kernel.name),
-        grid=grid,
-        block=(matrices.threads, 1, 1),
+        grid=(blocks, parts, 1),
+        block=(chosen.threads, 1, 1),
         parameters=(*map(Buffer, range(len(alignments))), scalars),
     )
     family = kernel.name.removeprefix("tilekern::").partition("<")[0]
-    size = matrices.size
+    lanes = f"{chosen.lanes} lanes" if chosen.lanes > 1 else "a thread"
     return LaunchPlan(
-        name=f"{family} {matrices.dtype} {size}x{size}",
+        name=f"{family} {matrices.dtype} {matrices.size}x{matrices.size}",
         gpu=gpu,
         launches=(launch,),
         alignments=alignments,
-        reason=f"{matrices.count} matrices, {matrices.lanes} lanes each",
+        reason=f"{matrices.count} matrices, {lanes} each",
     )
+
+
+def _power_of_two(number: int) -> int:
+    """Return the smallest power of two that is not less than a number."""
+    return 1 << (number - 1).bit_length()

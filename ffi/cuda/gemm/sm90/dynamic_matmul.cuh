@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(config.threads(), 1)
     wgmma_matmul_dynamic(const __grid_constant__ TensorMap lhs,
                          const __grid_constant__ TensorMap rhs,
                          const __grid_constant__ TensorMap out_map, Out* out, int32* claimed,
-                         const __grid_constant__ WgmmaShape shape, Operands... operands) {
+                         const __grid_constant__ WgmmaShape shape,
+                         const __grid_constant__ Operands... operands) {
   using Scheduler = DynamicPersistentScheduler<config, ClaimedDenseTiles<config>>;
   WgmmaMatmul<OperandTypes<Lhs>, OperandTypes<Rhs>, Out, config, Scheduler, Epilogue>(
       shape, {ClaimedDenseTiles<config>(shape), claimed}, Epilogue{operands...})

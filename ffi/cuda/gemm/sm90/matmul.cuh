@@ -26,6 +26,7 @@
 #include "gemm/sm90/epilogue.cuh"
 #include "gemm/sm90/mma_policy.cuh"
 #include "gemm/sm90/producer.cuh"
+#include "gemm/sm90/staged_operands.cuh"
 #include "gemm/sm90/store.cuh"
 #include "gemm/sm90/tile_scheduler.cuh"
 
@@ -38,7 +39,7 @@ template <class Lhs, class Rhs, typename Out, WgmmaConfig config, class Schedule
 class WgmmaMatmul {
   using Mma = WarpgroupMma<Lhs, Rhs, config>;
   using Pipeline = MainloopPipeline<config, Mma::kStageBytes>;
-  using Producer = TmaProducer<Lhs, Rhs, config, Pipeline, Scheduler>;
+  using Producer = TmaProducer<Lhs, Rhs, config, Pipeline, Scheduler, Epilogue>;
   // With two copies of the loop's body, ptxas serializes the MMAs (C7515) where they would
   // overwrite what an epilogue has left in the accumulators.
   static constexpr bool kClears = Mma::kFragmentSets == 2 && !kSame<Epilogue, IdentityEpilogue>;
@@ -47,6 +48,8 @@ class WgmmaMatmul {
   using Store = TileStore<Out, config, typename Mma::Coordinates::Layout, Scheduler::kPartialN>;
   static constexpr int kRowBlocks = config.consumer_m() / 64;
   static_assert(config.consumers <= 2, "registers");
+  // Ping-pong consumers would keep stages from each other, and hide what the epilogue reads anyway.
+  static_assert(Epilogue::kStagedColumns == 0 || config.cooperative);
 
  public:
   WgmmaMatmul(const WgmmaShape& shape, const typename Scheduler::Params& params,
@@ -79,7 +82,7 @@ class WgmmaMatmul {
     if (warpgroup == config.consumers) {
       warpgroup_reg_dealloc<40>();
       if (threadIdx.x % 128 == 0) {
-        Producer(pipeline_, shape_, cta_, lhs, rhs, rhs_step).run(params_);
+        Producer(pipeline_, shape_, cta_, epilogue_, lhs, rhs, rhs_step).run(params_);
       }
       if constexpr (Scheduler::kDynamic) {
         if (threadIdx.x % 128 == 32 && cta_ == 0) Scheduler::schedule(params_);
@@ -145,10 +148,14 @@ class WgmmaMatmul {
       const int ragged_end = work.n + scheduler.columns();
       const int& column_end = kRagged ? ragged_end : shape_.n;
       const bool is_group = !kRagged || scheduler.k_tiles() > 0;
+      if constexpr (Epilogue::kStagedColumns > 0) {
+        apply_staged(mainloop, state, work, consumer);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kRowBlocks; ++i) {
-        epilogue_(mainloop.mma().result()[i],
-                  mainloop.mma().coordinates(i, work, shape_, column_end, is_group));
+        for (int i = 0; i < kRowBlocks; ++i) {
+          epilogue_(mainloop.mma().result()[i],
+                    mainloop.mma().coordinates(i, work, shape_, column_end, is_group));
+        }
       }
       if constexpr (Epilogue::kStores) {
         const int (&batch)[kBoxBatchDims] = work.out_batch;
@@ -158,6 +165,30 @@ class WgmmaMatmul {
     }
     store.flush();
     store.wait_read();
+  }
+
+  // Applies the epilogue to the columns of each stage of its operands.
+  void apply_staged(Mainloop& mainloop, typename Pipeline::State& state, const WorkTile& work,
+                    int consumer) const {
+    using Accumulator = typename Mma::Accumulator;
+    constexpr int kColumns = Epilogue::kStagedColumns;
+#pragma unroll
+    for (int column = 0; column < config.block_n; column += kColumns) {
+      pipeline_.wait_full(state);
+#pragma unroll
+      for (int i = 0; i < kRowBlocks; ++i) {
+        auto& accumulators =
+            reinterpret_cast<Accumulator(&)[kColumns / 2]>(mainloop.mma().result()[i][column / 2]);
+        const auto at = mainloop.mma().coordinates(i, work, shape_, shape_.n, true);
+        epilogue_(accumulators, StagedCoordinates<Mma::Coordinates::Layout::kPairedRows>{
+                                    at, column, pipeline_.stage(state.stage)});
+      }
+      // The reads come before the writes by TMA that follow the release.
+      fence_async_proxy();
+      sync_consumer(1 + consumer);
+      pipeline_.release(state.stage);
+      state.advance();
+    }
   }
 
   // The arrays that the epilogue reads are in L2 when the mainloop is done.
@@ -188,7 +219,8 @@ template <typename Lhs, typename Rhs, typename Out, WgmmaConfig config,
 __global__ void __launch_bounds__(config.threads(), 1)
     wgmma_matmul(const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap rhs,
                  const __grid_constant__ TensorMap out_map, Out* out,
-                 const __grid_constant__ WgmmaShape shape, Operands... operands) {
+                 const __grid_constant__ WgmmaShape shape,
+                 const __grid_constant__ Operands... operands) {
   using Scheduler = StaticPersistentScheduler<config>;
   WgmmaMatmul<OperandTypes<Lhs>, OperandTypes<Rhs>, Out, config, Scheduler, Epilogue>(
       shape, {shape}, Epilogue{operands...})
@@ -204,7 +236,8 @@ __global__ void __launch_bounds__(config.threads(), 1)
                           const __grid_constant__ TensorMap out_map, float* out,
                           const int32* lhs_exponents, const int32* rhs_exponents,
                           const int32* use_float32, const __grid_constant__ WgmmaShape shape,
-                          const __grid_constant__ PartStrides strides, Operands... operands) {
+                          const __grid_constant__ PartStrides strides,
+                          const __grid_constant__ Operands... operands) {
   static_assert(config.cluster == 1,
                 "CTAs that return here would be missed by the cluster's barriers");
   if (*use_float32) return;

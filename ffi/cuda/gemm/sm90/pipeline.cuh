@@ -1,4 +1,4 @@
-// The barriers between the producer and the consumers of a CTA or cluster.
+// The barriers between the producer and the consumers of a CTA or cluster, and of a consumer.
 #pragma once
 
 #include "cluster.cuh"
@@ -6,6 +6,11 @@
 #include "mbarrier.cuh"
 
 namespace tilekern {
+
+// Synchronises the threads of a consumer. Named barriers 1 to `consumers` are theirs.
+inline void sync_consumer(int barrier) {
+  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+}
 
 // The ring of stages of the mainloop. Each stage has a full barrier, which completes when the
 // stage's bytes have come in, and an empty barrier, which completes when all who read the stage
@@ -43,7 +48,7 @@ class MainloopPipeline {
   }
 
   // Called by all threads of a consumer: tells the producers of the cluster that it has read a
-  // stage.
+  // stage. Threads that read it by themselves, and not by MMAs, synchronise before.
   void release(int stage) const {
     const int thread = threadIdx.x % 128;
     const uint32 barrier = empty_ + stage * kBarrierBytes;

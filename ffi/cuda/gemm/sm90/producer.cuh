@@ -2,11 +2,13 @@
 //
 // A producer provides
 //
-//   Producer(pipeline, shape, cta, tensor maps ...)
+//   Producer(pipeline, shape, cta, epilogue, tensor maps ...)
 //   void run(scheduler, params)    by the producer thread: loads the k-tiles of all work tiles, and
 //                                  requests work tiles as tile_scheduler.cuh says
 //
 // and fills each stage with what the MMA policy reads: the tiles of lhs's parts, and then of rhs's.
+// Behind the k-tiles of a work tile come the stages of what the epilogue reads
+// (staged_operands.cuh).
 #pragma once
 
 #include "gemm/sm90/config.cuh"
@@ -15,7 +17,7 @@
 
 namespace tilekern {
 
-template <class Lhs, class Rhs, WgmmaConfig config, class Pipeline, class Scheduler>
+template <class Lhs, class Rhs, WgmmaConfig config, class Pipeline, class Scheduler, class Epilogue>
 class TmaProducer {
   static_assert(kSame<typename Lhs::Storage, typename Lhs::Shared> &&
                     kSame<typename Rhs::Storage, typename Rhs::Shared>,
@@ -35,9 +37,15 @@ class TmaProducer {
 
  public:
   // `rhs_step` has TMA tiles of kTmaColumnStep columns, for partial tiles.
-  TmaProducer(const Pipeline& pipeline, const WgmmaShape& shape, int cta, const TensorMap& lhs,
-              const TensorMap& rhs, const TensorMap& rhs_step)
-      : pipeline_(pipeline), shape_(shape), cta_(cta), lhs_(lhs), rhs_(rhs), rhs_step_(rhs_step) {}
+  TmaProducer(const Pipeline& pipeline, const WgmmaShape& shape, int cta, const Epilogue& epilogue,
+              const TensorMap& lhs, const TensorMap& rhs, const TensorMap& rhs_step)
+      : pipeline_(pipeline),
+        shape_(shape),
+        cta_(cta),
+        epilogue_(epilogue),
+        lhs_(lhs),
+        rhs_(rhs),
+        rhs_step_(rhs_step) {}
 
   void run(const typename Scheduler::Params& params) const {
     typename Pipeline::State state;
@@ -53,13 +61,41 @@ class TmaProducer {
       if (k_tiles == 0) scheduler.request();
       for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
         if (k_tile == requesting) scheduler.request();
+        if constexpr (Epilogue::kStagedColumns > 0) prefetch_staged(work, k_tile, k_tiles);
         load(state, work, columns, k_tile);
         state.advance();
       }
+      if constexpr (Epilogue::kStagedColumns > 0) load_staged(state, work);
     }
   }
 
  private:
+  // The epilogue's operands are prefetched to L2 during so many k-tiles before their loads. All
+  // CTAs prefetch at the same time, and DRAM serves the mainloops' operands meanwhile.
+  static constexpr int kPrefetchingKTiles = 32;
+
+  void prefetch_staged(const WorkTile& work, int k_tile, int k_tiles) const {
+    constexpr int kInterval =
+        max_of(1, kPrefetchingKTiles * Epilogue::kStagedColumns / config.block_n);
+    const int from = k_tile - max_of(0, k_tiles - kPrefetchingKTiles);
+    const int column = from / kInterval * Epilogue::kStagedColumns;
+    if (from >= 0 && from % kInterval == 0 && column < config.block_n) {
+      epilogue_.prefetch(work, column);
+    }
+  }
+
+  void load_staged(typename Pipeline::State& state, const WorkTile& work) const {
+    static_assert(Epilogue::staged_bytes() <= kStageBytes && !Scheduler::kPartialN);
+#pragma unroll 1
+    for (int column = 0; column < config.block_n; column += Epilogue::kStagedColumns) {
+      const uint32 full = pipeline_.full(state.stage);
+      pipeline_.wait_empty(state);
+      mbarrier_arrive_expect_tx(full, Epilogue::staged_bytes());
+      epilogue_.load(pipeline_.stage(state.stage), work, column, full);
+      state.advance();
+    }
+  }
+
   void load(const typename Pipeline::State& state, const WorkTile& work, int columns,
             int k_tile) const {
     const uint32 full = pipeline_.full(state.stage);
@@ -134,6 +170,7 @@ class TmaProducer {
   const Pipeline& pipeline_;
   const WgmmaShape& shape_;
   int cta_;
+  const Epilogue& epilogue_;
   const TensorMap& lhs_;
   const TensorMap& rhs_;
   const TensorMap& rhs_step_;

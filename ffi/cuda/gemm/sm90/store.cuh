@@ -5,6 +5,7 @@
 
 #include "gemm/sm90/config.cuh"
 #include "gemm/sm90/epilogue.cuh"
+#include "gemm/sm90/pipeline.cuh"
 #include "ptx.cuh"
 #include "tma.cuh"
 
@@ -139,7 +140,7 @@ class TileStore {
   }
 
  private:
-  void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(barrier_) : "memory"); }
+  void sync() const { sync_consumer(barrier_); }
 
   static constexpr int offset(int row, int column) {
     if constexpr (kMajorM) {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from jax_tilekern.compilation.compiler import Compiled, Kernel
+from jax_tilekern.plans.gemm.epilogue import EpilogueArray
 from jax_tilekern.plans.gemm.rasterization import raster_height
 from jax_tilekern.plans.gemm.sm90.config import (
     MAX_BATCH_DIMS,
@@ -151,6 +152,40 @@ def _out_map(view: View, instance: WgmmaInstance) -> TensorMap:
     )
 
 
+def staged_map(
+    array: EpilogueArray, buffer: int, sizes: tuple[int, ...], tile_columns: int, tile_rows: int
+) -> TensorMap:
+    """Return the map of an epilogue's operand, see ``gemm/sm90/staged_operands.cuh``.
+
+    Parameters
+    ----------
+    array
+        The operand.
+    buffer
+        Its buffer.
+    sizes
+        Sizes of the batch dimensions, then rows and columns.
+    tile_columns, tile_rows
+        Columns that a stage has, and rows of the output tile.
+    """
+    *batch_strides, row_stride, _ = array.strides
+    *batch, rows, columns = sizes
+    itemsize = array.dtype.itemsize
+    box, swizzle = (tile_columns, 1), 0
+    if row_stride:
+        box = (min(tile_columns, TILE_ROW_BYTES // itemsize), tile_rows)
+        swizzle = box[0] * itemsize
+    return _map(
+        buffer,
+        f"uint{8 * itemsize}",
+        itemsize,
+        ((columns, 1), (rows if row_stride else 1, row_stride)),
+        [*zip(batch, batch_strides, strict=True)],
+        box,
+        swizzle=cast("Literal[0, 32, 64, 128]", swizzle),
+    )
+
+
 def _map(
     buffer: int,
     dtype: str,
@@ -158,6 +193,7 @@ def _map(
     matrix: tuple[tuple[int, int], tuple[int, int]],
     batch: list[tuple[int, int]],
     box: tuple[int, int],
+    swizzle: Literal[0, 32, 64, 128] = 128,
 ) -> TensorMap:
     """Return the map of a matrix, given sizes and strides innermost first, and of its batch."""
     # The coordinate stays 0 in dimensions over which an operand is broadcast.
@@ -171,5 +207,5 @@ def _map(
         # A dimension of size 1 may have any stride.
         tuple(stride * itemsize if size > 1 else TMA_STRIDE_BYTES for size, stride in rest),
         (*box, *(1,) * MAX_BATCH_DIMS),
-        swizzle=128,
+        swizzle=swizzle,
     )

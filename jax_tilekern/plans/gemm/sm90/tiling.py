@@ -25,6 +25,7 @@ from jax_tilekern.plans.gemm.sm90.config import (
     WgmmaTile,
     takes,
 )
+from jax_tilekern.plans.gemm.sm90.staged_operands import staging_of
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, NoKernel, Parameter
 
@@ -94,14 +95,16 @@ class TiledCandidate(CostedCandidate):
             return plain, ()
         if self.swapped:
             epilogue, rows, columns = epilogue.swapped(), columns, rows
+        staging = staging_of(self.instance, epilogue, geometry, out_buffer)
         kernel = epilogue.kernel(
             plain,
             columns=columns,
             within_rows=rows % (self.tile.block_m * self.tile.cluster) == 0,
             within_columns=columns % self.tile.block_n == 0,
             tile_columns=self.tile.block_n,
+            staging=staging,
         )
-        return kernel, epilogue.parameters(out_buffer, partials)
+        return kernel, epilogue.parameters(out_buffer, partials, staging)
 
     def out_alignment(self, itemsize: int) -> int:
         """Return the bytes that the output's address is a multiple of."""

@@ -1,0 +1,79 @@
+"""Where local products are XLA's own, a sharded program is compiled to what JAX's is.
+
+XLA's partitioner calls back for each of our calls. What it inlines must not keep XLA from combining
+collectives, from fusing, or from multiplying without copies.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded import AUTO, devices, mesh_of
+
+import jax_tilekern as jtk
+from jax_tilekern.ops import contraction
+
+pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+
+TOKENS, WIDTH, HIDDEN = 96, 48, 160
+SCHEMES = {  # x, up, down
+    "data parallel": (P("m"), P(), P()),
+    "tensor parallel": (P(), P(None, "m"), P("m")),
+    "data and tensor parallel": (P("d"), P(None, "m"), P("m")),
+}
+_INSTRUCTION = re.compile(r"= .*? ([a-z][\w-]*)\(")
+COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
+
+
+def counted(compiled):
+    """How often each instruction occurs, those of fusions included."""
+    lines = compiled.as_text().splitlines()
+    return collections.Counter(match[1] for x in lines if (match := _INSTRUCTION.search(x)))
+
+
+def training_step(matmul):
+    def forward(x, up, down):
+        return matmul(jax.nn.silu(matmul(x, up)), down)
+
+    def run(x, up, down, cotangent):
+        y, transpose = jax.vjp(forward, x, up, down)
+        return y, transpose(cotangent)
+
+    return run
+
+
+@pytest.fixture
+def local_products_are_xlas(monkeypatch):
+    monkeypatch.setattr(contraction, "small_left_to_xla", lambda _: "the test leaves it to XLA")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.usefixtures("local_products_are_xlas")
+def test_products_of_xlas_are_compiled_as_jaxs(scheme, dtype):
+    x, up, down = SCHEMES[scheme]
+    mesh = mesh_of((AUTO, AUTO))
+    specs = (x, up, down, x)
+    shapes = ((TOKENS, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH), (TOKENS, WIDTH))
+    args = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    out = jax.tree.map(lambda arg: arg.sharding, (args[0], tuple(args[:3])))
+    theirs, ours = (
+        counted(jax.jit(training_step(matmul), out_shardings=out).lower(*args).compile())
+        for matmul in (jnp.matmul, jtk.matmul)
+    )
+    assert "custom-call" not in ours
+    assert ours["dot"] == theirs["dot"] == 6
+    assert {x: ours[x] for x in COLLECTIVES} == {x: theirs[x] for x in COLLECTIVES}
+    assert ours["all-reduce"]
+    for name in ("convert", "copy", "transpose", "fusion", "reshape", "call", "opt-barrier"):
+        assert ours[name] <= theirs[name], (name, ours, theirs)
