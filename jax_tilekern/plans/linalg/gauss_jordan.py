@@ -1,7 +1,7 @@
 """The plan of an inverse by Gauss-Jordan elimination, on the kernels of ``gauss_jordan_*.cuh``.
 
-A block of columns is eliminated in panels, each by one cluster of CTAs. Then it holds the matrix that
-eliminates it elsewhere, and one product updates all other columns.
+A block of columns is eliminated in panels, each by one cluster of CTAs. Then it holds the matrix
+that eliminates it elsewhere, and one product updates all other columns.
 """
 
 from __future__ import annotations
