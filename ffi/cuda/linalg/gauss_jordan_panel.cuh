@@ -50,7 +50,7 @@ template <int kThreads, int kRows, int kCtas>
 __global__ void __launch_bounds__(kThreads, 1)
     gauss_jordan_panel(float* block, int32* steps, int32* order, float* pivot_rows, int rows,
                        int stride, int first, int column) {
-  // st.async is an illegal instruction in a launch without clusters, which one CTA would be.
+  // A launch of one CTA is one without clusters, which st.async is not used in.
   static_assert(kCtas > 1);
   constexpr int kWarps = kThreads / 32, kChunks = PanelMessage::kChunks;
   __shared__ PanelMessage messages[2][kCtas];
