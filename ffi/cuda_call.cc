@@ -110,10 +110,22 @@ std::string RunOnce(const Driver& driver, const Launch& launch, CUfunction funct
     if (!problem.empty()) return "parameter " + std::to_string(i) + ": " + problem;
   }
 
-  CUlaunchAttribute cluster = {};
-  cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-  cluster.value.clusterDim = {launch.cluster[0], launch.cluster[1], launch.cluster[2]};
+  CUlaunchAttribute attributes[2] = {};
   CUlaunchConfig config = {};
+  config.attrs = attributes;
+  // Architectures before 9.0 support neither attribute, not even a cluster of one CTA.
+  if (launch.cluster != Dim3{1, 1, 1}) {
+    CUlaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    cluster.value.clusterDim = {launch.cluster[0], launch.cluster[1], launch.cluster[2]};
+  }
+  // Without the attribute the launch begins when the one before has ended. A stream may be captured
+  // as a graph.
+  if (launch.overlaps && driver.version >= kGraphsOfOverlappingLaunches) {
+    CUlaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    overlap.value.programmaticStreamSerializationAllowed = 1;
+  }
   config.gridDimX = launch.grid[0];
   config.gridDimY = launch.grid[1];
   config.gridDimZ = launch.grid[2];
@@ -122,9 +134,6 @@ std::string RunOnce(const Driver& driver, const Launch& launch, CUfunction funct
   config.blockDimZ = launch.block[2];
   config.sharedMemBytes = launch.shared_memory_bytes;
   config.hStream = stream;
-  config.attrs = &cluster;
-  // Architectures before 9.0 do not support the cluster attribute, not even with one CTA.
-  config.numAttrs = launch.cluster == Dim3{1, 1, 1} ? 0 : 1;
   if (CUresult error = driver.cuLaunchKernelEx(&config, function, parameters.pointers(), nullptr)) {
     return "cuLaunchKernelEx: " + driver.Text(error);
   }

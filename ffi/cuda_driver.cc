@@ -50,6 +50,9 @@ Or<Driver> LoadDriver() {
       Find(library, "cuTensorMapEncodeTiled", driver.cuTensorMapEncodeTiled, missing);
   if (!complete) return "the NVIDIA driver is too old: libcuda.so.1 has no " + missing;
   if (CUresult error = driver.cuInit(0)) return "cuInit: " + driver.Text(error);
+  if (CUresult error = driver.cuDriverGetVersion(&driver.version)) {
+    return "cuDriverGetVersion: " + driver.Text(error);
+  }
   return driver;
 }
 

@@ -35,6 +35,7 @@ inline constexpr int CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97;
 inline constexpr int CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES = 1;
 inline constexpr int CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8;
 inline constexpr int CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4;
+inline constexpr int CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6;
 inline constexpr int CU_STREAM_CAPTURE_MODE_RELAXED = 2;
 
 // 128 opaque bytes that a kernel takes as a __grid_constant__ parameter. The alignment is that of
@@ -50,6 +51,7 @@ struct CUlaunchAttribute {
     struct {
       unsigned x, y, z;
     } clusterDim;
+    int programmaticStreamSerializationAllowed;
     char size_of_value[64];
   } value;
 };
@@ -63,8 +65,13 @@ struct CUlaunchConfig {
   unsigned numAttrs;
 };
 
-// The driver's functions. `GetDriver` fills every member or none.
+// Graphs have programmatic dependencies since CUDA 12.3.
+inline constexpr int kGraphsOfOverlappingLaunches = 12030;
+
+// The driver, whose members `GetDriver` fills all or none.
 struct Driver {
+  int version;  // of CUDA, 12030 for 12.3
+
   CUresult (*cuInit)(unsigned flags);
   CUresult (*cuDriverGetVersion)(int* version);
   CUresult (*cuGetErrorName)(CUresult error, const char** name);

@@ -139,6 +139,10 @@ Launch ReadLaunch(Reader& reader, size_t cubins, size_t buffers) {
   for (uint64_t repeats : launch.repeats) {
     if (repeats == 0) reader.Fail("repeats", "one is 0");
   }
+  launch.overlaps = reader.Has("overlaps");
+  if (launch.overlaps && reader.Number<unsigned>("overlaps") != 1) {
+    reader.Fail("overlaps", "is present and not 1");
+  }
   Reader parameters = reader.Nested("parameters");
   for (size_t i = 0; i < parameters.size(); ++i) {
     Reader parameter = parameters.Nested(std::to_string(i));
@@ -189,6 +193,9 @@ ffi::ErrorOr<LaunchPlan> ReadLaunchPlan(const ffi::Dictionary& attributes) {
   for (size_t i = 0; i < launches.size(); ++i) {
     Reader launch = launches.Nested(std::to_string(i));
     plan.launches.push_back(ReadLaunch(launch, plan.cubins.size(), plan.alignments.size()));
+    if (plan.launches.back().overlaps && (i == 0 || !plan.launches.back().repeats.empty())) {
+      launch.Fail("overlaps", "a launch that is the first or repeats cannot overlap");
+    }
   }
   if (error.empty()) return plan;
   return ffi::Unexpected(ffi::Error::InvalidArgument(plan.Text() + ": " + error));

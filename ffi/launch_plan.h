@@ -47,6 +47,7 @@ struct Launch {
   unsigned shared_memory_bytes;
   std::vector<Parameter> parameters;
   std::vector<uint64_t> repeats;
+  bool overlaps;  // with the launch before (programmatic dependent launch)
 
   // Describes the kernel and its launch in errors.
   std::string Text() const;

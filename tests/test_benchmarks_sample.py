@@ -80,6 +80,9 @@ def timed_row(ours, peer, group="g", candidates=()):
     return {"group": group, "seconds": seconds, "candidates": candidates, "others": {}}
 
 
+PRODUCT = {"flops": 1, "type": "bfloat16", "rhs_type": None, "precision": None}
+
+
 def test_the_distribution_is_of_the_ratios():
     found = Distribution.of([0.5, 1.0, 1.0, 2.0])
     assert found.geometric_mean == pytest.approx(1.0)
@@ -96,17 +99,31 @@ def test_regret_is_against_the_fastest_of_all():
 
 def test_the_summary_says_what_the_seed_is_for():
     rows = [timed_row(1.0, 2.0), timed_row(2.0, 1.0, "h")]
-    record = {"sample": {"seed": 3, "purpose": "report"}, "rows": rows}
+    sampled = {"seed": 3, "purpose": "report"}
+    record = {"operation": "matmul", "sample": sampled, "rows": rows}
     first, *groups = sample_report.sample_summary(record)
     assert first == (
         "2 calls drawn with seed 3 (a seed for reporting): geometric mean 1.000, "
         "10th percentile 0.65, worst 0.50, 50% below 0.97."
     )
     assert [line.partition(",")[0] for line in groups] == ["g", "h"]
-    rows[0]["others"] = {"lax": {**timed_row(1.0, 3.0)}, "tokamax": {"failure": "out of memory"}}
-    first, *_, last = sample_report.sample_summary(record)
-    assert "geometric mean 1.225" in first  # of 3 and 0.5: what JAX has instead counts
-    assert last.startswith("dense / ours, 1 calls: geometric mean 2.000")
+
+
+def test_grouped_gemms_are_compared_with_jaxs_own():
+    measured, absent = timed_row(1.0, 2.0), timed_row(2.0, 1.0)
+    measured["others"] = {"lax": timed_row(1.0, 3.0), "tokamax": {"failure": "not installed"}}
+    absent["others"] = {"lax": {"failure": "out of memory"}}
+    record = {
+        "operation": "ragged_dot",
+        "sample": {"seed": 3, "purpose": "report"},
+        "read_bytes_per_second": 100.0,
+        # The memory takes 4 s of the second.
+        "rows": [measured | PRODUCT | {"bytes": 100}, absent | PRODUCT | {"bytes": 400}],
+    }
+    first, without, bound = sample_report.sample_summary(record)
+    assert first.startswith("1 calls drawn with seed 3 (a seed for reporting): geometric mean 3.0")
+    assert without == "lax does not compute 1 more calls: out of memory 1."
+    assert bound.startswith("bound / ours, 2 calls: geometric mean 2.000")
 
 
 # The command.
@@ -271,3 +288,29 @@ def test_candidates_are_timed_beside_both_sides(tmp_path, monkeypatch, profiler)
             assert row["method"].startswith("device time")
         else:
             assert row["method"].startswith("wall time")
+
+
+@pytest.mark.skipif(on_gpu(), reason="plans are executed by the CPU")
+@pytest.mark.usefixtures("like_a_gpu")
+@pytest.mark.parametrize(
+    ("limit", "value", "failure"),
+    [
+        ("_PROFILE_BYTES", 0, None),
+        ("_PROFILE_BYTES", 1 << 60, "out of memory"),
+        ("_LONGEST_CALL", 0.0, "longer than 0 s"),
+    ],
+)
+@pytest.mark.thorough
+def test_grouped_gemms_are_timed_beside_jaxs_own(tmp_path, monkeypatch, limit, value, failure):
+    monkeypatch.setattr(rows_on_gpu, "run_blocks", profiled)
+    monkeypatch.setattr(sample_run, "_PROFILE_BYTES", 0)
+    monkeypatch.setattr(sample_run, limit, value)
+    small = draw_sample("ragged_dot", "cpu", 1, 2)
+    monkeypatch.setattr("benchmarks.operation_command.draw_sample", lambda *_: small)
+    path = tmp_path / "sample.json"
+    assert run("--sample", "1", "--json", str(path), operation="ragged_dot") == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    other = row["others"]["lax"]
+    assert other["failure"] == failure
+    assert ("seconds" in other) == (failure is None)
+    assert row["temporary_bytes"] >= 0

@@ -1,8 +1,10 @@
 """Every kind of matmul kernel compiles, for every architecture, to what its plan assumes."""
 
+import itertools
 import struct
 from collections import Counter
 
+import numpy as np
 import pytest
 from kernel_samples import (
     grouped_mma_instances,
@@ -10,11 +12,13 @@ from kernel_samples import (
     mma_instances,
     wgmma_instances,
 )
-from products import product_of
+from products import H100, product_of
 from selection import covering
 
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
+from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.emulated import emulated_candidates
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_kernel
@@ -28,6 +32,8 @@ OPCODES = {0x23C: "HMMA", 0x237: "IMMA", 0x23F: "DMMA", 0x27A: "QMMA", 0x223: "F
 # The warpgroup MMAs, with lhs in shared memory and in registers.
 OPCODES |= {0x9F0: "HGMMA", 0x9F1: "IGMMA", 0x9F3: "QGMMA"}
 OPCODES |= {0xDF0: "HGMMA", 0xDF1: "IGMMA", 0xDF3: "QGMMA"}
+# griddepcontrol.launch_dependents and griddepcontrol.wait.
+OPCODES |= {0x82D: "PREEXIT", 0x82E: "ACQBULK"}
 
 try:
     nvrtc()
@@ -197,3 +203,42 @@ def test_compiles_to_warpgroup_products_that_run_in_the_background(instance):
     products = {name: found[name] for name in ("HGMMA", "IGMMA", "QGMMA") if name in found}
     assert list(products) == [instruction]
     assert products[instruction] in counts
+
+
+def _best(candidates):
+    return min(candidates, key=lambda candidate: candidate.cycles).plan(H100)
+
+
+def _wgmma(arithmetic, m, n, k):
+    return _best(wgmma_candidates(product_of(arithmetic, m, n, k), H100))
+
+
+# Plans, and which of their launches overlap with the one before.
+OVERLAPS = {
+    "split-K": (lambda: _wgmma("bf16", 64, 1000, 16384), (False, True)),
+    "packed, split-K": (lambda: _wgmma("bf16", 64, 1000, 16383), (False, False, True)),
+    "packed": (lambda: _wgmma("bf16", 517, 1019, 1023), (False, False, False)),
+    "int8 split-K": (lambda: _wgmma("int8", 64, 1024, 65536), (False, False)),
+    "emulated": (
+        lambda: _best(emulated_candidates(product_of("f32", 64, 64, 64), H100)),
+        (False, True, True, True, True),
+    ),
+}
+
+
+@pytest.mark.parametrize(("plan", "overlaps"), OVERLAPS.values(), ids=OVERLAPS)
+def test_overlapping_launches_wait(plan, overlaps):
+    launches = plan().launches
+    assert tuple(launch.overlaps for launch in launches) == overlaps
+    for before, launch in itertools.pairwise(launches):
+        if launch.overlaps:
+            assert _instructions(before.entry.cubin, before.entry.symbol)["PREEXIT"] == 1
+            assert _instructions(launch.entry.cubin, launch.entry.symbol)["ACQBULK"] >= 1
+
+
+def test_older_architectures_have_no_overlap():
+    float32 = np.dtype(np.float32)
+    kernel = SumPass(product_of("bf16", 64, 64, 64).geometry, 2, float32, float32).kernel
+    for arch, expected in (("sm_80", 0), ("sm_90a", 1)):
+        entry = compile_kernels(kernel, arch=arch).entry(kernel.name)
+        assert _instructions(entry.cubin, entry.symbol)["ACQBULK"] == expected

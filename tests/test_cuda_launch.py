@@ -26,7 +26,14 @@ import jax_tilekern as jtk
 from jax_tilekern.compilation.compiler import compile_source
 from jax_tilekern.interop import ffi
 from jax_tilekern.plans.gpu import current_gpu
-from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, Scalars, TensorMap
+from jax_tilekern.plans.launch import (
+    Buffer,
+    Launch,
+    LaunchPlan,
+    Scalars,
+    TensorMap,
+    overlapping,
+)
 
 if not on_gpu():
     pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)
@@ -34,6 +41,7 @@ if not on_gpu():
 # -- Kernels, exact in 32-bit integers that wrap.
 
 KERNELS = """
+#include <tilekern/ptx.cuh>
 using u32 = unsigned;
 
 struct Affine { u32 scale; long long shift; u32 flip; };
@@ -43,17 +51,27 @@ __global__ void affine(const u32* x, u32* y, Affine f, u32 n) {
   if (i < n) y[i] = (x[i] * f.scale + u32(f.shift)) ^ f.flip;
 }
 
-// Prefix sums by three launches: within blocks, over the sums of blocks, and both together.
+// Prefix sums by three launches, which may overlap: within blocks, over the sums of blocks, and
+// both together. The first two take so long that a launch that did not wait would read too early.
+__device__ void delay() {
+  for (long long end = clock64() + 30000; clock64() < end;) {}
+}
 __global__ void block_sums(const u32* x, u32* sums, u32 n) {
+  tilekern::launch_dependents();
+  delay();
   u32 sum = 0;
   for (u32 i = blockIdx.x * 256; i < n && i < (blockIdx.x + 1) * 256; ++i) sum += x[i];
   sums[blockIdx.x] = sum;
 }
 __global__ void offsets(const u32* sums, u32* before, u32 blocks) {
+  tilekern::launch_dependents();
+  tilekern::wait_for_prerequisites();
+  delay();
   u32 sum = 0;
   for (u32 i = 0; i < blocks; sum += sums[i++]) before[i] = sum;
 }
 __global__ void prefix_sums(const u32* x, const u32* before, u32* y, u32 n) {
+  tilekern::wait_for_prerequisites();
   u32 sum = before[blockIdx.x];
   for (u32 i = blockIdx.x * 256; i < n && i < (blockIdx.x + 1) * 256; ++i) y[i] = sum += x[i];
 }
@@ -182,19 +200,31 @@ def test_offset_into_a_buffer(rng):
     np.testing.assert_array_equal(jax.jit(runner(plan, (400,)))(x), x[600:] + np.uint32(1))
 
 
-def test_launches_run_in_order_over_workspaces(rng):
-    n = 100_000
+def prefix_sums_plan(n, overlaps):
     blocks, count = -(-n // 256), Scalars.pack("I", n)
-    plan = plan_of(
+    launches = (
         launch("block_sums", (blocks, 1, 1), 1, Buffer(0), Buffer(2), count),
         launch("offsets", (1, 1, 1), 1, Buffer(2), Buffer(3), Scalars.pack("I", blocks)),
         launch("prefix_sums", (blocks, 1, 1), 1, Buffer(0), Buffer(3), Buffer(1), count),
-        workspace_bytes=(4 * blocks, 4 * blocks),
     )
+    launches = overlapping(*launches) if overlaps else launches
+    return plan_of(*launches, name="prefix_sums", workspace_bytes=(4 * blocks, 4 * blocks))
+
+
+def check_prefix_sums(rng, plan, n):
     run = jax.jit(runner(plan))
     for _ in range(3):
         x = integers(rng, n)
         np.testing.assert_array_equal(run(x), np.cumsum(x, dtype=np.uint32))
+
+
+def test_launches_run_in_order_over_workspaces(rng):
+    check_prefix_sums(rng, prefix_sums_plan(100_000, overlaps=False), 100_000)
+
+
+@needs_hopper
+def test_overlapping_launches_wait_for_each_other(rng):
+    check_prefix_sums(rng, prefix_sums_plan(100_000, overlaps=True), 100_000)
 
 
 def test_all_of_the_shared_memory(rng):
@@ -270,10 +300,11 @@ print("right")
 
 
 def chain(x):
-    """Three launches of the test's and one product between XLA's fusions."""
+    """Three launches of the test's, overlapping ones and a product between XLA's fusions."""
     run = runner(affine_plan(64 * 64))
     for step in range(3):
         x = run(x ^ (x >> 3)) + np.uint32(step)
+    x = runner(prefix_sums_plan(64 * 64, overlaps=HOPPER))(x)
     narrow = (x & 15).astype(np.int8)
     return jtk.matmul(narrow, narrow, preferred_element_type=np.int32) + x.astype(np.int32)
 
@@ -281,6 +312,7 @@ def chain(x):
 def expected_of_chain(x):
     for step in range(3):
         x = affine(x ^ (x >> np.uint32(3))) + np.uint32(step)
+    x = np.cumsum(x, dtype=np.uint32).reshape(x.shape)
     narrow = (x & 15).astype(np.int32)
     return narrow @ narrow + x.astype(np.int32)
 
@@ -310,7 +342,7 @@ def test_replayed_from_a_command_buffer(tmp_path):
     assert process.stdout.endswith("right\n")
     (file,) = tmp_path.glob("*jit_chain*thunk_sequence_after_thunk_passes*.txt")
     recorded = thunks_in_command_buffers(file.read_text())
-    assert recorded.count("kCustomCall") == 4, file.read_text()
+    assert recorded.count("kCustomCall") == 5, file.read_text()
     # XLA's fusions between the calls; their thunks' name differs between versions.
     assert sum(name.endswith("Kernel") for name in recorded) >= 3, file.read_text()
     # Recorded is not yet run: the first time, and while a profiler looks on, the thunks may run one

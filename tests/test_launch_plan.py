@@ -24,7 +24,14 @@ from jax_tilekern.compilation.cubin import packed
 from jax_tilekern.interop import ffi
 from jax_tilekern.plans import gpu as gpu_module
 from jax_tilekern.plans.gpu import KNOWN_GPUS, Gpu, NoGpu, current_gpu, gpu_target, known_gpu
-from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, Scalars, TensorMap
+from jax_tilekern.plans.launch import (
+    Buffer,
+    Launch,
+    LaunchPlan,
+    Scalars,
+    TensorMap,
+    overlapping,
+)
 
 ENTRY = Entry(
     name="kernel<4>",
@@ -38,6 +45,7 @@ ENTRY = Entry(
     cubin=b"\x7fELF cubin",
 )
 LAUNCH = Launch(ENTRY, (4, 2, 1), (128, 1, 1), (Buffer(0), Buffer(1)))
+OVERLAPPING = dataclasses.replace(LAUNCH, overlaps=True)
 PLAN = LaunchPlan("example", known_gpu("sm_90"), (LAUNCH,), (16, 4))
 MAP = TensorMap(0, "bfloat16", (100, 64), (208,), (64, 32), swizzle=128)
 
@@ -59,6 +67,7 @@ MAP = TensorMap(0, "bfloat16", (100, 64), (208,), (64, 32), swizzle=128)
         ({"parameters": (Buffer(0),)}, r"parameters of \(8,\) bytes, but .* takes \(8, 8\)"),
         ({"parameters": (Buffer(0), Scalars.pack("i", 3))}, r"parameters of \(8, 4\) bytes"),
         ({"repeats": (3, 0)}, r"repeats \(3, 0\) have one below 1"),
+        ({"repeats": (3,), "overlaps": True}, "a launch that repeats cannot overlap"),
         (
             {"repeats": (3, 5), "parameters": (Buffer(0, 0, (4,)), Buffer(1))},
             r"steps \(4,\) do not match repeats \(3, 5\)",
@@ -106,6 +115,11 @@ def _launch_with(cubin: Any) -> Launch:
                 launches=(dataclasses.replace(LAUNCH, cluster=(2, 1, 1)),),
             ),
             r"cluster \(2, 1, 1\), which sm_80 lacks",
+        ),
+        (lambda: _plan_with(launches=(OVERLAPPING, LAUNCH)), "the first launch has none"),
+        (
+            lambda: _plan_with(gpu=known_gpu("sm_89"), launches=(LAUNCH, OVERLAPPING)),
+            "overlaps with another launch, which sm_89 lacks",
         ),
         (
             lambda: _plan_with(
@@ -324,6 +338,13 @@ def test_repeats_arrive() -> None:
     assert "steps_bytes" not in Buffer(1).attributes()
 
 
+def test_overlap_arrives() -> None:
+    assert overlapping(LAUNCH, LAUNCH, LAUNCH) == (LAUNCH, OVERLAPPING, OVERLAPPING)
+    assert overlapping(LAUNCH) == (LAUNCH,)
+    assert OVERLAPPING.attributes()["overlaps"] == 1
+    assert "overlaps" not in LAUNCH.attributes()
+
+
 def test_wrong_number_of_buffers() -> None:
     primitive = _primitive("cuda", lambda ctx, x: ffi.cuda_launch(ctx, [x, x], PLAN))
     traced = jax.jit(primitive.bind).trace(jnp.zeros((3, 5)))
@@ -372,7 +393,7 @@ def plan_of_everything() -> LaunchPlan:
     nothing = dataclasses.replace(ENTRY, parameter_bytes=())
     launches = (
         Launch(entry, (2, 1, 1), (64, 1, 1), parameters, 100_000, (2, 1, 1), (3, 5)),
-        Launch(nothing, (1, 1, 1), (1, 1, 1), ()),
+        Launch(nothing, (1, 1, 1), (1, 1, 1), (), overlaps=True),
     )
     return LaunchPlan("everything", known_gpu("sm_90"), launches, (16, 16))
 
@@ -398,6 +419,7 @@ def test_handler_reads_the_plan() -> None:
         "launch['parameters']['0']['offset_bytes'] = -1": (
             f"{everything}parameters.0.offset_bytes: -1 is out of range"
         ),
+        "launch['overlaps'] = 1": f"{everything}overlaps: a launch that is the first or repeats",
         "launch['repeats'] = np.array([3, 0])": f"{everything}repeats: one is 0",
         "launch['repeats'] = np.array([15])": (
             f"{everything}parameters.1.steps_bytes: there are 1 repeats to step along"

@@ -109,9 +109,18 @@ class Case:
             random_array.lower(jax.random.key(0), struct.shape, struct.dtype).compile()
 
     def _compile_judge(self) -> None:
-        judge = OPERATIONS[self.row.operation].judge
-        with types_enabled(self.row):
-            jitted(self.row, judge).lower(*self.row.structs).compile()  # type: ignore[attr-defined]
+        row = self.row
+        with types_enabled(row):
+            result = _judge(row).lower(*row.structs)
+            result.compile()
+        with jax.enable_x64(True):
+            wide = jax.eval_shape(lambda *operands: _wide_operands(row, operands), *row.structs)
+            exact = _judge(_in_float64(row)).lower(*wide)
+            exact.compile()
+            ours = jax.tree.leaves(jax.eval_shape(jitted(row, OURS), *row.structs))
+            found = (jax.tree.leaves(x.out_info) for x in (result, exact))
+            for leaves in zip(ours, *found, strict=True):
+                _whole_errors.lower(*leaves).compile()
 
     def _compile_errors(self) -> None:
         with types_enabled(self.row):
@@ -135,13 +144,28 @@ class Case:
 
 
 @functools.cache
-def _jitted(call: Row, side: Any) -> Function:
-    return jax.jit(OPERATIONS[call.operation].call(call, side))
+def _jitted(call: Row, side: Any, options: tuple[tuple[str, Any], ...] = ()) -> Any:
+    function = OPERATIONS[call.operation].call(call, side)
+    return jax.jit(function, compiler_options=dict(options) or None)
 
 
 def jitted(row: Row, side: Any) -> Function:
     """Return the function of a row by a side, jitted; rows of the same call share it."""
-    return _jitted(row.call, side)
+    return _jitted(row.call, side)  # type: ignore[no-any-return]
+
+
+def _judge(row: Row) -> Any:
+    """Return the judge's function of a row, jitted. Its speed is not worth XLA's autotuning."""
+    judge = OPERATIONS[row.operation].judge
+    return _jitted(row.call, judge, (("xla_gpu_autotune_level", 0),))
+
+
+def _wide_operands(row: Row, operands: Operands) -> Operands:
+    """Return operands in float64, but for sizes of groups."""
+    return tuple(
+        _wide(x) if len(dimensions) > 1 else x
+        for x, dimensions in zip(operands, row.operands, strict=True)
+    )
 
 
 def judged(row: Row, operands: Operands, ours: Any) -> Errors:
@@ -150,14 +174,9 @@ def judged(row: Row, operands: Operands, ours: Any) -> Errors:
     Each element's deviation is in terms of the root mean square of those along the last axis:
     groups with more rows have larger sums.
     """
-    judge = OPERATIONS[row.operation].judge
-    peer = jitted(row, judge)(*operands)
+    peer = _judge(row)(*operands)
     with jax.enable_x64(True):
-        wide = (
-            _wide(x) if len(dimensions) > 1 else x
-            for x, dimensions in zip(operands, row.operands, strict=True)
-        )
-        exact = jitted(_in_float64(row), judge)(*wide)
+        exact = _judge(_in_float64(row))(*_wide_operands(row, operands))
         errors = [
             _whole_errors(*result)
             for result in zip(*map(jax.tree.leaves, (ours, peer, exact)), strict=True)

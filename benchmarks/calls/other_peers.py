@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from benchmarks.calls.case import jitted
 from benchmarks.calls.operations import OPERATIONS, Function, Peer
 from benchmarks.calls.row import Row
 from jax_tilekern.tuning.random_operands import Operands
-from jax_tilekern.tuning.wall_time import ready
+from jax_tilekern.tuning.wall_time import ready, wall_seconds
 
 # The most by which a right result differs from ours, relative to its norm: 8-bit products of
 # another accumulation are this rough.
@@ -42,7 +43,9 @@ class OtherPeer:
     failure: str | None = None
 
 
-def other_peers(row: Row, operands: Operands, ours: Any) -> Mapping[str, OtherPeer]:
+def other_peers(
+    row: Row, operands: Operands, ours: Any, *, reserved: int = 0, longest: float = math.inf
+) -> Mapping[str, OtherPeer]:
     """Return the other peers that a row names, each of which has run once if it can.
 
     Parameters
@@ -53,19 +56,36 @@ def other_peers(row: Row, operands: Operands, ours: Any) -> Mapping[str, OtherPe
         Its operands.
     ours
         Our results, which theirs should be.
+    reserved
+        Bytes of the device that something else takes while they are timed.
+    longest
+        Seconds that a call may take.
     """
     known = OPERATIONS[row.operation].others
-    return {name: _other_peer(row, known[name], operands, ours) for name in row.others}
+    return {
+        name: _other_peer(row, known[name], operands, ours, reserved, longest)
+        for name in row.others
+    }
 
 
-def _other_peer(row: Row, peer: Peer, operands: Operands, ours: Any) -> OtherPeer:
+def compile_others(row: Row) -> None:
+    """Compile the other peers that a row names, which :func:`other_peers` then finds."""
+    for name in row.others:
+        compiled(row, OPERATIONS[row.operation].others[name].side())
+
+
+def _other_peer(
+    row: Row, peer: Peer, operands: Operands, ours: Any, reserved: int, longest: float
+) -> OtherPeer:
     temporary = None
     try:
         function = compiled(row, peer.side())
         temporary = temporary_bytes(function)
-        if needed_bytes(operands, ours, temporary) > free_bytes():
+        if needed_bytes(operands, ours, temporary) + reserved > free_bytes():
             return OtherPeer(temporary_bytes=temporary, failure="out of memory")
-        difference = _difference(ready(function(*peer.operands(operands))), ours)
+        call = partial(function, *peer.operands(operands))
+        difference = _difference(ready(call()), ours)
+        seconds = wall_seconds(call) if longest < math.inf else 0.0
     except ModuleNotFoundError:
         return OtherPeer(failure="not installed")
     # Whatever it raises costs this peer alone.
@@ -75,6 +95,8 @@ def _other_peer(row: Row, peer: Peer, operands: Operands, ours: Any) -> OtherPee
         return OtherPeer(None, temporary, "out of memory" if exhausted else what)
     if not difference <= _ROUGH:
         return OtherPeer(None, temporary, f"wrong: differs from ours by {difference:.0%}")
+    if seconds > longest:
+        return OtherPeer(None, temporary, f"longer than {longest:g} s")
     return OtherPeer(function, temporary)
 
 

@@ -48,6 +48,19 @@ class Ceilings:
         )
         return float(least / row["seconds"][side]["median"])
 
+    def bound(self, row: Mapping[str, Any]) -> float:
+        """Return the longer of the peer's time and of the memory's, over ours.
+
+        The peer of a grouped GEMM is one dense product, which may read and write less.
+        """
+        least = max(row["bytes"] / self.bytes_per_second, row["seconds"]["peer"]["median"])
+        return float(least / row["seconds"]["ours"]["median"])
+
+
+def has_bound(record: Record) -> bool:
+    """Say whether a record is a sample of grouped GEMMs, whose peer is a bound."""
+    return "sample" in record and OPERATIONS[record["operation"]].peer.name == "dense"
+
 
 def arithmetic(row: Mapping[str, Any]) -> str:
     """Return the types and the precision of a row."""

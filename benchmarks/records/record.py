@@ -195,11 +195,7 @@ def _results(case: Case, seconds: float, l2_bytes: int) -> Record:
         measurement = measure_on_gpu(case, operands, seconds, l2_bytes, functions)
     return {
         **found,
-        **_temporary(case.row),
-        "others": {
-            name: _other(other, case.row.others[name], measurement.others.get(name))
-            for name, other in others.items()
-        },
+        **others_of(case.row, others, measurement.others),
         **times_of(measurement),
     }
 
@@ -220,6 +216,16 @@ def times_of(measurement: Measurement) -> Record:
         "wall_seconds": spreads(measurement.wall),
         "device_kernels": dict(measurement.kernels),
         "clocks": dict(measurement.clocks),
+    }
+
+
+def others_of(row: Row, others: Mapping[str, OtherPeer], times: Mapping[str, Pairs]) -> Record:
+    """Return what the record has of a row's other peers, of which some have times."""
+    return {
+        **_temporary(row),
+        "others": {
+            name: _other(other, row.others[name], times.get(name)) for name, other in others.items()
+        },
     }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.calls.operations import OPERATIONS
-from benchmarks.records.ceilings import Ceilings
+from benchmarks.records.ceilings import Ceilings, has_bound
 from benchmarks.records.record import Record, geometric_means, timed
 from benchmarks.records.record_file import outdated, runs
 from benchmarks.records.sample_report import sample_summary
@@ -27,6 +27,7 @@ def headings(record: Record) -> tuple[str, ...]:
     return (
         *("row", "kernel", "ours", peer, f"{peer} / ours", "p10 - p90"),
         *(f"{name} / ours (time, temporary)" for name in others(record)),
+        *(["bound / ours"] if has_bound(record) else []),
         *(["ours does"] if operation.bound_by_arithmetic else []),
         *("ours moves", "of ceiling"),
         *(["temporary"] if any("temporary_bytes" in row for row in record["rows"]) else []),
@@ -55,6 +56,7 @@ def cells(record: Record, row: Mapping[str, Any], ceilings: Ceilings) -> tuple[s
         _against(ratio["median"], row["target"]),
         f"{ratio['p10']:.2f} - {ratio['p90']:.2f}",
         *(_other(row["others"].get(name)) for name in others(record)),
+        *([f"{ceilings.bound(row):#.3g}"] if has_bound(record) else []),
         *counted,
         rate(row["bytes"] / ours["median"], "B"),
         f"{share:.0%}" + (f" (below {row['share']:.0%})" if share < row["share"] else ""),

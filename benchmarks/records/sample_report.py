@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from benchmarks.records.ceilings import Ceilings, has_bound
 from benchmarks.records.record import Record, timed
 
 # The share of rows below this is reported.
@@ -55,29 +57,34 @@ class Distribution:
 def sample_summary(record: Record) -> Iterator[str]:
     """Describe the ratios of a sample, those of each group, and the regret of the choices.
 
-    Grouped GEMMs are compared with ``lax.ragged_dot_general`` where it was measured, which is what
-    users have instead; one dense product of as many operations is an upper bound.
+    Grouped GEMMs are compared with ``lax.ragged_dot_general``, which is what users have instead.
+    Calls that it cannot compute do not count. The bound is the longer time of one dense product of
+    as many operations and of the memory.
     """
-    rows = timed(record)
+    of_all = timed(record)
+    rows = [row for row in of_all if "seconds" in row["others"].get(_JAX, row)]
     sample = record["sample"]
-    if not rows:
-        return
-    yield (
-        f"{len(rows)} calls drawn with seed {sample['seed']} ({_PURPOSES[sample['purpose']]}): "
-        f"{Distribution.of(list(map(ratio_to_jax, rows)))}."
-    )
+    if rows:
+        yield (
+            f"{len(rows)} calls drawn with seed {sample['seed']} ({_PURPOSES[sample['purpose']]}): "
+            f"{Distribution.of(list(map(ratio_to_jax, rows)))}."
+        )
     groups: dict[str, list[float]] = {}
     for row in rows:
         groups.setdefault(row["group"], []).append(ratio_to_jax(row))
     if len(groups) > 1:
         for group, ratios in groups.items():
             yield f"{group}, {len(ratios)} calls: {Distribution.of(ratios)}."
+    if failures := Counter(row["others"][_JAX]["failure"] for row in of_all if row not in rows):
+        reasons = ", ".join(f"{reason} {count}" for reason, count in failures.items())
+        yield f"{_JAX} does not compute {failures.total()} more calls: {reasons}."
     others: dict[str, list[float]] = {}
-    for row in rows:
+    if of_all and has_bound(record):
+        ceilings = Ceilings.of(record)
+        others["bound"] = [ceilings.bound(row) for row in of_all]
+    for row in of_all:
         for name, other in row["others"].items():
-            if "seconds" in other and name == _JAX:
-                others.setdefault("dense", []).append(_ratio(row))
-            elif "seconds" in other:
+            if "seconds" in other and name != _JAX:
                 others.setdefault(name, []).append(_ratio(other))
     for name, ratios in others.items():
         yield f"{name} / ours, {len(ratios)} calls: {Distribution.of(ratios)}."
@@ -98,9 +105,8 @@ _JAX = "lax"
 
 
 def ratio_to_jax(row: Mapping[str, Any]) -> float:
-    """Return the time of JAX's own function over ours."""
-    other = row["others"].get(_JAX, {})
-    return _ratio(other if "seconds" in other else row)
+    """Return the time of JAX's own function, or of the peer if a row names no other, over ours."""
+    return _ratio(row["others"].get(_JAX, row))
 
 
 def _ratio(row: Mapping[str, Any]) -> float:

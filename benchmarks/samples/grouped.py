@@ -33,11 +33,11 @@ def ragged_dot(draw: Draw) -> dict[str, Any]:
     narrower = _NARROWER[draw.device]
     lhs, rhs, out = draw.one(PRODUCTS)
     kind, result = draw.weighted(_TYPES[draw.device])
-    # What users have instead; on a GPU it may take more memory than there is.
-    others = {"lax": 1.0} if draw.device == "cpu" else {}
     return {
+        # The peer, one dense product, is a bound. What users have instead is JAX's own function.
+        "target": 0.0, "others": {"lax": 1.0},
         "group": {"mn": "forward", "mk": "rows' gradient", "gkn": "weights' gradient"}[out],
-        "type": kind, "result": result, "lhs": lhs, "rhs": rhs, "out": out, "others": others,
+        "type": kind, "result": result, "lhs": lhs, "rhs": rhs, "out": out,
         "split": draw.one(("balanced", "multinomial", "multinomial", "zipf", "one-hot")),
         "sizes": {
             "g": experts, "m": chosen * draw.tokens(), "k": k // narrower, "n": n // narrower

@@ -13,13 +13,14 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from benchmarks.calls.case import Case, types_enabled
+from benchmarks.calls.other_peers import OtherPeer, compile_others, other_peers
 from benchmarks.calls.row import Row
 from benchmarks.measurement.measure import Measurement, bandwidths
 from benchmarks.measurement.rows_on_gpu import Runs, times_of_rows
@@ -32,6 +33,7 @@ from benchmarks.records.record import (
     checked,
     measured,
     new_record,
+    others_of,
     times_of,
     unmeasured,
 )
@@ -47,11 +49,14 @@ from jax_tilekern.tuning.random_operands import Operands, beyond_cache
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Rows that are compiled together: enough for the threads of a GPU's machine, and soon timed.
-_ROWS_A_CHUNK = 32
+# Rows that are compiled together: one for each thread of a GPU's machine. XLA's autotuning of more
+# rows takes longer than a minute.
+_ROWS_A_CHUNK = 16
 # Rows whose operands are on the GPU at the same time, for one profile of all of them.
 _ROWS_A_PROFILE = 16
 _PROFILE_BYTES = 12 << 30
+# Another peer that takes longer is not timed.
+_LONGEST_CALL = 1.0
 
 
 def measure_sample(
@@ -194,13 +199,18 @@ class _SampledRow:
         self.row = row
         self.case = Case.of(row)
         self.candidates: ProductCandidates | None = None
+        self.others: Mapping[str, OtherPeer] = {}
 
     def compile(self) -> None:
         """Compile each program, the peer's first, whose autotuned choices ours finds."""
-        for program in self.case.programs():
+        for program in (*self.case.programs(), self._compile_others):
             # What fails is recorded where it is called.
             with contextlib.suppress(Exception):
                 program()
+
+    def _compile_others(self) -> None:
+        with types_enabled(self.row):
+            compile_others(self.row)
 
     def find_candidates(self, count: int) -> None:
         """Ask the cost model for the cheapest candidates."""
@@ -211,9 +221,20 @@ class _SampledRow:
         return self.candidates.programs() if self.candidates else iter(())
 
     def check(self) -> Record:
-        """Return what the record has of the row's errors; drop candidates that are wrong."""
-        found = checked(self.case, self.case.operands())
-        if self.candidates and not found["failure"]:
+        """Return what the record has of the row's errors; drop what is wrong or takes too much."""
+        operands = self.case.operands()
+        found = checked(self.case, operands)
+        if found["failure"]:
+            return found
+        if self.row.others:
+            self.others = other_peers(
+                self.row,
+                operands,
+                self.case.ours(*operands),
+                reserved=_PROFILE_BYTES,
+                longest=_LONGEST_CALL,
+            )
+        if self.candidates:
             self.candidates.check(self.candidates.problem.operands(0))
         return found
 
@@ -230,6 +251,9 @@ class _SampledRow:
                 "ours": self._run(self.case.ours, rotation),
                 "peer": self._run(self.case.peer, map(self.case.peer_operands, rotation)),
             }
+            for name, other in self.others.items():
+                if other.function:
+                    result[f"other {name}"] = self._run(other.function, rotation)
             if self.candidates:
                 operands = self.candidates.problem.operands
                 rotation = itertools.cycle(beyond_cache(operands(0), operands, l2_bytes))
@@ -249,7 +273,13 @@ class _SampledRow:
         kernels = {name: found.kernels[name] for name in ("ours", "peer")}
         of_row = pairs(found.busy, "peer")
         wall = pairs(found.host, "peer")
-        result = times_of(Measurement(of_row, {}, method, 1, wall, kernels))
+        others = {
+            name: pairs(found.busy, f"other {name}")
+            for name, other in self.others.items()
+            if other.function
+        }
+        result = times_of(Measurement(of_row, others, method, 1, wall, kernels))
+        result |= others_of(self.row, self.others, others)
         if self.candidates:
             seconds = {
                 name.removeprefix("candidate "): sorted(times)[len(times) // 2]

@@ -58,6 +58,23 @@ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Programmatic dependent launch, for the launches of a plan that overlap (sm_90). The CTAs of the
+// next launch may start once all CTAs of this one have called launch_dependents() or have ended.
+inline void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Waits until the launch before has ended and its writes are visible, if this launch overlaps with
+// it. Every CTA calls it: launches further back have ended when the launch before has. Before the
+// call, a kernel touches nothing that the launch before writes, and writes nothing that it reads.
+inline void wait_for_prerequisites() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 inline uint32 load_global(const uint32* address) {
   uint32 word;
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(word) : "l"(address) : "memory");

@@ -6,6 +6,7 @@ depends on the addresses and sizes of buffers when it executes a plan.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import math
@@ -352,6 +353,9 @@ class Launch:
         CTAs of a cluster in x, y, z; divides ``grid``.
     repeats
         The launch is repeated over these dimensions, with buffers shifted by their steps.
+    overlaps
+        It may begin before the plan's launch before it has ended (programmatic dependent launch).
+        Its kernel calls ``wait_for_prerequisites()`` of ``ptx.cuh``.
     """
 
     entry: Entry
@@ -361,6 +365,7 @@ class Launch:
     shared_memory_bytes: int = 0
     cluster: Dim3 = (1, 1, 1)
     repeats: tuple[int, ...] = ()
+    overlaps: bool = False
 
     def __post_init__(self) -> None:
         check_launch_shape(
@@ -378,6 +383,7 @@ class Launch:
         self._require(
             all(size >= 1 for size in self.repeats), f"repeats {self.repeats} have one below 1"
         )
+        self._require(not (self.overlaps and self.repeats), "a launch that repeats cannot overlap")
         for parameter in self.parameters:
             steps = () if isinstance(parameter, Scalars) else parameter.steps_bytes
             self._require(
@@ -419,7 +425,14 @@ class Launch:
             "shared_memory_bytes": self.shared_memory_bytes,
             "parameters": _numbered(p.attributes() for p in self.parameters),
             **_unless_empty("repeats", self.repeats),
+            **({"overlaps": 1} if self.overlaps else {}),
         }
+
+
+def overlapping(*launches: Launch) -> tuple[Launch, ...]:
+    """Return launches of which each but the first overlaps with the one before it."""
+    first, *others = launches
+    return (first, *(dataclasses.replace(launch, overlaps=True) for launch in others))
 
 
 @dataclass(frozen=True)
@@ -461,6 +474,7 @@ class LaunchPlan:
             )
         for size in self.workspace_bytes:
             self._require(size >= 1, f"a workspace has at least one byte, not {size}")
+        self._require(not self.launches[0].overlaps, "the first launch has none to overlap with")
         for launch in self.launches:
             self._check_launch(launch)
 
@@ -475,6 +489,10 @@ class LaunchPlan:
         self._require(
             launch.cluster == (1, 1, 1) or self.gpu.compute_capability >= (9, 0),
             f"{entry.name} has cluster {launch.cluster}, which {self.gpu.arch} lacks",
+        )
+        self._require(
+            not launch.overlaps or self.gpu.compute_capability >= (9, 0),
+            f"{entry.name} overlaps with another launch, which {self.gpu.arch} lacks",
         )
         shared = entry.shared_memory_bytes + launch.shared_memory_bytes
         self._require(

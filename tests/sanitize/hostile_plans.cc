@@ -45,10 +45,18 @@ std::map<std::string, Attribute> GoodPlan() {
         Attribute::Members({{"0", buffer}, {"1", scalars}, {"2", map}, {"3", stepping}})},
        {"repeats", Attribute::Numbers({3, 5})},
        {"shared_memory_bytes", Attribute::Number(1024)}});
+  const auto overlapping = Attribute::Members({{"block", Attribute::Numbers({128, 1, 1})},
+                                               {"cluster", Attribute::Numbers({1, 1, 1})},
+                                               {"cubin", Attribute::Number(0)},
+                                               {"entry", Attribute::Text("_Z6kernel")},
+                                               {"grid", Attribute::Numbers({4, 2, 1})},
+                                               {"overlaps", Attribute::Number(1)},
+                                               {"parameters", Attribute::Members({})},
+                                               {"shared_memory_bytes", Attribute::Number(0)}});
   return {{"alignments", Attribute::Numbers({16, 4})},
           {"arch", Attribute::Text("sm_90a")},
           {"cubins", Attribute::Members({{"0", Cubin(4)}, {"1", Cubin(64)}})},
-          {"launches", Attribute::Members({{"0", launch}, {"1", launch}})},
+          {"launches", Attribute::Members({{"0", launch}, {"1", launch}, {"2", overlapping}})},
           {"name", Attribute::Text("example")}};
 }
 
@@ -122,6 +130,12 @@ void CheckHostilePlans(Counts& counts) {
     repeated["launches"].members["1"].members[name] = value;
     counts.Check(!Read(repeated).empty(), "repeats that are none, or not as many as steps");
   }
+  auto first = GoodPlan();
+  first["launches"].members["0"].members["overlaps"] = Attribute::Number(1);
+  counts.Check(!Read(first).empty(), "a first launch that overlaps is refused");
+  auto twice = GoodPlan();
+  twice["launches"].members["2"].members["overlaps"] = Attribute::Number(2);
+  counts.Check(!Read(twice).empty(), "a launch whose overlap is not 1 is refused");
   for (const int64_t cubin : {-1, 2}) {
     auto absent = GoodPlan();
     absent["launches"].members["1"].members["cubin"] = Attribute::Number(cubin);
@@ -156,8 +170,9 @@ void CheckHostilePlans(Counts& counts) {
       }
       const std::string said = Read(plan);
       // Lists may be shorter, and what is missing may make a parameter one of another kind, or of
-      // one that stays while its launch is repeated.
-      if (choice < 0 && !is_member && !is_kind && name != "steps_bytes") {
+      // one that stays while its launch is repeated, or a launch one that overlaps with none.
+      const bool is_optional = name == "steps_bytes" || name == "overlaps";
+      if (choice < 0 && !is_member && !is_kind && !is_optional) {
         counts.Check(!said.empty(), "a plan without " + name + " is refused");
       } else if (choice == 9) {
         counts.Check(!said.empty(), "a number with a point for " + name + " is refused");

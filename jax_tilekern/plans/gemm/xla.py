@@ -112,7 +112,10 @@ def our_microseconds(product: Product, cycles: float, gpu: Gpu) -> float:
     geometry = product.geometry
     results = math.prod(geometry.batch) * geometry.m * geometry.n
     stores = results * product.out_dtype.itemsize / gpu.rates.memory_bandwidth
-    return (cycles + _EXPOSED_STORES * stores) / gpu.rates.cycles_per_microsecond
+    # The cost model has the time of single elements, which unaligned rows are stored by.
+    aligned = max(geometry.out_strides[-2:]) * product.out_dtype.itemsize % _ALIGNMENT == 0
+    exposed = _EXPOSED_STORES * stores if aligned else 0
+    return (cycles + exposed) / gpu.rates.cycles_per_microsecond
 
 
 def _short_product_with_a_vector(product: Product, memory: float) -> str | None:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "epilogue.cuh"
+#include "ptx.cuh"
 #include "strided_rows.cuh"
 
 namespace tilekern {
@@ -82,6 +83,7 @@ template <typename Sum, typename Out, SumConfig config, class Epilogue = Identit
 __global__ void __launch_bounds__(kSumThreads)
     sum_splits(const Sum* partials, Out* out, const __grid_constant__ SumShape shape,
                Operands... operands) {
+  wait_for_prerequisites();
   const RowPosition at = row_position<kSumThreads>(shape.tiling);
   const int64 column = (static_cast<int64>(at.segment) * at.lanes + at.lane) * config.vector;
   if (at.row >= shape.rows.count || column >= shape.columns) return;

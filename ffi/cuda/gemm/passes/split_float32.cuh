@@ -21,6 +21,7 @@
 // and the error of lost elements is at most another 2^-22 sum |a||b| if La + Lb <= 2 (Da + Db - k).
 #pragma once
 
+#include "ptx.cuh"
 #include "strided_rows.cuh"
 
 namespace tilekern {
@@ -344,12 +345,15 @@ class RowSplitter {
   int step_lane_;
 };
 
-// Writes halves[row][2][k_padded], and facts[3][row] as in RowFacts.
+// Writes halves[row][2][k_padded], and facts[3][row] as in RowFacts. The launch before may be the
+// other operand's, of which nothing is read here.
 template <SplitConfig config>
 __global__ void __launch_bounds__(config.threads, config.min_blocks)
     split_float32(const float* source, float16* halves, int32* facts,
                   const __grid_constant__ SplitShape shape) {
+  launch_dependents();
   RowSplitter<config>(source, shape).run(halves, RowFacts(facts, shape.all_rows));
+  wait_for_prerequisites();
 }
 
 inline constexpr int kDecideThreads = 1024;
@@ -394,6 +398,8 @@ inline WorstRow worst_row(const RowFacts& facts, uint32 rows) {
 // is necessary.
 __global__ void __launch_bounds__(kDecideThreads)
     decide_float32(int32* lhs_facts, int32* rhs_facts, int32* flag, DecideShape shape) {
+  launch_dependents();
+  wait_for_prerequisites();
   WorstRow worst[2] = {worst_row(RowFacts(lhs_facts, shape.lhs_rows), shape.lhs_rows),
                        worst_row(RowFacts(rhs_facts, shape.rhs_rows), shape.rhs_rows)};
   __shared__ WorstRow shared[2];

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gemm/sm80/matmul_block.cuh"
+#include "ptx.cuh"
 
 namespace tilekern {
 
@@ -155,6 +156,7 @@ template <MatmulConfig config, class Epilogue = IdentityEpilogue, typename... Op
 __global__ void __launch_bounds__(config.threads(), config.min_blocks)
     simt_matmul_if(const int32* use_float32, const float* lhs, const float* rhs, float* out,
                    const __grid_constant__ MatmulShape shape, Operands... operands) {
+  wait_for_prerequisites();
   if (*use_float32) {
     matmul_tile<SimtEngine, config>(lhs, rhs, out, shape, Epilogue{operands...});
   }

@@ -29,6 +29,7 @@
 #include "gemm/sm90/staged_operands.cuh"
 #include "gemm/sm90/store.cuh"
 #include "gemm/sm90/tile_scheduler.cuh"
+#include "ptx.cuh"
 
 namespace tilekern {
 
@@ -66,6 +67,7 @@ class WgmmaMatmul {
 
   void run(const TensorMap& lhs, const TensorMap& rhs, const TensorMap& rhs_step,
            const TensorMap& out_map, Out* out) {
+    launch_dependents();
     if (threadIdx.x == 0) {
       prefetch_tensor_map(lhs);
       prefetch_tensor_map(rhs);
@@ -240,6 +242,7 @@ __global__ void __launch_bounds__(config.threads(), 1)
                           const __grid_constant__ Operands... operands) {
   static_assert(config.cluster == 1,
                 "CTAs that return here would be missed by the cluster's barriers");
+  wait_for_prerequisites();
   if (*use_float32) return;
   using Operand = OperandTypes<float16>;
   using Scheduler = StaticPersistentScheduler<config>;

@@ -18,10 +18,9 @@ _LHS_IN_REGISTERS_WIDE, _LHS_IN_REGISTERS_NARROW = 1.1, 1.3
 _PROMOTED = 1.2
 # Columns from which a tile is wide.
 _WIDE = 128
-# The epilogue: cycles to begin with, bytes per cycle by TMA stores, and how much slower single
-# elements are.
+# The epilogue: cycles to begin with, bytes per cycle by TMA stores, and single elements per cycle.
 _STORE_CYCLES, _STORE_BANDWIDTH = 400, 64
-_SINGLE_ELEMENTS = 4
+_SINGLE_ELEMENTS = 2
 # Ping-pong consumers: cycles of the ordered barrier, and the slowdown of small tiles over many
 # rounds, which spread over more of the operands than L2 holds.
 _PING_PONG_CYCLES = 100
@@ -83,14 +82,16 @@ def busy_cycles(
         k_tile *= _LHS_IN_REGISTERS_WIDE if wide else _LHS_IN_REGISTERS_NARROW
     if instance.promote:
         k_tile *= _PROMOTED
-    out_bytes = tile.block_m * tile.block_n * view.out_dtype.itemsize
+    elements = tile.block_m * tile.block_n
     stores = epilogue is None or epilogue.stores
-    store = _STORE_CYCLES + (out_bytes / _STORE_BANDWIDTH if stores else 0)
     single_elements = stores and not instance.tma_store
+    store = float(_STORE_CYCLES)
     if single_elements:
-        store *= _SINGLE_ELEMENTS
+        store += elements / _SINGLE_ELEMENTS
+    elif stores:
+        store += elements * view.out_dtype.itemsize / _STORE_BANDWIDTH
     if epilogue is not None:
-        store += tile.block_m * tile.block_n * epilogue.instructions / _LANES
+        store += elements * epilogue.instructions / _LANES
     # Ping-pong hides the epilogue behind the other consumer's mainloop, unless single elements are
     # stored.
     if tile.cooperative or rounds == 1 or single_elements:

@@ -41,7 +41,14 @@ from jax_tilekern.plans.gemm.sm90.tiling import (
     refusal,
 )
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel, Parameter, Scalars
+from jax_tilekern.plans.launch import (
+    Buffer,
+    LaunchPlan,
+    NoKernel,
+    Parameter,
+    Scalars,
+    overlapping,
+)
 from jax_tilekern.plans.strided_rows import StridedOperand
 
 _F16: np.dtype[Any] = np.dtype(np.float16)
@@ -104,7 +111,7 @@ class EmulatedCandidate(TiledCandidate):
         return LaunchPlan(
             name=f"split_float16_matmul {product.arithmetic}",
             gpu=gpu,
-            launches=(
+            launches=overlapping(
                 lhs.launch(compiled, Buffer(0), lhs_parts, lhs_facts),
                 rhs.launch(compiled, Buffer(1), rhs_parts, rhs_facts),
                 decide_launch(compiled, lhs, rhs, lhs_facts, rhs_facts, flag),
