@@ -7,7 +7,8 @@
 namespace tilekern {
 
 // Applies a panel to the other columns of its block: the rows that were pivots are replaced by,
-// and all others change by, the product of the panel's row with the pivots' rows. A warp has 8 rows.
+// and all others change by, the product of the panel's row with the pivots' rows. A warp has 8
+// rows.
 template <int kWarps>
 __global__ void __launch_bounds__(kWarps * 32)
     gauss_jordan_update(float* block, const int32* steps, const float* pivot_rows, int rows,
@@ -28,8 +29,8 @@ __global__ void __launch_bounds__(kWarps * 32)
     for (int half = 0; half < 2; ++half) {
       values[r][half] = {};
       if (kept) {
-        values[r][half] = reinterpret_cast<const float4*>(
-            block + int64(row) * stride)[half * 32 + lane];
+        values[r][half] =
+            reinterpret_cast<const float4*>(block + int64(row) * stride)[half * 32 + lane];
       }
     }
   }
@@ -41,8 +42,7 @@ __global__ void __launch_bounds__(kWarps * 32)
     const int row = i / kPanelVectors, vector = i % kPanelVectors;
     float4 v = {};
     if (tile + row < rows) {
-      v = reinterpret_cast<const float4*>(block + int64(tile + row) * stride +
-                                          column)[vector];
+      v = reinterpret_cast<const float4*>(block + int64(tile + row) * stride + column)[vector];
     }
     left[vector * 4][row] = v.x;
     left[vector * 4 + 1][row] = v.y;

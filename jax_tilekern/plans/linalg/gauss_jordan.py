@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,27 +22,17 @@ from jax_tilekern.plans.gemm.select import plan_matmul
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
 
-PANEL = 32
+# Rows and columns of the matrices: multiples of a block's columns in the range that is measured.
 BLOCK = 256
+FEWEST, MOST = 4096, 8192
+
+_PANEL = 32
+_PANEL_THREADS = 512
+_PANEL_CTAS = 8
+_COMPUTE_CAPABILITY = (9, 0)
 
 _F32 = np.dtype(np.float32)
 _FILE = "linalg/gauss_jordan_update.cuh"
-
-# Threads of a CTA, rows of a thread, and CTAs of the cluster that eliminates a panel.
-PanelShape = tuple[int, int, int]
-_PANELS: tuple[PanelShape, ...] = (
-    (128, 1, 2),
-    (256, 1, 2),
-    (256, 1, 4),
-    (256, 1, 8),
-    (512, 1, 8),
-    (512, 2, 8),
-)
-
-
-def panel_shape(rows: int) -> PanelShape | None:
-    """Return the shape for panels of so many rows, or ``None`` if they are too tall."""
-    return next((shape for shape in _PANELS if math.prod(shape) >= rows), None)
 
 
 @dataclass(frozen=True)
@@ -51,17 +42,13 @@ class Elimination:
     Attributes
     ----------
     size
-        Rows and columns of the matrix, a multiple of ``BLOCK``.
-    shape
-        How a panel is divided.
+        Rows and columns of the matrix.
     gpu
         The GPU to plan for.
     """
 
     size: int
-    shape: PanelShape
     gpu: Gpu
-    ahead: str = ""
 
     @property
     def _update_warps(self) -> int:
@@ -70,12 +57,9 @@ class Elimination:
 
     @property
     def panel(self) -> Kernel:
-        """Eliminates a panel."""
-        arguments = ", ".join(map(str, self.shape))
-        return Kernel(
-            f"linalg/gauss_jordan_panel{self.ahead}.cuh",
-            f"tilekern::gauss_jordan_panel{self.ahead}<{arguments}>",
-        )
+        """Eliminates a panel, whose rows are in the registers of a cluster."""
+        rows = math.ceil(self.size / (_PANEL_THREADS * _PANEL_CTAS))
+        return Kernel("linalg/gauss_jordan_panel.cuh", f"tilekern::gauss_jordan_panel<{rows}>")
 
     @property
     def update(self) -> Kernel:
@@ -100,15 +84,14 @@ class Elimination:
     ) -> Iterable[Launch]:
         """Return the launches for the block from a column."""
         size, warps = self.size, self._update_warps
-        threads, _, ctas = self.shape
         columns = Buffer(matrix.index, matrix.offset_bytes + first * _F32.itemsize)
-        for column in range(0, BLOCK, PANEL):
+        for column in range(0, BLOCK, _PANEL):
             scalars = _ints(size, size, first + column, column)
             yield Launch(
                 entry=compiled.entry(self.panel.name),
-                grid=(ctas, 1, 1),
-                block=(threads, 1, 1),
-                cluster=(ctas, 1, 1),
+                grid=(_PANEL_CTAS, 1, 1),
+                block=(_PANEL_THREADS, 1, 1),
+                cluster=(_PANEL_CTAS, 1, 1),
                 parameters=(columns, steps, order, panel_rows, *scalars),
             )
             yield Launch(
@@ -125,20 +108,22 @@ class Elimination:
         )
 
 
-def plan_inverse(
-    size: int, gpu: Gpu, shape: PanelShape | None = None, ahead: str = ""
-) -> LaunchPlan | NoKernel:
+def covers(count: int, size: int, dtype: np.dtype[Any]) -> bool:
+    """Return whether matrices have a plan on a GPU that has the kernels."""
+    return count == 1 and dtype == _F32 and FEWEST <= size <= MOST and size % BLOCK == 0
+
+
+def plan_inverse(size: int, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan the inverse of a matrix: the operand, the result, and a copy that is worked on.
 
     The copy is a result that takes the operand's memory.
     """
-    shape = shape or panel_shape(size)
-    if shape is None:
-        return NoKernel(f"{size} rows exceed the registers of a cluster")
+    if gpu.compute_capability != _COMPUTE_CAPABILITY:
+        return NoKernel(f"large matrices are inverted on sm_90a, and this is {gpu.arch}")
     product = _update(size, gpu)
     if isinstance(product, NoKernel):
         return product
-    elimination = Elimination(size, shape, gpu, ahead)
+    elimination = Elimination(size, gpu)
     order_kernel = Kernel(_FILE, "tilekern::gauss_jordan_order")
     compiled = compile_kernels(
         elimination.panel, elimination.update, elimination.exchange, order_kernel, arch=gpu.arch
@@ -176,10 +161,10 @@ def plan_inverse(
             4 * size,
             of_columns,
             of_columns,
-            PANEL * BLOCK * _F32.itemsize,
+            _PANEL * BLOCK * _F32.itemsize,
             *product.workspace_bytes,
         ),
-        reason=f"panels of {PANEL} columns on {shape[2]} CTAs, {size // BLOCK} products of "
+        reason=f"panels of {_PANEL} columns on {_PANEL_CTAS} CTAs, and {size // BLOCK} products of "
         f"{BLOCK} columns",
     )
 
