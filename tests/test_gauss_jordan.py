@@ -190,7 +190,7 @@ def test_what_has_no_inverse_is_not_finite(rng, damage):
 
 @needs_hopper
 def test_gradient(rng):
-    """Of ``u @ inv(a) @ v``: an outer product of ``u @ x`` and ``x @ v``, with the sign changed."""
+    """The gradient of ``u @ inv(a) @ v`` is the outer product of ``u @ x`` and ``x @ v``, negated."""
     n = 4096
     a = random(rng, (n, n), F32)
     u, v = random(rng, (n,), F32), random(rng, (n,), F32)
