@@ -190,7 +190,7 @@ def test_what_has_no_inverse_is_not_finite(rng, damage):
 
 @needs_hopper
 def test_gradient(rng):
-    """The gradient of ``u @ inv(a) @ v`` is the outer product of ``u @ x`` and ``x @ v``, negated."""
+    """The gradient of ``u @ inv(a) @ v`` is ``-outer(u @ x, x @ v)``."""
     n = 4096
     a = random(rng, (n, n), F32)
     u, v = random(rng, (n,), F32), random(rng, (n,), F32)
