@@ -70,7 +70,7 @@ class Parameters {
   std::string Add(const Driver& driver, const TensorMapParameter& map,
                   const std::vector<DeviceBuffer>& buffers, const Indices& indices) {
     const DeviceBuffer& buffer = buffers[map.buffer];
-    const uint64_t offset = Shift(map.steps_bytes, indices);
+    const uint64_t offset = map.offset_bytes + Shift(map.steps_bytes, indices);
     // Two comparisons avoid a sum that may wrap around.
     if (offset > buffer.bytes || map.extent_bytes > buffer.bytes - offset) {
       return "a tensor map reaches " + std::to_string(offset + map.extent_bytes) + " bytes into " +

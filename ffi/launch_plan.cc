@@ -89,6 +89,7 @@ class Reader {
 TensorMapParameter ReadTensorMap(Reader& reader) {
   TensorMapParameter map;
   map.buffer = reader.Number<uint32_t>("buffer");
+  map.offset_bytes = reader.Number<uint64_t>("offset_bytes");
   map.extent_bytes = reader.Number<uint64_t>("extent_bytes");
   map.dtype = reader.Number<int>("dtype");
   map.interleave = reader.Number<int>("interleave");

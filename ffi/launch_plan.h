@@ -27,9 +27,10 @@ struct ScalarsParameter {
   std::string bytes;
 };
 
-// A tensor map of a buffer; enumerations have the driver's values.
+// A tensor map of a buffer from an offset; enumerations have the driver's values.
 struct TensorMapParameter {
   uint32_t buffer;
+  uint64_t offset_bytes;
   uint64_t extent_bytes;
   int dtype, interleave, swizzle, l2_promotion, oob_fill;
   std::vector<uint64_t> sizes, strides_bytes, steps_bytes;

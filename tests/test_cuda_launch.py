@@ -459,8 +459,9 @@ def test_driver_errors_are_exceptions(rng, damage, message):
 
 
 @needs_hopper
-def test_a_tensor_map_beyond_the_buffer_is_an_error(rng):
-    source = TensorMap(0, "int32", (52, 38), (208,), (32, 16))
+@pytest.mark.parametrize(("rows", "offset"), [(38, 0), (37, 208)])
+def test_a_tensor_map_beyond_the_buffer_is_an_error(rng, rows, offset):
+    source = TensorMap(0, "int32", (52, rows), (208,), (32, 16), offset_bytes=offset)
     numbers = (Scalars.pack("I", 64), Scalars.pack("I", 0))
     one = launch("copy_tile", (2, 3, 1), 32, source, Buffer(1), *numbers)
     plan = plan_of(one, alignments=(16, 4))

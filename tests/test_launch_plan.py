@@ -83,6 +83,23 @@ def test_launch_rejects(change: dict[str, Any], message: str) -> None:
         dataclasses.replace(LAUNCH, **change)
 
 
+def test_a_launch_is_placed_in_another_plan() -> None:
+    entry = dataclasses.replace(ENTRY, parameter_bytes=(8, 8, 128, 8))
+    stepping = dataclasses.replace(MAP, offset_bytes=32, steps_bytes=(64,))
+    parameters = (Buffer(1, 4, (8,)), Scalars.int64(7), stepping, Buffer(0))
+    launch = Launch(entry, (1, 1, 1), (32, 1, 1), parameters, repeats=(3,))
+    placed = launch.placed([Buffer(5, 96), Buffer(2, 16)])
+    assert placed.parameters == (
+        Buffer(2, 20, (8,)),
+        Scalars.int64(7),
+        dataclasses.replace(stepping, buffer=5, offset_bytes=128),
+        Buffer(5, 96),
+    )
+    assert dataclasses.replace(placed, parameters=parameters) == launch
+    with pytest.raises(ValueError, match="an offset is a multiple of 16 bytes, not 40"):
+        launch.placed([Buffer(5, 8), Buffer(2)])
+
+
 def _plan_with(**change: Any) -> LaunchPlan:
     return dataclasses.replace(PLAN, **change)
 
@@ -429,6 +446,9 @@ def test_handler_reads_the_plan() -> None:
         ),
         "launch['parameters']['1']['steps_bytes'] = np.array([8, -8])": (
             f"{everything}parameters.1.steps_bytes: -8 is out of range"
+        ),
+        "launch['parameters']['3']['offset_bytes'] = -16": (
+            f"{everything}parameters.3.offset_bytes: -16 is out of range"
         ),
         "launch['parameters']['3']['box'] = np.array([1, 2, 3])": (
             f"{everything}parameters.3.sizes: a tensor map has 1 to 5 sizes"

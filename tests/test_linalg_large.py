@@ -231,7 +231,7 @@ def test_blocks_are_chosen_where_they_pay():
 @pytest.mark.thorough
 def test_programs_are_small():
     """Most operations are slices and joins that XLA fuses."""
-    a = jax.ShapeDtypeStruct((8192, 8192), np.float32)
+    a = jax.ShapeDtypeStruct((16384, 16384), np.float32)
     with gpu_target("sm_90"):
         lowered = jax.jit(linalg.inv).trace(a).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
@@ -242,7 +242,7 @@ def test_programs_are_small():
 @needs_nvrtc
 @pytest.mark.thorough
 def test_the_choice_is_explained():
-    a = jax.ShapeDtypeStruct((8192, 8192), np.float32)
+    a = jax.ShapeDtypeStruct((16384, 16384), np.float32)
     with gpu_target("sm_90"):
         found = jtk.explain(linalg.inv, a, platform="cuda")
     without = [choice for choice in found if choice.kernel is None]

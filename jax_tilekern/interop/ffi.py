@@ -143,6 +143,8 @@ def emit(
     operands: Sequence[Any],
     call: LaunchPlan | CpuCall,
     aliases: Mapping[int, int] | None = None,
+    *,
+    scratch: Sequence[jax.core.ShapedArray] = (),
 ) -> Sequence[Any]:
     """Emit a call whose results are the lowering rule's own, row-major; return their MLIR values.
 
@@ -156,9 +158,13 @@ def emit(
         What to run.
     aliases
         Operands whose buffers are those of results, as for :func:`cuda_launch`.
+    scratch
+        Types of more results of a launch plan, after the rule's own; they are not returned.
     """
     if not isinstance(call, CpuCall):
-        return cuda_launch(ctx, operands, call, aliases=aliases)
+        results = (*ctx.avals_out, *scratch)
+        values = cuda_launch(ctx, operands, call, results, aliases=aliases)
+        return values[: len(ctx.avals_out)]
     name = call.target.removeprefix("jax_tilekern_")
     digest = repr(sorted(call.attributes.items()))
 

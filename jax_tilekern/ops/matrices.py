@@ -24,6 +24,7 @@ from jax_tilekern.ops import blocked
 from jax_tilekern.ops.matmul import matmul
 from jax_tilekern.ops.matrix_kernels import (
     in_blocks,
+    inverse_of_large,
     matrix_on_cpu,
     matrix_on_cuda,
     refused,
@@ -34,6 +35,7 @@ from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.linalg import small_matrices as plans
 from jax_tilekern.primitives.operation import (
     Fallback,
+    Kernel,
     Operation,
     Planner,
     Rewrite,
@@ -286,12 +288,12 @@ def _define_matrix(
     like_results: Callable[..., Sequence[Any]],
     cpu: str,
     cuda: Callable[..., plans.MatrixKernel],
-    in_blocks: Callable[..., Rewrite | Fallback],
+    large: Callable[..., Kernel | Rewrite | Fallback],
     **rules: Any,
 ) -> _Bind:
     """Define an operation on each matrix of a batch.
 
-    Small matrices have a CPU handler and a CUDA kernel. On a GPU ``in_blocks`` plans large ones.
+    Small matrices have a CPU handler and a CUDA kernel. On a GPU ``large`` plans large ones.
     """
 
     def batch(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
@@ -304,7 +306,7 @@ def _define_matrix(
             sharding_rule=functools.partial(_sharding_rule, like_results),
             planners={
                 "cpu": Planner(refused, functools.partial(matrix_on_cpu, cpu)),
-                "cuda": Planner(refused, functools.partial(matrix_on_cuda, cuda, in_blocks)),
+                "cuda": Planner(refused, functools.partial(matrix_on_cuda, cuda, large)),
             },
             like_results=like_results,
             several_results=True,
@@ -356,7 +358,7 @@ _inverse = _define_matrix(
     jvp=_inverse_jvp,
     cpu=ffi.CPU_MATRIX_INVERSE,
     cuda=plans.inverse_kernel,
-    in_blocks=_in_blocks("inverse", _inverse_in_blocks),
+    large=functools.partial(inverse_of_large, _in_blocks("inverse", _inverse_in_blocks)),
     describe=lambda: "inv",
 )
 
@@ -417,7 +419,7 @@ _cholesky = _define_matrix(
     jvp=_cholesky_jvp,
     cpu=ffi.CPU_MATRIX_CHOLESKY,
     cuda=plans.cholesky_kernel,
-    in_blocks=_in_blocks("cholesky", blocked.cholesky),
+    large=_in_blocks("cholesky", blocked.cholesky),
     describe=lambda symmetrize: "cholesky" + symmetrize * " symmetrized",
 )
 
@@ -434,7 +436,7 @@ _lu = _define_matrix(
     jvp=_lu_jvp,
     cpu=ffi.CPU_MATRIX_LU,
     cuda=plans.lu_kernel,
-    in_blocks=_in_blocks("lu", blocked.lu),
+    large=_in_blocks("lu", blocked.lu),
     describe=lambda: "lu",
 )
 

@@ -1,10 +1,12 @@
 """The kernels of operations on square matrices: what a planner returns for each platform.
 
-Matrices up to ``MAX_SIZE`` have a kernel each. On a GPU larger ones are computed in blocks.
+Matrices up to ``MAX_SIZE`` have a kernel each. On a GPU larger ones are computed in blocks, or
+inverted by a plan of several kernels.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +19,7 @@ from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
+from jax_tilekern.plans.linalg import gauss_jordan
 from jax_tilekern.plans.linalg import small_matrices as plans
 from jax_tilekern.plans.linalg.blocked import LargeMatrices, plan_blocks
 from jax_tilekern.plans.linalg.small_matrices import MAX_SIZE, Columns, SmallMatrices
@@ -77,17 +80,31 @@ def in_blocks(
     return Rewrite(f"products of blocks of {block} columns", computed)
 
 
+def inverse_of_large(
+    in_blocks: Callable[..., Rewrite | Fallback], operands: Sequence[Operand]
+) -> Kernel | Rewrite | Fallback:
+    """Return the inverse by one plan, or a call in blocks of the sizes that have none."""
+    (a,) = operands
+    matrices = _matrices(a.aval)
+    if not gauss_jordan.covers(*dataclasses.astuple(matrices)):
+        return in_blocks(operands)
+    found = planned_kernel((a.value,), gauss_jordan.plan_inverse, matrices.size)
+    if isinstance(found, Fallback):
+        return found
+    return dataclasses.replace(found, aliases={0: 1}, scratch=(a.aval,))
+
+
 def matrix_on_cuda(
     kernel: Callable[..., plans.MatrixKernel],
-    in_blocks: Callable[..., Rewrite | Fallback],
+    large: Callable[..., Kernel | Rewrite | Fallback],
     operands: Sequence[Operand],
     results: Sequence[Any],
     **params: Any,
 ) -> Kernel | Rewrite | Fallback:
-    """Return a kernel for the matrices of one operand, or a call in blocks if they are large."""
+    """Return a kernel for the matrices of one operand, or what ``large`` plans for large ones."""
     (a,) = operands
     if a.aval.shape[-1] > MAX_SIZE:
-        return in_blocks(operands, **params)
+        return large(operands, **params)
     chosen = kernel(_matrices(a.aval), **params)
     return planned_kernel((a.value,), plans.plan_matrices, chosen, len(results))
 

@@ -286,8 +286,9 @@ def _check_tensor_maps(call: KernelCall) -> None:
                 f"kernel {call.name}: a tensor map of buffer {m.buffer}, but there are "
                 f"{len(bytes_)} inputs, outputs and workspaces"
             )
-        if m.extent_bytes > bytes_[m.buffer]:
+        reach = m.offset_bytes + m.extent_bytes
+        if reach > bytes_[m.buffer]:
             raise ValueError(
-                f"kernel {call.name}: a tensor map reaches {m.extent_bytes} bytes into buffer "
+                f"kernel {call.name}: a tensor map reaches {reach} bytes into buffer "
                 f"{m.buffer}, which has {bytes_[m.buffer]}"
             )

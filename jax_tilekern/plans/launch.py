@@ -11,7 +11,7 @@ import functools
 import hashlib
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from jax_tilekern.compilation.cubin import packed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from jax_tilekern.compilation.cubin import Entry
     from jax_tilekern.plans.gpu import Gpu
@@ -173,6 +173,8 @@ class TensorMap:
     steps_bytes
         Added to the buffer's address for each step along the launch's ``repeats``, multiples of 16;
         empty for a buffer that stays.
+    offset_bytes
+        Added to the buffer's address, a multiple of 16.
     """
 
     buffer: int
@@ -186,6 +188,7 @@ class TensorMap:
     l2_promotion: Literal[0, 64, 128, 256] = 256
     oob_fill: Literal["zeros", "nan"] = "zeros"
     steps_bytes: tuple[int, ...] = ()
+    offset_bytes: int = 0
 
     def __post_init__(self) -> None:
         rank = len(self.sizes)
@@ -222,6 +225,10 @@ class TensorMap:
         _require(
             all(step >= 0 and step % 16 == 0 for step in self.steps_bytes),
             f"steps are multiples of 16 bytes, not {self.steps_bytes}",
+        )
+        _require(
+            self.offset_bytes >= 0 and self.offset_bytes % 16 == 0,
+            f"an offset is a multiple of 16 bytes, not {self.offset_bytes}",
         )
         _require(
             all(1 <= extent <= 256 for extent in self.box),
@@ -276,6 +283,7 @@ class TensorMap:
         """Return what the handler reads: the driver's enumerations and arrays."""
         return {
             "buffer": self.buffer,
+            "offset_bytes": self.offset_bytes,
             "dtype": _TENSOR_MAP_DTYPES[self.dtype][0],
             "sizes": np.array(self.sizes, np.int64),
             "box": np.array(self.box, np.int64),
@@ -387,6 +395,22 @@ class Launch:
             given == self.entry.parameter_bytes,
             f"parameters of {given} bytes, but the kernel takes {self.entry.parameter_bytes}",
         )
+
+    def placed(self, buffers: Sequence[Buffer]) -> Launch:
+        """Return the launch in a plan that has these buffers, or parts of them, for its own."""
+
+        def moved(parameter: Parameter) -> Parameter:
+            if isinstance(parameter, Scalars):
+                return parameter
+            if isinstance(parameter, Buffer):
+                to = buffers[parameter.index]
+                offset = parameter.offset_bytes + to.offset_bytes
+                return replace(parameter, index=to.index, offset_bytes=offset)
+            to = buffers[parameter.buffer]
+            offset = parameter.offset_bytes + to.offset_bytes
+            return replace(parameter, buffer=to.index, offset_bytes=offset)
+
+        return replace(self, parameters=tuple(map(moved, self.parameters)))
 
     def _require(self, holds: bool, complaint: str) -> None:
         _require(holds, f"launch of {self.entry.name}: {complaint}")

@@ -63,6 +63,9 @@ class Kernel:
         own operands.
     aliases
         Operands whose memory results take: positions in ``operands`` and among the results.
+    scratch
+        Types of results after the call's own, which nothing reads. One that takes an operand's
+        memory is a copy of it that the kernel works on.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Kernel:
     call: LaunchPlan | ffi.CpuCall
     operands: Sequence[Any]
     aliases: Mapping[int, int] = field(default_factory=dict)
+    scratch: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
@@ -401,7 +405,9 @@ def _lowered(
         outcome.reason,
     )
     if isinstance(outcome, Kernel):
-        return ffi.emit(ctx, outcome.operands, outcome.call, outcome.aliases)
+        return ffi.emit(
+            ctx, outcome.operands, outcome.call, outcome.aliases, scratch=outcome.scratch
+        )
     if isinstance(outcome, Fallback):
         modes.note_fallback(call, platform, outcome.reason)
     function: Callable[..., Any] = functools.partial(operation.reference, **params)

@@ -23,6 +23,7 @@ std::map<std::string, Attribute> GoodPlan() {
                                             {"steps_bytes", Attribute::Numbers({96, 0})}});
   const auto scalars = Attribute::Members({{"bytes", Attribute::Bytes({1, 2, 3, 4})}});
   const auto map = Attribute::Members({{"buffer", Attribute::Number(1)},
+                                       {"offset_bytes", Attribute::Number(0)},
                                        {"box", Attribute::Numbers({64, 32})},
                                        {"dtype", Attribute::Number(9)},
                                        {"element_strides", Attribute::Numbers({1, 1})},
