@@ -6,6 +6,7 @@ that eliminates it elsewhere, and one product updates all other columns.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
@@ -130,9 +131,10 @@ def plan_inverse(size: int, gpu: Gpu) -> LaunchPlan | NoKernel:
     )
     result, matrix, steps, order, block, pivot_rows, panel_rows = map(Buffer, range(1, 8))
     product_workspaces = [Buffer(8 + i) for i in range(len(product.workspace_bytes))]
+    buffers = [block, pivot_rows, matrix, matrix, *product_workspaces]
+    # The plan was measured with launches that do not overlap.
     placed = [
-        launch.placed([block, pivot_rows, matrix, matrix, *product_workspaces])
-        for launch in product.launches
+        dataclasses.replace(launch.placed(buffers), overlaps=False) for launch in product.launches
     ]
     of_blocks = (
         (
