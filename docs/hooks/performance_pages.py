@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -77,6 +78,8 @@ def _section(folder: Path, name: str, record: Record) -> Iterator[str]:
         yield from _matrices(record["rows"])
     elif record.get("kind") == "host":
         yield from _host(record["rows"])
+    elif name == "before_after":
+        yield from _before_after(record)
     elif name == "cross_entropy":
         yield from _cross_entropy(record["rows"])
     elif "bound_seconds" in record:
@@ -250,6 +253,20 @@ def _sides(rows: Sequence[Record]) -> Iterator[str]:
         for row in rows
     )
     yield from _table(["row", *sides], "l" + "r" * len(sides), cells)
+
+
+def _before_after(record: Record) -> Iterator[str]:
+    """Return each group's old times over new ones, of the rows with device times."""
+    old, new = (record["commits"][side][:7] for side in ("old", "new"))
+    yield f"Kernels of commit {old} against those of {new}, with the same choices: old / new."
+    yield ""
+    yield "| group | rows | geometric mean | worst |"
+    yield "|---|---:|---:|---:|"
+    rows = [row for row in record["rows"] if row.get("method", "").startswith("device time")]
+    for group in dict.fromkeys(row["group"] for row in rows):
+        ratios = [row["ratio"] for row in rows if row["group"] == group]
+        mean = statistics.geometric_mean(ratios)
+        yield f"| {group} | {len(ratios)} | {mean:.3f} | {min(ratios):.3f} |"
 
 
 def _cross_entropy(rows: Sequence[Record]) -> Iterator[str]:
