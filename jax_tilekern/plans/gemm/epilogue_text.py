@@ -233,8 +233,10 @@ _STAGED_TEMPLATE = """
   }}
 """
 
-_TEMPLATE = """#include "gemm/epilogue_arrays.cuh"
-#include "scalar_functions.cuh"
+_ARRAYS = '#include "gemm/epilogue_arrays.cuh"\n'
+_ROW_REDUCTIONS = '#include "gemm/row_reductions.cuh"\n'
+
+_HEAD = """#include "scalar_functions.cuh"
 
 struct {name} {{
   static constexpr bool kStores = {stores};
@@ -246,7 +248,17 @@ struct {name} {{
   void operator()(Accumulator (&accumulators)[kCount], const Coordinates& at) const {{
     using namespace tilekern;
     constexpr int kRun = min_of(Coordinates::kAdjacentColumns, {longest_run});
-    constexpr int kBlock = {block};
+"""
+
+_TAIL = """  template <int kRows, int kColumns, class Coordinates>
+  void prefetch(const Coordinates& at) const {{
+    using namespace tilekern;
+    {prefetch}
+  }}
+}};
+"""
+
+_BODY = """    constexpr int kBlock = {block};
     static_assert(kCount % kBlock == 0);
     {first_block}
 #pragma unroll
@@ -266,29 +278,9 @@ struct {name} {{
     }}
   }}
 {staged}
-  template <int kRows, int kColumns, class Coordinates>
-  void prefetch(const Coordinates& at) const {{
-    using namespace tilekern;
-    {prefetch}
-  }}
-}};
 """
 
-_REDUCING_TEMPLATE = """#include "gemm/epilogue_arrays.cuh"
-#include "gemm/row_reductions.cuh"
-#include "scalar_functions.cuh"
-
-struct {name} {{
-  static constexpr bool kStores = {stores};
-  static constexpr bool kPrefetches = {prefetches};
-  static constexpr int kStagedColumns = {staged_columns};
-  {members}
-
-  template <typename Accumulator, int kCount, class Coordinates>
-  void operator()(Accumulator (&accumulators)[kCount], const Coordinates& at) const {{
-    using namespace tilekern;
-    constexpr int kRun = min_of(Coordinates::kAdjacentColumns, {longest_run});
-    constexpr int kBlock = min_of(kReducedValues, kCount);
+_REDUCING_BODY = """    constexpr int kBlock = min_of(kReducedValues, kCount);
     {rows}
 #pragma unroll
     for (int block = 0; block < kCount; block += kBlock) {{
@@ -309,13 +301,10 @@ struct {name} {{
     {store}
   }}
 
-  template <int kRows, int kColumns, class Coordinates>
-  void prefetch(const Coordinates& at) const {{
-    using namespace tilekern;
-    {prefetch}
-  }}
-}};
 """
+
+_TEMPLATE = _ARRAYS + _HEAD + _BODY + _TAIL
+_REDUCING_TEMPLATE = _ARRAYS + _ROW_REDUCTIONS + _HEAD + _REDUCING_BODY + _TAIL
 
 
 def _coordinate(name: str, extent: str, count: int | str, within: bool) -> str:
