@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 KIND = "sharded"
-# Calls that are waited for together, so that their dispatch is hidden. A collective of one call may
-# run beside a product of the next, as those of neighbouring layers do.
+# To dispatch a call to several devices takes 0.3 ms of the host, longer than many of these programs
+# run. So each is repeated in one call, as the layers of a model are, and the calls of a block are
+# waited for together.
+REPEATS = 8
 _BLOCK_SECONDS = 0.03
 
 
@@ -229,22 +231,24 @@ def _measure(program: Program, mesh: Mesh, seconds: float) -> dict[str, Any]:
     out = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), program.out, is_leaf=lambda x: isinstance(x, P)
     )
+    results = [out] * REPEATS
     ours = program.function(jax_tilekern.matmul, jax_tilekern.ragged_dot)
     reference = "jnp" if program.peer else "one device"
     device = mesh.devices.flat[0]
-    compiled = {"ours": _compiled(ours, placed, out)}
+    compiled = {"ours": _compiled(repeated(ours, out), placed, results)}
     if program.peer:
-        compiled["jnp"] = _compiled(program.function(jnp.matmul, lax.ragged_dot), placed, out)
+        theirs = program.function(jnp.matmul, lax.ragged_dot)
+        compiled["jnp"] = _compiled(repeated(theirs, out), placed, results)
     sides = {name: functools.partial(function, *placed) for name, function in compiled.items()}
     if not program.peer:
         single = [jax.device_put(x, device) for x in arrays]
-        sides[reference] = functools.partial(_compiled(ours, single, None), *single)
-    error = _difference(sides["ours"](), sides[reference]())
+        sides[reference] = functools.partial(_compiled(repeated(ours), single), *single)
+    error = _difference(*(sides[name]()[-1] for name in ("ours", reference)))
     times = _interleaved(sides, seconds)
     if program.alone is not None:
         # Not among the others: after it, the clocks of the devices that waited are lower.
         local = [jax.device_put(_operand(rng, program, s), device) for s in program.alone]
-        alone = functools.partial(_compiled(ours, local, None), *local)
+        alone = functools.partial(_compiled(repeated(ours), local), *local)
         times |= _interleaved({"alone": alone}, seconds / 4)
     median = {name: statistics.median(own) * 1e6 for name, own in times.items()}
     share = 1 if program.peer else mesh.size
@@ -273,7 +277,27 @@ def _operand(rng: np.random.Generator, program: Program, shape: tuple[int, ...])
     return (rng.standard_normal(shape, np.float32) * scale).astype(jnp.bfloat16)
 
 
-def _compiled(function: Callable[..., Any], operands: list[Any], out: Any) -> Any:
+def repeated(function: Callable[..., Any], out: Any = None) -> Callable[..., list[Any]]:
+    """Return a program that computes a function ``REPEATS`` times, each after the one before.
+
+    ``out`` is the sharding of each result.
+    """
+
+    def run(*operands: Any) -> list[Any]:
+        results = []
+        for _ in range(REPEATS):
+            result = function(*operands)
+            if out is not None:
+                result = lax.with_sharding_constraint(result, out)
+            # All results are returned, so that no repetition is removed.
+            operands, result = lax.optimization_barrier((operands, result))
+            results.append(result)
+        return results
+
+    return run
+
+
+def _compiled(function: Callable[..., Any], operands: list[Any], out: Any = None) -> Any:
     jitted = jax.jit(function) if out is None else jax.jit(function, out_shardings=out)
     compiled = jitted.lower(*operands).compile()
     jax.block_until_ready(compiled(*operands))
@@ -312,7 +336,7 @@ def _difference(ours: Any, theirs: Any) -> float:
 
 
 def _interleaved(sides: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
-    """Return the seconds of a call of each side, one block of calls after the other."""
+    """Return the seconds of a repetition of each side, one block of calls after the other."""
 
     def block(side: Callable[[], Any], calls: int) -> float:
         start = time.perf_counter()
@@ -321,10 +345,13 @@ def _interleaved(sides: Mapping[str, Callable[[], Any]], seconds: float) -> dict
         jax.block_until_ready(result)
         return (time.perf_counter() - start) / calls
 
-    calls = {name: max(1, int(_BLOCK_SECONDS / block(side, 3))) for name, side in sides.items()}
+    for side in sides.values():  # The first calls connect the devices and raise the clocks.
+        block(side, 3)
+    # As many calls for each, since what a block takes besides its calls counts as theirs.
+    calls = max(1, int(_BLOCK_SECONDS / min(block(side, 2) for side in sides.values())))
     times: dict[str, list[float]] = {name: [] for name in sides}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(min(times.values(), key=len)) < 5:
         for name, side in sides.items():
-            times[name].append(block(side, calls[name]))
+            times[name].append(block(side, calls) / REPEATS)
     return times

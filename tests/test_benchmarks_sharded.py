@@ -43,6 +43,7 @@ def few_calls(monkeypatch):
     """Eight devices on few cores: collectives of many calls at a time take too long."""
     monkeypatch.setattr(sharded, "programs", small)
     monkeypatch.setattr(sharded, "_BLOCK_SECONDS", 1e-4)
+    monkeypatch.setattr(sharded, "REPEATS", 2)
 
 
 def test_rows_are_measured_recorded_and_shown(tmp_path, capsys):
@@ -85,3 +86,10 @@ def test_programs_are_compared_without_names():
 
     assert sharded.are_same(compiled(first), compiled(second))
     assert not sharded.are_same(compiled(first), compiled(lambda x: jnp.cos(x) @ x.T))
+
+
+def test_no_repetition_is_removed():
+    x, w = np.ones((64, 32), np.float32), np.ones((32, 48), np.float32)
+    compiled = jax.jit(sharded.repeated(jnp.matmul)).lower(x, w).compile()
+    assert compiled.as_text().count(" dot(") == sharded.REPEATS
+    assert len(compiled(x, w)) == sharded.REPEATS
