@@ -56,6 +56,9 @@ class Program:
         Shapes of what one device computes, where that is one product; ``None`` otherwise.
     peer
         Whether JAX's own program is measured. If not, the reference is ours on one device.
+    added
+        Shape of the partial results that devices add up, whose ``all-reduce`` is measured by
+        itself; ``None`` if there are none, or if JAX's program has the same.
     """
 
     group: str
@@ -67,6 +70,7 @@ class Program:
     out: Any
     alone: tuple[tuple[int, ...], ...] | None = None
     peer: bool = True
+    added: tuple[int, ...] | None = None
 
 
 def programs(devices: int) -> Iterator[Program]:
@@ -128,15 +132,19 @@ def programs(devices: int) -> Iterator[Program]:
         return run
 
     grouped = ((rows, k), (groups, k, n), (rows, n), (groups,))
-    for name, (x, w, y) in {
-        "rows sharded": (P("x"), P(), P("x")),
-        "columns sharded": (P(), P(None, None, "x"), P(None, "x")),
-        "experts sharded": (P(), P("x"), P()),
-    }.items():
-        for what, function, out in (("forward", experts, y), ("gradients", gradients, (x, w))):
+    x_shape, w_shape, y_shape, _ = grouped
+    for name, (x, w, y), added in (
+        ("rows sharded", (P("x"), P(), P("x")), (None, w_shape)),
+        ("columns sharded", (P(), P(None, None, "x"), P(None, "x")), (None, x_shape)),
+        ("experts sharded", (P(), P("x"), P()), (y_shape, x_shape)),
+    ):
+        for what, function, out, partial in (
+            ("forward", experts, y, added[0]),
+            ("gradients", gradients, (x, w), added[1]),
+        ):
             yield Program(
                 "ragged_dot of 64 experts", f"{name}, {what}, {rows}x{k}x{n}", 0.85, function,
-                grouped, (x, w, y, P()), out, peer=False,
+                grouped, (x, w, y, P()), out, peer=False, added=partial,
             )  # fmt: skip
 
 
@@ -201,23 +209,27 @@ def describe(row: Mapping[str, Any]) -> str:
         return f"{head}{row['error']}"
     times = ", ".join(f"{name} {micros:.0f} us" for name, micros in row["microseconds"].items())
     same = ", the same program" if row.get("same_program") else ""
-    return f"{head}{times}; ratio {row['ratio']:.3f} (target {row['target']}){same}"
+    bound = f", bound {row['bound']:.3f}" if row["bound"] < 1 else ""
+    return f"{head}{times}; ratio {row['ratio']:.3f} (target {row['target']}{bound}){same}"
 
 
 def markdown(record: Mapping[str, Any]) -> str:
     """Return a record as a markdown table."""
     lines = [
         f"{record['devices']} x {record['device']}, microseconds; ratio: JAX's time over ours, or "
-        "for `ragged_dot` one device's time over its share and ours.",
+        "for `ragged_dot` one device's time over its share and ours. The bound is what it would be "
+        "if nothing but the share of one device's time and the all-reduce took any.",
         "",
-        "| program | | jnp | ours | alone | ratio |",
-        "|---|---|---:|---:|---:|---:|",
+        "| program | | jnp | one device | all-reduce | alone | ours | ratio | bound |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
+    shown = ("jnp", "one device", "all-reduce", "alone", "ours")
     for row in record["rows"]:
         times = row.get("microseconds", {})
-        cells = [f"{times[key]:.0f}" if key in times else "" for key in ("jnp", "ours", "alone")]
-        ratio = "failed" if row.get("error") else f"{row['ratio']:.3f}"
-        lines.append(f"| {row['group']} | {row['name']} | {' | '.join(cells)} | {ratio} |")
+        cells = [f"{times[key]:.0f}" if key in times else "" for key in shown]
+        cells.append("failed" if row.get("error") else f"{row['ratio']:.3f}")
+        cells.append(f"{row['bound']:.3f}" if row.get("bound", 1) < 1 else "")
+        lines.append(f"| {row['group']} | {row['name']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -250,15 +262,23 @@ def _measure(program: Program, mesh: Mesh, seconds: float) -> dict[str, Any]:
         local = [jax.device_put(_operand(rng, program, s), device) for s in program.alone]
         alone = functools.partial(_compiled(repeated(ours), local), *local)
         times |= _interleaved({"alone": alone}, seconds / 4)
+    if program.added is not None:
+        times |= _interleaved({"all-reduce": _all_reduce(rng, program.added, mesh)}, seconds / 4)
     median = {name: statistics.median(own) * 1e6 for name, own in times.items()}
     share = 1 if program.peer else mesh.size
     ratios = [
         theirs / share / mine for theirs, mine in zip(times[reference], times["ours"], strict=True)
     ]
+    ratio = statistics.median(ratios)
+    # What the ratio would be if the local products took no more than their share of one device's
+    # time and nothing but them and the all-reduce took any, one after the other.
+    added = median.get("all-reduce", 0)
+    bound = 1 if program.peer else median[reference] / (median[reference] + share * added)
     choices = jax_tilekern.explain(jax.jit(ours, out_shardings=out), *placed)
     return {
         "microseconds": median,
-        "ratio": statistics.median(ratios),
+        "ratio": ratio,
+        "bound": bound,
         "rounds": len(ratios),
         "difference": error,
         "same_program": program.peer and are_same(compiled["ours"], compiled["jnp"]),
@@ -267,6 +287,16 @@ def _measure(program: Program, mesh: Mesh, seconds: float) -> dict[str, Any]:
             for c in choices
         ],
     } | ({} if error < 0.05 else {"error": f"results differ by {error}"})
+
+
+def _all_reduce(rng: np.random.Generator, shape: tuple[int, ...], mesh: Mesh) -> Callable[[], Any]:
+    """Return a program that adds up an array of this shape over the devices."""
+    array = np.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+    placed = [jax.device_put(array, NamedSharding(mesh, P()))]
+    add = jax.shard_map(
+        lambda x: lax.psum(x, "x"), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    return functools.partial(_compiled(repeated(add), placed), *placed)
 
 
 def _operand(rng: np.random.Generator, program: Program, shape: tuple[int, ...]) -> Any:

@@ -34,7 +34,7 @@ def small(count):
     yield sharded.Program("products", "wrong", 0.97, wrong, *pair)
     yield sharded.Program(
         "groups", "columns", 0.85, groups, ((64, 32), (8, 32, 16), (8,)),
-        (P(), P(None, None, "x"), P()), P(None, "x"), peer=False,
+        (P(), P(None, None, "x"), P()), P(None, "x"), peer=False, added=(64, 16),
     )  # fmt: skip
 
 
@@ -57,7 +57,10 @@ def test_rows_are_measured_recorded_and_shown(tmp_path, capsys):
     assert set(right["microseconds"]) == {"ours", "jnp", "alone"}
     assert "error" not in right
     assert "differ" in wrong["error"]
-    assert set(groups["microseconds"]) == {"ours", "one device"}
+    times = groups["microseconds"]
+    assert set(times) == {"ours", "one device", "all-reduce"}
+    share = times["one device"] / 8
+    assert groups["bound"] == pytest.approx(share / (share + times["all-reduce"]))
     assert groups["calls"][0]["partition"]
     capsys.readouterr()
     assert main(["report", str(file)]) == 0
