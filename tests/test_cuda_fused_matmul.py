@@ -113,7 +113,7 @@ def test_results_in_the_memory_of_operands():
     square = jax.ShapeDtypeStruct((512, 512), BF16)
     assert aliases(call, square, square, square) == 1
     assert aliases(jax.vmap(call, (0, None, 0)), *batched(square, square, square)) == 1
-    # Of another type, without the mapped axis, with it elsewhere, and factors of the same product.
+    # Another type, no mapped axis, a mapped axis elsewhere, and factors of the same product.
     assert aliases(call, square, square, square.update(dtype=np.float32)) == 0
     assert (
         aliases(jax.vmap(call, (0, None, None)), *batched(square, square, square)[:2], square) == 0
