@@ -16,6 +16,8 @@ from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
 from jax_tilekern.epilogue.primitives import INNER_JAXPR
 from jax_tilekern.epilogue.scalar_function import trace_scalars
+from jax_tilekern.ops.fused_contraction import contract_with_epilogue
+from jax_tilekern.plans.gemm.contraction import Contraction
 from jax_tilekern.plans.gemm.select import candidates, plan_matmul
 from jax_tilekern.plans.launch import NoKernel
 
@@ -92,6 +94,40 @@ def test_a_fused_gradient_is_its_products():
     # The first layer and its cotangent; the second layer, whose own cotangent is elementwise.
     assert len(choices) == 3
     assert all(choice.kernel.startswith("wgmma_matmul bf16") for choice in choices)
+
+
+def test_results_in_the_memory_of_operands():
+    def aliases(function, *args):
+        return lowered(function, *args).count("output_operand_alias<")
+
+    x, w = shapes(1024, 768, 512)[:2]
+    assert aliases(jtk.gated_linear, x, w, w) == 1
+    assert aliases(jax.grad(lambda *xs: jtk.gated_linear(*xs).sum()), x, w, w) == 0
+
+    def call(x, w, operand, in_place=((0, 0),)):
+        return contract_with_epilogue(
+            x, w, Contraction((0, 1), (1, 2), (0, 2)), precision=None, product=np.dtype(BF16),
+            shape=(512, 512), epilogue=jnp.add, operands=(operand,), in_place=in_place,
+        )  # fmt: skip
+
+    square = jax.ShapeDtypeStruct((512, 512), BF16)
+    assert aliases(call, square, square, square) == 1
+    assert aliases(jax.vmap(call, (0, None, 0)), *batched(square, square, square)) == 1
+    # Another type, no mapped axis, a mapped axis elsewhere, and factors of the same product.
+    assert aliases(call, square, square, square.update(dtype=np.float32)) == 0
+    assert (
+        aliases(jax.vmap(call, (0, None, None)), *batched(square, square, square)[:2], square) == 0
+    )
+    moved = jax.ShapeDtypeStruct((512, 4, 512), BF16)
+    assert aliases(jax.vmap(call, (0, None, 1)), *batched(square, square)[:1], square, moved) == 0
+    assert aliases(lambda x, w: call(x, w, x), square, square) == 0
+    assert aliases(lambda x, w: call(x.T, w, x), square, square) == 0
+
+
+def batched(first, second, *others):
+    """Types of operands of which all but the second have 4 elements of a batch."""
+    mapped = [x.update(shape=(4, *x.shape)) for x in (first, *others)]
+    return [mapped[0], second, *mapped[1:]]
 
 
 def test_the_identity_is_the_plain_kernel():

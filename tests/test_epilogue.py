@@ -144,6 +144,39 @@ def test_a_result_in_the_memory_of_an_operand(rng):
     np.testing.assert_array_equal(mapped, np.asarray(totals[0]) + np.asarray(a) @ np.asarray(b))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "out", "sizes"),
+    [
+        (BF16, BF16, (1024, 2048, 16)),  # through stages of the mainloop
+        (BF16, BF16, (300, 520, 16)),
+        (BF16, BF16, (130, 77, 16)),
+        (BF16, np.float32, (32, 48, 8192)),  # split-K
+        (np.float32, np.float32, (300, 520, 16)),
+        (np.float32, np.float32, (33, 65, 24)),
+    ],
+)
+def test_results_in_the_memory_of_operands_that_other_results_read(rng, dtype, out, sizes):
+    """The kernel reads both elements before it writes either."""
+    m, n, k = sizes
+    a, b = small_integers(rng, m, k, dtype=dtype), small_integers(rng, k, n, dtype=dtype)
+    first, second = (small_integers(rng, m, n, dtype=out) for _ in range(2))
+
+    @jax.jit
+    def call(a, b, first, second):
+        first, second = lax.optimization_barrier((first + 1, second - 1))
+        return contract_with_epilogue(
+            a, b, Contraction((0, 1), (1, 2), (0, 2)),
+            precision=HIGHEST, product=np.dtype(out), shape=(m, n),
+            epilogue=lambda y, first, second: [y + second, y - first],
+            operands=(first, second), in_place=((0, 0), (1, 1)),
+        )  # fmt: skip
+
+    found = call(a, b, first, second)
+    product = exact(a) @ exact(b)
+    np.testing.assert_array_equal(exact(found[0]), product + exact(second) - 1)
+    np.testing.assert_array_equal(exact(found[1]), product - exact(first) - 1)
+
+
 def test_split_k(rng):
     a, b = small_integers(rng, 32, 8192, dtype=BF16), small_integers(rng, 8192, 48, dtype=BF16)
     residual = small_integers(rng, 32, 48)

@@ -392,6 +392,83 @@ def test_arguments_are_those_of_the_function(operands):
     assert traced == ["sin"]
 
 
+# -- Results in the memory of operands. ------------------------------------------------------------
+
+
+def overwritten(function, *args):
+    """Pairs of an operand and a result in its memory, of all products with an epilogue."""
+    found = equations(jax.make_jaxpr(jtk.fuse(function))(*args).jaxpr)
+    return [pair for eqn in found for pair in eqn.params.get("in_place", ())]
+
+
+def swiglu_gradients(cotangent, x, gate, up, down):
+    def perceptron(x, gate, up, down):
+        return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+    out, pullback = jax.vjp(perceptron, x, gate, up, down)
+    return out, *pullback(cotangent)
+
+
+@pytest.fixture
+def squares(rng):
+    return [random(rng, (16, 16), np.float32) / 4 for _ in range(5)]
+
+
+def test_cotangents_of_both_factors_of_a_gate_take_their_memory(squares):
+    assert_all_fused(swiglu_gradients, *squares)
+    # The cotangents of both, and the sum of two cotangents of x.
+    assert overwritten(swiglu_gradients, *squares) == [(0, 0), (1, 1), (0, 0)]
+    assert_same(jtk.fuse(swiglu_gradients)(*squares), swiglu_gradients(*squares), 1e-4)
+
+
+def test_a_result_takes_the_memory_of_an_operand_that_nothing_reads_again(squares):
+    def gated(x, gate, up, *_):
+        return jnp.tanh(x @ gate) * (x @ up)
+
+    assert overwritten(gated, *squares) == [(0, 0)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, u, w: jnp.tanh(x @ w) * x,  # an argument
+        lambda x, u, w: (u, y := x @ w, jnp.tanh(y) * u),  # returned
+        lambda x, u, w: (u.sum(0), y := x @ w, jnp.tanh(y) * u),  # read by no product
+        lambda x, u, w: (u @ w, y := x @ w, jnp.tanh(y) * u),  # read by a product beside it
+        lambda x, u, w: jnp.tanh(u @ w) * u,  # a factor of the same product
+        lambda x, u, w: jnp.tanh(u.T @ w) * u,
+        lambda x, u, w: jnp.tanh(x @ w) * u * u.T,  # read in two orders
+        lambda x, u, w: jnp.tanh(x @ w) * u.T,
+        lambda x, u, w: (jnp.tanh(x @ w) * u).astype(BF16),  # of another type
+    ],
+)
+def test_operands_that_are_not_overwritten(squares, function):
+    def with_product(x, w, v):
+        return function(x, x @ v, w)
+
+    assert not overwritten(with_product, *squares[:3])
+    found, expected = (f(*squares[:3]) for f in (jtk.fuse(with_product), with_product))
+    assert_close(found, expected, 0.02)
+
+
+def test_operands_of_a_call_that_is_differentiated_are_not_overwritten(squares):
+    x, gate, up, *_ = squares
+
+    def loss(x):
+        return (
+            jtk.gated_linear(x, gate, up).sum()
+            + jtk.fuse(lambda x: jnp.tanh(x @ gate) * (x @ up))(x).sum()
+        )
+
+    forward, backward = (
+        [pair for eqn in equations(jax.make_jaxpr(f)(x).jaxpr)
+         for pair in eqn.params.get("in_place", ())]
+        for f in (loss, jax.grad(loss))
+    )  # fmt: skip
+    assert forward == [(0, 0), (0, 0)]
+    assert not backward
+
+
 def test_effects_keep_their_order(operands, capsys):
     x, w, b, *_ = operands
 

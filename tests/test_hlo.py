@@ -60,6 +60,17 @@ def test_transposed_operands_are_read_where_they_lie():
     assert_only_products(lambda x: jtk.matmul(jnp.swapaxes(x, 1, 2), x), XS, products=1)
 
 
+def test_transposes_of_transposes_are_read_where_they_lie():
+    """A kernel that read the inner transpose would need it in memory."""
+    assert_only_products(lambda x, w: jtk.matmul(x.T.T, w.T.T), X, W, products=1)
+
+    def permuted_twice(x):
+        x = jnp.transpose(jnp.transpose(x, (1, 2, 0)), (2, 1, 0))  # (0, 2, 1) in all
+        return jtk.matmul(x, jnp.swapaxes(x, 1, 2))
+
+    assert_only_products(permuted_twice, XS, products=1)
+
+
 @pytest.mark.parametrize(
     ("axes", "args"), [((0, None), (XS, W)), ((None, 0), (X, WS)), ((0, 0), (XS, WS))]
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +62,45 @@ def readings(eqn: Any, shape: Shape, *, with_rule: bool = True) -> list[Reading]
     elif not is_elementwise(name, eqn.params):
         return None
     return [x for x in found if x is not None]
+
+
+def elementwise_first(jaxpr: compat.Jaxpr) -> compat.Jaxpr:
+    """Return a jaxpr with each elementwise equation as soon as its operands are known.
+
+    A product takes equations as its epilogue up to the first other use of their values. In a
+    backward pass, products that read the cotangent of one value stand before the elementwise
+    equations that compute that of another.
+    """
+    if jaxpr.effects:
+        return jaxpr
+    eqns: Sequence[Any] = jaxpr.eqns
+    readers, missing = defaultdict[Any, list[int]](list), list[int]()
+    made = {x for eqn in eqns for x in eqn.outvars}
+    for position, eqn in enumerate(eqns):
+        operands = {x for x in eqn.invars if not compat.is_literal(x) and x in made}
+        missing.append(len(operands))
+        for x in operands:
+            readers[x].append(position)
+    order, waiting = list[Any](), list[int]()
+    placed = set[int]()
+    for position in range(len(eqns)):
+        if position not in placed:
+            heapq.heappush(waiting, position)
+        while waiting:
+            position = heapq.heappop(waiting)
+            placed.add(position)
+            eqn = eqns[position]
+            order.append(eqn)
+            for reader in (reader for x in eqn.outvars for reader in readers[x]):
+                missing[reader] -= 1
+                if not missing[reader] and _is_elementwise(eqns[reader]):
+                    heapq.heappush(waiting, reader)
+    reordered: compat.Jaxpr = jaxpr.replace(eqns=order)
+    return reordered
+
+
+def _is_elementwise(eqn: Any) -> bool:
+    return bool(eqn.outvars) and readings(eqn, eqn.outvars[0].aval.shape) is not None
 
 
 def _is_elementwise_call(eqn: Any, shape: Shape, with_rule: bool) -> bool:

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 import jax
 
 from jax_tilekern.epilogue.scalar_function import trace_scalars
-from jax_tilekern.fusion.elementwise import inlined_call, is_elementwise_jit
+from jax_tilekern.fusion.elementwise import elementwise_first, inlined_call, is_elementwise_jit
 from jax_tilekern.fusion.groups import Group, find_groups, product_of
+from jax_tilekern.fusion.in_place import operands_to_overwrite
 from jax_tilekern.fusion.scalars import equation_of_scalars
 from jax_tilekern.inspection.tracing import of_arrays
 from jax_tilekern.interop import compat
-from jax_tilekern.ops.fused_contraction import contract_with_scalar_function
+from jax_tilekern.ops.fused_contraction import InPlace, contract_with_scalar_function
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -97,7 +98,8 @@ def _fused(closed: Any, operands: Sequence[Any]) -> list[Any]:
     if not _has_products(closed.jaxpr):
         return compat.eval_jaxpr(closed.jaxpr, closed.consts, *operands)
     inlined = jax.make_jaxpr(functools.partial(_inlined, closed.jaxpr, closed.consts))(*operands)
-    results = _Evaluation(inlined.jaxpr, inlined.consts, operands).results()
+    jaxpr = elementwise_first(inlined.jaxpr)
+    results = _Evaluation(jaxpr, inlined.consts, operands).results()
     return [_of_type(x, atom.aval) for x, atom in zip(results, closed.jaxpr.outvars, strict=True)]
 
 
@@ -136,17 +138,19 @@ class _Evaluation:
         variables = (*jaxpr.constvars, *jaxpr.invars)
         self._values = dict(zip(variables, (*consts, *operands), strict=True))
         self._groups, self._remaining = find_groups(jaxpr)
+        self._overwritten = operands_to_overwrite(jaxpr, self._groups, self._remaining)
 
     def results(self) -> list[Any]:
         """Evaluate every equation that something needs."""
-        fused = {group.last: group for group in self._groups}
+        fused = {group.last: i for i, group in enumerate(self._groups)}
         waiting: list[Any] = []
         for position, eqn in enumerate(self._jaxpr.eqns):
             if position in self._remaining:
                 waiting.append(eqn)
             if position in fused:
                 waiting = self._evaluate_ready(waiting)
-                self._evaluate_group(fused[position])
+                i = fused[position]
+                self._evaluate_group(self._groups[i], self._overwritten[i])
             waiting = self._evaluate_ready(waiting)
         return [self._value(x) for x in self._jaxpr.outvars]
 
@@ -165,7 +169,7 @@ class _Evaluation:
                 waiting.append(eqn)
         return waiting
 
-    def _evaluate_group(self, group: Group) -> None:
+    def _evaluate_group(self, group: Group, in_place: InPlace) -> None:
         lhs, rhs = map(self._value, group.eqn.invars)
         (source,) = group.eqn.outvars
         product, contraction = group.product, group.product.contraction
@@ -209,6 +213,7 @@ class _Evaluation:
                     _labelled(x, reading.dims, contraction.out)
                     for x, reading in zip(arrays, group.operands, strict=True)
                 ],
+                in_place=in_place,
             )
         for x, value in zip(group.results, results, strict=True):
             self._values[x] = _of_type(value, x.aval)

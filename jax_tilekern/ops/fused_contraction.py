@@ -92,8 +92,9 @@ def contract_with_epilogue(
     operands
         Arrays that broadcast to ``shape``.
     in_place
-        Pairs of an operand of the epilogue and a result of the same type and shape: a kernel writes
-        the result over the operand. XLA copies the operand first if something else still reads it.
+        Pairs of an operand of the epilogue and a result. A kernel writes the result over the
+        operand where both have one type and shape, unless the call is differentiated. XLA copies
+        the operand first if something else still reads it.
     out_sharding
         Sharding of the result on a mesh with explicit axes.
 
@@ -144,12 +145,13 @@ def contract_with_scalar_function(
     product: np.dtype[Any],
     function: ScalarFunction,
     operands: Sequence[tuple[Array, Labels]],
+    in_place: InPlace = (),
 ) -> list[Array]:
     """Contract two arrays and apply a traced function to every element of the result.
 
     Parameters
     ----------
-    lhs, rhs, contraction, precision, product
+    lhs, rhs, contraction, precision, product, in_place
         As in :func:`contract_with_epilogue`.
     function
         The epilogue, for the accumulators' type.
@@ -172,7 +174,7 @@ def contract_with_scalar_function(
         precision=precision,
         accumulator=accumulator_dtype(lhs.dtype, product),
         product=product,
-        in_place=(),
+        in_place=in_place,
     )
     return results
 
@@ -221,6 +223,8 @@ def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, function: ScalarFunction, **params: Any
 ) -> tuple[list[Any], list[Any]]:
     contraction, product = params["contraction"], params["product"]
+    # The derivative reads the operands again.
+    params["in_place"] = ()
 
     def change(left: Array, right: Array) -> Array:
         precision = params["precision"]
@@ -248,7 +252,6 @@ def _batch(
     *,
     contraction: Contraction,
     operand_labels: tuple[Labels, ...],
-    in_place: InPlace,
     **params: Any,
 ) -> tuple[list[Array], list[int]]:
     """Label the mapped axis in place; an operand without it is unchanged."""
@@ -272,8 +275,6 @@ def _batch(
         )
         results = mapped_function(accumulators, *operands[2:])
     else:
-        mapped = [len(own) for own in labels]
-        params["in_place"] = tuple(x for x in in_place if mapped[x[0]] == len(factors.out))
         results = _bind(*operands, contraction=factors, operand_labels=labels, **params)
     return results, [0] * len(results)
 
@@ -409,11 +410,17 @@ def _kernel(
     )
     if isinstance(planned, Fallback):
         return planned.reason
-    # Each thread reads the elements of its accumulators before it writes them.
-    first = len(problem.operands)
-    return dataclasses.replace(
-        planned, aliases={first + operand: result for operand, result in in_place}
-    )
+    values = [*problem.operands, *(x.value for x in (*factors, *arrays))]
+    # Threads read the elements of their accumulators before they write them. A factor's elements
+    # are read for other accumulators too.
+    aliases = {
+        len(problem.operands) + i: j
+        for i, j in in_place
+        if operand_labels[i] == results[j]
+        and arrays[i].aval.dtype == function.out_dtypes[j]
+        and values.count(arrays[i].value) == 1
+    }
+    return dataclasses.replace(planned, aliases=aliases)
 
 
 _bind = define(

@@ -59,7 +59,7 @@ class LabelledOperand(NamedTuple):
 
     @property
     def source(self) -> LabelledOperand:
-        """The array whose transpose is this operand, or the operand itself."""
+        """The array that one or more transposes make this operand of, or the operand itself."""
         found = compat.transposed_from(self.value)
         if found is None:
             return self
@@ -67,7 +67,7 @@ class LabelledOperand(NamedTuple):
         inverse = [permutation.index(i) for i in range(len(permutation))]
         shape = tuple(self.aval.shape[i] for i in inverse)
         labels = tuple(self.labels[i] for i in inverse)
-        return LabelledOperand(value, jax.core.ShapedArray(shape, self.aval.dtype), labels)
+        return LabelledOperand(value, jax.core.ShapedArray(shape, self.aval.dtype), labels).source
 
 
 def ways_to_read(

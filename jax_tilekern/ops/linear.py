@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.matmul import matmul
+from jax_tilekern.ops.matmul import matmul, product_of_matrices
 
 Activation = Callable[[Any], Any]
 
@@ -89,7 +89,8 @@ def gated_linear(
     """Gated linear unit ``activation(x @ w_gate) * (x @ w_up)``, in two kernels.
 
     The second product's kernel reads the first product and combines both, so no other pass over
-    memory is made. The first product is rounded to its type.
+    memory is made. The first product is rounded to its type. On a GPU the result is written over
+    it, unless the call is differentiated.
 
     Parameters
     ----------
@@ -118,10 +119,15 @@ def gated_linear(
     >>> jtk.gated_linear(x, w, w).shape
     (64, 32)
     """
-    product = functools.partial(
-        matmul, x, precision=precision, preferred_element_type=preferred_element_type
+    types: Any = {"precision": precision, "preferred_element_type": preferred_element_type}
+    return product_of_matrices(
+        x,
+        w_gate,
+        **types,
+        epilogue=_times(activation),
+        operands=(matmul(x, w_up, **types),),
+        in_place=((0, 0),),
     )
-    return product(w_gate, epilogue=_times(activation), operands=(product(w_up),))
 
 
 # A function is traced once for each object, so equal layers share one.

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
-from jax_tilekern.ops.fused_contraction import contract_with_epilogue
+from jax_tilekern.ops.fused_contraction import InPlace, contract_with_epilogue
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.plans.gemm.contraction import Contraction
 
@@ -92,6 +92,29 @@ def matmul(
     >>> jax.grad(lambda w: jtk.matmul(x, w).sum())(w).shape
     (128, 32)
     """
+    return product_of_matrices(
+        a,
+        b,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
+        epilogue=epilogue,
+        operands=operands,
+    )
+
+
+def product_of_matrices(
+    a: ArrayLike,
+    b: ArrayLike,
+    *,
+    precision: lax.PrecisionLike,
+    preferred_element_type: DTypeLike | None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+    epilogue: Callable[..., Any] | None,
+    operands: Sequence[ArrayLike],
+    in_place: InPlace = (),
+) -> Array:
+    """Return what :func:`matmul` does; ``in_place`` as in :func:`contract_with_epilogue`."""
     result = compat.result_type(
         functools.partial(
             jnp.matmul,
@@ -103,7 +126,9 @@ def matmul(
         b,
     )
     a, b, contraction = labelled_matrices(jnp.asarray(a), jnp.asarray(b))
-    product = _product(a, b, contraction, result, precision, out_sharding, epilogue, operands)
+    product = _product(
+        a, b, contraction, result, precision, out_sharding, epilogue, operands, in_place
+    )
     return (
         product
         if epilogue is not None
@@ -200,6 +225,7 @@ def _product(
     out_sharding: NamedSharding | PartitionSpec | None,
     epilogue: Callable[..., Any] | None,
     operands: Sequence[ArrayLike],
+    in_place: InPlace = (),
 ) -> Array:
     """Contract two arrays; ``result`` is the type of JAX's own product of them."""
     explicit = None if out_sharding is None else compat.explicit_sharding(result)
@@ -226,6 +252,7 @@ def _product(
         shape=result.shape,
         epilogue=epilogue,
         operands=operands,
+        in_place=in_place,
         out_sharding=explicit,
     )
     return results
