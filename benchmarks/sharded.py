@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 KIND = "sharded"
-# Calls that are waited for together, so that their dispatch is hidden. A collective of one call may
-# run beside a product of the next, as those of neighbouring layers do.
+# To dispatch a call to several devices takes 0.3 ms of the host, longer than many of these programs
+# run. So each is repeated in one call, as the layers of a model are, and the calls of a block are
+# waited for together.
+REPEATS = 8
 _BLOCK_SECONDS = 0.03
 
 
@@ -54,6 +56,9 @@ class Program:
         Shapes of what one device computes, where that is one product; ``None`` otherwise.
     peer
         Whether JAX's own program is measured. If not, the reference is ours on one device.
+    added
+        Shape of the partial results that devices add up, whose ``all-reduce`` is measured by
+        itself; ``None`` if there are none, or if JAX's program has the same.
     """
 
     group: str
@@ -65,6 +70,7 @@ class Program:
     out: Any
     alone: tuple[tuple[int, ...], ...] | None = None
     peer: bool = True
+    added: tuple[int, ...] | None = None
 
 
 def programs(devices: int) -> Iterator[Program]:
@@ -126,15 +132,19 @@ def programs(devices: int) -> Iterator[Program]:
         return run
 
     grouped = ((rows, k), (groups, k, n), (rows, n), (groups,))
-    for name, (x, w, y) in {
-        "rows sharded": (P("x"), P(), P("x")),
-        "columns sharded": (P(), P(None, None, "x"), P(None, "x")),
-        "experts sharded": (P(), P("x"), P()),
-    }.items():
-        for what, function, out in (("forward", experts, y), ("gradients", gradients, (x, w))):
+    x_shape, w_shape, y_shape, _ = grouped
+    for name, (x, w, y), added in (
+        ("rows sharded", (P("x"), P(), P("x")), (None, w_shape)),
+        ("columns sharded", (P(), P(None, None, "x"), P(None, "x")), (None, x_shape)),
+        ("experts sharded", (P(), P("x"), P()), (y_shape, x_shape)),
+    ):
+        for what, function, out, partial in (
+            ("forward", experts, y, added[0]),
+            ("gradients", gradients, (x, w), added[1]),
+        ):
             yield Program(
                 "ragged_dot of 64 experts", f"{name}, {what}, {rows}x{k}x{n}", 0.85, function,
-                grouped, (x, w, y, P()), out, peer=False,
+                grouped, (x, w, y, P()), out, peer=False, added=partial,
             )  # fmt: skip
 
 
@@ -199,23 +209,27 @@ def describe(row: Mapping[str, Any]) -> str:
         return f"{head}{row['error']}"
     times = ", ".join(f"{name} {micros:.0f} us" for name, micros in row["microseconds"].items())
     same = ", the same program" if row.get("same_program") else ""
-    return f"{head}{times}; ratio {row['ratio']:.3f} (target {row['target']}){same}"
+    bound = f", bound {row['bound']:.3f}" if row["bound"] < 1 else ""
+    return f"{head}{times}; ratio {row['ratio']:.3f} (target {row['target']}{bound}){same}"
 
 
 def markdown(record: Mapping[str, Any]) -> str:
     """Return a record as a markdown table."""
     lines = [
         f"{record['devices']} x {record['device']}, microseconds; ratio: JAX's time over ours, or "
-        "for `ragged_dot` one device's time over its share and ours.",
+        "for `ragged_dot` one device's time over its share and ours. The bound is what it would be "
+        "if nothing but the share of one device's time and the all-reduce took any.",
         "",
-        "| program | | jnp | ours | alone | ratio |",
-        "|---|---|---:|---:|---:|---:|",
+        "| program | | jnp | one device | all-reduce | alone | ours | ratio | bound |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
+    shown = ("jnp", "one device", "all-reduce", "alone", "ours")
     for row in record["rows"]:
         times = row.get("microseconds", {})
-        cells = [f"{times[key]:.0f}" if key in times else "" for key in ("jnp", "ours", "alone")]
-        ratio = "failed" if row.get("error") else f"{row['ratio']:.3f}"
-        lines.append(f"| {row['group']} | {row['name']} | {' | '.join(cells)} | {ratio} |")
+        cells = [f"{times[key]:.0f}" if key in times else "" for key in shown]
+        cells.append("failed" if row.get("error") else f"{row['ratio']:.3f}")
+        cells.append(f"{row['bound']:.3f}" if row.get("bound", 1) < 1 else "")
+        lines.append(f"| {row['group']} | {row['name']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -229,32 +243,42 @@ def _measure(program: Program, mesh: Mesh, seconds: float) -> dict[str, Any]:
     out = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), program.out, is_leaf=lambda x: isinstance(x, P)
     )
+    results = [out] * REPEATS
     ours = program.function(jax_tilekern.matmul, jax_tilekern.ragged_dot)
     reference = "jnp" if program.peer else "one device"
     device = mesh.devices.flat[0]
-    compiled = {"ours": _compiled(ours, placed, out)}
+    compiled = {"ours": _compiled(repeated(ours, out), placed, results)}
     if program.peer:
-        compiled["jnp"] = _compiled(program.function(jnp.matmul, lax.ragged_dot), placed, out)
+        theirs = program.function(jnp.matmul, lax.ragged_dot)
+        compiled["jnp"] = _compiled(repeated(theirs, out), placed, results)
     sides = {name: functools.partial(function, *placed) for name, function in compiled.items()}
     if not program.peer:
         single = [jax.device_put(x, device) for x in arrays]
-        sides[reference] = functools.partial(_compiled(ours, single, None), *single)
-    error = _difference(sides["ours"](), sides[reference]())
+        sides[reference] = functools.partial(_compiled(repeated(ours), single), *single)
+    error = _difference(*(sides[name]()[-1] for name in ("ours", reference)))
     times = _interleaved(sides, seconds)
     if program.alone is not None:
         # Not among the others: after it, the clocks of the devices that waited are lower.
         local = [jax.device_put(_operand(rng, program, s), device) for s in program.alone]
-        alone = functools.partial(_compiled(ours, local, None), *local)
+        alone = functools.partial(_compiled(repeated(ours), local), *local)
         times |= _interleaved({"alone": alone}, seconds / 4)
+    if program.added is not None:
+        times |= _interleaved({"all-reduce": _all_reduce(rng, program.added, mesh)}, seconds / 4)
     median = {name: statistics.median(own) * 1e6 for name, own in times.items()}
     share = 1 if program.peer else mesh.size
     ratios = [
         theirs / share / mine for theirs, mine in zip(times[reference], times["ours"], strict=True)
     ]
+    ratio = statistics.median(ratios)
+    # What the ratio would be if the local products took no more than their share of one device's
+    # time and nothing but them and the all-reduce took any, one after the other.
+    added = median.get("all-reduce", 0)
+    bound = 1 if program.peer else median[reference] / (median[reference] + share * added)
     choices = jax_tilekern.explain(jax.jit(ours, out_shardings=out), *placed)
     return {
         "microseconds": median,
-        "ratio": statistics.median(ratios),
+        "ratio": ratio,
+        "bound": bound,
         "rounds": len(ratios),
         "difference": error,
         "same_program": program.peer and are_same(compiled["ours"], compiled["jnp"]),
@@ -265,6 +289,16 @@ def _measure(program: Program, mesh: Mesh, seconds: float) -> dict[str, Any]:
     } | ({} if error < 0.05 else {"error": f"results differ by {error}"})
 
 
+def _all_reduce(rng: np.random.Generator, shape: tuple[int, ...], mesh: Mesh) -> Callable[[], Any]:
+    """Return a program that adds up an array of this shape over the devices."""
+    array = np.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+    placed = [jax.device_put(array, NamedSharding(mesh, P()))]
+    add = jax.shard_map(
+        lambda x: lax.psum(x, "x"), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    return functools.partial(_compiled(repeated(add), placed), *placed)
+
+
 def _operand(rng: np.random.Generator, program: Program, shape: tuple[int, ...]) -> Any:
     if len(shape) == 1:
         rows = program.shapes[0][0]
@@ -273,7 +307,27 @@ def _operand(rng: np.random.Generator, program: Program, shape: tuple[int, ...])
     return (rng.standard_normal(shape, np.float32) * scale).astype(jnp.bfloat16)
 
 
-def _compiled(function: Callable[..., Any], operands: list[Any], out: Any) -> Any:
+def repeated(function: Callable[..., Any], out: Any = None) -> Callable[..., list[Any]]:
+    """Return a program that computes a function ``REPEATS`` times, each after the one before.
+
+    ``out`` is the sharding of each result.
+    """
+
+    def run(*operands: Any) -> list[Any]:
+        results = []
+        for _ in range(REPEATS):
+            result = function(*operands)
+            if out is not None:
+                result = lax.with_sharding_constraint(result, out)
+            # All results are returned, so that no repetition is removed.
+            operands, result = lax.optimization_barrier((operands, result))
+            results.append(result)
+        return results
+
+    return run
+
+
+def _compiled(function: Callable[..., Any], operands: list[Any], out: Any = None) -> Any:
     jitted = jax.jit(function) if out is None else jax.jit(function, out_shardings=out)
     compiled = jitted.lower(*operands).compile()
     jax.block_until_ready(compiled(*operands))
@@ -312,7 +366,7 @@ def _difference(ours: Any, theirs: Any) -> float:
 
 
 def _interleaved(sides: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
-    """Return the seconds of a call of each side, one block of calls after the other."""
+    """Return the seconds of a repetition of each side, one block of calls after the other."""
 
     def block(side: Callable[[], Any], calls: int) -> float:
         start = time.perf_counter()
@@ -321,10 +375,13 @@ def _interleaved(sides: Mapping[str, Callable[[], Any]], seconds: float) -> dict
         jax.block_until_ready(result)
         return (time.perf_counter() - start) / calls
 
-    calls = {name: max(1, int(_BLOCK_SECONDS / block(side, 3))) for name, side in sides.items()}
+    for side in sides.values():  # The first calls connect the devices and raise the clocks.
+        block(side, 3)
+    # As many calls for each, since what a block takes besides its calls counts as theirs.
+    calls = max(1, int(_BLOCK_SECONDS / min(block(side, 2) for side in sides.values())))
     times: dict[str, list[float]] = {name: [] for name in sides}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(min(times.values(), key=len)) < 5:
         for name, side in sides.items():
-            times[name].append(block(side, calls[name]))
+            times[name].append(block(side, calls) / REPEATS)
     return times

@@ -34,7 +34,7 @@ def small(count):
     yield sharded.Program("products", "wrong", 0.97, wrong, *pair)
     yield sharded.Program(
         "groups", "columns", 0.85, groups, ((64, 32), (8, 32, 16), (8,)),
-        (P(), P(None, None, "x"), P()), P(None, "x"), peer=False,
+        (P(), P(None, None, "x"), P()), P(None, "x"), peer=False, added=(64, 16),
     )  # fmt: skip
 
 
@@ -43,6 +43,7 @@ def few_calls(monkeypatch):
     """Eight devices on few cores: collectives of many calls at a time take too long."""
     monkeypatch.setattr(sharded, "programs", small)
     monkeypatch.setattr(sharded, "_BLOCK_SECONDS", 1e-4)
+    monkeypatch.setattr(sharded, "REPEATS", 2)
 
 
 def test_rows_are_measured_recorded_and_shown(tmp_path, capsys):
@@ -56,7 +57,10 @@ def test_rows_are_measured_recorded_and_shown(tmp_path, capsys):
     assert set(right["microseconds"]) == {"ours", "jnp", "alone"}
     assert "error" not in right
     assert "differ" in wrong["error"]
-    assert set(groups["microseconds"]) == {"ours", "one device"}
+    times = groups["microseconds"]
+    assert set(times) == {"ours", "one device", "all-reduce"}
+    share = times["one device"] / 8
+    assert groups["bound"] == pytest.approx(share / (share + times["all-reduce"]))
     assert groups["calls"][0]["partition"]
     capsys.readouterr()
     assert main(["report", str(file)]) == 0
@@ -85,3 +89,10 @@ def test_programs_are_compared_without_names():
 
     assert sharded.are_same(compiled(first), compiled(second))
     assert not sharded.are_same(compiled(first), compiled(lambda x: jnp.cos(x) @ x.T))
+
+
+def test_no_repetition_is_removed():
+    x, w = np.ones((64, 32), np.float32), np.ones((32, 48), np.float32)
+    compiled = jax.jit(sharded.repeated(jnp.matmul)).lower(x, w).compile()
+    assert compiled.as_text().count(" dot(") == sharded.REPEATS
+    assert len(compiled(x, w)) == sharded.REPEATS

@@ -1,5 +1,7 @@
 """Batches of small matrices of every layout on the GPU, under compute-sanitizer.
 
+    gpu_linalg.py type [size ...]    by default all sizes
+
 See ``.ci/sanitize``.
 """
 
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -62,27 +64,27 @@ def calls(
         yield f"right {lower}", right, (a, transposed), expected
 
 
-def check_matrices() -> int:
-    """Run every size and operation; return how many were wrong."""
+def check_matrices(dtype: np.dtype[Any], sizes: Sequence[int]) -> int:
+    """Run every operation on matrices of these sizes; return how many were wrong."""
     rng = np.random.default_rng(0)
     wrong, total = [], 0
-    for dtype in (np.float32, np.float64):
-        for i, n in enumerate(SIZES):
-            x = rng.standard_normal((COUNT, n, n))
-            a = x @ x.swapaxes(-1, -2) / n + 2 * np.eye(n)
-            b = rng.standard_normal((COUNT, n, COLUMNS[i % len(COLUMNS)]))
-            for name, function, args, expected in calls(a, b):
-                given = [jnp.asarray(v.astype(dtype)) for v in args]
-                kernels = [choice.kernel for choice in jtk.explain(function, *given)]
-                out = np.asarray(jax.jit(function)(*given), np.float64)
-                error = np.abs(out - expected).max() / np.abs(expected).max()
-                total += 1
-                if None in kernels or not error <= (1e-4 if dtype == np.float32 else 1e-12):
-                    wrong.append(f"{name} {n} {np.dtype(dtype)}: {error:.1e} {kernels}")
-    print(f"small matrices: {total}, {len(wrong)} wrong {wrong or ''}", flush=True)
+    for n in sizes:
+        x = rng.standard_normal((COUNT, n, n))
+        a = x @ x.swapaxes(-1, -2) / n + 2 * np.eye(n)
+        b = rng.standard_normal((COUNT, n, COLUMNS[SIZES.index(n) % len(COLUMNS)]))
+        for name, function, args, expected in calls(a, b):
+            given = [jnp.asarray(v.astype(dtype)) for v in args]
+            kernels = [choice.kernel for choice in jtk.explain(function, *given)]
+            out = np.asarray(jax.jit(function)(*given), np.float64)
+            error = np.abs(out - expected).max() / np.abs(expected).max()
+            total += 1
+            if None in kernels or not error <= (1e-4 if dtype == np.float32 else 1e-12):
+                wrong.append(f"{name} {n}: {error:.1e} {kernels}")
+    print(f"{dtype} matrices {sizes}: {total}, {len(wrong)} wrong {wrong or ''}", flush=True)
     return len(wrong)
 
 
 if __name__ == "__main__":
     with jax.enable_x64(True):
-        sys.exit(check_matrices())
+        chosen = tuple(map(int, sys.argv[2:])) or SIZES
+        sys.exit(check_matrices(np.dtype(sys.argv[1]), chosen))
