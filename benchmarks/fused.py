@@ -106,6 +106,52 @@ class Fused:
 
 
 @dataclass(frozen=True)
+class GatedLinear:
+    """The value of a gated linear unit, in bfloat16.
+
+    Attributes
+    ----------
+    name
+        The row's name.
+    m, n, k
+        Rows, columns, and the contracted size.
+    """
+
+    name: str
+    m: int
+    n: int
+    k: int
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """Return the call on each side."""
+
+        def xla(x: Any, gate: Any, up: Any) -> Any:
+            return jax.nn.silu(x @ gate) * (x @ up)
+
+        def two_kernels(x: Any, gate: Any, up: Any) -> Any:
+            return jtk.matmul(x, gate, epilogue=_gate, operands=(jtk.matmul(x, up),))
+
+        return {"ours": jtk.gated_linear, "XLA": xla, "two kernels": two_kernels}
+
+    def arrays(self) -> list[Any]:
+        """Return the operands of a call."""
+        keys = jax.random.split(jax.random.key(0), 3)
+        shapes = (self.m, self.k), (self.k, self.n), (self.k, self.n)
+        return [
+            jax.random.normal(key, shape, jnp.bfloat16) * (self.k**-0.5 if i else 1)
+            for i, (key, shape) in enumerate(zip(keys, shapes, strict=True))
+        ]
+
+    def error(self, result: Any, arrays: list[Any]) -> float:
+        """Return the largest error of some rows, relative to the largest result."""
+        x, gate, up = (a.astype(jnp.float32) for a in arrays)
+        with jax.default_matmul_precision("highest"):
+            exact = np.asarray(self.functions()["XLA"](x[:_CHECKED], gate, up), np.float64)
+        found = np.asarray(result[:_CHECKED], np.float64)
+        return float(np.abs(found - exact).max() / np.abs(exact).max())
+
+
+@dataclass(frozen=True)
 class SwiGlu:
     """The value and all gradients of a SwiGLU perceptron, in bfloat16.
 
@@ -168,6 +214,10 @@ def _gelu_with_bias(accumulator: Any, bias: Any) -> Any:
     return jax.nn.gelu(accumulator + bias)
 
 
+def _gate(accumulator: Any, up: Any) -> Any:
+    return jax.nn.silu(accumulator) * up
+
+
 def _residual_block(accumulator: Any, bias: Any, mask: Any, residual: Any) -> Any:
     return residual + jnp.where(mask, jax.nn.silu(accumulator + bias) / 0.9, 0)
 
@@ -176,7 +226,10 @@ def _bias(n: int) -> tuple[tuple[int, ...], Any]:
     return (n,), jnp.bfloat16
 
 
-def _rows() -> list[Fused | SwiGlu]:
+_Row = Fused | GatedLinear | SwiGlu
+
+
+def _rows() -> list[_Row]:
     residual = (_bias(4096), ((8192, 4096), jnp.bool_), ((8192, 4096), jnp.bfloat16))
     return [
         Fused("gelu k=4096", _gelu_with_bias, 8192, 14336, 4096, (_bias(14336),)),
@@ -187,11 +240,14 @@ def _rows() -> list[Fused | SwiGlu]:
         Fused("gelu, few rows", _gelu_with_bias, 64, 14336, 4096, (_bias(14336),)),
         Fused("gelu, split-K", _gelu_with_bias, 128, 1024, 16384, (_bias(1024),)),
         Fused("gelu gradient", _gelu_with_bias, 8192, 14336, 4096, (_bias(14336),), gradient=True),
+        GatedLinear("gated linear k=4096", 8192, 14336, 4096),
+        GatedLinear("gated linear, 2048 rows", 2048, 14336, 4096),
+        GatedLinear("gated linear, few rows", 64, 14336, 4096),
         SwiGlu("SwiGLU gradient", 8192, 14336, 4096),
     ]
 
 
-def measured(row: Fused | SwiGlu, seconds: float) -> dict[str, Any]:
+def measured(row: _Row, seconds: float) -> dict[str, Any]:
     """Measure a row on every side."""
     arrays = row.arrays()
     programs = {name: jax.jit(f).lower(*arrays).compile() for name, f in row.functions().items()}

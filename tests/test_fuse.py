@@ -465,7 +465,8 @@ def test_operands_of_a_call_that_is_differentiated_are_not_overwritten(squares):
          for pair in eqn.params.get("in_place", ())]
         for f in (loss, jax.grad(loss))
     )  # fmt: skip
-    assert forward == [(0, 0), (0, 0)]
+    # That of gated_linear is inside its own primitive, which may be one kernel.
+    assert forward == [(0, 0)]
     assert not backward
 
 

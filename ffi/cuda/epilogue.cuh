@@ -35,6 +35,9 @@
 //   kQuads                          whether accumulators 0 to 15, 16 to 31 and so on of four
 //                                   adjacent lanes are 2 rows of 32 columns, as those of wgmma
 //
+// The epilogue of two products of one lhs (gemm/sm90/matmul.cuh) is called with the accumulators of
+// both, `(accumulators, second, at)`, and changes the first ones.
+//
 // Coordinates of kernels whose epilogues may reduce rows have more (gemm/row_reductions.cuh). An
 // epilogue whose results are such reductions alone has `kStores = false`, and no accumulator is
 // stored.

@@ -112,6 +112,7 @@ def generated_epilogue(
     operands: Sequence[np.dtype[Any]],
     strides: Sequence[tuple[int, ...]],
     batch: tuple[int, ...],
+    products: int = 1,
     ragged: Literal["rows"] | None = None,
 ) -> Epilogue:
     """Return the epilogue of a kernel.
@@ -126,7 +127,7 @@ def generated_epilogue(
         Strides of its operands, and of its results but the first element.
     batch
         Sizes of the product's batch dimensions.
-    ragged
+    products, ragged
         As in :class:`~jax_tilekern.plans.gemm.epilogue.Epilogue`.
     """
     stored = function.elements
@@ -155,6 +156,7 @@ def generated_epilogue(
         instructions=text.instructions + sum(x.instructions for x in reductions),
         ragged=ragged,
         reductions=reductions,
+        products=products,
     )
 
 

@@ -165,6 +165,9 @@ class Epilogue:
         the last of ``batch`` is the group.
     reductions
         Results that are reduced over rows. Their buffers follow those of ``results``.
+    products
+        The number of products whose accumulators it is a function of: 1, or 2 of one ``lhs``. Then
+        ``x1`` is the second accumulator, and the operands follow.
     """
 
     statements: tuple[str, ...]
@@ -175,6 +178,7 @@ class Epilogue:
     instructions: int
     ragged: Literal["rows", "columns"] | None = None
     reductions: tuple[RowReduction, ...] = ()
+    products: int = 1
 
     @property
     def stores(self) -> bool:

@@ -37,6 +37,8 @@ def functor_text(
         _coordinate("column", "columns", "kRun", within_columns),
     ]
     each = ["const Accumulator x0 = accumulators[first + i];"]
+    if epilogue.products == 2:
+        each.append("const Accumulator x1 = second[first + i];")
     after = []
     blocks = _Blocks([], [], [], [])
     in_order = any(
@@ -48,13 +50,14 @@ def functor_text(
     numbered = list(enumerate(epilogue.arrays))
     staged = _StagedText(staging, epilogue.operands, len(epilogue.batch))
     for i, array in numbered[: len(epilogue.operands)]:
+        name = f"x{i + epilogue.products}"
         if i in staged.tiles:
             blocks.read_staged(i, array, staged.tiles[i])
-            each.append(f"const {array.computed} x{i + 1} = computed(e{i + 1}[first - block + i]);")
+            each.append(f"const {array.computed} {name} = computed(e{i + 1}[first - block + i]);")
             continue
         if in_blocks and array.has_aligned_rows:
             blocks.read(i, array)
-            each.append(f"const {array.computed} x{i + 1} = computed(e{i + 1}[first - block + i]);")
+            each.append(f"const {array.computed} {name} = computed(e{i + 1}[first - block + i]);")
             continue
         count = "kRun" if array.strides[-1] else "1"
         before.append(
@@ -62,7 +65,7 @@ def functor_text(
             f"(p{i + 1}{_offset(array, i)}, {_stride(array, i)});"
         )
         index = "i" if array.strides[-1] else "0"
-        each.append(f"const {array.computed} x{i + 1} = r{i + 1}[{index}];")
+        each.append(f"const {array.computed} {name} = r{i + 1}[{index}];")
     each += epilogue.statements
     inside = " && ".join(
         f"at.{name}(first) < at.{name}s()"
@@ -113,6 +116,7 @@ def functor_text(
         add="\n      ".join(f"add_values<Coordinates>(s{i}, t{i});" for i, _ in reductions),
         tile_columns=tile_columns,
         store="\n    ".join(f"store_partials(q{i}, tile, s{i}, at);" for i, _ in reductions),
+        second=_SECOND if epilogue.products == 2 else "",
         members="\n  ".join(members),
         # A run of an odd number of columns would reach beyond the last one.
         longest_run=2 if columns % 2 == 0 and epilogue.ragged != "columns" else 1,
@@ -233,6 +237,8 @@ _STAGED_TEMPLATE = """
   }}
 """
 
+_SECOND = "const Accumulator (&second)[kCount], "
+
 _ARRAYS = '#include "gemm/epilogue_arrays.cuh"\n'
 _ROW_REDUCTIONS = '#include "gemm/row_reductions.cuh"\n'
 
@@ -245,7 +251,7 @@ struct {name} {{
   {members}
 
   template <typename Accumulator, int kCount, class Coordinates>
-  void operator()(Accumulator (&accumulators)[kCount], const Coordinates& at) const {{
+  void operator()(Accumulator (&accumulators)[kCount], {second}const Coordinates& at) const {{
     using namespace tilekern;
     constexpr int kRun = min_of(Coordinates::kAdjacentColumns, {longest_run});
 """

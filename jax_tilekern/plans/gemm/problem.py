@@ -147,6 +147,27 @@ class Product(TypedProduct[MatmulGeometry]):
         return self.geometry
 
 
+@dataclass(frozen=True)
+class PairProduct(Product):
+    """Two products of one ``lhs``, whose accumulators the epilogue combines.
+
+    The second ``rhs`` has the type and the strides of the first, and its buffer follows that.
+    """
+
+    _OPERANDS: ClassVar[int] = 3
+
+    def alignments(self, *own: int) -> tuple[int, ...]:
+        """Return the alignment of every buffer, in bytes."""
+        lhs, rhs, out = own
+        return super().alignments(lhs, rhs, rhs, out)
+
+    def memory_cycles(self, gpu: Gpu) -> float:
+        """Return the time to read each operand once and to write the output."""
+        g = self.geometry
+        rhs = g.k * g.n * distinct_matrices(g.batch, g.rhs_strides) * self.rhs_dtype.itemsize
+        return super().memory_cycles(gpu) + rhs / gpu.rates.memory_bandwidth
+
+
 def copy_cycles(bytes_: int, gpu: Gpu) -> float:
     """Estimate a further launch that reads and writes so many bytes each."""
     rates = gpu.rates

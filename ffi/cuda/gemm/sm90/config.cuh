@@ -7,8 +7,8 @@ namespace tilekern {
 
 // Compile-time choices; `WgmmaInstance` in `plans/gemm/sm90/config.py` makes them.
 struct WgmmaConfig {
-  // The output tile of a CTA (of both consumers together, if they are cooperative), and the k-tile,
-  // which is 128 bytes.
+  // The tile of accumulators of a CTA (of both consumers together, if they are cooperative), which
+  // is the output tile but for pairs, and the k-tile, which is 128 bytes.
   int block_m;
   int block_n;
   int block_k;
@@ -35,7 +35,13 @@ struct WgmmaConfig {
   // emulation. The order of part i of lhs times part j of rhs is i + j; MMAs of orders below
   // `parts` are computed, the others are smaller than the parts' own rounding.
   int parts;
+  // Whether rhs is a pair of matrices: the tile of rhs has the same columns of both, those of the
+  // first before those of the second. The epilogue combines their accumulators, which each thread
+  // has for the same elements, and the output tile has half as many columns.
+  bool pair;
 
+  // Columns of the output tile.
+  constexpr int out_n() const { return pair ? block_n / 2 : block_n; }
   constexpr int tile_consumers() const { return cooperative ? consumers : 1; }
   constexpr int consumer_m() const { return block_m / tile_consumers(); }
   constexpr int threads() const { return (consumers + 1) * 128; }

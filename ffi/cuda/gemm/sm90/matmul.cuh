@@ -50,7 +50,7 @@ class WgmmaMatmul {
   static constexpr int kRowBlocks = config.consumer_m() / 64;
   static_assert(config.consumers <= 2, "registers");
   // Ping-pong consumers would keep stages from each other, and hide what the epilogue reads anyway.
-  static_assert(Epilogue::kStagedColumns == 0 || config.cooperative);
+  static_assert(Epilogue::kStagedColumns == 0 || (config.cooperative && !config.pair));
 
  public:
   WgmmaMatmul(const WgmmaShape& shape, const typename Scheduler::Params& params,
@@ -65,7 +65,8 @@ class WgmmaMatmul {
         pipeline_(stages_, barriers_),
         cta_(config.cluster > 1 ? cluster_cta_rank() : 0) {}
 
-  void run(const TensorMap& lhs, const TensorMap& rhs, const TensorMap& rhs_step,
+  // `more_rhs` is what TmaProducer has of it.
+  void run(const TensorMap& lhs, const TensorMap& rhs, const TensorMap& more_rhs,
            const TensorMap& out_map, Out* out) {
     // With a dynamic scheduler no launch overlaps: in a grouped GEMM, which none follows, ptxas
     // would serialize the MMAs for want of registers (C7511).
@@ -73,7 +74,7 @@ class WgmmaMatmul {
     if (threadIdx.x == 0) {
       prefetch_tensor_map(lhs);
       prefetch_tensor_map(rhs);
-      if (Scheduler::kPartialN) prefetch_tensor_map(rhs_step);
+      if (Scheduler::kPartialN || config.pair) prefetch_tensor_map(more_rhs);
       if (config.tma_store) prefetch_tensor_map(out_map);
       pipeline_.init();
       Order::init(order_);
@@ -86,7 +87,7 @@ class WgmmaMatmul {
     if (warpgroup == config.consumers) {
       warpgroup_reg_dealloc<40>();
       if (threadIdx.x % 128 == 0) {
-        Producer(pipeline_, shape_, cta_, epilogue_, lhs, rhs, rhs_step).run(params_);
+        Producer(pipeline_, shape_, cta_, epilogue_, lhs, rhs, more_rhs).run(params_);
       }
       if constexpr (Scheduler::kDynamic) {
         if (threadIdx.x % 128 == 32 && cta_ == 0) Scheduler::schedule(params_);
@@ -157,8 +158,8 @@ class WgmmaMatmul {
       } else {
 #pragma unroll
         for (int i = 0; i < kRowBlocks; ++i) {
-          epilogue_(mainloop.mma().result()[i],
-                    mainloop.mma().coordinates(i, work, shape_, column_end, is_group));
+          const auto at = mainloop.mma().coordinates(i, work, shape_, column_end, is_group);
+          apply(mainloop.mma().result()[i], at);
         }
       }
       if constexpr (Epilogue::kStores) {
@@ -169,6 +170,19 @@ class WgmmaMatmul {
     }
     store.flush();
     store.wait_read();
+  }
+
+  // Applies the epilogue to the accumulators of a row block.
+  template <typename Accumulator, int kCount, class Coordinates>
+  void apply(Accumulator (&accumulators)[kCount], const Coordinates& at) const {
+    if constexpr (config.pair) {
+      // Both halves are of the same elements, and have the layout of an MMA of half the columns.
+      using Half = Accumulator(&)[kCount / 2];
+      epilogue_(reinterpret_cast<Half>(accumulators[0]),
+                reinterpret_cast<Half>(accumulators[kCount / 2]), at);
+    } else {
+      epilogue_(accumulators, at);
+    }
   }
 
   // Applies the epilogue to the columns of each stage of its operands.
@@ -202,7 +216,7 @@ class WgmmaMatmul {
 #pragma unroll
     for (int i = 0; i < kRowBlocks; ++i) {
       const auto at = mainloop.mma().coordinates(i, work, shape_, column_end, true);
-      epilogue_.template prefetch<16, config.block_n>(at);
+      epilogue_.template prefetch<16, config.out_n()>(at);
     }
   }
 
@@ -229,6 +243,24 @@ __global__ void __launch_bounds__(config.threads(), 1)
   WgmmaMatmul<OperandTypes<Lhs>, OperandTypes<Rhs>, Out, config, Scheduler, Epilogue>(
       shape, {shape}, Epilogue{operands...})
       .run(lhs, rhs, rhs, out_map, out);
+}
+
+// Two products of one lhs: `second_rhs` has the strides of `rhs`, and the epilogue is a function of
+// the accumulators of both.
+template <typename Lhs, typename Rhs, typename Out, WgmmaConfig config, class Epilogue,
+          typename... Operands>
+__global__ void __launch_bounds__(config.threads(), 1)
+    wgmma_matmul_of_pair(const __grid_constant__ TensorMap lhs,
+                         const __grid_constant__ TensorMap rhs,
+                         const __grid_constant__ TensorMap out_map, Out* out,
+                         const __grid_constant__ TensorMap second_rhs,
+                         const __grid_constant__ WgmmaShape shape,
+                         const __grid_constant__ Operands... operands) {
+  static_assert(config.pair);
+  using Scheduler = StaticPersistentScheduler<config>;
+  WgmmaMatmul<OperandTypes<Lhs>, OperandTypes<Rhs>, Out, config, Scheduler, Epilogue>(
+      shape, {shape}, Epilogue{operands...})
+      .run(lhs, rhs, second_rhs, out_map, out);
 }
 
 // Split-float16 emulation of float32: operands that split_float32() took apart. If their parts are

@@ -26,26 +26,28 @@ class TmaProducer {
       OperandTile<typename Lhs::Shared, config.lhs_k_major, config.block_m, config.block_k>;
   using RhsTile =
       OperandTile<typename Rhs::Shared, config.rhs_k_major, config.block_n, config.block_k>;
-  // What each CTA of a cluster loads of rhs, and multicasts to all of them.
+  // What each CTA of a cluster loads of a matrix of rhs, and multicasts to all of them.
   using RhsShare = OperandTile<typename Rhs::Shared, config.rhs_k_major,
-                               config.block_n / config.cluster, config.block_k>;
+                               config.out_n() / config.cluster, config.block_k>;
   static constexpr int kStageBytes = config.parts * (LhsTile::kBytes + RhsTile::kBytes);
   static constexpr int kColumnStep = Scheduler::kColumnStep;
   static_assert(RhsShare::kBytes % 1024 == 0);
   static_assert(!Scheduler::kPartialN ||
                 (config.rhs_k_major && config.parts == 1 && config.block_n % kColumnStep == 0));
+  static_assert(!config.pair || (config.parts == 1 && !Scheduler::kPartialN));
 
  public:
-  // `rhs_step` has TMA tiles of kTmaColumnStep columns, for partial tiles.
+  // `more_rhs` is the second matrix of a pair. Of partial tiles it is rhs in TMA tiles of
+  // kTmaColumnStep columns.
   TmaProducer(const Pipeline& pipeline, const WgmmaShape& shape, int cta, const Epilogue& epilogue,
-              const TensorMap& lhs, const TensorMap& rhs, const TensorMap& rhs_step)
+              const TensorMap& lhs, const TensorMap& rhs, const TensorMap& more_rhs)
       : pipeline_(pipeline),
         shape_(shape),
         cta_(cta),
         epilogue_(epilogue),
         lhs_(lhs),
         rhs_(rhs),
-        rhs_step_(rhs_step) {}
+        more_rhs_(more_rhs) {}
 
   void run(const typename Scheduler::Params& params) const {
     typename Pipeline::State state;
@@ -123,18 +125,19 @@ class TmaProducer {
       if constexpr (Scheduler::kPartialN) {
         load_columns(to, work, columns, k, full);
       } else {
-        load_rhs(to, work, k + part * shape_.part_step, full);
+        load_rhs(to, rhs_, work, k + part * shape_.part_step, full);
+        if constexpr (config.pair) load_rhs(to + RhsTile::kBytes / 2, more_rhs_, work, k, full);
       }
       to += RhsTile::kBytes;
     }
   }
 
-  void load_rhs(uint32 to, const WorkTile& work, int k, uint32 full) const {
-    const int n = work.n + cta_ * (config.block_n / config.cluster);
+  void load_rhs(uint32 to, const TensorMap& map, const WorkTile& work, int k, uint32 full) const {
+    const int n = work.n + cta_ * (config.out_n() / config.cluster);
     to += cta_ * RhsShare::kBytes;
 #pragma unroll 1
     for (int chunk = 0; chunk < RhsShare::kChunks; ++chunk) {
-      load_to_cluster(to, rhs_, RhsShare::coordinates(chunk, n, k, work.rhs_batch), full);
+      load_to_cluster(to, map, RhsShare::coordinates(chunk, n, k, work.rhs_batch), full);
       to += RhsShare::kChunkBytes;
     }
   }
@@ -153,7 +156,7 @@ class TmaProducer {
     }
 #pragma unroll 1
     for (; column < end; column += kShort) {
-      load_to_cluster(to + column * kTileRowBytes, rhs_step_,
+      load_to_cluster(to + column * kTileRowBytes, more_rhs_,
                       RhsTile::coordinates(0, work.n + column, k, work.rhs_batch), full);
     }
   }
@@ -173,7 +176,7 @@ class TmaProducer {
   const Epilogue& epilogue_;
   const TensorMap& lhs_;
   const TensorMap& rhs_;
-  const TensorMap& rhs_step_;
+  const TensorMap& more_rhs_;
 };
 
 }  // namespace tilekern

@@ -35,26 +35,27 @@ class TileStore {
   static constexpr bool kMajorM = config.out_m_major;
   // A TMA tile of the output, as `plans/gemm/sm90/launch.py` has it; a subtile has 64 rows of M.
   static constexpr int kRowElements = kSubtileRowBytes / kSize;
-  static constexpr int kColumns = kMajorM ? gcd(config.block_n, kRowElements) : kRowElements;
+  static constexpr int kColumns = kMajorM ? gcd(config.out_n(), kRowElements) : kRowElements;
   static constexpr int kTmaTiles = kMajorM ? 64 / kRowElements : 1;
   static constexpr int kTmaTileBytes = kColumns * kSubtileRowBytes;
   // Rows of a subtile along the output's unit stride.
   static constexpr int kStoredRows = kMajorM ? kColumns : 64;
   static_assert(kMajorM || !kPartialN);
   static_assert(kSubtileBuffers == 2, "buffers alternate");
-  static_assert(config.block_n % kColumns == 0 && kColumns % 16 == 0);
+  static_assert(config.out_n() % kColumns == 0 && kColumns % 16 == 0);
   // Two-byte results are stored by stmatrix, unless pairs of rows are adjacent in memory anyway.
   static constexpr bool kMatrices = kSize == 2 && !(kMajorM && kPairedRows);
 
   static constexpr int kRowBlocks = config.consumer_m() / 64;
-  static constexpr int kSubtilesPerRowBlock = config.block_n / kColumns;
+  static constexpr int kSubtilesPerRowBlock = config.out_n() / kColumns;
   static constexpr int kTileSubtiles = kRowBlocks * kSubtilesPerRowBlock;
   // Whether results wait in registers. Ping-pong consumers have each other to multiply meanwhile.
   static constexpr bool kDeferred =
       kMatrices && !kPairedRows && config.tma_store && config.cooperative;
-  static constexpr int kResultWords = kDeferred ? kRowBlocks * config.block_n / 4 : 1;
+  static constexpr int kResultWords = kDeferred ? kRowBlocks * config.out_n() / 4 : 1;
   static_assert(kResultWords <= 64, "registers");
   static constexpr int kSubtileWords = kResultWords / kTileSubtiles;
+  static constexpr int kRowBlockWords = kResultWords / kRowBlocks;
   // From one store to the next there are so many k-tiles, if a work tile has many: stores in quick
   // succession delay the loads of all CTAs.
   static constexpr int kStoreInterval = 4;
@@ -82,7 +83,7 @@ class TileStore {
   }
 
   // Stores a work tile's results, or has them wait. Nothing may be waiting: flush() is called
-  // before.
+  // before. The results of a pair are the first half of a row block's accumulators.
   template <typename Accumulator, int kCount>
   void store(const Accumulator (&accumulators)[kRowBlocks][kCount], const OutputOrigin& origin) {
     origin_ = origin;
@@ -90,14 +91,15 @@ class TileStore {
     if constexpr (kDeferred) {
 #pragma unroll
       for (int i = 0; i < kResultWords; ++i) {
-        const Accumulator* pair = &accumulators[0][0] + 2 * i;
+        const Accumulator* pair = accumulators[i / kRowBlockWords] + i % kRowBlockWords * 2;
         results_[i] = packed(pair[0], pair[1]).words[0];
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kTileSubtiles; ++i) {
         store_subtile<false>([&](uint32 buffer) {
-          const Accumulator* first = &accumulators[0][0] + i * kColumns / 2;
+          const Accumulator* first =
+              accumulators[i / kSubtilesPerRowBlock] + i % kSubtilesPerRowBlock * kColumns / 2;
 #pragma unroll
           for (int block = 0; block < kColumns / 8; block += 2) {
             const Accumulator* pair = first + 4 * block;

@@ -44,7 +44,7 @@ struct DenseTiles {
         rasterized_tile(number % tiles, shape.tiles_m, shape.tiles_n, shape.raster_height);
     WorkTile work;
     work.m = (tile.m * config.cluster + cta) * config.block_m;
-    work.n = tile.n * config.block_n;
+    work.n = tile.n * config.out_n();
     work.k = stacked / shape.batches * shape.split_k_tiles * config.block_k;
     set_batch(work, shape, stacked % shape.batches);
     // The outputs of split-K parts are stacked in the last batch dimension, with all batches.

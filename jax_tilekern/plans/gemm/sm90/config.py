@@ -51,6 +51,8 @@ class WgmmaTile:
         Whether the consumers compute one tile together, rather than a tile each in ping-pong.
     cluster
         CTAs of a cluster, to all of which TMA multicasts the tiles of ``rhs``.
+    pair
+        Whether half of its columns are those of a second product, see ``WgmmaConfig``.
     """
 
     block_m: int
@@ -58,10 +60,16 @@ class WgmmaTile:
     consumers: int = 2
     cooperative: bool = True
     cluster: int = 1
+    pair: bool = False
+
+    @property
+    def out_n(self) -> int:
+        """Columns of the output that it has."""
+        return self.block_n // 2 if self.pair else self.block_n
 
     def grid(self, m: int, n: int) -> tuple[int, int]:
         """Tiles along ``m``, in clusters, and along ``n``."""
-        return math.ceil(m / (self.block_m * self.cluster)), math.ceil(n / self.block_n)
+        return math.ceil(m / (self.block_m * self.cluster)), math.ceil(n / self.out_n)
 
     @property
     def key(self) -> str:
@@ -131,6 +139,7 @@ class WgmmaInstance:
     tma_store: bool
     promote: bool
     parts: int = 1
+    pair: bool = False
     dynamic: bool = False
     ragged: Literal["n", "k"] | None = None
     column_step: int = 0
@@ -151,6 +160,10 @@ class WgmmaInstance:
         if self.dynamic:
             name = f"tilekern::wgmma_matmul_dynamic<{types}{config}>"
             return Kernel("gemm/sm90/dynamic_matmul.cuh", name)
+        if self.pair:
+            return Kernel(
+                "gemm/sm90/matmul.cuh", f"tilekern::wgmma_matmul_of_pair<{types}{config}>"
+            )
         name = f"wgmma_matmul<{types}" if self.parts == 1 else "wgmma_matmul_of_parts<"
         return Kernel("gemm/sm90/matmul.cuh", f"tilekern::{name}{config}>")
 
@@ -169,7 +182,12 @@ class WgmmaInstance:
         """Rows of N that TMA loads at a time."""
         if self.column_step:
             return max(self.tma_column_step, min(self.block_n, _LONG_TMA_ROWS) // self.cluster)
-        return self.block_n // self.cluster
+        return self.out_n // self.cluster
+
+    @property
+    def out_n(self) -> int:
+        """Columns of the output tile."""
+        return self.block_n // 2 if self.pair else self.block_n
 
     @property
     def stage_bytes(self) -> int:
@@ -292,9 +310,9 @@ def takes(tile: WgmmaTile, view: View, gpu: Gpu) -> bool:
     return not (
         tile.cluster > gpu.sm_count
         or (not wide and not view.rhs.k_major)
-        or (not view.rhs.k_major and tile.block_n // tile.cluster % 64)
+        or (not view.rhs.k_major and tile.out_n // tile.cluster % 64)
         or (not view.lhs.k_major and not wide and tile.block_m % (128 // view.lhs_dtype.itemsize))
-        or (not view.out_m_major and tile.block_n % out_row)
+        or (not view.out_m_major and tile.out_n % out_row)
     )
 
 
@@ -332,4 +350,5 @@ def instance_for(
         tma_store=tma_store,
         promote=promote,
         parts=parts,
+        pair=tile.pair,
     ).with_max_stages(gpu)

@@ -82,7 +82,7 @@ def busy_cycles(
         k_tile *= _LHS_IN_REGISTERS_WIDE if wide else _LHS_IN_REGISTERS_NARROW
     if instance.promote:
         k_tile *= _PROMOTED
-    elements = tile.block_m * tile.block_n
+    elements = tile.block_m * tile.out_n
     stores = epilogue is None or epilogue.stores
     single_elements = stores and not instance.tma_store
     store = float(_STORE_CYCLES)

@@ -35,7 +35,8 @@ def staging_of(
         The buffer of the first result.
     """
     rows_are_adjacent = instance.out_m_major
-    if not instance.cooperative or instance.ragged or rows_are_adjacent or epilogue.reductions:
+    excluded = instance.ragged or instance.pair or rows_are_adjacent or epilogue.reductions
+    if not instance.cooperative or excluded:
         return None
     staged = {i: x for i, x in enumerate(epilogue.operands) if x.fits_tma}
     for columns in (instance.block_n, *_COLUMNS):

@@ -100,8 +100,8 @@ class TiledCandidate(CostedCandidate):
             plain,
             columns=columns,
             within_rows=rows % (self.tile.block_m * self.tile.cluster) == 0,
-            within_columns=columns % self.tile.block_n == 0,
-            tile_columns=self.tile.block_n,
+            within_columns=columns % self.tile.out_n == 0,
+            tile_columns=self.tile.out_n,
             staging=staging,
         )
         return kernel, epilogue.parameters(out_buffer, partials, staging)

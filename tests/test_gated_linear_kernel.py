@@ -1,0 +1,309 @@
+"""Two products of one lhs in one kernel: plans, what calls become, and results on a Hopper GPU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from candidate_calls import run
+from numerics import on_gpu
+from products import BF16, F16, F32, H100, MODERN, product_of
+
+import jax_tilekern as jtk
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.epilogue.cuda_text import computed_type, cuda_text
+from jax_tilekern.epilogue.scalar_function import trace_scalars
+from jax_tilekern.plans.gemm import pair
+from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
+from jax_tilekern.plans.gemm.problem import PairProduct
+from jax_tilekern.plans.gemm.sm90.pair import pair_candidates
+from jax_tilekern.plans.gpu import current_gpu
+from jax_tilekern.plans.launch import NoKernel, TensorMap
+
+try:
+    nvrtc()
+except NvrtcNotFound as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+def gate(y, up):
+    return jax.nn.silu(y) * up
+
+
+def biased(y, up, row, matrix):
+    return jax.nn.silu(y + row) * (up + matrix)
+
+
+def pair_of(m, n, k, *, arithmetic="bf16", function=gate, out=None, batch=(), **layout):
+    """A pair of row-major products; the function's operands are a row and a matrix."""
+    lies = [(0, 1), (n, 1)] if function is biased else []
+    types = {"bf16": BF16, "f16": F16}.get(arithmetic, F32)
+    out = out or types
+    dtypes = [types] * len(lies)
+    text = cuda_text(trace_scalars(function, F32, out, [F32, *dtypes]).function)
+    arrays = tuple(EpilogueArray(types, computed_type(types), (0,) * len(batch) + x) for x in lies)
+    epilogue = Epilogue(
+        text.statements, text.results, arrays, (), batch, text.instructions, products=2
+    )
+    plain = product_of(arithmetic, m, n, k, types=(types, types, out), batch=batch, **layout)
+    return PairProduct(plain.geometry, *plain.dtypes, arithmetic, epilogue)
+
+
+# Plans.
+
+
+def test_both_matrices_have_a_map_of_half_a_tile():
+    product = pair_of(8192, 14336, 4096)
+    (candidate,) = (c for c in pair_candidates(product, H100) if c.key.endswith("pair 128x256"))
+    plan = candidate.plan(H100)
+    (launch,) = plan.launches
+    maps = [x for x in launch.parameters if isinstance(x, TensorMap)]
+    # Both operands, the output, and the second rhs, in columns of 128 bytes.
+    assert [x.buffer for x in maps] == [0, 1, 3, 2]
+    assert maps[1] == dataclasses.replace(maps[3], buffer=1)
+    assert len(plan.alignments) == 4
+    # Half of each tile's 256 columns are columns of the output.
+    assert candidate.tile.grid(8192, 14336) == (64, 112)
+    k_major = pair_of(8192, 14336, 4096, rhs_k_major=True)
+    (candidate,) = (c for c in pair_candidates(k_major, H100) if c.key.endswith("pair 128x256"))
+    assert candidate.plan(H100).launches[0].parameters[1].box[:2] == (64, 128)
+
+
+@pytest.mark.parametrize("function", [gate, biased], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("sizes", [(8192, 4096, 4096), (8191, 4072, 4096)], ids=str)
+def test_no_register_is_spilled_and_no_mma_serialized(sizes, function):
+    for candidate in pair_candidates(pair_of(*sizes, function=function), H100):
+        entry = candidate.plan(H100).launches[0].entry
+        assert (candidate.key, entry.spill_bytes) == (candidate.key, 0)
+        assert not entry.serialized
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"arithmetic": "tf32"}, "tf32"),
+        ({"padding": 1}, "multiples of 16 bytes"),
+        ({"out": BF16, "arithmetic": "f16"}, "no f16 kernel"),
+    ],
+    ids=lambda x: str(x),
+)
+def test_what_the_kernel_does_not_take(change, reason):
+    found = pair.plan_pair(pair_of(1024, 1024, 1024, **change), H100)
+    assert isinstance(found, NoKernel)
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize("gpu", [x for x in MODERN if x.arch != "sm_90a"], ids=lambda x: x.arch)
+def test_other_gpus_have_none(gpu):
+    assert isinstance(pair.plan_pair(pair_of(8192, 14336, 4096), gpu), NoKernel)
+
+
+def test_beside_collectives_there_is_none():
+    gpu = dataclasses.replace(H100, beside_collectives=True)
+    found = pair.plan_pair(pair_of(8192, 14336, 4096), gpu)
+    assert isinstance(found, NoKernel)
+    assert "dynamic tile scheduler" in found.reason
+
+
+@pytest.mark.parametrize("sizes", [(8192, 14336, 4096), (64, 14336, 4096)], ids=str)
+def test_it_is_chosen_only_where_it_is_predicted_to_be_faster(sizes, monkeypatch):
+    product = pair_of(*sizes)
+    assert not isinstance(pair.plan_pair(product, H100), NoKernel)
+    for other in ("_of_two_kernels", "_of_xla"):
+        with monkeypatch.context() as patch:
+            patch.setattr(pair, other, lambda *_: (1.0, "another"))
+            refused = pair.plan_pair(product, H100)
+        assert isinstance(refused, NoKernel)
+        assert "another 1.0 us" in refused.reason
+
+
+# What calls become.
+
+
+def shapes(m, n, k, dtype=jnp.bfloat16):
+    w = jax.ShapeDtypeStruct((k, n), dtype)
+    return jax.ShapeDtypeStruct((m, k), dtype), w, w
+
+
+def choices(function, *args, gpu="sm_90", platform="cuda"):
+    with jtk.gpu_target(gpu):
+        return jtk.explain(function, *args, platform=platform)
+
+
+def test_a_call_is_one_kernel():
+    (choice,) = choices(jtk.gated_linear, *shapes(2048, 14336, 4096))
+    assert choice.call == "contract mk,kn,kn->mn, gate_silu(accumulator, accumulator)"
+    assert choice.kernel == "wgmma_matmul_of_pair bf16"
+    assert "both products in one kernel" in choice.reason
+
+
+def test_operands_are_read_before_their_transposes():
+    x, w, _ = shapes(2048, 4096, 14336)
+    (choice,) = choices(
+        lambda x, w: jtk.gated_linear(x, w.T, w.T), x, w.update(shape=(4096, 14336))
+    )
+    assert choice.kernel == "wgmma_matmul_of_pair bf16"
+
+
+def test_scalars_that_the_activation_closes_over_are_operands():
+    def call(beta, *arrays):
+        return jtk.gated_linear(*arrays, lambda y: y * jax.nn.sigmoid(beta * y))
+
+    arrays = shapes(2048, 14336, 4096)
+    (choice,) = choices(call, jax.ShapeDtypeStruct((), jnp.float32), *arrays)
+    assert choice.kernel == "wgmma_matmul_of_pair bf16"
+
+
+@pytest.mark.parametrize(
+    ("function", "gpu", "platform", "reason"),
+    [
+        (jtk.gated_linear, "sm_80", "cuda", "takes sm_90a"),
+        (jtk.gated_linear, "sm_90", "cpu", "Hopper"),
+        (lambda *xs: jtk.gated_linear(*xs, jax.lax.digamma), "sm_90", "cuda", "digamma"),
+    ],
+)
+def test_elsewhere_there_are_two_kernels(function, gpu, platform, reason):
+    both, up, gated, *_ = choices(function, *shapes(1024, 1024, 512), gpu=gpu, platform=platform)
+    assert both.kernel is None
+    assert both.reason.startswith("a kernel for each: ")
+    assert reason in both.reason
+    assert up.call == "mk,kn->mn"
+    assert gated.call.endswith("(accumulator, mn)")
+
+
+def test_a_call_that_is_differentiated_is_two_products():
+    def loss(x, w, up):
+        return jtk.gated_linear(x, w, up).astype(jnp.float32).sum()
+
+    found = choices(jax.grad(loss, (0, 1, 2)), *shapes(8192, 14336, 4096))
+    assert not any("accumulator, accumulator" in x.call for x in found)
+    # The two products, and two for each gradient.
+    assert sum(x.call.startswith(("mk", "km", "contract")) for x in found) == 6
+
+
+def test_batches_of_both_weights_alike_are_one_kernel():
+    x, w, up = shapes(2048, 14336, 4096)
+    xs, ws = (jax.ShapeDtypeStruct((4, *a.shape), a.dtype) for a in (x, w))
+    for axes, args in (((0, None, None), (xs, w, up)), ((0, 0, 0), (xs, ws, ws))):
+        (choice,) = choices(jax.vmap(jtk.gated_linear, axes), *args)
+        assert choice.kernel == "wgmma_matmul_of_pair bf16"
+    found = choices(jax.vmap(jtk.gated_linear, (0, 0, None)), xs, ws, up)
+    assert len(found) == 2
+
+
+# Meaning, on any platform.
+
+
+def arrays_of(rng, m, n, k, dtype=np.float32, batch=()):
+    shapes = ((*batch, m, k), (k, n), (k, n))
+    return [jnp.asarray(rng.standard_normal(s) * 0.5, dtype) for s in shapes]
+
+
+def unfused(x, w, up, activation=jax.nn.silu):
+    product = jax.lax.Precision.HIGHEST
+    return activation(jnp.matmul(x, w, precision=product)) * jnp.matmul(x, up, precision=product)
+
+
+def gated(x, w, up, activation=jax.nn.silu):
+    return jtk.gated_linear(x, w, up, activation, precision="highest")
+
+
+def close(found, expected):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, expected
+    )
+
+
+def test_derivatives_to_second_order(rng):
+    arrays = arrays_of(rng, 5, 6, 7)
+
+    def second(f):
+        return jax.hessian(lambda *xs: (f(*xs) ** 2).sum(), (0, 1, 2))(*arrays)
+
+    close(second(gated), second(unfused))
+    tangents = arrays_of(rng, 5, 6, 7)
+    # A tangent of one operand alone.
+    for i in range(3):
+        one = [t if i == j else jnp.zeros_like(t) for j, t in enumerate(tangents)]
+        close(jax.jvp(gated, arrays, one), jax.jvp(unfused, arrays, one))
+
+
+def test_derivatives_of_scalars_that_are_closed_over(rng):
+    arrays = arrays_of(rng, 5, 6, 7)
+
+    def loss(f, beta):
+        return f(*arrays, lambda y: y * jax.nn.sigmoid(beta * y)).sum()
+
+    found, expected = (jax.grad(lambda b, f=f: loss(f, b))(1.5) for f in (gated, unfused))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    over = [jax.vmap(lambda b, f=f: loss(f, b))(jnp.arange(3.0)) for f in (gated, unfused)]
+    np.testing.assert_allclose(*over, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "axes", [(0, None, None), (None, 1, 1), (0, 0, 0), (0, 0, 1), (1, None, 2)]
+)
+def test_every_batch(rng, axes):
+    arrays = [
+        jnp.stack([x, 2 * x, x - 1], axis) if axis is not None else x
+        for x, axis in zip(arrays_of(rng, 5, 6, 7), axes, strict=True)
+    ]
+    close(jax.vmap(gated, axes)(*arrays), jax.vmap(unfused, axes)(*arrays))
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 3, 7)])
+def test_every_rank(rng, shape):
+    _, w, up = arrays_of(rng, 5, 6, 7)
+    x = jnp.asarray(rng.standard_normal(shape), np.float32)
+    close(gated(x, w, up), unfused(x, w, up))
+
+
+def test_weights_of_other_types_and_shapes(rng):
+    x, w, up = arrays_of(rng, 5, 6, 7)
+    close(gated(x, w, up.astype(BF16)), unfused(x, w, up.astype(BF16)))
+    close(gated(x, w[None], up), unfused(x, w[None], up))
+    with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
+        gated(x, w[1:], up[1:])
+
+
+@pytest.mark.parametrize("policy", ["everything_saveable", "nothing_saveable", "dots_saveable"])
+def test_checkpoints(rng, policy):
+    arrays = arrays_of(rng, 5, 6, 7)
+    policy = getattr(jax.checkpoint_policies, policy)
+    found = jax.grad(jax.checkpoint(lambda *xs: gated(*xs).sum(), policy=policy), (0, 1, 2))
+    close(found(*arrays), jax.grad(lambda *xs: unfused(*xs).sum(), (0, 1, 2))(*arrays))
+
+
+# Results of the kernels.
+
+
+@pytest.mark.skipif(not on_gpu(), reason="launches kernels, and JAX has no GPU here")
+@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
+@pytest.mark.parametrize("function", [gate, biased], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("out", [None, F32], ids=str)
+@pytest.mark.parametrize("rhs_k_major", [False, True])
+@pytest.mark.parametrize("sizes", [(256, 512, 256), (1000, 1056, 328), (77, 136, 1032)], ids=str)
+def test_every_candidate_computes_both(rng, sizes, rhs_k_major, out, function, batch):
+    m, n, k = sizes
+    product = pair_of(*sizes, function=function, out=out, batch=batch, rhs_k_major=rhs_k_major)
+    lhs = jnp.asarray(rng.standard_normal((*batch, m, k)), BF16)
+    weights = [jnp.asarray(rng.standard_normal((*batch, k, n)) * k**-0.5, BF16) for _ in "ab"]
+    operands = [jnp.asarray(rng.standard_normal(s), BF16) for s in ((n,), (m, n))]
+    operands = operands if function is biased else []
+    with jax.enable_x64(True):
+        exact = [np.asarray(lhs, np.float64) @ np.asarray(w, np.float64) for w in weights]
+        expected = np.asarray(
+            function(*map(jnp.asarray, exact), *(x.astype(float) for x in operands))
+        )
+    read = [jnp.swapaxes(w, -1, -2) if rhs_k_major else w for w in weights]
+    gpu = current_gpu()
+    wrong = {}
+    for candidate in pair_candidates(product, gpu):
+        got = run(candidate.plan(gpu), (lhs, *read, *operands), (*batch, m, n), out or BF16)
+        # The result's rounding, that of float32 accumulators, and of approximate exponentials.
+        size = (1 + np.abs(exact[0])) * (1 + np.abs(exact[1]))
+        bound = 2.0**-8 * np.abs(expected) + 4e-6 * k**0.5 * size
+        if not (np.abs(got - expected) <= bound).all():
+            wrong[candidate.key] = np.abs(got - expected).max()
+    assert not wrong
