@@ -1,5 +1,7 @@
 """Inverses by Gauss-Jordan elimination: which matrices, the plan, and values on a Hopper GPU."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,7 +81,7 @@ def test_the_kernel_works_on_a_copy_of_the_operand():
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("size", [4096, 8192])
+@pytest.mark.parametrize("size", [4096, 4352, 8192])
 def test_kernels_compile_without_spills(size):
     plan = plan_inverse(size, known_gpu("sm_90a"))
     entries = {launch.entry.name: launch.entry for launch in plan.launches}
@@ -87,10 +89,10 @@ def test_kernels_compile_without_spills(size):
     assert len(own) == 4
     for name in own:
         assert entries[name].spill_bytes == 0
-    # A thread of the panel's kernel holds one or two rows of 32 columns.
+    # A thread of the panel's kernel holds two to four rows of 32 columns.
     (panel,) = (entries[name] for name in own if "panel" in name)
-    assert panel.max_threads == 512
-    assert 32 * (size // 4096) < panel.registers <= 128
+    assert panel.max_threads == 256
+    assert 32 * math.ceil(size / 2048) < panel.registers <= 255
 
 
 @needs_nvrtc
