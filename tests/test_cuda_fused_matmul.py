@@ -100,7 +100,8 @@ def test_results_in_the_memory_of_operands():
     def aliases(function, *args):
         return lowered(function, *args).count("output_operand_alias<")
 
-    x, w = shapes(1024, 768, 512)[:2]
+    # In 16 bits, one kernel computes both products of gated_linear.
+    x, w = (a.update(dtype=np.float32) for a in shapes(1024, 768, 512)[:2])
     assert aliases(jtk.gated_linear, x, w, w) == 1
     assert aliases(jax.grad(lambda *xs: jtk.gated_linear(*xs).sum()), x, w, w) == 0
 
