@@ -233,7 +233,11 @@ def _lu_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[A
 
 
 def _sharding_rule(
-    like_results: Callable[..., Sequence[Any]], a: Any, *avals: Any, **params: Any
+    like_results: Callable[..., Sequence[Any]],
+    a: Any,
+    *avals: Any,
+    leader: int | None = None,
+    **params: Any,
 ) -> ShardingRule:
     leading = tuple(range(a.ndim - 2))
     operands = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in (a, *avals)]
@@ -253,6 +257,7 @@ def _sharding_rule(
         flops=2.0 * math.prod(a.shape) * a.shape[-1],
         names={axis: f"axis {axis}" for axis in leading},
         unsplit=frozenset(sizes) - set(leading),
+        leader=leader,
     )
 
 
@@ -345,42 +350,44 @@ def _define_system(
     reference: Callable[..., Array],
     jvp: Callable[..., Any],
     describe: Callable[..., str],
+    leader: int | None = None,
 ) -> System:
     """Define the solution of a system with each matrix of a batch.
 
     Small matrices have a CUDA kernel. On a GPU ``in_blocks`` plans large ones, if it is given.
+    ``leader`` is that of the sharding rule.
     """
 
-    def solution(a: Array, b: Array, **params: bool) -> Array:
+    def solution(a: Array, b: Array, **params: Any) -> Array:
         result: Array = system.once(a, b, **params)[0]
         return result
 
-    def transposed(cotangents: Sequence[Array], a: Array, _: Any, **params: bool) -> Array:
+    def transposed(cotangents: Sequence[Array], a: Array, _: Any, **params: Any) -> Array:
         return solution(a, functools.reduce(lax.add, cotangents), **_flipped(params))
 
     def jvp_twice(
-        primals: Sequence[Array], tangents: Sequence[Any], **params: bool
+        primals: Sequence[Array], tangents: Sequence[Any], **params: Any
     ) -> tuple[list[Any], list[Any]]:
         (x,), (x_dot,) = jvp(primals, tangents, **params)
         return [x, x], [x_dot, x_dot]
 
-    def of_difference(a: Array, b: Array, c: Array, **params: bool) -> list[Array]:
+    def of_difference(a: Array, b: Array, c: Array, **params: Any) -> list[Array]:
         return [solution(a, b - c, **params)]
 
     def jvp_of_difference(
-        primals: Sequence[Array], tangents: Sequence[Any], **params: bool
+        primals: Sequence[Array], tangents: Sequence[Any], **params: Any
     ) -> tuple[Any, Any]:
         dense = tuple(map(ad.instantiate_zeros, tangents))
         return jax.jvp(functools.partial(of_difference, **params), tuple(primals), dense)
 
     def transposed_of_difference(
-        cotangents: Sequence[Array], a: Array, *_: Any, **params: bool
+        cotangents: Sequence[Array], a: Array, *_: Any, **params: Any
     ) -> tuple[Array, Array]:
         x, y = system.twice(a, *cotangents, **_flipped(params))
         return x, -y
 
     def batch_of_difference(
-        _: Any, operands: Sequence[Array], dims: Sequence[int | None], **params: bool
+        _: Any, operands: Sequence[Array], dims: Sequence[int | None], **params: Any
     ) -> tuple[Sequence[Array], Sequence[int]]:
         mapped = jax.vmap(functools.partial(of_difference, **params), in_axes=tuple(dims))
         return mapped(*operands), [0]
@@ -398,7 +405,7 @@ def _define_system(
             "batch": batch,
             "reference": lambda a, b, **params: (reference(a, b, **params),) * count,
             "like_results": like_results,
-            "sharding_rule": functools.partial(_sharding_rule, like_results),
+            "sharding_rule": functools.partial(_sharding_rule, like_results, leader=leader),
             "transposes": {1: transposed},
             "several_results": True,
         }
@@ -473,6 +480,7 @@ _solve = _define_system(
     jvp=_solve_jvp,
     cuda=plans.solve_kernel,
     describe=lambda transpose: "solve" + transpose * " transposed",
+    leader=0,  # The result of JAX's function is sharded like the matrices.
 )
 
 
