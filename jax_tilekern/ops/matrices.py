@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def inverse(a: Array) -> Array:
 
 def solve(a: Array, b: Array, *, transpose: bool = False) -> Array:
     """Solve ``a @ x = b``, or with ``a`` transposed."""
-    result: Array = _solve(a, b, transpose=transpose)[0]
+    result: Array = _solve.once(a, b, transpose=transpose)[0]
     return result
 
 
@@ -68,7 +68,7 @@ def triangular_solve(
     unit_diagonal: bool = False,
 ) -> Array:
     """Solve ``a @ x = b``, or ``x @ a = b``, with one triangle of ``a``."""
-    result: Array = _triangular_solve(
+    result: Array = _triangular_solve.once(
         a, b, left_side=left_side, lower=lower, transpose=transpose, unit_diagonal=unit_diagonal
     )[0]
     return result
@@ -129,11 +129,11 @@ def _batch_system(
         merged = at - 1 if left_side else at
         sizes = b.shape
         flat = b.reshape(*sizes[:merged], sizes[merged] * sizes[merged + 1], *sizes[merged + 2 :])
-        (result,) = bind(a, flat, **params)
-        return [result.reshape(sizes)], [at]
+        results = bind(a, flat, **params)
+        return [x.reshape(sizes) for x in results], [at] * len(results)
     size = a.shape[a_dim]
     results = bind(_in_front(a, a_dim, size), _in_front(b, b_dim, size), **params)
-    return results, [0]
+    return results, [0] * len(results)
 
 
 # Derivatives.
@@ -143,11 +143,13 @@ def _transposed_if(x: Array, condition: bool) -> Array:
     return x.mT if condition else x
 
 
-def _difference(x: Any, y: Any) -> Any:
-    """Subtract tangents that may be symbolically zero, but not both."""
+def _solution_of_difference(system: System, a: Array, x: Any, y: Any, **params: bool) -> Any:
+    """Solve for a difference of tangents that may be symbolically zero, but not both."""
+    if type(x) is ad.Zero:
+        return -system.once(a, y, **params)[0]
     if type(y) is ad.Zero:
-        return x
-    return -y if type(x) is ad.Zero else x - y
+        return system.once(a, x, **params)[0]
+    return system.of_difference(a, x, y, **params)[0]
 
 
 def _inverse_jvp(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -163,7 +165,7 @@ def _solve_jvp(
     change: Any = a_dot
     if type(a_dot) is not ad.Zero:
         change = _product(_transposed_if(a_dot, transpose), x)
-    return [x], [solve(a, _difference(b_dot, change), transpose=transpose)]
+    return [x], [_solution_of_difference(_solve, a, b_dot, change, transpose=transpose)]
 
 
 def _triangular_solve_jvp(
@@ -176,22 +178,20 @@ def _triangular_solve_jvp(
     unit_diagonal: bool,
 ) -> tuple[list[Any], list[Any]]:
     (a, b), (a_dot, b_dot) = primals, tangents
-    same = functools.partial(
-        triangular_solve,
-        a,
-        left_side=left_side,
-        lower=lower,
-        transpose=transpose,
-        unit_diagonal=unit_diagonal,
-    )
-    x = same(b)
+    params = {
+        "left_side": left_side,
+        "lower": lower,
+        "transpose": transpose,
+        "unit_diagonal": unit_diagonal,
+    }
+    x = triangular_solve(a, b, **params)
     change: Any = a_dot
     if type(a_dot) is not ad.Zero:
         off_diagonal = int(unit_diagonal)
         triangle = jnp.tril(a_dot, -off_diagonal) if lower else jnp.triu(a_dot, off_diagonal)
         triangle = _transposed_if(triangle, transpose)
         change = _product(triangle, x) if left_side else _product(x, triangle)
-    return [x], [same(_difference(b_dot, change))]
+    return [x], [_solution_of_difference(_triangular_solve, a, b_dot, change, **params)]
 
 
 def _cholesky_jvp(
@@ -233,7 +233,11 @@ def _lu_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[A
 
 
 def _sharding_rule(
-    like_results: Callable[..., Sequence[Any]], a: Any, *avals: Any, **params: Any
+    like_results: Callable[..., Sequence[Any]],
+    a: Any,
+    *avals: Any,
+    leader: int | None = None,
+    **params: Any,
 ) -> ShardingRule:
     leading = tuple(range(a.ndim - 2))
     operands = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in (a, *avals)]
@@ -253,6 +257,7 @@ def _sharding_rule(
         flops=2.0 * math.prod(a.shape) * a.shape[-1],
         names={axis: f"axis {axis}" for axis in leading},
         unsplit=frozenset(sizes) - set(leading),
+        leader=leader,
     )
 
 
@@ -316,39 +321,138 @@ def _define_matrix(
     return bind
 
 
+class System(NamedTuple):
+    """The operations by which systems with each matrix of a batch are solved and differentiated.
+
+    The gradient with respect to the right-hand sides is also a factor of the product that gives the
+    matrices' gradient. Devices may split the two unlike each other, so they are two results.
+
+    Attributes
+    ----------
+    once
+        The solution.
+    twice
+        The solution as two results that are sharded independently.
+    of_difference
+        The solution for the difference of two arrays, whose transpose is ``twice``.
+    """
+
+    once: _Bind
+    twice: _Bind
+    of_difference: _Bind
+
+
 def _define_system(
     name: str,
     *,
     cuda: Callable[..., plans.MatrixKernel],
     in_blocks: Callable[..., Rewrite | Fallback] | None = None,
-    **rules: Any,
-) -> _Bind:
+    reference: Callable[..., Array],
+    jvp: Callable[..., Any],
+    describe: Callable[..., str],
+    leader: int | None = None,
+) -> System:
     """Define the solution of a system with each matrix of a batch.
 
     Small matrices have a CUDA kernel. On a GPU ``in_blocks`` plans large ones, if it is given.
+    ``leader`` is that of the sharding rule.
     """
 
-    def batch(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
-        return _batch_system(bind, *args, **params)
+    def solution(a: Array, b: Array, **params: Any) -> Array:
+        result: Array = system.once(a, b, **params)[0]
+        return result
 
-    def like_results(a: Array, b: Array, **_: Any) -> tuple[Array]:
-        return (b,)
+    def transposed(cotangents: Sequence[Array], a: Array, _: Any, **params: Any) -> Array:
+        return solution(a, functools.reduce(lax.add, cotangents), **_flipped(params))
 
-    bind: _Bind = define(
-        Operation(
-            f"tilekern_{name}",
-            batch=batch,
-            sharding_rule=functools.partial(_sharding_rule, like_results),
-            planners={
-                "cpu": Planner(refused, system_on_cpu),
-                "cuda": Planner(refused, functools.partial(system_on_cuda, cuda, in_blocks)),
-            },
-            like_results=like_results,
-            several_results=True,
-            **rules,
-        )
+    def jvp_twice(
+        primals: Sequence[Array], tangents: Sequence[Any], **params: Any
+    ) -> tuple[list[Any], list[Any]]:
+        (x,), (x_dot,) = jvp(primals, tangents, **params)
+        return [x, x], [x_dot, x_dot]
+
+    def of_difference(a: Array, b: Array, c: Array, **params: Any) -> list[Array]:
+        return [solution(a, b - c, **params)]
+
+    def jvp_of_difference(
+        primals: Sequence[Array], tangents: Sequence[Any], **params: Any
+    ) -> tuple[Any, Any]:
+        dense = tuple(map(ad.instantiate_zeros, tangents))
+        return jax.jvp(functools.partial(of_difference, **params), tuple(primals), dense)
+
+    def transposed_of_difference(
+        cotangents: Sequence[Array], a: Array, *_: Any, **params: Any
+    ) -> tuple[Array, Array]:
+        x, y = system.twice(a, *cotangents, **_flipped(params))
+        return x, -y
+
+    def batch_of_difference(
+        _: Any, operands: Sequence[Array], dims: Sequence[int | None], **params: Any
+    ) -> tuple[Sequence[Array], Sequence[int]]:
+        mapped = jax.vmap(functools.partial(of_difference, **params), in_axes=tuple(dims))
+        return mapped(*operands), [0]
+
+    def with_results(count: int) -> dict[str, Any]:
+        """Return the rules of an operation that has the solution ``count`` times."""
+
+        def like_results(a: Array, b: Array, **_: Any) -> tuple[Array, ...]:
+            return (b,) * count
+
+        def batch(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
+            return _batch_system(system[count - 1], *args, **params)
+
+        return {
+            "batch": batch,
+            "reference": lambda a, b, **params: (reference(a, b, **params),) * count,
+            "like_results": like_results,
+            "sharding_rule": functools.partial(_sharding_rule, like_results, leader=leader),
+            "transposes": {1: transposed},
+            "several_results": True,
+        }
+
+    def rewritten(function: Callable[..., Any]) -> Mapping[str, Planner]:
+        def plan(_: Any, __: Any, **params: bool) -> Rewrite:
+            return Rewrite("one solve", functools.partial(function, **params))
+
+        return dict.fromkeys(("cpu", "cuda"), Planner(refused, plan))
+
+    once = Operation(
+        f"tilekern_{name}",
+        planners={
+            "cpu": Planner(refused, system_on_cpu),
+            "cuda": Planner(refused, functools.partial(system_on_cuda, cuda, in_blocks)),
+        },
+        jvp=jvp,
+        describe=describe,
+        **with_results(1),
     )
-    return bind
+    twice = Operation(
+        f"tilekern_{name}_twice",
+        planners=rewritten(lambda *operands, **params: (solution(*operands, **params),) * 2),
+        jvp=jvp_twice,
+        describe=lambda **params: f"{describe(**params)}, for two gradients",
+        **with_results(2),
+    )
+    difference = Operation(
+        f"tilekern_{name}_of_difference",
+        reference=lambda a, b, c, **params: (reference(a, b - c, **params),),
+        like_results=lambda a, b, c, **_: (b,),
+        batch=batch_of_difference,
+        sharding_rule=None,
+        composed=of_difference,
+        planners=rewritten(of_difference),
+        jvp=jvp_of_difference,
+        transposes={(1, 2): transposed_of_difference},
+        describe=lambda **params: f"{describe(**params)}, of two tangents",
+        several_results=True,
+    )
+    system = System(*map(define, (once, twice, difference)))
+    return system
+
+
+def _flipped(params: Mapping[str, bool]) -> dict[str, bool]:
+    """Return the parameters of the transposed system."""
+    return {**params, "transpose": not params["transpose"]}
 
 
 _inverse = _define_matrix(
@@ -363,35 +467,26 @@ _inverse = _define_matrix(
 )
 
 
-def _solve_reference(a: Array, b: Array, *, transpose: bool) -> tuple[Array, ...]:
+def _solve_reference(a: Array, b: Array, *, transpose: bool) -> Array:
     solve = functools.partial(jnp.linalg.solve, a)
     # The transposed system has the factors of the same matrix, which XLA computes once for both.
-    return tuple(jax.linear_transpose(solve, b)(b)) if transpose else (solve(b),)
+    result: Array = jax.linear_transpose(solve, b)(b)[0] if transpose else solve(b)
+    return result
 
 
 _solve = _define_system(
     "solve",
     reference=_solve_reference,
     jvp=_solve_jvp,
-    transposes={
-        1: lambda cotangents, a, b, *, transpose: solve(a, *cotangents, transpose=not transpose)
-    },
     cuda=plans.solve_kernel,
     describe=lambda transpose: "solve" + transpose * " transposed",
+    leader=0,  # The result of JAX's function is sharded like the matrices.
 )
 
 
-def _triangular_reference(
-    a: Array, b: Array, *, transpose: bool, **params: bool
-) -> tuple[Array, ...]:
-    return (lax.linalg.triangular_solve(a, b, transpose_a=transpose, **params),)
-
-
-def _triangular_cotangent(
-    cotangents: Sequence[Array], a: Array, b: Any, *, transpose: bool, **params: bool
-) -> Array:
-    (cotangent,) = cotangents
-    return triangular_solve(a, cotangent, transpose=not transpose, **params)
+def _triangular_reference(a: Array, b: Array, *, transpose: bool, **params: bool) -> Array:
+    result: Array = lax.linalg.triangular_solve(a, b, transpose_a=transpose, **params)
+    return result
 
 
 def _describe_triangular(
@@ -406,7 +501,6 @@ _triangular_solve = _define_system(
     "triangular_solve",
     reference=_triangular_reference,
     jvp=_triangular_solve_jvp,
-    transposes={1: _triangular_cotangent},
     cuda=plans.triangular_solve_kernel,
     in_blocks=_in_blocks("triangular_solve", blocked.triangular_solve),
     describe=_describe_triangular,

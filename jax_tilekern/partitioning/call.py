@@ -40,7 +40,7 @@ from jax_tilekern.partitioning.local_program import (
     local_program,
 )
 from jax_tilekern.partitioning.params_text import from_text, to_text
-from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.partitioning.split import Split
 from jax_tilekern.plans.gpu import NoGpu, current_gpu, planning_beside_collectives
 from jax_tilekern.plans.tuned import tuned_digest, using_digest
@@ -111,7 +111,48 @@ def lower_partitioned(
     text = _text(operation, platform, params)
     await_partition(text, described, ctx, platform)
     rule = operation.rule(*ctx.avals_in, **params)
+    if rule.leader is not None:
+        values = _following(ctx, platform, values, rule)
     return xla.emit_call(ctx, PARTITIONED, values, rule, text)
+
+
+def _following(
+    ctx: Any, platform: str, values: Sequence[Any], rule: ShardingRule
+) -> tuple[Any, ...]:
+    """Return the operands, those after the leader without shardings that conflict with its own.
+
+    XLA propagates the operand's sharding through a call of ``_FOLLOWING`` unless the leader's
+    conflicts with it. Then the call's result gets the sharding that the leader gives to its user.
+    """
+    leader = rule.leader
+    assert leader is not None
+    text = _text(_FOLLOWING, platform, {})
+
+    def followed(i: int) -> Any:
+        if i == leader:
+            return values[i]
+        of_pair = ctx.replace(
+            avals_in=[ctx.avals_in[leader], ctx.avals_in[i]], avals_out=[ctx.avals_in[i]]
+        )
+        own = rule.operands[i]
+        common = tuple(label if label in own else None for label in rule.operands[leader])
+        sizes = {label: rule.sizes[label] for label in own if label is not None}
+        both = ShardingRule((common, own), (own,), sizes, flops=0)
+        (value,) = xla.emit_call(of_pair, PARTITIONED, (values[leader], values[i]), both, text)
+        return value
+
+    return tuple(map(followed, range(len(values))))
+
+
+def _rule_of_following(leader: Any, x: Any) -> ShardingRule:
+    """Return the rule by which a call of ``_FOLLOWING`` is partitioned: it reads no leader."""
+    dims = tuple(range(x.ndim))
+    sizes = sizes_of((dims, x.shape))
+    return ShardingRule(((None,) * leader.ndim, dims), (dims,), sizes, flops=0)
+
+
+_FOLLOWING = PartitionedOperation("following", _rule_of_following, lambda _, x: [x])
+register(_FOLLOWING)
 
 
 def _text(operation: PartitionedOperation, platform: str, params: dict[str, Any]) -> str:

@@ -210,8 +210,42 @@ class Candidate:
             (target,) = targets
             after = (*returned[target], *minor)
             if self._divides(dims[target], after) and self._divides(label, returned[source]):
+                # What devices have copies of is sliced first.
+                for a, dim in self._sliced(
+                    dims, digits, returned, Move(tuple(minor), source, target)
+                ):
+                    returned[dim] = (*returned[dim], a)
+                    moves.append(Move((a,), dim, dim, whole=True))
                 returned[source] = returned[source][: -len(minor)]
-                returned[target] = after
+                returned[target] = (*returned[target], *minor)
                 moves.append(Move(tuple(minor), source, target))
                 break
         return Outcome(tuple(returned), tuple(moves), tuple(scattered), tuple(reduced))
+
+    def _sliced(
+        self,
+        dims: Dims,
+        digits: Digits,
+        returned: Sequence[tuple[int, ...]],
+        move: Move,
+    ) -> list[tuple[int, int]]:
+        """Return the digits along which devices have copies of a result, and the dimensions.
+
+        They are those that slices place in the wanted order of a result that an all-to-all moves.
+        """
+        used = {a for own in self.digits.values() for a in own}
+        found: list[tuple[int, int]] = []
+        for dim, wanted in enumerate(by_dimension(digits, len(dims))):
+            own = returned[dim]
+            for a in wanted:
+                last = move.digits if dim == move.target else ()
+                after = (*own, a, *last)
+                if (
+                    a not in used
+                    and dim != move.source
+                    and after == wanted[: len(after)]
+                    and self._divides(dims[dim], after)
+                ):
+                    own = (*own, a)
+                    found.append((a, dim))
+        return found

@@ -85,8 +85,12 @@ def _completed(split: Split, outcome: Outcome, dims: Dims, size: int) -> float:
         total += local * _share(digits, radix)
         local /= number_of_parts(digits, radix)
     total += 2 * local * _share(outcome.reduced, radix)
-    moved = sum(_share(move.digits, radix) for move in outcome.moves)
-    return total + _MOVE_WEIGHT * local * moved
+    for move in outcome.moves:
+        if move.whole:
+            local /= number_of_parts(move.digits, radix)
+        else:
+            total += _MOVE_WEIGHT * local * _share(move.digits, radix)
+    return total
 
 
 def _resharded(

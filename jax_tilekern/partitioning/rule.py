@@ -47,6 +47,9 @@ class ShardingRule:
         sums by default. A result that has every label which is split has no parts.
     unsplit
         Labels that every device needs whole.
+    leader
+        The operand like which the results are split where the operands are split unlike each other.
+        Without it XLA may replicate the results then.
     """
 
     operands: tuple[Dims, ...]
@@ -60,6 +63,7 @@ class ShardingRule:
     reduced: frozenset[int] = frozenset()
     combined_by: tuple[str, ...] = ()
     unsplit: frozenset[int] = frozenset()
+    leader: int | None = None
 
     @property
     def epilogue_operands(self) -> range:
