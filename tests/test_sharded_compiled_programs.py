@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from sharded import AUTO, devices, mesh_of
 
 import jax_tilekern as jtk
+from benchmarks.sharded_bytes.collectives import bytes_sent
 from jax_tilekern.ops import contraction
 
 pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
@@ -77,3 +78,46 @@ def test_products_of_xlas_are_compiled_as_jaxs(scheme, dtype):
     assert ours["all-reduce"]
     for name in ("convert", "copy", "transpose", "fusion", "reshape", "call", "opt-barrier"):
         assert ours[name] <= theirs[name], (name, ours, theirs)
+
+
+def bytes_of(function, mesh, args):
+    """The bytes that devices send, of arrays given as a shape and a sharding each."""
+    arrays = [
+        jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in args
+    ]
+    return bytes_sent(jax.jit(function).lower(*arrays).compile())
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [(P(("d", "m")), P("m")), (P("m"), P(("d", "m"))), (P("d"), P("m")), (P("m"), P("m", "d"))],
+)
+def test_systems_send_no_more_than_jaxs(a, b):
+    """Matrices and right-hand sides that different axes split along the batch or the rows."""
+    mesh = mesh_of((AUTO, AUTO))
+    args = (((16, 8, 8), a), ((16, 8, 8), b))
+
+    def gradients(solve):
+        return jax.grad(lambda a, b: (solve(a, b) ** 2).sum(), (0, 1))
+
+    for of in (lambda solve: solve, gradients):
+        ours, theirs = (bytes_of(of(x), mesh, args) for x in (jtk.linalg.solve, jnp.linalg.solve))
+        assert ours <= 1.05 * theirs, (of, ours, theirs)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gated_units_send_no_more_than_two_products(scheme):
+    x, up, _ = SCHEMES[scheme]
+    mesh = mesh_of((AUTO, AUTO))
+    args = (((TOKENS, WIDTH), x), ((WIDTH, HIDDEN), up), ((WIDTH, HIDDEN), up))
+
+    def plain(x, gate, up):
+        return jax.nn.silu(jnp.matmul(x, gate)) * jnp.matmul(x, up)
+
+    def gradients(f):
+        return jax.grad(lambda *xs: (f(*xs) ** 2).sum(), (0, 1, 2))
+
+    for of in (lambda f: f, gradients):
+        ours, theirs = (bytes_of(of(f), mesh, args) for f in (jtk.gated_linear, plain))
+        assert ours <= 1.05 * theirs, (of, ours, theirs)
