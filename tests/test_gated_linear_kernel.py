@@ -118,6 +118,27 @@ def test_it_is_chosen_only_where_it_is_predicted_to_be_faster(sizes, monkeypatch
         assert "another 1.0 us" in refused.reason
 
 
+@pytest.mark.parametrize(
+    ("sizes", "tile"),
+    [
+        ((8192, 14336, 4096), "128x256"),
+        ((2048, 14336, 4096), "128x256"),
+        ((64, 14336, 4096), "64x256"),
+        ((8192, 14336, 1024), "128x256"),
+    ],
+    ids=str,
+)
+def test_the_tiles_that_were_measured_to_be_fast_come_first(sizes, tile):
+    best = min(pair_candidates(pair_of(*sizes), H100), key=lambda candidate: candidate.cycles)
+    assert f"{best.tile.block_m}x{best.tile.block_n}" == tile
+    assert best.tile.cooperative
+
+
+def test_where_two_kernels_are_not_planned_xla_is_compared(monkeypatch):
+    monkeypatch.setattr(pair, "candidates", lambda *_: NoKernel("the test"))
+    assert not isinstance(pair.plan_pair(pair_of(8192, 14336, 4096), H100), NoKernel)
+
+
 # What calls become.
 
 

@@ -154,9 +154,9 @@ def test_what_is_not_definite_has_a_triangle_of_nan(rng, n):
     for i in (1, 2, 3):
         assert np.isnan(factor[i][np.tril_indices(n)]).all()
         np.testing.assert_array_equal(np.triu(factor[i], 1), 0)
-    # Two instances of one kernel, whose multiply-adds ptxas may contract differently.
-    expected = np.asarray(linalg.cholesky(a))[[0, 4, 5]]
-    np.testing.assert_allclose(factor[[0, 4, 5]], expected, 16 * UNIT_ROUNDOFF[np.dtype("f4")])
+    # The same instance of the kernel: ptxas may contract another one's multiply-adds differently.
+    expected = linalg.cholesky(a, symmetrize_input=False)
+    np.testing.assert_array_equal(factor[[0, 4, 5]], expected[jnp.array([0, 4, 5])])
 
 
 @pytest.mark.parametrize("n", [2, 3, 7, 20])
