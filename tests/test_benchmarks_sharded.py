@@ -91,6 +91,9 @@ def test_programs_are_compared_without_names():
     assert not sharded.are_same(compiled(first), compiled(lambda x: jnp.cos(x) @ x.T))
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="XLA for CPUs merges calls across barriers in JAX 0.10"
+)
 def test_no_repetition_is_removed():
     x, w = np.ones((64, 32), np.float32), np.ones((32, 48), np.float32)
     compiled = jax.jit(sharded.repeated(jnp.matmul)).lower(x, w).compile()
