@@ -21,6 +21,7 @@ from jax_tilekern.partitioning.choice import choose_split
 from jax_tilekern.partitioning.digits import Digit, common_digits, sharding_of
 from jax_tilekern.partitioning.params_text import _PROCESS, from_text, to_text
 from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.partitioning.split import Move
 from jax_tilekern.plans.gemm.contraction import Contraction
 
 M, N, K = range(3)
@@ -141,8 +142,7 @@ def test_the_local_program_moves_what_xla_would_gather():
     split = split_of(product(64, 4096, 4096), (2, 2), (0, None), (0, None), (0, None))
     assert split.digits[K] == (0,)
     ((move,), ()) = split.operand_moves
-    assert move.digits == (0,)
-    assert (move.source, move.target, move.whole) == (0, 1, False)
+    assert move == Move("exchange", (0,), 0, 1)
     assert split.operand_digits[0] == ((0,), ())
     assert split.results[0].scattered == ((0,), ())
 
@@ -189,11 +189,34 @@ def test_a_label_has_one_order_in_every_operand(operands, result, seed):
     for dims, taken, own in zip(operands, split.operand_digits, moves, strict=True):
         held = list(taken)
         for move in own:
-            if not move.whole:
+            if move.kind != "slice":
                 assert held[move.source][-len(move.digits) :] == move.digits
                 held[move.source] = held[move.source][: -len(move.digits)]
-            held[move.target] = (*held[move.target], *move.digits)
+            if move.kind != "gather":
+                held[move.target] = (*held[move.target], *move.digits)
         assert held == [split.digits[label] for label in dims]
+
+
+@pytest.mark.parametrize(("k", "gathered_after_slice"), [(64, True), (63, False)])
+def test_an_operand_is_sliced_before_it_is_gathered(k, gathered_after_slice):
+    """One axis splits the batch of the other operand, another one a dimension of this one."""
+    batch, m, n = 8, 16, 1024
+    rule = ShardingRule(
+        ((0, 1, 2), (0, 2, 3)), ((0, 1, 3),), {0: batch, 1: m, 2: k, 3: n}, flops=2 * m * k * n
+    )
+    lhs, rhs = (Digit(2, 1), None), (None, Digit(0, 1))
+    sizes = [4 * batch * m * k, 4 * batch * k * n], [4 * batch * m * n]
+    split = choose_split(rule, (2, 4), [lhs, rhs], [rhs], *sizes)
+    assert split.digits == {0: (1,), 1: (), 2: (), 3: ()}
+    if gathered_after_slice:
+        assert split.operand_digits[0] == ((1,), (), (0,))
+        assert split.operand_moves[0] == (Move("gather", (0,), 2, 2),)
+    else:
+        # Parts with padding are gathered by XLA.
+        assert split.operand_digits[0] == ((1,), (), ())
+        assert split.operand_moves[0] == ()
+    assert split.operand_moves[1] == ()
+    assert "operand 0 gathered" in split.described([lhs, rhs])
 
 
 def test_large_products_are_not_computed_twice():

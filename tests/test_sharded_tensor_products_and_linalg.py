@@ -101,6 +101,10 @@ PRODUCTS = {
             (P("d", None, "m"), P("m")),
             (P("d"), P("d", "m")),
         ]),
+        ("batches", einsum("bsd,bdf->bsf"), [(8, 16, 32), (8, 32, 64)], [
+            (P("m"), P("m", None, "d")),
+            (P(None, None, "d"), P("m")),
+        ]),
         ("three operands", einsum("ab,bc,cd->ad"), CHAIN, [
             (P("d"), P(None, "m"), P("m")),
             (P("d", "m"), P("m"), P()),

@@ -10,6 +10,9 @@ from jax_tilekern.partitioning.digits import Digits, Radix, by_dimension, number
 from jax_tilekern.partitioning.rule import Dims, ShardingRule
 from jax_tilekern.partitioning.split import Move, Outcome, Split
 
+# The digits that split each dimension of an operand of the local program, and the operand's moves.
+Reading = tuple[tuple[tuple[int, ...], ...], tuple[Move, ...]]
+
 
 def label_of(dims: Dims, digits: Digits, a: int) -> int | None:
     """Return the label of an array that a digit splits."""
@@ -133,9 +136,7 @@ class Candidate:
             label is not None and self.rule.sizes[label] % number_of_parts(digits, self.radix) == 0
         )
 
-    def _operand(
-        self, operand: tuple[Dims, Digits, int]
-    ) -> tuple[tuple[tuple[int, ...], ...], tuple[Move, ...]]:
+    def _operand(self, operand: tuple[Dims, Digits, int]) -> Reading:
         """Return the digits of an operand of the local program, and its moves."""
         dims, digits, size = operand
         taken: list[tuple[int, ...]] = [
@@ -157,25 +158,43 @@ class Candidate:
             # source. It makes them the last ones of the target.
             last = own[-len(moved) :] == ordered
             if last and not sources and self._divides(dims[source], (*taken[source], *moved)):
-                exchanges.append(Move(ordered, source, target))
-            moves.append(Move(own[own.index(moved[0]) :], source, target, whole=True))
+                exchanges.append(Move("exchange", ordered, source, target))
+            moves.append(Move("slice", own[own.index(moved[0]) :], source, target))
         if len(moves) == len(exchanges) == 1:
             moves = exchanges
         for move in moves:
             taken[move.target] = taken[move.target][: -len(move.digits)]
-            if not move.whole:
+            if move.kind == "exchange":
                 taken[move.source] = (*taken[move.source], *move.digits)
         # XLA moves digits as well, and does so once for all calls that read the operand.
         by_xla = tuple(() if label is None else self.digits[label] for label in dims)
         now = by_dimension(digits, len(dims))
-        if (
-            all(self._divides(dims[move.source], now[move.source]) for move in moves)
-            and {a for own in now for a in own} <= {a for own in by_xla for a in own}
-            and cost_of_reading(digits, by_xla, (), size, self.radix)
-            <= cost_of_reading(digits, taken, moves, size, self.radix)
-        ):
-            return by_xla, ()
-        return tuple(taken), tuple(moves)
+        readings = [(tuple(taken), tuple(moves))]
+        gathers_nothing = {a for own in now for a in own} <= {a for own in by_xla for a in own}
+        if gathers_nothing and all(self._divides(dims[m.source], now[m.source]) for m in moves):
+            readings.insert(0, (by_xla, ()))
+        readings += self._gathered(dims, now, by_xla)
+        return min(readings, key=lambda x: cost_of_reading(digits, *x, size, self.radix))
+
+    def _gathered(
+        self, dims: Dims, now: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]
+    ) -> list[Reading]:
+        """Return the reading of an operand that is sliced before it is gathered, if there is one.
+
+        XLA gathers an operand first, whole, and slices it then.
+        """
+        taken: list[tuple[int, ...]] = []
+        gathers: list[Move] = []
+        for i, (have, want) in enumerate(zip(now, wanted, strict=True)):
+            if have == want[: len(have)]:
+                taken.append(want)
+            elif want == have[: len(want)] and self._divides(dims[i], have):
+                taken.append(have)
+                gathers.append(Move("gather", have[len(want) :], i, i))
+            else:
+                return []
+        used = [a for own in taken for a in own]
+        return [(tuple(taken), tuple(gathers))] if len(set(used)) == len(used) else []
 
     def _outcome(self, dims: Dims, digits: Digits, is_sum: bool) -> Outcome:
         """Return what becomes of an array of which devices have parts."""
@@ -212,13 +231,13 @@ class Candidate:
             if self._divides(dims[target], after) and self._divides(label, returned[source]):
                 # What devices have copies of is sliced first.
                 for a, dim in self._sliced(
-                    dims, digits, returned, Move(tuple(minor), source, target)
+                    dims, digits, returned, Move("exchange", tuple(minor), source, target)
                 ):
                     returned[dim] = (*returned[dim], a)
-                    moves.append(Move((a,), dim, dim, whole=True))
+                    moves.append(Move("slice", (a,), dim, dim))
                 returned[source] = returned[source][: -len(minor)]
                 returned[target] = (*returned[target], *minor)
-                moves.append(Move(tuple(minor), source, target))
+                moves.append(Move("exchange", tuple(minor), source, target))
                 break
         return Outcome(tuple(returned), tuple(moves), tuple(scattered), tuple(reduced))
 

@@ -64,9 +64,15 @@ def cost_of_reading(
         Bases of the digits.
     """
     local = size / _number_of_parts(taken, radix)
-    moved = sum(_share(move.digits, radix) for move in moves if not move.whole)
-    by_xla = _resharded(by_dimension(digits, len(taken)), taken, size, radix)
-    return by_xla + _MOVE_WEIGHT * local * moved
+    total = _resharded(by_dimension(digits, len(taken)), taken, size, radix)
+    for move in moves:
+        if move.kind == "exchange":
+            total += _MOVE_WEIGHT * local * _share(move.digits, radix)
+        elif move.kind == "gather":
+            sent = local * (number_of_parts(move.digits, radix) - 1)
+            total += _MOVE_WEIGHT * sent
+            local += sent
+    return total
 
 
 def _work(split: Split, memory: int) -> float:
@@ -86,7 +92,7 @@ def _completed(split: Split, outcome: Outcome, dims: Dims, size: int) -> float:
         local /= number_of_parts(digits, radix)
     total += 2 * local * _share(outcome.reduced, radix)
     for move in outcome.moves:
-        if move.whole:
+        if move.kind == "slice":
             local /= number_of_parts(move.digits, radix)
         else:
             total += _MOVE_WEIGHT * local * _share(move.digits, radix)

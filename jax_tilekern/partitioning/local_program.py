@@ -166,7 +166,9 @@ def _local_operands(split: Split, operands: Sequence[Array]) -> list[Array]:
 def _moved(split: Split, x: Array, moves: Sequence[Move]) -> Array:
     for move in moves:
         names = axis_names(move.digits)
-        if move.whole:
+        if move.kind == "gather":
+            x = lax.all_gather(x, names, axis=move.target, tiled=True)
+        elif move.kind == "slice":
             size = x.shape[move.target] // split.parts(move.digits)
             start = lax.axis_index(names) * size
             x = lax.dynamic_slice_in_dim(x, start, size, move.target)

@@ -5,22 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jax_tilekern.partitioning.digits import Digits, Radix, number_of_parts
 from jax_tilekern.partitioning.rule import ShardingRule
 
 
 class Move(NamedTuple):
-    """Digits that move from one dimension of an array to another, by an all-to-all.
+    """Digits that split another dimension of an array afterwards, or none.
 
-    With ``whole`` the array is gathered along the source already, and is only sliced.
+    Attributes
+    ----------
+    kind
+        ``"exchange"`` is an all-to-all between two dimensions. ``"slice"`` splits the target of an
+        array that is whole along the source. ``"gather"`` is an all-gather along one dimension,
+        source and target.
+    digits
+        The digits, the last ones of the dimension that they split.
+    source, target
+        Dimensions of the array.
     """
 
+    kind: Literal["exchange", "slice", "gather"]
     digits: tuple[int, ...]
     source: int
     target: int
-    whole: bool = False
 
 
 class Outcome(NamedTuple):
@@ -112,12 +121,14 @@ class Split:
             if digits
         ] or ["whole on every device"]
         for i, (now, taken) in enumerate(zip(operands, self.operand_digits, strict=True)):
-            kept = {a for digits in taken for a in digits}
+            gathered = {a for m in self.operand_moves[i] if m.kind == "gather" for a in m.digits}
+            kept = {a for digits in taken for a in digits} - gathered
             if any(digit is not None and a not in kept for a, digit in enumerate(now)):
                 words.append(f"operand {i} gathered")
         outcomes = self._outcomes
-        moves = (
-            any(self.operand_moves)
+        of_operands = [move for moves in self.operand_moves for move in moves]
+        moved = (
+            any(move.kind != "gather" for move in of_operands)
             or any(outcome.moves for outcome in outcomes)
             or any(
                 digit is not None and a in own and digit.dimension != i
@@ -126,7 +137,7 @@ class Split:
                 for i, own in enumerate(taken)
             )
         )
-        words += ["all-to-all"] if moves else []
+        words += ["all-to-all"] if moved else []
         words += ["reduce-scatter"] if any(any(x.scattered) for x in outcomes) else []
         words += ["all-reduce"] if any(x.reduced for x in outcomes) else []
         if self.sum is not None:
