@@ -169,12 +169,16 @@ class Candidate:
         # XLA moves digits as well, and does so once for all calls that read the operand.
         by_xla = tuple(() if label is None else self.digits[label] for label in dims)
         now = by_dimension(digits, len(dims))
-        readings = [(tuple(taken), tuple(moves))]
+        readings: list[Reading] = [(tuple(taken), tuple(moves))]
         gathers_nothing = {a for own in now for a in own} <= {a for own in by_xla for a in own}
         if gathers_nothing and all(self._divides(dims[m.source], now[m.source]) for m in moves):
             readings.insert(0, (by_xla, ()))
         readings += self._gathered(dims, now, by_xla)
-        return min(readings, key=lambda x: cost_of_reading(digits, *x, size, self.radix))
+
+        def sent(reading: Reading) -> float:
+            return cost_of_reading(digits, *reading, size, self.radix)
+
+        return min(readings, key=sent)
 
     def _gathered(
         self, dims: Dims, now: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]
