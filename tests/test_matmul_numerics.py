@@ -95,6 +95,19 @@ def test_int8_over_a_short_k(rng, by, out):
         np.testing.assert_array_equal(product_of_pair, expected)
 
 
+@pytest.mark.parametrize(("platform", "types"), [("cpu", "i8"), ("cuda", "f32")])
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_int8_over_a_short_k_that_is_xlas(platform, types, batch):
+    """Where XLA is right it multiplies what JAX would have it multiply."""
+    a, b = (jax.ShapeDtypeStruct((*batch, *shape), np.int8) for shape in ((40, 22), (22, 50)))
+    run = jax.jit(partial(jtk.matmul, preferred_element_type=np.int32))
+    with jtk.disabled():
+        text = run.trace(a, b).lower(lowering_platforms=(platform,)).as_text()
+    (line,) = (line for line in text.splitlines() if "dot_general" in line)
+    assert f"x{types}>" in line.split("->")[0]
+    assert "stablehlo.case" not in text
+
+
 @pytest.mark.parametrize("out", [np.int8, np.int16])
 def test_integer_results_wrap_as_in_lax(rng, out):
     a, b = random(rng, (33, 65), np.int8), random(rng, (65, 17), np.int8)

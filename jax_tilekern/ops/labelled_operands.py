@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from jax_tilekern.plans.gemm.arithmetic import FP8, Converted
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels
+from jax_tilekern.primitives.lowering_platform import lowering_platform
 
 # XLA doubles products of int8 into int32 over a k that is no multiple of 4, in 64 of 121 that were
 # tried, all below 128 (H100, jax 0.11.2). As float32 they are exact, even where XLA rounds operands
@@ -81,33 +83,57 @@ def product_by_lax(
         partitions = dict(zip(contraction.out, out_sharding.spec.partitions, strict=True))
         ordered = tuple(partitions[label] for label in contraction.dot_general_out)
         out_sharding = out_sharding.update(spec=out_sharding.spec.update(partitions=ordered))
-    integers = jnp.issubdtype(lhs.dtype, jnp.integer) and jnp.issubdtype(out_dtype, jnp.integer)
+    product = functools.partial(
+        _dot_general, contraction, precision=precision, out_sharding=out_sharding
+    )
+    if lowering_platform() == "cuda" and _is_short_sum_of_integers(contraction, lhs, out_dtype):
+        if lhs.dtype.itemsize == rhs.dtype.itemsize == 1:
+            lhs, rhs = lhs.astype(np.float32), rhs.astype(np.float32)
+            out = product(lhs, rhs, out_dtype=np.float32, precision=lax.Precision.DEFAULT)
+            out = out.astype(np.int32).astype(out_dtype)  # Integers wrap around.
+        else:
+            out = product(lhs.astype(out_dtype), rhs.astype(out_dtype), out_dtype=out_dtype)
+    else:
+        out = product(lhs, rhs, out_dtype=out_dtype)
+    return transposed(out, contraction.dot_general_out, contraction.out)
+
+
+def _is_short_sum_of_integers(contraction: Contraction, lhs: Array, out_dtype: Any) -> bool:
+    """Return whether a product is one of those of integers that XLA may get wrong on a GPU."""
     k = math.prod(lhs.shape[contraction.lhs.index(label)] for label in contraction.contracted)
     is_short = isinstance(k, int) and k <= _SHORT_K and k % _WORD != 0  # A symbolic k is no int.
-    by_float32 = False
-    if integers and is_short and np.dtype(out_dtype).itemsize > lhs.dtype.itemsize:
-        by_float32 = lhs.dtype.itemsize == rhs.dtype.itemsize == 1
-        operand_type = np.float32 if by_float32 else out_dtype
-        lhs, rhs = lhs.astype(operand_type), rhs.astype(operand_type)
+    integers = jnp.issubdtype(lhs.dtype, jnp.integer) and jnp.issubdtype(out_dtype, jnp.integer)
+    return is_short and integers and np.dtype(out_dtype).itemsize > lhs.dtype.itemsize
+
+
+def _dot_general(
+    contraction: Contraction,
+    lhs: Array,
+    rhs: Array,
+    *,
+    precision: Any,
+    out_dtype: Any,
+    out_sharding: NamedSharding | None,
+) -> Array:
+    """Contract two arrays in the order of ``lax.dot_general``, into any type."""
+    integers = jnp.issubdtype(lhs.dtype, jnp.integer)
     # int8 and uint8 are multiplied as int16, and their product is an int8 to JAX; but no result of
     # lax.dot_general is narrower than its operands, unless they are floats. Integers wrap around,
     # so that the product of narrower ones is the same.
     narrower = np.dtype(out_dtype).itemsize < lhs.dtype.itemsize
-    if narrower and integers and not by_float32:
+    if narrower and integers and jnp.issubdtype(out_dtype, jnp.integer):
         lhs, rhs = lhs.astype(out_dtype), rhs.astype(out_dtype)
-    rounded = narrower and not integers and not jnp.issubdtype(lhs.dtype, jnp.floating)
+        narrower = False
+    rounded = narrower and not jnp.issubdtype(lhs.dtype, jnp.floating)
     out = lax.dot_general(
         lhs,
         rhs,
         contraction.dimension_numbers,
-        precision=lax.Precision.DEFAULT if by_float32 else precision,
-        preferred_element_type=None if rounded or by_float32 else out_dtype,
+        precision=precision,
+        preferred_element_type=None if rounded else out_dtype,
         out_sharding=out_sharding,
     )
-    if by_float32:
-        out = out.astype(np.int32)  # From there, conversions wrap around.
-    out = out.astype(out_dtype)
-    return transposed(out, contraction.dot_general_out, contraction.out)
+    return out.astype(out_dtype)
 
 
 def dot_by_sum(

@@ -35,6 +35,7 @@ from jax_tilekern.plans.gpu import planning_beside_collectives
 from jax_tilekern.plans.launch import LaunchPlan
 from jax_tilekern.primitives import remat
 from jax_tilekern.primitives.linearity import cotangents_in, tangents_out
+from jax_tilekern.primitives.lowering_platform import lowering_for
 
 Params = dict[str, Any]
 
@@ -414,6 +415,6 @@ def _lowered(
     if isinstance(outcome, Rewrite):
         function = compat.with_automatic_axes(outcome.function, params.get("out_sharding"))
     lower = mlir.lower_fun(function, multiple_results=operation.several_results)
-    with listed_once():
+    with listed_once(), lowering_for(platform):
         lowered: Sequence[Any] = lower(ctx, *values)
     return lowered
