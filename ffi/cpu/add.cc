@@ -17,9 +17,11 @@ namespace {
 
 // Elements of a run per task.
 constexpr int64_t kRun = 32 << 10;
-// Shorter last dimensions are added together with the one before, so many elements at once.
+// Shorter last dimensions are added together with those before, so many elements at once.
 constexpr int64_t kShort = 128;
 constexpr int64_t kMergedRun = 1024;
+// Rows of so many elements are added one by one rather than filled with a repeated element.
+constexpr int64_t kFilled = 32;
 
 void CheckOperand(const char* name, ffi::AnyBuffer operand, ffi::Span<const int64_t> sizes,
                   ffi::Span<const int64_t> strides) {
@@ -38,55 +40,36 @@ void CheckOperand(const char* name, ffi::AnyBuffer operand, ffi::Span<const int6
   }
 }
 
-// Copies `rows` rows of `length` elements, `strides` apart in each dimension, to contiguous ones.
+// Copies the elements of some dimensions to contiguous ones, and returns what follows them.
 template <typename T>
-void Gather(const char* from, int64_t row_stride, int64_t step, int64_t rows, int64_t length,
-            char* to) {
-  const T* source = reinterpret_cast<const T*>(from);
-  T* dest = reinterpret_cast<T*>(to);
-  for (int64_t r = 0; r < rows; ++r, source += row_stride) {
-    for (int64_t i = 0; i < length; ++i) *dest++ = source[i * step];
+T* Gather(const T* from, const int64_t* sizes, const int64_t* strides, size_t rank, T* to) {
+  if (rank > 1) {
+    for (int64_t i = 0; i < sizes[0]; ++i) {
+      to = Gather(from + i * strides[0], sizes + 1, strides + 1, rank - 1, to);
+    }
+    return to;
   }
+  return strides[0] == 0 ? std::fill_n(to, sizes[0], *from) : std::copy_n(from, sizes[0], to);
 }
 
-// A checked call. The last dimension is added in runs, and the last two together if the last one is
-// too short for a kernel's vectors: an operand that is broadcast over them is first repeated.
+// A checked call. The last dimension is added in runs. If it is too short for a kernel's vectors,
+// it is merged with those before it: an operand that is broadcast over them is first repeated.
 class Addition {
  public:
   void Run(const Workers& workers) const {
-    const size_t rank = sizes.size();
-    const bool merged = rank > 1 && sizes[rank - 1] < kShort;
-    const int64_t length = sizes[rank - 1], rows = merged ? sizes[rank - 2] : 1;
-    const int64_t outer = rank - (merged ? 2 : 1);
-    // Rows of a run, or elements of its only row.
-    const int64_t most = merged ? std::max<int64_t>(kMergedRun / length, 1) : kRun;
-    const int64_t extent = merged ? rows : length, unit = merged ? length : 1;
+    const int64_t extent = sizes[split];
+    const int64_t most = is_merged() ? std::max<int64_t>(kMergedRun / row, 1) : kRun;
     const int64_t runs = CeilDiv(extent, most);
     int64_t count = runs;
-    for (int64_t d = 0; d < outer; ++d) count *= sizes[d];
-    workers.RunRanges(
-        count, std::min(extent, most) * unit * bytes, [&](int64_t first, int64_t last) {
-          Gathered left, right;
-          for (int64_t i = first; i < last; ++i) {
-            const int64_t at = i % runs * most, n = std::min(most, extent - at);
-            int64_t left_at = 0, right_at = 0, rest = i / runs;
-            for (int64_t d = outer; d-- > 0 && rest > 0; rest /= sizes[d]) {
-              left_at += rest % sizes[d] * lhs_strides[d];
-              right_at += rest % sizes[d] * rhs_strides[d];
-            }
-            char* sums = out + (i / runs * extent + at) * unit * bytes;
-            if (!merged) {
-              kernel(lhs + (left_at + at * lhs_strides[rank - 1]) * bytes, lhs_strides[rank - 1],
-                     rhs + (right_at + at * rhs_strides[rank - 1]) * bytes, rhs_strides[rank - 1],
-                     sums, n);
-              continue;
-            }
-            kernel(
-                Rows(lhs + (left_at + at * lhs_strides[rank - 2]) * bytes, lhs_strides, n, left), 1,
-                Rows(rhs + (right_at + at * rhs_strides[rank - 2]) * bytes, rhs_strides, n, right),
-                1, sums, n * length);
-          }
-        });
+    for (size_t d = 0; d < split; ++d) count *= sizes[d];
+    workers.RunRanges(count, std::min(extent, most) * row * bytes,
+                      [&](int64_t first, int64_t last) {
+                        Gathered left, right;
+                        for (int64_t i = first; i < last; ++i) {
+                          const int64_t at = i % runs * most;
+                          AddRows(i / runs, at, std::min(most, extent - at), left, right);
+                        }
+                      });
   }
 
   AddKernel kernel;
@@ -95,8 +78,13 @@ class Addition {
   const char* rhs;
   char* out;
   ffi::Span<const int64_t> sizes, lhs_strides, rhs_strides;
+  // The dimension that is divided into runs. A row is the elements of those that follow it.
+  size_t split;
+  int64_t row;
 
  private:
+  bool is_merged() const { return split + 1 < sizes.size(); }
+
   // Rows that were not contiguous.
   struct Gathered {
     const char* from = nullptr;
@@ -104,15 +92,50 @@ class Addition {
     alignas(64) char data[kMergedRun * sizeof(uint64_t)];
   };
 
-  // Returns `n` rows as contiguous ones, which are those of the operand itself or in `gathered`.
-  const char* Rows(const char* from, ffi::Span<const int64_t> strides, int64_t n,
+  // Adds `rows` indices from `at` of the dimension `split`, for index `outer` of those before it.
+  void AddRows(int64_t outer, int64_t at, int64_t rows, Gathered& left, Gathered& right) const {
+    int64_t left_at = at * lhs_strides[split], right_at = at * rhs_strides[split];
+    int64_t rest = outer;
+    for (size_t d = split; d-- > 0 && rest > 0; rest /= sizes[d]) {
+      left_at += rest % sizes[d] * lhs_strides[d];
+      right_at += rest % sizes[d] * rhs_strides[d];
+    }
+    const char* a = lhs + left_at * bytes;
+    const char* b = rhs + right_at * bytes;
+    char* sums = out + (outer * sizes[split] + at) * row * bytes;
+    if (!is_merged()) {
+      return kernel(a, lhs_strides[split], b, rhs_strides[split], sums, rows);
+    }
+    const int64_t left_step = lhs_strides.back(), right_step = rhs_strides.back();
+    if (split + 2 == sizes.size() && row >= kFilled && (left_step == 0 || right_step == 0)) {
+      for (int64_t r = 0; r < rows; ++r) {
+        kernel(a + r * lhs_strides[split] * bytes, left_step, b + r * rhs_strides[split] * bytes,
+               right_step, sums + r * row * bytes, row);
+      }
+      return;
+    }
+    kernel(Rows(a, lhs_strides, rows, left), 1, Rows(b, rhs_strides, rows, right), 1, sums,
+           rows * row);
+  }
+
+  // Returns some rows as contiguous ones, which are those of the operand itself or in `gathered`.
+  const char* Rows(const char* from, ffi::Span<const int64_t> strides, int64_t rows,
                    Gathered& gathered) const {
-    const int64_t row_stride = strides[strides.size() - 2], step = strides.back();
-    const int64_t length = sizes.back();
-    if (step == 1 && row_stride == length) return from;
-    if (row_stride == 0 && gathered.from == from && gathered.rows >= n) return gathered.data;
+    bool contiguous = true;
+    for (int64_t d = sizes.size() - 1, dense = 1; d >= static_cast<int64_t>(split); --d) {
+      contiguous = contiguous && strides[d] == dense;
+      dense *= sizes[d];
+    }
+    if (contiguous) return from;
+    if (gathered.from == from && gathered.rows >= rows) return gathered.data;
     const auto gather = [&](auto element) {
-      Gather<decltype(element)>(from, row_stride, step, n, length, gathered.data);
+      using T = decltype(element);
+      const size_t d = split + 1;
+      T* to = reinterpret_cast<T*>(gathered.data);
+      for (int64_t r = 0; r < rows; ++r) {
+        to = Gather(reinterpret_cast<const T*>(from) + r * strides[split], sizes.begin() + d,
+                    strides.begin() + d, sizes.size() - d, to);
+      }
     };
     switch (bytes) {
       case 1:
@@ -128,7 +151,7 @@ class Addition {
         gather(uint64_t{});
     }
     gathered.from = from;
-    gathered.rows = n;
+    gathered.rows = rows;
     return gathered.data;
   }
 };
@@ -150,6 +173,9 @@ void RunCall(const Workers& workers, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi
   CheckOperand("lhs", lhs, sizes, lhs_strides);
   CheckOperand("rhs", rhs, sizes, rhs_strides);
 
+  size_t split = sizes.size() - 1;
+  int64_t row = 1;
+  while (split > 0 && row * sizes[split] < kShort) row *= sizes[split--];
   Addition addition = {kernel,
                        Bytes(type),
                        static_cast<const char*>(lhs.untyped_data()),
@@ -157,7 +183,9 @@ void RunCall(const Workers& workers, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi
                        static_cast<char*>(out.untyped_data()),
                        sizes,
                        lhs_strides,
-                       rhs_strides};
+                       rhs_strides,
+                       split,
+                       row};
   addition.Run(workers);
 }
 

@@ -5,6 +5,8 @@
 //   sizes        the operand's dimensions
 //   permutation  the permutation of the dimensions
 // Items are moved as bytes, 1, 2, 4, 8 or 16 at once, whatever their type.
+#include <unistd.h>
+
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -24,14 +26,24 @@ struct Dim {
   int64_t to_stride;
 };
 
-// Results larger than this do not stay in L2 anyway, and are written with non-temporal stores.
-constexpr int64_t kStreamBytes = 2 << 20;
-// The size of a block, and of each of the result's rows in it.
+// The size of a block, and of each of the result's rows in it, also of items that are copied whole.
 constexpr int64_t kBlockBytes = 512 << 10;
 constexpr int64_t kBlockRowBytes = 1024;
-// The same two limits for items that are copied whole.
-constexpr int64_t kStreamCopiedBytes = 16 << 20;
 constexpr int64_t kCopiedRowBytes = 16384;
+constexpr int64_t kLineBytes = 64;
+// The most matrices that are moved together because they share the result's lines.
+constexpr int64_t kMostTogether = 256;
+
+// Results that do not stay in the last cache are written with non-temporal stores.
+bool IsStreamed(int64_t bytes) {
+  static const int64_t limit = [] {
+#ifdef _SC_LEVEL3_CACHE_SIZE
+    if (const int64_t cache = sysconf(_SC_LEVEL3_CACHE_SIZE); cache > 0) return cache / 2;
+#endif
+    return int64_t{16} << 20;
+  }();
+  return bytes > limit;
+}
 
 // A dimension divided into blocks of equal size, of which the last also has the remainder.
 struct Cut {
@@ -72,20 +84,37 @@ struct Matrices {
 
 // Calls move(from, to, rows, cols) for blocks of the matrices, on all threads.
 template <typename Move>
-void ForEachBlock(const Workers& workers, const Matrices& m, int64_t row_bytes, int64_t bytes,
+void ForEachBlock(const Workers& workers, Matrices m, int64_t row_bytes, int64_t bytes,
                   const Move& move) {
   const Cut rows(m.row.size, std::max<int64_t>(row_bytes / m.item, 1));
   const int64_t bytes_of_row = std::min(rows.block, rows.size) * m.item;
-  const Cut cols(m.col.size, std::max<int64_t>(bytes / bytes_of_row, 1));
-  const int64_t block_bytes = bytes_of_row * std::min(cols.block, cols.size);
+  int64_t most_cols = std::max<int64_t>(bytes / bytes_of_row, 1);
+  // The matrices of which a few columns are moved one after the other: those whose rows are next to
+  // each other in the result, if a row is less than a line of the cache.
+  Dim together = {1, 0, 0};
+  if (bytes_of_row < kLineBytes && !m.dims.empty() && m.dims.back().to_stride == bytes_of_row) {
+    together = m.dims.back();
+    m.dims.pop_back();
+    most_cols = std::max<int64_t>(kLineBytes / m.item, 1);
+  }
+  const Cut cols(m.col.size, most_cols), groups(together.size, kMostTogether);
+  const int64_t block_bytes =
+      bytes_of_row * std::min(cols.block, cols.size) * std::min(groups.block, groups.size);
   const auto run = [&](int64_t index) {
     const int64_t r = index % rows.blocks, c = index / rows.blocks % cols.blocks;
-    const char* from = m.from + rows.First(r) * m.row.from_stride + cols.First(c) * m.item;
-    char* to = m.to + rows.First(r) * m.item + cols.First(c) * m.col.to_stride;
-    Locate(m.dims, index / rows.blocks / cols.blocks, from, to);
-    move(from, to, rows.Count(r), cols.Count(c));
+    const int64_t g = index / rows.blocks / cols.blocks % groups.blocks;
+    const char* from = m.from + rows.First(r) * m.row.from_stride + cols.First(c) * m.item +
+                       groups.First(g) * together.from_stride;
+    char* to = m.to + rows.First(r) * m.item + cols.First(c) * m.col.to_stride +
+               groups.First(g) * together.to_stride;
+    Locate(m.dims, index / rows.blocks / cols.blocks / groups.blocks, from, to);
+    for (int64_t i = 0; i < groups.Count(g); ++i) {
+      move(from, to, rows.Count(r), cols.Count(c));
+      from += together.from_stride;
+      to += together.to_stride;
+    }
   };
-  workers.RunRanges(m.Count() * cols.blocks * rows.blocks, block_bytes,
+  workers.RunRanges(m.Count() * groups.blocks * cols.blocks * rows.blocks, block_bytes,
                     [&](int64_t first, int64_t last) {
                       for (int64_t i = first; i < last; ++i) run(i);
                     });
@@ -94,7 +123,7 @@ void ForEachBlock(const Workers& workers, const Matrices& m, int64_t row_bytes, 
 // Moves items of a power of two up to 16 bytes.
 void TransposeItems(const Workers& workers, const Matrices& m) {
   const TransposeKernel transpose = Kernels().transpose[__builtin_ctzll(m.item)];
-  const bool stream = m.Bytes() > kStreamBytes;
+  const bool stream = IsStreamed(m.Bytes());
   ForEachBlock(workers, m, kBlockRowBytes, kBlockBytes,
                [&](const char* from, char* to, int64_t rows, int64_t cols) {
                  transpose({from, m.row.from_stride, to, m.col.to_stride, rows, cols, stream});
@@ -104,7 +133,7 @@ void TransposeItems(const Workers& workers, const Matrices& m) {
 // Moves items of any size as runs of bytes.
 void CopyItems(const Workers& workers, const Matrices& m) {
   const CopyKernel copy = Kernels().copy;
-  const bool stream = m.Bytes() > kStreamCopiedBytes;
+  const bool stream = IsStreamed(m.Bytes());
   ForEachBlock(workers, m, kCopiedRowBytes, kBlockBytes,
                [&](const char* from, char* to, int64_t rows, int64_t cols) {
                  copy({from,
