@@ -37,6 +37,11 @@ SHAPES = [
     ((70001,), (70001,)),
     ((3, 1), (3, 70000)),
     ((2, 1, 2, 1, 2, 1), (1, 3, 1, 3, 1, 3)),
+    # Several short dimensions, of which one or both operands lack some; rows of a repeated element.
+    ((6, 50, 7, 12, 2), (6, 1, 7, 1, 2)),
+    ((5, 1, 3, 1, 4), (5, 40, 1, 6, 1)),
+    ((3, 40, 64), (40, 1)),
+    ((3, 40, 33), (3, 1, 33)),
 ]
 
 

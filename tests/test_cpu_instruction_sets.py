@@ -30,6 +30,8 @@ from numerics import (
 
 import jax_tilekern as jtk
 from jax_tilekern import _core
+from jax_tilekern.ops import transpose as ops_transpose
+from jax_tilekern.plans import cpu
 
 LEVELS = _core.cpu_instruction_sets()
 TYPES = [
@@ -96,6 +98,15 @@ def test_types_majors_shapes(rng, lhs, rhs, out, subscripts):
         check_each_level(check, partial(product, subscripts, out=out), a, b)
 
 
+@pytest.mark.parametrize(("dtype", "n"), [(np.float32, 19), (np.float64, 5), (BF16, 12)])
+def test_few_columns_along_a_long_k(rng, dtype, n):
+    """Such a product is added up in parts of k, in place, and in packed parts in other types."""
+    for m, k in [(61, 2047), (29, 2049), (40, 4500)]:
+        a, b = operands(rng, "mk,kn", {"m": m, "n": n, "k": k}, dtype, dtype)
+        check = partial(assert_product, lhs=a, rhs=b, subscripts="mk,kn->mn")
+        check_each_level(check, partial(product, "mk,kn", out=None), a, b)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.int8])
 def test_batches_broadcast_and_strides(rng, dtype):
     out = np.int32 if dtype is np.int8 else np.float32
@@ -135,12 +146,24 @@ def test_runs_of_bytes_are_copied_exactly(rng, item):
     check_each_level(check, lambda x: jtk.transpose(x, (1, 0, 2)), jnp.asarray(x))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("item", [64, 96])
-def test_runs_past_the_caches_are_copied_exactly(rng, item):
-    x = rng.integers(0, 256, (513, 601, item), np.uint8)
+@pytest.mark.parametrize("shape", [(51, 61, 64), (51, 61, 96), (53, 64, 4), (129, 200, 1)])
+def test_results_past_the_caches_are_written_exactly(rng, monkeypatch, shape):
+    """Runs of bytes, and items of which vectors are transposed."""
+    monkeypatch.setattr(cpu, "_last_cache_bytes", lambda: 0)
+    monkeypatch.setattr(ops_transpose, "transpose_left_to_xla", lambda _: None)
+    x = rng.integers(0, 256, shape, np.uint8)
     check = partial(np.testing.assert_array_equal, np.transpose(x, (1, 0, 2)))
     check_each_level(check, lambda x: jtk.transpose(x, (1, 0, 2)), jnp.asarray(x))
+
+
+@pytest.mark.parametrize("shape", [(4, 9, 5, 70), (3, 300, 2, 33), (1, 17, 3, 64), (2, 601, 1, 2)])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
+def test_narrow_rows_of_a_result_that_are_next_to_each_other(rng, monkeypatch, dtype, shape):
+    monkeypatch.setattr(ops_transpose, "transpose_left_to_xla", lambda _: None)
+    x = rng.integers(0, 256, shape).astype(dtype)
+    axes = (2, 3, 1, 0)
+    check = partial(np.testing.assert_array_equal, np.transpose(x, axes))
+    check_each_level(check, lambda x: jtk.transpose(x, axes), jnp.asarray(x))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, BF16, np.float16, np.int8, np.int64])

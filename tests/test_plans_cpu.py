@@ -8,6 +8,7 @@ import pytest
 
 import jax_tilekern as jtk
 from jax_tilekern.ops import contraction
+from jax_tilekern.plans import cpu
 from jax_tilekern.plans.cpu import small_left_to_xla, transpose_left_to_xla
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.transpose.permutation import Permutation
@@ -30,6 +31,16 @@ from jax_tilekern.plans.transpose.permutation import Permutation
 def test_transposes(shape, axes, itemsize, reason):
     found = transpose_left_to_xla(Permutation.reduced(shape, axes, itemsize))
     assert (found is None) if reason is None else reason in found
+
+
+def test_results_that_do_not_stay_in_the_cache_are_streamed(monkeypatch):
+    monkeypatch.setattr(cpu, "_last_cache_bytes", lambda: 1 << 20)
+    for rows, streamed in [(512, False), (513, True)]:
+        permutation = Permutation.reduced((rows, 1024), (1, 0), 1)
+        assert cpu.is_streamed(permutation) == streamed
+    monkeypatch.undo()
+    # What the system knows, or less than what any processor with such a cache has.
+    assert cpu._last_cache_bytes() >= 1 << 20
 
 
 def test_transposes_say_why():

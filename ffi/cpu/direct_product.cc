@@ -8,22 +8,21 @@ namespace tilekern::cpu {
 namespace {
 
 constexpr int64_t kMaxRhsBytes = 1 << 18;  // stays in L2
-constexpr int64_t kMaxDepth = 2048;        // and so do the rows of lhs that it multiplies
+constexpr int64_t kMaxDepth = 2048;        // and so do the rows of lhs, if they are read again
 constexpr int64_t kMaxVectorsCopied = 4;   // the limit of columns for operands of other types
 constexpr int64_t kMaxStridedRows = 256;   // beyond this an lhs in column-major order is copied
 constexpr int64_t kRowsAtOnce = 96;        // of a copied operand
 
 bool IsUnits(const GemmFamily& family, DType type) { return Bytes(type) == family.unit_bytes; }
 
-}  // namespace
-
-bool IsDirectProduct(const GemmFamily& family, const Product& p) {
-  if (family.direct == nullptr || p.k > kMaxDepth) return false;
-  if (p.n > kMaxVectorsCopied * family.lanes && !IsUnits(family, p.lhs.type)) return false;
-  return p.n <= kMaxRhsBytes / (p.k * family.unit_bytes);
+// Whether rows of lhs are read in place and once, so that their depth is of no matter.
+bool IsReadOnce(const GemmFamily& family, const Product& p) {
+  return p.n <= kMaxVectors * family.lanes && p.lhs.col_stride == 1 &&
+         IsUnits(family, p.lhs.type) && IsUnits(family, p.out.type);
 }
 
-void RunDirectProduct(const GemmFamily& family, StoreFn store, const Product& p) {
+// Computes a product, or adds it to what the output holds.
+void Run(const GemmFamily& family, StoreFn store, const Product& p, bool accumulate) {
   const int64_t unit = family.unit_bytes;
   const bool along = p.lhs.col_stride == 1;
   const bool copy_lhs =
@@ -36,6 +35,7 @@ void RunDirectProduct(const GemmFamily& family, StoreFn store, const Product& p)
   };
 
   DirectProduct direct;
+  direct.accumulate = accumulate;
   direct.n = p.n;
   direct.k = p.k;
   direct.rhs = p.rhs.data;
@@ -76,6 +76,26 @@ void RunDirectProduct(const GemmFamily& family, StoreFn store, const Product& p)
     if (convert_out) {
       store(sums, direct.out_row_stride, direct.m, p.n, out, p.out.row_stride, 1, false);
     }
+  }
+}
+
+}  // namespace
+
+bool IsDirectProduct(const GemmFamily& family, const Product& p) {
+  if (family.direct == nullptr) return false;
+  if (p.k > kMaxDepth) return IsReadOnce(family, p);
+  if (p.n > kMaxVectorsCopied * family.lanes && !IsUnits(family, p.lhs.type)) return false;
+  return p.n <= kMaxRhsBytes / (p.k * family.unit_bytes);
+}
+
+void RunDirectProduct(const GemmFamily& family, StoreFn store, const Product& p) {
+  // A depth of 0 gives zeros.
+  for (int64_t k = 0; k == 0 || k < p.k; k += kMaxDepth) {
+    Product part = p;
+    part.k = std::min(kMaxDepth, p.k - k);
+    part.lhs.data = p.lhs.At(0, k);
+    part.rhs.data = p.rhs.At(k, 0);
+    Run(family, store, part, k > 0);
   }
 }
 

@@ -29,7 +29,7 @@ using PackFn = void (*)(const PanelSource& source, int64_t width, int64_t panels
 using GemmKernel = void (*)(int64_t groups, const void* lhs, const void* rhs, void* tile,
                             int64_t tile_stride, bool accumulate);
 
-// A product of units with arbitrary strides, except that rows of rhs and of the output are
+// out (+)= lhs x rhs, of units with arbitrary strides, except that rows of rhs and of the output are
 // contiguous. Strides are in units.
 struct DirectProduct {
   int64_t m, n, k;
@@ -39,6 +39,7 @@ struct DirectProduct {
   int64_t rhs_k_stride;
   void* out;
   int64_t out_row_stride;
+  bool accumulate;
 };
 using DirectKernel = void (*)(const DirectProduct& product);
 

@@ -4,9 +4,8 @@
 // Attributes:
 //   sizes        the operand's dimensions
 //   permutation  the permutation of the dimensions
+//   stream       whether the result is written past the caches
 // Items are moved as bytes, 1, 2, 4, 8 or 16 at once, whatever their type.
-#include <unistd.h>
-
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -33,17 +32,6 @@ constexpr int64_t kCopiedRowBytes = 16384;
 constexpr int64_t kLineBytes = 64;
 // The most matrices that are moved together because they share the result's lines.
 constexpr int64_t kMostTogether = 256;
-
-// Results that do not stay in the last cache are written with non-temporal stores.
-bool IsStreamed(int64_t bytes) {
-  static const int64_t limit = [] {
-#ifdef _SC_LEVEL3_CACHE_SIZE
-    if (const int64_t cache = sysconf(_SC_LEVEL3_CACHE_SIZE); cache > 0) return cache / 2;
-#endif
-    return int64_t{16} << 20;
-  }();
-  return bytes > limit;
-}
 
 // A dimension divided into blocks of equal size, of which the last also has the remainder.
 struct Cut {
@@ -121,9 +109,8 @@ void ForEachBlock(const Workers& workers, Matrices m, int64_t row_bytes, int64_t
 }
 
 // Moves items of a power of two up to 16 bytes.
-void TransposeItems(const Workers& workers, const Matrices& m) {
+void TransposeItems(const Workers& workers, const Matrices& m, bool stream) {
   const TransposeKernel transpose = Kernels().transpose[__builtin_ctzll(m.item)];
-  const bool stream = IsStreamed(m.Bytes());
   ForEachBlock(workers, m, kBlockRowBytes, kBlockBytes,
                [&](const char* from, char* to, int64_t rows, int64_t cols) {
                  transpose({from, m.row.from_stride, to, m.col.to_stride, rows, cols, stream});
@@ -131,9 +118,8 @@ void TransposeItems(const Workers& workers, const Matrices& m) {
 }
 
 // Moves items of any size as runs of bytes.
-void CopyItems(const Workers& workers, const Matrices& m) {
+void CopyItems(const Workers& workers, const Matrices& m, bool stream) {
   const CopyKernel copy = Kernels().copy;
-  const bool stream = IsStreamed(m.Bytes());
   ForEachBlock(workers, m, kCopiedRowBytes, kBlockBytes,
                [&](const char* from, char* to, int64_t rows, int64_t cols) {
                  copy({from,
@@ -179,7 +165,7 @@ std::vector<Dim> Dims(ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> p
 }
 
 void RunCall(const Workers& workers, ffi::AnyBuffer x, ffi::AnyBuffer out,
-             ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> permutation) {
+             ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> permutation, bool stream) {
   if (x.element_type() != out.element_type()) {
     Refuse("operand and result are of different types");
   }
@@ -215,16 +201,17 @@ void RunCall(const Workers& workers, ffi::AnyBuffer x, ffi::AnyBuffer out,
                              static_cast<const char*>(x.untyped_data()),
                              static_cast<char*>(out.untyped_data())};
   if (item > 16 || (item & (item - 1)) != 0) {
-    CopyItems(workers, matrices);
+    CopyItems(workers, matrices, stream);
   } else {
-    TransposeItems(workers, matrices);
+    TransposeItems(workers, matrices, stream);
   }
 }
 
 ffi::Error Handle(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out,
-                  ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> permutation) {
+                  ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> permutation,
+                  bool stream) {
   return Guarded("jax_tilekern_cpu_transpose",
-                 [&] { RunCall(WorkersOf(pool), x, *out, sizes, permutation); });
+                 [&] { RunCall(WorkersOf(pool), x, *out, sizes, permutation, stream != 0); });
 }
 
 }  // namespace
@@ -236,4 +223,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CpuTranspose, tilekern::cpu::Handle,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<xla::ffi::Span<const int64_t>>("sizes")
-                                  .Attr<xla::ffi::Span<const int64_t>>("permutation"));
+                                  .Attr<xla::ffi::Span<const int64_t>>("permutation")
+                                  .Attr<int64_t>("stream"));

@@ -15,7 +15,7 @@ from jax_tilekern.interop import ffi
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
-from jax_tilekern.plans.cpu import transpose_left_to_xla
+from jax_tilekern.plans.cpu import is_streamed, transpose_left_to_xla
 from jax_tilekern.plans.transpose.permutation import Permutation
 from jax_tilekern.plans.transpose.select import plan_transpose
 from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operation, Planner, define
@@ -137,7 +137,10 @@ def _cpu_kernel(problem: _Problem) -> Kernel | Fallback:
     return Kernel(
         "cpu_transpose",
         f"sizes {sizes} in order {order}",
-        ffi.CpuCall(ffi.CPU_TRANSPOSE, {"sizes": sizes, "permutation": order}),
+        ffi.CpuCall(
+            ffi.CPU_TRANSPOSE,
+            {"sizes": sizes, "permutation": order, "stream": int(is_streamed(permutation))},
+        ),
         (problem.operand,),
     )
 

@@ -29,6 +29,20 @@ def has_amx() -> bool:
     return processors.exists() and "amx_tile" in processors.read_text().split()
 
 
+@functools.cache
+def _last_cache_bytes() -> int:
+    """Return the size of the last-level cache, or of a small one where it is unknown."""
+    size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+    text = size.read_text().strip() if size.exists() else ""
+    return int(text[:-1]) << 10 if text.endswith("K") else 32 << 20
+
+
+def is_streamed(permutation: Permutation) -> bool:
+    """Return whether a transpose writes past the caches, where its result would not stay."""
+    nbytes = math.prod(permutation.sizes) * permutation.itemsize
+    return nbytes > _last_cache_bytes() // 2
+
+
 def product_left_to_xla(geometry: MatmulGeometry) -> str | None:
     """Return why a product is XLA's whatever its size, or ``None``."""
     contiguous = geometry.lhs_strides[-1] == geometry.rhs_strides[-2] == 1

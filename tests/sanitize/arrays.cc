@@ -89,13 +89,16 @@ class Checks {
     }
     Problem problem = Make("transpose", type, CpuTranspose, result);
     problem.operands = {{type.ffi, x.get(), sizes}};
-    problem.attributes = {{"sizes", Attribute::Numbers(sizes)},
-                          {"permutation", Attribute::Numbers(permutation)}};
     problem.name += ToText(sizes) + " in order" + ToText(permutation);
     ForEach(result, {strides, RowMajor(result)}, [&](const Numbers& places) {
       std::memcpy(&problem.expected[places[1] * bytes], &x[places[0] * bytes], bytes);
     });
-    Check(problem);
+    for (int64_t stream : {0, 1}) {
+      problem.attributes = {{"sizes", Attribute::Numbers(sizes)},
+                            {"permutation", Attribute::Numbers(permutation)},
+                            {"stream", Attribute::Number(stream)}};
+      Check(problem);
+    }
   }
 
   void Sum(const Type& type, const Numbers& sizes, const Numbers& reduced) {
@@ -215,7 +218,7 @@ constexpr Type kC64 = {"c64", XLA_FFI_DataType_C64, 8}, kC128 = {"c128", XLA_FFI
 void CheckArrays(Counts& counts, bool threads_only) {
   const int before = counts.passed;
   Checks checks(counts, threads_only);
-  // Ones, less than a vector, odd sizes, tiles and their ends, results that are streamed.
+  // Ones, less than a vector, odd sizes, tiles and their ends, narrow rows next to each other.
   const std::vector<std::pair<Numbers, Numbers>> transposes = {{{1, 1}, {1, 0}},
                                                                {{5, 1}, {1, 0}},
                                                                {{3, 5}, {1, 0}},
@@ -234,6 +237,7 @@ void CheckArrays(Counts& counts, bool threads_only) {
                                                                {{9, 7, 33}, {1, 0, 2}},
                                                                {{9, 7, 65}, {1, 0, 2}},
                                                                {{9, 7, 129}, {1, 0, 2}},
+                                                               {{3, 300, 5, 70}, {2, 3, 1, 0}},
                                                                {{2, 3, 4, 5}, {3, 1, 2, 0}},
                                                                {{6, 5, 2}, {1, 0, 2}},
                                                                {{3, 1, 4, 1, 5}, {4, 3, 2, 1, 0}},

@@ -21,11 +21,13 @@ struct Call {
   std::vector<int64_t> operands;  // elements of each
   int64_t result;
   std::map<std::string, std::vector<int64_t>> attributes;
+  std::map<std::string, int64_t> numbers = {};
   XLA_FFI_DataType operand_type = XLA_FFI_DataType_F32, result_type = XLA_FFI_DataType_F32;
 };
 
 const Call kTranspose = {
-    "transpose", CpuTranspose, {60}, 60, {{"sizes", {3, 4, 5}}, {"permutation", {2, 0, 1}}}};
+    "transpose",    CpuTranspose, {60}, 60, {{"sizes", {3, 4, 5}}, {"permutation", {2, 0, 1}}},
+    {{"stream", 1}}};
 const Call kSum = {"sum", CpuSum, {60}, 15, {{"sizes", {3, 4, 5}}, {"reduced", {0, 1, 0}}}};
 const Call kAdd = {"add",
                    CpuAdd,
@@ -51,6 +53,7 @@ std::string Run(const Call& call, int64_t threads = 1) {
   for (const auto& [name, values] : call.attributes) {
     attributes[name] = Attribute::Numbers(values);
   }
+  for (const auto& [name, value] : call.numbers) attributes[name] = Attribute::Number(value);
   return CallHandler(call.handler, operands, {buffer(call.result_type, call.result)}, attributes,
                      Pool::kInline, threads);
 }
@@ -76,6 +79,7 @@ const Refused kRefused[] = {
     {&kTranspose, "tokens",
      [](Call& c) { c.operand_type = c.result_type = XLA_FFI_DataType_TOKEN; }},
     {&kTranspose, "two operands", [](Call& c) { c.operands = {60, 60}; }},
+    {&kTranspose, "no choice of stores", [](Call& c) { c.numbers.clear(); }},
     {&kTranspose, "no permutation", [](Call& c) { c.attributes.erase("permutation"); }},
     {&kSum, "another size", [](Call& c) { c.attributes["sizes"][1] = 5; }},
     {&kSum, "a negative size", [](Call& c) { c.attributes["sizes"] = {-3, -4, 5}; }},
