@@ -209,7 +209,7 @@ void RunCall(const Workers& workers, ffi::AnyBuffer x, ffi::AnyBuffer out,
 
 ffi::Error Handle(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out,
                   ffi::Span<const int64_t> sizes, ffi::Span<const int64_t> permutation,
-                  bool stream) {
+                  int64_t stream) {
   return Guarded("jax_tilekern_cpu_transpose",
                  [&] { RunCall(WorkersOf(pool), x, *out, sizes, permutation, stream != 0); });
 }
