@@ -29,8 +29,8 @@ using PackFn = void (*)(const PanelSource& source, int64_t width, int64_t panels
 using GemmKernel = void (*)(int64_t groups, const void* lhs, const void* rhs, void* tile,
                             int64_t tile_stride, bool accumulate);
 
-// out (+)= lhs x rhs, of units with arbitrary strides, except that rows of rhs and of the output are
-// contiguous. Strides are in units.
+// out (+)= lhs x rhs, of units with arbitrary strides, except that rows of rhs and of the output
+// are contiguous. Strides are in units.
 struct DirectProduct {
   int64_t m, n, k;
   const void* lhs;
