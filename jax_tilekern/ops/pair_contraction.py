@@ -20,7 +20,6 @@ from jax import Array
 
 from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
-from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.contraction import CUDA, Problem, contract, state_problem
 from jax_tilekern.ops.epilogue_rules import generated_epilogue
 from jax_tilekern.ops.fused_contraction import contract_with_scalar_function
@@ -30,6 +29,7 @@ from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.plans.gemm.contraction import Contraction
 from jax_tilekern.plans.gemm.pair import plan_pair
 from jax_tilekern.plans.gemm.problem import PairProduct
+from jax_tilekern.primitives.jvp_of_reference import jvp_of
 from jax_tilekern.primitives.operation import (
     Fallback,
     Kernel,
@@ -142,20 +142,6 @@ def _of_rounded(function: ScalarFunction, product: np.dtype[Any]) -> ScalarFunct
     return dataclasses.replace(traced, names=function.names)
 
 
-def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
-) -> tuple[list[Any], list[Any]]:
-    active = [i for i, x in enumerate(tangents) if type(x) is not ad.Zero]
-
-    def of_active(*values: Any) -> list[Any]:
-        operands = list(primals)
-        for i, value in zip(active, values, strict=True):
-            operands[i] = value
-        return _two_contractions(*operands, **params)
-
-    return jax.jvp(of_active, [primals[i] for i in active], [tangents[i] for i in active])
-
-
 def _batch(
     axis_data: Any,
     operands: Sequence[Array],
@@ -250,7 +236,7 @@ _bind = define(
         name="tilekern_contract_pair",
         reference=_reference,
         several_results=True,
-        jvp=_jvp,
+        jvp=functools.partial(jvp_of, _two_contractions),
         batch=_batch,
         # XLA partitions each of the two calls.
         sharding_rule=None,

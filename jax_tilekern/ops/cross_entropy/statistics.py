@@ -33,6 +33,7 @@ from jax_tilekern.ops.cross_entropy.logits import (
 from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.primitives.jvp_of_reference import jvp_of
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
@@ -175,28 +176,6 @@ def _rule_for(*wanted: int) -> Callable[..., Sequence[Array]]:
         return result
 
     return rule
-
-
-def jvp_of(
-    reference: Callable[..., Sequence[Array]],
-    primals: Sequence[Array],
-    tangents: Sequence[Any],
-    **params: Any,
-) -> tuple[Any, Any]:
-    """Differentiate a reference; labels have no tangent."""
-    differentiated = [i for i, x in enumerate(tangents) if type(x) is not ad.Zero]
-
-    def of_differentiated(*values: Array) -> Sequence[Array]:
-        operands = list(primals)
-        for i, value in zip(differentiated, values, strict=True):
-            operands[i] = value
-        return reference(*operands, **params)
-
-    return jax.jvp(
-        of_differentiated,
-        [primals[i] for i in differentiated],
-        [tangents[i] for i in differentiated],
-    )
 
 
 def _like_statistics(
