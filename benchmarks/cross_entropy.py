@@ -2,7 +2,9 @@
 
     python -m benchmarks cross_entropy --json benchmarks/results/<device>/cross_entropy.json
 
-Times are device times on a GPU, and wall times on a CPU. Temporaries are XLA's own count.
+Times are device times on a GPU, and wall times on a CPU. Temporaries are XLA's own count. The time
+of the products alone, by JAX, is a bound for both sides: one for the value, three for the gradient.
+Without the logits in memory a gradient has a fourth, which is the first again.
 """
 
 from __future__ import annotations
@@ -59,6 +61,18 @@ def errors(h: Any, w: Any, labels: Any) -> dict[str, float]:
     return {name: abs(float(f(h, w, labels)) - exact) for name, f in FUNCTIONS.items()}
 
 
+def products(h: Any, w: Any, *, gradient: bool) -> Callable[[], Any]:
+    """Return a call of the products of the value, or of the gradient, and nothing else."""
+
+    def call(h: Any, w: Any, cotangent: Any) -> Any:
+        if not gradient:
+            return h @ w
+        return h @ w, cotangent @ w.T, h.T @ cotangent
+
+    cotangent = jnp.ones((h.shape[0], w.shape[1]), h.dtype) if gradient else None
+    return functools.partial(jax.jit(call), h, w, cotangent)
+
+
 def medians(runs: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
     """Return the median time of a call of each side."""
     if jax.default_backend() == "cpu":
@@ -89,6 +103,7 @@ def row(size: Sequence[int], dtype: Any, seconds: float) -> dict[str, Any]:
             for name, f in FUNCTIONS.items()
         }
         runs = {name: functools.partial(program, *args) for name, program in compiled.items()}
+        runs["products"] = products(*args[:2], gradient=what == "gradient")
         for run in runs.values():
             ready(run())
         found[what] = {
@@ -124,9 +139,12 @@ def run(arguments: argparse.Namespace) -> int:
                 for name in FUNCTIONS:
                     seconds, nbytes = (rows[-1][what][x][name] for x in ("seconds", "temporaries"))
                     wrong = rows[-1]["error"][name]
-                    print(f"{'x'.join(map(str, size))} {dtype} {what:8} {name:4} "
+                    print(f"{'x'.join(map(str, size))} {dtype} {what:8} {name:8} "
                           f"{seconds * 1e3:9.2f} ms {nbytes / 2**30:7.3f} GiB of temporaries, "
                           f"error of the loss {wrong:.1e}", flush=True)  # fmt: skip
+                seconds = rows[-1][what]["seconds"]["products"]
+                print(f"{'x'.join(map(str, size))} {dtype} {what:8} products "
+                      f"{seconds * 1e3:9.2f} ms", flush=True)  # fmt: skip
             if arguments.json:
                 write_json(arguments.json, record)
     return 0

@@ -241,6 +241,7 @@ def _rows() -> list[_Row]:
         Fused("gelu, split-K", _gelu_with_bias, 128, 1024, 16384, (_bias(1024),)),
         Fused("gelu gradient", _gelu_with_bias, 8192, 14336, 4096, (_bias(14336),), gradient=True),
         GatedLinear("gated linear k=4096", 8192, 14336, 4096),
+        GatedLinear("gated linear k=1024", 8192, 14336, 1024),
         GatedLinear("gated linear, 2048 rows", 2048, 14336, 4096),
         GatedLinear("gated linear, few rows", 64, 14336, 4096),
         SwiGlu("SwiGLU gradient", 8192, 14336, 4096),

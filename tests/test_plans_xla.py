@@ -110,6 +110,11 @@ def test_constants_of_costs_are_complete():
         ("few columns", ("tf32", 1, 4, 45914), ("tf32", 1, 16, 45914)),
         # By rows.
         (
+            "vectors of 16 elements",
+            ("tf32", 1, 4017773, 16, (), K_MAJOR),
+            ("tf32", 1, 4017773, 32, (), K_MAJOR),
+        ),
+        (
             "short products",
             ("bf16", 1, 2048, 2048, (), K_MAJOR),
             ("bf16", 1, 4096, 4096, (), K_MAJOR),

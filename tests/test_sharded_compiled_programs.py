@@ -127,7 +127,10 @@ def test_gated_units_send_no_more_than_two_products(scheme):
     for of in (lambda f: f, gradients):
         ours, theirs = (bytes_of(of(f), mesh, args) for f in (jtk.gated_linear, plain))
         assert ours <= 1.05 * theirs, (of, ours, theirs)
-        found, wanted = jax.jit(of(jtk.gated_linear))(*placed), of(plain)(*values)
+        found = jax.jit(of(jtk.gated_linear))(*placed)
+        # On a GPU the products would be in TF32.
+        with jax.default_device(jax.devices("cpu")[0]):
+            wanted = of(plain)(*values)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             scale = np.abs(b).max()
             np.testing.assert_allclose(a, b, 0, 64 * WIDTH * np.finfo(np.float32).eps * scale)

@@ -122,9 +122,9 @@ def _short_product_with_a_vector(product: Product, memory: float) -> str | None:
     """Return why such a product is XLA's, or ``None``; ``memory`` is its time in microseconds."""
     geometry = product.geometry
     batched = math.prod(geometry.batch) > 1
-    if geometry.k < _SHORT_VECTOR and batched:
-        return f"XLA's products with vectors of {geometry.k} elements are faster (0.5 to 0.85)"
     by_rows = (geometry.lhs_strides[-1] if geometry.n == 1 else geometry.rhs_strides[-2]) == 1
+    if geometry.k < _SHORT_VECTOR and (batched or by_rows):
+        return f"XLA's products with vectors of {geometry.k} elements are faster (0.5 to 0.85)"
     if not by_rows and max(geometry.m, geometry.n) < _FEW_COLUMNS:
         return "XLA's products of a vector with few columns are faster (0.53 to 0.84)"
     if by_rows and _has_unaligned_rows(product):

@@ -49,6 +49,10 @@ _TILES = {1: (256, 128), 2: (128, 128), 4: (64, 64), 8: (32, 32), 16: (16, 16)}
 _MIN_BYTES = {1: 2**24, 2: 2**24, 4: 2**26, 8: 2**28, 16: 2**28}
 _MIN_UNALIGNED_BYTES = 2**24
 _MIN_NARROW_BYTES = 2**26
+# Narrow transposes of 1.2 MB took twice XLA's time, and those of 3 MB the same.
+_SMALL_NARROW_BYTES = 2**21
+# Rows of a result that are shorter and not aligned share cache lines with their neighbours.
+_LINE_BYTES = 128
 # Smaller arrays are bound by their launch.
 _LAUNCH_BYTES = 2**20
 
@@ -116,10 +120,15 @@ def left_to_xla(permutation: Permutation, gpu: Gpu) -> str | None:
         return None
     matrices = Matrices.of(permutation)
     if next(_narrow(permutation, matrices), None) is not None:
+        if size < _SMALL_NARROW_BYTES:
+            return f"XLA's transposes of {size} bytes are faster (0.5)"
         few_rows = matrices.rows < matrices.columns
         if few_rows and matrices.itemsize >= 4 and size < _MIN_NARROW_BYTES:
             return "XLA's transposes of a few short rows are faster (0.91)"
         return None
+    row_bytes = matrices.rows * matrices.itemsize
+    if matrices.itemsize <= 2 and row_bytes < _LINE_BYTES and not matrices.result_aligned:
+        return f"XLA's transposes to unaligned rows of {row_bytes} bytes are faster (0.46 to 0.7)"
     least = _MIN_BYTES[matrices.itemsize]
     if not matrices.result_aligned:
         least = min(least, _MIN_UNALIGNED_BYTES)
