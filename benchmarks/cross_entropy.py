@@ -4,7 +4,6 @@
 
 Times are device times on a GPU, and wall times on a CPU. Temporaries are XLA's own count. The time
 of the products alone, by JAX, is a bound for both sides: one for the value, three for the gradient.
-Without the logits in memory a gradient has a fourth, which is the first again.
 """
 
 from __future__ import annotations
