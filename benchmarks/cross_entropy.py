@@ -101,7 +101,9 @@ def row(size: Sequence[int], dtype: Any, seconds: float) -> dict[str, Any]:
             .compile()
             for name, f in FUNCTIONS.items()
         }
-        runs = {name: functools.partial(program, *args) for name, program in compiled.items()}
+        runs: dict[str, Callable[[], Any]] = {
+            name: functools.partial(program, *args) for name, program in compiled.items()
+        }
         runs["products"] = products(*args[:2], gradient=what == "gradient")
         for run in runs.values():
             ready(run())

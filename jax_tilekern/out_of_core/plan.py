@@ -12,7 +12,7 @@ from typing import NamedTuple
 _GRANULE = 128
 # Minimal extents of blocks. Smaller ones are tried only where larger ones do not fit: products of
 # narrow blocks are slow, and with shallow ones reading and writing the accumulators takes longer.
-_LEAST = (2048, 1024, 512, 256, 128)
+LEAST = (2048, 1024, 512, 256, 128)
 # Numbers of parts of rows and columns to try.
 _PARTS = (*range(1, 17), *(2**i for i in range(5, 31)))
 # While a product runs, a device receives at most this much of the next operands. Page-locked memory
@@ -215,12 +215,10 @@ def choose_plan(sizes: Sizes, memory_limit: int, devices: int = 1) -> Plan:
         If not even the smallest blocks fit; the message states their memory.
     """
     found: list[Plan] = []
-    for least in _LEAST:
+    for least in LEAST:
         plans = [
             plan
-            for rows, columns in itertools.product(
-                _extents(sizes.m, least), _extents(sizes.n, least)
-            )
+            for rows, columns in itertools.product(extents(sizes.m, least), extents(sizes.n, least))
             if (plan := _deepest(sizes, rows, columns, least, memory_limit, devices))
         ]
         if plans:
@@ -284,7 +282,7 @@ def _ahead_bytes(sizes: Sizes, rows: int, columns: int, depth: int) -> int:
     return min(_AHEAD_BYTES, _step_bytes(sizes, rows, columns, depth))
 
 
-def _extents(size: int, least: int) -> list[int]:
+def extents(size: int, least: int) -> list[int]:
     """Return extents of blocks, none below the minimum, that divide a size into equal parts."""
     found = {min(size, _rounded_up(math.ceil(size / parts))) for parts in _PARTS}
     return [extent for extent in found if extent >= min(least, size)]

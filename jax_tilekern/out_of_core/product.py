@@ -19,6 +19,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jax_tilekern.ops.matmul import matmul as device_matmul
+from jax_tilekern.out_of_core import traced
 from jax_tilekern.out_of_core.journal import Journal, identity
 from jax_tilekern.out_of_core.plan import Block, Plan, Sizes, Tile, blocks, choose_plan
 from jax_tilekern.out_of_core.progress import Progress
@@ -88,6 +89,10 @@ def matmul(
     and are rounded to the result's type once. So the same call gives the same bits, even if it was
     interrupted, and integers are exact modulo their type.
 
+    Inside ``jit`` operands are arrays of JAX, in host memory (``memory_kind="pinned_host"``) or on
+    the device, and so is the result in host memory. Blocks span all of ``k`` there, and derivatives
+    of any order are such products too. There is one device, and neither ``out`` nor ``progress``.
+
     Parameters
     ----------
     a
@@ -101,7 +106,8 @@ def matmul(
         complete, the file ``<out>.unfinished.json`` exists beside it. By default it is a new NumPy
         array.
     memory_limit
-        Bytes to use on each device; by default most of the free memory.
+        Bytes to use on each device; by default most of the free memory, and required inside
+        ``jit``.
     precision, preferred_element_type
         As of :func:`jax_tilekern.matmul`.
     progress
@@ -111,13 +117,14 @@ def matmul(
     Returns
     -------
     numpy.ndarray
-        The result, which is ``out`` if it was given.
+        The result, which is ``out`` if it was given. Inside ``jit`` a :class:`jax.Array` in host
+        memory.
 
     Raises
     ------
     ValueError
-        If an operand is not a matrix, shapes do not fit, ``memory_limit`` is too small, or a file
-        has an unfinished product of other operands.
+        If an operand is not a matrix, shapes do not fit, ``memory_limit`` is too small or missing
+        inside ``jit``, or a file has an unfinished product of other operands.
     TypeError
         If an operand or ``out`` is not an array of a type that fits.
     OSError
@@ -133,6 +140,8 @@ def matmul(
            [200., 200.]], dtype=float32)
     """
     types = _types(a, b, precision, preferred_element_type)
+    if traced.is_traced(a, b):
+        return _traced(a, b, types, precision, memory_limit, out, progress)
     shape = a.shape[0], b.shape[1]
     if out is None:
         out = np.empty(shape, types.out)
@@ -153,6 +162,28 @@ def matmul(
                       preferred_element_type=preferred_element_type)) as bar:  # fmt: skip
             return _run(a, b, out, found, types, precision, bar)
     return _run(a, b, out, found, types, precision, progress or None)
+
+
+def _traced(
+    a: Any,
+    b: Any,
+    types: _Types,
+    precision: lax.PrecisionLike,
+    memory_limit: int | None,
+    out: Any,
+    progress: Any,
+) -> Array:
+    if out is not None or progress:
+        raise ValueError("out and progress are for calls outside of jit")
+    if memory_limit is None:
+        raise ValueError(
+            "inside jit a call needs a memory_limit: the memory that will be free when the program "
+            "runs is not known"
+        )
+    a, b = (jnp.asarray(x, dtype) for x, dtype in ((a, types.lhs), (b, types.rhs)))
+    return traced.matmul(
+        a, b, precision=precision, sums=types.sums, out=types.out, memory_limit=memory_limit
+    )
 
 
 def _run(

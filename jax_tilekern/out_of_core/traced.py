@@ -1,0 +1,173 @@
+"""Products of arrays in page-locked host memory inside ``jit``, in loops over blocks.
+
+A block of the result takes whole rows of ``a`` and whole columns of ``b``. The loops are pipelined:
+an iteration multiplies the blocks of one step, copies those of the next to the device, and the
+result of the step before to the host, which XLA does at the same time.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jax_tilekern.ops.matmul import matmul as device_matmul
+from jax_tilekern.out_of_core.plan import LEAST, Sizes, extents
+
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+class Blocks(NamedTuple):
+    """Rows and columns of a block of the result."""
+
+    rows: int
+    columns: int
+
+
+class _Settings(NamedTuple):
+    """What a product and its derivatives have in common."""
+
+    precision: Any
+    sums: np.dtype[Any]
+    out: np.dtype[Any]
+    memory_limit: int
+
+
+def is_traced(*operands: Any) -> bool:
+    """Return whether an operand is a value of a program that is being traced."""
+    return any(isinstance(x, jax.core.Tracer) for x in operands)
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    *,
+    precision: lax.PrecisionLike,
+    sums: np.dtype[Any],
+    out: np.dtype[Any],
+    memory_limit: int,
+) -> Array:
+    """Return the product, in host memory, of matrices of which either may be there."""
+    settings = _Settings(precision, sums, out, memory_limit)
+    result: Array = _product(jnp.asarray(a), jnp.asarray(b), settings, (False, False))
+    return result
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _product(a: Array, b: Array, settings: _Settings, transposed: tuple[bool, bool]) -> Array:
+    """Return ``a @ b`` in host memory, with either of them transposed."""
+    return _in_blocks(a, b, settings, transposed)
+
+
+def _forward(
+    a: Array, b: Array, settings: _Settings, transposed: tuple[bool, bool]
+) -> tuple[Array, tuple[Array, Array]]:
+    return _product(a, b, settings, transposed), (a, b)
+
+
+def _backward(
+    settings: _Settings, transposed: tuple[bool, bool], operands: tuple[Array, Array], g: Array
+) -> tuple[Any, ...]:
+    (a, b), (of_a, of_b) = operands, transposed
+
+    def product(x: Array, y: Array, like: Array, transposed: tuple[bool, bool]) -> Array:
+        found = _product(x, y, settings._replace(out=like.dtype), transposed)
+        moved: Array = jax.device_put(found, jax.typeof(like).memory_space)
+        return moved
+
+    return (
+        product(b, g, a, (of_b, True)) if of_a else product(g, b, a, (False, not of_b)),
+        product(g, a, b, (True, of_a)) if of_b else product(a, g, b, (not of_a, False)),
+    )
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _in_blocks(a: Array, b: Array, settings: _Settings, transposed: tuple[bool, bool]) -> Array:
+    (m, k), n = _shape(a, transposed[0]), _shape(b, transposed[1])[1]
+    result: Array = jax.device_put(jnp.zeros((m, n), settings.out), _HOST)
+    if 0 in (m, n, k):
+        return result
+    itemsizes = (np.dtype(t).itemsize for t in (a.dtype, b.dtype, settings.out, settings.sums))
+    blocks = choose_blocks(Sizes(m, n, k, *itemsizes), settings.memory_limit)
+    grid = math.ceil(m / blocks.rows), math.ceil(n / blocks.columns)
+
+    def start(index: Any, extent: int, size: int) -> Any:
+        # The last block begins early enough to be whole, and computes some elements again.
+        return jnp.minimum(index * extent, size - extent)
+
+    def lhs(i: Any) -> Array:
+        at = start(jnp.minimum(i, grid[0] - 1), blocks.rows, m)
+        return _part(a, 0, at, blocks.rows, transposed[0])
+
+    def rhs(j: Any) -> Array:
+        return _part(b, 1, start(j, blocks.columns, n), blocks.columns, transposed[1])
+
+    def written(result: Array, block: Array, i: Any, j: Any) -> Array:
+        place = start(i, blocks.rows, m), start(j, blocks.columns, n)
+        return lax.dynamic_update_slice(result, jax.device_put(block, _HOST), place)
+
+    def row(i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *others = carry
+        next_x = lhs(i + 1)
+
+        def column(j: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            y, block, place, result = carry
+            next_y = rhs(jnp.where(j + 1 < grid[1], j + 1, 0))
+            product = device_matmul(
+                x, y, precision=settings.precision, preferred_element_type=settings.sums
+            )
+            result = written(result, block, *place)
+            return next_y, product.astype(settings.out), (i, j), result
+
+        return next_x, *lax.fori_loop(0, grid[1], column, tuple(others))
+
+    zero = jnp.int32(0)
+    # Before the first step, zeros are written where its result will be.
+    block = jnp.zeros(blocks, settings.out)
+    carry = lhs(zero), rhs(zero), block, (zero, zero), result
+    *_, block, place, result = lax.fori_loop(0, grid[0], row, carry)
+    return written(result, block, *place)
+
+
+def _part(x: Array, axis: int, start: Any, extent: int, transposed: bool) -> Array:
+    """Return rows or columns of a matrix, or of a transposed one, on the device."""
+    sliced = lax.dynamic_slice_in_dim(x, start, extent, 1 - axis if transposed else axis)
+    part: Array = jax.device_put(sliced, _DEVICE)
+    return part.T if transposed else part
+
+
+def _shape(x: Array, transposed: bool) -> tuple[int, int]:
+    rows, columns = x.shape
+    return (columns, rows) if transposed else (rows, columns)
+
+
+def choose_blocks(sizes: Sizes, memory_limit: int) -> Blocks:
+    """Return the blocks that copy the fewest bytes to the device within a limit."""
+    for least in LEAST:
+        found = [
+            Blocks(rows, columns)
+            for rows, columns in itertools.product(extents(sizes.m, least), extents(sizes.n, least))
+            if memory_bytes(sizes, rows, columns) <= memory_limit
+        ]
+        if found:
+            # Rows are copied once, and columns for each block of rows.
+            return max(found, key=lambda blocks: (blocks.rows, -blocks.columns))
+    smallest = min(LEAST[-1], sizes.m), min(LEAST[-1], sizes.n)
+    raise ValueError(
+        f"a memory_limit of {memory_limit} bytes is too small: inside jit, blocks of "
+        f"{smallest[0]}x{smallest[1]}, {sizes.k} deep, need {memory_bytes(sizes, *smallest)} bytes"
+    )
+
+
+def memory_bytes(sizes: Sizes, rows: int, columns: int) -> int:
+    """Return the memory of two blocks of each operand, and of the result and its accumulators."""
+    operands = sizes.k * (rows * sizes.lhs_bytes + columns * sizes.rhs_bytes)
+    return 2 * operands + rows * columns * (sizes.sum_bytes + 2 * sizes.out_bytes)

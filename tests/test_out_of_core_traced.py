@@ -1,0 +1,128 @@
+"""Products of arrays in host memory inside ``jit``: values, derivatives, what is on the device."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import SingleDeviceSharding
+from numerics import BF16, UNIT_ROUNDOFF, exact
+
+from jax_tilekern import out_of_core
+from jax_tilekern.out_of_core.plan import Sizes
+from jax_tilekern.out_of_core.traced import choose_blocks, memory_bytes
+
+HOST, DEVICE = "pinned_host", "device"
+
+
+def placed(x, memory):
+    return jax.device_put(x, SingleDeviceSharding(jax.devices()[0], memory_kind=memory))
+
+
+def product(limit, **settings):
+    return jax.jit(lambda a, b: out_of_core.matmul(a, b, memory_limit=limit, **settings))
+
+
+@pytest.mark.parametrize("memories", [(HOST, HOST), (HOST, DEVICE), (DEVICE, HOST)])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "limit"),
+    [
+        (300, 400, 200, 1 << 20),
+        # Blocks that do not divide the result, and a single one.
+        (1000, 700, 130, 700_000),
+        (100, 90, 80, 1 << 20),
+    ],
+)
+def test_values(rng, memories, m, n, k, limit):
+    a, b = (rng.integers(-8, 9, shape).astype(np.float32) for shape in ((m, k), (k, n)))
+    result = product(limit)(placed(a, memories[0]), placed(b, memories[1]))
+    assert result.sharding.memory_kind == HOST
+    np.testing.assert_array_equal(result, a @ b)
+
+
+def test_rounds_once(rng):
+    a, b = (rng.standard_normal(s, np.float32).astype(BF16) for s in ((300, 500), (500, 260)))
+    result = product(1 << 20)(placed(a, HOST), placed(b, HOST))
+    assert result.dtype == BF16
+    wide = exact(a) @ exact(b)
+    bound = UNIT_ROUNDOFF[np.dtype(BF16)] * np.abs(wide) + 500 * 2.0**-24 * (
+        np.abs(exact(a)) @ np.abs(exact(b))
+    )
+    assert np.all(np.abs(exact(result) - wide) <= 1.01 * bound)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0)])
+def test_empty(shape):
+    m, k, n = shape
+    result = product(1 << 20)(placed(np.ones((m, k)), HOST), placed(np.ones((k, n)), HOST))
+    np.testing.assert_array_equal(result, np.zeros((m, n)))
+
+
+@pytest.mark.parametrize("memories", [(HOST, HOST), (HOST, DEVICE)])
+def test_derivatives(rng, memories):
+    """Of first and second order; cotangents are where their primals are."""
+    a, b = (rng.integers(-3, 4, s).astype(np.float32) for s in ((260, 200), (200, 300)))
+    w = rng.integers(-3, 4, (260, 300)).astype(np.float32)
+    operands = [placed(x, memory) for x, memory in zip((a, b), memories, strict=True)]
+
+    def loss(matmul):
+        def value(a, b):
+            return (w * jax.device_put(matmul(a, b), jax.memory.Space.Device) ** 2).sum()
+
+        return value
+
+    ours = loss(lambda a, b: out_of_core.matmul(a, b, memory_limit=2 << 20))
+    plain = loss(lambda a, b: jnp.matmul(a, b, precision="highest"))
+    gradients = jax.jit(jax.grad(ours, (0, 1)))(*operands)
+    assert [x.sharding.memory_kind for x in gradients] == list(memories)
+    for x, y in zip(gradients, jax.grad(plain, (0, 1))(a, b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-2)
+
+    def second(f):
+        def of_gradient(a, b):
+            found = jax.grad(f)(a, b)
+            return (jax.device_put(found, jax.memory.Space.Device) * a0).sum()
+
+        a0 = jnp.asarray(a)
+        return jax.jit(jax.grad(of_gradient, 1))
+
+    np.testing.assert_allclose(second(ours)(*operands), second(plain)(a, b), rtol=1e-5, atol=1)
+
+
+def test_only_blocks_are_on_the_device(rng):
+    a, b = placed(np.ones((1000, 130), np.float32), HOST), placed(np.ones((130, 700)), HOST)
+    text = product(700_000).trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+    moved = re.findall(r'placement = "device"}} : \(tensor<(\d+)x(\d+)xf32>\)', text)
+    assert moved
+    blocks = choose_blocks(Sizes(1000, 700, 130, 4, 4, 4, 4), 700_000)
+    assert {tuple(map(int, shape)) for shape in moved} == {
+        (blocks.rows, 130),
+        (130, blocks.columns),
+    }
+
+
+sizes = st.integers(1, 3000)
+
+
+@given(sizes, sizes, sizes, st.integers(23, 28))
+def test_blocks_keep_to_their_limit(m, n, k, limit):
+    all_sizes = Sizes(m, n, k, 2, 4, 2, 4)
+    blocks = choose_blocks(all_sizes, 1 << limit)
+    assert memory_bytes(all_sizes, *blocks) <= 1 << limit
+    assert 1 <= blocks.rows <= m
+    assert 1 <= blocks.columns <= n
+
+
+def test_errors():
+    a = placed(np.ones((300, 300), np.float32), HOST)
+    with pytest.raises(ValueError, match="inside jit a call needs a memory_limit"):
+        product(None)(a, a)
+    with pytest.raises(ValueError, match="out and progress are for calls outside of jit"):
+        product(1 << 20, progress=True)(a, a)
+    with pytest.raises(ValueError, match="inside jit, blocks of 128x128, 300 deep, need 811008"):
+        product(1000)(a, a)
+    with pytest.raises(ValueError, match="contracted dimensions differ"):
+        product(1 << 20)(a, placed(np.ones((200, 300), np.float32), HOST))
