@@ -68,6 +68,9 @@ class Case:
 LARGE = (
     Case("inv", 4096, 1),
     Case("inv", 8192, 1),
+    Case("inv", 1000, 1),
+    Case("solve", 1000, 1, 1),
+    Case("solve", 4096, 1, 1),
     Case("solve", 4096, 1, 4096),
     Case("solve", 8192, 1, 4096),
     Case("cholesky", 4096, 1),

@@ -18,8 +18,7 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.ops import matrices
 from jax_tilekern.ops.matmul import matmul
-from jax_tilekern.ops.matrix_kernels import refusal
-from jax_tilekern.plans.linalg.small_matrices import MAX_SIZE
+from jax_tilekern.ops.matrix_kernels import refusal, solved_by_elimination
 
 __all__ = [
     "SlogdetResult", "cholesky", "det", "inv", "lu", "lu_factor", "slogdet", "solve",
@@ -38,7 +37,7 @@ class SlogdetResult(NamedTuple):
 def inv(a: ArrayLike) -> Array:
     """Inverse of square matrices, with the semantics of :func:`jax.numpy.linalg.inv`.
 
-    Kernels use Gauss-Jordan elimination with partial pivoting, and large matrices LU factors. The
+    Small matrices have Gauss-Jordan elimination with partial pivoting, large ones LU factors. The
     error is bounded by a multiple of the condition number times the unit roundoff, as that of JAX's
     is (Higham, Accuracy and Stability of Numerical Algorithms, sections 14.3 and 14.4). Prefer
     :func:`solve` to a product with an inverse: its residual is small for any condition number.
@@ -82,7 +81,7 @@ def solve(a: ArrayLike, b: ArrayLike) -> Array:
     """Solve ``a @ x = b``, with the semantics of :func:`jax.numpy.linalg.solve`.
 
     It is Gaussian elimination with partial pivoting. Derivatives of large systems reuse their
-    factors.
+    factors, where these are not a kernel's.
 
     Parameters
     ----------
@@ -118,7 +117,7 @@ def solve(a: ArrayLike, b: ArrayLike) -> Array:
     if why is not None:
         solutions: Array = jnp.linalg.solve(matrices.left_to_xla(a, "solve", why), b)
         return solutions
-    function = matrices.solve if a.shape[-1] <= MAX_SIZE else _solve_by_factors
+    function = matrices.solve if solved_by_elimination(a) else _solve_by_factors
     return _with_vectors(function, a, b, vectors=b.ndim == 1)
 
 

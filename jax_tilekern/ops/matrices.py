@@ -28,6 +28,7 @@ from jax_tilekern.ops.matrix_kernels import (
     matrix_on_cpu,
     matrix_on_cuda,
     refused,
+    solution_of_large,
     system_on_cpu,
     system_on_cuda,
 )
@@ -346,7 +347,7 @@ def _define_system(
     name: str,
     *,
     cuda: Callable[..., plans.MatrixKernel],
-    in_blocks: Callable[..., Rewrite | Fallback] | None = None,
+    large: Callable[..., Kernel | Rewrite | Fallback],
     reference: Callable[..., Array],
     jvp: Callable[..., Any],
     describe: Callable[..., str],
@@ -354,7 +355,7 @@ def _define_system(
 ) -> System:
     """Define the solution of a system with each matrix of a batch.
 
-    Small matrices have a CUDA kernel. On a GPU ``in_blocks`` plans large ones, if it is given.
+    Small matrices have a CUDA kernel. On a GPU ``large`` plans large ones.
     ``leader`` is that of the sharding rule.
     """
 
@@ -420,7 +421,7 @@ def _define_system(
         f"tilekern_{name}",
         planners={
             "cpu": Planner(refused, system_on_cpu),
-            "cuda": Planner(refused, functools.partial(system_on_cuda, cuda, in_blocks)),
+            "cuda": Planner(refused, functools.partial(system_on_cuda, cuda, large)),
         },
         jvp=jvp,
         describe=describe,
@@ -479,6 +480,7 @@ _solve = _define_system(
     reference=_solve_reference,
     jvp=_solve_jvp,
     cuda=plans.solve_kernel,
+    large=functools.partial(solution_of_large, lambda a, b: (solve(a.mT, b),)),
     describe=lambda transpose: "solve" + transpose * " transposed",
     leader=0,  # The result of JAX's function is sharded like the matrices.
 )
@@ -502,7 +504,7 @@ _triangular_solve = _define_system(
     reference=_triangular_reference,
     jvp=_triangular_solve_jvp,
     cuda=plans.triangular_solve_kernel,
-    in_blocks=_in_blocks("triangular_solve", blocked.triangular_solve),
+    large=_in_blocks("triangular_solve", blocked.triangular_solve),
     describe=_describe_triangular,
 )
 

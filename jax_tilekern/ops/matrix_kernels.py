@@ -19,7 +19,7 @@ from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
-from jax_tilekern.plans.linalg import gauss_jordan
+from jax_tilekern.plans.linalg import blocked_lu
 from jax_tilekern.plans.linalg import small_matrices as plans
 from jax_tilekern.plans.linalg.blocked import LargeMatrices, plan_blocks
 from jax_tilekern.plans.linalg.small_matrices import MAX_SIZE, Columns, SmallMatrices
@@ -47,6 +47,12 @@ def refused(a: Any, *avals: Any, **params: Any) -> Fallback | None:
     """Return why a call has no kernel, or ``None`` if it may have one."""
     why = refusal(a.shape[-1], a.dtype)
     return None if why is None else Fallback(why)
+
+
+def solved_by_elimination(a: Any) -> bool:
+    """Return whether a GPU may solve systems with matrices like ``a`` by a kernel or one plan."""
+    matrices = _matrices(a)
+    return matrices.size <= MAX_SIZE or blocked_lu.covers(*dataclasses.astuple(matrices))
 
 
 def _matrices(aval: Any) -> SmallMatrices:
@@ -86,12 +92,23 @@ def inverse_of_large(
     """Return the inverse by one plan, or a call in blocks of the sizes that have none."""
     (a,) = operands
     matrices = _matrices(a.aval)
-    if not gauss_jordan.covers(*dataclasses.astuple(matrices)):
+    if not blocked_lu.covers(*dataclasses.astuple(matrices)):
         return in_blocks(operands)
-    found = planned_kernel((a.value,), gauss_jordan.plan_inverse, matrices.size)
-    if isinstance(found, Fallback):
-        return found
-    return dataclasses.replace(found, aliases={0: 1}, scratch=(a.aval,))
+    return planned_kernel((a.value,), blocked_lu.plan_inverse, matrices.size, matrices.dtype)
+
+
+def solution_of_large(
+    transposed: Callable[..., Any], operands: Sequence[Operand], *, transpose: bool, **_: bool
+) -> Kernel | Rewrite | Fallback:
+    """Return the solution by one plan; ``transposed`` solves a transposed system."""
+    a, b = operands
+    matrices = _matrices(a.aval)
+    if not blocked_lu.covers(*dataclasses.astuple(matrices)):
+        return Fallback(_TOO_LARGE)
+    if transpose:
+        return Rewrite("the transposed matrix", transposed)
+    problem = matrices.size, b.aval.shape[-1], matrices.dtype
+    return planned_kernel((a.value, b.value), blocked_lu.plan_solution, *problem)
 
 
 def matrix_on_cuda(
@@ -111,7 +128,7 @@ def matrix_on_cuda(
 
 def system_on_cuda(
     kernel: Callable[..., plans.MatrixKernel],
-    in_blocks: Callable[..., Rewrite | Fallback] | None,
+    large: Callable[..., Kernel | Rewrite | Fallback],
     operands: Sequence[Operand],
     _: Any,
     *,
@@ -119,12 +136,10 @@ def system_on_cuda(
     transpose: bool,
     **params: Any,
 ) -> Kernel | Rewrite | Fallback:
-    """Return a kernel for systems of equations, or a call in blocks if they are large."""
+    """Return a kernel for systems of equations, or what ``large`` plans for large ones."""
     a, b = operands
     if a.aval.shape[-1] > MAX_SIZE:
-        if in_blocks is None:
-            return Fallback(_TOO_LARGE)
-        return in_blocks(operands, left_side=left_side, transpose=transpose, **params)
+        return large(operands, left_side=left_side, transpose=transpose, **params)
     columns = _columns(b.aval, left_side)
     # x @ a = b is a system with the transposed matrix, whose right-hand sides are the rows of b.
     chosen = kernel(_matrices(a.aval), columns, transpose=transpose == left_side, **params)

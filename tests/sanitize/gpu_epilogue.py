@@ -103,6 +103,28 @@ def check_row_reductions() -> int:
     return len(wrong)
 
 
+def check_pairs() -> int:
+    """Run both products of a gated linear unit in one kernel, with and without a rest of a tile."""
+    rng = np.random.default_rng(0)
+    wrong = []
+    shapes = [(256, 512, 512), (131, 264, 576), (1024, 2048, 128)]
+    types = TYPES[:2]
+    for dtype in types:
+        for m, n, k in shapes:
+            x, gate, up = (
+                rng.integers(-1, 2, shape).astype(dtype) for shape in ((m, k), (k, n), (k, n))
+            )
+            arrays = [jnp.asarray(a) for a in (x, gate, up)]
+            (choice,) = jtk.explain(jtk.gated_linear, *arrays)
+            got = np.asarray(jax.jit(jtk.gated_linear)(*arrays), np.float64)
+            of_gate, of_up = (x.astype(np.float64) @ w.astype(np.float64) for w in (gate, up))
+            expected = of_gate / (1 + np.exp(-of_gate)) * of_up
+            if "pair" not in str(choice) or not np.allclose(got, expected, rtol=2.0**-7, atol=1e-5):
+                wrong.append(f"{np.dtype(dtype)} {m}x{n}x{k} {choice}")
+    print(f"pairs: {len(types) * len(shapes)}, {len(wrong)} wrong {wrong or ''}", flush=True)
+    return len(wrong)
+
+
 if __name__ == "__main__":
     with jax.enable_x64(True):
-        sys.exit(check_epilogues() + check_row_reductions())
+        sys.exit(check_epilogues() + check_row_reductions() + check_pairs())

@@ -79,6 +79,7 @@ TYPES: dict[str, ElementTypes] = {
     "tf32": ElementTypes((F32,), (F32,)),
     "f32": ElementTypes((F32,), (F32,)),
     "f32_emulated": ElementTypes((F32,), (F32,)),
+    "f32_normwise": ElementTypes((F32,), (F32,)),
     "f64": ElementTypes((F64,), (F64,)),
     "int8": ElementTypes((INT8,), (INT32,)),
     "fp8": ElementTypes(FP8, (F32, BF16, F16)),

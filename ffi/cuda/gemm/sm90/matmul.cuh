@@ -264,7 +264,8 @@ __global__ void __launch_bounds__(config.threads(), 1)
 }
 
 // Split-float16 emulation of float32: operands that split_float32() took apart. If their parts are
-// not good enough, which `use_float32` tells, the output is left to another kernel.
+// not good enough, which `use_float32` tells unless it is null, the output is left to another
+// kernel.
 template <WgmmaConfig config, class Epilogue = IdentityEpilogue, typename... Operands>
 __global__ void __launch_bounds__(config.threads(), 1)
     wgmma_matmul_of_parts(const __grid_constant__ TensorMap lhs,
@@ -277,7 +278,7 @@ __global__ void __launch_bounds__(config.threads(), 1)
   static_assert(config.cluster == 1,
                 "CTAs that return here would be missed by the cluster's barriers");
   wait_for_prerequisites();
-  if (*use_float32) return;
+  if (use_float32 != nullptr && *use_float32) return;
   using Operand = OperandTypes<float16>;
   using Scheduler = StaticPersistentScheduler<config>;
   using Scaled = ComposedEpilogue<ScaleByExponents, Epilogue>;

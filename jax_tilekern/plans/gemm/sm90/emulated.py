@@ -3,6 +3,10 @@
 Each operand is split into hi and lo float16 parts (split-float16 emulation), and hi*hi, hi*lo and
 lo*hi are added. A kernel decides on the device whether the operands' range would cost accuracy;
 then plain float32 arithmetic takes over (``gemm/passes/split_float32.cuh`` has the bound).
+
+In ``"f32_normwise"`` nothing is decided. Besides float32's error an element has one of at most
+``k 2^-38`` times the largest elements of its row of ``lhs`` and of its column of ``rhs``, which is
+enough where errors are bounded by norms of rows and columns.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_tilekern.compilation.compiler import compile_kernels
+from jax_tilekern.compilation.compiler import Compiled, compile_kernels
 from jax_tilekern.plans.gemm.arithmetic import TYPES
 from jax_tilekern.plans.gemm.families import Family
 from jax_tilekern.plans.gemm.passes.split_float32 import (
@@ -43,6 +47,7 @@ from jax_tilekern.plans.gemm.sm90.tiling import (
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import (
     Buffer,
+    Launch,
     LaunchPlan,
     NoKernel,
     Parameter,
@@ -62,23 +67,23 @@ _MMA_ARITHMETIC = "f16"
 # Measured on batches with 65,000 and 227,000 rows (docs/tuning-log.md).
 _CYCLES_OF_A_ROW, _CYCLES_OF_A_SKIPPED_CTA = 0.18, 4
 
-ARITHMETICS = ("f32", "f32_emulated")
+ARITHMETICS = ("f32", "f32_emulated", "f32_normwise")
 
 
 @dataclass(frozen=True)
 class EmulatedCandidate(TiledCandidate):
-    """Two splits, a decision, a float16 product, and the float32 product that may take its place.
+    """Two splits and a float16 product; a decision and the float32 product in its place.
 
     Attributes
     ----------
     product
         What is computed.
     plain
-        The product in plain float32 arithmetic.
+        The product in plain float32 arithmetic; ``None`` if nothing is decided.
     """
 
     product: Product
-    plain: MmaCandidate
+    plain: MmaCandidate | None
 
     @property
     def key(self) -> str:
@@ -89,16 +94,15 @@ class EmulatedCandidate(TiledCandidate):
         """Compile all kernels."""
         product = self.product
         lhs, rhs = _splits(product, gpu)
-        plain = self.plain.instance
-        guarded = dataclasses.replace(plain.kernel, name=_guarded(plain.kernel.name))
-        plain_kernel, plain_more = self.plain.fused(guarded)
         kernel, fused = self.fused(product.epilogue, product.geometry, product.out_buffer)
-        kernels = (lhs.kernel, rhs.kernel, DECIDE_KERNEL, kernel, plain_kernel)
+        plain = None if self.plain is None else _Guarded(self.plain)
+        kernels = [lhs.kernel, rhs.kernel, kernel]
+        if plain is not None:
+            kernels += DECIDE_KERNEL, plain.kernel
         compiled = compile_kernels(*dict.fromkeys(kernels), arch=gpu.arch)
 
-        lhs_parts, rhs_parts, lhs_facts, rhs_facts, flag = (
-            Buffer(product.first_workspace + i) for i in range(5)
-        )
+        first = product.first_workspace
+        lhs_parts, rhs_parts, lhs_facts, rhs_facts, flag = (Buffer(first + i) for i in range(5))
         view = _view(product, lhs, rhs, lhs_parts.index, rhs_parts.index)
         exponents: list[Parameter] = [lhs_facts, rhs_facts]
         strides = [_batch_strides(lhs), _batch_strides(rhs)]
@@ -106,36 +110,51 @@ class EmulatedCandidate(TiledCandidate):
             view = view.swapped()
             exponents.reverse()
             strides.reverse()
-        out = Buffer(product.out_buffer)
-        more = ((*exponents, flag), (Scalars.int64(*strides[0], *strides[1]), *fused))
+        decision: Parameter = Scalars.int64(0) if plain is None else flag
+        more = ((*exponents, decision), (Scalars.int64(*strides[0], *strides[1]), *fused))
+        launches = [
+            lhs.launch(compiled, Buffer(0), lhs_parts, lhs_facts),
+            rhs.launch(compiled, Buffer(1), rhs_parts, rhs_facts),
+            launch_tiles(
+                compiled, self.tile, self.instance, view, 1, gpu, kernel=kernel, more=more
+            ),
+        ]
+        workspaces = [lhs.parts_bytes, rhs.parts_bytes, lhs.facts_bytes, rhs.facts_bytes]
+        reason = f"{self.tile}, three MMAs of hi and lo float16 parts"
+        loads, vectors = (16, 16), self.instance.tma_store
+        if plain is not None:
+            launches.insert(2, decide_launch(compiled, lhs, rhs, lhs_facts, rhs_facts, flag))
+            launches.append(plain.launch(compiled, flag, Buffer(product.out_buffer)))
+            workspaces.append(_FLAG_BYTES)
+            reason += ", or float32 arithmetic where the operands' range needs it"
+            instance = plain.candidate.instance
+            loads = instance.lhs.load_bytes, instance.rhs.load_bytes
+            vectors = vectors or plain.candidate.out_vectors
         return LaunchPlan(
             name=f"split_float16_matmul {product.arithmetic}",
             gpu=gpu,
-            launches=overlapping(
-                lhs.launch(compiled, Buffer(0), lhs_parts, lhs_facts),
-                rhs.launch(compiled, Buffer(1), rhs_parts, rhs_facts),
-                decide_launch(compiled, lhs, rhs, lhs_facts, rhs_facts, flag),
-                launch_tiles(
-                    compiled, self.tile, self.instance, view, 1, gpu, kernel=kernel, more=more
-                ),
-                self.plain.launch(
-                    compiled, flag, Buffer(0), Buffer(1), out, kernel=plain_kernel, more=plain_more
-                ),
-            ),
-            alignments=product.alignments(
-                plain.lhs.load_bytes,
-                plain.rhs.load_bytes,
-                16 if self.instance.tma_store or self.plain.out_vectors else 4,
-            ),
-            workspace_bytes=(
-                lhs.parts_bytes,
-                rhs.parts_bytes,
-                lhs.facts_bytes,
-                rhs.facts_bytes,
-                _FLAG_BYTES,
-            ),
-            reason=f"{self.tile}, three MMAs of hi and lo float16 parts, or float32 arithmetic "
-            "where the operands' range needs it",
+            launches=overlapping(*launches),
+            alignments=product.alignments(*loads, 16 if vectors else 4),
+            workspace_bytes=tuple(workspaces),
+            reason=reason,
+        )
+
+
+class _Guarded:
+    """The product in plain float32 arithmetic, of a kernel that reads the decision first."""
+
+    def __init__(self, candidate: MmaCandidate) -> None:
+        name = candidate.instance.kernel.name
+        # Its types are always float32.
+        guarded = f"tilekern::simt_matmul_if<{name[name.index('tilekern::MatmulConfig') :]}"
+        kernel = dataclasses.replace(candidate.instance.kernel, name=guarded)
+        self.candidate = candidate
+        self.kernel, self._more = candidate.fused(kernel)
+
+    def launch(self, compiled: Compiled, flag: Buffer, out: Buffer) -> Launch:
+        """Return the launch for the product's operands."""
+        return self.candidate.launch(
+            compiled, flag, Buffer(0), Buffer(1), out, kernel=self.kernel, more=self._more
         )
 
 
@@ -144,17 +163,22 @@ def emulated_candidates(product: Product, gpu: Gpu) -> list[EmulatedCandidate] |
     refused = refusal(product, TYPES[product.arithmetic], gpu)
     if refused:
         return refused
-    plain = mma_candidates(dataclasses.replace(product, arithmetic="f32"), gpu)
-    if isinstance(plain, NoKernel):
-        return plain
+    best: MmaCandidate | None = None
+    if product.arithmetic != "f32_normwise":
+        plain = mma_candidates(dataclasses.replace(product, arithmetic="f32"), gpu)
+        if isinstance(plain, NoKernel):
+            return plain
+        best = min(plain, key=lambda candidate: candidate.cycles)
     lhs, rhs = _splits(product, gpu)
     if not (lhs.fits and rhs.fits):
         return NoKernel("an operand has more rows than a launch can split")
     first = product.first_workspace
     view = _view(product, lhs, rhs, first, first + 1)
     splitting = copy_cycles(lhs.parts_bytes, gpu) + copy_cycles(rhs.parts_bytes, gpu)
-    deciding = 2 * copy_cycles(0, gpu) + _CYCLES_OF_A_ROW * (lhs.rows + rhs.rows)
-    best = min(plain, key=lambda candidate: candidate.cycles)
+    deciding = 0.0
+    if best is not None:
+        deciding = 2 * copy_cycles(0, gpu) + _CYCLES_OF_A_ROW * (lhs.rows + rhs.rows)
+        deciding += _CYCLES_OF_A_SKIPPED_CTA * math.prod(best.grid)
     found = []
     for tile, oriented in oriented_tiles(view, _TILES, gpu):
         instance = instance_for(tile, oriented, True, 1, gpu, PARTS)
@@ -165,8 +189,7 @@ def emulated_candidates(product: Product, gpu: Gpu) -> list[EmulatedCandidate] |
         busy = busy_cycles(
             tile, instance, oriented, _MMA_ARITHMETIC, work_tiles, k_tiles, gpu, product.epilogue
         )
-        skipping = _CYCLES_OF_A_SKIPPED_CTA * math.prod(best.grid)
-        cycles = product.cycles(busy, gpu) + (splitting + deciding + skipping)
+        cycles = product.cycles(busy, gpu) + (splitting + deciding)
         found.append(EmulatedCandidate(tile, instance, cycles, product, best))
     return found or NoKernel("no wgmma tile fits the operands")
 
@@ -209,8 +232,3 @@ def _parts_operand(split: SplitPass) -> StridedOperand:
 def _batch_strides(split: SplitPass) -> tuple[int, ...]:
     batch = split.fact_strides[:-1]
     return (*(0,) * (MAX_BATCH_DIMS - len(batch)), *batch)
-
-
-def _guarded(name: str) -> str:
-    """Return the kernel that reads the flag first; its types are always float32."""
-    return f"tilekern::simt_matmul_if<{name[name.index('tilekern::MatmulConfig') :]}"

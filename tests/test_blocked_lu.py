@@ -1,0 +1,304 @@
+"""LU factors in blocks, for inverses and solutions: the plans, and values on a Hopper GPU."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numerics import UNIT_ROUNDOFF, on_gpu, random
+
+import jax_tilekern as jtk
+from jax_tilekern import linalg
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gpu import gpu_target, known_gpu
+from jax_tilekern.plans.launch import Buffer, NoKernel, TensorMap
+from jax_tilekern.plans.linalg.blocked_lu import covers, plan_inverse, plan_solution
+
+try:
+    nvrtc()
+    has_nvrtc = True
+except NvrtcNotFound:
+    has_nvrtc = False
+needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
+needs_hopper = pytest.mark.skipif(
+    not on_gpu() or jax.devices()[0].compute_capability != "9.0", reason="there is no Hopper GPU"
+)
+
+F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
+ROUNDOFF = UNIT_ROUNDOFF[F32]
+
+
+def lowered(function, *shapes):
+    with gpu_target("sm_90"):
+        traced = jax.jit(function).trace(*(jax.ShapeDtypeStruct(shape, F32) for shape in shapes))
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "dtype", "covered"),
+    [
+        (1, 512, np.float32, True),
+        (1, 5000, np.float32, True),
+        (1, 8192, np.float32, True),
+        (2, 4096, np.float32, False),
+        (1, 511, np.float32, False),
+        (1, 8193, np.float32, False),
+        (1, 4096, np.float64, True),
+        (1, 4096, np.complex64, False),
+    ],
+)
+def test_the_matrices_that_have_a_plan(count, size, dtype, covered):
+    assert covers(count, size, np.dtype(dtype)) == covered
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
+def test_the_kernels_are_for_hopper(arch):
+    for found in (
+        plan_inverse(4096, F32, known_gpu(arch)),
+        plan_solution(4096, 1, F32, known_gpu(arch)),
+    ):
+        assert isinstance(found, NoKernel)
+        assert arch in found.reason
+
+
+@needs_nvrtc
+def test_the_choice_is_explained():
+    def explained(function, *shapes):
+        arguments = (jax.ShapeDtypeStruct(shape, F32) for shape in shapes)
+        with gpu_target("sm_90"):
+            return jtk.explain(function, *arguments, platform="cuda")
+
+    (inverse,) = explained(linalg.inv, (4096, 4096))
+    (solution,) = explained(linalg.solve, (4096, 4096), (4096, 7))
+    assert inverse.kernel == "blocked_lu inverse float32 4096x4096"
+    assert solution.kernel == "blocked_lu solution float32 4096x4096, 7 columns"
+    assert "31 products of 256 columns" in inverse.reason
+    assert inverse.reason == solution.reason
+    others = explained(linalg.inv, (8200, 8200)), explained(linalg.inv, (2, 4096, 4096))
+    others += (
+        explained(linalg.solve, (500, 500), (500,)),
+        explained(linalg.cholesky, (4096, 4096)),
+    )
+    assert not any("blocked_lu" in str(choice.kernel) for choices in others for choice in choices)
+
+
+@needs_nvrtc
+def test_a_solution_and_its_gradient_are_a_call_each():
+    shapes = (4096, 4096), (4096, 3)
+    assert lowered(linalg.solve, *shapes).count("@jax_tilekern_cuda_launch(") == 1
+    gradient = jax.grad(lambda a, b: linalg.solve(a, b).sum(), 1)
+    calls = lowered(gradient, *shapes).count("@jax_tilekern_cuda_launch(")
+    assert calls == 1  # Nothing but the transposed system is needed.
+
+
+@needs_nvrtc
+def test_no_right_hand_sides():
+    with gpu_target("sm_90"):
+        text = lowered(linalg.solve, (4096, 4096), (4096, 0))
+    assert "jax_tilekern_cuda_launch" not in text
+
+
+PLANS = [(plan_inverse, 512, F32), (plan_inverse, 5000, F32), (plan_inverse, 8192, F64)]
+PLANS += [(plan_solution, 4096, 1, F32), (plan_solution, 4352, 100, F64)]
+PLANS += [(plan_solution, 8192, 4096, F32)]
+plans = pytest.mark.parametrize("call", PLANS, ids=lambda call: f"{call[0].__name__} {call[1:]}")
+
+
+@needs_nvrtc
+@plans
+def test_kernels_compile_without_spills(call):
+    plan = call[0](*call[1:], known_gpu("sm_90a"))
+    entries = {launch.entry.name: launch.entry for launch in plan.launches}
+    own = [name for name in entries if "blocked_lu" in name or "substitution" in name]
+    assert any("substitution" in name for name in own)
+    for name in own:
+        assert entries[name].spill_bytes == 0
+    # A lane of the tournament's kernel holds 8 columns of four or eight rows.
+    tournaments = {name: entries[name] for name in own if "pivots" in name}
+    assert tournaments
+    for name, entry in tournaments.items():
+        rows = max(map(int, re.findall(r", (\d), (\d)>", name)[0]))
+        assert entry.max_threads == 256
+        assert 8 * rows * call[-1].itemsize // 4 < entry.registers <= 255
+
+
+@needs_nvrtc
+@plans
+def test_the_plan_stays_in_its_buffers(call):
+    plan = call[0](*call[1:], known_gpu("sm_90a"))
+    size, itemsize = call[1], call[-1].itemsize
+    columns = size if call[0] is plan_inverse else call[2]
+    sizes = [itemsize * size * size, itemsize * size * columns]
+    if call[0] is plan_solution:
+        sizes.append(itemsize * size * columns)
+    sizes += plan.workspace_bytes
+    used = set()
+    for launch in plan.launches:
+        for parameter in launch.parameters:
+            if isinstance(parameter, TensorMap):
+                used.add(parameter.buffer)
+                assert parameter.offset_bytes + parameter.extent_bytes <= sizes[parameter.buffer]
+            elif isinstance(parameter, Buffer):
+                used.add(parameter.index)
+                assert parameter.offset_bytes < sizes[parameter.index]
+    assert used == set(range(len(sizes)))
+    tournaments = [launch for launch in plan.launches if "pivots" in launch.entry.name]
+    assert len(tournaments) == 8 * math.ceil(size / 256)
+    # The candidates fit one CTA.
+    assert all(
+        32 * launch.grid[0] <= 64 * int(launch.entry.name.split(", ")[2][0])
+        for launch in tournaments
+    )
+    # Kernels of the elimination do not wait for prerequisites, so none may start early.
+    assert not any(
+        launch.overlaps
+        for launch in plan.launches
+        if not re.search("split_float32|wgmma", launch.entry.name)
+    )
+
+
+# On a Hopper GPU.
+
+
+def rows_of(n):
+    return np.unique(np.append(np.arange(0, n, n // 32), n - 1))
+
+
+def assert_inverse(a, x):
+    """Rows of ``a @ x`` are those of an identity, up to the rounding of sums of n products."""
+    roundoff = UNIT_ROUNDOFF[np.dtype(x.dtype)]
+    a, x = np.asarray(a, np.float64), np.asarray(x, np.float64)
+    rows = rows_of(len(a))
+    error = np.abs(a[rows] @ x - np.eye(len(a))[rows]).max()
+    assert error <= len(a) * roundoff * (np.abs(a[rows]) @ np.abs(x)).max()
+
+
+def permuted_triangle(rng, n):
+    """Without pivoting, the first pivots would be 0."""
+    triangle = np.tril(rng.standard_normal((n, n)), -1) / n**0.5 + 2 * np.eye(n)
+    return triangle[rng.permutation(n)]
+
+
+MATRICES = {
+    "random": lambda rng, n: rng.standard_normal((n, n)),
+    "permuted triangle": permuted_triangle,
+    "reversed identity": lambda _, n: np.eye(n)[::-1],
+    "ties": lambda rng, n: rng.choice([-1.0, 1.0], (n, n)),
+}
+
+
+@needs_hopper
+@pytest.mark.parametrize("size", [512, 1000, 4096, 5000, 8192])
+@pytest.mark.parametrize("kind", MATRICES)
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.one_in(5)
+def test_inverse(rng, x64, dtype, kind, size):
+    a = jnp.asarray(MATRICES[kind](rng, size), dtype)
+    with jtk.strict():
+        x = jax.jit(linalg.inv)(a)
+    assert_inverse(a, x)
+
+
+def kernel_matrix(rng, n, ridge):
+    """Values of a Gaussian kernel, whose factors are nearly singular where the points are near."""
+    points = np.sort(rng.random(n))
+    return np.exp(-((points[:, None] - points) ** 2) / 0.02) + ridge * np.eye(n)
+
+
+HARD = {
+    "kernel, 1e-2": lambda rng, n: kernel_matrix(rng, n, 1e-2),
+    "kernel, 1e-4": lambda rng, n: kernel_matrix(rng, n, 1e-4),
+    "rows of 1e-6 to 1": lambda rng, n: (
+        rng.standard_normal((n, n)) * np.geomspace(1, 1e-6, n)[:, None]
+    ),
+    "columns of 1e-6 to 1": lambda rng, n: rng.standard_normal((n, n)) * np.geomspace(1e-6, 1, n),
+}
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    ("size", "columns"), [(512, 1), (1000, 33), (2304, 100), (5000, 7), (8192, 256)]
+)
+@pytest.mark.parametrize("kind", MATRICES | HARD)
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.one_in(7)
+def test_solution_is_backward_stable(rng, x64, dtype, kind, size, columns):
+    """The residual does not depend on the condition number."""
+    a = jnp.asarray((MATRICES | HARD)[kind](rng, size), dtype)
+    b = random(rng, (size, columns), dtype)
+    with jtk.strict():
+        x = jax.jit(linalg.solve)(a, b)
+    a, x, b = (np.asarray(value, np.float64) for value in (a, x, b))
+    rows = rows_of(size)
+    residual = np.abs(a[rows] @ x - b[rows]).max(0)
+    roundoff = UNIT_ROUNDOFF[dtype]
+    assert np.all(residual <= size * roundoff * np.abs(a[rows]).sum(1).max() * np.abs(x).max(0))
+
+
+@needs_hopper
+def test_operands_keep_their_values(rng):
+    a, b = random(rng, (1024, 1024), F32), random(rng, (1024, 5), F32)
+    before = np.array(a), np.array(b)
+    assert_inverse(before[0], linalg.inv(a))
+    linalg.solve(a, b).block_until_ready()
+    np.testing.assert_array_equal(a, before[0])
+    np.testing.assert_array_equal(b, before[1])
+
+
+@needs_hopper
+def test_bits_repeat(rng):
+    a, b = random(rng, (1024, 1024), F32), random(rng, (1024, 5), F32)
+    for call in (lambda: linalg.inv(a)), (lambda: linalg.solve(a, b)):
+        np.testing.assert_array_equal(call(), call())
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda a: a.at[:, 300].set(0),
+        lambda a: jnp.zeros_like(a),
+        lambda a: a.at[70, 1000].set(jnp.nan),
+        lambda a: a.at[:, 257].set(jnp.inf),
+        lambda a: jnp.full_like(a, jnp.nan),
+    ],
+    ids=["column of zeros", "zeros", "NaN", "column of infinities", "all NaN"],
+)
+def test_what_has_no_inverse_is_not_finite(rng, damage):
+    """And the kernels end: their loops do not depend on values."""
+    a = damage(random(rng, (1024, 1024), F32))
+    for x in linalg.inv(a), linalg.solve(a, jnp.ones(1024)):
+        assert not np.isfinite(x).all()
+        if np.isnan(a).any():
+            assert np.isnan(x).any()
+
+
+@needs_hopper
+def test_gradient(rng):
+    """The gradient of ``u @ inv(a) @ v`` is ``-outer(u @ x, x @ v)``."""
+    n = 1024
+    a = random(rng, (n, n), F32)
+    u, v = random(rng, (n,), F32), random(rng, (n,), F32)
+    gradient = jax.jit(jax.grad(lambda a: jnp.sum(u[:, None] * linalg.inv(a) * v)))(a)
+    x, u, v = (np.asarray(value, np.float64) for value in (linalg.inv(a), u, v))
+    expected = -np.outer(u @ x, x @ v)
+    # Two products of sums of n, and the rounding of u * v.
+    bound = 3 * n * ROUNDOFF * np.outer(np.abs(u) @ np.abs(x), np.abs(x) @ np.abs(v))
+    assert np.all(np.abs(np.asarray(gradient, np.float64) - expected) <= bound)
+
+
+@needs_hopper
+def test_gradient_of_a_solution(rng):
+    """The gradient of ``u @ solve(a, b)`` is ``y = solve(a.T, u)`` and ``-outer(y, x)``."""
+    n = 1024
+    a, b, u = (random(rng, shape, F32) for shape in ((n, n), (n,), (n,)))
+    of_a, of_b = jax.jit(jax.grad(lambda a, b: u @ linalg.solve(a, b), (0, 1)))(a, b)
+    x = np.asarray(linalg.solve(a, b), np.float64)
+    y, u, wide = (np.asarray(value, np.float64) for value in (of_b, u, a))
+    residual = np.abs(wide.T @ y - u).max()
+    assert residual <= n * ROUNDOFF * np.abs(wide).sum(0).max() * np.abs(y).max()
+    np.testing.assert_allclose(
+        of_a, -np.outer(y, x), rtol=1e-5, atol=1e-6 * np.abs(y).max() * np.abs(x).max()
+    )
