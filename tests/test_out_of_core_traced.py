@@ -63,7 +63,7 @@ def test_empty(shape):
 
 @pytest.mark.parametrize("memories", [(HOST, HOST), (HOST, DEVICE)])
 def test_derivatives(rng, memories):
-    """Of first and second order; cotangents are where their primals are."""
+    """First and second order; cotangents are where their primals are."""
     a, b = (rng.integers(-3, 4, s).astype(np.float32) for s in ((260, 200), (200, 300)))
     w = rng.integers(-3, 4, (260, 300)).astype(np.float32)
     operands = [placed(x, memory) for x, memory in zip((a, b), memories, strict=True)]
