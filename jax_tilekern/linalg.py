@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.ops import matrices
 from jax_tilekern.ops.matmul import matmul
-from jax_tilekern.ops.matrix_kernels import refusal, solved_by_elimination
+from jax_tilekern.ops.matrix_kernels import has_solve_kernel, refusal
 
 __all__ = [
     "SlogdetResult", "cholesky", "det", "inv", "lu", "lu_factor", "slogdet", "solve",
@@ -80,8 +80,9 @@ def inv(a: ArrayLike) -> Array:
 def solve(a: ArrayLike, b: ArrayLike) -> Array:
     """Solve ``a @ x = b``, with the semantics of :func:`jax.numpy.linalg.solve`.
 
-    It is Gaussian elimination with partial pivoting. Derivatives of large systems reuse their
-    factors, where these are not a kernel's.
+    It is Gaussian elimination with partial pivoting. For a large matrix on Hopper the pivots are
+    those of a tournament. A kernel does not return its factors, so derivatives factor the matrix
+    again. Elsewhere XLA reuses the factors.
 
     Parameters
     ----------
@@ -117,7 +118,7 @@ def solve(a: ArrayLike, b: ArrayLike) -> Array:
     if why is not None:
         solutions: Array = jnp.linalg.solve(matrices.left_to_xla(a, "solve", why), b)
         return solutions
-    function = matrices.solve if solved_by_elimination(a) else _solve_by_factors
+    function = matrices.solve if has_solve_kernel(a) else _solve_by_factors
     return _with_vectors(function, a, b, vectors=b.ndim == 1)
 
 

@@ -170,7 +170,8 @@ def assert_inverse(a, x):
     """Rows of ``a @ x`` are those of an identity, up to the rounding of sums of n products."""
     roundoff = UNIT_ROUNDOFF[np.dtype(x.dtype)]
     a, x = np.asarray(a, np.float64), np.asarray(x, np.float64)
-    rows = rows_of(len(a))
+    # Large products take long on the host.
+    rows = np.arange(len(a)) if len(a) <= 1024 else rows_of(len(a))
     error = np.abs(a[rows] @ x - np.eye(len(a))[rows]).max()
     assert error <= len(a) * roundoff * (np.abs(a[rows]) @ np.abs(x)).max()
 
@@ -179,6 +180,11 @@ def permuted_triangle(rng, n):
     """Without pivoting, the first pivots would be 0."""
     triangle = np.tril(rng.standard_normal((n, n)), -1) / n**0.5 + 2 * np.eye(n)
     return triangle[rng.permutation(n)]
+
+
+def negative_triangle(_, n):
+    """Its inverse has elements of up to 2^(n - 2); its own elimination changes nothing."""
+    return np.eye(n) - np.tril(np.ones((n, n)), -1)
 
 
 MATRICES = {
@@ -208,6 +214,7 @@ def kernel_matrix(rng, n, ridge):
 
 
 HARD = {
+    "unit lower, of -1": negative_triangle,
     "kernel, 1e-2": lambda rng, n: kernel_matrix(rng, n, 1e-2),
     "kernel, 1e-4": lambda rng, n: kernel_matrix(rng, n, 1e-4),
     "rows of 1e-6 to 1": lambda rng, n: (
@@ -231,10 +238,33 @@ def test_solution_is_backward_stable(rng, x64, dtype, kind, size, columns):
     with jtk.strict():
         x = jax.jit(linalg.solve)(a, b)
     a, x, b = (np.asarray(value, np.float64) for value in (a, x, b))
-    rows = rows_of(size)
+    rows = np.arange(size) if size <= 1024 else rows_of(size)
     residual = np.abs(a[rows] @ x - b[rows]).max(0)
     roundoff = UNIT_ROUNDOFF[dtype]
     assert np.all(residual <= size * roundoff * np.abs(a[rows]).sum(1).max() * np.abs(x).max(0))
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    ("dtype", "exponent"), [(F32, 127), (F32, -125), (F64, 1023), (F64, -1021)]
+)
+@pytest.mark.parametrize("columns", [31, 32, 33])
+def test_scales_near_the_limits(x64, dtype, exponent, columns):
+    """Reciprocals of pivots are subnormal, or nearly infinite."""
+    a = np.ldexp(np.eye(600, dtype=dtype), exponent)
+    b = np.ldexp(np.ones((600, columns), dtype), exponent)
+    np.testing.assert_array_equal(jax.jit(linalg.solve)(a, b), 1)
+
+
+@needs_hopper
+def test_vmap_over_right_hand_sides_is_one_call(rng):
+    a, b = random(rng, (700, 700), F32), random(rng, (3, 700, 5), F32)
+    mapped = jax.vmap(linalg.solve, (None, 0))
+    (choice,) = jtk.explain(mapped, a, b)
+    assert "15 columns" in choice.kernel
+    x, a, b = (np.asarray(value, np.float64) for value in (mapped(a, b), a, b))
+    bound = 700 * ROUNDOFF * np.abs(a).sum(1).max() * np.abs(x).max()
+    assert np.abs(a @ x - b).max() <= bound
 
 
 @needs_hopper
@@ -266,10 +296,11 @@ def test_bits_repeat(rng):
     ],
     ids=["column of zeros", "zeros", "NaN", "column of infinities", "all NaN"],
 )
-def test_what_has_no_inverse_is_not_finite(rng, damage):
+@pytest.mark.parametrize(("n", "dtype"), [(1024, F32), (1001, F64)])
+def test_what_has_no_inverse_is_not_finite(rng, x64, damage, n, dtype):
     """And the kernels end: their loops do not depend on values."""
-    a = damage(random(rng, (1024, 1024), F32))
-    for x in linalg.inv(a), linalg.solve(a, jnp.ones(1024)):
+    a = damage(random(rng, (n, n), dtype))
+    for x in linalg.inv(a), linalg.solve(a, jnp.ones(n, dtype)):
         assert not np.isfinite(x).all()
         if np.isnan(a).any():
             assert np.isnan(x).any()

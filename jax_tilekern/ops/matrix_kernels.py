@@ -1,7 +1,7 @@
 """The kernels of operations on square matrices: what a planner returns for each platform.
 
 Matrices up to ``MAX_SIZE`` have a kernel each. On a GPU larger ones are computed in blocks, or
-inverted by a plan of several kernels.
+inverted and solved by a plan of several kernels.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def refused(a: Any, *avals: Any, **params: Any) -> Fallback | None:
     return None if why is None else Fallback(why)
 
 
-def solved_by_elimination(a: Any) -> bool:
-    """Return whether a GPU may solve systems with matrices like ``a`` by a kernel or one plan."""
+def has_solve_kernel(a: Any) -> bool:
+    """Return whether a GPU may have a kernel or a plan for systems with matrices like ``a``."""
     matrices = _matrices(a)
     return matrices.size <= MAX_SIZE or blocked_lu.covers(*dataclasses.astuple(matrices))
 
@@ -104,10 +104,14 @@ def solution_of_large(
     a, b = operands
     matrices = _matrices(a.aval)
     if not blocked_lu.covers(*dataclasses.astuple(matrices)):
-        return Fallback(_TOO_LARGE)
+        sizes = f"{blocked_lu.MIN_ROWS} to {blocked_lu.MAX_ROWS}"
+        return Fallback(f"{_TOO_LARGE}, and for one matrix of {sizes} rows")
     if transpose:
         return Rewrite("the transposed matrix", transposed)
-    problem = matrices.size, b.aval.shape[-1], matrices.dtype
+    columns = b.aval.shape[-1]
+    if columns > blocked_lu.MAX_COLUMNS:
+        return Fallback(f"{columns} right-hand sides (at most {blocked_lu.MAX_COLUMNS})")
+    problem = matrices.size, columns, matrices.dtype
     return planned_kernel((a.value, b.value), blocked_lu.plan_solution, *problem)
 
 

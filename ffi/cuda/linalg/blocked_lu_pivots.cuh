@@ -1,8 +1,8 @@
 // The pivots of a panel of 32 columns, by a tournament (CALU; Grigori, Demmel and Xiang, SIAM J.
 // Matrix Anal. Appl. 32, 2011).
 //
-// Each CTA eliminates its own rows by themselves, with partial pivoting. The rows of its 32 pivots
-// are candidates. The CTA that is the last to know its own eliminates the candidates of all.
+// Each CTA eliminates rows of its own, with partial pivoting. The rows of its 32 pivots are
+// candidates. The last CTA to finish eliminates all candidates.
 //
 // Four lanes share a row, 8 columns each.
 #pragma once
@@ -22,26 +22,26 @@ struct alignas(16) Four {
   T x, y, z, w;
 };
 
-// What a panel's pivots leave for the update of all rows.
+// The pivots of a panel, for the update of all rows.
 template <typename T>
 struct PanelSteps {
   // Row s is the pivot of step s as that step finds it: from column s its row of the upper factor,
-  // and before that its row of the inverse of the unit lower factor of the pivots.
+  // and before that its multiples of the pivots of those steps.
   alignas(16) T rows[kPanelColumns][kPanelColumns];
-  // 1 / rows[s][s].
+  // 1 / rows[s][s], or 0 where that is infinite.
   T reciprocals[kPanelColumns];
 };
 
 // The rows that a CTA eliminates, of which each group of lanes has a few.
 inline constexpr int kLanesOfRow = 4;
 inline constexpr int kGroups = kPivotsThreads / kLanesOfRow;
-inline constexpr int kMostRows = 8 * kGroups;
+inline constexpr int kMaxRows = 8 * kGroups;
 
-// The order of candidates for a pivot: by magnitude, and NaN above infinity; then the first row. 0
-// is for none. The row takes the place of the last of 32 bits, so that magnitudes count as equal
-// that differ by less than 2^-14, or 2^-11 in float64.
+// The order of candidates for a pivot: by magnitude, and NaN above infinity; then the first row.
+// Key 0 means no candidate. The last of 32 bits are the row's. Magnitudes within a relative 2^-14,
+// or 2^-11 in float64, compare as equal.
 struct CandidateKey {
-  static_assert(kMostRows == 512);
+  static_assert(kMaxRows == 512);
   static constexpr uint32 kMagnitude = 0x7ffffe00u;
   // All bits, or none if the row is no candidate.
   uint32 mask;
@@ -61,19 +61,20 @@ struct CandidateKey {
   static int row_of(uint32 key) { return 511 - static_cast<int>(key & 511u); }
 };
 
-// Within two units in the last place; infinite for 0 and below the least normal number.
+// Within two units in the last place.
 inline float approximate_reciprocal(float value) {
   float reciprocal;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(value));
+  asm("rcp.approx.f32 %0, %1;" : "=f"(reciprocal) : "f"(value));
   return reciprocal;
 }
 inline double approximate_reciprocal(double value) { return __drcp_rn(value); }
 
-// A pivot below the least normal number eliminates nothing.
+// A pivot whose reciprocal overflows eliminates nothing.
 template <typename T>
 inline T pivot_reciprocal(T pivot) {
-  constexpr T kLeast = sizeof(T) == 4 ? 0x1p-126 : 0x1p-1022;
-  return fabs(pivot) < kLeast ? 0 : approximate_reciprocal(pivot);
+  constexpr T kMax = sizeof(T) == 4 ? 0x1.fffffep127 : 0x1.fffffffffffffp1023;
+  const T reciprocal = approximate_reciprocal(pivot);
+  return fabs(reciprocal) > kMax ? 0 : reciprocal;
 }
 
 // Calls `function` with the constant that equals `index`, of kCount from kFirst: registers cannot
@@ -98,8 +99,9 @@ template <typename T>
 struct PivotExchange {
   static constexpr int kWarps = kPivotsThreads / 32;
 
-  // The best row of each warp, and its reciprocal. Two are used in turn: a warp writes those of
-  // step s + 2 after the barrier of step s + 1, before which all have read those of step s.
+  // The best row of each warp, and the reciprocal of its pivot. There are two buffers: a warp
+  // writes those of step s + 2 after the barrier of step s + 1, before which all have read those of
+  // step s.
   alignas(16) T rows[2][kWarps][kPanelColumns + 4];
   alignas(16) uint32 keys[2][kWarps];
   // The row of each step, or -1.
@@ -110,8 +112,8 @@ struct PivotExchange {
 // unless that is negative. Finds the pivots, and if kStores stores the steps.
 template <typename T, int kRows, bool kStores>
 inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRows],
-                           PivotExchange<T>& shared, PanelSteps<T>* stored) {
-  static_assert(kRows * kGroups <= kMostRows);
+                           PivotExchange<T>& shared, PanelSteps<T>& stored) {
+  static_assert(kRows * kGroups <= kMaxRows);
   constexpr int kWarps = PivotExchange<T>::kWarps, kOwn = kPanelColumns / kLanesOfRow;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int group = threadIdx.x / kLanesOfRow, part = threadIdx.x % kLanesOfRow;
@@ -139,7 +141,7 @@ inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRow
     const bool holds_column = part == quarter;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const int step = quarter * kOwn + i, turn = i % 2;
+      const int step = quarter * kOwn + i, buffer = i % 2;
       uint32 key = 0;
       T column[kRows];
 #pragma unroll
@@ -150,7 +152,7 @@ inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRow
       key = __reduce_max_sync(~0u, holds_column ? key : 0);
       const int best = CandidateKey::row_of(key);
       if (best / kRows == group) {
-        T* row = shared.rows[turn][warp];
+        T* row = shared.rows[buffer][warp];
         with_constant<kRows>(best % kRows, [&](auto constant) {
           constexpr int r = decltype(constant)::value;
 #pragma unroll
@@ -161,15 +163,15 @@ inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRow
           if (holds_column) row[kPanelColumns] = pivot_reciprocal(values[r][i]);
         });
       }
-      if (lane == 0) shared.keys[turn][warp] = key;
+      if (lane == 0) shared.keys[buffer][warp] = key;
       __syncthreads();
 
-      const uint4 first = reinterpret_cast<const uint4*>(shared.keys[turn])[0];
-      const uint4 last = reinterpret_cast<const uint4*>(shared.keys[turn])[1];
+      const uint4 first = reinterpret_cast<const uint4*>(shared.keys[buffer])[0];
+      const uint4 last = reinterpret_cast<const uint4*>(shared.keys[buffer])[1];
       const uint32 largest = max_of(max_of(max_of(first.x, first.y), max_of(first.z, first.w)),
                                     max_of(max_of(last.x, last.y), max_of(last.z, last.w)));
       const int winner = CandidateKey::row_of(largest);
-      const T* pivot = shared.rows[turn][winner / (kRows * (32 / kLanesOfRow)) % kWarps];
+      const T* pivot = shared.rows[buffer][winner / (kRows * (32 / kLanesOfRow)) % kWarps];
       const T reciprocal = pivot[kPanelColumns];
       T pivot_values[kOwn];
 #pragma unroll
@@ -180,9 +182,17 @@ inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRow
         pivot_values[c + 2] = v.z;
         pivot_values[c + 3] = v.w;
       }
-      if (kStores && warp == i % kWarps) {
-        stored->rows[step][lane] = pivot[lane];
-        if (lane == 0) stored->reciprocals[step] = reciprocal;
+      if constexpr (kStores) {
+        if (warp == i % kWarps) {
+          stored.rows[step][lane] = pivot[lane];
+          if (lane == 0) stored.reciprocals[step] = reciprocal;
+        }
+        // The multiples in the columns of the steps before remain.
+#pragma unroll
+        for (int c = 0; c < kOwn; ++c) {
+          const bool is_right = c > i ? part >= quarter : part > quarter;
+          pivot_values[c] = is_right ? pivot_values[c] : 0;
+        }
       }
       if (winner / kRows == group) {
         with_constant<kRows>(winner % kRows, [&](auto constant) {
@@ -199,20 +209,19 @@ inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRow
         const T factor = keys[r].kept(-column[r] * reciprocal);
 #pragma unroll
         for (int c = 0; c < kOwn; ++c) values[r][c] += factor * pivot_values[c];
-        // The column is not read again but in a pivot's row, for the inverse of the lower factor.
         if (kStores && holds_column) values[r][i] = factor;
       }
     }
   }
 }
 
-// Finds the pivots of the panel of 32 columns from `column` of `block`, which has `rows` rows at a
-// distance of `stride`, without a change to it.
+// Finds the pivots of the panel of 32 columns from `column` of `block`. `block` has `rows` rows at
+// a distance of `stride`, and is not modified.
 //
-// `steps` has the column of the block for which each row is the pivot, or -1, and `order` the row
-// that is the pivot of each column; those from `column` are this panel's, and the panel at 0 sets
-// all of `steps`. `pivot_rows` receives the block's rows that are the pivots. `arrived` is 0 before
-// and after; `candidates` has 32 numbers for each CTA.
+// `steps` has for each row the column of the block of which it is the pivot, or -1. The panel at
+// column 0 initializes it. `order` has the pivot of each column; the panel writes its own 32.
+// `pivot_rows` receives the block's rows that are the pivots, eliminated by each other. `arrived`
+// is 0 before and after. `candidates` has 32 numbers for each CTA.
 //
 // A group of lanes has kRows consecutive rows of its CTA, and kFinalRows of the candidates.
 template <typename T, int kRows, int kFinalRows>
@@ -220,11 +229,11 @@ __global__ void __launch_bounds__(kPivotsThreads, 1)
     blocked_lu_pivots(const T* block, int32* steps, int32* order, uint32* arrived,
                       int32* candidates, PanelSteps<T>* panel_steps, T* pivot_rows, int rows,
                       int stride, int column) {
-  constexpr int kColumns = kPanelColumns, kWarps = kPivotsThreads / 32;
+  constexpr int kColumns = kPanelColumns;
   __shared__ PivotExchange<T> shared;
+  __shared__ PanelSteps<T> stored;
   __shared__ bool is_last;
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  const int group = thread / kLanesOfRow;
+  const int thread = threadIdx.x, group = thread / kLanesOfRow;
   const T* panel = block + column;
 
   int numbers[kRows];
@@ -234,7 +243,7 @@ __global__ void __launch_bounds__(kPivotsThreads, 1)
     if (column == 0 && row < rows && thread % kLanesOfRow == 0) steps[row] = -1;
     numbers[r] = row < rows && (column == 0 || steps[row] < 0) ? row : -1;
   }
-  eliminate_rows<T, kRows, false>(panel, stride, numbers, shared, nullptr);
+  eliminate_rows<T, kRows, false>(panel, stride, numbers, shared, stored);
   __syncthreads();
   if (thread < kColumns) candidates[blockIdx.x * kColumns + thread] = shared.pivots[thread];
   __threadfence();
@@ -250,31 +259,37 @@ __global__ void __launch_bounds__(kPivotsThreads, 1)
     const int i = group * kFinalRows + r;
     final_numbers[r] = i < gridDim.x * kColumns ? __ldcg(candidates + i) : -1;
   }
-  eliminate_rows<T, kFinalRows, true>(panel, stride, final_numbers, shared, panel_steps);
+  eliminate_rows<T, kFinalRows, true>(panel, stride, final_numbers, shared, stored);
   __syncthreads();
   if (thread < kColumns) {
     const int row = shared.pivots[thread];
     order[column + thread] = row;
     steps[row] = column + thread;
+    panel_steps->reciprocals[thread] = stored.reciprocals[thread];
   }
-  // A warp copies four rows.
-  Four<T> copied[kColumns / kWarps][2];
+  for (int i = thread; i < kColumns * kColumns; i += kPivotsThreads) {
+    panel_steps->rows[i / kColumns][i % kColumns] = stored.rows[i / kColumns][i % kColumns];
+  }
+
+  // A thread has a column of the block.
+  static_assert(kPivotsThreads == kBlockColumns);
+  T x[kColumns];
 #pragma unroll
-  for (int i = 0; i < kColumns / kWarps; ++i) {
-    const T* from = block + int64(shared.pivots[i * kWarps + warp]) * stride;
+  for (int s = 0; s < kColumns; ++s) x[s] = block[int64(shared.pivots[s]) * stride + thread];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      copied[i][half] = reinterpret_cast<const Four<T>*>(from)[half * 32 + lane];
+  for (int s = 1; s < kColumns; ++s) {
+#pragma unroll
+    for (int i = 0; i < s; i += 4) {
+      const Four<T> v = *reinterpret_cast<const Four<T>*>(&stored.rows[s][i]);
+      const T multiples[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (i + e < s) x[s] += multiples[e] * x[i + e];
+      }
     }
   }
 #pragma unroll
-  for (int i = 0; i < kColumns / kWarps; ++i) {
-    T* to = pivot_rows + (i * kWarps + warp) * kBlockColumns;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      reinterpret_cast<Four<T>*>(to)[half * 32 + lane] = copied[i][half];
-    }
-  }
+  for (int s = 0; s < kColumns; ++s) pivot_rows[s * kBlockColumns + thread] = x[s];
 }
 
 }  // namespace tilekern

@@ -24,12 +24,11 @@ struct UpdateTile {
 };
 
 // Eliminates the 32 columns from `column` of a block in all of its rows, by the steps of its
-// pivots.
+// pivots, and updates the columns behind them.
 //
-// A row that was the pivot of step s then has its row of the upper factor from column s, and before
-// that its row of the inverse of the unit lower factor of the pivots. Every other row has the
-// multiples of the pivots' rows that eliminate it. The block's other columns are updated by the
-// product of the multiples with the pivots' rows, `pivot_rows`.
+// The pivot of step s then has its row of the upper factor from column s. Before that it has its
+// multiples of the pivots of earlier steps, negated. All other rows have multiples of all pivots.
+// The columns behind the panel change by the product of the multiples with `pivot_rows`.
 //
 // A warp has 8 rows. In the panel four lanes share a row, 8 columns each.
 template <typename T, int kWarps>
@@ -51,6 +50,8 @@ __global__ void __launch_bounds__(kWarps * 32)
   for (int i = thread; i < kColumns * kVectors; i += kThreads) {
     (&right[0][0])[i] = reinterpret_cast<const Vector*>(pivot_rows)[i];
   }
+  // Whether the lane's columns of a half of the block are behind the panel.
+  const auto is_behind = [&](int half) { return (half * 32 + lane) * 4 >= column + kColumns; };
   Vector values[kRows][2];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(kWarps * 32)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       values[r][half] = {};
-      if (row < rows) {
+      if (row < rows && is_behind(half)) {
         values[r][half] =
             reinterpret_cast<const Vector*>(block + int64(row) * stride)[half * 32 + lane];
       }
@@ -85,16 +86,18 @@ __global__ void __launch_bounds__(kWarps * 32)
   for (int t = 0; t < kColumns; ++t) {
     const T first = __shfl_sync(~0u, x[t % kOwn], t / kOwn, 4);
     const T factor = t < limit ? -first * pivots.reciprocals[t] : 0;
-    const T kept = x[t % kOwn];
+    // The columns before t keep the multiples of earlier steps.
+    const bool is_behind = lane % 4 > t / kOwn, has_column = lane % 4 == t / kOwn;
+    const T before = is_behind ? factor : 0, after = is_behind || has_column ? factor : 0;
 #pragma unroll
     for (int i = 0; i < kOwn; i += 4) {
       const Vector v = *reinterpret_cast<const Vector*>(&pivots.rows[t][own_column + i]);
-      x[i] += factor * v.x;
-      x[i + 1] += factor * v.y;
-      x[i + 2] += factor * v.z;
-      x[i + 3] += factor * v.w;
+      x[i] += (i > t % kOwn ? after : before) * v.x;
+      x[i + 1] += (i + 1 > t % kOwn ? after : before) * v.y;
+      x[i + 2] += (i + 2 > t % kOwn ? after : before) * v.z;
+      x[i + 3] += (i + 3 > t % kOwn ? after : before) * v.w;
     }
-    if (lane % 4 == t / kOwn) x[t % kOwn] = t < limit ? factor : kept;
+    if (has_column && t < limit) x[t % kOwn] = factor;
   }
 #pragma unroll
   for (int i = 0; i < kOwn; i += 4) {
@@ -132,8 +135,7 @@ __global__ void __launch_bounds__(kWarps * 32)
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int vector = half * 32 + lane;
-    // The panel's own columns have been stored.
-    if (vector / (kColumns / 4) == column / kColumns) continue;
+    if (!is_behind(half)) continue;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int row = tile + warp * kRows + r;
@@ -145,13 +147,11 @@ __global__ void __launch_bounds__(kWarps * 32)
 }
 
 // Moves the rows of a block's pivots, in their order, to the top of `matrix`, and the rows that
-// were there to where the pivots were. `order` has the pivots among the rows from `first`, `steps`
-// is that of the panels, and `permutation` the original place of each row, which the block at 0
-// sets.
+// were there to where the pivots were. `order` has the pivots among the rows from `first`, and
+// `steps` is that of the panels. `permutation` has the original place of each row.
 //
-// Outside of the block's columns the pivots' rows go to `pivot_rows`, and zeros take their place,
-// to which a product adds its result. `pivot_rows` is zero in the block's columns. A CTA has all
-// rows that move, of 128 bytes of each from `begin`.
+// Outside of the block's columns the pivots' rows go to `pivot_rows` only. There the block's own
+// columns become an identity. Each CTA moves 128 bytes of every row, from column `begin` on.
 template <typename T>
 __global__ void __launch_bounds__(256)
     blocked_lu_exchange(T* matrix, const int32* steps, const int32* order, int32* permutation,
@@ -210,12 +210,22 @@ __global__ void __launch_bounds__(256)
   // All rows have been read before the first is written.
   __syncthreads();
   const bool in_block = column / kBlockColumns == first / kBlockColumns;
+  constexpr int kElements = 16 / sizeof(T);
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     const int at = i * kRowsAtOnce + row;
-    reinterpret_cast<float4*>(rows + int64(at) * stride)[vector] = in_block ? pivots[i] : float4{};
-    reinterpret_cast<float4*>(pivot_rows + int64(at) * stride + column)[vector] =
-        in_block ? float4{} : pivots[i];
+    alignas(16) T identity[kElements];
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+      identity[e] = column + vector * kElements + e == first + at;
+    }
+    float4* to = reinterpret_cast<float4*>(pivot_rows + int64(at) * stride + column) + vector;
+    if (in_block) {
+      reinterpret_cast<float4*>(rows + int64(at) * stride)[vector] = pivots[i];
+      *to = *reinterpret_cast<const float4*>(identity);
+    } else {
+      *to = pivots[i];
+    }
     const int place = places[at];
     if (place >= 0) {
       reinterpret_cast<float4*>(rows + int64(place) * stride)[vector] = others[i];
@@ -223,21 +233,29 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// Copies the multiples of a block's pivots' rows to `multiples`: of the pivots the inverse of their
-// unit lower factor, and of the rows below what eliminates them. `block` begins with the pivots.
+// Moves the multiples of the rows below a block's pivots out of `block`, whose first 256 rows are
+// the pivots, and leaves zeros. The inverse of the pivots' unit lower factor, which `pivot_rows`
+// has in the block's columns, takes the place of the factor.
 template <typename T>
 __global__ void __launch_bounds__(256)
-    blocked_lu_multiples(const T* block, T* multiples, int rows, int stride) {
+    blocked_lu_multiples(T* block, const T* pivot_rows, T* multiples, int rows, int stride) {
   constexpr int kVectors = kBlockColumns / 4;
   for (int i = blockIdx.x * 256 + threadIdx.x; i < rows * kVectors; i += gridDim.x * 256) {
     const int row = i / kVectors, column = i % kVectors * 4;
-    Four<T> v = *reinterpret_cast<const Four<T>*>(block + int64(row) * stride + column);
-    // A pivot's row of the upper factor begins at its own column.
-    if (column >= row) v.x = column == row;
-    if (column + 1 >= row) v.y = column + 1 == row;
-    if (column + 2 >= row) v.z = column + 2 == row;
-    if (column + 3 >= row) v.w = column + 3 == row;
-    reinterpret_cast<Four<T>*>(multiples)[i] = v;
+    Four<T>* own = reinterpret_cast<Four<T>*>(block + int64(row) * stride + column);
+    if (row >= kBlockColumns) {
+      reinterpret_cast<Four<T>*>(multiples)[i - kBlockColumns * kVectors] = *own;
+      *own = {};
+    } else if (column < row) {
+      Four<T> v = *own;
+      const Four<T> inverse =
+          *reinterpret_cast<const Four<T>*>(pivot_rows + int64(row) * stride + column);
+      v.x = inverse.x;
+      if (column + 1 < row) v.y = inverse.y;
+      if (column + 2 < row) v.z = inverse.z;
+      if (column + 3 < row) v.w = inverse.w;
+      *own = v;
+    }
   }
 }
 

@@ -1,8 +1,9 @@
 """Plans of an inverse and of a solution by LU factors in blocks, on ``blocked_lu_*.cuh``.
 
-A block of columns is eliminated in panels, whose pivots are found by a tournament. Its columns then
-hold the multiples that eliminate it elsewhere, and one product updates all other columns, among
-them the right-hand sides. Back substitution takes one product for each block too.
+A block of columns is eliminated in panels, whose pivots are found by a tournament. Then a kernel
+solves with the unit lower factor of the pivots for their rows of the other columns, among them the
+right-hand sides, and one product updates the rows below. Back substitution takes one kernel and one
+product for each block too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
 
 # Rows of the matrices, in the range that is measured.
-FEWEST, MOST = 512, 8192
+MIN_ROWS, MAX_ROWS = 512, 8192
+# A workspace has the right-hand sides.
+MAX_COLUMNS = 1 << 16
 
 _BLOCK = 256
 _PANEL = 32
@@ -47,12 +50,12 @@ _I32 = np.dtype(np.int32)
 _ARITHMETICS = {np.dtype(np.float32): "f32_normwise", np.dtype(np.float64): "f64"}
 _PIVOTS = "linalg/blocked_lu_pivots.cuh"
 _UPDATE = "linalg/blocked_lu_update.cuh"
-_SUBSTITUTION = "linalg/back_substitution.cuh"
+_SUBSTITUTION = "linalg/block_substitution.cuh"
 
 
 def covers(count: int, size: int, dtype: np.dtype[Any]) -> bool:
     """Return whether matrices have a plan on a GPU that has the kernels."""
-    return count == 1 and dtype in _ARITHMETICS and FEWEST <= size <= MOST
+    return count == 1 and dtype in _ARITHMETICS and MIN_ROWS <= size <= MAX_ROWS
 
 
 @dataclass(frozen=True)
@@ -128,13 +131,16 @@ class _Workspaces:
     panel_steps: Buffer
     panel_rows: Buffer
     pivot_rows: Buffer
-    multiples: Buffer
+    # An inverse has it, a solution does not.
+    multiples: Buffer | None = None
 
     @staticmethod
-    def bytes_of(size: int, stride: int, itemsize: int) -> tuple[int, ...]:
+    def bytes_of(size: int, stride: int, itemsize: int, *, inverse: bool) -> tuple[int, ...]:
         """Return the size of each, in their order."""
         numbers = (size, _BLOCK, size, 1, _PIVOTS_CTAS * _PANEL)
-        elements = (_STEPS_ELEMENTS, _PANEL * _BLOCK, _BLOCK * stride, size * _BLOCK)
+        elements = [_STEPS_ELEMENTS, _PANEL * _BLOCK, _BLOCK * stride]
+        if inverse:
+            elements.append(size * _BLOCK)
         return (*(n * _I32.itemsize for n in numbers), *(n * itemsize for n in elements))
 
 
@@ -147,9 +153,9 @@ class _Elimination:
     gpu: Gpu
     products: _Products
 
-    def kernel(self, file: str, name: str, *numbers: int) -> Kernel:
+    def kernel(self, file: str, name: str, *choices: int | str) -> Kernel:
         """Return a kernel for the element type."""
-        arguments = ", ".join([CXX_TYPES[self.dtype], *map(str, numbers)])
+        arguments = ", ".join([CXX_TYPES[self.dtype], *map(str, choices)])
         return Kernel(file, f"tilekern::{name}<{arguments}>")
 
     @property
@@ -168,9 +174,14 @@ class _Elimination:
         return self.kernel(_UPDATE, "blocked_lu_multiples")
 
     @property
+    def forward_substitution(self) -> Kernel:
+        """Solves with the unit lower factor of a block's pivots."""
+        return self.kernel(_SUBSTITUTION, "block_substitution", "true")
+
+    @property
     def back_substitution(self) -> Kernel:
-        """Solves for the rows of a block."""
-        return self.kernel(_SUBSTITUTION, "back_substitution")
+        """Solves with the upper factor of a block's pivots."""
+        return self.kernel(_SUBSTITUTION, "block_substitution", "false")
 
     @property
     def copy_and_extend(self) -> Kernel:
@@ -200,29 +211,55 @@ class _Elimination:
         warps = 8 if rows >= 32 * self.gpu.sm_count else 4
         return self.kernel(_UPDATE, "blocked_lu_update", warps), warps
 
-    def compiled(self) -> Compiled:
+    def compiled(self, *, inverse: bool) -> Compiled:
         """Compile all kernels but those of products."""
         rows = range(_BLOCK, self.size + 1, _BLOCK)
         own = (kernel(n)[0] for n in rows for kernel in (self.pivots, self.update))
-        others = (
+        others = [
             self.begin,
             self.exchange,
-            self.multiples,
+            self.forward_substitution,
             self.back_substitution,
             self.copy_and_extend,
-            self.copy_unit_lower,
-            self.permute_columns,
-        )
+        ]
+        if inverse:
+            others += self.multiples, self.copy_unit_lower, self.permute_columns
         return compile_kernels(*dict.fromkeys((*own, *others)), arch=self.gpu.arch)
 
+    def substitution(
+        self,
+        compiled: Compiled,
+        kernel: Kernel,
+        triangle: Buffer,
+        solutions: Buffer,
+        columns: int,
+        strides: tuple[int, int],
+        copies: Buffer | None = None,
+        skipped: int = -_BLOCK,
+    ) -> Launch:
+        """Return the launch that solves with a triangle of a block, see ``block_substitution``."""
+        return Launch(
+            entry=compiled.entry(kernel.name),
+            grid=(columns // _SUBSTITUTED_COLUMNS, 1, 1),
+            block=(256, 1, 1),
+            parameters=(
+                triangle, solutions, copies or Scalars.int64(0), *_ints(*strides, skipped)
+            ),
+            # The solutions, and of two parts of the triangle the diagonal and what waits for it.
+            shared_memory_bytes=(_SUBSTITUTED_COLUMNS + 2 * _PANEL)
+            * _BLOCK
+            * self.dtype.itemsize,
+        )  # fmt: skip
+
     def eliminate(
-        self, compiled: Compiled, matrix: _Matrix, spaces: _Workspaces, *, inverse: bool
+        self, compiled: Compiled, matrix: _Matrix, spaces: _Workspaces
     ) -> Iterator[Launch]:
         """Yield the launches that leave the upper factor, and what is right of it eliminated.
 
-        If ``inverse``, the inverse of the unit lower factor takes the place of zeros.
+        With a workspace for multiples, the inverse of the unit lower factor is below the upper one.
         """
         stride, itemsize = matrix.stride, matrix.itemsize
+        inverse = spaces.multiples is not None
         yield Launch(
             entry=compiled.entry(self.begin.name),
             grid=(math.ceil(self.size / 256), 1, 1),
@@ -274,21 +311,38 @@ class _Elimination:
                     *_ints(stride, first, begin),
                 ),
             )
-            yield Launch(
-                entry=compiled.entry(self.multiples.name),
-                grid=(min(rows // 4, 4 * self.gpu.sm_count), 1, 1),
-                block=(256, 1, 1),
-                parameters=(block, spaces.multiples, *_ints(rows, stride)),
-            )
             changed = 0 if inverse else first + _BLOCK
-            yield from self.products.launches(
-                (rows, stride - changed),
-                spaces.multiples,
-                _Matrix(spaces.pivot_rows, stride, itemsize).at(0, changed),
-                matrix.at(first, changed),
-                (_BLOCK, stride, stride),
-                "x0 + x1",
+            pivot_rows = _Matrix(spaces.pivot_rows, stride, itemsize)
+            yield self.substitution(
+                compiled,
+                self.forward_substitution,
+                block,
+                pivot_rows.at(0, changed),
+                stride - changed,
+                (stride, stride),
+                copies=matrix.at(first, changed),
+                skipped=first - changed,
             )
+            below, multiples_stride = matrix.at(first + _BLOCK, first), stride
+            if spaces.multiples is not None:
+                yield Launch(
+                    entry=compiled.entry(self.multiples.name),
+                    grid=(min(rows // 4, 4 * self.gpu.sm_count), 1, 1),
+                    block=(256, 1, 1),
+                    parameters=(
+                        block, pivot_rows.at(0, first), spaces.multiples, *_ints(rows, stride)
+                    ),
+                )  # fmt: skip
+                below, multiples_stride = spaces.multiples, _BLOCK
+            if rows > _BLOCK:
+                yield from self.products.launches(
+                    (rows - _BLOCK, stride - changed),
+                    below,
+                    pivot_rows.at(0, changed),
+                    matrix.at(first + _BLOCK, changed),
+                    (multiples_stride, stride, stride),
+                    "x0 + x1",
+                )
 
     def substitute(
         self, compiled: Compiled, matrix: _Matrix, solutions: _Matrix, columns: int
@@ -296,16 +350,14 @@ class _Elimination:
         """Yield the launches that solve with the upper factor."""
         for first in reversed(range(0, self.size, _BLOCK)):
             own = solutions.at(first, 0)
-            yield Launch(
-                entry=compiled.entry(self.back_substitution.name),
-                grid=(columns // _SUBSTITUTED_COLUMNS, 1, 1),
-                block=(256, 1, 1),
-                parameters=(
-                    matrix.at(first, first), own, *_ints(matrix.stride, solutions.stride)
-                ),
-                # The solutions, and two parts of the triangle: on the diagonal and above it.
-                shared_memory_bytes=(_SUBSTITUTED_COLUMNS + 2 * _PANEL) * _BLOCK * matrix.itemsize,
-            )  # fmt: skip
+            yield self.substitution(
+                compiled,
+                self.back_substitution,
+                matrix.at(first, first),
+                own,
+                columns,
+                (matrix.stride, solutions.stride),
+            )
             if first > 0:
                 yield from self.products.launches(
                     (first, columns),
@@ -321,16 +373,16 @@ def plan_inverse(size: int, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | NoKe
     """Plan the inverse of a matrix: the operand and the result."""
     if gpu.compute_capability != _COMPUTE_CAPABILITY:
         return _other_gpu(gpu)
-    extended, itemsize = _whole(size, _BLOCK), dtype.itemsize
+    extended, itemsize = _rounded_up(size, _BLOCK), dtype.itemsize
     operand, result, matrix, solutions, *spaces = map(Buffer, range(13))
     elimination = _Elimination(extended, dtype, gpu, _Products(dtype, gpu, 13))
-    compiled = elimination.compiled()
+    compiled = elimination.compiled(inverse=True)
     own, x = (_Matrix(buffer, extended, itemsize) for buffer in (matrix, solutions))
     workspaces = _Workspaces(*spaces)
     try:
         launches = [
             _copy(elimination, compiled, (operand, size, size), own, (extended, extended), 1),
-            *elimination.eliminate(compiled, own, workspaces, inverse=True),
+            *elimination.eliminate(compiled, own, workspaces),
             _rows_of(
                 compiled,
                 elimination.copy_unit_lower,
@@ -354,7 +406,7 @@ def plan_inverse(size: int, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | NoKe
         elimination,
         launches,
         2,
-        (square, square, *_Workspaces.bytes_of(extended, extended, itemsize)),
+        (square, square, *_Workspaces.bytes_of(extended, extended, itemsize, inverse=True)),
     )
 
 
@@ -362,11 +414,11 @@ def plan_solution(size: int, columns: int, dtype: np.dtype[Any], gpu: Gpu) -> La
     """Plan the solution of a system: the matrix, right-hand sides, and the solutions."""
     if gpu.compute_capability != _COMPUTE_CAPABILITY:
         return _other_gpu(gpu)
-    extended, sides = _whole(size, _BLOCK), _whole(columns, _SUBSTITUTED_COLUMNS)
+    extended, sides = _rounded_up(size, _BLOCK), _rounded_up(columns, _SUBSTITUTED_COLUMNS)
     stride, itemsize = extended + sides, dtype.itemsize
-    a, b, result, matrix, *spaces = map(Buffer, range(13))
-    elimination = _Elimination(extended, dtype, gpu, _Products(dtype, gpu, 13))
-    compiled = elimination.compiled()
+    a, b, result, matrix, *spaces = map(Buffer, range(12))
+    elimination = _Elimination(extended, dtype, gpu, _Products(dtype, gpu, 12))
+    compiled = elimination.compiled(inverse=False)
     own = _Matrix(matrix, stride, itemsize)
     x = _Matrix(own.at(0, extended), stride, itemsize)
     to = _Matrix(result, columns, itemsize)
@@ -374,7 +426,7 @@ def plan_solution(size: int, columns: int, dtype: np.dtype[Any], gpu: Gpu) -> La
         launches = [
             _copy(elimination, compiled, (a, size, size), own, (extended, extended), 1),
             _copy(elimination, compiled, (b, size, columns), x, (extended, sides)),
-            *elimination.eliminate(compiled, own, _Workspaces(*spaces), inverse=False),
+            *elimination.eliminate(compiled, own, _Workspaces(*spaces)),
             *elimination.substitute(compiled, own, x, sides),
             _copy(
                 elimination, compiled, (x.buffer, size, columns), to, (size, columns), stride=stride
@@ -387,7 +439,10 @@ def plan_solution(size: int, columns: int, dtype: np.dtype[Any], gpu: Gpu) -> La
         elimination,
         launches,
         3,
-        (extended * stride * itemsize, *_Workspaces.bytes_of(extended, stride, itemsize)),
+        (
+            extended * stride * itemsize,
+            *_Workspaces.bytes_of(extended, stride, itemsize, inverse=False),
+        ),
     )
 
 
@@ -443,7 +498,7 @@ def _rows_of(
     )
 
 
-def _whole(size: int, unit: int) -> int:
+def _rounded_up(size: int, unit: int) -> int:
     return math.ceil(size / unit) * unit
 
 
