@@ -1,5 +1,6 @@
 """Products of arrays in host memory inside ``jit``: values, derivatives, what is on the device."""
 
+import math
 import re
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
-from numerics import BF16, UNIT_ROUNDOFF, exact
+from numerics import BF16, UNIT_ROUNDOFF, exact, on_gpu
 
 from jax_tilekern import out_of_core
 from jax_tilekern.out_of_core.plan import Sizes
@@ -26,6 +27,13 @@ def product(limit, **settings):
     return jax.jit(lambda a, b: out_of_core.matmul(a, b, memory_limit=limit, **settings))
 
 
+@pytest.fixture(params=[False, True])
+def either_x64(request):
+    with jax.enable_x64(request.param):
+        yield
+
+
+@pytest.mark.usefixtures("either_x64")
 @pytest.mark.parametrize("memories", [(HOST, HOST), (HOST, DEVICE), (DEVICE, HOST)])
 @pytest.mark.parametrize(
     ("m", "n", "k", "limit"),
@@ -40,6 +48,20 @@ def test_values(rng, memories, m, n, k, limit):
     a, b = (rng.integers(-8, 9, shape).astype(np.float32) for shape in ((m, k), (k, n)))
     result = product(limit)(placed(a, memories[0]), placed(b, memories[1]))
     assert result.sharding.memory_kind == HOST
+    np.testing.assert_array_equal(result, a @ b)
+
+
+def test_float64(rng, x64):
+    a, b = (rng.standard_normal(shape) for shape in ((300, 200), (200, 400)))
+    result = product(2 << 20)(placed(a, HOST), placed(b, HOST))
+    assert result.dtype == np.float64
+    np.testing.assert_allclose(result, a @ b, rtol=1e-10, atol=1e-10)
+
+
+def test_operands_that_are_closed_over(rng):
+    a, b = (rng.integers(-8, 9, shape).astype(np.float32) for shape in ((300, 200), (200, 400)))
+    there = placed(b, HOST)
+    result = jax.jit(lambda a: out_of_core.matmul(a, there, memory_limit=1 << 20))(placed(a, HOST))
     np.testing.assert_array_equal(result, a @ b)
 
 
@@ -61,6 +83,7 @@ def test_empty(shape):
     np.testing.assert_array_equal(result, np.zeros((m, n)))
 
 
+@pytest.mark.usefixtures("either_x64")
 @pytest.mark.parametrize("memories", [(HOST, HOST), (HOST, DEVICE)])
 def test_derivatives(rng, memories):
     """First and second order; cotangents are where their primals are."""
@@ -104,6 +127,34 @@ def test_only_blocks_are_on_the_device(rng):
     }
 
 
+@pytest.mark.parametrize("limit", [700_000, 1 << 20, 8 << 20])
+def test_each_block_of_rows_is_copied_once(limit):
+    sizes = Sizes(1000, 700, 130, 4, 4, 4, 4)
+    rows, _ = choose_blocks(sizes, limit)
+
+    def copies(jaxpr):
+        count = 0
+        for equation in jaxpr.eqns:
+            inner = [x.jaxpr for x in equation.params.values() if hasattr(x, "jaxpr")]
+            count += equation.params.get("length", 1) * sum(map(copies, inner))
+            if equation.primitive.name == "device_put":
+                count += equation.outvars[0].aval.shape == (rows, 130)
+        return count
+
+    a, b = placed(np.ones((1000, 130), np.float32), HOST), placed(np.ones((130, 700)), HOST)
+    assert copies(jax.make_jaxpr(product(limit))(a, b).jaxpr) == math.ceil(1000 / rows)
+
+
+@pytest.mark.skipif(not on_gpu(), reason="on a CPU, both kinds of memory are the host's")
+def test_a_result_beyond_the_limit_is_not_on_the_device():
+    """The result takes 4 GiB. The limit leaves space for the 32 MiB of a cuBLAS workspace."""
+    limit = 400 << 20
+    a = placed(jnp.zeros((32768, 256), jnp.bfloat16), HOST)
+    b = placed(jnp.zeros((256, 32768), jnp.bfloat16), HOST)
+    compiled = product(limit, preferred_element_type=jnp.float32).lower(a, b).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= limit
+
+
 sizes = st.integers(1, 3000)
 
 
@@ -116,7 +167,8 @@ def test_blocks_keep_to_their_limit(m, n, k, limit):
     assert 1 <= blocks.columns <= n
 
 
-def test_errors():
+def test_errors(tmp_path):
+    file = np.memmap(tmp_path / "a", np.float32, "w+", shape=(300, 300))
     a = placed(np.ones((300, 300), np.float32), HOST)
     with pytest.raises(ValueError, match="inside jit a call needs a memory_limit"):
         product(None)(a, a)
@@ -124,5 +176,9 @@ def test_errors():
         product(1 << 20, progress=True)(a, a)
     with pytest.raises(ValueError, match="inside jit, blocks of 128x128, 300 deep, need 811008"):
         product(1000)(a, a)
+    with pytest.raises(TypeError, match=r"b is ndarray, .*: pass a JAX array"):
+        jax.jit(lambda a: out_of_core.matmul(a, np.ones((300, 3)), memory_limit=1 << 20))(a)
+    with pytest.raises(TypeError, match=r"a is memmap, .*: pass a JAX array"):
+        jax.jit(lambda b: out_of_core.matmul(file, b, memory_limit=1 << 20))(a)
     with pytest.raises(ValueError, match="contracted dimensions differ"):
         product(1 << 20)(a, placed(np.ones((200, 300), np.float32), HOST))

@@ -90,8 +90,9 @@ def matmul(
     interrupted, and integers are exact modulo their type.
 
     Inside ``jit`` operands are arrays of JAX, in host memory (``memory_kind="pinned_host"``) or on
-    the device, and so is the result in host memory. Blocks span all of ``k`` there, and derivatives
-    of any order are such products too. There is one device, and neither ``out`` nor ``progress``.
+    the device. The result is in host memory. Blocks span all of ``k`` there, and reverse-mode
+    derivatives of any order are such products too. There is one device, and neither ``out`` nor
+    ``progress``.
 
     Parameters
     ----------
@@ -126,7 +127,8 @@ def matmul(
         If an operand is not a matrix, shapes do not fit, ``memory_limit`` is too small or missing
         inside ``jit``, or a file has an unfinished product of other operands.
     TypeError
-        If an operand or ``out`` is not an array of a type that fits.
+        If an operand or ``out`` is not an array of a type that fits, or an operand inside ``jit``
+        is not an array of JAX.
     OSError
         If there is no space for the result.
 
@@ -180,6 +182,12 @@ def _traced(
             "inside jit a call needs a memory_limit: the memory that will be free when the program "
             "runs is not known"
         )
+    for name, operand in (("a", a), ("b", b)):
+        if not isinstance(operand, Array):
+            raise TypeError(
+                f"{name} is {type(operand).__name__}, which inside jit would become a constant of "
+                "the program: pass a JAX array"
+            )
     a, b = (jnp.asarray(x, dtype) for x, dtype in ((a, types.lhs), (b, types.rhs)))
     return traced.matmul(
         a, b, precision=precision, sums=types.sums, out=types.out, memory_limit=memory_limit

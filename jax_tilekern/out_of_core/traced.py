@@ -104,8 +104,7 @@ def _in_blocks(a: Array, b: Array, settings: _Settings, transposed: tuple[bool, 
         return jnp.minimum(index * extent, size - extent)
 
     def lhs(i: Any) -> Array:
-        at = start(jnp.minimum(i, grid[0] - 1), blocks.rows, m)
-        return _part(a, 0, at, blocks.rows, transposed[0])
+        return _part(a, 0, start(i, blocks.rows, m), blocks.rows, transposed[0])
 
     def rhs(j: Any) -> Array:
         return _part(b, 1, start(j, blocks.columns, n), blocks.columns, transposed[1])
@@ -114,10 +113,7 @@ def _in_blocks(a: Array, b: Array, settings: _Settings, transposed: tuple[bool, 
         place = start(i, blocks.rows, m), start(j, blocks.columns, n)
         return lax.dynamic_update_slice(result, jax.device_put(block, _HOST), place)
 
-    def row(i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *others = carry
-        next_x = lhs(i + 1)
-
+    def row(i: Any, x: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         def column(j: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             y, block, place, result = carry
             next_y = rhs(jnp.where(j + 1 < grid[1], j + 1, 0))
@@ -125,15 +121,22 @@ def _in_blocks(a: Array, b: Array, settings: _Settings, transposed: tuple[bool, 
                 x, y, precision=settings.precision, preferred_element_type=settings.sums
             )
             result = written(result, block, *place)
-            return next_y, product.astype(settings.out), (i, j), result
+            # With x64 enabled the indices are int64.
+            return next_y, product.astype(settings.out), (jnp.int32(i), jnp.int32(j)), result
 
-        return next_x, *lax.fori_loop(0, grid[1], column, tuple(others))
+        found: tuple[Any, ...] = lax.fori_loop(0, grid[1], column, carry)
+        return found
 
-    zero = jnp.int32(0)
+    def row_before_last(i: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, others = carry
+        return lhs(i + 1), row(i, x, others)
+
+    zero, last = jnp.int32(0), grid[0] - 1
     # Before the first step, zeros are written where its result will be.
     block = jnp.zeros(blocks, settings.out)
-    carry = lhs(zero), rhs(zero), block, (zero, zero), result
-    *_, block, place, result = lax.fori_loop(0, grid[0], row, carry)
+    carry = lhs(zero), (rhs(zero), block, (zero, zero), result)
+    # No block of `a` is copied beside the last row, since none comes after it.
+    _, block, place, result = row(last, *lax.fori_loop(0, last, row_before_last, carry))
     return written(result, block, *place)
 
 
@@ -168,6 +171,9 @@ def choose_blocks(sizes: Sizes, memory_limit: int) -> Blocks:
 
 
 def memory_bytes(sizes: Sizes, rows: int, columns: int) -> int:
-    """Return the memory of two blocks of each operand, and of the result and its accumulators."""
+    """Return the memory of two blocks of each operand, and of the result and its accumulators.
+
+    What a product's kernel takes beside them is not counted, nor are transposed copies of blocks.
+    """
     operands = sizes.k * (rows * sizes.lhs_bytes + columns * sizes.rhs_bytes)
     return 2 * operands + rows * columns * (sizes.sum_bytes + 2 * sizes.out_bytes)
