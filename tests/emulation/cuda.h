@@ -1,0 +1,182 @@
+// CUDA's threads, barriers and warp functions on a CPU, for kernels without tensor cores, TMA or
+// clusters. The threads of a CTA are fibers that take turns, and CTAs run one after the other, so
+// that what is static is shared by a CTA. See tests/test_emulated_kernels.py.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define __global__
+#define __launch_bounds__(...)
+
+struct alignas(16) float4 {
+  float x = 0, y = 0, z = 0, w = 0;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
+namespace emulation {
+
+// What a number of threads wait for.
+struct Barrier {
+  int threads = 0, arrived = 0;
+  long generation = 0;
+};
+
+struct Thread {
+  ucontext_t context;
+  std::vector<char> stack;
+  bool ended;
+  int index;
+};
+
+inline std::vector<Thread> threads;
+inline Thread* running;
+inline ucontext_t scheduler;
+inline std::function<void()> kernel;
+inline Barrier cta, warps[32];
+inline std::uint64_t lanes[32][32];
+inline int block_index, grid_size;
+
+inline int warp() { return running->index / 32; }
+inline int lane() { return running->index % 32; }
+
+inline void wait(Barrier& barrier) {
+  const long generation = barrier.generation;
+  if (++barrier.arrived == barrier.threads) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+  }
+  while (barrier.generation == generation) swapcontext(&running->context, &scheduler);
+}
+
+// Calls `use` with the values of all lanes of a warp.
+template <typename T, typename Use>
+auto with_values_of_warp(T value, Use use) {
+  static_assert(sizeof(T) <= sizeof(std::uint64_t));
+  std::memcpy(&lanes[warp()][lane()], &value, sizeof value);
+  wait(warps[warp()]);
+  const auto result = use([](int lane) {
+    T value;
+    std::memcpy(&value, &lanes[warp()][lane], sizeof value);
+    return value;
+  });
+  wait(warps[warp()]);
+  return result;
+}
+
+inline void run() {
+  kernel();
+  running->ended = true;
+  swapcontext(&running->context, &scheduler);
+}
+
+template <typename Kernel>
+void launch(int grid, int block, Kernel body) {
+  kernel = body;
+  grid_size = grid;
+  for (block_index = 0; block_index < grid; ++block_index) {
+    cta = {block};
+    std::fill(std::begin(warps), std::end(warps), Barrier{32});
+    threads.resize(block);
+    for (int i = 0; i < block; ++i) {
+      Thread& thread = threads[i];
+      thread.index = i;
+      thread.ended = false;
+      thread.stack.resize(1 << 17);
+      getcontext(&thread.context);
+      thread.context.uc_stack.ss_sp = thread.stack.data();
+      thread.context.uc_stack.ss_size = thread.stack.size();
+      makecontext(&thread.context, run, 0);
+    }
+    for (bool any = true; any;) {
+      any = false;
+      for (Thread& thread : threads) {
+        if (thread.ended) continue;
+        any = true;
+        running = &thread;
+        swapcontext(&scheduler, &thread.context);
+      }
+    }
+  }
+}
+
+struct Index {
+  int x;
+};
+struct Extent {
+  unsigned x;
+};
+
+}  // namespace emulation
+
+#define threadIdx (emulation::Index{emulation::running->index})
+#define blockIdx (emulation::Index{emulation::block_index})
+#define gridDim (emulation::Extent{static_cast<unsigned>(emulation::grid_size)})
+
+inline void __syncthreads() { emulation::wait(emulation::cta); }
+inline void __syncwarp() { emulation::wait(emulation::warps[emulation::warp()]); }
+inline void __threadfence() {}
+
+template <typename T>
+T __shfl_sync(unsigned, T value, int source, int width) {
+  const int from = emulation::lane() / width * width + source % width;
+  return emulation::with_values_of_warp(value, [&](auto of) { return of(from); });
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  return emulation::with_values_of_warp(value, [](auto of) {
+    unsigned largest = 0;
+    for (int lane = 0; lane < 32; ++lane) largest = std::max(largest, of(lane));
+    return largest;
+  });
+}
+inline unsigned __ballot_sync(unsigned, bool vote) {
+  return emulation::with_values_of_warp(vote, [](auto of) {
+    unsigned votes = 0;
+    for (int lane = 0; lane < 32; ++lane) votes |= static_cast<unsigned>(of(lane)) << lane;
+    return votes;
+  });
+}
+
+inline unsigned atomicInc(unsigned* address, unsigned last) {
+  const unsigned old = *address;
+  *address = old >= last ? 0 : old + 1;
+  return old;
+}
+template <typename T>
+T __ldcg(const T* address) {
+  return *address;
+}
+
+inline int __popc(unsigned bits) { return std::popcount(bits); }
+inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
+inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+inline int __double2hiint(double value) {
+  return static_cast<int>(std::bit_cast<std::uint64_t>(value) >> 32);
+}
+inline double __drcp_rn(double value) { return 1 / value; }
+
+namespace tilekern {
+
+inline void* shared_address(const void* pointer) { return const_cast<void*>(pointer); }
+template <int kBytes>
+void cp_async(void* destination, const void* source, bool inside) {
+  if (inside) {
+    std::memcpy(destination, source, kBytes);
+  } else {
+    std::memset(destination, 0, kBytes);
+  }
+}
+inline void cp_async_commit() {}
+template <int kPending>
+void cp_async_wait() {}
+
+}  // namespace tilekern
