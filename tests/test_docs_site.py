@@ -156,6 +156,21 @@ QUOTED = {
     "`inv`, `solve`, `cholesky`": lambda: " to ".join(
         f"{end(map(ratio, rows('h100/linalg'))):.{digits}f}" for end, digits in ((min, 1), (max, 0))
     ),
+    "`inv` of one float32 matrix": lambda: "; ".join(
+        spread(
+            [
+                ratio(row)
+                for row in rows("h100/linalg_large")
+                if row["operation"] in operations and row["type"] == dtype
+            ],
+            1,
+        )
+        for operations, dtype in (
+            (("inv",), "float32"),
+            (("solve",), "float32"),
+            (("inv", "solve"), "float64"),
+        )
+    ),
     "float32 products at": lambda: spread(of_group("matmul", "float32"), 1),
     "16-bit products of odd": lambda: spread(of_group("matmul", "16-bit odd"), 1),
     "8-bit products that are not": lambda: spread(of_group("matmul", "8-bit other orders"), 1),
@@ -170,9 +185,9 @@ QUOTED = {
     "200 products drawn at random": lambda: (
         f"from {min(map(worst, ('matmul-11.0', 'matmul-11.1'))):.2f}"
     ),
-    "60 random calls each": lambda: (
+    "48 to 60 random calls each": lambda: (
         "from "
-        + ", ".join(f"{worst(f'{x}-9'):.2f}" for x in ("transpose", "matvec", "vdot", "sum"))
+        + ", ".join(f"{worst(x):.2f}" for x in ("transpose-13", "matvec-11", "vdot-13", "sum-11"))
     ),
     "dense products with collectives": lambda: spread(sharded(False), 2),
     "`ragged_dot` of 64 experts on 2": lambda: "; ".join(

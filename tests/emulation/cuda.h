@@ -1,5 +1,5 @@
 // CUDA's threads, barriers and warp functions on a CPU, for kernels without tensor cores, TMA or
-// clusters. The threads of a CTA are fibers that take turns, and CTAs run one after the other, so
+// clusters. The threads of a CTA are fibers on one CPU thread, and CTAs run one after the other, so
 // that what is static is shared by a CTA. See tests/test_emulated_kernels.py.
 #pragma once
 
