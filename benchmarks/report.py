@@ -11,6 +11,7 @@ from benchmarks.host import report as host_report
 from benchmarks.latency import report as latency_report
 from benchmarks.latency.measure import KIND as LATENCY
 from benchmarks.records import report as operation_report
+from benchmarks.records import sharded_plot
 from benchmarks.records.plot import plot, require_matplotlib
 from benchmarks.records.record_file import RecordError, load_parts
 from jax_tilekern.cli.console import output_file
@@ -38,6 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     content = file.read_text() if file.is_file() else "{}"
     if f'"kind": "{sharded.KIND}"' in content:
         print(sharded.markdown(json.loads(content)))
+        if arguments.plot is not None:
+            sharded_plot.plot(json.loads(content), arguments.plot)
         return 0
     record = load_parts(arguments.files)
     markdown = _MARKDOWN.get(record.get("kind", ""))

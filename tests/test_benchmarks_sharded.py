@@ -67,6 +67,10 @@ def test_rows_are_measured_recorded_and_shown(tmp_path, capsys):
     table = capsys.readouterr().out
     assert "| products | right |" in table
     assert table.count("failed") == 1
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "sharded.png"
+    assert main(["report", str(file), "--plot", str(plot)]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_rows_are_chosen_by_a_pattern(tmp_path):
