@@ -14,7 +14,7 @@ from jax_tilekern import linalg
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gpu import gpu_target, known_gpu
 from jax_tilekern.plans.launch import Buffer, NoKernel, TensorMap
-from jax_tilekern.plans.linalg.blocked_lu import covers, plan_inverse, plan_solution
+from jax_tilekern.plans.linalg.blocked_lu_plans import covers, plan_inverse, plan_solution
 
 try:
     nvrtc()

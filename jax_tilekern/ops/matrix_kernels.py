@@ -19,7 +19,7 @@ from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
-from jax_tilekern.plans.linalg import blocked_lu
+from jax_tilekern.plans.linalg import blocked_lu_plans
 from jax_tilekern.plans.linalg import small_matrices as plans
 from jax_tilekern.plans.linalg.blocked import LargeMatrices, plan_blocks
 from jax_tilekern.plans.linalg.small_matrices import MAX_SIZE, Columns, SmallMatrices
@@ -52,7 +52,7 @@ def refused(a: Any, *avals: Any, **params: Any) -> Fallback | None:
 def has_solve_kernel(a: Any) -> bool:
     """Return whether a GPU may have a kernel or a plan for systems with matrices like ``a``."""
     matrices = _matrices(a)
-    return matrices.size <= MAX_SIZE or blocked_lu.covers(*dataclasses.astuple(matrices))
+    return matrices.size <= MAX_SIZE or blocked_lu_plans.covers(*dataclasses.astuple(matrices))
 
 
 def _matrices(aval: Any) -> SmallMatrices:
@@ -92,9 +92,9 @@ def inverse_of_large(
     """Return the inverse by one plan, or a call in blocks of the sizes that have none."""
     (a,) = operands
     matrices = _matrices(a.aval)
-    if not blocked_lu.covers(*dataclasses.astuple(matrices)):
+    if not blocked_lu_plans.covers(*dataclasses.astuple(matrices)):
         return in_blocks(operands)
-    return planned_kernel((a.value,), blocked_lu.plan_inverse, matrices.size, matrices.dtype)
+    return planned_kernel((a.value,), blocked_lu_plans.plan_inverse, matrices.size, matrices.dtype)
 
 
 def solution_of_large(
@@ -103,16 +103,16 @@ def solution_of_large(
     """Return the solution by one plan; ``transposed`` solves a transposed system."""
     a, b = operands
     matrices = _matrices(a.aval)
-    if not blocked_lu.covers(*dataclasses.astuple(matrices)):
-        sizes = f"{blocked_lu.MIN_ROWS} to {blocked_lu.MAX_ROWS}"
+    if not blocked_lu_plans.covers(*dataclasses.astuple(matrices)):
+        sizes = f"{blocked_lu_plans.MIN_ROWS} to {blocked_lu_plans.MAX_ROWS}"
         return Fallback(f"{_TOO_LARGE}, and for one matrix of {sizes} rows")
     if transpose:
         return Rewrite("the transposed matrix", transposed)
     columns = b.aval.shape[-1]
-    if columns > blocked_lu.MAX_COLUMNS:
-        return Fallback(f"{columns} right-hand sides (at most {blocked_lu.MAX_COLUMNS})")
+    if columns > blocked_lu_plans.MAX_COLUMNS:
+        return Fallback(f"{columns} right-hand sides (at most {blocked_lu_plans.MAX_COLUMNS})")
     problem = matrices.size, columns, matrices.dtype
-    return planned_kernel((a.value, b.value), blocked_lu.plan_solution, *problem)
+    return planned_kernel((a.value, b.value), blocked_lu_plans.plan_solution, *problem)
 
 
 def matrix_on_cuda(

@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 from jax_tilekern.interop import ffi
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import NoKernel
-from jax_tilekern.plans.linalg.blocked_lu import plan_inverse, plan_solution
+from jax_tilekern.plans.linalg.blocked_lu_plans import plan_inverse, plan_solution
 
 
 def check(dtype: np.dtype[Any], size: int, columns: int) -> bool:
