@@ -76,6 +76,9 @@ def test_the_choice_is_explained():
     assert solution.kernel == "blocked_lu solution float32 4096x4096, 7 columns"
     assert "31 products of 256 columns" in inverse.reason
     assert inverse.reason == solution.reason
+    (wide,) = explained(linalg.solve, (512, 512), (512, 2**16 + 1))
+    assert wide.kernel is None
+    assert "65537 right-hand sides (at most 65536)" in wide.reason
     others = explained(linalg.inv, (8200, 8200)), explained(linalg.inv, (2, 4096, 4096))
     others += (
         explained(linalg.solve, (500, 500), (500,)),
