@@ -95,7 +95,21 @@ __global__ void __launch_bounds__(1024) spill(float* y, int n) {
     for (int i = 0; i < 128; ++i) a[i] = a[i] * a[(i + 7) % 128] + 1.f;
   for (int i = 0; i < 128; ++i) y[i] = a[i];
 }"""
-    assert compile_source(source, ["spill"], arch="sm_90a").entry("spill").spill_bytes > 0
+    entry = compile_source(source, ["spill"], arch="sm_90a").entry("spill")
+    assert entry.spill_bytes > 0
+    assert entry.stack_bytes > 0
+
+
+def test_arrays_in_local_memory_are_reported() -> None:
+    """An index that is not a constant keeps an array out of registers, which is no spill."""
+    source = """
+__global__ void indexed(const int* places, int n, float* y) {
+  float counts[16] = {};
+  for (int i = 0; i < n; ++i) counts[places[i] & 15] += 1.f;
+  for (int i = 0; i < 16; ++i) y[i] = counts[i];
+}"""
+    entry = compile_source(source, ["indexed"], arch="sm_90a").entry("indexed")
+    assert (entry.spill_bytes, entry.stack_bytes) == (0, 64)
 
 
 def test_error_has_the_log_the_options_and_the_kernel() -> None:

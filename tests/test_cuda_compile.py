@@ -113,6 +113,7 @@ def test_compiles_to_what_the_plan_assumes(arch, kernel, instance):
     # ptxas of CUDA 13.0 spills a few words of a few instances on this architecture.
     old = arch == "sm_120" and nvrtc().version < (13, 5)
     assert entry.spill_bytes <= (64 if old else 0)
+    assert entry.stack_bytes <= (64 if old else 0)
     assert entry.max_threads == instance.tile.threads
     assert entry.shared_memory_bytes == 0
     # Registers are handed out to warps in units of 8 a thread.
@@ -193,7 +194,7 @@ def test_compiles_to_warpgroup_products_that_run_in_the_background(instance):
     entry = compiled.entry(kernel.name)
     # ptxas would report that it serializes MMAs.
     assert compiled.log == ""
-    assert entry.spill_bytes == 0
+    assert entry.spill_bytes == entry.stack_bytes == 0
     assert entry.max_threads == instance.threads
     assert entry.shared_memory_bytes == 0
     assert -(-entry.registers // 8) * 8 * instance.threads <= 65536

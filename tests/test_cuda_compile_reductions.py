@@ -60,7 +60,7 @@ def test_compiles_to_what_the_plan_assumes(arch, group):
     assert compiled.log == ""
     for kernel, step in kernels.items():
         entry = compiled.entry(kernel.name)
-        assert entry.spill_bytes == 0, kernel.name
+        assert entry.spill_bytes == entry.stack_bytes == 0, kernel.name
         assert entry.max_threads == 256
         # Registers are handed out to warps in units of 8 a thread.
         registers = -(-entry.registers // 8) * 8 * 256

@@ -49,7 +49,7 @@ def test_dense_gemm_compiles_with_a_dynamic_tile_scheduler(cluster):
     (entry,) = compiled.entries
     # ptxas would tell of MMAs that wait for each other.
     assert compiled.log == ""
-    assert entry.spill_bytes == 0
+    assert entry.spill_bytes == entry.stack_bytes == 0
     assert -(-entry.registers // 8) * 8 * entry.max_threads <= 65536
     # The counter of claimed tiles comes before the shape.
     assert entry.parameter_bytes == (128, 128, 128, 8, 8, 112)

@@ -1312,8 +1312,8 @@ def test_explain(rng):
         assert choice.operands == ("f32[1000]", "f32[1000]")
         assert choice.result == "f32[1000]"
         assert re.fullmatch(
-            r"\d+ registers, 0 bytes spilled, 0 bytes of shared memory, 16 blocks per SM "
-            r"\(100% of its warps, limited by threads\)",
+            r"\d+ registers, 0 bytes spilled, 0 bytes of stack, 0 bytes of shared memory, "
+            r"16 blocks per SM \(100% of its warps, limited by threads\)",
             choice.reason,
         )
     assert batched.reason.endswith(", 7 launches")
@@ -1334,7 +1334,7 @@ def test_report(arch):
     assert report.arch == arch
     assert (report.grid, report.block) == ((8, 1, 1), (128, 1, 1))
     assert 0 < report.registers <= 32
-    assert (report.spill_bytes, report.shared_memory_bytes) == (0, 0)
+    assert (report.spill_bytes, report.stack_bytes, report.shared_memory_bytes) == (0, 0, 0)
     assert (report.occupancy.fraction, report.occupancy.limit) == (1, "threads")
     assert f".target {arch}" in report.ptx()
     assert re.search(r"\.entry \w*multiply_add", report.ptx())

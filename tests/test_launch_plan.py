@@ -38,6 +38,7 @@ ENTRY = Entry(
     symbol="_Z6kernel",
     registers=32,
     spill_bytes=0,
+    stack_bytes=0,
     serialized=False,
     shared_memory_bytes=1024,
     max_threads=256,

@@ -18,6 +18,7 @@ def launch(threads, registers, static_bytes=0, dynamic_bytes=0):
         symbol="_Z6kernel",
         registers=registers,
         spill_bytes=0,
+        stack_bytes=0,
         serialized=False,
         shared_memory_bytes=static_bytes,
         max_threads=1024,

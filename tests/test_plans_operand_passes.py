@@ -283,7 +283,7 @@ def test_compiles(arch, kernel):
     compiled = compile_kernels(kernel, arch=arch)
     entry = compiled.entry(kernel.name)
     assert compiled.log == ""
-    assert entry.spill_bytes == 0
+    assert entry.spill_bytes == entry.stack_bytes == 0
     # Half of an SM's threads, or of its registers, hide the latency of DRAM.
     assert -(-entry.registers // 8) * 8 * entry.max_threads <= 65536
 

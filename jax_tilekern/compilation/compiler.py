@@ -31,7 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 # A part of every cache key: increment it when the options below or the format of an entry change.
-_CACHE_FORMAT = 2
+_CACHE_FORMAT = 3
 _MEMORY_ENTRIES = 256
 _logger = logging.getLogger("jax_tilekern")
 # There is no anchor to the start of the line, because it would take ten times as long.

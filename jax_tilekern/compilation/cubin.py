@@ -29,6 +29,8 @@ class Entry:
         Registers per thread.
     spill_bytes
         Bytes per thread of registers spilled to and loaded from local memory.
+    stack_bytes
+        Bytes per thread of local memory: spilled registers, and arrays that are not in registers.
     serialized
         Whether ptxas made each wgmma wait for the one before it.
     shared_memory_bytes
@@ -45,6 +47,7 @@ class Entry:
     symbol: str
     registers: int
     spill_bytes: int
+    stack_bytes: int
     serialized: bool
     shared_memory_bytes: int
     max_threads: int
@@ -73,19 +76,21 @@ def read_entry(name: str, symbol: str, cubin: bytes, report: str) -> Entry:
     """
     usage = re.search(
         rf"Compiling entry function '{re.escape(symbol)}'.*?"
-        r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)",
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads.*?"
+        r"Used (\d+) registers([^\n]*)",
         report,
         re.DOTALL,
     )
     if usage is None:
         raise ValueError(f"ptxas reported nothing on {symbol}:\n{report}")
-    shared = re.search(r"(\d+) bytes smem", usage[4])
+    shared = re.search(r"(\d+) bytes smem", usage[5])
     max_threads, parameter_bytes = _read_info(_section(cubin, f".nv.info.{symbol}"))
     return Entry(
         name=name,
         symbol=symbol,
-        registers=int(usage[3]),
-        spill_bytes=int(usage[1]) + int(usage[2]),
+        registers=int(usage[4]),
+        spill_bytes=int(usage[2]) + int(usage[3]),
+        stack_bytes=int(usage[1]),
         serialized=re.search(rf"are serialized due to .*'{re.escape(symbol)}'", report) is not None,
         shared_memory_bytes=int(shared[1]) if shared else 0,
         max_threads=max_threads,

@@ -52,6 +52,11 @@ class KernelReport:
         return self.plan.launch.entry.spill_bytes
 
     @property
+    def stack_bytes(self) -> int:
+        """Bytes of local memory of a thread: spilled registers, and arrays not in registers."""
+        return self.plan.launch.entry.stack_bytes
+
+    @property
     def shared_memory_bytes(self) -> int:
         """Shared memory per CTA in bytes, static and dynamic."""
         return self.plan.launch.entry.shared_memory_bytes + self.plan.launch.shared_memory_bytes
@@ -82,7 +87,8 @@ class KernelReport:
             "kernel": self.call.name,
             "compiled for": f"{self.plan.gpu.name} ({self.arch})",
             "grid, block": f"{self.grid}, {self.block}",
-            "registers": f"{self.registers} per thread, {self.spill_bytes} bytes spilled",
+            "registers": f"{self.registers} per thread, {self.spill_bytes} bytes spilled, "
+            f"{self.stack_bytes} bytes of stack",
             "shared memory": f"{self.shared_memory_bytes} bytes per block",
             "occupancy": (
                 f"{held.blocks} blocks per SM, {held.fraction:.0%} of its warps, "

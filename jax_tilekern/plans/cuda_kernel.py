@@ -133,8 +133,8 @@ class KernelPlan(LaunchPlan):
             else ""
         )
         return (
-            f"{entry.registers} registers, {entry.spill_bytes} bytes spilled, {shared} bytes of "
-            f"shared memory{share}{times}"
+            f"{entry.registers} registers, {entry.spill_bytes} bytes spilled, {entry.stack_bytes} "
+            f"bytes of stack, {shared} bytes of shared memory{share}{times}"
         )
 
 
