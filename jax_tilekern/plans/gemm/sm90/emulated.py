@@ -4,8 +4,8 @@ Each operand is split into hi and lo float16 parts (split-float16 emulation), an
 lo*hi are added. A kernel decides on the device whether the operands' range would cost accuracy;
 then plain float32 arithmetic takes over (``gemm/passes/split_float32.cuh`` has the bound).
 
-In ``"f32_normwise"`` nothing is decided. Besides float32's error an element has one of at most
-``k 2^-38`` times the largest elements of its row of ``lhs`` and of its column of ``rhs``, which is
+``"f32_normwise"`` skips the check. Each element then has an additional error of at most ``k 2^-38``
+times the product of the largest elements of its row of ``lhs`` and of its column of ``rhs``. That is
 enough where errors are bounded by norms of rows and columns.
 """
 
