@@ -5,7 +5,7 @@ lo*hi are added. A kernel decides on the device whether the operands' range woul
 then plain float32 arithmetic takes over (``gemm/passes/split_float32.cuh`` has the bound).
 
 ``"f32_normwise"`` skips the check. Each element then has an additional error of at most ``k 2^-38``
-times the product of the largest elements of its row of ``lhs`` and of its column of ``rhs``. That is
+times the product of the largest elements of its row of ``lhs`` and its column of ``rhs``. That is
 enough where errors are bounded by norms of rows and columns.
 """
 
