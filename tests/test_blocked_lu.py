@@ -8,20 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numerics import UNIT_ROUNDOFF, on_gpu, random
+from nvrtc_mark import needs_nvrtc
 
 import jax_tilekern as jtk
 from jax_tilekern import linalg
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gpu import gpu_target, known_gpu
 from jax_tilekern.plans.launch import Buffer, NoKernel, TensorMap
 from jax_tilekern.plans.linalg.blocked_lu_plans import covers, plan_inverse, plan_solution
 
-try:
-    nvrtc()
-    has_nvrtc = True
-except NvrtcNotFound:
-    has_nvrtc = False
-needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
 needs_hopper = pytest.mark.skipif(
     not on_gpu() or jax.devices()[0].compute_capability != "9.0", reason="there is no Hopper GPU"
 )

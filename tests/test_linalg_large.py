@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax import lax
 from numerics import UNIT_ROUNDOFF, assert_close, check_derivatives, random
+from nvrtc_mark import needs_nvrtc
 
 import jax_tilekern as jtk
 from jax_tilekern import linalg
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.ops import blocked
 from jax_tilekern.ops.matrices import inverted_triangles
 from jax_tilekern.plans.gpu import gpu_target
@@ -23,13 +23,6 @@ from jax_tilekern.plans.linalg.blocked import LargeMatrices, plan_blocks
 def in_blocks(function, **flags):
     return jax.jit(functools.partial(function, block=128, invert=inverted_triangles, **flags))
 
-
-try:
-    nvrtc()
-    has_nvrtc = True
-except NvrtcNotFound:
-    has_nvrtc = False
-needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
 
 DTYPES = (np.float32, np.float64)
 # Whole blocks, blocks with a remainder, and a batch.

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nvrtc_mark import needs_nvrtc
 from products import (
     BF16,
     E4M3,
@@ -17,7 +18,6 @@ from products import (
     taken,
 )
 
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import candidates, plan_matmul
 from jax_tilekern.plans.gemm.sm80.candidates import MMA
@@ -27,13 +27,6 @@ from jax_tilekern.plans.gemm.vector_product import vector_product_candidates
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.tuned import TunedChoices, using
-
-try:
-    nvrtc()
-    has_nvrtc = True
-except NvrtcNotFound:
-    has_nvrtc = False
-needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import struct
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nvrtc_mark import needs_nvrtc
 from products import (
     BF16,
     F32,
@@ -19,20 +20,12 @@ from products import (
 )
 
 from jax_tilekern.compilation.compiler import cuda_folder
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm80.candidates import MmaCandidate, mma_candidates
 from jax_tilekern.plans.gemm.sm80.config import ARITHMETICS, SMALL, SQUARE, TALL, TINY, pack_shape
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
-
-try:
-    nvrtc()
-    has_nvrtc = True
-except NvrtcNotFound:
-    has_nvrtc = False
-needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
 
 
 def best(product, gpu=H100):

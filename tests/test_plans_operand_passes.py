@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nvrtc_mark import needs_nvrtc
 from products import BF16, F16, F32, F64, H100, INT32, batch_strides
 
 from jax_tilekern.compilation.compiler import compile_kernels
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.passes.pack_operand import PackPass
 from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
@@ -25,13 +25,6 @@ from jax_tilekern.plans.launch import Buffer
 from jax_tilekern.plans.strided_rows import StridedOperand
 
 SUMS = [(F32, F32), (F32, BF16), (F32, F16), (INT32, INT32), (F64, F64)]
-
-try:
-    nvrtc()
-    has_nvrtc = True
-except NvrtcNotFound:
-    has_nvrtc = False
-needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
 
 
 def operand(mn, k, batch=(), *, k_major=True, padding=0, broadcast=()):

@@ -7,21 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nvrtc_mark import needs_nvrtc
 from products import BF16, F32, H100, INT8, MODERN, ragged_product_of
 
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.sm80.config import ARITHMETICS, SMALL, SQUARE, TALL, TINY
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_kernel, grouped_mma_candidates
 from jax_tilekern.plans.launch import Buffer, NoKernel
-
-try:
-    nvrtc()
-    has_nvrtc = True
-except NvrtcNotFound:
-    has_nvrtc = False
-needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
 
 A100, RTX_5090 = known_gpu("sm_80"), known_gpu("sm_120")
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_samples import grouped_wgmma_instances
+from nvrtc_mark import needs_nvrtc
 from products import BF16, E4M3, E5M2, F32, H100, MODERN, ragged_product_of, taken
 from wgmma_launches import (
     GROUPS_LAYOUT,
@@ -31,19 +32,11 @@ from wgmma_launches import (
 )
 
 from jax_tilekern.compilation.compiler import cuda_folder
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.sm90.config import ARITHMETICS
 from jax_tilekern.plans.grouped_gemm import select as grouped_gemm
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import GroupedMmaCandidate
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA, GroupedWgmmaCandidate
 from jax_tilekern.plans.launch import Buffer, TensorMap
-
-try:
-    nvrtc()
-    has_nvrtc = True
-except NvrtcNotFound:
-    has_nvrtc = False
-needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
 
 small_sizes = st.one_of(st.integers(1, 40), st.integers(1, 500))
 large_sizes = st.one_of(st.integers(1, 2**16), st.sampled_from([4096, 8192]))

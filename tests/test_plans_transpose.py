@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nvrtc_mark import needs_nvrtc
 
 from jax_tilekern.compilation.compiler import compile_kernels
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel, TensorMap
 from jax_tilekern.plans.transpose.narrow import NarrowTranspose
@@ -23,12 +23,6 @@ from jax_tilekern.plans.transpose.tma import TmaTranspose
 
 H100, A100, RTX_5090 = known_gpu("sm_90"), known_gpu("sm_80"), known_gpu("sm_120")
 
-try:
-    nvrtc()
-    has_nvrtc = True
-except NvrtcNotFound:
-    has_nvrtc = False
-needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
 
 shapes = st.lists(st.sampled_from([1, 1, 2, 3, 4, 5]), max_size=6)
 permutations = shapes.flatmap(

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from kernel_samples import wgmma_instances
+from nvrtc_mark import needs_nvrtc
 from products import (
     BF16,
     H100,
@@ -38,7 +39,6 @@ from wgmma_launches import (
     unpack_shape,
 )
 
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm import select as matmul
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
@@ -46,13 +46,6 @@ from jax_tilekern.plans.gemm.sm80.candidates import MmaCandidate
 from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
 from jax_tilekern.plans.gemm.sm90.config import ARITHMETICS, WgmmaInstance
 from jax_tilekern.plans.launch import Buffer, TensorMap
-
-try:
-    nvrtc()
-    has_nvrtc = True
-except NvrtcNotFound:
-    has_nvrtc = False
-needs_nvrtc = pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
 
 # Sizes are 1 in most dimensions, or odd, or span several tiles; k may be split.
 small_sizes = st.one_of(st.just(1), st.integers(1, 40), st.integers(1, 90).map(lambda n: 8 * n))
