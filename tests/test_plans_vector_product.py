@@ -5,19 +5,13 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nvrtc_mark import needs_nvrtc
 from products import H100, TYPES, geometries, product_of
 
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.vector_product import SUM_DTYPES, vector_product_candidates
 from jax_tilekern.plans.reduction.column_sums import ColumnPass
 from jax_tilekern.plans.reduction.row_sums import RowPass
-
-try:
-    nvrtc()
-    has_nvrtc = True
-except NvrtcNotFound:
-    has_nvrtc = False
 
 sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**16))
 vectors = st.builds(
@@ -97,7 +91,7 @@ def test_keys_are_unique_and_best_first():
         assert sorted(found, key=lambda c: c.cycles) == found
 
 
-@pytest.mark.skipif(not has_nvrtc, reason="there is no NVRTC")
+@needs_nvrtc
 def test_plans_pass_the_matrix_first():
     for swapped, sizes in ((True, (1, 512, 512)), (False, (512, 1, 512))):
         product = product_of("bf16", *sizes, rhs_k_major=True)
