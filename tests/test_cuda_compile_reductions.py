@@ -18,9 +18,12 @@ except NvrtcNotFound as error:
 
 ARCHS = ("sm_80", "sm_90a", "sm_120")
 SUMS = [(F32, F32), (BF16, BF16), (INT8, INT32)]
+INT64 = np.dtype(np.int64)
+UINT8, UINT64 = np.dtype(np.uint8), np.dtype(np.uint64)
 OTHER_SUMS = [
-    (F16, F32), (F32, F64), (F64, F64), (INT8, np.dtype(np.int64)), (np.dtype(bool), INT32),
-    (np.dtype(np.int64), np.dtype(np.int64)), (np.dtype(np.complex64), np.dtype(np.complex64)),
+    (F16, F32), (F16, F64), (F32, F64), (F64, F64), (np.dtype(bool), INT32), (UINT8, UINT8),
+    (INT8, INT64), (np.dtype(np.int16), INT32), (INT32, INT64), (np.dtype(np.uint32), UINT64),
+    (INT64, INT64), (np.dtype(np.complex64), np.dtype(np.complex64)),
 ]  # fmt: skip
 # Sums of rows and of columns, with vector and with element loads, with and without a second launch.
 SHAPES = [((1 << 20,), (0,)), ((512, 8192), (1,)), ((512, 513), (1,)), ((512, 8192), (0,))]
@@ -46,7 +49,7 @@ def products(gpu):
 
 GROUPS = {
     "sums": lambda gpu: sums(gpu, SUMS, SHAPES),
-    "other_sums": lambda gpu: sums(gpu, OTHER_SUMS, SHAPES[:1]),
+    "other_sums": lambda gpu: sums(gpu, OTHER_SUMS, SHAPES[:2]),
     "products": products,
 }
 

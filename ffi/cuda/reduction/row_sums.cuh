@@ -43,29 +43,33 @@ template <typename T, typename Sum, int kBytes>
 class RowSum {
   // One instruction (dp4a) adds four 8-bit products.
   static constexpr bool kQuads = kSame<T, int8> && kSame<Sum, uint32> && kBytes >= 4;
-  static constexpr int kSums = kQuads ? kBytes / 4 : kBytes / static_cast<int>(sizeof(T));
+  // Terms of a vector.
+  static constexpr int kTerms = kQuads ? kBytes / 4 : kBytes / static_cast<int>(sizeof(T));
+  // Independent chains of additions. More than 32 bytes of them do not stay in registers.
+  static constexpr int kSums = min_of(kTerms, 32 / static_cast<int>(sizeof(Sum)));
 
  public:
   void add(const Bits<kBytes>& values) {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) {
+    for (int i = 0; i < kTerms; ++i) {
+      Sum& sum = sums_[i % kSums];
       if constexpr (kQuads) {
-        sums_[i] =
-            __dp4a(static_cast<int>(values.words[i]), 0x01010101, static_cast<int>(sums_[i]));
+        sum = __dp4a(static_cast<int>(values.words[i]), 0x01010101, static_cast<int>(sum));
       } else {
-        sums_[i] += element<T, Sum>(values, i);
+        sum += element<T, Sum>(values, i);
       }
     }
   }
 
   void add(const Bits<kBytes>& lhs, const Bits<kBytes>& rhs) {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) {
+    for (int i = 0; i < kTerms; ++i) {
+      Sum& sum = sums_[i % kSums];
       if constexpr (kQuads) {
-        sums_[i] = __dp4a(static_cast<int>(lhs.words[i]), static_cast<int>(rhs.words[i]),
-                          static_cast<int>(sums_[i]));
+        sum = __dp4a(static_cast<int>(lhs.words[i]), static_cast<int>(rhs.words[i]),
+                     static_cast<int>(sum));
       } else {
-        sums_[i] += element<T, Sum>(lhs, i) * element<T, Sum>(rhs, i);
+        sum += element<T, Sum>(lhs, i) * element<T, Sum>(rhs, i);
       }
     }
   }
