@@ -9,12 +9,14 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <vector>
 
 #define __global__
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 struct alignas(16) float4 {
   float x = 0, y = 0, z = 0, w = 0;
@@ -131,6 +133,11 @@ T __shfl_sync(unsigned, T value, int source, int width) {
   const int from = emulation::lane() / width * width + source % width;
   return emulation::with_values_of_warp(value, [&](auto of) { return of(from); });
 }
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, unsigned other) {
+  const int from = emulation::lane() ^ static_cast<int>(other);
+  return emulation::with_values_of_warp(value, [&](auto of) { return of(from); });
+}
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   return emulation::with_values_of_warp(value, [](auto of) {
     unsigned largest = 0;
@@ -162,9 +169,28 @@ inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits);
 inline int __double2hiint(double value) {
   return static_cast<int>(std::bit_cast<std::uint64_t>(value) >> 32);
 }
+inline double __longlong_as_double(long long bits) { return std::bit_cast<double>(bits); }
+// The sum of the products of four signed bytes, and a third number.
+inline int __dp4a(int a, int b, int sum) {
+  for (int i = 0; i < 32; i += 8) {
+    sum += static_cast<signed char>(a >> i) * static_cast<signed char>(b >> i);
+  }
+  return sum;
+}
 inline double __drcp_rn(double value) { return 1 / value; }
 
 namespace tilekern {
+
+template <int kBytes>
+struct Bits;
+// The bits of an aligned vector, with zeros above fewer than 4 bytes.
+template <int kBytes>
+Bits<kBytes> load(const void* address) {
+  if (reinterpret_cast<std::uintptr_t>(address) % kBytes != 0) std::abort();
+  Bits<kBytes> bits = {};
+  std::memcpy(&bits, address, kBytes);
+  return bits;
+}
 
 inline void* shared_address(const void* pointer) { return const_cast<void*>(pointer); }
 template <int kBytes>
