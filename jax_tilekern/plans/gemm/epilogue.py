@@ -1,8 +1,8 @@
 """The epilogue of a product: a function of each accumulator, in the kernel that computes it.
 
 What the function computes is text, which ``jax_tilekern/epilogue/cuda_text.py`` writes. Here it
-becomes a kernel's template argument, a functor (``epilogue_text.py``), and the kernel's further
-parameters.
+becomes the kernel's further parameters. ``epilogue_text.py`` makes a functor of it, and
+``epilogue_kernel.py`` the kernel that has this functor.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jax_tilekern.compilation.compiler import Kernel, Source
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gemm.epilogue_text import FUNCTOR, functor_text
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS
 from jax_tilekern.plans.launch import Buffer, Parameter, Scalars, TensorMap
 
@@ -218,48 +216,6 @@ class Epilogue:
         """Whether reductions, if there are any, are along the rows of the kernel's matrices."""
         along = -2 if swapped else -1
         return all(x.strides[along] == 0 for x in self.reductions)
-
-    def kernel(
-        self,
-        plain: Kernel,
-        *,
-        columns: int,
-        within_rows: bool,
-        within_columns: bool,
-        tile_columns: int,
-        staging: Staging | None = None,
-    ) -> Kernel:
-        """Return a kernel with this epilogue.
-
-        Parameters
-        ----------
-        plain
-            The kernel with the identity.
-        columns
-            The columns of the output.
-        within_rows, within_columns
-            Whether no tile reaches beyond the rows, and beyond the columns, of the output.
-        tile_columns
-            The columns of a tile.
-        staging
-            Operands that come through stages of the mainloop, if there are any.
-        """
-        assert isinstance(plain.source, str)
-        within_rows &= self.ragged != "rows"
-        within_columns &= self.ragged != "columns"
-        functor = functor_text(
-            self,
-            within_rows=within_rows,
-            within_columns=within_columns,
-            columns=columns,
-            tile_columns=tile_columns,
-            staging=staging,
-        )
-        text = f'#include "{plain.source}"\n{functor}'
-        types = ", ".join((FUNCTOR, *self.parameter_types(staging)))
-        name = f"{plain.name.removesuffix('>')}, {types}>"
-        file = plain.source.removesuffix(".cuh") + "_with_epilogue.cu"
-        return Kernel(Source(text, file), name, plain.options)
 
     def parameters(
         self, out_buffer: int, partials: Sequence[Buffer] = (), staging: Staging | None = None

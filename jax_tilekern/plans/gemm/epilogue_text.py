@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from jax_tilekern.plans.cxx import CXX_TYPES
-
-if TYPE_CHECKING:
-    from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, Staging
+from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, Staging
 
 FUNCTOR = "GeneratedEpilogue"
 
@@ -22,7 +20,7 @@ def functor_text(
     tile_columns: int,
     staging: Staging | None,
 ) -> str:
-    """Return the text of an epilogue's functor, given what :meth:`Epilogue.kernel` is given."""
+    """Return the text of an epilogue's functor, given what the kernel with it is given."""
     names = [f"p{i}" for i, _ in enumerate(epilogue.arrays, 1)]
     names += ["strides"] if names else []
     names += [f"q{i}" for i, _ in enumerate(epilogue.reductions)]

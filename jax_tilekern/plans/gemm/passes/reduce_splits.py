@@ -11,6 +11,7 @@ import numpy as np
 from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
 from jax_tilekern.plans.gemm.epilogue import Epilogue
+from jax_tilekern.plans.gemm.epilogue_kernel import kernel_with_epilogue
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 from jax_tilekern.plans.strided_rows import VECTOR_BYTES, RowTiling, StridedRows, merged_dims
@@ -48,8 +49,8 @@ class SumPass:
         plain = Kernel("gemm/passes/reduce_splits.cuh", f"tilekern::sum_splits<{types}, {config}>")
         if self.epilogue is None:
             return plain
-        return self.epilogue.kernel(
-            plain, columns=self.geometry.n, within_rows=True, within_columns=True,
+        return kernel_with_epilogue(
+            plain, self.epilogue, columns=self.geometry.n, within_rows=True, within_columns=True,
             tile_columns=self.geometry.n,
         )  # fmt: skip
 

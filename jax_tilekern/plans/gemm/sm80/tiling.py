@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.candidate import CostedCandidate
+from jax_tilekern.plans.gemm.epilogue_kernel import kernel_with_epilogue
 from jax_tilekern.plans.gemm.problem import Product, TypedProduct
 from jax_tilekern.plans.gemm.rasterization import raster_height
 from jax_tilekern.plans.gemm.sm80.config import (
@@ -84,8 +85,9 @@ class TiledCandidate(CostedCandidate):
         product, tile = self.product, self.instance.tile
         if product.epilogue is None:
             return plain, ()
-        kernel = product.epilogue.kernel(
+        kernel = kernel_with_epilogue(
             plain,
+            product.epilogue,
             columns=product.strided.n,
             within_rows=product.strided.m % tile.block_m == 0,
             within_columns=product.strided.n % tile.block_n == 0,

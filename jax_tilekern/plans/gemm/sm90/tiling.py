@@ -14,6 +14,7 @@ from jax_tilekern.compilation.compiler import Kernel
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gemm.arithmetic import ElementTypes
 from jax_tilekern.plans.gemm.epilogue import Epilogue
+from jax_tilekern.plans.gemm.epilogue_kernel import kernel_with_epilogue
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import TypedProduct
 from jax_tilekern.plans.gemm.sm90.config import (
@@ -96,8 +97,9 @@ class TiledCandidate(CostedCandidate):
         if self.swapped:
             epilogue, rows, columns = epilogue.swapped(), columns, rows
         staging = staging_of(self.instance, epilogue, geometry, out_buffer)
-        kernel = epilogue.kernel(
+        kernel = kernel_with_epilogue(
             plain,
+            epilogue,
             columns=columns,
             within_rows=rows % (self.tile.block_m * self.tile.cluster) == 0,
             within_columns=columns % self.tile.out_n == 0,
