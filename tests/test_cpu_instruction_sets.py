@@ -166,6 +166,15 @@ def test_narrow_rows_of_a_result_that_are_next_to_each_other(rng, monkeypatch, d
     check_each_level(check, lambda x: jtk.transpose(x, axes), jnp.asarray(x))
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("rows", [2, 4, 8, 16])
+def test_contiguous_columns_of_up_to_16_bytes(rng, monkeypatch, dtype, rows):
+    monkeypatch.setattr(ops_transpose, "transpose_left_to_xla", lambda _: None)
+    x = rng.integers(0, 256, (3, rows, 201)).astype(dtype)
+    check = partial(np.testing.assert_array_equal, np.transpose(x, (0, 2, 1)))
+    check_each_level(check, lambda x: jtk.transpose(x, (0, 2, 1)), jnp.asarray(x))
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, BF16, np.float16, np.int8, np.int64])
 @pytest.mark.parametrize(
     ("shape", "axis"), [((37, 41), 1), ((35, 5), 1), ((19, 255), 1), ((301, 3, 5), 1)]

@@ -53,9 +53,10 @@ ProductKernel::ProductKernel(const Product& p)
   CheckTypes(p);
   const VectorProduct vectors = VectorProduct::From(p);
   direct_ = IsDirectProduct(*gemm_, p);
-  if (IsVectorProduct(vectors) && !(direct_ && IsShallow(vectors))) {
+  const VectorFamily* family = Kernels().vector[static_cast<int>(p.lhs.type)];
+  if (IsVectorProduct(vectors) && !(direct_ && IsSmall(*family, vectors))) {
     direct_ = false;
-    vector_ = Kernels().vector[static_cast<int>(p.lhs.type)];
+    vector_ = family;
     dot_ = IsDotProduct(p) && Kernels().dot[static_cast<int>(p.lhs.type)] != nullptr;
   }
 }

@@ -38,6 +38,8 @@ constexpr int64_t kNarrow = 128;
 // of tasks.
 constexpr int64_t kChunk = 256 << 10;
 constexpr int64_t kMaxChunks = 512;
+// Adjacent rows of this size are added up together, where a sum has several rows.
+constexpr int64_t kAdjacentBytes = 64 << 10;
 // Minimal rows per task where several tasks sum the same columns, because each writes a total per
 // column.
 constexpr int64_t kRowsOfChunk = 256;
@@ -71,7 +73,12 @@ class Sums {
     const int64_t deep = along_ ? cols_ : rows_;
     group_ = std::min(kept, deep * reduced_.count <= kShallow ? kFewTotals : kMaxTotals);
     group_ -= group_ % (fold_ * fold_step_);
-    if (along_) group_ = std::clamp<int64_t>(kChunk / cols_ / reduced_.count, 1, group_);
+    if (along_) {
+      // Rows of one task are adjacent in memory, which is read once for each outer reduced index.
+      const int64_t enough = kChunk / cols_ / reduced_.count;
+      const int64_t adjacent = reduced_.count > 1 ? kAdjacentBytes / (cols_ * bytes_) : 1;
+      group_ = std::clamp<int64_t>(std::max(enough, adjacent), 1, group_);
+    }
     groups_ = CeilDiv(kept, group_);
     // The partition of a sum depends on the sizes alone.
     const int64_t depth = deep * reduced_.count, elements = group_ * depth;
@@ -80,7 +87,7 @@ class Sums {
         along_ ? elements / kChunk : std::min(elements / kChunk, depth / kRowsOfChunk);
     const int64_t chunks =
         kept_.count * groups_ >= kManyGroups ? 1 : std::clamp<int64_t>(worthwhile, 1, most);
-    cuts_matrices_ = deep >= reduced_.count;
+    cuts_matrices_ = deep >= reduced_.count && (!along_ || group_ == 1 || reduced_.count == 1);
     const int64_t cut = cuts_matrices_ ? deep : reduced_.count;
     chunk_ = CeilDiv(cut, chunks);
     if (cuts_matrices_ && chunk_ > kAligned) chunk_ = RoundUp(chunk_, kAligned);

@@ -44,14 +44,40 @@ struct Cut {
   int64_t Count(int64_t index) const { return index == blocks - 1 ? size - First(index) : block; }
 };
 
-// Advances both pointers to an index over the dimensions, outermost first.
-void Locate(const std::vector<Dim>& dims, int64_t index, const char*& from, char*& to) {
-  for (size_t i = dims.size(); i-- > 0 && index > 0;) {
-    from += index % dims[i].size * dims[i].from_stride;
-    to += index % dims[i].size * dims[i].to_stride;
-    index /= dims[i].size;
+// A place in both arrays, which moves over all indices of some dimensions, outermost first.
+class Place {
+ public:
+  Place(const std::vector<Dim>& dims, int64_t index, const char* from, char* to)
+      : dims_(dims), indices_(dims.size()), from_(from), to_(to) {
+    for (size_t i = dims.size(); i-- > 0 && index > 0; index /= dims[i].size) {
+      indices_[i] = index % dims[i].size;
+      from_ += indices_[i] * dims[i].from_stride;
+      to_ += indices_[i] * dims[i].to_stride;
+    }
   }
-}
+
+  const char* from() const { return from_; }
+  char* to() const { return to_; }
+  // The index of a dimension, counted from the innermost one.
+  int64_t FromLast(size_t dim) const { return indices_[dims_.size() - 1 - dim]; }
+
+  void Advance() {
+    for (size_t i = dims_.size(); i-- > 0;) {
+      from_ += dims_[i].from_stride;
+      to_ += dims_[i].to_stride;
+      if (++indices_[i] < dims_[i].size) return;
+      from_ -= dims_[i].size * dims_[i].from_stride;
+      to_ -= dims_[i].size * dims_[i].to_stride;
+      indices_[i] = 0;
+    }
+  }
+
+ private:
+  const std::vector<Dim>& dims_;
+  std::vector<int64_t> indices_;
+  const char* from_;
+  char* to_;
+};
 
 // A matrix of items in both arrays: `row` is innermost in the result, `col` in the operand, and
 // `dims` are the others.
@@ -61,13 +87,6 @@ struct Matrices {
   int64_t item;
   const char* from;
   char* to;
-
-  int64_t Count() const {
-    int64_t count = 1;
-    for (const Dim& dim : dims) count *= dim.size;
-    return count;
-  }
-  int64_t Bytes() const { return Count() * row.size * col.size * item; }
 };
 
 // Calls move(from, to, rows, cols) for blocks of the matrices, on all threads.
@@ -88,24 +107,25 @@ void ForEachBlock(const Workers& workers, Matrices m, int64_t row_bytes, int64_t
   const Cut cols(m.col.size, most_cols), groups(together.size, kMostTogether);
   const int64_t block_bytes =
       bytes_of_row * std::min(cols.block, cols.size) * std::min(groups.block, groups.size);
-  const auto run = [&](int64_t index) {
-    const int64_t r = index % rows.blocks, c = index / rows.blocks % cols.blocks;
-    const int64_t g = index / rows.blocks / cols.blocks % groups.blocks;
-    const char* from = m.from + rows.First(r) * m.row.from_stride + cols.First(c) * m.item +
-                       groups.First(g) * together.from_stride;
-    char* to = m.to + rows.First(r) * m.item + cols.First(c) * m.col.to_stride +
-               groups.First(g) * together.to_stride;
-    Locate(m.dims, index / rows.blocks / cols.blocks / groups.blocks, from, to);
-    for (int64_t i = 0; i < groups.Count(g); ++i) {
-      move(from, to, rows.Count(r), cols.Count(c));
-      from += together.from_stride;
-      to += together.to_stride;
+  std::vector<Dim> blocks = std::move(m.dims);
+  blocks.push_back({groups.blocks, groups.First(1) * together.from_stride,
+                    groups.First(1) * together.to_stride});
+  blocks.push_back({cols.blocks, cols.First(1) * m.item, cols.First(1) * m.col.to_stride});
+  blocks.push_back({rows.blocks, rows.First(1) * m.row.from_stride, rows.First(1) * m.item});
+  int64_t count = 1;
+  for (const Dim& dim : blocks) count *= dim.size;
+  workers.RunRanges(count, block_bytes, [&](int64_t first, int64_t last) {
+    Place place(blocks, first, m.from, m.to);
+    for (int64_t index = first; index < last; ++index, place.Advance()) {
+      const char* from = place.from();
+      char* to = place.to();
+      for (int64_t i = 0; i < groups.Count(place.FromLast(2)); ++i) {
+        move(from, to, rows.Count(place.FromLast(0)), cols.Count(place.FromLast(1)));
+        from += together.from_stride;
+        to += together.to_stride;
+      }
     }
-  };
-  workers.RunRanges(m.Count() * groups.blocks * cols.blocks * rows.blocks, block_bytes,
-                    [&](int64_t first, int64_t last) {
-                      for (int64_t i = first; i < last; ++i) run(i);
-                    });
+  });
 }
 
 // Moves items of a power of two up to 16 bytes.

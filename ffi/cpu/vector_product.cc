@@ -11,10 +11,11 @@ namespace {
 
 constexpr int64_t kMinChunk = 256;
 constexpr int64_t kMaxChunk = 4096;  // the accumulators of a chunk stay in the cache
-constexpr int64_t kDepth = 8192;     // elements of k at a time, which bounds the packed vectors
+constexpr int64_t kDepth = 16384;    // elements of k at a time, which bounds the packed vectors
 constexpr int64_t kMaxSmalls = 8;    // exceeds a kernel's number if rows can stay in the cache
 constexpr int64_t kCachedRows = 8;
 constexpr int64_t kShallow = 64;  // lanes are added up for each result, however few there are
+constexpr int64_t kNarrow = 2;    // vectors of a row, the last of which is put together by element
 
 // Whether the large operand is read along k.
 bool IsAlong(const VectorProduct& p) { return p.big.col_stride == 1 && p.big.row_stride != 1; }
@@ -36,7 +37,11 @@ bool IsVectorProduct(const VectorProduct& p) {
   return IsAlong(p) ? p.smalls <= kMaxSmalls : p.smalls <= kMaxVectorRows && p.big.row_stride == 1;
 }
 
-bool IsShallow(const VectorProduct& p) { return IsAlong(p) && p.smalls > 1 && p.k < kShallow; }
+bool IsSmall(const VectorFamily& family, const VectorProduct& p) {
+  if (p.smalls == 1) return false;
+  if (IsAlong(p)) return p.k < kShallow;
+  return Bytes(p.big.type) == family.unit_bytes && p.outer < kNarrow * family.lanes;
+}
 
 int64_t VectorChunk(const VectorProduct& p, int64_t threads) {
   // Across, a task reads a part of every row, which should be long for the prefetcher.

@@ -19,8 +19,9 @@ struct VectorProduct {
 // Whether this path supports the product: few vectors, and a large operand with a unit stride.
 bool IsVectorProduct(const VectorProduct& product);
 
-// Whether so few products are added up for a result that a matrix product's kernel is faster.
-bool IsShallow(const VectorProduct& product);
+// Whether several products with vectors are so short, or have so few results, that a matrix
+// product's kernel is faster.
+bool IsSmall(const VectorFamily& family, const VectorProduct& product);
 
 // Returns the entries of the large operand per task, for `threads` threads.
 int64_t VectorChunk(const VectorProduct& product, int64_t threads);
