@@ -54,7 +54,7 @@ ProductKernel::ProductKernel(const Product& p)
   const VectorProduct vectors = VectorProduct::From(p);
   direct_ = IsDirectProduct(*gemm_, p);
   const VectorFamily* family = Kernels().vector[static_cast<int>(p.lhs.type)];
-  if (IsVectorProduct(vectors) && !(direct_ && IsSmall(*family, vectors))) {
+  if (IsVectorProduct(vectors) && !IsSmall(*family, vectors, direct_)) {
     direct_ = false;
     vector_ = family;
     dot_ = IsDotProduct(p) && Kernels().dot[static_cast<int>(p.lhs.type)] != nullptr;

@@ -15,6 +15,7 @@ constexpr int64_t kDepth = 16384;    // elements of k at a time, which bounds th
 constexpr int64_t kMaxSmalls = 8;    // exceeds a kernel's number if rows can stay in the cache
 constexpr int64_t kCachedRows = 8;
 constexpr int64_t kShallow = 64;  // lanes are added up for each result, however few there are
+constexpr int64_t kSeveral = 4;   // vectors that justify packing
 constexpr int64_t kNarrow = 2;    // vectors of a row, the last of which is put together by element
 
 // Whether the large operand is read along k.
@@ -37,10 +38,10 @@ bool IsVectorProduct(const VectorProduct& p) {
   return IsAlong(p) ? p.smalls <= kMaxSmalls : p.smalls <= kMaxVectorRows && p.big.row_stride == 1;
 }
 
-bool IsSmall(const VectorFamily& family, const VectorProduct& p) {
+bool IsSmall(const VectorFamily& family, const VectorProduct& p, bool direct) {
   if (p.smalls == 1) return false;
-  if (IsAlong(p)) return p.k < kShallow;
-  return Bytes(p.big.type) == family.unit_bytes && p.outer < kNarrow * family.lanes;
+  if (IsAlong(p)) return p.k < kShallow && (direct || p.smalls >= kSeveral);
+  return direct && Bytes(p.big.type) == family.unit_bytes && p.outer < kNarrow * family.lanes;
 }
 
 int64_t VectorChunk(const VectorProduct& p, int64_t threads) {

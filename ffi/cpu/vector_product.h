@@ -20,8 +20,8 @@ struct VectorProduct {
 bool IsVectorProduct(const VectorProduct& product);
 
 // Whether several products with vectors are so short, or have so few results, that a matrix
-// product's kernel is faster.
-bool IsSmall(const VectorFamily& family, const VectorProduct& product);
+// product's kernel is faster. Without `direct`, that kernel packs both operands.
+bool IsSmall(const VectorFamily& family, const VectorProduct& product, bool direct);
 
 // Returns the entries of the large operand per task, for `threads` threads.
 int64_t VectorChunk(const VectorProduct& product, int64_t threads);
