@@ -56,9 +56,9 @@ def rng(request):
 @pytest.fixture(autouse=True)
 def every_kernel_on_every_cpu(monkeypatch):
     """Planners leave some products to XLA on CPUs with AMX; the tests want their kernels."""
-    from jax_tilekern.ops import contraction
+    from jax_tilekern.plans import cpu
 
-    monkeypatch.setattr(contraction, "has_amx", lambda: False)
+    monkeypatch.setattr(cpu, "has_amx", lambda: False)
 
 
 @pytest.fixture(autouse=True)

@@ -45,10 +45,10 @@ TYPES = [
     (np.int8, np.int8, np.int32),
 ]
 # (m, n, k): ones, the vector path (up to four rows or columns), odd and prime sizes, whole tiles,
-# few columns, tiles that are packed, and a k of several blocks.
+# few columns, tiles that are packed, a k of several blocks, and more vectors than a kernel takes.
 SHAPES = [
     (1, 1, 1), (3, 5, 1), (1, 67, 130), (131, 4, 33), (2, 150, 35), (17, 31, 61), (64, 64, 64),
-    (301, 17, 70), (49, 66, 803), (37, 201, 803),
+    (301, 17, 70), (49, 66, 803), (37, 201, 803), (6, 1100, 150),
 ]  # fmt: skip
 
 

@@ -70,11 +70,11 @@ def test_without_any_gpu_falls_back(monkeypatch):
 
 
 def test_amx_is_left_to_xla(monkeypatch):
-    """It beats these kernels where the left operand is k-major, and not elsewhere."""
-    from jax_tilekern.ops import contraction
+    """It beats these kernels where XLA reads the left operand along k, and not elsewhere."""
+    from jax_tilekern.plans import cpu
 
     def kernel(has_amx, function, *args):
-        monkeypatch.setattr(contraction, "has_amx", lambda: has_amx)
+        monkeypatch.setattr(cpu, "has_amx", lambda: has_amx)
         return jtk.explain(function, *args, platform="cpu")[0].kernel
 
     x = jnp.ones((64, 64), jnp.bfloat16)
@@ -83,3 +83,9 @@ def test_amx_is_left_to_xla(monkeypatch):
     assert kernel(True, lambda x: jtk.matmul(x.T, x), x)
     assert kernel(True, jtk.matmul, x[:1], x)
     assert kernel(True, jtk.matmul, x.astype(jnp.float32), x.astype(jnp.float32))
+
+    def batch_inside_k(x):
+        return jtk.einsum("kbm,bkn->bmn", x, x.swapaxes(0, 1))
+
+    assert kernel(True, batch_inside_k, jnp.ones((16, 4, 128), jnp.bfloat16)) is None
+    assert kernel(True, batch_inside_k, jnp.ones((16, 4, 64), jnp.bfloat16))

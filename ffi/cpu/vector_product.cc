@@ -14,6 +14,8 @@ constexpr int64_t kMaxChunk = 4096;  // the accumulators of a chunk stay in the 
 constexpr int64_t kDepth = 16384;    // elements of k at a time, which bounds the packed vectors
 constexpr int64_t kMaxSmalls = 8;    // exceeds a kernel's number if rows can stay in the cache
 constexpr int64_t kCachedRows = 8;
+constexpr int64_t kCachedColumns = 1024;  // of kCachedDepth rows, where these are read across
+constexpr int64_t kCachedDepth = 64;
 constexpr int64_t kShallow = 64;  // lanes are added up for each result, however few there are
 constexpr int64_t kSeveral = 4;   // vectors that justify packing
 constexpr int64_t kNarrow = 2;    // vectors of a row, the last of which is put together by element
@@ -35,12 +37,13 @@ VectorProduct VectorProduct::From(const Product& p) {
 }
 
 bool IsVectorProduct(const VectorProduct& p) {
-  return IsAlong(p) ? p.smalls <= kMaxSmalls : p.smalls <= kMaxVectorRows && p.big.row_stride == 1;
+  return p.smalls <= kMaxSmalls && (IsAlong(p) || p.big.row_stride == 1);
 }
 
 bool IsSmall(const VectorFamily& family, const VectorProduct& p, bool direct) {
   if (p.smalls == 1) return false;
   if (IsAlong(p)) return p.k < kShallow && (direct || p.smalls >= kSeveral);
+  if (p.smalls > kMaxVectorRows) return direct || p.k < kShallow;
   return direct && Bytes(p.big.type) == family.unit_bytes && p.outer < kNarrow * family.lanes;
 }
 
@@ -60,13 +63,16 @@ void RunVectorProduct(const VectorFamily& family, StoreFn store, const VectorPro
   const int64_t sums_stride = RoundUp(std::min(count, kMaxChunk), family.lanes);
   char* small = static_cast<char*>(Scratch(ScratchUse::kLhs, p.smalls * small_stride * unit));
   char* sums = static_cast<char*>(Scratch(ScratchUse::kSums, p.smalls * sums_stride * unit));
-  const int64_t rows_at_once = p.smalls > kMaxVectorRows ? kCachedRows : kMaxChunk;
+  // What is read for some of the vectors stays in the cache for the others.
+  const bool again = p.smalls > kMaxVectorRows;
+  const int64_t rows_at_once = !again ? kMaxChunk : IsAlong(p) ? kCachedRows : kCachedColumns;
+  const int64_t most_depth = again && !IsAlong(p) ? kCachedDepth : kDepth;
   const int64_t end = first + count;
   for (int64_t chunk = first; chunk < end; chunk += kMaxChunk) {
     const int64_t chunk_end = std::min(chunk + kMaxChunk, end);
     std::memset(sums, 0, p.smalls * sums_stride * unit);
-    for (int64_t k = 0; k < p.k; k += kDepth) {
-      const int64_t depth = std::min(kDepth, p.k - k);
+    for (int64_t k = 0; k < p.k; k += most_depth) {
+      const int64_t depth = std::min(most_depth, p.k - k);
       const int64_t groups = CeilDiv(depth, family.group);
       pack({p.small.At(0, k), p.small.row_stride, p.small.col_stride, p.smalls, p.smalls, depth}, 1,
            p.smalls, small_stride * unit, small);

@@ -34,7 +34,11 @@ from jax_tilekern.ops.labelled_operands import (
 )
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
-from jax_tilekern.plans.cpu import has_amx, product_left_to_xla, small_left_to_xla
+from jax_tilekern.plans.cpu import (
+    matrix_units_left_to_xla,
+    product_left_to_xla,
+    small_left_to_xla,
+)
 from jax_tilekern.plans.gemm.arithmetic import (
     BF16,
     F16,
@@ -250,11 +254,13 @@ def _cuda_kernel(problem: Problem) -> Kernel | Fallback:
 def _cpu_kernel(problem: Problem) -> Kernel | Fallback:
     product = problem.product
     geometry, arithmetic = product.geometry, product.arithmetic
-    few = min(geometry.m, geometry.n) < 8
-    if arithmetic in ("bfloat16", "int8") and has_amx() and not few and geometry.lhs_k_major:
-        return Fallback(f"XLA multiplies {arithmetic} in this CPU's matrix units (AMX)")
-    if reason := product_left_to_xla(geometry) or small_left_to_xla(geometry):
-        return Fallback(reason)
+    left = (
+        matrix_units_left_to_xla(geometry, arithmetic)
+        or product_left_to_xla(geometry)
+        or small_left_to_xla(geometry)
+    )
+    if left:
+        return Fallback(left)
     attributes = cpu_attributes(geometry)
     types = [str(dtype) for dtype in (product.lhs_dtype, product.rhs_dtype, product.out_dtype)]
     return Kernel(

@@ -13,6 +13,10 @@ from pathlib import Path
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.transpose.permutation import Permutation
 
+# Products with fewer rows or columns are not XLA's because of AMX.
+_LEAST_OF_MATRIX_UNITS = 8
+# Nor are those that XLA transposes first, with fewer than these.
+_LEAST_TRANSPOSED = {"bfloat16": 128, "int8": 512}
 # A call of a kernel for one product with a vector takes as long as XLA's loop for a matrix, or
 # another vector, of this many elements.
 _SMALL_OPERAND = 128
@@ -41,6 +45,19 @@ def is_streamed(permutation: Permutation) -> bool:
     """Return whether a transpose writes past the caches, where its result would not stay."""
     nbytes = math.prod(permutation.sizes) * permutation.itemsize
     return nbytes > _last_cache_bytes() // 2
+
+
+def matrix_units_left_to_xla(geometry: MatmulGeometry, arithmetic: str) -> str | None:
+    """Return why a product is XLA's on a CPU that has AMX, or ``None``."""
+    least = min(geometry.m, geometry.n)
+    if arithmetic not in _LEAST_TRANSPOSED or not has_amx() or least < _LEAST_OF_MATRIX_UNITS:
+        return None
+    *batch, _, k_stride = geometry.lhs_strides
+    # XLA transposes lhs first, and only where its batch dimensions lie inside k.
+    transposed = bool(batch) and k_stride > max(batch) and least >= _LEAST_TRANSPOSED[arithmetic]
+    if geometry.lhs_k_major or transposed:
+        return f"XLA multiplies {arithmetic} in this CPU's matrix units (AMX)"
+    return None
 
 
 def product_left_to_xla(geometry: MatmulGeometry) -> str | None:
