@@ -1,7 +1,11 @@
+import functools
+
 import jax
 import jax.numpy as jnp
+import pytest
 
 import jax_tilekern as jtk
+from jax_tilekern.plans import cpu
 
 
 def test_lists_each_call_with_its_kernel():
@@ -71,7 +75,6 @@ def test_without_any_gpu_falls_back(monkeypatch):
 
 def test_amx_is_left_to_xla(monkeypatch):
     """It beats these kernels where XLA reads the left operand along k, and not elsewhere."""
-    from jax_tilekern.plans import cpu
 
     def kernel(has_amx, function, *args):
         monkeypatch.setattr(cpu, "has_amx", lambda: has_amx)
@@ -89,3 +92,16 @@ def test_amx_is_left_to_xla(monkeypatch):
 
     assert kernel(True, batch_inside_k, jnp.ones((16, 4, 128), jnp.bfloat16)) is None
     assert kernel(True, batch_inside_k, jnp.ones((16, 4, 64), jnp.bfloat16))
+
+
+@pytest.mark.parametrize("spec", ["mbk,bkn->mbn", "mkb,bkn->mbn", "kbm,bkn->mbn", "kbm,bkn->bmn"])
+def test_xla_is_left_what_it_can_multiply(monkeypatch, spec):
+    """XLA's CPU backend has no products of bfloat16 to float32 in some orders of dimensions."""
+    monkeypatch.setattr(cpu, "has_amx", lambda: True)
+    sizes = {"b": 3, "m": 130, "n": 136, "k": 20}
+    lhs, rhs = (
+        jnp.ones([sizes[label] for label in labels], jnp.bfloat16)
+        for labels in spec.split("->")[0].split(",")
+    )
+    out = jax.jit(functools.partial(jtk.einsum, spec, preferred_element_type=jnp.float32))(lhs, rhs)
+    assert (out == sizes["k"]).all()

@@ -255,7 +255,7 @@ def _cpu_kernel(problem: Problem) -> Kernel | Fallback:
     product = problem.product
     geometry, arithmetic = product.geometry, product.arithmetic
     left = (
-        matrix_units_left_to_xla(geometry, arithmetic)
+        matrix_units_left_to_xla(product)
         or product_left_to_xla(geometry)
         or small_left_to_xla(geometry)
     )

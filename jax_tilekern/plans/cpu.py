@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.transpose.permutation import Permutation
 
 # Products with fewer rows or columns are not XLA's because of AMX.
@@ -47,10 +48,16 @@ def is_streamed(permutation: Permutation) -> bool:
     return nbytes > _last_cache_bytes() // 2
 
 
-def matrix_units_left_to_xla(geometry: MatmulGeometry, arithmetic: str) -> str | None:
+def matrix_units_left_to_xla(product: Product) -> str | None:
     """Return why a product is XLA's on a CPU that has AMX, or ``None``."""
+    geometry, arithmetic = product.geometry, product.arithmetic
     least = min(geometry.m, geometry.n)
     if arithmetic not in _LEAST_TRANSPOSED or not has_amx() or least < _LEAST_OF_MATRIX_UNITS:
+        return None
+    *out_batch, out_row, _ = geometry.out_strides
+    widened = arithmetic == "bfloat16" and product.out_dtype != product.lhs_dtype
+    if widened and out_batch and min(out_batch) < out_row:
+        # XLA ends the program: "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32".
         return None
     *batch, _, k_stride = geometry.lhs_strides
     # XLA transposes lhs first, and only where its batch dimensions lie inside k.
