@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,27 @@ from jax_tilekern.tuning.device_time import Activity, Block, Interval, Unattribu
 
 H100 = gpus.known_gpu("sm_90")
 F32 = np.dtype(np.float32)
+
+RECORDS = Path(__file__).parent.parent / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("name", ["h100/samples/matmul-11.0", "xeon-amx/samples/ragged_dot"])
+def test_a_sample_is_plotted_as_a_histogram(name, tmp_path, monkeypatch):
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn = []
+
+    def bar(axes, edges, counts, *_, **colors):
+        drawn.append((edges, counts))
+
+    monkeypatch.setattr(figures.Figure().subplots().__class__, "bar", bar)
+    file = RECORDS / f"{name}.json"
+    assert main(["report", str(file), "--plot", str(tmp_path / "x.png")]) == 0
+    ((edges, counts),) = drawn
+    ratios = [sample_report.ratio_to_jax(row) for row in json.loads(file.read_text())["rows"]]
+    assert sum(counts) == len(ratios)
+    slower = sum(count for edge, count in zip(edges, counts, strict=True) if edge < 0.969)
+    assert slower == sum(ratio < 0.97 for ratio in ratios)
+
 
 # What is drawn.
 

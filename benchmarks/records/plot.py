@@ -1,4 +1,7 @@
-"""A record as two plots: a roofline or shares of the bandwidth, and the ratio of each row."""
+"""A record as two plots: a roofline or shares of the bandwidth, and the ratio of each row.
+
+A sample is a histogram instead (``sample_plot.py``).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.records.ceilings import Ceilings, arithmetic
 from benchmarks.records.record import Record, timed
 from benchmarks.records.report import loses
+from benchmarks.records.sample_plot import histogram
 
 
 class NoMatplotlib(BenchmarkError):
@@ -36,6 +40,9 @@ def plot(record: Record, path: Path) -> None:
     The ceilings are a roofline over operations per byte or, of an operation that only the memory
     bounds, one bandwidth, of which each row has its share.
     """
+    if "sample" in record:
+        histogram(record, path)
+        return
     # The object interface needs no display and leaves no global state.
     from matplotlib.figure import Figure
 

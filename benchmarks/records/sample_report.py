@@ -15,7 +15,7 @@ from benchmarks.records.ceilings import Ceilings, has_bound
 from benchmarks.records.record import Record, timed
 
 # The share of rows below this is reported.
-_SLOWER = 0.97
+SLOWER = 0.97
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Distribution:
             geometric_mean=math.exp(statistics.fmean(map(math.log, ratios))),
             tenth_percentile=float(np.percentile(ratios, 10)),
             worst=min(ratios),
-            slower=sum(ratio < _SLOWER for ratio in ratios) / len(ratios),
+            slower=sum(ratio < SLOWER for ratio in ratios) / len(ratios),
         )
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Distribution:
         return (
             f"geometric mean {self.geometric_mean:.3f}, 10th percentile "
             f"{self.tenth_percentile:.2f}, worst {self.worst:.2f}, "
-            f"{self.slower:.0%} below {_SLOWER}"
+            f"{self.slower:.0%} below {SLOWER}"
         )
 
 
