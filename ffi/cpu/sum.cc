@@ -74,7 +74,7 @@ class Sums {
     group_ = std::min(kept, deep * reduced_.count <= kShallow ? kFewTotals : kMaxTotals);
     group_ -= group_ % (fold_ * fold_step_);
     if (along_) {
-      // Rows of one task are adjacent in memory, which is read once for each outer reduced index.
+      // For each outer reduced index a task reads adjacent rows, and not one row far from the next.
       const int64_t enough = kChunk / cols_ / reduced_.count;
       const int64_t adjacent = reduced_.count > 1 ? kAdjacentBytes / (cols_ * bytes_) : 1;
       group_ = std::clamp<int64_t>(std::max(enough, adjacent), 1, group_);

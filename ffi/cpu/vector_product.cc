@@ -43,6 +43,7 @@ bool IsVectorProduct(const VectorProduct& p) {
 bool IsSmall(const VectorFamily& family, const VectorProduct& p, bool direct) {
   if (p.smalls == 1) return false;
   if (IsAlong(p)) return p.k < kShallow && (direct || p.smalls >= kSeveral);
+  // A second call of the kernel reads the matrix again, from the cache.
   if (p.smalls > kMaxVectorRows) return direct || p.k < kShallow;
   return direct && Bytes(p.big.type) == family.unit_bytes && p.outer < kNarrow * family.lanes;
 }

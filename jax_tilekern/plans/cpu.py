@@ -14,9 +14,9 @@ from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.transpose.permutation import Permutation
 
-# Products with fewer rows or columns are not XLA's because of AMX.
+# The fewest rows and columns of a product that is left to XLA for its use of AMX.
 _LEAST_OF_MATRIX_UNITS = 8
-# Nor are those that XLA transposes first, with fewer than these.
+# The fewest where XLA transposes lhs first, for each arithmetic that AMX has.
 _LEAST_TRANSPOSED = {"bfloat16": 128, "int8": 512}
 # A call of a kernel for one product with a vector takes as long as XLA's loop for a matrix, or
 # another vector, of this many elements.
