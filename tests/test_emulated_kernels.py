@@ -1,37 +1,23 @@
 """CUDA kernels compiled as C++ for the CPU, with emulated threads: values without a GPU."""
 
 import functools
-import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
+from emulated import COMPILER, build, output_of
 
-ROOT = Path(__file__).resolve().parent.parent
-EMULATION = ROOT / "tests" / "emulation"
-KERNELS = ROOT / "ffi" / "cuda"
 # The kernels of each program in tests/emulation.
 FILES = {
     "blocked_lu": (
-        "types", "linalg/blocked_lu_pivots", "linalg/blocked_lu_update",
-        "linalg/block_substitution",
+        "types.cuh", "linalg/blocked_lu_pivots.cuh", "linalg/blocked_lu_update.cuh",
+        "linalg/block_substitution.cuh",
     ),
-    "row_sums": ("types", "convert", "epilogue", "reduction/reduction", "reduction/row_sums"),
+    "row_sums": (
+        "types.cuh", "convert.cuh", "epilogue.cuh", "reduction/reduction.cuh",
+        "reduction/row_sums.cuh",
+    ),
 }  # fmt: skip
-COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
-
-
-def as_cpp(text):
-    """What is not C++ takes the place of what CUDA calls it."""
-    text = re.sub(r'#pragma once|#include "[^"]*"', "", text)
-    text = text.replace("extern __shared__ float4 shared[];", "static float4 shared[1 << 14];")
-    text = text.replace("__shared__", "static")
-    text = re.sub(r'asm\("ld\.[^"]*"[^;]*;', "bits = load<kBytes>(address);", text)
-    text = re.sub(r'asm\("cvt\.[^"]*"[^;]*;', "std::abort();", text)
-    return re.sub(r'asm\("rcp\.approx[^;]*;"[^;]*;', "reciprocal = 1 / value;", text)
 
 
 @pytest.fixture(scope="module")
@@ -40,20 +26,9 @@ def run(tmp_path_factory):
 
     @functools.cache
     def built(program):
-        folder = tmp_path_factory.mktemp(program)
-        texts = ((KERNELS / f"{name}.cuh").read_text() for name in FILES[program])
-        (folder / "kernels.h").write_text("#pragma once\n" + "".join(map(as_cpp, texts)))
-        command = [COMPILER, "-std=c++20", "-O1", "-w", f"-I{folder}", f"-I{EMULATION}"]
-        source = EMULATION / f"{program}.cc"
-        subprocess.run([*command, source, "-o", folder / program], check=True)
-        return folder / program
+        return build(program, FILES[program], tmp_path_factory.mktemp(program))
 
-    def run(program, *arguments):
-        command = [built(program), *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-        return float(done.stdout)
-
-    return run
+    return lambda program, *arguments: output_of(built(program), *arguments)
 
 
 @pytest.mark.parametrize(

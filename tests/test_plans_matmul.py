@@ -131,10 +131,11 @@ def test_the_plan_is_the_best_candidates():
         (product_of("int8", 4095, 4096, 4095), ["pack_operand", "wgmma_matmul"]),
         (product_of("bf16", 4095, 4097, 4093), ["pack_operand", "pack_operand", "wgmma_matmul"]),
         (product_of("tf32", 128, 128, 65536), ["wgmma_matmul", "sum_splits"]),
-        (product_of("f64", 256, 256, 256), ["mma_matmul"]),
+        (product_of("f64", 512, 512, 512), ["mma_matmul"]),
+        (product_of("f64", 256, 256, 256), ["small_matmul"]),
         (product_of("bf16", 256, 256, 256, (2, 2, 2, 2)), ["mma_matmul"]),
     ],
-    ids=["large", "odd", "odder", "long", "double", "batches"],
+    ids=["large", "odd", "odder", "long", "double", "small", "batches"],
 )
 def test_launches_are_in_order(product, names):
     plan = plan_matmul(product, H100)

@@ -38,7 +38,7 @@ def cubins(text):
 def test_a_kernel_is_in_a_program_once():
     text = lowered_for_cuda(deep, W, W).as_text()
     assert text.count("stablehlo.custom_call") == 1
-    assert len(re.findall(r"call @wgmma_matmul\w+\(", text)) == 6
+    assert len(re.findall(r"call @small_matmul\w+\(", text)) == 6
     assert len(cubins(text)) == 1
 
 

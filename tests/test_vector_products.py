@@ -300,7 +300,7 @@ def test_vmap_over_vectors_is_one_product_of_matrices():
         mapped = jax.vmap(jtk.matvec, (None, 0))
         (choice,) = jtk.explain(mapped, A, XS, platform="cuda")
     assert choice.call == "mk,nku->nmu"
-    assert choice.kernel == "wgmma_matmul tf32"
+    assert choice.kernel == "small_matmul tf32"
 
 
 def test_gradients_move_nothing():

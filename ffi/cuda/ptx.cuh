@@ -41,6 +41,13 @@ inline void cp_async(uint32 destination, const void* source, bool inside) {
   }
 }
 
+// Copies 16 bytes to shared memory asynchronously: the first `bytes` of `source`, and zeros.
+inline void cp_async_partly(uint32 destination, const void* source, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(bytes)
+               : "memory");
+}
+
 // Prefetches bytes to L2, with those that complete the first and the last 16 bytes.
 inline void prefetch_to_l2(const void* first, int bytes) {
   const uint64 begin = reinterpret_cast<uint64>(first) & ~uint64{15};
@@ -114,11 +121,15 @@ inline void load_shared(double (&values)[2], uint32 address) {
                : "memory");
 }
 
-// Loads a value of 2, 4, 8 or 16 bytes.
+// Loads a value of 1, 2, 4, 8 or 16 bytes.
 template <typename T>
 inline T load_shared_as(uint32 address) {
   T value;
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 1) {
+    uint32 bits;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(bits) : "r"(address) : "memory");
+    value = static_cast<T>(bits);
+  } else if constexpr (sizeof(T) == 2) {
     asm volatile("ld.shared.u16 %0, [%1];"
                  : "=h"(reinterpret_cast<uint16&>(value))
                  : "r"(address)
@@ -143,6 +154,10 @@ inline void store_shared(uint32 address, const uint32 (&words)[kWords]) {
                  "r"(words[1]), "r"(words[2]), "r"(words[3])
                  : "memory");
   }
+}
+
+inline void store_shared(uint32 address, uint16 value) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
 }
 
 // Stores one or two adjacent values from registers of their own type. A copy of a float to an

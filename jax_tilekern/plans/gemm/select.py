@@ -15,13 +15,14 @@ from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm80.candidates import MMA
 from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
 from jax_tilekern.plans.gemm.sm90.emulated import EMULATED
+from jax_tilekern.plans.gemm.small.candidates import SMALL
 from jax_tilekern.plans.gemm.vector_product import vector_product_candidates
 from jax_tilekern.plans.gemm.xla import left_to_xla, predicted_to_be_xlas
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.tuned import tuned_plan
 
-_FAMILIES = (WGMMA, EMULATED, MMA)
+_FAMILIES = (WGMMA, EMULATED, SMALL, MMA)
 
 
 def candidates(product: Product, gpu: Gpu) -> list[CostedCandidate] | NoKernel:

@@ -1,0 +1,1 @@
+"""Plans for products of small matrices and of odd sizes."""

@@ -1,0 +1,151 @@
+"""The cost model of ``gemm/small/small_matmul.cuh``.
+
+Its constants were fitted to 3204 tiles of 627 random products on an H100 (``docs/tuning-log.md``).
+"""
+
+from __future__ import annotations
+
+import math
+
+from jax_tilekern.plans.gemm.small.config import SmallInstance
+from jax_tilekern.plans.gemm.small.rows import Rows
+from jax_tilekern.plans.gpu import Gpu
+
+# Cycles of a launch of which one warp computes nothing.
+_LAUNCH_CYCLES = 3600
+# The part of the time of reading and writing each array once that adds to the rest, and the cycles
+# of an SM for a byte that its CTAs copy to shared memory.
+_MEMORY, _COPIED_BYTE = 0.35, 0.017
+# Cycles of an SM for an instruction of a warp: a load from shared memory, one that prepares
+# operands, one that multiplies, a store to shared memory, and those that copy a vector.
+_LOAD, _PREPARATION, _MULTIPLICATION, _STORE, _COPY = 0.2, 0.55, 0.13, 2.1, 7.9
+# Cycles that a warp waits: for a load, for the copy of a vector, for the other warps that share its
+# part of the tile, and for a chunk of k.
+_LOAD_LATENCY, _COPY_LATENCY, _REDUCTION_LATENCY, _CHUNK_LATENCY = 1.9, 103.0, 93.0, 106.0
+# These times overlap little: they are added up in the norm of this power.
+_OVERLAP = 1.05
+# What an SM holds.
+_THREADS, _CTAS, _REGISTERS = 2048, 32, 65536
+_RESERVED_SHARED_BYTES = 1024
+# Registers of a thread beside accumulators and operands.
+_OTHER_REGISTERS = 28
+
+
+def small_cycles(instance: SmallInstance, gpu: Gpu) -> float:
+    """Estimate the cycles of a launch."""
+    product, tile = instance.product, instance.tile
+    k = product.geometry.k
+    chunks = math.ceil(k / instance.chunk_k)
+    steps = math.ceil(min(k, instance.chunk_k) / _step(instance) / tile.warps_k) * chunks
+    loads, preparations = _instructions_of_a_step(instance)
+    results = 4 * tile.fragments_m * tile.fragments_n
+    copies = chunks * (_copies(instance.lhs) + _copies(instance.rhs)) + _copies(instance.out)
+    partial = 0 if instance.out.aligned or instance.out.flat else _rows_of_a_thread(instance.out)
+
+    instructions = (
+        steps * (_LOAD * loads + _PREPARATION * preparations + _MULTIPLICATION * _mmas(instance))
+        + _STORE * results / tile.warps_k
+        + _COPY * (copies + partial)
+    )
+    latency = steps * _LOAD_LATENCY * (2 + loads) + _COPY_LATENCY * (copies + 2 * partial)
+    latency += _CHUNK_LATENCY * (chunks - 1)
+    if tile.warps_k > 1:
+        latency += _REDUCTION_LATENCY * (1 + results * (tile.warps_k - 1) / 16)
+    per_sm = math.ceil(instance.ctas / gpu.sm_count)
+    copied = chunks * (_vectors(instance.lhs) + _vectors(instance.rhs)) * 16
+    times = (
+        _MEMORY * product.memory_cycles(gpu),
+        _COPIED_BYTE * copied * instance.ctas / gpu.sm_count,
+        per_sm * tile.warps * instructions,
+        math.ceil(per_sm / _resident_ctas(instance, gpu)) * latency,
+    )
+    return float(_LAUNCH_CYCLES + sum(time**_OVERLAP for time in times) ** (1 / _OVERLAP))
+
+
+def _lane_bytes(instance: SmallInstance) -> int:
+    """Return the bytes of a row or column that a lane holds in a step."""
+    return 16 if instance.product.arithmetic in ("f32", "f64") else 8
+
+
+def _step(instance: SmallInstance) -> int:
+    """Return the k of a step."""
+    product = instance.product
+    lanes = 1 if product.arithmetic == "f32" else 4
+    return lanes * _lane_bytes(instance) // product.lhs_dtype.itemsize
+
+
+def _lines(instance: SmallInstance) -> tuple[int, int]:
+    """Return the rows and the columns of a lane."""
+    tile = instance.tile
+    columns = 2 if instance.product.arithmetic == "f32" else 1
+    return 2 * tile.fragments_m, columns * tile.fragments_n
+
+
+def _mmas(instance: SmallInstance) -> int:
+    """Return the instructions of a step that multiply."""
+    fragments = instance.tile.fragments_m * instance.tile.fragments_n
+    each = {"f32": 16, "f64": 4}.get(instance.product.arithmetic, 2 if instance.widen else 1)
+    return each * fragments
+
+
+def _instructions_of_a_step(instance: SmallInstance) -> tuple[float, float]:
+    """Return a lane's loads in a step, and the instructions that prepare what it loaded."""
+    product = instance.product
+    words = _lane_bytes(instance) // 4
+    loads = preparations = 0.0
+    for rows, lines, dtype in zip(
+        (instance.lhs, instance.rhs), _lines(instance), product.dtypes[:2], strict=True
+    ):
+        if not rows.k_major:
+            # Elements have addresses of their own, and are packed.
+            elements = 4 * words / dtype.itemsize
+            loads += lines * elements
+            preparations += lines * words * {1: 3, 2: 1}.get(dtype.itemsize, 0) + 2 * elements
+        elif rows.load_bytes < 4:
+            loads += lines * (words + 1)
+            preparations += lines * words
+        else:
+            loads += lines * 4 * words / rows.load_bytes
+        if product.geometry.k % _step(instance):
+            preparations += lines * words
+        if product.arithmetic == "tf32":
+            preparations += lines * 2
+        if instance.widen:
+            preparations += lines * 4
+    return loads, preparations
+
+
+def _vectors(rows: Rows) -> float:
+    """Return the vectors of 16 bytes that hold a tile's rows."""
+    if rows.flat:
+        return ((rows.count - 1) * rows.stride + rows.row_bytes) / 16
+    return float(rows.count * rows.vectors)
+
+
+def _rows_of_a_thread(rows: Rows) -> int:
+    return math.ceil(rows.count * rows.threads_per_row / rows.threads)
+
+
+def _copies(rows: Rows) -> int:
+    """Return the vectors that a thread copies."""
+    if rows.flat:
+        return math.ceil(_vectors(rows) / rows.threads)
+    return _rows_of_a_thread(rows) * math.ceil(rows.vectors / rows.threads_per_row)
+
+
+def _resident_ctas(instance: SmallInstance, gpu: Gpu) -> int:
+    """Estimate how many CTAs an SM holds at a time."""
+    tile = instance.tile
+    words = _lane_bytes(instance) // 4
+    accumulators = 4 * tile.fragments_m * tile.fragments_n
+    if instance.product.arithmetic == "f64":
+        accumulators *= 2
+    registers = min(_OTHER_REGISTERS + accumulators + sum(_lines(instance)) * words, 255)
+    shared = instance.shared_memory_bytes + _RESERVED_SHARED_BYTES
+    limits = (
+        _THREADS // tile.threads,
+        _CTAS,
+        (gpu.shared_memory_bytes + _RESERVED_SHARED_BYTES) // shared,
+        _REGISTERS // (tile.threads * registers),
+    )
+    return max(1, min(limits))

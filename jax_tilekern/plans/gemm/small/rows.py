@@ -1,0 +1,187 @@
+"""Rows of a tile: how they lie in memory, and how a kernel of ``gemm/small`` copies them.
+
+A row is what is contiguous in memory. It is copied by vectors of 16 bytes whatever its alignment,
+so it starts in shared memory at the same distance from a multiple of 16 bytes as in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS
+from jax_tilekern.plans.gemm.problem import Product
+
+_VECTOR_BYTES = 16
+# Rows at multiples of this many bytes put the same element of all of them on few banks of shared
+# memory.
+_CONFLICTING_PITCH = 32
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a tile.
+
+    Attributes
+    ----------
+    k_major
+        Whether rows run along ``k``.
+    batch_strides
+        Bytes between matrices, outermost dimension first.
+    stride
+        Bytes between rows in memory.
+    count
+        The largest number of rows that a tile has.
+    row_bytes
+        Bytes of the longest row that a tile has.
+    flat
+        Whether the rows follow each other in memory, and are copied as one.
+    load_bytes
+        Bytes along ``k`` that a lane reads from shared memory at once.
+    tile_step
+        Bytes from one tile to the next along rows, or 0 if a row has one tile.
+    threads
+        Threads of a CTA.
+    """
+
+    k_major: bool
+    batch_strides: tuple[int, ...]
+    stride: int
+    count: int
+    row_bytes: int
+    flat: bool
+    load_bytes: int
+    tile_step: int
+    threads: int
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows start at the same distance from a multiple of 16 bytes."""
+        return self.flat or self.count == 1 or self.stride % _VECTOR_BYTES == 0
+
+    @property
+    def aligned(self) -> bool:
+        """Whether rows of tiles start at multiples of 16 bytes."""
+        steps = (self.stride, self.tile_step, *self.batch_strides)
+        return all(step % _VECTOR_BYTES == 0 for step in steps)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of 16 bytes that hold a row."""
+        before = 0 if self.aligned else _VECTOR_BYTES - 1
+        return math.ceil((self.row_bytes + before) / _VECTOR_BYTES)
+
+    @property
+    def pitch(self) -> int:
+        """Bytes between rows in shared memory."""
+        if self.flat:
+            return self.stride
+        # Odd, so that the same element of eight rows is on eight different banks.
+        return (self.vectors | 1) * _VECTOR_BYTES
+
+    @property
+    def tile_bytes(self) -> int:
+        """Shared memory of the tile."""
+        if not self.flat:
+            return self.count * self.pitch
+        copied = (self.count - 1) * self.stride + self.row_bytes + _VECTOR_BYTES - 1
+        return math.ceil(copied / _VECTOR_BYTES) * _VECTOR_BYTES
+
+    @property
+    def threads_per_row(self) -> int:
+        """The threads that copy a row, a power of two."""
+        if self.flat or self.count == 1:
+            return self.threads
+        return min(1 << (self.vectors - 1).bit_length(), self.threads)
+
+    @property
+    def cxx_config(self) -> str:
+        """The operand's ``SmallOperandConfig``."""
+        return f"{{{int(self.k_major)}, {int(self.uniform)}, {self.load_bytes}}}"
+
+    @property
+    def cxx_shape(self) -> str:
+        """The array's ``SmallArrayShape``."""
+        missing = MAX_BATCH_DIMS - len(self.batch_strides)
+        batch = ", ".join(map(str, (*self.batch_strides, *(0,) * missing)))
+        values = (self.stride, self.pitch, int(self.flat), int(self.aligned), self.threads_per_row)
+        return f"{{{{{batch}}}, {', '.join(map(str, values))}}}"
+
+
+def lhs_rows(product: Product, block_m: int, chunk_k: int, threads: int) -> Rows:
+    """Return the rows of a tile of ``lhs``."""
+    geometry = product.geometry
+    *batch, m_stride, k_stride = geometry.lhs_strides
+    return _operand_rows(
+        product, product.lhs_dtype.itemsize, geometry.m, m_stride, k_stride, batch,
+        block_m, chunk_k, threads,
+    )  # fmt: skip
+
+
+def rhs_rows(product: Product, block_n: int, chunk_k: int, threads: int) -> Rows:
+    """Return the rows of a tile of ``rhs``."""
+    geometry = product.geometry
+    *batch, k_stride, n_stride = geometry.rhs_strides
+    return _operand_rows(
+        product, product.rhs_dtype.itemsize, geometry.n, n_stride, k_stride, batch,
+        block_n, chunk_k, threads,
+    )  # fmt: skip
+
+
+def _operand_rows(
+    product: Product,
+    itemsize: int,
+    size: int,
+    stride: int,
+    k_stride: int,
+    batch: list[int],
+    block: int,
+    chunk_k: int,
+    threads: int,
+) -> Rows:
+    """Return the rows of an operand of `size` rows or columns, ``stride`` elements apart."""
+    k, batch_sizes = product.geometry.k, product.geometry.batch
+    lines = min(block, size)
+    k_major = k_stride == 1 and (stride != 1 or k > 1)
+    row_stride = (stride if k_major else k_stride) * itemsize
+    row_bytes = (chunk_k if k_major else lines) * itemsize
+    whole = chunk_k == k if k_major else lines == size
+    follow = row_stride == row_bytes and whole
+    batch_strides = tuple(x * itemsize for x in batch)
+    # The steps between the starts of what a lane reads, besides those along a row.
+    steps = [
+        row_stride if size > 1 else 0,
+        *(s for n, s in zip(batch_sizes, batch_strides, strict=True) if n > 1),
+        k * itemsize,
+    ]
+    widest = 16 if product.arithmetic in ("f64", "f32") else 8
+    common = math.gcd(widest, *steps)
+    return Rows(
+        k_major=k_major,
+        batch_strides=batch_strides,
+        stride=row_stride,
+        count=lines if k_major else chunk_k,
+        row_bytes=row_bytes,
+        flat=follow and row_stride % _CONFLICTING_PITCH != 0,
+        load_bytes=common if k_major and common >= max(itemsize, 4) else itemsize,
+        tile_step=0 if k_major or lines == size else row_bytes,
+        threads=threads,
+    )
+
+
+def out_rows(product: Product, block_m: int, block_n: int, threads: int) -> Rows:
+    """Return the rows of a tile of the output."""
+    geometry, itemsize = product.geometry, product.out_dtype.itemsize
+    *batch, m_stride, _ = geometry.out_strides
+    columns = min(block_n, geometry.n)
+    return Rows(
+        k_major=False,
+        batch_strides=tuple(x * itemsize for x in batch),
+        stride=m_stride * itemsize,
+        count=min(block_m, geometry.m),
+        row_bytes=columns * itemsize,
+        flat=columns == geometry.n == m_stride,
+        load_bytes=itemsize,
+        tile_step=0 if columns == geometry.n else columns * itemsize,
+        threads=threads,
+    )

@@ -1,0 +1,47 @@
+"""CUDA kernels as C++ programs for the CPU, with emulated threads."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EMULATION = ROOT / "tests" / "emulation"
+KERNELS = ROOT / "ffi" / "cuda"
+COMPILER = shutil.which("g++")
+
+
+def as_cpp(text):
+    """What is not C++ takes the place of what CUDA calls it."""
+    text = re.sub(r'#pragma once|#include "[^"]*"', "", text)
+    text = text.replace("extern __shared__ float4 shared[];", "static float4 shared[1 << 14];")
+    text = text.replace(
+        "extern __shared__ uint4 shared_memory[];",
+        "inline uint4* const shared_memory = reinterpret_cast<uint4*>(shared_bytes);\n"
+        "inline uint32 shared_address(uint4*) { return 0; }",
+    )
+    text = text.replace("__shared__", "static")
+    text = re.sub(r'asm\("ld\.[^"]*"[^;]*;', "bits = load<kBytes>(address);", text)
+    text = re.sub(r'asm\("cvt\.[^"]*"[^;]*;', "std::abort();", text)
+    return re.sub(r'asm\("rcp\.approx[^;]*;"[^;]*;', "reciprocal = 1 / value;", text)
+
+
+def build(program, files, folder, *options):
+    """Compile a program of tests/emulation over these files of kernels, or headers of emulation."""
+    parts = [
+        f'#include "{name}"\n' if name.endswith(".h") else as_cpp((KERNELS / name).read_text())
+        for name in files
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "kernels.h").write_text("#pragma once\n" + "".join(parts))
+    command = [COMPILER, "-std=c++20", "-O1", "-w", f"-I{folder}", f"-I{EMULATION}", *options]
+    source = EMULATION / f"{program}.cc"
+    subprocess.run([*command, source, "-o", folder / program], check=True)
+    return folder / program
+
+
+def output_of(program, *arguments):
+    """The number that a program prints."""
+    command = [program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    return float(done.stdout)

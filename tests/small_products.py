@@ -1,0 +1,69 @@
+"""Random products for the kernels of small products."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_tilekern as jtk
+from jax_tilekern.tuning.tuner import products_of
+
+SPECS = [
+    "bmk,bkn->bmn", "bkm,bnk->bmn", "mbk,kbn->bmn", "kbm,nbk->bmn", "bmk,kn->bmn", "mk,bnk->bmn",
+    "mk,nk->mn", "bcmk,cbkn->bcmn", "bmk,bkn->mbn", "bcmk,bkn->mcbn",
+]  # fmt: skip
+# Sizes of m, n and k whose rows are of whole vectors, and others.
+SIZES = [
+    (5, 6, 7), (16, 8, 32), (33, 17, 65), (64, 48, 64), (3, 130, 31), (130, 3, 129), (48, 80, 2),
+    (24, 40, 200), (100, 90, 1100), (2, 2, 4096), (257, 19, 24), (40, 41, 513),
+]  # fmt: skip
+# Of lhs, of rhs if that is another, and of the result; and the precision.
+TYPES = [
+    ("bfloat16", None, None, None),
+    ("bfloat16", None, "float32", None),
+    ("float16", None, None, None),
+    ("float32", None, None, None),
+    ("float32", None, None, "highest"),
+    ("float64", None, None, None),
+    ("int8", None, "int32", None),
+    ("float8_e4m3fn", None, "float32", None),
+    ("float8_e5m2", "float8_e4m3fn", "float16", None),
+]
+
+
+def bound(product):
+    """The largest error of a result, relative to it in the Frobenius norm.
+
+    It is the rounding of operands and of the result, and that of sums of k terms in float32.
+    """
+    of_sums = max(1e-6, 1e-7 * product.geometry.k**0.5)
+    bounds = {
+        "bf16": 4e-3, "f16": 5e-4, "tf32": 6e-4, "f32": of_sums, "f64": 1e-14, "int8": 0,
+        "fp8": 4e-3, "fp8_fast": 4e-3,
+    }  # fmt: skip
+    return bounds[product.arithmetic]
+
+
+def _drawn(rng, shape, dtype):
+    if dtype == "int8":
+        return jnp.asarray(rng.integers(-128, 128, shape, np.int8))
+    return jnp.asarray(rng.standard_normal(shape), jnp.dtype(dtype))
+
+
+def random_product(numbers, types, sizes, most_matrices):
+    """Draw a product: how it is planned for, its operands, and the result in float64."""
+    lhs_type, rhs_type, result, precision = types
+    rng = np.random.default_rng(numbers.getrandbits(32))
+    spec = numbers.choice(SPECS)
+    b = numbers.choice([x for x in (1, 3, 20) if x <= most_matrices])
+    letters = dict(zip("mnkbc", (*sizes, b, 2), strict=True))
+    of_lhs, of_rhs, _ = spec.replace("->", ",").split(",")
+    lhs = _drawn(rng, [letters[x] for x in of_lhs], lhs_type)
+    rhs = _drawn(rng, [letters[x] for x in of_rhs], rhs_type or lhs_type)
+    out_type = jnp.dtype(result or lhs_type)
+    (product,) = products_of(
+        lambda x, y: jtk.einsum(spec, x, y, precision=precision, preferred_element_type=out_type),
+        jax.typeof(lhs),
+        jax.typeof(rhs),
+    )
+    left, right = (np.asarray(x).astype(np.float64) for x in (lhs, rhs))
+    return product, (lhs, rhs), np.einsum(spec, left, right)

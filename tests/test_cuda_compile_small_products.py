@@ -1,0 +1,35 @@
+"""Kernels of small products compile for every architecture, without spills."""
+
+import random
+
+import pytest
+from small_products import SIZES, TYPES, random_product
+
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.plans.gemm.small.candidates import small_candidates
+from jax_tilekern.plans.gpu import gpu_target, known_gpu
+
+try:
+    nvrtc()
+except NvrtcNotFound as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+TILES = 3
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
+@pytest.mark.parametrize("types", TYPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.one_in(6)
+def test_kernels_compile(arch, types, sizes, rng):
+    numbers = random.Random(int(rng.integers(2**32)))
+    if arch == "sm_80" and types[0].startswith("float8"):
+        pytest.skip("float8 takes sm_89")
+    gpu = known_gpu(arch)
+    with gpu_target(gpu):
+        product, _, _ = random_product(numbers, types, sizes, most_matrices=1)
+    found = small_candidates(product, gpu)
+    for candidate in numbers.sample(found, min(TILES, len(found))):
+        (launch,) = candidate.plan(gpu).launches
+        assert launch.entry.spill_bytes == launch.entry.stack_bytes == 0, candidate.key

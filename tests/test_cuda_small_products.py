@@ -1,0 +1,37 @@
+"""On a GPU: each kernel of small products is right, at any alignment, in any major order."""
+
+import random
+
+import numpy as np
+import pytest
+from candidate_calls import jitted, run_twice
+from numerics import on_gpu, poison
+from small_products import SIZES, TYPES, bound, random_product
+
+from jax_tilekern.plans.gemm.small.candidates import small_candidates
+from jax_tilekern.plans.gpu import current_gpu
+
+if not on_gpu():
+    pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)
+
+# Of the many tiles of a product, so many are tried.
+TILES = 4
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("types", TYPES, ids=str)
+def test_every_kernel_computes_the_product(types, sizes, rng):
+    numbers = random.Random(int(rng.integers(2**32)))
+    product, operands, exact = random_product(numbers, types, sizes, most_matrices=20)
+    gpu = current_gpu()
+    found = small_candidates(product, gpu)
+    wrong = {}
+    for candidate in numbers.sample(found, min(TILES, len(found))):
+        call = jitted(candidate.plan(gpu), exact.shape, product.out_dtype)
+        poison(exact.shape, product.out_dtype)
+        got = run_twice(call, operands)
+        error = np.linalg.norm(got - exact) / np.linalg.norm(exact)
+        if not error <= bound(product):
+            wrong[candidate.key] = error
+    assert not wrong, product

@@ -1,0 +1,46 @@
+"""Kernels of small products compiled as C++ for the CPU: values without a GPU."""
+
+import random
+
+import numpy as np
+import pytest
+from emulated import COMPILER, build, output_of
+from small_products import SIZES, TYPES, bound, random_product
+
+from jax_tilekern.plans.gemm.small.candidates import small_candidates
+from jax_tilekern.plans.gpu import gpu_target, known_gpu
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+FILES = (
+    "types.cuh", "ptx.h", *(f"gemm/small/{name}.cuh" for name in
+    ("config", "rows", "fragments", "arithmetic", "small_matmul")),
+)  # fmt: skip
+# The emulated MMAs do not multiply float8.
+EMULATED = [types for types in TYPES if types[0] in ("bfloat16", "float32", "float64", "int8")]
+# Emulation takes a millisecond and more for a CTA.
+MOST_CTAS = 64
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("types", EMULATED, ids=str)
+@pytest.mark.one_in(10)
+def test_kernels_compute_the_product(types, sizes, rng, tmp_path):
+    numbers = random.Random(int(rng.integers(2**32)))
+    gpu = known_gpu(numbers.choice(("sm_80", "sm_90")))
+    with gpu_target(gpu):
+        product, operands, exact = random_product(numbers, types, sizes, most_matrices=3)
+    found = small_candidates(product, gpu)
+    few = [candidate for candidate in found if candidate.instance.ctas <= MOST_CTAS]
+    candidate = numbers.choice(few or sorted(found, key=lambda x: x.instance.ctas)[:1])
+    instance = candidate.instance
+    program = build("small_matmul", FILES, tmp_path, f"-DKERNEL={instance.kernel.name}")
+    files = [tmp_path / name for name in ("lhs", "rhs", "out")]
+    poison = b"\xff" * (exact.size * product.out_dtype.itemsize)
+    contents = (*(np.asarray(x).tobytes() for x in operands), poison)
+    for file, data in zip(files, contents, strict=True):
+        file.write_bytes(data)
+    output_of(program, instance.ctas, instance.tile.threads, instance.shared_memory_bytes, *files)
+    got = np.frombuffer(files[-1].read_bytes(), product.out_dtype).reshape(exact.shape)
+    error = np.linalg.norm(got.astype(np.float64) - exact) / np.linalg.norm(exact)
+    assert error <= bound(product), (candidate.key, product)
