@@ -16,7 +16,7 @@ SIZES = [
     (5, 6, 7), (16, 8, 32), (33, 17, 65), (64, 48, 64), (3, 130, 31), (130, 3, 129), (48, 80, 2),
     (24, 40, 200), (100, 90, 1100), (2, 2, 4096), (257, 19, 24), (40, 41, 513),
 ]  # fmt: skip
-# Of lhs, of rhs if that is another, and of the result; and the precision.
+# The types of lhs, of rhs if that is another, and of the result; and the precision.
 TYPES = [
     ("bfloat16", None, None, None),
     ("bfloat16", None, "float32", None),

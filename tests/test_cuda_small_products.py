@@ -14,13 +14,14 @@ from jax_tilekern.plans.gpu import current_gpu
 if not on_gpu():
     pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)
 
-# Of the many tiles of a product, so many are tried.
+# So many of the tiles of a product are tried.
 TILES = 4
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("types", TYPES, ids=str)
+@pytest.mark.one_in(2)
 def test_every_kernel_computes_the_product(types, sizes, rng):
     numbers = random.Random(int(rng.integers(2**32)))
     product, operands, exact = random_product(numbers, types, sizes, most_matrices=20)

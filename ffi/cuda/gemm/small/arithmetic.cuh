@@ -12,7 +12,7 @@ namespace tilekern {
 template <typename Lhs, typename Rhs, SmallMatmulConfig config, SmallMatmulShape shape>
 class SmallMma {
   using Product = Select<config.widen, Mma<float16, float16>, Mma<Lhs, Rhs>>;
-  // Of the k of a step a lane holds so many consecutive elements; the order of k is free as long as
+  // A lane holds so many consecutive elements of the k of a step; the order of k is free as long as
   // both operands agree.
   static constexpr int kCount = (sizeof(Lhs) == 8 ? 16 : 8) / sizeof(Lhs);
   static constexpr bool kWhole = shape.k % (4 * kCount) == 0 && shape.chunk_k % (4 * kCount) == 0;

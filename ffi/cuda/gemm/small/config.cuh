@@ -44,7 +44,7 @@ inline constexpr int kSmallBatchDims = 4;
 
 // An array in memory and a tile of it in shared memory. Distances are in bytes.
 struct SmallArrayShape {
-  // Of the batch dimensions, outermost first.
+  // Between matrices, the outermost batch dimension first.
   int64 batch_strides[kSmallBatchDims];
   // Between rows in memory.
   int64 stride;
