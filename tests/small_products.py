@@ -1,5 +1,7 @@
 """Random products for the kernels of small products."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +56,8 @@ def random_product(numbers, types, sizes, most_matrices):
     lhs_type, rhs_type, result, precision = types
     rng = np.random.default_rng(numbers.getrandbits(32))
     spec = numbers.choice(SPECS)
+    # A batch may become rows, and larger products have no kernel.
+    most_matrices = min(most_matrices, (1 << 24) // math.prod(sizes))
     b = numbers.choice([x for x in (1, 3, 20) if x <= most_matrices])
     letters = dict(zip("mnkbc", (*sizes, b, 2), strict=True))
     of_lhs, of_rhs, _ = spec.replace("->", ",").split(",")
