@@ -73,6 +73,7 @@ LARGE = (
     Case("solve", 4096, 1, 1),
     Case("solve", 4096, 1, 4096),
     Case("solve", 8192, 1, 4096),
+    Case("cholesky", 1000, 1),
     Case("cholesky", 4096, 1),
     Case("cholesky", 8192, 1),
 )

@@ -12,6 +12,9 @@ FILES = {
         "types.cuh", "linalg/blocked_lu_pivots.cuh", "linalg/blocked_lu_update.cuh",
         "linalg/block_substitution.cuh",
     ),
+    "blocked_cholesky": (
+        "types.cuh", "ptx.h", "linalg/matrix_copy.cuh", "linalg/blocked_cholesky.cuh",
+    ),
     "row_sums": (
         "types.cuh", "convert.cuh", "epilogue.cuh", "reduction/reduction.cuh",
         "reduction/row_sums.cuh",
@@ -47,6 +50,21 @@ def run(tmp_path_factory):
 def test_blocked_lu(run, dtype, variant, rows, columns, matrix):
     error = run("blocked_lu", dtype, variant, rows, columns, matrix)
     assert error <= rows * np.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("rows", [64, 130, 300, 401])
+@pytest.mark.parametrize("symmetrize", [0, 1])
+@pytest.mark.parametrize("matrix", ["normal", "graded"])
+@pytest.mark.one_in(4)
+def test_blocked_cholesky(run, rows, symmetrize, matrix):
+    error = run("blocked_cholesky", rows, symmetrize, matrix)
+    assert error <= rows * np.finfo(np.float32).eps / 2
+
+
+@pytest.mark.parametrize("matrix", ["indefinite", "nearly", "zero", "infinite"])
+@pytest.mark.one_in(2)
+def test_blocked_cholesky_of_what_is_not_positive_definite(run, matrix):
+    assert run("blocked_cholesky", 300, 1, matrix) == -1
 
 
 @pytest.mark.parametrize(

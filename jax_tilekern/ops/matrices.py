@@ -23,6 +23,7 @@ from jax_tilekern.interop.compat import ad, zero_tangent
 from jax_tilekern.ops import blocked
 from jax_tilekern.ops.matmul import matmul
 from jax_tilekern.ops.matrix_kernels import (
+    cholesky_of_large,
     in_blocks,
     inverse_of_large,
     matrix_on_cpu,
@@ -515,7 +516,7 @@ _cholesky = _define_matrix(
     jvp=_cholesky_jvp,
     cpu=ffi.CPU_MATRIX_CHOLESKY,
     cuda=plans.cholesky_kernel,
-    large=_in_blocks("cholesky", blocked.cholesky),
+    large=functools.partial(cholesky_of_large, _in_blocks("cholesky", blocked.cholesky)),
     describe=lambda symmetrize: "cholesky" + symmetrize * " symmetrized",
 )
 

@@ -1,7 +1,7 @@
 """The kernels of operations on square matrices: what a planner returns for each platform.
 
 Matrices up to ``MAX_SIZE`` have a kernel each. On a GPU larger ones are computed in blocks, or
-inverted and solved by a plan of several kernels.
+inverted, solved and factored by a plan of several kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
-from jax_tilekern.plans.linalg import blocked_lu_plans
+from jax_tilekern.plans.linalg import blocked_cholesky, blocked_lu_plans
 from jax_tilekern.plans.linalg import small_matrices as plans
 from jax_tilekern.plans.linalg.blocked import LargeMatrices, plan_blocks
 from jax_tilekern.plans.linalg.small_matrices import MAX_SIZE, Columns, SmallMatrices
@@ -95,6 +95,17 @@ def inverse_of_large(
     if not blocked_lu_plans.covers(*dataclasses.astuple(matrices)):
         return in_blocks(operands)
     return planned_kernel((a.value,), blocked_lu_plans.plan_inverse, matrices.size, matrices.dtype)
+
+
+def cholesky_of_large(
+    in_blocks: Callable[..., Rewrite | Fallback], operands: Sequence[Operand], *, symmetrize: bool
+) -> Kernel | Rewrite | Fallback:
+    """Return the Cholesky factor by one plan, or a call in blocks of the sizes that have none."""
+    (a,) = operands
+    matrices = _matrices(a.aval)
+    if not blocked_cholesky.covers(*dataclasses.astuple(matrices)):
+        return in_blocks(operands, symmetrize=symmetrize)
+    return planned_kernel((a.value,), blocked_cholesky.plan_cholesky, matrices.size, symmetrize)
 
 
 def solution_of_large(

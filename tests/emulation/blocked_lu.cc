@@ -151,8 +151,8 @@ double largest_error(int rows, int columns, const std::string& matrix) {
         magnitudes += std::fabs(term);
       }
       const double error = std::fabs(sum - b[i * results + j]) / std::max(magnitudes, 1e-300);
-      // NaN is the largest.
-      if (!(error <= largest)) largest = error;
+      // NaN is the largest, and stays.
+      if (largest == largest && !(error <= largest)) largest = error;
     }
   }
   return largest;

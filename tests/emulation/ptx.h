@@ -1,4 +1,4 @@
-// The functions of ffi/cuda/ptx.cuh and mma.cuh that kernels of small products call, on a CPU.
+// The functions of ffi/cuda/ptx.cuh and mma.cuh that emulated kernels call, on a CPU.
 // Accesses are checked: to shared memory against its size, of copies against their alignment and
 // the array that they read.
 #pragma once
@@ -64,12 +64,30 @@ inline uint32 funnel_shift_right(uint32 low, uint32 high, uint32 shift) {
 }
 inline uint32 round_to_tf32(uint32 bits) { return bits; }
 
+inline void widen(uint32 (&halves)[2], float8_e5m2*, uint32 bytes) {
+  halves[0] = permute_bytes(0, bytes, 0x5040);
+  halves[1] = permute_bytes(0, bytes, 0x7060);
+}
+inline void widen(uint32 (&halves)[2], float8_e4m3fn*, uint32 bytes) {
+  for (int i = 0; i < 4; ++i) {
+    const uint32 byte = bytes >> (8 * i) & 255;
+    // The exponents of float16 have a bit more, and a bias that is 8 larger.
+    const auto bits = static_cast<uint16>((byte & 128) << 8 | (byte & 127) << 7);
+    const auto value = static_cast<_Float16>(std::bit_cast<_Float16>(bits) * 256);
+    reinterpret_cast<uint16*>(halves)[i] = std::bit_cast<uint16>(value);
+  }
+}
+
 inline void pack_pair(uint32 (&words)[1], bfloat16*, float first, float second) {
   const auto rounded = [](float value) {
     const auto bits = std::bit_cast<uint32>(value);
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   };
   words[0] = rounded(second) << 16 | rounded(first);
+}
+inline void pack_pair(uint32 (&words)[1], float16*, float first, float second) {
+  const _Float16 pair[] = {static_cast<_Float16>(first), static_cast<_Float16>(second)};
+  std::memcpy(words, pair, sizeof pair);
 }
 template <typename T>
 void pack_pair(uint32 (&words)[sizeof(T) / 2], T*, T first, T second) {
@@ -78,7 +96,28 @@ void pack_pair(uint32 (&words)[sizeof(T) / 2], T*, T first, T second) {
 }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
+inline float rsqrtf(float value) { return 1 / std::sqrt(value); }
+inline void launch_dependents() {}
+inline void wait_for_prerequisites() {}
+
+// What gemm/passes/split_float32.cuh has.
+inline constexpr int kHalves = 2;
+inline constexpr uint32 kInfinity = 0x7f800000;
+inline float power_of_two(int exponent) { return std::ldexp(1.0f, exponent); }
+inline int floor_log2(uint32 bits) { return std::ilogb(std::bit_cast<float>(bits)); }
+inline void take_half(uint32 (&words)[2], float (&rest)[4]) {
+  _Float16 halves[4];
+  for (int i = 0; i < 4; ++i) rest[i] -= halves[i] = static_cast<_Float16>(rest[i]);
+  std::memcpy(words, halves, sizeof halves);
+}
+template <int kWords>
+void store_global(void* address, const uint32 (&words)[kWords]) {
+  if (reinterpret_cast<std::uintptr_t>(address) % sizeof words != 0) std::abort();
+  std::memcpy(address, words, sizeof words);
+}
+
 inline double number(bfloat16 value) { return std::bit_cast<float>(uint32{value.bits} << 16); }
+inline double number(float16 value) { return std::bit_cast<_Float16>(value.bits); }
 template <typename T>
 double number(T value) {
   return value;

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jax_tilekern.compilation.compiler import Compiled, compile_kernels
+from jax_tilekern.compilation.compiler import Compiled, Kernel, compile_kernels
 from jax_tilekern.plans.gemm.arithmetic import TYPES
 from jax_tilekern.plans.gemm.families import Family
 from jax_tilekern.plans.gemm.passes.split_float32 import (
@@ -103,20 +104,18 @@ class EmulatedCandidate(TiledCandidate):
 
         first = product.first_workspace
         lhs_parts, rhs_parts, lhs_facts, rhs_facts, flag = (Buffer(first + i) for i in range(5))
-        view = _view(product, lhs, rhs, lhs_parts.index, rhs_parts.index)
-        exponents: list[Parameter] = [lhs_facts, rhs_facts]
-        strides = [_batch_strides(lhs), _batch_strides(rhs)]
-        if self.swapped:
-            view = view.swapped()
-            exponents.reverse()
-            strides.reverse()
-        decision: Parameter = Scalars.int64(0) if plain is None else flag
-        more = ((*exponents, decision), (Scalars.int64(*strides[0], *strides[1]), *fused))
         launches = [
             lhs.launch(compiled, Buffer(0), lhs_parts, lhs_facts),
             rhs.launch(compiled, Buffer(1), rhs_parts, rhs_facts),
-            launch_tiles(
-                compiled, self.tile, self.instance, view, 1, gpu, kernel=kernel, more=more
+            _launch_product(
+                self,
+                compiled,
+                kernel,
+                _view(product, lhs, rhs, lhs_parts.index, rhs_parts.index),
+                [(lhs_facts, _batch_strides(lhs)), (rhs_facts, _batch_strides(rhs))],
+                Scalars.int64(0) if plain is None else flag,
+                fused,
+                gpu,
             ),
         ]
         workspaces = [lhs.parts_bytes, rhs.parts_bytes, lhs.facts_bytes, rhs.facts_bytes]
@@ -138,6 +137,66 @@ class EmulatedCandidate(TiledCandidate):
             workspace_bytes=tuple(workspaces),
             reason=reason,
         )
+
+
+def _launch_product(
+    candidate: TiledCandidate,
+    compiled: Compiled,
+    kernel: Kernel,
+    view: View,
+    exponents: list[tuple[Buffer, tuple[int, ...]]],
+    decision: Parameter,
+    fused: tuple[Parameter, ...],
+    gpu: Gpu,
+) -> Launch:
+    """Return the launch that multiplies parts.
+
+    ``exponents`` has those of the rows of both operands, and the strides of their batch dimensions.
+    """
+    if candidate.swapped:
+        view = view.swapped()
+        exponents = exponents[::-1]
+    (lhs, lhs_strides), (rhs, rhs_strides) = exponents
+    more = (lhs, rhs, decision), (Scalars.int64(*lhs_strides, *rhs_strides), *fused)
+    return launch_tiles(
+        compiled, candidate.tile, candidate.instance, view, 1, gpu, kernel=kernel, more=more
+    )
+
+
+def launch_of_parts(product: Product, part_step: int, gpu: Gpu) -> Launch | NoKernel:
+    """Return the fastest launch for operands that have been split, without a check.
+
+    Its buffers are those of the product, and two of the exponents of the rows of ``lhs`` and of the
+    columns of ``rhs`` in place of workspaces.
+
+    Parameters
+    ----------
+    product
+        A product without batch dimensions, of a multiple of 128 bytes of ``k``. The strides of the
+        operands are those of their parts, k-major.
+    part_step
+        The distance between the hi and the lo parts of a row or column.
+    gpu
+        The GPU to plan for.
+    """
+    plain = View.of(product)
+    view = dataclasses.replace(
+        plain,
+        # The lo parts are in the same row.
+        lhs=dataclasses.replace(plain.lhs, k=part_step + plain.k),
+        rhs=dataclasses.replace(plain.rhs, k=part_step + plain.k),
+        lhs_dtype=_F16,
+        rhs_dtype=_F16,
+        part_step=part_step,
+    )
+    found = list(_candidates(view, product, 0.0, None, gpu))
+    if not found:
+        return NoKernel("no wgmma tile fits the operands")
+    best = min(found, key=lambda candidate: candidate.cycles)
+    kernel, fused = best.fused(product.epilogue, product.geometry, product.out_buffer)
+    exponents = [(Buffer(product.first_workspace + i), (0,) * MAX_BATCH_DIMS) for i in range(2)]
+    compiled = compile_kernels(kernel, arch=gpu.arch)
+    return _launch_product(best, compiled, kernel, view, exponents, Scalars.int64(0), fused, gpu)
 
 
 class _Guarded:
@@ -179,7 +238,14 @@ def emulated_candidates(product: Product, gpu: Gpu) -> list[EmulatedCandidate] |
     if best is not None:
         deciding = 2 * copy_cycles(0, gpu) + _CYCLES_OF_A_ROW * (lhs.rows + rhs.rows)
         deciding += _CYCLES_OF_A_SKIPPED_CTA * math.prod(best.grid)
-    found = []
+    found = list(_candidates(view, product, splitting + deciding, best, gpu))
+    return found or NoKernel("no wgmma tile fits the operands")
+
+
+def _candidates(
+    view: View, product: Product, other_cycles: float, plain: MmaCandidate | None, gpu: Gpu
+) -> Iterator[EmulatedCandidate]:
+    """Yield a candidate for each tile, which takes ``other_cycles`` beside the product of parts."""
     for tile, oriented in oriented_tiles(view, _TILES, gpu):
         instance = instance_for(tile, oriented, True, 1, gpu, PARTS)
         work_tiles = dense_tiles(tile, oriented)
@@ -189,9 +255,8 @@ def emulated_candidates(product: Product, gpu: Gpu) -> list[EmulatedCandidate] |
         busy = busy_cycles(
             tile, instance, oriented, _MMA_ARITHMETIC, work_tiles, k_tiles, gpu, product.epilogue
         )
-        cycles = product.cycles(busy, gpu) + (splitting + deciding)
-        found.append(EmulatedCandidate(tile, instance, cycles, product, best))
-    return found or NoKernel("no wgmma tile fits the operands")
+        cycles = product.cycles(busy, gpu) + other_cycles
+        yield EmulatedCandidate(tile, instance, cycles, product, plain)
 
 
 EMULATED = Family(ARITHMETICS, emulated_candidates)

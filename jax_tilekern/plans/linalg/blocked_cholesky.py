@@ -1,0 +1,176 @@
+"""Plans of Cholesky factors in blocks, on ``blocked_cholesky.cuh``.
+
+A block of columns takes one launch. Columns are halved recursively (Toledo, SIAM J. Matrix Anal.
+Appl. 18, 1997): when the left half is factored, products update the right half, which is factored
+then. So most of the arithmetic is in few, large products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jax_tilekern.compilation.compiler import Compiled, Kernel, compile_kernels
+from jax_tilekern.plans.cxx import CXX_TYPES
+from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.passes.split_float32 import PARTS
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.sm90.emulated import launch_of_parts
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel
+from jax_tilekern.plans.linalg.block_products import Matrix, NoProduct
+from jax_tilekern.plans.linalg.blocked_lu import ints
+
+# Rows of the matrices, in the range that is measured.
+MIN_ROWS, MAX_ROWS = 512, 32768
+
+_BLOCK = 128
+_PANEL = 32
+# Rows of a CTA below those on the diagonal.
+_ROWS = 32
+# Columns of a product at most. A product computes what is above the diagonal of its columns, too.
+_PRODUCT_COLUMNS = 1024
+_COPIED = 32
+
+_F32 = np.dtype(np.float32)
+_FILE = "linalg/blocked_cholesky.cuh"
+_BLOCK_KERNEL = Kernel(_FILE, "tilekern::blocked_cholesky")
+_COMPUTE_CAPABILITY = (9, 0)
+
+
+def covers(count: int, size: int, dtype: np.dtype[Any]) -> bool:
+    """Return whether matrices have a plan on a GPU that has the kernels."""
+    return count == 1 and dtype == _F32 and MIN_ROWS <= size <= MAX_ROWS
+
+
+def plan_cholesky(size: int, symmetrize: bool, gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Plan the factor of a float32 matrix: the operand and the result."""
+    if gpu.compute_capability != _COMPUTE_CAPABILITY:
+        return NoKernel(f"Cholesky factors in blocks are for sm_90a, and this is {gpu.arch}")
+    extended = math.ceil(size / _BLOCK) * _BLOCK
+    operand, result, matrix, parts, exponents = map(Buffer, range(5))
+    begin = Kernel(_FILE, f"tilekern::cholesky_begin<{int(symmetrize)}>")
+    end = Kernel(_FILE, "tilekern::cholesky_end")
+    compiled = compile_kernels(begin, _BLOCK_KERNEL, end, arch=gpu.arch)
+    tiles = extended // _COPIED
+    factorization = _Factorization(
+        size, result, Matrix(matrix, extended, 4), parts, exponents, compiled, gpu
+    )
+    try:
+        launches = (
+            _launch(
+                compiled,
+                begin,
+                tiles * (tiles + 1) // 2,
+                operand,
+                matrix,
+                result,
+                exponents,
+                *ints(size, extended),
+            ),
+            *factorization.columns(0, extended),
+            _launch(compiled, end, gpu.sm_count, result, *ints(size), overlaps=True),
+        )
+    except NoProduct as error:
+        return NoKernel(str(error))
+    square = extended * extended
+    return LaunchPlan(
+        name=f"blocked_cholesky float32 {size}x{size}",
+        gpu=gpu,
+        launches=launches,
+        alignments=(4, 16 if size % 4 == 0 else 4),
+        workspace_bytes=(4 * square, 2 * PARTS * square, 4 * extended),
+        reason=f"blocks of {_BLOCK} columns, and products of at most {_PRODUCT_COLUMNS}",
+    )
+
+
+@dataclass(frozen=True)
+class _Factorization:
+    """The launches between the first and the last.
+
+    Attributes
+    ----------
+    size
+        Rows of the operand and the result.
+    factor
+        The result.
+    matrix
+        What is left to factor, extended to whole blocks.
+    parts, exponents
+        The hi and lo parts of each row of the factor, and their exponent.
+    compiled
+        The kernels.
+    gpu
+        The GPU to plan for.
+    """
+
+    size: int
+    factor: Buffer
+    matrix: Matrix
+    parts: Buffer
+    exponents: Buffer
+    compiled: Compiled
+    gpu: Gpu
+
+    def columns(self, first: int, count: int) -> Iterator[Launch]:
+        """Yield the launches that factor columns, in all rows from the diagonal down."""
+        if count == _BLOCK:
+            yield self._block(first)
+            return
+        half = count // _BLOCK // 2 * _BLOCK
+        middle, end = first + half, first + count
+        yield from self.columns(first, half)
+        for column in range(middle, end, _PRODUCT_COLUMNS):
+            yield self._product(first, half, column, min(_PRODUCT_COLUMNS, end - column))
+        yield from self.columns(middle, count - half)
+
+    def _block(self, first: int) -> Launch:
+        rows = self.matrix.stride
+        below = rows - first - _BLOCK
+        return _launch(
+            self.compiled,
+            _BLOCK_KERNEL,
+            max(below // _ROWS, 1),
+            self.matrix.buffer,
+            self.factor,
+            self.parts,
+            self.exponents,
+            *ints(first, self.size, rows),
+            shared_memory_bytes=4 * (_BLOCK * (_BLOCK + _ROWS) + _PANEL),
+            overlaps=True,
+        )
+
+    def _product(self, first: int, k: int, column: int, columns: int) -> Launch:
+        """Return the launch that subtracts the product of columns of the factor from others."""
+        rows = self.matrix.stride
+        line = PARTS * rows
+        out_strides = rows, 1
+        subtracted = Epilogue(
+            statements=(),
+            results=("x1 - x0",),
+            operands=(EpilogueArray(_F32, CXX_TYPES[_F32], out_strides),),
+            outputs=(),
+            batch=(),
+            instructions=1,
+        )
+        geometry = MatmulGeometry((), rows - column, columns, k, (line, 1), (1, line), out_strides)
+        product = Product(geometry, _F32, _F32, _F32, "f32_normwise", subtracted)
+        launch = launch_of_parts(product, rows, self.gpu)
+        if isinstance(launch, NoKernel):
+            raise NoProduct(launch.reason)
+        parts = Matrix(self.parts, line, 2).at(column, first)
+        exponents = Matrix(self.exponents, 1, 4).at(column, 0)
+        out = self.matrix.at(column, column)
+        placed = launch.placed([parts, parts, out, out, exponents, exponents])
+        return dataclasses.replace(placed, overlaps=True)
+
+
+def _launch(compiled: Compiled, kernel: Kernel, ctas: int, *parameters: Any, **more: Any) -> Launch:
+    entry = compiled.entry(kernel.name)
+    return Launch(entry=entry, grid=(ctas, 1, 1), block=(256, 1, 1), parameters=parameters, **more)
