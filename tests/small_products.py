@@ -13,10 +13,17 @@ SPECS = [
     "bmk,bkn->bmn", "bkm,bnk->bmn", "mbk,kbn->bmn", "kbm,nbk->bmn", "bmk,kn->bmn", "mk,bnk->bmn",
     "mk,nk->mn", "bcmk,cbkn->bcmn", "bmk,bkn->mbn", "bcmk,bkn->mcbn",
 ]  # fmt: skip
+# Operands whose rows run across k, one or both.
+ACROSS_K = ["bkm,bkn->bmn", "kbm,kbn->bmn", "bkm,bnk->bmn", "bmk,bkn->bmn"]
 # Sizes of m, n and k whose rows are of whole vectors, and others.
 SIZES = [
     (5, 6, 7), (16, 8, 32), (33, 17, 65), (64, 48, 64), (3, 130, 31), (130, 3, 129), (48, 80, 2),
     (24, 40, 200), (100, 90, 1100), (2, 2, 4096), (257, 19, 24), (40, 41, 513),
+]  # fmt: skip
+# Sizes that leave rows across k aligned to words, to two bytes, or not at all.
+SIZES_ACROSS_K = [
+    (3, 2, 5), (12, 20, 36), (22, 38, 33), (27, 39, 66), (48, 64, 32), (124, 165, 40), (2, 126, 70),
+    (50, 100, 2), (100, 3, 131),
 ]  # fmt: skip
 # The types of lhs, of rhs if that is another, and of the result; and the precision.
 TYPES = [
@@ -51,11 +58,11 @@ def _drawn(rng, shape, dtype):
     return jnp.asarray(rng.standard_normal(shape), jnp.dtype(dtype))
 
 
-def random_product(numbers, types, sizes, most_matrices):
+def random_product(numbers, types, sizes, most_matrices, specs=SPECS):
     """Draw a product: how it is planned for, its operands, and the result in float64."""
     lhs_type, rhs_type, result, precision = types
     rng = np.random.default_rng(numbers.getrandbits(32))
-    spec = numbers.choice(SPECS)
+    spec = numbers.choice(specs)
     # A batch may become rows, and larger products have no kernel.
     most_matrices = min(most_matrices, (1 << 24) // math.prod(sizes))
     b = numbers.choice([x for x in (1, 3, 20) if x <= most_matrices])

@@ -42,7 +42,8 @@ def test_a_sample_is_plotted_as_a_histogram(name, tmp_path, monkeypatch):
     file = RECORDS / f"{name}.json"
     assert main(["report", str(file), "--plot", str(tmp_path / "x.png")]) == 0
     ((edges, counts),) = drawn
-    ratios = [sample_report.ratio_to_jax(row) for row in json.loads(file.read_text())["rows"]]
+    rows = sample_report.with_right_peer(json.loads(file.read_text())["rows"])
+    ratios = list(map(sample_report.ratio_to_jax, rows))
     assert sum(counts) == len(ratios)
     slower = sum(count for edge, count in zip(edges, counts, strict=True) if edge < 0.969)
     assert slower == sum(ratio < 0.97 for ratio in ratios)
@@ -95,11 +96,18 @@ def test_even_seeds_are_for_fitting():
 # What is reported.
 
 
-def timed_row(ours, peer, group="g", candidates=()):
+def timed_row(ours, peer, group="g", candidates=(), peer_error=0.0):
     seconds = {
         name: {"median": value} for name, value in (("ours", ours), ("peer", peer))
     } | {"ratio": {"median": peer / ours}}  # fmt: skip
-    return {"group": group, "seconds": seconds, "candidates": candidates, "others": {}}
+    return {
+        "name": f"{group} {ours} {peer}",
+        "group": group,
+        "error": {"peer": peer_error},
+        "seconds": seconds,
+        "candidates": candidates,
+        "others": {},
+    }
 
 
 PRODUCT = {"flops": 1, "type": "bfloat16", "rhs_type": None, "precision": None}
@@ -129,6 +137,15 @@ def test_the_summary_says_what_the_seed_is_for():
         "10th percentile 0.65, worst 0.50, 50% below 0.97."
     )
     assert [line.partition(",")[0] for line in groups] == ["g", "h"]
+
+
+def test_what_the_peer_gets_wrong_does_not_count():
+    rows = [timed_row(1.0, 2.0), timed_row(3.0, 1.0, peer_error=1.0)]
+    sampled = {"seed": 3, "purpose": "report"}
+    record = {"operation": "matmul", "sample": sampled, "rows": rows}
+    first, wrong = sample_report.sample_summary(record)
+    assert first.startswith("1 calls drawn")
+    assert wrong == "The peer's result is wrong, so these do not count: g 3.0 1.0."
 
 
 def test_grouped_gemms_are_compared_with_jaxs_own():

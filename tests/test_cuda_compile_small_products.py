@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from small_products import SIZES, TYPES, random_product
+from small_products import SIZES, SIZES_ACROSS_K, TYPES, random_product
 
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.small.candidates import small_candidates
@@ -20,7 +20,7 @@ TILES = 3
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
 @pytest.mark.parametrize("types", TYPES, ids=str)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES + SIZES_ACROSS_K, ids=str)
 @pytest.mark.one_in(6)
 def test_kernels_compile(arch, types, sizes, rng):
     numbers = random.Random(int(rng.integers(2**32)))

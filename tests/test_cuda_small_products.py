@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from candidate_calls import jitted, run_twice
 from numerics import on_gpu, poison
-from small_products import SIZES, TYPES, bound, random_product
+from small_products import SIZES, SIZES_ACROSS_K, TYPES, bound, random_product
 
 from jax_tilekern.plans.gemm.small.candidates import small_candidates
 from jax_tilekern.plans.gpu import current_gpu
@@ -19,7 +19,7 @@ TILES = 4
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES + SIZES_ACROSS_K, ids=str)
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.one_in(2)
 def test_every_kernel_computes_the_product(types, sizes, rng):

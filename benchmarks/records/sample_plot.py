@@ -8,7 +8,12 @@ import numpy as np
 
 from benchmarks.calls.operations import OPERATIONS
 from benchmarks.records.record import Record, timed
-from benchmarks.records.sample_report import SLOWER, Distribution, ratio_to_jax
+from benchmarks.records.sample_report import (
+    SLOWER,
+    Distribution,
+    ratio_to_jax,
+    with_right_peer,
+)
 
 # Bins have equal widths on the logarithmic axis, and SLOWER is an edge of one.
 _BINS_BELOW, _BINS_ABOVE, _FACTOR = 24, 72, 1.03
@@ -29,7 +34,7 @@ def histogram(record: Record, path: Path) -> None:
     # The object interface needs no display and leaves no global state.
     from matplotlib.figure import Figure
 
-    ratios = [ratio_to_jax(row) for row in timed(record)]
+    ratios = [ratio_to_jax(row) for row in with_right_peer(timed(record))]
     edges = SLOWER * _FACTOR ** np.arange(-_BINS_BELOW, _BINS_ABOVE + 1)
     counts, _ = np.histogram(np.clip(ratios, edges[0], edges[-1]), edges)
     figure = Figure(figsize=(9, 3.6), layout="constrained")

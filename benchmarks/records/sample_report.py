@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +58,12 @@ def sample_summary(record: Record) -> Iterator[str]:
     """Describe the ratios of a sample, those of each group, and the regret of the choices.
 
     Grouped GEMMs are compared with ``lax.ragged_dot_general``, which is what users have instead.
-    Calls that it cannot compute do not count. The bound is the longer time of one dense product of
-    as many operations and of the memory.
+    Calls that it cannot compute do not count, nor do those that the peer gets wrong. The bound is
+    the longer time of one dense product of as many operations and of the memory.
     """
     of_all = timed(record)
-    rows = [row for row in of_all if "seconds" in row["others"].get(_JAX, row)]
+    right = with_right_peer(of_all)
+    rows = [row for row in right if "seconds" in row["others"].get(_JAX, row)]
     sample = record["sample"]
     if rows:
         yield (
@@ -75,7 +76,10 @@ def sample_summary(record: Record) -> Iterator[str]:
     if len(groups) > 1:
         for group, ratios in groups.items():
             yield f"{group}, {len(ratios)} calls: {Distribution.of(ratios)}."
-    if failures := Counter(row["others"][_JAX]["failure"] for row in of_all if row not in rows):
+    if len(right) < len(of_all):
+        names = ", ".join(row["name"] for row in of_all if row not in right)
+        yield f"The peer's result is wrong, so these do not count: {names}."
+    if failures := Counter(row["others"][_JAX]["failure"] for row in right if row not in rows):
         reasons = ", ".join(f"{reason} {count}" for reason, count in failures.items())
         yield f"{_JAX} does not compute {failures.total()} more calls: {reasons}."
     others: dict[str, list[float]] = {}
@@ -97,11 +101,18 @@ def sample_summary(record: Record) -> Iterator[str]:
         )
 
 
+# The relative error from which the peer's result is wrong.
+_WRONG = 0.5
 _PURPOSES = {"fit": "a seed for fitting", "report": "a seed for reporting"}
 
 
 # The name of JAX's own function among the others that a row is compared with.
 _JAX = "lax"
+
+
+def with_right_peer(rows: Iterable[Record]) -> list[Record]:
+    """Return the timed rows whose peer computes the same, so that its time is worth comparing."""
+    return [row for row in rows if row["error"]["peer"] < _WRONG]
 
 
 def ratio_to_jax(row: Mapping[str, Any]) -> float:

@@ -15,12 +15,9 @@ from jax.sharding import NamedSharding
 
 from jax_tilekern.plans.gemm.arithmetic import FP8, Converted
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels
+from jax_tilekern.plans.gemm.xla import is_short_sum_of_integers
 from jax_tilekern.primitives.lowering_platform import lowering_platform
 
-# XLA doubles products of int8 into int32 over a k that is no multiple of 4, in 64 of 121 that were
-# tried, all below 128 (H100, jax 0.11.2). As float32 they are exact, even where XLA rounds operands
-# to TF32 or bfloat16.
-_SHORT_K, _WORD = 256, 4
 # Integers that have no implicit promotion.
 _IN_8_BITS = {np.dtype(jnp.int4): np.dtype(np.int8), np.dtype(jnp.uint4): np.dtype(np.uint8)}
 
@@ -101,7 +98,7 @@ def product_by_lax(
 def _is_short_sum_of_integers(contraction: Contraction, lhs: Array, out_dtype: Any) -> bool:
     """Return whether a product is one of those of integers that XLA may get wrong on a GPU."""
     k = math.prod(lhs.shape[contraction.lhs.index(label)] for label in contraction.contracted)
-    is_short = isinstance(k, int) and k <= _SHORT_K and k % _WORD != 0  # A symbolic k is no int.
+    is_short = isinstance(k, int) and is_short_sum_of_integers(k)  # A symbolic k is no int.
     integers = jnp.issubdtype(lhs.dtype, jnp.integer) and jnp.issubdtype(out_dtype, jnp.integer)
     return is_short and integers and np.dtype(out_dtype).itemsize > lhs.dtype.itemsize
 

@@ -28,7 +28,7 @@ struct CholeskyTile {
   static constexpr int kAllRows = kCholeskyBlock + kCholeskyRows;
 
   alignas(16) float elements[kCholeskyBlock * kAllRows];
-  // Of the pivots of a panel.
+  // Reciprocals of the roots of a panel's pivots.
   float reciprocals[kCholeskyPanel];
 
   // Lanes of a warp access 8 rows of each of 4 columns, either adjacent columns or every fourth.

@@ -11,7 +11,8 @@ struct SmallOperandConfig {
   bool k_major;
   // Whether all rows start at the same distance from a multiple of 16 bytes in shared memory.
   bool uniform;
-  // Bytes that a lane reads from shared memory at once: those of one element, 4, 8 or 16.
+  // Bytes of a row that a lane reads from shared memory at once: as many as rows are aligned to,
+  // but at least those of one element, and at most 16 along k or 4 across it.
   int load_bytes;
 };
 
@@ -41,6 +42,9 @@ struct SmallMatmulConfig {
 };
 
 inline constexpr int kSmallBatchDims = 4;
+// The rows of a group take a multiple of 64 bytes. With these after it, four groups are on
+// different banks.
+inline constexpr int kGroupPadding = 32;
 
 // An array in memory and a tile of it in shared memory. Distances are in bytes.
 struct SmallArrayShape {
@@ -50,6 +54,8 @@ struct SmallArrayShape {
   int64 stride;
   // Between rows in shared memory: `stride` if the rows are copied as one, or a multiple of 16.
   int32 pitch;
+  // Rows of a group, after which kGroupPadding bytes follow in shared memory, or 0 without groups.
+  int32 group_rows;
   // Whether the tile's rows follow each other in memory, and are copied as one.
   bool flat;
   // Whether rows of tiles start at multiples of 16 bytes.

@@ -17,6 +17,16 @@ inline int shift_of(const char* address) {
   return static_cast<int>(reinterpret_cast<uint64>(address)) & (kVectorBytes - 1);
 }
 
+// Where a row begins in a tile, but for its shift.
+template <SmallArrayShape array>
+inline int row_start(int row) {
+  int start = row * array.pitch;
+  if constexpr (array.group_rows > 0) {
+    start += static_cast<uint32>(row) / array.group_rows * kGroupPadding;
+  }
+  return start;
+}
+
 // Calls copy(source, tile, byte, shift, end) for every vector of rows in memory, and of a tile,
 // that are shared by the threads: bytes `shift` to `end` of a row are those of the array.
 template <int kThreads, SmallArrayShape array, typename Pointer, typename Copy>
@@ -29,17 +39,16 @@ inline void for_each_vector(uint32 tile, Pointer first, int rows, int row_bytes,
   const int first_row = threadIdx.x / array.threads_per_row;
   constexpr int kRowStep = kThreads / array.threads_per_row;
   Pointer row_in_memory = first + array.stride * first_row;
-  tile += first_row * array.pitch;
 #pragma unroll 1
   for (int row = first_row; row < rows; row += kRowStep) {
     const int shift = shift_of<array>(row_in_memory), end = shift + row_bytes;
+    const uint32 row_in_tile = tile + row_start<array>(row);
 #pragma unroll 1
     for (int byte = thread * kVectorBytes; byte < end;
          byte += kVectorBytes * array.threads_per_row) {
-      copy(row_in_memory - shift + byte, tile + byte, byte, shift, end);
+      copy(row_in_memory - shift + byte, row_in_tile + byte, byte, shift, end);
     }
     row_in_memory += array.stride * kRowStep;
-    tile += kRowStep * array.pitch;
   }
 }
 

@@ -72,23 +72,25 @@ inline void reduce_warps(Accumulator (&accumulators)[kCount], int warp_k, int pa
   __syncthreads();
 }
 
-// Converts two accumulators and writes them to two adjacent elements in shared memory, of which
-// `count` are inside the tile.
+// Converts two accumulators and writes them to two elements of a row in shared memory, which are
+// `distance` columns apart. Those from column `columns` on, counted from the first, are outside.
 template <typename Out, typename Accumulator>
-inline void stage_pair(uint32 address, Accumulator first, Accumulator second, int count) {
+inline void stage_pair(uint32 address, Accumulator first, Accumulator second, int distance,
+                       int columns) {
   constexpr int kWords = sizeof(Out) / 2;
   uint32 words[kWords];
   pack_pair(words, static_cast<Out*>(nullptr), first, second);
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    if (e >= count) continue;
+    if (e * distance >= columns) continue;
+    const uint32 target = address + e * distance * static_cast<int>(sizeof(Out));
     if constexpr (sizeof(Out) == 2) {
-      store_shared(address + 2 * e, static_cast<uint16>(words[0] >> (16 * e)));
+      store_shared(target, static_cast<uint16>(words[0] >> (16 * e)));
     } else {
       uint32 element[kWords / 2];
 #pragma unroll
       for (int w = 0; w < kWords / 2; ++w) element[w] = words[e * (kWords / 2) + w];
-      store_shared(address + static_cast<int>(sizeof(Out)) * e, element);
+      store_shared(target, element);
     }
   }
 }
@@ -100,7 +102,7 @@ __global__ void __launch_bounds__(config.threads(), 1)
   using Product = Select<config.fma, SmallFma<config, shape>, SmallMma<Lhs, Rhs, config, shape>>;
   constexpr int kThreads = config.threads();
   static_assert((kThreads & (kThreads - 1)) == 0, "rows are shared by powers of two");
-  constexpr int kLhsSize = sizeof(Lhs), kRhsSize = sizeof(Rhs);
+  constexpr int kLhsSize = sizeof(Lhs), kRhsSize = sizeof(Rhs), kOutSize = sizeof(Out);
   const SmallTile tile = small_tile<config, shape>();
   const int rows = min_of(config.block_m(), shape.m - tile.first_m);
   const int columns = min_of(config.block_n(), shape.n - tile.first_n);
@@ -156,28 +158,27 @@ __global__ void __launch_bounds__(config.threads(), 1)
     reduce_warps<config>(reinterpret_cast<Flat&>(accumulators), warp_k, part, lane);
   }
   char* const first = out + tile.out + tile.first_m * shape.out.stride +
-                      static_cast<int64>(tile.first_n) * sizeof(Out);
+                      static_cast<int64>(tile.first_n) * kOutSize;
   const int phase = shift_of<shape.out>(first);
   constexpr int kRowShift = shape.out.flat ? 0 : shape.out.stride % kVectorBytes;
   if (warp_k == 0) {
 #pragma unroll
     for (int i = 0; i < 2 * config.fragments_m; ++i) {
-      const int row = warp_m + 8 * i + lane / 4;
+      const int row = warp_m + Product::row(i, lane);
       if (row >= rows) continue;
       const uint32 target =
           stages + row * shape.out.pitch + ((phase + row * kRowShift) & (kVectorBytes - 1));
 #pragma unroll
       for (int j = 0; j < config.fragments_n; ++j) {
-        const int column = warp_n + 8 * j + lane % 4 * 2;
+        const int column = warp_n + Product::column(j, lane);
         const auto& pair = accumulators[i / 2][j];
-        stage_pair<Out>(target + column * static_cast<int>(sizeof(Out)), pair[i % 2 * 2],
-                        pair[i % 2 * 2 + 1], columns - column);
+        stage_pair<Out>(target + column * kOutSize, pair[i % 2 * 2], pair[i % 2 * 2 + 1],
+                        Product::column_distance(j), columns - column);
       }
     }
   }
   __syncthreads();
-  store_rows<sizeof(Out), kThreads, shape.out>(stages, first, rows,
-                                               columns * static_cast<int>(sizeof(Out)));
+  store_rows<kOutSize, kThreads, shape.out>(stages, first, rows, columns * kOutSize);
 }
 
 }  // namespace tilekern

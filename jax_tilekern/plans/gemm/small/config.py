@@ -134,8 +134,9 @@ class SmallInstance:
         tile = self.tile
         accumulator = 8 if self.product.arithmetic == "f64" else 4
         partial = tile.block_m * tile.block_n * (tile.warps_k - 1) * accumulator
-        # Lanes may read beyond the last tile.
-        stages = self.stages * self.stage_bytes + _READ_BEYOND
+        # Lanes may read beyond the last tile, in which case they ignore what is there.
+        read = max(self.lhs.read_bytes, self.lhs.tile_bytes + self.rhs.read_bytes)
+        stages = (self.stages - 1) * self.stage_bytes + read + _READ_BEYOND
         return max(stages, partial, self.out.tile_bytes)
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from jax_tilekern.plans.gemm.small.config import SmallInstance
-from jax_tilekern.plans.gemm.small.rows import Rows
+from jax_tilekern.plans.gemm.small.rows import Rows, k_step, lane_bytes
 from jax_tilekern.plans.gpu import Gpu
 
 # Cycles of a launch of which one warp computes nothing.
@@ -36,7 +36,7 @@ def small_cycles(instance: SmallInstance, gpu: Gpu) -> float:
     product, tile = instance.product, instance.tile
     k = product.geometry.k
     chunks = math.ceil(k / instance.chunk_k)
-    steps = math.ceil(min(k, instance.chunk_k) / _step(instance) / tile.warps_k) * chunks
+    steps = math.ceil(min(k, instance.chunk_k) / k_step(product) / tile.warps_k) * chunks
     loads, preparations = _instructions_of_a_step(instance)
     results = 4 * tile.fragments_m * tile.fragments_n
     copies = chunks * (_copies(instance.lhs) + _copies(instance.rhs)) + _copies(instance.out)
@@ -62,18 +62,6 @@ def small_cycles(instance: SmallInstance, gpu: Gpu) -> float:
     return float(_LAUNCH_CYCLES + sum(time**_OVERLAP for time in times) ** (1 / _OVERLAP))
 
 
-def _lane_bytes(instance: SmallInstance) -> int:
-    """Return the bytes of a row or column that a lane holds in a step."""
-    return 16 if instance.product.arithmetic in ("f32", "f64") else 8
-
-
-def _step(instance: SmallInstance) -> int:
-    """Return the k of a step."""
-    product = instance.product
-    lanes = 1 if product.arithmetic == "f32" else 4
-    return lanes * _lane_bytes(instance) // product.lhs_dtype.itemsize
-
-
 def _lines(instance: SmallInstance) -> tuple[int, int]:
     """Return the rows and the columns of a lane."""
     tile = instance.tile
@@ -91,28 +79,49 @@ def _mmas(instance: SmallInstance) -> int:
 def _instructions_of_a_step(instance: SmallInstance) -> tuple[float, float]:
     """Return a lane's loads in a step, and the instructions that prepare what it loaded."""
     product = instance.product
-    words = _lane_bytes(instance) // 4
+    words = lane_bytes(product) // 4
     loads = preparations = 0.0
     for rows, lines, dtype in zip(
         (instance.lhs, instance.rhs), _lines(instance), product.dtypes[:2], strict=True
     ):
         if not rows.k_major:
-            # Elements have addresses of their own, and are packed.
-            elements = 4 * words / dtype.itemsize
-            loads += lines * elements
-            preparations += lines * words * {1: 3, 2: 1}.get(dtype.itemsize, 0) + 2 * elements
+            elements = 4 * words // dtype.itemsize
+            loads_of_one, packing = _instructions_across_k(rows, lines, dtype.itemsize)
+            loads += loads_of_one * elements
+            preparations += packing * elements
         elif rows.load_bytes < 4:
             loads += lines * (words + 1)
             preparations += lines * words
         else:
             loads += lines * 4 * words / rows.load_bytes
-        if product.geometry.k % _step(instance):
-            preparations += lines * words
         if product.arithmetic == "tf32":
             preparations += lines * 2
         if instance.widen:
             preparations += lines * 4
     return loads, preparations
+
+
+def _instructions_across_k(rows: Rows, lines: int, itemsize: int) -> tuple[float, float]:
+    """Return the loads of a lane's lines at one ``k``, and the instructions that pack them."""
+    # Each k has an address of its own where rows start at different distances from vectors.
+    packing = 0.0 if rows.uniform else 1.0
+    if itemsize >= 4:
+        return float(lines), packing
+    # Four bytes at any alignment are shifted out of two words, which have an address for each k.
+    shifted = rows.load_bytes == 1
+    at_once = 4 if shifted else rows.load_bytes // itemsize
+    loads = 0.0
+    while lines:
+        while lines < at_once:
+            at_once //= 4 if shifted else 2
+        words = 2 if shifted and at_once == 4 else 1
+        loads += words
+        # A word of two elements takes one permutation. One of four takes another, and two that it
+        # shares with the line beside it.
+        packing += at_once / 2 if itemsize == 2 else (max(at_once, 2) + at_once) / 4
+        packing += 2 * (words - 1)
+        lines -= at_once
+    return loads, packing
 
 
 def _vectors(rows: Rows) -> float:
@@ -136,7 +145,7 @@ def _copies(rows: Rows) -> int:
 def _resident_ctas(instance: SmallInstance, gpu: Gpu) -> int:
     """Estimate how many CTAs an SM holds at a time."""
     tile = instance.tile
-    words = _lane_bytes(instance) // 4
+    words = lane_bytes(instance.product) // 4
     accumulators = 4 * tile.fragments_m * tile.fragments_n
     if instance.product.arithmetic == "f64":
         accumulators *= 2

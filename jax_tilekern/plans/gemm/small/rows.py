@@ -14,8 +14,10 @@ from jax_tilekern.plans.gemm.problem import Product
 
 _VECTOR_BYTES = 16
 # Rows at multiples of this many bytes put the same element of all of them on few banks of shared
-# memory.
-_CONFLICTING_PITCH = 32
+# memory; and those across k of which a lane reads groups of 8.
+_CONFLICTING_PITCH, _CONFLICTING_PITCH_OF_GROUPS = 32, 16
+# The most bytes that a lane reads at once across k, and `kGroupPadding` of the kernel.
+_WIDEST_ACROSS_K, _GROUP_PADDING = 4, 32
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,14 @@ class Rows:
         The largest number of rows that a tile has.
     row_bytes
         Bytes of the longest row that a tile has.
+    read_rows, read_row_bytes
+        What lanes read of them, which may be beyond the last row and the ends of rows.
     flat
         Whether the rows follow each other in memory, and are copied as one.
+    group_rows
+        Rows of a group, after which shared memory has padding, or 0 without groups.
     load_bytes
-        Bytes along ``k`` that a lane reads from shared memory at once.
+        Bytes of a row that a lane reads from shared memory at once.
     tile_step
         Bytes from one tile to the next along rows, or 0 if a row has one tile.
     threads
@@ -49,7 +55,10 @@ class Rows:
     stride: int
     count: int
     row_bytes: int
+    read_rows: int
+    read_row_bytes: int
     flat: bool
+    group_rows: int
     load_bytes: int
     tile_step: int
     threads: int
@@ -76,16 +85,29 @@ class Rows:
         """Bytes between rows in shared memory."""
         if self.flat:
             return self.stride
+        if self.group_rows:
+            return self.vectors * _VECTOR_BYTES
         # Odd, so that the same element of eight rows is on eight different banks.
         return (self.vectors | 1) * _VECTOR_BYTES
 
     @property
     def tile_bytes(self) -> int:
         """Shared memory of the tile."""
-        if not self.flat:
-            return self.count * self.pitch
-        copied = (self.count - 1) * self.stride + self.row_bytes + _VECTOR_BYTES - 1
-        return math.ceil(copied / _VECTOR_BYTES) * _VECTOR_BYTES
+        return self._bytes(self.count, self.row_bytes)
+
+    @property
+    def read_bytes(self) -> int:
+        """Shared memory from the start of the tile to the end of what lanes read."""
+        return self._bytes(self.read_rows, self.read_row_bytes)
+
+    def _bytes(self, rows: int, last_row_bytes: int) -> int:
+        """Return the shared memory of rows, of which the last is perhaps longer."""
+        size = rows * self.pitch + last_row_bytes - self.row_bytes
+        if self.flat:
+            size += _VECTOR_BYTES - 1
+        if self.group_rows:
+            size += (rows - 1) // self.group_rows * _GROUP_PADDING
+        return math.ceil(size / _VECTOR_BYTES) * _VECTOR_BYTES
 
     @property
     def threads_per_row(self) -> int:
@@ -104,8 +126,26 @@ class Rows:
         """The array's ``SmallArrayShape``."""
         missing = MAX_BATCH_DIMS - len(self.batch_strides)
         batch = ", ".join(map(str, (*self.batch_strides, *(0,) * missing)))
-        values = (self.stride, self.pitch, int(self.flat), int(self.aligned), self.threads_per_row)
+        values = (
+            self.stride,
+            self.pitch,
+            self.group_rows,
+            int(self.flat),
+            int(self.aligned),
+            self.threads_per_row,
+        )
         return f"{{{{{batch}}}, {', '.join(map(str, values))}}}"
+
+
+def lane_bytes(product: Product) -> int:
+    """Return the bytes of a row or column that a lane holds in a step."""
+    return 16 if product.arithmetic in ("f32", "f64") else 8
+
+
+def k_step(product: Product) -> int:
+    """Return the ``k`` of a step."""
+    lanes = 1 if product.arithmetic == "f32" else 4
+    return lanes * lane_bytes(product) // product.lhs_dtype.itemsize
 
 
 def lhs_rows(product: Product, block_m: int, chunk_k: int, threads: int) -> Rows:
@@ -146,25 +186,34 @@ def _operand_rows(
     row_stride = (stride if k_major else k_stride) * itemsize
     row_bytes = (chunk_k if k_major else lines) * itemsize
     whole = chunk_k == k if k_major else lines == size
-    follow = row_stride == row_bytes and whole
     batch_strides = tuple(x * itemsize for x in batch)
-    # The steps between the starts of what a lane reads, besides those along a row.
-    steps = [
-        row_stride if size > 1 else 0,
-        *(s for n, s in zip(batch_sizes, batch_strides, strict=True) if n > 1),
-        k * itemsize,
-    ]
-    widest = 16 if product.arithmetic in ("f64", "f32") else 8
-    common = math.gcd(widest, *steps)
+    tile_step = 0 if k_major or lines == size else row_bytes
+    # Words across k are packed to words along it.
+    packed = not k_major and itemsize < _WIDEST_ACROSS_K
+    lane = lane_bytes(product)
+    conflicting = _CONFLICTING_PITCH_OF_GROUPS if packed and itemsize == 1 else _CONFLICTING_PITCH
+    flat = row_stride == row_bytes and whole and row_stride % conflicting != 0
+    # The steps between matrices, which what a lane reads is aligned to as it is to those of rows.
+    steps = [s for n, s in zip(batch_sizes, batch_strides, strict=True) if n > 1]
+    load_bytes = itemsize
+    if packed:
+        load_bytes = math.gcd(_WIDEST_ACROSS_K, row_stride, tile_step, *steps)
+    elif k_major:
+        common = math.gcd(lane, row_stride if size > 1 else 0, k * itemsize, *steps)
+        load_bytes = common if common >= max(itemsize, 4) else itemsize
+    step = k_step(product)
     return Rows(
         k_major=k_major,
         batch_strides=batch_strides,
         stride=row_stride,
         count=lines if k_major else chunk_k,
         row_bytes=row_bytes,
-        flat=follow and row_stride % _CONFLICTING_PITCH != 0,
-        load_bytes=common if k_major and common >= max(itemsize, 4) else itemsize,
-        tile_step=0 if k_major or lines == size else row_bytes,
+        read_rows=lines if k_major else math.ceil(chunk_k / step) * step,
+        read_row_bytes=row_bytes if k_major else block * itemsize,
+        flat=flat,
+        group_rows=lane // itemsize if packed and not flat else 0,
+        load_bytes=load_bytes,
+        tile_step=tile_step,
         threads=threads,
     )
 
@@ -174,14 +223,18 @@ def out_rows(product: Product, block_m: int, block_n: int, threads: int) -> Rows
     geometry, itemsize = product.geometry, product.out_dtype.itemsize
     *batch, m_stride, _ = geometry.out_strides
     columns = min(block_n, geometry.n)
+    rows, row_bytes, stride = min(block_m, geometry.m), columns * itemsize, m_stride * itemsize
     return Rows(
         k_major=False,
         batch_strides=tuple(x * itemsize for x in batch),
-        stride=m_stride * itemsize,
-        count=min(block_m, geometry.m),
-        row_bytes=columns * itemsize,
-        flat=columns == geometry.n == m_stride,
+        stride=stride,
+        count=rows,
+        row_bytes=row_bytes,
+        read_rows=rows,
+        read_row_bytes=row_bytes,
+        flat=columns == geometry.n == m_stride and stride % _CONFLICTING_PITCH != 0,
+        group_rows=0,
         load_bytes=itemsize,
-        tile_step=0 if columns == geometry.n else columns * itemsize,
+        tile_step=0 if columns == geometry.n else row_bytes,
         threads=threads,
     )
