@@ -40,7 +40,7 @@ TYPES = [
 
 
 def bound(product):
-    """The largest error of a result, relative to it in the Frobenius norm.
+    """The largest error of a result, relative to its scale in the Frobenius norm.
 
     It is the rounding of operands and of the result, and that of sums of k terms in float32.
     """
@@ -59,7 +59,11 @@ def _drawn(rng, shape, dtype):
 
 
 def random_product(numbers, types, sizes, most_matrices, specs=SPECS):
-    """Draw a product: how it is planned for, its operands, and the result in float64."""
+    """Draw a product: how it is planned for, its operands, the result in float64, and its scale.
+
+    The scale is the Frobenius norm of what the result would be with random signs. That of few
+    results may be far less.
+    """
     lhs_type, rhs_type, result, precision = types
     rng = np.random.default_rng(numbers.getrandbits(32))
     spec = numbers.choice(specs)
@@ -77,4 +81,5 @@ def random_product(numbers, types, sizes, most_matrices, specs=SPECS):
         jax.typeof(rhs),
     )
     left, right = (np.asarray(x).astype(np.float64) for x in (lhs, rhs))
-    return product, (lhs, rhs), np.einsum(spec, left, right)
+    scale = np.sqrt(np.einsum(spec, left**2, right**2).sum())
+    return product, (lhs, rhs), np.einsum(spec, left, right), scale

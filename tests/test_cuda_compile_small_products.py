@@ -28,7 +28,7 @@ def test_kernels_compile(arch, types, sizes, rng):
         pytest.skip("float8 takes sm_89")
     gpu = known_gpu(arch)
     with gpu_target(gpu):
-        product, _, _ = random_product(numbers, types, sizes, most_matrices=1)
+        product, *_ = random_product(numbers, types, sizes, most_matrices=1)
     found = small_candidates(product, gpu)
     for candidate in numbers.sample(found, min(TILES, len(found))):
         (launch,) = candidate.plan(gpu).launches

@@ -44,6 +44,15 @@ CASES = [
     ((40, 6, 4), (1, 0, 2)),
     ((5, 4, 30, 2, 40), (4, 1, 0, 3, 2)),
     ((3, 1, 4, 2, 33, 40), (2, 5, 0, 3, 1, 4)),
+    # Fewer rows or columns than a tile has, in matrices that are apart or side by side.
+    ((13, 37), (1, 0)),
+    ((203, 11), (1, 0)),
+    ((9, 6, 7, 16), (3, 2, 1, 0)),
+    ((13, 70, 3, 16), (3, 2, 1, 0)),
+    # Runs that are copied: adjacent ones of less than two words, and long ones.
+    ((2, 9, 7, 3), (0, 2, 1, 3)),
+    ((3, 20, 8, 64), (0, 2, 1, 3)),
+    ((3, 20, 14, 72), (0, 2, 1, 3)),
 ]
 
 

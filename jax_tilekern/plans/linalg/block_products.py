@@ -17,7 +17,7 @@ from jax_tilekern.plans.gemm.select import plan_matmul
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, NoKernel
 
-# Columns of a block, over which products contract.
+# Columns of a block.
 BLOCK = 256
 # The arithmetic of the products, by the types of the matrices.
 ARITHMETICS = {np.dtype(np.float32): "f32_normwise", np.dtype(np.float64): "f64"}
@@ -52,14 +52,17 @@ class Products:
 
     def launches(
         self,
-        sizes: tuple[int, int],
+        sizes: tuple[int, int, int],
         lhs: Buffer,
         rhs: Buffer,
         out: Buffer,
         strides: tuple[int, int, int],
         result: str,
     ) -> Iterable[Launch]:
-        """Return the launches of a product of a block's extent."""
+        """Return the launches of a product of extents m, n and k.
+
+        ``result`` is what is stored, of the product ``x0`` and of what was there, ``x1``.
+        """
         dtype = self.dtype
         lhs_strides, rhs_strides, out_strides = ((stride, 1) for stride in strides)
         added = Epilogue(
@@ -70,7 +73,7 @@ class Products:
             batch=(),
             instructions=1,
         )
-        geometry = MatmulGeometry((), *sizes, BLOCK, lhs_strides, rhs_strides, out_strides)
+        geometry = MatmulGeometry((), *sizes, lhs_strides, rhs_strides, out_strides)
         product = Product(geometry, dtype, dtype, dtype, ARITHMETICS[dtype], added)
         plan = plan_matmul(product, self.gpu)
         if isinstance(plan, NoKernel):

@@ -266,7 +266,7 @@ class Elimination:
                 below, multiples_stride = spaces.multiples, BLOCK
             if rows > BLOCK:
                 yield from self.products.launches(
-                    (rows - BLOCK, stride - changed),
+                    (rows - BLOCK, stride - changed, BLOCK),
                     below,
                     pivot_rows.at(0, changed),
                     matrix.at(first + BLOCK, changed),
@@ -278,25 +278,44 @@ class Elimination:
         self, compiled: Compiled, matrix: Matrix, solutions: Matrix, columns: int
     ) -> Iterator[Launch]:
         """Yield the launches that solve with the upper factor."""
-        for first in reversed(range(0, self.size, BLOCK)):
-            own = solutions.at(first, 0)
+        yield from self._substitute(compiled, matrix, solutions, columns, 0, self.size)
+
+    def _substitute(
+        self,
+        compiled: Compiled,
+        matrix: Matrix,
+        solutions: Matrix,
+        columns: int,
+        first: int,
+        rows: int,
+    ) -> Iterator[Launch]:
+        """Yield the launches that solve for rows, to which the solutions below have been added.
+
+        Rows are halved recursively, so that most of the arithmetic is in products of a long ``k``,
+        which read and write their results less often.
+        """
+        if rows == BLOCK:
             yield self.substitution(
                 compiled,
                 self.back_substitution,
                 matrix.at(first, first),
-                own,
+                solutions.at(first, 0),
                 columns,
                 (matrix.stride, solutions.stride),
             )
-            if first > 0:
-                yield from self.products.launches(
-                    (first, columns),
-                    matrix.at(0, first),
-                    own,
-                    solutions.buffer,
-                    (matrix.stride, solutions.stride, solutions.stride),
-                    "x1 - x0",
-                )
+            return
+        half = rows // BLOCK // 2 * BLOCK
+        middle = first + half
+        yield from self._substitute(compiled, matrix, solutions, columns, middle, rows - half)
+        yield from self.products.launches(
+            (half, columns, rows - half),
+            matrix.at(first, middle),
+            solutions.at(middle, 0),
+            solutions.at(first, 0),
+            (matrix.stride, solutions.stride, solutions.stride),
+            "x1 - x0",
+        )
+        yield from self._substitute(compiled, matrix, solutions, columns, first, half)
 
 
 def ints(*values: int) -> tuple[Scalars, ...]:

@@ -2,8 +2,8 @@
 
 A block of columns is eliminated in panels, whose pivots are found by a tournament. Then a kernel
 solves with the unit lower factor of the pivots for their rows of the other columns, among them the
-right-hand sides, and one product updates the rows below. Back substitution takes one kernel and one
-product for each block too.
+right-hand sides, and one product updates the rows below. Back substitution takes one kernel for
+each block too, and the products of a recursion.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _plan(
         launches=tuple(launches),
         alignments=(elimination.dtype.itemsize,) * arrays,
         workspace_bytes=(*workspaces, *elimination.products.workspace_bytes),
-        reason=f"panels of {PANEL} columns, and {2 * blocks - 1} products of {BLOCK} columns",
+        reason=f"panels of {PANEL} columns, blocks of {BLOCK}, and {2 * blocks - 2} products",
     )
 
 
