@@ -1,5 +1,7 @@
 """Cholesky factors in blocks: the plans, and values on a Hopper GPU."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,12 +26,17 @@ ROUNDOFF = UNIT_ROUNDOFF[F32]
 @pytest.mark.parametrize(
     ("count", "size", "dtype", "covered"),
     [
-        (1, 512, F32, True),
+        (1, 65, F32, True),
         (1, 5001, F32, True),
         (1, 32768, F32, True),
-        (1, 511, F32, False),
+        (1, 64, F32, False),
         (1, 32769, F32, False),
-        (2, 4096, F32, False),
+        (4, 16384, F32, True),
+        (5, 16384, F32, False),
+        (512, 65, F32, True),
+        (513, 65, F32, False),
+        (65535, 96, F32, True),
+        (65536, 96, F32, False),
         (1, 4096, F64, False),
     ],
 )
@@ -39,23 +46,24 @@ def test_the_matrices_that_have_a_plan(count, size, dtype, covered):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_120"])
 def test_the_kernels_are_for_hopper(arch):
-    found = plan_cholesky(4096, True, known_gpu(arch))
+    found = plan_cholesky(1, 4096, True, known_gpu(arch))
     assert isinstance(found, NoKernel)
     assert arch in found.reason
 
 
 @needs_nvrtc
 def test_the_choice_is_explained():
-    def explained(shape, dtype=F32):
+    def explained(shape):
         with gpu_target("sm_90"):
             (choice,) = jtk.explain(
-                linalg.cholesky, jax.ShapeDtypeStruct(shape, dtype), platform="cuda"
+                linalg.cholesky, jax.ShapeDtypeStruct(shape, F32), platform="cuda"
             )
         return choice
 
     assert explained((4096, 4096)).kernel == "blocked_cholesky float32 4096x4096"
     assert "blocks of 128 columns" in explained((1, 600, 600)).reason
-    assert explained((2, 4096, 4096)).kernel is None
+    several = explained((2, 3, 500, 500)).kernel
+    assert several == "blocked_cholesky float32 6 matrices 500x500"
 
 
 @needs_nvrtc
@@ -69,23 +77,23 @@ def test_a_factor_is_one_call():
     assert "stablehlo.add" not in text
 
 
-SIZES = [512, 1000, 1023, 5000]
-plans = pytest.mark.parametrize("size", SIZES)
+PLANS = [(1, 100), (1, 512), (9, 1000), (1, 1023), (1, 5000)]
+plans = pytest.mark.parametrize(("count", "size"), PLANS)
 
 
 @needs_nvrtc
 @plans
-def test_kernels_compile_without_spills(size):
-    plan = plan_cholesky(size, size % 2 == 0, known_gpu("sm_90a"))
+def test_kernels_compile_without_spills(count, size):
+    plan = plan_cholesky(count, size, size % 2 == 0, known_gpu("sm_90a"))
     for entry in {launch.entry.name: launch.entry for launch in plan.launches}.values():
         assert (entry.spill_bytes, entry.stack_bytes) == (0, 0)
 
 
 @needs_nvrtc
 @plans
-def test_the_plan_stays_in_its_buffers(size):
-    plan = plan_cholesky(size, True, known_gpu("sm_90a"))
-    sizes = [4 * size**2, 4 * size**2, *plan.workspace_bytes]
+def test_the_plan_stays_in_its_buffers(count, size):
+    plan = plan_cholesky(count, size, True, known_gpu("sm_90a"))
+    sizes = [4 * count * size**2] * 2 + [*plan.workspace_bytes]
     used = set()
     for launch in plan.launches:
         for parameter in launch.parameters:
@@ -100,9 +108,9 @@ def test_the_plan_stays_in_its_buffers(size):
 
 @needs_nvrtc
 @plans
-def test_each_column_is_factored_once_and_updated_by_all_before(size):
+def test_each_column_is_factored_once_and_updated_by_all_before(count, size):
     """The launches, replayed as sets of columns."""
-    plan = plan_cholesky(size, True, known_gpu("sm_90a"))
+    plan = plan_cholesky(count, size, True, known_gpu("sm_90a"))
     _, *launches, _ = plan.launches
     extended = -(-size // 128) * 128
     updated = {column: set() for column in range(0, extended, 128)}
@@ -119,6 +127,7 @@ def test_each_column_is_factored_once_and_updated_by_all_before(size):
             k = lhs.sizes[0] - extended
             rows, columns = sorted((lhs.sizes[1], rhs.sizes[1]), reverse=True)
             assert rows == extended - row
+            assert math.prod(lhs.sizes[2:]) == math.prod(rhs.sizes[2:]) == count
             for column in range(row, row + columns, 128):
                 new = set(range(first, first + k, 128))
                 assert not new & updated[column]
@@ -159,7 +168,7 @@ def assert_factor(a, x):
 
 @needs_hopper
 @pytest.mark.parametrize("kind", ["normal", "graded", "kernel", "diagonal"])
-@pytest.mark.parametrize("n", [512, 1001, 1500, 4096])
+@pytest.mark.parametrize("n", [65, 128, 300, 512, 1001, 1500, 4096])
 def test_factors(rng, kind, n):
     a = positive_definite(rng, n, kind)
     (choice,) = jtk.explain(linalg.cholesky, a)
@@ -181,12 +190,30 @@ def test_what_is_read(rng, n):
 
 
 @needs_hopper
-def test_batches_of_one_and_bits_that_repeat(rng):
+def test_bits_repeat_and_operands_keep_their_values(rng):
     a = jnp.asarray(positive_definite(rng, 700))
     before = np.array(a)
-    x = jax.jit(linalg.cholesky)(a[None])
-    np.testing.assert_array_equal(x[0], linalg.cholesky(a))
+    np.testing.assert_array_equal(jax.jit(linalg.cholesky)(a), linalg.cholesky(a))
     np.testing.assert_array_equal(a, before)
+
+
+@needs_hopper
+@pytest.mark.parametrize(("count", "n"), [(2, 65), (300, 100), (40, 257), (6, 512), (3, 1001)])
+def test_batches(rng, count, n):
+    """Each matrix has its own factor, and only that of one that is not positive definite is NaN."""
+    a = np.stack([positive_definite(rng, n) for _ in range(count)])
+    a *= 10.0 ** rng.integers(-3, 4, (count, 1, 1)).astype(np.float32)
+    wrong = int(rng.integers(count))
+    a[wrong, n // 2, n // 2] = -1
+    x = np.asarray(jax.jit(jax.vmap(linalg.cholesky))(a))
+    (choice,) = jtk.explain(jax.vmap(linalg.cholesky), a)
+    assert f"{count} matrices {n}x{n}" in choice.kernel
+    for i in range(count):
+        if i == wrong:
+            assert np.isnan(x[i][np.tril_indices(n)]).all()
+            assert not np.triu(x[i], 1).any()
+        else:
+            assert_factor(a[i], x[i])
 
 
 @needs_hopper

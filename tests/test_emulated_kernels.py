@@ -13,7 +13,8 @@ FILES = {
         "linalg/block_substitution.cuh",
     ),
     "blocked_cholesky": (
-        "types.cuh", "ptx.h", "linalg/matrix_copy.cuh", "linalg/blocked_cholesky.cuh",
+        "types.cuh", "ptx.h", "linalg/matrix_copy.cuh", "linalg/blocked_cholesky_panel.cuh",
+        "linalg/blocked_cholesky.cuh",
     ),
     "row_sums": (
         "types.cuh", "convert.cuh", "epilogue.cuh", "reduction/reduction.cuh",

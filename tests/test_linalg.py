@@ -140,7 +140,8 @@ def test_cholesky(rng, x64, n, dtype):
     lower_only = linalg.cholesky(jnp.asarray(unread), symmetrize_input=False)
     if on_gpu():
         # Two instances of one kernel, whose multiply-adds ptxas may contract differently.
-        np.testing.assert_allclose(lower_only, factor, 16 * UNIT_ROUNDOFF[np.dtype(dtype)])
+        roundings = 16 * UNIT_ROUNDOFF[np.dtype(dtype)]
+        np.testing.assert_allclose(lower_only, factor, 0, roundings * norms(a).max() ** 0.5)
     else:
         np.testing.assert_array_equal(lower_only, factor)
     assert None not in kernels(linalg.cholesky, a)

@@ -105,7 +105,8 @@ def cholesky_of_large(
     matrices = _matrices(a.aval)
     if not blocked_cholesky.covers(*dataclasses.astuple(matrices)):
         return in_blocks(operands, symmetrize=symmetrize)
-    return planned_kernel((a.value,), blocked_cholesky.plan_cholesky, matrices.size, symmetrize)
+    problem = matrices.count, matrices.size, symmetrize
+    return planned_kernel((a.value,), blocked_cholesky.plan_cholesky, *problem)
 
 
 def solution_of_large(

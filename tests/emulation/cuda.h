@@ -49,7 +49,7 @@ inline ucontext_t scheduler;
 inline std::function<void()> kernel;
 inline Barrier cta, warps[32];
 inline std::uint64_t lanes[32][32];
-inline int block_index, grid_size;
+inline int block_index, block_row, grid_size;
 
 inline int warp() { return running->index / 32; }
 inline int lane() { return running->index % 32; }
@@ -115,7 +115,7 @@ void launch(int grid, int block, Kernel body) {
 }
 
 struct Index {
-  int x;
+  int x, y = 0;
 };
 struct Extent {
   unsigned x;
@@ -124,7 +124,7 @@ struct Extent {
 }  // namespace emulation
 
 #define threadIdx (emulation::Index{emulation::running->index})
-#define blockIdx (emulation::Index{emulation::block_index})
+#define blockIdx (emulation::Index{emulation::block_index, emulation::block_row})
 #define gridDim (emulation::Extent{static_cast<unsigned>(emulation::grid_size)})
 
 inline void __syncthreads() { emulation::wait(emulation::cta); }

@@ -24,7 +24,7 @@ from jax_tilekern.plans.linalg.blocked_cholesky import plan_cholesky
 
 def check(size: int) -> bool:
     """Return whether the factor is wrong. Sizes are below those that are planned for."""
-    plan = plan_cholesky(size, True, current_gpu())
+    plan = plan_cholesky(1, size, True, current_gpu())
     assert not isinstance(plan, NoKernel), plan.reason
     planned = Primitive("tilekern_blocked_cholesky")
     planned.def_abstract_eval(lambda a: a)

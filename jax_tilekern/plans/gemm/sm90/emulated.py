@@ -163,7 +163,9 @@ def _launch_product(
     )
 
 
-def launch_of_parts(product: Product, part_step: int, gpu: Gpu) -> Launch | NoKernel:
+def launch_of_parts(
+    product: Product, part_step: int, exponent_strides: tuple[int, ...], gpu: Gpu
+) -> Launch | NoKernel:
     """Return the fastest launch for operands that have been split, without a check.
 
     Its buffers are those of the product, and two of the exponents of the rows of ``lhs`` and of the
@@ -172,10 +174,12 @@ def launch_of_parts(product: Product, part_step: int, gpu: Gpu) -> Launch | NoKe
     Parameters
     ----------
     product
-        A product without batch dimensions, of a multiple of 128 bytes of ``k``. The strides of the
-        operands are those of their parts, k-major.
+        A product of a multiple of 128 bytes of ``k``. The strides of the operands are those of
+        their parts, k-major.
     part_step
         The distance between the hi and the lo parts of a row or column.
+    exponent_strides
+        Of the batch dimensions of the exponents.
     gpu
         The GPU to plan for.
     """
@@ -194,7 +198,8 @@ def launch_of_parts(product: Product, part_step: int, gpu: Gpu) -> Launch | NoKe
         return NoKernel("no wgmma tile fits the operands")
     best = min(found, key=lambda candidate: candidate.cycles)
     kernel, fused = best.fused(product.epilogue, product.geometry, product.out_buffer)
-    exponents = [(Buffer(product.first_workspace + i), (0,) * MAX_BATCH_DIMS) for i in range(2)]
+    strides = (*(0,) * (MAX_BATCH_DIMS - len(exponent_strides)), *exponent_strides)
+    exponents = [(Buffer(product.first_workspace + i), strides) for i in range(2)]
     compiled = compile_kernels(kernel, arch=gpu.arch)
     return _launch_product(best, compiled, kernel, view, exponents, Scalars.int64(0), fused, gpu)
 
