@@ -49,6 +49,10 @@ CASES = [
     ((203, 11), (1, 0)),
     ((9, 6, 7, 16), (3, 2, 1, 0)),
     ((13, 70, 3, 16), (3, 2, 1, 0)),
+    # Three or four rows whose columns become contiguous.
+    ((3, 1001), (1, 0)),
+    ((2, 4, 77), (0, 2, 1)),
+    ((3, 4), (1, 0)),
     # Runs that are copied: adjacent ones of less than two words, and long ones.
     ((2, 9, 7, 3), (0, 2, 1, 3)),
     ((3, 20, 8, 64), (0, 2, 1, 3)),

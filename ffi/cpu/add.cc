@@ -172,6 +172,7 @@ void RunCall(const Workers& workers, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs, ffi
   if (count == 0) return;
   CheckOperand("lhs", lhs, sizes, lhs_strides);
   CheckOperand("rhs", rhs, sizes, rhs_strides);
+  AdviseNewResult(out);
 
   size_t split = sizes.size() - 1;
   int64_t row = 1;

@@ -1,5 +1,10 @@
 #include "cpu/call.h"
 
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
 #include <functional>
 #include <sstream>
 #include <utility>
@@ -32,6 +37,10 @@ constexpr Type kTypes[kNumDTypes] = {
     {DType::kC64, ffi::DataType::C64, "c64"},
     {DType::kC128, ffi::DataType::C128, "c128"},
 };
+
+// glibc returns freed memory of 32 MiB and more to the system, and less of it where the end of its
+// heap is free.
+constexpr size_t kNewResultBytes = 4 << 20;
 
 }  // namespace
 
@@ -79,6 +88,17 @@ int64_t CheckedCount(ffi::Span<const int64_t> sizes) {
 Workers WorkersOf(ffi::ThreadPool& pool) {
   return Workers(pool.num_threads(),
                  [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); });
+}
+
+void AdviseNewResult([[maybe_unused]] ffi::AnyBuffer result) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  if (result.size_bytes() < kNewResultBytes) return;
+  static const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto data = reinterpret_cast<uintptr_t>(result.untyped_data());
+  const uintptr_t first = (data + page - 1) / page * page;
+  // A failure costs time alone.
+  madvise(reinterpret_cast<void*>(first), data + result.size_bytes() - first, MADV_HUGEPAGE);
+#endif
 }
 
 }  // namespace tilekern::cpu

@@ -34,6 +34,10 @@ int64_t CheckedCount(ffi::Span<const int64_t> sizes);
 
 Workers WorkersOf(ffi::ThreadPool& pool);
 
+// Asks for huge pages for a large result, whose memory may be new at each call: writing it then
+// causes a page fault for each 2 MiB in place of each 4 KiB.
+void AdviseNewResult(ffi::AnyBuffer result);
+
 // Runs a handler's body, and converts its exceptions to FFI errors.
 template <typename Body>
 ffi::Error Guarded(const char* target, const Body& body) {

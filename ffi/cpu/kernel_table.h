@@ -62,7 +62,8 @@ struct GemmFamily {
   PackFn pack_rhs[kNumDTypes];
 };
 
-inline constexpr int kMaxVectorRows = 4;
+inline constexpr int kMaxVectorRows = 4;     // vectors that a kernel multiplies along the matrix
+inline constexpr int kMaxVectorsAcross = 8;  // and across it
 
 // sums[s, o] += sum_k small[s, k] * big[o, k] for a few s; the big operand is read in place.
 // `small` holds a panel of width 1 for each s, `small_stride` units apart.
@@ -76,8 +77,8 @@ struct VectorFamily {
   int unit_bytes;
   int lanes;
   PackFn pack_small[kNumDTypes];
-  VectorKernel across[kNumDTypes][kMaxVectorRows];  // big operand's outer stride is 1
-  VectorKernel along[kNumDTypes][kMaxVectorRows];   // big operand's k stride is 1
+  VectorKernel across[kNumDTypes][kMaxVectorsAcross];  // big operand's outer stride is 1
+  VectorKernel along[kNumDTypes][kMaxVectorRows];      // big operand's k stride is 1
 };
 
 // out (+)= a tile of accumulators, converted. Addition needs the accumulator's own type.

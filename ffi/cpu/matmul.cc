@@ -63,6 +63,7 @@ ffi::Error Handle(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
   return Guarded("jax_tilekern_cpu_matmul", [&] {
     const MatmulShape shape = ParseShape(sizes, lhs_strides, rhs_strides, out_strides);
     const Product first = FirstProduct(shape, lhs, rhs, *out);
+    AdviseNewResult(*out);
     RunBatches(shape, ProductKernel(first), first, WorkersOf(pool));
   });
 }

@@ -13,8 +13,8 @@
 namespace tilekern::cpu {
 namespace {
 
-// With at most this many rows or columns, only the other dimension is split, in multiples of
-// kMinChunk.
+// With at most this many rows or columns, only the other dimension is split, in parts of about
+// kMinChunk or more.
 constexpr int64_t kFew = 64;
 constexpr int64_t kMinChunk = 192;
 
@@ -115,8 +115,11 @@ void ProductKernel::RunShared(const Product& product, const Workers& workers) co
     const bool wide = product.m <= product.n;
     const int64_t size = wide ? product.n : product.m;
     const int64_t tile = wide ? kMaxVectors * gemm_->lanes : kRowSteps * gemm_->row_step;
-    const int64_t chunk =
-        RoundUp(CeilDiv(size, workers.threads() * kTasksPerThread), direct_ ? 2 * tile : kMinChunk);
+    const int64_t least = direct_ ? 2 * tile : kMinChunk;
+    // As many tasks for each thread, and tasks of equal size.
+    const int64_t tasks = std::min(RoundUp(CeilDiv(size, least), workers.threads()),
+                                   workers.threads() * kTasksPerThread);
+    const int64_t chunk = RoundUp(CeilDiv(size, tasks), tile);
     workers.Run(CeilDiv(size, chunk), [&](int64_t task) {
       Product part = product;
       const int64_t first = task * chunk;

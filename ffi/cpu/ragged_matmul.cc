@@ -223,6 +223,7 @@ ffi::Error Handle(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
     const RaggedShape shape =
         ParseRaggedShape(sizes, lhs_strides, rhs_strides, out_strides, bounds_strides, ragged_k);
     const Product first = FirstProduct(shape.product, lhs, rhs, *out);
+    AdviseNewResult(*out);
     CheckTypes(first);  // even if no group has rows
     if (shape.product.batch_size == 0) return;
     CheckFits("bounds", shape.bounds_extent, static_cast<int64_t>(bounds.element_count()));

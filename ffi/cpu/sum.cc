@@ -28,10 +28,12 @@ constexpr int64_t kMaxTotals = 4096;
 // Fewer, of which more stay in L1, where so few numbers make a sum.
 constexpr int64_t kFewTotals = 1024;
 constexpr int64_t kShallow = 32;
-// The maximal number of rows of a small matrix.
-constexpr int64_t kSmallMatrixRows = 64;
-// Runs up to this length are summed as columns, where there are several to a sum.
+// Runs of up to so many elements are summed as columns, where there are several to a sum.
 constexpr int64_t kFolded = 512;
+// Longer runs than this are not, where a row of them has more bytes than kFoldedBytes, since the
+// kernel would read parts of distant rows.
+constexpr int64_t kFoldedLong = 128;
+constexpr int64_t kFoldedBytes = 16 << 10;
 // Sums of fewer columns than this accumulate several rows side by side.
 constexpr int64_t kNarrow = 128;
 // Where several tasks compute one output's sum: minimal elements per task, and the maximal number
@@ -140,10 +142,10 @@ class Sums {
     }
   };
 
-  // Whether sums of a few short rows lie one after the other.
+  // Whether columns of small matrices are summed, which lie one after the other.
   bool HasSmallMatrices() const {
     return !along_ && fold_ == 1 && kept_.count > 1 && reduced_.dims.empty() &&
-           rows_ <= kSmallMatrixRows && rows_ * cols_ <= kSmallMatrix;
+           rows_ * cols_ <= kSmallMatrix;
   }
 
   void RunMatrices(const Workers& workers) const {
@@ -168,6 +170,8 @@ class Sums {
     const int64_t step = kept ? dims.back().size : 1;
     const int64_t length = dims[dims.size() - 1 - kept].size;
     if (step > kFolded / length) return;
+    const int64_t row_bytes = dims[dims.size() - 2 - kept].size * length * step * bytes_;
+    if (!kept && length > kFoldedLong && row_bytes > kFoldedBytes) return;
     fold_ = length;
     fold_step_ = step;
     dims.resize(dims.size() - 1 - kept);

@@ -30,8 +30,13 @@ constexpr int64_t kBlockBytes = 512 << 10;
 constexpr int64_t kBlockRowBytes = 1024;
 constexpr int64_t kCopiedRowBytes = 16384;
 constexpr int64_t kLineBytes = 64;
+// Lines of so many rows of the result stay in L1, even if they are in one set.
+constexpr int64_t kMostRowsWritten = 12;
 // The most matrices that are moved together because they share the result's lines.
 constexpr int64_t kMostTogether = 256;
+
+// The distance of the prefetch of small matrices.
+constexpr int64_t kMatricesAhead = 4;
 
 // A dimension divided into blocks of equal size, of which the last also has the remainder.
 struct Cut {
@@ -119,7 +124,12 @@ void ForEachBlock(const Workers& workers, Matrices m, int64_t row_bytes, int64_t
     for (int64_t index = first; index < last; ++index, place.Advance()) {
       const char* from = place.from();
       char* to = place.to();
-      for (int64_t i = 0; i < groups.Count(place.FromLast(2)); ++i) {
+      const int64_t matrices = groups.Count(place.FromLast(2));
+      for (int64_t i = 0; i < matrices; ++i) {
+        // A matrix has a line in each row of the operand.
+        for (int64_t r = 0; i + kMatricesAhead < matrices && r < rows.size; ++r) {
+          __builtin_prefetch(from + kMatricesAhead * together.from_stride + r * m.row.from_stride);
+        }
         move(from, to, rows.Count(place.FromLast(0)), cols.Count(place.FromLast(1)));
         from += together.from_stride;
         to += together.to_stride;
@@ -142,12 +152,11 @@ void CopyItems(const Workers& workers, const Matrices& m, bool stream) {
   const CopyKernel copy = Kernels().copy;
   ForEachBlock(workers, m, kCopiedRowBytes, kBlockBytes,
                [&](const char* from, char* to, int64_t rows, int64_t cols) {
-                 copy({from,
-                       to,
-                       m.item,
-                       {cols, m.item, m.col.to_stride},
-                       {rows, m.row.from_stride, m.item},
-                       stream});
+                 const RunCopy::Dim col = {cols, m.item, m.col.to_stride};
+                 const RunCopy::Dim row = {rows, m.row.from_stride, m.item};
+                 // Runs of several lines are read one after the other, if few rows are written.
+                 const bool along = m.item >= 2 * kLineBytes && cols <= kMostRowsWritten;
+                 copy({from, to, m.item, along ? row : col, along ? col : row, stream});
                });
 }
 
@@ -200,6 +209,7 @@ void RunCall(const Workers& workers, ffi::AnyBuffer x, ffi::AnyBuffer out,
   }
   CheckPermutation(sizes, permutation);
   if (count == 0) return;
+  AdviseNewResult(out);
   std::vector<Dim> dims = Dims(sizes, permutation, item);
   // An innermost dimension that stays in place becomes part of the item.
   while (!dims.empty() && dims.back().from_stride == item && dims.back().to_stride == item) {

@@ -10,12 +10,12 @@ namespace tilekern::cpu {
 namespace {
 
 constexpr int64_t kMinChunk = 256;
+constexpr int64_t kChunkStep = 64;   // a line of the cache of every type
 constexpr int64_t kMaxChunk = 4096;  // the accumulators of a chunk stay in the cache
 constexpr int64_t kDepth = 16384;    // elements of k at a time, which bounds the packed vectors
 constexpr int64_t kMaxSmalls = 8;    // exceeds a kernel's number if rows can stay in the cache
 constexpr int64_t kCachedRows = 8;
-constexpr int64_t kCachedColumns = 1024;  // of kCachedDepth rows, where these are read across
-constexpr int64_t kCachedDepth = 64;
+constexpr int64_t kCachedColumns = 1024;  // whose accumulators stay in L1, of more than 4 vectors
 constexpr int64_t kShallow = 64;  // lanes are added up for each result, however few there are
 constexpr int64_t kSeveral = 4;   // vectors that justify packing
 constexpr int64_t kNarrow = 2;    // vectors of a row, the last of which is put together by element
@@ -43,7 +43,6 @@ bool IsVectorProduct(const VectorProduct& p) {
 bool IsSmall(const VectorFamily& family, const VectorProduct& p, bool direct) {
   if (p.smalls == 1) return false;
   if (IsAlong(p)) return p.k < kShallow && (direct || p.smalls >= kSeveral);
-  // A second call of the kernel reads the matrix again, from the cache.
   if (p.smalls > kMaxVectorRows) return direct || p.k < kShallow;
   return direct && Bytes(p.big.type) == family.unit_bytes && p.outer < kNarrow * family.lanes;
 }
@@ -51,29 +50,30 @@ bool IsSmall(const VectorFamily& family, const VectorProduct& p, bool direct) {
 int64_t VectorChunk(const VectorProduct& p, int64_t threads) {
   // Across, a task reads a part of every row, which should be long for the prefetcher.
   const int64_t tasks = IsAlong(p) ? 2 * threads : threads;
-  return std::clamp(RoundUp(CeilDiv(p.outer, tasks), kMinChunk), kMinChunk, kMaxChunk);
+  return std::clamp(RoundUp(CeilDiv(p.outer, tasks), kChunkStep), kMinChunk, kMaxChunk);
 }
 
 void RunVectorProduct(const VectorFamily& family, StoreFn store, const VectorProduct& p,
                       int64_t first, int64_t count) {
   const int64_t unit = family.unit_bytes;
   const PackFn pack = family.pack_small[static_cast<int>(p.small.type)];
-  const auto& kernels = (IsAlong(p) ? family.along : family.across)[static_cast<int>(p.big.type)];
+  const int type = static_cast<int>(p.big.type);
+  const VectorKernel* kernels = IsAlong(p) ? family.along[type] : family.across[type];
+  const int64_t smalls_at_once = IsAlong(p) ? kMaxVectorRows : kMaxVectorsAcross;
   const int64_t max_groups = CeilDiv(std::min(p.k, kDepth), family.group);
   const int64_t small_stride = RoundUp(max_groups, family.lanes) + family.lanes;
   const int64_t sums_stride = RoundUp(std::min(count, kMaxChunk), family.lanes);
   char* small = static_cast<char*>(Scratch(ScratchUse::kLhs, p.smalls * small_stride * unit));
   char* sums = static_cast<char*>(Scratch(ScratchUse::kSums, p.smalls * sums_stride * unit));
-  // What is read for some of the vectors stays in the cache for the others.
-  const bool again = p.smalls > kMaxVectorRows;
-  const int64_t rows_at_once = !again ? kMaxChunk : IsAlong(p) ? kCachedRows : kCachedColumns;
-  const int64_t most_depth = again && !IsAlong(p) ? kCachedDepth : kDepth;
+  // Along, what is read for some of the vectors stays in the cache for the others.
+  const bool several = p.smalls > kMaxVectorRows;
+  const int64_t rows_at_once = !several ? kMaxChunk : IsAlong(p) ? kCachedRows : kCachedColumns;
   const int64_t end = first + count;
   for (int64_t chunk = first; chunk < end; chunk += kMaxChunk) {
     const int64_t chunk_end = std::min(chunk + kMaxChunk, end);
     std::memset(sums, 0, p.smalls * sums_stride * unit);
-    for (int64_t k = 0; k < p.k; k += most_depth) {
-      const int64_t depth = std::min(most_depth, p.k - k);
+    for (int64_t k = 0; k < p.k; k += kDepth) {
+      const int64_t depth = std::min(kDepth, p.k - k);
       const int64_t groups = CeilDiv(depth, family.group);
       pack({p.small.At(0, k), p.small.row_stride, p.small.col_stride, p.smalls, p.smalls, depth}, 1,
            p.smalls, small_stride * unit, small);
@@ -87,8 +87,8 @@ void RunVectorProduct(const VectorFamily& family, StoreFn store, const VectorPro
         const PanelSource big = {p.big.At(o, k),   p.big.row_stride,
                                  p.big.col_stride, std::min(rows_at_once, chunk_end - o),
                                  p.outer - o,      depth};
-        for (int64_t s = 0; s < p.smalls; s += kMaxVectorRows) {
-          kernels[std::min<int64_t>(p.smalls - s, kMaxVectorRows) - 1](
+        for (int64_t s = 0; s < p.smalls; s += smalls_at_once) {
+          kernels[std::min(p.smalls - s, smalls_at_once) - 1](
               big, small + s * small_stride * unit, small_stride,
               sums + (s * sums_stride + o - chunk) * unit, sums_stride);
         }
