@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from numerics import UNIT_ROUNDOFF, on_gpu, random
 from nvrtc_mark import needs_nvrtc
+from plan_buffers import assert_within_buffers
 
 import jax_tilekern as jtk
 from jax_tilekern import linalg
 from jax_tilekern.plans.gpu import gpu_target, known_gpu
-from jax_tilekern.plans.launch import Buffer, NoKernel, TensorMap
+from jax_tilekern.plans.launch import NoKernel, TensorMap
 from jax_tilekern.plans.linalg.blocked_cholesky import covers, plan_cholesky
 
 needs_hopper = pytest.mark.skipif(
@@ -94,16 +95,7 @@ def test_kernels_compile_without_spills(count, size):
 def test_the_plan_stays_in_its_buffers(count, size):
     plan = plan_cholesky(count, size, True, known_gpu("sm_90a"))
     sizes = [4 * count * size**2] * 2 + [*plan.workspace_bytes]
-    used = set()
-    for launch in plan.launches:
-        for parameter in launch.parameters:
-            if isinstance(parameter, TensorMap):
-                used.add(parameter.buffer)
-                assert parameter.offset_bytes + parameter.extent_bytes <= sizes[parameter.buffer]
-            elif isinstance(parameter, Buffer):
-                used.add(parameter.index)
-                assert parameter.offset_bytes < sizes[parameter.index]
-    assert used == set(range(len(sizes)))
+    assert_within_buffers(plan, sizes)
 
 
 @needs_nvrtc

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from numerics import UNIT_ROUNDOFF, on_gpu, random
 from nvrtc_mark import needs_nvrtc
+from plan_buffers import assert_within_buffers
 
 import jax_tilekern as jtk
 from jax_tilekern import linalg
 from jax_tilekern.plans.gpu import gpu_target, known_gpu
-from jax_tilekern.plans.launch import Buffer, NoKernel, TensorMap
+from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.linalg.blocked_lu_plans import covers, plan_inverse, plan_solution
 
 needs_hopper = pytest.mark.skipif(
@@ -133,16 +134,7 @@ def test_the_plan_stays_in_its_buffers(call):
     if call[0] is plan_solution:
         sizes.append(itemsize * size * columns)
     sizes += plan.workspace_bytes
-    used = set()
-    for launch in plan.launches:
-        for parameter in launch.parameters:
-            if isinstance(parameter, TensorMap):
-                used.add(parameter.buffer)
-                assert parameter.offset_bytes + parameter.extent_bytes <= sizes[parameter.buffer]
-            elif isinstance(parameter, Buffer):
-                used.add(parameter.index)
-                assert parameter.offset_bytes < sizes[parameter.index]
-    assert used == set(range(len(sizes)))
+    assert_within_buffers(plan, sizes)
     tournaments = [launch for launch in plan.launches if "pivots" in launch.entry.name]
     assert len(tournaments) == 8 * math.ceil(size / 256)
     # The candidates fit one CTA.

@@ -15,7 +15,7 @@ from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import plan_matmul
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, Launch, NoKernel
+from jax_tilekern.plans.launch import Buffer, Launch, NoKernel, Scalars
 
 # Columns of a block.
 BLOCK = 256
@@ -85,3 +85,8 @@ class Products:
         own = [Buffer(self.first_workspace + i) for i in range(len(plan.workspace_bytes))]
         buffers = [lhs, rhs, out, out, *own]
         return [launch.placed(buffers) for launch in plan.launches]
+
+
+def ints(*values: int) -> tuple[Scalars, ...]:
+    """Return parameters that are 32-bit integers."""
+    return tuple(Scalars.pack("i", value) for value in values)

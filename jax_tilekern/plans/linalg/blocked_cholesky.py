@@ -24,8 +24,7 @@ from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm90.emulated import launch_of_parts
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch, LaunchPlan, NoKernel
-from jax_tilekern.plans.linalg.block_products import Matrix, NoProduct
-from jax_tilekern.plans.linalg.blocked_lu import ints
+from jax_tilekern.plans.linalg.block_products import Matrix, NoProduct, ints
 
 # Rows of the matrices. Smaller ones have kernels of their own, and a batch has at most as many
 # elements as the largest matrix.

@@ -13,7 +13,7 @@ from jax_tilekern.compilation.compiler import Compiled, Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
-from jax_tilekern.plans.linalg.block_products import BLOCK, Matrix, Products
+from jax_tilekern.plans.linalg.block_products import BLOCK, Matrix, Products, ints
 
 PANEL = 32
 # A CTA of the kernel that finds pivots has groups of lanes with a few rows each. The candidates of
@@ -316,8 +316,3 @@ class Elimination:
             "x1 - x0",
         )
         yield from self._substitute(compiled, matrix, solutions, columns, first, half)
-
-
-def ints(*values: int) -> tuple[Scalars, ...]:
-    """Return parameters that are 32-bit integers."""
-    return tuple(Scalars.pack("i", value) for value in values)

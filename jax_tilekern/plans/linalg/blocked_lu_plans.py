@@ -24,13 +24,13 @@ from jax_tilekern.plans.linalg.block_products import (
     Matrix,
     NoProduct,
     Products,
+    ints,
 )
 from jax_tilekern.plans.linalg.blocked_lu import (
     PANEL,
     SUBSTITUTED_COLUMNS,
     Elimination,
     Workspaces,
-    ints,
 )
 
 # Rows of the matrices, in the range that is measured.
