@@ -1,6 +1,6 @@
 // Inverses and solutions by LU factors in blocks, on emulated kernels. Launches are those of
-// jax_tilekern/plans/linalg/blocked_lu.py, but each block is substituted into all rows above at once.
-// Products are sums here.
+// jax_tilekern/plans/linalg/blocked_lu.py, but each block is substituted into all rows above at
+// once. Products are sums here.
 //
 //   blocked_lu type variant rows columns matrix    no columns for an inverse
 //
