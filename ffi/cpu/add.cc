@@ -6,6 +6,7 @@
 //   rhs_strides  the right operand's
 // Innermost strides are 0 or 1. All three arrays have the same type; integers wrap.
 #include <algorithm>
+#include <cstring>
 
 #include "cpu/call.h"
 #include "cpu/dispatch.h"
@@ -40,16 +41,35 @@ void CheckOperand(const char* name, ffi::AnyBuffer operand, ffi::Span<const int6
   }
 }
 
-// Copies the elements of some dimensions to contiguous ones, and returns what follows them.
+// Fills `count` elements, and up to kExcess bytes after them, which is faster for a few elements.
+constexpr int64_t kExcess = 16;
 template <typename T>
-T* Gather(const T* from, const int64_t* sizes, const int64_t* strides, size_t rank, T* to) {
-  if (rank > 1) {
-    for (int64_t i = 0; i < sizes[0]; ++i) {
-      to = Gather(from + i * strides[0], sizes + 1, strides + 1, rank - 1, to);
+T* Repeat(T value, int64_t count, T* to) {
+  constexpr int64_t kCount = kExcess / sizeof(T);
+  T values[kCount];
+  std::fill_n(values, kCount, value);
+  for (int64_t i = 0; i < count; i += kCount) std::memcpy(to + i, values, kExcess);
+  return to + count;
+}
+
+// Copies the elements of `count` indices of the first of two or more dimensions to contiguous ones,
+// as Repeat does, and returns what follows them.
+template <typename T>
+T* Gather(const T* from, int64_t count, const int64_t* sizes, const int64_t* strides, size_t rank,
+          T* to) {
+  if (rank > 2) {
+    for (int64_t i = 0; i < count; ++i) {
+      to = Gather(from + i * strides[0], sizes[1], sizes + 1, strides + 1, rank - 1, to);
     }
     return to;
   }
-  return strides[0] == 0 ? std::fill_n(to, sizes[0], *from) : std::copy_n(from, sizes[0], to);
+  const int64_t length = sizes[1], step = strides[0];
+  if (strides[1] == 0) {
+    for (int64_t i = 0; i < count; ++i) to = Repeat(from[i * step], length, to);
+  } else {
+    for (int64_t i = 0; i < count; ++i) to = std::copy_n(from + i * step, length, to);
+  }
+  return to;
 }
 
 // A checked call. The last dimension is added in runs. If it is too short for a kernel's vectors,
@@ -89,7 +109,7 @@ class Addition {
   struct Gathered {
     const char* from = nullptr;
     int64_t rows = 0;
-    alignas(64) char data[kMergedRun * sizeof(uint64_t)];
+    alignas(64) char data[kMergedRun * sizeof(uint64_t) + kExcess];
   };
 
   // Adds `rows` indices from `at` of the dimension `split`, for index `outer` of those before it.
@@ -130,12 +150,8 @@ class Addition {
     if (gathered.from == from && gathered.rows >= rows) return gathered.data;
     const auto gather = [&](auto element) {
       using T = decltype(element);
-      const size_t d = split + 1;
-      T* to = reinterpret_cast<T*>(gathered.data);
-      for (int64_t r = 0; r < rows; ++r) {
-        to = Gather(reinterpret_cast<const T*>(from) + r * strides[split], sizes.begin() + d,
-                    strides.begin() + d, sizes.size() - d, to);
-      }
+      Gather(reinterpret_cast<const T*>(from), rows, sizes.begin() + split, strides.begin() + split,
+             sizes.size() - split, reinterpret_cast<T*>(gathered.data));
     };
     switch (bytes) {
       case 1:
