@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from jax_tilekern.ops import contraction
 from jax_tilekern.plans import cpu
 from jax_tilekern.plans.cpu import small_left_to_xla, transpose_left_to_xla
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.transpose.permutation import Permutation
 
 
@@ -52,20 +54,23 @@ def test_transposes_say_why():
 
 
 @pytest.mark.parametrize(
-    ("batch", "m", "n", "k", "reason"),
+    ("batch", "m", "n", "k", "dtype", "reason"),
     [
-        (9, 1, 1, 127, "dot products"),
-        (9, 1, 1, 128, None),
-        (1, 1, 1, 8, None),  # one product
-        (9, 19, 1, 5, "a vector and a matrix"),
-        (9, 1, 5, 19, "a vector and a matrix"),
-        (9, 16, 1, 8, None),
-        (9, 2, 2, 2, None),  # matrices
+        (9, 1, 1, 127, "float32", "dot products"),
+        (9, 1, 1, 128, "float32", None),
+        (1, 1, 1, 8, "float32", None),  # one product
+        (9, 19, 1, 10, "float32", "a vector and a matrix"),
+        (9, 1, 19, 10, "float64", "a vector and a matrix"),
+        (9, 24, 1, 8, "float32", None),
+        (9, 1, 12, 10, "bfloat16", "a vector and a matrix"),
+        (9, 16, 1, 8, "bfloat16", None),
+        (9, 2, 2, 2, "float32", None),  # matrices
     ],
 )
-def test_small_products_of_a_batch(batch, m, n, k, reason):
+def test_small_products_of_a_batch(batch, m, n, k, dtype, reason):
     dense = (m * k, k, 1), (k * n, n, 1), (m * n, n, 1)
-    found = small_left_to_xla(MatmulGeometry((batch,), m, n, k, *dense))
+    geometry = MatmulGeometry((batch,), m, n, k, *dense)
+    found = small_left_to_xla(Product(geometry, *[jnp.dtype(dtype)] * 3, dtype))
     assert (found is None) if reason is None else reason in found
 
 

@@ -257,7 +257,7 @@ def _cpu_kernel(problem: Problem) -> Kernel | Fallback:
     left = (
         matrix_units_left_to_xla(product)
         or product_left_to_xla(geometry)
-        or small_left_to_xla(geometry)
+        or small_left_to_xla(product)
     )
     if left:
         return Fallback(left)

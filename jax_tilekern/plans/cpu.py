@@ -18,9 +18,10 @@ from jax_tilekern.plans.transpose.permutation import Permutation
 _LEAST_OF_MATRIX_UNITS = 8
 # The fewest where XLA transposes lhs first, for each arithmetic that AMX has.
 _LEAST_TRANSPOSED = {"bfloat16": 128, "int8": 512}
-# A call of a kernel for one product with a vector takes as long as XLA's loop for a matrix, or
-# another vector, of this many elements.
+# A call of a kernel for one product with a vector takes as long as XLA's loop for another vector,
+# or for a matrix, of this many elements; or for a matrix of float32 or float64.
 _SMALL_OPERAND = 128
+_SMALL_WIDE_MATRIX = 192
 # As does a call of a kernel for a matrix of so many bytes, each of which is one of a transpose.
 _SMALL_MATRIX_BYTES = 256
 # Kernels that transpose fewer bytes at once move single elements.
@@ -75,15 +76,19 @@ def product_left_to_xla(geometry: MatmulGeometry) -> str | None:
     return None
 
 
-def small_left_to_xla(geometry: MatmulGeometry) -> str | None:
+def small_left_to_xla(product: Product) -> str | None:
     """Return why a batch of small products with vectors is XLA's, or ``None``."""
+    geometry = product.geometry
     m, n, k = geometry.m, geometry.n, geometry.k
-    if min(m, n) > 1 or m * n * k >= _SMALL_OPERAND or math.prod(geometry.batch) == 1:
+    if min(m, n) > 1 or math.prod(geometry.batch) == 1:
         return None
-    kind = "dot products" if m == n == 1 else "products of a vector and a matrix"
-    return (
-        f"XLA's batches of {kind} of fewer than {_SMALL_OPERAND} elements are faster (0.2 to 0.9)"
-    )
+    is_dot = m == n == 1
+    wide = not is_dot and product.lhs_dtype.itemsize >= 4
+    least = _SMALL_WIDE_MATRIX if wide else _SMALL_OPERAND
+    if m * n * k >= least:
+        return None
+    kind = "dot products" if is_dot else "products of a vector and a matrix"
+    return f"XLA's batches of {kind} of fewer than {least} elements are faster (0.2 to 0.9)"
 
 
 def transpose_left_to_xla(permutation: Permutation) -> str | None:
