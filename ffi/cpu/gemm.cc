@@ -29,7 +29,8 @@ class Gemm {
         p_(product),
         pack_lhs_(family.pack_lhs[static_cast<int>(product.lhs.type)]),
         pack_rhs_(family.pack_rhs[static_cast<int>(product.rhs.type)]),
-        narrow_(Bytes(product.out.type) < family.unit_bytes),
+        out_bytes_(Bytes(product.out.type)),
+        narrow_(out_bytes_ < family.unit_bytes),
         rows_per_panel_(kRowSteps * family.row_step),
         cols_per_panel_(kMaxVectors * family.lanes) {
     k_blocks_ = CeilDiv(p_.k, family.k_block);
@@ -187,35 +188,55 @@ class Gemm {
                p_.rhs.type, cols_per_panel_, RhsPanelWidth((cols - 1) % cols_per_panel_ + 1),
                rhs_panel_bytes_, rhs);
     for (int64_t i = first; i < end; ++i) {
+      const int64_t r = i * rows_per_panel_;
+      const RowPanel panel = RowPanelAt(s, LhsPanel(stage, i), r, c0);
       for (int64_t j = 0; j < rhs_panels; ++j) {
-        Tile(s, LhsPanel(stage, i), i * rows_per_panel_, rhs + j * rhs_panel_bytes_,
-             c0 + j * cols_per_panel_);
+        const int64_t c = j * cols_per_panel_;
+        Tile(s, panel, rhs + j * rhs_panel_bytes_, c, std::min(cols_per_panel_, cols - c));
       }
     }
   }
 
-  // Computes one register tile at row r and column c of the block.
-  void Tile(const Stage& s, const char* lhs, int64_t r, const char* rhs, int64_t c) const {
+  // What the register tiles of a panel of lhs have in common.
+  struct RowPanel {
+    const char* lhs;
+    int64_t rows, height;
+    const GemmKernel* kernels;  // by vectors of columns
+    char* out;
+    char* sums;  // if results are narrow and have to be added up
+  };
+
+  // Returns the panel at row r and column c of the block.
+  RowPanel RowPanelAt(const Stage& s, const char* lhs, int64_t r, int64_t c) const {
     const int64_t rows = std::min(rows_per_panel_, s.rows - r);
-    const int64_t cols = std::min(cols_per_panel_, s.cols - c);
-    const int64_t height = LhsPanelWidth(rows);
+    char* sums = sums_ != nullptr ? sums_ + (r * sums_stride_ + c) * family_.unit_bytes : nullptr;
+    return {lhs,
+            rows,
+            LhsPanelWidth(rows),
+            family_.kernel[LhsSteps(rows) - 1],
+            p_.out.At(s.m0 + r, s.n0 + c),
+            sums};
+  }
+
+  // Computes the register tile at column c of a panel's results.
+  void Tile(const Stage& s, const RowPanel& panel, const char* rhs, int64_t c, int64_t cols) const {
     const int64_t width = RhsPanelWidth(cols);
-    const GemmKernel kernel = family_.kernel[LhsSteps(rows) - 1][RhsVectors(cols) - 1];
+    const GemmKernel kernel = panel.kernels[RhsVectors(cols) - 1];
     const bool accumulate = s.k0 > 0;
     const bool last = s.k0 + s.depth == p_.k;
-    char* out = p_.out.At(s.m0 + r, s.n0 + c);
-    if (sums_ != nullptr) {
-      char* sums = sums_ + (r * sums_stride_ + c) * family_.unit_bytes;
-      kernel(s.groups, lhs, rhs, sums, sums_stride_, accumulate);
+    char* out = panel.out + c * out_bytes_;
+    if (panel.sums != nullptr) {
+      char* sums = panel.sums + c * family_.unit_bytes;
+      kernel(s.groups, panel.lhs, rhs, sums, sums_stride_, accumulate);
       if (last) {
-        store_(sums, sums_stride_, rows, cols, out, p_.out.row_stride, 1, false);
+        store_(sums, sums_stride_, panel.rows, cols, out, p_.out.row_stride, 1, false);
       }
-    } else if (!narrow_ && rows == height && cols == width) {
-      kernel(s.groups, lhs, rhs, out, p_.out.row_stride, accumulate);
+    } else if (!narrow_ && panel.rows == panel.height && cols == width) {
+      kernel(s.groups, panel.lhs, rhs, out, p_.out.row_stride, accumulate);
     } else {
       alignas(64) char tile[kMaxTileBytes];
-      kernel(s.groups, lhs, rhs, tile, width, false);
-      store_(tile, width, rows, cols, out, p_.out.row_stride, 1, accumulate);
+      kernel(s.groups, panel.lhs, rhs, tile, width, false);
+      store_(tile, width, panel.rows, cols, out, p_.out.row_stride, 1, accumulate);
     }
   }
 
@@ -225,6 +246,7 @@ class Gemm {
   const StoreFn store_;
   const Product& p_;
   const PackFn pack_lhs_, pack_rhs_;
+  const int64_t out_bytes_;
   const bool narrow_;
   const int64_t rows_per_panel_, cols_per_panel_;
   int64_t m_block_, n_block_, k_block_;
