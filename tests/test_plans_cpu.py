@@ -15,6 +15,8 @@ from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.transpose.permutation import Permutation
 
+few_elements = cpu._FEW_ELEMENTS
+
 
 @pytest.mark.parametrize(
     ("shape", "axes", "itemsize", "reason"),
@@ -51,6 +53,26 @@ def test_transposes_say_why():
     (choice,) = jtk.explain(moved, x, platform="cpu")
     assert choice.kernel is None
     assert "many matrices" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("call", "shapes", "kernel"),
+    [
+        (jtk.transpose, [(63, 65)], None),
+        (jtk.transpose, [(64, 64)], "cpu_transpose"),
+        (jtk.sum, [(9, 111)], None),
+        (jtk.sum, [(10, 100)], "cpu_sum float32"),
+        (jtk.add, [(9, 1), (111,)], None),
+        (jtk.add, [(10, 1), (100,)], "cpu_add float32"),
+    ],
+)
+def test_few_elements_are_xlas(monkeypatch, call, shapes, kernel):
+    monkeypatch.setattr(cpu, "_FEW_ELEMENTS", few_elements)
+    operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    (choice,) = jtk.explain(call, *operands, platform="cpu")
+    assert choice.kernel == kernel
+    if kernel is None:
+        assert "elements are faster" in choice.reason
 
 
 @pytest.mark.parametrize(

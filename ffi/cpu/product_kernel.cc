@@ -14,8 +14,8 @@ namespace tilekern::cpu {
 namespace {
 
 // With at most this many rows or columns, and a k of one block, only the other dimension is split,
-// in parts of about kMinChunk or more. With more of k, all threads should read the same rows of rhs,
-// so that fewer pages are read at a time.
+// in parts of about kMinChunk or more. With more of k, all threads should read the same rows of
+// rhs, so that fewer pages are read at a time.
 constexpr int64_t kFew = 64;
 constexpr int64_t kMinChunk = 192;
 
@@ -109,8 +109,7 @@ void ProductKernel::RunShared(const Product& product, const Workers& workers) co
       RunVectorProduct(*vector_, store_, vectors, task * chunk,
                        std::min(chunk, vectors.outer - task * chunk));
     });
-  } else if (!direct_ &&
-             (std::min(product.m, product.n) > kFew || product.k > gemm_->k_block)) {
+  } else if (!direct_ && (std::min(product.m, product.n) > kFew || product.k > gemm_->k_block)) {
     RunGemm(*gemm_, store_, product, workers);
   } else {
     // Each task packs the few rows or columns itself, so that no thread waits for another.

@@ -155,7 +155,8 @@ class Sums {
           for (int64_t task = begin; task < end; ++task) {
             const int64_t first = task * each;
             const int64_t count = std::min(each, kept_.count - first);
-            Total totals[kFewTotals] = {};
+            Total totals[kFewTotals];
+            std::memset(totals, 0, count * cols_ * sizeof *totals);
             family_.matrices({from_ + first * size * bytes_, cols_, rows_, cols_}, count, totals);
             store_(totals, count * cols_, to_ + first * cols_ * out_bytes_);
           }

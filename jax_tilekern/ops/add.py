@@ -20,6 +20,7 @@ from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.sum import sum as sum_over
 from jax_tilekern.partitioning.rule import Dims, ShardingRule, rule_over_axes
 from jax_tilekern.plans.add import DTYPES, AddedDims, plan_add
+from jax_tilekern.plans.cpu import few_left_to_xla
 from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operation, Planner, define
 
 
@@ -120,6 +121,8 @@ def _cuda(operands: Sequence[Operand], _: Any) -> Kernel | Fallback:
 def _cpu(operands: Sequence[Operand], _: Any) -> Kernel | Fallback:
     x, y = operands
     dims = AddedDims.of(x.aval.shape, y.aval.shape)
+    if reason := few_left_to_xla("additions", math.prod(dims.sizes)):
+        return Fallback(reason)
     call = ffi.CpuCall(ffi.CPU_ADD, dims._asdict())
     return Kernel(f"cpu_add {x.aval.dtype}", str(dims), call, (x.value, y.value))
 

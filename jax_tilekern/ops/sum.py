@@ -17,6 +17,7 @@ from jax_tilekern.interop import compat, ffi
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
+from jax_tilekern.plans.cpu import few_left_to_xla
 from jax_tilekern.plans.reduction.select import SummedDims, plan_sum, sum_dtype
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -197,6 +198,8 @@ def _cpu(
     widened = dtype == np.float32 and aval.dtype in (jnp.bfloat16, np.float16)
     if aval.dtype != dtype and not widened:
         return Fallback(f"XLA casts {aval.dtype} to {dtype} while it sums")
+    if reason := few_left_to_xla("sums", aval.size):
+        return Fallback(reason)
     dims = SummedDims.of(aval.shape, axes)
     return Kernel(
         f"cpu_sum {aval.dtype}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from jax_tilekern.interop import ffi
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
-from jax_tilekern.plans.cpu import is_streamed, transpose_left_to_xla
+from jax_tilekern.plans.cpu import few_left_to_xla, is_streamed, transpose_left_to_xla
 from jax_tilekern.plans.transpose.permutation import Permutation
 from jax_tilekern.plans.transpose.select import plan_transpose
 from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operation, Planner, define
@@ -131,7 +132,8 @@ def _cuda_kernel(problem: _Problem) -> Kernel | Fallback:
 
 def _cpu_kernel(problem: _Problem) -> Kernel | Fallback:
     permutation = problem.permutation
-    if reason := transpose_left_to_xla(permutation):
+    elements = math.prod(permutation.sizes)
+    if reason := few_left_to_xla("transposes", elements) or transpose_left_to_xla(permutation):
         return Fallback(reason)
     sizes, order = tuple(permutation.sizes), tuple(permutation.order)
     return Kernel(

@@ -1,6 +1,6 @@
 """What is left to XLA on a CPU, and the features of the CPU that this depends on.
 
-Ratios are XLA's time over ours on two cores of an AMD EPYC with AVX-512 (``docs/tuning-log.md``).
+Ratios are XLA's time over ours on two cores of an AMD EPYC (``docs/tuning-log.md``).
 The C++ handlers detect the instruction sets that they need themselves.
 """
 
@@ -24,6 +24,8 @@ _SMALL_OPERAND = 128
 _SMALL_WIDE_MATRIX = 192
 # As does a call of a kernel for a matrix of so many bytes, each of which is one of a transpose.
 _SMALL_MATRIX_BYTES = 256
+# Calls of fewer elements take XLA less time than a custom call, beside what XLA fuses them with.
+_FEW_ELEMENTS = {"transposes": 4096, "sums": 1000, "additions": 1000}
 # Kernels that transpose fewer bytes at once move single elements.
 _VECTOR_BYTES = 16
 
@@ -89,6 +91,14 @@ def small_left_to_xla(product: Product) -> str | None:
         return None
     kind = "dot products" if is_dot else "products of a vector and a matrix"
     return f"XLA's batches of {kind} of fewer than {least} elements are faster (0.2 to 0.9)"
+
+
+def few_left_to_xla(operation: str, elements: int) -> str | None:
+    """Return why an operation on few elements is XLA's, or ``None``."""
+    least = _FEW_ELEMENTS[operation]
+    if elements >= least:
+        return None
+    return f"XLA's {operation} of fewer than {least} elements are faster (0.77 to 0.94)"
 
 
 def transpose_left_to_xla(permutation: Permutation) -> str | None:
