@@ -24,7 +24,7 @@ _SMALL_OPERAND = 128
 _SMALL_WIDE_MATRIX = 192
 # As does a call of a kernel for a matrix of so many bytes, each of which is one of a transpose.
 _SMALL_MATRIX_BYTES = 256
-# XLA computes operations on fewer elements in less time than a custom call takes, and may fuse them.
+# XLA's loop over fewer elements takes less time than a custom call, and may be fused with others.
 _FEW_ELEMENTS = {"transposes": 4096, "sums": 1000, "additions": 1000}
 # Kernels that transpose fewer bytes at once move single elements.
 _VECTOR_BYTES = 16
