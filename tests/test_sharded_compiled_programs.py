@@ -15,13 +15,17 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded import AUTO, devices, mesh_of
+from sharded import AUTO, custom_calls, devices, mesh_of
 
 import jax_tilekern as jtk
 from benchmarks.sharded_bytes.collectives import bytes_sent
+from jax_tilekern.interop import ffi
 from jax_tilekern.ops import contraction
+from jax_tilekern.plans import cpu
 
 pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+
+few_elements = cpu._FEW_ELEMENTS
 
 TOKENS, WIDTH, HIDDEN = 96, 48, 160
 SCHEMES = {  # x, up, down
@@ -157,3 +161,21 @@ def test_gated_units_send_no_more_than_two_products(scheme):
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             scale = np.abs(b).max()
             np.testing.assert_allclose(a, b, 0, 64 * WIDTH * np.finfo(np.float32).eps * scale)
+
+
+@pytest.mark.parametrize(
+    ("call", "target", "rows"),
+    [
+        (jtk.transpose, ffi.CPU_TRANSPOSE, 512),
+        (jtk.sum, ffi.CPU_SUM, 125),
+        (lambda x: jtk.add(x, x[:1]), ffi.CPU_ADD, 125),
+    ],
+)
+def test_few_elements_are_those_of_a_shard(monkeypatch, call, target, rows):
+    """Of 8 columns each: the least that have a kernel, and one row less."""
+    monkeypatch.setattr(cpu, "_FEW_ELEMENTS", few_elements)
+    columns = NamedSharding(mesh_of((AUTO, AUTO)), P(None, ("d", "m")))
+    for size, kernels in ((rows, 1), (rows - 1, 0)):
+        x = jax.ShapeDtypeStruct((size, 64), np.float32, sharding=columns)
+        compiled = jax.jit(call).lower(x).compile()
+        assert len(custom_calls(compiled, target)) == kernels
