@@ -172,7 +172,7 @@ def test_gated_units_send_no_more_than_two_products(scheme):
     ],
 )
 def test_few_elements_are_those_of_a_shard(monkeypatch, call, target, rows):
-    """Of 8 columns each: the least that have a kernel, and one row less."""
+    """A shard of 8 columns has the least that have a kernel, then one row less."""
     monkeypatch.setattr(cpu, "_FEW_ELEMENTS", few_elements)
     columns = NamedSharding(mesh_of((AUTO, AUTO)), P(None, ("d", "m")))
     for size, kernels in ((rows, 1), (rows - 1, 0)):
