@@ -28,6 +28,9 @@ NEITHER = {"lhs_k_major": False}
         ("a matrix's columns", ("bf16", 1, 14336, 4096), ("bf16", 1, 14336, 4096, K_MAJOR)),
         ("a matrix's columns", ("f32", 1, 8192, 8192), ("f32", 1, 8191, 8191)),
         ("k-major operands", ("fp8_fast", 4096, 4096, 4096, K_MAJOR), ("fp8", 4096, 4096, 4096)),
+        ("k-major operands", ("int8", 512, 512, 512, K_MAJOR), ("int8", 512, 511, 512, K_MAJOR)),
+        ("k-major operands", ("int8", 512, 512, 512, K_MAJOR), ("int8", 512, 512, 520, K_MAJOR)),
+        ("k-major operands", ("int8", 512, 512, 512, K_MAJOR), ("int8", 512, 512, 512)),
     ],
 )
 def test_products(words, left, ours):

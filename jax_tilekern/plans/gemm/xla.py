@@ -27,9 +27,14 @@ _SHORT_SUM_MICROSECONDS = 6
 _FEW_ROWS, _FEW_ROWS_OF_8_BITS = 8, 64
 _FEW_RESULTS = 128 * 128
 _SHORT_FP8 = 256
+# From these sizes on, cuBLAS takes less time than the cost model of XLA says.
+_LARGE_INT8, _LARGE_FP8 = 512, 4096
 # A kernel has to be predicted to take at most this part of XLA's time. With 0.95, 23 % instead of
 # 12 % of 56 unseen kernels took over 1.03 times XLA's time, and the mean was no better.
 _REQUIRED = 0.9
+# The same for short products, of which XLA's time is estimated worse. With 0.9, 9 instead of 4 of
+# 39 kernels took over 1.03 times XLA's time, and the mean was 1.16 instead of 1.18.
+_REQUIRED_SHORT = 0.85
 # XLA's time is estimated worse in float64: 0.55 to 1.5 times what 9 products took.
 _REQUIRED_F64 = 0.6
 # XLA doubles products of int8 into int32 over a k that is no multiple of 4, in 64 of 121 that were
@@ -108,7 +113,10 @@ def predicted_to_be_xlas(product: Product, cycles: float, gpu: Gpu) -> str | Non
     xlas = xla_microseconds(product, gpu, load_costs())
     if product.arithmetic == "int8" and is_short_sum_of_integers(geometry.k):
         xlas *= _AS_FLOAT32
-    required = _REQUIRED_F64 if product.arithmetic == "f64" else _REQUIRED
+    if product.arithmetic == "f64":
+        required = _REQUIRED_F64
+    else:
+        required = _REQUIRED if _is_long(xlas) else _REQUIRED_SHORT
     if ours <= required * xlas:
         return None
     return (
@@ -184,8 +192,11 @@ def left_to_xla(product: Product, gpu: Gpu) -> str | None:
         if strides[0] == 1 and strides[1] * dtype.itemsize % 16 == 0:
             return "XLA's products of a vector with a matrix's columns are faster (0.94 to 0.99)"
     both_k_major = geometry.lhs_strides[-1] == 1 and geometry.rhs_strides[-2] == 1
-    if arithmetic == "fp8_fast" and both_k_major and min(m, n, k) >= 4096:
+    if arithmetic == "fp8_fast" and both_k_major and min(m, n, k) >= _LARGE_FP8:
         return "XLA's large float8 products of two k-major operands are faster (0.96)"
+    is_cublas = both_k_major and k % _ALIGNMENT == 0 and batches == 1
+    if arithmetic == "int8" and is_cublas and min(m, n, k) >= _LARGE_INT8:
+        return "XLA's large int8 products of two k-major operands are faster (0.81 to 1.02)"
     return None
 
 

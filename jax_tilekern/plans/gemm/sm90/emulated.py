@@ -67,6 +67,10 @@ _MMA_ARITHMETIC = "f16"
 # The decision reads the facts of each row, and each CTA of the plain product reads the decision.
 # Measured on batches with 65,000 and 227,000 rows (docs/tuning-log.md).
 _CYCLES_OF_A_ROW, _CYCLES_OF_A_SKIPPED_CTA = 0.18, 4
+# MMAs of 64x64 need all of shared memory's bandwidth, and take longer by this factor where an SM
+# has several tiles. It is the median of 11 products, which took 1.03 to 1.8 times the estimate
+# without it, where those of 64x128 took 0.94 to 1.04 times theirs.
+_NARROW_TILE = 1.18
 
 ARITHMETICS = ("f32", "f32_emulated", "f32_normwise")
 
@@ -260,6 +264,8 @@ def _candidates(
         busy = busy_cycles(
             tile, instance, oriented, _MMA_ARITHMETIC, work_tiles, k_tiles, gpu, product.epilogue
         )
+        if tile.block_m > tile.block_n and work_tiles > gpu.sm_count:
+            busy *= _NARROW_TILE
         cycles = product.cycles(busy, gpu) + other_cycles
         yield EmulatedCandidate(tile, instance, cycles, product, plain)
 
