@@ -87,6 +87,26 @@ def test_groups(rng, mesh, specs):
     check(lambda x, w: jtk.ragged_dot(x, w, sizes), plain, args)
 
 
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P(None, None, "x")], ids=str)
+def test_large_matrices(rng, mesh, spec):
+    """Factors, inverses and solutions where a batch, or rows or columns of matrices, are split."""
+    rows, count = 640, 4
+    x = rng.standard_normal((count, rows, rows), np.float32)
+    positive = x @ x.swapaxes(1, 2) / rows + np.eye(rows, dtype=np.float32)
+    (a,) = placed(mesh, (positive,), (spec,))
+    for function, residual in (
+        (jtk.linalg.cholesky, lambda factor: factor @ factor.swapaxes(1, 2) - positive),
+        (jtk.linalg.inv, lambda inverse: positive @ inverse - np.eye(rows)),
+        (lambda a: jtk.linalg.solve(a, a), lambda solution: positive @ (solution - np.eye(rows))),
+    ):
+        compiled = jax.jit(function).lower(a).compile()
+        assert bool(collectives(compiled)) == (spec != P("x"))
+        error = np.abs(residual(np.asarray(compiled(a), np.float64))).max()
+        assert error <= rows * np.finfo(np.float32).eps / 2 * np.abs(positive).max()
+        if function is jtk.linalg.cholesky:
+            assert "jax_tilekern_cuda_launch" in compiled.as_text()
+
+
 def test_cuda_kernel_with_a_sharding_rule(rng, mesh):
     scaled_sum = jtk.cuda_kernel(
         """

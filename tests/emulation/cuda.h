@@ -3,6 +3,7 @@
 // that what is static is shared by a CTA. See tests/test_emulated_kernels.py.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -37,15 +38,16 @@ struct Barrier {
 };
 
 struct Thread {
-  ucontext_t context;
+  ucontext_t start;
+  jmp_buf context;
   std::vector<char> stack;
-  bool ended;
+  bool started, ended;
   int index;
 };
 
 inline std::vector<Thread> threads;
 inline Thread* running;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline std::function<void()> kernel;
 inline Barrier cta, warps[32];
 inline std::uint64_t lanes[32][32];
@@ -54,13 +56,27 @@ inline int block_index, block_row, grid_size;
 inline int warp() { return running->index / 32; }
 inline int lane() { return running->index % 32; }
 
+// Switches from the scheduler to a fiber. Those of ucontext.h would make a system call each time,
+// for the mask of signals.
+inline void resume(Thread& thread) {
+  running = &thread;
+  if (_setjmp(scheduler) != 0) return;
+  if (thread.started) _longjmp(thread.context, 1);
+  thread.started = true;
+  setcontext(&thread.start);
+}
+// Switches back.
+inline void yield() {
+  if (_setjmp(running->context) == 0) _longjmp(scheduler, 1);
+}
+
 inline void wait(Barrier& barrier) {
   const long generation = barrier.generation;
   if (++barrier.arrived == barrier.threads) {
     barrier.arrived = 0;
     ++barrier.generation;
   }
-  while (barrier.generation == generation) swapcontext(&running->context, &scheduler);
+  while (barrier.generation == generation) yield();
 }
 
 // Calls `use` with the values of all lanes of a warp.
@@ -81,7 +97,7 @@ auto with_values_of_warp(T value, Use use) {
 inline void run() {
   kernel();
   running->ended = true;
-  swapcontext(&running->context, &scheduler);
+  yield();
 }
 
 template <typename Kernel>
@@ -95,20 +111,19 @@ void launch(int grid, int block, Kernel body) {
     for (int i = 0; i < block; ++i) {
       Thread& thread = threads[i];
       thread.index = i;
-      thread.ended = false;
+      thread.started = thread.ended = false;
       thread.stack.resize(1 << 17);
-      getcontext(&thread.context);
-      thread.context.uc_stack.ss_sp = thread.stack.data();
-      thread.context.uc_stack.ss_size = thread.stack.size();
-      makecontext(&thread.context, run, 0);
+      getcontext(&thread.start);
+      thread.start.uc_stack.ss_sp = thread.stack.data();
+      thread.start.uc_stack.ss_size = thread.stack.size();
+      makecontext(&thread.start, run, 0);
     }
     for (bool any = true; any;) {
       any = false;
       for (Thread& thread : threads) {
         if (thread.ended) continue;
         any = true;
-        running = &thread;
-        swapcontext(&scheduler, &thread.context);
+        resume(thread);
       }
     }
   }
