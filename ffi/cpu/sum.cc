@@ -34,8 +34,14 @@ constexpr int64_t kFolded = 512;
 // kernel would read parts of distant rows.
 constexpr int64_t kFoldedLong = 128;
 constexpr int64_t kFoldedBytes = 16 << 10;
+// Runs of at least kFoldedFew elements are not either, where so few make a sum that folding takes
+// longer than adding their rows.
+constexpr int64_t kFoldedFew = 16;
+constexpr int64_t kFewRuns = 8;
 // Sums of fewer columns than this accumulate several rows side by side.
 constexpr int64_t kNarrow = 128;
+// Rows of at least an eighth of it are merged where so many come of it.
+constexpr int64_t kMerged = 32;
 // Where several tasks compute one output's sum: minimal elements per task, and the maximal number
 // of tasks.
 constexpr int64_t kChunk = 256 << 10;
@@ -173,6 +179,9 @@ class Sums {
     if (step > kFolded / length) return;
     const int64_t row_bytes = dims[dims.size() - 2 - kept].size * length * step * bytes_;
     if (!kept && length > kFoldedLong && row_bytes > kFoldedBytes) return;
+    int64_t runs = 1;
+    for (size_t i = 0; i + 1 < dims.size(); ++i) runs *= dims[i].reduced ? dims[i].size : 1;
+    if (!kept && length >= kFoldedFew && runs < kFewRuns) return;
     fold_ = length;
     fold_step_ = step;
     dims.resize(dims.size() - 1 - kept);
@@ -209,7 +218,8 @@ class Sums {
   void SumColumns(const SumSource& x, Total* totals) const {
     const int64_t wide = x.cols < kNarrow && x.cols == x.row_stride ? kNarrow / x.cols : 1;
     const int64_t rows = x.rows / wide;
-    if (wide == 1 || rows == 0) return family_.columns(x, totals);
+    const bool merged = wide > 1 && rows >= (x.cols < kNarrow / 8 ? 1 : kMerged);
+    if (!merged) return family_.columns(x, totals);
     Total sums[kNarrow] = {};
     family_.columns({x.data, wide * x.cols, rows, wide * x.cols}, sums);
     for (int64_t i = 0; i < wide; ++i) family_.add(totals, sums + i * x.cols, x.cols);

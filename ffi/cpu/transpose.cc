@@ -154,8 +154,10 @@ void CopyItems(const Workers& workers, const Matrices& m, bool stream) {
                [&](const char* from, char* to, int64_t rows, int64_t cols) {
                  const RunCopy::Dim col = {cols, m.item, m.col.to_stride};
                  const RunCopy::Dim row = {rows, m.row.from_stride, m.item};
-                 // Runs of several lines are read one after the other, if few rows are written.
-                 const bool along = m.item >= 2 * kLineBytes && cols <= kMostRowsWritten;
+                 // Runs of several lines are read one after the other, if few rows are written or
+                 // no line of the result is in two runs.
+                 const bool along = m.item >= 2 * kLineBytes &&
+                                    (cols <= kMostRowsWritten || m.item % kLineBytes == 0);
                  copy({from, to, m.item, along ? row : col, along ? col : row, stream});
                });
 }

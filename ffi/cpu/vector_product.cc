@@ -10,10 +10,12 @@ namespace tilekern::cpu {
 namespace {
 
 constexpr int64_t kMinChunk = 256;
-constexpr int64_t kChunkStep = 64;   // a line of the cache of every type
-constexpr int64_t kMaxChunk = 4096;  // the accumulators of a chunk stay in the cache
-constexpr int64_t kDepth = 16384;    // elements of k at a time, which bounds the packed vectors
-constexpr int64_t kMaxSmalls = 8;    // exceeds a kernel's number if rows can stay in the cache
+constexpr int64_t kMinElements = 64 << 10;  // of a task that reads rows, which may be few
+constexpr int64_t kRowStep = 4;             // rows that are read together
+constexpr int64_t kChunkStep = 64;          // a line of the cache of every type
+constexpr int64_t kMaxChunk = 4096;         // the accumulators of a chunk stay in the cache
+constexpr int64_t kDepth = 16384;  // elements of k at a time, which bounds the packed vectors
+constexpr int64_t kMaxSmalls = 8;  // exceeds a kernel's number if rows can stay in the cache
 constexpr int64_t kCachedRows = 8;
 constexpr int64_t kCachedColumns = 1024;  // whose accumulators stay in L1, of more than 4 vectors
 constexpr int64_t kShallow = 64;  // lanes are added up for each result, however few there are
@@ -48,9 +50,12 @@ bool IsSmall(const VectorFamily& family, const VectorProduct& p, bool direct) {
 }
 
 int64_t VectorChunk(const VectorProduct& p, int64_t threads) {
+  if (IsAlong(p)) {
+    const int64_t least = std::clamp(kMinElements / std::max<int64_t>(p.k, 1), kRowStep, kMinChunk);
+    return std::clamp(RoundUp(CeilDiv(p.outer, 2 * threads), kRowStep), least, kMaxChunk);
+  }
   // Across, a task reads a part of every row, which should be long for the prefetcher.
-  const int64_t tasks = IsAlong(p) ? 2 * threads : threads;
-  return std::clamp(RoundUp(CeilDiv(p.outer, tasks), kChunkStep), kMinChunk, kMaxChunk);
+  return std::clamp(RoundUp(CeilDiv(p.outer, threads), kChunkStep), kMinChunk, kMaxChunk);
 }
 
 void RunVectorProduct(const VectorFamily& family, StoreFn store, const VectorProduct& p,
