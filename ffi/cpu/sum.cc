@@ -34,13 +34,13 @@ constexpr int64_t kFolded = 512;
 // kernel would read parts of distant rows.
 constexpr int64_t kFoldedLong = 128;
 constexpr int64_t kFoldedBytes = 16 << 10;
-// Runs of at least kFoldedFew elements are not either, where so few make a sum that folding takes
-// longer than adding their rows.
+// Runs of at least kFoldedFew elements are summed as rows, where a sum has fewer than kFewRuns: to
+// fold the totals would take longer.
 constexpr int64_t kFoldedFew = 16;
 constexpr int64_t kFewRuns = 8;
 // Sums of fewer columns than this accumulate several rows side by side.
 constexpr int64_t kNarrow = 128;
-// Rows of at least an eighth of it are merged where so many come of it.
+// Rows of at least kNarrow / 8 columns are merged only if so many rows result.
 constexpr int64_t kMerged = 32;
 // Where several tasks compute one output's sum: minimal elements per task, and the maximal number
 // of tasks.
