@@ -6,6 +6,9 @@ from jax_tilekern.plans.gemm import select as products
 from jax_tilekern.plans.reduction import select as sums
 from jax_tilekern.plans.transpose import select as transposes
 
+# As they are before tests change them.
+FEW_ELEMENTS = cpu._FEW_ELEMENTS
+
 
 def keep_small_calls(monkeypatch):
     """Plan kernels for small calls, too. Processes that a test starts call this."""

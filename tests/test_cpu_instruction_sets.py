@@ -98,7 +98,17 @@ def test_types_majors_shapes(rng, lhs, rhs, out, subscripts):
         check_each_level(check, partial(product, subscripts, out=out), a, b)
 
 
-@pytest.mark.parametrize(("dtype", "n"), [(np.float32, 19), (np.float64, 5), (BF16, 12)])
+@pytest.mark.parametrize(
+    ("dtype", "n"),
+    [
+        (np.float32, 19),
+        (np.float32, 48),
+        (np.float32, 49),
+        (np.float64, 5),
+        (np.float64, 23),
+        (BF16, 12),
+    ],
+)
 def test_few_columns_along_a_long_k(rng, dtype, n):
     """Such a product is added up in parts of k, in place, and in packed parts in other types."""
     for m, k in [(61, 2047), (29, 2049), (40, 4500)]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small_calls import FEW_ELEMENTS
 
 import jax_tilekern as jtk
 from jax_tilekern.ops import contraction
@@ -14,8 +15,6 @@ from jax_tilekern.plans.cpu import small_left_to_xla, transpose_left_to_xla
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.transpose.permutation import Permutation
-
-few_elements = cpu._FEW_ELEMENTS
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_transposes_say_why():
     ],
 )
 def test_few_elements_are_xlas(monkeypatch, call, shapes, kernel):
-    monkeypatch.setattr(cpu, "_FEW_ELEMENTS", few_elements)
+    monkeypatch.setattr(cpu, "_FEW_ELEMENTS", FEW_ELEMENTS)
     operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     (choice,) = jtk.explain(call, *operands, platform="cpu")
     assert choice.kernel == kernel

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import AUTO, custom_calls, devices, mesh_of
+from small_calls import FEW_ELEMENTS
 
 import jax_tilekern as jtk
 from benchmarks.sharded_bytes.collectives import bytes_sent
@@ -24,8 +25,6 @@ from jax_tilekern.ops import contraction
 from jax_tilekern.plans import cpu
 
 pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
-
-few_elements = cpu._FEW_ELEMENTS
 
 TOKENS, WIDTH, HIDDEN = 96, 48, 160
 SCHEMES = {  # x, up, down
@@ -173,7 +172,7 @@ def test_gated_units_send_no_more_than_two_products(scheme):
 )
 def test_few_elements_are_those_of_a_shard(monkeypatch, call, target, rows):
     """A shard of 8 columns has the least that have a kernel, then one row less."""
-    monkeypatch.setattr(cpu, "_FEW_ELEMENTS", few_elements)
+    monkeypatch.setattr(cpu, "_FEW_ELEMENTS", FEW_ELEMENTS)
     columns = NamedSharding(mesh_of((AUTO, AUTO)), P(None, ("d", "m")))
     for size, kernels in ((rows, 1), (rows - 1, 0)):
         x = jax.ShapeDtypeStruct((size, 64), np.float32, sharding=columns)

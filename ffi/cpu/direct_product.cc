@@ -10,15 +10,19 @@ namespace {
 constexpr int64_t kMaxRhsBytes = 1 << 18;  // stays in L2
 constexpr int64_t kMaxDepth = 2048;        // and so do the rows of lhs, if they are read again
 constexpr int64_t kMaxVectorsCopied = 4;   // the limit of columns for operands of other types
-constexpr int64_t kMaxVectorsInPlace = 6;  // the limit of columns over a greater depth
-constexpr int64_t kMaxStridedRows = 256;   // beyond this an lhs in column-major order is copied
-constexpr int64_t kRowsAtOnce = 96;        // of a copied operand
+// The limits of columns over a greater depth: lhs is read for two vectors of them at a time, and
+// rhs of kMaxDepth stays in L2.
+constexpr int64_t kMaxVectorsInPlace = 6;
+constexpr int64_t kMaxDeepRhsBytes = 3 << 17;
+constexpr int64_t kMaxStridedRows = 256;  // beyond this an lhs in column-major order is copied
+constexpr int64_t kRowsAtOnce = 96;       // of a copied operand
 
 bool IsUnits(const GemmFamily& family, DType type) { return Bytes(type) == family.unit_bytes; }
 
 // Whether rows of lhs are read in place and few times, so that their depth is of no matter.
 bool IsReadInPlace(const GemmFamily& family, const Product& p) {
-  return p.n <= kMaxVectorsInPlace * family.lanes && p.lhs.col_stride == 1 &&
+  return p.n <= kMaxVectorsInPlace * family.lanes &&
+         p.n <= kMaxDeepRhsBytes / (kMaxDepth * family.unit_bytes) && p.lhs.col_stride == 1 &&
          IsUnits(family, p.lhs.type) && IsUnits(family, p.out.type);
 }
 

@@ -123,6 +123,9 @@ union Total {
   uint64_t integer;
 };
 
+// Rows that a product with vectors reads at once, where it reads rows.
+inline constexpr int kRowsAlong = 4;
+
 // The maximal number of elements of a small matrix, whose columns are summed together with others'.
 inline constexpr int64_t kSmallMatrix = 1024;
 

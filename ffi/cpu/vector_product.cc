@@ -11,7 +11,6 @@ namespace {
 
 constexpr int64_t kMinChunk = 256;
 constexpr int64_t kMinElements = 64 << 10;  // of a task that reads rows, which may be few
-constexpr int64_t kRowStep = 4;             // rows that are read together
 constexpr int64_t kChunkStep = 64;          // a line of the cache of every type
 constexpr int64_t kMaxChunk = 4096;         // the accumulators of a chunk stay in the cache
 constexpr int64_t kDepth = 16384;  // elements of k at a time, which bounds the packed vectors
@@ -51,8 +50,9 @@ bool IsSmall(const VectorFamily& family, const VectorProduct& p, bool direct) {
 
 int64_t VectorChunk(const VectorProduct& p, int64_t threads) {
   if (IsAlong(p)) {
-    const int64_t least = std::clamp(kMinElements / std::max<int64_t>(p.k, 1), kRowStep, kMinChunk);
-    return std::clamp(RoundUp(CeilDiv(p.outer, 2 * threads), kRowStep), least, kMaxChunk);
+    const int64_t least =
+        std::clamp<int64_t>(kMinElements / std::max<int64_t>(p.k, 1), kRowsAlong, kMinChunk);
+    return std::clamp(RoundUp(CeilDiv(p.outer, 2 * threads), kRowsAlong), least, kMaxChunk);
   }
   // Across, a task reads a part of every row, which should be long for the prefetcher.
   return std::clamp(RoundUp(CeilDiv(p.outer, threads), kChunkStep), kMinChunk, kMaxChunk);

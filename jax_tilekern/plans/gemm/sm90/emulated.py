@@ -69,7 +69,7 @@ _MMA_ARITHMETIC = "f16"
 _CYCLES_OF_A_ROW, _CYCLES_OF_A_SKIPPED_CTA = 0.18, 4
 # MMAs of 64x64 need all of shared memory's bandwidth, and take longer by this factor where an SM
 # has several tiles. It is the median of 11 products, which took 1.03 to 1.8 times the estimate
-# without it, where those of 64x128 took 0.94 to 1.04 times theirs.
+# without it, where those of 64x128 took 0.94 to 1.11 times theirs.
 _NARROW_TILE = 1.18
 
 ARITHMETICS = ("f32", "f32_emulated", "f32_normwise")
