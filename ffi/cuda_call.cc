@@ -2,6 +2,8 @@
 
 #include <optional>
 
+#include "cuda_branch.h"
+
 namespace tilekern {
 namespace {
 
@@ -177,6 +179,27 @@ ffi::ErrorOr<std::vector<DeviceBuffer>> CallBuffers(const LaunchPlan& plan,
                        buffer->element_count()});
   }
   return buffers;
+}
+
+std::string RunPlan(const Driver& driver, const LaunchPlan& plan,
+                    const std::vector<CUfunction>& functions, CUcontext context, CUstream stream,
+                    const std::vector<DeviceBuffer>& buffers) {
+  Branch branch(driver, context, stream);
+  std::string problem;
+  for (size_t i = 0; i < functions.size() && problem.empty(); ++i) {
+    const Launch& launch = plan.launches[i];
+    if (launch.branches) problem = branch.Fork();
+    if (launch.joins) problem = branch.Join();
+    if (problem.empty()) {
+      problem =
+          Run(driver, launch, functions[i], launch.branches ? branch.stream() : stream, buffers);
+    }
+    if (!problem.empty()) problem = launch.Text() + ": " + problem;
+  }
+  // The memory of the buffers is free once the main stream has come this far, and a graph is
+  // complete only then.
+  const std::string unjoined = branch.Join();
+  return problem.empty() ? unjoined : problem;
 }
 
 std::string Run(const Driver& driver, const Launch& launch, CUfunction function, CUstream stream,

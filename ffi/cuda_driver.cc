@@ -44,6 +44,11 @@ Or<Driver> LoadDriver() {
       Find(library, "cuFuncSetAttribute", driver.cuFuncSetAttribute, missing) &&
       Find(library, "cuLaunchKernelEx", driver.cuLaunchKernelEx, missing) &&
       Find(library, "cuStreamSynchronize", driver.cuStreamSynchronize, missing) &&
+      Find(library, "cuCtxGetStreamPriorityRange", driver.cuCtxGetStreamPriorityRange, missing) &&
+      Find(library, "cuStreamCreateWithPriority", driver.cuStreamCreateWithPriority, missing) &&
+      Find(library, "cuStreamWaitEvent", driver.cuStreamWaitEvent, missing) &&
+      Find(library, "cuEventCreate", driver.cuEventCreate, missing) &&
+      Find(library, "cuEventRecord", driver.cuEventRecord, missing) &&
       Find(library, "cuMemsetD8Async", driver.cuMemsetD8Async, missing) &&
       Find(library, "cuMemcpyDtoHAsync_v2", driver.cuMemcpyDtoHAsync, missing) &&
       Find(library, "cuMemcpyHtoDAsync_v2", driver.cuMemcpyHtoDAsync, missing) &&

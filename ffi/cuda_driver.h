@@ -15,6 +15,7 @@ struct CUctx_st;
 struct CUmod_st;
 struct CUfunc_st;
 struct CUstream_st;
+struct CUevent_st;
 
 namespace tilekern {
 
@@ -24,6 +25,7 @@ using CUcontext = CUctx_st*;
 using CUmodule = CUmod_st*;
 using CUfunction = CUfunc_st*;
 using CUstream = CUstream_st*;
+using CUevent = CUevent_st*;
 
 inline constexpr CUresult CUDA_SUCCESS = 0;
 
@@ -37,6 +39,8 @@ inline constexpr int CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8;
 inline constexpr int CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4;
 inline constexpr int CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6;
 inline constexpr int CU_STREAM_CAPTURE_MODE_RELAXED = 2;
+inline constexpr unsigned CU_STREAM_NON_BLOCKING = 1;
+inline constexpr unsigned CU_EVENT_DISABLE_TIMING = 2;
 
 // 128 opaque bytes that a kernel takes as a __grid_constant__ parameter. The alignment is that of
 // CUDA 13; CUDA 12 needs 64.
@@ -95,6 +99,11 @@ struct Driver {
   CUresult (*cuLaunchKernelEx)(const CUlaunchConfig* config, CUfunction function, void** parameters,
                                void** extra);
   CUresult (*cuStreamSynchronize)(CUstream stream);
+  CUresult (*cuCtxGetStreamPriorityRange)(int* least, int* greatest);
+  CUresult (*cuStreamCreateWithPriority)(CUstream* stream, unsigned flags, int priority);
+  CUresult (*cuStreamWaitEvent)(CUstream stream, CUevent event, unsigned flags);
+  CUresult (*cuEventCreate)(CUevent* event, unsigned flags);
+  CUresult (*cuEventRecord)(CUevent event, CUstream stream);
   CUresult (*cuMemsetD8Async)(void* address, unsigned char byte, size_t bytes, CUstream stream);
   CUresult (*cuMemcpyDtoHAsync)(void* to, const void* from, size_t bytes, CUstream stream);
   CUresult (*cuMemcpyHtoDAsync)(void* to, const void* from, size_t bytes, CUstream stream);

@@ -137,7 +137,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> Instantiate(ffi::Dictionary attributes) 
   return std::make_unique<CallSite>(std::move(*plan), std::move(cubins));
 }
 
-// Calls `then(driver, functions)` with the context of `stream` current.
+// Calls `then(driver, functions, context)` with the context of `stream` current.
 template <typename Then>
 ffi::Error WithFunctions(CallSite* site, CUstream stream, Then then) {
   const LaunchPlan& plan = site->plan();
@@ -155,12 +155,12 @@ ffi::Error WithFunctions(CallSite* site, CUstream stream, Then then) {
   if (auto* why = std::get_if<std::string>(&functions)) {
     return ffi::Error::Internal(plan.Text() + ": " + *why);
   }
-  return then(driver, *std::get<const std::vector<CUfunction>*>(functions));
+  return then(driver, *std::get<const std::vector<CUfunction>*>(functions), context.get());
 }
 
 ffi::Error Initialize(CUstream stream, CallSite* site, ffi::RemainingArgs, ffi::RemainingRets,
                       ffi::Dictionary) {
-  return WithFunctions(site, stream, [](const Driver&, const std::vector<CUfunction>&) {
+  return WithFunctions(site, stream, [](const Driver&, const std::vector<CUfunction>&, CUcontext) {
     return ffi::Error::Success();
   });
 }
@@ -168,17 +168,13 @@ ffi::Error Initialize(CUstream stream, CallSite* site, ffi::RemainingArgs, ffi::
 ffi::Error Execute(CUstream stream, CallSite* site, ffi::RemainingArgs operands,
                    ffi::RemainingRets results, ffi::Dictionary) {
   return WithFunctions(
-      site, stream, [&](const Driver& driver, const std::vector<CUfunction>& functions) {
+      site, stream,
+      [&](const Driver& driver, const std::vector<CUfunction>& functions, CUcontext context) {
         const LaunchPlan& plan = site->plan();
         const auto buffers = CallBuffers(plan, operands, results);
         if (!buffers.has_value()) return buffers.error();
-        for (size_t i = 0; i < functions.size(); ++i) {
-          const Launch& launch = plan.launches[i];
-          const std::string problem = Run(driver, launch, functions[i], stream, *buffers);
-          if (!problem.empty()) {
-            return ffi::Error::Internal(plan.Text() + ", " + launch.Text() + ": " + problem);
-          }
-        }
+        const std::string problem = RunPlan(driver, plan, functions, context, stream, *buffers);
+        if (!problem.empty()) return ffi::Error::Internal(plan.Text() + ", " + problem);
         return ffi::Error::Success();
       });
 }
@@ -188,7 +184,7 @@ ffi::Error Execute(CUstream stream, CallSite* site, ffi::RemainingArgs operands,
 ffi::Error ExecuteChecked(CUstream stream, CallSite* site, ffi::RemainingArgs operands,
                           ffi::RemainingRets results, ffi::Dictionary attributes) {
   return WithFunctions(
-      site, stream, [&](const Driver& driver, const std::vector<CUfunction>& functions) {
+      site, stream, [&](const Driver& driver, const std::vector<CUfunction>& functions, CUcontext) {
         const LaunchPlan& plan = site->plan();
         const auto buffers = CallBuffers(plan, operands, results);
         if (!buffers.has_value()) return buffers.error();

@@ -139,10 +139,14 @@ Launch ReadLaunch(Reader& reader, size_t cubins, size_t buffers) {
   for (uint64_t repeats : launch.repeats) {
     if (repeats == 0) reader.Fail("repeats", "one is 0");
   }
-  launch.overlaps = reader.Has("overlaps");
-  if (launch.overlaps && reader.Number<unsigned>("overlaps") != 1) {
-    reader.Fail("overlaps", "is present and not 1");
-  }
+  const auto flag = [&](const char* name) {
+    if (!reader.Has(name)) return false;
+    if (reader.Number<unsigned>(name) != 1) reader.Fail(name, "is present and not 1");
+    return true;
+  };
+  launch.overlaps = flag("overlaps");
+  launch.branches = flag("branches");
+  launch.joins = flag("joins");
   Reader parameters = reader.Nested("parameters");
   for (size_t i = 0; i < parameters.size(); ++i) {
     Reader parameter = parameters.Nested(std::to_string(i));
@@ -195,6 +199,9 @@ ffi::ErrorOr<LaunchPlan> ReadLaunchPlan(const ffi::Dictionary& attributes) {
     plan.launches.push_back(ReadLaunch(launch, plan.cubins.size(), plan.alignments.size()));
     if (plan.launches.back().overlaps && (i == 0 || !plan.launches.back().repeats.empty())) {
       launch.Fail("overlaps", "a launch that is the first or repeats cannot overlap");
+    }
+    if (plan.launches.back().branches && plan.launches.back().joins) {
+      launch.Fail("joins", "a launch that branches cannot join");
     }
   }
   if (error.empty()) return plan;

@@ -48,6 +48,8 @@ struct Launch {
   std::vector<Parameter> parameters;
   std::vector<uint64_t> repeats;
   bool overlaps;  // with the launch before (programmatic dependent launch)
+  bool branches;  // on a second stream, beside the launches after it until one that joins
+  bool joins;     // begins after those that branched
 
   // Describes the kernel and its launch in errors.
   std::string Text() const;

@@ -1,5 +1,6 @@
 """LU factors in blocks, for inverses and solutions: the plans, and values on a Hopper GPU."""
 
+import itertools
 import math
 import re
 
@@ -119,7 +120,7 @@ def test_kernels_compile_without_spills(call):
     tournaments = {name: entries[name] for name in own if "pivots" in name}
     assert tournaments
     for name, entry in tournaments.items():
-        rows = max(map(int, re.findall(r", (\d), (\d)>", name)[0]))
+        rows = int(re.findall(r", (\d)>", name)[0])
         assert entry.max_threads == 256
         assert 8 * rows * call[-1].itemsize // 4 < entry.registers <= 255
 
@@ -139,7 +140,7 @@ def test_the_plan_stays_in_its_buffers(call):
     assert len(tournaments) == 8 * math.ceil(size / 256)
     # The candidates fit one CTA.
     assert all(
-        32 * launch.grid[0] <= 64 * int(launch.entry.name.split(", ")[2][0])
+        32 * launch.grid[0] <= 64 * int(launch.entry.name.split(", ")[1][0])
         for launch in tournaments
     )
     # Kernels of the elimination do not wait for prerequisites, so none may start early.
@@ -148,6 +149,28 @@ def test_the_plan_stays_in_its_buffers(call):
         for launch in plan.launches
         if not re.search("split_float32|wgmma", launch.entry.name)
     )
+
+
+@needs_nvrtc
+@plans
+def test_blocks_are_factored_beside_products(call):
+    plan = call[0](*call[1:], known_gpu("sm_90a"))
+    factors = [
+        index
+        for index, launch in enumerate(plan.launches)
+        if re.search("pivots|lu_update", launch.entry.name)
+    ]
+    first, later = factors[:16], factors[16:]
+    assert not any(plan.launches[i].branches for i in first)
+    assert later == [i for i, launch in enumerate(plan.launches) if launch.branches]
+    for begin in later[::16]:
+        # What is subtracted from the columns of the block comes before, the other columns after.
+        assert "matmul" in plan.launches[begin - 1].entry.name
+        beside = itertools.takewhile(lambda x: not x.joins, plan.launches[begin + 16 :])
+        names = [launch.entry.name for launch in beside]
+        assert any("matmul" in name for name in names)
+        assert all(re.search("split_float32|pack_operand|matmul", name) for name in names)
+        assert "exchange" in plan.launches[begin + 16 + len(names)].entry.name
 
 
 # On a Hopper GPU.

@@ -200,7 +200,7 @@ def test_offset_into_a_buffer(rng):
     np.testing.assert_array_equal(jax.jit(runner(plan, (400,)))(x), x[600:] + np.uint32(1))
 
 
-def prefix_sums_plan(n, overlaps):
+def prefix_sums_plan(n, overlaps=False, branches=False):
     blocks, count = -(-n // 256), Scalars.pack("I", n)
     launches = (
         launch("block_sums", (blocks, 1, 1), 1, Buffer(0), Buffer(2), count),
@@ -208,6 +208,13 @@ def prefix_sums_plan(n, overlaps):
         launch("prefix_sums", (blocks, 1, 1), 1, Buffer(0), Buffer(3), Buffer(1), count),
     )
     launches = overlapping(*launches) if overlaps else launches
+    if branches:
+        sums, offsets, prefixes = launches
+        # Beside the first branch, the result is filled. The second ends with the plan.
+        filled = affine_plan(n).launches
+        branch = functools.partial(dataclasses.replace, branches=True)
+        joining = dataclasses.replace(offsets, joins=True)
+        launches = (branch(sums), *filled, joining, branch(prefixes))
     return plan_of(*launches, name="prefix_sums", workspace_bytes=(4 * blocks, 4 * blocks))
 
 
@@ -220,6 +227,10 @@ def check_prefix_sums(rng, plan, n):
 
 def test_launches_run_in_order_over_workspaces(rng):
     check_prefix_sums(rng, prefix_sums_plan(100_000, overlaps=False), 100_000)
+
+
+def test_launches_of_a_branch_run_in_order(rng):
+    check_prefix_sums(rng, prefix_sums_plan(100_000, branches=True), 100_000)
 
 
 @needs_hopper
@@ -300,11 +311,12 @@ print("right")
 
 
 def chain(x):
-    """Three launches of the test's, overlapping ones and a product between XLA's fusions."""
+    """Launches of the test, some overlapping or branching, and a product between XLA's fusions."""
     run = runner(affine_plan(64 * 64))
     for step in range(3):
         x = run(x ^ (x >> 3)) + np.uint32(step)
     x = runner(prefix_sums_plan(64 * 64, overlaps=HOPPER))(x)
+    x = runner(prefix_sums_plan(64 * 64, branches=True))(x)
     narrow = (x & 15).astype(np.int8)
     return jtk.matmul(narrow, narrow, preferred_element_type=np.int32) + x.astype(np.int32)
 
@@ -312,7 +324,8 @@ def chain(x):
 def expected_of_chain(x):
     for step in range(3):
         x = affine(x ^ (x >> np.uint32(3))) + np.uint32(step)
-    x = np.cumsum(x, dtype=np.uint32).reshape(x.shape)
+    for _ in range(2):
+        x = np.cumsum(x, dtype=np.uint32).reshape(x.shape)
     narrow = (x & 15).astype(np.int32)
     return narrow @ narrow + x.astype(np.int32)
 
@@ -342,7 +355,7 @@ def test_replayed_from_a_command_buffer(tmp_path):
     assert process.stdout.endswith("right\n")
     (file,) = tmp_path.glob("*jit_chain*thunk_sequence_after_thunk_passes*.txt")
     recorded = thunks_in_command_buffers(file.read_text())
-    assert recorded.count("kCustomCall") == 5, file.read_text()
+    assert recorded.count("kCustomCall") == 6, file.read_text()
     # XLA's fusions between the calls; their thunks' name differs between versions.
     assert sum(name.endswith("Kernel") for name in recorded) >= 3, file.read_text()
     # Recorded is not yet run: the first time, and while a profiler looks on, the thunks may run one

@@ -69,6 +69,7 @@ MAP = TensorMap(0, "bfloat16", (100, 64), (208,), (64, 32), swizzle=128)
         ({"parameters": (Buffer(0), Scalars.pack("i", 3))}, r"parameters of \(8, 4\) bytes"),
         ({"repeats": (3, 0)}, r"repeats \(3, 0\) have one below 1"),
         ({"repeats": (3,), "overlaps": True}, "a launch that repeats cannot overlap"),
+        ({"branches": True, "joins": True}, "a launch that branches cannot join"),
         (
             {"repeats": (3, 5), "parameters": (Buffer(0, 0, (4,)), Buffer(1))},
             r"steps \(4,\) do not match repeats \(3, 5\)",
@@ -363,6 +364,12 @@ def test_overlap_arrives() -> None:
     assert "overlaps" not in LAUNCH.attributes()
 
 
+@pytest.mark.parametrize("name", ["branches", "joins"])
+def test_branch_arrives(name) -> None:
+    assert dataclasses.replace(LAUNCH, **{name: True}).attributes()[name] == 1
+    assert name not in LAUNCH.attributes()
+
+
 def test_wrong_number_of_buffers() -> None:
     primitive = _primitive("cuda", lambda ctx, x: ffi.cuda_launch(ctx, [x, x], PLAN))
     traced = jax.jit(primitive.bind).trace(jnp.zeros((3, 5)))
@@ -438,6 +445,8 @@ def test_handler_reads_the_plan() -> None:
             f"{everything}parameters.0.offset_bytes: -1 is out of range"
         ),
         "launch['overlaps'] = 1": f"{everything}overlaps: a launch that is the first or repeats",
+        "launch['joins'] = 2": f"{everything}joins: is present and not 1",
+        "launch['branches'] = launch['joins'] = 1": f"{everything}joins: a launch that branches",
         "launch['repeats'] = np.array([3, 0])": f"{everything}repeats: one is 0",
         "launch['repeats'] = np.array([15])": (
             f"{everything}parameters.1.steps_bytes: there are 1 repeats to step along"

@@ -356,6 +356,12 @@ class Launch:
     overlaps
         It may begin before the plan's launch before it has ended (programmatic dependent launch).
         Its kernel calls ``wait_for_prerequisites()`` of ``ptx.cuh``.
+    branches
+        It runs on a second stream, after the launches before it, and beside those after it until
+        one that joins. SMs that become free are given to the second stream first. The end of a plan
+        joins, too.
+    joins
+        It begins after the launches that branched.
     """
 
     entry: Entry
@@ -366,6 +372,8 @@ class Launch:
     cluster: Dim3 = (1, 1, 1)
     repeats: tuple[int, ...] = ()
     overlaps: bool = False
+    branches: bool = False
+    joins: bool = False
 
     def __post_init__(self) -> None:
         check_launch_shape(
@@ -384,6 +392,7 @@ class Launch:
             all(size >= 1 for size in self.repeats), f"repeats {self.repeats} have one below 1"
         )
         self._require(not (self.overlaps and self.repeats), "a launch that repeats cannot overlap")
+        self._require(not (self.branches and self.joins), "a launch that branches cannot join")
         for parameter in self.parameters:
             steps = () if isinstance(parameter, Scalars) else parameter.steps_bytes
             self._require(
@@ -425,7 +434,7 @@ class Launch:
             "shared_memory_bytes": self.shared_memory_bytes,
             "parameters": _numbered(p.attributes() for p in self.parameters),
             **_unless_empty("repeats", self.repeats),
-            **({"overlaps": 1} if self.overlaps else {}),
+            **{name: 1 for name in ("overlaps", "branches", "joins") if getattr(self, name)},
         }
 
 
@@ -446,7 +455,7 @@ class LaunchPlan:
     gpu
         The GPU that it is for.
     launches
-        The launches, executed in order on one stream.
+        The launches, executed in order on one stream but for those that branch.
     alignments
         The minimum alignment in bytes of each operand, then of each result. A call with another
         number of buffers, or with a buffer that is less aligned, is an error.

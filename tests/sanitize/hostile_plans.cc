@@ -53,11 +53,16 @@ std::map<std::string, Attribute> GoodPlan() {
                                                {"overlaps", Attribute::Number(1)},
                                                {"parameters", Attribute::Members({})},
                                                {"shared_memory_bytes", Attribute::Number(0)}});
-  return {{"alignments", Attribute::Numbers({16, 4})},
-          {"arch", Attribute::Text("sm_90a")},
-          {"cubins", Attribute::Members({{"0", Cubin(4)}, {"1", Cubin(64)}})},
-          {"launches", Attribute::Members({{"0", launch}, {"1", launch}, {"2", overlapping}})},
-          {"name", Attribute::Text("example")}};
+  auto branching = overlapping, joining = overlapping;
+  branching.members["branches"] = joining.members["joins"] = Attribute::Number(1);
+  return {
+      {"alignments", Attribute::Numbers({16, 4})},
+      {"arch", Attribute::Text("sm_90a")},
+      {"cubins", Attribute::Members({{"0", Cubin(4)}, {"1", Cubin(64)}})},
+      {"launches",
+       Attribute::Members(
+           {{"0", launch}, {"1", launch}, {"2", overlapping}, {"3", branching}, {"4", joining}})},
+      {"name", Attribute::Text("example")}};
 }
 
 // What the reader says; the plan it reads is looked at in full.
@@ -136,6 +141,12 @@ void CheckHostilePlans(Counts& counts) {
   auto twice = GoodPlan();
   twice["launches"].members["2"].members["overlaps"] = Attribute::Number(2);
   counts.Check(!Read(twice).empty(), "a launch whose overlap is not 1 is refused");
+  for (const char* launch : {"3", "4"}) {
+    auto both = GoodPlan();
+    auto& members = both["launches"].members[launch].members;
+    members["branches"] = members["joins"] = Attribute::Number(1);
+    counts.Check(!Read(both).empty(), "a launch that branches and joins is refused");
+  }
   for (const int64_t cubin : {-1, 2}) {
     auto absent = GoodPlan();
     absent["launches"].members["1"].members["cubin"] = Attribute::Number(cubin);
@@ -161,7 +172,7 @@ void CheckHostilePlans(Counts& counts) {
       places.clear();
       Collect(plan, places);
       const auto& [parent, name] = places[i];
-      const bool is_member = name == "0" || name == "1" || name == "2" || name == "3";
+      const bool is_member = name.size() == 1 && name >= "0" && name <= "4";
       const bool is_kind = name == "sizes" || name == "bytes";
       if (choice < 0) {
         parent->erase(name);
@@ -170,8 +181,9 @@ void CheckHostilePlans(Counts& counts) {
       }
       const std::string said = Read(plan);
       // Lists may be shorter, and what is missing may make a parameter one of another kind, or of
-      // one that stays while its launch is repeated, or a launch one that overlaps with none.
-      const bool is_optional = name == "steps_bytes" || name == "overlaps";
+      // one that stays while its launch is repeated, or a launch one that waits for all before it.
+      const bool is_optional =
+          name == "steps_bytes" || name == "overlaps" || name == "branches" || name == "joins";
       if (choice < 0 && !is_member && !is_kind && !is_optional) {
         counts.Check(!said.empty(), "a plan without " + name + " is refused");
       } else if (choice == 9) {

@@ -7,9 +7,12 @@
 // Four lanes share a row, 8 columns each.
 #pragma once
 
+#include "ptx.cuh"
 #include "types.cuh"
 
 namespace tilekern {
+
+extern __shared__ uint4 shared_memory[];
 
 inline constexpr int kPanelColumns = 32;
 inline constexpr int kPivotsThreads = 256;
@@ -109,8 +112,8 @@ struct PivotExchange {
 };
 
 // Eliminates the rows of a CTA, of which each group of lanes has row `numbers[r]` of `panel`,
-// unless that is negative. Finds the pivots, and if kStores stores the steps.
-template <typename T, int kRows, bool kStores>
+// unless that is negative. Finds the pivots and stores the steps.
+template <typename T, int kRows>
 inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRows],
                            PivotExchange<T>& shared, PanelSteps<T>& stored) {
   static_assert(kRows * kGroups <= kMaxRows);
@@ -182,17 +185,15 @@ inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRow
         pivot_values[c + 2] = v.z;
         pivot_values[c + 3] = v.w;
       }
-      if constexpr (kStores) {
-        if (warp == i % kWarps) {
-          stored.rows[step][lane] = pivot[lane];
-          if (lane == 0) stored.reciprocals[step] = reciprocal;
-        }
-        // The multiples in the columns of the steps before remain.
+      if (warp == i % kWarps) {
+        stored.rows[step][lane] = pivot[lane];
+        if (lane == 0) stored.reciprocals[step] = reciprocal;
+      }
+      // The multiples in the columns of the steps before remain.
 #pragma unroll
-        for (int c = 0; c < kOwn; ++c) {
-          const bool is_right = c > i ? part >= quarter : part > quarter;
-          pivot_values[c] = is_right ? pivot_values[c] : 0;
-        }
+      for (int c = 0; c < kOwn; ++c) {
+        const bool is_right = c > i ? part >= quarter : part > quarter;
+        pivot_values[c] = is_right ? pivot_values[c] : 0;
       }
       if (winner / kRows == group) {
         with_constant<kRows>(winner % kRows, [&](auto constant) {
@@ -209,8 +210,52 @@ inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRow
         const T factor = keys[r].kept(-column[r] * reciprocal);
 #pragma unroll
         for (int c = 0; c < kOwn; ++c) values[r][c] += factor * pivot_values[c];
-        if (kStores && holds_column) values[r][i] = factor;
+        if (holds_column) values[r][i] = factor;
       }
+    }
+  }
+}
+
+// Eliminates the rows of the pivots by each other, in all columns of the block, and writes them to
+// `pivot_rows`. A thread has a column, whose elements are in shared memory.
+template <typename T>
+inline void eliminate_pivot_rows(const T* block, int stride, const int32 (&pivots)[kPanelColumns],
+                                 const PanelSteps<T>& stored, T* column, T* pivot_rows) {
+  static_assert(kPivotsThreads == kBlockColumns);
+  constexpr int kRows = 8, kStep = 4;
+#pragma unroll 4
+  for (int s = 0; s < kPanelColumns; ++s) {
+    cp_async<sizeof(T)>(shared_address(column + s * kBlockColumns),
+                        block + int64(pivots[s]) * stride + threadIdx.x, true);
+  }
+  cp_async_commit();
+  cp_async_wait<0>();
+  // Loops keep the code short: one CTA runs it, and waits for instructions that are not cached.
+#pragma unroll 1
+  for (int first = 0; first < kPanelColumns; first += kRows) {
+    T x[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) x[r] = column[(first + r) * kBlockColumns];
+#pragma unroll 1
+    for (int s = 0; s < first; s += kStep) {
+      T above[kStep];
+#pragma unroll
+      for (int e = 0; e < kStep; ++e) above[e] = column[(s + e) * kBlockColumns];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const Four<T> v = *reinterpret_cast<const Four<T>*>(&stored.rows[first + r][s]);
+        x[r] += v.x * above[0];
+        x[r] += v.y * above[1];
+        x[r] += v.z * above[2];
+        x[r] += v.w * above[3];
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int e = 0; e < r; ++e) x[r] += stored.rows[first + r][first + e] * x[e];
+      column[(first + r) * kBlockColumns] = x[r];
+      pivot_rows[(first + r) * kBlockColumns + threadIdx.x] = x[r];
     }
   }
 }
@@ -223,8 +268,9 @@ inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRow
 // `pivot_rows` receives the block's rows that are the pivots, eliminated by each other. `arrived`
 // is 0 before and after. `candidates` has 32 numbers for each CTA.
 //
-// A group of lanes has kRows consecutive rows of its CTA, and kFinalRows of the candidates.
-template <typename T, int kRows, int kFinalRows>
+// A group of lanes has kRows consecutive rows of its CTA, and as many of the candidates. Dynamic
+// shared memory has the pivots' rows.
+template <typename T, int kRows>
 __global__ void __launch_bounds__(kPivotsThreads, 1)
     blocked_lu_pivots(const T* block, int32* steps, int32* order, uint32* arrived,
                       int32* candidates, PanelSteps<T>* panel_steps, T* pivot_rows, int rows,
@@ -236,31 +282,32 @@ __global__ void __launch_bounds__(kPivotsThreads, 1)
   const int thread = threadIdx.x, group = thread / kLanesOfRow;
   const T* panel = block + column;
 
-  int numbers[kRows];
+  // Both stages run the same code, since the last CTA would wait for instructions of another.
+#pragma unroll 1
+  for (bool of_candidates = false;; of_candidates = true) {
+    int numbers[kRows];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int row = (blockIdx.x * kGroups + group) * kRows + r;
-    if (column == 0 && row < rows && thread % kLanesOfRow == 0) steps[row] = -1;
-    numbers[r] = row < rows && (column == 0 || steps[row] < 0) ? row : -1;
+    for (int r = 0; r < kRows; ++r) {
+      const int i = group * kRows + r;
+      if (of_candidates) {
+        numbers[r] = i < gridDim.x * kColumns ? __ldcg(candidates + i) : -1;
+      } else {
+        const int row = blockIdx.x * kGroups * kRows + i;
+        if (column == 0 && row < rows && thread % kLanesOfRow == 0) steps[row] = -1;
+        numbers[r] = row < rows && (column == 0 || steps[row] < 0) ? row : -1;
+      }
+    }
+    eliminate_rows<T, kRows>(panel, stride, numbers, shared, stored);
+    __syncthreads();
+    if (of_candidates) break;
+    if (thread < kColumns) candidates[blockIdx.x * kColumns + thread] = shared.pivots[thread];
+    __threadfence();
+    __syncthreads();
+    if (thread == 0) is_last = atomicInc(arrived, gridDim.x - 1) == gridDim.x - 1;
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
   }
-  eliminate_rows<T, kRows, false>(panel, stride, numbers, shared, stored);
-  __syncthreads();
-  if (thread < kColumns) candidates[blockIdx.x * kColumns + thread] = shared.pivots[thread];
-  __threadfence();
-  __syncthreads();
-  if (thread == 0) is_last = atomicInc(arrived, gridDim.x - 1) == gridDim.x - 1;
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-
-  int final_numbers[kFinalRows];
-#pragma unroll
-  for (int r = 0; r < kFinalRows; ++r) {
-    const int i = group * kFinalRows + r;
-    final_numbers[r] = i < gridDim.x * kColumns ? __ldcg(candidates + i) : -1;
-  }
-  eliminate_rows<T, kFinalRows, true>(panel, stride, final_numbers, shared, stored);
-  __syncthreads();
   if (thread < kColumns) {
     const int row = shared.pivots[thread];
     order[column + thread] = row;
@@ -270,26 +317,8 @@ __global__ void __launch_bounds__(kPivotsThreads, 1)
   for (int i = thread; i < kColumns * kColumns; i += kPivotsThreads) {
     panel_steps->rows[i / kColumns][i % kColumns] = stored.rows[i / kColumns][i % kColumns];
   }
-
-  // A thread has a column of the block.
-  static_assert(kPivotsThreads == kBlockColumns);
-  T x[kColumns];
-#pragma unroll
-  for (int s = 0; s < kColumns; ++s) x[s] = block[int64(shared.pivots[s]) * stride + thread];
-#pragma unroll
-  for (int s = 1; s < kColumns; ++s) {
-#pragma unroll
-    for (int i = 0; i < s; i += 4) {
-      const Four<T> v = *reinterpret_cast<const Four<T>*>(&stored.rows[s][i]);
-      const T multiples[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (i + e < s) x[s] += multiples[e] * x[i + e];
-      }
-    }
-  }
-#pragma unroll
-  for (int s = 0; s < kColumns; ++s) pivot_rows[s * kBlockColumns + thread] = x[s];
+  eliminate_pivot_rows(block, stride, shared.pivots, stored,
+                       reinterpret_cast<T*>(shared_memory) + thread, pivot_rows);
 }
 
 }  // namespace tilekern

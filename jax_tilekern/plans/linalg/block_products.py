@@ -50,6 +50,11 @@ class Products:
     first_workspace: int
     workspace_bytes: list[int] = field(default_factory=list)
 
+    def on_share(self, share: float) -> Products:
+        """Return products that leave the other SMs to launches beside them."""
+        gpu = dataclasses.replace(self.gpu, sm_count=int(share * self.gpu.sm_count))
+        return dataclasses.replace(self, gpu=gpu)
+
     def launches(
         self,
         sizes: tuple[int, int, int],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,15 @@ from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 from jax_tilekern.plans.linalg.block_products import BLOCK, Matrix, Products, ints
 
 PANEL = 32
-# A CTA of the kernel that finds pivots has groups of lanes with a few rows each. The candidates of
-# all CTAs are the rows of one.
+# A CTA of the kernel that finds pivots has groups of lanes with a few rows each.
 _PIVOTS_THREADS = 256
 _PIVOTS_GROUPS = 64
 _ROWS_OF_GROUP = (4, 8)
 _PIVOTS_CTAS = 16
 # Elements of the rows and reciprocals of a panel's steps (`PanelSteps`).
 _STEPS_ELEMENTS = (PANEL + 1) * PANEL
+# The share of the SMs that update a matrix while the pivots of its next block are found.
+_UPDATING_SMS = 2 / 3
 # Bytes of a row of a CTA of the kernel that exchanges rows, and columns of one that substitutes.
 _EXCHANGED_BYTES = 128
 SUBSTITUTED_COLUMNS = 32
@@ -133,10 +134,13 @@ class Elimination:
 
     def pivots(self, rows: int) -> tuple[Kernel, int]:
         """Return the kernel that finds the pivots of a panel, and its CTAs."""
-        own = next(n for n in _ROWS_OF_GROUP if rows <= n * _PIVOTS_GROUPS * _PIVOTS_CTAS)
-        ctas = math.ceil(rows / (own * _PIVOTS_GROUPS))
-        final = next(n for n in _ROWS_OF_GROUP if ctas * PANEL <= n * _PIVOTS_GROUPS)
-        return self.kernel(_PIVOTS, "blocked_lu_pivots", own, final), ctas
+        # All candidates are the rows of one CTA.
+        own, ctas = next(
+            (own, ctas)
+            for own in _ROWS_OF_GROUP
+            if (ctas := math.ceil(rows / (own * _PIVOTS_GROUPS))) * PANEL <= own * _PIVOTS_GROUPS
+        )
+        return self.kernel(_PIVOTS, "blocked_lu_pivots", own), ctas
 
     def update(self, rows: int) -> _UpdateKernel:
         """Return the kernel that applies a panel to the rest of its block."""
@@ -189,90 +193,124 @@ class Elimination:
 
         With a workspace for multiples, the inverse of the unit lower factor is below the upper one.
         """
-        stride, itemsize = matrix.stride, matrix.itemsize
-        inverse = spaces.multiples is not None
         yield Launch(
             entry=compiled.entry(self.begin.name),
             grid=(math.ceil(self.size / 256), 1, 1),
             block=(256, 1, 1),
             parameters=(spaces.arrived, spaces.permutation, *ints(self.size)),
         )
+        yield from self._factor_block(compiled, matrix, spaces, 0)
         for first in range(0, self.size, BLOCK):
-            rows = self.size - first
-            block = matrix.at(first, first)
-            (pivots, ctas), update = self.pivots(rows), self.update(rows)
-            for column in range(0, BLOCK, PANEL):
-                scalars = ints(rows, stride, column)
-                yield Launch(
-                    entry=compiled.entry(pivots.name),
-                    grid=(ctas, 1, 1),
-                    block=(_PIVOTS_THREADS, 1, 1),
-                    parameters=(
-                        block,
-                        spaces.steps,
-                        spaces.order,
-                        spaces.arrived,
-                        spaces.candidates,
-                        spaces.panel_steps,
-                        spaces.panel_rows,
-                        *scalars,
-                    ),
-                )
-                yield Launch(
-                    entry=compiled.entry(update.kernel.name),
-                    grid=(math.ceil(rows / update.rows), 1, 1),
-                    block=(32 * update.warps, 1, 1),
-                    parameters=(
-                        block, spaces.steps, spaces.panel_steps, spaces.panel_rows, *scalars
-                    ),
-                    shared_memory_bytes=itemsize * update.shared_elements,
-                )  # fmt: skip
-            begin = 0 if inverse else first
+            yield from self._eliminate_block(compiled, matrix, spaces, first)
+
+    def _eliminate_block(
+        self, compiled: Compiled, matrix: Matrix, spaces: Workspaces, first: int
+    ) -> Iterator[Launch]:
+        """Yield the launches that eliminate a block, which is factored, from the rows below it."""
+        stride, itemsize = matrix.stride, matrix.itemsize
+        inverse = spaces.multiples is not None
+        rows = self.size - first
+        block = matrix.at(first, first)
+        begin = 0 if inverse else first
+        # It needs the pivots, and moves rows in all columns.
+        yield Launch(
+            entry=compiled.entry(self.exchange.name),
+            grid=((stride - begin) * itemsize // _EXCHANGED_BYTES, 1, 1),
+            block=(256, 1, 1),
+            joins=True,
+            parameters=(
+                matrix.buffer,
+                spaces.steps,
+                spaces.order,
+                spaces.permutation,
+                spaces.pivot_rows,
+                *ints(stride, first, begin),
+            ),
+        )
+        changed = 0 if inverse else first + BLOCK
+        pivot_rows = Matrix(spaces.pivot_rows, stride, itemsize)
+        yield self.substitution(
+            compiled,
+            self.forward_substitution,
+            block,
+            pivot_rows.at(0, changed),
+            stride - changed,
+            (stride, stride),
+            copies=matrix.at(first, changed),
+            skipped=first - changed,
+        )
+        below, multiples_stride = matrix.at(first + BLOCK, first), stride
+        if spaces.multiples is not None:
             yield Launch(
-                entry=compiled.entry(self.exchange.name),
-                grid=((stride - begin) * itemsize // _EXCHANGED_BYTES, 1, 1),
+                entry=compiled.entry(self.multiples.name),
+                grid=(min(rows // 4, 4 * self.gpu.sm_count), 1, 1),
                 block=(256, 1, 1),
                 parameters=(
-                    matrix.buffer,
+                    block, pivot_rows.at(0, first), spaces.multiples, *ints(rows, stride)
+                ),
+            )  # fmt: skip
+            below, multiples_stride = spaces.multiples, BLOCK
+        if rows == BLOCK:
+            return
+        following = first + BLOCK
+
+        def update(products: Products, begin: int, end: int) -> Iterable[Launch]:
+            return products.launches(
+                (rows - BLOCK, end - begin, BLOCK),
+                below,
+                pivot_rows.at(0, begin),
+                matrix.at(following, begin),
+                (multiples_stride, stride, stride),
+                "x0 + x1",
+            )
+
+        # Look-ahead: the next block is factored beside the update of the columns around it.
+        yield from update(self.products, following, following + BLOCK)
+        yield from self._factor_block(compiled, matrix, spaces, following)
+        others = self.products.on_share(_UPDATING_SMS)
+        for begin, end in ((changed, following), (following + BLOCK, stride)):
+            if begin < end:
+                yield from update(others, begin, end)
+
+    def _factor_block(
+        self, compiled: Compiled, matrix: Matrix, spaces: Workspaces, first: int
+    ) -> Iterator[Launch]:
+        """Yield the launches that find the pivots of a block's columns and eliminate below them.
+
+        Those after the first block run beside what follows them.
+        """
+        rows = self.size - first
+        block = matrix.at(first, first)
+        (pivots, ctas), update = self.pivots(rows), self.update(rows)
+        for column in range(0, BLOCK, PANEL):
+            scalars = ints(rows, matrix.stride, column)
+            yield Launch(
+                entry=compiled.entry(pivots.name),
+                grid=(ctas, 1, 1),
+                block=(_PIVOTS_THREADS, 1, 1),
+                shared_memory_bytes=PANEL * BLOCK * matrix.itemsize,
+                branches=first > 0,
+                parameters=(
+                    block,
                     spaces.steps,
                     spaces.order,
-                    spaces.permutation,
-                    spaces.pivot_rows,
-                    *ints(stride, first, begin),
+                    spaces.arrived,
+                    spaces.candidates,
+                    spaces.panel_steps,
+                    spaces.panel_rows,
+                    *scalars,
                 ),
             )
-            changed = 0 if inverse else first + BLOCK
-            pivot_rows = Matrix(spaces.pivot_rows, stride, itemsize)
-            yield self.substitution(
-                compiled,
-                self.forward_substitution,
-                block,
-                pivot_rows.at(0, changed),
-                stride - changed,
-                (stride, stride),
-                copies=matrix.at(first, changed),
-                skipped=first - changed,
-            )
-            below, multiples_stride = matrix.at(first + BLOCK, first), stride
-            if spaces.multiples is not None:
-                yield Launch(
-                    entry=compiled.entry(self.multiples.name),
-                    grid=(min(rows // 4, 4 * self.gpu.sm_count), 1, 1),
-                    block=(256, 1, 1),
-                    parameters=(
-                        block, pivot_rows.at(0, first), spaces.multiples, *ints(rows, stride)
-                    ),
-                )  # fmt: skip
-                below, multiples_stride = spaces.multiples, BLOCK
-            if rows > BLOCK:
-                yield from self.products.launches(
-                    (rows - BLOCK, stride - changed, BLOCK),
-                    below,
-                    pivot_rows.at(0, changed),
-                    matrix.at(first + BLOCK, changed),
-                    (multiples_stride, stride, stride),
-                    "x0 + x1",
-                )
+            yield Launch(
+                entry=compiled.entry(update.kernel.name),
+                grid=(math.ceil(rows / update.rows), 1, 1),
+                block=(32 * update.warps, 1, 1),
+                branches=first > 0,
+                parameters=(
+                    block, spaces.steps, spaces.panel_steps, spaces.panel_rows, *scalars
+                ),
+                shared_memory_bytes=matrix.itemsize * update.shared_elements,
+            )  # fmt: skip
 
     def substitute(
         self, compiled: Compiled, matrix: Matrix, solutions: Matrix, columns: int

@@ -125,8 +125,12 @@ class SmallInstance:
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of a chunk of ``k`` of both operands."""
-        return self.lhs.tile_bytes + self.rhs.tile_bytes
+        """Shared memory of a chunk of ``k`` of both operands, and what lanes read beyond them.
+
+        Lanes ignore what they read there, but the next stage may be written at the same time.
+        """
+        read = max(self.lhs.read_bytes, self.lhs.tile_bytes + self.rhs.read_bytes)
+        return read + _READ_BEYOND
 
     @property
     def shared_memory_bytes(self) -> int:
@@ -134,10 +138,7 @@ class SmallInstance:
         tile = self.tile
         accumulator = 8 if self.product.arithmetic == "f64" else 4
         partial = tile.block_m * tile.block_n * (tile.warps_k - 1) * accumulator
-        # Lanes may read beyond the last tile, in which case they ignore what is there.
-        read = max(self.lhs.read_bytes, self.lhs.tile_bytes + self.rhs.read_bytes)
-        stages = (self.stages - 1) * self.stage_bytes + read + _READ_BEYOND
-        return max(stages, partial, self.out.tile_bytes)
+        return max(self.stages * self.stage_bytes, partial, self.out.tile_bytes)
 
     @property
     def tiles(self) -> tuple[int, int]:
