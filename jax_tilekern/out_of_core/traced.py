@@ -1,8 +1,10 @@
 """Products of arrays in page-locked host memory inside ``jit``, in loops over blocks.
 
-A block of the result takes whole rows of ``a`` and whole columns of ``b``. The loops are pipelined:
-an iteration multiplies the blocks of one step, copies those of the next to the device, and the
-result of the step before to the host, which XLA does at the same time.
+A block of the result takes whole rows of ``a`` and whole columns of ``b``. The blocks of the same
+rows are collected on the device, because XLA copies to part of a row in host memory at a twentieth
+of the speed of whole rows. The loops are pipelined: an iteration multiplies the blocks of one step,
+copies those of the next to the device, and a share of the rows before to the host, which XLA does
+at the same time.
 """
 
 from __future__ import annotations
@@ -109,20 +111,37 @@ def _in_blocks(a: Array, b: Array, settings: _Settings, transposed: tuple[bool, 
     def rhs(j: Any) -> Array:
         return _part(b, 1, start(j, blocks.columns, n), blocks.columns, transposed[1])
 
-    def written(result: Array, block: Array, i: Any, j: Any) -> Array:
-        place = start(i, blocks.rows, m), start(j, blocks.columns, n)
-        return lax.dynamic_update_slice(result, jax.device_put(block, _HOST), place)
+    # With x64 enabled, numbers and loops' indices are int64.
+    zero = jnp.int32(0)
+    # Each step copies so many of the rows before, of which the last may be copied again.
+    share = math.ceil(blocks.rows / grid[1])
+
+    def share_of(slabs: Array, i: Any, j: Any) -> tuple[Array, Any]:
+        """Return rows of the slab of block ``i``, and their place in the result."""
+        first = start(j, share, blocks.rows)
+        rows: Array = lax.dynamic_slice(slabs, (i % 2, first, zero), (1, share, n))[0]
+        return rows, first + start(i, blocks.rows, m)
+
+    def written(result: Array, rows: Array, place: Any) -> Array:
+        return lax.dynamic_update_slice(result, jax.device_put(rows, _HOST), (place, zero))
 
     def row(i: Any, x: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        i = jnp.int32(i)
+
         def column(j: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            y, block, place, result = carry
+            j = jnp.int32(j)
+            y, rows, place, slabs, result = carry
             next_y = rhs(jnp.where(j + 1 < grid[1], j + 1, 0))
             product = device_matmul(
                 x, y, precision=settings.precision, preferred_element_type=settings.sums
             )
-            result = written(result, block, *place)
-            # With x64 enabled the indices are int64.
-            return next_y, product.astype(settings.out), (jnp.int32(i), jnp.int32(j)), result
+            result = written(result, rows, place)
+            block = product.astype(settings.out)[None]
+            slabs = lax.dynamic_update_slice(
+                slabs, block, (i % 2, zero, start(j, blocks.columns, n))
+            )
+            # Before there is a slab, what there is of the first is copied, and replaced later.
+            return next_y, *share_of(slabs, jnp.maximum(i - 1, 0), j), slabs, result
 
         found: tuple[Any, ...] = lax.fori_loop(0, grid[1], column, carry)
         return found
@@ -131,13 +150,13 @@ def _in_blocks(a: Array, b: Array, settings: _Settings, transposed: tuple[bool, 
         x, others = carry
         return lhs(i + 1), row(i, x, others)
 
-    zero, last = jnp.int32(0), grid[0] - 1
-    # Before the first step, zeros are written where its result will be.
-    block = jnp.zeros(blocks, settings.out)
-    carry = lhs(zero), (rhs(zero), block, (zero, zero), result)
+    last = grid[0] - 1
+    slabs = jnp.zeros((2, blocks.rows, n), settings.out)
+    carry = lhs(zero), (rhs(zero), *share_of(slabs, zero, zero), slabs, result)
     # No block of `a` is copied beside the last row, since none comes after it.
-    _, block, place, result = row(last, *lax.fori_loop(0, last, row_before_last, carry))
-    return written(result, block, *place)
+    _, rows, place, slabs, result = row(last, *lax.fori_loop(0, last, row_before_last, carry))
+    result = written(result, rows, place)
+    return written(result, slabs[last % 2], start(jnp.int32(last), blocks.rows, m))
 
 
 def _part(x: Array, axis: int, start: Any, extent: int, transposed: bool) -> Array:
@@ -171,9 +190,11 @@ def choose_blocks(sizes: Sizes, memory_limit: int) -> Blocks:
 
 
 def memory_bytes(sizes: Sizes, rows: int, columns: int) -> int:
-    """Return the memory of two blocks of each operand, and of the result and its accumulators.
+    """Return the memory of two blocks of each operand, of accumulators, and of the result's rows.
 
     What a product's kernel takes beside them is not counted, nor are transposed copies of blocks.
     """
     operands = sizes.k * (rows * sizes.lhs_bytes + columns * sizes.rhs_bytes)
-    return 2 * operands + rows * columns * (sizes.sum_bytes + 2 * sizes.out_bytes)
+    # A block of the result, then its rows twice; as many elements as a block's are being copied.
+    block = rows * columns * (sizes.sum_bytes + 2 * sizes.out_bytes)
+    return 2 * operands + block + 2 * rows * sizes.n * sizes.out_bytes
