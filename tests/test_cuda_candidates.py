@@ -10,6 +10,7 @@ from numerics import on_gpu, poison
 from products import product_of, ragged_product_of
 
 from jax_tilekern.plans.gemm.select import candidates
+from jax_tilekern.plans.gemm.sm90 import emulated
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.grouped_gemm import select as ragged_matmul
 from jax_tilekern.plans.reduction.select import SummedDims, compiled_sum, sum_candidates
@@ -84,6 +85,33 @@ def test_every_candidate_computes_the_product(arithmetic, operand, result, sizes
         if not error <= BOUNDS[arithmetic]:
             wrong[candidate.key] = error
     assert not wrong
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("n", [184, 183])
+@pytest.mark.parametrize("largest", [1, 1e30])
+def test_float32_in_parts_of_k(monkeypatch, order, n, largest):
+    """The parts of a long k are added in order, and none where plain float32 takes over."""
+    monkeypatch.setattr(emulated, "_SLICE_K", 256)
+    monkeypatch.setattr(emulated, "_SLICED_ROUNDS", 0)
+    m, k = 200, 650
+    rng = np.random.default_rng(n)
+    left, right = (rng.standard_normal(shape, np.float32) for shape in ((m, k), (k, n)))
+    left[::3, ::7] *= largest
+    lhs = jnp.asarray(left if order[0] == "N" else np.ascontiguousarray(left.T))
+    rhs = jnp.asarray(right if order[1] == "N" else np.ascontiguousarray(right.T))
+    exact = left.astype(np.float64) @ right
+    bound = BOUNDS["f32"] * (np.abs(left).astype(np.float64) @ np.abs(right))
+    product = product_of("f32", m, n, k, lhs_k_major=order[0] == "N", rhs_k_major=order[1] == "T")
+    gpu, count = current_gpu(), 0
+    for candidate in candidates(product, gpu):
+        if isinstance(candidate, emulated.EmulatedCandidate):
+            count += 1
+            plan = candidate.plan(gpu)
+            assert "3 parts of k" in plan.reason
+            got = run(plan, (lhs, rhs), (m, n), np.float32)
+            assert np.all(np.abs(got - exact) <= bound)
+    assert count or gpu.compute_capability[0] != 9
 
 
 # Arithmetic, types, which dimension is ragged, and the operands' orders.

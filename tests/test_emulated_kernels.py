@@ -42,8 +42,8 @@ def run(tmp_path_factory):
         ("float64", "8", 300, 33, "normal"),
         ("float32", "4", 600, 1, "reversed"),
         # The elements of the inverse of the lower factor are too large for float32.
-        ("float32", "8", 300, 3, "growth"),
-        ("float64", "8", 512, 0, "signs"),
+        ("float32", "4, 8", 300, 3, "growth"),
+        ("float64", "4, 8", 512, 0, "signs"),
         ("float32", "8", 513, 40, "normal"),
     ],
 )

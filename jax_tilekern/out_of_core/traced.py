@@ -116,10 +116,10 @@ def _in_blocks(a: Array, b: Array, settings: _Settings, transposed: tuple[bool, 
     # Each step copies so many of the rows before, of which the last may be copied again.
     share = math.ceil(blocks.rows / grid[1])
 
-    def share_of(slabs: Array, i: Any, j: Any) -> tuple[Array, Any]:
-        """Return rows of the slab of block ``i``, and their place in the result."""
+    def share_of(strips: Array, i: Any, j: Any) -> tuple[Array, Any]:
+        """Return rows of the strip of block ``i``, and their place in the result."""
         first = start(j, share, blocks.rows)
-        rows: Array = lax.dynamic_slice(slabs, (i % 2, first, zero), (1, share, n))[0]
+        rows: Array = lax.dynamic_slice(strips, (i % 2, first, zero), (1, share, n))[0]
         return rows, first + start(i, blocks.rows, m)
 
     def written(result: Array, rows: Array, place: Any) -> Array:
@@ -130,18 +130,18 @@ def _in_blocks(a: Array, b: Array, settings: _Settings, transposed: tuple[bool, 
 
         def column(j: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             j = jnp.int32(j)
-            y, rows, place, slabs, result = carry
+            y, rows, place, strips, result = carry
             next_y = rhs(jnp.where(j + 1 < grid[1], j + 1, 0))
             product = device_matmul(
                 x, y, precision=settings.precision, preferred_element_type=settings.sums
             )
             result = written(result, rows, place)
             block = product.astype(settings.out)[None]
-            slabs = lax.dynamic_update_slice(
-                slabs, block, (i % 2, zero, start(j, blocks.columns, n))
+            strips = lax.dynamic_update_slice(
+                strips, block, (i % 2, zero, start(j, blocks.columns, n))
             )
-            # Before there is a slab, what there is of the first is copied, and replaced later.
-            return next_y, *share_of(slabs, jnp.maximum(i - 1, 0), j), slabs, result
+            # Before there is a strip, what there is of the first is copied, and replaced later.
+            return next_y, *share_of(strips, jnp.maximum(i - 1, 0), j), strips, result
 
         found: tuple[Any, ...] = lax.fori_loop(0, grid[1], column, carry)
         return found
@@ -151,12 +151,12 @@ def _in_blocks(a: Array, b: Array, settings: _Settings, transposed: tuple[bool, 
         return lhs(i + 1), row(i, x, others)
 
     last = grid[0] - 1
-    slabs = jnp.zeros((2, blocks.rows, n), settings.out)
-    carry = lhs(zero), (rhs(zero), *share_of(slabs, zero, zero), slabs, result)
+    strips = jnp.zeros((2, blocks.rows, n), settings.out)
+    carry = lhs(zero), (rhs(zero), *share_of(strips, zero, zero), strips, result)
     # No block of `a` is copied beside the last row, since none comes after it.
-    _, rows, place, slabs, result = row(last, *lax.fori_loop(0, last, row_before_last, carry))
+    _, rows, place, strips, result = row(last, *lax.fori_loop(0, last, row_before_last, carry))
     result = written(result, rows, place)
-    return written(result, slabs[last % 2], start(jnp.int32(last), blocks.rows, m))
+    return written(result, strips[last % 2], start(jnp.int32(last), blocks.rows, m))
 
 
 def _part(x: Array, axis: int, start: Any, extent: int, transposed: bool) -> Array:

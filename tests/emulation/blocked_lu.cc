@@ -46,8 +46,8 @@ double element(const std::string& matrix, int i, int j, int rows, std::mt19937& 
   std::exit(2);
 }
 
-// kRows are those of the tournament, kWarps those of the update.
-template <typename T, int kRows, int kWarps>
+// kRows and kFinalRows are those of the tournament, kWarps those of the update.
+template <typename T, int kRows, int kFinalRows, int kWarps>
 double largest_error(int rows, int columns, const std::string& matrix) {
   const bool inverse = columns == 0;
   const int extended = (rows + 255) / 256 * 256, sides = (columns + 31) / 32 * 32;
@@ -90,8 +90,9 @@ double largest_error(int rows, int columns, const std::string& matrix) {
     T* block = working.data() + int64(first) * stride + first;
     for (int column = 0; column < kBlockColumns; column += kPanelColumns) {
       launch((left + rows_of_cta - 1) / rows_of_cta, kPivotsThreads, [&] {
-        blocked_lu_pivots<T, kRows>(block, steps.data(), order.data(), &arrived, candidates.data(),
-                                    &panel_steps, panel_rows.data(), left, stride, column);
+        blocked_lu_pivots<T, kRows, kFinalRows>(block, steps.data(), order.data(), &arrived,
+                                                candidates.data(), &panel_steps, panel_rows.data(),
+                                                left, stride, column);
       });
       launch((left + 8 * kWarps - 1) / (8 * kWarps), 32 * kWarps, [&] {
         blocked_lu_update<T, kWarps>(block, steps.data(), &panel_steps, panel_rows.data(), left,
@@ -161,8 +162,9 @@ double largest_error(int rows, int columns, const std::string& matrix) {
 // The tournament of a group of lanes with so many rows, and the update by so many warps.
 template <typename T>
 double largest_error(const std::string& variant, int rows, int columns, const std::string& matrix) {
-  if (variant == "4") return largest_error<T, 4, 4>(rows, columns, matrix);
-  return largest_error<T, 8, 8>(rows, columns, matrix);
+  if (variant == "4") return largest_error<T, 4, 4, 4>(rows, columns, matrix);
+  if (variant == "4, 8") return largest_error<T, 4, 8, 8>(rows, columns, matrix);
+  return largest_error<T, 8, 8, 4>(rows, columns, matrix);
 }
 
 }  // namespace

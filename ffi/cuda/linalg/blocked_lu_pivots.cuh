@@ -112,10 +112,10 @@ struct PivotExchange {
 };
 
 // Eliminates the rows of a CTA, of which each group of lanes has row `numbers[r]` of `panel`,
-// unless that is negative. Finds the pivots and stores the steps.
+// unless that is negative. Finds the pivots, and if `stores` stores the steps.
 template <typename T, int kRows>
 inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRows],
-                           PivotExchange<T>& shared, PanelSteps<T>& stored) {
+                           PivotExchange<T>& shared, bool stores, PanelSteps<T>& stored) {
   static_assert(kRows * kGroups <= kMaxRows);
   constexpr int kWarps = PivotExchange<T>::kWarps, kOwn = kPanelColumns / kLanesOfRow;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -185,15 +185,17 @@ inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRow
         pivot_values[c + 2] = v.z;
         pivot_values[c + 3] = v.w;
       }
-      if (warp == i % kWarps) {
-        stored.rows[step][lane] = pivot[lane];
-        if (lane == 0) stored.reciprocals[step] = reciprocal;
-      }
-      // The multiples in the columns of the steps before remain.
+      if (stores) {
+        if (warp == i % kWarps) {
+          stored.rows[step][lane] = pivot[lane];
+          if (lane == 0) stored.reciprocals[step] = reciprocal;
+        }
+        // The multiples in the columns of the steps before remain.
 #pragma unroll
-      for (int c = 0; c < kOwn; ++c) {
-        const bool is_right = c > i ? part >= quarter : part > quarter;
-        pivot_values[c] = is_right ? pivot_values[c] : 0;
+        for (int c = 0; c < kOwn; ++c) {
+          const bool is_right = c > i ? part >= quarter : part > quarter;
+          pivot_values[c] = is_right ? pivot_values[c] : 0;
+        }
       }
       if (winner / kRows == group) {
         with_constant<kRows>(winner % kRows, [&](auto constant) {
@@ -210,7 +212,7 @@ inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRow
         const T factor = keys[r].kept(-column[r] * reciprocal);
 #pragma unroll
         for (int c = 0; c < kOwn; ++c) values[r][c] += factor * pivot_values[c];
-        if (holds_column) values[r][i] = factor;
+        if (holds_column && stores) values[r][i] = factor;
       }
     }
   }
@@ -268,9 +270,9 @@ inline void eliminate_pivot_rows(const T* block, int stride, const int32 (&pivot
 // `pivot_rows` receives the block's rows that are the pivots, eliminated by each other. `arrived`
 // is 0 before and after. `candidates` has 32 numbers for each CTA.
 //
-// A group of lanes has kRows consecutive rows of its CTA, and as many of the candidates. Dynamic
+// A group of lanes has kRows consecutive rows of its CTA, or kFinalRows of the candidates. Dynamic
 // shared memory has the pivots' rows.
-template <typename T, int kRows>
+template <typename T, int kRows, int kFinalRows>
 __global__ void __launch_bounds__(kPivotsThreads, 1)
     blocked_lu_pivots(const T* block, int32* steps, int32* order, uint32* arrived,
                       int32* candidates, PanelSteps<T>* panel_steps, T* pivot_rows, int rows,
@@ -282,23 +284,31 @@ __global__ void __launch_bounds__(kPivotsThreads, 1)
   const int thread = threadIdx.x, group = thread / kLanesOfRow;
   const T* panel = block + column;
 
-  // Both stages run the same code, since the last CTA would wait for instructions of another.
-#pragma unroll 1
-  for (bool of_candidates = false;; of_candidates = true) {
-    int numbers[kRows];
+  const auto eliminate = [&]<int kOwn>(Constant<kOwn>, bool of_candidates) {
+    int numbers[kOwn];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int i = group * kRows + r;
+    for (int r = 0; r < kOwn; ++r) {
+      const int i = group * kOwn + r;
       if (of_candidates) {
         numbers[r] = i < gridDim.x * kColumns ? __ldcg(candidates + i) : -1;
       } else {
-        const int row = blockIdx.x * kGroups * kRows + i;
+        const int row = blockIdx.x * kGroups * kOwn + i;
         if (column == 0 && row < rows && thread % kLanesOfRow == 0) steps[row] = -1;
         numbers[r] = row < rows && (column == 0 || steps[row] < 0) ? row : -1;
       }
     }
-    eliminate_rows<T, kRows>(panel, stride, numbers, shared, stored);
+    eliminate_rows(panel, stride, numbers, shared, of_candidates, stored);
     __syncthreads();
+  };
+  // Both stages run the same code if they can: the last CTA would wait for other instructions,
+  // which are not cached.
+#pragma unroll 1
+  for (bool of_candidates = false;; of_candidates = true) {
+    if (kRows == kFinalRows || !of_candidates) {
+      eliminate(Constant<kRows>(), of_candidates);
+    } else {
+      eliminate(Constant<kFinalRows>(), true);
+    }
     if (of_candidates) break;
     if (thread < kColumns) candidates[blockIdx.x * kColumns + thread] = shared.pivots[thread];
     __threadfence();

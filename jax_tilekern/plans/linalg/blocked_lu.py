@@ -16,7 +16,8 @@ from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 from jax_tilekern.plans.linalg.block_products import BLOCK, Matrix, Products, ints
 
 PANEL = 32
-# A CTA of the kernel that finds pivots has groups of lanes with a few rows each.
+# A CTA of the kernel that finds pivots has groups of lanes with a few rows each. The candidates of
+# all CTAs are the rows of one.
 _PIVOTS_THREADS = 256
 _PIVOTS_GROUPS = 64
 _ROWS_OF_GROUP = (4, 8)
@@ -134,13 +135,10 @@ class Elimination:
 
     def pivots(self, rows: int) -> tuple[Kernel, int]:
         """Return the kernel that finds the pivots of a panel, and its CTAs."""
-        # All candidates are the rows of one CTA.
-        own, ctas = next(
-            (own, ctas)
-            for own in _ROWS_OF_GROUP
-            if (ctas := math.ceil(rows / (own * _PIVOTS_GROUPS))) * PANEL <= own * _PIVOTS_GROUPS
-        )
-        return self.kernel(_PIVOTS, "blocked_lu_pivots", own), ctas
+        own = next(n for n in _ROWS_OF_GROUP if rows <= n * _PIVOTS_GROUPS * _PIVOTS_CTAS)
+        ctas = math.ceil(rows / (own * _PIVOTS_GROUPS))
+        final = next(n for n in _ROWS_OF_GROUP if ctas * PANEL <= n * _PIVOTS_GROUPS)
+        return self.kernel(_PIVOTS, "blocked_lu_pivots", own, final), ctas
 
     def update(self, rows: int) -> _UpdateKernel:
         """Return the kernel that applies a panel to the rest of its block."""

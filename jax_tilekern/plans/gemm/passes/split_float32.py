@@ -26,6 +26,12 @@ _LONG_ROW = 2048
 _MOST_ROW_LANES = 16
 
 
+def padded(k: int) -> int:
+    """Return the elements of a row of one part, of ``k`` elements."""
+    unit = ROW_BYTES // _PART_BYTES
+    return -(-k // unit) * unit
+
+
 @dataclass(frozen=True)
 class SplitPass:
     """Splits float32 into hi and lo float16 parts, ``[batch][mn][PARTS][k_padded]``.
@@ -61,8 +67,7 @@ class SplitPass:
     @property
     def k_padded(self) -> int:
         """Elements of a row of hi or lo parts, and the stride between the two rows."""
-        unit = ROW_BYTES // _PART_BYTES
-        return -(-self.operand.k // unit) * unit
+        return padded(self.operand.k)
 
     @property
     def strides(self) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ enough where errors are bounded by norms of rows and columns.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,13 +21,16 @@ from typing import Any
 import numpy as np
 
 from jax_tilekern.compilation.compiler import Compiled, Kernel, compile_kernels
+from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.arithmetic import TYPES
+from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
 from jax_tilekern.plans.gemm.families import Family
 from jax_tilekern.plans.gemm.passes.split_float32 import (
     DECIDE_KERNEL,
     PARTS,
     SplitPass,
     decide_launch,
+    padded,
 )
 from jax_tilekern.plans.gemm.problem import Product, copy_cycles
 from jax_tilekern.plans.gemm.sm80.candidates import MmaCandidate, mma_candidates
@@ -72,6 +76,10 @@ _CYCLES_OF_A_ROW, _CYCLES_OF_A_SKIPPED_CTA = 0.18, 4
 # without it, where those of 64x128 took 0.94 to 1.11 times theirs.
 _NARROW_TILE = 1.18
 
+# CTAs with many tiles of a long k drift apart, until L2 serves no operand to two of them. Such a
+# product is the sum of products of at most so much k, if an SM has so many tiles.
+_SLICE_K, _SLICED_ROUNDS = 8192, 16
+
 ARITHMETICS = ("f32", "f32_emulated", "f32_normwise")
 
 
@@ -95,13 +103,30 @@ class EmulatedCandidate(TiledCandidate):
         """The tile and the orientation."""
         return f"split float16 {self.tile_key}"
 
+    def _slices(self, gpu: Gpu) -> Iterator[_Slice]:
+        """Yield the products whose sum is the product."""
+        product, geometry = self.product, self.product.geometry
+        tiles = math.prod(geometry.batch) * math.prod(self.tile.grid(geometry.m, geometry.n))
+        count = math.ceil(geometry.k / _SLICE_K)
+        if product.epilogue is not None or tiles < _SLICED_ROUNDS * gpu.sm_count or count == 1:
+            yield _Slice(self, product, 0)
+            return
+        size = padded(math.ceil(geometry.k / count))
+        for first in range(0, geometry.k, size):
+            part = dataclasses.replace(
+                product,
+                geometry=dataclasses.replace(geometry, k=min(size, geometry.k - first)),
+                epilogue=_added(product) if first > 0 else None,
+            )
+            yield _Slice(dataclasses.replace(self, product=part), product, first)
+
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile all kernels."""
         product = self.product
         lhs, rhs = _splits(product, gpu)
-        kernel, fused = self.fused(product.epilogue, product.geometry, product.out_buffer)
         plain = None if self.plain is None else _Guarded(self.plain)
-        kernels = [lhs.kernel, rhs.kernel, kernel]
+        slices = list(self._slices(gpu))
+        kernels = [lhs.kernel, rhs.kernel, *(part.kernel for part in slices)]
         if plain is not None:
             kernels += DECIDE_KERNEL, plain.kernel
         compiled = compile_kernels(*dict.fromkeys(kernels), arch=gpu.arch)
@@ -111,20 +136,13 @@ class EmulatedCandidate(TiledCandidate):
         launches = [
             lhs.launch(compiled, Buffer(0), lhs_parts, lhs_facts),
             rhs.launch(compiled, Buffer(1), rhs_parts, rhs_facts),
-            _launch_product(
-                self,
-                compiled,
-                kernel,
-                _view(product, lhs, rhs, lhs_parts.index, rhs_parts.index),
-                [(lhs_facts, _batch_strides(lhs)), (rhs_facts, _batch_strides(rhs))],
-                Scalars.int64(0) if plain is None else flag,
-                fused,
-                gpu,
-            ),
+            *(part.launch(compiled, lhs, rhs, gpu) for part in slices),
         ]
         workspaces = [lhs.parts_bytes, rhs.parts_bytes, lhs.facts_bytes, rhs.facts_bytes]
         reason = f"{self.tile}, three MMAs of hi and lo float16 parts"
-        loads, vectors = (16, 16), self.instance.tma_store
+        if len(slices) > 1:
+            reason += f", {len(slices)} parts of k that are added in order"
+        loads, vectors = (16, 16), self.instance.tma_store or len(slices) > 1
         if plain is not None:
             launches.insert(2, decide_launch(compiled, lhs, rhs, lhs_facts, rhs_facts, flag))
             launches.append(plain.launch(compiled, flag, Buffer(product.out_buffer)))
@@ -141,6 +159,59 @@ class EmulatedCandidate(TiledCandidate):
             workspace_bytes=tuple(workspaces),
             reason=reason,
         )
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A part of ``k``, whose product is added to those of the parts before it.
+
+    Attributes
+    ----------
+    candidate
+        The kernel, for the product of this part.
+    whole
+        The product of all of ``k``.
+    first_k
+        Where the part begins.
+    """
+
+    candidate: EmulatedCandidate
+    whole: Product
+    first_k: int
+
+    @functools.cached_property
+    def _fused(self) -> tuple[Kernel, tuple[Parameter, ...]]:
+        product = self.candidate.product
+        return self.candidate.fused(product.epilogue, product.geometry, product.out_buffer)
+
+    @property
+    def kernel(self) -> Kernel:
+        """What the compiler is asked for."""
+        return self._fused[0]
+
+    def launch(self, compiled: Compiled, lhs: SplitPass, rhs: SplitPass, gpu: Gpu) -> Launch:
+        """Return the launch, in the buffers of the whole product."""
+        product = self.candidate.product
+        first, of_whole = product.first_workspace, self.whole.first_workspace
+        lhs_facts, rhs_facts, flag = (Buffer(first + i) for i in (2, 3, 4))
+        kernel, fused = self._fused
+        launch = _launch_product(
+            self.candidate,
+            compiled,
+            kernel,
+            _view(product, lhs, rhs, first, first + 1),
+            [(lhs_facts, _batch_strides(lhs)), (rhs_facts, _batch_strides(rhs))],
+            Scalars.int64(0) if self.candidate.plain is None else flag,
+            fused,
+            gpu,
+        )
+        if product is self.whole:
+            return launch
+        # The output is the operand of the epilogue, too.
+        outputs = [Buffer(self.whole.out_buffer)] * (first - 2)
+        parts = [Buffer(of_whole + i, self.first_k * _F16.itemsize) for i in range(2)]
+        others = [Buffer(of_whole + i) for i in range(2, 5)]
+        return launch.placed([Buffer(0), Buffer(1), *outputs, *parts, *others])
 
 
 def _launch_product(
@@ -283,8 +354,8 @@ def _view(
 ) -> View:
     return dataclasses.replace(
         View.of(product),
-        lhs=_parts_operand(lhs),
-        rhs=_parts_operand(rhs),
+        lhs=_parts_operand(lhs, product.geometry.k),
+        rhs=_parts_operand(rhs, product.geometry.k),
         lhs_dtype=_F16,
         rhs_dtype=_F16,
         lhs_buffer=lhs_buffer,
@@ -293,15 +364,30 @@ def _view(
     )
 
 
-def _parts_operand(split: SplitPass) -> StridedOperand:
-    """Return the hi and lo parts of a row as one row of ``k``."""
-    *batch, mn, _, k = split.strides
+def _parts_operand(split: SplitPass, k: int) -> StridedOperand:
+    """Return the hi and lo parts of ``k`` elements of a row as one row."""
+    *batch, mn, _, k_stride = split.strides
     return dataclasses.replace(
         split.operand,
-        k=PARTS * split.k_padded,
+        k=split.k_padded + padded(k),
         batch_strides=tuple(batch),
         mn_stride=mn,
-        k_stride=k,
+        k_stride=k_stride,
+    )
+
+
+def _added(product: Product) -> Epilogue:
+    """Return the epilogue that adds what the output has."""
+    out = EpilogueArray(
+        product.out_dtype, CXX_TYPES[product.out_dtype], product.geometry.out_strides
+    )
+    return Epilogue(
+        statements=(),
+        results=("x0 + x1",),
+        operands=(out,),
+        outputs=(),
+        batch=product.geometry.batch,
+        instructions=1,
     )
 
 
