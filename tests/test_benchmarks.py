@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import threading
@@ -12,7 +13,7 @@ from jax.profiler import ProfileData
 
 from benchmarks import operation_command
 from benchmarks.calls import case
-from benchmarks.calls.case import Case
+from benchmarks.calls.case import Case, Errors
 from benchmarks.calls.operations import flops
 from benchmarks.command_line import main
 from benchmarks.measurement import measure, side_times, suite_run
@@ -139,6 +140,15 @@ def test_errors_are_those_of_the_arithmetic():
     assert 0 < errors.peer < bound
     assert errors.deviation < 10 * bound
     assert record._wrong(case.row, errors) is None
+
+
+@pytest.mark.parametrize(("precision", "allowed"), [(None, True), ("highest", False)])
+def test_float8_may_have_the_error_of_the_tensor_cores_sums(precision, allowed):
+    of_float8 = row(m=200, n=100, k=50, type="float8_e4m3fn", result="float32")
+    of_float8 = dataclasses.replace(of_float8, precision=precision)
+    wrong = record._wrong(of_float8, Errors(1.0e-3, 2.8e-8, 5e-3))
+    assert (wrong is None) == allowed
+    assert record._wrong(of_float8, Errors(3.0e-3, 2.8e-8, 5e-3))
 
 
 def test_a_wrong_product_is_found():

@@ -252,7 +252,10 @@ def test_outputs_that_lie_like_one_row_are_one():
 
 def kernels():
     """Every instance of the passes."""
-    k_majors = [operand(64, k, k_major=major) for k, major in ((64, 1), (9999, 1), (64, 0))]
+    k_majors = [
+        operand(64, k, k_major=major)
+        for k, major in ((64, 1), (128, 1), (256, 1), (999, 1), (9999, 1), (64, 0))
+    ]
     k_majors.append(operand(4096, 64, k_major=False))
     found = [PackPass(one, size).kernel for one in k_majors for size in (1, 2, 4, 8)]
     found += [SplitPass(one, H100).kernel for one in k_majors]

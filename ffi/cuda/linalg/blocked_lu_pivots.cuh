@@ -112,10 +112,10 @@ struct PivotExchange {
 };
 
 // Eliminates the rows of a CTA, of which each group of lanes has row `numbers[r]` of `panel`,
-// unless that is negative. Finds the pivots, and if `stores` stores the steps.
-template <typename T, int kRows>
+// unless that is negative. Finds the pivots, and if kStores stores the steps.
+template <typename T, int kRows, bool kStores>
 inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRows],
-                           PivotExchange<T>& shared, bool stores, PanelSteps<T>& stored) {
+                           PivotExchange<T>& shared, PanelSteps<T>& stored) {
   static_assert(kRows * kGroups <= kMaxRows);
   constexpr int kWarps = PivotExchange<T>::kWarps, kOwn = kPanelColumns / kLanesOfRow;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -185,7 +185,7 @@ inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRow
         pivot_values[c + 2] = v.z;
         pivot_values[c + 3] = v.w;
       }
-      if (stores) {
+      if constexpr (kStores) {
         if (warp == i % kWarps) {
           stored.rows[step][lane] = pivot[lane];
           if (lane == 0) stored.reciprocals[step] = reciprocal;
@@ -212,7 +212,7 @@ inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRow
         const T factor = keys[r].kept(-column[r] * reciprocal);
 #pragma unroll
         for (int c = 0; c < kOwn; ++c) values[r][c] += factor * pivot_values[c];
-        if (holds_column && stores) values[r][i] = factor;
+        if (kStores && holds_column) values[r][i] = factor;
       }
     }
   }
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(kPivotsThreads, 1)
   const int thread = threadIdx.x, group = thread / kLanesOfRow;
   const T* panel = block + column;
 
-  const auto eliminate = [&]<int kOwn>(Constant<kOwn>, bool of_candidates) {
+  const auto eliminate = [&]<int kOwn, bool kStores>(bool of_candidates) {
     int numbers[kOwn];
 #pragma unroll
     for (int r = 0; r < kOwn; ++r) {
@@ -297,17 +297,18 @@ __global__ void __launch_bounds__(kPivotsThreads, 1)
         numbers[r] = row < rows && (column == 0 || steps[row] < 0) ? row : -1;
       }
     }
-    eliminate_rows(panel, stride, numbers, shared, of_candidates, stored);
+    eliminate_rows<T, kOwn, kStores>(panel, stride, numbers, shared, stored);
     __syncthreads();
   };
-  // Both stages run the same code if they can: the last CTA would wait for other instructions,
-  // which are not cached.
+  // The last CTA would wait for the instructions of another stage, which are not cached. For many
+  // rows that takes longer than to store the steps of all rows.
+  constexpr bool kSameCode = kRows == 8 && kFinalRows == 8;
 #pragma unroll 1
   for (bool of_candidates = false;; of_candidates = true) {
-    if (kRows == kFinalRows || !of_candidates) {
-      eliminate(Constant<kRows>(), of_candidates);
+    if (kSameCode || of_candidates) {
+      eliminate.template operator()<kFinalRows, true>(of_candidates);
     } else {
-      eliminate(Constant<kFinalRows>(), true);
+      eliminate.template operator()<kRows, false>(false);
     }
     if (of_candidates) break;
     if (thread < kColumns) candidates[blockIdx.x * kColumns + thread] = shared.pivots[thread];

@@ -116,11 +116,11 @@ inline void take_half(uint32 (&words)[2], float (&rest)[4]) {
   }
 }
 
-// Reduces the values of a warp's threads that work on the same rows, kFirst lanes apart.
-template <int kFirst, typename T, typename Combine>
+// Reduces the values of threads that work on the same rows: every kFirst-th of kLanes lanes.
+template <int kFirst, int kLanes = 32, typename T, typename Combine>
 inline T combine_lanes(T value, Combine combine) {
 #pragma unroll
-  for (int distance = kFirst; distance < 32; distance *= 2) {
+  for (int distance = kFirst; distance < kLanes; distance *= 2) {
     value = combine(value, __shfl_xor_sync(0xffffffff, value, distance));
   }
   return value;
@@ -131,9 +131,10 @@ inline T combine_lanes(T value, Combine combine) {
 template <SplitConfig config>
 class RowSplitter {
   static constexpr int kThreadRows = config.thread_rows();
-  // The lanes of a warp on the same rows are all lanes, or those this far apart.
+  // The lanes of a warp on the same rows: every kFirstLane-th of kLanes.
   static constexpr int kFirstLane = config.k_major ? 1 : config.line_lanes;
-  static_assert(config.k_major ? config.step_lanes() % 32 == 0 : config.line_lanes < 32);
+  static constexpr int kLanes = config.k_major ? min_of(config.step_lanes(), 32) : 32;
+  static_assert(32 % kLanes == 0 && kFirstLane < kLanes);
   // The CTA's threads load kStep elements of k at once, each 4, and kBatch times before they use
   // the first, so that enough bytes are in flight.
   static constexpr uint32 kStep = 4 * config.step_lanes();
@@ -241,7 +242,7 @@ class RowSplitter {
     }
 #pragma unroll
     for (int row = 0; row < kThreadRows; ++row) {
-      largest[row] = combine_lanes<kFirstLane>(largest[row], max_of<uint32>);
+      largest[row] = combine_lanes<kFirstLane, kLanes>(largest[row], max_of<uint32>);
       if (leads()) atomicMax(&statistics.largest[first_in_block_ + row], largest[row]);
     }
   }
@@ -282,8 +283,8 @@ class RowSplitter {
 #pragma unroll
     for (int row = 0; row < kThreadRows; ++row) {
       const auto add = [](int a, int b) { return a + b; };
-      lost[row] = combine_lanes<kFirstLane>(lost[row], add);
-      dense[row] = combine_lanes<kFirstLane>(dense[row], add);
+      lost[row] = combine_lanes<kFirstLane, kLanes>(lost[row], add);
+      dense[row] = combine_lanes<kFirstLane, kLanes>(dense[row], add);
       if (leads()) {
         atomicAdd(&statistics.lost[first_in_block_ + row], lost[row]);
         atomicAdd(&statistics.dense[first_in_block_ + row], dense[row]);
@@ -333,7 +334,7 @@ class RowSplitter {
   }
 
   // Whether this thread contributes the reduction of its warp's threads on the same rows.
-  static bool leads() { return threadIdx.x % 32 < kFirstLane; }
+  static bool leads() { return threadIdx.x % kLanes < kFirstLane; }
 
   const SplitShape& shape_;
   const char* source_;

@@ -20,7 +20,7 @@ from jax_tilekern.plans.strided_rows import (
 # The parts of an element: hi and lo.
 PARTS = 2
 _PART_BYTES = 2
-# A warp walks shorter rows, and a CTA longer ones.
+# A warp or a part of it walks shorter rows, and a CTA longer ones.
 _LONG_ROW = 2048
 # Half a warp: the other half works on the same rows.
 _MOST_ROW_LANES = 16
@@ -113,7 +113,11 @@ class SplitPass:
     def _row_lanes(self) -> int:
         operand = self.operand
         if operand.k_major:
-            return 1 if operand.k > _LONG_ROW else 8
+            if operand.k > _LONG_ROW:
+                return 1
+            # A thread has 16 elements of a row at a time.
+            lanes_of_k = next((n for n in (4, 8, 16) if 16 * n >= operand.k), 32)
+            return self._threads // lanes_of_k
         # 16 rows a CTA, or 8, which still fill whole sectors, where that takes more SMs. More rows
         # where one step of 512 threads would go beyond a short k.
         lanes = 4 if self.rows >= 16 * self.gpu.sm_count else 2

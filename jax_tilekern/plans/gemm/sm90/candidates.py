@@ -29,7 +29,7 @@ from jax_tilekern.plans.gemm.sm90.config import (
     fits_tma,
     instance_for,
 )
-from jax_tilekern.plans.gemm.sm90.cost import busy_cycles
+from jax_tilekern.plans.gemm.sm90.cost import busy_cycles, reread_cycles
 from jax_tilekern.plans.gemm.sm90.dynamic import CLAIMED_BYTES, CLEAR_CLAIMED, clear_claimed
 from jax_tilekern.plans.gemm.sm90.launch import launch_tiles
 from jax_tilekern.plans.gemm.sm90.tiling import (
@@ -213,7 +213,7 @@ def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKer
                 # The reduction of split-K applies it otherwise.
                 product.epilogue if splits == 1 else None,
             )  # fmt: skip
-            cycles = product.cycles(busy, gpu) + packing
+            cycles = product.cycles(busy, gpu) + packing + reread_cycles(tile, oriented, gpu)
             if splits > 1:
                 cycles += copy_cycles(splits * _outputs(product) * 4, gpu)
             if product.epilogue and product.epilogue.has_matrices and oriented.out_m_major:
