@@ -264,8 +264,8 @@ def _wrong(row: Row, errors: Errors) -> str | None:
 
 
 def _accumulator_rounding(row: Row) -> float:
-    # By default sums of float8 are those of the tensor cores, as in XLA's own kernels. Where XLA has
-    # none for a shape, it converts the operands.
+    # By default sums of float8 are those of the tensor cores, as in XLA's own kernels. For shapes
+    # that have no such kernel XLA converts the operands.
     is_float8 = row.type.startswith("float8") and (row.rhs_type or row.type).startswith("float8")
     if is_float8 and row.precision is None:
         return _FAST_ACCUMULATION

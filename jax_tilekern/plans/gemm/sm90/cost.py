@@ -31,8 +31,8 @@ _LANES = 128
 _PING_PONG_SPREAD = 1.05
 # Clusters save L2 reads, which has not been seen to pay.
 _CLUSTERS = 1.02
-# Of an operand that exceeds L2, what narrow tiles read again from DRAM. Six products with 3 or 5
-# such tiles took 1.17 to 1.69 times the estimate without it.
+# The part of an operand that exceeds L2 which narrow tiles read again from DRAM. Products with 3 to
+# 5 such tiles took 1.17 to 1.69 times the estimate without it.
 _L2_BYTES, _NARROW, _READ_AGAIN = 50 << 20, 64, 0.3
 
 
