@@ -7,12 +7,9 @@
 // Four lanes share a row, 8 columns each.
 #pragma once
 
-#include "ptx.cuh"
 #include "types.cuh"
 
 namespace tilekern {
-
-extern __shared__ uint4 shared_memory[];
 
 inline constexpr int kPanelColumns = 32;
 inline constexpr int kPivotsThreads = 256;
@@ -218,50 +215,6 @@ inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRow
   }
 }
 
-// Eliminates the rows of the pivots by each other, in all columns of the block, and writes them to
-// `pivot_rows`. A thread has a column, whose elements are in shared memory.
-template <typename T>
-inline void eliminate_pivot_rows(const T* block, int stride, const int32 (&pivots)[kPanelColumns],
-                                 const PanelSteps<T>& stored, T* column, T* pivot_rows) {
-  static_assert(kPivotsThreads == kBlockColumns);
-  constexpr int kRows = 8, kStep = 4;
-#pragma unroll 4
-  for (int s = 0; s < kPanelColumns; ++s) {
-    cp_async<sizeof(T)>(shared_address(column + s * kBlockColumns),
-                        block + int64(pivots[s]) * stride + threadIdx.x, true);
-  }
-  cp_async_commit();
-  cp_async_wait<0>();
-  // Loops keep the code short: one CTA runs it, and waits for instructions that are not cached.
-#pragma unroll 1
-  for (int first = 0; first < kPanelColumns; first += kRows) {
-    T x[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) x[r] = column[(first + r) * kBlockColumns];
-#pragma unroll 1
-    for (int s = 0; s < first; s += kStep) {
-      T above[kStep];
-#pragma unroll
-      for (int e = 0; e < kStep; ++e) above[e] = column[(s + e) * kBlockColumns];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const Four<T> v = *reinterpret_cast<const Four<T>*>(&stored.rows[first + r][s]);
-        x[r] += v.x * above[0];
-        x[r] += v.y * above[1];
-        x[r] += v.z * above[2];
-        x[r] += v.w * above[3];
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int e = 0; e < r; ++e) x[r] += stored.rows[first + r][first + e] * x[e];
-      column[(first + r) * kBlockColumns] = x[r];
-      pivot_rows[(first + r) * kBlockColumns + threadIdx.x] = x[r];
-    }
-  }
-}
-
 // Finds the pivots of the panel of 32 columns from `column` of `block`. `block` has `rows` rows at
 // a distance of `stride`, and is not modified.
 //
@@ -270,8 +223,7 @@ inline void eliminate_pivot_rows(const T* block, int stride, const int32 (&pivot
 // `pivot_rows` receives the block's rows that are the pivots, eliminated by each other. `arrived`
 // is 0 before and after. `candidates` has 32 numbers for each CTA.
 //
-// A group of lanes has kRows consecutive rows of its CTA, or kFinalRows of the candidates. Dynamic
-// shared memory has the pivots' rows.
+// A group of lanes has kRows consecutive rows of its CTA, or kFinalRows of the candidates.
 template <typename T, int kRows, int kFinalRows>
 __global__ void __launch_bounds__(kPivotsThreads, 1)
     blocked_lu_pivots(const T* block, int32* steps, int32* order, uint32* arrived,
@@ -328,8 +280,26 @@ __global__ void __launch_bounds__(kPivotsThreads, 1)
   for (int i = thread; i < kColumns * kColumns; i += kPivotsThreads) {
     panel_steps->rows[i / kColumns][i % kColumns] = stored.rows[i / kColumns][i % kColumns];
   }
-  eliminate_pivot_rows(block, stride, shared.pivots, stored,
-                       reinterpret_cast<T*>(shared_memory) + thread, pivot_rows);
+
+  // A thread has a column of the block.
+  static_assert(kPivotsThreads == kBlockColumns);
+  T x[kColumns];
+#pragma unroll
+  for (int s = 0; s < kColumns; ++s) x[s] = block[int64(shared.pivots[s]) * stride + thread];
+#pragma unroll
+  for (int s = 1; s < kColumns; ++s) {
+#pragma unroll
+    for (int i = 0; i < s; i += 4) {
+      const Four<T> v = *reinterpret_cast<const Four<T>*>(&stored.rows[s][i]);
+      const T multiples[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (i + e < s) x[s] += multiples[e] * x[i + e];
+      }
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < kColumns; ++s) pivot_rows[s * kBlockColumns + thread] = x[s];
 }
 
 }  // namespace tilekern

@@ -286,7 +286,6 @@ class Elimination:
                 entry=compiled.entry(pivots.name),
                 grid=(ctas, 1, 1),
                 block=(_PIVOTS_THREADS, 1, 1),
-                shared_memory_bytes=PANEL * BLOCK * matrix.itemsize,
                 branches=first > 0,
                 parameters=(
                     block,

@@ -76,6 +76,9 @@ _CYCLES_OF_A_ROW, _CYCLES_OF_A_SKIPPED_CTA = 0.18, 4
 # without it, where those of 64x128 took 0.94 to 1.11 times theirs.
 _NARROW_TILE = 1.18
 
+# What a tile takes besides its MMAs and stores, and what splitting takes of an operand that is not
+# k-major, whose rows are read twice (49 products of seven samples).
+_CYCLES_OF_A_TILE, _ACROSS_K = 2500, 1.5
 # CTAs with many tiles of a long k drift apart, until L2 serves no operand to two of them. Such a
 # product is the sum of products of at most so much k, if an SM has so many tiles.
 _SLICE_K, _SLICED_ROUNDS = 8192, 16
@@ -313,7 +316,10 @@ def emulated_candidates(product: Product, gpu: Gpu) -> list[EmulatedCandidate] |
         return NoKernel("an operand has more rows than a launch can split")
     first = product.first_workspace
     view = _view(product, lhs, rhs, first, first + 1)
-    splitting = copy_cycles(lhs.parts_bytes, gpu) + copy_cycles(rhs.parts_bytes, gpu)
+    splitting = sum(
+        (1 if split.operand.k_major else _ACROSS_K) * copy_cycles(split.parts_bytes, gpu)
+        for split in (lhs, rhs)
+    )
     deciding = 0.0
     if best is not None:
         deciding = 2 * copy_cycles(0, gpu) + _CYCLES_OF_A_ROW * (lhs.rows + rhs.rows)
@@ -337,6 +343,7 @@ def _candidates(
         )
         if tile.block_m > tile.block_n and work_tiles > gpu.sm_count:
             busy *= _NARROW_TILE
+        busy += _CYCLES_OF_A_TILE * math.ceil(work_tiles / gpu.sm_count)
         cycles = product.cycles(busy, gpu) + other_cycles
         yield EmulatedCandidate(tile, instance, cycles, product, plain)
 
