@@ -150,6 +150,10 @@ def test_reasons(shape, axes, words):
         ((4096, 4096), (1, 0), 1, None),
         ((3, 4096), (1, 0), 1, "12288 bytes"),
         ((3, 2**20), (1, 0), 1, None),
+        # Records that leave most threads of a CTA without work.
+        ((6048, 32, 64), (0, 2, 1), 2, "64 short records"),
+        ((6048, 32, 256), (0, 2, 1), 2, None),
+        ((32, 1024, 64, 128), (2, 1, 3, 0), 1, "128 short records"),
         ((5600, 112, 64), (0, 2, 1), 1, "unaligned rows of 112 bytes"),
         ((5600, 128, 64), (0, 2, 1), 1, None),
         ((2**14, 56, 768), (0, 2, 1), 2, "unaligned rows of 112 bytes"),

@@ -30,33 +30,6 @@ Invert = Callable[[Array], Array]
 _product = functools.partial(matmul, precision=lax.Precision.HIGHEST)
 
 
-def cholesky(a: Array, *, symmetrize: bool, block: int, invert: Invert) -> Array:
-    """Factor into ``x @ x.mT``, from the lower triangle alone unless ``symmetrize``."""
-    if symmetrize:
-        a = (a + a.mT) / 2
-    factor = _cholesky_columns(a, block, invert)
-    # XLA's factor of a panel that is not positive definite is NaN, and so is all that follows.
-    failed = jnp.isnan(factor[..., -1, -1])[..., None, None]
-    return jnp.tril(jnp.where(failed, jnp.nan, factor))
-
-
-def _cholesky_columns(a: Array, block: int, invert: Invert) -> Array:
-    """Factor columns of a matrix, from those on the diagonal down."""
-    columns = a.shape[-1]
-    if columns <= block:
-        top = lax.linalg.cholesky(a[..., :columns, :], symmetrize_input=False)
-        if a.shape[-2] == columns:
-            return top
-        system = _System(top, block, invert, left_side=False, transposed=True)
-        return jnp.concatenate([top, system.solve(a[..., columns:, :])], axis=-2)
-    half = _half(columns, block)
-    left = _cholesky_columns(a[..., :half], block, invert)
-    below = left[..., half:, :]
-    update = _product(below, below[..., : columns - half, :].mT)
-    right = _cholesky_columns(a[..., half:, half:] - update, block, invert)
-    return jnp.concatenate([left, _after_zeros(right, half)], axis=-1)
-
-
 def lu(a: Array, *, block: int, invert: Invert) -> tuple[Array, Array, Array]:
     """Factor with partial pivoting; as :func:`jax.lax.linalg.lu`, for as many rows or more."""
     columns = a.shape[-1]

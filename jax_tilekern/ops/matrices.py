@@ -516,7 +516,7 @@ _cholesky = _define_matrix(
     jvp=_cholesky_jvp,
     cpu=ffi.CPU_MATRIX_CHOLESKY,
     cuda=plans.cholesky_kernel,
-    large=functools.partial(cholesky_of_large, _in_blocks("cholesky", blocked.cholesky)),
+    large=cholesky_of_large,
     describe=lambda symmetrize: "cholesky" + symmetrize * " symmetrized",
 )
 

@@ -98,13 +98,14 @@ def inverse_of_large(
 
 
 def cholesky_of_large(
-    in_blocks: Callable[..., Rewrite | Fallback], operands: Sequence[Operand], *, symmetrize: bool
+    operands: Sequence[Operand], *, symmetrize: bool
 ) -> Kernel | Rewrite | Fallback:
-    """Return the Cholesky factor by one plan, or a call in blocks of the sizes that have none."""
+    """Return the Cholesky factor by one plan."""
     (a,) = operands
     matrices = _matrices(a.aval)
     if not blocked_cholesky.covers(*dataclasses.astuple(matrices)):
-        return in_blocks(operands, symmetrize=symmetrize)
+        sizes = f"{blocked_cholesky.MIN_ROWS} to {blocked_cholesky.MAX_ROWS}"
+        return Fallback(f"{_TOO_LARGE}, and in float32 for matrices of {sizes} rows")
     problem = matrices.count, matrices.size, symmetrize
     return planned_kernel((a.value,), blocked_cholesky.plan_cholesky, *problem)
 

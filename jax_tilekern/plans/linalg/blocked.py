@@ -27,8 +27,8 @@ _F32, _F64 = np.dtype(np.float32), np.dtype(np.float64)
 # Seconds per column of a factorisation or of a triangle, and of one in a tall panel. Measured: with
 # its LU decomposition in panels the inverse of 4096 rows took 20.7 ms and XLA's 17.5, and that of
 # 8192 rows 62 and 65.
-_COLUMN_SECONDS = {"cholesky": 0.25e-6, "lu": 1.5e-6, "inverse": 0.4e-6, "triangular_solve": 0.2e-6}
-_PANEL_COLUMN_SECONDS = {"cholesky": 0.25e-6, "lu": 1e-6}
+_COLUMN_SECONDS = {"lu": 1.5e-6, "inverse": 0.4e-6, "triangular_solve": 0.2e-6}
+_PANEL_COLUMN_SECONDS = {"lu": 1e-6}
 # Operations per second of cuSOLVER's factorisations and of cuBLAS's systems with a triangle.
 _LIBRARY_RATE = {_F32: 20e12, _F64: 30e12}
 # Measured over estimated time of the small products along a triangle: 4096 rows took 9.7 ms and not
@@ -50,7 +50,7 @@ class LargeMatrices:
     Attributes
     ----------
     operation
-        ``"cholesky"``, ``"lu"``, ``"inverse"`` or ``"triangular_solve"``; an inverse is that of the
+        ``"lu"``, ``"inverse"`` or ``"triangular_solve"``; an inverse is that of the
         factors of ``"lu"``.
     count
         How many matrices there are.
@@ -72,7 +72,6 @@ class LargeMatrices:
         """Return the time of XLA's own function."""
         n = self.size
         operations = {
-            "cholesky": n**3 / 3,
             "lu": 2 * n**3 / 3,
             "inverse": 2 * n**3,
             "triangular_solve": n**2 * self.columns,
@@ -89,7 +88,6 @@ class LargeMatrices:
         system = inversion + 4 * panels
         lu = levels * (inversion + 2 * panels)
         products, operations, panel_operations = {
-            "cholesky": (panels * (inversion + 4), n**3 / 2 + 3 * n**2 * block, n * block**2 / 3),
             "lu": (lu, 2 * n**3 / 3 + 2 * levels * n**2 * block, n**2 * block),
             "inverse": (2 * system, 5 * n**3 / 3 + 5 * n**2 * block, 0),
             "triangular_solve": (system, (n + 5 * block) * n * self.columns, 0),

@@ -51,6 +51,8 @@ _MIN_UNALIGNED_BYTES = 2**24
 _MIN_NARROW_BYTES = 2**26
 # Narrow transposes of 1.2 MB took twice XLA's time, and those of 3 MB the same.
 _SMALL_NARROW_BYTES = 2**21
+# The share of a narrow kernel's threads that have no record of a short matrix.
+_IDLE_THREADS = 0.6
 # Rows of a result that are shorter and not aligned share cache lines with their neighbours.
 _LINE_BYTES = 128
 # Smaller arrays are bound by their launch.
@@ -119,9 +121,12 @@ def left_to_xla(permutation: Permutation, gpu: Gpu) -> str | None:
             return "XLA's copies of unaligned rows are faster (0.53 to 0.95)"
         return None
     matrices = Matrices.of(permutation)
-    if next(_narrow(permutation, matrices), None) is not None:
+    narrow = next(_narrow(permutation, matrices), None)
+    if narrow is not None:
         if size < _SMALL_NARROW_BYTES:
             return f"XLA's transposes of {size} bytes are faster (0.5)"
+        if narrow.idle_threads > _IDLE_THREADS:
+            return f"XLA's transposes of {narrow.length} short records are faster (0.49 to 0.73)"
         few_rows = matrices.rows < matrices.columns
         if few_rows and matrices.itemsize >= 4 and size < _MIN_NARROW_BYTES:
             return "XLA's transposes of a few short rows are faster (0.91)"
