@@ -133,6 +133,11 @@ def test_constants_of_costs_are_complete():
             ("tf32", 1, 4288, 1024, (16,), K_MAJOR),
         ),
         (
+            "rows of 120 elements",
+            ("f64", 1, 622880, 120, (), K_MAJOR),
+            ("f64", 1, 622880, 128, (), K_MAJOR),
+        ),
+        (
             "unaligned rows",
             ("bf16", 1, 99994, 289, (), K_MAJOR),
             ("bf16", 1, 99994, 288, (), K_MAJOR),

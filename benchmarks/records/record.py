@@ -249,7 +249,8 @@ def _other(other: OtherPeer, target: float, pairs: Pairs | None) -> Record:
 def _wrong(row: Row, errors: Errors) -> str | None:
     inexact = jnp.issubdtype(row.result_type, jnp.inexact)
     rounding = float(_finfo(row.result_type).eps) if inexact else 0.0
-    accumulated = _ROUNDINGS * min(rounding, _accumulator_rounding(row))
+    of_sums = min(rounding, _accumulator_rounding(row))
+    accumulated = _ROUNDINGS * of_sums
     ours, peer, deviation = errors
     # The reference, which adds in float64, errs as well: the random roundings of a sum of n terms
     # add up to a third of the root of n, in terms of what random terms add up to.
@@ -258,7 +259,7 @@ def _wrong(row: Row, errors: Errors) -> str | None:
     # Written so that an error that is not a number is wrong.
     if not ours <= _ERROR_MARGIN * peer + rounding + accumulated:
         return f"wrong: relative error {ours:.1e}, the peer's {peer:.1e}"
-    if not deviation <= _DEVIATION_MARGIN * (ours + peer + rounding):
+    if not deviation <= _DEVIATION_MARGIN * (ours + peer + rounding + of_sums):
         return f"wrong: an element is {deviation:.1e} root mean squares from the peer's"
     return None
 
