@@ -139,7 +139,7 @@ def of_group(operation, group):
 
 
 def worst(sample):
-    found = rows(f"h100/samples/{sample}")
+    found = rows(sample)
     return min(ratio(row) for row in found if "seconds" in row)
 
 
@@ -160,16 +160,16 @@ QUOTED = {
         spread(
             [
                 ratio(row)
-                for row in rows("h100/linalg_large")
+                for row in rows(f"{device}/linalg_large")
                 if row["operation"] in operations and row["type"] == dtype
             ],
             1,
         )
-        for operations, dtype in (
-            (("inv",), "float32"),
-            (("solve",), "float32"),
-            (("cholesky",), "float32"),
-            (("inv", "solve"), "float64"),
+        for device, operations, dtype in (
+            ("h100", ("inv",), "float32"),
+            ("h100", ("solve",), "float32"),
+            ("h100", ("cholesky",), "float32"),
+            ("h200", ("inv", "solve"), "float64"),
         )
     ),
     "float32 products at": lambda: spread(of_group("matmul", "float32"), 1),
@@ -183,10 +183,15 @@ QUOTED = {
         spread(grouped(count), 2) for count in (8, 128)
     ),
     "8-bit products, both": lambda: spread(of_group("matmul", "8-bit K-major"), 2),
-    "128 products drawn at random": lambda: f"from {worst('matmul-17'):.2f}",
-    "48 to 60 random calls each": lambda: (
+    "158 products drawn at random": lambda: "; ".join(
+        f"from {worst(x):.2f}" for x in ("h100/samples/matmul-23", "h200/samples/matmul-21")
+    ),
+    "60 random calls each": lambda: (
         "from "
-        + ", ".join(f"{worst(x):.2f}" for x in ("transpose-13", "matvec-11", "vdot-13", "sum-13"))
+        + ", ".join(
+            f"{worst(f'h100/samples/{name}-21'):.2f}"
+            for name in ("transpose", "matvec", "sum", "vdot")
+        )
     ),
     "dense products with collectives": lambda: spread(sharded(False), 2),
     "`ragged_dot` of 64 experts on 2": lambda: "; ".join(
