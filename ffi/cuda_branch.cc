@@ -39,19 +39,18 @@ std::string Wait(const Driver& driver, CUstream stream, CUstream other, CUevent 
 }  // namespace
 
 std::string Branch::Fork() {
-  if (begun_) return {};
   if (lane_ == nullptr) {
     Or<const Lane*> found = LaneOf(driver_, context_, main_);
     if (auto* why = std::get_if<std::string>(&found)) return *why;
     lane_ = std::get<const Lane*>(found);
   }
-  begun_ = true;
+  forked_ = true;
   return Wait(driver_, lane_->stream, main_, lane_->forked);
 }
 
 std::string Branch::Join() {
-  if (!begun_) return {};
-  begun_ = false;
+  if (!forked_) return {};
+  forked_ = false;
   return Wait(driver_, main_, lane_->stream, lane_->joined);
 }
 

@@ -16,11 +16,11 @@ class Branch {
   Branch(const Driver& driver, CUcontext context, CUstream main)
       : driver_(driver), context_(context), main_(main) {}
 
-  // Lets the branch begin after all that has been launched on the main stream, unless it has begun.
-  // Returns an error message, or nothing, as Join does.
+  // Lets the branch wait for all that has been launched on the main stream. Returns an error
+  // message, or nothing, as Join does.
   std::string Fork();
 
-  // Lets the main stream wait for the branch, if it has begun.
+  // Lets the main stream wait for the branch, if it has been forked since the last time.
   std::string Join();
 
   CUstream stream() const { return lane_->stream; }
@@ -36,7 +36,7 @@ class Branch {
   const CUcontext context_;
   const CUstream main_;
   const Lane* lane_ = nullptr;
-  bool begun_ = false;
+  bool forked_ = false;
 };
 
 }  // namespace tilekern

@@ -188,7 +188,8 @@ std::string RunPlan(const Driver& driver, const LaunchPlan& plan,
   std::string problem;
   for (size_t i = 0; i < functions.size() && problem.empty(); ++i) {
     const Launch& launch = plan.launches[i];
-    if (launch.branches) problem = branch.Fork();
+    const bool follows_branch = i > 0 && plan.launches[i - 1].branches;
+    if (launch.branches && !follows_branch) problem = branch.Fork();
     if (launch.joins) problem = branch.Join();
     if (problem.empty()) {
       problem =

@@ -3,7 +3,7 @@
 // XLA instantiates a call site once, before there is a device, and shares its state among all
 // devices and threads that run the executable. It calls initialize before each run, outside of any
 // graph capture, and execute within the run, possibly during a capture. So initialize loads
-// modules, and execute only encodes and launches.
+// modules, and execute only encodes and launches, besides opening a stream at the first branch.
 
 #include <map>
 #include <memory>

@@ -200,8 +200,10 @@ ffi::ErrorOr<LaunchPlan> ReadLaunchPlan(const ffi::Dictionary& attributes) {
     if (plan.launches.back().overlaps && (i == 0 || !plan.launches.back().repeats.empty())) {
       launch.Fail("overlaps", "a launch that is the first or repeats cannot overlap");
     }
-    if (plan.launches.back().branches && plan.launches.back().joins) {
-      launch.Fail("joins", "a launch that branches cannot join");
+    const Launch& last = plan.launches.back();
+    if (last.branches && last.joins) launch.Fail("joins", "a launch that branches cannot join");
+    if (last.overlaps && (last.branches || last.joins)) {
+      launch.Fail("overlaps", "a launch that branches or joins cannot overlap");
     }
   }
   if (error.empty()) return plan;

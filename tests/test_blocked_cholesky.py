@@ -65,7 +65,9 @@ def test_the_choice_is_explained():
     assert "blocks of 128 columns" in explained((1, 600, 600)).reason
     several = explained((2, 3, 500, 500)).kernel
     assert several == "blocked_cholesky float32 6 matrices 500x500"
-    assert "in float32 for matrices of 65 to 32768 rows" in explained((40000, 40000)).reason
+    for shape in ((40000, 40000), (1000, 65, 65)):
+        why = "float32 matrices of 65 to 32768 rows (from 96 rows on if there are more than 512"
+        assert why in explained(shape).reason
 
 
 @needs_nvrtc

@@ -15,7 +15,7 @@ from plan_buffers import assert_within_buffers
 import jax_tilekern as jtk
 from jax_tilekern import linalg
 from jax_tilekern.plans.gpu import gpu_target, known_gpu
-from jax_tilekern.plans.launch import NoKernel
+from jax_tilekern.plans.launch import Buffer, NoKernel
 from jax_tilekern.plans.linalg.blocked_lu_plans import covers, plan_inverse, plan_solution
 
 needs_hopper = pytest.mark.skipif(
@@ -70,8 +70,8 @@ def test_the_choice_is_explained():
     (solution,) = explained(linalg.solve, (4096, 4096), (4096, 7))
     assert inverse.kernel == "blocked_lu inverse float32 4096x4096"
     assert solution.kernel == "blocked_lu solution float32 4096x4096, 7 columns"
-    assert "blocks of 256, and 30 products" in inverse.reason
-    assert inverse.reason == solution.reason
+    assert "blocks of 256, and 59 products" in inverse.reason
+    assert "blocks of 256, and 45 products" in solution.reason
     (wide,) = explained(linalg.solve, (512, 512), (512, 2**16 + 1))
     assert wide.kernel is None
     assert "65537 right-hand sides (at most 65536)" in wide.reason
@@ -160,16 +160,28 @@ def test_blocks_are_factored_beside_products(call):
         for index, launch in enumerate(plan.launches)
         if re.search("pivots|lu_update", launch.entry.name)
     ]
+    itemsize, extended = call[-1].itemsize, -(-call[1] // 256) * 256
+    stride = extended if call[0] is plan_inverse else extended + -(-call[2] // 32) * 32
+
+    def columns_of(launch, matrix):
+        """Where parts of the matrix begin that a launch reads or writes without tensor maps."""
+        buffers = (p for p in launch.parameters if isinstance(p, Buffer) and p.index == matrix)
+        return {p.offset_bytes // itemsize % stride for p in buffers}
+
     first, later = factors[:16], factors[16:]
     assert not any(plan.launches[i].branches for i in first)
     assert later == [i for i, launch in enumerate(plan.launches) if launch.branches]
     for begin in later[::16]:
         # What is subtracted from the columns of the block comes before, the other columns after.
         assert "matmul" in plan.launches[begin - 1].entry.name
-        beside = itertools.takewhile(lambda x: not x.joins, plan.launches[begin + 16 :])
+        block = plan.launches[begin].parameters[0]
+        own = block.offset_bytes // itemsize % stride
+        assert own in columns_of(plan.launches[begin - 1], block.index)
+        beside = [*itertools.takewhile(lambda x: not x.joins, plan.launches[begin + 16 :])]
         names = [launch.entry.name for launch in beside]
         assert any("matmul" in name for name in names)
         assert all(re.search("split_float32|pack_operand|matmul", name) for name in names)
+        assert not any(own in columns_of(launch, block.index) for launch in beside)
         assert "exchange" in plan.launches[begin + 16 + len(names)].entry.name
 
 

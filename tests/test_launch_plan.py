@@ -70,6 +70,8 @@ MAP = TensorMap(0, "bfloat16", (100, 64), (208,), (64, 32), swizzle=128)
         ({"repeats": (3, 0)}, r"repeats \(3, 0\) have one below 1"),
         ({"repeats": (3,), "overlaps": True}, "a launch that repeats cannot overlap"),
         ({"branches": True, "joins": True}, "a launch that branches cannot join"),
+        ({"branches": True, "overlaps": True}, "that branches or joins cannot overlap"),
+        ({"joins": True, "overlaps": True}, "that branches or joins cannot overlap"),
         (
             {"repeats": (3, 5), "parameters": (Buffer(0, 0, (4,)), Buffer(1))},
             r"steps \(4,\) do not match repeats \(3, 5\)",

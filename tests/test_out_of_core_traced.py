@@ -41,6 +41,8 @@ def either_x64(request):
         (300, 400, 200, 1 << 20),
         # Blocks that do not divide the result, and a single one.
         (1000, 700, 130, 1_500_000),
+        # Several strips of rows that divide it.
+        (1024, 512, 130, 1_500_000),
         (100, 90, 80, 1 << 20),
     ],
 )

@@ -1,6 +1,5 @@
 """Plans of float32 products by split-float16 emulation; nothing is launched."""
 
-import numpy as np
 import pytest
 from nvrtc_mark import needs_nvrtc
 from plan_buffers import assert_within_buffers
@@ -8,6 +7,7 @@ from products import F32, product_of
 
 from jax_tilekern.plans.gemm.sm90.emulated import emulated_candidates
 from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.launch import TensorMap
 
 GPU = known_gpu("sm_90a")
 SIDE = 128 * 46  # 16 rounds of tiles of 128x128 for 132 SMs.
@@ -28,10 +28,18 @@ def test_a_long_k_is_in_parts(arithmetic, k, parts):
         assert (f"{parts} parts of k" in plan.reason) == (parts > 1)
         sizes = [4 * SIDE * k, 4 * SIDE * k, 4 * SIDE * SIDE, *plan.workspace_bytes]
         assert_within_buffers(plan, sizes)
-        # All but the first add what is there.
-        adding = [np.unique([p.index for p in x.parameters if hasattr(p, "index")])
-                  for x in products_of_parts(plan)]  # fmt: skip
-        assert all(2 in buffers for buffers in adding)
+        # Each begins where the part before it ends, and all but the first add what is there.
+        size = -(-k // parts // 64) * 64
+        offsets = [
+            {p.offset_bytes for p in launch.parameters if isinstance(p, TensorMap) and p.buffer > 2}
+            for launch in products_of_parts(plan)
+        ]
+        assert offsets == [{2 * size * part} for part in range(parts)]
+        outputs = [
+            sum(getattr(p, "index", getattr(p, "buffer", None)) == 2 for p in launch.parameters)
+            for launch in products_of_parts(plan)
+        ]
+        assert all(more > outputs[0] for more in outputs[1:])
         names = [launch.entry.name for launch in products_of_parts(plan)]
         assert len(set(names)) == min(parts, 2)
         assert names[1:] == names[-1:] * (parts - 1)

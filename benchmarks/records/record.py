@@ -249,7 +249,7 @@ def _other(other: OtherPeer, target: float, pairs: Pairs | None) -> Record:
 def _wrong(row: Row, errors: Errors) -> str | None:
     inexact = jnp.issubdtype(row.result_type, jnp.inexact)
     rounding = float(_finfo(row.result_type).eps) if inexact else 0.0
-    of_sums = min(rounding, _accumulator_rounding(row))
+    of_sums = _rounding_of_sums(row, rounding)
     accumulated = _ROUNDINGS * of_sums
     ours, peer, deviation = errors
     # The reference, which adds in float64, errs as well: the random roundings of a sum of n terms
@@ -264,13 +264,12 @@ def _wrong(row: Row, errors: Errors) -> str | None:
     return None
 
 
-def _accumulator_rounding(row: Row) -> float:
-    # By default sums of float8 are those of the tensor cores, as in XLA's own kernels. For shapes
-    # that have no such kernel XLA converts the operands.
+def _rounding_of_sums(row: Row, of_result: float) -> float:
+    # By default sums of float8 are those of the tensor cores, on our side, on XLA's, or on both.
     is_float8 = row.type.startswith("float8") and (row.rhs_type or row.type).startswith("float8")
     if is_float8 and row.precision is None:
         return _FAST_ACCUMULATION
-    return float(_finfo(jnp.float32).eps)
+    return min(of_result, float(_finfo(jnp.float32).eps))
 
 
 def spreads(pairs: Pairs) -> dict[str, dict[str, float]]:

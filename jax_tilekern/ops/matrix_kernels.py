@@ -104,8 +104,7 @@ def cholesky_of_large(
     (a,) = operands
     matrices = _matrices(a.aval)
     if not blocked_cholesky.covers(*dataclasses.astuple(matrices)):
-        sizes = f"{blocked_cholesky.MIN_ROWS} to {blocked_cholesky.MAX_ROWS}"
-        return Fallback(f"{_TOO_LARGE}, and in float32 for matrices of {sizes} rows")
+        return Fallback(f"{_TOO_LARGE}, and for {blocked_cholesky.COVERED}")
     problem = matrices.count, matrices.size, symmetrize
     return planned_kernel((a.value,), blocked_cholesky.plan_cholesky, *problem)
 

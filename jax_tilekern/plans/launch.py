@@ -357,7 +357,7 @@ class Launch:
         It may begin before the plan's launch before it has ended (programmatic dependent launch).
         Its kernel calls ``wait_for_prerequisites()`` of ``ptx.cuh``.
     branches
-        It runs on a second stream, after the launches before it, and beside those after it until
+        It runs on a second stream, after all launches before it, and beside those after it until
         one that joins. SMs that become free are given to the second stream first. The end of a plan
         joins, too.
     joins
@@ -393,6 +393,10 @@ class Launch:
         )
         self._require(not (self.overlaps and self.repeats), "a launch that repeats cannot overlap")
         self._require(not (self.branches and self.joins), "a launch that branches cannot join")
+        self._require(
+            not (self.overlaps and (self.branches or self.joins)),
+            "a launch that branches or joins cannot overlap",
+        )
         for parameter in self.parameters:
             steps = () if isinstance(parameter, Scalars) else parameter.steps_bytes
             self._require(

@@ -23,3 +23,4 @@ void CheckHostileRaggedCalls(Counts& counts);                 // hostile_ragged_
 void CheckHostileArrayCalls(Counts& counts);                  // hostile_array_calls.cc
 void CheckHostilePlans(Counts& counts);                       // hostile_plans.cc
 void CheckHostileCubins(Counts& counts);                      // hostile_cubins.cc
+void CheckBranches(Counts& counts);                           // branches.cc

@@ -54,6 +54,8 @@ std::map<std::string, Attribute> GoodPlan() {
                                                {"parameters", Attribute::Members({})},
                                                {"shared_memory_bytes", Attribute::Number(0)}});
   auto branching = overlapping, joining = overlapping;
+  branching.members.erase("overlaps");
+  joining.members.erase("overlaps");
   branching.members["branches"] = joining.members["joins"] = Attribute::Number(1);
   return {
       {"alignments", Attribute::Numbers({16, 4})},
@@ -146,6 +148,9 @@ void CheckHostilePlans(Counts& counts) {
     auto& members = both["launches"].members[launch].members;
     members["branches"] = members["joins"] = Attribute::Number(1);
     counts.Check(!Read(both).empty(), "a launch that branches and joins is refused");
+    auto overlapping = GoodPlan();
+    overlapping["launches"].members[launch].members["overlaps"] = Attribute::Number(1);
+    counts.Check(!Read(overlapping).empty(), "a launch that branches or joins cannot overlap");
   }
   for (const int64_t cubin : {-1, 2}) {
     auto absent = GoodPlan();

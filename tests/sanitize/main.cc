@@ -10,6 +10,7 @@ int main(int argc, char** argv) {
   if (!threads_only) {
     CheckHostilePlans(counts);
     CheckHostileCubins(counts);
+    CheckBranches(counts);
     CheckHostileCalls(counts);
     CheckHostileRaggedCalls(counts);
     CheckHostileArrayCalls(counts);

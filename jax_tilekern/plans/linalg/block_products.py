@@ -51,7 +51,10 @@ class Products:
     workspace_bytes: list[int] = field(default_factory=list)
 
     def on_share(self, share: float) -> Products:
-        """Return products that leave the other SMs to launches beside them."""
+        """Return products of which persistent CTAs take so many of the SMs.
+
+        In float32 these are the kernels of products, and leave the other SMs to launches beside.
+        """
         gpu = dataclasses.replace(self.gpu, sm_count=int(share * self.gpu.sm_count))
         return dataclasses.replace(self, gpu=gpu)
 

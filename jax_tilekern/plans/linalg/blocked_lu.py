@@ -24,7 +24,7 @@ _ROWS_OF_GROUP = (4, 8)
 _PIVOTS_CTAS = 16
 # Elements of the rows and reciprocals of a panel's steps (`PanelSteps`).
 _STEPS_ELEMENTS = (PANEL + 1) * PANEL
-# The share of the SMs that update a matrix while the pivots of its next block are found.
+# The share of the SMs whose persistent CTAs update a matrix while its next block is factored.
 _UPDATING_SMS = 2 / 3
 # Bytes of a row of a CTA of the kernel that exchanges rows, and columns of one that substitutes.
 _EXCHANGED_BYTES = 128

@@ -2,8 +2,9 @@
 
 A block of columns is eliminated in panels, whose pivots are found by a tournament. Then a kernel
 solves with the unit lower factor of the pivots for their rows of the other columns, among them the
-right-hand sides, and one product updates the rows below. Back substitution takes one kernel for
-each block too, and the products of a recursion.
+right-hand sides. Products update the rows below: in the next block's columns first, and in the
+others while the next block is eliminated. Back substitution takes one kernel for each block too,
+and the products of a recursion.
 """
 
 from __future__ import annotations
@@ -130,14 +131,14 @@ def _plan(
     arrays: int,
     workspaces: tuple[int, ...],
 ) -> LaunchPlan:
-    blocks = elimination.size // BLOCK
+    products = sum("matmul" in launch.entry.name for launch in launches)
     return LaunchPlan(
         name=name,
         gpu=elimination.gpu,
         launches=tuple(launches),
         alignments=(elimination.dtype.itemsize,) * arrays,
         workspace_bytes=(*workspaces, *elimination.products.workspace_bytes),
-        reason=f"panels of {PANEL} columns, blocks of {BLOCK}, and {2 * blocks - 2} products",
+        reason=f"panels of {PANEL} columns, blocks of {BLOCK}, and {products} products",
     )
 
 

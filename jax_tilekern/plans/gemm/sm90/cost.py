@@ -33,7 +33,7 @@ _PING_PONG_SPREAD = 1.05
 _CLUSTERS = 1.02
 # The part of an operand that exceeds L2 which narrow tiles read again from DRAM. Products with 3 to
 # 5 such tiles took 1.17 to 1.69 times the estimate without it.
-_L2_BYTES, _NARROW, _READ_AGAIN = 50 << 20, 64, 0.3
+_NARROW, _READ_AGAIN = 64, 0.3
 
 
 def busy_cycles(
@@ -115,7 +115,7 @@ def reread_cycles(tile: WgmmaTile, view: View, gpu: Gpu) -> float:
         (view.lhs, view.lhs_dtype, tile.block_n, n_tiles),
         (view.rhs, view.rhs_dtype, tile.block_m, m_tiles),
     ):
-        size = operand.copied_rows * view.k * dtype.itemsize
-        if size > _L2_BYTES and extent <= _NARROW:
-            read_again += _READ_AGAIN * (tiles - 1) * size
+        size = operand.mn * view.k * dtype.itemsize
+        if size > gpu.l2_bytes and extent <= _NARROW:
+            read_again += _READ_AGAIN * (tiles - 1) * size * operand.matrices
     return read_again / gpu.rates.memory_bandwidth

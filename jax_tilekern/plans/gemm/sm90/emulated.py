@@ -77,7 +77,7 @@ _CYCLES_OF_A_ROW, _CYCLES_OF_A_SKIPPED_CTA = 0.18, 4
 _NARROW_TILE = 1.18
 
 # What a tile takes besides its MMAs and stores, and what splitting takes of an operand that is not
-# k-major, whose rows are read twice (49 products of seven samples).
+# k-major, whose rows are read twice (59 products of eight samples).
 _CYCLES_OF_A_TILE, _ACROSS_K = 2500, 1.5
 # CTAs with many tiles of a long k drift apart, until L2 serves no operand to two of them. Such a
 # product is the sum of products of at most so much k, if an SM has so many tiles.
@@ -109,7 +109,8 @@ class EmulatedCandidate(TiledCandidate):
     def _slices(self, gpu: Gpu) -> Iterator[_Slice]:
         """Yield the products whose sum is the product."""
         product, geometry = self.product, self.product.geometry
-        tiles = math.prod(geometry.batch) * math.prod(self.tile.grid(geometry.m, geometry.n))
+        sizes = (geometry.n, geometry.m) if self.swapped else (geometry.m, geometry.n)
+        tiles = math.prod(geometry.batch) * math.prod(self.tile.grid(*sizes))
         count = math.ceil(geometry.k / _SLICE_K)
         if product.epilogue is not None or tiles < _SLICED_ROUNDS * gpu.sm_count or count == 1:
             yield _Slice(self, product, 0)
