@@ -59,28 +59,49 @@ def test_the_kernels_are_for_hopper(arch):
         assert arch in found.reason
 
 
-@needs_nvrtc
-def test_the_choice_is_explained():
-    def explained(function, *shapes):
-        arguments = (jax.ShapeDtypeStruct(shape, F32) for shape in shapes)
-        with gpu_target("sm_90"):
-            return jtk.explain(function, *arguments, platform="cuda")
+def _explained(function, *shapes):
+    arguments = (jax.ShapeDtypeStruct(shape, F32) for shape in shapes)
+    with gpu_target("sm_90"):
+        return jtk.explain(function, *arguments, platform="cuda")
 
-    (inverse,) = explained(linalg.inv, (4096, 4096))
-    (solution,) = explained(linalg.solve, (4096, 4096), (4096, 7))
-    assert inverse.kernel == "blocked_lu inverse float32 4096x4096"
-    assert solution.kernel == "blocked_lu solution float32 4096x4096, 7 columns"
-    assert "blocks of 256, and 59 products" in inverse.reason
-    assert "blocks of 256, and 45 products" in solution.reason
-    (wide,) = explained(linalg.solve, (512, 512), (512, 2**16 + 1))
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("function", "shapes", "kernel", "products"),
+    [
+        (linalg.inv, [(4096, 4096)], "inverse float32 4096x4096", 59),
+        (linalg.solve, [(4096, 4096), (4096, 7)], "solution float32 4096x4096, 7 columns", 45),
+    ],
+    ids=["inv", "solve"],
+)
+@pytest.mark.one_in(2)
+def test_the_choice_is_explained(function, shapes, kernel, products):
+    (choice,) = _explained(function, *shapes)
+    assert choice.kernel == f"blocked_lu {kernel}"
+    assert f"blocks of 256, and {products} products" in choice.reason
+
+
+@needs_nvrtc
+def test_why_there_is_no_plan_is_explained():
+    (wide,) = _explained(linalg.solve, (512, 512), (512, 2**16 + 1))
     assert wide.kernel is None
     assert "65537 right-hand sides (at most 65536)" in wide.reason
-    others = explained(linalg.inv, (8200, 8200)), explained(linalg.inv, (2, 4096, 4096))
-    others += (
-        explained(linalg.solve, (500, 500), (500,)),
-        explained(linalg.cholesky, (4096, 4096)),
-    )
-    assert not any("blocked_lu" in str(choice.kernel) for choices in others for choice in choices)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (linalg.inv, [(8200, 8200)]),
+        (linalg.inv, [(2, 4096, 4096)]),
+        (linalg.solve, [(500, 500), (500,)]),
+        (linalg.cholesky, [(4096, 4096)]),
+    ],
+    ids=["large", "batch", "few rows", "cholesky"],
+)
+@pytest.mark.one_in(2)
+def test_other_calls_have_another_plan(function, shapes):
+    assert not any("blocked_lu" in str(choice.kernel) for choice in _explained(function, *shapes))
 
 
 @needs_nvrtc
@@ -107,6 +128,7 @@ plans = pytest.mark.parametrize("call", PLANS, ids=lambda call: f"{call[0].__nam
 
 @needs_nvrtc
 @plans
+@pytest.mark.one_in(3)
 def test_kernels_compile_without_spills(call):
     plan = call[0](*call[1:], known_gpu("sm_90a"))
     entries = {launch.entry.name: launch.entry for launch in plan.launches}

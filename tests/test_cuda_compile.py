@@ -105,7 +105,7 @@ def _features(arch, kernel, instance):
 
 
 @pytest.mark.parametrize(("arch", "kernel", "instance"), covering(_cases(), _features))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_compiles_to_what_the_plan_assumes(arch, kernel, instance):
     compiled = compile_kernels(kernel, arch=arch)
     entry = compiled.entry(kernel.name)

@@ -47,7 +47,7 @@ def run(tmp_path_factory):
         ("float32", "8", 513, 40, "normal"),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_blocked_lu(run, dtype, variant, rows, columns, matrix):
     error = run("blocked_lu", dtype, variant, rows, columns, matrix)
     assert error <= rows * np.finfo(dtype).eps / 2
@@ -56,14 +56,14 @@ def test_blocked_lu(run, dtype, variant, rows, columns, matrix):
 @pytest.mark.parametrize("rows", [64, 130, 300, 401])
 @pytest.mark.parametrize("symmetrize", [0, 1])
 @pytest.mark.parametrize("matrix", ["normal", "graded"])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 def test_blocked_cholesky(run, rows, symmetrize, matrix):
     error = run("blocked_cholesky", rows, symmetrize, matrix)
     assert error <= rows * np.finfo(np.float32).eps / 2
 
 
 @pytest.mark.parametrize("matrix", ["indefinite", "nearly", "zero", "infinite"])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_blocked_cholesky_of_what_is_not_positive_definite(run, matrix):
     assert run("blocked_cholesky", 300, 1, matrix) == -1
 

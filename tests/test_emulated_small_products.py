@@ -24,7 +24,7 @@ MOST_CTAS = 64
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("types", TYPES, ids=str)
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(17)
 def test_kernels_compute_the_product(types, sizes, rng, tmp_path):
     _check_product(types, sizes, rng, tmp_path, SPECS)
 
@@ -32,7 +32,7 @@ def test_kernels_compute_the_product(types, sizes, rng, tmp_path):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("sizes", SIZES_ACROSS_K, ids=str)
 @pytest.mark.parametrize("types", PACKED, ids=str)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(13)
 def test_kernels_pack_elements_across_k(types, sizes, rng, tmp_path):
     _check_product(types, sizes, rng, tmp_path, ACROSS_K)
 
