@@ -19,6 +19,7 @@ A100 = known_gpu("sm_80")
 F32 = np.dtype(np.float32)
 K_MAJOR = {"rhs_k_major": True}
 NEITHER = {"lhs_k_major": False}
+LARGE_FP8 = (512, 18944, 3584, K_MAJOR)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,12 @@ NEITHER = {"lhs_k_major": False}
         ("short vectors", ("bf16", 1, 1, 10**6, K_MAJOR), ("bf16", 1, 1, 10**8, K_MAJOR)),
         ("a matrix's columns", ("bf16", 1, 14336, 4096), ("bf16", 1, 14336, 4096, K_MAJOR)),
         ("a matrix's columns", ("f32", 1, 8192, 8192), ("f32", 1, 8191, 8191)),
-        ("k-major operands", ("fp8_fast", 4096, 4096, 4096, K_MAJOR), ("fp8", 4096, 4096, 4096)),
+        ("float8 products of two k-major", ("fp8_fast", *LARGE_FP8), ("fp8", *LARGE_FP8)),
+        ("float8", ("fp8_fast", *LARGE_FP8), ("fp8_fast", 511, 18944, 3584, K_MAJOR)),
+        ("float8", ("fp8_fast", *LARGE_FP8), ("fp8_fast", 512, 18940, 3584, K_MAJOR)),
+        ("float8", ("fp8_fast", *LARGE_FP8), ("fp8_fast", 512, 18944, 3568, K_MAJOR)),
+        ("float8", ("fp8_fast", *LARGE_FP8), ("fp8_fast", 512, 18944, 3592, K_MAJOR)),
+        ("float8", ("fp8_fast", *LARGE_FP8), ("fp8_fast", 512, 18944, 3584)),
         ("k-major operands", ("int8", 512, 512, 512, K_MAJOR), ("int8", 512, 511, 512, K_MAJOR)),
         ("k-major operands", ("int8", 512, 512, 512, K_MAJOR), ("int8", 512, 512, 520, K_MAJOR)),
         ("k-major operands", ("int8", 512, 512, 512, K_MAJOR), ("int8", 512, 512, 512)),
@@ -106,11 +112,13 @@ def test_constants_of_costs_are_complete():
     ("words", "left", "ours"),
     [
         # By columns, of one matrix and of a batch.
-        ("short products", ("f32", 1, 64, 64), ("f32", 1, 1024, 1024)),
+        ("short products", ("f32", 1, 200, 200), ("f32", 1, 1024, 1024)),
         ("short products", ("tf32", 1, 512, 1024, (16,)), ("tf32", 1, 512, 2048, (16,))),
         ("short products", ("bf16", 1, 512, 512, (16,)), ("bf16", 1, 4096, 4096, (16,))),
         ("vectors of 7 elements", ("f32", 1, 64, 7, (10**6,)), ("f32", 1, 64, 32, (10**6,))),
         ("few columns", ("tf32", 1, 4, 45914), ("tf32", 1, 16, 45914)),
+        ("columns of 44", ("f16", 1, 14617, 44), ("f16", 1, 14617, 128)),
+        ("columns of 84", ("f32", 1, 2000, 84), ("f32", 1, 54800, 84)),
         # By rows.
         (
             "vectors of 16 elements",
@@ -177,6 +185,8 @@ def test_sums():
     assert "totals" in sum_left_to_xla(reduction(1, 10**8, np.float32), H100)
     assert "rows of 64 bytes" in sum_left_to_xla(reduction(4096, 16, np.float32), H100)
     assert "totals" in sum_left_to_xla(reduction(1, 10**9, np.int8), H100)
+    assert "totals" in sum_left_to_xla(reduction(2, 10**7, np.float32), H100)  # a complex one
+    assert sum_left_to_xla(reduction(3, 10**7, np.float32), H100) is None
     assert sum_left_to_xla(reduction(4096, 4096, np.float32), H100) is None
     assert sum_left_to_xla(reduction(1, 10**8, np.float32), A100) is None
 
@@ -185,6 +195,8 @@ def test_short_sums():
     assert "short sums" in small_sum_left_to_xla(reduction(100, 1000, np.float32), H100)
     assert small_sum_left_to_xla(reduction(4096, 4096, np.float32), H100) is None
     assert small_sum_left_to_xla(reduction(100, 1000, np.float32), A100) is None
+    assert "short sums" in small_sum_left_to_xla(reduction(1300, 5120, np.float32), H100)
+    assert small_sum_left_to_xla(reduction(5000, 5120, np.int8), H100) is None
 
 
 def test_short_sums_over_columns():
@@ -192,9 +204,7 @@ def test_short_sums_over_columns():
         reduction = Reduction((), count, k, (1, count), None, (1,), F32, F32, F32)
         return small_sum_left_to_xla(reduction, H100)
 
-    assert "columns of 600" in columns(600, 10_000)
     assert "short sums" in columns(4096, 1000)
-    assert columns(4096, 8000) is None
-    assert columns(600, 100_000) is None
+    assert columns(4096, 9000) is None
     assert "sums of 2 rows" in columns(2, 10**7)
     assert columns(8, 10**7) is None

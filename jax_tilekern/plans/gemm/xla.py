@@ -20,15 +20,17 @@ _LONG_MICROSECONDS = 10
 # Dot products of fewer bytes take little longer than their two launches.
 _SHORT_DOT_BYTES = 256 << 20
 _SHORT_ROW_BYTES = 256
-_SHORT_COLUMN = 1500
-# XLA's sums of fewer bytes than this takes are faster, by rows and by columns.
-_SHORT_SUM_MICROSECONDS = 6
+# XLA's sums of fewer bytes than this takes are faster, by rows and by columns. It casts 8-bit
+# integers first, and takes up to 2.9 times as long for the longer ones.
+_SHORT_SUM_MICROSECONDS, _SHORT_8_BIT_SUM_MICROSECONDS = 10, 6
 # So few rows are added up in the registers of one thread of XLA's kernel.
 _FEW_ROWS, _FEW_ROWS_OF_8_BITS = 8, 64
 _FEW_RESULTS = 128 * 128
 _SHORT_FP8 = 256
-# From these sizes on, cuBLAS takes less time than the cost model of XLA says.
-_LARGE_INT8, _LARGE_FP8 = 512, 4096
+# From these sizes on, cuBLAS takes less time than the cost model of XLA says; in float8 that is an
+# m and n, and a k.
+_LARGE_INT8 = 512
+_LARGE_FP8, _LONG_FP8 = 512, 3584
 # A kernel has to be predicted to take at most this part of XLA's time. With 0.95, 23 % instead of
 # 12 % of 56 unseen kernels took over 1.03 times XLA's time, and the mean was no better.
 _REQUIRED = 0.9
@@ -50,6 +52,7 @@ _EXPOSED_STORES = 0.4
 _ROWS_MICROSECONDS, _F64_ROWS_MICROSECONDS, _BATCHED_ROWS_MICROSECONDS = 10.0, 40.0, 50.0
 _COLUMNS_MICROSECONDS, _BATCHED_COLUMNS_MICROSECONDS = 0.3, 20.0
 _SHORT_VECTOR, _FEW_COLUMNS = 32, 16
+_SHORT_COLUMN, _SHORT_COLUMNS_MICROSECONDS = 128, 3.0
 _SHORT_F64_ROW = 128
 # Rows that do not begin at multiples of 16 bytes are read in small pieces, which costs less the
 # longer they are.
@@ -60,7 +63,8 @@ def sum_left_to_xla(reduction: Reduction, gpu: Gpu) -> str | None:
     """Return why a sum is XLA's, or ``None``."""
     if gpu.compute_capability != (9, 0):
         return None
-    if reduction.outputs == math.prod(reduction.batch) == 1:
+    # Real and imaginary parts are two sums.
+    if reduction.outputs <= 2 and math.prod(reduction.batch) == 1:
         return "XLA's totals are faster (0.74 to 0.99)"
     row_bytes = reduction.k * reduction.dtype.itemsize
     if reduction.lhs_strides[-1] == 1 and row_bytes < _SHORT_ROW_BYTES:
@@ -73,14 +77,13 @@ def small_sum_left_to_xla(reduction: Reduction, gpu: Gpu) -> str | None:
     if gpu.compute_capability != (9, 0):
         return None
     microseconds = reduction.bytes / gpu.rates.memory_bandwidth / gpu.rates.cycles_per_microsecond
-    if microseconds < _SHORT_SUM_MICROSECONDS:
-        return "XLA's short sums are faster (0.74 to 1.0)"
+    is_8_bit = reduction.dtype.itemsize == 1
+    if microseconds < (_SHORT_8_BIT_SUM_MICROSECONDS if is_8_bit else _SHORT_SUM_MICROSECONDS):
+        return "XLA's short sums are faster (0.64 to 1.02)"
     if reduction.lhs_strides[-1] == 1:
         return None
-    if reduction.k < (_FEW_ROWS_OF_8_BITS if reduction.dtype.itemsize == 1 else _FEW_ROWS):
+    if reduction.k < (_FEW_ROWS_OF_8_BITS if is_8_bit else _FEW_ROWS):
         return f"XLA's sums of {reduction.k} rows are faster (0.53 to 0.64)"
-    if reduction.k <= _SHORT_COLUMN and not _is_long(microseconds):
-        return f"XLA's short sums of columns of {reduction.k} are faster (0.39 to 0.7)"
     return None
 
 
@@ -155,6 +158,9 @@ def _short_product_with_a_vector(product: Product, memory: float) -> str | None:
         return "XLA's products of a vector with unaligned rows are faster (0.64 to 0.93)"
     if by_rows and product.arithmetic == "f64" and geometry.k < _SHORT_F64_ROW:
         return f"XLA's float64 products with rows of {geometry.k} elements are faster (0.69)"
+    is_short = memory < _SHORT_COLUMNS_MICROSECONDS and geometry.k < _SHORT_COLUMN
+    if not by_rows and not batched and is_short:
+        return f"XLA's products of a vector with columns of {geometry.k} are faster (0.73 to 0.98)"
     if by_rows:
         of_one = _F64_ROWS_MICROSECONDS if product.arithmetic == "f64" else _ROWS_MICROSECONDS
         least = _BATCHED_ROWS_MICROSECONDS if batched else of_one
@@ -196,9 +202,11 @@ def left_to_xla(product: Product, gpu: Gpu) -> str | None:
         if strides[0] == 1 and strides[1] * dtype.itemsize % 16 == 0:
             return "XLA's products of a vector with a matrix's columns are faster (0.94 to 0.99)"
     both_k_major = geometry.lhs_strides[-1] == 1 and geometry.rhs_strides[-2] == 1
-    if arithmetic == "fp8_fast" and both_k_major and min(m, n, k) >= _LARGE_FP8:
-        return "XLA's large float8 products of two k-major operands are faster (0.96)"
     is_cublas = both_k_major and k % _ALIGNMENT == 0 and batches == 1
+    is_large = min(m, n) >= _LARGE_FP8 and k >= _LONG_FP8
+    # XLA pads an n that is not aligned.
+    if arithmetic == "fp8_fast" and is_cublas and is_large and n % _ALIGNMENT == 0:
+        return "XLA's large float8 products of two k-major operands are faster (0.85 to 1.01)"
     if arithmetic == "int8" and is_cublas and min(m, n, k) >= _LARGE_INT8:
         return "XLA's large int8 products of two k-major operands are mostly faster (0.81 to 1.16)"
     return None
