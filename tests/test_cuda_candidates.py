@@ -89,27 +89,39 @@ def test_every_candidate_computes_the_product(arithmetic, operand, result, sizes
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("n", [184, 183])
-@pytest.mark.parametrize("largest", [1, 1e30])
-def test_float32_in_parts_of_k(monkeypatch, order, n, largest):
+@pytest.mark.parametrize(
+    ("arithmetic", "batch", "largest"),
+    [("f32", (), 1), ("f32", (), 1e30), ("f32", (3,), 1), ("f32_normwise", (), 1)],
+)
+def test_float32_in_parts_of_k(monkeypatch, order, n, arithmetic, batch, largest):
     """The parts of a long k are added in order, and none where plain float32 takes over."""
     monkeypatch.setattr(emulated, "_SLICE_K", 256)
     monkeypatch.setattr(emulated, "_SLICED_ROUNDS", 0)
     m, k = 200, 650
     rng = np.random.default_rng(n)
-    left, right = (rng.standard_normal(shape, np.float32) for shape in ((m, k), (k, n)))
-    left[::3, ::7] *= largest
-    lhs = jnp.asarray(left if order[0] == "N" else np.ascontiguousarray(left.T))
-    rhs = jnp.asarray(right if order[1] == "N" else np.ascontiguousarray(right.T))
+    left, right = (rng.standard_normal((*batch, *x), np.float32) for x in ((m, k), (k, n)))
+    left[..., ::3, ::7] *= largest
+    lhs = jnp.asarray(left if order[0] == "N" else np.ascontiguousarray(left.mT))
+    rhs = jnp.asarray(right if order[1] == "N" else np.ascontiguousarray(right.mT))
     exact = left.astype(np.float64) @ right
     bound = BOUNDS["f32"] * (np.abs(left).astype(np.float64) @ np.abs(right))
-    product = product_of("f32", m, n, k, lhs_k_major=order[0] == "N", rhs_k_major=order[1] == "T")
+    product = product_of(
+        arithmetic,
+        m,
+        n,
+        k,
+        types=(np.dtype(np.float32),) * 3,
+        batch=batch,
+        lhs_k_major=order[0] == "N",
+        rhs_k_major=order[1] == "T",
+    )
     gpu, count = current_gpu(), 0
     for candidate in candidates(product, gpu):
         if isinstance(candidate, emulated.EmulatedCandidate):
             count += 1
             plan = candidate.plan(gpu)
             assert "3 parts of k" in plan.reason
-            got = run(plan, (lhs, rhs), (m, n), np.float32)
+            got = run(plan, (lhs, rhs), exact.shape, np.float32)
             assert np.all(np.abs(got - exact) <= bound)
     assert count or gpu.compute_capability[0] != 9
 
