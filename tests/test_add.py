@@ -42,6 +42,9 @@ SHAPES = [
     ((5, 1, 3, 1, 4), (5, 40, 1, 6, 1)),
     ((3, 40, 64), (40, 1)),
     ((3, 40, 33), (3, 1, 33)),
+    # Short rows that are repeated, alone and under a repeated dimension.
+    ((5, 90, 3), (5, 1, 3)),
+    ((5, 9, 30, 3), (5, 1, 1, 3)),
 ]
 
 

@@ -139,6 +139,32 @@ def test_nan_and_inf_propagate(rng, dtype):
         check_each_level(check, partial(product, "mk,kn", out=out), a, b)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "out"),
+    [
+        (np.float32, np.float32),
+        (np.float64, np.float64),
+        (BF16, np.float32),
+        (np.float16, np.float32),
+        (F8E4, np.float32),
+        (np.int8, np.int32),
+    ],
+)
+@pytest.mark.parametrize("vectors", [1, 3])
+def test_short_rows_do_not_read_the_next_one(rng, dtype, out, vectors):
+    """Whatever follows a row in memory, NaN among it, is no part of its sums."""
+    for k in (1, 2, 3, 7, 8, 9, 13, 16, 17, 31, 33, 70):
+        a, b = operands(rng, "mk,kn", {"m": 45, "n": vectors, "k": k}, dtype, dtype)
+        if dtype is not np.int8:
+            a = a.at[::2].set(np.nan)
+
+        def check(found, a=a, b=b):
+            assert_product(found[1::2], lhs=a[1::2], rhs=b, subscripts="mk,kn->mn")
+            assert dtype is np.int8 or np.all(np.isnan(found[::2]))
+
+        check_each_level(check, partial(product, "mk,kn", out=out), a, b)
+
+
 def test_integers_are_the_same_on_every_level(rng):
     """Extremes of int8, where instructions that saturate or take one unsigned side go wrong."""
     a = jnp.asarray(rng.choice(np.array([-128, 127], np.int8), (37, 1031)))

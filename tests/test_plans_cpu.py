@@ -82,9 +82,14 @@ def test_few_elements_are_xlas(monkeypatch, call, shapes, kernel):
         (1, 1, 1, 8, "float32", None),  # one product
         (9, 19, 1, 10, "float32", "a vector and a matrix"),
         (9, 1, 19, 10, "float64", "a vector and a matrix"),
-        (9, 24, 1, 8, "float32", None),
+        (9, 1, 24, 8, "float32", None),
         (9, 1, 12, 10, "bfloat16", "a vector and a matrix"),
-        (9, 16, 1, 8, "bfloat16", None),
+        (9, 1, 16, 8, "bfloat16", None),
+        (9, 14, 1, 31, "float32", "fewer than 448"),  # of short rows
+        (9, 15, 1, 31, "float32", None),
+        (9, 6, 1, 32, "float32", None),
+        (9, 10, 1, 31, "int8", "fewer than 320"),
+        (9, 11, 1, 31, "int8", None),
         (9, 2, 2, 2, "float32", None),  # matrices
     ],
 )

@@ -52,11 +52,25 @@ T* Repeat(T value, int64_t count, T* to) {
   return to + count;
 }
 
+// Appends copies of the `length` elements at `to` until there are `count` of them.
+template <typename T>
+T* RepeatRow(T* to, int64_t length, int64_t count) {
+  const int64_t all = count * length;
+  for (int64_t done = length; done < all; done *= 2) {
+    std::copy_n(to, std::min(done, all - done), to + done);
+  }
+  return to + all;
+}
+
 // Copies the elements of `count` indices of the first of two or more dimensions to contiguous ones,
 // as Repeat does, and returns what follows them.
 template <typename T>
 T* Gather(const T* from, int64_t count, const int64_t* sizes, const int64_t* strides, size_t rank,
           T* to) {
+  if (count > 1 && strides[0] == 0) {
+    const T* end = Gather(from, 1, sizes, strides, rank, to);
+    return RepeatRow(to, end - to, count);
+  }
   if (rank > 2) {
     for (int64_t i = 0; i < count; ++i) {
       to = Gather(from + i * strides[0], sizes[1], sizes + 1, strides + 1, rank - 1, to);

@@ -22,6 +22,9 @@ _LEAST_TRANSPOSED = {"bfloat16": 128, "int8": 512}
 # or for a matrix, of this many elements; or for a matrix of float32 or float64.
 _SMALL_OPERAND = 128
 _SMALL_WIDE_MATRIX = 192
+# The same for a matrix whose rows have fewer elements than the first number, by which the lanes of
+# a vector are added up: of narrow types, and of float32 and float64.
+_SHORT_ROW, _SMALL_SHORT_ROWS, _SMALL_WIDE_SHORT_ROWS = 32, 320, 448
 # As does a call of a kernel for a matrix of so many bytes, each of which is one of a transpose.
 _SMALL_MATRIX_BYTES = 256
 # XLA's loop over fewer elements takes less time than a custom call, and may be fused with others.
@@ -86,7 +89,11 @@ def small_left_to_xla(product: Product) -> str | None:
         return None
     is_dot = m == n == 1
     wide = not is_dot and product.lhs_dtype.itemsize >= 4
-    least = _SMALL_WIDE_MATRIX if wide else _SMALL_OPERAND
+    by_rows = (geometry.lhs_strides[-1] if n == 1 else geometry.rhs_strides[-2]) == 1
+    if not is_dot and by_rows and k < _SHORT_ROW:
+        least = _SMALL_WIDE_SHORT_ROWS if wide else _SMALL_SHORT_ROWS
+    else:
+        least = _SMALL_WIDE_MATRIX if wide else _SMALL_OPERAND
     if m * n * k >= least:
         return None
     kind = "dot products" if is_dot else "products of a vector and a matrix"
