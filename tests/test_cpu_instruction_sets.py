@@ -223,6 +223,24 @@ def test_sums_of_short_rows_and_small_matrices(rng, dtype, shape, axis):
     check_each_level(check, lambda x: jtk.sum(x, axis, dtype=out), jnp.asarray(x))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, BF16, np.float16, np.uint8, np.int64])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((2, 64), 0), ((8, 9001), 0), ((3, 5, 4161), 1), ((2, 3, 2, 65), (0, 2))]
+)
+@pytest.mark.one_in(3)
+def test_sums_of_a_few_long_rows(rng, dtype, shape, axis):
+    x = rng.integers(0, 9, shape).astype(dtype)
+    check = partial(np.testing.assert_array_equal, np.sum(x, axis, dtype=dtype))
+    check_each_level(check, lambda x: jtk.sum(x, axis, dtype=dtype), jnp.asarray(x))
+
+
+def test_sums_of_negative_zeros_are_zero():
+    def check(found):
+        assert not np.signbit(found).any()
+
+    check_each_level(check, lambda x: jtk.sum(x, 0), jnp.full((2, 1000), -0.0))
+
+
 # In processes of their own, for XLA makes its pool once: a digest of the products for each level.
 _DIGESTS = """
 import json

@@ -57,8 +57,8 @@ def test_transposes_say_why():
 @pytest.mark.parametrize(
     ("call", "shapes", "kernel"),
     [
-        (jtk.transpose, [(63, 65)], None),
-        (jtk.transpose, [(64, 64)], "cpu_transpose"),
+        (jtk.transpose, [(64, 95)], None),
+        (jtk.transpose, [(64, 96)], "cpu_transpose"),
         (jtk.sum, [(9, 111)], None),
         (jtk.sum, [(10, 100)], "cpu_sum float32"),
         (jtk.add, [(9, 1), (111,)], None),
@@ -79,7 +79,8 @@ def test_few_elements_are_xlas(monkeypatch, call, shapes, kernel):
     [
         (9, 1, 1, 127, "float32", "dot products"),
         (9, 1, 1, 128, "float32", None),
-        (1, 1, 1, 8, "float32", None),  # one product
+        (1, 1, 1, 255, "float32", "with a vector"),  # one product
+        (1, 16, 1, 16, "float32", None),
         (9, 19, 1, 10, "float32", "a vector and a matrix"),
         (9, 1, 19, 10, "float64", "a vector and a matrix"),
         (9, 1, 24, 8, "float32", None),

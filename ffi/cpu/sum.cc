@@ -51,6 +51,8 @@ constexpr int64_t kAdjacentBytes = 64 << 10;
 // Minimal rows per task where several tasks sum the same columns, because each writes a total per
 // column.
 constexpr int64_t kRowsOfChunk = 256;
+// Sums of at most so many rows are made in registers.
+constexpr int64_t kFewRows = 8;
 // This many groups of outputs keep all threads busy without dividing sums.
 constexpr int64_t kManyGroups = 64;
 
@@ -61,6 +63,7 @@ class Sums {
   Sums(std::vector<Dim> dims, DType type, DType out_type, const char* from, char* to)
       : family_(*Kernels().sum[static_cast<int>(type)]),
         store_(Kernels().sum[static_cast<int>(out_type)]->store),
+        few_rows_(type == out_type ? family_.few_rows : nullptr),
         bytes_(Bytes(type)),
         out_bytes_(Bytes(out_type)),
         from_(from),
@@ -105,6 +108,7 @@ class Sums {
 
   void Run(const Workers& workers) const {
     if (HasSmallMatrices()) return RunMatrices(workers);
+    if (HasFewRows()) return RunFewRows(workers);
     const int64_t groups = kept_.count * groups_;
     if (chunks_ == 1) {
       workers.RunRanges(groups, chunk_bytes_, [&](int64_t first, int64_t last) {
@@ -167,6 +171,27 @@ class Sums {
             store_(totals, count * cols_, to_ + first * cols_ * out_bytes_);
           }
         });
+  }
+
+  // Whether columns of long rows are summed, so few of them that other accumulators would cost more
+  // than the additions.
+  bool HasFewRows() const {
+    return few_rows_ != nullptr && !along_ && fold_ == 1 && reduced_.dims.empty() &&
+           rows_ <= kFewRows && cols_ >= kLeastFewRows;
+  }
+
+  void RunFewRows(const Workers& workers) const {
+    const int64_t groups = CeilDiv(cols_, kMaxTotals);
+    const int64_t bytes = cols_ / groups * (rows_ * bytes_ + out_bytes_);
+    workers.RunRanges(kept_.count * groups, bytes, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t matrix = i / groups, group = i % groups;
+        // No group has fewer columns than a row has, or than half of kMaxTotals.
+        const int64_t first = group * cols_ / groups, last = (group + 1) * cols_ / groups;
+        few_rows_({from_ + (kept_.Offset(matrix) + first) * bytes_, cols_, rows_, last - first},
+                  to_ + (matrix * cols_ + first) * out_bytes_);
+      }
+    });
   }
 
   // Where a sum has several short runs, of single elements or of `fold_step_` neighbours, they are
@@ -237,6 +262,7 @@ class Sums {
 
   const SumFamily& family_;
   void (*const store_)(const void* totals, int64_t count, void* out);
+  void (*const few_rows_)(const SumSource& x, void* out);  // null if types differ
   const int64_t bytes_, out_bytes_;
   const char* const from_;
   char* const to_;
@@ -299,6 +325,7 @@ void RunCall(const Workers& workers, ffi::AnyBuffer x, ffi::AnyBuffer out,
     Refuse(std::string("no kernel for ") + Name(type));
   }
   if (results == 0) return;
+  AdviseNewResult(out);
   if (count == 0) {
     std::memset(out.untyped_data(), 0, out.size_bytes());
     return;

@@ -25,10 +25,12 @@ _SMALL_WIDE_MATRIX = 192
 # The same for a matrix whose rows have fewer elements than the first number, by which the lanes of
 # a vector are added up: of narrow types, and of float32 and float64.
 _SHORT_ROW, _SMALL_SHORT_ROWS, _SMALL_WIDE_SHORT_ROWS = 32, 320, 448
+# A custom call for one product with a vector takes as long as XLA's for so many elements.
+_SMALL_PRODUCT = 256
 # As does a call of a kernel for a matrix of so many bytes, each of which is one of a transpose.
 _SMALL_MATRIX_BYTES = 256
 # XLA's loop over fewer elements takes less time than a custom call, and may be fused with others.
-_FEW_ELEMENTS = {"transposes": 4096, "sums": 1000, "additions": 1000}
+_FEW_ELEMENTS = {"transposes": 6144, "sums": 1000, "additions": 1000}
 # Kernels that transpose fewer bytes at once move single elements.
 _VECTOR_BYTES = 16
 
@@ -82,11 +84,15 @@ def product_left_to_xla(geometry: MatmulGeometry) -> str | None:
 
 
 def small_left_to_xla(product: Product) -> str | None:
-    """Return why a batch of small products with vectors is XLA's, or ``None``."""
+    """Return why small products with vectors are XLA's, or ``None``."""
     geometry = product.geometry
     m, n, k = geometry.m, geometry.n, geometry.k
-    if min(m, n) > 1 or math.prod(geometry.batch) == 1:
+    if min(m, n) > 1:
         return None
+    if math.prod(geometry.batch) == 1:
+        if m * n * k >= _SMALL_PRODUCT:
+            return None
+        return f"XLA's products with a vector of fewer than {_SMALL_PRODUCT} elements are faster"
     is_dot = m == n == 1
     wide = not is_dot and product.lhs_dtype.itemsize >= 4
     by_rows = (geometry.lhs_strides[-1] if n == 1 else geometry.rhs_strides[-2]) == 1
