@@ -24,7 +24,6 @@ Record = dict[str, Any]
 _OPERATIONS = ("matmul", "ragged_dot", "transpose", "matvec", "vdot", "sum", "add", "linalg")
 _NOTES = {
     "amd-epyc": "The two cores had other work, so that sizes are exact and times are not.",
-    "amd-epyc-avx2": "The two cores had other work at times: ratios are exact, and times are not.",
 }
 # What `lax.ragged_dot` is differs between versions of JAX and of cuDNN. No record has the latter.
 _CUDNN = {"h100": "cuDNN 9.19 is installed, XLA does not call it"}
