@@ -165,7 +165,7 @@ def test_gated_units_send_no_more_than_two_products(scheme):
 @pytest.mark.parametrize(
     ("call", "target", "rows"),
     [
-        (jtk.transpose, ffi.CPU_TRANSPOSE, 512),
+        (jtk.transpose, ffi.CPU_TRANSPOSE, 768),
         (jtk.sum, ffi.CPU_SUM, 125),
         (lambda x: jtk.add(x, x[:1]), ffi.CPU_ADD, 125),
     ],
