@@ -22,7 +22,6 @@ struct S8Quads {
   static constexpr int kRowStep = 4;
   static constexpr int64_t kGroupsPerBlock = 384;
   static constexpr bool kRhsHeader = true;
-  static constexpr bool kIntegers = true;
 
   static TILEKERN_INLINE U32 Along(const int8_t* p) { return Load<U32>(p); }
   static TILEKERN_INLINE U32 Across(const int8_t* p, int64_t k_stride) {

@@ -139,10 +139,10 @@ struct SumFamily {
   // totals[i, s] = the sum of totals[i, j, s] over `length` j, for `step` s and `count` totals
   void (*fold)(void* totals, int64_t count, int64_t length, int64_t step);
   void (*store)(const void* totals, int64_t count, void* out);
-  // out[c] = the sum of column c, in the type of the elements; a row has at least kLeastFewRows
+  // out[c] = the sum of column c, in the type of the elements; there are at least kLeastColumns
   void (*few_rows)(const SumSource& x, void* out);
 };
-inline constexpr int64_t kLeastFewRows = 64;
+inline constexpr int64_t kLeastColumns = 64;  // the bytes of the longest vector
 
 // *total += the dot product of two runs, with a Total as in SumFamily.
 using DotKernel = void (*)(const void* lhs, const void* rhs, int64_t count, void* total);

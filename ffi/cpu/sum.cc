@@ -173,11 +173,11 @@ class Sums {
         });
   }
 
-  // Whether columns of long rows are summed, so few of them that other accumulators would cost more
-  // than the additions.
+  // Whether each sum has so few elements that accumulators in memory would cost more than the
+  // additions.
   bool HasFewRows() const {
     return few_rows_ != nullptr && !along_ && fold_ == 1 && reduced_.dims.empty() &&
-           rows_ <= kFewRows && cols_ >= kLeastFewRows;
+           rows_ <= kFewRows && cols_ >= kLeastColumns;
   }
 
   void RunFewRows(const Workers& workers) const {
@@ -186,7 +186,7 @@ class Sums {
     workers.RunRanges(kept_.count * groups, bytes, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t matrix = i / groups, group = i % groups;
-        // No group has fewer columns than a row has, or than half of kMaxTotals.
+        // Groups of about the same size, so that none has fewer than kLeastColumns.
         const int64_t first = group * cols_ / groups, last = (group + 1) * cols_ / groups;
         few_rows_({from_ + (kept_.Offset(matrix) + first) * bytes_, cols_, rows_, last - first},
                   to_ + (matrix * cols_ + first) * out_bytes_);

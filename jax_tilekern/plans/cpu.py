@@ -92,7 +92,10 @@ def small_left_to_xla(product: Product) -> str | None:
     if math.prod(geometry.batch) == 1:
         if m * n * k >= _SMALL_PRODUCT:
             return None
-        return f"XLA's products with a vector of fewer than {_SMALL_PRODUCT} elements are faster"
+        return (
+            f"XLA's products with a vector of fewer than {_SMALL_PRODUCT} elements are faster "
+            "(0.85 to 1.0)"
+        )
     is_dot = m == n == 1
     wide = not is_dot and product.lhs_dtype.itemsize >= 4
     by_rows = (geometry.lhs_strides[-1] if n == 1 else geometry.rhs_strides[-2]) == 1

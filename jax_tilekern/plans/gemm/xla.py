@@ -63,7 +63,7 @@ def sum_left_to_xla(reduction: Reduction, gpu: Gpu) -> str | None:
     """Return why a sum is XLA's, or ``None``."""
     if gpu.compute_capability != (9, 0):
         return None
-    # Real and imaginary parts are two sums.
+    # A total of complex numbers is two sums, of the real and of the imaginary parts.
     if reduction.outputs <= 2 and math.prod(reduction.batch) == 1:
         return "XLA's totals are faster (0.74 to 0.99)"
     row_bytes = reduction.k * reduction.dtype.itemsize
