@@ -202,8 +202,11 @@ ffi::ErrorOr<LaunchPlan> ReadLaunchPlan(const ffi::Dictionary& attributes) {
     }
     const Launch& last = plan.launches.back();
     if (last.branches && last.joins) launch.Fail("joins", "a launch that branches cannot join");
-    if (last.overlaps && (last.branches || last.joins)) {
-      launch.Fail("overlaps", "a launch that branches or joins cannot overlap");
+    if (last.overlaps && last.joins) {
+      launch.Fail("overlaps", "a launch that joins cannot overlap");
+    }
+    if (last.overlaps && i > 0 && last.branches != plan.launches[i - 1].branches) {
+      launch.Fail("overlaps", "a launch cannot overlap with one on another stream");
     }
   }
   if (error.empty()) return plan;

@@ -238,6 +238,13 @@ def test_overlapping_launches_wait_for_each_other(rng):
     check_prefix_sums(rng, prefix_sums_plan(100_000, overlaps=True), 100_000)
 
 
+@needs_hopper
+def test_overlapping_launches_of_a_branch(rng):
+    plan = prefix_sums_plan(100_000, overlaps=True)
+    branch = tuple(dataclasses.replace(one, branches=True) for one in plan.launches)
+    check_prefix_sums(rng, dataclasses.replace(plan, launches=branch), 100_000)
+
+
 def test_all_of_the_shared_memory(rng):
     """Beyond 48 KB a function opts in, and call sites that share it want different sizes."""
     most = current_gpu().shared_memory_bytes

@@ -9,7 +9,7 @@ from emulated import COMPILER, build, output_of
 # The kernels of each program in tests/emulation.
 FILES = {
     "blocked_lu": (
-        "types.cuh", "linalg/blocked_lu_pivots.cuh", "linalg/blocked_lu_update.cuh",
+        "types.cuh", "ptx.h", "linalg/blocked_lu_pivots.cuh", "linalg/blocked_lu_update.cuh",
         "linalg/block_substitution.cuh",
     ),
     "blocked_cholesky": (

@@ -47,6 +47,8 @@ ENTRY = Entry(
 )
 LAUNCH = Launch(ENTRY, (4, 2, 1), (128, 1, 1), (Buffer(0), Buffer(1)))
 OVERLAPPING = dataclasses.replace(LAUNCH, overlaps=True)
+BRANCHING = dataclasses.replace(LAUNCH, branches=True)
+OVERLAPPING_BRANCH = dataclasses.replace(BRANCHING, overlaps=True)
 PLAN = LaunchPlan("example", known_gpu("sm_90"), (LAUNCH,), (16, 4))
 MAP = TensorMap(0, "bfloat16", (100, 64), (208,), (64, 32), swizzle=128)
 
@@ -70,8 +72,7 @@ MAP = TensorMap(0, "bfloat16", (100, 64), (208,), (64, 32), swizzle=128)
         ({"repeats": (3, 0)}, r"repeats \(3, 0\) have one below 1"),
         ({"repeats": (3,), "overlaps": True}, "a launch that repeats cannot overlap"),
         ({"branches": True, "joins": True}, "a launch that branches cannot join"),
-        ({"branches": True, "overlaps": True}, "that branches or joins cannot overlap"),
-        ({"joins": True, "overlaps": True}, "that branches or joins cannot overlap"),
+        ({"joins": True, "overlaps": True}, "a launch that joins cannot overlap"),
         (
             {"repeats": (3, 5), "parameters": (Buffer(0, 0, (4,)), Buffer(1))},
             r"steps \(4,\) do not match repeats \(3, 5\)",
@@ -138,6 +139,14 @@ def _launch_with(cubin: Any) -> Launch:
             r"cluster \(2, 1, 1\), which sm_80 lacks",
         ),
         (lambda: _plan_with(launches=(OVERLAPPING, LAUNCH)), "the first launch has none"),
+        (
+            lambda: _plan_with(launches=(BRANCHING, OVERLAPPING)),
+            "overlaps with a launch on another stream",
+        ),
+        (
+            lambda: _plan_with(launches=(LAUNCH, OVERLAPPING_BRANCH)),
+            "overlaps with a launch on another stream",
+        ),
         (
             lambda: _plan_with(gpu=known_gpu("sm_89"), launches=(LAUNCH, OVERLAPPING)),
             "overlaps with another launch, which sm_89 lacks",
@@ -364,6 +373,7 @@ def test_overlap_arrives() -> None:
     assert overlapping(LAUNCH) == (LAUNCH,)
     assert OVERLAPPING.attributes()["overlaps"] == 1
     assert "overlaps" not in LAUNCH.attributes()
+    assert _plan_with(launches=(LAUNCH, BRANCHING, OVERLAPPING_BRANCH)).launches[2].overlaps
 
 
 @pytest.mark.parametrize("name", ["branches", "joins"])

@@ -95,7 +95,7 @@ def test_int8_over_a_short_k(rng, by, out):
         np.testing.assert_array_equal(product_of_pair, expected)
 
 
-@pytest.mark.parametrize(("platform", "types"), [("cpu", "i8"), ("cuda", "f32")])
+@pytest.mark.parametrize(("platform", "types"), [("cpu", "i8"), ("cuda", "f16")])
 @pytest.mark.parametrize("batch", [(), (3,)])
 def test_int8_over_a_short_k_that_is_xlas(platform, types, batch):
     """Where XLA is right it multiplies what JAX would have it multiply."""

@@ -85,7 +85,7 @@ def product_by_lax(
     )
     if lowering_platform() == "cuda" and _is_short_sum_of_integers(contraction, lhs, out_dtype):
         if lhs.dtype.itemsize == rhs.dtype.itemsize == 1:
-            lhs, rhs = lhs.astype(np.float32), rhs.astype(np.float32)
+            lhs, rhs = lhs.astype(np.float16), rhs.astype(np.float16)
             out = product(lhs, rhs, out_dtype=np.float32, precision=lax.Precision.DEFAULT)
             out = out.astype(np.int32).astype(out_dtype)  # Integers wrap around.
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
 import struct
 from dataclasses import dataclass, replace
@@ -354,8 +355,8 @@ class Launch:
     repeats
         The launch is repeated over these dimensions, with buffers shifted by their steps.
     overlaps
-        It may begin before the plan's launch before it has ended (programmatic dependent launch).
-        Its kernel calls ``wait_for_prerequisites()`` of ``ptx.cuh``.
+        It may begin before the plan's launch before it has ended (programmatic dependent launch),
+        which is on the same stream. Its kernel calls ``wait_for_prerequisites()`` of ``ptx.cuh``.
     branches
         It runs on a second stream, after all launches before it, and beside those after it until
         one that joins. SMs that become free are given to the second stream first. The end of a plan
@@ -393,10 +394,7 @@ class Launch:
         )
         self._require(not (self.overlaps and self.repeats), "a launch that repeats cannot overlap")
         self._require(not (self.branches and self.joins), "a launch that branches cannot join")
-        self._require(
-            not (self.overlaps and (self.branches or self.joins)),
-            "a launch that branches or joins cannot overlap",
-        )
+        self._require(not (self.overlaps and self.joins), "a launch that joins cannot overlap")
         for parameter in self.parameters:
             steps = () if isinstance(parameter, Scalars) else parameter.steps_bytes
             self._require(
@@ -488,6 +486,11 @@ class LaunchPlan:
         for size in self.workspace_bytes:
             self._require(size >= 1, f"a workspace has at least one byte, not {size}")
         self._require(not self.launches[0].overlaps, "the first launch has none to overlap with")
+        for before, launch in itertools.pairwise(self.launches):
+            self._require(
+                not launch.overlaps or launch.branches == before.branches,
+                f"{launch.entry.name} overlaps with a launch on another stream",
+            )
         for launch in self.launches:
             self._check_launch(launch)
 

@@ -150,7 +150,8 @@ void CheckHostilePlans(Counts& counts) {
     counts.Check(!Read(both).empty(), "a launch that branches and joins is refused");
     auto overlapping = GoodPlan();
     overlapping["launches"].members[launch].members["overlaps"] = Attribute::Number(1);
-    counts.Check(!Read(overlapping).empty(), "a launch that branches or joins cannot overlap");
+    counts.Check(!Read(overlapping).empty(),
+                 "a launch that joins, or the first that branches, cannot overlap");
   }
   for (const int64_t cubin : {-1, 2}) {
     auto absent = GoodPlan();

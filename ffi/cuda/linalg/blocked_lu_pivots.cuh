@@ -7,6 +7,7 @@
 // Four lanes share a row, 8 columns each.
 #pragma once
 
+#include "ptx.cuh"
 #include "types.cuh"
 
 namespace tilekern {
@@ -37,29 +38,30 @@ inline constexpr int kLanesOfRow = 4;
 inline constexpr int kGroups = kPivotsThreads / kLanesOfRow;
 inline constexpr int kMaxRows = 8 * kGroups;
 
-// The order of candidates for a pivot: by magnitude, and NaN above infinity; then the first row.
-// Key 0 means no candidate. The last of 32 bits are the row's. Magnitudes within a relative 2^-14,
-// or 2^-11 in float64, compare as equal.
-struct CandidateKey {
+// The rows of a group of lanes that have not been pivots, and their keys: by magnitude, and NaN
+// above infinity; then the first row. Key 0 means no candidate. The last of 32 bits are the row's.
+// Magnitudes within a relative 2^-14, or 2^-11 in float64, compare as equal.
+template <int kRows>
+struct Candidates {
   static_assert(kMaxRows == 512);
   static constexpr uint32 kMagnitude = 0x7ffffe00u;
-  // All bits, or none if the row is no candidate.
-  uint32 mask;
-  uint32 row;
+  // A bit for each row of the group.
+  uint32 rows = 0;
 
-  CandidateKey() = default;
-  CandidateKey(int number, bool is_candidate)
-      : mask(is_candidate ? ~0u : 0), row(is_candidate ? 0x200u + (511u - number) : 0) {}
-
-  uint32 of(float value) const { return (__float_as_uint(value) & kMagnitude & mask) + row; }
-  uint32 of(double value) const {
-    return (static_cast<uint32>(__double2hiint(value)) & kMagnitude & mask) + row;
+  bool has(int row) const { return rows >> row & 1; }
+  void remove(int number, int group) {
+    if (number / kRows == group) rows &= ~(1u << number % kRows);
   }
-  // `value`, or 0 if the row is no candidate.
-  float kept(float value) const { return __uint_as_float(__float_as_uint(value) & mask); }
-  double kept(double value) const { return mask ? value : 0; }
-  static int row_of(uint32 key) { return 511 - static_cast<int>(key & 511u); }
+  // The larger of `key` and the key of a row of the group.
+  uint32 larger(uint32 key, int row, int group, uint32 high_bits) const {
+    const uint32 other = (high_bits & kMagnitude) + (0x200u + 511u - row - group * kRows);
+    return has(row) ? max_of(key, other) : key;
+  }
+  static int number_of(uint32 key) { return 511 - static_cast<int>(key & 511u); }
 };
+
+inline uint32 high_bits(float value) { return __float_as_uint(value); }
+inline uint32 high_bits(double value) { return static_cast<uint32>(__double2hiint(value)); }
 
 // Within two units in the last place.
 inline float approximate_reciprocal(float value) {
@@ -104,12 +106,17 @@ struct PivotExchange {
   // step s.
   alignas(16) T rows[2][kWarps][kPanelColumns + 4];
   alignas(16) uint32 keys[2][kWarps];
-  // The row of each step, or -1.
+  // The rows of the groups, and that of each step's pivot, or -1.
+  int32 numbers[kMaxRows];
   int32 pivots[kPanelColumns];
 };
 
 // Eliminates the rows of a CTA, of which each group of lanes has row `numbers[r]` of `panel`,
 // unless that is negative. Finds the pivots, and if kStores stores the steps.
+//
+// The first of a lane's values is that of column `step % 8` of its eight, and a step moves each
+// value down by one. So the loop needs the instructions of a few steps only: beside a product,
+// which evicts them from L2, a panel waits for each that it fetches.
 template <typename T, int kRows, bool kStores>
 inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRows],
                            PivotExchange<T>& shared, PanelSteps<T>& stored) {
@@ -119,10 +126,11 @@ inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRow
   const int group = threadIdx.x / kLanesOfRow, part = threadIdx.x % kLanesOfRow;
 
   T values[kRows][kOwn];
-  CandidateKey keys[kRows];
+  Candidates<kRows> candidates;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    keys[r] = CandidateKey(group * kRows + r, numbers[r] >= 0);
+    if (numbers[r] >= 0) candidates.rows |= 1u << r;
+    if (part == 0) shared.numbers[group * kRows + r] = numbers[r];
 #pragma unroll
     for (int c = 0; c < kOwn; c += 4) {
       Four<T> v = {};
@@ -135,83 +143,87 @@ inline void eliminate_rows(const T* panel, int stride, const int (&numbers)[kRow
       values[r][c + 3] = v.w;
     }
   }
-#pragma unroll 1
-  for (int quarter = 0; quarter < kLanesOfRow; ++quarter) {
-    // The lanes that have the columns of the steps.
+  T column[kRows];
+  // Shares the column of a step, and stores the warp's candidate for its pivot.
+  const auto propose = [&](int step) {
+    const int quarter = step / kOwn, buffer = step % 2;
     const bool holds_column = part == quarter;
+    uint32 own = 0;
+    T largest = 0;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int step = quarter * kOwn + i, buffer = i % 2;
-      uint32 key = 0;
-      T column[kRows];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        key = max_of(key, keys[r].of(values[r][i]));
-        column[r] = __shfl_sync(~0u, values[r][i], quarter, kLanesOfRow);
-      }
-      key = __reduce_max_sync(~0u, holds_column ? key : 0);
-      const int best = CandidateKey::row_of(key);
-      if (best / kRows == group) {
-        T* row = shared.rows[buffer][warp];
-        with_constant<kRows>(best % kRows, [&](auto constant) {
-          constexpr int r = decltype(constant)::value;
-#pragma unroll
-          for (int c = 0; c < kOwn; c += 4) {
-            *reinterpret_cast<Four<T>*>(row + part * kOwn + c) = {
-                values[r][c], values[r][c + 1], values[r][c + 2], values[r][c + 3]};
-          }
-          if (holds_column) row[kPanelColumns] = pivot_reciprocal(values[r][i]);
-        });
-      }
-      if (lane == 0) shared.keys[buffer][warp] = key;
-      __syncthreads();
-
-      const uint4 first = reinterpret_cast<const uint4*>(shared.keys[buffer])[0];
-      const uint4 last = reinterpret_cast<const uint4*>(shared.keys[buffer])[1];
-      const uint32 largest = max_of(max_of(max_of(first.x, first.y), max_of(first.z, first.w)),
-                                    max_of(max_of(last.x, last.y), max_of(last.z, last.w)));
-      const int winner = CandidateKey::row_of(largest);
-      const T* pivot = shared.rows[buffer][winner / (kRows * (32 / kLanesOfRow)) % kWarps];
-      const T reciprocal = pivot[kPanelColumns];
-      T pivot_values[kOwn];
-#pragma unroll
-      for (int c = 0; c < kOwn; c += 4) {
-        const Four<T> v = *reinterpret_cast<const Four<T>*>(pivot + part * kOwn + c);
-        pivot_values[c] = v.x;
-        pivot_values[c + 1] = v.y;
-        pivot_values[c + 2] = v.z;
-        pivot_values[c + 3] = v.w;
-      }
-      if constexpr (kStores) {
-        if (warp == i % kWarps) {
-          stored.rows[step][lane] = pivot[lane];
-          if (lane == 0) stored.reciprocals[step] = reciprocal;
-        }
-        // The multiples in the columns of the steps before remain.
-#pragma unroll
-        for (int c = 0; c < kOwn; ++c) {
-          const bool is_right = c > i ? part >= quarter : part > quarter;
-          pivot_values[c] = is_right ? pivot_values[c] : 0;
-        }
-      }
-      if (winner / kRows == group) {
-        with_constant<kRows>(winner % kRows, [&](auto constant) {
-          constexpr int r = decltype(constant)::value;
-          // The key of no candidate has the last row, which may not be one.
-          if (part == 0) shared.pivots[step] = largest == 0 ? -1 : numbers[r];
-          keys[r] = CandidateKey(0, false);
-        });
-      } else if (largest == 0 && threadIdx.x == 0) {
-        shared.pivots[step] = -1;
-      }
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const T factor = keys[r].kept(-column[r] * reciprocal);
-#pragma unroll
-        for (int c = 0; c < kOwn; ++c) values[r][c] += factor * pivot_values[c];
-        if (kStores && holds_column) values[r][i] = factor;
-      }
+    for (int r = 0; r < kRows; ++r) {
+      const uint32 key = candidates.larger(own, r, group, high_bits(values[r][0]));
+      largest = key == own ? largest : values[r][0];
+      own = key;
+      column[r] = __shfl_sync(~0u, values[r][0], quarter, kLanesOfRow);
     }
+    // While the warp compares the keys, each lane divides by the pivot that it would be.
+    const T reciprocal = pivot_reciprocal(largest);
+    const uint32 key = __reduce_max_sync(~0u, holds_column ? own : 0);
+    const int best = Candidates<kRows>::number_of(key);
+    T* row = shared.rows[buffer][warp];
+    if (best / kRows == group) {
+      with_constant<kRows>(best % kRows, [&](auto constant) {
+        constexpr int r = decltype(constant)::value;
+#pragma unroll
+        for (int c = 0; c < kOwn; c += 4) {
+          *reinterpret_cast<Four<T>*>(row + part * kOwn + c) = {values[r][c], values[r][c + 1],
+                                                                values[r][c + 2], values[r][c + 3]};
+        }
+      });
+      if (holds_column) row[kPanelColumns] = reciprocal;
+    }
+    if (lane == 0) shared.keys[buffer][warp] = key;
+  };
+
+  propose(0);
+#pragma unroll 4
+  for (int step = 0; step < kPanelColumns; ++step) {
+    const int quarter = step / kOwn, buffer = step % 2;
+    // The lanes that have the column of the step.
+    const bool holds_column = part == quarter;
+    __syncthreads();
+
+    const uint4 first = reinterpret_cast<const uint4*>(shared.keys[buffer])[0];
+    const uint4 last = reinterpret_cast<const uint4*>(shared.keys[buffer])[1];
+    const uint32 largest = max_of(max_of(max_of(first.x, first.y), max_of(first.z, first.w)),
+                                  max_of(max_of(last.x, last.y), max_of(last.z, last.w)));
+    const int winner = Candidates<kRows>::number_of(largest);
+    const T* pivot = shared.rows[buffer][winner / (kRows * (32 / kLanesOfRow)) % kWarps];
+    const T reciprocal = pivot[kPanelColumns];
+    T pivot_values[kOwn];
+#pragma unroll
+    for (int c = 0; c < kOwn; c += 4) {
+      const Four<T> v = *reinterpret_cast<const Four<T>*>(pivot + part * kOwn + c);
+      pivot_values[c] = v.x;
+      pivot_values[c + 1] = v.y;
+      pivot_values[c + 2] = v.z;
+      pivot_values[c + 3] = v.w;
+    }
+    if constexpr (kStores) {
+      if (warp == step % kWarps) {
+        stored.rows[step][lane] =
+            pivot[lane / kOwn * kOwn + static_cast<uint32>(lane - step) % kOwn];
+        if (lane == 0) stored.reciprocals[step] = reciprocal;
+      }
+      // The multiples in the columns of the steps before remain.
+      const int left = holds_column ? kOwn - step % kOwn : part > quarter ? kOwn : 0;
+#pragma unroll
+      for (int c = 0; c < kOwn; ++c) pivot_values[c] = c < left ? pivot_values[c] : 0;
+    }
+    candidates.remove(winner, group);
+    // The key of no candidate has the last row, which may not be one.
+    if (threadIdx.x == 0) shared.pivots[step] = largest == 0 ? -1 : shared.numbers[winner];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const T factor = candidates.has(r) ? -column[r] * reciprocal : 0;
+      const T moved = values[r][0] + factor * pivot_values[0];
+#pragma unroll
+      for (int c = 1; c < kOwn; ++c) values[r][c - 1] = values[r][c] + factor * pivot_values[c];
+      values[r][kOwn - 1] = kStores && holds_column ? factor : moved;
+    }
+    // Nothing reads what this stores after the last step.
+    propose(step + 1);
   }
 }
 
@@ -235,6 +247,7 @@ __global__ void __launch_bounds__(kPivotsThreads, 1)
   __shared__ bool is_last;
   const int thread = threadIdx.x, group = thread / kLanesOfRow;
   const T* panel = block + column;
+  wait_for_prerequisites();
 
   const auto eliminate = [&]<int kOwn, bool kStores>(bool of_candidates) {
     int numbers[kOwn];
@@ -271,6 +284,7 @@ __global__ void __launch_bounds__(kPivotsThreads, 1)
     if (!is_last) return;
     __threadfence();
   }
+  launch_dependents();
   if (thread < kColumns) {
     const int row = shared.pivots[thread];
     order[column + thread] = row;

@@ -42,6 +42,8 @@ __global__ void __launch_bounds__(kWarps * 32)
   auto& [right, left, pivots] = *reinterpret_cast<UpdateTile<T, kTileRows>*>(shared);
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int tile = blockIdx.x * kTileRows;
+  launch_dependents();
+  wait_for_prerequisites();
 
   for (int i = thread; i < static_cast<int>(sizeof(PanelSteps<T>) / 16); i += kThreads) {
     reinterpret_cast<float4*>(&pivots)[i] = reinterpret_cast<const float4*>(panel_steps)[i];

@@ -39,11 +39,11 @@ _REQUIRED = 0.9
 _REQUIRED_SHORT = 0.85
 # XLA's time is estimated worse in float64: 0.55 to 1.5 times what 9 products took.
 _REQUIRED_F64 = 0.6
-# XLA doubles products of int8 into int32 over a k that is no multiple of 4, in 64 of 121 that were
-# tried, all below 128 (H100, jax 0.11.2). As float32 they are exact, even where XLA rounds operands
-# to TF32 or bfloat16. That took 1.2 times as long in the mean of 13.
-_SHORT_INTEGER_K, _WORD = 256, 4
-_AS_FLOAT32 = 1.2
+# XLA doubles products of int8 into int32 over a k that is no multiple of 4, in 82 of 171 that were
+# tried, all below 128; of 48 from 128 to 255 it doubled none (H100, jax 0.11.2). Float16 has all
+# integers of 8 bits, and their sums are exact in float32. That took 1.1 times as long in the mean.
+_SHORT_INTEGER_K, _WORD = 128, 4
+_AS_FLOAT16 = 1.1
 # Kernels took longer than their cost model predicts, by this part of the time of writing the result
 # (regression over 222 products).
 _EXPOSED_STORES = 0.4
@@ -116,7 +116,7 @@ def predicted_to_be_xlas(product: Product, cycles: float, gpu: Gpu) -> str | Non
     ours = our_microseconds(product, cycles, gpu)
     xlas = xla_microseconds(product, gpu, load_costs())
     if product.arithmetic == "int8" and is_short_sum_of_integers(geometry.k):
-        xlas *= _AS_FLOAT32
+        xlas *= _AS_FLOAT16
     if product.arithmetic == "f64":
         required = _REQUIRED_F64
     else:
@@ -130,8 +130,8 @@ def predicted_to_be_xlas(product: Product, cycles: float, gpu: Gpu) -> str | Non
 
 
 def is_short_sum_of_integers(k: int) -> bool:
-    """Return whether XLA may get a product of int8 wrong, which it then multiplies as float32."""
-    return k <= _SHORT_INTEGER_K and k % _WORD != 0
+    """Return whether XLA may get a product of int8 wrong, which it then multiplies as float16."""
+    return k < _SHORT_INTEGER_K and k % _WORD != 0
 
 
 def our_microseconds(product: Product, cycles: float, gpu: Gpu) -> float:

@@ -237,7 +237,26 @@ class Elimination:
             copies=matrix.at(first, changed),
             skipped=first - changed,
         )
-        below, multiples_stride = matrix.at(first + BLOCK, first), stride
+        following = first + BLOCK
+
+        def update(
+            products: Products, multiples: Buffer, multiples_stride: int, begin: int, end: int
+        ) -> Iterable[Launch]:
+            return products.launches(
+                (rows - BLOCK, end - begin, BLOCK),
+                multiples,
+                pivot_rows.at(0, begin),
+                matrix.at(following, begin),
+                (multiples_stride, stride, stride),
+                "x0 + x1",
+            )
+
+        below, below_stride = matrix.at(following, first), stride
+        if rows > BLOCK:
+            # Look-ahead: the next block is factored beside the update of the columns around it.
+            end = following + BLOCK
+            yield from update(self.products, below, below_stride, following, end)
+            yield from self._factor_block(compiled, matrix, spaces, following)
         if spaces.multiples is not None:
             yield Launch(
                 entry=compiled.entry(self.multiples.name),
@@ -247,28 +266,12 @@ class Elimination:
                     block, pivot_rows.at(0, first), spaces.multiples, *ints(rows, stride)
                 ),
             )  # fmt: skip
-            below, multiples_stride = spaces.multiples, BLOCK
-        if rows == BLOCK:
-            return
-        following = first + BLOCK
-
-        def update(products: Products, begin: int, end: int) -> Iterable[Launch]:
-            return products.launches(
-                (rows - BLOCK, end - begin, BLOCK),
-                below,
-                pivot_rows.at(0, begin),
-                matrix.at(following, begin),
-                (multiples_stride, stride, stride),
-                "x0 + x1",
-            )
-
-        # Look-ahead: the next block is factored beside the update of the columns around it.
-        yield from update(self.products, following, following + BLOCK)
-        yield from self._factor_block(compiled, matrix, spaces, following)
-        others = self.products.on_share(_UPDATING_SMS)
-        for begin, end in ((changed, following), (following + BLOCK, stride)):
-            if begin < end:
-                yield from update(others, begin, end)
+            below, below_stride = spaces.multiples, BLOCK
+        if rows > BLOCK:
+            others = self.products.on_share(_UPDATING_SMS)
+            for begin, end in ((changed, following), (following + BLOCK, stride)):
+                if begin < end:
+                    yield from update(others, below, below_stride, begin, end)
 
     def _factor_block(
         self, compiled: Compiled, matrix: Matrix, spaces: Workspaces, first: int
@@ -287,6 +290,7 @@ class Elimination:
                 grid=(ctas, 1, 1),
                 block=(_PIVOTS_THREADS, 1, 1),
                 branches=first > 0,
+                overlaps=column > 0,
                 parameters=(
                     block,
                     spaces.steps,
@@ -303,6 +307,7 @@ class Elimination:
                 grid=(math.ceil(rows / update.rows), 1, 1),
                 block=(32 * update.warps, 1, 1),
                 branches=first > 0,
+                overlaps=True,
                 parameters=(
                     block, spaces.steps, spaces.panel_steps, spaces.panel_rows, *scalars
                 ),
