@@ -169,7 +169,7 @@ QUOTED = {
             ("h100", ("inv",), "float32"),
             ("h100", ("solve",), "float32"),
             ("h100", ("cholesky",), "float32"),
-            ("h200", ("inv", "solve"), "float64"),
+            ("h100", ("inv", "solve"), "float64"),
         )
     ),
     "float32 products at": lambda: spread(of_group("matmul", "float32"), 1),
@@ -183,14 +183,14 @@ QUOTED = {
         spread(grouped(count), 2) for count in (8, 128)
     ),
     "8-bit products, both": lambda: spread(of_group("matmul", "8-bit K-major"), 2),
-    "158 products drawn at random": lambda: "; ".join(
-        f"from {worst(x):.2f}" for x in ("h100/samples/matmul-23", "h200/samples/matmul-21")
+    "200 products drawn at random": lambda: "; ".join(
+        f"from {worst(x):.2f}" for x in ("h100/samples/matmul-25", "h200/samples/matmul-21")
     ),
-    "60 random calls each": lambda: (
+    "48 to 60 random calls each": lambda: (
         "from "
         + ", ".join(
-            f"{worst(f'h100/samples/{name}-21'):.2f}"
-            for name in ("transpose", "matvec", "sum", "vdot")
+            f"{worst(f'h100/samples/{name}-25'):.2f}"
+            for name in ("transpose", "matvec", "sum", "vdot", "add")
         )
     ),
     "dense products with collectives": lambda: spread(sharded(False), 2),
