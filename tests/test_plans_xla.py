@@ -63,6 +63,8 @@ def test_products(words, left, ours):
         (("bf16", 4096, 4096, 4096), ("bf16", 4096, 4096, 4100)),
         (("bf16", 2048, 2048, 128, {"batch": (128,)}), ("bf16", 511, 511, 512, {"batch": (64,)})),
         (("bf16", 4096, 16384, 64, NEITHER), ("tf32", 4096, 4096, 4096, NEITHER)),
+        # A long unaligned m of an m-major lhs, and a short one.
+        (("f16", 2050, 1024, 4096, NEITHER), ("f16", 2046, 1024, 4096, NEITHER)),
         (("f64", 2048, 2048, 2048), ("int8", 2048, 2048, 2048)),
         (("f32", 300, 300, 16), ("f32", 64, 256, 128)),
         # XLA pads and transposes larger float8 operands.
