@@ -65,6 +65,11 @@ def test_products(words, left, ours):
         (("bf16", 4096, 16384, 64, NEITHER), ("tf32", 4096, 4096, 4096, NEITHER)),
         # A long unaligned m of an m-major lhs, and a short one.
         (("f16", 2050, 1024, 4096, NEITHER), ("f16", 2046, 1024, 4096, NEITHER)),
+        # A batch whose operands are not k-major, and one matrix.
+        (
+            ("tf32", 800, 64, 800, {"batch": (64,), **NEITHER}),
+            ("tf32", 51200, 64, 800, NEITHER),
+        ),
         (("f64", 2048, 2048, 2048), ("int8", 2048, 2048, 2048)),
         (("f32", 300, 300, 16), ("f32", 64, 256, 128)),
         # XLA pads and transposes larger float8 operands.

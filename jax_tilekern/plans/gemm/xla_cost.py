@@ -82,7 +82,8 @@ class XlaCosts:
         Factors for each power of two that the alignment of an operand's rows lacks to 16 bytes.
         The first is that of tensor cores alone.
     neither_k_major
-        Factor where neither operand is contiguous along ``k``, but for 16-bit operands.
+        Factor where neither operand is contiguous along ``k``, but for 16-bit operands and batches
+        of wider ones.
     arithmetics
         By the name of the arithmetic.
     """
@@ -149,7 +150,8 @@ def xla_microseconds(product: Product, gpu: Gpu, costs: XlaCosts) -> float:
         rate /= costs.unaligned_compute**steps
     memory *= costs.unaligned_memory**steps
     k_major = geometry.lhs_strides[-1] == 1 or geometry.rhs_strides[-2] == 1
-    if product.lhs_dtype.itemsize != 2 and not k_major:
+    itemsize = product.lhs_dtype.itemsize
+    if not k_major and (itemsize == 1 or (itemsize > 2 and not geometry.batch)):
         rate /= costs.neither_k_major
         memory *= costs.neither_k_major
     ways = itertools.product(_tiles(geometry.m, geometry.n), _SPLITS)
