@@ -104,17 +104,20 @@ def test_types_majors_shapes(rng, lhs, rhs, out, subscripts):
         (np.float32, 19),
         (np.float32, 48),
         (np.float32, 49),
+        (np.float32, 127),
         (np.float64, 5),
         (np.float64, 23),
+        (np.float64, 64),
         (BF16, 12),
     ],
 )
 def test_few_columns_along_a_long_k(rng, dtype, n):
     """Such a product is added up in parts of k, in place, and in packed parts in other types."""
-    for m, k in [(61, 2047), (29, 2049), (40, 4500)]:
-        a, b = operands(rng, "mk,kn", {"m": m, "n": n, "k": k}, dtype, dtype)
-        check = partial(assert_product, lhs=a, rhs=b, subscripts="mk,kn->mn")
-        check_each_level(check, partial(product, "mk,kn", out=None), a, b)
+    cases = [("mk,kn", 61, 2047), ("mk,kn", 29, 2049), ("mk,kn", 40, 4500), ("mk,nk", 300, 1100)]
+    for subscripts, m, k in cases:
+        a, b = operands(rng, subscripts, {"m": m, "n": n, "k": k}, dtype, dtype)
+        check = partial(assert_product, lhs=a, rhs=b, subscripts=f"{subscripts}->mn")
+        check_each_level(check, partial(product, subscripts, out=None), a, b)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.int8])

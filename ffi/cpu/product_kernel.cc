@@ -121,8 +121,9 @@ void ProductKernel::RunShared(const Product& product, const Workers& workers) co
     const int64_t tasks = std::min(RoundUp(CeilDiv(size, least), workers.threads()),
                                    workers.threads() * kTasksPerThread);
     const int64_t chunk = RoundUp(CeilDiv(size, tasks), tile);
+    const Product whole = direct_ && !wide ? WithRowsOfRhs(*gemm_, product) : product;
     workers.Run(CeilDiv(size, chunk), [&](int64_t task) {
-      Product part = product;
+      Product part = whole;
       const int64_t first = task * chunk;
       (wide ? part.n : part.m) = std::min(chunk, size - first);
       (wide ? part.rhs.data : part.lhs.data) = wide ? part.rhs.At(0, first) : part.lhs.At(first, 0);

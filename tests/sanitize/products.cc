@@ -68,16 +68,21 @@ std::vector<Case> Cases() {
 std::vector<Case> ThreadedCases() {
   const int64_t shapes[][4] = {{1, 65, 130, 150}, {1, 97, 131, 802},  {1, 3, 1500, 260},
                                {1, 1300, 2, 300}, {40, 16, 17, 128},  {3, 150, 140, 130},
-                               {1, 2050, 20, 40}, {1, 20, 1100, 420}, {1, 61, 9, 2100}};
+                               {1, 2050, 20, 40}, {1, 20, 1100, 420}, {1, 61, 9, 2100},
+                               {1, 270, 40, 600}};
   std::vector<Case> cases;
   for (const auto& s : shapes) {
-    for (Layout layout : {kRowMajor, kColumnMajor}) {
-      Case c = {
-          layout == kRowMajor ? "row-major" : "column-major", {s[0], s[1], s[2], s[3]}, {}, {}, {}};
-      Lay(layout, s[0], s[1], s[3], c.lhs);
-      Lay(layout, s[0], s[3], s[2], c.rhs);
-      Lay(kRowMajor, s[0], s[1], s[2], c.out);
-      cases.push_back(c);
+    for (Layout lhs : {kRowMajor, kColumnMajor}) {
+      for (Layout rhs : {kRowMajor, kColumnMajor}) {
+        const auto name = [](Layout layout) {
+          return std::string(layout == kRowMajor ? "row-major" : "column-major");
+        };
+        Case c = {name(lhs) + " and " + name(rhs), {s[0], s[1], s[2], s[3]}, {}, {}, {}};
+        Lay(lhs, s[0], s[1], s[3], c.lhs);
+        Lay(rhs, s[0], s[3], s[2], c.rhs);
+        Lay(kRowMajor, s[0], s[1], s[2], c.out);
+        cases.push_back(c);
+      }
     }
   }
   return cases;
