@@ -17,8 +17,9 @@ constexpr int64_t kMaxVectorsInPlace = 16, kMaxVectorsDeep = 6;
 constexpr int64_t kManyRows = 256;
 constexpr int64_t kMaxDeepRhsBytes = 3 << 17;
 constexpr int64_t kLeastDepth = 512;
-constexpr int64_t kMaxStridedRows = 256;  // beyond this an lhs in column-major order is copied
-constexpr int64_t kRowsAtOnce = 96;       // of a copied operand
+constexpr int64_t kMaxSharedBytes = 1 << 24;  // of a copy of rhs, which a thread keeps
+constexpr int64_t kMaxStridedRows = 256;      // beyond this an lhs in column-major order is copied
+constexpr int64_t kRowsAtOnce = 96;           // of a copied operand
 
 bool IsUnits(const GemmFamily& family, DType type) { return Bytes(type) == family.unit_bytes; }
 
@@ -112,7 +113,8 @@ bool IsDirectProduct(const GemmFamily& family, const Product& p) {
 }
 
 Product WithRowsOfRhs(const GemmFamily& family, const Product& p) {
-  if (HasRowsOfRhs(family, p) || !IsUnits(family, p.rhs.type)) return p;
+  const bool is_large = p.k * RoundUp(p.n, family.lanes) * family.unit_bytes > kMaxSharedBytes;
+  if (HasRowsOfRhs(family, p) || !IsUnits(family, p.rhs.type) || is_large) return p;
   Product copied = p;
   copied.rhs.data = CopyRhs(family, p);
   copied.rhs.row_stride = RoundUp(p.n, family.lanes);
