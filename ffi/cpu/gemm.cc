@@ -18,6 +18,7 @@ constexpr int64_t kRowsForFewColumns = 240;       // a left block that stays in 
 constexpr int64_t kNarrowColumnsPerBlock = 1024;  // bounds the accumulators kept for narrow outputs
 constexpr int64_t kVectorsPerTask = 16;
 constexpr int64_t kMinVectorsPerTask = 4;
+constexpr int64_t kTaskBytes = 128 << 10;  // of rhs; where k is short, long rows are written
 constexpr int64_t kPanelsPerPackTask = 8;
 constexpr int64_t kTasksPerThread = 2;
 
@@ -44,7 +45,8 @@ class Gemm {
 
     panels_ = CeilDiv(m_block_, rows_per_panel_);
     pack_tasks_ = CeilDiv(panels_, kPanelsPerPackTask);
-    task_cols_ = std::min(n_block_, kVectorsPerTask * family.lanes);
+    const int64_t wide = kTaskBytes / (std::max<int64_t>(k_block_, 1) * family.unit_bytes);
+    task_cols_ = std::min(n_block_, std::max(kVectorsPerTask * family.lanes, wide));
     if (threads > 1) {
       const int64_t share = CeilDiv(n_block_, kTasksPerThread * threads);
       task_cols_ = std::min(task_cols_, std::max(share, kMinVectorsPerTask * family.lanes));
