@@ -11,7 +11,7 @@ from jax_tilekern.cli.problems import find_problems
 H100 = {
     "name": "NVIDIA H100 80GB HBM3",
     "compute_capability": [9, 0],
-    "multiprocessors": 132,
+    "sm_count": 132,
     "l2_bytes": 50 << 20,
 }
 T4 = {**H100, "name": "Tesla T4", "compute_capability": [7, 5]}

@@ -251,7 +251,7 @@ def test_reuse_is_counted_against_the_formula(full):
 def test_what_the_text_says_of_the_gpu_is_in_the_records(name):
     record = records.Records()[name]
     (gpu,) = record["driver"]["gpus"]
-    assert gpu["multiprocessors"] == 132
+    assert gpu["sm_count"] == 132
     assert gpu["l2_bytes"] == 50 << 20
     assert record["nvidia_smi"][0]["clocks.max.sm"] == "1980 MHz"
 

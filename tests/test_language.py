@@ -16,7 +16,7 @@ RETIRED = {
     r"copying threads?": "producer thread",
     r"multiplying warpgroups?": "consumer (math) warpgroup",
     r"second-level caches?": "L2",
-    r"(?<!streaming\x20)multiprocessors?(?!\")": "SM",  # but for the key of records
+    r"(?<!streaming\x20)multiprocessors?": "SM",
     r"blocks? of threads": "CTA (thread block)",
     r"(?:take|takes|taking|took) turns|in turns": "ping-pong (kernels), interleaved (measurements)",
     r"turn barriers?": "ordered barrier",

@@ -18,7 +18,7 @@ constexpr int64_t kRowsForFewColumns = 240;       // a left block that stays in 
 constexpr int64_t kNarrowColumnsPerBlock = 1024;  // bounds the accumulators kept for narrow outputs
 constexpr int64_t kVectorsPerTask = 16;
 constexpr int64_t kMinVectorsPerTask = 4;
-constexpr int64_t kTaskBytes = 128 << 10;  // of rhs; where k is short, long rows are written
+constexpr int64_t kTaskBytes = 128 << 10;  // of rhs: over a short k, tasks write long rows
 constexpr int64_t kPanelsPerPackTask = 8;
 constexpr int64_t kTasksPerThread = 2;
 

@@ -118,7 +118,7 @@ def driver() -> dict[str, Any]:
             {
                 "name": device.name,
                 "compute_capability": list(device.compute_capability),
-                "multiprocessors": device.sm_count,
+                "sm_count": device.sm_count,
                 "l2_bytes": device.l2_bytes,
             }
             for device in devices
