@@ -16,7 +16,7 @@ from jax_tilekern.fusion.fuse import fuse
 from jax_tilekern.inspection.cost import cost_analysis
 from jax_tilekern.inspection.explain import Explanation, explain
 from jax_tilekern.inspection.kernel_report import KernelReport
-from jax_tilekern.interop.ffi import FFI_TARGETS
+from jax_tilekern.interop.ffi import FFI_TARGETS, export_checks
 from jax_tilekern.interop.modes import FallbackError, disabled, strict
 from jax_tilekern.ops.add import add
 from jax_tilekern.ops.cross_entropy.loss import linear_cross_entropy
@@ -56,6 +56,7 @@ __all__ = [
     "dot_general",
     "einsum",
     "explain",
+    "export_checks",
     "fuse",
     "gated_linear",
     "gpu_target",

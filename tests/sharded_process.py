@@ -88,9 +88,6 @@ def cache(folder):
     print(json.dumps(found))
 
 
-CHECKS = [export.DisabledSafetyCheck.custom_call(target) for target in jtk.FFI_TARGETS]
-
-
 def save(folder):
     """Export every program, lowered for real devices and for an abstract mesh."""
     mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=TYPES)
@@ -101,7 +98,9 @@ def save(folder):
                 jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(given, spec))
                 for x, spec in zip(arrays, specs, strict=True)
             ]
-            exported = export.export(jax.jit(function), platforms=["cpu"], disabled_checks=CHECKS)
+            exported = export.export(
+                jax.jit(function), platforms=["cpu"], disabled_checks=jtk.export_checks()
+            )
             (Path(folder) / f"{i}.{kind}").write_bytes(exported(*types).serialize())
     print("saved")
 

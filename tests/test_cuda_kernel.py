@@ -1175,10 +1175,9 @@ def test_no_reference_is_an_error():
 
 def test_exported_for_both_platforms(rng):
     x = whole(rng, 30)
-    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in jtk.FFI_TARGETS]
     with jtk.gpu_target("sm_90a"):
         exported = jax.export.export(
-            jax.jit(twice()), platforms=("cpu", "cuda"), disabled_checks=checks
+            jax.jit(twice()), platforms=("cpu", "cuda"), disabled_checks=jtk.export_checks()
         )(x)
     assert "jax_tilekern_cuda_launch" in str(exported.mlir_module())
     if not on_gpu():

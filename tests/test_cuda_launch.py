@@ -605,8 +605,7 @@ def test_exported_program_runs_without_a_compiler(rng, tmp_path):
     a = rng.standard_normal((130, 200)).astype(np.float32)
     b = rng.standard_normal((200, 70)).astype(np.float32)
     run = jax.jit(products)
-    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in ffi.FFI_TARGETS]
-    exported = jax.export.export(run, platforms=["cuda"], disabled_checks=checks)(a, b)
+    exported = jax.export.export(run, platforms=["cuda"], disabled_checks=jtk.export_checks())(a, b)
     assert ffi.CUDA_LAUNCH in str(exported.mlir_module())
     (tmp_path / "program").write_bytes(exported.serialize())
     np.savez(tmp_path / "operands.npz", a=a, b=b)

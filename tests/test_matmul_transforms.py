@@ -228,8 +228,9 @@ def test_complex_gradients_through_the_fallback(rng):
 
 
 def test_export_round_trip(matrices):
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jtk.FFI_TARGETS]
-    exported = jax.export.export(jax.jit(jax.grad(scalar(mm), (0, 1))), disabled_checks=checks)
+    exported = jax.export.export(
+        jax.jit(jax.grad(scalar(mm), (0, 1))), disabled_checks=jtk.export_checks()
+    )
     loaded = jax.export.deserialize(exported(*matrices).serialize())
     assert_equal(loaded.call(*matrices), jax.grad(scalar(reference), (0, 1))(*matrices))
 

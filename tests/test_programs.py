@@ -72,8 +72,9 @@ def test_a_model_is_at_most_half_as_large_again_as_jaxs(program):
 def test_an_exported_program_has_its_cubins():
     """So that it needs no NVRTC and no cache where it runs."""
     with gpu_target("sm_90"):
-        checks = [export.DisabledSafetyCheck.custom_call(name) for name in jtk.FFI_TARGETS]
-        exported = export.export(jax.jit(deep), platforms=["cuda"], disabled_checks=checks)(W, W)
+        exported = export.export(
+            jax.jit(deep), platforms=["cuda"], disabled_checks=jtk.export_checks()
+        )(W, W)
     again = export.deserialize(exported.serialize())
     (cubin,) = cubins(again.mlir_module())
     assert cubin[:4] == b"\x7fELF"
@@ -88,8 +89,9 @@ def test_an_exported_program_has_its_cubins():
 def test_an_exported_program_runs(rng):
     """The same on the CPU: private functions of several programs do not get in each other's way."""
     x, w = (jnp.asarray(rng.standard_normal((24, 24)), jnp.float32) for _ in range(2))
-    checks = [export.DisabledSafetyCheck.custom_call(name) for name in jtk.FFI_TARGETS]
-    exported = export.export(jax.jit(deep), platforms=["cpu"], disabled_checks=checks)(x, w)
+    exported = export.export(jax.jit(deep), platforms=["cpu"], disabled_checks=jtk.export_checks())(
+        x, w
+    )
     again = export.deserialize(exported.serialize())
     if jax.default_backend() == "cpu":
         found = jax.jit(lambda x, w: again.call(deep(x, w), w))(x, w)

@@ -216,8 +216,9 @@ def test_random_sizes_and_shapes(rows, k, sizes, seed):
 def test_export(rng):
     x, w = random(rng, (30, 6), np.float32), random(rng, (4, 6, 5), np.float32)
     sizes = many_sizes(rng, 1)[0]
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jtk.FFI_TARGETS]
-    exported = jax.export.export(jax.jit(jax.grad(loss(ours))), disabled_checks=checks)(x, w, sizes)
+    exported = jax.export.export(
+        jax.jit(jax.grad(loss(ours))), disabled_checks=jtk.export_checks()
+    )(x, w, sizes)
     loaded = jax.export.deserialize(exported.serialize())
     assert_close(loaded.call(x, w, sizes), jax.grad(loss(theirs))(x, w, sizes))
     (rows,) = jax.export.symbolic_shape("rows")

@@ -469,8 +469,9 @@ def test_short_rows_and_few_rows(rng, kind, shape, axes):
 
 def test_export_round_trip(rng):
     x = whole(rng, 30, 40)
-    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in jtk.FFI_TARGETS]
-    exported = jax.export.export(jax.jit(lambda x: jtk.sum(x, 1)), disabled_checks=checks)(x)
+    exported = jax.export.export(
+        jax.jit(lambda x: jtk.sum(x, 1)), disabled_checks=jtk.export_checks()
+    )(x)
     loaded = jax.export.deserialize(exported.serialize())
     assert_equal(loaded.call(x), jnp.sum(x, 1))
     (rows,) = jax.export.symbolic_shape("rows")

@@ -62,14 +62,15 @@ def test_checkify_sees_nans(function):
 
 
 def test_programs_are_exported_for_several_platforms():
-    checks = [export.DisabledSafetyCheck.custom_call(target) for target in jtk.FFI_TARGETS]
     x = np.arange(32.0, dtype=np.float32).reshape(4, 8)
 
     def f(x):
         return jtk.matmul(x, x.T), jtk.sum(x), jtk.transpose(x), jtk.add(x, x)
 
     with jtk.gpu_target("sm_90"):
-        exported = export.export(jax.jit(f), platforms=("cpu", "cuda"), disabled_checks=checks)(x)
+        exported = export.export(
+            jax.jit(f), platforms=("cpu", "cuda"), disabled_checks=jtk.export_checks()
+        )(x)
     assert set(exported.platforms) == {"cpu", "cuda"}
     loaded = export.deserialize(exported.serialize())
     for got, wanted in zip(loaded.call(x), (x @ x.T, x.sum(), x.T, x + x), strict=True):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax import export
 from jax.interpreters import mlir
 
 from jax_tilekern import _core
@@ -34,7 +35,8 @@ CUDA_LAUNCH = "jax_tilekern_cuda_launch"
 CUDA_LAUNCH_CHECKED = "jax_tilekern_cuda_launch_checked"
 # The custom call that XLA's partitioner replaces; see jax_tilekern.partitioning.call.
 PARTITIONED = "jax_tilekern_partitioned"
-# Every target; jax.export takes a DisabledSafetyCheck.custom_call for each one that is used.
+# Every target. Exported programs name them and their attributes: tests/exported has programs of
+# the last release, which must still run.
 FFI_TARGETS = (
     CPU_MATMUL,
     CPU_RAGGED_MATMUL,
@@ -64,6 +66,27 @@ def _register() -> None:
 # At import, and for every platform: a program that was exported or cached calls the handlers
 # without lowering anything here. It needs no GPU and starts no backend.
 _register()
+
+
+def export_checks() -> list[export.DisabledSafetyCheck]:
+    """Return the ``disabled_checks`` with which :func:`jax.export.export` accepts every kernel.
+
+    JAX refuses to export custom calls whose stability it does not know. The process that loads the
+    program must import ``jax_tilekern``.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> x = jnp.ones((64, 64))
+    >>> checks = jtk.export_checks()
+    >>> exported = jax.export.export(jax.jit(jtk.matmul), disabled_checks=checks)(x, x)
+    >>> loaded = jax.export.deserialize(exported.serialize())
+    >>> loaded.call(x, x).shape
+    (64, 64)
+    """
+    return [export.DisabledSafetyCheck.custom_call(target) for target in FFI_TARGETS]
 
 
 def cuda_launch(
