@@ -17,6 +17,7 @@ from jax_tilekern.fusion.scalars import equation_of_scalars
 from jax_tilekern.inspection.tracing import of_arrays
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.fused_contraction import InPlace, contract_with_scalar_function
+from jax_tilekern.ops.labelled_operands import common_type
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -170,11 +171,11 @@ class _Evaluation:
         return waiting
 
     def _evaluate_group(self, group: Group, in_place: InPlace) -> None:
-        lhs, rhs = map(self._value, group.eqn.invars)
         (source,) = group.eqn.outvars
         product, contraction = group.product, group.product.contraction
+        lhs, rhs = common_type(*map(self._value, group.eqn.invars), product.dtype)
         arrays = [self._value(reading.array) for reading in group.operands]
-        accumulator = accumulator_dtype(jax.numpy.result_type(lhs, rhs), product.dtype)
+        accumulator = accumulator_dtype(lhs.dtype, product.dtype)
 
         def epilogue(sum_of_products: Any, *scalars: Any) -> list[Any]:
             values = dict(zip(group.operands, scalars, strict=True))

@@ -86,7 +86,7 @@ def contract(
         Sharding of the result on a mesh with explicit axes; by default what follows from the
         operands'.
     """
-    lhs, rhs = common_type(lhs, rhs)
+    lhs, rhs = common_type(lhs, rhs, out_dtype)
     result: Array = _bind(
         lhs,
         rhs,

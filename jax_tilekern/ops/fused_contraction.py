@@ -105,7 +105,7 @@ def contract_with_epilogue(
     TypeError
         If the epilogue is not a function of scalars.
     """
-    lhs, rhs = common_type(lhs, rhs)
+    lhs, rhs = common_type(lhs, rhs, product)
     accumulator = accumulator_dtype(lhs.dtype, product)
     arrays = [jnp.asarray(x) for x in operands]
     function, closed_over, nested = trace_scalars(
@@ -151,7 +151,9 @@ def contract_with_scalar_function(
 
     Parameters
     ----------
-    lhs, rhs, contraction, precision, product, in_place
+    lhs, rhs
+        Operands of a type that :func:`~jax_tilekern.ops.labelled_operands.common_type` returns.
+    contraction, precision, product, in_place
         As in :func:`contract_with_epilogue`.
     function
         The epilogue, for the accumulators' type.
@@ -163,7 +165,6 @@ def contract_with_scalar_function(
     list of Array
         The function's results.
     """
-    lhs, rhs = common_type(lhs, rhs)
     results: list[Array] = _bind(
         lhs,
         rhs,

@@ -13,30 +13,69 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding
 
-from jax_tilekern.plans.gemm.arithmetic import FP8, Converted
+from jax_tilekern.plans.gemm.arithmetic import BF16, F16, FP8, Converted
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.xla import is_short_sum_of_integers
 from jax_tilekern.primitives.lowering_platform import lowering_platform
 
-# Integers that have no implicit promotion.
-_IN_8_BITS = {np.dtype(jnp.int4): np.dtype(np.int8), np.dtype(jnp.uint4): np.dtype(np.uint8)}
+# Integers that have no implicit promotion, and that XLA does not multiply on every platform.
+_IN_8_BITS = {
+    np.dtype(narrow): np.dtype(wide)
+    for narrow, wide in (
+        (jnp.int2, np.int8),
+        (jnp.int4, np.int8),
+        (jnp.uint2, np.uint8),
+        (jnp.uint4, np.uint8),
+    )
+}
 
 
-def common_type(lhs: Array, rhs: Array) -> tuple[Array, Array]:
-    """Cast two operands to a common type, unless a product of their types has kernels."""
-    if lhs.dtype == rhs.dtype or all(x.dtype in FP8 for x in (lhs, rhs)):
+def common_type(lhs: Array, rhs: Array, out_dtype: Any) -> tuple[Array, Array]:
+    """Cast two operands to a common type, unless a product of their types has kernels.
+
+    ``lax.dot_general`` casts both to the type of the result. A narrower type that has all values
+    of both is as exact and costs less, and a wider one rounds less.
+    """
+    types = (lhs.dtype, rhs.dtype)
+    if lhs.dtype == rhs.dtype or all(dtype in FP8 for dtype in types):
         return lhs, rhs
-    types = [_IN_8_BITS.get(x.dtype, x.dtype) for x in (lhs, rhs)]
+    common, out = _promoted(*types), np.dtype(out_dtype)
+    exact = all(_has_values_of(common, dtype) for dtype in types)
+    if _category(common) != _category(out):
+        common = out
+    elif _category(common) is jnp.integer:
+        # Integers wrap around, so those of the result's type have the same product.
+        common = common if exact and jnp.iinfo(common).bits <= jnp.iinfo(out).bits else out
+    elif not exact:
+        common = _promoted(common, out)
+    return lhs.astype(common), rhs.astype(common)
+
+
+def _promoted(*types: np.dtype[Any]) -> np.dtype[Any]:
+    types = tuple(_IN_8_BITS.get(dtype, dtype) for dtype in types)
     try:
-        common = jnp.promote_types(*types)
+        return np.dtype(jnp.promote_types(*types))
     # An 8-bit float has no implicit promotion. A wider type holds it, and float32 any two of them.
     except jax.dtypes.TypePromotionError:
-        common = max(types, key=lambda t: t.itemsize)
-        common = common if common.itemsize > 1 else np.dtype(np.float32)
-    # No integer holds both int64 and uint64, and no float does.
-    if jnp.issubdtype(common, jnp.floating) and all(jnp.issubdtype(t, jnp.integer) for t in types):
-        return lhs, rhs
-    return lhs.astype(common), rhs.astype(common)
+        widest = max(types, key=lambda dtype: dtype.itemsize)
+        return widest if widest.itemsize > 1 else np.dtype(np.float32)
+
+
+def _category(dtype: Any) -> Any:
+    categories = (jnp.complexfloating, jnp.floating, jnp.integer, np.bool_)
+    return next(category for category in categories if jnp.issubdtype(dtype, category))
+
+
+def _has_values_of(wide: np.dtype[Any], narrow: np.dtype[Any]) -> bool:
+    """Return whether a type has all values of another."""
+    if wide == narrow:
+        return True
+    if jnp.issubdtype(wide, jnp.floating) and wide.itemsize == 1:
+        return False
+    if wide in (BF16, F16) and narrow.itemsize == 1:
+        # NumPy has no safe casts of 8-bit floats to 16 bits. This one has exponents of float32.
+        return wide == BF16 or narrow != np.dtype(jnp.float8_e8m0fnu)
+    return np.can_cast(narrow, wide)
 
 
 def converted(types: Converted, lhs: Array, rhs: Array) -> tuple[Array, Array]:
@@ -113,14 +152,8 @@ def _dot_general(
     out_sharding: NamedSharding | None,
 ) -> Array:
     """Contract two arrays in the order of ``lax.dot_general``, into any type."""
-    integers = jnp.issubdtype(lhs.dtype, jnp.integer)
-    # int8 and uint8 are multiplied as int16, and their product is an int8 to JAX; but no result of
-    # lax.dot_general is narrower than its operands, unless they are floats. Integers wrap around,
-    # so that the product of narrower ones is the same.
+    # No result of lax.dot_general is narrower than its operands, unless they are floats.
     narrower = np.dtype(out_dtype).itemsize < lhs.dtype.itemsize
-    if narrower and integers and jnp.issubdtype(out_dtype, jnp.integer):
-        lhs, rhs = lhs.astype(out_dtype), rhs.astype(out_dtype)
-        narrower = False
     rounded = narrower and not jnp.issubdtype(lhs.dtype, jnp.floating)
     out = lax.dot_general(
         lhs,

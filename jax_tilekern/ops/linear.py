@@ -142,7 +142,7 @@ def gated_linear(
     result = compat.result_type(functools.partial(jnp.matmul, **options), x, w_gate)
     _, w_up, _ = labelled_matrices(x, w_up)
     x, w_gate, contraction = labelled_matrices(x, w_gate)
-    x, w_gate = common_type(x, w_gate)
+    x, w_gate = common_type(x, w_gate, result.dtype)
     gated: Array = contract_pair(
         x,
         w_gate,

@@ -218,10 +218,9 @@ def vecmat(
 
 
 def _check(function: Callable[..., Array], *operands: ArrayLike) -> None:
-    """Raise JAX's exceptions for shapes and types; the product checks shardings."""
-    jax.eval_shape(
-        function, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jax.typeof, operands))
-    )
+    """Raise JAX's exceptions for shapes; the product checks types and shardings."""
+    avals = map(jax.typeof, operands)
+    jax.eval_shape(function, *(jax.ShapeDtypeStruct(x.shape, np.float32) for x in avals))
 
 
 def _with_whole_dim(

@@ -1,0 +1,182 @@
+"""Products of every pair of types, in either order, have the values that JAX's have."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from numerics import BF16, F8E4, F8E5, assert_close, exact
+
+import jax_tilekern as jtk
+
+FLOATS = (np.float32, BF16, np.float16, F8E4, F8E5, jnp.float8_e3m4)
+INTEGERS = (np.int32, np.uint32, np.int16, np.uint16, np.int8, np.uint8, jnp.int4, jnp.uint4, bool)
+PAIRS = list(itertools.permutations((*FLOATS, *INTEGERS), 2))
+FEWER_PAIRS = list(itertools.permutations((*FLOATS[1:4], *INTEGERS[::2]), 2))
+# Of no such pair does a type have all values of both.
+INEXACT = [(np.float16, np.int32), (BF16, np.int32), (F8E4, np.int8), (np.int8, F8E5)]
+DIMS = (((1,), (0,)), ((), ()))
+# TF32 rounds operands.
+IN_FLOAT32 = {"precision": "highest", "preferred_element_type": np.float32}
+SIZES = jnp.array([3, 1])
+
+
+def random(rng, shape, dtype):
+    """Integers of any size up to 500,000, or normal values."""
+    dtype = np.dtype(dtype)
+    if dtype.kind == "b":
+        return jnp.asarray(rng.integers(0, 2, shape).astype(bool))
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return jnp.asarray(rng.standard_normal(shape).astype(dtype))
+    info = jnp.iinfo(dtype)
+    low, high = max(int(info.min), -500_000), min(int(info.max), 500_000)
+    return jnp.asarray(rng.integers(low, high, shape, endpoint=True).astype(dtype))
+
+
+def operands_of(rng, pairs):
+    return [(random(rng, (5, 33), a), random(rng, (33, 4), b)) for a, b in pairs]
+
+
+def in_float64(x, y, subscripts="mk,kn->mn"):
+    """The product, and the sum of the products' magnitudes."""
+    x, y = exact(x), exact(y)
+    return np.einsum(subscripts, x, y), np.einsum(subscripts, abs(x), abs(y)) + 1e-30
+
+
+def assert_float32(found, expected, magnitudes):
+    assert found.dtype == np.float32
+    assert (abs(exact(found) - expected) <= 40 * 2.0**-24 * magnitudes).all()
+
+
+def test_every_pair_into_float32(rng):
+    """JAX computes each in float32: no operand is rounded to the other one's type."""
+    # XLA multiplies int2 where it is cast first.
+    pairs = [*PAIRS, *((jnp.int2, other) for other in (np.float32, np.int8, bool))]
+    operands = operands_of(rng, pairs)
+
+    @jax.jit
+    def products(operands):
+        return [jtk.dot_general(x, y, DIMS, **IN_FLOAT32) for x, y in operands]
+
+    for found, (x, y) in zip(products(operands), operands, strict=True):
+        assert_float32(found, *in_float64(x, y))
+
+
+@pytest.mark.parametrize("preferred", [None, np.int32, BF16])
+def test_every_pair_as_lax(rng, preferred):
+    """Also where an integer result truncates operands, and where nothing holds both operands."""
+    pairs = [
+        pair for pair in FEWER_PAIRS
+        # JAX requires a result that is as wide as integers.
+        if not (preferred is BF16 and np.int32 in pair and not {*FLOATS} & {*pair})
+    ]  # fmt: skip
+    operands = operands_of(rng, pairs)
+
+    def products(dot_general):
+        multiply = functools.partial(dot_general, preferred_element_type=preferred)
+        return jax.jit(lambda operands: [multiply(x, y, DIMS) for x, y in operands])(operands)
+
+    for ours, theirs, (x, y) in zip(
+        products(jtk.dot_general), products(lax.dot_general), operands, strict=True
+    ):
+        assert ours.dtype == theirs.dtype, (x.dtype, y.dtype)
+        if jnp.issubdtype(ours.dtype, jnp.integer):
+            np.testing.assert_array_equal(ours, theirs, f"{x.dtype} x {y.dtype}")
+            continue
+        finite = np.isfinite(exact(ours)) & np.isfinite(exact(theirs))
+        _, magnitudes = in_float64(x, y)
+        error = abs(np.subtract(exact(ours), exact(theirs), where=finite, out=np.zeros((5, 4))))
+        assert (error <= 3 * float(jnp.finfo(ours.dtype).eps) * magnitudes).all()
+
+
+def of_matrices(name):
+    return lambda x, y: getattr(jtk, name)(x, y, **IN_FLOAT32), "mk,kn->mn"
+
+
+def fused(x, y):
+    return jtk.fuse(lambda x, y: 2 * lax.dot_general(x, y, DIMS, **IN_FLOAT32))(x, y) / 2
+
+
+def ragged(x, y, **kwargs):
+    return jtk.ragged_dot(x, jnp.stack([y, y]), SIZES, **IN_FLOAT32, **kwargs)
+
+
+# Each function, and the product that it is.
+PRODUCTS = {
+    **{name: of_matrices(name) for name in ("matmul", "dot", "linear")},
+    "einsum": (lambda x, y: jtk.einsum("mk,kn->nm", x, y, **IN_FLOAT32), "mk,kn->nm"),
+    "tensordot": (lambda x, y: jtk.tensordot(x, y, 1, **IN_FLOAT32), "mk,kn->mn"),
+    "inner": (lambda x, y: jtk.inner(x, y.T, **IN_FLOAT32), "mk,kn->mn"),
+    "matvec": (lambda x, y: jtk.matvec(x, y[:, 0], **IN_FLOAT32)[:, None], "mk,kn->mn"),
+    "vecmat": (lambda x, y: jtk.vecmat(x[0], y, **IN_FLOAT32)[None], "mk,kn->mn"),
+    "vdot": (lambda x, y: jtk.vdot(x, y.T, **IN_FLOAT32), "mk,km->"),
+    "vecdot": (lambda x, y: jtk.vecdot(x, y.T, **IN_FLOAT32), "mk,km->m"),
+    "epilogue": (
+        lambda x, y: jtk.matmul(x, y, epilogue=lambda acc: 2.0 * acc, **IN_FLOAT32) / 2,
+        "mk,kn->mn",
+    ),
+    "gated_linear": (
+        lambda x, y: jtk.gated_linear(x, y, y, lambda acc: 0 * acc + 1, **IN_FLOAT32),
+        "mk,kn->mn",
+    ),
+    "fuse": (fused, "mk,kn->mn"),
+    "patch": (jtk.patch()(functools.partial(jnp.matmul, **IN_FLOAT32)), "mk,kn->mn"),
+    "ragged_dot": (ragged, "mk,kn->mn"),
+    "ragged_dot with an epilogue": (
+        functools.partial(ragged, epilogue=lambda acc: 1.0 * acc),
+        "mk,kn->mn",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_product_and_its_gradient(rng, name):
+    function, subscripts = PRODUCTS[name]
+    rows = {"matvec": (slice(4), slice(1)), "vecmat": (slice(1), slice(4))}.get(name)
+    operands = [
+        (x[:4] if rows is None else x[rows[0]], y if rows is None else y[:, rows[1]])
+        for x, y in operands_of(rng, [*INEXACT, *(pair[::-1] for pair in INEXACT)])
+    ]
+
+    def value_and_gradient(x, y):
+        number = int(jnp.issubdtype(y.dtype, jnp.floating))
+        value, gradient = jax.vjp(
+            lambda z: function(*((x, z) if number else (z, y))), (x, y)[number]
+        )
+        return value, *gradient(jnp.full_like(value, 2.0**-10))
+
+    @jax.jit
+    def values_and_gradients(operands):
+        return [value_and_gradient(x, y) for x, y in operands]
+
+    inputs, out = subscripts.split("->")
+    for (value, gradient), (x, y) in zip(values_and_gradients(operands), operands, strict=True):
+        expected, magnitudes = in_float64(x, y, subscripts)
+        assert_float32(value, expected, magnitudes)
+        number = int(jnp.issubdtype(y.dtype, jnp.floating))
+        labels = inputs.split(",")
+        other = exact((y, x)[number])
+        whole = np.einsum(
+            f"{labels[1 - number]},{out}->{labels[number]}",
+            other,
+            np.full(expected.shape, 2.0**-10),
+        )
+        rounded = jnp.asarray(whole.astype(np.float32)).astype(gradient.dtype)
+        assert_close(gradient, rounded, 2 * float(jnp.finfo(gradient.dtype).eps))
+
+
+@pytest.mark.parametrize("types", [
+    (F8E4, BF16), (BF16, F8E5), (F8E4, F8E5), (jnp.int4, BF16), (np.float32, jnp.uint2),
+])  # fmt: skip
+def test_vectors_of_types_without_a_promotion(rng, types):
+    """A preferred type makes a promotion unnecessary, and without one JAX raises an error."""
+    x, y = random(rng, (5, 33), types[0]), random(rng, (33,), types[1])
+    assert_float32(jtk.matvec(x, y, **IN_FLOAT32), *in_float64(x, y, "mk,k->m"))
+    assert_float32(jtk.vecmat(y, x.T, **IN_FLOAT32), *in_float64(x, y, "mk,k->m"))
+    for name, arguments in (("matvec", (x, y)), ("vecmat", (y, x.T))):
+        for module in (jnp, jtk):
+            with pytest.raises(jax.dtypes.TypePromotionError):
+                getattr(module, name)(*arguments)
