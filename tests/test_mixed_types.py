@@ -14,9 +14,10 @@ import jax_tilekern as jtk
 
 FLOATS = (np.float32, BF16, np.float16, F8E4, F8E5, jnp.float8_e3m4)
 INTEGERS = (np.int32, np.uint32, np.int16, np.uint16, np.int8, np.uint8, jnp.int4, jnp.uint4, bool)
+SUB_BYTE = (jnp.int2, jnp.uint2, jnp.int4, jnp.uint4)
 PAIRS = list(itertools.permutations((*FLOATS, *INTEGERS), 2))
 FEWER_PAIRS = list(itertools.permutations((*FLOATS[1:4], *INTEGERS[::2]), 2))
-# Of no such pair does a type have all values of both.
+# No type but float64 has all values of both of a pair.
 INEXACT = [(np.float16, np.int32), (BF16, np.int32), (F8E4, np.int8), (np.int8, F8E5)]
 DIMS = (((1,), (0,)), ((), ()))
 # TF32 rounds operands.
@@ -53,8 +54,8 @@ def assert_float32(found, expected, magnitudes):
 
 def test_every_pair_into_float32(rng):
     """JAX computes each in float32: no operand is rounded to the other one's type."""
-    # XLA multiplies int2 where it is cast first.
-    pairs = [*PAIRS, *((jnp.int2, other) for other in (np.float32, np.int8, bool))]
+    # XLA does not compile these as they are.
+    pairs = [*PAIRS, *((x, x) for x in SUB_BYTE), *((x, bool) for x in SUB_BYTE)]
     operands = operands_of(rng, pairs)
 
     @jax.jit
@@ -180,3 +181,18 @@ def test_vectors_of_types_without_a_promotion(rng, types):
         for module in (jnp, jtk):
             with pytest.raises(jax.dtypes.TypePromotionError):
                 getattr(module, name)(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [*SUB_BYTE, F8E4, jnp.float8_e3m4])
+def test_epilogues_of_narrow_types(rng, dtype):
+    """The accumulator has 32 bits, also for types that NumPy does not know."""
+    x, y = (jnp.asarray(rng.integers(0, 2, shape).astype(dtype)) for shape in ((5, 33), (33, 4)))
+    epilogue = lambda acc: (acc, jtk.row_sum(acc), jtk.row_max(acc.astype(dtype)))  # noqa: E731
+    product, total, largest = jtk.matmul(x, y, epilogue=epilogue)
+    assert product.dtype == largest.dtype == dtype
+    assert total.dtype == (np.int32 if dtype in SUB_BYTE else np.float32)
+    expected, _ = in_float64(x, y)
+    np.testing.assert_array_equal(total, expected.sum(-1))
+    rounded = jnp.asarray(expected.astype(total.dtype)).astype(dtype)
+    np.testing.assert_array_equal(product, rounded)
+    np.testing.assert_array_equal(exact(largest), exact(rounded).max(-1))

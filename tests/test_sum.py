@@ -98,6 +98,15 @@ def test_other_types(rng, x64, dtype):
         assert_sum(out, x, axis)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int2, jnp.uint2, jnp.int4, jnp.uint4])
+def test_integers_of_fewer_than_8_bits(rng, dtype):
+    x = jnp.asarray(rng.integers(-8, 8, (33, 70)).astype(dtype))
+    for kwargs in ({"dtype": dtype}, {"dtype": np.int32}, {"promote_integers": False}):
+        ours, theirs = (f.sum(x, 0, **kwargs) for f in (jtk, jnp))
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize("x64_enabled", [False, True])
 @pytest.mark.parametrize("keepdims", [False, True])
 @pytest.mark.parametrize("axis", [None, 0, -1, (0, 2), ()])

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
+from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.plans.gemm.epilogue import Reduction
 
 
@@ -84,8 +84,6 @@ _REDUCTIONS: dict[Reduction, Callable[..., Array]] = {
 
 
 def reduced(values: Array, kind: Reduction) -> Array:
-    """Reduce the last dimension of an array in float32 at least, and return its type."""
-    dtype = values.dtype
-    if jnp.issubdtype(dtype, jnp.floating):
-        values = values.astype(jnp.promote_types(dtype, np.float32))
-    return _REDUCTIONS[kind](values, axis=-1).astype(dtype)
+    """Reduce the last dimension of an array in 32 bits at least, and return its type."""
+    wide = values.astype(accumulator_dtype(values.dtype))
+    return _REDUCTIONS[kind](wide, axis=-1).astype(values.dtype)

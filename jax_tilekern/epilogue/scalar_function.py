@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_tilekern.epilogue.row_reductions import RowReduction, reduced
 from jax_tilekern.interop import compat
+from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.plans.gemm.epilogue import Reduction
 
 Labels = tuple[int, ...]
@@ -102,7 +103,8 @@ class ScalarFunction:
 
         def widened(dtype: np.dtype[Any], kind: Reduction | None) -> np.dtype[Any]:
             exact = not jnp.issubdtype(dtype, jnp.floating) and kind != "logsumexp"
-            return dtype if kind is None or exact else jnp.promote_types(dtype, np.float32)
+            wide = accumulator_dtype(dtype)
+            return dtype if kind is None or exact else jnp.promote_types(wide, np.float32)
 
         return dataclasses.replace(
             self, out_dtypes=tuple(map(widened, self.out_dtypes, self.reductions))

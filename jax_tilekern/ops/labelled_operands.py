@@ -13,21 +13,10 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding
 
-from jax_tilekern.plans.gemm.arithmetic import BF16, F16, FP8, Converted
+from jax_tilekern.plans.gemm.arithmetic import BF16, F16, FP8, INT8, SUB_BYTE_INTEGERS, Converted
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.xla import is_short_sum_of_integers
 from jax_tilekern.primitives.lowering_platform import lowering_platform
-
-# Integers that have no implicit promotion, and that XLA does not multiply on every platform.
-_IN_8_BITS = {
-    np.dtype(narrow): np.dtype(wide)
-    for narrow, wide in (
-        (jnp.int2, np.int8),
-        (jnp.int4, np.int8),
-        (jnp.uint2, np.uint8),
-        (jnp.uint4, np.uint8),
-    )
-}
 
 
 def common_type(lhs: Array, rhs: Array, out_dtype: Any) -> tuple[Array, Array]:
@@ -36,23 +25,29 @@ def common_type(lhs: Array, rhs: Array, out_dtype: Any) -> tuple[Array, Array]:
     ``lax.dot_general`` casts both to the type of the result. A narrower type that has all values
     of both is as exact and costs less, and a wider one rounds less.
     """
+    # XLA fails to compile some products of fewer bits.
+    lhs, rhs = (x.astype(_in_8_bits(x.dtype)) for x in (lhs, rhs))
     types = (lhs.dtype, rhs.dtype)
     if lhs.dtype == rhs.dtype or all(dtype in FP8 for dtype in types):
         return lhs, rhs
-    common, out = _promoted(*types), np.dtype(out_dtype)
+    common, out = _promoted(*types), _in_8_bits(np.dtype(out_dtype))
     exact = all(_has_values_of(common, dtype) for dtype in types)
     if _category(common) != _category(out):
         common = out
     elif _category(common) is jnp.integer:
         # Integers wrap around, so those of the result's type have the same product.
-        common = common if exact and jnp.iinfo(common).bits <= jnp.iinfo(out).bits else out
+        common = common if exact and common.itemsize <= out.itemsize else out
     elif not exact:
         common = _promoted(common, out)
     return lhs.astype(common), rhs.astype(common)
 
 
+def _in_8_bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return a type that has all values of one of fewer bits."""
+    return INT8 if dtype in SUB_BYTE_INTEGERS else dtype
+
+
 def _promoted(*types: np.dtype[Any]) -> np.dtype[Any]:
-    types = tuple(_IN_8_BITS.get(dtype, dtype) for dtype in types)
     try:
         return np.dtype(jnp.promote_types(*types))
     # An 8-bit float has no implicit promotion. A wider type holds it, and float32 any two of them.
@@ -153,7 +148,8 @@ def _dot_general(
 ) -> Array:
     """Contract two arrays in the order of ``lax.dot_general``, into any type."""
     # No result of lax.dot_general is narrower than its operands, unless they are floats.
-    narrower = np.dtype(out_dtype).itemsize < lhs.dtype.itemsize
+    out_dtype = np.dtype(out_dtype)
+    narrower = out_dtype in SUB_BYTE_INTEGERS or out_dtype.itemsize < lhs.dtype.itemsize
     rounded = narrower and not jnp.issubdtype(lhs.dtype, jnp.floating)
     out = lax.dot_general(
         lhs,

@@ -139,7 +139,8 @@ def _with_initial(a: Array, axes: Axes, dtype: np.dtype[Any], initial: ArrayLike
 
 def _reference(x: Array, *, axes: Axes, dtype: np.dtype[Any]) -> Array:
     # JAX sums 16-bit floats in float32 by default, but not if that type is requested explicitly.
-    return jnp.sum(x, axes, None if x.dtype == dtype and dtype.kind not in "iub" else dtype)
+    by_default = x.dtype == dtype and jnp.issubdtype(dtype, jnp.inexact)
+    return jnp.sum(x, axes, None if by_default else dtype)
 
 
 def _cotangent(cotangent: Array, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Array:

@@ -19,6 +19,10 @@ F32, F64, F16 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 INT8, INT32 = np.dtype(np.int8), np.dtype(np.int32)
 FP8 = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2))
+# NumPy does not say that these are integers.
+SUB_BYTE_INTEGERS = tuple(
+    np.dtype(x) for x in (ml_dtypes.int2, ml_dtypes.uint2, ml_dtypes.int4, ml_dtypes.uint4)
+)
 
 # Result types that kernels write; the first is the accumulator's.
 _RESULTS: dict[_Dtype, tuple[_Dtype, ...]] = {
@@ -106,13 +110,9 @@ def accumulator_dtype(operands: _Dtype, product: _Dtype | None = None) -> _Dtype
     product
         Type of the product. If it is wider than kernels' accumulators, it is the answer.
     """
-    own: _Dtype
-    if operands in (BF16, F16, *FP8):
-        own = F32
-    elif operands.kind in "iu" and operands.itemsize < INT32.itemsize:
-        own = INT32
-    else:
-        own = np.dtype(operands)
+    own = np.dtype(operands)
+    if own.kind != "b" and own.itemsize < F32.itemsize:
+        own = INT32 if own.kind in "iu" or own in SUB_BYTE_INTEGERS else F32
     return own if product is None or product.itemsize <= own.itemsize else np.dtype(product)
 
 
