@@ -28,6 +28,7 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax._src.lib import mlir as _mlir_lib
 from jax._src.lib.mlir.dialects import func as _func
+from jax._src.numpy import util as _numpy_util
 from jax.interpreters import ad, batching, mlir
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "bind_equation",
     "canonicalize_dtype",
     "canonicalize_precision",
+    "check_arraylike",
     "closed_jaxpr",
     "custom_jvp_rule",
     "dot_general_p",
@@ -97,6 +99,9 @@ inlined_when_traced: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else T
 # Not exported by jax.lax; gives the hashable form that lax.dot_general itself binds, with
 # jax_default_matmul_precision applied.
 canonicalize_precision: Callable[[Any], Any] = _lax.canonicalize_precision
+
+# Raises the exception of jax.numpy for operands such as lists, which jit takes as trees.
+check_arraylike: Callable[..., None] = _numpy_util.check_arraylike
 
 # Warns of a truncated type, unlike jax.dtypes.canonicalize_dtype.
 canonicalize_dtype: Callable[[Any, str], Any] = _dtypes.check_and_canonicalize_user_dtype

@@ -25,11 +25,12 @@ from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operati
 
 
 @jitted()
-def add(x: ArrayLike, y: ArrayLike) -> Array:
+def add(x: ArrayLike, y: ArrayLike, /) -> Array:
     """Sum of two arrays, with the semantics of :func:`jax.numpy.add`.
 
-    XLA fuses an addition with what is around it, which a kernel of its own rules out: this one is
-    here to be read.
+    It is a function, and no ufunc: it has no ``out``, ``where``, ``at`` or ``reduce``. XLA fuses an
+    addition with what is around it, which a kernel of its own rules out: this one is here to be
+    read.
 
     Parameters
     ----------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -25,7 +25,7 @@ def jitted(*static: str, unless: Sequence[str] = ()) -> Callable[[Function], Fun
     Parameters
     ----------
     static
-        The parameters that are no operands. Lists among them become tuples, which have a hash.
+        The parameters that are no operands. Sequences among them become tuples, which have a hash.
     unless
         Keywords with any of which a call is not jitted, because it looks at values or has a
         function that JAX would compare by identity.
@@ -59,12 +59,14 @@ def _operand(x: Any) -> Any:
 
 
 def _with_hash(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return _with_hash(value.tolist())
-    if isinstance(value, jax.Array):
+    if value is None:
+        return None
+    if isinstance(value, (np.ndarray, jax.Array)):
         # If it is a tracer, the error names it.
-        return operator.index(value)
+        return _with_hash(value.tolist()) if value.ndim else operator.index(value)
     # Instances of other classes, such as jax.lax.DotAlgorithm, are excluded.
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple) or isinstance(value, Iterator):
         return tuple(map(_with_hash, value))
-    return value
+    # jit would take 1.0 for an axis 1 that it has seen, since both have one hash.
+    is_whole = isinstance(value, (float, np.floating)) and value.is_integer()
+    return operator.index(value) if is_whole else value

@@ -96,6 +96,18 @@ def broadcasted(x: Array, labels: Labels, wanted: Labels, sizes: Mapping[int, in
     )
 
 
+def swapped_precision(precision: Any) -> Any:
+    """Return the canonical precision of a product whose operands change places."""
+    if isinstance(precision, lax.DotAlgorithm):
+        return precision._replace(
+            lhs_precision_type=precision.rhs_precision_type,
+            rhs_precision_type=precision.lhs_precision_type,
+            lhs_component_count=precision.rhs_component_count,
+            rhs_component_count=precision.lhs_component_count,
+        )
+    return precision[::-1] if isinstance(precision, tuple) else precision
+
+
 def product_by_lax(
     lhs: Array,
     rhs: Array,
@@ -109,7 +121,7 @@ def product_by_lax(
     if contraction.dot_general_out != contraction.out:
         # jnp.einsum swaps them too, and XLA partitions the two products differently.
         lhs, rhs, contraction = rhs, lhs, contraction.swapped()
-        precision = precision[::-1] if isinstance(precision, tuple) else precision
+        precision = swapped_precision(precision)
     if out_sharding is not None:
         partitions = dict(zip(contraction.out, out_sharding.spec.partitions, strict=True))
         ordered = tuple(partitions[label] for label in contraction.dot_general_out)

@@ -200,6 +200,7 @@ def dot_general(
     ValueError
         If an operand of the epilogue does not broadcast to the result.
     """
+    compat.check_arraylike("dot_general", lhs, rhs)
     result = compat.result_type(
         functools.partial(
             lax.dot_general,

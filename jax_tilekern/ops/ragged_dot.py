@@ -45,8 +45,8 @@ def ragged_dot(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     group_offset: ArrayLike | None = None,
-    *,
     out_sharding: NamedSharding | PartitionSpec | None = None,
+    *,
     debug: bool = False,
     epilogue: Callable[..., Any] | None = None,
     operands: Sequence[ArrayLike] = (),
@@ -180,8 +180,8 @@ def ragged_dot_general(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     group_offset: ArrayLike | None = None,
-    *,
     out_sharding: NamedSharding | PartitionSpec | None = None,
+    *,
     debug: bool = False,
 ) -> Array:
     """General ragged contraction, as :func:`jax.lax.ragged_dot_general`.

@@ -41,7 +41,7 @@ _CPU_DTYPES = tuple(
 )  # fmt: skip
 
 
-@jitted("axis", "dtype", "out", "keepdims", "promote_integers")
+@jitted("axis", "dtype", "keepdims", "promote_integers")
 def sum(
     a: ArrayLike,
     axis: int | Sequence[int] | None = None,
@@ -139,8 +139,7 @@ def _with_initial(a: Array, axes: Axes, dtype: np.dtype[Any], initial: ArrayLike
 
 def _reference(x: Array, *, axes: Axes, dtype: np.dtype[Any]) -> Array:
     # JAX sums 16-bit floats in float32 by default, but not if that type is requested explicitly.
-    by_default = x.dtype == dtype and jnp.issubdtype(dtype, jnp.inexact)
-    return jnp.sum(x, axes, None if by_default else dtype)
+    return jnp.sum(x, axes, None if x.dtype == dtype else dtype, promote_integers=False)
 
 
 def _cotangent(cotangent: Array, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Array:

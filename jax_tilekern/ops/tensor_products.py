@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
@@ -19,6 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.jitted import jitted
+from jax_tilekern.ops.labelled_operands import swapped_precision
 from jax_tilekern.patching.patch import patch
 from jax_tilekern.plans.gemm.contraction import Contraction
 
@@ -72,8 +74,9 @@ def einsum(
     >>> jtk.einsum("bqhd,bkhd->bhqk", q, k).shape
     (2, 3, 5, 7)
     """
-    # A path of one product has no other order.
-    if isinstance(subscripts, str) and len(operands) == 2 and optimize == "auto" and out is None:
+    # A path of one product has no other order. JAX raises the errors for what is no array.
+    of_two = isinstance(subscripts, str) and len(operands) == 2 and all(map(_is_array, operands))
+    if of_two and isinstance(optimize, str) and optimize == "auto" and out is None:
         return _einsum_of_two(
             subscripts,
             *operands,
@@ -91,6 +94,11 @@ def einsum(
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         )
+
+
+def _is_array(x: Any) -> bool:
+    is_number = isinstance(x, (Array, np.ndarray, np.generic, int, float, complex))
+    return is_number or hasattr(x, "__jax_array__")
 
 
 @jitted("subscripts", "precision", "preferred_element_type", "out_sharding")
@@ -116,14 +124,16 @@ def _einsum_of_two(
     if contraction is None:
         with patch():
             return by_jax(a, b)
+    canonical = compat.canonicalize_precision(precision)
     if contraction.swapped().dot_general_out == contraction.out:
         # A product that is left to XLA is not transposed either.
         a, b, contraction = b, a, contraction.swapped()
+        canonical = swapped_precision(canonical)
     product = contract(
         a,
         b,
         contraction,
-        precision=compat.canonicalize_precision(precision),
+        precision=canonical,
         out_dtype=result.dtype,
         out_sharding=None if out_sharding is None else compat.explicit_sharding(result),
     )

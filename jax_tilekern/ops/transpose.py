@@ -25,15 +25,15 @@ Axes = tuple[int, ...]
 
 
 @jitted("axes")
-def transpose(x: ArrayLike, axes: Sequence[int] | None = None) -> Array:
+def transpose(a: ArrayLike, axes: Sequence[int] | None = None) -> Array:
     """Permute dimensions, with the semantics of :func:`jax.numpy.transpose`.
 
     Parameters
     ----------
-    x
+    a
         Array of any rank and type.
     axes
-        The result's dimension ``i`` is dimension ``axes[i]`` of ``x``; may be negative. ``None``
+        The result's dimension ``i`` is dimension ``axes[i]`` of ``a``; may be negative. ``None``
         reverses the dimensions.
 
     Returns
@@ -46,7 +46,7 @@ def transpose(x: ArrayLike, axes: Sequence[int] | None = None) -> Array:
     ValueError
         If ``axes`` is no permutation of the dimensions, or one is out of range.
     TypeError
-        If ``x`` is not an array, or an axis not an integer.
+        If ``a`` is not an array, or an axis not an integer.
 
     See Also
     --------
@@ -60,10 +60,10 @@ def transpose(x: ArrayLike, axes: Sequence[int] | None = None) -> Array:
     (4, 2, 3)
     """
     # JAX's function raises the exceptions, some of which concern values that are not arrays.
-    jax.eval_shape(lambda: jnp.transpose(x, axes))
-    x = jnp.asarray(x)
-    given = reversed(range(x.ndim)) if axes is None else axes
-    result: Array = _bind(x, axes=tuple(operator.index(axis) % x.ndim for axis in given))
+    jax.eval_shape(lambda: jnp.transpose(a, axes))
+    a = jnp.asarray(a)
+    given = reversed(range(a.ndim)) if axes is None else axes
+    result: Array = _bind(a, axes=tuple(operator.index(axis) % a.ndim for axis in given))
     return result
 
 

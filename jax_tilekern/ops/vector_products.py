@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,8 @@ from jax_tilekern.plans.gemm.contraction import Contraction
 
 @jitted("precision", "preferred_element_type", "out_sharding")
 def dot(
-    x: ArrayLike,
-    y: ArrayLike,
+    a: ArrayLike,
+    b: ArrayLike,
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -32,12 +33,12 @@ def dot(
 
     Parameters
     ----------
-    x
+    a
         Array of shape ``(..., k)``, or a scalar.
-    y
+    b
         Array of shape ``(k,)`` or ``(..., k, n)``, or a scalar. Unlike in
         :func:`jax_tilekern.matmul`, leading dimensions of the two do not broadcast: the result
-        has those of ``x``, then those of ``y``.
+        has those of ``a``, then those of ``b``.
     precision, preferred_element_type, out_sharding
         As in :func:`jax_tilekern.matmul`. A product with a vector is computed in float32 itself
         where one of matrices goes through TF32.
@@ -66,15 +67,15 @@ def dot(
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         ),
-        x,
-        y,
+        a,
+        b,
     )
-    x, y = jnp.asarray(x), jnp.asarray(y)
-    contracted = ((x.ndim - 1,), (max(0, y.ndim - 2),)) if x.ndim and y.ndim else ((), ())
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    contracted = ((a.ndim - 1,), (max(0, b.ndim - 2),)) if a.ndim and b.ndim else ((), ())
     product = contract(
-        x,
-        y,
-        Contraction.of_dot_general(x.ndim, y.ndim, (contracted, ((), ()))),
+        a,
+        b,
+        Contraction.of_dot_general(a.ndim, b.ndim, (contracted, ((), ()))),
         precision=compat.canonicalize_precision(precision),
         out_dtype=result.dtype,
         out_sharding=None if out_sharding is None else compat.explicit_sharding(result),
@@ -84,8 +85,8 @@ def dot(
 
 @jitted("precision", "preferred_element_type")
 def vdot(
-    x: ArrayLike,
-    y: ArrayLike,
+    a: ArrayLike,
+    b: ArrayLike,
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -94,9 +95,9 @@ def vdot(
 
     Parameters
     ----------
-    x
+    a
         Array of any shape; conjugated if it is complex.
-    y
+    b
         Array of any shape with as many elements.
     precision, preferred_element_type
         As in :func:`dot`.
@@ -111,17 +112,21 @@ def vdot(
     TypeError
         If an operand is not an array, or sizes differ.
     """
-    x, y = jnp.asarray(x), jnp.asarray(y)
-    x = jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
-    return dot(
-        x.ravel(), y.ravel(), precision=precision, preferred_element_type=preferred_element_type
-    )
+    options: dict[str, Any] = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+    }
+    compat.result_type(functools.partial(jnp.vdot, **options), a, b)
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    a = jnp.conj(a) if jnp.issubdtype(a.dtype, jnp.complexfloating) else a
+    return dot(a.ravel(), b.ravel(), **options)
 
 
 @jitted("precision", "preferred_element_type", "out_sharding")
 def matvec(
-    a: ArrayLike,
-    x: ArrayLike,
+    x1: ArrayLike,
+    x2: ArrayLike,
+    /,
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -133,10 +138,10 @@ def matvec(
 
     Parameters
     ----------
-    a
+    x1
         Array of shape ``(..., m, k)``.
-    x
-        Array of shape ``(..., k)``. Batch dimensions broadcast against those of ``a``; what is
+    x2
+        Array of shape ``(..., k)``. Batch dimensions broadcast against those of ``x1``; what is
         broadcast is not materialised.
     precision, preferred_element_type, out_sharding
         As in :func:`dot`.
@@ -161,21 +166,22 @@ def matvec(
     >>> jax.vmap(jtk.matvec, (None, 0))(a, xs).shape
     (5, 64)
     """
-    _check(jnp.matvec, a, x)
+    _check(jnp.matvec, x1, x2)
     product = matmul(
-        a,
-        jnp.asarray(x)[..., None],
+        x1,
+        jnp.asarray(x2)[..., None],
         precision=precision,
         preferred_element_type=preferred_element_type,
-        out_sharding=_with_whole_dim(out_sharding, max(np.ndim(a) - 1, np.ndim(x)), -1),
+        out_sharding=_with_whole_dim(out_sharding, max(np.ndim(x1) - 1, np.ndim(x2)), -1),
     )
     return lax.squeeze(product, (product.ndim - 1,))
 
 
 @jitted("precision", "preferred_element_type", "out_sharding")
 def vecmat(
-    x: ArrayLike,
-    a: ArrayLike,
+    x1: ArrayLike,
+    x2: ArrayLike,
+    /,
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -185,9 +191,9 @@ def vecmat(
 
     Parameters
     ----------
-    x
+    x1
         Array of shape ``(..., k)``; conjugated if it is complex.
-    a
+    x2
         Array of shape ``(..., k, n)``. Batch dimensions broadcast as in :func:`matvec`.
     precision, preferred_element_type, out_sharding
         As in :func:`dot`.
@@ -204,15 +210,15 @@ def vecmat(
     TypeError
         If an operand is not an array.
     """
-    _check(jnp.vecmat, x, a)
-    x = jnp.asarray(x)
-    row = (jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x)[..., None, :]
+    _check(jnp.vecmat, x1, x2)
+    x1 = jnp.asarray(x1)
+    row = (jnp.conj(x1) if jnp.issubdtype(x1.dtype, jnp.complexfloating) else x1)[..., None, :]
     product = matmul(
         row,
-        a,
+        x2,
         precision=precision,
         preferred_element_type=preferred_element_type,
-        out_sharding=_with_whole_dim(out_sharding, max(np.ndim(a) - 1, np.ndim(x)), -2),
+        out_sharding=_with_whole_dim(out_sharding, max(np.ndim(x2) - 1, np.ndim(x1)), -2),
     )
     return lax.squeeze(product, (product.ndim - 2,))
 

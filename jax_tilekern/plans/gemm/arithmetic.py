@@ -120,7 +120,8 @@ def precision_name(precision: Any) -> str:
     """Name of a canonical ``precision``: of a pair, the higher one."""
     if precision is None:
         return "DEFAULT"
-    if isinstance(precision, tuple):
+    # A jax.lax.DotAlgorithm is a named tuple.
+    if type(precision) is tuple:
         return str(max(precision, key=lambda p: int(p.value)).name)
     return str(getattr(precision, "name", precision))
 
