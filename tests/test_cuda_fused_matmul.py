@@ -341,6 +341,18 @@ def test_an_untranslatable_primitive_is_named():
         cuda_text(trace_scalars(lambda y: jax.lax.digamma(y), F32, F32, []).function)
 
 
+def test_loops_are_untranslatable():
+    def until(y):
+        return jax.lax.while_loop(lambda c: c[0] < 9, lambda c: (c[1], c[0] + 1), (y, y))[0]
+
+    def counted(y):
+        return jax.lax.fori_loop(0, 3, lambda _, y: 2 * y, y)
+
+    for loop, name in ((until, "while"), (counted, "scan")):
+        with pytest.raises(Untranslatable, match=rf"no CUDA for {name}, at .*\.py:\d+"):
+            cuda_text(trace_scalars(loop, F32, F32, []).function)
+
+
 def test_strides_follow_swapped_operands():
     epilogue = epilogue_of(residual_block, (BF16, "n"), (np.bool_, "mn"), (BF16, "mn"), n=64)
     swapped = epilogue.swapped()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
-from numerics import BF16, assert_close, check_derivatives, exact, on_gpu
+from numerics import BF16, assert_close, assert_equal, check_derivatives, exact, on_gpu
 
 import jax_tilekern as jtk
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue
@@ -578,6 +578,9 @@ ONES = jnp.ones((4, 4), np.float32)
         (lambda y: y + ONES[0, 0], r"closes over an array of shape \(4, 4\).*operands=\("),
         (lambda y: (jax.debug.print("{}", y), y)[1], "side effect"),
         (lambda y: (), "returns nothing"),
+        (jax.nn.softmax, "softmax does not take scalars: axis -1 .*; an epilogue is a function of"),
+        (lambda y: y[0], "does not take scalars: Too many indices"),
+        ("relu", "the epilogue is 'relu'; it must be a function of scalars"),
     ],
 )
 def test_what_is_not_a_function_of_scalars_is_refused(function, message):
@@ -596,6 +599,30 @@ def test_operands_without_an_epilogue_are_refused():
         jtk.matmul(ONES, ONES, operands=(ONES,))
     with pytest.raises(TypeError, match="no epilogue= that reads them"):
         jtk.dot_general(ONES, ONES, (((1,), (0,)), ((), ())), operands=(ONES,))
+
+
+def test_operands_that_are_no_sequence_are_refused():
+    bias, sizes = jnp.ones(4), jnp.array([4])
+    for call in (
+        functools.partial(jtk.matmul, ONES, ONES),
+        functools.partial(jtk.ragged_dot, ONES, ONES[None], sizes),
+    ):
+        for epilogue in (jnp.add, None):
+            with pytest.raises(TypeError, match=r"got one of shape \(4,\): pass operands=\(x,\)"):
+                call(epilogue=epilogue, operands=bias)
+    with pytest.raises(TypeError, match=r"pass group_operands=\(x,\)"):
+        call(epilogue=jnp.add, group_operands=bias[None])
+
+
+def test_an_activation_that_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="the activation is 'relu'"):
+        jtk.linear(ONES, ONES, ONES[0], "relu")
+
+
+def test_results_may_be_numbers():
+    found = jtk.matmul(ONES, ONES, epilogue=lambda y: (1.5, y, 2, jtk.row_sum(1.0)))
+    expected = jnp.full((4, 4), 1.5), ONES @ ONES, jnp.full((4, 4), 2), jnp.full(4, 4.0)
+    assert_equal(found, expected)
 
 
 def test_the_products_own_errors_are_jax_s():

@@ -37,6 +37,12 @@ def test_says_why_xla_takes_a_call():
     assert choice.reason.startswith("nothing is contracted")
 
 
+def test_an_array_in_place_of_the_function_is_refused():
+    x = jnp.ones((4, 4))
+    with pytest.raises(TypeError, match=r"as in explain\(matmul, a, b\), got ArrayImpl"):
+        jtk.explain(jtk.matmul(x, x))
+
+
 def test_needs_no_execution_and_no_arrays():
     big = jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.bfloat16)
     assert len(jtk.explain(jtk.matmul, big, big)) == 1

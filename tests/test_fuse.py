@@ -392,6 +392,30 @@ def test_arguments_are_those_of_the_function(operands):
     assert traced == ["sin"]
 
 
+def test_static_arguments_of_a_jit_around_it(operands):
+    x, w, *_ = operands
+
+    def f(x, w, mode, flag, times, activation, scale=None):
+        assert scale is None
+        y = x @ w
+        for _ in range(times):
+            y = activation(y) if flag and mode == "twice" else y
+        return y
+
+    static = ("twice", True, 2, jnp.sin)
+    expected = jnp.sin(jnp.sin(x @ w))
+    assert_same(jax.jit(jtk.fuse(f), static_argnums=(2, 3, 4, 5))(x, w, *static), expected)
+    named = dict(zip(("mode", "flag", "times", "activation"), static, strict=True), scale=None)
+    assert_same(jax.jit(jtk.fuse(f), static_argnames=[*named])(x, w, **named), expected)
+    compiled = jtk.fuse(f, static_argnums=(2, 3, 4, 5)).lower(x, w, *static).compile()
+    assert_same(compiled(x, w), expected)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="fuse takes a function"):
+        jtk.fuse(jnp.ones(3))
+
+
 # -- Results in the memory of operands. ------------------------------------------------------------
 
 

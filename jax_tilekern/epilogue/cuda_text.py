@@ -128,6 +128,9 @@ class _Writer:
             return self.inlined(jaxpr, consts, operands)
         if is_copy(name):
             return operands
+        no_cuda = Untranslatable(f"no CUDA for {name}, at {compat.source_line(eqn)}")
+        if len(eqn.outvars) != 1:
+            raise no_cuda
         (out,) = eqn.outvars
         types = [atom.aval.dtype for atom in eqn.invars]
         if name == "convert_element_type":
@@ -142,7 +145,7 @@ class _Writer:
             ]
         how = translation(name, eqn.params)
         if how is None:
-            raise Untranslatable(f"no CUDA for {name}, at {compat.source_line(eqn)}")
+            raise no_cuda
         # The first operand of a selection is a condition.
         for dtype in types[1:] if name == "select_n" else types:
             computed_type(dtype)

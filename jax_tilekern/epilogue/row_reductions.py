@@ -56,7 +56,7 @@ def row_sum(value: Any) -> RowReduction:
     >>> y.shape, squares
     ((4, 16), Array([1024., 1024., 1024., 1024.], dtype=float32))
     """
-    return RowReduction(value, "sum")
+    return _reduction("sum", value)
 
 
 def row_max(value: Any) -> RowReduction:
@@ -64,7 +64,7 @@ def row_max(value: Any) -> RowReduction:
 
     As :func:`row_sum`; NaN if a value is NaN.
     """
-    return RowReduction(value, "max")
+    return _reduction("max", value)
 
 
 def row_logsumexp(value: Any) -> RowReduction:
@@ -73,7 +73,17 @@ def row_logsumexp(value: Any) -> RowReduction:
     As :func:`row_sum`. Exponentials are taken relative to the maximum, as
     :func:`jax.nn.logsumexp` does.
     """
-    return RowReduction(value, "logsumexp")
+    return _reduction("logsumexp", value)
+
+
+def _reduction(kind: Reduction, value: Any) -> RowReduction:
+    if shape := getattr(value, "shape", ()):
+        raise TypeError(
+            f"row_{kind} takes a scalar and is a result of an epilogue, as in matmul(a, b, "
+            f"epilogue=row_{kind}); got an array of shape {shape}, whose last dimension a function "
+            "of JAX reduces"
+        )
+    return RowReduction(value, kind)
 
 
 _REDUCTIONS: dict[Reduction, Callable[..., Array]] = {

@@ -28,6 +28,10 @@ _NOT_ELEMENTWISE = frozenset(
     }
 )  # fmt: skip
 
+_SCALARS = (
+    "an epilogue is a function of scalars, one element of the product and one of each operand"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class ScalarFunction:
@@ -120,7 +124,8 @@ class ScalarFunction:
         in_mesh = not jax.sharding.get_abstract_mesh().empty
         function = self.python if in_mesh else compat.jaxpr_as_fun(self.jaxpr)
         results = function(*scalars)
-        return [x.astype(dtype) for x, dtype in zip(results, self.out_dtypes, strict=True)]
+        # A result may be a number of Python's.
+        return [jnp.asarray(x, dtype) for x, dtype in zip(results, self.out_dtypes, strict=True)]
 
     def over_labels(self, out: Labels, operands: Sequence[Labels]) -> Callable[..., list[Any]]:
         """Return the function of arrays of which this is the function of every element.
@@ -195,10 +200,17 @@ def trace_scalars(
     TypeError
         If it is not a function of scalars.
     """
+    if not callable(function):
+        raise TypeError(f"the epilogue is {function!r}; it must be a function of scalars")
     name = getattr(function, "__name__", type(function).__name__)
     avals = [jax.ShapeDtypeStruct((), dtype) for dtype in (accumulator, *operands)]
-    with compat.without_mesh():
-        traced, shapes = jax.make_jaxpr(function, return_shape=True)(*avals)
+    try:
+        with compat.without_mesh():
+            traced, shapes = jax.make_jaxpr(function, return_shape=True)(*avals)
+    except (IndexError, ValueError) as error:
+        raise TypeError(
+            f"the epilogue {name} does not take scalars: {error}; {_SCALARS}"
+        ) from error
     tree, reductions = _results(name, shapes)
     order = sorted(range(len(reductions)), key=lambda i: reductions[i] is not None)
 
@@ -286,8 +298,7 @@ def _refuse_arrays(name: str, jaxpr: compat.Jaxpr) -> None:
         if eqn.primitive.name in _NOT_ELEMENTWISE or any(shapes):
             raise TypeError(
                 f"the epilogue {name} is not elementwise: {eqn.primitive.name} at "
-                f"{compat.source_line(eqn)}; an epilogue is a function of scalars, one element of "
-                "the product and one of each operand"
+                f"{compat.source_line(eqn)}; {_SCALARS}"
             )
         if eqn.effects:
             raise TypeError(

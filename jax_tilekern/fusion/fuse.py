@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.fusion.elementwise import elementwise_first, inlined_call, is_elementwise_jit
@@ -51,7 +52,8 @@ def fuse(
         that it calls, loops, conditionals and checkpointed parts are fused too; the insides of
         ``shard_map`` and of kernels are not.
     static_argnums, static_argnames
-        Arguments that are no arrays, as for ``jax.jit``.
+        Arguments that are no arrays, as for ``jax.jit``. Inside a ``jax.jit``, where its own static
+        arguments have their values, these need not be named again.
 
     Returns
     -------
@@ -77,6 +79,8 @@ def fuse(
     (64, 32)
     >>> step = jax.jit(jtk.fuse(jax.grad(lambda w: layer(x, w, b).sum())))
     """
+    if not callable(function):
+        raise TypeError(f"fuse takes a function, got {type(function).__name__}")
 
     @functools.wraps(function)
     def evaluated(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +95,19 @@ def fuse(
         static_argnames=static_argnames,
         inline=compat.inlined_when_traced,
     )
-    return jitted  # type: ignore[no-any-return]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves = jax.tree.leaves((args, kwargs))
+        constants = not all(isinstance(x, jax.Array | np.ndarray) for x in leaves)
+        if constants and compat.in_traced_program():
+            return evaluated(*args, **kwargs)
+        return jitted(*args, **kwargs)
+
+    # The rest of what jax.jit returns.
+    for name in ("lower", "trace", "eval_shape", "clear_cache"):
+        setattr(call, name, getattr(jitted, name))
+    return call  # type: ignore[return-value]
 
 
 def _fused(closed: Any, operands: Sequence[Any]) -> list[Any]:
@@ -173,7 +189,8 @@ class _Evaluation:
     def _evaluate_group(self, group: Group, in_place: InPlace) -> None:
         (source,) = group.eqn.outvars
         product, contraction = group.product, group.product.contraction
-        lhs, rhs = common_type(*map(self._value, group.eqn.invars), product.dtype)
+        lhs, rhs = map(self._value, group.eqn.invars)
+        lhs, rhs = common_type(lhs, rhs, product.dtype)
         arrays = [self._value(reading.array) for reading in group.operands]
         accumulator = accumulator_dtype(lhs.dtype, product.dtype)
 

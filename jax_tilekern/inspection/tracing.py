@@ -22,6 +22,11 @@ def traced(
         Its arguments: trees of arrays, ``jax.ShapeDtypeStruct`` and numbers. Other leaves, such as
         the functions inside a model, are static.
     """
+    if not callable(function):
+        raise TypeError(
+            f"expected a function and its arguments, as in explain(matmul, a, b), got "
+            f"{type(function).__name__} in place of the function"
+        )
     trace = getattr(function, "trace", None)
     if trace is not None:
         own: jax.stages.Traced = trace(*args, **kwargs)

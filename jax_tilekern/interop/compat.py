@@ -52,6 +52,7 @@ __all__ = [
     "explicit_sharding",
     "func",
     "in_pallas_kernel",
+    "in_traced_program",
     "inlined_when_traced",
     "ir",
     "is_literal",
@@ -333,6 +334,14 @@ def in_pallas_kernel() -> bool:
         return pallas.axis_frame() is not None
     except AssertionError:  # Outside of a kernel, unless Python runs with -O.
         return False
+
+
+def in_traced_program() -> bool:
+    """Return whether a program is traced, in which values of Python are constants."""
+    trace: Any = _core.trace_ctx.trace
+    while trace is not None and not isinstance(trace, _partial_eval.DynamicJaxprTrace):
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None
 
 
 def remat_case(verdict: Any) -> Literal["save", "recompute"] | tuple[Any, Any]:

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 
 import jax
 
+from jax_tilekern.scope import scoped
+
 logger = logging.getLogger("jax_tilekern")
 
 
@@ -34,7 +36,7 @@ class _Mode(enum.Enum):
 _mode = jax.make_user_context(_Mode.DEFAULT)
 
 
-@contextlib.contextmanager
+@scoped
 def strict(*, allow_fallbacks: bool = False) -> Iterator[None]:
     """Raise an error where a kernel cannot be compiled, or where there is none for a call.
 
@@ -66,7 +68,7 @@ def strict(*, allow_fallbacks: bool = False) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
+@scoped
 def disabled() -> Iterator[None]:
     """Let XLA's own operations compute every call: no kernel is used or compiled.
 

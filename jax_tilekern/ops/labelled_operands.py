@@ -63,14 +63,12 @@ def _category(dtype: Any) -> Any:
 
 def _has_values_of(wide: np.dtype[Any], narrow: np.dtype[Any]) -> bool:
     """Return whether a type has all values of another."""
-    if wide == narrow:
-        return True
-    if jnp.issubdtype(wide, jnp.floating) and wide.itemsize == 1:
+    if wide != narrow and jnp.issubdtype(wide, jnp.floating) and wide.itemsize == 1:
         return False
     if wide in (BF16, F16) and narrow.itemsize == 1:
         # NumPy has no safe casts of 8-bit floats to 16 bits. This one has exponents of float32.
-        return wide == BF16 or narrow != np.dtype(jnp.float8_e8m0fnu)
-    return np.can_cast(narrow, wide)
+        return not (wide == F16 and narrow == jnp.float8_e8m0fnu)
+    return bool(np.can_cast(narrow, wide))
 
 
 def converted(types: Converted, lhs: Array, rhs: Array) -> tuple[Array, Array]:

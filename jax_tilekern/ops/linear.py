@@ -171,5 +171,7 @@ def _times(activation: Activation) -> Callable[[Any, Any], Any]:
 
 
 def _named(what: str, activation: Activation, function: Callable[..., Any]) -> Callable[..., Any]:
+    if not callable(activation):
+        raise TypeError(f"the activation is {activation!r}; it must be a function of scalars")
     function.__name__ = f"{what}_{getattr(activation, '__name__', '')}".rstrip("_")
     return function

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
+from jax_tilekern.ops.epilogue_rules import check_operands
 from jax_tilekern.ops.fused_contraction import InPlace, contract_with_epilogue
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.plans.gemm.contraction import Contraction
@@ -231,11 +232,8 @@ def _product(
     """Contract two arrays; ``result`` is the type of JAX's own product of them."""
     explicit = None if out_sharding is None else compat.explicit_sharding(result)
     canonical = compat.canonicalize_precision(precision)
+    check_operands(epilogue, operands=operands)
     if epilogue is None:
-        if len(operands):
-            raise TypeError(
-                f"{len(operands)} operands of an epilogue, but no epilogue= that reads them"
-            )
         return contract(
             lhs,
             rhs,

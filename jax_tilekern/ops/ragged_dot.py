@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
+from jax_tilekern.ops.epilogue_rules import check_operands
 from jax_tilekern.ops.fused_ragged_contraction import contract_groups_with_epilogue
 from jax_tilekern.ops.group_bounds import group_bounds
 from jax_tilekern.ops.jitted import jitted
@@ -137,9 +138,8 @@ def ragged_dot(
         group_offset,
         out_sharding=out_sharding,
     )
+    check_operands(epilogue, operands=operands, group_operands=group_operands)
     if epilogue is None:
-        if operands or group_operands:
-            raise TypeError("ragged_dot takes operands and group_operands with an epilogue only")
         return call(debug=debug)
     result = compat.result_type(call)
     if debug:

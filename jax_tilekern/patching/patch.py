@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import jax
 from jax import Array, lax
@@ -19,16 +18,17 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.interception import intercept, intercepting, release
 from jax_tilekern.ops.matmul import dot_general
 from jax_tilekern.ops.ragged_dot import ragged_dot_general
+from jax_tilekern.scope import scoped
 
 
-@contextmanager
+@scoped
 def patch() -> Iterator[None]:
     """Make JAX's own matrix products trace to this library's kernels.
 
-    A context manager and a decorator. Inside it ``jnp.matmul``, ``dot``, ``vdot``, ``tensordot``,
-    ``inner``, ``einsum``, ``matvec``, ``vecmat``, ``lax.dot``, ``dot_general``, ``batch_matmul``,
-    ``ragged_dot``, ``ragged_dot_general`` and ``@`` are computed as
-    :func:`jax_tilekern.dot_general` and :func:`jax_tilekern.ragged_dot_general` compute them,
+    A context manager and a decorator, which needs no parentheses. Inside it ``jnp.matmul``,
+    ``dot``, ``vdot``, ``tensordot``, ``inner``, ``einsum``, ``matvec``, ``vecmat``, ``lax.dot``,
+    ``dot_general``, ``batch_matmul``, ``ragged_dot``, ``ragged_dot_general`` and ``@`` are computed
+    as :func:`jax_tilekern.dot_general` and :func:`jax_tilekern.ragged_dot_general` compute them,
     wherever they are called: in a layer of a library, in a derivative, in ``scan`` or in a function
     that is already jitted, which is traced again.
 
@@ -55,7 +55,7 @@ def patch() -> Iterator[None]:
     >>> with jtk.patch():
     ...     y = jax.jit(lambda x: x @ x)(x)
     >>> @jax.jit
-    ... @jtk.patch()
+    ... @jtk.patch
     ... def loss(x):
     ...     return jnp.einsum("ij,kj->ik", x, x).sum()
     >>> print(jtk.explain(loss, x)[0].call)

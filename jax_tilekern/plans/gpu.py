@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import jax
 
+from jax_tilekern.scope import scoped
+
 # Architectures whose MMA instructions exist only in the architecture-specific instruction set
 # (wgmma and setmaxnreg on 9.0, tcgen05 on 10.x). A cubin for the plain name runs on more GPUs.
 _ARCH_SPECIFIC = {(9, 0), (10, 0), (10, 3), (11, 0)}
@@ -186,7 +188,7 @@ def known_gpu(arch: str) -> Gpu:
     return gpu
 
 
-@contextmanager
+@scoped
 def gpu_target(gpu: Gpu | str) -> Iterator[Gpu]:
     """Plan and lower for ``gpu`` inside the context, whatever this machine has.
 

@@ -31,6 +31,7 @@ from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.scope import scoped
 
 # The winner where no kernel was faster than XLA's product. No candidate has this key.
 XLA = "xla"
@@ -220,7 +221,7 @@ def current_choices() -> TunedChoices:
     return chosen or _default_choices()
 
 
-@contextlib.contextmanager
+@scoped
 def using(choices: TunedChoices) -> Iterator[TunedChoices]:
     """Let plans consult these choices inside the context, in the current thread."""
     with _current(choices):

@@ -1,0 +1,79 @@
+"""Context managers of the public interface, which decorate functions too."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
+
+P = ParamSpec("P")
+T_co = TypeVar("T_co", covariant=True)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Scope(contextlib.ContextDecorator, Generic[T_co]):
+    """A context that any thread may enter, any number of times, and a decorator.
+
+    It can be pickled, and so can functions that it decorates.
+    """
+
+    def __init__(self, scope: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self._scope, self._args, self._kwargs = scope, args, kwargs
+        # Raises an error for wrong arguments; the function runs when the context is entered.
+        self._generator()
+        self._entered = threading.local()
+
+    def __reduce__(self) -> Any:
+        """Pickle it without the contexts that are entered."""
+        return functools.partial(Scope, self._scope, *self._args, **self._kwargs), ()
+
+    def __enter__(self) -> T_co:
+        """Enter a new context of the generator function."""
+        context = contextlib.contextmanager(self._generator)()
+        value: T_co = context.__enter__()
+        self._contexts.append(context)
+        return value
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        """Leave the context that this thread entered last."""
+        return self._contexts.pop().__exit__(*exception)
+
+    def _generator(self) -> Iterator[T_co]:
+        generator: Iterator[T_co] = inspect.unwrap(self._scope)(*self._args, **self._kwargs)
+        return generator
+
+    @property
+    def _contexts(self) -> list[contextlib.AbstractContextManager[Any]]:
+        contexts: list[Any] = self._entered.__dict__.setdefault("contexts", [])
+        return contexts
+
+
+class ScopeFunction(Protocol[P, T_co]):
+    """A function that returns a scope, or a decorator without arguments."""
+
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Scope[T_co]: ...
+
+    @overload
+    def __call__(self, function: Function, /) -> Function: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a scope, or the function with one around it."""
+
+
+def scoped(generator: Callable[P, Iterator[T_co]]) -> ScopeFunction[P, T_co]:
+    """Make a function that returns a :class:`Scope` of a generator function with one ``yield``.
+
+    ``@f`` decorates a function as ``@f()`` does.
+    """
+
+    @functools.wraps(generator)
+    def scope(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and callable(args[0]):
+            return Scope(scope)(args[0])
+        return Scope(scope, *args, **kwargs)
+
+    return scope

@@ -1,0 +1,121 @@
+"""The public context managers: entered again, in several threads, as decorators, and pickled."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_tilekern as jtk
+from jax_tilekern.interop import modes
+from jax_tilekern.interop.interception import _intercepting
+from jax_tilekern.plans.gpu import KNOWN_GPUS, _target
+
+H100 = KNOWN_GPUS["sm_90a"]
+X = jnp.ones((4, 4))
+
+
+def state():
+    """What the contexts change, in this thread."""
+    return _intercepting.value, modes.current(), _target.value
+
+
+OUTSIDE = (False, "DEFAULT", None)
+SCOPES = {
+    "patch": (jtk.patch, (True, "DEFAULT", None)),
+    "strict": (jtk.strict, (False, "STRICT", None)),
+    "strict with arguments": (
+        lambda: jtk.strict(allow_fallbacks=True),
+        (False, "STRICT_COMPILATION", None),
+    ),
+    "disabled": (jtk.disabled, (False, "DISABLED", None)),
+    "gpu_target": (lambda: jtk.gpu_target("sm_90"), (False, "DEFAULT", H100)),
+}
+
+
+@pytest.fixture(autouse=True)
+def outside_of_the_suites_own():
+    with modes.entered("DEFAULT"):
+        yield
+
+
+@pytest.mark.parametrize("name", SCOPES)
+def test_one_scope_is_entered_again(name):
+    make, inside = SCOPES[name]
+    scope = make()
+    for _ in range(2):
+        with scope:
+            with pytest.raises(ZeroDivisionError), scope:
+                raise ZeroDivisionError
+            assert state() == inside
+        assert state() == OUTSIDE
+
+
+@pytest.mark.parametrize("name", SCOPES)
+def test_one_scope_in_two_threads(name):
+    make, inside = SCOPES[name]
+    scope, together, found = make(), threading.Barrier(2, timeout=10), []
+
+    @scope
+    def decorated():
+        together.wait()
+        return state()
+
+    def run():
+        with modes.entered("DEFAULT"):
+            before = state()
+            with scope:
+                together.wait()
+                within = state()
+                together.wait()
+            found.append((before, within, decorated(), state()))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [(OUTSIDE, inside, inside, OUTSIDE)] * 2
+
+
+@pytest.mark.parametrize("name", ["patch", "strict", "disabled"])
+def test_a_decorator_without_parentheses(name):
+    make, inside = SCOPES[name]
+
+    @make
+    def function(*, argument):
+        """What it does."""
+        return argument, state()
+
+    assert function.__doc__ == "What it does."
+    assert function(argument=1) == (1, inside)
+    assert state() == OUTSIDE
+
+
+def test_wrong_arguments_are_refused_where_they_are_given():
+    with pytest.raises(TypeError, match="takes 0 positional arguments but 1 was given"):
+        jtk.patch(X)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'fallbacks'"):
+        jtk.strict(fallbacks=True)
+
+
+def test_what_wraps_functions_is_pickled():
+    cloudpickle = pytest.importorskip("cloudpickle")
+
+    def product(x):
+        return x @ x, state()
+
+    for make, inside in SCOPES.values():
+        scope = make()
+        with scope:
+            for again in cloudpickle.loads(cloudpickle.dumps((scope, scope(product)))):
+                call = again(product) if again.__class__ is scope.__class__ else again
+                assert call(X)[1] == inside
+        assert cloudpickle.loads(cloudpickle.dumps(scope(product)))(X)[1] == inside
+    for wrapped in (
+        jax.jit(jtk.patch(lambda x: x @ x)),
+        jtk.fuse(lambda x: jnp.tanh(x @ x)),
+        jtk.fuse(lambda x: jtk.matmul(x, x, epilogue=lambda y: 2 * y)),
+    ):
+        again = cloudpickle.loads(cloudpickle.dumps(wrapped))
+        assert (again(X) == wrapped(X)).all()
