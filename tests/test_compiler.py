@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from kernel_samples import mma_instances
 
-from jax_tilekern.compilation import compiler, kernel_cache, nvrtc
+from jax_tilekern.compilation import compiler, headers, kernel_cache, nvrtc
 from jax_tilekern.compilation.compiler import (
     CompileError,
     Kernel,
@@ -153,16 +153,16 @@ def test_no_kernel_named() -> None:
 
 def test_headers_given(compilations: list[str]) -> None:
     source = '#include "a/outer.cuh"\n__global__ void k(int* x) { *x = answer(); }'
-    headers = {
+    given = {
         "a/outer.cuh": "#pragma once\n#include <inner.cuh>",
         "inner.cuh": "inline int answer() { return 42; }",
         "other.cuh": "not compiled",
     }
-    compile_source(source, ["k"], arch="sm_90a", headers=headers)
+    compile_source(source, ["k"], arch="sm_90a", headers=given)
     # A header that is not included is not part of the key, and one that is includes others.
-    compile_source(source, ["k"], arch="sm_90a", headers={**headers, "other.cuh": "changed"})
+    compile_source(source, ["k"], arch="sm_90a", headers={**given, "other.cuh": "changed"})
     assert len(compilations) == 1
-    changed = {**headers, "inner.cuh": "inline int answer() { return 43; }"}
+    changed = {**given, "inner.cuh": "inline int answer() { return 43; }"}
     compile_source(source, ["k"], arch="sm_90a", headers=changed)
     assert len(compilations) == 2
 
@@ -172,7 +172,7 @@ def device_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stand in for the package's folder of device code."""
     folder = tmp_path / "cuda"
     folder.mkdir()
-    monkeypatch.setattr(compiler, "cuda_folder", lambda: folder)
+    monkeypatch.setattr(headers, "cuda_folder", lambda: folder)
     return folder
 
 
@@ -187,7 +187,7 @@ __global__ void k(int* x) { *x = two; }"""
     (device_code / "two.cuh").write_text("#pragma once\nconstexpr int two = 3;\n")
     compile_source(source, ["k"], arch="sm_90a")
     assert len(compilations) == 1  # until the next process
-    compiler._read_once.cache_clear()
+    headers._read_once.cache_clear()
     compile_source(source, ["k"], arch="sm_90a")
     assert len(compilations) == 2
 

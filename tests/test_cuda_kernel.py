@@ -21,7 +21,7 @@ from jax.test_util import check_grads
 from numerics import BF16, F8E5, assert_equal, on_gpu, whole
 
 import jax_tilekern as jtk
-from jax_tilekern.compilation import disassembly
+from jax_tilekern.compilation import disassembly, headers
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.ops.kernel_settings import Parameters
 from jax_tilekern.plans.cuda_kernel import Array, Batch, plan_kernel
@@ -976,9 +976,10 @@ def test_errors_within_a_template_are_the_source_s():
 @pytest.mark.parametrize("name", ["absent", "helper", "multiply_add", "multiply_add<float, 3>"])
 def test_wrong_entry_name(name):
     source = ELEMENTWISE + "__device__ void helper() {}\n"
-    kernel = jtk.cuda_kernel(source, name=name, out=struct(()), grid=1, block=1)
+    scalars = np.float32(1), np.int64(3)
+    kernel = jtk.cuda_kernel(source, name=name, out=struct((3,)), grid=1, block=1, scalars=scalars)
     with pytest.raises(jtk.CompileError, match=re.escape(f"has no kernel {name};")):
-        lowered(kernel)
+        lowered(kernel, struct((3,)), struct((3,)))
 
 
 def test_which_kernel():
@@ -1001,6 +1002,30 @@ def test_which_kernel():
     assert repr(jtk.cuda_kernel(source, **settings)) == "<cuda_kernel first>"
     bounded = 'extern "C" __global__ __launch_bounds__(64, 2) void f(int (*x)[3]) { **x = 0; }'
     assert repr(jtk.cuda_kernel(bounded, **settings)) == "<cuda_kernel f>"
+
+
+def test_sources_that_are_no_text():
+    settings = {"out": struct(()), "grid": 1, "block": 1}
+    with pytest.raises(ValueError, match=r"has none: pass name=, and the path .* pathlib\.Path"):
+        jtk.cuda_kernel("kernels/scale.cu", **settings)
+    with pytest.raises(TypeError, match=r"the source is a bytes, not a string or a pathlib\.Path"):
+        jtk.cuda_kernel(b"__global__ void f() {}", **settings)
+
+
+def test_dynamic_shared_memory_has_a_size():
+    source = "__global__ void f(float* out) { extern __shared__ float s[]; *out = s[0]; }"
+    settings = {"out": struct(()), "grid": 1, "block": 1}
+    with pytest.raises(ValueError, match="kernel f declares extern __shared__ memory: give its"):
+        jtk.cuda_kernel(source, **settings)
+    jtk.cuda_kernel(source, **settings, shared_memory_bytes=lambda: 0)
+    jtk.cuda_kernel(source.replace("extern", "// extern"), **settings)
+
+
+def test_typed_keys_are_no_input():
+    with pytest.raises(
+        TypeError, match=r"input 0 of a kernel is key<fry>\[\]; pass jax.random.key_d"
+    ):
+        twice()(jax.random.key(0))
 
 
 GREEDY = r"""
@@ -1029,8 +1054,12 @@ __global__ void greedy(float* out) {
             {"shared_memory_bytes": 224 << 10},
             r"233472 bytes of shared memory \(4096 static, 229376 dynamic\), more than the 232448",
         ),
-        ({"workspaces": 9}, r"takes 1 parameters .* passes 2 of \(8, 8\): .* 1 workspaces"),
-        ({"scalars": np.float64(1)}, r"takes 1 parameters of \(8,\) bytes, but the call passes 2"),
+        (
+            {"workspaces": 9},
+            r"takes 1 parameters \(float\*\), but the call passes 2: output 0 of float32\[\], "
+            r"workspace 0 of 9 bytes\. A kernel takes pointers to inputs, outputs and workspaces",
+        ),
+        ({"scalars": np.float64(1)}, r"passes 2: output 0 of float32\[\], scalar 0 of float64"),
         ({"batch_axis": "x", "grid": 2}, r"more than one block along x, which batch_axis gives"),
     ],
 )
@@ -1184,6 +1213,233 @@ def test_exported_for_both_platforms(rng):
         assert_equal(exported.call(x), 2 * x)
 
 
+# -- Types of the kernel's parameters
+
+
+def kernel_of(parameters, inputs, **settings):
+    """A kernel with an empty body and its inputs; on a CPU its output is zeros."""
+    given = {"out": struct((4,)), "grid": 1, "block": 1, "reference": lambda *_: jnp.zeros(4)}
+    text = f"#include <tilekern/types.cuh>\n{settings.pop('before', '')}\n"
+    source = f"{text}__global__ void f({parameters}) {{}}"
+    return functools.partial(jtk.cuda_kernel(source, **{**given, **settings}), *inputs)
+
+
+X, HALF, ODD = np.zeros(4, np.float32), np.zeros(4, BF16), np.zeros(3, np.float32)
+I32, I64 = np.int32(7), np.int64(7)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "inputs", "settings", "message"),
+    [
+        (
+            "const float* x, float* out", [HALF], {},
+            "parameter 0 is const float*, but the call passes input 0 of bfloat16[4] there. "
+            "Declare it const tilekern::bfloat16*, or const void* for any array, or give it an "
+            "array of float32",
+        ),
+        ("const int *__restrict__ x, float out[]", [X], {}, "parameter 0 is const int*"),
+        ("float* out, const float* x", [X], {}, "A kernel writes to its outputs"),
+        ("float* x, int n, float* out", [X], {"scalars": I32}, "parameter 1 is int, but the call "
+         "passes output 0 of float32[4] there. A kernel takes pointers to inputs, outputs and"),
+        ("float* x, long long n, float* out", [X], {"scalars": I64}, "parameter 1 is long long"),
+        ("float* x, float* out, float* n", [X], {"scalars": I64}, "passes scalar 0 of int64"),
+        (
+            "float* x, float* out, int n", [X], {"scalars": I64},
+            "parameter 2 is int, but the call passes scalar 0 of int64 there. Declare it long "
+            "long, or pass np.int32(...)",
+        ),
+        ("float* x, float* out, float a", [X], {"scalars": I32}, "or pass np.float32(...)"),
+        ("float* x, float* out, unsigned n", [X], {"scalars": np.int32(-1)}, "np.uint32(...)"),
+        ("const float4* x, float4* out", [ODD], {}, "Its 12 bytes are no multiple of the 16 of "
+         "float4: pad it, or declare const float*"),
+        ("const __half2* x, float* out", [HALF], {}, "parameter 0 is const __half2*"),
+        ("const float** x, float* out", [X], {}, "An array is one pointer: declare it const"),
+        ("const signed char* x, float* out", [X], {}, "parameter 0 is const signed char*"),
+        ("const float* x, double* out", [X], {}, "parameter 1 is double*"),
+        ("float* x, float* o, int x_stride, int o_stride", [X], {"batch_axis": "x"},
+         "passes the stride of input 0 there"),
+    ],
+)  # fmt: skip
+def test_types_that_do_not_go_together(parameters, inputs, settings, message):
+    """The text of the source tells on every platform, with a compiler or without."""
+    call = kernel_of(parameters, inputs, **settings)
+    message = re.escape(message)
+    with pytest.raises(TypeError, match=f"kernel f: .*{message}"):
+        call()
+    with pytest.raises(TypeError, match=f"kernel f: .*{message}"):
+        lowered(call)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "inputs", "settings"),
+    [
+        ("const void* x, unsigned char* out", [HALF], {}),
+        ("const tilekern::bfloat16* x, float* out", [HALF], {}),
+        ("const float4* __restrict__ x, float2* out", [X], {}),
+        ("const float2* x, const float* y, float* out", [X + np.complex64(1j)] * 2, {}),
+        ("const bool* x, float* out", [X > 0], {}),
+        ("const tilekern::uint8* x, float* out", [X.astype(np.uint8)], {}),
+        ("struct Own* x, float* out", [X], {"before": "struct Own { float x, y; };"}),
+        ("float* x, float* out, size_t n", [X], {"scalars": I64}),
+        ("float* x, float* out, long n, unsigned m", [X], {"scalars": (I64, I32)}),
+        ("float* x, float* out, char* workspace, const tilekern::bfloat16 a", [X],
+         {"scalars": BF16(2), "workspaces": 8}),
+        ("float* x, const float* out", [X], {"aliases": {0: 0}}),
+    ],
+)  # fmt: skip
+def test_types_that_go_together(parameters, inputs, settings):
+    call = kernel_of(parameters, inputs, **settings)
+    call()
+    lowered(call)
+
+
+@pytest.mark.parametrize(
+    ("before", "parameters", "name"),
+    [
+        ("typedef float Real;", "const Real* x, float* out", "f"),
+        ("#define REAL float\n", "const REAL* x, float* out", "f"),
+        ("template <typename T, int N>", "const T* x, float* out", "f<float, 3>"),
+        ("template <typename T>", "const T* x, float* out", "f<tilekern::float16>"),
+        ("", "const float* x,\n#ifndef NONE\n float* out\n#endif\n", "f"),
+        ('extern "C"', "const float* x, float* out", "f"),
+    ],
+)
+def test_types_that_the_compiler_resolves(before, parameters, name):
+    call = kernel_of(parameters, [HALF], before=before, name=name)
+    with pytest.raises(TypeError, match=r"parameter 0 is const (float|tilekern::float16)\*, but"):
+        lowered(call)
+
+
+def test_types_that_nobody_knows():
+    """``extern "C"`` hides them from the compiler's name, and a macro from the text."""
+    before = '#define REAL float\n#define PARAMETERS const float* x, float* out\nextern "C"'
+    call = kernel_of("PARAMETERS", [X], before=before)
+    call()
+    with jtk.gpu_target("sm_90"):
+        (choice,) = jtk.explain(call, platform="cuda")
+    assert choice.reason.endswith("; types of parameters not checked")
+    with pytest.raises(ValueError, match=r"takes 2 parameters of \(8, 8\) bytes, but .* passes 3"):
+        lowered(kernel_of("PARAMETERS", [X, X], before=before))
+
+
+def test_vectors_set_the_alignment():
+    """``vmap`` shifts by three elements, which float2 does not allow."""
+    x = jnp.zeros((5, 6))
+    pairs = kernel_of("const float2* x, float* out", [])
+    assert plan(pairs.func, x[0]).alignments == (8, 4)
+    odd = jtk.cuda_kernel(
+        "__global__ void f(const float4* x, float4* out) {}", out=lambda x: x, grid=1, block=1
+    )
+    assert plan(odd, struct((4,))).alignments == (16, 16)
+    lowered(jax.vmap(odd), struct((5, 4)))
+
+
+# -- Functions of settings
+
+
+@pytest.mark.parametrize("setting", ["grid", "block", "scalars", "shared_memory_bytes", "name"])
+def test_functions_of_settings_are_called_on_every_platform(setting):
+    kernel = twice(**{setting: lambda x: x.nonsense})
+    message = (
+        rf"kernel twice: the function {setting}\(float32\[3\]\) raises AttributeError: .*nonsense"
+    )
+    with pytest.raises(ValueError, match=message) as caught:
+        kernel(jnp.zeros(3))
+    assert isinstance(caught.value.__cause__, AttributeError)
+    with pytest.raises(ValueError, match=message):
+        lowered(kernel, struct((3,)))
+    # What is not launched has no grid.
+    assert kernel(jnp.zeros(0)).shape == (0,)
+
+
+def test_functions_of_settings_get_what_the_call_gets():
+    message = r"the function grid\(float32\[3\], a=2\) raises TypeError: .*unexpected keyword .*'a'"
+    with pytest.raises(TypeError, match=message):
+        twice(out=lambda x, a: x, grid=lambda x: 1)(jnp.zeros(3), a=2)
+
+
+def test_launches_are_checked_on_every_platform():
+    for change, message in (
+        ({"block": 2000}, r"block \(2000, 1, 1\) exceeds"),
+        ({"grid": 0}, r"grid \(0, 1, 1\) has a dimension below 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            twice(**change)(jnp.zeros(3))
+
+
+# -- Headers
+
+
+STANDARD = r"""
+#include <assert.h>
+#include <cfloat>
+#include <climits>
+#include <cmath>
+#include <cstdint>
+#include <cuda_runtime.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+static_assert(FLT_MAX == 3.402823466e38f && DBL_MIN == 2.2250738585072014e-308);
+static_assert(INT_MIN + INT_MAX == -1 && LLONG_MIN + LLONG_MAX == -1 && UINT64_MAX + 1 == 0);
+static_assert(sizeof(int64_t) == 8 && sizeof(std::uint16_t) == 2 && sizeof(size_t) == 8);
+constexpr float kInfinity = INFINITY;
+static_assert(kInfinity > FLT_MAX && NAN != NAN && -HUGE_VAL < -DBL_MAX);
+__global__ void f(const float* x, float* out, uint32_t size) {
+  assert(threadIdx.x < size);
+  if (std::isnan(*x)) printf("not a number\n");
+  *out = std::sqrt(*x) + static_cast<float>(M_PI);
+}
+"""
+
+
+def test_standard_headers():
+    kernel = jtk.cuda_kernel(STANDARD, out=struct(()), grid=1, block=1, scalars=np.uint32(1))
+    assert kernel.report(struct(()), gpu="sm_80").registers > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "include", "message"),
+    [
+        ("__half h;", "", "__half is declared in a header: #include <cuda_fp16.h>"),
+        ("uint32_t n;", "", "uint32_t is declared in a header: #include <stdint.h>"),
+        ("float x = FLT_MAX;", "", "#include <float.h>"),
+        ("std::numeric_limits<float>::max();", "", "cuda::std::numeric_limits of libcu++"),
+        ("", "cub/cub.cuh", "<cub/cub.cuh> is part of CCCL: `pip install nvidia-cuda-cccl`"),
+        ("", "curand_kernel.h", "<curand_kernel.h> is part of cuRAND: `pip install nvidia-curand`"),
+        ("", "cuda_bf16.h", "part of the CUDA runtime: `pip install nvidia-cuda-runtime`"),
+        ("", "limits", "<cuda/std/limits> of libcu++ takes the place of <limits>"),
+        ("", "iostream", "device code cannot use <iostream>: remove it"),
+        ("", "mine.h", 'mine.h is no header that is known here: pass its text, headers={"mine.h"'),
+        ("__shared__ float s[60000]; out[0] = s[int(out[1])];", "", "declare it extern __shared__"),
+    ],
+)
+def test_missing_headers_have_advice(body, include, message, monkeypatch):
+    monkeypatch.setattr(headers, "toolkit_folders", list)
+    source = f"#include <{include}>\n" * bool(include) + f"__global__ void f(float* out) {{{body}}}"
+    kernel = jtk.cuda_kernel(source, out=struct((4,)), grid=1, block=1)
+    with pytest.raises(jtk.CompileError, match=re.escape(message)):
+        lowered(kernel)
+
+
+def test_headers_of_the_toolkit(monkeypatch, tmp_path):
+    """They are found as NVRTC finds files, and another version of them is compiled anew."""
+    inner = tmp_path / "details" / "inner.h"
+    inner.parent.mkdir()
+    inner.write_text("struct __half { unsigned short bits; };\n")
+    (tmp_path / "cuda_fp16.h").write_text('#pragma once\n#include "details/inner.h"\n')
+    monkeypatch.setattr(headers, "toolkit_folders", lambda: [str(tmp_path)])
+    source = "#include <cuda_fp16.h>\n__global__ void f(const __half* x, float* out) {}"
+    kernel = jtk.cuda_kernel(source, out=struct((4,)), grid=1, block=1)
+    kernel.report(struct((4,), np.float16), gpu="sm_90")
+    assert ".entry" in kernel.report(struct((4,), np.float16), gpu="sm_90").ptx()
+    with pytest.raises(TypeError, match=r"const __half\*, but the call passes input 0 of float32"):
+        kernel.report(struct((4,)), gpu="sm_90")
+    before = headers.headers_of(source, {}).versions
+    (tmp_path / "cuda_bf16.h").touch()
+    assert headers.headers_of(source, {}).versions != before
+
+
 # -- Tensor maps
 
 COPY_BOX = r"""
@@ -1260,7 +1516,8 @@ def test_tensor_maps_are_planned(rng):
         ),
         (
             {"tensor_maps": lambda x: box_map(0, x)},
-            r"takes 4 parameters of \(8, 8, 128, 128\) bytes, but the call passes 3 .* 1 tensor",
+            r"takes 4 parameters \(const float\*, float\*, tilekern::TensorMap, "
+            r"tilekern::TensorMap\), but the call passes 3: .*, tensor map 0\.",
         ),
         ({"batch_axis": "z"}, "has tensor maps and batch_axis='z': a tensor map is of one array"),
     ],

@@ -359,7 +359,7 @@ def test_debug_names_what_was_not_written(rng):
 
 
 def test_debug_sees_an_element_of_which_a_part_was_written():
-    source = "__global__ void half(short* out) { out[2 * threadIdx.x] = 1; }"
+    source = "__global__ void half(void* out) { static_cast<short*>(out)[2 * threadIdx.x] = 1; }"
     half = jtk.cuda_kernel(source, out=struct((5,), np.int32), grid=1, block=5, debug=True)
     with pytest.raises(jax.errors.JaxRuntimeError, match="5 of 5 elements of output 0"):
         jax.block_until_ready(half())

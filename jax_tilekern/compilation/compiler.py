@@ -12,16 +12,15 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from jax_tilekern.compilation import kernel_cache
 from jax_tilekern.compilation.cubin import Entry, read_entry
+from jax_tilekern.compilation.headers import Headers, cuda_folder, headers_of
 from jax_tilekern.compilation.kernel_cache import CacheInfo
 from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound, nvrtc, nvrtc_identity
 
@@ -34,10 +33,14 @@ __all__ = [
 _CACHE_FORMAT = 3
 _MEMORY_ENTRIES = 256
 _logger = logging.getLogger("jax_tilekern")
-# There is no anchor to the start of the line, because it would take ten times as long.
-_INCLUDE = re.compile(r'#[ \t]*include[ \t]*["<]([^">]+)[">]')
-# A function without an execution space is a device function: headers need no decoration.
-_LANGUAGE = ("-std=c++20", "-default-device")
+_LANGUAGE = (
+    "-std=c++20",
+    # A function without an execution space is a device function: headers need no decoration.
+    "-default-device",
+    # nvcc defines these two without an #include.
+    "-DINFINITY=__builtin_bit_cast(float,0x7f800000)",
+    "-DNAN=__builtin_bit_cast(float,0x7fffffff)",
+)
 # Options that include files which the cache key does not cover.
 _FILE_OPTIONS = ("-I", "--include-path", "-include", "--pre-include")
 
@@ -46,8 +49,8 @@ _FILE_OPTIONS = ("-I", "--include-path", "-include", "--pre-include")
 class Source:
     """CUDA C++ text.
 
-    ``#include "x.cuh"`` and ``#include <tilekern/x.cuh>`` find the package's device code. There are
-    no standard headers at run time.
+    ``#include "x.cuh"`` and ``#include <tilekern/x.cuh>`` find the package's device code;
+    :mod:`jax_tilekern.compilation.headers` says which other headers there are.
 
     Attributes
     ----------
@@ -123,17 +126,6 @@ class Compiled:
             if entry.name == name:
                 return entry
         raise KeyError(f"{name} was not compiled, only {[entry.name for entry in self.entries]}")
-
-
-@functools.cache
-def cuda_folder() -> Path:
-    """Return the folder of the package's device code.
-
-    It lies inside an installed package, and in ``ffi/cuda`` of a checkout.
-    """
-    package = Path(__file__).parent.parent
-    installed = package / "cuda"
-    return installed if installed.is_dir() else package.parent / "ffi" / "cuda"
 
 
 def compile_kernels(*kernels: Kernel, arch: str) -> Compiled:
@@ -225,8 +217,8 @@ class _Request:
     options: tuple[str, ...]
 
     @functools.cached_property
-    def _included(self) -> dict[str, str]:
-        return _included(self.source)
+    def _headers(self) -> Headers:
+        return headers_of(self.source.text, self.source.headers)
 
     @property
     def _flags(self) -> tuple[str, ...]:
@@ -236,13 +228,15 @@ class _Request:
             # Only the report of ptxas has registers and spills.
             "--ptxas-options=--verbose",
             *self.options,
+            *self._headers.options,
         )
 
     @functools.cached_property
     def _key(self) -> str:
         return _cache_key(
             str(_CACHE_FORMAT), nvrtc_identity(), self.source.file, self.source.text,
-            *_flat(self._included.items()), "names", *self.names, "flags", *self._flags,
+            *_flat(self._headers.texts.items()), *self._headers.versions,
+            "names", *self.names, "flags", *self._flags,
         )  # fmt: skip
 
     def is_on_disk(self) -> bool:
@@ -280,7 +274,7 @@ class _Request:
             file=self.source.file,
             names=self.names,
             options=(*self._flags, *_without_driver_cache()),
-            headers=_with_real_names(self._included),
+            headers=self._headers.with_real_names(),
         )
         entries = tuple(
             read_entry(name, symbol, output.cubin, output.log)
@@ -296,67 +290,19 @@ def compile_to_ptx(kernel: Kernel, *, arch: str) -> str:
     """
     source = kernel.text
     architecture = f"--gpu-architecture={arch.replace('sm', 'compute')}"
+    headers = headers_of(source.text, source.headers)
     return nvrtc().compile_to_ptx(
         source.text,
         file=source.file,
         names=(kernel.name,),
-        options=(architecture, *_LANGUAGE, *kernel.options),
-        headers=_with_real_names(_included(source)),
+        options=(architecture, *_LANGUAGE, *kernel.options, *headers.options),
+        headers=headers.with_real_names(),
     )
 
 
 def _without_driver_cache() -> tuple[str, ...]:
     """Keep NVRTC from answering out of the driver's cache, which keeps cubins but no reports."""
     return ("--no-cache",) if nvrtc().version >= (12, 9) else ()
-
-
-def _included(source: Source) -> dict[str, str]:
-    """Return the headers that a text includes, directly or not, by the name it uses.
-
-    Preprocessor conditions and comments are ignored: an unused header does no harm.
-    """
-    found: dict[str, str] = {}
-    pending = [source.text]
-    while pending:
-        for name in _includes(pending.pop()):
-            if name in found:
-                continue
-            text = source.headers.get(name)
-            if text is None:
-                # NVRTC finds or reports a header that is not found here.
-                text = _package_text(name)
-            if text is not None:
-                found[name] = text
-                pending.append(text)
-    return dict(sorted(found.items()))
-
-
-@functools.lru_cache(maxsize=1024)
-def _includes(text: str) -> tuple[str, ...]:
-    return tuple(_INCLUDE.findall(text))
-
-
-def _package_text(name: str) -> str | None:
-    # NVRTC identifies headers by name alone, so each text gets one name.
-    short = name.removeprefix("tilekern/")
-    text = _read_once(cuda_folder(), short)
-    return text if text is None or name == short else f'#include "{short}"\n'
-
-
-@functools.cache
-def _read_once(folder: Path, name: str) -> str | None:
-    # As with the package's Python code, a process keeps what it has read first.
-    path = folder / name
-    return path.read_text() if os.path.isfile(path) else None
-
-
-def _with_real_names(headers: Mapping[str, str]) -> dict[str, str]:
-    # Errors and line information then name files that an editor or a profiler can open.
-    paths = {name: cuda_folder() / name for name in headers}
-    return {
-        name: f'#line 1 "{paths[name]}"\n{text}' if os.path.isfile(paths[name]) else text
-        for name, text in headers.items()
-    }
 
 
 def _without_report(log: str) -> str:

@@ -100,6 +100,29 @@ def read_entry(name: str, symbol: str, cubin: bytes, report: str) -> Entry:
 
 
 @functools.lru_cache(maxsize=256)
+def demangled(symbol: str) -> str | None:
+    """Return a C++ function with its parameters' types, or ``None`` if a name has none.
+
+    ``extern "C"`` names have none. The C++ runtime, which the package's own library loads too,
+    reads the others.
+    """
+    import ctypes
+
+    try:
+        demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
+    except (OSError, AttributeError):
+        return None
+    demangle.restype = ctypes.c_void_p
+    text = demangle(symbol.encode(), None, None, None) if symbol.startswith("_Z") else None
+    if text is None:
+        return None
+    try:
+        return ctypes.string_at(text).decode()
+    finally:
+        ctypes.CDLL(None).free(ctypes.c_void_p(text))
+
+
+@functools.lru_cache(maxsize=256)
 def packed(cubin: bytes) -> str:
     """Return a cubin as the text that ``ffi/packed_cubin.cc`` unpacks: deflated, in base85."""
     deflate = zlib.compressobj(wbits=-zlib.MAX_WBITS)

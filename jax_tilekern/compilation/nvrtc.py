@@ -19,6 +19,11 @@ _LIBRARIES = {
     13: ("libnvrtc.so.13", "cu13/lib", "nvidia-cuda-nvrtc>=13,<14"),
     12: ("libnvrtc.so.12", "cuda_nvrtc/lib", "nvidia-cuda-nvrtc-cu12"),
 }
+# By CUDA version: the folders of headers in the wheels' ``nvidia``.
+_INCLUDES = {
+    13: ("cu13/include", "cu13/include/cccl"),
+    12: ("cuda_runtime/include", "cuda_cccl/include", "curand/include"),
+}
 _load_lock = threading.Lock()
 
 
@@ -123,13 +128,32 @@ def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+def toolkit_folders() -> list[str]:
+    """Return the folders with headers of the CUDA toolkit: a wheel's, as the NVRTC in use is."""
+    majors = _cuda_majors()
+    if os.path.isabs(next(_candidates(majors))):
+        found = [f"{root}/{x}" for m in majors for x in _INCLUDES[m] for root in _wheel_folders()]
+    else:
+        found = ["/usr/local/cuda/include", "/usr/local/cuda/include/cccl"]
+    return [folder for folder in found if os.path.isdir(folder)]
+
+
+def toolkit_wheel(name: str) -> str:
+    """Return the wheel of a part of the CUDA toolkit, such as ``"cuda-runtime"``."""
+    major = _cuda_majors()[0]
+    return f"nvidia-{name}-cu12" if major == 12 else f"nvidia-{name}"
+
+
+def _wheel_folders() -> Sequence[str]:
+    wheels = importlib.util.find_spec("nvidia")
+    return (wheels and wheels.submodule_search_locations) or ()
+
+
 def _candidates(majors: Sequence[int]) -> Iterator[str]:
     """Yield where NVRTC may be: for each CUDA version the wheel's file, then the loader's."""
-    wheels = importlib.util.find_spec("nvidia")
-    folders = (wheels and wheels.submodule_search_locations) or ()
     for major in majors:
         library, folder, _ = _LIBRARIES[major]
-        for root in folders:
+        for root in _wheel_folders():
             path = os.path.join(root, folder, library)
             if os.path.isfile(path):
                 yield path

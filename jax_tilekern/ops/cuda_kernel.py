@@ -20,10 +20,7 @@ from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters
 from jax_tilekern.plans.cuda_kernel import BatchAxis, plan_kernel
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import Gpu, current_gpu, known_gpu
-
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_KERNEL = re.compile(r"__global__\b[^;{}]*?\b(\w+)\s*\((?=[^()]*(?:\([^()]*\)[^()]*)*\)\s*\{)")
-_TEMPLATE = re.compile(r"\btemplate\s*<[^;{}]*$")
+from jax_tilekern.plans.kernel_signature import has_dynamic_shared_memory, kernels_in
 
 
 def cuda_kernel(
@@ -56,7 +53,9 @@ def cuda_kernel(
 
     What the kernel takes, in this order: a pointer to each input, each output and each workspace;
     each tensor map, as a ``const __grid_constant__`` parameter; each scalar; and, if ``batch_axis``
-    is given, a ``long long`` for each input and output. Arrays are row-major.
+    is given, a ``long long`` for each input and output. Arrays are row-major. The types of the
+    parameters are compared with the call's: a pointer is to the array's type, to a vector type of
+    it such as ``float4``, to ``void`` or to ``char``.
 
     A setting marked *or function* is a value, or a function of it that is called as
     ``f(*inputs, **parameters)`` with a ``jax.ShapeDtypeStruct`` for each input and with the
@@ -66,7 +65,8 @@ def cuda_kernel(
     ----------
     source
         The text, or the path of a file of it. ``#include <tilekern/view.cuh>`` finds the library's
-        device code; there are no standard headers.
+        device code, ``<math.h>``, ``<cstdint>`` and the like the library's own, and
+        ``<cuda_bf16.h>`` that of NVIDIA's wheels.
     out
         *Or function.* Shape and type of the output, as anything that has ``shape`` and ``dtype``;
         or a tuple of them, and then the call returns a tuple.
@@ -122,9 +122,12 @@ def cuda_kernel(
 
     Raises
     ------
+    TypeError
+        If the source is neither a text nor a path.
     ValueError
         If the source has not exactly one kernel and there is no ``name``, a header has the name
-        of one of the library's, or a plain value is none of those above.
+        of one of the library's, the kernel has dynamic shared memory of no size, or a plain value
+        is none of those above.
 
     Examples
     --------
@@ -150,13 +153,20 @@ def cuda_kernel(
     if isinstance(source, os.PathLike):
         path = Path(source)
         text, file = path.read_text(), str(path)
-    else:
+    elif isinstance(source, str):
         text, file = source, None
+    else:
+        raise TypeError(f"the source is a {type(source).__name__}, not a string or a pathlib.Path")
     for header in headers or ():
         if (cuda_folder() / header.removeprefix("tilekern/")).is_file():
             raise ValueError(f"header {header} would take the place of one of the library's")
     if name is None:
         name = _only_kernel(text)
+    if shared_memory_bytes == 0 and len(kernels_in(text)) == 1 and has_dynamic_shared_memory(text):
+        raise ValueError(
+            f"kernel {_label(text)} declares extern __shared__ memory: give its bytes to "
+            "shared_memory_bytes"
+        )
     label = name.partition("<")[0] if isinstance(name, str) else _label(text)
     return CudaKernel(
         KernelSettings(
@@ -213,10 +223,11 @@ class CudaKernel:
         Raises
         ------
         TypeError
-            If a parameter is an array or not hashable, or a setting has a value of the wrong type.
+            If a parameter is an array or not hashable, a setting has a value of the wrong type, or
+            the kernel takes another type than the call passes.
         ValueError
-            If the launch breaks a limit, or does not go with the kernel's parameters, or the
-            sharding rule does not fit the shapes.
+            If the launch breaks a limit, the kernel takes another number of parameters, the
+            sharding rule does not fit the shapes, or a setting's function raises an error.
         CompileError
             If NVRTC rejects the source; the message has its log.
         """
@@ -355,27 +366,19 @@ def cxx_type(dtype: Any) -> str:
     return known
 
 
-def _kernels(text: str) -> list[tuple[str, bool]]:
-    """Return the kernels that a source defines, and whether they are templates."""
-    code = _COMMENT.sub(" ", text)
-    return [
-        (match[1], _TEMPLATE.search(code[: match.start()]) is not None)
-        for match in _KERNEL.finditer(code)
-    ]
-
-
 def _label(text: str) -> str:
-    return " or ".join(name for name, _ in _kernels(text)) or "without a name"
+    return " or ".join(name for name, *_ in kernels_in(text)) or "without a name"
 
 
 def _only_kernel(text: str) -> str:
-    kernels = _kernels(text)
+    kernels = kernels_in(text)
     if len(kernels) == 1 and not kernels[0][1]:
         return kernels[0][0]
-    found = ", ".join(name + "<...>" * template for name, template in kernels) or "none"
+    found = ", ".join(name + "<...>" * template for name, template, _ in kernels) or "none"
     raise ValueError(
         "without a name, a source has one __global__ function that is no template; this one has "
         f"{found}: pass name="
+        + ("" if kernels or "\n" in text else ", and the path of a file as a pathlib.Path")
     )
 
 

@@ -26,7 +26,7 @@ from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.call import PartitionedOperation, lower_partitioned, register
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
-from jax_tilekern.plans.cuda_kernel import Array, Batch, plan_kernel
+from jax_tilekern.plans.cuda_kernel import Array, Batch, KernelCall, plan_kernel
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.primitives.linearity import Group, cotangents_in, tangents_out
 
@@ -48,7 +48,16 @@ def bind(
 
 
 def input_types(avals: Sequence[Any], batches: Batches = ()) -> tuple[Array, ...]:
-    """Return the types of a kernel's inputs without the dimensions of batches."""
+    """Return the types of a kernel's inputs without the dimensions of batches.
+
+    Raises
+    ------
+    TypeError
+        If one has no memory of its own kind, as a typed key of ``jax.random`` has none.
+    """
+    for i, aval in enumerate(avals):
+        if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            raise TypeError(f"input {i} of a kernel is {aval}; pass jax.random.key_data of it")
     depths = [sum(batch.mapped[i] for batch in batches) for i in range(len(avals))]
     return tuple(
         Array(tuple(aval.shape[depth:]), np.dtype(aval.dtype))
@@ -203,12 +212,11 @@ def _lower_for_cuda(
     parameters: Parameters,
     batches: Batches,
 ) -> Sequence[Any]:
-    if all(math.prod(aval.shape) == 0 for aval in ctx.avals_out):
+    if _is_empty(ctx):
         return _lower_to_zeros(ctx, *values)
-    types = input_types(ctx.avals_in, batches)
-    place = xla.place(ctx)
-    rule = settings.rule(types, parameters, batches)
     params: dict[str, Any] = {"settings": settings, "parameters": parameters, "batches": batches}
+    place = xla.place(ctx)
+    call = _call(ctx, **params)
     disabled = modes.why_disabled()
     if disabled is not None:
         if settings.reference is None:
@@ -216,7 +224,7 @@ def _lower_for_cuda(
                 f"kernel {settings.label} has no reference= to take its place: {disabled}"
             )
         return _fall_back(ctx, f"its reference: {disabled}", *values, **params)
-    if place is Place.PARTITIONED and rule is not None and xla.uses_shardy():
+    if call is None:
         return lower_partitioned(
             ctx, _partitioned, "cuda", _described(settings, parameters), *values, **params
         )
@@ -229,7 +237,7 @@ def _lower_for_cuda(
             "cuda_kernel a reference="
         )
     try:
-        plan = plan_kernel(settings.call(types, parameters, batches), current_gpu())
+        plan = plan_kernel(call, current_gpu())
     except (NoGpu, NvrtcNotFound) as error:
         if settings.reference is None:
             raise
@@ -239,6 +247,22 @@ def _lower_for_cuda(
         reason += "; every device computes the whole call, for it has no sharding_rule"
     _record(settings, parameters, ctx, "cuda", plan.name, reason)
     return ffi.cuda_launch(ctx, values, plan, aliases=settings.aliases, checked=settings.debug)
+
+
+def _is_empty(ctx: Any) -> bool:
+    """Return whether no output has an element, so that nothing is launched."""
+    return all(math.prod(aval.shape) == 0 for aval in ctx.avals_out)
+
+
+def _call(
+    ctx: Any, *, settings: KernelSettings, parameters: Parameters, batches: Batches
+) -> KernelCall | None:
+    """Describe and check a call; ``None`` if XLA partitions it, so that each device has its own."""
+    types = input_types(ctx.avals_in, batches)
+    partitioned = xla.place(ctx) is Place.PARTITIONED and xla.uses_shardy()
+    if partitioned and settings.rule(types, parameters, batches) is not None:
+        return None
+    return settings.call(types, parameters, batches)
 
 
 def _fall_back(ctx: Any, reason: str, *values: Any, **params: Any) -> Sequence[Any]:
@@ -262,8 +286,11 @@ def _lower_elsewhere(
             f"{', '.join(_platforms(ctx))}; give cuda_kernel a reference=, the same function in "
             "JAX, to run elsewhere"
         )
+    params: dict[str, Any] = {"settings": settings, "parameters": parameters, "batches": batches}
+    if not _is_empty(ctx):
+        _call(ctx, **params)
     _record(settings, parameters, ctx, _platforms(ctx)[0], None, "its reference: no CUDA here")
-    return _lower_reference(ctx, *values, settings=settings, parameters=parameters, batches=batches)
+    return _lower_reference(ctx, *values, **params)
 
 
 def _platforms(ctx: Any) -> Sequence[str]:

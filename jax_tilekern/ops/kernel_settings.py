@@ -141,8 +141,8 @@ class KernelSettings:
                 )
             if inputs[i] != outputs[o]:
                 raise ValueError(
-                    f"kernel {self.label}: input {i} of {_text(inputs[i])} cannot share the buffer "
-                    f"of output {o} of {_text(outputs[o])}"
+                    f"kernel {self.label}: input {i} of {inputs[i]} cannot share the buffer "
+                    f"of output {o} of {outputs[o]}"
                 )
         return outputs
 
@@ -172,7 +172,8 @@ class KernelSettings:
         Raises
         ------
         TypeError, ValueError
-            If a setting is not what it should be.
+            If a setting is not what it should be, or its function raises an error, or the call is
+            not what the kernel's declaration takes.
         """
 
         def value(setting: str) -> Any:
@@ -194,7 +195,7 @@ class KernelSettings:
                 raise TypeError(f"kernel {self.label}: option {option!r} is not a string")
         if self.debug:
             options += ("-DTILEKERN_DEBUG",)
-        return KernelCall(
+        call = KernelCall(
             source=self.source,
             name=name,
             inputs=tuple(inputs),
@@ -205,16 +206,28 @@ class KernelSettings:
             tensor_maps=self._tensor_maps(value("tensor_maps")),
             workspaces=tuple(self._integer("workspaces", x) for x in _several(value("workspaces"))),
             options=options,
+            aliased=frozenset(self.aliases.values()),
             alignment=self.alignment,
             batch_axis=self.batch_axis,
             batches=batches,
         )
+        call.check()
+        return call
 
     def _value(self, setting: str, inputs: Sequence[Array], parameters: Parameters) -> Any:
         value = getattr(self, setting)
         if not callable(value):
             return value
-        return value(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs), **parameters)
+        try:
+            return value(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs), **parameters)
+        except Exception as error:
+            kinds = (TypeError, NotImplementedError)
+            kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
+            passed = ", ".join([*map(str, inputs), *([str(parameters)] if parameters else [])])
+            raise kind(
+                f"kernel {self.label}: the function {setting}({passed}) raises "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def _output(self, index: int, given: Any) -> Array:
         if not (hasattr(given, "shape") and hasattr(given, "dtype")):
@@ -226,7 +239,7 @@ class KernelSettings:
         held = jax.dtypes.canonicalize_dtype(array.dtype)
         if held != array.dtype:
             raise TypeError(
-                f"kernel {self.label}: output {index} is {_text(array)}, which JAX would make "
+                f"kernel {self.label}: output {index} is {array}, which JAX would make "
                 f"{held}; set jax_enable_x64"
             )
         return array
@@ -268,7 +281,3 @@ class KernelSettings:
 def _several(given: Any) -> tuple[Any, ...]:
     """Return the values of a setting that may be one or several."""
     return tuple(given) if isinstance(given, tuple | list) else (given,)
-
-
-def _text(array: Array) -> str:
-    return f"{array.dtype}[{','.join(map(str, array.shape))}]"

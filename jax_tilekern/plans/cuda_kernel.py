@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,7 +16,15 @@ from jax_tilekern.compilation.compiler import (
     Source,
     compile_kernels,
 )
+from jax_tilekern.compilation.headers import advice
 from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.kernel_signature import (
+    Argument,
+    alignments,
+    check_parameters,
+    compiled_types,
+    declared_types,
+)
 from jax_tilekern.plans.launch import (
     MAX_GRID,
     Buffer,
@@ -42,6 +51,10 @@ class Array:
     def bytes(self) -> int:
         """Size in memory."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        """Return type and shape, such as ``float32[3,4]``."""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,7 @@ class KernelCall:
     tensor_maps: tuple[TensorMap, ...]
     workspaces: tuple[int, ...]
     options: tuple[str, ...]
+    aliased: frozenset[int]
     alignment: int
     batch_axis: BatchAxis | None
     batches: tuple[Batch, ...]
@@ -94,10 +108,66 @@ class KernelCall:
         """Inputs, then outputs."""
         return self.inputs + self.outputs
 
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """What the kernel's parameters get, in their order."""
+        strides = [f"the stride of {name}" for name in self._array_names]
+        return (
+            *(
+                Argument("buffer", f"{name} of {x}", x.dtype, x.bytes, written=i in self._written)
+                for i, (name, x) in enumerate(zip(self._array_names, self.buffers, strict=True))
+            ),
+            *(
+                Argument("buffer", f"workspace {i} of {size} bytes", bytes=size)
+                for i, size in enumerate(self.workspaces)
+            ),
+            *(Argument("tensor map", f"tensor map {i}") for i in range(len(self.tensor_maps))),
+            *(
+                Argument("scalar", f"scalar {i} of {x.dtype}", x.dtype, value=x)
+                for i, x in enumerate(self.scalars)
+            ),
+            *(
+                Argument("scalar", text, np.dtype(np.int64), value=0)
+                for text in strides * (self.batch_axis is not None)
+            ),
+        )
+
+    @property
+    def _array_names(self) -> list[str]:
+        return [f"input {i}" for i in range(len(self.inputs))] + [
+            f"output {i}" for i in range(len(self.outputs))
+        ]
+
+    @property
+    def _written(self) -> set[int]:
+        """Buffers that the kernel writes through their own pointer."""
+        return {len(self.inputs) + i for i in range(len(self.outputs)) if i not in self.aliased}
+
+    def check(self) -> None:
+        """Check what needs no compiler: tensor maps, and parameters by the source's text.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If a tensor map is not within its buffer, or the kernel takes something else.
+        """
+        _check_tensor_maps(self)
+        types = declared_types(self.source.text, self.name)
+        if types is not None:
+            check_parameters(self.name, types, self.arguments)
+
 
 @dataclass(frozen=True)
 class KernelPlan(LaunchPlan):
-    """The launch plan of a user's kernel; its only launch may be repeated."""
+    """The launch plan of a user's kernel; its only launch may be repeated.
+
+    Attributes
+    ----------
+    types_known
+        Whether the types of the kernel's parameters were found and compared.
+    """
+
+    types_known: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,6 +205,7 @@ class KernelPlan(LaunchPlan):
         return (
             f"{entry.registers} registers, {entry.spill_bytes} bytes spilled, {entry.stack_bytes} "
             f"bytes of stack, {shared} bytes of shared memory{share}{times}"
+            + ("" if self.types_known else "; types of parameters not checked")
         )
 
 
@@ -157,11 +228,17 @@ def plan_kernel(call: KernelCall, gpu: Gpu) -> KernelPlan:
         tuple(strides[i] * array.dtype.itemsize for _, strides in repeated)
         for i, array in enumerate(call.buffers)
     ]
-    _check_tensor_maps(call)
+    entry = compiled.entry(call.name)
+    types = compiled_types(entry.symbol) or declared_types(call.source.text, call.name)
+    if types is not None:
+        check_parameters(call.name, types, call.arguments)
     mapped = {m.buffer for m in call.tensor_maps}
     count = len(call.buffers)
-    alignments = tuple(max(call.alignment, 16 if i in mapped else 1) for i in range(count))
-    _check_alignment(call, alignments, steps)
+    aligned = tuple(
+        max(call.alignment, of_type, 16 if i in mapped else 1)
+        for i, of_type in enumerate(alignments(types, count))
+    )
+    _check_alignment(call, aligned, steps)
 
     pointers = [Buffer(i, steps_bytes=steps[i]) for i in range(count)]
     pointers += [Buffer(count + i) for i in range(len(call.workspaces))]
@@ -172,15 +249,12 @@ def plan_kernel(call: KernelCall, gpu: Gpu) -> KernelPlan:
     strides = [] if call.batch_axis is None else [Scalars.int64(stride) for stride in in_grid]
     parameters: tuple[Parameter, ...] = (*pointers, *maps, *scalars, *strides)
 
-    entry = compiled.entry(call.name)
     given = tuple(parameter.parameter_bytes for parameter in parameters)
     if given != entry.parameter_bytes:
         raise ValueError(
             f"kernel {call.name} takes {len(entry.parameter_bytes)} parameters of "
             f"{entry.parameter_bytes} bytes, but the call passes {len(given)} of {given}: "
-            f"{len(call.inputs)} inputs, {len(call.outputs)} outputs, {len(call.workspaces)} "
-            f"workspaces, {len(maps)} tensor maps, {len(scalars)} scalars"
-            + (f" and {len(strides)} batch strides" if strides else "")
+            f"{', '.join(argument.text for argument in call.arguments)}"
         )
     launch = Launch(
         entry=entry,
@@ -196,8 +270,9 @@ def plan_kernel(call: KernelCall, gpu: Gpu) -> KernelPlan:
         name=call.name,
         gpu=gpu,
         launches=(launch,),
-        alignments=alignments,
+        alignments=aligned,
         workspace_bytes=tuple(size * in_launch for size in call.workspaces),
+        types_known=types is not None,
     )
 
 
@@ -205,13 +280,15 @@ def _compile(call: KernelCall, gpu: Gpu) -> Compiled:
     try:
         return compile_kernels(call.kernel, arch=gpu.arch)
     except CompileError as error:
+        message = advice(error.log)
         # NVRTC looks names up in a text of its own.
-        if "\n__nv_name_map(" not in f"\n{error.log}":
+        if set(re.findall(r"^(.*)\(\d+\): error", error.log, re.MULTILINE)) == {"__nv_name_map"}:
+            message = (
+                f"{call.source.file} has no kernel {call.name}; a kernel's namespace and template "
+                "arguments are part of its name:"
+            )
+        if not message:
             raise
-        message = (
-            f"{call.source.file} has no kernel {call.name}; a kernel's namespace and template "
-            "arguments are part of its name:"
-        )
         raise CompileError(f"{message}\n{error}", error.log) from None
 
 

@@ -1,0 +1,183 @@
+"""The headers that a CUDA text includes, and how to get one that is not there.
+
+NVRTC has no headers of its own. A text finds, in this order, the headers that come with it, the
+package's device code, the standard headers that ``standard.cuh`` stands for, and those of the CUDA
+toolkit, where a wheel or the system has them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jax_tilekern.compilation.nvrtc import toolkit_folders, toolkit_wheel
+
+# There is no anchor to the start of the line, because it would take ten times as long.
+_INCLUDE = re.compile(r'#[ \t]*include[ \t]*["<]([^">]+)[">]')
+_STANDARD = frozenset(
+    f"{prefix}{name}{suffix}"
+    for prefix, suffix in (("c", ""), ("", ".h"))
+    for name in ("assert", "float", "limits", "math", "stddef", "stdint", "stdio", "stdlib")
+) | {"cstring", "string.h", "cuda_runtime.h", "device_launch_parameters.h"}
+# Headers of libcu++ that take the place of the standard library's.
+_LIBCUXX = frozenset((
+    "algorithm", "array", "atomic", "barrier", "bit", "bitset", "chrono", "complex", "concepts",
+    "functional", "initializer_list", "iterator", "latch", "limits", "mdspan", "new", "numbers",
+    "numeric", "optional", "ratio", "semaphore", "span", "string_view", "tuple", "type_traits",
+    "utility", "variant", "version",
+))  # fmt: skip
+_HEADER_OF = {
+    **dict.fromkeys(("half", "half2", "__half", "__half2", "__float2half"), "cuda_fp16.h"),
+    **dict.fromkeys(
+        ("nv_bfloat16", "nv_bfloat162", "__nv_bfloat16", "__nv_bfloat162", "__float2bfloat16"),
+        "cuda_bf16.h",
+    ),
+    **dict.fromkeys(("__nv_fp8_e4m3", "__nv_fp8_e5m2"), "cuda_fp8.h"),
+    **dict.fromkeys(("M_PI", "HUGE_VAL"), "math.h"),
+    **dict.fromkeys(("FLT_MAX", "FLT_MIN", "FLT_EPSILON", "DBL_MAX", "DBL_EPSILON"), "float.h"),
+    **dict.fromkeys(("INT_MAX", "INT_MIN", "UINT_MAX", "LLONG_MAX"), "limits.h"),
+    **{f"{sign}int{bits}_t": "stdint.h" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What a text includes, directly or not.
+
+    Attributes
+    ----------
+    texts
+        Headers by the name that an ``#include`` has.
+    folders
+        Where NVRTC finds others: the CUDA toolkit's, if the text includes one of them.
+    """
+
+    texts: Mapping[str, str]
+    folders: tuple[str, ...]
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """NVRTC's options."""
+        return tuple(f"--include-path={folder}" for folder in self.folders)
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """What changes when another version of the toolkit is installed."""
+        return tuple(str(os.stat(folder).st_mtime_ns) for folder in self.folders)
+
+    def with_real_names(self) -> dict[str, str]:
+        """Return the texts, marked with the names of files that an editor or profiler can open."""
+        paths = {name: cuda_folder() / name for name in self.texts}
+        return {
+            name: f'#line 1 "{paths[name]}"\n{text}' if os.path.isfile(paths[name]) else text
+            for name, text in self.texts.items()
+        }
+
+
+@functools.cache
+def cuda_folder() -> Path:
+    """Return the folder of the package's device code.
+
+    It lies inside an installed package, and in ``ffi/cuda`` of a checkout.
+    """
+    package = Path(__file__).parent.parent
+    installed = package / "cuda"
+    return installed if installed.is_dir() else package.parent / "ffi" / "cuda"
+
+
+def headers_of(text: str, own: Mapping[str, str]) -> Headers:
+    """Return the headers that a text includes.
+
+    Preprocessor conditions and comments are ignored: an unused header does no harm.
+
+    Parameters
+    ----------
+    text
+        CUDA C++.
+    own
+        Headers that come with it, by the name that an ``#include`` has.
+    """
+    found: dict[str, str] = {}
+    folders: tuple[str, ...] = ()
+    pending = [text]
+    while pending:
+        for name in _includes(pending.pop()):
+            if name in found:
+                continue
+            header = own.get(name)
+            if header is None:
+                header = _package_text(name)
+            if header is not None:
+                found[name] = header
+                pending.append(header)
+            # NVRTC finds or reports a header that is not found here.
+            elif not folders and any(os.path.isfile(f"{x}/{name}") for x in toolkit_folders()):
+                folders = tuple(toolkit_folders())
+    return Headers(dict(sorted(found.items())), folders)
+
+
+@functools.lru_cache(maxsize=1024)
+def _includes(text: str) -> tuple[str, ...]:
+    return tuple(_INCLUDE.findall(text))
+
+
+def _package_text(name: str) -> str | None:
+    if name in _STANDARD:
+        return '#include "standard.cuh"\n'
+    # NVRTC identifies headers by name alone, so each text gets one name.
+    short = name.removeprefix("tilekern/")
+    text = _read_once(cuda_folder(), short)
+    return text if text is None or name == short else f'#include "{short}"\n'
+
+
+@functools.cache
+def _read_once(folder: Path, name: str) -> str | None:
+    # As with the package's Python code, a process keeps what it has read first.
+    path = folder / name
+    return path.read_text() if os.path.isfile(path) else None
+
+
+def advice(log: str) -> str:
+    """Return what to write or install for the headers that a compiler's log misses, or nothing."""
+    return "\n".join(dict.fromkeys(_advice(log)))
+
+
+def _advice(log: str) -> Iterator[str]:
+    for name in re.findall(r'(?:could not|cannot) open source file "([^"]+)"', log):
+        yield _how_to_get(name)
+    for name in re.findall(r'identifier "(\w+)" is undefined', log):
+        if name in _HEADER_OF:
+            yield f"{name} is declared in a header: #include <{_HEADER_OF[name]}>"
+    for name in re.findall(r'namespace "std" has no member "(\w+)"', log):
+        yield (
+            f"NVRTC has no C++ standard library. cuda::std::{name} of libcu++ takes the place of "
+            f"std::{name}: `pip install {toolkit_wheel('cuda-cccl')}` adds <cuda/std/*>"
+        )
+    if "uses too much shared data" in log:
+        yield (
+            "A larger array is dynamic shared memory: declare it extern __shared__, and give its "
+            "bytes to shared_memory_bytes"
+        )
+
+
+def _how_to_get(name: str) -> str:
+    if name.startswith(("cuda/", "cub/", "thrust/", "nv/")):
+        return f"<{name}> is part of CCCL: `pip install {toolkit_wheel('cuda-cccl')}` adds it"
+    if name.startswith("curand"):
+        return f"<{name}> is part of cuRAND: `pip install {toolkit_wheel('curand')}` adds it"
+    if re.match(r"(cuda\w*|mma|cooperative_groups|cuComplex|math_constants|vector_\w+)\.h$", name):
+        wheel = toolkit_wheel("cuda-runtime")
+        return f"<{name}> is part of the CUDA runtime: `pip install {wheel}` adds it"
+    if name in _LIBCUXX:
+        wheel = toolkit_wheel("cuda-cccl")
+        return (
+            f"NVRTC has no C++ standard library. <cuda/std/{name}> of libcu++ takes the place of "
+            f"<{name}>: `pip install {wheel}` adds it"
+        )
+    if re.fullmatch(r"\w+", name):
+        return f"NVRTC has no C++ standard library, and device code cannot use <{name}>: remove it"
+    return f'{name} is no header that is known here: pass its text, headers={{"{name}": ...}}'
