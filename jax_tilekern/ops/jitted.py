@@ -66,7 +66,10 @@ def _with_hash(value: Any) -> Any:
         return _with_hash(value.tolist()) if value.ndim else operator.index(value)
     # Instances of other classes, such as jax.lax.DotAlgorithm, are excluded.
     if type(value) in (list, tuple) or isinstance(value, Iterator):
-        return tuple(map(_with_hash, value))
-    # jit would take 1.0 for an axis 1 that it has seen, since both have one hash.
-    is_whole = isinstance(value, (float, np.floating)) and value.is_integer()
-    return operator.index(value) if is_whole else value
+        # jit would take 1.0 for an axis 1 that it has seen, since both have one hash.
+        return tuple(operator.index(x) if _is_whole(x) else _with_hash(x) for x in value)
+    return value
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (float, np.floating)) and value.is_integer()
