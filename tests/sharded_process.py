@@ -29,6 +29,16 @@ A = (np.arange(16 * 32) % 5 - 2).reshape(16, 32).astype(np.float32)
 B = (np.arange(32 * 8) % 3 - 1).reshape(32, 8).astype(np.float32)
 E = np.stack([B, -B, 2 * B, B])
 SIZES = np.array([5, 0, 7, 3], np.int32)
+# Two matrices for each of eight devices, which are left to LAPACK. Powers of two are exact.
+M = np.float32(4) ** np.arange(16)[:, None, None] * np.diag([1, 4, 16, 64]).astype(np.float32)
+LAPACK = {
+    "inv": jtk.linalg.inv,
+    "cholesky": jtk.linalg.cholesky,
+    "lu_factor": jtk.linalg.lu_factor,
+    "det": jtk.linalg.det,
+    "solve, gradient": jax.grad(lambda a: jtk.linalg.solve(a, a + 1).sum()),
+    "triangular_solve": lambda a: jtk.linalg.triangular_solve(a, a),
+}
 SPECS = {
     "data": (P("d"), P()),
     "columns": (P("d"), P(None, "m")),
@@ -47,6 +57,9 @@ def layer(a, b, bias):
 
 def programs():
     """Name, function and arguments of each program, with the specs of the arguments."""
+    # First, so that no other program has loaded LAPACK.
+    for name, function in LAPACK.items():
+        yield name, function, (M,), (P(("d", "m")),)
     for name, specs in SPECS.items():
         yield name, jtk.matmul, (A, B), specs
         yield f"{name}, gradient", jax.grad(loss, (0, 1)), (A, B), specs
@@ -117,7 +130,7 @@ def load(folder):
             for x, y in zip(jax.tree.leaves(compiled(*args)), wanted, strict=True):
                 np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=name)
             text = compiled.as_text()
-            assert "jax_tilekern_cpu_" in text, name
+            assert ("lapack_" if name in LAPACK else "jax_tilekern_cpu_") in text, name
             assert "jax_tilekern_partitioned" not in text, name
     print("loaded")
 
@@ -138,7 +151,8 @@ def distributed(process, port, count):
         compiled = jax.jit(function).lower(*args).compile()
         # On a GPU XLA moves and adds small arrays itself.
         small = PLATFORM == "cuda" and name in ("add", "sum", "transpose")
-        assert handler in compiled.as_text() or small, name
+        left_to_lapack = PLATFORM == "cpu" and name in LAPACK
+        assert handler in compiled.as_text() or small or left_to_lapack, name
         for x, y in zip(jax.tree.leaves(compiled(*args)), wanted, strict=True):
             for shard in x.addressable_shards:
                 np.testing.assert_array_equal(shard.data, np.asarray(y)[shard.index], err_msg=name)

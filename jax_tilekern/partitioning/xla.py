@@ -18,6 +18,8 @@ from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import mlir as _mlir
+from jax._src.lax import linalg as _linalg
+from jax._src.lib import gpu_solver as _gpu_solver  # type: ignore[attr-defined]
 from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
 from jax._src.lib.mlir import ir as _ir  # type: ignore[attr-defined]
 from jax._src.lib.mlir.dialects import sdy as _sdy  # type: ignore[attr-defined]
@@ -109,6 +111,7 @@ def emit_call(
     ctx: Any, target: str, operands: Sequence[Any], rule: ShardingRule, text: str
 ) -> list[Any]:
     """Emit a custom call that has a sharding rule; return its results."""
+    _load_lapack()
     call = _mlir.custom_call(
         target,
         result_types=[
@@ -127,6 +130,16 @@ def emit_call(
         _mlir.lower_with_sharding_in_types(ctx, result, aval)
         for result, aval in zip(call.results, ctx.avals_out, strict=True)
     ]
+
+
+def _load_lapack() -> None:
+    """Load LAPACK's functions, which the program of each device may call.
+
+    JAX loads them when it lowers such a call. A program from the persistent cache is not partitioned
+    again, so in its process nothing but the call that XLA would partition is lowered.
+    """
+    _linalg.initialize_lapack()
+    _gpu_solver.initialize_hybrid_kernels()
 
 
 def _sharding_rule_attribute(
