@@ -16,6 +16,10 @@ FILES = {
         "types.cuh", "ptx.h", "linalg/matrix_copy.cuh", "linalg/blocked_cholesky_panel.cuh",
         "linalg/blocked_cholesky.cuh",
     ),
+    "small_inverse": (
+        "types.cuh", "linalg/matrix_copy.cuh", "linalg/matrix_rows.cuh",
+        "linalg/matrix_inverse.cuh",
+    ),
     "row_sums": (
         "types.cuh", "convert.cuh", "epilogue.cuh", "reduction/reduction.cuh",
         "reduction/row_sums.cuh",
@@ -66,6 +70,14 @@ def test_blocked_cholesky(run, rows, symmetrize, matrix):
 @pytest.mark.one_in(4)
 def test_blocked_cholesky_of_what_is_not_positive_definite(run, matrix):
     assert run("blocked_cholesky", 300, 1, matrix) == -1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("size", [1, 3, 17, 33])
+@pytest.mark.one_in(4)
+def test_inverses_of_small_matrices(run, dtype, size):
+    error = run("small_inverse", dtype, size)
+    assert error <= 8 * size * np.finfo(dtype).eps
 
 
 @pytest.mark.parametrize(

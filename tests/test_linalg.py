@@ -263,6 +263,31 @@ def test_singular_matrices_have_no_finite_inverse():
                     assert not np.isfinite(g(a)).all((-2, -1)).any()
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="of the CPU; kernels are emulated")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [2, 3, 8, 33])
+def test_singular_matrices_have_the_inverses_of_lu_factors(rng, x64, n, dtype):
+    regular = random(rng, (COUNT, n, n), dtype)
+    equal_columns = rng.integers(-2, 3, (COUNT, n, n)).astype(dtype)
+    equal_columns[:, :, -1] = equal_columns[:, :, 0]
+    zero_column = np.asarray(regular).copy()
+    zero_column[:, :, n // 2] = 0
+    identity = np.broadcast_to(np.eye(n, dtype=dtype), regular.shape)
+    for singular in (equal_columns, zero_column):
+        a = jnp.stack([jnp.asarray(singular), regular], 1)
+        inverses = linalg.inv(a)
+        assert not np.isnan(inverses).all((-2, -1)).any()
+        found, factored = inverses[:, 0], linalg.solve(singular, identity)
+        # Rounding may leave a pivot that is not zero.
+        no_pivot = ~np.isfinite(factored).all((-2, -1))
+        np.testing.assert_array_equal(found[no_pivot], factored[no_pivot])
+        np.testing.assert_array_equal(inverses[:, 1], linalg.inv(regular))
+        if n == 2:
+            # Of larger matrices LAPACK's blocks have more NaN.
+            theirs = jnp.linalg.inv(singular)
+            np.testing.assert_array_equal(found[~np.isfinite(theirs)], theirs[~np.isfinite(theirs)])
+
+
 @pytest.mark.parametrize("n", [3, 8, 33])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.one_in(2)

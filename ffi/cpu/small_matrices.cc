@@ -93,6 +93,7 @@ void RunInverse(const Workers& workers, ffi::AnyBuffer a, ffi::AnyBuffer out) {
   call.n = matrices.n;
   call.a = a.untyped_data();
   call.out = out.untyped_data();
+  call.columns = matrices.n;  // those of the identity
   RunAll(workers, matrices, matrices.family->inverse, call);
 }
 

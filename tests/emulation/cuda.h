@@ -187,6 +187,7 @@ inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits);
 inline int __double2hiint(double value) {
   return static_cast<int>(std::bit_cast<std::uint64_t>(value) >> 32);
 }
+inline long long __double_as_longlong(double value) { return std::bit_cast<long long>(value); }
 inline double __longlong_as_double(long long bits) { return std::bit_cast<double>(bits); }
 // The sum of the products of four signed bytes, and a third number.
 inline int __dp4a(int a, int b, int sum) {

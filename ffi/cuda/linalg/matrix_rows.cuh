@@ -97,6 +97,12 @@ struct MatrixTeam {
     }
   }
 
+  // Whether the condition holds for a matrix of the team. Lanes of a group agree on it.
+  bool any(bool condition) const {
+    condition = condition && group < matrices;
+    return Sizes::kTeam == 32 ? __ballot_sync(~0u, condition) != 0 : condition;
+  }
+
   T* row(int index) const { return storage.rows + (group * kN + index) * Sizes::kRowStride; }
   T* own_row() const { return row(has_row() ? lane : 0); }
   T* broadcast(int step) const {
