@@ -1,6 +1,8 @@
 """``jax_tilekern.linalg`` has the semantics of JAX's functions, and solves batches accurately."""
 
+import ast
 import functools
+import inspect
 import re
 
 import jax
@@ -283,7 +285,7 @@ def test_singular_matrices_have_the_inverses_of_lu_factors(rng, x64, n, dtype):
         np.testing.assert_array_equal(found[no_pivot], factored[no_pivot])
         np.testing.assert_array_equal(inverses[:, 1], linalg.inv(regular))
         if n == 2:
-            # Of larger matrices LAPACK's blocks have more NaN.
+            # LAPACK's blocks of larger matrices have more NaN.
             theirs = jnp.linalg.inv(singular)
             np.testing.assert_array_equal(found[~np.isfinite(theirs)], theirs[~np.isfinite(theirs)])
 
@@ -475,6 +477,40 @@ def test_devices_share_a_batch(rng, name):
         np.testing.assert_allclose(x, y, 1e-4, 1e-5)
 
 
+# Names.
+
+
+def public(module):
+    return {name for name in dir(module) if not name.startswith("_")}
+
+
+def test_every_name_of_jax():
+    ours = {"matmul", "multi_dot", "tensordot", "vecdot", *linalg.__all__}
+    for module in (jnp.linalg, jsp_linalg):
+        assert public(module) <= public(linalg)
+        for name in public(module) - ours:
+            first = jnp.linalg if hasattr(jnp.linalg, name) else module
+            assert getattr(linalg, name) is getattr(first, name)
+        for name in public(jnp.linalg) & ours:
+            theirs, own = (inspect.signature(getattr(m, name)) for m in (jnp.linalg, linalg))
+            positional = {
+                name for name, p in theirs.parameters.items() if p.kind == p.POSITIONAL_ONLY
+            }
+            assert theirs.parameters.keys() - positional <= own.parameters.keys(), name
+    for name in ("matmul", "multi_dot", "tensordot", "vecdot"):
+        assert getattr(linalg, name) is getattr(jtk, name)
+    assert not hasattr(linalg, "invert")
+
+
+@pytest.mark.skipif(jax.__version_info__[:2] != (0, 11), reason="later versions add names")
+def test_type_checkers_see_every_name():
+    tree = ast.parse(inspect.getsource(linalg))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    known = {alias.asname for node in imports for alias in node.names if alias.asname}
+    known |= set(linalg.__all__)
+    assert known == public(linalg)
+
+
 # Types, errors and what is left to XLA.
 
 
@@ -549,13 +585,21 @@ def test_integers_are_promoted():
     assert linalg.solve(a, np.float32([1, 2])).dtype == np.float32
 
 
-@pytest.mark.parametrize("shape", [(0, 3, 3), (2, 0, 0), (0, 0)])
+@pytest.mark.parametrize("shape", [(0, 3, 3), (2, 0, 0), (0, 0), (2, 0, 3), (0, 3, 4)])
 def test_empty(shape):
     a = jnp.zeros(shape)
-    for name in ("inv", "cholesky", "det"):
-        got, expected = getattr(linalg, name)(a), getattr(jnp.linalg, name)(a)
-        assert got.shape == expected.shape
-        np.testing.assert_array_equal(got, expected)
+    batched_lu = jax.vmap(jsp_linalg.lu) if a.ndim == 3 else jsp_linalg.lu
+    pairs = [(linalg.lu, batched_lu), (linalg.lu_factor, jsp_linalg.lu_factor)]
+    if shape[-1] == shape[-2]:
+        names = ("inv", "cholesky", "det", "slogdet")
+        pairs += [(getattr(linalg, name), getattr(jnp.linalg, name)) for name in names]
+    for ours, theirs in pairs:
+        for got, expected in zip(*(jax.tree.leaves(f(a)) for f in (ours, theirs)), strict=True):
+            assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+            np.testing.assert_array_equal(got, expected)
+    for function in (linalg.lu, linalg.lu_factor):
+        gradient = jax.grad(lambda a, f=function: jax.tree.leaves(f(a))[0].sum())(a)
+        assert gradient.shape == shape
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="of the CPU")

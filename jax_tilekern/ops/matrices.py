@@ -522,7 +522,7 @@ _cholesky = _define_matrix(
 
 
 def _like_lu(a: Array) -> tuple[Array, Array, Array]:
-    integers = a[..., 0].astype(np.int32)
+    integers = a.sum(axis=-1).astype(np.int32)
     return a, integers, integers
 
 

@@ -135,8 +135,8 @@ def emit_call(
 def _load_lapack() -> None:
     """Load LAPACK's functions, which the program of each device may call.
 
-    JAX loads them when it lowers such a call. A program from the persistent cache is not partitioned
-    again, so in its process nothing but the call that XLA would partition is lowered.
+    JAX loads them when it lowers such a call. XLA does not partition a program from the persistent
+    cache, so in that process nothing lowers the calls that the program of a device has.
     """
     _linalg.initialize_lapack()
     _gpu_solver.initialize_hybrid_kernels()
