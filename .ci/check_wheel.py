@@ -1,4 +1,4 @@
-"""Fail if a wheel lacks a part of the product, or has a part of the repository that is none.
+"""Fail if a wheel lacks a part of the product, has one of the repository, or is for one machine.
 
 python .ci/check_wheel.py WHEEL
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import zipfile
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 # Folders of the package; a new one is added here on purpose.
 FOLDERS = {
@@ -39,6 +39,18 @@ def problems(names: list[str]) -> list[str]:
     return found
 
 
+def platform_problems(name: str) -> list[str]:
+    """Return what is wrong with the platforms in a wheel's file name."""
+    platforms = name.removesuffix(".whl").rpartition("-")[2].split(".")
+    return [
+        f"{name} is for {platform}, which says nothing of the libraries that it needs; "
+        "auditwheel repair finds the tag of manylinux"
+        for platform in platforms
+        if not platform.startswith("manylinux")
+    ]
+
+
 if __name__ == "__main__":
-    with zipfile.ZipFile(sys.argv[1]) as wheel:
-        sys.exit("\n".join(problems(wheel.namelist())) or 0)
+    path = Path(sys.argv[1])
+    with zipfile.ZipFile(path) as wheel:
+        sys.exit("\n".join(problems(wheel.namelist()) + platform_problems(path.name)) or 0)

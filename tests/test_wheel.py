@@ -1,12 +1,16 @@
 """The wheel holds the product alone; ``.ci/run`` builds one and checks it by the same rules."""
 
 import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import jax_tilekern
+
 ROOT = Path(__file__).parent.parent
-problems = runpy.run_path(str(ROOT / ".ci" / "check_wheel.py"))["problems"]
+CHECKS = runpy.run_path(str(ROOT / ".ci" / "check_wheel.py"))
+problems, platform_problems = CHECKS["problems"], CHECKS["platform_problems"]
 
 
 @pytest.fixture
@@ -15,7 +19,7 @@ def names():
     cuda = ROOT / "ffi" / "cuda"
     return [
         "jax_tilekern/_core.abi3.so",
-        "jax_tilekern-0.1.0.dist-info/METADATA",
+        f"jax_tilekern-{jax_tilekern.__version__}.dist-info/METADATA",
         *(str(path) for path in package if "__pycache__" not in path.parts),
         *(f"jax_tilekern/cuda/{path.relative_to(cuda)}" for path in cuda.rglob("*.cuh")),
     ]
@@ -41,3 +45,14 @@ def test_a_missing_part_is_named(names):
     assert problems([n for n in names if "digits.npz" not in n]) == [
         "jax_tilekern/cli/digits.npz is missing"
     ]
+
+
+def test_a_wheel_names_the_manylinux_that_it_is_for():
+    assert platform_problems("jax_tilekern-0.1.0-cp312-abi3-manylinux_2_34_x86_64.whl") == []
+    (problem,) = platform_problems("jax_tilekern-0.1.0-cp312-abi3-linux_x86_64.whl")
+    assert "is for linux_x86_64" in problem
+
+
+def test_the_module_has_the_version_of_the_distribution():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == jax_tilekern.__version__
