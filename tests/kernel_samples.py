@@ -63,8 +63,8 @@ def wgmma_instances(gpu):
     """Dense kernels of ``gemm/sm90``; none unless the GPU is Hopper.
 
     Of bfloat16, TF32, int8 and a pair of float8 types there is each tile in the order that most
-    tiles take, and the larger tiles in all four major orders and with stores of single elements; of
-    the other types one tile.
+    tiles take, and, with the first type of results, the larger tiles in all four major orders and
+    with stores of single elements; of the other types one tile in one order.
     """
     for arithmetic, how in WGMMA_ARITHMETICS.items():
         operands = how.types.operands
@@ -75,12 +75,13 @@ def wgmma_instances(gpu):
             for lhs_k_major, rhs_k_major, odd in (*((*o, 0) for o in orders), (True, True, 1)):
                 geometry = _geometry(lhs_k_major, rhs_k_major, odd)
                 product = Product(geometry, lhs, rhs, out, arithmetic)
-                all_tiles = lhs_k_major and rhs_k_major and not odd
+                first_order = lhs_k_major and rhs_k_major and not odd
+                every_order = not one_tile and out == how.types.results[0]
                 for candidate in _found(wgmma_candidates(product, gpu)):
                     tile = candidate.tile
                     if one_tile and tile != WgmmaTile(128, 128):
                         continue
-                    if all_tiles or tile.block_m * tile.block_n >= 128 * 128:
+                    if first_order or (every_order and tile.block_m * tile.block_n >= 128 * 128):
                         yield candidate.instance
 
 

@@ -14,18 +14,18 @@ try:
 except NvrtcNotFound as error:
     pytest.skip(str(error), allow_module_level=True)
 
+ARCHS = ("sm_80", "sm_89", "sm_90", "sm_120")
 TILES = 3
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
 @pytest.mark.parametrize("types", TYPES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES + SIZES_ACROSS_K, ids=str)
-@pytest.mark.one_in(18)
-def test_kernels_compile(arch, types, sizes, rng):
+@pytest.mark.one_in(5)
+def test_kernels_compile(types, sizes, rng):
     numbers = random.Random(int(rng.integers(2**32)))
-    if arch == "sm_80" and types[0].startswith("float8"):
-        pytest.skip("float8 takes sm_89")
+    # float8 takes sm_89.
+    arch = numbers.choice(ARCHS[1:] if types[0].startswith("float8") else ARCHS)
     gpu = known_gpu(arch)
     with gpu_target(gpu):
         product, *_ = random_product(numbers, types, sizes, most_matrices=1)
