@@ -44,9 +44,9 @@ def test_it_trains_and_agrees_with_jnp_dot(tmp_path, capsys):
 
 
 @pytest.mark.thorough
-def test_a_network_that_learned_nothing_fails(capsys):
-    assert main(["demo", "--steps", "2"]) == 1
-    assert "FAILED: test accuracy" in capsys.readouterr().out
+def test_a_few_steps_are_not_judged_by_what_they_learned(capsys):
+    assert main(["demo", "--steps", "2"]) == 0
+    assert capsys.readouterr().out.endswith("OK\n")
 
 
 @pytest.mark.thorough
@@ -77,7 +77,7 @@ def test_coarser_products_are_told_apart():
     ],
 )
 def test_what_fails(accuracy, loss, failure):
-    ours, peer = (training.Run((value,), network.initial_state()) for value in (loss, 1.0))
+    ours, peer = (training.Run((value,) * 150, network.initial_state()) for value in (loss, 1.0))
     outcome = demo.Outcome(
         ours=ours,
         peer=peer,

@@ -33,6 +33,7 @@ GOOD = {
     "nvrtc": {"path": "libnvrtc.so.13", "version": "13.0", "why_none": None},
     "cache": {"location": "/home/me/.cache/jax_tilekern/cubin", "writable": True},
     "registered_targets": {"cpu": ["matmul"], "CUDA": ["launch"]},
+    "installation": {"from": "git+https://example.org/jax_tilekern"},
     "trial_product": {"kernel": "a kernel", "error": 3e-4},
 }
 NO_DRIVER = {"cuda": None, "gpus": [], "why_none": "no NVIDIA driver"}
@@ -67,12 +68,12 @@ NO_PLUGIN = {"jax-cuda13-plugin": None}
         (
             {"backends": ON_CPU, "versions": NO_PLUGIN},
             "no CUDA plugin",
-            "pip install 'jax_tilekern[cuda13]'",
+            "pip install 'jax[cuda13]'",
         ),
         (
             {"backends": ON_CPU, "versions": NO_PLUGIN, "driver": {"cuda": "12.8"}},
             "no CUDA plugin",
-            "pip install 'jax_tilekern[cuda12]'",
+            "pip install 'jax[cuda12]'",
         ),
         (
             {"backends": {**ON_CPU, "restricted_to": "cpu"}},
@@ -83,7 +84,7 @@ NO_PLUGIN = {"jax-cuda13-plugin": None}
         (
             {"driver": {"cuda": "12.8"}},
             "the driver supports CUDA 12.8 at most",
-            "pip install 'jax_tilekern[cuda12]'",
+            "pip install 'jax[cuda12]'",
         ),
         ({"nvrtc": NO_NVRTC}, "no NVRTC", "pip install 'nvidia-cuda-nvrtc>=13,<14'"),
         (
@@ -98,7 +99,11 @@ NO_PLUGIN = {"jax-cuda13-plugin": None}
         ),
         ({"versions": {"jax": "0.9.1"}}, "older than 0.10", "pip install 'jax>=0.10"),
         ({"versions": {"jax": "1.0.0"}}, "newer than 0.12", "pip install 'jax>=0.10"),
-        ({"registered_targets": {"CUDA": []}}, "no FFI handler for CUDA", "--force-reinstall"),
+        (
+            {"registered_targets": {"CUDA": []}},
+            "no FFI handler for CUDA",
+            "--force-reinstall --no-deps 'git+https://example.org/jax_tilekern'",
+        ),
         ({"trial_product": {"error": 0.5}}, "relative error of 5.0e-01", "--force-reinstall"),
         ({"trial_product": {"error": float("nan")}}, "relative error of nan", "--force-reinstall"),
     ],
@@ -107,6 +112,59 @@ def test_each_problem_has_its_fix(changes, what, fix):
     (problem,) = problems(**changes)
     assert what in problem.what
     assert fix in problem.fix
+
+
+NO_BACKEND = {"default": None, "devices": {}, "why_none": "no plugin"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "fix"),
+    [
+        (
+            {"driver": NO_DRIVER, "versions": NO_PLUGIN},
+            "JAX starts no backend for JAX_PLATFORMS=cuda (no plugin), and there is no GPU here",
+            "unset JAX_PLATFORMS",
+        ),
+        (
+            {"versions": NO_PLUGIN},
+            "for JAX_PLATFORMS=cuda (no plugin)",
+            "pip install 'jax[cuda13]'",
+        ),
+    ],
+)
+def test_no_backend_is_one_problem(changes, what, fix):
+    backends = {**NO_BACKEND, "restricted_to": "cuda"}
+    errors = {"cpu_kernels": "NoBackend: no plugin", "trial_product": "NoBackend: no plugin"}
+    (problem,) = problems(errors, backends=backends, **changes)
+    assert problem.what.startswith(what) or what in problem.what
+    assert problem.fix == fix
+
+
+def test_what_is_told_without_a_backend(capsys, monkeypatch):
+    def no_devices():
+        raise AssertionError
+
+    monkeypatch.setattr(machine.jax, "devices", no_devices)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "AssertionError" not in out
+    assert "trial product     unknown: no installed plugin serves it" in out
+    assert out.count("Problem:") == 1
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_the_package_is_installed_again_from_where_it_came(monkeypatch):
+    records = {
+        None: "jax_tilekern",
+        '{"url": "file:///d/w.whl"}': "file:///d/w.whl",
+        '{"url": "https://e.org/r", "vcs_info": {"vcs": "git"}}': "git+https://e.org/r",
+    }
+    for record, source in records.items():
+        found = SimpleNamespace(read_text=lambda _, record=record: record)
+        monkeypatch.setattr(
+            machine.importlib.metadata, "distribution", lambda _, found=found: found
+        )
+        assert machine.installation() == {"from": source}
 
 
 def test_gpus_of_two_architectures():
@@ -142,8 +200,8 @@ def test_a_failing_probe_is_reported_and_the_rest_still_told(capsys, monkeypatch
     monkeypatch.setitem(machine.PROBES, "cache", broken)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "failed: OSError: the disk is on fire" in out
-    assert "the probe cache failed" in out
+    assert "unknown: OSError: the disk is on fire" in out
+    assert "doctor could not find out about cache" in out
     assert "machine.cache()" in out
     assert "trial product" in out
     assert "\x1b" not in out

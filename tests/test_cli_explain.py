@@ -2,8 +2,9 @@ import jax
 import pytest
 
 import jax_tilekern as jtk
-from jax_tilekern.cli import main
+from jax_tilekern.cli import explain, main
 from jax_tilekern.cli.product_call import ProductCallError, parse_product
+from jax_tilekern.compilation.nvrtc import NvrtcNotFound
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,24 @@ def test_explains_for_a_named_gpu(capsys):
         assert first == str(jtk.explain(call.function, *call.operands, platform="cuda"))
     assert "wgmma" in first
     assert "no kernel for int16" in second
+
+
+def test_products_need_no_quotes(capsys):
+    words = ["matmul", "bf16", "64x64x64", "NT", "matmul", "f32", "32x32x32"]
+    assert main(["explain", *words, "--gpu", "h100"]) == 0
+    bare = capsys.readouterr().out
+    assert main(["explain", "matmul bf16 64x64x64 NT", "matmul f32 32x32x32", "--gpu=sm_90"]) == 0
+    assert capsys.readouterr().out == bare
+    assert "bf16[64,64] x bf16[64,64] -> bf16[64,64]" in bare
+
+
+def test_a_named_gpu_takes_a_compiler(capsys, monkeypatch):
+    def none():
+        raise NvrtcNotFound("no NVRTC here")
+
+    monkeypatch.setattr(explain, "nvrtc", none)
+    assert main(["explain", "matmul", "bf16", "64x64x64", "--gpu", "h100"]) == 2
+    assert capsys.readouterr().err == "no NVRTC here\n"
 
 
 @pytest.mark.parametrize(

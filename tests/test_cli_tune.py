@@ -55,7 +55,7 @@ def test_without_a_gpu(capsys, monkeypatch):
 
     monkeypatch.setattr(tuning, "current_gpu", none)
     assert main(["tune", "matmul f32 8x8x8"]) == 2
-    assert "no NVIDIA driver" in capsys.readouterr().err
+    assert "tune needs a GPU: no NVIDIA driver" in capsys.readouterr().err
 
 
 def test_without_nvrtc(capsys, monkeypatch, meter):

@@ -25,6 +25,40 @@ def test_prints_a_line_a_call():
     assert str(jtk.explain(lambda x: x + 1, x)) == "no call of jax_tilekern"
 
 
+def test_parts_of_a_call_are_below_it():
+    x = jnp.ones((64, 64))
+    product, other = jtk.explain(
+        lambda x: jtk.matmul(jtk.matmul(x, x, epilogue=jax.nn.gelu), x), x, platform="cpu"
+    )[1:]
+    assert (product.depth, other.depth) == (1, 0)
+    text = str(jtk.explain(lambda x: jtk.matmul(x, x, epilogue=jax.nn.gelu), x, platform="cpu"))
+    call, part = text.splitlines()
+    assert call.startswith("contract mk,kn->mn, gelu")
+    assert part.startswith("  mk,kn->mn  f32[64,64]")
+
+
+def test_says_why_a_cpu_kernel_takes_a_call():
+    x = jnp.ones((512, 512))
+    reasons = [
+        jtk.explain(function, *args, platform="cpu")[0].reason
+        for function, *args in (
+            (jtk.matmul, x, x),
+            (jtk.matmul, x, x[:, 0]),
+            (jtk.matmul, x[0], x[0]),
+            (jtk.transpose, x),
+            (jtk.sum, x),
+        )
+    ]
+    assert reasons[0].endswith("; computes in float32")
+    assert (
+        reasons[1]
+        == "a product with a vector reads the matrix once, as it lies; computes in float32"
+    )
+    assert reasons[2] == "a dot product reads both vectors once, as they lie; computes in float32"
+    assert reasons[3].startswith("a kernel is faster than XLA's transposes from ")
+    assert reasons[4].startswith("a kernel is faster than XLA's sums from ")
+
+
 def test_says_why_xla_takes_a_call():
     x = jnp.ones((8, 8), jnp.complex64)
     (choice,) = jtk.explain(jtk.matmul, x, x)
@@ -60,7 +94,7 @@ def test_for_a_gpu_that_is_not_here():
     x = jnp.ones((512, 512), jnp.bfloat16)
     for arch in ("sm_80", "sm_90", "sm_120"):
         with jtk.gpu_target(arch):
-            (choice,) = jtk.explain(jtk.matmul, x, x, platform="cuda")
+            (choice,) = jtk.explain(jtk.matmul, x, x, platform="gpu")
         assert choice.platform == "cuda"
         assert choice.kernel
 

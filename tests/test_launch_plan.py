@@ -259,8 +259,17 @@ def test_arch_names() -> None:
     ]  # fmt: skip
     assert Gpu((12, 1), 48, 99 << 10, 24 << 20, "GB10").arch == "sm_121"
     assert known_gpu("sm_90") is known_gpu("sm_90a")
-    with pytest.raises(ValueError, match="no GPU is known for 'sm_42'; known are sm_75"):
-        known_gpu("sm_42")
+    for name, arch in (
+        ("h100", "sm_90a"),
+        ("A100", "sm_80"),
+        ("RTX 4090", "sm_89"),
+        ("t4", "sm_75"),
+    ):
+        assert known_gpu(name).arch == arch
+    for name in ("sm_42", "", "NVIDIA"):
+        message = rf"no GPU is known for '{name}'; known are sm_75 \(Tesla T4\)"
+        with pytest.raises(ValueError, match=message):
+            known_gpu(name)
 
 
 def test_target_nests_and_ends() -> None:

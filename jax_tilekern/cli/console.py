@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 _PIPED_WIDTH = 190
 
 
-def make_console() -> Console:
+def make_console(piped_width: int = _PIPED_WIDTH) -> Console:
     """Return a console on the standard output, without control characters unless it is a tty."""
     # Imported here: importing the package must not import rich.
     from rich.console import Console
 
     tty = sys.stdout.isatty()
     return Console(
-        width=None if tty else _PIPED_WIDTH,
+        width=None if tty else piped_width,
         force_terminal=tty,
         no_color=not tty,
         highlight=False,

@@ -6,6 +6,7 @@ Each function probes one thing and may raise; the callers catch its errors.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import sys
@@ -32,6 +33,20 @@ _INSTRUCTION_SETS = (
 )  # fmt: skip
 
 
+def installation() -> dict[str, str]:
+    """Return what ``pip install`` takes to install the package again."""
+    try:
+        record = importlib.metadata.distribution("jax_tilekern").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return {"from": str(Path(jax_tilekern.__file__).parents[1])}
+    # A package from an index has no such record.
+    if record is None:
+        return {"from": "jax_tilekern"}
+    source = json.loads(record)
+    repository = source.get("vcs_info", {}).get("vcs")
+    return {"from": f"{repository}+{source['url']}" if repository else source["url"]}
+
+
 def versions() -> dict[str, str | None]:
     """Return the versions of the software involved; ``None`` for a missing package."""
     return {
@@ -52,18 +67,31 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+class NoBackend(RuntimeError):
+    """JAX has no backend, so that nothing can be computed."""
+
+
 def backends() -> dict[str, Any]:
-    """Return JAX's default backend and its devices by platform."""
+    """Return JAX's default backend and its devices by platform; no default if none starts."""
+    # JAX_PLATFORMS or the configuration may restrict JAX to some platforms.
+    facts: dict[str, Any] = {"restricted_to": jax.config.jax_platforms or None}
+    try:
+        _require_backend()
+    except NoBackend as error:
+        return {"default": None, "devices": {}, **facts, "why_none": str(error)}
     devices = {
         name: [device.device_kind for device in client.devices()]
         for name, client in jax.extend.backend.backends().items()
     }
-    return {
-        "default": jax.default_backend(),
-        "devices": devices,
-        # JAX_PLATFORMS or the configuration may restrict JAX to some platforms.
-        "restricted_to": jax.config.jax_platforms or None,
-    }
+    return {"default": jax.default_backend(), "devices": devices, **facts, "why_none": None}
+
+
+def _require_backend() -> None:
+    try:
+        jax.devices()
+    # JAX asserts that one of the platforms that JAX_PLATFORMS names has a plugin.
+    except (RuntimeError, AssertionError) as error:
+        raise NoBackend(str(error) or "no installed plugin serves it") from error
 
 
 def cpu() -> dict[str, Any]:
@@ -91,6 +119,7 @@ def _cpuinfo() -> dict[str, str]:
 
 def cpu_kernels() -> dict[str, str]:
     """Return the CPU kernel that a product of each type takes here, or why none does."""
+    _require_backend()
     kernels = {}
     for name in ("float32", "float64", "bfloat16", "float16", "int8"):
         with jax.enable_x64(name == "float64"):
@@ -226,6 +255,7 @@ def registered_targets() -> dict[str, list[str]]:
 
 def trial_product() -> dict[str, Any]:
     """Multiply two matrices on the default backend, and compare with float64."""
+    _require_backend()
     rng = np.random.default_rng(0)
     lhs, rhs = (rng.standard_normal((128, 128)).astype(np.float32) for _ in range(2))
     exact = lhs.astype(np.float64) @ rhs
@@ -237,6 +267,7 @@ def trial_product() -> dict[str, Any]:
 
 
 PROBES: dict[str, Callable[[], Any]] = {
+    "installation": installation,
     "versions": versions,
     "backends": backends,
     "cpu": cpu,

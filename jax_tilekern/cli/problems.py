@@ -39,23 +39,26 @@ def find_problems(facts: Mapping[str, Any], errors: Mapping[str, str]) -> list[P
         The results of :func:`jax_tilekern.cli.machine.facts`. Missing facts are not judged, and a
         probe that failed is itself a problem.
     """
+    # What fails for want of a backend is explained by that problem.
     found = [
         Problem(
-            f"the probe {name} failed: {error}",
-            f'python -c "from jax_tilekern.cli import machine; print(machine.{name}())"',
+            f"doctor could not find out about {name.replace('_', ' ')}: {error}",
+            f'python -c "from jax_tilekern.cli import machine; machine.{name}()"  # traceback',
         )
         for name, error in errors.items()
+        if not error.startswith("NoBackend")
     ]
     rules: dict[Callable[..., Iterator[Problem]], tuple[str, ...]] = {
         _jax_version: ("versions",),
+        _no_backend: ("driver", "backends", "versions"),
         _gpu_without_backend: ("driver", "backends", "versions"),
         _driver_too_old: ("driver", "versions"),
         _gpu_too_old: ("driver",),
         _several_architectures: ("driver",),
         _no_nvrtc: ("driver", "nvrtc"),
         _cache_not_writable: ("cache", "nvrtc"),
-        _nothing_registered: ("registered_targets",),
-        _wrong_product: ("trial_product",),
+        _nothing_registered: ("registered_targets", "installation"),
+        _wrong_product: ("trial_product", "installation"),
     }
     for rule, needed in rules.items():
         if all(name in facts for name in needed):
@@ -75,17 +78,36 @@ def _jax_version(versions: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem(f"jax {version} is newer than {_dotted(_NEWEST_JAX)}, the newest tested", fix)
 
 
+def _no_backend(
+    driver: Mapping[str, Any], backends: Mapping[str, Any], versions: Mapping[str, Any]
+) -> Iterator[Problem]:
+    if backends["default"] is not None:
+        return
+    restricted = backends["restricted_to"]
+    wanted = f" for JAX_PLATFORMS={restricted}" if restricted else ""
+    has_gpu = bool(driver["gpus"])
+    yield Problem(
+        f"JAX starts no backend{wanted} ({backends['why_none']})"
+        + ("" if has_gpu else f", and there is no GPU here: {driver['why_none']}"),
+        f"pip install 'jax[cuda{_newest_cuda(driver)}]'"
+        if has_gpu and not _plugins(versions)
+        else "unset JAX_PLATFORMS"
+        if restricted
+        else "pip install --force-reinstall jax jaxlib",
+    )
+
+
 def _gpu_without_backend(
     driver: Mapping[str, Any], backends: Mapping[str, Any], versions: Mapping[str, Any]
 ) -> Iterator[Problem]:
-    if not driver["gpus"] or {"gpu", "cuda"} & set(backends["devices"]):
+    served = backends["default"] is None or {"gpu", "cuda"} & set(backends["devices"])
+    if not driver["gpus"] or served:
         return
     gpu = driver["gpus"][0]["name"]
     if not _plugins(versions):
-        extra = f"cuda{_newest_cuda(driver)}"
         yield Problem(
             f"the driver shows {gpu}, but JAX has no CUDA plugin and computes on the CPU",
-            f"pip install 'jax_tilekern[{extra}]'",
+            f"pip install 'jax[cuda{_newest_cuda(driver)}]'",
         )
     elif backends["restricted_to"]:
         yield Problem(
@@ -109,7 +131,7 @@ def _driver_too_old(driver: Mapping[str, Any], versions: Mapping[str, Any]) -> I
                 f"JAX's plugin is for CUDA {major}, but the driver supports CUDA "
                 f"{driver['cuda']} at most",
                 f"pip uninstall -y jax-cuda{major}-plugin jax-cuda{major}-pjrt && "
-                f"pip install 'jax_tilekern[cuda{_newest_cuda(driver)}]'",
+                f"pip install 'jax[cuda{_newest_cuda(driver)}]'",
             )
 
 
@@ -157,26 +179,29 @@ def _cache_not_writable(cache: Mapping[str, Any], nvrtc: Mapping[str, Any]) -> I
         )
 
 
-def _nothing_registered(targets: Mapping[str, Any]) -> Iterator[Problem]:
+def _nothing_registered(
+    targets: Mapping[str, Any], installation: Mapping[str, Any]
+) -> Iterator[Problem]:
     for platform in ("cpu", "CUDA"):
         if not targets.get(platform):
             yield Problem(
                 f"the package has no FFI handler for {platform}: its compiled part is of another "
                 "version",
-                _REINSTALL,
+                _reinstall(installation),
             )
 
 
-def _wrong_product(trial: Mapping[str, Any]) -> Iterator[Problem]:
+def _wrong_product(trial: Mapping[str, Any], installation: Mapping[str, Any]) -> Iterator[Problem]:
     # The negation makes an error of NaN a problem.
     if not trial["error"] <= _TRIAL_ERROR:
         yield Problem(
             f"a float32 product by {trial['kernel']} has a relative error of {trial['error']:.1e}",
-            _REINSTALL,
+            _reinstall(installation),
         )
 
 
-_REINSTALL = "pip install --force-reinstall --no-deps jax_tilekern"
+def _reinstall(installation: Mapping[str, Any]) -> str:
+    return f"pip install --force-reinstall --no-deps '{installation['from']}'"
 
 
 def _plugins(versions: Mapping[str, Any]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +57,11 @@ class ProductCall:
         wide = any(np.zeros((), x.dtype).real.itemsize == 8 for x in self.operands)
         context: AbstractContextManager[Any] = jax.enable_x64(wide)
         return context
+
+
+def products_in(words: Sequence[str]) -> list[str]:
+    """Return the products that a command line names, whether each is quoted or not."""
+    return re.split(r"\s+(?=matmul\b)", " ".join(words).strip()) if words else []
 
 
 def parse_product(text: str, out: str | None = None, precision: str | None = None) -> ProductCall:

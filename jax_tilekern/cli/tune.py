@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jax_tilekern.cli.console import make_console
-from jax_tilekern.cli.product_call import FORM, ProductCall, ProductCallError, parse_product
+from jax_tilekern.cli.product_call import (
+    FORM,
+    ProductCall,
+    ProductCallError,
+    parse_product,
+    products_in,
+)
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gpu import Gpu, NoGpu
 from jax_tilekern.plans.tuned import TunedChoices, current_choices
@@ -66,10 +72,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status: 1 if a product failed, 2 for a bad argument."""
     try:
         calls = [
-            parse_product(text, arguments.out, arguments.precision) for text in arguments.products
+            parse_product(text, arguments.out, arguments.precision)
+            for text in products_in(arguments.products)
         ]
         return tune_calls(calls, arguments)
-    except (ProductCallError, NoGpu, NvrtcNotFound) as error:
+    except NoGpu as error:
+        print(f"tune needs a GPU: {error}", file=sys.stderr)
+        return 2
+    except (ProductCallError, NvrtcNotFound) as error:
         print(error, file=sys.stderr)
         return 2
 

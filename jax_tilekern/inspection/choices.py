@@ -33,6 +33,8 @@ class Choice:
     partition
         How the call is partitioned among devices, if it is: which dimensions are split into how
         many parts, and which collective adds partial results.
+    depth
+        How many calls of the library, listed before, this one is a part of.
     """
 
     call: str
@@ -42,6 +44,7 @@ class Choice:
     kernel: str | None
     reason: str
     partition: str = ""
+    depth: int = 0
 
 
 class Recorder:
@@ -54,6 +57,7 @@ class Recorder:
     def __init__(self) -> None:
         self.choices: list[Choice] = []
         self.awaited: dict[str, Choice] = {}
+        self.depth = 0
         # The token is new, so JAX's persistent cache misses and XLA partitions the call.
         self.token = uuid.uuid4().hex
 
@@ -96,13 +100,19 @@ def record_choice(call: str, ctx: Any, platform: str, kernel: str | None, reason
 
 
 @contextlib.contextmanager
-def listed_once() -> Iterator[None]:
-    """List calls that are lowered inside the context, and that are equal, once."""
+def listed_below() -> Iterator[None]:
+    """List calls that are lowered inside the context below the last one, and equal ones once."""
     recorder = _recorder.get()
-    before = 0 if recorder is None else len(recorder.choices)
-    yield
-    if recorder is not None:
-        recorder.choices[before:] = dict.fromkeys(recorder.choices[before:])
+    if recorder is None:
+        yield
+        return
+    before = len(recorder.choices)
+    recorder.depth += 1
+    try:
+        yield
+    finally:
+        recorder.depth -= 1
+    recorder.choices[before:] = dict.fromkeys(recorder.choices[before:])
 
 
 def recorder_token() -> str:
@@ -132,4 +142,6 @@ def _choice(call: str, ctx: Any, platform: str, kernel: str | None, reason: str)
         tuple(aval.str_short(short_dtypes=True) for aval in avals)
         for avals in (ctx.avals_in, ctx.avals_out)
     )
-    return Choice(call, operands, ", ".join(results), platform, kernel, reason)
+    recorder = _recorder.get()
+    depth = 0 if recorder is None else recorder.depth
+    return Choice(call, operands, ", ".join(results), platform, kernel, reason, depth=depth)

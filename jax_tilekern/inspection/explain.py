@@ -10,7 +10,7 @@ import jax
 from jax_tilekern.inspection.choices import Choice, recorded_choices
 from jax_tilekern.inspection.tracing import traced
 
-_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+_PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
 
 
 class Explanation(tuple[Choice, ...]):
@@ -19,12 +19,13 @@ class Explanation(tuple[Choice, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        """Return one line per call."""
+        """Return one line per call; a call that is part of another is indented below it."""
         if not self:
             return "no call of jax_tilekern"
         rows = [
             (
-                f"{choice.call}  {' x '.join(choice.operands)} -> {choice.result}",
+                "  " * choice.depth
+                + f"{choice.call}  {' x '.join(choice.operands)} -> {choice.result}",
                 f"[{choice.partition}]" if choice.partition else "",
                 choice.kernel or "-",
                 choice.reason,
@@ -57,8 +58,9 @@ def explain(
         Its arguments: arrays or ``jax.ShapeDtypeStruct``, numbers, and trees of these. Other
         leaves, such as the functions inside a model, are static.
     platform
-        ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default JAX's default backend. For
-        ``"cuda"`` without a GPU, name one with :func:`jax_tilekern.gpu_target`.
+        ``"cpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``; by default JAX's default backend. ``"gpu"``
+        is ``"cuda"``, and takes the name of a GPU by :func:`jax_tilekern.gpu_target` where there is
+        none.
 
     Returns
     -------
@@ -82,6 +84,8 @@ def explain(
     """
     if platform is not None and platform not in _PLATFORMS:
         raise ValueError(f"platform {platform!r} is none of {', '.join(_PLATFORMS)}")
+    if platform == "gpu":
+        platform = "cuda"
     with recorded_choices() as recorder:
         program = traced(function, args, kwargs)
         lowered = program.lower(lowering_platforms=None if platform is None else (platform,))

@@ -37,6 +37,7 @@ from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.cpu import (
     matrix_units_left_to_xla,
     product_left_to_xla,
+    product_reason,
     small_left_to_xla,
 )
 from jax_tilekern.plans.gemm.arithmetic import (
@@ -263,9 +264,10 @@ def _cpu_kernel(problem: Problem) -> Kernel | Fallback:
         return Fallback(left)
     attributes = cpu_attributes(geometry)
     types = [str(dtype) for dtype in (product.lhs_dtype, product.rhs_dtype, product.out_dtype)]
+    name = ffi.cpu_matmul_kernel(types, attributes)
     return Kernel(
-        ffi.cpu_matmul_kernel(types, attributes),
-        f"{arithmetic}, {geometry.major_orders}",
+        name,
+        product_reason(name, arithmetic),
         ffi.CpuCall(ffi.CPU_MATMUL, attributes),
         problem.operands,
     )

@@ -403,7 +403,7 @@ def _cpu_kernel(problem: RaggedProblem) -> Kernel:
     }
     return Kernel(
         "ragged_matmul",
-        f"{arithmetic}, {geometry.product.major_orders}",
+        f"each group's rows by the kernel of a product of their number; computes in {arithmetic}",
         ffi.CpuCall(ffi.CPU_RAGGED_MATMUL, attributes),
         problem.operands,
     )

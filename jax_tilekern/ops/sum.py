@@ -17,7 +17,7 @@ from jax_tilekern.interop import compat, ffi
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
-from jax_tilekern.plans.cpu import few_left_to_xla
+from jax_tilekern.plans.cpu import few_left_to_xla, many_elements
 from jax_tilekern.plans.reduction.select import SummedDims, plan_sum, sum_dtype
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -203,7 +203,7 @@ def _cpu(
     dims = SummedDims.of(aval.shape, axes)
     return Kernel(
         f"cpu_sum {aval.dtype}",
-        f"sizes {dims.sizes}, of which {dims.reduced} are summed over",
+        many_elements("sums"),
         ffi.CpuCall(ffi.CPU_SUM, {"sizes": dims.sizes, "reduced": dims.reduced}),
         (x,),
     )

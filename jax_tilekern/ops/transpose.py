@@ -16,7 +16,12 @@ from jax_tilekern.interop import ffi
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
-from jax_tilekern.plans.cpu import few_left_to_xla, is_streamed, transpose_left_to_xla
+from jax_tilekern.plans.cpu import (
+    few_left_to_xla,
+    is_streamed,
+    many_elements,
+    transpose_left_to_xla,
+)
 from jax_tilekern.plans.transpose.permutation import Permutation
 from jax_tilekern.plans.transpose.select import plan_transpose
 from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operation, Planner, define
@@ -138,7 +143,7 @@ def _cpu_kernel(problem: _Problem) -> Kernel | Fallback:
     sizes, order = tuple(permutation.sizes), tuple(permutation.order)
     return Kernel(
         "cpu_transpose",
-        f"sizes {sizes} in order {order}",
+        many_elements("transposes"),
         ffi.CpuCall(
             ffi.CPU_TRANSPOSE,
             {"sizes": sizes, "permutation": order, "stream": int(is_streamed(permutation))},

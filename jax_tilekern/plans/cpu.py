@@ -31,6 +31,13 @@ _SMALL_PRODUCT = 256
 _SMALL_MATRIX_BYTES = 256
 # XLA's loop over fewer elements takes less time than a custom call, and may be fused with others.
 _FEW_ELEMENTS = {"transposes": 6144, "sums": 1000, "additions": 1000}
+# By the word for it in a kernel's name: why a product is computed in this way.
+_PRODUCT_REASONS = {
+    "direct": "rhs is small or has few columns, so operands are read in place",
+    "packed": "large or narrow operands are packed for the caches first",
+    "vector-matrix": "a product with a vector reads the matrix once, as it lies",
+    "dot": "a dot product reads both vectors once, as they lie",
+}
 # Kernels that transpose fewer bytes at once move single elements.
 _VECTOR_BYTES = 16
 
@@ -115,6 +122,17 @@ def few_left_to_xla(operation: str, elements: int) -> str | None:
     if elements >= least:
         return None
     return f"XLA's {operation} of fewer than {least} elements are faster (0.77 to 0.94)"
+
+
+def many_elements(operation: str) -> str:
+    """Return why an operation on more elements has a kernel."""
+    return f"a kernel is faster than XLA's {operation} from {_FEW_ELEMENTS[operation]} elements on"
+
+
+def product_reason(kernel: str, arithmetic: str) -> str:
+    """Return why a product takes a kernel, by the kernel's name."""
+    form = next(form for form in _PRODUCT_REASONS if form in kernel)
+    return f"{_PRODUCT_REASONS[form]}; computes in {arithmetic}"
 
 
 def transpose_left_to_xla(permutation: Permutation) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -169,23 +170,27 @@ _target = jax.make_user_context(None)
 _beside_collectives: ContextVar[bool] = ContextVar("beside_collectives", default=False)
 
 
-def known_gpu(arch: str) -> Gpu:
-    """Return the well-known model of an architecture.
+def known_gpu(name: str) -> Gpu:
+    """Return the well-known model of an architecture or of a name.
 
     Parameters
     ----------
-    arch
-        ``"sm_80"``, ``"sm_90"`` or ``"sm_90a"``, ...; the suffix may be left out.
+    name
+        ``"sm_80"``, ``"sm_90"`` or ``"sm_90a"``, ..., where the suffix may be left out; or the
+        model, such as ``"H100"`` or ``"RTX 4090"``.
 
     Raises
     ------
     ValueError
-        If no model of that architecture is known; pass a :class:`Gpu` instead.
+        If no such model is known; pass a :class:`Gpu` instead.
     """
-    gpu = KNOWN_GPUS.get(arch) or KNOWN_GPUS.get(f"{arch}a")
-    if gpu is None:
-        raise ValueError(f"no GPU is known for {arch!r}; known are {', '.join(KNOWN_GPUS)}")
-    return gpu
+    words = re.findall(r"\w+", name.lower())
+    for arch, gpu in KNOWN_GPUS.items():
+        model = re.findall(r"\w+", gpu.name.lower())
+        if words in ([arch], [arch.removesuffix("a")]) or (words and set(words) <= {*model[1:]}):
+            return gpu
+    known = ", ".join(f"{arch} ({gpu.name})" for arch, gpu in KNOWN_GPUS.items())
+    raise ValueError(f"no GPU is known for {name!r}; known are {known}")
 
 
 @scoped
@@ -197,7 +202,7 @@ def gpu_target(gpu: Gpu | str) -> Iterator[Gpu]:
     Parameters
     ----------
     gpu
-        A :class:`Gpu`, or an architecture such as ``"sm_90"`` for its well-known model.
+        A :class:`Gpu`, or an architecture or model such as ``"sm_90"`` or ``"H100"``.
     """
     chosen = known_gpu(gpu) if isinstance(gpu, str) else gpu
     with _target(chosen):

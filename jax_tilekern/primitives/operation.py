@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from jax_tilekern.inspection.choices import listed_once, record_choice
+from jax_tilekern.inspection.choices import listed_below, record_choice
 from jax_tilekern.interop import compat, ffi, modes
 from jax_tilekern.interop.compat import ad, mlir
 from jax_tilekern.interop.interception import by_xla
@@ -415,6 +415,6 @@ def _lowered(
     if isinstance(outcome, Rewrite):
         function = compat.with_automatic_axes(outcome.function, params.get("out_sharding"))
     lower = mlir.lower_fun(function, multiple_results=operation.several_results)
-    with listed_once(), lowering_for(platform):
+    with listed_below(), lowering_for(platform):
         lowered: Sequence[Any] = lower(ctx, *values)
     return lowered

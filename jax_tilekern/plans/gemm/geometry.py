@@ -42,13 +42,6 @@ class MatmulGeometry:
         return self.lhs_strides[-1] == 1
 
     @property
-    def major_orders(self) -> str:
-        """The operands' major orders, in words."""
-        lhs = "k" if self.lhs_k_major else "m"
-        rhs = "n" if self.rhs_strides[-1] == 1 else "k"
-        return f"lhs {lhs}-major, rhs {rhs}-major"
-
-    @property
     def without_unit_stride(self) -> str | None:
         """Why kernels that need a unit stride in each matrix do not take it, or ``None``."""
         for name, strides in (("lhs", self.lhs_strides), ("rhs", self.rhs_strides)):
