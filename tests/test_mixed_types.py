@@ -196,3 +196,21 @@ def test_epilogues_of_narrow_types(rng, dtype):
     rounded = jnp.asarray(expected.astype(total.dtype)).astype(dtype)
     np.testing.assert_array_equal(product, rounded)
     np.testing.assert_array_equal(exact(largest), exact(rounded).max(-1))
+
+
+@pytest.mark.parametrize("types", [(np.float16, np.int32), (np.uint16, F8E4), (np.int8, np.int32)])
+@pytest.mark.parametrize("preferred", [np.float16, np.int8])
+def test_an_algorithm_casts_operands_to_its_own_type(rng, types, preferred):
+    """A result of 8 bits is allowed with an algorithm, and no value is lost before it."""
+    x, y = (random(rng, (4, 4), dtype) for dtype in types)
+    ours, theirs = (
+        exact(f(x, y, DIMS, lax.DotAlgorithmPreset.F32_F32_F32, preferred))
+        for f in (jtk.dot_general, lax.dot_general)
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=2.0**-9, atol=2.0**-9)
+
+
+def test_a_promotion_error_of_an_epilogue_stays_one():
+    x = jnp.ones((4, 4), F8E4)
+    with pytest.raises(jax.dtypes.TypePromotionError):
+        jtk.linear(x, x, x[0])

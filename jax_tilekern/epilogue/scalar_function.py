@@ -207,6 +207,8 @@ def trace_scalars(
     try:
         with compat.without_mesh():
             traced, shapes = jax.make_jaxpr(function, return_shape=True)(*avals)
+    except jax.dtypes.TypePromotionError:
+        raise
     except (IndexError, ValueError) as error:
         raise TypeError(
             f"the epilogue {name} does not take scalars: {error}; {_SCALARS}"

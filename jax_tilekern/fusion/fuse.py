@@ -190,7 +190,7 @@ class _Evaluation:
         (source,) = group.eqn.outvars
         product, contraction = group.product, group.product.contraction
         lhs, rhs = map(self._value, group.eqn.invars)
-        lhs, rhs = common_type(lhs, rhs, product.dtype)
+        lhs, rhs = common_type(lhs, rhs, product.dtype, product.precision)
         arrays = [self._value(reading.array) for reading in group.operands]
         accumulator = accumulator_dtype(lhs.dtype, product.dtype)
 

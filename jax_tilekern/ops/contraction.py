@@ -87,7 +87,7 @@ def contract(
         Sharding of the result on a mesh with explicit axes; by default what follows from the
         operands'.
     """
-    lhs, rhs = common_type(lhs, rhs, out_dtype)
+    lhs, rhs = common_type(lhs, rhs, out_dtype, precision)
     result: Array = _bind(
         lhs,
         rhs,

@@ -105,7 +105,7 @@ def contract_with_epilogue(
     TypeError
         If the epilogue is not a function of scalars.
     """
-    lhs, rhs = common_type(lhs, rhs, product)
+    lhs, rhs = common_type(lhs, rhs, product, precision)
     accumulator = accumulator_dtype(lhs.dtype, product)
     arrays = [jnp.asarray(x) for x in operands]
     function, closed_over, nested = trace_scalars(

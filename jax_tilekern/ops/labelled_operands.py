@@ -19,14 +19,19 @@ from jax_tilekern.plans.gemm.xla import is_short_sum_of_integers
 from jax_tilekern.primitives.lowering_platform import lowering_platform
 
 
-def common_type(lhs: Array, rhs: Array, out_dtype: Any) -> tuple[Array, Array]:
+def common_type(lhs: Array, rhs: Array, out_dtype: Any, precision: Any) -> tuple[Array, Array]:
     """Cast two operands to a common type, unless a product of their types has kernels.
 
-    ``lax.dot_general`` casts both to the type of the result. A narrower type that has all values
-    of both is as exact and costs less, and a wider one rounds less.
+    ``lax.dot_general`` casts both to the type of the result, or to those of an algorithm. A
+    narrower type that has all values of both is as exact and costs less, and a wider one rounds
+    less.
     """
     # XLA fails to compile some products of fewer bits.
     lhs, rhs = (x.astype(_in_8_bits(x.dtype)) for x in (lhs, rhs))
+    algorithms_own = getattr(precision, "supported_lhs_types", None) or ()
+    if algorithms_own and lhs.dtype != rhs.dtype:
+        wide = jax.dtypes.canonicalize_dtype(algorithms_own[0])
+        lhs, rhs = (x if x.dtype in algorithms_own else x.astype(wide) for x in (lhs, rhs))
     types = (lhs.dtype, rhs.dtype)
     if lhs.dtype == rhs.dtype or all(dtype in FP8 for dtype in types):
         return lhs, rhs
@@ -157,10 +162,11 @@ def _dot_general(
     out_sharding: NamedSharding | None,
 ) -> Array:
     """Contract two arrays in the order of ``lax.dot_general``, into any type."""
-    # No result of lax.dot_general is narrower than its operands, unless they are floats.
+    # Without an algorithm, lax.dot_general has no results that are narrower than integers.
     out_dtype = np.dtype(out_dtype)
     narrower = out_dtype in SUB_BYTE_INTEGERS or out_dtype.itemsize < lhs.dtype.itemsize
-    rounded = narrower and not jnp.issubdtype(lhs.dtype, jnp.floating)
+    by_algorithm = isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
+    rounded = narrower and not by_algorithm and not jnp.issubdtype(lhs.dtype, jnp.floating)
     out = lax.dot_general(
         lhs,
         rhs,

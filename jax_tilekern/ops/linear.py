@@ -142,13 +142,14 @@ def gated_linear(
     result = compat.result_type(functools.partial(jnp.matmul, **options), x, w_gate)
     _, w_up, _ = labelled_matrices(x, w_up)
     x, w_gate, contraction = labelled_matrices(x, w_gate)
-    x, w_gate = common_type(x, w_gate, result.dtype)
+    canonical = compat.canonicalize_precision(precision)
+    x, w_gate = common_type(x, w_gate, result.dtype, canonical)
     gated: Array = contract_pair(
         x,
         w_gate,
         w_up.astype(w_gate.dtype),
         contraction,
-        precision=compat.canonicalize_precision(precision),
+        precision=canonical,
         product=result.dtype,
         function=_times(activation),
     )

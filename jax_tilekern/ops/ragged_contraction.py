@@ -85,7 +85,7 @@ def contract_groups(
     out_sharding
         Sharding of the result, which a mesh with explicit axes requires.
     """
-    lhs, rhs = common_type(lhs, rhs, out_dtype)
+    lhs, rhs = common_type(lhs, rhs, out_dtype, precision)
     out = contraction.out
     contracted = contraction.contracted if contraction.ragged_dimension == "k" else ()
     summed = tuple(x for x in contraction.bounds if x not in (*out, *contracted, contraction.group))
