@@ -11,7 +11,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from guides import DOCS, run_snippets
+from guides import DOCS
 from jaxprs import products, traced
 from numerics import assert_close, random
 
@@ -71,13 +71,6 @@ def test_the_guide_has_these_losses(name, way, jaxs, ours):
     pytest.importorskip(PACKAGES.get(name, "flax"))
     assert losses(name, "jax")[-1] == pytest.approx(float(jaxs), rel=DRIFT, abs=5e-6)
     assert losses(name, way)[-1] == pytest.approx(float(ours), rel=DRIFT, abs=5e-6)
-
-
-@pytest.mark.thorough
-def test_snippets_of_the_guide_run():
-    for package in ("flax", *PACKAGES.values()):
-        pytest.importorskip(package)
-    run_snippets(GUIDE.read_text(), str(GUIDE))
 
 
 def arguments(name, hook, optimizer="adam"):
