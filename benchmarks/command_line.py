@@ -22,6 +22,7 @@ from benchmarks import (
     sharded,
     sharded_bytes,
     strassen,
+    tables,
     tune,
     xla_cost,
 )
@@ -46,6 +47,7 @@ _COMMANDS: dict[str, Command] = {
     "tune": tune,
     "report": report,
     "overview": overview,
+    "tables": tables,
     "machine_code": machine_code,
     "before_after": before_after,
     "xla_cost": xla_cost,

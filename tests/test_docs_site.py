@@ -12,6 +12,7 @@ import pytest
 from guides import DOCS
 
 import jax_tilekern
+from benchmarks import tables
 
 ROOT = DOCS.parent
 MODULES = (
@@ -104,7 +105,7 @@ def test_a_drawing_shows_each_ratio_and_its_mean(from_the_root):
 
 def test_the_readme_names_what_it_compares_with():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 170
+    assert len(text.splitlines()) <= 160
     assert "jax 0.11.2" in text
     assert "cuDNN 9.19" in text
     for name in jax_tilekern.__all__:
@@ -112,126 +113,22 @@ def test_the_readme_names_what_it_compares_with():
             assert f"`{name}`" in text, name
 
 
-# Ratios that pages quote are those of the records.
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_tables_are_those_of_the_records(page):
+    # `python -m benchmarks tables` writes them.
+    text = page.read_text()
+    assert "<!-- table " in text
+    assert text == tables.with_tables(text)
 
 
-def rows(record):
-    return json.loads((ROOT / "benchmarks/results" / f"{record}.json").read_text())["rows"]
+def test_every_device_has_a_table_and_a_page():
+    assert {device.folder for device in tables.DEVICES} == {path.name for path in results()}
 
 
-def ratio(row, peer=None):
-    seconds = row["others"][peer].get("seconds") if peer else row["seconds"]
-    return seconds and seconds["ratio"]["median"]
-
-
-def spread(values, digits):
-    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
-
-
-def grouped(count, peer=None):
-    found = [row for row in rows("h100/ragged_dot") if row["sizes"]["g"] == count]
-    return [value for row in found if (value := ratio(row, peer))]
-
-
-def of_group(operation, group):
-    return [ratio(row) for row in rows(f"h100/{operation}") if row["group"] == group]
-
-
-def worst(sample):
-    found = rows(sample)
-    return min(ratio(row) for row in found if "seconds" in row)
-
-
-def sharded(of_ragged_dot):
-    found = rows("h100x2/sharded")
-    return [row["ratio"] for row in found if ("ragged_dot" in row["group"]) == of_ragged_dot]
-
-
-QUOTED = {
-    "`ragged_dot` of 128 experts against": lambda: spread(grouped(128, "lax"), 0),
-    "the same of 8 large experts": lambda: " to ".join(
-        (f"{min(grouped(8, 'lax')):.1f}", f"{max(grouped(8, 'lax')):.0f}")
-    ),
-    "`inv`, `solve`, `cholesky`": lambda: " to ".join(
-        f"{end(map(ratio, rows('h100/linalg'))):.{digits}f}" for end, digits in ((min, 1), (max, 0))
-    ),
-    "`inv` of one float32 matrix": lambda: "; ".join(
-        spread(
-            [
-                ratio(row)
-                for row in rows(f"{device}/linalg_large")
-                if row["operation"] in operations and row["type"] == dtype
-            ],
-            1,
-        )
-        for device, operations, dtype in (
-            ("h100", ("inv",), "float32"),
-            ("h100", ("solve",), "float32"),
-            ("h100", ("cholesky",), "float32"),
-            ("h100", ("inv", "solve"), "float64"),
-        )
-    ),
-    "float32 products at": lambda: spread(of_group("matmul", "float32"), 1),
-    "16-bit products of odd": lambda: spread(of_group("matmul", "16-bit odd"), 1),
-    "8-bit products that are not": lambda: spread(of_group("matmul", "8-bit other orders"), 1),
-    "transposes of odd": lambda: "; ".join(
-        spread(of_group("transpose", group), 1) for group in ("odd", "colors")
-    ),
-    "large aligned 16-bit": lambda: spread(of_group("matmul", "16-bit large"), 2),
-    "`ragged_dot` against one dense": lambda: "; ".join(
-        spread(grouped(count), 2) for count in (8, 128)
-    ),
-    "8-bit products, both": lambda: spread(of_group("matmul", "8-bit K-major"), 2),
-    "200 products drawn at random": lambda: "; ".join(
-        f"from {worst(x):.2f}" for x in ("h100/samples/matmul-25", "h200/samples/matmul-21")
-    ),
-    "48 to 60 random calls each": lambda: (
-        "from "
-        + ", ".join(
-            f"{worst(f'h100/samples/{name}-25'):.2f}"
-            for name in ("transpose", "matvec", "sum", "vdot", "add")
-        )
-    ),
-    "dense products with collectives": lambda: spread(sharded(False), 2),
-    "`ragged_dot` of 64 experts on 2": lambda: "; ".join(
-        spread([r for r in sharded(True) if (r > 0.5) == alone], 2) for alone in (True, False)
-    ),
-}
-
-
-@pytest.mark.parametrize("row", QUOTED)
-def test_ratios_of_the_readme_are_those_of_the_records(row):
-    text = (ROOT / "README.md").read_text()
-    (line,) = (line for line in text.splitlines() if line.startswith(f"| {row}"))
-    assert line.split(" | ")[-1].removesuffix(" |") == QUOTED[row]()
-
-
-SPLITS = ("balanced", "multinomial", "zipf")
-GROUPED_ROWS = {
-    "8 experts 4096 to 14336, 8,192 rows: forward": "bf16 8x4096x14336 {}",
-    "128 experts 2048 to 1536, 65,536 rows: forward": "bf16 128x2048x1536 {}",
-    "a gated layer of 8 experts, forward": "bf16 8x4096x14336 {} layer",
-    "of 128 experts, forward": "bf16 128x2048x1536 {} layer",
-}
-
-
-@pytest.mark.parametrize("row", GROUPED_ROWS)
-def test_ratios_of_grouped_gemms_are_those_of_the_records(row):
-    """Each line of the page, and those of its gradients below it."""
-    lines = (DOCS / "performance.md").read_text().splitlines()
-    (start,) = (i for i, line in enumerate(lines) if line.startswith(f"| {row} |"))
-    layer = GROUPED_ROWS[row].endswith("layer")
-    found = {found["name"]: found for found in rows("h100/ragged_dot")}
-    parts = ("", ", gradients") if layer else ("", " dx", " dw")
-    for line, what in zip(lines[start:], parts, strict=False):
-        of_splits = [found.get(GROUPED_ROWS[row].format(split) + what) for split in SPLITS]
-        _, dense, lax, tokamax = line.strip("| ").split(" | ")
-        assert dense == " / ".join(f"{ratio(one):.2f}" if one else "-" for one in of_splits)
-        measured = [one for one in of_splits if one]
-        for quoted, peer in ((lax, "lax"), (tokamax, "tokamax")):
-            values = [ratio(one, peer) for one in measured]
-            if None in values:
-                assert quoted == "(out of memory)"
-            else:
-                assert quoted == spread(values, 0 if min(values) > 20 else 1)
+def test_a_table_has_the_newest_records():
+    """Calls drawn at random count if their sources are those of the newest record."""
+    newest = json.loads((ROOT / "benchmarks/results/xeon-amx/samples/add-79.json").read_text())
+    older = json.loads((ROOT / "benchmarks/results/xeon-amx/samples/add.json").read_text())
+    same = json.loads((ROOT / "benchmarks/results/xeon-amx/samples/add-77.json").read_text())
+    assert newest["source_digests"] == same["source_digests"] != older["source_digests"]
+    assert len(tables.drawn("xeon-amx")["`add`"]) == len(newest["rows"]) + len(same["rows"])

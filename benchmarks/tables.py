@@ -1,0 +1,313 @@
+"""``tables``: write the tables that pages have of the records.
+
+A page has a table between ``<!-- table NAME -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.records.sample_report import SLOWER, Distribution, ratio_to_jax, with_right_peer
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results"
+PAGES = (ROOT / "README.md", ROOT / "docs/performance.md", ROOT / "docs/testing.md")
+_MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Record = dict[str, Any]
+Ratios = dict[str, list[float]]
+
+HELP = "write the tables of README.md, docs/performance.md and docs/testing.md from the records"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments: none."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text()))
+    return 0
+
+
+def with_tables(text: str) -> str:
+    """Return a page's text with its tables as the records have them."""
+
+    def table(match: re.Match[str]) -> str:
+        return "\n".join([match[1].strip(), *_TABLES[match[2]](), match[3]])
+
+    return _MARKED.sub(table, text)
+
+
+class Device(NamedTuple):
+    """A folder of records and what users call the machine."""
+
+    folder: str
+    title: str
+    note: str = ""
+
+
+_BUSY = " Other programs ran at the same time, so a single row may be off by a third."
+DEVICES = (
+    Device("h100", "NVIDIA H100 80GB HBM3"),
+    Device("h200", "NVIDIA H200"),
+    Device("h100x2", "2 x NVIDIA H100 80GB HBM3"),
+    Device("amd-epyc-avx2", "AMD EPYC with AVX2, two cores"),
+    Device("amd-epyc", "AMD EPYC with AVX-512, two cores", _BUSY),
+    Device("xeon-amx", "Xeon with AMX, two cores", _BUSY),
+    Device("xeon-avx512", "Xeon with AVX-512, two cores"),
+    Device("sapphire-rapids", "Xeon, Sapphire Rapids, two cores"),
+    Device("cascade-lake", "Xeon, Cascade Lake, two cores"),
+)
+
+
+@functools.cache
+def drawn(folder: str) -> Ratios:
+    """Return JAX's time over ours of calls drawn at random, by operation.
+
+    They are those of the newest sources with which an operation was measured.
+    """
+    newest: dict[str, tuple[str, Record]] = {}
+    records = [_read(path) for path in sorted((RESULTS / folder / "samples").glob("*.json"))]
+    for record in records:
+        operation = record["operation"]
+        newest[operation] = max(
+            newest.get(operation, ("", {})), (record["date"], record["source_digests"]), key=_first
+        )
+    found: Ratios = {}
+    for record in records:
+        operation = record["operation"]
+        if record["source_digests"] == newest[operation][1]:
+            timed = with_right_peer(row for row in record["rows"] if "seconds" in row)
+            found.setdefault(f"`{operation}`", []).extend(
+                ratio_to_jax(row) for row in timed if "seconds" in row["others"].get("lax", row)
+            )
+    return found
+
+
+@functools.cache
+def suites(folder: str) -> Ratios:
+    """Return the other side's time over ours of the recorded suites, by group."""
+    found: Ratios = {}
+    for path in sorted((RESULTS / folder).glob("*.json")):
+        reader = _READERS.get(path.stem.partition("-")[0])
+        if reader is None:
+            continue
+        for name, ratio in reader(_read(path)):
+            found.setdefault(name, []).append(ratio)
+    return found
+
+
+def _suite(record: Record) -> Iterator[tuple[str, float]]:
+    jax = f" of jax {version}" if (version := record["versions"]["jax"]) != "0.11.2" else ""
+    for row in _timed(record):
+        operation = record.get("operation", "matmul")
+        yield f"`{operation}`: {row.get('group', row['type'])}{jax}", _ratio(row)
+
+
+def _grouped(record: Record) -> Iterator[tuple[str, float]]:
+    for row in _timed(record):
+        what = f"`ragged_dot` of {row['sizes']['g']} groups"
+        yield f"{what}, one dense product / ours", _ratio(row)
+        for peer in ("lax", "tokamax"):
+            if "seconds" in row["others"].get(peer, {}):
+                yield f"{what}, {_PEERS[peer]} / ours", _ratio(row["others"][peer])
+
+
+_PEERS = {"lax": "`lax.ragged_dot`", "tokamax": "tokamax"}
+
+
+def _matrices(record: Record) -> Iterator[tuple[str, float]]:
+    for row in _timed(record):
+        size = "one large matrix" if row["count"] == 1 else f"{row['count']:,} small matrices"
+        yield f"`{row['operation']}` of {size}, {row['type']}", _ratio(row)
+
+
+def _fused(record: Record) -> Iterator[tuple[str, float]]:
+    for row in record["rows"]:
+        name = row["name"]
+        kind = "`gated_linear`" if name.startswith("gated") else "gradient of an epilogue"
+        if not name.startswith("gated") and not name.endswith("gradient"):
+            kind = "epilogues"
+        yield kind, row["ratio"]
+
+
+def _cross_entropy(record: Record) -> Iterator[tuple[str, float]]:
+    for row in record["rows"]:
+        for what in ("value", "gradient"):
+            seconds = row[what]["seconds"]
+            yield f"`linear_cross_entropy`, {what}", seconds["jnp"] / seconds["ours"]
+
+
+def _sharded(record: Record) -> Iterator[tuple[str, float]]:
+    for row in record["rows"]:
+        name = row["group"]
+        if name.startswith("ragged_dot"):
+            alone = "without communication" if row["bound"] == 1 else "with an all-reduce"
+            name = f"`ragged_dot` of 64 groups, parallel efficiency {alone}"
+        yield name, row["ratio"]
+
+
+_READERS: Mapping[str, Callable[[Record], Iterator[tuple[str, float]]]] = {
+    **dict.fromkeys(("matmul", "transpose", "matvec", "vdot", "sum", "add"), _suite),
+    "ragged_dot": _grouped,
+    "linalg": _matrices,
+    "linalg_large": _matrices,
+    "fused": _fused,
+    "cross_entropy": _cross_entropy,
+    "sharded": _sharded,
+}
+
+
+def _devices() -> Iterator[str]:
+    """Yield a section for each device: its random calls, then its suites."""
+    for folder, title, note in DEVICES:
+        yield f"\n## {title}\n"
+        yield f"[Every row](../benchmarks/results/{folder}).{note}"
+        for kind, ratios in (("drawn at random", drawn(folder)), ("recorded", suites(folder))):
+            if ratios:
+                yield ""
+                heads = (f"calls {kind}", "calls", "mean", "10th percentile", "worst")
+                lines = ((name, *_distribution(found)) for name, found in ratios.items())
+                yield from _table((*heads, f"below {SLOWER}"), lines)
+
+
+def _random() -> Iterator[str]:
+    """Yield the README's lines of calls drawn at random."""
+    lines = [
+        ("H100: `matmul`", *_distribution(drawn("h100")["`matmul`"])),
+        ("H100: five other operations", *_distribution(_all("h100", without="`matmul`"))),
+        *(
+            (f"{title}: seven operations", *_distribution(_all(folder)))
+            for folder, title, _ in DEVICES
+            if folder in ("amd-epyc-avx2", "amd-epyc", "xeon-amx")
+        ),
+    ]
+    heads = ("calls drawn at random", "calls", "mean", "10th percentile", "worst")
+    yield from _table((*heads, f"below {SLOWER}"), lines)
+
+
+def _all(folder: str, without: str = "") -> list[float]:
+    return [x for name, ratios in drawn(folder).items() if name != without for x in ratios]
+
+
+class Line(NamedTuple):
+    """A line of the README: groups of suites, each part of the line by a pattern."""
+
+    text: str
+    patterns: tuple[str, ...]
+
+    def ratios(self) -> str:
+        """Return the smallest and the largest ratio of each part."""
+        parts = []
+        for pattern in self.patterns:
+            found = [
+                ratio
+                for folder in ("h100", "h100x2")
+                for name, ratios in suites(folder).items()
+                if re.search(pattern, name)
+                for ratio in ratios
+            ]
+            ends = dict.fromkeys(map(_number, (min(found), max(found))))
+            parts.append(" to ".join(ends))
+        return "; ".join(parts)
+
+
+_LAX = r"of {} groups, `lax"
+_DENSE = r"of {} groups, one dense"
+SPEED = (
+    Line("`ragged_dot` against `lax.ragged_dot`: 128 experts; 8 large ones",
+         (_LAX.format(128), _LAX.format(8))),
+    Line("float32 `inv`, `solve`, `cholesky`: 100,000 matrices up to 64x64; one of 1000 to 8192",
+         ("small matrices", "one large matrix, float32")),
+    Line("float32 products at `HIGHEST`; 16-bit products of odd sizes",
+         ("`matmul`: float32$", "16-bit odd")),
+    Line("8-bit products: both operands k-major; other orders",
+         ("8-bit K-major", "8-bit other orders")),
+    Line("large aligned 16-bit products; the same with collectives on 2 H100",
+         ("16-bit large", "^rows|^k sharded|^MLP")),
+    Line("transposes of odd sizes; of RGB", ("`transpose`: odd", "`transpose`: colors")),
+    Line("bias, activation, residual in the product's kernel; their gradient; `gated_linear`",
+         ("^epilogues", "gradient of an epilogue", "gated_linear")),
+    Line("`linear_cross_entropy`: value; gradient",
+         ("entropy`, value", "entropy`, gradient")),
+    Line("`ragged_dot` against one dense product, an upper bound: 8 experts; 128",
+         (_DENSE.format(8), _DENSE.format(128))),
+    Line("parallel efficiency of `ragged_dot` on 2 H100: no communication; with an all-reduce",
+         ("without comm", "with an all")),
+)  # fmt: skip
+
+
+def _speed() -> Iterator[str]:
+    """Yield the README's lines of recorded suites."""
+    yield from _table(("H100", "XLA / ours"), ((line.text, line.ratios()) for line in SPEED))
+
+
+_RUNS = {
+    "tests": "default selection",
+    "tests.large": "arrays of more than 2**31 elements",
+    "tests.several": "several GPUs",
+    "tests.4": "four GPUs",
+}
+
+
+def _tests() -> Iterator[str]:
+    """Yield the recorded runs of the tests."""
+    lines = []
+    for folder, title, _ in DEVICES:
+        for path in sorted((RESULTS / folder).glob("tests*.json")):
+            record = _read(path)
+            counts = (f"{record['outcome'][key]:,}" for key in ("passed", "failed", "skipped"))
+            what = "several GPUs" if folder == "h100x2" and path.stem == "tests" else None
+            link = f"[{what or _RUNS[path.stem]}](../benchmarks/results/{folder}/{path.name})"
+            lines.append((title, link, record["date"][:10], *counts))
+    yield from _table(("device", "tests", "day", "passed", "failed", "skipped"), lines, text=3)
+
+
+_TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
+    "devices": _devices,
+    "random": _random,
+    "speed": _speed,
+    "tests": _tests,
+}
+
+
+def _table(heads: Sequence[str], lines: Iterable[Sequence[str]], text: int = 1) -> Iterator[str]:
+    marks = ["---"] * text + ["---:"] * (len(heads) - text)
+    for cells in (heads, marks, *lines):
+        yield f"| {' | '.join(cells)} |"
+
+
+def _distribution(ratios: Sequence[float]) -> tuple[str, ...]:
+    found = Distribution.of(ratios)
+    numbers = (found.geometric_mean, found.tenth_percentile, found.worst)
+    return f"{len(ratios):,}", *map(_number, numbers), str(round(found.slower * len(ratios)))
+
+
+def _number(ratio: float) -> str:
+    return f"{ratio:.{2 if ratio < 2 else 1 if ratio < 10 else 0}f}"
+
+
+@functools.cache
+def _read(path: Path) -> Record:
+    record: Record = json.loads(path.read_text())
+    return record
+
+
+def _timed(record: Record) -> Iterator[Record]:
+    return (row for row in record["rows"] if "seconds" in row)
+
+
+def _ratio(row: Mapping[str, Any]) -> float:
+    return float(row["seconds"]["ratio"]["median"])
+
+
+def _first(pair: tuple[str, Record]) -> str:
+    return pair[0]
