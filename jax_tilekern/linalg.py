@@ -528,9 +528,11 @@ def _refusal_to_factor(a: Array) -> str | None:
 
 
 def _refusal_of_determinant(a: Array, formulas_to: int) -> str | None:
-    if a.shape[-1] <= formulas_to:
+    # The size may be symbolic, which the first refusal excludes.
+    why = refusal(a.shape[-1], a.dtype)
+    if why is None and a.shape[-1] <= formulas_to:
         return f"up to {formulas_to}x{formulas_to} there is a formula, which XLA fuses"
-    return refusal(a.shape[-1], a.dtype)
+    return why
 
 
 def _factored(a: ArrayLike) -> tuple[Array, Array, Array]:

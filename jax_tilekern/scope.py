@@ -26,6 +26,15 @@ class Scope(contextlib.ContextDecorator, Generic[T_co]):
         self._generator()
         self._entered = threading.local()
 
+    def __call__(self, function: Function) -> Function:
+        """Return a function that runs inside the context."""
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(
+                f"{self._scope.__name__} around {function.__name__} would be left before any of it "
+                "runs: enter the context inside of it, where it calls JAX"
+            )
+        return super().__call__(function)
+
     def __reduce__(self) -> Any:
         """Pickle it without the contexts that are entered."""
         return functools.partial(Scope, self._scope, *self._args, **self._kwargs), ()

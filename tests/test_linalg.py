@@ -631,3 +631,15 @@ def test_few_matrices_are_left_to_lapack():
     (choice,) = jtk.explain(linalg.inv, jnp.eye(4))
     assert choice.kernel is None
     assert "fewer than 4 matrices" in choice.reason
+
+
+def test_determinants_of_symbolic_sizes_are_jaxs():
+    (n,) = jax.export.symbolic_shape("n")
+    symbolic = jax.ShapeDtypeStruct((n, n), np.float32)
+
+    def determinants(a):
+        return jtk.linalg.det(a), *jtk.linalg.slogdet(a)
+
+    exported = jax.export.export(jax.jit(determinants))(symbolic)
+    a = 2 * np.eye(5, dtype=np.float32)
+    assert_close(exported.call(a), (np.linalg.det(a), *np.linalg.slogdet(a)))

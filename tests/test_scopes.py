@@ -92,6 +92,19 @@ def test_a_decorator_without_parentheses(name):
     assert state() == OUTSIDE
 
 
+@pytest.mark.parametrize("name", SCOPES)
+def test_generators_and_coroutines_are_not_decorated(name):
+    def generator():
+        yield
+
+    async def coroutine():
+        pass
+
+    for function in (generator, coroutine):
+        with pytest.raises(TypeError, match="enter the context inside of it"):
+            SCOPES[name][0]()(function)
+
+
 def test_wrong_arguments_are_refused_where_they_are_given():
     with pytest.raises(TypeError, match="takes 0 positional arguments but 1 was given"):
         jtk.patch(X)

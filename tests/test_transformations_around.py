@@ -1,4 +1,4 @@
-"""What JAX does around products: static arguments, platforms, checks, exports for several."""
+"""What JAX does around products: static arguments, platforms, checks, exports, debugging modes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import export
 from jax.experimental import checkify
+from numerics import assert_close
 
 import jax_tilekern as jtk
 
@@ -76,3 +77,46 @@ def test_programs_are_exported_for_several_platforms():
     for got, wanted in zip(loaded.call(x), (x @ x.T, x.sum(), x.T, x + x), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
     assert jax.jit(f).trace(x).lower(lowering_platforms=("cpu", "tpu")).as_text()
+
+
+X = np.eye(64, dtype=np.float32) + 0.5 / 64
+SIZES = np.array([20, 30], np.int32)
+OPERATIONS = {
+    "matmul": (jtk.matmul, (X, X)),
+    "einsum": (functools.partial(jtk.einsum, "ij,kj->ki"), (X, X)),
+    "matvec": (jtk.matvec, (X, X[0])),
+    "ragged_dot": (jtk.ragged_dot, (X, np.stack([X, X]), SIZES)),
+    "sum": (functools.partial(jtk.sum, axis=0), (X,)),
+    "transpose": (jtk.transpose, (np.ones((96, 80), np.float32),)),
+    "add": (jtk.add, (X, X[0])),
+    "linear": (lambda x, b: jtk.linear(x, x, b, jax.nn.relu), (X, X[0])),
+    "solve": (jtk.linalg.solve, (X, X[0])),
+    "fuse": (jtk.fuse(lambda x: jnp.tanh(x @ x)), (X,)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_calls_transfer_nothing(name):
+    """No constant is captured, and none is made for a call."""
+    function, arrays = OPERATIONS[name]
+    arrays = jax.block_until_ready(jax.device_put(arrays))
+    for call in (jax.jit(lambda *operands: function(*operands)), function):
+        with jax.transfer_guard("disallow"):
+            jax.block_until_ready(call(*arrays))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.one_in(3)
+def test_debugging_modes(name):
+    function, arrays = OPERATIONS[name]
+
+    def loss(*operands):
+        return jnp.sum(function(*operands) ** 2)
+
+    expected = jax.grad(loss)(*arrays)
+    with jax.checking_leaks():
+        assert_close(jax.jit(jax.grad(loss))(*arrays), expected)
+    with jax.disable_jit():
+        assert_close(jax.grad(loss)(*arrays), expected)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        jax.block_until_ready(function(arrays[0] * np.float32(np.nan), *arrays[1:]))
