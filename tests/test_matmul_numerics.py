@@ -28,6 +28,7 @@ from numerics import (
     poison,
     product,
     random,
+    rounding,
     roundoff,
     supported,
 )
@@ -238,3 +239,12 @@ def test_empty_dimensions(shapes, dtype):
     got, expected = jax.jit(jtk.matmul)(a, b), jnp.matmul(a, b)
     assert got.dtype == expected.dtype
     np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(("given", "out"), [(BF16, np.float16), (np.float16, BF16)])
+def test_outer_products_are_rounded_once(rng, given, out):
+    """They are XLA's, which would round them to the operands' type first."""
+    x, y = random(rng, (50, 1), given), random(rng, (1, 60), given)
+    found = exact(jtk.matmul(x, y, preferred_element_type=out))
+    expected = exact(x) * exact(y)
+    assert (np.abs(found - expected) <= 1.001 * rounding(expected, out)).all()

@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from numerics import (
     BF16,
+    F8E4,
     UNIT_ROUNDOFF,
     accumulator,
     assert_close,
@@ -480,3 +481,15 @@ def test_export_round_trip(rng):
         jax.ShapeDtypeStruct((rows, 40), np.float32)
     )
     assert_equal(symbolic.call(x), jnp.sum(x, 1))
+
+
+@pytest.mark.parametrize("initial", [0, 2])
+def test_sums_are_rounded_once(rng, initial):
+    """JAX casts the elements to a narrow type, and adds up floats of 8 bits in it."""
+    x = jnp.concatenate([jnp.full(500, 1 + 2.0**-12), jnp.full(500, -1.0)])
+    assert exact(jtk.sum(x, dtype=np.float16, initial=initial)) == np.float16(
+        500 * 2.0**-12 + initial
+    )
+    x = random(rng, (8, 1000), F8E4)
+    error = np.abs(exact(jtk.sum(x, 1, initial=initial)) - exact(x).sum(1) - initial)
+    assert (error <= 1.01 * rounding(exact(x).sum(1) + initial, F8E4) + 2.0**-10).all()

@@ -13,7 +13,16 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding
 
-from jax_tilekern.plans.gemm.arithmetic import BF16, F16, FP8, INT8, SUB_BYTE_INTEGERS, Converted
+from jax_tilekern.plans.gemm.arithmetic import (
+    BF16,
+    F16,
+    F32,
+    FP8,
+    INT8,
+    SUB_BYTE_INTEGERS,
+    Converted,
+    accumulator_dtype,
+)
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.xla import is_short_sum_of_integers
 from jax_tilekern.primitives.lowering_platform import lowering_platform
@@ -162,17 +171,22 @@ def _dot_general(
     out_sharding: NamedSharding | None,
 ) -> Array:
     """Contract two arrays in the order of ``lax.dot_general``, into any type."""
-    # Without an algorithm, lax.dot_general has no results that are narrower than integers.
-    out_dtype = np.dtype(out_dtype)
+    out_dtype = element_type = np.dtype(out_dtype)
     narrower = out_dtype in SUB_BYTE_INTEGERS or out_dtype.itemsize < lhs.dtype.itemsize
-    by_algorithm = isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
-    rounded = narrower and not by_algorithm and not jnp.issubdtype(lhs.dtype, jnp.floating)
+    if isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset):
+        pass  # It states the types.
+    elif not jnp.issubdtype(lhs.dtype, jnp.floating):
+        # lax.dot_general has no results that are narrower than integers.
+        element_type = None if narrower else out_dtype
+    elif out_dtype != lhs.dtype and out_dtype.itemsize < F32.itemsize:
+        # XLA would multiply in one 16-bit type, and round to the other afterwards.
+        element_type = accumulator_dtype(lhs.dtype)
     out = lax.dot_general(
         lhs,
         rhs,
         contraction.dimension_numbers,
         precision=precision,
-        preferred_element_type=None if rounded else out_dtype,
+        preferred_element_type=element_type,
         out_sharding=out_sharding,
     )
     return out.astype(out_dtype)

@@ -130,16 +130,23 @@ def sum(
 
 
 def _with_initial(a: Array, axes: Axes, dtype: np.dtype[Any], initial: ArrayLike) -> Array:
-    """Add ``initial`` before anything is rounded to 16 bits."""
-    sums = np.dtype(np.float32) if dtype in (jnp.bfloat16, np.float16) else dtype
+    """Add ``initial`` before anything is rounded to a narrow float."""
+    sums = _accumulator(dtype)
     total = _bind(a, axes=axes, dtype=sums)
     initial = lax.convert_element_type(initial, sums)
     return lax.bitwise_or(initial, total) if dtype.kind == "b" else lax.add(initial, total)
 
 
+def _accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type in which sums that are rounded to another one are added up."""
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return np.dtype(np.float32) if is_narrow else dtype
+
+
 def _reference(x: Array, *, axes: Axes, dtype: np.dtype[Any]) -> Array:
-    # JAX sums 16-bit floats in float32 by default, but not if that type is requested explicitly.
-    return jnp.sum(x, axes, None if x.dtype == dtype else dtype, promote_integers=False)
+    # JAX would sum in a narrow float that is requested explicitly, and in any of 8 bits.
+    sums = _accumulator(dtype)
+    return jnp.sum(x, axes, None if x.dtype == sums else sums, promote_integers=False).astype(dtype)
 
 
 def _cotangent(cotangent: Array, x: Any, *, axes: Axes, dtype: np.dtype[Any]) -> Array:

@@ -1,0 +1,952 @@
+"""Random calls of the public operations at the defaults, compared with wider arithmetic.
+
+``python tests/fuzz.py --calls 1000 --seed 7`` prints totals for each operation and the worst
+calls. The bound on each element's error follows from the arithmetic that ``docs/design.md``
+promises: products of 16-bit and 8-bit types are exact, sums are in float32 at least, and the result
+is rounded once. ``unit * terms * sum(|a| |b|)`` bounds the error of a sum in any order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import string
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.linalg
+import ml_dtypes
+import numpy as np
+from jax import lax
+from numerics import (
+    F8E4,
+    F8E5,
+    FP8_SUM_ROUNDOFF,
+    TF32_ROUNDOFF,
+    UNIT_ROUNDOFF,
+    on_gpu,
+    supported,
+)
+
+import jax_tilekern as jtk
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F32, F64, F16 = (np.dtype(t) for t in (np.float32, np.float64, np.float16))
+FLOATS = tuple(np.dtype(t) for t in (F32, BF16, F16, F64))
+FP8 = tuple(np.dtype(t) for t in (F8E4, F8E5))
+OTHERS = tuple(
+    np.dtype(t) for t in ("int8", "uint8", "int16", "int32", "bool", "complex64", "complex128")
+)
+NARROW = tuple(np.dtype(t) for t in (BF16, F16))
+MODES = ("eager", "jit", "vmap", "grad")
+# Multiply-adds of one call, which NumPy computes without a BLAS.
+MOST_TERMS = 1 << 22
+
+
+def is_float(dtype):
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """Shape, type and the order in which the dimensions are stored."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    order: tuple[int, ...]
+
+    def __str__(self):
+        stored = "" if self.order == tuple(range(len(self.shape))) else f" in order {self.order}"
+        return f"{self.dtype}{list(self.shape)}{stored}".replace(" in", " in", 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call, and how far its result may be from the exact one.
+
+    Attributes
+    ----------
+    operation, arguments
+        Its name, and its arguments besides the operands, in words.
+    operands
+        What is drawn.
+    function
+        The call, of a namespace of functions and the operands.
+    errors
+        ``errors(result, *operands)`` returns an error and its bound, arrays, for each result.
+    cotangent_errors
+        ``cotangent_errors(cotangents, cotangent, *operands)``, the same for ``jax.vjp``; ``None``
+        where it is not checked.
+    is_plain
+        Whether NaN and infinity propagate as in a sum of products.
+    """
+
+    operation: str
+    arguments: str
+    operands: tuple[Operand, ...]
+    function: Callable[..., Any]
+    errors: Callable[..., Sequence[tuple[Any, Any]]]
+    cotangent_errors: Callable[..., Sequence[tuple[Any, Any]]] | None = None
+    is_plain: bool = True
+
+    def __str__(self):
+        arguments = f"; {self.arguments}" if self.arguments else ""
+        return f"{self.operation}({', '.join(map(str, self.operands))}{arguments})"
+
+
+# Exact values and bounds.
+
+
+def wide(x):
+    """The value in a type in which sums are exact, or nearly."""
+    x = np.asarray(x)
+    if x.dtype.kind == "c":
+        return x.astype(np.clongdouble if x.dtype == np.complex128 else np.complex128)
+    if x.dtype.kind in "iub":
+        return x.astype(np.int64)
+    return x.astype(np.longdouble if x.dtype == F64 else np.float64)
+
+
+def unit(*types):
+    """Unit roundoff of sums: of float64 if all types are as wide."""
+    return 2.0 ** (
+        -53 if all(np.dtype(t).name in ("float64", "complex128") for t in types) else -24
+    )
+
+
+def operand_rounding(types, precision, backward=False):
+    """By how much the arithmetic of a GPU rounds the operands, beside sums in float32."""
+    if not on_gpu():
+        return 0.0
+    if all(t in FP8 for t in types) and not backward:
+        return FP8_SUM_ROUNDOFF
+    exact = precision in ("highest", "float32") or all(t in (*NARROW, *FP8) for t in types)
+    is_tf32 = backward or not exact
+    return 2 * TF32_ROUNDOFF if is_tf32 and not all(t == F64 for t in types) else 0.0
+
+
+def compared(found, expected, slack):
+    """Return error and bound of a result that is rounded to its type once.
+
+    Where the value may exceed the type's largest, anything is right. Booleans and integers are
+    exact, modulo their type.
+    """
+    found = np.asarray(found)
+    if found.shape != np.shape(expected):
+        return np.full(1, np.inf), np.zeros(1)
+    if found.dtype.kind == "b":
+        return (found != (np.asarray(expected) != 0)).astype(float), np.zeros(found.shape)
+    if found.dtype.kind in "iu":
+        return (found != np.asarray(expected).astype(found.dtype)).astype(float), np.zeros(
+            found.shape
+        )
+    info = jnp.finfo(found.dtype)
+    rounding = UNIT_ROUNDOFF[np.dtype(np.zeros((), found.dtype).real.dtype)]
+    size = np.abs(expected)
+    bound = slack + rounding * np.maximum(size, float(info.smallest_normal)) * (1 + 2.0**-20)
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.abs(wide(found) - expected)
+        may_overflow = size + bound >= float(info.max)
+    # The same NaNs and infinities.
+    same = (np.isnan(found) & np.isnan(expected)) | (wide(found) == expected)
+    error = np.where(same | (may_overflow & np.isfinite(size)), 0, error)
+    error = np.where(np.isnan(error), np.inf, error)
+    return error, np.where(np.isfinite(bound), bound, 0)
+
+
+def einsum(subscripts, *operands):
+    """NumPy's, which broadcasts sizes of 1; with the sum of the terms' sizes, and their number."""
+    inputs, out = subscripts.split("->")
+    sizes = defaultdict(int)
+    for labels, x in zip(inputs.split(","), operands, strict=True):
+        for label, size in zip(labels, x.shape, strict=True):
+            sizes[label] = max(sizes[label], size) if 0 not in x.shape else min(size, 1)
+    terms = math.prod(size for label, size in sizes.items() if label not in out)
+    with np.errstate(invalid="ignore", over="ignore"):
+        value = np.einsum(subscripts, *operands)
+        magnitude = np.einsum(subscripts, *(np.abs(x).astype(np.longdouble) for x in operands))
+    return value, magnitude, terms
+
+
+def product(operation, arguments, operands, subscripts, function, precision=None, conjugate=False):
+    """A contraction of two operands, named by labels."""
+    (lhs, rhs), out = subscripts.split("->")[0].split(","), subscripts.split("->")[1]
+    types = [x.dtype for x in operands]
+    complex_factor = 4 if any(t.kind == "c" for t in types) else 1
+
+    def errors(result, a, b):
+        a, b = wide(a), wide(b)
+        value, magnitude, terms = einsum(subscripts, a.conj() if conjugate else a, b)
+        share = (terms + 1) * unit(*types) + operand_rounding(types, precision)
+        return [compared(result, value, complex_factor * share * magnitude)]
+
+    def cotangent_errors(cotangents, cotangent, a, b):
+        found = []
+        ct, a, b = wide(cotangent), wide(a), wide(b)
+        for own, other, x, y, got in (
+            (lhs, rhs, a, b, cotangents[0]),
+            (rhs, lhs, b, a, cotangents[1]),
+        ):
+            value, magnitude, terms = einsum(f"{out},{other}->{own}", ct, y)
+            broadcast = tuple(
+                i for i, size in enumerate(x.shape) if size == 1 and value.shape[i] != 1
+            )
+            terms *= math.prod(value.shape[i] for i in broadcast)
+            value, magnitude = (z.sum(broadcast, keepdims=True) for z in (value, magnitude))
+            share = (terms + 1) * unit(*types) + operand_rounding(types, precision, backward=True)
+            found.append(compared(got, value, share * magnitude))
+        return found
+
+    return Call(
+        operation,
+        arguments,
+        operands,
+        function,
+        errors,
+        cotangent_errors if all(map(is_float, types)) else None,
+    )
+
+
+# Drawing.
+
+
+class Draw:
+    """Random choices of one call."""
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def chance(self, probability):
+        return self.rng.random() < probability
+
+    def one(self, *values):
+        return values[int(self.rng.integers(len(values)))]
+
+    def size(self, most=300):
+        low, high = self.one((1, 1), (2, 9), (2, 9), (10, 70), (10, 70), (70, 300))
+        size = int(self.rng.integers(low, high + 1))
+        return 0 if self.chance(0.02) else min(size, most)
+
+    def sizes(self, labels, most_terms=MOST_TERMS):
+        """A size for each label, of a limited product."""
+        found = {label: self.size() for label in sorted(labels)}
+        if found and self.chance(0.2):
+            found[self.one(*found)] *= self.one(3, 10, 30)
+        while math.prod(found.values()) > most_terms:
+            largest = max(found, key=found.get)
+            found[largest] = max(1, found[largest] // 2)
+        return found
+
+    def labels(self, ranks=(0, 1, 1, 2), but=""):
+        """Distinct labels."""
+        free = [label for label in string.ascii_lowercase if label not in but]
+        return "".join(free[: self.one(*ranks)])
+
+    def shuffled(self, labels):
+        return "".join(self.rng.permutation(list(labels)).tolist())
+
+    def dtype(self):
+        group = self.rng.choice(3, p=(0.75, 0.05, 0.2))
+        dtype = self.one(*(FLOATS, FP8, OTHERS)[group])
+        return dtype if supported(dtype) else F32
+
+    def types(self, count=2):
+        first = self.dtype()
+        return [first, *(self.dtype() if self.chance(0.15) else first for _ in range(count - 1))]
+
+    def operand(self, shape, dtype):
+        rank = len(shape)
+        order = self.rng.permutation(rank).tolist() if self.chance(0.4) else range(rank)
+        return Operand(tuple(shape), dtype, tuple(order))
+
+    def operands(self, subscripts, sizes, types=None, broadcast=""):
+        """Operands of an einsum, of which some dimensions of some labels are 1."""
+        inputs = subscripts.split("->")[0].split(",")
+        types = types or self.types(len(inputs))
+        narrowed = {
+            label: int(self.rng.integers(len(inputs))) for label in broadcast if self.chance(0.4)
+        }
+        return tuple(
+            self.operand([1 if narrowed.get(x) == i else sizes[x] for x in labels], dtype)
+            for i, (labels, dtype) in enumerate(zip(inputs, types, strict=True))
+        )
+
+    def options(self, operands, *, element_type=True):
+        """Keywords of a product: precision and type of the result."""
+        options = {}
+        if self.chance(0.3):
+            options["precision"] = self.one("highest", "high", "default", "float32")
+        kinds = {("f" if is_float(x.dtype) else x.dtype.kind) for x in operands}
+        if element_type and self.chance(0.3) and kinds <= {"f"}:
+            wider = (F64,) if any(x.dtype == F64 for x in operands) else ()
+            options["preferred_element_type"] = self.one(F32, *NARROW, *wider)
+        elif element_type and self.chance(0.5) and kinds <= {"i"}:
+            options["preferred_element_type"] = self.one(F32, *map(np.dtype, ("int32", "int16")))
+        return options
+
+    def value(self, operand, special):
+        """Return normal numbers, or integers that floats of 8 bits of significand hold."""
+        shape, dtype = operand.shape, operand.dtype
+        if dtype.kind in "iu":
+            low, high = max(np.iinfo(dtype).min, -128), min(np.iinfo(dtype).max, 127)
+            return self.rng.integers(low, high, shape, dtype=np.int64, endpoint=True).astype(dtype)
+        if dtype.kind == "b":
+            return self.rng.integers(0, 2, shape).astype(bool)
+        x = self.rng.standard_normal(shape)
+        if dtype.kind == "c":
+            return (x + 1j * self.rng.standard_normal(shape)).astype(dtype)
+        if special and x.size:
+            values = (np.nan,) if dtype == F8E4 else (np.nan, np.inf, -np.inf, 0.0)
+            for _ in range(int(self.rng.integers(1, 4))):
+                x[tuple(self.rng.integers(0, size) for size in shape)] = self.one(*values)
+        return x.astype(dtype)
+
+
+def text_of(options):
+    return ", ".join(f"{key}={getattr(x, 'name', x)}" for key, x in options.items())
+
+
+def matmul(draw):
+    batch = draw.labels((0, 0, 1, 2), but="mnk")
+    rows, columns = draw.one("m", "m", "m", ""), draw.one("n", "n", "n", "")
+    batches = batch if rows else "", batch if columns else ""
+    if draw.chance(0.3) and all((rows, columns)):
+        batches = draw.one((batch, ""), ("", batch))
+    subscripts = f"{batches[0]}{rows}k,{batches[1]}k{columns}->{max(batches)}{rows}{columns}"
+    sizes = draw.sizes(batch + "mnk")
+    shared = batch if batches[0] == batches[1] else ""
+    operands = draw.operands(subscripts, sizes, broadcast=shared)
+    options = draw.options(operands)
+    return product(
+        "matmul",
+        text_of(options),
+        operands,
+        subscripts,
+        lambda m, a, b: m.matmul(a, b, **options),
+        options.get("precision"),
+    )
+
+
+def contraction_labels(draw):
+    """Labels of a general contraction: of lhs, of rhs, contracted, batch."""
+    batch, contracted = draw.labels((0, 0, 1, 2)), ""
+    rows, columns = "", ""
+    used = batch
+    for name, ranks in (("k", (0, 1, 1, 2)), ("m", (0, 1, 1, 2)), ("n", (0, 1, 1, 2))):
+        found = draw.labels(ranks, but=used)
+        used += found
+        contracted, rows, columns = (
+            found if name == x else old
+            for x, old in (("k", contracted), ("m", rows), ("n", columns))
+        )
+    return (
+        draw.shuffled(batch + rows + contracted),
+        draw.shuffled(batch + contracted + columns),
+        (
+            contracted,
+            batch,
+        ),
+    )
+
+
+def dot_general(draw):
+    lhs, rhs, (contracted, batch) = contraction_labels(draw)
+    free = [x for x in lhs + rhs if x not in contracted + batch]
+    subscripts = f"{lhs},{rhs}->{batch}{''.join(free)}"
+    operands = draw.operands(subscripts, draw.sizes(set(lhs + rhs)))
+    options = draw.options(operands)
+    dimensions = tuple(
+        tuple(tuple(labels.index(x) for x in named) for labels in (lhs, rhs))
+        for named in (contracted, batch)
+    )
+    return product(
+        "dot_general",
+        f"{dimensions}, {text_of(options)}",
+        operands,
+        subscripts,
+        lambda m, a, b: m.dot_general(a, b, dimensions, **options),
+        options.get("precision"),
+    )
+
+
+def einsum_of_two(draw):
+    lhs, rhs, (contracted, _) = contraction_labels(draw)
+    out = draw.shuffled({x for x in lhs + rhs if x not in contracted})
+    subscripts = f"{lhs},{rhs}->{out}"
+    operands = draw.operands(subscripts, draw.sizes(set(lhs + rhs)))
+    options = draw.options(operands)
+    return product(
+        "einsum",
+        f"{subscripts}, {text_of(options)}",
+        operands,
+        subscripts,
+        lambda m, a, b: m.einsum(subscripts, a, b, **options),
+        options.get("precision"),
+    )
+
+
+def tensordot(draw):
+    rows, columns = draw.labels((0, 1, 2), but="kl"), draw.labels((0, 1, 2), but="klab")
+    contracted = draw.one("", "k", "kl")
+    lhs, rhs = draw.shuffled(rows + contracted), draw.shuffled(contracted + columns)
+    out = "".join(x for x in lhs + rhs if x not in contracted)
+    subscripts = f"{lhs},{rhs}->{out}"
+    operands = draw.operands(subscripts, draw.sizes(set(lhs + rhs)))
+    options = draw.options(operands)
+    axes = [[labels.index(x) for x in contracted] for labels in (lhs, rhs)]
+    return product(
+        "tensordot",
+        f"{axes}, {text_of(options)}",
+        operands,
+        subscripts,
+        lambda m, a, b: m.tensordot(a, b, axes, **options),
+        options.get("precision"),
+    )
+
+
+def with_vectors(draw):
+    """The operations whose shapes leave no other choice."""
+    name, subscripts, conjugate = draw.one(
+        ("dot", "k,k->", False),
+        ("dot", "mk,k->m", False),
+        ("dot", "k,kn->n", False),
+        ("dot", "amk,bkn->ambn", False),
+        ("dot", ",kn->kn", False),
+        ("vdot", "k,k->", True),
+        ("vdot", "ij,ij->", True),
+        ("inner", "k,k->", False),
+        ("inner", "amk,nk->amn", False),
+        ("matvec", "mk,k->m", False),
+        ("matvec", "bmk,bk->bm", False),
+        ("vecmat", "k,kn->n", True),
+        ("vecmat", "bk,bkn->bn", True),
+        ("vecdot", "k,k->", True),
+        ("vecdot", "abk,abk->ab", True),
+    )
+    operands = draw.operands(subscripts, draw.sizes(set(subscripts) - set(",->")))
+    options = draw.options(operands)
+    if name in ("matvec", "vecmat"):  # JAX's own have no such keywords.
+        options = {}
+    return product(
+        name,
+        text_of(options),
+        operands,
+        subscripts,
+        lambda m, a, b: getattr(m, name)(a, b, **options),
+        options.get("precision"),
+        conjugate,
+    )
+
+
+def multi_dot(draw):
+    subscripts = "ij,jk,kl->il"
+    sizes = draw.sizes("ijkl", MOST_TERMS)
+    operands = draw.operands(subscripts, sizes, types=[draw.one(F32, BF16, F16)] * 3)
+
+    def errors(result, *arrays):
+        with np.errstate(invalid="ignore"):
+            value = np.linalg.multi_dot([np.asarray(x, np.float64) for x in arrays])
+            magnitude = np.linalg.multi_dot([np.abs(np.asarray(x, np.float64)) for x in arrays])
+        share = (sizes["j"] + sizes["k"] + 2) * 2.0**-24
+        share += 2 * operand_rounding([x.dtype for x in operands], None)
+        # The inner product is rounded to the type, too.
+        share += 2 * UNIT_ROUNDOFF[operands[0].dtype]
+        return [compared(result, value, share * magnitude)]
+
+    by = draw.one("multi_dot", "einsum")
+    call = (
+        (lambda m, *arrays: m.multi_dot(arrays))
+        if by == "multi_dot"
+        else (lambda m, *arrays: m.einsum(subscripts, *arrays))
+    )
+    return Call(by, "of three", operands, call, errors, is_plain=False)
+
+
+def ragged_dot(draw):
+    sizes = draw.sizes("mkn")
+    groups = draw.one(1, 2, 3, 8)
+    m, k, n = (sizes[x] for x in "mkn")
+    types = draw.types()
+    operands = draw.operand((m, k), types[0]), draw.operand((groups, k, n), types[1])
+    bounds = np.sort(draw.rng.integers(0, m + 1, groups))
+    counts = np.diff(bounds, prepend=0).astype(np.int32)
+    options = draw.options(operands)
+    of_row = np.searchsorted(bounds, np.arange(m), side="right")
+
+    def in_groups(x):
+        """Rows as a matrix for each group, with zeros in place of others' rows."""
+        masks = of_row == np.arange(groups)[:, None]
+        return np.where(masks[..., None], x, np.zeros((), x.dtype))
+
+    def sums(subscripts, a, b, backward):
+        value, magnitude, terms = einsum(subscripts, a, b)
+        share = (terms + 1) * unit(*types)
+        share += operand_rounding(types, options.get("precision"), backward)
+        return value, share * magnitude
+
+    # No product of another group: zeros of a mask times NaN.
+    def errors(result, a, b):
+        return [compared(result, *sums("gmk,gkn->mn", in_groups(wide(a)), wide(b), False))]
+
+    def cotangent_errors(cotangents, cotangent, a, b):
+        ct = in_groups(wide(cotangent))
+        return [
+            compared(cotangents[0], *sums("gmn,gkn->mk", ct, wide(b), True)),
+            compared(cotangents[1], *sums("gmk,gmn->gkn", in_groups(wide(a)), ct, True)),
+        ]
+
+    return Call(
+        "ragged_dot",
+        f"group_sizes={counts.tolist()}, {text_of(options)}",
+        operands,
+        lambda m, a, b: m.ragged_dot(a, b, counts, **options),
+        errors,
+        cotangent_errors if all(map(is_float, types)) else None,
+        is_plain=False,
+    )
+
+
+def sum_over(draw):
+    labels = draw.labels((0, 1, 2, 3, 3))
+    sizes = draw.sizes(labels, 1 << 20)
+    (x,) = draw.operands(f"{labels}->", sizes, [draw.dtype()])
+    axes = tuple(i for i in range(len(labels)) if draw.chance(0.6))
+    options = {"axis": draw.one(None, axes), "keepdims": draw.chance(0.3)}
+    if draw.chance(0.2) and is_float(x.dtype) and x.dtype not in FP8:
+        options["dtype"] = draw.one(F32, *NARROW)
+    if draw.chance(0.2):
+        options["initial"] = 3
+    over = tuple(range(len(labels))) if options["axis"] is None else axes
+
+    def errors(result, x):
+        value, magnitude = (
+            z.sum(over, keepdims=options["keepdims"]) + options.get("initial", 0)
+            for z in (wide(x), np.abs(wide(x)))
+        )
+        terms = math.prod(np.shape(x)[i] for i in over) + 2
+        return [compared(result, value, terms * unit(x.dtype) * magnitude)]
+
+    def cotangent_errors(cotangents, cotangent, x):
+        ct = wide(cotangent) if options["keepdims"] else np.expand_dims(wide(cotangent), over)
+        return [compared(cotangents[0], np.broadcast_to(ct, x.shape), 0)]
+
+    return Call(
+        "sum",
+        text_of(options),
+        (x,),
+        lambda m, x: m.sum(x, **options),
+        errors,
+        cotangent_errors if is_float(x.dtype) and x.dtype not in FP8 else None,
+    )
+
+
+def transpose(draw):
+    labels = draw.labels((0, 1, 2, 3, 4))
+    (x,) = draw.operands(f"{labels}->", draw.sizes(labels, 1 << 20), [draw.dtype()])
+    axes = tuple(draw.rng.permutation(len(labels)).tolist())
+    return Call(
+        "transpose",
+        f"{axes}",
+        (x,),
+        lambda m, x: m.transpose(x, axes),
+        lambda result, x: [compared(result, wide(x).transpose(axes), 0)],
+        (lambda cts, ct, x: [compared(cts[0], wide(ct).transpose(np.argsort(axes)), 0)])
+        if is_float(x.dtype)
+        else None,
+    )
+
+
+def add(draw):
+    labels = draw.labels((0, 1, 2, 3))
+    operands = draw.operands(f"{labels},{labels}->", draw.sizes(labels, 1 << 20), broadcast=labels)
+
+    def errors(result, x, y):
+        with np.errstate(invalid="ignore"):
+            value, magnitude = wide(x) + wide(y), np.abs(wide(x)) + np.abs(wide(y))
+        return [compared(result, value, 2.0**-24 * magnitude if value.dtype != F64 else 0)]
+
+    return Call("add", "", operands, lambda m, x, y: m.add(x, y), errors)
+
+
+def dense(draw, activation, derivative):
+    """``linear``, and the same by an epilogue and by ``fuse``."""
+    types = [draw.one(F32, BF16, F16)] * 3
+    subscripts = "mk,kn,n->mn"
+    operands = draw.operands(subscripts, draw.sizes("mkn"), types)
+    way = draw.one("linear", "matmul", "fuse")
+    call = {
+        "linear": lambda m, x, w, b: m.linear(x, w, b, activation),
+        "matmul": lambda m, x, w, b: m.matmul(
+            x, w, epilogue=lambda y, bias: activation(y + bias), operands=(b,)
+        ),
+        "fuse": lambda m, x, w, b: m.fuse(lambda x, w, b: activation(x @ w + b))(x, w, b),
+    }[way]
+
+    def errors(result, x, w, b):
+        value, magnitude, terms = einsum("mk,kn->mn", wide(x), wide(w))
+        value, magnitude = value + wide(b), magnitude + np.abs(wide(b))
+        share = (terms + 4) * 2.0**-24 + operand_rounding(types, None)
+        # `fuse` rounds the product and the sum to their types.
+        share += 3 * UNIT_ROUNDOFF[types[0]] if way == "fuse" else 0
+        slack = derivative * share * magnitude + 2.0**-20
+        with jax.enable_x64(True):
+            exact = np.asarray(activation(jnp.asarray(value, F64)))
+        return [compared(result, exact, slack)]
+
+    return Call(way, f"epilogue {activation.__name__}", operands, call, errors, is_plain=False)
+
+
+def linear(draw):
+    return dense(draw, *draw.one((jax.nn.relu, 1), (jnp.tanh, 1), (jax.nn.silu, 1.1)))
+
+
+def gated_linear(draw):
+    types = [draw.one(F32, BF16, F16)] * 3
+    operands = draw.operands("mk,kn,kn->mn", draw.sizes("mkn"), types)
+
+    def errors(result, x, gate, up):
+        (g, g_size, terms), (u, u_size, _) = (
+            einsum("mk,kn->mn", wide(x), wide(w)) for w in (gate, up)
+        )
+        share = (terms + 4) * 2.0**-24 + operand_rounding(types, None)
+        of_gate, of_up = share * g_size, share * u_size + UNIT_ROUNDOFF[types[0]] * np.abs(u)
+        silu = g / (1 + np.exp(-g))
+        slack = 1.1 * of_gate * (np.abs(u) + of_up) + np.abs(silu) * of_up
+        return [compared(result, silu * u, slack + 2.0**-20 * (1 + np.abs(silu * u)))]
+
+    return Call(
+        "gated_linear", "", operands, lambda m, *xs: m.gated_linear(*xs), errors, is_plain=False
+    )
+
+
+def strassen_matmul(draw):
+    levels = draw.one(1, 2)
+    dtype = draw.one(F32, F64, BF16)
+    operands = draw.operands("mk,kn->mn", draw.sizes("mkn"), [dtype] * 2)
+
+    def errors(result, a, b):
+        a, b = wide(a), wide(b)
+        # The bound of Winograd's form is on the largest elements.
+        largest = np.abs(a).max(initial=0) * np.abs(b).max(initial=0)
+        share = a.shape[1] * UNIT_ROUNDOFF[dtype] + operand_rounding([dtype] * 2, None)
+        return [compared(result, a @ b, 18.0**levels * share * largest)]
+
+    return Call(
+        "strassen_matmul",
+        f"levels={levels}",
+        operands,
+        lambda m, a, b: m.strassen_matmul(a, b, levels=levels),
+        errors,
+        is_plain=False,
+    )
+
+
+def out_of_core(draw):
+    types = [draw.one(F32, F64, BF16, np.dtype("int8"))] * 2
+    operands = tuple(
+        dataclasses.replace(x, order=(0, 1))
+        for x in draw.operands(
+            "mk,kn->mn", {k: max(1, v) for k, v in draw.sizes("mkn").items()}, types
+        )
+    )
+    call = product(
+        "out_of_core.matmul",
+        "memory_limit=2000000",
+        operands,
+        "mk,kn->mn",
+        lambda m, a, b: m.out_of_core.matmul(np.asarray(a), np.asarray(b), memory_limit=2_000_000),
+    )
+    return dataclasses.replace(call, cotangent_errors=None, is_plain=False)
+
+
+def linear_cross_entropy(draw):
+    sizes = draw.sizes("mdv")
+    rows, depth, columns = (max(1, sizes[x]) for x in "mdv")
+    types = [draw.one(F32, BF16)] * 2
+    operands = draw.operand((rows, depth), types[0]), draw.operand((depth, columns), types[1])
+    labels = draw.rng.integers(0, columns, rows).astype(np.int32)
+
+    def errors(result, h, w):
+        y, magnitude, terms = einsum("md,dv->mv", wide(h), wide(w))
+        share = (terms + 1) * 2.0**-24 + operand_rounding(types, None)
+        top = y.max(1)
+        lse = top + np.log(np.exp(y - top[:, None]).sum(1))
+        slack = 2 * share * magnitude.max(1) + (columns + 16) * 2.0**-24 * (
+            1 + np.abs(lse) + np.abs(top)
+        )
+        return [compared(result, lse - y[np.arange(rows), labels], slack)]
+
+    return Call(
+        "linear_cross_entropy",
+        "reduction=none",
+        operands,
+        lambda m, h, w: m.linear_cross_entropy(h, w, labels, reduction="none"),
+        errors,
+        is_plain=False,
+    )
+
+
+def linear_algebra(draw):
+    """Residuals, relative to what the computed factors and solutions allow (Higham)."""
+    n, columns = max(1, draw.size(100)), max(1, draw.size(20))
+    batch = draw.one((), (), (3,), (17,))
+    dtype = draw.one(F32, F64)
+    u = 16 * max(8, n) * UNIT_ROUNDOFF[dtype]
+    name = draw.one("inv", "solve", "cholesky", "slogdet", "lu", "solve_triangular")
+    shapes = [(*batch, n, n)] + ([(*batch, n, columns)] if name.startswith("solve") else [])
+    operands = tuple(draw.operand(shape, dtype) for shape in shapes)
+    eye = np.eye(n)
+
+    def call(m, a, *others):
+        a = jnp.matmul(a, a.mT, precision="highest") / n if name == "cholesky" else a
+        a = a + (1 if name == "cholesky" else 2 * math.sqrt(n)) * jnp.eye(n, dtype=dtype)
+        function = getattr(m.linalg, name)
+        if name == "solve_triangular":
+            return a, function(a, *others, lower=True)
+        return a, function(a, *others)
+
+    def errors(result, _, *others):
+        a, found = (jax.tree.map(wide, x) for x in result)
+        size = np.abs(a)
+        if name == "inv":
+            return [(np.abs(a @ found - eye), u * (size @ np.abs(found)))]
+        if name == "solve":
+            return [(np.abs(a @ found - wide(others[0])), u * (size @ np.abs(found)))]
+        if name == "solve_triangular":
+            residual = np.tril(a) @ found - wide(others[0])
+            return [(np.abs(residual), u * (np.tril(size) @ np.abs(found)))]
+        if name == "cholesky":
+            transposed = np.swapaxes(found, -1, -2)
+            return [(np.abs(found @ transposed - a), u * (np.abs(found) @ np.abs(transposed)))]
+        if name == "lu":
+            p, lower, upper = found
+            return [(np.abs(p @ lower @ upper - a), u * (p @ (np.abs(lower) @ np.abs(upper))))]
+        sign, logarithm = np.linalg.slogdet(a.astype(np.float64))
+        return [
+            (np.abs(found[0] - sign), np.zeros_like(sign)),
+            (np.abs(found[1] - logarithm), u * n * np.ones_like(logarithm)),
+        ]
+
+    return Call(f"linalg.{name}", "", operands, call, errors, is_plain=False)
+
+
+GENERATORS = {
+    "matmul": matmul,
+    "dot_general": dot_general,
+    "einsum": einsum_of_two,
+    "tensordot": tensordot,
+    "with_vectors": with_vectors,
+    "multi_dot": multi_dot,
+    "ragged_dot": ragged_dot,
+    "sum": sum_over,
+    "transpose": transpose,
+    "add": add,
+    "linear": linear,
+    "gated_linear": gated_linear,
+    "strassen_matmul": strassen_matmul,
+    "linear_cross_entropy": linear_cross_entropy,
+    "out_of_core": out_of_core,
+    "linalg": linear_algebra,
+}
+
+# Running.
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a call gave.
+
+    Attributes
+    ----------
+    ratio
+        The largest error in units of its bound; infinite where the call or its result is wrong
+        altogether, and ``None`` where JAX refuses the call, too.
+    detail
+        The exception, if there is one, and what computes the call.
+    """
+
+    call: Call
+    mode: str
+    ratio: float | None
+    detail: str
+
+    @property
+    def failed(self):
+        return self.ratio is not None and self.ratio > 1
+
+    @property
+    def known(self):
+        """Why the error is larger than it should be, or ``None`` if nobody knows."""
+        types = {x.dtype for x in self.call.operands}
+        if types & set(FP8) and any(t.kind in "iu" for t in types):
+            return "an integer is rounded to the float of 8 bits that it is multiplied with"
+        if on_gpu() and types & set(NARROW) and "  -  " in self.detail:
+            return "XLA multiplies a 16-bit vector, or few columns, in 16 bits"
+        return None
+
+    def __str__(self):
+        ratio = "refused" if self.ratio is None else f"{self.ratio:.3g}"
+        return f"{ratio:>8}  {self.mode:5}  {self.call}\n          {self.detail}"
+
+
+def namespace_of_jax():
+    """JAX's functions of the same names, and none where there is no such function."""
+    found = argparse.Namespace(linalg=argparse.Namespace())
+    for ours, theirs, modules in (
+        (jtk, found, (jnp, jnp.linalg, lax)),
+        (jtk.linalg, found.linalg, (jnp.linalg, jax.scipy.linalg)),
+    ):
+        for name in ours.__all__:
+            for module in modules:
+                if hasattr(module, name):
+                    setattr(theirs, name, getattr(module, name))
+                    break
+    return found
+
+
+JAX = namespace_of_jax()
+
+
+def draw_call(draw, operation=None):
+    often = ("with_vectors", "with_vectors", "matmul")
+    return GENERATORS[operation or draw.one(*GENERATORS, *often)](draw)
+
+
+def run(draw, call):
+    """Compute a call in a mode that is drawn, and compare."""
+    host = call.operation.startswith("out_of_core")
+    modes = ["eager"] if host else [m for m in MODES if m != "grad" or call.cotangent_errors]
+    mode = draw.one(*modes)
+    special = call.is_plain and mode in ("eager", "jit") and draw.chance(0.15)
+    special = special and all(is_float(x.dtype) for x in call.operands)
+    count = draw.one(1, 2, 5) if mode == "vmap" else 1
+    axes = [draw.one(None, *range(len(x.shape) + 1)) for x in call.operands]
+    if all(axis is None for axis in axes):
+        axes[0] = 0
+    # The values of each operand, of which an unmapped one has one.
+    mapped = [mode == "vmap" and axis is not None for axis in axes]
+    values = [
+        [draw.value(x, special) for _ in range(count if is_mapped else 1)]
+        for x, is_mapped in zip(call.operands, mapped, strict=True)
+    ]
+    stored = [
+        np.stack([v.transpose(x.order) for v in each], axis)
+        if is_mapped
+        else each[0].transpose(x.order)
+        for x, each, axis, is_mapped in zip(call.operands, values, axes, mapped, strict=True)
+    ]
+    in_axes = tuple(axis if m else None for axis, m in zip(axes, mapped, strict=True))
+    note = f" in_axes={in_axes}" if mode == "vmap" else " NaN, inf" if special else ""
+
+    def function(m, *arrays):
+        restored = (
+            jnp.transpose(x, np.argsort(operand.order))
+            if operand.order != (0, 1) or not host
+            else x
+            for x, operand in zip(arrays, call.operands, strict=True)
+        )
+        return call.function(m, *restored)
+
+    def computed(m):
+        def ours(*arrays):
+            return function(m, *arrays)
+
+        if mode == "grad":
+            result, pull = jax.vjp(jax.jit(ours), *stored)
+            cotangent = draw_cotangent.standard_normal(result.shape).astype(result.dtype)
+            cotangents = [
+                np.transpose(x, np.argsort(operand.order))
+                for x, operand in zip(pull(jnp.asarray(cotangent)), call.operands, strict=True)
+            ]
+            return result, cotangent, cotangents
+        mapped = jax.vmap(ours, in_axes) if mode == "vmap" else ours
+        return jax.block_until_ready((jax.jit(mapped) if mode == "jit" else mapped)(*stored))
+
+    draw_cotangent = np.random.default_rng(int(draw.rng.integers(2**32)))
+    wide_types = any(x.dtype.name in ("float64", "complex128") for x in call.operands)
+    with jax.enable_x64(True) if wide_types else contextlib.nullcontext():
+        try:
+            result = computed(jtk)
+        except Exception as error:
+            return _of_error(call, mode + note, error, computed)
+        firsts = [each[0] for each in values]
+        if mode == "grad":
+            result, cotangent, cotangents = result
+            found = [*call.errors(result, *firsts)]
+            found += call.cotangent_errors(cotangents, cotangent, *firsts)
+        elif mode == "vmap":
+            found = []
+            for i in range(count):
+                of_call = [each[min(i, len(each) - 1)] for each in values]
+                found += call.errors(jax.tree.map(lambda x, i=i: x[i], result), *of_call)
+        else:
+            found = call.errors(result, *firsts)
+        ratio = max(
+            (
+                float(np.max(np.where(error == 0, 0, error / np.maximum(bound, 1e-300)), initial=0))
+                for error, bound in found
+            )
+        )
+        detail = note.strip()
+        if ratio > 1 and not host:
+            chosen = (
+                jtk.explain(jax.vmap(lambda *x: function(jtk, *x), in_axes), *stored)
+                if (mode == "vmap")
+                else jtk.explain(lambda *x: function(jtk, *x), *stored)
+            )
+            detail = f"{detail} {chosen}".strip()
+        return Outcome(call, mode, ratio, detail)
+
+
+def _of_error(call, mode, error, computed):
+    """The outcome of an exception, which is JAX's own if its function raises one of the type."""
+    try:
+        computed(JAX)
+    except Exception as theirs:
+        if type(theirs) is type(error):
+            return Outcome(call, mode, None, f"{type(error).__name__}: {error}")
+    lines = " ".join(str(error).split())[:300]
+    return Outcome(call, mode, math.inf, f"{type(error).__name__}: {lines}")
+
+
+def outcomes(rng, calls, operation=None):
+    """Yield the outcome of random calls."""
+    for _ in range(calls):
+        draw = Draw(rng)
+        yield run(draw, draw_call(draw, operation))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--operation", choices=GENERATORS)
+    parser.add_argument("--worst", type=int, default=10, help="how many calls to print")
+    options = parser.parse_args()
+    rng = np.random.default_rng(options.seed)
+    found = []
+    for outcome in outcomes(rng, options.calls, options.operation):
+        found.append(outcome)
+        if outcome.failed:
+            print(outcome, flush=True)
+    print(f"{'operation':22}  calls  refused  failed  largest error / bound")
+    for operation in sorted({x.call.operation for x in found}):
+        own = [x for x in found if x.call.operation == operation]
+        refused = sum(x.ratio is None for x in own)
+        largest = max((x.ratio for x in own if x.ratio is not None), default=0.0)
+        failed = sum(x.failed for x in own)
+        print(f"{operation:22} {len(own):6} {refused:8} {failed:7}  {largest:.3g}")
+    worst = sorted((x for x in found if x.ratio is not None), key=lambda x: -x.ratio)
+    print("\nworst:")
+    for outcome in worst[: options.worst]:
+        print(outcome)
+    raise SystemExit(any(x.failed for x in found))
+
+
+if __name__ == "__main__":
+    main()
