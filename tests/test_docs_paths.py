@@ -1,4 +1,4 @@
-"""Files that the pages name exist."""
+"""Files that the pages name exist, and so do the names of code in the design."""
 
 import re
 from pathlib import Path
@@ -26,8 +26,8 @@ NO_FILES = {
 
 
 def files():
-    """The paths of the repository's files, with each of their ends."""
-    found = [*ROOT.glob("*.*"), *(x for folder in _FOLDERS for x in (ROOT / folder).rglob("*.*"))]
+    """The paths of the repository's files and folders, with each of their ends."""
+    found = [*ROOT.glob("*"), *(x for folder in _FOLDERS for x in (ROOT / folder).rglob("*"))]
     return {
         "/".join(parts[start:])
         for parts in (path.relative_to(ROOT).parts for path in found)
@@ -50,3 +50,50 @@ def test_a_file_that_does_not_exist_is_found(known):
     (named,) = _NAMED.findall("as in `plans/no_such_file.py`")
     assert named not in known
     assert "ops/contraction.py" in known
+
+
+DESIGN = (ROOT / "docs/design.md").read_text()
+_FENCE = re.compile(r"^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Of JAX, and of packages of which the design says why they are not used; and parts of a pattern.
+NO_NAMES = {
+    *("check_grads", "linearize", "find_nvidia_binary_utility", "load_nvidia_dynamic_lib"),
+    *("pathfinder", "pyperf", "kernel_", "x256"),
+}
+
+
+def unknown_names(text, words):
+    """What the code spans of a text name and no source has."""
+    spans = re.findall(r"`([^`\n]+)`", _FENCE.sub("", text))
+    named = {word for span in spans for word in re.findall(r"[A-Za-z_]\w+", span)}
+    return named - words - NO_NAMES
+
+
+@pytest.fixture(scope="module")
+def words(known):
+    folders = ("jax_tilekern/", "ffi/", "benchmarks/")
+    suffixes = (".py", ".cc", ".h", ".cuh", ".inc", ".txt")
+    ours = [path for path in known if path.startswith(folders) and path.endswith(suffixes)]
+    sources = [ROOT / path for path in ours]
+    found = {word for path in sources if path.is_file() for word in _WORD.findall(path.read_text())}
+    return found | {Path(path).stem for path in known}
+
+
+_WORD = re.compile(r"[A-Za-z_]\w+")
+
+
+def test_names_of_code_in_the_design_exist(words):
+    assert sorted(unknown_names(DESIGN, words)) == []
+    assert unknown_names("`Shard.of_resultats` of `plan_matmul()`", words) == {"of_resultats"}
+
+
+def test_files_and_functions_in_the_design_s_listings_exist(known, words):
+    folders = {path for path in known if "." not in path.rpartition("/")[2]}
+    listings = _FENCE.findall(DESIGN)
+    assert len(listings) == 2
+    for text in listings:
+        for name in re.findall(r"(?<![\w/.])(?!jax\.)([\w/]+(?:\.\w+|\.\*|/))(?![\w*])", text):
+            if name.endswith("/"):
+                assert name.strip("/") in folders, name
+            else:
+                assert any(path.startswith(name.removesuffix("*")) for path in known), name
+        assert set(re.findall(r"(\w+)\(", text)) <= words
