@@ -62,6 +62,15 @@ def test_every_page_is_in_the_navigation():
     assert listed == pages | generated
 
 
+def test_the_search_finds_guides_first(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS / "hooks")
+    search = importlib.import_module("search_order").search
+    for records in ("tuning-log.md", "ladder.md", "performance/h100.md", "source/LICENSE.md"):
+        assert search(records) == {"exclude": True}
+    assert search("ragged-dot.md")["boost"] > search("reference/grouped.md")["boost"]
+    assert search("performance.md")["boost"] > search("design.md")["boost"]
+
+
 def results():
     return [path for path in (ROOT / "benchmarks/results").iterdir() if path.is_dir()]
 

@@ -94,7 +94,7 @@ def _time_cells(measured: Measured) -> list[str]:
 
 
 _COUNTER_HEADINGS = (
-    "rung", "sectors/request ld, st", "write efficiency", "conflicts/request ld, st",
+    "rung", "sectors / request: ld, st", "write efficiency", "conflicts / request: ld, st",
     "compute, memory, pipe, DRAM %", "DRAM read, written", "L2 to SM, SM to L2", "SM active cycles",
     "occupancy", "registers", "stalls in cycles per instruction",
 )  # fmt: skip
