@@ -1,6 +1,4 @@
 import os
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +9,6 @@ from benchmarks import command_line, errors
 from benchmarks.command_line import main
 
 ROOT = Path(__file__).parent.parent
-PREFIX = ["python", "-m", "benchmarks"]
 
 
 def test_an_output_that_takes_only_ascii_is_no_error():
@@ -55,21 +52,3 @@ def test_a_record_in_no_folder_is_refused_before_anything_is_measured(command, t
         main([*command, "--json", str(folder / "x.json")])
     assert f"there is no folder {folder}" in capsys.readouterr().err
     assert not folder.exists()
-
-
-def documented_commands():
-    """The commands of the code blocks of the documentation, without their comments."""
-    for page in (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md")):
-        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
-            for line in block.replace("\\\n", " ").splitlines():
-                if (words := shlex.split(line, comments=True))[:3] == PREFIX:
-                    yield pytest.param(words[3:], id=f"{page.name}: {' '.join(words[3:])}")
-
-
-@pytest.mark.parametrize("arguments", list(documented_commands()))
-def test_documented_commands_parse(arguments, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    ran = []
-    monkeypatch.setattr(command_line._COMMANDS[arguments[0]], "run", lambda a: ran.append(a) or 0)
-    assert main(arguments) == 0
-    assert ran

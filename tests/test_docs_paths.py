@@ -54,7 +54,7 @@ def test_a_file_that_does_not_exist_is_found(known):
 
 DESIGN = (ROOT / "docs/design.md").read_text()
 _FENCE = re.compile(r"^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Of JAX, and of packages of which the design says why they are not used; and parts of a pattern.
+# Names of JAX and of packages that the design compares with, and parts of patterns.
 NO_NAMES = {
     *("check_grads", "linearize", "find_nvidia_binary_utility", "load_nvidia_dynamic_lib"),
     *("pathfinder", "pyperf", "kernel_", "x256"),
