@@ -122,6 +122,13 @@ def test_the_readme_names_what_it_compares_with():
             assert f"`{name}`" in text, name
 
 
+def test_guides_have_no_history_and_no_counts_of_tests():
+    history = re.compile(r"earlier state|before the last|(?<!-)\bseeds? \d|\d passed")
+    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+        if page.name not in ("ladder.md", "tuning-log.md"):
+            assert not history.findall(page.read_text()), page
+
+
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
 def test_tables_are_those_of_the_records(page):
     # `python -m benchmarks tables` writes them.
