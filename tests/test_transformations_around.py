@@ -39,6 +39,12 @@ def test_explain_takes_trees_with_functions():
 
     assert jtk.explain(apply, model, jnp.ones((4, 8)))[0].result == "f32[4,2]"
 
+    def train(model, x):
+        gradient = jax.grad(lambda w: apply(model | {"weights": w}, x).sum())(model["weights"])
+        return model | {"weights": model["weights"] - gradient}
+
+    assert len(jtk.explain(train, model, jnp.ones((4, 8)))) == 2
+
 
 def test_explain_refuses_a_platform_that_is_none():
     with pytest.raises(ValueError, match="'nonsense' is none of cpu"):

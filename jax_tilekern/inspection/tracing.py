@@ -20,7 +20,7 @@ def traced(
         Any function of arrays. One that is jitted already keeps its static arguments.
     args, kwargs
         Its arguments: trees of arrays, ``jax.ShapeDtypeStruct`` and numbers. Other leaves, such as
-        the functions inside a model, are static.
+        the functions inside a model, are static. So are those of the result.
     """
     if not callable(function):
         raise TypeError(
@@ -32,7 +32,11 @@ def traced(
         own: jax.stages.Traced = trace(*args, **kwargs)
         return own
     call, arrays = of_arrays(function, args, kwargs, _is_array)
-    return jax.jit(call).trace(*arrays)
+
+    def arrays_of_result(*arrays: Any) -> list[Any]:
+        return [leaf for leaf in jax.tree.leaves(call(*arrays)) if _is_array(leaf)]
+
+    return jax.jit(arrays_of_result).trace(*arrays)
 
 
 def _is_array(leaf: Any) -> bool:
