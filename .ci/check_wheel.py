@@ -25,7 +25,12 @@ DATA = {
 
 def problems(names: list[str]) -> list[str]:
     """Return what is wrong with the files of a wheel."""
-    files = [PurePosixPath(name) for name in names if ".dist-info/" not in name]
+    # auditwheel adds entries of folders, which end with a slash.
+    files = [
+        PurePosixPath(name)
+        for name in names
+        if not name.endswith("/") and ".dist-info/" not in name
+    ]
     found = [
         f"{file} is no part of the product"
         for file in files

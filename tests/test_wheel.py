@@ -18,6 +18,7 @@ def names():
     package = [p.relative_to(ROOT) for p in (ROOT / "jax_tilekern").rglob("*") if p.is_file()]
     cuda = ROOT / "ffi" / "cuda"
     return [
+        "jax_tilekern/",
         "jax_tilekern/_core.abi3.so",
         f"jax_tilekern-{jax_tilekern.__version__}.dist-info/METADATA",
         *(str(path) for path in package if "__pycache__" not in path.parts),
