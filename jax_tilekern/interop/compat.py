@@ -46,6 +46,7 @@ __all__ = [
     "canonicalize_precision",
     "check_arraylike",
     "closed_jaxpr",
+    "cotangent_sharding",
     "custom_jvp_rule",
     "dot_general_p",
     "eval_jaxpr",
@@ -283,6 +284,20 @@ def explicit_sharding(aval: Any) -> Any:
     """Return the sharding that a type has on a mesh with explicit axes, ``None`` on others."""
     sharding = aval.sharding
     return sharding if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def cotangent_sharding(like: Any) -> Any:
+    """Return the sharding of an operand's cotangent, ``None`` on meshes without explicit axes.
+
+    It is the operand's own. An operand whose type has no mesh has a whole cotangent on the mesh of
+    the context, as in ``lax.dot_general``.
+    """
+    if not like.sharding.mesh.empty:
+        return explicit_sharding(like)
+    mesh = jax.sharding.get_abstract_mesh()
+    if jax.sharding.AxisType.Explicit not in mesh.axis_types:
+        return None
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * like.ndim))
 
 
 def without_mesh() -> Any:

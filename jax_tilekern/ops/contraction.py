@@ -111,7 +111,7 @@ def _cotangent(
         contraction,
         precision=precision,
         out_dtype=like.dtype,
-        out_sharding=compat.explicit_sharding(like),
+        out_sharding=compat.cotangent_sharding(like),
     )
 
 

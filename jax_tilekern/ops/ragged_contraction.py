@@ -181,7 +181,7 @@ def _lhs_cotangent(
         labels,
         precision=precision,
         out_dtype=lhs.dtype,
-        out_sharding=compat.explicit_sharding(lhs),
+        out_sharding=compat.cotangent_sharding(lhs),
     )
 
 
@@ -204,7 +204,7 @@ def _rhs_cotangent(
         labels,
         precision=precision,
         out_dtype=rhs.dtype,
-        out_sharding=compat.explicit_sharding(rhs),
+        out_sharding=compat.cotangent_sharding(rhs),
     )
 
 

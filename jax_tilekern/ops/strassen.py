@@ -162,7 +162,7 @@ def _lhs_cotangent(
         _Cut(rows, columns, contracted, levels),
         precision=precision,
         out_dtype=lhs.dtype,
-        out_sharding=compat.explicit_sharding(lhs),
+        out_sharding=compat.cotangent_sharding(lhs),
     )
 
 
@@ -184,7 +184,7 @@ def _rhs_cotangent(
         _Cut(contracted, rows, columns, levels),
         precision=precision,
         out_dtype=rhs.dtype,
-        out_sharding=compat.explicit_sharding(rhs),
+        out_sharding=compat.cotangent_sharding(rhs),
     )
 
 
