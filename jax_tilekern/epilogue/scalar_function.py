@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_tilekern.epilogue.row_reductions import RowReduction, reduced
 from jax_tilekern.interop import compat
+from jax_tilekern.partitioning.explicit import split_alike
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.plans.gemm.epilogue import Reduction
 
@@ -145,13 +146,13 @@ class ScalarFunction:
                 for labels in (out, *operands)
             ]
             function = jax.vmap(function, in_axes=tuple(axes), out_axes=0)
-        if self.elements == len(self.reductions):
-            return function
+        function = compat.staged(function)
 
         def with_reductions(*arrays: Any) -> list[Any]:
+            elements = function(*split_alike((out, *operands), arrays))
             return [
                 values if kind is None else reduced(values, kind)
-                for values, kind in zip(function(*arrays), self.reductions, strict=True)
+                for values, kind in zip(elements, self.reductions, strict=True)
             ]
 
         return with_reductions

@@ -22,7 +22,7 @@ def equation_of_scalars(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     if inner is not None:
         return _evaluated(inner.jaxpr, inner.consts, operands)
     with compat.traced_from(eqn):
-        results = eqn.primitive.bind(*operands, **eqn.params)
+        results = eqn.primitive.bind(*compat.unify_varying(*operands), **eqn.params)
     return list(results) if eqn.primitive.multiple_results else [results]
 
 

@@ -5,10 +5,11 @@ Each entry names the change it hides. Supported: jax 0.10 and later.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -71,6 +72,7 @@ __all__ = [
     "result_type",
     "sharding_under_vmap",
     "source_line",
+    "staged",
     "traced_from",
     "transposed_from",
     "unify_varying",
@@ -153,7 +155,41 @@ def unify_varying(*operands: Any) -> tuple[Any, ...]:
 
 def abstract_results(function: Callable[..., Any], *avals: _core.AbstractValue) -> list[Any]:
     """Abstract values of ``function`` at ``avals``: shape, dtype, weak type, sharding and all."""
-    return list(jax.make_jaxpr(function)(*avals).out_avals)
+    with _without_spmd_axes():
+        return list(jax.make_jaxpr(function)(*avals).out_avals)
+
+
+def staged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function, traced by itself where a ``vmap`` around it has an ``spmd_axis_name``.
+
+    A ``vmap`` inside the function would otherwise cast operands to vary over that axis, as the one
+    around it does. JAX refuses to cast twice.
+    """
+
+    def call(*operands: Any) -> Any:
+        if not _core.get_axis_env().spmd_axis_names:
+            return function(*operands)
+        with _without_spmd_axes():
+            closed, shapes = jax.make_jaxpr(function, return_shape=True)(*map(jax.typeof, operands))
+        results = jaxpr_as_fun(closed)(*operands)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return call
+
+
+@contextlib.contextmanager
+def _without_spmd_axes() -> Iterator[None]:
+    context, environment = _core.trace_ctx, _core.get_axis_env()
+    context.set_axis_env(
+        _core.AxisEnv(
+            environment.axis_sizes,
+            explicit_mesh_axis_names=environment.explicit_mesh_axis_names,
+        )
+    )
+    try:
+        yield
+    finally:
+        context.set_axis_env(environment)
 
 
 def result_type(function: Callable[..., Any], *args: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_tilekern.interop import compat
+from jax_tilekern.partitioning.explicit import label_partitions
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.cuda_kernel import Array, Batch
 
@@ -138,24 +139,19 @@ def explicit_shardings(
     jax.sharding.ShardingTypeError
         If inputs share a dimension differently, or a dimension that must be whole is sharded.
     """
-    shardings = [compat.explicit_sharding(aval) for aval in avals]
-    meshes = [sharding.mesh for sharding in shardings if sharding is not None]
-    if not meshes:
+    shardings = filter(None, map(compat.explicit_sharding, avals))
+    mesh = next((sharding.mesh for sharding in shardings), None)
+    if mesh is None:
         return None
-    found: dict[int | None, Any] = {}
-    for dims, sharding in zip(rule.operands, shardings, strict=True):
-        partitions = () if sharding is None else sharding.spec.partitions
-        for label, axes in zip(dims, partitions, strict=False):
-            if axes is None:
-                continue
-            if label not in rule.splittable or found.setdefault(label, axes) != axes:
-                types = ", ".join(aval.str_short(short_dtypes=True) for aval in avals)
-                raise compat.ShardingTypeError(
-                    f"kernel {kernel}: the shardings of its inputs, {types}, do not go together by "
-                    f"its sharding_rule {text!r}; use jax.sharding.reshard on an input"
-                )
-    specs = [
-        PartitionSpec(*(None if label is None else found.get(label) for label in dims))
-        for dims in rule.results
-    ]
-    return [NamedSharding(meshes[0], spec) for spec in specs]
+    try:
+        found = label_partitions(rule.operands, avals)
+    except compat.ShardingTypeError:
+        found = None
+    if found is None or not found.keys() <= rule.splittable:
+        types = ", ".join(aval.str_short(short_dtypes=True) for aval in avals)
+        raise compat.ShardingTypeError(
+            f"kernel {kernel}: the shardings of its inputs, {types}, do not go together by its "
+            f"sharding_rule {text!r}; use jax.sharding.reshard on an input"
+        )
+    specs = [PartitionSpec(*map(found.get, dims)) for dims in rule.results]
+    return [NamedSharding(mesh, spec) for spec in specs]
