@@ -19,12 +19,15 @@ import jax.scipy.linalg as jsp_linalg
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from jax_tilekern.interop import compat
 from jax_tilekern.ops import matrices
 from jax_tilekern.ops.matmul import matmul as matmul
 from jax_tilekern.ops.matrix_kernels import has_solve_kernel, refusal
 from jax_tilekern.ops.tensor_products import multi_dot as multi_dot
 from jax_tilekern.ops.tensor_products import tensordot as tensordot
 from jax_tilekern.ops.tensor_products import vecdot as vecdot
+from jax_tilekern.partitioning.explicit import split_alike
+from jax_tilekern.partitioning.rule import Dims
 
 if TYPE_CHECKING:  # What __getattr__ returns.
     from jax.numpy.linalg import (  # isort: skip
@@ -110,7 +113,7 @@ def inv(a: ArrayLike) -> Array:
     Array([[0.5 , 0.  ],
            [0.  , 0.25]], dtype=float32)
     """
-    result = jax.eval_shape(jnp.linalg.inv, a)
+    result = compat.type_of_whole(jnp.linalg.inv, a)
     a = jnp.asarray(a).astype(result.dtype)
     why = refusal(a.shape[-1], a.dtype)
     if why is not None:
@@ -155,7 +158,7 @@ def solve(a: ArrayLike, b: ArrayLike) -> Array:
     >>> jtk.linalg.solve(jnp.array([[0.0, 2.0], [4.0, 0.0]]), jnp.array([2.0, 8.0]))
     Array([2., 1.], dtype=float32)
     """
-    result = jax.eval_shape(jnp.linalg.solve, a, b)
+    result = compat.type_of_whole(jnp.linalg.solve, a, b)
     a, b = (jnp.asarray(x).astype(result.dtype) for x in (a, b))
     why = refusal(a.shape[-1], a.dtype)
     if why is not None:
@@ -201,7 +204,7 @@ def cholesky(a: ArrayLike, *, upper: bool = False, symmetrize_input: bool = True
            [1., 3.]], dtype=float32)
     """
     theirs = functools.partial(jnp.linalg.cholesky, upper=upper, symmetrize_input=symmetrize_input)
-    result = jax.eval_shape(theirs, a)
+    result = compat.type_of_whole(theirs, a)
     a = jnp.asarray(a).astype(result.dtype)
     why = refusal(a.shape[-1], a.dtype)
     if why is not None:
@@ -241,7 +244,7 @@ def lu(
     theirs: Any = functools.partial(jsp_linalg.lu, permute_l=permute_l)
     for _ in jnp.shape(a)[2:]:
         theirs = jax.vmap(theirs)
-    result = jax.eval_shape(theirs, a)
+    result = compat.type_of_whole(theirs, a)
     a = jnp.asarray(a).astype(result[-1].dtype)
     why = _refusal_to_factor(a)
     if why is not None:
@@ -311,7 +314,7 @@ def det(a: ArrayLike) -> Array:
     TypeError
         If ``a`` is not an array.
     """
-    result = jax.eval_shape(jnp.linalg.det, a)
+    result = compat.type_of_whole(jnp.linalg.det, a)
     a = jnp.asarray(a).astype(result.dtype)
     why = _refusal_of_determinant(a, 3)
     if why is not None:
@@ -344,7 +347,7 @@ def slogdet(a: ArrayLike, *, method: Literal["lu", "qr"] | None = None) -> Slogd
         If ``a`` is not an array.
     """
     theirs = functools.partial(jnp.linalg.slogdet, method=method)
-    result = jax.eval_shape(theirs, a)
+    result = compat.type_of_whole(theirs, a)
     a = jnp.asarray(a).astype(result[0].dtype)
     why = "QR is JAX's own" if method == "qr" else _refusal_of_determinant(a, 2)
     if why is not None:
@@ -401,7 +404,7 @@ def triangular_solve(
         conjugate_a=conjugate_a,
         unit_diagonal=unit_diagonal,
     )
-    jax.eval_shape(theirs, a, b)
+    compat.type_of_whole(theirs, a, b)
     a, b = jnp.asarray(a), jnp.asarray(b)
     why = refusal(a.shape[-1], a.dtype)
     if why is not None:
@@ -467,7 +470,7 @@ def solve_triangular(
     theirs = functools.partial(
         jsp_linalg.solve_triangular, trans=trans, lower=lower, unit_diagonal=unit_diagonal
     )
-    result = jax.eval_shape(theirs, a, b)
+    result = compat.type_of_whole(theirs, a, b)
     a, b = (jnp.asarray(x).astype(result.dtype) for x in (a, b))
     why = refusal(a.shape[-1], a.dtype)
     if why is not None:
@@ -515,10 +518,18 @@ def _with_vectors(function: Any, a: Array, b: Array, *, vectors: bool) -> Array:
         x: Array = function(a, b[:, None])
         return x[:, 0]
 
+    a, b = split_alike([_leading_labels(a, 2), _leading_labels(b, 1 if vectors else 2)], (a, b))
     signature = "(n,n),(n)->(n)" if vectors else "(n,n),(n,m)->(n,m)"
     mapped = jnp.vectorize(of_vector if vectors else function, signature=signature)
     result: Array = mapped(a, b)
     return result
+
+
+def _leading_labels(x: Array, own: int) -> Dims:
+    """Label dimensions in front of the last ``own`` as they broadcast, without those of size 1."""
+    sizes = x.shape[: x.ndim - own]
+    leading = (i if size > 1 else None for i, size in enumerate(sizes, -len(sizes)))
+    return (*leading, *[None] * own)
 
 
 def _refusal_to_factor(a: Array) -> str | None:
@@ -536,7 +547,7 @@ def _refusal_of_determinant(a: Array, formulas_to: int) -> str | None:
 
 
 def _factored(a: ArrayLike) -> tuple[Array, Array, Array]:
-    result = jax.eval_shape(jsp_linalg.lu_factor, a)
+    result = compat.type_of_whole(jsp_linalg.lu_factor, a)
     a = jnp.asarray(a).astype(result[0].dtype)
     why = _refusal_to_factor(a)
     if why is not None:

@@ -59,6 +59,7 @@ __all__ = [
     "ir",
     "is_literal",
     "is_plain_jit",
+    "is_split_explicitly",
     "jaxpr_as_fun",
     "jaxpr_like",
     "jaxprs_of",
@@ -75,6 +76,7 @@ __all__ = [
     "staged",
     "traced_from",
     "transposed_from",
+    "type_of_whole",
     "unify_varying",
     "varying_axes",
     "with_automatic_axes",
@@ -199,6 +201,21 @@ def result_type(function: Callable[..., Any], *args: Any) -> Any:
     """
     (result,) = jax.make_jaxpr(function)(*args).out_avals
     return result
+
+
+def type_of_whole(function: Callable[..., Any], *args: Any) -> Any:
+    """Return types of one of JAX's functions at the user's own arguments, as if they were whole.
+
+    Its exceptions are JAX's, but for those about shardings.
+    """
+
+    def whole(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type)
+
+    with without_mesh():
+        return jax.eval_shape(function, *map(whole, args))
 
 
 def transposed_from(value: Any) -> tuple[Any, Sequence[int]] | None:
@@ -370,6 +387,11 @@ def register_batching(primitive: Any, rule: Callable[..., Any]) -> None:
 def sharding_under_vmap(axis_data: Any, sharding: Any, dim: int) -> Any:
     """Return the sharding of a result that has the mapped axis at ``dim`` as well."""
     return None if sharding is None else _batching.get_sharding_for_vmap(axis_data, sharding, dim)
+
+
+def is_split_explicitly(axis_data: Any) -> bool:
+    """Return whether explicit axes of a mesh split the axis that ``vmap`` maps."""
+    return axis_data.explicit_mesh_axis is not None
 
 
 # Tracing and checkpoint policies.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_tilekern.interop import ffi
+from jax_tilekern.interop import compat, ffi
 from jax_tilekern.interop.compat import ad, zero_tangent
 from jax_tilekern.ops import blocked
 from jax_tilekern.ops.matmul import matmul
@@ -33,6 +33,7 @@ from jax_tilekern.ops.matrix_kernels import (
     system_on_cpu,
     system_on_cuda,
 )
+from jax_tilekern.partitioning.explicit import split_alike
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.linalg import small_matrices as plans
 from jax_tilekern.primitives.operation import (
@@ -50,13 +51,13 @@ _product = functools.partial(matmul, precision=lax.Precision.HIGHEST)
 
 def inverse(a: Array) -> Array:
     """Invert."""
-    result: Array = _inverse(a)[0]
+    result: Array = _inverse(*_split_alike(a))[0]
     return result
 
 
 def solve(a: Array, b: Array, *, transpose: bool = False) -> Array:
     """Solve ``a @ x = b``, or with ``a`` transposed."""
-    result: Array = _solve.once(a, b, transpose=transpose)[0]
+    result: Array = _solve.once(*_split_alike(a, b), transpose=transpose)[0]
     return result
 
 
@@ -71,20 +72,24 @@ def triangular_solve(
 ) -> Array:
     """Solve ``a @ x = b``, or ``x @ a = b``, with one triangle of ``a``."""
     result: Array = _triangular_solve.once(
-        a, b, left_side=left_side, lower=lower, transpose=transpose, unit_diagonal=unit_diagonal
+        *_split_alike(a, b),
+        left_side=left_side,
+        lower=lower,
+        transpose=transpose,
+        unit_diagonal=unit_diagonal,
     )[0]
     return result
 
 
 def cholesky(a: Array, *, symmetrize: bool) -> Array:
     """Factor into ``x @ x.mT``, from the lower triangle alone unless ``symmetrize``."""
-    result: Array = _cholesky(a, symmetrize=symmetrize)[0]
+    result: Array = _cholesky(*_split_alike(a), symmetrize=symmetrize)[0]
     return result
 
 
 def lu(a: Array) -> tuple[Array, Array, Array]:
     """Factor with partial pivoting; as :func:`jax.lax.linalg.lu`."""
-    factors, pivots, permutation = _lu(a)
+    factors, pivots, permutation = _lu(*_split_alike(a))
     return factors, pivots, permutation
 
 
@@ -94,8 +99,14 @@ def left_to_xla(x: Array, call: str, reason: str) -> Array:
     return result
 
 
+def _split_alike(*operands: Array) -> list[Array]:
+    """Split the leading dimensions of all operands alike on a mesh with explicit axes."""
+    leading = tuple(range(operands[0].ndim - 2))
+    return split_alike([(*leading, None, None)] * len(operands), operands)
+
+
 # Batching. Mapped matrices extend the batch; mapped right-hand sides of an unmapped matrix are more
-# columns.
+# columns, unless an explicit axis splits them.
 
 
 def _in_front(x: Array, dim: int | None, size: int) -> Array:
@@ -116,14 +127,14 @@ def _batch_matrix(
 
 def _batch_system(
     bind: Callable[..., Sequence[Array]],
-    _: Any,
+    axis_data: Any,
     operands: Sequence[Array],
     dims: Sequence[int | None],
     **params: Any,
 ) -> tuple[Sequence[Array], Sequence[int]]:
     (a, b), (a_dim, b_dim) = operands, dims
     left_side = params.get("left_side", True)
-    if a_dim is None:
+    if a_dim is None and not compat.is_split_explicitly(axis_data):
         assert b_dim is not None
         # The columns of a left side are the last dimension, those of a right side the one before.
         at = a.ndim if left_side else a.ndim - 2
@@ -133,8 +144,9 @@ def _batch_system(
         flat = b.reshape(*sizes[:merged], sizes[merged] * sizes[merged + 1], *sizes[merged + 2 :])
         results = bind(a, flat, **params)
         return [x.reshape(sizes) for x in results], [at] * len(results)
-    size = a.shape[a_dim]
-    results = bind(_in_front(a, a_dim, size), _in_front(b, b_dim, size), **params)
+    size = axis_data.size
+    in_front = _in_front(a, a_dim, size), _in_front(b, b_dim, size)
+    results = bind(*_split_alike(*in_front), **params)
     return results, [0] * len(results)
 
 

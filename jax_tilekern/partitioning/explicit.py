@@ -19,18 +19,25 @@ def label_partitions(labels: Sequence[Dims], avals: Sequence[Any]) -> dict[int |
     Raises
     ------
     jax.sharding.ShardingTypeError
-        If arrays split a label differently.
+        If arrays split a label differently, or a dimension that must be whole.
     """
     found: dict[int | None, Any] = {}
     for dims, aval in zip(labels, avals, strict=True):
         sharding = compat.explicit_sharding(aval)
         partitions = () if sharding is None else sharding.spec.partitions
         for label, axes in zip(dims, partitions, strict=False):
-            if axes is not None and found.setdefault(label, axes) != axes:
-                types = ", ".join(x.str_short(short_dtypes=True) for x in avals)
+            if axes is None:
+                continue
+            types = ", ".join(x.str_short(short_dtypes=True) for x in avals)
+            if label is None:
                 raise compat.ShardingTypeError(
-                    f"{types} split a common dimension over the axes {found[label]!r} and "
-                    f"{axes!r}; use jax.sharding.reshard on one of them"
+                    f"axis {axes!r} splits a dimension that must be whole, of {types}; use "
+                    "jax.sharding.reshard"
+                )
+            if found.setdefault(label, axes) != axes:
+                raise compat.ShardingTypeError(
+                    f"axes {found[label]!r} and {axes!r} split the same dimension of {types}; use "
+                    "jax.sharding.reshard on one of them"
                 )
     return found
 
@@ -41,7 +48,7 @@ def split_alike(labels: Sequence[Dims], arrays: Sequence[Array]) -> list[Array]:
     Raises
     ------
     jax.sharding.ShardingTypeError
-        If arrays split a label differently.
+        As :func:`label_partitions`.
     """
     avals = [jax.typeof(x) for x in arrays]
     found = label_partitions(labels, avals)
@@ -51,7 +58,7 @@ def split_alike(labels: Sequence[Dims], arrays: Sequence[Array]) -> list[Array]:
     mesh = next(mesh for mesh in meshes if not mesh.empty)
 
     def split(x: Array, dims: Dims, aval: Any) -> Array:
-        partitions = (*aval.sharding.spec.partitions, *[None] * aval.ndim)[: aval.ndim]
+        partitions = tuple(aval.sharding.spec.partitions)
         wanted = tuple(map(found.get, dims))
         if partitions == wanted:
             return x

@@ -146,12 +146,20 @@ def cotangents_reference(
         accumulators, bias, column, *(x[..., None] for x in (labels, *by_row)),
         softcap=options.softcap,
     )  # fmt: skip
-    product = functools.partial(
-        jnp.einsum, precision=options.precision, preferred_element_type=accumulators.dtype
-    )
+
+    def product(subscripts: str, *factors: Array, like: Array) -> Array:
+        cotangent: Array = jnp.einsum(
+            subscripts,
+            *factors,
+            precision=options.precision,
+            preferred_element_type=accumulators.dtype,
+            out_sharding=compat.cotangent_sharding(jax.typeof(like)),
+        )
+        return cotangent.astype(like.dtype)
+
     results = (
-        product("...v,dv->...d", logits_bar, w).astype(h.dtype),
-        product("...d,...v->dv", h, logits_bar).astype(w.dtype),
+        product("...v,dv->...d", logits_bar, w, like=h),
+        product("...d,...v->dv", h, logits_bar, like=w),
         logits_bar.sum(tuple(range(labels.ndim))).astype(bias.dtype),
     )
     return [results[i] for i in wanted]

@@ -1,0 +1,252 @@
+"""Operands of different kinds in one call on a mesh, and batches of matrices on explicit axes."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.linalg as jsp_linalg
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from numerics import assert_close
+from sharded import AUTO, EXPLICIT, devices, integers, mesh_of, put
+
+import jax_tilekern as jtk
+
+pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+
+LABELS = np.arange(8, dtype=np.int32) % 4
+SIZES = np.array([3, 5], np.int32)
+
+
+def relu_of_bias(x, w, b):
+    return jnp.maximum(x @ w + b, 0)
+
+
+def tanh_of_residual(x, w, r):
+    return jtk.matmul(x, w, epilogue=lambda y, r: jnp.tanh(y + r), operands=(r,))
+
+
+def gated(x, w, up):
+    return jax.nn.silu(x @ w) * (x @ up)
+
+
+def loss_of_logits(x, w):
+    return -(jax.nn.one_hot(LABELS, 4) * jax.nn.log_softmax(x @ w)).sum(-1).mean()
+
+
+def ragged(x, w):
+    in_mesh = not jax.sharding.get_abstract_mesh().empty
+    return jtk.ragged_dot(x, w, SIZES, out_sharding=P("d", None) if in_mesh else None)
+
+
+# Ours, JAX's, and the shapes of the weights.
+W = (4, 4)
+WEIGHTS = {
+    "matmul": (jtk.matmul, jnp.matmul, [W]),
+    "matmul, weights first": (
+        lambda x, w: jtk.matmul(w, x.T), lambda x, w: w @ x.T, [W],
+    ),
+    "dot": (jtk.dot, jnp.dot, [W]),
+    "matvec": (jtk.matvec, jnp.matvec, [(4,)]),
+    "einsum": (
+        functools.partial(jtk.einsum, "ij,jk->ki"), functools.partial(jnp.einsum, "ij,jk->ki"), [W],
+    ),
+    "tensordot": (
+        functools.partial(jtk.tensordot, axes=1), functools.partial(jnp.tensordot, axes=1), [W],
+    ),
+    "vmap of rows": (jax.vmap(jtk.matmul, (0, None)), jax.vmap(jnp.matmul, (0, None)), [W]),
+    "vmap of weights": (
+        jax.vmap(jtk.matmul, (None, 0)), jax.vmap(jnp.matmul, (None, 0)), [(2, *W)],
+    ),
+    "linear": (
+        lambda x, w, b: jtk.linear(x, w, b, jnp.tanh),
+        lambda x, w, b: jnp.tanh(x @ w + b),
+        [W, (4,)],
+    ),
+    "residual": (tanh_of_residual, lambda x, w, r: jnp.tanh(x @ w + r), [W, (8, 4)]),
+    "gated_linear": (jtk.gated_linear, gated, [W, W]),
+    "fuse": (jtk.fuse(relu_of_bias), relu_of_bias, [W, (4,)]),
+    "patch": (jtk.patch()(lambda x, w: x @ w), jnp.matmul, [W]),
+    "strassen_matmul": (jtk.strassen_matmul, jnp.matmul, [W]),
+    "ragged_dot": (ragged, lambda x, w: jax.lax.ragged_dot(x, w, SIZES), [(2, *W)]),
+    "linear_cross_entropy": (
+        lambda x, w: jtk.linear_cross_entropy(x, w, LABELS), loss_of_logits, [W],
+    ),
+    "add": (jtk.add, jnp.add, [(8, 4)]),
+    "sum": (lambda x, w: x * jtk.sum(w, 0), lambda x, w: x * w.sum(0), [W]),
+    "transpose": (lambda x, w: x @ jtk.transpose(w), lambda x, w: x @ w.T, [W]),
+    "remat": (
+        jax.checkpoint(lambda x, w: jnp.sin(jtk.matmul(x, w))), lambda x, w: jnp.sin(x @ w), [W],
+    ),
+}  # fmt: skip
+
+
+def with_derivatives(function):
+    """Return the function's value, its weights' gradients and products with their Hessian."""
+
+    def loss(x, *weights):
+        return (function(x, *weights) ** 2).sum()
+
+    def all_of_them(x, *weights):
+        gradients = jax.grad(loss, tuple(range(1, 1 + len(weights))))
+        of_weights = functools.partial(gradients, x)
+        return function(x, *weights), *jax.jvp(of_weights, weights, weights)
+
+    return all_of_them
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.one_in(4)
+def test_weights_whose_type_has_no_mesh(rng, name):
+    """NumPy's arrays, and JAX's that were made outside of the mesh."""
+    ours, theirs, shapes = WEIGHTS[name]
+    x, weights = integers(rng, 8, 4), [integers(rng, *shape) for shape in shapes]
+    wanted = jax.jit(with_derivatives(theirs))(x, *weights)
+    first, *others = map(jnp.asarray, weights)
+    mesh = mesh_of((EXPLICIT, EXPLICIT))
+    with jax.set_mesh(mesh):
+        rows = put(mesh, x, P("d"))
+        got = jax.jit(with_derivatives(ours))(rows, *weights)
+        eager = jax.grad(lambda w: ours(rows, w, *others).sum())(first)
+    assert_close(jax.tree.leaves(got), jax.tree.leaves(wanted))
+    assert_close(eager, jax.grad(lambda w: theirs(x, w, *weights[1:]).sum())(weights[0]))
+
+
+def test_a_gradient_is_whole_as_jaxs():
+    mesh = mesh_of((EXPLICIT, EXPLICIT))
+    w = jnp.ones((4, 4))
+    with jax.set_mesh(mesh):
+        x = put(mesh, jnp.ones((4, 4)), P("d"))
+        gradients = [
+            jax.grad(lambda w, matmul=matmul: matmul(x, w).sum())(w)
+            for matmul in (jnp.matmul, jtk.matmul)
+        ]
+    for gradient in gradients:
+        assert gradient.sharding.spec == P(None, None)
+        np.testing.assert_array_equal(gradient, np.full((4, 4), 4.0))
+
+
+def test_operands_of_an_epilogue_are_split_alike_or_refused():
+    mesh = mesh_of((EXPLICIT, EXPLICIT))
+    with jax.set_mesh(mesh):
+        x, w = put(mesh, np.ones((8, 4)), P("d")), np.ones((4, 8))
+        columns = put(mesh, np.ones((8, 8)), P(None, "m"))
+        out = tanh_of_residual(x, w, columns)
+        assert jax.typeof(out).sharding.spec == P("d", "m")
+        with pytest.raises(Exception, match="split the same dimension") as error:
+            tanh_of_residual(x, w, put(mesh, np.ones((8, 8)), P("m")))
+    assert "Sharding" in error.type.__name__
+
+
+# Batches of matrices, which JAX refuses. What follows them, and the leading dimensions' sharding.
+MATRICES = {
+    "inv": (jtk.linalg.inv, jnp.linalg.inv),
+    "cholesky": (jtk.linalg.cholesky, jnp.linalg.cholesky),
+    "det": (jtk.linalg.det, jnp.linalg.det),
+    "slogdet": (lambda a: jtk.linalg.slogdet(a)[1], lambda a: jnp.linalg.slogdet(a)[1]),
+    "lu_factor": (lambda a: jtk.linalg.lu_factor(a)[0], lambda a: jsp_linalg.lu_factor(a)[0]),
+    "solve": (jtk.linalg.solve, jnp.linalg.solve),
+    "solve_triangular": (
+        functools.partial(jtk.linalg.solve_triangular, lower=True),
+        functools.partial(jsp_linalg.solve_triangular, lower=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("spec", [P("m"), P("d", "m")], ids=str)
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.one_in(3)
+def test_batches_of_matrices(rng, name, spec):
+    """The right-hand sides' type has no mesh."""
+    ours, theirs = MATRICES[name]
+    batch = (8,) if len(spec) == 1 else (2, 4)
+    a = integers(rng, *batch, 4, 4)
+    a = a @ a.mT + 4 * np.eye(4, dtype=np.float32)
+    columns = [integers(rng, *batch, 4, 2)] if name.startswith("solve") else []
+
+    def results(function):
+        count = tuple(range(1 + len(columns)))
+        loss = jax.grad(lambda *args: (function(*args) ** 2).sum(), count)
+        return jax.jit(lambda *args: (function(*args), loss(*args)))
+
+    wanted = results(theirs)(a, *columns)
+    mesh = mesh_of((EXPLICIT, EXPLICIT))
+    with jax.set_mesh(mesh):
+        got = results(ours)(put(mesh, a, spec), *columns)
+    assert got[0].sharding.spec[: len(spec)] == tuple(spec)
+    assert_close(jax.tree.leaves(got), jax.tree.leaves(wanted))
+
+
+def test_mapped_right_hand_sides_of_one_matrix(rng):
+    a, b = 2 * np.eye(4, dtype=np.float32), integers(rng, 8, 4, 2)
+    mesh = mesh_of((EXPLICIT, EXPLICIT))
+    with jax.set_mesh(mesh):
+        columns = put(mesh, b, P("m"))
+        mapped = jax.vmap(jtk.linalg.solve, (None, 0))(a, columns)
+        broadcast = jtk.linalg.solve(a, columns)
+    assert mapped.sharding.spec[0] == broadcast.sharding.spec[0] == "m"
+    assert_close([mapped, broadcast], [b / 2, b / 2])
+
+
+def test_a_split_matrix_is_refused_as_by_jax():
+    mesh = mesh_of((EXPLICIT, EXPLICIT))
+    with jax.set_mesh(mesh):
+        a = put(mesh, np.ones((2, 8, 8), np.float32), P(None, "m"))
+        for function in (jax.lax.linalg.cholesky, jtk.linalg.cholesky, jtk.linalg.inv):
+            with pytest.raises(Exception, match=r"m'?.*whole|sharded") as error:
+                function(a)
+            assert "Sharding" in error.type.__name__
+
+
+FUSED = {
+    "number": lambda x, w, b: jnp.maximum(x @ w + b, 0),
+    "operand": lambda x, w, b: jnp.maximum(x @ w, b),
+    "relu": lambda x, w, b: jax.nn.relu(x @ w + b),
+    "two products": lambda x, w, b: jnp.maximum(jnp.maximum(x @ w, 0) @ w + b, 0.5),
+}
+
+
+@pytest.mark.parametrize("mapped", range(3), ids="argument {}".format)
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.one_in(3)
+def test_fuse_in_a_shard_map_in_a_vmap_over_its_axis(rng, name, mapped):
+    """Axis ``m`` is manual, no array varies over it, and ``vmap`` splits its own axis over it."""
+    mesh = mesh_of((AUTO, AUTO))
+    arrays = [integers(rng, 8, 4), integers(rng, 4, 4), integers(rng, 4)]
+    arrays[mapped] = np.stack([i * arrays[mapped] for i in range(4)])
+    dims = [0 if i == mapped else None for i in range(3)]
+
+    def gradients(function):
+        def loss(x, w, b):
+            return jax.lax.psum((function(x, w, b) ** 2).sum(), "d")
+
+        sharded = jax.shard_map(loss, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=P())
+        return jax.jit(jax.vmap(jax.grad(sharded, (0, 1, 2)), dims, spmd_axis_name="m"))
+
+    with jax.set_mesh(mesh):
+        got = gradients(jtk.fuse(FUSED[name]))(*arrays)
+        wanted = gradients(FUSED[name])(*arrays)
+    assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("axis_names", [{"d"}, {"d", "m"}], ids=len)
+def test_hessian_of_fuse_in_a_shard_map(rng, axis_names):
+    mesh = mesh_of((AUTO, AUTO))
+    x, w, b = integers(rng, 8, 4), integers(rng, 4, 4), integers(rng, 4)
+
+    def hessian(function):
+        def loss(x, w, b):
+            return jax.lax.psum((function(x, w, b) ** 2).sum(), "d")
+
+        sharded = jax.shard_map(
+            loss, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=P(), axis_names=axis_names
+        )
+        return jax.jit(jax.hessian(sharded, (1, 2)))
+
+    with jax.set_mesh(mesh):
+        got = hessian(jtk.fuse(relu_of_bias))(x, w, b)
+        wanted = hessian(relu_of_bias)(x, w, b)
+    assert_close(jax.tree.leaves(got), jax.tree.leaves(wanted))
