@@ -55,12 +55,15 @@ def group_bounds(sizes: Array, rows: Any, offset: Array | None = None, count: An
     high += middle >> _BITS
     sums = (high << 2 * _BITS) + ((middle & _DIGIT) << _BITS) + (low & _DIGIT)
     sums = jnp.where(high >> (31 - 2 * _BITS) > 0, np.uint32(_MOST), sums)
-    return jnp.minimum(sums.astype(np.int32), rows)
+    sums = sums.astype(np.int32)
+    return jnp.where(sums < rows, sums, rows)
 
 
 def _clipped(x: Array, low: int, high: int) -> Array:
     """Integers of any type as ``int32`` between two others."""
+    # Conditions and not jnp.clip, since jax.experimental.jet takes minima of floats only.
     if x.dtype.itemsize < 4:
         x = x.astype(np.int32)
     info = np.iinfo(x.dtype)
-    return jnp.clip(x, max(low, info.min), min(high, info.max)).astype(np.int32)
+    low, high = max(low, info.min), min(high, info.max)
+    return jnp.where(x < low, low, jnp.where(x > high, high, x)).astype(np.int32)

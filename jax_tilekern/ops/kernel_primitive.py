@@ -28,6 +28,7 @@ from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.cuda_kernel import Array, Batch, KernelCall, plan_kernel
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.primitives import taylor
 from jax_tilekern.primitives.linearity import Group, cotangents_in, tangents_out
 
 Batches = tuple[Batch, ...]
@@ -136,6 +137,16 @@ def _jvp(
     call = functools.partial(bind, settings=settings, parameters=parameters, batches=batches)
     results = call(*primals)
     return results, tangents_out(call, groups, primals, tangents, results)
+
+
+def _taylor_polynomials(
+    primals: Sequence[Any], series: taylor.Coefficients, **params: Any
+) -> taylor.Polynomials:
+    groups = tuple(params["settings"].linear)
+    linear = {i for group in groups for i in group}
+    if all(i in linear for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact)):
+        return taylor.of_multilinear(functools.partial(bind, **params), groups, primals, series)
+    return taylor.of_differentiable(functools.partial(_jvp, **params), primals, series)
 
 
 def _transpose(
@@ -380,5 +391,6 @@ _primitive.def_abstract_eval(_abstract_evaluation)
 batching.primitive_batchers[_primitive] = _batch
 ad.primitive_jvps[_primitive] = _jvp
 ad.primitive_transposes[_primitive] = _transpose
+taylor.register(_primitive, _taylor_polynomials)
 mlir.register_lowering(_primitive, _lower_elsewhere)
 mlir.register_lowering(_primitive, _lower_for_cuda, platform="cuda")

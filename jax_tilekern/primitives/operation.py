@@ -33,7 +33,7 @@ from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.gpu import planning_beside_collectives
 from jax_tilekern.plans.launch import LaunchPlan
-from jax_tilekern.primitives import remat
+from jax_tilekern.primitives import remat, taylor
 from jax_tilekern.primitives.linearity import cotangents_in, tangents_out
 from jax_tilekern.primitives.lowering_platform import lowering_for
 
@@ -260,6 +260,21 @@ def _register_derivatives(
             return results, derived
         return results[0], derived[0]
 
+    def taylor_polynomials(
+        primals: Sequence[Any], series: taylor.Coefficients, **params: Any
+    ) -> taylor.Polynomials:
+        jvp = operation.jvp
+        if jvp is None:
+            return taylor.of_multilinear(
+                functools.partial(bind, **params), tuple(rules), primals, series
+            )
+
+        def jvp_of_lists(*args: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+            results, tangents = jvp(*args, **params)
+            return (results, tangents) if operation.several_results else ([results], [tangents])
+
+        return taylor.of_differentiable(jvp_of_lists, primals, series)
+
     def transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
         cotangents = cotangent if operation.several_results else [cotangent]
         if all(type(x) is ad.Zero for x in cotangents):
@@ -273,6 +288,7 @@ def _register_derivatives(
 
     if operation.jvp is not None or rules:
         ad.primitive_jvps[primitive] = operation.jvp or jvp_by_linearity
+        taylor.register(primitive, taylor_polynomials)
     if rules:
         ad.primitive_transposes[primitive] = transpose
 
