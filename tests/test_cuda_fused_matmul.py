@@ -168,11 +168,26 @@ def test_plans_spill_no_registers_and_serialize_no_mma(name, gpu, sizes):
         # Kernels of sm_80 have few registers left, and the epilogue then runs in XLA.
         assert gpu.arch == "sm_80"
         return
-    # Some versions of ptxas spill a few words where tiles reach beyond the output.
+    # On Hopper some versions of ptxas spill a few words where tiles reach beyond the output.
+    few = 64 if gpu is H100 and sizes[0] < 8192 else 0
     for launch in plan.launches:
-        assert launch.entry.spill_bytes <= (0 if sizes[0] == 8192 else 64)
+        assert launch.entry.spill_bytes <= few
         assert not launch.entry.serialized
     assert len(plan.alignments) == 3 + len(product.epilogue.operands)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
+@pytest.mark.one_in(3)
+def test_a_tile_that_spills_gives_way_to_another(arch):
+    """One warp loads rows of odd sizes through more registers than it has."""
+    gpu = next(gpu for gpu in MODERN if gpu.arch == arch)
+    gate = epilogue_of(lambda y, up: jax.nn.silu(y) * up, (BF16, "mn"), n=257)
+    product = product_of("bf16", 15, 257, 1023).with_epilogue(gate)
+    cheapest = candidates(product, gpu)[0].plan(gpu).launches[0].entry
+    if not cheapest.spill_bytes:
+        pytest.skip("this version of ptxas spills nothing")
+    (launch,) = plan_matmul(product, gpu).launches
+    assert launch.entry.spill_bytes == launch.entry.stack_bytes == 0
 
 
 def test_a_kernel_with_serialized_mmas_is_the_last_choice():

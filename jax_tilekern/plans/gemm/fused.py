@@ -9,13 +9,12 @@ from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 
-# A kernel that spills more bytes a thread is not chosen.
+# A kernel that spills more bytes a thread is not chosen on Hopper. On other GPUs, where no speed of
+# spilled registers was measured, none that spills is.
 _FEW_SPILLED_BYTES = 256
 # The part of a kernel's time that a spilled byte takes on Hopper, an estimate: exponentials of a
 # cross-entropy took 1.6 ms with 148 bytes in tiles of 128x256, and 1.8 ms with none in 128x128.
 _SPILLED_BYTE = 1 / 5000
-# Not measured on other GPUs: any kernel without spills is preferred there.
-_SPILLS_ELSEWHERE = 10.0
 # Serialized MMAs took 1.8 times as long in the gradient of a cross-entropy on an H100.
 _SERIALIZED = 1.8
 
@@ -26,6 +25,7 @@ def fused_plan(candidates: Sequence[CostedCandidate], gpu: Gpu) -> LaunchPlan | 
     Candidates come best first. XLA's product is not considered, even where it is the faster one: an
     epilogue after it is a pass over memory.
     """
+    allowed = _FEW_SPILLED_BYTES if gpu.compute_capability == (9, 0) else 0
     spilled: dict[str, int] = {}
     plans: list[tuple[float, LaunchPlan]] = []
     for candidate in candidates:
@@ -40,11 +40,9 @@ def fused_plan(candidates: Sequence[CostedCandidate], gpu: Gpu) -> LaunchPlan | 
         bytes_ = max(entry.spill_bytes for entry in entries)
         if bytes_ > 0:
             spilled[candidate.kind] = candidate.accumulators
-        if bytes_ > _FEW_SPILLED_BYTES:
+        if bytes_ > allowed:
             continue
         slower = 1 + bytes_ * _SPILLED_BYTE
-        if bytes_ > 0 and gpu.compute_capability != (9, 0):
-            slower = _SPILLS_ELSEWHERE
         if any(entry.serialized for entry in entries):
             slower *= _SERIALIZED
         plans.append((slower * candidate.cycles, plan))

@@ -61,6 +61,11 @@ class TiledCandidate(CostedCandidate):
     cycles: float
 
     @property
+    def kind(self) -> str:
+        """The tile: with as many accumulators, fewer threads load more elements each."""
+        return self.tile_name
+
+    @property
     def accumulators(self) -> int:
         """Accumulators of a thread."""
         tile = self.instance.tile
