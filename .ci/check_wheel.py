@@ -19,7 +19,7 @@ DATA = {
     "jax_tilekern/py.typed",
     "jax_tilekern/cli/digits.npz",
     "jax_tilekern/cli/digits.md",
-    "jax_tilekern/plans/gemm/xla_h100.json",
+    "jax_tilekern/plans/policy/data/h100.json",
 }
 
 

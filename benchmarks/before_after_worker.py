@@ -7,6 +7,7 @@ a method of :class:`Worker` and its arguments, and an answer is a line on the st
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
@@ -36,7 +37,6 @@ from benchmarks.suites.suite import load_suite
 from jax_tilekern.ops import planned_kernel
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import NoKernel
-from jax_tilekern.plans.reduction.select import compiled_sum, plan_sum
 from jax_tilekern.tuning.device_time import ANNOTATION, blocks
 from jax_tilekern.tuning.random_operands import Operands, beyond_cache, random_array
 from jax_tilekern.tuning.wall_time import ready, repeated, wall_seconds
@@ -134,7 +134,7 @@ class Worker:
                 key_of[arguments] = next(keys)
             key = key_of[arguments]
             candidate = next(c for c in _offered(planner, arguments, gpu) if c.key == key)
-            plan = compiled_sum(candidate, gpu) if planner is plan_sum else candidate.plan(gpu)
+            plan = candidate.plan(gpu)
             entries = (launch.entry for launch in plan.launches)
             digests.update(kernel_digest(entry.cubin, entry.symbol) for entry in entries)
             return plan
@@ -204,7 +204,7 @@ class Worker:
             (file,) = Path(folder).rglob("*.xplane.pb")
             found = blocks(ProfileData.from_file(str(file)), calls, self._order)
         return {
-            name: [block.busy_seconds / calls[name] for block in found if block.side == name]
+            name: [block.device_seconds(calls[name]) for block in found if block.side == name]
             for name in calls
         }
 
@@ -226,7 +226,9 @@ class _Planning:
 
     def __init__(self, row: Row, plan: Planner, target: str | None) -> None:
         gpu = nullcontext() if target is None else jax_tilekern.gpu_target(target)
-        self._contexts: list[AbstractContextManager[Any]] = [types_enabled(row), gpu]
+        # An older package has no policies.
+        kernels = getattr(jax_tilekern, "policy", nullcontext)("kernels")
+        self._contexts: list[AbstractContextManager[Any]] = [types_enabled(row), gpu, kernels]
         self._planner = plan
 
     def __enter__(self) -> None:
@@ -244,19 +246,19 @@ class _Chosen(Exception):
     """A planner compiles the candidate of this key."""
 
 
-class _Probe:
-    """A candidate that tells that it was chosen, in place of being compiled."""
+def _probe(candidate: Any) -> Any:
+    """Return a candidate that tells that it was chosen, in place of being compiled."""
 
-    def __init__(self, candidate: Any) -> None:
-        self._candidate = candidate
+    def plan(self: Any, gpu: Any) -> Any:
+        raise _Chosen(candidate.key)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._candidate, name)
-
-    def plan(self, gpu: Any) -> Any:
-        raise _Chosen(self._candidate.key)
-
-    compile = plan
+    kind = type(candidate)
+    probe = copy.copy(candidate)
+    # Dataclasses are frozen for attributes, and not for their class.
+    object.__setattr__(
+        probe, "__class__", type(kind.__name__, (kind,), {"plan": plan, "compile": plan})
+    )
+    return probe
 
 
 def _finder(planner: Planner) -> tuple[Any, str]:
@@ -278,7 +280,7 @@ def _choice(planner: Planner, arguments: Sequence[Any], gpu: Any) -> tuple[str |
     if not found:
         return None, []
     key = None
-    with mock.patch.object(module, name, return_value=[*map(_Probe, found)]):
+    with mock.patch.object(module, name, return_value=[*map(_probe, found)]):
         try:
             planner(*arguments, gpu)
         except _Chosen as chosen:

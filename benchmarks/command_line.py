@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from benchmarks import (
     before_after,
     cross_entropy,
+    fit_policy,
     fused,
     host,
     ladder,
@@ -18,13 +19,13 @@ from benchmarks import (
     machine_code,
     out_of_core,
     overview,
+    regret,
     report,
     sharded,
     sharded_bytes,
     strassen,
     tables,
     tune,
-    xla_cost,
 )
 from benchmarks.calls.operations import OPERATIONS
 from benchmarks.errors import BenchmarkError
@@ -45,12 +46,13 @@ _COMMANDS: dict[str, Command] = {
     "host": host,
     "ladder": ladder,
     "tune": tune,
+    "regret": regret,
+    "fit_policy": fit_policy,
     "report": report,
     "overview": overview,
     "tables": tables,
     "machine_code": machine_code,
     "before_after": before_after,
-    "xla_cost": xla_cost,
 }
 
 

@@ -270,7 +270,7 @@ def measured(row: _Row, seconds: float) -> dict[str, Any]:
             call = min(wall_seconds(functools.partial(repeated, run, 2)) / 2 for _ in range(2))
             calls = max(1, int(seconds / (len(runs) * _ROUNDS * call)))
             sides[name] = Side(run, calls, _ROUNDS)
-        times = {name: list(found) for name, found in device_times(sides).busy.items()}
+        times = {name: list(found) for name, found in device_times(sides).device.items()}
     medians = {name: float(np.median(found)) for name, found in times.items()}
     kernels = [
         f"{choice.kernel or '-'} {choice.reason}"

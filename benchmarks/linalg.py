@@ -124,7 +124,7 @@ def measure(
         call = min(wall_seconds(functools.partial(repeated, run, 4)) / 4 for _ in range(2))
         calls = min(100, max(1, int(seconds / (2 * _ROUNDS * call))))
         sides[side] = Side(run, calls, _ROUNDS)
-    return pairs(device_times(sides).busy, "peer"), "device time by the profiler"
+    return pairs(device_times(sides).device, "peer"), "device time by the profiler"
 
 
 def row(case: Case, dtype: Any, seconds: float) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def row(size: int, dtype: Any, levels: int, seconds: float) -> dict[str, Any]:
             call = min(wall_seconds(functools.partial(repeated, run, 2)) / 2 for _ in range(2))
             calls = max(1, int(seconds / (len(runs) * _ROUNDS * call)))
             sides[name] = Side(run, calls, _ROUNDS)
-        times = {name: list(found) for name, found in device_times(sides).busy.items()}
+        times = {name: list(found) for name, found in device_times(sides).device.items()}
     medians = {name: float(np.median(found)) for name, found in times.items()}
     return {"size": size, "type": str(np.dtype(dtype)), "seconds": medians, "error": wrong}
 

@@ -17,7 +17,7 @@ from jax_tilekern.inspection.cost import cost_analysis
 from jax_tilekern.inspection.explain import Explanation, explain
 from jax_tilekern.inspection.kernel_report import KernelReport
 from jax_tilekern.interop.ffi import FFI_TARGETS, export_checks
-from jax_tilekern.interop.modes import FallbackError, disabled, strict
+from jax_tilekern.interop.modes import FallbackError, strict
 from jax_tilekern.ops.add import add
 from jax_tilekern.ops.cross_entropy.loss import linear_cross_entropy
 from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
@@ -32,6 +32,7 @@ from jax_tilekern.ops.vector_products import dot, matvec, vdot, vecmat
 from jax_tilekern.patching.patch import patch
 from jax_tilekern.plans.gpu import Gpu, NoGpu, gpu_target
 from jax_tilekern.plans.launch import TensorMap
+from jax_tilekern.plans.policy import policy
 from jax_tilekern.tuning.tuner import tune
 
 __version__ = "0.1.0"
@@ -51,7 +52,6 @@ __all__ = [
     "cost_analysis",
     "cuda_kernel",
     "cxx_type",
-    "disabled",
     "dot",
     "dot_general",
     "einsum",
@@ -69,6 +69,7 @@ __all__ = [
     "multi_dot",
     "out_of_core",
     "patch",
+    "policy",
     "ragged_dot",
     "ragged_dot_general",
     "row_logsumexp",

@@ -54,19 +54,13 @@ def rng(request):
 
 
 @pytest.fixture(autouse=True)
-def every_kernel_on_every_cpu(monkeypatch):
-    """Planners leave some products to XLA on CPUs with AMX; the tests want their kernels."""
-    from jax_tilekern.plans import cpu
+def policy_of_the_test(request):
+    """Kernels wherever there are any, unless the test is marked ``defaults``."""
+    import jax_tilekern as jtk
 
-    monkeypatch.setattr(cpu, "has_amx", lambda: False)
-
-
-@pytest.fixture(autouse=True)
-def every_kernel_for_small_arrays(monkeypatch):
-    """Planners leave small products and sums to XLA; the tests want their kernels."""
-    from small_calls import keep_small_calls
-
-    keep_small_calls(monkeypatch)
+    defaults = request.node.get_closest_marker("defaults")
+    with jtk.policy("auto" if defaults else "kernels"):
+        yield
 
 
 @pytest.fixture

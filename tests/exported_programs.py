@@ -18,14 +18,11 @@ if __name__ == "__main__":
     jax.config.update("jax_hlo_source_file_canonicalization_regex", ".*/")
 
 import numpy as np
-import pytest
 from jax import export
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from small_calls import keep_small_calls
 
 import jax_tilekern as jtk
-from jax_tilekern.plans import cpu
 
 X = (np.arange(24 * 16) % 7 - 3).reshape(24, 16).astype(np.float32)
 Y = (np.arange(16 * 8) % 5 - 2).reshape(16, 8).astype(np.float32)
@@ -81,8 +78,6 @@ def serialized(name):
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) / jtk.__version__
     folder.mkdir(parents=True)
-    with pytest.MonkeyPatch.context() as patched:
-        keep_small_calls(patched)
-        patched.setattr(cpu, "has_amx", lambda: False)
+    with jtk.policy("kernels"):
         for program in PROGRAMS:
             (folder / f"{program}.bin").write_bytes(serialized(program))

@@ -785,8 +785,6 @@ class Outcome:
         types = {x.dtype for x in self.call.operands}
         if types & set(FP8) and any(t.kind in "iu" for t in types):
             return "an integer is rounded to the float of 8 bits that it is multiplied with"
-        if on_gpu() and types & set(NARROW) and "  -  " in self.detail:
-            return "XLA multiplies a 16-bit vector, or few columns, in 16 bits"
         return None
 
     def __str__(self):

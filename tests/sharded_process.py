@@ -16,11 +16,9 @@ os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 import jax
 import numpy as np
-import pytest
 from jax import export, lax, monitoring
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from small_calls import keep_small_calls
 
 import jax_tilekern as jtk
 
@@ -168,5 +166,5 @@ def distributed(process, port, count):
     print("done")
 
 
-keep_small_calls(pytest.MonkeyPatch())
-{"cache": cache, "save": save, "load": load, "distributed": distributed}[COMMAND](*ARGUMENTS)
+with jtk.policy("kernels"):
+    {"cache": cache, "save": save, "load": load, "distributed": distributed}[COMMAND](*ARGUMENTS)

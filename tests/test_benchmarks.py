@@ -273,26 +273,28 @@ def found_in(activities):
     return device_time.blocks(profile(BLOCKS, activities), CALLS, order)
 
 
-def test_device_time_is_busy_time_per_call():
+def test_device_time_of_a_call_is_a_span():
     found = found_in(KERNELS)
     assert [block.side for block in found] == ["ours", "peer", "peer", "ours"]
     times = side_times.of_blocks(found, CALLS)
-    np.testing.assert_allclose(times.busy["ours"], (100e-6, 200e-6))
-    np.testing.assert_allclose(times.busy["peer"], (450e-6, 600e-6))
+    np.testing.assert_allclose(times.device["ours"], (100e-6, 200e-6))
+    np.testing.assert_allclose(times.device["peer"], (450e-6, 600e-6))
     np.testing.assert_allclose(times.host["ours"], (2500e-6, 2500e-6))
-    assert side_times.pairs(times.busy, "peer") == Pairs(times.busy["ours"], times.busy["peer"])
+    assert side_times.pairs(times.device, "peer") == Pairs(
+        times.device["ours"], times.device["peer"]
+    )
     assert times.kernels == {"ours": ["a_kernel"], "peer": ["a_kernel"]}
 
 
 def test_allocations_are_not_device_time():
     extra = [*KERNELS, (2000, 4000, "memalloc_details")]
-    busy = side_times.of_blocks(found_in(extra), CALLS).busy
+    busy = side_times.of_blocks(found_in(extra), CALLS).device
     np.testing.assert_allclose(busy["ours"], (100e-6, 200e-6))
 
 
 def test_clocks_may_be_a_little_apart():
     shifted = [(start - 700, end - 700, stat) for start, end, stat in KERNELS[2:]]
-    busy = side_times.of_blocks(found_in(KERNELS[:2] + shifted), CALLS).busy
+    busy = side_times.of_blocks(found_in(KERNELS[:2] + shifted), CALLS).device
     np.testing.assert_allclose(busy["peer"], (450e-6, 600e-6))
 
 

@@ -31,7 +31,8 @@ def test_help_names_the_commands(capsys):
 @pytest.mark.parametrize("command", command_line._COMMANDS)
 def test_an_interrupt_is_one_line_and_a_bad_argument_another(command, monkeypatch, capsys):
     more = {"ladder": ["matmul"], "report": ["x.json"], "machine_code": ["record", "x.json"]}
-    more |= {"xla_cost": ["x.json"], "before_after": ["--old", "x"]}
+    more |= {"fit_policy": ["NVIDIA H100 80GB HBM3", "x.json"], "regret": ["matmul"]}
+    more |= {"before_after": ["--old", "x"]}
     for error, status, message in [
         (KeyboardInterrupt(), 130, f"{command}: interrupted\n"),
         (errors.BenchmarkError("no such row"), 2, "no such row\n"),

@@ -13,7 +13,7 @@ from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gemm.sm90 import emulated
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.grouped_gemm import select as ragged_matmul
-from jax_tilekern.plans.reduction.select import SummedDims, compiled_sum, sum_candidates
+from jax_tilekern.plans.reduction.select import SummedDims, sum_candidates
 
 if not on_gpu():
     pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)
@@ -316,7 +316,6 @@ def test_every_candidate_computes_the_sum(shape, axes, dtype):
     x = jnp.asarray(rng.integers(-8, 8, shape), type_)
     exact = np.asarray(x).astype(np.float64).sum(axes)
     gpu = current_gpu()
-    for passes in sum_candidates(SummedDims.of(shape, axes), type_, type_, gpu):
-        plan = compiled_sum(passes, gpu)
-        got = run(plan, (x,), exact.shape, type_)
-        np.testing.assert_array_equal(got, exact.astype(type_).astype(np.float64), passes.key)
+    for candidate in sum_candidates(SummedDims.of(shape, axes), type_, type_, gpu):
+        got = run(candidate.plan(gpu), (x,), exact.shape, type_)
+        np.testing.assert_array_equal(got, exact.astype(type_).astype(np.float64), candidate.key)

@@ -34,7 +34,7 @@ def sums(gpu, types, shapes):
     for dtype, out in types:
         for shape, axes in shapes:
             for passes in sum_candidates(SummedDims.of(shape, axes), dtype, out, gpu)[:2]:
-                yield from passes.passes
+                yield from passes.passes.passes
 
 
 def products(gpu):

@@ -290,9 +290,9 @@ def test_tensor_maps(rng, swizzle):
 _REPLAY = """
 import pathlib, sys
 import jax, numpy as np, pytest
-from small_calls import keep_small_calls
+import jax_tilekern as jtk
 from test_cuda_launch import chain, expected_of_chain
-keep_small_calls(pytest.MonkeyPatch())
+jtk.policy("kernels").__enter__()
 run = jax.jit(chain)
 rng = np.random.default_rng(0)
 alive = []
@@ -618,12 +618,11 @@ def test_exported_program_runs_without_a_compiler(rng, tmp_path):
 
 _DIGESTS = """
 import json
-import pytest
-from small_calls import keep_small_calls
+import jax_tilekern as jtk
 from test_cuda_launch import digests
 
-keep_small_calls(pytest.MonkeyPatch())
-print(json.dumps(digests(1)))
+with jtk.policy("kernels"):
+    print(json.dumps(digests(1)))
 """
 
 

@@ -113,6 +113,7 @@ def test_without_any_gpu_falls_back(monkeypatch):
     assert choice.reason == "no NVIDIA driver on this machine"
 
 
+@pytest.mark.defaults
 def test_amx_is_left_to_xla(monkeypatch):
     """It beats these kernels where XLA reads the left operand along k, and not elsewhere."""
 

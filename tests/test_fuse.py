@@ -563,3 +563,10 @@ def test_random_programs(steps, kept, seed):
     before, after = (names(f, *args) for f in (function, jtk.fuse(function)))
     assert sum(map(after.count, PRODUCTS)) == before.count("dot_general")
     assert after.count("tanh") <= before.count("tanh")
+
+
+def test_functions_around_a_fused_one_are_not_taken_for_it():
+    """``functools.wraps`` copies no method ``trace``, by which JAX would trace the gradient."""
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 3))
+    gradient = jax.grad(jax.checkpoint(jtk.fuse(lambda w: jnp.tanh(x @ w).sum())))
+    assert jax.make_jaxpr(gradient)(w).out_avals[0].shape == w.shape

@@ -1,31 +1,16 @@
 """Random calls of all operations at the defaults: what is left to XLA is left to it here, too."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fuzz import outcomes
-from numerics import BF16, F8E4, on_gpu
+from numerics import BF16, F8E4
 
 import jax_tilekern as jtk
 
+pytestmark = pytest.mark.defaults
+
 CALLS, PARTS = 60, 4
-
-
-@pytest.fixture(autouse=True)
-def every_kernel_on_every_cpu():
-    """Override the suite's fixture of this name, which changes the defaults."""
-
-
-@pytest.fixture(autouse=True)
-def every_kernel_for_small_arrays():
-    """As the other."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def nothing_is_compiled_yet():
-    """Eager calls of other tests are compiled with their fixtures."""
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -47,7 +32,6 @@ def test_integers_times_floats_of_8_bits():
     assert float(jtk.dot(x, y)) == 1
 
 
-@pytest.mark.xfail(on_gpu(), reason="XLA multiplies a 16-bit vector, or few columns, in 16 bits")
 @pytest.mark.parametrize("columns", [(), (4,)])
 def test_products_of_16_bits_with_few_columns(rng, columns):
     x, y = (rng.standard_normal(shape).astype(BF16) for shape in ((3, 60), (60, *columns)))

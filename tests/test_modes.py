@@ -1,4 +1,4 @@
-"""``strict()`` and ``disabled()``, what a failed compilation does, and the logger."""
+"""``strict()`` and ``policy()``, what a failed compilation does, and the logger."""
 
 import logging
 import re
@@ -60,19 +60,19 @@ def no_kernel_compiles(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_disabled_leaves_every_call_to_xla(name):
+def test_xlas_policy_leaves_every_call_to_xla(name):
     function, args = CALLS[name]
     assert "tilekern_cpu" in lowered(function, *args)
-    with jtk.disabled():
+    with jtk.policy("xla"):
         assert "tilekern_cpu" not in lowered(function, *args)
         assert "custom_call" not in lowered(function, *args)
         (choice,) = jtk.explain(function, *args, platform="cpu")
         assert choice.kernel is None
-        assert "jax_tilekern.disabled()" in choice.reason
+        assert 'jax_tilekern.policy("xla")' in choice.reason
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_disabled_is_part_of_jits_key(name, rng):
+def test_the_policy_is_part_of_jits_key(name, rng):
     function, args = CALLS[name]
     values = [
         np.full(x.shape, 12, x.dtype)
@@ -83,7 +83,7 @@ def test_disabled_is_part_of_jits_key(name, rng):
     # A function of its own: JAX shares the cache of one function among its jits.
     run = jax.jit(lambda *operands: function(*operands))
     ours = run(*values)
-    with jtk.disabled():
+    with jtk.policy("xla"):
         theirs = run(*values)
     assert run._cache_size() == 2
     assert_close(ours, theirs)
@@ -108,11 +108,11 @@ def test_a_kernel_is_no_error_in_strict(name):
         assert "tilekern_cpu" in lowered(function, *args)
 
 
-def test_the_inner_mode_counts():
-    with jtk.strict(), jtk.disabled():
+def test_the_inner_policy_counts():
+    with jtk.strict(), jtk.policy("xla"):
         lowered(jtk.matmul, INT16, INT16)
-    with jtk.disabled(), jtk.strict():
-        assert "tilekern_cpu" in lowered(jtk.matmul, SQUARE, SQUARE)
+        with jtk.policy("kernels"):
+            assert "tilekern_cpu" in lowered(jtk.matmul, SQUARE, SQUARE)
 
 
 def test_a_failed_compilation_is_a_warning(no_kernel_compiles):
@@ -170,7 +170,7 @@ def test_kernels_of_the_user(monkeypatch):
     x = jax.ShapeDtypeStruct((1,), jnp.float32)
     with gpu_target("sm_90"):
         assert "custom_call" in lowered(with_reference, x, platform="cuda")
-        with jtk.disabled():
+        with jtk.policy("xla"):
             assert "custom_call" not in lowered(with_reference, x, platform="cuda")
             with pytest.raises(NotImplementedError, match="twice has no reference="):
                 lowered(plain, x, platform="cuda")
@@ -212,7 +212,7 @@ def test_modes_reach_calls_that_xla_partitions(rng):
     with jtk.strict():
         compiled = run.lower(x, w).compile()
     assert "jax_tilekern_" in compiled.as_text()
-    with jtk.disabled():
+    with jtk.policy("xla"):
         assert "jax_tilekern_" not in run.lower(x, w).compile().as_text()
     assert_close(compiled(x, w), np.asarray(x) @ w)
     with jtk.strict(), pytest.raises(Exception, match="forbids: no kernel for int16"):

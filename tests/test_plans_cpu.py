@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_calls import FEW_ELEMENTS
 
 import jax_tilekern as jtk
-from jax_tilekern.ops import contraction
 from jax_tilekern.plans import cpu
 from jax_tilekern.plans.cpu import small_left_to_xla, transpose_left_to_xla
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.transpose.permutation import Permutation
+
+pytestmark = pytest.mark.defaults
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,7 @@ def test_transposes_say_why():
         (jtk.add, [(10, 1), (100,)], "cpu_add float32"),
     ],
 )
-def test_few_elements_are_xlas(monkeypatch, call, shapes, kernel):
-    monkeypatch.setattr(cpu, "_FEW_ELEMENTS", FEW_ELEMENTS)
+def test_few_elements_are_xlas(call, shapes, kernel):
     operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     (choice,) = jtk.explain(call, *operands, platform="cpu")
     assert choice.kernel == kernel
@@ -101,8 +100,7 @@ def test_small_products_of_a_batch(batch, m, n, k, dtype, reason):
     assert (found is None) if reason is None else reason in found
 
 
-def test_small_products_say_why(monkeypatch):
-    monkeypatch.setattr(contraction, "small_left_to_xla", small_left_to_xla)
+def test_small_products_say_why():
     x = jax.ShapeDtypeStruct((9, 127), np.float32)
     (choice,) = jtk.explain(jax.vmap(jtk.vdot), x, x, platform="cpu")
     assert choice.kernel is None

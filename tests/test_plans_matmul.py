@@ -116,11 +116,12 @@ def test_dimensions_have_limits(side):
 
 
 @needs_nvrtc
-def test_the_plan_is_the_best_candidates():
-    for product in (product_of("bf16", 2048, 2048, 2048), product_of("f32", 100, 60, 80)):
-        plan = plan_matmul(product, H100)
-        best = candidates(product, H100)[0].plan(H100)
-        assert (plan.name, plan.launches, plan.reason) == (best.name, best.launches, best.reason)
+def test_the_plan_is_a_candidates():
+    product = product_of("f32", 100, 60, 80)
+    plan = plan_matmul(product, H100)
+    plans = [candidate.plan(H100) for candidate in candidates(product, H100)]
+    own = next(x for x in plans if x.launches == plan.launches)
+    assert plan.reason.startswith(f"{own.reason}; predicted ")
 
 
 @needs_nvrtc

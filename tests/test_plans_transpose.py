@@ -12,11 +12,11 @@ from nvrtc_mark import needs_nvrtc
 
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gpu import known_gpu
-from jax_tilekern.plans.launch import NoKernel, TensorMap
+from jax_tilekern.plans.launch import TensorMap
 from jax_tilekern.plans.transpose.narrow import NarrowTranspose
 from jax_tilekern.plans.transpose.permutation import Permutation
 from jax_tilekern.plans.transpose.rows import RowTranspose
-from jax_tilekern.plans.transpose.select import candidates, left_to_xla, small_left_to_xla
+from jax_tilekern.plans.transpose.select import candidates
 from jax_tilekern.plans.transpose.shape import TileGrid, divisor
 from jax_tilekern.plans.transpose.tiles import TileTranspose
 from jax_tilekern.plans.transpose.tma import TmaTranspose
@@ -136,48 +136,6 @@ def test_boxes_are_for_hopper_and_later():
 )
 def test_reasons(shape, axes, words):
     assert words in found(shape, axes, 4).reason
-
-
-@pytest.mark.parametrize(
-    ("shape", "axes", "itemsize", "words"),
-    [
-        ((2048, 512), (1, 0), 4, "4194304 bytes"),
-        ((1024, 1024), (1, 0), 1, "1048576 bytes"),
-        # XLA is slower where the result's rows start anywhere, whatever the source's do.
-        ((8, 1000, 1003), (0, 2, 1), 4, "32096000 bytes"),
-        ((8, 1003, 1000), (0, 2, 1), 4, None),
-        ((4096, 4096), (1, 0), 4, None),
-        ((4096, 4096), (1, 0), 1, None),
-        ((3, 4096), (1, 0), 1, "12288 bytes"),
-        ((3, 2**20), (1, 0), 1, None),
-        # Records that leave most threads of a CTA without work.
-        ((6048, 32, 64), (0, 2, 1), 2, "64 short records"),
-        ((6048, 32, 256), (0, 2, 1), 2, None),
-        ((32, 1024, 64, 128), (2, 1, 3, 0), 1, "128 short records"),
-        ((5600, 112, 64), (0, 2, 1), 1, "unaligned rows of 112 bytes"),
-        ((5600, 128, 64), (0, 2, 1), 1, None),
-        ((2**14, 56, 768), (0, 2, 1), 2, "unaligned rows of 112 bytes"),
-        ((2**14, 64, 768), (0, 2, 1), 2, None),
-        ((64, 511, 257), (1, 0, 2), 4, "unaligned rows"),
-        ((64, 511, 258), (1, 0, 2), 4, "unaligned rows"),
-        ((64, 511, 257), (1, 0, 2), 1, None),
-        ((32, 128, 64, 64), (0, 2, 1, 3), 2, None),
-    ],
-)
-def test_left_to_xla(shape, axes, itemsize, words):
-    permutation = Permutation.reduced(shape, axes, itemsize)
-    assert not isinstance(candidates(permutation, H100), NoKernel)
-    reason = left_to_xla(permutation, H100)
-    assert reason is None if words is None else words in reason
-    assert left_to_xla(permutation, A100) is None
-
-
-@pytest.mark.parametrize(("rows", "words"), [(2**18, None), (2**18 - 1, "only 1048572 bytes")])
-def test_small_left_to_xla(rows, words):
-    permutation = Permutation.reduced((rows, 4), (1, 0), 1)
-    reason = small_left_to_xla(permutation, H100)
-    assert reason is None if words is None else words in reason
-    assert small_left_to_xla(permutation, A100) is None
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])

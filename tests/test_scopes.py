@@ -10,6 +10,7 @@ import jax_tilekern as jtk
 from jax_tilekern.interop import modes
 from jax_tilekern.interop.interception import _intercepting
 from jax_tilekern.plans.gpu import KNOWN_GPUS, _target
+from jax_tilekern.plans.policy import current_policy
 
 H100 = KNOWN_GPUS["sm_90a"]
 X = jnp.ones((4, 4))
@@ -17,25 +18,25 @@ X = jnp.ones((4, 4))
 
 def state():
     """What the contexts change, in this thread."""
-    return _intercepting.value, modes.current(), _target.value
+    return _intercepting.value, modes.current(), current_policy(), _target.value
 
 
-OUTSIDE = (False, "DEFAULT", None)
+OUTSIDE = (False, "DEFAULT", "auto", None)
 SCOPES = {
-    "patch": (jtk.patch, (True, "DEFAULT", None)),
-    "strict": (jtk.strict, (False, "STRICT", None)),
+    "patch": (jtk.patch, (True, "DEFAULT", "auto", None)),
+    "strict": (jtk.strict, (False, "STRICT", "auto", None)),
     "strict with arguments": (
         lambda: jtk.strict(allow_fallbacks=True),
-        (False, "STRICT_COMPILATION", None),
+        (False, "STRICT_COMPILATION", "auto", None),
     ),
-    "disabled": (jtk.disabled, (False, "DISABLED", None)),
-    "gpu_target": (lambda: jtk.gpu_target("sm_90"), (False, "DEFAULT", H100)),
+    "policy": (lambda: jtk.policy("xla"), (False, "DEFAULT", "xla", None)),
+    "gpu_target": (lambda: jtk.gpu_target("sm_90"), (False, "DEFAULT", "auto", H100)),
 }
 
 
 @pytest.fixture(autouse=True)
 def outside_of_the_suites_own():
-    with modes.entered("DEFAULT"):
+    with modes.entered("DEFAULT"), jtk.policy("auto"):
         yield
 
 
@@ -62,7 +63,7 @@ def test_one_scope_in_two_threads(name):
         return state()
 
     def run():
-        with modes.entered("DEFAULT"):
+        with modes.entered("DEFAULT"), jtk.policy("auto"):
             before = state()
             with scope:
                 together.wait()
@@ -78,7 +79,7 @@ def test_one_scope_in_two_threads(name):
     assert found == [(OUTSIDE, inside, inside, OUTSIDE)] * 2
 
 
-@pytest.mark.parametrize("name", ["patch", "strict", "disabled"])
+@pytest.mark.parametrize("name", ["patch", "strict"])
 def test_a_decorator_without_parentheses(name):
     make, inside = SCOPES[name]
 

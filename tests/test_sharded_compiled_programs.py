@@ -16,13 +16,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import AUTO, custom_calls, devices, mesh_of
-from small_calls import FEW_ELEMENTS
 
 import jax_tilekern as jtk
 from benchmarks.sharded_bytes.collectives import bytes_sent
 from jax_tilekern.interop import ffi
 from jax_tilekern.ops import contraction
-from jax_tilekern.plans import cpu
 
 pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
 
@@ -162,6 +160,7 @@ def test_gated_units_send_no_more_than_two_products(scheme):
             np.testing.assert_allclose(a, b, 0, 64 * WIDTH * np.finfo(np.float32).eps * scale)
 
 
+@pytest.mark.defaults
 @pytest.mark.parametrize(
     ("call", "target", "rows"),
     [
@@ -170,9 +169,8 @@ def test_gated_units_send_no_more_than_two_products(scheme):
         (lambda x: jtk.add(x, x[:1]), ffi.CPU_ADD, 125),
     ],
 )
-def test_few_elements_are_those_of_a_shard(monkeypatch, call, target, rows):
+def test_few_elements_are_those_of_a_shard(call, target, rows):
     """A shard of 8 columns has the least that have a kernel, then one row less."""
-    monkeypatch.setattr(cpu, "_FEW_ELEMENTS", FEW_ELEMENTS)
     columns = NamedSharding(mesh_of((AUTO, AUTO)), P(None, ("d", "m")))
     for size, kernels in ((rows, 1), (rows - 1, 0)):
         x = jax.ShapeDtypeStruct((size, 64), np.float32, sharding=columns)

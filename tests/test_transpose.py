@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from numerics import check_derivatives, on_gpu, poison, whole
 
 import jax_tilekern as jtk
-from jax_tilekern.ops import transpose
 
 DTYPES = [
     *(np.bool_, np.int8, np.uint8, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
@@ -72,12 +71,6 @@ def random_bits(rng, shape, dtype):
 def assert_same_bits(out, expected):
     assert (out.shape, out.dtype) == (expected.shape, expected.dtype)
     assert np.asarray(out).tobytes() == expected.tobytes()
-
-
-@pytest.fixture(autouse=True)
-def every_kernel(monkeypatch):
-    """Test the CPU's kernels also on what XLA moves faster; see ``test_plans_cpu.py``."""
-    monkeypatch.setattr(transpose, "transpose_left_to_xla", lambda _: None)
 
 
 def kernel_of(x, axes):

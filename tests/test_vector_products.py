@@ -346,6 +346,7 @@ def test_the_same_every_time(rng):
     assert on_gpu() or once.shape == ()
 
 
+@pytest.mark.defaults
 def test_strided_dot_products_are_left_to_xla_on_cpus():
     columns = jax.ShapeDtypeStruct((64, 8), np.float32)
     mapped = jax.vmap(jtk.dot, (1, 1))

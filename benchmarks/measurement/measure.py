@@ -144,8 +144,8 @@ def measure_on_gpu(
     rotation = f"operands rotated among {len(sets)} copies"
     try:
         times = device_times(sides)
-        pairs, wall = (side_pairs(times_of, "peer") for times_of in (times.busy, times.host))
-        found = {name: side_pairs(times.busy, name) for name in others}
+        pairs, wall = (side_pairs(times_of, "peer") for times_of in (times.device, times.host))
+        found = {name: side_pairs(times.device, name) for name in others}
         kernels = times.kernels
         method = f"device time by the profiler, blocks of {calls} calls, {rotation}"
     # Also what the profiler itself raises; the products have run before, so it is not theirs.

@@ -11,7 +11,7 @@ from jax_tilekern.tuning.device_time import run_blocks
 from jax_tilekern.tuning.wall_time import ready, repeated, wall_seconds
 
 _ROUNDS = 5
-_MOST_CALLS = 50
+_MOST_CALLS = 20
 
 Runs = Mapping[str, Callable[[], Any]]
 

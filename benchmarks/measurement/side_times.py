@@ -35,15 +35,15 @@ class DeviceTimes:
 
     Attributes
     ----------
-    busy
-        Device time of a call, of each side's blocks.
+    device
+        Span of a call on the device, of each side's blocks.
     host
         Time of a call in the same blocks by the host's clock, which includes what the GPU waits.
     kernels
         Names of what each side ran on the GPU.
     """
 
-    busy: Mapping[str, tuple[float, ...]]
+    device: Mapping[str, tuple[float, ...]]
     host: Mapping[str, tuple[float, ...]]
     kernels: Mapping[str, list[str]]
 
@@ -79,7 +79,7 @@ def of_blocks(found: Sequence[Block], calls: Mapping[str, int]) -> DeviceTimes:
     """Return the times of a call in each block of each side."""
     blocks = {name: [block for block in found if block.side == name] for name in calls}
     return DeviceTimes(
-        {name: tuple(x.busy_seconds / calls[name] for x in blocks[name]) for name in calls},
+        {name: tuple(x.device_seconds(calls[name]) for x in blocks[name]) for name in calls},
         {name: tuple(x.host_seconds / calls[name] for x in blocks[name]) for name in calls},
         {
             name: list(dict.fromkeys(a.name for block in blocks[name] for a in block.activities))

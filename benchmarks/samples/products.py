@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,6 +46,18 @@ def matmul(draw: Draw) -> dict[str, Any]:
     kind, rhs_type, result, precision = draw.weighted(_TYPES[draw.device])
     return {
         "group": group, "lhs": lhs, "rhs": rhs, "sizes": sizes,
+        "type": kind, "rhs_type": rhs_type, "result": result, "precision": precision,
+    }  # fmt: skip
+
+
+def decode(draw: Draw) -> dict[str, Any]:
+    """Draw a layer's product of 1 to 256 tokens, as where a model generates."""
+    features, more = draw.weights()
+    size = draw.size(1, 256)
+    kind, rhs_type, result, precision = draw.weighted(_TYPES[draw.device])
+    return {
+        "group": "decode", "lhs": "mk", "rhs": draw.one(("kn", "nk")),
+        "sizes": {"m": draw.one((size, 1 << round(math.log2(size)))), "n": more, "k": features},
         "type": kind, "rhs_type": rhs_type, "result": result, "precision": precision,
     }  # fmt: skip
 

@@ -26,7 +26,10 @@ DRAWS: Mapping[str, Callable[[Draw], dict[str, Any]]] = {
     "transpose": arrays.transpose,
     "add": arrays.add,
     "ragged_dot": grouped.ragged_dot,
+    "decode": products.decode,
 }
+# The operation of draws with another name.
+_OPERATIONS = {"decode": "matmul"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ def draw_sample(operation: str, device: str, count: int, seed: int) -> Suite:
         raise SuiteError(f"a sample has at least 1 row and a seed of at least 0: {count}, {seed}")
     rows = tuple(_row(operation, device, seed, index) for index in range(count))
     name = f"{operation}-{device}-sample-{seed}"
-    return Suite(name, f"Calls of {operation} drawn at random", operation, rows, {})
+    about = f"Calls of {operation} drawn at random"
+    return Suite(name, about, _OPERATIONS.get(operation, operation), rows, {})
 
 
 def _row(operation: str, device: str, seed: int, index: int) -> Row:
@@ -100,7 +104,8 @@ def _row(operation: str, device: str, seed: int, index: int) -> Row:
         if "out" not in entry:
             entry["out"] = product_out(entry["lhs"], entry["rhs"])
         entry["name"] = f"{index}: {_described(entry)}"
-        row = OPERATIONS[operation].row(operation=operation, **entry)
+        drawn = _OPERATIONS.get(operation, operation)
+        row = OPERATIONS[drawn].row(operation=drawn, **entry)
         if _is_quick(row, _LIMITS[device], device):
             return row
     raise SuiteError(f"row {index} of seed {seed} of {operation} exceeds every limit")

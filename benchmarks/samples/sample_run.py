@@ -44,6 +44,7 @@ from benchmarks.samples.sample import purpose
 from benchmarks.suites.suite import Suite
 from jax_tilekern.cli.console import write_json
 from jax_tilekern.plans.gpu import current_gpu
+from jax_tilekern.plans.policy import policy
 from jax_tilekern.tuning.random_operands import Operands, beyond_cache
 
 if TYPE_CHECKING:
@@ -84,9 +85,10 @@ def measure_sample(
     if arguments.resume:
         rows = remaining(record, rows)
     run = _SampleRun(console, suite, record, arguments, len(rows))
-    for chunk in _chunks(rows, _ROWS_A_CHUNK):
-        if time.monotonic() > end or not run.measure(chunk, end):
-            break
+    with policy(arguments.policy):
+        for chunk in _chunks(rows, _ROWS_A_CHUNK):
+            if time.monotonic() > end or not run.measure(chunk, end):
+                break
     return record, run.whole
 
 
@@ -124,10 +126,15 @@ class _SampleRun:
         # What fails here fails again where it is called, and is recorded there.
         with ThreadPoolExecutor(self.threads) as pool:
             found = [pool.submit(row.find_candidates, wanted) for row in rows if wanted]
-            jobs = [pool.submit(row.compile) for row in rows]
+            jobs = [pool.submit(self._compile_row, row) for row in rows]
             wait(found)
             programs = (program for row in rows for program in row.candidate_programs())
             wait([*jobs, *map(pool.submit, programs)])
+
+    def _compile_row(self, row: _SampledRow) -> None:
+        # Policies hold for a thread.
+        with policy(self.arguments.policy):
+            row.compile()
 
     def _measure_each(self, rows: Sequence[_SampledRow], end: float) -> bool:
         for each in rows:
@@ -271,10 +278,10 @@ class _SampledRow:
     def times(self, found: DeviceTimes, method: str) -> Record:
         """Return what the record has of the row's times."""
         kernels = {name: found.kernels[name] for name in ("ours", "peer")}
-        of_row = pairs(found.busy, "peer")
+        of_row = pairs(found.device, "peer")
         wall = pairs(found.host, "peer")
         others = {
-            name: pairs(found.busy, f"other {name}")
+            name: pairs(found.device, f"other {name}")
             for name, other in self.others.items()
             if other.function
         }
@@ -283,7 +290,7 @@ class _SampledRow:
         if self.candidates:
             seconds = {
                 name.removeprefix("candidate "): sorted(times)[len(times) // 2]
-                for name, times in found.busy.items()
+                for name, times in found.device.items()
                 if name.startswith("candidate ")
             }
             result |= self.candidates.record(seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -96,18 +97,47 @@ def fuse(
         inline=compat.inlined_when_traced,
     )
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    return _FusedFunction(evaluated, jitted)  # type: ignore[return-value]
+
+
+class _FusedFunction:
+    """What :func:`fuse` returns: the interface of what ``jax.jit`` returns.
+
+    Its methods are those of a class, since ``functools.wraps`` copies attributes of a function, and
+    JAX takes a function with a method ``trace`` for a jitted one.
+    """
+
+    def __init__(self, evaluated: Callable[..., Any], jitted: Any) -> None:
+        functools.update_wrapper(self, evaluated)
+        self._evaluated, self._jitted = evaluated, jitted
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate the function with fused products."""
         leaves = jax.tree.leaves((args, kwargs))
         constants = not all(isinstance(x, jax.Array | np.ndarray) for x in leaves)
         if constants and compat.in_traced_program():
-            return evaluated(*args, **kwargs)
-        return jitted(*args, **kwargs)
+            return self._evaluated(*args, **kwargs)
+        return self._jitted(*args, **kwargs)
 
-    # The rest of what jax.jit returns.
-    for name in ("lower", "trace", "eval_shape", "clear_cache"):
-        setattr(call, name, getattr(jitted, name))
-    return call  # type: ignore[return-value]
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Bind the function as a method."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lower the function, as that of what ``jax.jit`` returns."""
+        return self._jitted.lower(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Trace the function, as that of what ``jax.jit`` returns."""
+        return self._jitted.trace(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the results' shapes, as that of what ``jax.jit`` returns."""
+        return self._jitted.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """Forget what is compiled, as that of what ``jax.jit`` returns."""
+        self._jitted.clear_cache()
 
 
 def _fused(closed: Any, operands: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The library's modes, strict and disabled, and its log.
+"""The library's strict mode, and its log.
 
 A mode is JAX's own kind of context: its value is part of the key under which JAX keeps what it has
 traced and compiled, so a function that was compiled in one mode is compiled anew in another.
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import jax
 
+from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.scope import scoped
 
 logger = logging.getLogger("jax_tilekern")
@@ -30,7 +31,6 @@ class _Mode(enum.Enum):
     DEFAULT = enum.auto()
     STRICT_COMPILATION = enum.auto()
     STRICT = enum.auto()
-    DISABLED = enum.auto()
 
 
 _mode = jax.make_user_context(_Mode.DEFAULT)
@@ -41,7 +41,7 @@ def strict(*, allow_fallbacks: bool = False) -> Iterator[None]:
     """Raise an error where a kernel cannot be compiled, or where there is none for a call.
 
     Outside of it, a kernel that cannot be compiled is a warning, and XLA's own operation runs.
-    Holds for the current thread, and until an inner :func:`disabled`.
+    Holds for the current thread.
 
     Parameters
     ----------
@@ -68,26 +68,6 @@ def strict(*, allow_fallbacks: bool = False) -> Iterator[None]:
         yield
 
 
-@scoped
-def disabled() -> Iterator[None]:
-    """Let XLA's own operations compute every call: no kernel is used or compiled.
-
-    Holds for the current thread, and until an inner :func:`strict`. Kernels of
-    :func:`jax_tilekern.cuda_kernel` are replaced by their references.
-
-    Examples
-    --------
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import jax_tilekern as jtk
-    >>> with jtk.disabled():
-    ...     print(jtk.explain(jtk.matmul, jnp.ones((64, 64)), jnp.ones((64, 64)))[0].reason)
-    kernels are turned off by jax_tilekern.disabled()
-    """
-    with _mode(_Mode.DISABLED):
-        yield
-
-
 def current() -> str:
     """Return the mode by a name that :func:`entered` takes, also in another process."""
     mode: _Mode = _mode.value
@@ -101,12 +81,6 @@ def entered(name: str) -> Iterator[None]:
         yield
 
 
-def why_disabled() -> str | None:
-    """Return in words why no kernel may be used, or ``None`` if kernels may."""
-    disabled = _mode.value is _Mode.DISABLED
-    return "kernels are turned off by jax_tilekern.disabled()" if disabled else None
-
-
 def note_fallback(call: str, platform: str, reason: str) -> None:
     """Report that XLA's own operation computes a call, which :func:`strict` forbids.
 
@@ -116,7 +90,7 @@ def note_fallback(call: str, platform: str, reason: str) -> None:
         Inside :func:`strict`, unless it allows fallbacks.
     """
     logger.info("%s on %s falls back to XLA: %s", call, platform, reason)
-    if _mode.value is _Mode.STRICT:
+    if _mode.value is _Mode.STRICT and current_policy() != "xla":
         raise FallbackError(
             f"{call} falls back to XLA on {platform}, which jax_tilekern.strict() forbids: {reason}"
         )

@@ -28,7 +28,6 @@ from jax_tilekern.ops.labelled_lowering import (
 from jax_tilekern.ops.labelled_operands import (
     common_type,
     converted,
-    dot_by_sum,
     product_by_lax,
     transposed,
 )
@@ -41,8 +40,6 @@ from jax_tilekern.plans.cpu import (
     small_left_to_xla,
 )
 from jax_tilekern.plans.gemm.arithmetic import (
-    BF16,
-    F16,
     Converted,
     cpu_arithmetic,
     cuda_arithmetic,
@@ -297,14 +294,7 @@ def _planner(platform: Platform, emit: Callable[[Problem], Kernel | Fallback]) -
         problem = state_problem(platform, operands, **of_call, out_dtype=out_dtype)
         if not isinstance(problem, Problem):
             return problem
-        outcome = emit(problem)
-        geometry = problem.product.geometry
-        is_dot = geometry.m == geometry.n == 1 and lhs.dtype in (BF16, F16)
-        if isinstance(outcome, Fallback) and platform is CUDA and is_dot:
-            # XLA rounds each product of a 16-bit dot to 16 bits.
-            in_float32 = functools.partial(dot_by_sum, contraction=contraction, out_dtype=out_dtype)
-            return Rewrite(outcome.reason, in_float32)
-        return outcome
+        return emit(problem)
 
     return Planner(functools.partial(_refusal, platform), plan)
 

@@ -28,6 +28,7 @@ from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.cuda_kernel import Array, Batch, KernelCall, plan_kernel
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.policy import why_excluded
 from jax_tilekern.primitives import taylor
 from jax_tilekern.primitives.linearity import Group, cotangents_in, tangents_out
 
@@ -228,7 +229,7 @@ def _lower_for_cuda(
     params: dict[str, Any] = {"settings": settings, "parameters": parameters, "batches": batches}
     place = xla.place(ctx)
     call = _call(ctx, **params)
-    disabled = modes.why_disabled()
+    disabled = why_excluded()
     if disabled is not None:
         if settings.reference is None:
             raise NotImplementedError(

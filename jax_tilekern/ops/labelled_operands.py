@@ -24,7 +24,6 @@ from jax_tilekern.plans.gemm.arithmetic import (
     accumulator_dtype,
 )
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels
-from jax_tilekern.plans.gemm.xla import is_short_sum_of_integers
 from jax_tilekern.primitives.lowering_platform import lowering_platform
 
 
@@ -141,8 +140,13 @@ def product_by_lax(
     product = functools.partial(
         _dot_general, contraction, precision=precision, out_sharding=out_sharding
     )
-    if lowering_platform() == "cuda" and _is_short_sum_of_integers(contraction, lhs, out_dtype):
-        if lhs.dtype.itemsize == rhs.dtype.itemsize == 1:
+    if lowering_platform() == "cuda" and _has_16_bit_vector(contraction, lhs, rhs):
+        # XLA rounds each product of these to 16 bits.
+        return dot_by_sum(lhs, rhs, contraction, out_dtype=out_dtype)
+    if lowering_platform() == "cuda" and _sums_narrow_integers(lhs, rhs, out_dtype):
+        # XLA's products of 8-bit integers are wrong at some k. Float16 has all of these integers,
+        # and float32 all sums up to a limit.
+        if _is_exact_in_float32(contraction, lhs, rhs):
             lhs, rhs = lhs.astype(np.float16), rhs.astype(np.float16)
             out = product(lhs, rhs, out_dtype=np.float32, precision=lax.Precision.DEFAULT)
             out = out.astype(np.int32).astype(out_dtype)  # Integers wrap around.
@@ -153,12 +157,31 @@ def product_by_lax(
     return transposed(out, contraction.dot_general_out, contraction.out)
 
 
-def _is_short_sum_of_integers(contraction: Contraction, lhs: Array, out_dtype: Any) -> bool:
-    """Return whether a product is one of those of integers that XLA may get wrong on a GPU."""
+def _has_16_bit_vector(contraction: Contraction, lhs: Array, rhs: Array) -> bool:
+    """Return whether 16-bit floats are multiplied with at least one vector."""
+    if lhs.dtype != rhs.dtype or lhs.dtype not in (jnp.bfloat16, np.float16):
+        return False
+    kept = set(contraction.out) - (set(contraction.lhs) & set(contraction.rhs))
+    return any(
+        all(size == 1 for label, size in zip(labels, x.shape, strict=True) if label in kept)
+        for labels, x in ((contraction.lhs, lhs), (contraction.rhs, rhs))
+    )
+
+
+def _sums_narrow_integers(lhs: Array, rhs: Array, out_dtype: Any) -> bool:
+    """Return whether integers of 8 bits or fewer are summed in a wider type."""
+    types = (lhs.dtype, rhs.dtype, np.dtype(out_dtype))
+    integers = all(jnp.issubdtype(dtype, jnp.integer) for dtype in types)
+    return integers and lhs.dtype.itemsize == rhs.dtype.itemsize == 1 < types[2].itemsize
+
+
+def _is_exact_in_float32(contraction: Contraction, lhs: Array, rhs: Array) -> bool:
+    """Return whether every sum of products of two arrays of integers fits float32."""
     k = math.prod(lhs.shape[contraction.lhs.index(label)] for label in contraction.contracted)
-    is_short = isinstance(k, int) and is_short_sum_of_integers(k)  # A symbolic k is no int.
-    integers = jnp.issubdtype(lhs.dtype, jnp.integer) and jnp.issubdtype(out_dtype, jnp.integer)
-    return is_short and integers and np.dtype(out_dtype).itemsize > lhs.dtype.itemsize
+    largest = math.prod(
+        128 if jnp.issubdtype(x.dtype, jnp.signedinteger) else 255 for x in (lhs, rhs)
+    )
+    return isinstance(k, int) and k * largest <= 1 << 24  # A symbolic k is no int.
 
 
 def _dot_general(

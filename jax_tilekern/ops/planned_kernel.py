@@ -10,6 +10,7 @@ from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound
 from jax_tilekern.interop import modes
 from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PlanError
+from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.tuned import planning_state
 from jax_tilekern.primitives.operation import Fallback, Kernel
 
@@ -51,7 +52,7 @@ def _planned(
     state = planning_state()
     if state is None:
         return _plan(planner, arguments, gpu)
-    return _plan_once(planner, arguments, gpu, state=state)
+    return _plan_once(planner, arguments, gpu, state=(state, current_policy()))
 
 
 def _plan(

@@ -43,6 +43,7 @@ from jax_tilekern.partitioning.params_text import from_text, to_text
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.partitioning.split import Split
 from jax_tilekern.plans.gpu import NoGpu, current_gpu, planning_beside_collectives
+from jax_tilekern.plans.policy import current_policy, policy
 from jax_tilekern.plans.tuned import tuned_digest, using_digest
 
 
@@ -170,6 +171,7 @@ def _text(operation: PartitionedOperation, platform: str, params: dict[str, Any]
         "gpu": gpu,
         "tuned": tuned,
         "mode": modes.current(),
+        "policy": current_policy(),
         "version": __version__,
         "explain": recorder_token(),
     }
@@ -238,7 +240,9 @@ def _answer(
     local = [(split.operand_shape(i, x.shape), x.dtype) for i, x in enumerate(operands)]
     axes = list(zip(axis_names(range(len(radix))), radix, strict=True))
     tuned, mode = using_digest(content["tuned"]), modes.entered(content["mode"])
-    with recorded_choices() as recorder, tuned, mode, planning_beside_collectives():
+    # Exported programs of 0.1.0 have none.
+    policy_then = policy(content.get("policy", "auto"))
+    with recorded_choices() as recorder, tuned, mode, policy_then, planning_beside_collectives():
         module = xla.local_module(program, local, axes, content["platform"])
     described = split.described(digits[:n])
     choices = [

@@ -14,13 +14,12 @@ from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
+from jax_tilekern.plans.policy import current_policy
 
 MAX_DIMS = 6
 _THREADS = 256
 _MAX_THREADS = 2**32 - _THREADS
 _VECTOR_BYTES = 16
-# Shorter sums are bound by their launch.
-_LONG_MICROSECONDS = 10
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 # Element types that kernels add, on every platform.
@@ -78,8 +77,8 @@ def plan_add(dims: AddedDims, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | No
     NvrtcNotFound
         If there is no NVRTC to compile the kernel with.
     """
-    if reason := left_to_xla(dims, dtype, gpu):
-        return NoKernel(reason)
+    if current_policy() != "kernels":
+        return NoKernel("XLA fuses an addition with what surrounds it")
     if len(dims.sizes) > MAX_DIMS:
         return NoKernel(f"{len(dims.sizes)} separate dimensions (at most {MAX_DIMS})")
     *outer, columns = dims.sizes
@@ -119,26 +118,6 @@ def plan_add(dims: AddedDims, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | No
         ),
         reason=str(dims),
     )
-
-
-def left_to_xla(dims: AddedDims, dtype: np.dtype[Any], gpu: Gpu) -> str | None:
-    """Return why a sum is XLA's, or ``None``.
-
-    On an H100 XLA's kernels were as fast for long sums of 2 bytes an element and more, and faster
-    for all others, but for long sums of 8-bit integers (``docs/tuning-log.md``).
-    """
-    if gpu.compute_capability != (9, 0):
-        return None
-    arrays = (dims.lhs_strides, dims.rhs_strides, (1,) * len(dims.sizes))
-    elements = sum(
-        math.prod(size for size, stride in zip(dims.sizes, strides, strict=True) if stride)
-        for strides in arrays
-    )
-    microseconds = elements * dtype.itemsize / gpu.rates.memory_bandwidth
-    microseconds /= gpu.rates.cycles_per_microsecond
-    if dtype.itemsize == 1 and microseconds > _LONG_MICROSECONDS:
-        return None
-    return "XLA's elementwise sums are as fast or faster (0.51 to 1.00)"
 
 
 def add_kernel(dtype: np.dtype[Any], vector: int) -> Kernel:

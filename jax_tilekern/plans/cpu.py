@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.transpose.permutation import Permutation
 
 # The fewest rows and columns of a product that is left to XLA for its use of AMX.
@@ -69,6 +70,8 @@ def matrix_units_left_to_xla(product: Product) -> str | None:
     least = min(geometry.m, geometry.n)
     if arithmetic not in _LEAST_TRANSPOSED or not has_amx() or least < _LEAST_OF_MATRIX_UNITS:
         return None
+    if current_policy() == "kernels":
+        return None
     *out_batch, out_row, _ = geometry.out_strides
     widened = arithmetic == "bfloat16" and product.out_dtype != product.lhs_dtype
     if widened and out_batch and min(out_batch) < out_row:
@@ -85,7 +88,7 @@ def matrix_units_left_to_xla(product: Product) -> str | None:
 def product_left_to_xla(geometry: MatmulGeometry) -> str | None:
     """Return why a product is XLA's whatever its size, or ``None``."""
     contiguous = geometry.lhs_strides[-1] == geometry.rhs_strides[-2] == 1
-    if geometry.m == geometry.n == 1 and not contiguous:
+    if geometry.m == geometry.n == 1 and not contiguous and current_policy() != "kernels":
         return "XLA is faster where the vectors of a dot product are not contiguous (0.01)"
     return None
 
@@ -94,7 +97,7 @@ def small_left_to_xla(product: Product) -> str | None:
     """Return why small products with vectors are XLA's, or ``None``."""
     geometry = product.geometry
     m, n, k = geometry.m, geometry.n, geometry.k
-    if min(m, n) > 1:
+    if min(m, n) > 1 or current_policy() == "kernels":
         return None
     if math.prod(geometry.batch) == 1:
         if m * n * k >= _SMALL_PRODUCT:
@@ -119,7 +122,7 @@ def small_left_to_xla(product: Product) -> str | None:
 def few_left_to_xla(operation: str, elements: int) -> str | None:
     """Return why an operation on few elements is XLA's, or ``None``."""
     least = _FEW_ELEMENTS[operation]
-    if elements >= least:
+    if elements >= least or current_policy() == "kernels":
         return None
     return f"XLA's {operation} of fewer than {least} elements are faster (0.77 to 0.94)"
 
@@ -138,7 +141,7 @@ def product_reason(kernel: str, arithmetic: str) -> str:
 def transpose_left_to_xla(permutation: Permutation) -> str | None:
     """Return why a transpose is XLA's, or ``None``."""
     permutation = permutation.widened
-    if permutation.keeps_innermost:
+    if permutation.keeps_innermost or current_policy() == "kernels":
         return None
     *_, last, innermost = permutation.order
     itemsize, columns = permutation.itemsize, permutation.sizes[-1]

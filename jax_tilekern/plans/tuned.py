@@ -24,10 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
+import ml_dtypes
+import numpy as np
 import platformdirs
 
 from jax_tilekern.compilation.nvrtc import CompileError
 from jax_tilekern.plans.candidate import Candidate
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
@@ -111,6 +114,17 @@ def product_text(product: Product) -> str:
         f"{name} {dtype}[{','.join(map(str, strides))}]" for name, dtype, strides in arrays
     )
     return f"{product.arithmetic} {sizes}: {', '.join(described)}"
+
+
+def product_of_text(text: str) -> Product:
+    """Return the product of a text of :func:`product_text`."""
+    head, _, arrays = text.partition(": ")
+    arithmetic, _, sizes = head.partition(" ")
+    *batch, m, n, k = map(int, sizes.split("x"))
+    found = [re.fullmatch(r"\w+ (\w+)\[([\d,]+)\]", array) for array in arrays.split(", ")]
+    lhs, rhs, out = (np.dtype(getattr(ml_dtypes, x[1], x[1])) for x in found if x)
+    strides = (tuple(map(int, x[2].split(","))) for x in found if x)
+    return Product(MatmulGeometry(tuple(batch), m, n, k, *strides), lhs, rhs, out, arithmetic)
 
 
 class TunedChoices:

@@ -33,6 +33,7 @@ from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.gpu import planning_beside_collectives
 from jax_tilekern.plans.launch import LaunchPlan
+from jax_tilekern.plans.policy import why_excluded
 from jax_tilekern.primitives import remat, taylor
 from jax_tilekern.primitives.linearity import cotangents_in, tangents_out
 from jax_tilekern.primitives.lowering_platform import lowering_for
@@ -366,7 +367,7 @@ def _outcome(
 ) -> Kernel | Rewrite | Fallback | None:
     """Return the planned computation of a call, or ``None`` if XLA partitions it first."""
     planner = operation.planners[platform]
-    excluded = modes.why_disabled() or _without_plan(ctx.avals_in)
+    excluded = why_excluded() or _without_plan(ctx.avals_in)
     refused = Fallback(excluded) if excluded else planner.refusal(*ctx.avals_in, **params)
     if refused is not None:
         return refused

@@ -2,13 +2,16 @@
 
 The host makes a block of calls of one side inside an annotation, and waits for their results before
 the annotation ends. Device activities inside the annotation's time belong to that block. The time
-of a call is the GPU's busy time in the block divided by the number of calls. Gaps between kernels,
-where the GPU waits for the host, do not count; overlapping kernels count once.
+of a call is the span from the start of its first activity to the end of its last. Gaps between the
+kernels of a call count, and overlapping kernels count once. Gaps between calls do not count. A
+block begins with a kernel that only waits, until the host has enqueued the calls, so that no gap is
+a wait for the host.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 import tempfile
 import time
 import warnings
@@ -17,8 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.profiler import ProfileData
 
+from jax_tilekern.ops.cuda_kernel import cuda_kernel
 from jax_tilekern.tuning.wall_time import ready, repeated
 
 # The name of every block's annotation; the profile has the annotations in order.
@@ -29,6 +34,9 @@ _ACTIVITIES = {"kernel_details", "memcpy_details", "memset_details", "cuda_graph
 # Seconds between blocks. Host and GPU clocks may differ by half of it before an activity is
 # attributed to the wrong block.
 _PAUSE = 2e-3
+# The kernel that waits, and how many cycles for each call that the host enqueues meanwhile.
+_DELAY = "tilekern_delay"
+_CYCLES_TO_ENQUEUE = 80_000
 
 
 class Unattributed(RuntimeError):
@@ -62,14 +70,32 @@ class Block(NamedTuple):
         """Time from the first call to the last result, by the host's clock."""
         return (self.host.end - self.host.start) * 1e-9
 
-    @property
-    def busy_seconds(self) -> float:
-        """Time in which the GPU was busy."""
-        busy, until = 0.0, 0.0
-        for start, end, _ in sorted(self.activities):
-            busy += max(0.0, end - max(start, until))
-            until = max(until, end)
-        return busy * 1e-9
+    def device_seconds(self, calls: int) -> float:
+        """Time of a call on the device: from its first activity's start to its last one's end."""
+        activities = sorted(self.activities)
+        count = len(activities) // calls
+        spans = (activities[i : i + count] for i in range(0, len(activities), count))
+        return sum(max(x.end for x in span) - span[0].start for span in spans) * 1e-9 / calls
+
+
+@functools.cache
+def _delay() -> Callable[[Any], Any]:
+    """Return a function that keeps the GPU waiting for so many cycles of its clock."""
+    kernel = cuda_kernel(
+        f"""
+        extern "C" __global__ void {_DELAY}(const int* cycles, int* out) {{
+          for (long long start = clock64(); clock64() - start < *cycles;) {{}}
+          *out = 0;
+        }}
+        """,
+        out=lambda cycles: cycles,
+        grid=1,
+        block=1,
+        reference=lambda cycles: cycles,
+    )
+    compiled: Callable[[Any], Any] = jax.jit(kernel)
+    ready(compiled(jax.device_put(np.int32(1))))
+    return compiled
 
 
 def run_blocks(
@@ -91,6 +117,12 @@ def run_blocks(
     Unattributed
         If the profile does not attribute the activities, see :func:`blocks`.
     """
+    delay = _delay()
+    # On the device already, since a copy would be an activity.
+    cycles = {
+        side: jax.device_put(np.int32(_CYCLES_TO_ENQUEUE * (1 + count)))
+        for side, count in calls.items()
+    }
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # A higher level records, and slows, every Python call.
     options.host_tracer_level = 1  # The lowest level that records annotations.
@@ -99,6 +131,7 @@ def run_blocks(
             for side in order:
                 time.sleep(_PAUSE)
                 with jax.profiler.TraceAnnotation(ANNOTATION):
+                    delay(cycles[side])
                     ready(repeated(sides[side], calls[side]))
         files = list(Path(folder).rglob("*.xplane.pb"))
         if len(files) != 1:
@@ -141,7 +174,7 @@ def _blocks(profile: ProfileData, order: Sequence[str]) -> list[Block]:
     found = [Block(side, span, []) for side, span in zip(order, spans, strict=True)]
     starts = [span.start for span in spans]
     for event in _events(profile, "/device:GPU:"):
-        if _ACTIVITIES.isdisjoint(name for name, _ in event.stats):
+        if event.name == _DELAY or _ACTIVITIES.isdisjoint(name for name, _ in event.stats):
             continue
         activity = Activity(event.start_ns, event.start_ns + event.duration_ns, event.name)
         middle = (activity.start + activity.end) / 2

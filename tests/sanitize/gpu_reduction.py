@@ -18,7 +18,7 @@ from jax_tilekern.plans.gpu import Gpu, current_gpu
 from jax_tilekern.plans.launch import Buffer, LaunchPlan
 from jax_tilekern.plans.reduction.passes import Passes, reduction_passes
 from jax_tilekern.plans.reduction.problem import Reduction
-from jax_tilekern.plans.reduction.select import SummedDims, compiled_sum, sum_candidates
+from jax_tilekern.plans.reduction.select import SummedDims, sum_candidates
 
 DTYPES = [np.float32, np.float64, ml_dtypes.bfloat16, np.float16]
 # Rows and columns, whole vectors and odd strides, splits, several dimensions.
@@ -67,11 +67,11 @@ def check_reductions() -> int:
             x = rng.integers(-4, 5, shape).astype(dtype)
             expected = x.astype(np.float64).sum(axes)
             found = sum_candidates(SummedDims.of(shape, axes), dtype, total, gpu)
-            for passes in found if isinstance(found, list) else ():
-                out = run(compiled_sum(passes, gpu), jax.core.ShapedArray(expected.shape, total), x)
+            for candidate in found if isinstance(found, list) else ():
+                out = run(candidate.plan(gpu), jax.core.ShapedArray(expected.shape, total), x)
                 kinds += 1
                 if not np.array_equal(out, expected):
-                    wrong.append(f"{dtype} {shape} over {axes} by {passes.key}")
+                    wrong.append(f"{dtype} {shape} over {axes} by {candidate.key}")
         for lines, k, by_rows in PRODUCTS:
             matrix = rng.integers(-4, 5, (lines, k) if by_rows else (k, lines)).astype(dtype)
             vector = rng.integers(-4, 5, k).astype(dtype)

@@ -3,7 +3,7 @@
 ``sm80/`` plans for the tensor cores of sm_80 and later and for CUDA cores, ``sm90/`` for Hopper's
 tensor cores and for float32 emulated on those, and ``vector_product.py`` where one operand is a
 vector. Where a product was tuned, the measured choice of ``plans/tuned.py`` replaces that of the
-cost model; ``xla.py`` lists what is left to XLA.
+policy.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
 from jax_tilekern.plans.gemm.sm90.emulated import EMULATED
 from jax_tilekern.plans.gemm.small.candidates import SMALL
 from jax_tilekern.plans.gemm.vector_product import vector_product_candidates
-from jax_tilekern.plans.gemm.xla import left_to_xla, predicted_to_be_xlas
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.policy import plan_choice, workload
 from jax_tilekern.plans.tuned import tuned_plan
 
 _FAMILIES = (WGMMA, EMULATED, SMALL, MMA)
@@ -53,5 +53,4 @@ def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
         return tuned
     if product.epilogue is not None:
         return fused_plan(found, gpu)
-    reason = left_to_xla(product, gpu) or predicted_to_be_xlas(product, found[0].cycles, gpu)
-    return NoKernel(reason) if reason else found[0].plan(gpu)
+    return plan_choice(workload.of_product(product), found, gpu)

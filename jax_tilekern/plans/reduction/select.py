@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS
-from jax_tilekern.plans.gemm.xla import small_sum_left_to_xla, sum_left_to_xla
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
+from jax_tilekern.plans.policy import plan_choice, workload
 from jax_tilekern.plans.reduction.passes import Passes, reduction_passes
 from jax_tilekern.plans.reduction.problem import Reduction
 
@@ -74,9 +76,44 @@ def sum_dtype(dtype: _Dtype, out_dtype: _Dtype) -> _Dtype | None:
     return None
 
 
+@dataclass(frozen=True)
+class SumCandidate(CostedCandidate):
+    """The launches of a sum, not compiled yet.
+
+    Attributes
+    ----------
+    passes
+        The launches.
+    cycles
+        The estimated cost.
+    """
+
+    passes: Passes
+    cycles: float
+
+    @property
+    def key(self) -> str:
+        """The kernel, its threads and its splits."""
+        return self.passes.key
+
+    def plan(self, gpu: Gpu) -> LaunchPlan:
+        """Compile it."""
+        passes = self.passes
+        compiled = passes.compile(gpu)
+        first, last = passes.passes[0].reduction, passes.passes[-1].reduction
+        return LaunchPlan(
+            name=f"sum {first.dtype}",
+            gpu=gpu,
+            launches=passes.launches(compiled, (Buffer(0),), Buffer(1)),
+            alignments=(passes.operand_alignment, last.out_dtype.itemsize),
+            workspace_bytes=passes.workspace_bytes,
+            reason=passes.reason,
+        )
+
+
 def sum_candidates(
     dims: SummedDims, dtype: _Dtype, out_dtype: _Dtype, gpu: Gpu
-) -> list[Passes] | NoKernel:
+) -> list[SumCandidate] | NoKernel:
     """Return the ways to sum, best first by the cost model.
 
     Parameters
@@ -108,11 +145,11 @@ def sum_candidates(
     memory = reduction.bytes / gpu.rates.memory_bandwidth
     if found[0].cycles > _MAX_SLOWDOWN * (gpu.rates.launch_cycles + memory):
         return NoKernel("a CTA for each of many short sums is slower than XLA's kernel")
-    return found
+    return [SumCandidate(passes, passes.cycles) for passes in found]
 
 
 def plan_sum(dims: SummedDims, dtype: _Dtype, out_dtype: _Dtype, gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Compile the first of the candidates, unless XLA is known to be faster.
+    """Compile what the policy chooses among the candidates.
 
     Raises
     ------
@@ -122,29 +159,7 @@ def plan_sum(dims: SummedDims, dtype: _Dtype, out_dtype: _Dtype, gpu: Gpu) -> La
     found = sum_candidates(dims, dtype, out_dtype, gpu)
     if isinstance(found, NoKernel):
         return found
-    reduction = found[0].passes[0].reduction
-    reason = sum_left_to_xla(reduction, gpu) or small_sum_left_to_xla(reduction, gpu)
-    return NoKernel(reason) if reason else compiled_sum(found[0], gpu)
-
-
-def compiled_sum(passes: Passes, gpu: Gpu) -> LaunchPlan:
-    """Compile one of the candidates.
-
-    Raises
-    ------
-    NvrtcNotFound
-        If there is no NVRTC to compile the kernels with.
-    """
-    compiled = passes.compile(gpu)
-    first, last = passes.passes[0].reduction, passes.passes[-1].reduction
-    return LaunchPlan(
-        name=f"sum {first.dtype}",
-        gpu=gpu,
-        launches=passes.launches(compiled, (Buffer(0),), Buffer(1)),
-        alignments=(passes.operand_alignment, last.out_dtype.itemsize),
-        workspace_bytes=passes.workspace_bytes,
-        reason=passes.reason,
-    )
+    return plan_choice(workload.of_sum(dims, dtype, out_dtype), found, gpu)
 
 
 def _reduction(

@@ -68,11 +68,6 @@ class NarrowTranspose(TransposeCandidate):
         """See :class:`TransposeCandidate`."""
         return self._tiles * self.matrices.outer.count
 
-    @property
-    def idle_threads(self) -> float:
-        """The share of the threads that have no record."""
-        return 1 - self.length / (self._tiles * self._tile_records)
-
     # As in NarrowConfig: 32-bit words of a group of records, and its records.
 
     @property

@@ -9,8 +9,6 @@ innermost in the result numbers *rows*, and all others are *outer*. The first th
 3. Arrays of 1- or 2-byte elements about as large as L2, with rows of 128 bytes and more, all
    multiples of 16 bytes, from sm_90 on: TMA (``transpose/tma.cuh``).
 4. Rows of 32 bytes and more: tiles of any alignment (``transpose/tiles.cuh``).
-
-What XLA was measured to do faster is left to it.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from collections.abc import Iterator
 
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.policy import plan_choice, workload
 from jax_tilekern.plans.transpose.candidate import TransposeCandidate
 from jax_tilekern.plans.transpose.narrow import NarrowTranspose
 from jax_tilekern.plans.transpose.permutation import Permutation
@@ -44,23 +43,10 @@ _MIN_TMA_BYTES, _MAX_TMA_BYTES = 2**24, 2**26
 # By element size: tiles where all rows of the result start at a sector, and where they do not.
 _ALIGNED_TILES = {1: (128, 128), 2: (128, 128), 4: (64, 64), 8: (32, 32), 16: (16, 16)}
 _TILES = {1: (256, 128), 2: (128, 128), 4: (64, 64), 8: (32, 32), 16: (16, 16)}
-# Below these bytes, by element size, XLA's transposes take 2 to 15 % less time on an H100. Where
-# the result's rows start anywhere, XLA's take half as much time again from 16 MiB on.
-_MIN_BYTES = {1: 2**24, 2: 2**24, 4: 2**26, 8: 2**28, 16: 2**28}
-_MIN_UNALIGNED_BYTES = 2**24
-_MIN_NARROW_BYTES = 2**26
-# Narrow transposes of 1.2 MB took twice XLA's time, and those of 3 MB the same.
-_SMALL_NARROW_BYTES = 2**21
-# The share of a narrow kernel's threads that have no record of a short matrix.
-_IDLE_THREADS = 0.6
-# Rows of a result that are shorter and not aligned share cache lines with their neighbours.
-_LINE_BYTES = 128
-# Smaller arrays are bound by their launch.
-_LAUNCH_BYTES = 2**20
 
 
 def plan_transpose(permutation: Permutation, gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Compile the first of the candidates, unless XLA is known to be faster.
+    """Compile the first of the candidates, if the policy chooses it.
 
     Parameters
     ----------
@@ -77,8 +63,7 @@ def plan_transpose(permutation: Permutation, gpu: Gpu) -> LaunchPlan | NoKernel:
     found = candidates(permutation, gpu)
     if isinstance(found, NoKernel):
         return found
-    reason = left_to_xla(permutation, gpu) or small_left_to_xla(permutation, gpu)
-    return NoKernel(reason) if reason else found[0].plan(gpu)
+    return plan_choice(workload.of_transpose(permutation), found[:1], gpu)
 
 
 def candidates(permutation: Permutation, gpu: Gpu) -> list[TransposeCandidate] | NoKernel:
@@ -105,47 +90,6 @@ def candidates(permutation: Permutation, gpu: Gpu) -> list[TransposeCandidate] |
     if _MIN_TMA_BYTES <= permutation.size_bytes <= _MAX_TMA_BYTES:
         found[len(narrow) :] = reversed(found[len(narrow) :])
     return [candidate for candidate in found if candidate.blocks <= _MAX_CTAS] or too_many
-
-
-def left_to_xla(permutation: Permutation, gpu: Gpu) -> str | None:
-    """Return why a permutation that has candidates is XLA's, or ``None``.
-
-    Figures are XLA's time over ours on an H100 (``docs/tuning-log.md``).
-    """
-    if gpu.compute_capability != (9, 0):
-        return None
-    permutation = permutation.widened
-    size = permutation.size_bytes
-    if permutation.keeps_innermost:
-        if math.gcd(permutation.row_bytes, VECTOR_BYTES) in (2, 4, 8):
-            return "XLA's copies of unaligned rows are faster (0.53 to 0.95)"
-        return None
-    matrices = Matrices.of(permutation)
-    narrow = next(_narrow(permutation, matrices), None)
-    if narrow is not None:
-        if size < _SMALL_NARROW_BYTES:
-            return f"XLA's transposes of {size} bytes are faster (0.5)"
-        if narrow.idle_threads > _IDLE_THREADS:
-            return f"XLA's transposes of {narrow.length} short records are faster (0.49 to 0.73)"
-        few_rows = matrices.rows < matrices.columns
-        if few_rows and matrices.itemsize >= 4 and size < _MIN_NARROW_BYTES:
-            return "XLA's transposes of a few short rows are faster (0.91)"
-        return None
-    row_bytes = matrices.rows * matrices.itemsize
-    if matrices.itemsize <= 2 and row_bytes < _LINE_BYTES and not matrices.result_aligned:
-        return f"XLA's transposes to unaligned rows of {row_bytes} bytes are faster (0.46 to 0.7)"
-    least = _MIN_BYTES[matrices.itemsize]
-    if not matrices.result_aligned:
-        least = min(least, _MIN_UNALIGNED_BYTES)
-    return f"XLA's transposes of {size} bytes are faster (0.84 to 0.98)" if size < least else None
-
-
-def small_left_to_xla(permutation: Permutation, gpu: Gpu) -> str | None:
-    """Return why a small permutation is XLA's, or ``None``."""
-    size = permutation.size_bytes
-    if gpu.compute_capability == (9, 0) and size < _LAUNCH_BYTES:
-        return f"XLA's transposes of only {size} bytes are faster (0.69 to 0.88)"
-    return None
 
 
 def _row_copies(permutation: Permutation) -> list[RowTranspose]:

@@ -1,0 +1,244 @@
+"""Fits what the policy knows of a device to measured calls, and reports its error on unseen ones.
+
+    python -m benchmarks fit_policy DEVICE RECORD... [--json FILE]
+
+Every call is predicted by models that were fitted without it, five times a fifth of the calls. The
+margin is chosen, and the error reported, on these predictions. The file has models of all calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.errors import BenchmarkError
+from benchmarks.measured_calls import MeasuredCall, measured_calls
+from benchmarks.records.record import command_text
+from jax_tilekern.cli.console import output_file, write_json
+from jax_tilekern.plans.gpu import KNOWN_GPUS
+from jax_tilekern.plans.policy.choice import base_microseconds
+from jax_tilekern.plans.policy.model import FILES, FORMAT, DeviceModel, Forest
+from jax_tilekern.plans.policy.workload import of_candidate
+
+HELP = "fit the policy's predictions for a device to measured calls"
+
+_Array = np.ndarray[Any, np.dtype[Any]]
+_FOLDS = 5
+# Boosting's trees, their depth, and the share of its fit that each adds: for many times, for few,
+# and for errors.
+_MANY, _FEW = (120, 5, 0.12), (60, 4, 0.15)
+_MANY_TIMES = 800
+_ERRORS = (40, 3, 0.1)
+_RATE_QUANTILE = 0.98
+# Margins to try. The best has the largest mean of the logarithm of the speed over XLA's, where each
+# call that is slower by more than 3 % costs something.
+_LEAST = (0.03, 0.06, 0.08, 0.1, 0.15)
+_OF_ERROR = (0.0, 0.3, 0.5, 0.8, 1.0)
+_SLOW, _COST_OF_SLOW = 0.97, 0.2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to its parser."""
+    parser.add_argument("device", choices=FILES)
+    parser.add_argument("records", metavar="RECORD", nargs="+", type=Path)
+    parser.add_argument("--json", metavar="FILE", type=output_file, help="write the file here")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    gpu = next(x for x in KNOWN_GPUS.values() if x.name == arguments.device)
+    calls = measured_calls(arguments.records, gpu)
+    if not calls:
+        raise BenchmarkError("the records have no calls with times")
+    device = _rates(arguments.device, calls)
+    models = {}
+    for operation in dict.fromkeys(call.workload.operation for call in calls):
+        own = [call for call in calls if call.workload.operation == operation]
+        models[operation] = _fitted(device, own, operation)
+    if arguments.json is not None:
+        content = {
+            "format": FORMAT,
+            "device": arguments.device,
+            "command": command_text(arguments.command_line),
+            "rates": {
+                "launch": device.launch,
+                "bytes": device.bytes,
+                "operations": dict(device.operations),
+            },
+            "models": models,
+        }
+        write_json(arguments.json, content)
+    return 0
+
+
+def _rates(name: str, calls: Sequence[MeasuredCall]) -> DeviceModel:
+    """Return the highest rates that XLA's calls reach, but for a few."""
+    timed = [(call.workload, call.xla) for call in calls if call.xla is not None]
+    launch = float(np.quantile([time for _, time in timed], 1 - _RATE_QUANTILE))
+
+    def rate(rates: Sequence[float]) -> float:
+        return float(np.quantile(rates, _RATE_QUANTILE))
+
+    arithmetics = {w.arithmetic for w, _ in timed if w.operations}
+    return DeviceModel(
+        name,
+        launch,
+        rate([w.bytes / time for w, time in timed]),
+        {
+            arithmetic: rate([w.operations / t for w, t in timed if w.arithmetic == arithmetic])
+            for arithmetic in sorted(arithmetics)
+        },
+        {},
+    )
+
+
+def _boosted(
+    x: Sequence[Sequence[float]], y: _Array, settings: tuple[int, int, float] | None = None
+) -> Forest:
+    """Fit regression trees by gradient boosting."""
+    from sklearn.ensemble import GradientBoostingRegressor
+
+    trees, depth, rate = settings or (_MANY if len(y) >= _MANY_TIMES else _FEW)
+    fitted = GradientBoostingRegressor(
+        loss="huber", n_estimators=trees, max_depth=depth, learning_rate=rate, subsample=0.6,
+        max_features=0.5, min_samples_leaf=3, random_state=0,
+    ).fit(np.asarray(x, np.float32), y)  # fmt: skip
+    complete = [_complete(tree.tree_, depth, rate) for (tree,) in fitted.estimators_]
+    features, thresholds, values = (np.stack(arrays) for arrays in zip(*complete, strict=True))
+    constant = float(np.ravel(fitted.init_.constant_)[0])
+    return Forest(features, thresholds, values, constant)
+
+
+def _complete(tree: Any, depth: int, rate: float) -> tuple[_Array, _Array, _Array]:
+    """Return a tree as a complete one, in which a leaf is above equal leaves."""
+    inner = 2**depth - 1
+    features = np.zeros(inner, np.uint8)
+    thresholds = np.full(inner, np.inf, np.float32)
+    values = np.zeros(inner + 1, np.float32)
+
+    def fill(place: int, node: int) -> None:
+        if place >= inner:
+            values[place - inner] = rate * tree.value[node, 0, 0]
+            return
+        left, right = tree.children_left[node], tree.children_right[node]
+        if left >= 0:
+            features[place], thresholds[place] = tree.feature[node], tree.threshold[node]
+        for child, below in ((1, left), (2, right)):
+            fill(2 * place + child, below if left >= 0 else node)
+
+    fill(0, 0)
+    return features, thresholds, values
+
+
+class _Rows:
+    """The calls of an operation as numbers."""
+
+    def __init__(self, device: DeviceModel, calls: Sequence[MeasuredCall]) -> None:
+        self.calls = calls
+        self.numbers = [device.numbers(call.workload) for call in calls]
+        self.roofline = np.log([device.roofline(call.workload) for call in calls])
+        self.xla = np.log([call.xla or np.nan for call in calls])
+        # Every candidate that was timed has a call, numbers, its own estimate and a time.
+        self.of_candidates = [
+            (
+                i,
+                (*self.numbers[i], *_candidate_numbers(call, position)),
+                np.log(
+                    base_microseconds(device, call.workload, call.candidates[position], call.gpu)
+                ),
+                np.log(time),
+            )
+            for i, call in enumerate(calls)
+            for position, time in call.ours.items()
+        ]
+
+    def models(self, chosen: Sequence[bool]) -> tuple[Forest, Forest]:
+        """Fit XLA's times and ours of the chosen calls."""
+        timed = [i for i, known in enumerate(chosen) if known and np.isfinite(self.xla[i])]
+        xla = _boosted([self.numbers[i] for i in timed], (self.xla - self.roofline)[timed])
+        own = [row for row in self.of_candidates if chosen[row[0]]]
+        ours = _boosted([row[1] for row in own], np.array([time - base for *_, base, time in own]))
+        return xla, ours
+
+    def best(self, ours: Forest, chosen: Sequence[bool]) -> dict[int, tuple[float, float, float]]:
+        """Return of each chosen call the predicted and the true time of our best, and the least."""
+        rows = [row for row in self.of_candidates if chosen[row[0]]]
+        if not rows:
+            return {}
+        predicted = np.array([row[2] for row in rows]) + ours([row[1] for row in rows])
+        result: dict[int, tuple[float, float, float]] = {}
+        for (i, *_, time), guess in zip(rows, predicted, strict=True):
+            before = result.get(i, (np.inf, 0.0, np.inf))
+            least = min(time, before[2])
+            result[i] = (guess, time, least) if guess < before[0] else (*before[:2], least)
+        return result
+
+
+def _estimate(device: DeviceModel, call: MeasuredCall, position: int) -> float:
+    return base_microseconds(device, call.workload, call.candidates[position], call.gpu)
+
+
+def _candidate_numbers(call: MeasuredCall, position: int) -> tuple[float, ...]:
+    return of_candidate(call.candidates[position], call.candidates[0], call.workload, call.gpu)
+
+
+def _fitted(device: DeviceModel, calls: Sequence[MeasuredCall], operation: str) -> dict[str, Any]:
+    """Fit the models of an operation, and print their error on unseen calls."""
+    rows = _Rows(device, calls)
+    folds = np.random.default_rng(0).integers(_FOLDS, size=len(calls))
+    pairs: list[tuple[int, float, float, float, float, float]] = []
+    for fold in range(_FOLDS):
+        xla, ours = rows.models([x != fold for x in folds])
+        for i, best_of_ours in rows.best(ours, [x == fold for x in folds]).items():
+            if np.isfinite(rows.xla[i]):
+                guessed_xla = rows.roofline[i] + xla([rows.numbers[i]])[0]
+                pairs.append((i, *best_of_ours, guessed_xla, rows.xla[i]))
+    index, guess, time, least, guessed_xla, true_xla = (
+        np.array(x) for x in zip(*pairs, strict=True)
+    )
+    wrong = np.abs((guessed_xla - guess) - (true_xla - time))
+    numbers = [rows.numbers[int(i)] for i in index]
+    error_folds = folds[index.astype(int)]
+    expected = np.zeros(len(pairs))
+    for fold in range(_FOLDS):
+        seen = error_folds != fold
+        model = _boosted([n for n, s in zip(numbers, seen, strict=True) if s], wrong[seen], _ERRORS)
+        expected[~seen] = model([n for n, s in zip(numbers, seen, strict=True) if not s])
+    tried = []
+    for least_margin, of_error in itertools.product(_LEAST, _OF_ERROR):
+        taken = guessed_xla - guess > np.maximum(least_margin, of_error * expected)
+        gain = np.where(taken, true_xla - time, 0.0)
+        slow = float(np.mean(gain < np.log(_SLOW)))
+        tried.append((gain.mean() - _COST_OF_SLOW * slow, (least_margin, of_error), gain))
+    _, margin, gain = max(tried, key=lambda x: x[0])
+    best = np.maximum(0.0, true_xla - least)
+    report = {
+        "calls": len(calls),
+        "pairs": len(pairs),
+        "error_of_xla": _percentiles(np.abs(guessed_xla - true_xla)),
+        "error_of_ours": _percentiles(np.abs(guess - time)),
+        "over_xla": round(float(np.exp(gain.mean())), 3),
+        "over_best": round(float(np.exp((gain - best).mean())), 3),
+        "worst": round(float(np.exp(gain.min())), 3),
+        "below_0.97": round(float(np.mean(gain < np.log(_SLOW))), 3),
+        "taken": round(float(np.mean(gain != 0)), 3),
+    }
+    print(operation, report, "margin", margin)
+    xla, ours = rows.models([True] * len(calls))
+    error = _boosted(numbers, wrong, _ERRORS)
+    forests = {"xla": xla, "ours": ours, "error": error}
+    return {
+        "unseen": report,
+        "margin": margin,
+        **{name: forest.to_json() for name, forest in forests.items()},
+    }
+
+
+def _percentiles(errors: _Array) -> list[float]:
+    """Return the median and the 90th percentile."""
+    return [round(float(np.quantile(errors, q)), 3) for q in (0.5, 0.9)]

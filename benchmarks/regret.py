@@ -1,0 +1,275 @@
+"""Times XLA's kernel and the library's candidates for products drawn at random.
+
+    python -m benchmarks regret OPERATION --sample N --seed S [--json FILE]
+
+The record has the time of every side of each product. The command prints what the library's choice
+makes of them: its speed over XLA's, and over the best of all sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
+import jax
+
+from benchmarks.calls.case import Case, types_enabled
+from benchmarks.calls.row import Row
+from benchmarks.measurement.rows_on_gpu import Runs, times_of_rows
+from benchmarks.records.record import Record, program_record
+from benchmarks.samples.sample import draw_sample, purpose
+from jax_tilekern.cli.console import make_console, output_file, write_json
+from jax_tilekern.plans.candidate import CostedCandidate
+from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.select import candidates
+from jax_tilekern.plans.gpu import Gpu, current_gpu
+from jax_tilekern.plans.launch import NoKernel
+from jax_tilekern.plans.policy import choose
+from jax_tilekern.plans.policy.workload import of_product
+from jax_tilekern.plans.tuned import XLA, product_of_text, product_text
+from jax_tilekern.tuning.product_timing import Problem, Side, faults, plan_of
+from jax_tilekern.tuning.random_operands import Operands, beyond_cache
+from jax_tilekern.tuning.tuner import products_of
+
+HELP = "time XLA's kernel and the library's candidates for random products"
+
+_OPERATIONS = ("matmul", "decode", "matvec", "vdot")
+_ROWS_A_CHUNK = 16
+_PROFILE_BYTES = 12 << 30
+# Rows that are printed.
+_WORST = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("operation", choices=_OPERATIONS)
+    parser.add_argument("--sample", type=int, metavar="N", default=200, help="products to draw")
+    parser.add_argument("--seed", type=int, default=0, help="even: to fit, odd: to report")
+    parser.add_argument("--candidates", type=int, metavar="K", default=8)
+    parser.add_argument("--without-xla", action="store_true", help="time the candidates alone")
+    parser.add_argument("--minutes", type=float, default=60, help="begin no rows after this time")
+    parser.add_argument("--seconds", type=float, default=0.1, help="time to spend on a product")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    end = time.monotonic() + 60 * arguments.minutes
+    console = make_console()
+    record = program_record(arguments.command_line)
+    record["sample"] = {
+        "operation": arguments.operation, "count": arguments.sample, "seed": arguments.seed,
+        "purpose": purpose(arguments.seed),
+    }  # fmt: skip
+    rows = draw_sample(arguments.operation, "gpu", arguments.sample, arguments.seed).rows
+    chunks = (rows[i : i + _ROWS_A_CHUNK] for i in range(0, len(rows), _ROWS_A_CHUNK))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        compiled = _compiled(chunks, arguments, pool, end)
+        # XLA's autotuner needs the GPU for itself, and candidates have none.
+        for chunk in _ahead(compiled, 1 if arguments.without_xla else 0):
+            record["rows"] += _measured(chunk, arguments)
+            if arguments.json is not None:
+                write_json(arguments.json, record)
+            console.print(f"{len(record['rows'])}/{len(rows)}")
+    report(record, current_gpu())
+    return 0
+
+
+def report(record: Record, gpu: Gpu) -> dict[str, float]:
+    """Print and return what the policy makes of a record's products that XLA's side is timed of."""
+    gains: list[tuple[float, float, str]] = []
+    for row in record["rows"]:
+        times = row["microseconds"]
+        if XLA not in times:
+            continue
+        product = product_of_text(row["product"])
+        found = candidates(product, gpu)
+        timed = [] if isinstance(found, NoKernel) else [x for x in found if x.key in times]
+        taken = choose(of_product(product), timed, gpu).candidate if timed else None
+        ours = times[XLA if taken is None else taken.key]
+        least = min(times.values())
+        name = f"{row['name']}: {'XLA' if taken is None else taken.key} {ours} us, XLA {times[XLA]}"
+        gains.append((math.log(times[XLA] / ours), math.log(least / ours), name))
+    over_xla, over_best, _ = (list(x) for x in zip(*gains, strict=True))
+    result = {
+        "products": len(gains),
+        "over_xla": math.exp(statistics.fmean(over_xla)),
+        "over_best": math.exp(statistics.fmean(over_best)),
+        "worst_over_xla": math.exp(min(over_xla)),
+        "below_0.97": statistics.fmean(x < math.log(0.97) for x in over_xla),
+    }
+    print({name: round(value, 3) for name, value in result.items()})
+    for gain, _, name in sorted(gains)[:_WORST]:
+        print(f"{math.exp(gain):.2f}  {name}")
+    return result
+
+
+def worth_measuring(found: Sequence[CostedCandidate], count: int) -> list[CostedCandidate]:
+    """Return the best by the cost model, and others spread over the rest of twice its time."""
+    best = list(found[: (count + 1) // 2])
+    rest = [x for x in found[len(best) :] if x.cycles <= 2 * found[0].cycles]
+    wanted = count - len(best)
+    step = max(1, len(rest) // max(1, wanted))
+    return [*best, *rest[::step][:wanted]]
+
+
+class _Timed:
+    """A product, and what computes it."""
+
+    def __init__(self, row: Row, arguments: argparse.Namespace) -> None:
+        self.row = row
+        self.case = Case.of(row)
+        self.gpu: Gpu = current_gpu()
+        with types_enabled(row):
+            products = products_of(self.case.ours, *row.structs)
+        self.product: Product | None = products[0] if len(products) == 1 else None
+        found = candidates(self.product, self.gpu) if self.product else NoKernel("")
+        self.found: list[CostedCandidate] = []
+        if not isinstance(found, NoKernel):
+            self.found = worth_measuring(found, arguments.candidates)
+        self.with_xla = not arguments.without_xla
+        self.sides: dict[str, Side] = {}
+        self.failures: dict[str, str] = {}
+
+    def programs(self) -> Iterator[Any]:
+        """Return what compiles each side."""
+        if self.product is None:
+            return
+        if self.with_xla:
+            yield self._compile_xla
+        yield self._compile_operands
+        yield from (partial(self._compile, candidate) for candidate in self.found)
+
+    def _compile_xla(self) -> None:
+        with types_enabled(self.row):
+            self.case.peer.lower(*self.row.structs).compile()  # type: ignore[attr-defined]
+
+    def _compile_operands(self) -> None:
+        with types_enabled(self.row):
+            self._problem.compile_ahead()
+
+    def _compile(self, candidate: CostedCandidate) -> None:
+        plan = plan_of(candidate, self.gpu)
+        if isinstance(plan, str):
+            self.failures[candidate.key] = plan
+            return
+        with types_enabled(self.row):
+            problem = self._problem
+            lowered = jax.jit(partial(problem.by_plan, plan)).lower(*problem.structs)
+            try:
+                self.sides[candidate.key] = lowered.compile()
+            except RuntimeError as error:
+                self.failures[candidate.key] = f"does not compile: {error}"
+
+    @property
+    def _problem(self) -> Problem:
+        assert self.product is not None
+        return Problem.of(self.product)
+
+    @property
+    def rotation_bytes(self) -> int:
+        """The bytes of all operands that are rotated among."""
+        return 2 * max(2 * self.row.bytes, 5 * self.gpu.l2_bytes)
+
+    def check(self) -> None:
+        """Drop the sides that fail, or differ from the first."""
+        assert self.product is not None
+        with types_enabled(self.row):
+            wrong = faults(self.sides, self._problem.operands(0), self.product)
+        self.failures |= wrong
+        self.sides = {key: side for key, side in self.sides.items() if key not in wrong}
+
+    def runs(self) -> Runs:
+        """Return functions that make one call of each side."""
+        runs = {}
+        with types_enabled(self.row):
+            operands = self._problem.operands
+            rotation = itertools.cycle(beyond_cache(operands(0), operands, self.gpu.l2_bytes))
+            for key, side in self.sides.items():
+                runs[key] = self._run(side, rotation)
+            if self.with_xla:
+                operands = self.case.operands
+                sets = beyond_cache(operands(), operands, self.gpu.l2_bytes)
+                peers = itertools.cycle([self.case.peer_operands(x) for x in sets])
+                runs[XLA] = self._run(self.case.peer, peers)
+        return runs
+
+    def _run(self, side: Any, rotation: Iterator[Operands]) -> Any:
+        def run() -> Any:
+            with types_enabled(self.row):
+                return side(*next(rotation))
+
+        return run
+
+    def record(self, seconds: Mapping[str, Sequence[float]]) -> Record:
+        """Return what the record has of the product."""
+        assert self.product is not None
+        middle = {key: sorted(times)[len(times) // 2] for key, times in seconds.items()}
+        return {
+            "name": self.row.name,
+            "group": self.row.group,
+            "product": product_text(self.product),
+            "microseconds": {key: round(1e6 * value, 3) for key, value in middle.items()},
+            "failures": self.failures,
+        }
+
+
+def _compiled(
+    chunks: Iterable[Sequence[Row]], arguments: argparse.Namespace, pool: Executor, end: float
+) -> Iterator[tuple[list[_Timed], list[Future[None]]]]:
+    """Compile chunks in threads, since NVRTC and XLA run without the interpreter's lock."""
+    for chunk in chunks:
+        if time.monotonic() > end:
+            return
+        rows = [_Timed(row, arguments) for row in chunk]
+        yield rows, [pool.submit(program) for row in rows for program in row.programs()]
+
+
+def _ahead(
+    compiled: Iterator[tuple[list[_Timed], list[Future[None]]]], count: int
+) -> Iterator[list[_Timed]]:
+    """Yield compiled chunks, while so many further ones are being compiled."""
+    queue = deque(itertools.islice(compiled, 1 + count))
+    while queue:
+        rows, jobs = queue.popleft()
+        wait(jobs)
+        yield rows
+        queue.extend(itertools.islice(compiled, 1))
+
+
+def _measured(rows: Sequence[_Timed], arguments: argparse.Namespace) -> list[Record]:
+    """Return the times of compiled products."""
+    result: list[Record] = []
+    stated = [row for row in rows if row.product is not None]
+    for group in _groups(stated):
+        runs = []
+        for row in group:
+            row.check()
+            runs.append(row.runs())
+        timed = [(row, run) for row, run in zip(group, runs, strict=True) if run]
+        found = times_of_rows([run for _, run in timed], arguments.seconds) if timed else []
+        result += [row.record(x.device) for (row, _), (x, _) in zip(timed, found, strict=True)]
+    return result
+
+
+def _groups(rows: Sequence[_Timed]) -> Iterator[list[_Timed]]:
+    """Return rows whose operands the GPU holds at the same time."""
+    group: list[_Timed] = []
+    held = 0
+    for row in rows:
+        if group and held + row.rotation_bytes > _PROFILE_BYTES:
+            yield group
+            group, held = [], 0
+        group.append(row)
+        held += row.rotation_bytes
+    if group:
+        yield group

@@ -1,0 +1,11 @@
+"""What decides between the library's kernels and XLA's, for every operation and device.
+
+A planner states the workload and proposes candidates; :func:`choose` picks one of them, or XLA's
+own operation. What the choice knows of a device is data, one file a device in ``data/``:
+``python -m benchmarks fit_policy`` fits it to measured calls.
+"""
+
+from jax_tilekern.plans.policy.choice import Choice, choose, plan_choice
+from jax_tilekern.plans.policy.setting import current_policy, policy, why_excluded
+
+__all__ = ["Choice", "choose", "current_policy", "plan_choice", "policy", "why_excluded"]

@@ -1,0 +1,127 @@
+"""The choice between candidates and XLA's own operation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from jax_tilekern.plans.candidate import Candidate, CostedCandidate
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.policy.model import DeviceModel, model_of
+from jax_tilekern.plans.policy.setting import current_policy
+from jax_tilekern.plans.policy.workload import Workload, of_candidate
+
+_C = TypeVar("_C", bound=Candidate)
+# Arithmetics in which XLA computes wrong results on GPUs: int8 at a k of 8, 256, 320 and others,
+# which depend on the kernel that its autotuner takes.
+_WRONG_IN_XLA = ("int8",)
+
+
+@dataclass(frozen=True)
+class Choice(Generic[_C]):
+    """What computes a call.
+
+    Attributes
+    ----------
+    candidate
+        The candidate; ``None`` for XLA's own operation.
+    reason
+        Why, in words for ``explain``.
+    ours, xla
+        Predicted microseconds of the best candidate and of XLA; ``None`` where the device has no
+        data.
+    """
+
+    candidate: _C | None
+    reason: str
+    ours: float | None = None
+    xla: float | None = None
+
+
+def choose(workload: Workload, candidates: Sequence[_C], gpu: Gpu) -> Choice[_C]:
+    """Choose what computes a call on a GPU.
+
+    Parameters
+    ----------
+    workload
+        What is computed.
+    candidates
+        Ways to compute it, best first by their own estimates; at least one.
+    gpu
+        What it is for.
+    """
+    asked = current_policy() == "kernels"
+    must = workload.arithmetic in _WRONG_IN_XLA
+    why = "XLA's int8 products are not exact" if must else 'jax_tilekern.policy("kernels")'
+    known = model_of(gpu.name)
+    if known is None or workload.operation not in known.models:
+        if asked or must:
+            return Choice(candidates[0], why)
+        return Choice(
+            None,
+            f"no times on {gpu.name} are recorded, so XLA computes it "
+            '(jax_tilekern.policy("kernels") takes a kernel)',
+        )
+    model, numbers = known.models[workload.operation], known.numbers(workload)
+    xla = known.roofline(workload) * math.exp(model.xla([numbers])[0])
+    times = predicted(known, workload, candidates, gpu)
+    best = int(np.argmin(times))
+    ours = float(times[best])
+    least, of_error = model.margin
+    margin = math.exp(max(least, of_error * model.error([numbers])[0]))
+    text = f"predicted {ours:.3g} us, XLA {xla:.3g} us (data of {known.device})"
+    if asked or must:
+        return Choice(candidates[best], f"{text}; {why}", ours, xla)
+    if ours * margin <= xla:
+        return Choice(candidates[best], text, ours, xla)
+    if ours <= xla:
+        text += f"; a kernel is taken where it is predicted {margin - 1:.0%} faster"
+    return Choice(None, f"XLA's kernel is as fast: {text}", ours, xla)
+
+
+def plan_choice(
+    workload: Workload, candidates: Sequence[Candidate], gpu: Gpu
+) -> LaunchPlan | NoKernel:
+    """Choose what computes a call on a GPU, and compile it.
+
+    Raises
+    ------
+    NvrtcNotFound
+        If there is no NVRTC to compile the kernel with.
+    """
+    choice = choose(workload, candidates, gpu)
+    if choice.candidate is None:
+        return NoKernel(choice.reason)
+    plan = choice.candidate.plan(gpu)
+    return dataclasses.replace(plan, reason=f"{plan.reason}; {choice.reason}")
+
+
+def predicted(
+    known: DeviceModel, workload: Workload, candidates: Sequence[Candidate], gpu: Gpu
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Return the predicted microseconds of each candidate."""
+    numbers = known.numbers(workload)
+    rows = [
+        (*numbers, *of_candidate(candidate, candidates[0], workload, gpu))
+        for candidate in candidates
+    ]
+    bases = [base_microseconds(known, workload, candidate, gpu) for candidate in candidates]
+    result: np.ndarray[tuple[int], np.dtype[np.float64]] = np.asarray(bases) * np.exp(
+        known.models[workload.operation].ours(rows)
+    )
+    return result
+
+
+def base_microseconds(
+    known: DeviceModel, workload: Workload, candidate: Candidate, gpu: Gpu
+) -> float:
+    """Return a candidate's own estimate, or the roofline's where it has none."""
+    if isinstance(candidate, CostedCandidate):
+        return candidate.cycles / gpu.rates.cycles_per_microsecond
+    return known.roofline(workload)

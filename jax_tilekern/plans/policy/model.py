@@ -1,0 +1,197 @@
+"""Predicted times of calls on a device: a bound by rates, corrected by regression trees.
+
+A time is predicted as that of a roofline, or of a kernel's own cost model, times what trees have
+learned from measured calls. Gradient boosting fits them (Friedman, "Greedy function approximation",
+2001); ``python -m benchmarks fit_policy`` writes the files of ``data/``.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jax_tilekern.plans.policy.workload import Workload
+
+FORMAT = 1
+_Array = np.ndarray[Any, np.dtype[Any]]
+# The types of a forest's arrays in a file.
+_TYPES = {"features": "<u1", "thresholds": "<f4", "values": "<f4"}
+
+
+@dataclass(frozen=True)
+class Forest:
+    """The sum of regression trees, all of them complete binary trees of one depth.
+
+    Attributes
+    ----------
+    features
+        For each tree and inner node, breadth first, which number it compares.
+    thresholds
+        What it compares the number with; the right child follows where the number is larger.
+    values
+        For each tree and leaf, its term.
+    constant
+        A term of every sum.
+    """
+
+    features: _Array
+    thresholds: _Array
+    values: _Array
+    constant: float
+
+    def __call__(self, rows: Sequence[Sequence[float]]) -> _Array:
+        """Return the sum for each row of numbers."""
+        x = np.asarray(rows, np.float32)
+        trees = np.arange(len(self.values))
+        node = np.zeros((len(x), len(trees)), np.int64)
+        inner = self.features.shape[1]
+        while node[0, 0] < inner:
+            compared = np.take_along_axis(x, self.features[trees, node], axis=1)
+            node = 2 * node + 1 + (compared > self.thresholds[trees, node])
+        total: _Array = self.values[trees, node - inner].sum(1) + self.constant
+        return total
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Forest:
+        """Read a forest from a file's content."""
+        arrays = {
+            name: np.frombuffer(base64.b85decode(content[name]), dtype).reshape(
+                content["trees"], -1
+            )
+            for name, dtype in _TYPES.items()
+        }
+        inner, leaves = arrays["features"].shape[1], arrays["values"].shape[1]
+        if not (inner == arrays["thresholds"].shape[1] == leaves - 1 > 0):
+            raise ValueError("trees are not complete")
+        return cls(**arrays, constant=float(content["constant"]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a file's content."""
+        arrays = {
+            name: base64.b85encode(getattr(self, name).astype(dtype).tobytes()).decode()
+            for name, dtype in _TYPES.items()
+        }
+        return {"trees": len(self.values), "constant": self.constant, **arrays}
+
+
+@dataclass(frozen=True)
+class OperationModel:
+    """What is known of an operation's times on a device.
+
+    Attributes
+    ----------
+    xla
+        The logarithm of XLA's time over the roofline's, by the numbers of a workload.
+    ours
+        That of a kernel's time over its own prediction, by those and the candidate's numbers.
+    error
+        The expected error of the logarithm of the ratio of both, by the numbers of a workload.
+    margin
+        A kernel is taken if the logarithm of the predicted ratio exceeds the first, and the second
+        times the expected error.
+    """
+
+    xla: Forest
+    ours: Forest
+    error: Forest
+    margin: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """What is known of a device.
+
+    Attributes
+    ----------
+    device
+        Its name.
+    launch
+        Microseconds of the shortest call.
+    bytes
+        Bytes that memory moves in a microsecond.
+    operations
+        By arithmetic, multiply-adds in a microsecond.
+    models
+        By the operation.
+    """
+
+    device: str
+    launch: float
+    bytes: float
+    operations: Mapping[str, float]
+    models: Mapping[str, OperationModel]
+
+    def roofline(self, workload: Workload) -> float:
+        """Return the microseconds that rates alone allow."""
+        compute = workload.operations / self.operations.get(workload.arithmetic, math.inf)
+        return self.launch + max(compute, workload.bytes / self.bytes)
+
+    def numbers(self, workload: Workload) -> tuple[float, ...]:
+        """Return the numbers of a workload that trees compare."""
+        compute = workload.operations / self.operations.get(workload.arithmetic, math.inf)
+        memory = workload.bytes / self.bytes
+        return (math.log2(memory), math.log2(max(compute, 1e-6)), *workload.features)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> DeviceModel:
+        """Read a model from a file's content.
+
+        Raises
+        ------
+        ValueError, KeyError, TypeError
+            If it is not one of this format.
+        """
+        if content["format"] != FORMAT:
+            raise ValueError(f"it has format {content['format']}, and this version reads {FORMAT}")
+        rates = content["rates"]
+        models = {
+            name: OperationModel(
+                xla=Forest.from_json(model["xla"]),
+                ours=Forest.from_json(model["ours"]),
+                error=Forest.from_json(model["error"]),
+                margin=(float(model["margin"][0]), float(model["margin"][1])),
+            )
+            for name, model in content["models"].items()
+        }
+        return cls(
+            content["device"],
+            float(rates["launch"]),
+            float(rates["bytes"]),
+            {name: float(rate) for name, rate in rates["operations"].items()},
+            models,
+        )
+
+
+# The file of each GPU that was measured, by the driver's name.
+FILES = {"NVIDIA H100 80GB HBM3": "h100.json"}
+_FOLDER = Path(str(files(__package__))) / "data"
+
+
+@functools.cache
+def model_of(device: str) -> DeviceModel | None:
+    """Return what is known of a device, or ``None``; a file that cannot be read is a warning."""
+    name = FILES.get(device)
+    return None if name is None else _read(_FOLDER / name)
+
+
+def _read(path: Path) -> DeviceModel | None:
+    try:
+        return DeviceModel.from_json(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        warnings.warn(
+            f"jax_tilekern leaves calls to XLA, because it cannot read {path}: {error!r}; "
+            "install the package again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None

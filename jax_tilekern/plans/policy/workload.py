@@ -1,0 +1,174 @@
+"""A call as numbers: what predictions of its time depend on."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jax_tilekern.plans.candidate import Candidate, CostedCandidate
+from jax_tilekern.plans.gemm.geometry import distinct_matrices
+from jax_tilekern.plans.gpu import Gpu
+
+if TYPE_CHECKING:
+    from jax_tilekern.plans.gemm.problem import Product
+    from jax_tilekern.plans.reduction.select import SummedDims
+    from jax_tilekern.plans.transpose.permutation import Permutation
+
+# Each is a feature.
+ARITHMETICS = (
+    "bf16", "f16", "tf32", "f32", "f32_emulated", "f64", "int8", "fp8", "fp8_fast",
+)  # fmt: skip
+_FAMILIES = ("wgmma", "split", "small", "mma", "simt", "rows", "columns")
+# Rows are read and stored in vectors of so many bytes.
+_VECTOR_BYTES = 16
+# Common tiles, and the SMs of the GPUs that share them.
+_TILE, _SMS = 128, 132
+_MOST_ZEROS = 7
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a call computes, as numbers.
+
+    Attributes
+    ----------
+    operation
+        ``"product"``, ``"sum"`` or ``"transpose"``: which model predicts it.
+    operations
+        Multiply-adds.
+    bytes
+        Bytes that are read and written, each once.
+    arithmetic
+        What multiply-adds are computed in.
+    features
+        Further numbers.
+    """
+
+    operation: str
+    operations: float
+    bytes: float
+    arithmetic: str
+    features: tuple[float, ...]
+
+
+def of_product(product: Product) -> Workload:
+    """Return the workload of a matrix product."""
+    g = product.geometry
+    batch = math.prod(g.batch)
+    arrays = (
+        (g.lhs_strides, g.m * g.k, product.lhs_dtype.itemsize),
+        (g.rhs_strides, g.k * g.n, product.rhs_dtype.itemsize),
+        (g.out_strides, g.m * g.n, product.out_dtype.itemsize),
+    )
+    total = sum(distinct_matrices(g.batch, s) * size * item for s, size, item in arrays)
+    tiles = batch * math.ceil(g.m / _TILE) * math.ceil(g.n / _TILE)
+    features = (
+        *map(math.log2, (batch, g.m, g.n, g.k, batch * g.m * g.n * g.k, tiles)),
+        math.ceil(tiles / _SMS) * _SMS / tiles,
+        *map(_trailing_zeros, (g.m, g.n, g.k)),
+        g.lhs_strides[-1] == 1,
+        g.rhs_strides[-2] == 1,
+        *(_aligned_bytes(s, item) for s, _, item in arrays),
+        *(item for *_, item in arrays),
+        # An operand that all matrices of a batch share, and a batch that lies inside a matrix.
+        *(_is_broadcast(s, g.batch) for s, *_ in arrays[:2]),
+        *(bool(g.batch) and s[0] < max(s[-2:]) for s, *_ in arrays),
+        *(product.arithmetic == name for name in ARITHMETICS),
+    )
+    return Workload(
+        "product", batch * g.m * g.n * g.k, total, product.arithmetic, tuple(map(float, features))
+    )
+
+
+def _aligned_bytes(strides: Sequence[int], itemsize: int) -> int:
+    return math.gcd(_VECTOR_BYTES, max(strides[-2:]) * itemsize)
+
+
+def _is_broadcast(strides: Sequence[int], batch: Sequence[int]) -> bool:
+    return any(s == 0 and size > 1 for s, size in zip(strides, batch, strict=False))
+
+
+def _trailing_zeros(size: int) -> int:
+    return min(_MOST_ZEROS, (size & -size).bit_length() - 1)
+
+
+def of_candidate(
+    candidate: Candidate, first: Candidate, workload: Workload, gpu: Gpu
+) -> tuple[float, ...]:
+    """Return the numbers of a candidate: its estimate, and what its key says of a product's tile.
+
+    Parameters
+    ----------
+    candidate
+        The candidate. One without an estimate has no numbers.
+    first
+        The candidate with the best estimate.
+    workload
+        What is computed.
+    gpu
+        What it is for.
+    """
+    if not (isinstance(candidate, CostedCandidate) and isinstance(first, CostedCandidate)):
+        return ()
+    estimates = math.log2(candidate.cycles), math.log2(candidate.cycles / first.cycles)
+    if workload.operation != "product":
+        return estimates
+    key = candidate.key
+    family = key.partition(" ")[0]
+    tile, splits = re.search(r"(\d+)x(\d+)", key), re.search(r"in (\d+) splits", key)
+    warps = re.search(r"by (\d+)x(\d+)x(\d+)", key)
+    rows, columns = (int(x) for x in tile.groups()) if tile else (1, 1)
+    split = int(splits[1]) if splits else 1
+    batch, m, n = (2**x for x in workload.features[:3])
+    if "swapped" in key:
+        m, n = n, m
+    tiles = batch * math.ceil(m / rows) * math.ceil(n / columns) * split
+    return (
+        *estimates,
+        *(float(family == name) for name in _FAMILIES),
+        *map(math.log2, (rows, columns, split, tiles)),
+        math.ceil(tiles / gpu.sm_count) * gpu.sm_count / tiles,
+        *(float(word in key) for word in ("swapped", "ping-pong", "clusters")),
+        *(map(float, warps.groups()) if warps else (0.0, 0.0, 0.0)),
+    )
+
+
+def of_sum(dims: SummedDims, dtype: np.dtype[Any], out_dtype: np.dtype[Any]) -> Workload:
+    """Return the workload of a sum over axes."""
+    sizes, reduced = dims.sizes or (1,), dims.reduced or (True,)
+    elements = math.prod(sizes)
+    k = math.prod(size for size, is_reduced in zip(sizes, reduced, strict=True) if is_reduced)
+    total = elements * dtype.itemsize + elements // k * out_dtype.itemsize
+    features = (
+        *map(math.log2, (elements, k, elements / k, sizes[-1], sizes[-2] if sizes[1:] else 1)),
+        reduced[-1],
+        len(sizes),
+        dtype.itemsize,
+        out_dtype.itemsize,
+        math.gcd(_VECTOR_BYTES, sizes[-1] * dtype.itemsize),
+        *(dtype.kind == kind for kind in "ifc"),
+    )
+    return Workload("sum", 0, total, "", tuple(map(float, features)))
+
+
+def of_transpose(permutation: Permutation) -> Workload:
+    """Return the workload of a permutation of dimensions."""
+    widened = permutation.widened
+    sizes, order, itemsize = widened.sizes or (1,), widened.order or (0,), widened.itemsize
+    rows, columns = sizes[order[-1]], sizes[-1]
+    features = (
+        *map(math.log2, (math.prod(sizes), rows, columns)),
+        itemsize,
+        len(sizes),
+        widened.keeps_innermost,
+        order[-1],
+        order.index(len(sizes) - 1),
+        math.gcd(_VECTOR_BYTES, rows * itemsize),
+        math.gcd(_VECTOR_BYTES, columns * itemsize),
+    )
+    return Workload("transpose", 0, 2 * permutation.size_bytes, "", tuple(map(float, features)))
