@@ -18,9 +18,6 @@ from jax_tilekern.plans.policy.setting import current_policy
 from jax_tilekern.plans.policy.workload import Workload, of_candidate
 
 _C = TypeVar("_C", bound=Candidate)
-# Arithmetics in which XLA computes wrong results on GPUs: int8 at a k of 8, 256, 320 and others,
-# which depend on the kernel that its autotuner takes.
-_WRONG_IN_XLA = ("int8",)
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ def choose(workload: Workload, candidates: Sequence[_C], gpu: Gpu) -> Choice[_C]
         What it is for.
     """
     asked = current_policy() == "kernels"
-    must = workload.arithmetic in _WRONG_IN_XLA
+    must = _is_wrong_in_xla(workload)
     why = "XLA's int8 products are not exact" if must else 'jax_tilekern.policy("kernels")'
     known = model_of(gpu.name)
     if known is None or workload.operation not in known.models:
@@ -83,6 +80,15 @@ def choose(workload: Workload, candidates: Sequence[_C], gpu: Gpu) -> Choice[_C]
     if ours <= xla:
         text += f"; a kernel is taken where it is predicted {margin - 1:.0%} faster"
     return Choice(None, f"XLA's kernel is as fast: {text}", ours, xla)
+
+
+def _is_wrong_in_xla(workload: Workload) -> bool:
+    """Return whether XLA's kernels on GPUs may be wrong, so that users get none of them.
+
+    Products of int8 matrices are, at a k of 8, 256, 320 and others, which depend on the kernel that
+    its autotuner takes. Those with a vector are loops.
+    """
+    return workload.arithmetic == "int8" and not workload.has_vector
 
 
 def plan_choice(

@@ -55,6 +55,11 @@ class Workload:
     arithmetic: str
     features: tuple[float, ...]
 
+    @property
+    def has_vector(self) -> bool:
+        """Whether a product has a vector for an operand: a size of 1 has the logarithm 0."""
+        return self.operation == "product" and 0 in self.features[1:3]
+
 
 def of_product(product: Product) -> Workload:
     """Return the workload of a matrix product."""
