@@ -628,9 +628,25 @@ def test_every_instruction_set(rng, x64):
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="of the CPU")
 def test_few_matrices_are_left_to_lapack():
-    (choice,) = jtk.explain(linalg.inv, jnp.eye(4))
+    (choice,) = jtk.explain(linalg.inv, jnp.eye(17))
     assert choice.kernel is None
     assert "fewer than 4 matrices" in choice.reason
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="of the CPU")
+@pytest.mark.parametrize("size", [2, 5, 16])
+def test_a_small_matrix_has_the_same_bits_in_every_batch(rng, size):
+    a = rng.standard_normal((19, size, size)).astype(np.float32)
+    a, b = a @ a.mT + np.eye(size, dtype=np.float32), a[..., :2]
+
+    @jax.jit
+    def results(a, b):
+        return linalg.inv(a), linalg.cholesky(a), linalg.lu_factor(a)[0], linalg.solve(a, b)
+
+    whole = results(a, b)
+    for count in (1, 3):
+        for x, y in zip(results(a[-count:], b[-count:]), whole, strict=True):
+            np.testing.assert_array_equal(x, y[-count:])
 
 
 def test_determinants_of_symbolic_sizes_are_jaxs():

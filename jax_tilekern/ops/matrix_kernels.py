@@ -26,8 +26,10 @@ from jax_tilekern.plans.linalg.small_matrices import MAX_SIZE, Columns, SmallMat
 from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Rewrite, obstacle
 
 _TOO_LARGE = f"kernels are for matrices of up to {MAX_SIZE}x{MAX_SIZE}"
-# A vector has one lane per matrix.
+# A vector has one lane per matrix. Up to 16x16 the handler is as fast as LAPACK for one matrix too,
+# and a matrix has the same bits in every batch.
 _CPU_FEWEST = 4
+_CPU_SMALL = 16
 _CPU_MOST_COLUMNS = 64
 
 
@@ -200,8 +202,11 @@ def _cpu_kernel(
 ) -> Kernel | Fallback:
     if matrices.size > MAX_SIZE:
         return Fallback(_TOO_LARGE)
-    if matrices.count < _CPU_FEWEST:
-        return Fallback(f"fewer than {_CPU_FEWEST} matrices leave most lanes of a vector empty")
+    if matrices.count < _CPU_FEWEST and matrices.size > _CPU_SMALL:
+        return Fallback(
+            f"fewer than {_CPU_FEWEST} matrices of more than {_CPU_SMALL} rows leave most lanes of "
+            "a vector empty"
+        )
     return Kernel(
         f"{target.removeprefix('jax_tilekern_')} {matrices.dtype}",
         f"{matrices.count} matrices {matrices.size}x{matrices.size}, a vector lane each",
