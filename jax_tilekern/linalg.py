@@ -20,6 +20,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.ops import matrices
 from jax_tilekern.ops.matmul import matmul as matmul
 from jax_tilekern.ops.matrix_kernels import has_solve_kernel, refusal
@@ -114,7 +115,7 @@ def inv(a: ArrayLike) -> Array:
            [0.  , 0.25]], dtype=float32)
     """
     result = compat.type_of_whole(jnp.linalg.inv, a)
-    a = jnp.asarray(a).astype(result.dtype)
+    a = compat.as_type(a, result.dtype)
     why = refusal(a.shape[-1], a.dtype)
     if why is not None:
         inverses: Array = jnp.linalg.inv(matrices.left_to_xla(a, "inv", why))
@@ -159,7 +160,7 @@ def solve(a: ArrayLike, b: ArrayLike) -> Array:
     Array([2., 1.], dtype=float32)
     """
     result = compat.type_of_whole(jnp.linalg.solve, a, b)
-    a, b = (jnp.asarray(x).astype(result.dtype) for x in (a, b))
+    a, b = (compat.as_type(x, result.dtype) for x in (a, b))
     why = refusal(a.shape[-1], a.dtype)
     if why is not None:
         solutions: Array = jnp.linalg.solve(matrices.left_to_xla(a, "solve", why), b)
@@ -205,7 +206,7 @@ def cholesky(a: ArrayLike, *, upper: bool = False, symmetrize_input: bool = True
     """
     theirs = functools.partial(jnp.linalg.cholesky, upper=upper, symmetrize_input=symmetrize_input)
     result = compat.type_of_whole(theirs, a)
-    a = jnp.asarray(a).astype(result.dtype)
+    a = compat.as_type(a, result.dtype)
     why = refusal(a.shape[-1], a.dtype)
     if why is not None:
         factors: Array = theirs(matrices.left_to_xla(a, "cholesky", why))
@@ -245,20 +246,13 @@ def lu(
     for _ in jnp.shape(a)[2:]:
         theirs = jax.vmap(theirs)
     result = compat.type_of_whole(theirs, a)
-    a = jnp.asarray(a).astype(result[-1].dtype)
+    a = compat.as_type(a, result[-1].dtype)
     why = _refusal_to_factor(a)
     if why is not None:
         factors: tuple[Array, ...] = theirs(matrices.left_to_xla(a, "lu", why))
         return factors
     both, _, permutation = matrices.lu(a)
-    identity = jnp.eye(a.shape[-1], dtype=a.dtype)
-    lower, upper = jnp.tril(both, -1) + identity, jnp.triu(both)
-    if permute_l:
-        places = jnp.argsort(permutation, axis=-1)
-        return jnp.take_along_axis(lower, places[..., None], axis=-2), upper
-    # The one of column i is in row permutation[i].
-    rows = lax.broadcasted_iota(permutation.dtype, a.shape, a.ndim - 2)
-    return (rows == permutation[..., None, :]).astype(a.dtype), lower, upper
+    return _unpacked(both, permutation, permute_l)
 
 
 @functools.partial(jax.jit, static_argnames=("overwrite_a", "check_finite"))
@@ -315,7 +309,7 @@ def det(a: ArrayLike) -> Array:
         If ``a`` is not an array.
     """
     result = compat.type_of_whole(jnp.linalg.det, a)
-    a = jnp.asarray(a).astype(result.dtype)
+    a = compat.as_type(a, result.dtype)
     why = _refusal_of_determinant(a, 3)
     if why is not None:
         determinants: Array = jnp.linalg.det(matrices.left_to_xla(a, "det", why))
@@ -348,7 +342,7 @@ def slogdet(a: ArrayLike, *, method: Literal["lu", "qr"] | None = None) -> Slogd
     """
     theirs = functools.partial(jnp.linalg.slogdet, method=method)
     result = compat.type_of_whole(theirs, a)
-    a = jnp.asarray(a).astype(result[0].dtype)
+    a = compat.as_type(a, result[0].dtype)
     why = "QR is JAX's own" if method == "qr" else _refusal_of_determinant(a, 2)
     if why is not None:
         return SlogdetResult(*theirs(matrices.left_to_xla(a, "slogdet", why)))
@@ -471,7 +465,7 @@ def solve_triangular(
         jsp_linalg.solve_triangular, trans=trans, lower=lower, unit_diagonal=unit_diagonal
     )
     result = compat.type_of_whole(theirs, a, b)
-    a, b = (jnp.asarray(x).astype(result.dtype) for x in (a, b))
+    a, b = (compat.as_type(x, result.dtype) for x in (a, b))
     why = refusal(a.shape[-1], a.dtype)
     if why is not None:
         solved: Array = theirs(matrices.left_to_xla(a, "solve_triangular", why), b)
@@ -488,6 +482,20 @@ def solve_triangular(
     return _with_vectors(function, a, b, vectors=vectors)
 
 
+@mode_independent
+def _unpacked(both: Array, permutation: Array, permute_l: bool) -> tuple[Array, ...]:
+    """Return the matrices of :func:`lu`."""
+    identity = jnp.eye(both.shape[-1], dtype=both.dtype)
+    lower, upper = jnp.tril(both, -1) + identity, jnp.triu(both)
+    if permute_l:
+        places = jnp.argsort(permutation, axis=-1)
+        return jnp.take_along_axis(lower, places[..., None], axis=-2), upper
+    # The one of column i is in row permutation[i].
+    rows = lax.broadcasted_iota(permutation.dtype, both.shape, both.ndim - 2)
+    return (rows == permutation[..., None, :]).astype(both.dtype), lower, upper
+
+
+@mode_independent
 def _solve_by_factors(a: Array, b: Array) -> Array:
     """Solve so that derivatives solve with the same factors."""
     factors, _, permutation = matrices.lu(lax.stop_gradient(a))
@@ -511,6 +519,7 @@ def _solve_by_factors(a: Array, b: Array) -> Array:
     return result
 
 
+@mode_independent
 def _with_vectors(function: Any, a: Array, b: Array, *, vectors: bool) -> Array:
     """Broadcast leading dimensions, each of the right-hand sides being a vector or a matrix."""
 
@@ -548,7 +557,7 @@ def _refusal_of_determinant(a: Array, formulas_to: int) -> str | None:
 
 def _factored(a: ArrayLike) -> tuple[Array, Array, Array]:
     result = compat.type_of_whole(jsp_linalg.lu_factor, a)
-    a = jnp.asarray(a).astype(result[0].dtype)
+    a = compat.as_type(a, result[0].dtype)
     why = _refusal_to_factor(a)
     if why is not None:
         factors, pivots, permutation = lax.linalg.lu(matrices.left_to_xla(a, "lu_factor", why))
@@ -565,6 +574,7 @@ def _pivots_and_sign(factors: Array, pivots: Array) -> tuple[Array, Array]:
 
 
 @jax.custom_jvp
+@mode_independent
 def _det(a: Array) -> Array:
     factors, pivots, _ = matrices.lu(a)
     diagonal, sign = _pivots_and_sign(factors, pivots)
@@ -572,6 +582,7 @@ def _det(a: Array) -> Array:
 
 
 @_det.defjvp
+@mode_independent
 def _det_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     """Return the trace of the adjugate times the tangent.
 
@@ -597,6 +608,7 @@ def _det_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arra
 
 
 @jax.custom_jvp
+@mode_independent
 def _slogdet(a: Array) -> tuple[Array, Array]:
     factors, pivots, _ = matrices.lu(a)
     diagonal, sign = _pivots_and_sign(factors, pivots)
@@ -605,6 +617,7 @@ def _slogdet(a: Array) -> tuple[Array, Array]:
 
 
 @_slogdet.defjvp
+@mode_independent
 def _slogdet_jvp(
     primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:

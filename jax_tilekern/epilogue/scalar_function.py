@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import numpy as np
 
 from jax_tilekern.epilogue.row_reductions import RowReduction, reduced
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.global_modes import with_modes_of_now
 from jax_tilekern.partitioning.explicit import split_alike
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.plans.gemm.epilogue import Reduction
@@ -61,6 +63,12 @@ class ScalarFunction:
     out_dtypes: tuple[np.dtype[Any], ...]
     reductions: tuple[Reduction | None, ...]
     names: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def dtypes(self) -> frozenset[Any]:
+        """Types of all values."""
+        atoms = (x for eqn in _equations(self.jaxpr.jaxpr) for x in (*eqn.invars, *eqn.outvars))
+        return frozenset((*self.out_dtypes, *(x.aval.dtype for x in atoms)))
 
     @property
     def elements(self) -> int:
@@ -204,7 +212,9 @@ def trace_scalars(
     if not callable(function):
         raise TypeError(f"the epilogue is {function!r}; it must be a function of scalars")
     name = getattr(function, "__name__", type(function).__name__)
-    avals = [jax.ShapeDtypeStruct((), dtype) for dtype in (accumulator, *operands)]
+    avals = [_scalar(dtype) for dtype in (accumulator, *operands)]
+    # The function may be traced anew in a rule.
+    function = with_modes_of_now(function)
     try:
         with compat.without_mesh():
             traced, shapes = jax.make_jaxpr(function, return_shape=True)(*avals)
@@ -243,7 +253,9 @@ def trace_scalars(
             return _without_names(inner, args[own:], args[:own])
 
         with compat.without_mesh():
-            traced = jax.make_jaxpr(python)(*avals, *map(_scalar, closed_over))
+            traced = jax.make_jaxpr(python)(
+                *avals, *(_scalar(jax.typeof(x).dtype) for x in closed_over)
+            )
     reductions = tuple(reductions[i] for i in order)
     rounded = tuple(
         product if dtype == accumulator and kind is None else dtype
@@ -290,8 +302,10 @@ def _without_names(
     return [value(x) for x in jaxpr.outvars]
 
 
-def _scalar(value: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((), jnp.result_type(value))
+def _scalar(dtype: np.dtype[Any]) -> jax.core.ShapedArray:
+    # jax.ShapeDtypeStruct has no 64-bit types where x64 is off, but arrays do.
+    """Return the type of a scalar, which may have 64 bits where x64 is off."""
+    return jax.core.ShapedArray((), dtype)
 
 
 def _refuse_arrays(name: str, jaxpr: compat.Jaxpr) -> None:

@@ -18,6 +18,7 @@ from jax_tilekern.fusion.in_place import operands_to_overwrite
 from jax_tilekern.fusion.scalars import equation_of_scalars
 from jax_tilekern.inspection.tracing import of_arrays
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.global_modes import by_types
 from jax_tilekern.ops.fused_contraction import InPlace, contract_with_scalar_function
 from jax_tilekern.ops.labelled_operands import common_type
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
@@ -244,7 +245,8 @@ class _Evaluation:
         epilogue.__name__ = "_".join(
             dict.fromkeys(str(eqn.params.get("name", eqn.primitive)) for eqn, _ in group.equations)
         )
-        with compat.traced_from(group.eqn):
+        types = by_types(lhs, rhs, arrays, product.dtype, [x.aval for x in group.results])
+        with compat.traced_from(group.eqn), types:
             function = trace_scalars(
                 epilogue, accumulator, product.dtype, [x.dtype for x in arrays]
             ).function

@@ -41,6 +41,7 @@ __all__ = [
     "abstract_results",
     "ad",
     "apply_primitive",
+    "as_type",
     "batching",
     "bind_equation",
     "canonicalize_dtype",
@@ -134,6 +135,11 @@ def with_type(x: jax.Array, dtype: Any, weak_type: bool) -> jax.Array:
     return result
 
 
+def as_type(x: Any, dtype: Any) -> jax.Array:
+    """Return an array of a type, which may have 64 bits although x64 is off."""
+    return with_type(jax.numpy.asarray(x), dtype, weak_type=False)
+
+
 def varying_axes(x: Any) -> frozenset[str]:
     """Mesh axes over which ``x`` varies inside ``shard_map`` (aval.vma until 0.10.0)."""
     aval = jax.typeof(x)
@@ -212,7 +218,8 @@ def type_of_whole(function: Callable[..., Any], *args: Any) -> Any:
     def whole(x: Any) -> Any:
         if not isinstance(x, jax.Array):
             return x
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type)
+        # jax.ShapeDtypeStruct has no 64-bit types where x64 is off, but arrays do.
+        return _core.ShapedArray(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type)
 
     with without_mesh():
         return jax.eval_shape(function, *map(whole, args))

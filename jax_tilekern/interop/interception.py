@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.global_modes import mode_independent
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,7 +53,8 @@ def intercept(primitive: compat.Primitive, replacement: Callable[..., Any]) -> N
         primitives.
     """
     bind: Callable[..., Any] = primitive.bind
-    replaced = by_xla(replacement)
+    # The primitive's parameters are final: no mode changes what they say.
+    replaced = by_xla(mode_independent(replacement))
 
     @functools.wraps(bind)
     def intercepted(*operands: Any, **params: Any) -> Any:

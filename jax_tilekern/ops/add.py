@@ -57,7 +57,7 @@ def add(x: ArrayLike, y: ArrayLike, /) -> Array:
            [1., 2., 3.]], dtype=float32)
     """
     result = jax.eval_shape(jnp.add, x, y)
-    operands = (jnp.asarray(operand).astype(result.dtype) for operand in (x, y))
+    operands = (compat.as_type(operand, result.dtype) for operand in (x, y))
     total = _bind(*(_with_rank(operand, len(result.shape)) for operand in operands))
     return compat.with_type(total, result.dtype, result.weak_type)
 

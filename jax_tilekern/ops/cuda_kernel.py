@@ -235,8 +235,9 @@ class CudaKernel:
         arrays = [jnp.asarray(x) for x in inputs]
 
         def call(*arrays: Any) -> Any:
-            outputs = bind(*arrays, settings=self._settings, parameters=static)
             types = input_types([jax.typeof(x) for x in arrays])
+            self._settings.check_output_types(types, static)
+            outputs = bind(*arrays, settings=self._settings, parameters=static)
             return tuple(outputs) if self._settings.returns_tuple(types, static) else outputs[0]
 
         if self._jvp is not None:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jax_tilekern.interop.global_modes import mode_independent
+
 _MOST = np.iinfo(np.int32).max
 _BITS = 10
 _DIGIT = (1 << _BITS) - 1
@@ -17,6 +19,7 @@ _DIGIT = (1 << _BITS) - 1
 
 # The function is not inlined, because it has many equations.
 @functools.partial(jax.jit, static_argnames=("rows", "count"))
+@mode_independent
 def group_bounds(sizes: Array, rows: Any, offset: Array | None = None, count: Any = None) -> Array:
     """Return where each group's rows begin and end.
 

@@ -20,6 +20,7 @@ from jax_tilekern.compilation.compiler import NvrtcNotFound
 from jax_tilekern.inspection.choices import record_choice
 from jax_tilekern.interop import compat, ffi, modes
 from jax_tilekern.interop.compat import ad, batching, mlir
+from jax_tilekern.interop.global_modes import by_types, mode_independent
 from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters
 from jax_tilekern.ops.kernel_sharding import explicit_shardings
 from jax_tilekern.partitioning import xla
@@ -87,7 +88,8 @@ def _abstract_evaluation(
         ]
         return [lax.pcast(x, axes, to="varying") for x in empty] if axes else empty
 
-    return compat.abstract_results(like_outputs, *avals)
+    with by_types(avals, outputs):
+        return compat.abstract_results(like_outputs, *avals)
 
 
 def _batch(
@@ -181,9 +183,10 @@ def _linear_rule(
 
     def once(cotangents: Sequence[Any], known: Mapping[int, Any]) -> tuple[Any, ...]:
         inputs = [known.get(i, jax.ShapeDtypeStruct(t.shape, t.dtype)) for i, t in enumerate(types)]
-        given = settings.linear[group](
-            cotangents[0] if single else cotangents, *inputs, **parameters
-        )
+        with parameters.modes.with_types_of(inputs, cotangents).entered():
+            given = settings.linear[group](
+                cotangents[0] if single else cotangents, *inputs, **parameters
+            )
         results = tuple(given) if isinstance(given, tuple | list) else (given,)
         _check_cotangents(settings, group, types, results)
         return results
@@ -194,7 +197,8 @@ def _linear_rule(
             results = jax.vmap(inner, in_axes=(0, axes))(cotangents, known)
             # The cotangent of an input that the whole batch reads is the sum of the batch's.
             return tuple(
-                x if batch.mapped[i] else x.sum(axis=0) for i, x in zip(group, results, strict=True)
+                x if batch.mapped[i] else _sum_of_batch(x)
+                for i, x in zip(group, results, strict=True)
             )
 
         return rule
@@ -205,11 +209,16 @@ def _linear_rule(
     return rule
 
 
+@mode_independent
+def _sum_of_batch(x: Any) -> Any:
+    return x.sum(axis=0)
+
+
 def _check_cotangents(
     settings: KernelSettings, group: Group, types: Sequence[Array], results: Sequence[Any]
 ) -> None:
     wanted = [f"{types[i].dtype}{list(types[i].shape)}" for i in group]
-    given = [f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in results]
+    given = [f"{x.dtype}{list(x.shape)}" for x in map(jax.typeof, results)]
     if wanted != given:
         raise TypeError(
             f"the transpose rule of kernel {settings.label} for inputs {list(group)} returned "
@@ -350,7 +359,8 @@ def _lower_to_zeros(ctx: Any, *values: Any) -> Sequence[Any]:
     def zeros(*operands: Any) -> list[Any]:
         return [lax.full(aval.shape, 0, aval.dtype) for aval in ctx.avals_out]
 
-    lowered: Sequence[Any] = mlir.lower_fun(zeros, multiple_results=True)(ctx, *values)
+    with by_types(ctx.avals_out):
+        lowered: Sequence[Any] = mlir.lower_fun(zeros, multiple_results=True)(ctx, *values)
     return lowered
 
 
@@ -368,7 +378,7 @@ def _lower_reference(
         given = settings.reference(*inputs, **parameters)
         outputs = tuple(given) if isinstance(given, tuple | list) else (given,)
         wanted = [f"{x.dtype}{list(x.shape)}" for x in declared]
-        got = [f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in outputs]
+        got = [f"{x.dtype}{list(x.shape)}" for x in map(jax.typeof, outputs)]
         if wanted != got:
             raise TypeError(
                 f"the reference of kernel {settings.label} returned {', '.join(got)}, but its out "
@@ -382,7 +392,8 @@ def _lower_reference(
         function = jax.vmap(
             function, in_axes=tuple(0 if mapped else None for mapped in batch.mapped)
         )
-    lowered: Sequence[Any] = mlir.lower_fun(function, multiple_results=True)(ctx, *values)
+    with parameters.modes.with_types_of(ctx.avals_in, ctx.avals_out).entered():
+        lowered: Sequence[Any] = mlir.lower_fun(function, multiple_results=True)(ctx, *values)
     return lowered
 
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jax_tilekern.compilation.compiler import Source
+from jax_tilekern.interop.global_modes import Modes
 from jax_tilekern.ops.kernel_sharding import parsed, sharding_rule
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.cuda_kernel import Array, Batch, BatchAxis, KernelCall
@@ -23,6 +24,8 @@ _PACKED = re.compile(r"u?int[24]$|float[46]_")
 
 class Parameters(Mapping[str, Any]):
     """The keywords of a call, which are static: part of the key of JAX's compiled programs.
+
+    With them go JAX's modes at the call, in which the user's other functions run too.
 
     Equal only if they are indistinguishable: Python has ``1 == 1.0 == True`` and ``0.0 == -0.0``.
     """
@@ -42,8 +45,9 @@ class Parameters(Mapping[str, Any]):
                     f"parameter {name} of kernel {kernel} is a {type(value).__name__}, which is "
                     "not hashable, as a static parameter must be"
                 ) from None
-        self._values = dict(values)
-        self._key = tuple(sorted((name, _exact(value)) for name, value in values.items()))
+        self._values, self.modes = dict(values), Modes.of_now()
+        own = tuple(sorted((name, _exact(value)) for name, value in values.items()))
+        self._key = (own, self.modes)
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -146,6 +150,19 @@ class KernelSettings:
                 )
         return outputs
 
+    def check_output_types(self, inputs: Sequence[Array], parameters: Parameters) -> None:
+        """Raise a ``TypeError`` if x64 is off and an output has 64-bit elements, as no input has.
+
+        For the user's call alone: rules of a call may run in other modes.
+        """
+        for i, output in enumerate(self.outputs(inputs, parameters)):
+            held = jax.dtypes.canonicalize_dtype(output.dtype)
+            if output.dtype not in (held, *(x.dtype for x in inputs)):
+                raise TypeError(
+                    f"kernel {self.label}: output {i} is {output}, which JAX would make {held}; "
+                    "set jax_enable_x64"
+                )
+
     def rule(
         self, inputs: Sequence[Array], parameters: Parameters, batches: tuple[Batch, ...]
     ) -> ShardingRule | None:
@@ -235,14 +252,7 @@ class KernelSettings:
                 f"kernel {self.label}: out gives {given!r} for output {index}, which has no shape "
                 "and dtype; give a jax.ShapeDtypeStruct"
             )
-        array = Array(tuple(int(size) for size in given.shape), np.dtype(given.dtype))
-        held = jax.dtypes.canonicalize_dtype(array.dtype)
-        if held != array.dtype:
-            raise TypeError(
-                f"kernel {self.label}: output {index} is {array}, which JAX would make "
-                f"{held}; set jax_enable_x64"
-            )
-        return array
+        return Array(tuple(int(size) for size in given.shape), np.dtype(given.dtype))
 
     def _dim3(self, what: str, given: Any) -> Dim3:
         sizes = _several(given)

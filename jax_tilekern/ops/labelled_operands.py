@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding
 
+from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.plans.gemm.arithmetic import (
     BF16,
     F16,
@@ -27,6 +28,7 @@ from jax_tilekern.plans.gemm.contraction import Contraction, Labels
 from jax_tilekern.primitives.lowering_platform import lowering_platform
 
 
+@mode_independent
 def common_type(lhs: Array, rhs: Array, out_dtype: Any, precision: Any) -> tuple[Array, Array]:
     """Cast two operands to a common type, unless a product of their types has kernels.
 

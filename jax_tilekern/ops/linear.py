@@ -147,7 +147,7 @@ def gated_linear(
     gated: Array = contract_pair(
         x,
         w_gate,
-        w_up.astype(w_gate.dtype),
+        compat.as_type(w_up, w_gate.dtype),
         contraction,
         precision=canonical,
         product=result.dtype,
@@ -156,19 +156,25 @@ def gated_linear(
     return gated
 
 
+# The accumulators and the operands of an epilogue may have different types.
+_promoting: Any = jax.numpy_dtype_promotion("standard")
+_plus: Callable[..., Any] = _promoting(operator.add)
+_times_up: Callable[..., Any] = _promoting(operator.mul)
+
+
 # A function is traced once for each object, so equal layers share one.
 
 
 @functools.lru_cache(maxsize=256)
 def _after_bias(activation: Activation | None) -> Callable[[Any, Any], Any]:
     if activation is None:
-        return operator.add
-    return _named("bias", activation, lambda y, bias: activation(y + bias))
+        return _plus
+    return _named("bias", activation, lambda y, bias: activation(_plus(y, bias)))
 
 
 @functools.lru_cache(maxsize=256)
 def _times(activation: Activation) -> Callable[[Any, Any], Any]:
-    return _named("gate", activation, lambda y, up: activation(y) * up)
+    return _named("gate", activation, lambda y, up: _times_up(activation(y), up))
 
 
 def _named(what: str, activation: Activation, function: Callable[..., Any]) -> Callable[..., Any]:

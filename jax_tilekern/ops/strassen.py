@@ -94,7 +94,7 @@ def strassen_matmul(
             raise ValueError(f"{name} has shape {jnp.shape(operand)}, which is no matrix")
     if levels == 0:
         return by_matmul(a, b)
-    a, b = (jnp.asarray(operand).astype(result.dtype) for operand in (a, b))
+    a, b = (compat.as_type(operand, result.dtype) for operand in (a, b))
     a, b, contraction = labelled_matrices(a, b)
     *_, rows, contracted = contraction.lhs
     product = _strassen(

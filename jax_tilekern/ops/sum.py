@@ -133,7 +133,7 @@ def _with_initial(a: Array, axes: Axes, dtype: np.dtype[Any], initial: ArrayLike
     """Add ``initial`` before anything is rounded to a narrow float."""
     sums = _accumulator(dtype)
     total = _bind(a, axes=axes, dtype=sums)
-    initial = lax.convert_element_type(initial, sums)
+    initial = compat.as_type(initial, sums)
     return lax.bitwise_or(initial, total) if dtype.kind == "b" else lax.add(initial, total)
 
 

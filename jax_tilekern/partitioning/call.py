@@ -30,6 +30,7 @@ from jax_tilekern.inspection.choices import (
 )
 from jax_tilekern.interop import modes
 from jax_tilekern.interop.ffi import PARTITIONED
+from jax_tilekern.interop.global_modes import by_types
 from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.choice import choose_split
 from jax_tilekern.partitioning.digits import common_digits, sharding_of
@@ -242,7 +243,10 @@ def _answer(
     tuned, mode = using_digest(content["tuned"]), modes.entered(content["mode"])
     # Exported programs of 0.1.0 have none.
     policy_then = policy(content.get("policy", "auto"))
-    with recorded_choices() as recorder, tuned, mode, policy_then, planning_beside_collectives():
+    # XLA calls on its own thread, or on one that has the contexts of the compiling code.
+    types = by_types(operands, results, params)
+    beside = planning_beside_collectives()
+    with recorded_choices() as recorder, tuned, mode, policy_then, types, beside:
         module = xla.local_module(program, local, axes, content["platform"])
     described = split.described(digits[:n])
     choices = [

@@ -214,8 +214,6 @@ def local_module(
     mesh = _mesh.AbstractMesh(tuple(size for _, size in axes), names)
     operands = [_core.ShapedArray(tuple(shape), dtype) for shape, dtype in avals]
     with contextlib.ExitStack() as stack:
-        # XLA calls on its own thread, or on one that has the contexts of the compiling code.
-        stack.enter_context(jax.enable_x64(True))
         stack.enter_context(_mesh.use_abstract_mesh(_mesh.empty_abstract_mesh))
         jaxpr = _api.make_jaxpr(program, axis_env=axes)(*operands)
         stack.enter_context(_core.extend_axis_env_nd(axes))

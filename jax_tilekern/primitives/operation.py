@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 from jax_tilekern.inspection.choices import listed_below, record_choice
 from jax_tilekern.interop import compat, ffi, modes
 from jax_tilekern.interop.compat import ad, mlir
+from jax_tilekern.interop.global_modes import by_types, mode_independent
 from jax_tilekern.interop.interception import by_xla
 from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.call import PartitionedOperation, lower_partitioned, register
@@ -216,7 +217,7 @@ class Operation:
 
 def define(operation: Operation) -> Callable[..., Any]:
     """Make the primitive of ``operation``; return the function that binds it."""
-    operation = dataclasses.replace(operation, reference=by_xla(operation.reference))
+    operation = _mode_independent(operation)
     primitive = compat.Primitive(operation.name)
     primitive.multiple_results = operation.several_results
     primitive.def_impl(functools.partial(compat.apply_primitive, primitive))
@@ -244,6 +245,21 @@ def define(operation: Operation) -> Callable[..., Any]:
     if operation.stands_for is not None:
         remat.register(primitive, operation.stands_for, operation.saved)
     return bind
+
+
+def _mode_independent(operation: Operation) -> Operation:
+    """Return the operation with rules that neither ``patch`` nor JAX's global modes change."""
+    rules: dict[str, Any] = {
+        name: mode_independent(rule)
+        for name in ("batch", "jvp", "like_results", "sharding_rule")
+        if (rule := getattr(operation, name)) is not None
+    }
+    return dataclasses.replace(
+        operation,
+        reference=by_xla(mode_independent(operation.reference)),
+        transposes={x: mode_independent(rule) for x, rule in operation.transposes.items()},
+        **rules,
+    )
 
 
 def _register_derivatives(
@@ -289,7 +305,7 @@ def _register_derivatives(
 
     if operation.jvp is not None or rules:
         ad.primitive_jvps[primitive] = operation.jvp or jvp_by_linearity
-        taylor.register(primitive, taylor_polynomials)
+        taylor.register(primitive, mode_independent(taylor_polynomials))
     if rules:
         ad.primitive_transposes[primitive] = transpose
 
@@ -347,9 +363,21 @@ def _lower(
     *values: Any,
     **params: Any,
 ) -> Sequence[Any]:
-    outcome = _outcome(operation, platform, ctx, *values, **params)
-    if outcome is not None:
-        return _lowered(operation, platform, outcome, ctx, *values, **params)
+    with by_types(ctx.avals_in, ctx.avals_out, params):
+        outcome = _outcome(operation, platform, ctx, *values, **params)
+        if outcome is not None:
+            return _lowered(operation, platform, outcome, ctx, *values, **params)
+        return _partitioned(operation, partitioned, platform, ctx, *values, **params)
+
+
+def _partitioned(
+    operation: Operation,
+    partitioned: PartitionedOperation | None,
+    platform: str,
+    ctx: Any,
+    *values: Any,
+    **params: Any,
+) -> Sequence[Any]:
     assert partitioned is not None
     operands: Sequence[Operand] = tuple(map(Operand, values, ctx.avals_in))
     if operation.source is not None:

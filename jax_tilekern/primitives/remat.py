@@ -15,6 +15,7 @@ import jax
 from jax.interpreters import partial_eval
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.global_modes import mode_independent
 
 # stands_for(**params) returns a primitive of JAX, and the parameters of its equation.
 StandsFor = Callable[..., tuple[compat.Primitive, dict[str, Any]]]
@@ -74,6 +75,7 @@ def register(
         if kept is None and (case == "save" or count > 1):
             return eqn, None, [False] * count, [False] * count, []
         kept = kept or Saved(0, lambda _: ())
+        kept = kept._replace(others=mode_independent(kept.others))
         return _saved(eqn, kept, given) if case == "save" else _offloaded(eqn, kept, given, *case)
 
     partial_eval.partial_eval_jaxpr_custom_rules[primitive] = split

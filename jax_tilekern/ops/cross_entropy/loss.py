@@ -10,6 +10,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.ops.cross_entropy.logits import Options, statistics_type
 from jax_tilekern.ops.cross_entropy.statistics import statistics
 from jax_tilekern.ops.cross_entropy.weighted_loss import weighted_loss
@@ -156,6 +157,7 @@ def _type(x: Array) -> str:
     "axis_name",
     "options",
 )
+@mode_independent
 def _loss(
     h: Array,
     w: Array,

@@ -1,0 +1,113 @@
+"""JAX's global modes, which are the user's, and what the inside of an operation runs in.
+
+A mode such as ``jax_enable_x64`` may be a context around a part of the user's program. JAX calls
+the rules of a primitive at other times: it differentiates, batches and lowers a function outside of
+such a context. So rules, and functions that compute with values of their own, run in modes that
+follow from the types of their arguments alone (:func:`by_types`, :func:`mode_independent`). What
+the user wrote runs in the modes of the user's call (:func:`with_modes_of_now`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_64_BITS = frozenset(map(np.dtype, (np.float64, np.int64, np.uint64, np.complex128)))
+
+
+class Modes(NamedTuple):
+    """Values of JAX's modes that change what a function means.
+
+    Attributes
+    ----------
+    x64
+        Whether there are 64-bit types (``jax_enable_x64``).
+    dtype_promotion, rank_promotion
+        Whether types and ranks of operands may differ.
+    matmul_precision
+        The precision of products that name none.
+    """
+
+    x64: bool = False
+    dtype_promotion: Any = "standard"
+    rank_promotion: Any = "allow"
+    matmul_precision: Any = None
+
+    @classmethod
+    def of_now(cls) -> Modes:
+        """Return the values of this thread's contexts."""
+        config: Any = jax.config
+        return cls(
+            config.jax_enable_x64,
+            config.jax_numpy_dtype_promotion,
+            config.jax_numpy_rank_promotion,
+            config.jax_default_matmul_precision,
+        )
+
+    def with_types_of(self, *values: Any) -> Modes:
+        """Return the modes with 64-bit types enabled if one of the values has 64 bits."""
+        return self._replace(x64=self.x64 or any(map(_has_64_bits, jax.tree.leaves(values))))
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Return a context in which the modes have these values."""
+        if self == self.of_now():
+            yield
+            return
+        with (
+            jax.enable_x64(self.x64),
+            jax.numpy_dtype_promotion(self.dtype_promotion),
+            jax.numpy_rank_promotion(self.rank_promotion),
+            jax.default_matmul_precision(self.matmul_precision),
+        ):
+            yield
+
+
+def by_types(*values: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which only types decide what a function means.
+
+    Parameters
+    ----------
+    *values
+        Trees of arrays, of abstract values and of types. 64-bit types are enabled if one of them
+        has 64 bits. An object with ``dtypes`` stands for these.
+    """
+    return Modes().with_types_of(*values).entered()
+
+
+def mode_independent(function: Callable[P, R]) -> Callable[P, R]:
+    """Make the types of a function's arguments decide its meaning, as :func:`by_types` does."""
+
+    @functools.wraps(function)
+    def independent(*args: P.args, **kwargs: P.kwargs) -> R:
+        with by_types(args, kwargs):
+            return function(*args, **kwargs)
+
+    return independent
+
+
+def with_modes_of_now(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function of the user's mean, at any later time, what it means now."""
+    modes = Modes.of_now()
+
+    @functools.wraps(function)
+    def as_now(*args: P.args, **kwargs: P.kwargs) -> R:
+        with modes.entered():
+            return function(*args, **kwargs)
+
+    return as_now
+
+
+def _has_64_bits(value: Any) -> bool:
+    if hasattr(value, "dtypes"):
+        return any(map(_has_64_bits, value.dtypes))
+    dtype = getattr(value, "dtype", value)
+    return isinstance(dtype, np.dtype) and dtype in _64_BITS
