@@ -1,6 +1,8 @@
 """Public functions are jitted once and inlined where they are traced, as JAX's own are."""
 
 import functools
+import gc
+import weakref
 
 import jax
 import jax.monitoring
@@ -104,3 +106,27 @@ def test_modes_are_part_of_what_is_kept():
         assert "custom-call" not in jax.jit(of_rows).lower(x).compile().as_text()
     assert "custom-call" in jax.jit(of_rows).lower(x).compile().as_text()
     assert "tilekern_sum" in str(jaxpr(x))
+
+
+def test_clear_caches_drops_what_is_remembered_of_calls():
+    """Also the functions of epilogues, and what they close over."""
+    x = np.ones((6, 6), np.float32)
+    kept = []
+
+    def call_with_functions():
+        def scaled(y):
+            return 2 * jnp.tanh(y)
+
+        def shifted(y):
+            return y + 1
+
+        jtk.matmul(x, x, epilogue=scaled)
+        jax.grad(lambda w: jtk.linear(x, w, None, shifted).sum())(x)
+        jtk.linear(x, x, x[0], shifted)
+        jtk.gated_linear(x, x, x, shifted)
+        kept.extend((weakref.ref(scaled), weakref.ref(shifted)))
+
+    call_with_functions()
+    jax.clear_caches()
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None]

@@ -23,6 +23,7 @@ from jax._src import dtypes as _dtypes
 from jax._src import mesh as _mesh
 from jax._src import named_sharding as _named_sharding
 from jax._src import source_info_util as _source_info_util
+from jax._src import util as _util
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
@@ -44,6 +45,7 @@ __all__ = [
     "as_type",
     "batching",
     "bind_equation",
+    "cached",
     "canonicalize_dtype",
     "canonicalize_precision",
     "check_arraylike",
@@ -115,6 +117,10 @@ canonicalize_dtype: Callable[[Any, str], Any] = _dtypes.check_and_canonicalize_u
 
 # Exported as jax.sharding.ShardingTypeError by some versions only.
 ShardingTypeError: type[Exception] = _core.ShardingTypeError
+
+# A functools.lru_cache that jax.clear_caches empties. Its key has JAX's settings and the contexts
+# of the trace, unless trace_context_in_key is false.
+cached: Callable[..., Callable[[Any], Any]] = _util.cache
 
 # jax.interpreters.xla.apply_primitive is deprecated, and forwards to this.
 apply_primitive: Callable[..., Any] = _dispatch.apply_primitive

@@ -165,14 +165,14 @@ _times_up: Callable[..., Any] = _promoting(operator.mul)
 # A function is traced once for each object, so equal layers share one.
 
 
-@functools.lru_cache(maxsize=256)
+@compat.cached(max_size=256, trace_context_in_key=False)
 def _after_bias(activation: Activation | None) -> Callable[[Any, Any], Any]:
     if activation is None:
         return _plus
     return _named("bias", activation, lambda y, bias: activation(_plus(y, bias)))
 
 
-@functools.lru_cache(maxsize=256)
+@compat.cached(max_size=256, trace_context_in_key=False)
 def _times(activation: Activation) -> Callable[[Any, Any], Any]:
     return _named("gate", activation, lambda y, up: _times_up(activation(y), up))
 

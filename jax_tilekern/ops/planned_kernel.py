@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound
-from jax_tilekern.interop import modes
+from jax_tilekern.interop import compat, modes
 from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PlanError
 from jax_tilekern.plans.policy import current_policy
@@ -52,7 +51,9 @@ def _planned(
     state = planning_state()
     if state is None:
         return _plan(planner, arguments, gpu)
-    return _plan_once(planner, arguments, gpu, state=(state, current_policy()))
+    state = state, current_policy()
+    planned: Planned = _plan_once(planner, arguments, gpu, state=state)
+    return planned
 
 
 def _plan(
@@ -65,7 +66,7 @@ def _plan(
         return error.with_traceback(None)
 
 
-@functools.lru_cache(maxsize=1024)
+@compat.cached(max_size=1024, trace_context_in_key=False)
 def _plan_once(
     planner: Callable[..., LaunchPlan | NoKernel],
     arguments: tuple[Hashable, ...],

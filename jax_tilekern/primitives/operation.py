@@ -346,7 +346,7 @@ def _as_group(
 
 
 def _abstract_evaluation(operation: Operation) -> Callable[..., Any]:
-    @functools.lru_cache(maxsize=4096)
+    @compat.cached(max_size=4096)
     def evaluate(avals: tuple[Any, ...], params: tuple[tuple[str, Any], ...]) -> Any:
         traced = operation.like_results or operation.reference
         results = compat.abstract_results(functools.partial(traced, **dict(params)), *avals)

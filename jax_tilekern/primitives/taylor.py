@@ -19,6 +19,7 @@ from jax_tilekern.interop.compat import ad, zero_tangent
 from jax_tilekern.primitives.linearity import Group
 
 Coefficients = Sequence[Sequence[Any]]
+_rules: dict[Any, Any] = jet_rules
 # The results, and for each its further coefficients.
 Polynomials = tuple[list[Any], list[list[Any]]]
 
@@ -30,7 +31,7 @@ def register(primitive: compat.Primitive, rule: Callable[..., Polynomials]) -> N
         results, further = rule(primals, series, **params)
         return (results, further) if primitive.multiple_results else (results[0], further[0])
 
-    jet_rules[primitive] = of_primitive
+    _rules[primitive] = of_primitive
 
 
 def of_multilinear(
