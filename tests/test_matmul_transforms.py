@@ -257,6 +257,7 @@ def test_debug_checks(matrices):
         assert_equal(mm(*matrices), reference(*matrices))
 
 
+@pytest.mark.defaults  # A policy holds for a thread.
 def test_concurrent_calls(rng):
     """One compiled executable, many threads."""
     from concurrent.futures import ThreadPoolExecutor
