@@ -204,14 +204,16 @@ def test_planners_for_gpus_have_no_rules_about_speed():
 
 
 def test_products_are_read_from_their_text():
-    record = json.loads((RECORDS / "matmul-102.json").read_text())
+    record = json.loads((RECORDS / "matmul-27.json").read_text())
     for row in record["rows"]:
         assert product_text(product_of_text(row["product"])) == row["product"]
 
 
-@pytest.mark.parametrize("name", ["matmul-102", "decode-102"])
-def test_choices_reach_the_best_of_both(name, capsys):
-    """On products that the data was fitted to, where it can only be wrong by much."""
+@pytest.mark.parametrize("name", ["matmul-27", "decode-27"])
+def test_choices_reach_the_best_of_both(name):
+    """On measured products that the data was not fitted to."""
+    data = json.loads((model._FOLDER / model.FILES[H100]).read_text())
+    assert f"{name}.json" not in data["command"]
     found = report(json.loads((RECORDS / f"{name}.json").read_text()), KNOWN_GPUS["sm_90a"])
-    assert found["over_best"] > 0.95
-    assert found["over_xla"] > 1.1
+    assert found["over_best"] > 0.94
+    assert found["over_xla"] > 1.12

@@ -36,5 +36,5 @@ def check_additions() -> int:
 
 
 if __name__ == "__main__":
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jtk.policy("kernels"):
         sys.exit(check_additions())

@@ -126,5 +126,5 @@ def check_pairs() -> int:
 
 
 if __name__ == "__main__":
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jtk.policy("kernels"):
         sys.exit(check_epilogues() + check_row_reductions() + check_pairs())
