@@ -72,7 +72,7 @@ def choose(workload: Workload, candidates: Sequence[_C], gpu: Gpu) -> Choice[_C]
     ours = float(times[best])
     least, of_error = model.margin
     margin = math.exp(max(least, of_error * model.error([numbers])[0]))
-    text = f"predicted {ours:.3g} us, XLA {xla:.3g} us (data of {known.device})"
+    text = f"predicted {ours:.4g} us, XLA {xla:.4g} us (data of {known.device})"
     if asked or must:
         return Choice(candidates[best], f"{text}; {why}", ours, xla)
     if ours * margin <= xla:
