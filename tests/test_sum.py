@@ -98,7 +98,18 @@ def test_other_types(rng, x64, dtype):
         assert_sum(out, x, axis)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int2, jnp.uint2, jnp.int4, jnp.uint4])
+_XLAS_INT2 = pytest.mark.xfail(on_gpu(), reason="XLA reads 2-bit integers wrongly on GPUs")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(jnp.int2, marks=_XLAS_INT2),
+        pytest.param(jnp.uint2, marks=_XLAS_INT2),
+        jnp.int4,
+        jnp.uint4,
+    ],
+)
 def test_integers_of_fewer_than_8_bits(rng, dtype):
     x = rng.integers(-8, 8, (33, 70)).astype(dtype)
     wanted = x.astype(np.int32).sum(0)
