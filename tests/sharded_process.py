@@ -27,8 +27,10 @@ A = (np.arange(16 * 32) % 5 - 2).reshape(16, 32).astype(np.float32)
 B = (np.arange(32 * 8) % 3 - 1).reshape(32, 8).astype(np.float32)
 E = np.stack([B, -B, 2 * B, B])
 SIZES = np.array([5, 0, 7, 3], np.int32)
-# Two matrices for each of eight devices, which are left to LAPACK. Powers of two are exact.
-M = np.float32(4) ** np.arange(16)[:, None, None] * np.diag([1, 4, 16, 64]).astype(np.float32)
+# Two matrices of more than 16 rows for each of eight devices, which are left to LAPACK. Even powers
+# of two, and their roots, are exact.
+M = np.diag(np.tile([1, 4, 1, 0.25], 6)) * 4.0 ** (np.arange(16) % 2)[:, None, None]
+M = M.astype(np.float32)
 LAPACK = {
     "inv": jtk.linalg.inv,
     "cholesky": jtk.linalg.cholesky,

@@ -197,7 +197,7 @@ def test_a_sample_is_measured_and_continued(tmp_path, capsys):
 
 
 @pytest.mark.skipif(on_gpu(), reason="measures on a CPU")
-@pytest.mark.parametrize("operation", [name for name in DRAWS if name != "add"])
+@pytest.mark.parametrize("operation", [name for name in DRAWS if name not in ("add", "decode")])
 @pytest.mark.one_in(6)
 @pytest.mark.thorough
 def test_every_operation_has_samples(operation, capsys):
@@ -287,10 +287,11 @@ def profiled(sides, calls, order):
     """Run blocks and say that each took a millisecond a call."""
     blocks = []
     for side in order:
-        for _ in range(calls[side]):
+        activities = []
+        for i in range(calls[side]):
             sides[side]()
-        activity = Activity(0.0, 1e6 * calls[side], f"kernel of {side}")
-        blocks.append(Block(side, Interval(0.0, 2e6 * calls[side]), [activity]))
+            activities.append(Activity(i * 1e6, (i + 1) * 1e6, f"kernel of {side}"))
+        blocks.append(Block(side, Interval(0.0, 2e6 * calls[side]), activities))
     return blocks
 
 
