@@ -67,7 +67,5 @@ class OperationCommand:
         self, console: Console, arguments: argparse.Namespace
     ) -> tuple[Record, bool]:
         device = jax.default_backend()
-        if arguments.candidates and (self.operation != "matmul" or device == "cpu"):
-            raise SuiteError("candidates are of matrix products on a GPU")
         sample = draw_sample(self.operation, device, arguments.sample, arguments.seed)
         return measure_sample(console, sample, arguments)

@@ -15,30 +15,25 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from functools import partial
 from typing import Any
-
-import jax
 
 from benchmarks.calls.case import Case, types_enabled
 from benchmarks.calls.row import Row
+from benchmarks.errors import BenchmarkError
 from benchmarks.measurement.rows_on_gpu import Runs, times_of_rows
 from benchmarks.records.record import Record, program_record
+from benchmarks.samples.product_candidates import ProductCandidates
 from benchmarks.samples.sample import draw_sample, purpose
 from jax_tilekern.cli.console import make_console, output_file, write_json
-from jax_tilekern.plans.candidate import CostedCandidate
-from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import Gpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.policy import choose
 from jax_tilekern.plans.policy.workload import of_product
 from jax_tilekern.plans.tuned import XLA, product_of_text, product_text
-from jax_tilekern.tuning.product_timing import Problem, Side, faults, plan_of
 from jax_tilekern.tuning.random_operands import Operands, beyond_cache
-from jax_tilekern.tuning.tuner import products_of
 
 HELP = "time XLA's kernel and the library's candidates for random products"
 
@@ -54,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("operation", choices=_OPERATIONS)
     parser.add_argument("--sample", type=int, metavar="N", default=200, help="products to draw")
     parser.add_argument("--seed", type=int, default=0, help="even: to fit, odd: to report")
-    parser.add_argument("--candidates", type=int, metavar="K", default=8)
+    parser.add_argument("--candidates", type=int, metavar="K", default=8, help="how many a product")
     parser.add_argument("--without-xla", action="store_true", help="time the candidates alone")
     parser.add_argument("--minutes", type=float, default=60, help="begin no rows after this time")
     parser.add_argument("--seconds", type=float, default=0.1, help="time to spend on a product")
@@ -80,7 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.json is not None:
                 write_json(arguments.json, record)
             console.print(f"{len(record['rows'])}/{len(rows)}")
-    report(record, current_gpu())
+    if not arguments.without_xla:
+        report(record, current_gpu())
     return 0
 
 
@@ -99,6 +95,8 @@ def report(record: Record, gpu: Gpu) -> dict[str, float]:
         least = min(times.values())
         name = f"{row['name']}: {'XLA' if taken is None else taken.key} {ours} us, XLA {times[XLA]}"
         gains.append((math.log(times[XLA] / ours), math.log(least / ours), name))
+    if not gains:
+        raise BenchmarkError("no product has candidates and a time of XLA's")
     over_xla, over_best, _ = (list(x) for x in zip(*gains, strict=True))
     result = {
         "products": len(gains),
@@ -113,15 +111,6 @@ def report(record: Record, gpu: Gpu) -> dict[str, float]:
     return result
 
 
-def worth_measuring(found: Sequence[CostedCandidate], count: int) -> list[CostedCandidate]:
-    """Return the best by the cost model, and others spread over the rest of twice its time."""
-    best = list(found[: (count + 1) // 2])
-    rest = [x for x in found[len(best) :] if x.cycles <= 2 * found[0].cycles]
-    wanted = count - len(best)
-    step = max(1, len(rest) // max(1, wanted))
-    return [*best, *rest[::step][:wanted]]
-
-
 class _Timed:
     """A product, and what computes it."""
 
@@ -129,72 +118,36 @@ class _Timed:
         self.row = row
         self.case = Case.of(row)
         self.gpu: Gpu = current_gpu()
-        with types_enabled(row):
-            products = products_of(self.case.ours, *row.structs)
-        self.product: Product | None = products[0] if len(products) == 1 else None
-        found = candidates(self.product, self.gpu) if self.product else NoKernel("")
-        self.found: list[CostedCandidate] = []
-        if not isinstance(found, NoKernel):
-            self.found = worth_measuring(found, arguments.candidates)
+        self.candidates = ProductCandidates.of(self.case, arguments.candidates, self.gpu)
         self.with_xla = not arguments.without_xla
-        self.sides: dict[str, Side] = {}
-        self.failures: dict[str, str] = {}
 
     def programs(self) -> Iterator[Any]:
         """Return what compiles each side."""
-        if self.product is None:
+        if self.candidates is None:
             return
         if self.with_xla:
             yield self._compile_xla
-        yield self._compile_operands
-        yield from (partial(self._compile, candidate) for candidate in self.found)
+        yield from self.candidates.programs()
 
     def _compile_xla(self) -> None:
         with types_enabled(self.row):
             self.case.peer.lower(*self.row.structs).compile()  # type: ignore[attr-defined]
-
-    def _compile_operands(self) -> None:
-        with types_enabled(self.row):
-            self._problem.compile_ahead()
-
-    def _compile(self, candidate: CostedCandidate) -> None:
-        plan = plan_of(candidate, self.gpu)
-        if isinstance(plan, str):
-            self.failures[candidate.key] = plan
-            return
-        with types_enabled(self.row):
-            problem = self._problem
-            lowered = jax.jit(partial(problem.by_plan, plan)).lower(*problem.structs)
-            try:
-                self.sides[candidate.key] = lowered.compile()
-            except RuntimeError as error:
-                self.failures[candidate.key] = f"does not compile: {error}"
-
-    @property
-    def _problem(self) -> Problem:
-        assert self.product is not None
-        return Problem.of(self.product)
 
     @property
     def rotation_bytes(self) -> int:
         """The bytes of all operands that are rotated among."""
         return 2 * max(2 * self.row.bytes, 5 * self.gpu.l2_bytes)
 
-    def check(self) -> None:
-        """Drop the sides that fail, or differ from the first."""
-        assert self.product is not None
-        with types_enabled(self.row):
-            wrong = faults(self.sides, self._problem.operands(0), self.product)
-        self.failures |= wrong
-        self.sides = {key: side for key, side in self.sides.items() if key not in wrong}
-
     def runs(self) -> Runs:
-        """Return functions that make one call of each side."""
+        """Return functions that make one call of each side whose result is XLA's."""
+        assert self.candidates is not None
         runs = {}
         with types_enabled(self.row):
-            operands = self._problem.operands
-            rotation = itertools.cycle(beyond_cache(operands(0), operands, self.gpu.l2_bytes))
-            for key, side in self.sides.items():
+            operands: Callable[[int], Operands] = self.candidates.problem.operands
+            first = operands(0)
+            self.candidates.check(first)
+            rotation = itertools.cycle(beyond_cache(first, operands, self.gpu.l2_bytes))
+            for key, side in self.candidates.sides.items():
                 runs[key] = self._run(side, rotation)
             if self.with_xla:
                 operands = self.case.operands
@@ -212,14 +165,14 @@ class _Timed:
 
     def record(self, seconds: Mapping[str, Sequence[float]]) -> Record:
         """Return what the record has of the product."""
-        assert self.product is not None
+        assert self.candidates is not None
         middle = {key: sorted(times)[len(times) // 2] for key, times in seconds.items()}
         return {
             "name": self.row.name,
             "group": self.row.group,
-            "product": product_text(self.product),
+            "product": product_text(self.candidates.product),
             "microseconds": {key: round(1e6 * value, 3) for key, value in middle.items()},
-            "failures": self.failures,
+            "failures": self.candidates.failures,
         }
 
 
@@ -249,12 +202,9 @@ def _ahead(
 def _measured(rows: Sequence[_Timed], arguments: argparse.Namespace) -> list[Record]:
     """Return the times of compiled products."""
     result: list[Record] = []
-    stated = [row for row in rows if row.product is not None]
+    stated = [row for row in rows if row.candidates is not None]
     for group in _groups(stated):
-        runs = []
-        for row in group:
-            row.check()
-            runs.append(row.runs())
+        runs = [row.runs() for row in group]
         timed = [(row, run) for row, run in zip(group, runs, strict=True) if run]
         found = times_of_rows([run for _, run in timed], arguments.seconds) if timed else []
         result += [row.record(x.device) for (row, _), (x, _) in zip(timed, found, strict=True)]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numerics import on_gpu
 
+from benchmarks import regret
 from benchmarks.calls.operations import flops
 from benchmarks.command_line import main
 from benchmarks.measurement import measure, rows_on_gpu
@@ -233,12 +234,6 @@ def test_parts_are_of_a_whole(part):
         run("--sample", "3", "--part", part)
 
 
-@pytest.mark.skipif(on_gpu(), reason="a GPU has candidates")
-def test_candidates_are_of_a_gpu(capsys):
-    assert run("--sample", "3", "--candidates", "2") == 2
-    assert "on a GPU" in capsys.readouterr().err
-
-
 # The way of a GPU, with plans that the CPU executes.
 
 
@@ -279,7 +274,7 @@ def like_a_gpu(monkeypatch):
     monkeypatch.setattr(rows_on_gpu, "_MOST_CALLS", 2)
     monkeypatch.setattr(product_candidates, "products_of", lambda *_: [product])
     monkeypatch.setattr(product_candidates, "candidates", lambda *_: found)
-    monkeypatch.setattr(sample_run, "current_gpu", lambda: H100)
+    monkeypatch.setattr(regret, "current_gpu", lambda: H100)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
@@ -303,31 +298,22 @@ def unclear(sides, calls, order):
 @pytest.mark.usefixtures("like_a_gpu")
 @pytest.mark.parametrize("profiler", [profiled, unclear])
 @pytest.mark.thorough
-def test_candidates_are_timed_beside_both_sides(tmp_path, monkeypatch, profiler):
+def test_right_candidates_are_timed(tmp_path, monkeypatch, profiler):
     monkeypatch.setattr(rows_on_gpu, "run_blocks", profiler)
-    path = tmp_path / "sample.json"
+    path = tmp_path / "regret.json"
     small = draw_sample("matmul", "cpu", 4, 2)
-    monkeypatch.setattr("benchmarks.operation_command.draw_sample", lambda *_: small)
-    arguments = ("--sample", "4", "--candidates", "3", "--json", str(path))
-    assert run(*arguments, operation="matmul") == 0
+    monkeypatch.setattr(regret, "draw_sample", lambda *_: small)
+    arguments = ("--sample", "4", "--candidates", "3", "--without-xla", "--json", str(path))
+    assert main(["regret", "matmul", *arguments]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 4
     for row in rows:
-        found = {entry["key"]: entry for entry in row["candidates"]}
-        assert list(found) == ["right", "wrong", "unplanned"]
-        assert found["right"]["measured"] > 0
-        assert found["right"]["predicted"] == pytest.approx(
-            1000 / H100.rates.cycles_per_microsecond
-        )
-        assert "at most" in found["wrong"]["failure"]
-        assert "too large" in found["unplanned"]["failure"]
+        assert list(row["microseconds"]) == ["right"]
+        assert "at most" in row["failures"]["wrong"]
+        assert "too large" in row["failures"]["unplanned"]
         assert row["product"].startswith("f32 64x64x64")
-        assert row["pairs"] == 5
         if profiler is profiled:
-            assert row["seconds"]["ours"]["median"] == pytest.approx(1e-3)
-            assert row["method"].startswith("device time")
-        else:
-            assert row["method"].startswith("wall time")
+            assert row["microseconds"]["right"] == pytest.approx(1e3)
 
 
 @pytest.mark.skipif(on_gpu(), reason="plans are executed by the CPU")

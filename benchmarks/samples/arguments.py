@@ -23,10 +23,6 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", choices=("auto", "kernels"), default="auto",
         help="of the library while the sample is measured (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--candidates", type=int, default=0, metavar="K",
-        help="time the K cheapest candidates of the cost model too (products on a GPU)",
-    )  # fmt: skip
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""The cheapest candidates of the cost model for a product, timed beside the library's choice."""
+"""Candidates for a product that a row calls: compiled, and checked against XLA's product."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import NoKernel
-from jax_tilekern.plans.tuned import XLA, product_text
+from jax_tilekern.plans.tuned import XLA
 from jax_tilekern.tuning.product_timing import Problem, Side, faults, plan_of
 from jax_tilekern.tuning.random_operands import Operands
 from jax_tilekern.tuning.tuner import products_of
@@ -35,7 +35,7 @@ class ProductCandidates:
     gpu
         The GPU of this machine.
     found
-        The cheapest candidates.
+        The candidates.
     sides
         Those that have a plan, by key.
     failures
@@ -53,13 +53,13 @@ class ProductCandidates:
 
     @classmethod
     def of(cls, case: Case, count: int, gpu: Gpu) -> ProductCandidates | None:
-        """Return the cheapest candidates for a row, or ``None`` where there are none."""
+        """Return so many candidates for a row, or ``None`` where there are none."""
         with types_enabled(case.row):
             products = products_of(case.ours, *case.row.structs)
         if len(products) != 1:
             return None
         found = candidates(products[0], gpu)
-        return None if isinstance(found, NoKernel) else cls(products[0], gpu, found[:count])
+        return None if isinstance(found, NoKernel) else cls(products[0], gpu, _spread(found, count))
 
     @property
     def problem(self) -> Problem:
@@ -105,18 +105,11 @@ class ProductCandidates:
         self.failures |= wrong
         self.sides = {key: side for key, side in self.sides.items() if key not in wrong}
 
-    def record(self, seconds: dict[str, float]) -> dict[str, Any]:
-        """Return what the record has of them: predicted and measured times in microseconds."""
-        return {
-            "product": product_text(self.product),
-            "candidates": [
-                {
-                    "key": candidate.key,
-                    "cycles": candidate.cycles,
-                    "predicted": candidate.cycles / self.gpu.rates.cycles_per_microsecond,
-                    "measured": 1e6 * seconds[candidate.key] if candidate.key in seconds else None,
-                    "failure": self.failures.get(candidate.key),
-                }
-                for candidate in self.found
-            ],
-        }
+
+def _spread(found: Sequence[CostedCandidate], count: int) -> list[CostedCandidate]:
+    """Return the best by the cost model, and others spread over the rest of twice its time."""
+    best = list(found[: (count + 1) // 2])
+    rest = [x for x in found[len(best) :] if x.cycles <= 2 * found[0].cycles]
+    wanted = count - len(best)
+    step = max(1, len(rest) // max(1, wanted))
+    return [*best, *rest[::step][:wanted]]

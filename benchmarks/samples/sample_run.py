@@ -39,11 +39,9 @@ from benchmarks.records.record import (
 )
 from benchmarks.records.record_file import continue_record, put_row, remaining
 from benchmarks.records.report import cells
-from benchmarks.samples.product_candidates import ProductCandidates
 from benchmarks.samples.sample import purpose
 from benchmarks.suites.suite import Suite
 from jax_tilekern.cli.console import write_json
-from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.policy import policy
 from jax_tilekern.tuning.random_operands import Operands, beyond_cache
 
@@ -72,7 +70,7 @@ def measure_sample(
     suite
         The sample.
     arguments
-        The command line, parsed: of a suite, and ``seed``, ``minutes``, ``part``, ``candidates``.
+        The command line, parsed: of a suite, and ``seed``, ``minutes``, ``part``, ``policy``.
     """
     end = time.monotonic() + 60 * (arguments.minutes or math.inf)
     record = new_record(suite, arguments.command_line, bandwidths())
@@ -122,14 +120,10 @@ class _SampleRun:
 
     def _compile(self, rows: Sequence[_SampledRow]) -> None:
         """Compile everything in threads: NVRTC and XLA run without the interpreter's lock."""
-        wanted = self.arguments.candidates
         # What fails here fails again where it is called, and is recorded there.
         with ThreadPoolExecutor(self.threads) as pool:
-            found = [pool.submit(row.find_candidates, wanted) for row in rows if wanted]
             jobs = [pool.submit(self._compile_row, row) for row in rows]
-            wait(found)
-            programs = (program for row in rows for program in row.candidate_programs())
-            wait([*jobs, *map(pool.submit, programs)])
+            wait(jobs)
 
     def _compile_row(self, row: _SampledRow) -> None:
         # Policies hold for a thread.
@@ -205,7 +199,6 @@ class _SampledRow:
     def __init__(self, row: Row) -> None:
         self.row = row
         self.case = Case.of(row)
-        self.candidates: ProductCandidates | None = None
         self.others: Mapping[str, OtherPeer] = {}
 
     def compile(self) -> None:
@@ -218,14 +211,6 @@ class _SampledRow:
     def _compile_others(self) -> None:
         with types_enabled(self.row):
             compile_others(self.row)
-
-    def find_candidates(self, count: int) -> None:
-        """Ask the cost model for the cheapest candidates."""
-        self.candidates = ProductCandidates.of(self.case, count, current_gpu())
-
-    def candidate_programs(self) -> Iterator[Any]:
-        """Return what compiles the candidates."""
-        return self.candidates.programs() if self.candidates else iter(())
 
     def check(self) -> Record:
         """Return what the record has of the row's errors; drop what is wrong or takes too much."""
@@ -241,13 +226,11 @@ class _SampledRow:
                 reserved=_PROFILE_BYTES,
                 longest=_LONGEST_CALL,
             )
-        if self.candidates:
-            self.candidates.check(self.candidates.problem.operands(0))
         return found
 
     def rotation_bytes(self, l2_bytes: int) -> int:
         """Return the bytes of the operands that are rotated among, estimated."""
-        return max(2 * self.row.bytes, 5 * l2_bytes) * (2 if self.candidates else 1)
+        return max(2 * self.row.bytes, 5 * l2_bytes)
 
     def runs(self, l2_bytes: int) -> Runs:
         """Return functions that make one call of each side."""
@@ -261,11 +244,6 @@ class _SampledRow:
             for name, other in self.others.items():
                 if other.function:
                     result[f"other {name}"] = self._run(other.function, rotation)
-            if self.candidates:
-                operands = self.candidates.problem.operands
-                rotation = itertools.cycle(beyond_cache(operands(0), operands, l2_bytes))
-                for key, side in self.candidates.sides.items():
-                    result[f"candidate {key}"] = self._run(side, rotation)
         return result
 
     def _run(self, side: Any, rotation: Iterator[Operands]) -> Any:
@@ -287,13 +265,6 @@ class _SampledRow:
         }
         result = times_of(Measurement(of_row, others, method, 1, wall, kernels))
         result |= others_of(self.row, self.others, others)
-        if self.candidates:
-            seconds = {
-                name.removeprefix("candidate "): sorted(times)[len(times) // 2]
-                for name, times in found.device.items()
-                if name.startswith("candidate ")
-            }
-            result |= self.candidates.record(seconds)
         return result
 
 
