@@ -20,6 +20,7 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.measured_calls import MeasuredCall, measured_calls
 from benchmarks.records.record import command_text
 from jax_tilekern.cli.console import output_file, write_json
+from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gpu import KNOWN_GPUS
 from jax_tilekern.plans.policy.choice import base_microseconds
 from jax_tilekern.plans.policy.model import FILES, FORMAT, DeviceModel, Forest
@@ -51,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    gpu = next(x for x in KNOWN_GPUS.values() if x.name == arguments.device)
-    calls = measured_calls(arguments.records, gpu)
+    gpus = (x for x in KNOWN_GPUS.values() if x.name == arguments.device)
+    calls = measured_calls(arguments.records, next(gpus, Cpu(arguments.device)))
     if not calls:
         raise BenchmarkError("the records have no calls with times")
     device = _rates(arguments.device, calls)
@@ -149,7 +150,7 @@ class _Rows:
                 i,
                 (*self.numbers[i], *_candidate_numbers(call, position)),
                 np.log(
-                    base_microseconds(device, call.workload, call.candidates[position], call.gpu)
+                    base_microseconds(device, call.workload, call.candidates[position], call.device)
                 ),
                 np.log(time),
             )
@@ -179,12 +180,8 @@ class _Rows:
         return result
 
 
-def _estimate(device: DeviceModel, call: MeasuredCall, position: int) -> float:
-    return base_microseconds(device, call.workload, call.candidates[position], call.gpu)
-
-
 def _candidate_numbers(call: MeasuredCall, position: int) -> tuple[float, ...]:
-    return of_candidate(call.candidates[position], call.candidates[0], call.workload, call.gpu)
+    return of_candidate(call.candidates[position], call.candidates[0], call.workload, call.device)
 
 
 def _fitted(device: DeviceModel, calls: Sequence[MeasuredCall], operation: str) -> dict[str, Any]:

@@ -18,8 +18,10 @@ from benchmarks.calls.row import Row
 from benchmarks.records.record import timed
 from benchmarks.records.record_file import load_record
 from benchmarks.samples.sample import draw_sample
+from jax_tilekern.ops import planned_kernel
 from jax_tilekern.plans.gpu import Gpu, gpu_target
 from jax_tilekern.plans.policy import Choice, choice
+from jax_tilekern.plans.policy.choice import Device
 from jax_tilekern.plans.policy.workload import Workload
 from jax_tilekern.plans.tuned import XLA
 
@@ -38,7 +40,7 @@ class MeasuredCall:
         What is computed.
     candidates
         The ways to compute it, best first by their own estimates.
-    gpu
+    device
         What they are for.
     xla
         XLA's time, if it was measured.
@@ -49,12 +51,12 @@ class MeasuredCall:
     name: str
     workload: Workload
     candidates: Sequence[Any]
-    gpu: Gpu
+    device: Device
     xla: float | None
     ours: Mapping[int, float]
 
 
-def measured_calls(paths: Sequence[Path], gpu: Gpu) -> list[MeasuredCall]:
+def measured_calls(paths: Sequence[Path], device: Device) -> list[MeasuredCall]:
     """Return the calls of records of ``benchmarks OPERATION --sample`` and ``benchmarks regret``.
 
     Calls of which records have several times have the sides of all of them.
@@ -63,10 +65,10 @@ def measured_calls(paths: Sequence[Path], gpu: Gpu) -> list[MeasuredCall]:
     for path in paths:
         record = json.loads(path.read_text())
         if "operation" in record["sample"]:
-            calls = _of_regret(record, gpu)
+            calls = _of_regret(record, device)
         else:
             record = load_record(path)
-            calls = _of_sample(record, gpu)
+            calls = _of_sample(record, device)
         for call in calls:
             key = str(record["sample"]["seed"]), call.name
             before = found.get(key)
@@ -78,17 +80,17 @@ def measured_calls(paths: Sequence[Path], gpu: Gpu) -> list[MeasuredCall]:
     return list(found.values())
 
 
-def _of_sample(record: Mapping[str, Any], gpu: Gpu) -> Iterator[MeasuredCall]:
+def _of_sample(record: Mapping[str, Any], device: Device) -> Iterator[MeasuredCall]:
     for entry in timed(dict(record)):
         fields = {name: entry[name] for name in _NAMES if name in entry}
         row = Row(**{"operation": record["operation"], **fields})
         seconds = entry["seconds"]
         is_kernel = not entry["kernel"].startswith("XLA")
         ours = {0: 1e6 * seconds["ours"]["median"]} if is_kernel else {}
-        yield from _stated(row, gpu, 1e6 * seconds["peer"]["median"], {}, ours)
+        yield from _stated(row, device, 1e6 * seconds["peer"]["median"], {}, ours)
 
 
-def _of_regret(record: Mapping[str, Any], gpu: Gpu) -> Iterator[MeasuredCall]:
+def _of_regret(record: Mapping[str, Any], device: Device) -> Iterator[MeasuredCall]:
     sample = record["sample"]
     rows = {
         row.name: row
@@ -96,12 +98,12 @@ def _of_regret(record: Mapping[str, Any], gpu: Gpu) -> Iterator[MeasuredCall]:
     }
     for entry in record["rows"]:
         times = dict(entry["microseconds"])
-        yield from _stated(rows[entry["name"]], gpu, times.pop(XLA, None), times, {})
+        yield from _stated(rows[entry["name"]], device, times.pop(XLA, None), times, {})
 
 
 def _stated(
     row: Row,
-    gpu: Gpu,
+    device: Device,
     xla: float | None,
     by_key: Mapping[str, float],
     ours: Mapping[int, float],
@@ -114,13 +116,15 @@ def _stated(
         return Choice(None, "only the question is wanted")
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(choice, "choose", choose))
-        stack.enter_context(gpu_target(gpu))
+        for module in (choice, planned_kernel):
+            stack.enter_context(mock.patch.object(module, "choose", choose))
+        if isinstance(device, Gpu):
+            stack.enter_context(gpu_target(device))
         stack.enter_context(types_enabled(row))
         traced = jax.jit(Case.of(row).ours).trace(*row.structs)
-        traced.lower(lowering_platforms=("cuda",))
+        traced.lower(lowering_platforms=("cuda" if isinstance(device, Gpu) else "cpu",))
     if len(asked) == 1:
         ((workload, candidates),) = asked
         positions = {x.key: i for i, x in enumerate(candidates)} if by_key else {}
         found = {positions[key]: time for key, time in by_key.items() if key in positions}
-        yield MeasuredCall(row.name, workload, candidates, gpu, xla, {**ours, **found})
+        yield MeasuredCall(row.name, workload, candidates, device, xla, {**ours, **found})

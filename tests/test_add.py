@@ -282,7 +282,7 @@ def test_explain_says_why():
             assert reason is None or choice.reason == reason
     (choice,) = jtk.explain(jtk.add, x, x[0], platform="cpu")
     assert choice.kernel == "cpu_add float32"
-    assert choice.reason == "sizes (4, 6), strides (6, 1) and (0, 1)"
+    assert choice.reason.startswith("sizes (4, 6), strides (6, 1) and (0, 1)")
 
 
 # The plan.

@@ -1,4 +1,4 @@
-"""What is left to XLA on a CPU."""
+"""What computes a call on a CPU."""
 
 import functools
 
@@ -8,32 +8,43 @@ import numpy as np
 import pytest
 
 import jax_tilekern as jtk
+from jax_tilekern import _core
 from jax_tilekern.plans import cpu
-from jax_tilekern.plans.cpu import small_left_to_xla, transpose_left_to_xla
+from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.policy import choose
+from jax_tilekern.plans.policy.model import FILES
+from jax_tilekern.plans.policy.workload import of_product
 from jax_tilekern.plans.transpose.permutation import Permutation
 
 pytestmark = pytest.mark.defaults
 
+LEVELS = [name for name in _core.cpu_instruction_sets() if Cpu(name).name in FILES]
+F32 = functools.partial(jax.ShapeDtypeStruct, dtype=np.float32)
 
-@pytest.mark.parametrize(
-    ("shape", "axes", "itemsize", "reason"),
-    [
-        ((1000, 8, 8), (0, 2, 1), 4, "many matrices of 8 by 8"),
-        ((1000, 16, 16), (0, 2, 1), 1, "many matrices"),
-        ((1000, 8, 16), (0, 2, 1), 4, None),
-        ((8, 8), (1, 0), 4, None),  # one matrix
-        ((2, 1000, 64), (2, 1, 0), 4, "scattered rows of 2"),
-        ((4, 1000, 64), (2, 1, 0), 4, None),
-        ((2, 1000, 64), (1, 2, 0), 4, None),  # the result's rows lie one after the other
-        ((20, 30, 64), (1, 0, 2), 4, None),  # rows are moved whole
-        ((1000, 8, 4, 2), (0, 2, 1, 3), 4, "many matrices of 8 by 4"),  # items of 8 bytes
-    ],
-)
-def test_transposes(shape, axes, itemsize, reason):
-    found = transpose_left_to_xla(Permutation.reduced(shape, axes, itemsize))
-    assert (found is None) if reason is None else reason in found
+
+@pytest.fixture(params=LEVELS)
+def measured_level(request):
+    """An instruction set with recorded times that this CPU has."""
+    before = _core.cpu_instruction_set()
+    _core.set_cpu_instruction_set(request.param)
+    yield
+    _core.set_cpu_instruction_set(before)
+
+
+@pytest.fixture
+def portable():
+    """A CPU of which no times are recorded."""
+    before = _core.cpu_instruction_set()
+    _core.set_cpu_instruction_set("portable")
+    yield
+    _core.set_cpu_instruction_set(before)
+
+
+def choice_of(function, *operands):
+    (choice,) = jtk.explain(function, *operands, platform="cpu")
+    return choice
 
 
 def test_results_that_do_not_stay_in_the_cache_are_streamed(monkeypatch):
@@ -46,62 +57,68 @@ def test_results_that_do_not_stay_in_the_cache_are_streamed(monkeypatch):
     assert cpu._last_cache_bytes() >= 1 << 20
 
 
-def test_transposes_say_why():
-    x = jax.ShapeDtypeStruct((1000, 8, 8), np.float32)
-    moved = functools.partial(jtk.transpose, axes=(0, 2, 1))
-    (choice,) = jtk.explain(moved, x, platform="cpu")
+CALLS = [
+    (jtk.transpose, [(700, 900)]),
+    (functools.partial(jtk.sum, axis=0), [(700, 900)]),
+    (jtk.add, [(700, 900), (900,)]),
+    (jtk.matmul, [(700, 500), (500, 900)]),
+    (jtk.matvec, [(1000, 500), (500,)]),
+]
+
+
+@pytest.mark.usefixtures("measured_level")
+@pytest.mark.parametrize(("function", "shapes"), CALLS)
+def test_recorded_times_decide(function, shapes):
+    choice = choice_of(function, *map(F32, shapes))
+    assert choice.kernel
+    assert "(data of CPU with avx" in choice.reason
+    assert choice.reason.count(" us") == 2
+
+
+@pytest.mark.usefixtures("measured_level")
+def test_tiny_calls_are_xlas():
+    for function, shapes in [
+        (functools.partial(jtk.transpose, axes=(0, 2, 1)), [(3, 4, 5)]),
+        (jax.vmap(jtk.vdot), [(2, 7), (2, 7)]),
+    ]:
+        choice = choice_of(function, *map(F32, shapes))
+        assert choice.kernel is None
+        assert "predicted" in choice.reason
+
+
+@pytest.mark.usefixtures("portable")
+@pytest.mark.parametrize(("function", "shapes"), CALLS)
+def test_a_cpu_without_times_is_xlas(function, shapes):
+    choice = choice_of(function, *map(F32, shapes))
     assert choice.kernel is None
-    assert "many matrices" in choice.reason
+    assert "no times on CPU with portable are recorded" in choice.reason
+    with jtk.policy("kernels"):
+        assert choice_of(function, *map(F32, shapes)).kernel
 
 
-@pytest.mark.parametrize(
-    ("call", "shapes", "kernel"),
-    [
-        (jtk.transpose, [(64, 95)], None),
-        (jtk.transpose, [(64, 96)], "cpu_transpose"),
-        (jtk.sum, [(9, 111)], None),
-        (jtk.sum, [(10, 100)], "cpu_sum float32"),
-        (jtk.add, [(9, 1), (111,)], None),
-        (jtk.add, [(10, 1), (100,)], "cpu_add float32"),
-    ],
-)
-def test_few_elements_are_xlas(call, shapes, kernel):
-    operands = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
-    (choice,) = jtk.explain(call, *operands, platform="cpu")
-    assert choice.kernel == kernel
-    if kernel is None:
-        assert "elements are faster" in choice.reason
+def chosen(device, m, n, k, dtype, out, *, lhs_strides=None, out_strides=None, batch=()):
+    inner = (0,) * len(batch)
+    geometry = MatmulGeometry(
+        batch, m, n, k, lhs_strides or (*inner, k, 1), (*inner, n, 1), out_strides or (*inner, n, 1)
+    )
+    product = Product(geometry, *map(jnp.dtype, (dtype, dtype, out)), dtype)
+    return choose(of_product(product), ["a kernel"], device)
 
 
-@pytest.mark.parametrize(
-    ("batch", "m", "n", "k", "dtype", "reason"),
-    [
-        (9, 1, 1, 127, "float32", "dot products"),
-        (9, 1, 1, 128, "float32", None),
-        (1, 1, 1, 255, "float32", "with a vector"),  # one product
-        (1, 16, 1, 16, "float32", None),
-        (9, 19, 1, 10, "float32", "a vector and a matrix"),
-        (9, 1, 19, 10, "float64", "a vector and a matrix"),
-        (9, 1, 24, 8, "float32", None),
-        (9, 1, 12, 10, "bfloat16", "a vector and a matrix"),
-        (9, 1, 16, 8, "bfloat16", None),
-        (9, 14, 1, 31, "float32", "fewer than 448"),  # of short rows
-        (9, 15, 1, 31, "float32", None),
-        (9, 6, 1, 32, "float32", None),
-        (9, 10, 1, 31, "int8", "fewer than 320"),
-        (9, 11, 1, 31, "int8", None),
-        (9, 2, 2, 2, "float32", None),  # matrices
-    ],
-)
-def test_small_products_of_a_batch(batch, m, n, k, dtype, reason):
-    dense = (m * k, k, 1), (k * n, n, 1), (m * n, n, 1)
-    geometry = MatmulGeometry((batch,), m, n, k, *dense)
-    found = small_left_to_xla(Product(geometry, *[jnp.dtype(dtype)] * 3, dtype))
-    assert (found is None) if reason is None else reason in found
+@pytest.mark.parametrize(("dtype", "out"), [("bfloat16", "bfloat16"), ("int8", "int32")])
+def test_products_in_matrix_units_are_xlas(dtype, out):
+    amx, without = Cpu("avx512_vnni", has_amx=True), Cpu("avx512_bf16")
+    assert "(AMX)" in chosen(amx, 512, 512, 512, dtype, out).reason
+    assert "(AMX)" not in chosen(without, 512, 512, 512, dtype, out).reason
+    assert "(AMX)" not in chosen(amx, 512, 4, 512, dtype, out).reason
+    assert "(AMX)" not in chosen(amx, 512, 512, 512, dtype, out, lhs_strides=(1, 512)).reason
+    assert "(AMX)" not in chosen(amx, 512, 512, 512, "float32", "float32").reason
+    with jtk.policy("kernels"):
+        assert chosen(amx, 512, 512, 512, dtype, out).candidate
 
 
-def test_small_products_say_why():
-    x = jax.ShapeDtypeStruct((9, 127), np.float32)
-    (choice,) = jtk.explain(jax.vmap(jtk.vdot), x, x, platform="cpu")
-    assert choice.kernel is None
-    assert "batches of dot products" in choice.reason
+def test_what_ends_a_program_in_xla_has_a_kernel():
+    inside = {"batch": (3,), "lhs_strides": (64, 192, 1), "out_strides": (64, 192, 1)}
+    for device in (Cpu("portable"), Cpu("avx2"), Cpu("avx512_vnni", has_amx=True)):
+        assert chosen(device, 64, 64, 64, "bfloat16", "float32", **inside).candidate
+    assert not chosen(Cpu("portable"), 64, 64, 64, "bfloat16", "bfloat16", **inside).candidate

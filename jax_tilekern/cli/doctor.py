@@ -22,6 +22,7 @@ _HEADINGS = {
     "backends": "JAX backends",
     "cpu": "CPU",
     "cpu_kernels": "CPU kernels",
+    "decided_by": "decided by",
     "driver": "NVIDIA driver",
     "nvidia_smi": "GPUs now",
     "nvrtc": "NVRTC (compiler)",

@@ -24,6 +24,8 @@ import jax_tilekern
 from jax_tilekern import _core
 from jax_tilekern.compilation import compiler
 from jax_tilekern.compilation.source_digests import source_digests
+from jax_tilekern.plans.cpu import current_cpu
+from jax_tilekern.plans.policy.model import model_of
 
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 # The instruction sets that the CPU kernels of this package and of XLA use.
@@ -127,6 +129,19 @@ def cpu_kernels() -> dict[str, str]:
             result = "int32" if name == "int8" else None
             kernels[name] = _kernel(operand, platform="cpu", preferred_element_type=result)
     return kernels
+
+
+def decided_by() -> dict[str, str]:
+    """Return what decides between kernels and XLA's operations on each device."""
+    names = dict.fromkeys([current_cpu().name, *(gpu["name"] for gpu in driver()["gpus"])])
+    return {name: _decided_by(name) for name in names}
+
+
+def _decided_by(device: str) -> str:
+    known = model_of(device)
+    if known is None:
+        return "no recorded times: XLA computes dense products, sums, transposes and additions"
+    return f"recorded times of {', '.join(f'{name}s' for name in known.models)}"
 
 
 def _kernel(operand: Any, *, platform: str | None = None, **options: Any) -> str:
@@ -272,6 +287,7 @@ PROBES: dict[str, Callable[[], Any]] = {
     "backends": backends,
     "cpu": cpu,
     "cpu_kernels": cpu_kernels,
+    "decided_by": decided_by,
     "driver": driver,
     "nvidia_smi": nvidia_smi,
     "nvrtc": nvrtc,

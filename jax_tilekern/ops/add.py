@@ -16,11 +16,11 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat, ffi
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
 from jax_tilekern.ops.sum import sum as sum_over
 from jax_tilekern.partitioning.rule import Dims, ShardingRule, rule_over_axes
 from jax_tilekern.plans.add import DTYPES, AddedDims, plan_add
-from jax_tilekern.plans.cpu import few_left_to_xla
+from jax_tilekern.plans.policy.workload import of_add
 from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operation, Planner, define
 
 
@@ -122,10 +122,9 @@ def _cuda(operands: Sequence[Operand], _: Any) -> Kernel | Fallback:
 def _cpu(operands: Sequence[Operand], _: Any) -> Kernel | Fallback:
     x, y = operands
     dims = AddedDims.of(x.aval.shape, y.aval.shape)
-    if reason := few_left_to_xla("additions", math.prod(dims.sizes)):
-        return Fallback(reason)
     call = ffi.CpuCall(ffi.CPU_ADD, dims._asdict())
-    return Kernel(f"cpu_add {x.aval.dtype}", str(dims), call, (x.value, y.value))
+    kernel = Kernel(f"cpu_add {x.aval.dtype}", str(dims), call, (x.value, y.value))
+    return chosen_cpu_kernel(of_add(dims, x.aval.dtype), kernel)
 
 
 _bind = define(

@@ -31,14 +31,9 @@ from jax_tilekern.ops.labelled_operands import (
     product_by_lax,
     transposed,
 )
-from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
-from jax_tilekern.plans.cpu import (
-    matrix_units_left_to_xla,
-    product_left_to_xla,
-    product_reason,
-    small_left_to_xla,
-)
+from jax_tilekern.plans.cpu import product_reason
 from jax_tilekern.plans.gemm.arithmetic import (
     Converted,
     cpu_arithmetic,
@@ -47,6 +42,7 @@ from jax_tilekern.plans.gemm.arithmetic import (
 from jax_tilekern.plans.gemm.contraction import Contraction, Labels, matmul_geometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import plan_matmul
+from jax_tilekern.plans.policy.workload import of_product
 from jax_tilekern.primitives.operation import (
     Fallback,
     Kernel,
@@ -252,22 +248,12 @@ def _cuda_kernel(problem: Problem) -> Kernel | Fallback:
 def _cpu_kernel(problem: Problem) -> Kernel | Fallback:
     product = problem.product
     geometry, arithmetic = product.geometry, product.arithmetic
-    left = (
-        matrix_units_left_to_xla(product)
-        or product_left_to_xla(geometry)
-        or small_left_to_xla(product)
-    )
-    if left:
-        return Fallback(left)
     attributes = cpu_attributes(geometry)
     types = [str(dtype) for dtype in (product.lhs_dtype, product.rhs_dtype, product.out_dtype)]
     name = ffi.cpu_matmul_kernel(types, attributes)
-    return Kernel(
-        name,
-        product_reason(name, arithmetic),
-        ffi.CpuCall(ffi.CPU_MATMUL, attributes),
-        problem.operands,
-    )
+    call = ffi.CpuCall(ffi.CPU_MATMUL, attributes)
+    kernel = Kernel(name, product_reason(name, arithmetic), call, problem.operands)
+    return chosen_cpu_kernel(of_product(product), kernel)
 
 
 def _planner(platform: Platform, emit: Callable[[Problem], Kernel | Fallback]) -> Planner:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound
 from jax_tilekern.interop import compat, modes
+from jax_tilekern.plans.cpu import current_cpu
 from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PlanError
-from jax_tilekern.plans.policy import current_policy
+from jax_tilekern.plans.policy import choose, current_policy
+from jax_tilekern.plans.policy.workload import Workload
 from jax_tilekern.plans.tuned import planning_state
 from jax_tilekern.primitives.operation import Fallback, Kernel
 
@@ -40,6 +43,14 @@ def planned_kernel(
     if isinstance(found, NoKernel):
         return Fallback(found.reason)
     return Kernel(found.name, found.reason, found, operands)
+
+
+def chosen_cpu_kernel(workload: Workload, kernel: Kernel) -> Kernel | Fallback:
+    """Return a kernel for this CPU, or why XLA computes the call."""
+    choice = choose(workload, [kernel], current_cpu())
+    if choice.candidate is None:
+        return Fallback(choice.reason)
+    return dataclasses.replace(kernel, reason=f"{kernel.reason}; {choice.reason}")
 
 
 Planned = LaunchPlan | NoKernel | CompileError | PlanError

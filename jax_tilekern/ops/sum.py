@@ -15,9 +15,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat, ffi
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
-from jax_tilekern.plans.cpu import few_left_to_xla, many_elements
+from jax_tilekern.plans.policy.workload import of_sum
 from jax_tilekern.plans.reduction.select import SummedDims, plan_sum, sum_dtype
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -205,15 +205,10 @@ def _cpu(
     widened = dtype == np.float32 and aval.dtype in (jnp.bfloat16, np.float16)
     if aval.dtype != dtype and not widened:
         return Fallback(f"XLA casts {aval.dtype} to {dtype} while it sums")
-    if reason := few_left_to_xla("sums", aval.size):
-        return Fallback(reason)
     dims = SummedDims.of(aval.shape, axes)
-    return Kernel(
-        f"cpu_sum {aval.dtype}",
-        many_elements("sums"),
-        ffi.CpuCall(ffi.CPU_SUM, {"sizes": dims.sizes, "reduced": dims.reduced}),
-        (x,),
-    )
+    call = ffi.CpuCall(ffi.CPU_SUM, {"sizes": dims.sizes, "reduced": dims.reduced})
+    kernel = Kernel(f"cpu_sum {aval.dtype}", f"sizes {dims.sizes}", call, (x,))
+    return chosen_cpu_kernel(of_sum(dims, aval.dtype, dtype), kernel)
 
 
 def _cast(given: np.dtype[Any], axes: Axes, dtype: np.dtype[Any]) -> Rewrite:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,14 +13,10 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.interop import ffi
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
-from jax_tilekern.plans.cpu import (
-    few_left_to_xla,
-    is_streamed,
-    many_elements,
-    transpose_left_to_xla,
-)
+from jax_tilekern.plans.cpu import is_streamed
+from jax_tilekern.plans.policy.workload import of_transpose
 from jax_tilekern.plans.transpose.permutation import Permutation
 from jax_tilekern.plans.transpose.select import plan_transpose
 from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operation, Planner, define
@@ -137,19 +132,15 @@ def _cuda_kernel(problem: _Problem) -> Kernel | Fallback:
 
 def _cpu_kernel(problem: _Problem) -> Kernel | Fallback:
     permutation = problem.permutation
-    elements = math.prod(permutation.sizes)
-    if reason := few_left_to_xla("transposes", elements) or transpose_left_to_xla(permutation):
-        return Fallback(reason)
     sizes, order = tuple(permutation.sizes), tuple(permutation.order)
-    return Kernel(
-        "cpu_transpose",
-        many_elements("transposes"),
-        ffi.CpuCall(
-            ffi.CPU_TRANSPOSE,
-            {"sizes": sizes, "permutation": order, "stream": int(is_streamed(permutation))},
-        ),
-        (problem.operand,),
+    call = ffi.CpuCall(
+        ffi.CPU_TRANSPOSE,
+        {"sizes": sizes, "permutation": order, "stream": int(is_streamed(permutation))},
     )
+    kernel = Kernel(
+        "cpu_transpose", f"sizes {sizes} in the order {order}", call, (problem.operand,)
+    )
+    return chosen_cpu_kernel(of_transpose(permutation), kernel)
 
 
 _bind = define(

@@ -43,8 +43,10 @@ from jax_tilekern.partitioning.local_program import (
 from jax_tilekern.partitioning.params_text import from_text, to_text
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.partitioning.split import Split
+from jax_tilekern.plans.cpu import current_cpu
 from jax_tilekern.plans.gpu import NoGpu, current_gpu, planning_beside_collectives
 from jax_tilekern.plans.policy import current_policy, policy
+from jax_tilekern.plans.policy.model import data_digest
 from jax_tilekern.plans.tuned import tuned_digest, using_digest
 
 
@@ -161,16 +163,18 @@ def _text(operation: PartitionedOperation, platform: str, params: dict[str, Any]
     """Return everything that decides the answer to XLA, as part of the program's cache key."""
     from jax_tilekern import __version__
 
-    gpu, tuned = "", ""
+    gpu, tuned, data = "", "", data_digest(current_cpu().name)
     if platform == "cuda":
         with contextlib.suppress(NoGpu):
             gpu, tuned = current_gpu().name, tuned_digest(current_gpu())
+        data = data_digest(gpu)
     content = {
         "operation": operation.name,
         "params": to_text(params),
         "platform": platform,
         "gpu": gpu,
         "tuned": tuned,
+        "data": data,
         "mode": modes.current(),
         "policy": current_policy(),
         "version": __version__,

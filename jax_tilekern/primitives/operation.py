@@ -28,6 +28,7 @@ from jax_tilekern.interop.compat import ad, mlir
 from jax_tilekern.interop.global_modes import by_types, mode_independent
 from jax_tilekern.interop.interception import by_xla
 from jax_tilekern.partitioning import xla
+from jax_tilekern.partitioning.agreement import require_agreement
 from jax_tilekern.partitioning.call import PartitionedOperation, lower_partitioned, register
 from jax_tilekern.partitioning.local_program import FunctionOfSum
 from jax_tilekern.partitioning.rule import ShardingRule
@@ -363,6 +364,8 @@ def _lower(
     *values: Any,
     **params: Any,
 ) -> Sequence[Any]:
+    if xla.has_other_devices(ctx):
+        require_agreement(platform)
     with by_types(ctx.avals_in, ctx.avals_out, params):
         outcome = _outcome(operation, platform, ctx, *values, **params)
         if outcome is not None:

@@ -6,18 +6,20 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from jax_tilekern.plans.candidate import Candidate, CostedCandidate
+from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.policy.model import DeviceModel, model_of
 from jax_tilekern.plans.policy.setting import current_policy
 from jax_tilekern.plans.policy.workload import Workload, of_candidate
 
-_C = TypeVar("_C", bound=Candidate)
+_C = TypeVar("_C")
+Device = Gpu | Cpu
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class Choice(Generic[_C]):
     xla: float | None = None
 
 
-def choose(workload: Workload, candidates: Sequence[_C], gpu: Gpu) -> Choice[_C]:
-    """Choose what computes a call on a GPU.
+def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> Choice[_C]:
+    """Choose what computes a call.
 
     Parameters
     ----------
@@ -50,24 +52,28 @@ def choose(workload: Workload, candidates: Sequence[_C], gpu: Gpu) -> Choice[_C]
         What is computed.
     candidates
         Ways to compute it, best first by their own estimates; at least one.
-    gpu
+    device
         What it is for.
     """
     asked = current_policy() == "kernels"
-    must = _is_wrong_in_xla(workload)
-    why = "XLA's int8 products are not exact" if must else 'jax_tilekern.policy("kernels")'
-    known = model_of(gpu.name)
+    must = _not_in_xla(workload, device)
+    why = must or 'jax_tilekern.policy("kernels")'
+    if not (asked or must) and _in_matrix_units(workload, device):
+        return Choice(
+            None, f"XLA multiplies {workload.arithmetic} in this CPU's matrix units (AMX)"
+        )
+    known = model_of(device.name)
     if known is None or workload.operation not in known.models:
         if asked or must:
             return Choice(candidates[0], why)
         return Choice(
             None,
-            f"no times on {gpu.name} are recorded, so XLA computes it "
+            f"no times on {device.name} are recorded, so XLA computes it "
             '(jax_tilekern.policy("kernels") takes a kernel)',
         )
     model, numbers = known.models[workload.operation], known.numbers(workload)
     xla = known.roofline(workload) * math.exp(model.xla([numbers])[0])
-    times = predicted(known, workload, candidates, gpu)
+    times = predicted(known, workload, candidates, device)
     best = int(np.argmin(times))
     ours = float(times[best])
     least, of_error = model.margin
@@ -82,13 +88,36 @@ def choose(workload: Workload, candidates: Sequence[_C], gpu: Gpu) -> Choice[_C]
     return Choice(None, f"XLA's kernel is as fast: {text}", ours, xla)
 
 
-def _is_wrong_in_xla(workload: Workload) -> bool:
-    """Return whether XLA's kernels on GPUs may be wrong, so that users get none of them.
+def _not_in_xla(workload: Workload, device: Device) -> str | None:
+    """Return why users get no XLA operation, where its result is wrong or it ends the program."""
+    product = workload.product
+    if product is None or workload.arithmetic not in ("int8", "bf16"):
+        return None
+    geometry = product.geometry
+    if isinstance(device, Gpu):
+        # At a k of 8, 256, 320 and others, which depend on the kernel that the autotuner takes.
+        # Products with a vector are loops.
+        is_wrong = workload.arithmetic == "int8" and min(geometry.m, geometry.n) > 1
+        return "XLA's int8 products are not exact" if is_wrong else None
+    *batch, row, _ = geometry.out_strides
+    widened = product.out_dtype.itemsize == 2 * product.lhs_dtype.itemsize
+    if widened and batch and min(batch) < row:
+        # "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"
+        return "XLA has no such product in bfloat16"
+    return None
 
-    Products of int8 matrices are, at a k of 8, 256, 320 and others, which depend on the kernel that
-    its autotuner takes. Those with a vector are loops.
-    """
-    return workload.arithmetic == "int8" and not workload.has_vector
+
+# The fewest rows and columns for which XLA uses AMX.
+_LEAST_OF_MATRIX_UNITS = 8
+
+
+def _in_matrix_units(workload: Workload, device: Device) -> bool:
+    """Return whether XLA's product uses Intel AMX, which no kernel does."""
+    if not (isinstance(device, Cpu) and device.has_amx and workload.product is not None):
+        return False
+    geometry = workload.product.geometry
+    is_wide = min(geometry.m, geometry.n) >= _LEAST_OF_MATRIX_UNITS
+    return workload.arithmetic in ("bf16", "int8") and is_wide and geometry.lhs_k_major
 
 
 def plan_choice(
@@ -109,15 +138,15 @@ def plan_choice(
 
 
 def predicted(
-    known: DeviceModel, workload: Workload, candidates: Sequence[Candidate], gpu: Gpu
+    known: DeviceModel, workload: Workload, candidates: Sequence[Any], device: Device
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Return the predicted microseconds of each candidate."""
     numbers = known.numbers(workload)
     rows = [
-        (*numbers, *of_candidate(candidate, candidates[0], workload, gpu))
+        (*numbers, *of_candidate(candidate, candidates[0], workload, device))
         for candidate in candidates
     ]
-    bases = [base_microseconds(known, workload, candidate, gpu) for candidate in candidates]
+    bases = [base_microseconds(known, workload, candidate, device) for candidate in candidates]
     result: np.ndarray[tuple[int], np.dtype[np.float64]] = np.asarray(bases) * np.exp(
         known.models[workload.operation].ours(rows)
     )
@@ -125,9 +154,9 @@ def predicted(
 
 
 def base_microseconds(
-    known: DeviceModel, workload: Workload, candidate: Candidate, gpu: Gpu
+    known: DeviceModel, workload: Workload, candidate: Any, device: Device
 ) -> float:
     """Return a candidate's own estimate, or the roofline's where it has none."""
-    if isinstance(candidate, CostedCandidate):
-        return candidate.cycles / gpu.rates.cycles_per_microsecond
+    if isinstance(candidate, CostedCandidate) and isinstance(device, Gpu):
+        return candidate.cycles / device.rates.cycles_per_microsecond
     return known.roofline(workload)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import hashlib
 import json
 import math
 import warnings
@@ -172,8 +173,11 @@ class DeviceModel:
         )
 
 
-# The file of each GPU that was measured, by the driver's name.
-FILES = {"NVIDIA H100 80GB HBM3": "h100.json"}
+# The file of each device that was measured: GPUs by the driver's name.
+FILES = {
+    "NVIDIA H100 80GB HBM3": "h100.json",
+    "CPU with avx512_bf16": "avx512_bf16.json",
+}
 _FOLDER = Path(str(files(__package__))) / "data"
 
 
@@ -182,6 +186,13 @@ def model_of(device: str) -> DeviceModel | None:
     """Return what is known of a device, or ``None``; a file that cannot be read is a warning."""
     name = FILES.get(device)
     return None if name is None else _read(_FOLDER / name)
+
+
+@functools.cache
+def data_digest(device: str) -> str:
+    """Return a digest of what is known of a device; that of nothing is empty."""
+    path = _FOLDER / FILES.get(device, "")
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 
 def _read(path: Path) -> DeviceModel | None:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_tilekern.plans.candidate import Candidate, CostedCandidate
+from jax_tilekern.plans.candidate import CostedCandidate
+from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gemm.geometry import distinct_matrices
 from jax_tilekern.plans.gpu import Gpu
 
 if TYPE_CHECKING:
+    from jax_tilekern.plans.add import AddedDims
     from jax_tilekern.plans.gemm.problem import Product
     from jax_tilekern.plans.reduction.select import SummedDims
     from jax_tilekern.plans.transpose.permutation import Permutation
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 ARITHMETICS = (
     "bf16", "f16", "tf32", "f32", "f32_emulated", "f64", "int8", "fp8", "fp8_fast",
 )  # fmt: skip
+_SHORT_NAMES = {
+    "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64",
+    "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
+}  # fmt: skip
 _FAMILIES = ("wgmma", "split", "small", "mma", "simt", "rows", "columns")
 # Rows are read and stored in vectors of so many bytes.
 _VECTOR_BYTES = 16
@@ -38,7 +44,7 @@ class Workload:
     Attributes
     ----------
     operation
-        ``"product"``, ``"sum"`` or ``"transpose"``: which model predicts it.
+        ``"product"``, ``"sum"``, ``"transpose"`` or ``"add"``: which model predicts it.
     operations
         Multiply-adds.
     bytes
@@ -47,6 +53,8 @@ class Workload:
         What multiply-adds are computed in.
     features
         Further numbers.
+    product
+        The product, if it is one.
     """
 
     operation: str
@@ -54,16 +62,13 @@ class Workload:
     bytes: float
     arithmetic: str
     features: tuple[float, ...]
-
-    @property
-    def has_vector(self) -> bool:
-        """Whether a product has a vector for an operand: a size of 1 has the logarithm 0."""
-        return self.operation == "product" and 0 in self.features[1:3]
+    product: Product | None = None
 
 
 def of_product(product: Product) -> Workload:
     """Return the workload of a matrix product."""
     g = product.geometry
+    arithmetic = _SHORT_NAMES.get(product.arithmetic, product.arithmetic)
     batch = math.prod(g.batch)
     arrays = (
         (g.lhs_strides, g.m * g.k, product.lhs_dtype.itemsize),
@@ -83,11 +88,10 @@ def of_product(product: Product) -> Workload:
         # An operand that all matrices of a batch share, and a batch that lies inside a matrix.
         *(_is_broadcast(s, g.batch) for s, *_ in arrays[:2]),
         *(bool(g.batch) and s[0] < max(s[-2:]) for s, *_ in arrays),
-        *(product.arithmetic == name for name in ARITHMETICS),
+        *(arithmetic == name for name in ARITHMETICS),
     )
-    return Workload(
-        "product", batch * g.m * g.n * g.k, total, product.arithmetic, tuple(map(float, features))
-    )
+    operations = batch * g.m * g.n * g.k
+    return Workload("product", operations, total, arithmetic, tuple(map(float, features)), product)
 
 
 def _aligned_bytes(strides: Sequence[int], itemsize: int) -> int:
@@ -103,7 +107,7 @@ def _trailing_zeros(size: int) -> int:
 
 
 def of_candidate(
-    candidate: Candidate, first: Candidate, workload: Workload, gpu: Gpu
+    candidate: Any, first: Any, workload: Workload, device: Gpu | Cpu
 ) -> tuple[float, ...]:
     """Return the numbers of a candidate: its estimate, and what its key says of a product's tile.
 
@@ -115,10 +119,10 @@ def of_candidate(
         The candidate with the best estimate.
     workload
         What is computed.
-    gpu
+    device
         What it is for.
     """
-    if not (isinstance(candidate, CostedCandidate) and isinstance(first, CostedCandidate)):
+    if not (isinstance(candidate, CostedCandidate) and isinstance(device, Gpu)):
         return ()
     estimates = math.log2(candidate.cycles), math.log2(candidate.cycles / first.cycles)
     if workload.operation != "product":
@@ -137,7 +141,7 @@ def of_candidate(
         *estimates,
         *(float(family == name) for name in _FAMILIES),
         *map(math.log2, (rows, columns, split, tiles)),
-        math.ceil(tiles / gpu.sm_count) * gpu.sm_count / tiles,
+        math.ceil(tiles / device.sm_count) * device.sm_count / tiles,
         *(float(word in key) for word in ("swapped", "ping-pong", "clusters")),
         *(map(float, warps.groups()) if warps else (0.0, 0.0, 0.0)),
     )
@@ -177,3 +181,22 @@ def of_transpose(permutation: Permutation) -> Workload:
         math.gcd(_VECTOR_BYTES, columns * itemsize),
     )
     return Workload("transpose", 0, 2 * permutation.size_bytes, "", tuple(map(float, features)))
+
+
+def of_add(dims: AddedDims, dtype: np.dtype[Any]) -> Workload:
+    """Return the workload of an elementwise addition."""
+    read = [
+        math.prod(size for size, stride in zip(dims.sizes, strides, strict=True) if stride)
+        for strides in (dims.lhs_strides, dims.rhs_strides)
+    ]
+    elements, columns = math.prod(dims.sizes), dims.sizes[-1]
+    features = (
+        *map(math.log2, (elements, columns, *sorted(read))),
+        len(dims.sizes),
+        dims.lhs_strides[-1] == dims.rhs_strides[-1],
+        dtype.itemsize,
+        math.gcd(_VECTOR_BYTES, columns * dtype.itemsize),
+        *(dtype.kind == kind for kind in "iuf"),
+    )
+    total = (elements + sum(read)) * dtype.itemsize
+    return Workload("add", 0, total, "", tuple(map(float, features)))
