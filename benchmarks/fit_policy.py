@@ -1,6 +1,6 @@
 """Fits what the policy knows of a device to measured calls, and reports its error on unseen ones.
 
-    python -m benchmarks fit_policy DEVICE RECORD... [--json FILE]
+    python -m benchmarks fit_policy DEVICE RECORD... [--times FILE] [--json FILE]
 
 Every call is predicted by models that were fitted without it, five times a fifth of the calls. The
 margin is chosen, and the error reported, on these predictions. The file has models of all calls.
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.errors import BenchmarkError
-from benchmarks.measured_calls import MeasuredCall, measured_calls
+from benchmarks.measured_calls import MeasuredCall, measured_calls, read_times, write_times
 from benchmarks.records.record import command_text
 from jax_tilekern.cli.console import output_file, write_json
 from jax_tilekern.plans.cpu import Cpu
@@ -38,22 +38,28 @@ _ERRORS = (40, 3, 0.1)
 _RATE_QUANTILE = 0.98
 # Margins to try. The best has the largest mean of the logarithm of the speed over XLA's, where each
 # call that is slower by more than 3 % costs something.
-_LEAST = (0.03, 0.06, 0.08, 0.1, 0.15)
+_LEAST = (0.0, 0.03, 0.06, 0.08, 0.1, 0.15)
 _OF_ERROR = (0.0, 0.3, 0.5, 0.8, 1.0)
-_SLOW, _COST_OF_SLOW = 0.97, 0.2
+_SLOW, _COST_OF_SLOW = 0.97, 0.3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     parser.add_argument("device", choices=FILES)
     parser.add_argument("records", metavar="RECORD", nargs="+", type=Path)
+    parser.add_argument(
+        "--times", metavar="FILE", type=output_file, help="write the calls of all records here"
+    )
     parser.add_argument("--json", metavar="FILE", type=output_file, help="write the file here")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
+    times = read_times(arguments.records)
+    if arguments.times is not None:
+        write_times(arguments.times, times)
     gpus = (x for x in KNOWN_GPUS.values() if x.name == arguments.device)
-    calls = measured_calls(arguments.records, next(gpus, Cpu(arguments.device)))
+    calls = measured_calls(times, next(gpus, Cpu("")))
     if not calls:
         raise BenchmarkError("the records have no calls with times")
     device = _rates(arguments.device, calls)
@@ -144,16 +150,9 @@ class _Rows:
         self.numbers = [device.numbers(call.workload) for call in calls]
         self.roofline = np.log([device.roofline(call.workload) for call in calls])
         self.xla = np.log([call.xla or np.nan for call in calls])
-        # Every candidate that was timed has a call, numbers, its own estimate and a time.
+        # Every candidate that was timed has a call, its position, numbers and a time.
         self.of_candidates = [
-            (
-                i,
-                (*self.numbers[i], *_candidate_numbers(call, position)),
-                np.log(
-                    base_microseconds(device, call.workload, call.candidates[position], call.device)
-                ),
-                np.log(time),
-            )
+            (i, position, (*self.numbers[i], *_candidate_numbers(call, position)), np.log(time))
             for i, call in enumerate(calls)
             for position, time in call.ours.items()
         ]
@@ -162,22 +161,44 @@ class _Rows:
         """Fit XLA's times and ours of the chosen calls."""
         timed = [i for i, known in enumerate(chosen) if known and np.isfinite(self.xla[i])]
         xla = _boosted([self.numbers[i] for i in timed], (self.xla - self.roofline)[timed])
-        own = [row for row in self.of_candidates if chosen[row[0]]]
-        ours = _boosted([row[1] for row in own], np.array([time - base for *_, base, time in own]))
+        own = self._estimated(chosen, self.xla)
+        ours = _boosted(
+            [x for _, _, x, _ in own], np.array([time - base for _, base, _, time in own])
+        )
         return xla, ours
 
-    def best(self, ours: Forest, chosen: Sequence[bool]) -> dict[int, tuple[float, float, float]]:
+    def predicted_xla(self, xla: Forest) -> _Array:
+        """Return the logarithm of XLA's predicted times."""
+        result: _Array = self.roofline + xla(self.numbers)
+        return result
+
+    def best(
+        self, ours: Forest, chosen: Sequence[bool], xla: _Array
+    ) -> dict[int, tuple[float, float, float]]:
         """Return of each chosen call the predicted and the true time of our best, and the least."""
-        rows = [row for row in self.of_candidates if chosen[row[0]]]
+        rows = self._estimated(chosen, xla)
         if not rows:
             return {}
-        predicted = np.array([row[2] for row in rows]) + ours([row[1] for row in rows])
+        predicted = np.array([base for _, base, _, _ in rows]) + ours([x for _, _, x, _ in rows])
         result: dict[int, tuple[float, float, float]] = {}
         for (i, *_, time), guess in zip(rows, predicted, strict=True):
             before = result.get(i, (np.inf, 0.0, np.inf))
             least = min(time, before[2])
             result[i] = (guess, time, least) if guess < before[0] else (*before[:2], least)
         return result
+
+    def _estimated(
+        self, chosen: Sequence[bool], xla: _Array
+    ) -> list[tuple[int, float, tuple[float, ...], float]]:
+        """Return the candidates of chosen calls, with estimates where XLA takes what is given."""
+        found = []
+        for i, position, numbers, time in self.of_candidates:
+            if chosen[i]:
+                call = self.calls[i]
+                base = base_microseconds(call.candidates[position], call.device, np.exp(xla[i]))
+                if np.isfinite(base):
+                    found.append((i, float(np.log(base)), numbers, time))
+        return found
 
 
 def _candidate_numbers(call: MeasuredCall, position: int) -> tuple[float, ...]:
@@ -191,10 +212,10 @@ def _fitted(device: DeviceModel, calls: Sequence[MeasuredCall], operation: str) 
     pairs: list[tuple[int, float, float, float, float, float]] = []
     for fold in range(_FOLDS):
         xla, ours = rows.models([x != fold for x in folds])
-        for i, best_of_ours in rows.best(ours, [x == fold for x in folds]).items():
+        predicted_xla = rows.predicted_xla(xla)
+        for i, best_of_ours in rows.best(ours, [x == fold for x in folds], predicted_xla).items():
             if np.isfinite(rows.xla[i]):
-                guessed_xla = rows.roofline[i] + xla([rows.numbers[i]])[0]
-                pairs.append((i, *best_of_ours, guessed_xla, rows.xla[i]))
+                pairs.append((i, *best_of_ours, predicted_xla[i], rows.xla[i]))
     index, guess, time, least, guessed_xla, true_xla = (
         np.array(x) for x in zip(*pairs, strict=True)
     )

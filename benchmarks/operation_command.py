@@ -12,7 +12,7 @@ from benchmarks.measurement.suite_run import measure_suite
 from benchmarks.records.plot import plot, require_matplotlib
 from benchmarks.records.record import Record
 from benchmarks.records.report import summary, table
-from benchmarks.samples.arguments import add_sample_arguments, limit_instruction_set
+from benchmarks.samples.arguments import add_sample_arguments
 from benchmarks.samples.sample import draw_sample
 from benchmarks.samples.sample_run import measure_sample
 from benchmarks.suites.arguments import add_suite_arguments, list_suites
@@ -66,7 +66,6 @@ class OperationCommand:
     def _measure_sample(
         self, console: Console, arguments: argparse.Namespace
     ) -> tuple[Record, bool]:
-        limit_instruction_set(arguments.instruction_set)
         device = jax.default_backend()
         sample = draw_sample(self.operation, device, arguments.sample, arguments.seed)
         return measure_sample(console, sample, arguments)

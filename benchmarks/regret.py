@@ -2,8 +2,9 @@
 
     python -m benchmarks regret OPERATION --sample N --seed S [--json FILE]
 
-The record has the time of every side of each product. The command prints what the library's choice
-makes of them: its speed over XLA's, and over the best of all sides.
+The record has the time of every side of each product. XLA's side is the program that the library
+leaves to XLA, which states some products in wider types than ``jax.numpy`` does. The command prints
+what the library's choice makes of them: its speed over XLA's, and over the best of all sides.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from jax_tilekern.cli.console import make_console, output_file, write_json
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import Gpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
-from jax_tilekern.plans.policy import choose
+from jax_tilekern.plans.policy import choose, policy
 from jax_tilekern.plans.policy.workload import of_product
 from jax_tilekern.plans.tuned import XLA, product_of_text, product_text
 from jax_tilekern.tuning.random_operands import Operands, beyond_cache
@@ -77,23 +78,24 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(f"{len(record['rows'])}/{len(rows)}")
     if not arguments.without_xla:
         report(record, current_gpu())
+        if arguments.json is not None:
+            write_json(arguments.json, record)
     return 0
 
 
 def report(record: Record, gpu: Gpu) -> dict[str, float]:
-    """Print and return what the policy makes of a record's products that XLA's side is timed of."""
+    """Print and return what the policy makes of a record's products that XLA's side is timed of.
+
+    The record gets each choice.
+    """
     gains: list[tuple[float, float, str]] = []
     for row in record["rows"]:
         times = row["microseconds"]
         if XLA not in times:
             continue
-        product = product_of_text(row["product"])
-        found = candidates(product, gpu)
-        timed = [] if isinstance(found, NoKernel) else [x for x in found if x.key in times]
-        taken = choose(of_product(product), timed, gpu).candidate if timed else None
-        ours = times[XLA if taken is None else taken.key]
-        least = min(times.values())
-        name = f"{row['name']}: {'XLA' if taken is None else taken.key} {ours} us, XLA {times[XLA]}"
+        taken = row["chosen"] = _chosen(row, gpu)
+        ours, least = times[taken], min(times.values())
+        name = f"{row['name']}: {taken} {ours} us, XLA {times[XLA]}"
         gains.append((math.log(times[XLA] / ours), math.log(least / ours), name))
     if not gains:
         raise BenchmarkError("no product has candidates and a time of XLA's")
@@ -109,6 +111,17 @@ def report(record: Record, gpu: Gpu) -> dict[str, float]:
     for gain, _, name in sorted(gains)[:_WORST]:
         print(f"{math.exp(gain):.2f}  {name}")
     return result
+
+
+def _chosen(row: Record, gpu: Gpu) -> str:
+    """Return which of a product's timed sides the policy takes."""
+    product = product_of_text(row["product"])
+    found = candidates(product, gpu)
+    timed = (
+        [] if isinstance(found, NoKernel) else [x for x in found if x.key in row["microseconds"]]
+    )
+    taken = choose(of_product(product), timed, gpu).candidate if timed else None
+    return XLA if taken is None else taken.key
 
 
 class _Timed:
@@ -130,8 +143,8 @@ class _Timed:
         yield from self.candidates.programs()
 
     def _compile_xla(self) -> None:
-        with types_enabled(self.row):
-            self.case.peer.lower(*self.row.structs).compile()  # type: ignore[attr-defined]
+        with types_enabled(self.row), policy("xla"):
+            self.case.ours.lower(*self.row.structs).compile()  # type: ignore[attr-defined]
 
     @property
     def rotation_bytes(self) -> int:
@@ -152,8 +165,7 @@ class _Timed:
             if self.with_xla:
                 operands = self.case.operands
                 sets = beyond_cache(operands(), operands, self.gpu.l2_bytes)
-                peers = itertools.cycle([self.case.peer_operands(x) for x in sets])
-                runs[XLA] = self._run(self.case.peer, peers)
+                runs[XLA] = policy("xla")(self._run(self.case.ours, itertools.cycle(sets)))
         return runs
 
     def _run(self, side: Any, rotation: Iterator[Operands]) -> Any:

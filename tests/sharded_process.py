@@ -9,7 +9,7 @@ from pathlib import Path
 
 COMMAND, *ARGUMENTS = sys.argv[1:]
 PLATFORM = ARGUMENTS.pop() if COMMAND == "distributed" else "cpu"
-DEVICES = 4 if COMMAND == "distributed" else 8
+DEVICES = 4 if COMMAND in ("distributed", "disagree") else 8
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
 os.environ["JAX_PLATFORMS"] = PLATFORM
 os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -17,10 +17,12 @@ os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 import jax
 import numpy as np
 from jax import export, lax, monitoring
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_tilekern as jtk
+from jax_tilekern.partitioning import agreement
 
 TYPES = (AxisType.Auto, AxisType.Auto)
 A = (np.arange(16 * 32) % 5 - 2).reshape(16, 32).astype(np.float32)
@@ -168,5 +170,22 @@ def distributed(process, port, count):
     print("done")
 
 
+def disagree(process, port, count):
+    """Be one of several processes that know different times of the same CPU."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", int(count), int(process))
+    agreement.data_digest = lambda _: f"times of process {process}"
+    mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=TYPES[:1])
+    (x,) = placed(mesh, (A,), (P("d"),))
+    lower = jax.jit(jtk.matmul).trace(x, x.T).lower
+    try:
+        lower()
+    except RuntimeError as error:
+        print(error)
+    # The last process to publish what it knows is the one that finds the difference.
+    multihost_utils.sync_global_devices("both have lowered")
+
+
+COMMANDS = (cache, save, load, distributed, disagree)
 with jtk.policy("kernels"):
-    {"cache": cache, "save": save, "load": load, "distributed": distributed}[COMMAND](*ARGUMENTS)
+    {command.__name__: command for command in COMMANDS}[COMMAND](*ARGUMENTS)

@@ -31,7 +31,7 @@ F32 = np.dtype(np.float32)
 RECORDS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 
-@pytest.mark.parametrize("name", ["h100/samples/matmul-11.0", "xeon-amx/samples/ragged_dot"])
+@pytest.mark.parametrize("name", ["h100/samples/sum-29", "xeon-amx/samples/ragged_dot-77"])
 def test_a_sample_is_plotted_as_a_histogram(name, tmp_path, monkeypatch):
     figures = pytest.importorskip("matplotlib.figure")
     drawn = []

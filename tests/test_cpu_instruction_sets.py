@@ -30,7 +30,6 @@ from numerics import (
 
 import jax_tilekern as jtk
 from jax_tilekern import _core
-from jax_tilekern.ops import transpose as ops_transpose
 from jax_tilekern.plans import cpu
 
 LEVELS = _core.cpu_instruction_sets()
@@ -189,7 +188,6 @@ def test_runs_of_bytes_are_copied_exactly(rng, item):
 def test_results_past_the_caches_are_written_exactly(rng, monkeypatch, shape):
     """Runs of bytes, and items of which vectors are transposed."""
     monkeypatch.setattr(cpu, "_last_cache_bytes", lambda: 0)
-    monkeypatch.setattr(ops_transpose, "transpose_left_to_xla", lambda _: None)
     x = rng.integers(0, 256, shape, np.uint8)
     check = partial(np.testing.assert_array_equal, np.transpose(x, (1, 0, 2)))
     check_each_level(check, lambda x: jtk.transpose(x, (1, 0, 2)), jnp.asarray(x))
@@ -197,8 +195,7 @@ def test_results_past_the_caches_are_written_exactly(rng, monkeypatch, shape):
 
 @pytest.mark.parametrize("shape", [(4, 9, 5, 70), (3, 300, 2, 33), (1, 17, 3, 64), (2, 601, 1, 2)])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
-def test_narrow_rows_of_a_result_that_are_next_to_each_other(rng, monkeypatch, dtype, shape):
-    monkeypatch.setattr(ops_transpose, "transpose_left_to_xla", lambda _: None)
+def test_narrow_rows_of_a_result_that_are_next_to_each_other(rng, dtype, shape):
     x = rng.integers(0, 256, shape).astype(dtype)
     axes = (2, 3, 1, 0)
     check = partial(np.testing.assert_array_equal, np.transpose(x, axes))
@@ -207,8 +204,7 @@ def test_narrow_rows_of_a_result_that_are_next_to_each_other(rng, monkeypatch, d
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("rows", [2, 4, 8, 16])
-def test_contiguous_columns_of_up_to_16_bytes(rng, monkeypatch, dtype, rows):
-    monkeypatch.setattr(ops_transpose, "transpose_left_to_xla", lambda _: None)
+def test_contiguous_columns_of_up_to_16_bytes(rng, dtype, rows):
     x = rng.integers(0, 256, (3, rows, 201)).astype(dtype)
     check = partial(np.testing.assert_array_equal, np.transpose(x, (0, 2, 1)))
     check_each_level(check, lambda x: jtk.transpose(x, (0, 2, 1)), jnp.asarray(x))

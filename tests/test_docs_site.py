@@ -141,10 +141,9 @@ def test_every_device_has_a_table_and_a_page():
     assert {device.folder for device in tables.DEVICES} == {path.name for path in results()}
 
 
-def test_a_table_has_the_newest_records():
-    """Calls drawn at random count if their sources are those of the newest record."""
-    newest = json.loads((ROOT / "benchmarks/results/xeon-amx/samples/add-79.json").read_text())
-    older = json.loads((ROOT / "benchmarks/results/xeon-amx/samples/add.json").read_text())
-    same = json.loads((ROOT / "benchmarks/results/xeon-amx/samples/add-77.json").read_text())
-    assert newest["source_digests"] == same["source_digests"] != older["source_digests"]
-    assert len(tables.drawn("xeon-amx")["`add`"]) == len(newest["rows"]) + len(same["rows"])
+def test_a_table_has_samples_and_measured_choices():
+    sample = json.loads((ROOT / "benchmarks/results/h100/samples/sum-29.json").read_text())
+    assert len(tables.drawn("h100")["`sum`"]) == len(sample["rows"])
+    records = (ROOT / "benchmarks/results/h100/regret").glob("matmul-*.json")
+    rows = [row for path in records for row in json.loads(path.read_text())["rows"]]
+    assert len(tables.drawn("h100")["`matmul`"]) == len(rows)

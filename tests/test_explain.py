@@ -1,11 +1,8 @@
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jax_tilekern as jtk
-from jax_tilekern.plans import cpu
 
 
 def test_lists_each_call_with_its_kernel():
@@ -112,17 +109,3 @@ def test_without_any_gpu_falls_back(monkeypatch):
     (choice,) = jtk.explain(jtk.matmul, x, x, platform="cuda")
     assert choice.kernel is None
     assert choice.reason == "no NVIDIA driver on this machine"
-
-
-@pytest.mark.defaults
-@pytest.mark.parametrize("spec", ["mbk,bkn->mbn", "mkb,bkn->mbn", "kbm,bkn->mbn", "kbm,bkn->bmn"])
-def test_xla_is_left_what_it_can_multiply(monkeypatch, spec):
-    """XLA's CPU backend has no products of bfloat16 to float32 in some orders of dimensions."""
-    monkeypatch.setattr(cpu, "_has_amx", lambda: True)
-    sizes = {"b": 3, "m": 130, "n": 136, "k": 20}
-    lhs, rhs = (
-        jnp.ones([sizes[label] for label in labels], jnp.bfloat16)
-        for labels in spec.split("->")[0].split(",")
-    )
-    out = jax.jit(functools.partial(jtk.einsum, spec, preferred_element_type=jnp.float32))(lhs, rhs)
-    assert (out == sizes["k"]).all()

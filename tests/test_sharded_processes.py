@@ -53,3 +53,13 @@ def test_two_processes_share_a_program():
     processes = [start("distributed", i, port, 2, "cpu") for i in range(2)]
     for process in processes:
         assert "done" in output(process)
+
+
+@pytest.mark.thorough
+def test_processes_with_different_data_are_an_error():
+    port = free_port()
+    processes = [start("disagree", i, port, 2) for i in range(2)]
+    found = "".join(output(process) for process in processes)
+    assert "choose kernels by different data of the policy" in found
+    assert "'times of process 0'" in found
+    assert "Install the same jax_tilekern" in found

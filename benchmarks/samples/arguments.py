@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-
-from jax_tilekern import _core
-
-# By our name for an instruction set: XLA's.
-_LIMITS = {"avx2": "AVX2", "avx512": "AVX512"}
 
 
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,18 +23,6 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", choices=("auto", "kernels"), default="auto",
         help="of the library while the sample is measured (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--instruction-set", choices=_LIMITS,
-        help="of both sides on a CPU; by default the best that it has",
-    )  # fmt: skip
-
-
-def limit_instruction_set(name: str | None) -> None:
-    """Limit the kernels of both sides, before JAX makes its first program."""
-    if name is not None:
-        _core.set_cpu_instruction_set(name)
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_max_isa={_LIMITS[name]}"
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -248,6 +248,10 @@ def _cuda_kernel(problem: Problem) -> Kernel | Fallback:
 def _cpu_kernel(problem: Problem) -> Kernel | Fallback:
     product = problem.product
     geometry, arithmetic = product.geometry, product.arithmetic
+    if geometry.m == geometry.n == 1 and {geometry.lhs_strides[-1], geometry.rhs_strides[-2]} != {
+        1
+    }:
+        return Fallback("no kernel reads the vectors of a dot product unless they are contiguous")
     attributes = cpu_attributes(geometry)
     types = [str(dtype) for dtype in (product.lhs_dtype, product.rhs_dtype, product.out_dtype)]
     name = ffi.cpu_matmul_kernel(types, attributes)

@@ -142,6 +142,9 @@ def product_by_lax(
     product = functools.partial(
         _dot_general, contraction, precision=precision, out_sharding=out_sharding
     )
+    if lowering_platform() == "cpu" and _widens_a_batch(contraction, lhs, rhs, out_dtype):
+        # XLA ends some of them: "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"
+        lhs, rhs = lhs.astype(np.float32), rhs.astype(np.float32)
     if lowering_platform() == "cuda" and _has_16_bit_vector(contraction, lhs, rhs):
         # XLA rounds each product of these to 16 bits.
         return dot_by_sum(lhs, rhs, contraction, out_dtype=out_dtype)
@@ -157,6 +160,12 @@ def product_by_lax(
     else:
         out = product(lhs, rhs, out_dtype=out_dtype)
     return transposed(out, contraction.dot_general_out, contraction.out)
+
+
+def _widens_a_batch(contraction: Contraction, lhs: Array, rhs: Array, out_dtype: Any) -> bool:
+    """Return whether it is a batch of products of bfloat16 to float32."""
+    narrow = lhs.dtype == rhs.dtype == jnp.bfloat16 and np.dtype(out_dtype) == np.float32
+    return narrow and bool(set(contraction.lhs) & set(contraction.rhs) & set(contraction.out))
 
 
 def _has_16_bit_vector(contraction: Contraction, lhs: Array, rhs: Array) -> bool:

@@ -40,7 +40,7 @@ class Cpu:
     @property
     def name(self) -> str:
         """By which recorded times are found."""
-        return f"CPU with {self.instruction_set}"
+        return f"CPU with {self.instruction_set}{' and AMX' if self.has_amx else ''}"
 
 
 def current_cpu() -> Cpu:

@@ -56,8 +56,8 @@ def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> Choi
         What it is for.
     """
     asked = current_policy() == "kernels"
-    must = _not_in_xla(workload, device)
-    why = must or 'jax_tilekern.policy("kernels")'
+    must = _is_wrong_in_xla(workload, device)
+    why = "XLA's int8 products are not exact" if must else 'jax_tilekern.policy("kernels")'
     if not (asked or must) and _in_matrix_units(workload, device):
         return Choice(
             None, f"XLA multiplies {workload.arithmetic} in this CPU's matrix units (AMX)"
@@ -73,7 +73,7 @@ def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> Choi
         )
     model, numbers = known.models[workload.operation], known.numbers(workload)
     xla = known.roofline(workload) * math.exp(model.xla([numbers])[0])
-    times = predicted(known, workload, candidates, device)
+    times = predicted(known, workload, candidates, device, xla)
     best = int(np.argmin(times))
     ours = float(times[best])
     least, of_error = model.margin
@@ -88,23 +88,16 @@ def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> Choi
     return Choice(None, f"XLA's kernel is as fast: {text}", ours, xla)
 
 
-def _not_in_xla(workload: Workload, device: Device) -> str | None:
-    """Return why users get no XLA operation, where its result is wrong or it ends the program."""
+def _is_wrong_in_xla(workload: Workload, device: Device) -> bool:
+    """Return whether XLA's operation may be wrong, so that users get none of it.
+
+    Products of int8 matrices are, on GPUs, at a k of 8, 256, 320 and others, which depend on the
+    kernel that the autotuner takes. Those with a vector are loops.
+    """
     product = workload.product
-    if product is None or workload.arithmetic not in ("int8", "bf16"):
-        return None
-    geometry = product.geometry
-    if isinstance(device, Gpu):
-        # At a k of 8, 256, 320 and others, which depend on the kernel that the autotuner takes.
-        # Products with a vector are loops.
-        is_wrong = workload.arithmetic == "int8" and min(geometry.m, geometry.n) > 1
-        return "XLA's int8 products are not exact" if is_wrong else None
-    *batch, row, _ = geometry.out_strides
-    widened = product.out_dtype.itemsize == 2 * product.lhs_dtype.itemsize
-    if widened and batch and min(batch) < row:
-        # "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"
-        return "XLA has no such product in bfloat16"
-    return None
+    if product is None or not isinstance(device, Gpu):
+        return False
+    return workload.arithmetic == "int8" and min(product.geometry.m, product.geometry.n) > 1
 
 
 # The fewest rows and columns for which XLA uses AMX.
@@ -116,8 +109,13 @@ def _in_matrix_units(workload: Workload, device: Device) -> bool:
     if not (isinstance(device, Cpu) and device.has_amx and workload.product is not None):
         return False
     geometry = workload.product.geometry
+    if workload.arithmetic == "bf16":
+        # Batches of bfloat16 to float32 are stated in float32: see ``product_by_lax``.
+        is_stated = not geometry.batch or workload.product.out_dtype.itemsize == 2
+    else:
+        is_stated = workload.arithmetic == "int8"
     is_wide = min(geometry.m, geometry.n) >= _LEAST_OF_MATRIX_UNITS
-    return workload.arithmetic in ("bf16", "int8") and is_wide and geometry.lhs_k_major
+    return is_stated and is_wide and geometry.lhs_k_major
 
 
 def plan_choice(
@@ -138,25 +136,23 @@ def plan_choice(
 
 
 def predicted(
-    known: DeviceModel, workload: Workload, candidates: Sequence[Any], device: Device
+    known: DeviceModel, workload: Workload, candidates: Sequence[Any], device: Device, xla: float
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return the predicted microseconds of each candidate."""
+    """Return the predicted microseconds of each candidate, where XLA takes ``xla``."""
     numbers = known.numbers(workload)
     rows = [
         (*numbers, *of_candidate(candidate, candidates[0], workload, device))
         for candidate in candidates
     ]
-    bases = [base_microseconds(known, workload, candidate, device) for candidate in candidates]
+    bases = [base_microseconds(candidate, device, xla) for candidate in candidates]
     result: np.ndarray[tuple[int], np.dtype[np.float64]] = np.asarray(bases) * np.exp(
         known.models[workload.operation].ours(rows)
     )
     return result
 
 
-def base_microseconds(
-    known: DeviceModel, workload: Workload, candidate: Any, device: Device
-) -> float:
-    """Return a candidate's own estimate, or the roofline's where it has none."""
+def base_microseconds(candidate: Any, device: Device, xla: float) -> float:
+    """Return a candidate's own estimate, or XLA's time where it has none."""
     if isinstance(candidate, CostedCandidate) and isinstance(device, Gpu):
         return candidate.cycles / device.rates.cycles_per_microsecond
-    return known.roofline(workload)
+    return xla
