@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+from typing import Any
 
 from jax._src.distributed import global_state as _global_state
 
@@ -32,7 +33,8 @@ def require_agreement(platform: str) -> None:
     RuntimeError
         If another process with the same kind of device decides by other data.
     """
-    if _global_state.client is None or _global_state.num_processes == 1:
+    client = _global_state.client
+    if client is None or _global_state.num_processes == 1:
         return
     try:
         device, state = _state(platform)
@@ -42,7 +44,7 @@ def require_agreement(platform: str) -> None:
         told = _told.setdefault(device, [])
         if not told or told[-1] != state:
             told.append(state)
-            _publish(f"jax_tilekern/{device}/{len(told)}", state)
+            _publish(client, f"jax_tilekern/{device}/{len(told)}", state)
 
 
 def _state(platform: str) -> tuple[str, str]:
@@ -59,8 +61,8 @@ def _state(platform: str) -> tuple[str, str]:
     return device, json.dumps(content)
 
 
-def _publish(key: str, state: str) -> None:
-    client, process = _global_state.client, _global_state.process_id
+def _publish(client: Any, key: str, state: str) -> None:
+    process = _global_state.process_id
     client.key_value_set(f"{key}/{process}", state, allow_overwrite=True)
     own = json.loads(state)
     for path, text in client.key_value_dir_get(key):
