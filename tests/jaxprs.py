@@ -18,7 +18,7 @@ def products(jaxpr):
     ours, jaxs = (
         sum(map(names.count, group))
         for group in (
-            ("tilekern_contract", "tilekern_contract_groups"),
+            ("tilekern_contract",),
             ("dot_general", "ragged_dot_general"),
         )
     )

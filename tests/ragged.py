@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from jax import lax
 from numerics import UNIT_ROUNDOFF, accumulator, exact, frobenius, rounding
 
-from jax_tilekern.plans.grouped_gemm.contraction import RaggedContraction
+from jax_tilekern.plans.contraction import Contraction
 
 # Dimension numbers of the gradient of ``ragged_dot`` in the weights.
 CONTRACTED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
@@ -111,7 +111,7 @@ def contractions(draw):
     order["bounds"] += (group,)
     sizes = {label: draw(st.integers(1, 4)) for label in range(2 + count)}
     sizes[ragged] = draw(st.integers(1, 9))
-    return RaggedContraction(**order, ragged=ragged, group=group), sizes
+    return Contraction(**order, ragged=ragged, group=group), sizes
 
 
 def random_bounds(rng, contraction, sizes):

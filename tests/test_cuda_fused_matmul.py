@@ -17,7 +17,7 @@ from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_
 from jax_tilekern.epilogue.primitives import INNER_JAXPR
 from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue
-from jax_tilekern.plans.gemm.contraction import Contraction
+from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.gemm.select import candidates, plan_matmul
 from jax_tilekern.plans.launch import NoKernel
 
@@ -110,7 +110,8 @@ def test_results_in_the_memory_of_operands():
 
     def call(x, w, operand, in_place=((0, 0),)):
         return contract_with_epilogue(
-            x, w, Contraction((0, 1), (1, 2), (0, 2)), precision=None, product=np.dtype(BF16),
+            x, w, contraction=Contraction((0, 1), (1, 2), (0, 2)), precision=None,
+            product=np.dtype(BF16),
             shape=(512, 512), epilogue=jnp.add, operands=(operand,), in_place=in_place,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from numerics import BF16, assert_close, assert_equal, check_derivatives, exact,
 
 import jax_tilekern as jtk
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue
-from jax_tilekern.plans.gemm.contraction import Contraction
+from jax_tilekern.plans.contraction import Contraction
 
 HIGHEST = lax.Precision.HIGHEST
 
@@ -129,7 +129,7 @@ def test_a_result_in_the_memory_of_an_operand(rng):
 
     def add(a, total):
         return contract_with_epilogue(
-            a, b, Contraction((0, 1), (1, 2), (0, 2)),
+            a, b, contraction=Contraction((0, 1), (1, 2), (0, 2)),
             precision=None, product=np.dtype(np.float32), shape=(40, 50),
             epilogue=lambda y, total: [total + y, total - y], operands=(total,),
             in_place=((0, 0),),
@@ -165,7 +165,7 @@ def test_results_in_the_memory_of_operands_that_other_results_read(rng, dtype, o
     def call(a, b, first, second):
         first, second = lax.optimization_barrier((first + 1, second - 1))
         return contract_with_epilogue(
-            a, b, Contraction((0, 1), (1, 2), (0, 2)),
+            a, b, contraction=Contraction((0, 1), (1, 2), (0, 2)),
             precision=HIGHEST, product=np.dtype(out), shape=(m, n),
             epilogue=lambda y, first, second: [y + second, y - first],
             operands=(first, second), in_place=((0, 0), (1, 1)),

@@ -12,7 +12,7 @@ from numerics import assert_close
 import jax_tilekern as jtk
 from jax_tilekern.compilation import nvrtc
 from jax_tilekern.interop import modes
-from jax_tilekern.ops import contraction, planned_kernel
+from jax_tilekern.ops import contraction_lowering, planned_kernel
 from jax_tilekern.plans.gpu import gpu_target
 from jax_tilekern.plans.launch import PlanError
 
@@ -139,7 +139,7 @@ def test_a_refused_plan_is_a_warning(monkeypatch):
     def refused(product, gpu):
         raise PlanError("plan wgmma: grid (0, 1, 1) has a dimension below 1")
 
-    monkeypatch.setattr(contraction, "plan_matmul", refused)
+    monkeypatch.setattr(contraction_lowering, "plan_matmul", refused)
     with modes.entered("DEFAULT"), gpu_target("sm_90"):
         with pytest.warns(RuntimeWarning, match=r"plan wgmma: grid \(0, 1, 1\)"):
             text = lowered(jtk.matmul, SQUARE, SQUARE, platform="cuda")
@@ -155,7 +155,7 @@ def test_a_failed_compilation_is_tried_once(monkeypatch):
         tried.append(product)
         raise jtk.CompileError("no", "log")
 
-    monkeypatch.setattr(contraction, "plan_matmul", failing)
+    monkeypatch.setattr(contraction_lowering, "plan_matmul", failing)
     with modes.entered("DEFAULT"), gpu_target("sm_90"), pytest.warns(RuntimeWarning):
         lowered(lambda x: jtk.matmul(jtk.matmul(x, x), x), SQUARE, platform="cuda")
     assert len(tried) == 1

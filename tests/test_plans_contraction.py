@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_tilekern.plans.gemm.contraction import Contraction, Oriented, matmul_geometry
+from jax_tilekern.plans.contraction import Contraction, Oriented, matmul_geometry
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS
 
 

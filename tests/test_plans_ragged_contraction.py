@@ -6,15 +6,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ragged import contractions, masked_einsum, random_bounds
 
-from jax_tilekern.plans.grouped_gemm.contraction import (
-    OrientedRagged,
-    RaggedContraction,
-    ragged_geometry,
-)
+from jax_tilekern.plans.contraction import Contraction, Oriented, matmul_geometry
 from jax_tilekern.plans.grouped_gemm.problem import MAX_GROUP_BATCH_DIMS
 
-FORWARD = RaggedContraction((0, 2), (1, 2, 3), (1,), (0, 3), 0, 1)
-WEIGHTS = RaggedContraction((0, 2), (0, 3), (1,), (1, 2, 3), 0, 1)
+FORWARD = Contraction((0, 2), (1, 2, 3), (0, 3), (1,), 0, 1)
+WEIGHTS = Contraction((0, 2), (0, 3), (1, 2, 3), (1,), 0, 1)
 
 
 def shapes_of(contraction, sizes):
@@ -82,7 +78,7 @@ def test_geometry_computes_the_contraction(case, reordered, seed):
     shapes = shapes_of(contraction, sizes)
     lhs, rhs = (rng.integers(-9, 10, shape) for shape in shapes[:2])
     bounds = random_bounds(rng, contraction, sizes)
-    oriented = ragged_geometry(contraction, *shapes)
+    oriented = matmul_geometry(contraction, *shapes)
     if isinstance(oriented, str):
         return
     geometry, swapped, _ = oriented
@@ -114,7 +110,7 @@ def test_mergeable_order_has_a_geometry(case):
     for ours, theirs in ((plain.lhs, contraction.lhs), (plain.rhs, contraction.rhs),
                          (plain.out, contraction.out)):  # fmt: skip
         assert sorted(ours) == sorted(theirs)
-    oriented = ragged_geometry(plain, *shapes_of(plain, sizes))
+    oriented = matmul_geometry(plain, *shapes_of(plain, sizes))
     if isinstance(oriented, str):
         # Only with batch dimensions in lhs, in rhs, in both and in neither.
         assert "4 separate batch dimensions" in oriented
@@ -125,18 +121,18 @@ def test_mergeable_order_has_a_geometry(case):
 
 def test_forward_and_gradients_need_no_copy():
     rows, groups, k, n = 100, 8, 16, 24
-    geometry, swapped, _ = ragged_geometry(FORWARD, (rows, k), (groups, k, n), (groups + 1,))
+    geometry, swapped, _ = matmul_geometry(FORWARD, (rows, k), (groups, k, n), (groups + 1,))
     assert (geometry.ragged, geometry.rows, geometry.groups, swapped) == ("m", rows, groups, False)
     assert geometry.product.lhs_strides == (0, k, 1)
     assert geometry.product.rhs_strides == (k * n, n, 1)
     assert geometry.product.out_strides == (0, n, 1)
 
-    gradient = RaggedContraction((0, 3), (1, 2, 3), (1,), (0, 2), 0, 1)
-    geometry, swapped, _ = ragged_geometry(gradient, (rows, n), (groups, k, n), (groups + 1,))
+    gradient = Contraction((0, 3), (1, 2, 3), (0, 2), (1,), 0, 1)
+    geometry, swapped, _ = matmul_geometry(gradient, (rows, n), (groups, k, n), (groups + 1,))
     assert (geometry.ragged, swapped) == ("m", False)
     assert geometry.product.rhs_strides == (k * n, 1, n)
 
-    geometry, swapped, _ = ragged_geometry(WEIGHTS, (rows, k), (rows, n), (groups + 1,))
+    geometry, swapped, _ = matmul_geometry(WEIGHTS, (rows, k), (rows, n), (groups + 1,))
     assert (geometry.ragged, geometry.rows, swapped) == ("k", rows, False)
     assert geometry.product.lhs_strides == (0, 1, k)
     assert geometry.product.rhs_strides == (0, n, 1)
@@ -146,8 +142,8 @@ def test_forward_and_gradients_need_no_copy():
 def test_operands_are_swapped_for_the_other_major_order():
     """The gradient of weights that lie as ``(groups, n, k)``."""
     rows, groups, k, n = 100, 8, 16, 24
-    weights = RaggedContraction((0, 2), (0, 3), (1,), (1, 3, 2), 0, 1)
-    geometry, swapped, _ = ragged_geometry(weights, (rows, k), (rows, n), (groups + 1,))
+    weights = Contraction((0, 2), (0, 3), (1, 3, 2), (1,), 0, 1)
+    geometry, swapped, _ = matmul_geometry(weights, (rows, k), (rows, n), (groups + 1,))
     assert swapped
     assert (geometry.product.m, geometry.product.n) == (n, k)
     assert geometry.product.out_strides == (k * n, k, 1)
@@ -155,14 +151,14 @@ def test_operands_are_swapped_for_the_other_major_order():
 
 @pytest.mark.parametrize(("contraction", "obstacle"), [
     # An output whose rows are adjacent.
-    (RaggedContraction((0, 2), (1, 2, 3), (1,), (3, 0), 0, 1), "innermost"),
-    (RaggedContraction((0, 2), (0, 3), (1,), (2, 3, 1), 0, 1), "innermost"),
-    (RaggedContraction((0, 2, 4), (1, 4, 2, 3), (1,), (0, 3), 0, 1), "different orders"),
-    (RaggedContraction((4, 0, 2), (4, 0, 3), (1,), (1, 2, 3), 0, 1), "along with the ragged"),
+    (Contraction((0, 2), (1, 2, 3), (3, 0), (1,), 0, 1), "innermost"),
+    (Contraction((0, 2), (0, 3), (2, 3, 1), (1,), 0, 1), "innermost"),
+    (Contraction((0, 2, 4), (1, 4, 2, 3), (0, 3), (1,), 0, 1), "different orders"),
+    (Contraction((4, 0, 2), (4, 0, 3), (1, 2, 3), (1,), 0, 1), "along with the ragged"),
 ])  # fmt: skip
 def test_obstacles(contraction, obstacle):
     sizes = {0: 9, 1: 4, 2: 5, 3: 6, 4: 7}
-    found = ragged_geometry(contraction, *shapes_of(contraction, sizes))
+    found = matmul_geometry(contraction, *shapes_of(contraction, sizes))
     assert isinstance(found, str)
     assert obstacle in found
 
@@ -170,19 +166,17 @@ def test_obstacles(contraction, obstacle):
 def test_too_many_batch_dimensions():
     """Four that do not merge, because the groups are the same along every other one."""
     batch = (4, 5, 6, 7)
-    contraction = RaggedContraction(
-        (*batch, 0, 2), (*batch, 1, 2, 3), (4, 6, 1), (*batch, 0, 3), 0, 1
-    )
+    contraction = Contraction((*batch, 0, 2), (*batch, 1, 2, 3), (*batch, 0, 3), (4, 6, 1), 0, 1)
     sizes = dict.fromkeys(range(8), 3)
-    assert "4 separate" in ragged_geometry(contraction, *shapes_of(contraction, sizes))
+    assert "4 separate" in matmul_geometry(contraction, *shapes_of(contraction, sizes))
     plain = contraction.mergeable()
-    assert isinstance(ragged_geometry(plain, *shapes_of(plain, sizes)), OrientedRagged)
+    assert isinstance(matmul_geometry(plain, *shapes_of(plain, sizes)), Oriented)
 
 
 @pytest.mark.parametrize(("contraction", "text"), [
     (FORWARD, "mk,gkn->mn, ragged m"),
     (WEIGHTS, "km,kn->gmn, ragged k"),
-    (RaggedContraction((4, 0, 2), (1, 2, 3), (4, 1), (4, 0, 3), 0, 1), "bmk,gkn->bmn, ragged m"),
+    (Contraction((4, 0, 2), (1, 2, 3), (4, 0, 3), (4, 1), 0, 1), "bmk,gkn->bmn, ragged m"),
 ])  # fmt: skip
 def test_subscripts(contraction, text):
     assert str(contraction) == text

@@ -24,8 +24,8 @@ from ragged import (
 )
 
 import jax_tilekern as jtk
-from jax_tilekern.ops.group_bounds import group_bounds
-from jax_tilekern.ops.ragged_contraction import contract_groups
+from jax_tilekern.ops.contraction import contract
+from jax_tilekern.ops.groups import group_bounds
 
 
 def same(ours, theirs, *args):
@@ -140,8 +140,8 @@ def test_every_ragged_contraction(case, seed):
     @jax.jit
     def run(lhs, rhs, bounds, y):
         out, pullback = jax.vjp(
-            lambda lhs, rhs: contract_groups(
-                lhs, rhs, bounds, c, precision=None, out_dtype=np.dtype(np.float32)
+            lambda lhs, rhs: contract(
+                lhs, rhs, bounds, contraction=c, precision=None, out_dtype=np.dtype(np.float32)
             ),
             lhs, rhs,
         )  # fmt: skip

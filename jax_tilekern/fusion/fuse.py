@@ -19,7 +19,8 @@ from jax_tilekern.fusion.scalars import equation_of_scalars
 from jax_tilekern.inspection.tracing import of_arrays
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import by_types
-from jax_tilekern.ops.fused_contraction import InPlace, contract_with_scalar_function
+from jax_tilekern.ops.fused_contraction import contract_with_scalar_function
+from jax_tilekern.ops.fused_lowering import InPlace
 from jax_tilekern.ops.labelled_operands import common_type
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 
@@ -253,7 +254,7 @@ class _Evaluation:
             results = contract_with_scalar_function(
                 lhs,
                 rhs,
-                contraction,
+                contraction=contraction,
                 precision=product.precision,
                 product=product.dtype,
                 function=dataclasses.replace(

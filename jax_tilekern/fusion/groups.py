@@ -20,7 +20,7 @@ import numpy as np
 
 from jax_tilekern.fusion.elementwise import Reading, Shape, readings
 from jax_tilekern.interop import compat
-from jax_tilekern.plans.gemm.contraction import Contraction
+from jax_tilekern.plans.contraction import Contraction
 
 # An operand of an epilogue is computed in the kernel if it follows from so few arrays of the
 # product's shape, by so few equations; otherwise the kernel reads it.

@@ -3,87 +3,83 @@
 It is closed under differentiation and batching. The cotangent of an operand is a contraction of
 the other operand with the output's cotangent, written straight into the operand's own dimension
 order; ``vmap`` adds one label to whatever carries the mapped axis. Neither moves any data.
+
+With groups it is a grouped GEMM. The bounds of the groups are its third operand.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
-from jax_tilekern.interop import compat, ffi
-from jax_tilekern.ops.labelled_lowering import (
-    LabelledOperand,
-    Platform,
-    cast_first,
-    chosen_arithmetic,
-    cpu_attributes,
-    ways_to_read,
-)
-from jax_tilekern.ops.labelled_operands import (
-    common_type,
-    converted,
-    product_by_lax,
-    transposed,
-)
-from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
+from jax_tilekern.interop import compat
+from jax_tilekern.ops.contraction_lowering import planners, source
+from jax_tilekern.ops.groups import local_bounds, masked
+from jax_tilekern.ops.labelled_operands import common_type, product_by_lax
+from jax_tilekern.partitioning.call import rename
+from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
-from jax_tilekern.plans.cpu import product_reason
-from jax_tilekern.plans.gemm.arithmetic import (
-    Converted,
-    cpu_arithmetic,
-    cuda_arithmetic,
-)
-from jax_tilekern.plans.gemm.contraction import Contraction, Labels, matmul_geometry
-from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.plans.gemm.select import plan_matmul
-from jax_tilekern.plans.policy.workload import of_product
-from jax_tilekern.primitives.operation import (
-    Fallback,
-    Kernel,
-    Operand,
-    Operation,
-    Params,
-    Planner,
-    Rewrite,
-    define,
-)
+from jax_tilekern.plans.contraction import Contraction
+from jax_tilekern.primitives.operation import Operation, define
 
 
 def contract(
     lhs: Array,
     rhs: Array,
+    *bounds: Array,
     contraction: Contraction,
-    *,
     precision: Any,
     out_dtype: np.dtype[Any],
     out_sharding: NamedSharding | None = None,
 ) -> Array:
-    """Contract two arrays.
+    """Contract two arrays, group by group if there are groups.
 
     Parameters
     ----------
     lhs, rhs
         Operands; where their types differ, both are cast to a common one first.
+    *bounds
+        Those of the groups, if there are any: one array of ``int32``, in order along its last
+        dimension and between 0 and the number of rows.
     contraction
-        Labels of their dimensions and of the result's.
+        Labels of their dimensions and of the result's. A label of the bounds need not be the
+        result's.
     precision
         Canonical, as :func:`jax_tilekern.interop.compat.canonicalize_precision` returns it.
     out_dtype
         Type of the result.
     out_sharding
-        Sharding of the result on a mesh with explicit axes; by default what follows from the
-        operands'.
+        Sharding of the result on a mesh with explicit axes, where groups require it; by default
+        what follows from the operands'.
     """
     lhs, rhs = common_type(lhs, rhs, out_dtype, precision)
+    summed = contraction.summed_bounds
+    if summed:
+        # Groups differ along these dimensions, so each index is a product of its own.
+        narrow = jnp.issubdtype(out_dtype, jnp.floating) and np.dtype(out_dtype).itemsize < 4
+        sums = np.dtype(np.float32 if narrow else out_dtype)
+        products = contract(
+            lhs,
+            rhs,
+            *bounds,
+            contraction=dataclasses.replace(contraction, out=(*summed, *contraction.out)),
+            precision=precision,
+            out_dtype=sums,
+            out_sharding=compat.with_leading_dims(out_sharding, len(summed)),
+        )
+        return products.sum(range(len(summed)), dtype=sums).astype(out_dtype)
     result: Array = _bind(
         lhs,
         rhs,
+        *bounds,
         contraction=contraction,
         precision=precision,
         out_dtype=np.dtype(out_dtype),
@@ -92,37 +88,70 @@ def contract(
     return result
 
 
-# Differentiation: the operand's cotangent has the operand's own labels, and its sharding.
+# Meaning.
+
+
+def _reference(
+    lhs: Array, rhs: Array, *bounds: Array, out_sharding: NamedSharding | None, **params: Any
+) -> Array:
+    if not bounds:
+        return product_by_lax(lhs, rhs, **params, out_sharding=out_sharding)
+    product = compat.with_automatic_axes(functools.partial(masked_product, **params), out_sharding)
+    result: Array = product(lhs, rhs, *bounds)
+    return result
+
+
+def masked_product(
+    lhs: Array, rhs: Array, *bounds: Array, contraction: Contraction, **params: Any
+) -> Array:
+    """Contract two arrays in terms of ``jax.lax``; rows of other groups count as zeros."""
+    if bounds:
+        lhs, rhs, contraction = masked(lhs, rhs, *bounds, contraction=contraction)
+    return product_by_lax(lhs, rhs, contraction, **params)
+
+
+# Differentiation and batching, which Strassen's algorithm has in common.
 
 
 def _cotangent(
-    lhs: Array, rhs: Array, contraction: Contraction, like: Any, precision: Any
+    operand: int,
+    contract: Callable[..., Array],
+    cotangent: Array,
+    lhs: Any,
+    rhs: Any,
+    *bounds: Array,
+    contraction: Contraction,
+    out_dtype: np.dtype[Any],
+    out_sharding: NamedSharding | None,
+    **params: Any,
 ) -> Array:
+    """Return the cotangent of ``lhs`` or ``rhs``, with its own labels, type and sharding."""
+    c = contraction
+    like, labels = ((lhs, c.lhs), (rhs, c.rhs))[operand]
+    factors = [(lhs, c.lhs), (rhs, c.rhs)]
+    factors[operand] = (cotangent, c.out)
+    if operand == 0 and c.ragged_dimension == "k":
+        # The operand with the ragged label comes first.
+        factors.reverse()
+    (left, left_labels), (right, right_labels) = factors
     return contract(
-        lhs,
-        rhs,
-        contraction,
-        precision=precision,
+        left,
+        right,
+        *bounds,
+        contraction=dataclasses.replace(c, lhs=left_labels, rhs=right_labels, out=labels),
         out_dtype=like.dtype,
         out_sharding=compat.cotangent_sharding(like),
+        **params,
     )
 
 
-def _lhs_cotangent(
-    cotangent: Array, lhs: Any, rhs: Array, *, contraction: Contraction, precision: Any, **_: Any
-) -> Array:
-    labels = Contraction(contraction.out, contraction.rhs, contraction.lhs)
-    return _cotangent(cotangent, rhs, labels, lhs, precision)
+def transposes(contract: Callable[..., Array]) -> dict[int, Callable[..., Array]]:
+    """Return the transpose rules of both operands, which ``contract`` computes."""
+    return {i: functools.partial(_cotangent, i, contract) for i in (0, 1)}
 
 
-def _rhs_cotangent(
-    cotangent: Array, lhs: Array, rhs: Any, *, contraction: Contraction, precision: Any, **_: Any
-) -> Array:
-    labels = Contraction(contraction.lhs, contraction.out, contraction.rhs)
-    return _cotangent(lhs, cotangent, labels, rhs, precision)
-
-
-def _batch(
+def batched(
+    contract: Callable[..., Array],
     axis_data: Any,
     operands: Sequence[Array],
     dims: Sequence[int | None],
@@ -132,194 +161,68 @@ def _batch(
     **params: Any,
 ) -> tuple[Array, int]:
     """Label the mapped axis in place; an operand without it is unchanged."""
-    batched = contraction.mapped(*dims)
-    lhs, rhs = operands
+    factors, labels = mapped(contraction, operands, dims)
     out_sharding = compat.sharding_under_vmap(axis_data, out_sharding, 0)
-    return contract(lhs, rhs, batched, out_sharding=out_sharding, **params), 0
+    return contract(*factors, contraction=labels, out_sharding=out_sharding, **params), 0
+
+
+def mapped(
+    contraction: Contraction, operands: Sequence[Array], dims: Sequence[int | None]
+) -> tuple[list[Array], Contraction]:
+    """Return the operands of a contraction and their labels under ``vmap``."""
+    lhs, rhs, *bounds = operands
+    lhs_dim, rhs_dim, *bounds_dims = dims
+    if any(dim is not None for dim in bounds_dims):
+        # A few numbers, of which those of the groups stay adjacent.
+        bounds, bounds_dims = [jnp.moveaxis(bounds[0], bounds_dims[0], 0)], [0]
+    return [lhs, rhs, *bounds], contraction.mapped(lhs_dim, rhs_dim, *bounds_dims)
 
 
 # Partitioning: the labels state which dimensions may be split among devices.
 
 
-def sharding_rule(lhs: Any, rhs: Any, *, contraction: Contraction, **_: Any) -> ShardingRule:
+def sharding_rule(
+    lhs: Any, rhs: Any, *bounds: Any, contraction: Contraction, **_: Any
+) -> ShardingRule:
     """Return the rule of a contraction, whose labels are those of the product."""
     c = contraction
-    sizes = sizes_of((c.lhs, lhs.shape), (c.rhs, rhs.shape))
-    return ShardingRule(
-        (c.lhs, c.rhs), (c.out,), sizes, flops=2 * math.prod(sizes.values()), names=c.names
+    # A device has the bounds of its own rows and groups.
+    prefixes = [(*c.bounds[:-1], None) for _ in bounds]
+    sizes = sizes_of(
+        *((prefix, x.shape) for prefix, x in zip(prefixes, bounds, strict=True)),
+        (c.lhs, lhs.shape),
+        (c.rhs, rhs.shape),
     )
+    # Each row is multiplied for one group only.
+    flops = 2 * math.prod(size for label, size in sizes.items() if label != c.group)
+    if c.group is not None:
+        sizes[c.group] = bounds[0].shape[-1] - 1
+    return ShardingRule((c.lhs, c.rhs, *prefixes), (c.out,), sizes, flops=flops, names=c.names)
 
 
-def source(
-    operands: Sequence[Operand], *, contraction: Contraction, **params: Any
-) -> tuple[Sequence[Operand], Params]:
-    """Return the operands where they lie in memory, and the contraction of those."""
-    lhs, rhs = (x.source for x in _labelled(operands, contraction))
-    labels = Contraction(lhs.labels, rhs.labels, contraction.out)
-    return [Operand(x.value, x.aval) for x in (lhs, rhs)], {**params, "contraction": labels}
+def _localised(
+    shard: Shard, lhs: Array, rhs: Array, *bounds: Array, contraction: Contraction, **_: Any
+) -> list[Array]:
+    return [lhs, rhs, *(local_bounds(shard, x, contraction) for x in bounds)]
 
 
-def _labelled(operands: Sequence[Operand], contraction: Contraction) -> list[LabelledOperand]:
-    labels = (contraction.lhs, contraction.rhs)
-    return [LabelledOperand(*x, own) for x, own in zip(operands, labels, strict=True)]
+def in_float32(**params: Any) -> dict[str, Any]:
+    """Return the parameters of the same call with a float32 result."""
+    return {**params, "out_dtype": np.dtype(np.float32)}
 
 
-# Lowering: state the problem, then plan it.
-
-_CPU = Platform(cpu_arithmetic, needs_unit_stride=False)
-CUDA = Platform(cuda_arithmetic, needs_unit_stride=True)
-
-
-def _refusal(
-    platform: Platform,
-    lhs: Any,
-    rhs: Any,
-    *,
-    contraction: Contraction,
-    precision: Any,
-    out_dtype: np.dtype[Any],
-    **_: Any,
-) -> Fallback | None:
-    if all(lhs.shape[contraction.lhs.index(x)] == 1 for x in contraction.contracted):
-        # XLA fuses for example the norms of per-example gradients, which then need no memory.
-        return Fallback("nothing is contracted, and XLA fuses an outer product into what uses it")
-    arithmetic = chosen_arithmetic(platform, lhs, rhs, out_dtype, precision)
-    return arithmetic if isinstance(arithmetic, Fallback) else None
-
-
-class Problem(NamedTuple):
-    """A contraction as a kernel sees it."""
-
-    product: Product
-    # MLIR values of the arrays that the kernel reads, in the product's order.
-    operands: tuple[Any, Any]
-    # Batch strides and the strides of m and n of each further array.
-    further_strides: tuple[tuple[int, ...], ...]
-
-
-def state_problem(
-    platform: Platform,
-    operands: Sequence[Operand],
-    *,
-    contraction: Contraction,
-    precision: Any,
-    out_dtype: np.dtype[Any],
-    further: Sequence[Labels] = (),
-    **_: Any,
-) -> Problem | Rewrite | Fallback:
-    """State the product that a contraction is, or return how it is computed without stating one.
-
-    ``further`` has the labels of further arrays that an epilogue reads and writes.
-    """
-    lhs, rhs = _labelled(operands, contraction)
-    arithmetic = chosen_arithmetic(platform, lhs.aval, rhs.aval, out_dtype, precision)
-    if isinstance(arithmetic, Fallback):
-        return arithmetic
-    if isinstance(arithmetic, Converted):
-        return cast_first(
-            arithmetic,
-            functools.partial(_converted, arithmetic, contraction, precision, out_dtype),
-        )
-    obstacle: str | None = None
-    for left, right in ways_to_read(lhs, rhs):
-        labels = Contraction(left.labels, right.labels, contraction.out)
-        found = matmul_geometry(labels, left.aval.shape, right.aval.shape, further)
-        obstacle = found if isinstance(found, str) else platform.obstacle(found.geometry)
-        if isinstance(found, str) or obstacle is not None:
-            continue
-        if found.swapped:
-            left, right = right, left
-        types = (left.aval.dtype, right.aval.dtype, out_dtype)
-        return Problem(
-            Product(found.geometry, *types, arithmetic),
-            (left.value, right.value),
-            found.further_strides,
-        )
-    return Rewrite(
-        f"operands reordered first: {obstacle}",
-        functools.partial(_reordered, contraction, precision, out_dtype),
-    )
-
-
-def _cuda_kernel(problem: Problem) -> Kernel | Fallback:
-    return planned_kernel(problem.operands, plan_matmul, problem.product)
-
-
-def _cpu_kernel(problem: Problem) -> Kernel | Fallback:
-    product = problem.product
-    geometry, arithmetic = product.geometry, product.arithmetic
-    if geometry.m == geometry.n == 1 and {geometry.lhs_strides[-1], geometry.rhs_strides[-2]} != {
-        1
-    }:
-        return Fallback("no kernel reads the vectors of a dot product unless they are contiguous")
-    attributes = cpu_attributes(geometry)
-    types = [str(dtype) for dtype in (product.lhs_dtype, product.rhs_dtype, product.out_dtype)]
-    name = ffi.cpu_matmul_kernel(types, attributes)
-    call = ffi.CpuCall(ffi.CPU_MATMUL, attributes)
-    kernel = Kernel(name, product_reason(name, arithmetic), call, problem.operands)
-    return chosen_cpu_kernel(of_product(product), kernel)
-
-
-def _planner(platform: Platform, emit: Callable[[Problem], Kernel | Fallback]) -> Planner:
-    """Return the planner of a platform, whose kernels ``emit`` plans."""
-
-    def plan(
-        operands: Sequence[Operand],
-        avals: Any,
-        *,
-        contraction: Contraction,
-        precision: Any,
-        out_dtype: np.dtype[Any],
-        **_: Any,
-    ) -> Kernel | Rewrite | Fallback:
-        of_call = {"contraction": contraction, "precision": precision}
-        lhs, rhs = (x.aval for x in operands)
-        arithmetic = chosen_arithmetic(platform, lhs, rhs, out_dtype, precision)
-        wraps = lhs.dtype == rhs.dtype and lhs.dtype.kind == out_dtype.kind == "i"
-        if isinstance(arithmetic, Converted) and wraps:
-            wide = plan(operands, avals, **of_call, out_dtype=arithmetic.result)
-            if isinstance(wide, Fallback):
-                # XLA computes the call as it is, and nothing wider.
-                return wide
-        problem = state_problem(platform, operands, **of_call, out_dtype=out_dtype)
-        if not isinstance(problem, Problem):
-            return problem
-        return emit(problem)
-
-    return Planner(functools.partial(_refusal, platform), plan)
-
-
-def _converted(
-    types: Converted,
-    contraction: Contraction,
-    precision: Any,
-    out_dtype: np.dtype[Any],
-    lhs: Array,
-    rhs: Array,
-) -> Array:
-    lhs, rhs = converted(types, lhs, rhs)
-    out = contract(lhs, rhs, contraction, precision=precision, out_dtype=types.result)
-    return out.astype(out_dtype)
-
-
-def _reordered(
-    contraction: Contraction, precision: Any, out_dtype: np.dtype[Any], lhs: Array, rhs: Array
-) -> Array:
-    plain = contraction.mergeable()
-    out = contract(
-        transposed(lhs, contraction.lhs, plain.lhs),
-        transposed(rhs, contraction.rhs, plain.rhs),
-        plain,
-        precision=precision,
-        out_dtype=out_dtype,
-    )
-    return transposed(out, plain.out, contraction.out)
+# Checkpoint policies.
 
 
 def as_dot_general(
     contraction: Contraction, precision: Any, out_dtype: np.dtype[Any], **_: Any
-) -> tuple[compat.Primitive, dict[str, Any]]:
-    """Return the primitive of JAX's, and its parameters, as which policies see a contraction."""
+) -> tuple[compat.Primitive, dict[str, Any]] | None:
+    """Return the primitive of JAX's, and its parameters, as which policies see a contraction.
+
+    There is none for one with groups.
+    """
+    if contraction.group is not None:
+        return None
     return compat.dot_general_p, {
         "dimension_numbers": contraction.dimension_numbers,
         "precision": precision,
@@ -331,17 +234,17 @@ def as_dot_general(
 _bind = define(
     Operation(
         name="tilekern_contract",
-        reference=product_by_lax,
-        transposes={0: _lhs_cotangent, 1: _rhs_cotangent},
-        batch=_batch,
+        reference=_reference,
+        transposes=transposes(contract),
+        batch=functools.partial(batched, contract),
         sharding_rule=sharding_rule,
-        planners={
-            "cpu": _planner(_CPU, _cpu_kernel),
-            "cuda": _planner(CUDA, _cuda_kernel),
-        },
+        planners=planners(contract),
         describe=lambda contraction, **_: str(contraction),
+        localised=_localised,
         source=source,
-        in_float32=lambda **params: {**params, "out_dtype": np.dtype(np.float32)},
+        in_float32=in_float32,
         stands_for=as_dot_general,
     )
 )
+# The name in programs that 0.1.0 exported.
+rename("tilekern_contract_groups", "tilekern_contract")

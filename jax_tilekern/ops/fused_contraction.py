@@ -2,7 +2,9 @@
 
 The function is one of scalars, ``f(accumulator, *operands)``. Operands have some of the result's
 labels and are broadcast over the others, so a bias, a scale of rows and a residual are one thing,
-and ``vmap`` adds a label to whatever has the mapped axis.
+and ``vmap`` adds a label to whatever has the mapped axis. With groups an operand may have the
+group's label: then each row reads the element of its own group. Rows of no group stay zeros in
+every result.
 
 The derivative is that of the function, by JAX and with the user's custom rules, at the
 *pre-activation*: where a call is differentiated, its kernel also stores the accumulators in the
@@ -13,67 +15,53 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import NamedSharding
 
-from jax_tilekern.epilogue.cuda_text import CudaText
 from jax_tilekern.epilogue.plain_data import from_data, to_data
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.contraction import (
-    CUDA,
-    Problem,
     as_dot_general,
     contract,
-    source,
-    state_problem,
+    mapped,
+    masked_product,
+    sharding_rule,
 )
-from jax_tilekern.ops.epilogue_rules import (
-    described,
-    generated_epilogue,
-    jvp_at_pre_activation,
-    planners,
-    with_labels,
-)
-from jax_tilekern.ops.labelled_operands import common_type, product_by_lax
-from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.contraction_lowering import source
+from jax_tilekern.ops.fused_lowering import InPlace, fused_kernel, planners
+from jax_tilekern.ops.groups import local_bounds, over_groups, part_of
+from jax_tilekern.ops.labelled_operands import common_type
 from jax_tilekern.partitioning import params_text
-from jax_tilekern.partitioning.local_program import FunctionOfSum
-from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
+from jax_tilekern.partitioning.call import rename
+from jax_tilekern.partitioning.local_program import FunctionOfSum, Shard
+from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.plans.contraction import Contraction, Labels, labelled
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
-from jax_tilekern.plans.gemm.contraction import Contraction, Labels, labelled
-from jax_tilekern.plans.gemm.select import plan_matmul
-from jax_tilekern.primitives.operation import (
-    Fallback,
-    Kernel,
-    Operand,
-    Operation,
-    Params,
-    define,
-)
+from jax_tilekern.primitives.jvp_of_reference import jvp_of
+from jax_tilekern.primitives.linearity import tangents_out
+from jax_tilekern.primitives.operation import Kernel, Operand, Operation, Params, define
 from jax_tilekern.primitives.remat import Saved
-
-# Operands of an epilogue, and the results that take their memory.
-InPlace = tuple[tuple[int, int], ...]
 
 
 def contract_with_epilogue(
     lhs: Array,
     rhs: Array,
+    *bounds: Array,
     contraction: Contraction,
-    *,
     precision: Any,
     product: np.dtype[Any],
     shape: Sequence[int],
     epilogue: Callable[..., Any],
     operands: Sequence[Any],
+    group_operands: Sequence[Any] = (),
     in_place: InPlace = (),
     out_sharding: NamedSharding | None = None,
 ) -> Any:
@@ -81,16 +69,18 @@ def contract_with_epilogue(
 
     Parameters
     ----------
-    lhs, rhs, contraction, precision
-        As for :func:`~jax_tilekern.ops.contraction.contract`.
+    lhs, rhs, bounds, contraction, precision
+        As for :func:`~jax_tilekern.ops.contraction.contract`. The result has the ragged label.
     product
         Type of the product without an epilogue.
     shape
         Shape of the result; ``contraction.out`` has its labels.
     epilogue
-        ``epilogue(accumulator, *operands)`` on scalars.
+        ``epilogue(accumulator, *operands, *group_operands)`` on scalars.
     operands
         Arrays that broadcast to ``shape``.
+    group_operands
+        Arrays that broadcast to ``shape`` with the groups in place of the rows.
     in_place
         Pairs of an operand of the epilogue and a result. A kernel writes the result over the
         operand where both have one type and shape, unless the call is differentiated. XLA copies
@@ -107,45 +97,58 @@ def contract_with_epilogue(
     """
     lhs, rhs = common_type(lhs, rhs, product, precision)
     accumulator = accumulator_dtype(lhs.dtype, product)
-    arrays = [jnp.asarray(x) for x in operands]
+    arrays = [jnp.asarray(x) for x in (*operands, *group_operands)]
     function, closed_over, nested = trace_scalars(
         epilogue, accumulator, product, [x.dtype for x in arrays]
     )
     if function.is_identity:
         plain = contract(
-            lhs, rhs, contraction, precision=precision, out_dtype=product, out_sharding=out_sharding
+            lhs,
+            rhs,
+            *bounds,
+            contraction=contraction,
+            precision=precision,
+            out_dtype=product,
+            out_sharding=out_sharding,
         )
         return nested([plain])
-    labelled_arrays = [with_labels(i, x, contraction.out, shape) for i, x in enumerate(arrays)] + [
-        (jnp.asarray(x), ()) for x in closed_over
-    ]
-    call: dict[str, Any] = {
-        "contraction": contraction,
-        "operand_labels": tuple(labels for _, labels in labelled_arrays),
-        "function": function,
-        "precision": precision,
-        "accumulator": accumulator,
-        "product": product,
-        "in_place": in_place,
-    }
-    read = (lhs, rhs, *(x for x, _ in labelled_arrays))
-    if out_sharding is None:
-        results = _bind(*read, **call)
-    else:
-        results = _unfused(*read, **call, out_sharding=out_sharding)
+    if bounds and function.elements < len(function.reductions):
+        raise TypeError(
+            f"the epilogue {function.name} returns a reduction of rows, which ragged_dot does not "
+            "have; it is a result of epilogues of matmul and dot_general"
+        )
+    read = [
+        _with_labels(i, x, contraction.out, shape)
+        if i < len(operands)
+        else _with_labels(i, x, *_of_groups(contraction, shape, *bounds), "the groups'")
+        for i, x in enumerate(arrays)
+    ] + [(jnp.asarray(x), ()) for x in closed_over]
+    results = contract_with_scalar_function(
+        lhs,
+        rhs,
+        *bounds,
+        contraction=contraction,
+        precision=precision,
+        product=product,
+        function=function,
+        operands=read,
+        in_place=in_place,
+        out_sharding=out_sharding,
+    )
     return nested(results)
 
 
 def contract_with_scalar_function(
     lhs: Array,
     rhs: Array,
+    *bounds: Array,
     contraction: Contraction,
-    *,
     precision: Any,
     product: np.dtype[Any],
     function: ScalarFunction,
     operands: Sequence[tuple[Array, Labels]],
     in_place: InPlace = (),
+    out_sharding: NamedSharding | None = None,
 ) -> list[Array]:
     """Contract two arrays and apply a traced function to every element of the result.
 
@@ -153,7 +156,7 @@ def contract_with_scalar_function(
     ----------
     lhs, rhs
         Operands of a type that :func:`~jax_tilekern.ops.labelled_operands.common_type` returns.
-    contraction, precision, product, in_place
+    bounds, contraction, precision, product, in_place, out_sharding
         As in :func:`contract_with_epilogue`.
     function
         The epilogue, for the accumulators' type.
@@ -165,27 +168,79 @@ def contract_with_scalar_function(
     list of Array
         The function's results.
     """
-    results: list[Array] = _bind(
-        lhs,
-        rhs,
-        *(x for x, _ in operands),
-        contraction=contraction,
-        operand_labels=tuple(labels for _, labels in operands),
-        function=function,
-        precision=precision,
-        accumulator=accumulator_dtype(lhs.dtype, product),
-        product=product,
-        in_place=in_place,
-    )
+    call: Params = {
+        "contraction": contraction,
+        "operand_labels": tuple(labels for _, labels in operands),
+        "function": function,
+        "precision": precision,
+        "accumulator": accumulator_dtype(lhs.dtype, product),
+        "product": product,
+        "in_place": in_place,
+    }
+    read = (lhs, rhs, *bounds, *(x for x, _ in operands))
+    if out_sharding is not None:
+        return _unfused(*read, **call, out_sharding=out_sharding)
+    results: list[Array] = _bind(*read, **call)
     return results
+
+
+def check_operands(epilogue: Callable[..., Any] | None, **operands: Any) -> None:
+    """Raise a ``TypeError`` if operands of an epilogue are no sequence, or nothing reads them."""
+    for name, arrays in operands.items():
+        if not isinstance(arrays, Sequence):
+            raise TypeError(
+                f"{name} of an epilogue are a sequence of arrays, got one of shape "
+                f"{np.shape(arrays)}: pass {name}=(x,)"
+            )
+        if arrays and epilogue is None:
+            raise TypeError(
+                f"{len(arrays)} {name} of an epilogue, but no epilogue= that reads them"
+            )
+
+
+def _with_labels(
+    number: int, x: Array, out: Labels, shape: Sequence[int], whose: str = "the product's"
+) -> tuple[Array, Labels]:
+    """Label an operand's dimensions as NumPy broadcasts them, without those of size 1."""
+    aligned = tuple(shape[len(shape) - x.ndim :])
+    if x.ndim > len(shape) or any(
+        own not in (1, size) for own, size in zip(x.shape, aligned, strict=True)
+    ):
+        raise ValueError(
+            f"operand {number} of the epilogue has shape {x.shape}, which does not broadcast to "
+            f"{whose}, {tuple(shape)}"
+        )
+    labels = out[len(out) - x.ndim :]
+    dropped = [i for i, size in enumerate(x.shape) if size == 1]
+    return lax.squeeze(x, dropped), tuple(
+        label for i, label in enumerate(labels) if i not in dropped
+    )
+
+
+def _of_groups(
+    contraction: Contraction, shape: Sequence[int], bounds: Array
+) -> tuple[Labels, list[int]]:
+    """Return the result's labels and shape with the groups in place of the rows."""
+    assert contraction.group is not None
+    place = contraction.out.index(contraction.ragged)
+    labels, sizes = list(contraction.out), list(shape)
+    labels[place], sizes[place] = contraction.group, bounds.shape[-1] - 1
+    return tuple(labels), sizes
 
 
 # Meaning.
 
 
+def _elementwise(
+    function: ScalarFunction, contraction: Contraction, operand_labels: Sequence[Labels]
+) -> Callable[..., list[Array]]:
+    """Return a function of the accumulators, of the bounds if there are groups, and operands."""
+    if contraction.group is not None:
+        return over_groups(function, contraction, operand_labels)
+    return function.over_labels(contraction.out, operand_labels)
+
+
 def _reference(
-    lhs: Array,
-    rhs: Array,
     *operands: Array,
     contraction: Contraction,
     operand_labels: tuple[Labels, ...],
@@ -194,13 +249,16 @@ def _reference(
     accumulator: np.dtype[Any],
     **_: Any,
 ) -> list[Array]:
-    accumulators = product_by_lax(lhs, rhs, contraction, precision=precision, out_dtype=accumulator)
-    return function.over_labels(contraction.out, operand_labels)(accumulators, *operands)
+    accumulators = masked_product(
+        *operands[: len(contraction.operands)],
+        contraction=contraction,
+        precision=precision,
+        out_dtype=accumulator,
+    )
+    return _elementwise(function, contraction, operand_labels)(accumulators, *operands[2:])
 
 
 def _unfused(
-    lhs: Array,
-    rhs: Array,
     *operands: Array,
     contraction: Contraction,
     operand_labels: tuple[Labels, ...],
@@ -212,38 +270,65 @@ def _unfused(
 ) -> list[Array]:
     """Compute the product by a kernel, and the epilogue in XLA."""
     accumulators = contract(
-        lhs, rhs, contraction, precision=precision, out_dtype=accumulator, out_sharding=out_sharding
+        *operands[: len(contraction.operands)],
+        contraction=contraction,
+        precision=precision,
+        out_dtype=accumulator,
+        out_sharding=out_sharding,
     )
-    return function.over_labels(contraction.out, operand_labels)(accumulators, *operands)
+    elementwise = _elementwise(function, contraction, operand_labels)
+    if contraction.group is not None:
+        elementwise = compat.with_automatic_axes(elementwise, out_sharding)
+    return elementwise(accumulators, *operands[2:])
 
 
 # Differentiation and batching.
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, function: ScalarFunction, **params: Any
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
+    function: ScalarFunction,
+    precision: Any,
+    accumulator: np.dtype[Any],
+    product: np.dtype[Any],
+    **_: Any,
 ) -> tuple[list[Any], list[Any]]:
-    contraction, product = params["contraction"], params["product"]
-    # The derivative reads the operands again.
-    params["in_place"] = ()
-
-    def change(left: Array, right: Array) -> Array:
-        precision = params["precision"]
-        return contract(left, right, contraction, precision=precision, out_dtype=product)
-
-    def elementwise(function: ScalarFunction) -> Callable[..., list[Any]]:
-        return function.over_labels(contraction.out, params["operand_labels"])
-
-    return jvp_at_pre_activation(
-        functools.partial(_bind, *primals, **params),
-        function,
-        elementwise,
-        change,
-        primals,
-        tangents,
-        product,
-        params["accumulator"],
+    saved = function.accumulator_result
+    added = saved is None
+    if saved is None:
+        saved, function = function.elements, function.with_accumulator(product)
+    # The derivative reads the operands again, so none is overwritten.
+    results = _bind(
+        *primals,
+        contraction=contraction,
+        operand_labels=operand_labels,
+        function=function,
+        precision=precision,
+        accumulator=accumulator,
+        product=product,
+        in_place=(),
     )
+    pre_activation = results[saved].astype(accumulator)
+
+    def of_factors(*factors: Array) -> list[Array]:
+        return [contract(*factors, contraction=contraction, precision=precision, out_dtype=product)]
+
+    n = len(contraction.operands)
+    (change,) = tangents_out(of_factors, [(0,), (1,)], primals[:n], tangents[:n], [pre_activation])
+    if type(change) is not ad.Zero:
+        change = change.astype(accumulator)
+    elementwise = _elementwise(function, contraction, operand_labels)
+    _, derived = jvp_of(elementwise, (pre_activation, *primals[2:]), (change, *tangents[2:]))
+    out = [
+        x if jnp.issubdtype(result.dtype, jnp.inexact) else compat.zero_tangent(result)
+        for result, x in zip(results, derived, strict=True)
+    ]
+    kept = [i for i in range(len(out)) if not (added and i == saved)]
+    return [results[i] for i in kept], [out[i] for i in kept]
 
 
 def _batch(
@@ -256,27 +341,26 @@ def _batch(
     **params: Any,
 ) -> tuple[list[Array], list[int]]:
     """Label the mapped axis in place; an operand without it is unchanged."""
-    factors = contraction.mapped(dims[0], dims[1])
-    labels = tuple(
-        labelled(own, factors.out[0], dim)
-        for own, dim in zip(operand_labels, dims[2:], strict=True)
-    )
-    if dims[0] is dims[1] is None:
+    n = len(contraction.operands)
+    if all(dim is None for dim in dims[:n]):
         # One product has an epilogue for each element of the batch.
-        function = params["function"]
         accumulators = contract(
-            operands[0],
-            operands[1],
-            contraction,
+            *operands[:n],
+            contraction=contraction,
             precision=params["precision"],
             out_dtype=params["accumulator"],
         )
-        mapped_function = jax.vmap(
-            function.over_labels(contraction.out, operand_labels), in_axes=(None, *dims[2:])
-        )
-        results = mapped_function(accumulators, *operands[2:])
+        elementwise = _elementwise(params["function"], contraction, operand_labels)
+        results = jax.vmap(elementwise, in_axes=(None, *dims[2:]))(accumulators, *operands[2:])
     else:
-        results = _bind(*operands, contraction=factors, operand_labels=labels, **params)
+        factors, product = mapped(contraction, operands[:n], dims[:n])
+        labels = tuple(
+            labelled(own, product.out[0], dim)
+            for own, dim in zip(operand_labels, dims[n:], strict=True)
+        )
+        results = _bind(
+            *factors, *operands[n:], contraction=product, operand_labels=labels, **params
+        )
     return results, [0] * len(results)
 
 
@@ -285,7 +369,7 @@ def _batch(
 
 def _as_dot_general(
     *, product: np.dtype[Any], **params: Any
-) -> tuple[compat.Primitive, dict[str, Any]]:
+) -> tuple[compat.Primitive, dict[str, Any]] | None:
     return as_dot_general(out_dtype=product, **params)
 
 
@@ -299,50 +383,56 @@ def _saved(
 ) -> Saved | None:
     """Save the pre-activation, which a call that is differentiated stores."""
     position = function.accumulator_result
-    if position is None:
+    if position is None or contraction.group is not None:
         return None
 
     def others(pre_activation: Array, *operands: Array) -> list[Array]:
-        elementwise = function.over_labels(contraction.out, operand_labels)
+        elementwise = _elementwise(function, contraction, operand_labels)
         results = elementwise(pre_activation.astype(accumulator), *operands)
         return [x for i, x in enumerate(results) if i != position]
 
     return Saved(position, others, function.names)
 
 
-# Partitioning: where devices have parts of the contracted dimensions, the sum over devices is
-# completed before the epilogue, which is not linear.
+# Partitioning: where devices have parts of the contracted dimensions, or share the groups, the sum
+# over devices is completed before the epilogue, which is not linear.
 
 params_text.register(ScalarFunction, to_data, from_data)
 
 
 def _sharding_rule(
-    lhs: Any,
-    rhs: Any,
-    *_: Any,
+    *operands: Any,
     contraction: Contraction,
     operand_labels: tuple[Labels, ...],
     function: ScalarFunction,
-    **__: Any,
+    **_: Any,
 ) -> ShardingRule:
-    c = contraction
-    sizes = sizes_of((c.lhs, lhs.shape), (c.rhs, rhs.shape))
+    c, n = contraction, len(contraction.operands)
     results = tuple(function.result_labels(c.out))
-    return ShardingRule(
-        (c.lhs, c.rhs, *operand_labels),
-        results,
-        sizes,
-        flops=2 * math.prod(sizes.values()),
-        names=c.names,
-        epilogue_from=2,
+    # Rows of any group may be in a device's part of the results. So every device has whole bounds,
+    # and whole operands of groups, which are small.
+    bounds = [(None,) * x.ndim for x in operands[2:n]]
+    read = (tuple(None if label == c.group else label for label in own) for own in operand_labels)
+    return dataclasses.replace(
+        sharding_rule(*operands[:n], contraction=c),
+        operands=(c.lhs, c.rhs, *bounds, *read),
+        results=results,
+        epilogue_from=n,
         reduced=frozenset(c.out) - frozenset.intersection(*map(frozenset, results)),
         combined_by=tuple(kind or "sum" for kind in function.reductions),
     )
 
 
-def _source(operands: Sequence[Operand], **params: Any) -> tuple[Sequence[Operand], Params]:
-    factors, params = source(operands[:2], **params)
-    return [*factors, *operands[2:]], params
+def _localised(
+    shard: Shard, lhs: Array, rhs: Array, *others: Array, contraction: Contraction, **_: Any
+) -> list[Array]:
+    if contraction.group is None:
+        return [lhs, rhs, *others]
+    bounds, *read = others
+    for dim, label in enumerate(contraction.bounds[:-1]):
+        if shard.is_split(label):
+            bounds = part_of(shard, bounds, dim, label)
+    return [lhs, rhs, local_bounds(shard, bounds, contraction), *read]
 
 
 def _in_float32(*, function: ScalarFunction, **params: Any) -> Params:
@@ -360,9 +450,9 @@ def _function_of_sum(
     product: np.dtype[Any],
     **_: Any,
 ) -> FunctionOfSum:
-    def epilogue(total: Array, _: Array, __: Array, *operands: Array) -> list[Array]:
-        elementwise = function.over_labels(contraction.out, operand_labels)
-        return elementwise(total.astype(accumulator), *operands)
+    def epilogue(total: Array, _: Array, __: Array, *others: Array) -> list[Array]:
+        elementwise = _elementwise(function, contraction, operand_labels)
+        return elementwise(total.astype(accumulator), *others)
 
     term = functools.partial(
         contract, contraction=contraction, precision=precision, out_dtype=product
@@ -374,54 +464,22 @@ def _function_of_sum(
 
 
 def _kernel(
-    factors: Sequence[Operand],
-    arrays: Sequence[Operand],
-    text: CudaText,
+    operands: Sequence[Operand], *, contraction: Contraction, **params: Any
+) -> Kernel | str:
+    n = len(contraction.operands)
+    return fused_kernel(operands[:n], None, operands[n:], contraction=contraction, **params)
+
+
+def _described(
     *,
     contraction: Contraction,
     operand_labels: tuple[Labels, ...],
     function: ScalarFunction,
-    precision: Any,
-    accumulator: np.dtype[Any],
-    in_place: InPlace,
     **_: Any,
-) -> Kernel | str:
-    results = function.result_labels(contraction.out)
-    problem = state_problem(
-        CUDA,
-        factors,
-        contraction=contraction,
-        precision=precision,
-        # A kernel whose results are reductions alone stores no element of this type.
-        out_dtype=function.out_dtypes[0] if function.elements else accumulator,
-        further=(*operand_labels, *results[min(1, function.elements) :]),
-    )
-    if not isinstance(problem, Problem):
-        return problem.reason
-    geometry = problem.product.geometry
-    if min(geometry.m, geometry.n) == 1:
-        return "products with a vector write little"
-    epilogue = generated_epilogue(
-        text, function, [x.aval.dtype for x in arrays], problem.further_strides, geometry.batch
-    )
-    planned = planned_kernel(
-        (*problem.operands, *(x.value for x in arrays)),
-        plan_matmul,
-        problem.product.with_epilogue(epilogue),
-    )
-    if isinstance(planned, Fallback):
-        return planned.reason
-    values = [*problem.operands, *(x.value for x in (*factors, *arrays))]
-    # Threads read the elements of their accumulators before they write them. A factor's elements
-    # are read for other accumulators too.
-    aliases = {
-        len(problem.operands) + i: j
-        for i, j in in_place
-        if operand_labels[i] == results[j]
-        and arrays[i].aval.dtype == function.out_dtypes[j]
-        and values.count(arrays[i].value) == 1
-    }
-    return dataclasses.replace(planned, aliases=aliases)
+) -> str:
+    names = contraction.names
+    arrays = ("".join(names[x] for x in labels) or "1" for labels in operand_labels)
+    return f"contract {contraction}, {function.name}({', '.join(('accumulator', *arrays))})"
 
 
 _bind = define(
@@ -432,12 +490,20 @@ _bind = define(
         jvp=_jvp,
         batch=_batch,
         sharding_rule=_sharding_rule,
-        planners=planners(2, _unfused, _kernel),
-        describe=described,
-        stands_for=_as_dot_general,
-        saved=_saved,
-        source=_source,
+        planners=planners(
+            _kernel,
+            _unfused,
+            "the epilogue runs in XLA, after the product",
+            on_cpu="XLA fuses it into one pass",
+        ),
+        describe=_described,
+        localised=_localised,
+        source=source,
         in_float32=_in_float32,
         function_of_sum=_function_of_sum,
+        stands_for=_as_dot_general,
+        saved=_saved,
     )
 )
+# The name in programs that 0.1.0 exported.
+rename("tilekern_contract_groups_with_epilogue", "tilekern_contract_with_epilogue")

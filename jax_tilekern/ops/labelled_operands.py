@@ -14,6 +14,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 
 from jax_tilekern.interop.global_modes import mode_independent
+from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.arithmetic import (
     BF16,
     F16,
@@ -24,7 +25,6 @@ from jax_tilekern.plans.gemm.arithmetic import (
     Converted,
     accumulator_dtype,
 )
-from jax_tilekern.plans.gemm.contraction import Contraction, Labels
 from jax_tilekern.primitives.lowering_platform import lowering_platform
 
 

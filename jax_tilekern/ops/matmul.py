@@ -13,10 +13,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
-from jax_tilekern.ops.epilogue_rules import check_operands
-from jax_tilekern.ops.fused_contraction import InPlace, contract_with_epilogue
+from jax_tilekern.ops.fused_contraction import check_operands, contract_with_epilogue
+from jax_tilekern.ops.fused_lowering import InPlace
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.plans.gemm.contraction import Contraction
+from jax_tilekern.plans.contraction import Contraction
 
 DotDimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
@@ -237,7 +237,7 @@ def _product(
         return contract(
             lhs,
             rhs,
-            contraction,
+            contraction=contraction,
             precision=canonical,
             out_dtype=result.dtype,
             out_sharding=explicit,
@@ -245,7 +245,7 @@ def _product(
     results: Array = contract_with_epilogue(
         lhs,
         rhs,
-        contraction,
+        contraction=contraction,
         precision=canonical,
         product=result.dtype,
         shape=result.shape,

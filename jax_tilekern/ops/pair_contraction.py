@@ -18,27 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
-from jax_tilekern.ops.contraction import CUDA, Problem, contract, state_problem
-from jax_tilekern.ops.epilogue_rules import generated_epilogue
+from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.fused_contraction import contract_with_scalar_function
+from jax_tilekern.ops.fused_lowering import fused_kernel, planners
 from jax_tilekern.ops.labelled_operands import product_by_lax
-from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
-from jax_tilekern.plans.gemm.contraction import Contraction
-from jax_tilekern.plans.gemm.pair import plan_pair
-from jax_tilekern.plans.gemm.problem import PairProduct
 from jax_tilekern.primitives.jvp_of_reference import jvp_of
-from jax_tilekern.primitives.operation import (
-    Fallback,
-    Kernel,
-    Operand,
-    Operation,
-    Planner,
-    Rewrite,
-    define,
-)
+from jax_tilekern.primitives.operation import Kernel, Operand, Operation, define
 
 
 def contract_pair(
@@ -117,11 +105,11 @@ def _two_contractions(
     product: np.dtype[Any],
 ) -> list[Array]:
     """Compute the second product, and the first one with an epilogue that reads it."""
-    read = contract(lhs, second, contraction, precision=precision, out_dtype=product)
+    read = contract(lhs, second, contraction=contraction, precision=precision, out_dtype=product)
     return contract_with_scalar_function(
         lhs,
         first,
-        contraction,
+        contraction=contraction,
         precision=precision,
         product=product,
         function=_of_rounded(function, product),
@@ -169,66 +157,16 @@ def _described(*, contraction: Contraction, function: ScalarFunction, **_: Any) 
     return f"contract {lhs},{rhs},{rhs}->{out}, {function.name}(accumulator, accumulator)"
 
 
-def _kernel(
-    operands: Sequence[Operand],
-    *,
-    contraction: Contraction,
-    function: ScalarFunction,
-    precision: Any,
-    product: np.dtype[Any],
-) -> Kernel | str:
+def _kernel(operands: Sequence[Operand], *, product: np.dtype[Any], **params: Any) -> Kernel | str:
     lhs, first, second, *scalars = operands
-    if accumulator_dtype(lhs.aval.dtype, product) != accumulator_dtype(lhs.aval.dtype):
-        return f"no kernel accumulates in {accumulator_dtype(lhs.aval.dtype, product)}"
-    dtypes = [x.aval.dtype for x in scalars]
-    try:
-        text = cuda_text(function)
-        for dtype in (*dtypes, *function.out_dtypes):
-            computed_type(dtype)
-    except Untranslatable as error:
-        return str(error)
-    problems = [
-        state_problem(
-            CUDA, (lhs, rhs), contraction=contraction, precision=precision,
-            out_dtype=function.out_dtypes[0],
-            further=(*(() for _ in scalars), *[contraction.out] * (len(function.out_dtypes) - 1)),
-        )
-        for rhs in (first, second)
-    ]  # fmt: skip
-    one, other = problems
-    if not isinstance(one, Problem):
-        return one.reason
-    if not isinstance(other, Problem) or one.product != other.product:
-        return "the two operands lie differently in memory"
-    if one.operands[0] != other.operands[0]:
-        return "the result is contiguous along the rows"
-    geometry = one.product.geometry
-    if min(geometry.m, geometry.n) == 1:
-        return "products with a vector write little"
-    epilogue = generated_epilogue(text, function, dtypes, one.further_strides, geometry.batch, 2)
-    planned = planned_kernel(
-        (*one.operands, other.operands[1], *(x.value for x in scalars)),
-        plan_pair,
-        PairProduct(geometry, *one.product.dtypes, one.product.arithmetic, epilogue),
+    return fused_kernel(
+        (lhs, first),
+        second,
+        scalars,
+        operand_labels=[() for _ in scalars],
+        accumulator=accumulator_dtype(lhs.aval.dtype, product),
+        **params,
     )
-    return planned.reason if isinstance(planned, Fallback) else planned
-
-
-def _in_two(reason: str, params: dict[str, Any]) -> Rewrite:
-    return Rewrite(f"a kernel for each: {reason}", functools.partial(_two_contractions, **params))
-
-
-def _refusal(*_: Any, **__: Any) -> Fallback | None:
-    return None
-
-
-def _plan_on_cpu(_: Sequence[Operand], __: Any, **params: Any) -> Rewrite:
-    return _in_two("kernels of both are for Hopper GPUs", params)
-
-
-def _plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel | Rewrite:
-    found = _kernel(operands, **params)
-    return _in_two(found, params) if isinstance(found, str) else found
 
 
 _bind = define(
@@ -241,10 +179,12 @@ _bind = define(
         # XLA partitions each of the two calls.
         sharding_rule=None,
         composed=_two_contractions,
-        planners={
-            "cpu": Planner(_refusal, _plan_on_cpu),
-            "cuda": Planner(_refusal, _plan_on_cuda),
-        },
+        planners=planners(
+            _kernel,
+            _two_contractions,
+            "a kernel for each",
+            on_cpu="kernels of both are for Hopper GPUs",
+        ),
         describe=_described,
     )
 )

@@ -15,13 +15,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
-from jax_tilekern.ops.epilogue_rules import check_operands
-from jax_tilekern.ops.fused_ragged_contraction import contract_groups_with_epilogue
-from jax_tilekern.ops.group_bounds import group_bounds
+from jax_tilekern.ops.fused_contraction import check_operands, contract_with_epilogue
+from jax_tilekern.ops.groups import group_bounds
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.ragged_contraction import contract_groups
-from jax_tilekern.plans.gemm.contraction import Contraction, Labels
-from jax_tilekern.plans.grouped_gemm.contraction import RaggedContraction
+from jax_tilekern.plans.contraction import Contraction, Labels
 
 # Dimension numbers of rows times a matrix per group.
 _ROWS_BY_MATRICES = lax.RaggedDotDimensionNumbers(
@@ -149,11 +146,11 @@ def ragged_dot(
     rows, group = dense.lhs[0], dense.rhs[0]
     out = tuple(label for label in dense.dot_general_out if label != group)
     offset = None if group_offset is None else jnp.asarray(group_offset)
-    return contract_groups_with_epilogue(
+    return contract_with_epilogue(
         lhs,
         rhs,
         group_bounds(group_sizes, lhs.shape[0], offset, rhs.shape[0]),
-        RaggedContraction(dense.lhs, dense.rhs, (group,), out, rows, group),
+        contraction=Contraction(dense.lhs, dense.rhs, out, (group,), rows, group),
         precision=compat.canonicalize_precision(precision),
         product=result.dtype,
         shape=result.shape,
@@ -258,7 +255,12 @@ def ragged_dot_general(
         if offset is not None:
             raise NotImplementedError("group_offset with a ragged batch dimension")
         product = contract(
-            lhs, rhs, dense, precision=precision, out_dtype=result.dtype, out_sharding=sharding
+            lhs,
+            rhs,
+            contraction=dense,
+            precision=precision,
+            out_dtype=result.dtype,
+            out_sharding=sharding,
         )
         return compat.with_type(product, result.dtype, result.weak_type)
 
@@ -280,11 +282,11 @@ def ragged_dot_general(
         raise NotImplementedError(f"ragged dimension of size {rows} in lhs: less than 2**31 only")
     if debug:
         _check_sizes(given_sizes, rows, group_offset, 0 if ragged in lhs_contracting else count)
-    product = contract_groups(
+    product = contract(
         lhs,
         rhs,
         group_bounds(group_sizes, rows, offset, count),
-        RaggedContraction(dense.lhs, dense.rhs, (*prefix, group), out, ragged, group),
+        contraction=Contraction(dense.lhs, dense.rhs, out, (*prefix, group), ragged, group),
         precision=precision,
         out_dtype=result.dtype,
         out_sharding=sharding,

@@ -18,11 +18,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
-from jax_tilekern.ops.contraction import as_dot_general, contract, sharding_rule, source
+from jax_tilekern.ops.contraction import (
+    as_dot_general,
+    batched,
+    contract,
+    in_float32,
+    sharding_rule,
+    transposes,
+)
+from jax_tilekern.ops.contraction_lowering import source
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.labelled_operands import product_by_lax
 from jax_tilekern.ops.matmul import labelled_matrices, matmul
-from jax_tilekern.plans.gemm.contraction import Contraction, Labels
+from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.primitives.operation import Operand, Operation, Planner, Rewrite, define
 
 
@@ -100,10 +108,10 @@ def strassen_matmul(
     product = _strassen(
         a,
         b,
-        contraction,
-        _Cut(rows, contracted, contraction.rhs[-1], levels),
+        contraction=contraction,
+        cut=(rows, contracted, contraction.rhs[-1], levels),
         precision=compat.canonicalize_precision(precision),
-        out_dtype=result.dtype,
+        out_dtype=np.dtype(result.dtype),
         out_sharding=None if out_sharding is None else compat.explicit_sharding(result),
     )
     return compat.with_type(product, result.dtype, result.weak_type)
@@ -112,96 +120,28 @@ def strassen_matmul(
 class _Cut(NamedTuple):
     """The labels that are halved, and how often.
 
-    ``vmap`` and differentiation add labels to a contraction that stay whole.
+    ``vmap`` and differentiation add labels to a contraction that stay whole. A row of a product is
+    a contracted dimension or a column of another one in its derivatives.
     """
 
-    rows: int
+    row: int
     contracted: int
-    columns: int
+    column: int
     levels: int
 
+    def of(self, contraction: Contraction) -> _Cut:
+        """Return the labels in the places that they have in a contraction."""
+        labels = self[:3]
+        (row,) = (x for x in labels if x not in contraction.rhs)
+        (contracted,) = (x for x in labels if x not in contraction.out)
+        (column,) = (x for x in labels if x not in contraction.lhs)
+        return _Cut(row, contracted, column, self.levels)
 
-def _strassen(
-    lhs: Array,
-    rhs: Array,
-    contraction: Contraction,
-    cut: _Cut,
-    *,
-    precision: Any,
-    out_dtype: np.dtype[Any],
-    out_sharding: NamedSharding | None = None,
-) -> Array:
+
+def _strassen(lhs: Array, rhs: Array, **params: Any) -> Array:
     """Contract two arrays of one type by Strassen's algorithm."""
-    result: Array = _bind(
-        lhs,
-        rhs,
-        contraction=contraction,
-        cut=tuple(cut),
-        precision=precision,
-        out_dtype=np.dtype(out_dtype),
-        out_sharding=out_sharding,
-    )
+    result: Array = _bind(lhs, rhs, **params)
     return result
-
-
-def _lhs_cotangent(
-    cotangent: Array,
-    lhs: Any,
-    rhs: Array,
-    *,
-    contraction: Contraction,
-    cut: tuple[int, ...],
-    precision: Any,
-    **_: Any,
-) -> Array:
-    rows, contracted, columns, levels = cut
-    return _strassen(
-        cotangent,
-        rhs,
-        Contraction(contraction.out, contraction.rhs, contraction.lhs),
-        _Cut(rows, columns, contracted, levels),
-        precision=precision,
-        out_dtype=lhs.dtype,
-        out_sharding=compat.cotangent_sharding(lhs),
-    )
-
-
-def _rhs_cotangent(
-    cotangent: Array,
-    lhs: Array,
-    rhs: Any,
-    *,
-    contraction: Contraction,
-    cut: tuple[int, ...],
-    precision: Any,
-    **_: Any,
-) -> Array:
-    rows, contracted, columns, levels = cut
-    return _strassen(
-        lhs,
-        cotangent,
-        Contraction(contraction.lhs, contraction.out, contraction.rhs),
-        _Cut(contracted, rows, columns, levels),
-        precision=precision,
-        out_dtype=rhs.dtype,
-        out_sharding=compat.cotangent_sharding(rhs),
-    )
-
-
-def _batch(
-    axis_data: Any,
-    operands: Sequence[Array],
-    dims: Sequence[int | None],
-    *,
-    contraction: Contraction,
-    cut: tuple[int, ...],
-    out_sharding: NamedSharding | None,
-    **params: Any,
-) -> tuple[Array, int]:
-    lhs, rhs = operands
-    mapped = contraction.mapped(*dims)
-    out_sharding = compat.sharding_under_vmap(axis_data, out_sharding, 0)
-    return _strassen(lhs, rhs, mapped, _Cut(*cut), out_sharding=out_sharding, **params), 0
 
 
 def _plan(
@@ -212,16 +152,13 @@ def _plan(
     cut: tuple[int, ...],
     precision: Any,
     out_dtype: np.dtype[Any],
-    **params: Any,
+    **__: Any,
 ) -> Rewrite:
+    own = _Cut(*cut).of(contraction)
     function = functools.partial(
-        _by_blocks,
-        contraction=contraction,
-        cut=_Cut(*cut),
-        precision=precision,
-        out_dtype=out_dtype,
+        _by_blocks, contraction=contraction, cut=own, precision=precision, out_dtype=out_dtype
     )
-    return Rewrite(f"{7 ** _Cut(*cut).levels} products of blocks", function)
+    return Rewrite(f"{7**own.levels} products of blocks", function)
 
 
 def _by_blocks(
@@ -235,16 +172,16 @@ def _by_blocks(
     """Pad to a multiple of the blocks, multiply, and cut the result to size."""
     c, parts = contraction, 2**cut.levels
     product = _product(
-        _padded(lhs, c.lhs, (cut.rows, cut.contracted), parts),
-        _padded(rhs, c.rhs, (cut.contracted, cut.columns), parts),
+        _padded(lhs, c.lhs, (cut.row, cut.contracted), parts),
+        _padded(rhs, c.rhs, (cut.contracted, cut.column), parts),
         contraction,
         cut,
         precision,
         _sum_type(lhs),
     )
-    rows, columns = c.out.index(cut.rows), c.out.index(cut.columns)
-    product = lax.slice_in_dim(product, 0, lhs.shape[c.lhs.index(cut.rows)], axis=rows)
-    product = lax.slice_in_dim(product, 0, rhs.shape[c.rhs.index(cut.columns)], axis=columns)
+    rows, columns = c.out.index(cut.row), c.out.index(cut.column)
+    product = lax.slice_in_dim(product, 0, lhs.shape[c.lhs.index(cut.row)], axis=rows)
+    product = lax.slice_in_dim(product, 0, rhs.shape[c.rhs.index(cut.column)], axis=columns)
     return product.astype(out_dtype)
 
 
@@ -258,10 +195,11 @@ def _product(
 ) -> Array:
     """Multiply matrices whose sizes are multiples of 2 ** levels."""
     if cut.levels == 0:
-        return contract(lhs, rhs, contraction, precision=precision, out_dtype=np.dtype(out))
+        dtype = np.dtype(out)
+        return contract(lhs, rhs, contraction=contraction, precision=precision, out_dtype=dtype)
     c, smaller = contraction, cut._replace(levels=cut.levels - 1)
-    a11, a12, a21, a22 = _blocks(lhs, c.lhs, cut.rows, cut.contracted)
-    b11, b12, b21, b22 = _blocks(rhs, c.rhs, cut.contracted, cut.columns)
+    a11, a12, a21, a22 = _blocks(lhs, c.lhs, cut.row, cut.contracted)
+    b11, b12, b21, b22 = _blocks(rhs, c.rhs, cut.contracted, cut.column)
     s1, t1 = _rounded(a21, +1, a22), _rounded(b12, -1, b11)
     s2, t2 = _rounded(s1, -1, a11), _rounded(b22, -1, t1)
     s3, t3 = _rounded(a11, -1, a21), _rounded(b22, -1, b12)
@@ -275,7 +213,7 @@ def _product(
     u2 = p1 + p6
     u3 = u2 + p7
     u4 = u2 + p5
-    rows, columns = c.out.index(cut.rows), c.out.index(cut.columns)
+    rows, columns = c.out.index(cut.row), c.out.index(cut.column)
     halves = [[p1 + p2, u4 + p3], [u3 - p4, u3 + p5]]
     return jnp.concatenate([jnp.concatenate(row, axis=columns) for row in halves], axis=rows)
 
@@ -323,13 +261,13 @@ _bind = define(
     Operation(
         name="tilekern_strassen",
         reference=_reference,
-        transposes={0: _lhs_cotangent, 1: _rhs_cotangent},
-        batch=_batch,
+        transposes=transposes(_strassen),
+        batch=functools.partial(batched, _strassen),
         sharding_rule=sharding_rule,
         planners=dict.fromkeys(("cpu", "cuda"), Planner(lambda *_, **params: None, _plan)),
         describe=_describe,
         source=source,
-        in_float32=lambda **params: {**params, "out_dtype": np.dtype(np.float32)},
+        in_float32=in_float32,
         stands_for=as_dot_general,
     )
 )

@@ -22,7 +22,7 @@ from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.labelled_operands import swapped_precision
 from jax_tilekern.patching.patch import patch
-from jax_tilekern.plans.gemm.contraction import Contraction
+from jax_tilekern.plans.contraction import Contraction
 
 
 def einsum(
@@ -132,7 +132,7 @@ def _einsum_of_two(
     product = contract(
         a,
         b,
-        contraction,
+        contraction=contraction,
         precision=canonical,
         out_dtype=result.dtype,
         out_sharding=None if out_sharding is None else compat.explicit_sharding(result),

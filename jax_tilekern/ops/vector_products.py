@@ -17,7 +17,7 @@ from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.matmul import matmul
-from jax_tilekern.plans.gemm.contraction import Contraction
+from jax_tilekern.plans.contraction import Contraction
 
 
 @jitted("precision", "preferred_element_type", "out_sharding")
@@ -75,7 +75,7 @@ def dot(
     product = contract(
         a,
         b,
-        Contraction.of_dot_general(a.ndim, b.ndim, (contracted, ((), ()))),
+        contraction=Contraction.of_dot_general(a.ndim, b.ndim, (contracted, ((), ()))),
         precision=compat.canonicalize_precision(precision),
         out_dtype=result.dtype,
         out_sharding=None if out_sharding is None else compat.explicit_sharding(result),

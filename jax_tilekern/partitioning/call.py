@@ -89,6 +89,11 @@ def register(operation: PartitionedOperation) -> None:
     _operations[operation.name] = operation
 
 
+def rename(earlier: str, name: str) -> None:
+    """Make an operation known by its name in programs that an earlier release exported."""
+    _operations[earlier] = _operations[name]
+
+
 def lower_partitioned(
     ctx: Any,
     operation: PartitionedOperation,

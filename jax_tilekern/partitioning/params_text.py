@@ -21,11 +21,12 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
+from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.cuda_kernel import Batch
-from jax_tilekern.plans.gemm.contraction import Contraction
-from jax_tilekern.plans.grouped_gemm.contraction import RaggedContraction
 
-_DATACLASSES = {kind.__name__: kind for kind in (Contraction, RaggedContraction, Batch)}
+_DATACLASSES = {kind.__name__: kind for kind in (Contraction, Batch)}
+# Programs that 0.1.0 exported have this name for a contraction with groups.
+_DATACLASSES["RaggedContraction"] = Contraction
 _ENUMS = {
     kind.__name__: kind
     for kind in (lax.AccuracyMode, lax.DotAlgorithmPreset, lax.Precision, lax.RoundingMethod)

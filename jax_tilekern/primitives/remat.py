@@ -17,8 +17,9 @@ from jax.interpreters import partial_eval
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import mode_independent
 
-# stands_for(**params) returns a primitive of JAX, and the parameters of its equation.
-StandsFor = Callable[..., tuple[compat.Primitive, dict[str, Any]]]
+# stands_for(**params) returns a primitive of JAX, and the parameters of its equation; ``None`` for
+# a call that policies see as itself.
+StandsFor = Callable[..., tuple[compat.Primitive, dict[str, Any]] | None]
 # Equations of the forward and of the backward pass; for each result, whether it is unknown in the
 # forward pass, and whether the backward pass computes or fetches it; and the values it is given.
 Split = tuple[Any, Any, Sequence[bool], Sequence[bool], list[compat.Var]]
@@ -91,8 +92,12 @@ def _missing(operands: Sequence[Any], given: Sequence[bool]) -> list[compat.Var]
 
 def _case(policy: Callable[..., Any], stands_for: StandsFor, eqn: Any, names: Sequence[str]) -> Any:
     """Ask a policy about the product, and about the names inside the call."""
-    like, params = stands_for(**eqn.params)
-    cases = [compat.remat_case(policy(like, *(x.aval for x in eqn.invars[:2]), **params))]
+    operands, stood_for = [x.aval for x in eqn.invars], stands_for(**eqn.params)
+    if stood_for is None:
+        cases = [compat.remat_case(policy(eqn.primitive, *operands, **eqn.params))]
+    else:
+        like, params = stood_for
+        cases = [compat.remat_case(policy(like, *operands[:2], **params))]
     cases += [
         compat.remat_case(policy(compat.name_p, eqn.outvars[0].aval, name=name)) for name in names
     ]

@@ -21,7 +21,7 @@ from jax_tilekern.compilation.nvrtc import CompileError
 from jax_tilekern.interop import compat, ffi, interception
 from jax_tilekern.interop.compat import mlir
 from jax_tilekern.plans.candidate import Candidate
-from jax_tilekern.plans.gemm.contraction import Contraction, Labels
+from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan

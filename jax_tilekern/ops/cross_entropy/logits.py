@@ -10,8 +10,9 @@ import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.ops.contraction import contract
-from jax_tilekern.ops.fused_contraction import InPlace, contract_with_epilogue
-from jax_tilekern.plans.gemm.contraction import Contraction
+from jax_tilekern.ops.fused_contraction import contract_with_epilogue
+from jax_tilekern.ops.fused_lowering import InPlace
+from jax_tilekern.plans.contraction import Contraction
 
 # Labels of the contractions.
 _ROW, _FEATURE, _COLUMN = range(3)
@@ -137,7 +138,7 @@ class Products(NamedTuple):
     def accumulators(self, h: Array, w: Array) -> Array:
         """Return ``h @ w``."""
         labels = Contraction(_H, self._labels, _LOGITS)
-        return contract(h, w, labels, precision=self.precision, out_dtype=self.wide)
+        return contract(h, w, contraction=labels, precision=self.precision, out_dtype=self.wide)
 
     def h_cotangent(
         self,
@@ -180,7 +181,7 @@ class Products(NamedTuple):
         return contract_with_epilogue(
             lhs,
             rhs,
-            labels,
+            contraction=labels,
             precision=self.precision,
             product=self.wide,
             shape=shape,

@@ -1,0 +1,200 @@
+"""How contractions with an epilogue are lowered: a kernel on a GPU, or other calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from jax import Array
+
+from jax_tilekern.epilogue.cuda_text import CudaText, Untranslatable, computed_type, cuda_text
+from jax_tilekern.epilogue.scalar_function import ScalarFunction
+from jax_tilekern.ops.contraction import contract
+from jax_tilekern.ops.contraction_lowering import CUDA, Problem, cuda_kernel, state_problem
+from jax_tilekern.plans.contraction import Contraction, Labels
+from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
+from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, RowReduction
+from jax_tilekern.plans.gemm.problem import PairProduct
+from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Planner, Rewrite
+
+# Operands of an epilogue, and the results that take their memory.
+InPlace = tuple[tuple[int, int], ...]
+
+
+def planners(
+    kernel: Callable[..., Kernel | str],
+    otherwise: Callable[..., list[Array]],
+    how: str,
+    *,
+    on_cpu: str,
+) -> dict[str, Planner]:
+    """Return the planners of a call that a kernel computes on a GPU alone.
+
+    Parameters
+    ----------
+    kernel
+        ``kernel(operands, **params)`` returns the kernel, or why there is none.
+    otherwise
+        ``otherwise(*operands, **params)`` computes the call in another way.
+    how
+        This way, for ``explain``.
+    on_cpu
+        Why it is the way on CPUs.
+    """
+
+    def rewrite(reason: str, params: dict[str, Any]) -> Rewrite:
+        return Rewrite(f"{how}: {reason}", functools.partial(otherwise, **params))
+
+    def plan_on_cpu(_: Sequence[Operand], __: Any, **params: Any) -> Rewrite:
+        return rewrite(on_cpu, params)
+
+    def plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel | Rewrite:
+        found = kernel(operands, **params)
+        return rewrite(found, params) if isinstance(found, str) else found
+
+    def refusal(*_: Any, **__: Any) -> Fallback | None:
+        return None
+
+    return {"cpu": Planner(refusal, plan_on_cpu), "cuda": Planner(refusal, plan_on_cuda)}
+
+
+def fused_kernel(
+    factors: Sequence[Operand],
+    second: Operand | None,
+    arrays: Sequence[Operand],
+    *,
+    contraction: Contraction,
+    operand_labels: Sequence[Labels],
+    function: ScalarFunction,
+    precision: Any,
+    accumulator: np.dtype[Any],
+    in_place: InPlace = (),
+    **_: Any,
+) -> Kernel | str:
+    """Return a kernel that computes products and a function of their elements, or why none does.
+
+    Parameters
+    ----------
+    factors
+        The operands of a product.
+    second
+        What takes the place of ``rhs`` in a second product, if there is one.
+    arrays
+        The operands of the function, which follow the accumulators.
+    contraction, operand_labels, function, precision, accumulator, in_place
+        As the parameters of a contraction with an epilogue.
+    """
+    dtypes = [x.aval.dtype for x in arrays]
+    try:
+        text = cuda_text(function)
+        for dtype in (*dtypes, *function.out_dtypes):
+            computed_type(dtype)
+    except Untranslatable as error:
+        return str(error)
+    if accumulator != accumulator_dtype(factors[0].aval.dtype):
+        return f"no kernel accumulates in {accumulator}"
+    results = function.result_labels(contraction.out)
+    state = functools.partial(
+        state_problem,
+        contract,
+        CUDA,
+        contraction=contraction,
+        precision=precision,
+        # A kernel whose results are reductions alone stores no element of this type.
+        out_dtype=function.out_dtypes[0] if function.elements else accumulator,
+        further=(*operand_labels, *results[min(1, function.elements) :]),
+    )
+    problem = state(factors)
+    if not isinstance(problem, Problem):
+        return problem.reason
+    product, read = problem.product, problem.operands
+    if second is not None:
+        other = state((factors[0], second))
+        if not isinstance(other, Problem) or other.product != product:
+            return "the two operands lie differently in memory"
+        if other.operands[0] != read[0]:
+            return "the result is contiguous along the rows"
+        product = PairProduct(product.strided, *product.dtypes, product.arithmetic)
+        read = (*read, other.operands[1])
+    geometry, grouped = product.strided, contraction.group is not None
+    if min(geometry.m, geometry.n) == 1 and not grouped:
+        return "products with a vector write little"
+    epilogue = _generated(
+        text,
+        function,
+        dtypes,
+        problem.further_strides,
+        batch=geometry.batch,
+        products=1 if second is None else 2,
+        ragged="rows" if grouped else None,
+    )
+    planned = cuda_kernel(product.with_epilogue(epilogue), (*read, *(x.value for x in arrays)))
+    if isinstance(planned, Fallback):
+        return planned.reason
+    values = [*read, *(x.value for x in (*factors, *arrays))]
+    # Threads read the elements of their accumulators before they write them. A factor's elements
+    # are read for other accumulators too.
+    aliases = {
+        len(read) + i: j
+        for i, j in in_place
+        if operand_labels[i] == results[j]
+        and arrays[i].aval.dtype == function.out_dtypes[j]
+        and values.count(arrays[i].value) == 1
+    }
+    return dataclasses.replace(planned, aliases=aliases)
+
+
+def _generated(
+    text: CudaText,
+    function: ScalarFunction,
+    operands: Sequence[np.dtype[Any]],
+    strides: Sequence[tuple[int, ...]],
+    *,
+    batch: tuple[int, ...],
+    products: int,
+    ragged: Literal["rows"] | None,
+) -> Epilogue:
+    """Return the epilogue of a kernel.
+
+    Parameters
+    ----------
+    text, function
+        The function in CUDA, and in JAX.
+    operands
+        Types of its operands.
+    strides
+        Strides of its operands, and of its results but the first element.
+    batch, products, ragged
+        As in :class:`~jax_tilekern.plans.gemm.epilogue.Epilogue`.
+    """
+    stored = function.elements
+    dtypes = (*operands, *function.out_dtypes[1:stored])
+    arrays = tuple(
+        EpilogueArray(np.dtype(dtype), computed_type(dtype), own)
+        for dtype, own in zip(dtypes, strides, strict=False)
+    )
+    reductions = tuple(
+        RowReduction(kind, value, np.dtype(dtype), own)
+        for kind, value, dtype, own in zip(
+            function.reductions[stored:],
+            text.results[stored:],
+            function.out_dtypes[stored:],
+            strides[len(arrays) :],
+            strict=True,
+        )
+        if kind is not None
+    )
+    return Epilogue(
+        statements=text.statements,
+        results=text.results[:stored],
+        operands=arrays[: len(operands)],
+        outputs=arrays[len(operands) :],
+        batch=batch,
+        instructions=text.instructions + sum(x.instructions for x in reductions),
+        ragged=ragged,
+        reductions=reductions,
+        products=products,
+    )
