@@ -1573,6 +1573,14 @@ def test_explain(rng):
             choice.reason,
         )
     assert batched.reason.endswith(", 7 launches")
+    with jtk.gpu_target("sm_90a"):
+        equal = jtk.explain(lambda x: twice()(x) + twice()(x), x, platform="cuda")
+        same = twice()
+        repeated = jtk.explain(lambda x: same(x) + same(x), x, platform="cuda")
+        (empty,) = jtk.explain(twice(), struct((0,)), platform="cuda")
+    assert repeated == equal
+    assert len(equal) == 2
+    assert (empty.kernel, empty.reason) == (None, "its outputs have no elements")
     assert "multiply_add<float>" in str(choices)
     (choice,) = jtk.explain(squares(), x, platform="cpu")
     assert choice.kernel is None

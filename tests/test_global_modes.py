@@ -278,6 +278,31 @@ def test_a_reference_runs_in_the_modes_of_the_call():
         np.testing.assert_allclose(difference(jnp.ones(3)), 1e-9, rtol=1e-6)
 
 
+def test_functions_of_settings_run_in_the_modes_of_the_call():
+    """The context is over when the call is lowered."""
+    seen = []
+
+    def grid(x):
+        seen.append((jax.config.jax_enable_x64, jax.config.jax_numpy_dtype_promotion))
+        return 1
+
+    kernel = jtk.cuda_kernel(
+        "__global__ void f(const float* x, float* y) {}",
+        out=lambda x: x,
+        grid=grid,
+        block=1,
+        reference=lambda x: x,
+    )
+
+    @jax.jit
+    def function(x):
+        with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+            return kernel(x)
+
+    function(jnp.ones(3))
+    assert set(seen) == {(True, "strict")}
+
+
 def test_outputs_of_64_bits_of_a_kernel_in_a_scope():
     kernel = jtk.cuda_kernel(
         "__global__ void f(const double* x, double* y) {}",

@@ -43,7 +43,6 @@ __all__ = [
     "ad",
     "apply_primitive",
     "as_type",
-    "batching",
     "bind_equation",
     "cached",
     "canonicalize_dtype",

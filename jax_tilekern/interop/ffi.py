@@ -168,6 +168,7 @@ def emit(
     aliases: Mapping[int, int] | None = None,
     *,
     scratch: Sequence[jax.core.ShapedArray] = (),
+    checked: bool = False,
 ) -> Sequence[Any]:
     """Emit a call whose results are the lowering rule's own, row-major; return their MLIR values.
 
@@ -183,10 +184,12 @@ def emit(
         Operands whose buffers are those of results, as for :func:`cuda_launch`.
     scratch
         Types of more results of a launch plan, after the rule's own; they are not returned.
+    checked
+        Whether a launch plan is run under checks, as for :func:`cuda_launch`.
     """
     if not isinstance(call, CpuCall):
         results = (*ctx.avals_out, *scratch)
-        values = cuda_launch(ctx, operands, call, results, aliases=aliases)
+        values = cuda_launch(ctx, operands, call, results, aliases=aliases, checked=checked)
         return values[: len(ctx.avals_out)]
     name = call.target.removeprefix("jax_tilekern_")
     digest = repr(sorted(call.attributes.items()))

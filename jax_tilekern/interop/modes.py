@@ -51,7 +51,7 @@ def strict(*, allow_fallbacks: bool = False) -> Iterator[None]:
     Raises
     ------
     FallbackError
-        While a function is lowered: a call falls back, for the reason in the message.
+        While a function is traced or lowered: a call falls back, for the reason in the message.
     CompileError
         While a function is lowered: a kernel cannot be compiled. The message has the compiler's
         log.
@@ -81,18 +81,21 @@ def entered(name: str) -> Iterator[None]:
         yield
 
 
-def note_fallback(call: str, platform: str, reason: str) -> None:
+def note_fallback(call: str, reason: str, platform: str | None = None) -> None:
     """Report that XLA's own operation computes a call, which :func:`strict` forbids.
+
+    Without a platform it does so on every one.
 
     Raises
     ------
     FallbackError
         Inside :func:`strict`, unless it allows fallbacks.
     """
-    logger.info("%s on %s falls back to XLA: %s", call, platform, reason)
+    where = "" if platform is None else f" on {platform}"
+    logger.info("%s%s falls back to XLA: %s", call, where, reason)
     if _mode.value is _Mode.STRICT and current_policy() != "xla":
         raise FallbackError(
-            f"{call} falls back to XLA on {platform}, which jax_tilekern.strict() forbids: {reason}"
+            f"{call} falls back to XLA{where}, which jax_tilekern.strict() forbids: {reason}"
         )
 
 

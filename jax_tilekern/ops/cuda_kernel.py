@@ -237,7 +237,7 @@ class CudaKernel:
         def call(*arrays: Any) -> Any:
             types = input_types([jax.typeof(x) for x in arrays])
             self._settings.check_output_types(types, static)
-            outputs = bind(*arrays, settings=self._settings, parameters=static)
+            outputs = bind(*arrays, settings=self._settings, parameters=static, batches=())
             return tuple(outputs) if self._settings.returns_tuple(types, static) else outputs[0]
 
         if self._jvp is not None:

@@ -1,14 +1,14 @@
 """The primitive behind ``cuda_kernel``: one call of a user's kernel, and its rules.
 
-``vmap`` notes a :class:`Batch` and moves its axis to the front; what becomes of it is the launch
-plan's. Linearity, where the user states it, gives tangents and cotangents.
+``vmap`` moves its axis to the front, and notes which inputs have it; what becomes of it is the
+launch plan's. Linearity, where the user states it, gives tangents and cotangents.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,37 +17,30 @@ import numpy as np
 from jax import lax
 
 from jax_tilekern.compilation.compiler import NvrtcNotFound
-from jax_tilekern.inspection.choices import record_choice
-from jax_tilekern.interop import compat, ffi, modes
-from jax_tilekern.interop.compat import ad, batching, mlir
-from jax_tilekern.interop.global_modes import by_types, mode_independent
-from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters
+from jax_tilekern.interop import compat
+from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters, several
 from jax_tilekern.ops.kernel_sharding import explicit_shardings
 from jax_tilekern.partitioning import xla
-from jax_tilekern.partitioning.call import PartitionedOperation, lower_partitioned, register
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.cuda_kernel import Array, Batch, KernelCall, plan_kernel
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.policy import why_excluded
-from jax_tilekern.primitives import taylor
-from jax_tilekern.primitives.linearity import Group, cotangents_in, tangents_out
+from jax_tilekern.primitives.linearity import Group
+from jax_tilekern.primitives.lowering_platform import lowering_platform
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Kernel,
+    Operand,
+    Operation,
+    Outcome,
+    Rewrite,
+    Transposes,
+    define,
+)
 
-Batches = tuple[Batch, ...]
-
-_primitive = compat.Primitive("tilekern_cuda_kernel")
-_primitive.multiple_results = True
-_primitive.def_impl(functools.partial(compat.apply_primitive, _primitive))
-
-
-def bind(
-    *operands: Any, settings: KernelSettings, parameters: Parameters, batches: Batches = ()
-) -> list[Any]:
-    """Call a kernel; outputs come as a list."""
-    outputs: list[Any] = _primitive.bind(
-        *compat.unify_varying(*operands), settings=settings, parameters=parameters, batches=batches
-    )
-    return outputs
+# For each ``vmap`` around a call, outermost first, which inputs have its axis.
+Batches = tuple[tuple[bool, ...], ...]
 
 
 def input_types(avals: Sequence[Any], batches: Batches = ()) -> tuple[Array, ...]:
@@ -61,38 +54,45 @@ def input_types(avals: Sequence[Any], batches: Batches = ()) -> tuple[Array, ...
     for i, aval in enumerate(avals):
         if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             raise TypeError(f"input {i} of a kernel is {aval}; pass jax.random.key_data of it")
-    depths = [sum(batch.mapped[i] for batch in batches) for i in range(len(avals))]
+    depths = [sum(mapped[i] for mapped in batches) for i in range(len(avals))]
     return tuple(
         Array(tuple(aval.shape[depth:]), np.dtype(aval.dtype))
         for aval, depth in zip(avals, depths, strict=True)
     )
 
 
-def _abstract_evaluation(
-    *avals: Any, settings: KernelSettings, parameters: Parameters, batches: Batches
+def _sized(batches: Batches, avals: Sequence[Any]) -> tuple[Batch, ...]:
+    """Return the batches with the sizes that the inputs have."""
+    sized = []
+    for depth, mapped in enumerate(batches):
+        first = mapped.index(True)
+        dimension = sum(outer[first] for outer in batches[:depth])
+        sized.append(Batch(avals[first].shape[dimension], mapped))
+    return tuple(sized)
+
+
+def _like_results(
+    *operands: Any, settings: KernelSettings, parameters: Parameters, batches: Batches
 ) -> list[Any]:
-    types = input_types(avals, batches)
+    types, sized = input_types(operands, batches), _sized(batches, operands)
     outputs = settings.outputs(types, parameters)
-    leading = tuple(batch.size for batch in batches)
-    rule = settings.rule(types, parameters, batches)
     shardings: Sequence[Any] | None = None
+    rule = settings.rule(types, parameters, sized)
     if rule is not None:
         text = settings.rule_text(types, parameters)
+        avals = [jax.typeof(x) for x in operands]
         shardings = explicit_shardings(settings.label, text, rule, avals)
-
-    def like_outputs(*operands: Any) -> list[Any]:
-        axes = tuple(sorted(compat.varying_axes(operands[0]))) if operands else ()
-        empty = [
-            lax.full((*leading, *output.shape), 0, output.dtype, sharding=sharding)
-            for output, sharding in zip(outputs, shardings or [None] * len(outputs), strict=True)
-        ]
-        return [lax.pcast(x, axes, to="varying") for x in empty] if axes else empty
-
-    with by_types(avals, outputs):
-        return compat.abstract_results(like_outputs, *avals)
+    leading = tuple(batch.size for batch in sized)
+    empty = [
+        lax.full((*leading, *output.shape), 0, output.dtype, sharding=sharding)
+        for output, sharding in zip(outputs, shardings or [None] * len(outputs), strict=True)
+    ]
+    axes = tuple(sorted(compat.varying_axes(operands[0]))) if operands else ()
+    return [lax.pcast(x, axes, to="varying") for x in empty] if axes else empty
 
 
 def _batch(
+    axis_data: Any,
     operands: Sequence[Any],
     dims: Sequence[int | None],
     *,
@@ -100,85 +100,46 @@ def _batch(
     parameters: Parameters,
     batches: Batches,
 ) -> tuple[list[Any], list[int]]:
-    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     moved = []
     for i, (operand, dim) in enumerate(zip(operands, dims, strict=True)):
         if dim is not None:
             moved.append(jnp.moveaxis(operand, dim, 0))
         elif i in settings.aliases:
             # Each output of the batch has its own buffer.
-            moved.append(jnp.broadcast_to(operand, (size, *operand.shape)))
+            moved.append(jnp.broadcast_to(operand, (axis_data.size, *operand.shape)))
         else:
             moved.append(operand)
     mapped = tuple(dim is not None or i in settings.aliases for i, dim in enumerate(dims))
-    results = bind(
-        *moved,
-        settings=settings,
-        parameters=parameters,
-        batches=(Batch(size, mapped), *batches),
-    )
+    batches = (mapped, *batches)
+    results = bind(*moved, settings=settings, parameters=parameters, batches=batches)
     return results, [0] * len(results)
 
 
-def _jvp(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    settings: KernelSettings,
-    parameters: Parameters,
-    batches: Batches,
-) -> tuple[list[Any], list[Any]]:
-    groups = tuple(settings.linear)
-    linear = {i for group in groups for i in group}
-    for i, tangent in enumerate(tangents):
-        if type(tangent) is not ad.Zero and i not in linear:
-            raise NotImplementedError(
-                f"kernel {settings.label} has no derivative with respect to input {i}; attach one "
-                "to what cuda_kernel returned: .defjvp(rule), .defvjp(forward, backward), or, if "
-                "the kernel is linear in the input, .deflinear(input, transpose)"
-            )
-    call = functools.partial(bind, settings=settings, parameters=parameters, batches=batches)
-    results = call(*primals)
-    return results, tangents_out(call, groups, primals, tangents, results)
+# Derivatives.
 
 
-def _taylor_polynomials(
-    primals: Sequence[Any], series: taylor.Coefficients, **params: Any
-) -> taylor.Polynomials:
-    groups = tuple(params["settings"].linear)
-    linear = {i for group in groups for i in group}
-    if all(i in linear for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact)):
-        return taylor.of_multilinear(functools.partial(bind, **params), groups, primals, series)
-    return taylor.of_differentiable(functools.partial(_jvp, **params), primals, series)
+def _transposes(*, settings: KernelSettings, **_: Any) -> Transposes:
+    return {group: functools.partial(_cotangents, group) for group in settings.linear}
 
 
-def _transpose(
+def _refuse_tangent(operand: int, *, settings: KernelSettings, **_: Any) -> None:
+    raise NotImplementedError(
+        f"kernel {settings.label} has no derivative with respect to input {operand}; attach one "
+        "to what cuda_kernel returned: .defjvp(rule), .defvjp(forward, backward), or, if "
+        "the kernel is linear in the input, .deflinear(input, transpose)"
+    )
+
+
+def _cotangents(
+    group: Group,
     cotangents: Sequence[Any],
     *operands: Any,
     settings: KernelSettings,
     parameters: Parameters,
     batches: Batches,
-) -> list[Any]:
-    filled = tuple(ad.instantiate_zeros(cotangent) for cotangent in cotangents)
-    avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands]
-    types = input_types(avals, batches)
-
-    def rule(group: Group, cotangents: Sequence[Any], *known: Any) -> Sequence[Any]:
-        arrays = {i: x for i, x in enumerate(known) if not isinstance(x, jax.core.AbstractValue)}
-        return _linear_rule(settings, parameters, batches, types, group)(cotangents, arrays)
-
-    rules = {group: functools.partial(rule, group) for group in settings.linear}
-    return cotangents_in(rules, filled, operands, {})
-
-
-def _linear_rule(
-    settings: KernelSettings,
-    parameters: Parameters,
-    batches: Batches,
-    types: Sequence[Array],
-    group: Group,
-) -> Callable[[Sequence[Any], Mapping[int, Any]], Sequence[Any]]:
-    """Return the user's rule for a group, mapped over the batches."""
+) -> Sequence[Any]:
+    """Return the cotangents of a group by the user's rule, mapped over the batches."""
+    types = input_types(operands, batches)
     single = not settings.returns_tuple(types, parameters)
 
     def once(cotangents: Sequence[Any], known: Mapping[int, Any]) -> tuple[Any, ...]:
@@ -187,70 +148,92 @@ def _linear_rule(
             given = settings.linear[group](
                 cotangents[0] if single else cotangents, *inputs, **parameters
             )
-        results = tuple(given) if isinstance(given, tuple | list) else (given,)
-        _check_cotangents(settings, group, types, results)
+        results = several(given)
+        wanted, got = _described(types[i] for i in group), _described(map(jax.typeof, results))
+        if wanted != got:
+            raise TypeError(
+                f"the transpose rule of kernel {settings.label} for inputs {list(group)} returned "
+                f"{got}, not {wanted}"
+            )
         return results
 
-    def mapped_over(batch: Batch, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def mapped_over(mapped: Sequence[bool], inner: Callable[..., Any]) -> Callable[..., Any]:
         def rule(cotangents: Sequence[Any], known: Mapping[int, Any]) -> tuple[Any, ...]:
-            axes = {i: 0 if batch.mapped[i] else None for i in known}
+            axes = {i: 0 if mapped[i] else None for i in known}
             results = jax.vmap(inner, in_axes=(0, axes))(cotangents, known)
             # The cotangent of an input that the whole batch reads is the sum of the batch's.
             return tuple(
-                x if batch.mapped[i] else _sum_of_batch(x)
-                for i, x in zip(group, results, strict=True)
+                x if mapped[i] else x.sum(axis=0) for i, x in zip(group, results, strict=True)
             )
 
         return rule
 
     rule: Callable[..., Any] = once
-    for batch in reversed(batches):
-        rule = mapped_over(batch, rule)
+    for mapped in reversed(batches):
+        rule = mapped_over(mapped, rule)
+    known = {i: x for i, x in enumerate(operands) if not isinstance(x, jax.core.AbstractValue)}
+    cotangents_of_group: Sequence[Any] = rule(tuple(cotangents), known)
+    return cotangents_of_group
+
+
+def _described(arrays: Iterable[Any]) -> str:
+    return ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
+
+
+# What a call is lowered to.
+
+
+def _sharding_rule(
+    *avals: Any, settings: KernelSettings, parameters: Parameters, batches: Batches
+) -> ShardingRule:
+    types, sized = input_types(avals, batches), _sized(batches, avals)
+    rule = settings.rule(types, parameters, sized)
+    assert rule is not None
     return rule
 
 
-@mode_independent
-def _sum_of_batch(x: Any) -> Any:
-    return x.sum(axis=0)
-
-
-def _check_cotangents(
-    settings: KernelSettings, group: Group, types: Sequence[Array], results: Sequence[Any]
-) -> None:
-    wanted = [f"{types[i].dtype}{list(types[i].shape)}" for i in group]
-    given = [f"{x.dtype}{list(x.shape)}" for x in map(jax.typeof, results)]
-    if wanted != given:
-        raise TypeError(
-            f"the transpose rule of kernel {settings.label} for inputs {list(group)} returned "
-            f"{', '.join(given)}, not {', '.join(wanted)}"
-        )
-
-
-def _lower_for_cuda(
-    ctx: Any,
-    *values: Any,
+def _call(
+    place: Place,
+    operands: Sequence[Operand],
+    *,
     settings: KernelSettings,
     parameters: Parameters,
     batches: Batches,
-) -> Sequence[Any]:
-    if _is_empty(ctx):
-        return _lower_to_zeros(ctx, *values)
-    params: dict[str, Any] = {"settings": settings, "parameters": parameters, "batches": batches}
-    place = xla.place(ctx)
-    call = _call(ctx, **params)
+) -> KernelCall | None:
+    """Describe and check a call; ``None`` if XLA partitions it, so that each device has its own."""
+    avals = [operand.aval for operand in operands]
+    of_call = input_types(avals, batches), parameters, _sized(batches, avals)
+    partitioned = place is Place.PARTITIONED and xla.uses_shardy()
+    if partitioned and settings.rule(*of_call) is not None:
+        return None
+    return settings.call(*of_call)
+
+
+def _plan_on_cuda(
+    place: Place,
+    operands: Sequence[Operand],
+    results: Sequence[Any],
+    *,
+    settings: KernelSettings,
+    **params: Any,
+) -> Outcome | None:
+    if _is_empty(results):
+        return Rewrite(
+            "its outputs have no elements",
+            lambda *_: [lax.full(aval.shape, 0, aval.dtype) for aval in results],
+        )
+    call = _call(place, operands, settings=settings, **params)
     disabled = why_excluded()
     if disabled is not None:
         if settings.reference is None:
             raise NotImplementedError(
                 f"kernel {settings.label} has no reference= to take its place: {disabled}"
             )
-        return _fall_back(ctx, f"its reference: {disabled}", *values, **params)
+        return Fallback(f"its reference: {disabled}")
     if call is None:
-        return lower_partitioned(
-            ctx, _partitioned, "cuda", _described(settings, parameters), *values, **params
-        )
+        return None
     if place is Place.PARTLY_MANUAL and settings.reference is not None:
-        return _fall_back(ctx, "its reference: XLA partitions that", *values, **params)
+        return Fallback("its reference: XLA partitions that")
     if place is Place.PARTLY_MANUAL and not xla.uses_shardy():
         raise NotImplementedError(
             f"kernel {settings.label} is in a shard_map over some mesh axes, which GSPMD "
@@ -262,147 +245,75 @@ def _lower_for_cuda(
     except (NoGpu, NvrtcNotFound) as error:
         if settings.reference is None:
             raise
-        return _fall_back(ctx, f"its reference, for there is {error}", *values, **params)
+        return Fallback(f"its reference, for there is {error}")
     reason = plan.resources
     if place is not Place.LOCAL:
         reason += "; every device computes the whole call, for it has no sharding_rule"
-    _record(settings, parameters, ctx, "cuda", plan.name, reason)
-    return ffi.cuda_launch(ctx, values, plan, aliases=settings.aliases, checked=settings.debug)
+    values = [operand.value for operand in operands]
+    return Kernel(plan.name, reason, plan, values, settings.aliases, checked=settings.debug)
 
 
-def _is_empty(ctx: Any) -> bool:
+def _plan_elsewhere(
+    place: Place, operands: Sequence[Operand], results: Sequence[Any], **params: Any
+) -> Outcome:
+    if not _is_empty(results):
+        _call(place, operands, **params)
+    return Rewrite("its reference: no CUDA here", functools.partial(_reference, **params))
+
+
+def _is_empty(results: Sequence[Any]) -> bool:
     """Return whether no output has an element, so that nothing is launched."""
-    return all(math.prod(aval.shape) == 0 for aval in ctx.avals_out)
+    return all(math.prod(aval.shape) == 0 for aval in results)
 
 
-def _call(
-    ctx: Any, *, settings: KernelSettings, parameters: Parameters, batches: Batches
-) -> KernelCall | None:
-    """Describe and check a call; ``None`` if XLA partitions it, so that each device has its own."""
-    types = input_types(ctx.avals_in, batches)
-    partitioned = xla.place(ctx) is Place.PARTITIONED and xla.uses_shardy()
-    if partitioned and settings.rule(types, parameters, batches) is not None:
-        return None
-    return settings.call(types, parameters, batches)
-
-
-def _fall_back(ctx: Any, reason: str, *values: Any, **params: Any) -> Sequence[Any]:
-    """Lower to the reference where a user would expect a kernel."""
-    settings, parameters = params["settings"], params["parameters"]
-    _record(settings, parameters, ctx, "cuda", None, reason)
-    modes.note_fallback(_described(settings, parameters), "cuda", reason)
-    return _lower_reference(ctx, *values, **params)
-
-
-def _lower_elsewhere(
-    ctx: Any,
-    *values: Any,
-    settings: KernelSettings,
-    parameters: Parameters,
-    batches: Batches,
+def _reference(
+    *operands: Any, settings: KernelSettings, parameters: Parameters, batches: Batches
 ) -> Sequence[Any]:
     if settings.reference is None:
         raise NotImplementedError(
             f"kernel {settings.label} is CUDA, and this program is lowered for "
-            f"{', '.join(_platforms(ctx))}; give cuda_kernel a reference=, the same function in "
-            "JAX, to run elsewhere"
+            f"{lowering_platform() or 'another platform'}; give cuda_kernel a reference=, the same "
+            "function in JAX, to run elsewhere"
         )
-    params: dict[str, Any] = {"settings": settings, "parameters": parameters, "batches": batches}
-    if not _is_empty(ctx):
-        _call(ctx, **params)
-    _record(settings, parameters, ctx, _platforms(ctx)[0], None, "its reference: no CUDA here")
-    return _lower_reference(ctx, *values, **params)
-
-
-def _platforms(ctx: Any) -> Sequence[str]:
-    return tuple(ctx.platforms or ctx.module_context.platforms)
-
-
-def _record(
-    settings: KernelSettings,
-    parameters: Parameters,
-    ctx: Any,
-    platform: str,
-    kernel: str | None,
-    reason: str,
-) -> None:
-    record_choice(_described(settings, parameters), ctx, platform, kernel, reason)
-
-
-def _described(settings: KernelSettings, parameters: Parameters) -> str:
-    return f"cuda_kernel {settings.label}" + (f" {parameters}" if parameters else "")
-
-
-def _sharding_rule(
-    *avals: Any, settings: KernelSettings, parameters: Parameters, batches: Batches
-) -> ShardingRule:
-    rule = settings.rule(input_types(avals, batches), parameters, batches)
-    assert rule is not None
-    return rule
-
-
-def _bind_part(
-    *operands: Any, settings: KernelSettings, parameters: Parameters, batches: Batches
-) -> list[Any]:
-    """Call the kernel on one device's part, in which batches have the operands' sizes."""
-    own = []
-    depths = [0] * len(operands)
-    for batch in batches:
-        mapped = [i for i, has in enumerate(batch.mapped) if has]
-        own.append(Batch(operands[mapped[0]].shape[depths[mapped[0]]], batch.mapped))
-        for i in mapped:
-            depths[i] += 1
-    return bind(*operands, settings=settings, parameters=parameters, batches=tuple(own))
-
-
-def _lower_to_zeros(ctx: Any, *values: Any) -> Sequence[Any]:
-    def zeros(*operands: Any) -> list[Any]:
-        return [lax.full(aval.shape, 0, aval.dtype) for aval in ctx.avals_out]
-
-    with by_types(ctx.avals_out):
-        lowered: Sequence[Any] = mlir.lower_fun(zeros, multiple_results=True)(ctx, *values)
-    return lowered
-
-
-def _lower_reference(
-    ctx: Any,
-    *values: Any,
-    settings: KernelSettings,
-    parameters: Parameters,
-    batches: Batches,
-) -> Sequence[Any]:
-    assert settings.reference is not None
+    declared = settings.outputs(input_types(operands, batches), parameters)
 
     def call(*inputs: Any) -> tuple[Any, ...]:
         assert settings.reference is not None
-        given = settings.reference(*inputs, **parameters)
-        outputs = tuple(given) if isinstance(given, tuple | list) else (given,)
-        wanted = [f"{x.dtype}{list(x.shape)}" for x in declared]
-        got = [f"{x.dtype}{list(x.shape)}" for x in map(jax.typeof, outputs)]
+        outputs = several(settings.reference(*inputs, **parameters))
+        wanted, got = _described(declared), _described(map(jax.typeof, outputs))
         if wanted != got:
             raise TypeError(
-                f"the reference of kernel {settings.label} returned {', '.join(got)}, but its out "
-                f"says {', '.join(wanted)}"
+                f"the reference of kernel {settings.label} returned {got}, but its out says "
+                f"{wanted}"
             )
         return outputs
 
-    declared = settings.outputs(input_types(ctx.avals_in, batches), parameters)
     function: Callable[..., Any] = call
-    for batch in reversed(batches):
-        function = jax.vmap(
-            function, in_axes=tuple(0 if mapped else None for mapped in batch.mapped)
-        )
-    with parameters.modes.with_types_of(ctx.avals_in, ctx.avals_out).entered():
-        lowered: Sequence[Any] = mlir.lower_fun(function, multiple_results=True)(ctx, *values)
-    return lowered
+    for mapped in reversed(batches):
+        function = jax.vmap(function, in_axes=tuple(0 if has else None for has in mapped))
+    with parameters.modes.with_types_of(operands, declared).entered():
+        results: Sequence[Any] = function(*operands)
+    return results
 
 
-_partitioned = PartitionedOperation("tilekern_cuda_kernel", _sharding_rule, _bind_part)
-register(_partitioned)
-_primitive.def_abstract_eval(_abstract_evaluation)
-batching.primitive_batchers[_primitive] = _batch
-ad.primitive_jvps[_primitive] = _jvp
-ad.primitive_transposes[_primitive] = _transpose
-taylor.register(_primitive, _taylor_polynomials)
-mlir.register_lowering(_primitive, _lower_elsewhere)
-mlir.register_lowering(_primitive, _lower_for_cuda, platform="cuda")
+def _describe(*, settings: KernelSettings, parameters: Parameters, **_: Any) -> str:
+    return f"cuda_kernel {settings.label}" + (f" {parameters}" if parameters else "")
+
+
+bind = define(
+    Operation(
+        "tilekern_cuda_kernel",
+        reference=_reference,
+        like_results=_like_results,
+        batch=_batch,
+        sharding_rule=_sharding_rule,
+        planners={
+            "cuda": _plan_on_cuda,
+            **dict.fromkeys(("cpu", "rocm", "tpu"), _plan_elsewhere),
+        },
+        describe=_describe,
+        several_results=True,
+        transposes=_transposes,
+        refuse_tangent=_refuse_tangent,
+    )
+)

@@ -49,6 +49,14 @@ class Parameters(Mapping[str, Any]):
         own = tuple(sorted((name, _exact(value)) for name, value in values.items()))
         self._key = (own, self.modes)
 
+    @property
+    def dtypes(self) -> tuple[np.dtype[Any], ...]:
+        """Types that rules of the call use besides its own: of 64 bits if the user's functions do.
+
+        See :func:`jax_tilekern.interop.global_modes.by_types`.
+        """
+        return (np.dtype(np.float64),) if self.modes.x64 else ()
+
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
 
@@ -120,7 +128,7 @@ class KernelSettings:
         """Return the types of the outputs, checked, as are those of the inputs."""
         outputs = tuple(
             self._output(i, one)
-            for i, one in enumerate(_several(self._value("out", inputs, parameters)))
+            for i, one in enumerate(several(self._value("out", inputs, parameters)))
         )
         if not outputs:
             raise ValueError(f"kernel {self.label}: out gives no outputs")
@@ -206,7 +214,7 @@ class KernelSettings:
                 f"kernel {self.label}: grid {shape['grid']} has more than one block along "
                 f"{self.batch_axis}, which batch_axis gives to the batch"
             )
-        options = _several(value("options"))
+        options = several(value("options"))
         for option in options:
             if not isinstance(option, str):
                 raise TypeError(f"kernel {self.label}: option {option!r} is not a string")
@@ -221,7 +229,7 @@ class KernelSettings:
             shared_memory_bytes=self._integer("shared_memory_bytes", value("shared_memory_bytes")),
             scalars=self._scalars(value("scalars")),
             tensor_maps=self._tensor_maps(value("tensor_maps")),
-            workspaces=tuple(self._integer("workspaces", x) for x in _several(value("workspaces"))),
+            workspaces=tuple(self._integer("workspaces", x) for x in several(value("workspaces"))),
             options=options,
             aliased=frozenset(self.aliases.values()),
             alignment=self.alignment,
@@ -235,8 +243,11 @@ class KernelSettings:
         value = getattr(self, setting)
         if not callable(value):
             return value
+        modes = parameters.modes.with_types_of([x.dtype for x in inputs])
         try:
-            return value(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs), **parameters)
+            with modes.entered():
+                structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+                return value(*structs, **parameters)
         except Exception as error:
             kinds = (TypeError, NotImplementedError)
             kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
@@ -255,7 +266,7 @@ class KernelSettings:
         return Array(tuple(int(size) for size in given.shape), np.dtype(given.dtype))
 
     def _dim3(self, what: str, given: Any) -> Dim3:
-        sizes = _several(given)
+        sizes = several(given)
         if not 1 <= len(sizes) <= 3:
             raise ValueError(f"kernel {self.label}: {what} has 1 to 3 dimensions, not {given!r}")
         x, y, z = (*(self._integer(what, size) for size in sizes), 1, 1)[:3]
@@ -271,7 +282,7 @@ class KernelSettings:
         return int(given)
 
     def _scalars(self, given: Any) -> tuple[np.generic, ...]:
-        scalars = _several(given)
+        scalars = several(given)
         for scalar in scalars:
             if not isinstance(scalar, np.generic):
                 raise TypeError(
@@ -281,13 +292,13 @@ class KernelSettings:
         return scalars
 
     def _tensor_maps(self, given: Any) -> tuple[TensorMap, ...]:
-        maps = _several(given)
+        maps = several(given)
         for one in maps:
             if not isinstance(one, TensorMap):
                 raise TypeError(f"kernel {self.label}: {one!r} is no jax_tilekern.TensorMap")
         return maps
 
 
-def _several(given: Any) -> tuple[Any, ...]:
+def several(given: Any) -> tuple[Any, ...]:
     """Return the values of a setting that may be one or several."""
     return tuple(given) if isinstance(given, tuple | list) else (given,)

@@ -22,9 +22,8 @@ from jax import lax
 from jax import numpy as jnp
 
 from jax_tilekern.plans.contraction import Contraction
-from jax_tilekern.plans.cuda_kernel import Batch
 
-_DATACLASSES = {kind.__name__: kind for kind in (Contraction, Batch)}
+_DATACLASSES = {"Contraction": Contraction}
 # Programs that 0.1.0 exported have this name for a contraction with groups.
 _DATACLASSES["RaggedContraction"] = Contraction
 _ENUMS = {

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
+
+import jax.numpy as jnp
 
 from jax_tilekern.inspection.choices import listed_below, record_choice
 from jax_tilekern.interop import compat, ffi, modes
@@ -37,7 +39,7 @@ from jax_tilekern.plans.gpu import planning_beside_collectives
 from jax_tilekern.plans.launch import LaunchPlan
 from jax_tilekern.plans.policy import why_excluded
 from jax_tilekern.primitives import remat, taylor
-from jax_tilekern.primitives.linearity import cotangents_in, tangents_out
+from jax_tilekern.primitives.linearity import Group, cotangents_in, tangents_out
 from jax_tilekern.primitives.lowering_platform import lowering_for
 
 Params = dict[str, Any]
@@ -70,6 +72,8 @@ class Kernel:
     scratch
         Types of results after the call's own, which nothing reads. One that takes an operand's
         memory is a copy of it that the kernel works on.
+    checked
+        Whether the launch is checked, as ``debug`` of :func:`jax_tilekern.cuda_kernel` says.
     """
 
     name: str
@@ -78,6 +82,7 @@ class Kernel:
     operands: Sequence[Any]
     aliases: Mapping[int, int] = field(default_factory=dict)
     scratch: Sequence[Any] = ()
+    checked: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ class Fallback:
     reason: str
 
 
+Outcome = Kernel | Rewrite | Fallback
 Problem = TypeVar("Problem")
 
 
@@ -104,16 +110,17 @@ class Planner(NamedTuple):
     Attributes
     ----------
     refusal
-        ``refusal(*avals, **params)`` says why no kernel covers a call, whatever its sizes are; it
-        returns ``None`` if one may. Where a call is partitioned, it is all that is asked of the
-        whole call. It is not asked about symbolic or empty shapes, which have no kernel.
+        ``refusal(*avals, **params)`` says why no kernel covers a call, whatever its sizes are, or
+        what it is rewritten to, wherever it is; it returns ``None`` if a kernel may cover it. Where
+        a call is partitioned, it is all that is asked of the whole call. It is not asked about
+        symbolic or empty shapes, which have no kernel.
     plan
         ``plan(operands, results, **params)`` for calls that are not refused: an :class:`Operand`
         for each operand, and the abstract values of the results.
     """
 
-    refusal: Callable[..., Fallback | None]
-    plan: Callable[..., Kernel | Rewrite | Fallback]
+    refusal: Callable[..., Rewrite | Fallback | None]
+    plan: Callable[..., Outcome]
 
     @classmethod
     def in_two_steps(
@@ -128,11 +135,14 @@ class Planner(NamedTuple):
         a function of each.
         """
 
-        def plan(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel | Rewrite | Fallback:
+        def plan(operands: Sequence[Operand], _: Any, **params: Any) -> Outcome:
             problem = state(operands, **params)
             return problem if isinstance(problem, Rewrite | Fallback) else emit(problem)
 
         return cls(refusal, plan)
+
+
+Transposes = Mapping[int | tuple[int, ...], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -153,7 +163,9 @@ class Operation:
         ``sharding_rule(*avals, **params)`` labels the dimensions that devices may share. ``None``
         for an operation that is ``composed``.
     planners
-        For each platform.
+        For each platform. A function ``plan(place, operands, results, **params)`` answers for
+        itself what the policy, the sizes and the place of a call allow, and returns ``None`` for a
+        call that XLA partitions.
     describe
         ``describe(**params)`` names the call in a few words, for ``explain``.
     several_results
@@ -164,12 +176,15 @@ class Operation:
         For each operand in which the operation is linear, the rule
         ``rule(cotangent, *operands, **params)`` that gives that operand's cotangent; the linear
         operand itself is passed as its abstract value. A tuple of operands in which it is
-        *jointly* linear has a rule that gives as many cotangents.
+        *jointly* linear has a rule that gives as many cotangents. Where the operands depend on the
+        call, ``transposes(**params)`` gives them and their rules.
     jvp
         ``jvp(primals, tangents, **params)`` gives the results and their tangents, for an operation
         that is not linear in each of its operands. A tangent may be symbolically zero. By default
-        the tangents follow from ``transposes``, and operands that are in none of its groups have
-        none.
+        the tangents follow from ``transposes``.
+    refuse_tangent
+        ``refuse_tangent(operand, **params)`` raises the error about a tangent of an operand in none
+        of the groups of ``transposes``. By default the results do not depend on such a tangent.
     composed
         ``composed(*operands, **params)`` computes the call by other operations, each of which is
         partitioned by its own rule. In a ``jit`` over several devices the call is lowered to it.
@@ -201,11 +216,12 @@ class Operation:
     reference: Callable[..., Any]
     batch: Callable[..., tuple[Any, Any]]
     sharding_rule: Callable[..., ShardingRule] | None
-    planners: Mapping[str, Planner]
+    planners: Mapping[str, Planner | Callable[..., Outcome | None]]
     describe: Callable[..., str]
     several_results: bool = False
-    transposes: Mapping[int | tuple[int, ...], Callable[..., Any]] = field(default_factory=dict)
+    transposes: Transposes | Callable[..., Transposes] = field(default_factory=dict)
     jvp: Callable[..., tuple[Any, Any]] | None = None
+    refuse_tangent: Callable[..., None] | None = None
     composed: Callable[..., Any] | None = None
     like_results: Callable[..., Any] | None = None
     localised: Callable[..., Sequence[Any]] | None = None
@@ -258,7 +274,6 @@ def _mode_independent(operation: Operation) -> Operation:
     return dataclasses.replace(
         operation,
         reference=by_xla(mode_independent(operation.reference)),
-        transposes={x: mode_independent(rule) for x, rule in operation.transposes.items()},
         **rules,
     )
 
@@ -266,14 +281,27 @@ def _mode_independent(operation: Operation) -> Operation:
 def _register_derivatives(
     operation: Operation, primitive: Any, bind: Callable[..., list[Any]]
 ) -> None:
-    rules = dict(_as_group(*item) for item in operation.transposes.items())
+    def rules(params: Params) -> dict[Group, Callable[..., Sequence[Any]]]:
+        given = operation.transposes
+        own = given(**params) if callable(given) else given
+        return dict(_as_group(*item) for item in own.items())
+
+    def groups(moving: Iterable[int], params: Params) -> tuple[Group, ...]:
+        """Return the groups of operands by which a call with moving operands is differentiated."""
+        found = tuple(rules(params))
+        if operation.refuse_tangent is not None:
+            for i in set(moving).difference(*found):
+                operation.refuse_tangent(i, **params)
+        return found
 
     def jvp_by_linearity(
         primals: Sequence[Any], tangents: Sequence[Any], **params: Any
     ) -> tuple[Any, Any]:
+        moving = (i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero)
+        linear = groups(moving, params)
         bound = functools.partial(bind, **params)
         results = bound(*primals)
-        derived = tangents_out(bound, tuple(rules), primals, tangents, results)
+        derived = tangents_out(bound, linear, primals, tangents, results)
         if operation.several_results:
             return results, derived
         return results[0], derived[0]
@@ -283,9 +311,9 @@ def _register_derivatives(
     ) -> taylor.Polynomials:
         jvp = operation.jvp
         if jvp is None:
-            return taylor.of_multilinear(
-                functools.partial(bind, **params), tuple(rules), primals, series
-            )
+            moving = (i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact))
+            linear = groups(moving, params)
+            return taylor.of_multilinear(functools.partial(bind, **params), linear, primals, series)
 
         def jvp_of_lists(*args: Any) -> tuple[Sequence[Any], Sequence[Any]]:
             results, tangents = jvp(*args, **params)
@@ -302,12 +330,12 @@ def _register_derivatives(
             ]
         if operation.several_results:
             cotangent = [ad.instantiate_zeros(x) for x in cotangents]
-        return cotangents_in(rules, cotangent, operands, params)
+        return cotangents_in(rules(params), cotangent, operands, params)
 
-    if operation.jvp is not None or rules:
+    if operation.jvp or operation.transposes:
         ad.primitive_jvps[primitive] = operation.jvp or jvp_by_linearity
         taylor.register(primitive, mode_independent(taylor_polynomials))
-    if rules:
+    if operation.transposes:
         ad.primitive_transposes[primitive] = transpose
 
 
@@ -341,6 +369,7 @@ def _register_lowering(
 def _as_group(
     operands: int | tuple[int, ...], rule: Callable[..., Any]
 ) -> tuple[tuple[int, ...], Callable[..., Sequence[Any]]]:
+    rule = mode_independent(rule)
     if isinstance(operands, tuple):
         return operands, rule
     return (operands,), lambda *args, **params: (rule(*args, **params),)
@@ -395,16 +424,17 @@ def _partitioned(
 
 def _outcome(
     operation: Operation, platform: str, ctx: Any, *values: Any, **params: Any
-) -> Kernel | Rewrite | Fallback | None:
+) -> Outcome | None:
     """Return the planned computation of a call, or ``None`` if XLA partitions it first."""
-    planner = operation.planners[platform]
+    planner, place = operation.planners[platform], xla.place(ctx)
+    operands = tuple(map(Operand, values, ctx.avals_in))
+    if not isinstance(planner, Planner):
+        return planner(place, operands, ctx.avals_out, **params)
     excluded = why_excluded() or _without_plan(ctx.avals_in)
     refused = Fallback(excluded) if excluded else planner.refusal(*ctx.avals_in, **params)
     if refused is not None:
         return refused
-    place = xla.place(ctx)
     if place is Place.LOCAL:
-        operands = tuple(map(Operand, values, ctx.avals_in))
         beside = planning_beside_collectives() if xla.has_other_devices(ctx) else nullcontext()
         with beside:
             return planner.plan(operands, ctx.avals_out, **params)
@@ -440,7 +470,7 @@ def obstacle(place: Place, avals: Sequence[Any]) -> str | None:
 def _lowered(
     operation: Operation,
     platform: str,
-    outcome: Kernel | Rewrite | Fallback,
+    outcome: Outcome,
     ctx: Any,
     *values: Any,
     **params: Any,
@@ -455,10 +485,15 @@ def _lowered(
     )
     if isinstance(outcome, Kernel):
         return ffi.emit(
-            ctx, outcome.operands, outcome.call, outcome.aliases, scratch=outcome.scratch
+            ctx,
+            outcome.operands,
+            outcome.call,
+            outcome.aliases,
+            scratch=outcome.scratch,
+            checked=outcome.checked,
         )
     if isinstance(outcome, Fallback):
-        modes.note_fallback(call, platform, outcome.reason)
+        modes.note_fallback(call, outcome.reason, platform)
     function: Callable[..., Any] = functools.partial(operation.reference, **params)
     if isinstance(outcome, Rewrite):
         function = compat.with_automatic_axes(outcome.function, params.get("out_sharding"))
