@@ -72,7 +72,7 @@ def _compiled_for_calls(only: str) -> dict[str, Any]:
 
     def compile_and_digest(self: Any, source: str, **settings: Any) -> Any:
         output = compile_once(self, source, **settings)
-        digests.extend(kernel_digest(output.cubin, symbol) for symbol in output.symbols)
+        digests.append(kernel_digest(output.cubin, output.symbol))
         return output
 
     kernels = {}

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_text import compile_source
 from numerics import on_gpu
 
 import jax_tilekern as jtk
@@ -19,7 +20,6 @@ from benchmarks.command_line import main
 from benchmarks.ladder import climb, counted_launches, counters, ladder_run, ncu, report
 from benchmarks.ladder.ncu import NoCounters
 from benchmarks.ladder.rung import SOURCES, Ladder, LadderError, Problem, Rung
-from jax_tilekern.compilation.compiler import compile_source
 from jax_tilekern.compilation.cubin import _section
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gpu import known_gpu

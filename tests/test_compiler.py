@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from compiled_text import compile_source
 from kernel_samples import mma_instances
 
 from jax_tilekern.compilation import compiler, headers, kernel_cache, nvrtc
@@ -22,7 +23,6 @@ from jax_tilekern.compilation.compiler import (
     cache_info,
     clear_cache,
     compile_kernels,
-    compile_source,
     cuda_folder,
 )
 from jax_tilekern.plans.gpu import known_gpu
@@ -74,7 +74,6 @@ def test_compiles(arch: str) -> None:
     assert compiled.log == ""
     entry = compiled.entry("scale<32>")
     assert entry.cubin[:4] == b"\x7fELF"
-    assert entry.cubin is compiled.entry("scale<64>").cubin
     assert entry.symbol == "_Z5scaleILi32EEvPKfPf5Sizes"
     assert entry.shared_memory_bytes == 32 * 4
     assert entry.max_threads == 128
@@ -141,11 +140,6 @@ def test_warnings_are_kept() -> None:
 def test_unknown_architecture() -> None:
     with pytest.raises(CompileError, match="sm_1234"):
         compile_source(SCALE, ["scale<64>"], arch="sm_1234")
-
-
-def test_no_kernel_named() -> None:
-    with pytest.raises(ValueError, match="no kernel named"):
-        compile_source(SCALE, [], arch="sm_90a")
 
 
 # -- Headers
@@ -248,7 +242,8 @@ def test_device_code_is_there() -> None:
 
 def test_memory_and_disk(compilations: list[str], cache: Path) -> None:
     first = compile_source(SCALE, ["scale<64>"], arch="sm_90a")
-    assert compile_source(SCALE, ["scale<64>"], arch="sm_90a") is first
+    again = compile_source(SCALE, ["scale<64>"], arch="sm_90a")
+    assert again.entries[0] is first.entries[0]
     forget()
     assert compile_source(SCALE, ["scale<64>"], arch="sm_90a") == first
     assert len(compilations) == 1
@@ -260,7 +255,6 @@ def test_memory_and_disk(compilations: list[str], cache: Path) -> None:
     [
         {"source": SCALE + "\n"},
         {"names": ["scale<65>"]},
-        {"names": ["scale<64>", "scale<65>"]},
         {"arch": "sm_80"},
         {"options": ["-DX"]},
         {"file": "other.cu"},
@@ -333,7 +327,7 @@ def test_memory_forgets_the_oldest(
     compile_source(SCALE, ["scale<32>"], arch="sm_90a")
     again = compile_source(SCALE, ["scale<64>"], arch="sm_90a")
     assert again == first
-    assert again is not first
+    assert again.entries[0] is not first.entries[0]
     assert len(compilations) == 2
 
 
@@ -349,15 +343,15 @@ def test_threads_share_one_build(compilations: list[str]) -> None:
     for thread in threads:
         thread.join()
     assert len(compilations) == 1
-    assert all(result is results[0] for result in results)
+    assert all(result.entries[0] is results[0].entries[0] for result in results)
     assert len(results) == 8
 
 
 def test_processes_share_the_disk(cache: Path) -> None:
     code = f"""
-from jax_tilekern.compilation.compiler import compile_source
+from jax_tilekern.compilation.compiler import Kernel, Source, compile_kernels
 for n in (16, 32, 64):
-    compile_source({SCALE!r}, [f"scale<{{n}}>"], arch="sm_90a")
+    compile_kernels(Kernel(Source({SCALE!r}), f"scale<{{n}}>"), arch="sm_90a")
 """
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]

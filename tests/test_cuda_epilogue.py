@@ -4,10 +4,11 @@ import itertools
 import re
 
 import pytest
+from compiled_text import compile_source
 from kernel_samples import grouped_mma_instances, grouped_wgmma_instances, mma_instances
 from products import H100, product_of
 
-from jax_tilekern.compilation.compiler import Kernel, Source, compile_source, compile_to_ptx
+from jax_tilekern.compilation.compiler import Kernel, Source, compile_to_ptx
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.config import WgmmaTile

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_text import compile_source
 from fused_products import epilogue_of
 from products import BF16, F32, H100, MODERN, product_of
 
 import jax_tilekern as jtk
-from jax_tilekern.compilation.compiler import compile_source
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
 from jax_tilekern.epilogue.primitives import INNER_JAXPR

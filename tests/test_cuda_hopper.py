@@ -3,12 +3,12 @@
 import re
 
 import pytest
+from compiled_text import compile_source
 from kernel_samples import grouped_wgmma_instances, wgmma_instances
 from products import H100, product_of
 
 from jax_tilekern.compilation.compiler import (
     CompileError,
-    compile_source,
     compile_to_ptx,
     cuda_folder,
 )

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_text import compile_source
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from numerics import BF16, on_gpu
 
 import jax_tilekern as jtk
-from jax_tilekern.compilation.compiler import compile_source
 from jax_tilekern.interop import ffi
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import (
@@ -143,8 +143,7 @@ needs_hopper = pytest.mark.skipif(not HOPPER, reason="clusters and tensor maps t
 
 def compiled(name):
     source = KERNELS if f"void {name}(" in KERNELS else HOPPER_KERNELS
-    names = re.findall(r"__global__ void (\w+)", source)
-    return compile_source(source, names, arch=current_gpu().arch)
+    return compile_source(source, [name], arch=current_gpu().arch)
 
 
 def launch(name, grid, block, *parameters, **rest):

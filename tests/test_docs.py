@@ -14,11 +14,11 @@ from pathlib import Path
 
 import jax
 import pytest
+from compiled_text import compile_source
 from guides import DOCS, needs, snippets
 
 import benchmarks.command_line
 import jax_tilekern.cli
-from jax_tilekern.compilation.compiler import compile_source
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 
 ROOT = DOCS.parent

@@ -47,9 +47,9 @@ def no_kernel_compiles(monkeypatch, tmp_path):
     """Every compilation fails; returns what was tried."""
     tried = []
 
-    def compile(self, source, *, names, **rest):
-        tried.append(names)
-        raise nvrtc.CompileError(f"NVRTC_ERROR in {names[0]} of its file:\nline 7: oops", "oops")
+    def compile(self, source, *, name, **rest):
+        tried.append(name)
+        raise nvrtc.CompileError(f"NVRTC_ERROR in {name} of its file:\nline 7: oops", "oops")
 
     monkeypatch.setattr(nvrtc.Nvrtc, "compile", compile)
     monkeypatch.setattr(nvrtc, "nvrtc_identity", lambda: str(tmp_path))

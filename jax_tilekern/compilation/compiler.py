@@ -15,7 +15,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from jax_tilekern.compilation import kernel_cache
@@ -26,7 +26,7 @@ from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound, nvrtc, n
 
 __all__ = [
     "CacheInfo", "CompileError", "Compiled", "Entry", "Kernel", "NvrtcNotFound", "Source",
-    "cache_info", "clear_cache", "compile_kernels", "compile_source", "cuda_folder", "nvrtc",
+    "cache_info", "clear_cache", "compile_kernels", "cuda_folder", "nvrtc",
 ]  # fmt: skip
 
 # A part of every cache key: increment it when the options below or the format of an entry change.
@@ -152,7 +152,7 @@ def compile_kernels(*kernels: Kernel, arch: str) -> Compiled:
     if not kernels:
         raise ValueError("no kernel, so nothing to compile")
     requests = [
-        _Request(kernel.text, (kernel.name,), arch, kernel.options)
+        _Request(kernel.text, kernel.name, arch, kernel.options)
         for kernel in dict.fromkeys(kernels)
     ]
     # This thread compiles the first kernel that is not on disk, and further threads the others:
@@ -170,49 +170,12 @@ def compile_kernels(*kernels: Kernel, arch: str) -> Compiled:
     )
 
 
-def compile_source(
-    source: str,
-    names: Sequence[str],
-    *,
-    arch: str,
-    options: Sequence[str] = (),
-    headers: Mapping[str, str] | None = None,
-    file: str = "kernel.cu",
-) -> Compiled:
-    """Compile kernels of one text into one cubin.
-
-    Parameters
-    ----------
-    source, headers, file
-        The text; see :class:`Source`.
-    names
-        The kernels to compile, as C++ name expressions.
-    arch
-        NVRTC's name of the architecture, such as ``"sm_90a"``.
-    options
-        Further NVRTC options. With an include path the result is not cached on disk.
-
-    Raises
-    ------
-    ValueError
-        If no kernel is named.
-    CompileError
-        If NVRTC rejects the text; the message has its log.
-    NvrtcNotFound
-        If there is no NVRTC; the message has the command that installs it.
-    """
-    if not names:
-        raise ValueError(f"{file}: no kernel named, so nothing to compile")
-    text = Source(source, file, headers or {})
-    return _Request(text, tuple(names), arch, tuple(options)).compiled()
-
-
 @dataclass(frozen=True)
 class _Request:
-    """Kernels of one text, for one architecture."""
+    """A kernel of one text, for one architecture."""
 
     source: Source
-    names: tuple[str, ...]
+    name: str
     arch: str
     options: tuple[str, ...]
 
@@ -236,7 +199,7 @@ class _Request:
         return _cache_key(
             str(_CACHE_FORMAT), nvrtc_identity(), self.source.file, self.source.text,
             *_flat(self._headers.texts.items()), *self._headers.versions,
-            "names", *self.names, "flags", *self._flags,
+            "names", self.name, "flags", *self._flags,
         )  # fmt: skip
 
     def is_on_disk(self) -> bool:
@@ -263,24 +226,19 @@ class _Request:
         else:
             how, compiled = "read from the kernel cache", _decoded(content)
         seconds = time.perf_counter() - start
-        _logger.info(
-            "kernel %s for %s: %s in %.3f s", ", ".join(self.names), self.arch, how, seconds
-        )
+        _logger.info("kernel %s for %s: %s in %.3f s", self.name, self.arch, how, seconds)
         return compiled
 
     def _build(self) -> Compiled:
         output = nvrtc().compile(
             self.source.text,
             file=self.source.file,
-            names=self.names,
+            name=self.name,
             options=(*self._flags, *_without_driver_cache()),
             headers=self._headers.with_real_names(),
         )
-        entries = tuple(
-            read_entry(name, symbol, output.cubin, output.log)
-            for name, symbol in zip(self.names, output.symbols, strict=True)
-        )
-        return Compiled(self.arch, entries, _without_report(output.log))
+        entry = read_entry(self.name, output.symbol, output.cubin, output.log)
+        return Compiled(self.arch, (entry,), _without_report(output.log))
 
 
 def compile_to_ptx(kernel: Kernel, *, arch: str) -> str:
@@ -294,7 +252,7 @@ def compile_to_ptx(kernel: Kernel, *, arch: str) -> str:
     return nvrtc().compile_to_ptx(
         source.text,
         file=source.file,
-        names=(kernel.name,),
+        name=kernel.name,
         options=(architecture, *_LANGUAGE, *kernel.options, *headers.options),
         headers=headers.with_real_names(),
     )
@@ -385,8 +343,8 @@ def _decoded(content: bytes) -> Compiled:
 
 def _encoded(compiled: Compiled) -> bytes:
     entries = [dataclasses.asdict(entry) for entry in compiled.entries]
-    # All entries of one text have the same cubin.
+    # A text is compiled for one kernel.
     cubin: bytes
-    (cubin,) = {entry.pop("cubin") for entry in entries}
+    (cubin,) = (entry.pop("cubin") for entry in entries)
     line = json.dumps({"arch": compiled.arch, "entries": entries, "log": compiled.log})
     return line.encode() + b"\n" + cubin

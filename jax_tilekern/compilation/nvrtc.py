@@ -53,14 +53,14 @@ class Output:
     ----------
     cubin
         The ELF image.
-    symbols
-        Mangled names, in the order of the name expressions.
+    symbol
+        Mangled name of the kernel.
     log
         The output of the compiler and of ptxas.
     """
 
     cubin: bytes
-    symbols: tuple[str, ...]
+    symbol: str
     log: str
 
 
@@ -187,7 +187,7 @@ class Nvrtc:
         source: str,
         *,
         file: str,
-        names: Sequence[str],
+        name: str,
         options: Sequence[str],
         headers: Mapping[str, str],
     ) -> Output:
@@ -199,8 +199,8 @@ class Nvrtc:
             CUDA C++ text.
         file
             The name of the source in messages.
-        names
-            Name expressions of the kernels to instantiate.
+        name
+            Name expression of the kernel to instantiate.
         options
             NVRTC's options.
         headers
@@ -211,16 +211,15 @@ class Nvrtc:
         CompileError
             If NVRTC rejects it.
         """
-        with self._compiled(source, file, names, options, headers) as (program, log):
-            symbols = tuple(self._symbol(program, name) for name in names)
-            return Output(self._bytes("CUBIN", program), symbols, log)
+        with self._compiled(source, file, name, options, headers) as (program, log):
+            return Output(self._bytes("CUBIN", program), self._symbol(program, name), log)
 
     def compile_to_ptx(
         self,
         source: str,
         *,
         file: str,
-        names: Sequence[str],
+        name: str,
         options: Sequence[str],
         headers: Mapping[str, str],
     ) -> str:
@@ -228,7 +227,7 @@ class Nvrtc:
 
         Parameters and errors are those of :meth:`compile`.
         """
-        with self._compiled(source, file, names, options, headers) as (program, _):
+        with self._compiled(source, file, name, options, headers) as (program, _):
             return self._bytes("PTX", program).rstrip(b"\0").decode()
 
     @contextlib.contextmanager
@@ -236,7 +235,7 @@ class Nvrtc:
         self,
         source: str,
         file: str,
-        names: Sequence[str],
+        name: str,
         options: Sequence[str],
         headers: Mapping[str, str],
     ) -> Iterator[tuple[ctypes.c_void_p, str]]:
@@ -252,15 +251,14 @@ class Nvrtc:
             self._strings(list(headers)),
         )
         try:
-            for name in names:
-                self._call("nvrtcAddNameExpression", program, name.encode())
+            self._call("nvrtcAddNameExpression", program, name.encode())
             status = self._library.nvrtcCompileProgram(
                 program, len(options), self._strings(options)
             )
             log = self._bytes("ProgramLog", program).rstrip(b"\0").decode(errors="replace")
             if status:
                 raise CompileError(
-                    f"{self._error(status)} in {', '.join(names)} of {file}, compiled with "
+                    f"{self._error(status)} in {name} of {file}, compiled with "
                     f"NVRTC {'.'.join(map(str, self.version))} {' '.join(options)}:\n{log}",
                     log,
                 )

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_tilekern.compilation.compiler import compile_source
+from jax_tilekern.compilation.compiler import Kernel, Source, compile_kernels
 from jax_tilekern.interop import ffi
 from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
@@ -147,7 +147,7 @@ def run_planted(tool: str) -> None:
     """Run a kernel with a fault that ``tool`` should see."""
     gpu = current_gpu()
     name = f"tilekern::planted_{tool}"
-    compiled = compile_source(PLANTED, [name], arch=gpu.arch)
+    compiled = compile_kernels(Kernel(Source(PLANTED), name), arch=gpu.arch)
     launch = Launch(compiled.entry(name), (1, 1, 1), (128, 1, 1), (Buffer(0),))
     plan = LaunchPlan(name, gpu, (launch,), (4,))
     primitive = Primitive("planted")
