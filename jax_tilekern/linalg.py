@@ -11,7 +11,8 @@ former lacks. A name that is not in ``__all__`` is JAX's own function, or a prod
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ import jax.scipy.linalg as jsp_linalg
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from jax_tilekern.interop import compat
+from jax_tilekern.inspection.choices import record_traced_choice
+from jax_tilekern.interop import compat, modes
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.ops import matrices
 from jax_tilekern.ops.matmul import matmul as matmul
@@ -29,6 +31,7 @@ from jax_tilekern.ops.tensor_products import tensordot as tensordot
 from jax_tilekern.ops.tensor_products import vecdot as vecdot
 from jax_tilekern.partitioning.explicit import split_alike
 from jax_tilekern.partitioning.rule import Dims
+from jax_tilekern.plans.policy import why_excluded
 
 if TYPE_CHECKING:  # What __getattr__ returns.
     from jax.numpy.linalg import (  # isort: skip
@@ -57,6 +60,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = (jnp.linalg, jsp_linalg)
+Result = TypeVar("Result")
 
 if not TYPE_CHECKING:  # A checker reports unknown names.
 
@@ -114,13 +118,7 @@ def inv(a: ArrayLike) -> Array:
     Array([[0.5 , 0.  ],
            [0.  , 0.25]], dtype=float32)
     """
-    result = compat.type_of_whole(jnp.linalg.inv, a)
-    a = compat.as_type(a, result.dtype)
-    why = refusal(a.shape[-1], a.dtype)
-    if why is not None:
-        inverses: Array = jnp.linalg.inv(matrices.left_to_xla(a, "inv", why))
-        return inverses
-    return matrices.inverse(a)
+    return _computed("inv", jnp.linalg.inv, matrices.inverse, a)
 
 
 @jax.jit
@@ -159,14 +157,12 @@ def solve(a: ArrayLike, b: ArrayLike) -> Array:
     >>> jtk.linalg.solve(jnp.array([[0.0, 2.0], [4.0, 0.0]]), jnp.array([2.0, 8.0]))
     Array([2., 1.], dtype=float32)
     """
-    result = compat.type_of_whole(jnp.linalg.solve, a, b)
-    a, b = (compat.as_type(x, result.dtype) for x in (a, b))
-    why = refusal(a.shape[-1], a.dtype)
-    if why is not None:
-        solutions: Array = jnp.linalg.solve(matrices.left_to_xla(a, "solve", why), b)
-        return solutions
-    function = matrices.solve if has_solve_kernel(a) else _solve_by_factors
-    return _with_vectors(function, a, b, vectors=b.ndim == 1)
+
+    def ours(a: Array, b: Array) -> Array:
+        function = matrices.solve if has_solve_kernel(a) else _solve_by_factors
+        return _with_vectors(function, a, b, vectors=b.ndim == 1)
+
+    return _computed("solve", jnp.linalg.solve, ours, a, b)
 
 
 @functools.partial(jax.jit, static_argnames=("upper", "symmetrize_input"))
@@ -204,15 +200,13 @@ def cholesky(a: ArrayLike, *, upper: bool = False, symmetrize_input: bool = True
     Array([[2., 0.],
            [1., 3.]], dtype=float32)
     """
+
+    def ours(a: Array) -> Array:
+        factor = matrices.cholesky(a, symmetrize=symmetrize_input)
+        return factor.mT if upper else factor
+
     theirs = functools.partial(jnp.linalg.cholesky, upper=upper, symmetrize_input=symmetrize_input)
-    result = compat.type_of_whole(theirs, a)
-    a = compat.as_type(a, result.dtype)
-    why = refusal(a.shape[-1], a.dtype)
-    if why is not None:
-        factors: Array = theirs(matrices.left_to_xla(a, "cholesky", why))
-        return factors
-    factor = matrices.cholesky(a, symmetrize=symmetrize_input)
-    return factor.mT if upper else factor
+    return _computed("cholesky", theirs, ours, a)
 
 
 @functools.partial(jax.jit, static_argnames=("permute_l", "overwrite_a", "check_finite"))
@@ -245,14 +239,12 @@ def lu(
     theirs: Any = functools.partial(jsp_linalg.lu, permute_l=permute_l)
     for _ in jnp.shape(a)[2:]:
         theirs = jax.vmap(theirs)
-    result = compat.type_of_whole(theirs, a)
-    a = compat.as_type(a, result[-1].dtype)
-    why = _refusal_to_factor(a)
-    if why is not None:
-        factors: tuple[Array, ...] = theirs(matrices.left_to_xla(a, "lu", why))
-        return factors
-    both, _, permutation = matrices.lu(a)
-    return _unpacked(both, permutation, permute_l)
+
+    def ours(a: Array) -> tuple[Array, ...]:
+        both, _, permutation = matrices.lu(a)
+        return _unpacked(both, permutation, permute_l)
+
+    return _computed("lu", theirs, ours, a, refusal=_refusal_to_factor)
 
 
 @functools.partial(jax.jit, static_argnames=("overwrite_a", "check_finite"))
@@ -280,8 +272,12 @@ def lu_factor(
     ValueError, TypeError
         As JAX's.
     """
-    factors, pivots, _ = _factored(a)
-    return factors, pivots
+
+    def ours(a: Array) -> tuple[Array, Array]:
+        factors, pivots, _ = matrices.lu(a)
+        return factors, pivots
+
+    return _computed("lu_factor", jsp_linalg.lu_factor, ours, a, refusal=_refusal_to_factor)
 
 
 @jax.jit
@@ -308,13 +304,8 @@ def det(a: ArrayLike) -> Array:
     TypeError
         If ``a`` is not an array.
     """
-    result = compat.type_of_whole(jnp.linalg.det, a)
-    a = compat.as_type(a, result.dtype)
-    why = _refusal_of_determinant(a, 3)
-    if why is not None:
-        determinants: Array = jnp.linalg.det(matrices.left_to_xla(a, "det", why))
-        return determinants
-    return _det(a)
+    refusal = functools.partial(_refusal_of_determinant, formulas_to=3)
+    return _computed("det", jnp.linalg.det, _det, a, refusal=refusal)
 
 
 @functools.partial(jax.jit, static_argnames=("method",))
@@ -340,13 +331,12 @@ def slogdet(a: ArrayLike, *, method: Literal["lu", "qr"] | None = None) -> Slogd
     TypeError
         If ``a`` is not an array.
     """
+
+    def refusal(a: Array) -> str | None:
+        return "QR is JAX's own" if method == "qr" else _refusal_of_determinant(a, formulas_to=2)
+
     theirs = functools.partial(jnp.linalg.slogdet, method=method)
-    result = compat.type_of_whole(theirs, a)
-    a = compat.as_type(a, result[0].dtype)
-    why = "QR is JAX's own" if method == "qr" else _refusal_of_determinant(a, 2)
-    if why is not None:
-        return SlogdetResult(*theirs(matrices.left_to_xla(a, "slogdet", why)))
-    return SlogdetResult(*_slogdet(a))
+    return SlogdetResult(*_computed("slogdet", theirs, _slogdet, a, refusal=refusal))
 
 
 @functools.partial(
@@ -398,24 +388,21 @@ def triangular_solve(
         conjugate_a=conjugate_a,
         unit_diagonal=unit_diagonal,
     )
-    compat.type_of_whole(theirs, a, b)
-    a, b = jnp.asarray(a), jnp.asarray(b)
-    why = refusal(a.shape[-1], a.dtype)
-    if why is not None:
-        result: Array = theirs(matrices.left_to_xla(a, "triangular_solve", why), b)
-        return result
-    vector = b.ndim == a.ndim - 1
-    axis = b.ndim if left_side else b.ndim - 1
-    b = jnp.expand_dims(b, axis) if vector else b
-    x = matrices.triangular_solve(
-        a,
-        b,
-        left_side=left_side,
-        lower=lower,
-        transpose=transpose_a,
-        unit_diagonal=unit_diagonal,
-    )
-    return jnp.squeeze(x, axis) if vector else x
+
+    def ours(a: Array, b: Array) -> Array:
+        vector = b.ndim == a.ndim - 1
+        axis = b.ndim if left_side else b.ndim - 1
+        x = matrices.triangular_solve(
+            a,
+            jnp.expand_dims(b, axis) if vector else b,
+            left_side=left_side,
+            lower=lower,
+            transpose=transpose_a,
+            unit_diagonal=unit_diagonal,
+        )
+        return jnp.squeeze(x, axis) if vector else x
+
+    return _computed("triangular_solve", theirs, ours, a, b)
 
 
 @functools.partial(
@@ -464,12 +451,6 @@ def solve_triangular(
     theirs = functools.partial(
         jsp_linalg.solve_triangular, trans=trans, lower=lower, unit_diagonal=unit_diagonal
     )
-    result = compat.type_of_whole(theirs, a, b)
-    a, b = (compat.as_type(x, result.dtype) for x in (a, b))
-    why = refusal(a.shape[-1], a.dtype)
-    if why is not None:
-        solved: Array = theirs(matrices.left_to_xla(a, "solve_triangular", why), b)
-        return solved
     function = functools.partial(
         matrices.triangular_solve,
         left_side=True,
@@ -477,9 +458,13 @@ def solve_triangular(
         transpose=trans not in (0, "N"),
         unit_diagonal=unit_diagonal,
     )
-    # JAX still accepts a batch of vectors too.
-    vectors = b.ndim == 1 or (a.ndim == b.ndim + 1 and a.shape[-1] == b.shape[-1])
-    return _with_vectors(function, a, b, vectors=vectors)
+
+    def ours(a: Array, b: Array) -> Array:
+        # JAX still accepts a batch of vectors too.
+        vectors = b.ndim == 1 or (a.ndim == b.ndim + 1 and a.shape[-1] == b.shape[-1])
+        return _with_vectors(function, a, b, vectors=vectors)
+
+    return _computed("solve_triangular", theirs, ours, a, b)
 
 
 @mode_independent
@@ -541,28 +526,43 @@ def _leading_labels(x: Array, own: int) -> Dims:
     return (*leading, *[None] * own)
 
 
-def _refusal_to_factor(a: Array) -> str | None:
-    if a.shape[-1] != a.shape[-2]:
-        return "kernels are for square matrices"
+def _refusal(a: Array) -> str | None:
     return refusal(a.shape[-1], a.dtype)
+
+
+def _refusal_to_factor(a: Array) -> str | None:
+    return "kernels are for square matrices" if a.shape[-1] != a.shape[-2] else _refusal(a)
 
 
 def _refusal_of_determinant(a: Array, formulas_to: int) -> str | None:
     # The size may be symbolic, which the first refusal excludes.
-    why = refusal(a.shape[-1], a.dtype)
+    why = _refusal(a)
     if why is None and a.shape[-1] <= formulas_to:
         return f"up to {formulas_to}x{formulas_to} there is a formula, which XLA fuses"
     return why
 
 
-def _factored(a: ArrayLike) -> tuple[Array, Array, Array]:
-    result = compat.type_of_whole(jsp_linalg.lu_factor, a)
-    a = compat.as_type(a, result[0].dtype)
-    why = _refusal_to_factor(a)
-    if why is not None:
-        factors, pivots, permutation = lax.linalg.lu(matrices.left_to_xla(a, "lu_factor", why))
-        return factors, pivots, permutation
-    return matrices.lu(a)
+def _computed(
+    call: str,
+    theirs: Callable[..., Any],
+    ours: Callable[..., Result],
+    *operands: ArrayLike,
+    refusal: Callable[[Array], str | None] = _refusal,
+) -> Result:
+    """Compute a call by our function, or by JAX's if there is a reason, which ``explain`` shows.
+
+    Operands are converted to the type that JAX's function computes in. It raises errors about them.
+    """
+    first, *_ = jax.tree.leaves(compat.type_of_whole(theirs, *operands))
+    arrays = [compat.as_type(x, first.dtype) for x in operands]
+    why = refusal(arrays[0])
+    if why is None:
+        return ours(*arrays)
+    reason = why_excluded() or why
+    record_traced_choice(call, jax.typeof(arrays[0]), reason)
+    modes.note_fallback(call, reason)
+    result: Result = theirs(*arrays)
+    return result
 
 
 def _pivots_and_sign(factors: Array, pivots: Array) -> tuple[Array, Array]:

@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 from numerics import UNIT_ROUNDOFF, assert_close, check_derivatives, on_gpu, random
 
 import jax_tilekern as jtk
@@ -565,6 +566,20 @@ def test_what_is_left_to_xla_says_why(rng, shape, dtype, reason):
         assert choice.reason == reason
 
 
+def test_what_is_left_to_xla_is_decided_when_it_is_traced():
+    a = jnp.eye(3, dtype=np.complex64)
+    jaxpr = jax.make_jaxpr(linalg.inv)(a)
+    assert not any(eqn.primitive.name.startswith("tilekern") for eqn in equations(jaxpr.jaxpr))
+    message = "inv falls back to XLA, which .* forbids: no kernel for matrices of complex64"
+    with jtk.strict(), pytest.raises(jtk.FallbackError, match=message):
+        jax.jit(linalg.inv).trace(a)
+    for platform in ("cpu", "cuda"):
+        (choice,) = jtk.explain(lambda a: linalg.inv(linalg.inv(a)), a, platform=platform)
+        assert (choice.platform, choice.operands) == (platform, ("c64[3,3]",))
+    with jtk.policy("xla"):
+        assert "policy" in jtk.explain(linalg.inv, a)[0].reason
+
+
 def test_other_ways_to_xla(rng):
     (choice,) = jtk.explain(linalg.det, jnp.eye(3))
     assert choice.reason == "up to 3x3 there is a formula, which XLA fuses"
@@ -624,6 +639,27 @@ def test_every_instruction_set(rng, x64):
                     np.testing.assert_allclose(x, y, 0, relative * np.abs(y).max(), err_msg=level)
     finally:
         _core.set_cpu_instruction_set(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("solve", linalg.solve),
+        ("triangular_solve", functools.partial(linalg.solve_triangular, lower=True)),
+    ],
+)
+def test_derivatives_of_a_system_are_calls_of_its_primitive(rng, name, function):
+    a, b = random(rng, (2, 3, 3), np.float32), random(rng, (2, 3, 1), np.float32)
+
+    def second(a, b):
+        first = jax.grad(lambda a, b: (function(a, b) ** 2).sum(), (0, 1))
+        return jax.jvp(first, (a, b), (a, b)), jax.grad(lambda *x: first(*x)[0].sum())(a, b)
+
+    eqns = list(equations(jax.make_jaxpr(second)(a, b).jaxpr))
+    names = {eqn.primitive.name for eqn in eqns if "solve" in eqn.primitive.name}
+    assert names == {f"tilekern_{name}"}
+    several = {(x.params["terms"], x.params["copies"]) for x in eqns if "terms" in x.params}
+    assert several >= {(1, 1), (2, 1), (1, 2)}
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="of the CPU")

@@ -1,4 +1,4 @@
-"""Record what each call of the library lowers to, for :mod:`jax_tilekern.explain`."""
+"""Record what each call of the library becomes, for :mod:`jax_tilekern.explain`."""
 
 from __future__ import annotations
 
@@ -48,13 +48,14 @@ class Choice:
 
 
 class Recorder:
-    """The choices of one function, in the order of lowering.
+    """The choices of one function: first those of tracing, then those of lowering, in order.
 
     A call that XLA partitions is planned when the program is compiled, perhaps on another thread,
     and is recorded then. The text of the custom call has the recorder's token.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, platform: str) -> None:
+        self.platform = platform
         self.choices: list[Choice] = []
         self.awaited: dict[str, Choice] = {}
         self.depth = 0
@@ -77,9 +78,12 @@ _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def recorded_choices() -> Iterator[Recorder]:
-    """Collect the choice of every call that is lowered, or compiled, inside the context."""
-    recorder = Recorder()
+def recorded_choices(platform: str = "") -> Iterator[Recorder]:
+    """Collect the choice of every call that is traced, lowered or compiled inside the context.
+
+    ``platform`` is the one that the program is for.
+    """
+    recorder = Recorder(platform)
     token = _recorder.set(recorder)
     with _lock:
         _waiting.append(recorder)
@@ -97,6 +101,18 @@ def record_choice(call: str, ctx: Any, platform: str, kernel: str | None, reason
     recorder = _recorder.get()
     if recorder is not None:
         recorder.choices.append(_choice(call, ctx, platform, kernel, reason))
+
+
+def record_traced_choice(call: str, aval: Any, reason: str) -> None:
+    """Record that a call on arrays of a type is left to XLA when it is traced, and list it once."""
+    recorder = _recorder.get()
+    if recorder is None:
+        return
+    (operand,) = _types([aval])
+    platform, depth = recorder.platform, recorder.depth
+    choice = Choice(call, (operand,), operand, platform, None, reason, depth=depth)
+    if choice not in recorder.choices:
+        recorder.choices.append(choice)
 
 
 @contextlib.contextmanager
@@ -138,10 +154,11 @@ def record_partition(text: str, choices: Sequence[Choice]) -> None:
 
 
 def _choice(call: str, ctx: Any, platform: str, kernel: str | None, reason: str) -> Choice:
-    operands, results = (
-        tuple(aval.str_short(short_dtypes=True) for aval in avals)
-        for avals in (ctx.avals_in, ctx.avals_out)
-    )
+    operands, results = _types(ctx.avals_in), _types(ctx.avals_out)
     recorder = _recorder.get()
     depth = 0 if recorder is None else recorder.depth
     return Choice(call, operands, ", ".join(results), platform, kernel, reason, depth=depth)
+
+
+def _types(avals: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(aval.str_short(short_dtypes=True) for aval in avals)

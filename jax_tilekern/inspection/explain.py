@@ -14,7 +14,7 @@ _PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
 
 
 class Explanation(tuple[Choice, ...]):
-    """The choices made for one function, in the order of lowering; prints as a table."""
+    """The choices made for one function; prints as a table."""
 
     __slots__ = ()
 
@@ -84,13 +84,17 @@ def explain(
     """
     if platform is not None and platform not in _PLATFORMS:
         raise ValueError(f"platform {platform!r} is none of {', '.join(_PLATFORMS)}")
-    if platform == "gpu":
-        platform = "cuda"
-    with recorded_choices() as recorder:
+    here = _canonical(jax.default_backend())
+    target = here if platform is None else _canonical(platform)
+    with recorded_choices(target) as recorder:
         program = traced(function, args, kwargs)
-        lowered = program.lower(lowering_platforms=None if platform is None else (platform,))
-        if recorder.awaited and platform in (None, jax.default_backend()):
+        lowered = program.lower(lowering_platforms=None if platform is None else (target,))
+        if recorder.awaited and target == here:
             lowered.compile()
         elif recorder.awaited:
             recorder.leave_unpartitioned()
     return Explanation(recorder.choices)
+
+
+def _canonical(platform: str) -> str:
+    return "cuda" if platform == "gpu" else platform

@@ -1,12 +1,9 @@
-"""Factorisations and systems of large matrices, in blocks: products do most of the arithmetic.
+"""Inverses and systems of large matrices, in blocks: products do most of the arithmetic.
 
-XLA factors panels of one block of columns. The rest is products: the update of what is right of a
-panel, and systems with a triangle. The blocks of a triangle's diagonal are inverted, and each
-solution is refined once, because the error of a product with an inverse alone grows with the
-condition number of the block (Higham, Accuracy and Stability of Numerical Algorithms, section 8.2).
-
-Columns are halved recursively (Toledo, SIAM J. Matrix Anal. Appl. 18, 1997), so that most of the
-arithmetic is in few, large products.
+The blocks of a triangle's diagonal are inverted, and each solution is refined once, because the
+error of a product with an inverse alone grows with the condition number of the block (Higham,
+Accuracy and Stability of Numerical Algorithms, section 8.2). Columns are halved recursively, so
+that most of the arithmetic is in few, large products.
 
 Arrays have any leading dimensions. Callers pass ``invert``, which inverts lower triangles of
 ``SMALLEST`` rows; an extent of blocks is a power of two times that.
@@ -28,36 +25,6 @@ SMALLEST = 64
 Invert = Callable[[Array], Array]
 
 _product = functools.partial(matmul, precision=lax.Precision.HIGHEST)
-
-
-def lu(a: Array, *, block: int, invert: Invert) -> tuple[Array, Array, Array]:
-    """Factor with partial pivoting; as :func:`jax.lax.linalg.lu`, for as many rows or more."""
-    columns = a.shape[-1]
-    if columns <= block:
-        factors, pivots, permutation = lax.linalg.lu(a)
-        return factors, pivots, permutation
-    half = _half(columns, block)
-    left, pivots, permutation = lu(a[..., :half], block=block, invert=invert)
-    right = _rows(a[..., half:], permutation)
-    triangle = _lower(left[..., :half, :], unit_diagonal=True)
-    above = _System(triangle, block, invert).solve(right[..., :half, :])
-    below = left[..., half:, :]
-    rest = right[..., half:, :] - _product(below, above)
-    last, last_pivots, last_permutation = lu(rest, block=block, invert=invert)
-    factors = jnp.concatenate(
-        [
-            jnp.concatenate([left[..., :half, :], above], axis=-1),
-            jnp.concatenate([_rows(below, last_permutation), last], axis=-1),
-        ],
-        axis=-2,
-    )
-    kept, moved = permutation[..., :half], permutation[..., half:]
-    moved = jnp.take_along_axis(moved, last_permutation, axis=-1)
-    return (
-        factors,
-        jnp.concatenate([pivots, last_pivots + half], axis=-1),
-        jnp.concatenate([kept, moved], axis=-1),
-    )
 
 
 def inverse(factors: Array, permutation: Array, *, block: int, invert: Invert) -> Array:
@@ -185,10 +152,6 @@ def _lower(a: Array, *, unit_diagonal: bool) -> Array:
     if unit_diagonal:
         return jnp.tril(a, -1) + jnp.eye(a.shape[-1], dtype=a.dtype)
     return jnp.tril(a)
-
-
-def _rows(x: Array, permutation: Array) -> Array:
-    return jnp.take_along_axis(x, permutation[..., None], axis=-2, mode="promise_in_bounds")
 
 
 def _after_zeros(x: Array, rows: int) -> Array:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jax_tilekern.interop.compat import ad, zero_tangent
 from jax_tilekern.ops import blocked
 from jax_tilekern.ops.matmul import matmul
 from jax_tilekern.ops.matrix_kernels import (
+    TOO_LARGE,
     cholesky_of_large,
     in_blocks,
     inverse_of_large,
@@ -38,8 +39,9 @@ from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.linalg import small_matrices as plans
 from jax_tilekern.primitives.operation import (
     Fallback,
-    Kernel,
+    Operand,
     Operation,
+    Outcome,
     Planner,
     Rewrite,
     define,
@@ -57,7 +59,7 @@ def inverse(a: Array) -> Array:
 
 def solve(a: Array, b: Array, *, transpose: bool = False) -> Array:
     """Solve ``a @ x = b``, or with ``a`` transposed."""
-    result: Array = _solve.once(*_split_alike(a, b), transpose=transpose)[0]
+    result: Array = _solve(*_split_alike(a, b), transpose=transpose)[0]
     return result
 
 
@@ -71,7 +73,7 @@ def triangular_solve(
     unit_diagonal: bool = False,
 ) -> Array:
     """Solve ``a @ x = b``, or ``x @ a = b``, with one triangle of ``a``."""
-    result: Array = _triangular_solve.once(
+    result: Array = _triangular_solve(
         *_split_alike(a, b),
         left_side=left_side,
         lower=lower,
@@ -91,12 +93,6 @@ def lu(a: Array) -> tuple[Array, Array, Array]:
     """Factor with partial pivoting; as :func:`jax.lax.linalg.lu`."""
     factors, pivots, permutation = _lu(*_split_alike(a))
     return factors, pivots, permutation
-
-
-def left_to_xla(x: Array, call: str, reason: str) -> Array:
-    """Return ``x``; record for ``explain`` why JAX's own function computes the call."""
-    result: Array = _left_to_xla(x, call=call, reason=reason)[0]
-    return result
 
 
 def _split_alike(*operands: Array) -> list[Array]:
@@ -157,55 +153,28 @@ def _transposed_if(x: Array, condition: bool) -> Array:
     return x.mT if condition else x
 
 
-def _solution_of_difference(system: System, a: Array, x: Any, y: Any, **params: bool) -> Any:
-    """Solve for a difference of tangents that may be symbolically zero, but not both."""
-    if type(x) is ad.Zero:
-        return -system.once(a, y, **params)[0]
-    if type(y) is ad.Zero:
-        return system.once(a, x, **params)[0]
-    return system.of_difference(a, x, y, **params)[0]
-
-
 def _inverse_jvp(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     x = inverse(*primals)
     return [x], [-_product(x, _product(tangents[0], x))]
 
 
-def _solve_jvp(
-    primals: Sequence[Array], tangents: Sequence[Any], *, transpose: bool
-) -> tuple[list[Any], list[Any]]:
-    (a, b), (a_dot, b_dot) = primals, tangents
-    x = solve(a, b, transpose=transpose)
-    change: Any = a_dot
-    if type(a_dot) is not ad.Zero:
-        change = _product(_transposed_if(a_dot, transpose), x)
-    return [x], [_solution_of_difference(_solve, a, b_dot, change, transpose=transpose)]
+def _solve_change(a_dot: Array, x: Array, *, transpose: bool) -> Array:
+    return _product(_transposed_if(a_dot, transpose), x)
 
 
-def _triangular_solve_jvp(
-    primals: Sequence[Array],
-    tangents: Sequence[Any],
+def _triangular_change(
+    a_dot: Array,
+    x: Array,
     *,
     left_side: bool,
     lower: bool,
     transpose: bool,
     unit_diagonal: bool,
-) -> tuple[list[Any], list[Any]]:
-    (a, b), (a_dot, b_dot) = primals, tangents
-    params = {
-        "left_side": left_side,
-        "lower": lower,
-        "transpose": transpose,
-        "unit_diagonal": unit_diagonal,
-    }
-    x = triangular_solve(a, b, **params)
-    change: Any = a_dot
-    if type(a_dot) is not ad.Zero:
-        off_diagonal = int(unit_diagonal)
-        triangle = jnp.tril(a_dot, -off_diagonal) if lower else jnp.triu(a_dot, off_diagonal)
-        triangle = _transposed_if(triangle, transpose)
-        change = _product(triangle, x) if left_side else _product(x, triangle)
-    return [x], [_solution_of_difference(_triangular_solve, a, b_dot, change, **params)]
+) -> Array:
+    off_diagonal = int(unit_diagonal)
+    triangle = jnp.tril(a_dot, -off_diagonal) if lower else jnp.triu(a_dot, off_diagonal)
+    triangle = _transposed_if(triangle, transpose)
+    return _product(triangle, x) if left_side else _product(x, triangle)
 
 
 def _cholesky_jvp(
@@ -307,7 +276,7 @@ def _define_matrix(
     like_results: Callable[..., Sequence[Any]],
     cpu: str,
     cuda: Callable[..., plans.MatrixKernel],
-    large: Callable[..., Kernel | Rewrite | Fallback],
+    large: Callable[..., Outcome],
     **rules: Any,
 ) -> _Bind:
     """Define an operation on each matrix of a batch.
@@ -335,138 +304,114 @@ def _define_matrix(
     return bind
 
 
-class System(NamedTuple):
-    """The operations by which systems with each matrix of a batch are solved and differentiated.
-
-    The gradient with respect to the right-hand sides is also a factor of the product that gives the
-    matrices' gradient. Devices may split the two unlike each other, so they are two results.
-
-    Attributes
-    ----------
-    once
-        The solution.
-    twice
-        The solution as two results that are sharded independently.
-    of_difference
-        The solution for the difference of two arrays, whose transpose is ``twice``.
-    """
-
-    once: _Bind
-    twice: _Bind
-    of_difference: _Bind
-
-
 def _define_system(
     name: str,
     *,
     cuda: Callable[..., plans.MatrixKernel],
-    large: Callable[..., Kernel | Rewrite | Fallback],
+    large: Callable[..., Outcome],
     reference: Callable[..., Array],
-    jvp: Callable[..., Any],
+    change: Callable[..., Array],
     describe: Callable[..., str],
     leader: int | None = None,
-) -> System:
+) -> _Bind:
     """Define the solution of a system with each matrix of a batch.
 
+    The function returned is ``system(a, *terms, copies=1, **params)``: the solution for the sum of
+    ``terms``, as ``copies`` results. Its transpose is a call of the same: each term's cotangent is
+    the solution of the transposed system for the sum of the copies' cotangents. The solution that
+    is the gradient with respect to the right-hand sides is also a factor of the product that gives
+    the matrices' gradient. Devices may split the two unlike each other, so they are two results.
+
     Small matrices have a CUDA kernel. On a GPU ``large`` plans large ones.
+    ``change(a_dot, x, **params)`` is the change of ``a @ x`` by a tangent of the matrices.
     ``leader`` is that of the sharding rule.
     """
 
-    def solution(a: Array, b: Array, **params: Any) -> Array:
-        result: Array = system.once(a, b, **params)[0]
-        return result
+    def system(a: Array, *terms: Array, copies: int = 1, **params: bool) -> list[Array]:
+        return bind(a, *terms, terms=len(terms), copies=copies, **params)
 
-    def transposed(cotangents: Sequence[Array], a: Array, _: Any, **params: Any) -> Array:
-        return solution(a, functools.reduce(lax.add, cotangents), **_flipped(params))
+    def of_one_term(
+        a: Array, *right_sides: Array, terms: int, copies: int, **params: bool
+    ) -> list[Array]:
+        return system(a, functools.reduce(lax.add, right_sides), **params) * copies
 
-    def jvp_twice(
-        primals: Sequence[Array], tangents: Sequence[Any], **params: Any
+    def jvp(
+        primals: Sequence[Array], tangents: Sequence[Any], *, terms: int, copies: int, **params: Any
     ) -> tuple[list[Any], list[Any]]:
-        (x,), (x_dot,) = jvp(primals, tangents, **params)
-        return [x, x], [x_dot, x_dot]
+        (a, *right_sides), (a_dot, *moves) = primals, tangents
+        (x,) = system(a, functools.reduce(lax.add, right_sides), **params)
+        moves = [functools.reduce(ad.add_tangents, moves)]
+        if type(a_dot) is not ad.Zero:
+            moves.append(-change(a_dot, x, **params))
+        (x_dot,) = system(a, *(move for move in moves if type(move) is not ad.Zero), **params)
+        return [x] * copies, [x_dot] * copies
 
-    def of_difference(a: Array, b: Array, c: Array, **params: Any) -> list[Array]:
-        return [solution(a, b - c, **params)]
+    def transposed(
+        cotangents: Sequence[Array], a: Array, *_: Any, terms: int, copies: int, **params: bool
+    ) -> list[Array]:
+        flipped = {**params, "transpose": not params["transpose"]}
+        return system(a, functools.reduce(lax.add, cotangents), copies=terms, **flipped)
 
-    def jvp_of_difference(
-        primals: Sequence[Array], tangents: Sequence[Any], **params: Any
-    ) -> tuple[Any, Any]:
-        dense = tuple(map(ad.instantiate_zeros, tangents))
-        return jax.jvp(functools.partial(of_difference, **params), tuple(primals), dense)
-
-    def transposed_of_difference(
-        cotangents: Sequence[Array], a: Array, *_: Any, **params: Any
-    ) -> tuple[Array, Array]:
-        x, y = system.twice(a, *cotangents, **_flipped(params))
-        return x, -y
-
-    def batch_of_difference(
-        _: Any, operands: Sequence[Array], dims: Sequence[int | None], **params: Any
+    def batch(
+        axis_data: Any, operands: Sequence[Array], dims: Sequence[int | None], **params: Any
     ) -> tuple[Sequence[Array], Sequence[int]]:
-        mapped = jax.vmap(functools.partial(of_difference, **params), in_axes=tuple(dims))
-        return mapped(*operands), [0]
+        if params["terms"] == 1:
+            return _batch_system(bind, axis_data, operands, dims, **params)
+        mapped = jax.vmap(functools.partial(of_one_term, **params), in_axes=tuple(dims))
+        return mapped(*operands), [0] * params["copies"]
 
-    def with_results(count: int) -> dict[str, Any]:
-        """Return the rules of an operation that has the solution ``count`` times."""
+    def refusal(a: Any, *avals: Any, terms: int, **params: Any) -> Rewrite | Fallback | None:
+        refused_call = refused(a)
+        if refused_call is None and terms > 1:
+            return Rewrite("one solve", functools.partial(of_one_term, terms=terms, **params))
+        return refused_call
 
-        def like_results(a: Array, b: Array, **_: Any) -> tuple[Array, ...]:
-            return (b,) * count
+    def planner(plan: Callable[..., Outcome]) -> Planner:
+        def plan_copies(
+            operands: Sequence[Operand],
+            results: Sequence[Any],
+            *,
+            terms: int,
+            copies: int,
+            **params: Any,
+        ) -> Outcome:
+            if copies == 1:
+                return plan(operands, results, **params)
+            copied = functools.partial(of_one_term, terms=terms, copies=copies, **params)
+            return Rewrite("one solve", copied)
 
-        def batch(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
-            return _batch_system(system[count - 1], *args, **params)
+        return Planner(refusal, plan_copies)
 
-        return {
-            "batch": batch,
-            "reference": lambda a, b, **params: (reference(a, b, **params),) * count,
-            "like_results": like_results,
-            "sharding_rule": functools.partial(_sharding_rule, like_results, leader=leader),
-            "transposes": {1: transposed},
-            "several_results": True,
-        }
+    def like_results(a: Array, b: Array, *_: Array, copies: int, **__: Any) -> tuple[Array, ...]:
+        return (b,) * copies
 
-    def rewritten(function: Callable[..., Any]) -> Mapping[str, Planner]:
-        def plan(_: Any, __: Any, **params: bool) -> Rewrite:
-            return Rewrite("one solve", functools.partial(function, **params))
+    def described(*, terms: int, copies: int, **params: bool) -> str:
+        of_sum = ", of two tangents" * (terms > 1)
+        return describe(**params) + of_sum + ", for two gradients" * (copies > 1)
 
-        return dict.fromkeys(("cpu", "cuda"), Planner(refused, plan))
+    def reference_of_sum(
+        a: Array, *right_sides: Array, terms: int, copies: int, **params: bool
+    ) -> tuple[Array, ...]:
+        return (reference(a, functools.reduce(lax.add, right_sides), **params),) * copies
 
-    once = Operation(
-        f"tilekern_{name}",
-        planners={
-            "cpu": Planner(refused, system_on_cpu),
-            "cuda": Planner(refused, functools.partial(system_on_cuda, cuda, large)),
-        },
-        jvp=jvp,
-        describe=describe,
-        **with_results(1),
+    bind: _Bind = define(
+        Operation(
+            f"tilekern_{name}",
+            reference=reference_of_sum,
+            like_results=like_results,
+            batch=batch,
+            sharding_rule=functools.partial(_sharding_rule, like_results, leader=leader),
+            planners={
+                "cpu": planner(system_on_cpu),
+                "cuda": planner(functools.partial(system_on_cuda, cuda, large)),
+            },
+            jvp=jvp,
+            transposes=lambda *, terms, **_: {tuple(range(1, 1 + terms)): transposed},
+            describe=described,
+            several_results=True,
+        )
     )
-    twice = Operation(
-        f"tilekern_{name}_twice",
-        planners=rewritten(lambda *operands, **params: (solution(*operands, **params),) * 2),
-        jvp=jvp_twice,
-        describe=lambda **params: f"{describe(**params)}, for two gradients",
-        **with_results(2),
-    )
-    difference = Operation(
-        f"tilekern_{name}_of_difference",
-        reference=lambda a, b, c, **params: (reference(a, b - c, **params),),
-        like_results=lambda a, b, c, **_: (b,),
-        batch=batch_of_difference,
-        sharding_rule=None,
-        composed=of_difference,
-        planners=rewritten(of_difference),
-        jvp=jvp_of_difference,
-        transposes={(1, 2): transposed_of_difference},
-        describe=lambda **params: f"{describe(**params)}, of two tangents",
-        several_results=True,
-    )
-    system = System(*map(define, (once, twice, difference)))
     return system
-
-
-def _flipped(params: Mapping[str, bool]) -> dict[str, bool]:
-    """Return the parameters of the transposed system."""
-    return {**params, "transpose": not params["transpose"]}
 
 
 _inverse = _define_matrix(
@@ -491,7 +436,7 @@ def _solve_reference(a: Array, b: Array, *, transpose: bool) -> Array:
 _solve = _define_system(
     "solve",
     reference=_solve_reference,
-    jvp=_solve_jvp,
+    change=_solve_change,
     cuda=plans.solve_kernel,
     large=functools.partial(solution_of_large, lambda a, b: (solve(a.mT, b),)),
     describe=lambda transpose: "solve" + transpose * " transposed",
@@ -515,7 +460,7 @@ def _describe_triangular(
 _triangular_solve = _define_system(
     "triangular_solve",
     reference=_triangular_reference,
-    jvp=_triangular_solve_jvp,
+    change=_triangular_change,
     cuda=plans.triangular_solve_kernel,
     large=_in_blocks("triangular_solve", blocked.triangular_solve),
     describe=_describe_triangular,
@@ -545,29 +490,6 @@ _lu = _define_matrix(
     jvp=_lu_jvp,
     cpu=ffi.CPU_MATRIX_LU,
     cuda=plans.lu_kernel,
-    large=_in_blocks("lu", blocked.lu),
+    large=lambda _: Fallback(TOO_LARGE),
     describe=lambda: "lu",
-)
-
-
-def _why_left(*_: Any, call: str, reason: str) -> Fallback:
-    return Fallback(reason)
-
-
-def _whole(x: Any, **_: Any) -> ShardingRule:
-    raise AssertionError("JAX's own function takes the call, so nothing is partitioned")
-
-
-# Decisions before lowering, for ``explain``. The tangent is not recorded again.
-_left_to_xla: _Bind = define(
-    Operation(
-        "tilekern_left_to_xla",
-        reference=lambda x, **_: (x,),
-        batch=lambda _, operands, dims, **params: (_left_to_xla(*operands, **params), dims),
-        sharding_rule=_whole,
-        planners=dict.fromkeys(("cpu", "cuda"), Planner(_why_left, _why_left)),
-        describe=lambda call, reason: call,
-        several_results=True,
-        jvp=lambda primals, tangents, **params: (_left_to_xla(*primals, **params), tangents),
-    )
 )

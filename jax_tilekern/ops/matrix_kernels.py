@@ -23,9 +23,9 @@ from jax_tilekern.plans.linalg import blocked_cholesky, blocked_lu_plans
 from jax_tilekern.plans.linalg import small_matrices as plans
 from jax_tilekern.plans.linalg.blocked import LargeMatrices, plan_blocks
 from jax_tilekern.plans.linalg.small_matrices import MAX_SIZE, Columns, SmallMatrices
-from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Rewrite, obstacle
+from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Outcome, Rewrite, obstacle
 
-_TOO_LARGE = f"kernels are for matrices of up to {MAX_SIZE}x{MAX_SIZE}"
+TOO_LARGE = f"kernels are for matrices of up to {MAX_SIZE}x{MAX_SIZE}"
 # A vector has one lane per matrix. Up to 16x16 the handler is as fast as LAPACK for one matrix too,
 # and a matrix has the same bits in every batch.
 _CPU_FEWEST = 4
@@ -68,7 +68,7 @@ def _columns(aval: Any, left_side: bool) -> Columns:
 def in_blocks(
     name: str, function: Callable[..., Any], operands: Sequence[Operand], **params: Any
 ) -> Rewrite | Fallback:
-    """Return a call in blocks, of a function that has one result or a tuple of them."""
+    """Return a call in blocks."""
     (*leading, size, _), dtype = operands[0].aval.shape, operands[0].aval.dtype
     columns = size
     if name == "triangular_solve":
@@ -82,15 +82,14 @@ def in_blocks(
         return Fallback(block.reason)
 
     def computed(*values: Array) -> tuple[Array, ...]:
-        results = function(*values, block=block, **params)
-        return results if isinstance(results, tuple) else (results,)
+        return (function(*values, block=block, **params),)
 
     return Rewrite(f"products of blocks of {block} columns", computed)
 
 
 def inverse_of_large(
     in_blocks: Callable[..., Rewrite | Fallback], operands: Sequence[Operand]
-) -> Kernel | Rewrite | Fallback:
+) -> Outcome:
     """Return the inverse by one plan, or a call in blocks of the sizes that have none."""
     (a,) = operands
     matrices = _matrices(a.aval)
@@ -99,27 +98,25 @@ def inverse_of_large(
     return planned_kernel((a.value,), blocked_lu_plans.plan_inverse, matrices.size, matrices.dtype)
 
 
-def cholesky_of_large(
-    operands: Sequence[Operand], *, symmetrize: bool
-) -> Kernel | Rewrite | Fallback:
+def cholesky_of_large(operands: Sequence[Operand], *, symmetrize: bool) -> Outcome:
     """Return the Cholesky factor by one plan."""
     (a,) = operands
     matrices = _matrices(a.aval)
     if not blocked_cholesky.covers(*dataclasses.astuple(matrices)):
-        return Fallback(f"{_TOO_LARGE}, and for {blocked_cholesky.COVERED}")
+        return Fallback(f"{TOO_LARGE}, and for {blocked_cholesky.COVERED}")
     problem = matrices.count, matrices.size, symmetrize
     return planned_kernel((a.value,), blocked_cholesky.plan_cholesky, *problem)
 
 
 def solution_of_large(
     transposed: Callable[..., Any], operands: Sequence[Operand], *, transpose: bool, **_: bool
-) -> Kernel | Rewrite | Fallback:
+) -> Outcome:
     """Return the solution by one plan; ``transposed`` solves a transposed system."""
     a, b = operands
     matrices = _matrices(a.aval)
     if not blocked_lu_plans.covers(*dataclasses.astuple(matrices)):
         sizes = f"{blocked_lu_plans.MIN_ROWS} to {blocked_lu_plans.MAX_ROWS}"
-        return Fallback(f"{_TOO_LARGE}, and for one matrix of {sizes} rows")
+        return Fallback(f"{TOO_LARGE}, and for one matrix of {sizes} rows")
     if transpose:
         return Rewrite("the transposed matrix", transposed)
     columns = b.aval.shape[-1]
@@ -131,11 +128,11 @@ def solution_of_large(
 
 def matrix_on_cuda(
     kernel: Callable[..., plans.MatrixKernel],
-    large: Callable[..., Kernel | Rewrite | Fallback],
+    large: Callable[..., Outcome],
     operands: Sequence[Operand],
     results: Sequence[Any],
     **params: Any,
-) -> Kernel | Rewrite | Fallback:
+) -> Outcome:
     """Return a kernel for the matrices of one operand, or what ``large`` plans for large ones."""
     (a,) = operands
     if a.aval.shape[-1] > MAX_SIZE:
@@ -146,14 +143,14 @@ def matrix_on_cuda(
 
 def system_on_cuda(
     kernel: Callable[..., plans.MatrixKernel],
-    large: Callable[..., Kernel | Rewrite | Fallback],
+    large: Callable[..., Outcome],
     operands: Sequence[Operand],
     _: Any,
     *,
     left_side: bool = True,
     transpose: bool,
     **params: Any,
-) -> Kernel | Rewrite | Fallback:
+) -> Outcome:
     """Return a kernel for systems of equations, or what ``large`` plans for large ones."""
     a, b = operands
     if a.aval.shape[-1] > MAX_SIZE:
@@ -201,7 +198,7 @@ def _cpu_kernel(
     target: str, matrices: SmallMatrices, values: Sequence[Any], **attributes: int
 ) -> Kernel | Fallback:
     if matrices.size > MAX_SIZE:
-        return Fallback(_TOO_LARGE)
+        return Fallback(TOO_LARGE)
     if matrices.count < _CPU_FEWEST and matrices.size > _CPU_SMALL:
         return Fallback(
             f"fewer than {_CPU_FEWEST} matrices of more than {_CPU_SMALL} rows leave most lanes of "

@@ -255,7 +255,7 @@ def _answer(
     # XLA calls on its own thread, or on one that has the contexts of the compiling code.
     types = by_types(operands, results, params)
     beside = planning_beside_collectives()
-    with recorded_choices() as recorder, tuned, mode, policy_then, types, beside:
+    with recorded_choices(content["platform"]) as recorder, tuned, mode, policy_then, types, beside:
         module = xla.local_module(program, local, axes, content["platform"])
     described = split.described(digits[:n])
     choices = [

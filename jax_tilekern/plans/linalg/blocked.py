@@ -1,8 +1,8 @@
 """The extent of blocks for large matrices, or why XLA's own functions are faster.
 
-XLA calls cuSOLVER and cuBLAS. They take a time per column of a factorisation, because columns
-depend on each other, and do the rest of the arithmetic far below the rate of products. In blocks,
-cuSOLVER factors panels, and the rest is products. The rates here are round numbers for an H100.
+XLA calls cuSOLVER and cuBLAS. They take a time per column, because columns depend on each other,
+and do the rest of the arithmetic far below the rate of products. In blocks, nearly all of it is
+products. The rates here are round numbers for an H100.
 """
 
 from __future__ import annotations
@@ -24,12 +24,9 @@ _COMPUTE_CAPABILITY = (9, 0)
 _MIN_GAIN = 1.2
 
 _F32, _F64 = np.dtype(np.float32), np.dtype(np.float64)
-# Seconds per column of a factorisation or of a triangle, and of one in a tall panel. Measured: with
-# its LU decomposition in panels the inverse of 4096 rows took 20.7 ms and XLA's 17.5, and that of
-# 8192 rows 62 and 65.
-_COLUMN_SECONDS = {"lu": 1.5e-6, "inverse": 0.4e-6, "triangular_solve": 0.2e-6}
-_PANEL_COLUMN_SECONDS = {"lu": 1e-6}
-# Operations per second of cuSOLVER's factorisations and of cuBLAS's systems with a triangle.
+# Seconds per column.
+_COLUMN_SECONDS = {"inverse": 0.4e-6, "triangular_solve": 0.2e-6}
+# Operations per second of cuBLAS's systems with a triangle.
 _LIBRARY_RATE = {_F32: 20e12, _F64: 30e12}
 # Measured over estimated time of the small products along a triangle: 4096 rows took 9.7 ms and not
 # 1.9, and 8192 rows 26 ms and not 8.4.
@@ -50,8 +47,7 @@ class LargeMatrices:
     Attributes
     ----------
     operation
-        ``"lu"``, ``"inverse"`` or ``"triangular_solve"``; an inverse is that of the
-        factors of ``"lu"``.
+        ``"inverse"``, by LU factors that XLA computes, or ``"triangular_solve"``.
     count
         How many matrices there are.
     size
@@ -72,7 +68,6 @@ class LargeMatrices:
         """Return the time of XLA's own function."""
         n = self.size
         operations = {
-            "lu": 2 * n**3 / 3,
             "inverse": 2 * n**3,
             "triangular_solve": n**2 * self.columns,
         }[self.operation]
@@ -82,21 +77,14 @@ class LargeMatrices:
     def blocked_seconds(self, block: int) -> float:
         """Return the time in blocks of an extent."""
         n, panels = self.size, math.ceil(self.size / block)
-        levels = math.ceil(math.log2(panels))
-        inversion = 2 * math.log2(block / 64)
         # Each panel of a system with a triangle takes a product off the diagonal and three on it.
-        system = inversion + 4 * panels
-        lu = levels * (inversion + 2 * panels)
-        products, operations, panel_operations = {
-            "lu": (lu, 2 * n**3 / 3 + 2 * levels * n**2 * block, n**2 * block),
-            "inverse": (2 * system, 5 * n**3 / 3 + 5 * n**2 * block, 0),
-            "triangular_solve": (system, (n + 5 * block) * n * self.columns, 0),
+        system = 2 * math.log2(block / 64) + 4 * panels
+        products, operations = {
+            "inverse": (2 * system, 5 * n**3 / 3 + 5 * n**2 * block),
+            "triangular_solve": (system, (n + 5 * block) * n * self.columns),
         }[self.operation]
-        columns = n * _PANEL_COLUMN_SECONDS.get(self.operation, 0)
         each = (
-            columns
-            + panel_operations / _LIBRARY_RATE[self.dtype]
-            + operations / _PRODUCT_RATE[self.dtype]
+            operations / _PRODUCT_RATE[self.dtype]
             + _PASSES * n**2 * self.dtype.itemsize / _BYTES_PER_SECOND
         )
         return _CHAIN * (products * _PRODUCT_SECONDS[self.dtype] + self.count * each)
