@@ -23,9 +23,8 @@ from jax import numpy as jnp
 
 from jax_tilekern.plans.contraction import Contraction
 
-_DATACLASSES = {"Contraction": Contraction}
-# Programs that 0.1.0 exported have this name for a contraction with groups.
-_DATACLASSES["RaggedContraction"] = Contraction
+# Programs that 0.1.0 exported have the second name for a contraction with groups.
+_DATACLASSES = {"Contraction": Contraction, "RaggedContraction": Contraction}
 _ENUMS = {
     kind.__name__: kind
     for kind in (lax.AccuracyMode, lax.DotAlgorithmPreset, lax.Precision, lax.RoundingMethod)
