@@ -142,8 +142,9 @@ def product_by_lax(
     product = functools.partial(
         _dot_general, contraction, precision=precision, out_sharding=out_sharding
     )
-    if lowering_platform() == "cpu" and _widens_a_batch(contraction, lhs, rhs, out_dtype):
-        # XLA ends some of them: "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"
+    if lowering_platform() == "cpu" and _has_inner_batch_of_bfloat16(contraction, lhs, rhs):
+        # XLA ends some of these into float32 ("Unsupported element type for DotThunk::Execute: BF16
+        # x BF16 = F32"), and rounds sums of others to bfloat16.
         lhs, rhs = lhs.astype(np.float32), rhs.astype(np.float32)
     if lowering_platform() == "cuda" and _has_16_bit_vector(contraction, lhs, rhs):
         # XLA rounds each product of these to 16 bits.
@@ -162,10 +163,14 @@ def product_by_lax(
     return transposed(out, contraction.dot_general_out, contraction.out)
 
 
-def _widens_a_batch(contraction: Contraction, lhs: Array, rhs: Array, out_dtype: Any) -> bool:
-    """Return whether it is a batch of products of bfloat16 to float32."""
-    narrow = lhs.dtype == rhs.dtype == jnp.bfloat16 and np.dtype(out_dtype) == np.float32
-    return narrow and bool(set(contraction.lhs) & set(contraction.rhs) & set(contraction.out))
+def _has_inner_batch_of_bfloat16(contraction: Contraction, lhs: Array, rhs: Array) -> bool:
+    """Return whether bfloat16 is multiplied with batch dimensions that do not come first."""
+    batch = set(contraction.lhs) & set(contraction.rhs) & set(contraction.out)
+    leading = all(
+        set(labels[: len(batch)]) == batch
+        for labels in (contraction.lhs, contraction.rhs, contraction.out)
+    )
+    return lhs.dtype == rhs.dtype == jnp.bfloat16 and not leading
 
 
 def _has_16_bit_vector(contraction: Contraction, lhs: Array, rhs: Array) -> bool:

@@ -109,12 +109,13 @@ def _in_matrix_units(workload: Workload, device: Device) -> bool:
     if not (isinstance(device, Cpu) and device.has_amx and workload.product is not None):
         return False
     geometry = workload.product.geometry
-    if workload.arithmetic == "bf16":
-        # Batches of bfloat16 to float32 are stated in float32: see ``product_by_lax``.
-        is_stated = not geometry.batch or workload.product.out_dtype.itemsize == 2
-    else:
-        is_stated = workload.arithmetic == "int8"
     is_wide = min(geometry.m, geometry.n) >= _LEAST_OF_MATRIX_UNITS
+    # Other batches are stated in float32: see ``product_by_lax``.
+    leading = not geometry.batch or all(
+        strides[0] == max(strides)
+        for strides in (geometry.lhs_strides, geometry.rhs_strides, geometry.out_strides)
+    )
+    is_stated = workload.arithmetic == "int8" or (workload.arithmetic == "bf16" and leading)
     return is_stated and is_wide and geometry.lhs_k_major
 
 
