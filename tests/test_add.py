@@ -369,7 +369,5 @@ def test_the_guide_quotes_the_code():
         named = heading or named
         if block:
             blocks += 1
-            # The section on the CPU quotes the planner too.
-            texts = [(ROOT / path).read_text() for path in (named, "jax_tilekern/ops/add.py")]
-            assert any(block in text for text in texts), f"{named} does not have:\n{block}"
-    assert blocks >= 10
+            assert block in (ROOT / named).read_text(), f"{named} does not have:\n{block}"
+    assert blocks >= 4
