@@ -23,7 +23,7 @@ from numerics import BF16, F8E5, assert_equal, on_gpu, whole
 import jax_tilekern as jtk
 from jax_tilekern.compilation import disassembly, headers
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.ops.kernel_settings import Parameters
+from jax_tilekern.ops.kernel_settings import Parameters, Use
 from jax_tilekern.plans.cuda_kernel import Array, Batch, plan_kernel
 from jax_tilekern.plans.gpu import NoGpu, known_gpu
 
@@ -480,8 +480,8 @@ def test_a_batch_too_large_for_the_grid_is_repeated():
 
 def plan(kernel, *inputs, batches=(), arch="sm_90a", **parameters):
     types = tuple(Array(x.shape, np.dtype(x.dtype)) for x in inputs)
-    static = Parameters("test", parameters)
-    return plan_kernel(kernel._settings.call(types, static, tuple(batches)), known_gpu(arch))
+    use = Use(tuple(types), Parameters("test", parameters), tuple(batches))
+    return plan_kernel(kernel._settings.call(use), known_gpu(arch))
 
 
 @pytest.mark.parametrize("batch_axis", [None, "y"])

@@ -93,12 +93,12 @@ def cuda_launch(
     ctx: mlir.LoweringRuleContext,
     operands: Sequence[Any],
     plan: LaunchPlan,
-    results: Sequence[jax.core.ShapedArray] | None = None,
     *,
     aliases: Mapping[int, int] | None = None,
+    scratch: Sequence[jax.core.ShapedArray] = (),
     checked: bool = False,
 ) -> Sequence[Any]:
-    """Emit a call that executes a launch plan.
+    """Emit a call that executes a launch plan; return the MLIR values of the rule's own results.
 
     Parameters
     ----------
@@ -108,24 +108,20 @@ def cuda_launch(
         MLIR values, row-major in memory; they need not be the rule's own operands.
     plan
         What to do.
-    results
-        Types of the results, row-major; the rule's own if not given.
     aliases
         Operands whose buffers are those of results: XLA copies such an operand first if something
         else still reads it.
+    scratch
+        Types of more results, after the rule's own; all are row-major.
     checked
         Run under the checks of :func:`jax_tilekern.cuda_kernel`'s ``debug``.
-
-    Returns
-    -------
-    The MLIR values of the results, without the plan's workspaces.
 
     Raises
     ------
     ValueError
         If the plan is for another number of buffers.
     """
-    avals = tuple(ctx.avals_out if results is None else results)
+    avals = (*ctx.avals_out, *scratch)
     if len(operands) + len(avals) != len(plan.alignments):
         raise ValueError(
             f"plan {plan.name} is for {len(plan.alignments)} operands and results, "
@@ -142,7 +138,7 @@ def cuda_launch(
     target = CUDA_LAUNCH_CHECKED if checked else CUDA_LAUNCH
     results = (*avals, *workspaces)
     values = _call(ctx, plan.name, target, operands, results, plan.digest, attributes, aliases)
-    return values[: len(avals)]
+    return values[: len(ctx.avals_out)]
 
 
 @dataclass(frozen=True)
@@ -170,27 +166,9 @@ def emit(
     scratch: Sequence[jax.core.ShapedArray] = (),
     checked: bool = False,
 ) -> Sequence[Any]:
-    """Emit a call whose results are the lowering rule's own, row-major; return their MLIR values.
-
-    Parameters
-    ----------
-    ctx
-        The lowering rule's context.
-    operands
-        MLIR values, row-major in memory; they need not be the rule's own operands.
-    call
-        What to run.
-    aliases
-        Operands whose buffers are those of results, as for :func:`cuda_launch`.
-    scratch
-        Types of more results of a launch plan, after the rule's own; they are not returned.
-    checked
-        Whether a launch plan is run under checks, as for :func:`cuda_launch`.
-    """
+    """Emit a call of either kind; as :func:`cuda_launch`, whose last two arguments are its own."""
     if not isinstance(call, CpuCall):
-        results = (*ctx.avals_out, *scratch)
-        values = cuda_launch(ctx, operands, call, results, aliases=aliases, checked=checked)
-        return values[: len(ctx.avals_out)]
+        return cuda_launch(ctx, operands, call, aliases=aliases, scratch=scratch, checked=checked)
     name = call.target.removeprefix("jax_tilekern_")
     digest = repr(sorted(call.attributes.items()))
 

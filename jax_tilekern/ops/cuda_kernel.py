@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from jax_tilekern.compilation.compiler import Source, cuda_folder
 from jax_tilekern.inspection.kernel_report import KernelReport
 from jax_tilekern.ops.kernel_primitive import bind, input_types
-from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters
+from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters, Use
 from jax_tilekern.plans.cuda_kernel import BatchAxis, plan_kernel
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import Gpu, current_gpu, known_gpu
@@ -235,10 +235,10 @@ class CudaKernel:
         arrays = [jnp.asarray(x) for x in inputs]
 
         def call(*arrays: Any) -> Any:
-            types = input_types([jax.typeof(x) for x in arrays])
-            self._settings.check_output_types(types, static)
+            use = Use(input_types([jax.typeof(x) for x in arrays]), static)
+            self._settings.check_output_types(use)
             outputs = bind(*arrays, settings=self._settings, parameters=static, batches=())
-            return tuple(outputs) if self._settings.returns_tuple(types, static) else outputs[0]
+            return tuple(outputs) if self._settings.returns_tuple(use) else outputs[0]
 
         if self._jvp is not None:
             rule = self._jvp
@@ -327,7 +327,7 @@ class CudaKernel:
         """
         static = Parameters(self._settings.label, parameters)
         arrays = jax.eval_shape(lambda *inputs: [jnp.asarray(x) for x in inputs], *inputs)
-        call = self._settings.call(input_types(arrays), static, ())
+        call = self._settings.call(Use(input_types(arrays), static))
         target = known_gpu(gpu) if isinstance(gpu, str) else gpu or current_gpu()
         return KernelReport(call, plan_kernel(call, target))
 

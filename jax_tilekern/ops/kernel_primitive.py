@@ -18,7 +18,7 @@ from jax import lax
 
 from jax_tilekern.compilation.compiler import NvrtcNotFound
 from jax_tilekern.interop import compat
-from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters, several
+from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters, Use, several
 from jax_tilekern.ops.kernel_sharding import explicit_shardings
 from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.rule import ShardingRule
@@ -61,28 +61,24 @@ def input_types(avals: Sequence[Any], batches: Batches = ()) -> tuple[Array, ...
     )
 
 
-def _sized(batches: Batches, avals: Sequence[Any]) -> tuple[Batch, ...]:
-    """Return the batches with the sizes that the inputs have."""
+def _use(operands: Sequence[Any], *, parameters: Parameters, batches: Batches) -> Use:
+    """Return what settings may depend on; batches have the sizes that the inputs have."""
     sized = []
     for depth, mapped in enumerate(batches):
         first = mapped.index(True)
         dimension = sum(outer[first] for outer in batches[:depth])
-        sized.append(Batch(avals[first].shape[dimension], mapped))
-    return tuple(sized)
+        sized.append(Batch(operands[first].shape[dimension], mapped))
+    return Use(input_types(operands, batches), parameters, tuple(sized))
 
 
-def _like_results(
-    *operands: Any, settings: KernelSettings, parameters: Parameters, batches: Batches
-) -> list[Any]:
-    types, sized = input_types(operands, batches), _sized(batches, operands)
-    outputs = settings.outputs(types, parameters)
+def _like_results(*operands: Any, settings: KernelSettings, **call: Any) -> list[Any]:
+    use = _use(operands, **call)
+    outputs, rule = settings.outputs(use), settings.rule(use)
     shardings: Sequence[Any] | None = None
-    rule = settings.rule(types, parameters, sized)
     if rule is not None:
-        text = settings.rule_text(types, parameters)
         avals = [jax.typeof(x) for x in operands]
-        shardings = explicit_shardings(settings.label, text, rule, avals)
-    leading = tuple(batch.size for batch in sized)
+        shardings = explicit_shardings(settings.label, settings.rule_text(use), rule, avals)
+    leading = tuple(batch.size for batch in use.batches)
     empty = [
         lax.full((*leading, *output.shape), 0, output.dtype, sharding=sharding)
         for output, sharding in zip(outputs, shardings or [None] * len(outputs), strict=True)
@@ -97,8 +93,8 @@ def _batch(
     dims: Sequence[int | None],
     *,
     settings: KernelSettings,
-    parameters: Parameters,
     batches: Batches,
+    **call: Any,
 ) -> tuple[list[Any], list[int]]:
     moved = []
     for i, (operand, dim) in enumerate(zip(operands, dims, strict=True)):
@@ -110,8 +106,7 @@ def _batch(
         else:
             moved.append(operand)
     mapped = tuple(dim is not None or i in settings.aliases for i, dim in enumerate(dims))
-    batches = (mapped, *batches)
-    results = bind(*moved, settings=settings, parameters=parameters, batches=batches)
+    results = bind(*moved, settings=settings, batches=(mapped, *batches), **call)
     return results, [0] * len(results)
 
 
@@ -135,12 +130,12 @@ def _cotangents(
     cotangents: Sequence[Any],
     *operands: Any,
     settings: KernelSettings,
-    parameters: Parameters,
-    batches: Batches,
+    **call: Any,
 ) -> Sequence[Any]:
     """Return the cotangents of a group by the user's rule, mapped over the batches."""
-    types = input_types(operands, batches)
-    single = not settings.returns_tuple(types, parameters)
+    use = _use(operands, **call)
+    types, parameters = use.inputs, use.parameters
+    single = not settings.returns_tuple(use)
 
     def once(cotangents: Sequence[Any], known: Mapping[int, Any]) -> tuple[Any, ...]:
         inputs = [known.get(i, jax.ShapeDtypeStruct(t.shape, t.dtype)) for i, t in enumerate(types)]
@@ -169,8 +164,8 @@ def _cotangents(
         return rule
 
     rule: Callable[..., Any] = once
-    for mapped in reversed(batches):
-        rule = mapped_over(mapped, rule)
+    for batch in reversed(use.batches):
+        rule = mapped_over(batch.mapped, rule)
     known = {i: x for i, x in enumerate(operands) if not isinstance(x, jax.core.AbstractValue)}
     cotangents_of_group: Sequence[Any] = rule(tuple(cotangents), known)
     return cotangents_of_group
@@ -183,30 +178,21 @@ def _described(arrays: Iterable[Any]) -> str:
 # What a call is lowered to.
 
 
-def _sharding_rule(
-    *avals: Any, settings: KernelSettings, parameters: Parameters, batches: Batches
-) -> ShardingRule:
-    types, sized = input_types(avals, batches), _sized(batches, avals)
-    rule = settings.rule(types, parameters, sized)
+def _sharding_rule(*avals: Any, settings: KernelSettings, **call: Any) -> ShardingRule:
+    rule = settings.rule(_use(avals, **call))
     assert rule is not None
     return rule
 
 
 def _call(
-    place: Place,
-    operands: Sequence[Operand],
-    *,
-    settings: KernelSettings,
-    parameters: Parameters,
-    batches: Batches,
+    place: Place, operands: Sequence[Operand], *, settings: KernelSettings, **call: Any
 ) -> KernelCall | None:
     """Describe and check a call; ``None`` if XLA partitions it, so that each device has its own."""
-    avals = [operand.aval for operand in operands]
-    of_call = input_types(avals, batches), parameters, _sized(batches, avals)
+    use = _use([operand.aval for operand in operands], **call)
     partitioned = place is Place.PARTITIONED and xla.uses_shardy()
-    if partitioned and settings.rule(*of_call) is not None:
+    if partitioned and settings.rule(use) is not None:
         return None
-    return settings.call(*of_call)
+    return settings.call(use)
 
 
 def _plan_on_cuda(
@@ -266,18 +252,17 @@ def _is_empty(results: Sequence[Any]) -> bool:
     return all(math.prod(aval.shape) == 0 for aval in results)
 
 
-def _reference(
-    *operands: Any, settings: KernelSettings, parameters: Parameters, batches: Batches
-) -> Sequence[Any]:
+def _reference(*operands: Any, settings: KernelSettings, **call: Any) -> Sequence[Any]:
     if settings.reference is None:
         raise NotImplementedError(
             f"kernel {settings.label} is CUDA, and this program is lowered for "
             f"{lowering_platform() or 'another platform'}; give cuda_kernel a reference=, the same "
             "function in JAX, to run elsewhere"
         )
-    declared = settings.outputs(input_types(operands, batches), parameters)
+    use = _use(operands, **call)
+    declared, parameters = settings.outputs(use), use.parameters
 
-    def call(*inputs: Any) -> tuple[Any, ...]:
+    def checked(*inputs: Any) -> tuple[Any, ...]:
         assert settings.reference is not None
         outputs = several(settings.reference(*inputs, **parameters))
         wanted, got = _described(declared), _described(map(jax.typeof, outputs))
@@ -288,9 +273,9 @@ def _reference(
             )
         return outputs
 
-    function: Callable[..., Any] = call
-    for mapped in reversed(batches):
-        function = jax.vmap(function, in_axes=tuple(0 if has else None for has in mapped))
+    function: Callable[..., Any] = checked
+    for batch in reversed(use.batches):
+        function = jax.vmap(function, in_axes=tuple(0 if has else None for has in batch.mapped))
     with parameters.modes.with_types_of(operands, declared).entered():
         results: Sequence[Any] = function(*operands)
     return results

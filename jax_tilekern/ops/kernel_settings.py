@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -83,6 +83,28 @@ def _exact(value: Any) -> tuple[str, Any]:
     return type(value).__name__, repr(value) if number else value
 
 
+class Use(NamedTuple):
+    """What settings may depend on, in one call.
+
+    Attributes
+    ----------
+    inputs
+        Types of the inputs, without the dimensions of batches.
+    parameters
+        The keywords.
+    batches
+        What ``vmap`` has put in front.
+    """
+
+    inputs: tuple[Array, ...]
+    parameters: Parameters
+    batches: tuple[Batch, ...] = ()
+
+    def __str__(self) -> str:
+        """Return it as the arguments of a setting's function."""
+        return ", ".join(filter(None, [*map(str, self.inputs), str(self.parameters)]))
+
+
 @dataclass(frozen=True, eq=False)
 class KernelSettings:
     """The settings of :func:`jax_tilekern.cuda_kernel`, and the rules that were attached."""
@@ -124,12 +146,10 @@ class KernelSettings:
                 "inputs"
             )
 
-    def outputs(self, inputs: Sequence[Array], parameters: Parameters) -> tuple[Array, ...]:
+    def outputs(self, use: Use) -> tuple[Array, ...]:
         """Return the types of the outputs, checked, as are those of the inputs."""
-        outputs = tuple(
-            self._output(i, one)
-            for i, one in enumerate(several(self._value("out", inputs, parameters)))
-        )
+        inputs, given = use.inputs, several(self._value("out", use))
+        outputs = tuple(self._output(i, one) for i, one in enumerate(given))
         if not outputs:
             raise ValueError(f"kernel {self.label}: out gives no outputs")
         for what, arrays in (("input", inputs), ("output", outputs)):
@@ -158,40 +178,35 @@ class KernelSettings:
                 )
         return outputs
 
-    def check_output_types(self, inputs: Sequence[Array], parameters: Parameters) -> None:
+    def check_output_types(self, use: Use) -> None:
         """Raise a ``TypeError`` if x64 is off and an output has 64-bit elements, as no input has.
 
         For the user's call alone: rules of a call may run in other modes.
         """
-        for i, output in enumerate(self.outputs(inputs, parameters)):
+        for i, output in enumerate(self.outputs(use)):
             held = jax.dtypes.canonicalize_dtype(output.dtype)
-            if output.dtype not in (held, *(x.dtype for x in inputs)):
+            if output.dtype not in (held, *(x.dtype for x in use.inputs)):
                 raise TypeError(
                     f"kernel {self.label}: output {i} is {output}, which JAX would make {held}; "
                     "set jax_enable_x64"
                 )
 
-    def rule(
-        self, inputs: Sequence[Array], parameters: Parameters, batches: tuple[Batch, ...]
-    ) -> ShardingRule | None:
+    def rule(self, use: Use) -> ShardingRule | None:
         """Return the sharding rule of a call, if the kernel has one; it fits the shapes."""
-        text = self._value("sharding_rule", inputs, parameters)
+        text = self._value("sharding_rule", use)
         if text is None:
             return None
-        outputs = self.outputs(inputs, parameters)
-        return sharding_rule(self.label, text, inputs, outputs, batches)
+        return sharding_rule(self.label, text, use.inputs, self.outputs(use), use.batches)
 
-    def rule_text(self, inputs: Sequence[Array], parameters: Parameters) -> str:
+    def rule_text(self, use: Use) -> str:
         """Return the sharding rule as the user has written it."""
-        return str(self._value("sharding_rule", inputs, parameters))
+        return str(self._value("sharding_rule", use))
 
-    def returns_tuple(self, inputs: Sequence[Array], parameters: Parameters) -> bool:
+    def returns_tuple(self, use: Use) -> bool:
         """Say whether a call returns a tuple."""
-        return isinstance(self._value("out", inputs, parameters), tuple | list)
+        return isinstance(self._value("out", use), tuple | list)
 
-    def call(
-        self, inputs: Sequence[Array], parameters: Parameters, batches: tuple[Batch, ...]
-    ) -> KernelCall:
+    def call(self, use: Use) -> KernelCall:
         """Describe a call.
 
         Raises
@@ -202,7 +217,7 @@ class KernelSettings:
         """
 
         def value(setting: str) -> Any:
-            return self._value(setting, inputs, parameters)
+            return self._value(setting, use)
 
         name = value("name")
         if not isinstance(name, str):
@@ -223,8 +238,8 @@ class KernelSettings:
         call = KernelCall(
             source=self.source,
             name=name,
-            inputs=tuple(inputs),
-            outputs=self.outputs(inputs, parameters),
+            inputs=use.inputs,
+            outputs=self.outputs(use),
             **shape,
             shared_memory_bytes=self._integer("shared_memory_bytes", value("shared_memory_bytes")),
             scalars=self._scalars(value("scalars")),
@@ -234,26 +249,25 @@ class KernelSettings:
             aliased=frozenset(self.aliases.values()),
             alignment=self.alignment,
             batch_axis=self.batch_axis,
-            batches=batches,
+            batches=use.batches,
         )
         call.check()
         return call
 
-    def _value(self, setting: str, inputs: Sequence[Array], parameters: Parameters) -> Any:
+    def _value(self, setting: str, use: Use) -> Any:
         value = getattr(self, setting)
         if not callable(value):
             return value
-        modes = parameters.modes.with_types_of([x.dtype for x in inputs])
+        modes = use.parameters.modes.with_types_of([x.dtype for x in use.inputs])
         try:
             with modes.entered():
-                structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
-                return value(*structs, **parameters)
+                structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in use.inputs]
+                return value(*structs, **use.parameters)
         except Exception as error:
             kinds = (TypeError, NotImplementedError)
             kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
-            passed = ", ".join([*map(str, inputs), *([str(parameters)] if parameters else [])])
             raise kind(
-                f"kernel {self.label}: the function {setting}({passed}) raises "
+                f"kernel {self.label}: the function {setting}({use}) raises "
                 f"{type(error).__name__}: {error}"
             ) from error
 
