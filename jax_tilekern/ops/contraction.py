@@ -145,7 +145,9 @@ def _cotangent(
     )
 
 
-def transposes(contract: Callable[..., Array]) -> dict[int, Callable[..., Array]]:
+def transposes(
+    contract: Callable[..., Array],
+) -> dict[int | tuple[int, ...], Callable[..., Any]]:
     """Return the transpose rules of both operands, which ``contract`` computes."""
     return {i: functools.partial(_cotangent, i, contract) for i in (0, 1)}
 
@@ -170,12 +172,12 @@ def mapped(
     contraction: Contraction, operands: Sequence[Array], dims: Sequence[int | None]
 ) -> tuple[list[Array], Contraction]:
     """Return the operands of a contraction and their labels under ``vmap``."""
-    lhs, rhs, *bounds = operands
-    lhs_dim, rhs_dim, *bounds_dims = dims
-    if any(dim is not None for dim in bounds_dims):
-        # A few numbers, of which those of the groups stay adjacent.
-        bounds, bounds_dims = [jnp.moveaxis(bounds[0], bounds_dims[0], 0)], [0]
-    return [lhs, rhs, *bounds], contraction.mapped(lhs_dim, rhs_dim, *bounds_dims)
+    operands, dims = list(operands), list(dims)
+    for i in range(2, len(dims)):
+        if (dim := dims[i]) is not None:
+            # A few numbers, of which those of the groups stay adjacent.
+            operands[i], dims[i] = jnp.moveaxis(operands[i], dim, 0), 0
+    return operands, contraction.mapped(*dims)
 
 
 # Partitioning: the labels state which dimensions may be split among devices.

@@ -182,8 +182,8 @@ def state_problem(
     # A kernel reads the operands before their transposes, or as they are.
     for left, right in ((lhs.source, rhs.source), (lhs, rhs)):
         labels = dataclasses.replace(c, lhs=left.labels, rhs=right.labels)
-        shapes = (x.aval.shape for x in (left, right, *bounds))
-        found = matmul_geometry(labels, *shapes, further=further)
+        avals = (left.aval, right.aval, *(x.aval for x in bounds))
+        found = matmul_geometry(labels, *(x.shape for x in avals), further=further)
         if isinstance(found, str):
             obstacle = found
             continue

@@ -82,7 +82,7 @@ def _clipped(x: Array, low: int, high: int) -> Array:
 
 
 def masked(
-    lhs: Array, rhs: Array, bounds: Array, contraction: Contraction
+    lhs: Array, rhs: Array, bounds: Array, *, contraction: Contraction
 ) -> tuple[Array, Array, Contraction]:
     """Give the operands the group label, with zeros in rows of other groups, as JAX does."""
     c = contraction
@@ -106,7 +106,7 @@ def masked(
 
 
 def gathered(
-    lhs: Array, rhs: Array, bounds: Array, contraction: Contraction
+    lhs: Array, rhs: Array, bounds: Array, *, contraction: Contraction
 ) -> tuple[Array, Array, Array, Contraction]:
     """Contract other dimensions along with the ragged one: bring the rows of a group together.
 
