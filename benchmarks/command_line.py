@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Sequence
 
 from benchmarks import (
-    before_after,
     cross_entropy,
     fit_policy,
     fused,
@@ -52,7 +51,6 @@ _COMMANDS: dict[str, Command] = {
     "overview": overview,
     "tables": tables,
     "machine_code": machine_code,
-    "before_after": before_after,
 }
 
 

@@ -9,7 +9,6 @@ import jax
 
 from benchmarks.calls.operations import OPERATIONS
 from benchmarks.measurement.suite_run import measure_suite
-from benchmarks.records.plot import plot, require_matplotlib
 from benchmarks.records.record import Record
 from benchmarks.records.report import summary, table
 from benchmarks.samples.arguments import add_sample_arguments
@@ -17,7 +16,7 @@ from benchmarks.samples.sample import draw_sample
 from benchmarks.samples.sample_run import measure_sample
 from benchmarks.suites.arguments import add_suite_arguments, list_suites
 from benchmarks.suites.suite import SuiteError, default_suite, load_suite
-from jax_tilekern.cli.console import make_console, output_file
+from jax_tilekern.cli.console import make_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,12 +33,9 @@ class OperationCommand:
         """Declare the command's arguments."""
         add_suite_arguments(parser)
         add_sample_arguments(parser)
-        parser.add_argument("--plot", type=output_file, metavar="FILE", help="draw the record here")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Run the command and return its exit status: 1 if a row failed."""
-        if arguments.plot is not None:
-            require_matplotlib()
         console = make_console()
         if arguments.list:
             list_suites(console, self.operation, arguments.suite)
@@ -51,8 +47,6 @@ class OperationCommand:
         console.print()
         console.print(table(record))
         console.print(summary(record))
-        if arguments.plot is not None:
-            plot(record, arguments.plot)
         return 0 if whole else 1
 
     def _measure_suite(

@@ -13,17 +13,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.ladder.page_tables import LADDERS, ideas, times
 from benchmarks.records.sample_report import SLOWER, Distribution, ratio_to_jax, with_right_peer
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
-PAGES = (ROOT / "README.md", ROOT / "docs/performance.md", ROOT / "docs/testing.md")
+PAGES = tuple(
+    ROOT / name
+    for name in ("README.md", "docs/performance.md", "docs/testing.md", "docs/ladder.md")
+)
 _MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Record = dict[str, Any]
 Ratios = dict[str, list[float]]
 
-HELP = "write the tables of README.md, docs/performance.md and docs/testing.md from the records"
+HELP = "write the tables of README.md and of pages of docs from the records"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -290,6 +294,8 @@ _TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
     "random": _random,
     "speed": _speed,
     "tests": _tests,
+    **{f"ideas_{name}": functools.partial(ideas, name) for name in LADDERS},
+    **{f"times_{name}": functools.partial(times, name) for name in LADDERS},
 }
 
 

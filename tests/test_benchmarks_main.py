@@ -32,7 +32,6 @@ def test_help_names_the_commands(capsys):
 def test_an_interrupt_is_one_line_and_a_bad_argument_another(command, monkeypatch, capsys):
     more = {"ladder": ["matmul"], "report": ["x.json"], "machine_code": ["record", "x.json"]}
     more |= {"fit_policy": ["NVIDIA H100 80GB HBM3", "x.json"], "regret": ["matmul"]}
-    more |= {"before_after": ["--old", "x"]}
     for error, status, message in [
         (KeyboardInterrupt(), 130, f"{command}: interrupted\n"),
         (errors.BenchmarkError("no such row"), 2, "no such row\n"),

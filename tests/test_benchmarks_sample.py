@@ -1,7 +1,6 @@
 import dataclasses
 import functools
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from benchmarks.records import sample_report
 from benchmarks.records.sample_report import Distribution
 from benchmarks.samples import product_candidates, sample, sample_run
 from benchmarks.samples.sample import DRAWS, draw_sample
-from benchmarks.suites.suite import SuiteError, _malformed
+from benchmarks.suites.suite import _malformed
 from jax_tilekern.interop.compat import mlir
 from jax_tilekern.plans import gpu as gpus
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
@@ -27,27 +26,6 @@ from jax_tilekern.tuning.device_time import Activity, Block, Interval, Unattribu
 
 H100 = gpus.known_gpu("sm_90")
 F32 = np.dtype(np.float32)
-
-RECORDS = Path(__file__).parent.parent / "benchmarks" / "results"
-
-
-@pytest.mark.parametrize("name", ["h100/samples/sum-29", "xeon-amx/samples/ragged_dot-77"])
-def test_a_sample_is_plotted_as_a_histogram(name, tmp_path, monkeypatch):
-    figures = pytest.importorskip("matplotlib.figure")
-    drawn = []
-
-    def bar(axes, edges, counts, *_, **colors):
-        drawn.append((edges, counts))
-
-    monkeypatch.setattr(figures.Figure().subplots().__class__, "bar", bar)
-    file = RECORDS / f"{name}.json"
-    assert main(["report", str(file), "--plot", str(tmp_path / "x.png")]) == 0
-    ((edges, counts),) = drawn
-    rows = sample_report.with_right_peer(json.loads(file.read_text())["rows"])
-    ratios = list(map(sample_report.ratio_to_jax, rows))
-    assert sum(counts) == len(ratios)
-    slower = sum(count for edge, count in zip(edges, counts, strict=True) if edge < 0.969)
-    assert slower == sum(ratio < 0.97 for ratio in ratios)
 
 
 # What is drawn.
@@ -72,24 +50,6 @@ def test_a_row_depends_on_the_seed_and_its_index_alone(operation):
     assert few != draw_sample(operation, "gpu", 5, 7).rows
 
 
-def test_products_come_in_all_orders_and_types():
-    rows = draw_sample("matmul", "gpu", 300, 0).rows
-    orders = {(row.lhs, row.rhs) for row in rows if "b" not in row.lhs}
-    assert orders == {("mk", "kn"), ("mk", "nk"), ("km", "kn"), ("km", "nk")}
-    assert {row.type for row in rows} == {
-        "bfloat16", "float16", "float32", "float64", "int8", "float8_e4m3fn", "float8_e5m2"
-    }  # fmt: skip
-    assert {row.group for row in rows} == {"layer", "attention", "small batch", "odd"}
-    assert min(row.sizes["m"] for row in rows) < 16 < 8192 < max(row.sizes["m"] for row in rows)
-
-
-def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(SuiteError, match="none has no samples; matmul"):
-        draw_sample("none", "cpu", 1, 0)
-    with pytest.raises(SuiteError, match="at least 1 row"):
-        draw_sample("matmul", "cpu", 0, 0)
-
-
 def test_even_seeds_are_for_fitting():
     assert [sample.purpose(seed) for seed in (0, 1, 2)] == ["fit", "report", "fit"]
 
@@ -111,33 +71,11 @@ def timed_row(ours, peer, group="g", candidates=(), peer_error=0.0):
     }
 
 
-PRODUCT = {"flops": 1, "type": "bfloat16", "rhs_type": None, "precision": None}
-
-
 def test_the_distribution_is_of_the_ratios():
     found = Distribution.of([0.5, 1.0, 1.0, 2.0])
     assert found.geometric_mean == pytest.approx(1.0)
     assert found.tenth_percentile == pytest.approx(0.65)
     assert (found.worst, found.slower) == (0.5, 0.25)
-
-
-def test_regret_is_against_the_fastest_of_all():
-    fast, failed = {"measured": 50.0}, {"measured": None}
-    assert sample_report.regret(timed_row(100e-6, 80e-6, candidates=[fast, failed])) == 1.0
-    assert sample_report.regret(timed_row(100e-6, 80e-6, candidates=[failed])) is None
-    assert sample_report.regret(timed_row(40e-6, 80e-6, candidates=[fast])) == 0.0
-
-
-def test_the_summary_says_what_the_seed_is_for():
-    rows = [timed_row(1.0, 2.0), timed_row(2.0, 1.0, "h")]
-    sampled = {"seed": 3, "purpose": "report"}
-    record = {"operation": "matmul", "sample": sampled, "rows": rows}
-    first, *groups = sample_report.sample_summary(record)
-    assert first == (
-        "2 calls drawn with seed 3 (a seed for reporting): geometric mean 1.000, "
-        "10th percentile 0.65, worst 0.50, 50% below 0.97."
-    )
-    assert [line.partition(",")[0] for line in groups] == ["g", "h"]
 
 
 def test_what_the_peer_gets_wrong_does_not_count():
@@ -147,23 +85,6 @@ def test_what_the_peer_gets_wrong_does_not_count():
     first, wrong = sample_report.sample_summary(record)
     assert first.startswith("1 calls drawn")
     assert wrong == "The peer's result is wrong, so these do not count: g 3.0 1.0."
-
-
-def test_grouped_gemms_are_compared_with_jaxs_own():
-    measured, absent = timed_row(1.0, 2.0), timed_row(2.0, 1.0)
-    measured["others"] = {"lax": timed_row(1.0, 3.0), "tokamax": {"failure": "not installed"}}
-    absent["others"] = {"lax": {"failure": "out of memory"}}
-    record = {
-        "operation": "ragged_dot",
-        "sample": {"seed": 3, "purpose": "report"},
-        "read_bytes_per_second": 100.0,
-        # The memory takes 4 s of the second.
-        "rows": [measured | PRODUCT | {"bytes": 100}, absent | PRODUCT | {"bytes": 400}],
-    }
-    first, without, bound = sample_report.sample_summary(record)
-    assert first.startswith("1 calls drawn with seed 3 (a seed for reporting): geometric mean 3.0")
-    assert without == "lax does not compute 1 more calls: out of memory 1."
-    assert bound.startswith("bound / ours, 2 calls: geometric mean 2.000")
 
 
 # The command.
@@ -204,34 +125,6 @@ def test_a_sample_is_measured_and_continued(tmp_path, capsys):
 def test_every_operation_has_samples(operation, capsys):
     assert run("--sample", "2", operation=operation) == 0
     assert "2 calls drawn with seed 2" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(on_gpu(), reason="measures on a CPU")
-@pytest.mark.thorough
-def test_parts_are_reported_as_one(tmp_path, capsys):
-    files = [str(tmp_path / f"{part}.json") for part in range(2)]
-    for part, file in enumerate(files):
-        assert run("--sample", "3", "--part", f"{part}/2", "--json", file) == 0
-    assert main(["report", *files]) == 0
-    out = capsys.readouterr().out
-    assert "3 calls drawn with seed 2" in out
-    assert all(f"| {index}: " in out for index in range(3))
-    other = str(tmp_path / "other.json")
-    assert run("--sample", "1", "--seed", "3", "--json", other) == 0
-    assert main(["report", *files, other]) == 2
-    assert "add-cpu-sample-3" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(on_gpu(), reason="measures on a CPU")
-def test_no_row_begins_after_the_time(capsys):
-    assert run("--sample", "3", "--minutes", "1e-9") == 0
-    assert "calls drawn" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("part", ["2/2", "1", "-1/2", "a/b"])
-def test_parts_are_of_a_whole(part):
-    with pytest.raises(SystemExit):
-        run("--sample", "3", "--part", part)
 
 
 # The way of a GPU, with plans that the CPU executes.
@@ -314,29 +207,3 @@ def test_right_candidates_are_timed(tmp_path, monkeypatch, profiler):
         assert row["product"].startswith("f32 64x64x64")
         if profiler is profiled:
             assert row["microseconds"]["right"] == pytest.approx(1e3)
-
-
-@pytest.mark.skipif(on_gpu(), reason="plans are executed by the CPU")
-@pytest.mark.usefixtures("like_a_gpu")
-@pytest.mark.parametrize(
-    ("limit", "value", "failure"),
-    [
-        ("_PROFILE_BYTES", 0, None),
-        ("_PROFILE_BYTES", 1 << 60, "out of memory"),
-        ("_LONGEST_CALL", 0.0, "longer than 0 s"),
-    ],
-)
-@pytest.mark.thorough
-def test_grouped_gemms_are_timed_beside_jaxs_own(tmp_path, monkeypatch, limit, value, failure):
-    monkeypatch.setattr(rows_on_gpu, "run_blocks", profiled)
-    monkeypatch.setattr(sample_run, "_PROFILE_BYTES", 0)
-    monkeypatch.setattr(sample_run, limit, value)
-    small = draw_sample("ragged_dot", "cpu", 1, 2)
-    monkeypatch.setattr("benchmarks.operation_command.draw_sample", lambda *_: small)
-    path = tmp_path / "sample.json"
-    assert run("--sample", "1", "--json", str(path), operation="ragged_dot") == 0
-    (row,) = json.loads(path.read_text())["rows"]
-    other = row["others"]["lax"]
-    assert other["failure"] == failure
-    assert ("seconds" in other) == (failure is None)
-    assert row["temporary_bytes"] >= 0

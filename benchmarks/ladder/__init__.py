@@ -7,8 +7,7 @@ import importlib
 
 from benchmarks.ladder import ncu
 from benchmarks.ladder.ladder_run import run_ladder
-from benchmarks.ladder.report import notes, plot, table
-from benchmarks.records.plot import require_matplotlib
+from benchmarks.ladder.report import notes, table
 from jax_tilekern.cli.console import make_console, output_file
 from jax_tilekern.compilation.nvrtc import nvrtc
 
@@ -58,14 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--resume", action="store_true",
             help="keep what FILE has of the same device and kernels; measure and count the rest",
         )  # fmt: skip
-        one.add_argument("--plot", type=output_file, metavar="FILE", help="draw the speeds here")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status: 1 if a rung failed."""
     console = make_console()
-    if arguments.plot is not None:
-        require_matplotlib()
     if arguments.counters is not None:
         ncu.require_ncu()
     nvrtc()
@@ -75,7 +71,5 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(table(record, problem))
     for note in notes(record):
         console.print(note)
-    if arguments.plot is not None and record["backend"] == "gpu":
-        plot(record, arguments.plot)
     failed = any(rung["failure"] for problem in record["problems"] for rung in problem["rungs"])
     return int(failed or record["no_counters"] is not None)

@@ -1,9 +1,8 @@
-"""A climbed ladder as tables and as a plot."""
+"""A climbed ladder as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.ladder import counters
@@ -129,90 +128,3 @@ def notes(record: Record) -> Iterator[str]:
         yield "* Part of it is done on the host, so this is the host's time from call to result."
     for method in dict.fromkeys(rung["method"] for rung in rungs if not rung["on_host"]):
         yield f"Times are {method}."
-
-
-# The counters that decide between the rungs of a ladder, by what they are called in a plot.
-_DECIDING = {
-    "transpose": {
-        "sectors a load": "load_sectors_per_request",
-        "sectors a store": "store_sectors_per_request",
-        "conflicts a load": "load_conflicts_per_request",
-    },
-    "dot": {"DRAM %": "dram_percent", "occupancy %": "occupancy_percent"},
-    "matmul": {
-        "float32 units %": "fma_percent",
-        "float64 units %": "float64_percent",
-        "tensor cores %": "tensor_percent",
-    },
-    "matvec": {"sectors a load": "load_sectors_per_request"},
-    "add": {
-        "sectors a load": "load_sectors_per_request",
-        "sectors a store": "store_sectors_per_request",
-    },
-}
-
-
-def plot(record: Record, path: Path) -> None:
-    """Draw each rung's speed as a bar, with the ceilings, and beside it the deciding counters."""
-    # The object interface needs no display and leaves no global state.
-    from matplotlib.figure import Figure
-
-    problems = record["problems"]
-    counted = any("counters" in rung for problem in problems for rung in problem["rungs"])
-    lines = [max(1, len(_timed(problem))) for problem in problems]
-    figure = Figure(
-        figsize=(17 if counted else 11, 1.2 * len(problems) + 0.32 * sum(lines)),
-        layout="constrained",
-    )
-    # squeeze keeps one axes an array like several.
-    grid = figure.subplots(
-        len(problems), 1 + counted, squeeze=False, sharey="row", height_ratios=lines
-    )
-    for axes, problem in zip(grid, problems, strict=True):
-        _draw(axes[0], record, problem)
-        if counted:
-            _draw_counters(axes[1], _DECIDING[record["ladder"]], problem)
-    figure.suptitle(str(record["device"]))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
-
-
-def _timed(problem: Record) -> list[Record]:
-    return [rung for rung in problem["rungs"] if "seconds" in rung]
-
-
-def _draw(axes: Any, record: Record, problem: Record) -> None:
-    rungs = _timed(problem)
-    scale, unit = (1e12, "TFLOP/s") if problem["bound"] == "arithmetic" else (1e9, "GB/s")
-    # The bars of a problem that is too small to approach its ceiling would be invisible beside it.
-    within_reach = any(speed(problem, rung) > ceiling(record, problem, rung) / 10 for rung in rungs)
-    for number, rung in enumerate(rungs):
-        color = "C7" if rung["peer"] else "C0" if rung["source"] else "C2"
-        axes.barh(number, speed(problem, rung) / scale, color=color)
-        if within_reach:
-            most = ceiling(record, problem, rung) / scale
-            axes.plot([most, most], [number - 0.5, number + 0.5], color="C3", linewidth=1)
-    axes.set(
-        title=problem["title"],
-        xlabel=f"{unit}; the ceiling in red" if within_reach else f"{unit}; far below the ceiling",
-        ylim=(len(rungs) - 0.5, -0.5),
-    )
-    axes.set_yticks(range(len(rungs)), [rung["name"] for rung in rungs])
-    axes.grid(axis="x", alpha=0.3)
-
-
-def _draw_counters(axes: Any, deciding: Mapping[str, str], problem: Record) -> None:
-    height = 0.8 / len(deciding)
-    for place, (label, name) in enumerate(deciding.items()):
-        values = [
-            counters.longest_kernel(rung["counters"])[name] or 0 if "counters" in rung else 0
-            for rung in _timed(problem)
-        ]
-        positions = [number - 0.4 + height * (place + 0.5) for number in range(len(values))]
-        axes.barh(positions, values, height=height, color=f"C{place}", label=label)
-    # Above the axes, beside the title of the speeds: inside it would hide bars.
-    axes.legend(
-        fontsize="small", loc="lower left", bbox_to_anchor=(0, 1), ncols=len(deciding),
-        frameon=False,
-    )  # fmt: skip
-    axes.grid(axis="x", alpha=0.3)

@@ -1,1 +1,1 @@
-"""Records: their form, their files, and the tables and plots made from them."""
+"""Records: their form, their files, and the tables made from them."""
