@@ -437,8 +437,8 @@ def test_identity_of_a_library_that_the_loader_finds(monkeypatch: pytest.MonkeyP
 @pytest.mark.thorough
 def test_cached_kernels_need_no_nvrtc(cache: Path) -> None:
     program = f"""
-from jax_tilekern.compilation.compiler import compile_source
-compile_source({SCALE!r}, ["scale<64>"], arch="sm_90a")
+from jax_tilekern.compilation.compiler import Kernel, Source, compile_kernels
+compile_kernels(Kernel(Source({SCALE!r}), "scale<64>"), arch="sm_90a")
 print("nvrtc" in open("/proc/self/maps").read())
 """
     for loaded in ("True\n", "False\n"):
