@@ -20,7 +20,8 @@ from sharded import AUTO, custom_calls, devices, mesh_of
 import jax_tilekern as jtk
 from benchmarks.sharded_bytes.collectives import bytes_sent
 from jax_tilekern.interop import ffi
-from jax_tilekern.ops import contraction
+from jax_tilekern.ops import contraction_lowering
+from jax_tilekern.primitives.operation import Fallback
 
 pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
 
@@ -53,7 +54,10 @@ def training_step(matmul):
 
 @pytest.fixture
 def local_products_are_xlas(monkeypatch):
-    monkeypatch.setattr(contraction, "small_left_to_xla", lambda _: "the test leaves it to XLA")
+    def left_to_xla(*_):
+        return Fallback("the test leaves it to XLA")
+
+    monkeypatch.setattr(contraction_lowering, "chosen_cpu_kernel", left_to_xla)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32], ids=["bfloat16", "float32"])
