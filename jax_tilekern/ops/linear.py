@@ -13,9 +13,10 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.ops.fused_contraction import contract_with_epilogue
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.labelled_operands import common_type
-from jax_tilekern.ops.matmul import labelled_matrices, matmul, product_of_matrices
+from jax_tilekern.ops.matmul import labelled_matrices, matmul
 from jax_tilekern.ops.pair_contraction import contract_pair
 
 Activation = Callable[[Any], Any]
@@ -130,29 +131,30 @@ def gated_linear(
         "preferred_element_type": preferred_element_type,
     }
     x, w_gate, w_up = jnp.asarray(x), jnp.asarray(w_gate), jnp.asarray(w_up)
-    if (w_gate.shape, w_gate.dtype) != (w_up.shape, w_up.dtype):
-        return product_of_matrices(
-            x,
-            w_gate,
-            **options,
+    alike = (w_gate.shape, w_gate.dtype) == (w_up.shape, w_up.dtype)
+    up = w_up if alike else matmul(x, w_up, **options)
+    result = compat.result_type(functools.partial(jnp.matmul, **options), x, w_gate)
+    lhs, gate, contraction = labelled_matrices(x, w_gate)
+    call: dict[str, Any] = {
+        "contraction": contraction,
+        "precision": compat.canonicalize_precision(precision),
+        "product": result.dtype,
+    }
+    if not alike:
+        gated: Array = contract_with_epilogue(
+            lhs,
+            gate,
+            **call,
+            shape=result.shape,
             epilogue=_times(activation),
-            operands=(matmul(x, w_up, **options),),
+            operands=(up,),
             in_place=((0, 0),),
         )
-    result = compat.result_type(functools.partial(jnp.matmul, **options), x, w_gate)
-    _, w_up, _ = labelled_matrices(x, w_up)
-    x, w_gate, contraction = labelled_matrices(x, w_gate)
-    canonical = compat.canonicalize_precision(precision)
-    x, w_gate = common_type(x, w_gate, result.dtype, canonical)
-    gated: Array = contract_pair(
-        x,
-        w_gate,
-        compat.as_type(w_up, w_gate.dtype),
-        contraction,
-        precision=canonical,
-        product=result.dtype,
-        function=_times(activation),
-    )
+        return gated
+    _, up, _ = labelled_matrices(x, up)
+    lhs, gate = common_type(lhs, gate, result.dtype, call["precision"])
+    up = compat.as_type(up, gate.dtype)
+    gated = contract_pair(lhs, gate, up, **call, function=_times(activation))
     return gated
 
 

@@ -14,7 +14,6 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.fused_contraction import check_operands, contract_with_epilogue
-from jax_tilekern.ops.fused_lowering import InPlace
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.plans.contraction import Contraction
 
@@ -93,29 +92,6 @@ def matmul(
     >>> jax.grad(lambda w: jtk.matmul(x, w).sum())(w).shape
     (128, 32)
     """
-    return product_of_matrices(
-        a,
-        b,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
-        epilogue=epilogue,
-        operands=operands,
-    )
-
-
-def product_of_matrices(
-    a: ArrayLike,
-    b: ArrayLike,
-    *,
-    precision: lax.PrecisionLike,
-    preferred_element_type: DTypeLike | None,
-    out_sharding: NamedSharding | PartitionSpec | None = None,
-    epilogue: Callable[..., Any] | None,
-    operands: Sequence[ArrayLike],
-    in_place: InPlace = (),
-) -> Array:
-    """Return what :func:`matmul` does; ``in_place`` as in :func:`contract_with_epilogue`."""
     result = compat.result_type(
         functools.partial(
             jnp.matmul,
@@ -127,14 +103,10 @@ def product_of_matrices(
         b,
     )
     a, b, contraction = labelled_matrices(jnp.asarray(a), jnp.asarray(b))
-    product = _product(
-        a, b, contraction, result, precision, out_sharding, epilogue, operands, in_place
-    )
-    return (
-        product
-        if epilogue is not None
-        else compat.with_type(product, result.dtype, result.weak_type)
-    )
+    product = _product(a, b, contraction, result, precision, out_sharding, epilogue, operands)
+    if epilogue is not None:
+        return product
+    return compat.with_type(product, result.dtype, result.weak_type)
 
 
 def labelled_matrices(a: Array, b: Array) -> tuple[Array, Array, Contraction]:
@@ -227,7 +199,6 @@ def _product(
     out_sharding: NamedSharding | PartitionSpec | None,
     epilogue: Callable[..., Any] | None,
     operands: Sequence[ArrayLike],
-    in_place: InPlace = (),
 ) -> Array:
     """Contract two arrays; ``result`` is the type of JAX's own product of them."""
     explicit = None if out_sharding is None else compat.explicit_sharding(result)
@@ -251,7 +222,6 @@ def _product(
         shape=result.shape,
         epilogue=epilogue,
         operands=operands,
-        in_place=in_place,
         out_sharding=explicit,
     )
     return results

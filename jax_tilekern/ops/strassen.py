@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.labelled_operands import product_by_lax
 from jax_tilekern.ops.matmul import labelled_matrices, matmul
 from jax_tilekern.plans.contraction import Contraction, Labels
-from jax_tilekern.primitives.operation import Operand, Operation, Planner, Rewrite, define
+from jax_tilekern.primitives.operation import Operation, Planner, Rewrite, define
 
 
 @jitted("levels", "precision", "out_sharding")
@@ -144,33 +143,23 @@ def _strassen(lhs: Array, rhs: Array, **params: Any) -> Array:
     return result
 
 
-def _plan(
-    operands: Sequence[Operand],
-    _: Any,
-    *,
-    contraction: Contraction,
-    cut: tuple[int, ...],
-    precision: Any,
-    out_dtype: np.dtype[Any],
-    **__: Any,
-) -> Rewrite:
-    own = _Cut(*cut).of(contraction)
-    function = functools.partial(
-        _by_blocks, contraction=contraction, cut=own, precision=precision, out_dtype=out_dtype
-    )
-    return Rewrite(f"{7**own.levels} products of blocks", function)
+def _plan(_: Any, __: Any, *, cut: tuple[int, ...], **params: Any) -> Rewrite:
+    function = functools.partial(_by_blocks, cut=_Cut(*cut), **params)
+    return Rewrite(f"{7 ** _Cut(*cut).levels} products of blocks", function)
 
 
 def _by_blocks(
     lhs: Array,
     rhs: Array,
+    *,
     contraction: Contraction,
     cut: _Cut,
     precision: Any,
     out_dtype: np.dtype[Any],
+    **_: Any,
 ) -> Array:
     """Pad to a multiple of the blocks, multiply, and cut the result to size."""
-    c, parts = contraction, 2**cut.levels
+    c, cut, parts = contraction, cut.of(contraction), 2**cut.levels
     product = _product(
         _padded(lhs, c.lhs, (cut.row, cut.contracted), parts),
         _padded(rhs, c.rhs, (cut.contracted, cut.column), parts),
