@@ -142,7 +142,8 @@ class Planner(NamedTuple):
         return cls(refusal, plan)
 
 
-Transposes = Mapping[int | tuple[int, ...], Callable[..., Any]]
+# By operand, or by tuple of operands.
+Transposes = Mapping[Any, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
