@@ -40,7 +40,7 @@ _RATE_QUANTILE = 0.98
 # call that is slower by more than 3 % costs something.
 _LEAST = (0.0, 0.03, 0.06, 0.08, 0.1, 0.15)
 _OF_ERROR = (0.0, 0.3, 0.5, 0.8, 1.0)
-_SLOW, _COST_OF_SLOW = 0.97, 0.3
+_SLOW, _COST_OF_SLOW = 0.97, 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
