@@ -1,9 +1,10 @@
 """Pages are written for the repository, as GitHub shows them, and become those of the site here.
 
 They link to files outside of this folder, such as ``../examples/moe.py``. The site has a page of
-each such source with its code highlighted, and a copy of each picture and record. GitHub wants a
-bar in a table escaped also in code, where Python-Markdown shows the backslash, and reads Markdown
-within HTML, which Python-Markdown does only where an attribute says so.
+each such source with its code highlighted, a copy of each record, and a page that lists each
+folder. GitHub wants a bar in a table escaped also in code, where Python-Markdown shows the
+backslash, and reads Markdown within HTML, which Python-Markdown does only where an attribute says
+so.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent.parent
 _DOCS = "docs/"
+_SOURCES = "source/"
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 _TABLE_ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
 _CODE = re.compile(r"`[^`\n]+`")
@@ -50,7 +52,8 @@ def on_files(files: Files, config: Any) -> Files:
             if not source.exists():
                 raise PluginError(f"{origin} links to {target}, which does not exist")
             if uri.endswith(".md"):
-                files.append(_page_of(source, uri, config))
+                files.append(page := _page_of(source, uri, config))
+                pending.append((page.content_string, _origin(uri)))
             else:
                 files.append(File.generated(config, uri, abs_src_path=str(source)))
     return files
@@ -61,9 +64,10 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
     origin = _origin(page.file.src_uri)
 
     def relinked(match: re.Match[str]) -> str:
-        uri, _, section = _site_uri(_repository_path(origin, match[1])).partition("#")
-        anchor = match[2] or (f"#{section}" if section else "")
-        return posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".") + anchor
+        uri = _site_uri(_repository_path(origin, match[1]))
+        return posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".") + (
+            match[2] or ""
+        )
 
     def converted(text: str) -> str:
         text = text.replace("<details>", '<details markdown="1">')
@@ -82,6 +86,8 @@ def _bars_in_code(row: re.Match[str]) -> str:
 
 def _origin(uri: str) -> str:
     """Return where the text of a page lies in the repository, or would."""
+    if uri.startswith(_SOURCES):
+        return uri.removeprefix(_SOURCES)
     return {page: path for path, page in _PAGES.items() if path.endswith(".md")}.get(
         uri if uri != "index.md" else "", _DOCS + uri
     )
@@ -97,18 +103,23 @@ def _site_uri(path: str) -> str:
         return path.removeprefix(_DOCS)
     if path in _PAGES:
         return _PAGES[path]
-    # A record, or its table: the device's page has a section of each operation.
-    if record := re.fullmatch(r"benchmarks/results/([\w-]+)(?:/([\w-]+)\.md)?", path):
-        return f"performance/{record[1]}.md" + (f"#{record[2]}" if record[2] else "")
     if (ROOT / path).is_dir():
-        return _site_uri(f"{path}/README.md")
+        has_readme = (ROOT / path / "README.md").exists()
+        return _site_uri(f"{path}/README.md") if has_readme else f"{_SOURCES}{path}/index.md"
     if Path(path).suffix in _LANGUAGES:
-        return f"source/{path}.md" if not path.endswith(".md") else f"source/{path}"
+        return f"{_SOURCES}{path}.md" if not path.endswith(".md") else f"{_SOURCES}{path}"
     return f"files/{path}"
 
 
 def _page_of(source: Path, uri: str, config: Any) -> File:
-    """Return a page with a file's text: as it is if that is markdown, else as code."""
+    """Return a page with a file's text: as it is if that is markdown, else as code.
+
+    That of a folder lists its files.
+    """
+    if source.is_dir():
+        names = sorted(file.name for file in source.iterdir() if file.is_file())
+        links = "".join(f"- [{name}]({name})\n" for name in names)
+        return File.generated(config, uri, content=f"# {source.name}\n\n{links}")
     text = source.read_text()
     if source.suffix != ".md":
         name = source.relative_to(ROOT)
