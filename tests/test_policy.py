@@ -216,5 +216,5 @@ def test_choices_reach_the_best_of_both(file):
     fitted = read_times([RECORDS.parent / "times.json"])
     assert record["sample"]["seed"] not in {call.seed for call in fitted}
     found = report(record, KNOWN_GPUS["sm_90a"])
-    assert found["over_best"] > 0.93
-    assert found["over_xla"] > 1.12
+    assert found["over_best"] > 0.9
+    assert found["over_xla"] > 1.1

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded import AUTO, custom_calls, devices, mesh_of
+from sharded import AUTO, devices, mesh_of
 
 import jax_tilekern as jtk
 from benchmarks.sharded_bytes.collectives import bytes_sent
-from jax_tilekern.interop import ffi
-from jax_tilekern.ops import contraction_lowering
+from jax_tilekern.ops import contraction_lowering, planned_kernel
+from jax_tilekern.plans.policy import Choice
 from jax_tilekern.primitives.operation import Fallback
 
 pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
@@ -164,19 +164,15 @@ def test_gated_units_send_no_more_than_two_products(scheme):
             np.testing.assert_allclose(a, b, 0, 64 * WIDTH * np.finfo(np.float32).eps * scale)
 
 
-@pytest.mark.defaults
-@pytest.mark.parametrize(
-    ("call", "target", "rows"),
-    [
-        (jtk.transpose, ffi.CPU_TRANSPOSE, 768),
-        (jtk.sum, ffi.CPU_SUM, 125),
-        (lambda x: jtk.add(x, x[:1]), ffi.CPU_ADD, 125),
-    ],
-)
-def test_few_elements_are_those_of_a_shard(call, target, rows):
-    """A shard of 8 columns has the least that have a kernel, then one row less."""
+@pytest.mark.parametrize("call", [jtk.transpose, jtk.sum, lambda x: jtk.add(x, x[:1])])
+def test_the_policy_is_asked_about_a_shard(monkeypatch, call):
+    asked = []
+
+    def choose(workload, candidates, _):
+        asked.append(round(2 ** workload.features[0]))
+        return Choice(candidates[0], "asked")
+
+    monkeypatch.setattr(planned_kernel, "choose", choose)
     columns = NamedSharding(mesh_of((AUTO, AUTO)), P(None, ("d", "m")))
-    for size, kernels in ((rows, 1), (rows - 1, 0)):
-        x = jax.ShapeDtypeStruct((size, 64), np.float32, sharding=columns)
-        compiled = jax.jit(call).lower(x).compile()
-        assert len(custom_calls(compiled, target)) == kernels
+    jax.jit(call).lower(jax.ShapeDtypeStruct((250, 64), np.float32, sharding=columns)).compile()
+    assert asked == [250 * 64 // 8]
