@@ -18,6 +18,7 @@ from benchmarks.records.sample_report import SLOWER, Distribution, ratio_to_jax,
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
+_DATA = ROOT / "jax_tilekern/plans/policy/data"
 PAGES = tuple(
     ROOT / name
     for name in ("README.md", "docs/performance.md", "docs/testing.md", "docs/ladder.md")
@@ -55,19 +56,13 @@ class Device(NamedTuple):
 
     folder: str
     title: str
-    note: str = ""
 
 
-_BUSY = " Other programs ran at the same time, so a single row may be off by a third."
-_SEEN = " What is left to XLA has been fitted to these random calls since."
 DEVICES = (
     Device("h100", "NVIDIA H100 80GB HBM3"),
     Device("h200", "NVIDIA H200"),
     Device("h100x2", "2 x NVIDIA H100 80GB HBM3"),
-    Device("amd-epyc-avx2", "AMD EPYC with AVX2, two cores", _SEEN),
     Device("amd-epyc", "AMD EPYC with AVX-512 and bfloat16, two cores"),
-    Device("xeon-amx", "Xeon with AMX, two cores", _BUSY + _SEEN),
-    Device("xeon-avx512", "Xeon with AVX-512, two cores", _SEEN),
     Device("sapphire-rapids", "Xeon, Sapphire Rapids, two cores"),
     Device("cascade-lake", "Xeon, Cascade Lake, two cores"),
 )
@@ -177,9 +172,9 @@ _READERS: Mapping[str, Callable[[Record], Iterator[tuple[str, float]]]] = {
 
 def _devices() -> Iterator[str]:
     """Yield a section for each device: its random calls, then its suites."""
-    for folder, title, note in DEVICES:
+    for folder, title in DEVICES:
         yield f"\n## {title}\n"
-        yield f"[Every row](../benchmarks/results/{folder}).{note}"
+        yield f"[Every row](../benchmarks/results/{folder})."
         for kind, ratios in (("drawn at random", drawn(folder)), ("recorded", suites(folder))):
             if ratios:
                 yield ""
@@ -199,8 +194,8 @@ def _random() -> Iterator[str]:
         ("H100: four other operations", *_distribution(_all("h100", without="`matmul`"))),
         *(
             (f"{title}: seven operations", *_distribution(_all(folder)))
-            for folder, title, _ in DEVICES
-            if folder in ("amd-epyc-avx2", "amd-epyc")
+            for folder, title in DEVICES
+            if folder == "amd-epyc"
         ),
     ]
     heads = ("calls drawn at random", "calls", "mean", "10th percentile", "worst")
@@ -279,7 +274,7 @@ _RUNS = {
 def _tests() -> Iterator[str]:
     """Yield the recorded runs of the tests."""
     lines = []
-    for folder, title, _ in DEVICES:
+    for folder, title in DEVICES:
         for path in sorted((RESULTS / folder).glob("tests*.json")):
             record = _read(path)
             counts = (f"{record['outcome'][key]:,}" for key in ("passed", "failed", "skipped"))
@@ -289,8 +284,23 @@ def _tests() -> Iterator[str]:
     yield from _table(("device", "tests", "day", "passed", "failed", "skipped"), lines, text=3)
 
 
+def _policy() -> Iterator[str]:
+    """Yield what the policy's choices reach on calls that its models were fitted without."""
+    lines = []
+    for path in sorted(_DATA.glob("*.json")):
+        content = _read(path)
+        for operation, model in content["models"].items():
+            unseen = model["unseen"]
+            shares = (f"{unseen[name]:.0%}" for name in ("taken", "below_0.97"))
+            ratios = (f"{unseen[name]:.2f}" for name in ("over_xla", "over_best", "worst"))
+            lines.append((content["device"], operation, f"{unseen['pairs']:,}", *ratios, *shares))
+    heads = ("device", "operation", "calls", "over XLA", "over the best", "worst")
+    yield from _table((*heads, "kernels taken", f"below {SLOWER}"), lines, text=2)
+
+
 _TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
     "devices": _devices,
+    "policy": _policy,
     "random": _random,
     "speed": _speed,
     "tests": _tests,

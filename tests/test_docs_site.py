@@ -138,7 +138,9 @@ def test_tables_are_those_of_the_records(page):
 
 
 def test_every_device_has_a_table():
-    assert {device.folder for device in tables.DEVICES} == {path.name for path in results()}
+    """Times of calls alone are the policy's data, which has a table of its own."""
+    recorded = {path.name for path in results() if len(list(path.iterdir())) > 1}
+    assert {device.folder for device in tables.DEVICES} == recorded
 
 
 def test_a_table_has_samples_and_measured_choices():
