@@ -298,15 +298,9 @@ def test_operands_are_rounded_to_the_nearest_tf32(order):
 @pytest.mark.parametrize(
     ("shape", "axes"),
     [
-        ((1_000_003,), (0,)),
-        ((3000, 1024), (1,)),
-        ((3000, 1021), (1,)),
-        ((70_000, 12), (1,)),
-        ((5000, 640), (0,)),
-        ((100_000, 3), (0,)),
+        ((2000, 1024), (0,)),
+        ((2000, 1021), (0,)),
         ((40, 300, 129), (1,)),
-        ((12, 40, 20, 64), (0, 2)),
-        ((12, 40, 20, 64), (1, 3)),
     ],
 )
 def test_every_candidate_computes_the_sum(shape, axes, dtype):

@@ -21,8 +21,7 @@ FILES = {
         "linalg/matrix_inverse.cuh",
     ),
     "row_sums": (
-        "types.cuh", "convert.cuh", "epilogue.cuh", "reduction/reduction.cuh",
-        "reduction/row_sums.cuh",
+        "types.cuh", "convert.cuh", "reduction/reduction.cuh", "reduction/row_sums.cuh",
     ),
 }  # fmt: skip
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
@@ -80,9 +79,7 @@ def test_inverses_of_small_matrices(run, dtype, size):
     assert error <= 8 * size * np.finfo(dtype).eps
 
 
-@pytest.mark.parametrize(
-    "types", ["int8 int32", "int8 int64", "uint8 uint8", "int32 int64", "float32 float32"]
-)
+@pytest.mark.parametrize("types", ["uint32 int32", "float32 float32"])
 @pytest.mark.parametrize(("rows", "lanes"), [(1, 8), (4, 32), (1, 256), (4, 256)])
 @pytest.mark.parametrize("k", [37, 4127])
 @pytest.mark.one_in(2)

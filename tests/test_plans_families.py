@@ -75,7 +75,7 @@ VECTOR = product_of("bf16", 1, 8192, 8192, rhs_k_major=True)
 
 def sums(gpu):
     return sum_candidates(
-        SummedDims((8192, 8192), (False, True)), VECTOR.lhs_dtype, VECTOR.lhs_dtype, gpu
+        SummedDims((8192, 8192), (True, False)), VECTOR.lhs_dtype, VECTOR.lhs_dtype, gpu
     )
 
 

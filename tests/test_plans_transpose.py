@@ -12,16 +12,13 @@ from nvrtc_mark import needs_nvrtc
 
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gpu import known_gpu
-from jax_tilekern.plans.launch import TensorMap
-from jax_tilekern.plans.transpose.narrow import NarrowTranspose
 from jax_tilekern.plans.transpose.permutation import Permutation
 from jax_tilekern.plans.transpose.rows import RowTranspose
-from jax_tilekern.plans.transpose.select import candidates
+from jax_tilekern.plans.transpose.select import transpose_candidate
 from jax_tilekern.plans.transpose.shape import TileGrid, divisor
 from jax_tilekern.plans.transpose.tiles import TileTranspose
-from jax_tilekern.plans.transpose.tma import TmaTranspose
 
-H100, A100, RTX_5090 = known_gpu("sm_90"), known_gpu("sm_80"), known_gpu("sm_120")
+H100 = known_gpu("sm_90")
 
 
 shapes = st.lists(st.sampled_from([1, 1, 2, 3, 4, 5]), max_size=6)
@@ -30,12 +27,8 @@ permutations = shapes.flatmap(
 )
 
 
-def found(shape, axes, itemsize, gpu=H100):
-    return candidates(Permutation.reduced(shape, axes, itemsize), gpu)
-
-
-def best(*args):
-    return found(*args)[0]
+def found(shape, axes, itemsize):
+    return transpose_candidate(Permutation.reduced(shape, axes, itemsize))
 
 
 @given(permutations)
@@ -93,33 +86,16 @@ def test_an_innermost_dimension_that_stays_widens_items():
     [
         ((8192, 8192), (1, 0), 4, TileTranspose),
         ((100, 100, 4), (1, 0, 2), 4, TileTranspose),
-        # TMA, where it was the fastest.
-        ((4096, 4096), (1, 0), 1, TmaTranspose),
-        ((4096, 4096), (1, 0), 2, TmaTranspose),
-        ((16384, 16384), (1, 0), 1, TileTranspose),
         ((64, 1024, 1024), (0, 2, 1), 2, TileTranspose),
-        ((1024, 1024), (1, 0), 2, TileTranspose),
         ((4096, 4095), (1, 0), 2, TileTranspose),
         ((8, 1000, 1003), (0, 2, 1), 4, TileTranspose),
-        # A box takes rows of 128 bytes, and three outer dimensions.
-        ((20, 128, 8192), (2, 1, 0), 2, TileTranspose),
         ((8, 8, 8, 8, 64, 64), (1, 0, 3, 5, 2, 4), 2, TileTranspose),
-        ((3, 2**24), (1, 0), 1, NarrowTranspose),
-        ((2**24, 3), (1, 0), 1, NarrowTranspose),
-        ((5, 2**20, 8), (0, 2, 1), 2, NarrowTranspose),
         ((32, 128, 64, 64), (0, 2, 1, 3), 2, RowTranspose),
         ((5, 7, 103), (1, 0, 2), 1, RowTranspose),
     ],
 )
 def test_choices(shape, axes, itemsize, kind):
-    assert isinstance(best(shape, axes, itemsize), kind)
-
-
-def test_boxes_are_for_hopper_and_later():
-    for gpu in (A100, H100, RTX_5090):
-        kinds = {type(c) for c in found((512, 512), (1, 0), 2, gpu)}
-        assert (TmaTranspose in kinds) == (gpu.compute_capability >= (9, 0))
-        assert TileTranspose in kinds
+    assert isinstance(found(shape, axes, itemsize), kind)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +105,7 @@ def test_boxes_are_for_hopper_and_later():
         ((1000, 8, 8), (0, 2, 1), "matrices of 256 bytes"),
         ((3, 1000, 9), (2, 1, 0), "matrices of 108 bytes"),
         ((5, 2**20 + 1), (1, 0), "rows of 20 bytes"),
+        ((2**24, 3), (1, 0), "rows of 12 bytes"),
         (tuple(range(40, 50)), tuple(reversed(range(10))), "10 dimensions"),
         ((2**31, 64, 64), (0, 2, 1), "more blocks"),
         ((2**31, 2, 64), (1, 0, 2), "more blocks"),
@@ -136,13 +113,6 @@ def test_boxes_are_for_hopper_and_later():
 )
 def test_reasons(shape, axes, words):
     assert words in found(shape, axes, 4).reason
-
-
-@pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize(("shape", "axes"), [((4096, 4096), (1, 0)), ((3, 2**20), (1, 0))])
-def test_keys_are_unique(shape, axes, itemsize):
-    keys = [candidate.key for candidate in found(shape, axes, itemsize)]
-    assert len(set(keys)) == len(keys) > 0
 
 
 @given(st.integers(1, 2**31), st.integers(0, 2**31 - 1))
@@ -174,48 +144,28 @@ def numbers(launch, layout):
 @needs_nvrtc
 def test_arrays_of_more_than_32_bits_of_items():
     """Strides and sizes are 64-bit numbers; only blocks and what is in a tile are not."""
-    tiles = best((50001, 90001), (1, 0), 1)
+    tiles = found((50001, 90001), (1, 0), 1)
     launch = tiles.plan(H100).launches[0]
     assert isinstance(tiles, TileTranspose)
     assert numbers(launch, "14I5q")[14:] == (50001, 90001, 90001, 50001, 50001 * 90001)
-    assert launch.grid[0] == tiles.blocks < 2**31
+    assert launch.grid[0] == tiles.count < 2**31
 
-    batched = best((9, 50001, 10001), (0, 2, 1), 1).plan(H100).launches[0]
+    batched = found((9, 50001, 10001), (0, 2, 1), 1).plan(H100).launches[0]
     strides = numbers(batched, "14I17q")[19:]
     source, result = strides[5], strides[11]
     assert source == result == 50001 * 10001
     assert 9 * source > 2**32
 
-    narrow = best((3, 2**33), (1, 0), 1)
-    launch = narrow.plan(H100).launches[0]
-    assert numbers(launch, "12q18I2q")[30:] == (2**33, 2**33)
-
-    _, boxes = found((65536, 65536), (1, 0), 2)
-    assert boxes.plan(H100).launches[0].parameters[0].sizes == (65536, 65536, 1, 1, 1)
-    # Coordinates of a box are 32-bit numbers, and wide of them are left to tiles.
-    kinds = {type(c) for c in found((128, 2**31), (1, 0), 1)}
-    assert kinds == {TileTranspose}
-
-    rows = best((5, 2**26, 3), (1, 0, 2), 16).plan(H100).launches[0]
+    rows = found((5, 2**26, 3), (1, 0, 2), 16).plan(H100).launches[0]
     assert numbers(rows, "4Iq12q")[10] == 3 * 2**26 * 16
-
-
-@needs_nvrtc
-def test_tensor_maps():
-    launch = best((3, 2048, 4096), (0, 2, 1), 2).plan(H100).launches[0]
-    source, result = launch.parameters[:2]
-    assert isinstance(source, TensorMap)
-    assert (source.dtype, source.sizes) == ("uint16", (4096, 2048, 1, 1, 3))
-    assert (result.dtype, result.sizes) == ("uint16", (2048, 4096, 1, 1, 3))
-    assert source.extent_bytes == result.extent_bytes == 3 * 2048 * 4096 * 2
 
 
 LAUNCHED = [
     ((512, 512), (1, 0)),
     ((511, 513), (1, 0)),
-    ((3, 4096), (1, 0)),
-    ((4096, 8), (1, 0)),
+    ((4096, 40), (1, 0)),
     ((7, 9, 103), (1, 0, 2)),
+    ((7, 9, 96), (1, 0, 2)),
 ]
 
 
@@ -227,11 +177,8 @@ LAUNCHED = [
 @pytest.mark.one_in(6)
 def test_compiles_without_spills(arch, itemsize):
     gpu = known_gpu(arch)
-    every = []
     for case in LAUNCHED:
-        kinds = {type(candidate): candidate for candidate in reversed(found(*case, itemsize, gpu))}
-        every += kinds.values()
-    for candidate in every:
+        candidate = found(*case, itemsize)
         plan = candidate.plan(gpu)
         assert compile_kernels(candidate.kernel, arch=arch).log == ""
         (launch,) = plan.launches

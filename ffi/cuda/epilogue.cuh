@@ -1,6 +1,6 @@
 // The epilogue: what a kernel does to accumulators between the last multiply-add and the store.
 //
-// Every kernel that stores a result has a template parameter `Epilogue`, the identity by default,
+// Every kernel that stores a product has a template parameter `Epilogue`, the identity by default,
 // and passes its trailing parameters to it: the kernel constructs `Epilogue{operands...}`. Each
 // thread then calls it with accumulators that it holds, once for each of its arrays of them:
 //
@@ -52,7 +52,7 @@
 // be clamped as above.
 //
 // Rows and columns are those of the kernel, so where a plan swaps A and B, its epilogue sees the
-// transposed output. A kernel that stores partial sums (split-K, segments of a reduction) is given
+// transposed output. A kernel that stores partial sums (split-K) is given
 // the identity, and the kernel that adds them up is given the epilogue. Rows of a grouped GEMM that
 // are in no group are zeros, of group 0 by their number; a generated epilogue keeps them zeros.
 #pragma once
@@ -100,25 +100,6 @@ struct ComposedEpilogue {
   void prefetch(const WorkTile& work, int column) const {
     second.prefetch(work, column);
   }
-};
-
-// The coordinates of a single accumulator, or of adjacent ones in a row.
-struct RowCoordinates {
-  static constexpr int kAdjacentColumns = 1;
-  static constexpr bool kConverged = false;
-  static constexpr bool kQuads = false;
-
-  int row_index;
-  int first_column;
-  int row_count;
-  int column_count;
-  int batch_index;
-
-  int row(int) const { return row_index; }
-  int column(int i) const { return first_column + i; }
-  int rows() const { return row_count; }
-  int columns() const { return column_count; }
-  int batch(int) const { return batch_index; }
 };
 
 }  // namespace tilekern

@@ -76,10 +76,8 @@ double largest_error(int lanes, int k) {
 
 template <int kRows, int kUnroll>
 double largest_error(const std::string& types, int lanes, int k) {
-  if (types == "int8 int32") return largest_error<int8, uint32, int32, kRows, kUnroll>(lanes, k);
-  if (types == "int8 int64") return largest_error<int8, uint64, int64, kRows, kUnroll>(lanes, k);
-  if (types == "uint8 uint8") return largest_error<uint8, uint32, uint8, kRows, kUnroll>(lanes, k);
-  if (types == "int32 int64") return largest_error<int32, uint64, int64, kRows, kUnroll>(lanes, k);
+  if (types == "uint32 int32")
+    return largest_error<uint32, uint32, int32, kRows, kUnroll>(lanes, k);
   if (types == "float32 float32") {
     return largest_error<float, float, float, kRows, kUnroll>(lanes, k);
   }

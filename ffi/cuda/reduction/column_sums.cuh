@@ -85,10 +85,8 @@ class ColumnGroup {
   }
 };
 
-template <typename T, typename Sum, typename Out, ColumnConfig config, bool kProducts,
-          class Epilogue>
-inline void reduce_columns(const T* lhs, const T* rhs, Out* out, const ColumnShape& shape,
-                           const Epilogue& epilogue) {
+template <typename T, typename Sum, typename Out, ColumnConfig config, bool kProducts>
+inline void reduce_columns(const T* lhs, const T* rhs, Out* out, const ColumnShape& shape) {
   using Columns = ColumnGroup<T, Sum, config, kProducts>;
   constexpr int kVector = Columns::kVector;
   const uint32 thread = threadIdx.x;
@@ -124,27 +122,22 @@ inline void reduce_columns(const T* lhs, const T* rhs, Out* out, const ColumnSha
   out += offsets.out + segment * shape.out_segment;
   const uint32 found = min_of(lanes, shape.vectors - first_vector) * kVector;
   for (uint32 i = thread; i < found; i += kReductionThreads) {
-    out[(static_cast<int64>(first_vector) * kVector + i) * shape.out_column] = finished<Out>(
-        sums[i % kVector][i / kVector], epilogue,
-        RowCoordinates{0, static_cast<int>(first_vector * kVector + i), 1,
-                       static_cast<int>(shape.vectors * kVector), static_cast<int>(index.rest())});
+    out[(static_cast<int64>(first_vector) * kVector + i) * shape.out_column] =
+        rounded<Out>(sums[i % kVector][i / kVector]);
   }
 }
 
-template <typename T, typename Sum, typename Out, ColumnConfig config,
-          class Epilogue = IdentityEpilogue, typename... Operands>
+template <typename T, typename Sum, typename Out, ColumnConfig config>
 __global__ void __launch_bounds__(kReductionThreads, config.min_blocks())
-    column_sums(const T* x, Out* out, const __grid_constant__ ColumnShape shape,
-                Operands... operands) {
-  reduce_columns<T, Sum, Out, config, false>(x, x, out, shape, Epilogue{operands...});
+    column_sums(const T* x, Out* out, const __grid_constant__ ColumnShape shape) {
+  reduce_columns<T, Sum, Out, config, false>(x, x, out, shape);
 }
 
-template <typename T, typename Sum, typename Out, ColumnConfig config,
-          class Epilogue = IdentityEpilogue, typename... Operands>
+template <typename T, typename Sum, typename Out, ColumnConfig config>
 __global__ void __launch_bounds__(kReductionThreads, config.min_blocks())
-    column_products(const T* lhs, const T* rhs, Out* out, const __grid_constant__ ColumnShape shape,
-                    Operands... operands) {
-  reduce_columns<T, Sum, Out, config, true>(lhs, rhs, out, shape, Epilogue{operands...});
+    column_products(const T* lhs, const T* rhs, Out* out,
+                    const __grid_constant__ ColumnShape shape) {
+  reduce_columns<T, Sum, Out, config, true>(lhs, rhs, out, shape);
 }
 
 }  // namespace tilekern

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "convert.cuh"
-#include "epilogue.cuh"
 
 namespace tilekern {
 
@@ -139,14 +138,6 @@ inline Out rounded(Sum sum) {
   } else {
     return static_cast<Out>(sum);
   }
-}
-
-// The result of a sum with its epilogue.
-template <typename Out, class Epilogue, typename Sum>
-inline Out finished(Sum sum, const Epilogue& epilogue, const RowCoordinates& at) {
-  Sum accumulators[1] = {sum};
-  epilogue(accumulators, at);
-  return rounded<Out>(accumulators[0]);
 }
 
 // Decomposes blockIdx.x into mixed-radix digits.

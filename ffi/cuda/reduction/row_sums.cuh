@@ -1,5 +1,5 @@
-// Sums of rows, or of the products of rows with a vector; memory is contiguous along k. Sums of a
-// whole array, dot products, and products of a k-major matrix and a vector are of this kind.
+// Sums of rows, or of the products of rows with a vector; memory is contiguous along k. Dot
+// products, and products of a k-major matrix and a vector are of this kind.
 #pragma once
 
 #include "reduction/reduction.cuh"
@@ -51,14 +51,7 @@ class RowSum {
  public:
   void add(const Bits<kBytes>& values) {
 #pragma unroll
-    for (int i = 0; i < kTerms; ++i) {
-      Sum& sum = sums_[i % kSums];
-      if constexpr (kQuads) {
-        sum = __dp4a(static_cast<int>(values.words[i]), 0x01010101, static_cast<int>(sum));
-      } else {
-        sum += element<T, Sum>(values, i);
-      }
-    }
+    for (int i = 0; i < kTerms; ++i) sums_[i % kSums] += element<T, Sum>(values, i);
   }
 
   void add(const Bits<kBytes>& lhs, const Bits<kBytes>& rhs) {
@@ -160,9 +153,8 @@ class RowGroup {
   RowSum<T, Sum, kBytes> sums_[config.rows];
 };
 
-template <typename T, typename Sum, typename Out, RowConfig config, bool kProducts, class Epilogue>
-inline void reduce_rows(const T* lhs, const T* rhs, Out* out, const RowShape& shape,
-                        const Epilogue& epilogue) {
+template <typename T, typename Sum, typename Out, RowConfig config, bool kProducts>
+inline void reduce_rows(const T* lhs, const T* rhs, Out* out, const RowShape& shape) {
   constexpr int kWarps = kReductionThreads / 32;
   const uint32 lanes = 1u << shape.log2_lanes;
   const uint32 lane = threadIdx.x & (lanes - 1);
@@ -180,11 +172,6 @@ inline void reduce_rows(const T* lhs, const T* rhs, Out* out, const RowShape& sh
                                            shape, first);
   rows.take(min_of(shape.k - begin, shape.segment_k), lane, lanes);
 
-  const auto coordinates = [&](uint32 row) {
-    return RowCoordinates{static_cast<int>(row), 0, static_cast<int>(shape.rows), 1,
-                          static_cast<int>(group / shape.row_groups)};
-  };
-
   __shared__ Sum of_warps[kWarps][config.rows];
 #pragma unroll
   for (int row = 0; row < config.rows; ++row) {
@@ -196,7 +183,7 @@ inline void reduce_rows(const T* lhs, const T* rhs, Out* out, const RowShape& sh
     // If a row has at most one warp, every lane has the total.
     if (lanes <= 32 && lane == 0 && wanted < shape.groups && first + row < shape.rows) {
       out[offsets.out + (first + row) * shape.out_row + segment * shape.out_segment] =
-          finished<Out>(total, epilogue, coordinates(first + row));
+          rounded<Out>(total);
     }
   }
   if (lanes <= 32) return;
@@ -208,23 +195,20 @@ inline void reduce_rows(const T* lhs, const T* rhs, Out* out, const RowShape& sh
       total += of_warps[threadIdx.x / 32 + warp][lane];
     }
     out[offsets.out + (first + lane) * shape.out_row + segment * shape.out_segment] =
-        finished<Out>(total, epilogue, coordinates(first + lane));
+        rounded<Out>(total);
   }
 }
 
-template <typename T, typename Sum, typename Out, RowConfig config,
-          class Epilogue = IdentityEpilogue, typename... Operands>
+template <typename T, typename Sum, typename Out, RowConfig config>
 __global__ void __launch_bounds__(kReductionThreads, config.min_blocks())
-    row_sums(const T* x, Out* out, const __grid_constant__ RowShape shape, Operands... operands) {
-  reduce_rows<T, Sum, Out, config, false>(x, x, out, shape, Epilogue{operands...});
+    row_sums(const T* x, Out* out, const __grid_constant__ RowShape shape) {
+  reduce_rows<T, Sum, Out, config, false>(x, x, out, shape);
 }
 
-template <typename T, typename Sum, typename Out, RowConfig config,
-          class Epilogue = IdentityEpilogue, typename... Operands>
+template <typename T, typename Sum, typename Out, RowConfig config>
 __global__ void __launch_bounds__(kReductionThreads, config.min_blocks())
-    row_products(const T* lhs, const T* rhs, Out* out, const __grid_constant__ RowShape shape,
-                 Operands... operands) {
-  reduce_rows<T, Sum, Out, config, true>(lhs, rhs, out, shape, Epilogue{operands...});
+    row_products(const T* lhs, const T* rhs, Out* out, const __grid_constant__ RowShape shape) {
+  reduce_rows<T, Sum, Out, config, true>(lhs, rhs, out, shape);
 }
 
 }  // namespace tilekern

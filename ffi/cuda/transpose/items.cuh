@@ -19,17 +19,17 @@ inline uint32 misalignment(const char* address) {
   return static_cast<uint32>(reinterpret_cast<uint64>(address)) & 15;
 }
 
-// Gathers kWords 32-bit words of items; item i is in shared memory at `position(i)`.
-template <int kItemBytes, int kWords, typename Position>
-inline void gather(uint32 (&words)[kWords], const unsigned char* shared, Position position) {
-  constexpr int kItems = 4 * kWords / kItemBytes;
+// Gathers four 32-bit words of items; item i is in shared memory at `position(i)`.
+template <int kItemBytes, typename Position>
+inline void gather(uint32 (&words)[4], const unsigned char* shared, Position position) {
+  constexpr int kItems = 16 / kItemBytes;
   Item<kItemBytes> items[kItems];
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     items[i] = *reinterpret_cast<const Item<kItemBytes>*>(shared + position(i));
   }
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) {
+  for (int i = 0; i < 4; ++i) {
     if constexpr (kItemBytes == 1) {
       words[i] = permute_bytes(permute_bytes(items[4 * i], items[4 * i + 1], 0x0040),
                                permute_bytes(items[4 * i + 2], items[4 * i + 3], 0x0040), 0x5410);
@@ -42,23 +42,15 @@ inline void gather(uint32 (&words)[kWords], const unsigned char* shared, Positio
   }
 }
 
-template <int kWords>
-inline void store_words(char* address, const uint32 (&words)[kWords]) {
-  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
-  if constexpr (kWords == 1) {
-    *reinterpret_cast<uint32*>(address) = words[0];
-  } else if constexpr (kWords == 2) {
-    *reinterpret_cast<uint2*>(address) = {words[0], words[1]};
-  } else {
-    *reinterpret_cast<uint4*>(address) = {words[0], words[1], words[2], words[3]};
-  }
+inline void store_words(char* address, const uint32 (&words)[4]) {
+  *reinterpret_cast<uint4*>(address) = {words[0], words[1], words[2], words[3]};
 }
 
 // Stores the items of the words with an index in [first, last), one by one.
-template <int kItemBytes, int kWords>
-inline void store_some(char* address, const uint32 (&words)[kWords], int64 first, int64 last) {
+template <int kItemBytes>
+inline void store_some(char* address, const uint32 (&words)[4], int64 first, int64 last) {
 #pragma unroll
-  for (int i = 0; i < 4 * kWords / kItemBytes; ++i) {
+  for (int i = 0; i < 16 / kItemBytes; ++i) {
     if (i < first || i >= last) continue;
     char* item = address + i * kItemBytes;
     if constexpr (kItemBytes < 4) {

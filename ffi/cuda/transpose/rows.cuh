@@ -8,10 +8,9 @@ namespace tilekern {
 
 // Compile-time choices; `RowTranspose` in `plans/transpose/rows.py` makes them.
 struct RowTransposeConfig {
-  // A unit divides the length and the distance of all rows.
+  // A unit divides the length and the distance of all rows. With units of 16 bytes rows are
+  // aligned.
   int unit_bytes;
-  // The size of a copy: one unit, or 16 bytes of unaligned rows.
-  int vector_bytes;
   // Vectors per thread, all in flight at once.
   int copies;
 };
@@ -32,14 +31,12 @@ struct RowTransposeShape {
 // Vectors are numbered in the result's order, and adjacent threads copy adjacent vectors.
 template <RowTransposeConfig config>
 class RowTransposer {
-  static constexpr bool kDirect = config.vector_bytes == config.unit_bytes;
-
  public:
   RowTransposer(const char* source, char* result, const RowTransposeShape& shape)
       : shape_(shape), source_(source), result_(result) {}
 
   void run() const {
-    if constexpr (kDirect) {
+    if constexpr (config.unit_bytes == 16) {
       copy();
     } else {
       cut();
@@ -62,22 +59,20 @@ class RowTransposer {
   Position position(int i) const {
     const Quotient at = divide(vector(i), shape_.row_vectors);
     return {source_ + outer_offsets(shape_.outer, at.quotient).source,
-            result_ + at.quotient * shape_.row_bytes,
-            static_cast<int64>(at.remainder) * config.vector_bytes};
+            result_ + at.quotient * shape_.row_bytes, static_cast<int64>(at.remainder) * 16};
   }
 
   void copy() const {
-    using Vector = Item<config.vector_bytes>;
-    Vector vectors[config.copies];
+    uint4 vectors[config.copies];
 #pragma unroll
     for (int i = 0; i < config.copies; ++i) {
       if (!is_there(i)) break;
       const Position at = position(i);
-      vectors[i] = *reinterpret_cast<const Vector*>(at.source + at.offset);
+      vectors[i] = *reinterpret_cast<const uint4*>(at.source + at.offset);
     }
 #pragma unroll
     for (int i = 0; i < config.copies; ++i) {
-      if (is_there(i)) reinterpret_cast<Vector*>(result_)[vector(i)] = vectors[i];
+      if (is_there(i)) reinterpret_cast<uint4*>(result_)[vector(i)] = vectors[i];
     }
   }
 

@@ -7,6 +7,7 @@ adds up. So the order of additions is always the same, without atomic operations
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jax_tilekern.compilation.compiler import Compiled, compile_kernels
@@ -88,23 +89,26 @@ def reduction_passes(reduction: Reduction, gpu: Gpu) -> list[Passes]:
     Either ``k`` or the outputs must have unit stride in ``lhs``, and ``k`` in ``rhs`` in the former
     case.
     """
-    found: list[Passes] = []
-    for whole in (*row_passes(reduction), *column_passes(reduction)):
-        for splits in whole.split_counts(gpu):
-            passes = _split(whole, splits, gpu)
-            if passes is not None:
-                found.append(passes)
-    return sorted(found, key=lambda passes: passes.cycles)[:_MAX_CANDIDATES]
+    found = (
+        split_pass(whole, splits, gpu)
+        for whole in (*row_passes(reduction), *column_passes(reduction))
+        for splits in whole.split_counts(gpu)
+    )
+    return best_first(found)[:_MAX_CANDIDATES]
 
 
-def _split(whole: Pass, splits: int, gpu: Gpu) -> Passes | None:
+def best_first(found: Iterable[Passes | None]) -> list[Passes]:
+    """Sort what was found by its cost."""
+    return sorted((passes for passes in found if passes), key=lambda passes: passes.cycles)
+
+
+def split_pass(whole: Pass, splits: int, gpu: Gpu) -> Passes | None:
+    """Split the ``k`` of a pass, and add up the partial sums; ``None`` if there is no way."""
     if whole.blocks * splits > _MAX_CTAS:
         return None
-    reduction = whole.reduction
-    if splits == 1 and not reduction.outer:
+    if splits == 1:
         return Passes((whole,), gpu.rates.launch_cycles + whole.cycles(gpu))
-    rows = isinstance(whole, RowPass)
-    first, second = reduction.partial(splits, side_by_side=rows)
+    first, second = whole.reduction.partial(splits, side_by_side=isinstance(whole, RowPass))
     step = dataclasses.replace(
         whole, reduction=first, splits=splits, split_stride=second.lhs_strides[-1]
     )

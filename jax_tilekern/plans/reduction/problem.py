@@ -69,9 +69,6 @@ class Reduction:
         Type that sums are made in: float32, float64, uint32 or uint64. Unsigned, they wrap.
     out_dtype
         Type of the result.
-    outer
-        How many of the batch dimensions, the last ones, are summed over too. Their strides of
-        ``out`` have no meaning, and are 0.
     """
 
     batch: tuple[int, ...]
@@ -83,7 +80,6 @@ class Reduction:
     dtype: _Dtype
     sum_dtype: _Dtype
     out_dtype: _Dtype
-    outer: int = 0
 
     @property
     def bytes(self) -> int:
@@ -110,24 +106,16 @@ class Reduction:
         side_by_side
             Whether the partial sums of an element, rather than the elements, are neighbours.
         """
-        kept = len(self.batch) - self.outer
-        partials = splits * math.prod(self.batch[kept:])
-        line, partial = (partials, 1) if side_by_side else (1, self.outputs)
-        strides = (
-            *(partials * s for s in _dense((*self.batch[:kept], self.outputs))[:-1]),
-            *(partial * s for s in _dense((*self.batch[kept:], splits))[:-1]),
-            line,
-        )
-        first = dataclasses.replace(self, out_strides=strides, out_dtype=self.sum_dtype, outer=0)
+        line, partial = (splits, 1) if side_by_side else (1, self.outputs)
+        batch = _dense((*self.batch, self.outputs))[:-1]
+        strides = (*(splits * stride for stride in batch), line)
+        first = dataclasses.replace(self, out_strides=strides, out_dtype=self.sum_dtype)
         second = dataclasses.replace(
             self,
-            batch=self.batch[:kept],
-            k=partials,
-            lhs_strides=(*strides[:kept], line, partial),
+            k=splits,
+            lhs_strides=(*strides, partial),
             rhs_strides=None,
-            out_strides=(*self.out_strides[:kept], self.out_strides[-1]),
             dtype=self.sum_dtype,
-            outer=0,
         )
         return first, second
 

@@ -1,12 +1,10 @@
-"""Passes of ``reduction/row_sums.cuh``: sums along the dimension of unit stride."""
+"""Passes of ``reduction/row_sums.cuh``: products of rows and a vector, and their partial sums."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel
 from jax_tilekern.plans.cxx import cxx_config
@@ -52,11 +50,9 @@ class RowPass(Pass):
 
     @property
     def _unroll(self) -> int:
-        # Eight loads are in flight, half of which are the vector's if there is one row. Words that
-        # widen take twice their registers, and eight loads of them do not fit.
-        widen = self.reduction.dtype == np.int32 and self.reduction.sum_dtype.itemsize == 8
-        halved = self.reduction.rhs_strides is not None or widen
-        return 4 if self.rows == 1 and halved else 8 // self.rows
+        # Eight loads are in flight, half of which are the vector's if there is one row.
+        halved = self.rows == 1 and self.reduction.rhs_strides is not None
+        return 4 if halved else 8 // self.rows
 
     @property
     def _whole_blocks(self) -> int:

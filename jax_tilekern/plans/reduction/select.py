@@ -1,8 +1,7 @@
-"""Plans for sums over axes of an array."""
+"""Plans for sums over one dimension of an array that is not the innermost."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,11 +10,11 @@ import ml_dtypes
 import numpy as np
 
 from jax_tilekern.plans.candidate import CostedCandidate
-from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
 from jax_tilekern.plans.policy import plan_choice, workload
-from jax_tilekern.plans.reduction.passes import Passes, reduction_passes
+from jax_tilekern.plans.reduction.column_sums import column_passes
+from jax_tilekern.plans.reduction.passes import Passes, best_first, split_pass
 from jax_tilekern.plans.reduction.problem import Reduction
 
 _Dtype = np.dtype[Any]
@@ -25,7 +24,7 @@ _NARROW_FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 # By the real type of their parts.
 _COMPLEX: dict[_Dtype, _Dtype] = {np.dtype(np.complex64): _F32, np.dtype(np.complex128): _F64}
 # The maximum time of a kernel over that of memory alone, by the cost model.
-_MAX_SLOWDOWN = 4
+_MAX_SLOWDOWN = 2
 
 
 class SummedDims(NamedTuple):
@@ -78,12 +77,12 @@ def sum_dtype(dtype: _Dtype, out_dtype: _Dtype) -> _Dtype | None:
 
 @dataclass(frozen=True)
 class SumCandidate(CostedCandidate):
-    """The launches of a sum, not compiled yet.
+    """The launch of a sum, not compiled yet.
 
     Attributes
     ----------
     passes
-        The launches.
+        The launch.
     cycles
         The estimated cost.
     """
@@ -93,7 +92,7 @@ class SumCandidate(CostedCandidate):
 
     @property
     def key(self) -> str:
-        """The kernel, its threads and its splits."""
+        """The kernel and its threads."""
         return self.passes.key
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
@@ -127,24 +126,34 @@ def sum_candidates(
     """
     total = sum_dtype(dtype, out_dtype)
     assert total is not None
-    sizes, kept = list(dims.sizes), [not reduced for reduced in dims.reduced]
+    sizes, reduced = dims
     if dtype in _COMPLEX:
         # Real and imaginary parts are two columns.
-        if kept[-1]:
-            sizes[-1] *= 2
-        else:
-            sizes.append(2)
-            kept.append(True)
         dtype = out_dtype = _COMPLEX[dtype]
-    reduction = _reduction(sizes, kept, dtype, total, out_dtype)
-    if len(reduction.batch) > MAX_BATCH_DIMS:
-        return NoKernel(f"{len(sizes)} separate dimensions (at most {MAX_BATCH_DIMS + 2})")
-    found = reduction_passes(reduction, gpu)
-    if not found:
-        return NoKernel(f"sizes {dims.sizes} take more CTAs than a grid has")
+        if reduced[-1]:
+            sizes, reduced = (*sizes, 2), (*reduced, False)
+        else:
+            sizes = (*sizes[:-1], 2 * sizes[-1])
+    if reduced[-1]:
+        return NoKernel("XLA is as fast where the innermost dimension is summed over")
+    if sum(reduced) > 1:
+        return NoKernel("XLA is as fast where several separate dimensions are summed over")
+    *batch, k, outputs = sizes
+    reduction = Reduction(
+        batch=tuple(batch),
+        outputs=outputs,
+        k=k,
+        lhs_strides=(*(k * outputs for _ in batch), 1, outputs),
+        rhs_strides=None,
+        out_strides=(*(outputs for _ in batch), 1),
+        dtype=dtype,
+        sum_dtype=total,
+        out_dtype=out_dtype,
+    )
+    found = best_first(split_pass(whole, 1, gpu) for whole in column_passes(reduction))
     memory = reduction.bytes / gpu.rates.memory_bandwidth
-    if found[0].cycles > _MAX_SLOWDOWN * (gpu.rates.launch_cycles + memory):
-        return NoKernel("a CTA for each of many short sums is slower than XLA's kernel")
+    if not found or found[0].cycles > _MAX_SLOWDOWN * (gpu.rates.launch_cycles + memory):
+        return NoKernel(f"CTAs of sums of {k} elements do not keep the memory busy")
     return [SumCandidate(passes, passes.cycles) for passes in found]
 
 
@@ -160,30 +169,3 @@ def plan_sum(dims: SummedDims, dtype: _Dtype, out_dtype: _Dtype, gpu: Gpu) -> La
     if isinstance(found, NoKernel):
         return found
     return plan_choice(workload.of_sum(dims, dtype, out_dtype), found, gpu)
-
-
-def _reduction(
-    sizes: Sequence[int], kept: Sequence[bool], dtype: _Dtype, total: _Dtype, out_dtype: _Dtype
-) -> Reduction:
-    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    dims = list(zip(sizes, strides, kept, strict=True))
-    # The kernel takes the innermost dimension and the next one, if one is kept and one is not.
-    output = dims.pop() if kept[-1] else None
-    k, k_stride, _ = dims.pop()
-    if output is None:
-        output = dims.pop() if dims else (1, k, True)
-    batch = [(size, stride) for size, stride, is_kept in dims if is_kept]
-    outer = [(size, stride) for size, stride, is_kept in dims if not is_kept]
-    out = [output[0] * math.prod(size for size, _ in batch[i + 1 :]) for i in range(len(batch))]
-    return Reduction(
-        batch=tuple(size for size, _ in (*batch, *outer)),
-        outputs=output[0],
-        k=k,
-        lhs_strides=(*(stride for _, stride in (*batch, *outer)), output[1], k_stride),
-        rhs_strides=None,
-        out_strides=(*out, *(0,) * len(outer), 1),
-        dtype=dtype,
-        sum_dtype=total,
-        out_dtype=out_dtype,
-        outer=len(outer),
-    )

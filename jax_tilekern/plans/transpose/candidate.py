@@ -26,11 +26,11 @@ class TransposeCandidate(Candidate):
 
     @property
     @abstractmethod
-    def blocks(self) -> int:
-        """CTAs of its grid, or tiles of persistent CTAs."""
+    def count(self) -> int:
+        """Vectors of rows, or tiles, which the kernel numbers."""
 
     @abstractmethod
-    def launch(self, compiled: Compiled, gpu: Gpu) -> Launch:
+    def launch(self, compiled: Compiled) -> Launch:
         """Return the launch, given what ``kernel`` was compiled to."""
 
     @property
@@ -50,7 +50,7 @@ class TransposeCandidate(Candidate):
         return LaunchPlan(
             name=self.name,
             gpu=gpu,
-            launches=(self.launch(compiled, gpu),),
+            launches=(self.launch(compiled),),
             alignments=(VECTOR_BYTES, VECTOR_BYTES),
             reason=self.reason,
         )

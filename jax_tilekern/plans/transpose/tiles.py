@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.cxx import cxx_config
-from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 from jax_tilekern.plans.transpose.candidate import TransposeCandidate
 from jax_tilekern.plans.transpose.shape import (
@@ -18,6 +18,8 @@ from jax_tilekern.plans.transpose.shape import (
 )
 
 _THREADS = 256
+# By element size: the edge of a tile, in elements.
+_EDGES = {1: 128, 2: 128, 4: 64, 8: 32, 16: 16}
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,18 @@ class TileTranspose(TransposeCandidate):
     matrices: Matrices
     tile_rows: int
     tile_columns: int
+
+    @classmethod
+    def of(cls, matrices: Matrices) -> Self:
+        """Choose the tile."""
+        vector = VECTOR_BYTES // matrices.itemsize
+        edge = _EDGES[matrices.itemsize]
+        wide = matrices.itemsize == 1 and not matrices.result_aligned
+        rows = 2 * edge if wide else edge
+        # A short dimension takes less of the tile, and leaves the other more.
+        columns = max(4, vector, min(edge, _power_of_two(matrices.columns)))
+        rows = min(rows * edge // columns, 256, _power_of_two(matrices.rows))
+        return cls(matrices, max(8 * vector, rows), columns)
 
     @property
     def key(self) -> str:
@@ -57,10 +71,10 @@ class TileTranspose(TransposeCandidate):
     @property
     def reason(self) -> str:
         """See :class:`TransposeCandidate`."""
-        return f"{self.blocks} tiles of {self.tile_rows}x{self.tile_columns}"
+        return f"{self.count} tiles of {self.tile_rows}x{self.tile_columns}"
 
     @property
-    def blocks(self) -> int:
+    def count(self) -> int:
         """See :class:`TransposeCandidate`."""
         return self._grid.count * self.matrices.outer.count
 
@@ -90,7 +104,7 @@ class TileTranspose(TransposeCandidate):
         chunks += chunks % 2 if vector == 1 else 0
         return VECTOR_BYTES * (rows * chunks + rows // vector + 1)
 
-    def launch(self, compiled: Compiled, gpu: Gpu) -> Launch:
+    def launch(self, compiled: Compiled) -> Launch:
         """Return the launch, given what ``kernel`` was compiled to."""
         matrices = self.matrices
         shape = Scalars.pack(
@@ -106,8 +120,12 @@ class TileTranspose(TransposeCandidate):
         )
         return Launch(
             entry=compiled.entry(self.kernel.name),
-            grid=(self.blocks, 1, 1),
+            grid=(self.count, 1, 1),
             block=(_THREADS, 1, 1),
             parameters=(Buffer(0), Buffer(1), shape),
             shared_memory_bytes=self._shared_bytes,
         )
+
+
+def _power_of_two(size: int) -> int:
+    return int(1 << (size - 1).bit_length())
