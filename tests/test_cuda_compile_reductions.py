@@ -33,8 +33,8 @@ MATRICES = [(8192, 8192), (513, 513)]
 def sums(gpu, types, shapes):
     for dtype, out in types:
         for shape, axes in shapes:
-            for passes in sum_candidates(SummedDims.of(shape, axes), dtype, out, gpu)[:2]:
-                yield from passes.passes.passes
+            for candidate in sum_candidates(SummedDims.of(shape, axes), dtype, out, gpu)[:2]:
+                yield from candidate.passes
 
 
 def products(gpu):
@@ -44,7 +44,7 @@ def products(gpu):
             for k_major in (True, False):
                 product = product_of(arithmetic, 1, n, k, rhs_k_major=k_major)
                 for candidate in vector_product_candidates(product, gpu)[:2]:
-                    yield from candidate.passes.passes
+                    yield from candidate.passes
 
 
 GROUPS = {

@@ -36,7 +36,7 @@ def one_vector(product, side):
 def test_every_pass_stays_inside_the_operands(product, side):
     geometry = (product := one_vector(product, side)).geometry
     for candidate in vector_product_candidates(product, H100):
-        first = candidate.passes.passes[0]
+        first = candidate.passes[0]
         reduction = first.reduction
         assert reduction.outputs * reduction.k == geometry.m * geometry.n * geometry.k
         assert first.splits * first.split_k >= reduction.k
@@ -46,10 +46,10 @@ def test_every_pass_stays_inside_the_operands(product, side):
         for stride in (*reduction.lhs_strides[:-2], *(reduction.rhs_strides or ())[:-1]):
             if isinstance(first, RowPass):
                 assert stride * product.lhs_dtype.itemsize % first.vector_bytes == 0
-        for later in candidate.passes.passes[1:]:
+        for later in candidate.passes[1:]:
             assert later.reduction.rhs_strides is None
         if product.arithmetic == "int8":
-            assert {p.reduction.sum_dtype.name for p in candidate.passes.passes} == {"uint32"}
+            assert {p.reduction.sum_dtype.name for p in candidate.passes} == {"uint32"}
 
 
 @given(vectors)
@@ -68,21 +68,21 @@ def test_the_kernel_follows_from_the_major_order(arithmetic):
     ]:
         found = vector_product_candidates(product_of(arithmetic, *sizes, **layout), H100)
         assert found
-        assert all(isinstance(c.passes.passes[0], kind) for c in found)
+        assert all(isinstance(c.passes[0], kind) for c in found)
         assert {c.swapped for c in found} == {swapped}
 
 
 def test_dot_products_use_every_sm():
     for k in (10**6, 10**9):
         best = vector_product_candidates(product_of("tf32", 1, 1, k, rhs_k_major=True), H100)[0]
-        first, *rest = best.passes.passes
+        first, *rest = best.passes
         assert first.blocks >= H100.sm_count
         assert rest[-1].blocks == 1
 
 
 def test_one_short_dot_product_is_one_launch():
     best = vector_product_candidates(product_of("f32", 1, 1, 2000, rhs_k_major=True), H100)[0]
-    assert len(best.passes.passes) == 1
+    assert len(best.passes) == 1
 
 
 def test_float8_has_none():

@@ -14,9 +14,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jax_tilekern.interop import ffi
-from jax_tilekern.plans.gpu import Gpu, current_gpu
-from jax_tilekern.plans.launch import Buffer, LaunchPlan
-from jax_tilekern.plans.reduction.passes import Passes, reduction_passes
+from jax_tilekern.plans.gpu import current_gpu
+from jax_tilekern.plans.launch import LaunchPlan
+from jax_tilekern.plans.reduction.passes import reduction_passes
 from jax_tilekern.plans.reduction.problem import Reduction
 from jax_tilekern.plans.reduction.select import SummedDims, sum_candidates
 
@@ -35,18 +35,6 @@ def run(plan: LaunchPlan, out: jax.core.ShapedArray, *operands: np.ndarray) -> n
         primitive, lambda ctx, *xs: ffi.cuda_launch(ctx, xs, plan), platform="cuda"
     )
     return np.asarray(jax.jit(primitive.bind)(*operands))
-
-
-def product_plan(passes: Passes, gpu: Gpu) -> LaunchPlan:
-    """Compile the launches of a product with a vector."""
-    compiled = passes.compile(gpu)
-    return LaunchPlan(
-        name="product",
-        gpu=gpu,
-        launches=passes.launches(compiled, (Buffer(0), Buffer(1)), Buffer(2)),
-        alignments=(passes.operand_alignment,) * 2 + (2,),
-        workspace_bytes=passes.workspace_bytes,
-    )
 
 
 def check_reductions() -> int:
@@ -72,12 +60,12 @@ def check_reductions() -> int:
             )
             strides = (k, 1) if by_rows else (1, lines)
             reduction = Reduction((), lines, k, strides, (1,), (1,), dtype, total, total)
-            for passes in reduction_passes(reduction, gpu):
+            for candidate in reduction_passes(reduction, gpu):
                 result = jax.core.ShapedArray((lines,), total)
-                out = run(product_plan(passes, gpu), result, matrix, vector)
+                out = run(candidate.plan(gpu), result, matrix, vector)
                 kinds += 1
                 if not np.array_equal(out, expected):
-                    wrong.append(f"{dtype} {lines} x {k} by {passes.key}")
+                    wrong.append(f"{dtype} {lines} x {k} by {candidate.key}")
     print(f"reductions: {kinds} kinds, {len(wrong)} wrong {wrong or ''}", flush=True)
     return len(wrong)
 

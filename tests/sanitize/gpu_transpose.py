@@ -6,17 +6,13 @@ See ``.ci/sanitize``.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
-from jax_tilekern.interop import ffi
-from jax_tilekern.plans.gpu import current_gpu
-from jax_tilekern.plans.launch import LaunchPlan, NoKernel
-from jax_tilekern.plans.transpose.permutation import Permutation
-from jax_tilekern.plans.transpose.select import transpose_candidate
+import jax_tilekern as jtk
 
 DTYPES = [np.uint8, np.uint16, np.uint32, np.uint64, np.complex128]
 # Whole and broken tiles, rows that start anywhere, rows that stay, several dimensions.
@@ -33,37 +29,25 @@ CASES = [
 ]
 
 
-def run(plan: LaunchPlan, x: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Return what a plan's kernel makes of ``x``."""
-    primitive = Primitive("planned_transpose")
-    out = jax.core.ShapedArray(expected.shape, expected.dtype)
-    primitive.def_abstract_eval(lambda _: out)
-    mlir.register_lowering(
-        primitive, lambda ctx, x: ffi.cuda_launch(ctx, (x,), plan), platform="cuda"
-    )
-    with jax.enable_x64(True):
-        return np.asarray(jax.jit(primitive.bind)(x))
-
-
 def check_transposes() -> int:
     """Run the kernel of every case; return how many were wrong."""
-    gpu = current_gpu()
     rng = np.random.default_rng(0)
-    keys, wrong = set(), []
+    kinds, wrong = set(), []
     for dtype in map(np.dtype, DTYPES):
         for shape, axes in CASES:
             x = rng.integers(0, 256, [*shape, dtype.itemsize], np.uint8).view(dtype)[..., 0]
-            expected = np.ascontiguousarray(x.transpose(axes))
-            found = transpose_candidate(Permutation.reduced(shape, axes, dtype.itemsize))
-            if isinstance(found, NoKernel):
+            transpose = partial(jtk.transpose, axes=axes)
+            (choice,) = jtk.explain(transpose, x)
+            if choice.kernel is None:
                 continue
-            out = run(found.plan(gpu), x, expected)
-            keys.add((dtype, found.key))
-            if out.tobytes() != expected.tobytes():
-                wrong.append(f"{dtype} {shape} to {axes} by {found.key}")
-    print(f"transposes: {len(keys)} kinds, {len(wrong)} wrong {wrong or ''}", flush=True)
+            out = np.asarray(jax.jit(transpose)(jnp.asarray(x)))
+            kinds.add((dtype, choice.kernel))
+            if out.tobytes() != np.ascontiguousarray(x.transpose(axes)).tobytes():
+                wrong.append(f"{dtype} {shape} to {axes} by {choice.kernel}")
+    print(f"transposes: {len(kinds)} kinds, {len(wrong)} wrong {wrong or ''}", flush=True)
     return len(wrong)
 
 
 if __name__ == "__main__":
-    sys.exit(check_transposes())
+    with jax.enable_x64(True), jtk.policy("kernels"):
+        sys.exit(check_transposes())

@@ -6,16 +6,14 @@ Such a product is bound by reading its matrix once, so it is a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
 from typing import Any
 
 import numpy as np
 
-from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, LaunchPlan
-from jax_tilekern.plans.reduction.passes import Passes, reduction_passes
+from jax_tilekern.plans.reduction.passes import ReductionCandidate, reduction_passes
 from jax_tilekern.plans.reduction.problem import Reduction
 
 _F32, _F64, _UINT32 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.uint32)
@@ -32,48 +30,7 @@ SUM_DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class VectorProductCandidate(CostedCandidate):
-    """A reduction for a product, not compiled yet.
-
-    Attributes
-    ----------
-    product
-        What is computed.
-    passes
-        The launches.
-    swapped
-        Whether the matrix is ``rhs``.
-    cycles
-        The estimated cost.
-    """
-
-    product: Product
-    passes: Passes
-    swapped: bool
-    cycles: float
-
-    @property
-    def key(self) -> str:
-        """The kernel, its threads and its splits."""
-        return self.passes.key
-
-    def plan(self, gpu: Gpu) -> LaunchPlan:
-        """Compile it."""
-        product, passes = self.product, self.passes
-        compiled = passes.compile(gpu)
-        operands = (Buffer(1), Buffer(0)) if self.swapped else (Buffer(0), Buffer(1))
-        return LaunchPlan(
-            name=f"vector_product {product.arithmetic}",
-            gpu=gpu,
-            launches=passes.launches(compiled, operands, Buffer(2)),
-            alignments=(*(passes.operand_alignment,) * 2, product.out_dtype.itemsize),
-            workspace_bytes=passes.workspace_bytes,
-            reason=passes.reason,
-        )
-
-
-def vector_product_candidates(product: Product, gpu: Gpu) -> list[VectorProductCandidate]:
+def vector_product_candidates(product: Product, gpu: Gpu) -> list[ReductionCandidate]:
     """Return the ways to compute a product with a vector; none if neither operand is one."""
     geometry = product.geometry
     sum_dtype = SUM_DTYPES.get(product.arithmetic)
@@ -100,7 +57,6 @@ def vector_product_candidates(product: Product, gpu: Gpu) -> list[VectorProductC
         sum_dtype=sum_dtype,
         out_dtype=product.out_dtype,
     )
-    return [
-        VectorProductCandidate(product, passes, swapped, passes.cycles)
-        for passes in reduction_passes(reduction, gpu)
-    ]
+    name = f"vector_product {product.arithmetic}"
+    found = reduction_passes(reduction, gpu)
+    return [dataclasses.replace(x, name=name, swapped=swapped) for x in found]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
+from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.policy import plan_choice, workload
 from jax_tilekern.plans.reduction.column_sums import column_passes
-from jax_tilekern.plans.reduction.passes import Passes, best_first, split_pass
+from jax_tilekern.plans.reduction.passes import ReductionCandidate, best_first, split_pass
 from jax_tilekern.plans.reduction.problem import Reduction
 
 _Dtype = np.dtype[Any]
@@ -75,44 +74,9 @@ def sum_dtype(dtype: _Dtype, out_dtype: _Dtype) -> _Dtype | None:
     return None
 
 
-@dataclass(frozen=True)
-class SumCandidate(CostedCandidate):
-    """The launch of a sum, not compiled yet.
-
-    Attributes
-    ----------
-    passes
-        The launch.
-    cycles
-        The estimated cost.
-    """
-
-    passes: Passes
-    cycles: float
-
-    @property
-    def key(self) -> str:
-        """The kernel and its threads."""
-        return self.passes.key
-
-    def plan(self, gpu: Gpu) -> LaunchPlan:
-        """Compile it."""
-        passes = self.passes
-        compiled = passes.compile(gpu)
-        first, last = passes.passes[0].reduction, passes.passes[-1].reduction
-        return LaunchPlan(
-            name=f"sum {first.dtype}",
-            gpu=gpu,
-            launches=passes.launches(compiled, (Buffer(0),), Buffer(1)),
-            alignments=(passes.operand_alignment, last.out_dtype.itemsize),
-            workspace_bytes=passes.workspace_bytes,
-            reason=passes.reason,
-        )
-
-
 def sum_candidates(
     dims: SummedDims, dtype: _Dtype, out_dtype: _Dtype, gpu: Gpu
-) -> list[SumCandidate] | NoKernel:
+) -> list[ReductionCandidate] | NoKernel:
     """Return the ways to sum, best first by the cost model.
 
     Parameters
@@ -154,7 +118,7 @@ def sum_candidates(
     memory = reduction.bytes / gpu.rates.memory_bandwidth
     if not found or found[0].cycles > _MAX_SLOWDOWN * (gpu.rates.launch_cycles + memory):
         return NoKernel(f"CTAs of sums of {k} elements do not keep the memory busy")
-    return [SumCandidate(passes, passes.cycles) for passes in found]
+    return [dataclasses.replace(candidate, name=f"sum {dtype}") for candidate in found]
 
 
 def plan_sum(dims: SummedDims, dtype: _Dtype, out_dtype: _Dtype, gpu: Gpu) -> LaunchPlan | NoKernel:
