@@ -246,7 +246,7 @@ SPEED = (
          ("8-bit K-major", "8-bit other orders")),
     Line("large aligned 16-bit products; the same with collectives on 2 H100",
          ("16-bit large", "^rows|^k sharded|^MLP")),
-    Line("transposes of odd sizes; of RGB", ("`transpose`: odd", "`transpose`: colors")),
+    Line("transposes of odd sizes", ("`transpose`: odd",)),
     Line("bias, activation, residual in the product's kernel; their gradient; `gated_linear`",
          ("^epilogues", "gradient of an epilogue", "gated_linear")),
     Line("`linear_cross_entropy`: value; gradient",
