@@ -1,7 +1,6 @@
 """Collapsing labels into a strided product, checked by computing with the strides."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,25 +64,6 @@ def test_mergeable_order_always_has_a_geometry(case):
     assert len(oriented.geometry.batch) <= 1
     for strides in (oriented.geometry.lhs_strides, oriented.geometry.rhs_strides):
         assert 1 in strides[-2:], "a kernel finds no unit stride"
-
-
-@pytest.mark.parametrize(("dims", "text"), [
-    ((((1,), (0,)), ((), ())), "mk,kn->mn"),
-    ((((0,), (1,)), ((), ())), "km,nk->mn"),
-    ((((1,), (1,)), ((0,), (0,))), "bk,bk->b"),
-])  # fmt: skip
-def test_subscripts(dims, text):
-    assert str(Contraction.of_dot_general(2, 2, dims)) == text
-
-
-def test_strides_are_not_limited_to_32_bits():
-    """Over 2**31 elements: the strides themselves say where the last element is."""
-    contraction = Contraction((0, 1, 2), (0, 2, 3), (0, 1, 3))
-    oriented = matmul_geometry(contraction, (8, 1 << 16, 1 << 16), (8, 1 << 16, 1 << 17))
-    geometry = oriented.geometry
-    assert geometry.lhs_strides == (1 << 32, 1 << 16, 1)
-    assert geometry.rhs_strides == (1 << 33, 1 << 17, 1)
-    assert geometry.out_strides == (1 << 33, 1 << 17, 1)
 
 
 def test_attention_needs_no_copy():

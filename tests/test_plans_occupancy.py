@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from jax_tilekern.compilation.compiler import Entry
@@ -77,12 +75,6 @@ def test_shared_memory_comes_in_units():
     assert occupancy(launch(32, 16, 25_856 - 1024), gpu).blocks == 9
     assert occupancy(launch(32, 16, 25_900 - 1024), gpu).blocks == 8
     assert occupancy(launch(32, 16, 0, 25_900 - 1024), gpu).blocks == 8
-
-
-def test_shape_of_the_block():
-    flat = launch(256, 32)
-    deep = dataclasses.replace(flat, block=(8, 8, 4))
-    assert occupancy(deep, known_gpu("sm_90")) == occupancy(flat, known_gpu("sm_90"))
 
 
 def test_a_gpu_that_is_not_known():

@@ -20,7 +20,7 @@ from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.passes.pack_operand import PackPass
 from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
-from jax_tilekern.plans.gemm.passes.split_float32 import DECIDE_KERNEL, SplitPass, decide_launch
+from jax_tilekern.plans.gemm.passes.split_float32 import DECIDE_KERNEL, SplitPass
 from jax_tilekern.plans.launch import Buffer
 from jax_tilekern.plans.strided_rows import StridedOperand
 
@@ -178,15 +178,6 @@ def test_split_operands(source):
     )
 
 
-def test_an_operand_has_a_unit_stride():
-    with pytest.raises(ValueError, match="a unit stride along neither"):
-        StridedOperand((), 5, 5, (), 10, 2)
-    geometry = MatmulGeometry((2,), 3, 4, 5, (15, 5, 1), (0, 1, 5), (12, 4, 1))
-    assert StridedOperand.lhs(geometry) == StridedOperand((2,), 3, 5, (15,), 5, 1)
-    assert StridedOperand.rhs(geometry) == StridedOperand((2,), 4, 5, (0,), 5, 1)
-    assert StridedOperand.rhs(geometry).k_major
-
-
 def test_what_no_launch_can_hold_is_an_error():
     source = operand(2**30, 8, (4,), k_major=True)
     for one, buffers in ((PackPass(source, 2), 2), (SplitPass(source, H100), 3)):
@@ -244,12 +235,6 @@ def test_sums(shape_and_order, splits, dtypes):
     assert launch.grid[0] // segments * (256 // lanes) >= len(rows)
 
 
-def test_outputs_that_lie_like_one_row_are_one():
-    fields = launch_of(SumPass(output((3,), 5, 7), 4, F32, F32), 2, f"{ROWS}2q2I3i")[1]
-    assert fields[10:12] == (1, 105)
-    assert SumPass(output((3,), 5, 8), 4, F32, BF16).out_alignment == 8
-
-
 def kernels():
     """Every instance of the passes."""
     k_majors = [
@@ -282,20 +267,6 @@ def test_compiles(arch, kernel):
     assert entry.spill_bytes == entry.stack_bytes == 0
     # Half of an SM's threads, or of its registers, hide the latency of DRAM.
     assert -(-entry.registers // 8) * 8 * entry.max_threads <= 65536
-
-
-@needs_nvrtc
-def test_kernels_of_several_files_are_launched_by_their_names():
-    source = operand(100, 70)
-    pack, split = PackPass(source, 2), SplitPass(source, H100)
-    total = SumPass(output((2,), 8, 8), 3, F32, F32)
-    compiled = compile_kernels(
-        pack.kernel, split.kernel, DECIDE_KERNEL, total.kernel, arch="sm_90a"
-    )
-    pack.launch(compiled, Buffer(0), Buffer(2))
-    split.launch(compiled, Buffer(0), Buffer(2), Buffer(3))
-    decide_launch(compiled, split, split, Buffer(3), Buffer(3), Buffer(4))
-    total.launch(compiled, Buffer(2), Buffer(1))
 
 
 # -- The model

@@ -171,12 +171,3 @@ def test_too_many_batch_dimensions():
     assert "4 separate" in matmul_geometry(contraction, *shapes_of(contraction, sizes))
     plain = contraction.mergeable()
     assert isinstance(matmul_geometry(plain, *shapes_of(plain, sizes)), Oriented)
-
-
-@pytest.mark.parametrize(("contraction", "text"), [
-    (FORWARD, "mk,gkn->mn, ragged m"),
-    (WEIGHTS, "km,kn->gmn, ragged k"),
-    (Contraction((4, 0, 2), (1, 2, 3), (4, 0, 3), (4, 1), 0, 1), "bmk,gkn->bmn, ragged m"),
-])  # fmt: skip
-def test_subscripts(contraction, text):
-    assert str(contraction) == text

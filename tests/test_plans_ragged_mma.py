@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from nvrtc_mark import needs_nvrtc
 from products import BF16, F32, H100, INT8, MODERN, ragged_product_of
 
-from jax_tilekern.plans.gemm.sm80.config import ARITHMETICS, SMALL, SQUARE, TALL, TINY
+from jax_tilekern.plans.gemm.sm80.config import ARITHMETICS
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm
-from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_kernel, grouped_mma_candidates
+from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_mma_candidates
 from jax_tilekern.plans.launch import Buffer, NoKernel
 
 A100, RTX_5090 = known_gpu("sm_80"), known_gpu("sm_120")
@@ -109,44 +109,6 @@ def test_tile_rows_of_the_grid_cover_every_row_once(data, groups, rows, block_ro
     np.testing.assert_array_equal(covered, 1)
 
 
-@pytest.mark.parametrize("gpu", [A100, H100, RTX_5090], ids=lambda gpu: gpu.arch)
-def test_tiles_follow_the_average_group(gpu):
-    large = {A100: TALL, H100: TALL, RTX_5090: SQUARE}[gpu]
-    assert best(ragged_product_of("bf16", "m", 8, 65536, 4096, 4096), gpu).instance.tile == large
-    # Most of a larger tile would lie beyond its group's end.
-    few_rows = ragged_product_of("bf16", "m", 256, 8192, 2048, 1024)
-    assert best(few_rows, gpu).instance.tile in (SMALL, TINY)
-    weights = ragged_product_of("bf16", "k", 8, 4096, 4096, 65536, lhs_k_major=False)
-    assert best(weights, gpu).instance.tile == large
-
-
-def test_groups_that_start_anywhere_have_shifting_copies():
-    for arithmetic, narrow in (("bf16", 1), ("int8", 1), ("tf32", 4), ("f64", 8)):
-        for lhs_k_major in (True, False):
-            for rhs_k_major in (True, False):
-                layout = {"lhs_k_major": lhs_k_major, "rhs_k_major": rhs_k_major}
-                rows = best(ragged_product_of(arithmetic, "m", 8, 4096, 512, 512, **layout))
-                assert rows.instance.lhs.load_bytes == (16 if lhs_k_major else narrow)
-                assert rows.instance.rhs.load_bytes == 16
-                k = best(ragged_product_of(arithmetic, "k", 8, 512, 512, 4096, **layout))
-                assert k.instance.lhs.load_bytes == (narrow if lhs_k_major else 16)
-                assert k.instance.rhs.load_bytes == (narrow if rhs_k_major else 16)
-
-
-def test_a_single_warp_has_no_registers_for_two_shifting_copies():
-    product = ragged_product_of("bf16", "m", 8, 4096, 33, 33)
-    found = grouped_mma_candidates(product, H100)
-    assert {c.instance.lhs.load_bytes for c in found} == {1}
-    assert {c.instance.rhs.load_bytes for c in found} == {1}
-    assert TINY not in {c.instance.tile for c in found}
-
-
-def test_rows_of_the_output_are_stored_as_vectors_wherever_groups_start():
-    assert best(ragged_product_of("bf16", "m", 7, 1000, 64, 64)).out_vectors
-    assert not best(ragged_product_of("bf16", "m", 7, 1000, 63, 64)).out_vectors
-    assert best(ragged_product_of("bf16", "k", 7, 65, 64, 1000, lhs_k_major=False)).out_vectors
-
-
 def test_what_has_no_kernel_says_why():
     wrong = ragged_product_of("int8", "m", 8, 64, 64, 64, types=(INT8, INT8, F32))
     assert grouped_mma_candidates(wrong, H100) == NoKernel(
@@ -197,13 +159,3 @@ def test_a_plan_is_one_launch_with_the_alignments_it_relies_on(ragged, arch):
     assert values[22:24] == choice.grid[:2]
     groups = struct.unpack("@3q6i0q", launch.parameters[5].data)
     assert groups == (0, 12, 6, 1, 3, 2, 6, 5, 96 if ragged == "m" else 62)
-
-
-@needs_nvrtc
-def test_kernels_of_both_modes_are_named_by_what_they_take():
-    for ragged, flag in (("m", "false"), ("k", "true")):
-        instance = best(ragged_product_of("f32", ragged, 8, 512, 512, 512)).instance
-        kernel = grouped_kernel(instance, ragged)
-        assert kernel.source == "grouped_gemm/sm80/simt_matmul.cuh"
-        assert kernel.name.startswith("tilekern::ragged_simt_matmul<float, float, float, ")
-        assert kernel.name.endswith(f"}}, {flag}>")

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_samples import grouped_wgmma_instances
 from nvrtc_mark import needs_nvrtc
 from products import BF16, E4M3, E5M2, F32, H100, MODERN, ragged_product_of, taken
 from wgmma_launches import (
@@ -239,112 +238,6 @@ def items_of_k(shape, groups, bounds, config):
         )
 
 
-class Barrier:
-    """One of ``mbarrier.cuh``."""
-
-    def __init__(self, arrivals):
-        self.arrivals = self.missing = arrivals
-        self.parity = 0
-
-    def arrive(self):
-        self.missing -= 1
-        if self.missing == 0:
-            self.missing, self.parity = self.arrivals, self.parity ^ 1
-
-    def ended(self, parity):
-        return lambda: self.parity != parity
-
-
-class Cluster:
-    """How threads of ``WorkTileRing`` receive a cluster's work tiles; ``None`` follows the last.
-
-    Each thread is a generator of what it waits for. A work tile is represented by its k-tiles.
-    """
-
-    def __init__(self, items, stages, blocks, consumers=2):
-        self.slots = constant("gemm/sm90/dynamic_tile_scheduler.cuh", "kSlots")
-        self.items, self.stages, self.blocks = items, stages, blocks
-        self.slot = [[None] * self.slots for _ in range(blocks)]
-        # CTAs other than the first expect the bytes when they request, and receive them.
-        self.full = [
-            [Barrier(2 if block > 0 else 1) for _ in range(self.slots)] for block in range(blocks)
-        ]
-        self.empty = [Barrier(blocks * consumers) for _ in range(self.slots)]
-        self.asked = Barrier(blocks)
-        self.copied = [0] * blocks
-        self.multiplied = {(block, i): 0 for block in range(blocks) for i in range(consumers)}
-        self.heard = {(block, i): [] for block in range(blocks) for i in (*range(consumers), None)}
-        self.threads = [self.schedule(), *(self.hear(*thread) for thread in self.heard)]
-
-    def position(self, count):
-        return count % self.slots, count // self.slots % 2
-
-    def schedule(self):
-        for count, item in enumerate([*self.items, None]):
-            stage, parity = self.position(count)
-            yield self.asked.ended(count % 2)
-            yield self.empty[stage].ended(parity ^ 1)
-            for block in range(self.blocks):
-                self.slot[block][stage] = count, item
-                self.full[block][stage].arrive()
-
-    def ask(self, block, count):
-        if block > 0:
-            self.full[block][self.position(count)[0]].arrive()
-        self.asked.arrive()
-
-    def hear(self, block, consumer):
-        """A consumer thread, or the producer if ``consumer`` is ``None``."""
-        if consumer is None:
-            self.ask(block, 0)
-        for count in itertools.count():
-            stage, parity = self.position(count)
-            yield self.full[block][stage].ended(parity)
-            told = self.slot[block][stage]
-            number, item = told
-            assert number == count
-            self.heard[block, consumer].append(item)
-            if item is None:
-                return
-            if consumer is None:
-                yield from self.copy(block, count, item)
-            else:
-                yield from self.multiply((block, consumer), item)
-            # Its last look.
-            assert self.slot[block][stage] == told
-            if consumer is not None:
-                self.empty[stage].arrive()
-
-    def copy(self, block, count, item):
-        if item == 0:
-            self.ask(block, count + 1)
-        for tile in range(item):
-            if tile == max(0, item - self.stages):
-                self.ask(block, count + 1)
-            yield lambda: self.copied[block] - min(self.multiplied.values()) < self.stages
-            self.copied[block] += 1
-
-    def multiply(self, thread, item):
-        for _ in range(item):
-            yield lambda: min(self.copied) > self.multiplied[thread]
-            self.multiplied[thread] += 1
-
-
-@given(st.lists(st.integers(0, 5), max_size=20), st.integers(2, 4), st.integers(1, 2), st.randoms())
-def test_every_thread_receives_every_work_tile(items, stages, blocks, random):
-    cluster = Cluster(items, stages, blocks)
-    waiting = {thread: next(thread) for thread in cluster.threads}
-    while waiting:
-        # In any order, as long as someone can go on.
-        thread = random.choice([thread for thread, ended in waiting.items() if ended()])
-        ended = next(thread, None)
-        if ended is None:
-            del waiting[thread]
-        else:
-            waiting[thread] = ended
-    assert list(cluster.heard.values()) == [[*items, None]] * (3 * blocks)
-
-
 def copied_lines(lines, block, config):
     """``copy_lines``: where boxes of rhs begin that one of a cluster copies, and their lines."""
     steps = -(-lines // config.column_step) * config.column_step // config.tma_column_step
@@ -377,20 +270,6 @@ def test_every_row_is_multiplied_once_by_its_groups_matrix(choice, data):
         assert (item.k, item.k_tiles) == (0, -(-g.k // config.block_k) * (span.group >= 0))
     np.testing.assert_array_equal(times, 1)
     assert found <= choice.max_work_tiles
-
-
-@given(cases("m"), st.data())
-def test_spans_are_dealt_out_evenly_to_as_few_tiles_as_it_takes(choice, data):
-    geometry, config = choice.product.geometry, choice.instance
-    *_, shape, groups = parameters_of(plan_of(choice))
-    tiles = {}
-    for item in items_of_rows(shape, groups, bounds_of(data, geometry), config):
-        if item.m == 0:
-            tiles.setdefault(item.span, []).append(-(-item.share // config.column_step))
-    for span, steps in tiles.items():
-        assert len(steps) == -(-span.rows // config.block_n)
-        assert max(steps) - min(steps) <= 1
-        assert sum(steps) == -(-span.rows // config.column_step)
 
 
 @given(cases("k"), st.data())
@@ -547,34 +426,6 @@ def test_launches_have_what_the_kernel_takes(choice):
     }
 
 
-def test_a_group_dimension_that_an_array_lacks_is_one_position_of_its_map():
-    rows = ragged_product_of("bf16", "m", 7, 640, 256, 64, batch=(5,))
-    k = ragged_product_of("bf16", "k", 7, 128, 256, 640, batch=(5,), lhs_k_major=False)
-    for product, with_groups in ((rows, 1), (k, 3)):
-        choice = candidates(product, H100)[0]
-        lhs, rhs, rhs_step, out_map, shape, _ = parameters_of(plan_of(choice))
-        for tensor_map in (lhs, rhs, rhs_step, out_map):
-            size = 7 if tensor_map.buffer == with_groups else 1
-            assert tensor_map.sizes[2:] == (size, 5, 1)
-        steps = {lhs.buffer: shape["lhs_steps"], rhs.buffer: shape["rhs_steps"]}
-        assert steps == {0: (0, 1, 0), 1: (0, 1, int(with_groups == 1))}
-
-
-def test_large_groups_take_more_than_a_tile_each_and_bounds_are_strided():
-    product = ragged_product_of("bf16", "m", 3, 3000, 512, 512, batch=(2,))
-    geometry = replace(product.geometry, bounds_strides=(100,))
-    choice = candidates(replace(product, geometry=geometry), H100)[0]
-    *_, shape, groups = parameters_of(plan_of(choice))
-    bounds = [0, 1, 2000, 2500, *[-1] * 96, 3000, 3000, 3000, 3000]
-    spans = list(spans_of(groups, bounds))
-    assert [(s.group, s.begin, s.end) for s in spans if s.batch == 1 and s.rows] == [(-1, 0, 3000)]
-    assert [s.rows for s in spans if s.batch == 0] == [0, 1, 1999, 500, 500]
-    items = list(items_of_rows(shape, groups, bounds, choice.instance))
-    wanted = [s.rows for s in spans if s.rows]
-    block_n = choice.instance.block_n
-    assert len(items) == sum(-(-rows // block_n) for rows in wanted) * shape["tiles_m"]
-
-
 # -- Candidates. -----------------------------------------------------------------------------------
 
 
@@ -689,34 +540,6 @@ def test_items_that_a_kernel_cannot_count_are_left_to_other_kernels():
     assert tiles < {choice.tile for choice in candidates(product, H100)}
 
 
-def test_large_groups_take_hoppers_instructions():
-    for product in (
-        ragged_product_of("bf16", "m", 8, 32768, 4096, 4096),
-        ragged_product_of("bf16", "k", 8, 4096, 4096, 32768, lhs_k_major=False),
-    ):
-        best = grouped_gemm.candidates(product, H100)[0]
-        assert isinstance(best, GroupedWgmmaCandidate)
-        assert best.tile.block_m * best.tile.block_n >= 128 * 128
-
-
-def test_clusters_share_what_large_products_read_of_the_cache():
-    rows = {"sizes": (128, 65536, 1536, 2048), "ragged": "m"}
-    k = {"sizes": (128, 2048, 1536, 65536), "ragged": "k"}
-
-    def cluster(arithmetic, sizes, ragged, **options):
-        product = ragged_product_of(
-            arithmetic, ragged, *sizes, lhs_k_major=ragged == "m", **options
-        )
-        return grouped_gemm.candidates(product, H100)[0].tile.cluster
-
-    assert cluster("bf16", **rows) == cluster("bf16", **rows, rhs_k_major=True) == 2
-    assert cluster("bf16", **k) == cluster("fp8", **rows, rhs_k_major=True) == 2
-    # Measured: no gain in float32, or where there are few tiles, or where half of a cluster's last
-    # one is idle.
-    assert cluster("tf32", **rows) == cluster("bf16", (16, 4096, 1024, 1024), "m") == 1
-    assert cluster("bf16", (32, 32768, 1152, 1024), "m") == 1
-
-
 @pytest.mark.parametrize("sm_count", [1, 7, 132])
 def test_plans_for_any_number_of_sms(sm_count):
     gpu = replace(H100, sm_count=sm_count)
@@ -758,34 +581,11 @@ def test_shared_memory_has_room_for_work_tiles_and_for_tiles_before_each_span(ch
     assert 0 <= config.shared_memory_bytes - (-(-dense // 16) * 16 + ragged) <= 16
 
 
-def test_kernels_are_named_by_what_they_take():
-    for product, ragged in ((TAKEN[0], "kN"), (TAKEN[7], "kK")):
-        config = candidates(product, H100)[0].instance
-        kernel = config.kernel
-        lines = f"{config.column_step}, {config.tma_column_step}, {config.rhs_tma_rows}"
-        assert kernel.source == "grouped_gemm/sm90/matmul.cuh"
-        assert kernel.name.startswith(f"tilekern::ragged_wgmma_matmul<{', '.join(config.types)}, ")
-        assert kernel.name.endswith(f"}}, tilekern::Ragged::{ragged}, {lines}>")
-
-
 def test_types_change_places_with_the_operands():
     product = ragged_product_of("fp8_fast", "m", 8, 512, 256, 256, types=(E4M3, E5M2, BF16))
     lhs, rhs, out = candidates(product, H100)[0].instance.types
     assert (lhs, rhs) == ("tilekern::float8_e5m2", "tilekern::float8_e4m3fn")
     assert out == "tilekern::bfloat16"
-
-
-def test_instances_are_those_of_candidates():
-    found = set(grouped_wgmma_instances(H100))
-    assert {(instance.types[0], instance.ragged) for instance in found} == {
-        *((f"tilekern::{name}", ragged) for name in ("bfloat16", "float16") for ragged in "nk"),
-        *((name, "n") for name in ("tilekern::float8_e5m2", "float", "signed char")),
-    }
-    for ragged, orders in (("n", {(True, True), (False, True)}), ("k", {(False, False)})):
-        some = [instance for instance in found if instance.ragged == ragged]
-        assert {(instance.lhs_k_major, instance.rhs_k_major) for instance in some} == orders
-        assert {instance.tma_store for instance in some} == {True, False}
-    assert not list(grouped_wgmma_instances(MODERN[0]))
 
 
 ROWS_OF_BATCHES = ragged_product_of("bf16", "m", 5, 2000, 520, 328, batch=(2, 3))

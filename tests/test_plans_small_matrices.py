@@ -18,7 +18,6 @@ from jax_tilekern.plans.linalg.small_matrices import (
     Columns,
     SmallMatrices,
     cholesky_kernel,
-    columns_at_once,
     columns_per_block,
     inverse_kernel,
     lu_kernel,
@@ -32,52 +31,21 @@ H100 = known_gpu("sm_90")
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 
 
-def test_lanes_and_blocks():
-    def layout(n, dtype=F32, kernel=inverse_kernel):
-        chosen = kernel(SmallMatrices(1000, n, dtype))
-        return chosen.lanes, chosen.threads, chosen.blocks, chosen.alignment
-
-    assert layout(1) == (2, 128, 16, 16)
-    assert layout(3) == (4, 128, 32, 16)
-    assert layout(8) == (8, 128, 63, 16)
-    assert layout(31) == (32, 128, 250, 4)
-    assert layout(33) == (64, 64, 1000, 4)
-    assert layout(34) == (64, 64, 1000, 16)
-    assert layout(17, F64) == (32, 128, 250, 8)
-
-
-def test_lanes_and_blocks_of_cholesky_factors():
-    def layout(n, dtype=F32):
-        chosen = cholesky_kernel(SmallMatrices(1000, n, dtype), symmetrize=True)
-        return chosen.lanes, chosen.threads, chosen.blocks, chosen.alignment
-
-    assert layout(1) == (1, 32, 32, 16)
-    assert layout(3) == (1, 32, 32, 16)
-    assert layout(5) == (2, 32, 63, 16)
-    assert layout(16) == (4, 32, 125, 16)
-    assert layout(17) == (16, 32, 500, 8)
-    assert layout(33) == (32, 32, 1000, 4)
-    assert layout(64) == (32, 32, 1000, 16)
-    assert layout(3, F64) == (2, 32, 63, 16)
-    assert layout(33, F64) == (32, 32, 1000, 8)
-
-
-def test_threads_solve_small_systems_with_few_right_hand_sides():
-    def lanes(n, m):
-        return solve_kernel(SmallMatrices(1000, n, F32), Columns(m), transpose=False).lanes
-
-    assert [lanes(n, 1) for n in (1, 3, 8, 9)] == [1, 1, 1, 16]
-    assert [lanes(8, m) for m in (1, 2, 3)] == [1, 1, 8]
-
-
-def test_columns_are_shared_where_there_are_few_matrices():
-    assert columns_per_block(1, Columns(10), H100) == 10
-    assert columns_per_block(1, Columns(1000), H100) == 64
-    assert columns_per_block(10**5, Columns(1000), H100) == 1000
-    huge = columns_per_block(1, Columns(2**30), H100)
-    assert huge % 8 == 0
-    assert -(-(2**30) // huge) <= 65535
-    assert [columns_at_once(Columns(m)) for m in (1, 2, 3, 5, 8, 9)] == [1, 2, 4, 8, 8, 8]
+def test_blocks_cover_every_matrix_and_every_column():
+    for n, dtype, count in itertools.product(range(1, 65), DTYPES, (1, 7, 1000)):
+        matrices = SmallMatrices(count, n, dtype)
+        for each in _kernels(matrices):
+            of_block = each.threads // each.lanes
+            assert each.threads % 32 == 0
+            assert each.threads % each.lanes == 0
+            assert (each.blocks - 1) * of_block < count <= each.blocks * of_block
+            # Threads that synchronise load and store so many bytes at once.
+            together = max(1, 32 // each.lanes) * n * n * dtype.itemsize
+            assert together % each.alignment == 0
+    for blocks, columns in itertools.product((1, 1000, 10**6), (1, 10, 64, 65, 1000, 2**30)):
+        of_block = columns_per_block(blocks, Columns(columns), H100)
+        assert 1 <= of_block <= columns
+        assert -(-columns // of_block) <= 65535
 
 
 def test_plans_that_no_launch_has():
@@ -101,8 +69,7 @@ def _has_nvrtc():
 with_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="there is no NVRTC")
 
 
-def _kernels(n, dtype):
-    matrices = SmallMatrices(1000, n, dtype)
+def _kernels(matrices):
     yield inverse_kernel(matrices)
     yield lu_kernel(matrices)
     for flag in (False, True):
@@ -123,7 +90,7 @@ def _kernels(n, dtype):
 )
 @pytest.mark.one_in(5)
 def test_kernels_compile(arch, n, dtype):
-    found = list(_kernels(n, dtype))
+    found = list(_kernels(SmallMatrices(1000, n, dtype)))
     compiled = compile_kernels(*(each.kernel for each in found), arch=arch)
     assert compiled.log == ""
     for each in found:

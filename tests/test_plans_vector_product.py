@@ -13,7 +13,6 @@ from products import F32, H100, TYPES, geometries, product_of
 
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.vector_product import SUM_DTYPES, vector_product_candidates
-from jax_tilekern.plans.reduction.column_sums import ColumnPass
 from jax_tilekern.plans.reduction.passes import reduction_passes
 from jax_tilekern.plans.reduction.problem import Reduction
 from jax_tilekern.plans.reduction.row_sums import RowPass
@@ -56,44 +55,6 @@ def test_every_pass_stays_inside_the_operands(product, side):
 def test_products_of_matrices_have_none(product):
     if min(product.geometry.m, product.geometry.n) > 1:
         assert vector_product_candidates(product, H100) == []
-
-
-@pytest.mark.parametrize("arithmetic", sorted(set(TYPES) & set(SUM_DTYPES)))
-def test_the_kernel_follows_from_the_major_order(arithmetic):
-    for sizes, layout, kind, swapped in [
-        ((1, 4096, 4096), {"rhs_k_major": True}, RowPass, True),
-        ((1, 4096, 4096), {}, ColumnPass, True),
-        ((4096, 1, 4096), {"rhs_k_major": True}, RowPass, False),
-        ((4096, 1, 4096), {"lhs_k_major": False, "rhs_k_major": True}, ColumnPass, False),
-    ]:
-        found = vector_product_candidates(product_of(arithmetic, *sizes, **layout), H100)
-        assert found
-        assert all(isinstance(c.passes[0], kind) for c in found)
-        assert {c.swapped for c in found} == {swapped}
-
-
-def test_dot_products_use_every_sm():
-    for k in (10**6, 10**9):
-        best = vector_product_candidates(product_of("tf32", 1, 1, k, rhs_k_major=True), H100)[0]
-        first, *rest = best.passes
-        assert first.blocks >= H100.sm_count
-        assert rest[-1].blocks == 1
-
-
-def test_one_short_dot_product_is_one_launch():
-    best = vector_product_candidates(product_of("f32", 1, 1, 2000, rhs_k_major=True), H100)[0]
-    assert len(best.passes) == 1
-
-
-def test_float8_has_none():
-    assert vector_product_candidates(product_of("fp8", 1, 64, 64), H100) == []
-
-
-def test_keys_are_unique_and_best_first():
-    for layout in ({}, {"rhs_k_major": True}):
-        found = vector_product_candidates(product_of("bf16", 1, 4096, 4096, **layout), H100)
-        assert len({c.key for c in found}) == len(found)
-        assert sorted(found, key=lambda c: c.cycles) == found
 
 
 @needs_nvrtc

@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from kernel_samples import wgmma_instances
 from nvrtc_mark import needs_nvrtc
 from products import (
-    BF16,
     H100,
     MODERN,
     geometries,
@@ -40,12 +38,9 @@ from wgmma_launches import (
 )
 
 from jax_tilekern.plans.gemm import select as matmul
-from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm80.candidates import MmaCandidate
 from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
-from jax_tilekern.plans.gemm.sm90.config import ARITHMETICS, View, WgmmaInstance, WgmmaTile
-from jax_tilekern.plans.gemm.sm90.cost import reread_cycles
+from jax_tilekern.plans.gemm.sm90.config import ARITHMETICS, WgmmaInstance
 from jax_tilekern.plans.launch import Buffer, TensorMap
 
 # Sizes are 1 in most dimensions, or odd, or span several tiles; k may be split.
@@ -339,51 +334,6 @@ def test_maps_lead_to_the_elements_of_the_operands(case, data):
     assert pointer.index == (2 if choice.splits == 1 else 2 + len(plan.workspace_bytes))
 
 
-def test_a_broadcast_operand_stays_where_it_is():
-    product = product_of("bf16", 64, 64, 64, (3, 5), broadcast=(1,))
-    choice = next(c for c in candidates(product, H100) if not c.swapped and c.splits == 1)
-    plan = plan_of(choice)
-    shape, lhs = shape_of(plan), main_launch(plan).parameters[0]
-    assert shape["batch"] == (1, 3, 5)
-    assert shape["lhs_steps"] == (0, 1, 0)
-    assert shape["rhs_steps"] == (0, 1, 1)
-    assert lhs.sizes == (64, 64, 1, 3, 1)
-
-
-def test_struct_is_unpacked_field_by_field():
-    geometry = MatmulGeometry(
-        batch=(3, 2),
-        m=300,
-        n=200,
-        k=1000,
-        lhs_strides=(0, 2**20, 1, 2**10),
-        rhs_strides=(2**21, 0, 2**11, 1),
-        out_strides=(2**34, 2**33, 2**12 + 1, 1),
-    )
-    product = Product(geometry, BF16, BF16, BF16, "bf16")
-    wanted = {
-        "out_batch_strides": (0, 2**34, 2**33),
-        "out_stride": 2**12 + 1,
-        "batch": (1, 3, 2),
-        "batches": 6,
-        "k_tiles": 16,
-        "split_k_tiles": 16,
-        "part_step": 0,
-    }
-    for choice in candidates(product, H100):
-        if choice.splits > 1:
-            continue
-        shape = shape_of(plan_of(choice))
-        assert not choice.instance.tma_store
-        assert {name: shape[name] for name in wanted} == wanted
-        steps = [shape["lhs_steps"], shape["rhs_steps"]]
-        sizes = (shape["m"], shape["n"])
-        if choice.swapped:
-            steps, sizes = steps[::-1], sizes[::-1]
-        assert steps == [(0, 0, 1), (0, 1, 0)]
-        assert sizes == (300, 200)
-
-
 # -- Passes. ---------------------------------------------------------------------------------------
 
 
@@ -396,35 +346,6 @@ def packed(product):
         found.add(tuple(one.parameters[0].index for one in packs))
     (buffers,) = found
     return buffers
-
-
-@pytest.mark.parametrize(
-    ("wanted", "buffers"),
-    [
-        (product_of("bf16", 64, 64, 64), ()),
-        (product_of("bf16", 64, 60, 64), (1,)),
-        (product_of("bf16", 64, 60, 64, rhs_k_major=True), ()),
-        (product_of("bf16", 64, 64, 63), (0,)),
-        (product_of("bf16", 63, 62, 61), (0, 1)),
-        # 16-bit operands in any order are not packed ...
-        (product_of("bf16", 128, 64, 64, lhs_k_major=False), ()),
-        (product_of("f16", 64, 128, 64, lhs_k_major=False), ()),
-        # ... and of other types the smaller one is, if neither is k-major.
-        (product_of("int8", 128, 64, 64, lhs_k_major=False), (1,)),
-        (product_of("int8", 64, 128, 64, lhs_k_major=False), (0,)),
-        (product_of("tf32", 64, 128, 64, lhs_k_major=False), (0,)),
-        (product_of("fp8", 128, 64, 64, lhs_k_major=False), (1,)),
-        (product_of("tf32", 128, 64, 64), ()),
-        (product_of("int8", 128, 64, 64, (4,), lhs_k_major=False, broadcast=(0,)), (0,)),
-        (product_of("int8", 128, 64, 64, lhs_k_major=False, rhs_k_major=True), ()),
-        # Strides of dimensions of size 1 do not matter.
-        (product_of("bf16", 1, 64, 63), ()),
-        (product_of("int8", 63, 64, 1, rhs_k_major=True), (0,)),
-    ],
-    ids=lambda value: "" if isinstance(value, Product) else str(value),
-)
-def test_operands_that_the_kernel_cannot_read_are_packed(wanted, buffers):
-    assert packed(wanted) == buffers
 
 
 @given(cases(any_geometry))
@@ -492,15 +413,6 @@ def test_every_field_of_the_shape_is_packed():
     assert list(shape_of(plan)) == [name for _, name, _ in fields]
 
 
-def test_instances_are_those_of_candidates():
-    found = set(wgmma_instances(H100))
-    assert {instance.types[0] for instance in found} == {
-        f"tilekern::{name}" for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-    } | {"float", "signed char"}
-    assert all(instance.stages >= 2 for instance in found)
-    assert not list(wgmma_instances(MODERN[0]))
-
-
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("wanted", "kernels"),
@@ -542,16 +454,3 @@ def test_tiles_are_claimed_at_run_time_beside_collectives():
     # One round of tiles is scheduled by the hardware.
     small = candidates(product_of("bf16", 1024, 1024, 4096), beside)
     assert not any(c.instance.dynamic for c in small if c.key == "wgmma 128x256")
-
-
-def test_narrow_tiles_do_not_read_an_operand_beyond_l2_again():
-    # 328 MB of rhs; measured 225 us with three rows of tiles, 141 us with all rows in one tile.
-    product = product_of("bf16", 149, 5120, 32000)
-    fastest = min(WGMMA.candidates(product, H100), key=lambda x: x.cycles)
-    assert min(fastest.tile.block_m, fastest.tile.block_n) > 64
-    narrow, view = WgmmaTile(64, 128, consumers=1), View.of(product)
-    again = reread_cycles(narrow, view, H100) * H100.rates.memory_bandwidth
-    assert again == pytest.approx(0.3 * 2 * 5120 * 32000 * 2)
-    assert reread_cycles(WgmmaTile(128, 128), view, H100) == 0
-    # A smaller one stays in L2.
-    assert reread_cycles(narrow, View.of(product_of("bf16", 149, 512, 32000)), H100) == 0
