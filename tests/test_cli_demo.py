@@ -1,6 +1,5 @@
 import json
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -43,30 +42,6 @@ def test_it_trains_and_agrees_with_jnp_dot(tmp_path, capsys):
     assert "\x1b" not in out
 
 
-@pytest.mark.thorough
-def test_a_few_steps_are_not_judged_by_what_they_learned(capsys):
-    assert main(["demo", "--steps", "2"]) == 0
-    assert capsys.readouterr().out.endswith("OK\n")
-
-
-@pytest.mark.thorough
-def test_coarser_products_are_told_apart():
-    """Products rounded to bfloat16 are farther from float32 than rounding accounts for."""
-
-    def coarse(lhs, rhs):
-        narrow = jnp.dot(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16))
-        return narrow.astype(jnp.float32)
-
-    chosen = training.batches(load_digits()[0], 30)
-    reference, disturbed, wrong = (
-        training.train(network.make_step(product), chosen)
-        for product in (jnp.dot, training.perturbed(jnp.dot), coarse)
-    )
-    allowed = training.allowed_difference(reference, disturbed)
-    if training.rounding_error(64) < 1e-4:  # In TF32 on a GPU the two are of one size.
-        assert training.largest_difference(reference, wrong) > allowed
-
-
 @pytest.mark.parametrize(
     ("accuracy", "loss", "failure"),
     [
@@ -91,19 +66,6 @@ def test_what_fails(accuracy, loss, failure):
     )
     found = outcome.failures
     assert found == [] if failure is None else failure in found[0]
-
-
-@pytest.mark.thorough
-def test_clipping_bounds_every_example():
-    """The weighted mean's gradient is the mean of the clipped per-example gradients."""
-    train, _ = load_digits()
-    images, labels = jnp.asarray(train.images[:8]), jnp.asarray(train.labels[:8])
-    state = network.initial_state()
-    norms = network.gradient_norms(jnp.dot, state.parameters, images, labels)
-    after, report = network.make_step(jnp.dot)(state, images, labels)
-    np.testing.assert_allclose(report.gradient_norms, norms, rtol=1e-5)
-    length = np.sqrt(sum(float(jnp.vdot(v, v)) for layer in after.velocity for v in layer))
-    assert length <= network._LONGEST_GRADIENT * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("steps", ["0", "-1", "many"])

@@ -28,27 +28,13 @@ def shape(array):
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
-def test_the_type_of_the_result_can_be_named():
-    call = parse_product("matmul e5m2 8x8x8", out="f32")
-    assert jax.eval_shape(call.function, *call.operands).dtype == "float32"
-
-
 @pytest.mark.parametrize(
     "text",
-    ["", "bf16 8x8x8", "matmul bf16", "matmul bf16 8x8", "matmul bf16 1x2x3x4x5",
-     "matmul bf16 8x0x8", "matmul bf16 8xyx8", "matmul bf16 8x8x8 N", "matmul bf16 8x8x8 XX",
-     "matmul bf16 8x8x8 NTN", "sum bf16 8x8x8"],
-)  # fmt: skip
+    ["", "matmul bf16 8x8", "matmul bf16 8x0x8", "matmul bf16 8x8x8 XX", "sum bf16 8x8x8"],
+)
 def test_malformed_products(text):
     with pytest.raises(ProductCallError, match="is not matmul TYPE MxNxK"):
         parse_product(text)
-
-
-def test_unknown_types():
-    with pytest.raises(ProductCallError, match="f33"):
-        parse_product("matmul f33 8x8x8")
-    with pytest.raises(ProductCallError, match="f33"):
-        parse_product("matmul f32 8x8x8", out="f33")
 
 
 def test_explains_for_a_named_gpu(capsys):
@@ -84,6 +70,7 @@ def test_a_named_gpu_takes_a_compiler(capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["matmul bf16"], "is not matmul"),
+        (["matmul f33 8x8x8"], "f33"),
         (["matmul f32 8x8x8", "--gpu", "sm_1"], "sm_1"),
         (["matmul f32 8x8x8", "--precision", "sharp"], "sharp"),
     ],

@@ -6,11 +6,10 @@ import pytest
 import jax_tilekern
 from jax_tilekern import cli
 from jax_tilekern.cli import main
-from jax_tilekern.cli.console import duration, rate
 from jax_tilekern.compilation import kernel_cache
 
 
-def test_importing_the_package_imports_nothing_of_the_command_line():
+def test_importing_the_package_loads_neither_the_command_line_nor_nvrtc():
     program = (
         "import sys, jax, jax.extend\n"
         "before = set(sys.modules)\n"  # JAX imports filelock if it is installed.
@@ -19,6 +18,8 @@ def test_importing_the_package_imports_nothing_of_the_command_line():
         "lazy = 'rich', 'matplotlib', 'filelock', 'pynvml'\n"
         "bad = [m for m in new if m.split('.')[0] in lazy]\n"
         "bad += [m for m in new if m.startswith('jax_tilekern.cli')]\n"
+        "import jax_tilekern.compilation.compiler\n"
+        "bad += ['nvrtc'] * ('nvrtc' in open('/proc/self/maps').read())\n"
         "sys.exit(str(bad) if bad else 0)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -71,17 +72,3 @@ def test_the_cache_is_shown_and_cleared(tmp_path, monkeypatch, capsys):
     assert main(["cache", "--clear"]) == 0
     assert "2 kernels, 75 B deleted" in capsys.readouterr().out
     assert kernel_cache.info().entries == 0
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(2.5, "2.5 s"), (0.0123456, "12.3 ms"), (4.2e-5, "42 us"), (3e-9, "3 ns"), (1234.0, "1234 s")],
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text
-
-
-def test_rates():
-    assert rate(7.61e14, "FLOP") == "761 TFLOP/s"
-    assert rate(1.58e15, "OP") == "1.58 POP/s"
-    assert rate(24.5e9, "B") == "24.5 GB/s"

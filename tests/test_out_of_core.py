@@ -31,25 +31,6 @@ def test_a_product_that_fits_is_one_block():
     assert plan.operations == 2 * 1000 * 900 * 800
 
 
-def test_reuse_follows_the_formula():
-    """With square blocks of the result, 2mnk / (2 / (1/w + 1/h)) elements are read."""
-    plan = choose_plan(Sizes(2**15, 2**15, 2**17, *F32), 3 << 30)
-    assert plan.grid[2] > 1
-    loaded = plan.read_bytes / 4
-    reuse = 2 / (1 / plan.rows + 1 / plan.columns)
-    assert loaded == pytest.approx(plan.operations / reuse, rel=0.02)
-    # And the blocks are nearly square, and as large as they can be.
-    assert 0.5 <= plan.rows / plan.columns <= 2
-    assert plan.memory_bytes > 0.5 * (3 << 30)
-
-
-def test_more_memory_reads_less():
-    sizes = Sizes(40000, 30000, 20000, 2, 2, 2, 4)
-    reads = [choose_plan(sizes, limit << 20).read_bytes for limit in (64, 256, 1024, 4096, 20000)]
-    assert reads == sorted(reads, reverse=True)
-    assert reads[-1] == 2 * 20000 * (40000 + 30000)
-
-
 sizes = st.integers(1, 3000)
 
 

@@ -97,24 +97,6 @@ def test_every_product_is_ours_inside_and_jaxs_outside(rng, x64, function, shape
     assert types == jax.eval_shape(function, *args)
 
 
-def test_parameters_reach_our_product():
-    def function(x, y):
-        return lax.dot_general(
-            x,
-            y,
-            (((0,), (0,)), ((), ())),
-            precision="highest",
-            preferred_element_type=np.float32,
-        )
-
-    x = jnp.ones((4, 3), jnp.bfloat16)
-    with jtk.patch():
-        (eqn,) = jax.make_jaxpr(function)(x, x).eqns
-    assert str(eqn.params["contraction"]) == "km,kn->mn"
-    assert eqn.params["precision"] == (lax.Precision.HIGHEST,) * 2
-    assert eqn.params["out_dtype"] == np.float32
-
-
 @pytest.mark.parametrize("weak", [(True, True), (True, False), (False, True)])
 def test_weak_types_are_kept(weak):
     operands = [1.5 if is_weak else jnp.asarray(2, jnp.bfloat16) for is_weak in weak]
@@ -224,21 +206,6 @@ def test_our_fallbacks_and_references_reach_xla():
     assert text.count("stablehlo.dot_general") == 1
 
 
-def test_our_own_operations_inside():
-    x = jnp.ones((4, 4))
-    sizes = jnp.array([1, 3])
-    for function in (
-        jtk.matmul,
-        jtk.dot,
-        jtk.vdot,
-        lambda x, y: jtk.ragged_dot(x, y[None].repeat(2, 0), sizes),
-    ):
-        expected = function(x, x)
-        with jtk.patch():
-            assert traced(function, x, x) == (1, 0)
-            np.testing.assert_array_equal(function(x, x), expected)
-
-
 def test_eager_calls_compile_our_kernels():
     """Each with a new shape, so that nothing is compiled before."""
     with jtk.patch(), recorded_choices() as recorder:
@@ -277,17 +244,6 @@ def test_a_jitted_function_has_a_program_inside_and_another_outside():
             function(X)
             assert "jax_tilekern" in text()
     assert len(traces) == 2
-
-
-def test_a_cached_call_is_not_looked_at_again(monkeypatch):
-    inside, around = jax.jit(jtk.patch()(product)), jax.jit(product)
-    expected = inside(X)
-    with jtk.patch():
-        around(X)
-    monkeypatch.setattr(compat.dot_general_p, "bind", None)
-    np.testing.assert_array_equal(inside(X), expected)
-    with jtk.patch():
-        np.testing.assert_array_equal(around(X), expected)
 
 
 BODIES = {

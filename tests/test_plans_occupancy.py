@@ -31,33 +31,21 @@ def launch(threads, registers, static_bytes=0, dynamic_bytes=0):
     [
         ("sm_90", 256, 32, 0, 8, 1, "threads"),
         ("sm_90", 256, 33, 0, 6, 0.75, "registers"),
-        ("sm_90", 256, 64, 0, 4, 0.5, "registers"),
-        ("sm_90", 256, 128, 0, 2, 0.25, "registers"),
-        ("sm_90", 1024, 64, 0, 1, 0.5, "registers"),
         ("sm_90", 1024, 65, 0, 0, 0, "registers"),
-        ("sm_90", 256, 255, 0, 1, 0.125, "registers"),
         ("sm_90", 288, 255, 0, 0, 0, "registers"),
         ("sm_90", 32, 16, 0, 32, 0.5, "blocks"),
         # A block that is no whole number of warps has the rest of the last one too.
         ("sm_90", 33, 16, 0, 32, 1, "threads"),
-        ("sm_90", 96, 16, 0, 21, 63 / 64, "threads"),
         # Warps live in four partitions, each of which has a quarter of the registers.
         ("sm_90", 160, 80, 0, 4, 20 / 64, "registers"),
         ("sm_90", 128, 32, 100 << 10, 2, 0.125, "shared memory"),
-        ("sm_90", 128, 32, 113 << 10, 2, 0.125, "shared memory"),
         ("sm_90", 128, 32, (113 << 10) + 1, 1, 0.0625, "shared memory"),
-        ("sm_90", 128, 32, 227 << 10, 1, 0.0625, "shared memory"),
-        ("sm_80", 256, 32, 0, 8, 1, "threads"),
         ("sm_80", 256, 32, 40 << 10, 4, 0.5, "shared memory"),
-        ("sm_80", 1024, 32, 0, 2, 1, "threads"),
         ("sm_86", 256, 32, 0, 6, 1, "threads"),
-        ("sm_86", 32, 32, 0, 16, 1 / 3, "blocks"),
         ("sm_89", 1024, 32, 0, 1, 2 / 3, "threads"),
         ("sm_120", 256, 40, 0, 6, 1, "threads"),
-        ("sm_120", 32, 32, 0, 24, 0.5, "blocks"),
         ("sm_120", 128, 32, 48 << 10, 2, 8 / 48, "shared memory"),
         ("sm_75", 1024, 64, 0, 1, 1, "threads"),
-        ("sm_75", 128, 32, 32 << 10, 2, 0.25, "shared memory"),
     ],
 )
 def test_known_values(arch, threads, registers, shared, blocks, fraction, limit):

@@ -73,20 +73,6 @@ def store(tmp_path):
 # What is stored.
 
 
-def test_products_are_stored_under_a_readable_text():
-    assert product_text(product(64, 32, 16)) == (
-        "bf16 64x32x16: lhs bfloat16[16,1], rhs bfloat16[32,1], out bfloat16[32,1]"
-    )
-    x = jax.ShapeDtypeStruct((3, 8, 16), jnp.bfloat16)
-    w = jax.ShapeDtypeStruct((32, 16), jnp.bfloat16)
-    with jtk.gpu_target(H100):
-        found = tuning.products_of(jax.vmap(lambda x, w: jtk.matmul(w, x.T), (0, None)), x, w)
-    # The operands changed places, and the batch became rows.
-    assert [product_text(p) for p in found] == [
-        "bf16 3x32x8x16: lhs bfloat16[0,16,1], rhs bfloat16[128,1,16], out bfloat16[256,8,1]"
-    ]
-
-
 def test_texts_tell_products_apart():
     one = product()
     transposed = dataclasses.replace(one.geometry, lhs_strides=(1, 64))
@@ -107,16 +93,6 @@ def test_choices_survive_the_process(tmp_path):
     assert later.find(product(), A100) is None
     assert later.file(H100).name == "NVIDIA-H100-80GB-HBM3.json"
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".lock"}
-
-
-def test_processes_keep_each_others_choices(tmp_path):
-    one, other = TunedChoices(tmp_path), TunedChoices(tmp_path)
-    assert one.find(product(), H100) is other.find(product(), H100) is None
-    one.put(product(), H100, choice())
-    other.put(product(128), H100, choice(winner="a"))
-    together = TunedChoices(tmp_path)
-    assert together.find(product(), H100) == choice()
-    assert together.find(product(128), H100) == choice(winner="a")
 
 
 def test_writers_at_the_same_time_lose_nothing(tmp_path):
@@ -367,15 +343,6 @@ def test_what_is_known_is_not_measured_again(store, meter, monkeypatch):
     assert len(meter) == 4
 
 
-def test_what_is_measured(meter, store):
-    square = product(4096, 4096, 4096)
-    tuned_rows(square, top=3)
-    found = [c.key for c in candidates(square, H100)]
-    assert meter[0][1][:3] == found[:3]
-    # And the best of the other family.
-    assert meter[0][1][3:] == [next(key for key in found if key.startswith("mma"))]
-
-
 @pytest.mark.parametrize(
     ("times", "winner"),
     [
@@ -388,24 +355,6 @@ def test_what_is_measured(meter, store):
 )
 def test_of_equals_the_model_is_right_and_xla_last(times, winner):
     assert tuning._chosen(measured(times), "model", "d").winner == winner
-
-
-def test_an_interruption_loses_nothing(store, monkeypatch, meter):
-    measure, second = tuning.measure, product(128)
-
-    def interrupted(product, *rest):
-        if product == second:
-            raise KeyboardInterrupt
-        return measure(product, *rest)
-
-    monkeypatch.setattr(tuning, "measure", interrupted)
-    rows = tuning.tune_products([product(), second, product(256)], H100)
-    first = next(rows)
-    with pytest.raises(KeyboardInterrupt):
-        next(rows)
-    later = TunedChoices(store.file(H100).parent)
-    assert later.find(product(), H100) == first.choice
-    assert later.find(second, H100) is None
 
 
 def test_what_fails_is_not_stored(store, monkeypatch):
@@ -436,16 +385,6 @@ def test_tune_takes_a_function(store, meter, monkeypatch):
         "(geometric mean of 1)."
     )
     assert str(tuning.Tuning()) == "no product has a kernel"
-
-
-def test_reach_counts_kernels_apart():
-    row = tuning.TunedProduct(product(), choice(XLA, {"a": 40.0, "b": 20.0, XLA: 10.0}), {})
-    assert row.choice.reach == 0.25
-    assert row.choice.kernel_reach == 0.5
-    broken = tuning.TunedProduct(product(), choice("b", {"b": 20.0}, model="a"), {})
-    assert broken.choice.reach is None
-    assert "reach 0.250 of tuned ones, and 0.500" in tuning.reach([row, broken])
-    assert broken.cells()[3:] == ("a", "-", "-", "-")
 
 
 def test_tuning_needs_a_gpu(monkeypatch):
@@ -512,18 +451,6 @@ def test_arrays_stand_for_strided_operands(name, rng):
         np.testing.assert_allclose(
             np.asarray(result).ravel(), by_numpy(p, *operands), rtol=tolerance, atol=tolerance
         )
-
-
-def test_xla_is_asked_for_no_transpose_where_it_needs_none():
-    x, w = (jax.ShapeDtypeStruct(shape, np.float32) for shape in ((64, 32), (32, 128)))
-    with jtk.gpu_target(H100):
-        (p,) = tuning.products_of(
-            lambda x, w: jtk.dot_general(w, x, (((0,), (1,)), ((), ()))), x, w
-        )
-    problem = Problem.of(p)
-    text = jax.jit(problem.by_xla).lower(*problem.operands(0)).as_text()
-    assert "dot_general" in text
-    assert "transpose" not in text
 
 
 @pytest.mark.parametrize(
@@ -630,17 +557,6 @@ def test_what_does_not_fit_is_a_failure_of_its_product(monkeypatch):
     monkeypatch.setattr(product_timing, "_require_device", full)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         product_timing.measure(product(), [], H100, 1.0)
-
-
-def test_plans_are_lowered_as_they_are():
-    p = product()
-    problem = Problem.of(p)
-    plan = candidates(p, H100)[0].plan(H100)
-    function = jax.jit(functools.partial(problem.by_plan, plan))
-    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-    text = function.trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
-    assert "jax_tilekern_cuda_launch" in text
-    assert plan.name in text
 
 
 @pytest.mark.skipif(not on_gpu(), reason="measures on a GPU")
