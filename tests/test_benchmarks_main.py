@@ -43,12 +43,3 @@ def test_an_interrupt_is_one_line_and_a_bad_argument_another(command, monkeypatc
         monkeypatch.setattr(command_line._COMMANDS[command], "run", raises)
         assert main([command, *more.get(command, [])]) == status
         assert capsys.readouterr().err == message
-
-
-@pytest.mark.parametrize("command", [["matmul"], ["ladder", "matmul"], ["linalg"]])
-def test_a_record_in_no_folder_is_refused_before_anything_is_measured(command, tmp_path, capsys):
-    folder = tmp_path / "absent"
-    with pytest.raises(SystemExit, match="2"):
-        main([*command, "--json", str(folder / "x.json")])
-    assert f"there is no folder {folder}" in capsys.readouterr().err
-    assert not folder.exists()

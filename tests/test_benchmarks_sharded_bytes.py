@@ -8,7 +8,7 @@ from sharded import AUTO, devices, mesh_of
 from benchmarks import sharded_bytes
 from benchmarks.command_line import main
 from benchmarks.sharded_bytes.collectives import total_bytes
-from benchmarks.sharded_bytes.programs import KINDS, drawn, operands
+from benchmarks.sharded_bytes.programs import KINDS, drawn
 
 pytestmark = [
     pytest.mark.thorough,
@@ -42,15 +42,3 @@ def test_bytes_are_those_of_the_collectives_and_wrong_results_are_seen(rng, monk
         sharded_bytes.jax_tilekern, "matmul", lambda a, b: (a @ b).at[..., 0, 0].add(1)
     )
     assert sharded_bytes.compare(mesh, programs[0], rng).error > 0
-
-
-def test_wrong_results_fail(monkeypatch, capsys):
-    monkeypatch.setattr(sharded_bytes.jax_tilekern, "matmul", lambda a, b: 2 * (a @ b))
-    assert main(["sharded_bytes", "--count", "1", "--kind", "matmul"]) == 1
-    assert "error" in capsys.readouterr().out
-
-
-def test_matrices_are_well_conditioned(rng):
-    (program, _) = drawn("linalg.solve", 0, 1)
-    matrices, sides = operands(rng, program)
-    assert matrices.shape[:-1] == sides.shape[:-1]
