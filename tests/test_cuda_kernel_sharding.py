@@ -15,7 +15,7 @@ import jax_tilekern as jtk
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.interop import compat
 from jax_tilekern.partitioning.call import _operations, _partition, _text
-from jax_tilekern.partitioning.digits import sharding_of
+from jax_tilekern.partitioning.mesh import hlo_sharding
 
 SOURCE = """
 __global__ void scaled(const float* x, const float* scale, float* out, int k) {
@@ -85,7 +85,7 @@ def test_explicit_shardings_follow_from_the_rule(rng):
             scaled("rows _, _ -> rows _")(*args)
 
 
-def question(shapes, splits, radix, out_shape, out_split):
+def question(shapes, splits, mesh, out_shape, out_split):
     """What XLA asks about a call: shapes and shardings of the arrays."""
     from jax._src.lib import xla_client
 
@@ -94,9 +94,9 @@ def question(shapes, splits, radix, out_shape, out_split):
 
     return (
         [shape(sizes) for sizes in shapes],
-        [sharding_of(split, radix) for split in splits],
+        [hlo_sharding(split, mesh) for split in splits],
         shape(out_shape),
-        sharding_of(out_split, radix),
+        hlo_sharding(out_split, mesh),
     )
 
 

@@ -1,4 +1,4 @@
-"""How a call is shared out: shardings as digits, and the choice among ways to split a call."""
+"""How a call is partitioned: shardings as mesh axes, reshards, and the choice of a partition."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded import devices
+from sharded import AUTO, devices, mesh_of
 
 import jax_tilekern as jtk
 from jax_tilekern.epilogue.scalar_function import trace_scalars
-from jax_tilekern.partitioning.choice import choose_split
-from jax_tilekern.partitioning.digits import Digit, common_digits, sharding_of
+from jax_tilekern.partitioning.choice import choose_partition
+from jax_tilekern.partitioning.mesh import axes_of, common_mesh, hlo_sharding
 from jax_tilekern.partitioning.params_text import _PROCESS, from_text, to_text
+from jax_tilekern.partitioning.reshard import Step, reshard_steps, specs_of
 from jax_tilekern.partitioning.rule import ShardingRule
-from jax_tilekern.partitioning.split import Move
 from jax_tilekern.plans.contraction import Contraction
 
 M, N, K = range(3)
@@ -33,56 +33,44 @@ def product(m, k, n):
     return ShardingRule(((M, K), (K, N)), ((M, N),), sizes, flops=2 * m * k * n)
 
 
-def split_of(rule, radix, lhs, rhs, out, itemsize=2):
-    """Split a product; for each array, the dimension that each digit splits, major first."""
-
-    def digits(dims):
-        weights = {}
-        found = []
-        for a in reversed(range(len(radix))):
-            dim = dims[a]
-            weight = weights.get(dim, 1)
-            weights[dim] = weight * radix[a]
-            found.append(None if dim is None else Digit(dim, weight))
-        return tuple(reversed(found))
-
-    nbytes = [
-        itemsize * math.prod(rule.sizes[x] for x in dims)
-        for dims in (*rule.operands, *rule.results)
+def sizes_in_bytes(rule, itemsize):
+    return [
+        [itemsize * math.prod(rule.sizes[x] for x in dims) for dims in arrays]
+        for arrays in (rule.operands, rule.results)
     ]
-    return choose_split(
-        rule, radix, [digits(lhs), digits(rhs)], [digits(out)], nbytes[:2], nbytes[2:]
-    )
+
+
+def partition_of(rule, mesh, lhs, rhs, out, itemsize=2):
+    """Partition a product; for each array, the dimension that each mesh axis splits."""
+    specs = [
+        tuple(tuple(a for a, dim in enumerate(dims) if dim == i) for i in range(2))
+        for dims in (lhs, rhs, out)
+    ]
+    return choose_partition(rule, mesh, specs[:2], specs[2:], *sizes_in_bytes(rule, itemsize))
 
 
 @pytest.mark.skipif(devices() is None, reason="eight CPU devices")
 @pytest.mark.parametrize("shape", [(8,), (2, 4), (4, 2), (2, 2, 2), (2, 3), (6,)])
-def test_shardings_are_digits_and_back(shape):
+def test_shardings_are_mesh_axes_and_back(shape):
     names = "abc"[: len(shape)]
     count = math.prod(shape)
-    mesh = jax.make_mesh(
+    user = jax.make_mesh(
         shape, tuple(names), (AxisType.Auto,) * len(shape), devices=jax.devices("cpu")[:count]
     )
     parts = [None, *names, *itertools.permutations(names, 2)]
-    for spec in itertools.product(parts, repeat=2):
-        used = [a for part in spec for a in (part or ())]
+    for given in itertools.product(parts, repeat=2):
+        used = [a for part in given for a in (part or ())]
         if len(set(used)) < len(used):
             continue
-        sharding = NamedSharding(mesh, P(*spec))._to_xla_hlo_sharding(2)
-        radix, (digits,) = common_digits([sharding], [2])
+        named = NamedSharding(user, P(*given))
+        sharding = named._to_xla_hlo_sharding(2)
+        mesh, (spec,) = common_mesh([sharding], [2])
         if sharding.is_replicated():
-            assert digits == (None,) * len(radix)
+            assert spec == ((), ())
             continue
-        assert math.prod(radix) == count
-        dims = [
-            sorted(
-                (a for a, digit in enumerate(digits) if digit and digit.dimension == dim),
-                key=lambda a: -digits[a].weight,
-            )
-            for dim in range(2)
-        ]
-        back = sharding_of(dims, radix)
-        shard_shape = NamedSharding(mesh, P(*spec)).shard_shape((count * 2, count * 2))
+        assert math.prod(mesh) == count
+        back = hlo_sharding(spec, mesh)
+        shard_shape = named.shard_shape((count * 2, count * 2))
         assert tuple(back.tile_assignment_dimensions()[:2]) == tuple(
             count * 2 // size for size in shard_shape
         )
@@ -95,64 +83,75 @@ def test_shardings_are_digits_and_back(shape):
             assert set(own[index].ravel()) == set(found[index].ravel())
 
 
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+def test_axes_that_split_every_array_together_are_one():
+    mesh = mesh_of((AUTO, AUTO))
+
+    def found(*specs):
+        shardings = [NamedSharding(mesh, spec)._to_xla_hlo_sharding(2) for spec in specs]
+        return common_mesh(shardings, [2] * len(specs))
+
+    assert found(P("d", "m"), P("m")) == ((2, 4), [((0,), (1,)), ((1,), ())])
+    assert found(P(("d", "m")), P()) == ((8,), [((0,), ()), ((), ())])
+    assert found(P(("m", "d")), P()) == ((2, 4), [((1, 0), ()), ((), ())])
+
+
 def test_what_is_split_alike_stays():
-    split = split_of(product(64, 64, 64), (2,), (1,), (0,), (None,))
-    assert split.digits[K] == (0,)
-    assert [x.reduced for x in split.results] == [(0,)]
-    assert split.operand_digits == (((), (0,)), ((0,), ()))
+    found = partition_of(product(64, 64, 64), (2,), (1,), (0,), (None,))
+    assert found.axes[K] == (0,)
+    assert [x.reduced for x in found.results] == [(0,)]
+    assert [x.spec for x in found.operands] == [((), (0,)), ((0,), ())]
 
 
 def test_a_sum_is_scattered_where_the_result_is_split():
-    split = split_of(product(64, 64, 64), (2, 2), (0, 1), (None, 0), (0, 1))
-    assert split.digits == {M: (0,), K: (1,), N: ()}
-    assert split.results[0].scattered == ((), (1,))
-    assert split.results[0].digits == ((0,), (1,))
-    assert not any(x.reduced for x in split.results)
+    found = partition_of(product(64, 64, 64), (2, 2), (0, 1), (None, 0), (0, 1))
+    assert found.axes == {M: (0,), K: (1,), N: ()}
+    assert found.results[0].scattered == ((), (1,))
+    assert found.results[0].spec == ((0,), (1,))
+    assert not any(x.reduced for x in found.results)
 
 
 def test_the_smaller_operand_is_gathered():
-    large = split_of(product(4096, 64, 64), (2,), (0,), (1,), (0,))
-    assert large.digits[M] == (0,)
-    assert large.operand_digits[1] == ((), ())
-    small = split_of(product(64, 64, 4096), (2,), (0,), (1,), (1,))
-    assert small.digits[N] == (0,)
-    assert small.operand_digits[0] == ((), ())
+    large = partition_of(product(4096, 64, 64), (2,), (0,), (1,), (0,))
+    assert large.axes[M] == (0,)
+    assert large.operands[1].spec == ((), ())
+    small = partition_of(product(64, 64, 4096), (2,), (0,), (1,), (1,))
+    assert small.axes[N] == (0,)
+    assert small.operands[0].spec == ((), ())
 
 
 def test_operands_that_are_split_unlike_are_gathered_where_the_sum_is_larger():
     """One is split in four along what is contracted, and the other in two."""
     for k, kept in ((16, ()), (4096, (0, 1))):
-        split = split_of(product(64, k, 64), (2, 2), (1, 1), (0, None), (None, None))
-        assert split.digits[K] == kept
+        found = partition_of(product(64, k, 64), (2, 2), (1, 1), (0, None), (None, None))
+        assert found.axes[K] == kept
 
 
-def test_a_digit_that_changes_dimension_is_an_all_to_all():
+def test_an_axis_that_changes_dimension_is_an_all_to_all():
     # Weights are larger than what passes through them, and both have the same axis.
     rule = product(64, 4096, 4096)
-    split = split_of(rule, (2,), (0,), (0,), (0,))
-    assert split.digits[K] == (0,)
-    assert split.operand_digits == (((), (0,)), ((0,), ()))
-    assert split.operand_moves == ((), ())
-    assert split.results[0].scattered == ((0,), ())
-    now = (Digit(0, 1),)
-    assert split.described([now, now]) == f"{K} in 2, all-to-all, reduce-scatter"
+    found = partition_of(rule, (2,), (0,), (0,), (0,))
+    assert found.axes[K] == (0,)
+    assert [x.spec for x in found.operands] == [((), (0,)), ((0,), ())]
+    assert [x.in_program for x in found.operands] == [(), ()]
+    assert found.results[0].scattered == ((0,), ())
+    assert found.described() == f"{K} in 2, all-to-all, reduce-scatter"
 
 
-def test_the_local_program_moves_what_xla_would_gather():
+def test_the_local_program_reshards_what_xla_would_gather():
     """XLA gathers an array that has copies before and after."""
-    split = split_of(product(64, 4096, 4096), (2, 2), (0, None), (0, None), (0, None))
-    assert split.digits[K] == (0,)
-    ((move,), ()) = split.operand_moves
-    assert move == Move("exchange", (0,), 0, 1)
-    assert split.operand_digits[0] == ((0,), ())
-    assert split.results[0].scattered == ((0,), ())
+    found = partition_of(product(64, 4096, 4096), (2, 2), (0, None), (0, None), (0, None))
+    assert found.axes[K] == (0,)
+    assert found.operands[0].in_program == (Step("all-to-all", (0,), 0, 1),)
+    assert found.operands[0].spec == ((0,), ())
+    assert found.results[0].scattered == ((0,), ())
 
 
-def test_digits_that_are_chosen_together():
+def test_axes_that_affect_one_another():
     """An operand is gathered over one axis after the other for more bytes than the sum has."""
-    split = split_of(product(32, 128, 32), (2, 2, 2), (1, 1, 1), (None,) * 3, (None,) * 3)
-    assert split.digits == {M: (), K: (0, 1, 2), N: ()}
-    assert [x.reduced for x in split.results] == [(0, 1, 2)]
+    found = partition_of(product(32, 128, 32), (2, 2, 2), (1, 1, 1), (None,) * 3, (None,) * 3)
+    assert found.axes == {M: (), K: (0, 1, 2), N: ()}
+    assert [x.reduced for x in found.results] == [(0, 1, 2)]
 
 
 PRODUCTS = [
@@ -166,36 +165,52 @@ PRODUCTS = [
 @pytest.mark.parametrize("seed", range(200))
 @pytest.mark.one_in(10)
 def test_a_label_has_one_order_in_every_operand(operands, result, seed):
-    """Digits that operands move to it from other dimensions included."""
+    """Axes that operands move to it from other dimensions included."""
     rng = np.random.default_rng(seed)
-    radix = (2,) * int(rng.integers(1, 5))
-
-    def digits(dims):
-        weights = dict.fromkeys(range(len(dims)), 1)
-        found = {}
-        for a in rng.permutation(len(radix)).tolist():
-            dim = int(rng.integers(-1, len(dims)))
-            found[a] = None if dim < 0 else Digit(dim, weights[dim])
-            if dim >= 0:
-                weights[dim] *= 2
-        return tuple(found[a] for a in range(len(radix)))
-
+    mesh = (2,) * int(rng.integers(1, 5))
     labels = sorted({x for dims in operands for x in dims})
     sizes = {x: int(rng.choice([16, 32, 64, 128])) for x in labels}
     rule = ShardingRule(operands, (result,), sizes, flops=2 * math.prod(sizes.values()))
-    nbytes = [4 * math.prod(sizes[x] for x in dims) for dims in (*operands, result)]
-    now = [digits(dims) for dims in operands]
-    split = choose_split(rule, radix, now, [digits(result)], nbytes[:2], nbytes[2:])
-    moves = split.operand_moves
-    for dims, taken, own in zip(operands, split.operand_digits, moves, strict=True):
-        held = list(taken)
-        for move in own:
-            if move.kind != "slice":
-                assert held[move.source][-len(move.digits) :] == move.digits
-                held[move.source] = held[move.source][: -len(move.digits)]
-            if move.kind != "gather":
-                held[move.target] = (*held[move.target], *move.digits)
-        assert held == [split.digits[label] for label in dims]
+    specs = [random_spec(rng, len(dims), len(mesh)) for dims in (*operands, result)]
+    found = choose_partition(rule, mesh, specs[:2], specs[2:], *sizes_in_bytes(rule, 4))
+    for dims, given, operand in zip(operands, specs[:2], found.operands, strict=True):
+        by_xla = operand.steps[: len(operand.steps) - len(operand.in_program)]
+        assert operand.spec == specs_of(given, by_xla)[-1]
+        wanted = tuple(found.axes[label] for label in dims)
+        assert specs_of(operand.spec, operand.in_program)[-1] == wanted
+        # No more axes are gathered than must be.
+        gathered = {a for step in operand.steps if step.kind == "all-gather" for a in step.axes}
+        assert gathered == set(axes_of(given)) - set(axes_of(wanted))
+
+
+def random_spec(rng, rank, axes):
+    """A spec in which each axis splits some dimension, or none."""
+    found = [() for _ in range(rank)]
+    for axis in rng.permutation(axes).tolist():
+        dim = int(rng.integers(-1, rank))
+        if dim >= 0:
+            found[dim] = (*found[dim], axis)
+    return tuple(found)
+
+
+@pytest.mark.parametrize(
+    ("have", "want", "steps"),
+    [
+        (((), (0,)), ((), (0, 1)), [("slice", (1,))]),
+        (((0, 1), ()), ((0,), ()), [("all-gather", (1,))]),
+        (((0, 1), ()), ((), (0, 1)), [("all-to-all", (0, 1))]),
+        # What makes an array smaller is first.
+        (((), (0,)), ((1,), ()), [("slice", (1,)), ("all-gather", (0,))]),
+        (((0,), (1,)), ((), (0,)), [("all-gather", (1,)), ("all-to-all", (0,))]),
+        (((0,), ()), ((), (0, 1)), [("all-to-all", (0,)), ("slice", (1,))]),
+        # One axis in the place of another, and one above another.
+        (((0,),), ((1,),), [("slice", (1,)), ("permute", (1, 0)), ("all-gather", (0,))]),
+        (((0,),), ((1, 0),), [("slice", (1,)), ("permute", (1, 0))]),
+        (((0, 1), ()), ((), (1, 0)), [("all-to-all", (1,)), ("all-to-all", (0,))]),
+    ],
+)
+def test_steps_of_a_reshard(have, want, steps):
+    assert [(step.kind, step.axes) for step in reshard_steps(have, want)] == steps
 
 
 @pytest.mark.parametrize(("k", "gathered_after_slice"), [(64, True), (63, False)])
@@ -205,40 +220,68 @@ def test_an_operand_is_sliced_before_it_is_gathered(k, gathered_after_slice):
     rule = ShardingRule(
         ((0, 1, 2), (0, 2, 3)), ((0, 1, 3),), {0: batch, 1: m, 2: k, 3: n}, flops=2 * m * k * n
     )
-    lhs, rhs = (Digit(2, 1), None), (None, Digit(0, 1))
-    sizes = [4 * batch * m * k, 4 * batch * k * n], [4 * batch * m * n]
-    split = choose_split(rule, (2, 4), [lhs, rhs], [rhs], *sizes)
-    assert split.digits == {0: (1,), 1: (), 2: (), 3: ()}
+    lhs, rhs = ((), (), (0,)), ((1,), (), ())
+    found = choose_partition(rule, (2, 4), [lhs, rhs], [rhs], *sizes_in_bytes(rule, 4))
+    assert found.axes == {0: (1,), 1: (), 2: (), 3: ()}
     if gathered_after_slice:
-        assert split.operand_digits[0] == ((1,), (), (0,))
-        assert split.operand_moves[0] == (Move("gather", (0,), 2, 2),)
+        assert found.operands[0].spec == ((1,), (), (0,))
+        assert found.operands[0].in_program == (Step("all-gather", (0,), 2, None),)
     else:
         # Parts with padding are gathered by XLA.
-        assert split.operand_digits[0] == ((1,), (), ())
-        assert split.operand_moves[0] == ()
-    assert split.operand_moves[1] == ()
-    assert "operand 0 gathered" in split.described([lhs, rhs])
+        assert found.operands[0].spec == ((1,), (), ())
+        assert found.operands[0].in_program == ()
+    assert found.operands[1].in_program == ()
+    assert "operand 0 gathered" in found.described()
+
+
+BATCHES = ShardingRule(
+    ((0, 1, 2), (0, 3, 4)),
+    ((0, 5, 6),),
+    {0: 64, 1: 16, 2: 16, 3: 16, 4: 2, 5: 16, 6: 2},
+    flops=1,
+    unsplit=frozenset(range(1, 7)),
+)
+
+
+def test_the_local_program_reshards_two_axes_that_move():
+    """XLA has one all-to-all, and gathers otherwise."""
+    matrices, columns = ((), (1,), (0,)), ((0, 1), (), ())
+    sizes = sizes_in_bytes(BATCHES, 4)
+    found = choose_partition(BATCHES, (2, 4), [matrices, columns], [columns], *sizes)
+    assert found.axes[0] == (0, 1)
+    assert found.operands[0].spec == matrices
+    assert [x.kind for x in found.operands[0].in_program] == ["all-to-all"] * 2
+
+
+def test_xla_gathers_before_the_local_program_reshards():
+    """So that calls share what is gathered."""
+    matrices, columns = ((), (), (0, 1)), ((0,), (), ())
+    sizes = sizes_in_bytes(BATCHES, 4)
+    found = choose_partition(BATCHES, (2, 4), [matrices, columns], [columns], *sizes)
+    assert found.axes[0] == (0,)
+    assert found.operands[0].spec == ((), (), (0,))
+    assert found.operands[0].in_program == (Step("all-to-all", (0,), 2, 0),)
 
 
 def test_large_products_are_not_computed_twice():
-    split = split_of(product(8192, 8192, 28672), (2, 2), (0, 0), (None, None), (None, None))
-    assert split.digits[M] == (0, 1)
+    found = partition_of(product(8192, 8192, 28672), (2, 2), (0, 0), (None, None), (None, None))
+    assert found.axes[M] == (0, 1)
 
 
 @pytest.mark.parametrize("k", [3, 5, 7])
 def test_padding_is_not_moved_or_scattered(k):
-    split = split_of(product(16, k, 16), (2, 2), (1, 1), (0, 0), (0, 0))
-    assert split.digits[K] == (0, 1)
-    assert split.local_size(K) == math.ceil(k / 4)
-    crossed = split_of(product(16, k, 16), (2,), (0,), (0,), (0,))
-    assert crossed.digits[K] == ()
+    found = partition_of(product(16, k, 16), (2, 2), (1, 1), (0, 0), (0, 0))
+    assert found.axes[K] == (0, 1)
+    assert found.operand_shape(0, (16, k)) == (16, math.ceil(k / 4))
+    crossed = partition_of(product(16, k, 16), (2,), (0,), (0,), (0,))
+    assert crossed.axes[K] == ()
 
 
 def test_a_reduction_without_neutral_padding_is_split_evenly():
-    for size, digits in ((8, (0,)), (7, ())):
+    for size, axes in ((8, (0,)), (7, ())):
         rule = ShardingRule(((0,),), ((),), {0: size}, flops=size, zero_padding=False)
-        split = choose_split(rule, (2,), [(Digit(0, 1),)], [(None,)], [4 * size], [4])
-        assert split.digits[0] == digits
+        found = choose_partition(rule, (2,), [((0,),)], [()], [4 * size], [4])
+        assert found.axes[0] == axes
 
 
 def test_labels_of_some_results_are_whole():
@@ -249,7 +292,7 @@ def test_labels_of_some_results_are_whole():
 
 
 def test_results_that_are_sums_split_what_each_of_them_lacks():
-    """Gradients of both factors: a digit adds up the gradient that it does not split."""
+    """Gradients of both factors: an axis adds up the gradient that it does not split."""
     factors = ((M, None), (None, N))
     rule = ShardingRule(
         (*factors, (M, N)),
@@ -260,15 +303,14 @@ def test_results_that_are_sums_split_what_each_of_them_lacks():
         each_result_is_a_sum=True,
     )
     assert rule.splittable == rule.summed == {M, N}
-    rows, columns, none = Digit(0, 1), Digit(1, 1), None
-    read = [(rows, none), (none, columns), (rows, columns)]
-    split = choose_split(rule, (2, 2), read, read[:2], [256] * 3, [256] * 2)
-    assert split.digits == {M: (0,), N: (1,)}
-    assert [x.reduced for x in split.results] == [(1,), (0,)]
-    assert split.operand_digits == (((0,), ()), ((), (1,)), ((0,), (1,)))
+    read = [((0,), ()), ((), (1,)), ((0,), (1,))]
+    found = choose_partition(rule, (2, 2), read, read[:2], [256] * 3, [256] * 2)
+    assert found.axes == {M: (0,), N: (1,)}
+    assert [x.reduced for x in found.results] == [(1,), (0,)]
+    assert [x.spec for x in found.operands] == read
     uneven = dataclasses.replace(rule, sizes={M: 7, N: 8})
-    split = choose_split(uneven, (2, 2), read, read[:2], [256] * 3, [256] * 2)
-    assert split.digits == {M: (), N: (1,)}
+    found = choose_partition(uneven, (2, 2), read, read[:2], [256] * 3, [256] * 2)
+    assert found.axes == {M: (), N: (1,)}
 
 
 def test_reductions_of_a_split_label_are_combined():
@@ -283,33 +325,27 @@ def test_reductions_of_a_split_label_are_combined():
     )
     assert rule.splittable == {M, K, N}
     assert rule.reductions == (K,)
-    columns, rows, none = Digit(1, 1), Digit(0, 1), None
+    whole, columns = ((), ()), ((), (0,))
     sizes = [2**14] * 2, [2**14, 2**8, 2**8]
-    split = choose_split(rule, (2,), [(none,), (columns,)], [(columns,), (none,), (none,)], *sizes)
-    assert split.digits == {M: (), K: (), N: (0,)}
-    assert split.sum is None
-    assert [x.reduced for x in split.results] == [(), (0,), (0,)]
+    found = choose_partition(rule, (2,), [whole, columns], [columns, ((),), ((),)], *sizes)
+    assert found.axes == {M: (), K: (), N: (0,)}
+    assert found.sum is None
+    assert [x.reduced for x in found.results] == [(), (0,), (0,)]
     # A sum is scattered where its result is split, and a maximum is not.
-    split = choose_split(rule, (2,), [(none,), (columns,)], [(columns,), (rows,), (rows,)], *sizes)
-    assert [x.scattered for x in split.results] == [((), ()), ((),), ((0,),)]
-    assert [x.reduced for x in split.results] == [(), (0,), ()]
+    found = choose_partition(rule, (2,), [whole, columns], [columns, ((0,),), ((0,),)], *sizes)
+    assert [x.scattered for x in found.results] == [((), ()), ((),), ((0,),)]
+    assert [x.reduced for x in found.results] == [(), (0,), ()]
     # Terms of the product are added first; the reductions follow.
-    split = choose_split(
-        rule,
-        (2, 2),
-        [(columns, none), (rows, columns)],
-        [(none, columns), (none, none), (none, none)],
-        *sizes,
+    found = choose_partition(
+        rule, (2, 2), [((), (0,)), ((0,), (1,))], [((), (1,)), ((),), ((),)], *sizes
     )
-    assert split.digits == {M: (), K: (0,), N: (1,)}
-    assert split.sum.reduced == (0,)
-    assert [x.reduced for x in split.results] == [(), (1,), (1,)]
+    assert found.axes == {M: (), K: (0,), N: (1,)}
+    assert found.sum.reduced == (0,)
+    assert [x.reduced for x in found.results] == [(), (1,), (1,)]
     # Padding would be reduced.
     uneven = dataclasses.replace(rule, sizes={M: 64, K: 64, N: 63})
-    split = choose_split(
-        uneven, (2,), [(none,), (columns,)], [(columns,), (none,), (none,)], *sizes
-    )
-    assert N not in split.digits or split.digits[N] == ()
+    found = choose_partition(uneven, (2,), [whole, columns], [columns, ((),), ((),)], *sizes)
+    assert N not in found.axes or found.axes[N] == ()
 
 
 @pytest.mark.parametrize(

@@ -32,17 +32,17 @@ from jax_tilekern.interop import modes
 from jax_tilekern.interop.ffi import PARTITIONED
 from jax_tilekern.interop.global_modes import by_types
 from jax_tilekern.partitioning import xla
-from jax_tilekern.partitioning.choice import choose_split
-from jax_tilekern.partitioning.digits import common_digits, sharding_of
+from jax_tilekern.partitioning.choice import choose_partition
 from jax_tilekern.partitioning.local_program import (
     FunctionOfSum,
+    Shard,
     axis_names,
-    epilogue_program,
     local_program,
 )
+from jax_tilekern.partitioning.mesh import common_mesh, hlo_sharding
 from jax_tilekern.partitioning.params_text import from_text, to_text
+from jax_tilekern.partitioning.partition import Partition
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
-from jax_tilekern.partitioning.split import Split
 from jax_tilekern.plans.cpu import current_cpu
 from jax_tilekern.plans.gpu import NoGpu, current_gpu, planning_beside_collectives
 from jax_tilekern.plans.policy import current_policy, policy
@@ -239,16 +239,18 @@ def _answer(
         for shapes in (operand_shapes, result_shapes)
     )
     rule = operation.rule(*operands, **params)
-    radix, digits = common_digits(
+    mesh, specs = common_mesh(
         [*operand_shardings, *result_shardings], [x.ndim for x in (*operands, *results)]
     )
     nbytes = [math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *results)]
     n = len(operands)
-    split = choose_split(rule, radix, digits[:n], digits[n:], nbytes[:n], nbytes[n:])
+    partition = choose_partition(rule, mesh, specs[:n], specs[n:], nbytes[:n], nbytes[n:])
 
-    program = _program(operation, params, split, [x.dtype for x in results], content["platform"])
-    local = [(split.operand_shape(i, x.shape), x.dtype) for i, x in enumerate(operands)]
-    axes = list(zip(axis_names(range(len(radix))), radix, strict=True))
+    program = _program(
+        operation, params, partition, [x.dtype for x in results], content["platform"]
+    )
+    local = [(partition.operand_shape(i, x.shape), x.dtype) for i, x in enumerate(operands)]
+    axes = list(zip(axis_names(range(len(mesh))), mesh, strict=True))
     tuned, mode = using_digest(content["tuned"]), modes.entered(content["mode"])
     # Exported programs of 0.1.0 have none.
     policy_then = policy(content.get("policy", "auto"))
@@ -257,20 +259,20 @@ def _answer(
     beside = planning_beside_collectives()
     with recorded_choices(content["platform"]) as recorder, tuned, mode, policy_then, types, beside:
         module = xla.local_module(program, local, axes, content["platform"])
-    described = split.described(digits[:n])
+    described = partition.described()
     choices = [
         Choice(c.call, c.operands, c.result, c.platform, c.kernel, c.reason, described)
         for c in recorder.choices
     ]
-    taken = [sharding_of(own, radix) for own in split.operand_digits]
-    returned = [sharding_of(x.digits, radix) for x in split.results]
+    taken = [hlo_sharding(x.spec, mesh) for x in partition.operands]
+    returned = [hlo_sharding(x.spec, mesh) for x in partition.results]
     return (module, taken, xla.in_tuple(result_shape, returned)), choices
 
 
 def _program(
     operation: PartitionedOperation,
     params: dict[str, Any],
-    split: Split,
+    partition: Partition,
     dtypes: Sequence[np.dtype[Any]],
     platform: str,
 ) -> Callable[..., list[Any]]:
@@ -281,26 +283,23 @@ def _program(
         """Return the parameters by which a device computes its term of a sum."""
         return wide if xla.adds_in_float32(platform, dtype) else params
 
-    localised: Callable[..., Sequence[Any]] | None = None
-    if operation.localised is not None:
-        localised = functools.partial(operation.localised, **params)
+    def localised(shard: Shard, *local: Any) -> Sequence[Any]:
+        return operation.localised(shard, *local, **params) if operation.localised else local
 
-    if split.sum is not None:
+    if partition.sum is not None:
         assert operation.function_of_sum is not None
         whole = operation.function_of_sum(**params)
         term = operation.function_of_sum(**term_params(whole.dtype))
         parts = operation.function_of_sum(**wide)
         function = FunctionOfSum(term.sum, whole.dtype, parts.epilogue)
-        return epilogue_program(split, dtypes, function, localised)
+        return local_program(partition, dtypes, function, localised)
     local_params = params
-    if split.has_partial_results:
+    if partition.has_partial_results:
         # XLA reduces rows in float32, but adds products in their own type.
         local_params = wide if operation.function_of_sum else term_params(dtypes[0])
 
-    def bind(*local: Any) -> Sequence[Any]:
-        return operation.bind(*local, **local_params)
-
-    return local_program(split, dtypes, bind, localised)
+    bind = functools.partial(operation.bind, **local_params)
+    return local_program(partition, dtypes, bind, localised)
 
 
 xla.register_partitioner(PARTITIONED, _partition)

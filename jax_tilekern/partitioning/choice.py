@@ -1,111 +1,228 @@
-"""The choice of a partition: which label each digit of the device number splits.
+"""The choice of a partition: which label each mesh axis splits.
 
-Partitions are compared by the bytes that each of them sends over the links between devices. None
-gathers operands along a label by which all of them are split alike. XLA treats its own operations
-so, and the user's shardings request it.
+An axis splits the label along which all operands are split alike, as in XLA's own operations and as
+the user's shardings request. Otherwise it splits the label with which a device sends the fewest
+bytes, or none.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from jax_tilekern.partitioning.candidate import Candidate, label_of
-from jax_tilekern.partitioning.cost import ShardedArray
-from jax_tilekern.partitioning.digits import Digits, Radix, by_dimension
-from jax_tilekern.partitioning.rule import ShardingRule
-from jax_tilekern.partitioning.split import Split
+from jax_tilekern.partitioning.mesh import MeshShape, Spec, axes_of, number_of_parts
+from jax_tilekern.partitioning.partition import Operand, Partition, Result
+from jax_tilekern.partitioning.reshard import bytes_sent, reshard_steps, specs_of
+from jax_tilekern.partitioning.rule import Dims, ShardingRule
 
-# More partitions than these are not compared one by one.
-_MAX_CANDIDATES = 256
+# The work of a device, in operations or in bytes of its own memory, while a link sends one byte. An
+# H100 or H200 computes 800 TFLOP/s in 16 bits and moves 3 to 4 TB/s; NVLink sends 300 to 400 GB/s.
+# What is sent is read and written in memory as well, so that memory counts a fifth of that.
+_FLOPS_PER_LINK_BYTE = 2000
+_MEMORY_BYTES_PER_LINK_BYTE = 50
+# The axes that split each label. A dimension without a label is whole.
+_Axes = Mapping[int | None, tuple[int, ...]]
+# Axes are chosen one after the other. In the first round an axis does not know the choices of those
+# that follow.
+_ROUNDS = 2
 
 
-def choose_split(
+def choose_partition(
     rule: ShardingRule,
-    radix: Radix,
-    operands: Sequence[Digits],
-    results: Sequence[Digits],
+    mesh: MeshShape,
+    operands: Sequence[Spec],
+    results: Sequence[Spec],
     operand_bytes: Sequence[int],
     result_bytes: Sequence[int],
-) -> Split:
+) -> Partition:
     """Choose the partition of a call.
 
     Parameters
     ----------
     rule
         Its sharding rule.
-    radix
-        Bases of the digits.
+    mesh
+        Sizes of the mesh axes.
     operands, results
-        The present digits of each operand, and the wanted digits of each result.
+        The present spec of each operand, and the wanted spec of each result.
     operand_bytes, result_bytes
         Sizes of the whole arrays in bytes.
     """
-    arrays = (
-        tuple(zip(rule.operands, operands, operand_bytes, strict=True)),
-        tuple(zip(rule.results, results, result_bytes, strict=True)),
+    call = _Call(
+        rule,
+        mesh,
+        [_Sharded(*x) for x in zip(rule.operands, operands, operand_bytes, strict=True)],
+        [_Sharded(*x) for x in zip(rule.results, results, result_bytes, strict=True)],
     )
-    groups = _groups(radix, (*operands, *results))
-    options = [_options(rule, *arrays, group[0]) for group in groups]
-
-    def candidate(labels: Sequence[int | None]) -> Candidate:
-        wanted = {a: label for group, label in zip(groups, labels, strict=True) for a in group}
-        return Candidate(rule, radix, *arrays, [wanted[a] for a in range(len(radix))])
-
-    if math.prod(map(len, options)) <= _MAX_CANDIDATES:
-        return min(map(candidate, itertools.product(*options)), key=Candidate.cost).split
-    # Otherwise one group is changed after the other, as long as that helps.
+    options = [call.options(axis) for axis in range(len(mesh))]
     labels = [own[0] for own in options]
-    best = candidate(labels)
-    improved = True
-    while improved:
-        improved = False
-        for i, own in enumerate(options):
-            for label in own:
-                other = candidate([*labels[:i], label, *labels[i + 1 :]])
-                if other.cost() < best.cost():
-                    best, labels[i], improved = other, label, True
-    return best.split
+    for _ in range(_ROUNDS):
+        for axis, own in enumerate(options):
+            choices = [[*labels[:axis], label, *labels[axis + 1 :]] for label in own]
+            labels = min(choices, key=lambda x: call.cost(call.partition(x)))
+    return call.partition(labels)
 
 
-def _groups(radix: Radix, arrays: Sequence[Digits]) -> list[list[int]]:
-    """Return the digits in groups that split the same dimension of every array."""
-    groups: dict[tuple[int | None, ...], list[int]] = {}
-    for a in range(len(radix)):
-        split = tuple(None if digits[a] is None else digits[a].dimension for digits in arrays)  # type: ignore[union-attr]
-        groups.setdefault(split, []).append(a)
-    return list(groups.values())
+class _Sharded(NamedTuple):
+    """An operand and its present spec, or a result and its wanted one."""
+
+    dims: Dims
+    spec: Spec
+    nbytes: int
+
+    def axes(self, label: int) -> tuple[int, ...]:
+        """Return the axes that split a label of the array."""
+        return self.spec[self.dims.index(label)]
+
+    def label(self, axis: int) -> int | None:
+        """Return the label that an axis splits."""
+        return next((x for x, own in zip(self.dims, self.spec, strict=True) if axis in own), None)
 
 
-def _options(
-    rule: ShardingRule, operands: Sequence[ShardedArray], results: Sequence[ShardedArray], a: int
-) -> list[int | None]:
-    """Return the labels that a digit may split, or the one by which operands are split already."""
-    now = [label_of(dims, digits, a) for dims, digits, _ in operands]
-    wanted = [label_of(dims, digits, a) for dims, digits, _ in results]
-    reductions = rule.reductions
-    labels = list(dict.fromkeys(x for x in (*now, *wanted) if x in rule.splittable))
-    for label in labels:
-        if len(set(_splits(operands, label))) > 1:
-            continue
+@dataclass(frozen=True)
+class _Call:
+    rule: ShardingRule
+    mesh: MeshShape
+    operands: Sequence[_Sharded]
+    results: Sequence[_Sharded]
+
+    @property
+    def arrays(self) -> tuple[_Sharded, ...]:
+        return (*self.operands, *self.results)
+
+    def options(self, axis: int) -> list[int | None]:
+        """Return the labels that an axis may split, or the one that it splits alike already."""
+        labels = dict.fromkeys(x.label(axis) for x in self.arrays)
+        splittable = [label for label in labels if label in self.rule.splittable]
+        alike = [label for label in splittable if label is not None and self._alike(label, axis)]
+        return [*alike[:1]] or [*splittable, None]
+
+    def _alike(self, label: int, axis: int) -> bool:
+        """Return whether an axis splits all operands along a label, and in the same way."""
+        is_reduction = label in self.rule.reductions
         # An epilogue after a sum reads its operands where the sum is.
-        read = [
-            (dims, current)
-            for i, ((dims, _, _), current) in enumerate(zip(operands, now, strict=True))
-            if label not in reductions or i not in rule.epilogue_operands
-        ]
-        if all(
-            current == label if label in dims else current is None for dims, current in read
-        ) and (label in reductions or sum(x is not None for _, x in read) > 1):
-            return [label]
-    return [*labels, None]
+        read = self.operands[: self.rule.epilogue_from if is_reduction else None]
+        split = [x.axes(label) for x in read if label in x.dims]
+        others = [x.label(axis) for x in read if label not in x.dims]
+        return (
+            len(set(split)) == 1
+            and axis in split[0]
+            and all(other is None for other in others)
+            and (is_reduction or len(split) > 1)
+        )
 
+    def cost(self, partition: Partition) -> float:
+        """Return the bytes that a device sends, including its work as bytes sent meanwhile.
 
-def _splits(arrays: Sequence[ShardedArray], label: int) -> list[tuple[int, ...]]:
-    """Return the digits that split a label in each array that has it."""
-    return [
-        by_dimension(digits, len(dims))[dims.index(label)]
-        for dims, digits, _ in arrays
-        if label in dims
-    ]
+        The work counts so that devices do not repeat it.
+        """
+        flops = self.rule.flops / _FLOPS_PER_LINK_BYTE
+        memory = sum(x.nbytes for x in self.arrays) / _MEMORY_BYTES_PER_LINK_BYTE
+        work = max(flops, memory) / partition.parts(axes_of(tuple(partition.axes.values())))
+        sent = sum(x.bytes_sent for x in partition.operands)
+        return work + sent + sum(x.bytes_sent for x in partition.computed)
+
+    def partition(self, labels: Sequence[int | None]) -> Partition:
+        """Return the partition in which each axis splits a label, if it can."""
+        rule = self.rule
+        axes: dict[int | None, tuple[int, ...]] = dict.fromkeys(rule.sizes, ())
+        for axis, label in enumerate(labels):
+            if label is not None and self._can_split(label, (*axes[label], axis)):
+                axes[label] = self._in_order(label, (*axes[label], axis))
+        placed, total = axes, None
+        if rule.epilogue_from is not None and any(axes[label] for label in rule.reductions):
+            # One sum is completed. The epilogue reads its operands, and every result lies, there.
+            dims, first = rule.epilogue_sum, self.results[0]
+            wanted = (*first.spec, *(axes[label] for label in dims[len(first.dims) :]))
+            whole = _Sharded(dims, wanted, rule.sum_bytes(first.nbytes))
+            total = self._result(whole, axes, is_sum=True)
+            placed = dict(zip(dims, total.spec, strict=True))
+        combined_by = rule.combined_by or ("sum",) * len(self.results)
+        return Partition(
+            rule,
+            self.mesh,
+            axes,
+            tuple(
+                self._operand(x, placed if i in rule.epilogue_operands else axes)
+                for i, x in enumerate(self.operands)
+            ),
+            tuple(
+                self._result(x, placed, kind == "sum")
+                for x, kind in zip(self.results, combined_by, strict=True)
+            ),
+            total,
+        )
+
+    def _can_split(self, label: int, axes: tuple[int, ...]) -> bool:
+        rule = self.rule
+        if self._is_even(label, axes):
+            return True
+        # The last part is padded. Padded parts are never moved from one dimension to another.
+        arrays = self.operands if label in rule.reductions else self.arrays
+        stays = all(x.label(axis) in (label, None) for x in arrays for axis in axes)
+        is_harmless = label not in rule.reduced and (label not in rule.summed or rule.zero_padding)
+        return stays and is_harmless
+
+    def _is_even(self, label: int | None, axes: Sequence[int]) -> bool:
+        """Return whether axes split a label into equal parts."""
+        size = 1 if label is None else self.rule.sizes[label]
+        return size % number_of_parts(axes, self.mesh) == 0
+
+    def _in_order(self, label: int, axes: Sequence[int]) -> tuple[int, ...]:
+        """Return the axes of a label in the order in which they split the largest array."""
+        arrays = sorted((x for x in self.arrays if label in x.dims), key=lambda x: -x.nbytes)
+        order = [axis for x in arrays for axis in x.axes(label) if axis in axes]
+        return tuple(dict.fromkeys([*order, *axes]))
+
+    def _operand(self, x: _Sharded, axes: _Axes) -> Operand:
+        want = tuple(axes.get(label, ()) for label in x.dims)
+        steps = reshard_steps(x.spec, want)
+        specs = specs_of(x.spec, steps)
+        kinds = [step.kind for step in steps]
+        # XLA reshards an operand once for all calls that read it. It has one all-to-all at most,
+        # and none where devices have copies before and after. It gathers what it slices later.
+        has_copies = "slice" not in kinds and len(axes_of(want)) < len(self.mesh)
+        if (
+            "permute" in kinds
+            or not all(all(map(self._is_even, x.dims, spec)) for spec in specs)
+            or (kinds.count("all-to-all") == 1 and "all-gather" not in kinds and not has_copies)
+        ):
+            by_xla = len(steps)
+        else:
+            same = itertools.takewhile(lambda kind: kind == kinds[0] != "all-to-all", kinds)
+            by_xla = len(list(same))
+        sent = bytes_sent(steps, x.nbytes / self._parts(x.spec), self.mesh)
+        return Operand(specs[by_xla], tuple(steps), tuple(steps[by_xla:]), sent)
+
+    def _result(self, x: _Sharded, axes: _Axes, is_sum: bool) -> Result:
+        """Return what becomes of an array of which devices have parts."""
+        over = [axis for label, own in axes.items() if label not in x.dims for axis in own]
+        spec = [axes.get(label, ()) for label in x.dims]
+        scattered: list[tuple[int, ...]] = [() for _ in x.dims]
+        local, sent = x.nbytes / self._parts(spec), 0.0
+        for dim, wanted in enumerate(x.spec):
+            for axis in wanted if is_sum else ():
+                split = (*spec[dim], axis)
+                if axis in over and self._is_even(x.dims[dim], split):
+                    spec[dim], scattered[dim] = split, (*scattered[dim], axis)
+                    sent += local * (1 - 1 / self.mesh[axis])
+                    local /= self.mesh[axis]
+        reduced = tuple(axis for axis in over if axis not in axes_of(scattered))
+        sent += 2 * local * (1 - 1 / number_of_parts(reduced, self.mesh))
+        steps = reshard_steps(tuple(spec), x.spec)
+        sent += bytes_sent(steps, local, self.mesh)
+        # XLA takes what follows the last all-to-all, and everything if it pads or permutes before.
+        while steps and steps[-1].kind != "all-to-all":
+            steps.pop()
+        specs = specs_of(tuple(spec), steps)
+        if any(step.kind == "permute" for step in steps) or not all(
+            all(map(self._is_even, x.dims, now)) for now in specs
+        ):
+            steps = []
+        return Result(specs[len(steps)], tuple(steps), tuple(scattered), reduced, sent)
+
+    def _parts(self, spec: Sequence[Sequence[int]]) -> int:
+        """Return the number of parts of an array."""
+        return number_of_parts(axes_of(spec), self.mesh)

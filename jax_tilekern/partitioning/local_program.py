@@ -1,11 +1,12 @@
 """The program that each device runs for its part of a call.
 
-It takes the operands in XLA's sharding, moves digits between dimensions, binds the call's own
-primitive on the local operands, and combines partial results.
+It takes the operands in XLA's sharding, reshards them where XLA would send more, binds the call's
+own primitive on the local operands, and combines partial results.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_tilekern.partitioning.split import Move, Outcome, Split
+from jax_tilekern.partitioning.partition import Partition, Result
+from jax_tilekern.partitioning.reshard import Step
 
 
 class FunctionOfSum(NamedTuple):
@@ -45,42 +47,31 @@ class Shard:
 
     Attributes
     ----------
-    split
+    partition
         The partition of the call.
-    digits
-        For each label that is split, the digits that split it, major to minor.
+    axes
+        For each label, the mesh axes that split it, major to minor: those of the call, or those of
+        the sum that an epilogue reads.
     """
 
-    split: Split
-    digits: Mapping[int, tuple[int, ...]]
-
-    @classmethod
-    def of_call(cls, split: Split) -> Shard:
-        """Return the part of the call that a device computes."""
-        return cls(split, split.digits)
-
-    @classmethod
-    def of_sum(cls, split: Split) -> Shard:
-        """Return the part of the sum that a device's epilogue reads."""
-        assert split.sum is not None
-        pairs = zip(split.rule.epilogue_sum, split.sum.digits, strict=True)
-        return cls(split, {label: digits for label, digits in pairs if label is not None})
+    partition: Partition
+    axes: Mapping[int | None, tuple[int, ...]]
 
     def is_split(self, label: int) -> bool:
         """Return whether a label is split."""
-        return bool(self.digits.get(label))
+        return bool(self.axes.get(label))
 
     def size(self, label: int) -> int:
         """Return the label's size on each device."""
-        return self.split.rule.size(label, self.parts(label))
+        return math.ceil(self.partition.rule.sizes[label] / self.parts(label))
 
     def axis_names(self, label: int) -> tuple[str, ...]:
         """Return the mesh axes that split a label."""
-        return axis_names(self.digits.get(label, ()))
+        return axis_names(self.axes.get(label, ()))
 
     def parts(self, label: int) -> int:
         """Return the number of parts of a label."""
-        return self.split.parts(self.digits.get(label, ()))
+        return self.partition.parts(self.axes.get(label, ()))
 
     def start(self, label: int) -> Array:
         """Return the first index of this device's part, an ``int32``."""
@@ -88,102 +79,81 @@ class Shard:
         return index.astype(np.int32) * self.size(label)
 
 
-def axis_names(digits: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of the local program's mesh axes, one for each digit."""
-    return tuple(f"digit{a}" for a in digits)
+def axis_names(axes: Sequence[int]) -> tuple[str, ...]:
+    """Return the names of mesh axes in the local program."""
+    return tuple(f"axis{axis}" for axis in axes)
 
 
 def local_program(
-    split: Split,
+    partition: Partition,
     dtypes: Sequence[np.dtype[Any]],
-    bind: Callable[..., Sequence[Array]],
-    localised: Callable[..., Sequence[Array]] | None = None,
+    function: Callable[..., Sequence[Array]] | FunctionOfSum,
+    localised: Callable[..., Sequence[Array]],
 ) -> Callable[..., list[Array]]:
     """Return the function from one device's operands to its results.
 
     Parameters
     ----------
-    split
+    partition
         The partition of the call.
     dtypes
         Types of the results; what devices combine is rounded to these.
-    bind
-        Computes the call on local shapes.
-    localised
-        ``localised(shard, *operands)`` rewrites operands that hold indices along a label.
-    """
-
-    def program(*operands: Array) -> list[Array]:
-        local = _local_operands(split, operands)
-        if localised is not None:
-            local = list(localised(Shard.of_call(split), *local))
-        return _completed_results(split, bind(*local), dtypes)
-
-    return program
-
-
-def epilogue_program(
-    split: Split,
-    dtypes: Sequence[np.dtype[Any]],
-    function: FunctionOfSum,
-    localised: Callable[..., Sequence[Array]] | None = None,
-) -> Callable[..., list[Array]]:
-    """Return the same function for results that an epilogue computes from a sum over devices.
-
-    Parameters
-    ----------
-    split
-        The partition of the call.
-    dtypes
-        Types of the results.
     function
-        The call in its two steps.
+        Computes the call on local shapes, in two steps if devices have terms of a sum that an
+        epilogue reads.
     localised
-        As for :func:`local_program`. The epilogue's operands are those of the part of the sum.
+        ``localised(shard, *operands)`` rewrites operands that hold indices along a label. The
+        epilogue's operands are those of the part of the sum.
     """
 
     def program(*operands: Array) -> list[Array]:
-        local = _local_operands(split, operands)
-        factors, read = local, local
-        if localised is not None:
-            factors = list(localised(Shard.of_call(split), *local))
-            read = list(localised(Shard.of_sum(split), *local))
-        assert split.sum is not None
-        term = function.sum(*factors[: split.rule.epilogue_from])
-        total = _completed(split, split.sum, term, function.dtype)
-        return _completed_results(split, function.epilogue(total, *read), dtypes)
+        local = _local_operands(partition, operands)
+        own = localised(Shard(partition, partition.axes), *local)
+        if isinstance(function, FunctionOfSum):
+            assert partition.sum is not None
+            term = function.sum(*own[: partition.rule.epilogue_from])
+            total = _completed(partition, partition.sum, term, function.dtype)
+            labels = partition.rule.epilogue_sum
+            of_sum = Shard(partition, dict(zip(labels, partition.sum.spec, strict=True)))
+            results = function.epilogue(total, *localised(of_sum, *local))
+        else:
+            results = function(*own)
+        combined_by = partition.rule.combined_by or ("sum",) * len(results)
+        completed = zip(partition.results, results, dtypes, combined_by, strict=True)
+        return [_completed(partition, *x) for x in completed]
 
     return program
 
 
-def _local_operands(split: Split, operands: Sequence[Array]) -> list[Array]:
+def _local_operands(partition: Partition, operands: Sequence[Array]) -> list[Array]:
     return [
-        _padded_with_zeros(split, i, _moved(split, x, split.operand_moves[i]))
-        for i, x in enumerate(operands)
+        _padded_with_zeros(partition, i, _resharded(partition, x, operand.in_program))
+        for i, (x, operand) in enumerate(zip(operands, partition.operands, strict=True))
     ]
 
 
-def _moved(split: Split, x: Array, moves: Sequence[Move]) -> Array:
-    for move in moves:
-        names = axis_names(move.digits)
-        if move.kind == "gather":
-            x = lax.all_gather(x, names, axis=move.target, tiled=True)
-        elif move.kind == "slice":
-            size = x.shape[move.target] // split.parts(move.digits)
+def _resharded(partition: Partition, x: Array, steps: Sequence[Step]) -> Array:
+    for step in steps:
+        names = axis_names(step.axes)
+        if step.kind == "slice":
+            assert step.target is not None
+            size = x.shape[step.target] // partition.parts(step.axes)
             start = lax.axis_index(names) * size
-            x = lax.dynamic_slice_in_dim(x, start, size, move.target)
+            x = lax.dynamic_slice_in_dim(x, start, size, step.target)
+        elif step.kind == "all-gather":
+            x = lax.all_gather(x, names, axis=step.source, tiled=True)
         else:
-            x = lax.all_to_all(x, names, move.target, move.source, tiled=True)
+            x = lax.all_to_all(x, names, step.target, step.source, tiled=True)
     return x
 
 
-def _padded_with_zeros(split: Split, operand: int, x: Array) -> Array:
+def _padded_with_zeros(partition: Partition, operand: int, x: Array) -> Array:
     """Clear the padding of a reduction whose last part is not full."""
-    for dim, label in enumerate(split.rule.operands[operand]):
-        if label is None or label not in split.rule.summed:
+    for dim, label in enumerate(partition.rule.operands[operand]):
+        if label is None or label not in partition.rule.summed:
             continue
-        shard = Shard.of_call(split)
-        size, parts = split.rule.sizes[label], shard.parts(label)
+        shard = Shard(partition, partition.axes)
+        size, parts = partition.rule.sizes[label], shard.parts(label)
         if size % parts == 0:
             continue
         index = lax.broadcasted_iota(np.int32, x.shape, dim)
@@ -191,24 +161,16 @@ def _padded_with_zeros(split: Split, operand: int, x: Array) -> Array:
     return x
 
 
-def _completed_results(
-    split: Split, results: Sequence[Array], dtypes: Sequence[np.dtype[Any]]
-) -> list[Array]:
-    combined_by = split.rule.combined_by or ("sum",) * len(results)
-    own = zip(split.results, results, dtypes, combined_by, strict=True)
-    return [_completed(split, *x) for x in own]
-
-
 def _completed(
-    split: Split, outcome: Outcome, x: Array, dtype: np.dtype[Any], combined_by: str = "sum"
+    partition: Partition, result: Result, x: Array, dtype: np.dtype[Any], combined_by: str = "sum"
 ) -> Array:
-    """Combine the parts of an array over devices, and move what they have."""
-    for dim, digits in enumerate(outcome.scattered):
-        if digits:
-            x = lax.psum_scatter(x, axis_names(digits), scatter_dimension=dim, tiled=True)
-    if outcome.reduced:
-        x = _COMBINE[combined_by](x, axis_names(outcome.reduced))
-    return _moved(split, x.astype(dtype), outcome.moves)
+    """Combine the parts of an array over devices, and reshard it."""
+    for dim, axes in enumerate(result.scattered):
+        if axes:
+            x = lax.psum_scatter(x, axis_names(axes), scatter_dimension=dim, tiled=True)
+    if result.reduced:
+        x = _COMBINE[combined_by](x, axis_names(result.reduced))
+    return _resharded(partition, x.astype(dtype), result.steps)
 
 
 def _max(x: Array, names: tuple[str, ...]) -> Array:

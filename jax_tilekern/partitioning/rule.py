@@ -109,10 +109,6 @@ class ShardingRule:
             and (all(label in dims for dims in kept) or not any(label in dims for dims in kept))
         )
 
-    def size(self, label: int, parts: int) -> int:
-        """Return the size of one of ``parts`` equal parts of a label, the last one padded."""
-        return math.ceil(self.sizes[label] / parts)
-
 
 def sizes_of(*arrays: tuple[Dims, tuple[int, ...]]) -> dict[int, int]:
     """Return the size of each label from the labels and shapes of arrays."""

@@ -91,10 +91,10 @@ def replicated() -> Any:
     return _xla_client.HloSharding.replicate()
 
 
-def tiled(tiles: Sequence[int], copies: int, radix: Sequence[int], order: Sequence[int]) -> Any:
-    """Return a sharding by tiles, each on ``copies`` devices, numbered in an order of digits."""
+def tiled(tiles: Sequence[int], copies: int, mesh: Sequence[int], order: Sequence[int]) -> Any:
+    """Return a sharding by tiles, each on ``copies`` devices, numbered in an order of mesh axes."""
     last = ([copies], [REPLICATED]) if copies > 1 else ([], [])
-    return _xla_client.HloSharding.iota_tile([*tiles, *last[0]], list(radix), list(order), last[1])
+    return _xla_client.HloSharding.iota_tile([*tiles, *last[0]], list(mesh), list(order), last[1])
 
 
 def in_tuple(shape: Any, shardings: Sequence[Any]) -> Any:
@@ -209,7 +209,7 @@ def local_module(
     platform
         The platform to lower for.
     """
-    axes = list(axes) or [("digit0", 1)]
+    axes = list(axes) or [("axis0", 1)]
     names = tuple(name for name, _ in axes)
     mesh = _mesh.AbstractMesh(tuple(size for _, size in axes), names)
     operands = [_core.ShapedArray(tuple(shape), dtype) for shape, dtype in avals]
