@@ -12,7 +12,8 @@ from products import H100
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.reduction.column_sums import ColumnPass
-from jax_tilekern.plans.reduction.select import SummedDims, sum_candidates, sum_dtype
+from jax_tilekern.plans.reduction.dims import SummedDims
+from jax_tilekern.plans.reduction.select import sum_candidates, sum_dtype
 
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +12,7 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.policy import plan_choice, workload
 from jax_tilekern.plans.reduction.column_sums import column_passes
+from jax_tilekern.plans.reduction.dims import SummedDims
 from jax_tilekern.plans.reduction.passes import ReductionCandidate, best_first, split_pass
 from jax_tilekern.plans.reduction.problem import Reduction
 
@@ -24,36 +24,6 @@ _NARROW_FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 _COMPLEX: dict[_Dtype, _Dtype] = {np.dtype(np.complex64): _F32, np.dtype(np.complex128): _F64}
 # The maximum time of a kernel over that of memory alone, by the cost model.
 _MAX_SLOWDOWN = 2
-
-
-class SummedDims(NamedTuple):
-    """Dimensions of a row-major array that is summed over some of them.
-
-    Attributes
-    ----------
-    sizes
-        All above 1.
-    reduced
-        Whether each is summed over; neighbours differ.
-    """
-
-    sizes: tuple[int, ...]
-    reduced: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, shape: Sequence[int], axes: Collection[int]) -> SummedDims:
-        """Merge neighbours that are both summed over or both kept, and drop sizes of 1."""
-        sizes: list[int] = []
-        reduced: list[bool] = []
-        for axis, size in enumerate(shape):
-            if size == 1:
-                continue
-            if reduced and reduced[-1] == (axis in axes):
-                sizes[-1] *= size
-            else:
-                sizes.append(size)
-                reduced.append(axis in axes)
-        return cls(tuple(sizes), tuple(reduced))
 
 
 def sum_dtype(dtype: _Dtype, out_dtype: _Dtype) -> _Dtype | None:
