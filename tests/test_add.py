@@ -204,13 +204,6 @@ def test_vmap_of_grad_and_linear_transpose(rng):
     assert_close(cotangent, x[0].sum(0), 1e-6)
 
 
-def test_scan(rng):
-    xs = random(rng, (6, 3, 4), np.float32)
-    total, partial = lax.scan(lambda c, x: (jtk.add(c, x),) * 2, jnp.zeros((3, 4)), xs)
-    assert_close(total, xs.sum(0))
-    np.testing.assert_array_equal(partial[-1], total)
-
-
 @pytest.fixture
 def devices():
     devices = jax.devices("cpu")

@@ -14,7 +14,7 @@ import jax_tilekern as jtk
 from jax_tilekern import linalg
 from jax_tilekern.plans.gpu import gpu_target, known_gpu
 from jax_tilekern.plans.launch import NoKernel, TensorMap
-from jax_tilekern.plans.linalg.blocked_cholesky import covers, plan_cholesky
+from jax_tilekern.plans.linalg.blocked_cholesky import plan_cholesky
 
 needs_hopper = pytest.mark.skipif(
     not on_gpu() or jax.devices()[0].compute_capability != "9.0", reason="there is no Hopper GPU"
@@ -22,27 +22,6 @@ needs_hopper = pytest.mark.skipif(
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
 ROUNDOFF = UNIT_ROUNDOFF[F32]
-
-
-@pytest.mark.parametrize(
-    ("count", "size", "dtype", "covered"),
-    [
-        (1, 65, F32, True),
-        (1, 5001, F32, True),
-        (1, 32768, F32, True),
-        (1, 64, F32, False),
-        (1, 32769, F32, False),
-        (4, 16384, F32, True),
-        (5, 16384, F32, False),
-        (512, 65, F32, True),
-        (513, 65, F32, False),
-        (65535, 96, F32, True),
-        (65536, 96, F32, False),
-        (1, 4096, F64, False),
-    ],
-)
-def test_the_matrices_that_have_a_plan(count, size, dtype, covered):
-    assert covers(count, size, dtype) == covered
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_120"])

@@ -16,7 +16,7 @@ import jax_tilekern as jtk
 from jax_tilekern import linalg
 from jax_tilekern.plans.gpu import gpu_target, known_gpu
 from jax_tilekern.plans.launch import Buffer, NoKernel
-from jax_tilekern.plans.linalg.blocked_lu_plans import covers, plan_inverse, plan_solution
+from jax_tilekern.plans.linalg.blocked_lu_plans import plan_inverse, plan_solution
 
 needs_hopper = pytest.mark.skipif(
     not on_gpu() or jax.devices()[0].compute_capability != "9.0", reason="there is no Hopper GPU"
@@ -30,23 +30,6 @@ def lowered(function, *shapes):
     with gpu_target("sm_90"):
         traced = jax.jit(function).trace(*(jax.ShapeDtypeStruct(shape, F32) for shape in shapes))
         return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-
-@pytest.mark.parametrize(
-    ("count", "size", "dtype", "covered"),
-    [
-        (1, 512, np.float32, True),
-        (1, 5000, np.float32, True),
-        (1, 8192, np.float32, True),
-        (2, 4096, np.float32, False),
-        (1, 511, np.float32, False),
-        (1, 8193, np.float32, False),
-        (1, 4096, np.float64, True),
-        (1, 4096, np.complex64, False),
-    ],
-)
-def test_the_matrices_that_have_a_plan(count, size, dtype, covered):
-    assert covers(count, size, np.dtype(dtype)) == covered
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_120"])

@@ -32,8 +32,6 @@ try:
 except NvrtcNotFound as error:
     pytest.skip(str(error), allow_module_level=True)
 
-ARCHS = ("sm_80", "sm_90a", "sm_120")
-
 
 def struct(shape, dtype=np.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
@@ -256,16 +254,6 @@ def test_no_inputs():
         reference=lambda n: jnp.ones(n),
     )
     np.testing.assert_array_equal(jax.jit(lambda: ones(n=5))(), np.ones(5, np.float32))
-
-
-def test_scan(rng):
-    x = whole(rng, 10)
-
-    def step(x, _):
-        return count_up()(x), None
-
-    got, _ = jax.jit(lambda x: lax.scan(step, x, None, length=7))(x.astype(np.int32))
-    np.testing.assert_array_equal(got, np.asarray(x) + 7)
 
 
 def test_donation(rng):
@@ -545,15 +533,6 @@ LINEAR = {"eps": 1.0, "atol": 1e-2, "rtol": 1e-2}
 CUBIC = {"eps": 1 / 64, "atol": 0.1, "rtol": 0.1}
 
 
-def test_linear(rng):
-    kernel = linear_twice()
-    x, t = whole(rng, 200), whole(rng, 200)
-    assert_equal(jax.jit(lambda x, t: jax.jvp(kernel, (x,), (t,)))(x, t), (2 * x, 2 * t))
-    assert_equal(jax.vjp(kernel, x)[1](t), (2 * t,))
-    assert_equal(jax.linear_transpose(kernel, x)(t), (2 * t,))
-    check_grads(kernel, (x,), 3, **LINEAR)
-
-
 def test_jointly_linear(rng):
     kernel = linear_difference()
     x, y, t, s = (whole(rng, 30) for _ in range(4))
@@ -661,13 +640,6 @@ def test_grad_of_nested_vmap(rng):
         for f in (kernel, jnp.multiply)
     )
     assert_equal(got, expected)
-
-
-def test_rematerialisation(rng):
-    kernel = product()
-    x, y = whole(rng, 3, 4), whole(rng, 4)
-    loss = jax.checkpoint(lambda x: (kernel(x, y) ** 2).sum())
-    assert_equal(jax.jit(jax.grad(loss))(x), 2 * x * y * y)
 
 
 def test_rules_that_cannot_be_attached():
@@ -977,11 +949,8 @@ __global__ void greedy(float* out) {
     [
         ({"block": 1025}, r"block \(1025, 1, 1\) exceeds \(1024, 1024, 64\)"),
         ({"block": (32, 33)}, r"block \(32, 33, 1\) has 1056 threads, more than 1024"),
-        ({"block": 0}, r"block \(0, 1, 1\) has a dimension below 1"),
-        ({"block": (1, 1, 1, 1)}, r"block has 1 to 3 dimensions, not \(1, 1, 1, 1\)"),
         ({"grid": 0}, r"grid \(0, 1, 1\) has a dimension below 1"),
         ({"grid": (1, 65_536)}, r"grid \(1, 65536, 1\) exceeds \(2147483647, 65535, 65535\)"),
-        ({"grid": ()}, r"grid has 1 to 3 dimensions, not \(\)"),
         ({"grid": 3, "cluster": 2}, r"grid \(3, 1, 1\) is not a multiple of cluster \(2, 1, 1\)"),
         ({"grid": 16, "cluster": 16}, r"cluster \(16, 1, 1\) has 16 blocks, more than 8"),
         ({"shared_memory_bytes": -1}, r"shared memory of -1 bytes is negative"),
@@ -1054,18 +1023,12 @@ def test_clusters_take_hopper():
     ("change", "message"),
     [
         ({"grid": 1.0}, "grid is 1.0, a float and not an integer"),
-        ({"block": True}, "block is True, a bool and not an integer"),
         ({"grid": lambda: "4"}, "grid is '4', a str and not an integer"),
-        ({"shared_memory_bytes": 1.5}, "shared_memory_bytes is 1.5, a float"),
-        ({"workspaces": [1.5]}, "workspaces is 1.5, a float"),
         ({"scalars": 3}, r"scalar 3 is a int, which does not say .* np.float32"),
-        ({"scalars": lambda: [2.0]}, r"scalar 2.0 is a float"),
         ({"tensor_maps": (1,)}, "1 is no jax_tilekern.TensorMap"),
         ({"options": [3]}, "option 3 is not a string"),
-        ({"name": 3}, "name is 3, not a string"),
         ({"name": lambda: None}, "name is None, not a string"),
         ({"out": lambda: None}, "out gives None for output 0, which has no shape and dtype"),
-        ({"out": 3.0}, "out gives 3.0 for output 0"),
     ],
 )
 def test_settings_of_the_wrong_type(change, message):
@@ -1080,7 +1043,6 @@ def test_settings_of_the_wrong_type(change, message):
     [
         ({"batch_axis": "w"}, "batch_axis is 'w', not 'x', 'y', 'z' or None"),
         ({"alignment": 12}, "alignment 12 is not a power of two"),
-        ({"alignment": 0}, "alignment 0 is not a power of two"),
         ({"out": ()}, "out gives no outputs"),
     ],
 )
@@ -1172,12 +1134,9 @@ I32, I64 = np.int32(7), np.int64(7)
             "Declare it const tilekern::bfloat16*, or const void* for any array, or give it an "
             "array of float32",
         ),
-        ("const int *__restrict__ x, float out[]", [X], {}, "parameter 0 is const int*"),
         ("float* out, const float* x", [X], {}, "A kernel writes to its outputs"),
         ("float* x, int n, float* out", [X], {"scalars": I32}, "parameter 1 is int, but the call "
          "passes output 0 of float32[4] there. A kernel takes pointers to inputs, outputs and"),
-        ("float* x, long long n, float* out", [X], {"scalars": I64}, "parameter 1 is long long"),
-        ("float* x, float* out, float* n", [X], {"scalars": I64}, "passes scalar 0 of int64"),
         (
             "float* x, float* out, int n", [X], {"scalars": I64},
             "parameter 2 is int, but the call passes scalar 0 of int64 there. Declare it long "
@@ -1187,10 +1146,7 @@ I32, I64 = np.int32(7), np.int64(7)
         ("float* x, float* out, unsigned n", [X], {"scalars": np.int32(-1)}, "np.uint32(...)"),
         ("const float4* x, float4* out", [ODD], {}, "Its 12 bytes are no multiple of the 16 of "
          "float4: pad it, or declare const float*"),
-        ("const __half2* x, float* out", [HALF], {}, "parameter 0 is const __half2*"),
         ("const float** x, float* out", [X], {}, "An array is one pointer: declare it const"),
-        ("const signed char* x, float* out", [X], {}, "parameter 0 is const signed char*"),
-        ("const float* x, double* out", [X], {}, "parameter 1 is double*"),
         ("float* x, float* o, int x_stride, int o_stride", [X], {"batch_axis": "x"},
          "passes the stride of input 0 there"),
     ],
@@ -1212,10 +1168,7 @@ def test_types_that_do_not_go_together(parameters, inputs, settings, message):
         ("const tilekern::bfloat16* x, float* out", [HALF], {}),
         ("const float4* __restrict__ x, float2* out", [X], {}),
         ("const float2* x, const float* y, float* out", [X + np.complex64(1j)] * 2, {}),
-        ("const bool* x, float* out", [X > 0], {}),
-        ("const tilekern::uint8* x, float* out", [X.astype(np.uint8)], {}),
         ("struct Own* x, float* out", [X], {"before": "struct Own { float x, y; };"}),
-        ("float* x, float* out, size_t n", [X], {"scalars": I64}),
         ("float* x, float* out, long n, unsigned m", [X], {"scalars": (I64, I32)}),
         ("float* x, float* out, char* workspace, const tilekern::bfloat16 a", [X],
          {"scalars": BF16(2), "workspaces": 8}),
@@ -1232,11 +1185,9 @@ def test_types_that_go_together(parameters, inputs, settings):
     ("before", "parameters", "name"),
     [
         ("typedef float Real;", "const Real* x, float* out", "f"),
-        ("#define REAL float\n", "const REAL* x, float* out", "f"),
         ("template <typename T, int N>", "const T* x, float* out", "f<float, 3>"),
         ("template <typename T>", "const T* x, float* out", "f<tilekern::float16>"),
         ("", "const float* x,\n#ifndef NONE\n float* out\n#endif\n", "f"),
-        ('extern "C"', "const float* x, float* out", "f"),
     ],
 )
 def test_types_that_the_compiler_resolves(before, parameters, name):
@@ -1339,12 +1290,8 @@ def test_standard_headers():
         ("__half h;", "", "__half is declared in a header: #include <cuda_fp16.h>"),
         ("uint32_t n;", "", "uint32_t is declared in a header: #include <stdint.h>"),
         ("float x = FLT_MAX;", "", "#include <float.h>"),
-        ("std::numeric_limits<float>::max();", "", "cuda::std::numeric_limits of libcu++"),
-        ("", "cub/cub.cuh", "<cub/cub.cuh> is part of CCCL: `pip install nvidia-cuda-cccl`"),
         ("", "curand_kernel.h", "<curand_kernel.h> is part of cuRAND: `pip install nvidia-curand`"),
-        ("", "cuda_bf16.h", "part of the CUDA runtime: `pip install nvidia-cuda-runtime`"),
         ("", "limits", "<cuda/std/limits> of libcu++ takes the place of <limits>"),
-        ("", "iostream", "device code cannot use <iostream>: remove it"),
         ("", "mine.h", 'mine.h is no header that is known here: pass its text, headers={"mine.h"'),
         ("__shared__ float s[60000]; out[0] = s[int(out[1])];", "", "declare it extern __shared__"),
     ],
@@ -1620,10 +1567,9 @@ def narrow(dtype, **changes):
     return jtk.cuda_kernel(EVERY_HEADER, **{**settings, **changes})
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("dtype", [BF16, np.float16])
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("arch", "dtype", "debug"), [("sm_80", BF16, False), ("sm_90a", np.float16, True)]
+)
 def test_views_and_conversions_compile(arch, dtype, debug):
     for report in (
         widen(dtype, debug=debug).report(struct((3, 5), dtype), gpu=arch),

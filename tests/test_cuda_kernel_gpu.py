@@ -103,30 +103,6 @@ def test_clusters(rng):
     np.testing.assert_array_equal(jax.jit(ranks)(), np.arange(12) % 4)
 
 
-def test_all_of_the_shared_memory(rng):
-    source = r"""
-    __global__ void reversed(const int* x, int* out, int size) {
-      extern __shared__ int tile[];
-      for (int i = threadIdx.x; i < size; i += blockDim.x) tile[i] = x[i];
-      __syncthreads();
-      for (int i = threadIdx.x; i < size; i += blockDim.x) out[i] = tile[size - 1 - i];
-    }
-    """
-    kernel = jtk.cuda_kernel(
-        source,
-        out=lambda x: x,
-        grid=1,
-        block=1024,
-        shared_memory_bytes=lambda x: 4 * x.size,
-        scalars=lambda x: np.int32(x.size),
-    )
-    most = current_gpu().shared_memory_bytes // 4
-    x = whole(rng, most, dtype=np.int32)
-    assert_equal(jax.jit(kernel)(x), x[::-1])
-    with pytest.raises(ValueError, match=r"bytes of shared memory .* more than the"):
-        kernel(whole(rng, most + 1, dtype=np.int32))
-
-
 SCALARS = r"""
 struct Pair { int first; double second; };
 __global__ void numbers(double* out, bool a, signed char b, unsigned short c, int d, long long e,
@@ -206,14 +182,6 @@ def test_in_place_and_vmapped(rng):
         kernel = difference(aliases={1: 0}, debug=debug)
         assert_equal(jax.jit(jax.vmap(kernel, (0, None)))(xs, y), 2 * xs - y)
         assert_equal(jax.jit(jax.vmap(kernel))(xs, xs + 1), xs - 1)
-
-
-def test_donation_of_an_operand_that_is_not_aliased(rng):
-    run = jax.jit(lambda x: twice()(x + 1) + x, donate_argnums=0)
-    x = whole(rng, 4096)
-    expected = 3 * np.asarray(x) + 2
-    np.testing.assert_array_equal(run(x), expected)
-    assert x.is_deleted()
 
 
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (2, None), (0, 1)])

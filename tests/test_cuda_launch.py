@@ -85,55 +85,10 @@ __global__ void reverse(const u32* x, u32* y, u32 n) {
 """
 
 HOPPER_KERNELS = """
-using u32 = unsigned;
-
-// Every block reads the other blocks' shared memory: 1 first + 2 second + ... of its cluster.
-__global__ void cluster_sums(const u32* x, u32* y) {
-  __shared__ u32 mine;
-  u32 blocks, sum = 0;
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
-  if (threadIdx.x == 0) mine = x[blockIdx.x];
-  asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
-  u32 here = u32(__cvta_generic_to_shared(&mine));
-  for (u32 block = 0; block < blocks; ++block) {
-    u32 there, value;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(there) : "memory");
-    sum += (block + 1) * value;
-  }
-  if (threadIdx.x == 0) y[blockIdx.x] = sum;
-  asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
-}
-
 struct alignas(64) TensorMap { unsigned long long opaque[16]; };
 
-// A tile of 16 rows of 128 bytes, from a tensor map to a padded copy. A swizzle of 128 bytes moves
-// 16-byte pieces of a row within it.
-__global__ void copy_tile(const __grid_constant__ TensorMap map, u32* y, u32 width, u32 swizzle) {
-  __shared__ alignas(1024) u32 tile[16][32];
-  __shared__ alignas(8) unsigned long long barrier;
-  u32 to = u32(__cvta_generic_to_shared(tile)), full = u32(__cvta_generic_to_shared(&barrier));
-  u32 column = blockIdx.x * 32, row = blockIdx.y * 16;
-  if (threadIdx.x == 0) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 :: "r"(full), "r"(u32(sizeof tile)) : "memory");
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%2, %3}], [%4];"
-        :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(full) : "memory");
-  }
-  __syncthreads();
-  for (u32 done = 0; !done;) {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;"
-        " selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(full) : "memory");
-  }
-  for (u32 r = 0; r < 16; ++r) {
-    u32 c = swizzle ? threadIdx.x ^ (r % 8 * 4) : threadIdx.x;
-    y[(row + r) * width + column + threadIdx.x] = tile[r][c];
-  }
+__global__ void take_map(const __grid_constant__ TensorMap map, unsigned* y) {
+  if (threadIdx.x == 0) y[0] = unsigned(map.opaque[0]);
 }
 """
 
@@ -182,13 +137,6 @@ def integers(rng, *shape):
 
 
 # -- What a plan can say
-
-
-def test_struct_by_value(rng):
-    x = integers(rng, 1000)
-    for scale, shift in ((3, -7), (1, 2**40 + 5), (2**32 - 1, 0)):
-        run = jax.jit(runner(affine_plan(1000, scale, shift)))
-        np.testing.assert_array_equal(run(x), affine(x, scale, shift))
 
 
 def test_offset_into_a_buffer(rng):
@@ -252,35 +200,6 @@ def test_all_of_the_shared_memory(rng):
         parameters = (Buffer(0), Buffer(1), Scalars.pack("I", x.size))
         one = launch("reverse", (1, 1, 1), 256, *parameters, shared_memory_bytes=size)
         np.testing.assert_array_equal(jax.jit(runner(plan_of(one)))(x), x[::-1])
-
-
-@needs_hopper
-@pytest.mark.parametrize("blocks", [1, 2, 4, 8])
-def test_clusters(rng, blocks):
-    x = integers(rng, 64)
-    one = launch("cluster_sums", (64, 1, 1), 32, Buffer(0), Buffer(1), cluster=(blocks, 1, 1))
-    got = jax.jit(runner(plan_of(one)))(x)
-    weights = np.arange(1, blocks + 1, dtype=np.uint32)
-    sums = (x.reshape(-1, blocks) * weights).sum(1, dtype=np.uint32)
-    np.testing.assert_array_equal(got, np.repeat(sums, blocks))
-
-
-@needs_hopper
-@pytest.mark.parametrize("swizzle", [0, 128])
-def test_tensor_maps(rng, swizzle):
-    """Maps are made for the buffer at hand, and read zeros beyond its rows and columns."""
-    rows, columns, grid = 37, 52, (2, 3, 1)
-    source = TensorMap(0, "int32", (columns, rows), (columns * 4,), (32, 16), swizzle=swizzle)
-    padded = (grid[1] * 16, grid[0] * 32)
-    numbers = (Scalars.pack("I", padded[1]), Scalars.pack("I", swizzle))
-    one = launch("copy_tile", grid, 32, source, Buffer(1), *numbers)
-    plan = plan_of(one, alignments=(16, 4))
-    run = jax.jit(runner(plan, padded))
-    inputs = [jnp.asarray(integers(rng, rows, columns)) for _ in range(4)]
-    for x in inputs:
-        expected = np.zeros(padded, np.uint32)
-        expected[:rows, :columns] = x
-        np.testing.assert_array_equal(run(x), expected)
 
 
 # -- Command buffers: XLA records a run of launches as a CUDA graph, and replays it. Since XLA does
@@ -481,11 +400,10 @@ def test_driver_errors_are_exceptions(rng, damage, message):
 @pytest.mark.parametrize(("rows", "offset"), [(38, 0), (37, 208)])
 def test_a_tensor_map_beyond_the_buffer_is_an_error(rng, rows, offset):
     source = TensorMap(0, "int32", (52, rows), (208,), (32, 16), offset_bytes=offset)
-    numbers = (Scalars.pack("I", 64), Scalars.pack("I", 0))
-    one = launch("copy_tile", (2, 3, 1), 32, source, Buffer(1), *numbers)
+    one = launch("take_map", (2, 3, 1), 32, source, Buffer(1))
     plan = plan_of(one, alignments=(16, 4))
     x = jnp.asarray(integers(rng, 37, 52))
-    message = "copy_tile.*a tensor map reaches 7904 bytes into 7696 of buffer 0"
+    message = "take_map.*a tensor map reaches 7904 bytes into 7696 of buffer 0"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(jax.jit(runner(plan, (48, 64)))(x))
     still_right(rng)

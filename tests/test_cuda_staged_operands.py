@@ -1,7 +1,5 @@
 """Operands of epilogues that come through the stages of the mainloop (sm_90a)."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,6 @@ from numerics import on_gpu
 from products import BF16, F16, F32, H100, product_of
 
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans.gemm.epilogue import RowReduction
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.staged_operands import staging_of
@@ -53,46 +50,6 @@ def stagings(product):
         for c in wgmma_candidates(product, H100)
         if c.splits == 1
     }
-
-
-def test_cooperative_consumers_have_matrices_staged():
-    found = stagings(product(1024, 1024, 512, BF16, bool, BF16))
-    assert found["wgmma 128x192 ping-pong"] is None
-    assert found["wgmma 128x256 swapped"] is None
-    staging = found["wgmma 128x256"]
-    # 128 rows and columns of 3 bytes are 48 KiB, as a stage is, and leave no room for the row.
-    assert (staging.rows, staging.columns) == (128, 64)
-    assert [x.box[:2] for _, x in sorted(staging.maps.items())] == [(64, 1), (64, 128), (64, 128)]
-    assert [x.swizzle for _, x in sorted(staging.maps.items())] == [0, 64, 128]
-
-
-def test_rows_alone_are_in_one_stage():
-    epilogue = epilogue_of(scaled, (BF16, "n"), (F32, "n"))
-    staging = stagings(product_of("bf16", 1024, 1024, 512).with_epilogue(epilogue))["wgmma 128x256"]
-    assert staging.columns == 256
-    assert {x.box[:2] for x in staging.maps.values()} == {(256, 1)}
-
-
-def test_reductions_have_nothing_staged():
-    rows = RowReduction("sum", "x0", np.dtype(F32), (1, 0))
-    epilogue = dataclasses.replace(epilogue_of(scaled, (BF16, "n"), (F32, "n")), reductions=(rows,))
-    fused = product_of("bf16", 1024, 1024, 512).with_epilogue(epilogue)
-    assert set(stagings(fused).values()) == {None}
-
-
-@pytest.mark.parametrize(
-    ("types", "columns"), [((BF16, BF16), 64), ((F32, F32), 32), ((np.int8, np.int8), 128)]
-)
-def test_a_stage_has_as_many_columns_as_fit(types, columns):
-    staging = stagings(product(1024, 1024, 512, *types, function=scaled))["wgmma 128x256"]
-    assert staging.columns == columns
-    assert {x.swizzle for x in staging.maps.values()} == {128}
-
-
-def test_narrow_rows_have_a_narrow_swizzle():
-    staging = stagings(product(1024, 1024, 512, np.int8, F32, function=scaled))["wgmma 128x256"]
-    assert staging.columns == 64
-    assert [staging.maps[i].swizzle for i in (0, 1)] == [64, 128]
 
 
 def test_unaligned_rows_are_read_where_they_lie():

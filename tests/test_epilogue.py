@@ -36,12 +36,6 @@ def full_layer(y, bias, scale, residual):
     return jax.nn.gelu(y * scale + bias) + residual
 
 
-@pytest.fixture
-def layer(rng):
-    shapes = {"a": (70, 40), "b": (40, 50), "bias": (50,), "scale": (70, 1), "residual": (70, 50)}
-    return [jnp.asarray(rng.normal(size=shape), np.float32) for shape in shapes.values()]
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (50,), (1, 50), (70, 1), (1, 1), (70, 50)])
 def test_every_shape_that_broadcasts(rng, shape):
     a, b = small_integers(rng, 70, 40), small_integers(rng, 40, 50)
@@ -503,23 +497,6 @@ def test_vmap(rng, in_axes):
         jax.vmap(functools.partial(call, f), in_axes)(*arrays) for call in (fused, unfused)
     )
     np.testing.assert_array_equal(found, expected)
-
-
-def test_jit_scan_and_remat(rng):
-    a, w = (jnp.asarray(rng.normal(size=(16, 16)), np.float32) for _ in range(2))
-
-    def network(call, w, a):
-        @jax.checkpoint
-        def layer(x, _):
-            return call(jax.nn.tanh, x, w), None
-
-        return lax.scan(layer, a, None, length=3)[0].sum()
-
-    found, expected = (
-        jax.jit(jax.value_and_grad(functools.partial(network, call)))(w, a)
-        for call in (fused, unfused)
-    )
-    assert_close(found, expected, 1e-3)
 
 
 def test_scalars_that_the_function_closes_over(rng):

@@ -84,29 +84,6 @@ def test_the_dense_layer_is_each_token_by_its_own_experts(rng, x64):
     )
 
 
-def test_routing_sends_each_token_to_its_likeliest_experts(rng, x64):
-    params, x = layer(rng)
-    routing = moe.route(params["router"], x, CHOSEN)
-    scores = np.asarray(x) @ np.asarray(params["router"])
-    likeliest = np.argsort(-scores, axis=1)[:, :CHOSEN]
-    np.testing.assert_array_equal(routing.experts, likeliest)
-    assert int(routing.loads.sum()) == CHOSEN * TOKENS
-    np.testing.assert_array_equal(routing.loads, np.bincount(likeliest.ravel(), minlength=EXPERTS))
-    exponentials = np.exp(np.take_along_axis(scores, likeliest, axis=1))
-    np.testing.assert_allclose(
-        routing.weights, exponentials / exponentials.sum(axis=1, keepdims=True), rtol=1e-10
-    )
-
-
-def test_imbalance_is_least_where_all_experts_get_as_much():
-    even = moe.route(8 * jnp.eye(4), jnp.tile(jnp.eye(4), (3, 1)), 1)
-    np.testing.assert_allclose(even.imbalance, 1, rtol=1e-6)
-    router = jnp.zeros((4, 4)).at[:, 2].set(8.0)
-    alone = moe.route(router, jnp.ones((12, 4)), 1)
-    np.testing.assert_allclose(alone.imbalance, 4, rtol=1e-6)
-    assert alone.loads.tolist() == [0, 0, 12, 0]
-
-
 def test_products_are_of_the_chosen_rows_only(rng):
     """Two products forward and two for each of them backward, all of a kernel."""
     params, x = layer(rng, np.float32)
@@ -146,50 +123,6 @@ def test_no_character_sees_those_after_it(rng):
     assert not np.allclose(changed[0, 5:], scores[0, 5:], rtol=1e-2)
 
 
-def test_adam_takes_steps_of_the_rate_and_finds_a_minimum():
-    params = jnp.array([3.0, -200.0])
-    state = moe.State(jnp.zeros((), jnp.int32), params, jnp.zeros(2), jnp.zeros(2))
-    step = jax.jit(lambda state: moe.adam(state, 2 * (state.params - 1), 0.1))
-    np.testing.assert_allclose(step(state).params, [2.9, -199.9], rtol=1e-6)
-    near = state._replace(params=jnp.array([3.0, -2.0]))
-    for _ in range(300):
-        near = step(near)
-    np.testing.assert_allclose(near.params, 1, atol=1e-2)
-
-
-def test_the_play_is_all_there():
-    text, alphabet = moe.load_text(moe.PLAY)
-    play = "".join(alphabet[char] for char in text.tolist())
-    assert play.startswith("SAMPSON:\nGregory,")
-    assert play.endswith("Than this of Juliet and her Romeo.\n")
-    assert play.isascii()
-    assert (text.size, len(alphabet)) == (133465, 61)
-
-
-def test_entropy():
-    np.testing.assert_allclose(moe.entropy(jnp.array([0, 1, 0, 2])), 1.5 * np.log(2))
-    assert moe.entropy(jnp.zeros(5, jnp.int32)) == 0
-
-
-@pytest.mark.parametrize(
-    ("grouped", "dense", "failure"),
-    [
-        ((4.0, 2.0), (4.0, 2.0), None),
-        ((4.0, 2.4), (4.0, 2.38), "the grouped model's loss of 2.400 is not below 2.390"),
-        ((4.0, 2.38), (4.0, 2.4), "the dense model's loss of 2.400 is not below 2.390"),
-        ((4.002, 2.0), (4.0, 2.0), "the first losses are 5e-04 apart, more than 1e-05"),
-        ((4.0, 2.0), (4.0, 2.1), "the last losses are 5e-02 apart"),
-        ((4.0, np.nan), (4.0, 2.0), "loss of nan"),
-    ],
-)
-def test_what_fails(grouped, dense, failure):
-    start, rest = np.ones(1), np.ones(moe.STEPS_PER_LINE)
-    models = {"grouped": grouped, "dense": dense}
-    losses = {name: np.append(a * start, b * rest) for name, (a, b) in models.items()}
-    found = list(moe.failures(losses, 2.39, "highest"))
-    assert found == [] if failure is None else failure in found[0]
-
-
 @pytest.mark.thorough
 def test_it_runs_and_a_model_that_learned_nothing_fails(monkeypatch, capsys):
     monkeypatch.setattr(moe, "Sizes", lambda vocabulary: TINY)
@@ -201,11 +134,3 @@ def test_it_runs_and_a_model_that_learned_nothing_fails(monkeypatch, capsys):
     assert "apart, more" not in out
     assert "SAMPSO" in out
     assert re.findall(r"^ +(\d+) +4\.\d{4} +4\.\d{4} ", out, re.MULTILINE) == ["1", "2", "4"]
-
-
-@pytest.mark.parametrize("steps", [-20, 0, 30])
-def test_steps_are_whole_lines(steps, capsys):
-    with pytest.raises(SystemExit):
-        moe.parsed([f"--steps={steps}"])
-    complaint = f"{steps} steps are no positive multiple of {moe.STEPS_PER_LINE}"
-    assert complaint in capsys.readouterr().err

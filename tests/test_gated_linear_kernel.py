@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from candidate_calls import run
 from numerics import on_gpu
-from products import BF16, F16, F32, H100, MODERN, product_of
+from products import BF16, F16, F32, H100, product_of
 
 import jax_tilekern as jtk
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
@@ -19,7 +19,7 @@ from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
 from jax_tilekern.plans.gemm.problem import PairProduct
 from jax_tilekern.plans.gemm.sm90.pair import pair_candidates
 from jax_tilekern.plans.gpu import current_gpu
-from jax_tilekern.plans.launch import NoKernel, TensorMap
+from jax_tilekern.plans.launch import NoKernel
 
 try:
     nvrtc()
@@ -53,23 +53,6 @@ def pair_of(m, n, k, *, arithmetic="bf16", function=gate, out=None, batch=(), **
 # Plans.
 
 
-def test_both_matrices_have_a_map_of_half_a_tile():
-    product = pair_of(8192, 14336, 4096)
-    (candidate,) = (c for c in pair_candidates(product, H100) if c.key.endswith("pair 128x256"))
-    plan = candidate.plan(H100)
-    (launch,) = plan.launches
-    maps = [x for x in launch.parameters if isinstance(x, TensorMap)]
-    # Both operands, the output, and the second rhs, in columns of 128 bytes.
-    assert [x.buffer for x in maps] == [0, 1, 3, 2]
-    assert maps[1] == dataclasses.replace(maps[3], buffer=1)
-    assert len(plan.alignments) == 4
-    # Half of each tile's 256 columns are columns of the output.
-    assert candidate.tile.grid(8192, 14336) == (64, 112)
-    k_major = pair_of(8192, 14336, 4096, rhs_k_major=True)
-    (candidate,) = (c for c in pair_candidates(k_major, H100) if c.key.endswith("pair 128x256"))
-    assert candidate.plan(H100).launches[0].parameters[1].box[:2] == (64, 128)
-
-
 @pytest.mark.parametrize("function", [gate, biased], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("sizes", [(8192, 4096, 4096), (8191, 4072, 4096)], ids=str)
 @pytest.mark.one_in(2)
@@ -95,49 +78,11 @@ def test_what_the_kernel_does_not_take(change, reason):
     assert reason in found.reason
 
 
-@pytest.mark.parametrize("gpu", [x for x in MODERN if x.arch != "sm_90a"], ids=lambda x: x.arch)
-def test_other_gpus_have_none(gpu):
-    assert isinstance(pair.plan_pair(pair_of(8192, 14336, 4096), gpu), NoKernel)
-
-
 def test_beside_collectives_there_is_none():
     gpu = dataclasses.replace(H100, beside_collectives=True)
     found = pair.plan_pair(pair_of(8192, 14336, 4096), gpu)
     assert isinstance(found, NoKernel)
     assert "dynamic tile scheduler" in found.reason
-
-
-@pytest.mark.parametrize("sizes", [(8192, 14336, 4096), (64, 14336, 4096)], ids=str)
-def test_it_is_chosen_only_where_it_is_predicted_to_be_faster(sizes, monkeypatch):
-    product = pair_of(*sizes)
-    assert not isinstance(pair.plan_pair(product, H100), NoKernel)
-    for other, name in (("_of_two_kernels", "two"), ("_of_xla", "XLA's")):
-        with monkeypatch.context() as patch:
-            patch.setattr(pair, other, lambda *_: 1700.0)
-            refused = pair.plan_pair(product, H100)
-        assert isinstance(refused, NoKernel)
-        assert f"{name} 1.0 us" in refused.reason
-
-
-@pytest.mark.parametrize(
-    ("sizes", "tile"),
-    [
-        ((8192, 14336, 4096), "128x256"),
-        ((2048, 14336, 4096), "128x256"),
-        ((64, 14336, 4096), "64x256"),
-        ((8192, 14336, 1024), "128x256"),
-    ],
-    ids=str,
-)
-def test_the_tiles_that_were_measured_to_be_fast_come_first(sizes, tile):
-    best = min(pair_candidates(pair_of(*sizes), H100), key=lambda candidate: candidate.cycles)
-    assert f"{best.tile.block_m}x{best.tile.block_n}" == tile
-    assert best.tile.cooperative
-
-
-def test_where_two_kernels_are_not_planned_xla_is_compared(monkeypatch):
-    monkeypatch.setattr(pair, "candidates", lambda *_: NoKernel("the test"))
-    assert not isinstance(pair.plan_pair(pair_of(8192, 14336, 4096), H100), NoKernel)
 
 
 # What calls become.
@@ -295,14 +240,6 @@ def test_weights_of_other_types_and_shapes(rng):
     close(gated(x, w[None], up), unfused(x, w[None], up))
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
         gated(x, w[1:], up[1:])
-
-
-@pytest.mark.parametrize("policy", ["everything_saveable", "nothing_saveable", "dots_saveable"])
-def test_checkpoints(rng, policy):
-    arrays = arrays_of(rng, 5, 6, 7)
-    policy = getattr(jax.checkpoint_policies, policy)
-    found = jax.grad(jax.checkpoint(lambda *xs: gated(*xs).sum(), policy=policy), (0, 1, 2))
-    close(found(*arrays), jax.grad(lambda *xs: unfused(*xs).sum(), (0, 1, 2))(*arrays))
 
 
 # Results of the kernels.

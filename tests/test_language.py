@@ -122,10 +122,6 @@ def test_other_words_are_not(text: str) -> None:
     assert retired_words(text) == []
 
 
-def test_the_message_says_what_to_write() -> None:
-    assert retired_words("\na slab") == [(2, '"slab": say "epilogue subtile"')]
-
-
 def test_no_tracked_file_has_a_retired_word() -> None:
     files = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False

@@ -58,13 +58,6 @@ class TestEveryContraction:
             else:
                 assert_equal(expected, (out, gradients))
 
-    def test_one_operand_at_a_time(self, cubes, dimension_numbers):
-        for i in (0, 1):
-            assert_equal(
-                jax.grad(loss(ours, dimension_numbers), i)(*cubes),
-                jax.grad(loss(theirs, dimension_numbers), i)(*cubes),
-            )
-
     @pytest.mark.parametrize("axes", AXES)
     @pytest.mark.one_in(8)
     def test_vmap(self, rng, cubes, dimension_numbers, axes):
@@ -123,83 +116,6 @@ def scalar(f):
     return lambda a, b: (f(a, b) ** 2).sum()
 
 
-@pytest.mark.parametrize("transform", [jax.jacfwd, jax.jacrev, jax.hessian])
-def test_jacobians(matrices, transform):
-    for function in (lambda f: f, scalar):
-        if transform is jax.hessian and function is not scalar:
-            continue
-        for argnums in (0, 1):
-            assert_equal(
-                jax.jit(transform(function(mm), argnums))(*matrices),
-                jax.jit(transform(function(reference), argnums))(*matrices),
-            )
-
-
-def test_linearize(rng, matrices):
-    tangents = tuple(whole(rng, *x.shape) for x in matrices)
-    out, linear = jax.linearize(mm, *matrices)
-    assert_equal((out, linear(*tangents)), jax.jvp(reference, matrices, tangents))
-    transposed = jax.linear_transpose(lambda a: mm(a, matrices[1]), matrices[0])
-    assert_equal(transposed(out)[0], reference(out, matrices[1].T))
-
-
-def test_scan_and_its_gradient(rng):
-    w = whole(rng, 8, 8, largest=1)
-
-    def run(f, w, x):
-        return lax.scan(lambda x, _: (f(x, w), None), x, length=5)[0].sum()
-
-    x = whole(rng, 4, 8, largest=1)
-    assert_equal(
-        jax.jit(jax.grad(functools.partial(run, mm)))(w, x),
-        jax.grad(functools.partial(run, reference))(w, x),
-    )
-
-
-def test_while_and_cond(rng):
-    a, b = whole(rng, 4, 4), whole(rng, 4, 4)
-
-    def run(f):
-        square = lax.fori_loop(0, 3, lambda _, x: jnp.mod(f(x, f(b, a)), 7), b.T @ b)
-        return lax.cond(square.sum() > 0, lambda x: f(x, x), lambda x: f(x, -x), square)
-
-    assert_equal(jax.jit(lambda: run(mm))(), jax.jit(lambda: run(reference))())
-
-
-def test_remat(matrices):
-    for policy in (None, jax.checkpoint_policies.dots_saveable):
-        assert_equal(
-            jax.grad(jax.checkpoint(scalar(mm), policy=policy), (0, 1))(*matrices),
-            jax.grad(scalar(reference), (0, 1))(*matrices),
-        )
-
-
-def test_custom_vjp_around_it(matrices):
-    @jax.custom_vjp
-    def layer(a, b):
-        return mm(a, b)
-
-    layer.defvjp(lambda a, b: (mm(a, b), (a, b)), lambda r, g: (mm(g, r[1].T), mm(r[0].T, g)))
-    assert_equal(
-        jax.jit(jax.grad(scalar(layer), (0, 1)))(*matrices),
-        jax.grad(scalar(reference), (0, 1))(*matrices),
-    )
-    batch = jnp.stack([matrices[0]] * 3)
-    assert_equal(
-        jax.vmap(jax.grad(scalar(layer), (0, 1)), (0, None))(batch, matrices[1]),
-        jax.vmap(jax.grad(scalar(reference), (0, 1)), (0, None))(batch, matrices[1]),
-    )
-
-
-def test_per_example_gradients(rng, matrices):
-    x, w = whole(rng, 7, 8), matrices[1]
-
-    def example(f):
-        return jax.jit(jax.vmap(jax.grad(lambda w, x: (f(x, w) ** 2).sum()), (None, 0)))
-
-    assert_equal(example(mm)(w, x), example(reference)(w, x))
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_gradients_have_the_operands_types(rng, dtype):
     a, b = whole(rng, 6, 8, dtype=dtype), whole(rng, 8, 4)
@@ -241,20 +157,6 @@ def test_export_with_symbolic_shapes_falls_back(matrices):
     shape = jax.ShapeDtypeStruct((rows, a.shape[1]), a.dtype)
     exported = jax.export.export(jax.jit(mm))(shape, b)
     assert_equal(exported.call(a, b), reference(a, b))
-
-
-def test_donated_operand(rng):
-    a, b = whole(rng, 64, 64), whole(rng, 64, 64)
-    expected = reference(a, b) + 1
-    got = jax.jit(lambda a, b: mm(a, b) + 1, donate_argnums=0)(a, b)
-    assert_equal(got, expected)
-
-
-def test_debug_checks(matrices):
-    with jax.debug_nans(True):
-        mm(*matrices).block_until_ready()
-    with jax.disable_jit():
-        assert_equal(mm(*matrices), reference(*matrices))
 
 
 @pytest.mark.defaults  # A policy holds for a thread.

@@ -62,7 +62,8 @@ def no_kernel_compiles(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", CALLS)
 def test_xlas_policy_leaves_every_call_to_xla(name):
     function, args = CALLS[name]
-    assert "tilekern_cpu" in lowered(function, *args)
+    with jtk.strict():
+        assert "tilekern_cpu" in lowered(function, *args)
     with jtk.policy("xla"):
         assert "tilekern_cpu" not in lowered(function, *args)
         assert "custom_call" not in lowered(function, *args)
@@ -71,7 +72,7 @@ def test_xlas_policy_leaves_every_call_to_xla(name):
         assert 'jax_tilekern.policy("xla")' in choice.reason
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", ["matmul", "ragged_dot", "sum"])
 def test_the_policy_is_part_of_jits_key(name, rng):
     function, args = CALLS[name]
     values = [
@@ -99,13 +100,6 @@ def test_a_fallback_is_an_error_in_strict():
         lowered(jtk.matmul, INT16, INT16)
     with jtk.strict(allow_fallbacks=True):
         lowered(jtk.matmul, INT16, INT16)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_kernel_is_no_error_in_strict(name):
-    function, args = CALLS[name]
-    with jtk.strict():
-        assert "tilekern_cpu" in lowered(function, *args)
 
 
 def test_the_inner_policy_counts():

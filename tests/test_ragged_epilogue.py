@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 from jax.scipy.special import digamma
 from numerics import BF16, assert_close, check_derivatives
 from ragged_layer import (
@@ -12,7 +11,6 @@ from ragged_layer import (
     HIGHEST,
     SHAPES,
     SIZES,
-    K,
     M,
     N,
     drawn,
@@ -200,20 +198,6 @@ def test_gradients_of_several_results_of_several_types(arrays):
     assert_close(jax.grad(total, (0, 1))(x, w), plain(x, w))
 
 
-# test_remat.py has the policies of other operations.
-@pytest.mark.thorough
-def test_checkpoint(arrays):
-    def named(y, *operands):
-        return checkpoint_name(function(y, *operands), "layer")
-
-    def call(*xs):
-        return loss(lambda *ys: fused(*ys, function=named))(*xs)
-
-    policy = jax.checkpoint_policies.save_only_these_names("layer")
-    expected = jax.grad(loss(unfused), (0, 3))(*arrays)
-    assert_close(jax.grad(jax.checkpoint(call, policy=policy), (0, 3))(*arrays), expected)
-
-
 # Transformations.
 
 
@@ -242,23 +226,6 @@ def test_vmap_of_gradients_over_all_operands(arrays):
         for i in range(2)
     ]
     assert_close(found, jax.tree.map(lambda *xs: jnp.stack(xs), *each), 1e-3)
-
-
-def test_scan(arrays):
-    x, w, _, bias, _ = arrays
-    square = w[:, :, :K]
-
-    def step(call):
-        def body(x, _):
-            return call(x, square, 1.0, bias[:, :K], jnp.ones((GROUPS, 1))), None
-
-        return jax.jit(lambda x: jax.lax.scan(body, x, length=3)[0])
-
-    assert_close(step(fused)(x), step(unfused_with_number)(x), 1e-2)
-
-
-def unfused_with_number(x, w, number, bias, scale):
-    return unfused(x, w, jnp.full((M, w.shape[2]), number), bias, scale)
 
 
 # Errors.

@@ -113,6 +113,21 @@ def test_calls_transfer_nothing(name):
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.one_in(3)
+def test_gradients_of_a_scan_of_checkpointed_steps(name):
+    function, arrays = OPERATIONS[name]
+
+    def loss(*operands):
+        return jnp.sum(function(*operands) ** 2)
+
+    def twice(*operands):
+        step = jax.checkpoint(lambda total, _: (total + loss(*operands), None))
+        return jax.lax.scan(step, 0.0, None, length=2)[0]
+
+    assert_close(jax.jit(jax.grad(twice))(*arrays), 2 * jax.grad(loss)(*arrays))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.one_in(3)
 def test_debugging_modes(name):
     function, arrays = OPERATIONS[name]
 
