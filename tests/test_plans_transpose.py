@@ -13,10 +13,8 @@ from nvrtc_mark import needs_nvrtc
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.transpose.permutation import Permutation
-from jax_tilekern.plans.transpose.rows import RowTranspose
 from jax_tilekern.plans.transpose.select import transpose_candidate
 from jax_tilekern.plans.transpose.shape import TileGrid, divisor
-from jax_tilekern.plans.transpose.tiles import TileTranspose
 
 H100 = known_gpu("sm_90")
 
@@ -84,18 +82,18 @@ def test_an_innermost_dimension_that_stays_widens_items():
 @pytest.mark.parametrize(
     ("shape", "axes", "itemsize", "kind"),
     [
-        ((8192, 8192), (1, 0), 4, TileTranspose),
-        ((100, 100, 4), (1, 0, 2), 4, TileTranspose),
-        ((64, 1024, 1024), (0, 2, 1), 2, TileTranspose),
-        ((4096, 4095), (1, 0), 2, TileTranspose),
-        ((8, 1000, 1003), (0, 2, 1), 4, TileTranspose),
-        ((8, 8, 8, 8, 64, 64), (1, 0, 3, 5, 2, 4), 2, TileTranspose),
-        ((32, 128, 64, 64), (0, 2, 1, 3), 2, RowTranspose),
-        ((5, 7, 103), (1, 0, 2), 1, RowTranspose),
+        ((8192, 8192), (1, 0), 4, "tiles"),
+        ((100, 100, 4), (1, 0, 2), 4, "tiles"),
+        ((64, 1024, 1024), (0, 2, 1), 2, "tiles"),
+        ((4096, 4095), (1, 0), 2, "tiles"),
+        ((8, 1000, 1003), (0, 2, 1), 4, "tiles"),
+        ((8, 8, 8, 8, 64, 64), (1, 0, 3, 5, 2, 4), 2, "tiles"),
+        ((32, 128, 64, 64), (0, 2, 1, 3), 2, "rows"),
+        ((5, 7, 103), (1, 0, 2), 1, "rows"),
     ],
 )
 def test_choices(shape, axes, itemsize, kind):
-    assert isinstance(found(shape, axes, itemsize), kind)
+    assert found(shape, axes, itemsize).name == f"transpose/{kind}"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +144,6 @@ def test_arrays_of_more_than_32_bits_of_items():
     """Strides and sizes are 64-bit numbers; only blocks and what is in a tile are not."""
     tiles = found((50001, 90001), (1, 0), 1)
     launch = tiles.plan(H100).launches[0]
-    assert isinstance(tiles, TileTranspose)
     assert numbers(launch, "14I5q")[14:] == (50001, 90001, 90001, 50001, 50001 * 90001)
     assert launch.grid[0] == tiles.count < 2**31
 

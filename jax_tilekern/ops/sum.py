@@ -26,7 +26,6 @@ from jax_tilekern.primitives.operation import (
     Operand,
     Operation,
     Planner,
-    Rewrite,
     define,
 )
 
@@ -175,11 +174,6 @@ def _sharding_rule(x: Any, *, axes: Axes, **_: Any) -> ShardingRule:
 # Lowering.
 
 
-def _cast_first(x: Array, *, axes: Axes, dtype: np.dtype[Any]) -> Array:
-    total: Array = _bind(x.astype(dtype), axes=axes, dtype=dtype)
-    return total
-
-
 def _refusal(x: Any, *, axes: Axes, **_: Any) -> Fallback | None:
     if all(x.shape[axis] == 1 for axis in axes):
         return Fallback("nothing is added up, and XLA copies or casts what is left")
@@ -188,18 +182,16 @@ def _refusal(x: Any, *, axes: Axes, **_: Any) -> Fallback | None:
 
 def _cuda(
     operands: Sequence[Operand], _: Any, *, axes: Axes, dtype: np.dtype[Any]
-) -> Kernel | Rewrite | Fallback:
+) -> Kernel | Fallback:
     ((x, aval),) = operands
     if sum_dtype(aval.dtype, dtype) is None:
-        if aval.dtype != dtype and sum_dtype(dtype, dtype) is not None:
-            return _cast(aval.dtype, axes, dtype)
         return Fallback(f"no kernel sums {aval.dtype} to {dtype}")
     return planned_kernel((x,), plan_sum, SummedDims.of(aval.shape, axes), aval.dtype, dtype)
 
 
 def _cpu(
     operands: Sequence[Operand], _: Any, *, axes: Axes, dtype: np.dtype[Any]
-) -> Kernel | Rewrite | Fallback:
+) -> Kernel | Fallback:
     ((x, aval),) = operands
     if dtype not in _CPU_DTYPES:
         return Fallback(f"no kernel sums {aval.dtype} to {dtype}")
@@ -210,13 +202,6 @@ def _cpu(
     call = ffi.CpuCall(ffi.CPU_SUM, {"sizes": dims.sizes, "reduced": dims.reduced})
     kernel = Kernel(f"cpu_sum {aval.dtype}", f"sizes {dims.sizes}", call, (x,))
     return chosen_cpu_kernel(of_sum(dims, aval.dtype, dtype), kernel)
-
-
-def _cast(given: np.dtype[Any], axes: Axes, dtype: np.dtype[Any]) -> Rewrite:
-    return Rewrite(
-        f"{given} is cast to {dtype} first",
-        functools.partial(_cast_first, axes=axes, dtype=dtype),
-    )
 
 
 _bind = define(

@@ -6,7 +6,7 @@
 
 namespace tilekern {
 
-// Compile-time choices; `ColumnPass` in `plans/reduction/problem.py` makes them.
+// Compile-time choices; `ColumnPass` in `plans/reduction/column_sums.py` makes them.
 struct ColumnConfig {
   // Bytes per load, whose elements are adjacent columns; every address is a multiple of it.
   int vector_bytes;

@@ -6,7 +6,7 @@
 
 namespace tilekern {
 
-// Compile-time choices; `RowPass` in `plans/reduction/problem.py` makes them.
+// Compile-time choices; `RowPass` in `plans/reduction/row_sums.py` makes them.
 struct RowConfig {
   // Bytes per load; every row's address is a multiple of it.
   int vector_bytes;

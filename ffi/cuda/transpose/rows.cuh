@@ -6,7 +6,7 @@
 
 namespace tilekern {
 
-// Compile-time choices; `RowTranspose` in `plans/transpose/rows.py` makes them.
+// Compile-time choices; `row_transpose` in `plans/transpose/rows.py` makes them.
 struct RowTransposeConfig {
   // A unit divides the length and the distance of all rows. With units of 16 bytes rows are
   // aligned.
@@ -17,7 +17,7 @@ struct RowTransposeConfig {
 
 inline constexpr int kRowThreads = 256;
 
-// `RowTranspose` packs the same fields.
+// `row_transpose` packs the same fields.
 struct RowTransposeShape {
   // Vectors per row, and one more if rows are unaligned.
   Divisor row_vectors;

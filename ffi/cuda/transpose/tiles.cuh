@@ -5,7 +5,7 @@
 
 namespace tilekern {
 
-// Compile-time choices; `TileTranspose` in `plans/transpose/tiles.py` makes them.
+// Compile-time choices; `tile_transpose` in `plans/transpose/tiles.py` makes them.
 struct TileConfig {
   int item_bytes;
   // The tile, in items.
@@ -20,7 +20,7 @@ inline constexpr int kTileThreads = 256;
 // The granularity of DRAM and L2 accesses.
 inline constexpr int kSectorBytes = 32;
 
-// `TileTranspose` packs the same fields. Strides are in bytes.
+// `tile_transpose` packs the same fields. Strides are in bytes.
 struct TileShape {
   TileGrid grid;
   // The distance between rows in shared memory.

@@ -27,7 +27,7 @@ _MAX_SLOWDOWN = 2
 
 
 def sum_dtype(dtype: _Dtype, out_dtype: _Dtype) -> _Dtype | None:
-    """Return the type that elements are summed in on a GPU; ``None`` if they must be cast first.
+    """Return the type that elements are summed in on a GPU; ``None`` if no kernel sums them.
 
     Sums of floats are made in float32 at least, and those of integers wrap.
     """

@@ -13,9 +13,9 @@ from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.policy import plan_choice, workload
 from jax_tilekern.plans.transpose.candidate import TransposeCandidate
 from jax_tilekern.plans.transpose.permutation import Permutation
-from jax_tilekern.plans.transpose.rows import RowTranspose
+from jax_tilekern.plans.transpose.rows import row_transpose
 from jax_tilekern.plans.transpose.shape import MAX_OUTER_DIMS, SECTOR_BYTES, Matrices
-from jax_tilekern.plans.transpose.tiles import TileTranspose
+from jax_tilekern.plans.transpose.tiles import tile_transpose
 
 # Smaller matrices leave threads of a CTA without work.
 _MIN_MATRIX_BYTES = 2048
@@ -50,15 +50,14 @@ def transpose_candidate(permutation: Permutation) -> TransposeCandidate | NoKern
     dims = len(permutation.sizes)
     if dims - (1 if permutation.keeps_innermost else 2) > MAX_OUTER_DIMS:
         return NoKernel(f"{dims} dimensions are moved, more than kernels take")
-    found: TransposeCandidate
     if permutation.keeps_innermost:
-        shortest, found = permutation.row_bytes, RowTranspose.of(permutation)
+        shortest, found = permutation.row_bytes, row_transpose(permutation)
     else:
         matrices = Matrices.of(permutation)
         rows, columns = matrices.rows * matrices.itemsize, matrices.columns * matrices.itemsize
         if rows * matrices.columns < _MIN_MATRIX_BYTES:
             return NoKernel(f"matrices of {rows * matrices.columns} bytes are too small for tiles")
-        shortest, found = min(rows, columns), TileTranspose.of(matrices)
+        shortest, found = min(rows, columns), tile_transpose(matrices)
     if shortest < SECTOR_BYTES:
         return NoKernel(f"rows of {shortest} bytes are too short")
     if found.count > _MAX_COUNT:
