@@ -87,16 +87,6 @@ def test_malformed_rows_are_named(changes, message):
 # Errors against float64.
 
 
-def test_errors_are_those_of_the_arithmetic():
-    case = Case.of(row(m=200, n=100, k=50))
-    errors = case.errors(case.operands())
-    bound = 1e-3 if jax.default_backend() == "gpu" else 1e-6
-    assert 0 < errors.ours < bound
-    assert 0 < errors.peer < bound
-    assert errors.deviation < 10 * bound
-    assert record._wrong(case.row, errors) is None
-
-
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 @pytest.mark.one_in(3)
 def test_one_wrong_element_outside_of_the_sample_is_found(kind):

@@ -1,4 +1,3 @@
-import json
 import threading
 
 import pytest
@@ -127,26 +126,6 @@ def test_a_product_that_does_not_end_ends_the_process(capsys, monkeypatch):
     with tune._deadline("bf16 8x8x8", 0.01):
         assert ended.wait(10)
     assert "bf16 8x8x8 does not end" in capsys.readouterr().err
-
-
-def test_failures_are_shown(capsys, meter):
-    assert main(["tune", "matmul bf16 666x64x64", "matmul bf16 64x64x64"]) == 1
-    out = capsys.readouterr().out
-    assert "a: wrong: 1 from XLA's result" in out
-    assert len(meter) == 2
-
-
-def test_export(tmp_path, capsys, meter):
-    file = tmp_path / "shipped.json"
-    assert main(["tune", "matmul bf16 64x64x64", "--export", str(file)]) == 0
-    assert main(["tune", "--export", str(file)]) == 0
-    assert "1 choices written" in capsys.readouterr().out
-    shipped = json.loads(file.read_text())
-    assert shipped["gpu"] == H100.name
-    (text,) = shipped["choices"]
-    assert text.startswith("bf16 64x64x64: ")
-    with tuning.using(TunedChoices(None)):
-        assert tuning.load(file) == 1
 
 
 def test_a_folder_of_its_own(tmp_path, meter):

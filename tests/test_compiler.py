@@ -109,13 +109,6 @@ __global__ void indexed(const int* places, int n, float* y) {
     assert (entry.spill_bytes, entry.stack_bytes) == (0, 64)
 
 
-def test_failure_is_not_remembered(compilations: list[str]) -> None:
-    for _ in range(2):
-        with pytest.raises(CompileError):
-            compile_source("nonsense", ["kernel"], arch="sm_90a")
-    assert len(compilations) == 2
-
-
 def test_warnings_are_kept() -> None:
     source = "__global__ void k() { int unused; }"
     for _ in range(2):
@@ -189,22 +182,6 @@ def test_kernels_of_the_package(device_code: Path, compilations: list[str]) -> N
     assert len(compilations) == 3
     with pytest.raises(ValueError, match="no kernel"):
         compile_kernels(arch="sm_80")
-
-
-def test_kernels_are_compiled_side_by_side(
-    device_code: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (device_code / "a.cuh").write_text("template <int N> __global__ void a() { int x = N; }")
-    both = threading.Barrier(2, timeout=60)
-    real = nvrtc.Nvrtc.compile
-
-    def compile(self: nvrtc.Nvrtc, source: str, **rest: object) -> nvrtc.Output:
-        both.wait()
-        return real(self, source, **rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(nvrtc.Nvrtc, "compile", compile)
-    kernels = [Kernel("a.cuh", f"a<{n}>") for n in (1, 2)]
-    assert compile_kernels(*kernels, arch="sm_80").log.count('variable "x"') == 2
 
 
 def test_error_of_any_kernel_is_raised(device_code: Path) -> None:
@@ -375,17 +352,6 @@ def test_identity_is_that_of_the_file(wheel: Path) -> None:
     # Nothing else is loaded in its place, or the cache would not tell the two apart.
     with pytest.raises(NvrtcNotFound, match=r"libnvrtc\.so\.13"):
         nvrtc.nvrtc()
-
-
-def test_identity_of_a_library_that_the_loader_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    loadable = nvrtc.nvrtc().path
-    monkeypatch.setattr(nvrtc, "_candidates", lambda majors: iter(["libnone.so.1", loadable]))
-    nvrtc._load.cache_clear()
-    nvrtc.nvrtc_identity.cache_clear()
-    identity = nvrtc.nvrtc_identity()
-    assert identity == f"{loadable} {nvrtc.nvrtc().version}"
-    nvrtc._load.cache_clear()
-    nvrtc.nvrtc_identity.cache_clear()
 
 
 @pytest.mark.thorough

@@ -226,12 +226,6 @@ def test_the_name_follows_the_type(rng, dtype):
     np.testing.assert_array_equal(got, 2 * np.asarray(x) + y)
 
 
-def test_float64(rng, x64):
-    x = jnp.asarray(rng.standard_normal(20))
-    # The product is exact.
-    np.testing.assert_array_equal(multiply_add()(x, x, a=2.0), 2 * np.asarray(x) + x)
-
-
 def test_several_outputs(rng):
     x = whole(rng, 200)
     got = jax.jit(squares())(x)
@@ -872,14 +866,6 @@ def test_compile_errors_have_log_line_and_options():
         lowered(twice(options="-nonsense"), struct((3,)))
 
 
-def test_errors_within_a_template_are_the_source_s():
-    source = "template <typename T>\n__global__ void f(T* out) {\n  *out = T::nothing;\n}"
-    kernel = jtk.cuda_kernel(source, name="f<float>", out=struct(()), grid=1, block=1)
-    with pytest.raises(jtk.CompileError, match=r"f\.cu\(3\): error") as caught:
-        lowered(kernel)
-    assert "has no kernel" not in str(caught.value)
-
-
 @pytest.mark.parametrize("name", ["absent", "helper", "multiply_add", "multiply_add<float, 3>"])
 def test_wrong_entry_name(name):
     source = ELEMENTWISE + "__device__ void helper() {}\n"
@@ -1238,12 +1224,6 @@ def test_functions_of_settings_are_called_on_every_platform(setting):
     assert kernel(jnp.zeros(0)).shape == (0,)
 
 
-def test_functions_of_settings_get_what_the_call_gets():
-    message = r"the function grid\(float32\[3\], a=2\) raises TypeError: .*unexpected keyword .*'a'"
-    with pytest.raises(TypeError, match=message):
-        twice(out=lambda x, a: x, grid=lambda x: 1)(jnp.zeros(3), a=2)
-
-
 def test_launches_are_checked_on_every_platform():
     for change, message in (
         ({"block": 2000}, r"block \(2000, 1, 1\) exceeds"),
@@ -1409,26 +1389,6 @@ def test_tensor_maps_that_cannot_be(change, message):
         lowered(copy_boxes(**change), struct((20, 36)))
 
 
-def test_tensor_maps_and_misaligned_shifts_of_vmap():
-    """A map's address is a multiple of 16 bytes, whatever the kernel states."""
-
-    def line(buffer, x):
-        return jtk.TensorMap(buffer, "float32", (x.size,), (), (4,))
-
-    source = COPY_BOX.replace(
-        "const __grid_constant__ tilekern::TensorMap to", "long long"
-    ).replace("tma_store(to", "tma_store(from")
-    kernel = jtk.cuda_kernel(
-        source, out=lambda x: x, grid=1, block=32, scalars=np.int64(0),
-        tensor_maps=lambda x: line(0, x),
-    )  # fmt: skip
-    with pytest.raises(
-        ValueError,
-        match=r"aligned to 16 bytes, but vmap shifts input 0 of float32\[6\] by 24 bytes",
-    ):
-        lowered(jax.vmap(kernel), struct((5, 6)))
-
-
 # -- What is said of a kernel
 
 
@@ -1489,18 +1449,6 @@ def test_report():
     assert re.search(rf"^registers +{report.registers} per thread, 0 bytes", text, re.MULTILINE)
     assert re.search(r"^shared memory +0 bytes per block$", text, re.MULTILINE)
     assert re.search(r"^occupancy .*100% of its warps, limited by threads$", text, re.MULTILINE)
-
-
-def test_report_takes_what_a_call_takes(rng):
-    kernel = multiply_add()
-    of_structs = kernel.report(struct((3,)), struct((3,)), a=2.0, gpu="sm_90")
-    x = rng.standard_normal(3)  # float64, which a call makes float32
-    assert kernel.report(x, [1.0, 2.0, 3.0], a=2.0, gpu="sm_90").plan == of_structs.plan
-    assert kernel.report(jnp.asarray(x), x, a=2.0, gpu=known_gpu("sm_90")).plan == of_structs.plan
-    shared = jtk.cuda_kernel(
-        GREEDY, out=struct(()), grid=1, block=1, shared_memory_bytes=1000
-    ).report(gpu="sm_90")
-    assert shared.shared_memory_bytes == 4096 + 1000
 
 
 def test_sass():

@@ -478,21 +478,6 @@ def test_last_executable_of_a_cubin_goes_and_another_comes(rng):
         gc.collect()
 
 
-def test_donation(rng):
-    """The result may lie where the operand did, but only if it is not read any more."""
-    plan = affine_plan(4096)
-    direct = jax.jit(runner(plan), donate_argnums=0)
-    between = jax.jit(lambda x: runner(plan)(x + np.uint32(1)) ^ x, donate_argnums=0)
-    for _ in range(5):
-        x = integers(rng, 4096)
-        given = jnp.asarray(x) + np.uint32(0)
-        np.testing.assert_array_equal(direct(given), affine(x))
-        assert given.is_deleted()
-        given = jnp.asarray(x) + np.uint32(0)
-        np.testing.assert_array_equal(between(given), affine(x + np.uint32(1)) ^ x)
-        assert given.is_deleted()
-
-
 # -- Export: what runs needs no compiler.
 
 _IMPORTED = """

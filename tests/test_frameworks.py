@@ -17,8 +17,6 @@ from numerics import assert_close, random
 
 import jax_tilekern as jtk
 
-optax = pytest.importorskip("optax")
-
 _FILE = Path(__file__).parent.parent / "examples" / "frameworks.py"
 _SPEC = importlib.util.spec_from_file_location("example_frameworks", _FILE)
 frameworks = importlib.util.module_from_spec(_SPEC)
@@ -112,35 +110,6 @@ def test_every_product_of_a_step_is_named(name, way, optimizer):
     assert sum(choice.kernel is not None for choice in choices) > len(choices) / 2
 
 
-def test_muon_has_products_of_its_own(rng):
-    optimizer = optax.contrib.muon(1e-2)
-    params = {name: random(rng, (8, 8), np.float32) / 3 for name in ("up", "down")}
-    x, y = random(rng, (16, 8), np.float32), random(rng, (16, 8), np.float32)
-
-    def loss(params):
-        return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] - y) ** 2)
-
-    @jax.jit
-    def step(params, state):
-        value, gradient = jax.value_and_grad(loss)(params)
-        updates, state = optimizer.update(gradient, state, params)
-        return value, optax.apply_updates(params, updates), state
-
-    def trained(params):
-        state, found = optimizer.init(params), []
-        for _ in range(50):
-            value, params, state = step(params, state)
-            found.append(float(value))
-        return found
-
-    expected = trained(params)
-    with jtk.patch():
-        found = trained(params)
-    # Orthogonalisation makes ones of small singular values, and of their errors.
-    np.testing.assert_allclose(found, expected, rtol=50 * DRIFT)
-    assert found[-1] < found[0]
-
-
 def stable(rng, size):
     """A matrix near minus one, whose solutions decay."""
     return random(rng, (size, size), np.float64) / (2 * size) - np.eye(size)
@@ -192,21 +161,3 @@ def test_conjugate_gradients_of_lineax(rng, x64):
 
     # The error that is left, by the square of a condition number of a few.
     same_inside(solved, stable(rng, 7), random(rng, (7,), np.float64), tolerance=1e-8)
-
-
-def test_linear_transpose_and_jacobians(rng, x64):
-    a, x = random(rng, (4, 6), np.float64), random(rng, (6,), np.float64)
-
-    def transposed(function, y):
-        return jax.linear_transpose(function, x)(y)[0]
-
-    y = random(rng, (4,), np.float64)
-    with jtk.patch():
-        found = transposed(lambda x: a @ x, y)
-        forward = jax.jacfwd(lambda x: jnp.tanh(a @ x))(x)
-        reverse = jax.jacrev(lambda x: jnp.tanh(a @ x))(x)
-        assert traced(jax.jacfwd(lambda x: a @ x), x)[1] == 0
-    np.testing.assert_allclose(found, np.asarray(a).T @ y, rtol=1e-13, atol=1e-13)
-    expected = (1 - np.tanh(np.asarray(a) @ x) ** 2)[:, None] * a
-    for jacobian in (forward, reverse):
-        np.testing.assert_allclose(jacobian, expected, rtol=1e-12, atol=1e-12)

@@ -165,6 +165,7 @@ def compare(ours, theirs, tolerance):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.one_in(2)
 def test_x64_around_a_part_of_a_function(name):
     ours, theirs, names = OPERATIONS[name]
     xs = operands(names, np.float32)
@@ -183,6 +184,7 @@ _WITHOUT_TYPE_OF_JAX = {"row_sum", "row_max", "row_logsumexp", "linear_cross_ent
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.one_in(2)
 def test_float64_arrays_where_x64_is_off(name):
     """The result has JAX's type, and the context is as good as before."""
     ours, theirs, names = OPERATIONS[name]
@@ -210,6 +212,7 @@ _16_BITS = [name for name in OPERATIONS if set(OPERATIONS[name][2]).isdisjoint("
 
 
 @pytest.mark.parametrize("name", sorted(set(_16_BITS) - {"epilogue", "ragged_dot, epilogue"}))
+@pytest.mark.one_in(2)
 def test_strict_promotion_with_operands_of_16_bits(name):
     """The inside of an operation may mix types. A user's epilogue that does so is an error."""
     ours, theirs, names = OPERATIONS[name]

@@ -135,6 +135,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.one_in(2)
 def test_every_product_and_its_gradient(rng, name):
     function, subscripts = PRODUCTS[name]
     rows = {"matvec": (slice(4), slice(1)), "vecmat": (slice(1), slice(4))}.get(name)

@@ -142,19 +142,6 @@ def test_a_refused_plan_is_a_warning(monkeypatch):
         lowered(jtk.matmul, SQUARE, SQUARE, platform="cuda")
 
 
-def test_a_failed_compilation_is_tried_once(monkeypatch):
-    tried = []
-
-    def failing(product, gpu):
-        tried.append(product)
-        raise jtk.CompileError("no", "log")
-
-    monkeypatch.setattr(contraction_lowering, "plan_matmul", failing)
-    with modes.entered("DEFAULT"), gpu_target("sm_90"), pytest.warns(RuntimeWarning):
-        lowered(lambda x: jtk.matmul(jtk.matmul(x, x), x), SQUARE, platform="cuda")
-    assert len(tried) == 1
-
-
 def test_kernels_of_the_user(monkeypatch):
     source = "__global__ void twice(const float* x, float* y) { y[0] = 2 * x[0]; }"
     plain = jtk.cuda_kernel(source, out=lambda x: x, grid=(1,), block=(1,))

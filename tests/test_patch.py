@@ -18,7 +18,6 @@ from jaxprs import traced
 from numerics import assert_close, random
 
 import jax_tilekern as jtk
-from jax_tilekern.inspection.choices import recorded_choices
 from jax_tilekern.interop import compat
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
@@ -130,38 +129,6 @@ def test_errors_are_jaxs():
 # Where it holds.
 
 
-def test_as_a_decorator():
-    @jtk.patch()
-    def function(x):
-        """What it does."""
-        return x @ x
-
-    assert function.__doc__ == "What it does."
-    assert traced(function, X) == (1, 0)
-    assert traced(jax.jit(function), X) == (1, 0)
-    assert traced(product, X) == (0, 1)
-
-
-def test_nested_and_left_by_an_exception():
-    with jtk.patch():
-        with jtk.patch():
-            assert traced(product, X) == (1, 0)
-        assert traced(product, X) == (1, 0)
-        with pytest.raises(ZeroDivisionError), jtk.patch():
-            raise ZeroDivisionError
-        assert traced(product, X) == (1, 0)
-    with pytest.raises(ZeroDivisionError), jtk.patch():
-        raise ZeroDivisionError
-    assert traced(product, X) == (0, 1)
-
-    @jtk.patch()
-    def recursive(depth):
-        return traced(product, X) if depth == 0 else recursive(depth - 1)
-
-    assert recursive(3) == (1, 0)
-    assert traced(product, X) == (0, 1)
-
-
 def test_in_this_thread_only():
     inside, looked = threading.Event(), threading.Event()
     found = {}
@@ -204,15 +171,6 @@ def test_our_fallbacks_and_references_reach_xla():
     with jtk.patch():
         text = jax.jit(product).trace(X).lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("stablehlo.dot_general") == 1
-
-
-def test_eager_calls_compile_our_kernels():
-    """Each with a new shape, so that nothing is compiled before."""
-    with jtk.patch(), recorded_choices() as recorder:
-        lax.dot(jnp.ones((3, 17)), jnp.ones((17, 19)))
-        jnp.matmul(jnp.ones((3, 17)), jnp.ones((17, 23)))
-    assert [choice.result for choice in recorder.choices] == ["f32[3,19]", "f32[3,23]"]
-    assert all(choice.kernel for choice in recorder.choices)
 
 
 def test_what_tuning_compares_with_is_xlas():

@@ -44,13 +44,3 @@ def test_a_long_k_is_in_parts(arithmetic, k, parts):
         names = [launch.entry.name for launch in products_of_parts(plan)]
         assert len(set(names)) == min(parts, 2)
         assert names[1:] == names[-1:] * (parts - 1)
-
-
-@needs_nvrtc
-def test_few_tiles_take_all_of_k_at_once():
-    product = product_of("f32", 2048, 2048, 32768)
-    assert all(
-        len(products_of_parts(candidate.plan(GPU))) == 1
-        for candidate in emulated_candidates(product, GPU)
-        if candidate.tile.block_n == 128
-    )

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nvrtc_mark import needs_nvrtc
-from products import BF16, E4M3, E5M2, F32, H100, MODERN, ragged_product_of, taken
+from products import BF16, E4M3, E5M2, F32, H100, ragged_product_of, taken
 from wgmma_launches import (
     GROUPS_LAYOUT,
     batch_positions,
@@ -463,18 +463,13 @@ TAKEN = [
     ragged_product_of("bf16", "m", 8, 4096, 512, 512, rhs_k_major=True),
     # Elements that are stored one by one.
     ragged_product_of("bf16", "m", 8, 4095, 511, 512, rhs_k_major=True),
-    ragged_product_of("bf16", "m", 8, 4095, 511, 511, padding=1),
-    ragged_product_of("int8", "m", 8, 4096, 512, 512),
-    ragged_product_of("tf32", "m", 8, 4096, 512, 516),
     ragged_product_of("fp8", "m", 8, 4096, 512, 512),
     ragged_product_of("bf16", "k", 8, 512, 512, 4095, lhs_k_major=False),
     ragged_product_of("f16", "k", 8, 511, 511, 4096, lhs_k_major=False, padding=1),
     # A single row may have any stride.
     layout(ragged_product_of("bf16", "m", 8, 1, 512, 512), lhs=(513, 1)),
-    ragged_product_of("bf16", "m", 8, 64, 64, 64, batch=(2, 3)),
     # The number of spans that fits in shared memory.
     ragged_product_of("bf16", "m", 8190, 8190, 64, 64),
-    ragged_product_of("bf16", "m", 4094, 8190, 64, 64, batch=(2,)),
 ]
 NOT_TAKEN = [
     ragged_product_of("bf16", "m", 8, 4096, 512, 508),
@@ -482,22 +477,14 @@ NOT_TAKEN = [
     ragged_product_of("tf32", "m", 8, 4096, 512, 514),
     ragged_product_of("int8", "m", 8, 4096, 512, 520),
     ragged_product_of("bf16", "k", 8, 508, 512, 4096, lhs_k_major=False),
-    ragged_product_of("bf16", "k", 8, 512, 508, 4096, lhs_k_major=False),
     # Where rows are neighbours, groups do not begin at whole 16 bytes.
     ragged_product_of("bf16", "m", 8, 4096, 512, 512, lhs_k_major=False),
-    ragged_product_of("bf16", "k", 8, 512, 512, 4096),
-    ragged_product_of("bf16", "k", 8, 512, 512, 4096, rhs_k_major=True),
     ragged_product_of("bf16", "k", 8, 512, 512, 4096, lhs_k_major=False, rhs_k_major=True),
     # Other types have to be k-major in shared memory.
     ragged_product_of("tf32", "k", 8, 512, 512, 4096, lhs_k_major=False),
-    ragged_product_of("int8", "k", 8, 512, 512, 4096, lhs_k_major=False),
-    ragged_product_of("fp8", "k", 8, 512, 512, 4096, lhs_k_major=False),
-    ragged_product_of("f32", "m", 8, 4096, 512, 512),
-    ragged_product_of("f64", "m", 8, 4096, 512, 512),
     # More dimensions than a box has, and more spans than shared memory has room for.
     ragged_product_of("bf16", "m", 8, 64, 64, 64, batch=(2, 3, 4)),
     ragged_product_of("bf16", "m", 8191, 8190, 64, 64),
-    ragged_product_of("bf16", "m", 4095, 8190, 64, 64, batch=(2,)),
 ]
 
 
@@ -524,13 +511,6 @@ def test_products_that_are_left_to_other_kernels(product):
     assert all(isinstance(choice, GroupedMmaCandidate) for choice in found)
 
 
-@pytest.mark.parametrize("gpu", MODERN, ids=lambda gpu: gpu.arch)
-def test_only_hopper_has_candidates(gpu):
-    for product in TAKEN[0], TAKEN[7]:
-        assert bool(list(candidates(product, gpu))) == (gpu.compute_capability == (9, 0))
-        assert grouped_gemm.candidates(product, gpu)
-
-
 def test_items_that_a_kernel_cannot_count_are_left_to_other_kernels():
     product = ragged_product_of("bf16", "m", 2, 2**30, 2**12, 64)
     most = [choice.max_work_tiles for choice in candidates(product, H100)]
@@ -543,7 +523,7 @@ def test_items_that_a_kernel_cannot_count_are_left_to_other_kernels():
 @pytest.mark.parametrize("sm_count", [1, 7, 132])
 def test_plans_for_any_number_of_sms(sm_count):
     gpu = replace(H100, sm_count=sm_count)
-    for product in TAKEN[0], TAKEN[7]:
+    for product in TAKEN[0], TAKEN[4]:
         for choice in candidates(product, gpu):
             launch = launch_of(plan_of(choice, gpu))
             cluster = choice.tile.cluster

@@ -153,11 +153,6 @@ def test_only_hopper_has_candidates(gpu):
     assert bool(found) == (gpu.compute_capability == (9, 0))
 
 
-def test_arithmetics_of_other_units_have_no_candidates():
-    for arithmetic in ("f32", "f64"):
-        assert not list(candidates(product_of(arithmetic, 512, 512, 512), H100))
-
-
 def test_more_batch_dimensions_than_a_box_has_are_left_to_other_kernels():
     three = product_of("bf16", 64, 64, 64, (2, 3, 4))
     four = product_of("bf16", 64, 64, 64, (2, 3, 4, 5))
@@ -335,17 +330,6 @@ def test_maps_lead_to_the_elements_of_the_operands(case, data):
 
 
 # -- Passes. ---------------------------------------------------------------------------------------
-
-
-def packed(product):
-    """Buffers of the operands that are packed first; the same for all candidates."""
-    found = set()
-    for choice in candidates(product, H100):
-        plan = plan_of(choice)
-        packs = [one for one in plan.launches if "pack_operand" in one.entry.name]
-        found.add(tuple(one.parameters[0].index for one in packs))
-    (buffers,) = found
-    return buffers
 
 
 @given(cases(any_geometry))

@@ -1,6 +1,5 @@
 import dataclasses
 import functools
-import json
 import re
 import threading
 import warnings
@@ -14,13 +13,11 @@ from jax.interpreters import mlir
 from numerics import on_gpu
 
 import jax_tilekern as jtk
-from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound
-from jax_tilekern.plans import tuned
+from jax_tilekern.compilation.nvrtc import CompileError
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import NoGpu, known_gpu
-from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.tuned import XLA, TunedChoice, TunedChoices, product_text
 from jax_tilekern.tuning import product_timing, random_operands
 from jax_tilekern.tuning import tuner as tuning
@@ -45,23 +42,6 @@ def choice(winner="b", times=None, **changes):
         "date": "2026-11-21",
     }
     return TunedChoice(winner=winner, microseconds=times, **(fields | changes))
-
-
-@dataclasses.dataclass(frozen=True)
-class FakePlan:
-    reason: str
-
-
-class FakeCandidate:
-    """Stands in for a Candidate: a key, and a plan or an error."""
-
-    def __init__(self, key, error=None):
-        self.key, self.error = key, error
-
-    def plan(self, gpu):
-        if self.error is not None:
-            raise self.error
-        return FakePlan(f"by {self.key}")
 
 
 @pytest.fixture
@@ -134,34 +114,6 @@ def test_a_broken_file_is_one_warning_and_is_kept(tmp_path, text):
         assert path.with_suffix(".json.unread").read_text(encoding="latin-1") == text
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"microseconds": {"a": 1.0}},
-        {"microseconds": {"b": -1.0}},
-        {"microseconds": {"b": float("nan")}},
-        {"winner": None},
-        {"surplus": 1},
-    ],
-)
-def test_entries_are_checked(tmp_path, changes):
-    choices = TunedChoices(tmp_path)
-    choices.put(product(), H100, choice())
-    whole = json.loads(choices.file(H100).read_text())
-    whole["choices"][product_text(product())] |= changes
-    choices.file(H100).write_text(json.dumps(whole))
-    with pytest.raises(ValueError, match="is not a file of tuned choices"):
-        TunedChoices(None).load(choices.file(H100))
-
-
-def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
-    (tmp_path / "file").write_text("")
-    choices = TunedChoices(tmp_path / "file" / "folder")
-    with pytest.warns(RuntimeWarning):
-        choices.put(product(), H100, choice())
-    assert choices.find(product(), H100) == choice()
-
-
 def test_results_can_be_shipped(tmp_path, store):
     store.put(product(), H100, choice())
     store.put(product(128), A100, choice())
@@ -188,41 +140,6 @@ def test_what_is_loaded_comes_first_and_is_not_written(tmp_path, store):
 
 
 # What plans make of it.
-
-
-def test_plans_follow_the_choice(store):
-    found = [FakeCandidate("a"), FakeCandidate("b")]
-    assert tuned.tuned_plan(product(), H100, found) is None
-    store.put(product(), H100, choice())
-    assert tuned.tuned_plan(product(), H100, found).reason == "by b, tuned"
-    assert tuned.tuned_plan(product(), A100, found) is None
-    store.put(product(), H100, choice(winner=XLA))
-    assert tuned.tuned_plan(product(), H100, found) == NoKernel(
-        "tuning found XLA's own product faster"
-    )
-
-
-@pytest.mark.parametrize(
-    ("found", "why"),
-    [
-        ([FakeCandidate("a")], "'b' is no kernel for it any more"),
-        ([FakeCandidate("b", CompileError("no such", "log"))], r"'b' cannot be planned \(no such"),
-        ([FakeCandidate("b", ValueError("too large"))], r"'b' cannot be planned \(too large"),
-    ],
-)
-def test_a_stale_choice_is_one_warning(store, found, why):
-    store.put(product(), H100, choice())
-    with pytest.warns(RuntimeWarning, match=why):
-        assert tuned.tuned_plan(product(), H100, found) is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert tuned.tuned_plan(product(), H100, found) is None
-
-
-def test_a_missing_compiler_is_not_the_choices_fault(store):
-    store.put(product(), H100, choice())
-    with pytest.raises(NvrtcNotFound):
-        tuned.tuned_plan(product(), H100, [FakeCandidate("b", NvrtcNotFound("none"))])
 
 
 def explained(x):
@@ -397,15 +314,11 @@ def test_tuning_needs_a_gpu(monkeypatch):
 CALLS = {
     "plain": (lambda a, b: jtk.matmul(a, b), (3, 4), (4, 5)),
     "transposed": (lambda a, b: jtk.matmul(a.T, b.T), (4, 3), (5, 4)),
-    "exchanged": (lambda a, b: jtk.matmul(a, b).T, (3, 4), (4, 5)),
     "gradient": (
         jax.grad(lambda a, b: (jtk.matmul(a, b) ** 2).astype(jnp.float32).sum()), (3, 4), (4, 5)
     ),
-    "vector": (lambda a, b: jtk.matmul(a, b), (3, 4), (4,)),
     "row": (lambda a, b: jtk.matmul(a, b), (1, 4), (4, 5)),
-    "inner": (lambda a, b: jtk.matmul(a, b), (4,), (4,)),
     "batched": (lambda a, b: jtk.matmul(a, b), (5, 3, 4), (5, 4, 6)),
-    "batched rhs": (lambda a, b: jtk.matmul(a, b), (3, 4), (5, 4, 6)),
     "attention": (
         lambda a, b: jnp.einsum("bqhd,bkhd->bhqk", a, b, _dot_general=jtk.dot_general),
         (2, 3, 4, 6), (2, 5, 4, 6),
@@ -451,34 +364,6 @@ def test_arrays_stand_for_strided_operands(name, rng):
         np.testing.assert_allclose(
             np.asarray(result).ravel(), by_numpy(p, *operands), rtol=tolerance, atol=tolerance
         )
-
-
-@pytest.mark.parametrize(
-    ("types", "arithmetic"),
-    [
-        (("float8_e4m3fn", "float8_e5m2", "bfloat16"), "fp8"),
-        (("float8_e4m3fn", "float8_e4m3fn", "float32"), "fp8_fast"),
-        (("int8", "int8", "int32"), "int8"),
-        (("float32", "float32", "float32"), "f32"),
-        (("float32", "float32", "float32"), "f32_emulated"),
-        (("float32", "float32", "float32"), "tf32"),
-        (("float16", "float16", "float32"), "f16"),
-    ],
-)
-def test_xla_is_asked_for_the_arithmetic(types, arithmetic):
-    geometry = MatmulGeometry((), 16, 16, 16, (16, 1), (16, 1), (16, 1))
-    lhs, rhs, out = map(jnp.dtype, types)
-    problem = Problem.of(Product(geometry, lhs, rhs, out, arithmetic))
-    operands = problem.operands(0)
-    assert [x.dtype for x in operands] == [lhs, rhs]
-    text = jax.jit(problem.by_xla).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-    assert ("HIGHEST" in text) == (arithmetic in ("f32", "fp8"))
-    assert ("algorithm" in text) == (arithmetic == "f32_emulated")
-
-
-def test_arrays_with_gaps_cannot_be_measured():
-    with pytest.raises(ValueError, match="have gaps"):
-        Problem.of(Product(MatmulGeometry((), 8, 8, 8, (9, 1), (8, 1), (8, 1)), *[F32] * 3, "f32"))
 
 
 class JaxPlan:
@@ -545,18 +430,6 @@ def test_integers_and_float64_are_compared_exactly():
     f64 = Product(geometry, *[np.dtype(np.float64)] * 3, "f64")
     assert set(times(f64, jnp.matmul)) == {"x", XLA}
     assert set(times(f64, lambda a, b: jnp.matmul(a, b) * (1 + 1e-10))) == {XLA}
-
-
-def test_what_does_not_fit_is_a_failure_of_its_product(monkeypatch):
-    def full(*_):
-        raise RuntimeError("RESOURCE_EXHAUSTED")
-
-    monkeypatch.setattr(product_timing, "_measured", full)
-    result = product_timing.measure(product(), [], H100, 1.0)
-    assert result == ({}, {"measuring": "failed: RESOURCE_EXHAUSTED"}, "nothing")
-    monkeypatch.setattr(product_timing, "_require_device", full)
-    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
-        product_timing.measure(product(), [], H100, 1.0)
 
 
 @pytest.mark.skipif(not on_gpu(), reason="measures on a GPU")
