@@ -112,6 +112,12 @@ def wide(x):
     return x.astype(np.longdouble if x.dtype == F64 else np.float64)
 
 
+def as_promoted(x, types):
+    """The operand with the rounding by which JAX promotes integers to 8-bit floats."""
+    common = jnp.promote_types(*types)
+    return np.asarray(x).astype(common) if common in FP8 and x.dtype.kind in "iub" else x
+
+
 def unit(*types):
     """Unit roundoff of sums: of float64 if all types are as wide."""
     return 2.0 ** (
@@ -180,7 +186,7 @@ def product(operation, arguments, operands, subscripts, function, precision=None
     complex_factor = 4 if any(t.kind == "c" for t in types) else 1
 
     def errors(result, a, b):
-        a, b = wide(a), wide(b)
+        a, b = (wide(as_promoted(x, types)) for x in (a, b))
         value, magnitude, terms = einsum(subscripts, a.conj() if conjugate else a, b)
         share = (terms + 1) * unit(*types) + operand_rounding(types, precision)
         return [compared(result, value, complex_factor * share * magnitude)]
@@ -532,7 +538,9 @@ def sum_over(draw):
             for z in (wide(x), np.abs(wide(x)))
         )
         terms = math.prod(np.shape(x)[i] for i in over) + 2
-        return [compared(result, value, terms * unit(x.dtype) * magnitude)]
+        # As by JAX, a sum into another type is added up in that type, or float32.
+        roundoff = unit(x.dtype, options.get("dtype", x.dtype))
+        return [compared(result, value, terms * roundoff * magnitude)]
 
     def cotangent_errors(cotangents, cotangent, x):
         ct = wide(cotangent) if options["keepdims"] else np.expand_dims(wide(cotangent), over)
