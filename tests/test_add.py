@@ -111,6 +111,7 @@ def test_empty(shapes):
 
 
 @pytest.mark.parametrize("x64_enabled", [False, True])
+@pytest.mark.one_in(2)
 def test_types_are_promoted_as_jax_promotes(x64_enabled):
     with jax.enable_x64(x64_enabled):
         types = (np.float32, BF16, np.int8, np.uint8, np.int32, np.bool_, np.complex64)
@@ -125,22 +126,6 @@ def test_types_are_promoted_as_jax_promotes(x64_enabled):
     for dtype, y in ((np.int8, 300), (BF16, 2.5), (np.int32, True)):
         x = np.array([1, 100], dtype)
         np.testing.assert_array_equal(jtk.add(x, y), jnp.add(x, y))
-
-
-@pytest.mark.parametrize(
-    ("x", "y"),
-    [
-        (np.ones((2, 3)), np.ones((3, 2))),
-        (np.ones((2, 3)), np.ones((4, 2, 2))),
-        ([1, 2], 3),
-        (np.ones(3), None),
-    ],
-)
-def test_errors_are_jaxs(x, y):
-    with pytest.raises(Exception) as theirs:  # noqa: PT011 - the type is what is compared
-        jnp.add(x, y)
-    with pytest.raises(theirs.type, match=re.escape(str(theirs.value)[:30])):
-        jtk.add(x, y)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from benchmarks import ladder as command
 from benchmarks.command_line import main
 from benchmarks.ladder import climb
 from benchmarks.ladder.rung import Problem, Rung
-from jax_tilekern.compilation.cubin import _section
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gpu import known_gpu
 
@@ -71,28 +70,6 @@ def test_every_rung_compiles_without_spills_and_without_a_word(problem, rung, ar
         assert found.spill_bytes == 0
         assert found.arch == arch
         assert found.occupancy.blocks >= 1
-
-
-def machine_code(problem, name, arch):
-    """The instructions of a rung's only kernel, without what else its cubin holds."""
-    (rung,) = (rung for rung in problem.rungs if rung.name == name)
-    with jtk.gpu_target(arch):
-        (found,) = rung.reports(problem.operands)
-    entry = found.plan.launch.entry
-    return _section(entry.cubin, f".text.{entry.symbol}")
-
-
-# sm_120 is the GPU of the study that tells the forms apart by their times.
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_120"])
-def test_two_of_the_three_float4_forms_are_the_same_machine_code(arch):
-    (problem,) = ladder("transpose").parse("2048x512")
-    straight, row_by_row, rows_first = (
-        machine_code(problem, f"float4{form}, 8x8", arch)
-        for form in (" straight", "", " rows first")
-    )
-    assert row_by_row == rows_first
-    assert straight != row_by_row
-    assert len(row_by_row) >= 16 * 16  # At least as many instructions as elements.
 
 
 # Sizes with tiles that are cut off, for vectors of four or not.

@@ -1,13 +1,9 @@
 """``tune`` of the benchmarks: the products of a suite."""
 
-import jax.numpy as jnp
 import pytest
 
-import jax_tilekern as jtk
 from benchmarks import tune
 from benchmarks.command_line import main
-from benchmarks.suites.suite import load_suite
-from jax_tilekern.cli import tune as tuning_command
 
 
 def test_rows_of_a_suite(monkeypatch):
@@ -31,11 +27,3 @@ def test_rows_of_a_suite(monkeypatch):
 def test_bad_arguments(capsys, arguments, message):
     assert main(["tune", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_most_rows_of_the_suite_have_products():
-    calls = [tune.product_call(row) for row in load_suite("matmul-h100").rows]
-    with jtk.gpu_target("sm_90"):
-        found = tuning_command._products(calls)
-    assert len(found) > 0.7 * len(calls)
-    assert all(jnp.dtype(p.out_dtype) for p in found)

@@ -71,11 +71,6 @@ NO_PLUGIN = {"jax-cuda13-plugin": None}
             "pip install 'jax[cuda13]'",
         ),
         (
-            {"backends": ON_CPU, "versions": NO_PLUGIN, "driver": {"cuda": "12.8"}},
-            "no CUDA plugin",
-            "pip install 'jax[cuda12]'",
-        ),
-        (
             {"backends": {**ON_CPU, "restricted_to": "cpu"}},
             "JAX_PLATFORMS=cpu keeps JAX from it",
             "unset JAX_PLATFORMS",

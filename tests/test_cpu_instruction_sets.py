@@ -265,6 +265,10 @@ def digests():
                             ((3, 999, 99), 1)):  # fmt: skip
             calls.append((partial(jtk.sum, axis=axis), dtype, (shape,)))
         calls.append((jtk.vdot, dtype, ((900001,), (900001,))))
+        # Balanced groups, skewed ones, and many of a few rows.
+        for sizes in ([120] * 8, [2, 700, 0, 90, 31, 130, 6], [4] * 128):
+            ragged = partial(jtk.ragged_dot, group_sizes=np.array(sizes, np.int32))
+            calls.append((ragged, dtype, ((2000, 130), (len(sizes), 130, 150))))
     found = {}
     for function, dtype, shapes in calls:
         operands = [jnp.asarray(rng.standard_normal(s).astype(dtype)) for s in shapes]
@@ -293,7 +297,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
     outputs = [process.communicate()[0] for process in processes]
     assert all(process.returncode == 0 for process in processes)
     one, several = map(json.loads, outputs)
-    assert len(one) == 30 * len(LEVELS)
+    assert len(one) == 39 * len(LEVELS)
     assert several == one
 
 

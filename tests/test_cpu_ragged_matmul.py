@@ -1,10 +1,5 @@
 """The CPU handler of ragged products, called as lowerings call it and as none would."""
 
-import json
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -195,48 +190,6 @@ def test_groups_never_read_each_others_rows(rng, dtype):
     out = exact(groups_product(lhs, right, bounds, dtype, lhs_major="km"))
     assert np.isnan(out[1]).all()
     assert np.isfinite(out[[0, 2]]).all()
-
-
-_DIGESTS = """
-import hashlib, json
-import jax, numpy as np
-import test_cpu_ragged_matmul as tests
-found = {}
-rng = np.random.default_rng(0)
-for name, rows in tests.LARGE.items():
-    for dtype in (np.float32, tests.BF16):
-        bounds = tests.bounds_of(rows, before=11)
-        lhs = rng.standard_normal((bounds[-1] + 1500, 130)).astype(dtype)
-        rhs = rng.standard_normal((len(rows), 130, 150)).astype(dtype)
-        right = rng.standard_normal((len(lhs), 150)).astype(dtype)
-        for out in (tests.rows_product(lhs, rhs, bounds, dtype),
-                    tests.groups_product(lhs, right, bounds, dtype, lhs_major="km")):
-            digest = hashlib.sha256(np.asarray(out).tobytes()).hexdigest()
-            found[f"{name} {np.dtype(dtype)} {out.shape}"] = digest
-print(json.dumps(found))
-"""
-
-
-# test_cpu_instruction_sets.py has the same test of dense products.
-@pytest.mark.thorough
-def test_results_do_not_depend_on_the_number_of_threads():
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _DIGESTS],
-            # XLA takes the size of its pool from the first of these that it knows.
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path,
-                 "PJRT_NPROC": threads, "NPROC": threads},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for threads in ("1", "5")
-    ]  # fmt: skip
-    outputs = [process.communicate()[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes)
-    one, several = map(json.loads, outputs)
-    assert len(one) == 4 * len(LARGE)
-    assert several == one
 
 
 # A call of 3 groups of 7 rows, (7 x 5) x (5 x 6).

@@ -83,20 +83,6 @@ def test_jax_array_objects(name, rng):
     )
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.one_in(11)
-def test_transformations_of_eager_calls(name, rng):
-    """As in a ``jit`` around the whole."""
-    x = jnp.asarray(rng.standard_normal((3, 6, 6)), jnp.float32)
-
-    def loss(x):
-        return (jax.vmap(CALLS[name])(x) ** 2).sum()
-
-    eager = jax.grad(loss)(x), jax.hessian(loss)(x[:1])
-    whole = jax.jit(lambda x: (jax.grad(loss)(x), jax.hessian(loss)(x[:1])))(x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), eager, whole)
-
-
 def test_modes_are_part_of_what_is_kept():
     # On an H100 totals and short rows are XLA's.
     x, of_rows = np.ones((128, 128), np.int32), functools.partial(jtk.sum, axis=1)

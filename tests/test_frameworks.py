@@ -17,6 +17,8 @@ from numerics import assert_close, random
 
 import jax_tilekern as jtk
 
+optax = pytest.importorskip("optax")
+
 _FILE = Path(__file__).parent.parent / "examples" / "frameworks.py"
 _SPEC = importlib.util.spec_from_file_location("example_frameworks", _FILE)
 frameworks = importlib.util.module_from_spec(_SPEC)
@@ -51,6 +53,23 @@ def test_fifty_steps_have_the_same_losses(name, way):
     found = losses(name, way)
     np.testing.assert_allclose(found, losses(name, "jax"), rtol=DRIFT)
     assert found[-1] < found[0] / 3
+
+
+@pytest.mark.parametrize("name", frameworks.MODELS)
+@pytest.mark.thorough
+def test_a_fused_step_has_the_same_loss(name):
+    """The whole training step of an attention block: gradient and optimizer."""
+    pytest.importorskip(PACKAGES.get(name, "flax"))
+    model, optimizer = frameworks.made(name, False), optax.adam(3e-3)
+    step = frameworks.training_step(model, optimizer)
+
+    def train(step):
+        params, state = model.params, optimizer.init(model.params)
+        for _ in range(30):
+            value, params, state = step(params, state, *frameworks.task())
+        return value
+
+    np.testing.assert_allclose(train(jax.jit(jtk.fuse(step))), train(jax.jit(step)), rtol=DRIFT)
 
 
 GUIDE = DOCS / "frameworks.md"

@@ -223,6 +223,7 @@ def test_strict_promotion_with_operands_of_16_bits(name):
 
 
 @pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.one_in(2)
 def test_rank_promotion_is_an_error(name):
     ours, theirs, names = BATCHED[name]
     xs = operands(names, np.float32)

@@ -58,14 +58,6 @@ def test_files_of_an_ended_process_are_evicted_in_order(folder, monkeypatch):
     assert {path.name for path in folder.iterdir()} == {"a.cubin", "c.cubin"}
 
 
-def test_the_oldest_use_is_told(folder):
-    assert kernel_cache.info().oldest_use is None
-    kernel_cache.write("a", ENTRY)
-    kernel_cache.write("b", ENTRY)
-    used_long_ago(folder, "a", 1000)
-    assert kernel_cache.info().oldest_use == (folder / "a.cubin").stat().st_mtime
-
-
 def _write_and_read(number):
     kernel_cache.LIMIT_BYTES = 20_000
     for i in range(60):

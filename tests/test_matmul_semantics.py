@@ -2,8 +2,6 @@
 
 import functools
 
-import flax.linen
-import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,46 +147,3 @@ def test_traced_dimension_numbers_are_refused():
     x = jnp.ones((3, 3))
     with pytest.raises(jax.errors.TracerIntegerConversionError):
         jax.jit(lambda d: jtk.dot_general(x, x, (((d,), (0,)), ((), ()))))(1)
-
-
-@pytest.mark.parametrize("operand", ["x", None, object()])
-def test_what_is_no_array_is_refused(operand):
-    for f in (jtk.matmul, lambda a, b: jtk.dot_general(a, b, (((1,), (0,)), ((), ())))):
-        with pytest.raises(TypeError):
-            f(operand, jnp.ones((4, 6)))
-
-
-def test_unknown_precision_is_refused():
-    x = jnp.ones((3, 3))
-    with pytest.raises(ValueError, match="banana"):
-        jtk.matmul(x, x, precision="banana")
-
-
-def test_flax_linen_dense(rng):
-    x = random(rng, (8, 12), np.float32)
-    plain = flax.linen.Dense(5)
-    params = plain.init(jax.random.key(0), x)
-    ours = flax.linen.Dense(5, dot_general=jtk.dot_general)
-    same(jax.jit(ours.apply), plain.apply, params, x)
-    assert len(jtk.explain(ours.apply, params, x)) == 1
-
-
-def test_flax_nnx_linear(rng):
-    x = random(rng, (8, 12), np.float32)
-    ours = flax.nnx.Linear(12, 5, dot_general=jtk.dot_general, rngs=flax.nnx.Rngs(0))
-    plain = flax.nnx.Linear(12, 5, rngs=flax.nnx.Rngs(0))
-    same(ours, plain, x)
-    assert len(jtk.explain(ours, x)) == 1
-
-
-@pytest.mark.parametrize("subscripts", ["ij,jk->ik", "bij,bkj->bki", "bqhd,bkhd->bhqk", "i,i->"])
-def test_einsum(rng, subscripts):
-    sizes = dict(zip("ijkbqhd", (3, 4, 5, 2, 6, 7, 8), strict=True))
-    a, b = (random(rng, [sizes[x] for x in term], np.float32)
-            for term in subscripts.split("->")[0].split(","))  # fmt: skip
-    same(
-        lambda a, b: jnp.einsum(subscripts, a, b, _dot_general=jtk.dot_general),
-        lambda a, b: jnp.einsum(subscripts, a, b),
-        a,
-        b,
-    )

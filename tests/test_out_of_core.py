@@ -118,19 +118,6 @@ def test_integers_are_exact(rng):
     np.testing.assert_array_equal(product, a.astype(np.int32) @ b.astype(np.int32), strict=True)
 
 
-@pytest.mark.thorough
-def test_what_is_read_is_what_was_planned(rng):
-    a, b = operands(rng, 600, 500, 700)
-    for limit in (1_000_000, 3_000_000, 1 << 30):
-        seen = []
-        out_of_core.matmul(a, b, memory_limit=limit, progress=seen.append)
-        plan = seen[0].plan
-        assert seen[0].done == 0
-        assert [progress.done for progress in seen] == list(range(len(plan.tiles) + 1))
-        assert seen[-1].read_bytes == plan.read_bytes
-        assert seen[-1].total == len(plan.tiles)
-
-
 class Sliced:
     """An array that has slices and nothing else, as those of zarr and h5py."""
 
@@ -313,15 +300,3 @@ def test_errors(rng):
         out_of_core.matmul(a, b, out=np.empty((30, 40), np.float64))
     with pytest.raises(ValueError, match="is too small"):
         out_of_core.matmul(a, b, memory_limit=100)
-
-
-def test_the_bar_shows_the_plan(rng, capsys, monkeypatch):
-    # The plan's time is estimated from a product and copies, here of few numbers.
-    monkeypatch.setattr("jax_tilekern.out_of_core.product._MEASURED_SIZE", {"cpu": 64})
-    monkeypatch.setattr("jax_tilekern.out_of_core.product._MEASURED_BYTES", 1 << 20)
-    a, b = operands(rng, 300, 300, 300)
-    out_of_core.matmul(a, b, memory_limit=1 << 30, progress=True)
-    shown = " ".join(capsys.readouterr().err.split())
-    assert "300x300 by 300x300" in shown
-    assert "reads" in shown
-    assert "100%" in shown

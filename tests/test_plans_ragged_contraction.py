@@ -68,7 +68,7 @@ def in_the_primitives_form(contraction):
 
 
 @given(contractions(), st.booleans(), st.integers(0, 2**32 - 1))
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_geometry_computes_the_contraction(case, reordered, seed):
     contraction, sizes = case
     assume(in_the_primitives_form(contraction))
@@ -100,7 +100,7 @@ def test_geometry_computes_the_contraction(case, reordered, seed):
 
 
 @given(contractions())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_mergeable_order_has_a_geometry(case):
     contraction, sizes = case
     assume(in_the_primitives_form(contraction))

@@ -238,18 +238,6 @@ def items_of_k(shape, groups, bounds, config):
         )
 
 
-def copied_lines(lines, block, config):
-    """``copy_lines``: where boxes of rhs begin that one of a cluster copies, and their lines."""
-    steps = -(-lines // config.column_step) * config.column_step // config.tma_column_step
-    line, end = (steps * i // config.cluster * config.tma_column_step for i in (block, block + 1))
-    while line + config.rhs_tma_rows <= end:
-        yield line, config.rhs_tma_rows
-        line += config.rhs_tma_rows
-    while line < end:
-        yield line, config.tma_column_step
-        line += config.tma_column_step
-
-
 @given(cases("m"), st.data())
 def test_every_row_is_multiplied_once_by_its_groups_matrix(choice, data):
     geometry, config = choice.product.geometry, choice.instance
@@ -298,27 +286,6 @@ def test_every_output_is_the_sum_over_its_groups_rows(choice, data):
         assert (first, span.end) == tuple(bounds[span.batch, span.group : span.group + 2])
     np.testing.assert_array_equal(times, 1)
     assert found == choice.max_work_tiles
-
-
-@given(cases("m"))
-def test_copies_of_lines_fill_what_a_stage_has_for_them(choice):
-    config = choice.instance
-    lhs, rhs, rhs_step, *_ = parameters_of(plan_of(choice))
-    # The rows of MN that MMAs read, and the bytes that the stage's barrier expects.
-    assert config.block_n % config.column_step == 0
-    assert config.column_step % config.tma_column_step == 0
-    assert config.tma_column_step % 16 == 0
-    assert rhs.box_bytes == config.rhs_tma_rows * 128
-    assert rhs_step.box_bytes == config.tma_column_step * 128
-    assert replace(rhs_step, box=rhs.box) == rhs
-    assert lhs.box_bytes == 128 * (config.block_m if config.lhs_k_major else config.block_k)
-    for lines in range(1, config.block_n + 1):
-        boxes = [box for i in range(config.cluster) for box in copied_lines(lines, i, config)]
-        assert [line for first, count in boxes for line in range(first, first + count)] == list(
-            range(-(-lines // config.column_step) * config.column_step)
-        )
-        # TMA tiles begin where the swizzle's pattern does.
-        assert all(first * 128 % 1024 == 0 for first, _ in boxes)
 
 
 @given(any_case, st.data())
