@@ -114,8 +114,8 @@ def wide(x):
 
 def as_promoted(x, types):
     """The operand with the rounding by which JAX promotes integers to 8-bit floats."""
-    common = jnp.promote_types(*types)
-    return np.asarray(x).astype(common) if common in FP8 and x.dtype.kind in "iub" else x
+    narrow = [dtype for dtype in types if dtype in FP8]
+    return np.asarray(x).astype(narrow[0]) if narrow and x.dtype.kind in "iub" else x
 
 
 def unit(*types):
@@ -206,8 +206,8 @@ def product(operation, arguments, operands, subscripts, function, precision=None
             value, magnitude = (z.sum(broadcast, keepdims=True) for z in (value, magnitude))
             share = (terms + 1) * unit(*types) + operand_rounding(types, precision, backward=True)
             # As by JAX, the cotangent has the common type of the operands first.
-            common = jnp.promote_types(*types)
-            first = UNIT_ROUNDOFF.get(common, 0.0) if got.dtype != common else 0.0
+            wider = [dtype for dtype in types if dtype in NARROW]
+            first = UNIT_ROUNDOFF[wider[0]] if wider and got.dtype in FP8 else 0.0
             found.append(compared(got, value, share * magnitude + first * np.abs(value)))
         return found
 
