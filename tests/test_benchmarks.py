@@ -235,37 +235,6 @@ def test_a_wrong_row_has_no_times(tiny, tmp_path, monkeypatch):
     assert "seconds" not in wrong
 
 
-@pytest.mark.thorough
-def test_resuming_measures_what_is_missing_then_what_failed(tiny, tmp_path, monkeypatch):
-    file = tmp_path / "b.json"
-
-    def die(self, operands):
-        raise SystemExit("killed")
-
-    errors = Case.errors
-    monkeypatch.setattr(Case, "errors", die)
-    with pytest.raises(SystemExit):
-        bench("--rows", "f32", "--json", file)
-    (cut,) = json.loads(file.read_text())["rows"]
-    assert cut["failure"] == "the run ended while this row was measured"
-
-    measured = []
-
-    def noted(self, operands):
-        measured.append(self.row.name)
-        return errors(self, operands)
-
-    monkeypatch.setattr(Case, "errors", noted)
-    assert bench("--rows", "f64", "--json", file) == 0
-    measured.clear()
-    assert bench("--resume", "--json", file) == 0
-    assert measured == ["int8 AtBt", "batched", "vector", "f32"]
-    measured.clear()
-    assert bench("--resume", "--json", file) == 0
-    assert measured == []
-    assert len(json.loads(file.read_text())["rows"]) == 5
-
-
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*/matmul*.json")), ids=str)
 def test_the_committed_records_are_tables(file, capsys):
     assert main(["report", str(file)]) == 0

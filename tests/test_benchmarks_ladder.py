@@ -109,25 +109,6 @@ def test_a_ladder_is_timed(name, tmp_path, capsys):
         assert all(rung["seconds"] > 0 for rung in problem["rungs"] if not rung["skipped"])
 
 
-# The command without a GPU.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["transpose", "--size", "64"], "'64' is not ROWSxCOLUMNS"),
-        (["transpose", "--size", "0x64"], "of positive numbers"),
-        (["matmul", "--size", "1x1x2147483648"], "too large"),
-        (["dot", "--rungs", "none"], "no rung matches 'none'; there are serial sum of a block"),
-        (["dot", "--seconds", "0"], "--seconds is positive, not 0"),
-        (["dot", "--resume"], "--resume goes on with the record of --json FILE"),
-    ],
-)
-def test_arguments_are_checked(arguments, message, capsys):
-    assert main(["ladder", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 # Checking and timing. JAX functions climb as kernels do, and on any backend.
 
 

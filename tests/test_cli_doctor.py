@@ -198,27 +198,6 @@ def test_a_failing_probe_is_reported_and_the_rest_still_told(capsys, monkeypatch
     assert "\x1b" not in out
 
 
-def test_a_folder_that_cannot_be_written_is_seen(tmp_path, monkeypatch):
-    assert machine._writable(tmp_path / "not" / "made" / "yet")
-    assert not (tmp_path / "not").exists()
-
-    def refuse(**_):
-        raise PermissionError
-
-    monkeypatch.setattr(machine.tempfile, "TemporaryFile", refuse)
-    assert not machine._writable(tmp_path)
-
-
 def test_without_nvml_there_are_no_facts_of_the_driver(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert machine.nvidia_smi() == []
-
-
-def test_paths_of_libraries_are_from_the_packages_on(monkeypatch, tmp_path):
-    library = tmp_path / "site-packages" / "nvidia" / "libnvrtc.so.13"
-    found = SimpleNamespace(path=str(library), version=(13, 0))
-    monkeypatch.setattr(machine.compiler, "nvrtc", lambda: found)
-    assert machine.nvrtc()["path"] == str(library)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path / "site-packages")
-    assert machine.nvrtc() == {"path": "nvidia/libnvrtc.so.13", "version": "13.0", "why_none": None}

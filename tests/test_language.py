@@ -90,23 +90,6 @@ def retired_words(text: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("The slab is stored.", 1),
-        ("It is read\n// by the copy\n// engine.", 2),
-        ("# Of which a block counts past the last.", 1),
-        ("One multiprocessor has four.", 1),
-        ("Each `k` is in 4 splits.", 1),
-        ("They multiply a\ntile of `k`.", 2),
-        ("two tiles of k apart", 1),
-        ("A stopwatch chooses.", 1),
-    ],
-)
-def test_a_retired_word_is_found(text: str, line: int) -> None:
-    assert [number for number, _ in retired_words(text)] == [line]
-
-
-@pytest.mark.parametrize(
     "text",
     [
         "A streaming multiprocessor (SM) has four subpartitions.",
