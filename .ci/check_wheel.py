@@ -19,7 +19,10 @@ DATA = {
     "jax_tilekern/py.typed",
     "jax_tilekern/cli/digits.npz",
     "jax_tilekern/cli/digits.md",
-    "jax_tilekern/plans/policy/data/h100.json",
+    *(
+        f"jax_tilekern/plans/policy/data/{name}.json"
+        for name in ("avx2", "avx512_bf16", "avx512_vnni", "avx512_vnni_amx", "h100")
+    ),
 }
 
 

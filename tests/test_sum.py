@@ -394,6 +394,9 @@ def test_vmap_moves_nothing(mapped, axis):
     # Where the mapped axis is by itself: elsewhere the result would be transposed.
     out_axis = mapped - (axis < mapped)
     function = jax.vmap(functools.partial(jtk.sum, axis=axis), mapped, out_axis)
+    (choice,) = jtk.explain(function, x)
+    if choice.kernel is None:
+        pytest.skip(f"XLA computes it: {choice.reason}")
     text = jax.jit(function).lower(x).compile().as_text()
     names = re.findall(r"= \S+ ([a-z-]+)\(", text)
     assert names.count("custom-call") == 1

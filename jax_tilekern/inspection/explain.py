@@ -84,16 +84,28 @@ def explain(
     """
     if platform is not None and platform not in _PLATFORMS:
         raise ValueError(f"platform {platform!r} is none of {', '.join(_PLATFORMS)}")
-    here = _canonical(jax.default_backend())
-    target = here if platform is None else _canonical(platform)
+    target = _canonical(jax.default_backend() if platform is None else platform)
     with recorded_choices(target) as recorder:
         program = traced(function, args, kwargs)
         lowered = program.lower(lowering_platforms=None if platform is None else (target,))
-        if recorder.awaited and target == here:
+        if recorder.awaited and target in _platforms(args, kwargs):
             lowered.compile()
         elif recorder.awaited:
             recorder.leave_unpartitioned()
     return Explanation(recorder.choices)
+
+
+def _platforms(*trees: Any) -> set[str]:
+    """Return the platforms of the devices that arguments are on; without any, the default."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(trees))
+    platforms = {
+        _canonical(device.platform)
+        for sharding in shardings
+        if isinstance(sharding, jax.sharding.Sharding)
+        and not isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
+        for device in sharding.device_set
+    }
+    return platforms or {_canonical(jax.default_backend())}
 
 
 def _canonical(platform: str) -> str:
