@@ -30,6 +30,9 @@ CALLS = {
     "bmk,bkn->bmn": [(17, 9, 33), (12, 1, 40)],
     "bkm,kbn->bmn": [(17, 9, 33)],
     "mbk,bkn->mbn": [(17, 9, 33), (1, 6, 20)],
+    "mpk,kn->nmp": [(8, 2, 59), (64, 48, 200)],
+    "pmk,kn->mpn": [(8, 2, 59), (64, 48, 200)],
+    "mpk,kqn->mpqn": [(8, 2, 59)],
 }  # fmt: skip
 
 
@@ -46,7 +49,8 @@ def test_a_product_is_as_exact_as_the_table_says(rng, row, precision, policy):
                 jtk.einsum, spec, precision=precision, preferred_element_type=out
             )
             for m, n, k in shapes:
-                x, y = operands(rng, spec, {"b": 3, "m": m, "n": n, "k": k}, lhs, rhs)
+                sizes = {"b": 3, "p": 3, "q": 2, "m": m, "n": n, "k": k}
+                x, y = operands(rng, spec, sizes, lhs, rhs)
                 poison((3, m, n), out)
                 found = jax.jit(multiply)(x, y)
                 assert found.dtype == out

@@ -142,9 +142,9 @@ def product_by_lax(
     product = functools.partial(
         _dot_general, contraction, precision=precision, out_sharding=out_sharding
     )
-    if lowering_platform() == "cpu" and _has_inner_batch_of_bfloat16(contraction, lhs, rhs):
-        # XLA ends some of these into float32 ("Unsupported element type for DotThunk::Execute: BF16
-        # x BF16 = F32"), and rounds sums of others to bfloat16.
+    if lowering_platform() == "cpu" and _is_inexact_in_bfloat16(contraction, lhs, rhs):
+        # XLA also ends some of these into float32: "Unsupported element type for DotThunk::Execute:
+        # BF16 x BF16 = F32".
         lhs, rhs = lhs.astype(np.float32), rhs.astype(np.float32)
     if lowering_platform() == "cuda" and _has_16_bit_vector(contraction, lhs, rhs):
         # XLA rounds each product of these to 16 bits.
@@ -163,14 +163,21 @@ def product_by_lax(
     return transposed(out, contraction.dot_general_out, contraction.out)
 
 
-def _has_inner_batch_of_bfloat16(contraction: Contraction, lhs: Array, rhs: Array) -> bool:
-    """Return whether bfloat16 is multiplied with batch dimensions that do not come first."""
+def _is_inexact_in_bfloat16(contraction: Contraction, lhs: Array, rhs: Array) -> bool:
+    """Return whether XLA's product of bfloat16 on a CPU may round every sum.
+
+    That is where batch dimensions do not come first, the right operand has several dimensions of
+    its own, or the result is transposed.
+    """
+    if not lhs.dtype == rhs.dtype == jnp.bfloat16:
+        return False
     batch = set(contraction.lhs) & set(contraction.rhs) & set(contraction.out)
     leading = all(
         set(labels[: len(batch)]) == batch
         for labels in (contraction.lhs, contraction.rhs, contraction.out)
     )
-    return lhs.dtype == rhs.dtype == jnp.bfloat16 and not leading
+    own = set(contraction.rhs) & set(contraction.out) - batch
+    return not leading or len(own) > 1 or contraction.dot_general_out != contraction.out
 
 
 def _has_16_bit_vector(contraction: Contraction, lhs: Array, rhs: Array) -> bool:
