@@ -98,13 +98,12 @@ def explain(
 def _platforms(*trees: Any) -> set[str]:
     """Return the platforms of the devices that arguments are on; without any, the default."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(trees))
-    platforms = {
-        _canonical(device.platform)
-        for sharding in shardings
-        if isinstance(sharding, jax.sharding.Sharding)
-        and not isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
-        for device in sharding.device_set
-    }
+    devices: set[Any] = set()
+    for sharding in shardings:
+        is_abstract = isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
+        if isinstance(sharding, jax.sharding.Sharding) and not is_abstract:
+            devices |= sharding.device_set
+    platforms = {_canonical(device.platform) for device in devices}
     return platforms or {_canonical(jax.default_backend())}
 
 
