@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,36 +110,34 @@ def _refusal(x: Any, *, axes: Axes) -> Fallback | None:
     return None
 
 
-class _Problem(NamedTuple):
-    permutation: Permutation
-    # The MLIR value of the array.
-    operand: Any
+_FREE = Fallback("memory stays as it is, and a change of shape is free")
 
 
-def _problem(operands: Sequence[Operand], *, axes: Axes) -> _Problem | Fallback:
-    (x,) = operands
-    itemsize = _item_bytes(x.aval.dtype)
+def _permutation(x: Any, axes: Axes) -> Permutation | None:
+    """Return what moves memory, or ``None`` if nothing does."""
+    itemsize = _item_bytes(x.dtype)
     assert itemsize is not None
-    permutation = Permutation.reduced(x.aval.shape, axes, itemsize)
-    if len(permutation.sizes) < 2:
-        return Fallback("memory stays as it is, and a change of shape is free")
-    return _Problem(permutation, x.value)
+    permutation = Permutation.reduced(x.shape, axes, itemsize)
+    return permutation if len(permutation.sizes) > 1 else None
 
 
-def _cuda_kernel(problem: _Problem) -> Kernel | Fallback:
-    return planned_kernel((problem.operand,), plan_transpose, problem.permutation)
+def _cuda(operands: Sequence[Operand], _: Any, *, axes: Axes) -> Kernel | Fallback:
+    (x,) = operands
+    permutation = _permutation(x.aval, axes)
+    return _FREE if permutation is None else planned_kernel((x.value,), plan_transpose, permutation)
 
 
-def _cpu_kernel(problem: _Problem) -> Kernel | Fallback:
-    permutation = problem.permutation
+def _cpu(operands: Sequence[Operand], _: Any, *, axes: Axes) -> Kernel | Fallback:
+    (x,) = operands
+    permutation = _permutation(x.aval, axes)
+    if permutation is None:
+        return _FREE
     sizes, order = tuple(permutation.sizes), tuple(permutation.order)
     call = ffi.CpuCall(
         ffi.CPU_TRANSPOSE,
         {"sizes": sizes, "permutation": order, "stream": int(is_streamed(permutation))},
     )
-    kernel = Kernel(
-        "cpu_transpose", f"sizes {sizes} in the order {order}", call, (problem.operand,)
-    )
+    kernel = Kernel("cpu_transpose", f"sizes {sizes} in the order {order}", call, (x.value,))
     return chosen_cpu_kernel(of_transpose(permutation), kernel)
 
 
@@ -151,8 +149,8 @@ _bind = define(
         batch=_batch,
         sharding_rule=_sharding_rule,
         planners={
-            "cpu": Planner.in_two_steps(_refusal, _problem, _cpu_kernel),
-            "cuda": Planner.in_two_steps(_refusal, _problem, _cuda_kernel),
+            "cpu": Planner(_refusal, _cpu),
+            "cuda": Planner(_refusal, _cuda),
         },
         describe=lambda axes: f"transpose {axes}",
     )

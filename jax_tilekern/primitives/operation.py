@@ -20,7 +20,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -101,7 +101,6 @@ class Fallback:
 
 
 Outcome = Kernel | Rewrite | Fallback
-Problem = TypeVar("Problem")
 
 
 class Planner(NamedTuple):
@@ -121,25 +120,6 @@ class Planner(NamedTuple):
 
     refusal: Callable[..., Rewrite | Fallback | None]
     plan: Callable[..., Outcome]
-
-    @classmethod
-    def in_two_steps(
-        cls,
-        refusal: Callable[..., Fallback | None],
-        state: Callable[..., Problem | Rewrite | Fallback],
-        emit: Callable[[Problem], Kernel | Fallback],
-    ) -> Planner:
-        """Return a planner that states a problem, unless that has an answer, and emits its kernel.
-
-        ``state(operands, **params)`` is usually one function for all platforms, ``emit(problem)``
-        a function of each.
-        """
-
-        def plan(operands: Sequence[Operand], _: Any, **params: Any) -> Outcome:
-            problem = state(operands, **params)
-            return problem if isinstance(problem, Rewrite | Fallback) else emit(problem)
-
-        return cls(refusal, plan)
 
 
 # By operand, or by tuple of operands.
