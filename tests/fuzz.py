@@ -500,7 +500,8 @@ def ragged_dot(draw):
 
     # No product of another group: zeros of a mask times NaN.
     def errors(result, a, b):
-        return [compared(result, *sums("gmk,gkn->mn", in_groups(wide(a)), wide(b), False))]
+        a, b = (wide(as_promoted(x, types)) for x in (a, b))
+        return [compared(result, *sums("gmk,gkn->mn", in_groups(a), b, False))]
 
     def cotangent_errors(cotangents, cotangent, a, b):
         ct = in_groups(wide(cotangent))
