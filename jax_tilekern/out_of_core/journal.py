@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from jax_tilekern.files import replace_text
 from jax_tilekern.out_of_core.plan import Tile
 
-SUFFIX = ".unfinished.json"
 _FORMAT = 1
 _SAMPLED_ROWS = 64
 
@@ -37,6 +36,11 @@ class Journal:
     place
         A function from a block to its slices of the result.
 
+    Attributes
+    ----------
+    done
+        Checksums of the blocks that need not be computed again.
+
     Raises
     ------
     ValueError
@@ -50,26 +54,21 @@ class Journal:
     ) -> None:
         self._out = out
         self._place = place
-        self._path = Path(f"{out.filename}{SUFFIX}")
+        self._path = Path(f"{out.filename}.unfinished.json")
         self._identity = identity
-        self._done: dict[Tile, int] = {}
+        self.done: dict[Tile, int] = {}
         if self._path.exists():
             # The file may have been replaced since; the checksums show which blocks it has.
             found = self._read()
-            self._done = {t: check for t, check in found.items() if self._checksum(t) == check}
+            self.done = {t: check for t, check in found.items() if self._checksum(t) == check}
         else:
             _allocate(out)
             self._write()
 
-    @property
-    def done(self) -> frozenset[Tile]:
-        """Blocks that need not be computed again."""
-        return frozenset(self._done)
-
     def add(self, tile: Tile) -> None:
         """Record that a block was written: flush it to disk first, and then the journal."""
         self._out.flush()
-        self._done[tile] = self._checksum(tile)
+        self.done[tile] = self._checksum(tile)
         self._write()
 
     def close(self) -> None:
@@ -81,34 +80,19 @@ class Journal:
         return zlib.crc32(np.ascontiguousarray(self._out[self._place(tile)]).view(np.uint8))
 
     def _read(self) -> dict[Tile, int]:
-        text = self._path.read_text()
-        try:
-            record = json.loads(text)
-            known = record["format"] == _FORMAT and record["identity"] == self._identity
-            done = {Tile(row, column): check for row, column, check in record["done"]}
-        except (ValueError, TypeError, KeyError):
-            known, done = False, {}
-        if not known:
-            raise ValueError(
-                f"{self._path} belongs to an unfinished product of other operands or with other "
-                "blocks; finish it with the same arguments, or delete it to start again"
-            )
-        return done
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            record = json.loads(self._path.read_text())
+            if (record["format"], record["identity"]) == (_FORMAT, self._identity):
+                return {Tile(row, column): check for row, column, check in record["done"]}
+        raise ValueError(
+            f"{self._path} belongs to an unfinished product of other operands or with other "
+            "blocks; finish it with the same arguments, or delete it to start again"
+        )
 
     def _write(self) -> None:
-        done = [[*tile, check] for tile, check in sorted(self._done.items())]
+        done = [[*tile, check] for tile, check in sorted(self.done.items())]
         record = {"format": _FORMAT, "identity": self._identity, "done": done}
-        handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=f"{self._path.name}.")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(record, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, self._path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        replace_text(self._path, json.dumps(record))
 
 
 def identity(operands: Iterable[Any], *parts: Any) -> str:
@@ -134,7 +118,6 @@ def identity(operands: Iterable[Any], *parts: Any) -> str:
 
 def _allocate(out: np.memmap[Any, Any]) -> None:
     """Allocate the file's space now; a page without space would later kill the process."""
-    if out.mode == "r" or not hasattr(os, "posix_fallocate"):
-        return
-    with open(str(out.filename), "rb+") as file:
-        os.posix_fallocate(file.fileno(), out.offset, out.nbytes)
+    if hasattr(os, "posix_fallocate"):
+        with open(str(out.filename), "rb+") as file:
+            os.posix_fallocate(file.fileno(), out.offset, out.nbytes)

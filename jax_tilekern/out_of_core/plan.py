@@ -4,42 +4,44 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 # The extents of blocks are multiples of this, except at the edges.
 _GRANULE = 128
 # Minimal extents of blocks. Smaller ones are tried only where larger ones do not fit: products of
 # narrow blocks are slow, and with shallow ones reading and writing the accumulators takes longer.
 LEAST = (2048, 1024, 512, 256, 128)
-# Numbers of parts of rows and columns to try.
+# Numbers of equal parts of a dimension to try.
 _PARTS = (*range(1, 17), *(2**i for i in range(5, 31)))
 # While a product runs, a device receives at most this much of the next operands. Page-locked memory
 # of the same size is on the host.
 _AHEAD_BYTES = 1 << 30
 
 
-class Sizes(NamedTuple):
-    """The sizes of a product of ``m`` by ``k`` and ``k`` by ``n`` matrices, and of their elements.
+class Problem(NamedTuple):
+    """A product of ``m`` by ``k`` and ``k`` by ``n`` matrices.
 
     Attributes
     ----------
     m, n, k
         Extents.
-    lhs_bytes, rhs_bytes, out_bytes
-        Bytes per element.
-    sum_bytes
-        Bytes per accumulator on a device.
+    lhs, rhs, out
+        Types on a device.
+    sums
+        Type of the accumulators.
     """
 
     m: int
     n: int
     k: int
-    lhs_bytes: int
-    rhs_bytes: int
-    out_bytes: int
-    sum_bytes: int
+    lhs: np.dtype[Any]
+    rhs: np.dtype[Any]
+    out: np.dtype[Any]
+    sums: np.dtype[Any]
 
 
 class Tile(NamedTuple):
@@ -57,9 +59,15 @@ class Block(NamedTuple):
     depth: int
 
 
-def blocks(tile: Tile, depth: int) -> tuple[Block, Block]:
-    """Return the operands of a product."""
-    return Block("lhs", tile.row, depth), Block("rhs", tile.column, depth)
+class Step(NamedTuple):
+    """A product of two blocks, and those of them that are read for it.
+
+    A block that the preceding step has is not read again.
+    """
+
+    tile: Tile
+    depth: int
+    reads: tuple[Block, ...]
 
 
 @dataclass(frozen=True)
@@ -72,30 +80,27 @@ class Plan:
 
     Attributes
     ----------
-    sizes
-        The sizes of the product.
+    problem
+        The sizes and types of the product.
     rows, columns, depth
         The maximal extents of blocks.
     devices
         The number of devices that compute the blocks of the result.
-    memory_bytes
-        The memory that each of them needs.
     seconds
         An estimate of the time, or ``None`` if no rates were measured.
     """
 
-    sizes: Sizes
+    problem: Problem
     rows: int
     columns: int
     depth: int
     devices: int
-    memory_bytes: int
     seconds: float | None = None
 
     @property
     def grid(self) -> tuple[int, int, int]:
         """Blocks of rows, of columns and of depth."""
-        m, n, k, *_ = self.sizes
+        m, n, k, *_ = self.problem
         return math.ceil(m / self.rows), math.ceil(n / self.columns), math.ceil(k / self.depth)
 
     @property
@@ -112,79 +117,76 @@ class Plan:
 
     def tiles_of(self, device: int) -> list[Tile]:
         """Return the blocks of one device, which are consecutive."""
-        count = len(self.tiles)
-        bounds = [count * i // self.devices for i in (device, device + 1)]
-        return self.tiles[slice(*bounds)]
+        return self.tiles[self._first(device) : self._first(device + 1)]
 
-    def depths(self, tile: Tile) -> Sequence[int]:
-        """Return the blocks of depth, in the order in which they are added."""
-        return range(self.grid[2])
+    def _first(self, device: int) -> int:
+        rows, columns, _ = self.grid
+        return rows * columns * device // self.devices
+
+    def steps(self, tiles: Iterable[Tile]) -> list[Step]:
+        """Return the products that make up some tiles, in the order of a device."""
+        found: list[Step] = []
+        held: set[Block] = set()
+        for tile, depth in itertools.product(tiles, range(self.grid[2])):
+            blocks = Block("lhs", tile.row, depth), Block("rhs", tile.column, depth)
+            found.append(Step(tile, depth, tuple(x for x in blocks if x not in held)))
+            held = set(blocks)
+        return found
 
     @property
     def read_bytes(self) -> int:
         """Bytes of the operands that all devices read together."""
-        if self.grid[2] > 1:
-            return self._bytes_of_every_block
-        return sum(
-            self.block_bytes(block)
-            for device in range(self.devices)
-            for block in self.reads(self.steps(self.tiles_of(device)))
-        )
-
-    @property
-    def _bytes_of_every_block(self) -> int:
-        """Bytes of the operands if every block of the result reads its own."""
-        rows, columns, _ = self.grid
-        m, n, k, *_ = self.sizes
-        return k * (columns * m * self.sizes.lhs_bytes + rows * n * self.sizes.rhs_bytes)
-
-    @property
-    def reads_alone(self) -> int:
-        """The approximate bytes that a single device reads, without counting block by block."""
-        if self.grid[2] > 1:
-            return self._bytes_of_every_block
-        m, n, k, *_ = self.sizes
-        reversals = self.grid[0] - 1
-        rhs = n + reversals * (n - self.columns)
-        return k * (m * self.sizes.lhs_bytes + rhs * self.sizes.rhs_bytes)
+        m, n, k, lhs, rhs, *_ = self.problem
+        row_bytes, column_bytes = k * lhs.itemsize, k * rhs.itemsize
+        rows, columns, depths = self.grid
+        if depths > 1:
+            return columns * m * row_bytes + rows * n * column_bytes
+        # Where a row of blocks ends, the next one starts with the same block of columns: the last
+        # one after even rows, and the first one after odd rows.
+        last = n - (columns - 1) * self.columns
+        kept = rows // 2 * last + (rows - 1) // 2 * self.columns
+        total = m * row_bytes + (rows * n - kept) * column_bytes
+        for device in range(1, self.devices):
+            # This device has neither of the blocks that the one before ends with.
+            row, column = divmod(self._first(device), columns)
+            if column > 0:
+                total += min(self.rows, m - row * self.rows) * row_bytes
+            else:
+                total += (last if row % 2 else self.columns) * column_bytes
+        return total
 
     @property
     def write_bytes(self) -> int:
         """Bytes of the result."""
-        return self.sizes.m * self.sizes.n * self.sizes.out_bytes
-
-    @property
-    def ahead_bytes(self) -> int:
-        """Bytes of operands that a device receives while a product runs."""
-        return _ahead_bytes(self.sizes, self.rows, self.columns, self.depth)
+        return self.problem.m * self.problem.n * self.problem.out.itemsize
 
     @property
     def operations(self) -> int:
         """Multiplications and additions."""
-        return 2 * self.sizes.m * self.sizes.n * self.sizes.k
+        return 2 * self.problem.m * self.problem.n * self.problem.k
 
-    def block_bytes(self, block: Block) -> int:
-        """Return the size of a block of an operand."""
-        deep = _extent(block.depth, self.depth, self.sizes.k)
-        if block.operand == "lhs":
-            return _extent(block.outer, self.rows, self.sizes.m) * deep * self.sizes.lhs_bytes
-        return _extent(block.outer, self.columns, self.sizes.n) * deep * self.sizes.rhs_bytes
+    @property
+    def _step_bytes(self) -> int:
+        """Bytes of the operands of one product."""
+        lhs, rhs = self.problem.lhs.itemsize, self.problem.rhs.itemsize
+        return self.depth * (self.rows * lhs + self.columns * rhs)
 
-    def steps(self, tiles: Sequence[Tile]) -> list[tuple[Tile, int]]:
-        """Return the products that make up some tiles: each is a tile and a block of depth."""
-        return [(tile, depth) for tile in tiles for depth in self.depths(tile)]
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of operands that a device receives while a product runs."""
+        return min(_AHEAD_BYTES, self._step_bytes)
 
-    def reads(self, steps: Sequence[tuple[Tile, int]]) -> Iterator[Block]:
-        """Yield the blocks that a device reads for some products."""
-        held: dict[str, Block] = {}
-        for tile, depth in steps:
-            for block in blocks(tile, depth):
-                if held.get(block.operand) != block:
-                    held[block.operand] = block
-                    yield block
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that each device needs."""
+        out, sums = self.problem.out.itemsize, self.problem.sums.itemsize
+        # The accumulators, the preceding result on its way to the host, and either the rounded
+        # result or, where the depth is split, a product to be added.
+        other = max(sums, out) if self.depth < self.problem.k else out
+        return self.rows * self.columns * (sums + out + other) + self._step_bytes + self.ahead_bytes
 
     def __str__(self) -> str:
-        m, n, k, *_ = self.sizes
+        m, n, k, *_ = self.problem
         rows, columns, deep = self.grid
         text = (
             f"{m}x{k} by {k}x{n}: {rows}x{columns} blocks of {self.rows}x{self.columns}, each over "
@@ -195,15 +197,15 @@ class Plan:
         return text if self.seconds is None else f"{text}; about {self.seconds:.3g} s"
 
 
-def choose_plan(sizes: Sizes, memory_limit: int, devices: int = 1) -> Plan:
+def choose_plan(problem: Problem, memory_limit: int, devices: int = 1) -> Plan:
     """Return the plan that reads the fewest bytes within a memory limit.
 
     It depends on these arguments alone, so that an interrupted product can resume.
 
     Parameters
     ----------
-    sizes
-        The sizes of the product; none is 0.
+    problem
+        The product; no extent is 0.
     memory_limit
         Bytes on each device.
     devices
@@ -214,86 +216,40 @@ def choose_plan(sizes: Sizes, memory_limit: int, devices: int = 1) -> Plan:
     ValueError
         If not even the smallest blocks fit; the message states their memory.
     """
-    found: list[Plan] = []
+    best: list[Plan] = []
     for least in LEAST:
-        plans = [
-            plan
-            for rows, columns in itertools.product(extents(sizes.m, least), extents(sizes.n, least))
-            if (plan := _deepest(sizes, rows, columns, least, memory_limit, devices))
-        ]
-        if plans:
-            # Among equal reads, less memory means more blocks, and so more overlap.
-            found.append(min(plans, key=lambda p: (-p.devices, p.reads_alone, p.memory_bytes)))
-        if found and found[-1].devices == devices:
+        plans: list[Plan] = []
+        rows_columns = itertools.product(extents(problem.m, least), extents(problem.n, least))
+        for rows, columns in rows_columns:
+            used = min(devices, math.ceil(problem.m / rows) * math.ceil(problem.n / columns))
+            deepest = (
+                plan
+                for depth in extents(problem.k, least)
+                if (plan := Plan(problem, rows, columns, depth, used)).memory_bytes <= memory_limit
+            )
+            plans += itertools.islice(deepest, 1)
+        # Among equal reads, less memory means more blocks, and so more overlap.
+        best += sorted(plans, key=lambda p: (-p.devices, p.read_bytes, p.memory_bytes))[:1]
+        if best and best[-1].devices == devices:
             break
-    if found:
-        return max(found, key=lambda plan: plan.devices)
-    smallest = [min(_GRANULE, size) for size in (sizes.m, sizes.n, sizes.k)]
-    least = _memory_bytes(sizes, *smallest)
+    if best:
+        return max(best, key=lambda plan: plan.devices)
+    smallest = [min(_GRANULE, extent) for extent in problem[:3]]
     rows, columns, deep = smallest
     raise ValueError(
         f"a memory_limit of {memory_limit} bytes is too small: blocks of {rows}x{columns}, "
-        f"{deep} deep, need {least} bytes"
+        f"{deep} deep, need {Plan(problem, rows, columns, deep, 1).memory_bytes} bytes"
     )
 
 
-def _deepest(
-    sizes: Sizes, rows: int, columns: int, least: int, limit: int, devices: int
-) -> Plan | None:
-    """Return the plan with the deepest blocks of an extent, if blocks of minimal depth fit."""
-    depth = sizes.k
-    if _memory_bytes(sizes, rows, columns, depth) > limit:
-        free = limit - _tile_bytes(sizes, rows, columns, split=True)
-        each = _step_bytes(sizes, rows, columns, 1)
-        depth = min(depth - 1, max(free // (2 * each), (free - _AHEAD_BYTES) // each))
-        if depth < min(least, sizes.k):
-            return None
-        # The parts are as even as granules allow.
-        parts = math.ceil(sizes.k / (depth // _GRANULE * _GRANULE))
-        depth = _rounded_up(math.ceil(sizes.k / parts))
-    used = min(devices, math.ceil(sizes.m / rows) * math.ceil(sizes.n / columns))
-    memory = _memory_bytes(sizes, rows, columns, depth)
-    return Plan(sizes, rows, columns, depth, used, memory)
-
-
-def _memory_bytes(sizes: Sizes, rows: int, columns: int, depth: int) -> int:
-    """Return the memory of the blocks on a device, with what it receives while it multiplies."""
-    tile = _tile_bytes(sizes, rows, columns, split=depth < sizes.k)
-    ahead = _ahead_bytes(sizes, rows, columns, depth)
-    return tile + _step_bytes(sizes, rows, columns, depth) + ahead
-
-
-def _tile_bytes(sizes: Sizes, rows: int, columns: int, *, split: bool) -> int:
-    """Return the memory of a block of the result.
-
-    It holds the accumulators, the preceding result on its way to the host, and either the rounded
-    result or, where the depth is split, a product to be added.
-    """
-    other = max(sizes.sum_bytes, sizes.out_bytes) if split else sizes.out_bytes
-    return rows * columns * (sizes.sum_bytes + sizes.out_bytes + other)
-
-
-def _step_bytes(sizes: Sizes, rows: int, columns: int, depth: int) -> int:
-    """Return the memory of the operands of one product."""
-    return depth * (rows * sizes.lhs_bytes + columns * sizes.rhs_bytes)
-
-
-def _ahead_bytes(sizes: Sizes, rows: int, columns: int, depth: int) -> int:
-    return min(_AHEAD_BYTES, _step_bytes(sizes, rows, columns, depth))
-
-
 def extents(size: int, least: int) -> list[int]:
-    """Return extents of blocks, none below the minimum, that divide a size into equal parts."""
-    found = {min(size, _rounded_up(math.ceil(size / parts))) for parts in _PARTS}
-    return [extent for extent in found if extent >= min(least, size)]
+    """Return extents of blocks that divide a size into equal parts, from the largest.
 
-
-def _extent(index: int, block: int, size: int) -> int:
-    return min(block, size - index * block)
-
-
-def _rounded_up(size: int) -> int:
-    return math.ceil(size / _GRANULE) * _GRANULE
+    None is below the minimum.
+    """
+    parts = (math.ceil(size / (count * _GRANULE)) * _GRANULE for count in _PARTS)
+    found = {min(size, extent) for extent in parts}
+    return sorted((extent for extent in found if extent >= min(least, size)), reverse=True)
 
 
 def _readable(size: int) -> str:

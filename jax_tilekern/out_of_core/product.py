@@ -6,11 +6,12 @@ import collections
 import dataclasses
 import functools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,9 @@ from jax.typing import DTypeLike
 from jax_tilekern.ops.matmul import matmul as device_matmul
 from jax_tilekern.out_of_core import traced
 from jax_tilekern.out_of_core.journal import Journal, identity
-from jax_tilekern.out_of_core.plan import Block, Plan, Sizes, Tile, blocks, choose_plan
-from jax_tilekern.out_of_core.progress import Progress
-from jax_tilekern.out_of_core.transfer import Arrived, to_device, to_host
+from jax_tilekern.out_of_core.plan import Block, Plan, Problem, Step, Tile, choose_plan
+from jax_tilekern.out_of_core.transfer import to_device, to_host
+from jax_tilekern.tuning.wall_time import wall_seconds
 
 # The part of the free memory to use; other programs and fragmentation need the rest.
 _FREE_SHARE = 0.8
@@ -38,12 +39,26 @@ _MEASURED_BYTES = 256 << 20
 _MEASURED_SIZE = {"gpu": 4096, "cpu": 512}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Types:
-    lhs: np.dtype[Any]
-    rhs: np.dtype[Any]
-    sums: np.dtype[Any]
-    out: np.dtype[Any]
+class Progress(NamedTuple):
+    """The progress of a product.
+
+    Attributes
+    ----------
+    done, total
+        Blocks of the result.
+    read_bytes
+        Bytes of operands that were copied to devices.
+    seconds
+        Seconds since the start.
+    plan
+        The plan of the product.
+    """
+
+    done: int
+    total: int
+    read_bytes: int
+    seconds: float
+    plan: Plan
 
 
 def plan(
@@ -59,9 +74,9 @@ def plan(
     Parameters are those of :func:`matmul`. The rates of the device are measured once per type,
     which takes about a second.
     """
-    types = _types(a, b, precision, preferred_element_type)
-    found = _plan(a, b, types, memory_limit)
-    operations, bytes_in, bytes_out = _rates(types, precision)
+    problem = _problem(a, b, precision, preferred_element_type)
+    found = _plan(problem, memory_limit)
+    operations, bytes_in, bytes_out = _rates(problem.lhs, problem.rhs, problem.sums, precision)
     seconds = max(
         found.operations / operations / found.devices,
         # The devices share the bus.
@@ -112,8 +127,9 @@ def matmul(
     precision, preferred_element_type
         As of :func:`jax_tilekern.matmul`.
     progress
-        ``True`` shows a bar and prints the plan. A function is called with a :class:`Progress`
-        before the first block of the result and after each, from one thread at a time.
+        ``True`` prints the plan and the number of completed blocks. A function is called with a
+        :class:`Progress` before the first block of the result and after each, from one thread at a
+        time.
 
     Returns
     -------
@@ -141,185 +157,115 @@ def matmul(
     array([[200., 200.],
            [200., 200.]], dtype=float32)
     """
-    types = _types(a, b, precision, preferred_element_type)
-    if traced.is_traced(a, b):
-        return _traced(a, b, types, precision, memory_limit, out, progress)
-    shape = a.shape[0], b.shape[1]
+    problem = _problem(a, b, precision, preferred_element_type)
+    if any(isinstance(x, jax.core.Tracer) for x in (a, b)):
+        if out is not None or progress:
+            raise ValueError("out and progress are for calls outside of jit")
+        return traced.matmul(a, b, problem, precision=precision, memory_limit=memory_limit)
+    shape = problem.m, problem.n
     if out is None:
-        out = np.empty(shape, types.out)
+        out = np.empty(shape, problem.out)
     elif tuple(out.shape) != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, but the product has {shape}")
-    elif np.dtype(out.dtype) != types.out:
+    elif np.dtype(out.dtype) != problem.out:
         raise TypeError(
-            f"out is {out.dtype}, but the product is {types.out}; preferred_element_type chooses"
+            f"out is {out.dtype}, but the product is {problem.out}; preferred_element_type chooses"
         )
-    if 0 in shape or a.shape[1] == 0:
+    if 0 in (*shape, problem.k):
         out[:] = 0
         return out
-    found = _plan(a, b, types, memory_limit)
+    found = _plan(problem, memory_limit)
     if progress is True:
-        from jax_tilekern.out_of_core.bar import Bar
-
-        with Bar(plan(a, b, memory_limit=memory_limit, precision=precision,
-                      preferred_element_type=preferred_element_type)) as bar:  # fmt: skip
-            return _run(a, b, out, found, types, precision, bar)
-    return _run(a, b, out, found, types, precision, progress or None)
-
-
-def _traced(
-    a: Any,
-    b: Any,
-    types: _Types,
-    precision: lax.PrecisionLike,
-    memory_limit: int | None,
-    out: Any,
-    progress: Any,
-) -> Array:
-    if out is not None or progress:
-        raise ValueError("out and progress are for calls outside of jit")
-    if memory_limit is None:
-        raise ValueError(
-            "inside jit a call needs a memory_limit: the memory that will be free when the program "
-            "runs is not known"
-        )
-    for name, operand in (("a", a), ("b", b)):
-        if not isinstance(operand, Array):
-            raise TypeError(
-                f"{name} is {type(operand).__name__}, which inside jit would become a constant of "
-                "the program: pass a JAX array"
-            )
-    a, b = (jnp.asarray(x, dtype) for x, dtype in ((a, types.lhs), (b, types.rhs)))
-    return traced.matmul(
-        a, b, precision=precision, sums=types.sums, out=types.out, memory_limit=memory_limit
-    )
-
-
-def _run(
-    a: Any,
-    b: Any,
-    out: Any,
-    plan: Plan,
-    types: _Types,
-    precision: lax.PrecisionLike,
-    progress: Callable[[Progress], None] | None,
-) -> Any:
+        print(found, file=sys.stderr)
+        progress = _print
     journal = None
     if isinstance(out, np.memmap) and out.filename is not None:
-        extents = (plan.rows, plan.columns, plan.depth)
-        known = identity((a, b), extents, types, precision)
-        journal = Journal(out, known, functools.partial(_place, plan))
-    threads = min(os.cpu_count() or 1, _MOST_COPIERS)
-    with (
-        ThreadPoolExecutor(threads, "jax_tilekern_copier") as copiers,
-        ThreadPoolExecutor(2 * plan.devices, "jax_tilekern_reader") as readers,
-        ThreadPoolExecutor(plan.devices, "jax_tilekern_writer") as writers,
-    ):
-        ledger = _Ledger(out, plan, journal, progress, copiers)
-        # Only this thread calls JAX, because settings may be thread-local. No call waits for a
-        # product.
-        running = [
-            _DeviceProduct(
-                a, b, plan, types, precision, device, ledger, copiers, readers, writers
-            ).run([tile for tile in plan.tiles_of(i) if tile not in ledger.done])
-            for i, device in enumerate(jax.local_devices()[: plan.devices])
-        ]
-        ended = object()
-        while running:
-            running = [product for product in running if next(product, ended) is not ended]
+        blocks = found.rows, found.columns, found.depth
+        known = identity((a, b), blocks, problem, precision)
+        journal = Journal(out, known, functools.partial(_place, found))
+    _Product(a, b, out, found, precision, journal, progress or None).run()
     if journal is not None:
         journal.close()
     return out
 
 
-class _Ledger:
-    """The progress of all devices."""
-
-    def __init__(
-        self,
-        out: Any,
-        plan: Plan,
-        journal: Journal | None,
-        progress: Callable[[Progress], None] | None,
-        copiers: ThreadPoolExecutor,
-    ) -> None:
-        self.done = set(journal.done) if journal else set[Tile]()
-        self._out, self._plan, self._journal, self._progress = out, plan, journal, progress
-        self._copiers = copiers
-        self._lock = threading.Lock()
-        self._read_bytes = 0
-        self._start = time.perf_counter()
-        self._report()
-
-    def add_read(self, size: int) -> None:
-        with self._lock:
-            self._read_bytes += size
-
-    def write(self, tile: Tile, result: Array) -> None:
-        """Store a block of the result, record it in the journal, and report progress."""
-        block = np.asarray(result)
-        place = _place(self._plan, tile)
-        with self._lock:
-            if isinstance(self._out, np.ndarray):
-                _copy(self._out[place], block, self._copiers)
-            else:
-                self._out[place] = block
-            if self._journal is not None:
-                self._journal.add(tile)
-            self.done.add(tile)
-            self._report()
-
-    def _report(self) -> None:
-        if self._progress is not None:
-            seconds = time.perf_counter() - self._start
-            total = len(self._plan.tiles)
-            self._progress(Progress(len(self.done), total, self._read_bytes, seconds, self._plan))
+def _print(progress: Progress) -> None:
+    done = progress.done == progress.total
+    print(
+        f"\r{progress.done} of {progress.total} blocks, {progress.seconds:.0f} s",
+        end="\n" if done else "",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 @dataclasses.dataclass
-class _DeviceProduct:
-    """The blocks of one device."""
+class _Product:
+    """A product, and what its devices and threads share."""
 
     a: Any
     b: Any
+    out: Any
     plan: Plan
-    types: _Types
     precision: lax.PrecisionLike
-    device: jax.Device
-    ledger: _Ledger
-    copiers: ThreadPoolExecutor
-    readers: ThreadPoolExecutor
-    writers: ThreadPoolExecutor
+    journal: Journal | None
+    progress: Callable[[Progress], None] | None
 
-    def run(self, tiles: list[Tile]) -> Iterator[None]:
-        """Compute some blocks of the result; yield whenever another device may get its turn."""
-        first, further = _steps(self.precision, self.types.sums)
-        round_to_out = _rounding(self.types.out)
-        steps = self.plan.steps(tiles)
-        arriving = to_device(self._parts(steps), self.device, self.plan.ahead_bytes)
-        held: dict[str, Arrived] = {}
+    def __post_init__(self) -> None:
+        self.done = set(self.journal.done if self.journal else ())
+        self.lock = threading.Lock()
+        self.read_bytes = 0
+        self.start = time.perf_counter()
+
+    def run(self) -> None:
+        """Compute the blocks that are not done."""
+        devices = self.plan.devices
+        self._report()
+        with (
+            ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COPIERS)) as self.copiers,
+            # A device's reads ahead, another read, and a write.
+            ThreadPoolExecutor((_READ_AHEAD + 2) * devices) as self.threads,
+        ):
+            # Only this thread calls JAX, because settings may be thread-local. No call waits for a
+            # product.
+            running = [
+                self._on_device(
+                    self.plan.steps([x for x in self.plan.tiles_of(i) if x not in self.done]),
+                    device,
+                )
+                for i, device in enumerate(jax.local_devices()[:devices])
+            ]
+            ended = object()
+            while running:
+                running = [product for product in running if next(product, ended) is not ended]
+
+    def _on_device(self, steps: Sequence[Step], device: jax.Device) -> Iterator[None]:
+        """Compute some steps; yield whenever another device may get its turn."""
+        problem = self.plan.problem
+        first, further, rounded = _programs(self.precision, problem.sums, problem.out)
+        arriving = to_device(self._parts(steps), device, self.plan.ahead_bytes)
+        held: dict[str, Array] = {}
         sums: Array | None = None
         written: Future[None] | None = None
         # A device without asynchronous copies would otherwise be given every product at once.
         marks: list[Array] = []
-        for tile, depth in steps:
-            for block in blocks(tile, depth):
-                if block.operand in held and held[block.operand].block == block:
-                    continue
+        for step in steps:
+            for block in step.reads:
                 held.pop(block.operand, None)
                 while (arrived := next(arriving)) is None:
                     yield
                 held[block.operand] = arrived
                 del arrived
-            lhs, rhs = held["lhs"].array, held["rhs"].array
-            sums, mark = first(lhs, rhs) if sums is None else further(sums, lhs, rhs)
-            del lhs, rhs
+            operands = held["lhs"], held["rhs"]
+            sums, mark = first(*operands) if sums is None else further(sums, *operands)
+            del operands
             marks.append(mark)
-            if depth == self.plan.depths(tile)[-1]:
-                result = to_host(round_to_out(sums), self.device)
+            if step.depth == self.plan.grid[2] - 1:
+                result = to_host(rounded(sums), device)
                 sums = None
                 if written is not None:
                     written.result()
-                written = self.writers.submit(self.ledger.write, tile, result)
+                written = self.threads.submit(self._write, step.tile, result)
                 del result
             if len(marks) > 1:
                 jax.block_until_ready(marks.pop(0))
@@ -327,54 +273,68 @@ class _DeviceProduct:
         if written is not None:
             written.result()
 
-    def _parts(
-        self, steps: Sequence[tuple[Tile, int]]
-    ) -> Iterator[tuple[Block, np.ndarray[Any, Any]]]:
-        """Yield the blocks that the steps need and do not have; other threads read the next."""
-        coming: collections.deque[tuple[Block, Future[np.ndarray[Any, Any]]]] = collections.deque()
-        for block in self.plan.reads(steps):
-            coming.append((block, self.readers.submit(self._read, block)))
+    def _parts(self, steps: Sequence[Step]) -> Iterator[np.ndarray[Any, Any]]:
+        """Yield the blocks that the steps read; other threads read the next."""
+        coming: collections.deque[Future[np.ndarray[Any, Any]]] = collections.deque()
+        for block in (block for step in steps for block in step.reads):
+            coming.append(self.threads.submit(self._read, block))
             if len(coming) > _READ_AHEAD:
-                yield self._counted(*coming.popleft())
+                yield coming.popleft().result()
         while coming:
-            yield self._counted(*coming.popleft())
-
-    def _counted(
-        self, block: Block, part: Future[np.ndarray[Any, Any]]
-    ) -> tuple[Block, np.ndarray[Any, Any]]:
-        host = part.result()
-        self.ledger.add_read(host.nbytes)
-        return block, host
+            yield coming.popleft().result()
 
     def _read(self, block: Block) -> np.ndarray[Any, Any]:
         depth = _slice(block.depth, self.plan.depth)
         if block.operand == "lhs":
-            return self._of_type(self.a[_slice(block.outer, self.plan.rows), depth], self.types.lhs)
-        return self._of_type(self.b[depth, _slice(block.outer, self.plan.columns)], self.types.rhs)
-
-    def _of_type(self, found: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+            found, dtype = self.a[_slice(block.outer, self.plan.rows), depth], self.plan.problem.lhs
+        else:
+            columns = _slice(block.outer, self.plan.columns)
+            found, dtype = self.b[depth, columns], self.plan.problem.rhs
         part: np.ndarray[Any, Any] = np.asarray(found)
-        if part.dtype == dtype:
-            return part
-        converted = np.empty(part.shape, dtype)
-        _copy(converted, part, self.copiers)
-        return converted
+        if part.dtype != dtype:
+            source, part = part, np.empty(part.shape, dtype)
+            self._copy(part, source)
+        with self.lock:
+            self.read_bytes += part.nbytes
+        return part
 
+    def _write(self, tile: Tile, result: Array) -> None:
+        """Store a block of the result, record it in the journal, and report progress."""
+        block = np.asarray(result)
+        place = _place(self.plan, tile)
+        with self.lock:
+            if isinstance(self.out, np.ndarray):
+                self._copy(self.out[place], block)
+            else:
+                self.out[place] = block
+            if self.journal is not None:
+                self.journal.add(tile)
+            self.done.add(tile)
+            self._report()
 
-def _copy(
-    to: np.ndarray[Any, Any], source: np.ndarray[Any, Any], copiers: ThreadPoolExecutor
-) -> None:
-    """Copy or convert on several threads, because one is slower than the bus."""
-    rows = -(-len(source) * _COPIED_BYTES // max(source.nbytes, 1))
-    chunks = [slice(i, i + rows) for i in range(0, len(source), rows)]
-    list(copiers.map(lambda chunk: np.copyto(to[chunk], source[chunk], casting="unsafe"), chunks))
+    def _report(self) -> None:
+        if self.progress is not None:
+            rows, columns, _ = self.plan.grid
+            seconds = time.perf_counter() - self.start
+            done = len(self.done)
+            self.progress(Progress(done, rows * columns, self.read_bytes, seconds, self.plan))
+
+    def _copy(self, to: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
+        """Copy or convert on several threads, because one is slower than the bus."""
+        rows = -(-len(source) * _COPIED_BYTES // max(source.nbytes, 1))
+        parts = [slice(i, i + rows) for i in range(0, len(source), rows)]
+        copied = self.copiers.map(lambda x: np.copyto(to[x], source[x], casting="unsafe"), parts)
+        collections.deque(copied, maxlen=0)
 
 
 @functools.lru_cache(maxsize=64)
-def _steps(
-    precision: lax.PrecisionLike, sums: np.dtype[Any]
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the functions that start and continue accumulation, each with a mark of its end."""
+def _programs(
+    precision: lax.PrecisionLike, sums: np.dtype[Any], out: np.dtype[Any]
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[[Array], Array]]:
+    """Return the functions that start and continue accumulation, and the one that rounds.
+
+    The first two also return a mark of their end.
+    """
 
     def product(lhs: Array, rhs: Array) -> Array:
         return device_matmul(lhs, rhs, precision=precision, preferred_element_type=sums)
@@ -385,16 +345,11 @@ def _steps(
         return total, total[0, 0]
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def further(sums: Array, lhs: Array, rhs: Array) -> tuple[Array, Array]:
-        total = sums + product(lhs, rhs)
+    def further(total: Array, lhs: Array, rhs: Array) -> tuple[Array, Array]:
+        total = total + product(lhs, rhs)
         return total, total[0, 0]
 
-    return first, further
-
-
-@functools.lru_cache(maxsize=64)
-def _rounding(out: np.dtype[Any]) -> Callable[[Array], Array]:
-    return jax.jit(lambda sums: sums.astype(out))
+    return first, further, jax.jit(lambda total: total.astype(out))
 
 
 def _place(plan: Plan, tile: Tile) -> tuple[slice, slice]:
@@ -408,7 +363,7 @@ def _slice(index: int, block: int) -> slice:
 # Checks and measurements.
 
 
-def _types(a: Any, b: Any, precision: lax.PrecisionLike, preferred: DTypeLike | None) -> _Types:
+def _problem(a: Any, b: Any, precision: lax.PrecisionLike, preferred: DTypeLike | None) -> Problem:
     for name, operand in (("a", a), ("b", b)):
         if not hasattr(operand, "shape") or not hasattr(operand, "dtype"):
             raise TypeError(f"{name} is {type(operand).__name__}, which has no shape and dtype")
@@ -419,27 +374,26 @@ def _types(a: Any, b: Any, precision: lax.PrecisionLike, preferred: DTypeLike | 
             f"contracted dimensions differ: a has shape {tuple(a.shape)}, b {tuple(b.shape)}"
         )
     # A device may represent float64 as float32.
-    types = [jax.dtypes.canonicalize_dtype(np.dtype(x.dtype)) for x in (a, b)]
-    rows = [jax.ShapeDtypeStruct((1, 1), dtype) for dtype in types]
+    lhs, rhs = (jax.dtypes.canonicalize_dtype(np.dtype(x.dtype)) for x in (a, b))
 
     def result(preferred: Any) -> np.dtype[Any]:
         product = functools.partial(
             device_matmul, precision=precision, preferred_element_type=preferred
         )
-        dtype: np.dtype[Any] = np.dtype(jax.eval_shape(product, *rows).dtype)
+        operands = (jax.ShapeDtypeStruct((1, 1), dtype) for dtype in (lhs, rhs))
+        dtype: np.dtype[Any] = np.dtype(jax.eval_shape(product, *operands).dtype)
         return dtype
 
     out = result(preferred)
     narrow = jnp.issubdtype(out, jnp.floating) and out.itemsize < 4
-    return _Types(types[0], types[1], result(jnp.float32) if narrow else out, out)
+    m, n, k = map(int, (a.shape[0], b.shape[1], a.shape[1]))
+    return Problem(m, n, k, lhs, rhs, out, result(jnp.float32) if narrow else out)
 
 
-def _plan(a: Any, b: Any, types: _Types, memory_limit: int | None) -> Plan:
-    (m, k), n = a.shape, b.shape[1]
-    itemsizes = (t.itemsize for t in (types.lhs, types.rhs, types.out, types.sums))
+def _plan(problem: Problem, memory_limit: int | None) -> Plan:
     devices = jax.local_devices()
     limit = memory_limit if memory_limit is not None else min(map(_free_bytes, devices))
-    return choose_plan(Sizes(*map(int, (m, n, k)), *itemsizes), limit, len(devices))
+    return choose_plan(problem, limit, len(devices))
 
 
 def _free_bytes(device: jax.Device) -> int:
@@ -451,33 +405,27 @@ def _free_bytes(device: jax.Device) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _rates(types: _Types, precision: lax.PrecisionLike) -> tuple[float, float, float]:
+def _rates(
+    lhs: np.dtype[Any], rhs: np.dtype[Any], sums: np.dtype[Any], precision: lax.PrecisionLike
+) -> tuple[float, float, float]:
     """Measure operations, and bytes to and from the first device, per second."""
     device = jax.local_devices()[0]
     size = _MEASURED_SIZE.get(device.platform, _MEASURED_SIZE["cpu"])
-    lhs, rhs = (
-        jax.device_put(np.zeros((size, size), dtype), device) for dtype in (types.lhs, types.rhs)
-    )
-    first, _ = _steps(precision, types.sums)
+    x, y = (jax.device_put(np.zeros((size, size), dtype), device) for dtype in (lhs, rhs))
+    first, *_ = _programs(precision, sums, sums)
     # Pages that were never written would all be one page, which stays in the caches.
     host = np.ones((_MEASURED_BYTES >> 12, 1 << 12), np.uint8)
 
     def copied() -> Array:
-        parts = [(Block("lhs", 0, 0), host)]
-        return next(filter(None, to_device(parts, device, host.nbytes))).array
+        return next(x for x in to_device([host], device, host.nbytes) if x is not None)
 
     there = copied()
+
+    def seconds(run: Callable[[], Any]) -> float:
+        return min(wall_seconds(run) for _ in range(3))
+
     return (
-        2 * size**3 / _seconds(lambda: first(lhs, rhs)),
-        host.nbytes / _seconds(copied),
-        host.nbytes / _seconds(lambda: to_host(there, device)),
+        2 * size**3 / seconds(lambda: first(x, y)),
+        host.nbytes / seconds(copied),
+        host.nbytes / seconds(lambda: to_host(there, device)),
     )
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - start)
-    return min(times)

@@ -10,7 +10,6 @@ at the same time.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.ops.matmul import matmul as device_matmul
-from jax_tilekern.out_of_core.plan import LEAST, Sizes, extents
+from jax_tilekern.out_of_core.plan import LEAST, Problem, extents
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -41,23 +40,29 @@ class _Settings(NamedTuple):
     memory_limit: int
 
 
-def is_traced(*operands: Any) -> bool:
-    """Return whether an operand is a value of a program that is being traced."""
-    return any(isinstance(x, jax.core.Tracer) for x in operands)
-
-
 def matmul(
     a: Any,
     b: Any,
+    problem: Problem,
     *,
     precision: lax.PrecisionLike,
-    sums: np.dtype[Any],
-    out: np.dtype[Any],
-    memory_limit: int,
+    memory_limit: int | None,
 ) -> Array:
     """Return the product, in host memory, of matrices of which either may be there."""
-    settings = _Settings(precision, sums, out, memory_limit)
-    result: Array = _product(jnp.asarray(a), jnp.asarray(b), settings, (False, False))
+    if memory_limit is None:
+        raise ValueError(
+            "inside jit a call needs a memory_limit: the memory that will be free when the program "
+            "runs is not known"
+        )
+    for name, operand in (("a", a), ("b", b)):
+        if not isinstance(operand, Array):
+            raise TypeError(
+                f"{name} is {type(operand).__name__}, which inside jit would become a constant of "
+                "the program: pass a JAX array"
+            )
+    settings = _Settings(precision, problem.sums, problem.out, memory_limit)
+    a, b = jnp.asarray(a, problem.lhs), jnp.asarray(b, problem.rhs)
+    result: Array = _product(a, b, settings, (False, False))
     return result
 
 
@@ -97,8 +102,8 @@ def _in_blocks(a: Array, b: Array, settings: _Settings, transposed: tuple[bool, 
     result: Array = jax.device_put(jnp.zeros((m, n), settings.out), _HOST)
     if 0 in (m, n, k):
         return result
-    itemsizes = (np.dtype(t).itemsize for t in (a.dtype, b.dtype, settings.out, settings.sums))
-    blocks = choose_blocks(Sizes(m, n, k, *itemsizes), settings.memory_limit)
+    types = (np.dtype(t) for t in (a.dtype, b.dtype, settings.out, settings.sums))
+    blocks = choose_blocks(Problem(m, n, k, *types), settings.memory_limit)
     grid = math.ceil(m / blocks.rows), math.ceil(n / blocks.columns)
 
     def start(index: Any, extent: int, size: int) -> Any:
@@ -171,30 +176,29 @@ def _shape(x: Array, transposed: bool) -> tuple[int, int]:
     return (columns, rows) if transposed else (rows, columns)
 
 
-def choose_blocks(sizes: Sizes, memory_limit: int) -> Blocks:
+def choose_blocks(problem: Problem, memory_limit: int) -> Blocks:
     """Return the blocks that copy the fewest bytes to the device within a limit."""
     for least in LEAST:
-        found = [
-            Blocks(rows, columns)
-            for rows, columns in itertools.product(extents(sizes.m, least), extents(sizes.n, least))
-            if memory_bytes(sizes, rows, columns) <= memory_limit
-        ]
-        if found:
-            # Rows are copied once, and columns for each block of rows.
-            return max(found, key=lambda blocks: (blocks.rows, -blocks.columns))
-    smallest = min(LEAST[-1], sizes.m), min(LEAST[-1], sizes.n)
+        # Rows are copied once, and columns for each block of rows.
+        columns = extents(problem.n, least)[-1]
+        for rows in extents(problem.m, least):
+            if memory_bytes(problem, rows, columns) <= memory_limit:
+                return Blocks(rows, columns)
+    smallest = min(LEAST[-1], problem.m), min(LEAST[-1], problem.n)
     raise ValueError(
         f"a memory_limit of {memory_limit} bytes is too small: inside jit, blocks of "
-        f"{smallest[0]}x{smallest[1]}, {sizes.k} deep, need {memory_bytes(sizes, *smallest)} bytes"
+        f"{smallest[0]}x{smallest[1]}, {problem.k} deep, need {memory_bytes(problem, *smallest)} "
+        "bytes"
     )
 
 
-def memory_bytes(sizes: Sizes, rows: int, columns: int) -> int:
+def memory_bytes(problem: Problem, rows: int, columns: int) -> int:
     """Return the memory of two blocks of each operand, of accumulators, and of the result's rows.
 
     What a product's kernel takes beside them is not counted, nor are transposed copies of blocks.
     """
-    operands = sizes.k * (rows * sizes.lhs_bytes + columns * sizes.rhs_bytes)
+    lhs, rhs, out, sums = (dtype.itemsize for dtype in problem[3:])
+    operands = problem.k * (rows * lhs + columns * rhs)
     # A block of the result, then its rows twice; as many elements as a block's are being copied.
-    block = rows * columns * (sizes.sum_bytes + 2 * sizes.out_bytes)
-    return 2 * operands + block + 2 * rows * sizes.n * sizes.out_bytes
+    block = rows * columns * (sums + 2 * out)
+    return 2 * operands + block + 2 * rows * problem.n * out

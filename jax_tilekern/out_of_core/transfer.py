@@ -18,24 +18,14 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import SingleDeviceSharding
 
-from jax_tilekern.out_of_core.plan import Block
-
 # About 16 chunks are filled at a time. The cost of dispatch is small at these sizes.
 _LARGEST_CHUNK = 64 << 20
 _SMALLEST_CHUNK = 1 << 20
 
 
-class Arrived(NamedTuple):
-    """A block on a device."""
-
-    block: Block
-    array: Array
-
-
 class _Chunk(NamedTuple):
-    """Rows of a block on their way to a device."""
+    """Rows of a matrix on their way to a device."""
 
-    block: Block
     shape: tuple[int, ...]
     start: int
     rows: Array
@@ -43,14 +33,13 @@ class _Chunk(NamedTuple):
 
 
 def to_device(
-    parts: Iterable[tuple[Block, np.ndarray[Any, Any]]], device: jax.Device, ahead_bytes: int
-) -> Iterator[Arrived | None]:
-    """Copy blocks to a device; yield each when it is there, and ``None`` after other chunks.
+    parts: Iterable[np.ndarray[Any, Any]], device: jax.Device, ahead_bytes: int
+) -> Iterator[Array | None]:
+    """Copy matrices to a device; yield each when it is there, and ``None`` after other chunks.
 
     Chunks are copied up to ``ahead_bytes`` before they are needed, and a program on the device
-    writes each to its place in the block. XLA starts a copy after the programs that were dispatched
-    before it, which may use its memory, so a copy overlaps with a product only if it was dispatched
-    first.
+    writes each to its place. XLA starts a copy after the programs that were dispatched before it,
+    which may use its memory, so a copy overlaps with a product only if it was dispatched first.
     """
     host = SingleDeviceSharding(device, memory_kind="pinned_host")
     there = SingleDeviceSharding(device)
@@ -58,9 +47,9 @@ def to_device(
     coming_bytes = 0
     array: Array | None = None
 
-    def arrive() -> Arrived | None:
+    def arrive() -> Array | None:
         nonlocal array, coming_bytes
-        block, shape, start, rows, is_last = coming.popleft()
+        shape, start, rows, is_last = coming.popleft()
         coming_bytes -= rows.nbytes
         # Page-locked memory would otherwise have no bound.
         jax.block_until_ready(rows)
@@ -69,10 +58,10 @@ def to_device(
         array = _placed(array, rows, start)
         if not is_last:
             return None
-        arrived, array = Arrived(block, array), None
-        return arrived
+        whole, array = array, None
+        return whole
 
-    for block, part in parts:
+    for part in parts:
         size = _chunk_rows(part, ahead_bytes)
         for start in range(0, len(part), size):
             rows = part[start : start + size]
@@ -80,7 +69,7 @@ def to_device(
             while coming and coming_bytes + 3 * rows.nbytes > ahead_bytes:
                 yield arrive()
             copy = jax.device_put(jax.device_put(rows, host), there)
-            coming.append(_Chunk(block, part.shape, start, copy, start + size >= len(part)))
+            coming.append(_Chunk(part.shape, start, copy, start + size >= len(part)))
             coming_bytes += rows.nbytes
             # The queue has the only reference, so that the memory is free again after its use.
             del copy
