@@ -10,8 +10,7 @@ from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm80 import config as mma
 from jax_tilekern.plans.gemm.sm80.operands import WIDEST_LOAD, Operand
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
-from jax_tilekern.plans.gemm.sm90.config import ARITHMETICS as WGMMA_ARITHMETICS
-from jax_tilekern.plans.gemm.sm90.config import WgmmaTile
+from jax_tilekern.plans.gemm.sm90.config import WGMMA_ARITHMETICS, WgmmaTile
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_mma_candidates
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
@@ -29,7 +28,7 @@ def mma_instances(gpu):
     the other tiles, a single k-tile, the narrower loads, the other types.
     """
     orders = list(itertools.product((True, False), repeat=2))
-    for arithmetic, how in mma.ARITHMETICS.items():
+    for arithmetic, how in mma.MMA_ARITHMETICS.items():
         if gpu.compute_capability < how.min_capability:
             continue
         operands, results = how.types.operands, how.types.results
@@ -93,7 +92,7 @@ def grouped_mma_instances(gpu):
     in which groups start at any byte. Two arithmetics are left out whose code differs from
     another's in the MMA instruction alone.
     """
-    for arithmetic, how in mma.ARITHMETICS.items():
+    for arithmetic, how in mma.MMA_ARITHMETICS.items():
         if gpu.compute_capability < how.min_capability or arithmetic in ("f16", "fp8_fast"):
             continue
         types = (how.types.operands[0], how.types.operands[-1], how.types.results[0])

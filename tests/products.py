@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.plans.gemm.sm80.config import ARITHMETICS
+from jax_tilekern.plans.gemm.sm80.config import MMA_ARITHMETICS
 from jax_tilekern.plans.gpu import KNOWN_GPUS, known_gpu
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
 from jax_tilekern.plans.launch import NoKernel
@@ -117,7 +117,7 @@ def geometries(sizes, most_batch_dims):
 def products(draw, arithmetics, geometries):
     """A product in one of `arithmetics`, of types that it takes."""
     name = draw(st.sampled_from(sorted(arithmetics)))
-    how = ARITHMETICS[name]
+    how = MMA_ARITHMETICS[name]
     operands = st.sampled_from(how.types.operands)
     types = (draw(operands), draw(operands), draw(st.sampled_from(how.types.results)))
     return Product(draw(geometries), *types, name)

@@ -20,7 +20,7 @@ from jax_tilekern.compilation.compiler import cuda_folder
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm80.candidates import MmaCandidate, mma_candidates
-from jax_tilekern.plans.gemm.sm80.config import ARITHMETICS, pack_shape
+from jax_tilekern.plans.gemm.sm80.config import MMA_ARITHMETICS, pack_shape
 from jax_tilekern.plans.launch import NoKernel
 
 
@@ -40,8 +40,8 @@ sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**20), st.sampled_from([6
 @st.composite
 def cases(draw):
     """A product, and a GPU that has its arithmetic."""
-    wanted = draw(products(ARITHMETICS, geometries(sizes, most_batch_dims=4)))
-    least = ARITHMETICS[wanted.arithmetic].min_capability
+    wanted = draw(products(MMA_ARITHMETICS, geometries(sizes, most_batch_dims=4)))
+    least = MMA_ARITHMETICS[wanted.arithmetic].min_capability
     return wanted, draw(st.sampled_from([g for g in MODERN if g.compute_capability >= least]))
 
 
@@ -55,7 +55,7 @@ def test_every_product_has_kernels_that_fit(case):
     for choice in found:
         instance, tile = choice.instance, choice.instance.tile
         assert choice.product == product
-        assert tile in ARITHMETICS[product.arithmetic].tiles
+        assert tile in MMA_ARITHMETICS[product.arithmetic].tiles
         assert instance.shared_memory_bytes <= gpu.shared_memory_bytes
         assert instance.block_k * product.lhs_dtype.itemsize == 128
         assert instance.stages >= 2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nvrtc_mark import needs_nvrtc
 from products import BF16, F32, H100, INT8, MODERN, ragged_product_of
 
-from jax_tilekern.plans.gemm.sm80.config import ARITHMETICS
+from jax_tilekern.plans.gemm.sm80.config import MMA_ARITHMETICS
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_mma_candidates
@@ -30,7 +30,7 @@ sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**16), st.sampled_from([6
 @st.composite
 def cases(draw):
     """A ragged product, and a GPU that has its arithmetic."""
-    arithmetic = draw(st.sampled_from(sorted(ARITHMETICS)))
+    arithmetic = draw(st.sampled_from(sorted(MMA_ARITHMETICS)))
     product = ragged_product_of(
         arithmetic,
         draw(st.sampled_from("mk")),
@@ -40,7 +40,7 @@ def cases(draw):
         lhs_k_major=draw(st.booleans()),
         rhs_k_major=draw(st.booleans()),
     )
-    least = ARITHMETICS[arithmetic].min_capability
+    least = MMA_ARITHMETICS[arithmetic].min_capability
     return product, draw(st.sampled_from([g for g in MODERN if g.compute_capability >= least]))
 
 

@@ -31,7 +31,7 @@ from wgmma_launches import (
 )
 
 from jax_tilekern.compilation.compiler import cuda_folder
-from jax_tilekern.plans.gemm.sm90.config import ARITHMETICS
+from jax_tilekern.plans.gemm.sm90.config import WGMMA_ARITHMETICS
 from jax_tilekern.plans.grouped_gemm import select as grouped_gemm
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import GroupedMmaCandidate
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA, GroupedWgmmaCandidate
@@ -50,8 +50,10 @@ def candidates(product, gpu):
 @st.composite
 def products(draw, ragged, sizes=small_sizes):
     """A ragged product that the kernel takes: rows begin at whole 16 bytes."""
-    arithmetic = draw(st.sampled_from(sorted(ARITHMETICS) if ragged == "m" else ["bf16", "f16"]))
-    how = ARITHMETICS[arithmetic].types
+    arithmetic = draw(
+        st.sampled_from(sorted(WGMMA_ARITHMETICS) if ragged == "m" else ["bf16", "f16"])
+    )
+    how = WGMMA_ARITHMETICS[arithmetic].types
     operands = st.sampled_from(how.operands)
     types = (draw(operands), draw(operands), draw(st.sampled_from(how.results)))
     padding = draw(st.sampled_from([0, 0, 1, 3]))

@@ -40,7 +40,7 @@ from wgmma_launches import (
 from jax_tilekern.plans.gemm import select as matmul
 from jax_tilekern.plans.gemm.sm80.candidates import MmaCandidate
 from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
-from jax_tilekern.plans.gemm.sm90.config import ARITHMETICS, WgmmaInstance
+from jax_tilekern.plans.gemm.sm90.config import WGMMA_ARITHMETICS, WgmmaInstance
 from jax_tilekern.plans.launch import Buffer, TensorMap
 
 # Sizes are 1 in most dimensions, or odd, or span several tiles; k may be split.
@@ -117,7 +117,7 @@ def is_dot(product):
 @st.composite
 def cases(draw, geometries):
     """A product and one of its candidates."""
-    product = draw(products(ARITHMETICS, geometries))
+    product = draw(products(WGMMA_ARITHMETICS, geometries))
     found = list(candidates(product, H100))
     assume(found)
     return product, draw(st.sampled_from(found))
@@ -126,7 +126,7 @@ def cases(draw, geometries):
 # -- Candidates. -----------------------------------------------------------------------------------
 
 
-@given(products(ARITHMETICS, any_geometry))
+@given(products(WGMMA_ARITHMETICS, any_geometry))
 def test_candidates_fit_and_are_told_apart(product):
     found = list(candidates(product, H100))
     assert found or is_dot(product)

@@ -32,7 +32,7 @@ _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_
 
 
 @dataclass(frozen=True)
-class Product:
+class TracedProduct:
     """A product among a jaxpr's equations."""
 
     contraction: Contraction
@@ -58,7 +58,7 @@ class Group:
         What the epilogue reads.
     """
 
-    product: Product
+    product: TracedProduct
     eqn: Any
     equations: tuple[tuple[Any, list[Reading]], ...]
     last: int
@@ -66,7 +66,7 @@ class Group:
     operands: tuple[Reading, ...]
 
 
-def product_of(eqn: Any) -> Product | None:
+def product_of(eqn: Any) -> TracedProduct | None:
     """Return the product that an equation is, if it can have an epilogue."""
     params = eqn.params
     if eqn.primitive is compat.dot_general_p:
@@ -87,7 +87,7 @@ def product_of(eqn: Any) -> Product | None:
         or any(compat.explicit_sharding(x.aval) is not None for x in (*eqn.invars, out))
     ):
         return None
-    return Product(contraction, params["precision"], np.dtype(out.aval.dtype))
+    return TracedProduct(contraction, params["precision"], np.dtype(out.aval.dtype))
 
 
 def find_groups(jaxpr: compat.Jaxpr) -> tuple[list[Group], set[int]]:
@@ -127,7 +127,7 @@ class _Finder:
         for position, eqn in enumerate(self._eqns):
             self._add_use(eqn.invars, self._use_by(position))
 
-    def add_group(self, position: int, product: Product) -> None:
+    def add_group(self, position: int, product: TracedProduct) -> None:
         """Make the group of the product at a position, if it has an epilogue."""
         eqn = self._eqns[position]
         (source,) = eqn.outvars

@@ -21,7 +21,14 @@ from jax_tilekern.ops.sum import sum as sum_over
 from jax_tilekern.partitioning.rule import Dims, ShardingRule, rule_over_axes
 from jax_tilekern.plans.add import DTYPES, AddedDims, plan_add
 from jax_tilekern.plans.policy.workload import of_add
-from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operation, Planner, define
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Operand,
+    Operation,
+    PlannedKernel,
+    Planner,
+    define,
+)
 
 
 @jitted()
@@ -113,17 +120,17 @@ def _refusal(x: Any, y: Any) -> Fallback | None:
     return None if x.dtype in DTYPES else Fallback(f"no kernel adds {x.dtype}")
 
 
-def _cuda(operands: Sequence[Operand], _: Any) -> Kernel | Fallback:
+def _cuda(operands: Sequence[Operand], _: Any) -> PlannedKernel | Fallback:
     x, y = operands
     dims = AddedDims.of(x.aval.shape, y.aval.shape)
     return planned_kernel((x.value, y.value), plan_add, dims, x.aval.dtype)
 
 
-def _cpu(operands: Sequence[Operand], _: Any) -> Kernel | Fallback:
+def _cpu(operands: Sequence[Operand], _: Any) -> PlannedKernel | Fallback:
     x, y = operands
     dims = AddedDims.of(x.aval.shape, y.aval.shape)
     call = ffi.CpuCall(ffi.CPU_ADD, dims._asdict())
-    kernel = Kernel(f"cpu_add {x.aval.dtype}", str(dims), call, (x.value, y.value))
+    kernel = PlannedKernel(f"cpu_add {x.aval.dtype}", str(dims), call, (x.value, y.value))
     return chosen_cpu_kernel(of_add(dims, x.aval.dtype), kernel)
 
 

@@ -39,9 +39,9 @@ from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.policy.workload import of_product
 from jax_tilekern.primitives.operation import (
     Fallback,
-    Kernel,
     Operand,
     Params,
+    PlannedKernel,
     Planner,
     Rewrite,
 )
@@ -130,7 +130,7 @@ def chosen_arithmetic(
     return arithmetic
 
 
-class Problem(NamedTuple):
+class LoweredProduct(NamedTuple):
     """A contraction as a kernel sees it."""
 
     product: Product | GroupedProduct
@@ -151,7 +151,7 @@ def state_problem(
     precision: Any,
     out_dtype: np.dtype[Any],
     further: Sequence[Labels] = (),
-) -> Problem | Rewrite | Fallback:
+) -> LoweredProduct | Rewrite | Fallback:
     """State the product that a contraction is, or return how it is computed without stating one.
 
     ``further`` has the labels of further arrays that an epilogue reads and writes.
@@ -198,7 +198,7 @@ def state_problem(
         obstacle = platform.obstacle(product.strided)
         if obstacle is None:
             read = (left.value, right.value, *(x.value for x in bounds))
-            return Problem(product, read, found.further_strides)
+            return LoweredProduct(product, read, found.further_strides)
     assert obstacle is not None
     if c.mergeable() == c:
         return Fallback(obstacle)
@@ -255,7 +255,7 @@ def planners(contract: Contract) -> dict[str, Planner]:
 
 
 def _planner(
-    contract: Contract, platform: Platform, emit: Callable[..., Kernel | Fallback]
+    contract: Contract, platform: Platform, emit: Callable[..., PlannedKernel | Fallback]
 ) -> Planner:
     """Return the planner of a platform, whose kernels ``emit(product, operands)`` plans."""
 
@@ -267,7 +267,7 @@ def _planner(
         precision: Any,
         out_dtype: np.dtype[Any],
         **_: Any,
-    ) -> Kernel | Rewrite | Fallback:
+    ) -> PlannedKernel | Rewrite | Fallback:
         of_call = {"contraction": contraction, "precision": precision}
         lhs, rhs = (x.aval for x in operands[:2])
         arithmetic = chosen_arithmetic(platform, lhs, rhs, **of_call, out_dtype=out_dtype)
@@ -278,7 +278,11 @@ def _planner(
                 # XLA computes the call as it is, and nothing wider.
                 return wide
         problem = state_problem(contract, platform, operands, **of_call, out_dtype=out_dtype)
-        return emit(problem.product, problem.operands) if isinstance(problem, Problem) else problem
+        return (
+            emit(problem.product, problem.operands)
+            if isinstance(problem, LoweredProduct)
+            else problem
+        )
 
     return Planner(functools.partial(_refusal, platform), plan)
 
@@ -303,7 +307,9 @@ def _refusal(
     return arithmetic if isinstance(arithmetic, Fallback) else None
 
 
-def cuda_kernel(product: Product | GroupedProduct, operands: Sequence[Any]) -> Kernel | Fallback:
+def cuda_kernel(
+    product: Product | GroupedProduct, operands: Sequence[Any]
+) -> PlannedKernel | Fallback:
     """Plan the kernel of a product on a GPU, given the MLIR values of the arrays that it reads."""
     planner: Callable[..., LaunchPlan | NoKernel] = plan_matmul
     if isinstance(product, PairProduct):
@@ -313,7 +319,9 @@ def cuda_kernel(product: Product | GroupedProduct, operands: Sequence[Any]) -> K
     return planned_kernel(operands, planner, product)
 
 
-def _cpu_kernel(product: Product | GroupedProduct, operands: Sequence[Any]) -> Kernel | Fallback:
+def _cpu_kernel(
+    product: Product | GroupedProduct, operands: Sequence[Any]
+) -> PlannedKernel | Fallback:
     geometry = product.strided
     attributes: dict[str, int | tuple[int, ...]] = {
         "sizes": (*geometry.batch, geometry.m, geometry.n, geometry.k),
@@ -325,7 +333,7 @@ def _cpu_kernel(product: Product | GroupedProduct, operands: Sequence[Any]) -> K
         # An attribute that is an array must not be empty.
         attributes["bounds_strides"] = product.geometry.bounds_strides or (0,)
         attributes["ragged_k"] = int(product.geometry.ragged == "k")
-        return Kernel(
+        return PlannedKernel(
             "ragged_matmul",
             "each group's rows by the kernel of a product of their number; computes in "
             f"{product.arithmetic}",
@@ -337,5 +345,5 @@ def _cpu_kernel(product: Product | GroupedProduct, operands: Sequence[Any]) -> K
         return Fallback("no kernel reads the vectors of a dot product unless they are contiguous")
     name = ffi.cpu_matmul_kernel([str(dtype) for dtype in product.dtypes], attributes)
     call = ffi.CpuCall(ffi.CPU_MATMUL, attributes)
-    kernel = Kernel(name, product_reason(name, product.arithmetic), call, operands)
+    kernel = PlannedKernel(name, product_reason(name, product.arithmetic), call, operands)
     return chosen_cpu_kernel(of_product(product), kernel)

@@ -47,7 +47,7 @@ from jax_tilekern.plans.contraction import Contraction, Labels, labelled
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.primitives.jvp_of_reference import jvp_of
 from jax_tilekern.primitives.linearity import tangents_out
-from jax_tilekern.primitives.operation import Kernel, Operand, Operation, Params, define
+from jax_tilekern.primitives.operation import Operand, Operation, Params, PlannedKernel, define
 from jax_tilekern.primitives.remat import Saved
 
 
@@ -465,7 +465,7 @@ def _function_of_sum(
 
 def _kernel(
     operands: Sequence[Operand], *, contraction: Contraction, **params: Any
-) -> Kernel | str:
+) -> PlannedKernel | str:
     n = len(contraction.operands)
     return fused_kernel(operands[:n], None, operands[n:], contraction=contraction, **params)
 

@@ -13,19 +13,19 @@ from jax import Array
 from jax_tilekern.epilogue.cuda_text import CudaText, Untranslatable, computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.ops.contraction import contract
-from jax_tilekern.ops.contraction_lowering import CUDA, Problem, cuda_kernel, state_problem
+from jax_tilekern.ops.contraction_lowering import CUDA, LoweredProduct, cuda_kernel, state_problem
 from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, RowReduction
 from jax_tilekern.plans.gemm.problem import PairProduct
-from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Planner, Rewrite
+from jax_tilekern.primitives.operation import Fallback, Operand, PlannedKernel, Planner, Rewrite
 
 # Operands of an epilogue, and the results that take their memory.
 InPlace = tuple[tuple[int, int], ...]
 
 
 def planners(
-    kernel: Callable[..., Kernel | str],
+    kernel: Callable[..., PlannedKernel | str],
     otherwise: Callable[..., list[Array]],
     how: str,
     *,
@@ -51,7 +51,7 @@ def planners(
     def plan_on_cpu(_: Sequence[Operand], __: Any, **params: Any) -> Rewrite:
         return rewrite(on_cpu, params)
 
-    def plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Kernel | Rewrite:
+    def plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> PlannedKernel | Rewrite:
         found = kernel(operands, **params)
         return rewrite(found, params) if isinstance(found, str) else found
 
@@ -73,7 +73,7 @@ def fused_kernel(
     accumulator: np.dtype[Any],
     in_place: InPlace = (),
     **_: Any,
-) -> Kernel | str:
+) -> PlannedKernel | str:
     """Return a kernel that computes products and a function of their elements, or why none does.
 
     Parameters
@@ -108,12 +108,12 @@ def fused_kernel(
         further=(*operand_labels, *results[min(1, function.elements) :]),
     )
     problem = state(factors)
-    if not isinstance(problem, Problem):
+    if not isinstance(problem, LoweredProduct):
         return problem.reason
     product, read = problem.product, problem.operands
     if second is not None:
         other = state((factors[0], second))
-        if not isinstance(other, Problem) or other.product != product:
+        if not isinstance(other, LoweredProduct) or other.product != product:
             return "the two operands lie differently in memory"
         if other.operands[0] != read[0]:
             return "the result is contiguous along the rows"

@@ -30,10 +30,10 @@ from jax_tilekern.primitives.linearity import Group
 from jax_tilekern.primitives.lowering_platform import lowering_platform
 from jax_tilekern.primitives.operation import (
     Fallback,
-    Kernel,
     Operand,
     Operation,
     Outcome,
+    PlannedKernel,
     Rewrite,
     Transposes,
     define,
@@ -236,7 +236,7 @@ def _plan_on_cuda(
     if place is not Place.LOCAL:
         reason += "; every device computes the whole call, for it has no sharding_rule"
     values = [operand.value for operand in operands]
-    return Kernel(plan.name, reason, plan, values, settings.aliases, checked=settings.debug)
+    return PlannedKernel(plan.name, reason, plan, values, settings.aliases, checked=settings.debug)
 
 
 def _plan_elsewhere(

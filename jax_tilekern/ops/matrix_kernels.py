@@ -23,7 +23,14 @@ from jax_tilekern.plans.linalg import blocked_cholesky, blocked_lu_plans
 from jax_tilekern.plans.linalg import small_matrices as plans
 from jax_tilekern.plans.linalg.blocked import LargeMatrices, plan_blocks
 from jax_tilekern.plans.linalg.small_matrices import MAX_SIZE, Columns, SmallMatrices
-from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Outcome, Rewrite, obstacle
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Operand,
+    Outcome,
+    PlannedKernel,
+    Rewrite,
+    obstacle,
+)
 
 TOO_LARGE = f"kernels are for matrices of up to {MAX_SIZE}x{MAX_SIZE}"
 # A vector has one lane per matrix. Up to 16x16 the handler is as fast as LAPACK for one matrix too,
@@ -163,7 +170,7 @@ def system_on_cuda(
 
 def matrix_on_cpu(
     target: str, operands: Sequence[Operand], _: Any, **params: bool
-) -> Kernel | Fallback:
+) -> PlannedKernel | Fallback:
     """Return the handler for the matrices of one operand."""
     (a,) = operands
     return _cpu_kernel(target, _matrices(a.aval), (a.value,), **params)
@@ -177,7 +184,7 @@ def system_on_cpu(
     transpose: bool,
     lower: bool | None = None,
     unit_diagonal: bool = False,
-) -> Kernel | Fallback:
+) -> PlannedKernel | Fallback:
     """Return the handler for systems of equations."""
     a, b = operands
     columns = _columns(b.aval, left_side)
@@ -196,7 +203,7 @@ def system_on_cpu(
 
 def _cpu_kernel(
     target: str, matrices: SmallMatrices, values: Sequence[Any], **attributes: int
-) -> Kernel | Fallback:
+) -> PlannedKernel | Fallback:
     if matrices.size > MAX_SIZE:
         return Fallback(TOO_LARGE)
     if matrices.count < _CPU_FEWEST and matrices.size > _CPU_SMALL:
@@ -204,7 +211,7 @@ def _cpu_kernel(
             f"fewer than {_CPU_FEWEST} matrices of more than {_CPU_SMALL} rows leave most lanes of "
             "a vector empty"
         )
-    return Kernel(
+    return PlannedKernel(
         f"{target.removeprefix('jax_tilekern_')} {matrices.dtype}",
         f"{matrices.count} matrices {matrices.size}x{matrices.size}, a vector lane each",
         ffi.CpuCall(target, {name: int(value) for name, value in attributes.items()}),

@@ -26,7 +26,7 @@ from jax_tilekern.ops.labelled_operands import product_by_lax
 from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.primitives.jvp_of_reference import jvp_of
-from jax_tilekern.primitives.operation import Kernel, Operand, Operation, define
+from jax_tilekern.primitives.operation import Operand, Operation, PlannedKernel, define
 
 
 def contract_pair(
@@ -157,7 +157,9 @@ def _described(*, contraction: Contraction, function: ScalarFunction, **_: Any) 
     return f"contract {lhs},{rhs},{rhs}->{out}, {function.name}(accumulator, accumulator)"
 
 
-def _kernel(operands: Sequence[Operand], *, product: np.dtype[Any], **params: Any) -> Kernel | str:
+def _kernel(
+    operands: Sequence[Operand], *, product: np.dtype[Any], **params: Any
+) -> PlannedKernel | str:
     lhs, first, second, *scalars = operands
     return fused_kernel(
         (lhs, first),

@@ -14,14 +14,14 @@ from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PlanError
 from jax_tilekern.plans.policy import choose, current_policy
 from jax_tilekern.plans.policy.workload import Workload
 from jax_tilekern.plans.tuned import planning_state
-from jax_tilekern.primitives.operation import Fallback, Kernel
+from jax_tilekern.primitives.operation import Fallback, PlannedKernel
 
 
 def planned_kernel(
     operands: Sequence[Any],
     planner: Callable[..., LaunchPlan | NoKernel],
     *problem: Hashable,
-) -> Kernel | Fallback:
+) -> PlannedKernel | Fallback:
     """Return the kernel that ``planner(*problem, gpu)`` finds, or why there is none.
 
     A kernel that cannot be compiled or launched is a warning and XLA's operation, unless
@@ -42,10 +42,10 @@ def planned_kernel(
         return Fallback(modes.note_failure(found))
     if isinstance(found, NoKernel):
         return Fallback(found.reason)
-    return Kernel(found.name, found.reason, found, operands)
+    return PlannedKernel(found.name, found.reason, found, operands)
 
 
-def chosen_cpu_kernel(workload: Workload, kernel: Kernel) -> Kernel | Fallback:
+def chosen_cpu_kernel(workload: Workload, kernel: PlannedKernel) -> PlannedKernel | Fallback:
     """Return a kernel for this CPU, or why XLA computes the call."""
     choice = choose(workload, [kernel], current_cpu())
     if choice.candidate is None:

@@ -22,9 +22,9 @@ from jax_tilekern.plans.reduction.dims import SummedDims
 from jax_tilekern.plans.reduction.select import plan_sum, sum_dtype
 from jax_tilekern.primitives.operation import (
     Fallback,
-    Kernel,
     Operand,
     Operation,
+    PlannedKernel,
     Planner,
     define,
 )
@@ -182,7 +182,7 @@ def _refusal(x: Any, *, axes: Axes, **_: Any) -> Fallback | None:
 
 def _cuda(
     operands: Sequence[Operand], _: Any, *, axes: Axes, dtype: np.dtype[Any]
-) -> Kernel | Fallback:
+) -> PlannedKernel | Fallback:
     ((x, aval),) = operands
     if sum_dtype(aval.dtype, dtype) is None:
         return Fallback(f"no kernel sums {aval.dtype} to {dtype}")
@@ -191,7 +191,7 @@ def _cuda(
 
 def _cpu(
     operands: Sequence[Operand], _: Any, *, axes: Axes, dtype: np.dtype[Any]
-) -> Kernel | Fallback:
+) -> PlannedKernel | Fallback:
     ((x, aval),) = operands
     if dtype not in _CPU_DTYPES:
         return Fallback(f"no kernel sums {aval.dtype} to {dtype}")
@@ -200,7 +200,7 @@ def _cpu(
         return Fallback(f"XLA casts {aval.dtype} to {dtype} while it sums")
     dims = SummedDims.of(aval.shape, axes)
     call = ffi.CpuCall(ffi.CPU_SUM, {"sizes": dims.sizes, "reduced": dims.reduced})
-    kernel = Kernel(f"cpu_sum {aval.dtype}", f"sizes {dims.sizes}", call, (x,))
+    kernel = PlannedKernel(f"cpu_sum {aval.dtype}", f"sizes {dims.sizes}", call, (x,))
     return chosen_cpu_kernel(of_sum(dims, aval.dtype, dtype), kernel)
 
 

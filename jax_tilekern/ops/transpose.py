@@ -19,7 +19,14 @@ from jax_tilekern.plans.cpu import is_streamed
 from jax_tilekern.plans.policy.workload import of_transpose
 from jax_tilekern.plans.transpose.permutation import Permutation
 from jax_tilekern.plans.transpose.select import plan_transpose
-from jax_tilekern.primitives.operation import Fallback, Kernel, Operand, Operation, Planner, define
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Operand,
+    Operation,
+    PlannedKernel,
+    Planner,
+    define,
+)
 
 Axes = tuple[int, ...]
 
@@ -121,13 +128,13 @@ def _permutation(x: Any, axes: Axes) -> Permutation | None:
     return permutation if len(permutation.sizes) > 1 else None
 
 
-def _cuda(operands: Sequence[Operand], _: Any, *, axes: Axes) -> Kernel | Fallback:
+def _cuda(operands: Sequence[Operand], _: Any, *, axes: Axes) -> PlannedKernel | Fallback:
     (x,) = operands
     permutation = _permutation(x.aval, axes)
     return _FREE if permutation is None else planned_kernel((x.value,), plan_transpose, permutation)
 
 
-def _cpu(operands: Sequence[Operand], _: Any, *, axes: Axes) -> Kernel | Fallback:
+def _cpu(operands: Sequence[Operand], _: Any, *, axes: Axes) -> PlannedKernel | Fallback:
     (x,) = operands
     permutation = _permutation(x.aval, axes)
     if permutation is None:
@@ -137,7 +144,7 @@ def _cpu(operands: Sequence[Operand], _: Any, *, axes: Axes) -> Kernel | Fallbac
         ffi.CPU_TRANSPOSE,
         {"sizes": sizes, "permutation": order, "stream": int(is_streamed(permutation))},
     )
-    kernel = Kernel("cpu_transpose", f"sizes {sizes} in the order {order}", call, (x.value,))
+    kernel = PlannedKernel("cpu_transpose", f"sizes {sizes} in the order {order}", call, (x.value,))
     return chosen_cpu_kernel(of_transpose(permutation), kernel)
 
 

@@ -53,7 +53,7 @@ class Operand(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kernel:
+class PlannedKernel:
     """A planner's answer: this kernel computes the call.
 
     Attributes
@@ -100,7 +100,7 @@ class Fallback:
     reason: str
 
 
-Outcome = Kernel | Rewrite | Fallback
+Outcome = PlannedKernel | Rewrite | Fallback
 
 
 class Planner(NamedTuple):
@@ -461,10 +461,10 @@ def _lowered(
         call,
         ctx,
         platform,
-        outcome.name if isinstance(outcome, Kernel) else None,
+        outcome.name if isinstance(outcome, PlannedKernel) else None,
         outcome.reason,
     )
-    if isinstance(outcome, Kernel):
+    if isinstance(outcome, PlannedKernel):
         return ffi.emit(
             ctx,
             outcome.operands,

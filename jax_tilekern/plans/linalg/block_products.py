@@ -20,7 +20,7 @@ from jax_tilekern.plans.launch import Buffer, Launch, NoKernel, Scalars
 # Columns of a block.
 BLOCK = 256
 # The arithmetic of the products, by the types of the matrices.
-ARITHMETICS = {np.dtype(np.float32): "f32_normwise", np.dtype(np.float64): "f64"}
+BLOCK_ARITHMETICS = {np.dtype(np.float32): "f32_normwise", np.dtype(np.float64): "f64"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Products:
             instructions=1,
         )
         geometry = MatmulGeometry((), *sizes, lhs_strides, rhs_strides, out_strides)
-        product = Product(geometry, dtype, dtype, dtype, ARITHMETICS[dtype], added)
+        product = Product(geometry, dtype, dtype, dtype, BLOCK_ARITHMETICS[dtype], added)
         plan = plan_matmul(product, self.gpu)
         if isinstance(plan, NoKernel):
             raise NoProduct(plan.reason)

@@ -20,8 +20,8 @@ from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.linalg.block_products import (
-    ARITHMETICS,
     BLOCK,
+    BLOCK_ARITHMETICS,
     Matrix,
     NoProduct,
     Products,
@@ -44,7 +44,7 @@ _COMPUTE_CAPABILITY = (9, 0)
 
 def covers(count: int, size: int, dtype: np.dtype[Any]) -> bool:
     """Return whether matrices have a plan on a GPU that has the kernels."""
-    return count == 1 and dtype in ARITHMETICS and MIN_ROWS <= size <= MAX_ROWS
+    return count == 1 and dtype in BLOCK_ARITHMETICS and MIN_ROWS <= size <= MAX_ROWS
 
 
 def plan_inverse(size: int, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | NoKernel:

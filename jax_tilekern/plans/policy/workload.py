@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jax_tilekern.plans.transpose.permutation import Permutation
 
 # Each is a feature.
-ARITHMETICS = (
+FEATURED_ARITHMETICS = (
     "bf16", "f16", "tf32", "f32", "f32_emulated", "f64", "int8", "fp8", "fp8_fast",
 )  # fmt: skip
 _SHORT_NAMES = {
@@ -88,7 +88,7 @@ def of_product(product: Product) -> Workload:
         # An operand that all matrices of a batch share, and a batch that lies inside a matrix.
         *(_is_broadcast(s, g.batch) for s, *_ in arrays[:2]),
         *(bool(g.batch) and s[0] < max(s[-2:]) for s, *_ in arrays),
-        *(arithmetic == name for name in ARITHMETICS),
+        *(arithmetic == name for name in FEATURED_ARITHMETICS),
     )
     operations = batch * g.m * g.n * g.k
     return Workload("product", operations, total, arithmetic, tuple(map(float, features)), product)

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gemm.families import Family
 from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.plans.gemm.sm80.config import ARITHMETICS, MatmulTile
+from jax_tilekern.plans.gemm.sm80.config import MMA_ARITHMETICS, MatmulTile
 from jax_tilekern.plans.gemm.sm80.operands import lhs_operand, rhs_operand
-from jax_tilekern.plans.gemm.sm80.tiling import Grid, TiledCandidate, refusal, tiled_candidates
+from jax_tilekern.plans.gemm.sm80.tiling import Grid, TiledMmaCandidate, refusal, tiled_candidates
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
 
 
 @dataclass(frozen=True)
-class MmaCandidate(TiledCandidate):
+class MmaCandidate(TiledMmaCandidate):
     """A kernel for a matrix product, not compiled yet."""
 
     product: Product
@@ -61,4 +61,4 @@ def mma_candidates(product: Product, gpu: Gpu) -> list[MmaCandidate] | NoKernel:
     return tiled_candidates(MmaCandidate, product, product, operands, grid, gpu)
 
 
-MMA = Family(ARITHMETICS, mma_candidates)
+MMA = Family(MMA_ARITHMETICS, mma_candidates)

@@ -105,7 +105,7 @@ class MmaArithmetic:
     min_capability: tuple[int, int] = (8, 0)
 
 
-ARITHMETICS: dict[str, MmaArithmetic] = {
+MMA_ARITHMETICS: dict[str, MmaArithmetic] = {
     "bf16": MmaArithmetic(TYPES["bf16"], _MMA_TILES),
     "f16": MmaArithmetic(TYPES["f16"], _MMA_TILES),
     "tf32": MmaArithmetic(TYPES["tf32"], _MMA_TILES),
@@ -192,7 +192,7 @@ def instances_for(
     gpu
         What it is for.
     """
-    how = ARITHMETICS[product.arithmetic]
+    how = MMA_ARITHMETICS[product.arithmetic]
     dtypes = product.dtypes
     treatment = _float8_treatment(product.arithmetic, gpu)
     k_tiles = math.ceil(product.geometry.k * product.lhs_dtype.itemsize / TILE_ROW_BYTES)

@@ -16,7 +16,7 @@ from jax_tilekern.plans.gemm.epilogue_kernel import kernel_with_epilogue
 from jax_tilekern.plans.gemm.problem import Product, TypedProduct
 from jax_tilekern.plans.gemm.rasterization import raster_height
 from jax_tilekern.plans.gemm.sm80.config import (
-    ARITHMETICS,
+    MMA_ARITHMETICS,
     MatmulInstance,
     MatmulTile,
     instances_for,
@@ -30,11 +30,11 @@ from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch, NoKernel, Parame
 # Among tiles of equal cost the larger is taken, because it reads less memory.
 _SMALLER_TILE = 1.01
 
-_Candidate = TypeVar("_Candidate", bound="TiledCandidate")
+_Candidate = TypeVar("_Candidate", bound="TiledMmaCandidate")
 
 
 @dataclass(frozen=True)
-class TiledCandidate(CostedCandidate):
+class TiledMmaCandidate(CostedCandidate):
     """A tile for a product, not compiled yet.
 
     Attributes
@@ -202,7 +202,7 @@ def tiled_candidates(
 
 def refusal(product: TypedProduct[Any], gpu: Gpu) -> NoKernel | None:
     """Return why the kernels do not take a product on a GPU, or ``None``."""
-    how = ARITHMETICS[product.arithmetic]
+    how = MMA_ARITHMETICS[product.arithmetic]
     refused = product.refusal(how.types)
     if refused is None and gpu.compute_capability < how.min_capability:
         needed = "sm_{}{}".format(*how.min_capability)

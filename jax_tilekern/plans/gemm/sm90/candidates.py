@@ -20,9 +20,9 @@ from jax_tilekern.plans.gemm.passes.reduce_row_tiles import RowTilesPass
 from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
 from jax_tilekern.plans.gemm.problem import Product, copy_cycles
 from jax_tilekern.plans.gemm.sm90.config import (
-    ARITHMETICS,
     TILE_ROW_BYTES,
     TMA_STRIDE_BYTES,
+    WGMMA_ARITHMETICS,
     View,
     WgmmaTile,
     dense_tiles,
@@ -33,7 +33,7 @@ from jax_tilekern.plans.gemm.sm90.cost import busy_cycles, reread_cycles
 from jax_tilekern.plans.gemm.sm90.dynamic import CLAIMED_BYTES, CLEAR_CLAIMED, clear_claimed
 from jax_tilekern.plans.gemm.sm90.launch import launch_tiles
 from jax_tilekern.plans.gemm.sm90.tiling import (
-    TiledCandidate,
+    TiledWgmmaCandidate,
     is_launchable,
     oriented_tiles,
     refusal,
@@ -76,7 +76,7 @@ _MAX_SPLITS = 12
 
 
 @dataclass(frozen=True)
-class WgmmaCandidate(TiledCandidate):
+class WgmmaCandidate(TiledWgmmaCandidate):
     """A kernel for a product, not compiled yet.
 
     Attributes
@@ -180,7 +180,7 @@ class WgmmaCandidate(TiledCandidate):
 
 def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKernel:
     """Return the ways to compute a product, or why there is none."""
-    how = ARITHMETICS[product.arithmetic]
+    how = WGMMA_ARITHMETICS[product.arithmetic]
     refused = refusal(product, how.types, gpu)
     if refused:
         return refused
@@ -222,7 +222,7 @@ def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKer
     return found or NoKernel("no wgmma tile fits the operands")
 
 
-WGMMA = Family(ARITHMETICS, wgmma_candidates)
+WGMMA = Family(WGMMA_ARITHMETICS, wgmma_candidates)
 
 
 def _packs(product: Product) -> dict[int, PackPass]:

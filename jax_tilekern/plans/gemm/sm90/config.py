@@ -25,7 +25,7 @@ _F32, _INT32 = np.dtype(np.float32), np.dtype(np.int32)
 TILE_ROW_BYTES = 128
 _SUBTILES_BYTES = 2 * 8192
 _BARRIER_BYTES = 8
-MAX_BATCH_DIMS = 3
+MAX_TMA_BATCH_DIMS = 3
 # Strides in tensor maps are multiples of this.
 TMA_STRIDE_BYTES = 16
 # TMA loads this many rows of N at a time where a tile may be partial: at most two loads a tile.
@@ -103,7 +103,7 @@ class WgmmaArithmetic:
     promote: bool = False
 
 
-ARITHMETICS = {
+WGMMA_ARITHMETICS = {
     "bf16": WgmmaArithmetic(TYPES["bf16"]),
     "f16": WgmmaArithmetic(TYPES["f16"]),
     "tf32": WgmmaArithmetic(TYPES["tf32"]),

@@ -35,7 +35,7 @@ from jax_tilekern.plans.gemm.passes.split_float32 import (
 from jax_tilekern.plans.gemm.problem import Product, copy_cycles
 from jax_tilekern.plans.gemm.sm80.candidates import MmaCandidate, mma_candidates
 from jax_tilekern.plans.gemm.sm90.config import (
-    MAX_BATCH_DIMS,
+    MAX_TMA_BATCH_DIMS,
     View,
     WgmmaTile,
     dense_tiles,
@@ -44,7 +44,7 @@ from jax_tilekern.plans.gemm.sm90.config import (
 from jax_tilekern.plans.gemm.sm90.cost import busy_cycles
 from jax_tilekern.plans.gemm.sm90.launch import launch_tiles
 from jax_tilekern.plans.gemm.sm90.tiling import (
-    TiledCandidate,
+    TiledWgmmaCandidate,
     is_launchable,
     oriented_tiles,
     refusal,
@@ -83,11 +83,11 @@ _CYCLES_OF_A_TILE, _ACROSS_K = 2500, 1.5
 # product is the sum of products of at most so much k, if an SM has so many tiles.
 _SLICE_K, _SLICED_ROUNDS = 8192, 16
 
-ARITHMETICS = ("f32", "f32_emulated", "f32_normwise")
+EMULATED_ARITHMETICS = ("f32", "f32_emulated", "f32_normwise")
 
 
 @dataclass(frozen=True)
-class EmulatedCandidate(TiledCandidate):
+class EmulatedCandidate(TiledWgmmaCandidate):
     """Two splits and a float16 product; a decision and the float32 product in its place.
 
     Attributes
@@ -219,7 +219,7 @@ class _Slice:
 
 
 def _launch_product(
-    candidate: TiledCandidate,
+    candidate: TiledWgmmaCandidate,
     compiled: Compiled,
     kernel: Kernel,
     view: View,
@@ -277,7 +277,7 @@ def launch_of_parts(
         return NoKernel("no wgmma tile fits the operands")
     best = min(found, key=lambda candidate: candidate.cycles)
     kernel, fused = best.fused(product.epilogue, product.geometry, product.out_buffer)
-    strides = (*(0,) * (MAX_BATCH_DIMS - len(exponent_strides)), *exponent_strides)
+    strides = (*(0,) * (MAX_TMA_BATCH_DIMS - len(exponent_strides)), *exponent_strides)
     exponents = [(Buffer(product.first_workspace + i), strides) for i in range(2)]
     compiled = compile_kernels(kernel, arch=gpu.arch)
     return _launch_product(best, compiled, kernel, view, exponents, Scalars.int64(0), fused, gpu)
@@ -349,7 +349,7 @@ def _candidates(
         yield EmulatedCandidate(tile, instance, cycles, product, plain)
 
 
-EMULATED = Family(ARITHMETICS, emulated_candidates)
+EMULATED = Family(EMULATED_ARITHMETICS, emulated_candidates)
 
 
 def _splits(product: Product, gpu: Gpu) -> tuple[SplitPass, SplitPass]:
@@ -401,4 +401,4 @@ def _added(product: Product) -> Epilogue:
 
 def _batch_strides(split: SplitPass) -> tuple[int, ...]:
     batch = split.fact_strides[:-1]
-    return (*(0,) * (MAX_BATCH_DIMS - len(batch)), *batch)
+    return (*(0,) * (MAX_TMA_BATCH_DIMS - len(batch)), *batch)

@@ -11,7 +11,7 @@ from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.gemm.epilogue import EpilogueArray
 from jax_tilekern.plans.gemm.rasterization import raster_height
 from jax_tilekern.plans.gemm.sm90.config import (
-    MAX_BATCH_DIMS,
+    MAX_TMA_BATCH_DIMS,
     TILE_ROW_BYTES,
     TMA_STRIDE_BYTES,
     View,
@@ -56,10 +56,10 @@ def launch_tiles(
         work_tiles = math.ceil(k_tiles / split_k_tiles) * math.prod(view.batch) * tiles_m * tiles_n
     clusters = min(work_tiles, gpu.sm_count // instance.cluster)
 
-    missing = (0,) * (MAX_BATCH_DIMS - len(view.batch))
-    out_missing = (0,) * (MAX_BATCH_DIMS - len(view.out_batch))
+    missing = (0,) * (MAX_TMA_BATCH_DIMS - len(view.batch))
+    out_missing = (0,) * (MAX_TMA_BATCH_DIMS - len(view.out_batch))
     shape = Scalars.pack(
-        f"{MAX_BATCH_DIMS + 1}q{3 * MAX_BATCH_DIMS + 10}i",
+        f"{MAX_TMA_BATCH_DIMS + 1}q{3 * MAX_TMA_BATCH_DIMS + 10}i",
         *out_missing,
         *(stride for _, stride in view.out_batch),
         view.out_n_stride if instance.out_m_major else view.out_m_stride,
@@ -198,7 +198,7 @@ def _map(
     """Return the map of a matrix, given sizes and strides innermost first, and of its batch."""
     # The coordinate stays 0 in dimensions over which an operand is broadcast.
     outer = [(size if stride else 1, stride) for size, stride in reversed(batch)]
-    outer += [(1, 0)] * (MAX_BATCH_DIMS - len(batch))
+    outer += [(1, 0)] * (MAX_TMA_BATCH_DIMS - len(batch))
     (inner, _), *rest = *matrix, *outer
     return TensorMap(
         buffer,
@@ -206,6 +206,6 @@ def _map(
         (inner, *(size for size, _ in rest)),
         # A dimension of size 1 may have any stride.
         tuple(stride * itemsize if size > 1 else TMA_STRIDE_BYTES for size, stride in rest),
-        (*box, *(1,) * MAX_BATCH_DIMS),
+        (*box, *(1,) * MAX_TMA_BATCH_DIMS),
         swizzle=swizzle,
     )

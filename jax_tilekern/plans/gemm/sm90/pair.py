@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gemm.problem import PairProduct
 from jax_tilekern.plans.gemm.sm90.config import (
-    ARITHMETICS,
     TMA_STRIDE_BYTES,
+    WGMMA_ARITHMETICS,
     View,
     WgmmaTile,
     dense_tiles,
@@ -24,7 +24,7 @@ from jax_tilekern.plans.gemm.sm90.config import (
 from jax_tilekern.plans.gemm.sm90.cost import busy_cycles
 from jax_tilekern.plans.gemm.sm90.launch import launch_tiles, rhs_map
 from jax_tilekern.plans.gemm.sm90.tiling import (
-    TiledCandidate,
+    TiledWgmmaCandidate,
     is_launchable,
     oriented_tiles,
     refusal,
@@ -47,7 +47,7 @@ _TILES = (
 
 
 @dataclass(frozen=True)
-class PairCandidate(TiledCandidate):
+class PairCandidate(TiledWgmmaCandidate):
     """A kernel for two products, not compiled yet.
 
     Attributes
@@ -91,7 +91,7 @@ def pair_candidates(product: PairProduct, gpu: Gpu) -> list[PairCandidate] | NoK
     """Return the ways to compute two products in one kernel, or why there is none."""
     if product.arithmetic not in _SIXTEEN_BITS:
         return NoKernel(f"no kernel of both computes in {product.arithmetic}")
-    how = ARITHMETICS[product.arithmetic]
+    how = WGMMA_ARITHMETICS[product.arithmetic]
     refused = refusal(product, how.types, gpu)
     if refused:
         return refused

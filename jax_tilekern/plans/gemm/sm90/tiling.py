@@ -18,7 +18,7 @@ from jax_tilekern.plans.gemm.epilogue_kernel import kernel_with_epilogue
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import TypedProduct
 from jax_tilekern.plans.gemm.sm90.config import (
-    MAX_BATCH_DIMS,
+    MAX_TMA_BATCH_DIMS,
     MAX_WORK_TILES,
     TMA_STRIDE_BYTES,
     View,
@@ -34,7 +34,7 @@ _CAPABILITY = (9, 0)
 
 
 @dataclass(frozen=True)
-class TiledCandidate(CostedCandidate):
+class TiledWgmmaCandidate(CostedCandidate):
     """A tile for a product, not compiled yet.
 
     Attributes
@@ -146,6 +146,6 @@ def refusal(product: TypedProduct[Any], types: ElementTypes, gpu: Gpu) -> NoKern
     if gpu.compute_capability != _CAPABILITY:
         return NoKernel(f"{product.arithmetic} takes sm_90a, and this is {gpu.arch}")
     batch = product.strided.batch
-    if len(batch) > MAX_BATCH_DIMS:
-        return NoKernel(f"{len(batch)} batch dimensions (wgmma takes at most {MAX_BATCH_DIMS})")
+    if len(batch) > MAX_TMA_BATCH_DIMS:
+        return NoKernel(f"{len(batch)} batch dimensions (wgmma takes at most {MAX_TMA_BATCH_DIMS})")
     return product.refusal(types)

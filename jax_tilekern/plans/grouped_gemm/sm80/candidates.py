@@ -17,9 +17,9 @@ import numpy as np
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.gemm.families import Family
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.sm80.config import ARITHMETICS, TINY, MatmulInstance, MatmulTile
+from jax_tilekern.plans.gemm.sm80.config import MMA_ARITHMETICS, TINY, MatmulInstance, MatmulTile
 from jax_tilekern.plans.gemm.sm80.operands import Operand, lhs_operand, rhs_operand
-from jax_tilekern.plans.gemm.sm80.tiling import Grid, TiledCandidate, refusal, tiled_candidates
+from jax_tilekern.plans.gemm.sm80.tiling import Grid, TiledMmaCandidate, refusal, tiled_candidates
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct, pack_groups
 from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
@@ -30,7 +30,7 @@ _SPANS_OF_NO_GROUP = 2
 
 
 @dataclass(frozen=True)
-class GroupedMmaCandidate(TiledCandidate):
+class GroupedMmaCandidate(TiledMmaCandidate):
     """A kernel for a grouped GEMM, not compiled yet.
 
     With ragged ``m`` the grid's batch is without the groups, whose tiles are all along ``m``.
@@ -88,7 +88,7 @@ def grouped_mma_candidates(
     return tiled_candidates(GroupedMmaCandidate, product, average, (lhs, rhs), grid, gpu)
 
 
-GROUPED_MMA = Family(ARITHMETICS, grouped_mma_candidates)
+GROUPED_MMA = Family(MMA_ARITHMETICS, grouped_mma_candidates)
 
 
 def _average(geometry: GroupedGeometry) -> MatmulGeometry:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gemm.families import Family
 from jax_tilekern.plans.gemm.sm90.config import (
-    ARITHMETICS,
     TMA_STRIDE_BYTES,
+    WGMMA_ARITHMETICS,
     View,
     WgmmaInstance,
     WgmmaTile,
@@ -30,7 +30,7 @@ from jax_tilekern.plans.gemm.sm90.dynamic import (
 )
 from jax_tilekern.plans.gemm.sm90.launch import launch_tiles, rhs_map
 from jax_tilekern.plans.gemm.sm90.tiling import (
-    TiledCandidate,
+    TiledWgmmaCandidate,
     is_launchable,
     oriented_tiles,
     refusal,
@@ -61,7 +61,7 @@ _TILES = (
 
 
 @dataclass(frozen=True)
-class GroupedWgmmaCandidate(TiledCandidate):
+class GroupedWgmmaCandidate(TiledWgmmaCandidate):
     """A kernel for a grouped GEMM, not compiled yet.
 
     Attributes
@@ -116,7 +116,7 @@ def grouped_wgmma_candidates(
     product: GroupedProduct, gpu: Gpu
 ) -> list[GroupedWgmmaCandidate] | NoKernel:
     """Return the ways to compute a grouped GEMM, or why there is none."""
-    geometry, how = product.geometry, ARITHMETICS[product.arithmetic]
+    geometry, how = product.geometry, WGMMA_ARITHMETICS[product.arithmetic]
     refused = refusal(product, how.types, gpu)
     if refused:
         return refused
@@ -144,7 +144,7 @@ def grouped_wgmma_candidates(
     return found or NoKernel("no wgmma tile fits the operands")
 
 
-GROUPED_WGMMA = Family(ARITHMETICS, grouped_wgmma_candidates)
+GROUPED_WGMMA = Family(WGMMA_ARITHMETICS, grouped_wgmma_candidates)
 
 
 def _refusal(product: GroupedProduct, view: View) -> NoKernel | None:
