@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jax_tilekern.files import replace_text
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -44,10 +46,7 @@ def output_file(text: str) -> Path:
 
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as JSON that a person can read too."""
-    # In one step, so that who is stopped here leaves the old file or the new one.
-    whole = path.with_name(f".{path.name}.new")
-    whole.write_text(json.dumps(value, indent=1) + "\n")
-    whole.replace(path)
+    replace_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def duration(seconds: float) -> str:

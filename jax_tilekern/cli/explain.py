@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
-from jax_tilekern.cli.product_call import FORM, ProductCallError, parse_product, products_in
+from jax_tilekern.cli.product_call import add_product_arguments, product_calls
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.inspection.explain import explain
 from jax_tilekern.plans.gpu import gpu_target
@@ -17,9 +16,7 @@ HELP = "show which kernel computes a product, and why"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("products", nargs="+", metavar="PRODUCT", help=FORM)
-    parser.add_argument("--out", metavar="TYPE", help="type of the results")
-    parser.add_argument("--precision", metavar="NAME", help="as JAX names it")
+    add_product_arguments(parser)
     parser.add_argument(
         "--gpu",
         metavar="GPU",
@@ -29,18 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status: 2 for a bad argument, or without NVRTC."""
-    target: AbstractContextManager[Any] = nullcontext()
-    platform = None
     try:
+        calls = product_calls(arguments)
+        if not calls:
+            raise ValueError("name a product, such as 'matmul bf16 512x512x512'")
         if arguments.gpu is not None:
-            target, platform = gpu_target(arguments.gpu), "cuda"
             nvrtc()
-        with target:
-            for text in products_in(arguments.products):
-                call = parse_product(text, arguments.out, arguments.precision)
+        with gpu_target(arguments.gpu) if arguments.gpu is not None else nullcontext():
+            for call in calls:
                 with call.types_enabled():
+                    platform = None if arguments.gpu is None else "cuda"
                     print(explain(call.function, *call.operands, platform=platform))
-    except (ProductCallError, TypeError, ValueError, NvrtcNotFound) as error:
+    except (TypeError, ValueError, NvrtcNotFound) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

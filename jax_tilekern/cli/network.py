@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jax_tilekern.cli.digits import Digits
+
 Product = Callable[[Array, Array], Array]
 Layer = tuple[Array, Array]
 Parameters = tuple[Layer, ...]
 
 SIZES = (64, 128, 128, 10)
-_LEARNING_RATE = 0.5
+BATCH = 128
+_LEARNING_RATE = 0.05
 _MOMENTUM = 0.9
-# An example whose gradient is longer than this is scaled down to it, so that no image that is hard
-# to read, or labelled wrongly, moves the network more than any other.
-_LONGEST_GRADIENT = 5.0
 
 
 class State(NamedTuple):
@@ -29,14 +29,8 @@ class State(NamedTuple):
     velocity: Parameters
 
 
-class Report(NamedTuple):
-    """What a step tells: the mean loss, and the length of every example's own gradient."""
-
-    loss: Array
-    gradient_norms: Array
-
-
-Step = Callable[[State, Array, Array], tuple[State, Report]]
+Batch = tuple[Array, Array]
+Step = Callable[[State, Array, Array], tuple[State, Array]]
 
 
 def initial_state() -> State:
@@ -51,49 +45,36 @@ def initial_state() -> State:
     return State(parameters, jax.tree.map(jnp.zeros_like, parameters))
 
 
+def batches(data: Digits) -> Iterator[Batch]:
+    """Yield batches without end: shuffled epochs, always the same."""
+    rng = np.random.default_rng(1)
+    while True:
+        order = rng.permutation(len(data.images))
+        for start in range(0, len(order) - BATCH + 1, BATCH):
+            chosen = order[start : start + BATCH]
+            yield jnp.asarray(data.images[chosen]), jnp.asarray(data.labels[chosen])
+
+
 def logits(product: Product, parameters: Parameters, images: Array) -> Array:
-    """Return the scores of the ten digits for one image or a batch of them."""
+    """Return the scores of the ten digits for each image of a batch."""
     *hidden, (weights, bias) = parameters
     x = images
     for layer_weights, layer_bias in hidden:
-        # Smooth, so that no rounding error flips a unit from off to on and moves a whole gradient.
         x = jax.nn.silu(product(x, layer_weights) + layer_bias)
     return product(x, weights) + bias
 
 
-def losses(product: Product, parameters: Parameters, images: Array, labels: Array) -> Array:
-    """Return the cross entropy of one image or of each in a batch."""
-    log_probabilities = jax.nn.log_softmax(logits(product, parameters, images))
-    return -jnp.take_along_axis(log_probabilities, labels[..., None], axis=-1)[..., 0]
-
-
-def gradient_norms(product: Product, parameters: Parameters, images: Array, labels: Array) -> Array:
-    """Return the length of each example's own gradient: ``vmap`` of ``grad``."""
-
-    def norm(image: Array, label: Array) -> Array:
-        gradient = jax.grad(lambda p: losses(product, p, image, label))(parameters)
-        return jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradient)))
-
-    return jax.vmap(norm)(images, labels)
-
-
 def make_step(product: Product) -> Step:
-    """Return the jitted training step: gradient descent with momentum, each example clipped."""
+    """Return the jitted training step, gradient descent with momentum; it also returns the loss."""
 
-    def step(state: State, images: Array, labels: Array) -> tuple[State, Report]:
-        norms = gradient_norms(product, state.parameters, images, labels)
-        # The gradient of this weighted mean is the mean of the clipped gradients.
-        weights = jnp.minimum(1.0, _LONGEST_GRADIENT / jnp.maximum(norms, 1e-12))
+    def loss(parameters: Parameters, images: Array, labels: Array) -> Array:
+        log_probabilities = jax.nn.log_softmax(logits(product, parameters, images))
+        return -jnp.mean(jnp.take_along_axis(log_probabilities, labels[:, None], axis=-1))
 
-        def objective(parameters: Parameters) -> tuple[Array, Array]:
-            each = losses(product, parameters, images, labels)
-            return jnp.mean(weights * each), jnp.mean(each)
-
-        (_, loss), gradient = jax.value_and_grad(objective, has_aux=True)(state.parameters)
+    def step(state: State, images: Array, labels: Array) -> tuple[State, Array]:
+        value, gradient = jax.value_and_grad(loss)(state.parameters, images, labels)
         velocity = jax.tree.map(lambda v, g: _MOMENTUM * v + g, state.velocity, gradient)
-        parameters = jax.tree.map(
-            lambda p, v: p - _LEARNING_RATE * (1 - _MOMENTUM) * v, state.parameters, velocity
-        )
-        return State(parameters, velocity), Report(loss, norms)
+        parameters = jax.tree.map(lambda p, v: p - _LEARNING_RATE * v, state.parameters, velocity)
+        return State(parameters, velocity), value
 
     return jax.jit(step)

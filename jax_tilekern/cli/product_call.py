@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ import numpy as np
 
 import jax_tilekern
 
-FORM = "matmul TYPE MxNxK, or BxMxNxK for a batch, with NT, TN or TT for transposed operands"
+_FORM = "matmul TYPE MxNxK, or BxMxNxK for a batch, with NT, TN or TT for transposed operands"
 
 _TYPES = {
     "bf16": "bfloat16",
@@ -59,9 +60,18 @@ class ProductCall:
         return context
 
 
-def products_in(words: Sequence[str]) -> list[str]:
+def add_product_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that name products."""
+    parser.add_argument("products", nargs="*", metavar="PRODUCT", help=_FORM)
+    parser.add_argument("--out", metavar="TYPE", help="type of the results")
+    parser.add_argument("--precision", metavar="NAME", help="as JAX names it")
+
+
+def product_calls(arguments: argparse.Namespace) -> list[ProductCall]:
     """Return the products that a command line names, whether each is quoted or not."""
-    return re.split(r"\s+(?=matmul\b)", " ".join(words).strip()) if words else []
+    text = " ".join(arguments.products).strip()
+    names = re.split(r"\s+(?=matmul\b)", text) if text else []
+    return [parse_product(name, arguments.out, arguments.precision) for name in names]
 
 
 def parse_product(text: str, out: str | None = None, precision: str | None = None) -> ProductCall:
@@ -85,7 +95,7 @@ def parse_product(text: str, out: str | None = None, precision: str | None = Non
     match = _PRODUCT.fullmatch(text)
     sizes = [int(size) for size in match[2].split("x")] if match else []
     if match is None or min(sizes) < 1:
-        raise ProductCallError(f"{text!r} is not {FORM}")
+        raise ProductCallError(f"{text!r} is not {_FORM}")
     *batch, m, n, k = sizes
     dtype = _dtype(match[1], text)
     lhs = (k, m) if match[3] == "T" else (m, k)

@@ -11,7 +11,7 @@ from typing import Protocol
 import jax_tilekern
 
 # What a shell reports of a process that an interrupt ended.
-_INTERRUPTED = 130
+INTERRUPTED = 130
 
 
 class Command(Protocol):
@@ -63,4 +63,4 @@ def run_command(
         return commands[parsed.command].run(parsed)
     except KeyboardInterrupt:
         print(f"{parsed.command}: interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return INTERRUPTED

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jax_tilekern.inspection.choices import Choice, recorded_choices
+from jax_tilekern.inspection.columns import columns
 from jax_tilekern.inspection.tracing import traced
 
 _PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
@@ -22,7 +23,7 @@ class Explanation(tuple[Choice, ...]):
         """Return one line per call; a call that is part of another is indented below it."""
         if not self:
             return "no call of jax_tilekern"
-        rows = [
+        return columns(
             (
                 "  " * choice.depth
                 + f"{choice.call}  {' x '.join(choice.operands)} -> {choice.result}",
@@ -31,12 +32,6 @@ class Explanation(tuple[Choice, ...]):
                 choice.reason,
             )
             for choice in self
-        ]
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        return "\n".join(
-            "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False) if width)
-            + f"  {row[-1]}"
-            for row in rows
         )
 
 

@@ -15,7 +15,6 @@ import functools
 import hashlib
 import json
 import math
-import os
 import re
 import threading
 import warnings
@@ -29,6 +28,7 @@ import numpy as np
 import platformdirs
 
 from jax_tilekern.compilation.nvrtc import CompileError
+from jax_tilekern.files import replace_text
 from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
@@ -73,9 +73,6 @@ class TunedChoice:
     date: str
 
     def __post_init__(self) -> None:
-        texts = (self.winner, self.model, self.method, self.digest, self.versions, self.date)
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError(f"a tuned choice has texts, not {texts}")
         if not all(0 < time < math.inf for time in self.microseconds.values()):
             raise ValueError(f"times are positive, not {dict(self.microseconds)}")
         if self.winner not in self.microseconds:
@@ -84,17 +81,8 @@ class TunedChoice:
     @property
     def reach(self) -> float | None:
         """Speed of the model's choice in terms of the winner's; ``None`` if it did not run."""
-        return self._of_model(self.winner)
-
-    @property
-    def kernel_reach(self) -> float | None:
-        """Speed of the model's choice in terms of the fastest kernel's, which XLA's is not."""
-        kernels = [key for key in self.microseconds if key != XLA]
-        return self._of_model(min(kernels, key=self.microseconds.__getitem__)) if kernels else None
-
-    def _of_model(self, key: str) -> float | None:
         model = self.microseconds.get(self.model)
-        return None if model is None else self.microseconds[key] / model
+        return None if model is None else self.microseconds[self.winner] / model
 
 
 def product_text(product: Product) -> str:
@@ -323,20 +311,16 @@ def _read(path: Path) -> tuple[str, dict[str, TunedChoice]]:
         whole = json.loads(content)
         if whole["schema"] != _SCHEMA:
             raise ValueError(f"it has schema {whole['schema']}, and this version reads {_SCHEMA}")
-        model = whole["gpu"]
-        if not isinstance(model, str):
-            raise TypeError(f"gpu is {model!r}")
-        return model, {name: TunedChoice(**entry) for name, entry in whole["choices"].items()}
+        choices = {name: TunedChoice(**entry) for name, entry in whole["choices"].items()}
+        return str(whole["gpu"]), choices
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a file of tuned choices: {error!r}") from error
 
 
 def _read_or_warn(path: Path | None, model: str) -> dict[str, TunedChoice]:
     """Return the choices of a file, or none where it is broken, which is worth one warning."""
-    if path is None:
-        return {}
     try:
-        named, found = _read(path)
+        named, found = (model, {}) if path is None else _read(path)
         if named != model:
             raise ValueError(f"{path} is of {named}, not of {model}")
         return found
@@ -356,37 +340,26 @@ def _merge(path: Path, model: str, new: Mapping[str, TunedChoice]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may not change the file between its reading and its writing.
         with filelock.FileLock(path.with_suffix(".lock")):
+            found: dict[str, TunedChoice] = {}
             try:
                 _, found = _read(path)
             except FileNotFoundError:
-                found = {}
+                pass
             except ValueError:
                 # Perhaps of a newer version of this package; see _read_or_warn().
                 path.replace(path.with_suffix(".json.unread"))
-                found = {}
             _write(path, model, {**found, **new})
     except OSError as error:
-        _warn_unwritable(str(path), str(error))
+        warnings.warn(
+            f"jax_tilekern cannot keep tuned choices in {path} ({error}); this process has them "
+            "alone",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _write(path: Path, model: str, choices: Mapping[str, TunedChoice]) -> None:
     entries = {name: dataclasses.asdict(choices[name]) for name in sorted(choices)}
     whole = {"schema": _SCHEMA, "gpu": model, "choices": entries}
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed into place, so that who is stopped here leaves the old file or the new one.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-@functools.cache
-def _warn_unwritable(path: str, reason: str) -> None:
-    warnings.warn(
-        f"jax_tilekern cannot keep tuned choices in {path} ({reason}); this process has them alone",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    replace_text(path, json.dumps(whole, indent=1) + "\n")

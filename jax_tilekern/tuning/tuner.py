@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
-import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ import jax
 from jax_tilekern.compilation.nvrtc import nvrtc
 from jax_tilekern.compilation.source_digests import source_digests
 from jax_tilekern.inspection.choices import recorded_choices
+from jax_tilekern.inspection.columns import columns
 from jax_tilekern.inspection.tracing import traced
 from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gemm.problem import Product
@@ -39,11 +39,7 @@ from jax_tilekern.plans.tuned import (
 )
 from jax_tilekern.tuning.product_timing import Measured, measure
 
-__all__ = [
-    "XLA", "TunedChoice", "TunedChoices", "TunedProduct", "Tuning", "export",
-    "gpu_to_measure", "load", "products_of", "reach", "short_name", "tune",
-    "tune_products", "using",
-]  # fmt: skip
+__all__ = ["TunedChoices", "TunedProduct", "Tuning", "export", "load", "tune", "using"]
 
 # Candidates within this factor of the fastest are equally good. Among them the model's choice comes
 # first, and XLA's own product last.
@@ -103,40 +99,22 @@ class TunedProduct:
     failures: Mapping[str, str]
     known: bool = False
 
-    HEADINGS = ("product", "winner", "tuned", "model's choice", "its time", "XLA", "model reaches")
-
     def cells(self) -> tuple[str, ...]:
-        """Return the entries of a table under :data:`HEADINGS`."""
+        """Return the entries of a line of :class:`Tuning`."""
         choice = self.choice
         if choice is None:
-            return (str(self), "nothing ran", *[""] * (len(self.HEADINGS) - 2))
+            return (str(self), "nothing ran", "", "", "", "", "")
         tuned, model, xla = (
             "-" if time is None else f"{time:.3g} us" if time < 1000 else f"{time / 1000:.3g} ms"
             for time in map(choice.microseconds.get, (choice.winner, choice.model, XLA))
         )
+        winner = f"{choice.winner} (known)" if self.known else choice.winner
         reach = "-" if choice.reach is None else f"{choice.reach:.3f}"
-        return (str(self), choice.winner, tuned, choice.model, model, xla, reach)
+        return (str(self), winner, tuned, choice.model, model, xla, reach)
 
     def __str__(self) -> str:
         """Return the product in short."""
         return short_name(self.product)
-
-
-def reach(rows: Iterable[TunedProduct]) -> str:
-    """Describe how much of the tuned speed the cost model's choices reach, as a geometric mean."""
-    choices = [row.choice for row in rows if row.choice is not None]
-    reaches = [choice.reach for choice in choices if choice.reach is not None]
-    kernels = [choice.kernel_reach for choice in choices if choice.kernel_reach is not None]
-    if not reaches:
-        return "Nothing is tuned."
-    return (
-        f"The model's choices reach {_geometric_mean(reaches):.3f} of tuned ones, and "
-        f"{_geometric_mean(kernels):.3f} of the fastest kernels (geometric mean of {len(reaches)})."
-    )
-
-
-def _geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values)))
 
 
 class Tuning(tuple[TunedProduct, ...]):
@@ -148,10 +126,15 @@ class Tuning(tuple[TunedProduct, ...]):
         """Return one line per product, and a summary."""
         if not self:
             return "no product has a kernel"
-        rows = [TunedProduct.HEADINGS, *(row.cells() for row in self)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, reach(self)])
+        headings = ("product", "winner", "tuned", "model's choice", "its time", "XLA", "reaches")
+        lines = columns([headings, *(row.cells() for row in self)])
+        reaches = [row.choice.reach for row in self if row.choice and row.choice.reach]
+        if not reaches:
+            return lines
+        return (
+            f"{lines}\nThe model's choices reach {statistics.geometric_mean(reaches):.3f} of the "
+            f"tuned speed (geometric mean of {len(reaches)})."
+        )
 
 
 # Tuning
@@ -208,7 +191,6 @@ def tune(
     >>> print(jtk.tune(jtk.matmul, x, x))  # doctest: +SKIP
     """
     gpu = gpu_to_measure()
-    nvrtc()
     rows = []
     products = products_of(function, *args, **kwargs)
     for row in tune_products(products, gpu, seconds=seconds, top=top, force=force):
@@ -225,6 +207,8 @@ def gpu_to_measure() -> Gpu:
     ------
     NoGpu
         If JAX has no GPU, or plans are made for another one.
+    NvrtcNotFound
+        If there is no NVRTC to compile the kernels with.
     """
     gpu = current_gpu()
     if jax.default_backend() != "gpu":
@@ -235,6 +219,7 @@ def gpu_to_measure() -> Gpu:
     device = jax.devices()[0].device_kind
     if device != gpu.name:
         raise NoGpu(f"plans are made for {gpu.name}, but the GPU to measure on is {device}")
+    nvrtc()
     return gpu
 
 
@@ -245,7 +230,6 @@ def tune_products(
     seconds: float = 1.0,
     top: int = 8,
     force: bool = False,
-    choices: TunedChoices | None = None,
 ) -> Iterator[TunedProduct]:
     """Tune products one after the other; yield each when its result is stored.
 
@@ -257,10 +241,8 @@ def tune_products(
         The GPU of this machine.
     seconds, top, force
         As for :func:`tune`.
-    choices
-        Where to store results; by default where plans look for them.
     """
-    choices = current_choices() if choices is None else choices
+    choices = current_choices()
     digest = _digest()
     for product in products:
         before = choices.find(product, gpu)
@@ -268,8 +250,8 @@ def tune_products(
             yield TunedProduct(product, before, {}, known=True)
             continue
         found = candidates(product, gpu)
-        if isinstance(found, NoKernel):
-            continue
+        # Every product of products_of() has one.
+        assert not isinstance(found, NoKernel)
         measured = measure(product, _worth_measuring(found, top), gpu, seconds)
         choice = _chosen(measured, found[0].key, digest)
         if choice is not None:
@@ -279,14 +261,11 @@ def tune_products(
 
 def _worth_measuring(found: Sequence[Candidate], top: int) -> list[Candidate]:
     """Return the best by the model, and the best of every other family of kernels."""
-    best = list(found[: max(1, top)])
-    families = {candidate.key.split()[0] for candidate in best}
-    for candidate in found[len(best) :]:
-        family = candidate.key.split()[0]
-        if family not in families:
-            families.add(family)
-            best.append(candidate)
-    return best
+    best_of_family: dict[str, Candidate] = {}
+    for candidate in found:
+        best_of_family.setdefault(candidate.key.split()[0], candidate)
+    best = found[: max(1, top)]
+    return [*best, *(candidate for candidate in best_of_family.values() if candidate not in best)]
 
 
 def _chosen(measured: Measured, model: str, digest: str) -> TunedChoice | None:
