@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 # The oldest and the newest version in continuous integration. A micro release of the newest counts
 # as tested.
@@ -13,24 +13,17 @@ _OLDEST_GPU = (8, 0)
 # A float32 product of 128 terms errs by less than this in TF32, and by much less in float32.
 _TRIAL_ERROR = 2e-3
 
+Fact = Mapping[str, Any]
 
-@dataclass(frozen=True)
-class Problem:
-    """A problem of the environment.
 
-    Attributes
-    ----------
-    what
-        The problem, in a sentence.
-    fix
-        The command that fixes it.
-    """
+class Problem(NamedTuple):
+    """A problem of the environment, in a sentence, and the command that fixes it."""
 
     what: str
     fix: str
 
 
-def find_problems(facts: Mapping[str, Any], errors: Mapping[str, str]) -> list[Problem]:
+def find_problems(facts: Fact, errors: Mapping[str, str]) -> list[Problem]:
     """Return the problems that the facts show.
 
     Parameters
@@ -48,84 +41,58 @@ def find_problems(facts: Mapping[str, Any], errors: Mapping[str, str]) -> list[P
         for name, error in errors.items()
         if not error.startswith("NoBackend")
     ]
-    rules: dict[Callable[..., Iterator[Problem]], tuple[str, ...]] = {
-        _jax_version: ("versions",),
-        _no_backend: ("driver", "backends", "versions"),
-        _gpu_without_backend: ("driver", "backends", "versions"),
-        _driver_too_old: ("driver", "versions"),
-        _gpu_too_old: ("driver",),
-        _several_architectures: ("driver",),
-        _no_nvrtc: ("driver", "nvrtc"),
-        _cache_not_writable: ("cache", "nvrtc"),
-        _nothing_registered: ("registered_targets", "installation"),
-        _wrong_product: ("trial_product", "installation"),
-    }
-    for rule, needed in rules.items():
-        if all(name in facts for name in needed):
-            found += rule(*(facts[name] for name in needed))
+    # The parameters of a rule are the facts that it needs.
+    for rule in (_jax, _backend, _plugin, _gpus, _nvrtc, _cache, _handlers, _product):
+        needed = inspect.signature(rule).parameters
+        if needed.keys() <= facts.keys():
+            found += rule(**{name: facts[name] for name in needed})
     return found
 
 
-def _jax_version(versions: Mapping[str, Any]) -> Iterator[Problem]:
+def _jax(versions: Fact) -> Iterator[Problem]:
     version = versions["jax"]
     release = tuple(int(part) for part in version.split(".")[:2])
     fix = f"pip install 'jax>={_dotted(_OLDEST_JAX)},<={_dotted(_NEWEST_JAX)}.99'"
     if release < _OLDEST_JAX:
-        yield Problem(
-            f"jax {version} is older than {_dotted(_OLDEST_JAX)}, the oldest supported", fix
-        )
+        what = f"jax {version} is older than {_dotted(_OLDEST_JAX)}, the oldest supported"
+        yield Problem(what, fix)
     if release > _NEWEST_JAX:
         yield Problem(f"jax {version} is newer than {_dotted(_NEWEST_JAX)}, the newest tested", fix)
 
 
-def _no_backend(
-    driver: Mapping[str, Any], backends: Mapping[str, Any], versions: Mapping[str, Any]
-) -> Iterator[Problem]:
-    if backends["default"] is not None:
-        return
-    restricted = backends["restricted_to"]
-    wanted = f" for JAX_PLATFORMS={restricted}" if restricted else ""
-    has_gpu = bool(driver["gpus"])
-    yield Problem(
-        f"JAX starts no backend{wanted} ({backends['why_none']})"
-        + ("" if has_gpu else f", and there is no GPU here: {driver['why_none']}"),
+def _backend(driver: Fact, backends: Fact, versions: Fact) -> Iterator[Problem]:
+    restricted, gpus = backends["restricted_to"], driver["gpus"]
+    lacks_plugin = gpus and not _plugins(versions)
+    fix = (
         f"pip install 'jax[cuda{_newest_cuda(driver)}]'"
-        if has_gpu and not _plugins(versions)
+        if lacks_plugin
         else "unset JAX_PLATFORMS"
         if restricted
-        else "pip install --force-reinstall jax jaxlib",
+        else None
     )
-
-
-def _gpu_without_backend(
-    driver: Mapping[str, Any], backends: Mapping[str, Any], versions: Mapping[str, Any]
-) -> Iterator[Problem]:
-    served = backends["default"] is None or {"gpu", "cuda"} & set(backends["devices"])
-    if not driver["gpus"] or served:
-        return
-    gpu = driver["gpus"][0]["name"]
-    if not _plugins(versions):
+    if backends["default"] is None:
+        wanted = f" for JAX_PLATFORMS={restricted}" if restricted else ""
         yield Problem(
-            f"the driver shows {gpu}, but JAX has no CUDA plugin and computes on the CPU",
-            f"pip install 'jax[cuda{_newest_cuda(driver)}]'",
+            f"JAX starts no backend{wanted} ({backends['why_none']})"
+            + ("" if gpus else f", and there is no GPU here: {driver['why_none']}"),
+            fix or "pip install --force-reinstall jax jaxlib",
         )
-    elif backends["restricted_to"]:
+    elif gpus and not {"gpu", "cuda"} & set(backends["devices"]):
         yield Problem(
-            f"the driver shows {gpu}, but JAX_PLATFORMS={backends['restricted_to']} keeps JAX "
-            "from it",
-            "unset JAX_PLATFORMS",
-        )
-    else:
-        yield Problem(
-            f"the driver shows {gpu} and JAX's CUDA plugin is installed, but JAX cannot use it",
-            "JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'  # shows the reason",
+            f"the driver shows {gpus[0]['name']}, but "
+            + (
+                "JAX has no CUDA plugin and computes on the CPU"
+                if lacks_plugin
+                else f"JAX_PLATFORMS={restricted} keeps JAX from it"
+                if restricted
+                else "JAX cannot use it, although its CUDA plugin is installed"
+            ),
+            fix or "JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()'  # shows the reason",
         )
 
 
-def _driver_too_old(driver: Mapping[str, Any], versions: Mapping[str, Any]) -> Iterator[Problem]:
-    if not driver["gpus"]:
-        return
-    for major in _plugins(versions):
+def _plugin(driver: Fact, versions: Fact) -> Iterator[Problem]:
+    for major in _plugins(versions) if driver["gpus"] else []:
         if major > int(driver["cuda"].split(".")[0]):
             yield Problem(
                 f"JAX's plugin is for CUDA {major}, but the driver supports CUDA "
@@ -135,32 +102,27 @@ def _driver_too_old(driver: Mapping[str, Any], versions: Mapping[str, Any]) -> I
             )
 
 
-def _gpu_too_old(driver: Mapping[str, Any]) -> Iterator[Problem]:
+def _gpus(driver: Fact) -> Iterator[Problem]:
     capabilities = [tuple(gpu["compute_capability"]) for gpu in driver["gpus"]]
-    served = [str(i) for i, capability in enumerate(capabilities) if capability >= _OLDEST_GPU]
+    newest = max(capabilities, default=_OLDEST_GPU)
+    only_newest = ",".join(str(i) for i, found in enumerate(capabilities) if found == newest)
+    show_newest = f"export CUDA_VISIBLE_DEVICES={only_newest}"
     for gpu, capability in zip(driver["gpus"], capabilities, strict=True):
         if capability < _OLDEST_GPU:
             yield Problem(
                 f"{gpu['name']} has compute capability {_dotted(capability)}; kernels need "
                 f"{_dotted(_OLDEST_GPU)}, so XLA computes every call",
-                f"export CUDA_VISIBLE_DEVICES={','.join(served)}"
-                if served
-                else "none: the kernels need a newer GPU",
+                show_newest if newest >= _OLDEST_GPU else "none: the kernels need a newer GPU",
             )
-
-
-def _several_architectures(driver: Mapping[str, Any]) -> Iterator[Problem]:
-    capabilities = [tuple(gpu["compute_capability"]) for gpu in driver["gpus"]]
     if len(set(capabilities)) > 1:
-        newest = [str(i) for i, c in enumerate(capabilities) if c == max(capabilities)]
         yield Problem(
             "GPUs of several architectures are visible, and a program is compiled for one: XLA "
             "computes every product",
-            f"export CUDA_VISIBLE_DEVICES={','.join(newest)}",
+            show_newest,
         )
 
 
-def _no_nvrtc(driver: Mapping[str, Any], nvrtc: Mapping[str, Any]) -> Iterator[Problem]:
+def _nvrtc(driver: Fact, nvrtc: Fact) -> Iterator[Problem]:
     if driver["gpus"] and nvrtc["path"] is None:
         package = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc>=13,<14"}
         yield Problem(
@@ -169,7 +131,7 @@ def _no_nvrtc(driver: Mapping[str, Any], nvrtc: Mapping[str, Any]) -> Iterator[P
         )
 
 
-def _cache_not_writable(cache: Mapping[str, Any], nvrtc: Mapping[str, Any]) -> Iterator[Problem]:
+def _cache(cache: Fact, nvrtc: Fact) -> Iterator[Problem]:
     # Without NVRTC there are no compiled kernels to cache.
     if nvrtc["path"] is not None and not cache["writable"]:
         folder = cache["location"]
@@ -179,11 +141,9 @@ def _cache_not_writable(cache: Mapping[str, Any], nvrtc: Mapping[str, Any]) -> I
         )
 
 
-def _nothing_registered(
-    targets: Mapping[str, Any], installation: Mapping[str, Any]
-) -> Iterator[Problem]:
+def _handlers(registered_targets: Fact, installation: Fact) -> Iterator[Problem]:
     for platform in ("cpu", "CUDA"):
-        if not targets.get(platform):
+        if not registered_targets.get(platform):
             yield Problem(
                 f"the package has no FFI handler for {platform}: its compiled part is of another "
                 "version",
@@ -191,25 +151,26 @@ def _nothing_registered(
             )
 
 
-def _wrong_product(trial: Mapping[str, Any], installation: Mapping[str, Any]) -> Iterator[Problem]:
+def _product(trial_product: Fact, installation: Fact) -> Iterator[Problem]:
+    error = trial_product["error"]
     # The negation makes an error of NaN a problem.
-    if not trial["error"] <= _TRIAL_ERROR:
+    if not error <= _TRIAL_ERROR:
         yield Problem(
-            f"a float32 product by {trial['kernel']} has a relative error of {trial['error']:.1e}",
+            f"a float32 product by {trial_product['kernel']} has a relative error of {error:.1e}",
             _reinstall(installation),
         )
 
 
-def _reinstall(installation: Mapping[str, Any]) -> str:
+def _reinstall(installation: Fact) -> str:
     return f"pip install --force-reinstall --no-deps '{installation['from']}'"
 
 
-def _plugins(versions: Mapping[str, Any]) -> list[int]:
+def _plugins(versions: Fact) -> list[int]:
     """Return the CUDA versions of JAX's installed plugins."""
     return [major for major in (12, 13) if versions.get(f"jax-cuda{major}-plugin")]
 
 
-def _newest_cuda(driver: Mapping[str, Any]) -> int:
+def _newest_cuda(driver: Fact) -> int:
     """Return the newest CUDA version with a JAX plugin that the driver supports."""
     return 13 if int(driver["cuda"].split(".")[0]) >= 13 else 12
 
