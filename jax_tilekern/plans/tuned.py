@@ -130,12 +130,8 @@ class TunedChoices:
         self._folder = folder
         self._lock = threading.RLock()
         self._models: dict[str, dict[str, TunedChoice]] = {}
-        self._changes = 0
-
-    @property
-    def changes(self) -> int:
-        """How often choices were added or taken away."""
-        return self._changes
+        # How often choices were added.
+        self.changes = 0
 
     def file(self, gpu: Gpu) -> Path | None:
         """Return the file of a GPU model, which need not exist."""
@@ -147,30 +143,15 @@ class TunedChoices:
 
     def put(self, product: Product, gpu: Gpu, choice: TunedChoice) -> None:
         """Store a choice, beside those that other processes have stored meanwhile."""
-        with self._lock:
-            self._of(gpu.name)[product_text(product)] = choice
-            self._changes += 1
-            path = self._file(gpu.name)
-            if path is not None:
-                _merge(path, gpu.name, {product_text(product): choice})
-
-    def ignore(self, product: Product, gpu: Gpu, why: str) -> None:
-        """Forget a choice in this process, with a warning."""
-        with self._lock:
-            choice = self._of(gpu.name).pop(product_text(product), None)
-            self._changes += 1
-        if choice is not None:
-            warnings.warn(
-                f"jax_tilekern ignores what tuning found for {product_text(product)}: "
-                f"{choice.winner!r} {why}; tune it again",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        new = {product_text(product): choice}
+        self._add(gpu.name, new)
+        path = self.file(gpu)
+        if path is not None:
+            _merge(path, gpu.name, new)
 
     def digest(self, gpu: Gpu) -> str:
         """Return a digest of the choices of a GPU model."""
-        with self._lock:
-            winners = {name: choice.winner for name, choice in self._of(gpu.name).items()}
+        winners = {name: choice.winner for name, choice in dict(self._of(gpu.name)).items()}
         return hashlib.sha256(json.dumps(winners, sort_keys=True).encode()).hexdigest()[:16]
 
     def load(self, path: Path) -> int:
@@ -184,17 +165,19 @@ class TunedChoices:
             If it is not a file of tuned choices.
         """
         model, found = _read(path)
-        with self._lock:
-            self._of(model).update(found)
-            self._changes += 1
+        self._add(model, found)
         return len(found)
 
     def export(self, path: Path, gpu: Gpu) -> int:
         """Write the choices of a GPU model to a file; return their number."""
-        with self._lock:
-            found = dict(self._of(gpu.name))
+        found = dict(self._of(gpu.name))
         _write(path, gpu.name, found)
         return len(found)
+
+    def _add(self, model: str, new: Mapping[str, TunedChoice]) -> None:
+        with self._lock:
+            self._of(model).update(new)
+            self.changes += 1
 
     def _of(self, model: str) -> dict[str, TunedChoice]:
         with self._lock:
@@ -297,7 +280,12 @@ def tuned_plan(
             return dataclasses.replace(plan, reason=f"{plan.reason}, tuned")
         except (CompileError, ValueError) as error:
             why = f"cannot be planned ({error})"
-    current_choices().ignore(product, gpu, why)
+    warnings.warn(
+        f"jax_tilekern ignores what tuning found for {product_text(product)}: "
+        f"{choice.winner!r} {why}; tune it again",
+        RuntimeWarning,
+        stacklevel=2,
+    )
     return None
 
 

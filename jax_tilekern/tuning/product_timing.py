@@ -6,20 +6,20 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jax_tilekern.compilation.nvrtc import CompileError
 from jax_tilekern.interop import compat, ffi, interception
 from jax_tilekern.interop.compat import mlir
+from jax_tilekern.ops.labelled_operands import product_by_lax
 from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.problem import Product
@@ -141,23 +141,14 @@ class Problem:
 
     @interception.by_xla
     def by_xla(self, lhs: Array, rhs: Array) -> Array:
-        """Compute it as the fallback does: in one operation, if that yields the result's order."""
-        contraction = Contraction(self.lhs.labels, self.rhs.labels, self.out.labels)
-        if contraction.dot_general_out != self.out.labels:
-            swapped = contraction.swapped()
-            if swapped.dot_general_out == self.out.labels:
-                contraction, lhs, rhs = swapped, rhs, lhs
-        result = lax.dot_general(
+        """Compute it as the library does where no kernel takes it."""
+        return product_by_lax(
             lhs,
             rhs,
-            contraction.dimension_numbers,
+            Contraction(self.lhs.labels, self.rhs.labels, self.out.labels),
             precision=_PRECISIONS.get(self.arithmetic, "default"),
-            preferred_element_type=self.out.dtype,
+            out_dtype=self.out.dtype,
         )
-        order = contraction.dot_general_out
-        if order == self.out.labels:
-            return result
-        return lax.transpose(result, tuple(map(order.index, self.out.labels)))
 
     def by_plan(self, plan: LaunchPlan, lhs: Array, rhs: Array) -> Array:
         """Compute it by a kernel."""
@@ -210,7 +201,29 @@ def measure(product: Product, found: Sequence[Candidate], gpu: Gpu, seconds: flo
         If the device no longer responds.
     """
     try:
-        return _measured(product, found, gpu, seconds)
+        with jax.enable_x64(any(dtype.itemsize == 8 for dtype in product.dtypes)):
+            problem = Problem.of(product)
+            sides: dict[str, Side] = {XLA: jax.jit(problem.by_xla)}
+            failures: dict[str, str] = {}
+            # NVRTC compiles several kernels at a time.
+            with ThreadPoolExecutor() as pool:
+                plans = pool.map(functools.partial(plan_of, gpu=gpu), found)
+                for candidate, plan in zip(found, plans, strict=True):
+                    if isinstance(plan, str):
+                        failures[candidate.key] = plan
+                    else:
+                        sides[candidate.key] = jax.jit(functools.partial(problem.by_plan, plan))
+            operands = problem.operands(0)
+            failures |= faults(sides, operands, product)
+            # All sides share one rotation; otherwise a side would find the operands of the
+            # preceding one in L2.
+            rotation = itertools.cycle(beyond_cache(operands, problem.operands, gpu.l2_bytes))
+            calls = {
+                key: lambda side=side: side(*next(rotation))
+                for key, side in sides.items()
+                if key not in failures
+            }
+            return timed(calls, failures, seconds)
     # The operands may exceed the memory; the next product may be smaller.
     except RuntimeError as error:
         _require_device()
@@ -222,43 +235,12 @@ def _require_device() -> None:
     ready(jnp.zeros(8) + 1)
 
 
-def _measured(product: Product, found: Sequence[Candidate], gpu: Gpu, seconds: float) -> Measured:
-    wide = any(t.itemsize == 8 for t in (product.lhs_dtype, product.rhs_dtype, product.out_dtype))
-    with jax.enable_x64(True) if wide else nullcontext():
-        problem = Problem.of(product)
-        sides: dict[str, Side] = {XLA: jax.jit(problem.by_xla)}
-        failures: dict[str, str] = {}
-        # NVRTC compiles several kernels at a time.
-        with ThreadPoolExecutor() as pool:
-            plans = pool.map(functools.partial(plan_of, gpu=gpu), found)
-            for candidate, plan in zip(found, plans, strict=True):
-                if isinstance(plan, str):
-                    failures[candidate.key] = plan
-                else:
-                    sides[candidate.key] = jax.jit(functools.partial(problem.by_plan, plan))
-        operands = problem.operands(0)
-        failures |= faults(sides, operands, product)
-        running = {key: side for key, side in sides.items() if key not in failures}
-        if not running:
-            return Measured({}, failures, "nothing")
-        sets = beyond_cache(operands, problem.operands, gpu.l2_bytes)
-        # All sides share one rotation; otherwise a side would find the operands of the preceding
-        # one in L2.
-        rotation = itertools.cycle(sets)
-        calls = {key: _next_of(rotation, side) for key, side in running.items()}
-        return timed(calls, failures, seconds)
-
-
 def plan_of(candidate: Candidate, gpu: Gpu) -> LaunchPlan | str:
     """Return a candidate's plan, or why it has none."""
     try:
         return candidate.plan(gpu)
     except (CompileError, ValueError) as error:
         return f"cannot be planned: {error}"
-
-
-def _next_of(rotation: Iterator[Operands], side: Side) -> Callable[[], Array]:
-    return lambda: side(*next(rotation))
 
 
 def faults(sides: Mapping[str, Side], operands: Operands, product: Product) -> dict[str, str]:
@@ -333,33 +315,32 @@ def timed(
     seconds
         Time to spend.
     """
+    if not sides:
+        return Measured({}, failures, "nothing")
+    keys = list(sides)
+    share = seconds / (_ROUNDS * len(keys))
+    calls = {}
+    for key, side in sides.items():
+        one = wall_seconds(functools.partial(repeated, side, 4)) / 4
+        calls[key] = min(_MOST_CALLS, max(1, int(share / one)))
 
-    def block(side: Callable[[], Any], calls: int) -> Callable[[], Any]:
-        return functools.partial(repeated, side, calls)
+    def wall(key: str) -> float:
+        return wall_seconds(lambda: repeated(sides[key], calls[key])) / calls[key]
 
-    share = seconds / (_ROUNDS * len(sides))
-    calls = {
-        key: min(_MOST_CALLS, max(1, int(share / (wall_seconds(block(side, 4)) / 4))))
-        for key, side in sides.items()
-    }
-    blocks = {key: block(side, calls[key]) for key, side in sides.items()}
-    keys = list(blocks)
     # The first side of a round rotates. A round before the first warms up.
     firsts = [i % len(keys) for i in range(_ROUNDS)]
     order = [key for first in firsts for key in (*keys[first:], *keys[:first])]
     for key in keys:
-        wall_seconds(blocks[key])
+        wall(key)
     try:
         found = run_blocks(sides, calls, order)
-        times = [block.device_seconds(calls[block.side]) * calls[block.side] for block in found]
+        times = [block.device_seconds(calls[block.side]) for block in found]
         method = "device time"
     # The sides have run before, so an error is the profiler's.
     except RuntimeError as error:
-        times, method = [wall_seconds(blocks[key]) for key in order], f"wall time ({error})"
+        times, method = [wall(key) for key in order], f"wall time ({error})"
     microseconds = {
-        key: 1e6
-        / calls[key]
-        * statistics.median(t for k, t in zip(order, times, strict=True) if k == key)
+        key: 1e6 * statistics.median(t for k, t in zip(order, times, strict=True) if k == key)
         for key in keys
     }
     return Measured(microseconds, failures, method)
