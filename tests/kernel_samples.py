@@ -8,7 +8,7 @@ import itertools
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm80 import config as mma
-from jax_tilekern.plans.gemm.sm80.operands import WIDEST_LOAD, Operand
+from jax_tilekern.plans.gemm.sm80.config import WIDEST_LOAD, Operand
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.config import WGMMA_ARITHMETICS, WgmmaTile
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct

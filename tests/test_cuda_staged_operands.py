@@ -12,7 +12,7 @@ from products import BF16, F16, F32, H100, product_of
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
-from jax_tilekern.plans.gemm.sm90.staged_operands import staging_of
+from jax_tilekern.plans.gemm.sm90.tiling import staging_of
 from jax_tilekern.plans.gpu import current_gpu
 
 try:

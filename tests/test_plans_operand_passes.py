@@ -17,12 +17,11 @@ from nvrtc_mark import needs_nvrtc
 from products import BF16, F16, F32, F64, H100, INT32, batch_strides
 
 from jax_tilekern.compilation.compiler import compile_kernels
-from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry, StridedOperand
 from jax_tilekern.plans.gemm.passes.pack_operand import PackPass
 from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
 from jax_tilekern.plans.gemm.passes.split_float32 import DECIDE_KERNEL, SplitPass
 from jax_tilekern.plans.launch import Buffer
-from jax_tilekern.plans.strided_rows import StridedOperand
 
 SUMS = [(F32, F32), (F32, BF16), (F32, F16), (INT32, INT32), (F64, F64)]
 

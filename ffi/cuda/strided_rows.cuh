@@ -1,8 +1,8 @@
 // Rows of strided arrays, and their distribution among the threads of memory-bound kernels.
 #pragma once
 
-#include "gemm/sm80/config.cuh"
 #include "ptx.cuh"
+#include "types.cuh"
 
 namespace tilekern {
 

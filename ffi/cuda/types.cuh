@@ -1,4 +1,4 @@
-// Element types. NVRTC has no standard headers, so nothing is included.
+// Element types and constants. NVRTC has no standard headers, so nothing is included.
 #pragma once
 
 namespace tilekern {
@@ -24,6 +24,9 @@ struct float8_e4m3fn {
 struct float8_e5m2 {
   unsigned char bits;
 };
+
+// The batch dimensions of a product; `MAX_BATCH_DIMS` in `plans/gemm/geometry.py`.
+inline constexpr int kMaxBatchDims = 4;
 
 template <typename A, typename B>
 inline constexpr bool kSame = false;

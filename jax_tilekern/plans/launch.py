@@ -125,6 +125,9 @@ class Scalars:
         return {"bytes": np.frombuffer(self.data, np.uint8)}
 
 
+# Addresses and strides of a tensor map are multiples of this.
+TMA_STRIDE_BYTES = 16
+
 TensorMapDtype = Literal[
     "uint8", "uint16", "uint32", "int32", "uint64", "int64",
     "float16", "float32", "float64", "bfloat16", "tfloat32",
@@ -218,17 +221,17 @@ class TensorMap:
             all(1 <= size <= 2**32 for size in self.sizes),
             f"sizes are 1 to 2**32 elements each, not {self.sizes}",
         )
-        stride_unit = 32 if self.interleave == 32 else 16
+        stride_unit = max(self.interleave, TMA_STRIDE_BYTES)
         _require(
             all(0 <= s < 2**40 and s % stride_unit == 0 for s in self.strides_bytes),
             f"strides are multiples of {stride_unit} bytes below 2**40, not {self.strides_bytes}",
         )
         _require(
-            all(step >= 0 and step % 16 == 0 for step in self.steps_bytes),
+            all(step >= 0 and step % TMA_STRIDE_BYTES == 0 for step in self.steps_bytes),
             f"steps are multiples of 16 bytes, not {self.steps_bytes}",
         )
         _require(
-            self.offset_bytes >= 0 and self.offset_bytes % 16 == 0,
+            self.offset_bytes >= 0 and self.offset_bytes % TMA_STRIDE_BYTES == 0,
             f"an offset is a multiple of 16 bytes, not {self.offset_bytes}",
         )
         _require(
@@ -529,7 +532,7 @@ class LaunchPlan:
             if isinstance(parameter, TensorMap) and index < len(self.alignments):
                 stated = self.alignments[index]
                 self._require(
-                    stated >= 16,
+                    stated >= TMA_STRIDE_BYTES,
                     f"{entry.name}: buffer {index} has a tensor map, which takes an alignment of "
                     f"16 bytes, but states {stated}",
                 )

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS, MatmulGeometry
+from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS, StridedOperand
 
 # A thread reads or writes a vector at a time.
 VECTOR_BYTES = 16
@@ -17,76 +17,6 @@ VECTOR_BYTES = 16
 ROW_BYTES = 128
 # The maximum number of rows, and of CTAs, of a launch.
 MAX_ROWS = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class StridedOperand:
-    """An operand as the passes see it: rows of ``k`` for each m of ``lhs`` or n of ``rhs``.
-
-    Attributes
-    ----------
-    batch
-        Sizes of the batch dimensions, outermost first.
-    mn, k
-        Sizes of the matrices: the extent of M or N, and that of ``k``.
-    batch_strides
-        A stride for each batch dimension; 0 broadcasts.
-    mn_stride, k_stride
-        Strides of the matrices. One of them is 1, or its dimension has size 1.
-    """
-
-    batch: tuple[int, ...]
-    mn: int
-    k: int
-    batch_strides: tuple[int, ...]
-    mn_stride: int
-    k_stride: int
-
-    def __post_init__(self) -> None:
-        unit_k = self.k_stride == 1 or self.k == 1
-        if not unit_k and self.mn_stride != 1 and self.mn > 1:
-            raise ValueError(f"{self} has a unit stride along neither M or N nor k")
-
-    @classmethod
-    def lhs(cls, geometry: MatmulGeometry) -> StridedOperand:
-        """Return ``lhs``."""
-        *batch, m, k = geometry.lhs_strides
-        return cls(geometry.batch, geometry.m, geometry.k, tuple(batch), m, k)
-
-    @classmethod
-    def rhs(cls, geometry: MatmulGeometry) -> StridedOperand:
-        """Return ``rhs``."""
-        *batch, k, n = geometry.rhs_strides
-        return cls(geometry.batch, geometry.n, geometry.k, tuple(batch), n, k)
-
-    @property
-    def k_major(self) -> bool:
-        """Whether the unit stride is along ``k``."""
-        return self.k_stride == 1 if self.k > 1 else self.mn_stride != 1 and self.mn > 1
-
-    @property
-    def copied_batch(self) -> tuple[tuple[int, int], ...]:
-        """Sizes and strides of the batch dimensions that are not broadcast, which a pass copies."""
-        dims = zip(self.batch, self.batch_strides, strict=True)
-        return tuple((size, stride) for size, stride in dims if _is_copied(size, stride))
-
-    @property
-    def copied_rows(self) -> int:
-        """Number of rows of k that a pass writes, of all matrices."""
-        return self.matrices * self.mn
-
-    @property
-    def matrices(self) -> int:
-        """Number of matrices that a pass writes."""
-        return math.prod(size for size, _ in self.copied_batch)
-
-    def dense_batch_strides(self, matrix: int) -> tuple[int, ...]:
-        """Return the batch strides of a pass's result, whose matrices are ``matrix`` apart."""
-        strides: list[int] = []
-        for size, stride in reversed([*zip(self.batch, self.batch_strides, strict=True)]):
-            strides.insert(0, matrix if _is_copied(size, stride) else 0)
-            matrix *= size if _is_copied(size, stride) else 1
-        return tuple(strides)
 
 
 @dataclass(frozen=True)
@@ -166,7 +96,3 @@ def check_rows(rows: int) -> None:
     """Raise ValueError if a launch cannot have so many rows."""
     if rows > MAX_ROWS:
         raise ValueError(f"{rows} rows are more than {MAX_ROWS}")
-
-
-def _is_copied(size: int, stride: int) -> bool:
-    return size > 1 and stride != 0

@@ -16,10 +16,7 @@ import numpy as np
 
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS
-from jax_tilekern.plans.launch import Buffer, Parameter, Scalars, TensorMap
-
-# Addresses and strides of a tensor map are multiples of this.
-TMA_BYTES = 16
+from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, Buffer, Parameter, Scalars, TensorMap
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class EpilogueArray:
     def alignment(self) -> int:
         """Bytes that its address is a multiple of: those of the elements that are read at once."""
         if self.fits_tma:
-            return TMA_BYTES
+            return TMA_STRIDE_BYTES
         return min(16, (8 if self.has_aligned_rows else 2) * self.dtype.itemsize)
 
     @property
@@ -59,7 +56,7 @@ class EpilogueArray:
         """Whether TMA can load tiles of it, in which adjacent columns are contiguous."""
         *outer, row, column = self.strides
         itemsize = self.dtype.itemsize
-        aligned = all(stride * itemsize % TMA_BYTES == 0 for stride in (*outer, row))
+        aligned = all(stride * itemsize % TMA_STRIDE_BYTES == 0 for stride in (*outer, row))
         return itemsize <= 4 and column == 1 and aligned
 
 

@@ -35,8 +35,6 @@ struct MatmulConfig {
   constexpr int warp_n() const { return block_n / warps_n; }
 };
 
-inline constexpr int kMaxBatchDims = 4;
-
 // Run-time sizes and strides; `pack_shape` in `plans/gemm/sm80/config.py` packs the same fields in
 // the same order. Strides are in elements.
 struct MatmulShape {

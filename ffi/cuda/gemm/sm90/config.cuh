@@ -47,19 +47,19 @@ struct WgmmaConfig {
   constexpr int threads() const { return (consumers + 1) * 128; }
 };
 
-inline constexpr int kBoxBatchDims = 3;
+inline constexpr int kMaxTmaBatchDims = 3;
 
-// Run-time sizes; `launch_tiles` in `plans/gemm/sm90/launch.py` packs the same fields in the same
+// Run-time sizes; `launch_tiles` in `plans/gemm/sm90/tiling.py` packs the same fields in the same
 // order.
 struct WgmmaShape {
   // In elements, for outputs that TMA does not store.
-  int64 out_batch_strides[kBoxBatchDims];
+  int64 out_batch_strides[kMaxTmaBatchDims];
   int64 out_stride;
   // Batch dimensions, outermost first; unused ones come first with size 1. An operand steps by 1
   // along those that it has, and by 0 along those that it is broadcast over.
-  int32 batch[kBoxBatchDims];
-  int32 lhs_steps[kBoxBatchDims];
-  int32 rhs_steps[kBoxBatchDims];
+  int32 batch[kMaxTmaBatchDims];
+  int32 lhs_steps[kMaxTmaBatchDims];
+  int32 rhs_steps[kMaxTmaBatchDims];
   int32 batches;
   int32 m;
   int32 n;
@@ -84,14 +84,14 @@ struct WorkTile {
   // Where its first k-tile starts.
   int k;
   // Positions of the operands and of the output in the batch dimensions.
-  int lhs_batch[kBoxBatchDims];
-  int rhs_batch[kBoxBatchDims];
-  int out_batch[kBoxBatchDims];
+  int lhs_batch[kMaxTmaBatchDims];
+  int rhs_batch[kMaxTmaBatchDims];
+  int out_batch[kMaxTmaBatchDims];
 };
 
 inline void set_batch(WorkTile& work, const WgmmaShape& shape, int batch) {
 #pragma unroll
-  for (int dim = kBoxBatchDims - 1; dim >= 0; --dim) {
+  for (int dim = kMaxTmaBatchDims - 1; dim >= 0; --dim) {
     const int position = batch % shape.batch[dim];
     batch /= shape.batch[dim];
     work.lhs_batch[dim] = position * shape.lhs_steps[dim];
@@ -105,7 +105,7 @@ inline void set_batch(WorkTile& work, const WgmmaShape& shape, int batch) {
 inline int batch_number(const WorkTile& work, const WgmmaShape& shape) {
   int number = 0;
 #pragma unroll
-  for (int dim = 0; dim < kBoxBatchDims; ++dim) {
+  for (int dim = 0; dim < kMaxTmaBatchDims; ++dim) {
     const int operands = max_of(work.lhs_batch[dim], work.rhs_batch[dim]);
     number = number * shape.batch[dim] + max_of(operands, work.out_batch[dim]);
   }

@@ -54,8 +54,8 @@ struct WgmmaCoordinates {
 
 // Batch strides of the exponents, in elements; those of a matrix's rows or columns are adjacent.
 struct PartStrides {
-  int64 lhs_batch[kBoxBatchDims];
-  int64 rhs_batch[kBoxBatchDims];
+  int64 lhs_batch[kMaxTmaBatchDims];
+  int64 rhs_batch[kMaxTmaBatchDims];
 };
 
 // Multiplies by the powers of two that split_float32() has taken out of each row of lhs and each
@@ -70,7 +70,7 @@ struct ScaleByExponents {
     const int32* lhs = lhs_exponents;
     const int32* rhs = rhs_exponents;
 #pragma unroll
-    for (int dim = 0; dim < kBoxBatchDims; ++dim) {
+    for (int dim = 0; dim < kMaxTmaBatchDims; ++dim) {
       lhs += at.work.lhs_batch[dim] * strides.lhs_batch[dim];
       rhs += at.work.rhs_batch[dim] * strides.rhs_batch[dim];
     }

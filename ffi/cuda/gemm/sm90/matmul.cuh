@@ -163,7 +163,7 @@ class WgmmaMatmul {
         }
       }
       if constexpr (Epilogue::kStores) {
-        const int (&batch)[kBoxBatchDims] = work.out_batch;
+        const int (&batch)[kMaxTmaBatchDims] = work.out_batch;
         store.store(mainloop.mma().result(),
                     {work.m + row, work.n, {batch[0], batch[1], batch[2]}, scheduler.columns()});
       }

@@ -21,7 +21,7 @@ inline constexpr int kSubtileBuffers = 2;
 struct OutputOrigin {
   int m;
   int n;
-  int batch[kBoxBatchDims];
+  int batch[kMaxTmaBatchDims];
   // How many columns of a tile that may be partial are stored.
   int columns;
 };
@@ -33,7 +33,7 @@ class TileStore {
   static constexpr bool kPairedRows = Layout::kPairedRows;
   static constexpr int kSize = sizeof(Out);
   static constexpr bool kMajorM = config.out_m_major;
-  // A TMA tile of the output, as `plans/gemm/sm90/launch.py` has it; a subtile has 64 rows of M.
+  // A TMA tile of the output, as `plans/gemm/sm90/tiling.py` has it; a subtile has 64 rows of M.
   static constexpr int kRowElements = kSubtileRowBytes / kSize;
   static constexpr int kColumns = kMajorM ? gcd(config.out_n(), kRowElements) : kRowElements;
   static constexpr int kTmaTiles = kMajorM ? 64 / kRowElements : 1;
@@ -260,7 +260,7 @@ class TileStore {
   }
 
   void tma_store_subtile(uint32 buffer, int row, int first) const {
-    const int (&batch)[kBoxBatchDims] = origin_.batch;
+    const int (&batch)[kMaxTmaBatchDims] = origin_.batch;
 #pragma unroll
     for (int tile = 0; tile < kTmaTiles; ++tile) {
       const int m = origin_.m + row + tile * kRowElements, n = origin_.n + first;
@@ -275,7 +275,7 @@ class TileStore {
     constexpr int kRuns = (kMajorM ? 64 : kColumns) / kRun;
     Out* target = out_;
 #pragma unroll
-    for (int dim = 0; dim < kBoxBatchDims; ++dim) {
+    for (int dim = 0; dim < kMaxTmaBatchDims; ++dim) {
       target += origin_.batch[dim] * shape_.out_batch_strides[dim];
     }
     // Beside accumulators and results, a thread has registers for one run at a time.

@@ -50,8 +50,8 @@ struct DenseTiles {
     // The outputs of split-K parts are stacked in the last batch dimension, with all batches.
     if (shape.split_k_tiles < shape.k_tiles) {
 #pragma unroll
-      for (int dim = 0; dim < kBoxBatchDims - 1; ++dim) work.out_batch[dim] = 0;
-      work.out_batch[kBoxBatchDims - 1] = stacked;
+      for (int dim = 0; dim < kMaxTmaBatchDims - 1; ++dim) work.out_batch[dim] = 0;
+      work.out_batch[kMaxTmaBatchDims - 1] = stacked;
     }
     return work;
   }

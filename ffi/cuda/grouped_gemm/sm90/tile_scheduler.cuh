@@ -87,7 +87,7 @@ class GroupedTiles {
     work.k = 0;
     scheduled.partial = min_of(own * kColumnStep, span.end - work.n);
     set_batch(work, shape_, span.batch * groups_.groups + max_of(span.group, 0));
-    work.out_batch[kBoxBatchDims - 1] = 0;
+    work.out_batch[kMaxTmaBatchDims - 1] = 0;
     return scheduled;
   }
 

@@ -17,14 +17,65 @@ from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
 from jax_tilekern.plans.gemm.arithmetic import TYPES, ElementTypes
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS, MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.plans.gemm.sm80.operands import WIDEST_LOAD, Operand
+from jax_tilekern.plans.gemm.tiles import TILE_ROW_BYTES
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Scalars
 
-_Dtype = np.dtype[Any]
+# The widest copy, in bytes.
+WIDEST_LOAD = 16
 
-# A row of k in shared memory.
-TILE_ROW_BYTES = 128
+
+@dataclass(frozen=True)
+class Operand:
+    """The layout of an operand, as far as a kernel's code depends on it.
+
+    Attributes
+    ----------
+    k_major
+        Whether its unit stride is along ``k``.
+    load_bytes
+        Bytes of a copy. The address and the length of every row are multiples of it (16, 8 or 4);
+        1 is for copies that take any address and length.
+    """
+
+    k_major: bool
+    load_bytes: int
+
+
+def lhs_operand(geometry: MatmulGeometry, itemsize: int) -> Operand:
+    """Return the layout of ``lhs``."""
+    *batch, m, k = geometry.lhs_strides
+    # With k of size 1 either order is right, and rows along m allow wider loads.
+    k_major = m != 1 or (k == 1 and geometry.k > 1)
+    outer = (geometry.m, m) if k_major else (geometry.k, k)
+    strides = (outer, *zip(geometry.batch, batch, strict=True))
+    return Operand(k_major, _load_bytes(geometry.k if k_major else geometry.m, strides, itemsize))
+
+
+def rhs_operand(geometry: MatmulGeometry, itemsize: int) -> Operand:
+    """Return the layout of ``rhs``."""
+    *batch, k, n = geometry.rhs_strides
+    k_major = n != 1 or (k == 1 and geometry.k > 1)
+    outer = (geometry.n, n) if k_major else (geometry.k, k)
+    strides = (outer, *zip(geometry.batch, batch, strict=True))
+    return Operand(k_major, _load_bytes(geometry.k if k_major else geometry.n, strides, itemsize))
+
+
+def _load_bytes(length: int, strides: tuple[tuple[int, int], ...], itemsize: int) -> int:
+    """Return the widest copy that divides rows of `length` elements and the steps between them."""
+    steps = [length, *(stride for size, stride in strides if size > 1)]
+    common = math.gcd(WIDEST_LOAD, *(step * itemsize for step in steps))
+    return common if common >= 4 else 1
+
+
+def has_vector_rows(geometry: MatmulGeometry, itemsize: int) -> bool:
+    """Whether every row of the output is a whole number of aligned 16-byte vectors."""
+    *batch, m, _ = geometry.out_strides
+    strides = ((geometry.m, m), *zip(geometry.batch, batch, strict=True))
+    return _load_bytes(geometry.n, strides, itemsize) == WIDEST_LOAD
+
+
+_Dtype = np.dtype[Any]
 # Each CTA takes this much shared memory beyond what it requests.
 _RESERVED_SHARED_BYTES = 1024
 _REGISTERS = 65536

@@ -15,32 +15,31 @@ import numpy as np
 
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gemm.families import Family
+from jax_tilekern.plans.gemm.geometry import StridedOperand
 from jax_tilekern.plans.gemm.passes.pack_operand import PackPass
 from jax_tilekern.plans.gemm.passes.reduce_row_tiles import RowTilesPass
 from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
 from jax_tilekern.plans.gemm.problem import Product, copy_cycles
 from jax_tilekern.plans.gemm.sm90.config import (
-    TILE_ROW_BYTES,
-    TMA_STRIDE_BYTES,
     WGMMA_ARITHMETICS,
-    View,
     WgmmaTile,
     dense_tiles,
-    fits_tma,
     instance_for,
 )
 from jax_tilekern.plans.gemm.sm90.cost import busy_cycles, reread_cycles
-from jax_tilekern.plans.gemm.sm90.dynamic import CLAIMED_BYTES, CLEAR_CLAIMED, clear_claimed
-from jax_tilekern.plans.gemm.sm90.launch import launch_tiles
 from jax_tilekern.plans.gemm.sm90.tiling import (
+    CLAIMED_BYTES,
+    CLEAR_CLAIMED,
     TiledWgmmaCandidate,
+    clear_claimed,
     is_launchable,
+    launch_tiles,
     oriented_tiles,
     refusal,
 )
+from jax_tilekern.plans.gemm.tiles import TILE_ROW_BYTES, OrientedProduct, fits_tma
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
-from jax_tilekern.plans.strided_rows import StridedOperand
+from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, Buffer, LaunchPlan, NoKernel
 
 # Where A and B are swapped, an epilogue reads its matrices across their rows, element by element.
 _ACROSS_ROWS = 1.05
@@ -122,7 +121,7 @@ class WgmmaCandidate(TiledWgmmaCandidate):
             pack.launch(compiled, Buffer(buffer), workspaces[id(pack)])
             for buffer, pack in packs.items()
         ]
-        view = _packed(View.of(product), packs, first)
+        view = _packed(OrientedProduct.of(product), packs, first)
         if sums:
             view = _with_split_output(view, sums, workspaces[id(sums)].index, self.splits)
         view = view.swapped() if self.swapped else view
@@ -188,7 +187,7 @@ def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKer
     if not all(pack.fits for pack in packs.values()):
         return NoKernel("an operand has more rows than a launch can pack")
     packing = sum(copy_cycles(pack.workspace_bytes, gpu) for pack in packs.values())
-    view = _packed(View.of(product), packs, product.first_workspace)
+    view = _packed(OrientedProduct.of(product), packs, product.first_workspace)
     found = []
     epilogue = product.epilogue
     for tile, oriented in oriented_tiles(view, TILES, gpu):
@@ -253,7 +252,9 @@ def _packs(product: Product) -> dict[int, PackPass]:
     return packs
 
 
-def _packed(view: View, packs: dict[int, PackPass], first_workspace: int) -> View:
+def _packed(
+    view: OrientedProduct, packs: dict[int, PackPass], first_workspace: int
+) -> OrientedProduct:
     """Return the product with packed operands in workspaces."""
     for i, (buffer, pack) in enumerate(packs.items()):
         *batch, mn, k = pack.strides
@@ -279,7 +280,9 @@ def _outputs(product: Product) -> int:
     return math.prod(product.geometry.batch) * product.geometry.m * product.geometry.n
 
 
-def _with_split_output(view: View, sums: SumPass, buffer: int, splits: int) -> View:
+def _with_split_output(
+    view: OrientedProduct, sums: SumPass, buffer: int, splits: int
+) -> OrientedProduct:
     m, n = view.lhs.mn, view.rhs.mn
     return dataclasses.replace(
         view,
@@ -291,7 +294,7 @@ def _with_split_output(view: View, sums: SumPass, buffer: int, splits: int) -> V
     )
 
 
-def _split_counts(tile: WgmmaTile, view: View, gpu: Gpu) -> Iterator[int]:
+def _split_counts(tile: WgmmaTile, view: OrientedProduct, gpu: Gpu) -> Iterator[int]:
     """Yield 1, and up to three factors of split-K that leave SMs idle for less of the time."""
     yield 1
     work_tiles = dense_tiles(tile, view)

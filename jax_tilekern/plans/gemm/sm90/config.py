@@ -12,22 +12,19 @@ import numpy as np
 from jax_tilekern.compilation.compiler import Kernel
 from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
 from jax_tilekern.plans.gemm.arithmetic import TYPES, ElementTypes
-from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.plans.gemm.sm90.dynamic import RING_BYTES
+from jax_tilekern.plans.gemm.tiles import TILE_ROW_BYTES, OrientedProduct
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.strided_rows import StridedOperand
+from jax_tilekern.plans.launch import TMA_STRIDE_BYTES
 
 _Dtype = np.dtype[Any]
 
 _F32, _INT32 = np.dtype(np.float32), np.dtype(np.int32)
-# A row of an operand's or of an output's tile in shared memory, and the two epilogue subtiles of a
-# consumer.
-TILE_ROW_BYTES = 128
+# Two epilogue subtiles of a consumer.
 _SUBTILES_BYTES = 2 * 8192
 _BARRIER_BYTES = 8
-MAX_TMA_BATCH_DIMS = 3
-# Strides in tensor maps are multiples of this.
-TMA_STRIDE_BYTES = 16
+# Shared memory of the ring that broadcasts work tiles to a CTA's threads (WorkTileRing), and of its
+# alignment.
+RING_BYTES = 16 + 4 * (64 + 2 * 8) + 8
 # TMA loads this many rows of N at a time where a tile may be partial: at most two loads a tile.
 _LONG_TMA_ROWS = 128
 _MULTICAST_ROWS = 32
@@ -230,80 +227,12 @@ class WgmmaInstance:
         return dataclasses.replace(self, stages=stages)
 
 
-@dataclass(frozen=True)
-class View:
-    """A product as the kernel computes it: operands in buffers, swapped or not."""
-
-    batch: tuple[int, ...]
-    # The extent of the product; rows of hi/lo parts are longer.
-    k: int
-    lhs: StridedOperand
-    rhs: StridedOperand
-    lhs_dtype: _Dtype
-    rhs_dtype: _Dtype
-    lhs_buffer: int
-    rhs_buffer: int
-    # The output: sizes and strides of its batch dimensions, and strides of the kernel's m and n.
-    out_dtype: _Dtype
-    out_buffer: int
-    out_batch: tuple[tuple[int, int], ...]
-    out_m_stride: int
-    out_n_stride: int
-    # Whether the output's unit stride is along the kernel's m.
-    out_m_major: bool = False
-    # The distance between an operand's hi and lo parts, in elements of k.
-    part_step: int = 0
-
-    @classmethod
-    def of(cls, product: Product) -> View:
-        """Return a product with its operands in their order."""
-        geometry = product.geometry
-        *out_batch, out_m, out_n = geometry.out_strides
-        return cls(
-            batch=geometry.batch,
-            k=geometry.k,
-            lhs=StridedOperand.lhs(geometry),
-            rhs=StridedOperand.rhs(geometry),
-            lhs_dtype=product.lhs_dtype,
-            rhs_dtype=product.rhs_dtype,
-            lhs_buffer=0,
-            rhs_buffer=1,
-            out_dtype=product.out_dtype,
-            out_buffer=product.out_buffer,
-            out_batch=tuple(zip(geometry.batch, out_batch, strict=True)),
-            out_m_stride=out_m,
-            out_n_stride=out_n,
-        )
-
-    def swapped(self) -> View:
-        """Return the transposed product, with swapped operands."""
-        return dataclasses.replace(
-            self,
-            lhs=self.rhs,
-            rhs=self.lhs,
-            lhs_dtype=self.rhs_dtype,
-            rhs_dtype=self.lhs_dtype,
-            lhs_buffer=self.rhs_buffer,
-            rhs_buffer=self.lhs_buffer,
-            out_m_stride=self.out_n_stride,
-            out_n_stride=self.out_m_stride,
-            out_m_major=True,
-        )
-
-
-def fits_tma(operand: StridedOperand, dtype: _Dtype) -> bool:
-    """Whether a tensor map can describe an operand."""
-    outer = (operand.mn, operand.mn_stride) if operand.k_major else (operand.k, operand.k_stride)
-    dims = [outer, *zip(operand.batch, operand.batch_strides, strict=True)]
-    return all(stride * dtype.itemsize % TMA_STRIDE_BYTES == 0 for size, stride in dims if size > 1)
-
-
-def dense_tiles(tile: WgmmaTile, view: View) -> int:
+def dense_tiles(tile: WgmmaTile, view: OrientedProduct) -> int:
     """Return the number of work tiles of a dense product."""
     return math.prod(view.batch) * math.prod(tile.grid(view.lhs.mn, view.rhs.mn))
 
 
-def takes(tile: WgmmaTile, view: View, gpu: Gpu) -> bool:
+def takes(tile: WgmmaTile, view: OrientedProduct, gpu: Gpu) -> bool:
     """Whether the kernel can compute a product with this tile."""
     wide = view.lhs_dtype.itemsize == 2
     out_row = TILE_ROW_BYTES // view.out_dtype.itemsize
@@ -317,7 +246,7 @@ def takes(tile: WgmmaTile, view: View, gpu: Gpu) -> bool:
 
 
 def instance_for(
-    tile: WgmmaTile, view: View, promote: bool, splits: int, gpu: Gpu, parts: int = 1
+    tile: WgmmaTile, view: OrientedProduct, promote: bool, splits: int, gpu: Gpu, parts: int = 1
 ) -> WgmmaInstance:
     """Return the kernel with this tile for a product."""
     out_dtype = view.out_dtype

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from jax_tilekern.plans.gemm.epilogue import Epilogue
-from jax_tilekern.plans.gemm.sm90.config import TILE_ROW_BYTES, View, WgmmaInstance, WgmmaTile
+from jax_tilekern.plans.gemm.sm90.config import WgmmaInstance, WgmmaTile
+from jax_tilekern.plans.gemm.tiles import TILE_ROW_BYTES, OrientedProduct
 from jax_tilekern.plans.gpu import Gpu
 
 # All factors and cycles below were measured on an H100.
@@ -39,7 +40,7 @@ _NARROW, _READ_AGAIN = 64, 0.3
 def busy_cycles(
     tile: WgmmaTile,
     instance: WgmmaInstance,
-    view: View,
+    view: OrientedProduct,
     arithmetic: str,
     work_tiles: float,
     k_tiles: float,
@@ -107,7 +108,7 @@ def busy_cycles(
     return rounds * work_tile * (1 if tile.cluster == 1 else _CLUSTERS)
 
 
-def reread_cycles(tile: WgmmaTile, view: View, gpu: Gpu) -> float:
+def reread_cycles(tile: WgmmaTile, view: OrientedProduct, gpu: Gpu) -> float:
     """Estimate the cycles of what narrow tiles read again of an operand that exceeds L2."""
     m_tiles, n_tiles = tile.grid(view.lhs.mn, view.rhs.mn)
     read_again = 0.0

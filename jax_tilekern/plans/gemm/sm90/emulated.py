@@ -25,6 +25,7 @@ from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.arithmetic import TYPES
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
 from jax_tilekern.plans.gemm.families import Family
+from jax_tilekern.plans.gemm.geometry import StridedOperand
 from jax_tilekern.plans.gemm.passes.split_float32 import (
     DECIDE_KERNEL,
     PARTS,
@@ -34,21 +35,16 @@ from jax_tilekern.plans.gemm.passes.split_float32 import (
 )
 from jax_tilekern.plans.gemm.problem import Product, copy_cycles
 from jax_tilekern.plans.gemm.sm80.candidates import MmaCandidate, mma_candidates
-from jax_tilekern.plans.gemm.sm90.config import (
-    MAX_TMA_BATCH_DIMS,
-    View,
-    WgmmaTile,
-    dense_tiles,
-    instance_for,
-)
+from jax_tilekern.plans.gemm.sm90.config import WgmmaTile, dense_tiles, instance_for
 from jax_tilekern.plans.gemm.sm90.cost import busy_cycles
-from jax_tilekern.plans.gemm.sm90.launch import launch_tiles
 from jax_tilekern.plans.gemm.sm90.tiling import (
     TiledWgmmaCandidate,
     is_launchable,
+    launch_tiles,
     oriented_tiles,
     refusal,
 )
+from jax_tilekern.plans.gemm.tiles import MAX_TMA_BATCH_DIMS, OrientedProduct
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import (
     Buffer,
@@ -59,7 +55,6 @@ from jax_tilekern.plans.launch import (
     Scalars,
     overlapping,
 )
-from jax_tilekern.plans.strided_rows import StridedOperand
 
 _F16: np.dtype[Any] = np.dtype(np.float16)
 _FLAG_BYTES = 4
@@ -222,7 +217,7 @@ def _launch_product(
     candidate: TiledWgmmaCandidate,
     compiled: Compiled,
     kernel: Kernel,
-    view: View,
+    view: OrientedProduct,
     exponents: list[tuple[Buffer, tuple[int, ...]]],
     decision: Parameter,
     fused: tuple[Parameter, ...],
@@ -262,7 +257,7 @@ def launch_of_parts(
     gpu
         The GPU to plan for.
     """
-    plain = View.of(product)
+    plain = OrientedProduct.of(product)
     view = dataclasses.replace(
         plain,
         # The lo parts are in the same row.
@@ -330,7 +325,11 @@ def emulated_candidates(product: Product, gpu: Gpu) -> list[EmulatedCandidate] |
 
 
 def _candidates(
-    view: View, product: Product, other_cycles: float, plain: MmaCandidate | None, gpu: Gpu
+    view: OrientedProduct,
+    product: Product,
+    other_cycles: float,
+    plain: MmaCandidate | None,
+    gpu: Gpu,
 ) -> Iterator[EmulatedCandidate]:
     """Yield a candidate for each tile, which takes ``other_cycles`` beside the product of parts."""
     for tile, oriented in oriented_tiles(view, _TILES, gpu):
@@ -359,9 +358,9 @@ def _splits(product: Product, gpu: Gpu) -> tuple[SplitPass, SplitPass]:
 
 def _view(
     product: Product, lhs: SplitPass, rhs: SplitPass, lhs_buffer: int, rhs_buffer: int
-) -> View:
+) -> OrientedProduct:
     return dataclasses.replace(
-        View.of(product),
+        OrientedProduct.of(product),
         lhs=_parts_operand(lhs, product.geometry.k),
         rhs=_parts_operand(rhs, product.geometry.k),
         lhs_dtype=_F16,

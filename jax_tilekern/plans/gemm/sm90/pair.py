@@ -13,24 +13,23 @@ from dataclasses import dataclass
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gemm.problem import PairProduct
 from jax_tilekern.plans.gemm.sm90.config import (
-    TMA_STRIDE_BYTES,
     WGMMA_ARITHMETICS,
-    View,
     WgmmaTile,
     dense_tiles,
-    fits_tma,
     instance_for,
 )
 from jax_tilekern.plans.gemm.sm90.cost import busy_cycles
-from jax_tilekern.plans.gemm.sm90.launch import launch_tiles, rhs_map
 from jax_tilekern.plans.gemm.sm90.tiling import (
     TiledWgmmaCandidate,
     is_launchable,
+    launch_tiles,
     oriented_tiles,
     refusal,
+    rhs_map,
 )
+from jax_tilekern.plans.gemm.tiles import OrientedProduct, fits_tma
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, LaunchPlan, NoKernel
 
 _SIXTEEN_BITS = ("bf16", "f16")
 # Measured over predicted time of ping-pong consumers, relative to that of cooperative ones: 0.94 to
@@ -65,7 +64,7 @@ class PairCandidate(TiledWgmmaCandidate):
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it."""
-        product, view = self.product, View.of(self.product)
+        product, view = self.product, OrientedProduct.of(self.product)
         kernel, more = self.fused(product.epilogue, product.geometry, product.out_buffer)
         compiled = compile_kernels(kernel, arch=gpu.arch)
         second = dataclasses.replace(view, rhs_buffer=view.rhs_buffer + 1)
@@ -97,7 +96,7 @@ def pair_candidates(product: PairProduct, gpu: Gpu) -> list[PairCandidate] | NoK
         return refused
     if gpu.beside_collectives:
         return NoKernel("the kernel of both has no dynamic tile scheduler")
-    view = View.of(product)
+    view = OrientedProduct.of(product)
     if not (fits_tma(view.lhs, view.lhs_dtype) and fits_tma(view.rhs, view.rhs_dtype)):
         return NoKernel("TMA does not load rows that are no multiples of 16 bytes")
     found = []

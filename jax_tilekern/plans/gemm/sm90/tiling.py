@@ -1,4 +1,4 @@
-"""Candidates on the kernels of ``gemm/sm90``.
+"""Candidates on the kernels of ``gemm/sm90``, and their launches.
 
 Dense products, emulated float32 and grouped GEMMs share what is here. A candidate is a tile, in
 either orientation of the product.
@@ -6,29 +6,38 @@ either orientation of the product.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_tilekern.compilation.compiler import Kernel
+from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gemm.arithmetic import ElementTypes
-from jax_tilekern.plans.gemm.epilogue import Epilogue
+from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, Staging
 from jax_tilekern.plans.gemm.epilogue_kernel import kernel_with_epilogue
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import TypedProduct
-from jax_tilekern.plans.gemm.sm90.config import (
+from jax_tilekern.plans.gemm.sm90.config import MAX_WORK_TILES, WgmmaInstance, WgmmaTile, takes
+from jax_tilekern.plans.gemm.tiles import (
     MAX_TMA_BATCH_DIMS,
-    MAX_WORK_TILES,
-    TMA_STRIDE_BYTES,
-    View,
-    WgmmaInstance,
-    WgmmaTile,
-    takes,
+    TILE_ROW_BYTES,
+    OrientedProduct,
+    operand_map,
+    out_map,
+    raster_height,
+    staged_map,
 )
-from jax_tilekern.plans.gemm.sm90.staged_operands import staging_of
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import Buffer, NoKernel, Parameter
+from jax_tilekern.plans.launch import (
+    TMA_STRIDE_BYTES,
+    Buffer,
+    Launch,
+    NoKernel,
+    Parameter,
+    Scalars,
+    TensorMap,
+)
 
 _CAPABILITY = (9, 0)
 
@@ -114,8 +123,12 @@ class TiledWgmmaCandidate(CostedCandidate):
 
 
 def oriented_tiles(
-    view: View, tiles: Sequence[WgmmaTile], gpu: Gpu, *, swaps: Sequence[bool] = (False, True)
-) -> Iterator[tuple[WgmmaTile, View]]:
+    view: OrientedProduct,
+    tiles: Sequence[WgmmaTile],
+    gpu: Gpu,
+    *,
+    swaps: Sequence[bool] = (False, True),
+) -> Iterator[tuple[WgmmaTile, OrientedProduct]]:
     """Yield the tiles that a product can have, each with the product as the kernel computes it.
 
     Parameters
@@ -149,3 +162,163 @@ def refusal(product: TypedProduct[Any], types: ElementTypes, gpu: Gpu) -> NoKern
     if len(batch) > MAX_TMA_BATCH_DIMS:
         return NoKernel(f"{len(batch)} batch dimensions (wgmma takes at most {MAX_TMA_BATCH_DIMS})")
     return product.refusal(types)
+
+
+def launch_tiles(
+    compiled: Compiled,
+    tile: WgmmaTile,
+    instance: WgmmaInstance,
+    view: OrientedProduct,
+    splits: int,
+    gpu: Gpu,
+    *,
+    kernel: Kernel | None = None,
+    work_tiles: int | None = None,
+    more: tuple[tuple[Parameter, ...], tuple[Parameter, ...]] = ((), ()),
+    stores: bool = True,
+) -> Launch:
+    """Return the launch of a kernel, given what ``instance.kernel`` was compiled to.
+
+    Parameters
+    ----------
+    kernel
+        The kernel, if it is not ``instance.kernel``.
+    work_tiles
+        The maximum number of work tiles, if they are not those of a dense product.
+    more
+        Parameters before and after the shape, of a kernel that has more of them.
+    stores
+        Whether the kernel stores elements of the output.
+    """
+    tiles_m, tiles_n = tile.grid(view.lhs.mn, view.rhs.mn)
+    k_tiles = math.ceil(view.k / instance.block_k)
+    split_k_tiles = math.ceil(k_tiles / splits)
+    if work_tiles is None:
+        work_tiles = math.ceil(k_tiles / split_k_tiles) * math.prod(view.batch) * tiles_m * tiles_n
+    clusters = min(work_tiles, gpu.sm_count // instance.cluster)
+
+    missing = (0,) * (MAX_TMA_BATCH_DIMS - len(view.batch))
+    out_missing = (0,) * (MAX_TMA_BATCH_DIMS - len(view.out_batch))
+    shape = Scalars.pack(
+        f"{MAX_TMA_BATCH_DIMS + 1}q{3 * MAX_TMA_BATCH_DIMS + 10}i",
+        *out_missing,
+        *(stride for _, stride in view.out_batch),
+        view.out_n_stride if instance.out_m_major else view.out_m_stride,
+        *(1 for _ in missing),
+        *view.batch,
+        *missing,
+        *(int(stride != 0) for stride in view.lhs.batch_strides),
+        *missing,
+        *(int(stride != 0) for stride in view.rhs.batch_strides),
+        math.prod(view.batch),
+        view.lhs.mn,
+        view.rhs.mn,
+        k_tiles,
+        split_k_tiles,
+        view.part_step,
+        tiles_m,
+        tiles_n,
+        raster_height(
+            gpu.sm_count // tile.cluster,
+            tiles_m,
+            tile.block_m * tile.cluster,
+            tile.block_n,
+        ),
+        work_tiles,
+    )
+    lhs = operand_map(
+        view.lhs, view.lhs_dtype, view.lhs_buffer, instance.lhs_k_major, instance.block_m
+    )
+    # An epilogue subtile is 64 rows of n, or as many rows of m as it has columns.
+    out_row = TILE_ROW_BYTES // view.out_dtype.itemsize
+    out_rows = math.gcd(instance.block_n, out_row) if view.out_m_major else 64
+    rhs = rhs_map(view, instance, instance.rhs_tma_rows)
+    return Launch(
+        entry=compiled.entry((kernel or instance.kernel).name),
+        grid=(clusters * instance.cluster, 1, 1),
+        block=(instance.threads, 1, 1),
+        # A kernel that stores single elements, or none, does not read the map of the output.
+        parameters=(
+            lhs,
+            rhs,
+            out_map(view, out_rows) if instance.tma_store and stores else lhs,
+            Buffer(view.out_buffer),
+            *more[0],
+            shape,
+            *more[1],
+        ),
+        shared_memory_bytes=instance.shared_memory_bytes,
+        cluster=(instance.cluster, 1, 1),
+    )
+
+
+def rhs_map(view: OrientedProduct, instance: WgmmaInstance, rows: int) -> TensorMap:
+    """Return the map of ``rhs`` in TMA tiles of so many rows of N."""
+    return operand_map(view.rhs, view.rhs_dtype, view.rhs_buffer, instance.rhs_k_major, rows)
+
+
+# Columns that a stage may have beside all of the tile's.
+_COLUMNS = (128, 64, 32)
+_ROW_BYTES = 128
+_MATRIX_ROW_BYTES = 32
+
+
+def staging_of(
+    instance: WgmmaInstance, epilogue: Epilogue, geometry: MatmulGeometry, out_buffer: int
+) -> Staging | None:
+    """Return the operands that are staged, or ``None``.
+
+    Parameters
+    ----------
+    instance
+        The kernel.
+    epilogue
+        The epilogue of the product as the kernel computes it.
+    geometry
+        The product before any swap.
+    out_buffer
+        The buffer of the first result.
+    """
+    rows_are_adjacent = instance.out_m_major
+    excluded = instance.ragged or instance.pair or rows_are_adjacent or epilogue.reductions
+    if not instance.cooperative or excluded:
+        return None
+    staged = {i: x for i, x in enumerate(epilogue.operands) if x.fits_tma}
+    for columns in (instance.block_n, *_COLUMNS):
+        if staged and instance.block_n % columns == 0 and _fits(staged, columns, instance):
+            first = out_buffer - len(epilogue.operands)
+            sizes = (*geometry.batch, geometry.m, geometry.n)
+            maps = {
+                i: staged_map(x, first + i, sizes, columns, instance.block_m)
+                for i, x in staged.items()
+            }
+            return Staging(maps, instance.block_m, columns)
+    return None
+
+
+def _fits(staged: dict[int, EpilogueArray], columns: int, instance: WgmmaInstance) -> bool:
+    nbytes = 0
+    for array in staged.values():
+        row_bytes = columns * array.dtype.itemsize
+        matrix = array.strides[-2] != 0
+        if row_bytes % (_MATRIX_ROW_BYTES if matrix else _ROW_BYTES):
+            return False
+        if matrix and row_bytes > _ROW_BYTES and row_bytes % _ROW_BYTES:
+            return False
+        nbytes += row_bytes * (instance.block_m if matrix else 1)
+    return nbytes <= instance.stage_bytes
+
+
+# The workspace that counts the tiles which clusters have claimed.
+CLAIMED_BYTES = 4
+CLEAR_CLAIMED = Kernel("gemm/sm90/dynamic_tile_scheduler.cuh", "tilekern::clear_claimed_tiles")
+
+
+def clear_claimed(compiled: Compiled, claimed: Buffer) -> Launch:
+    """Return the launch that comes before the kernel: no tile has been claimed."""
+    return Launch(
+        entry=compiled.entry(CLEAR_CLAIMED.name),
+        grid=(1, 1, 1),
+        block=(1, 1, 1),
+        parameters=(claimed,),
+    )

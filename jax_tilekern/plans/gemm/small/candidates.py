@@ -10,7 +10,7 @@ from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gemm.families import Family
 from jax_tilekern.plans.gemm.problem import Product
-from jax_tilekern.plans.gemm.sm80.tiling import refusal
+from jax_tilekern.plans.gemm.sm80.candidates import refusal
 from jax_tilekern.plans.gemm.small.config import FRAGMENT_M, FRAGMENT_N, SmallInstance, SmallTile
 from jax_tilekern.plans.gemm.small.cost import small_cycles
 from jax_tilekern.plans.gpu import Gpu

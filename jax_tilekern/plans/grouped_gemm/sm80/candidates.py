@@ -17,9 +17,21 @@ import numpy as np
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.gemm.families import Family
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.sm80.config import MMA_ARITHMETICS, TINY, MatmulInstance, MatmulTile
-from jax_tilekern.plans.gemm.sm80.operands import Operand, lhs_operand, rhs_operand
-from jax_tilekern.plans.gemm.sm80.tiling import Grid, TiledMmaCandidate, refusal, tiled_candidates
+from jax_tilekern.plans.gemm.sm80.candidates import (
+    Grid,
+    TiledMmaCandidate,
+    refusal,
+    tiled_candidates,
+)
+from jax_tilekern.plans.gemm.sm80.config import (
+    MMA_ARITHMETICS,
+    TINY,
+    MatmulInstance,
+    MatmulTile,
+    Operand,
+    lhs_operand,
+    rhs_operand,
+)
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct, pack_groups
 from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel

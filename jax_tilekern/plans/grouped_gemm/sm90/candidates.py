@@ -13,32 +13,29 @@ from dataclasses import dataclass
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gemm.families import Family
 from jax_tilekern.plans.gemm.sm90.config import (
-    TMA_STRIDE_BYTES,
+    RING_BYTES,
     WGMMA_ARITHMETICS,
-    View,
     WgmmaInstance,
     WgmmaTile,
     dense_tiles,
-    fits_tma,
     instance_for,
 )
-from jax_tilekern.plans.gemm.sm90.dynamic import (
+from jax_tilekern.plans.gemm.sm90.tiling import (
     CLAIMED_BYTES,
     CLEAR_CLAIMED,
-    RING_BYTES,
-    clear_claimed,
-)
-from jax_tilekern.plans.gemm.sm90.launch import launch_tiles, rhs_map
-from jax_tilekern.plans.gemm.sm90.tiling import (
     TiledWgmmaCandidate,
+    clear_claimed,
     is_launchable,
+    launch_tiles,
     oriented_tiles,
     refusal,
+    rhs_map,
 )
+from jax_tilekern.plans.gemm.tiles import OrientedProduct, fits_tma
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.grouped_gemm.problem import GroupedProduct, max_tiles, pack_groups
 from jax_tilekern.plans.grouped_gemm.sm90.cost import grouped_busy_cycles
-from jax_tilekern.plans.launch import Buffer, LaunchPlan, NoKernel
+from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, Buffer, LaunchPlan, NoKernel
 
 _BOUNDS = Buffer(2)
 # More ranges of rows would leave little shared memory for operands.
@@ -147,7 +144,7 @@ def grouped_wgmma_candidates(
 GROUPED_WGMMA = Family(WGMMA_ARITHMETICS, grouped_wgmma_candidates)
 
 
-def _refusal(product: GroupedProduct, view: View) -> NoKernel | None:
+def _refusal(product: GroupedProduct, view: OrientedProduct) -> NoKernel | None:
     """Return why the kernel does not take the groups, or ``None``."""
     geometry = product.geometry
     if geometry.ragged == "m" and geometry.spans > _MAX_SPANS:
@@ -165,13 +162,13 @@ def _refusal(product: GroupedProduct, view: View) -> NoKernel | None:
     return None
 
 
-def _view(product: GroupedProduct, swapped: bool) -> View:
-    view = dataclasses.replace(View.of(product.dense()), out_buffer=product.out_buffer)
+def _view(product: GroupedProduct, swapped: bool) -> OrientedProduct:
+    view = dataclasses.replace(OrientedProduct.of(product.dense()), out_buffer=product.out_buffer)
     return view.swapped() if swapped else view
 
 
 def _instance(
-    product: GroupedProduct, tile: WgmmaTile, view: View, promote: bool, gpu: Gpu
+    product: GroupedProduct, tile: WgmmaTile, view: OrientedProduct, promote: bool, gpu: Gpu
 ) -> WgmmaInstance:
     geometry = product.geometry
     instance = instance_for(tile, view, promote, 1, gpu)
@@ -188,7 +185,7 @@ def _instance(
     ).with_max_stages(gpu)
 
 
-def _column_step(tile: WgmmaTile, view: View, promote: bool) -> int:
+def _column_step(tile: WgmmaTile, view: OrientedProduct, promote: bool) -> int:
     """Return the granularity of MMAs in columns: the minimum that registers allow."""
     through_registers = not view.lhs.k_major and view.lhs_dtype.itemsize == 1
     if promote:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from jax_tilekern.plans.gemm.sm90.config import View, WgmmaInstance, WgmmaTile, dense_tiles
+from jax_tilekern.plans.gemm.sm90.config import WgmmaInstance, WgmmaTile, dense_tiles
 from jax_tilekern.plans.gemm.sm90.cost import busy_cycles
+from jax_tilekern.plans.gemm.tiles import OrientedProduct
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.grouped_gemm.problem import GroupedProduct
 
@@ -22,14 +23,22 @@ _CLUSTER_START = 3000
 
 
 def grouped_busy_cycles(
-    product: GroupedProduct, tile: WgmmaTile, instance: WgmmaInstance, view: View, gpu: Gpu
+    product: GroupedProduct,
+    tile: WgmmaTile,
+    instance: WgmmaInstance,
+    view: OrientedProduct,
+    gpu: Gpu,
 ) -> float:
     """Estimate the cycles of the busiest SM if memory were no limit."""
     return _in_clusters(_busy_cycles(product, tile, instance, view, gpu), tile, instance, view)
 
 
 def _busy_cycles(
-    product: GroupedProduct, tile: WgmmaTile, instance: WgmmaInstance, view: View, gpu: Gpu
+    product: GroupedProduct,
+    tile: WgmmaTile,
+    instance: WgmmaInstance,
+    view: OrientedProduct,
+    gpu: Gpu,
 ) -> float:
     arithmetic, rows = product.arithmetic, product.geometry.average_rows
     if instance.ragged == "k":
@@ -47,7 +56,9 @@ def _busy_cycles(
     return cycles * (_MORE_WEIGHTS if tile.block_m > tile.block_n else 1)
 
 
-def _in_clusters(cycles: float, tile: WgmmaTile, instance: WgmmaInstance, view: View) -> float:
+def _in_clusters(
+    cycles: float, tile: WgmmaTile, instance: WgmmaInstance, view: OrientedProduct
+) -> float:
     """Return what clusters take, of which the dense model counts the rounds alone.
 
     CTAs of a dense product happen to read the same tiles at the same time, which L2 serves at once.
