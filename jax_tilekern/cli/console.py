@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,27 +52,23 @@ def write_json(path: Path, value: Any) -> None:
 
 def duration(seconds: float) -> str:
     """Return a time with three significant digits and its unit."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{_digits(seconds / scale)} {unit}"
-    return f"{_digits(seconds / 1e-9)} ns"
+    return _scaled(seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9})
 
 
 def rate(per_second: float, unit: str) -> str:
     """Return a rate with three significant digits, such as ``1.23 TFLOP/s``."""
-    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if per_second >= scale:
-            return f"{_digits(per_second / scale)} {prefix}{unit}/s"
-    return f"{_digits(per_second)} {unit}/s"
+    prefixes = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "": 1.0}
+    return _scaled(per_second, {f"{x}{unit}/s": scale for x, scale in prefixes.items()})
 
 
 def size(count: int) -> str:
     """Return a number of bytes with three significant digits, such as ``1.23 MiB``."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= scale:
-            return f"{_digits(count / scale)} {unit}"
-    return f"{count} B"
+    return _scaled(count, {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1})
 
 
-def _digits(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+def _scaled(value: float, units: Mapping[str, float]) -> str:
+    """Return a value in the largest unit that it reaches, or in the last one."""
+    *_, last = units
+    unit = next((unit for unit, scale in units.items() if value >= scale), last)
+    scaled = value / units[unit]
+    return f"{scaled:.3g} {unit}" if scaled < 1000 else f"{scaled:.0f} {unit}"

@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,25 +97,17 @@ def _require_backend() -> None:
 
 def cpu() -> dict[str, Any]:
     """Return the CPU's model, how many threads this process may use, and instruction sets."""
-    fields = _cpuinfo()
-    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    file = Path("/proc/cpuinfo")
+    processor = file.read_text().split("\n\n")[0] if file.exists() else ""
+    pairs = (line.partition(":") for line in processor.splitlines())
+    fields = {key.strip(): value.strip() for key, _, value in pairs}
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    may_use = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
     return {
         "model": fields.get("model name") or platform.processor() or platform.machine(),
-        "threads": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "threads": len(may_use(0)),
         "instruction_sets": [name for name in _INSTRUCTION_SETS if name in flags],
     }
-
-
-def _cpuinfo() -> dict[str, str]:
-    """Return the first processor's fields; empty where there is no such file."""
-    file = Path("/proc/cpuinfo")
-    if not file.exists():
-        return {}
-    processor = file.read_text().split("\n\n")[0]
-    pairs = (line.partition(":") for line in processor.splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def cpu_kernels() -> dict[str, str]:
@@ -154,21 +145,19 @@ def _kernel(operand: Any, *, platform: str | None = None, **options: Any) -> str
 def driver() -> dict[str, Any]:
     """Return the CUDA driver's CUDA version and GPUs, or why there are none."""
     version, devices = _core.cuda_driver_version(), _core.cuda_devices()
-    return {
-        "cuda": None if isinstance(version, str) else ".".join(map(str, version)),
-        "gpus": []
-        if isinstance(devices, str)
-        else [
-            {
-                "name": device.name,
-                "compute_capability": list(device.compute_capability),
-                "sm_count": device.sm_count,
-                "l2_bytes": device.l2_bytes,
-            }
-            for device in devices
-        ],
-        "why_none": devices if isinstance(devices, str) else None,
-    }
+    # A text says why there are none.
+    why_none = devices if isinstance(devices, str) else None
+    gpus = [
+        {
+            "name": device.name,
+            "compute_capability": list(device.compute_capability),
+            "sm_count": device.sm_count,
+            "l2_bytes": device.l2_bytes,
+        }
+        for device in ([] if isinstance(devices, str) else devices)
+    ]
+    cuda = None if isinstance(version, str) else ".".join(map(str, version))
+    return {"cuda": cuda, "gpus": gpus, "why_none": why_none}
 
 
 def nvidia_smi() -> list[dict[str, str]]:
@@ -193,33 +182,30 @@ def nvidia_smi() -> list[dict[str, str]]:
 
 def _nvml_facts(nvml: Any, index: int) -> dict[str, str]:
     gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-
-    def fact(form: str, query: Callable[..., Any], *arguments: Any) -> str:
-        try:
-            return form.format(query(*arguments))
-        # A virtual GPU, for one, does not tell its power.
-        except nvml.NVMLError_NotSupported:
-            return "[N/A]"
-
-    def watts(query: Callable[[Any], int]) -> float:
-        return query(gpu) / 1000
-
-    clock, maximum = nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo
-    return {
-        "index": str(index),
-        "name": fact("{}", nvml.nvmlDeviceGetName, gpu),
-        "compute_cap": fact("{0[0]}.{0[1]}", nvml.nvmlDeviceGetCudaComputeCapability, gpu),
-        "driver_version": fact("{}", nvml.nvmlSystemGetDriverVersion),
-        "clocks.sm": fact("{} MHz", clock, gpu, nvml.NVML_CLOCK_SM),
-        "clocks.mem": fact("{} MHz", clock, gpu, nvml.NVML_CLOCK_MEM),
-        "clocks.max.sm": fact("{} MHz", maximum, gpu, nvml.NVML_CLOCK_SM),
-        "clocks.max.mem": fact("{} MHz", maximum, gpu, nvml.NVML_CLOCK_MEM),
-        "power.draw": fact("{:.2f} W", watts, nvml.nvmlDeviceGetPowerUsage),
-        "power.limit": fact("{:.2f} W", watts, nvml.nvmlDeviceGetPowerManagementLimit),
-        "temperature.gpu": fact(
-            "{}", nvml.nvmlDeviceGetTemperature, gpu, nvml.NVML_TEMPERATURE_GPU
+    clock, max_clock = nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo
+    queries: dict[str, tuple[str, Callable[[], Any]]] = {
+        "name": ("{}", lambda: nvml.nvmlDeviceGetName(gpu)),
+        "compute_cap": ("{0[0]}.{0[1]}", lambda: nvml.nvmlDeviceGetCudaComputeCapability(gpu)),
+        "driver_version": ("{}", nvml.nvmlSystemGetDriverVersion),
+        "clocks.sm": ("{} MHz", lambda: clock(gpu, nvml.NVML_CLOCK_SM)),
+        "clocks.mem": ("{} MHz", lambda: clock(gpu, nvml.NVML_CLOCK_MEM)),
+        "clocks.max.sm": ("{} MHz", lambda: max_clock(gpu, nvml.NVML_CLOCK_SM)),
+        "clocks.max.mem": ("{} MHz", lambda: max_clock(gpu, nvml.NVML_CLOCK_MEM)),
+        "power.draw": ("{:.2f} W", lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
+        "power.limit": ("{:.2f} W", lambda: nvml.nvmlDeviceGetPowerManagementLimit(gpu) / 1000),
+        "temperature.gpu": (
+            "{}",
+            lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
         ),
     }
+    facts = {"index": str(index)}
+    for name, (form, query) in queries.items():
+        try:
+            facts[name] = form.format(query())
+        # A virtual GPU, for one, does not tell its power.
+        except nvml.NVMLError_NotSupported:
+            facts[name] = "[N/A]"
+    return facts
 
 
 def nvrtc() -> dict[str, Any]:
@@ -244,23 +230,15 @@ def _within_packages(path: str) -> str:
 def cache() -> dict[str, Any]:
     """Return the kernel cache's location and size, and whether it is writable."""
     info = compiler.cache_info()
+    folders = (info.location, *info.location.parents)
+    # The folder need not exist yet.
+    existing = next(folder for folder in folders if folder.exists())
     return {
         "location": str(info.location),
         "entries": info.entries,
         "bytes": info.bytes,
-        "writable": _writable(info.location),
+        "writable": os.access(existing, os.W_OK | os.X_OK),
     }
-
-
-def _writable(folder: Path) -> bool:
-    """Return whether a file can be created in ``folder``, which need not exist yet."""
-    # The probe does not create the folder.
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            return True
-    except OSError:
-        return False
 
 
 def registered_targets() -> dict[str, list[str]]:
@@ -282,20 +260,12 @@ def trial_product() -> dict[str, Any]:
 
 
 PROBES: dict[str, Callable[[], Any]] = {
-    "installation": installation,
-    "versions": versions,
-    "backends": backends,
-    "cpu": cpu,
-    "cpu_kernels": cpu_kernels,
-    "decided_by": decided_by,
-    "driver": driver,
-    "nvidia_smi": nvidia_smi,
-    "nvrtc": nvrtc,
-    "cache": cache,
-    "registered_targets": registered_targets,
-    "trial_product": trial_product,
-    "source_digests": source_digests,
-}
+    probe.__name__: probe
+    for probe in (
+        installation, versions, backends, cpu, cpu_kernels, decided_by, driver, nvidia_smi, nvrtc,
+        cache, registered_targets, trial_product, source_digests,
+    )
+}  # fmt: skip
 
 
 def facts(*names: str) -> tuple[dict[str, Any], dict[str, str]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -62,19 +60,20 @@ class Recorder:
         # The token is new, so JAX's persistent cache misses and XLA partitions the call.
         self.token = uuid.uuid4().hex
 
-    def leave_unpartitioned(self) -> None:
-        """Record calls whose program is not compiled, without a partition."""
-        self.choices.extend(self.awaited.values())
+    def choice(self, call: str, ctx: Any, platform: str, kernel: str | None, reason: str) -> Choice:
+        """Return what a call that is lowered in a context of JAX's becomes."""
+        operands, results = _types(ctx.avals_in), ", ".join(_types(ctx.avals_out))
+        return Choice(call, operands, results, platform, kernel, reason, depth=self.depth)
 
 
-_recorder: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar(
-    "jax_tilekern_choices", default=None
-)
-# The token is part of the key of JAX's tracing and lowering caches, so no earlier lowering is
-# reused without being recorded.
-_recording = jax.make_user_context(None)
-_waiting: list[Recorder] = []
-_lock = threading.Lock()
+_recorders: dict[str, Recorder] = {}
+# The token of the recorder that is active. It is part of the key of JAX's tracing and lowering
+# caches, so no earlier lowering is reused without being recorded.
+_token = jax.make_user_context("")
+
+
+def _active() -> Recorder | None:
+    return _recorders.get(_token.value)
 
 
 @contextlib.contextmanager
@@ -84,33 +83,30 @@ def recorded_choices(platform: str = "") -> Iterator[Recorder]:
     ``platform`` is the one that the program is for.
     """
     recorder = Recorder(platform)
-    token = _recorder.set(recorder)
-    with _lock:
-        _waiting.append(recorder)
+    _recorders[recorder.token] = recorder
     try:
-        with _recording(recorder.token):
+        with _token(recorder.token):
             yield recorder
     finally:
-        with _lock:
-            _waiting.remove(recorder)
-        _recorder.reset(token)
+        del _recorders[recorder.token]
 
 
 def record_choice(call: str, ctx: Any, platform: str, kernel: str | None, reason: str) -> None:
     """Record what a call lowers to, if a recorder is active."""
-    recorder = _recorder.get()
+    recorder = _active()
     if recorder is not None:
-        recorder.choices.append(_choice(call, ctx, platform, kernel, reason))
+        recorder.choices.append(recorder.choice(call, ctx, platform, kernel, reason))
 
 
 def record_traced_choice(call: str, aval: Any, reason: str) -> None:
     """Record that a call on arrays of a type is left to XLA when it is traced, and list it once."""
-    recorder = _recorder.get()
+    recorder = _active()
     if recorder is None:
         return
     (operand,) = _types([aval])
-    platform, depth = recorder.platform, recorder.depth
-    choice = Choice(call, (operand,), operand, platform, None, reason, depth=depth)
+    choice = Choice(
+        call, (operand,), operand, recorder.platform, None, reason, depth=recorder.depth
+    )
     if choice not in recorder.choices:
         recorder.choices.append(choice)
 
@@ -118,7 +114,7 @@ def record_traced_choice(call: str, aval: Any, reason: str) -> None:
 @contextlib.contextmanager
 def listed_below() -> Iterator[None]:
     """List calls that are lowered inside the context below the last one, and equal ones once."""
-    recorder = _recorder.get()
+    recorder = _active()
     if recorder is None:
         yield
         return
@@ -133,31 +129,23 @@ def listed_below() -> Iterator[None]:
 
 def recorder_token() -> str:
     """Return the token that identifies the current recorder in the text of a call."""
-    recorder = _recorder.get()
-    return "" if recorder is None else recorder.token
+    token: str = _token.value
+    return token
 
 
 def await_partition(text: str, call: str, ctx: Any, platform: str) -> None:
     """Record that XLA will partition a call, if a recorder is active."""
-    recorder = _recorder.get()
+    recorder = _active()
     if recorder is not None:
         reason = "planned for each device when XLA has partitioned the program"
-        recorder.awaited[text] = _choice(call, ctx, platform, None, reason)
+        recorder.awaited[text] = recorder.choice(call, ctx, platform, None, reason)
 
 
 def record_partition(text: str, choices: Sequence[Choice]) -> None:
     """Record what a partitioned call became on each device, for the recorders that await it."""
-    with _lock:
-        for recorder in _waiting:
-            if text in recorder.awaited:
-                recorder.choices.extend(choices)
-
-
-def _choice(call: str, ctx: Any, platform: str, kernel: str | None, reason: str) -> Choice:
-    operands, results = _types(ctx.avals_in), _types(ctx.avals_out)
-    recorder = _recorder.get()
-    depth = 0 if recorder is None else recorder.depth
-    return Choice(call, operands, ", ".join(results), platform, kernel, reason, depth=depth)
+    for recorder in list(_recorders.values()):
+        if text in recorder.awaited:
+            recorder.choices.extend(choices)
 
 
 def _types(avals: Sequence[Any]) -> tuple[str, ...]:

@@ -85,8 +85,8 @@ def explain(
         lowered = program.lower(lowering_platforms=None if platform is None else (target,))
         if recorder.awaited and target in _platforms(args, kwargs):
             lowered.compile()
-        elif recorder.awaited:
-            recorder.leave_unpartitioned()
+        else:
+            recorder.choices += recorder.awaited.values()
     return Explanation(recorder.choices)
 
 
