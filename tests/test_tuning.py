@@ -18,7 +18,14 @@ from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import NoGpu, known_gpu
-from jax_tilekern.plans.tuned import XLA, TunedChoice, TunedChoices, product_text
+from jax_tilekern.plans.tuned import (
+    XLA,
+    TunedChoice,
+    TunedChoices,
+    product_text,
+    recorded_products,
+    tuned_digest,
+)
 from jax_tilekern.tuning import product_timing, random_operands
 from jax_tilekern.tuning import tuner as tuning
 from jax_tilekern.tuning.product_timing import Measured, Problem
@@ -198,6 +205,13 @@ def test_products_of_a_function(monkeypatch):
         assert tuning.products_of(jnp.matmul, x, w) == []
         integers = jax.ShapeDtypeStruct((8, 8), jnp.int16)
         assert tuning.products_of(jtk.matmul, integers, integers) == []
+
+
+def test_a_program_that_is_recorded_shares_no_digest_with_others():
+    with recorded_products():
+        recorded = tuned_digest(H100)
+    with tuning.using(TunedChoices(None)):
+        assert tuned_digest(H100) != recorded
 
 
 # Tuning, with times that are made up.

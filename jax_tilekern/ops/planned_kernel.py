@@ -59,22 +59,9 @@ Planned = LaunchPlan | NoKernel | CompileError | PlanError
 def _planned(
     planner: Callable[..., LaunchPlan | NoKernel], arguments: tuple[Hashable, ...], gpu: Gpu
 ) -> Planned:
-    state = planning_state()
-    if state is None:
-        return _plan(planner, arguments, gpu)
-    state = state, current_policy()
+    state = planning_state(), current_policy()
     planned: Planned = _plan_once(planner, arguments, gpu, state=state)
     return planned
-
-
-def _plan(
-    planner: Callable[..., LaunchPlan | NoKernel], arguments: tuple[Hashable, ...], gpu: Gpu
-) -> Planned:
-    try:
-        return planner(*arguments, gpu)
-    except (CompileError, PlanError) as error:
-        # The traceback is dropped, because it would keep frames alive.
-        return error.with_traceback(None)
 
 
 @compat.cached(max_size=1024, trace_context_in_key=False)
@@ -86,4 +73,8 @@ def _plan_once(
     state: Hashable,
 ) -> Planned:
     """Plan a call once; equal layers of a model reuse the plan."""
-    return _plan(planner, arguments, gpu)
+    try:
+        return planner(*arguments, gpu)
+    except (CompileError, PlanError) as error:
+        # The traceback is dropped, because it would keep frames alive.
+        return error.with_traceback(None)

@@ -9,7 +9,6 @@ digest of those that were measured), until the product is tuned again.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import hashlib
@@ -21,6 +20,7 @@ import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import ml_dtypes
@@ -196,6 +196,8 @@ def _default_choices() -> TunedChoices:
     return TunedChoices(platformdirs.user_data_path("jax_tilekern", appauthor=False) / "tuned")
 
 
+_Choices = TypeVar("_Choices", bound=TunedChoices)
+
 # JAX's own kind of context, so that what is lowered for some choices is not taken for others.
 _current = jax.make_user_context(None)
 
@@ -207,7 +209,7 @@ def current_choices() -> TunedChoices:
 
 
 @scoped
-def using(choices: TunedChoices) -> Iterator[TunedChoices]:
+def using(choices: _Choices) -> Iterator[_Choices]:
     """Let plans consult these choices inside the context, in the current thread."""
     with _current(choices):
         yield choices
@@ -237,36 +239,39 @@ def using_digest(digest: str) -> Iterator[None]:
 # Planning
 
 
-_recorded: contextvars.ContextVar[list[Product] | None] = contextvars.ContextVar(
-    "jax_tilekern_products", default=None
-)
+class _RecordedProducts(TunedChoices):
+    """Choices that collect the products that are planned, and leave all of them to XLA."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.products: list[Product] = []
+
+    def find(self, product: Product, gpu: Gpu) -> TunedChoice:
+        self.products.append(product)
+        return TunedChoice(XLA, XLA, {XLA: 1.0}, method="", digest="", versions="", date="")
+
+    def digest(self, gpu: Gpu) -> str:
+        # Unlike that of other choices that are empty, see tuned_digest().
+        return f"recorded by {id(self)}"
 
 
 @contextlib.contextmanager
 def recorded_products() -> Iterator[list[Product]]:
     """Collect the products that are planned inside the context, and plan none of them."""
-    products: list[Product] = []
-    token = _recorded.set(products)
-    try:
-        yield products
-    finally:
-        _recorded.reset(token)
+    with using(_RecordedProducts()) as recorded:
+        yield recorded.products
 
 
-def planning_state() -> Hashable | None:
-    """Return what plans depend on beside what is planned, or ``None`` if plans are not made."""
+def planning_state() -> Hashable:
+    """Return what plans depend on beside what is planned."""
     choices = current_choices()
-    return None if _recorded.get() is not None else (choices, choices.changes)
+    return choices, choices.changes
 
 
 def tuned_plan(
     product: Product, gpu: Gpu, candidates: Sequence[Candidate]
 ) -> LaunchPlan | NoKernel | None:
     """Return the plan that tuning chose, or ``None`` if the choice is the cost model's."""
-    recorded = _recorded.get()
-    if recorded is not None:
-        recorded.append(product)
-        return NoKernel("the product is recorded, not planned")
     choice = current_choices().find(product, gpu)
     if choice is None:
         return None

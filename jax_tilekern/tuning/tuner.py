@@ -21,7 +21,6 @@ import jax
 
 from jax_tilekern.compilation.nvrtc import nvrtc
 from jax_tilekern.compilation.source_digests import source_digests
-from jax_tilekern.inspection.choices import recorded_choices
 from jax_tilekern.inspection.columns import columns
 from jax_tilekern.inspection.tracing import traced
 from jax_tilekern.plans.candidate import Candidate
@@ -61,7 +60,7 @@ def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list
     *args, **kwargs
         Its arguments, as for :func:`jax_tilekern.explain`.
     """
-    with recorded_choices(), recorded_products() as products:
+    with recorded_products() as products:
         traced(function, args, kwargs).lower(lowering_platforms=("cuda",))
     return list(dict.fromkeys(products))
 
