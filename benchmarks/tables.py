@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.ladder.page_tables import LADDERS, ideas, times
+from benchmarks.ladder.report import LADDERS, ideas, times
 from benchmarks.records.sample_report import SLOWER, Distribution, ratio_to_jax, with_right_peer
 
 ROOT = Path(__file__).parent.parent

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from benchmarks.ladder import ncu
 from benchmarks.ladder.ladder_run import run_ladder
 from benchmarks.ladder.report import notes, table
 from jax_tilekern.cli.console import make_console, output_file
@@ -21,7 +20,6 @@ _LADDERS = {
     "matvec": "a matrix times a vector, in either order",
     "add": "sums of vectors and of matrices",
 }
-_COUNTER_SECONDS = 240.0
 _SIZES = {
     "transpose": "ROWSxCOLUMNS",
     "dot": "SIZE",
@@ -45,25 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--check", action="store_true", help="run each rung once and compare, time nothing"
         )
         one.add_argument(
-            "--counters", nargs="?", type=float, const=_COUNTER_SECONDS, metavar="SECONDS",
-            help="hardware counters by Nsight Compute (ncu), for at most so long "
-            f"(default: {_COUNTER_SECONDS:.0f})",
-        )  # fmt: skip
-        one.add_argument(
             "--seconds", type=float, default=2.0, help="timing of a size (default: %(default)s)"
         )
         one.add_argument("--json", type=output_file, metavar="FILE", help="write the record here")
         one.add_argument(
             "--resume", action="store_true",
-            help="keep what FILE has of the same device and kernels; measure and count the rest",
+            help="keep what FILE has of the same device and kernels; measure the rest",
         )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status: 1 if a rung failed."""
     console = make_console()
-    if arguments.counters is not None:
-        ncu.require_ncu()
     nvrtc()
     ladder = importlib.import_module(f"benchmarks.ladder.{arguments.ladder}").LADDER
     record = run_ladder(console, ladder, arguments)
@@ -71,5 +62,4 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(table(record, problem))
     for note in notes(record):
         console.print(note)
-    failed = any(rung["failure"] for problem in record["problems"] for rung in problem["rungs"])
-    return int(failed or record["no_counters"] is not None)
+    return int(any(rung["failure"] for problem in record["problems"] for rung in problem["rungs"]))

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import jax
 
 import jax_tilekern
-from benchmarks.ladder import climb, counters
+from benchmarks.ladder import climb
 from benchmarks.ladder.climb import Record
-from benchmarks.ladder.ncu import NoCounters
 from benchmarks.ladder.rung import Ladder, LadderError, Problem, rungs_digest
 from benchmarks.measurement.measure import bandwidths
 from benchmarks.records.record import command_text, device_name, now
@@ -70,21 +69,10 @@ def run_ladder(console: Console, ladder: Ladder, arguments: argparse.Namespace) 
                     climbed = _climbed(problem, arguments, on_gpu=on_gpu)
                 entries[size, problem.title] = {"size": size, **climbed}
             record["problems"] = list(entries.values())
-            _write(record, arguments)
-    if on_gpu and arguments.counters is not None:
-        try:
-            with console.status("counting"):
-                record["no_counters"] = _put_counters(record["problems"], arguments)
-        except NoCounters as error:
-            record["no_counters"] = str(error)
-        _write(record, arguments)
+            # After each problem, so that a run that is cut can be resumed.
+            if arguments.json is not None:
+                write_json(arguments.json, record)
     return record
-
-
-def _write(record: Record, arguments: argparse.Namespace) -> None:
-    """Write the record as far as it is complete, so that a run that is cut can be resumed."""
-    if arguments.json is not None:
-        write_json(arguments.json, record)
 
 
 def _kept(record: Record, arguments: argparse.Namespace) -> dict[tuple[str, str], Record]:
@@ -139,7 +127,6 @@ def _header(arguments: argparse.Namespace) -> Record:
         **found,
         "rungs_digest": rungs_digest(arguments.ladder),
         "errors": errors,
-        "no_counters": None,
         "problems": [],
     }
 
@@ -151,52 +138,11 @@ def _climbed(problem: Problem, arguments: argparse.Namespace, *, on_gpu: bool) -
         if on_gpu:
             seconds = None if arguments.check else arguments.seconds
             climb.climb(problem, rungs, records, seconds=seconds)
-        result_bytes = problem.result_bytes
     return {
         "title": problem.title,
         "sizes": problem.sizes,
         "bytes": problem.bytes,
-        "result_bytes": result_bytes,
         "flops": problem.flops,
         "bound": problem.bound,
         "rungs": list(records.values()),
     }
-
-
-def _put_counters(problems: list[Record], arguments: argparse.Namespace) -> str | None:
-    """Launch the rungs that lack counters once more under ``ncu``, and record what it counts.
-
-    Returns
-    -------
-    str | None
-        What to do about rungs that still lack them, if there are any.
-    """
-    lacking = [
-        (problem, rung)
-        for problem in problems
-        for rung in problem["rungs"]
-        if not rung["failure"] and not rung["skipped"] and "counters" not in rung
-    ]
-    if not lacking:
-        return None
-    wanted = [
-        counters.Wanted(
-            problem["size"],
-            problem["title"],
-            rung["name"],
-            [counters.Kernel.of(kernel) for kernel in rung["kernels"]]
-            if rung["only_kernels"]
-            else None,
-        )
-        for problem, rung in lacking
-    ]
-    log = arguments.json and arguments.json.with_suffix(".ncu.csv")
-    found = counters.count(arguments.ladder, wanted, arguments.counters, log)
-    for (problem, rung), counted in zip(lacking, found, strict=True):
-        if counted is not None:
-            efficiency = counters.write_efficiency(counted, problem["result_bytes"])
-            rung["counters"] = counted | {"write_efficiency": efficiency}
-    missing = found.count(None)
-    if not missing:
-        return None
-    return f"{missing} of {len(found)} rungs were not counted; --resume with --json counts them."

@@ -34,31 +34,23 @@ def _tiles(a: Any, b: Any, tile: Tile) -> Tile:
 
 def _rung(
     name: str, file: str, entry: str, block: Any, tile: Tile, dtype: np.dtype[Any],
-    *, block_tile: Tile | None = None, **settings: Any,
+    **settings: Any,
 ) -> Rung:  # fmt: skip
-    """Return a rung of threads that load their operands themselves.
-
-    Parameters
-    ----------
-    tile
-        What an element that is loaded serves.
-    block_tile
-        What a block computes, where that is not the same.
-    """
+    """Return a rung of threads that load their operands themselves; a block computes a tile."""
     arithmetic = settings.pop("arithmetic", None)
     cannot = settings.pop("cannot", lambda **_: None)
     product = kernel(
         f"matmul/{file}",
         name=f"{entry}<{jax_tilekern.cxx_type(dtype)}>",
         out=lambda a, b, *_: jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), a.dtype),
-        grid=lambda a, b, *_: _tiles(a, b, block_tile or tile),
+        grid=lambda a, b, *_: _tiles(a, b, tile),
         block=block,
         scalars=_sizes,
         alignment=16,
         **settings,
     )
     stages = (_with_zeros, product) if "aliases" in settings else (product,)
-    return Rung(name, stages, f"matmul/{file}", cannot, arithmetic=arithmetic, tile=tile)
+    return Rung(name, stages, f"matmul/{file}", cannot, arithmetic=arithmetic)
 
 
 def _with_zeros(a: Array, b: Array) -> tuple[Array, ...]:
@@ -72,10 +64,7 @@ def _simt_rungs(dtype: np.dtype[Any]) -> tuple[Rung, ...]:
     wide = 32 * chunk, 32 * chunk
     cannot = multiples(n=chunk, k=chunk)
     return (
-        _rung(
-            "from global memory", "01_naive.cu", "naive", (32, 8), (1, 1), dtype,
-            block_tile=(8, 32),
-        ),
+        _rung("from global memory", "01_naive.cu", "naive", (32, 8), (8, 32), dtype),
         _rung(
             "sums in global memory", "02_sums_in_memory.cu", "sums_in_memory", (32, 32), (32, 32),
             dtype, aliases={2: 0},
@@ -157,9 +146,7 @@ def _hopper_rung(
         shared_memory_bytes=128 * (stages * sum(tile) + 64 * subtiles) + 8 * (2 * stages + 2),
         alignment=16,
     )
-    return Rung(
-        name, (product,), f"matmul/{file}", cannot, compute_capability=(9, 0), tile=tile
-    )  # fmt: skip
+    return Rung(name, (product,), f"matmul/{file}", cannot, compute_capability=(9, 0))
 
 
 def _bfloat16_rungs() -> tuple[Rung, ...]:
@@ -177,7 +164,7 @@ def _bfloat16_rungs() -> tuple[Rung, ...]:
     )
     hopper = partial(_hopper_rung, cannot=cannot)
     return (
-        Rung("mma.sync", (mma_sync,), "matmul/10_mma_sync.cu", cannot, tile=(128, 128)),
+        Rung("mma.sync", (mma_sync,), "matmul/10_mma_sync.cu", cannot),
         hopper("TMA", "11_tma.cu", 256, (128, 128), 3),
         hopper("wgmma", "12_wgmma.cu", 256, (128, 256), 4),
         hopper("producer warp", "13_producer_warp.cu", 384, (128, 256), 4),

@@ -1,11 +1,16 @@
-"""A climbed ladder as tables."""
+"""A climbed ladder as tables: for the terminal, and in Markdown for ``docs/ladder.md``."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.ladder import counters
+from benchmarks.ladder.rung import SOURCES, Problem
+from benchmarks.records.report import terminal_table
 from jax_tilekern.cli.console import duration, rate
 
 if TYPE_CHECKING:
@@ -13,6 +18,8 @@ if TYPE_CHECKING:
 
 Record = Mapping[str, Any]
 
+LADDERS = ("transpose", "dot", "matmul", "matvec", "add")
+_RECORDS = Path(__file__).parents[1] / "results" / "h100" / "ladder"
 _TIMES = ("time", "rate", "of ceiling", "x the rung before")
 _RESOURCES = ("registers", "spilled", "shared memory", "warps held")
 
@@ -48,44 +55,33 @@ def table(record: Record, problem: Record) -> RenderableType:
     problem
         An entry of its ``problems``.
     """
-    from rich.table import Table
-
     rungs = problem["rungs"]
     timed = any("seconds" in rung for rung in rungs)
-    counted = any("counters" in rung for rung in rungs)
-    headings = (
-        *(_TIMES if timed else ()), *_RESOURCES, *(counters.HEADINGS if counted else ()),
-    )  # fmt: skip
-    result = Table(title=f"{problem['title']} on {record['device']}", title_justify="left")
-    result.add_column("rung", no_wrap=True)
-    for heading in headings:
-        result.add_column(heading, justify="right")
+    rows: list[tuple[Sequence[str], str | None]] = []
     before: float | None = None
     for rung in rungs:
         if rung["failure"] or rung["skipped"]:
             word, style = ("FAILED", "bold red") if rung["failure"] else ("skipped", "dim")
-            result.add_row(rung["name"], word, style=style)
+            rows.append(((rung["name"], word), style))
             continue
         entries = [rung["name"]]
         if timed:
-            entries += _time_cells(record, problem, rung, before)
+            entries += _time_cells(record, problem, rung)
+            # What jnp does is no step up from the library.
+            step = "" if before is None or rung["peer"] else f"{speed(problem, rung) / before:.2f}"
+            entries.append(step)
             before = speed(problem, rung)
         entries += _resource_cells(rung["kernels"])
-        if "counters" in rung:
-            entries += counters.cells(rung["counters"])
-        result.add_row(*entries)
-    return result
+        rows.append((entries, None))
+    headings = ("rung", *(_TIMES if timed else ()), *_RESOURCES)
+    return terminal_table(f"{problem['title']} on {record['device']}", headings, rows)
 
 
-def _time_cells(
-    record: Record, problem: Record, rung: Record, before: float | None
-) -> Iterator[str]:
+def _time_cells(record: Record, problem: Record, rung: Record) -> Iterator[str]:
     reached = speed(problem, rung)
     yield duration(rung["seconds"]) + (" *" if rung["on_host"] else "")
     yield rate(reached, "FLOP" if problem["bound"] == "arithmetic" else "B")
     yield f"{reached / ceiling(record, problem, rung):.0%}"
-    # What jnp does is no step up from the library.
-    yield f"{reached / before:.2f}" if before and not rung["peer"] else ""
 
 
 def _resource_cells(kernels: Sequence[Record]) -> Iterator[str]:
@@ -109,8 +105,6 @@ def notes(record: Record) -> Iterator[str]:
                 yield f"{problem['title']}: {rung['name']} skipped: {rung['skipped']}."
             elif rung["library"]:
                 yield f"{problem['title']}: {rung['name']} is {rung['library']}."
-    if record["no_counters"] is not None:
-        yield record["no_counters"]
     rungs = [rung for problem in problems for rung in problem["rungs"] if "seconds" in rung]
     if not rungs:
         return
@@ -128,3 +122,47 @@ def notes(record: Record) -> Iterator[str]:
         yield "* Part of it is done on the host, so this is the host's time from call to result."
     for method in dict.fromkeys(rung["method"] for rung in rungs if not rung["on_host"]):
         yield f"Times are {method}."
+
+
+def ideas(ladder: str) -> Iterator[str]:
+    """Yield a line for each file of a ladder: its number and the idea that it adds."""
+    yield "| file | idea |"
+    yield "| --- | --- |"
+    files = dict.fromkeys(
+        rung.source for problem in _problems(ladder) for rung in problem.rungs if rung.source
+    )
+    for file in sorted(files):
+        number = file.rpartition("/")[2].partition("_")[0]
+        yield f"| [{number}](../examples/ladder/{file}) | {first_sentence(file)} |"
+
+
+def first_sentence(source: str) -> str:
+    """Return the first sentence of a rung's file, which says what its idea is."""
+    text = (SOURCES / source).read_text()
+    comment = re.match(r"(//[^\n]*\n)+", text)
+    assert comment is not None, source
+    words = " ".join(line.removeprefix("//").strip() for line in comment[0].splitlines())
+    return re.split(r"(?<=[.]) ", words)[0].rstrip(".")
+
+
+def times(ladder: str) -> Iterator[str]:
+    """Yield a table of each problem's rungs; of several sizes, the largest."""
+    record = json.loads((_RECORDS / f"{ladder}.json").read_text())
+    largest: dict[str, Mapping[str, Any]] = {}
+    for problem in record["problems"]:
+        kind = problem["title"].replace(problem["size"], "")
+        largest[kind] = max(largest.get(kind, problem), problem, key=lambda x: x["bytes"])
+    for i, problem in enumerate(largest.values()):
+        if i:
+            yield ""
+        yield f"| {problem['title']} | time | rate | of ceiling |"
+        yield "| --- | ---: | ---: | ---: |"
+        for rung in problem["rungs"]:
+            if "seconds" in rung:
+                cells = (rung["name"], *_time_cells(record, problem, rung))
+                yield f"| {' | '.join(cells)} |"
+
+
+def _problems(ladder: str) -> list[Problem]:
+    found = importlib.import_module(f"benchmarks.ladder.{ladder}").LADDER
+    return [problem for size in found.defaults for problem in found.parse(size)]

@@ -78,8 +78,6 @@ class Rung:
         The least that it runs on.
     arithmetic
         Where that is not the problem's.
-    tile
-        Of a matrix product: rows and columns of the result that one load of an element serves.
     """
 
     name: str
@@ -89,7 +87,6 @@ class Rung:
     on_host: Function | None = None
     compute_capability: tuple[int, int] = (8, 0)
     arithmetic: str | None = None
-    tile: tuple[int, int] | None = None
 
     def __call__(self, *operands: Any) -> Any:
         """Compute the problem on the device."""
@@ -97,11 +94,6 @@ class Rung:
             result = stage(*operands)
             operands = result if isinstance(result, tuple) else (result,)
         return result
-
-    @property
-    def only_kernels(self) -> bool:
-        """Whether a call launches the kernels of :meth:`reports` and no others."""
-        return all(isinstance(stage, jax_tilekern.CudaKernel) for stage in self.stages)
 
     def reports(self, operands: tuple[Any, ...]) -> Iterator[KernelReport]:
         """Compile the kernels for the current GPU; yield what they take."""
@@ -153,12 +145,6 @@ class Problem:
     arithmetic: str = "float32"
     sums: bool = False
     truth: Function | None = None
-
-    @property
-    def result_bytes(self) -> int:
-        """Bytes of the result."""
-        result = jax.eval_shape(self.peers[0], *self.operands)
-        return int(result.size * result.dtype.itemsize)
 
     def types_enabled(self) -> AbstractContextManager[Any]:
         """Return a context in which the operands' types exist."""

@@ -129,9 +129,12 @@ def terminal_table(
 
     result = Table(title=title, title_justify="left")
     for heading in headings:
-        text = heading in ("row", "kernel")
+        text = heading in ("row", "rung", "kernel")
         result.add_column(
-            heading, justify="left" if text else "right", overflow="fold", no_wrap=heading == "row"
+            heading,
+            justify="left" if text else "right",
+            overflow="fold",
+            no_wrap=heading in ("row", "rung"),
         )
     for row, row_style in rows:
         result.add_row(*row, style=row_style)
