@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 from benchmarks import sharded
-from benchmarks.host import report as host_report
 from benchmarks.latency import report as latency_report
 from benchmarks.latency.measure import KIND as LATENCY
 from benchmarks.records import report as operation_report
@@ -16,7 +15,7 @@ from benchmarks.records.record_file import load_parts
 HELP = "print a record as a markdown table"
 
 # By the field "kind"; records of operations have none.
-_MARKDOWN = {LATENCY: latency_report.markdown, host_report.KIND: host_report.markdown}
+_MARKDOWN = {LATENCY: latency_report.markdown}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
