@@ -11,14 +11,14 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jax_tilekern.files import replace_text
-from jax_tilekern.out_of_core.plan import Tile
+from jax_tilekern.out_of_core.plan import Plan, Tile
 
 _FORMAT = 1
 _SAMPLED_ROWS = 64
@@ -31,10 +31,10 @@ class Journal:
     ----------
     out
         The result, in a file.
+    plan
+        The blocks.
     identity
         A digest of the computation.
-    place
-        A function from a block to its slices of the result.
 
     Attributes
     ----------
@@ -49,11 +49,9 @@ class Journal:
         If there is no space for the result, or the journal cannot be read or written.
     """
 
-    def __init__(
-        self, out: np.memmap[Any, Any], identity: str, place: Callable[[Tile], Any]
-    ) -> None:
+    def __init__(self, out: np.memmap[Any, Any], plan: Plan, identity: str) -> None:
         self._out = out
-        self._place = place
+        self._plan = plan
         self._path = Path(f"{out.filename}.unfinished.json")
         self._identity = identity
         self.done: dict[Tile, int] = {}
@@ -77,7 +75,7 @@ class Journal:
         self._path.unlink()
 
     def _checksum(self, tile: Tile) -> int:
-        return zlib.crc32(np.ascontiguousarray(self._out[self._place(tile)]).view(np.uint8))
+        return zlib.crc32(np.ascontiguousarray(self._out[self._plan.place(tile)]).view(np.uint8))
 
     def _read(self) -> dict[Tile, int]:
         with contextlib.suppress(ValueError, TypeError, KeyError):

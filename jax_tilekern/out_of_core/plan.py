@@ -133,6 +133,17 @@ class Plan:
             held = set(blocks)
         return found
 
+    def place(self, tile: Tile) -> tuple[slice, slice]:
+        """Return where a block of the result is."""
+        return _slice(tile.row, self.rows), _slice(tile.column, self.columns)
+
+    def part(self, block: Block) -> tuple[slice, slice]:
+        """Return where a block of an operand is."""
+        depth = _slice(block.depth, self.depth)
+        if block.operand == "lhs":
+            return _slice(block.outer, self.rows), depth
+        return depth, _slice(block.outer, self.columns)
+
     @property
     def read_bytes(self) -> int:
         """Bytes of the operands that all devices read together."""
@@ -250,6 +261,10 @@ def extents(size: int, least: int) -> list[int]:
     parts = (math.ceil(size / (count * _GRANULE)) * _GRANULE for count in _PARTS)
     found = {min(size, extent) for extent in parts}
     return sorted((extent for extent in found if extent >= min(least, size)), reverse=True)
+
+
+def _slice(index: int, extent: int) -> slice:
+    return slice(index * extent, (index + 1) * extent)
 
 
 def _readable(size: int) -> str:

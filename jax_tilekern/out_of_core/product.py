@@ -180,9 +180,9 @@ def matmul(
         progress = _print
     journal = None
     if isinstance(out, np.memmap) and out.filename is not None:
+        # Not the number of devices, so that a resumed product may have others.
         blocks = found.rows, found.columns, found.depth
-        known = identity((a, b), blocks, problem, precision)
-        journal = Journal(out, known, functools.partial(_place, found))
+        journal = Journal(out, found, identity((a, b), blocks, problem, precision))
     _Product(a, b, out, found, precision, journal, progress or None).run()
     if journal is not None:
         journal.close()
@@ -284,16 +284,13 @@ class _Product:
             yield coming.popleft().result()
 
     def _read(self, block: Block) -> np.ndarray[Any, Any]:
-        depth = _slice(block.depth, self.plan.depth)
-        if block.operand == "lhs":
-            found, dtype = self.a[_slice(block.outer, self.plan.rows), depth], self.plan.problem.lhs
-        else:
-            columns = _slice(block.outer, self.plan.columns)
-            found, dtype = self.b[depth, columns], self.plan.problem.rhs
-        part: np.ndarray[Any, Any] = np.asarray(found)
+        problem = self.plan.problem
+        is_lhs = block.operand == "lhs"
+        source, dtype = (self.a, problem.lhs) if is_lhs else (self.b, problem.rhs)
+        part: np.ndarray[Any, Any] = np.asarray(source[self.plan.part(block)])
         if part.dtype != dtype:
-            source, part = part, np.empty(part.shape, dtype)
-            self._copy(part, source)
+            found, part = part, np.empty(part.shape, dtype)
+            self._copy(part, found)
         with self.lock:
             self.read_bytes += part.nbytes
         return part
@@ -301,7 +298,7 @@ class _Product:
     def _write(self, tile: Tile, result: Array) -> None:
         """Store a block of the result, record it in the journal, and report progress."""
         block = np.asarray(result)
-        place = _place(self.plan, tile)
+        place = self.plan.place(tile)
         with self.lock:
             if isinstance(self.out, np.ndarray):
                 self._copy(self.out[place], block)
@@ -350,14 +347,6 @@ def _programs(
         return total, total[0, 0]
 
     return first, further, jax.jit(lambda total: total.astype(out))
-
-
-def _place(plan: Plan, tile: Tile) -> tuple[slice, slice]:
-    return _slice(tile.row, plan.rows), _slice(tile.column, plan.columns)
-
-
-def _slice(index: int, block: int) -> slice:
-    return slice(index * block, (index + 1) * block)
 
 
 # Checks and measurements.
