@@ -69,35 +69,6 @@ def matmul(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _product(a: Array, b: Array, settings: _Settings, transposed: tuple[bool, bool]) -> Array:
     """Return ``a @ b`` in host memory, with either of them transposed."""
-    return _in_blocks(a, b, settings, transposed)
-
-
-def _forward(
-    a: Array, b: Array, settings: _Settings, transposed: tuple[bool, bool]
-) -> tuple[Array, tuple[Array, Array]]:
-    return _product(a, b, settings, transposed), (a, b)
-
-
-def _backward(
-    settings: _Settings, transposed: tuple[bool, bool], operands: tuple[Array, Array], g: Array
-) -> tuple[Any, ...]:
-    (a, b), (of_a, of_b) = operands, transposed
-
-    def product(x: Array, y: Array, like: Array, transposed: tuple[bool, bool]) -> Array:
-        found = _product(x, y, settings._replace(out=like.dtype), transposed)
-        moved: Array = jax.device_put(found, jax.typeof(like).memory_space)
-        return moved
-
-    return (
-        product(b, g, a, (of_b, True)) if of_a else product(g, b, a, (False, not of_b)),
-        product(g, a, b, (True, of_a)) if of_b else product(a, g, b, (not of_a, False)),
-    )
-
-
-_product.defvjp(_forward, _backward)
-
-
-def _in_blocks(a: Array, b: Array, settings: _Settings, transposed: tuple[bool, bool]) -> Array:
     (m, k), n = _shape(a, transposed[0]), _shape(b, transposed[1])[1]
     result: Array = jax.device_put(jnp.zeros((m, n), settings.out), _HOST)
     if 0 in (m, n, k):
@@ -162,6 +133,31 @@ def _in_blocks(a: Array, b: Array, settings: _Settings, transposed: tuple[bool, 
     _, rows, place, strips, result = row(last, *lax.fori_loop(0, last, row_before_last, carry))
     result = written(result, rows, place)
     return written(result, strips[last % 2], start(jnp.int32(last), blocks.rows, m))
+
+
+def _forward(
+    a: Array, b: Array, settings: _Settings, transposed: tuple[bool, bool]
+) -> tuple[Array, tuple[Array, Array]]:
+    return _product(a, b, settings, transposed), (a, b)
+
+
+def _backward(
+    settings: _Settings, transposed: tuple[bool, bool], operands: tuple[Array, Array], g: Array
+) -> tuple[Any, ...]:
+    (a, b), (of_a, of_b) = operands, transposed
+
+    def product(x: Array, y: Array, like: Array, transposed: tuple[bool, bool]) -> Array:
+        found = _product(x, y, settings._replace(out=like.dtype), transposed)
+        moved: Array = jax.device_put(found, jax.typeof(like).memory_space)
+        return moved
+
+    return (
+        product(b, g, a, (of_b, True)) if of_a else product(g, b, a, (False, not of_b)),
+        product(g, a, b, (True, of_a)) if of_b else product(a, g, b, (not of_a, False)),
+    )
+
+
+_product.defvjp(_forward, _backward)
 
 
 def _part(x: Array, axis: int, start: Any, extent: int, transposed: bool) -> Array:
