@@ -1,4 +1,8 @@
-"""Context managers of the public interface, which decorate functions too."""
+"""The library's contexts: settings, and the public context managers that enter them.
+
+A :class:`Setting` is the library's only state that belongs to a context. A :class:`Scope` is a
+context manager of the public interface, which decorates functions too.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,49 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
+import jax
+
+T = TypeVar("T")
 P = ParamSpec("P")
 T_co = TypeVar("T_co", covariant=True)
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+# The settings of this thread that differ from their defaults, by name. It is JAX's own kind of
+# context: its value is part of the keys under which JAX keeps what it has traced and compiled, so a
+# function that was compiled under some settings is compiled anew under others.
+_settings: Any = jax.make_user_context(())
+
+
+class Setting(Generic[T]):
+    """A hashable value that contexts of a thread change, and that JAX's cache keys have.
+
+    Parameters
+    ----------
+    name
+        Its name, which no other setting has.
+    default
+        The value outside of every context.
+    """
+
+    def __init__(self, name: str, default: T) -> None:
+        self._name, self._default = name, default
+
+    @property
+    def value(self) -> T:
+        """The value in this thread."""
+        value: T = dict(_settings.value).get(self._name, self._default)
+        return value
+
+    def __call__(self, value: T) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the setting has a value."""
+        # The default is left out, and the order is that of names: equal settings have one key.
+        values = {**dict(_settings.value), self._name: value}
+        if value == self._default:
+            del values[self._name]
+        context: contextlib.AbstractContextManager[None] = _settings(
+            tuple((name, values[name]) for name in sorted(values))
+        )
+        return context
 
 
 class Scope(contextlib.ContextDecorator, Generic[T_co]):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
+from jax_tilekern.scope import Setting
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Recorder:
 
 
 _recorders: dict[str, Recorder] = {}
-# The token of the recorder that is active. It is part of the key of JAX's tracing and lowering
-# caches, so no earlier lowering is reused without being recorded.
-_token = jax.make_user_context("")
+# The token of the recorder that is active. JAX's caches have it in their keys, so no earlier
+# lowering is reused without being recorded.
+_token = Setting("recorder", "")
 
 
 def _active() -> Recorder | None:

@@ -1,9 +1,8 @@
 """Interception of JAX's own primitives while they are traced: the mechanism of ``patch``.
 
 JAX traces an operation by ``primitive.bind``. :func:`intercept` permanently shadows that method on
-one primitive object with a function that only tests a flag. The flag is a JAX user context: it
-belongs to the thread, and its value is part of the key of JAX's tracing cache, so a trace under one
-value is never reused under the other.
+one primitive object with a function that only tests a flag. The flag is a setting: it belongs to
+the thread, and a trace under one value is never reused under the other.
 """
 
 from __future__ import annotations
@@ -13,21 +12,19 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
-import jax
-
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import mode_independent
+from jax_tilekern.scope import Setting
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_intercepting = jax.make_user_context(False)
+_intercepting = Setting("intercepting", False)
 
 
 def intercepting() -> AbstractContextManager[None]:
     """Make intercepted primitives trace to their replacements, in this thread."""
-    context: AbstractContextManager[None] = _intercepting(True)
-    return context
+    return _intercepting(True)
 
 
 def by_xla(function: Callable[P, R]) -> Callable[P, R]:

@@ -1,8 +1,5 @@
 """The library's strict mode, and its log.
 
-A mode is JAX's own kind of context: its value is part of the key under which JAX keeps what it has
-traced and compiled, so a function that was compiled in one mode is compiled anew in another.
-
 The logger ``jax_tilekern`` reports at INFO each call that falls back to XLA's own operation, and
 each kernel that is compiled or read from the kernel cache (``compiler.py``).
 """
@@ -15,10 +12,8 @@ import logging
 import warnings
 from collections.abc import Iterator
 
-import jax
-
 from jax_tilekern.plans.policy import current_policy
-from jax_tilekern.scope import scoped
+from jax_tilekern.scope import Setting, scoped
 
 logger = logging.getLogger("jax_tilekern")
 
@@ -33,7 +28,7 @@ class _Mode(enum.Enum):
     STRICT = enum.auto()
 
 
-_mode = jax.make_user_context(_Mode.DEFAULT)
+_mode = Setting("mode", _Mode.DEFAULT)
 
 
 @scoped
@@ -70,8 +65,7 @@ def strict(*, allow_fallbacks: bool = False) -> Iterator[None]:
 
 def current() -> str:
     """Return the mode by a name that :func:`entered` takes, also in another process."""
-    mode: _Mode = _mode.value
-    return mode.name
+    return _mode.value.name
 
 
 @contextlib.contextmanager

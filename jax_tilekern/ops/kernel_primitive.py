@@ -27,7 +27,6 @@ from jax_tilekern.plans.cuda_kernel import Array, Batch, KernelCall, plan_kernel
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.policy import why_excluded
 from jax_tilekern.primitives.linearity import Group
-from jax_tilekern.primitives.lowering_platform import lowering_platform
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
@@ -37,6 +36,7 @@ from jax_tilekern.primitives.operation import (
     Rewrite,
     Transposes,
     define,
+    lowering_platform,
 )
 
 # For each ``vmap`` around a call, outermost first, which inputs have its axis.
@@ -256,8 +256,8 @@ def _reference(*operands: Any, settings: KernelSettings, **call: Any) -> Sequenc
     if settings.reference is None:
         raise NotImplementedError(
             f"kernel {settings.label} is CUDA, and this program is lowered for "
-            f"{lowering_platform() or 'another platform'}; give cuda_kernel a reference=, the same "
-            "function in JAX, to run elsewhere"
+            f"{lowering_platform.value or 'another platform'}; give cuda_kernel a reference=, the "
+            "same function in JAX, to run elsewhere"
         )
     use = _use(operands, **call)
     declared, parameters = settings.outputs(use), use.parameters

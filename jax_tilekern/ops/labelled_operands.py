@@ -25,7 +25,7 @@ from jax_tilekern.plans.gemm.arithmetic import (
     Converted,
     accumulator_dtype,
 )
-from jax_tilekern.primitives.lowering_platform import lowering_platform
+from jax_tilekern.primitives.operation import lowering_platform
 
 
 @mode_independent
@@ -142,14 +142,14 @@ def product_by_lax(
     product = functools.partial(
         _dot_general, contraction, precision=precision, out_sharding=out_sharding
     )
-    if lowering_platform() == "cpu" and _is_inexact_in_bfloat16(contraction, lhs, rhs):
+    if lowering_platform.value == "cpu" and _is_inexact_in_bfloat16(contraction, lhs, rhs):
         # XLA also ends some of these into float32: "Unsupported element type for DotThunk::Execute:
         # BF16 x BF16 = F32".
         lhs, rhs = lhs.astype(np.float32), rhs.astype(np.float32)
-    if lowering_platform() == "cuda" and _has_16_bit_vector(contraction, lhs, rhs):
+    if lowering_platform.value == "cuda" and _has_16_bit_vector(contraction, lhs, rhs):
         # XLA rounds each product of these to 16 bits.
         return dot_by_sum(lhs, rhs, contraction, out_dtype=out_dtype)
-    if lowering_platform() == "cuda" and _sums_narrow_integers(lhs, rhs, out_dtype):
+    if lowering_platform.value == "cuda" and _sums_narrow_integers(lhs, rhs, out_dtype):
         # XLA's products of 8-bit integers are wrong at some k. Float16 has all of these integers,
         # and float32 all sums up to a limit.
         if _is_exact_in_float32(contraction, lhs, rhs):

@@ -7,12 +7,9 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-import jax
-
-from jax_tilekern.scope import scoped
+from jax_tilekern.scope import Setting, scoped
 
 # Architectures whose MMA instructions exist only in the architecture-specific instruction set
 # (wgmma and setmaxnreg on 9.0, tcgen05 on 10.x). A cubin for the plain name runs on more GPUs.
@@ -164,10 +161,7 @@ KNOWN_GPUS: dict[str, Gpu] = {
     gpu.arch: gpu for gpu in (_T4, _A100, _A10, _RTX_4090, _H100, _B200, _RTX_5090)
 }
 
-# JAX's own kind of context: its value is part of the key under which JAX keeps what it has
-# lowered, so that one function can be lowered for one GPU and then for another.
-_target = jax.make_user_context(None)
-_beside_collectives: ContextVar[bool] = ContextVar("beside_collectives", default=False)
+_target: Setting[Gpu | None] = Setting("GPU", None)
 
 
 def known_gpu(name: str) -> Gpu:
@@ -212,11 +206,12 @@ def gpu_target(gpu: Gpu | str) -> Iterator[Gpu]:
 @contextmanager
 def planning_beside_collectives() -> Iterator[None]:
     """Inside the context, :func:`current_gpu` shares its SMs with collective operations."""
-    token = _beside_collectives.set(True)
-    try:
+    found = _target.value or _visible_gpu()
+    if isinstance(found, str):
         yield
-    finally:
-        _beside_collectives.reset(token)
+        return
+    with _target(dataclasses.replace(found, beside_collectives=True)):
+        yield
 
 
 def current_gpu() -> Gpu:
@@ -227,11 +222,9 @@ def current_gpu() -> Gpu:
     NoGpu
         If the driver shows none, or shows several models of which no one plan can serve all.
     """
-    found: Gpu | str = _target.value or _visible_gpu()
+    found = _target.value or _visible_gpu()
     if isinstance(found, str):
         raise NoGpu(found)
-    if _beside_collectives.get():
-        return dataclasses.replace(found, beside_collectives=True)
     return found
 
 

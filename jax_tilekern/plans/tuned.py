@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-import jax
 import ml_dtypes
 import numpy as np
 import platformdirs
@@ -34,7 +33,7 @@ from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
-from jax_tilekern.scope import scoped
+from jax_tilekern.scope import Setting, scoped
 
 # The winner where no kernel was faster than XLA's product. No candidate has this key.
 XLA = "xla"
@@ -198,14 +197,12 @@ def _default_choices() -> TunedChoices:
 
 _Choices = TypeVar("_Choices", bound=TunedChoices)
 
-# JAX's own kind of context, so that what is lowered for some choices is not taken for others.
-_current = jax.make_user_context(None)
+_current: Setting[TunedChoices | None] = Setting("tuned choices", None)
 
 
 def current_choices() -> TunedChoices:
     """Return the choices that plans consult."""
-    chosen: TunedChoices | None = _current.value
-    return chosen or _default_choices()
+    return _current.value or _default_choices()
 
 
 @scoped

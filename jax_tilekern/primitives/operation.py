@@ -40,7 +40,7 @@ from jax_tilekern.plans.launch import LaunchPlan
 from jax_tilekern.plans.policy import why_excluded
 from jax_tilekern.primitives import remat, taylor
 from jax_tilekern.primitives.linearity import Group, cotangents_in, tangents_out
-from jax_tilekern.primitives.lowering_platform import lowering_for
+from jax_tilekern.scope import Setting
 
 Params = dict[str, Any]
 
@@ -101,6 +101,9 @@ class Fallback:
 
 
 Outcome = PlannedKernel | Rewrite | Fallback
+
+# The platform for which a reference is traced, where it is known; a reference may depend on it.
+lowering_platform = Setting("lowering platform", "")
 
 
 class Planner(NamedTuple):
@@ -479,6 +482,6 @@ def _lowered(
     if isinstance(outcome, Rewrite):
         function = compat.with_automatic_axes(outcome.function, params.get("out_sharding"))
     lower = mlir.lower_fun(function, multiple_results=operation.several_results)
-    with listed_below(), lowering_for(platform):
+    with listed_below(), lowering_platform(platform):
         lowered: Sequence[Any] = lower(ctx, *values)
     return lowered

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-import jax
-
-from jax_tilekern.scope import scoped
+from jax_tilekern.scope import Setting, scoped
 
 Policy = Literal["auto", "kernels", "xla"]
 
-# JAX's own kind of context: its value is part of the key under which JAX keeps what it has traced
-# and compiled, so a function that was compiled under one policy is compiled anew under another.
-_policy = jax.make_user_context("auto")
+_policy: Setting[Policy] = Setting("policy", "auto")
 
 
 @scoped
@@ -52,8 +48,7 @@ def policy(name: Policy) -> Iterator[None]:
 
 def current_policy() -> Policy:
     """Return the policy of the current thread."""
-    name: Policy = _policy.value
-    return name
+    return _policy.value
 
 
 def why_excluded() -> str | None:
