@@ -1,6 +1,5 @@
 """LU factors in blocks, for inverses and solutions: the plans, and values on a Hopper GPU."""
 
-import itertools
 import math
 import re
 
@@ -15,7 +14,7 @@ from plan_buffers import assert_within_buffers
 import jax_tilekern as jtk
 from jax_tilekern import linalg
 from jax_tilekern.plans.gpu import gpu_target, known_gpu
-from jax_tilekern.plans.launch import Buffer, NoKernel
+from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.linalg.blocked_lu_plans import plan_inverse, plan_solution
 
 needs_hopper = pytest.mark.skipif(
@@ -40,60 +39,6 @@ def test_the_kernels_are_for_hopper(arch):
     ):
         assert isinstance(found, NoKernel)
         assert arch in found.reason
-
-
-def _explained(function, *shapes):
-    arguments = (jax.ShapeDtypeStruct(shape, F32) for shape in shapes)
-    with gpu_target("sm_90"):
-        return jtk.explain(function, *arguments, platform="cuda")
-
-
-@needs_nvrtc
-@pytest.mark.parametrize(
-    ("function", "shapes", "kernel", "products"),
-    [
-        (linalg.inv, [(4096, 4096)], "inverse float32 4096x4096", 59),
-        (linalg.solve, [(4096, 4096), (4096, 7)], "solution float32 4096x4096, 7 columns", 45),
-    ],
-    ids=["inv", "solve"],
-)
-@pytest.mark.one_in(2)
-def test_the_choice_is_explained(function, shapes, kernel, products):
-    (choice,) = _explained(function, *shapes)
-    assert choice.kernel == f"blocked_lu {kernel}"
-    assert f"blocks of 256, and {products} products" in choice.reason
-
-
-@needs_nvrtc
-def test_why_there_is_no_plan_is_explained():
-    (wide,) = _explained(linalg.solve, (512, 512), (512, 2**16 + 1))
-    assert wide.kernel is None
-    assert "65537 right-hand sides (at most 65536)" in wide.reason
-
-
-@needs_nvrtc
-@pytest.mark.parametrize(
-    ("function", "shapes"),
-    [
-        (linalg.inv, [(8200, 8200)]),
-        (linalg.inv, [(2, 4096, 4096)]),
-        (linalg.solve, [(500, 500), (500,)]),
-        (linalg.cholesky, [(4096, 4096)]),
-    ],
-    ids=["large", "batch", "few rows", "cholesky"],
-)
-@pytest.mark.one_in(2)
-def test_other_calls_have_another_plan(function, shapes):
-    assert not any("blocked_lu" in str(choice.kernel) for choice in _explained(function, *shapes))
-
-
-@needs_nvrtc
-def test_a_solution_and_its_gradient_are_a_call_each():
-    shapes = (4096, 4096), (4096, 3)
-    assert lowered(linalg.solve, *shapes).count("@jax_tilekern_cuda_launch(") == 1
-    gradient = jax.grad(lambda a, b: linalg.solve(a, b).sum(), 1)
-    calls = lowered(gradient, *shapes).count("@jax_tilekern_cuda_launch(")
-    assert calls == 1  # Nothing but the transposed system is needed.
 
 
 @needs_nvrtc
@@ -153,41 +98,6 @@ def test_the_plan_stays_in_its_buffers(call):
     early = [launch.entry.name for launch in plan.launches if launch.overlaps]
     assert all(re.search(waiting, name) for name in early)
     assert any("pivots" in name for name in early)
-
-
-@needs_nvrtc
-@plans
-def test_blocks_are_factored_beside_products(call):
-    plan = call[0](*call[1:], known_gpu("sm_90a"))
-    factors = [
-        index
-        for index, launch in enumerate(plan.launches)
-        if re.search("pivots|lu_update", launch.entry.name)
-    ]
-    itemsize, extended = call[-1].itemsize, -(-call[1] // 256) * 256
-    stride = extended if call[0] is plan_inverse else extended + -(-call[2] // 32) * 32
-
-    def columns_of(launch, matrix):
-        """Where parts of the matrix begin that a launch reads or writes without tensor maps."""
-        buffers = (p for p in launch.parameters if isinstance(p, Buffer) and p.index == matrix)
-        return {p.offset_bytes // itemsize % stride for p in buffers}
-
-    first, later = factors[:16], factors[16:]
-    assert not any(plan.launches[i].branches for i in first)
-    assert later == [i for i, launch in enumerate(plan.launches) if launch.branches]
-    for begin in later[::16]:
-        # What is subtracted from the columns of the block comes before, the other columns after.
-        assert "matmul" in plan.launches[begin - 1].entry.name
-        block = plan.launches[begin].parameters[0]
-        own = block.offset_bytes // itemsize % stride
-        assert own in columns_of(plan.launches[begin - 1], block.index)
-        beside = [*itertools.takewhile(lambda x: not x.joins, plan.launches[begin + 16 :])]
-        names = [launch.entry.name for launch in beside]
-        assert any("matmul" in name for name in names)
-        waiting = "split_float32|pack_operand|matmul|blocked_lu_multiples"
-        assert all(re.search(waiting, name) for name in names)
-        assert not any(own in columns_of(launch, block.index) for launch in beside)
-        assert "exchange" in plan.launches[begin + 16 + len(names)].entry.name
 
 
 # On a Hopper GPU.
@@ -300,23 +210,6 @@ def test_vmap_over_right_hand_sides_is_one_call(rng):
 
 
 @needs_hopper
-def test_operands_keep_their_values(rng):
-    a, b = random(rng, (1024, 1024), F32), random(rng, (1024, 5), F32)
-    before = np.array(a), np.array(b)
-    assert_inverse(before[0], linalg.inv(a))
-    linalg.solve(a, b).block_until_ready()
-    np.testing.assert_array_equal(a, before[0])
-    np.testing.assert_array_equal(b, before[1])
-
-
-@needs_hopper
-def test_bits_repeat(rng):
-    a, b = random(rng, (1024, 1024), F32), random(rng, (1024, 5), F32)
-    for call in (lambda: linalg.inv(a)), (lambda: linalg.solve(a, b)):
-        np.testing.assert_array_equal(call(), call())
-
-
-@needs_hopper
 @pytest.mark.parametrize(
     "damage",
     [
@@ -336,20 +229,6 @@ def test_what_has_no_inverse_is_not_finite(rng, x64, damage, n, dtype):
         assert not np.isfinite(x).all()
         if np.isnan(a).any():
             assert np.isnan(x).any()
-
-
-@needs_hopper
-def test_gradient(rng):
-    """The gradient of ``u @ inv(a) @ v`` is ``-outer(u @ x, x @ v)``."""
-    n = 1024
-    a = random(rng, (n, n), F32)
-    u, v = random(rng, (n,), F32), random(rng, (n,), F32)
-    gradient = jax.jit(jax.grad(lambda a: jnp.sum(u[:, None] * linalg.inv(a) * v)))(a)
-    x, u, v = (np.asarray(value, np.float64) for value in (linalg.inv(a), u, v))
-    expected = -np.outer(u @ x, x @ v)
-    # Two products of sums of n, and the rounding of u * v.
-    bound = 3 * n * ROUNDOFF * np.outer(np.abs(u) @ np.abs(x), np.abs(x) @ np.abs(v))
-    assert np.all(np.abs(np.asarray(gradient, np.float64) - expected) <= bound)
 
 
 @needs_hopper

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from compiled_text import compile_source
-from kernel_samples import mma_instances
 
 from jax_tilekern.compilation import compiler, headers, kernel_cache, nvrtc
 from jax_tilekern.compilation.compiler import (
     CompileError,
     Kernel,
     NvrtcNotFound,
-    Source,
     cache_info,
     compile_kernels,
 )
-from jax_tilekern.plans.gpu import known_gpu
 
 SCALE = """
 struct Sizes { long long m, n; int k; };
@@ -95,18 +91,6 @@ __global__ void __launch_bounds__(1024) spill(float* y, int n) {
     entry = compile_source(source, ["spill"], arch="sm_90a").entry("spill")
     assert entry.spill_bytes > 0
     assert entry.stack_bytes > 0
-
-
-def test_arrays_in_local_memory_are_reported() -> None:
-    """An index that is not a constant keeps an array out of registers, which is no spill."""
-    source = """
-__global__ void indexed(const int* places, int n, float* y) {
-  float counts[16] = {};
-  for (int i = 0; i < n; ++i) counts[places[i] & 15] += 1.f;
-  for (int i = 0; i < 16; ++i) y[i] = counts[i];
-}"""
-    entry = compile_source(source, ["indexed"], arch="sm_90a").entry("indexed")
-    assert (entry.spill_bytes, entry.stack_bytes) == (0, 64)
 
 
 def test_warnings_are_kept() -> None:
@@ -279,17 +263,6 @@ def test_threads_share_one_build(compilations: list[str]) -> None:
     assert len(results) == 8
 
 
-def test_processes_share_the_disk(cache: Path) -> None:
-    code = f"""
-from jax_tilekern.compilation.compiler import Kernel, Source, compile_kernels
-compile_kernels(Kernel(Source({SCALE!r}), "scale<16>"), arch="sm_90a")
-"""
-    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
-    assert [process.wait() for process in processes] == [0, 0]
-    assert cache_info().entries == 1
-    assert not list(cache.glob("*.part"))
-
-
 # -- Finding NVRTC
 
 
@@ -301,27 +274,6 @@ def test_not_found_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(NvrtcNotFound, match=f"(?s)pip install '.*{wheel}.*libnone.so.1"):
             nvrtc.nvrtc()
     nvrtc._load.cache_clear()
-
-
-def test_prefers_the_version_of_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for file in ("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12"):
-        (tmp_path / file).parent.mkdir(parents=True)
-        (tmp_path / file).touch()
-
-    class Wheels:
-        submodule_search_locations = (str(tmp_path),)
-
-    monkeypatch.setattr(nvrtc.importlib.util, "find_spec", lambda name: Wheels())
-    assert list(nvrtc._candidates([12, 13])) == [
-        str(tmp_path / "cuda_nvrtc/lib/libnvrtc.so.12"),
-        "libnvrtc.so.12",
-        str(tmp_path / "cu13/lib/libnvrtc.so.13"),
-        "libnvrtc.so.13",
-    ]
-    monkeypatch.setattr(nvrtc, "_is_installed", lambda name: name == "jax_cuda12_plugin")
-    assert nvrtc._cuda_majors() == [12, 13]
-    monkeypatch.setattr(nvrtc, "_is_installed", lambda name: False)
-    assert nvrtc._cuda_majors() == [13, 12]
 
 
 @pytest.fixture
@@ -337,23 +289,6 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     nvrtc.nvrtc_identity.cache_clear()
 
 
-def test_identity_is_that_of_the_file(wheel: Path) -> None:
-    changes: tuple[Callable[[], object], ...] = (
-        lambda: None,
-        lambda: wheel.write_text("a longer text, still not a library"),
-        lambda: os.utime(wheel, (1, 1)),
-    )
-    found = set()
-    for change in changes:
-        change()
-        nvrtc.nvrtc_identity.cache_clear()
-        found.add(nvrtc.nvrtc_identity())
-    assert len(found) == 3
-    # Nothing else is loaded in its place, or the cache would not tell the two apart.
-    with pytest.raises(NvrtcNotFound, match=r"libnvrtc\.so\.13"):
-        nvrtc.nvrtc()
-
-
 @pytest.mark.thorough
 def test_cached_kernels_need_no_nvrtc(cache: Path) -> None:
     program = f"""
@@ -367,43 +302,3 @@ print("nvrtc" in open("/proc/self/maps").read())
 
 
 # -- Generated kernels. ----------------------------------------------------------------------------
-
-
-def generated_kernel(text: str) -> tuple[Kernel, Kernel]:
-    """Return a dense kernel, and the same instance by way of a generated text."""
-    dense = next(mma_instances(known_gpu("sm_80"))).kernel
-    arguments = dense.name.removeprefix("tilekern::mma_matmul<tilekern::bfloat16, ")
-    source = Source(f'#include "gemm/sm80/mma_matmul.cuh"\n{text}\n', "generated.cu")
-    return dense, Kernel(source, f"tilekern::mma_matmul<generated::Lhs, {arguments}")
-
-
-LHS = "namespace generated { using Lhs = tilekern::bfloat16; }"
-
-
-def test_a_generated_kernel_includes_the_packages_headers(compilations: list[str]) -> None:
-    dense, generated = generated_kernel(LHS)
-    compiled = compile_kernels(dense, generated, arch="sm_80")
-    assert sorted(compilations) == ["gemm/sm80/mma_matmul.cu", "generated.cu"]
-    same, entry = compiled.entry(dense.name), compiled.entry(generated.name)
-    # The types are the same, and so is the machine code.
-    assert (entry.symbol, entry.cubin) == (same.symbol, same.cubin)
-    assert compiled.log == ""
-
-
-def test_generated_kernels_are_cached_by_their_text_and_name(compilations: list[str]) -> None:
-    def generated(text: str, file: str) -> Kernel:
-        return Kernel(Source(text, file), "scale<64>")
-
-    first = compile_kernels(generated(SCALE, "a.cu"), arch="sm_80")
-    forget()
-    assert compile_kernels(generated(SCALE, "a.cu"), arch="sm_80") == first
-    assert compilations == ["a.cu"]
-    compile_kernels(generated(f"{SCALE}  // another", "a.cu"), arch="sm_80")
-    compile_kernels(generated(SCALE, "b.cu"), arch="sm_80")
-    assert compilations == ["a.cu", "a.cu", "b.cu"]
-
-
-def test_errors_name_the_generated_text() -> None:
-    _, generated = generated_kernel("namespace generated { using Lhs = nonsense; }")
-    with pytest.raises(CompileError, match=r"generated\.cu\(2\): error: .*nonsense"):
-        compile_kernels(generated, arch="sm_80")

@@ -4,7 +4,6 @@ import itertools
 import struct
 from collections import Counter
 
-import numpy as np
 import pytest
 from kernel_samples import (
     grouped_mma_instances,
@@ -17,7 +16,6 @@ from selection import covering
 
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.emulated import emulated_candidates
 from jax_tilekern.plans.gpu import known_gpu
@@ -238,11 +236,3 @@ def test_overlapping_launches_wait(plan, overlaps):
         if launch.overlaps:
             assert _instructions(before.entry.cubin, before.entry.symbol)["PREEXIT"] == 1
             assert _instructions(launch.entry.cubin, launch.entry.symbol)["ACQBULK"] >= 1
-
-
-def test_older_architectures_have_no_overlap():
-    float32 = np.dtype(np.float32)
-    kernel = SumPass(product_of("bf16", 64, 64, 64).geometry, 2, float32, float32).kernel
-    for arch, expected in (("sm_80", 0), ("sm_90a", 1)):
-        entry = compile_kernels(kernel, arch=arch).entry(kernel.name)
-        assert _instructions(entry.cubin, entry.symbol)["ACQBULK"] == expected

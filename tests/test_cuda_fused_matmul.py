@@ -1,6 +1,5 @@
 """Kernels with epilogues, without a GPU: what calls lower to, and registers."""
 
-import dataclasses
 import re
 
 import jax
@@ -131,15 +130,6 @@ def batched(first, second, *others):
     return [mapped[0], second, *mapped[1:]]
 
 
-def test_the_identity_is_the_plain_kernel():
-    x, w = shapes(1024, 768, 512)[:2]
-    plain = lowered(jtk.matmul, x, w)
-    identity = lowered(lambda x, w: jtk.matmul(x, w, epilogue=lambda y: y), x, w)
-    cubins = [re.findall(r"bytes = .*?packed = \"[^\"]*\"", text) for text in (plain, identity)]
-    assert cubins[0]
-    assert cubins[0] == cubins[1]
-
-
 EPILOGUES = {
     "gelu": lambda n: epilogue_of(gelu, (BF16, "n")),
     "silu": lambda n: epilogue_of(jax.nn.silu),
@@ -171,32 +161,6 @@ def test_plans_spill_no_registers_and_serialize_no_mma(name, gpu, sizes):
         assert launch.entry.spill_bytes <= few
         assert not launch.entry.serialized
     assert len(plan.alignments) == 3 + len(product.epilogue.operands)
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89"])
-@pytest.mark.one_in(3)
-def test_a_tile_that_spills_gives_way_to_another(arch):
-    """One warp loads rows of odd sizes through more registers than it has."""
-    gpu = next(gpu for gpu in MODERN if gpu.arch == arch)
-    gate = epilogue_of(lambda y, up: jax.nn.silu(y) * up, (BF16, "mn"), n=257)
-    product = product_of("bf16", 15, 257, 1023).with_epilogue(gate)
-    cheapest = candidates(product, gpu)[0].plan(gpu).launches[0].entry
-    if not cheapest.spill_bytes:
-        pytest.skip("this version of ptxas spills nothing")
-    (launch,) = plan_matmul(product, gpu).launches
-    assert launch.entry.spill_bytes == launch.entry.stack_bytes == 0
-
-
-def test_a_kernel_with_serialized_mmas_is_the_last_choice():
-    epilogue = EPILOGUES["cast"](4096)
-    (result,) = epilogue.results
-    rounded = dataclasses.replace(
-        epilogue, results=(f"lax::rounded<tilekern::bfloat16>({result})",)
-    )
-    product = product_of("bf16", 8192, 4096, 4096).with_epilogue(rounded)
-    if not candidates(product, H100)[0].plan(H100).launches[0].entry.serialized:
-        pytest.skip("this version of ptxas does not serialize MMAs before rounded results")
-    assert not any(launch.entry.serialized for launch in plan_matmul(product, H100).launches)
 
 
 @pytest.mark.parametrize(
@@ -249,24 +213,6 @@ def test_explain_names_what_is_not_translated():
     )
     assert first.call == "contract mk,kn->mn, f(accumulator)"
     assert second.kernel == "wgmma_matmul bf16"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "function", "reason"),
-    [
-        (jnp.bfloat16, lambda y: y > 0, "no kernel for"),
-        (jnp.bfloat16, lambda y: y.astype(jnp.float8_e5m2), "CUDA has no arithmetic of float8"),
-        (jnp.complex64, lambda y: y * 2, "CUDA has no arithmetic of complex64"),
-    ],
-)
-def test_results_that_no_kernel_stores_are_xla_s(dtype, function, reason):
-    x, w = shapes(256, 256, 256, dtype)[:2]
-    with jtk.gpu_target("sm_90"):
-        first, *_ = jtk.explain(
-            lambda x, w: jtk.matmul(x, w, epilogue=function), x, w, platform="cuda"
-        )
-    assert first.kernel is None
-    assert reason in first.reason
 
 
 # -- The table of primitives. ----------------------------------------------------------------------

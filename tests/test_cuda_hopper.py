@@ -5,15 +5,13 @@ import re
 import pytest
 from compiled_text import compile_source
 from kernel_samples import grouped_wgmma_instances, wgmma_instances
-from products import H100, product_of
+from products import H100
 
 from jax_tilekern.compilation.compiler import (
-    CompileError,
     compile_to_ptx,
     cuda_folder,
 )
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
-from jax_tilekern.plans.gemm.sm90.emulated import emulated_candidates
 
 try:
     nvrtc()
@@ -74,11 +72,3 @@ def test_warps_converge_before_the_last_barrier_of_a_cluster(ptx_of_clusters):
     end = ptx_of_clusters.rindex("barrier.cluster.arrive.release.aligned")
     before = ptx_of_clusters[:end].splitlines()[-4:]
     assert any("bar.warp.sync" in line for line in before)
-
-
-def test_split_float16_kernels_have_no_clusters():
-    kernel = emulated_candidates(product_of("f32", 4096, 4096, 4096), H100)[0].instance.kernel
-    assert ".cluster = 1," in kernel.name
-    name = kernel.name.replace(".cluster = 1,", ".cluster = 2,")
-    with pytest.raises(CompileError, match="missed by the cluster's barriers"):
-        compile_source(f'#include "{kernel.source}"\n', [name], arch="sm_90a")

@@ -12,7 +12,6 @@ from products import BF16, F16, F32, H100, product_of
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
-from jax_tilekern.plans.gemm.sm90.tiling import staging_of
 from jax_tilekern.plans.gpu import current_gpu
 
 try:
@@ -41,21 +40,6 @@ def product(m, n, k, *types, function=masked, **batch):
         lies[0] = "n"
     epilogue = epilogue_of(function, *zip(types, lies, strict=True), n=n, **batch)
     return product_of("bf16", m, n, k, **batch).with_epilogue(epilogue)
-
-
-def stagings(product):
-    """The staging of each candidate, by its key."""
-    return {
-        c.key: staging_of(c.instance, product.epilogue, product.geometry, product.out_buffer)
-        for c in wgmma_candidates(product, H100)
-        if c.splits == 1
-    }
-
-
-def test_unaligned_rows_are_read_where_they_lie():
-    # Rows of 1000 bytes and of 2000 bytes: TMA takes multiples of 16.
-    staging = stagings(product(1024, 1000, 512, bool, BF16, function=scaled))["wgmma 128x256"]
-    assert sorted(staging.maps) == [1]
 
 
 @pytest.mark.parametrize("types", [(BF16, bool, BF16), (F16, bool, F32)], ids=str)

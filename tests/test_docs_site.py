@@ -5,12 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import sys
 
 import pytest
 from guides import DOCS
 
-import jax_tilekern
 from benchmarks import tables
 
 ROOT = DOCS.parent
@@ -61,55 +59,11 @@ def test_every_page_is_in_the_navigation():
     assert listed == pages | generated
 
 
-def test_the_search_finds_guides_first(monkeypatch):
-    monkeypatch.syspath_prepend(DOCS / "hooks")
-    search = importlib.import_module("search_order").search
-    for records in ("tuning-log.md", "ladder.md", "performance/method.md", "source/LICENSE.md"):
-        assert search(records) == {"exclude": True}
-    assert search("ragged-dot.md")["boost"] > search("reference/grouped.md")["boost"]
-    assert search("performance.md")["boost"] > search("design.md")["boost"]
-
-
-def results():
-    return [path for path in (ROOT / "benchmarks/results").iterdir() if path.is_dir()]
-
-
 def test_files_that_a_page_links_to_exist():
     for page in (ROOT / "README.md", *DOCS.rglob("*.md")):
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
         for link in re.findall(r"\]\((?!\w+:)([^)#\s]+)", text):
             assert (page.parent / link).exists(), (page, link)
-
-
-@pytest.fixture
-def from_the_root(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    # Not the benchmarks of another package.
-    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
-        monkeypatch.delitem(sys.modules, name)
-
-
-def test_the_overview_is_drawn_from_the_records(from_the_root):
-    # `python -m benchmarks overview` makes it.
-    drawing = importlib.import_module("benchmarks.overview").overview()
-    assert drawing == (DOCS / "overview.svg").read_text()
-
-
-def test_the_readme_names_what_it_compares_with():
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 160
-    assert "jax 0.11.2" in text
-    assert "cuDNN 9.19" in text
-    for name in jax_tilekern.__all__:
-        if name.islower() and callable(getattr(jax_tilekern, name)) and name != "cxx_type":
-            assert f"`{name}`" in text, name
-
-
-def test_guides_have_no_history_and_no_counts_of_tests():
-    history = re.compile(r"earlier state|before the last|(?<!-)\bseeds? \d|\d passed")
-    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
-        if page.name not in ("ladder.md", "tuning-log.md"):
-            assert not history.findall(page.read_text()), page
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
@@ -118,11 +72,3 @@ def test_tables_are_those_of_the_records(page):
     text = page.read_text()
     assert "<!-- table " in text
     assert text == tables.with_tables(text)
-
-
-def test_every_device_has_a_table():
-    """Times of calls alone are the policy's data, which has a table of its own."""
-    recorded = {
-        path.name for path in results() if [x.name for x in path.iterdir()] != ["times.json"]
-    }
-    assert {device.folder for device in tables.DEVICES} == recorded

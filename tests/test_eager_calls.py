@@ -1,6 +1,5 @@
 """Public functions are jitted once and inlined where they are traced, as JAX's own are."""
 
-import functools
 import gc
 import weakref
 
@@ -81,17 +80,6 @@ def test_jax_array_objects(name, rng):
     np.testing.assert_array_equal(
         jax.jit(lambda x: CALLS[name](ArrayLike(x)))(x), jax.jit(CALLS[name])(x)
     )
-
-
-def test_modes_are_part_of_what_is_kept():
-    # On a GPU sums of rows are XLA's.
-    x, of_columns = np.ones((128, 128), np.int32), functools.partial(jtk.sum, axis=0)
-    of_columns(x)
-    jaxpr = jax.make_jaxpr(of_columns)
-    with jtk.policy("xla"):
-        assert "custom-call" not in jax.jit(of_columns).lower(x).compile().as_text()
-    assert "custom-call" in jax.jit(of_columns).lower(x).compile().as_text()
-    assert "tilekern_sum" in str(jaxpr(x))
 
 
 def test_clear_caches_drops_what_is_remembered_of_calls():

@@ -166,15 +166,6 @@ def test_results_in_the_memory_of_operands_that_other_results_read(rng, dtype, o
     np.testing.assert_array_equal(exact(found[1]), product - exact(first) - 1)
 
 
-def test_split_k(rng):
-    a, b = small_integers(rng, 32, 8192, dtype=BF16), small_integers(rng, 8192, 48, dtype=BF16)
-    residual = small_integers(rng, 32, 48)
-    found = jtk.matmul(a, b, epilogue=lambda y, r: jnp.tanh(y / 64) + r, operands=(residual,))
-    product = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
-    expected = np.tanh(product / 64) + residual
-    np.testing.assert_allclose(np.asarray(found, np.float32), expected, rtol=2**-8, atol=2**-8)
-
-
 # -- Types. ----------------------------------------------------------------------------------------
 
 
@@ -221,15 +212,6 @@ def test_several_results(rng):
     scale = small_integers(rng, 70, 1)
     found = fused(f, a, b, scale)
     jax.tree.map(np.testing.assert_array_equal, found, unfused(f, a, b, scale))
-
-
-def test_several_results_of_16_bits(rng):
-    a, b = small_integers(rng, 256, 64, dtype=BF16), small_integers(rng, 64, 130, dtype=BF16)
-    first, second = jtk.matmul(a, b, epilogue=lambda y: (2 * y, y))
-    assert first.dtype == second.dtype == BF16
-    product = np.asarray(a, np.float32) @ np.asarray(b, np.float32)
-    np.testing.assert_array_equal(first, jnp.asarray(2 * product, BF16))
-    np.testing.assert_array_equal(second, jnp.asarray(product, BF16))
 
 
 # -- Every primitive, at special values. -----------------------------------------------------------
@@ -494,19 +476,6 @@ def test_scalars_that_the_function_closes_over(rng):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * magnitude)
 
 
-def test_a_function_is_traced_once(rng):
-    traced = []
-
-    def f(y):
-        traced.append(y)
-        return y + 1
-
-    a = small_integers(rng, 8, 8)
-    for _ in range(3):
-        jtk.matmul(a, a, epilogue=f)
-    assert len(traced) == 1
-
-
 # -- Errors. ---------------------------------------------------------------------------------------
 
 ONES = jnp.ones((4, 4), np.float32)
@@ -589,22 +558,4 @@ def test_linear(rng, bias, activation):
 
     assert_close(found(x, w), expected(x, w))
     gradients = (jax.grad(lambda x, w, f=f: f(x, w).sum(), (0, 1))(x, w) for f in (found, expected))
-    assert_close(*gradients)
-
-
-def test_gated_linear(rng):
-    shapes = ((9, 16), (16, 24), (16, 24))
-    arrays = [jnp.asarray(rng.normal(size=s), np.float32) for s in shapes]
-
-    def expected(x, gate, up):
-        g, u = (jnp.matmul(x, w, precision=HIGHEST) for w in (gate, up))
-        return jax.nn.gelu(g) * u
-
-    def found(x, gate, up):
-        return jtk.gated_linear(x, gate, up, jax.nn.gelu, precision=HIGHEST)
-
-    assert_close(found(*arrays), expected(*arrays))
-    gradients = (
-        jax.grad(lambda *xs, f=f: f(*xs).sum(), (0, 1, 2))(*arrays) for f in (found, expected)
-    )
     assert_close(*gradients)

@@ -79,25 +79,6 @@ ROWS_AND_COLUMNS = (("i", None), (None, "j"), ("j",), ("i", "j"))
 CONTRACTED = ((None, "i"), ("i", None), (None,), (None, None))
 
 
-@pytest.mark.parametrize("specs", [ROWS_AND_COLUMNS, CONTRACTED])
-def test_partitioned_calls(devices, arrays, specs):
-    sharded = put(mesh_of(devices, AxisType.Auto), arrays, specs)
-    assert_close(jax.jit(fused)(*sharded), unfused(*arrays))
-    gradients = jax.jit(jax.grad(loss(fused), OPERANDS))(*sharded)
-    assert_close(gradients, jax.grad(loss(unfused), OPERANDS)(*arrays))
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="explain compiles for its own platform")
-def test_explain_shows_the_kernel_on_each_device(devices, arrays):
-    sharded = put(mesh_of(devices, AxisType.Auto), arrays, ROWS_AND_COLUMNS)
-    call, _ = jtk.explain(fused, *sharded, platform="cpu")
-    assert call.operands == ("f32[32,48]", "f32[48,16]", "f32[16]", "f32[32,16]")
-    sharded = put(mesh_of(devices, AxisType.Auto), arrays, CONTRACTED)
-    (call,) = jtk.explain(fused, *sharded, platform="cpu")
-    assert call.operands == ("f32[64,24]", "f32[24,32]")
-    assert "all-reduce, the epilogue after the sum" in call.partition
-
-
 def test_shard_map(devices, arrays):
     mapped = jax.shard_map(
         fused,

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import re
 import sys
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numerics import random
-
-import jax_tilekern as jtk
 
 # The wheel does not hold what is tested here: see tests/README.md.
 pytestmark = pytest.mark.thorough
@@ -69,19 +66,6 @@ def test_the_layer_is_the_dense_one(rng, x64):
     )
 
 
-def test_products_are_of_the_chosen_rows_only(rng):
-    """Two products forward and two for each of them backward, all of a kernel."""
-    params, x = layer(rng, np.float32)
-    gradient = jax.value_and_grad(
-        lambda params, x: mixture(moe.grouped_experts, params, x).sum(), argnums=(0, 1)
-    )
-    choices = jtk.explain(gradient, params, x)
-    assert sorted("ragged k" in choice.call for choice in choices) == [False] * 4 + [True] * 2
-    for choice in choices:
-        assert choice.kernel is not None, choice
-        assert f"[{CHOSEN * TOKENS}," in choice.operands[0], choice
-
-
 @pytest.mark.thorough
 def test_the_loss_falls(rng):
     text, _ = moe.load_text(moe.PLAY)
@@ -96,16 +80,3 @@ def test_the_loss_falls(rng):
     assert report.loss[-5:].mean() < report.loss[:5].mean() - 0.4
     tokens = batch * TINY.sequence
     np.testing.assert_array_equal(report.loads.sum(axis=-1), np.full((steps, 1), 2 * tokens))
-
-
-@pytest.mark.thorough
-def test_it_runs_and_a_model_that_learned_nothing_fails(monkeypatch, capsys):
-    monkeypatch.setattr(moe, "Sizes", lambda vocabulary: TINY)
-    monkeypatch.setattr(moe, "BATCH", 4)
-    monkeypatch.setattr(moe, "STEPS_PER_LINE", 2)
-    assert moe.main(["--steps=4"]) == 1
-    out = capsys.readouterr().out
-    assert "FAILED: the grouped model's loss of" in out
-    assert "apart, more" not in out
-    assert "SAMPSO" in out
-    assert re.findall(r"^ +(\d+) +4\.\d{4} +4\.\d{4} ", out, re.MULTILINE) == ["1", "2", "4"]

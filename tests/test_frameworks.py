@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import re
 import sys
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from guides import DOCS
 from jaxprs import products, traced
 from numerics import assert_close, random
 
@@ -70,24 +68,6 @@ def test_a_fused_step_has_the_same_loss(name):
         return value
 
     np.testing.assert_allclose(train(jax.jit(jtk.fuse(step))), train(jax.jit(step)), rtol=DRIFT)
-
-
-GUIDE = DOCS / "frameworks.md"
-_ROW = re.compile(r"^\| ([\w.]+) \| (hook|patch) \|.* ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
-
-
-def test_the_guide_has_every_row():
-    assert [row[:2] for row in _ROW.findall(GUIDE.read_text())] == sorted(
-        WAYS, key=lambda row: list(frameworks.MODELS).index(row[0])
-    )
-
-
-@pytest.mark.parametrize(("name", "way", "jaxs", "ours"), _ROW.findall(GUIDE.read_text()))
-@pytest.mark.thorough
-def test_the_guide_has_these_losses(name, way, jaxs, ours):
-    pytest.importorskip(PACKAGES.get(name, "flax"))
-    assert losses(name, "jax")[-1] == pytest.approx(float(jaxs), rel=DRIFT, abs=5e-6)
-    assert losses(name, way)[-1] == pytest.approx(float(ours), rel=DRIFT, abs=5e-6)
 
 
 def arguments(name, hook, optimizer="adam"):

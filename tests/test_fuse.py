@@ -122,11 +122,6 @@ def test_products_of_this_library(operands):
         assert_all_fused(layer, x, w, b)
 
 
-def test_explain_shows_the_fused_call(operands):
-    (call,) = (c for c in jtk.explain(jtk.fuse(layer), *operands[:3]) if "accumulator" in c.call)
-    assert "tanh" in call.call
-
-
 # -- What is stored. -------------------------------------------------------------------------------
 
 
@@ -425,31 +420,9 @@ def overwritten(function, *args):
     return [pair for eqn in found for pair in eqn.params.get("in_place", ())]
 
 
-def swiglu_gradients(cotangent, x, gate, up, down):
-    def perceptron(x, gate, up, down):
-        return (jax.nn.silu(x @ gate) * (x @ up)) @ down
-
-    out, pullback = jax.vjp(perceptron, x, gate, up, down)
-    return out, *pullback(cotangent)
-
-
 @pytest.fixture
 def squares(rng):
     return [random(rng, (16, 16), np.float32) / 4 for _ in range(5)]
-
-
-def test_cotangents_of_both_factors_of_a_gate_take_their_memory(squares):
-    assert_all_fused(swiglu_gradients, *squares)
-    # The cotangents of both, and the sum of two cotangents of x.
-    assert overwritten(swiglu_gradients, *squares) == [(0, 0), (1, 1), (0, 0)]
-    assert_same(jtk.fuse(swiglu_gradients)(*squares), swiglu_gradients(*squares), 1e-4)
-
-
-def test_a_result_takes_the_memory_of_an_operand_that_nothing_reads_again(squares):
-    def gated(x, gate, up, *_):
-        return jnp.tanh(x @ gate) * (x @ up)
-
-    assert overwritten(gated, *squares) == [(0, 0)]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Two products of one lhs in one kernel: plans, what calls become, and results on a Hopper GPU."""
 
-import dataclasses
 import re
 
 import jax
@@ -15,12 +14,10 @@ import jax_tilekern as jtk
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.epilogue.cuda_text import computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import trace_scalars
-from jax_tilekern.plans.gemm import pair
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
 from jax_tilekern.plans.gemm.problem import PairProduct
 from jax_tilekern.plans.gemm.sm90.pair import pair_candidates
 from jax_tilekern.plans.gpu import current_gpu
-from jax_tilekern.plans.launch import NoKernel
 
 try:
     nvrtc()
@@ -64,28 +61,6 @@ def test_no_register_is_spilled_and_no_mma_serialized(sizes, function):
         assert not entry.serialized
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"arithmetic": "tf32"}, "tf32"),
-        ({"padding": 1}, "multiples of 16 bytes"),
-        ({"out": BF16, "arithmetic": "f16"}, "no f16 kernel"),
-    ],
-    ids=lambda x: str(x),
-)
-def test_what_the_kernel_does_not_take(change, reason):
-    found = pair.plan_pair(pair_of(1024, 1024, 1024, **change), H100)
-    assert isinstance(found, NoKernel)
-    assert reason in found.reason
-
-
-def test_beside_collectives_there_is_none():
-    gpu = dataclasses.replace(H100, beside_collectives=True)
-    found = pair.plan_pair(pair_of(8192, 14336, 4096), gpu)
-    assert isinstance(found, NoKernel)
-    assert "dynamic tile scheduler" in found.reason
-
-
 # What calls become.
 
 
@@ -104,23 +79,6 @@ def test_a_call_is_one_kernel():
     assert choice.call == "contract mk,kn,kn->mn, gate_silu(accumulator, accumulator)"
     assert choice.kernel == "wgmma_matmul_of_pair bf16"
     assert "both products in one kernel" in choice.reason
-
-
-def test_operands_are_read_before_their_transposes():
-    x, w, _ = shapes(2048, 4096, 14336)
-    (choice,) = choices(
-        lambda x, w: jtk.gated_linear(x, w.T, w.T), x, w.update(shape=(4096, 14336))
-    )
-    assert choice.kernel == "wgmma_matmul_of_pair bf16"
-
-
-def test_scalars_that_the_activation_closes_over_are_operands():
-    def call(beta, *arrays):
-        return jtk.gated_linear(*arrays, lambda y: y * jax.nn.sigmoid(beta * y))
-
-    arrays = shapes(2048, 14336, 4096)
-    (choice,) = choices(call, jax.ShapeDtypeStruct((), jnp.float32), *arrays)
-    assert choice.kernel == "wgmma_matmul_of_pair bf16"
 
 
 @pytest.mark.parametrize(

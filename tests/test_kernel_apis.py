@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from guides import DOCS
 
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
-
 EXAMPLES = DOCS.parent / "examples/kernel_apis"
 PAGE = (DOCS / "kernel-apis.md").read_text()
 FILES = {
@@ -34,14 +32,6 @@ def test_the_page_quotes_the_files():
     }
 
 
-@pytest.mark.parametrize("peer", FILES)
-def test_the_page_counts_files_and_lines(peer):
-    texts = [(EXAMPLES / name).read_text() for name in FILES[peer]]
-    lines = sum(bool(line.strip()) for text in texts for line in text.splitlines())
-    row = next(line for line in PAGE.splitlines() if line.startswith(f"| [{peer}]"))
-    assert row.split(" | ")[2] == f"{len(texts)}, {lines}"
-
-
 @pytest.fixture
 def x():
     return jnp.linspace(-3, 3, 1000, dtype=jnp.float32)
@@ -59,16 +49,6 @@ def test_ours_runs_and_is_mapped(example, x):
     np.testing.assert_allclose(jax.vmap(silu)(pair), jax.nn.silu(pair), rtol=1e-6, atol=1e-6)
     with pytest.raises(NotImplementedError, match="defjvp"):
         jax.grad(lambda x: silu(x).sum())(x)
-
-
-def test_ours_compiles_as_the_page_says(example, x):
-    try:
-        nvrtc()
-    except NvrtcNotFound as error:
-        pytest.skip(str(error))
-    report = example("ours").silu.report(x, gpu="sm_90")
-    assert f"{report.registers} registers, no spills" in PAGE
-    assert report.spill_bytes == 0
 
 
 def test_pallas_runs_and_is_mapped(example, x):

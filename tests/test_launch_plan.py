@@ -17,9 +17,7 @@ import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jax_tilekern import _core
 from jax_tilekern.compilation.compiler import Entry
-from jax_tilekern.compilation.cubin import packed
 from jax_tilekern.interop import ffi
 from jax_tilekern.plans import gpu as gpu_module
 from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu, gpu_target, known_gpu
@@ -140,17 +138,6 @@ def _launch_with(cubin: Any) -> Launch:
 def test_plan_rejects(make: Callable[[], LaunchPlan], message: str) -> None:
     with pytest.raises(ValueError, match=f"plan example: .*{message}"):
         make()
-
-
-def test_each_cubin_is_there_once() -> None:
-    other = b"\x7fELF other"
-    launches = (LAUNCH, _launch_with(other), _launch_with(bytes(bytearray(ENTRY.cubin))))
-    attributes = _plan_with(launches=launches).attributes()
-    assert attributes["cubins"] == {
-        str(i): {"bytes": len(cubin), "packed": packed(cubin)}
-        for i, cubin in enumerate((ENTRY.cubin, other))
-    }
-    assert [attributes["launches"][i]["cubin"] for i in "012"] == [0, 1, 0]
 
 
 # -- Parameters
@@ -279,41 +266,6 @@ def _primitive(platform: str, rule: Callable[..., Any]) -> Primitive:
     return primitive
 
 
-def _attribute(text: str, name: str) -> str:
-    return text.split(f"{name} = ", 1)[1].split(" : ", 1)[0].split(",", 1)[0]
-
-
-def test_attributes_arrive() -> None:
-    plan = dataclasses.replace(PLAN, workspace_bytes=(1000,))
-    primitive = _primitive("cuda", lambda ctx, x: ffi.cuda_launch(ctx, [x], plan))
-    lowered = jax.jit(primitive.bind).trace(jnp.zeros((3, 5))).lower(lowering_platforms=("cuda",))
-    text = lowered.as_text()
-    assert "stablehlo.custom_call @jax_tilekern_cuda_launch(%arg0)" in text
-    # The workspace is a result of the call and not of the function.
-    assert "(tensor<3x5xf32>) -> (tensor<3x5xf32>, tensor<1000xui8>)" in text
-    assert "return %0#0 : tensor<3x5xf32>" in text
-    assert "alignments = dense<[16, 4, 128]> : tensor<3xi64>" in text
-    assert "grid = dense<[4, 2, 1]> : tensor<3xi64>" in text
-    assert _attribute(text, "entry") == '"_Z6kernel"'
-    assert 'parameters = {"0" = {buffer = 0 : i64, offset_bytes = 0 : i64}' in text
-
-
-def test_repeats_arrive() -> None:
-    launch = dataclasses.replace(
-        LAUNCH, repeats=(3, 5), parameters=(Buffer(0, 4, (48, 0)), Buffer(1))
-    )
-    plan = dataclasses.replace(PLAN, launches=(launch,))
-    primitive = _primitive("cuda", lambda ctx, x: ffi.cuda_launch(ctx, [x], plan))
-    lowered = jax.jit(primitive.bind).trace(jnp.zeros((3, 5))).lower(lowering_platforms=("cuda",))
-    text = lowered.as_text()
-    assert "repeats = dense<[3, 5]> : tensor<2xi64>" in text
-    assert "steps_bytes = dense<[48, 0]> : tensor<2xi64>" in text
-    # A buffer that stays has no steps, and a launch that is not repeated neither word.
-    assert text.count("steps_bytes") == 1
-    assert "repeats" not in LAUNCH.attributes()
-    assert "steps_bytes" not in Buffer(1).attributes()
-
-
 def test_wrong_number_of_buffers() -> None:
     primitive = _primitive("cuda", lambda ctx, x: ffi.cuda_launch(ctx, [x, x], PLAN))
     traced = jax.jit(primitive.bind).trace(jnp.zeros((3, 5)))
@@ -420,15 +372,3 @@ def test_handler_reads_the_plan() -> None:
     outcomes = json.loads(process.stdout)
     for outcome, (damage, message) in zip(outcomes, expected.items(), strict=True):
         assert (message in outcome) if message else (outcome == ""), damage
-
-
-def test_driver_is_queried_without_raising() -> None:
-    devices = _core.cuda_devices()
-    assert isinstance(devices, str) or all(d.compute_capability > (3, 0) for d in devices)
-    assert isinstance(_core.cuda_driver_version(), str | tuple)
-
-
-def test_every_target_is_named() -> None:
-    registered = {name for targets in _core.registrations().values() for name in targets}
-    # XLA replaces calls of the last one before it runs a program.
-    assert registered == set(ffi.FFI_TARGETS) - {ffi.PARTITIONED}

@@ -11,7 +11,7 @@ import jax.scipy.linalg as jsp_linalg
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 from numerics import UNIT_ROUNDOFF, assert_close, check_derivatives, on_gpu, random
@@ -447,31 +447,6 @@ def test_gradients_under_shard_map(rng):
     assert_close(got, expected, 1e-3)
 
 
-@pytest.mark.parametrize(
-    "name", ["inv", "solve", "cholesky", "lu_factor", "det", "slogdet", "grad"]
-)
-def test_devices_share_a_batch(rng, name):
-    devices = jax.devices("cpu")[:4]
-    if len(devices) < 4:
-        pytest.skip("takes four devices")
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
-    a = np.asarray(definite(rng, (40, 5, 5), np.float32))
-    b = np.asarray(random(rng, (40, 5, 2), np.float32))
-    args = (a, b) if name in ("solve", "grad") else (a,)
-    if name == "grad":
-        function = jax.grad(lambda a, b: jnp.sin(linalg.solve(a, b)).sum(), (0, 1))
-    else:
-        function = getattr(linalg, name)
-    sharding = NamedSharding(mesh, P("x"))
-    sharded = [jax.device_put(x, sharding) for x in args]
-    compiled = jax.jit(function).lower(*sharded).compile()
-    assert "all-gather" not in compiled.as_text()
-    got = compiled(*sharded)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(function(*args)), strict=True):
-        assert x.sharding.is_equivalent_to(sharding, x.ndim)
-        np.testing.assert_allclose(x, y, 1e-4, 1e-5)
-
-
 # Names.
 
 
@@ -574,26 +549,6 @@ def test_what_is_left_to_xla_is_decided_when_it_is_traced():
         assert "policy" in jtk.explain(linalg.inv, a)[0].reason
 
 
-def test_other_ways_to_xla(rng):
-    (choice,) = jtk.explain(linalg.det, jnp.eye(3))
-    assert choice.reason == "up to 3x3 there is a formula, which XLA fuses"
-    (choice,) = jtk.explain(linalg.lu, jnp.ones((4, 3)))
-    assert choice.reason == "kernels are for square matrices"
-    a = random(rng, (4, 3), np.float32)
-    for got, expected in zip(linalg.lu(a), jsp_linalg.lu(a), strict=True):
-        np.testing.assert_array_equal(got, expected)
-    np.testing.assert_array_equal(
-        linalg.slogdet(a[:3], method="qr")[1], jnp.linalg.slogdet(a[:3], method="qr")[1]
-    )
-
-
-def test_integers_are_promoted():
-    a = np.array([[2, 0], [0, 4]])
-    assert linalg.inv(a).dtype == jnp.linalg.inv(a).dtype
-    np.testing.assert_array_equal(linalg.inv(a), [[0.5, 0], [0, 0.25]])
-    assert linalg.solve(a, np.float32([1, 2])).dtype == np.float32
-
-
 @pytest.mark.parametrize("shape", [(0, 3, 3), (2, 0, 0), (2, 0, 3)])
 def test_empty(shape):
     a = jnp.zeros(shape)
@@ -633,43 +588,6 @@ def test_every_instruction_set(rng, x64):
                     np.testing.assert_allclose(x, y, 0, relative * np.abs(y).max(), err_msg=level)
     finally:
         _core.set_cpu_instruction_set(before)
-
-
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [
-        ("solve", linalg.solve),
-        ("triangular_solve", functools.partial(linalg.solve_triangular, lower=True)),
-    ],
-)
-def test_derivatives_of_a_system_are_calls_of_its_primitive(rng, name, function):
-    a, b = random(rng, (2, 3, 3), np.float32), random(rng, (2, 3, 1), np.float32)
-
-    def second(a, b):
-        first = jax.grad(lambda a, b: (function(a, b) ** 2).sum(), (0, 1))
-        return jax.jvp(first, (a, b), (a, b)), jax.grad(lambda *x: first(*x)[0].sum())(a, b)
-
-    eqns = list(equations(jax.make_jaxpr(second)(a, b).jaxpr))
-    names = {eqn.primitive.name for eqn in eqns if "solve" in eqn.primitive.name}
-    assert names == {f"tilekern_{name}"}
-    several = {(x.params["terms"], x.params["copies"]) for x in eqns if "terms" in x.params}
-    assert several >= {(1, 1), (2, 1), (1, 2)}
-
-
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="of the CPU")
-@pytest.mark.parametrize("size", [2, 5, 16])
-def test_a_small_matrix_has_the_same_bits_in_every_batch(rng, size):
-    a = rng.standard_normal((19, size, size)).astype(np.float32)
-    a, b = a @ a.mT + np.eye(size, dtype=np.float32), a[..., :2]
-
-    @jax.jit
-    def results(a, b):
-        return linalg.inv(a), linalg.cholesky(a), linalg.lu_factor(a)[0], linalg.solve(a, b)
-
-    whole = results(a, b)
-    for count in (1, 3):
-        for x, y in zip(results(a[-count:], b[-count:]), whole, strict=True):
-            np.testing.assert_array_equal(x, y[-count:])
 
 
 def test_determinants_of_symbolic_sizes_are_jaxs():

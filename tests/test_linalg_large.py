@@ -1,7 +1,6 @@
 """Large matrices in blocks: accuracy, semantics, derivatives, and when blocks are chosen."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +8,10 @@ import numpy as np
 import pytest
 from jax import lax
 from numerics import UNIT_ROUNDOFF, assert_close, check_derivatives, random
-from nvrtc_mark import needs_nvrtc
 
-import jax_tilekern as jtk
 from jax_tilekern import linalg
 from jax_tilekern.ops import blocked
 from jax_tilekern.ops.matrices import inverted_triangles
-from jax_tilekern.plans.gpu import gpu_target
-from jax_tilekern.plans.launch import NoKernel
-from jax_tilekern.plans.linalg.blocked import LargeMatrices, plan_blocks
 
 
 def in_blocks(function, **flags):
@@ -145,49 +139,3 @@ def test_systems_broadcast_and_map(rng):
 
 
 # Which matrices are computed in blocks.
-
-
-def large(operation, size, dtype=np.float32, columns=4096):
-    return LargeMatrices(operation, 1, size, columns, np.dtype(dtype))
-
-
-def test_blocks_are_chosen_where_they_pay():
-    with gpu_target("sm_90") as gpu:
-        for operation in ("inverse", "triangular_solve"):
-            assert isinstance(plan_blocks(large(operation, 16384), gpu), int)
-            small = plan_blocks(large(operation, 300, columns=1), gpu)
-            assert isinstance(small, NoKernel)
-            assert "XLA's own function takes about" in small.reason
-        for size in (100, 10**6):
-            reason = plan_blocks(large("inverse", size), gpu).reason
-            assert reason.startswith("blocks are for more than")
-    with gpu_target("sm_80") as gpu:
-        assert "sm_80" in plan_blocks(large("inverse", 8192), gpu).reason
-
-
-@needs_nvrtc
-@pytest.mark.thorough
-def test_programs_are_small():
-    """Most operations are slices and joins that XLA fuses."""
-    a = jax.ShapeDtypeStruct((16384, 16384), np.float32)
-    with gpu_target("sm_90"):
-        lowered = jax.jit(linalg.inv).trace(a).lower(lowering_platforms=("cuda",))
-    text = lowered.as_text()
-    assert "tilekern" in text
-    assert text.count(" = ") < 6000
-
-
-@needs_nvrtc
-@pytest.mark.thorough
-def test_the_choice_is_explained():
-    a = jax.ShapeDtypeStruct((16384, 16384), np.float32)
-    with gpu_target("sm_90"):
-        found = jtk.explain(linalg.inv, a, platform="cuda")
-    without = [choice for choice in found if choice.kernel is None]
-    assert any(re.match("products of blocks of [0-9]+ columns", x.reason) for x in without)
-    kernels = [choice.kernel for choice in found if choice.kernel]
-    assert any(kernel.startswith("split_float16_matmul") for kernel in kernels)
-    # Equal calls of one function are listed once.
-    assert len(set(found)) == len(found)
-    on_cpu = functools.partial(jtk.explain, linalg.inv, platform="cpu")
-    assert on_cpu(a)[0].reason == "kernels are for matrices of up to 64x64"

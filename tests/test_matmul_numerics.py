@@ -92,27 +92,6 @@ def test_int8_over_a_short_k(rng, by, out):
         np.testing.assert_array_equal(product_of_pair, expected)
 
 
-@pytest.mark.parametrize(("platform", "types"), [("cpu", "i8"), ("cuda", "f16")])
-@pytest.mark.parametrize("batch", [(), (3,)])
-def test_int8_over_a_short_k_that_is_xlas(platform, types, batch):
-    """Where XLA is right it multiplies what JAX would have it multiply."""
-    a, b = (jax.ShapeDtypeStruct((*batch, *shape), np.int8) for shape in ((40, 22), (22, 50)))
-    run = jax.jit(partial(jtk.matmul, preferred_element_type=np.int32))
-    with jtk.policy("xla"):
-        text = run.trace(a, b).lower(lowering_platforms=(platform,)).as_text()
-    (line,) = (line for line in text.splitlines() if "dot_general" in line)
-    assert f"x{types}>" in line.split("->")[0]
-    assert "stablehlo.case" not in text
-
-
-@pytest.mark.parametrize("out", [np.int8, np.int16])
-def test_integer_results_wrap_as_in_lax(rng, out):
-    a, b = random(rng, (33, 65), np.int8), random(rng, (65, 17), np.int8)
-    got = product("mk,kn", a, b, out)
-    expected = np.asarray(exact(a) @ exact(b)).astype(out)
-    np.testing.assert_array_equal(got, expected)
-
-
 @pytest.mark.parametrize("out", [np.float32, BF16])
 def test_integer_products_with_a_float_result(rng, out):
     a, b = random(rng, (33, 40), np.int8), random(rng, (40, 65), np.int8)
@@ -170,13 +149,6 @@ def test_precision_names_keep_their_promise(rng):
             assert error(lax.DotAlgorithmPreset[preset]) <= bound, preset
 
 
-def test_default_precision_of_jax_is_honoured(rng):
-    a, b = random(rng, (64, 512), np.float32), random(rng, (512, 64), np.float32)
-    with jax.default_matmul_precision("highest"):
-        out = jtk.matmul(a, b)
-    assert_product(out, a, b, "mk,kn->mn")
-
-
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16, F8E5])
 @pytest.mark.parametrize("shape", [(17, 33, 65), (1, 64, 128), (128, 1, 96), (128, 128, 128)])
 def test_nan_and_inf_propagate(rng, dtype, shape):
@@ -212,19 +184,6 @@ def test_transposed_operands_and_innermost_batch(rng):
                  ((left.index("b"),), (right.index("b"),))),
             )  # fmt: skip
             assert_product(out, a, b, f"{left},{right}->bmn", roundoff(np.float32))
-
-
-def test_many_small_products(rng):
-    a, b = random(rng, (3000, 16, 16), np.float32), random(rng, (3000, 16, 16), np.float32)
-    assert_product(jtk.matmul(a, b), a, b, "bmk,bkn->bmn", roundoff(np.float32))
-
-
-@pytest.mark.parametrize("dtype", [np.float32, BF16, np.int8])
-def test_results_do_not_vary(rng, dtype):
-    a, b = random(rng, (257, 511), dtype), random(rng, (511, 129), dtype)
-    run = jax.jit(partial(product, "mk,kn"))
-    first = np.asarray(run(a, b)).tobytes()
-    assert all(np.asarray(run(a, b)).tobytes() == first for _ in range(20))
 
 
 @pytest.mark.parametrize("shapes", [((0, 4), (4, 5)), ((3, 0), (0, 5)), ((3, 4), (4, 0)),

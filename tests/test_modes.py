@@ -165,23 +165,6 @@ def test_fallbacks_are_logged(caplog):
     assert "on cpu falls back to XLA: no kernel for int16" in record.getMessage()
 
 
-def test_compilations_are_logged(caplog, monkeypatch, tmp_path):
-    from jax_tilekern.compilation import compiler
-
-    pytest.importorskip("nvidia")
-    caplog.set_level(logging.INFO, "jax_tilekern")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kernel = compiler.Kernel("add.cuh", "tilekern::add<float, 4>")
-    for _ in range(2):
-        monkeypatch.setattr(compiler, "_memory", compiler._Memory())
-        for _ in range(2):
-            compiler.compile_kernels(kernel, arch="sm_80")
-    compiled, read = (record.getMessage() for record in caplog.records)
-    named = r"kernel tilekern::add<float, 4> for sm_80: "
-    assert re.fullmatch(named + r"compiled in \d+\.\d+ s", compiled)
-    assert re.fullmatch(named + r"read from the kernel cache in 0\.\d+ s", read)
-
-
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="takes four devices")
 def test_modes_reach_calls_that_xla_partitions(rng):
     """They are planned while the program is compiled, perhaps on another thread."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
@@ -21,7 +20,7 @@ from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.partitioning.choice import choose_partition
 from jax_tilekern.partitioning.mesh import axes_of, common_mesh, hlo_sharding
 from jax_tilekern.partitioning.params_text import _PROCESS, from_text, to_text
-from jax_tilekern.partitioning.reshard import Step, reshard_steps, specs_of
+from jax_tilekern.partitioning.reshard import specs_of
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.contraction import Contraction
 
@@ -96,64 +95,6 @@ def test_axes_that_split_every_array_together_are_one():
     assert found(P(("m", "d")), P()) == ((2, 4), [((1, 0), ()), ((), ())])
 
 
-def test_what_is_split_alike_stays():
-    found = partition_of(product(64, 64, 64), (2,), (1,), (0,), (None,))
-    assert found.axes[K] == (0,)
-    assert [x.reduced for x in found.results] == [(0,)]
-    assert [x.spec for x in found.operands] == [((), (0,)), ((0,), ())]
-
-
-def test_a_sum_is_scattered_where_the_result_is_split():
-    found = partition_of(product(64, 64, 64), (2, 2), (0, 1), (None, 0), (0, 1))
-    assert found.axes == {M: (0,), K: (1,), N: ()}
-    assert found.results[0].scattered == ((), (1,))
-    assert found.results[0].spec == ((0,), (1,))
-    assert not any(x.reduced for x in found.results)
-
-
-def test_the_smaller_operand_is_gathered():
-    large = partition_of(product(4096, 64, 64), (2,), (0,), (1,), (0,))
-    assert large.axes[M] == (0,)
-    assert large.operands[1].spec == ((), ())
-    small = partition_of(product(64, 64, 4096), (2,), (0,), (1,), (1,))
-    assert small.axes[N] == (0,)
-    assert small.operands[0].spec == ((), ())
-
-
-def test_operands_that_are_split_unlike_are_gathered_where_the_sum_is_larger():
-    """One is split in four along what is contracted, and the other in two."""
-    for k, kept in ((16, ()), (4096, (0, 1))):
-        found = partition_of(product(64, k, 64), (2, 2), (1, 1), (0, None), (None, None))
-        assert found.axes[K] == kept
-
-
-def test_an_axis_that_changes_dimension_is_an_all_to_all():
-    # Weights are larger than what passes through them, and both have the same axis.
-    rule = product(64, 4096, 4096)
-    found = partition_of(rule, (2,), (0,), (0,), (0,))
-    assert found.axes[K] == (0,)
-    assert [x.spec for x in found.operands] == [((), (0,)), ((0,), ())]
-    assert [x.in_program for x in found.operands] == [(), ()]
-    assert found.results[0].scattered == ((0,), ())
-    assert found.described() == f"{K} in 2, all-to-all, reduce-scatter"
-
-
-def test_the_local_program_reshards_what_xla_would_gather():
-    """XLA gathers an array that has copies before and after."""
-    found = partition_of(product(64, 4096, 4096), (2, 2), (0, None), (0, None), (0, None))
-    assert found.axes[K] == (0,)
-    assert found.operands[0].in_program == (Step("all-to-all", (0,), 0, 1),)
-    assert found.operands[0].spec == ((0,), ())
-    assert found.results[0].scattered == ((0,), ())
-
-
-def test_axes_that_affect_one_another():
-    """An operand is gathered over one axis after the other for more bytes than the sum has."""
-    found = partition_of(product(32, 128, 32), (2, 2, 2), (1, 1, 1), (None,) * 3, (None,) * 3)
-    assert found.axes == {M: (), K: (0, 1, 2), N: ()}
-    assert [x.reduced for x in found.results] == [(0, 1, 2)]
-
-
 PRODUCTS = [
     (((M, K), (K, N)), (M, N)),
     (((3, M, K), (3, K, N)), (3, M, N)),
@@ -193,81 +134,6 @@ def random_spec(rng, rank, axes):
     return tuple(found)
 
 
-@pytest.mark.parametrize(
-    ("have", "want", "steps"),
-    [
-        (((), (0,)), ((), (0, 1)), [("slice", (1,))]),
-        (((0, 1), ()), ((0,), ()), [("all-gather", (1,))]),
-        (((0, 1), ()), ((), (0, 1)), [("all-to-all", (0, 1))]),
-        # What makes an array smaller is first.
-        (((), (0,)), ((1,), ()), [("slice", (1,)), ("all-gather", (0,))]),
-        (((0,), (1,)), ((), (0,)), [("all-gather", (1,)), ("all-to-all", (0,))]),
-        (((0,), ()), ((), (0, 1)), [("all-to-all", (0,)), ("slice", (1,))]),
-        # One axis in the place of another, and one above another.
-        (((0,),), ((1,),), [("slice", (1,)), ("permute", (1, 0)), ("all-gather", (0,))]),
-        (((0,),), ((1, 0),), [("slice", (1,)), ("permute", (1, 0))]),
-        (((0, 1), ()), ((), (1, 0)), [("all-to-all", (1,)), ("all-to-all", (0,))]),
-    ],
-)
-def test_steps_of_a_reshard(have, want, steps):
-    assert [(step.kind, step.axes) for step in reshard_steps(have, want)] == steps
-
-
-@pytest.mark.parametrize(("k", "gathered_after_slice"), [(64, True), (63, False)])
-def test_an_operand_is_sliced_before_it_is_gathered(k, gathered_after_slice):
-    """One axis splits the batch of the other operand, another one a dimension of this one."""
-    batch, m, n = 8, 16, 1024
-    rule = ShardingRule(
-        ((0, 1, 2), (0, 2, 3)), ((0, 1, 3),), {0: batch, 1: m, 2: k, 3: n}, flops=2 * m * k * n
-    )
-    lhs, rhs = ((), (), (0,)), ((1,), (), ())
-    found = choose_partition(rule, (2, 4), [lhs, rhs], [rhs], *sizes_in_bytes(rule, 4))
-    assert found.axes == {0: (1,), 1: (), 2: (), 3: ()}
-    if gathered_after_slice:
-        assert found.operands[0].spec == ((1,), (), (0,))
-        assert found.operands[0].in_program == (Step("all-gather", (0,), 2, None),)
-    else:
-        # Parts with padding are gathered by XLA.
-        assert found.operands[0].spec == ((1,), (), ())
-        assert found.operands[0].in_program == ()
-    assert found.operands[1].in_program == ()
-    assert "operand 0 gathered" in found.described()
-
-
-BATCHES = ShardingRule(
-    ((0, 1, 2), (0, 3, 4)),
-    ((0, 5, 6),),
-    {0: 64, 1: 16, 2: 16, 3: 16, 4: 2, 5: 16, 6: 2},
-    flops=1,
-    unsplit=frozenset(range(1, 7)),
-)
-
-
-def test_the_local_program_reshards_two_axes_that_move():
-    """XLA has one all-to-all, and gathers otherwise."""
-    matrices, columns = ((), (1,), (0,)), ((0, 1), (), ())
-    sizes = sizes_in_bytes(BATCHES, 4)
-    found = choose_partition(BATCHES, (2, 4), [matrices, columns], [columns], *sizes)
-    assert found.axes[0] == (0, 1)
-    assert found.operands[0].spec == matrices
-    assert [x.kind for x in found.operands[0].in_program] == ["all-to-all"] * 2
-
-
-def test_xla_gathers_before_the_local_program_reshards():
-    """So that calls share what is gathered."""
-    matrices, columns = ((), (), (0, 1)), ((0,), (), ())
-    sizes = sizes_in_bytes(BATCHES, 4)
-    found = choose_partition(BATCHES, (2, 4), [matrices, columns], [columns], *sizes)
-    assert found.axes[0] == (0,)
-    assert found.operands[0].spec == ((), (), (0,))
-    assert found.operands[0].in_program == (Step("all-to-all", (0,), 2, 0),)
-
-
-def test_large_products_are_not_computed_twice():
-    found = partition_of(product(8192, 8192, 28672), (2, 2), (0, 0), (None, None), (None, None))
-    assert found.axes[M] == (0, 1)
-
-
 @pytest.mark.parametrize("k", [3, 5, 7])
 def test_padding_is_not_moved_or_scattered(k):
     found = partition_of(product(16, k, 16), (2, 2), (1, 1), (0, 0), (0, 0))
@@ -282,70 +148,6 @@ def test_a_reduction_without_neutral_padding_is_split_evenly():
         rule = ShardingRule(((0,),), ((),), {0: size}, flops=size, zero_padding=False)
         found = choose_partition(rule, (2,), [((0,),)], [()], [4 * size], [4])
         assert found.axes[0] == axes
-
-
-def test_labels_of_some_results_are_whole():
-    rule = ShardingRule(((0, 1),), ((0, 1), (0,)), {0: 8, 1: 8}, flops=64)
-    assert rule.splittable == {0}
-    assert rule.reductions == ()
-    assert rule.summed == frozenset()
-
-
-def test_results_that_are_sums_split_what_each_of_them_lacks():
-    """Gradients of both factors: an axis adds up the gradient that it does not split."""
-    factors = ((M, None), (None, N))
-    rule = ShardingRule(
-        (*factors, (M, N)),
-        factors,
-        {M: 8, N: 8},
-        flops=64,
-        zero_padding=False,
-        each_result_is_a_sum=True,
-    )
-    assert rule.splittable == rule.summed == {M, N}
-    read = [((0,), ()), ((), (1,)), ((0,), (1,))]
-    found = choose_partition(rule, (2, 2), read, read[:2], [256] * 3, [256] * 2)
-    assert found.axes == {M: (0,), N: (1,)}
-    assert [x.reduced for x in found.results] == [(1,), (0,)]
-    assert [x.spec for x in found.operands] == read
-    uneven = dataclasses.replace(rule, sizes={M: 7, N: 8})
-    found = choose_partition(uneven, (2, 2), read, read[:2], [256] * 3, [256] * 2)
-    assert found.axes == {M: (), N: (1,)}
-
-
-def test_reductions_of_a_split_label_are_combined():
-    rule = ShardingRule(
-        ((M, K), (K, N)),
-        ((M, N), (M,), (M,)),
-        {M: 64, K: 64, N: 64},
-        flops=2.0 * 64**3,
-        epilogue_from=2,
-        reduced=frozenset({N}),
-        combined_by=("sum", "max", "sum"),
-    )
-    assert rule.splittable == {M, K, N}
-    assert rule.reductions == (K,)
-    whole, columns = ((), ()), ((), (0,))
-    sizes = [2**14] * 2, [2**14, 2**8, 2**8]
-    found = choose_partition(rule, (2,), [whole, columns], [columns, ((),), ((),)], *sizes)
-    assert found.axes == {M: (), K: (), N: (0,)}
-    assert found.sum is None
-    assert [x.reduced for x in found.results] == [(), (0,), (0,)]
-    # A sum is scattered where its result is split, and a maximum is not.
-    found = choose_partition(rule, (2,), [whole, columns], [columns, ((0,),), ((0,),)], *sizes)
-    assert [x.scattered for x in found.results] == [((), ()), ((),), ((0,),)]
-    assert [x.reduced for x in found.results] == [(), (0,), ()]
-    # Terms of the product are added first; the reductions follow.
-    found = choose_partition(
-        rule, (2, 2), [((), (0,)), ((0,), (1,))], [((), (1,)), ((),), ((),)], *sizes
-    )
-    assert found.axes == {M: (), K: (0,), N: (1,)}
-    assert found.sum.reduced == (0,)
-    assert [x.reduced for x in found.results] == [(), (1,), (1,)]
-    # Padding would be reduced.
-    uneven = dataclasses.replace(rule, sizes={M: 64, K: 64, N: 63})
-    found = choose_partition(uneven, (2,), [whole, columns], [columns, ((),), ((),)], *sizes)
-    assert N not in found.axes or found.axes[N] == ()
 
 
 @pytest.mark.parametrize(

@@ -64,13 +64,3 @@ def test_mergeable_order_always_has_a_geometry(case):
     assert len(oriented.geometry.batch) <= 1
     for strides in (oriented.geometry.lhs_strides, oriented.geometry.rhs_strides):
         assert 1 in strides[-2:], "a kernel finds no unit stride"
-
-
-def test_attention_needs_no_copy():
-    """``bqhd,bkhd->bhqk``: two batch dimensions that do not merge, read where they lie."""
-    contraction = Contraction((0, 1, 2, 3), (0, 4, 2, 3), (0, 2, 1, 4))
-    geometry, swapped, _ = matmul_geometry(contraction, (2, 64, 8, 32), (2, 48, 8, 32))
-    assert not swapped
-    assert (geometry.batch, geometry.m, geometry.n, geometry.k) == ((2, 8), 64, 48, 32)
-    assert geometry.lhs_strides == (64 * 256, 32, 256, 1)
-    assert geometry.rhs_strides == (48 * 256, 32, 1, 256)

@@ -9,28 +9,15 @@ import pytest
 
 import jax_tilekern as jtk
 from jax_tilekern import _core
-from jax_tilekern.plans import cpu
 from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.policy import choose
-from jax_tilekern.plans.policy.model import FILES
 from jax_tilekern.plans.policy.workload import of_product
-from jax_tilekern.plans.transpose.permutation import Permutation
 
 pytestmark = pytest.mark.defaults
 
-LEVELS = [name for name in _core.cpu_instruction_sets() if Cpu(name).name in FILES]
 F32 = functools.partial(jax.ShapeDtypeStruct, dtype=np.float32)
-
-
-@pytest.fixture(params=LEVELS)
-def measured_level(request):
-    """An instruction set with recorded times that this CPU has."""
-    before = _core.cpu_instruction_set()
-    _core.set_cpu_instruction_set(request.param)
-    yield
-    _core.set_cpu_instruction_set(before)
 
 
 @pytest.fixture
@@ -47,16 +34,6 @@ def choice_of(function, *operands):
     return choice
 
 
-def test_results_that_do_not_stay_in_the_cache_are_streamed(monkeypatch):
-    monkeypatch.setattr(cpu, "_last_cache_bytes", lambda: 1 << 20)
-    for rows, streamed in [(512, False), (513, True)]:
-        permutation = Permutation.reduced((rows, 1024), (1, 0), 1)
-        assert cpu.is_streamed(permutation) == streamed
-    monkeypatch.undo()
-    # What the system knows, or less than what any processor with such a cache has.
-    assert cpu._last_cache_bytes() >= 1 << 20
-
-
 CALLS = [
     (jtk.transpose, [(700, 900)]),
     (functools.partial(jtk.sum, axis=0), [(700, 900)]),
@@ -64,15 +41,6 @@ CALLS = [
     (jtk.matmul, [(64, 128), (128, 32)]),
     (jtk.matvec, [(1000, 500), (500,)]),
 ]
-
-
-@pytest.mark.usefixtures("measured_level")
-@pytest.mark.parametrize(("function", "shapes"), CALLS)
-def test_recorded_times_decide(function, shapes):
-    choice = choice_of(function, *map(F32, shapes))
-    assert choice.kernel
-    assert "(data of CPU with avx" in choice.reason
-    assert choice.reason.count(" us") == 2
 
 
 @pytest.mark.usefixtures("portable")
@@ -121,9 +89,3 @@ def test_what_ends_a_program_in_xla_is_stated_otherwise(spec):
     amx = Cpu("avx512_vnni", has_amx=True)
     batch = {"batch": (3,), "lhs_strides": (20, 60, 1)}
     assert "(AMX)" not in chosen(amx, 64, 64, 20, "bfloat16", "float32", **batch).reason
-
-
-def test_dot_products_of_vectors_that_are_not_contiguous_are_xlas():
-    choice = choice_of(functools.partial(jtk.einsum, "kb,kb->b"), F32((9000, 40)), F32((9000, 40)))
-    assert choice.kernel is None
-    assert "unless they are contiguous" in choice.reason

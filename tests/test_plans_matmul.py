@@ -1,9 +1,7 @@
 """The choice among all families of kernels for a matrix product; no GPU needed."""
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
-from nvrtc_mark import needs_nvrtc
 from products import (
     BF16,
     E4M3,
@@ -11,18 +9,11 @@ from products import (
     F32,
     F64,
     H100,
-    TYPES,
-    geometries,
-    product_of,
     row_major,
-    taken,
 )
 
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import candidates, plan_matmul
-from jax_tilekern.plans.gemm.sm80.candidates import MMA
-from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
-from jax_tilekern.plans.gemm.vector_product import vector_product_candidates
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.tuned import TunedChoices, using
@@ -36,26 +27,6 @@ def untuned():
 
 
 sizes = st.one_of(st.integers(1, 300), st.integers(1, 2**16), st.sampled_from([64, 128, 4096]))
-wanted_products = st.builds(
-    lambda arithmetic, geometry: Product(geometry, *TYPES[arithmetic], arithmetic),
-    st.sampled_from(sorted(TYPES)),
-    geometries(sizes, most_batch_dims=4),
-)
-
-
-@given(wanted_products)
-def test_candidates_are_those_of_all_families_best_first(product):
-    found = candidates(product, H100)
-    assert sorted(found, key=lambda choice: choice.cycles) == found
-    assert len({choice.key for choice in found}) == len(found)
-    assert candidates(product, H100) == found
-    vectors = vector_product_candidates(product, H100)
-    if vectors:
-        assert found == vectors
-    else:
-        for family in (MMA, WGMMA):
-            assert all(choice in found for choice in taken(family, product, H100))
-    assert all(choice.cycles > 0 for choice in found)
 
 
 @pytest.mark.parametrize(
@@ -80,12 +51,3 @@ def test_dimensions_have_limits(side):
     sizes = {"m": 8, "n": 8, "k": 8, side: 2**31}
     product = Product(row_major(**sizes), BF16, BF16, BF16, "bf16")
     assert candidates(product, H100) == NoKernel("a dimension has more than 2**31 - 1024 elements")
-
-
-@needs_nvrtc
-def test_the_plan_is_a_candidates():
-    product = product_of("f32", 100, 60, 80)
-    plan = plan_matmul(product, H100)
-    plans = [candidate.plan(H100) for candidate in candidates(product, H100)]
-    own = next(x for x in plans if x.launches == plan.launches)
-    assert plan.reason.startswith(f"{own.reason}; predicted ")

@@ -5,10 +5,8 @@ import struct
 
 from hypothesis import given
 from hypothesis import strategies as st
-from nvrtc_mark import needs_nvrtc
 from products import (
     BF16,
-    F32,
     H100,
     MODERN,
     geometries,
@@ -16,7 +14,6 @@ from products import (
     products,
 )
 
-from jax_tilekern.compilation.compiler import cuda_folder
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm80.candidates import MmaCandidate, mma_candidates
@@ -143,13 +140,6 @@ def test_strides_beyond_32_bits_are_packed_whole():
     assert fields["out_vectors"] == 1
 
 
-def test_strides_of_dimensions_of_size_1_do_not_matter():
-    geometry = MatmulGeometry((1, 2), 1, 64, 64, (3, 64, 5, 1), (7, 4096, 64, 1), (9, 64, 11, 1))
-    choice = best(bf16(geometry))
-    assert choice.instance.lhs.load_bytes == choice.instance.rhs.load_bytes == 16
-    assert choice.out_vectors
-
-
 def test_grids_and_dimensions_have_limits():
     crowd = product_of("bf16", 1 << 20, 1 << 20, 8, (1 << 12,))
     assert "more tiles than a grid has CTAs" in mma_candidates(crowd, H100).reason
@@ -158,35 +148,3 @@ def test_grids_and_dimensions_have_limits():
     assert mma_candidates(long, H100) == NoKernel(reason)
     # More than 65535 products are one launch.
     assert isinstance(best(product_of("bf16", 16, 16, 16, (1 << 20,))), MmaCandidate)
-
-
-@needs_nvrtc
-def test_a_plan_is_one_launch_with_the_alignments_it_relies_on():
-    choice = best(product_of("bf16", 96, 80, 62, (3,), types=(BF16, BF16, F32)))
-    plan = choice.plan(H100)
-    (launch,) = plan.launches
-    assert plan.alignments == (4, 16, 16)
-    assert plan.workspace_bytes == ()
-    assert launch.grid == (math.prod(choice.grid), 1, 1)
-    assert launch.shared_memory_bytes == choice.instance.shared_memory_bytes
-
-
-@needs_nvrtc
-def test_no_plan_is_compiled_twice():
-    # Sizes and strides are run-time parameters, so these share one kernel.
-    one = best(product_of("f32", 64, 64, 64)).plan(H100)
-    other = best(product_of("f32", 60, 32, 68)).plan(H100)
-    assert one.launches[0].entry is other.launches[0].entry
-    assert one.launches != other.launches
-
-
-def test_every_field_of_the_config_is_given():
-    text = (cuda_folder() / "gemm/sm80/config.cuh").read_text()
-    body = text[text.index("struct MatmulConfig {") : text.index("constexpr int threads()")]
-    fields = [
-        line.split()[1].rstrip(";")
-        for line in body.splitlines()
-        if line.startswith("  ") and line.endswith(";")
-    ]
-    name = best(product_of("bf16", 64, 64, 64)).instance.kernel.name
-    assert [part.split()[0] for part in name.split("{")[1].split(".")[1:]] == fields

@@ -98,47 +98,6 @@ def expected_offsets(source, itemsize, *, lines):
     return offsets * itemsize
 
 
-def assert_dense(extents, strides):
-    """Strides are those of a row-major array, apart from dimensions left out."""
-    step = 1
-    for size, stride in reversed(list(zip(extents, strides, strict=True))):
-        if stride != 0:
-            assert stride == step
-            step *= size
-    return step
-
-
-@given(operands, st.sampled_from([1, 2, 4, 8]))
-def test_packed_operands(source, itemsize):
-    one = PackPass(source, itemsize)
-    row = one.k_padded * itemsize
-    assert row % 128 == 0
-    assert row - 128 < source.k * itemsize <= row
-    packed = assert_dense((*source.batch, source.mn, one.k_padded), one.strides)
-    assert one.workspace_bytes == packed * itemsize
-    dims = zip(source.batch, source.batch_strides, strict=True)
-    left_out = [size == 1 or stride == 0 for size, stride in dims]
-    assert [stride == 0 for stride in one.strides[:-2]] == left_out
-
-    launch, fields = launch_of(one, 2, f"{ROWS}q7I")
-    k_stride, segments, log2_lanes, lines, k, vectors, tiles_lines, tiles_k = fields[11:]
-    assert (lines, k, vectors) == (source.mn, source.k, row // 16)
-    if source.k_major:
-        lanes = 1 << log2_lanes
-        assert lanes <= 256
-        assert segments * lanes * 4 >= vectors > (segments - 1) * lanes * 4
-        rows = launch.grid[0] // segments * (256 // lanes)
-        assert rows >= fields[10] > rows - 256 // lanes
-        # Long rows keep all threads busy, and shorter ones a warp.
-        assert lanes == 256 or vectors <= lanes * 4
-        assert lanes >= 32 or vectors > lanes // 2
-    else:
-        assert k_stride == source.k_stride * itemsize
-        assert tiles_lines * (256 // itemsize) >= lines
-        assert tiles_k * (8 if itemsize == 1 else 16) >= vectors
-        assert launch.grid[0] == fields[10] * tiles_lines * tiles_k
-
-
 small = st.builds(
     operand,
     mn=st.integers(1, 9),
@@ -155,26 +114,6 @@ def test_rows_are_where_the_operand_has_them(source, itemsize):
     _, fields = launch_of(PackPass(source, itemsize), 2, f"{ROWS}q7I")
     expected = expected_offsets(source, itemsize, lines=source.k_major)
     np.testing.assert_array_equal(row_offsets(fields), expected)
-
-
-@given(operands)
-def test_split_operands(source):
-    one = SplitPass(source, H100)
-    assert one.k_padded % 64 == 0
-    assert one.k_padded - 64 < source.k <= one.k_padded
-    extents = (*source.batch, source.mn, 2, one.k_padded)
-    assert assert_dense(extents, one.strides) * 2 == one.parts_bytes
-    lines = assert_dense((*source.batch, source.mn), one.fact_strides)
-    assert one.facts_bytes == 12 * lines
-    assert one.fits == (lines <= 2**31 - 1)
-    if not one.fits:
-        return
-    launch, fields = launch_of(one, 3, f"{ROWS}q4I")
-    assert fields[12:] == (source.mn, source.k, one.k_padded, lines)
-    assert launch.block[0] in ((256,) if source.k_major else (128, 256, 512))
-    np.testing.assert_array_equal(
-        fields[:11], launch_of(PackPass(source, 4), 2, f"{ROWS}q7I")[1][:11]
-    )
 
 
 def test_what_no_launch_can_hold_is_an_error():
@@ -390,22 +329,3 @@ def test_the_flag_is_set_or_the_promise_is_kept(k):
     assert not flags["lines scaled"]
     assert not flags["zeros"]
     assert flags["k scaled alike"] or k < 64
-
-
-@given(st.integers(0, 2**32), st.integers(1, 200))
-def test_the_promise_for_any_distribution(seed, k):
-    """Magnitudes spread by random amounts over lines, k and elements."""
-    rng = np.random.default_rng(seed)
-
-    def matrix(lines):
-        exponents = sum(
-            rng.uniform(0, 20) * rng.standard_normal(shape) * rng.integers(0, 2)
-            for shape in ((lines, 1), (1, k), (lines, k))
-        )
-        values = np.ldexp(normal(rng, lines, k), np.round(exponents).astype(int))
-        return (values * (rng.random((lines, k)) < rng.choice([0.1, 0.8, 1]))).astype(np.float32)
-
-    a, b = matrix(6), matrix(5)
-    left, right = split(a), split(b)
-    if not is_float32_needed(left, right, k):
-        assert error_over_bound(a, b, product(left, right)) <= PROMISE

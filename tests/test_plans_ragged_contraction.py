@@ -1,16 +1,12 @@
 """Collapsing labels into a strided ragged product, checked by computing with the strides."""
 
 import numpy as np
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ragged import contractions, masked_einsum, random_bounds
 
 from jax_tilekern.plans.contraction import Contraction, Oriented, matmul_geometry
 from jax_tilekern.plans.grouped_gemm.problem import MAX_GROUP_BATCH_DIMS
-
-FORWARD = Contraction((0, 2), (1, 2, 3), (0, 3), (1,), 0, 1)
-WEIGHTS = Contraction((0, 2), (0, 3), (1, 2, 3), (1,), 0, 1)
 
 
 def shapes_of(contraction, sizes):
@@ -117,50 +113,6 @@ def test_mergeable_order_has_a_geometry(case):
         return
     product = oriented.geometry.product
     assert product.without_unit_stride is None
-
-
-def test_forward_and_gradients_need_no_copy():
-    rows, groups, k, n = 100, 8, 16, 24
-    geometry, swapped, _ = matmul_geometry(FORWARD, (rows, k), (groups, k, n), (groups + 1,))
-    assert (geometry.ragged, geometry.rows, geometry.groups, swapped) == ("m", rows, groups, False)
-    assert geometry.product.lhs_strides == (0, k, 1)
-    assert geometry.product.rhs_strides == (k * n, n, 1)
-    assert geometry.product.out_strides == (0, n, 1)
-
-    gradient = Contraction((0, 3), (1, 2, 3), (0, 2), (1,), 0, 1)
-    geometry, swapped, _ = matmul_geometry(gradient, (rows, n), (groups, k, n), (groups + 1,))
-    assert (geometry.ragged, swapped) == ("m", False)
-    assert geometry.product.rhs_strides == (k * n, 1, n)
-
-    geometry, swapped, _ = matmul_geometry(WEIGHTS, (rows, k), (rows, n), (groups + 1,))
-    assert (geometry.ragged, geometry.rows, swapped) == ("k", rows, False)
-    assert geometry.product.lhs_strides == (0, 1, k)
-    assert geometry.product.rhs_strides == (0, n, 1)
-    assert geometry.product.out_strides == (k * n, n, 1)
-
-
-def test_operands_are_swapped_for_the_other_major_order():
-    """The gradient of weights that lie as ``(groups, n, k)``."""
-    rows, groups, k, n = 100, 8, 16, 24
-    weights = Contraction((0, 2), (0, 3), (1, 3, 2), (1,), 0, 1)
-    geometry, swapped, _ = matmul_geometry(weights, (rows, k), (rows, n), (groups + 1,))
-    assert swapped
-    assert (geometry.product.m, geometry.product.n) == (n, k)
-    assert geometry.product.out_strides == (k * n, k, 1)
-
-
-@pytest.mark.parametrize(("contraction", "obstacle"), [
-    # An output whose rows are adjacent.
-    (Contraction((0, 2), (1, 2, 3), (3, 0), (1,), 0, 1), "innermost"),
-    (Contraction((0, 2), (0, 3), (2, 3, 1), (1,), 0, 1), "innermost"),
-    (Contraction((0, 2, 4), (1, 4, 2, 3), (0, 3), (1,), 0, 1), "different orders"),
-    (Contraction((4, 0, 2), (4, 0, 3), (1, 2, 3), (1,), 0, 1), "along with the ragged"),
-])  # fmt: skip
-def test_obstacles(contraction, obstacle):
-    sizes = {0: 9, 1: 4, 2: 5, 3: 6, 4: 7}
-    found = matmul_geometry(contraction, *shapes_of(contraction, sizes))
-    assert isinstance(found, str)
-    assert obstacle in found
 
 
 def test_too_many_batch_dimensions():

@@ -7,38 +7,28 @@ multiplies of it.
 
 import itertools
 import math
-import re
-import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nvrtc_mark import needs_nvrtc
-from products import BF16, E4M3, E5M2, F32, H100, ragged_product_of, taken
+from products import BF16, F32, H100, ragged_product_of, taken
 from wgmma_launches import (
-    GROUPS_LAYOUT,
     batch_positions,
-    buffers_bytes,
-    layout_of,
     offset_bytes,
     plan_of,
     rasterized_tile,
-    struct_fields,
     unpack_groups,
     unpack_shape,
 )
 
-from jax_tilekern.compilation.compiler import cuda_folder
 from jax_tilekern.plans.gemm.sm90.config import WGMMA_ARITHMETICS
-from jax_tilekern.plans.grouped_gemm import select as grouped_gemm
-from jax_tilekern.plans.grouped_gemm.sm80.candidates import GroupedMmaCandidate
-from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA, GroupedWgmmaCandidate
-from jax_tilekern.plans.launch import Buffer, TensorMap
+from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA
+from jax_tilekern.plans.launch import Buffer
 
 small_sizes = st.one_of(st.integers(1, 40), st.integers(1, 500))
-large_sizes = st.one_of(st.integers(1, 2**16), st.sampled_from([4096, 8192]))
 # Elements that an instruction takes of a 128-byte row of k.
 STEP_OF_16_BITS = 16
 
@@ -93,7 +83,6 @@ def cases(draw, ragged, sizes=small_sizes):
 
 
 any_case = st.sampled_from("mk").flatmap(cases)
-any_large_case = st.sampled_from("mk").flatmap(lambda ragged: cases(ragged, large_sizes))
 
 
 @st.composite
@@ -345,116 +334,7 @@ def test_maps_lead_to_the_elements_of_each_group(choice, data):
         assert out_map == lhs_map
 
 
-@given(st.one_of(any_case, any_large_case))
-def test_launches_have_what_the_kernel_takes(choice):
-    product, config = choice.product, choice.instance
-    geometry, g = product.geometry, product.geometry.product
-    plan = plan_of(choice)  # in which TensorMap checks the driver's rules
-    launch = launch_of(plan)
-    lhs, rhs, rhs_step, out_map, shape, groups = parameters_of(plan)
-
-    clusters = min(choice.max_work_tiles, H100.sm_count // config.cluster)
-    assert launch.grid == (clusters * config.cluster, 1, 1)
-    assert launch.block == (config.threads, 1, 1)
-    assert launch.cluster == (config.cluster, 1, 1)
-    assert launch.shared_memory_bytes == config.shared_memory_bytes <= H100.shared_memory_bytes
-    assert config.stages >= 2
-
-    out_alignment = 16 if config.tma_store else product.out_dtype.itemsize
-    assert plan.alignments == (16, 16, 4, out_alignment)
-    assert plan.workspace_bytes == (4,)
-    assert plan.name == f"ragged_wgmma_matmul {product.arithmetic}"
-    swapped = ", operands swapped" if choice.swapped else ""
-    stages = f"{choice.tile}, {config.stages} stages"
-    assert plan.reason == f"{stages}{swapped}, {geometry.groups} groups"
-
-    sizes = buffers_bytes(product, g)
-    bytes_of_buffers = {0: sizes[0], 1: sizes[1], 3: sizes[2]}
-    for tensor_map in (lhs, rhs, rhs_step, out_map):
-        assert isinstance(tensor_map, TensorMap)
-        assert len(tensor_map.sizes) == 5
-        assert tensor_map.swizzle == 128
-        assert tensor_map.box[0] * tensor_map.element_bytes == 128
-        assert tensor_map.extent_bytes <= bytes_of_buffers[tensor_map.buffer]
-    if config.tma_store:
-        assert out_map.box_bytes <= 8192
-
-    assert shape["batches"] == math.prod(g.batch)
-    assert shape["k_tiles"] == shape["split_k_tiles"] == -(-g.k // config.block_k)
-    height = config.cluster * config.block_m
-    assert (shape["tiles_m"] - 1) * height < shape["m"] <= shape["tiles_m"] * height
-    assert 1 <= shape["raster_height"] <= shape["tiles_m"]
-    assert choice.max_work_tiles < 2**31 - H100.sm_count
-    missing = 3 - len(geometry.batch)
-    assert groups == {
-        "bounds_strides": (*(0,) * missing, *geometry.bounds_strides),
-        "batch": (*(1,) * missing, *geometry.batch),
-        "batches": math.prod(geometry.batch),
-        "groups": geometry.groups,
-        "rows": geometry.rows,
-    }
-
-
 # -- Candidates. -----------------------------------------------------------------------------------
-
-
-@given(st.sampled_from("mk").flatmap(lambda ragged: products(ragged, large_sizes)))
-def test_candidates_fit_and_are_told_apart(product):
-    found = list(candidates(product, H100))
-    assert len({choice.key for choice in found}) == len(found) > 0
-    assert list(candidates(product, H100)) == found
-    for choice in found:
-        config = choice.instance
-        assert choice.product == product
-        assert 0 < choice.cycles < math.inf
-        assert config.ragged == {"m": "n", "k": "k"}[product.geometry.ragged]
-        # The rows of groups are columns of tiles, and the unit stride of what is stored.
-        assert product.geometry.ragged == "k" or (choice.swapped and config.rhs_k_major)
-        assert config.out_m_major == choice.swapped
-        assert config.fits_registers
-        assert config.threads <= 512
-        assert config.block_k * product.lhs_dtype.itemsize == 128
-        assert config.block_m % (64 * (config.consumers if config.cooperative else 1)) == 0
-        assert config.promote == (product.arithmetic == "fp8")
-
-
-def layout(product, **strides):
-    """The same product with other strides of matrices."""
-    geometry = product.geometry.product
-    for name, own in strides.items():
-        outer = getattr(geometry, f"{name}_strides")[:-2]
-        geometry = replace(geometry, **{f"{name}_strides": (*outer, *own)})
-    return replace(product, geometry=replace(product.geometry, product=geometry))
-
-
-TAKEN = [
-    ragged_product_of("bf16", "m", 8, 4096, 512, 512),
-    ragged_product_of("bf16", "m", 8, 4096, 512, 512, rhs_k_major=True),
-    # Elements that are stored one by one.
-    ragged_product_of("bf16", "m", 8, 4095, 511, 512, rhs_k_major=True),
-    ragged_product_of("fp8", "m", 8, 4096, 512, 512),
-    ragged_product_of("bf16", "k", 8, 512, 512, 4095, lhs_k_major=False),
-    ragged_product_of("f16", "k", 8, 511, 511, 4096, lhs_k_major=False, padding=1),
-    # A single row may have any stride.
-    layout(ragged_product_of("bf16", "m", 8, 1, 512, 512), lhs=(513, 1)),
-    # The number of spans that fits in shared memory.
-    ragged_product_of("bf16", "m", 8190, 8190, 64, 64),
-]
-NOT_TAKEN = [
-    ragged_product_of("bf16", "m", 8, 4096, 512, 508),
-    ragged_product_of("bf16", "m", 8, 4096, 508, 512),
-    ragged_product_of("tf32", "m", 8, 4096, 512, 514),
-    ragged_product_of("int8", "m", 8, 4096, 512, 520),
-    ragged_product_of("bf16", "k", 8, 508, 512, 4096, lhs_k_major=False),
-    # Where rows are neighbours, groups do not begin at whole 16 bytes.
-    ragged_product_of("bf16", "m", 8, 4096, 512, 512, lhs_k_major=False),
-    ragged_product_of("bf16", "k", 8, 512, 512, 4096, lhs_k_major=False, rhs_k_major=True),
-    # Other types have to be k-major in shared memory.
-    ragged_product_of("tf32", "k", 8, 512, 512, 4096, lhs_k_major=False),
-    # More dimensions than a box has, and more spans than shared memory has room for.
-    ragged_product_of("bf16", "m", 8, 64, 64, 64, batch=(2, 3, 4)),
-    ragged_product_of("bf16", "m", 8191, 8190, 64, 64),
-]
 
 
 def name_of(product):
@@ -463,78 +343,7 @@ def name_of(product):
     return f"{product.arithmetic}-{geometry.ragged}-{'x'.join(map(str, sizes))}"
 
 
-@pytest.mark.parametrize("product", TAKEN, ids=name_of)
-def test_products_that_the_kernel_takes(product):
-    assert list(candidates(product, H100))
-    found = grouped_gemm.candidates(product, H100)
-    assert {type(choice) for choice in found} == {GroupedWgmmaCandidate, GroupedMmaCandidate}
-    assert found == sorted(found, key=lambda choice: choice.cycles)
-    assert len({choice.key for choice in found}) == len(found)
-
-
-@pytest.mark.parametrize("product", NOT_TAKEN, ids=name_of)
-def test_products_that_are_left_to_other_kernels(product):
-    assert not list(candidates(product, H100))
-    found = grouped_gemm.candidates(product, H100)
-    assert found
-    assert all(isinstance(choice, GroupedMmaCandidate) for choice in found)
-
-
-def test_items_that_a_kernel_cannot_count_are_left_to_other_kernels():
-    product = ragged_product_of("bf16", "m", 2, 2**30, 2**12, 64)
-    most = [choice.max_work_tiles for choice in candidates(product, H100)]
-    assert 0 < max(most) <= 2**31 - 1024
-    larger = ragged_product_of("bf16", "m", 2, 2**30, 2**15, 64)
-    tiles = {choice.tile for choice in candidates(larger, H100)}
-    assert tiles < {choice.tile for choice in candidates(product, H100)}
-
-
-@pytest.mark.parametrize("sm_count", [1, 7, 132])
-def test_plans_for_any_number_of_sms(sm_count):
-    gpu = replace(H100, sm_count=sm_count)
-    for product in TAKEN[0], TAKEN[4]:
-        for choice in candidates(product, gpu):
-            launch = launch_of(plan_of(choice, gpu))
-            cluster = choice.tile.cluster
-            assert launch.grid == (min(choice.max_work_tiles, sm_count // cluster) * cluster, 1, 1)
-
-
 # -- What the C++ has. -----------------------------------------------------------------------------
-
-
-def constant(file, name):
-    text = (cuda_folder() / file).read_text()
-    return int(re.search(rf"constexpr int {name} = (\d+);", text)[1])
-
-
-def test_every_field_of_the_groups_is_packed():
-    fields = struct_fields("grouped_gemm/groups.cuh", "GroupShape")
-    assert struct.calcsize(f"{layout_of(fields)}0q") == struct.calcsize(GROUPS_LAYOUT)
-    launch = launch_of(plan_of(candidates(TAKEN[0], H100)[0]))
-    assert list(unpack_groups(launch.parameters[-1])) == [name for _, name, _ in fields]
-
-
-@given(any_case)
-def test_shared_memory_has_room_for_work_tiles_and_for_tiles_before_each_span(choice):
-    config = choice.instance
-    slots = constant("gemm/sm90/dynamic_tile_scheduler.cuh", "kSlots")
-    slot_bytes = constant("gemm/sm90/dynamic_tile_scheduler.cuh", "kSlotBytes")
-    barriers = 8 * (2 * config.stages + config.consumers)
-    subtiles = config.consumers * constant("gemm/sm90/store.cuh", "kSubtileBuffers") * 8192
-    dense = config.stages * config.stage_bytes + subtiles + barriers
-    # Each slot has a pair of barriers, and one more serves requests.
-    ragged = slots * (slot_bytes + 2 * 8) + 8
-    if config.ragged == "n":
-        ragged += 4 * (choice.product.geometry.spans + 1)
-    # And for nothing else.
-    assert 0 <= config.shared_memory_bytes - (-(-dense // 16) * 16 + ragged) <= 16
-
-
-def test_types_change_places_with_the_operands():
-    product = ragged_product_of("fp8_fast", "m", 8, 512, 256, 256, types=(E4M3, E5M2, BF16))
-    lhs, rhs, out = candidates(product, H100)[0].instance.types
-    assert (lhs, rhs) == ("tilekern::float8_e5m2", "tilekern::float8_e4m3fn")
-    assert out == "tilekern::bfloat16"
 
 
 ROWS_OF_BATCHES = ragged_product_of("bf16", "m", 5, 2000, 520, 328, batch=(2, 3))

@@ -18,7 +18,6 @@ from jax_tilekern.plans.linalg.small_matrices import (
     Columns,
     SmallMatrices,
     cholesky_kernel,
-    columns_per_block,
     inverse_kernel,
     lu_kernel,
     plan_columns,
@@ -29,23 +28,6 @@ from jax_tilekern.plans.linalg.small_matrices import (
 
 H100 = known_gpu("sm_90")
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
-
-
-def test_blocks_cover_every_matrix_and_every_column():
-    for n, dtype, count in itertools.product(range(1, 65), DTYPES, (1, 7, 1000)):
-        matrices = SmallMatrices(count, n, dtype)
-        for each in _kernels(matrices):
-            of_block = each.threads // each.lanes
-            assert each.threads % 32 == 0
-            assert each.threads % each.lanes == 0
-            assert (each.blocks - 1) * of_block < count <= each.blocks * of_block
-            # Threads that synchronise load and store so many bytes at once.
-            together = max(1, 32 // each.lanes) * n * n * dtype.itemsize
-            assert together % each.alignment == 0
-    for blocks, columns in itertools.product((1, 1000, 10**6), (1, 10, 64, 65, 1000, 2**30)):
-        of_block = columns_per_block(blocks, Columns(columns), H100)
-        assert 1 <= of_block <= columns
-        assert -(-columns // of_block) <= 65535
 
 
 def test_plans_that_no_launch_has():

@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from products import H100
 
-from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
-from jax_tilekern.plans.reduction.column_sums import ColumnPass
 from jax_tilekern.plans.reduction.dims import SummedDims
 from jax_tilekern.plans.reduction.select import sum_candidates, sum_dtype
 
@@ -78,47 +76,3 @@ def test_every_element_is_added_once(batch, k, columns):
         assert sorted(summed) == list(range(len(expected)))
         for i, elements in summed.items():
             assert sorted(elements) == sorted(expected[i])
-
-
-def test_loads_are_as_wide_as_rows_allow():
-    for columns, dtype, width in ((64, F32, 16), (62, F32, 8), (63, F32, 4), (63, BF16, 2)):
-        assert found((99, columns), (0,), dtype)[0].vector_bytes == width
-
-
-def test_complex_numbers_are_two_columns():
-    for shape, columns in (((400,), 2), ((400, 3), 6)):
-        best = found(shape, (0,), np.dtype(np.complex64))[0]
-        assert isinstance(best, ColumnPass)
-        assert best.reduction.outputs == columns
-        assert best.vector_bytes == 8
-
-
-def test_candidates_are_best_first_with_keys_of_their_own():
-    candidates = found((4096, 4096), (0,))
-    assert sorted(candidates, key=lambda c: c.cycles(H100)) == candidates
-    assert len({c.key for c in candidates}) == len(candidates)
-    assert found((4096, 4096), (0,)) == candidates
-
-
-def test_memory_bounds_the_estimate():
-    microseconds = found((4096, 1 << 16), (0,))[0].cycles(H100) / 1700
-    assert 350 < microseconds < 420
-
-
-@pytest.mark.parametrize(
-    ("shape", "axes", "reason"),
-    [
-        ((64, 64), (1,), "XLA is as fast where the innermost dimension is summed over"),
-        ((9, 8, 7, 64), (0, 2), "XLA is as fast where several separate dimensions are summed over"),
-        # Too many CTAs, each of a short sum, and too few.
-        ((1 << 20, 4, 3), (1,), "CTAs of sums of 4 elements do not keep the memory busy"),
-        ((1 << 20, 64), (0,), "CTAs of sums of 1048576 elements do not keep the memory busy"),
-    ],
-)
-def test_says_why_there_is_no_kernel(shape, axes, reason):
-    assert sum_candidates(SummedDims.of(shape, axes), F32, F32, H100) == NoKernel(reason)
-
-
-def test_every_architecture_has_kernels():
-    for arch in ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120"):
-        assert found((2048, 8192), (0,), gpu=known_gpu(arch))

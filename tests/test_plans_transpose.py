@@ -38,64 +38,6 @@ def test_reduction_moves_memory_alike(case):
     np.testing.assert_array_equal(moved, x.reshape(shape).transpose(axes).ravel())
 
 
-@given(permutations)
-def test_nothing_is_left_to_reduce(case):
-    reduced = Permutation.reduced(*case, 4)
-    assert 1 not in reduced.sizes
-    assert all(after != before + 1 for before, after in itertools.pairwise(reduced.order))
-    assert Permutation.reduced(reduced.sizes, reduced.order, 4) == reduced
-
-
-@given(permutations)
-def test_strides(case):
-    reduced = Permutation.reduced(*case, 8)
-    source = np.zeros(reduced.sizes)
-    result = np.zeros([reduced.sizes[dim] for dim in reduced.order])
-    assert reduced.source_strides == source.strides
-    assert tuple(reduced.result_strides[dim] for dim in reduced.order) == result.strides
-
-
-@pytest.mark.parametrize(
-    ("shape", "axes", "sizes", "order"),
-    [
-        ((2, 3, 4), (0, 1, 2), (24,), (0,)),
-        ((2, 1, 4), (1, 0, 2), (8,), (0,)),
-        ((2, 3, 4), (2, 0, 1), (6, 4), (1, 0)),
-        ((2, 3, 4, 5), (0, 2, 3, 1), (2, 3, 20), (0, 2, 1)),
-        ((2, 3, 4, 5), (3, 2, 1, 0), (2, 3, 4, 5), (3, 2, 1, 0)),
-        ((1, 1), (1, 0), (), ()),
-        # A dimension of size 1 between two does not keep them apart.
-        ((4, 1, 5, 3), (3, 0, 1, 2), (20, 3), (1, 0)),
-        ((4, 1, 5, 3), (3, 1, 0, 2), (20, 3), (1, 0)),
-    ],
-)
-def test_reduced(shape, axes, sizes, order):
-    assert Permutation.reduced(shape, axes, 4) == Permutation(sizes, order, 4)
-
-
-def test_an_innermost_dimension_that_stays_widens_items():
-    assert Permutation((5, 7, 4), (1, 0, 2), 2).widened == Permutation((5, 7), (1, 0), 8)
-    for kept in (Permutation((5, 7, 3), (1, 0, 2), 4), Permutation((5, 7, 2), (1, 0, 2), 16)):
-        assert kept.widened == kept
-
-
-@pytest.mark.parametrize(
-    ("shape", "axes", "itemsize", "kind"),
-    [
-        ((8192, 8192), (1, 0), 4, "tiles"),
-        ((100, 100, 4), (1, 0, 2), 4, "tiles"),
-        ((64, 1024, 1024), (0, 2, 1), 2, "tiles"),
-        ((4096, 4095), (1, 0), 2, "tiles"),
-        ((8, 1000, 1003), (0, 2, 1), 4, "tiles"),
-        ((8, 8, 8, 8, 64, 64), (1, 0, 3, 5, 2, 4), 2, "tiles"),
-        ((32, 128, 64, 64), (0, 2, 1, 3), 2, "rows"),
-        ((5, 7, 103), (1, 0, 2), 1, "rows"),
-    ],
-)
-def test_choices(shape, axes, itemsize, kind):
-    assert found(shape, axes, itemsize).name == f"transpose/{kind}"
-
-
 @pytest.mark.parametrize(
     ("shape", "axes", "words"),
     [

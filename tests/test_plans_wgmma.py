@@ -4,11 +4,8 @@ What the kernel does with the numbers that it gets is modelled here: which item 
 which output (``gemm/sm90/tile_scheduler.cuh``), and what boxes of the tensor maps it copies.
 """
 
-import dataclasses
 import itertools
 import math
-import re
-import struct
 
 import numpy as np
 import pytest
@@ -17,7 +14,6 @@ from hypothesis import strategies as st
 from nvrtc_mark import needs_nvrtc
 from products import (
     H100,
-    MODERN,
     geometries,
     product_of,
     products,
@@ -25,23 +21,17 @@ from products import (
     taken,
 )
 from wgmma_launches import (
-    SHAPE_LAYOUT,
     batch_positions,
     buffers_bytes,
-    kernel_of,
-    layout_of,
     offset_bytes,
     plan_of,
     rasterized_tile,
-    struct_fields,
     unpack_shape,
 )
 
-from jax_tilekern.plans.gemm import select as matmul
-from jax_tilekern.plans.gemm.sm80.candidates import MmaCandidate
 from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
-from jax_tilekern.plans.gemm.sm90.config import WGMMA_ARITHMETICS, WgmmaInstance
-from jax_tilekern.plans.launch import Buffer, TensorMap
+from jax_tilekern.plans.gemm.sm90.config import WGMMA_ARITHMETICS
+from jax_tilekern.plans.launch import TensorMap
 
 # Sizes are 1 in most dimensions, or odd, or span several tiles; k may be split.
 small_sizes = st.one_of(st.just(1), st.integers(1, 40), st.integers(1, 90).map(lambda n: 8 * n))
@@ -108,12 +98,6 @@ def sides(candidate):
     return (g.n, g.m) if candidate.swapped else (g.m, g.n)
 
 
-def is_dot(product):
-    """Whether neither operand is k-major even when packed, and left to other kernels."""
-    g = product.geometry
-    return product.lhs_dtype.itemsize != 2 and g.k == 1 and 1 in (g.m, g.n)
-
-
 @st.composite
 def cases(draw, geometries):
     """A product and one of its candidates."""
@@ -124,60 +108,6 @@ def cases(draw, geometries):
 
 
 # -- Candidates. -----------------------------------------------------------------------------------
-
-
-@given(products(WGMMA_ARITHMETICS, any_geometry))
-def test_candidates_fit_and_are_told_apart(product):
-    found = list(candidates(product, H100))
-    assert found or is_dot(product)
-    assert len({choice.key for choice in found}) == len(found)
-    assert list(candidates(product, H100)) == found
-    for choice in found:
-        instance = choice.instance
-        assert choice.product == product
-        assert choice.cycles > 0
-        assert instance.shared_memory_bytes <= H100.shared_memory_bytes
-        assert instance.stages >= 2
-        assert instance.threads <= 512
-        assert instance.block_k * product.lhs_dtype.itemsize == 128
-        assert instance.block_m == choice.tile.block_m
-        assert instance.block_n == choice.tile.block_n
-        # Rows that a consumer has are whole instructions of 64.
-        assert instance.block_m % (64 * (instance.consumers if instance.cooperative else 1)) == 0
-        assert instance.promote == (product.arithmetic == "fp8")
-
-
-@pytest.mark.parametrize("gpu", MODERN, ids=lambda gpu: gpu.arch)
-def test_only_hopper_has_candidates(gpu):
-    found = list(candidates(product_of("bf16", 4096, 4096, 4096), gpu))
-    assert bool(found) == (gpu.compute_capability == (9, 0))
-
-
-def test_more_batch_dimensions_than_a_box_has_are_left_to_other_kernels():
-    three = product_of("bf16", 64, 64, 64, (2, 3, 4))
-    four = product_of("bf16", 64, 64, 64, (2, 3, 4, 5))
-    assert list(candidates(three, H100))
-    assert not list(candidates(four, H100))
-
-
-def test_operands_that_no_launch_can_pack_are_left_to_other_kernels():
-    fits = product_of("int8", 2**29, 8, 3, (3,))
-    too_many_rows = product_of("int8", 2**29, 8, 3, (4,))
-    assert list(candidates(fits, H100))
-    assert not list(candidates(too_many_rows, H100))
-    found = matmul.candidates(too_many_rows, H100)
-    assert found
-    assert all(isinstance(choice, MmaCandidate) for choice in found)
-
-
-@pytest.mark.parametrize("sm_count", [1, 2, 7, 132])
-@pytest.mark.parametrize("size", [64, 4096])
-def test_plans_for_any_number_of_sms(sm_count, size):
-    gpu = dataclasses.replace(H100, sm_count=sm_count)
-    for choice in candidates(product_of("bf16", size, size, size), gpu):
-        launch = main_launch(plan_of(choice, gpu))
-        assert 1 <= launch.grid[0] <= sm_count
-        assert choice.splits <= max(sm_count, 12)
 
 
 # -- Work. -----------------------------------------------------------------------------------------
@@ -224,23 +154,6 @@ def test_items_cover_every_output_and_all_of_k_once(case, data):
     ]
     assert firsts_of_k == list(range(0, g.k, instance.block_k))
     assert min(work["k_tiles"]) >= 1
-
-
-@given(cases(large))
-def test_large_products_have_as_many_work_tiles_as_they_need(case):
-    _, choice = case
-    plan = plan_of(choice)
-    shape, instance = shape_of(plan), choice.instance
-    m, n = sides(choice)
-    height = instance.block_m * instance.cluster
-    assert (shape["tiles_m"] - 1) * height < m <= shape["tiles_m"] * height
-    assert (shape["tiles_n"] - 1) * instance.block_n < n <= shape["tiles_n"] * instance.block_n
-    tiles = shape["tiles_m"] * shape["tiles_n"]
-    assert shape["work_tiles"] == choice.splits * shape["batches"] * tiles
-    assert shape["work_tiles"] < 2**31
-    assert 1 <= shape["raster_height"] <= shape["tiles_m"]
-    assert (choice.splits - 1) * shape["split_k_tiles"] < shape["k_tiles"]
-    assert shape["k_tiles"] <= choice.splits * shape["split_k_tiles"]
 
 
 # -- Memory. ---------------------------------------------------------------------------------------
@@ -332,69 +245,7 @@ def test_maps_lead_to_the_elements_of_the_operands(case, data):
 # -- Passes. ---------------------------------------------------------------------------------------
 
 
-@given(cases(any_geometry))
-def test_launches_are_packs_then_the_kernel_then_the_sum(case):
-    product, choice = case
-    plan = plan_of(choice)
-    names = [kernel_of(one.entry.name) for one in plan.launches]
-    packs = names.count("pack_operand")
-    assert names == [
-        *["pack_operand"] * packs,
-        "wgmma_matmul",
-        *["sum_splits"] * (choice.splits > 1),
-    ]
-    assert len(plan.workspace_bytes) == packs + (choice.splits > 1)
-
-    # Each workspace is written by one launch and read by a later one.
-    lhs, rhs, _, out, _ = main_launch(plan).parameters
-    read = {lhs.buffer, rhs.buffer}
-    for index, pack in enumerate(plan.launches[:packs]):
-        source, target, _ = pack.parameters
-        assert source.index in (0, 1)
-        assert target == Buffer(3 + index)
-        read = {source.index if buffer == target.index else buffer for buffer in read}
-    assert read == {0, 1}
-    if choice.splits > 1:
-        partials, target, _ = plan.launches[-1].parameters
-        assert partials == out == Buffer(3 + packs)
-        assert target == Buffer(2)
-        outputs = math.prod(product.geometry.batch) * product.geometry.m * product.geometry.n
-        assert plan.workspace_bytes[-1] == 4 * outputs * choice.splits
-    else:
-        assert out == Buffer(2)
-
-    dtypes = (product.lhs_dtype, product.rhs_dtype)
-    for buffer, dtype in enumerate(dtypes):
-        is_packed = buffer not in (lhs.buffer, rhs.buffer)
-        assert plan.alignments[buffer] == (dtype.itemsize if is_packed else 16)
-    if choice.splits == 1:
-        boxes = choice.instance.tma_store
-        assert plan.alignments[2] == (16 if boxes else product.out_dtype.itemsize)
-    assert f"{choice.instance.stages} stages" in plan.reason
-    assert ("packed first" in plan.reason) == bool(packs)
-
-
 # -- What the C++ has. -----------------------------------------------------------------------------
-
-
-def test_every_field_of_the_config_is_given():
-    fields = [name for _, name, _ in struct_fields("gemm/sm90/config.cuh", "WgmmaConfig")]
-    of_ragged_products = ["dynamic", "ragged", "column_step", "scheduler_bytes"]
-    assert ["types", *fields, *of_ragged_products] == [
-        field.name for field in dataclasses.fields(WgmmaInstance)
-    ]
-    instance = next(iter(candidates(product_of("int8", 64, 64, 64), H100))).instance
-    name = instance.kernel.name
-    assert name.startswith("tilekern::wgmma_matmul<signed char, signed char, int, tilekern::")
-    given = re.findall(r"\.(\w+) = (\d+)", name)
-    assert given == [(f, str(int(getattr(instance, f)))) for f in fields]
-
-
-def test_every_field_of_the_shape_is_packed():
-    fields = struct_fields("gemm/sm90/config.cuh", "WgmmaShape")
-    assert struct.calcsize(f"{layout_of(fields)}0q") == struct.calcsize(SHAPE_LAYOUT)
-    plan = plan_of(candidates(product_of("bf16", 64, 64, 64), H100)[0])
-    assert list(shape_of(plan)) == [name for _, name, _ in fields]
 
 
 @needs_nvrtc
@@ -420,21 +271,3 @@ def test_parameters_are_those_of_the_compiled_kernels(wanted, kernels):
     ]
     assert plan.name == f"wgmma_matmul {wanted.arithmetic}"
     assert all(one.entry.spill_bytes == 0 for one in plan.launches)
-
-
-def test_tiles_are_claimed_at_run_time_beside_collectives():
-    product = product_of("bf16", 4096, 4096, 4096)
-    beside = dataclasses.replace(H100, beside_collectives=True)
-    alone, shared = (
-        next(c for c in candidates(product, gpu) if c.key == "wgmma 128x256")
-        for gpu in (H100, beside)
-    )
-    assert len(plan_of(alone, H100).launches) == 1
-    plan = plan_of(shared, beside)
-    assert plan.launches[0].entry.name == "tilekern::clear_claimed_tiles"
-    assert "wgmma_matmul_dynamic" in plan.launches[1].entry.name
-    assert plan.workspace_bytes == (4,)
-    assert plan.launches[1].shared_memory_bytes <= H100.shared_memory_bytes
-    # One round of tiles is scheduled by the hardware.
-    small = candidates(product_of("bf16", 1024, 1024, 4096), beside)
-    assert not any(c.instance.dynamic for c in small if c.key == "wgmma 128x256")

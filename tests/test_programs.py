@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import export
 
@@ -111,18 +110,6 @@ def test_an_exported_program_has_its_cubins():
 
     text = lowered_for_cuda(twice, W, W).as_text()
     assert {cubin} == set(cubins(text))
-
-
-def test_an_exported_program_runs(rng):
-    """The same on the CPU: private functions of several programs do not get in each other's way."""
-    x, w = (jnp.asarray(rng.standard_normal((24, 24)), jnp.float32) for _ in range(2))
-    exported = export.export(jax.jit(deep), platforms=["cpu"], disabled_checks=jtk.export_checks())(
-        x, w
-    )
-    again = export.deserialize(exported.serialize())
-    if jax.default_backend() == "cpu":
-        found = jax.jit(lambda x, w: again.call(deep(x, w), w))(x, w)
-        np.testing.assert_allclose(found, deep(deep(x, w), w), rtol=1e-5, atol=1e-6)
 
 
 def test_names_say_which_kernel_and_where():

@@ -80,18 +80,6 @@ def test_types_shapes_sizes(rng, lhs, rhs, out, function):
     assert (choice.kernel is not None) == supported(lhs), choice
 
 
-@pytest.mark.parametrize(("operand", "out"), [(BF16, BF16), (F8E4, BF16)])
-def test_a_gpu_stores_tiles_while_it_multiplies_the_next_ones(rng, operand, out):
-    # A GPU has more tiles than SMs, and a k that is long enough to spread stores over it.
-    rows, groups, k, n = (3000, 12, 1712, 2056) if on_gpu() else (300, 12, 176, 264)
-    x, w = random(rng, (rows, k), operand), random(rng, (groups, k, n), operand)
-    for kind in ("random", "full"):
-        sizes = group_sizes(rng, kind, groups, rows)
-        poison((rows, n), out)
-        got = jtk.ragged_dot(x, w, sizes, preferred_element_type=out)
-        assert_rows(got, x, w, sizes, roundoff(operand))
-
-
 @pytest.mark.parametrize("precision", [None, "highest", "high", lax.DotAlgorithmPreset.F32_F32_F32,
                                        lax.DotAlgorithmPreset.BF16_BF16_F32_X3])  # fmt: skip
 def test_precision_names_keep_their_promise(rng, precision):

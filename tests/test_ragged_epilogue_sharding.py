@@ -67,20 +67,6 @@ def test_partitioned(arrays, specs, partial):
     assert ("the epilogue after the sum" in call.partition) == partial, call.partition
 
 
-def test_transposed_weights_are_read_where_they_lie():
-    mesh = mesh_of((AUTO, AUTO))
-    x = jax.ShapeDtypeStruct((64, 16), np.float32, sharding=NamedSharding(mesh, P("d")))
-    w = jax.ShapeDtypeStruct((3, 8, 16), np.float32)
-    sizes = np.array([20, 0, 44], np.int32)
-
-    def layer(x, w):
-        return jtk.ragged_dot(x, w.swapaxes(1, 2), sizes, epilogue=jnp.tanh)
-
-    call, product = jtk.explain(layer, x, w, platform="cpu")
-    assert call.call == "contract mk,gnk->mn, ragged m, tanh(accumulator)"
-    assert product.call == "mk,gnk->mn, ragged m"
-
-
 def unfused_product(x, w, residual):
     return jax.nn.gelu(jtk.ragged_dot(x, w, SIZES)) + residual
 

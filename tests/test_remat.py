@@ -77,18 +77,6 @@ def test_as_many_products_and_copies_as_jaxs_own(rng, x64, policy, way):
         np.testing.assert_allclose(ours(w, x), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_policies_save_what_they_say(rng):
-    """The cases above differ, so equal numbers mean that a policy was asked."""
-    w, x = random(rng, (4, 4), np.float32), random(rng, (2, 3, 4), np.float32)
-    numbers = {
-        name: traced(gradient(by_hook, policy), w, x)[0] for name, policy in POLICIES.items()
-    }
-    # The backward pass has 2 products for each of the 5, but 1 for the two of x, which needs no
-    # cotangent; and those that are not saved once more.
-    assert numbers["everything"] == numbers["dots"] == 5 + 8
-    assert numbers["nothing"] == numbers["none"] > numbers["dots without batch"] > numbers["dots"]
-
-
 def test_offloaded_products_are_kept_in_host_memory(rng):
     w, x = random(rng, (4, 4), np.float32), random(rng, (2, 3, 4), np.float32)
     policy = POLICIES["dots without batch, offloaded"]
@@ -173,17 +161,3 @@ def test_products_with_epilogues(perceptron, name, way):
     jax.tree.map(close, ours(*perceptron), theirs(*perceptron))
     copies = (count(jax.make_jaxpr(f)(*perceptron).jaxpr, "device_put") for f in (ours, theirs))
     assert len(set(copies)) == 1
-
-
-@pytest.mark.parametrize("way", ["epilogue", "fuse"])
-def test_nothing_else_of_an_epilogue_is_saved(perceptron, way):
-    function = by_epilogue if way == "epilogue" else jtk.fuse(by_jax)
-    for policy in (policies.dots_saveable, policies.save_only_these_names("pre")):
-        _, pullback = jax.vjp(jax.checkpoint(function, policy=policy), *perceptron)
-        saved = [x for x in jax.tree.leaves(pullback) if jnp.shape(x) == (5, 6)]
-        # The input, and the pre-activation of each of three layers.
-        assert len(saved) <= 4
-
-
-def test_the_names_are_jaxs_own():
-    assert jtk.checkpoint_policies is jax.checkpoint_policies

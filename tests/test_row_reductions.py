@@ -60,24 +60,6 @@ def test_values_beside_the_product_and_alone(rng, x64, kind, dtype, shapes):
     assert (np.abs(np.asarray(nested["element"], np.float64) - product) <= allowed).all()
 
 
-def test_results_keep_the_users_order_and_types(rng):
-    a, b = random(rng, (6, 8), BF16), random(rng, (8, 10), BF16)
-
-    def epilogue(y):
-        narrow = y.astype(jnp.bfloat16)
-        return jtk.row_sum(narrow), y, jtk.row_max(y), narrow * 2
-
-    total, product, top, doubled = jtk.matmul(a, b, epilogue=epilogue)
-    assert (total.shape, total.dtype) == ((6,), jnp.bfloat16)
-    assert (top.shape, top.dtype) == ((6,), jnp.float32)
-    assert (product.dtype, doubled.dtype) == (jnp.bfloat16, jnp.bfloat16)
-    np.testing.assert_array_equal(doubled, product * 2)
-    # In float32, and rounded once; a kernel may add up what is not rounded yet.
-    size = np.abs(product.astype(np.float32)).sum(-1)
-    difference = total.astype(np.float32) - product.astype(np.float32).sum(-1)
-    assert (np.abs(difference) <= 2 * 2.0**-8 * size).all()
-
-
 @pytest.mark.parametrize("columns", [7, 300])
 def test_nan_and_infinities(columns):
     values = np.zeros((7, columns), np.float32)
@@ -204,25 +186,6 @@ def test_sharded(rng, specs, elements):
     assert_within_bounds(ours(*placed), *args, elements)
     assert bytes_sent(ours) <= 1.05 * bytes_sent(jaxs), collectives(ours)
     assert {x.kind for x in collectives(ours)} <= {"all-reduce"}
-
-
-@needs_devices
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="explain compiles for its own platform")
-@pytest.mark.parametrize(
-    ("scheme", "partition", "columns"),
-    [
-        ("columns", "n in 4, all-reduce", 64),
-        ("rows and columns", "m in 2, n in 4, all-reduce", 64),
-        # The epilogue is not linear, so the terms of the product are added first.
-        ("contracted and columns", "n in 4, k in 2, all-reduce, the epilogue after the sum", 64),
-        ("contracted", "k in 4, all-reduce, the epilogue after the sum", 256),
-    ],
-)
-def test_explain_shows_the_part_of_each_device(rng, scheme, partition, columns):
-    placed = put(mesh_of((AUTO, AUTO)), drawn(rng), SCHEMES[scheme])
-    call, *_ = jtk.explain(every_kind, *placed, platform="cpu")
-    assert sorted(call.partition.split(", ")) == sorted(partition.split(", "))
-    assert call.operands[1].endswith(f",{columns}]")
 
 
 @needs_devices

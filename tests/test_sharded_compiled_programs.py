@@ -19,8 +19,7 @@ from sharded import AUTO, devices, mesh_of
 
 import jax_tilekern as jtk
 from benchmarks.sharded_bytes.collectives import bytes_sent
-from jax_tilekern.ops import contraction_lowering, planned_kernel
-from jax_tilekern.plans.policy import Choice
+from jax_tilekern.ops import contraction_lowering
 from jax_tilekern.primitives.operation import Fallback
 
 pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
@@ -162,17 +161,3 @@ def test_gated_units_send_no_more_than_two_products(scheme):
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             scale = np.abs(b).max()
             np.testing.assert_allclose(a, b, 0, 64 * WIDTH * np.finfo(np.float32).eps * scale)
-
-
-@pytest.mark.parametrize("call", [jtk.transpose, jtk.sum, lambda x: jtk.add(x, x[:1])])
-def test_the_policy_is_asked_about_a_shard(monkeypatch, call):
-    asked = []
-
-    def choose(workload, candidates, _):
-        asked.append(round(2 ** workload.features[0]))
-        return Choice(candidates[0], "asked")
-
-    monkeypatch.setattr(planned_kernel, "choose", choose)
-    columns = NamedSharding(mesh_of((AUTO, AUTO)), P(None, ("d", "m")))
-    jax.jit(call).lower(jax.ShapeDtypeStruct((250, 64), np.float32, sharding=columns)).compile()
-    assert asked == [250 * 64 // 8]

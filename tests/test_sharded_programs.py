@@ -70,27 +70,6 @@ def test_schemes(rng, scheme, transform, types):
     assert_equal_trees(got, plain(x, w1, w2))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_training_step_keeps_shardings(rng, scheme):
-    """Gradients are sharded as the weights are, and the kernels' shapes are the shards'."""
-    x_spec, w1_spec, w2_spec, *_ = SCHEMES[scheme]
-    mesh = mesh_of((AUTO, AUTO))
-    args = [
-        put(mesh, a, s)
-        for a, s in (
-            (integers(rng, T, D), x_spec),
-            (integers(rng, D, F), w1_spec),
-            (integers(rng, F, D), w2_spec),
-        )
-    ]
-
-    def step(module):
-        f = layers(module, (AUTO, AUTO), None, None)
-        return jax.grad(lambda x, w1, w2: f(x, w1, w2).sum(), (1, 2))
-
-    check(mesh, step, args, (w1_spec, w2_spec))
-
-
 def test_local_shapes_are_the_shards(rng):
     mesh = mesh_of((AUTO, AUTO))
     a, b = integers(rng, 16, 32), integers(rng, 32, 64)
@@ -522,24 +501,3 @@ def test_explain_shows_the_partition(rng):
     assert choice.kernel
     assert other.partition == "m in 2, n in 4"
     assert choice.partition in str(jtk.explain(jtk.matmul, *args))
-
-
-def test_tiles_are_claimed_at_run_time_where_collectives_share_the_gpu():
-    """Only in programs of several devices."""
-    x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
-    w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
-    mesh = mesh_of((AUTO, AUTO))
-    local = jax.shard_map(jtk.matmul, mesh=mesh, in_specs=(P(), P()), out_specs=P())
-    with jtk.gpu_target("sm_90"):
-        for call, dynamic in ((local, True), (jtk.matmul, False)):
-            (choice,) = jtk.explain(call, x, w, platform="cuda")
-            assert choice.kernel == "wgmma_matmul bf16"
-            assert ("dynamic tile scheduler" in choice.reason) == dynamic
-
-
-def test_explain_for_another_platform_does_not_compile(rng):
-    mesh = mesh_of((AUTO, AUTO))
-    args = put(mesh, integers(rng, 16, 32), P("d", "m")), put(mesh, integers(rng, 32, 8), P("m"))
-    (choice,) = jtk.explain(jtk.matmul, *args, platform="cuda")
-    assert choice.kernel is None
-    assert "partitioned" in choice.reason

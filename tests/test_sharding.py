@@ -9,7 +9,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType
@@ -66,23 +65,6 @@ def test_shard_map_gradients(devices, operands, a_spec, b_spec):
         assert_equal(got, jax.grad(plain, argnums)(*operands))
 
 
-def test_shard_map_contracted_dimension(devices, operands):
-    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,), devices=devices)
-
-    def loss(a, b):
-        product = jax.shard_map(
-            lambda a, b: lax.psum(jtk.matmul(a, b), "i"),
-            mesh=mesh,
-            in_specs=(P(None, "i"), P("i", None)),
-            out_specs=P(),
-        )(a, b)
-        return (product**2).sum()
-
-    for argnums in (0, 1):
-        got = jax.jit(jax.grad(loss, argnums))(*operands)
-        assert_equal(got, jax.grad(plain, argnums)(*operands))
-
-
 def test_shard_map_with_vmap_and_second_order(devices, operands):
     mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,), devices=devices)
     a, b = operands
@@ -136,30 +118,3 @@ def test_explicit_mesh_is_right_or_raises_as_jax(devices, operands, a_spec, b_sp
         for got, wanted in zip(run(jtk.matmul), expected, strict=True):
             assert got.sharding == wanted.sharding
             assert_equal(got, wanted)
-
-
-@pytest.mark.parametrize("out_spec", [P("i", None), P(None, "j"), P("i", "j"), P()])
-@pytest.mark.parametrize(("a_spec", "b_spec"), EXPLICIT)
-@pytest.mark.one_in(3)
-def test_explicit_mesh_with_out_sharding(devices, operands, a_spec, b_spec, out_spec):
-    mesh = jax.make_mesh((2, 2), ("i", "j"), devices=devices)
-    dims = (((1,), (0,)), ((), ()))
-    with jax.set_mesh(mesh):
-        a, b = (jax.device_put(x, s) for x, s in zip(operands, (a_spec, b_spec), strict=True))
-
-        def loss(a, b):
-            out = jtk.dot_general(a, b, dims, out_sharding=out_spec)
-            assert jax.typeof(out).sharding.spec == P(*out_spec, *[None] * (2 - len(out_spec)))
-            return (out**2).sum()
-
-        gradients = jax.jit(jax.grad(loss, (0, 1)))(a, b)
-    for i, got in enumerate(gradients):
-        assert_equal(got, jax.grad(plain, i)(*operands))
-
-
-def test_automatically_sharded_jit_is_right(devices, operands):
-    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,), devices=devices)
-    a, b = operands
-    a = jax.device_put(a, jax.NamedSharding(mesh, P("i", None)))
-    b = jax.device_put(b, jax.NamedSharding(mesh, P()))
-    assert_equal(jax.jit(jtk.matmul)(a, b), np.matmul(a, b))

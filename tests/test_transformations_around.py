@@ -46,11 +46,6 @@ def test_explain_takes_trees_with_functions():
     assert len(jtk.explain(train, model, jnp.ones((4, 8)))) == 2
 
 
-def test_explain_refuses_a_platform_that_is_none():
-    with pytest.raises(ValueError, match="'nonsense' is none of cpu"):
-        jtk.explain(jtk.matmul, jnp.ones((4, 4)), jnp.ones((4, 4)), platform="nonsense")
-
-
 @pytest.mark.parametrize(
     "function",
     [

@@ -18,7 +18,6 @@ from numerics import (
     UNIT_ROUNDOFF,
     assert_equal,
     assert_product,
-    check_derivatives,
     exact,
     on_gpu,
     random,
@@ -135,17 +134,6 @@ def test_types_are_jaxs(x64_enabled):
                     assert (got, got.weak_type) == (expected, expected.weak_type)
 
 
-@pytest.mark.parametrize("shapes", [((), (3,)), ((3,), ()), ((2, 3), (3,)), ((2, 3), (4, 3, 5))])
-def test_dot_has_every_rank(rng, shapes):
-    x, y = (whole(rng, *shape) for shape in shapes)
-    assert_equal(jtk.dot(x, y, precision="highest"), jnp.dot(x, y, precision="highest"))
-
-
-def test_vdot_flattens(rng):
-    x, y = whole(rng, 3, 8), whole(rng, 4, 6)
-    assert_equal(jtk.vdot(x, y), jnp.vdot(x, y))
-
-
 @pytest.mark.parametrize(("m", "k"), [(0, 3), (3, 0), (0, 0)])
 def test_empty(m, k):
     out = jtk.matvec(jnp.zeros((m, k)), jnp.zeros(k))
@@ -160,49 +148,6 @@ def test_empty(m, k):
 def arguments(rng):
     a, x = whole(rng, 6, 6, largest=1), whole(rng, 6, largest=1)
     return {"dot": (a[0], x), "vdot": (a, a.T), "matvec": (a, x), "vecmat": (x, a)}
-
-
-def scalar(f):
-    return lambda x, y: (f(x, y, precision="highest") ** 2).sum()
-
-
-def jaxs(name):
-    """JAX's function; those without a precision are float32's on a CPU alone."""
-
-    def function(x, y, precision=None):
-        with jax.default_matmul_precision("highest"):
-            return getattr(jnp, name)(x, y)
-
-    return function
-
-
-@pytest.mark.parametrize("name", ["dot", "vdot", "matvec", "vecmat"])
-class TestTransformations:
-    @pytest.mark.one_in(2)
-    def test_derivatives(self, arguments, name):
-        ours, theirs = scalar(getattr(jtk, name)), scalar(jaxs(name))
-        pair = arguments[name]
-        check_derivatives(ours, pair)
-
-        def derivatives(f, *pair):
-            gradient, hessian = jax.grad(f, (0, 1)), jax.hessian(f, (0, 1))
-            return jax.jvp(f, pair, pair), gradient(*pair), hessian(*pair)
-
-        got, expected = (jax.jit(functools.partial(derivatives, f))(*pair) for f in (ours, theirs))
-        assert_equal(got, expected)
-
-    @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (1, -1), (-1, None)])
-    @pytest.mark.one_in(2)
-    def test_vmap(self, rng, arguments, name, axes):
-        pair = [
-            x if axis is None else jnp.moveaxis(whole(rng, 3, *x.shape), 0, axis)
-            for x, axis in zip(arguments[name], axes, strict=True)
-        ]
-        ours, theirs = (
-            jax.jit(jax.vmap(jax.value_and_grad(scalar(f), (0, 1)), axes))
-            for f in (getattr(jtk, name), jaxs(name))
-        )
-        assert_equal(ours(*pair), theirs(*pair))
 
 
 def test_shard_map_gradients(rng):
@@ -259,37 +204,6 @@ def test_vmap_over_vectors_is_one_product_of_matrices():
     assert choice.kernel == "small_matmul tf32"
 
 
-def test_gradients_move_nothing():
-    # Only the vector's gradient has a kernel: the matrix's contracts nothing, and is left to XLA.
-    def pullback(a, x, g):
-        return jax.vjp(lambda x: jtk.matvec(a, x), x)[1](g)
-
-    assert_only_products(pullback, A, X, jax.ShapeDtypeStruct((96,), np.float32))
-
-
-@pytest.mark.parametrize(
-    ("function", "shapes", "kind"),
-    [
-        (jtk.matvec, ((2048, 2048), (2048,)), "rows"),
-        (jtk.vecmat, ((8191,), (8191, 8191)), "columns"),
-    ],
-)
-def test_explains_the_kernel(function, shapes, kind):
-    args = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
-    with jtk.gpu_target("sm_90a"):
-        (choice,) = jtk.explain(function, *args, platform="cuda")
-    assert choice.kernel == "vector_product tf32"
-    assert kind in choice.reason
-
-
-def test_complex_is_left_to_xla():
-    x = jax.ShapeDtypeStruct((64,), np.complex64)
-    with jtk.gpu_target("sm_90a"):
-        (choice,) = jtk.explain(jtk.vdot, x, x, platform="cuda")
-    assert choice.kernel is None
-    assert "no kernel for complex64 x complex64" in choice.reason
-
-
 @pytest.mark.defaults
 def test_strided_dot_products_are_left_to_xla_on_cpus():
     columns = jax.ShapeDtypeStruct((64, 8), np.float32)
@@ -301,19 +215,6 @@ def test_strided_dot_products_are_left_to_xla_on_cpus():
     with jtk.policy("kernels"):
         (choice,) = jtk.explain(jax.vmap(jtk.dot), rows, rows, platform="cpu")
     assert "dot" in choice.kernel
-
-
-@pytest.mark.parametrize("dtype", [BF16, np.float16])
-def test_short_16_bit_dot_products_are_sums_in_float32(dtype):
-    """XLA's own dot rounds each product to 16 bits."""
-    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((6, 5000), (6, 5000))]
-    with jtk.gpu_target("sm_90"):
-        traced = jax.jit(lambda a, b: jtk.einsum("kb,kb->b", a, b)).trace(*shapes)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "custom_call" not in text
-    assert "dot_general" not in text
-    assert "stablehlo.multiply" in text
-    assert "xf32>" in re.search("stablehlo.multiply.*", text)[0]
 
 
 @pytest.mark.parametrize("subscripts", ["kb,kb->b", "bk,kb->b", "abk,abk->ba", "k,k->"])
