@@ -102,6 +102,7 @@ def test_types_majors_shapes(rng, lhs, rhs, out, subscripts):
         (BF16, 12),
     ],
 )
+@pytest.mark.one_in(3)
 def test_few_columns_along_a_long_k(rng, dtype, n):
     """Such a product is added up in parts of k, in place, and in packed parts in other types."""
     cases = [("mk,kn", 61, 2047), ("mk,kn", 29, 2049), ("mk,kn", 40, 4500), ("mk,nk", 300, 1100)]
@@ -145,10 +146,10 @@ def test_nan_and_inf_propagate(rng, dtype):
     ],
 )
 @pytest.mark.parametrize("vectors", [1, 3])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_short_rows_do_not_read_the_next_one(rng, dtype, out, vectors):
     """Whatever follows a row in memory, NaN among it, is no part of its sums."""
-    for k in (1, 2, 3, 7, 8, 9, 13, 16, 17, 31, 33, 70):
+    for k in (1, 3, 7, 9, 17, 31, 33, 70):
         a, b = operands(rng, "mk,kn", {"m": 45, "n": vectors, "k": k}, dtype, dtype)
         if dtype is not np.int8:
             a = a.at[::2].set(np.nan)

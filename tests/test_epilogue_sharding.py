@@ -80,14 +80,16 @@ CONTRACTED = ((None, "i"), ("i", None), (None,), (None, None))
 
 
 def test_shard_map(devices, arrays):
-    mapped = jax.shard_map(
-        fused,
-        mesh=mesh_of(devices, AxisType.Auto),
-        in_specs=tuple(P(*spec) for spec in ROWS_AND_COLUMNS),
-        out_specs=P("i", "j"),
+    mapped = jax.jit(
+        jax.shard_map(
+            fused,
+            mesh=mesh_of(devices, AxisType.Auto),
+            in_specs=tuple(P(*spec) for spec in ROWS_AND_COLUMNS),
+            out_specs=P("i", "j"),
+        )
     )
     assert_close(mapped(*arrays), unfused(*arrays))
-    found = jax.grad(loss(mapped), OPERANDS)(*arrays)
+    found = jax.jit(jax.grad(loss(mapped), OPERANDS))(*arrays)
     assert_close(found, jax.grad(loss(unfused), OPERANDS)(*arrays))
 
 

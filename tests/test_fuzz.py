@@ -10,7 +10,7 @@ import jax_tilekern as jtk
 
 pytestmark = pytest.mark.defaults
 
-CALLS, PARTS = 60, 4
+CALLS, PARTS = 40, 4
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -11,8 +11,6 @@ import jax.scipy.linalg as jsp_linalg
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 from numerics import UNIT_ROUNDOFF, assert_close, check_derivatives, on_gpu, random
 
@@ -428,23 +426,6 @@ def test_the_derivative_of_a_determinant_that_is_zero(rng):
     np.testing.assert_allclose(gradient, cofactors(a), 0, 1e-3)
     rank_1 = jnp.ones((5, 4, 4))
     np.testing.assert_array_equal(jax.grad(lambda a: linalg.det(a).sum())(rank_1), 0)
-
-
-def test_gradients_under_shard_map(rng):
-    devices = jax.devices("cpu")[:4]
-    if len(devices) < 4:
-        pytest.skip("takes four devices")
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=devices)
-    a = np.asarray(definite(rng, (4, 4), np.float32))
-    b = np.asarray(random(rng, (8, 4, 3), np.float32))
-
-    def loss(a, b):
-        return lax.psum(jnp.sin(linalg.solve(a, b)).sum(), "x")
-
-    sharded = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())
-    got = jax.jit(jax.grad(sharded, (0, 1)))(a, b)
-    expected = jax.grad(lambda a, b: jnp.sin(jnp.linalg.solve(a, b)).sum(), (0, 1))(a, b)
-    assert_close(got, expected, 1e-3)
 
 
 # Names.

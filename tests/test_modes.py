@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numerics import assert_close
+from operations import OPERATIONS, arrays_of, shapes_of
 
 import jax_tilekern as jtk
 from jax_tilekern.compilation import nvrtc
@@ -19,21 +20,11 @@ from jax_tilekern.plans.launch import PlanError
 X = jax.ShapeDtypeStruct((24, 40), jnp.float32)
 INT16 = jax.ShapeDtypeStruct((24, 24), jnp.int16)
 SQUARE = jax.ShapeDtypeStruct((24, 24), jnp.float32)
-CALLS = {
-    "matmul": (lambda x: jtk.matmul(x, x), (SQUARE,)),
-    "dot_general": (lambda x: jtk.dot_general(x, x, (((1,), (0,)), ((), ()))), (SQUARE,)),
-    "matvec": (lambda x: jtk.matvec(x, x[0]), (SQUARE,)),
-    "vecmat": (lambda x: jtk.vecmat(x[0], x), (SQUARE,)),
-    "dot": (lambda x: jtk.dot(x[0], x[1]), (SQUARE,)),
-    "vdot": (lambda x: jtk.vdot(x, x), (SQUARE,)),
-    "ragged_dot": (
-        lambda x, w, sizes: jtk.ragged_dot(x, w, sizes),
-        (X, jax.ShapeDtypeStruct((2, 40, 8), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)),
-    ),
-    "sum": (lambda x: jtk.sum(x, axis=0), (X,)),
-    "transpose": (jtk.transpose, (X,)),
-    "add": (lambda x: jtk.add(x, x), (X,)),
-}
+CALLS = ("matmul", "dot", "vdot", "matvec", "vecmat", "ragged_dot", "sum", "transpose", "add")
+
+
+def call_of(name):
+    return OPERATIONS[name][0], [jax.ShapeDtypeStruct(x, np.float32) for x in shapes_of(name)]
 
 
 def lowered(function, *args, platform="cpu"):
@@ -61,7 +52,7 @@ def no_kernel_compiles(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_xlas_policy_leaves_every_call_to_xla(name):
-    function, args = CALLS[name]
+    function, args = call_of(name)
     with jtk.strict():
         assert "tilekern_cpu" in lowered(function, *args)
     with jtk.policy("xla"):
@@ -74,13 +65,8 @@ def test_xlas_policy_leaves_every_call_to_xla(name):
 
 @pytest.mark.parametrize("name", ["matmul", "ragged_dot", "sum"])
 def test_the_policy_is_part_of_jits_key(name, rng):
-    function, args = CALLS[name]
-    values = [
-        np.full(x.shape, 12, x.dtype)
-        if x.dtype == np.int32
-        else rng.standard_normal(x.shape).astype(x.dtype)
-        for x in args
-    ]
+    function = OPERATIONS[name][0]
+    values = arrays_of(rng, name)
     # A function of its own: JAX shares the cache of one function among its jits.
     run = jax.jit(lambda *operands: function(*operands))
     ours = run(*values)

@@ -6,12 +6,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jax.scipy.linalg as jsp_linalg
 import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from numerics import assert_close
+from operations import BY_ROWS, MATRICES, OF_EACH_PRIMITIVE, OPERATIONS, arrays_of
 from sharded import (
     AUTO,
     EXPLICIT,
@@ -29,62 +29,48 @@ import jax_tilekern as jtk
 
 pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
 
-SIZES = np.array([3, 5], np.int32)
-LABELS = np.arange(8, dtype=np.int32)
-BATCHED = (((2,), (1,)), ((0,), (0,)))
-MATRICES, COLUMNS = (16, 4, 4), (16, 4, 8)
-# A function of local arrays, and the arrays' shapes. The first is sharded along its rows, and so
-# are those of its rank with as many rows.
-CALLS = {
-    "matmul": (jtk.matmul, [(16, 32), (32, 8)]),
-    "matmul with an epilogue": (
-        functools.partial(jtk.matmul, epilogue=lambda x: 2 * x),
-        [(16, 32), (32, 8)],
-    ),
-    "linear": (functools.partial(jtk.linear, activation=jnp.square), [(16, 32), (32, 8)]),
-    "dot_general": (
-        functools.partial(jtk.dot_general, dimension_numbers=BATCHED),
-        [(16, 4, 8), (16, 8, 4)],
-    ),
-    "matvec": (jtk.matvec, [(16, 32), (32,)]),
-    "vecmat": (lambda a, v: jtk.vecmat(v, a.T), [(16, 32), (32,)]),
-    "dot": (jtk.dot, [(16, 32), (32,)]),
-    "vdot": (lambda a, v: a * jtk.vdot(v, v), [(16, 32), (32,)]),
-    "einsum": (
-        functools.partial(jtk.einsum, "bhqk,bkhd->bqhd"),
-        [(16, 4, 8, 8), (16, 8, 4, 8)],
-    ),
-    "tensordot": (functools.partial(jtk.tensordot, axes=1), [(16, 4, 8), (8, 4)]),
-    "inner": (jtk.inner, [(16, 32), (8, 32)]),
-    "vecdot": (jtk.vecdot, [(16, 32), (16, 32)]),
-    "multi_dot": (lambda *xs: jtk.multi_dot(xs), [(16, 32), (32, 8), (8, 8)]),
-    "strassen_matmul": (jtk.strassen_matmul, [(16, 32), (32, 8)]),
-    "ragged_dot": (lambda x, w: jtk.ragged_dot(x, w, SIZES), [(16, 8), (2, 8, 4)]),
-    "linear_cross_entropy": (
-        lambda x, w: jtk.linear_cross_entropy(x, w, LABELS, reduction="none"),
-        [(16, 8), (8, 32)],
-    ),
-    "transpose": (lambda x: jtk.transpose(x, (0, 2, 1)), [(16, 8, 4)]),
-    "sum": (lambda x: jtk.sum(x, 1), [(16, 8, 4)]),
-    "add": (jtk.add, [(16, 8), (8,)]),
-    "inv": (jtk.linalg.inv, [MATRICES]),
-    "det": (jtk.linalg.det, [MATRICES]),
-    "slogdet": (lambda a: jtk.linalg.slogdet(a)[1], [MATRICES]),
-    "cholesky": (jtk.linalg.cholesky, [MATRICES]),
-    "lu_factor": (lambda a: jtk.linalg.lu_factor(a)[0], [MATRICES]),
-    "solve": (jtk.linalg.solve, [MATRICES, COLUMNS]),
-    "solve_triangular": (
-        functools.partial(jtk.linalg.solve_triangular, lower=True),
-        [MATRICES, COLUMNS],
-    ),
-}
+# Functions of an operation's local arrays: a device of ``d`` has the rows, or matrices, of one.
 
 
-def operands(rng, shapes):
-    if shapes[0] != MATRICES:
-        return [integers(rng, *shape) for shape in shapes]
-    a = rng.standard_normal(MATRICES).astype(np.float32)
-    return [a @ a.mT / 4 + np.eye(4, dtype=np.float32), *(integers(rng, *s) for s in shapes[1:])]
+def global_arrays(rng, name):
+    """Both devices' operands: those by rows lie behind each other, others are the same."""
+    letters = OPERATIONS[name][2]
+    pairs = zip(letters, arrays_of(rng, name), arrays_of(rng, name), strict=True)
+    return [np.concatenate([x, y]) if letter in BY_ROWS else x for letter, x, y in pairs]
+
+
+def specs_of(name):
+    return tuple(P("d") if letter in BY_ROWS else P() for letter in OPERATIONS[name][2])
+
+
+def with_a_dimension(function):
+    """A number becomes an array, of which every device has an element."""
+
+    def call(*args):
+        result = function(*args)
+        return result[None] if result.ndim == 0 else result
+
+    return call
+
+
+def by_rows(name):
+    """The function of global arrays, one part after the other, on one device."""
+    function = with_a_dimension(OPERATIONS[name][1])
+
+    def call(*args):
+        halves = (
+            (x[: len(x) // 2], x[len(x) // 2 :]) if spec == P("d") else (x, x)
+            for x, spec in zip(args, specs_of(name), strict=True)
+        )
+        return jnp.concatenate([function(*part) for part in zip(*halves, strict=True)])
+
+    return call
+
+
+def results(f, count):
+    """The function's value and gradients."""
+    loss = jax.grad(lambda *args: (f(*args).astype(jnp.float32) ** 2).sum(), tuple(range(count)))
+    return jax.jit(lambda *args: (f(*args), loss(*args)))
 
 
 @pytest.fixture(autouse=True)
@@ -103,57 +89,59 @@ LAYOUTS = {
 }
 
 
+def mapped_over_d(function, name, mesh):
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=specs_of(name), out_specs=P("d"), axis_names={"d"}
+    )
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.one_in(26)
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.one_in(16)
 def test_values_and_gradients(rng, name, layout):
     """Over ``d``; the other axis of the mesh splits columns, or nothing."""
-    function, shapes = CALLS[name]
     types, along = LAYOUTS[layout]
-    if name == "ragged_dot" and types[1] == EXPLICIT:
+    if name.startswith("ragged_dot") and types[1] == EXPLICIT:
         pytest.skip("JAX needs out_sharding on a mesh with explicit axes")
-    arrays = operands(rng, shapes)
-    rows = [x.shape[0] == 16 and x.ndim == arrays[0].ndim for x in arrays]
-    mesh = mesh_of(types)
-    in_specs = tuple(P("d") if own else P() for own in rows)
-
-    def mapped(*args):
-        return jax.shard_map(
-            function, mesh=mesh, in_specs=in_specs, out_specs=P("d"), axis_names={"d"}
-        )(*args)
-
-    def by_rows(*args):
-        """The same, one part after the other, on one device."""
-        parts = zip(
-            *((x[:8], x[8:]) if own else (x, x) for x, own in zip(args, rows, strict=True)),
-            strict=True,
-        )
-        return jnp.concatenate([function(*part) for part in parts])
-
-    def results(f):
-        count = tuple(range(len(arrays)))
-        loss = jax.grad(lambda *args: (f(*args).astype(jnp.float32) ** 2).sum(), count)
-        return jax.jit(lambda *args: (f(*args), loss(*args)))
-
-    wanted = results(by_rows)(*arrays)
+    if name == "fuse" and EXPLICIT in types:
+        pytest.skip("with explicit axes nothing is fused")
+    arrays, mesh = global_arrays(rng, name), mesh_of(types)
+    wanted = results(by_rows(name), len(arrays))(*arrays)
+    ours = results(mapped_over_d(with_a_dimension(OPERATIONS[name][0]), name, mesh), len(arrays))
     with jax.set_mesh(mesh):
         args = [
-            put(mesh, x, P("d" if own else None, *[along] * (x.ndim > 1)))
-            for x, own in zip(arrays, rows, strict=True)
+            put(mesh, x, P(*(spec or (None,)), *[along] * (x.ndim > 1)))
+            for x, spec in zip(arrays, specs_of(name), strict=True)
         ]
-        got = results(mapped)(*args)
-        calls = jtk.explain(results(mapped), *args)
+        got = ours(*args)
+        calls = jtk.explain(ours, *args)
     assert_close(jax.tree.leaves(got), jax.tree.leaves(wanted))
     assert calls
     assert all(call.kernel is None for call in calls)
     assert any("shard_map" in call.reason for call in calls)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in OF_EACH_PRIMITIVE else pytest.mark.thorough)
+        for name in OPERATIONS
+    ],
+)
+def test_over_all_axes(rng, name):
+    """Kernels compute the local arrays; gradients of what all devices have are summed."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AUTO,), devices=devices()[:2])
+    arrays = global_arrays(rng, name)
+    wanted = results(by_rows(name), len(arrays))(*arrays)
+    got = results(mapped_over_d(with_a_dimension(OPERATIONS[name][0]), name, mesh), len(arrays))
+    assert_close(jax.tree.leaves(got(*arrays)), jax.tree.leaves(wanted))
+
+
 @pytest.mark.parametrize("name", ["solve", "slogdet"])
 def test_gradients_gather_a_matrix_once(rng, name):
     """Inside the ``shard_map`` a transposed system has the factors of the same matrix."""
     mesh = mesh_of((AUTO, AUTO))
-    shapes = CALLS[name][1]
+    arrays = global_arrays(rng, name)
 
     def gradient(module):
         function = getattr(module, name)
@@ -162,7 +150,7 @@ def test_gradients_gather_a_matrix_once(rng, name):
             return (jax.tree.leaves(function(*args))[-1] ** 2).sum()
 
         return jax.shard_map(
-            jax.grad(loss, tuple(range(len(shapes)))),
+            jax.grad(loss, tuple(range(len(arrays)))),
             mesh=mesh,
             in_specs=P("d"),
             out_specs=P("d"),
@@ -170,7 +158,7 @@ def test_gradients_gather_a_matrix_once(rng, name):
         )
 
     with jax.set_mesh(mesh):
-        args = [put(mesh, x, P("d", "m")) for x in operands(rng, shapes)]
+        args = [put(mesh, x, P("d", "m")) for x in arrays]
         theirs, ours = (
             jax.jit(gradient(module)).lower(*args).compile() for module in (jnp.linalg, jtk.linalg)
         )
@@ -178,50 +166,21 @@ def test_gradients_gather_a_matrix_once(rng, name):
     assert bytes_sent(ours) <= SLACK * bytes_sent(theirs), (collectives(ours), collectives(theirs))
 
 
-JAXS = {
-    "matmul": jnp.matmul,
-    "strassen_matmul": jnp.matmul,
-    "add": jnp.add,
-    "inv": jnp.linalg.inv,
-    "det": jnp.linalg.det,
-    "slogdet": lambda a: jnp.linalg.slogdet(a)[1],
-    "cholesky": jnp.linalg.cholesky,
-    "lu_factor": lambda a: jsp_linalg.lu_factor(a)[0],
-    "solve": jnp.linalg.solve,
-    "solve_triangular": functools.partial(jsp_linalg.solve_triangular, lower=True),
-}
-
-
 @pytest.mark.parametrize("along", [1, 2], ids="axis {}".format)
-@pytest.mark.parametrize("name", JAXS)
+@pytest.mark.parametrize("name", ["matmul", "strassen_matmul", "add", *MATRICES])
 @pytest.mark.one_in(5)
 def test_gradients_send_no_more_bytes_than_jaxs(rng, name, along):
     """The other axis of the mesh splits a dimension of the local arrays."""
-    ours, shapes = CALLS[name]
-    mesh = mesh_of((AUTO, AUTO))
-    rows = [len(shape) == len(shapes[0]) and shape[0] == 16 for shape in shapes]
-    arrays = operands(rng, shapes)
-    in_specs = tuple(P("d") if own else P() for own in rows)
-    programs = []
+    mesh, programs = mesh_of((AUTO, AUTO)), []
     with jax.set_mesh(mesh):
         args = [
-            put(
-                mesh,
-                x,
-                P(*("d" if own and i == 0 else "m" if i == along else None for i in range(x.ndim))),
-            )
-            for x, own in zip(arrays, rows, strict=True)
-        ]
-        for function in (JAXS[name], ours):
-            mapped = jax.shard_map(
-                function, mesh=mesh, in_specs=in_specs, out_specs=P("d"), axis_names={"d"}
-            )
-
-            def loss(*args, mapped=mapped):
-                return (mapped(*args).astype(jnp.float32) ** 2).sum()
-
-            gradient = jax.grad(loss, tuple(range(len(args))))
-            programs.append(jax.jit(gradient).lower(*args).compile())
+            put(mesh, x, P(*("m" if i == along else spec[0] if spec and i == 0 else None
+                             for i in range(x.ndim))))
+            for x, spec in zip(global_arrays(rng, name), specs_of(name), strict=True)
+        ]  # fmt: skip
+        for function in OPERATIONS[name][:2]:
+            mapped = mapped_over_d(function, name, mesh)
+            programs.append(results(mapped, len(args)).lower(*args).compile())
     theirs, mine = programs
     assert bytes_sent(mine) <= SLACK * bytes_sent(theirs), (collectives(mine), collectives(theirs))
 
@@ -239,7 +198,7 @@ def test_gradients_send_no_more_bytes_than_jaxs(rng, name, along):
 def test_einsum_sends_no_more_bytes_than_jaxs(rng, specs, transform):
     """The other axis of the mesh splits the batch of one operand further."""
     mesh = mesh_of((AUTO, AUTO))
-    arrays = operands(rng, CALLS["einsum"][1])
+    arrays = [integers(rng, *shape) for shape in ((16, 4, 8, 8), (16, 8, 4, 8))]
     programs = []
     with jax.set_mesh(mesh):
         args = [put(mesh, x, spec) for x, spec in zip(arrays, specs, strict=True)]

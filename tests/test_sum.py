@@ -7,9 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from numerics import (
     BF16,
     F8E4,
@@ -269,42 +266,6 @@ def test_gradients_have_the_operands_type(rng):
     assert got.dtype == BF16
     np.testing.assert_array_equal(exact(got), np.ones((4, 300)))
     assert jax.grad(jtk.sum)(random(rng, (3,), np.complex64).real).dtype == np.float32
-
-
-@pytest.mark.parametrize("spec", [P("i"), P(None, "i"), P()])
-@pytest.mark.one_in(3)
-def test_shard_map_gradients(rng, spec):
-    devices = jax.devices("cpu")[:4]
-    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,), devices=devices)
-    with jax.default_device(devices[0]):
-        x = whole(rng, 8, 12)
-
-        def local(x):
-            part = (jtk.sum(x * x, 1) ** 2).sum()
-            return lax.psum(part, "i") if spec != P() else part
-
-        sharded = jax.shard_map(local, mesh=mesh, in_specs=(spec,), out_specs=P(), check_vma=True)
-        columns = 12 // (4 if spec == P(None, "i") else 1)
-        pieces = functools.partial(_in_pieces, columns)
-        assert_equal(jax.grad(sharded)(x), jax.grad(pieces)(x))
-
-
-def _in_pieces(columns, x):
-    return sum(
-        ((x[:, i : i + columns] ** 2).sum(1) ** 2).sum() for i in range(0, x.shape[1], columns)
-    )
-
-
-def test_explicit_meshes(rng):
-    devices = jax.devices("cpu")[:4]
-    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Explicit,), devices=devices)
-    with jax.set_mesh(mesh):
-        x = jax.device_put(whole(rng, 8, 12), jax.NamedSharding(mesh, P("i")))
-        assert jax.typeof(jtk.sum(x, 1)).sharding.spec == P("i")
-        gradient = jax.grad(lambda x: jtk.sum(jtk.sum(x, 1) ** 2))(x)
-        assert jax.typeof(gradient).sharding.spec == P("i", None)
-        expected = jax.grad(lambda x: jnp.sum(jnp.sum(x, 1) ** 2))(x)
-        assert_equal(gradient, expected)
 
 
 @pytest.mark.parametrize("mapped", [0, 1, 2])

@@ -8,9 +8,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from numerics import check_derivatives, poison
 
 import jax_tilekern as jtk
@@ -180,41 +177,6 @@ def test_vmap_of_grad(rng):
     x, w = rng.standard_normal((2, 3, 40, 35)).astype(np.float32)
     grads = jax.vmap(jax.grad(lambda x, w: jnp.vdot(jtk.transpose(x), w.T * w.T)))(x, w)
     np.testing.assert_allclose(grads, w * w, rtol=1e-6)
-
-
-needs_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="takes four devices")
-
-
-@needs_devices
-def test_shard_map_and_its_gradient(rng):
-    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
-    x, w = rng.standard_normal((2, 64, 40)).astype(np.float32)
-
-    def loss(transpose, x, w):
-        return (transpose(x) * transpose(w)).sum()
-
-    def sharded(x, w):
-        part = functools.partial(loss, jtk.transpose)
-        specs = (P(None, "i"), P(None, "i"))
-        total = lambda x, w: lax.psum(part(x, w), "i")  # noqa: E731
-        return jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=P())(x, w)
-
-    grads = jax.jit(jax.grad(sharded, (0, 1)))(x, w)
-    for ours, theirs in zip(grads, (w, x), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
-
-
-@needs_devices
-def test_explicit_mesh_shards_the_result(rng):
-    mesh = jax.make_mesh((2, 2), ("i", "j"), axis_types=(AxisType.Explicit,) * 2)
-    x = rng.standard_normal((64, 40)).astype(np.float32)
-    with jax.set_mesh(mesh):
-        given = jax.device_put(x, P("i", "j"))
-        ours, theirs = (jax.jit(f)(given) for f in (jtk.transpose, jnp.transpose))
-        assert jax.typeof(ours).sharding.spec == P("j", "i") == jax.typeof(theirs).sharding.spec
-        assert_same_bits(ours, x.T)
-        grad = jax.jit(jax.grad(lambda x: (jtk.transpose(x) * 2).sum()))(given)
-        assert jax.typeof(grad).sharding.spec == P("i", "j")
 
 
 def test_batching_moves_nothing_first(rng):

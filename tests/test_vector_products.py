@@ -10,9 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from numerics import (
     BF16,
     UNIT_ROUNDOFF,
@@ -148,23 +145,6 @@ def test_empty(m, k):
 def arguments(rng):
     a, x = whole(rng, 6, 6, largest=1), whole(rng, 6, largest=1)
     return {"dot": (a[0], x), "vdot": (a, a.T), "matvec": (a, x), "vecmat": (x, a)}
-
-
-def test_shard_map_gradients(rng):
-    devices = jax.devices("cpu")[:4]
-    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,), devices=devices)
-    with jax.default_device(devices[0]):
-        a, x = whole(rng, 8, 6), whole(rng, 6)
-
-        def local(f, a, x):
-            return (f(a, x) ** 2).sum()
-
-        sharded = jax.shard_map(
-            lambda a, x: lax.psum(local(jtk.matvec, a, x), "i"),
-            mesh=mesh, in_specs=(P("i"), P()), out_specs=P(), check_vma=True,
-        )  # fmt: skip
-        plain = functools.partial(local, jnp.matvec)
-        assert_equal(jax.grad(sharded, (0, 1))(a, x), jax.grad(plain, (0, 1))(a, x))
 
 
 # What the compiled program holds, and which kernel it is.
