@@ -33,10 +33,10 @@ from jax_tilekern.compilation.nvrtc import NvrtcNotFound
 
 _COMMANDS: dict[str, Command] = {
     **{name: OperationCommand(name) for name in OPERATIONS},
-    "fused": fused,
+    "fused": fused.COMMAND,
     "linalg": linalg,
-    "strassen": strassen,
-    "cross_entropy": cross_entropy,
+    "strassen": strassen.COMMAND,
+    "cross_entropy": cross_entropy.COMMAND,
     "out_of_core": out_of_core,
     "sharded": sharded,
     "sharded_bytes": sharded_bytes,

@@ -22,18 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
-from benchmarks.measurement.side_times import Side, device_times, pairs
-from benchmarks.records.record import command_text, now
-from jax_tilekern.cli import machine
+from benchmarks.measurement.side_times import pairs, times_of_sides
+from benchmarks.records.record import program_record, spreads
 from jax_tilekern.cli.console import output_file, write_json
-from jax_tilekern.cli.timing import Pairs, Spread, interleaved
-from jax_tilekern.tuning.wall_time import repeated, wall_seconds
 
 HELP = "time batches of small matrices, or large matrices, against jnp.linalg"
 
 SIZES = (2, 3, 4, 8, 16, 32, 64)
 OPERATIONS = ("inv", "solve", "cholesky")
-_ROUNDS = 8
 _SAMPLED = 64
 # Elements of the operands and the result of one matrix.
 _ELEMENTS: dict[str, Callable[[int, int], int]] = {
@@ -113,20 +109,6 @@ def _sampled(size: int) -> Any:
     return np.unique(np.r_[np.arange(0, size, max(1, size // _SAMPLED)), size - 1])
 
 
-def measure(
-    ours: Callable[..., Any], peer: Callable[..., Any], seconds: float
-) -> tuple[Pairs, str]:
-    """Return times of a call of both, in blocks that alternate."""
-    if jax.default_backend() == "cpu":
-        return interleaved(ours, peer, seconds=seconds), "wall time of a call"
-    sides = {}
-    for side, run in (("ours", ours), ("peer", peer)):
-        call = min(wall_seconds(functools.partial(repeated, run, 4)) / 4 for _ in range(2))
-        calls = min(100, max(1, int(seconds / (2 * _ROUNDS * call))))
-        sides[side] = Side(run, calls, _ROUNDS)
-    return pairs(device_times(sides).device, "peer"), "device time by the profiler"
-
-
 def row(case: Case, dtype: Any, seconds: float) -> dict[str, Any]:
     """Check and measure one operation on matrices of one size."""
     name = case.operation
@@ -143,11 +125,9 @@ def row(case: Case, dtype: Any, seconds: float) -> dict[str, Any]:
     # Either may lose a factor to the other's luck, but not an order of magnitude.
     if wrong["ours"] > 10 * wrong["peer"] + 1e-6:
         return found | {"failure": f"error {wrong['ours']:.1e}, of JAX's {wrong['peer']:.1e}"}
-    times, method = measure(functools.partial(ours, *args), functools.partial(peer, *args), seconds)
-    spreads = {
-        "ours": Spread.of(times.ours), "peer": Spread.of(times.peer), "ratio": times.ratio
-    }  # fmt: skip
-    return found | {"method": method, "seconds": {k: vars(v) for k, v in spreads.items()}}
+    sides = {"ours": functools.partial(ours, *args), "peer": functools.partial(peer, *args)}
+    times, method = times_of_sides(sides, seconds)
+    return found | {"method": method, "seconds": spreads(pairs(times.device, "peer"))}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -162,15 +142,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print and record; return how many rows are wrong."""
-    record, problems = machine.facts("versions", "cpu", "driver", "nvidia_smi", "nvrtc")
-    rows: list[dict[str, Any]] = []
-    record |= {
-        "command": command_text(arguments.command_line),
-        "date": now(),
-        "device": jax.devices()[0].device_kind,
-        "errors": problems,
-        "rows": rows,
-    }
+    record = program_record(arguments.command_line)
+    rows: list[dict[str, Any]] = record["rows"]
     batches = itertools.product(OPERATIONS, arguments.sizes)
     cases = LARGE if arguments.large else [Case(*each, arguments.count) for each in batches]
     for dtype, case in itertools.product(arguments.types, cases):

@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.records.record import command_text, now
+from benchmarks.records.record import program_record
 from jax_tilekern import out_of_core
-from jax_tilekern.cli import machine
 from jax_tilekern.cli.console import output_file, write_json
 
 HELP = "time a product of operands larger than the memory that it may use"
@@ -71,11 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{seconds[-1]:.2f} s, bound {plan.seconds:.2f} s", flush=True)
     wrong = error(a, b, out, rng)
     stats = jax.local_devices()[0].memory_stats() or {}
-    found, problems = machine.facts("versions", "cpu", "driver", "nvidia_smi")
-    record = {
-        "command": command_text(arguments.command_line),
-        "date": now(),
-        "device": jax.devices()[0].device_kind,
+    row = {
         "plan": str(plan),
         "size": arguments.size,
         "type": arguments.type,
@@ -86,10 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
         "seconds": seconds,
         "bound_seconds": plan.seconds,
         "error": wrong,
-        **found,
-        "errors": problems,
     }
-    print(f"error {wrong:.1e}, peak {record['peak_bytes_in_use']} bytes of {limit}")
+    print(f"error {wrong:.1e}, peak {row['peak_bytes_in_use']} bytes of {limit}")
     if arguments.json:
-        write_json(arguments.json, record)
+        write_json(arguments.json, program_record(arguments.command_line) | {"rows": [row]})
     return 0

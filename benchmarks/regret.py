@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.calls.case import Case, types_enabled
 from benchmarks.calls.row import Row
 from benchmarks.errors import BenchmarkError
-from benchmarks.measurement.rows_on_gpu import Runs, times_of_rows
+from benchmarks.measurement.side_times import Runs, times_of_rows
 from benchmarks.records.record import Record, program_record
 from benchmarks.samples.product_candidates import ProductCandidates
 from benchmarks.samples.sample import draw_sample, purpose

@@ -655,7 +655,7 @@ def test_no_rows():
 def test_benchmark(tmp_path):
     record = tmp_path / "record.json"
     assert main(["cross_entropy", "--sizes", "8x16x2500", "--json", str(record)]) == 0
-    (row,) = json.loads(record.read_text())["rows"]
-    assert row["error"]["ours"] < 1e-5
-    for what in ("value", "gradient"):
-        assert all(seconds > 0 for seconds in row[what]["seconds"].values())
+    value, gradient = json.loads(record.read_text())["rows"]
+    assert value["error"]["ours"] < 1e-5
+    for row in (value, gradient):
+        assert all(seconds > 0 for seconds in row["seconds"].values())

@@ -1,13 +1,22 @@
-"""Device times of several sides, in rounds of blocks of calls."""
+"""Times of several sides, in rounds of blocks of calls that alternate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import jax
 
 from jax_tilekern.cli.timing import Pairs
 from jax_tilekern.tuning.device_time import Block, run_blocks
+from jax_tilekern.tuning.wall_time import ready, repeated, wall_seconds
+
+_ROUNDS = 5
+_MOST_CALLS = 20
+
+Runs = Mapping[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -86,3 +95,78 @@ def of_blocks(found: Sequence[Block], calls: Mapping[str, int]) -> DeviceTimes:
             for name in calls
         },
     )
+
+
+def times_of_sides(runs: Runs, seconds: float) -> tuple[DeviceTimes, str]:
+    """Return the times of sides and what they are in words: device times, or wall times on a CPU.
+
+    Parameters
+    ----------
+    runs
+        Functions by side that make one call each; compiled.
+    seconds
+        Time to spend.
+    """
+    if jax.default_backend() == "cpu":
+        return _wall_times(_sides(runs, seconds)), "wall time of a call in a row of calls"
+    return times_of_rows([runs], seconds)[0]
+
+
+def times_of_rows(rows: Sequence[Runs], seconds: float) -> list[tuple[DeviceTimes, str]]:
+    """Return the device times of the sides of each row, and what they are in words.
+
+    One profile serves all rows, since it takes longer to start than a row. Where it is not clear,
+    each row gets its own, and wall times if that is not clear either.
+
+    Parameters
+    ----------
+    rows
+        Functions by side that make one call each; compiled and warm.
+    seconds
+        Time to spend on each row.
+    """
+    sides = [_sides(row, seconds) for row in rows]
+    order = [f"{i} {name}" for i, row in enumerate(sides) for name in _order(row)]
+    flat = {f"{i} {name}": side for i, row in enumerate(sides) for name, side in row.items()}
+    calls = {name: side.calls for name, side in flat.items()}
+    try:
+        blocks = run_blocks({name: side.run for name, side in flat.items()}, calls, order)
+    # The sides have run before, so an error is the profiler's.
+    except RuntimeError as error:
+        if len(rows) > 1:
+            return [times for row in rows for times in times_of_rows([row], seconds)]
+        return [(_wall_times(sides[0]), f"wall time of a call in a row of calls ({error})")]
+    method = "device time by the profiler"
+    if len(rows) > 1:
+        method += ", one profile for several rows"
+    found = of_blocks(blocks, calls)
+    return [
+        (DeviceTimes(*(_of_row(times, i) for times in vars(found).values())), method)
+        for i in range(len(rows))
+    ]
+
+
+def _of_row(times: Mapping[str, Any], row: int) -> dict[str, Any]:
+    """Return what is found of one row, by the names of its sides."""
+    named = ((name.partition(" "), value) for name, value in times.items())
+    return {side: value for (number, _, side), value in named if number == str(row)}
+
+
+def _sides(row: Runs, seconds: float) -> dict[str, Side]:
+    """Return sides whose blocks take an equal share of the time."""
+    share = seconds / (_ROUNDS * len(row))
+    result = {}
+    for name, run in row.items():
+        ready(run())
+        call = wall_seconds(partial(repeated, run, 4)) / 4
+        result[name] = Side(run, min(_MOST_CALLS, max(1, int(share / call))), _ROUNDS)
+    return result
+
+
+def _wall_times(sides: Mapping[str, Side]) -> DeviceTimes:
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for name in _order(sides):
+        side = sides[name]
+        times[name].append(wall_seconds(partial(repeated, side.run, side.calls)) / side.calls)
+    found = {name: tuple(values) for name, values in times.items()}
+    return DeviceTimes(found, found, {name: [] for name in sides})

@@ -23,8 +23,7 @@ from benchmarks.calls.case import Case, types_enabled
 from benchmarks.calls.other_peers import OtherPeer, compile_others, other_peers
 from benchmarks.calls.row import Row
 from benchmarks.measurement.measure import Measurement, bandwidths
-from benchmarks.measurement.rows_on_gpu import Runs, times_of_rows
-from benchmarks.measurement.side_times import DeviceTimes, pairs
+from benchmarks.measurement.side_times import DeviceTimes, Runs, pairs, times_of_rows
 from benchmarks.measurement.suite_run import LONGEST_ROW, deadline, device_answers, l2_bytes_of
 from benchmarks.records.ceilings import Ceilings
 from benchmarks.records.record import (
