@@ -1,7 +1,7 @@
 import pytest
 
 import jax_tilekern as jtk
-from jax_tilekern.cli import main
+from jax_tilekern.cli import main, tune
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound
 from jax_tilekern.plans.gpu import NoGpu, known_gpu
 from jax_tilekern.plans.tuned import XLA, TunedChoices, using
@@ -58,10 +58,16 @@ def test_without_a_gpu_or_a_compiler(capsys, monkeypatch, error):
 # Runs, with times that are made up.
 
 
-def test_tunes_and_says_what_came_of_it(capsys, meter, tmp_path):
+def test_tunes_and_says_what_came_of_it(capsys, meter, monkeypatch, tmp_path):
+    deadlines = []
+    monkeypatch.setattr(
+        tune.faulthandler, "dump_traceback_later", lambda s, *, exit, file: deadlines.append(s)
+    )
     products = ["matmul bf16 512x512x512", "matmul f16 4x64x64x64 NT", "matmul f32 666x64x64"]
     assert main(["tune", *products, "--export", str(tmp_path / "all.json")]) == 1
     out = capsys.readouterr().out
+    # A kernel that never ends would not let go of the GPU.
+    assert deadlines == [310.0] * 3
     assert meter[:2] == ["bf16 512x512x512 NN -> bfloat16", "f16 4x64x64x64 NT -> float16"]
     assert "1/3  bf16 512x512x512 NN -> bfloat16" in out
     assert "    a: wrong: 1 from XLA's result" in out
