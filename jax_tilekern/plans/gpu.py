@@ -127,6 +127,8 @@ class Gpu:
     beside_collectives
         Whether collective operations may occupy some of the SMs while a kernel runs, as in a
         program of several devices.
+    reserved_sms
+        SMs that other launches of the same plan occupy while a product runs.
     """
 
     compute_capability: tuple[int, int]
@@ -136,6 +138,12 @@ class Gpu:
     name: str
     rates: GpuRates = field(default=H100_RATES, repr=False)
     beside_collectives: bool = False
+    reserved_sms: int = 0
+
+    @property
+    def available_sms(self) -> int:
+        """Number of SMs that a product is planned for."""
+        return self.sm_count - self.reserved_sms
 
     @property
     def arch(self) -> str:

@@ -50,13 +50,12 @@ class Products:
     first_workspace: int
     workspace_bytes: list[int] = field(default_factory=list)
 
-    def on_share(self, share: float) -> Products:
-        """Return products of which persistent CTAs take so many of the SMs.
+    def reserving(self, sms: int) -> Products:
+        """Return products that are planned to leave so many SMs to launches beside them.
 
-        In float32 these are the kernels of products, and leave the other SMs to launches beside.
+        Persistent CTAs, which compute in float32, leave them free; other kernels take every SM.
         """
-        gpu = dataclasses.replace(self.gpu, sm_count=int(share * self.gpu.sm_count))
-        return dataclasses.replace(self, gpu=gpu)
+        return dataclasses.replace(self, gpu=dataclasses.replace(self.gpu, reserved_sms=sms))
 
     def launches(
         self,

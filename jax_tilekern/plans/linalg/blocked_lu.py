@@ -24,8 +24,8 @@ _ROWS_OF_GROUP = (4, 8)
 _PIVOTS_CTAS = 16
 # Elements of the rows and reciprocals of a panel's steps (`PanelSteps`).
 _STEPS_ELEMENTS = (PANEL + 1) * PANEL
-# The share of the SMs whose persistent CTAs update a matrix while its next block is factored.
-_UPDATING_SMS = 2 / 3
+# The share of the SMs that factor a block while persistent CTAs update the matrix on the others.
+_FACTORING_SMS = 1 / 3
 # Bytes of a row of a CTA of the kernel that exchanges rows, and columns of one that substitutes.
 _EXCHANGED_BYTES = 128
 SUBSTITUTED_COLUMNS = 32
@@ -268,7 +268,7 @@ class Elimination:
             )  # fmt: skip
             below, below_stride = spaces.multiples, BLOCK
         if rows > BLOCK:
-            others = self.products.on_share(_UPDATING_SMS)
+            others = self.products.reserving(math.ceil(_FACTORING_SMS * self.gpu.sm_count))
             for begin, end in ((changed, following), (following + BLOCK, stride)):
                 if begin < end:
                     yield from update(others, below, below_stride, begin, end)

@@ -120,11 +120,11 @@ class SplitPass:
             return self._threads // lanes_of_k
         # 16 rows a CTA, or 8, which still fill whole sectors, where that takes more SMs. More rows
         # where one step of 512 threads would go beyond a short k.
-        lanes = 4 if self.rows >= 16 * self.gpu.sm_count else 2
+        lanes = 4 if self.rows >= 16 * self.gpu.available_sms else 2
         while (
             lanes < _MOST_ROW_LANES
             and 512 // lanes * 4 > self.k_padded
-            and self.rows >= 16 * lanes * self.gpu.sm_count
+            and self.rows >= 16 * lanes * self.gpu.available_sms
         ):
             lanes *= 2
         return lanes

@@ -63,8 +63,8 @@ def busy_cycles(
     warps = tile.warps_m * tile.warps_n
     warp_mn = tile.block_m // tile.warps_m + tile.block_n // tile.warps_n
     mn = min(tile.block_m, geometry.m) + min(tile.block_n, geometry.n)
-    busy = math.ceil(ctas / gpu.sm_count)
-    l2_share = rates.l2_load_share * gpu.sm_count / ctas * busy
+    busy = math.ceil(ctas / gpu.available_sms)
+    l2_share = rates.l2_load_share * gpu.available_sms / ctas * busy
     k_tile = max(
         tile.block_m * tile.block_n * block_k / rates.mma_macs[product.arithmetic],
         (warp_mn * warps * TILE_ROW_BYTES + tile.stage_bytes) / rates.shared_memory_bandwidth,
@@ -238,7 +238,7 @@ def tiled_candidates(
         if chosen is None or math.prod(chosen.tiles) > MAX_GRID[0]:
             continue
         tiles_m, _ = tile.grid(typical.geometry)
-        running = gpu.sm_count * instance.min_blocks
+        running = gpu.available_sms * instance.min_blocks
         busy = busy_cycles(instance, resident, chosen.expected, typical, gpu)
         found.append(
             kind(
@@ -285,7 +285,7 @@ class MmaCandidate(TiledMmaCandidate):
             gpu=gpu,
             launches=(self.launch(compiled, *buffers, kernel=kernel, more=more),),
             alignments=product.alignments(*self.alignments),
-            reason=f"{self.tile_reason}, {math.prod(self.grid)} tiles on {gpu.sm_count} SMs",
+            reason=f"{self.tile_reason}, {math.prod(self.grid)} tiles on {gpu.available_sms} SMs",
         )
 
 

@@ -204,7 +204,7 @@ def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKer
             if not is_launchable(instance, work_tiles):
                 continue
             # A single round of tiles is scheduled by the hardware.
-            if gpu.beside_collectives and work_tiles > gpu.sm_count // tile.cluster:
+            if gpu.beside_collectives and work_tiles > gpu.available_sms // tile.cluster:
                 instance = instance.with_dynamic_scheduler(gpu)
             k_tiles = math.ceil(math.ceil(oriented.k / instance.block_k) / splits)
             busy = busy_cycles(
@@ -298,7 +298,7 @@ def _split_counts(tile: WgmmaTile, view: OrientedProduct, gpu: Gpu) -> Iterator[
     """Yield 1, and up to three factors of split-K that leave SMs idle for less of the time."""
     yield 1
     work_tiles = dense_tiles(tile, view)
-    clusters = gpu.sm_count // tile.cluster
+    clusters = gpu.available_sms // tile.cluster
     k_tiles = math.ceil(view.k * view.lhs_dtype.itemsize / TILE_ROW_BYTES)
     most = min(max(clusters // work_tiles, _MAX_SPLITS), k_tiles // _MIN_SPLIT_K_TILES)
     useful = []

@@ -237,7 +237,7 @@ def takes(tile: WgmmaTile, view: OrientedProduct, gpu: Gpu) -> bool:
     wide = view.lhs_dtype.itemsize == 2
     out_row = TILE_ROW_BYTES // view.out_dtype.itemsize
     return not (
-        tile.cluster > gpu.sm_count
+        tile.cluster > gpu.available_sms
         or (not wide and not view.rhs.k_major)
         or (not view.rhs.k_major and tile.out_n // tile.cluster % 64)
         or (not view.lhs.k_major and not wide and tile.block_m % (128 // view.lhs_dtype.itemsize))

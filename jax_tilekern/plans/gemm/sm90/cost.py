@@ -69,7 +69,7 @@ def busy_cycles(
         What is done to the accumulators before they are stored.
     """
     rates = gpu.rates
-    rounds = math.ceil(work_tiles / (gpu.sm_count // tile.cluster))
+    rounds = math.ceil(work_tiles / (gpu.available_sms // tile.cluster))
     operand_reads = tile.block_m // 64 * (64 + tile.block_n) * TILE_ROW_BYTES
     # MMAs of a hi/lo split: all pairs of parts but those whose product is negligible.
     mmas = instance.parts * (instance.parts + 1) // 2

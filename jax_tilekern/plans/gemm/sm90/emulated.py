@@ -107,7 +107,7 @@ class EmulatedCandidate(TiledWgmmaCandidate):
         sizes = (geometry.n, geometry.m) if self.swapped else (geometry.m, geometry.n)
         tiles = math.prod(geometry.batch) * math.prod(self.tile.grid(*sizes))
         count = math.ceil(geometry.k / _SLICE_K)
-        if product.epilogue is not None or tiles < _SLICED_ROUNDS * gpu.sm_count or count == 1:
+        if product.epilogue is not None or tiles < _SLICED_ROUNDS * gpu.available_sms or count == 1:
             yield _Slice(self, product, 0)
             return
         size = padded(math.ceil(geometry.k / count))
@@ -341,9 +341,9 @@ def _candidates(
         busy = busy_cycles(
             tile, instance, oriented, _MMA_ARITHMETIC, work_tiles, k_tiles, gpu, product.epilogue
         )
-        if tile.block_m > tile.block_n and work_tiles > gpu.sm_count:
+        if tile.block_m > tile.block_n and work_tiles > gpu.available_sms:
             busy *= _NARROW_TILE
-        busy += _CYCLES_OF_A_TILE * math.ceil(work_tiles / gpu.sm_count)
+        busy += _CYCLES_OF_A_TILE * math.ceil(work_tiles / gpu.available_sms)
         cycles = product.cycles(busy, gpu) + other_cycles
         yield EmulatedCandidate(tile, instance, cycles, product, plain)
 

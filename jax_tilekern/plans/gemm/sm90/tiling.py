@@ -195,7 +195,7 @@ def launch_tiles(
     split_k_tiles = math.ceil(k_tiles / splits)
     if work_tiles is None:
         work_tiles = math.ceil(k_tiles / split_k_tiles) * math.prod(view.batch) * tiles_m * tiles_n
-    clusters = min(work_tiles, gpu.sm_count // instance.cluster)
+    clusters = min(work_tiles, gpu.available_sms // instance.cluster)
 
     missing = (0,) * (MAX_TMA_BATCH_DIMS - len(view.batch))
     out_missing = (0,) * (MAX_TMA_BATCH_DIMS - len(view.out_batch))
@@ -219,7 +219,7 @@ def launch_tiles(
         tiles_m,
         tiles_n,
         raster_height(
-            gpu.sm_count // tile.cluster,
+            gpu.available_sms // tile.cluster,
             tiles_m,
             tile.block_m * tile.cluster,
             tile.block_n,

@@ -69,7 +69,7 @@ class SmallCandidate(CostedCandidate):
             gpu=gpu,
             launches=(launch,),
             alignments=(_ALIGNMENT,) * 3,
-            reason=f"{instance.tile} warps, {instance.ctas} tiles on {gpu.sm_count} SMs{stages}",
+            reason=f"{instance.tile} warps, {instance.ctas} tiles on {gpu.available_sms} SMs{stages}",
         )
 
 
@@ -86,7 +86,7 @@ def small_candidates(product: Product, gpu: Gpu) -> list[SmallCandidate] | NoKer
     if geometry.m * geometry.n * geometry.k > _MOST_MULTIPLY_ADDS:
         return NoKernel("the matrices are too large for kernels of small products")
     found = []
-    for tile in _tiles(product, gpu.sm_count):
+    for tile in _tiles(product, gpu.available_sms):
         instance = SmallInstance.of(product, tile, gpu)
         if instance.ctas <= MAX_GRID[0] and instance.shared_memory_bytes <= gpu.shared_memory_bytes:
             found.append(SmallCandidate(instance, small_cycles(instance, gpu)))

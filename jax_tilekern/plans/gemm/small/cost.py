@@ -51,11 +51,11 @@ def small_cycles(instance: SmallInstance, gpu: Gpu) -> float:
     latency += _CHUNK_LATENCY * (chunks - 1)
     if tile.warps_k > 1:
         latency += _REDUCTION_LATENCY * (1 + results * (tile.warps_k - 1) / 16)
-    per_sm = math.ceil(instance.ctas / gpu.sm_count)
+    per_sm = math.ceil(instance.ctas / gpu.available_sms)
     copied = chunks * (_vectors(instance.lhs) + _vectors(instance.rhs)) * 16
     times = (
         _MEMORY * product.memory_cycles(gpu),
-        _COPIED_BYTE * copied * instance.ctas / gpu.sm_count,
+        _COPIED_BYTE * copied * instance.ctas / gpu.available_sms,
         per_sm * tile.warps * instructions,
         math.ceil(per_sm / _resident_ctas(instance, gpu)) * latency,
     )

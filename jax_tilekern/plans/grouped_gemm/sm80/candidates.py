@@ -63,7 +63,7 @@ class GroupedMmaCandidate(TiledMmaCandidate):
         buffers = map(Buffer, (0, 1, 2, product.out_buffer))
         more = (pack_groups(product.geometry), *more)
         lhs, rhs, out = self.alignments
-        tiles = f"at most {math.prod(self.grid)} tiles on {gpu.sm_count} SMs"
+        tiles = f"at most {math.prod(self.grid)} tiles on {gpu.available_sms} SMs"
         return LaunchPlan(
             name=f"ragged_{family}_matmul {product.arithmetic}",
             gpu=gpu,
