@@ -30,9 +30,8 @@ from jax_tilekern.plans.gemm.arithmetic import (
     precision_name,
 )
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.pair import plan_pair
 from jax_tilekern.plans.gemm.problem import PairProduct, Product
-from jax_tilekern.plans.gemm.select import plan_matmul
+from jax_tilekern.plans.gemm.select import plan_matmul, plan_pair
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
 from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel

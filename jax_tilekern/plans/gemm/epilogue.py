@@ -2,7 +2,7 @@
 
 What the function computes is text, which ``jax_tilekern/epilogue/cuda_text.py`` writes. Here it
 becomes the kernel's further parameters. ``epilogue_text.py`` makes a functor of it, and
-``epilogue_kernel.py`` the kernel that has this functor.
+the kernel that has this functor.
 """
 
 from __future__ import annotations

@@ -6,9 +6,7 @@ tensor cores.
 
 from __future__ import annotations
 
-from jax_tilekern.plans.candidate import CostedCandidate
-from jax_tilekern.plans.gemm.families import ranked_candidates
-from jax_tilekern.plans.gemm.fused import fused_plan
+from jax_tilekern.plans.candidate import CostedCandidate, fused_plan, ranked_candidates
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.grouped_gemm.problem import GroupedProduct
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import GROUPED_MMA

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from jax_tilekern.compilation.compiler import Compiled, Kernel, compile_kernels
-from jax_tilekern.plans.candidate import CostedCandidate
-from jax_tilekern.plans.gemm.epilogue_kernel import kernel_with_epilogue
-from jax_tilekern.plans.gemm.families import Family
+from jax_tilekern.plans.candidate import CostedCandidate, Family
+from jax_tilekern.plans.gemm.epilogue_text import kernel_with_epilogue
 from jax_tilekern.plans.gemm.problem import Product, TypedProduct
 from jax_tilekern.plans.gemm.sm80.config import (
     MMA_ARITHMETICS,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jax_tilekern.compilation.compiler import compile_kernels
-from jax_tilekern.plans.gemm.families import Family
+from jax_tilekern.plans.candidate import Family
 from jax_tilekern.plans.gemm.geometry import StridedOperand
 from jax_tilekern.plans.gemm.passes.pack_operand import PackPass
 from jax_tilekern.plans.gemm.passes.reduce_row_tiles import RowTilesPass

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from jax_tilekern.compilation.compiler import Compiled, Kernel, compile_kernels
+from jax_tilekern.plans.candidate import Family
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.arithmetic import TYPES
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
-from jax_tilekern.plans.gemm.families import Family
 from jax_tilekern.plans.gemm.geometry import StridedOperand
 from jax_tilekern.plans.gemm.passes.split_float32 import (
     DECIDE_KERNEL,

@@ -15,7 +15,7 @@ from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gemm.arithmetic import ElementTypes
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, Staging
-from jax_tilekern.plans.gemm.epilogue_kernel import kernel_with_epilogue
+from jax_tilekern.plans.gemm.epilogue_text import kernel_with_epilogue
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import TypedProduct
 from jax_tilekern.plans.gemm.sm90.config import MAX_WORK_TILES, WgmmaInstance, WgmmaTile, takes

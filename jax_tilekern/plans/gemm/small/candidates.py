@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jax_tilekern.compilation.compiler import compile_kernels
-from jax_tilekern.plans.candidate import CostedCandidate
-from jax_tilekern.plans.gemm.families import Family
+from jax_tilekern.plans.candidate import CostedCandidate, Family
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm80.candidates import refusal
 from jax_tilekern.plans.gemm.small.config import FRAGMENT_M, FRAGMENT_N, SmallInstance, SmallTile
@@ -64,12 +63,13 @@ class SmallCandidate(CostedCandidate):
             shared_memory_bytes=instance.shared_memory_bytes,
         )
         stages = "" if instance.stages == 1 else f", {instance.stages} stages of {instance.chunk_k}"
+        sms = gpu.available_sms
         return LaunchPlan(
             name=f"small_matmul {product.arithmetic}",
             gpu=gpu,
             launches=(launch,),
             alignments=(_ALIGNMENT,) * 3,
-            reason=f"{instance.tile} warps, {instance.ctas} tiles on {gpu.available_sms} SMs{stages}",
+            reason=f"{instance.tile} warps, {instance.ctas} tiles on {sms} SMs{stages}",
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
-from jax_tilekern.plans.gemm.families import Family
+from jax_tilekern.plans.candidate import Family
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.sm80.candidates import (
     Grid,

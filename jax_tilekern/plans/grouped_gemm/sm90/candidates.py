@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from jax_tilekern.compilation.compiler import compile_kernels
-from jax_tilekern.plans.gemm.families import Family
+from jax_tilekern.plans.candidate import Family
 from jax_tilekern.plans.gemm.sm90.config import (
     RING_BYTES,
     WGMMA_ARITHMETICS,
