@@ -42,8 +42,9 @@ def _three_products(h: Any, w: Any, labels: Any) -> Any:
     return logits, logits @ w.T, h.T @ logits
 
 
-def _operands(rows: int, features: int, labels: int, dtype: str) -> tuple[Any, ...]:
+def _operands(size: tuple[int, int, int], dtype: str) -> tuple[Any, ...]:
     """Return features, weights of logits of size 1, and labels."""
+    rows, features, labels = size
     keys = jax.random.split(jax.random.key(0), 3)
     h = jax.random.normal(keys[0], (rows, features), dtype)
     w = jax.random.normal(keys[1], (features, labels), dtype) / np.sqrt(features).astype(h.dtype)
@@ -65,7 +66,7 @@ def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
     gradients = {name: jax.value_and_grad(f, (0, 1)) for name, f in _LOSSES.items()}
     for dtype in arguments.types:
         for size in arguments.sizes or _SIZES[jax.default_backend()]:
-            name, make = "x".join(map(str, size)), functools.partial(_operands, *size, dtype)
+            name, make = "x".join(map(str, size)), functools.partial(_operands, size, dtype)
             value = {**_LOSSES, "products": _product}
             yield Program(f"{name} {dtype}, value", make, value, _errors)
             gradient = {**gradients, "products": _three_products}

@@ -90,7 +90,7 @@ def _epilogue(
     structs = _arrays((m, k), (k, n)) + operands
     if not gradient:
         return _program(name, sides, structs)
-    gradients = {
+    gradients: Sides = {
         side: jax.grad(lambda *xs, f=f: f(*xs).astype(jnp.float32).sum(), (0, 1))
         for side, f in sides.items()
     }
@@ -106,7 +106,7 @@ def _gated_linear(name: str, m: int, n: int, k: int) -> Program:
     def two_kernels(x: Any, gate: Any, up: Any) -> Any:
         return jtk.matmul(x, gate, epilogue=_gate, operands=(jtk.matmul(x, up),))
 
-    sides = {"ours": jtk.gated_linear, "XLA": xla, "two kernels": two_kernels}
+    sides: Sides = {"ours": jtk.gated_linear, "XLA": xla, "two kernels": two_kernels}
     return _program(name, sides, _arrays((m, k), (k, n), (k, n)))
 
 
@@ -126,7 +126,7 @@ def _swiglu(name: str, m: int, n: int, k: int) -> Program:
 
         return call
 
-    sides = {
+    sides: Sides = {
         "ours": jtk.fuse(value_and_gradients(xla)),
         "XLA": value_and_gradients(xla),
         "gated_linear": value_and_gradients(gated),

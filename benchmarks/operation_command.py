@@ -11,12 +11,10 @@ from benchmarks.calls.operations import OPERATIONS
 from benchmarks.measurement.suite_run import measure_suite
 from benchmarks.records.record import Record
 from benchmarks.records.report import summary, table
-from benchmarks.samples.arguments import add_sample_arguments
 from benchmarks.samples.sample import draw_sample
 from benchmarks.samples.sample_run import measure_sample
-from benchmarks.suites.arguments import add_suite_arguments, list_suites
-from benchmarks.suites.suite import SuiteError, default_suite, load_suite
-from jax_tilekern.cli.console import make_console
+from benchmarks.suites.suite import SuiteError, default_suite, load_suite, suite_names
+from jax_tilekern.cli.console import make_console, output_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,14 +29,14 @@ class OperationCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's arguments."""
-        add_suite_arguments(parser)
-        add_sample_arguments(parser)
+        _add_suite_arguments(parser)
+        _add_sample_arguments(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Run the command and return its exit status: 1 if a row failed."""
         console = make_console()
         if arguments.list:
-            list_suites(console, self.operation, arguments.suite)
+            _list_suites(console, self.operation, arguments.suite)
             return 0
         if arguments.sample is not None:
             record, whole = self._measure_sample(console, arguments)
@@ -63,3 +61,58 @@ class OperationCommand:
         device = jax.default_backend()
         sample = draw_sample(self.operation, device, arguments.sample, arguments.seed)
         return measure_sample(console, sample, arguments)
+
+
+def _add_suite_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the rows of a suite take."""
+    parser.add_argument("--suite", metavar="NAME", help="which rows (default: by JAX's backend)")
+    parser.add_argument(
+        "--rows", metavar="PATTERN", help="only rows whose name, or whose group, matches"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="timing of a row (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE",
+        help="write the record here; rows of earlier runs that this one does not measure stay",
+    )  # fmt: skip
+    parser.add_argument(
+        "--resume", action="store_true", help="only rows that the record lacks or that failed"
+    )
+    parser.add_argument("--list", action="store_true", help="list suites and rows, and stop")
+
+
+def _list_suites(console: Console, operation: str, name: str | None) -> None:
+    """Print the rows of a suite, or of all suites of an operation."""
+    for each in [name] if name else suite_names(operation):
+        suite = load_suite(each)
+        console.print(f"{each}: {suite.about}", style="bold")
+        for row in suite.rows:
+            console.print(f"  {row.group}: {row.name}")
+
+
+def _add_sample_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of samples."""
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="measure N calls drawn at random, not a suite"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0,
+        help="of the sample: even ones are for fitting, odd ones for reporting (default: 0)",
+    )  # fmt: skip
+    parser.add_argument("--minutes", type=float, help="begin no row of the sample after this time")
+    parser.add_argument(
+        "--part", type=_part, default=(0, 1), metavar="I/N",
+        help="only every N-th row of the sample, from row I (counted from 0)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--policy", choices=("auto", "kernels"), default="auto",
+        help="of the library while the sample is measured (default: %(default)s)",
+    )  # fmt: skip
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with 0 <= I < N")
+    return int(number), int(count)

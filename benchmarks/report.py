@@ -7,15 +7,10 @@ import json
 from pathlib import Path
 
 from benchmarks import sharded
-from benchmarks.latency import report as latency_report
-from benchmarks.latency.measure import KIND as LATENCY
-from benchmarks.records import report as operation_report
 from benchmarks.records.record_file import load_parts
+from benchmarks.records.report import markdown
 
 HELP = "print a record as a markdown table"
-
-# By the field "kind"; records of operations have none.
-_MARKDOWN = {LATENCY: latency_report.markdown}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +28,5 @@ def run(arguments: argparse.Namespace) -> int:
     if f'"kind": "{sharded.KIND}"' in content:
         print(sharded.markdown(json.loads(content)))
         return 0
-    record = load_parts(arguments.files)
-    markdown = _MARKDOWN.get(record.get("kind", ""))
-    print((markdown or operation_report.markdown)(record))
+    print(markdown(load_parts(arguments.files)))
     return 0

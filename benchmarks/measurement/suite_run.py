@@ -7,13 +7,12 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.calls.row import Row
 from benchmarks.measurement.measure import bandwidths
 from benchmarks.records.ceilings import Ceilings
 from benchmarks.records.record import Record, measured, new_record, unmeasured
@@ -52,57 +51,6 @@ def measure_suite(
     """
     record = new_record(suite, arguments.command_line, bandwidths())
     l2_bytes = l2_bytes_of(record)
-    return measure_rows(
-        console,
-        suite,
-        record,
-        arguments,
-        measure=lambda row: measured(row, record["date"], arguments.seconds, l2_bytes),
-        show=lambda result: cells(record, result, Ceilings.of(record))[:5],
-        longest_row=LONGEST_ROW,
-    )
-
-
-def l2_bytes_of(record: Record) -> int:
-    """Return the size of the L2 of the GPU that a record is of."""
-    gpus = record.get("driver", {}).get("gpus")
-    return int(gpus[0]["l2_bytes"]) if gpus else _DEFAULT_L2_BYTES
-
-
-def measure_rows(
-    console: Console,
-    suite: Suite,
-    record: Record,
-    arguments: argparse.Namespace,
-    *,
-    measure: Callable[[Row], Record],
-    show: Callable[[Record], Sequence[str]],
-    longest_row: float,
-) -> tuple[Record, bool]:
-    """Fill a record, and its file, with the rows that the command line asks for.
-
-    Parameters
-    ----------
-    console
-        Progress is shown here.
-    suite
-        All rows.
-    record
-        A new one; the rows of the file of ``--json`` are put into it.
-    arguments
-        The command line, parsed.
-    measure
-        Returns the record of a row, and raises for none.
-    show
-        The entries of that record to show as it comes.
-    longest_row
-        Seconds after which a row of a GPU ends the process.
-
-    Returns
-    -------
-    tuple[Record, bool]
-        The record, and whether every row that was measured succeeded.
-    """
     rows = (suite.matching(arguments.rows) if arguments.rows else suite).rows
     if arguments.json is not None:
         continue_record(record, arguments.json)
@@ -125,21 +73,28 @@ def measure_rows(
         put(unmeasured(row, record["date"]))
         progress = f"{number}/{len(rows)}"
         try:
-            with console.status(f"{progress} {row.name}"), deadline(row.name, longest_row):
-                result = measure(row)
+            with console.status(f"{progress} {row.name}"), deadline(row.name, LONGEST_ROW):
+                result = measured(row, record["date"], arguments.seconds, l2_bytes)
         except KeyboardInterrupt:
             # Nothing is wrong with the row, nor with what an earlier run says of it.
             record.update(before)
             save()
             raise
         put(result)
-        console.print(f"{progress}  {'  '.join(show(result))}  ({result['took_seconds']} s)")
+        shown = "  ".join(cells(record, result, Ceilings.of(record))[:5])
+        console.print(f"{progress}  {shown}  ({result['took_seconds']} s)")
         if result["failure"]:
             whole = False
             if not device_answers():
                 console.print("The device no longer answers. A new run with --resume goes on.")
                 break
     return record, whole
+
+
+def l2_bytes_of(record: Record) -> int:
+    """Return the size of the L2 of the GPU that a record is of."""
+    gpus = record.get("driver", {}).get("gpus")
+    return int(gpus[0]["l2_bytes"]) if gpus else _DEFAULT_L2_BYTES
 
 
 @contextlib.contextmanager

@@ -70,8 +70,7 @@ def new_record(suite: Suite, command: Sequence[str], bandwidths: Mapping[str, fl
     command
         The command line's arguments.
     bandwidths
-        What :func:`benchmarks.measurement.measure.bandwidths` returned; empty where nothing is
-        held against the device's ceilings.
+        What :func:`benchmarks.measurement.measure.bandwidths` returned.
     """
     found, errors = machine.facts(
         "versions", "cpu", "driver", "nvidia_smi", "nvrtc", "source_digests"

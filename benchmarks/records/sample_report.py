@@ -1,4 +1,4 @@
-"""What the rows of a sample say together: the distribution of ratios, and the regret of choices."""
+"""What the rows of a sample say together: the distribution of ratios."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Distribution:
 
 
 def sample_summary(record: Record) -> Iterator[str]:
-    """Describe the ratios of a sample, those of each group, and the regret of the choices.
+    """Describe the ratios of a sample and those of each group.
 
     Grouped GEMMs are compared with ``lax.ragged_dot_general``, which is what users have instead.
     Calls that it cannot compute do not count, nor do those that the peer gets wrong. The bound is
@@ -92,13 +92,6 @@ def sample_summary(record: Record) -> Iterator[str]:
                 others.setdefault(name, []).append(_ratio(other))
     for name, ratios in others.items():
         yield f"{name} / ours, {len(ratios)} calls: {Distribution.of(ratios)}."
-    regrets = [found for row in rows if (found := regret(row)) is not None]
-    if regrets:
-        yield (
-            f"Regret against the fastest of the candidates and XLA, {len(regrets)} calls: "
-            f"mean {statistics.fmean(regrets):.1%}, 90th percentile "
-            f"{np.percentile(regrets, 90):.1%}, most {max(regrets):.1%}."
-        )
 
 
 # The relative error from which the peer's result is wrong.
@@ -122,15 +115,3 @@ def ratio_to_jax(row: Mapping[str, Any]) -> float:
 
 def _ratio(row: Mapping[str, Any]) -> float:
     return float(row["seconds"]["ratio"]["median"])
-
-
-def regret(row: Mapping[str, Any]) -> float | None:
-    """Return how much longer ours takes than the fastest of what was measured, as a share.
-
-    ``None`` where no candidate was measured.
-    """
-    measured = [c["measured"] for c in row.get("candidates", ()) if c["measured"] is not None]
-    if not measured:
-        return None
-    ours, peer = (1e6 * row["seconds"][side]["median"] for side in ("ours", "peer"))
-    return float(ours / min(ours, peer, *measured) - 1)
