@@ -75,25 +75,6 @@ def test_the_gradient_is_products_and_one_pass():
     assert "stablehlo.dot_general" not in text
 
 
-def test_a_fused_gradient_is_its_products():
-    """Derivatives of activations are in the kernels of the backward pass."""
-
-    def gradient(w_up, w_down, bias, x, cotangent):
-        def layers(w_up, w_down, bias, x):
-            h = jnp.tanh(x @ w_up + bias)
-            return jax.nn.gelu(h @ w_down + bias)
-
-        out, pullback = jax.vjp(layers, w_up, w_down, bias, x)
-        return out, pullback(cotangent)
-
-    x, w, bias = shapes(1024, 512, 512)[:3]
-    with jtk.gpu_target("sm_90"):
-        choices = jtk.explain(jtk.fuse(gradient), w, w, bias, x, x, platform="cuda")
-    # The first layer and its cotangent; the second layer, whose own cotangent is elementwise.
-    assert len(choices) == 3
-    assert all(choice.kernel.startswith("wgmma_matmul bf16") for choice in choices)
-
-
 def test_results_in_the_memory_of_operands():
     def aliases(function, *args):
         return lowered(function, *args).count("output_operand_alias<")

@@ -160,12 +160,5 @@ def test_headers_of_the_guide_compile_alone(header, least, debug):
             assert compile_source(source, ["nothing"], arch=arch, options=options).log == ""
 
 
-@pytest.mark.skipif(not has_nvrtc(), reason="no NVRTC")
-def test_headers_of_the_guide_compile_together():
-    source = "".join(f"#include <{header}>\n" for header, _ in HEADERS)
-    source += '#include "types.cuh"\n__global__ void nothing() {}\n'
-    assert compile_source(source, ["nothing"], arch="sm_90a").log == ""
-
-
 def number(arch):
     return int(re.sub(r"\D", "", arch))

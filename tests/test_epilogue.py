@@ -113,26 +113,6 @@ def test_matrices_of_small_elements(rng, dtype, sizes, batch):
         np.testing.assert_array_equal(exact(x), expected)
 
 
-def test_a_result_in_the_memory_of_an_operand(rng):
-    a, b, totals = (small_integers(rng, *s) for s in ((3, 40, 24), (24, 50), (3, 40, 50)))
-
-    def add(a, total):
-        return contract_with_epilogue(
-            a, b, contraction=Contraction((0, 1), (1, 2), (0, 2)),
-            precision=None, product=np.dtype(np.float32), shape=(40, 50),
-            epilogue=lambda y, total: [total + y, total - y], operands=(total,),
-            in_place=((0, 0),),
-        )  # fmt: skip
-
-    for f, args in ((add, (a[0], totals[0])), (jax.vmap(add), (a, totals))):
-        plus, minus = jax.jit(f)(*args)
-        product, total = np.asarray(args[0]) @ np.asarray(b), np.asarray(args[1])
-        np.testing.assert_array_equal(plus, total + product)
-        np.testing.assert_array_equal(minus, total - product)
-    mapped, _ = jax.vmap(add, (0, None))(a, totals[0])
-    np.testing.assert_array_equal(mapped, np.asarray(totals[0]) + np.asarray(a) @ np.asarray(b))
-
-
 @pytest.mark.parametrize(
     ("dtype", "out", "sizes"),
     [
@@ -534,11 +514,6 @@ def test_results_may_be_numbers():
     found = jtk.matmul(ONES, ONES, epilogue=lambda y: (1.5, y, 2, jtk.row_sum(1.0)))
     expected = jnp.full((4, 4), 1.5), ONES @ ONES, jnp.full((4, 4), 2), jnp.full(4, 4.0)
     assert_equal(found, expected)
-
-
-def test_the_products_own_errors_are_jax_s():
-    with pytest.raises(TypeError, match="contracting dimensions"):
-        jtk.matmul(ONES, jnp.ones((3, 4)), epilogue=jax.nn.relu)
 
 
 # -- Layers. ---------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import assert_close
 from sharded import (
@@ -27,19 +27,10 @@ from sharded import mesh_of as eight_devices
 import jax_tilekern as jtk
 
 SHAPES = {"x": (64, 48), "w": (48, 32), "bias": (32,), "residual": (64, 32)}
-OPERANDS = (0, 1, 2, 3)
 
 
 def epilogue(y, bias, residual):
     return jax.nn.gelu(y + bias) + residual
-
-
-def fused(x, w, *operands, **kwargs):
-    return jtk.matmul(x, w, epilogue=epilogue, operands=operands, **kwargs)
-
-
-def unfused(x, w, *operands):
-    return epilogue(jnp.matmul(x, w), *operands)
 
 
 @pytest.fixture
@@ -69,45 +60,6 @@ def put(mesh, arrays, specs):
         jax.device_put(x, NamedSharding(mesh, P(*spec)))
         for x, spec in zip(arrays, specs, strict=True)
     ]
-
-
-def loss(call):
-    return lambda *xs: jnp.sum(call(*xs) ** 2)
-
-
-ROWS_AND_COLUMNS = (("i", None), (None, "j"), ("j",), ("i", "j"))
-CONTRACTED = ((None, "i"), ("i", None), (None,), (None, None))
-
-
-def test_shard_map(devices, arrays):
-    mapped = jax.jit(
-        jax.shard_map(
-            fused,
-            mesh=mesh_of(devices, AxisType.Auto),
-            in_specs=tuple(P(*spec) for spec in ROWS_AND_COLUMNS),
-            out_specs=P("i", "j"),
-        )
-    )
-    assert_close(mapped(*arrays), unfused(*arrays))
-    found = jax.jit(jax.grad(loss(mapped), OPERANDS))(*arrays)
-    assert_close(found, jax.grad(loss(unfused), OPERANDS)(*arrays))
-
-
-def test_explicit_meshes(devices, arrays):
-    mesh = mesh_of(devices, AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        sharded = put(mesh, arrays, ROWS_AND_COLUMNS)
-        found = jax.jit(fused)(*sharded)
-        assert jax.typeof(found).sharding.spec == P("i", "j")
-        gradients = jax.jit(jax.grad(loss(fused), OPERANDS))(*sharded)
-        for gradient, x in zip(gradients, sharded, strict=True):
-            assert jax.typeof(gradient).sharding.spec == jax.typeof(x).sharding.spec
-        sharded = put(mesh, arrays, CONTRACTED)
-        whole = jax.jit(lambda *xs: fused(*xs, out_sharding=P(None, None)))(*sharded)
-    assert_close(np.asarray(found), unfused(*arrays))
-    assert_close(np.asarray(whole), unfused(*arrays))
-    expected = jax.grad(loss(unfused), OPERANDS)(*arrays)
-    assert_close(tuple(map(np.asarray, gradients)), expected)
 
 
 # The schemes by which models are trained, against the same program of JAX's.

@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 from numerics import BF16, assert_close, assert_equal, random
 
@@ -335,35 +333,6 @@ def test_vmap(rng, in_axes):
     assert_same(jtk.fuse(mapped)(*args), mapped(*args))
     if in_axes[1:] == (None, None):
         assert_all_fused(mapped, *args)
-
-
-SPECS = P("rows"), P(None, "columns"), P("columns")
-
-
-@pytest.mark.skipif(len(jax.devices("cpu")) < 4, reason="four devices")
-@pytest.mark.parametrize("axes", ["Auto", "Explicit", "shard_map"])
-def test_over_several_devices(operands, axes):
-    """Calls are partitioned as products are; with explicit axes nothing is fused."""
-    kind = jax.sharding.AxisType.Explicit if axes == "Explicit" else jax.sharding.AxisType.Auto
-    mesh = jax.make_mesh((2, 2), ("rows", "columns"), (kind, kind), devices=jax.devices("cpu")[:4])
-    function = jtk.fuse(layer)
-    if axes == "shard_map":
-        function = jax.shard_map(
-            function, mesh=mesh, in_specs=SPECS, out_specs=P("rows", "columns")
-        )
-    args = [
-        jax.device_put(x, NamedSharding(mesh, spec))
-        for x, spec in zip(operands[:3], SPECS, strict=True)
-    ]
-
-    def gradient(f):
-        return jax.jit(jax.grad(lambda *xs: f(*xs).sum(), (0, 1, 2)))
-
-    with jax.set_mesh(mesh):
-        assert (FUSED in names(function, *args)) == (axes != "Explicit")
-        found = gradient(function)(*args)
-    expected = gradient(layer)(*operands[:3])
-    assert_same(found, expected)
 
 
 def test_symbolic_shapes_are_jaxs():

@@ -110,16 +110,6 @@ def test_a_call_that_is_differentiated_is_two_products():
     assert len(re.findall(r"= tilekern_contract", text)) == 6
 
 
-def test_batches_of_both_weights_alike_are_one_kernel():
-    x, w, up = shapes(2048, 14336, 4096)
-    xs, ws = (jax.ShapeDtypeStruct((4, *a.shape), a.dtype) for a in (x, w))
-    for axes, args in (((0, None, None), (xs, w, up)), ((0, 0, 0), (xs, ws, ws))):
-        (choice,) = choices(jax.vmap(jtk.gated_linear, axes), *args)
-        assert choice.kernel == "wgmma_matmul_of_pair bf16"
-    found = choices(jax.vmap(jtk.gated_linear, (0, 0, None)), xs, ws, up)
-    assert len(found) == 2
-
-
 # Meaning, on any platform.
 
 

@@ -289,38 +289,6 @@ def test_a_pullback_made_outside_and_called_inside():
     assert_close(other(X), expected)
 
 
-@four_devices
-def test_under_an_explicit_mesh():
-    mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:4])
-
-    def both_sharded(x, y):
-        return jnp.einsum("ki,kj->ij", x, y, out_sharding=P())
-
-    with jax.set_mesh(mesh):
-        x = jax.device_put(X[:4], P("d"))
-        w = jax.device_put(X, P())
-        for function, args in ((jnp.matmul, (x, w)), (both_sharded, (x, x))):
-            expected = function(*args)
-            with jtk.patch():
-                assert traced(function, *args)[1] == 0
-                found = function(*args)
-            assert found.sharding == expected.sharding
-            assert_close(found, expected)
-
-
-@four_devices
-def test_in_a_jit_over_several_devices():
-    mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    rows = jax.sharding.NamedSharding(mesh, P("d"))
-    x, w = jax.device_put(jnp.ones((8, 6)), rows), jnp.ones((6, 5))
-    gradient = jax.jit(jax.grad(lambda w, x: jnp.tanh(x @ w).sum()))
-    expected = gradient(w, x)
-    with jtk.patch():
-        choices = jtk.explain(gradient, w, x)
-        assert_close(gradient(w, x), expected)
-    assert [choice.partition for choice in choices] == ["m in 4", "k in 4, all-reduce"]
-
-
 # Where JAX's own primitives are the only ones that can be lowered.
 
 

@@ -89,11 +89,13 @@ def test_arrays_of_more_than_32_bits_of_items():
     assert numbers(launch, "14I5q")[14:] == (50001, 90001, 90001, 50001, 50001 * 90001)
     assert launch.grid[0] == tiles.count < 2**31
 
-    batched = found((9, 50001, 10001), (0, 2, 1), 1).plan(H100).launches[0]
+    # Matrices whose places are swapped as well.
+    matrix = 50001 * 10001
+    batched = found((3, 9, 50001, 10001), (1, 0, 3, 2), 1).plan(H100).launches[0]
     strides = numbers(batched, "14I17q")[19:]
-    source, result = strides[5], strides[11]
-    assert source == result == 50001 * 10001
-    assert 9 * source > 2**32
+    assert strides[4:6] == (matrix, 9 * matrix)
+    assert strides[10:12] == (3 * matrix, matrix)
+    assert 9 * matrix > 2**32
 
     rows = found((5, 2**26, 3), (1, 0, 2), 16).plan(H100).launches[0]
     assert numbers(rows, "4Iq12q")[10] == 3 * 2**26 * 16

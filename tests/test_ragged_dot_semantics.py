@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from numerics import BF16, F8E4, F8E5
+from numerics import BF16
 from ragged import (
     CONTRACTED,
     KINDS,
@@ -340,27 +340,6 @@ def test_debug_passes_what_is_right(layer):
 
 
 # Types that JAX multiplies without a promotion, and none of which holds the other's values.
-
-
-@pytest.mark.parametrize(("types", "preferred", "largest"), [
-    ((np.int8, np.uint8), None, 200),
-    ((np.uint16, np.int16), None, 200),
-    ((np.int8, np.uint16), BF16, 3),
-    ((jnp.int4, np.int8), np.int32, 100),
-    ((jnp.int4, np.uint8), np.int32, 200),
-    ((jnp.int4, F8E4), np.float32, 15),
-    ((jnp.float8_e3m4, F8E5), np.float32, 64),
-    ((F8E5, jnp.float8_e3m4), np.float32, 15),
-])  # fmt: skip
-@pytest.mark.one_in(2)
-def test_mixed_types_as_lax(rng, types, preferred, largest):
-    x = jnp.asarray(rng.integers(0, 8, (50, 12)).astype(types[0]))
-    w = jnp.asarray(rng.choice([0, 1, largest], (4, 12, 9)).astype(types[1]))
-    sizes = jnp.asarray(group_sizes(rng, "full", 4, 50))
-    ours, theirs = (
-        functools.partial(f.ragged_dot, preferred_element_type=preferred) for f in (jtk, lax)
-    )
-    same(ours, theirs, x, w, sizes)
 
 
 @pytest.mark.usefixtures("x64")

@@ -410,18 +410,6 @@ def shapes(m, n, k, dtype=jnp.bfloat16):
 
 
 @pytest.mark.skipif(not has_nvrtc(), reason="NVRTC")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-@pytest.mark.parametrize("sizes", [(32768, 3328, 256), (512, 1000, 72), (100, 77, 33)])
-@pytest.mark.one_in(3)
-def test_a_call_is_one_kernel_without_the_elements(sizes, dtype):
-    text = lowered(statistics, *shapes(*sizes, dtype))
-    assert text.count("custom_call") == 1
-    assert "stablehlo.reduce" not in text
-    m, n, _ = sizes
-    assert f"tensor<{m}x{n}x" not in text
-
-
-@pytest.mark.skipif(not has_nvrtc(), reason="NVRTC")
 def test_what_no_kernel_reduces_is_reduced_in_xla():
     m, n, k = 512, 256, 64
     text = lowered(statistics, *shapes(m, n, k), gpu="sm_80")

@@ -36,7 +36,7 @@ from sharded import (
 )
 
 import jax_tilekern as jtk
-from jax_tilekern.interop import compat, ffi
+from jax_tilekern.interop import ffi
 
 pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
 
@@ -105,16 +105,6 @@ def test_operands_that_move_different_axes_to_the_contracted_dimension(rng, spec
     mesh = mesh_of((AUTO, AUTO))
     args = [put(mesh, x, spec) for x in (integers(rng, 32, 64), integers(rng, 64, 64))]
     check(mesh, lambda module: module.matmul, args, out)
-
-
-def test_transposed_operand_is_read_where_it_lies(rng):
-    mesh = mesh_of((AUTO, AUTO))
-    args = [put(mesh, x, s) for x, s in (
-        (integers(rng, 16, 32), P("d")), (integers(rng, 64, 32), P("m")),
-    )]  # fmt: skip
-    compiled = check(mesh, lambda module: lambda x, w: module.matmul(x, w.T), args)
-    assert " transpose(" not in compiled.as_text()
-    assert not collectives(compiled)
 
 
 @pytest.mark.parametrize("shape", [(9, 13, 11), (16, 3, 16), (2, 30, 7)])
@@ -423,27 +413,6 @@ def test_unreduced_and_reduced_types(rng):
         assert_equal_trees(got, jax.grad(lambda w: jnp.sum(x @ w))(w))
 
 
-AMBIGUOUS = [
-    (P("d", "m"), P("m", None)),
-    (P("d", None), P(None, "d")),
-]
-
-
-@pytest.mark.parametrize("specs", AMBIGUOUS, ids=str)
-def test_shardings_that_jax_refuses(rng, specs):
-    mesh = mesh_of((EXPLICIT, EXPLICIT))
-    with jax.set_mesh(mesh):
-        args = [put(mesh, integers(rng, 8, 8), spec) for spec in specs]
-        for name in ("matmul", "dot"):
-            with pytest.raises(compat.ShardingTypeError) as refusal:
-                jax.jit(getattr(jnp, name))(*args)
-            with pytest.raises(compat.ShardingTypeError) as own:
-                jax.jit(getattr(jtk, name))(*args)
-            assert str(own.value) == str(refusal.value)
-        with pytest.raises(Exception, match="q"):
-            jtk.matmul(*args, out_sharding=P("q", None))
-
-
 @pytest.mark.parametrize("out", [P("d"), P("m"), P()])
 def test_out_sharding_of_products_with_vectors(rng, out):
     mesh = mesh_of((EXPLICIT, EXPLICIT))
@@ -489,15 +458,3 @@ def test_sixteen_bit_sums_are_no_worse_than_jaxs(rng):
 
 
 # explain
-
-
-def test_explain_shows_the_partition(rng):
-    mesh = mesh_of((AUTO, AUTO))
-    args = put(mesh, integers(rng, 16, 32), P("d", "m")), put(mesh, integers(rng, 32, 8), P("m"))
-    choice, other = jtk.explain(lambda x, w: jtk.matmul(jtk.matmul(x, w), w.T), *args)
-    assert choice.operands == ("f32[8,8]", "f32[8,8]")
-    assert choice.result == "f32[8,8]"
-    assert choice.partition == "m in 2, k in 4, all-reduce"
-    assert choice.kernel
-    assert other.partition == "m in 2, n in 4"
-    assert choice.partition in str(jtk.explain(jtk.matmul, *args))

@@ -305,33 +305,6 @@ def test_narrow_floats_are_summed_to_float32_where_they_lie(rng, kind):
         assert explained(wide, x, platform="cpu").kernel == f"cpu_sum {jnp.dtype(kind)}"
 
 
-@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int32, np.int8, np.complex64])
-@pytest.mark.parametrize(
-    ("shape", "axes"),
-    [
-        ((9, 5, 3), (0, 2)),  # short runs, kept as columns and folded
-        ((9, 5, 3, 2), (0, 2)),  # the same of pairs
-        ((3, 40, 7, 600), (0, 2)),
-        ((3, 1000, 5), (0, 2)),  # several groups of folded columns
-        ((3000, 7), (1,)),  # rows shorter than a vector
-        ((2, 50, 24), (2,)),
-        ((67, 33), (1,)),  # rows whose lanes are added together, and 3 that are not
-        ((131, 255), (1,)),
-        ((40, 5), (1,)),
-        ((2, 5000), (0,)),  # more columns than a group has
-        ((301, 3, 5), (1,)),  # small matrices, several at once
-        ((7, 64, 16), (1,)),
-        ((33, 2, 131), (1,)),
-    ],
-)
-@pytest.mark.one_in(8)
-def test_short_rows_and_few_rows(rng, kind, shape, axes):
-    with jax.enable_x64(kind == np.float64):
-        x = whole(rng, *shape).astype(kind)
-        total = jtk.sum(x, axes, dtype=kind)
-        np.testing.assert_array_equal(total, np.sum(np.asarray(x), axes, dtype=kind))
-
-
 def test_export_round_trip(rng):
     x = whole(rng, 30, 40)
     exported = jax.export.export(

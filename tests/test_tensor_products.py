@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 from jax.test_util import check_grads
 from jaxprs import traced
 from numerics import BF16, assert_close, random, roundoff
@@ -158,24 +157,6 @@ def test_weak_types_scalars_and_numpy_arrays():
         found, expected = getattr(jtk, name)(*args), getattr(jnp, name)(*args)
         assert jax.typeof(found) == jax.typeof(expected)
         np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="takes two devices")
-def test_out_sharding():
-    mesh = jax.make_mesh((2,), ("d",), (AxisType.Explicit,), devices=jax.devices()[:2])
-    with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.arange(32.0).reshape(8, 4), PartitionSpec("d"))
-        for function, reference in (
-            (functools.partial(jtk.einsum, "ki,kj"), functools.partial(jnp.einsum, "ki,kj")),
-            (
-                functools.partial(jtk.tensordot, axes=((0,), (0,))),
-                functools.partial(jnp.tensordot, axes=((0,), (0,))),
-            ),
-        ):
-            found = function(x, x, out_sharding=PartitionSpec(None, "d"))
-            expected = reference(x, x, out_sharding=PartitionSpec(None, "d"))
-            assert found.sharding == expected.sharding
-            np.testing.assert_array_equal(found, expected)
 
 
 # Orders of the result that are not those of a dot_general.

@@ -171,18 +171,3 @@ def test_jvp_and_vjp_are_transposes_themselves(rng):
     text = str(jax.make_jaxpr(pullback)(x, t.transpose(axes)))
     assert "axes=(1, 2, 0)" in text
     assert "tilekern_transpose" in text
-
-
-def test_vmap_of_grad(rng):
-    x, w = rng.standard_normal((2, 3, 40, 35)).astype(np.float32)
-    grads = jax.vmap(jax.grad(lambda x, w: jnp.vdot(jtk.transpose(x), w.T * w.T)))(x, w)
-    np.testing.assert_allclose(grads, w * w, rtol=1e-6)
-
-
-def test_batching_moves_nothing_first(rng):
-    """A batch dimension anywhere is one more dimension of the same call."""
-    x = jax.ShapeDtypeStruct((40, 8, 36), np.float32)
-    f = jax.jit(jax.vmap(jtk.transpose, in_axes=1, out_axes=0))
-    text = f.trace(x).lower(lowering_platforms=("cpu",)).as_text()
-    assert text.count("custom_call") == 1
-    assert "stablehlo.transpose" not in text

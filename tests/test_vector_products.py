@@ -160,7 +160,6 @@ def assert_only_products(function, *args, products=1):
 
 A = jax.ShapeDtypeStruct((96, 128), np.float32)
 X = jax.ShapeDtypeStruct((128,), np.float32)
-XS = jax.ShapeDtypeStruct((5, 128), np.float32)
 
 
 def test_each_is_one_product():
@@ -171,17 +170,6 @@ def test_each_is_one_product():
     if not on_gpu():  # There, short dot products are XLA's.
         assert_only_products(jtk.dot, X, X)
         assert_only_products(jtk.vdot, A, A)
-
-
-def test_vmap_over_vectors_is_one_product_of_matrices():
-    assert_only_products(jax.vmap(jtk.matvec, (None, 0)), A, XS)
-    assert_only_products(jax.vmap(lambda x, a: jtk.vecmat(x, a.T), (0, None)), XS, A)
-    assert_only_products(jax.vmap(jtk.dot, (None, 0)), X, XS)
-    with jtk.gpu_target("sm_90a"):
-        mapped = jax.vmap(jtk.matvec, (None, 0))
-        (choice,) = jtk.explain(mapped, A, XS, platform="cuda")
-    assert choice.call == "mk,nku->nmu"
-    assert choice.kernel == "small_matmul tf32"
 
 
 @pytest.mark.defaults

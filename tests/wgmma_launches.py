@@ -9,8 +9,6 @@ from unittest import mock
 import numpy as np
 from products import H100
 
-from jax_tilekern.compilation.compiler import cuda_folder
-
 # The layouts of WgmmaShape in gemm/sm90/config.cuh, and GroupShape in grouped_gemm/groups.cuh.
 SHAPE_LAYOUT = "@4q19i0q"
 GROUPS_LAYOUT = "@3q6i0q"
@@ -53,20 +51,6 @@ def plan_of(candidate, gpu=H100):
     module = sys.modules[type(candidate).__module__]
     with mock.patch.object(module, "compile_kernels", return_value=FakeCompiled()):
         return candidate.plan(gpu)
-
-
-def struct_fields(file, name):
-    """Fields of a struct of a .cuh file, in order: types, names and numbers of elements."""
-    text = (cuda_folder() / file).read_text()
-    body = text[text.index(f"struct {name} {{") :]
-    body = body[: body.index("\n}")]
-    return re.findall(r"^  (int|bool|int32|int64) (\w+)(\[k\w*BatchDims\])?;", body, re.MULTILINE)
-
-
-def layout_of(fields):
-    """The format of :mod:`struct` of fields; arrays have an element for each batch dimension."""
-    codes = {"int64": "q", "int32": "i"}
-    return "@" + "".join(("3" if count else "1") + codes[type_] for type_, _, count in fields)
 
 
 def unpack_shape(scalars):
