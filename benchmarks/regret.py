@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from benchmarks.calls.case import Case, types_enabled
+from benchmarks.calls.case import Case, rotating, types_enabled
 from benchmarks.calls.row import Row
 from benchmarks.errors import BenchmarkError
-from benchmarks.measurement.side_times import Runs, times_of_rows
+from benchmarks.measurement.side_times import Runs, rows_of_a_profile, times_of_rows
 from benchmarks.records.record import Record, program_record
 from benchmarks.samples.product_candidates import ProductCandidates
 from benchmarks.samples.sample import draw_sample, purpose
@@ -40,7 +40,6 @@ HELP = "time XLA's kernel and the library's candidates for random products"
 
 _OPERATIONS = ("matmul", "decode", "matvec", "vdot")
 _ROWS_A_CHUNK = 16
-_PROFILE_BYTES = 12 << 30
 # Rows that are printed.
 _WORST = 10
 
@@ -161,19 +160,12 @@ class _Timed:
             self.candidates.check(first)
             rotation = itertools.cycle(beyond_cache(first, operands, self.gpu.l2_bytes))
             for key, side in self.candidates.sides.items():
-                runs[key] = self._run(side, rotation)
+                runs[key] = rotating(self.row, side, rotation)
             if self.with_xla:
                 operands = self.case.operands
                 sets = beyond_cache(operands(), operands, self.gpu.l2_bytes)
-                runs[XLA] = policy("xla")(self._run(self.case.ours, itertools.cycle(sets)))
+                runs[XLA] = policy("xla")(rotating(self.row, self.case.ours, itertools.cycle(sets)))
         return runs
-
-    def _run(self, side: Any, rotation: Iterator[Operands]) -> Any:
-        def run() -> Any:
-            with types_enabled(self.row):
-                return side(*next(rotation))
-
-        return run
 
     def record(self, seconds: Mapping[str, Sequence[float]]) -> Record:
         """Return what the record has of the product."""
@@ -215,23 +207,9 @@ def _measured(rows: Sequence[_Timed], arguments: argparse.Namespace) -> list[Rec
     """Return the times of compiled products."""
     result: list[Record] = []
     stated = [row for row in rows if row.candidates is not None]
-    for group in _groups(stated):
+    for group in rows_of_a_profile(stated, lambda row: row.rotation_bytes):
         runs = [row.runs() for row in group]
         timed = [(row, run) for row, run in zip(group, runs, strict=True) if run]
         found = times_of_rows([run for _, run in timed], arguments.seconds) if timed else []
         result += [row.record(x.device) for (row, _), (x, _) in zip(timed, found, strict=True)]
     return result
-
-
-def _groups(rows: Sequence[_Timed]) -> Iterator[list[_Timed]]:
-    """Return rows whose operands the GPU holds at the same time."""
-    group: list[_Timed] = []
-    held = 0
-    for row in rows:
-        if group and held + row.rotation_bytes > _PROFILE_BYTES:
-            yield group
-            group, held = [], 0
-        group.append(row)
-        held += row.rotation_bytes
-    if group:
-        yield group

@@ -21,8 +21,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_tilekern
-from benchmarks.records.record import command_text, now
-from jax_tilekern.cli import machine
+from benchmarks.records.record import program_record
+from benchmarks.records.report import markdown_table
 from jax_tilekern.cli.console import make_console, output_file, write_json
 
 if TYPE_CHECKING:
@@ -172,17 +172,8 @@ def measure_sharded(
     """Measure the rows that the command line asks for; say whether all succeeded."""
     devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(AxisType.Auto,))
-    found, errors = machine.facts("versions", "driver", "nvidia_smi", "nvrtc", "source_digests")
-    record: dict[str, Any] = {
-        "kind": KIND,
-        "command": command_text(arguments.command_line),
-        "date": now(),
-        "device": devices[0].device_kind,
-        "devices": len(devices),
-        **found,
-        "errors": errors,
-        "rows": [],
-    }
+    record = program_record(arguments.command_line)
+    record |= {"kind": KIND, "devices": len(devices)}
     whole = True
     for program in programs(len(devices)):
         if arguments.rows and not fnmatch.fnmatch(
@@ -215,22 +206,21 @@ def describe(row: Mapping[str, Any]) -> str:
 
 def markdown(record: Mapping[str, Any]) -> str:
     """Return a record as a markdown table."""
-    lines = [
-        f"{record['devices']} x {record['device']}, microseconds; ratio: JAX's time over ours, or "
-        "for `ragged_dot` one device's time over its share and ours. The bound is what it would be "
-        "if nothing but the share of one device's time and the all-reduce took any.",
-        "",
-        "| program | | jnp | one device | all-reduce | alone | ours | ratio | bound |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
     shown = ("jnp", "one device", "all-reduce", "alone", "ours")
+    lines = []
     for row in record["rows"]:
         times = row.get("microseconds", {})
         cells = [f"{times[key]:.0f}" if key in times else "" for key in shown]
         cells.append("failed" if row.get("error") else f"{row['ratio']:.3f}")
         cells.append(f"{row['bound']:.3f}" if row.get("bound", 1) < 1 else "")
-        lines.append(f"| {row['group']} | {row['name']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append((row["group"], row["name"], *cells))
+    about = (
+        f"{record['devices']} x {record['device']}, microseconds; ratio: JAX's time over ours, or "
+        "for `ragged_dot` one device's time over its share and ours. The bound is what it would be "
+        "if nothing but the share of one device's time and the all-reduce took any."
+    )
+    table = markdown_table(("program", "", *shown, "ratio", "bound"), lines)
+    return "\n".join([about, "", *table])
 
 
 def _measure(program: Program, mesh: Mesh, seconds: float) -> dict[str, Any]:

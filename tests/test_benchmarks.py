@@ -179,6 +179,32 @@ def test_profiles_that_do_not_add_up_are_refused(activities, message):
         found_in(activities)
 
 
+def test_one_profile_serves_several_rows(monkeypatch):
+    def run_blocks(runs, calls, order):
+        def block(side):
+            row, _, name = side.partition(" ")
+            length = 1000.0 * (1 + int(row)) * (2 if name == "other lax" else 1) * calls[side]
+            activities = [device_time.Activity(0.0, length, f"kernel of {side}")]
+            return device_time.Block(side, device_time.Interval(0.0, length), activities)
+
+        return list(map(block, order))
+
+    monkeypatch.setattr(side_times, "run_blocks", run_blocks)
+    runs = {"ours": lambda: (), "other lax": lambda: ()}
+    # So short that a block has one call.
+    for number, (times, method) in enumerate(side_times.times_of_rows([runs, runs], 0)):
+        assert "several rows" in method
+        np.testing.assert_allclose(times.device["ours"], [1e-6 * (1 + number)] * 5)
+        np.testing.assert_allclose(times.device["other lax"], [2e-6 * (1 + number)] * 5)
+        assert times.kernels["ours"] == [f"kernel of {number} ours"]
+
+
+def test_rows_of_a_profile_fit_together(monkeypatch):
+    monkeypatch.setattr(side_times, "PROFILE_BYTES", 10)
+    groups = side_times.rows_of_a_profile([4, 6, 1, 20, 3], lambda row: row)
+    assert list(groups) == [[4, 6], [1], [20], [3]]
+
+
 # The command.
 
 

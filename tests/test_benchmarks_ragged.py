@@ -9,7 +9,6 @@ from benchmarks.calls import other_peers, ragged_by_blocks
 from benchmarks.calls.case import jitted
 from benchmarks.calls.operations import OURS
 from benchmarks.calls.ragged_row import LAYER, LAYER_GRADIENTS, PRODUCTS, SPLITS
-from benchmarks.measurement import side_times
 from benchmarks.suites import suite
 
 # The wheel does not hold what is tested here: see tests/README.md.
@@ -80,10 +79,3 @@ def test_ours_takes_hardly_any_temporary_memory():
     r = row(m=4000, g=8, k=64, n=64, split="multinomial")
     found = other_peers.temporary_bytes(other_peers.compiled(r, OURS))
     assert found < 1 << 20
-
-
-# Timing.
-
-
-def side(calls, rounds):
-    return side_times.Side(lambda: None, calls, rounds)

@@ -237,6 +237,16 @@ def sampled_indices(size: int) -> np.ndarray[Any, Any]:
     return np.unique(np.linspace(0, size - 1, min(size, _SAMPLED)).round().astype(int))
 
 
+def rotating(row: Row, side: Function, rotation: Iterator[Operands]) -> Callable[[], Any]:
+    """Return what calls a side of a row with the next operands of a rotation."""
+
+    def run() -> Any:
+        with types_enabled(row):
+            return side(*next(rotation))
+
+    return run
+
+
 @contextlib.contextmanager
 def types_enabled(row: Row) -> Iterator[None]:
     """Let JAX have 64-bit types inside the context if the row has them."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -16,7 +16,11 @@ from jax_tilekern.tuning.wall_time import ready, repeated, wall_seconds
 _ROUNDS = 5
 _MOST_CALLS = 20
 
+# What the operands of the rows of one profile may take.
+PROFILE_BYTES = 12 << 30
+
 Runs = Mapping[str, Callable[[], Any]]
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,28 @@ def times_of_rows(rows: Sequence[Runs], seconds: float) -> list[tuple[DeviceTime
         (DeviceTimes(*(_of_row(times, i) for times in vars(found).values())), method)
         for i in range(len(rows))
     ]
+
+
+def rows_of_a_profile(rows: Iterable[_Row], needed: Callable[[_Row], int]) -> Iterator[list[_Row]]:
+    """Yield groups of rows whose operands the GPU holds at the same time.
+
+    Parameters
+    ----------
+    rows
+        What is measured.
+    needed
+        Returns the bytes of a row's operands.
+    """
+    group: list[_Row] = []
+    held = 0
+    for row in rows:
+        if group and held + needed(row) > PROFILE_BYTES:
+            yield group
+            group, held = [], 0
+        group.append(row)
+        held += needed(row)
+    if group:
+        yield group
 
 
 def _of_row(times: Mapping[str, Any], row: int) -> dict[str, Any]:

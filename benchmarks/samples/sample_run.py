@@ -13,17 +13,24 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
-from benchmarks.calls.case import Case, types_enabled
+from benchmarks.calls.case import Case, rotating, types_enabled
 from benchmarks.calls.other_peers import OtherPeer, compile_others, other_peers
 from benchmarks.calls.row import Row
 from benchmarks.measurement.measure import Measurement, bandwidths
-from benchmarks.measurement.side_times import DeviceTimes, Runs, pairs, times_of_rows
+from benchmarks.measurement.side_times import (
+    PROFILE_BYTES,
+    DeviceTimes,
+    Runs,
+    pairs,
+    rows_of_a_profile,
+    times_of_rows,
+)
 from benchmarks.measurement.suite_run import LONGEST_ROW, deadline, device_answers, l2_bytes_of
 from benchmarks.records.ceilings import Ceilings
 from benchmarks.records.record import (
@@ -42,7 +49,7 @@ from benchmarks.samples.sample import purpose
 from benchmarks.suites.suite import Suite
 from jax_tilekern.cli.console import write_json
 from jax_tilekern.plans.policy import policy
-from jax_tilekern.tuning.random_operands import Operands, beyond_cache
+from jax_tilekern.tuning.random_operands import beyond_cache
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,9 +57,6 @@ if TYPE_CHECKING:
 # Rows that are compiled together: one for each thread of a GPU's machine. XLA's autotuning of more
 # rows takes longer than a minute.
 _ROWS_A_CHUNK = 16
-# Rows whose operands are on the GPU at the same time, for one profile of all of them.
-_ROWS_A_PROFILE = 16
-_PROFILE_BYTES = 12 << 30
 # Another peer that takes longer is not timed.
 _LONGEST_CALL = 1.0
 
@@ -115,7 +119,9 @@ class _SampleRun:
             self._compile(sampled)
         if jax.default_backend() == "cpu":
             return self._measure_each(sampled, end)
-        return all(self._measure_together(group) for group in self._groups(sampled, end))
+        begun = itertools.takewhile(lambda _: time.monotonic() <= end, sampled)
+        groups = rows_of_a_profile(begun, lambda row: row.rotation_bytes(self.l2_bytes))
+        return all(map(self._measure_together, groups))
 
     def _compile(self, rows: Sequence[_SampledRow]) -> None:
         """Compile everything in threads: NVRTC and XLA run without the interpreter's lock."""
@@ -137,22 +143,6 @@ class _SampleRun:
             seconds = self.arguments.seconds
             self._put(measured(each.row, self.record["date"], seconds, self.l2_bytes))
         return True
-
-    def _groups(self, rows: Sequence[_SampledRow], end: float) -> Iterator[list[_SampledRow]]:
-        """Return rows whose operands the GPU can have at the same time."""
-        group: list[_SampledRow] = []
-        held = 0
-        for row in rows:
-            needed = row.rotation_bytes(self.l2_bytes)
-            if group and (len(group) == _ROWS_A_PROFILE or held + needed > _PROFILE_BYTES):
-                yield group
-                group, held = [], 0
-            if time.monotonic() > end:
-                return
-            group.append(row)
-            held += needed
-        if group:
-            yield group
 
     def _measure_together(self, rows: Sequence[_SampledRow]) -> bool:
         right: list[tuple[_SampledRow, Record]] = []
@@ -222,7 +212,7 @@ class _SampledRow:
                 self.row,
                 operands,
                 self.case.ours(*operands),
-                reserved=_PROFILE_BYTES,
+                reserved=PROFILE_BYTES,
                 longest=_LONGEST_CALL,
             )
         return found
@@ -237,20 +227,13 @@ class _SampledRow:
             sets = beyond_cache(self.case.operands(), self.case.operands, l2_bytes)
             rotation = itertools.cycle(sets)
             result = {
-                "ours": self._run(self.case.ours, rotation),
-                "peer": self._run(self.case.peer, map(self.case.peer_operands, rotation)),
+                "ours": rotating(self.row, self.case.ours, rotation),
+                "peer": rotating(self.row, self.case.peer, map(self.case.peer_operands, rotation)),
             }
             for name, other in self.others.items():
                 if other.function:
-                    result[f"other {name}"] = self._run(other.function, rotation)
+                    result[f"other {name}"] = rotating(self.row, other.function, rotation)
         return result
-
-    def _run(self, side: Any, rotation: Iterator[Operands]) -> Any:
-        def run() -> Any:
-            with types_enabled(self.row):
-                return side(*next(rotation))
-
-        return run
 
     def times(self, found: DeviceTimes, method: str) -> Record:
         """Return what the record has of the row's times."""
