@@ -13,7 +13,7 @@ from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gemm.sm90 import emulated
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.grouped_gemm import select as ragged_matmul
-from jax_tilekern.plans.reduction.dims import SummedDims
+from jax_tilekern.plans.reduction.problem import SummedDims
 from jax_tilekern.plans.reduction.select import sum_candidates
 
 if not on_gpu():

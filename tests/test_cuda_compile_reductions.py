@@ -9,7 +9,7 @@ from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.vector_product import SUM_DTYPES, vector_product_candidates
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import Buffer
-from jax_tilekern.plans.reduction.dims import SummedDims
+from jax_tilekern.plans.reduction.problem import SummedDims
 from jax_tilekern.plans.reduction.select import sum_candidates
 
 try:

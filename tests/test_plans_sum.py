@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from products import H100
 
 from jax_tilekern.plans.launch import NoKernel
-from jax_tilekern.plans.reduction.dims import SummedDims
+from jax_tilekern.plans.reduction.problem import SummedDims
 from jax_tilekern.plans.reduction.select import sum_candidates, sum_dtype
 
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)

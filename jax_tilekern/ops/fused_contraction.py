@@ -45,8 +45,7 @@ from jax_tilekern.partitioning.local_program import FunctionOfSum, Shard
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.contraction import Contraction, Labels, labelled
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
-from jax_tilekern.primitives.jvp_of_reference import jvp_of
-from jax_tilekern.primitives.linearity import tangents_out
+from jax_tilekern.primitives.linearity import jvp_of, tangents_out
 from jax_tilekern.primitives.operation import Operand, Operation, Params, PlannedKernel, define
 from jax_tilekern.primitives.remat import Saved
 

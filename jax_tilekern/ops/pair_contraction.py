@@ -25,7 +25,7 @@ from jax_tilekern.ops.fused_lowering import fused_kernel, planners
 from jax_tilekern.ops.labelled_operands import product_by_lax
 from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
-from jax_tilekern.primitives.jvp_of_reference import jvp_of
+from jax_tilekern.primitives.linearity import jvp_of
 from jax_tilekern.primitives.operation import Operand, Operation, PlannedKernel, define
 
 

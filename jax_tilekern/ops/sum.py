@@ -18,7 +18,7 @@ from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
 from jax_tilekern.plans.policy.workload import of_sum
-from jax_tilekern.plans.reduction.dims import SummedDims
+from jax_tilekern.plans.reduction.problem import SummedDims
 from jax_tilekern.plans.reduction.select import plan_sum, sum_dtype
 from jax_tilekern.primitives.operation import (
     Fallback,

@@ -16,9 +16,8 @@ from jax.interpreters import mlir
 from jax_tilekern.interop import ffi
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import LaunchPlan
-from jax_tilekern.plans.reduction.dims import SummedDims
 from jax_tilekern.plans.reduction.passes import reduction_passes
-from jax_tilekern.plans.reduction.problem import Reduction
+from jax_tilekern.plans.reduction.problem import Reduction, SummedDims
 from jax_tilekern.plans.reduction.select import sum_candidates
 
 DTYPES = [np.float32, np.float64, ml_dtypes.bfloat16, np.float16]

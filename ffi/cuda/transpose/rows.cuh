@@ -6,7 +6,7 @@
 
 namespace tilekern {
 
-// Compile-time choices; `row_transpose` in `plans/transpose/rows.py` makes them.
+// Compile-time choices; `row_transpose` in `plans/transpose/candidate.py` makes them.
 struct RowTransposeConfig {
   // A unit divides the length and the distance of all rows. With units of 16 bytes rows are
   // aligned.

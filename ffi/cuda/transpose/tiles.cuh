@@ -5,7 +5,7 @@
 
 namespace tilekern {
 
-// Compile-time choices; `tile_transpose` in `plans/transpose/tiles.py` makes them.
+// Compile-time choices; `tile_transpose` in `plans/transpose/candidate.py` makes them.
 struct TileConfig {
   int item_bytes;
   // The tile, in items.

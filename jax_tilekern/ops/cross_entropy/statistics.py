@@ -33,7 +33,7 @@ from jax_tilekern.ops.cross_entropy.logits import (
 from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
-from jax_tilekern.primitives.jvp_of_reference import jvp_of
+from jax_tilekern.primitives.linearity import jvp_of
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,

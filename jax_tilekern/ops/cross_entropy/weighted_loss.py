@@ -28,7 +28,7 @@ from jax_tilekern.ops.cross_entropy.statistics import (
     statistics,
     statistics_reference,
 )
-from jax_tilekern.primitives.jvp_of_reference import jvp_of
+from jax_tilekern.primitives.linearity import jvp_of
 from jax_tilekern.primitives.operation import Fallback, Operand, Operation, Planner, Rewrite, define
 
 

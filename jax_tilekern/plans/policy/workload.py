@@ -18,7 +18,7 @@ from jax_tilekern.plans.gpu import Gpu
 if TYPE_CHECKING:
     from jax_tilekern.plans.add import AddedDims
     from jax_tilekern.plans.gemm.problem import Product
-    from jax_tilekern.plans.reduction.dims import SummedDims
+    from jax_tilekern.plans.reduction.problem import SummedDims
     from jax_tilekern.plans.transpose.permutation import Permutation
 
 # Each is a feature.

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,37 @@ from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS, distinct_matrices
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
+
+
+class SummedDims(NamedTuple):
+    """Dimensions of a row-major array that is summed over some of them.
+
+    Attributes
+    ----------
+    sizes
+        All above 1.
+    reduced
+        Whether each is summed over; neighbours differ.
+    """
+
+    sizes: tuple[int, ...]
+    reduced: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], axes: Collection[int]) -> SummedDims:
+        """Merge neighbours that are both summed over or both kept, and drop sizes of 1."""
+        sizes: list[int] = []
+        reduced: list[bool] = []
+        for axis, size in enumerate(shape):
+            if size == 1:
+                continue
+            if reduced and reduced[-1] == (axis in axes):
+                sizes[-1] *= size
+            else:
+                sizes.append(size)
+                reduced.append(axis in axes)
+        return cls(tuple(sizes), tuple(reduced))
+
 
 _Dtype = np.dtype[Any]
 

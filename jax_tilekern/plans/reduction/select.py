@@ -12,9 +12,8 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.policy import plan_choice, workload
 from jax_tilekern.plans.reduction.column_sums import column_passes
-from jax_tilekern.plans.reduction.dims import SummedDims
 from jax_tilekern.plans.reduction.passes import ReductionCandidate, best_first, split_pass
-from jax_tilekern.plans.reduction.problem import Reduction
+from jax_tilekern.plans.reduction.problem import Reduction, SummedDims
 
 _Dtype = np.dtype[Any]
 

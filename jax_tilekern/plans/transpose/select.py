@@ -11,11 +11,9 @@ from __future__ import annotations
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 from jax_tilekern.plans.policy import plan_choice, workload
-from jax_tilekern.plans.transpose.candidate import TransposeCandidate
+from jax_tilekern.plans.transpose.candidate import TransposeCandidate, row_transpose, tile_transpose
 from jax_tilekern.plans.transpose.permutation import Permutation
-from jax_tilekern.plans.transpose.rows import row_transpose
 from jax_tilekern.plans.transpose.shape import MAX_OUTER_DIMS, SECTOR_BYTES, Matrices
-from jax_tilekern.plans.transpose.tiles import tile_transpose
 
 # Smaller matrices leave threads of a CTA without work.
 _MIN_MATRIX_BYTES = 2048
