@@ -30,6 +30,7 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.operation_command import OperationCommand
 from jax_tilekern.cli.run_command import Command, run_command
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound
+from jax_tilekern.plans.gpu import NoGpu
 
 _COMMANDS: dict[str, Command] = {
     **{name: OperationCommand(name) for name in OPERATIONS},
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_command(
                 "python -m benchmarks", "Measurements of jax_tilekern.", _COMMANDS, arguments
             )
-        except (BenchmarkError, NvrtcNotFound) as error:
+        except (BenchmarkError, NoGpu, NvrtcNotFound) as error:
             print(error, file=sys.stderr)
             return 2
         finally:

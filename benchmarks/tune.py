@@ -10,7 +10,6 @@ from benchmarks.calls.row import Row
 from benchmarks.suites.suite import SuiteError, load_suite
 from jax_tilekern.cli.product_call import ProductCall, ProductCallError
 from jax_tilekern.cli.tune import add_tuning_arguments, tune_calls
-from jax_tilekern.plans.gpu import NoGpu
 
 HELP = "tune the products of a suite"
 
@@ -34,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = (suite.matching(arguments.rows) if arguments.rows else suite).rows
     try:
         return tune_calls([product_call(row) for row in rows], arguments)
-    except (ProductCallError, NoGpu) as error:
+    except ProductCallError as error:
         print(error, file=sys.stderr)
         return 2
 

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import command_line, errors
 from benchmarks.command_line import main
+from jax_tilekern.plans.gpu import NoGpu
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,6 +36,7 @@ def test_an_interrupt_is_one_line_and_a_bad_argument_another(command, monkeypatc
     for error, status, message in [
         (KeyboardInterrupt(), 130, f"{command}: interrupted\n"),
         (errors.BenchmarkError("no such row"), 2, "no such row\n"),
+        (NoGpu("no GPU"), 2, "no GPU\n"),
     ]:
 
         def raises(arguments, error=error):
