@@ -24,6 +24,17 @@ from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
 from jax_tilekern.ops.linear import gated_linear, linear
 from jax_tilekern.ops.matmul import dot_general, matmul
 from jax_tilekern.ops.ragged_dot import ragged_dot, ragged_dot_general
+from jax_tilekern.ops.segments.functions import (
+    segment_max,
+    segment_mean,
+    segment_min,
+    segment_prod,
+    segment_reduce,
+    segment_sum,
+)
+from jax_tilekern.ops.segments.plan import SegmentPlan, segment_plan
+from jax_tilekern.ops.segments.take import scatter_add, take
+from jax_tilekern.ops.segments.top_k import top_k
 from jax_tilekern.ops.strassen import strassen_matmul
 from jax_tilekern.ops.sum import sum
 from jax_tilekern.ops.tensor_products import einsum, inner, multi_dot, tensordot, vecdot
@@ -46,6 +57,7 @@ __all__ = [
     "Gpu",
     "KernelReport",
     "NoGpu",
+    "SegmentPlan",
     "TensorMap",
     "add",
     "checkpoint_policies",
@@ -75,10 +87,20 @@ __all__ = [
     "row_logsumexp",
     "row_max",
     "row_sum",
+    "scatter_add",
+    "segment_max",
+    "segment_mean",
+    "segment_min",
+    "segment_plan",
+    "segment_prod",
+    "segment_reduce",
+    "segment_sum",
     "strassen_matmul",
     "strict",
     "sum",
+    "take",
     "tensordot",
+    "top_k",
     "transpose",
     "tune",
     "tuning",

@@ -1,0 +1,212 @@
+// A stable sort of the numbers of rows by small integer keys: least significant digit first, with
+// counts instead of atomic operations on memory, so that the order is the same at every call. The
+// passes over a digit are `count_digits`, `scan_digits` and `scatter_digits`; `find_bounds` finds
+// where each key begins.
+#pragma once
+
+#include "ptx.cuh"
+#include "types.cuh"
+
+namespace tilekern {
+
+inline constexpr int kSortThreads = 256;
+inline constexpr int kSortWarps = kSortThreads / 32;
+// A thread has so many digits in a row.
+inline constexpr int kThreadDigits = 2;
+inline constexpr int kMaxDigits = kThreadDigits * kSortThreads;
+
+// One pass; `IndexSort` in `plans/segments/index_sort.py` packs the same fields in the same order.
+struct SortPass {
+  uint32 count;
+  uint32 tiles;
+  // The digit is (key >> shift) % digits, and the number of digits is a power of two.
+  uint32 shift;
+  uint32 digits;
+};
+
+inline uint32 digit_of(const SortPass& pass, int32 key) {
+  return static_cast<uint32>(key) >> pass.shift & (pass.digits - 1);
+}
+
+// Counts the digits of each tile: counts[digit][tile]. A thread has kItems keys of a tile.
+template <int kItems>
+__global__ void __launch_bounds__(kSortThreads)
+    count_digits(const int32* keys, uint32* counts, const __grid_constant__ SortPass pass) {
+  __shared__ uint32 found[kMaxDigits];
+  const uint32 thread = threadIdx.x;
+  for (uint32 digit = thread; digit < kMaxDigits; digit += kSortThreads) found[digit] = 0;
+  launch_dependents();
+  wait_for_prerequisites();
+  __syncthreads();
+  const uint32 first = blockIdx.x * kSortThreads * kItems;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32 row = first + i * kSortThreads + thread;
+    if (row < pass.count) atomicAdd(&found[digit_of(pass, keys[row])], 1u);
+  }
+  __syncthreads();
+  for (uint32 digit = thread; digit < pass.digits; digit += kSortThreads) {
+    counts[static_cast<int64>(digit) * pass.tiles + blockIdx.x] = found[digit];
+  }
+}
+
+// Returns the sum of the values of the threads before this one. All threads of the CTA call it.
+inline uint32 sum_before(uint32 value) {
+  __shared__ uint32 warps[kSortWarps];
+  const uint32 lane = threadIdx.x % 32;
+  uint32 sum = value;
+#pragma unroll
+  for (uint32 step = 1; step < 32; step *= 2) {
+    const uint32 other = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += other;
+  }
+  // The array may still be read for the call before.
+  __syncthreads();
+  if (lane == 31) warps[threadIdx.x / 32] = sum;
+  __syncthreads();
+  uint32 before = sum - value;
+  for (uint32 warp = 0; warp < threadIdx.x / 32; ++warp) before += warps[warp];
+  return before;
+}
+
+// Replaces each count of a digit, one for each CTA, by the sum of those before, and writes the
+// total.
+__global__ void __launch_bounds__(kSortThreads)
+    scan_digits(uint32* counts, uint32* totals, const __grid_constant__ SortPass pass) {
+  __shared__ uint32 carried;
+  uint32* const own = counts + static_cast<int64>(blockIdx.x) * pass.tiles;
+  uint32 total = 0;
+  launch_dependents();
+  wait_for_prerequisites();
+  for (uint32 first = 0; first < pass.tiles; first += kSortThreads) {
+    const uint32 tile = first + threadIdx.x;
+    const uint32 count = tile < pass.tiles ? own[tile] : 0;
+    const uint32 before = sum_before(count);
+    if (tile < pass.tiles) own[tile] = total + before;
+    if (threadIdx.x == kSortThreads - 1) carried = before + count;
+    __syncthreads();
+    total += carried;
+  }
+  if (threadIdx.x == 0) totals[blockIdx.x] = total;
+}
+
+// Writes the rows in the order of this digit. With kFirst, they are in the order of their numbers;
+// without it, `rows` are the rows in the order of the digits before, and `keys` are theirs.
+//
+// A CTA sorts its tile in shared memory first, so that it writes runs of a digit.
+template <int kItems, bool kFirst>
+__global__ void __launch_bounds__(kSortThreads)
+    scatter_digits(const int32* keys, const int32* rows, const uint32* counts, const uint32* totals,
+                   int32* sorted_keys, int32* sorted_rows, const __grid_constant__ SortPass pass) {
+  constexpr uint32 kTile = kSortThreads * kItems;
+  // For each warp and digit, first the count, then where the next one goes in the tile.
+  __shared__ uint32 places[kSortWarps][kMaxDigits];
+  // What is added to a place in the tile.
+  __shared__ uint32 offsets[kMaxDigits];
+  __shared__ int32 tile_keys[kTile], tile_rows[kTile];
+  const uint32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const uint32 tile = blockIdx.x * kTile;
+  // Keys of a warp are adjacent.
+  const uint32 first = tile + warp * 32 * kItems;
+  for (uint32 digit = thread; digit < kMaxDigits; digit += kSortThreads) {
+#pragma unroll
+    for (int i = 0; i < kSortWarps; ++i) places[i][digit] = 0;
+  }
+  __syncthreads();
+  launch_dependents();
+  wait_for_prerequisites();
+  int32 key[kItems];
+  uint32 rank[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32 at = first + i * 32 + lane;
+    key[i] = at < pass.count ? keys[at] : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const bool inside = first + i * 32 + lane < pass.count;
+    const uint32 digit = digit_of(pass, key[i]);
+    // The lanes that have this digit.
+    uint32 alike = __ballot_sync(~0u, inside);
+    for (uint32 bit = 1; bit < pass.digits; bit *= 2) {
+      const uint32 ones = __ballot_sync(~0u, digit & bit);
+      alike &= digit & bit ? ones : ~ones;
+    }
+    const uint32 before = __popc(alike & ((1u << lane) - 1));
+    const uint32 known = inside ? places[warp][digit] : 0;
+    rank[i] = known + before;
+    __syncwarp();
+    if (inside && before == 0) places[warp][digit] = known + __popc(alike);
+    __syncwarp();
+  }
+  // A thread's digits: how many in the tile, and in all tiles.
+  uint32 here[kThreadDigits], here_all = 0, everywhere[kThreadDigits], everywhere_all = 0;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kThreadDigits; ++i) {
+    const uint32 digit = kThreadDigits * thread + i;
+    here[i] = everywhere[i] = 0;
+    if (digit < pass.digits) {
+#pragma unroll
+      for (int j = 0; j < kSortWarps; ++j) here[i] += places[j][digit];
+      everywhere[i] = totals[digit];
+    }
+    here_all += here[i];
+    everywhere_all += everywhere[i];
+  }
+  uint32 place = sum_before(here_all), begin = sum_before(everywhere_all);
+#pragma unroll
+  for (int i = 0; i < kThreadDigits; ++i) {
+    const uint32 digit = kThreadDigits * thread + i;
+    if (digit >= pass.digits) continue;
+    offsets[digit] = begin + counts[static_cast<int64>(digit) * pass.tiles + blockIdx.x] - place;
+    begin += everywhere[i];
+#pragma unroll
+    for (int j = 0; j < kSortWarps; ++j) {
+      const uint32 count = places[j][digit];
+      places[j][digit] = place;
+      place += count;
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const uint32 at = first + i * 32 + lane;
+    if (at >= pass.count) continue;
+    const uint32 local = places[warp][digit_of(pass, key[i])] + rank[i];
+    tile_keys[local] = key[i];
+    tile_rows[local] = kFirst ? static_cast<int32>(at) : rows[at];
+  }
+  __syncthreads();
+  const uint32 count = min_of(pass.count - tile, kTile);
+  for (uint32 i = thread; i < count; i += kSortThreads) {
+    const int32 own = tile_keys[i];
+    const uint32 to = offsets[digit_of(pass, own)] + i;
+    sorted_keys[to] = own;
+    sorted_rows[to] = tile_rows[i];
+  }
+}
+
+// bounds[i] is the number of keys below i, for i up to `bins`, where keys ascend. Whatever the keys
+// are, the bounds ascend, because the search for a larger key turns right wherever that for a
+// smaller one does.
+__global__ void __launch_bounds__(kSortThreads)
+    find_bounds(const int32* keys, int32* bounds, uint32 count, uint32 bins) {
+  const uint32 bin = blockIdx.x * kSortThreads + threadIdx.x;
+  launch_dependents();
+  wait_for_prerequisites();
+  if (bin > bins) return;
+  uint32 low = 0, high = count;
+  while (low < high) {
+    const uint32 middle = low + (high - low) / 2;
+    if (keys[middle] < static_cast<int32>(bin)) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  // Every row belongs to a bin.
+  bounds[bin] = bin == 0 ? 0 : bin == bins ? count : low;
+}
+
+}  // namespace tilekern

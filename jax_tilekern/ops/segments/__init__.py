@@ -1,0 +1,1 @@
+"""Reductions to segments, rows by number, and what both are made of."""

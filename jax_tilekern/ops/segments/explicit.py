@@ -1,0 +1,40 @@
+"""Segments on meshes with explicit axes: computed with automatic ones, results as JAX has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_tilekern.interop import compat
+
+
+def spec_of(x: Any) -> tuple[Any, ...]:
+    """Return how explicit axes split the dimensions of an array."""
+    sharding = compat.explicit_sharding(jax.typeof(x))
+    spec = () if sharding is None else tuple(sharding.spec)
+    return (*spec, *(None,) * (x.ndim - len(spec)))
+
+
+def by_automatic_axes(
+    function: Callable[..., Any], operands: Any, out_specs: Callable[[], Any]
+) -> Any:
+    """Call a function of a tree of operands whose types have no shardings inside it.
+
+    Parameters
+    ----------
+    function, operands
+        The function, of one tree.
+    out_specs
+        Gives how explicit axes split the dimensions of the result, or of a list of results.
+    """
+    shardings = (compat.explicit_sharding(jax.typeof(x)) for x in jax.tree.leaves(operands))
+    mesh = next((x.mesh for x in shardings if x is not None), None)
+    if mesh is None:
+        return function(operands)
+    specs = out_specs()
+    several = isinstance(specs, list)
+    out = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in (specs if several else [specs])]
+    return compat.with_automatic_axes(function, out if several else out[0])(operands)

@@ -1,0 +1,337 @@
+"""``segment_sum`` and the other reductions to segments: the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_tilekern.ops.jitted import jitted
+from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
+from jax_tilekern.ops.segments.keys import clipped, rows_of
+from jax_tilekern.ops.segments.plan import SegmentPlan, check_ids, number_of_segments, segment_plan
+from jax_tilekern.ops.segments.reduce import Edges, Operands, reduce_segments, trace_values
+from jax_tilekern.plans.segments.problem import Reduction
+
+Ids = ArrayLike | SegmentPlan
+
+
+def segment_sum(
+    data: ArrayLike,
+    segment_ids: Ids,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Any = None,
+) -> Array:
+    """Sum rows by segment, with the semantics of :func:`jax.ops.segment_sum`.
+
+    The order of additions is fixed, so results are the same at every call. Floats of 16 bits are
+    summed in float32 and rounded once.
+
+    Parameters
+    ----------
+    data
+        Array whose first dimension has the edges.
+    segment_ids
+        The segment of each edge, of any integer type, or a :func:`segment_plan`.
+    num_segments
+        Number of segments; by default one more than the largest id, which takes a concrete array.
+    indices_are_sorted
+        Whether the ids are known to ascend. If they do not, sums are wrong; no memory is read or
+        written out of bounds.
+    unique_indices
+        Accepted as JAX has it.
+    bucket_size
+        Accepted as JAX has it: sums are accurate without buckets.
+    mode
+        What ids out of bounds mean, as in :func:`segment_plan`.
+
+    Returns
+    -------
+    Array
+        ``(num_segments, *data.shape[1:])`` of the type of ``data``. Empty segments are zeros.
+
+    Raises
+    ------
+    TypeError
+        If the ids are no integers.
+    ValueError
+        If there are not as many ids as edges, or ``num_segments`` is negative.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> jtk.segment_sum(jnp.arange(6.0).reshape(3, 2), jnp.array([1, 1, 0]), 2)
+    Array([[4., 5.],
+           [2., 4.]], dtype=float32)
+    """
+    return _reduced("sum", data, segment_ids, num_segments, indices_are_sorted, mode)
+
+
+def segment_prod(
+    data: ArrayLike,
+    segment_ids: Ids,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Any = None,
+) -> Array:
+    """Multiply rows by segment, with the semantics of :func:`jax.ops.segment_prod`.
+
+    Parameters, results and errors are those of :func:`segment_sum`. Empty segments are ones. It has
+    no derivative.
+    """
+    return _reduced("prod", data, segment_ids, num_segments, indices_are_sorted, mode)
+
+
+def segment_max(
+    data: ArrayLike,
+    segment_ids: Ids,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Any = None,
+) -> Array:
+    """Return the maximum of rows by segment, with the semantics of :func:`jax.ops.segment_max`.
+
+    Parameters, results and errors are those of :func:`segment_sum`. Empty segments are the lowest
+    value of the type. Elements that are the maximum share its derivative.
+    """
+    return _reduced("max", data, segment_ids, num_segments, indices_are_sorted, mode)
+
+
+def segment_min(
+    data: ArrayLike,
+    segment_ids: Ids,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    unique_indices: bool = False,
+    bucket_size: int | None = None,
+    mode: Any = None,
+) -> Array:
+    """Return the minimum of rows by segment, with the semantics of :func:`jax.ops.segment_min`.
+
+    Parameters, results and errors are those of :func:`segment_sum`. Empty segments are the highest
+    value of the type. Elements that are the minimum share its derivative.
+    """
+    return _reduced("min", data, segment_ids, num_segments, indices_are_sorted, mode)
+
+
+def segment_mean(
+    data: ArrayLike,
+    segment_ids: Ids,
+    num_segments: int | None = None,
+    indices_are_sorted: bool = False,
+    mode: Any = None,
+) -> Array:
+    """Return the mean of rows by segment.
+
+    Parameters, results and errors are those of :func:`segment_sum`. Empty segments are zeros.
+    Integers give floats, as in :func:`jax.numpy.mean`.
+    """
+    data = jnp.asarray(data)
+    plan = plan_of("segment_mean", segment_ids, num_segments, indices_are_sorted, mode)
+    dtype = (
+        jnp.result_type(data.dtype, jax.dtypes.canonicalize_dtype(np.float32))
+        if not jnp.issubdtype(data.dtype, jnp.inexact)
+        else data.dtype
+    )
+    wide = jnp.promote_types(dtype, np.float32)
+    total = reduced("sum", data.astype(dtype), plan, wide)
+    counts = jnp.maximum(jnp.diff(plan.bounds)[1:-1], 1).astype(wide)
+    return (total / counts.reshape(-1, *(1,) * (data.ndim - 1))).astype(dtype)
+
+
+def segment_reduce(
+    function: Callable[..., Any],
+    *arrays: ArrayLike,
+    segment_ids: Ids,
+    num_segments: int | None = None,
+    gather: Sequence[Ids | None] | None = None,
+    reduction: Reduction = "sum",
+    indices_are_sorted: bool = False,
+    mode: Any = None,
+) -> Array:
+    """Reduce a function of the edges' data, which is never stored, to segments.
+
+    It is ``segment_sum(vmap(function)(*(x[index] for x, index in zip(arrays, gather))), ids)`` in
+    one kernel on a GPU: messages of a graph's edges, or a sparse matrix times a dense one. Its
+    derivatives, of any order, are calls of this kind.
+
+    Parameters
+    ----------
+    function
+        A function of scalars, one of each array: any elementwise JAX function.
+    *arrays
+        Arrays whose first dimension has the edges, or rows that edges gather. The further
+        dimensions are the same, or of size 1, or missing.
+    segment_ids, num_segments, indices_are_sorted, mode
+        As in :func:`segment_sum`.
+    gather
+        For each array the number of the row that each edge reads, or a :func:`segment_plan` of
+        these numbers, or ``None`` for an array of edges. An integer out of bounds reads zeros. A
+        plan saves the sort that the derivative needs.
+    reduction
+        ``"sum"``, ``"max"``, ``"min"`` or ``"prod"``.
+
+    Returns
+    -------
+    Array
+        A row for each segment, of the function's type.
+
+    Raises
+    ------
+    TypeError
+        If the function is not one of scalars, or indices are no integers.
+    ValueError
+        If the arrays' shapes do not fit.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> nodes = jnp.arange(6.0).reshape(3, 2)
+    >>> source, target = jnp.array([0, 1, 2]), jnp.array([1, 1, 0])
+    >>> weights = jnp.array([1.0, 10.0, 100.0])
+    >>> jtk.segment_reduce(
+    ...     lambda x, w: x * w, nodes, weights, segment_ids=target, num_segments=3,
+    ...     gather=(source, None))
+    Array([[400., 500.],
+           [ 20.,  31.],
+           [  0.,   0.]], dtype=float32)
+    """
+    read = [jnp.asarray(x) for x in arrays]
+    if not read:
+        raise TypeError("segment_reduce takes at least one array")
+    if reduction not in ("sum", "max", "min", "prod"):
+        raise ValueError(f"segment_reduce: no reduction {reduction!r}")
+    places = (None,) * len(read) if gather is None else tuple(gather)
+    if len(places) != len(read):
+        raise ValueError(f"segment_reduce: {len(places)} entries of gather for {len(read)} arrays")
+    plan = plan_of("segment_reduce", segment_ids, num_segments, indices_are_sorted, mode)
+    distinct: list[Any] = []
+    for place in places:
+        if place is not None and not any(place is other for other in distinct):
+            distinct.append(place)
+    gathers = tuple(
+        None if place is None else next(i for i, x in enumerate(distinct) if x is place)
+        for place in places
+    )
+    indices, plans, planned = [], [], []
+    for i, place in enumerate(distinct):
+        rows = [x.shape[0] for x, own in zip(read, gathers, strict=True) if own == i]
+        if isinstance(place, SegmentPlan):
+            if any(n != place.num_segments for n in rows):
+                raise ValueError(
+                    f"segment_reduce: a plan of {place.num_segments} rows gathers from arrays of "
+                    f"{rows} rows"
+                )
+            index = rows_of(place.keys, place.num_segments)
+            if place.order is not None:
+                plans.append((place.order, place.bounds))
+                planned.append(i)
+        else:
+            index = jnp.asarray(place)
+            check_ids("segment_reduce", index)
+            index = clipped(index, -1, max(rows))
+        if index.shape[0] != plan.size:
+            raise ValueError(
+                f"segment_reduce: {index.shape[0]} numbers of rows for {plan.size} edges"
+            )
+        indices.append(index)
+    rank = max(x.ndim for x in read)
+    read = [x.reshape(*x.shape, *(1,) * (rank - x.ndim)) for x in read]
+    for i, (x, own) in enumerate(zip(read, gathers, strict=True)):
+        if x.ndim == 0 or (own is None and x.shape[0] != plan.size):
+            raise ValueError(f"segment_reduce: array {i} has shape {x.shape} for {plan.size} edges")
+    shape = jnp.broadcast_shapes(*(x.shape[1:] for x in read))
+    # A dimension that only some arrays lack is made whole.
+    read = [
+        x
+        if x.shape[1:] in (shape, (1,) * len(shape))
+        else jnp.broadcast_to(x, (x.shape[0], *shape))
+        for x in read
+    ]
+    if not any(x.shape[1:] == shape for x in read):
+        read[0] = jnp.broadcast_to(read[0], (read[0].shape[0], *shape))
+    values, closed_over = trace_values(function, [x.dtype for x in read])
+    scalars = [jnp.broadcast_to(x, (1, *(1,) * len(shape))) for x in closed_over]
+    if scalars:
+        zero = len(indices)
+        indices.append(jnp.zeros(plan.size, np.int32))
+        gathers = (*gathers, *(zero,) * len(scalars))
+        read += scalars
+    order = () if plan.order is None else (plan.order,)
+    edges = Edges(gathers, len(indices), tuple(planned), plan.num_segments, 1, plan.order is None)
+    operands = Operands(tuple(read), tuple(indices), tuple(plans), plan.keys, order, plan.bounds)
+    whole = next(x for x in read if x.shape[1:] == shape)
+
+    def call(operands: Operands) -> Array:
+        return reduce_segments(
+            operands, edges, reduction=reduction, function=values, dtype=values.out_dtypes[0]
+        )
+
+    result: Array = by_automatic_axes(call, operands, lambda: (None, *spec_of(whole)[1:]))
+    return result
+
+
+def plan_of(
+    name: str, ids: Ids, num_segments: int | None, is_sorted: bool, mode: Any
+) -> SegmentPlan:
+    """Return the plan of ids, or the plan itself."""
+    if not isinstance(ids, SegmentPlan):
+        ids = jnp.asarray(ids)
+        check_ids(name, ids)
+        count = number_of_segments(name, ids, num_segments)
+        return segment_plan(ids, count, indices_are_sorted=is_sorted, mode=mode)
+    if num_segments is not None and num_segments != ids.num_segments:
+        raise ValueError(
+            f"{name}: num_segments is {num_segments}, and the plan has {ids.num_segments} segments"
+        )
+    return ids
+
+
+@jitted("reduction", "dtype")
+def reduced(
+    reduction: Reduction, data: Array, plan: SegmentPlan, dtype: np.dtype[Any] | None = None
+) -> Array:
+    """Reduce rows by a plan."""
+    order = () if plan.order is None else (plan.order,)
+    edges = Edges((None,), 0, (), plan.num_segments, 1, plan.order is None)
+    operands = Operands((data,), (), (), plan.keys, order, plan.bounds)
+    wanted = np.dtype(data.dtype if dtype is None else dtype)
+
+    def call(operands: Operands) -> Array:
+        return reduce_segments(operands, edges, reduction=reduction, function=None, dtype=wanted)
+
+    result: Array = by_automatic_axes(call, operands, lambda: (None, *spec_of(data)[1:]))
+    return result
+
+
+def _reduced(
+    reduction: Reduction,
+    data: ArrayLike,
+    segment_ids: Ids,
+    num_segments: int | None,
+    indices_are_sorted: bool,
+    mode: Any,
+) -> Array:
+    name = f"segment_{reduction}"
+    data = jnp.asarray(data)
+    plan = plan_of(name, segment_ids, num_segments, indices_are_sorted, mode)
+    if data.ndim == 0 or data.shape[0] != plan.size:
+        raise ValueError(
+            f"{name}: data of shape {data.shape} for {plan.size} segment ids: its first dimension "
+            "has the edges"
+        )
+    return reduced(reduction, data, plan)

@@ -1,0 +1,59 @@
+"""Segment ids as keys of bins.
+
+Bin 0 has what lies before the segments, bin ``segments + 1`` what lies behind them, so that keys
+ascend where ids do. The bins of a batch follow those of the one before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+
+def keys_of(ids: Array, segments: int, *, clip: bool = False) -> Array:
+    """Return the key of each id, of any integer type; int32.
+
+    Parameters
+    ----------
+    ids
+        Numbers of segments.
+    segments
+        Number of segments.
+    clip
+        Whether ids out of bounds are the first and the last segment. By default they belong to
+        none.
+    """
+    keys = clipped(ids, -1, segments) + 1
+    return jnp.clip(keys, 1, segments) if clip and segments else keys
+
+
+def clipped(numbers: Array, low: int, high: int) -> Array:
+    """Return integers of any type between two bounds of 31 bits, as int32."""
+    if numbers.dtype.itemsize < 4:
+        numbers = numbers.astype(np.int32)
+    if numbers.dtype.kind == "u":
+        return jnp.minimum(numbers, numbers.dtype.type(high)).astype(np.int32)
+    return jnp.clip(numbers, low, high).astype(np.int32)
+
+
+def rows_of(keys: Array, segments: int, batch: int = 1) -> Array:
+    """Return the row of a result that a key stands for, -1 for a key of no segment."""
+    period = segments + 2
+    number, within = (0, keys) if batch == 1 else jnp.divmod(keys, period)
+    inside = (within >= 1) & (within <= segments)
+    return jnp.where(inside, number * segments + within - 1, -1)
+
+
+def lowest(dtype: np.dtype[Any]) -> int:
+    """Return the lowest integer of a type."""
+    info: Any = jnp.iinfo
+    return int(info(dtype).min)
+
+
+def highest(dtype: np.dtype[Any]) -> int:
+    """Return the highest integer of a type."""
+    info: Any = jnp.iinfo
+    return int(info(dtype).max)

@@ -1,0 +1,128 @@
+"""The order of rows by small integer keys: a stable sort, and where each key begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.plans.segments.index_sort import IndexSort, plan_bounds, plan_index_sort
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Operand,
+    Operation,
+    PlannedKernel,
+    Planner,
+    define,
+)
+
+
+def order_by_key(keys: Array, *, bins: int) -> tuple[Array, Array]:
+    """Sort rows by their keys.
+
+    Parameters
+    ----------
+    keys
+        The key of each row, int32 from 0 to ``bins - 1``.
+    bins
+        Number of keys.
+
+    Returns
+    -------
+    order
+        The rows by ascending key, and by number where keys are equal.
+    bounds
+        The position in ``order`` where each key begins, and the number of rows.
+    """
+    order, bounds = _bind(keys, bins=bins, is_sorted=False)
+    return order, bounds
+
+
+def bounds_of_sorted(keys: Array, *, bins: int) -> Array:
+    """Return the bounds of :func:`order_by_key` for keys that ascend.
+
+    The bounds of keys that do not ascend have no meaning, but they ascend.
+    """
+    bounds: Array
+    (bounds,) = _bind(keys, bins=bins, is_sorted=True)
+    return bounds
+
+
+def of_batches(
+    keys: Array, order: Sequence[Array], bounds: Array, *, bins: int
+) -> tuple[Array, tuple[Array, ...], Array]:
+    """Let the keys, orders and bounds of batches, which are in front, follow one another.
+
+    Parameters
+    ----------
+    keys, order, bounds
+        As in :func:`order_by_key`; there is one order or none.
+    bins
+        Keys of a batch.
+    """
+    batch, rows = keys.shape
+    number = lax.broadcasted_iota(np.int32, (batch, 1), 0)
+    starts = (bounds[:, :-1] + number * rows).ravel()
+    return (
+        (keys + number * bins).ravel(),
+        tuple((each + number * rows).ravel() for each in order),
+        jnp.append(starts, np.int32(batch * rows)),
+    )
+
+
+def _reference(keys: Array, *, bins: int, is_sorted: bool) -> list[Array]:
+    rows = lax.iota(np.int32, keys.shape[0])
+    order = []
+    if not is_sorted:
+        keys, rows = lax.sort((keys, rows), num_keys=1)
+        order = [rows]
+    bounds = jnp.searchsorted(keys, lax.iota(np.int32, bins + 1)).astype(np.int32)
+    return [*order, bounds.at[0].set(0).at[bins].set(keys.shape[0])]
+
+
+def _batch(
+    _: Any, operands: Sequence[Array], dims: Sequence[int], *, bins: int, is_sorted: bool
+) -> tuple[list[Array], list[int]]:
+    """Sort all batches at once: their keys follow one another."""
+    keys = jnp.moveaxis(operands[0], dims[0], 0)
+    batch, rows = keys.shape
+    number = lax.broadcasted_iota(np.int32, (batch, 1), 0)
+    *order, bounds = _bind((keys + number * bins).ravel(), bins=batch * bins, is_sorted=is_sorted)
+    starts = jnp.stack([bounds[i * bins : (i + 1) * bins + 1] for i in range(batch)])
+    results = [each.reshape(batch, rows) - number * rows for each in order]
+    return [*results, starts - number * rows], [0] * (len(order) + 1)
+
+
+def _sharding_rule(keys: Any, *, is_sorted: bool, **_: Any) -> ShardingRule:
+    """Every device sorts all rows."""
+    return ShardingRule(((None,),), ((None,),) * (1 if is_sorted else 2), {}, flops=keys.size)
+
+
+def _refusal(*_: Any, **__: Any) -> Fallback | None:
+    return None
+
+
+def _cuda(
+    operands: Sequence[Operand], _: Any, *, bins: int, is_sorted: bool
+) -> PlannedKernel | Fallback:
+    (keys,) = operands
+    planner = plan_bounds if is_sorted else plan_index_sort
+    return planned_kernel((keys.value,), planner, IndexSort(keys.aval.shape[0], bins))
+
+
+_bind = define(
+    Operation(
+        name="tilekern_order_by_key",
+        reference=_reference,
+        several_results=True,
+        batch=_batch,
+        sharding_rule=_sharding_rule,
+        planners={"cuda": Planner(_refusal, _cuda)},
+        describe=lambda bins, **_: f"sort rows by {bins} keys",
+    )
+)

@@ -1,0 +1,144 @@
+"""The order of edges by segment, made once and used by several calls."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_tilekern.ops.jitted import jitted
+from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
+from jax_tilekern.ops.segments.keys import keys_of
+from jax_tilekern.ops.segments.order import bounds_of_sorted, order_by_key
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SegmentPlan:
+    """Edges in the order of their segments; :func:`jax_tilekern.segment_plan` makes one.
+
+    It is a pytree, so it can be an argument or a result of jitted functions.
+
+    Attributes
+    ----------
+    keys
+        For each edge, one more than the number of its segment; 0 and ``num_segments + 1`` belong to
+        no segment.
+    order
+        The edges by ascending key; ``None`` if they ascend as they are.
+    bounds
+        The position where each key begins, and the number of edges.
+    num_segments
+        Number of segments.
+    """
+
+    keys: Array
+    order: Array | None
+    bounds: Array
+    num_segments: int = field(metadata={"static": True})
+
+    @property
+    def size(self) -> int:
+        """Number of edges."""
+        return int(self.keys.shape[0])
+
+    def __repr__(self) -> str:
+        return f"SegmentPlan({self.size} edges, {self.num_segments} segments)"
+
+
+def segment_plan(
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    *,
+    indices_are_sorted: bool = False,
+    mode: Any = None,
+) -> SegmentPlan:
+    """Order edges by segment, for any number of reductions to these segments.
+
+    The sort is stable, so sums have a fixed order. On a GPU it is a radix sort of the bits that
+    ``num_segments`` has.
+
+    Parameters
+    ----------
+    segment_ids
+        The segment of each edge: a vector of any integer type.
+    num_segments
+        Number of segments; by default one more than the largest id, which takes a concrete array.
+    indices_are_sorted
+        Whether the ids are known to ascend, so that nothing is sorted. If they do not, sums are
+        wrong; no memory is read or written out of bounds.
+    mode
+        What ids out of bounds mean: ``"drop"`` (the default), that their edges belong to no
+        segment; ``"clip"``, that they are those of the first and the last one. JAX's other names
+        mean one of the two.
+
+    Returns
+    -------
+    SegmentPlan
+        Accepted in place of ``segment_ids`` by the functions of segments, and in place of indices
+        by :func:`take`, :func:`scatter_add` and ``gather``.
+
+    Raises
+    ------
+    TypeError
+        If the ids are no integers.
+    ValueError
+        If they are no vector, ``num_segments`` is negative, or ``mode`` is unknown.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> plan = jtk.segment_plan(jnp.array([2, 0, 2]), 3)
+    >>> jtk.segment_sum(jnp.array([1.0, 2.0, 4.0]), plan)
+    Array([2., 0., 5.], dtype=float32)
+    """
+    ids = jnp.asarray(segment_ids)
+    check_ids("segment_plan", ids)
+    count = number_of_segments("segment_plan", ids, num_segments)
+    return _plan(ids, count, bool(indices_are_sorted), is_clipped(mode))
+
+
+def check_ids(name: str, ids: Array) -> None:
+    """Raise an error unless ids are a vector of integers."""
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"{name}: segment ids are integers, not {ids.dtype}")
+    if ids.ndim != 1:
+        raise ValueError(f"{name}: segment ids are a vector, not of shape {ids.shape}")
+
+
+def number_of_segments(name: str, ids: Array, given: int | None) -> int:
+    """Return the number of segments, by default one more than the largest id."""
+    if given is None:
+        given = int(np.max(ids)) + 1 if ids.size else 0
+    count = operator.index(given)
+    if count < 0:
+        raise ValueError(f"{name}: num_segments must be non-negative, not {count}")
+    return count
+
+
+def is_clipped(mode: Any) -> bool:
+    """Return whether ids out of bounds are those of the first and the last segment."""
+    if mode is None:
+        return False
+    return jax.lax.GatherScatterMode.from_any(mode) == jax.lax.GatherScatterMode.CLIP
+
+
+@jitted("count", "is_sorted", "clip")
+def _plan(ids: Array, count: int, is_sorted: bool, clip: bool) -> SegmentPlan:
+    def arrays(ids: Array) -> list[Array]:
+        keys = keys_of(ids, count, clip=clip)
+        if is_sorted:
+            return [keys, bounds_of_sorted(keys, bins=count + 2)]
+        return [keys, *order_by_key(keys, bins=count + 2)]
+
+    keys, *order, bounds = by_automatic_axes(
+        arrays, ids, lambda: [spec_of(ids), *[(None,)] * (1 if is_sorted else 2)]
+    )
+    return SegmentPlan(keys, order[0] if order else None, bounds, count)

@@ -1,0 +1,765 @@
+"""Reductions to segments of a function of gathered rows: the primitive and its rules.
+
+Edges have values, which are a function of scalars of some arrays, each read at the edge's own row
+or at a gathered one. The values are never stored: a kernel computes them as it reduces. The
+operation is closed under differentiation: a tangent is the sum of another function, linear in the
+tangents, and the cotangent of gathered rows is a sum to the segments of their numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
+from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
+from jax_tilekern.interop import compat
+from jax_tilekern.interop.compat import ad
+from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.segments.keys import highest, lowest, rows_of
+from jax_tilekern.ops.segments.order import bounds_of_sorted, of_batches, order_by_key
+from jax_tilekern.partitioning import params_text
+from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.segments.problem import MapOperand, MapText, Reduction, SegmentReduction
+from jax_tilekern.plans.segments.select import plan_segments, reads_keys
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Operand,
+    Operation,
+    Params,
+    PlannedKernel,
+    Planner,
+    Rewrite,
+    define,
+)
+
+
+@dataclass(frozen=True)
+class Edges:
+    """What the operands of a call are, and how edges read them.
+
+    Attributes
+    ----------
+    gathers
+        For each array, which of the index arrays has the rows that edges read; ``None`` if an edge
+        reads its own row.
+    indices
+        Number of index arrays. They are int32, and a number out of bounds reads zeros.
+    planned
+        Index arrays whose own order and bounds are operands, for derivatives.
+    segments
+        Segments of a batch.
+    batch
+        Number of batches.
+    is_sorted
+        Whether keys ascend. If not, there is an order.
+    """
+
+    gathers: tuple[int | None, ...]
+    indices: int
+    planned: tuple[int, ...]
+    segments: int
+    batch: int
+    is_sorted: bool
+
+    @property
+    def bins(self) -> int:
+        """Bins of all batches."""
+        return self.batch * (self.segments + 2)
+
+
+class Operands(NamedTuple):
+    """The operands of a call by their parts.
+
+    Attributes
+    ----------
+    arrays
+        Rows, and any further dimensions, which are the same or of size 1.
+    indices
+        Numbers of rows, one for each edge.
+    plans
+        Order and bounds of the planned indices.
+    keys
+        The bin of each edge.
+    order
+        The edges by their keys, or nothing.
+    bounds
+        Where each bin begins.
+    """
+
+    arrays: tuple[Any, ...]
+    indices: tuple[Any, ...]
+    plans: tuple[tuple[Any, Any], ...]
+    keys: Any
+    order: tuple[Any, ...]
+    bounds: Any
+
+    @classmethod
+    def of(cls, operands: Sequence[Any], edges: Edges) -> Operands:
+        """Take the operands of a call apart."""
+        arrays = len(edges.gathers)
+        indices = arrays + edges.indices
+        plans = indices + 2 * len(edges.planned)
+        flat = operands[indices:plans]
+        keys, *order, bounds = operands[plans:]
+        return cls(
+            tuple(operands[:arrays]),
+            tuple(operands[arrays:indices]),
+            tuple(zip(flat[::2], flat[1::2], strict=True)),
+            keys,
+            tuple(order),
+            bounds,
+        )
+
+    def flat(self) -> list[Any]:
+        """Return the operands in their order."""
+        plans = (x for plan in self.plans for x in plan)
+        return [*self.arrays, *self.indices, *plans, self.keys, *self.order, self.bounds]
+
+
+def reduce_segments(
+    operands: Operands,
+    edges: Edges,
+    *,
+    reduction: Reduction,
+    function: ScalarFunction | None,
+    dtype: np.dtype[Any],
+    linear: int = 0,
+) -> Array:
+    """Reduce the values of edges to segments.
+
+    Parameters
+    ----------
+    operands, edges
+        What is read.
+    reduction
+        How values are combined.
+    function
+        The values: a function of one element of each array. ``None`` for the one array itself.
+    dtype
+        Type of the result; floats are reduced in float32 at least.
+    linear
+        In how many of the last arrays the function is jointly linear.
+
+    Returns
+    -------
+    Array
+        A row for each segment of each batch; segments without edges have the neutral element.
+    """
+    result: Array = _bind(
+        *operands.flat(),
+        edges=edges,
+        reduction=reduction,
+        function=function,
+        dtype=dtype,
+        linear=linear,
+    )
+    return result
+
+
+# Meaning.
+
+
+def _columns(arrays: Sequence[Any]) -> tuple[int, ...]:
+    """Return the sizes of the dimensions after the rows."""
+    sizes = zip(*(x.shape[1:] for x in arrays), strict=True)
+    return tuple(next((n for n in each if n != 1), 1) for each in sizes)
+
+
+def _gathered(x: Array, index: Array) -> Array:
+    """Return rows by their numbers, zeros for those out of bounds."""
+    number = jnp.where(index < 0, x.shape[0], index)
+    return jnp.asarray(x).at[number].get(mode="fill", fill_value=0)
+
+
+def edge_values(
+    arrays: Sequence[Array],
+    indices: Sequence[Array],
+    gathers: Sequence[int | None],
+    function: ScalarFunction | None,
+) -> Array:
+    """Return the values of all edges, stored."""
+    read = [
+        x if i is None else _gathered(x, indices[i]) for x, i in zip(arrays, gathers, strict=True)
+    ]
+    if function is None:
+        return read[0]
+    shape = (read[0].shape[0], *_columns(read))
+    dims = range(len(shape))
+    labels = [tuple(i for i in dims if x.shape[i] == shape[i] or i == 0) for x in read]
+    squeezed = [
+        lax.squeeze(x, [i for i in dims if i not in own])
+        for x, own in zip(read, labels, strict=True)
+    ]
+    first = jnp.broadcast_to(read[0], shape)
+    result: Array = function.over_labels(tuple(dims), labels[1:])(first, *squeezed[1:])[0]
+    return result
+
+
+def _neutral(reduction: Reduction, dtype: np.dtype[Any]) -> Any:
+    if reduction in ("sum", "prod"):
+        return np.asarray(reduction == "prod", dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.asarray(-np.inf if reduction == "max" else np.inf, dtype)
+    if dtype == np.bool_:
+        return np.asarray(reduction == "min")
+    return np.asarray(lowest(dtype) if reduction == "max" else highest(dtype), dtype)
+
+
+_SCATTERS = {"sum": "add", "prod": "multiply", "max": "max", "min": "min"}
+
+
+def _value_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type in which values are reduced to a type."""
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return np.dtype(np.float32) if is_narrow else dtype
+
+
+def _reference(
+    *operands: Array,
+    edges: Edges,
+    reduction: Reduction,
+    function: ScalarFunction | None,
+    dtype: np.dtype[Any],
+    **_: Any,
+) -> Array:
+    read = Operands.of(operands, edges)
+    return _by_scatter(read.arrays, read.indices, read.keys, edges, reduction, function, dtype)
+
+
+def _by_scatter(
+    arrays: Sequence[Array],
+    indices: Sequence[Array],
+    keys: Array,
+    edges: Edges,
+    reduction: Reduction,
+    function: ScalarFunction | None,
+    dtype: np.dtype[Any],
+) -> Array:
+    values = edge_values(arrays, indices, edges.gathers, function).astype(_value_dtype(dtype))
+    total = edges.batch * edges.segments
+    rows = rows_of(keys, edges.segments, edges.batch)
+    rows = jnp.where(rows < 0, total, rows)
+    start = jnp.full((total, *values.shape[1:]), _neutral(reduction, values.dtype), values.dtype)
+    update = getattr(start.at[rows], _SCATTERS[reduction])
+    result: Array = update(values, mode="drop", indices_are_sorted=edges.is_sorted).astype(dtype)
+    return result
+
+
+def trace_values(
+    function: Callable[..., Any], dtypes: Sequence[np.dtype[Any]]
+) -> tuple[ScalarFunction, list[Any]]:
+    """Trace a user's function of scalars, and return the scalars that it closes over.
+
+    Raises
+    ------
+    TypeError
+        If it is not a function of scalars, or has several results.
+    """
+    first = dtypes[0]
+    traced, closed_over, _ = trace_scalars(function, first, first, dtypes[1:])
+    if len(traced.out_dtypes) != 1 or traced.elements != 1:
+        raise TypeError(
+            f"{traced.name} returns {len(traced.out_dtypes)} values; a value of an edge is one"
+        )
+    return traced, closed_over
+
+
+# Differentiation.
+
+
+def _scalar_function(
+    name: str, function: Callable[..., Any], dtypes: Sequence[Any], out: np.dtype[Any]
+) -> ScalarFunction:
+    """Trace a function of scalars of known types."""
+
+    def python(*scalars: Any) -> list[Any]:
+        return [function(*scalars)]
+
+    with compat.without_mesh():
+        jaxpr = jax.make_jaxpr(python)(*(jax.core.ShapedArray((), x) for x in dtypes))
+    return ScalarFunction(name, jaxpr, python, (out,), (None,))
+
+
+def _evaluated(function: ScalarFunction | None) -> Callable[..., Any]:
+    """Return the function of scalars as JAX computes it, before the cast to its type."""
+    if function is None:
+        return lambda x: x
+    call = compat.jaxpr_as_fun(function.jaxpr)
+    return lambda *scalars: call(*scalars)[0]
+
+
+def _jvp(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    edges: Edges,
+    reduction: Reduction,
+    function: ScalarFunction | None,
+    dtype: np.dtype[Any],
+    linear: int,
+) -> tuple[Any, Any]:
+    result = _bind(
+        *primals, edges=edges, reduction=reduction, function=function, dtype=dtype, linear=linear
+    )
+    read = Operands.of(primals, edges)
+    count = len(read.arrays)
+    moving = [i for i in range(count) if type(tangents[i]) is not ad.Zero]
+    if not moving or not jnp.issubdtype(dtype, jnp.inexact):
+        return result, compat.zero_tangent(result)
+    if reduction == "prod":
+        raise NotImplementedError(
+            "segment_prod has no derivative; JAX's has one for unique indices alone"
+        )
+    given = [tangents[i] for i in moving]
+    if reduction == "sum" and function is None:
+        return result, _bind(
+            *given,
+            *primals[1:],
+            edges=edges,
+            reduction=reduction,
+            function=None,
+            dtype=dtype,
+            linear=0,
+        )
+    evaluated = _evaluated(function)
+
+    def tangent(*scalars: Any) -> Any:
+        values, changes = scalars[:count], scalars[-len(moving) :]
+
+        def of_moving(*own: Any) -> Any:
+            operands = list(values)
+            for i, x in zip(moving, own, strict=True):
+                operands[i] = x
+            return evaluated(*operands)
+
+        value, change = jax.jvp(of_moving, tuple(values[i] for i in moving), changes)
+        if reduction == "sum":
+            return change
+        chosen = value.astype(dtype) == scalars[count]
+        return jnp.where(chosen, change, jnp.zeros_like(change))
+
+    arrays, gathers, indices = list(read.arrays), list(edges.gathers), list(read.indices)
+    if reduction != "sum":
+        # Those that are the extremum share its tangent.
+        arrays.append(result)
+        gathers.append(len(indices))
+        indices.append(rows_of(read.keys, edges.segments, edges.batch))
+    further = dataclasses.replace(
+        edges,
+        gathers=(*gathers, *(edges.gathers[i] for i in moving)),
+        indices=len(indices),
+    )
+    operands = read._replace(arrays=(*arrays, *given), indices=tuple(indices))
+    name = function.name if function else f"segment_{reduction}"
+    types = [x.dtype for x in operands.arrays]
+    traced = _scalar_function(f"tangent of {name}", tangent, types, dtype)
+    change = reduce_segments(
+        operands, further, reduction="sum", function=traced, dtype=dtype, linear=len(moving)
+    )
+    if reduction != "sum":
+
+        def is_chosen(*scalars: Any) -> Any:
+            value = evaluated(*scalars[:count]).astype(dtype)
+            return (value == scalars[count]).astype(dtype)
+
+        counted = _scalar_function(f"extrema of {name}", is_chosen, types[: count + 1], dtype)
+        number = reduce_segments(
+            operands._replace(arrays=tuple(arrays)),
+            dataclasses.replace(further, gathers=tuple(gathers)),
+            reduction="sum",
+            function=counted,
+            dtype=dtype,
+        )
+        change = change / jnp.maximum(number, jnp.ones_like(number))
+    return result, change
+
+
+def _transposes(
+    *, edges: Edges, function: ScalarFunction | None, linear: int, **_: Any
+) -> dict[tuple[int, ...], Callable[..., Any]]:
+    if function is None:
+        return {(0,): _cotangents}
+    count = len(edges.gathers)
+    return {tuple(range(count - linear, count)): _cotangents} if linear else {}
+
+
+def _cotangents(
+    cotangent: Array,
+    *operands: Any,
+    edges: Edges,
+    function: ScalarFunction | None,
+    linear: int,
+    **_: Any,
+) -> list[Array]:
+    read = Operands.of(operands, edges)
+    count = len(read.arrays)
+    moving = range(count - linear, count) if function is not None else range(1)
+    known = [i for i in range(count) if i not in moving]
+    evaluated = _evaluated(function)
+    result_rows = rows_of(read.keys, edges.segments, edges.batch)
+    arrays = (cotangent, *(read.arrays[i] for i in known))
+    gathers = (0, *(None if (g := edges.gathers[i]) is None else g + 1 for i in known))
+    indices = (result_rows, *read.indices)
+    trailing = _columns([cotangent])
+
+    def cotangent_of(target: int) -> Array:
+        aval = read.arrays[target]
+
+        def scalar(change: Any, *others: Any) -> Any:
+            def of_target(x: Any) -> Any:
+                scalars: list[Any] = [None] * count
+                for i, value in zip(known, others, strict=True):
+                    scalars[i] = value
+                for i in moving:
+                    scalars[i] = x if i == target else jnp.zeros((), read.arrays[i].dtype)
+                return evaluated(*scalars)
+
+            like = jax.ShapeDtypeStruct((), aval.dtype)
+            made = jax.eval_shape(of_target, like)
+            (own,) = jax.linear_transpose(of_target, like)(change.astype(made.dtype))
+            return own
+
+        own = None
+        if function is not None:
+            types = [x.dtype for x in arrays]
+            own = _scalar_function(f"cotangent of {function.name}", scalar, types, aval.dtype)
+        place = edges.gathers[target]
+        if place is None:
+            if own is None:
+                values = _gathered(cotangent, result_rows).astype(aval.dtype)
+            else:
+                values = edge_values(arrays, indices, gathers, own)
+        else:
+            values = _to_rows(read, place, aval, arrays, gathers, indices, own, edges)
+        summed = [i for i, n in enumerate(trailing, 1) if aval.shape[i] == 1 and n != 1]
+        return jnp.sum(values, summed, keepdims=True) if summed else values
+
+    return [cotangent_of(i) for i in moving]
+
+
+def _to_rows(
+    read: Operands,
+    place: int,
+    aval: Any,
+    arrays: tuple[Array, ...],
+    gathers: tuple[int | None, ...],
+    indices: tuple[Array, ...],
+    function: ScalarFunction | None,
+    edges: Edges,
+) -> Array:
+    """Sum values of edges to the rows that they were gathered from."""
+    rows = aval.shape[0]
+    index = read.indices[place]
+    keys = jnp.where((index >= 0) & (index < rows), index + 1, 0)
+    if place in edges.planned:
+        order, bounds = read.plans[edges.planned.index(place)]
+    else:
+        order, bounds = order_by_key(keys, bins=rows + 2)
+    if function is None:
+        # The kernel of the identity does not gather.
+        (i,) = (g for g in gathers if g is not None)
+        arrays, gathers, indices = (_gathered(arrays[0], indices[i]),), (None,), ()
+    other = Edges(gathers, len(indices), (), rows, 1, is_sorted=False)
+    return reduce_segments(
+        Operands(arrays, indices, (), keys, (order,), bounds),
+        other,
+        reduction="sum",
+        function=function,
+        dtype=aval.dtype,
+    )
+
+
+# Batching.
+
+
+def _batch(
+    _: Any,
+    operands: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    edges: Edges,
+    **params: Any,
+) -> tuple[Array, int]:
+    """Let the edges and the segments of the batch follow one another."""
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    moved = Operands.of(
+        [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)],
+        edges,
+    )
+    is_mapped = Operands.of([d is not None for d in dims], edges)
+    number = lax.broadcasted_iota(np.int32, (size, 1), 0)
+
+    def whole(x: Array, mapped: bool) -> Array:
+        """Return an array with the batch in front."""
+        return x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+
+    arrays: list[Array] = []
+    gathers: list[int | None] = []
+    indices: list[Array] = []
+    known: dict[tuple[int, int], int] = {}
+    for x, mapped, index in zip(moved.arrays, is_mapped.arrays, edges.gathers, strict=True):
+        if index is None:
+            x = whole(x, mapped)
+            arrays.append(x.reshape(-1, *x.shape[2:]))
+            gathers.append(None)
+            continue
+        arrays.append(x.reshape(-1, *x.shape[2:]) if mapped else x)
+        rows = x.shape[1] if mapped else 0
+        if (index, rows) not in known:
+            known[index, rows] = len(indices)
+            own = whole(moved.indices[index], is_mapped.indices[index])
+            if mapped:
+                own = jnp.where((own >= 0) & (own < rows), own + number * rows, -1)
+            indices.append(own.ravel())
+        gathers.append(known[index, rows])
+    order = [whole(x, mapped) for x, mapped in zip(moved.order, is_mapped.order, strict=True)]
+    placed = of_batches(
+        whole(moved.keys, is_mapped.keys),
+        order,
+        whole(moved.bounds, is_mapped.bounds),
+        bins=edges.bins,
+    )
+    batched = dataclasses.replace(
+        edges,
+        gathers=tuple(gathers),
+        indices=len(indices),
+        planned=(),
+        batch=size * edges.batch,
+    )
+    result = _bind(
+        *Operands(tuple(arrays), tuple(indices), (), *placed).flat(),
+        edges=batched,
+        **params,
+    )
+    return result.reshape(size, -1, *result.shape[1:]), 0
+
+
+# Lowering.
+
+
+def _problem(
+    avals: Operands,
+    *,
+    edges: Edges,
+    reduction: Reduction,
+    function: ScalarFunction | None,
+    dtype: np.dtype[Any],
+) -> SegmentReduction | str:
+    """Return what a kernel reduces, or why none does."""
+    value = _value_dtype(dtype)
+    columns = math.prod(_columns(avals.arrays))
+    types = [x.dtype for x in avals.arrays]
+    text = None
+    if any(
+        x.ndim > 2 and x.shape[1:] != _columns(avals.arrays) and math.prod(x.shape[1:]) > 1
+        for x in avals.arrays
+    ):
+        return "an array is broadcast over some of its dimensions"
+    if function is None:
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            if reduction != "sum":
+                return f"no kernel reduces {dtype}"
+            # Real and imaginary parts are two columns.
+            value = dtype = np.dtype(f"f{dtype.itemsize // 2}")
+            types, columns = [dtype], 2 * columns
+        try:
+            computed_type(types[0]), computed_type(dtype)
+        except Untranslatable as error:
+            return str(error)
+        if types[0] != dtype and value != _value_dtype(types[0]):
+            return f"no kernel reduces {types[0]} to {dtype}"
+    else:
+        try:
+            found = cuda_text(function)
+            computed = tuple(map(computed_type, types))
+            computed_type(dtype)
+        except Untranslatable as error:
+            return str(error)
+        text = MapText(computed, found.statements, found.results[0])
+    if dtype == np.bool_:
+        return "no kernel reduces booleans"
+    return SegmentReduction(
+        reduction=reduction,
+        edges=avals.keys.shape[0],
+        segments=edges.segments,
+        batch=edges.batch,
+        columns=columns,
+        operands=tuple(
+            MapOperand(
+                np.dtype(kind), x.shape[0], index, math.prod(x.shape[1:]) == 1 and columns > 1
+            )
+            for x, kind, index in zip(avals.arrays, types, edges.gathers, strict=True)
+        ),
+        indices=edges.indices,
+        text=text,
+        value=value,
+        out_dtype=np.dtype(dtype),
+        ordered=not edges.is_sorted,
+    )
+
+
+def _refusal(*_: Any, edges: Edges, **__: Any) -> Fallback | None:
+    return None if edges.segments else Fallback("there is no segment")
+
+
+def _cuda(
+    operands: Sequence[Operand],
+    _: Any,
+    *,
+    edges: Edges,
+    reduction: Reduction,
+    function: ScalarFunction | None,
+    dtype: np.dtype[Any],
+    **__: Any,
+) -> PlannedKernel | Fallback:
+    avals = Operands.of([x.aval for x in operands], edges)
+    problem = _problem(avals, edges=edges, reduction=reduction, function=function, dtype=dtype)
+    if isinstance(problem, str):
+        return Fallback(problem)
+    try:
+        gpu = current_gpu()
+    except NoGpu as error:
+        return Fallback(str(error))
+    values = Operands.of([x.value for x in operands], edges)
+    # XLA drops a sort whose results nothing reads.
+    order = (values.keys,) if reads_keys(problem, gpu) else (*values.order, values.bounds)
+    return planned_kernel((*values.arrays, *values.indices, *order), plan_segments, problem)
+
+
+def _described(*, edges: Edges, reduction: Reduction, function: Any, **_: Any) -> str:
+    what = f" of {function.name}" if function else ""
+    return f"segment_{reduction}{what}, {edges.batch * edges.segments} segments"
+
+
+def _composed(*operands: Array, edges: Edges, linear: int, **params: Any) -> Array:
+    """Sort anew on each device, which has some of the edges."""
+    read = Operands.of(operands, edges)
+    result: Array = _bind_unordered(*read.arrays, *read.indices, read.keys, edges=edges, **params)
+    return result
+
+
+_bind = define(
+    Operation(
+        name="tilekern_segment_reduce",
+        reference=_reference,
+        jvp=_jvp,
+        transposes=_transposes,
+        batch=_batch,
+        sharding_rule=None,
+        planners={"cuda": Planner(_refusal, _cuda)},
+        describe=_described,
+        composed=_composed,
+    )
+)
+
+
+# On several devices: each reduces its edges, and orders them by itself.
+
+
+def _unordered_reference(
+    *operands: Array,
+    edges: Edges,
+    reduction: Reduction,
+    function: ScalarFunction | None,
+    dtype: np.dtype[Any],
+) -> Array:
+    arrays = len(edges.gathers)
+    *indices, keys = operands[arrays:]
+    return _by_scatter(operands[:arrays], indices, keys, edges, reduction, function, dtype)
+
+
+def _on_device(*operands: Array, edges: Edges, **params: Any) -> Array:
+    arrays = len(edges.gathers)
+    *indices, keys = operands[arrays:]
+    order: tuple[Array, ...] = ()
+    if edges.is_sorted:
+        bounds = bounds_of_sorted(keys, bins=edges.bins)
+    else:
+        first, bounds = order_by_key(keys, bins=edges.bins)
+        order = (first,)
+    read = Operands(operands[:arrays], tuple(indices), (), keys, order, bounds)
+    own = dataclasses.replace(edges, planned=())
+    return reduce_segments(read, own, **params)
+
+
+_COMBINED = {"sum": "sum", "max": "max"}
+
+
+def _sharding_rule(
+    *operands: Any,
+    edges: Edges,
+    reduction: Reduction,
+    function: ScalarFunction | None,
+    dtype: np.dtype[Any],
+) -> ShardingRule:
+    arrays = operands[: len(edges.gathers)]
+    columns = _columns(arrays)
+    edge, first = 0, 1
+
+    def labels(x: Any, index: int | None) -> tuple[int | None, ...]:
+        own = (first + i if x.shape[1 + i] == n else None for i, n in enumerate(columns))
+        return (None if index is not None else edge, *own)
+
+    sizes = {edge: operands[-1].shape[0], **{first + i: n for i, n in enumerate(columns)}}
+    names = {edge: "edges", **{first + i: f"axis {1 + i}" for i in range(len(columns))}}
+    return ShardingRule(
+        (
+            *(labels(x, i) for x, i in zip(arrays, edges.gathers, strict=True)),
+            *((edge,),) * (edges.indices + 1),
+        ),
+        ((None, *range(first, first + len(columns))),),
+        sizes,
+        flops=math.prod(sizes.values()),
+        names=names,
+        zero_padding=reduction == "sum" and function is None,
+        combined_by=(_COMBINED.get(reduction, "sum"),),
+        unsplit=frozenset() if reduction in _COMBINED else frozenset({edge}),
+    )
+
+
+def _in_float32(*, dtype: np.dtype[Any], **params: Any) -> Params:
+    return {**params, "dtype": _value_dtype(dtype)}
+
+
+def _rewritten(_: Sequence[Operand], __: Any, **params: Any) -> Rewrite:
+    return Rewrite("every device orders its own edges", functools.partial(_on_device, **params))
+
+
+def _no_batch(*_: Any, **__: Any) -> tuple[Any, Any]:
+    raise AssertionError("it is bound when a program is lowered")
+
+
+_bind_unordered = define(
+    Operation(
+        name="tilekern_segment_reduce_unordered",
+        reference=_unordered_reference,
+        batch=_no_batch,
+        sharding_rule=_sharding_rule,
+        planners={platform: Planner(_refusal, _rewritten) for platform in ("cpu", "cuda")},
+        describe=_described,
+        in_float32=_in_float32,
+    )
+)
+
+params_text.register(
+    Edges,
+    lambda edges: dataclasses.asdict(edges),
+    lambda data: Edges(
+        **{
+            **data,
+            "gathers": tuple(data["gathers"]),
+            "planned": tuple(data["planned"]),
+        }
+    ),
+)

@@ -1,0 +1,278 @@
+"""Rows of a table by their numbers, and updates of rows: each is the transpose of the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_tilekern.interop import compat
+from jax_tilekern.interop.compat import ad
+from jax_tilekern.ops.jitted import jitted
+from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
+from jax_tilekern.ops.segments.functions import reduced
+from jax_tilekern.ops.segments.keys import highest, lowest, rows_of
+from jax_tilekern.ops.segments.order import of_batches, order_by_key
+from jax_tilekern.ops.segments.plan import SegmentPlan, segment_plan
+from jax_tilekern.ops.segments.reduce import Edges, Operands, reduce_segments
+from jax_tilekern.primitives.operation import Operation, define
+
+
+def take(
+    a: ArrayLike,
+    indices: ArrayLike | SegmentPlan,
+    axis: int | None = None,
+    out: None = None,
+    mode: str | None = None,
+    unique_indices: bool = False,
+    indices_are_sorted: bool = False,
+    fill_value: Any = None,
+) -> Array:
+    """Take rows of a table, with the semantics of :func:`jax.numpy.take`.
+
+    Rows are gathered by XLA, at the speed of memory. The gradient of the table is a
+    :func:`segment_sum` in place of a scatter: summed in float32 at least, in a fixed order, in one
+    pass over the table.
+
+    Parameters
+    ----------
+    a
+        The table.
+    indices
+        Numbers of rows, integers of any shape; or a :func:`segment_plan` of a vector of them, which
+        saves the gradient's sort.
+    axis
+        The axis of the rows. On another axis than the first it is :func:`jax.numpy.take` itself.
+        ``None`` is the first axis of a vector or of a plan's table, and the flattened array else.
+    out
+        Not supported, as in JAX.
+    mode, unique_indices, indices_are_sorted, fill_value
+        As in JAX. A plan has its own mode.
+
+    Returns
+    -------
+    Array
+        ``(*indices.shape, *a.shape[1:])``.
+
+    Raises
+    ------
+    TypeError
+        If the indices are no integers.
+    ValueError
+        If a plan is for another number of rows, or ``mode`` is unknown.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> jtk.take(jnp.arange(6.0).reshape(3, 2), jnp.array([2, 0]), axis=0)
+    Array([[4., 5.],
+           [0., 1.]], dtype=float32)
+    """
+    a = jnp.asarray(a)
+    if isinstance(indices, SegmentPlan):
+        if axis not in (None, 0) or a.ndim == 0 or a.shape[0] != indices.num_segments:
+            raise ValueError(
+                f"take: a plan of {indices.num_segments} rows, for axis {axis} of an array of "
+                f"shape {a.shape}"
+            )
+        return _filled(a, indices, fill_value)
+    given: ArrayLike = indices
+    first = (axis is not None and (axis == 0 or axis == -a.ndim)) or (axis is None and a.ndim == 1)
+    if not first or out is not None or not a.size or not np.size(indices) or a.ndim == 0:
+        return jnp.take(
+            a, jnp.asarray(indices), axis, out, mode, unique_indices, indices_are_sorted, fill_value
+        )
+    # JAX's function raises the errors.
+    result = jax.eval_shape(lambda: jnp.take(a, jnp.asarray(given), axis, None, mode))
+    indices = jnp.asarray(indices)
+    rows = a.shape[0]
+    if mode == "wrap":
+        indices = indices % rows
+    elif mode != "clip" and jnp.issubdtype(indices.dtype, jnp.signedinteger):
+        indices = jnp.where(indices < 0, indices.astype(_wide(indices.dtype)) + rows, indices)
+    plan = segment_plan(
+        indices.ravel(),
+        rows,
+        indices_are_sorted=indices_are_sorted,
+        mode="clip" if mode == "clip" else "drop",
+    )
+    return _filled(a, plan, fill_value).reshape(result.shape)
+
+
+def scatter_add(
+    a: ArrayLike,
+    indices: ArrayLike | SegmentPlan,
+    updates: ArrayLike,
+    *,
+    indices_are_sorted: bool = False,
+    mode: Any = None,
+) -> Array:
+    """Add rows to those of a table: ``a.at[indices].add(updates, mode=mode)``.
+
+    Updates of one row are summed first, in float32 at least and in a fixed order.
+
+    Parameters
+    ----------
+    a
+        The table.
+    indices
+        The row of each update, a vector of integers; negative numbers count from the last row. Or
+        a :func:`segment_plan`.
+    updates
+        A row for each index, or what broadcasts to them.
+    indices_are_sorted, mode
+        As in :func:`segment_sum`.
+
+    Returns
+    -------
+    Array
+        Of the table's shape and type.
+
+    Raises
+    ------
+    TypeError
+        If the indices are no integers.
+    ValueError
+        If shapes do not fit.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> jtk.scatter_add(jnp.zeros(3), jnp.array([0, 2, 0]), jnp.array([1.0, 2.0, 3.0]))
+    Array([4., 0., 2.], dtype=float32)
+    """
+    a = jnp.asarray(a)
+    if a.ndim == 0:
+        raise ValueError("scatter_add: a table has rows, and this array has no dimension")
+    if isinstance(indices, SegmentPlan):
+        plan = indices
+        if plan.num_segments != a.shape[0]:
+            raise ValueError(
+                f"scatter_add: a plan of {plan.num_segments} rows for a table of {a.shape[0]}"
+            )
+    else:
+        indices = jnp.asarray(indices)
+        if jnp.issubdtype(indices.dtype, jnp.signedinteger):
+            wide = indices.astype(_wide(indices.dtype))
+            indices = jnp.where(wide < 0, wide + a.shape[0], wide)
+        plan = segment_plan(indices, a.shape[0], indices_are_sorted=indices_are_sorted, mode=mode)
+    shape = (plan.size, *a.shape[1:])
+    rows = jnp.broadcast_to(jnp.asarray(updates).astype(a.dtype), shape)
+    return a + reduced("sum", rows, plan)
+
+
+def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.promote_types(dtype, np.int32)
+
+
+def _filled(a: Array, plan: SegmentPlan, fill_value: Any) -> Array:
+    """Take rows; what a plan drops is filled as JAX fills it."""
+    if fill_value is None:
+        if jnp.issubdtype(a.dtype, jnp.inexact):
+            fill_value = np.nan
+        elif a.dtype == np.bool_:
+            fill_value = True
+        else:
+            fill_value = lowest(a.dtype) or highest(a.dtype)
+    # NaN is not equal to itself, but its bytes are.
+    return _taken(a, plan, np.asarray(fill_value, a.dtype).tobytes())
+
+
+@jitted("fill")
+def _taken(a: Array, plan: SegmentPlan, fill: bytes) -> Array:
+    order = () if plan.order is None else (plan.order,)
+
+    def taken(operands: tuple[Array, ...]) -> Array:
+        rows: Array = _bind(*operands, batch=1, segments=operands[0].shape[0], fill=fill)
+        return rows
+
+    read = (a, plan.keys, *order, plan.bounds)
+    result: Array = by_automatic_axes(taken, read, lambda: (*spec_of(plan.keys), *spec_of(a)[1:]))
+    return result
+
+
+def _reference(a: Array, keys: Array, *_: Array, batch: int, segments: int, fill: bytes) -> Array:
+    rows = rows_of(keys, segments, batch)
+    return a.at[jnp.where(rows < 0, a.shape[0], rows)].get(
+        mode="fill", fill_value=np.frombuffer(fill, a.dtype)[0]
+    )
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, fill: bytes, **params: Any
+) -> tuple[Any, Any]:
+    taken = _bind(*primals, fill=fill, **params)
+    if type(tangents[0]) is ad.Zero:
+        return taken, compat.zero_tangent(taken)
+    return taken, _bind(tangents[0], *primals[1:], fill=bytes(len(fill)), **params)
+
+
+def _cotangent(
+    cotangent: Array, a: Any, keys: Array, *order: Array, batch: int, segments: int, fill: bytes
+) -> Array:
+    *first, bounds = order
+    edges = Edges((None,), 0, (), segments, batch, is_sorted=not first)
+    return reduce_segments(
+        Operands((cotangent,), (), (), keys, tuple(first), bounds),
+        edges,
+        reduction="sum",
+        function=None,
+        dtype=a.dtype,
+    )
+
+
+def _batch(
+    _: Any,
+    operands: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    batch: int,
+    segments: int,
+    fill: bytes,
+) -> tuple[Array, int]:
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    a, keys, *order = (
+        x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)
+    )
+    bins = batch * (segments + 2)
+    if dims[0] is None:
+        # All batches read one table, so its cotangent is one sum.
+        keys = keys if dims[1] is not None else jnp.broadcast_to(keys, (size, *keys.shape))
+        flat = keys.ravel()
+        taken = _bind(
+            a, flat, *order_by_key(flat, bins=bins), batch=batch, segments=segments, fill=fill
+        )
+    else:
+        keys, *order = (
+            x if d is not None else jnp.broadcast_to(x, (size, *x.shape))
+            for x, d in zip((keys, *order), dims[1:], strict=True)
+        )
+        *first, bounds = order
+        flat, placed, starts = of_batches(keys, first, bounds, bins=bins)
+        whole = a.reshape(math.prod(a.shape[:2]), *a.shape[2:])
+        taken = _bind(
+            whole, flat, *placed, starts, batch=size * batch, segments=segments, fill=fill
+        )
+    return taken.reshape(size, -1, *taken.shape[1:]), 0
+
+
+_bind = define(
+    Operation(
+        name="tilekern_take_rows",
+        reference=_reference,
+        jvp=_jvp,
+        transposes={0: _cotangent},
+        batch=_batch,
+        sharding_rule=None,
+        planners={},
+        describe=lambda **_: "take rows",
+    )
+)

@@ -1,0 +1,127 @@
+"""``top_k``: JAX's semantics over one primitive."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from jax_tilekern.interop import compat
+from jax_tilekern.interop.compat import ad
+from jax_tilekern.ops.jitted import jitted
+from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.plans.segments.top_k import TopK, plan_top_k
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Operand,
+    Operation,
+    PlannedKernel,
+    Planner,
+    define,
+)
+
+
+@jitted("k", "axis")
+def top_k(operand: ArrayLike, k: int, *, axis: int = -1) -> tuple[Array, Array]:
+    """Return the largest elements along an axis, with the semantics of :func:`jax.lax.top_k`.
+
+    Parameters
+    ----------
+    operand
+        Array of integers or floats.
+    k
+        How many elements, at most the size of the axis.
+    axis
+        The axis; may be negative.
+
+    Returns
+    -------
+    values
+        The largest elements in descending order, with ``k`` along the axis. Floats have the total
+        order, NaN first.
+    indices
+        Where they are along the axis, int32. Of equal elements the first comes first.
+
+    Raises
+    ------
+    ValueError
+        If ``k`` is negative or exceeds the axis, or the axis is out of range.
+    TypeError
+        If the operand is complex or no array.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> values, indices = jtk.top_k(jnp.array([1.0, 5.0, 3.0]), 2)
+    >>> indices
+    Array([1, 2], dtype=int32)
+    """
+    operand = jnp.asarray(operand)
+    k = operator.index(k)
+    # JAX's function raises the errors.
+    moved = jnp.moveaxis(operand, axis, -1)
+    jax.eval_shape(lambda: lax.top_k(moved, k))
+    values, indices = _bind(moved, k=k)
+    return jnp.moveaxis(values, -1, axis), jnp.moveaxis(indices, -1, axis)
+
+
+def _reference(x: Array, *, k: int) -> list[Array]:
+    return list(lax.top_k(x, k))
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, k: int) -> tuple[Any, Any]:
+    values, indices = results = _bind(*primals, k=k)
+    none = compat.zero_tangent(indices)
+    (tangent,) = tangents
+    if type(tangent) is ad.Zero:
+        return results, [compat.zero_tangent(values), none]
+    return results, [jnp.take_along_axis(tangent, indices, -1), none]
+
+
+def _batch(
+    _: Any, operands: Sequence[Array], dims: Sequence[int], *, k: int
+) -> tuple[list[Array], list[int]]:
+    return _bind(jnp.moveaxis(operands[0], dims[0], 0), k=k), [0, 0]
+
+
+def _sharding_rule(x: Any, **_: Any) -> ShardingRule:
+    """Every device has whole rows."""
+    outer = tuple(range(x.ndim - 1))
+    labels = (*outer, None)
+    sizes = {i: x.shape[i] for i in outer}
+    names = {i: f"axis {i}" for i in outer}
+    return ShardingRule((labels,), (labels, labels), sizes, flops=x.size, names=names)
+
+
+def _refusal(x: Any, *, k: int) -> Fallback | None:
+    return Fallback("there is nothing to find") if k == 0 else None
+
+
+def _cuda(operands: Sequence[Operand], _: Any, *, k: int) -> PlannedKernel | Fallback:
+    ((x, aval),) = operands
+    *outer, columns = aval.shape
+    problem = TopK(math.prod(outer), columns, k, np.dtype(aval.dtype))
+    return planned_kernel((x,), plan_top_k, problem)
+
+
+_bind = define(
+    Operation(
+        name="tilekern_top_k",
+        reference=_reference,
+        several_results=True,
+        jvp=_jvp,
+        batch=_batch,
+        sharding_rule=_sharding_rule,
+        planners={"cuda": Planner(_refusal, _cuda)},
+        describe=lambda k: f"top {k}",
+    )
+)

@@ -1,0 +1,124 @@
+"""The plan of a stable sort of row numbers by small keys (``segments/index_sort.cuh``)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jax_tilekern.compilation.compiler import Compiled, Kernel, compile_kernels
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars, overlapping
+
+_FILE = "segments/index_sort.cuh"
+_THREADS = 256
+# Keys of a thread: many, so that a tile has runs of each digit; few, where there are few tiles.
+_ITEMS = (12, 4)
+# Tiles that occupy a GPU.
+_ENOUGH_TILES = 64
+_DIGIT_BITS = 9
+# Items of the list of edges and ends of bins have numbers of 31 bits.
+MAX_ITEMS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class IndexSort:
+    """Sort the rows of an array by their keys.
+
+    Attributes
+    ----------
+    rows
+        Number of keys, at least one.
+    bins
+        Keys are 0 to ``bins - 1``.
+    """
+
+    rows: int
+    bins: int
+
+    @property
+    def digits(self) -> list[int]:
+        """Bits of each digit, least significant first: as few digits as there may be."""
+        bits = max(1, (self.bins - 1).bit_length())
+        passes = math.ceil(bits / _DIGIT_BITS)
+        return [bits // passes + (i < bits % passes) for i in range(passes)]
+
+
+def plan_index_sort(sort: IndexSort, gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Plan a sort of keys into the order of the rows and the bounds of the bins.
+
+    Raises
+    ------
+    NvrtcNotFound
+        If there is no NVRTC to compile the kernels with.
+    """
+    if sort.rows + sort.bins > MAX_ITEMS:
+        return NoKernel(f"{sort.rows} rows and {sort.bins} bins (at most {MAX_ITEMS} together)")
+    items = next((n for n in _ITEMS if sort.rows >= _ENOUGH_TILES * _THREADS * n), _ITEMS[-1])
+    digits, tiles = sort.digits, math.ceil(sort.rows / (_THREADS * items))
+    keys, order, bounds = map(Buffer, range(3))
+    largest = 1 << max(digits)
+    workspaces = [4 * largest * tiles, 4 * largest]
+    counts, totals = Buffer(3), Buffer(4)
+    # Two buffers of keys and rows, ping-pong; bounds are searched for in the last keys.
+    between = [(Buffer(5 + 2 * i), Buffer(6 + 2 * i)) for i in range(min(2, len(digits)))]
+    workspaces += [4 * sort.rows] * (2 * len(between))
+    count = Kernel(_FILE, f"tilekern::count_digits<{items}>")
+    scan, search = (Kernel(_FILE, f"tilekern::{name}") for name in ("scan_digits", "find_bounds"))
+    scatters = [
+        Kernel(_FILE, f"tilekern::scatter_digits<{items}, {str(i == 0).lower()}>")
+        for i in range(len(digits))
+    ]
+    compiled = compile_kernels(count, scan, *scatters, search, arch=gpu.arch)
+    launches, shift, source = [], 0, (keys, keys)
+    for i, bits in enumerate(digits):
+        keys_out, rows_out = between[i % 2]
+        target = keys_out, order if i == len(digits) - 1 else rows_out
+        shape = Scalars.pack("4I", sort.rows, tiles, shift, 1 << bits)
+        launches += [
+            _launch(compiled, count, tiles, source[0], counts, shape),
+            _launch(compiled, scan, 1 << bits, counts, totals, shape),
+            _launch(compiled, scatters[i], tiles, *source, counts, totals, *target, shape),
+        ]
+        shift, source = shift + bits, target
+    launches.append(_bounds_launch(compiled, search, sort, source[0], bounds))
+    return LaunchPlan(
+        name=f"sort {sort.rows} rows by {sort.bins} keys",
+        gpu=gpu,
+        launches=overlapping(*launches) if gpu.compute_capability >= (9, 0) else tuple(launches),
+        alignments=(4, 4, 4),
+        workspace_bytes=tuple(workspaces),
+        reason=f"digits of {' and '.join(map(str, digits))} bits, {tiles} CTAs",
+    )
+
+
+def plan_bounds(sort: IndexSort, gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Plan a search for the bounds of the bins of keys that are sorted as they lie."""
+    if sort.rows + sort.bins > MAX_ITEMS:
+        return NoKernel(f"{sort.rows} rows and {sort.bins} bins (at most {MAX_ITEMS} together)")
+    search = Kernel(_FILE, "tilekern::find_bounds")
+    compiled = compile_kernels(search, arch=gpu.arch)
+    keys, bounds = Buffer(0), Buffer(1)
+    return LaunchPlan(
+        name=f"bounds of {sort.bins} keys in {sort.rows} sorted rows",
+        gpu=gpu,
+        launches=(_bounds_launch(compiled, search, sort, keys, bounds),),
+        alignments=(4, 4),
+        reason="a binary search for each key",
+    )
+
+
+def _bounds_launch(
+    compiled: Compiled, search: Kernel, sort: IndexSort, keys: Buffer, bounds: Buffer
+) -> Launch:
+    sizes = (Scalars.pack("I", sort.rows), Scalars.pack("I", sort.bins))
+    ctas = math.ceil((sort.bins + 1) / _THREADS)
+    return _launch(compiled, search, ctas, keys, bounds, *sizes)
+
+
+def _launch(compiled: Compiled, kernel: Kernel, ctas: int, *parameters: Buffer | Scalars) -> Launch:
+    return Launch(
+        entry=compiled.entry(kernel.name),
+        grid=(ctas, 1, 1),
+        block=(_THREADS, 1, 1),
+        parameters=parameters,
+    )

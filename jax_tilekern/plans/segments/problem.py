@@ -1,0 +1,119 @@
+"""What is reduced to segments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from jax_tilekern.plans.cxx import CXX_TYPES
+
+Reduction = Literal["sum", "prod", "max", "min"]
+
+# The classes of `ffi/cuda/segments/segments.cuh`.
+CXX_REDUCTIONS: dict[Reduction, str] = {
+    "sum": "tilekern::Sum",
+    "prod": "tilekern::Product",
+    "max": "tilekern::Maximum",
+    "min": "tilekern::Minimum",
+}
+
+
+@dataclass(frozen=True)
+class MapOperand:
+    """An array that has a row for each edge, or from which edges gather rows.
+
+    Attributes
+    ----------
+    dtype
+        Its type.
+    rows
+        Number of its rows.
+    index
+        Which of the index arrays says what row an edge reads; ``None`` if it is the edge's own.
+    broadcast
+        Whether it has one column, which is that of all columns.
+    """
+
+    dtype: np.dtype[Any]
+    rows: int
+    index: int | None = None
+    broadcast: bool = False
+
+
+@dataclass(frozen=True)
+class MapText:
+    """A function of one element of each operand in CUDA: ``x0``, ``x1``, and so on.
+
+    Attributes
+    ----------
+    computed
+        The C++ types of the operands in the function.
+    statements
+        C++ statements.
+    result
+        The C++ expression of its value.
+    """
+
+    computed: tuple[str, ...]
+    statements: tuple[str, ...]
+    result: str
+
+
+@dataclass(frozen=True)
+class SegmentReduction:
+    """A reduction of the values of edges to segments.
+
+    Attributes
+    ----------
+    reduction
+        How values are combined.
+    edges
+        Number of edges, at least one.
+    segments
+        Segments of a batch, at least one.
+    batch
+        Number of batches, whose edges and segments follow one another.
+    columns
+        Values of an edge, at least one.
+    operands
+        The arrays that the values are computed of.
+    indices
+        Number of index arrays.
+    text
+        The function that computes them; ``None`` if they are the one operand itself.
+    value
+        The type that is reduced in.
+    out_dtype
+        Type of the result.
+    ordered
+        Whether edges are read in an order, because they are not sorted by their keys.
+    """
+
+    reduction: Reduction
+    edges: int
+    segments: int
+    batch: int
+    columns: int
+    operands: tuple[MapOperand, ...]
+    indices: int
+    text: MapText | None
+    value: np.dtype[Any]
+    out_dtype: np.dtype[Any]
+    ordered: bool
+
+    @property
+    def period(self) -> int:
+        """Bins of a batch: its segments, and what lies before and behind them."""
+        return self.segments + 2
+
+    @property
+    def bins(self) -> int:
+        """Bins of all batches."""
+        return self.batch * self.period
+
+    @property
+    def cxx_value(self) -> str:
+        """The type that is reduced in, in C++."""
+        return CXX_TYPES[self.value]

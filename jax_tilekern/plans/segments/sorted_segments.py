@@ -1,0 +1,140 @@
+"""Reductions of edges that are sorted by segment (``segments/sorted_segments.cuh``)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jax_tilekern.compilation.compiler import Kernel, compile_kernels
+from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars, overlapping
+from jax_tilekern.plans.segments.index_sort import MAX_ITEMS
+from jax_tilekern.plans.segments.map_text import SegmentMap
+from jax_tilekern.plans.segments.problem import CXX_REDUCTIONS, SegmentReduction
+
+_FILE = "segments/sorted_segments.cuh"
+_THREADS = 256
+_WARP = 32
+_WIDEST_LOAD = 16
+# Threads for each SM: some rounds of those that it holds, so that the last one is short.
+_THREADS_OF_SM = 2048
+# A worker's search for its items, and its two parts, are worth so many items.
+_LEAST_ITEMS = 16
+# 16-byte loads of a thread that are in flight at once.
+_LOADS = 4
+
+
+@dataclass(frozen=True)
+class SortedSegments:
+    """A launch that reduces sorted edges, and one that combines parts of segments.
+
+    Attributes
+    ----------
+    reduction
+        What is reduced.
+    sm_count
+        SMs of the GPU.
+    """
+
+    reduction: SegmentReduction
+    sm_count: int
+
+    @property
+    def vector(self) -> int:
+        """Adjacent columns of a lane."""
+        r = self.reduction
+        widest = max(
+            r.value.itemsize, *(x.dtype.itemsize for x in r.operands if not x.broadcast), 1
+        )
+        narrowest = min((x.dtype.itemsize for x in r.operands if not x.broadcast), default=4)
+        # Accumulators of 16-bit floats are twice as wide as their elements.
+        most = _WIDEST_LOAD // max(narrowest, widest // 2)
+        return math.gcd(most, r.columns)
+
+    @property
+    def lanes(self) -> int:
+        """Threads of a worker."""
+        vectors = self.reduction.columns // self.vector
+        return min(_WARP, 1 << (vectors - 1).bit_length())
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of columns."""
+        return math.ceil(self.reduction.columns / (self.lanes * self.vector))
+
+    @property
+    def total(self) -> int:
+        """Edges and ends of bins."""
+        return self.reduction.edges + self.reduction.bins
+
+    @property
+    def items(self) -> int:
+        """Edges and ends of bins of a worker."""
+        threads = self.sm_count * _THREADS_OF_SM
+        workers = max(1, threads // (self.lanes * self.tiles))
+        return max(_LEAST_ITEMS, math.ceil(self.total / workers))
+
+    @property
+    def workers(self) -> int:
+        """Groups of threads that take equally many items."""
+        return math.ceil(self.total / self.items)
+
+    @property
+    def unroll(self) -> int:
+        """Rows whose loads are in flight at once."""
+        wide = sum(not x.broadcast for x in self.reduction.operands)
+        return max(2, _LOADS // max(1, wide))
+
+    def plan(self, gpu: Gpu) -> LaunchPlan | NoKernel:
+        """Compile it."""
+        r = self.reduction
+        if self.total > MAX_ITEMS:
+            return NoKernel(f"{r.edges} edges and {r.bins} bins (at most {MAX_ITEMS} together)")
+        operation, out = CXX_REDUCTIONS[r.reduction], CXX_TYPES[r.out_dtype]
+        edge_map = SegmentMap(r, self.vector)
+        config = cxx_config(
+            "SegmentConfig", lanes=self.lanes, unroll=self.unroll, ordered=r.ordered
+        )
+        reduce = edge_map.kernel(_FILE, "reduce_sorted", operation, "{map}", out, config)
+        combine = Kernel(
+            _FILE,
+            f"tilekern::combine_parts<{operation}, {r.cxx_value}, {out}, {self.vector}, "
+            f"{self.lanes}>",
+        )
+        compiled = compile_kernels(reduce, combine, arch=gpu.arch)
+        first = len(r.operands) + r.indices
+        # Without an order, it is not read.
+        order, bounds = (Buffer(first + i) for i in ((0, 1) if r.ordered else (0, 0)))
+        result = Buffer(bounds.index + 1)
+        heads, tails = (Buffer(result.index + i) for i in (1, 2))
+        shape = Scalars.pack(
+            "q6I", r.columns, r.edges, r.bins, r.period, self.items, self.workers, self.tiles
+        )
+        groups = _THREADS // self.lanes
+        launches = (
+            Launch(
+                entry=compiled.entry(reduce.name),
+                grid=(math.ceil(self.workers / groups) * self.tiles, 1, 1),
+                block=(_THREADS, 1, 1),
+                parameters=(order, bounds, heads, tails, result, shape, *edge_map.parameters()),
+            ),
+            Launch(
+                entry=compiled.entry(combine.name),
+                grid=(math.ceil(self.workers / groups), 1, 1),
+                block=(_THREADS, 1, 1),
+                parameters=(bounds, heads, tails, result, shape),
+            ),
+        )
+        vectors = (x.dtype.itemsize * (1 if x.broadcast else self.vector) for x in r.operands)
+        indices = (4,) * (r.indices + 1 + r.ordered)
+        part = self.workers * r.columns * r.value.itemsize
+        return LaunchPlan(
+            name=f"segment_{r.reduction} {r.out_dtype}",
+            gpu=gpu,
+            launches=overlapping(*launches) if gpu.compute_capability >= (9, 0) else launches,
+            alignments=(*vectors, *indices, r.out_dtype.itemsize * self.vector),
+            workspace_bytes=(part, part),
+            reason=f"{self.workers} workers of {self.lanes} lanes and {self.items} items, "
+            f"{self.tiles} tiles of columns",
+        )

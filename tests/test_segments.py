@@ -1,0 +1,505 @@
+"""Reductions to segments, rows of tables and top_k: values, rules and errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from numerics import UNIT_ROUNDOFF, poison, random, whole
+from sharded import MESH_TYPES, check, mesh_of, put
+
+import jax_tilekern as jtk
+
+BF16 = ml_dtypes.bfloat16
+FLOATS = [np.float32, np.float16, BF16]
+INTEGERS = [np.int8, np.uint8, np.int16, np.int32, np.uint32]
+REDUCTIONS = ["sum", "prod", "max", "min"]
+# Edges, columns, segments: workers of every number of lanes, whole and broken tiles of columns,
+# few segments and many, more segments than edges.
+SIZES = [
+    (1, (), 1),
+    (300, (), 24),
+    (5000, (), 3000),
+    (700, (1,), 1000),
+    (3000, (3,), 700),
+    (257, (8,), 31),
+    (2000, (2, 33), 400),
+    (1000, (64,), 5),
+    (1500, (256,), 320),
+    (300, (520,), 40),
+    (40, (4096,), 300),
+]
+
+
+def _ids(rng, edges, segments, dtype=np.int32):
+    """Ids with some out of bounds, and a segment that has a third of the edges."""
+    low = -2 if np.issubdtype(dtype, np.signedinteger) else 0
+    ids = rng.integers(low, segments + 3, edges)
+    return np.where(rng.random(edges) < 0.3, segments // 2, ids).astype(dtype)
+
+
+def _exact(reduction, x, ids, segments):
+    """The reduction in float64, or in integers."""
+    wide = np.asarray(x).astype(np.int64 if np.asarray(x).dtype.kind in "iu" else np.float64)
+    if np.asarray(x).dtype.kind in "iu":
+        info = np.iinfo(np.asarray(x).dtype)
+        lowest, highest = info.min, info.max
+    else:
+        lowest, highest = -np.inf, np.inf
+    start = {"sum": 0, "prod": 1, "max": lowest, "min": highest}[reduction]
+    result = np.full((segments, *wide.shape[1:]), start, wide.dtype)
+    ufunc = {"sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}[reduction]
+    inside = (ids >= 0) & (ids < segments)
+    with np.errstate(all="ignore"):
+        ufunc.at(result, ids[inside], wide[inside])
+    return result
+
+
+def _check_sums(found, x, ids, segments, dtype=None):
+    """Sums of floats are off by at most the roundings of float32, and one to the type."""
+    exact = _exact("sum", x, ids, segments)
+    dtype = np.dtype(dtype or x.dtype)
+    wide = np.promote_types(dtype, np.float32) if dtype != BF16 else np.dtype(np.float32)
+    magnitudes = _exact("sum", np.abs(np.asarray(x, np.float64)), ids, segments)
+    counts = np.bincount(ids[(ids >= 0) & (ids < segments)], minlength=segments)
+    terms = counts.reshape(-1, *(1,) * (exact.ndim - 1))
+    bound = UNIT_ROUNDOFF[wide] * terms * magnitudes + UNIT_ROUNDOFF[dtype] * np.abs(exact)
+    assert found.dtype == dtype
+    assert np.all(np.abs(np.asarray(found, np.float64) - exact) <= bound * 1.01 + 1e-37)
+
+
+@pytest.mark.parametrize(("edges", "columns", "segments"), SIZES)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.one_in(3)
+def test_sums_against_float64(rng, edges, columns, segments, dtype, is_sorted):
+    ids = _ids(rng, edges, segments)
+    ids = np.sort(ids) if is_sorted else ids
+    x = random(rng, (edges, *columns), dtype)
+    poison((segments, *columns), dtype)
+    found = jtk.segment_sum(x, ids, segments, indices_are_sorted=is_sorted)
+    _check_sums(found, x, ids, segments)
+
+
+@pytest.mark.parametrize(("edges", "columns", "segments"), SIZES)
+@pytest.mark.parametrize("dtype", [np.float32, BF16, *INTEGERS])
+@pytest.mark.parametrize("reduction", ["max", "min", "sum", "prod"])
+@pytest.mark.one_in(12)
+def test_exact_reductions(rng, edges, columns, segments, dtype, reduction):
+    ids = _ids(rng, edges, segments)
+    if np.dtype(dtype).kind in "iu":
+        x = random(rng, (edges, *columns), dtype)
+    else:
+        # Few factors differ from one, so that products are exact.
+        x = whole(rng, edges, *columns, largest=2, dtype=dtype)
+        x = jnp.where(rng.random(x.shape) < 0.02, x, 1) if reduction == "prod" else x
+        if reduction == "sum":
+            x = jnp.where(rng.random(x.shape) < 0.2, x, 0)
+    exact = _exact(reduction, x, ids, segments)
+    found = getattr(jtk, f"segment_{reduction}")(x, ids, segments)
+    np.testing.assert_array_equal(np.asarray(found), exact.astype(np.asarray(x).dtype), strict=True)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("dtype", [np.float64, np.int64, np.uint64, np.complex64, np.complex128])
+def test_wide_types(rng, dtype):
+    ids = _ids(rng, 900, 60)
+    x = random(rng, (900, 5), dtype)
+    found = jtk.segment_sum(x, ids, 60)
+    wanted = jax.ops.segment_sum(x, ids, 60)
+    tolerance = 1e-4 if dtype == np.complex64 else 1e-12
+    np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance)
+    assert found.dtype == wanted.dtype
+
+
+@pytest.mark.parametrize("segments", [3, 500])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_nan_and_infinity(rng, segments, reduction):
+    ids = np.arange(1000) % segments
+    x = np.asarray(random(rng, (1000, 4), np.float32)) * 0.01 + 1
+    x[0, 0], x[1, 1], x[2, 2], x[2 + segments, 2] = np.nan, np.inf, np.inf, -np.inf
+    found = getattr(jtk, f"segment_{reduction}")(x, ids, segments)
+    exact = _exact(reduction, x, ids, segments)
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(exact))
+    np.testing.assert_array_equal(np.isinf(found), np.isinf(exact))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32])
+@pytest.mark.parametrize("mode", [None, "drop", "clip", "fill", "promise_in_bounds"])
+def test_modes_and_types_of_ids(rng, dtype, mode):
+    ids = _ids(rng, 400, 90, dtype)
+    if mode == "promise_in_bounds":
+        ids = np.clip(ids, 0, 89)
+    x = whole(rng, 400, 6)
+    found = jtk.segment_sum(x, ids, 90, mode=mode)
+    np.testing.assert_array_equal(found, jax.ops.segment_sum(x, ids, 90, mode=mode))
+
+
+@pytest.mark.usefixtures("x64")
+def test_ids_of_64_bits(rng):
+    x = whole(rng, 8)
+    ids = np.array([2**40, -(2**40), 1, 0, 2, 2**32 + 1, 2**63 - 1, 1], np.int64)
+    # JAX takes 2**32 + 1 for 1.
+    np.testing.assert_array_equal(jtk.segment_sum(x, ids, 3), [x[3], x[2] + x[7], x[4]])
+    ids = np.array([2**63, 2**64 - 1, 1, 0, 2, 2**32 + 1, 2**40, 1], np.uint64)
+    np.testing.assert_array_equal(jtk.segment_sum(x, ids, 3), [x[3], x[2] + x[7], x[4]])
+
+
+@pytest.mark.parametrize("segments", [1, 2, 254, 255, 511, 512, 70000, 300000])
+@pytest.mark.parametrize("edges", [1, 2047, 5000])
+@pytest.mark.one_in(3)
+def test_plans_are_stable_sorts(rng, segments, edges):
+    ids = rng.integers(-1, segments + 1, edges).astype(np.int32)
+    plan = jtk.segment_plan(ids, segments)
+    keys = np.clip(ids, -1, segments) + 1
+    np.testing.assert_array_equal(plan.order, np.argsort(keys, stable=True))
+    bounds = np.searchsorted(np.sort(keys), np.arange(segments + 3))
+    np.testing.assert_array_equal(plan.bounds, bounds)
+    in_order = jtk.segment_plan(np.sort(ids), segments, indices_are_sorted=True)
+    np.testing.assert_array_equal(in_order.bounds, bounds)
+
+
+@pytest.mark.parametrize("which", ["equal", "outside", "descending"])
+@pytest.mark.parametrize("claimed", [False, True])
+def test_extreme_ids(rng, which, claimed):
+    """All in one segment, in none, and a false claim that they ascend."""
+    x = whole(rng, 4000, 20)
+    ids = {
+        "equal": np.full(4000, 77),
+        "outside": np.full(4000, -5),
+        "descending": np.arange(4000)[::-1],
+    }[which].astype(np.int32)
+    found = jtk.segment_sum(x, ids, 900, indices_are_sorted=claimed)
+    if which != "descending" or not claimed:
+        np.testing.assert_array_equal(found, jax.ops.segment_sum(x, ids, 900))
+
+
+def test_empty(rng):
+    x = whole(rng, 5, 3)
+    ids = np.zeros(5, np.int32)
+    assert jtk.segment_sum(x[:0], ids[:0], 4).tolist() == np.zeros((4, 3)).tolist()
+    assert jtk.segment_max(x[:0], ids[:0], 2).tolist() == np.full((2, 3), -np.inf).tolist()
+    assert jtk.segment_sum(x, ids, 0).shape == (0, 3)
+    assert jtk.segment_sum(x[:, :0], ids, 4).shape == (4, 0)
+    assert jtk.segment_sum(x, ids).shape == (1, 3)
+    assert jtk.take(x, ids[:0], axis=0).shape == (0, 3)
+
+
+def test_same_bits_in_repeated_runs(rng):
+    ids = _ids(rng, 20000, 700)
+    x = random(rng, (20000, 9), np.float32)
+    run = jax.jit(lambda x, ids: jtk.segment_sum(x, ids, 700))
+    first = np.asarray(run(x, ids))
+    for _ in range(3):
+        np.testing.assert_array_equal(run(x, ids).view(np.int32), first.view(np.int32))
+
+
+def test_means(rng):
+    ids = _ids(rng, 500, 40)
+    x = random(rng, (500, 7), BF16)
+    found = jtk.segment_mean(x, ids, 40)
+    counts = np.bincount(ids[(ids >= 0) & (ids < 40)], minlength=40)[:, None]
+    exact = _exact("sum", x, ids, 40) / np.maximum(counts, 1)
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=2**-8, atol=1e-2)
+    assert jtk.segment_mean(np.arange(6), np.zeros(6, int), 1).dtype == np.float32
+
+
+# Functions of edges.
+
+
+def _graph(rng, nodes=30, edges=200):
+    src, dst = (jnp.asarray(rng.integers(0, nodes, edges).astype(np.int32)) for _ in range(2))
+    h = random(rng, (nodes, 5), np.float32)
+    return h, random(rng, (edges,), np.float32), src, dst
+
+
+def _messages(h, w, src, dst, plan=lambda ids, nodes: ids):
+    nodes = h.shape[0]
+    target = plan(dst, nodes)
+    return jtk.segment_reduce(
+        lambda a, b, c: jax.nn.silu(a * b) * c,
+        h, h, w, segment_ids=target, num_segments=nodes, gather=(plan(src, nodes), target, None),
+    )  # fmt: skip
+
+
+def _plain_messages(h, w, src, dst):
+    values = jax.nn.silu(h[src] * h[dst]) * w[:, None]
+    return jax.ops.segment_sum(values, dst, h.shape[0])
+
+
+@pytest.mark.parametrize("plan", [jtk.segment_plan, lambda ids, _: ids])
+def test_functions_of_edges(rng, plan):
+    graph = _graph(rng)
+    ours = functools.partial(_messages, plan=plan)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3)
+    close(jax.jit(ours)(*graph), _plain_messages(*graph))
+
+    def loss(f):
+        return lambda h, w: jnp.sum(f(h, w, *graph[2:]) ** 2)
+
+    for transform in (
+        lambda f: jax.grad(f, (0, 1)), lambda f: jax.hessian(f, (0, 1)),
+        lambda f: jax.grad(jax.checkpoint(f)),
+    ):  # fmt: skip
+        jax.tree.map(
+            close,
+            transform(loss(ours))(*graph[:2]),
+            transform(loss(_plain_messages))(*graph[:2]),
+        )
+    check_grads(lambda h, w: ours(h, w, *graph[2:]), graph[:2], order=2, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    "mapped",
+    [
+        (0, None, None, None),
+        (None, 0, None, None),
+        (0, 0, 0, 0),
+        (None, None, 0, None),
+        (1, 0, None, None),
+    ],
+)
+def test_vmap_of_functions_of_edges(rng, mapped):
+    graphs = [_graph(rng) for _ in range(3)]
+    args = [
+        graphs[0][i] if axis is None else jnp.stack([g[i] for g in graphs], axis)
+        for i, axis in enumerate(mapped)
+    ]
+    for f in (lambda f: f, lambda f: jax.grad(lambda *a: jnp.sum(f(*a) ** 2), (0, 1))):
+        found = jax.vmap(f(_messages), mapped)(*args)
+        wanted = jax.vmap(f(_plain_messages), mapped)(*args)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3), found, wanted
+        )
+
+
+def test_nothing_of_edges_times_features_is_stored(rng):
+    """The sparse matrix times a dense one, and its gradient."""
+    h, w, src, dst = _graph(rng, nodes=30, edges=200)
+
+    def product(h, w):
+        return jtk.segment_reduce(
+            lambda a, b: a * b, h, w, segment_ids=dst, num_segments=30, gather=(src, None)
+        )
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(lambda h: product(h, w).sum()))(h))
+    assert "200,5" not in jaxpr
+
+
+@pytest.mark.parametrize("reduction", ["max", "min"])
+def test_derivatives_of_extrema(rng, reduction):
+    """Equal extrema share the derivative, as in JAX."""
+    ids = _ids(rng, 60, 9)
+    x = whole(rng, 60, 3, largest=2)
+    ours, theirs = (getattr(module, f"segment_{reduction}") for module in (jtk, jax.ops))
+    weights = random(rng, (9, 3), np.float32)
+
+    def loss(f):
+        return lambda x: jnp.sum(jnp.where(jnp.isfinite(y := f(x, ids, 9)), y, 0) ** 2 * weights)
+
+    np.testing.assert_allclose(jax.grad(loss(ours))(x), jax.grad(loss(theirs))(x), rtol=1e-5)
+    tangent = random(rng, (60, 3), np.float32)
+    for found, wanted in zip(
+        *(jax.jvp(loss(f), (x,), (tangent,)) for f in (ours, theirs)), strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("mapped", [(0, 0), (0, None), (1, None), (None, 0)])
+def test_vmap(rng, reduction, mapped):
+    x, ids = whole(rng, 4, 50, 3, largest=2), _ids(rng, (4, 50), 12)
+    args = [
+        jnp.moveaxis(a, 0, axis) if axis is not None else a[0]
+        for a, axis in zip((x, ids), mapped, strict=True)
+    ]
+    ours, theirs = (getattr(module, f"segment_{reduction}") for module in (jtk, jax.ops))
+    found, wanted = (
+        jax.vmap(lambda x, ids, f=f: f(x, ids, 12), mapped)(*args) for f in (ours, theirs)
+    )
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_plan_is_an_argument_of_jit_and_is_mapped(rng):
+    ids, x = _ids(rng, 100, 20), whole(rng, 3, 100, 4)
+    plan = jtk.segment_plan(ids, 20)
+    f = jax.jit(lambda x, plan: jtk.segment_sum(x, plan))
+    np.testing.assert_array_equal(f(x[0], plan), jax.ops.segment_sum(x[0], ids, 20))
+    found = jax.vmap(f, (0, None))(x, plan)
+    np.testing.assert_array_equal(found[2], jax.ops.segment_sum(x[2], ids, 20))
+
+
+def test_segment_prod_has_no_derivative(rng):
+    with pytest.raises(NotImplementedError, match="segment_prod"):
+        jax.grad(lambda x: jtk.segment_prod(x, np.zeros(3, int), 1)[0])(jnp.ones(3))
+
+
+# Tables.
+
+
+@pytest.mark.parametrize("mode", [None, "clip", "wrap", "fill"])
+@pytest.mark.parametrize("shape", [(13,), (3, 4)])
+def test_take(rng, mode, shape):
+    table = random(rng, (9, 4), np.float32)
+    ids = rng.integers(-12, 14, shape)
+    found, wanted = (f(table, ids, axis=0, mode=mode) for f in (jtk.take, jnp.take))
+    np.testing.assert_array_equal(found, wanted, strict=True)
+    gradients = (
+        jax.grad(lambda t, f=f: jnp.sum(jnp.nan_to_num(f(t, ids, axis=0, mode=mode)) ** 2))(table)
+        for f in (jtk.take, jnp.take)
+    )
+    np.testing.assert_allclose(*gradients, rtol=1e-5)
+    check_grads(
+        lambda t: jtk.take(t, ids, axis=0, mode="clip") ** 2, (table,), 2, atol=0.05, rtol=0.05
+    )
+
+
+def test_take_elsewhere(rng):
+    """Another axis, a flattened array, integers and a fill value are JAX's."""
+    table = whole(rng, 9, 4, dtype=np.int32)
+    ids = np.array([0, -1, 20])
+    for kwargs in ({"axis": 1}, {}, {"axis": 0}, {"axis": -2}, {"axis": 0, "fill_value": 7}):
+        np.testing.assert_array_equal(
+            jtk.take(table, ids, mode="fill", **kwargs),
+            jnp.take(table, ids, mode="fill", **kwargs),
+            strict=True,
+        )
+
+
+@pytest.mark.parametrize("mapped", [(0, 0), (0, None), (None, 0)])
+def test_vmap_of_take(rng, mapped):
+    table, ids = whole(rng, 3, 7, 2), rng.integers(0, 7, (3, 5))
+    args = [a if axis == 0 else a[0] for a, axis in zip((table, ids), mapped, strict=True)]
+
+    def gradient(f):
+        def loss(table):
+            rows = jax.vmap(lambda t, i: f(t, i, axis=0), mapped)(table, args[1])
+            return jnp.sum(rows**3)
+
+        return jax.grad(loss)(args[0])
+
+    np.testing.assert_array_equal(gradient(jtk.take), gradient(jnp.take))
+
+
+@pytest.mark.parametrize("mode", [None, "clip", "drop"])
+def test_scatter_add(rng, mode):
+    table, ids = whole(rng, 9, 4), rng.integers(-12, 14, 30)
+    updates = whole(rng, 30, 4)
+    np.testing.assert_array_equal(
+        jtk.scatter_add(table, ids, updates, mode=mode), table.at[ids].add(updates, mode=mode)
+    )
+    np.testing.assert_array_equal(
+        jtk.scatter_add(table, ids, 1, mode=mode), table.at[ids].add(1, mode=mode)
+    )
+
+
+def test_the_forward_pass_sorts_nothing(rng):
+    table, ids = whole(rng, 9, 4), rng.integers(0, 9, 30)
+    text = jax.jit(lambda t, i: jtk.take(t, i, axis=0)).lower(table, ids).compile().as_text()
+    assert " sort" not in text
+    assert "custom-call" not in text
+
+
+# The largest elements.
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
+@pytest.mark.parametrize(
+    ("shape", "k"), [((3, 5), 5), ((70, 64), 8), ((2, 9, 256), 8), ((5, 700), 3), ((3, 4096), 64)]
+)
+@pytest.mark.one_in(4)
+def test_top_k(rng, dtype, shape, k):
+    x = random(rng, shape, dtype)
+    if np.dtype(dtype).kind not in "iu":
+        x = x.at[0, ..., 1].set(np.nan).at[0, ..., 3].set(np.inf).at[1, ..., :4].set(-0.0)
+    for found, wanted in zip(jtk.top_k(x, k), jax.lax.top_k(x, k), strict=True):
+        assert found.dtype == wanted.dtype
+        if found.dtype == BF16:
+            # NumPy does not know the NaNs of bfloat16.
+            found, wanted = (y.astype(np.float32) for y in (found, wanted))
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_rules_of_top_k(rng):
+    x = random(rng, (4, 6, 9), np.float32)
+    for axis in (0, 1, -1):
+        found, wanted = jtk.top_k(x, 3, axis=axis), jax.lax.top_k(jnp.moveaxis(x, axis, -1), 3)
+        np.testing.assert_array_equal(found[0], jnp.moveaxis(wanted[0], -1, axis))
+    check_grads(lambda x: jtk.top_k(x, 3)[0] ** 2, (x,), order=2, atol=0.05, rtol=0.05)
+    for axis in range(3):
+        found = jax.vmap(lambda x: jtk.top_k(x, 2), axis)(x)
+        wanted = jax.vmap(lambda x: jax.lax.top_k(x, 2), axis)(x)
+        jax.tree.map(np.testing.assert_array_equal, found, tuple(wanted))
+
+
+# Several devices.
+
+
+def _named(module, name):
+    """A function of this package or of ``jax.ops``."""
+    return getattr(jax.ops if module is jnp else module, f"segment_{name}")
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+@pytest.mark.parametrize("spec", [P("d"), P("d", "m"), P(None, "m"), P(("d", "m"))])
+@pytest.mark.parametrize("reduction", ["sum", "max", "min"])
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.one_in(6)
+def test_sharded(rng, types, spec, reduction, gradient):
+    mesh = mesh_of(MESH_TYPES[types])
+    x, ids = whole(rng, 64, 8), jnp.asarray(_ids(rng, 64, 10))
+
+    def program(module):
+        def f(x, ids):
+            return _named(module, reduction)(x, ids, 10)
+
+        return jax.grad(lambda x, ids: jnp.sum(f(x, ids)[:4])) if gradient else f
+
+    args = put(mesh, x, spec), put(mesh, ids, P(spec[0]))
+    with jax.set_mesh(mesh):
+        if types == "auto":
+            check(mesh, program, args, kernels=False)
+        else:
+            # JAX's function needs the result's sharding.
+            found = jax.jit(program(jtk))(*args)
+    if types == "explicit":
+        np.testing.assert_array_equal(found, program(jnp)(x, ids))
+
+
+# Errors.
+
+
+def test_errors(rng):
+    x, ids = jnp.ones((5, 2)), np.zeros(5, np.int32)
+    with pytest.raises(TypeError, match="integers, not float32"):
+        jtk.segment_sum(x, np.zeros(5, np.float32), 3)
+    with pytest.raises(ValueError, match=r"\(5, 2\) for 4 segment ids"):
+        jtk.segment_sum(x, ids[:4], 3)
+    with pytest.raises(ValueError, match="non-negative, not -1"):
+        jtk.segment_sum(x, ids, -1)
+    plan = jtk.segment_plan(ids, 3)
+    with pytest.raises(ValueError, match=r"\(4, 2\) for 5 segment ids"):
+        jtk.segment_sum(x[:4], plan)
+    with pytest.raises(ValueError, match="num_segments is 4, and the plan has 3"):
+        jtk.segment_sum(x, plan, 4)
+    with pytest.raises(ValueError, match="a plan of 3 rows"):
+        jtk.take(x, plan)
+    with pytest.raises(ValueError, match="a vector"):
+        jtk.segment_sum(x, np.zeros((5, 2), np.int32), 3)
+    with pytest.raises(ValueError, match="array 0 has shape"):
+        jtk.segment_reduce(lambda x: x, x[:3], segment_ids=ids, num_segments=2)
+    with pytest.raises(ValueError, match="no reduction"):
+        jtk.segment_reduce(lambda x: x, x, segment_ids=ids, num_segments=2, reduction="mean")
+    with pytest.raises(TypeError, match="elementwise"):
+        jtk.segment_reduce(jnp.sum, x, segment_ids=ids, num_segments=2)
+    with pytest.raises(ValueError, match="top_k"):
+        jtk.top_k(x, 3)
+
+
+def test_the_number_of_segments_is_static():
+    with pytest.raises((TypeError, jax.errors.JAXTypeError)):
+        jax.jit(lambda x, ids: jtk.segment_sum(x, ids))(jnp.ones(3), np.zeros(3, int))
