@@ -33,6 +33,7 @@ from jax_tilekern.ops.segments.functions import (
     segment_sum,
 )
 from jax_tilekern.ops.segments.plan import SegmentPlan, segment_plan
+from jax_tilekern.ops.segments.small_integers import bincount, sort_by_key
 from jax_tilekern.ops.segments.take import scatter_add, take
 from jax_tilekern.ops.segments.top_k import top_k
 from jax_tilekern.ops.strassen import strassen_matmul
@@ -60,6 +61,7 @@ __all__ = [
     "SegmentPlan",
     "TensorMap",
     "add",
+    "bincount",
     "checkpoint_policies",
     "cost_analysis",
     "cuda_kernel",
@@ -95,6 +97,7 @@ __all__ = [
     "segment_prod",
     "segment_reduce",
     "segment_sum",
+    "sort_by_key",
     "strassen_matmul",
     "strict",
     "sum",

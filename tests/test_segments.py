@@ -404,6 +404,28 @@ def test_the_forward_pass_sorts_nothing(rng):
     assert "custom-call" not in text
 
 
+# Small integers.
+
+
+def test_sort_by_key(rng):
+    keys = rng.integers(0, 40, 3000).astype(np.int16)
+    values = whole(rng, 3000, 3)
+    found = jtk.sort_by_key(keys, values, np.arange(3000), num_keys=40)
+    order = np.argsort(keys, stable=True)
+    for array, wanted in zip(found, (keys[order], values[order], order), strict=True):
+        np.testing.assert_array_equal(array, wanted)
+    with pytest.raises(ValueError, match="for 3000 keys"):
+        jtk.sort_by_key(keys, values[:5], num_keys=40)
+
+
+def test_bincount(rng):
+    x = rng.integers(-3, 30, 500)
+    weights = whole(rng, 500)
+    for kwargs in ({}, {"length": 10}, {"minlength": 50}, {"weights": weights, "length": 25}):
+        found, wanted = (f(x, **kwargs) for f in (jtk.bincount, jnp.bincount))
+        np.testing.assert_array_equal(found, wanted, strict=True)
+
+
 # The largest elements.
 
 

@@ -1,0 +1,116 @@
+"""Sorts and counts of small integers, by the stable sort that orders segments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_tilekern.ops.segments.functions import reduced
+from jax_tilekern.ops.segments.plan import check_ids, number_of_segments, segment_plan
+
+
+def sort_by_key(keys: ArrayLike, *values: ArrayLike, num_keys: int) -> tuple[Array, ...]:
+    """Sort small integers, and arrays along with them.
+
+    The sort is stable. On a GPU it is a radix sort of the bits that ``num_keys`` has.
+
+    Parameters
+    ----------
+    keys
+        A vector of integers from 0 to ``num_keys - 1``. Those below come first, those above last,
+        in their order in ``keys``.
+    *values
+        Arrays whose first dimension has as many elements.
+    num_keys
+        Number of keys, static.
+
+    Returns
+    -------
+    tuple of Array
+        The keys in ascending order, then each array in this order.
+
+    Raises
+    ------
+    TypeError
+        If the keys are no integers.
+    ValueError
+        If the keys are no vector, an array has another number of rows, or ``num_keys`` is negative.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> jtk.sort_by_key(jnp.array([2, 0, 2, 1]), jnp.arange(4), num_keys=3)
+    (Array([0, 1, 2, 2], dtype=int32), Array([1, 3, 0, 2], dtype=int32))
+    """
+    keys = jnp.asarray(keys)
+    plan = segment_plan(keys, num_keys)
+    assert plan.order is not None
+    arrays = [jnp.asarray(x) for x in values]
+    for x in arrays:
+        if x.ndim == 0 or x.shape[0] != keys.shape[0]:
+            raise ValueError(
+                f"sort_by_key: an array of shape {x.shape} for {keys.shape[0]} keys: its first "
+                "dimension has an element for each key"
+            )
+    return tuple(x.at[plan.order].get(mode="promise_in_bounds") for x in (keys, *arrays))
+
+
+def bincount(
+    x: ArrayLike,
+    weights: ArrayLike | None = None,
+    minlength: int = 0,
+    *,
+    length: int | None = None,
+) -> Array:
+    """Count integers, with the semantics of :func:`jax.numpy.bincount`.
+
+    Parameters
+    ----------
+    x
+        A vector of integers. Negative ones count as 0, those from ``length`` on do not count.
+    weights
+        What is added up for each integer in place of 1.
+    minlength
+        The least length of the result, where there is no ``length``.
+    length
+        The length of the result; by default that of the largest integer, which takes a concrete
+        array.
+
+    Returns
+    -------
+    Array
+        Counts, int32, or sums of the weights' type.
+
+    Raises
+    ------
+    TypeError
+        If ``x`` has no integers.
+    ValueError
+        If ``x`` is no vector, or the weights are not as many.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> jtk.bincount(jnp.array([1, 0, 1]), length=3)
+    Array([1, 2, 0], dtype=int32)
+    """
+    x = jnp.asarray(x)
+    check_ids("bincount", x)
+    if length is None:
+        length = max(number_of_segments("bincount", x, None), minlength)
+    length = number_of_segments("bincount", x, length)
+    ids: Any = jnp.maximum(x, x.dtype.type(0))
+    plan = segment_plan(ids, length)
+    if weights is None:
+        return jnp.diff(plan.bounds)[1:-1]
+    weights = jnp.asarray(weights)
+    if weights.shape != x.shape:
+        raise ValueError(f"bincount: weights of shape {weights.shape} for x of shape {x.shape}")
+    dtype = np.dtype(jnp.result_type(weights.dtype))
+    return reduced("sum", weights, plan, dtype)
