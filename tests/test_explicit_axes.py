@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from numerics import assert_close
+from numerics import assert_close, on_gpu
 from operations import MATRICES, OPERATIONS, SHAPES, SIZES
 from sharded import AUTO, EXPLICIT, devices, integers, mesh_of, put
 
@@ -78,8 +78,11 @@ def test_weights_whose_type_has_no_mesh(rng, name):
         rows = put(mesh, x, P("d"))
         got = jax.jit(with_derivatives(ours))(rows, *weights)
         eager = jax.grad(lambda w: ours(rows, w, *others).sum())(first)
-    assert_close(jax.tree.leaves(got), jax.tree.leaves(wanted))
-    assert_close(eager, jax.grad(lambda w: theirs(x, w, *weights[1:]).sum())(weights[0]))
+    # TF32 on a GPU.
+    tolerance = 1e-2 if on_gpu() else 1e-4
+    assert_close(jax.tree.leaves(got), jax.tree.leaves(wanted), tolerance)
+    expected = jax.grad(lambda w: theirs(x, w, *weights[1:]).sum())(weights[0])
+    assert_close(eager, expected, tolerance)
 
 
 def test_a_gradient_is_whole_as_jaxs():

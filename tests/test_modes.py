@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numerics import assert_close
+from numerics import assert_close, on_gpu
 from operations import OPERATIONS, arrays_of, shapes_of
 
 import jax_tilekern as jtk
@@ -73,7 +73,8 @@ def test_the_policy_is_part_of_jits_key(name, rng):
     with jtk.policy("xla"):
         theirs = run(*values)
     assert run._cache_size() == 2
-    assert_close(ours, theirs)
+    # TF32 on a GPU.
+    assert_close(ours, theirs, 1e-2 if on_gpu() else 1e-4)
 
 
 def test_a_fallback_is_an_error_in_strict():

@@ -247,8 +247,8 @@ def test_functions_of_edges(rng, plan):
     ):  # fmt: skip
         jax.tree.map(
             close,
-            transform(loss(ours))(*graph[:2]),
-            transform(loss(_plain_messages))(*graph[:2]),
+            jax.jit(transform(loss(ours)))(*graph[:2]),
+            jax.jit(transform(loss(_plain_messages)))(*graph[:2]),
         )
     check_grads(lambda h, w: ours(h, w, *graph[2:]), graph[:2], order=2, atol=0.05, rtol=0.05)
 
