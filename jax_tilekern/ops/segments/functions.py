@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_tilekern.ops.jitted import jitted
@@ -237,9 +237,10 @@ def segment_reduce(
                     f"{rows} rows"
                 )
             index = rows_of(place.keys, place.num_segments)
-            if place.order is not None:
-                plans.append((place.order, place.bounds))
-                planned.append(i)
+            # Edges that are sorted as they lie have an order, too.
+            by_row = lax.iota(np.int32, place.size) if place.order is None else place.order
+            plans.append((by_row, place.bounds))
+            planned.append(i)
         else:
             index = jnp.asarray(place)
             check_ids("segment_reduce", index)
