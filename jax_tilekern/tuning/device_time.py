@@ -36,7 +36,7 @@ _ACTIVITIES = {"kernel_details", "memcpy_details", "memset_details", "cuda_graph
 _PAUSE = 2e-3
 # The kernel that waits, and how many cycles for each call that the host enqueues meanwhile.
 _DELAY = "tilekern_delay"
-_CYCLES_TO_ENQUEUE = 80_000
+_CYCLES_TO_ENQUEUE = 500_000
 
 
 class Unattributed(RuntimeError):

@@ -105,40 +105,6 @@ struct SegmentOfBin {
   }
 };
 
-template <typename Out, typename Value, int kVector>
-inline void store_values(Out* out, const Value (&values)[kVector]) {
-  struct alignas(kVector * sizeof(Out)) Vector {
-    Out elements[kVector];
-  } vector;
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) vector.elements[i] = rounded<Out>(values[i]);
-  if constexpr (sizeof(Vector) == 16) {
-    // Results are not read again soon.
-    const uint4& bits = reinterpret_cast<const uint4&>(vector);
-    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(out), "r"(bits.x), "r"(bits.y),
-                 "r"(bits.z), "r"(bits.w)
-                 : "memory");
-    return;
-  }
-  *reinterpret_cast<Vector*>(out) = vector;
-}
-
-template <typename Operation, typename Value, int kVector>
-class Reduced {
- public:
-  Reduced() { reset(); }
-  void reset() {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) values[i] = Operation::template neutral<Value>();
-  }
-  void take(const Value (&other)[kVector]) {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) values[i] = Operation::combined(values[i], other[i]);
-  }
-
-  Value values[kVector];
-};
-
 template <typename Operation, typename Map, typename Out, SegmentConfig config, typename... Fields>
 __global__ void __launch_bounds__(kSegmentThreads, kSegmentCtas)
     reduce_sorted(const int32* order, const int32* bounds, typename Map::Value* heads,

@@ -31,7 +31,7 @@ from jax_tilekern.partitioning import params_text
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.segments.problem import MapOperand, MapText, Reduction, SegmentReduction
-from jax_tilekern.plans.segments.select import plan_segments, reads_keys
+from jax_tilekern.plans.segments.select import plan_segments, unsorted_kernel
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
@@ -633,7 +633,7 @@ def _cuda(
         return Fallback(str(error))
     values = Operands.of([x.value for x in operands], edges)
     # XLA drops a sort whose results nothing reads.
-    order = (values.keys,) if reads_keys(problem, gpu) else (*values.order, values.bounds)
+    order = (values.keys,) if unsorted_kernel(problem, gpu) else (*values.order, values.bounds)
     return planned_kernel((*values.arrays, *values.indices, *order), plan_segments, problem)
 
 

@@ -113,12 +113,11 @@ class FewSegments:
                 parameters=(parts, result, Scalars.pack("q", results), Scalars.pack("I", blocks)),
             ),
         )
-        vectors = (x.dtype.itemsize * (1 if x.broadcast else self.vector) for x in r.operands)
         return LaunchPlan(
             name=f"segment_{r.reduction} {r.out_dtype}, few segments",
             gpu=gpu,
             launches=overlapping(*launches) if gpu.compute_capability >= (9, 0) else launches,
-            alignments=(*vectors, *(4,) * (r.indices + 1), r.out_dtype.itemsize),
+            alignments=(*edge_map.alignments, 4, r.out_dtype.itemsize),
             workspace_bytes=(blocks * results * r.value.itemsize,),
             reason=f"{blocks} CTAs of {self.threads} threads, {self.tiles} tiles of columns, "
             f"{self.shared_bytes} bytes of shared memory",

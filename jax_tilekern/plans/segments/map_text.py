@@ -43,6 +43,14 @@ class SegmentMap:
         pointers = (*(f"const {CXX_TYPES[x.dtype]}*" for x in operands), *("const int*",) * indices)
         return (*pointers, f"tilekern::MapSizes<{len(operands)}>")
 
+    @property
+    def alignments(self) -> tuple[int, ...]:
+        """What the addresses of the operands and of the index arrays are multiples of."""
+        loads = (
+            x.dtype.itemsize * (1 if x.broadcast else self.vector) for x in self.reduction.operands
+        )
+        return (*loads, *(4,) * self.reduction.indices)
+
     def parameters(self) -> tuple[Parameter, ...]:
         """Return the fields, where the operands and index arrays are the call's first buffers."""
         operands = self.reduction.operands

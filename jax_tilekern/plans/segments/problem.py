@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +11,9 @@ import numpy as np
 from jax_tilekern.plans.cxx import CXX_TYPES
 
 Reduction = Literal["sum", "prod", "max", "min"]
+
+_WARP = 32
+_WIDEST_LOAD = 16
 
 # The classes of `ffi/cuda/segments/segments.cuh`.
 CXX_REDUCTIONS: dict[Reduction, str] = {
@@ -117,3 +121,25 @@ class SegmentReduction:
     def cxx_value(self) -> str:
         """The type that is reduced in, in C++."""
         return CXX_TYPES[self.value]
+
+    @property
+    def vector(self) -> int:
+        """Adjacent columns of a thread, which it loads at once."""
+        widest = max(
+            self.value.itemsize, *(x.dtype.itemsize for x in self.operands if not x.broadcast), 1
+        )
+        narrowest = min((x.dtype.itemsize for x in self.operands if not x.broadcast), default=4)
+        # Accumulators of 16-bit floats are twice as wide as their elements.
+        most = _WIDEST_LOAD // max(narrowest, widest // 2)
+        return math.gcd(most, self.columns)
+
+    @property
+    def lanes(self) -> int:
+        """Threads of a warp that are side by side on a row."""
+        vectors = self.columns // self.vector
+        return min(_WARP, 1 << (vectors - 1).bit_length())
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of columns, as wide as these threads."""
+        return math.ceil(self.columns / (self.lanes * self.vector))

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
-from jax_tilekern.plans.segments.few_segments import few_segments
+from jax_tilekern.plans.segments.few_segments import FewSegments, few_segments
 from jax_tilekern.plans.segments.problem import SegmentReduction
+from jax_tilekern.plans.segments.scanned_segments import ScannedSegments
 from jax_tilekern.plans.segments.sorted_segments import SortedSegments
 
 
-def reads_keys(reduction: SegmentReduction, gpu: Gpu) -> bool:
-    """Return whether the kernel reads the keys of the edges as they lie, and no order."""
-    return reduction.ordered and few_segments(reduction, gpu) is not None
+def unsorted_kernel(reduction: SegmentReduction, gpu: Gpu) -> ScannedSegments | FewSegments | None:
+    """Return what reads the keys of the edges as they lie, and no order, if that is faster."""
+    scanned = ScannedSegments(reduction)
+    if scanned.is_fast:
+        return scanned
+    return few_segments(reduction, gpu) if reduction.ordered else None
 
 
 def plan_segments(reduction: SegmentReduction, gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Plan a reduction; its operands end with the keys, or with the order and the bounds.
+    """Plan a reduction.
+
+    Its operands end with the keys for an :func:`unsorted_kernel`, else with the order and bounds.
 
     Raises
     ------
     NvrtcNotFound
         If there is no NVRTC to compile the kernels with.
     """
-    few = few_segments(reduction, gpu) if reduction.ordered else None
-    return SortedSegments(reduction, gpu.sm_count).plan(gpu) if few is None else few.plan(gpu)
+    kernel = unsorted_kernel(reduction, gpu) or SortedSegments(reduction, gpu.sm_count)
+    return kernel.plan(gpu)

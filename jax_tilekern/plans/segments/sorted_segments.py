@@ -15,8 +15,6 @@ from jax_tilekern.plans.segments.problem import CXX_REDUCTIONS, SegmentReduction
 
 _FILE = "segments/sorted_segments.cuh"
 _THREADS = 256
-_WARP = 32
-_WIDEST_LOAD = 16
 # Threads for each SM: some rounds of those that it holds, so that the last one is short.
 _THREADS_OF_SM = 2048
 # A worker's search for its items, and its two parts, are worth so many items.
@@ -41,29 +39,6 @@ class SortedSegments:
     sm_count: int
 
     @property
-    def vector(self) -> int:
-        """Adjacent columns of a lane."""
-        r = self.reduction
-        widest = max(
-            r.value.itemsize, *(x.dtype.itemsize for x in r.operands if not x.broadcast), 1
-        )
-        narrowest = min((x.dtype.itemsize for x in r.operands if not x.broadcast), default=4)
-        # Accumulators of 16-bit floats are twice as wide as their elements.
-        most = _WIDEST_LOAD // max(narrowest, widest // 2)
-        return math.gcd(most, r.columns)
-
-    @property
-    def lanes(self) -> int:
-        """Threads of a worker."""
-        vectors = self.reduction.columns // self.vector
-        return min(_WARP, 1 << (vectors - 1).bit_length())
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of columns."""
-        return math.ceil(self.reduction.columns / (self.lanes * self.vector))
-
-    @property
     def total(self) -> int:
         """Edges and ends of bins."""
         return self.reduction.edges + self.reduction.bins
@@ -72,7 +47,7 @@ class SortedSegments:
     def items(self) -> int:
         """Edges and ends of bins of a worker."""
         threads = self.sm_count * _THREADS_OF_SM
-        workers = max(1, threads // (self.lanes * self.tiles))
+        workers = max(1, threads // (self.reduction.lanes * self.reduction.tiles))
         return max(_LEAST_ITEMS, math.ceil(self.total / workers))
 
     @property
@@ -92,15 +67,15 @@ class SortedSegments:
         if self.total > MAX_ITEMS:
             return NoKernel(f"{r.edges} edges and {r.bins} bins (at most {MAX_ITEMS} together)")
         operation, out = CXX_REDUCTIONS[r.reduction], CXX_TYPES[r.out_dtype]
-        edge_map = SegmentMap(r, self.vector)
+        edge_map = SegmentMap(r, self.reduction.vector)
         config = cxx_config(
-            "SegmentConfig", lanes=self.lanes, unroll=self.unroll, ordered=r.ordered
+            "SegmentConfig", lanes=self.reduction.lanes, unroll=self.unroll, ordered=r.ordered
         )
         reduce = edge_map.kernel(_FILE, "reduce_sorted", operation, "{map}", out, config)
         combine = Kernel(
             _FILE,
-            f"tilekern::combine_parts<{operation}, {r.cxx_value}, {out}, {self.vector}, "
-            f"{self.lanes}>",
+            f"tilekern::combine_parts<{operation}, {r.cxx_value}, {out}, {self.reduction.vector}, "
+            f"{self.reduction.lanes}>",
         )
         compiled = compile_kernels(reduce, combine, arch=gpu.arch)
         first = len(r.operands) + r.indices
@@ -109,13 +84,20 @@ class SortedSegments:
         result = Buffer(bounds.index + 1)
         heads, tails = (Buffer(result.index + i) for i in (1, 2))
         shape = Scalars.pack(
-            "q6I", r.columns, r.edges, r.bins, r.period, self.items, self.workers, self.tiles
+            "q6I",
+            r.columns,
+            r.edges,
+            r.bins,
+            r.period,
+            self.items,
+            self.workers,
+            self.reduction.tiles,
         )
-        groups = _THREADS // self.lanes
+        groups = _THREADS // self.reduction.lanes
         launches = (
             Launch(
                 entry=compiled.entry(reduce.name),
-                grid=(math.ceil(self.workers / groups) * self.tiles, 1, 1),
+                grid=(math.ceil(self.workers / groups) * self.reduction.tiles, 1, 1),
                 block=(_THREADS, 1, 1),
                 parameters=(order, bounds, heads, tails, result, shape, *edge_map.parameters()),
             ),
@@ -126,15 +108,17 @@ class SortedSegments:
                 parameters=(bounds, heads, tails, result, shape),
             ),
         )
-        vectors = (x.dtype.itemsize * (1 if x.broadcast else self.vector) for x in r.operands)
-        indices = (4,) * (r.indices + 1 + r.ordered)
         part = self.workers * r.columns * r.value.itemsize
         return LaunchPlan(
             name=f"segment_{r.reduction} {r.out_dtype}",
             gpu=gpu,
             launches=overlapping(*launches) if gpu.compute_capability >= (9, 0) else launches,
-            alignments=(*vectors, *indices, r.out_dtype.itemsize * self.vector),
+            alignments=(
+                *edge_map.alignments,
+                *(4,) * (1 + r.ordered),
+                r.out_dtype.itemsize * self.reduction.vector,
+            ),
             workspace_bytes=(part, part),
-            reason=f"{self.workers} workers of {self.lanes} lanes and {self.items} items, "
-            f"{self.tiles} tiles of columns",
+            reason=f"{self.workers} workers of {r.lanes} lanes and {self.items} items, "
+            f"{r.tiles} tiles of columns",
         )
