@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.policy import current_policy
+from jax_tilekern.plans.segments.cost import kernel_microseconds, xla_microseconds
 from jax_tilekern.plans.segments.few_segments import FewSegments, few_segments
 from jax_tilekern.plans.segments.problem import SegmentReduction
 from jax_tilekern.plans.segments.scanned_segments import ScannedSegments
@@ -29,4 +31,9 @@ def plan_segments(reduction: SegmentReduction, gpu: Gpu) -> LaunchPlan | NoKerne
         If there is no NVRTC to compile the kernels with.
     """
     kernel = unsorted_kernel(reduction, gpu) or SortedSegments(reduction, gpu.sm_count)
+    any_order = reduction.reduction in ("max", "min") or reduction.value.kind in "iu"
+    if any_order and reduction.text is None and current_policy() != "kernels":
+        ours, theirs = kernel_microseconds(kernel, gpu), xla_microseconds(reduction)
+        if theirs < ours:
+            return NoKernel(f"XLA's scatter is as fast: {theirs:.3g} us, a kernel {ours:.3g} us")
     return kernel.plan(gpu)
