@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.ladder.report import LADDERS, ideas, times
 from benchmarks.records.sample_report import SLOWER, Distribution, ratio_to_jax, with_right_peer
+from benchmarks.segments import CALLS as SEGMENT_CALLS
+from jax_tilekern.cli.console import duration
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -148,6 +150,27 @@ def _cross_entropy(record: Record) -> Iterator[tuple[str, float]]:
         yield f"`linear_cross_entropy`, {row['name'].rpartition(', ')[2]}", row["ratio"]
 
 
+def _segments(record: Record) -> Iterator[tuple[str, float]]:
+    for row in record["rows"]:
+        name = row["name"]
+        group = next(group for text, group in _SEGMENT_GROUPS.items() if text in name)
+        is_drawn = name not in SEGMENT_CALLS
+        yield "reductions to segments, drawn at random" if is_drawn else group, row["ratio"]
+
+
+# The first whose text is in a row's name.
+_SEGMENT_GROUPS = {
+    "top_k": "`top_k`",
+    "gradient of take": "gradient of `take`",
+    "silu": "`segment_reduce`, messages",
+    "its gradient": "`segment_reduce`, gradient of messages",
+    "scalars": "`segment_sum` of scalars",
+    "sorted": "`segment_sum`, sorted",
+    "max": "`segment_max`",
+    "sum": "`segment_sum`",
+}
+
+
 def _sharded(record: Record) -> Iterator[tuple[str, float]]:
     for row in record["rows"]:
         name = row["group"]
@@ -164,6 +187,7 @@ _READERS: Mapping[str, Callable[[Record], Iterator[tuple[str, float]]]] = {
     "linalg_large": _matrices,
     "fused": _fused,
     "cross_entropy": _cross_entropy,
+    "segments": _segments,
     "sharded": _sharded,
 }
 
@@ -216,7 +240,7 @@ class Line(NamedTuple):
     patterns: tuple[str, ...]
 
     def ratios(self) -> str:
-        """Return the smallest and the largest ratio of each part."""
+        """Return the smallest and the largest ratio of each part, or nothing without records."""
         parts = []
         for pattern in self.patterns:
             found = [
@@ -226,6 +250,8 @@ class Line(NamedTuple):
                 if re.search(pattern, name)
                 for ratio in ratios
             ]
+            if not found:
+                return ""
             ends = dict.fromkeys(map(_number, (min(found), max(found))))
             parts.append(" to ".join(ends))
         return "; ".join(parts)
@@ -249,6 +275,8 @@ SPEED = (
          ("^epilogues", "gradient of an epilogue", "gated_linear")),
     Line("`linear_cross_entropy`: value; gradient",
          ("entropy`, value", "entropy`, gradient")),
+    Line("segments: rows; sorted rows; scalars; messages of a graph; gradient of a table; `top_k`",
+         ("`segment_(sum|max)`$", "sorted$", "of scalars", "messages", "of `take`", "`top_k`")),
     Line("`ragged_dot` against one dense product, an upper bound: 8 experts; 128",
          (_DENSE.format(8), _DENSE.format(128))),
     Line("parallel efficiency of `ragged_dot` on 2 H100: no communication; with an all-reduce",
@@ -258,7 +286,26 @@ SPEED = (
 
 def _speed() -> Iterator[str]:
     """Yield the README's lines of recorded suites."""
-    yield from _table(("H100", "XLA / ours"), ((line.text, line.ratios()) for line in SPEED))
+    lines = ((line.text, line.ratios()) for line in SPEED)
+    yield from _table(("H100", "XLA / ours"), (line for line in lines if line[1]))
+
+
+_SIDES = ("ours", "XLA")
+
+
+def _segment_calls() -> Iterator[str]:
+    """Yield a section of each recorded call of segments, where they are recorded."""
+    path = RESULTS / "h100/segments.json"
+    if not path.exists():
+        return
+    record = _read(path)
+    yield f"\n## Segments\n\nThe times of each recorded call on an {record['device']}.\n"
+    lines = (
+        (row["name"], *(duration(row["seconds"][x]) for x in _SIDES), _number(row["ratio"]))
+        for row in record["rows"]
+        if row["name"] in SEGMENT_CALLS
+    )
+    yield from _table(("call", *_SIDES, "XLA / ours"), lines)
 
 
 _RUNS = {
@@ -300,6 +347,7 @@ _TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
     "devices": _devices,
     "policy": _policy,
     "random": _random,
+    "segments": _segment_calls,
     "speed": _speed,
     "tests": _tests,
     **{f"ideas_{name}": functools.partial(ideas, name) for name in LADDERS},
