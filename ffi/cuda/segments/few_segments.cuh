@@ -4,6 +4,7 @@
 #pragma once
 
 #include "ptx.cuh"
+#include "segments/index_sort.cuh"
 #include "segments/segments.cuh"
 
 namespace tilekern {
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) {
       const uint32 at = edge + i * phases;
-      if (at < end) bins[i] = min_of(static_cast<uint32>(keys[at]), shape.bins - 1);
+      if (at < end) bins[i] = bin_of_key(keys[at], shape.bins);
       if (at < end) rows[i] = map.load(map.place(at), column);
     }
 #pragma unroll

@@ -22,14 +22,21 @@ struct SortPass {
   // The digit is (key >> shift) % digits, and the number of digits is a power of two.
   uint32 shift;
   uint32 digits;
+  uint32 bins;
 };
 
-inline uint32 digit_of(const SortPass& pass, int32 key) {
-  return static_cast<uint32>(key) >> pass.shift & (pass.digits - 1);
+// The bin of a key: those below 0 are in the first bin, those above in the last.
+inline int32 bin_of_key(int32 key, uint32 bins) {
+  return min_of(max_of(key, -1), static_cast<int32>(bins) - 2) + 1;
 }
 
-// Counts the digits of each tile: counts[digit][tile]. A thread has kItems keys of a tile.
-template <int kItems>
+inline uint32 digit_of(const SortPass& pass, int32 bin) {
+  return static_cast<uint32>(bin) >> pass.shift & (pass.digits - 1);
+}
+
+// Counts the digits of each tile: counts[digit][tile]. A thread has kItems keys of a tile. With
+// kFirst they are keys, without it bins.
+template <int kItems, bool kFirst>
 __global__ void __launch_bounds__(kSortThreads)
     count_digits(const int32* keys, uint32* counts, const __grid_constant__ SortPass pass) {
   __shared__ uint32 found[kMaxDigits];
@@ -42,7 +49,9 @@ __global__ void __launch_bounds__(kSortThreads)
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const uint32 row = first + i * kSortThreads + thread;
-    if (row < pass.count) atomicAdd(&found[digit_of(pass, keys[row])], 1u);
+    if (row >= pass.count) continue;
+    const int32 bin = kFirst ? bin_of_key(keys[row], pass.bins) : keys[row];
+    atomicAdd(&found[digit_of(pass, bin)], 1u);
   }
   __syncthreads();
   for (uint32 digit = thread; digit < pass.digits; digit += kSortThreads) {
@@ -91,7 +100,7 @@ __global__ void __launch_bounds__(kSortThreads)
 }
 
 // Writes the rows in the order of this digit. With kFirst, they are in the order of their numbers;
-// without it, `rows` are the rows in the order of the digits before, and `keys` are theirs.
+// without it, `rows` are the rows in the order of the digits before, and `keys` are their bins.
 //
 // A CTA sorts its tile in shared memory first, so that it writes runs of a digit.
 template <int kItems, bool kFirst>
@@ -121,6 +130,7 @@ __global__ void __launch_bounds__(kSortThreads)
   for (int i = 0; i < kItems; ++i) {
     const uint32 at = first + i * 32 + lane;
     key[i] = at < pass.count ? keys[at] : 0;
+    if (kFirst) key[i] = bin_of_key(key[i], pass.bins);
   }
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
@@ -187,9 +197,11 @@ __global__ void __launch_bounds__(kSortThreads)
   }
 }
 
-// bounds[i] is the number of keys below i, for i up to `bins`, where keys ascend. Whatever the keys
+// bounds[i] is the number of keys of bins below i, for i up to `bins`, where keys ascend. With kBins
+// they are bins. Whatever the keys
 // are, the bounds ascend, because the search for a larger key turns right wherever that for a
 // smaller one does.
+template <bool kBins>
 __global__ void __launch_bounds__(kSortThreads)
     find_bounds(const int32* keys, int32* bounds, uint32 count, uint32 bins) {
   const uint32 bin = blockIdx.x * kSortThreads + threadIdx.x;
@@ -199,7 +211,8 @@ __global__ void __launch_bounds__(kSortThreads)
   uint32 low = 0, high = count;
   while (low < high) {
     const uint32 middle = low + (high - low) / 2;
-    if (keys[middle] < static_cast<int32>(bin)) {
+    const int32 found = kBins ? keys[middle] : bin_of_key(keys[middle], bins);
+    if (found < static_cast<int32>(bin)) {
       low = middle + 1;
     } else {
       high = middle;

@@ -31,8 +31,9 @@ __global__ void __launch_bounds__(kScanThreads)
   const Map map{fields...};
   const uint32 thread = threadIdx.x, lane = thread % kLanes, group = thread / kLanes;
   const uint32 row = blockIdx.x / shape.tiles;
-  const int32 bin = static_cast<int32>(row / shape.segments * (shape.segments + 2) +
-                                       row % shape.segments + 1);
+  // Bins before and behind the segments of a batch have keys, too.
+  const int32 key =
+      static_cast<int32>(row / shape.segments * (shape.segments + 2) + row % shape.segments);
   const int64 column =
       (static_cast<int64>(blockIdx.x % shape.tiles) * kLanes + lane) * kVector;
   const bool inside = column < shape.columns;
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(kScanThreads)
   Reduced<Operation, Value, kVector> part;
   for (uint32 first = 0; first < shape.edges; first += kScanThreads) {
     const uint32 own = first + thread;
-    const bool is_own = own < shape.edges && keys[own] == bin;
+    const bool is_own = own < shape.edges && keys[own] == key;
     const uint32 warp = first + thread / 32 * 32;
     uint32 left = __ballot_sync(~0u, is_own) & lanes_of_group;
     while (inside && left != 0) {

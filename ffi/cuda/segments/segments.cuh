@@ -13,7 +13,8 @@
 //     void values(const Row& row, Value (&values)[kVector]) const;
 //   };
 //
-// Keys number bins: 0 and the last bin of each batch are what belongs to no segment.
+// A key is the number of a bin, less one. The first and the last bin of a batch have what belongs
+// to no segment, and those between are its segments.
 #pragma once
 
 #include "reduction/reduction.cuh"

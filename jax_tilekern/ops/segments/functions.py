@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
-from jax_tilekern.ops.segments.keys import clipped, rows_of
+from jax_tilekern.ops.segments.keys import keys_of, rows_of
 from jax_tilekern.ops.segments.plan import SegmentPlan, check_ids, number_of_segments, segment_plan
 from jax_tilekern.ops.segments.reduce import Edges, Operands, reduce_segments, trace_values
 from jax_tilekern.plans.segments.problem import Reduction
@@ -244,7 +244,7 @@ def segment_reduce(
         else:
             index = jnp.asarray(place)
             check_ids("segment_reduce", index)
-            index = clipped(index, -1, max(rows))
+            index = keys_of(index, max(rows))
         if index.shape[0] != plan.size:
             raise ValueError(
                 f"segment_reduce: {index.shape[0]} numbers of rows for {plan.size} edges"

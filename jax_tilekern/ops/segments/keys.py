@@ -1,7 +1,8 @@
 """Segment ids as keys of bins.
 
-Bin 0 has what lies before the segments, bin ``segments + 1`` what lies behind them, so that keys
-ascend where ids do. The bins of a batch follow those of the one before.
+Bin 0 has what lies before the segments, bin ``segments + 1`` what lies behind them, and the bins of
+a batch follow those of the one before. A key is the number of its bin, less one; lower keys are of
+the first bin, higher ones of the last. So ids are keys, if they are int32.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ def keys_of(ids: Array, segments: int, *, clip: bool = False) -> Array:
         Whether ids out of bounds are the first and the last segment. By default they belong to
         none.
     """
-    keys = clipped(ids, -1, segments) + 1
-    return jnp.clip(keys, 1, segments) if clip and segments else keys
+    if clip and segments:
+        return clipped(ids, 0, segments - 1)
+    return ids if ids.dtype == np.int32 else clipped(ids, -1, segments)
 
 
 def clipped(numbers: Array, low: int, high: int) -> Array:
@@ -39,10 +41,16 @@ def clipped(numbers: Array, low: int, high: int) -> Array:
     return jnp.clip(numbers, low, high).astype(np.int32)
 
 
+def bins_of(keys: Array, bins: int) -> Array:
+    """Return the bin of each key."""
+    return jnp.clip(keys, -1, bins - 2) + 1
+
+
 def rows_of(keys: Array, segments: int, batch: int = 1) -> Array:
     """Return the row of a result that a key stands for, -1 for a key of no segment."""
-    period = segments + 2
-    number, within = (0, keys) if batch == 1 else jnp.divmod(keys, period)
+    if batch == 1:
+        return jnp.where((keys >= 0) & (keys < segments), keys, -1)
+    number, within = jnp.divmod(bins_of(keys, batch * (segments + 2)), segments + 2)
     inside = (within >= 1) & (within <= segments)
     return jnp.where(inside, number * segments + within - 1, -1)
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.segments.keys import bins_of
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.segments.index_sort import IndexSort, plan_bounds, plan_index_sort
 from jax_tilekern.primitives.operation import (
@@ -28,16 +29,16 @@ def order_by_key(keys: Array, *, bins: int) -> tuple[Array, Array]:
     Parameters
     ----------
     keys
-        The key of each row, int32 from 0 to ``bins - 1``.
+        The key of each row, int32; see :mod:`jax_tilekern.ops.segments.keys`.
     bins
-        Number of keys.
+        Number of bins.
 
     Returns
     -------
     order
         The rows by ascending key, and by number where keys are equal.
     bounds
-        The position in ``order`` where each key begins, and the number of rows.
+        The position in ``order`` where each bin begins, and the number of rows.
     """
     order, bounds = _bind(keys, bins=bins, is_sorted=False)
     return order, bounds
@@ -63,20 +64,20 @@ def of_batches(
     keys, order, bounds
         As in :func:`order_by_key`; there is one order or none.
     bins
-        Keys of a batch.
+        Those of a batch.
     """
     batch, rows = keys.shape
     number = lax.broadcasted_iota(np.int32, (batch, 1), 0)
     starts = (bounds[:, :-1] + number * rows).ravel()
     return (
-        (keys + number * bins).ravel(),
+        (bins_of(keys, bins) - 1 + number * bins).ravel(),
         tuple((each + number * rows).ravel() for each in order),
         jnp.append(starts, np.int32(batch * rows)),
     )
 
 
 def _reference(keys: Array, *, bins: int, is_sorted: bool) -> list[Array]:
-    rows = lax.iota(np.int32, keys.shape[0])
+    rows, keys = lax.iota(np.int32, keys.shape[0]), bins_of(keys, bins)
     order = []
     if not is_sorted:
         keys, rows = lax.sort((keys, rows), num_keys=1)
@@ -92,7 +93,9 @@ def _batch(
     keys = jnp.moveaxis(operands[0], dims[0], 0)
     batch, rows = keys.shape
     number = lax.broadcasted_iota(np.int32, (batch, 1), 0)
-    *order, bounds = _bind((keys + number * bins).ravel(), bins=batch * bins, is_sorted=is_sorted)
+    *order, bounds = _bind(
+        (bins_of(keys, bins) - 1 + number * bins).ravel(), bins=batch * bins, is_sorted=is_sorted
+    )
     starts = jnp.stack([bounds[i * bins : (i + 1) * bins + 1] for i in range(batch)])
     results = [each.reshape(batch, rows) - number * rows for each in order]
     return [*results, starts - number * rows], [0] * (len(order) + 1)

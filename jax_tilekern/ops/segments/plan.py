@@ -28,12 +28,13 @@ class SegmentPlan:
     Attributes
     ----------
     keys
-        For each edge, one more than the number of its segment; 0 and ``num_segments + 1`` belong to
-        no segment.
+        The segment of each edge, int32; those out of bounds belong to none.
     order
-        The edges by ascending key; ``None`` if they ascend as they are.
+        The edges by ascending segment, between those that lie before and those that lie behind;
+        ``None`` if they ascend as they are.
     bounds
-        The position where each key begins, and the number of edges.
+        The positions where the edges before the segments, of each segment and behind them begin,
+        and the number of edges.
     num_segments
         Number of segments.
     """

@@ -461,18 +461,18 @@ def _to_rows(
     """Sum values of edges to the rows that they were gathered from."""
     rows = aval.shape[0]
     index = read.indices[place]
-    keys = jnp.where((index >= 0) & (index < rows), index + 1, 0)
+    # Numbers out of bounds read zeros, and belong to no row.
     if place in edges.planned:
         order, bounds = read.plans[edges.planned.index(place)]
     else:
-        order, bounds = order_by_key(keys, bins=rows + 2)
+        order, bounds = order_by_key(index, bins=rows + 2)
     if function is None:
         # The kernel of the identity does not gather.
         (i,) = (g for g in gathers if g is not None)
         arrays, gathers, indices = (_gathered(arrays[0], indices[i]),), (None,), ()
     other = Edges(gathers, len(indices), (), rows, 1, is_sorted=False)
     return reduce_segments(
-        Operands(arrays, indices, (), keys, (order,), bounds),
+        Operands(arrays, indices, (), index, (order,), bounds),
         other,
         reduction="sum",
         function=function,

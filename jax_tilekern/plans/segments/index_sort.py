@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ class IndexSort:
     rows
         Number of keys, at least one.
     bins
-        Keys are 0 to ``bins - 1``.
+        Those of keys 0 to ``bins - 3``, and the first and the last one for keys below and above.
     """
 
     rows: int
@@ -62,22 +63,24 @@ def plan_index_sort(sort: IndexSort, gpu: Gpu) -> LaunchPlan | NoKernel:
     # Two buffers of keys and rows, ping-pong; bounds are searched for in the last keys.
     between = [(Buffer(5 + 2 * i), Buffer(6 + 2 * i)) for i in range(min(2, len(digits)))]
     workspaces += [4 * sort.rows] * (2 * len(between))
-    count = Kernel(_FILE, f"tilekern::count_digits<{items}>")
-    scan, search = (Kernel(_FILE, f"tilekern::{name}") for name in ("scan_digits", "find_bounds"))
-    scatters = [
-        Kernel(_FILE, f"tilekern::scatter_digits<{items}, {str(i == 0).lower()}>")
+    scan, search = (Kernel(_FILE, f"tilekern::{x}") for x in ("scan_digits", "find_bounds<true>"))
+    passes = [
+        tuple(
+            Kernel(_FILE, f"tilekern::{name}<{items}, {str(i == 0).lower()}>")
+            for name in ("count_digits", "scatter_digits")
+        )
         for i in range(len(digits))
     ]
-    compiled = compile_kernels(count, scan, *scatters, search, arch=gpu.arch)
+    compiled = compile_kernels(scan, search, *itertools.chain(*passes), arch=gpu.arch)
     launches, shift, source = [], 0, (keys, keys)
-    for i, bits in enumerate(digits):
+    for i, (bits, (count, scatter)) in enumerate(zip(digits, passes, strict=True)):
         keys_out, rows_out = between[i % 2]
         target = keys_out, order if i == len(digits) - 1 else rows_out
-        shape = Scalars.pack("4I", sort.rows, tiles, shift, 1 << bits)
+        shape = Scalars.pack("5I", sort.rows, tiles, shift, 1 << bits, sort.bins)
         launches += [
             _launch(compiled, count, tiles, source[0], counts, shape),
             _launch(compiled, scan, 1 << bits, counts, totals, shape),
-            _launch(compiled, scatters[i], tiles, *source, counts, totals, *target, shape),
+            _launch(compiled, scatter, tiles, *source, counts, totals, *target, shape),
         ]
         shift, source = shift + bits, target
     launches.append(_bounds_launch(compiled, search, sort, source[0], bounds))
@@ -95,7 +98,7 @@ def plan_bounds(sort: IndexSort, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan a search for the bounds of the bins of keys that are sorted as they lie."""
     if sort.rows + sort.bins > MAX_ITEMS:
         return NoKernel(f"{sort.rows} rows and {sort.bins} bins (at most {MAX_ITEMS} together)")
-    search = Kernel(_FILE, "tilekern::find_bounds")
+    search = Kernel(_FILE, "tilekern::find_bounds<false>")
     compiled = compile_kernels(search, arch=gpu.arch)
     keys, bounds = Buffer(0), Buffer(1)
     return LaunchPlan(
