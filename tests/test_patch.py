@@ -1,4 +1,7 @@
-"""``patch``: what it takes over, for whom and for how long, in every transformation of JAX's."""
+"""``patch``: what it takes over, for whom and for how long, in every transformation of JAX's.
+
+Products stand for all of it where it holds.
+"""
 
 import functools
 import sys
@@ -12,11 +15,12 @@ import pytest
 from jax import lax
 from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
-from jaxprs import traced
+from jaxprs import equations, traced
 from numerics import assert_close, random
 
 import jax_tilekern as jtk
 from jax_tilekern.interop import compat
+from jax_tilekern.ops.segments import row_updates
 
 f32 = np.float32
 four_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="takes four devices")
@@ -119,6 +123,162 @@ def test_errors_are_jaxs():
         expected = error(function, *args)
         with jtk.patch():
             assert error(function, *args) == expected
+
+
+# Updates of rows, and the largest elements.
+
+
+def ours_in(function, *args):
+    """The library's primitives in a function's jaxpr, of updates of rows and of top_k."""
+    names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(function)(*args).jaxpr)]
+    return [name for name in names if name in ("tilekern_scatter_rows", "tilekern_top_k")]
+
+
+def whole_table(rng, *shape, dtype=f32):
+    return jnp.asarray(rng.integers(-2, 3, shape)).astype(dtype)
+
+
+IDS = np.array([[3, -1, 0, 9], [3, 3, -9, 1]])
+
+
+def at(name, **kwargs):
+    return lambda x, u: getattr(x.at[IDS.ravel()], name)(u, **kwargs)
+
+
+# Functions of a table of 5 rows and of 8 updates.
+UPDATES = {
+    "segment_sum": lambda x, u: jax.ops.segment_sum(u, IDS.ravel(), 5),
+    "segment_sum, sorted": lambda x, u: jax.ops.segment_sum(
+        u, np.sort(IDS.ravel()), 5, indices_are_sorted=True
+    ),
+    "segment_max, clip": lambda x, u: jax.ops.segment_max(u, IDS.ravel(), 5, mode="clip"),
+    "segment_min": lambda x, u: jax.ops.segment_min(u, IDS.ravel(), 5),
+    "segment_prod": lambda x, u: jax.ops.segment_prod(u, IDS.ravel(), 5),
+    "add": at("add"),
+    "add, clip": at("add", mode="clip"),
+    "multiply": at("multiply"),
+    "max": at("max", mode="drop"),
+    "min": at("min"),
+    "add of a number": lambda x, u: x.at[IDS.ravel()].add(2),
+    "add at a matrix of indices": lambda x, u: x.at[IDS].add(u.reshape(2, 4, *u.shape[1:])),
+    "add to columns": lambda x, u: x.T.at[:, IDS.ravel()].add(u.T),
+    "vmap": lambda x, u: jax.vmap(lambda x, i, u: x.at[i].add(u), (None, 0, 0))(
+        x, IDS, u.reshape(2, 4, *u.shape[1:])
+    ),
+    "vmap of columns": lambda x, u: jax.vmap(lambda u: x[:, 0].at[IDS.ravel()].max(u), 1, 1)(u),
+}
+
+
+@pytest.mark.parametrize("dtype", [f32, jnp.bfloat16, np.int8, np.uint16])
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.one_in(2)
+def test_updates_of_rows(rng, monkeypatch, name, dtype):
+    """Operands are small integers, so that every sum is exact."""
+    function = UPDATES[name]
+    args = whole_table(rng, 5, 3, dtype=dtype), whole_table(rng, 8, 3, dtype=dtype)
+    expected = function(*args)
+    with jtk.patch():
+        assert ours_in(function, *args) == ["tilekern_scatter_rows"]
+        found = [function(*args)]
+        # Where a GPU would take kernels.
+        monkeypatch.setattr(row_updates, "_bind", row_updates.by_segments)
+        found.append(jax.jit(lambda *args: function(*args))(*args))
+    assert ours_in(function, *args) == []
+    for each in found:
+        assert jax.typeof(each) == jax.typeof(expected)
+        np.testing.assert_array_equal(each.astype(f32), expected.astype(f32))
+
+
+def test_the_sum_of_updates_and_the_table_is_rounded_once(monkeypatch):
+    monkeypatch.setattr(row_updates, "_bind", row_updates.by_segments)
+    x, u = jnp.full((1, 1), -1000, jnp.bfloat16), jnp.asarray([[1000], [3.3]], jnp.bfloat16)
+    with jtk.patch():
+        assert x.at[np.zeros(2, int)].add(u) == u[1:]
+
+
+def test_derivatives_of_updates(rng):
+    """JAX's own, also of equal extrema, by this library's updates of rows."""
+    x, u, c = whole_table(rng, 5, 3), whole_table(rng, 8, 3), random(rng, (5, 3), f32)
+    for name, count in (("add", 1), ("max", 4), ("multiply", 2)):
+        update = at(name)
+
+        def loss(x, u, update=update):
+            return jnp.sum(update(x, u) ** 2 * c)
+
+        gradient = jax.grad(loss, 0 if name == "multiply" else (0, 1))
+        expected = gradient(x, u)
+        with jtk.patch():
+            assert ours_in(gradient, x, u).count("tilekern_scatter_rows") == count
+            jax.tree.map(assert_close, jax.jit(gradient)(x, u), expected)
+
+
+def test_gradients_of_rows(rng):
+    x, ids = random(rng, (6, 3), f32), np.array([2, 2, -1])
+    for rows in (lambda x: x[ids], lambda x: jnp.take(x, ids, 0, mode="clip")):
+
+        def loss(x, rows=rows):
+            return jnp.sum(rows(x) ** 3)
+
+        expected = jax.grad(loss)(x)
+        with jtk.patch():
+            assert ours_in(jax.grad(loss), x) == ["tilekern_scatter_rows"]
+            assert_close(jax.grad(loss)(x), expected)
+
+
+def test_other_updates_stay_jaxs():
+    x, ids = jnp.ones((4, 4)), np.array([1, 2])
+    with jtk.patch():
+        for function in (
+            lambda x: x.at[ids].set(1),
+            lambda x: x.at[ids].add(1, unique_indices=True),
+            lambda x: x.at[ids, ids].add(1),
+            lambda x: x.at[ids, 1:3].add(1),
+            lambda x: x.at[1:3].add(1),
+            lambda x: x.at[1].add(1),
+            lambda x: (x > 0).at[ids].max(True),
+            lambda x: (x * 1j).at[ids].add(1),
+            lambda x: lax.top_k(x, 2, axis=0),
+        ):
+            assert ours_in(function, x) == []
+
+
+def test_top_k(rng):
+    x = whole_table(rng, 4, 9)
+
+    def loss(x):
+        return jnp.sum(lax.top_k(x, 3)[0] ** 2)
+
+    expected = lax.top_k(x, 3), jax.grad(loss)(x), jax.vmap(lambda x: lax.top_k(x, 2))(x)
+    with jtk.patch():
+        assert ours_in(lambda x: lax.top_k(x, 3), x) == ["tilekern_top_k"]
+        found = lax.top_k(x, 3), jax.grad(loss)(x), jax.vmap(lambda x: lax.top_k(x, 2))(x)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.defaults
+def test_updates_take_kernels_where_these_are_faster():
+    """Not of narrow rows, nor of few of them in a table that may be updated in place."""
+
+    def kernels(function, rows, segments, columns, dtype):
+        x, u = (jax.ShapeDtypeStruct((n, columns), dtype) for n in (segments, rows))
+        ids = jax.ShapeDtypeStruct((rows,), np.int32)
+        with jtk.gpu_target("sm_90"), jtk.patch():
+            choices = jtk.explain(function, x, u, ids, platform="cuda")
+        return [choice.kernel for choice in choices if choice.kernel]
+
+    def segment_sum(x, u, ids):
+        return jax.ops.segment_sum(u, ids, x.shape[0])
+
+    def add(x, u, ids):
+        return x.at[ids].add(u)
+
+    for function in (segment_sum, add):
+        assert kernels(function, 1 << 20, 1 << 16, 256, f32)
+        assert kernels(function, 1 << 20, 1 << 16, 256, jnp.bfloat16)
+        assert not kernels(function, 400_000, 50_000, 1, f32)
+    assert kernels(segment_sum, 1 << 17, 1 << 17, 256, f32)
+    assert not kernels(add, 1 << 17, 1 << 17, 256, f32)
 
 
 # Where it holds.

@@ -43,6 +43,7 @@ __all__ = [
     "ad",
     "apply_primitive",
     "as_type",
+    "batching_rule",
     "bind_equation",
     "cached",
     "canonicalize_dtype",
@@ -75,6 +76,7 @@ __all__ = [
     "result_type",
     "sharding_under_vmap",
     "source_line",
+    "splat_of",
     "staged",
     "traced_from",
     "transposed_from",
@@ -241,6 +243,23 @@ def transposed_from(value: Any) -> tuple[Any, Sequence[int]] | None:
     return operation.operands[0], list(operation.attributes["permutation"])
 
 
+def splat_of(value: Any) -> int | float | None:
+    """Return the number that all elements of ``value`` are, if it is made of a constant."""
+    operation = _operation_of(value)
+    while getattr(operation, "name", None) in (
+        "stablehlo.broadcast_in_dim",
+        "sdy.sharding_constraint",
+    ):
+        operation = _operation_of(operation.operands[0])
+    if getattr(operation, "name", None) != "stablehlo.constant":
+        return None
+    elements = ir.DenseElementsAttr(operation.attributes["value"])
+    if not elements.is_splat:
+        return None
+    number: int | float = elements.get_splat_value().value
+    return number
+
+
 def jaxprs_of(eqn: Any) -> list[Any]:
     """Return the jaxprs in an equation's parameters."""
     return list(_core.jaxprs_in_params(eqn.params))
@@ -389,6 +408,12 @@ def with_leading_dims(sharding: Any, count: int) -> Any:
 def register_nan_check(primitive: Any) -> None:
     """Make ``checkify.float_checks`` check a primitive's results for NaNs."""
     _checkify.error_checks[primitive] = functools.partial(_checkify.nan_error_check, primitive)
+
+
+def batching_rule(primitive: Any) -> Callable[..., tuple[Any, Any]]:
+    """Return ``rule(axis_data, operands, dims, **params)`` of a primitive of JAX."""
+    rule: Callable[..., tuple[Any, Any]] = batching.fancy_primitive_batchers[primitive]
+    return rule
 
 
 def register_batching(primitive: Any, rule: Callable[..., Any]) -> None:

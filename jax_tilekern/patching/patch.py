@@ -1,15 +1,17 @@
-"""``patch`` makes JAX's own products trace to this library's.
+"""``patch`` makes JAX's own products, updates of rows and ``top_k`` trace to this library's.
 
 Every product of ``jax.numpy``, of ``jax.lax`` and of ``@`` is bound through one of two primitives,
-``dot_general`` and ``ragged_dot_general``, so those two are intercepted and no name in JAX is
-changed.
+``dot_general`` and ``ragged_dot_general``, and reductions to segments and derivatives of gathers
+are scatters. So primitives are intercepted, and no name in JAX is changed.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 from jax import Array, lax
@@ -18,12 +20,14 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.interception import intercept, intercepting, release
 from jax_tilekern.ops.matmul import dot_general
 from jax_tilekern.ops.ragged_dot import ragged_dot_general
+from jax_tilekern.ops.segments.row_updates import SCATTERS, scatter
+from jax_tilekern.ops.segments.top_k import top_k
 from jax_tilekern.scope import scoped
 
 
 @scoped
 def patch() -> Iterator[None]:
-    """Make JAX's own matrix products trace to this library's kernels.
+    """Make JAX's own matrix products, updates of rows and ``top_k`` trace to this library.
 
     A context manager and a decorator, which needs no parentheses. Inside it ``jnp.matmul``,
     ``dot``, ``vdot``, ``tensordot``, ``inner``, ``einsum``, ``matvec``, ``vecmat``, ``lax.dot``,
@@ -31,6 +35,12 @@ def patch() -> Iterator[None]:
     as :func:`jax_tilekern.dot_general` and :func:`jax_tilekern.ragged_dot_general` compute them,
     wherever they are called: in a layer of a library, in a derivative, in ``scan`` or in a function
     that is already jitted, which is traced again.
+
+    So are the scatters that update whole rows of a table: those of ``jax.ops.segment_sum``,
+    ``segment_max``, ``segment_min`` and ``segment_prod``, of ``x.at[rows].add``, ``multiply``,
+    ``max`` and ``min``, and of the derivatives of ``x[rows]`` and ``jnp.take``. On a GPU they are
+    reductions to segments where these are predicted to be faster, as those of 16-bit types and of
+    wide rows are; elsewhere JAX's own scatter runs. ``lax.top_k`` is :func:`jax_tilekern.top_k`.
 
     It holds for the current thread, may be nested, and ends with the block, also by an exception.
     JAX reuses a trace from inside only inside, and one from outside only outside. Products in
@@ -40,8 +50,8 @@ def patch() -> Iterator[None]:
     Raises
     ------
     RuntimeError
-        If the installed version of JAX does not trace its products as the supported versions do.
-        Pass :func:`jax_tilekern.dot_general` to the layers instead.
+        If the installed version of JAX does not trace these functions as the supported versions
+        do. Pass :func:`jax_tilekern.dot_general` to the layers instead.
 
     See Also
     --------
@@ -66,16 +76,26 @@ def patch() -> Iterator[None]:
         yield
 
 
-_REPLACEMENTS: dict[compat.Primitive, Callable[..., Array]] = {
+def _top_k(operand: Array, *, k: Any, axis: int, **params: Any) -> Sequence[Array]:
+    if not isinstance(k, int) or axis != operand.ndim - 1:
+        results: Sequence[Array] = lax.top_k_p.bind(operand, k=k, axis=axis, **params)
+        return results
+    # Among equals the first comes first, which JAX's may leave open.
+    return list(top_k(operand, k))
+
+
+_REPLACEMENTS: dict[compat.Primitive, Callable[..., Any]] = {
     compat.dot_general_p: dot_general,
     compat.ragged_dot_general_p: ragged_dot_general,
+    **{primitive: functools.partial(scatter, name) for name, primitive in SCATTERS.items()},
+    lax.top_k_p: _top_k,
 }
 _installing = threading.Lock()
 _installed = False
 
 
 def _install() -> None:
-    """Intercept the two primitives, once, and check that JAX binds its products through them."""
+    """Intercept the primitives, once, and check that JAX's functions bind them."""
     global _installed
     with _installing:
         if _installed:
@@ -85,27 +105,35 @@ def _install() -> None:
         try:
             # A new thread has none of the user's contexts, such as a mesh.
             with ThreadPoolExecutor(1) as thread:
-                traced = thread.submit(_traced_products).result()
-            if traced.count("tilekern_contract") != 2:
-                raise RuntimeError(f"products were traced to {sorted(traced)}")
+                traced = thread.submit(_traced).result()
+            if any(traced.count(name) != count for name, count in _EXPECTED.items()):
+                raise RuntimeError(f"functions were traced to {sorted(traced)}")
         except Exception as error:
             for primitive in _REPLACEMENTS:
                 release(primitive)
             raise RuntimeError(
                 f"jax_tilekern.patch() does not fit jax {jax.__version__}, which traces its "
-                "products in another way than jax 0.10 to 0.12 do: pass jax_tilekern.dot_general "
+                "functions in another way than jax 0.10 to 0.12 do: pass jax_tilekern.dot_general "
                 "to the layers instead"
             ) from error
         _installed = True
 
 
-def _traced_products() -> list[str]:
-    """Return the names of the primitives that one product of each of two kinds is traced to."""
+_EXPECTED = {"tilekern_contract": 2, "tilekern_scatter_rows": 1, "tilekern_top_k": 1}
+
+
+def _traced() -> list[str]:
+    """Return the names of the primitives that calls of each kind are traced to."""
 
     # The function is new in every call, because JAX caches traces by function.
-    def products() -> tuple[Array, Array]:
-        x = jax.numpy.ones((2, 2))
-        return lax.dot(x, x), lax.ragged_dot(x, x[None], jax.numpy.array([2]))
+    def calls() -> tuple[Any, ...]:
+        x, ids = jax.numpy.ones((2, 2)), jax.numpy.array([2])
+        return (
+            lax.dot(x, x),
+            lax.ragged_dot(x, x[None], ids),
+            x.at[ids].add(1.0),
+            lax.top_k(x, 1),
+        )
 
     with intercepting():
-        return [eqn.primitive.name for eqn in jax.make_jaxpr(products)().eqns]
+        return [eqn.primitive.name for eqn in jax.make_jaxpr(calls)().eqns]

@@ -15,10 +15,17 @@ from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.keys import keys_of, rows_of
 from jax_tilekern.ops.segments.plan import SegmentPlan, check_ids, number_of_segments, segment_plan
-from jax_tilekern.ops.segments.reduce import Edges, Operands, reduce_segments, trace_values
+from jax_tilekern.ops.segments.reduce import (
+    Edges,
+    Operands,
+    reduce_segments,
+    trace_values,
+    value_dtype,
+)
 from jax_tilekern.plans.segments.problem import Reduction
 
 Ids = ArrayLike | SegmentPlan
+_COMBINE = {"sum": jnp.add, "prod": jnp.multiply, "max": jnp.maximum, "min": jnp.minimum}
 
 
 def segment_sum(
@@ -317,6 +324,13 @@ def reduced(
 
     result: Array = by_automatic_axes(call, operands, lambda: (None, *spec_of(data)[1:]))
     return result
+
+
+def combined(reduction: Reduction, table: Array, rows: Array, plan: SegmentPlan) -> Array:
+    """Combine rows of a table with all their updates, rounded once."""
+    wide = value_dtype(table.dtype)
+    updates = reduced(reduction, rows, plan, wide)
+    return _COMBINE[reduction](table.astype(wide), updates).astype(table.dtype)
 
 
 def _reduced(

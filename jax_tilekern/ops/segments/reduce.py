@@ -206,7 +206,8 @@ def edge_values(
     return result
 
 
-def _neutral(reduction: Reduction, dtype: np.dtype[Any]) -> Any:
+def neutral_element(reduction: Reduction, dtype: np.dtype[Any]) -> Any:
+    """Return what a reduction of no values is."""
     if reduction in ("sum", "prod"):
         return np.asarray(reduction == "prod", dtype)
     if jnp.issubdtype(dtype, jnp.floating):
@@ -219,7 +220,7 @@ def _neutral(reduction: Reduction, dtype: np.dtype[Any]) -> Any:
 _SCATTERS = {"sum": "add", "prod": "multiply", "max": "max", "min": "min"}
 
 
-def _value_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def value_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the type in which values are reduced to a type."""
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return np.dtype(np.float32) if is_narrow else dtype
@@ -246,11 +247,13 @@ def _by_scatter(
     function: ScalarFunction | None,
     dtype: np.dtype[Any],
 ) -> Array:
-    values = edge_values(arrays, indices, edges.gathers, function).astype(_value_dtype(dtype))
+    values = edge_values(arrays, indices, edges.gathers, function).astype(value_dtype(dtype))
     total = edges.batch * edges.segments
     rows = rows_of(keys, edges.segments, edges.batch)
     rows = jnp.where(rows < 0, total, rows)
-    start = jnp.full((total, *values.shape[1:]), _neutral(reduction, values.dtype), values.dtype)
+    start = jnp.full(
+        (total, *values.shape[1:]), neutral_element(reduction, values.dtype), values.dtype
+    )
     update = getattr(start.at[rows], _SCATTERS[reduction])
     result: Array = update(values, mode="drop", indices_are_sorted=edges.is_sorted).astype(dtype)
     return result
@@ -557,7 +560,7 @@ def _problem(
     dtype: np.dtype[Any],
 ) -> SegmentReduction | str:
     """Return what a kernel reduces, or why none does."""
-    value = _value_dtype(dtype)
+    value = value_dtype(dtype)
     columns = math.prod(_columns(avals.arrays))
     types = [x.dtype for x in avals.arrays]
     text = None
@@ -577,7 +580,7 @@ def _problem(
             computed_type(types[0]), computed_type(dtype)
         except Untranslatable as error:
             return str(error)
-        if types[0] != dtype and value != _value_dtype(types[0]):
+        if types[0] != dtype and value != value_dtype(types[0]):
             return f"no kernel reduces {types[0]} to {dtype}"
     else:
         try:
@@ -729,7 +732,7 @@ def _sharding_rule(
 
 
 def _in_float32(*, dtype: np.dtype[Any], **params: Any) -> Params:
-    return {**params, "dtype": _value_dtype(dtype)}
+    return {**params, "dtype": value_dtype(dtype)}
 
 
 def _rewritten(_: Sequence[Operand], __: Any, **params: Any) -> Rewrite:

@@ -16,7 +16,7 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
-from jax_tilekern.ops.segments.functions import reduced
+from jax_tilekern.ops.segments.functions import combined
 from jax_tilekern.ops.segments.keys import highest, lowest, rows_of
 from jax_tilekern.ops.segments.order import of_batches, order_by_key
 from jax_tilekern.ops.segments.plan import SegmentPlan, segment_plan
@@ -116,7 +116,7 @@ def scatter_add(
 ) -> Array:
     """Add rows to those of a table: ``a.at[indices].add(updates, mode=mode)``.
 
-    Updates of one row are summed first, in float32 at least and in a fixed order.
+    Sums are those of float32 at least, in a fixed order, and are rounded once.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ def scatter_add(
         plan = segment_plan(indices, a.shape[0], indices_are_sorted=indices_are_sorted, mode=mode)
     shape = (plan.size, *a.shape[1:])
     rows = jnp.broadcast_to(jnp.asarray(updates).astype(a.dtype), shape)
-    return a + reduced("sum", rows, plan)
+    return combined("sum", a, rows, plan)
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:

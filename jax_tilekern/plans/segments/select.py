@@ -30,10 +30,20 @@ def plan_segments(reduction: SegmentReduction, gpu: Gpu) -> LaunchPlan | NoKerne
     NvrtcNotFound
         If there is no NVRTC to compile the kernels with.
     """
-    kernel = unsorted_kernel(reduction, gpu) or SortedSegments(reduction, gpu.sm_count)
     any_order = reduction.reduction in ("max", "min") or reduction.value.kind in "iu"
     if any_order and reduction.text is None and current_policy() != "kernels":
-        ours, theirs = kernel_microseconds(kernel, gpu), xla_microseconds(reduction)
+        ours, theirs = predicted_microseconds(reduction, gpu)
         if theirs < ours:
             return NoKernel(f"XLA's scatter is as fast: {theirs:.3g} us, a kernel {ours:.3g} us")
-    return kernel.plan(gpu)
+    return _kernel(reduction, gpu).plan(gpu)
+
+
+def predicted_microseconds(reduction: SegmentReduction, gpu: Gpu) -> tuple[float, float]:
+    """Predict how long a kernel takes, with the sort that it needs, and XLA's scatter."""
+    return kernel_microseconds(_kernel(reduction, gpu), gpu), xla_microseconds(reduction)
+
+
+def _kernel(
+    reduction: SegmentReduction, gpu: Gpu
+) -> ScannedSegments | FewSegments | SortedSegments:
+    return unsorted_kernel(reduction, gpu) or SortedSegments(reduction, gpu.sm_count)
