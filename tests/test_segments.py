@@ -1,6 +1,7 @@
 """Reductions to segments, rows of tables and top_k: values, rules and errors."""
 
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -514,27 +515,185 @@ def test_errors(rng):
     x, ids = jnp.ones((5, 2)), np.zeros(5, np.int32)
     with pytest.raises(TypeError, match="integers, not float32"):
         jtk.segment_sum(x, np.zeros(5, np.float32), 3)
-    with pytest.raises(ValueError, match=r"\(5, 2\) for 4 segment ids"):
+    with pytest.raises(ValueError, match=r"\(5, 2\) for segment ids of shape \(4,\)"):
         jtk.segment_sum(x, ids[:4], 3)
     with pytest.raises(ValueError, match="non-negative, not -1"):
         jtk.segment_sum(x, ids, -1)
     plan = jtk.segment_plan(ids, 3)
-    with pytest.raises(ValueError, match=r"\(4, 2\) for 5 segment ids"):
+    with pytest.raises(ValueError, match=r"\(4, 2\) for segment ids of shape \(5,\)"):
         jtk.segment_sum(x[:4], plan)
     with pytest.raises(ValueError, match="num_segments is 4, and the plan has 3"):
         jtk.segment_sum(x, plan, 4)
     with pytest.raises(ValueError, match="a plan of 3 rows"):
         jtk.take(x, plan)
-    with pytest.raises(ValueError, match="a vector"):
+    with pytest.raises(ValueError, match=r"\(5, 2\) for segment ids of shape \(5, 2\)"):
         jtk.segment_sum(x, np.zeros((5, 2), np.int32), 3)
+    with pytest.raises(ValueError, match="a vector"):
+        jtk.segment_plan(np.zeros((5, 2), np.int32), 3)
     with pytest.raises(ValueError, match="array 0 has shape"):
         jtk.segment_reduce(lambda x: x, x[:3], segment_ids=ids, num_segments=2)
+    with pytest.raises(ValueError, match=r"array 0 has shape \(\)"):
+        jtk.segment_reduce(lambda x: x, 1.0, segment_ids=ids, num_segments=2, gather=(ids,))
     with pytest.raises(ValueError, match="no reduction"):
         jtk.segment_reduce(lambda x: x, x, segment_ids=ids, num_segments=2, reduction="mean")
     with pytest.raises(TypeError, match="elementwise"):
         jtk.segment_reduce(jnp.sum, x, segment_ids=ids, num_segments=2)
     with pytest.raises(ValueError, match="top_k"):
         jtk.top_k(x, 3)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(
+    ("data", "ids"),
+    [
+        (2.0, np.array([0, 2, 0])),
+        (np.arange(3.0), np.array([[0, 2, 0], [1, 1, 0]])),
+        (np.ones((1, 2)), np.array([0, 2, 0], np.int8)),
+        (np.ones((3, 2), ml_dtypes.int4), np.array([0, 2, 0])),
+        (np.arange(4).reshape(2, 2) * 1j, np.array([1, 1])),
+        (np.ones((0, 2)), np.zeros(0, int)),
+        (np.ones((3, 0)), np.array([0, 2, 0])),
+    ],
+)
+def test_what_jax_broadcasts_and_types_without_kernels(reduction, data, ids):
+    ours, theirs = (
+        getattr(module, f"segment_{reduction}")(data, ids, 3) for module in (jtk, jax.ops)
+    )
+    np.testing.assert_array_equal(ours, theirs, strict=True)
+
+
+def test_products_of_unique_indices_have_jax_s_derivative(rng):
+    x, ids = random(rng, (3, 2), np.float32), np.array([2, 0, 1])
+    ours, theirs = (
+        jax.grad(lambda x, m=m: m.segment_prod(x, ids, 3, unique_indices=True).sum())(x)
+        for m in (jtk, jax.ops)
+    )
+    np.testing.assert_array_equal(ours, theirs)
+
+
+# JAX itself asks for int64 where an array is this large.
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")
+def test_sizes_beyond_int32():
+    def shape(function, *shapes):
+        operands = [jax.ShapeDtypeStruct(s, t) for s, t in shapes]
+        return jax.eval_shape(function, *operands).shape
+
+    many, few = (2**31,), (5,)
+    total = functools.partial(jtk.segment_sum, num_segments=7)
+    assert shape(total, (many, np.float32), (many, np.int32)) == (7,)
+    total = functools.partial(jtk.segment_sum, num_segments=2**31)
+    assert shape(total, (few, np.float32), (few, np.int32)) == many
+    assert shape(jtk.take, (few, np.float32), (many, np.int32)) == many
+    with pytest.raises(ValueError, match="2147483648 segment ids and 7 segments are at most"):
+        shape(lambda ids: jtk.segment_plan(ids, 7).keys, (many, np.int32))
+
+
+@pytest.mark.parametrize("mode", [None, "wrap", "clip", "fill"])
+@pytest.mark.parametrize("dtype", [np.int8, np.bool_, np.complex64, ml_dtypes.int4])
+def test_take_of_any_type(mode, dtype):
+    table = np.array([[1, 0], [0, 1], [1, 1]]).astype(dtype)
+    booleans = [] if mode == "clip" else [np.array([True, False])]
+    for indices in (np.array([4, -1, -5], np.int8), np.uint8(1), *booleans):
+        found, wanted = (m.take(table, indices, axis=0, mode=mode) for m in (jtk, jnp))
+        np.testing.assert_array_equal(found, wanted, strict=True)
+
+
+def test_take_of_keys():
+    keys, indices = jax.random.split(jax.random.key(0), 3), np.array([2, 0])
+    found, wanted = (jax.random.key_data(m.take(keys, indices, axis=0)) for m in (jtk, jnp))
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("call", [
+    lambda x, ids: jtk.take(x, ids, axis=0),
+    lambda x, ids: jtk.scatter_add(x, ids, x[:3]),
+    lambda x, ids: jtk.segment_sum(x[:3], ids, 4),
+    lambda x, ids: jtk.segment_mean(x[:3], ids, 4),
+    lambda x, ids: jtk.bincount(ids, length=4),
+    lambda x, ids: jtk.sort_by_key(ids, x[:3], num_keys=4),
+])  # fmt: skip
+def test_eager_calls_are_one_program(call, caplog):
+    # No other test has this shape.
+    x, ids = np.ones((5, 17), np.float32), np.array([0, 1, -1])
+    with jax.log_compiles():
+        call(x, ids)
+    assert sum("Finished XLA compilation" in x for x in caplog.messages) == 1
+
+
+def test_scatter_add_of_other_shapes_and_types():
+    table = np.arange(8).reshape(4, 2)
+    for indices, updates in (
+        (np.array([[0, 1], [1, -1]], np.int16), np.arange(8.0).reshape(2, 2, 2) / 4),
+        (np.int8(-1), 1.5),
+        (np.array([0, 0]), 1.5),
+    ):
+        with pytest.warns(FutureWarning, match="incompatible types"):
+            wanted = jnp.asarray(table).at[indices].add(updates)
+        found = jtk.scatter_add(table, indices, updates)
+        np.testing.assert_array_equal(found, wanted, strict=True)
+
+
+def test_functions_of_edges_of_nothing(rng):
+    x, ids = random(rng, (4, 3), np.float32), np.array([0, 2, 1, 0])
+
+    def total(table, x, count):
+        return jtk.segment_reduce(
+            lambda a, b: a * b, table, x, segment_ids=ids, num_segments=count, gather=(ids, None)
+        ).sum()
+
+    for table, count in ((x[:0], 3), (x, 0)):
+        of_table, of_x = jax.grad(total, (0, 1))(table, x, count)
+        np.testing.assert_array_equal(of_table, np.zeros_like(table))
+        np.testing.assert_array_equal(of_x, np.zeros_like(x))
+    empty = jtk.segment_plan(ids, 0)
+    assert np.isnan(jtk.take(x[:0], empty)).all()
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.int8, np.int32, np.bool_, ml_dtypes.int4, ml_dtypes.float8_e5m2]
+)
+def test_types_of_means(dtype):
+    x = np.ones((4, 3), dtype)
+    mean = jtk.segment_mean(x, np.array([0, 1, 1, 0]), 2)
+    assert mean.dtype == jnp.mean(x, 0).dtype
+    np.testing.assert_array_equal(mean.astype(np.float32), np.ones((2, 3)))
+
+
+def test_plans_are_pickled_and_compared_by_identity():
+    plan = jtk.segment_plan(np.array([2, 0, 2]), 3)
+    again = pickle.loads(pickle.dumps(plan))
+    assert len({plan, again, plan}) == 2
+    np.testing.assert_array_equal(jtk.segment_sum(jnp.ones(3), again), [1, 0, 2])
+
+
+def test_strict_promotion():
+    x, ids = jnp.ones((4, 3), BF16), np.array([0, 2, 1, -1], np.int8)
+    with jax.numpy_dtype_promotion("strict"):
+        assert jtk.segment_mean(x, ids, 4).dtype == BF16
+        assert jtk.segment_mean(jnp.ones((4, 3), np.int32), ids, 4).dtype == np.float32
+        np.testing.assert_array_equal(jtk.take(x, ids, axis=0), np.ones((4, 3), BF16))
+        np.testing.assert_array_equal(jtk.scatter_add(x, ids, x), np.full((4, 3), 2, BF16))
+
+
+def test_operands_that_are_no_arrays():
+    x, ids = jnp.ones((3, 2)), np.array([0, 1, 1])
+    for call in (
+        lambda: jtk.segment_sum([1.0, 2.0, 3.0], ids, 3),
+        lambda: jtk.segment_max(x, [0, 1, 1], 3),
+        lambda: jtk.segment_mean(x, None, 3),
+        lambda: jtk.segment_plan([0, 1], 2),
+        lambda: jtk.segment_reduce(lambda a: a, [1.0], segment_ids=ids, num_segments=2),
+        lambda: jtk.segment_reduce(
+            lambda a: a, x, segment_ids=ids, num_segments=2, gather=([0, 1, 1],)
+        ),
+        lambda: jtk.take(x, [0, 1], axis=0),
+        lambda: jtk.scatter_add(x, [0, 1], x[:2]),
+        lambda: jtk.top_k([1.0, 2.0], 1),
+        lambda: jtk.sort_by_key(ids, [1, 2, 3], num_keys=2),
+        lambda: jtk.bincount([0, 1]),
+    ):
+        with pytest.raises(TypeError, match="requires ndarray or scalar arguments"):
+            call()
 
 
 def test_the_number_of_segments_is_static():

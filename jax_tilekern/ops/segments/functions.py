@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,19 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from jax_tilekern.interop import compat
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.keys import keys_of, rows_of
-from jax_tilekern.ops.segments.plan import SegmentPlan, check_ids, number_of_segments, segment_plan
+from jax_tilekern.ops.segments.plan import (
+    Ids,
+    SegmentPlan,
+    integers,
+    is_clipped,
+    is_too_large,
+    number_of_segments,
+    plan_of,
+)
 from jax_tilekern.ops.segments.reduce import (
     Edges,
     Operands,
@@ -24,7 +33,7 @@ from jax_tilekern.ops.segments.reduce import (
 )
 from jax_tilekern.plans.segments.problem import Reduction
 
-Ids = ArrayLike | SegmentPlan
+Kind = Reduction | Literal["mean"]
 _COMBINE = {"sum": jnp.add, "prod": jnp.multiply, "max": jnp.maximum, "min": jnp.minimum}
 
 
@@ -45,7 +54,7 @@ def segment_sum(
     Parameters
     ----------
     data
-        Array whose first dimension has the edges.
+        Array whose first dimension has the edges, or broadcasts to them.
     segment_ids
         The segment of each edge, of any integer type, or a :func:`segment_plan`.
     num_segments
@@ -80,7 +89,7 @@ def segment_sum(
     Array([[4., 5.],
            [2., 4.]], dtype=float32)
     """
-    return _reduced("sum", data, segment_ids, num_segments, indices_are_sorted, mode)
+    return _checked("sum", data, segment_ids, num_segments, indices_are_sorted, mode)
 
 
 def segment_prod(
@@ -94,10 +103,12 @@ def segment_prod(
 ) -> Array:
     """Multiply rows by segment, with the semantics of :func:`jax.ops.segment_prod`.
 
-    Parameters, results and errors are those of :func:`segment_sum`. Empty segments are ones. It has
-    no derivative.
+    Parameters, results and errors are those of :func:`segment_sum`. Empty segments are ones. As
+    JAX's, it has a derivative for unique indices alone, and is JAX's for these.
     """
-    return _reduced("prod", data, segment_ids, num_segments, indices_are_sorted, mode)
+    return _checked(
+        "prod", data, segment_ids, num_segments, indices_are_sorted, mode, unique_indices
+    )
 
 
 def segment_max(
@@ -114,7 +125,7 @@ def segment_max(
     Parameters, results and errors are those of :func:`segment_sum`. Empty segments are the lowest
     value of the type. Elements that are the maximum share its derivative.
     """
-    return _reduced("max", data, segment_ids, num_segments, indices_are_sorted, mode)
+    return _checked("max", data, segment_ids, num_segments, indices_are_sorted, mode)
 
 
 def segment_min(
@@ -131,7 +142,7 @@ def segment_min(
     Parameters, results and errors are those of :func:`segment_sum`. Empty segments are the highest
     value of the type. Elements that are the minimum share its derivative.
     """
-    return _reduced("min", data, segment_ids, num_segments, indices_are_sorted, mode)
+    return _checked("min", data, segment_ids, num_segments, indices_are_sorted, mode)
 
 
 def segment_mean(
@@ -146,14 +157,12 @@ def segment_mean(
     Parameters, results and errors are those of :func:`segment_sum`. Empty segments are zeros.
     Integers give floats, as in :func:`jax.numpy.mean`.
     """
-    data = jnp.asarray(data)
-    plan = plan_of("segment_mean", segment_ids, num_segments, indices_are_sorted, mode)
-    dtype = (
-        jnp.result_type(data.dtype, jax.dtypes.canonicalize_dtype(np.float32))
-        if not jnp.issubdtype(data.dtype, jnp.inexact)
-        else data.dtype
-    )
-    wide = jnp.promote_types(dtype, np.float32)
+    return _checked("mean", data, segment_ids, num_segments, indices_are_sorted, mode)
+
+
+def _mean(data: Array, plan: SegmentPlan) -> Array:
+    dtype = jax.eval_shape(jnp.mean, data).dtype
+    wide = value_dtype(dtype)
     total = reduced("sum", data.astype(dtype), plan, wide)
     counts = jnp.maximum(jnp.diff(plan.bounds)[1:-1], 1).astype(wide)
     return (total / counts.reshape(-1, *(1,) * (data.ndim - 1))).astype(dtype)
@@ -217,6 +226,7 @@ def segment_reduce(
            [ 20.,  31.],
            [  0.,   0.]], dtype=float32)
     """
+    compat.check_arraylike("segment_reduce", *arrays)
     read = [jnp.asarray(x) for x in arrays]
     if not read:
         raise TypeError("segment_reduce takes at least one array")
@@ -225,7 +235,16 @@ def segment_reduce(
     places = (None,) * len(read) if gather is None else tuple(gather)
     if len(places) != len(read):
         raise ValueError(f"segment_reduce: {len(places)} entries of gather for {len(read)} arrays")
-    plan = plan_of("segment_reduce", segment_ids, num_segments, indices_are_sorted, mode)
+    plan = plan_of(
+        "segment_reduce",
+        segment_ids,
+        number_of_segments("segment_reduce", segment_ids, num_segments),
+        indices_are_sorted,
+        clip=is_clipped(mode),
+    )
+    for i, (x, place) in enumerate(zip(read, places, strict=True)):
+        if x.ndim == 0 or (place is None and x.shape[0] != plan.size):
+            raise ValueError(f"segment_reduce: array {i} has shape {x.shape} for {plan.size} edges")
     distinct: list[Any] = []
     for place in places:
         if place is not None and not any(place is other for other in distinct):
@@ -249,19 +268,14 @@ def segment_reduce(
             plans.append((by_row, place.bounds))
             planned.append(i)
         else:
-            index = jnp.asarray(place)
-            check_ids("segment_reduce", index)
-            index = keys_of(index, max(rows))
-        if index.shape[0] != plan.size:
+            index = keys_of(integers("segment_reduce", place), max(rows))
+        if index.shape != (plan.size,):
             raise ValueError(
-                f"segment_reduce: {index.shape[0]} numbers of rows for {plan.size} edges"
+                f"segment_reduce: numbers of rows of shape {index.shape} for {plan.size} edges"
             )
         indices.append(index)
     rank = max(x.ndim for x in read)
     read = [x.reshape(*x.shape, *(1,) * (rank - x.ndim)) for x in read]
-    for i, (x, own) in enumerate(zip(read, gathers, strict=True)):
-        if x.ndim == 0 or (own is None and x.shape[0] != plan.size):
-            raise ValueError(f"segment_reduce: array {i} has shape {x.shape} for {plan.size} edges")
     shape = jnp.broadcast_shapes(*(x.shape[1:] for x in read))
     # A dimension that only some arrays lack is made whole.
     read = [
@@ -293,22 +307,6 @@ def segment_reduce(
     return result
 
 
-def plan_of(
-    name: str, ids: Ids, num_segments: int | None, is_sorted: bool, mode: Any
-) -> SegmentPlan:
-    """Return the plan of ids, or the plan itself."""
-    if not isinstance(ids, SegmentPlan):
-        ids = jnp.asarray(ids)
-        check_ids(name, ids)
-        count = number_of_segments(name, ids, num_segments)
-        return segment_plan(ids, count, indices_are_sorted=is_sorted, mode=mode)
-    if num_segments is not None and num_segments != ids.num_segments:
-        raise ValueError(
-            f"{name}: num_segments is {num_segments}, and the plan has {ids.num_segments} segments"
-        )
-    return ids
-
-
 @jitted("reduction", "dtype")
 def reduced(
     reduction: Reduction, data: Array, plan: SegmentPlan, dtype: np.dtype[Any] | None = None
@@ -333,20 +331,51 @@ def combined(reduction: Reduction, table: Array, rows: Array, plan: SegmentPlan)
     return _COMBINE[reduction](table.astype(wide), updates).astype(table.dtype)
 
 
-def _reduced(
-    reduction: Reduction,
+def _checked(
+    kind: Kind,
     data: ArrayLike,
     segment_ids: Ids,
     num_segments: int | None,
     indices_are_sorted: bool,
     mode: Any,
+    unique_indices: bool = False,
 ) -> Array:
-    name = f"segment_{reduction}"
-    data = jnp.asarray(data)
-    plan = plan_of(name, segment_ids, num_segments, indices_are_sorted, mode)
-    if data.ndim == 0 or data.shape[0] != plan.size:
+    name = f"segment_{kind}"
+    compat.check_arraylike(name, data)
+    count = number_of_segments(name, segment_ids, num_segments)
+    is_sorted, is_unique = bool(indices_are_sorted), bool(unique_indices)
+    return _reduced(kind, data, segment_ids, count, is_sorted, is_unique, is_clipped(mode))
+
+
+@jitted("kind", "segments", "is_sorted", "is_unique", "clip")
+def _reduced(
+    kind: Kind,
+    data: ArrayLike,
+    ids: Ids,
+    segments: int,
+    is_sorted: bool,
+    is_unique: bool,
+    clip: bool,
+) -> Array:
+    """Reduce rows by a plan or by ids of any shape, to which JAX broadcasts the rows."""
+    name, data = f"segment_{kind}", jnp.asarray(data)
+    if isinstance(ids, SegmentPlan):
+        edges: tuple[int, ...] = (ids.size,)
+    else:
+        ids = integers(name, ids)
+        edges = ids.shape
+        if kind != "mean" and (is_too_large(ids, segments) or (kind == "prod" and is_unique)):
+            of_jax: Any = getattr(jax.ops, name)
+            mode = lax.GatherScatterMode.CLIP if clip else None
+            return of_jax(data, ids, segments, is_sorted, is_unique, mode=mode)  # type: ignore[no-any-return]
+        ids = ids.ravel()
+    plan = plan_of(name, ids, segments, is_sorted, clip=clip)
+    row = data.shape[1:]
+    try:
+        rows = jnp.broadcast_to(data, (*edges, *row)).reshape(plan.size, *row)
+    except ValueError:
         raise ValueError(
-            f"{name}: data of shape {data.shape} for {plan.size} segment ids: its first dimension "
-            "has the edges"
-        )
-    return reduced(reduction, data, plan)
+            f"{name}: data of shape {data.shape} for segment ids of shape {edges}: its first "
+            "dimension has the edges"
+        ) from None
+    return _mean(rows, plan) if kind == "mean" else reduced(kind, rows, plan)

@@ -12,14 +12,16 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from jax_tilekern.interop import compat
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.keys import keys_of
 from jax_tilekern.ops.segments.order import bounds_of_sorted, order_by_key
+from jax_tilekern.plans.segments.index_sort import MAX_ITEMS
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SegmentPlan:
     """Edges in the order of their segments; :func:`jax_tilekern.segment_plan` makes one.
 
@@ -51,6 +53,9 @@ class SegmentPlan:
 
     def __repr__(self) -> str:
         return f"SegmentPlan({self.size} edges, {self.num_segments} segments)"
+
+
+Ids = ArrayLike | SegmentPlan
 
 
 def segment_plan(
@@ -90,7 +95,8 @@ def segment_plan(
     TypeError
         If the ids are no integers.
     ValueError
-        If they are no vector, ``num_segments`` is negative, or ``mode`` is unknown.
+        If they are no vector, ``num_segments`` is negative, ``mode`` is unknown, or there are more
+        edges and segments than int32 counts.
 
     Examples
     --------
@@ -100,24 +106,55 @@ def segment_plan(
     >>> jtk.segment_sum(jnp.array([1.0, 2.0, 4.0]), plan)
     Array([2., 0., 5.], dtype=float32)
     """
-    ids = jnp.asarray(segment_ids)
-    check_ids("segment_plan", ids)
-    count = number_of_segments("segment_plan", ids, num_segments)
-    return _plan(ids, count, bool(indices_are_sorted), is_clipped(mode))
+    return plan_of(
+        "segment_plan",
+        segment_ids,
+        number_of_segments("segment_plan", segment_ids, num_segments),
+        indices_are_sorted,
+        clip=is_clipped(mode),
+    )
 
 
-def check_ids(name: str, ids: Array) -> None:
-    """Raise an error unless ids are a vector of integers."""
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"{name}: segment ids are integers, not {ids.dtype}")
+def plan_of(name: str, ids: Ids, segments: int, is_sorted: bool, *, clip: bool) -> SegmentPlan:
+    """Return the plan of a vector of ids, or the plan itself."""
+    if isinstance(ids, SegmentPlan):
+        return ids
+    ids = integers(name, ids)
     if ids.ndim != 1:
         raise ValueError(f"{name}: segment ids are a vector, not of shape {ids.shape}")
+    if is_too_large(ids, segments):
+        raise ValueError(
+            f"{name}: {ids.size} segment ids and {segments} segments are at most {MAX_ITEMS - 2} "
+            "together"
+        )
+    return _plan(ids, segments, bool(is_sorted), clip)
 
 
-def number_of_segments(name: str, ids: Array, given: int | None) -> int:
+def integers(name: str, ids: ArrayLike) -> Array:
+    """Return ids as an array, or raise an error unless they are integers."""
+    compat.check_arraylike(name, ids)
+    ids = jnp.asarray(ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"{name}: segment ids are integers, not {ids.dtype}")
+    return ids
+
+
+def is_too_large(ids: Array, segments: int) -> bool:
+    """Return whether positions of edges and of ends of bins exceed int32."""
+    return ids.size + segments + 2 > MAX_ITEMS
+
+
+def number_of_segments(name: str, ids: Ids, given: int | None) -> int:
     """Return the number of segments, by default one more than the largest id."""
+    if isinstance(ids, SegmentPlan):
+        if given is not None and given != ids.num_segments:
+            raise ValueError(
+                f"{name}: num_segments is {given}, and the plan has {ids.num_segments} segments"
+            )
+        return ids.num_segments
+    compat.check_arraylike(name, ids)
     if given is None:
-        given = int(np.max(ids)) + 1 if ids.size else 0
+        given = int(np.max(ids)) + 1 if np.size(ids) else 0
     count = operator.index(given)
     if count < 0:
         raise ValueError(f"{name}: num_segments must be non-negative, not {count}")

@@ -178,6 +178,8 @@ def _columns(arrays: Sequence[Any]) -> tuple[int, ...]:
 
 def _gathered(x: Array, index: Array) -> Array:
     """Return rows by their numbers, zeros for those out of bounds."""
+    if not x.shape[0]:
+        return jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
     number = jnp.where(index < 0, x.shape[0], index)
     return jnp.asarray(x).at[number].get(mode="fill", fill_value=0)
 
@@ -210,7 +212,7 @@ def neutral_element(reduction: Reduction, dtype: np.dtype[Any]) -> Any:
     """Return what a reduction of no values is."""
     if reduction in ("sum", "prod"):
         return np.asarray(reduction == "prod", dtype)
-    if jnp.issubdtype(dtype, jnp.floating):
+    if jnp.issubdtype(dtype, jnp.inexact):
         return np.asarray(-np.inf if reduction == "max" else np.inf, dtype)
     if dtype == np.bool_:
         return np.asarray(reduction == "min")

@@ -9,8 +9,10 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from jax_tilekern.interop import compat
+from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.segments.functions import reduced
-from jax_tilekern.ops.segments.plan import check_ids, number_of_segments, segment_plan
+from jax_tilekern.ops.segments.plan import number_of_segments, segment_plan
 
 
 def sort_by_key(keys: ArrayLike, *values: ArrayLike, num_keys: int) -> tuple[Array, ...]:
@@ -47,6 +49,12 @@ def sort_by_key(keys: ArrayLike, *values: ArrayLike, num_keys: int) -> tuple[Arr
     >>> jtk.sort_by_key(jnp.array([2, 0, 2, 1]), jnp.arange(4), num_keys=3)
     (Array([0, 1, 2, 2], dtype=int32), Array([1, 3, 0, 2], dtype=int32))
     """
+    compat.check_arraylike("sort_by_key", keys, *values)
+    return _sorted(keys, values, num_keys)
+
+
+@jitted("num_keys")
+def _sorted(keys: ArrayLike, values: tuple[ArrayLike, ...], num_keys: int) -> tuple[Array, ...]:
     keys = jnp.asarray(keys)
     plan = segment_plan(keys, num_keys)
     assert plan.order is not None
@@ -72,7 +80,8 @@ def bincount(
     Parameters
     ----------
     x
-        A vector of integers. Negative ones count as 0, those from ``length`` on do not count.
+        A vector of integers or booleans. Negative ones count as 0, those from ``length`` on do not
+        count.
     weights
         What is added up for each integer in place of 1.
     minlength
@@ -100,12 +109,18 @@ def bincount(
     >>> jtk.bincount(jnp.array([1, 0, 1]), length=3)
     Array([1, 2, 0], dtype=int32)
     """
-    x = jnp.asarray(x)
-    check_ids("bincount", x)
+    compat.check_arraylike("bincount", x, *(() if weights is None else (weights,)))
     if length is None:
         length = max(number_of_segments("bincount", x, None), minlength)
-    length = number_of_segments("bincount", x, length)
-    ids: Any = jnp.maximum(x, x.dtype.type(0))
+    return _bincount(x, weights, number_of_segments("bincount", x, length))
+
+
+@jitted("length")
+def _bincount(x: ArrayLike, weights: ArrayLike | None, length: int) -> Array:
+    x = jnp.asarray(x)
+    if x.dtype == np.bool_:
+        x = x.astype(np.int32)
+    ids: Any = jnp.maximum(x, jnp.zeros_like(x))
     plan = segment_plan(ids, length)
     if weights is None:
         return jnp.diff(plan.bounds)[1:-1]

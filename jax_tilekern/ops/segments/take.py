@@ -19,11 +19,12 @@ from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.functions import combined
 from jax_tilekern.ops.segments.keys import highest, lowest, rows_of
 from jax_tilekern.ops.segments.order import of_batches, order_by_key
-from jax_tilekern.ops.segments.plan import SegmentPlan, segment_plan
+from jax_tilekern.ops.segments.plan import SegmentPlan, integers, is_too_large, segment_plan
 from jax_tilekern.ops.segments.reduce import Edges, Operands, reduce_segments
 from jax_tilekern.primitives.operation import Operation, define
 
 
+@jitted("axis", "out", "mode", "unique_indices", "indices_are_sorted", "fill_value")
 def take(
     a: ArrayLike,
     indices: ArrayLike | SegmentPlan,
@@ -75,6 +76,7 @@ def take(
     Array([[4., 5.],
            [0., 1.]], dtype=float32)
     """
+    compat.check_arraylike("take", a)
     a = jnp.asarray(a)
     if isinstance(indices, SegmentPlan):
         if axis not in (None, 0) or a.ndim == 0 or a.shape[0] != indices.num_segments:
@@ -83,20 +85,29 @@ def take(
                 f"shape {a.shape}"
             )
         return _filled(a, indices, fill_value)
-    given: ArrayLike = indices
-    first = (axis is not None and (axis == 0 or axis == -a.ndim)) or (axis is None and a.ndim == 1)
-    if not first or out is not None or not a.size or not np.size(indices) or a.ndim == 0:
-        return jnp.take(
-            a, jnp.asarray(indices), axis, out, mode, unique_indices, indices_are_sorted, fill_value
-        )
+
+    def by_jax() -> Array:
+        return jnp.take(a, indices, axis, out, mode, unique_indices, indices_are_sorted, fill_value)
+
     # JAX's function raises the errors.
-    result = jax.eval_shape(lambda: jnp.take(a, jnp.asarray(given), axis, None, mode))
+    result = jax.eval_shape(by_jax)
     indices = jnp.asarray(indices)
+    is_first = a.ndim == 1 if axis is None else axis in (0, -a.ndim)
+    is_number = jnp.issubdtype(a.dtype, jnp.number) or a.dtype == np.bool_
+    if (
+        not is_first
+        or not is_number
+        or indices.dtype == np.bool_
+        or not a.size
+        or not indices.size
+        or is_too_large(indices, a.shape[0])
+    ):
+        return by_jax()
     rows = a.shape[0]
     if mode == "wrap":
         indices = indices % rows
-    elif mode != "clip" and jnp.issubdtype(indices.dtype, jnp.signedinteger):
-        indices = jnp.where(indices < 0, indices.astype(_wide(indices.dtype)) + rows, indices)
+    elif mode != "clip":
+        indices = _from_the_first(indices, rows)
     plan = segment_plan(
         indices.ravel(),
         rows,
@@ -106,6 +117,7 @@ def take(
     return _filled(a, plan, fill_value).reshape(result.shape)
 
 
+@jitted("indices_are_sorted", "mode")
 def scatter_add(
     a: ArrayLike,
     indices: ArrayLike | SegmentPlan,
@@ -123,7 +135,7 @@ def scatter_add(
     a
         The table.
     indices
-        The row of each update, a vector of integers; negative numbers count from the last row. Or
+        The row of each update, integers of any shape; negative numbers count from the last row. Or
         a :func:`segment_plan`.
     updates
         A row for each index, or what broadcasts to them.
@@ -149,28 +161,34 @@ def scatter_add(
     >>> jtk.scatter_add(jnp.zeros(3), jnp.array([0, 2, 0]), jnp.array([1.0, 2.0, 3.0]))
     Array([4., 0., 2.], dtype=float32)
     """
-    a = jnp.asarray(a)
+    compat.check_arraylike("scatter_add", a)
+    a, updates = jnp.asarray(a), jnp.asarray(updates)
     if a.ndim == 0:
         raise ValueError("scatter_add: a table has rows, and this array has no dimension")
     if isinstance(indices, SegmentPlan):
-        plan = indices
+        plan, edges = indices, (indices.size,)
         if plan.num_segments != a.shape[0]:
             raise ValueError(
                 f"scatter_add: a plan of {plan.num_segments} rows for a table of {a.shape[0]}"
             )
     else:
-        indices = jnp.asarray(indices)
-        if jnp.issubdtype(indices.dtype, jnp.signedinteger):
-            wide = indices.astype(_wide(indices.dtype))
-            indices = jnp.where(wide < 0, wide + a.shape[0], wide)
-        plan = segment_plan(indices, a.shape[0], indices_are_sorted=indices_are_sorted, mode=mode)
-    shape = (plan.size, *a.shape[1:])
-    rows = jnp.broadcast_to(jnp.asarray(updates).astype(a.dtype), shape)
-    return combined("sum", a, rows, plan)
+        indices = integers("scatter_add", indices)
+        edges = indices.shape
+        numbers = _from_the_first(indices.ravel(), a.shape[0])
+        plan = segment_plan(numbers, a.shape[0], indices_are_sorted=indices_are_sorted, mode=mode)
+    # As by JAX, the result is converted to the table's type last.
+    dtype, row = jnp.result_type(a, updates), a.shape[1:]
+    rows = jnp.broadcast_to(updates, (*edges, *row)).astype(dtype).reshape(plan.size, *row)
+    return combined("sum", a.astype(dtype), rows, plan).astype(a.dtype)
 
 
-def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return np.promote_types(dtype, np.int32)
+def _from_the_first(numbers: Array, rows: int) -> Array:
+    """Return numbers of rows where negative ones are counted from the last row."""
+    if not jnp.issubdtype(numbers.dtype, jnp.signedinteger):
+        return numbers
+    if numbers.dtype.itemsize < 4:
+        numbers = numbers.astype(np.int32)
+    return jnp.where(numbers < 0, numbers + rows, numbers)
 
 
 def _filled(a: Array, plan: SegmentPlan, fill_value: Any) -> Array:
@@ -183,7 +201,7 @@ def _filled(a: Array, plan: SegmentPlan, fill_value: Any) -> Array:
         else:
             fill_value = lowest(a.dtype) or highest(a.dtype)
     # NaN is not equal to itself, but its bytes are.
-    return _taken(a, plan, np.asarray(fill_value, a.dtype).tobytes())
+    return _taken(a, plan, np.asarray(fill_value).astype(a.dtype).tobytes())
 
 
 @jitted("fill")
@@ -201,9 +219,10 @@ def _taken(a: Array, plan: SegmentPlan, fill: bytes) -> Array:
 
 def _reference(a: Array, keys: Array, *_: Array, batch: int, segments: int, fill: bytes) -> Array:
     rows = rows_of(keys, segments, batch)
-    return a.at[jnp.where(rows < 0, a.shape[0], rows)].get(
-        mode="fill", fill_value=np.frombuffer(fill, a.dtype)[0]
-    )
+    value = np.frombuffer(fill, a.dtype)[0]
+    if not a.shape[0]:
+        return jnp.full((*rows.shape, *a.shape[1:]), value, a.dtype)
+    return a.at[jnp.where(rows < 0, a.shape[0], rows)].get(mode="fill", fill_value=value)
 
 
 def _jvp(

@@ -65,6 +65,7 @@ def top_k(operand: ArrayLike, k: int, *, axis: int = -1) -> tuple[Array, Array]:
     >>> indices
     Array([1, 2], dtype=int32)
     """
+    compat.check_arraylike("top_k", operand)
     operand = jnp.asarray(operand)
     k = operator.index(k)
     # JAX's function raises the errors.
