@@ -29,7 +29,7 @@ def graph(rng):
 def by_ops(graph, sent, sent_score, score):
     """The attention of the example, written with JAX's own functions."""
     nodes = len(sent)
-    source, target = graph.source.keys - 1, graph.target.keys - 1
+    source, target = graph.source.keys, graph.target.keys
     scores = jax.nn.leaky_relu(sent_score[source] + score[target], 0.2)
     most = jax.lax.stop_gradient(jax.ops.segment_max(scores, target, nodes))
     weights = jnp.exp(scores - most[target])
