@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from numerics import assert_close
 from operations import BY_ROWS, MATRICES, OF_EACH_PRIMITIVE, OPERATIONS, arrays_of
@@ -234,3 +235,18 @@ def test_what_jax_refuses_is_refused_alike():
                 jax.jit(mapped)(x, w)
             errors.append(error.type)
     assert len(set(errors)) == 1
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_segments_over_one_of_two_axes(kind):
+    """Each device reduces and takes rows by its own ids."""
+    mesh = jax.make_mesh((2, 2), ("d", "m"), (kind,) * 2, devices=jax.devices("cpu")[:4])
+    x, ids = jnp.arange(32.0).reshape(8, 4), jnp.arange(8) % 4
+
+    def local(x, ids):
+        return lax.psum(jtk.segment_sum(jtk.take(x, ids, axis=0), ids, 4), "d")
+
+    mapped = jax.shard_map(local, in_specs=(P("d"), P("d")), out_specs=P(), axis_names={"d"})
+    with jax.set_mesh(mesh):
+        found = jax.jit(mapped)(x, ids)
+    np.testing.assert_array_equal(found, x[:4] + x[4:])

@@ -393,7 +393,13 @@ def with_automatic_axes(function: Callable[..., Any], out_sharding: Any) -> Call
     """Return a function that is traced without shardings in types, except its result's."""
     if out_sharding is None:
         return function
-    wrapped: Callable[..., Any] = jax.sharding.auto_axes(function, out_sharding=out_sharding)
+    mesh = jax.tree.leaves(out_sharding)[0].mesh
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    # Manual axes of a shard_map stay manual.
+    explicit = tuple(name for name, kind in axes if kind == jax.sharding.AxisType.Explicit)
+    wrapped: Callable[..., Any] = jax.sharding.auto_axes(
+        function, axes=explicit, out_sharding=out_sharding
+    )
     return wrapped
 
 

@@ -82,8 +82,8 @@ def _reference(keys: Array, *, bins: int, is_sorted: bool) -> list[Array]:
     if not is_sorted:
         keys, rows = lax.sort((keys, rows), num_keys=1)
         order = [rows]
-    bounds = jnp.searchsorted(keys, lax.iota(np.int32, bins + 1)).astype(np.int32)
-    return [*order, bounds.at[0].set(0).at[bins].set(keys.shape[0])]
+    counts = jnp.zeros(bins + 1, np.int32).at[keys + 1].add(1)
+    return [*order, jnp.cumsum(counts, dtype=np.int32)]
 
 
 def _batch(
