@@ -20,8 +20,10 @@ def as_cpp(text):
         "inline uint4* const shared_memory = reinterpret_cast<uint4*>(shared_bytes);\n"
         "inline uint32 shared_address(uint4*) { return 0; }",
     )
-    text = text.replace("__shared__", "static")
+    text = re.sub(r"__shared__( alignas\(\d+\))?", r"\1 static", text)
     text = re.sub(r'asm\("ld\.[^"]*"[^;]*;', "bits = load<kBytes>(address);", text)
+    stored = "std::memcpy(out, &vector, sizeof vector);"
+    text = re.sub(r'asm volatile\("st\.[^;]*;"[^;]*;', stored, text)
     text = re.sub(r'asm\("cvt\.[^"]*"[^;]*;', "std::abort();", text)
     return re.sub(r'asm\("rcp\.approx[^;]*;"[^;]*;', "reciprocal = 1 / value;", text)
 

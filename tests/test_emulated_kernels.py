@@ -4,7 +4,10 @@ import functools
 
 import numpy as np
 import pytest
-from emulated import COMPILER, build, output_of
+from emulated import COMPILER, as_cpp, build, output_of
+
+from jax_tilekern.plans.segments.map_text import SegmentMap
+from jax_tilekern.plans.segments.problem import MapOperand, MapText, SegmentReduction
 
 # The kernels of each program in tests/emulation.
 FILES = {
@@ -23,7 +26,16 @@ FILES = {
     "row_sums": (
         "types.cuh", "convert.cuh", "reduction/reduction.cuh", "reduction/row_sums.cuh",
     ),
+    "segments": (
+        "types.cuh", "convert.cuh", "ptx.h", "scalars.h", "reduction/reduction.cuh",
+        "segments/segments.cuh", "segments/index_sort.cuh", "segments/sorted_segments.cuh",
+        "segments/few_segments.cuh", "segments/scanned_segments.cuh", "segments/top_k.cuh",
+    ),
 }  # fmt: skip
+# Threads leave their stacks by longjmp, which are not checked therefore.
+SANITIZED = (
+    "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "--param", "asan-stack=0",
+)  # fmt: skip
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
 
 
@@ -33,7 +45,11 @@ def run(tmp_path_factory):
 
     @functools.cache
     def built(program):
-        return build(program, FILES[program], tmp_path_factory.mktemp(program))
+        folder = tmp_path_factory.mktemp(program)
+        if program != "segments":
+            return build(program, FILES[program], folder)
+        (folder / "generated_map.h").write_text(as_cpp(_generated_map()))
+        return build(program, FILES[program], folder, "-DGENERATED_MAP", *SANITIZED)
 
     return lambda program, *arguments: output_of(built(program), *arguments)
 
@@ -87,3 +103,68 @@ def test_row_sums(run, types, rows, lanes, k):
     # Sums of integers are exact.
     error = run("row_sums", types, rows, lanes, k)
     assert error <= (k * np.finfo(np.float32).eps / 2 if "float" in types else 0)
+
+
+def _generated_map():
+    """The map of a product of rows of 8 columns that edges gather and a number of each edge."""
+    int32 = np.dtype(np.int32)
+    reduction = SegmentReduction(
+        "sum", 1, 1, 1, 8, (MapOperand(int32, 50, 0), MapOperand(int32, 1, None, broadcast=True)),
+        1, MapText(("int", "int"), (), "lax::mul(x0, x1)"), int32, int32, ordered=True,
+    )  # fmt: skip
+    kernel = SegmentMap(reduction, 4).kernel("segments/sorted_segments.cuh", "reduce_sorted")
+    return kernel.source.text
+
+
+@pytest.mark.parametrize("ids", ["random", "equal", "outside"])
+@pytest.mark.parametrize(
+    ("rows", "segments", "items"), [(3000, 60, 4), (1, 1, 4), (4000, 3000, 12), (7000, 300000, 12)]
+)
+@pytest.mark.one_in(4)
+def test_index_sort(run, ids, rows, segments, items):
+    assert run("segments", "sort", ids, rows, segments, items) == 0
+
+
+@pytest.mark.parametrize("lanes", [1, 4, 16, 32])
+@pytest.mark.parametrize("ordered", [0, 1])
+@pytest.mark.parametrize(
+    ("ids", "edges", "segments", "batches", "columns"),
+    [
+        ("random", 3000, 40, 1, 5),
+        ("random", 3000, 40, 3, 20),
+        ("random", 300, 2000, 2, 36),
+        ("equal", 3000, 1, 1, 8),
+        ("equal", 40, 7, 1, 1),
+        ("outside", 500, 7, 1, 3),
+        ("random", 1, 1, 1, 1),
+    ],
+)
+@pytest.mark.one_in(4)
+def test_reductions_of_sorted_edges(run, ids, edges, segments, batches, columns, lanes, ordered):
+    arguments = ids, edges, segments, batches, columns, lanes, ordered
+    assert run("segments", "sorted", *arguments) == 0
+
+
+@pytest.mark.parametrize("lanes", [1, 4, 16, 32])
+@pytest.mark.parametrize("ordered", [0, 1])
+@pytest.mark.one_in(2)
+def test_orders_and_bounds_that_are_none_access_nothing_out_of_bounds(run, lanes, ordered):
+    assert run("segments", "hostile", lanes, ordered) == 0
+
+
+@pytest.mark.parametrize("ids", ["random", "equal", "outside"])
+@pytest.mark.parametrize("kind", ["few", "scanned"])
+@pytest.mark.parametrize(("edges", "segments", "columns"), [(3000, 5, 6), (700, 1, 1), (1, 8, 4)])
+def test_reductions_of_few_segments_or_edges(run, ids, kind, edges, segments, columns):
+    assert run("segments", kind, ids, edges, segments, columns) == 0
+
+
+def test_generated_maps(run):
+    assert run("segments", "map", 3000, 40) == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "k"), [(9, 100, 7), (5, 128, 64), (1, 1, 1), (3, 1000, 20)]
+)
+def test_top_k(run, rows, columns, k):
+    assert run("segments", "top_k", rows, columns, k) == 0

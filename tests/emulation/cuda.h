@@ -143,6 +143,15 @@ struct Extent {
 #define gridDim (emulation::Extent{static_cast<unsigned>(emulation::grid_size)})
 
 inline void __syncthreads() { emulation::wait(emulation::cta); }
+inline int __syncthreads_or(int vote) {
+  static int votes;
+  __syncthreads();
+  votes = 0;
+  __syncthreads();
+  votes |= vote;
+  __syncthreads();
+  return votes;
+}
 inline void __syncwarp() { emulation::wait(emulation::warps[emulation::warp()]); }
 inline void __threadfence() {}
 
@@ -155,6 +164,11 @@ template <typename T>
 T __shfl_xor_sync(unsigned, T value, unsigned other) {
   const int from = emulation::lane() ^ static_cast<int>(other);
   return emulation::with_values_of_warp(value, [&](auto of) { return of(from); });
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, unsigned step) {
+  const int lane = emulation::lane(), from = lane - static_cast<int>(step);
+  return emulation::with_values_of_warp(value, [&](auto of) { return of(from < 0 ? lane : from); });
 }
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   return emulation::with_values_of_warp(value, [](auto of) {
@@ -171,6 +185,11 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
   });
 }
 
+inline unsigned atomicAdd(unsigned* address, unsigned value) {
+  const unsigned old = *address;
+  *address += value;
+  return old;
+}
 inline unsigned atomicInc(unsigned* address, unsigned last) {
   const unsigned old = *address;
   *address = old >= last ? 0 : old + 1;
@@ -182,6 +201,7 @@ T __ldcg(const T* address) {
 }
 
 inline int __popc(unsigned bits) { return std::popcount(bits); }
+inline int __ffs(unsigned bits) { return bits == 0 ? 0 : std::countr_zero(bits) + 1; }
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 inline int __double2hiint(double value) {
