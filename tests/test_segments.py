@@ -508,6 +508,68 @@ def test_sharded(rng, types, spec, reduction, gradient):
         np.testing.assert_array_equal(found, program(jnp)(x, ids))
 
 
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (P("d"), P("d")),
+        (P(("d", "m")), P(("d", "m"))),
+        (P("d", None, "m"), P("d")),
+        (P(None, None, "d"), P(("m", "d"))),
+    ],
+)
+@pytest.mark.parametrize("name", ["sum", "take"])
+@pytest.mark.parametrize("axis_name", [None, "d"])
+@pytest.mark.one_in(2)
+def test_devices_share_batches(rng, specs, name, axis_name):
+    mesh = mesh_of(MESH_TYPES["auto"])
+    x, ids = whole(rng, 8, 32, 8), rng.integers(0, 32, (8, 32)).astype(np.int32)
+
+    def program(module):
+        if name == "take":
+            function = functools.partial(module.take, axis=0)
+        else:
+            function = functools.partial(_named(module, name), num_segments=32)
+        return jax.vmap(function, spmd_axis_name=axis_name)
+
+    if axis_name in jax.tree.leaves(tuple(specs[0])[1:]):
+        pytest.skip("the axis is that of the batches")
+    args = [put(mesh, a, spec) for a, spec in zip((x, ids), specs, strict=True)]
+    check(mesh, program, args, kernels=False)
+
+
+def test_rows_and_sorts_on_explicit_meshes(rng):
+    table, rows, ids = whole(rng, 16, 8), whole(rng, 32, 8), rng.integers(0, 16, 32)
+
+    def functions(table, rows, ids):
+        return (
+            jtk.take(table, ids, axis=0),
+            jtk.scatter_add(table, ids, rows),
+            *jtk.sort_by_key(ids, rows, num_keys=16),
+            jtk.segment_sum(rows, jtk.segment_plan(ids, 16)),
+        )
+
+    def loss(*args):
+        return sum(jnp.sum(x * x) for x in functions(*args)[:2])
+
+    expected = functions(table, rows, ids), jax.grad(loss, (0, 1))(table, rows, ids)
+    mesh = mesh_of(MESH_TYPES["explicit"])
+    with jax.set_mesh(mesh):
+        # The table and the indices are split along one axis, which JAX's gather does not take.
+        args = [put(mesh, x, s) for x, s in ((table, P("d")), (rows, P("d", "m")), (ids, P("d")))]
+        found = jax.jit(functions)(*args), jax.jit(jax.grad(loss, (0, 1)))(*args)
+        specs = [x.sharding.spec for x in found[0]]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert specs[:2] == [P("d", None), P("d", None)]
+
+
+def test_plans_are_arguments_of_sharded_programs(rng):
+    mesh = mesh_of(MESH_TYPES["auto"])
+    x, ids = whole(rng, 64, 8), _ids(rng, 64, 10)
+    plan = jax.tree.map(lambda a: put(mesh, a, P()), jtk.segment_plan(ids, 10))
+    found = jax.jit(jtk.segment_sum)(put(mesh, x, P("d", "m")), plan)
+    np.testing.assert_array_equal(found, jax.ops.segment_sum(x, ids, 10))
+
+
 # Errors.
 
 

@@ -172,7 +172,11 @@ def reduce_segments(
 
 def _columns(arrays: Sequence[Any]) -> tuple[int, ...]:
     """Return the sizes of the dimensions after the rows."""
-    sizes = zip(*(x.shape[1:] for x in arrays), strict=True)
+    return _columns_of([x.shape for x in arrays])
+
+
+def _columns_of(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    sizes = zip(*(shape[1:] for shape in shapes), strict=True)
     return tuple(next((n for n in each if n != 1), 1) for each in sizes)
 
 
@@ -250,15 +254,24 @@ def _by_scatter(
     dtype: np.dtype[Any],
 ) -> Array:
     values = edge_values(arrays, indices, edges.gathers, function).astype(value_dtype(dtype))
-    total = edges.batch * edges.segments
     rows = rows_of(keys, edges.segments, edges.batch)
-    rows = jnp.where(rows < 0, total, rows)
-    start = jnp.full(
-        (total, *values.shape[1:]), neutral_element(reduction, values.dtype), values.dtype
-    )
-    update = getattr(start.at[rows], _SCATTERS[reduction])
-    result: Array = update(values, mode="drop", indices_are_sorted=edges.is_sorted).astype(dtype)
-    return result
+    first = lax.broadcasted_iota(np.int32, (edges.batch, 1), 0) * edges.segments
+    rows = rows.reshape(edges.batch, -1)
+    shape = (edges.segments, *values.shape[1:])
+    start = jnp.full(shape, neutral_element(reduction, values.dtype), values.dtype)
+
+    def reduced(rows: Array, values: Array) -> Array:
+        result: Array = getattr(start.at[rows], _SCATTERS[reduction])(
+            values, mode="drop", indices_are_sorted=edges.is_sorted
+        )
+        return result
+
+    # Batches stay apart, so that devices share them.
+    rows = jnp.where(rows < 0, edges.segments, rows - first)
+    if edges.batch == 1:
+        return reduced(rows[0], values).astype(dtype)
+    result = jax.vmap(reduced)(rows, values.reshape(*rows.shape, *shape[1:]))
+    return result.reshape(-1, *shape[1:]).astype(dtype)
 
 
 def trace_values(
@@ -648,10 +661,30 @@ def _described(*, edges: Edges, reduction: Reduction, function: Any, **_: Any) -
 
 
 def _composed(*operands: Array, edges: Edges, linear: int, **params: Any) -> Array:
-    """Sort anew on each device, which has some of the edges."""
+    """Sort anew on each device, which has some of the batches and edges."""
     read = Operands.of(operands, edges)
-    result: Array = _bind_unordered(*read.arrays, *read.indices, read.keys, edges=edges, **params)
-    return result
+    keys = _with_batches(read.keys, edges) - _first_bins(edges.batch, edges)
+    result: Array = _bind_unordered(
+        *(
+            x if i is not None else _with_batches(x, edges)
+            for x, i in zip(read.arrays, edges.gathers, strict=True)
+        ),
+        *(_with_batches(x, edges) for x in read.indices),
+        keys,
+        edges=dataclasses.replace(edges, planned=(), batch=1),
+        **params,
+    )
+    return result.reshape(-1, *result.shape[2:])
+
+
+def _with_batches(x: Array, edges: Edges) -> Array:
+    """Return rows of edges with the batch in front."""
+    return x.reshape(edges.batch, x.shape[0] // edges.batch, *x.shape[1:])
+
+
+def _first_bins(batch: int, edges: Edges) -> Array:
+    """Return the number of the first bin of each batch."""
+    return lax.broadcasted_iota(np.int32, (batch, 1), 0) * (edges.segments + 2)
 
 
 _bind = define(
@@ -669,7 +702,8 @@ _bind = define(
 )
 
 
-# On several devices: each reduces its edges, and orders them by itself.
+# On several devices: each reduces its edges, and orders them by itself. Batches are in front of the
+# edges, each with keys of its own. Gathered arrays have the rows of all batches.
 
 
 def _unordered_reference(
@@ -679,23 +713,40 @@ def _unordered_reference(
     function: ScalarFunction | None,
     dtype: np.dtype[Any],
 ) -> Array:
-    arrays = len(edges.gathers)
-    *indices, keys = operands[arrays:]
-    return _by_scatter(operands[:arrays], indices, keys, edges, reduction, function, dtype)
+    arrays, indices, keys, own = _without_batches(operands, edges)
+    result = _by_scatter(arrays, indices, keys, own, reduction, function, dtype)
+    return result.reshape(own.batch, -1, *result.shape[1:])
 
 
 def _on_device(*operands: Array, edges: Edges, **params: Any) -> Array:
-    arrays = len(edges.gathers)
-    *indices, keys = operands[arrays:]
+    arrays, indices, keys, own = _without_batches(operands, edges)
     order: tuple[Array, ...] = ()
     if edges.is_sorted:
-        bounds = bounds_of_sorted(keys, bins=edges.bins)
+        bounds = bounds_of_sorted(keys, bins=own.bins)
     else:
-        first, bounds = order_by_key(keys, bins=edges.bins)
+        first, bounds = order_by_key(keys, bins=own.bins)
         order = (first,)
-    read = Operands(operands[:arrays], tuple(indices), (), keys, order, bounds)
-    own = dataclasses.replace(edges, planned=())
-    return reduce_segments(read, own, **params)
+    result = reduce_segments(Operands(arrays, indices, (), keys, order, bounds), own, **params)
+    return result.reshape(own.batch, -1, *result.shape[1:])
+
+
+def _without_batches(
+    operands: Sequence[Array], edges: Edges
+) -> tuple[tuple[Array, ...], tuple[Array, ...], Array, Edges]:
+    """Let the edges of the batches follow one another."""
+    count = len(edges.gathers)
+    *indices, keys = operands[count:]
+    batch = keys.shape[0]
+    arrays = (
+        x if i is not None else x.reshape(-1, *x.shape[2:])
+        for x, i in zip(operands[:count], edges.gathers, strict=True)
+    )
+    return (
+        tuple(arrays),
+        tuple(x.ravel() for x in indices),
+        (keys + _first_bins(batch, edges)).ravel(),
+        dataclasses.replace(edges, batch=batch),
+    )
 
 
 _COMBINED = {"sum": "sum", "max": "max"}
@@ -709,21 +760,29 @@ def _sharding_rule(
     dtype: np.dtype[Any],
 ) -> ShardingRule:
     arrays = operands[: len(edges.gathers)]
-    columns = _columns(arrays)
-    edge, first = 0, 1
+    rows = [x.shape[1 if i is None else 0 :] for x, i in zip(arrays, edges.gathers, strict=True)]
+    columns = _columns_of(rows)
+    batch, edge, first = 0, 1, 2
 
-    def labels(x: Any, index: int | None) -> tuple[int | None, ...]:
-        own = (first + i if x.shape[1 + i] == n else None for i, n in enumerate(columns))
-        return (None if index is not None else edge, *own)
+    def labels(shape: tuple[int, ...], index: int | None) -> tuple[int | None, ...]:
+        own = (first + i if shape[1 + i] == n else None for i, n in enumerate(columns))
+        return (None, *own) if index is not None else (batch, edge, *own)
 
-    sizes = {edge: operands[-1].shape[0], **{first + i: n for i, n in enumerate(columns)}}
-    names = {edge: "edges", **{first + i: f"axis {1 + i}" for i in range(len(columns))}}
+    sizes = {
+        **dict(zip((batch, edge), operands[-1].shape, strict=True)),
+        **{first + i: n for i, n in enumerate(columns)},
+    }
+    names = {
+        batch: "batches",
+        edge: "edges",
+        **{first + i: f"axis {1 + i}" for i in range(len(columns))},
+    }
     return ShardingRule(
         (
-            *(labels(x, i) for x, i in zip(arrays, edges.gathers, strict=True)),
-            *((edge,),) * (edges.indices + 1),
+            *(labels(shape, i) for shape, i in zip(rows, edges.gathers, strict=True)),
+            *((batch, edge),) * (edges.indices + 1),
         ),
-        ((None, *range(first, first + len(columns))),),
+        ((batch, None, *range(first, first + len(columns))),),
         sizes,
         flops=math.prod(sizes.values()),
         names=names,

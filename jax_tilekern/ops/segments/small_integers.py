@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.jitted import jitted
+from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.functions import reduced
 from jax_tilekern.ops.segments.plan import number_of_segments, segment_plan
 
@@ -65,7 +66,17 @@ def _sorted(keys: ArrayLike, values: tuple[ArrayLike, ...], num_keys: int) -> tu
                 f"sort_by_key: an array of shape {x.shape} for {keys.shape[0]} keys: its first "
                 "dimension has an element for each key"
             )
-    return tuple(x.at[plan.order].get(mode="promise_in_bounds") for x in (keys, *arrays))
+    read = [keys, *arrays]
+
+    def in_order(operands: tuple[list[Array], Array]) -> list[Array]:
+        given, order = operands
+        return [x.at[order].get(mode="promise_in_bounds") for x in given]
+
+    return tuple(
+        by_automatic_axes(
+            in_order, (read, plan.order), lambda: [(None, *spec_of(x)[1:]) for x in read]
+        )
+    )
 
 
 def bincount(

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
@@ -86,11 +86,11 @@ def take(
             )
         return _filled(a, indices, fill_value)
 
-    def by_jax() -> Array:
+    def by_jax(a: Any, indices: Any) -> Array:
         return jnp.take(a, indices, axis, out, mode, unique_indices, indices_are_sorted, fill_value)
 
     # JAX's function raises the errors.
-    result = jax.eval_shape(by_jax)
+    result = compat.type_of_whole(by_jax, a, indices)
     indices = jnp.asarray(indices)
     is_first = a.ndim == 1 if axis is None else axis in (0, -a.ndim)
     is_number = jnp.issubdtype(a.dtype, jnp.number) or a.dtype == np.bool_
@@ -102,7 +102,7 @@ def take(
         or not indices.size
         or is_too_large(indices, a.shape[0])
     ):
-        return by_jax()
+        return by_jax(a, indices)
     rows = a.shape[0]
     if mode == "wrap":
         indices = indices % rows
@@ -165,6 +165,7 @@ def scatter_add(
     a, updates = jnp.asarray(a), jnp.asarray(updates)
     if a.ndim == 0:
         raise ValueError("scatter_add: a table has rows, and this array has no dimension")
+    edges: tuple[int, ...]
     if isinstance(indices, SegmentPlan):
         plan, edges = indices, (indices.size,)
         if plan.num_segments != a.shape[0]:
@@ -178,8 +179,14 @@ def scatter_add(
         plan = segment_plan(numbers, a.shape[0], indices_are_sorted=indices_are_sorted, mode=mode)
     # As by JAX, the result is converted to the table's type last.
     dtype, row = jnp.result_type(a, updates), a.shape[1:]
-    rows = jnp.broadcast_to(updates, (*edges, *row)).astype(dtype).reshape(plan.size, *row)
-    return combined("sum", a.astype(dtype), rows, plan).astype(a.dtype)
+
+    def added(operands: tuple[Array, Any, SegmentPlan]) -> Array:
+        a, updates, plan = operands
+        rows = jnp.broadcast_to(updates, (*edges, *row)).astype(dtype).reshape(plan.size, *row)
+        return combined("sum", a.astype(dtype), rows, plan).astype(a.dtype)
+
+    result: Array = by_automatic_axes(added, (a, updates, plan), lambda: spec_of(a))
+    return result
 
 
 def _from_the_first(numbers: Array, rows: int) -> Array:
@@ -222,7 +229,18 @@ def _reference(a: Array, keys: Array, *_: Array, batch: int, segments: int, fill
     value = np.frombuffer(fill, a.dtype)[0]
     if not a.shape[0]:
         return jnp.full((*rows.shape, *a.shape[1:]), value, a.dtype)
-    return a.at[jnp.where(rows < 0, a.shape[0], rows)].get(mode="fill", fill_value=value)
+
+    def taken(a: Array, rows: Array) -> Array:
+        outside = jnp.where(rows < 0, a.shape[0], rows)
+        return a.at[outside].get(mode="fill", fill_value=value)
+
+    if batch == 1:
+        return taken(a, rows)
+    # Each batch takes rows of its own table, and devices share the batches.
+    first = lax.broadcasted_iota(np.int32, (batch, 1), 0) * segments
+    tables = a.reshape(batch, segments, *a.shape[1:])
+    result = jax.vmap(taken)(tables, rows.reshape(batch, -1) - first)
+    return result.reshape(-1, *result.shape[2:])
 
 
 def _jvp(
