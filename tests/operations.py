@@ -69,6 +69,14 @@ def tensor_product(name, *arguments, **keywords):
     return of(jtk), of(jnp)
 
 
+def segments(name):
+    return tuple(lambda x, m=module: getattr(m, name)(x, LABELS, 4) for module in (jtk, jax.ops))
+
+
+def message(x, w):
+    return jnp.tanh(x) * w
+
+
 # Ours, the same by JAX, and the letters of the operands.
 OPERATIONS = {
     "matmul": (jtk.matmul, jnp.matmul, "xw"),
@@ -130,6 +138,21 @@ OPERATIONS = {
         cross_entropy,
         "xw",
     ),
+    "segment_sum": (*segments("segment_sum"), "x"),
+    "segment_max": (*segments("segment_max"), "x"),
+    "segment_reduce": (
+        lambda x, w: jtk.segment_reduce(
+            message, w, x, segment_ids=LABELS, num_segments=4, gather=(LABELS, None)
+        ),
+        lambda x, w: jax.ops.segment_sum(message(w[LABELS], x), LABELS, 4),
+        "xw",
+    ),
+    "take": (
+        lambda w: jtk.take(w, LABELS, axis=0),
+        lambda w: jnp.take(w, LABELS, axis=0),
+        "w",
+    ),
+    "top_k": (lambda x: jtk.top_k(x, 2)[0], lambda x: jax.lax.top_k(x, 2)[0], "x"),
     "inv": (jtk.linalg.inv, jnp.linalg.inv, "a"),
     "det": (jtk.linalg.det, jnp.linalg.det, "a"),
     "slogdet": (lambda a: jtk.linalg.slogdet(a)[1], lambda a: jnp.linalg.slogdet(a)[1], "a"),

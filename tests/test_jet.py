@@ -27,7 +27,7 @@ LIKE_JAXS = {
         name: (*OPERATIONS[name][:2], shapes_of(name))
         for name in OPERATIONS
         # jet has no rules for JAX's functions of matrices and maxima.
-        if name not in (*MATRICES, "row_max", "sum", "transpose", "add")
+        if name not in (*MATRICES, "row_max", "segment_max", "top_k", "sum", "transpose", "add")
     },
     "vmap": (jax.vmap(jtk.matmul, (0, None)), jax.vmap(jnp.matmul, (0, None)), [X, W]),
     "sum": (lambda x: jtk.sum(x**2, 0), lambda x: (x**2).sum(0), [X]),

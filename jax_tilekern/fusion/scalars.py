@@ -20,7 +20,7 @@ def equation_of_scalars(eqn: Any, operands: Sequence[Any]) -> list[Any]:
         return list(_with_custom_derivative(eqn)(*operands))
     inner = inlined_call(eqn) if name in ("jit", "pjit") else None
     if inner is not None:
-        return _evaluated(inner.jaxpr, inner.consts, operands)
+        return evaluated(inner.jaxpr, inner.consts, operands)
     with compat.traced_from(eqn):
         results = eqn.primitive.bind(*compat.unify_varying(*operands), **eqn.params)
     return list(results) if eqn.primitive.multiple_results else [results]
@@ -33,18 +33,19 @@ def _with_custom_derivative(eqn: Any) -> Any:
 
     @jax.custom_jvp
     def function(*scalars: Any) -> tuple[Any, ...]:
-        return tuple(_evaluated(called.jaxpr, called.consts, scalars))
+        return tuple(evaluated(called.jaxpr, called.consts, scalars))
 
     @function.defjvp
     def _(primals: Any, tangents: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        both = _evaluated(*rule, (*primals, *tangents))
+        both = evaluated(*rule, (*primals, *tangents))
         count = len(both) // 2
         return tuple(both[:count]), tuple(both[count:])
 
     return function
 
 
-def _evaluated(jaxpr: compat.Jaxpr, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+def evaluated(jaxpr: compat.Jaxpr, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """Evaluate elementwise equations on one element of each operand."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
 
     def value(atom: Any) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jax_tilekern.interop import compat
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.segments.keys import bins_of
 from jax_tilekern.partitioning.rule import ShardingRule
@@ -86,6 +87,11 @@ def _reference(keys: Array, *, bins: int, is_sorted: bool) -> list[Array]:
     return [*order, jnp.cumsum(counts, dtype=np.int32)]
 
 
+def _jvp(primals: Sequence[Any], _: Any, **params: Any) -> tuple[Any, Any]:
+    results = _bind(*primals, **params)
+    return results, [compat.zero_tangent(x) for x in results]
+
+
 def _batch(
     _: Any, operands: Sequence[Array], dims: Sequence[int], *, bins: int, is_sorted: bool
 ) -> tuple[list[Array], list[int]]:
@@ -123,6 +129,7 @@ _bind = define(
         name="tilekern_order_by_key",
         reference=_reference,
         several_results=True,
+        jvp=_jvp,
         batch=_batch,
         sharding_rule=_sharding_rule,
         planners={"cuda": Planner(_refusal, _cuda)},

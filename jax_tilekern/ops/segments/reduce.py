@@ -22,6 +22,7 @@ from jax import Array, lax
 
 from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
+from jax_tilekern.fusion.scalars import evaluated
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.planned_kernel import planned_kernel
@@ -306,7 +307,12 @@ def _scalar_function(
 
     with compat.without_mesh():
         jaxpr = jax.make_jaxpr(python)(*(jax.core.ShapedArray((), x) for x in dtypes))
-    return ScalarFunction(name, jaxpr, python, (out,), (None,))
+
+    def unified(*scalars: Any) -> list[Any]:
+        # Its rules are of types that do not vary over manual axes.
+        return evaluated(jaxpr.jaxpr, jaxpr.consts, compat.unify_varying(*scalars))
+
+    return ScalarFunction(name, jaxpr, unified, (out,), (None,))
 
 
 def _evaluated(function: ScalarFunction | None) -> Callable[..., Any]:
