@@ -747,6 +747,82 @@ def linear_algebra(draw):
     return Call(f"linalg.{name}", "", operands, call, errors, is_plain=False)
 
 
+def segments(draw):
+    """Reductions of rows to segments, of which some are empty and one has many edges."""
+    edges, count, columns = draw.size(), draw.size(), max(1, draw.size(20))
+    dtype = draw.one(F32, BF16, F16, F64)
+    name = draw.one("segment_sum", "segment_max", "segment_min")
+    ids = draw.rng.integers(-2, count + 2, edges).astype(draw.one("int8", "int16", "int32"))
+    ids = np.where(draw.rng.random(edges) < draw.one(0.0, 0.5, 1.0), count // 2, ids)
+    is_sorted, has_plan, mode = draw.chance(0.3), draw.chance(0.4), draw.one(None, "clip")
+    ids = np.sort(ids) if is_sorted else ids
+    (rows,) = draw.operands("ec->", {"e": edges, "c": columns}, [dtype])
+    own = np.clip(ids, 0, count - 1) if mode == "clip" and count else ids
+    belongs = own[:, None] == np.arange(count)
+
+    def call(m, x):
+        if has_plan and m is jtk:
+            plan = m.segment_plan(ids, count, indices_are_sorted=is_sorted, mode=mode)
+            return getattr(m, name)(x, plan)
+        return getattr(m, name)(x, ids, count, indices_are_sorted=is_sorted, mode=mode)
+
+    def errors(result, x):
+        if name != "segment_sum":
+            neutral = -np.inf if name == "segment_max" else np.inf
+            reduce = np.max if name == "segment_max" else np.min
+            each = np.where(belongs[..., None], wide(x)[:, None], neutral)
+            return [compared(result, reduce(each, 0, initial=neutral), 0)]
+        value, magnitude, _ = einsum("es,ec->sc", belongs.astype(float), wide(x))
+        return [compared(result, value, (edges + 1) * unit(dtype) * magnitude)]
+
+    def cotangent_errors(cotangents, cotangent, x):
+        value, _, _ = einsum("es,sc->ec", belongs.astype(float), wide(cotangent))
+        return [compared(cotangents[0], value, 0)]
+
+    return Call(
+        name,
+        f"ids={ids.dtype}{ids.tolist()[:20]}, {count}, {is_sorted=}, {has_plan=}, {mode=}",
+        (rows,),
+        call,
+        errors,
+        cotangent_errors if name == "segment_sum" else None,
+        is_plain=False,
+    )
+
+
+def rows_of_table(draw):
+    """``take`` and ``scatter_add``, of which each is the derivative of the other."""
+    edges, rows, columns = draw.size(), max(1, draw.size()), max(1, draw.size(20))
+    dtype, name = draw.one(F32, BF16, F16, F64), draw.one("take", "scatter_add")
+    index = draw.rng.integers(-rows, rows, edges).astype(np.int32)
+    picks = (index % rows)[:, None] == np.arange(rows)
+    (table,) = draw.operands("rc->", {"r": rows, "c": columns}, [dtype])
+    (updates,) = draw.operands("ec->", {"e": edges, "c": columns}, [dtype])
+
+    def taken(result, x):
+        return [compared(result, wide(x)[index % rows], 0)]
+
+    def sums(result, x, start):
+        value, magnitude, _ = einsum("er,ec->rc", picks.astype(float), wide(x))
+        slack = (edges + 1) * unit(dtype) * (magnitude + np.abs(start))
+        return [compared(result, value + start, slack)]
+
+    if name == "take":
+        return Call(
+            name, f"{index.tolist()[:20]}", (table,), lambda m, x: m.take(x, index, axis=0), taken,
+            lambda cts, ct, x: sums(cts[0], ct, np.zeros(x.shape)), is_plain=False,
+        )  # fmt: skip
+    return Call(
+        name,
+        f"{index.tolist()[:20]}",
+        (table, updates),
+        lambda m, x, y: m.scatter_add(x, index, y),
+        lambda result, x, y: sums(result, y, wide(x)),
+        lambda cts, ct, x, y: [compared(cts[0], wide(ct), 0), *taken(cts[1], ct)],
+        is_plain=False,
+    )
+
+
 GENERATORS = {
     "matmul": matmul,
     "dot_general": dot_general,
@@ -764,6 +840,8 @@ GENERATORS = {
     "linear_cross_entropy": linear_cross_entropy,
     "out_of_core": out_of_core,
     "linalg": linear_algebra,
+    "segments": segments,
+    "rows of tables": rows_of_table,
 }
 
 # Running.

@@ -22,7 +22,6 @@ from jax import Array, lax
 
 from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
-from jax_tilekern.fusion.scalars import evaluated
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.planned_kernel import planned_kernel
@@ -309,6 +308,8 @@ def _scalar_function(
         jaxpr = jax.make_jaxpr(python)(*(jax.core.ShapedArray((), x) for x in dtypes))
 
     def unified(*scalars: Any) -> list[Any]:
+        from jax_tilekern.fusion.scalars import evaluated
+
         # Its rules are of types that do not vary over manual axes.
         return evaluated(jaxpr.jaxpr, jaxpr.consts, compat.unify_varying(*scalars))
 
