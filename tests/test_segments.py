@@ -519,7 +519,7 @@ def test_sharded(rng, types, spec, reduction, gradient):
         (P(None, None, "d"), P(("m", "d"))),
     ],
 )
-@pytest.mark.parametrize("name", ["sum", "take"])
+@pytest.mark.parametrize("name", ["sum", "take", "gradient of sum"])
 @pytest.mark.parametrize("axis_name", [None, "d"])
 @pytest.mark.one_in(2)
 def test_devices_share_batches(rng, specs, name, axis_name):
@@ -530,13 +530,17 @@ def test_devices_share_batches(rng, specs, name, axis_name):
         if name == "take":
             function = functools.partial(module.take, axis=0)
         else:
-            function = functools.partial(_named(module, name), num_segments=32)
-        return jax.vmap(function, spmd_axis_name=axis_name)
+            function = functools.partial(_named(module, "sum"), num_segments=64)
+        mapped = jax.vmap(function, spmd_axis_name=axis_name)
+        if name == "gradient of sum":
+            return jax.grad(lambda x, ids: jnp.sum(mapped(x, ids) ** 2))
+        return mapped
 
     if axis_name in jax.tree.leaves(tuple(specs[0])[1:]):
         pytest.skip("the axis is that of the batches")
     args = [put(mesh, a, spec) for a, spec in zip((x, ids), specs, strict=True)]
-    check(mesh, program, args, kernels=False)
+    out = specs[0] if name == "gradient of sum" else None
+    check(mesh, program, args, out, kernels=False)
 
 
 def test_rows_and_sorts_on_explicit_meshes(rng):

@@ -462,7 +462,7 @@ def _cotangents(
         place = edges.gathers[target]
         if place is None:
             if own is None:
-                values = _gathered(cotangent, result_rows).astype(aval.dtype)
+                values = _of_segments(cotangent, result_rows, edges).astype(aval.dtype)
             else:
                 values = edge_values(arrays, indices, gathers, own)
         else:
@@ -471,6 +471,16 @@ def _cotangents(
         return jnp.sum(values, summed, keepdims=True) if summed else values
 
     return [cotangent_of(i) for i in moving]
+
+
+def _of_segments(x: Array, rows: Array, edges: Edges) -> Array:
+    """Return the row of each edge's segment; batches stay apart, so that devices share them."""
+    if edges.batch == 1:
+        return _gathered(x, rows)
+    tables, rows = _with_batches(x, edges), _with_batches(rows, edges)
+    first = lax.broadcasted_iota(np.int32, (edges.batch, 1), 0) * edges.segments
+    result: Array = jax.vmap(_gathered)(tables, jnp.where(rows < 0, -1, rows - first))
+    return result.reshape(-1, *result.shape[2:])
 
 
 def _to_rows(
