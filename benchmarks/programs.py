@@ -42,6 +42,8 @@ class Program:
         The error of some of the sides, of the arguments and of each side's result.
     wide
         Whether 64-bit types are enabled.
+    peer
+        The side that ours is compared with.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Program:
     sides: Sides
     errors: Callable[[Arrays, Mapping[str, Any]], dict[str, float]]
     wide: bool = False
+    peer: str = "XLA"
 
 
 def measured(program: Program, seconds: float) -> Record:
@@ -67,7 +70,8 @@ def measured(program: Program, seconds: float) -> Record:
         "name": program.name,
         "seconds": medians,
         "method": method,
-        "ratio": medians["XLA"] / medians["ours"],
+        "peer": program.peer,
+        "ratio": medians[program.peer] / medians["ours"],
         "error": errors,
         "temporaries": {
             name: side.memory_analysis().temp_size_in_bytes for name, side in compiled.items()
@@ -118,7 +122,7 @@ class ProgramCommand:
                 continue
             row = measured(program, arguments.seconds)
             record["rows"].append(row)
-            print(f"{program.name}: XLA / ours {row['ratio']:.3f}", flush=True)
+            print(f"{program.name}: {program.peer} / ours {row['ratio']:.3f}", flush=True)
             for name, time in row["seconds"].items():
                 wrong = f", error {row['error'][name]:.1e}" if name in row["error"] else ""
                 print(

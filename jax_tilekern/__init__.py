@@ -23,6 +23,7 @@ from jax_tilekern.ops.cross_entropy.loss import linear_cross_entropy
 from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
 from jax_tilekern.ops.linear import gated_linear, linear
 from jax_tilekern.ops.matmul import dot_general, matmul
+from jax_tilekern.ops.moe import Routing, moe, route
 from jax_tilekern.ops.ragged_dot import ragged_dot, ragged_dot_general
 from jax_tilekern.ops.segments.functions import (
     segment_max,
@@ -58,6 +59,7 @@ __all__ = [
     "Gpu",
     "KernelReport",
     "NoGpu",
+    "Routing",
     "SegmentPlan",
     "TensorMap",
     "add",
@@ -80,12 +82,14 @@ __all__ = [
     "linear_cross_entropy",
     "matmul",
     "matvec",
+    "moe",
     "multi_dot",
     "out_of_core",
     "patch",
     "policy",
     "ragged_dot",
     "ragged_dot_general",
+    "route",
     "row_logsumexp",
     "row_max",
     "row_sum",

@@ -1,0 +1,187 @@
+"""Rows of tokens as rows of pairs of a token and an expert, sorted by expert, and back.
+
+Each operation is the other's transpose. Every token has equally many pairs, so nothing is sorted
+by token, and sums have the order of a token's choices.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.plans.grouped_gemm.expert_rows import ExpertRows, plan_combine, plan_spread
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Operand,
+    Operation,
+    PlannedKernel,
+    Planner,
+    Rewrite,
+    define,
+)
+
+
+def spread_rows(x: Array, places: Array, tokens: Array, copies: int = 1) -> list[Array]:
+    """Return the row of each pair's token.
+
+    Parameters
+    ----------
+    x
+        A row for each token.
+    places
+        The rows of each token's pairs, int32 of shape ``(tokens, chosen)``: each row once.
+    tokens
+        The token of each pair.
+    copies
+        How often the result is returned. Cotangents of copies are added as they are summed.
+    """
+    rows: list[Array] = _spread(x, places, tokens, copies=copies)
+    return rows
+
+
+def combine_rows(*rows: Array, places: Array, tokens: Array) -> Array:
+    """Return the sum of the rows of each token's pairs, of arrays of rows together.
+
+    Floats are summed in float32 at least, in the order of ``places``, and rounded once.
+    """
+    total: Array = _combine(*rows, places, tokens)
+    return total
+
+
+# Meaning.
+
+
+def _spread_by_xla(x: Array, _: Array, tokens: Array, *, copies: int) -> list[Array]:
+    return [x.at[tokens].get(mode="promise_in_bounds")] * copies
+
+
+def _combine_by_xla(*operands: Array) -> Array:
+    *rows, places, _ = operands
+    dtype = rows[0].dtype
+    wide = jnp.promote_types(dtype, np.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+    gathered = (x.at[places].get(mode="promise_in_bounds").astype(wide) for x in rows)
+    total: Array = functools.reduce(lax.add, gathered).sum(1).astype(dtype)
+    return total
+
+
+# Rules.
+
+
+def _spread_cotangent(
+    cotangents: Sequence[Array], _: Any, places: Array, tokens: Array, **__: Any
+) -> Array:
+    return combine_rows(*cotangents, places=places, tokens=tokens)
+
+
+def _combine_cotangents(cotangent: Array, *operands: Any) -> list[Array]:
+    *rows, places, tokens = operands
+    return spread_rows(cotangent, places, tokens, len(rows))
+
+
+def _in_front(
+    operands: Sequence[Array], dims: Sequence[int | None]
+) -> tuple[list[Array], Array, Array, int]:
+    """Let the rows of batches follow one another; return the places, the tokens and the batch."""
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    *rows, places, tokens = (
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+    )
+    number = lax.broadcasted_iota(np.int32, (size, 1), 0)
+    count, chosen = places.shape[1:]
+    return (
+        [x.reshape(math.prod(x.shape[:2]), *x.shape[2:]) for x in rows],
+        (places + number[:, :, None] * (count * chosen)).reshape(-1, chosen),
+        (tokens + number * count).ravel(),
+        size,
+    )
+
+
+def _spread_batch(
+    _: Any, operands: Sequence[Array], dims: Sequence[int | None], *, copies: int
+) -> tuple[list[Array], list[int]]:
+    (x,), places, tokens, size = _in_front(operands, dims)
+    rows = spread_rows(x, places, tokens, copies)
+    return [each.reshape(size, -1, *each.shape[1:]) for each in rows], [0] * copies
+
+
+def _combine_batch(
+    _: Any, operands: Sequence[Array], dims: Sequence[int | None]
+) -> tuple[Array, int]:
+    rows, places, tokens, size = _in_front(operands, dims)
+    total = combine_rows(*rows, places=places, tokens=tokens)
+    return total.reshape(size, -1, *total.shape[1:]), 0
+
+
+def _refusal(*_: Any, **__: Any) -> Fallback | None:
+    return None
+
+
+def _stated(places: Any, x: Any) -> ExpertRows:
+    tokens, chosen = places.shape
+    return ExpertRows(tokens, chosen, math.prod(x.shape[1:]), np.dtype(x.dtype))
+
+
+def _spread_on_cuda(
+    operands: Sequence[Operand], _: Any, *, copies: int
+) -> PlannedKernel | Rewrite | Fallback:
+    x, places, _tokens = operands
+    if copies > 1:
+
+        def repeated(x: Array, places: Array, tokens: Array) -> list[Array]:
+            return list(spread_rows(x, places, tokens)) * copies
+
+        return Rewrite("the copies are one array", repeated)
+    rows = _stated(places.aval, x.aval)
+    return planned_kernel((x.value, places.value), plan_spread, rows)
+
+
+def _combine_on_cuda(operands: Sequence[Operand], _: Any) -> PlannedKernel | Fallback:
+    *rows, places, _tokens = operands
+    values = (*(x.value for x in rows), places.value)
+    stated = _stated(places.aval, rows[0].aval)
+    return planned_kernel(values, plan_combine, stated, len(rows))
+
+
+def _operation(name: str, reference: Callable[..., Any], **rules: Any) -> Callable[..., Any]:
+    return define(
+        Operation(
+            name=f"tilekern_{name}_rows",
+            reference=reference,
+            sharding_rule=None,
+            composed=reference,
+            describe=lambda **_: f"{name} rows of experts",
+            **rules,
+        )
+    )
+
+
+_spread = _operation(
+    "spread",
+    _spread_by_xla,
+    several_results=True,
+    transposes={0: _spread_cotangent},
+    batch=_spread_batch,
+    planners={"cuda": Planner(_refusal, _spread_on_cuda)},
+)
+_combines = {
+    count: _operation(
+        "combine",
+        _combine_by_xla,
+        transposes={tuple(range(count)): _combine_cotangents},
+        batch=_combine_batch,
+        planners={"cuda": Planner(_refusal, _combine_on_cuda)},
+    )
+    for count in (1, 2)
+}
+
+
+def _combine(*operands: Array) -> Any:
+    return _combines[len(operands) - 2](*operands)

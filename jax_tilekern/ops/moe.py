@@ -1,0 +1,385 @@
+"""A mixture-of-experts layer: routing, and the experts as grouped GEMMs.
+
+Tokens are sorted by expert, multiplied by the experts' matrices, and summed to tokens in a fixed
+order. The weights of the mixture multiply the hidden values, before the last product: so the sum
+over a token's experts is linear, no result of an expert is saved for the backward pass, and the
+derivative of a weight is a sum over the hidden values (SonicMoE, arXiv:2512.14080).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_tilekern.ops.expert_rows import combine_rows, spread_rows
+from jax_tilekern.ops.ragged_dot import ragged_dot
+from jax_tilekern.ops.segments.plan import segment_plan
+from jax_tilekern.ops.segments.top_k import top_k
+
+# What the backward pass does not compute again: the first products, and the order of tokens.
+_SAVED = "jax_tilekern.moe"
+_saved = functools.partial(checkpoint_name, name=_SAVED)
+
+
+class Routing(NamedTuple):
+    """The experts of each token.
+
+    Attributes
+    ----------
+    weights
+        Weight of each chosen expert, shape ``(tokens, k)``.
+    indices
+        The chosen experts, int32 of the same shape.
+    """
+
+    weights: Array
+    indices: Array
+
+
+def route(
+    logits: ArrayLike,
+    k: int,
+    *,
+    score_function: Literal["softmax", "sigmoid"] = "softmax",
+    bias: ArrayLike | None = None,
+    num_groups: int | None = None,
+    chosen_groups: int | None = None,
+    normalize: bool = True,
+) -> Routing:
+    """Choose experts for tokens.
+
+    Parameters
+    ----------
+    logits
+        The router's output, shape ``(tokens, experts)``. It is computed with in float32 at least.
+    k
+        Experts of a token.
+    score_function
+        What makes scores of logits: ``"softmax"`` over all experts, or ``"sigmoid"``.
+    bias
+        Added to the scores of experts when they are chosen, and not to their weights, shape
+        ``(experts,)`` (balancing without an auxiliary loss, DeepSeek-V3, arXiv:2412.19437).
+    num_groups, chosen_groups
+        Experts are in so many groups of equal size, and each token takes its experts from the
+        ``chosen_groups`` whose two highest scores have the largest sum (DeepSeek-V3).
+    normalize
+        Whether the weights of a token are divided by their sum.
+
+    Returns
+    -------
+    Routing
+        Weights, of the logits' type, and experts, those of the highest scores first. Weights have
+        derivatives, choices have none.
+
+    Raises
+    ------
+    ValueError
+        If ``k`` exceeds the experts, or groups do not divide them.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> jtk.route(jnp.array([[0.0, 2.0, 1.0]]), 2).indices
+    Array([[1, 2]], dtype=int32)
+    """
+    logits = jnp.asarray(logits)
+    if logits.ndim != 2:
+        raise ValueError(f"route: logits of shape {logits.shape}; they are (tokens, experts)")
+    experts = logits.shape[1]
+    wide = logits.astype(jnp.promote_types(logits.dtype, np.float32))
+    if score_function not in ("softmax", "sigmoid"):
+        raise ValueError(f"route: no score function {score_function!r}")
+    scores = jax.nn.softmax(wide) if score_function == "softmax" else jax.nn.sigmoid(wide)
+    ranked = lax.stop_gradient(scores if bias is None else scores + jnp.asarray(bias))
+    if (num_groups is None) != (chosen_groups is None):
+        raise ValueError("route: num_groups and chosen_groups are given together")
+    if num_groups is not None and chosen_groups is not None:
+        if experts % num_groups or not 1 <= chosen_groups <= num_groups:
+            raise ValueError(
+                f"route: {chosen_groups} of {num_groups} groups of {experts} experts: groups have "
+                "equal sizes"
+            )
+        by_group = ranked.reshape(-1, num_groups, experts // num_groups)
+        best, _ = top_k(by_group, min(2, by_group.shape[2]))
+        _, groups = top_k(best.sum(-1), chosen_groups)
+        inside = jax.nn.one_hot(groups, num_groups, dtype=np.bool_).any(1)
+        ranked = jnp.where(inside[:, :, None], by_group, -jnp.inf).reshape(-1, experts)
+    _, indices = top_k(ranked, k)
+    weights = jnp.take_along_axis(scores, indices, 1)
+    if normalize:
+        weights = weights / jnp.sum(weights, 1, keepdims=True)
+    return Routing(weights.astype(logits.dtype), indices)
+
+
+def moe(
+    x: ArrayLike,
+    w_up: ArrayLike,
+    w_down: ArrayLike,
+    indices: ArrayLike,
+    weights: ArrayLike,
+    *,
+    w_gate: ArrayLike | None = None,
+    b_up: ArrayLike | None = None,
+    b_gate: ArrayLike | None = None,
+    b_down: ArrayLike | None = None,
+    activation: Callable[[Any], Any] = jax.nn.silu,
+    group_offset: ArrayLike | None = None,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    save: Literal["hidden", "inputs"] = "hidden",
+) -> Array:
+    """Compute a mixture-of-experts layer.
+
+    For each token it is the sum over its experts of
+    ``weight * (activation(x @ w_gate) * (x @ w_up)) @ w_down``, or of
+    ``weight * activation(x @ w_up) @ w_down`` without ``w_gate``. No token is dropped, and none is
+    padded for. The sum has a fixed order, in float32 at least.
+
+    Parameters
+    ----------
+    x
+        Tokens, shape ``(tokens, features)``.
+    w_up, w_gate
+        Matrices of the experts, shape ``(experts, features, hidden)``.
+    w_down
+        Matrices of the experts, shape ``(experts, hidden, features)``.
+    indices
+        The experts of each token, integers of shape ``(tokens, k)``, as :func:`route` returns them.
+        One out of bounds adds nothing.
+    weights
+        Their weights, of the same shape.
+    b_up, b_gate, b_down
+        Biases of the experts, shapes ``(experts, hidden)`` and ``(experts, features)``.
+    activation
+        Any elementwise JAX function.
+    group_offset
+        The first expert that the matrices have, 0 by default: a device that has some of the
+        experts computes their part of the sum.
+    precision, preferred_element_type
+        As in :func:`ragged_dot`; the result has ``preferred_element_type``, by default that of
+        ``x`` and the matrices after promotion.
+    save
+        What the backward pass has beside the operands: ``"hidden"``, the results of the first
+        products; ``"inputs"``, nothing, so that it computes these again.
+
+    Returns
+    -------
+    Array
+        Shape ``(tokens, features)``.
+
+    Raises
+    ------
+    TypeError
+        If the indices are no integers.
+    ValueError
+        If shapes do not fit.
+
+    See Also
+    --------
+    route : chooses the experts.
+    ragged_dot : the products.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> x, up, down = jnp.ones((5, 4)), jnp.ones((3, 4, 8)), jnp.ones((3, 8, 4))
+    >>> weights, indices = jtk.route(jnp.zeros((5, 3)), 2)
+    >>> jtk.moe(x, up, down, indices, weights, activation=jax.nn.relu)[0, 0]
+    Array(32., dtype=float32)
+    """
+    given: dict[str, Any] = {
+        "x": x, "w_up": w_up, "w_gate": w_gate, "w_down": w_down, "b_up": b_up, "b_gate": b_gate,
+        "b_down": b_down, "indices": indices, "weights": weights,
+    }  # fmt: skip
+    arrays = {name: jnp.asarray(value) for name, value in given.items() if value is not None}
+    _check_shapes(arrays)
+    if save not in ("hidden", "inputs"):
+        raise ValueError(f"moe: save={save!r} is neither 'hidden' nor 'inputs'")
+    if not jnp.issubdtype(arrays["indices"].dtype, jnp.integer):
+        raise TypeError(f"moe: indices are integers, not {arrays['indices'].dtype}")
+    if "b_gate" in arrays and "w_gate" not in arrays:
+        raise ValueError("moe: b_gate without w_gate")
+    layer = functools.partial(
+        _layer,
+        activation=activation,
+        precision=precision,
+        out_dtype=np.dtype(
+            jnp.result_type(arrays["x"], w_up, w_down)
+            if preferred_element_type is None
+            else preferred_element_type
+        ),
+    )
+    offset = None if group_offset is None else jnp.asarray(group_offset).reshape(())
+    policy = jax.checkpoint_policies.save_only_these_names(*([_SAVED] if save == "hidden" else []))
+    result: Array = jax.checkpoint(layer, policy=policy)(arrays, offset)
+    return result
+
+
+def _check_shapes(arrays: dict[str, Array]) -> None:
+    """Raise an error that names every argument where one does not fit."""
+    expected = {
+        "x": ("tokens", "features"), "w_up": ("experts", "features", "hidden"),
+        "w_gate": ("experts", "features", "hidden"), "w_down": ("experts", "hidden", "features"),
+        "b_up": ("experts", "hidden"), "b_gate": ("experts", "hidden"),
+        "b_down": ("experts", "features"), "indices": ("tokens", "k"), "weights": ("tokens", "k"),
+    }  # fmt: skip
+    sizes: dict[str, int] = {}
+    for name, array in arrays.items():
+        dims = expected[name]
+        fits = len(dims) == array.ndim and all(
+            sizes.setdefault(dim, size) == size for dim, size in zip(dims, array.shape, strict=True)
+        )
+        if not fits:
+            shapes = ", ".join(
+                f"{each} {found.shape} ({', '.join(expected[each])})"
+                for each, found in arrays.items()
+            )
+            raise ValueError(f"moe: {name} does not fit: {shapes}")
+
+
+class _Sorted(NamedTuple):
+    """Pairs of a token and an expert, sorted by expert.
+
+    Attributes
+    ----------
+    sizes
+        Pairs of each expert.
+    pairs
+        The number of each pair, ``token * k + choice``.
+    places
+        The row of each token's pairs.
+    """
+
+    sizes: Array
+    pairs: Array
+    places: Array
+
+
+def _sort(indices: Array, offset: Array | None, experts: int) -> _Sorted:
+    tokens, k = indices.shape
+    ids = indices.ravel()
+    if offset is not None:
+        ids = ids - offset.astype(ids.dtype)
+    # Pairs of no expert are behind the others.
+    ids = jnp.where((ids >= 0) & (ids < experts), ids, experts).astype(np.int32)
+    plan = segment_plan(ids, experts)
+    assert plan.order is not None
+    count = tokens * k
+    places = jnp.zeros(count, np.int32).at[plan.order]
+    rows = places.set(lax.iota(np.int32, count), unique_indices=True, mode="promise_in_bounds")
+    return _Sorted(jnp.diff(plan.bounds)[1:-1], plan.order, rows.reshape(tokens, k))
+
+
+def _layer(
+    arrays: dict[str, Array],
+    offset: Array | None,
+    *,
+    activation: Callable[[Any], Any],
+    precision: Any,
+    out_dtype: np.dtype[Any],
+) -> Array:
+    x, w_up, w_down = (arrays[name] for name in ("x", "w_up", "w_down"))
+    if 0 in (x.shape[0], arrays["indices"].shape[1]):
+        return jnp.zeros(x.shape, out_dtype)
+    by_expert = jax.tree.map(_saved, _sort(arrays["indices"], offset, w_up.shape[0]))
+    dtype = jnp.result_type(x, w_up)
+    # A copy for each product that reads them.
+    tokens = by_expert.pairs // by_expert.places.shape[1]
+    rows, *copies = spread_rows(x, by_expert.places, tokens, 1 + ("w_gate" in arrays))
+    weights = arrays["weights"].ravel().at[by_expert.pairs].get(mode="promise_in_bounds")
+    weights = weights.astype(dtype)[:, None]
+    product = functools.partial(ragged_dot, precision=precision, preferred_element_type=dtype)
+    gate = None
+    if "w_gate" in arrays:
+        gate = _saved(
+            _with_bias(product, copies[0], arrays["w_gate"], by_expert.sizes, arrays.get("b_gate"))
+        )
+    hidden = _hidden(activation, product, rows, w_up, by_expert.sizes, weights, gate, arrays)
+    down = functools.partial(ragged_dot, precision=precision, preferred_element_type=out_dtype)
+    if "b_down" in arrays:
+        results = down(
+            hidden,
+            w_down,
+            by_expert.sizes,
+            epilogue=lambda y, weight, bias: y + weight * bias,
+            operands=(weights,),
+            group_operands=(arrays["b_down"],),
+        )
+    else:
+        results = down(hidden, w_down, by_expert.sizes)
+    return combine_rows(results, places=by_expert.places, tokens=tokens)
+
+
+def _with_bias(
+    product: Callable[..., Any], rows: Array, w: Array, sizes: Array, bias: Array | None
+) -> Array:
+    """Multiply rows by the matrices of their experts, and add the biases of these."""
+    result: Array
+    if bias is None:
+        result = product(rows, w, sizes)
+    else:
+        result = product(rows, w, sizes, epilogue=jnp.add, group_operands=(bias,))
+    return result
+
+
+def _hidden(
+    activation: Callable[[Any], Any],
+    product: Callable[..., Any],
+    rows: Array,
+    w_up: Array,
+    sizes: Array,
+    weights: Array,
+    gate: Array | None,
+    arrays: dict[str, Array],
+) -> Array:
+    """Return the hidden values of each pair, times its weight.
+
+    One kernel computes the product and the function. Where the call is differentiated, the product
+    is computed by itself, because the derivative has it, and the function is computed again.
+    """
+    bias = arrays.get("b_up")
+
+    def value(up: Any, weight: Any, *others: Any) -> Any:
+        rest = list(others)
+        if gate is None:
+            acted = activation(up + rest.pop() if bias is not None else up)
+        else:
+            acted = activation(rest.pop(0)) * (up + rest.pop() if bias is not None else up)
+        return (acted * weight).astype(rows.dtype)
+
+    gates = () if gate is None else (gate,)
+    biases = () if bias is None else (bias,)
+
+    @jax.custom_jvp
+    def hidden(
+        rows: Array, w_up: Array, sizes: Array, weights: Array, gates: Any, biases: Any
+    ) -> Any:
+        return product(
+            rows, w_up, sizes, epilogue=value, operands=(weights, *gates), group_operands=biases
+        )
+
+    @hidden.defjvp
+    def _jvp(primals: Any, tangents: Any) -> Any:
+        rows, w_up, sizes, *others = primals
+
+        def unfused(rows: Array, w_up: Array, weights: Array, gates: Any, biases: Any) -> Array:
+            up = _saved(_with_bias(product, rows, w_up, sizes, biases[0] if biases else None))
+            acted = activation(up) if not gates else activation(gates[0]) * up
+            result: Array = (acted * weights).astype(rows.dtype)
+            return result
+
+        moving = (*tangents[:2], *tangents[3:])
+        return jax.jvp(unfused, (rows, w_up, *others), moving)
+
+    result: Array = hidden(rows, w_up, sizes, weights, gates, biases)
+    return result
