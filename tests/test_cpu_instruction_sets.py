@@ -262,10 +262,21 @@ def digests():
         for sizes in ([120] * 8, [2, 700, 0, 90, 31, 130, 6], [4] * 128):
             ragged = partial(jtk.ragged_dot, group_sizes=np.array(sizes, np.int32))
             calls.append((ragged, dtype, ((2000, 130), (len(sizes), 130, 150))))
+        # Few segments, many of wide rows, and one that all threads have a part of.
+        for rows, columns, segments, is_sorted in (
+            (60001, 9, 6, False), (9001, 301, 8000, False), (20001, 90, 2, True),
+        ):  # fmt: skip
+            ids = np.arange(rows) * segments // rows if is_sorted else np.arange(rows) % segments
+            reduce = partial(
+                jtk.segment_sum, segment_ids=ids, num_segments=segments,
+                indices_are_sorted=is_sorted,
+            )  # fmt: skip
+            calls.append((reduce, dtype, ((rows, columns),)))
     found = {}
     for function, dtype, shapes in calls:
         operands = [jnp.asarray(rng.standard_normal(s).astype(dtype)) for s in shapes]
-        compiled = jax.jit(function).lower(*operands).compile()
+        with jtk.policy("kernels"):
+            compiled = jax.jit(function).lower(*operands).compile()
         for level in LEVELS:
             _core.set_cpu_instruction_set(level)
             digest = hashlib.sha256(np.asarray(compiled(*operands)).tobytes()).hexdigest()
@@ -290,5 +301,5 @@ def test_results_do_not_depend_on_the_number_of_threads():
     outputs = [process.communicate()[0] for process in processes]
     assert all(process.returncode == 0 for process in processes)
     one, several = map(json.loads, outputs)
-    assert len(one) == 39 * len(LEVELS)
+    assert len(one) == 48 * len(LEVELS)
     assert several == one

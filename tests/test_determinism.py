@@ -29,6 +29,11 @@ PROGRAMS = {
     "linear_cross_entropy": (
         lambda x, w: jtk.linear_cross_entropy(x, w, np.arange(128)), [(128, 300), (300, 512)],
     ),
+    "segment_sum": (lambda x: jtk.segment_sum(x, np.arange(40000) % 7, 7), [(40000, 9)]),
+    "segment_sum of wide rows": (
+        lambda x: jtk.segment_sum(x, np.arange(3000) % 3, 3, indices_are_sorted=True),
+        [(3000, 300)],
+    ),
     "solve": (jtk.linalg.solve, [(9, 20, 20), (9, 20, 2)]),
     "inv": (jtk.linalg.inv, [(9, 20, 20)]),
 }  # fmt: skip

@@ -144,6 +144,38 @@ struct SumFamily {
 };
 inline constexpr int64_t kLeastColumns = 64;  // the bytes of the longest vector
 
+enum class SegmentReduction { kSum, kProduct, kMaximum, kMinimum };
+inline constexpr int kNumSegmentReductions = 4;
+
+// Contiguous rows with a key each. Totals exist for `segments` keys from `first_key` on; rows of
+// other keys are not read.
+struct KeyedRows {
+  const void* rows;
+  const int32_t* keys;
+  int64_t count, cols;
+  int32_t first_key;
+  int64_t segments;
+  bool most_have_totals;
+};
+
+// Rows first .. last - 1 of a list of all `rows` rows, each of `cols` contiguous elements. The list
+// is `order`, or the rows as they lie if that is null. Numbers out of bounds are the last row's.
+struct ListedRows {
+  const void* data;
+  const int32_t* order;
+  int64_t rows, cols, first, last;
+};
+
+// Reductions of rows to segments, of one element type. Totals are float32 for floats of 16 bits,
+// else of the element type.
+struct SegmentFamily {
+  int total_bytes;
+  void (*fill)(void* totals, int64_t count);          // with the neutral element
+  void (*by_key)(const KeyedRows& x, void* totals);   // combines each row with its key's totals
+  void (*listed)(const ListedRows& x, void* totals);  // totals[c] = the reduction of column c
+  void (*combine)(void* totals, const void* more, int64_t count);
+};
+
 // *total += the dot product of two runs, with a Total as in SumFamily.
 using DotKernel = void (*)(const void* lhs, const void* rhs, int64_t count, void* total);
 
@@ -187,6 +219,9 @@ struct KernelTable {
   DotKernel dot[kNumDTypes];
   const SumFamily* sum[kNumDTypes];
   AddKernel add[kNumDTypes];
+  const SegmentFamily* segments[kNumSegmentReductions][kNumDTypes];
+  // out[i] = totals[i], of float32, rounded
+  void (*narrow_segments[kNumDTypes])(const void* totals, int64_t count, void* out);
   const MatrixFamily* matrices[kNumDTypes];
   TransposeKernel transpose[5];  // by the binary logarithm of an item's bytes
   CopyKernel copy;

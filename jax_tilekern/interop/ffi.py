@@ -31,6 +31,8 @@ CPU_RAGGED_MATMUL = "jax_tilekern_cpu_ragged_matmul"
 CPU_TRANSPOSE = "jax_tilekern_cpu_transpose"
 CPU_SUM = "jax_tilekern_cpu_sum"
 CPU_ADD = "jax_tilekern_cpu_add"
+CPU_ORDER_BY_KEY = "jax_tilekern_cpu_order_by_key"
+CPU_SEGMENT_REDUCE = "jax_tilekern_cpu_segment_reduce"
 CPU_MATRIX_INVERSE = "jax_tilekern_cpu_matrix_inverse"
 CPU_MATRIX_LU = "jax_tilekern_cpu_matrix_lu"
 CPU_MATRIX_CHOLESKY = "jax_tilekern_cpu_matrix_cholesky"
@@ -47,6 +49,8 @@ FFI_TARGETS = (
     CPU_TRANSPOSE,
     CPU_SUM,
     CPU_ADD,
+    CPU_ORDER_BY_KEY,
+    CPU_SEGMENT_REDUCE,
     CPU_MATRIX_INVERSE,
     CPU_MATRIX_LU,
     CPU_MATRIX_CHOLESKY,

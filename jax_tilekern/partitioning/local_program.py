@@ -190,6 +190,14 @@ def _max(x: Array, names: tuple[str, ...]) -> Array:
     return lax.bitcast_convert_type(reordered(largest), x.dtype)
 
 
+def _min(x: Array, names: tuple[str, ...]) -> Array:
+    """Return the minimum over devices, NaN if one of them has NaN."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return -_max(-x, names)
+    # The complement reverses the order of every type of integers.
+    return ~_max(~x, names)
+
+
 def _logsumexp(x: Array, names: tuple[str, ...]) -> Array:
     largest = lax.pmax(x, names)
     # Infinities do not cancel.
@@ -200,5 +208,6 @@ def _logsumexp(x: Array, names: tuple[str, ...]) -> Array:
 _COMBINE: Mapping[str, Callable[[Array, tuple[str, ...]], Array]] = {
     "sum": lax.psum,
     "max": _max,
+    "min": _min,
     "logsumexp": _logsumexp,
 }

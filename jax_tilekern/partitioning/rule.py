@@ -43,8 +43,9 @@ class ShardingRule:
     reduced
         Labels that an epilogue reduces, the last ones of its sum.
     combined_by
-        For each result, how devices combine their parts of it: "sum", "max" or "logsumexp". All are
-        sums by default. A result that has every label which is split has no parts.
+        For each result, how devices combine their parts of it: "sum", "max", "min" or
+        "logsumexp". All are sums by default. A result that has every label which is split has
+        no parts.
     unsplit
         Labels that every device needs whole.
     leader

@@ -1,6 +1,6 @@
-// Transposes, sums, additions and dot products on every instruction set that this CPU runs, over
-// arrays that end where their memory ends. Elements are small integers, so every sum is exact in
-// any order and is compared bit by bit.
+// Transposes, sums, additions, dot products and sums by segment on every instruction set that this
+// CPU runs, over arrays that end where their memory ends. Elements are small integers, so every sum
+// is exact in any order and is compared bit by bit.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -145,6 +145,39 @@ class Checks {
             [&](const Numbers& places) { sums[places[2]] = left[places[0]] + right[places[1]]; });
     problem.expected = Elements(type, sums);
     Check(problem);
+  }
+
+  // By keys as they lie, and by an order and bounds, of which segment 1 has half of the edges.
+  void Segments(const Type& type, int64_t edges, int64_t columns, int64_t segments) {
+    const std::vector<double> x = Draw(edges * columns);
+    const Bytes memory = Elements(type, x);
+    std::vector<int32_t> keys(edges), order(edges), bounds(segments + 3);
+    std::vector<double> sums(segments * columns);
+    for (int64_t i = 0; i < edges; ++i) {
+      keys[i] = random_() % 2 == 0 ? 1 : static_cast<int32_t>(random_() % (segments + 2)) - 1;
+      order[i] = static_cast<int32_t>(i);
+      for (int64_t bin = keys[i] + 2; bin < segments + 3; ++bin) ++bounds[bin];
+      if (keys[i] < 0 || keys[i] >= segments) continue;
+      for (int64_t c = 0; c < columns; ++c) sums[keys[i] * columns + c] += x[i * columns + c];
+    }
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return keys[a] < keys[b]; });
+    for (int64_t by_key : {0, 1}) {
+      Problem problem = Make("segments", type, CpuSegmentReduce, {segments, columns});
+      problem.operands = {{type.ffi, memory.get(), {edges, columns}}};
+      if (by_key) {
+        problem.operands.push_back({XLA_FFI_DataType_S32, keys.data(), {edges}});
+      } else {
+        problem.operands.push_back({XLA_FFI_DataType_S32, order.data(), {edges}});
+        problem.operands.push_back({XLA_FFI_DataType_S32, bounds.data(), {segments + 3}});
+      }
+      problem.attributes = {
+          {"edges", Attribute::Number(edges)}, {"segments", Attribute::Number(segments)},
+          {"batch", Attribute::Number(1)},     {"columns", Attribute::Number(columns)},
+          {"reduction", Attribute::Number(0)}, {"by_key", Attribute::Number(by_key)}};
+      problem.name += ToText({edges, columns, segments, by_key});
+      problem.expected = Elements(type, sums);
+      Check(problem);
+    }
   }
 
   void Dot(const Type& type, const Type& out, int64_t k) {
@@ -300,10 +333,18 @@ void CheckArrays(Counts& counts, bool threads_only) {
     checks.Add(type, {300001}, {1}, {1});
     checks.Add(type, {3, 100001}, {1, 0}, {100001, 1});
   }
+  for (const Type& type : {kF32, kF64, kBF16, kF16, kS8, kS16, kS32, kU64}) {
+    for (int64_t columns : {1, 3, 8, 17, 33, 130}) checks.Segments(type, 100, columns, 7);
+    checks.Segments(type, 300, 257, 40);
+    // 16-bit floats cannot represent the sum of more edges.
+    if (type.bytes != 2) checks.Segments(type, 30000, 5, 9);
+    if (type.bytes != 2) checks.Segments(type, 3000, 70, 900);
+  }
   const std::pair<Type, Type> dots[] = {
       {kF32, kF32}, {kF64, kF64}, {kBF16, kF32}, {kF16, kF32}, {kS8, kS32}};
   for (const auto& [type, out] : dots) {
     for (int64_t k : {1, 3, 64, 1000, 4097, 500001}) checks.Dot(type, out, k);
   }
-  std::printf("arrays: %d transposes, sums, additions and dot products\n", counts.passed - before);
+  std::printf("arrays: %d transposes, sums, additions, dot products and sums by segment\n",
+              counts.passed - before);
 }

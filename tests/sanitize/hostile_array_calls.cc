@@ -1,5 +1,5 @@
-// Calls of the handlers of transposes, sums and additions as no lowering makes them: refused with a
-// reason, or computed within their buffers.
+// Calls of the handlers of transposes, sums, additions and reductions to segments as no lowering
+// makes them: refused with a reason, or computed within their buffers.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -159,6 +159,138 @@ Call RandomCall(const Call& valid, std::mt19937& random) {
   return call;
 }
 
+// A reduction of 40 rows of 5 numbers to 6 segments. What is read at random indices is drawn.
+struct SegmentCall {
+  std::map<std::string, int64_t> numbers = {{"edges", 40},  {"segments", 6},  {"batch", 1},
+                                            {"columns", 5}, {"reduction", 0}, {"by_key", 1}};
+  XLA_FFI_DataType type = XLA_FFI_DataType_F32;
+  std::vector<std::vector<int32_t>> indices = {std::vector<int32_t>(40)};
+};
+
+std::string Run(const SegmentCall& call, int64_t threads = 1) {
+  std::vector<float> rows(40 * 5), out(6 * 5);
+  std::vector<FrameBuffer> operands = {{call.type, rows.data(), {40, 5}}};
+  std::vector<std::unique_ptr<int32_t[]>> memory;
+  for (const auto& index : call.indices) {
+    memory.emplace_back(new int32_t[index.size()]);
+    std::copy(index.begin(), index.end(), memory.back().get());
+    operands.push_back(
+        {XLA_FFI_DataType_S32, memory.back().get(), {static_cast<int64_t>(index.size())}});
+  }
+  std::map<std::string, Attribute> attributes;
+  for (const auto& [name, value] : call.numbers) attributes[name] = Attribute::Number(value);
+  return CallHandler(CpuSegmentReduce, operands, {{call.type, out.data(), {6, 5}}}, attributes,
+                     Pool::kInline, threads);
+}
+
+struct RefusedSegments {
+  const char* what;
+  void (*change)(SegmentCall&);
+};
+
+const RefusedSegments kRefusedSegments[] = {
+    {"another number of edges", [](SegmentCall& c) { c.numbers["edges"] = 39; }},
+    {"a negative size", [](SegmentCall& c) { c.numbers["edges"] = -40; }},
+    {"more segments", [](SegmentCall& c) { c.numbers["segments"] = 7; }},
+    {"the most segments", [](SegmentCall& c) { c.numbers["segments"] = kMost; }},
+    {"no segments", [](SegmentCall& c) { c.numbers["segments"] = 0; }},
+    {"the most batches", [](SegmentCall& c) { c.numbers["batch"] = kMost; }},
+    {"the most columns", [](SegmentCall& c) { c.numbers["columns"] = kMost; }},
+    {"no such reduction", [](SegmentCall& c) { c.numbers["reduction"] = 4; }},
+    {"a negative reduction", [](SegmentCall& c) { c.numbers["reduction"] = -1; }},
+    {"a key too few", [](SegmentCall& c) { c.indices[0].pop_back(); }},
+    {"no keys", [](SegmentCall& c) { c.indices.clear(); }},
+    {"two arrays of keys", [](SegmentCall& c) { c.indices.push_back(c.indices[0]); }},
+    {"keys of batches", [](SegmentCall& c) { c.numbers["batch"] = 2, c.numbers["segments"] = 3; }},
+    {"bounds that do not ascend",
+     [](SegmentCall& c) {
+       c.numbers["by_key"] = 0;
+       c.indices = {{0, 0, 9, 8, 20, 30, 40, 40, 40}};
+     }},
+    {"bounds that end too far",
+     [](SegmentCall& c) {
+       c.numbers["by_key"] = 0;
+       c.indices = {{0, 0, 8, 9, 20, 30, 40, 40, 41}};
+     }},
+    {"bounds that begin too late",
+     [](SegmentCall& c) {
+       c.numbers["by_key"] = 0;
+       c.indices = {{1, 1, 8, 9, 20, 30, 40, 40, 40}};
+     }},
+    {"a bound too few",
+     [](SegmentCall& c) {
+       c.numbers["by_key"] = 0;
+       c.indices = {{0, 0, 8, 9, 20, 30, 40, 40}};
+     }},
+    {"a type of no kernel", [](SegmentCall& c) { c.type = XLA_FFI_DataType_F8E5M2; }},
+    {"complex maxima",
+     [](SegmentCall& c) {
+       c.type = XLA_FFI_DataType_C64;
+       c.numbers["reduction"] = 2;
+     }},
+};
+
+void CheckHostileSegments(Counts& counts) {
+  for (const RefusedSegments& refused : kRefusedSegments) {
+    SegmentCall call;
+    refused.change(call);
+    counts.Check(Run(call).size() > sizeof "error: ",
+                 std::string("segments refused: ") + refused.what);
+  }
+  std::mt19937 random(6);
+  const auto any = [&] {
+    return random() % 2 == 0 ? static_cast<int32_t>(random()) : static_cast<int32_t>(random() % 8);
+  };
+  for (int i = 0; i < 2000; ++i) {
+    SegmentCall call;
+    for (int32_t& key : call.indices[0]) key = any();
+    call.numbers["reduction"] = random() % 4;
+    counts.Check(Run(call).empty(), "segments: any keys: " + Run(call));
+    call.numbers["by_key"] = 0;
+    std::vector<int32_t> bounds = {0, 0, 0, 0, 0, 0, 0, 0, 40};
+    for (int j = 1; j < 8; ++j) bounds[j] = random() % 41;
+    std::sort(bounds.begin(), bounds.end());
+    call.indices.push_back(bounds);
+    counts.Check(Run(call).empty(), "segments: any order: " + Run(call));
+  }
+  // Any keys of any number of bins have an order, and bounds that ascend.
+  for (int64_t bins : {1, 8, 300, 3000, 5000000}) {
+    for (int64_t rows : {0, 1, 777}) {
+      for (bool is_sorted : {false, true}) {
+        const std::unique_ptr<int32_t[]> keys(new int32_t[rows]), order(new int32_t[rows]);
+        const std::unique_ptr<int32_t[]> bounds(new int32_t[bins + 1]);
+        for (int64_t i = 0; i < rows; ++i) keys[i] = any();
+        std::vector<FrameBuffer> results;
+        if (!is_sorted) results.push_back({XLA_FFI_DataType_S32, order.get(), {rows}});
+        results.push_back({XLA_FFI_DataType_S32, bounds.get(), {bins + 1}});
+        const std::string error =
+            CallHandler(CpuOrderByKey, {{XLA_FFI_DataType_S32, keys.get(), {rows}}}, results, {},
+                        Pool::kInline, 2);
+        bool holds = error.empty() && bounds[0] == 0 && bounds[bins] == rows &&
+                     std::is_sorted(bounds.get(), bounds.get() + bins + 1);
+        if (!is_sorted) {
+          std::sort(order.get(), order.get() + rows);
+          for (int64_t i = 0; i < rows; ++i) holds = holds && order[i] == i;
+        }
+        counts.Check(holds, "order of any keys in " + std::to_string(bins) + " bins: " + error);
+      }
+    }
+  }
+  int32_t numbers[4] = {};
+  const FrameBuffer keys = {XLA_FFI_DataType_S32, numbers, {4}};
+  const std::vector<std::vector<FrameBuffer>> refused = {
+      {},
+      {keys, keys, keys},
+      {{XLA_FFI_DataType_S32, numbers, {3}}, keys},
+      {{XLA_FFI_DataType_S32, numbers, {1}}},
+      {{XLA_FFI_DataType_F32, numbers, {4}}}};
+  for (const auto& results : refused) {
+    const std::string error = CallHandler(CpuOrderByKey, {keys}, results, {}, Pool::kInline, 1);
+    counts.Check(error.size() > sizeof "error: ",
+                 "order refused: " + std::to_string(results.size()) + " results");
+  }
+}
+
 }  // namespace
 
 void CheckHostileArrayCalls(Counts& counts) {
@@ -181,4 +313,5 @@ void CheckHostileArrayCalls(Counts& counts) {
     std::printf("%s calls: of 20000 random ones %d computed, %d refused\n", valid->name, computed,
                 refused);
   }
+  CheckHostileSegments(counts);
 }

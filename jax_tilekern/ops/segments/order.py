@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_tilekern.interop import compat
+from jax_tilekern.interop import compat, ffi
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.segments.keys import bins_of
 from jax_tilekern.partitioning.rule import ShardingRule
@@ -124,6 +124,11 @@ def _cuda(
     return planned_kernel((keys.value,), planner, IndexSort(keys.aval.shape[0], bins))
 
 
+def _cpu(operands: Sequence[Operand], _: Any, *, bins: int, **__: Any) -> PlannedKernel:
+    call = ffi.CpuCall(ffi.CPU_ORDER_BY_KEY, {})
+    return PlannedKernel("cpu_order_by_key", f"{bins} keys", call, (operands[0].value,))
+
+
 _bind = define(
     Operation(
         name="tilekern_order_by_key",
@@ -132,7 +137,7 @@ _bind = define(
         jvp=_jvp,
         batch=_batch,
         sharding_rule=_sharding_rule,
-        planners={"cuda": Planner(_refusal, _cuda)},
+        planners={"cpu": Planner(_refusal, _cpu), "cuda": Planner(_refusal, _cuda)},
         describe=lambda bins, **_: f"sort rows by {bins} keys",
     )
 )

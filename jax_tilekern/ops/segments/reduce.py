@@ -22,7 +22,7 @@ from jax import Array, lax
 
 from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
-from jax_tilekern.interop import compat
+from jax_tilekern.interop import compat, ffi
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.segments.keys import highest, lowest, rows_of
@@ -30,6 +30,8 @@ from jax_tilekern.ops.segments.order import bounds_of_sorted, of_batches, order_
 from jax_tilekern.partitioning import params_text
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.policy import current_policy
+from jax_tilekern.plans.segments import on_cpu
 from jax_tilekern.plans.segments.problem import MapOperand, MapText, Reduction, SegmentReduction
 from jax_tilekern.plans.segments.select import plan_segments, unsorted_kernel
 from jax_tilekern.primitives.operation import (
@@ -672,6 +674,55 @@ def _cuda(
     return planned_kernel((*values.arrays, *values.indices, *order), plan_segments, problem)
 
 
+def _cpu(
+    operands: Sequence[Operand],
+    _: Any,
+    *,
+    edges: Edges,
+    reduction: Reduction,
+    function: ScalarFunction | None,
+    dtype: np.dtype[Any],
+    **__: Any,
+) -> PlannedKernel | Rewrite | Fallback:
+    avals = Operands.of([x.aval for x in operands], edges)
+    stored = avals
+    if function is not None:
+        shape = (avals.keys.shape[0], *_columns(avals.arrays))
+        stored = avals._replace(arrays=(jax.core.ShapedArray(shape, function.out_dtypes[0]),))
+    of_rows = dataclasses.replace(edges, gathers=(None,), indices=0, planned=())
+    problem = _problem(stored, edges=of_rows, reduction=reduction, function=None, dtype=dtype)
+    if isinstance(problem, str):
+        return Fallback(problem)
+    why = on_cpu.why_slower(problem)
+    if why is not None and current_policy() != "kernels":
+        return Fallback(why)
+    if function is not None:
+        return Rewrite(
+            "XLA computes the values of the edges",
+            functools.partial(
+                _of_values, edges=edges, reduction=reduction, function=function, dtype=dtype
+            ),
+        )
+    values = Operands.of([x.value for x in operands], edges)
+    by_key = on_cpu.reads_keys(problem)
+    # XLA drops a sort whose results nothing reads.
+    index = (values.keys,) if by_key else (*values.order, values.bounds)
+    call = ffi.CpuCall(ffi.CPU_SEGMENT_REDUCE, on_cpu.attributes(problem))
+    how = "edges as they lie" if by_key else "edges by segment"
+    return PlannedKernel(f"cpu_segment_{reduction} {dtype}", how, call, (*values.arrays, *index))
+
+
+def _of_values(
+    *operands: Array, edges: Edges, function: ScalarFunction | None, **params: Any
+) -> Array:
+    """Reduce the values of edges that XLA computes and stores."""
+    read = Operands.of(operands, edges)
+    values = edge_values(read.arrays, read.indices, edges.gathers, function)
+    of_rows = dataclasses.replace(edges, gathers=(None,), indices=0, planned=())
+    rows = read._replace(arrays=(values,), indices=(), plans=())
+    return reduce_segments(rows, of_rows, function=None, **params)
+
+
 def _described(*, edges: Edges, reduction: Reduction, function: Any, **_: Any) -> str:
     what = f" of {function.name}" if function else ""
     return f"segment_{reduction}{what}, {edges.batch * edges.segments} segments"
@@ -712,7 +763,7 @@ _bind = define(
         transposes=_transposes,
         batch=_batch,
         sharding_rule=None,
-        planners={"cuda": Planner(_refusal, _cuda)},
+        planners={"cpu": Planner(_refusal, _cpu), "cuda": Planner(_refusal, _cuda)},
         describe=_described,
         composed=_composed,
     )
@@ -766,9 +817,6 @@ def _without_batches(
     )
 
 
-_COMBINED = {"sum": "sum", "max": "max"}
-
-
 def _sharding_rule(
     *operands: Any,
     edges: Edges,
@@ -804,8 +852,8 @@ def _sharding_rule(
         flops=math.prod(sizes.values()),
         names=names,
         zero_padding=reduction == "sum" and function is None,
-        combined_by=(_COMBINED.get(reduction, "sum"),),
-        unsplit=frozenset() if reduction in _COMBINED else frozenset({edge}),
+        combined_by=("sum" if reduction == "prod" else reduction,),
+        unsplit=frozenset({edge}) if reduction == "prod" else frozenset(),
     )
 
 
