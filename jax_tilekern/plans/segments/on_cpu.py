@@ -19,6 +19,8 @@ _LEAST_LONG = 24
 _LEAST_NUMBERS = 1 << 13
 # Rows that are reduced as they lie, or are fewer, and need no conversion are XLA's.
 _LEAST_SORTED_NUMBERS = 1 << 23
+# Integers have no latency that XLA's scatter waits for, unlike floats of one segment.
+_LEAST_INTEGER_BYTES = 64
 # Names of attributes are those of jax_tilekern_cpu_segment_reduce.
 _REDUCTIONS = ("sum", "prod", "max", "min")
 
@@ -55,6 +57,7 @@ def why_slower(reduction: SegmentReduction) -> str | None:
     is_converted = r.operands[0].dtype.itemsize < r.value.itemsize
     if is_converted:
         return None
-    if reads_keys(r) or (r.ordered and numbers < _LEAST_SORTED_NUMBERS):
+    narrow_integers = r.value.kind in "iu" and row < _LEAST_INTEGER_BYTES
+    if reads_keys(r) or narrow_integers or (r.ordered and numbers < _LEAST_SORTED_NUMBERS):
         return f"XLA's scatter of {r.edges} rows of {row} bytes is as fast"
     return None
