@@ -45,6 +45,10 @@ ON_CPU = {
     "transpose": (jtk.transpose, (X,), X.T),
     "sum": (lambda x: jtk.sum(x, 1), (X,), X.sum(1)),
     "add": (jtk.add, (X, X), X + X),
+    "segment_sum": (
+        lambda x, ids: jtk.segment_sum(x, ids, 2), (X, np.arange(24) % 2),
+        np.stack([X[::2].sum(0), X[1::2].sum(0)]),
+    ),
     "inv": (jtk.linalg.inv, (A,), np.linalg.inv(A)),
     "det": (jtk.linalg.det, (A,), np.linalg.det(A)),
     "cholesky": (jtk.linalg.cholesky, (A,), np.linalg.cholesky(A)),

@@ -753,7 +753,8 @@ def segments(draw):
     dtype = draw.one(F32, BF16, F16, F64)
     name = draw.one("segment_sum", "segment_max", "segment_min")
     ids = draw.rng.integers(-2, count + 2, edges).astype(draw.one("int8", "int16", "int32"))
-    ids = np.where(draw.rng.random(edges) < draw.one(0.0, 0.5, 1.0), count // 2, ids)
+    middle = min(count // 2, np.iinfo(ids.dtype).max)
+    ids = np.where(draw.rng.random(edges) < draw.one(0.0, 0.5, 1.0), middle, ids)
     is_sorted, has_plan, mode = draw.chance(0.3), draw.chance(0.4), draw.one(None, "clip")
     ids = np.sort(ids) if is_sorted else ids
     (rows,) = draw.operands("ec->", {"e": edges, "c": columns}, [dtype])

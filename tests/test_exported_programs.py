@@ -34,9 +34,14 @@ def test_a_program_of_an_earlier_release_runs(file):
     np.testing.assert_allclose(compiled(*operands), expected, rtol=1e-5, atol=1e-6)
 
 
+# Those that a release lacks.
+NEW = {"0.1.0": {ffi.CPU_ORDER_BY_KEY, ffi.CPU_SEGMENT_REDUCE}}
+
+
 def test_the_programs_have_every_kind_of_call():
     targets = set(ffi.FFI_TARGETS) - {ffi.CUDA_LAUNCH_CHECKED}
     texts = {file: export.deserialize(file.read_bytes()).mlir_module() for file in FILES}
     for release in FOLDER.iterdir():
         text = "".join(text for file, text in texts.items() if file.parent == release)
-        assert set(re.findall(r"@(jax_tilekern_\w+)\(", text)) == targets
+        known = targets - NEW.get(release.name, set())
+        assert set(re.findall(r"@(jax_tilekern_\w+)\(", text)) == known
