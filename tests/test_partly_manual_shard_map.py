@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import assert_close
 from operations import BY_ROWS, MATRICES, OF_EACH_PRIMITIVE, OPERATIONS, arrays_of
@@ -254,5 +254,6 @@ def test_segments_over_one_of_two_axes(kind):
 
     mapped = jax.shard_map(local, in_specs=(P("d"), P("d")), out_specs=P(), axis_names={"d"})
     with jax.set_mesh(mesh):
-        found = jax.jit(mapped)(x, ids)
+        split = (jax.device_put(a, NamedSharding(mesh, P("d"))) for a in (x, ids))
+        found = jax.jit(mapped)(*split)
     np.testing.assert_array_equal(found, x[:4] + x[4:])
