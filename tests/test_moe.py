@@ -159,6 +159,30 @@ def test_route(rng, score):
     assert all(len(set(row // 4)) <= 2 for row in np.asarray(grouped))
 
 
+@pytest.mark.parametrize(
+    ("experts", "dtype", "index", "offset", "used"),
+    [
+        (256, np.uint8, 200, None, [200]), (300, np.uint8, 200, None, [200]),
+        (256, np.uint8, 5, 250, []), (300, np.int8, -1, None, []), (4, np.uint8, 0, 256, []),
+        (4, np.int8, -56, 200, []), (4, np.int32, -(2**31), 2**31 - 1, []),
+        (4, np.int32, 2**31 - 1, -1, []), (4, np.int32, 6, 5, [1]),
+    ],
+)  # fmt: skip
+def test_indices_of_every_type(experts, dtype, index, offset, used):
+    one, x, weight = jnp.ones((experts, 2, 2)), jnp.ones((1, 2)), jnp.ones((1, 1))
+    indices = np.full((1, 1), index, dtype)
+
+    def total(up):
+        return jtk.moe(x, up, one, indices, weight, activation=abs, group_offset=offset).sum()
+
+    assert jnp.flatnonzero(jax.grad(total)(one).sum((1, 2))).tolist() == used
+
+
+def test_weights_of_tiny_scores():
+    weights, _ = jtk.route(jnp.array([[-200.0, -201.0, -300.0]]), 2, score_function="sigmoid")
+    np.testing.assert_allclose(weights, jax.nn.softmax(jnp.array([[-200.0, -201.0]])), rtol=1e-5)
+
+
 def test_errors(rng):
     arrays, (weights, indices) = _operands(rng)
     with pytest.raises(ValueError, match=r"w_down does not fit: x \(40, 12\)"):
@@ -169,3 +193,11 @@ def test_errors(rng):
         ours(arrays, weights, indices, save="all")
     with pytest.raises(ValueError, match="groups have equal sizes"):
         jtk.route(weights, 2, num_groups=2, chosen_groups=1)
+    with pytest.raises(ValueError, match="2 experts to choose from"):
+        jtk.route(jnp.ones((3, 4)), 3, num_groups=2, chosen_groups=1)
+    with pytest.raises(ValueError, match=r"a bias of shape \(3, 4\) for 4 experts"):
+        jtk.route(jnp.ones((3, 4)), 2, bias=jnp.ones((3, 4)))
+    with pytest.raises(TypeError, match="logits are floats, not int32"):
+        jtk.route(jnp.ones((3, 4), np.int32), 2)
+    with pytest.raises(TypeError, match="group_offset is an integer"):
+        ours(arrays, weights, indices, group_offset=0.5)

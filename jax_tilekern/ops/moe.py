@@ -21,6 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.ops.expert_rows import combine_rows, spread_rows
 from jax_tilekern.ops.ragged_dot import ragged_dot
+from jax_tilekern.ops.segments.keys import clipped
 from jax_tilekern.ops.segments.plan import segment_plan
 from jax_tilekern.ops.segments.top_k import top_k
 
@@ -81,8 +82,11 @@ def route(
 
     Raises
     ------
+    TypeError
+        If the logits are no floats.
     ValueError
-        If ``k`` exceeds the experts, or groups do not divide them.
+        If shapes do not fit, ``k`` exceeds the experts to choose from, or groups do not divide
+        them.
 
     Examples
     --------
@@ -94,16 +98,24 @@ def route(
     logits = jnp.asarray(logits)
     if logits.ndim != 2:
         raise ValueError(f"route: logits of shape {logits.shape}; they are (tokens, experts)")
-    experts = logits.shape[1]
-    wide = logits.astype(jnp.promote_types(logits.dtype, np.float32))
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(f"route: logits are floats, not {logits.dtype}")
     if score_function not in ("softmax", "sigmoid"):
         raise ValueError(f"route: no score function {score_function!r}")
+    experts = logits.shape[1]
+    wide = logits.astype(jnp.promote_types(logits.dtype, np.float32))
     scores = jax.nn.softmax(wide) if score_function == "softmax" else jax.nn.sigmoid(wide)
-    ranked = lax.stop_gradient(scores if bias is None else scores + jnp.asarray(bias))
+    ranked = lax.stop_gradient(scores)
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        if bias.shape != (experts,):
+            raise ValueError(f"route: a bias of shape {bias.shape} for {experts} experts")
+        ranked = ranked + lax.stop_gradient(bias)
+    allowed = experts
     if (num_groups is None) != (chosen_groups is None):
         raise ValueError("route: num_groups and chosen_groups are given together")
     if num_groups is not None and chosen_groups is not None:
-        if experts % num_groups or not 1 <= chosen_groups <= num_groups:
+        if not 1 <= chosen_groups <= num_groups or experts % num_groups:
             raise ValueError(
                 f"route: {chosen_groups} of {num_groups} groups of {experts} experts: groups have "
                 "equal sizes"
@@ -113,10 +125,16 @@ def route(
         _, groups = top_k(best.sum(-1), chosen_groups)
         inside = jax.nn.one_hot(groups, num_groups, dtype=np.bool_).any(1)
         ranked = jnp.where(inside[:, :, None], by_group, -jnp.inf).reshape(-1, experts)
+        allowed = experts // num_groups * chosen_groups
+    if not 0 <= k <= allowed:
+        raise ValueError(f"route: k is {k}, and a token has {allowed} experts to choose from")
     _, indices = top_k(ranked, k)
-    weights = jnp.take_along_axis(scores, indices, 1)
     if normalize:
-        weights = weights / jnp.sum(weights, 1, keepdims=True)
+        # Chosen scores over their sum, where all may be tiny.
+        logarithms = wide if score_function == "softmax" else jax.nn.log_sigmoid(wide)
+        weights = jax.nn.softmax(jnp.take_along_axis(logarithms, indices, 1))
+    else:
+        weights = jnp.take_along_axis(scores, indices, 1)
     return Routing(weights.astype(logits.dtype), indices)
 
 
@@ -220,6 +238,8 @@ def moe(
         ),
     )
     offset = None if group_offset is None else jnp.asarray(group_offset).reshape(())
+    if offset is not None and not jnp.issubdtype(offset.dtype, jnp.integer):
+        raise TypeError(f"moe: group_offset is an integer, not {offset.dtype}")
     policy = jax.checkpoint_policies.save_only_these_names(*([_SAVED] if save == "hidden" else []))
     result: Array = jax.checkpoint(layer, policy=policy)(arrays, offset)
     return result
@@ -267,11 +287,11 @@ class _Sorted(NamedTuple):
 
 def _sort(indices: Array, offset: Array | None, experts: int) -> _Sorted:
     tokens, k = indices.shape
-    ids = indices.ravel()
-    if offset is not None:
-        ids = ids - offset.astype(ids.dtype)
+    ids = clipped(indices.ravel(), -1, 2**31 - 1)
+    # The difference may wrap, and is then negative.
+    own = ids if offset is None else ids - clipped(offset, -experts, 2**31 - 1)
     # Pairs of no expert are behind the others.
-    ids = jnp.where((ids >= 0) & (ids < experts), ids, experts).astype(np.int32)
+    ids = jnp.where((ids >= 0) & (own >= 0) & (own < experts), own, experts)
     plan = segment_plan(ids, experts)
     assert plan.order is not None
     count = tokens * k
