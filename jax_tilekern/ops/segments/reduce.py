@@ -256,6 +256,10 @@ def _by_scatter(
     dtype: np.dtype[Any],
 ) -> Array:
     values = edge_values(arrays, indices, edges.gathers, function).astype(value_dtype(dtype))
+    if edges.batch == 1:
+        by_jax = getattr(jax.ops, f"segment_{reduction}")
+        total: Array = by_jax(values, keys, edges.segments, edges.is_sorted)
+        return total.astype(dtype)
     rows = rows_of(keys, edges.segments, edges.batch)
     first = lax.broadcasted_iota(np.int32, (edges.batch, 1), 0) * edges.segments
     rows = rows.reshape(edges.batch, -1)
@@ -270,8 +274,6 @@ def _by_scatter(
 
     # Batches stay apart, so that devices share them.
     rows = jnp.where(rows < 0, edges.segments, rows - first)
-    if edges.batch == 1:
-        return reduced(rows[0], values).astype(dtype)
     result = jax.vmap(reduced)(rows, values.reshape(*rows.shape, *shape[1:]))
     return result.reshape(-1, *shape[1:]).astype(dtype)
 
