@@ -197,10 +197,9 @@ __global__ void __launch_bounds__(kSortThreads)
   }
 }
 
-// bounds[i] is the number of keys of bins below i, for i up to `bins`, where keys ascend. With kBins
-// they are bins. Whatever the keys
-// are, the bounds ascend, because the search for a larger key turns right wherever that for a
-// smaller one does.
+// bounds[i] is the number of keys of bins below i, for i up to `bins`, where keys ascend. With
+// kBins they are bins. Whatever the keys are, the bounds ascend, because the search for a larger
+// key turns right wherever that for a smaller one does.
 template <bool kBins>
 __global__ void __launch_bounds__(kSortThreads)
     find_bounds(const int32* keys, int32* bounds, uint32 count, uint32 bins) {

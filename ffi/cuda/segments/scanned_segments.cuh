@@ -1,5 +1,5 @@
-// Reductions of few edges: a CTA for each segment reads the keys of all edges, and the rows of those
-// that are its own. Nothing is sorted.
+// Reductions of few edges: a CTA for each segment reads the keys of all edges, and the rows of
+// those that are its own. Nothing is sorted.
 #pragma once
 
 #include "segments/segments.cuh"
@@ -34,11 +34,10 @@ __global__ void __launch_bounds__(kScanThreads)
   // Bins before and behind the segments of a batch have keys, too.
   const int32 key =
       static_cast<int32>(row / shape.segments * (shape.segments + 2) + row % shape.segments);
-  const int64 column =
-      (static_cast<int64>(blockIdx.x % shape.tiles) * kLanes + lane) * kVector;
+  const int64 column = (static_cast<int64>(blockIdx.x % shape.tiles) * kLanes + lane) * kVector;
   const bool inside = column < shape.columns;
-  const uint32 lanes_of_group = kLanes == 32 ? ~0u : ((1u << kLanes % 32) - 1)
-                                                         << thread % 32 / kLanes * kLanes;
+  const uint32 lanes_of_group =
+      kLanes == 32 ? ~0u : ((1u << kLanes % 32) - 1) << thread % 32 / kLanes * kLanes;
   Reduced<Operation, Value, kVector> part;
   for (uint32 first = 0; first < shape.edges; first += kScanThreads) {
     const uint32 own = first + thread;
