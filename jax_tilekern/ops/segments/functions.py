@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.jitted import jitted
+from jax_tilekern.ops.segments.edges import Edges, Operands, trace_values, value_dtype
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.keys import keys_of, rows_of
 from jax_tilekern.ops.segments.plan import (
@@ -24,13 +25,7 @@ from jax_tilekern.ops.segments.plan import (
     number_of_segments,
     plan_of,
 )
-from jax_tilekern.ops.segments.reduce import (
-    Edges,
-    Operands,
-    reduce_segments,
-    trace_values,
-    value_dtype,
-)
+from jax_tilekern.ops.segments.reduce import reduce_segments
 from jax_tilekern.plans.segments.problem import Reduction
 
 Kind = Reduction | Literal["mean"]

@@ -15,12 +15,13 @@ from jax.typing import ArrayLike
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.jitted import jitted
+from jax_tilekern.ops.segments.edges import Edges, Operands
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.functions import combined
 from jax_tilekern.ops.segments.keys import highest, lowest, rows_of
 from jax_tilekern.ops.segments.order import of_batches, order_by_key
 from jax_tilekern.ops.segments.plan import SegmentPlan, integers, is_too_large, segment_plan
-from jax_tilekern.ops.segments.reduce import Edges, Operands, reduce_segments
+from jax_tilekern.ops.segments.reduce import reduce_segments
 from jax_tilekern.primitives.operation import Operation, define
 
 

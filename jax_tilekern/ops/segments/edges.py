@@ -1,0 +1,215 @@
+"""What reductions to segments read, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
+from jax_tilekern.ops.segments.keys import highest, lowest, rows_of
+from jax_tilekern.plans.segments.problem import Reduction
+
+
+@dataclass(frozen=True)
+class Edges:
+    """What the operands of a call are, and how edges read them.
+
+    Attributes
+    ----------
+    gathers
+        For each array, which of the index arrays has the rows that edges read; ``None`` if an edge
+        reads its own row.
+    indices
+        Number of index arrays. They are int32, and a number out of bounds reads zeros.
+    planned
+        Index arrays whose own order and bounds are operands, for derivatives.
+    segments
+        Segments of a batch.
+    batch
+        Number of batches.
+    is_sorted
+        Whether keys ascend. If not, there is an order.
+    """
+
+    gathers: tuple[int | None, ...]
+    indices: int
+    planned: tuple[int, ...]
+    segments: int
+    batch: int
+    is_sorted: bool
+
+    @property
+    def bins(self) -> int:
+        """Bins of all batches."""
+        return self.batch * (self.segments + 2)
+
+
+class Operands(NamedTuple):
+    """The operands of a call by their parts.
+
+    Attributes
+    ----------
+    arrays
+        Rows, and any further dimensions, which are the same or of size 1.
+    indices
+        Numbers of rows, one for each edge.
+    plans
+        Order and bounds of the planned indices.
+    keys
+        The bin of each edge.
+    order
+        The edges by their keys, or nothing.
+    bounds
+        Where each bin begins.
+    """
+
+    arrays: tuple[Any, ...]
+    indices: tuple[Any, ...]
+    plans: tuple[tuple[Any, Any], ...]
+    keys: Any
+    order: tuple[Any, ...]
+    bounds: Any
+
+    @classmethod
+    def of(cls, operands: Sequence[Any], edges: Edges) -> Operands:
+        """Take the operands of a call apart."""
+        arrays = len(edges.gathers)
+        indices = arrays + edges.indices
+        plans = indices + 2 * len(edges.planned)
+        flat = operands[indices:plans]
+        keys, *order, bounds = operands[plans:]
+        return cls(
+            tuple(operands[:arrays]),
+            tuple(operands[arrays:indices]),
+            tuple(zip(flat[::2], flat[1::2], strict=True)),
+            keys,
+            tuple(order),
+            bounds,
+        )
+
+    def flat(self) -> list[Any]:
+        """Return the operands in their order."""
+        plans = (x for plan in self.plans for x in plan)
+        return [*self.arrays, *self.indices, *plans, self.keys, *self.order, self.bounds]
+
+
+def columns_of(arrays: Sequence[Any]) -> tuple[int, ...]:
+    """Return the sizes of the dimensions after the rows."""
+    return columns_of_shapes([x.shape for x in arrays])
+
+
+def columns_of_shapes(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the sizes of the dimensions after the rows, which are the same or 1."""
+    sizes = zip(*(shape[1:] for shape in shapes), strict=True)
+    return tuple(next((n for n in each if n != 1), 1) for each in sizes)
+
+
+def gathered_rows(x: Array, index: Array) -> Array:
+    """Return rows by their numbers, zeros for those out of bounds."""
+    if not x.shape[0]:
+        return jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
+    number = jnp.where(index < 0, x.shape[0], index)
+    return jnp.asarray(x).at[number].get(mode="fill", fill_value=0)
+
+
+def edge_values(
+    arrays: Sequence[Array],
+    indices: Sequence[Array],
+    gathers: Sequence[int | None],
+    function: ScalarFunction | None,
+) -> Array:
+    """Return the values of all edges, stored."""
+    read = [
+        x if i is None else gathered_rows(x, indices[i])
+        for x, i in zip(arrays, gathers, strict=True)
+    ]
+    if function is None:
+        return read[0]
+    shape = (read[0].shape[0], *columns_of(read))
+    dims = range(len(shape))
+    labels = [tuple(i for i in dims if x.shape[i] == shape[i] or i == 0) for x in read]
+    squeezed = [
+        lax.squeeze(x, [i for i in dims if i not in own])
+        for x, own in zip(read, labels, strict=True)
+    ]
+    first = jnp.broadcast_to(read[0], shape)
+    result: Array = function.over_labels(tuple(dims), labels[1:])(first, *squeezed[1:])[0]
+    return result
+
+
+def neutral_element(reduction: Reduction, dtype: np.dtype[Any]) -> Any:
+    """Return what a reduction of no values is."""
+    if reduction in ("sum", "prod"):
+        return np.asarray(reduction == "prod", dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.asarray(-np.inf if reduction == "max" else np.inf, dtype)
+    if dtype == np.bool_:
+        return np.asarray(reduction == "min")
+    return np.asarray(lowest(dtype) if reduction == "max" else highest(dtype), dtype)
+
+
+_SCATTERS = {"sum": "add", "prod": "multiply", "max": "max", "min": "min"}
+
+
+def value_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type in which values are reduced to a type."""
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return np.dtype(np.float32) if is_narrow else dtype
+
+
+def by_scatter(
+    arrays: Sequence[Array],
+    indices: Sequence[Array],
+    keys: Array,
+    edges: Edges,
+    reduction: Reduction,
+    function: ScalarFunction | None,
+    dtype: np.dtype[Any],
+) -> Array:
+    """Reduce by JAX's own operations."""
+    values = edge_values(arrays, indices, edges.gathers, function).astype(value_dtype(dtype))
+    if edges.batch == 1:
+        by_jax = getattr(jax.ops, f"segment_{reduction}")
+        total: Array = by_jax(values, keys, edges.segments, edges.is_sorted)
+        return total.astype(dtype)
+    rows = rows_of(keys, edges.segments, edges.batch)
+    first = lax.broadcasted_iota(np.int32, (edges.batch, 1), 0) * edges.segments
+    rows = rows.reshape(edges.batch, -1)
+    shape = (edges.segments, *values.shape[1:])
+    start = jnp.full(shape, neutral_element(reduction, values.dtype), values.dtype)
+
+    def reduced(rows: Array, values: Array) -> Array:
+        result: Array = getattr(start.at[rows], _SCATTERS[reduction])(
+            values, mode="drop", indices_are_sorted=edges.is_sorted
+        )
+        return result
+
+    # Batches stay apart, so that devices share them.
+    rows = jnp.where(rows < 0, edges.segments, rows - first)
+    result = jax.vmap(reduced)(rows, values.reshape(*rows.shape, *shape[1:]))
+    return result.reshape(-1, *shape[1:]).astype(dtype)
+
+
+def trace_values(
+    function: Callable[..., Any], dtypes: Sequence[np.dtype[Any]]
+) -> tuple[ScalarFunction, list[Any]]:
+    """Trace a user's function of scalars, and return the scalars that it closes over.
+
+    Raises
+    ------
+    TypeError
+        If it is not a function of scalars, or has several results.
+    """
+    first = dtypes[0]
+    traced, closed_over, _ = trace_scalars(function, first, first, dtypes[1:])
+    if len(traced.out_dtypes) != 1 or traced.elements != 1:
+        raise TypeError(
+            f"{traced.name} returns {len(traced.out_dtypes)} values; a value of an edge is one"
+        )
+    return traced, closed_over
