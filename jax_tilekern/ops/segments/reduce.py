@@ -161,7 +161,8 @@ def _jvp(
         return result, compat.zero_tangent(result)
     if reduction == "prod":
         raise NotImplementedError(
-            "segment_prod has no derivative; JAX's has one for unique indices alone"
+            "segment_prod has a derivative for unique indices alone: pass unique_indices=True if "
+            "they are; segment_reduce has none of products"
         )
     given = [tangents[i] for i in moving]
     if reduction == "sum" and function is None:
