@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from jax_tilekern.epilogue.scalar_function import trace_scalars
+from jax_tilekern.epilogue.scalars import equation_of_scalars
 from jax_tilekern.fusion.elementwise import elementwise_first, inlined_call, is_elementwise_jit
 from jax_tilekern.fusion.groups import Group, find_groups, product_of
 from jax_tilekern.fusion.in_place import operands_to_overwrite
-from jax_tilekern.fusion.scalars import equation_of_scalars
 from jax_tilekern.inspection.tracing import of_arrays
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import by_types

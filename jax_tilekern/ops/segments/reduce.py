@@ -21,6 +21,7 @@ from jax import Array, lax
 
 from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
+from jax_tilekern.epilogue.scalars import evaluated as evaluated_on_scalars
 from jax_tilekern.interop import compat, ffi
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.planned_kernel import planned_kernel
@@ -125,10 +126,8 @@ def _scalar_function(
         jaxpr = jax.make_jaxpr(python)(*(jax.core.ShapedArray((), x) for x in dtypes))
 
     def unified(*scalars: Any) -> list[Any]:
-        from jax_tilekern.fusion.scalars import evaluated
-
         # Its rules are of types that do not vary over manual axes.
-        return evaluated(jaxpr.jaxpr, jaxpr.consts, compat.unify_varying(*scalars))
+        return evaluated_on_scalars(jaxpr.jaxpr, jaxpr.consts, compat.unify_varying(*scalars))
 
     return ScalarFunction(name, jaxpr, unified, (out,), (None,))
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from jax_tilekern.fusion.elementwise import inlined_call
 from jax_tilekern.interop import compat
 
 
@@ -18,8 +17,8 @@ def equation_of_scalars(eqn: Any, operands: Sequence[Any]) -> list[Any]:
         return list(operands)
     if name == "custom_jvp_call":
         return list(_with_custom_derivative(eqn)(*operands))
-    inner = inlined_call(eqn) if name in ("jit", "pjit") else None
-    if inner is not None:
+    if compat.is_plain_jit(eqn):
+        inner = eqn.params["jaxpr"]
         return evaluated(inner.jaxpr, inner.consts, operands)
     with compat.traced_from(eqn):
         results = eqn.primitive.bind(*compat.unify_varying(*operands), **eqn.params)
