@@ -85,7 +85,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, k: int) -> tuple[An
     (tangent,) = tangents
     if type(tangent) is ad.Zero:
         return results, [compat.zero_tangent(values), none]
-    return results, [jnp.take_along_axis(tangent, indices, -1), none]
+    return results, [jnp.take_along_axis(tangent, indices, -1, mode="promise_in_bounds"), none]
 
 
 def _batch(
