@@ -8,6 +8,7 @@ from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.vector_product import SUM_DTYPES, vector_product_candidates
 from jax_tilekern.plans.gpu import known_gpu
+from jax_tilekern.plans.grouped_gemm.expert_rows import ExpertRows, plan_combine, plan_spread
 from jax_tilekern.plans.launch import Buffer
 from jax_tilekern.plans.reduction.problem import SummedDims
 from jax_tilekern.plans.reduction.select import sum_candidates
@@ -75,3 +76,16 @@ def test_compiles_to_what_the_plan_assumes(arch, group):
 
 def _buffers(step):
     return map(Buffer, range(2 if step.reduction.rhs_strides is None else 3))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", [F32, F64, F16, BF16])
+@pytest.mark.one_in(3)
+def test_rows_of_experts(arch, dtype):
+    for columns in (2048, 33):
+        rows = ExpertRows(16384, 8, columns, dtype)
+        sums = [plan_combine(rows, arrays, known_gpu(arch)) for arrays in (1, 2)]
+        for plan in (plan_spread(rows, known_gpu(arch)), *sums):
+            (entry,) = (launch.entry for launch in plan.launches)
+            assert entry.spill_bytes == entry.stack_bytes == 0, entry
+            assert entry.registers <= 64

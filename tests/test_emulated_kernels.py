@@ -31,6 +31,9 @@ FILES = {
         "segments/segments.cuh", "segments/index_sort.cuh", "segments/sorted_segments.cuh",
         "segments/few_segments.cuh", "segments/scanned_segments.cuh", "segments/top_k.cuh",
     ),
+    "expert_rows": (
+        "types.cuh", "convert.h", "reduction/reduction.cuh", "grouped_gemm/expert_rows.cuh",
+    ),
 }  # fmt: skip
 # Threads leave their stacks by longjmp, which are not checked therefore.
 SANITIZED = (
@@ -46,10 +49,11 @@ def run(tmp_path_factory):
     @functools.cache
     def built(program):
         folder = tmp_path_factory.mktemp(program)
-        if program != "segments":
-            return build(program, FILES[program], folder)
-        (folder / "generated_map.h").write_text(as_cpp(_generated_map()))
-        return build(program, FILES[program], folder, "-DGENERATED_MAP", *SANITIZED)
+        options = SANITIZED if program in ("segments", "expert_rows") else ()
+        if program == "segments":
+            (folder / "generated_map.h").write_text(as_cpp(_generated_map()))
+            options = ("-DGENERATED_MAP", *options)
+        return build(program, FILES[program], folder, *options)
 
     return lambda program, *arguments: output_of(built(program), *arguments)
 
@@ -168,3 +172,16 @@ def test_generated_maps(run):
 )
 def test_top_k(run, rows, columns, k):
     assert run("segments", "top_k", rows, columns, k) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("places", ["permutation", "outside", "dropped"])
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "columns"), [(300, 3, 40), (37, 2, 520), (50, 9, 7), (1, 1, 1), (0, 2, 8)]
+)
+@pytest.mark.one_in(5)
+def test_rows_of_experts(run, dtype, places, tokens, chosen, columns):
+    arguments = dtype, tokens, chosen, columns, places
+    assert run("expert_rows", "spread", *arguments) == 0
+    for arrays in (1, 2) if dtype != "int8" else ():
+        assert run("expert_rows", "combine", *arguments, arrays) == 0

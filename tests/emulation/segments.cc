@@ -8,17 +8,13 @@
 //   segments top_k rows columns k
 //   segments map edges segments
 //
-// `ids` is random, equal or outside. Prints how many elements are wrong. Every array is an
-// allocation of its own, so that a sanitizer sees an access out of bounds. `map` needs
+// `ids` is random, equal or outside. Prints how many elements are wrong. `map` needs
 // generated_map.h, with the product of rows that edges gather and a number of each edge.
 #include <cstdio>
-#include <memory>
 #include <numeric>
-#include <random>
 #include <string>
 
-#include "cuda.h"
-#include "kernels.h"
+#include "arrays.h"
 #ifdef GENERATED_MAP
 #include "generated_map.h"
 #endif
@@ -27,20 +23,7 @@ using namespace tilekern;
 
 namespace {
 
-std::mt19937 random_bits(1);
-
-int32 below(int64 count) { return static_cast<int32>(random_bits() % count); }
-
-template <typename T>
-struct Array {
-  explicit Array(std::size_t size) : size(size), data(new T[size]) {
-    std::memset(static_cast<void*>(data.get()), 0x55, size * sizeof(T));
-  }
-  T& operator[](std::size_t i) { return data[i]; }
-  operator T*() { return data.get(); }
-  std::size_t size;
-  std::unique_ptr<T[]> data;
-};
+using emulation::Array, emulation::below, emulation::random_bits;
 
 Array<int32> random_rows(std::size_t size) {
   Array<int32> rows(size);

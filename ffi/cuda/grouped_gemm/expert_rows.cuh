@@ -44,7 +44,9 @@ template <typename T, typename Sum, int kBytes, int kLanes, int kArrays>
 __global__ void __launch_bounds__(kExpertRowThreads)
     combine_rows(const T* first, const T* second, const int32* places, T* out,
                  const __grid_constant__ ExpertRowsShape shape) {
-  constexpr int kVector = kBytes / static_cast<int>(sizeof(T)), kUnroll = 4;
+  constexpr int kVector = kBytes / static_cast<int>(sizeof(T));
+  // Four of two arrays of float64 spill registers on sm_120.
+  constexpr int kUnroll = kArrays * sizeof(Sum) > 8 ? 2 : 4;
   const uint32 token = blockIdx.x * (kExpertRowThreads / kLanes) + threadIdx.x / kLanes;
   if (token >= shape.tokens) return;
   const uint32 rows = shape.tokens * shape.chosen;
