@@ -18,7 +18,7 @@ from jax_tilekern.interop import compat, ffi
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
 from jax_tilekern.ops.sum import sum as sum_over
-from jax_tilekern.partitioning.rule import Dims, ShardingRule, rule_over_axes
+from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
 from jax_tilekern.plans.add import DTYPES, AddedDims, plan_add
 from jax_tilekern.plans.policy.workload import of_add
 from jax_tilekern.primitives.operation import (
@@ -29,6 +29,9 @@ from jax_tilekern.primitives.operation import (
     Planner,
     define,
 )
+
+# Shorter rows are XLA's: the handler of CPUs adds rows one by one.
+_SHORT = 128
 
 
 @jitted()
@@ -64,17 +67,10 @@ def add(x: ArrayLike, y: ArrayLike, /) -> Array:
            [1., 2., 3.]], dtype=float32)
     """
     result = jax.eval_shape(jnp.add, x, y)
-    operands = (compat.as_type(operand, result.dtype) for operand in (x, y))
-    total = _bind(*(_with_rank(operand, len(result.shape)) for operand in operands))
+    operands = [compat.as_type(operand, result.dtype) for operand in (x, y)]
+    rank = len(result.shape)
+    total = _bind(*(lax.expand_dims(operand, range(rank - operand.ndim)) for operand in operands))
     return compat.with_type(total, result.dtype, result.weak_type)
-
-
-def _with_rank(x: Array, rank: int) -> Array:
-    return lax.expand_dims(x, range(rank - x.ndim))
-
-
-def _reference(x: Array, y: Array) -> Array:
-    return jnp.add(x, y)
 
 
 def _cotangents(cotangent: Array, x: Any, y: Any) -> tuple[Array, Array]:
@@ -102,14 +98,11 @@ def _batch(_: Any, operands: Sequence[Array], dims: Sequence[int | None]) -> tup
 
 def _sharding_rule(x: Any, y: Any) -> ShardingRule:
     """Label dimensions by their index; every device has broadcast dimensions whole."""
-    shape = tuple(max(sizes) for sizes in zip(x.shape, y.shape, strict=True))
-
-    def labels(operand: Any) -> Dims:
-        return tuple(
-            axis if size == shape[axis] else None for axis, size in enumerate(operand.shape)
-        )
-
-    operands = tuple((labels(operand), tuple(operand.shape)) for operand in (x, y))
+    shape = tuple(map(max, x.shape, y.shape))
+    operands = tuple(
+        (tuple(i if size == shape[i] else None for i, size in enumerate(a.shape)), tuple(a.shape))
+        for a in (x, y)
+    )
     return rule_over_axes(operands, tuple(range(x.ndim)), flops=math.prod(shape))
 
 
@@ -129,6 +122,8 @@ def _cuda(operands: Sequence[Operand], _: Any) -> PlannedKernel | Fallback:
 def _cpu(operands: Sequence[Operand], _: Any) -> PlannedKernel | Fallback:
     x, y = operands
     dims = AddedDims.of(x.aval.shape, y.aval.shape)
+    if len(dims.sizes) > 1 and dims.sizes[-1] < _SHORT:
+        return Fallback(f"rows of {dims.sizes[-1]} elements are XLA's")
     call = ffi.CpuCall(ffi.CPU_ADD, dims._asdict())
     kernel = PlannedKernel(f"cpu_add {x.aval.dtype}", str(dims), call, (x.value, y.value))
     return chosen_cpu_kernel(of_add(dims, x.aval.dtype), kernel)
@@ -137,7 +132,7 @@ def _cpu(operands: Sequence[Operand], _: Any) -> PlannedKernel | Fallback:
 _bind = define(
     Operation(
         name="tilekern_add",
-        reference=_reference,
+        reference=jnp.add,
         transposes={(0, 1): _cotangents},
         batch=_batch,
         sharding_rule=_sharding_rule,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,20 +15,14 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.policy.setting import current_policy
 
-MAX_DIMS = 6
+_MAX_DIMS = 6
 _THREADS = 256
 _MAX_THREADS = 2**32 - _THREADS
 _VECTOR_BYTES = 16
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 # Element types that kernels add, on every platform.
-DTYPES = tuple(
-    np.dtype(t)
-    for t in (
-        np.float64, np.float32, ml_dtypes.bfloat16, np.float16, np.int64, np.int32, np.int16,
-        np.int8, np.uint64, np.uint32, np.uint16, np.uint8,
-    )
-)  # fmt: skip
+_NAMES = "f2 f4 f8 i1 i2 i4 i8 u1 u2 u4 u8"
+DTYPES = tuple(np.dtype(t) for t in (*_NAMES.split(), ml_dtypes.bfloat16))
 
 
 class AddedDims(NamedTuple):
@@ -50,10 +43,7 @@ class AddedDims(NamedTuple):
 
     @classmethod
     def of(cls, lhs: Sequence[int], rhs: Sequence[int]) -> AddedDims:
-        """Merge the dimensions of two shapes of one rank, whose sizes are equal or 1.
-
-        Neighbouring dimensions are merged where they are contiguous in both operands.
-        """
+        """Merge neighbouring dimensions of two shapes of one rank, whose sizes are equal or 1."""
         strides = zip(_row_major(lhs), _row_major(rhs), strict=True)
         dims: list[tuple[int, int, int]] = []
         for size, (left, right) in zip(map(max, lhs, rhs), strides, strict=True):
@@ -69,53 +59,41 @@ class AddedDims(NamedTuple):
         return f"sizes {self.sizes}, strides {self.lhs_strides} and {self.rhs_strides}"
 
 
-def plan_add(dims: AddedDims, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | NoKernel:
-    """Plan and compile a sum of two arrays of one type.
+def _row_major(shape: Sequence[int]) -> list[int]:
+    """Return the strides of a dense array, 0 for dimensions of size 1."""
+    return [0 if size == 1 else math.prod(shape[i + 1 :]) for i, size in enumerate(shape)]
 
-    Raises
-    ------
-    NvrtcNotFound
-        If there is no NVRTC to compile the kernel with.
-    """
+
+def plan_add(dims: AddedDims, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Plan and compile a sum of two arrays of one type."""
     if current_policy() != "kernels":
         return NoKernel("XLA fuses an addition with what surrounds it")
-    if len(dims.sizes) > MAX_DIMS:
-        return NoKernel(f"{len(dims.sizes)} separate dimensions (at most {MAX_DIMS})")
-    *outer, columns = dims.sizes
     vector = vector_length(dims, dtype.itemsize)
-    vectors = math.ceil(columns / vector)
-    threads = math.prod(outer) * vectors
-    if threads > _MAX_THREADS:
-        return NoKernel(f"{threads} threads (at most {_MAX_THREADS})")
+    threads = math.prod(dims.sizes) // vector
+    unused = _MAX_DIMS - len(dims.sizes)
+    if unused < 0 or threads > _MAX_THREADS:
+        return NoKernel(f"{dims}: more than {_MAX_DIMS} dimensions, or {_MAX_THREADS} threads")
 
-    unused = MAX_DIMS - len(dims.sizes)
+    *outer, columns = dims.sizes
+    strides = [(*(0,) * unused, *s[:-1], s[-1] * vector) for s in dims[1:]]
     shape = Scalars.pack(
-        f"{2 * MAX_DIMS + 1}q{MAX_DIMS + 1}I",
-        *(*(0,) * unused, *dims.lhs_strides),
-        *(*(0,) * unused, *dims.rhs_strides),
-        columns,
-        *(*(1,) * unused, *outer),
-        vectors,
+        f"{2 * _MAX_DIMS}q{_MAX_DIMS + 1}I",
+        *(stride for operand in strides for stride in operand),
+        *(*(1,) * unused, *outer, columns // vector),
         threads,
     )
     kernel = add_kernel(dtype, vector)
-    compiled = compile_kernels(kernel, arch=gpu.arch)
     launch = Launch(
-        entry=compiled.entry(kernel.name),
+        entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
         grid=(math.ceil(threads / _THREADS), 1, 1),
         block=(_THREADS, 1, 1),
         parameters=(Buffer(0), Buffer(1), Buffer(2), shape),
     )
-    aligned = vector * dtype.itemsize
     return LaunchPlan(
-        name=f"add {dtype}, {aligned}-byte vectors",
+        name=f"add {dtype}, {vector * dtype.itemsize}-byte vectors",
         gpu=gpu,
         launches=(launch,),
-        alignments=(
-            aligned if dims.lhs_strides[-1] else dtype.itemsize,
-            aligned if dims.rhs_strides[-1] else dtype.itemsize,
-            aligned,
-        ),
+        alignments=tuple(max(s[-1], 1) * dtype.itemsize for s in (*strides, (vector,))),
         reason=str(dims),
     )
 
@@ -123,25 +101,12 @@ def plan_add(dims: AddedDims, dtype: np.dtype[Any], gpu: Gpu) -> LaunchPlan | No
 def add_kernel(dtype: np.dtype[Any], vector: int) -> Kernel:
     """Return the kernel that adds ``vector`` elements at once; signed integers wrap as unsigned."""
     if dtype.kind == "i":
-        dtype = np.dtype(_UNSIGNED[dtype.itemsize])
+        dtype = np.dtype(f"u{dtype.itemsize}")
     return Kernel("add.cuh", f"tilekern::add<{CXX_TYPES[dtype]}, {vector}>")
 
 
 def vector_length(dims: AddedDims, itemsize: int) -> int:
-    """Return how many elements a thread loads at once: 16 bytes if all rows are aligned.
-
-    A single row may end with part of a vector.
-    """
-    widest = _VECTOR_BYTES // itemsize
-    *outer, columns = dims.sizes
-    if not outer and columns >= widest:
-        return widest
+    """Return how many elements a thread adds: 16 bytes if rows are vectors and are aligned."""
     # A kernel reads single elements of an operand that is broadcast along rows.
-    read = [strides[:-1] for strides in dims[1:] if strides[-1]]
-    return math.gcd(widest, columns, *itertools.chain(*read))
-
-
-def _row_major(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a dense array, 0 for dimensions of size 1."""
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    return [0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True)]
+    starts = [stride for strides in dims[1:] if strides[-1] for stride in strides[:-1]]
+    return math.gcd(_VECTOR_BYTES // itemsize, dims.sizes[-1], *starts)
