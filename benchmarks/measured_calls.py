@@ -23,7 +23,7 @@ from benchmarks.records.record_file import load_record
 from benchmarks.samples.sample import draw_sample
 from jax_tilekern.ops import planned_kernel
 from jax_tilekern.plans.gpu import Gpu, gpu_target
-from jax_tilekern.plans.policy import Choice, choice
+from jax_tilekern.plans.policy import PolicyChoice, choice
 from jax_tilekern.plans.policy.choice import Device
 from jax_tilekern.plans.policy.workload import Workload
 from jax_tilekern.plans.tuned import XLA
@@ -155,9 +155,9 @@ def _stated(call: CallTimes, device: Device) -> MeasuredCall | None:
     """Lower a call for the device, and return what its planner asks the policy."""
     asked: list[tuple[Workload, Sequence[Any]]] = []
 
-    def choose(workload: Workload, candidates: Sequence[Any], *_: Any) -> Choice[Any]:
+    def choose(workload: Workload, candidates: Sequence[Any], *_: Any) -> PolicyChoice[Any]:
         asked.append((workload, candidates))
-        return Choice(None, "only the question is wanted")
+        return PolicyChoice(None, "only the question is wanted")
 
     row = call.row
     with ExitStack() as stack:

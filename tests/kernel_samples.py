@@ -8,9 +8,10 @@ import itertools
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.sm80 import config as mma
-from jax_tilekern.plans.gemm.sm80.config import WIDEST_LOAD, Operand
+from jax_tilekern.plans.gemm.sm80.config import OperandLayout
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.config import WGMMA_ARITHMETICS, WgmmaTile
+from jax_tilekern.plans.gpu import VECTOR_BYTES
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_mma_candidates
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
@@ -33,10 +34,10 @@ def mma_instances(gpu):
             continue
         operands, results = how.types.operands, how.types.results
         types = (operands[0], operands[-1], results[0])
-        wide = [i.tile for i in _instances(arithmetic, types, LONG, WIDEST_LOAD, orders[0], gpu)]
-        samples = [(wide[0], LONG, WIDEST_LOAD, order, types) for order in orders]
+        wide = [i.tile for i in _instances(arithmetic, types, LONG, VECTOR_BYTES, orders[0], gpu)]
+        samples = [(wide[0], LONG, VECTOR_BYTES, order, types) for order in orders]
         samples += [
-            (tile, k, WIDEST_LOAD, order, types)
+            (tile, k, VECTOR_BYTES, order, types)
             for tile, k, order in zip(wide[1:], (LONG, 1, 1), orders[1:], strict=False)
         ]
         narrow = {4: (8, 4), 8: (8,)}.get(types[0].itemsize, (8, 4, 1))
@@ -44,7 +45,7 @@ def mma_instances(gpu):
             found = _instances(arithmetic, types, LONG, load_bytes, order, gpu)
             samples.append((found[0].tile, LONG, load_bytes, order, types))
         samples += [
-            (wide[-1], LONG, WIDEST_LOAD, orders[1], (lhs, rhs, out))
+            (wide[-1], LONG, VECTOR_BYTES, orders[1], (lhs, rhs, out))
             for lhs, rhs, out in itertools.product(operands, operands, results[1:])
         ]
         for tile, k, load_bytes, order, dtypes in samples:
@@ -54,7 +55,7 @@ def mma_instances(gpu):
 
 def _instances(arithmetic, dtypes, k, load_bytes, order, gpu):
     product = Product(_geometry(*order, 0, k), *dtypes, arithmetic)
-    lhs, rhs = (Operand(k_major, load_bytes) for k_major in order)
+    lhs, rhs = (OperandLayout(k_major, load_bytes) for k_major in order)
     return [instance for instance, _ in mma.instances_for(product, lhs, rhs, gpu)]
 
 

@@ -19,7 +19,7 @@ from nvrtc_mark import needs_nvrtc
 import jax_tilekern as jtk
 from jax_tilekern import _core
 from jax_tilekern.compilation.compiler import compile_kernels
-from jax_tilekern.plans.add import DTYPES, AddedDims, add_kernel, plan_add, vector_length
+from jax_tilekern.plans.add import ADDED_DTYPES, AddedDims, add_kernel, plan_add, vector_length
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
 
@@ -51,7 +51,7 @@ def test_values_are_jaxs(rng, shapes, dtype):
     np.testing.assert_array_equal(jax.jit(jtk.add)(x, y), expected)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, np.bool_, np.complex64, np.complex128, F8E4])
+@pytest.mark.parametrize("dtype", [*ADDED_DTYPES, np.bool_, np.complex64, np.complex128, F8E4])
 def test_every_type(rng, x64, dtype):
     """Against NumPy's sum, which is rounded once."""
     if dtype == np.bool_:
@@ -284,7 +284,7 @@ def test_plans_that_no_launch_has():
 def test_kernels_compile(arch):
     kernels = {
         add_kernel(dtype, vector)
-        for dtype in DTYPES
+        for dtype in ADDED_DTYPES
         for vector in (1, 2, 4, 8, 16)
         if vector * dtype.itemsize <= 16
     }

@@ -14,7 +14,7 @@ from numerics import BF16, UNIT_ROUNDOFF, exact
 import jax_tilekern as jtk
 from jax_tilekern import out_of_core
 from jax_tilekern.out_of_core import product, transfer
-from jax_tilekern.out_of_core.plan import Problem, choose_plan
+from jax_tilekern.out_of_core.plan import WholeProduct, choose_plan
 
 F32 = [np.dtype(np.float32)] * 4
 NARROW = [np.dtype(t) for t in (np.float16, np.float32, np.float16, np.float32)]
@@ -24,7 +24,7 @@ NARROW = [np.dtype(t) for t in (np.float16, np.float32, np.float16, np.float32)]
 
 
 def test_a_product_that_fits_is_one_block():
-    plan = choose_plan(Problem(1000, 900, 800, *F32), 1 << 30)
+    plan = choose_plan(WholeProduct(1000, 900, 800, *F32), 1 << 30)
     assert (plan.rows, plan.columns, plan.depth) == (1000, 900, 800)
     assert plan.read_bytes == 4 * 800 * (1000 + 900)
     assert plan.write_bytes == 4 * 1000 * 900
@@ -36,7 +36,7 @@ sizes = st.integers(1, 3000)
 
 @given(sizes, sizes, sizes, st.integers(20, 26), st.integers(1, 4))
 def test_plans_keep_to_their_limit_and_cover_the_product(m, n, k, limit, devices):
-    plan = choose_plan(Problem(m, n, k, *NARROW), 1 << limit, devices)
+    plan = choose_plan(WholeProduct(m, n, k, *NARROW), 1 << limit, devices)
     assert plan.memory_bytes <= 1 << limit
     rows, columns, depth = plan.grid
     assert (rows - 1) * plan.rows < m <= rows * plan.rows
@@ -60,13 +60,13 @@ def test_plans_keep_to_their_limit_and_cover_the_product(m, n, k, limit, devices
 
 
 def test_every_device_has_work():
-    plan = choose_plan(Problem(5000, 5000, 5000, *F32), 1 << 30, 8)
+    plan = choose_plan(WholeProduct(5000, 5000, 5000, *F32), 1 << 30, 8)
     assert plan.devices == 8
     assert min(len(plan.tiles_of(i)) for i in range(8)) >= 1
 
 
 def test_too_little_memory_says_what_is_enough():
-    sizes = Problem(5000, 5000, 5000, *F32)
+    sizes = WholeProduct(5000, 5000, 5000, *F32)
     with pytest.raises(ValueError, match="a memory_limit of 1000 bytes is too small") as error:
         choose_plan(sizes, 1000)
     least = int(str(error.value).split(" need ")[1].split()[0])

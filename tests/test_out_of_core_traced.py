@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from numerics import BF16, UNIT_ROUNDOFF, exact, on_gpu
 
 from jax_tilekern import out_of_core
-from jax_tilekern.out_of_core.plan import Problem
+from jax_tilekern.out_of_core.plan import WholeProduct
 from jax_tilekern.out_of_core.traced import choose_blocks, memory_bytes
 
 HOST, DEVICE = "pinned_host", "device"
@@ -114,7 +114,7 @@ def test_only_blocks_are_on_the_device(rng):
     text = product(1_500_000).trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
     moved = re.findall(r'placement = "device"}} : \(tensor<(\d+)x(\d+)xf32>\)', text)
     assert moved
-    blocks = choose_blocks(Problem(1000, 700, 130, *[np.dtype(np.float32)] * 4), 1_500_000)
+    blocks = choose_blocks(WholeProduct(1000, 700, 130, *[np.dtype(np.float32)] * 4), 1_500_000)
     assert {tuple(map(int, shape)) for shape in moved} == {
         (blocks.rows, 130),
         (130, blocks.columns),
@@ -123,7 +123,7 @@ def test_only_blocks_are_on_the_device(rng):
 
 @pytest.mark.parametrize("limit", [1_500_000, 2 << 20, 8 << 20])
 def test_each_block_of_rows_is_copied_once(limit):
-    sizes = Problem(1000, 700, 130, *[np.dtype(np.float32)] * 4)
+    sizes = WholeProduct(1000, 700, 130, *[np.dtype(np.float32)] * 4)
     rows, _ = choose_blocks(sizes, limit)
 
     def copies(jaxpr):
@@ -154,7 +154,7 @@ sizes = st.integers(1, 3000)
 
 @given(sizes, sizes, sizes, st.integers(23, 28))
 def test_blocks_keep_to_their_limit(m, n, k, limit):
-    all_sizes = Problem(m, n, k, *map(np.dtype, (BF16, np.float32, BF16, np.float32)))
+    all_sizes = WholeProduct(m, n, k, *map(np.dtype, (BF16, np.float32, BF16, np.float32)))
     blocks = choose_blocks(all_sizes, 1 << limit)
     assert memory_bytes(all_sizes, *blocks) <= 1 << limit
     assert 1 <= blocks.rows <= m

@@ -28,7 +28,7 @@ from jax_tilekern.plans.tuned import (
 )
 from jax_tilekern.tuning import product_timing, random_operands
 from jax_tilekern.tuning import tuner as tuning
-from jax_tilekern.tuning.product_timing import Measured, Problem
+from jax_tilekern.tuning.product_timing import ArrayProduct, Measured
 
 H100, A100 = known_gpu("sm_90"), known_gpu("sm_80")
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
@@ -357,7 +357,7 @@ def test_arrays_stand_for_strided_operands(name, rng):
         )
     assert found
     for p in found:
-        problem = Problem.of(p)
+        problem = ArrayProduct.of(p)
         operands = [rng.standard_normal(x.shape, F32) for x in (problem.lhs, problem.rhs)]
         result = problem.by_xla(*operands)
         assert (result.shape, result.dtype) == (problem.out.shape, np.float32)

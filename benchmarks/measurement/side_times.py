@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax
 
 from jax_tilekern.cli.timing import Pairs
-from jax_tilekern.tuning.device_time import Block, run_blocks
+from jax_tilekern.tuning.device_time import CallBlock, run_blocks
 from jax_tilekern.tuning.wall_time import ready, repeated, wall_seconds
 
 _ROUNDS = 5
@@ -88,7 +88,7 @@ def _order(sides: Mapping[str, Side]) -> list[str]:
     return order
 
 
-def of_blocks(found: Sequence[Block], calls: Mapping[str, int]) -> DeviceTimes:
+def of_blocks(found: Sequence[CallBlock], calls: Mapping[str, int]) -> DeviceTimes:
     """Return the times of a call in each block of each side."""
     blocks = {name: [block for block in found if block.side == name] for name in calls}
     return DeviceTimes(

@@ -16,7 +16,7 @@ from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.tuned import XLA
-from jax_tilekern.tuning.product_timing import Problem, Side, faults, plan_of
+from jax_tilekern.tuning.product_timing import ArrayProduct, Side, faults, plan_of
 from jax_tilekern.tuning.random_operands import Operands
 from jax_tilekern.tuning.tuner import products_of
 
@@ -62,9 +62,9 @@ class ProductCandidates:
         return None if isinstance(found, NoKernel) else cls(products[0], gpu, _spread(found, count))
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> ArrayProduct:
         """The product over arrays of JAX."""
-        return Problem.of(self.product)
+        return ArrayProduct.of(self.product)
 
     def programs(self) -> Iterator[Callable[[], Any]]:
         """Return what compiles the check, and each candidate's kernel and program."""

@@ -12,7 +12,7 @@ from jax import Array
 
 from jax_tilekern.cli.digits import Digits
 
-Product = Callable[[Array, Array], Array]
+Multiply = Callable[[Array, Array], Array]
 Layer = tuple[Array, Array]
 Parameters = tuple[Layer, ...]
 
@@ -30,7 +30,7 @@ class State(NamedTuple):
 
 
 Batch = tuple[Array, Array]
-Step = Callable[[State, Array, Array], tuple[State, Array]]
+TrainingStep = Callable[[State, Array, Array], tuple[State, Array]]
 
 
 def initial_state() -> State:
@@ -55,7 +55,7 @@ def batches(data: Digits) -> Iterator[Batch]:
             yield jnp.asarray(data.images[chosen]), jnp.asarray(data.labels[chosen])
 
 
-def logits(product: Product, parameters: Parameters, images: Array) -> Array:
+def logits(product: Multiply, parameters: Parameters, images: Array) -> Array:
     """Return the scores of the ten digits for each image of a batch."""
     *hidden, (weights, bias) = parameters
     x = images
@@ -64,7 +64,7 @@ def logits(product: Product, parameters: Parameters, images: Array) -> Array:
     return product(x, weights) + bias
 
 
-def make_step(product: Product) -> Step:
+def make_step(product: Multiply) -> TrainingStep:
     """Return the jitted training step, gradient descent with momentum; it also returns the loss."""
 
     def loss(parameters: Parameters, images: Array, labels: Array) -> Array:

@@ -16,14 +16,14 @@ _TRIAL_ERROR = 2e-3
 Fact = Mapping[str, Any]
 
 
-class Problem(NamedTuple):
+class Diagnosis(NamedTuple):
     """A problem of the environment, in a sentence, and the command that fixes it."""
 
     what: str
     fix: str
 
 
-def find_problems(facts: Fact, errors: Mapping[str, str]) -> list[Problem]:
+def find_problems(facts: Fact, errors: Mapping[str, str]) -> list[Diagnosis]:
     """Return the problems that the facts show.
 
     Parameters
@@ -34,7 +34,7 @@ def find_problems(facts: Fact, errors: Mapping[str, str]) -> list[Problem]:
     """
     # What fails for want of a backend is explained by that problem.
     found = [
-        Problem(
+        Diagnosis(
             f"doctor could not find out about {name.replace('_', ' ')}: {error}",
             f'python -c "from jax_tilekern.cli import machine; machine.{name}()"  # traceback',
         )
@@ -49,18 +49,20 @@ def find_problems(facts: Fact, errors: Mapping[str, str]) -> list[Problem]:
     return found
 
 
-def _jax(versions: Fact) -> Iterator[Problem]:
+def _jax(versions: Fact) -> Iterator[Diagnosis]:
     version = versions["jax"]
     release = tuple(int(part) for part in version.split(".")[:2])
     fix = f"pip install 'jax>={_dotted(_OLDEST_JAX)},<={_dotted(_NEWEST_JAX)}.99'"
     if release < _OLDEST_JAX:
         what = f"jax {version} is older than {_dotted(_OLDEST_JAX)}, the oldest supported"
-        yield Problem(what, fix)
+        yield Diagnosis(what, fix)
     if release > _NEWEST_JAX:
-        yield Problem(f"jax {version} is newer than {_dotted(_NEWEST_JAX)}, the newest tested", fix)
+        yield Diagnosis(
+            f"jax {version} is newer than {_dotted(_NEWEST_JAX)}, the newest tested", fix
+        )
 
 
-def _backend(driver: Fact, backends: Fact, versions: Fact) -> Iterator[Problem]:
+def _backend(driver: Fact, backends: Fact, versions: Fact) -> Iterator[Diagnosis]:
     restricted, gpus = backends["restricted_to"], driver["gpus"]
     lacks_plugin = gpus and not _plugins(versions)
     fix = (
@@ -72,13 +74,13 @@ def _backend(driver: Fact, backends: Fact, versions: Fact) -> Iterator[Problem]:
     )
     if backends["default"] is None:
         wanted = f" for JAX_PLATFORMS={restricted}" if restricted else ""
-        yield Problem(
+        yield Diagnosis(
             f"JAX starts no backend{wanted} ({backends['why_none']})"
             + ("" if gpus else f", and there is no GPU here: {driver['why_none']}"),
             fix or "pip install --force-reinstall jax jaxlib",
         )
     elif gpus and not {"gpu", "cuda"} & set(backends["devices"]):
-        yield Problem(
+        yield Diagnosis(
             f"the driver shows {gpus[0]['name']}, but "
             + (
                 "JAX has no CUDA plugin and computes on the CPU"
@@ -91,10 +93,10 @@ def _backend(driver: Fact, backends: Fact, versions: Fact) -> Iterator[Problem]:
         )
 
 
-def _plugin(driver: Fact, versions: Fact) -> Iterator[Problem]:
+def _plugin(driver: Fact, versions: Fact) -> Iterator[Diagnosis]:
     for major in _plugins(versions) if driver["gpus"] else []:
         if major > int(driver["cuda"].split(".")[0]):
-            yield Problem(
+            yield Diagnosis(
                 f"JAX's plugin is for CUDA {major}, but the driver supports CUDA "
                 f"{driver['cuda']} at most",
                 f"pip uninstall -y jax-cuda{major}-plugin jax-cuda{major}-pjrt && "
@@ -102,60 +104,60 @@ def _plugin(driver: Fact, versions: Fact) -> Iterator[Problem]:
             )
 
 
-def _gpus(driver: Fact) -> Iterator[Problem]:
+def _gpus(driver: Fact) -> Iterator[Diagnosis]:
     capabilities = [tuple(gpu["compute_capability"]) for gpu in driver["gpus"]]
     newest = max(capabilities, default=_OLDEST_GPU)
     only_newest = ",".join(str(i) for i, found in enumerate(capabilities) if found == newest)
     show_newest = f"export CUDA_VISIBLE_DEVICES={only_newest}"
     for gpu, capability in zip(driver["gpus"], capabilities, strict=True):
         if capability < _OLDEST_GPU:
-            yield Problem(
+            yield Diagnosis(
                 f"{gpu['name']} has compute capability {_dotted(capability)}; kernels need "
                 f"{_dotted(_OLDEST_GPU)}, so XLA computes every call",
                 show_newest if newest >= _OLDEST_GPU else "none: the kernels need a newer GPU",
             )
     if len(set(capabilities)) > 1:
-        yield Problem(
+        yield Diagnosis(
             "GPUs of several architectures are visible, and a program is compiled for one: XLA "
             "computes every product",
             show_newest,
         )
 
 
-def _nvrtc(driver: Fact, nvrtc: Fact) -> Iterator[Problem]:
+def _nvrtc(driver: Fact, nvrtc: Fact) -> Iterator[Diagnosis]:
     if driver["gpus"] and nvrtc["path"] is None:
         package = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc>=13,<14"}
-        yield Problem(
+        yield Diagnosis(
             "there is a GPU, but no NVRTC to compile kernels with",
             f"pip install '{package[_newest_cuda(driver)]}'",
         )
 
 
-def _cache(cache: Fact, nvrtc: Fact) -> Iterator[Problem]:
+def _cache(cache: Fact, nvrtc: Fact) -> Iterator[Diagnosis]:
     # Without NVRTC there are no compiled kernels to cache.
     if nvrtc["path"] is not None and not cache["writable"]:
         folder = cache["location"]
-        yield Problem(
+        yield Diagnosis(
             f"compiled kernels cannot be cached in {folder}, so each process compiles its own",
             f"sudo mkdir -p '{folder}' && sudo chown -R \"$USER\" '{folder}'",
         )
 
 
-def _handlers(registered_targets: Fact, installation: Fact) -> Iterator[Problem]:
+def _handlers(registered_targets: Fact, installation: Fact) -> Iterator[Diagnosis]:
     for platform in ("cpu", "CUDA"):
         if not registered_targets.get(platform):
-            yield Problem(
+            yield Diagnosis(
                 f"the package has no FFI handler for {platform}: its compiled part is of another "
                 "version",
                 _reinstall(installation),
             )
 
 
-def _product(trial_product: Fact, installation: Fact) -> Iterator[Problem]:
+def _product(trial_product: Fact, installation: Fact) -> Iterator[Diagnosis]:
     error = trial_product["error"]
     # The negation makes an error of NaN a problem.
     if not error <= _TRIAL_ERROR:
-        yield Problem(
+        yield Diagnosis(
             f"a float32 product by {trial_product['kernel']} has a relative error of {error:.1e}",
             _reinstall(installation),
         )

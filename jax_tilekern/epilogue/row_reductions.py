@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
-from jax_tilekern.plans.gemm.epilogue import Reduction
+from jax_tilekern.plans.gemm.epilogue import RowReductionKind
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class RowReduction:
     """
 
     value: Any
-    kind: Reduction
+    kind: RowReductionKind
 
 
 jax.tree_util.register_dataclass(RowReduction, ("value",), ("kind",))
@@ -76,7 +76,7 @@ def row_logsumexp(value: Any) -> RowReduction:
     return _reduction("logsumexp", value)
 
 
-def _reduction(kind: Reduction, value: Any) -> RowReduction:
+def _reduction(kind: RowReductionKind, value: Any) -> RowReduction:
     if shape := getattr(value, "shape", ()):
         raise TypeError(
             f"row_{kind} takes a scalar and is a result of an epilogue, as in matmul(a, b, "
@@ -86,14 +86,14 @@ def _reduction(kind: Reduction, value: Any) -> RowReduction:
     return RowReduction(value, kind)
 
 
-_REDUCTIONS: dict[Reduction, Callable[..., Array]] = {
+_REDUCTIONS: dict[RowReductionKind, Callable[..., Array]] = {
     "sum": jnp.sum,
     "max": jnp.max,
     "logsumexp": jax.nn.logsumexp,
 }
 
 
-def reduced(values: Array, kind: Reduction) -> Array:
+def reduced(values: Array, kind: RowReductionKind) -> Array:
     """Reduce the last dimension of an array in 32 bits at least, and return its type."""
     wide = values.astype(accumulator_dtype(values.dtype))
     return _REDUCTIONS[kind](wide, axis=-1).astype(values.dtype)

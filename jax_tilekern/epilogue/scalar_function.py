@@ -16,10 +16,9 @@ from jax_tilekern.epilogue.row_reductions import RowReduction, reduced
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import with_modes_of_now
 from jax_tilekern.partitioning.explicit import split_alike
+from jax_tilekern.plans.contraction import Labels
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
-from jax_tilekern.plans.gemm.epilogue import Reduction
-
-Labels = tuple[int, ...]
+from jax_tilekern.plans.gemm.epilogue import RowReductionKind
 
 # Primitives that combine elements of an array, which do nothing to a scalar. Whoever writes one
 # means the rows or columns of the product.
@@ -61,7 +60,7 @@ class ScalarFunction:
     jaxpr: compat.ClosedJaxpr
     python: Callable[..., list[Any]]
     out_dtypes: tuple[np.dtype[Any], ...]
-    reductions: tuple[Reduction | None, ...]
+    reductions: tuple[RowReductionKind | None, ...]
     names: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -114,7 +113,7 @@ class ScalarFunction:
         They are those of the same values. Exact types and wider ones stay.
         """
 
-        def widened(dtype: np.dtype[Any], kind: Reduction | None) -> np.dtype[Any]:
+        def widened(dtype: np.dtype[Any], kind: RowReductionKind | None) -> np.dtype[Any]:
             exact = not jnp.issubdtype(dtype, jnp.floating) and kind != "logsumexp"
             wide = accumulator_dtype(dtype)
             return dtype if kind is None or exact else jnp.promote_types(wide, np.float32)
@@ -271,7 +270,7 @@ def trace_scalars(
     return TracedFunction(scalar_function, closed_over, nested)
 
 
-def _results(name: str, shapes: Any) -> tuple[Any, tuple[Reduction | None, ...]]:
+def _results(name: str, shapes: Any) -> tuple[Any, tuple[RowReductionKind | None, ...]]:
     """Return how a function's results are nested, and how each one is reduced."""
     leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, RowReduction))
     if not leaves:

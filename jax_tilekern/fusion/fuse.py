@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,8 +23,7 @@ from jax_tilekern.ops.fused_contraction import contract_with_scalar_function
 from jax_tilekern.ops.fused_lowering import InPlace
 from jax_tilekern.ops.labelled_operands import common_type
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from jax_tilekern.scope import Function
 
 # Calls whose functions are fused too, whatever else they are.
 _CALLS = frozenset(

@@ -19,7 +19,7 @@ from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
 from jax_tilekern.ops.sum import sum as sum_over
 from jax_tilekern.partitioning.rule import ShardingRule, rule_over_axes
-from jax_tilekern.plans.add import DTYPES, AddedDims, plan_add
+from jax_tilekern.plans.add import ADDED_DTYPES, AddedDims, plan_add
 from jax_tilekern.plans.policy.workload import of_add
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -110,7 +110,7 @@ def _sharding_rule(x: Any, y: Any) -> ShardingRule:
 
 
 def _refusal(x: Any, y: Any) -> Fallback | None:
-    return None if x.dtype in DTYPES else Fallback(f"no kernel adds {x.dtype}")
+    return None if x.dtype in ADDED_DTYPES else Fallback(f"no kernel adds {x.dtype}")
 
 
 def _cuda(operands: Sequence[Operand], _: Any) -> PlannedKernel | Fallback:

@@ -16,7 +16,7 @@ from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.contraction_lowering import CUDA, LoweredProduct, cuda_kernel, state_problem
 from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
-from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, RowReduction
+from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, RowReductionText
 from jax_tilekern.plans.gemm.problem import PairProduct
 from jax_tilekern.primitives.operation import Fallback, Operand, PlannedKernel, Planner, Rewrite
 
@@ -177,7 +177,7 @@ def _generated(
         for dtype, own in zip(dtypes, strides, strict=False)
     )
     reductions = tuple(
-        RowReduction(kind, value, np.dtype(dtype), own)
+        RowReductionText(kind, value, np.dtype(dtype), own)
         for kind, value, dtype, own in zip(
             function.reductions[stored:],
             text.results[stored:],

@@ -6,14 +6,13 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 
 from jax_tilekern.interop import compat
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from jax_tilekern.scope import Function
 
 
 def jitted(*static: str, unless: Sequence[str] = ()) -> Callable[[Function], Function]:

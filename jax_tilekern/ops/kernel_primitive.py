@@ -26,7 +26,7 @@ from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.cuda_kernel import Array, Batch, KernelCall, plan_kernel
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.policy import why_excluded
-from jax_tilekern.primitives.linearity import Group
+from jax_tilekern.primitives.linearity import OperandGroup
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
@@ -126,7 +126,7 @@ def _refuse_tangent(operand: int, *, settings: KernelSettings, **_: Any) -> None
 
 
 def _cotangents(
-    group: Group,
+    group: OperandGroup,
     cotangents: Sequence[Any],
     *operands: Any,
     settings: KernelSettings,

@@ -16,7 +16,7 @@ from jax_tilekern.ops.kernel_sharding import parsed, sharding_rule
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.cuda_kernel import Array, Batch, BatchAxis, KernelCall
 from jax_tilekern.plans.launch import Dim3, TensorMap, check_launch_shape
-from jax_tilekern.primitives.linearity import Group
+from jax_tilekern.primitives.linearity import OperandGroup
 
 # Types with several elements per byte.
 _PACKED = re.compile(r"u?int[24]$|float[46]_")
@@ -127,7 +127,7 @@ class KernelSettings:
     reference: Callable[..., Any] | None
     sharding_rule: Any
     debug: bool
-    linear: dict[Group, Callable[..., Any]]
+    linear: dict[OperandGroup, Callable[..., Any]]
 
     def __post_init__(self) -> None:
         if self.batch_axis not in (None, "x", "y", "z"):

@@ -22,7 +22,7 @@ _PARTS = (*range(1, 17), *(2**i for i in range(5, 31)))
 _AHEAD_BYTES = 1 << 30
 
 
-class Problem(NamedTuple):
+class WholeProduct(NamedTuple):
     """A product of ``m`` by ``k`` and ``k`` by ``n`` matrices.
 
     Attributes
@@ -59,7 +59,7 @@ class Block(NamedTuple):
     depth: int
 
 
-class Step(NamedTuple):
+class BlockProduct(NamedTuple):
     """A product of two blocks, and those of them that are read for it.
 
     A block that the preceding step has is not read again.
@@ -90,7 +90,7 @@ class Plan:
         An estimate of the time, or ``None`` if no rates were measured.
     """
 
-    problem: Problem
+    problem: WholeProduct
     rows: int
     columns: int
     depth: int
@@ -123,13 +123,13 @@ class Plan:
         rows, columns, _ = self.grid
         return rows * columns * device // self.devices
 
-    def steps(self, tiles: Iterable[Tile]) -> list[Step]:
+    def steps(self, tiles: Iterable[Tile]) -> list[BlockProduct]:
         """Return the products that make up some tiles, in the order of a device."""
-        found: list[Step] = []
+        found: list[BlockProduct] = []
         held: set[Block] = set()
         for tile, depth in itertools.product(tiles, range(self.grid[2])):
             blocks = Block("lhs", tile.row, depth), Block("rhs", tile.column, depth)
-            found.append(Step(tile, depth, tuple(x for x in blocks if x not in held)))
+            found.append(BlockProduct(tile, depth, tuple(x for x in blocks if x not in held)))
             held = set(blocks)
         return found
 
@@ -208,7 +208,7 @@ class Plan:
         return text if self.seconds is None else f"{text}; about {self.seconds:.3g} s"
 
 
-def choose_plan(problem: Problem, memory_limit: int, devices: int = 1) -> Plan:
+def choose_plan(problem: WholeProduct, memory_limit: int, devices: int = 1) -> Plan:
     """Return the plan that reads the fewest bytes within a memory limit.
 
     It depends on these arguments alone, so that an interrupted product can resume.

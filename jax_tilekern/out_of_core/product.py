@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jax_tilekern.ops.matmul import matmul as device_matmul
 from jax_tilekern.out_of_core import traced
 from jax_tilekern.out_of_core.journal import Journal, identity
-from jax_tilekern.out_of_core.plan import Block, Plan, Problem, Step, Tile, choose_plan
+from jax_tilekern.out_of_core.plan import Block, BlockProduct, Plan, Tile, WholeProduct, choose_plan
 from jax_tilekern.out_of_core.transfer import to_device, to_host
 from jax_tilekern.tuning.wall_time import wall_seconds
 
@@ -183,7 +183,7 @@ def matmul(
         # Not the number of devices, so that a resumed product may have others.
         blocks = found.rows, found.columns, found.depth
         journal = Journal(out, found, identity((a, b), blocks, problem, precision))
-    _Product(a, b, out, found, precision, journal, progress or None).run()
+    _Run(a, b, out, found, precision, journal, progress or None).run()
     if journal is not None:
         journal.close()
     return out
@@ -200,7 +200,7 @@ def _print(progress: Progress) -> None:
 
 
 @dataclasses.dataclass
-class _Product:
+class _Run:
     """A product, and what its devices and threads share."""
 
     a: Any
@@ -239,7 +239,7 @@ class _Product:
             while running:
                 running = [product for product in running if next(product, ended) is not ended]
 
-    def _on_device(self, steps: Sequence[Step], device: jax.Device) -> Iterator[None]:
+    def _on_device(self, steps: Sequence[BlockProduct], device: jax.Device) -> Iterator[None]:
         """Compute some steps; yield whenever another device may get its turn."""
         problem = self.plan.problem
         first, further, rounded = _programs(self.precision, problem.sums, problem.out)
@@ -273,7 +273,7 @@ class _Product:
         if written is not None:
             written.result()
 
-    def _parts(self, steps: Sequence[Step]) -> Iterator[np.ndarray[Any, Any]]:
+    def _parts(self, steps: Sequence[BlockProduct]) -> Iterator[np.ndarray[Any, Any]]:
         """Yield the blocks that the steps read; other threads read the next."""
         coming: collections.deque[Future[np.ndarray[Any, Any]]] = collections.deque()
         for block in (block for step in steps for block in step.reads):
@@ -352,7 +352,9 @@ def _programs(
 # Checks and measurements.
 
 
-def _problem(a: Any, b: Any, precision: lax.PrecisionLike, preferred: DTypeLike | None) -> Problem:
+def _problem(
+    a: Any, b: Any, precision: lax.PrecisionLike, preferred: DTypeLike | None
+) -> WholeProduct:
     for name, operand in (("a", a), ("b", b)):
         if not hasattr(operand, "shape") or not hasattr(operand, "dtype"):
             raise TypeError(f"{name} is {type(operand).__name__}, which has no shape and dtype")
@@ -376,10 +378,10 @@ def _problem(a: Any, b: Any, precision: lax.PrecisionLike, preferred: DTypeLike 
     out = result(preferred)
     narrow = jnp.issubdtype(out, jnp.floating) and out.itemsize < 4
     m, n, k = map(int, (a.shape[0], b.shape[1], a.shape[1]))
-    return Problem(m, n, k, lhs, rhs, out, result(jnp.float32) if narrow else out)
+    return WholeProduct(m, n, k, lhs, rhs, out, result(jnp.float32) if narrow else out)
 
 
-def _plan(problem: Problem, memory_limit: int | None) -> Plan:
+def _plan(problem: WholeProduct, memory_limit: int | None) -> Plan:
     devices = jax.local_devices()
     limit = memory_limit if memory_limit is not None else min(map(_free_bytes, devices))
     return choose_plan(problem, limit, len(devices))

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.ops.matmul import matmul as device_matmul
-from jax_tilekern.out_of_core.plan import LEAST, Problem, extents
+from jax_tilekern.out_of_core.plan import LEAST, WholeProduct, extents
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -43,7 +43,7 @@ class _Settings(NamedTuple):
 def matmul(
     a: Any,
     b: Any,
-    problem: Problem,
+    problem: WholeProduct,
     *,
     precision: lax.PrecisionLike,
     memory_limit: int | None,
@@ -74,7 +74,7 @@ def _product(a: Array, b: Array, settings: _Settings, transposed: tuple[bool, bo
     if 0 in (m, n, k):
         return result
     types = (np.dtype(t) for t in (a.dtype, b.dtype, settings.out, settings.sums))
-    blocks = choose_blocks(Problem(m, n, k, *types), settings.memory_limit)
+    blocks = choose_blocks(WholeProduct(m, n, k, *types), settings.memory_limit)
     grid = math.ceil(m / blocks.rows), math.ceil(n / blocks.columns)
 
     def start(index: Any, extent: int, size: int) -> Any:
@@ -172,7 +172,7 @@ def _shape(x: Array, transposed: bool) -> tuple[int, int]:
     return (columns, rows) if transposed else (rows, columns)
 
 
-def choose_blocks(problem: Problem, memory_limit: int) -> Blocks:
+def choose_blocks(problem: WholeProduct, memory_limit: int) -> Blocks:
     """Return the blocks that copy the fewest bytes to the device within a limit."""
     for least in LEAST:
         # Rows are copied once, and columns for each block of rows.
@@ -188,7 +188,7 @@ def choose_blocks(problem: Problem, memory_limit: int) -> Blocks:
     )
 
 
-def memory_bytes(problem: Problem, rows: int, columns: int) -> int:
+def memory_bytes(problem: WholeProduct, rows: int, columns: int) -> int:
     """Return the memory of two blocks of each operand, of accumulators, and of the result's rows.
 
     What a product's kernel takes beside them is not counted, nor are transposed copies of blocks.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jax_tilekern.partitioning.mesh import MeshShape, Spec, axes_of, number_of_parts
-from jax_tilekern.partitioning.partition import Operand, Partition, Result
+from jax_tilekern.partitioning.partition import Partition, ShardedOperand, ShardedResult
 from jax_tilekern.partitioning.reshard import bytes_sent, reshard_steps, specs_of
 from jax_tilekern.partitioning.rule import Dims, ShardingRule
 
@@ -176,7 +176,7 @@ class _Call:
         order = [axis for x in arrays for axis in x.axes(label) if axis in axes]
         return tuple(dict.fromkeys([*order, *axes]))
 
-    def _operand(self, x: _Sharded, axes: _Axes) -> Operand:
+    def _operand(self, x: _Sharded, axes: _Axes) -> ShardedOperand:
         want = tuple(axes.get(label, ()) for label in x.dims)
         steps = reshard_steps(x.spec, want)
         specs = specs_of(x.spec, steps)
@@ -194,9 +194,9 @@ class _Call:
             same = itertools.takewhile(lambda kind: kind == kinds[0] != "all-to-all", kinds)
             by_xla = len(list(same))
         sent = bytes_sent(steps, x.nbytes / self._parts(x.spec), self.mesh)
-        return Operand(specs[by_xla], tuple(steps), tuple(steps[by_xla:]), sent)
+        return ShardedOperand(specs[by_xla], tuple(steps), tuple(steps[by_xla:]), sent)
 
-    def _result(self, x: _Sharded, axes: _Axes, is_sum: bool) -> Result:
+    def _result(self, x: _Sharded, axes: _Axes, is_sum: bool) -> ShardedResult:
         """Return what becomes of an array of which devices have parts."""
         over = [axis for label, own in axes.items() if label not in x.dims for axis in own]
         spec = [axes.get(label, ()) for label in x.dims]
@@ -221,7 +221,7 @@ class _Call:
             all(map(self._is_even, x.dims, now)) for now in specs
         ):
             steps = []
-        return Result(specs[len(steps)], tuple(steps), tuple(scattered), reduced, sent)
+        return ShardedResult(specs[len(steps)], tuple(steps), tuple(scattered), reduced, sent)
 
     def _parts(self, spec: Sequence[Sequence[int]]) -> int:
         """Return the number of parts of an array."""

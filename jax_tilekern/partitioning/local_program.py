@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_tilekern.partitioning.partition import Partition, Result
-from jax_tilekern.partitioning.reshard import Step
+from jax_tilekern.partitioning.partition import Partition, ShardedResult
+from jax_tilekern.partitioning.reshard import ReshardStep
 
 
 class FunctionOfSum(NamedTuple):
@@ -132,7 +132,7 @@ def _local_operands(partition: Partition, operands: Sequence[Array]) -> list[Arr
     ]
 
 
-def _resharded(partition: Partition, x: Array, steps: Sequence[Step]) -> Array:
+def _resharded(partition: Partition, x: Array, steps: Sequence[ReshardStep]) -> Array:
     for step in steps:
         names = axis_names(step.axes)
         if step.kind == "slice":
@@ -162,7 +162,11 @@ def _padded_with_zeros(partition: Partition, operand: int, x: Array) -> Array:
 
 
 def _completed(
-    partition: Partition, result: Result, x: Array, dtype: np.dtype[Any], combined_by: str = "sum"
+    partition: Partition,
+    result: ShardedResult,
+    x: Array,
+    dtype: np.dtype[Any],
+    combined_by: str = "sum",
 ) -> Array:
     """Combine the parts of an array over devices, and reshard it."""
     for dim, axes in enumerate(result.scattered):

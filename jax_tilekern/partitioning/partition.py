@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jax_tilekern.partitioning.mesh import MeshShape, Spec, number_of_parts
-from jax_tilekern.partitioning.reshard import Step
+from jax_tilekern.partitioning.reshard import ReshardStep
 from jax_tilekern.partitioning.rule import ShardingRule
 
 
-class Operand(NamedTuple):
+class ShardedOperand(NamedTuple):
     """What becomes of an operand before the call.
 
     Attributes
@@ -28,12 +28,12 @@ class Operand(NamedTuple):
     """
 
     spec: Spec
-    steps: tuple[Step, ...]
-    in_program: tuple[Step, ...]
+    steps: tuple[ReshardStep, ...]
+    in_program: tuple[ReshardStep, ...]
     bytes_sent: float
 
 
-class Result(NamedTuple):
+class ShardedResult(NamedTuple):
     """What becomes of an array that devices compute from their parts.
 
     Attributes
@@ -51,7 +51,7 @@ class Result(NamedTuple):
     """
 
     spec: Spec
-    steps: tuple[Step, ...]
+    steps: tuple[ReshardStep, ...]
     scattered: Spec
     reduced: tuple[int, ...]
     bytes_sent: float
@@ -83,9 +83,9 @@ class Partition:
     rule: ShardingRule
     mesh: MeshShape
     axes: Mapping[int | None, tuple[int, ...]]
-    operands: tuple[Operand, ...]
-    results: tuple[Result, ...]
-    sum: Result | None
+    operands: tuple[ShardedOperand, ...]
+    results: tuple[ShardedResult, ...]
+    sum: ShardedResult | None
 
     @property
     def has_partial_results(self) -> bool:
@@ -93,7 +93,7 @@ class Partition:
         return any(result.is_combined for result in self.computed)
 
     @property
-    def computed(self) -> tuple[Result, ...]:
+    def computed(self) -> tuple[ShardedResult, ...]:
         """The results, and the sum that an epilogue reads."""
         return self.results if self.sum is None else (*self.results, self.sum)
 

@@ -15,7 +15,7 @@ from jax_tilekern.partitioning.mesh import MeshShape, Spec, axes_of, number_of_p
 _EXCHANGE_WEIGHT = float(os.environ.get("W", "1.5"))
 
 
-class Step(NamedTuple):
+class ReshardStep(NamedTuple):
     """One step of a reshard.
 
     Attributes
@@ -45,16 +45,16 @@ class Step(NamedTuple):
         return tuple(found)
 
 
-def reshard_steps(have: Spec, want: Spec) -> list[Step]:
+def reshard_steps(have: Spec, want: Spec) -> list[ReshardStep]:
     """Return the steps from one spec to another, those that make an array smaller first."""
-    steps: list[Step] = []
+    steps: list[ReshardStep] = []
     while have != want:
         steps.append(_next_step(have, want))
         have = steps[-1].applied(have)
     return steps
 
 
-def _next_step(have: Spec, want: Spec) -> Step:
+def _next_step(have: Spec, want: Spec) -> ReshardStep:
     used, kept = axes_of(have), axes_of(want)
     missing = [
         tuple(axis for axis in wanted if axis not in now)
@@ -62,13 +62,16 @@ def _next_step(have: Spec, want: Spec) -> Step:
     ]
     for dim, axes in enumerate(missing):
         if axes and axes[0] not in used:
-            return Step("slice", axes[:1], None, dim)
+            return ReshardStep("slice", axes[:1], None, dim)
     for dim, now in enumerate(have):
         count = len(list(itertools.takewhile(lambda axis: axis not in kept, reversed(now))))
         if count:
-            return Step("all-gather", now[-count:], dim, None)
+            return ReshardStep("all-gather", now[-count:], dim, None)
     exchanges = [
-        (now[first:] != axes[: len(now) - first], Step("all-to-all", now[first:], source, target))
+        (
+            now[first:] != axes[: len(now) - first],
+            ReshardStep("all-to-all", now[first:], source, target),
+        )
         for target, axes in enumerate(missing)
         for source, now in enumerate(have)
         for first in range(len(now))
@@ -79,16 +82,16 @@ def _next_step(have: Spec, want: Spec) -> Step:
     for dim, (now, wanted) in enumerate(zip(have, want, strict=True)):
         order = tuple(sorted(now, key=lambda a: wanted.index(a) if a in wanted else len(wanted)))
         if order != now:
-            return Step("permute", order, dim, dim)
+            return ReshardStep("permute", order, dim, dim)
     raise AssertionError((have, want))
 
 
-def specs_of(spec: Spec, steps: Sequence[Step]) -> list[Spec]:
+def specs_of(spec: Spec, steps: Sequence[ReshardStep]) -> list[Spec]:
     """Return the specs of an array before and after each step."""
     return list(itertools.accumulate(steps, lambda now, step: step.applied(now), initial=spec))
 
 
-def bytes_sent(steps: Sequence[Step], local: float, mesh: MeshShape) -> float:
+def bytes_sent(steps: Sequence[ReshardStep], local: float, mesh: MeshShape) -> float:
     """Return the bytes that a device sends to reshard an array of which it has ``local`` bytes."""
     total = 0.0
     for step in steps:

@@ -11,18 +11,17 @@ import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
 from jax_tilekern.plans.policy.setting import current_policy
 
 _MAX_DIMS = 6
 _THREADS = 256
 _MAX_THREADS = 2**32 - _THREADS
-_VECTOR_BYTES = 16
 
 # Element types that kernels add, on every platform.
 _NAMES = "f2 f4 f8 i1 i2 i4 i8 u1 u2 u4 u8"
-DTYPES = tuple(np.dtype(t) for t in (*_NAMES.split(), ml_dtypes.bfloat16))
+ADDED_DTYPES = tuple(np.dtype(t) for t in (*_NAMES.split(), ml_dtypes.bfloat16))
 
 
 class AddedDims(NamedTuple):
@@ -109,4 +108,4 @@ def vector_length(dims: AddedDims, itemsize: int) -> int:
     """Return how many elements a thread adds: 16 bytes if rows are vectors and are aligned."""
     # A kernel reads single elements of an operand that is broadcast along rows.
     starts = [stride for strides in dims[1:] if strides[-1] for stride in strides[:-1]]
-    return math.gcd(_VECTOR_BYTES // itemsize, dims.sizes[-1], *starts)
+    return math.gcd(VECTOR_BYTES // itemsize, dims.sizes[-1], *starts)

@@ -14,6 +14,19 @@ from jax_tilekern.scope import Setting, scoped
 # Architectures whose MMA instructions exist only in the architecture-specific instruction set
 # (wgmma and setmaxnreg on 9.0, tcgen05 on 10.x). A cubin for the plain name runs on more GPUs.
 _ARCH_SPECIFIC = {(9, 0), (10, 0), (10, 3), (11, 0)}
+# On every architecture: threads of a warp, registers of an SM, bytes of shared memory of each CTA
+# that the system has, and bytes of the widest access of a thread.
+WARP = 32
+SM_REGISTERS = 65536
+RESERVED_SHARED_BYTES = 1024
+VECTOR_BYTES = 16
+# The share of the shorter of compute and memory time that the longer one does not hide (H100).
+_NOT_HIDDEN = 0.15
+
+
+def overlapped_cycles(busy: float, memory: float) -> float:
+    """Return the time of computation and memory accesses that overlap."""
+    return max(busy, memory) + _NOT_HIDDEN * min(busy, memory)
 
 
 class NoGpu(RuntimeError):

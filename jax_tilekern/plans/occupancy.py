@@ -9,16 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import RESERVED_SHARED_BYTES, SM_REGISTERS, WARP, Gpu
 from jax_tilekern.plans.launch import Launch
 
-_WARP = 32
-_REGISTERS = 65536
 # A warp gets registers in units, and warps belong to four partitions.
 _REGISTER_UNIT = 256
 _PARTITIONS = 4
-# Each CTA has this much for the system.
-_RESERVED_SHARED_MEMORY = 1024
 # By compute capability: threads, CTAs, and bytes of shared memory of an SM.
 _LIMITS = {
     (7, 5): (1024, 16, 64 << 10),
@@ -61,20 +57,20 @@ def occupancy(launch: Launch, gpu: Gpu) -> Occupancy | None:
     if limits is None:
         return None
     threads, blocks, shared_memory = limits
-    warps = -(-math.prod(launch.block) // _WARP)
-    registers = -(-launch.entry.registers * _WARP // _REGISTER_UNIT) * _REGISTER_UNIT
-    warps_by_registers = _REGISTERS // _PARTITIONS // max(registers, 1) * _PARTITIONS
+    warps = -(-math.prod(launch.block) // WARP)
+    registers = -(-launch.entry.registers * WARP // _REGISTER_UNIT) * _REGISTER_UNIT
+    warps_by_registers = SM_REGISTERS // _PARTITIONS // max(registers, 1) * _PARTITIONS
     shared = launch.entry.shared_memory_bytes + launch.shared_memory_bytes
     unit = 256
     if gpu.compute_capability >= (8, 0):
-        shared += _RESERVED_SHARED_MEMORY
+        shared += RESERVED_SHARED_BYTES
         unit = 128
     shared = -(-shared // unit) * unit
     limits_of = {
-        "threads": threads // _WARP // warps,
+        "threads": threads // WARP // warps,
         "blocks": blocks,
         "registers": warps_by_registers // warps,
         "shared memory": shared_memory // max(shared, 1),
     }
     limit = min(limits_of, key=lambda what: limits_of[what])
-    return Occupancy(limits_of[limit], limits_of[limit] * warps * _WARP / threads, limit)
+    return Occupancy(limits_of[limit], limits_of[limit] * warps * WARP / threads, limit)

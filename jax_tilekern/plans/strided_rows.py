@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS, StridedOperand
 
-# A thread reads or writes a vector at a time.
-VECTOR_BYTES = 16
 # Rows that a pass writes are padded to multiples of this.
 ROW_BYTES = 128
 # The maximum number of rows, and of CTAs, of a launch.

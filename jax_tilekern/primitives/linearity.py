@@ -17,15 +17,15 @@ from jax import Array
 
 from jax_tilekern.interop.compat import ad, zero_tangent
 
-Group = tuple[int, ...]
+OperandGroup = tuple[int, ...]
 # rule(cotangent, *operands, **params) returns the cotangents of the group's operands; it gets the
 # abstract values of these operands.
-Rules = Mapping[Group, Callable[..., Sequence[Any]]]
+Rules = Mapping[OperandGroup, Callable[..., Sequence[Any]]]
 
 
 def tangents_out(
     bind: Callable[..., Sequence[Any]],
-    groups: Sequence[Group],
+    groups: Sequence[OperandGroup],
     primals: Sequence[Any],
     tangents: Sequence[Any],
     results: Sequence[Any],

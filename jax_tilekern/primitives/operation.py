@@ -39,7 +39,7 @@ from jax_tilekern.plans.gpu import planning_beside_collectives
 from jax_tilekern.plans.launch import LaunchPlan
 from jax_tilekern.plans.policy import why_excluded
 from jax_tilekern.primitives import remat, taylor
-from jax_tilekern.primitives.linearity import Group, cotangents_in, tangents_out
+from jax_tilekern.primitives.linearity import OperandGroup, cotangents_in, tangents_out
 from jax_tilekern.scope import Setting
 
 Params = dict[str, Any]
@@ -265,12 +265,12 @@ def _mode_independent(operation: Operation) -> Operation:
 def _register_derivatives(
     operation: Operation, primitive: Any, bind: Callable[..., list[Any]]
 ) -> None:
-    def rules(params: Params) -> dict[Group, Callable[..., Sequence[Any]]]:
+    def rules(params: Params) -> dict[OperandGroup, Callable[..., Sequence[Any]]]:
         given = operation.transposes
         own = given(**params) if callable(given) else given
         return dict(_as_group(*item) for item in own.items())
 
-    def groups(moving: Iterable[int], params: Params) -> tuple[Group, ...]:
+    def groups(moving: Iterable[int], params: Params) -> tuple[OperandGroup, ...]:
         """Return the groups of operands by which a call with moving operands is differentiated."""
         found = tuple(rules(params))
         if operation.refuse_tangent is not None:

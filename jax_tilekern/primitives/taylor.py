@@ -16,7 +16,7 @@ from jax.experimental.jet import jet, jet_rules
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad, zero_tangent
-from jax_tilekern.primitives.linearity import Group
+from jax_tilekern.primitives.linearity import OperandGroup
 
 Coefficients = Sequence[Sequence[Any]]
 _rules: dict[Any, Any] = jet_rules
@@ -36,7 +36,7 @@ def register(primitive: compat.Primitive, rule: Callable[..., Polynomials]) -> N
 
 def of_multilinear(
     bind: Callable[..., Sequence[Any]],
-    groups: Sequence[Group],
+    groups: Sequence[OperandGroup],
     primals: Sequence[Any],
     series: Coefficients,
 ) -> Polynomials:

@@ -58,7 +58,7 @@ class Activity(NamedTuple):
     name: str
 
 
-class Block(NamedTuple):
+class CallBlock(NamedTuple):
     """The device activities of one block of calls, and its annotation's interval on the host."""
 
     side: str
@@ -100,7 +100,7 @@ def _delay() -> Callable[[Any], Any]:
 
 def run_blocks(
     sides: Mapping[str, Callable[[], Any]], calls: Mapping[str, int], order: Sequence[str]
-) -> list[Block]:
+) -> list[CallBlock]:
     """Run blocks of calls under the profiler; return the device activities of each, in order.
 
     Parameters
@@ -139,7 +139,7 @@ def run_blocks(
         return blocks(ProfileData.from_file(str(files[0])), calls, order)
 
 
-def blocks(profile: ProfileData, calls: Mapping[str, int], order: Sequence[str]) -> list[Block]:
+def blocks(profile: ProfileData, calls: Mapping[str, int], order: Sequence[str]) -> list[CallBlock]:
     """Return the blocks of a profile, in order.
 
     Raises
@@ -163,7 +163,7 @@ def blocks(profile: ProfileData, calls: Mapping[str, int], order: Sequence[str])
     return found
 
 
-def _blocks(profile: ProfileData, order: Sequence[str]) -> list[Block]:
+def _blocks(profile: ProfileData, order: Sequence[str]) -> list[CallBlock]:
     spans = sorted(
         Interval(event.start_ns, event.start_ns + event.duration_ns)
         for event in _events(profile, "/host:CPU")
@@ -171,7 +171,7 @@ def _blocks(profile: ProfileData, order: Sequence[str]) -> list[Block]:
     )
     if len(spans) != len(order):
         raise Unattributed(f"the profile shows {len(spans)} of {len(order)} blocks")
-    found = [Block(side, span, []) for side, span in zip(order, spans, strict=True)]
+    found = [CallBlock(side, span, []) for side, span in zip(order, spans, strict=True)]
     starts = [span.start for span in spans]
     for event in _events(profile, "/device:GPU:"):
         if event.name == _DELAY or _ACTIVITIES.isdisjoint(name for name, _ in event.stats):

@@ -110,7 +110,7 @@ _PRECISIONS = {
 
 
 @dataclass(frozen=True)
-class Problem:
+class ArrayProduct:
     """A product over arrays of JAX, which XLA or a plan computes."""
 
     lhs: _Array
@@ -119,7 +119,7 @@ class Problem:
     arithmetic: str
 
     @classmethod
-    def of(cls, product: Product) -> Problem:
+    def of(cls, product: Product) -> ArrayProduct:
         """Return the product over row-major arrays without gaps.
 
         Raises
@@ -202,7 +202,7 @@ def measure(product: Product, found: Sequence[Candidate], gpu: Gpu, seconds: flo
     """
     try:
         with jax.enable_x64(any(dtype.itemsize == 8 for dtype in product.dtypes)):
-            problem = Problem.of(product)
+            problem = ArrayProduct.of(product)
             sides: dict[str, Side] = {XLA: jax.jit(problem.by_xla)}
             failures: dict[str, str] = {}
             # NVRTC compiles several kernels at a time.

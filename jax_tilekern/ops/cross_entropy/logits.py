@@ -90,7 +90,7 @@ def logit_cotangent(
     return result if softcap is None else result * (1 - (value / softcap) ** 2)
 
 
-class Products(NamedTuple):
+class LogitProducts(NamedTuple):
     """The products of ``h``, ``w`` and logits, with ``w`` in the orientation that it has in memory.
 
     Attributes

@@ -16,7 +16,7 @@ from jax_tilekern.ops.cross_entropy.statistics import statistics
 from jax_tilekern.ops.cross_entropy.weighted_loss import weighted_loss
 from jax_tilekern.ops.jitted import jitted
 
-Reduction = Literal["mean", "sum", "none"]
+LossReduction = Literal["mean", "sum", "none"]
 _REDUCTIONS = ("mean", "sum", "none")
 
 # With 128,256 columns in bfloat16, these are the exponentials of 1536 rows. With the remainder of
@@ -30,7 +30,7 @@ def linear_cross_entropy(
     labels: ArrayLike,
     *,
     bias: ArrayLike | None = None,
-    reduction: Reduction = "mean",
+    reduction: LossReduction = "mean",
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
@@ -163,7 +163,7 @@ def _loss(
     w: Array,
     labels: Array,
     bias: Array | None,
-    reduction: Reduction,
+    reduction: LossReduction,
     z_loss: float,
     label_smoothing: float,
     ignore_index: int | None,

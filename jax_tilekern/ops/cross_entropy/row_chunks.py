@@ -25,9 +25,9 @@ from jax import Array, lax
 from jax_tilekern.epilogue.row_reductions import row_max, row_sum
 from jax_tilekern.ops.cross_entropy.chunk_loop import over_chunks
 from jax_tilekern.ops.cross_entropy.logits import (
+    LogitProducts,
     Lowering,
     Options,
-    Products,
     logit,
     statistics_type,
 )
@@ -109,7 +109,7 @@ def loss_and_cotangents(
     rows, wide = h.reshape(-1, h.shape[-1]), statistics_type(h, w)
     narrow = np.dtype(jnp.promote_types(h.dtype, w.dtype))
     label, weight = labels.reshape(-1), weights.reshape(-1)
-    products = Products(lowering.by_rows, options.precision, wide)
+    products = LogitProducts(lowering.by_rows, options.precision, wide)
     w = products.oriented(w)
     columns = lax.iota(label.dtype, bias.size)
 

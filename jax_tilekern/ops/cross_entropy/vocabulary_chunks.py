@@ -20,9 +20,9 @@ from jax import Array, lax
 from jax_tilekern.epilogue.row_reductions import RowReduction, row_logsumexp, row_sum
 from jax_tilekern.ops.cross_entropy.chunk_loop import over_chunks
 from jax_tilekern.ops.cross_entropy.logits import (
+    LogitProducts,
     Lowering,
     Options,
-    Products,
     logit,
     logit_cotangent,
     statistics_type,
@@ -54,7 +54,7 @@ def statistics(
     """
     rows, wide = _flat(h), statistics_type(h, w)
     label = labels.reshape(-1)
-    products = Products(lowering.by_rows, options.precision, wide)
+    products = LogitProducts(lowering.by_rows, options.precision, wide)
 
     def value_of(accumulator: Array, bias: Array) -> Array:
         return logit(accumulator, bias, softcap=options.softcap)
@@ -123,7 +123,7 @@ def cotangents(
     narrow = np.dtype(jnp.promote_types(h.dtype, w.dtype))
     scaled_bars, scale = _in_range(bars, narrow)
     of_rows = [x.reshape(-1, 1) for x in (labels, lse, *scaled_bars)]
-    products = Products(lowering.by_rows, options.precision, wide)
+    products = LogitProducts(lowering.by_rows, options.precision, wide)
     w = products.oriented(w)
 
     def to_cotangent(*elements: Array) -> Array:

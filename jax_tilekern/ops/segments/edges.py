@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.ops.segments.keys import highest, lowest, rows_of
-from jax_tilekern.plans.segments.problem import Reduction
+from jax_tilekern.plans.segments.problem import Combiner
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Edges:
         return self.batch * (self.segments + 2)
 
 
-class Operands(NamedTuple):
+class EdgeOperands(NamedTuple):
     """The operands of a call by their parts.
 
     Attributes
@@ -77,7 +77,7 @@ class Operands(NamedTuple):
     bounds: Any
 
     @classmethod
-    def of(cls, operands: Sequence[Any], edges: Edges) -> Operands:
+    def of(cls, operands: Sequence[Any], edges: Edges) -> EdgeOperands:
         """Take the operands of a call apart."""
         arrays = len(edges.gathers)
         indices = arrays + edges.indices
@@ -143,7 +143,7 @@ def edge_values(
     return result
 
 
-def neutral_element(reduction: Reduction, dtype: np.dtype[Any]) -> Any:
+def neutral_element(reduction: Combiner, dtype: np.dtype[Any]) -> Any:
     """Return what a reduction of no values is."""
     if reduction in ("sum", "prod"):
         return np.asarray(reduction == "prod", dtype)
@@ -168,7 +168,7 @@ def by_scatter(
     indices: Sequence[Array],
     keys: Array,
     edges: Edges,
-    reduction: Reduction,
+    reduction: Combiner,
     function: ScalarFunction | None,
     dtype: np.dtype[Any],
 ) -> Array:

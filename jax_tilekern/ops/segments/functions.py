@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.segments.edges import Edges, Operands, trace_values, value_dtype
+from jax_tilekern.ops.segments.edges import EdgeOperands, Edges, trace_values, value_dtype
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.keys import keys_of, rows_of
 from jax_tilekern.ops.segments.plan import (
@@ -26,9 +26,9 @@ from jax_tilekern.ops.segments.plan import (
     plan_of,
 )
 from jax_tilekern.ops.segments.reduce import reduce_segments
-from jax_tilekern.plans.segments.problem import Reduction
+from jax_tilekern.plans.segments.problem import Combiner
 
-Kind = Reduction | Literal["mean"]
+Kind = Combiner | Literal["mean"]
 _COMBINE = {"sum": jnp.add, "prod": jnp.multiply, "max": jnp.maximum, "min": jnp.minimum}
 
 
@@ -169,7 +169,7 @@ def segment_reduce(
     segment_ids: Ids,
     num_segments: int | None = None,
     gather: Sequence[Ids | None] | None = None,
-    reduction: Reduction = "sum",
+    reduction: Combiner = "sum",
     indices_are_sorted: bool = False,
     mode: Any = None,
 ) -> Array:
@@ -290,10 +290,12 @@ def segment_reduce(
         read += scalars
     order = () if plan.order is None else (plan.order,)
     edges = Edges(gathers, len(indices), tuple(planned), plan.num_segments, 1, plan.order is None)
-    operands = Operands(tuple(read), tuple(indices), tuple(plans), plan.keys, order, plan.bounds)
+    operands = EdgeOperands(
+        tuple(read), tuple(indices), tuple(plans), plan.keys, order, plan.bounds
+    )
     whole = next(x for x in read if x.shape[1:] == shape)
 
-    def call(operands: Operands) -> Array:
+    def call(operands: EdgeOperands) -> Array:
         return reduce_segments(
             operands, edges, reduction=reduction, function=values, dtype=values.out_dtypes[0]
         )
@@ -304,22 +306,25 @@ def segment_reduce(
 
 @jitted("reduction", "dtype")
 def reduced(
-    reduction: Reduction, data: Array, plan: SegmentPlan, dtype: np.dtype[Any] | None = None
+    reduction: Combiner,
+    data: Array,
+    plan: SegmentPlan,
+    dtype: np.dtype[Any] | None = None,
 ) -> Array:
     """Reduce rows by a plan."""
     order = () if plan.order is None else (plan.order,)
     edges = Edges((None,), 0, (), plan.num_segments, 1, plan.order is None)
-    operands = Operands((data,), (), (), plan.keys, order, plan.bounds)
+    operands = EdgeOperands((data,), (), (), plan.keys, order, plan.bounds)
     wanted = np.dtype(data.dtype if dtype is None else dtype)
 
-    def call(operands: Operands) -> Array:
+    def call(operands: EdgeOperands) -> Array:
         return reduce_segments(operands, edges, reduction=reduction, function=None, dtype=wanted)
 
     result: Array = by_automatic_axes(call, operands, lambda: (None, *spec_of(data)[1:]))
     return result
 
 
-def combined(reduction: Reduction, table: Array, rows: Array, plan: SegmentPlan) -> Array:
+def combined(reduction: Combiner, table: Array, rows: Array, plan: SegmentPlan) -> Array:
     """Combine rows of a table with all their updates, rounded once."""
     wide = value_dtype(table.dtype)
     updates = reduced(reduction, rows, plan, wide)

@@ -26,8 +26,8 @@ from jax_tilekern.interop import compat, ffi
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.segments.edges import (
+    EdgeOperands,
     Edges,
-    Operands,
     by_scatter,
     columns_of,
     columns_of_shapes,
@@ -42,7 +42,12 @@ from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.segments import on_cpu
-from jax_tilekern.plans.segments.problem import MapOperand, MapText, Reduction, SegmentReduction
+from jax_tilekern.plans.segments.problem import (
+    Combiner,
+    MapOperand,
+    MapText,
+    SegmentReduction,
+)
 from jax_tilekern.plans.segments.select import plan_segments, unsorted_kernel
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -57,10 +62,10 @@ from jax_tilekern.primitives.operation import (
 
 
 def reduce_segments(
-    operands: Operands,
+    operands: EdgeOperands,
     edges: Edges,
     *,
-    reduction: Reduction,
+    reduction: Combiner,
     function: ScalarFunction | None,
     dtype: np.dtype[Any],
     linear: int = 0,
@@ -102,12 +107,12 @@ def reduce_segments(
 def _reference(
     *operands: Array,
     edges: Edges,
-    reduction: Reduction,
+    reduction: Combiner,
     function: ScalarFunction | None,
     dtype: np.dtype[Any],
     **_: Any,
 ) -> Array:
-    read = Operands.of(operands, edges)
+    read = EdgeOperands.of(operands, edges)
     return by_scatter(read.arrays, read.indices, read.keys, edges, reduction, function, dtype)
 
 
@@ -145,7 +150,7 @@ def _jvp(
     tangents: Sequence[Any],
     *,
     edges: Edges,
-    reduction: Reduction,
+    reduction: Combiner,
     function: ScalarFunction | None,
     dtype: np.dtype[Any],
     linear: int,
@@ -153,7 +158,7 @@ def _jvp(
     result = _bind(
         *primals, edges=edges, reduction=reduction, function=function, dtype=dtype, linear=linear
     )
-    read = Operands.of(primals, edges)
+    read = EdgeOperands.of(primals, edges)
     count = len(read.arrays)
     moving = [i for i in range(count) if type(tangents[i]) is not ad.Zero]
     if not moving or not jnp.issubdtype(dtype, jnp.inexact):
@@ -244,7 +249,7 @@ def _cotangents(
     linear: int,
     **_: Any,
 ) -> list[Array]:
-    read = Operands.of(operands, edges)
+    read = EdgeOperands.of(operands, edges)
     count = len(read.arrays)
     moving = range(count - linear, count) if function is not None else range(1)
     known = [i for i in range(count) if i not in moving]
@@ -301,7 +306,7 @@ def _of_segments(x: Array, rows: Array, edges: Edges) -> Array:
 
 
 def _to_rows(
-    read: Operands,
+    read: EdgeOperands,
     place: int,
     aval: Any,
     arrays: tuple[Array, ...],
@@ -324,7 +329,7 @@ def _to_rows(
         arrays, gathers, indices = (gathered_rows(arrays[0], indices[i]),), (None,), ()
     other = Edges(gathers, len(indices), (), rows, 1, is_sorted=False)
     return reduce_segments(
-        Operands(arrays, indices, (), index, (order,), bounds),
+        EdgeOperands(arrays, indices, (), index, (order,), bounds),
         other,
         reduction="sum",
         function=function,
@@ -345,11 +350,11 @@ def _batch(
 ) -> tuple[Array, int]:
     """Let the edges and the segments of the batch follow one another."""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-    moved = Operands.of(
+    moved = EdgeOperands.of(
         [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)],
         edges,
     )
-    is_mapped = Operands.of([d is not None for d in dims], edges)
+    is_mapped = EdgeOperands.of([d is not None for d in dims], edges)
     number = lax.broadcasted_iota(np.int32, (size, 1), 0)
 
     def whole(x: Array, mapped: bool) -> Array:
@@ -390,7 +395,7 @@ def _batch(
         batch=size * edges.batch,
     )
     result = _bind(
-        *Operands(tuple(arrays), tuple(indices), (), *placed).flat(),
+        *EdgeOperands(tuple(arrays), tuple(indices), (), *placed).flat(),
         edges=batched,
         **params,
     )
@@ -401,10 +406,10 @@ def _batch(
 
 
 def _problem(
-    avals: Operands,
+    avals: EdgeOperands,
     *,
     edges: Edges,
-    reduction: Reduction,
+    reduction: Combiner,
     function: ScalarFunction | None,
     dtype: np.dtype[Any],
 ) -> SegmentReduction | str:
@@ -470,12 +475,12 @@ def _cuda(
     _: Any,
     *,
     edges: Edges,
-    reduction: Reduction,
+    reduction: Combiner,
     function: ScalarFunction | None,
     dtype: np.dtype[Any],
     **__: Any,
 ) -> PlannedKernel | Fallback:
-    avals = Operands.of([x.aval for x in operands], edges)
+    avals = EdgeOperands.of([x.aval for x in operands], edges)
     problem = _problem(avals, edges=edges, reduction=reduction, function=function, dtype=dtype)
     if isinstance(problem, str):
         return Fallback(problem)
@@ -483,7 +488,7 @@ def _cuda(
         gpu = current_gpu()
     except NoGpu as error:
         return Fallback(str(error))
-    values = Operands.of([x.value for x in operands], edges)
+    values = EdgeOperands.of([x.value for x in operands], edges)
     # XLA drops a sort whose results nothing reads.
     order = (values.keys,) if unsorted_kernel(problem, gpu) else (*values.order, values.bounds)
     return planned_kernel((*values.arrays, *values.indices, *order), plan_segments, problem)
@@ -494,12 +499,12 @@ def _cpu(
     _: Any,
     *,
     edges: Edges,
-    reduction: Reduction,
+    reduction: Combiner,
     function: ScalarFunction | None,
     dtype: np.dtype[Any],
     **__: Any,
 ) -> PlannedKernel | Rewrite | Fallback:
-    avals = Operands.of([x.aval for x in operands], edges)
+    avals = EdgeOperands.of([x.aval for x in operands], edges)
     stored = avals
     if function is not None:
         shape = (avals.keys.shape[0], *columns_of(avals.arrays))
@@ -518,7 +523,7 @@ def _cpu(
                 _of_values, edges=edges, reduction=reduction, function=function, dtype=dtype
             ),
         )
-    values = Operands.of([x.value for x in operands], edges)
+    values = EdgeOperands.of([x.value for x in operands], edges)
     by_key = on_cpu.reads_keys(problem)
     # XLA drops a sort whose results nothing reads.
     index = (values.keys,) if by_key else (*values.order, values.bounds)
@@ -531,21 +536,21 @@ def _of_values(
     *operands: Array, edges: Edges, function: ScalarFunction | None, **params: Any
 ) -> Array:
     """Reduce the values of edges that XLA computes and stores."""
-    read = Operands.of(operands, edges)
+    read = EdgeOperands.of(operands, edges)
     values = edge_values(read.arrays, read.indices, edges.gathers, function)
     of_rows = dataclasses.replace(edges, gathers=(None,), indices=0, planned=())
     rows = read._replace(arrays=(values,), indices=(), plans=())
     return reduce_segments(rows, of_rows, function=None, **params)
 
 
-def _described(*, edges: Edges, reduction: Reduction, function: Any, **_: Any) -> str:
+def _described(*, edges: Edges, reduction: Combiner, function: Any, **_: Any) -> str:
     what = f" of {function.name}" if function else ""
     return f"segment_{reduction}{what}, {edges.batch * edges.segments} segments"
 
 
 def _composed(*operands: Array, edges: Edges, linear: int, **params: Any) -> Array:
     """Sort anew on each device, which has some of the batches and edges."""
-    read = Operands.of(operands, edges)
+    read = EdgeOperands.of(operands, edges)
     keys = _with_batches(read.keys, edges) - _first_bins(edges.batch, edges)
     result: Array = _bind_unordered(
         *(
@@ -592,7 +597,7 @@ _bind = define(
 def _unordered_reference(
     *operands: Array,
     edges: Edges,
-    reduction: Reduction,
+    reduction: Combiner,
     function: ScalarFunction | None,
     dtype: np.dtype[Any],
 ) -> Array:
@@ -609,7 +614,7 @@ def _on_device(*operands: Array, edges: Edges, **params: Any) -> Array:
     else:
         first, bounds = order_by_key(keys, bins=own.bins)
         order = (first,)
-    result = reduce_segments(Operands(arrays, indices, (), keys, order, bounds), own, **params)
+    result = reduce_segments(EdgeOperands(arrays, indices, (), keys, order, bounds), own, **params)
     return result.reshape(own.batch, -1, *result.shape[1:])
 
 
@@ -635,7 +640,7 @@ def _without_batches(
 def _sharding_rule(
     *operands: Any,
     edges: Edges,
-    reduction: Reduction,
+    reduction: Combiner,
     function: ScalarFunction | None,
     dtype: np.dtype[Any],
 ) -> ShardingRule:

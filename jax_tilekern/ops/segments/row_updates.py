@@ -27,7 +27,7 @@ from jax_tilekern.ops.segments.plan import segment_plan
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.policy import current_policy
-from jax_tilekern.plans.segments.problem import MapOperand, Reduction, SegmentReduction
+from jax_tilekern.plans.segments.problem import Combiner, MapOperand, SegmentReduction
 from jax_tilekern.plans.segments.select import predicted_microseconds
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -39,7 +39,7 @@ from jax_tilekern.primitives.operation import (
     define,
 )
 
-SCATTERS: dict[Reduction, compat.Primitive] = {
+SCATTERS: dict[Combiner, compat.Primitive] = {
     "sum": lax.scatter_add_p,
     "prod": lax.scatter_mul_p,
     "max": lax.scatter_max_p,
@@ -90,7 +90,7 @@ class _Rows:
         return cls(batches, windows)
 
 
-def scatter(reduction: Reduction, operand: Any, indices: Any, updates: Any, **params: Any) -> Array:
+def scatter(reduction: Combiner, operand: Any, indices: Any, updates: Any, **params: Any) -> Array:
     """Replace JAX's primitive: of updates of rows only, and without sharding in types."""
     operands = [jnp.asarray(x) for x in (operand, indices, updates)]
     if _Rows.of(*operands, **params) is None or any(
@@ -107,7 +107,7 @@ def by_segments(
     indices: Array,
     updates: Array,
     *,
-    reduction: Reduction,
+    reduction: Combiner,
     is_neutral: bool = False,
     **params: Any,
 ) -> Array:
@@ -146,13 +146,17 @@ def by_segments(
 # The rules are those of JAX's primitive, and bind this operation where it updates rows again.
 
 
-def _reference(*operands: Array, reduction: Reduction, **params: Any) -> Array:
+def _reference(*operands: Array, reduction: Combiner, **params: Any) -> Array:
     result: Array = SCATTERS[reduction].bind(*operands, **params)
     return result
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, reduction: Reduction, **params: Any
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    reduction: Combiner,
+    **params: Any,
 ) -> tuple[Any, Any]:
     with intercepting():
         result: tuple[Any, Any] = ad.primitive_jvps[SCATTERS[reduction]](
@@ -183,7 +187,7 @@ def _cotangent_of_product(
     return result
 
 
-def _transposes(*, reduction: Reduction, **_: Any) -> dict[Any, Any]:
+def _transposes(*, reduction: Combiner, **_: Any) -> dict[Any, Any]:
     if reduction == "sum":
         return {(0, 2): _cotangents}
     return {0: _cotangent_of_product} if reduction == "prod" else {}
@@ -194,7 +198,7 @@ def _batch(
     operands: Sequence[Array],
     dims: Sequence[int | None],
     *,
-    reduction: Reduction,
+    reduction: Combiner,
     **params: Any,
 ) -> tuple[Array, int]:
     rule = compat.batching_rule(SCATTERS[reduction])
@@ -211,7 +215,7 @@ def _refusal(
     indices: Any,
     updates: Any,
     *,
-    reduction: Reduction,
+    reduction: Combiner,
     is_neutral: bool = True,
     **params: Any,
 ) -> Fallback | None:
@@ -251,7 +255,7 @@ def _refusal(
     return Fallback(f"XLA's scatter is as fast: {xla:.3g} us, a kernel {ours:.3g} us")
 
 
-def _cuda(operands: Sequence[Operand], _: Any, *, reduction: Reduction, **params: Any) -> Outcome:
+def _cuda(operands: Sequence[Operand], _: Any, *, reduction: Combiner, **params: Any) -> Outcome:
     operand = operands[0]
     neutral = neutral_element(reduction, operand.aval.dtype)
     is_neutral = compat.splat_of(operand.value) == neutral

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.segments.edges import Edges, Operands
+from jax_tilekern.ops.segments.edges import EdgeOperands, Edges
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.functions import combined
 from jax_tilekern.ops.segments.keys import highest, lowest, rows_of
@@ -259,7 +259,7 @@ def _cotangent(
     *first, bounds = order
     edges = Edges((None,), 0, (), segments, batch, is_sorted=not first)
     return reduce_segments(
-        Operands((cotangent,), (), (), keys, tuple(first), bounds),
+        EdgeOperands((cotangent,), (), (), keys, tuple(first), bounds),
         edges,
         reduction="sum",
         function=None,

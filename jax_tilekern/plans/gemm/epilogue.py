@@ -60,7 +60,7 @@ class EpilogueArray:
         return itemsize <= 4 and column == 1 and aligned
 
 
-Reduction = Literal["sum", "max", "logsumexp"]
+RowReductionKind = Literal["sum", "max", "logsumexp"]
 
 
 class _ReductionClass(NamedTuple):
@@ -71,7 +71,7 @@ class _ReductionClass(NamedTuple):
     instructions: int
 
 
-_CLASSES: dict[Reduction, _ReductionClass] = {
+_CLASSES: dict[RowReductionKind, _ReductionClass] = {
     "sum": _ReductionClass("tilekern::SumOfRow", 4, 1),
     "max": _ReductionClass("tilekern::MaxOfRow", 4, 1),
     "logsumexp": _ReductionClass("tilekern::LogSumExpOfRow", 8, 40),
@@ -79,7 +79,7 @@ _CLASSES: dict[Reduction, _ReductionClass] = {
 
 
 @dataclass(frozen=True)
-class RowReduction:
+class RowReductionText:
     """A result that is reduced over rows, in float32; see ``ffi/cuda/gemm/row_reductions.cuh``.
 
     Attributes
@@ -95,7 +95,7 @@ class RowReduction:
         rows are reduced is 0.
     """
 
-    kind: Reduction
+    kind: RowReductionKind
     value: str
     dtype: np.dtype[Any]
     strides: tuple[int, ...]
@@ -172,7 +172,7 @@ class Epilogue:
     batch: tuple[int, ...]
     instructions: int
     ragged: Literal["rows", "columns"] | None = None
-    reductions: tuple[RowReduction, ...] = ()
+    reductions: tuple[RowReductionText, ...] = ()
     products: int = 1
 
     @property

@@ -12,14 +12,12 @@ import numpy as np
 from jax_tilekern.plans.gemm.arithmetic import ElementTypes
 from jax_tilekern.plans.gemm.epilogue import Epilogue
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry, distinct_matrices
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import Gpu, overlapped_cycles
 from jax_tilekern.plans.launch import NoKernel
 
 _Dtype = np.dtype[Any]
 _Geometry = TypeVar("_Geometry")
 
-# The share of the shorter of compute and memory time that the longer one does not hide (H100).
-_NOT_HIDDEN = 0.15
 # The share of the memory bandwidth that a pass which copies reaches (H100).
 _COPY_EFFICIENCY = 0.8
 # Kernels count rows, columns and k in 32 bits, and round up to whole tiles.
@@ -120,8 +118,7 @@ class TypedProduct(ABC, Generic[_Geometry]):
 
     def cycles(self, busy: float, gpu: Gpu) -> float:
         """Estimate a launch whose busiest SM would take ``busy`` cycles if memory were no limit."""
-        memory = self.memory_cycles(gpu)
-        return gpu.rates.launch_cycles + max(busy, memory) + _NOT_HIDDEN * min(busy, memory)
+        return gpu.rates.launch_cycles + overlapped_cycles(busy, self.memory_cycles(gpu))
 
     def refusal(self, types: ElementTypes) -> NoKernel | None:
         """Return why a family of kernels for these types does not take it, or ``None``."""

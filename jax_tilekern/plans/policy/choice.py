@@ -23,7 +23,7 @@ Device = Gpu | Cpu
 
 
 @dataclass(frozen=True)
-class Choice(Generic[_C]):
+class PolicyChoice(Generic[_C]):
     """What computes a call.
 
     Attributes
@@ -43,7 +43,7 @@ class Choice(Generic[_C]):
     xla: float | None = None
 
 
-def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> Choice[_C]:
+def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> PolicyChoice[_C]:
     """Choose what computes a call.
 
     Parameters
@@ -59,14 +59,14 @@ def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> Choi
     must = _is_wrong_in_xla(workload, device)
     why = "XLA's int8 products are not exact" if must else 'jax_tilekern.policy("kernels")'
     if not (asked or must) and _in_matrix_units(workload, device):
-        return Choice(
+        return PolicyChoice(
             None, f"XLA multiplies {workload.arithmetic} in this CPU's matrix units (AMX)"
         )
     known = model_of(device.name)
     if known is None or workload.operation not in known.models:
         if asked or must:
-            return Choice(candidates[0], why)
-        return Choice(
+            return PolicyChoice(candidates[0], why)
+        return PolicyChoice(
             None,
             f"no times on {device.name} are recorded, so XLA computes it "
             '(jax_tilekern.policy("kernels") takes a kernel)',
@@ -80,12 +80,12 @@ def choose(workload: Workload, candidates: Sequence[_C], device: Device) -> Choi
     margin = math.exp(max(least, of_error * model.error([numbers])[0]))
     text = f"predicted {ours:.4g} us, XLA {xla:.4g} us (data of {known.device})"
     if asked or must:
-        return Choice(candidates[best], f"{text}; {why}", ours, xla)
+        return PolicyChoice(candidates[best], f"{text}; {why}", ours, xla)
     if ours * margin <= xla:
-        return Choice(candidates[best], text, ours, xla)
+        return PolicyChoice(candidates[best], text, ours, xla)
     if ours <= xla:
         text += f"; a kernel is taken where it is predicted {margin - 1:.0%} faster"
-    return Choice(None, f"XLA's kernel is as fast: {text}", ours, xla)
+    return PolicyChoice(None, f"XLA's kernel is as fast: {text}", ours, xla)
 
 
 def _is_wrong_in_xla(workload: Workload, device: Device) -> bool:

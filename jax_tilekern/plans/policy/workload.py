@@ -13,7 +13,7 @@ import numpy as np
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gemm.geometry import distinct_matrices
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
 
 if TYPE_CHECKING:
     from jax_tilekern.plans.add import AddedDims
@@ -30,8 +30,6 @@ _SHORT_NAMES = {
     "float8_e4m3fn": "fp8", "float8_e5m2": "fp8",
 }  # fmt: skip
 _FAMILIES = ("wgmma", "split", "small", "mma", "simt", "rows", "columns")
-# Rows are read and stored in vectors of so many bytes.
-_VECTOR_BYTES = 16
 # Common tiles, and the SMs of the GPUs that share them.
 _TILE, _SMS = 128, 132
 _MOST_ZEROS = 7
@@ -95,7 +93,7 @@ def of_product(product: Product) -> Workload:
 
 
 def _aligned_bytes(strides: Sequence[int], itemsize: int) -> int:
-    return math.gcd(_VECTOR_BYTES, max(strides[-2:]) * itemsize)
+    return math.gcd(VECTOR_BYTES, max(strides[-2:]) * itemsize)
 
 
 def _is_broadcast(strides: Sequence[int], batch: Sequence[int]) -> bool:
@@ -159,7 +157,7 @@ def of_sum(dims: SummedDims, dtype: np.dtype[Any], out_dtype: np.dtype[Any]) -> 
         len(sizes),
         dtype.itemsize,
         out_dtype.itemsize,
-        math.gcd(_VECTOR_BYTES, sizes[-1] * dtype.itemsize),
+        math.gcd(VECTOR_BYTES, sizes[-1] * dtype.itemsize),
         *(dtype.kind == kind for kind in "ifc"),
     )
     return Workload("sum", 0, total, "", tuple(map(float, features)))
@@ -177,8 +175,8 @@ def of_transpose(permutation: Permutation) -> Workload:
         widened.keeps_innermost,
         order[-1],
         order.index(len(sizes) - 1),
-        math.gcd(_VECTOR_BYTES, rows * itemsize),
-        math.gcd(_VECTOR_BYTES, columns * itemsize),
+        math.gcd(VECTOR_BYTES, rows * itemsize),
+        math.gcd(VECTOR_BYTES, columns * itemsize),
     )
     return Workload("transpose", 0, 2 * permutation.size_bytes, "", tuple(map(float, features)))
 
@@ -195,7 +193,7 @@ def of_add(dims: AddedDims, dtype: np.dtype[Any]) -> Workload:
         len(dims.sizes),
         dims.lhs_strides[-1] == dims.rhs_strides[-1],
         dtype.itemsize,
-        math.gcd(_VECTOR_BYTES, columns * dtype.itemsize),
+        math.gcd(VECTOR_BYTES, columns * dtype.itemsize),
         *(dtype.kind == kind for kind in "iuf"),
     )
     total = (elements + sum(read)) * dtype.itemsize

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from jax_tilekern.compilation.compiler import Kernel
 from jax_tilekern.plans.cxx import cxx_config
+from jax_tilekern.plans.gpu import VECTOR_BYTES
 from jax_tilekern.plans.launch import Scalars
 from jax_tilekern.plans.reduction.problem import (
     BATCH_LAYOUT,
     MAX_INDICES,
     THREADS,
-    WIDEST_LOAD,
     Pass,
     Reduction,
     load_bytes,
@@ -53,7 +53,7 @@ class ColumnPass(Pass):
     @property
     def resident_ctas(self) -> int:
         """CTAs that an SM holds, by ``ColumnConfig``."""
-        return 3 if self.vector_bytes == WIDEST_LOAD else 4
+        return 3 if self.vector_bytes == VECTOR_BYTES else 4
 
     @property
     def _busy(self) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS, distinct_matrices
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu, overlapped_cycles
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 
 
@@ -55,7 +55,6 @@ class SummedDims(NamedTuple):
 _Dtype = np.dtype[Any]
 
 THREADS = 256
-WIDEST_LOAD = 16
 MAX_INDICES = 2**31 - 1
 # CTAs per SM that splits aim at: few leave few partial sums, and many balance the load.
 _CTAS_PER_SM = (2, 4, 16)
@@ -69,8 +68,6 @@ _MAX_SPLITS = 1 << 16
 # The share of memory's time that the last CTAs add, which run while others have ended, if all CTAs
 # run at a time.
 _UNEVEN = 0.02
-# The share of the shorter of the SMs' and memory's time that the longer one does not hide.
-_NOT_HIDDEN = 0.15
 # The overhead of each contiguous run of bytes, in bytes.
 _RUN_BYTES = 8
 
@@ -264,7 +261,7 @@ class Pass(ABC):
         memory = self.reduction.bytes / (whole * rates.memory_bandwidth) * (1 + _UNEVEN / rounds)
         if self.reduction.bytes > 2 * _NEAR_BYTES * self.blocks:
             memory *= _FAR
-        return max(busy, memory) + _NOT_HIDDEN * min(busy, memory)
+        return overlapped_cycles(busy, memory)
 
     def split_counts(self, gpu: Gpu) -> list[int]:
         """Return the numbers of splits to consider."""
@@ -298,7 +295,7 @@ class Pass(ABC):
 
 def load_bytes(steps: list[int], dtype: _Dtype) -> int:
     """Return the widest load that divides steps in elements."""
-    return math.gcd(WIDEST_LOAD, *(step * dtype.itemsize for step in steps))
+    return math.gcd(VECTOR_BYTES, *(step * dtype.itemsize for step in steps))
 
 
 def _dense(sizes: tuple[int, ...]) -> tuple[int, ...]:

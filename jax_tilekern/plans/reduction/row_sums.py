@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from jax_tilekern.compilation.compiler import Kernel
 from jax_tilekern.plans.cxx import cxx_config
+from jax_tilekern.plans.gpu import VECTOR_BYTES
 from jax_tilekern.plans.launch import Scalars
 from jax_tilekern.plans.reduction.problem import (
     BATCH_LAYOUT,
     MAX_INDICES,
     THREADS,
-    WIDEST_LOAD,
     Pass,
     Reduction,
     load_bytes,
@@ -125,6 +125,6 @@ def row_passes(reduction: Reduction) -> Iterator[RowPass]:
             # More threads share a row before any is idle.
             idle = lanes < min(enough, THREADS) and groups * lanes < THREADS
             # A row of a whole CTA has enough loads in flight, unless they are narrow.
-            alone = lanes == THREADS and vector_bytes == WIDEST_LOAD
+            alone = lanes == THREADS and vector_bytes == VECTOR_BYTES
             if rows <= (1 if alone else reduction.outputs) and not idle:
                 yield RowPass(reduction, vector_bytes, lanes, rows=rows)

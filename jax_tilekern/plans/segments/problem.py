@@ -9,14 +9,13 @@ from typing import Any, Literal
 import numpy as np
 
 from jax_tilekern.plans.cxx import CXX_TYPES
+from jax_tilekern.plans.gpu import VECTOR_BYTES, WARP
 
-Reduction = Literal["sum", "prod", "max", "min"]
+Combiner = Literal["sum", "prod", "max", "min"]
 
-_WARP = 32
-_WIDEST_LOAD = 16
 
 # The classes of `ffi/cuda/segments/segments.cuh`.
-CXX_REDUCTIONS: dict[Reduction, str] = {
+CXX_REDUCTIONS: dict[Combiner, str] = {
     "sum": "tilekern::Sum",
     "prod": "tilekern::Product",
     "max": "tilekern::Maximum",
@@ -95,7 +94,7 @@ class SegmentReduction:
         Whether edges are read in an order, because they are not sorted by their keys.
     """
 
-    reduction: Reduction
+    reduction: Combiner
     edges: int
     segments: int
     batch: int
@@ -130,14 +129,14 @@ class SegmentReduction:
         )
         narrowest = min((x.dtype.itemsize for x in self.operands if not x.broadcast), default=4)
         # Accumulators of 16-bit floats are twice as wide as their elements.
-        most = _WIDEST_LOAD // max(narrowest, widest // 2)
+        most = VECTOR_BYTES // max(narrowest, widest // 2)
         return math.gcd(most, self.columns)
 
     @property
     def lanes(self) -> int:
         """Threads of a warp that are side by side on a row."""
         vectors = self.columns // self.vector
-        return min(_WARP, 1 << (vectors - 1).bit_length())
+        return min(WARP, 1 << (vectors - 1).bit_length())
 
     @property
     def tiles(self) -> int:

@@ -11,12 +11,12 @@ import numpy as np
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import WARP, Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
 
-_THREADS, _WARP = 128, 32
+_THREADS = 128
 _MOST_ITEMS = 32
-MAX_COLUMNS = _THREADS * _MOST_ITEMS
+MAX_ROW_LENGTH = _THREADS * _MOST_ITEMS
 # Each element found takes a search; XLA sorts.
 MAX_K = 64
 _DTYPES = tuple(
@@ -59,19 +59,19 @@ def plan_top_k(problem: TopK, gpu: Gpu) -> LaunchPlan | NoKernel:
     rows, columns, k, dtype = problem.rows, problem.columns, problem.k, problem.dtype
     if dtype not in _DTYPES:
         return NoKernel(f"no kernel orders {dtype}")
-    if columns > MAX_COLUMNS or k > MAX_K:
-        return NoKernel(f"{k} elements of rows of {columns} (at most {MAX_K} of {MAX_COLUMNS})")
+    if columns > MAX_ROW_LENGTH or k > MAX_K:
+        return NoKernel(f"{k} elements of rows of {columns} (at most {MAX_K} of {MAX_ROW_LENGTH})")
     if rows > 2**31 - 1:
         return NoKernel(f"{rows} rows")
     # A warp to a row where its lanes hold the row in few registers.
-    warps = 1 if columns <= _WARP * 16 else _THREADS // _WARP
-    items = 1 << (math.ceil(columns / (_WARP * warps)) - 1).bit_length()
+    warps = 1 if columns <= WARP * 16 else _THREADS // WARP
+    items = 1 << (math.ceil(columns / (WARP * warps)) - 1).bit_length()
     kernel = Kernel("segments/top_k.cuh", f"tilekern::top_k<{CXX_TYPES[dtype]}, {items}, {warps}>")
     compiled = compile_kernels(kernel, arch=gpu.arch)
     sizes = (Scalars.pack("I", size) for size in (rows, columns, k))
     launch = Launch(
         entry=compiled.entry(kernel.name),
-        grid=(math.ceil(rows * _WARP * warps / _THREADS), 1, 1),
+        grid=(math.ceil(rows * WARP * warps / _THREADS), 1, 1),
         block=(_THREADS, 1, 1),
         parameters=(Buffer(0), Buffer(1), Buffer(2), *sizes),
     )

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.cxx import cxx_config
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, Scalars
 from jax_tilekern.plans.transpose.permutation import Permutation
 from jax_tilekern.plans.transpose.shape import (
     DIVISOR,
     SECTOR_BYTES,
-    VECTOR_BYTES,
     Matrices,
     OuterDims,
     TileGrid,

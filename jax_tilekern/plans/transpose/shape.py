@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from jax_tilekern.plans.gpu import VECTOR_BYTES
 from jax_tilekern.plans.transpose.permutation import Permutation
 
 MAX_OUTER_DIMS = 6
-# A vector of a thread, a sector of memory and a cache line.
-VECTOR_BYTES = 16
+# A sector of memory and a cache line.
 SECTOR_BYTES = 32
 LINE_BYTES = 128
 

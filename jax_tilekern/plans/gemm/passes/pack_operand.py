@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.cxx import cxx_config
 from jax_tilekern.plans.gemm.geometry import StridedOperand
+from jax_tilekern.plans.gpu import VECTOR_BYTES
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 from jax_tilekern.plans.strided_rows import (
     MAX_ROWS,
     ROW_BYTES,
-    VECTOR_BYTES,
     RowTiling,
     StridedRows,
     source_rows,

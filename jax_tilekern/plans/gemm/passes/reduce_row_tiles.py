@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jax_tilekern.compilation.compiler import Compiled, Kernel
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gemm.epilogue import RowReduction
+from jax_tilekern.plans.gemm.epilogue import RowReductionText
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
 from jax_tilekern.plans.strided_rows import StridedRows
 
@@ -32,7 +32,7 @@ class RowTilesPass:
         Tiles of a row.
     """
 
-    reduction: RowReduction
+    reduction: RowReductionText
     batch: tuple[int, ...]
     rows: int
     tiles: int

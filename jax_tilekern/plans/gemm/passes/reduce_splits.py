@@ -13,8 +13,9 @@ from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
 from jax_tilekern.plans.gemm.epilogue import Epilogue
 from jax_tilekern.plans.gemm.epilogue_text import kernel_with_epilogue
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gpu import VECTOR_BYTES
 from jax_tilekern.plans.launch import Buffer, Launch, Scalars
-from jax_tilekern.plans.strided_rows import VECTOR_BYTES, RowTiling, StridedRows, merged_dims
+from jax_tilekern.plans.strided_rows import RowTiling, StridedRows, merged_dims
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from jax_tilekern.plans.gemm.epilogue_text import kernel_with_epilogue
 from jax_tilekern.plans.gemm.problem import Product, TypedProduct
 from jax_tilekern.plans.gemm.sm80.config import (
     MMA_ARITHMETICS,
-    WIDEST_LOAD,
     MatmulInstance,
     MatmulTile,
-    Operand,
+    OperandLayout,
     has_vector_rows,
     instances_for,
     lhs_operand,
@@ -27,7 +26,7 @@ from jax_tilekern.plans.gemm.sm80.config import (
     rhs_operand,
 )
 from jax_tilekern.plans.gemm.tiles import TILE_ROW_BYTES, raster_height
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
 from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch, LaunchPlan, NoKernel, Parameter
 
 # Cycles of the barrier after each k-tile, unless another CTA of the SM runs meanwhile.
@@ -129,7 +128,7 @@ class TiledMmaCandidate(CostedCandidate):
         widths = (
             self.instance.lhs.load_bytes,
             self.instance.rhs.load_bytes,
-            WIDEST_LOAD if self.out_vectors else 1,
+            VECTOR_BYTES if self.out_vectors else 1,
         )
         lhs, rhs, out = (
             max(dtype.itemsize, width)
@@ -208,7 +207,7 @@ def tiled_candidates(
     kind: type[_Candidate],
     product: TypedProduct[Any],
     typical: Product,
-    operands: tuple[Operand, Operand],
+    operands: tuple[OperandLayout, OperandLayout],
     grid: Callable[[MatmulTile], Grid | None],
     gpu: Gpu,
 ) -> list[_Candidate] | NoKernel:

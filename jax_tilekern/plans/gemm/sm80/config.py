@@ -18,15 +18,14 @@ from jax_tilekern.plans.gemm.arithmetic import TYPES, ElementTypes
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS, MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.tiles import TILE_ROW_BYTES
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import RESERVED_SHARED_BYTES, SM_REGISTERS, VECTOR_BYTES, Gpu
 from jax_tilekern.plans.launch import Scalars
 
 # The widest copy, in bytes.
-WIDEST_LOAD = 16
 
 
 @dataclass(frozen=True)
-class Operand:
+class OperandLayout:
     """The layout of an operand, as far as a kernel's code depends on it.
 
     Attributes
@@ -42,29 +41,33 @@ class Operand:
     load_bytes: int
 
 
-def lhs_operand(geometry: MatmulGeometry, itemsize: int) -> Operand:
+def lhs_operand(geometry: MatmulGeometry, itemsize: int) -> OperandLayout:
     """Return the layout of ``lhs``."""
     *batch, m, k = geometry.lhs_strides
     # With k of size 1 either order is right, and rows along m allow wider loads.
     k_major = m != 1 or (k == 1 and geometry.k > 1)
     outer = (geometry.m, m) if k_major else (geometry.k, k)
     strides = (outer, *zip(geometry.batch, batch, strict=True))
-    return Operand(k_major, _load_bytes(geometry.k if k_major else geometry.m, strides, itemsize))
+    return OperandLayout(
+        k_major, _load_bytes(geometry.k if k_major else geometry.m, strides, itemsize)
+    )
 
 
-def rhs_operand(geometry: MatmulGeometry, itemsize: int) -> Operand:
+def rhs_operand(geometry: MatmulGeometry, itemsize: int) -> OperandLayout:
     """Return the layout of ``rhs``."""
     *batch, k, n = geometry.rhs_strides
     k_major = n != 1 or (k == 1 and geometry.k > 1)
     outer = (geometry.n, n) if k_major else (geometry.k, k)
     strides = (outer, *zip(geometry.batch, batch, strict=True))
-    return Operand(k_major, _load_bytes(geometry.k if k_major else geometry.n, strides, itemsize))
+    return OperandLayout(
+        k_major, _load_bytes(geometry.k if k_major else geometry.n, strides, itemsize)
+    )
 
 
 def _load_bytes(length: int, strides: tuple[tuple[int, int], ...], itemsize: int) -> int:
     """Return the widest copy that divides rows of `length` elements and the steps between them."""
     steps = [length, *(stride for size, stride in strides if size > 1)]
-    common = math.gcd(WIDEST_LOAD, *(step * itemsize for step in steps))
+    common = math.gcd(VECTOR_BYTES, *(step * itemsize for step in steps))
     return common if common >= 4 else 1
 
 
@@ -72,13 +75,10 @@ def has_vector_rows(geometry: MatmulGeometry, itemsize: int) -> bool:
     """Whether every row of the output is a whole number of aligned 16-byte vectors."""
     *batch, m, _ = geometry.out_strides
     strides = ((geometry.m, m), *zip(geometry.batch, batch, strict=True))
-    return _load_bytes(geometry.n, strides, itemsize) == WIDEST_LOAD
+    return _load_bytes(geometry.n, strides, itemsize) == VECTOR_BYTES
 
 
 _Dtype = np.dtype[Any]
-# Each CTA takes this much shared memory beyond what it requests.
-_RESERVED_SHARED_BYTES = 1024
-_REGISTERS = 65536
 # The kernels need two stages, which are enough only for a single k-tile. A CTA that has the SM for
 # itself gains nothing beyond three and loses L2 hits. Small CTAs, which are bound by memory, gain
 # up to six (docs/tuning-log.md).
@@ -125,13 +125,13 @@ class MatmulTile:
 # Warp tiles of 64x64 read the least shared memory for their work, and fill the register file.
 TALL = MatmulTile(256, 128, 4, 2, max_blocks=1)
 SQUARE = MatmulTile(128, 128, 2, 4, max_blocks=1)
-SMALL = MatmulTile(64, 64, 2, 2, max_blocks=3)
+NARROW = MatmulTile(64, 64, 2, 2, max_blocks=3)
 TINY = MatmulTile(32, 32, 1, 1, max_blocks=8)
 # The lanes of simt_matmul make warp tiles of 32x64.
 SIMT_SQUARE = MatmulTile(128, 128, 4, 2, max_blocks=1)
 SIMT_SMALL = MatmulTile(64, 64, 2, 1, max_blocks=4)
 
-_MMA_TILES = (TALL, SQUARE, SMALL, TINY)
+_MMA_TILES = (TALL, SQUARE, NARROW, TINY)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ MMA_ARITHMETICS: dict[str, MmaArithmetic] = {
     "f16": MmaArithmetic(TYPES["f16"], _MMA_TILES),
     "tf32": MmaArithmetic(TYPES["tf32"], _MMA_TILES),
     "f32": MmaArithmetic(TYPES["f32"], (SIMT_SQUARE, SIMT_SMALL), family="simt"),
-    "f64": MmaArithmetic(TYPES["f64"], (SMALL, TINY)),
+    "f64": MmaArithmetic(TYPES["f64"], (NARROW, TINY)),
     "int8": MmaArithmetic(TYPES["int8"], _MMA_TILES),
     # Accumulators of the tensor cores' float8 MMAs are promoted to float32 every 128 of k ...
     "fp8": MmaArithmetic(TYPES["fp8"], _MMA_TILES, min_capability=(8, 9)),
@@ -190,8 +190,8 @@ class MatmulInstance:
     block_k: int
     stages: int
     min_blocks: int
-    lhs: Operand
-    rhs: Operand
+    lhs: OperandLayout
+    rhs: OperandLayout
     promote: bool
     widen: bool
 
@@ -230,7 +230,7 @@ class MatmulInstance:
 
 
 def instances_for(
-    product: Product, lhs: Operand, rhs: Operand, gpu: Gpu
+    product: Product, lhs: OperandLayout, rhs: OperandLayout, gpu: Gpu
 ) -> Iterator[tuple[MatmulInstance, int]]:
     """Yield a kernel for each tile, and how many of its CTAs an SM holds at a time.
 
@@ -291,8 +291,8 @@ def _instance(
     how: MmaArithmetic,
     tile: MatmulTile,
     occupancy: tuple[int, int],
-    lhs: Operand,
-    rhs: Operand,
+    lhs: OperandLayout,
+    rhs: OperandLayout,
     dtypes: tuple[_Dtype, _Dtype, _Dtype],
     treatment: tuple[bool, bool],
 ) -> MatmulInstance:
@@ -300,7 +300,7 @@ def _instance(
     promote, widen = treatment
     if min(lhs.load_bytes, rhs.load_bytes) == 1:
         # Shifting loads use the maximum number of registers per thread.
-        blocks = min(blocks, _REGISTERS // (256 * tile.threads))
+        blocks = min(blocks, SM_REGISTERS // (256 * tile.threads))
     return MatmulInstance(
         family=how.family,
         types=tuple(CXX_TYPES[dtype] for dtype in dtypes),
@@ -323,7 +323,7 @@ def _float8_treatment(arithmetic: str, gpu: Gpu) -> tuple[bool, bool]:
 
 
 def _usable_tiles(
-    how: MmaArithmetic, lhs: Operand, rhs: Operand, promote: bool
+    how: MmaArithmetic, lhs: OperandLayout, rhs: OperandLayout, promote: bool
 ) -> Iterator[MatmulTile]:
     """Yield the tiles whose kernel fits into registers, on every architecture."""
     narrowest = min(lhs.load_bytes, rhs.load_bytes)
@@ -333,19 +333,19 @@ def _usable_tiles(
         if tile == TALL and (promote or narrowest == 1):
             continue
         # ... and the next has room for little more than one of them.
-        if tile == SQUARE and (narrowest < WIDEST_LOAD if promote else narrowest == 1 and bytes_):
+        if tile == SQUARE and (narrowest < VECTOR_BYTES if promote else narrowest == 1 and bytes_):
             continue
         yield tile
 
 
 def _occupancy(tile: MatmulTile, gpu: Gpu, k_tiles: int) -> tuple[int, int] | None:
     """CTAs of an SM, and stages of each; ``None`` if too few stages fit."""
-    total = gpu.shared_memory_bytes + _RESERVED_SHARED_BYTES
+    total = gpu.shared_memory_bytes + RESERVED_SHARED_BYTES
     if k_tiles == 1:
         # A CTA overlaps nothing by itself, so the maximum number of CTAs is best.
         return tile.max_blocks, _MIN_STAGES
     for blocks in range(tile.max_blocks, 0, -1):
-        stages = (total // blocks - _RESERVED_SHARED_BYTES) // tile.stage_bytes
+        stages = (total // blocks - RESERVED_SHARED_BYTES) // tile.stage_bytes
         if stages > _MIN_STAGES:
             return blocks, min(stages, _MAX_STAGES_ALONE if blocks == 1 else _MAX_STAGES)
     return None

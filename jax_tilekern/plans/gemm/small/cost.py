@@ -9,7 +9,7 @@ import math
 
 from jax_tilekern.plans.gemm.small.config import SmallInstance
 from jax_tilekern.plans.gemm.small.rows import Rows, k_step, lane_bytes
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import RESERVED_SHARED_BYTES, SM_REGISTERS, Gpu
 
 # Cycles of a launch of which one warp computes nothing.
 _LAUNCH_CYCLES = 3600
@@ -25,8 +25,7 @@ _LOAD_LATENCY, _COPY_LATENCY, _REDUCTION_LATENCY, _CHUNK_LATENCY = 1.9, 103.0, 9
 # These times overlap little: they are added up in the norm of this power.
 _OVERLAP = 1.05
 # What an SM holds.
-_THREADS, _CTAS, _REGISTERS = 2048, 32, 65536
-_RESERVED_SHARED_BYTES = 1024
+_THREADS, _CTAS = 2048, 32
 # Registers of a thread beside accumulators and operands.
 _OTHER_REGISTERS = 28
 
@@ -150,11 +149,11 @@ def _resident_ctas(instance: SmallInstance, gpu: Gpu) -> int:
     if instance.product.arithmetic == "f64":
         accumulators *= 2
     registers = min(_OTHER_REGISTERS + accumulators + sum(_lines(instance)) * words, 255)
-    shared = instance.shared_memory_bytes + _RESERVED_SHARED_BYTES
+    shared = instance.shared_memory_bytes + RESERVED_SHARED_BYTES
     limits = (
         _THREADS // tile.threads,
         _CTAS,
-        (gpu.shared_memory_bytes + _RESERVED_SHARED_BYTES) // shared,
-        _REGISTERS // (tile.threads * registers),
+        (gpu.shared_memory_bytes + RESERVED_SHARED_BYTES) // shared,
+        SM_REGISTERS // (tile.threads * registers),
     )
     return max(1, min(limits))

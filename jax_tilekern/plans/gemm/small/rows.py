@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from jax_tilekern.plans.gemm.geometry import MAX_BATCH_DIMS
 from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gpu import VECTOR_BYTES
 
-_VECTOR_BYTES = 16
 # Rows at multiples of this many bytes put the same element of all of them on few banks of shared
 # memory; and those across k of which a lane reads groups of 8.
 _CONFLICTING_PITCH, _CONFLICTING_PITCH_OF_GROUPS = 32, 16
@@ -66,19 +66,19 @@ class Rows:
     @property
     def uniform(self) -> bool:
         """Whether all rows start at the same distance from a multiple of 16 bytes."""
-        return self.flat or self.count == 1 or self.stride % _VECTOR_BYTES == 0
+        return self.flat or self.count == 1 or self.stride % VECTOR_BYTES == 0
 
     @property
     def aligned(self) -> bool:
         """Whether rows of tiles start at multiples of 16 bytes."""
         steps = (self.stride, self.tile_step, *self.batch_strides)
-        return all(step % _VECTOR_BYTES == 0 for step in steps)
+        return all(step % VECTOR_BYTES == 0 for step in steps)
 
     @property
     def vectors(self) -> int:
         """Vectors of 16 bytes that hold a row."""
-        before = 0 if self.aligned else _VECTOR_BYTES - 1
-        return math.ceil((self.row_bytes + before) / _VECTOR_BYTES)
+        before = 0 if self.aligned else VECTOR_BYTES - 1
+        return math.ceil((self.row_bytes + before) / VECTOR_BYTES)
 
     @property
     def pitch(self) -> int:
@@ -86,9 +86,9 @@ class Rows:
         if self.flat:
             return self.stride
         if self.group_rows:
-            return self.vectors * _VECTOR_BYTES
+            return self.vectors * VECTOR_BYTES
         # Odd, so that the same element of eight rows is on eight different banks.
-        return (self.vectors | 1) * _VECTOR_BYTES
+        return (self.vectors | 1) * VECTOR_BYTES
 
     @property
     def tile_bytes(self) -> int:
@@ -104,10 +104,10 @@ class Rows:
         """Return the shared memory of rows, of which the last is perhaps longer."""
         size = rows * self.pitch + last_row_bytes - self.row_bytes
         if self.flat:
-            size += _VECTOR_BYTES - 1
+            size += VECTOR_BYTES - 1
         if self.group_rows:
             size += (rows - 1) // self.group_rows * _GROUP_PADDING
-        return math.ceil(size / _VECTOR_BYTES) * _VECTOR_BYTES
+        return math.ceil(size / VECTOR_BYTES) * VECTOR_BYTES
 
     @property
     def threads_per_row(self) -> int:

@@ -28,7 +28,7 @@ from jax_tilekern.plans.gemm.sm80.config import (
     TINY,
     MatmulInstance,
     MatmulTile,
-    Operand,
+    OperandLayout,
     lhs_operand,
     rhs_operand,
 )
@@ -111,7 +111,7 @@ def _average(geometry: GroupedGeometry) -> MatmulGeometry:
     return dataclasses.replace(geometry.product, k=rows)
 
 
-def _operands(product: GroupedProduct) -> tuple[Operand, Operand]:
+def _operands(product: GroupedProduct) -> tuple[OperandLayout, OperandLayout]:
     geometry = product.geometry
     lhs = lhs_operand(geometry.product, product.lhs_dtype.itemsize)
     rhs = rhs_operand(geometry.product, product.rhs_dtype.itemsize)
@@ -123,8 +123,8 @@ def _operands(product: GroupedProduct) -> tuple[Operand, Operand]:
     return lhs, rhs
 
 
-def _starting_anywhere(operand: Operand, dtype: np.dtype[Any]) -> Operand:
-    return Operand(operand.k_major, dtype.itemsize if dtype.itemsize >= 4 else 1)
+def _starting_anywhere(operand: OperandLayout, dtype: np.dtype[Any]) -> OperandLayout:
+    return OperandLayout(operand.k_major, dtype.itemsize if dtype.itemsize >= 4 else 1)
 
 
 def _grid(geometry: GroupedGeometry, tile: MatmulTile) -> tuple[int, int, int]:
