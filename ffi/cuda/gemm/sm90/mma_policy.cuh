@@ -143,22 +143,14 @@ class WarpgroupMma {
   // cores busy.
   static constexpr int kSets = kTransposedLhs && !config.promote && kLhsBytes == 1 ? 2 : 1;
 
-  template <bool kTransposed>
-  struct LhsSource {
-    using Type = SharedLhs<LhsTile, kRowBlocks>;
-  };
-  template <>
-  struct LhsSource<true> {
-    using Type = RegisterLhs<Lhs, LhsTile, kRowBlocks, kSets>;
-  };
-
  public:
   using Accumulator = typename Types::Accumulator;
 
  private:
   using Accumulators = Select<config.promote, PromotedAccumulators<Accumulator, kRowBlocks, kCount>,
                               PlainAccumulators<Accumulator, kRowBlocks, kCount>>;
-  using Source = typename LhsSource<kTransposedLhs>::Type;
+  using Source = Select<kTransposedLhs, RegisterLhs<Lhs, LhsTile, kRowBlocks, kSets>,
+                        SharedLhs<LhsTile, kRowBlocks>>;
   using Flags = Select<kLhsBytes == 2, SignsAndOrders<config.lhs_k_major, config.rhs_k_major>,
                        Select<kSame<Accumulator, float>, Signs, NoFlags>>;
 

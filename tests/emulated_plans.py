@@ -1,0 +1,237 @@
+"""Launch plans on a CPU: their kernels compiled as C++, with emulated threads and instructions.
+
+``record()`` keeps the sources of kernels that are compiled while it is active; ``run_plan`` runs a
+plan of such kernels on NumPy arrays. ``tests/emulator`` has the threads, CUDA's functions and the
+PTX instructions.
+"""
+
+import contextlib
+import hashlib
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from jax_tilekern.compilation import compiler
+from jax_tilekern.compilation.headers import headers_of
+from jax_tilekern.plans.launch import Buffer, Scalars, TensorMap
+
+# A part of the names of programs.
+SALT = ""
+ROOT = Path(__file__).resolve().parent.parent
+EMULATOR = ROOT / "tests" / "emulator"
+COMPILER = shutil.which("g++")
+
+# -- CUDA as C++ -----------------------------------------------------------------------------------
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+
+def _closing(text, at):
+    """The position behind the parenthesis that closes the one at ``at``."""
+    depth = 0
+    while True:
+        if text[at] == '"':
+            at = _STRING.match(text, at).end() - 1
+        depth += {"(": 1, ")": -1}.get(text[at], 0)
+        at += 1
+        if depth == 0:
+            return at
+
+
+def _split(text, separator):
+    """Split at a separator that is in no string and no parentheses."""
+    parts, start, at = [], 0, 0
+    while at < len(text):
+        if text[at] == "(":
+            at = _closing(text, at)
+            continue
+        if text[at] == '"':
+            at = _STRING.match(text, at).end()
+            continue
+        if text[at] == separator:
+            parts.append(text[start:at])
+            start = at + 1
+        at += 1
+    return [*parts, text[start:]]
+
+
+def _instruction(statement):
+    """Return what an ``asm`` statement has in its parentheses as a call of the emulator."""
+    text, *sections = _split(re.sub(r"\\?\n", " ", statement), ":")
+    operands = []
+    for section in sections[:2]:
+        for operand in filter(str.strip, _split(section, ",")):
+            # A macro lists the accumulators of wgmma.
+            expression = _STRING.sub("", operand)
+            is_list = "TILEKERN_B_" in operand
+            operands.append(
+                "accumulators" if is_list else expression[expression.index("(") :].strip()
+            )
+    return f"emulation::Ptx<{text.strip()}>::run({', '.join(operands)})"
+
+
+def as_cpp(text):
+    """Return a CUDA text as C++ for the emulator."""
+    result, at = "", 0
+    for match in re.finditer(r"\basm\s*(?:volatile\s*)?\(", text):
+        end = _closing(text, match.end() - 1)
+        result += text[at : match.start()] + _instruction(text[match.end() : end - 1])
+        at = end
+    text = result + text[at:]
+
+    def dynamic(match):
+        indent, kind, name = match.groups()
+        address = f"reinterpret_cast<{kind}*>(std::uintptr_t{{emulation::cta().base()}})"
+        return (
+            f"{indent}{kind}* const {name} = {address};"
+            if indent
+            else f"#define {name} ({address})"
+        )
+
+    text = re.sub(
+        r"^( *)extern __shared__ (?:__align__\(\d+\) )?([\w: ]+?) (\w+)\[\];",
+        dynamic,
+        text,
+        flags=re.M,
+    )
+    text = re.sub(r"__shared__( alignas\(\d+\))?", r"\1 static", text)
+    # Headers are found by their whole names alone.
+    text = re.sub(r'#( *)include "([^"]+)"', r"#\1include <\2>", text)
+    return text.replace("__align__(", "alignas(")
+
+
+# -- Plans -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def record():
+    """Yield the requests of kernels that are compiled, by name and cubin."""
+    found, compiled = {}, compiler._Request.compiled
+
+    def recorded(self):
+        result = compiled(self)
+        for entry in result.entries:
+            found[entry.name, entry.cubin] = self
+        return result
+
+    compiler._Request.compiled = recorded
+    try:
+        yield found
+    finally:
+        compiler._Request.compiled = compiled
+
+
+def build(requests, *options):
+    """Compile kernels into a program that runs plans of them; return its path."""
+    texts = {}
+    for request in requests:
+        texts |= headers_of(request.source.text, request.source.headers).texts
+    sources = list(dict.fromkeys(request.source.text for request in requests))
+    names = [request.name for request in requests]
+    arch = max(int(re.sub(r"\D", "", request.arch)) for request in requests) * 10
+    main = "".join(f'#include "source{i}.cuh"\n' for i in range(len(sources)))
+    cases = "".join(
+        f"    case {i}: return launch_with(&{name}, grid, block, cluster, shared, bytes);\n"
+        for i, name in enumerate(names)
+    )
+    main = f"""#define EMULATED_ARCH {arch}
+#include "main.h"
+{main}
+int main(int, char** arguments) {{
+  using emulation::Dim3, emulation::launch_with;
+  return emulation::run_plan(arguments[1], [](int kernel, Dim3 grid, Dim3 block, Dim3 cluster,
+                                              unsigned shared, const char* bytes) {{
+    switch (kernel) {{
+{cases}    }}
+  }});
+}}
+"""
+    digest = hashlib.sha256(repr((SALT, main, sources, sorted(texts.items()), options)).encode())
+    for path in sorted(EMULATOR.iterdir()):
+        digest.update(path.read_bytes())
+    folder = Path(tempfile.gettempdir()) / "jax_tilekern_emulated" / digest.hexdigest()[:24]
+    program = folder / "program"
+    if program.exists():
+        return program
+    for name, text in [*texts.items(), *((f"source{i}.cuh", s) for i, s in enumerate(sources))]:
+        path = folder / "include" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(as_cpp(text))
+    (folder / "main.cc").write_text(main)
+    command = [
+        COMPILER, "-std=c++20", "-O2", "-w", "-no-pie", "-fno-strict-aliasing",
+        f"-I{folder / 'include'}", f"-I{EMULATOR}", *options,
+        # Fortified functions end a program that jumps from one stack to another.
+        "-U_FORTIFY_SOURCE", folder / "main.cc", "-o", folder / "part",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{names}: {done.stderr[:6000]}")
+    # Another process may build the same program.
+    (folder / "part").rename(program)
+    return program
+
+
+def run_plan(plan, recorded, operands, results, *, late=False, backwards=False, options=()):
+    """Run a launch plan on arrays; return its results, arrays of these shapes and types."""
+    requests = list(dict.fromkeys(_request(recorded, launch) for launch in plan.launches))
+    program = build(requests, *options)
+    poison = [np.full(size, 0xA5, np.uint8) for size in plan.workspace_bytes]
+    # What a kernel does not write is NaN, or a large integer.
+    outputs = [
+        np.frombuffer(b"\xff" * (np.prod(shape, dtype=int) * np.dtype(dtype).itemsize), dtype)
+        for shape, dtype in results
+    ]
+    buffers = [*map(np.ascontiguousarray, operands), *outputs, *poison]
+    with tempfile.TemporaryDirectory() as folder:
+        for i, buffer in enumerate(buffers):
+            (Path(folder) / str(i)).write_bytes(buffer.tobytes())
+        numbers = [int(late), int(backwards), folder, *_counted(b.nbytes for b in buffers)]
+        numbers.append(len(plan.launches))
+        for launch in plan.launches:
+            numbers += [requests.index(_request(recorded, launch)), *launch.grid, *launch.block]
+            numbers += [*launch.cluster, launch.shared_memory_bytes, *_counted(launch.repeats)]
+            numbers.append(len(launch.parameters))
+            for parameter in launch.parameters:
+                numbers += _numbers(parameter)
+        (Path(folder) / "plan").write_text(" ".join(map(str, numbers)))
+        done = subprocess.run(
+            [program, Path(folder) / "plan"], capture_output=True, text=True, timeout=600
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"{plan.name} ended with {done.returncode}: {done.stderr[-3000:]}")
+        first = len(operands)
+        return [
+            np.frombuffer((Path(folder) / str(first + i)).read_bytes(), dtype).reshape(shape)
+            for i, (shape, dtype) in enumerate(results)
+        ]
+
+
+def _request(recorded, launch):
+    return recorded[launch.entry.name, launch.entry.cubin]
+
+
+def _counted(values):
+    values = list(values)
+    return [len(values), *values]
+
+
+def _numbers(parameter):
+    """Return a parameter as main.h reads it."""
+    if isinstance(parameter, Buffer):
+        return [0, parameter.index, parameter.offset_bytes, *_counted(parameter.steps_bytes)]
+    if isinstance(parameter, Scalars):
+        return [1, *_counted(parameter.data)]
+    assert isinstance(parameter, TensorMap)
+    assert not parameter.interleave
+    assert set(parameter.element_strides) <= {1}
+    return [
+        2, parameter.buffer, parameter.offset_bytes, *_counted(parameter.steps_bytes),
+        parameter.element_bytes, parameter.swizzle, int(parameter.dtype == "tfloat32"),
+        int(parameter.oob_fill == "nan"), *_counted(parameter.sizes),
+        *_counted(parameter.strides_bytes), *_counted(parameter.box),
+    ]  # fmt: skip

@@ -1,0 +1,113 @@
+"""Launch plans with emulated threads and instructions: the values of kernels without a GPU.
+
+Asynchronous operations take place when they are issued, or when they are waited for, and threads
+get their turns forwards or backwards. The results are the same.
+"""
+
+import dataclasses
+
+import emulated_plans
+import numpy as np
+import pytest
+from products import H100, INT8, TYPES, Product, row_major
+
+from jax_tilekern.plans.gemm.select import candidates
+from jax_tilekern.plans.launch import NoKernel
+
+pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+
+# Few CTAs have several tiles each.
+GPU = dataclasses.replace(H100, sm_count=4)
+# The largest error relative to the sum of the magnitudes of the products: that of the result's
+# type, or of accumulators of float32 or TF32.
+TOLERANCES = {
+    "bf16": 2**-8, "f16": 2**-11, "tf32": 2**-10, "f32": 2**-20, "f64": 2**-48, "int8": 0,
+    "fp8": 2**-20, "fp8_fast": 2**-8,
+}  # fmt: skip
+
+
+def values(generator, shape, dtype):
+    if dtype == INT8:
+        return generator.integers(-128, 128, shape).astype(dtype)
+    return generator.normal(size=shape).astype(dtype)
+
+
+def plan_of(product, key):
+    """The plan of the candidate with a key, and what its kernels are compiled from."""
+    found = candidates(product, GPU)
+    assert not isinstance(found, NoKernel)
+    candidate = next(candidate for candidate in found if candidate.key == key)
+    with emulated_plans.record() as recorded:
+        return candidate.plan(GPU), recorded
+
+
+def run_product(kind, shape, key, majors, **how):
+    m, n, k = shape
+    lhs_type, rhs_type, out_type = TYPES[kind]
+    lhs_k_major, rhs_k_major = (major == "k" for major in majors)
+    geometry = row_major(m, n, k, lhs_k_major=lhs_k_major, rhs_k_major=rhs_k_major)
+    plan, recorded = plan_of(Product(geometry, lhs_type, rhs_type, out_type, kind), key)
+    generator = np.random.default_rng(sum(shape))
+    lhs = values(generator, (m, k), lhs_type)
+    rhs = values(generator, (k, n), rhs_type)
+    operands = [lhs if lhs_k_major else lhs.T, rhs.T if rhs_k_major else rhs]
+    (out,) = emulated_plans.run_plan(plan, recorded, operands, [((m, n), out_type)], **how)
+    wide = [x.astype(np.float64) for x in (lhs, rhs)]
+    error = np.abs(out.astype(np.float64) - wide[0] @ wide[1])
+    return out, (error / (np.abs(wide[0]) @ np.abs(wide[1]))).max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "key", "majors"),
+    [
+        ("bf16", (300, 328, 200), "wgmma 128x256 clusters of 2", "kn"),
+        ("bf16", (300, 328, 200), "wgmma 128x160 ping-pong swapped", "mk"),
+        ("f16", (129, 72, 1000), "wgmma 64x64 by 1", "mn"),
+        ("tf32", (300, 328, 200), "wgmma 128x128 ping-pong", "mk"),
+        ("int8", (300, 328, 200), "wgmma 128x128", "mk"),
+        ("fp8", (200, 136, 400), "wgmma 128x128", "kk"),
+        ("fp8_fast", (200, 136, 400), "wgmma 128x128 swapped", "kk"),
+        ("f32", (100, 108, 80), "split float16 128x128 swapped", "kn"),
+        ("f32", (100, 108, 80), "simt 64x64", "kn"),
+        ("f64", (100, 108, 80), "mma 64x64", "kn"),
+        ("bf16", (100, 107, 80), "mma 64x64", "kn"),
+    ],
+)
+@pytest.mark.one_in(3)
+def test_products(kind, shape, key, majors):
+    out, error = run_product(kind, shape, key, majors)
+    assert error <= TOLERANCES[kind]
+    for how in ({"late": True}, {"late": True, "backwards": True}, {"backwards": True}):
+        again, _ = run_product(kind, shape, key, majors, **how)
+        np.testing.assert_array_equal(again, out)
+
+
+FAULTS = {
+    "a stage is released while MMAs read it": (
+        "gemm/sm90/consumer.cuh", "warpgroup_wait<1>();", "warpgroup_wait<2>();",
+    ),
+    "results are staged while TMA reads the buffer": (
+        "gemm/sm90/store.cuh", "tma_store_wait_read<kSubtileBuffers - 1>();", "(void)0;",
+    ),
+    "a k-tile is multiplied before it has come in": (
+        "gemm/sm90/consumer.cuh", "wait_full(state);\n    mma_.t", "stage(0);\n    mma_.t",
+    ),
+    "a wrong distance of groups of rows": ("wgmma.cuh", "1024ull", "2048ull"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.thorough
+def test_faults_are_found(monkeypatch, fault):
+    file, right, wrong = FAULTS[fault]
+    assert right in (emulated_plans.ROOT / "ffi" / "cuda" / file).read_text()
+    as_cpp = emulated_plans.as_cpp
+    monkeypatch.setattr(emulated_plans, "as_cpp", lambda text: as_cpp(text.replace(right, wrong)))
+    monkeypatch.setattr(emulated_plans, "SALT", fault)
+    try:
+        _, error = run_product("bf16", (300, 328, 700), "wgmma 128x256", "kn", late=True)
+    except RuntimeError as failure:
+        message = str(failure)
+    else:
+        message = "emulated kernel" if error > TOLERANCES["bf16"] else ""
+    assert "emulated kernel" in message
