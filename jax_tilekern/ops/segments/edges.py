@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,13 +14,15 @@ import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
+from jax_tilekern.ops.segments.batches import first_of_batches
 from jax_tilekern.ops.segments.keys import highest, lowest, rows_of
+from jax_tilekern.partitioning import params_text
 from jax_tilekern.plans.segments.problem import Combiner
 
 
 @dataclass(frozen=True)
-class Edges:
-    """What the operands of a call are, and how edges read them.
+class SegmentCall:
+    """What a call reduces: what its operands are, how edges read them, and what their values are.
 
     Attributes
     ----------
@@ -35,6 +39,14 @@ class Edges:
         Number of batches.
     is_sorted
         Whether keys ascend. If not, there is an order.
+    reduction
+        How values are combined.
+    function
+        The values: a function of one element of each array. ``None`` for the one array itself.
+    dtype
+        Type of the result; floats are reduced in float32 at least.
+    linear
+        In how many of the last arrays the function is jointly linear.
     """
 
     gathers: tuple[int | None, ...]
@@ -43,11 +55,29 @@ class Edges:
     segments: int
     batch: int
     is_sorted: bool
+    reduction: Combiner
+    function: ScalarFunction | None
+    dtype: np.dtype[Any]
+    linear: int = 0
 
     @property
     def bins(self) -> int:
         """Bins of all batches."""
         return self.batch * (self.segments + 2)
+
+    @property
+    def dtypes(self) -> tuple[np.dtype[Any], ...]:
+        """The types that decide whether 64-bit types are enabled."""
+        return (self.dtype, *(self.function.dtypes if self.function else ()))
+
+    def of_values(self) -> SegmentCall:
+        """Return the call that reduces the values of edges where they are stored."""
+        return dataclasses.replace(
+            self, gathers=(None,), indices=0, planned=(), function=None, linear=0
+        )
+
+
+params_text.register(SegmentCall, vars, lambda fields: SegmentCall(**fields))
 
 
 class EdgeOperands(NamedTuple):
@@ -77,11 +107,11 @@ class EdgeOperands(NamedTuple):
     bounds: Any
 
     @classmethod
-    def of(cls, operands: Sequence[Any], edges: Edges) -> EdgeOperands:
+    def of(cls, operands: Sequence[Any], call: SegmentCall) -> EdgeOperands:
         """Take the operands of a call apart."""
-        arrays = len(edges.gathers)
-        indices = arrays + edges.indices
-        plans = indices + 2 * len(edges.planned)
+        arrays = len(call.gathers)
+        indices = arrays + call.indices
+        plans = indices + 2 * len(call.planned)
         flat = operands[indices:plans]
         keys, *order, bounds = operands[plans:]
         return cls(
@@ -99,6 +129,10 @@ class EdgeOperands(NamedTuple):
         return [*self.arrays, *self.indices, *plans, self.keys, *self.order, self.bounds]
 
 
+# What binds the operation.
+Reduce = Callable[[EdgeOperands, SegmentCall], Array]
+
+
 def columns_of(arrays: Sequence[Any]) -> tuple[int, ...]:
     """Return the sizes of the dimensions after the rows."""
     return columns_of_shapes([x.shape for x in arrays])
@@ -110,12 +144,31 @@ def columns_of_shapes(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(next((n for n in each if n != 1), 1) for each in sizes)
 
 
-def gathered_rows(x: Array, index: Array) -> Array:
-    """Return rows by their numbers, zeros for those out of bounds."""
+def gathered_rows(x: Array, index: Array, *, batch: int = 1, fill: Any = 0) -> Array:
+    """Return rows by their numbers.
+
+    Parameters
+    ----------
+    x, index
+        The table, and numbers of its rows.
+    batch
+        Each batch of numbers is of rows of its own part of the table. Batches stay apart, so that
+        devices share them.
+    fill
+        What numbers out of bounds read.
+    """
     if not x.shape[0]:
-        return jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
-    number = jnp.where(index < 0, x.shape[0], index)
-    return jnp.asarray(x).at[number].get(mode="fill", fill_value=0)
+        return jnp.full((*index.shape, *x.shape[1:]), fill, x.dtype)
+    if batch == 1:
+        number = jnp.where(index < 0, x.shape[0], index)
+        return jnp.asarray(x).at[number].get(mode="fill", fill_value=fill)
+    rows = x.shape[0] // batch
+    index = index.reshape(batch, -1)
+    result: Array = jax.vmap(functools.partial(gathered_rows, fill=fill))(
+        x.reshape(batch, rows, *x.shape[1:]),
+        jnp.where(index < 0, -1, index - first_of_batches(batch, rows)),
+    )
+    return result.reshape(-1, *result.shape[2:])
 
 
 def edge_values(
@@ -163,37 +216,29 @@ def value_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if is_narrow else dtype
 
 
-def by_scatter(
-    arrays: Sequence[Array],
-    indices: Sequence[Array],
-    keys: Array,
-    edges: Edges,
-    reduction: Combiner,
-    function: ScalarFunction | None,
-    dtype: np.dtype[Any],
-) -> Array:
+def by_scatter(read: EdgeOperands, call: SegmentCall) -> Array:
     """Reduce by JAX's own operations."""
-    values = edge_values(arrays, indices, edges.gathers, function).astype(value_dtype(dtype))
-    if edges.batch == 1:
-        by_jax = getattr(jax.ops, f"segment_{reduction}")
-        total: Array = by_jax(values, keys, edges.segments, edges.is_sorted)
-        return total.astype(dtype)
-    rows = rows_of(keys, edges.segments, edges.batch)
-    first = lax.broadcasted_iota(np.int32, (edges.batch, 1), 0) * edges.segments
-    rows = rows.reshape(edges.batch, -1)
-    shape = (edges.segments, *values.shape[1:])
-    start = jnp.full(shape, neutral_element(reduction, values.dtype), values.dtype)
+    values = edge_values(read.arrays, read.indices, call.gathers, call.function)
+    values = values.astype(value_dtype(call.dtype))
+    if call.batch == 1:
+        by_jax = getattr(jax.ops, f"segment_{call.reduction}")
+        total: Array = by_jax(values, read.keys, call.segments, call.is_sorted)
+        return total.astype(call.dtype)
+    rows = rows_of(read.keys, call.segments, call.batch).reshape(call.batch, -1)
+    shape = (call.segments, *values.shape[1:])
+    start = jnp.full(shape, neutral_element(call.reduction, values.dtype), values.dtype)
 
     def reduced(rows: Array, values: Array) -> Array:
-        result: Array = getattr(start.at[rows], _SCATTERS[reduction])(
-            values, mode="drop", indices_are_sorted=edges.is_sorted
+        result: Array = getattr(start.at[rows], _SCATTERS[call.reduction])(
+            values, mode="drop", indices_are_sorted=call.is_sorted
         )
         return result
 
     # Batches stay apart, so that devices share them.
-    rows = jnp.where(rows < 0, edges.segments, rows - first)
+    first = first_of_batches(call.batch, call.segments)
+    rows = jnp.where(rows < 0, call.segments, rows - first)
     result = jax.vmap(reduced)(rows, values.reshape(*rows.shape, *shape[1:]))
-    return result.reshape(-1, *shape[1:]).astype(dtype)
+    return result.reshape(-1, *shape[1:]).astype(call.dtype)
 
 
 def trace_values(

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.segments.edges import EdgeOperands, Edges, trace_values, value_dtype
+from jax_tilekern.ops.segments.edges import EdgeOperands, SegmentCall, trace_values, value_dtype
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.keys import keys_of, rows_of
 from jax_tilekern.ops.segments.plan import (
@@ -25,7 +25,7 @@ from jax_tilekern.ops.segments.plan import (
     number_of_segments,
     plan_of,
 )
-from jax_tilekern.ops.segments.reduce import reduce_segments
+from jax_tilekern.ops.segments.reduce import reduce_rows, reduce_segments
 from jax_tilekern.plans.segments.problem import Combiner
 
 Kind = Combiner | Literal["mean"]
@@ -260,7 +260,7 @@ def segment_reduce(
             index = rows_of(place.keys, place.num_segments)
             # Edges that are sorted as they lie have an order, too.
             by_row = lax.iota(np.int32, place.size) if place.order is None else place.order
-            plans.append((by_row, place.bounds))
+            plans += [by_row, place.bounds]
             planned.append(i)
         else:
             index = keys_of(integers("segment_reduce", place), max(rows))
@@ -288,19 +288,25 @@ def segment_reduce(
         indices.append(jnp.zeros(plan.size, np.int32))
         gathers = (*gathers, *(zero,) * len(scalars))
         read += scalars
-    order = () if plan.order is None else (plan.order,)
-    edges = Edges(gathers, len(indices), tuple(planned), plan.num_segments, 1, plan.order is None)
-    operands = EdgeOperands(
-        tuple(read), tuple(indices), tuple(plans), plan.keys, order, plan.bounds
+    segments = SegmentCall(
+        gathers,
+        len(indices),
+        tuple(planned),
+        plan.num_segments,
+        1,
+        plan.order is None,
+        reduction,
+        values,
+        values.out_dtypes[0],
     )
+    operands = EdgeOperands.of([*read, *indices, *plans, *plan.placed], segments)
     whole = next(x for x in read if x.shape[1:] == shape)
 
-    def call(operands: EdgeOperands) -> Array:
-        return reduce_segments(
-            operands, edges, reduction=reduction, function=values, dtype=values.out_dtypes[0]
-        )
-
-    result: Array = by_automatic_axes(call, operands, lambda: (None, *spec_of(whole)[1:]))
+    result: Array = by_automatic_axes(
+        lambda operands: reduce_segments(operands, segments),
+        operands,
+        lambda: (None, *spec_of(whole)[1:]),
+    )
     return result
 
 
@@ -312,15 +318,15 @@ def reduced(
     dtype: np.dtype[Any] | None = None,
 ) -> Array:
     """Reduce rows by a plan."""
-    order = () if plan.order is None else (plan.order,)
-    edges = Edges((None,), 0, (), plan.num_segments, 1, plan.order is None)
-    operands = EdgeOperands((data,), (), (), plan.keys, order, plan.bounds)
     wanted = np.dtype(data.dtype if dtype is None else dtype)
 
-    def call(operands: EdgeOperands) -> Array:
-        return reduce_segments(operands, edges, reduction=reduction, function=None, dtype=wanted)
+    def of_plan(operands: tuple[Array, SegmentPlan]) -> Array:
+        data, plan = operands
+        return reduce_rows(
+            data, *plan.placed, reduction=reduction, segments=plan.num_segments, dtype=wanted
+        )
 
-    result: Array = by_automatic_axes(call, operands, lambda: (None, *spec_of(data)[1:]))
+    result: Array = by_automatic_axes(of_plan, (data, plan), lambda: (None, *spec_of(data)[1:]))
     return result
 
 

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from jax_tilekern.interop import compat, ffi
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.segments.batches import first_of_batches
 from jax_tilekern.ops.segments.keys import bins_of
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.segments.index_sort import IndexSort, plan_bounds, plan_index_sort
@@ -55,28 +56,6 @@ def bounds_of_sorted(keys: Array, *, bins: int) -> Array:
     return bounds
 
 
-def of_batches(
-    keys: Array, order: Sequence[Array], bounds: Array, *, bins: int
-) -> tuple[Array, tuple[Array, ...], Array]:
-    """Let the keys, orders and bounds of batches, which are in front, follow one another.
-
-    Parameters
-    ----------
-    keys, order, bounds
-        As in :func:`order_by_key`; there is one order or none.
-    bins
-        Those of a batch.
-    """
-    batch, rows = keys.shape
-    number = lax.broadcasted_iota(np.int32, (batch, 1), 0)
-    starts = (bounds[:, :-1] + number * rows).ravel()
-    return (
-        (bins_of(keys, bins) - 1 + number * bins).ravel(),
-        tuple((each + number * rows).ravel() for each in order),
-        jnp.append(starts, np.int32(batch * rows)),
-    )
-
-
 def _reference(keys: Array, *, bins: int, is_sorted: bool) -> list[Array]:
     rows, keys = lax.iota(np.int32, keys.shape[0]), bins_of(keys, bins)
     order = []
@@ -98,13 +77,12 @@ def _batch(
     """Sort all batches at once: their keys follow one another."""
     keys = jnp.moveaxis(operands[0], dims[0], 0)
     batch, rows = keys.shape
-    number = lax.broadcasted_iota(np.int32, (batch, 1), 0)
-    *order, bounds = _bind(
-        (bins_of(keys, bins) - 1 + number * bins).ravel(), bins=batch * bins, is_sorted=is_sorted
-    )
+    flat = (bins_of(keys, bins) - 1 + first_of_batches(batch, bins)).ravel()
+    *order, bounds = _bind(flat, bins=batch * bins, is_sorted=is_sorted)
     starts = jnp.stack([bounds[i * bins : (i + 1) * bins + 1] for i in range(batch)])
-    results = [each.reshape(batch, rows) - number * rows for each in order]
-    return [*results, starts - number * rows], [0] * (len(order) + 1)
+    first = first_of_batches(batch, rows)
+    results = [each.reshape(batch, rows) - first for each in order]
+    return [*results, starts - first], [0] * (len(order) + 1)
 
 
 def _sharding_rule(keys: Any, *, is_sorted: bool, **_: Any) -> ShardingRule:

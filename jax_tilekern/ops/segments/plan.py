@@ -51,6 +51,11 @@ class SegmentPlan:
         """Number of edges."""
         return int(self.keys.shape[0])
 
+    @property
+    def placed(self) -> tuple[Array, ...]:
+        """Keys, order if there is one, and bounds."""
+        return tuple(x for x in (self.keys, self.order, self.bounds) if x is not None)
+
     def __repr__(self) -> str:
         return f"SegmentPlan({self.size} edges, {self.num_segments} segments)"
 

@@ -6,22 +6,22 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.segments.edges import EdgeOperands, Edges
+from jax_tilekern.ops.segments.batches import in_front, of_batches, whole
+from jax_tilekern.ops.segments.edges import gathered_rows
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.functions import combined
 from jax_tilekern.ops.segments.keys import highest, lowest, rows_of
-from jax_tilekern.ops.segments.order import of_batches, order_by_key
+from jax_tilekern.ops.segments.order import order_by_key
 from jax_tilekern.ops.segments.plan import SegmentPlan, integers, is_too_large, segment_plan
-from jax_tilekern.ops.segments.reduce import reduce_segments
+from jax_tilekern.ops.segments.reduce import reduce_rows
 from jax_tilekern.primitives.operation import Operation, define
 
 
@@ -214,34 +214,18 @@ def _filled(a: Array, plan: SegmentPlan, fill_value: Any) -> Array:
 
 @jitted("fill")
 def _taken(a: Array, plan: SegmentPlan, fill: bytes) -> Array:
-    order = () if plan.order is None else (plan.order,)
-
     def taken(operands: tuple[Array, ...]) -> Array:
         rows: Array = _bind(*operands, batch=1, segments=operands[0].shape[0], fill=fill)
         return rows
 
-    read = (a, plan.keys, *order, plan.bounds)
+    read = (a, *plan.placed)
     result: Array = by_automatic_axes(taken, read, lambda: (*spec_of(plan.keys), *spec_of(a)[1:]))
     return result
 
 
 def _reference(a: Array, keys: Array, *_: Array, batch: int, segments: int, fill: bytes) -> Array:
-    rows = rows_of(keys, segments, batch)
-    value = np.frombuffer(fill, a.dtype)[0]
-    if not a.shape[0]:
-        return jnp.full((*rows.shape, *a.shape[1:]), value, a.dtype)
-
-    def taken(a: Array, rows: Array) -> Array:
-        outside = jnp.where(rows < 0, a.shape[0], rows)
-        return a.at[outside].get(mode="fill", fill_value=value)
-
-    if batch == 1:
-        return taken(a, rows)
-    # Each batch takes rows of its own table, and devices share the batches.
-    first = lax.broadcasted_iota(np.int32, (batch, 1), 0) * segments
-    tables = a.reshape(batch, segments, *a.shape[1:])
-    result = jax.vmap(taken)(tables, rows.reshape(batch, -1) - first)
-    return result.reshape(-1, *result.shape[2:])
+    rows, value = rows_of(keys, segments, batch), np.frombuffer(fill, a.dtype)[0]
+    return gathered_rows(a, rows, batch=batch, fill=value)
 
 
 def _jvp(
@@ -254,16 +238,10 @@ def _jvp(
 
 
 def _cotangent(
-    cotangent: Array, a: Any, keys: Array, *order: Array, batch: int, segments: int, fill: bytes
+    cotangent: Array, a: Any, *placed: Array, batch: int, segments: int, fill: bytes
 ) -> Array:
-    *first, bounds = order
-    edges = Edges((None,), 0, (), segments, batch, is_sorted=not first)
-    return reduce_segments(
-        EdgeOperands((cotangent,), (), (), keys, tuple(first), bounds),
-        edges,
-        reduction="sum",
-        function=None,
-        dtype=a.dtype,
+    return reduce_rows(
+        cotangent, *placed, reduction="sum", segments=segments, dtype=a.dtype, batch=batch
     )
 
 
@@ -276,29 +254,19 @@ def _batch(
     segments: int,
     fill: bytes,
 ) -> tuple[Array, int]:
-    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-    a, keys, *order = (
-        x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)
-    )
+    size, (a, keys, *order) = in_front(operands, dims)
     bins = batch * (segments + 2)
     if dims[0] is None:
         # All batches read one table, so its cotangent is one sum.
-        keys = keys if dims[1] is not None else jnp.broadcast_to(keys, (size, *keys.shape))
-        flat = keys.ravel()
-        taken = _bind(
-            a, flat, *order_by_key(flat, bins=bins), batch=batch, segments=segments, fill=fill
-        )
+        keys = whole(keys, dims[1] is not None, size).ravel()
+        placed: tuple[Array, ...] = (keys, *order_by_key(keys, bins=bins))
     else:
-        keys, *order = (
-            x if d is not None else jnp.broadcast_to(x, (size, *x.shape))
-            for x, d in zip((keys, *order), dims[1:], strict=True)
+        keys, *first, bounds = (
+            whole(x, d is not None, size) for x, d in zip((keys, *order), dims[1:], strict=True)
         )
-        *first, bounds = order
-        flat, placed, starts = of_batches(keys, first, bounds, bins=bins)
-        whole = a.reshape(math.prod(a.shape[:2]), *a.shape[2:])
-        taken = _bind(
-            whole, flat, *placed, starts, batch=size * batch, segments=segments, fill=fill
-        )
+        placed = of_batches(keys, first, bounds, bins=bins)
+        a, batch = a.reshape(math.prod(a.shape[:2]), *a.shape[2:]), size * batch
+    taken = _bind(a, *placed, batch=batch, segments=segments, fill=fill)
     return taken.reshape(size, -1, *taken.shape[1:]), 0
 
 

@@ -1,0 +1,142 @@
+"""What a reduction to segments is lowered to: a kernel, or the reason why there is none."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
+from jax_tilekern.interop import ffi
+from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.segments.edges import (
+    EdgeOperands,
+    Reduce,
+    SegmentCall,
+    columns_of,
+    edge_values,
+    value_dtype,
+)
+from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.policy import current_policy
+from jax_tilekern.plans.segments import on_cpu
+from jax_tilekern.plans.segments.problem import MapOperand, MapText, SegmentReduction
+from jax_tilekern.plans.segments.select import plan_segments, unsorted_kernel
+from jax_tilekern.primitives.operation import Fallback, Operand, PlannedKernel, Rewrite
+
+
+def described(*, call: SegmentCall) -> str:
+    """Name a call, for ``explain``."""
+    what = f" of {call.function.name}" if call.function else ""
+    return f"segment_{call.reduction}{what}, {call.batch * call.segments} segments"
+
+
+def refusal(*_: Any, call: SegmentCall) -> Fallback | None:
+    """Return why no kernel reduces a call on any platform."""
+    return None if call.segments else Fallback("there is no segment")
+
+
+def on_cuda(operands: Sequence[Operand], _: Any, *, call: SegmentCall) -> PlannedKernel | Fallback:
+    """Plan a call for the current GPU."""
+    problem = _problem(EdgeOperands.of([x.aval for x in operands], call), call)
+    if isinstance(problem, str):
+        return Fallback(problem)
+    try:
+        gpu = current_gpu()
+    except NoGpu as error:
+        return Fallback(str(error))
+    values = EdgeOperands.of([x.value for x in operands], call)
+    # XLA drops a sort whose results nothing reads.
+    order = (values.keys,) if unsorted_kernel(problem, gpu) else (*values.order, values.bounds)
+    return planned_kernel((*values.arrays, *values.indices, *order), plan_segments, problem)
+
+
+def on_cpus(
+    reduce: Reduce, operands: Sequence[Operand], _: Any, *, call: SegmentCall
+) -> PlannedKernel | Rewrite | Fallback:
+    """Plan a call for this CPU, whose kernels reduce values that are stored."""
+    avals = EdgeOperands.of([x.aval for x in operands], call)
+    if call.function is not None:
+        shape = (avals.keys.shape[0], *columns_of(avals.arrays))
+        avals = avals._replace(arrays=(jax.core.ShapedArray(shape, call.function.out_dtypes[0]),))
+    problem = _problem(avals, call.of_values())
+    if isinstance(problem, str):
+        return Fallback(problem)
+    why = on_cpu.why_slower(problem)
+    if why is not None and current_policy() != "kernels":
+        return Fallback(why)
+    if call.function is not None:
+        function = functools.partial(_of_values, reduce, call=call)
+        return Rewrite("XLA computes the values of the edges", function)
+    values = EdgeOperands.of([x.value for x in operands], call)
+    by_key = on_cpu.reads_keys(problem)
+    # XLA drops a sort whose results nothing reads.
+    index = (values.keys,) if by_key else (*values.order, values.bounds)
+    target = ffi.CpuCall(ffi.CPU_SEGMENT_REDUCE, on_cpu.attributes(problem))
+    return PlannedKernel(
+        f"cpu_segment_{call.reduction} {call.dtype}",
+        "edges as they lie" if by_key else "edges by segment",
+        target,
+        (*values.arrays, *index),
+    )
+
+
+def _of_values(reduce: Reduce, *operands: Array, call: SegmentCall) -> Array:
+    """Reduce the values of edges that XLA computes and stores."""
+    read = EdgeOperands.of(operands, call)
+    values = edge_values(read.arrays, read.indices, call.gathers, call.function)
+    return reduce(read._replace(arrays=(values,), indices=(), plans=()), call.of_values())
+
+
+def _problem(avals: EdgeOperands, call: SegmentCall) -> SegmentReduction | str:
+    """Return what a kernel reduces, or why none does."""
+    dtype, value = call.dtype, value_dtype(call.dtype)
+    trailing = columns_of(avals.arrays)
+    columns = math.prod(trailing)
+    types = [x.dtype for x in avals.arrays]
+    text = None
+    if any(
+        x.ndim > 2 and x.shape[1:] != trailing and math.prod(x.shape[1:]) > 1 for x in avals.arrays
+    ):
+        return "an array is broadcast over some of its dimensions"
+    try:
+        if call.function is not None:
+            found = cuda_text(call.function)
+            text = MapText(tuple(map(computed_type, types)), found.statements, found.results[0])
+        elif jnp.issubdtype(dtype, jnp.complexfloating):
+            if call.reduction != "sum":
+                return f"no kernel reduces {dtype}"
+            # Real and imaginary parts are two columns.
+            value = dtype = np.dtype(f"f{dtype.itemsize // 2}")
+            types, columns = [dtype], 2 * columns
+        computed_type(types[0]), computed_type(dtype)
+    except Untranslatable as error:
+        return str(error)
+    if call.function is None and types[0] != dtype and value != value_dtype(types[0]):
+        return f"no kernel reduces {types[0]} to {dtype}"
+    if dtype == np.bool_:
+        return "no kernel reduces booleans"
+    return SegmentReduction(
+        reduction=call.reduction,
+        edges=avals.keys.shape[0],
+        segments=call.segments,
+        batch=call.batch,
+        columns=columns,
+        operands=tuple(
+            MapOperand(
+                np.dtype(kind), x.shape[0], index, math.prod(x.shape[1:]) == 1 and columns > 1
+            )
+            for x, kind, index in zip(avals.arrays, types, call.gathers, strict=True)
+        ),
+        indices=call.indices,
+        text=text,
+        value=value,
+        out_dtype=np.dtype(dtype),
+        ordered=not call.is_sorted,
+    )
