@@ -443,8 +443,10 @@ class Launch:
         }
 
 
-def overlapping(*launches: Launch) -> tuple[Launch, ...]:
-    """Return launches of which each but the first overlaps with the one before it."""
+def overlapping(gpu: Gpu, *launches: Launch) -> tuple[Launch, ...]:
+    """Return launches of which each but the first overlaps with the one before it, on Hopper."""
+    if gpu.compute_capability < (9, 0):
+        return launches
     first, *others = launches
     return (first, *(dataclasses.replace(launch, overlaps=True) for launch in others))
 

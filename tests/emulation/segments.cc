@@ -201,21 +201,21 @@ int reduce_few(const std::string& ids, int edges, int segments, int columns) {
   shape.edges = edges;
   shape.bins = segments + 2;
   shape.block = 700;
-  shape.blocks = (edges + shape.block - 1) / shape.block;
   shape.log2_lanes = 2;
+  const int blocks = (edges + static_cast<int>(shape.block) - 1) / static_cast<int>(shape.block);
   Array<int32> rows = random_rows(static_cast<std::size_t>(edges) * columns);
   Array<int32> keys = keys_of(ids, edges, segments, 1);
-  Array<int32> parts(static_cast<std::size_t>(shape.blocks) * segments * columns);
+  Array<int32> parts(static_cast<std::size_t>(blocks) * segments * columns);
   Array<int32> out(static_cast<std::size_t>(segments) * columns);
   for (int tile = 0; tile < (columns + 3) / 4; ++tile) {
     emulation::block_row = tile;
-    emulation::launch(shape.blocks, kThreads, [&] {
+    emulation::launch(blocks, kThreads, [&] {
       reduce_few<Sum, RowValues<int32, int32, 4>, kThreads, kUnroll>(
           keys, parts, shape, static_cast<const int32*>(rows), static_cast<int64>(columns));
     });
   }
   emulation::launch((out.size + 31) / 32, kCombineThreads, [&] {
-    combine_blocks<Sum, int32, int32>(parts, out, static_cast<int64>(out.size), shape.blocks);
+    combine_blocks<Sum, int32, int32>(parts, out, static_cast<int64>(out.size), blocks);
   });
   Array<int32> wanted = sums_of(keys, segments, 1, columns, [&](int edge, int column) {
     return rows[edge * columns + column];

@@ -19,7 +19,6 @@ struct FewSegmentsShape {
   uint32 bins;
   // Edges of a CTA.
   uint32 block;
-  uint32 blocks;
   // 2^log2_lanes threads are side by side on each row.
   uint32 log2_lanes;
 };

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.gpu import RESERVED_SHARED_BYTES, Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, Scalars, overlapping
 from jax_tilekern.plans.segments.map_text import SegmentMap
 from jax_tilekern.plans.segments.problem import CXX_REDUCTIONS, SegmentReduction
@@ -68,8 +68,7 @@ class FewSegments:
     @property
     def resident_ctas(self) -> int:
         """CTAs that an SM holds."""
-        # The driver keeps 1 KiB of each CTA.
-        by_memory = self.gpu.shared_memory_bytes // (self.shared_bytes + 1024)
+        by_memory = self.gpu.shared_memory_bytes // (self.shared_bytes + RESERVED_SHARED_BYTES)
         return min(by_memory, _RESIDENT_THREADS // self.threads)
 
     @property
@@ -96,7 +95,7 @@ class FewSegments:
         first = len(r.operands) + r.indices
         keys, result, parts = (Buffer(first + i) for i in range(3))
         shape = Scalars.pack(
-            "q5I", r.columns, r.edges, r.bins, self.block, blocks, self.lanes.bit_length() - 1
+            "q4I", r.columns, r.edges, r.bins, self.block, self.lanes.bit_length() - 1
         )
         launches = (
             Launch(
@@ -116,7 +115,7 @@ class FewSegments:
         return LaunchPlan(
             name=f"segment_{r.reduction} {r.out_dtype}, few segments",
             gpu=gpu,
-            launches=overlapping(*launches) if gpu.compute_capability >= (9, 0) else launches,
+            launches=overlapping(gpu, *launches),
             alignments=(*edge_map.alignments, 4, r.out_dtype.itemsize),
             workspace_bytes=(blocks * results * r.value.itemsize,),
             reason=f"{blocks} CTAs of {self.threads} threads, {self.tiles} tiles of columns, "

@@ -44,6 +44,13 @@ class IndexSort:
         return [bits // passes + (i < bits % passes) for i in range(passes)]
 
 
+def too_many_items(rows: int, bins: int) -> NoKernel | None:
+    """Refuse rows and ends of bins whose numbers exceed int32."""
+    if rows + bins <= MAX_ITEMS:
+        return None
+    return NoKernel(f"{rows} rows and {bins} bins (at most {MAX_ITEMS} together)")
+
+
 def plan_index_sort(sort: IndexSort, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan a sort of keys into the order of the rows and the bounds of the bins.
 
@@ -52,8 +59,8 @@ def plan_index_sort(sort: IndexSort, gpu: Gpu) -> LaunchPlan | NoKernel:
     NvrtcNotFound
         If there is no NVRTC to compile the kernels with.
     """
-    if sort.rows + sort.bins > MAX_ITEMS:
-        return NoKernel(f"{sort.rows} rows and {sort.bins} bins (at most {MAX_ITEMS} together)")
+    if (refused := too_many_items(sort.rows, sort.bins)) is not None:
+        return refused
     items = next((n for n in _ITEMS if sort.rows >= _ENOUGH_TILES * _THREADS * n), _ITEMS[-1])
     digits, tiles = sort.digits, math.ceil(sort.rows / (_THREADS * items))
     keys, order, bounds = map(Buffer, range(3))
@@ -87,7 +94,7 @@ def plan_index_sort(sort: IndexSort, gpu: Gpu) -> LaunchPlan | NoKernel:
     return LaunchPlan(
         name=f"sort {sort.rows} rows by {sort.bins} keys",
         gpu=gpu,
-        launches=overlapping(*launches) if gpu.compute_capability >= (9, 0) else tuple(launches),
+        launches=overlapping(gpu, *launches),
         alignments=(4, 4, 4),
         workspace_bytes=tuple(workspaces),
         reason=f"digits of {' and '.join(map(str, digits))} bits, {tiles} CTAs",
@@ -96,8 +103,8 @@ def plan_index_sort(sort: IndexSort, gpu: Gpu) -> LaunchPlan | NoKernel:
 
 def plan_bounds(sort: IndexSort, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan a search for the bounds of the bins of keys that are sorted as they lie."""
-    if sort.rows + sort.bins > MAX_ITEMS:
-        return NoKernel(f"{sort.rows} rows and {sort.bins} bins (at most {MAX_ITEMS} together)")
+    if (refused := too_many_items(sort.rows, sort.bins)) is not None:
+        return refused
     search = Kernel(_FILE, "tilekern::find_bounds<false>")
     compiled = compile_kernels(search, arch=gpu.arch)
     keys, bounds = Buffer(0), Buffer(1)

@@ -9,7 +9,7 @@ from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES, cxx_config
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars, overlapping
-from jax_tilekern.plans.segments.index_sort import MAX_ITEMS
+from jax_tilekern.plans.segments.index_sort import too_many_items
 from jax_tilekern.plans.segments.map_text import SegmentMap
 from jax_tilekern.plans.segments.problem import CXX_REDUCTIONS, SegmentReduction
 
@@ -64,18 +64,15 @@ class SortedSegments:
     def plan(self, gpu: Gpu) -> LaunchPlan | NoKernel:
         """Compile it."""
         r = self.reduction
-        if self.total > MAX_ITEMS:
-            return NoKernel(f"{r.edges} edges and {r.bins} bins (at most {MAX_ITEMS} together)")
+        if (refused := too_many_items(r.edges, r.bins)) is not None:
+            return refused
         operation, out = CXX_REDUCTIONS[r.reduction], CXX_TYPES[r.out_dtype]
-        edge_map = SegmentMap(r, self.reduction.vector)
-        config = cxx_config(
-            "SegmentConfig", lanes=self.reduction.lanes, unroll=self.unroll, ordered=r.ordered
-        )
+        edge_map = SegmentMap(r, r.vector)
+        config = cxx_config("SegmentConfig", lanes=r.lanes, unroll=self.unroll, ordered=r.ordered)
         reduce = edge_map.kernel(_FILE, "reduce_sorted", operation, "{map}", out, config)
         combine = Kernel(
             _FILE,
-            f"tilekern::combine_parts<{operation}, {r.cxx_value}, {out}, {self.reduction.vector}, "
-            f"{self.reduction.lanes}>",
+            f"tilekern::combine_parts<{operation}, {r.cxx_value}, {out}, {r.vector}, {r.lanes}>",
         )
         compiled = compile_kernels(reduce, combine, arch=gpu.arch)
         first = len(r.operands) + r.indices
@@ -91,13 +88,13 @@ class SortedSegments:
             r.period,
             self.items,
             self.workers,
-            self.reduction.tiles,
+            r.tiles,
         )
-        groups = _THREADS // self.reduction.lanes
+        groups = _THREADS // r.lanes
         launches = (
             Launch(
                 entry=compiled.entry(reduce.name),
-                grid=(math.ceil(self.workers / groups) * self.reduction.tiles, 1, 1),
+                grid=(math.ceil(self.workers / groups) * r.tiles, 1, 1),
                 block=(_THREADS, 1, 1),
                 parameters=(order, bounds, heads, tails, result, shape, *edge_map.parameters()),
             ),
@@ -112,11 +109,11 @@ class SortedSegments:
         return LaunchPlan(
             name=f"segment_{r.reduction} {r.out_dtype}",
             gpu=gpu,
-            launches=overlapping(*launches) if gpu.compute_capability >= (9, 0) else launches,
+            launches=overlapping(gpu, *launches),
             alignments=(
                 *edge_map.alignments,
                 *(4,) * (1 + r.ordered),
-                r.out_dtype.itemsize * self.reduction.vector,
+                r.out_dtype.itemsize * r.vector,
             ),
             workspace_bytes=(part, part),
             reason=f"{self.workers} workers of {r.lanes} lanes and {self.items} items, "

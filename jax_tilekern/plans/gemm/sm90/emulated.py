@@ -153,7 +153,7 @@ class EmulatedCandidate(TiledWgmmaCandidate):
         return LaunchPlan(
             name=f"split_float16_matmul {product.arithmetic}",
             gpu=gpu,
-            launches=overlapping(*launches),
+            launches=overlapping(gpu, *launches),
             alignments=product.alignments(*loads, 16 if vectors else 4),
             workspace_bytes=tuple(workspaces),
             reason=reason,
