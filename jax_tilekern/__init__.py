@@ -42,6 +42,7 @@ from jax_tilekern.ops.sum import sum
 from jax_tilekern.ops.tensor_products import einsum, inner, multi_dot, tensordot, vecdot
 from jax_tilekern.ops.transpose import transpose
 from jax_tilekern.ops.vector_products import dot, matvec, vdot, vecmat
+from jax_tilekern.optimizers import muon
 from jax_tilekern.patching.patch import patch
 from jax_tilekern.plans.gpu import Gpu, NoGpu, gpu_target
 from jax_tilekern.plans.launch import TensorMap
@@ -84,6 +85,7 @@ __all__ = [
     "matvec",
     "moe",
     "multi_dot",
+    "muon",
     "out_of_core",
     "patch",
     "policy",

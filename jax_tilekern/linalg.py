@@ -26,6 +26,7 @@ from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.ops import matrices
 from jax_tilekern.ops.matmul import matmul as matmul
 from jax_tilekern.ops.matrix_kernels import has_solve_kernel, refusal
+from jax_tilekern.ops.newton_schulz import newton_schulz
 from jax_tilekern.ops.tensor_products import multi_dot as multi_dot
 from jax_tilekern.ops.tensor_products import tensordot as tensordot
 from jax_tilekern.ops.tensor_products import vecdot as vecdot
@@ -55,8 +56,8 @@ if TYPE_CHECKING:  # What __getattr__ returns.
     )  # fmt: skip
 
 __all__ = [
-    "SlogdetResult", "cholesky", "det", "inv", "lu", "lu_factor", "slogdet", "solve",
-    "solve_triangular", "triangular_solve",
+    "SlogdetResult", "cholesky", "det", "inv", "lu", "lu_factor", "newton_schulz", "slogdet",
+    "solve", "solve_triangular", "triangular_solve",
 ]  # fmt: skip
 
 _MODULES = (jnp.linalg, jsp_linalg)

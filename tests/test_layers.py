@@ -10,7 +10,7 @@ PACKAGE = Path(jax_tilekern.__file__).parent
 # A folder imports from itself and from the folders below it when it is loaded.
 LAYERS = [
     {"cli"},
-    {"tuning", "out_of_core", "linalg", "fusion"},
+    {"tuning", "out_of_core", "linalg", "optimizers", "fusion"},
     {"ops", "patching"},
     {"primitives", "epilogue"},
     {"partitioning"},

@@ -94,7 +94,7 @@ class _Call:
 
     def options(self, axis: int) -> list[int | None]:
         """Return the labels that an axis may split, or the one that it splits alike already."""
-        labels = dict.fromkeys(x.label(axis) for x in self.arrays)
+        labels = dict.fromkeys([*(x.label(axis) for x in self.arrays), *self.rule.shared])
         splittable = [label for label in labels if label in self.rule.splittable]
         alike = [label for label in splittable if label is not None and self._alike(label, axis)]
         return [*alike[:1]] or [*splittable, None]
@@ -214,8 +214,10 @@ class _Call:
         steps = reshard_steps(tuple(spec), x.spec)
         sent += bytes_sent(steps, local, self.mesh)
         # XLA takes what follows the last all-to-all, and everything if it pads or permutes before.
-        while steps and steps[-1].kind != "all-to-all":
-            steps.pop()
+        # Where it would have to slice and to gather, it gathers the whole array first.
+        last = list(itertools.takewhile(lambda x: x.kind != "all-to-all", reversed(steps)))
+        if len({step.kind for step in last}) == 1:
+            del steps[-len(last) :]
         specs = specs_of(tuple(spec), steps)
         if any(step.kind == "permute" for step in steps) or not all(
             all(map(self._is_even, x.dims, now)) for now in specs

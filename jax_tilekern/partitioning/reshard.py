@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-
-# A permute or an all-to-all counts more than an all-gather, which XLA shares among the calls that
-# read an array: the passes of a gradient send a gather twice and an all-to-all three times.
-import os
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from jax_tilekern.partitioning.mesh import MeshShape, Spec, axes_of, number_of_parts
 
-_EXCHANGE_WEIGHT = float(os.environ.get("W", "1.5"))
+# A permute or an all-to-all counts more than an all-gather, which XLA shares among the calls that
+# read an array: the passes of a gradient send a gather twice and an all-to-all three times.
+_EXCHANGE_WEIGHT = 1.5
 
 
 class ReshardStep(NamedTuple):

@@ -48,6 +48,8 @@ class ShardingRule:
         no parts.
     unsplit
         Labels that every device needs whole.
+    shared
+        Labels along which devices may share the work though no array is split along them.
     leader
         The operand like which the results are split where the operands are split unlike each other.
         Without it XLA may replicate the results then.
@@ -64,6 +66,7 @@ class ShardingRule:
     reduced: frozenset[int] = frozenset()
     combined_by: tuple[str, ...] = ()
     unsplit: frozenset[int] = frozenset()
+    shared: frozenset[int] = frozenset()
     leader: int | None = None
 
     @property

@@ -1,0 +1,194 @@
+"""Newton-Schulz iterations: against exact singular values, in every type, form and layout."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from sharded import AUTO, EXPLICIT, collectives, devices, mesh_of, put
+
+import jax_tilekern as jtk
+from jax_tilekern.ops.newton_schulz import COEFFICIENTS
+
+CONVERGENT = (1.875, -1.25, 0.375)
+METHODS = ("standard", "gram")
+newton_schulz = jtk.linalg.newton_schulz
+
+
+def polynomial(s, steps=5, coefficients=COEFFICIENTS):
+    a, b, c = coefficients
+    for _ in range(steps):
+        s = a * s + b * s**3 + c * s**5
+    return s
+
+
+def exact(x, **kwargs):
+    """The function of singular values that the iteration is, in float64."""
+    u, s, vh = np.linalg.svd(np.asarray(x).astype(np.complex128 if x.dtype.kind == "c" else float),
+                             full_matrices=False)  # fmt: skip
+    norm = np.sqrt((s**2).sum(-1, keepdims=True))
+    return (u * polynomial(s / norm, **kwargs)[..., None, :]) @ vh
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (16, 64), (64, 16), (2, 3, 8, 40), (3, 40, 8)])
+@pytest.mark.parametrize("method", METHODS)
+def test_singular_values_are_mapped_by_the_polynomial(rng, shape, method):
+    x = rng.normal(size=shape).astype(np.float32)
+    # Rounding errors of a Gram matrix grow by at most 3.4445**2 a step, twice between restarts.
+    tolerance = 1e-5 if method == "standard" else 1e-4
+    for values in (x, (x + 1j * rng.normal(size=shape)).astype(np.complex64)):
+        got = newton_schulz(values, method=method)
+        assert got.dtype == values.dtype
+        np.testing.assert_allclose(got, exact(values), atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_types_of_16_bits(rng, dtype):
+    x = jnp.asarray(rng.normal(size=(3, 16, 64)), dtype)
+    errors = {
+        method: np.abs(newton_schulz(x, method=method).astype(np.float32) - exact(x)).max()
+        for method in METHODS
+    }
+    unit = float(jnp.finfo(dtype).eps)
+    assert errors["standard"] < 8 * unit
+    # Computed in float16, and rounded.
+    assert errors["gram"] < 8 * 2.0**-10 + unit
+
+
+def test_float64(x64, rng):
+    x = rng.normal(size=(12, 40))
+    for method in METHODS:
+        np.testing.assert_allclose(newton_schulz(x, eps=0.0, method=method), exact(x), atol=1e-12)
+
+
+def with_singular_values(rng, s, columns, dtype=np.float32):
+    u, v = (np.linalg.qr(rng.normal(size=(n, len(s))))[0] for n in (len(s), columns))
+    return ((u * s) @ v.T).astype(dtype), u @ v.T
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_documented_distance_from_the_polar_factor(rng, method):
+    s = np.geomspace(0.01, 1, 32)
+    x, polar = with_singular_values(rng, s, 96)
+    smallest = s[0] / np.linalg.norm(s)
+    got = newton_schulz(x, method=method)
+    assert smallest > 0.002
+    # The difference has the singular vectors of x: its norm is the largest error of the values.
+    assert np.linalg.norm(got - polar, 2) < 0.33
+    converged = newton_schulz(x, steps=12, coefficients=CONVERGENT, method=method)
+    np.testing.assert_allclose(converged, polar, atol=2e-4)
+
+
+def test_restarts_keep_gram_matrices_of_16_bits_stable(rng):
+    x, _ = with_singular_values(rng, np.geomspace(1e-6, 1, 64), 256, np.float16)
+    got = np.asarray(newton_schulz(x, steps=8, method="gram"), np.float32)
+    assert np.linalg.norm(got, 2) < 1.3
+
+
+def test_the_form_is_chosen_by_the_aspect(rng):
+    def form(*shape):
+        return jtk.explain(newton_schulz, jnp.ones(shape))[0].call
+
+    assert form(8, 16) == form(16, 8) == "newton_schulz, standard"
+    assert form(8, 17) == form(17, 8) == "newton_schulz, gram"
+
+
+def test_zeros_and_empty_matrices():
+    zeros = jnp.zeros((2, 4, 16), jnp.float16)
+    for preconditioning in ("frobenius", "spectral", "aol", "schatten"):
+        got = newton_schulz(zeros, steps=2, preconditioning=preconditioning)
+        np.testing.assert_array_equal(got, zeros)
+    gradient = jax.grad(lambda x: newton_schulz(x).sum())(jnp.zeros((4, 8)))
+    assert np.isfinite(gradient).all()
+    for shape in ((0, 3, 4), (3, 0, 4), (3, 4, 0)):
+        assert newton_schulz(jnp.ones(shape)).shape == shape
+
+
+def test_coefficients_of_each_step(rng):
+    x = rng.normal(size=(8, 24)).astype(np.float32)
+    table = np.stack([COEFFICIENTS, CONVERGENT, CONVERGENT])
+    s = np.linalg.svd(x, compute_uv=False)
+    wanted = polynomial(polynomial(s / np.linalg.norm(s), 1), 2, CONVERGENT)
+    for method in METHODS:
+        got = jax.jit(newton_schulz, static_argnames=("steps", "method"))(
+            x, steps=3, coefficients=table, method=method
+        )
+        np.testing.assert_allclose(np.linalg.svd(got, compute_uv=False), np.sort(wanted)[::-1],
+                                   atol=1e-4)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.one_in(2)
+def test_derivatives_and_vmap(x64, rng, method):
+    x = rng.normal(size=(2, 2, 2, 5))
+
+    def f(x, coefficients):
+        return newton_schulz(x, steps=3, coefficients=coefficients, method=method)
+
+    # Steeper coefficients have derivatives that finite differences do not resolve.
+    check_grads(f, (x, np.array(CONVERGENT)), 2, rtol=1e-3)
+    batched = jax.vmap(f, (1, None), 1)(x, np.array(COEFFICIENTS))
+    np.testing.assert_allclose(batched, f(x, np.array(COEFFICIENTS)), atol=1e-12)
+    scaled = np.array(COEFFICIENTS) * np.array([[0.5], [1.0]])
+    np.testing.assert_allclose(
+        jax.vmap(f, (None, 0))(x, scaled), np.stack([f(x, c) for c in scaled]), atol=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "x", "kwargs", "words"),
+    [
+        (ValueError, np.ones(3, np.float32), {}, r"matrices \(..., m, n\), not shape \(3,\)"),
+        (TypeError, np.ones((3, 3), np.int32), {}, "not int32"),
+        (ValueError, np.ones((3, 3), np.float32), {"coefficients": (1.0, 2.0)}, r"not \(2,\)"),
+        (ValueError, np.ones((3, 3), np.float32), {"coefficients": np.ones((4, 3))}, "5 steps"),
+        (ValueError, np.ones((3, 3), np.float32), {"method": "fast"}, "auto, standard, gram"),
+        (ValueError, np.ones((3, 3), np.float32), {"preconditioning": "l1"}, "frobenius"),
+    ],
+)
+def test_errors(error, x, kwargs, words):
+    with pytest.raises(error, match=words):
+        newton_schulz(x, **kwargs)
+
+
+def test_polar_is_that_of_jax():
+    assert jtk.linalg.polar is jax.scipy.linalg.polar
+
+
+# Several devices.
+
+SPECS = (P("d", "m"), P(None, "d", "m"), P(None, ("d", "m")))
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+@pytest.mark.parametrize("types", [(AUTO, AUTO), (EXPLICIT, EXPLICIT)], ids=["auto", "explicit"])
+def test_sharded_matrices(rng, types):
+    mesh = mesh_of(types)
+    x = rng.normal(size=(8, 16, 48)).astype(np.float32)
+
+    def gradient(x):
+        return jax.grad(lambda x: (newton_schulz(x, steps=2) ** 3).sum())(x)
+
+    wanted, wanted_gradient = newton_schulz(x), gradient(x)
+    for spec in SPECS:
+        with jax.set_mesh(mesh):
+            sharded = put(mesh, x, spec)
+            got = jax.jit(newton_schulz)(sharded)
+            np.testing.assert_allclose(got, wanted, atol=1e-5)
+            if EXPLICIT in types:
+                assert got.sharding.is_equivalent_to(sharded.sharding, 3)
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(jax.jit(gradient)(sharded), wanted_gradient, atol=1e-3)
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+def test_devices_share_the_batch_and_exchange_parts():
+    mesh = mesh_of((AUTO, AUTO))
+    for spec, count in ((P(None, "d", "m"), 4), (P(None, ("d", "m")), 2), (P("d", None, "m"), 2)):
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        x = jax.ShapeDtypeStruct((8, 512, 512), jnp.float32, sharding=sharding)
+        compiled = jax.jit(newton_schulz, out_shardings=sharding).lower(x).compile()
+        assert [found.kind for found in collectives(compiled)] == ["all-to-all"] * count, spec
