@@ -21,6 +21,7 @@ from jax_tilekern.interop.modes import FallbackError, strict
 from jax_tilekern.ops.add import add
 from jax_tilekern.ops.cross_entropy.loss import linear_cross_entropy
 from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
+from jax_tilekern.ops.lane_kernel import kernel
 from jax_tilekern.ops.linear import gated_linear, linear
 from jax_tilekern.ops.matmul import dot_general, matmul
 from jax_tilekern.ops.moe import Routing, moe, route
@@ -78,6 +79,7 @@ __all__ = [
     "gated_linear",
     "gpu_target",
     "inner",
+    "kernel",
     "linalg",
     "linear",
     "linear_cross_entropy",

@@ -24,8 +24,19 @@ def as_cpp(text):
     text = re.sub(r'asm\("ld\.[^"]*"[^;]*;', "bits = load<kBytes>(address);", text)
     stored = "std::memcpy(out, &vector, sizeof vector);"
     text = re.sub(r'asm volatile\("st\.[^;]*;"[^;]*;', stored, text)
-    text = re.sub(r'asm\("cvt\.[^"]*"[^;]*;', "std::abort();", text)
-    return re.sub(r'asm\("rcp\.approx[^;]*;"[^;]*;', "reciprocal = 1 / value;", text)
+    return _INSTRUCTION.sub(_as_function, text)
+
+
+# An instruction of one result that tests/emulation/instructions.h has as a function.
+_INSTRUCTION = re.compile(
+    r'asm\("((?:div|max|min|rcp|ex2|cvt)[\w.]*) [^"]*"\s*:\s*"=\w"\(([\w.]+)\)\s*:\s*(.*?)\);'
+)
+
+
+def _as_function(found):
+    name, result, operands = found.groups()
+    read = re.findall(r'"\w"\((.*?)\)(?=, "|$)', operands)
+    return f"{result} = ptx::{name.replace('.', '_')}({', '.join(read)});"
 
 
 def build(program, files, folder, *options):

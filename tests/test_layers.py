@@ -12,7 +12,7 @@ LAYERS = [
     {"cli"},
     {"tuning", "out_of_core", "linalg", "optimizers", "fusion"},
     {"ops", "patching"},
-    {"primitives", "epilogue"},
+    {"primitives", "epilogue", "lanes"},
     {"partitioning"},
     {"interop", "inspection"},
     {"plans"},

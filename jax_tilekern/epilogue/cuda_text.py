@@ -61,7 +61,7 @@ def cuda_text(function: ScalarFunction) -> CudaText:
     for atom, kind in zip(function.jaxpr.jaxpr.outvars, function.reductions, strict=True):
         if kind is not None and computed_type(_dtype(atom)) != "float":
             raise Untranslatable(f"no kernel reduces rows of {_dtype(atom)}")
-    writer = _Writer(to_16_bits=set(function.out_dtypes) <= set(_SIXTEEN_BITS))
+    writer = ScalarWriter(to_16_bits=set(function.out_dtypes) <= set(_SIXTEEN_BITS))
     jaxpr = function.jaxpr.jaxpr
     names = [f"x{i}" for i in range(len(jaxpr.invars))]
     results = [
@@ -92,7 +92,9 @@ def computed_type(dtype: np.dtype[Any]) -> str:
     return CXX_TYPES[dtype]
 
 
-class _Writer:
+class ScalarWriter:
+    """Writes equations of scalars as C++ statements, each of which names a value."""
+
     def __init__(self, *, to_16_bits: bool) -> None:
         self.statements: list[str] = []
         self._to_16_bits = to_16_bits
@@ -108,19 +110,20 @@ class _Writer:
         """Write a jaxpr's equations; return the expressions of its results."""
         names: dict[Any, str] = dict(zip(jaxpr.invars, operands, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
-            names[var] = _literal(np.asarray(value), _dtype(var))
+            names[var] = literal(np.asarray(value), _dtype(var))
 
         def expression(atom: Any) -> str:
             if compat.is_literal(atom):
-                return _literal(np.asarray(atom.val), atom.aval.dtype)
+                return literal(np.asarray(atom.val), atom.aval.dtype)
             return names[atom]
 
         for eqn in jaxpr.eqns:
             read = [expression(atom) for atom in eqn.invars]
-            names.update(zip(eqn.outvars, self._equation(eqn, read), strict=True))
+            names.update(zip(eqn.outvars, self.equation(eqn, read), strict=True))
         return [expression(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, operands: list[str]) -> list[str]:
+    def equation(self, eqn: Any, operands: list[str]) -> list[str]:
+        """Write an equation of one element of each operand; return its results."""
         name = eqn.primitive.name
         if name in INNER_JAXPR:
             inner = eqn.params[INNER_JAXPR[name]]
@@ -138,9 +141,9 @@ class _Writer:
         if name == "div":
             name, operands = _by_reciprocal(eqn, operands)
         if name == "one_minus_square":
-            one = _literal(np.asarray(1), out.aval.dtype)
+            one = literal(np.asarray(1), out.aval.dtype)
             operands = [
-                self._named(out.aval.dtype, call)
+                self.named(out.aval.dtype, call)
                 for call in (f"lax::{f}({one}, {operands[0]})" for f in ("add", "sub"))
             ]
         how = translation(name, eqn.params)
@@ -163,7 +166,7 @@ class _Writer:
             function, instructions = TO_16_BITS[function]
             self.instructions += instructions - precise.instructions
         call = f"lax::{function}({', '.join(operands)})"
-        result = self._named(out.aval.dtype, call)
+        result = self.named(out.aval.dtype, call)
         if out.aval.dtype not in _SIXTEEN_BITS:
             self._calls[result] = function, operands
         return [result]
@@ -177,7 +180,7 @@ class _Writer:
         """
         if dtype.kind != "f":
             return function, operands
-        one, half, two = (_literal(np.asarray(x), dtype) for x in (1.0, 0.5, 2.0))
+        one, half, two = (literal(np.asarray(x), dtype) for x in (1.0, 0.5, 2.0))
         outer = self._other_operand((function, operands), "mul", half)
         inner = self._other_operand(self._calls.get(outer), "add", one)
         name, arguments = self._calls.get(inner, ("", []))
@@ -198,9 +201,9 @@ class _Writer:
         if computed == wanted and target not in _SIXTEEN_BITS:
             return operand
         self.instructions += _CONVERSION
-        return self._named(target, f"lax::convert<{wanted}>({operand})")
+        return self.named(target, f"lax::convert<{wanted}>({operand})")
 
-    def _named(self, dtype: np.dtype[Any], expression: str) -> str:
+    def named(self, dtype: np.dtype[Any], expression: str) -> str:
         """Name an expression, rounded to its type."""
         name = f"v{len(self.statements)}"
         rounded = _rounded(expression, dtype)
@@ -231,7 +234,7 @@ def _by_reciprocal(eqn: Any, operands: list[str]) -> tuple[str, list[str]]:
         reciprocal = np.reciprocal(np.asarray(divisor.val, dtype))
     if not np.isfinite(reciprocal) or abs(reciprocal) < np.finfo(dtype).tiny:
         return "div", operands
-    return "mul", [operands[0], _literal(reciprocal, dtype)]
+    return "mul", [operands[0], literal(reciprocal, dtype)]
 
 
 def _dtype(atom: Any) -> np.dtype[Any]:
@@ -245,7 +248,7 @@ def _rounded(expression: str, dtype: np.dtype[Any]) -> str:
     return f"lax::rounded<{CXX_TYPES[dtype]}>({expression})"
 
 
-def _literal(value: np.ndarray, dtype: np.dtype[Any]) -> str:
+def literal(value: np.ndarray, dtype: np.dtype[Any]) -> str:
     """Return a number as a C++ expression of the type that it is computed in."""
     kind = computed_type(dtype)
     number = value.astype(dtype).item()

@@ -23,6 +23,7 @@ from jax._src import dtypes as _dtypes
 from jax._src import mesh as _mesh
 from jax._src import named_sharding as _named_sharding
 from jax._src import source_info_util as _source_info_util
+from jax._src import tree_util as _tree_util
 from jax._src import util as _util
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
@@ -45,11 +46,13 @@ __all__ = [
     "as_type",
     "batching_rule",
     "bind_equation",
+    "broadcast_prefix",
     "cached",
     "canonicalize_dtype",
     "canonicalize_precision",
     "check_arraylike",
     "closed_jaxpr",
+    "closed_with",
     "cotangent_sharding",
     "custom_jvp_rule",
     "dot_general_p",
@@ -66,14 +69,17 @@ __all__ = [
     "jaxpr_as_fun",
     "jaxpr_like",
     "jaxprs_of",
+    "key_functions",
     "lower_per_platform",
     "mlir",
     "name_p",
+    "partial_eval",
     "ragged_dot_general_p",
     "register_batching",
     "register_nan_check",
     "remat_case",
     "result_type",
+    "scan_parts",
     "sharding_under_vmap",
     "source_line",
     "splat_of",
@@ -125,6 +131,9 @@ cached: Callable[..., Callable[[Any], Any]] = _util.cache
 
 # jax.interpreters.xla.apply_primitive is deprecated, and forwards to this.
 apply_primitive: Callable[..., Any] = _dispatch.apply_primitive
+
+# jax.interpreters.partial_eval exports less of it in each version.
+partial_eval: Any = _partial_eval
 
 # jax.lax exports only the other one.
 dot_general_p = _lax.dot_general_p
@@ -270,6 +279,11 @@ def closed_jaxpr(jaxpr: Any) -> Any:
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
+def closed_with(jaxpr: Any, consts: Sequence[Any]) -> Any:
+    """Return a jaxpr with constants."""
+    return ClosedJaxpr(jaxpr, consts) if ClosedJaxpr is not Jaxpr else jaxpr
+
+
 def jaxpr_like(closed: Any, other: Any) -> Any:
     """Return a jaxpr in the form that another has, ``other`` itself if constants forbid it."""
     if isinstance(other, ClosedJaxpr):
@@ -285,6 +299,25 @@ def is_literal(atom: Any) -> bool:
 def source_line(eqn: Any) -> str:
     """Return the file, line and function of the user's that an equation was traced from."""
     return _source_info_util.summarize(eqn.source_info)
+
+
+def broadcast_prefix(prefix: Any, tree: Any) -> list[Any]:
+    """Return what a prefix of a tree, whose leaves may be ``None``, has for each leaf of it."""
+    leaves: list[Any] = _tree_util.broadcast_prefix(prefix, tree, is_leaf=lambda x: x is None)
+    return leaves
+
+
+def scan_parts(eqn: Any) -> tuple[int, int]:
+    """Return how many constants and carried values a ``scan`` has (trees from jax 0.11 on)."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carries, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carries)
+
+
+def key_functions(dtype: Any) -> Any:
+    """Return the functions of raw keys (``split``, ``random_bits``, ...) of a type of keys."""
+    return dtype._impl
 
 
 def traced_from(eqn: Any) -> AbstractContextManager[None]:

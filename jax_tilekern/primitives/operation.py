@@ -194,6 +194,9 @@ class Operation:
     saved
         ``saved(**params)`` says what is saved of several results where a policy saves the primitive
         of ``stands_for``.
+    register
+        ``register(primitive)`` registers rules of JAX's that the others do not give, for an
+        operation that has a jaxpr among its parameters.
     """
 
     name: str
@@ -214,6 +217,7 @@ class Operation:
     function_of_sum: Callable[..., FunctionOfSum] | None = None
     stands_for: remat.StandsFor | None = None
     saved: Callable[..., remat.Saved | None] | None = None
+    register: Callable[[Any], None] | None = None
 
 
 def define(operation: Operation) -> Callable[..., Any]:
@@ -245,6 +249,8 @@ def define(operation: Operation) -> Callable[..., Any]:
     _register_lowering(operation, primitive, bind_to_list)
     if operation.stands_for is not None:
         remat.register(primitive, operation.stands_for, operation.saved)
+    if operation.register is not None:
+        operation.register(primitive)
     return bind
 
 

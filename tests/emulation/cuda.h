@@ -15,6 +15,8 @@
 #include <functional>
 #include <vector>
 
+#include "instructions.h"
+
 #define __global__
 #define __launch_bounds__(...)
 #define __grid_constant__

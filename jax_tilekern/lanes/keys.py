@@ -1,0 +1,151 @@
+"""Typed keys of ``jax.random`` replaced by their data, and draws by JAX's integer arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_tilekern.epilogue.cuda_text import Untranslatable
+from jax_tilekern.epilogue.primitives import INNER_JAXPR
+from jax_tilekern.interop import compat
+
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
+def is_key(aval: Any) -> bool:
+    """Whether a type is one of random keys."""
+    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+
+
+def raw_type(aval: Any) -> jax.core.ShapedArray:
+    """Return the type of an array, or of the data of keys."""
+    if not is_key(aval):
+        return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    shape = compat.key_functions(aval.dtype).key_shape
+    return jax.core.ShapedArray((*aval.shape, *shape), jnp.dtype("uint32"))
+
+
+def without_keys(closed: Any) -> Any:
+    """Return a jaxpr that takes and returns the data of keys.
+
+    Raises
+    ------
+    Untranslatable
+        If keys are used in a way that has no such form.
+    """
+    if not _has_keys(closed):
+        return closed
+    with compat.without_mesh():
+        return jax.make_jaxpr(lambda *raw: _evaluated(closed, raw))(*map(raw_type, closed.in_avals))
+
+
+def _has_keys(closed: Any) -> bool:
+    jaxpr = closed.jaxpr
+    atoms = (*jaxpr.invars, *jaxpr.constvars, *(x for e in jaxpr.eqns for x in e.outvars))
+    return any(is_key(x.aval) for x in atoms) or any(
+        _has_keys(compat.closed_jaxpr(inner))
+        for eqn in jaxpr.eqns
+        for inner in compat.jaxprs_of(eqn)
+    )
+
+
+def _evaluated(closed: Any, operands: Sequence[Any]) -> list[Any]:
+    jaxpr = closed.jaxpr
+    consts = [jax.random.key_data(x) if is_key(x) else x for x in closed.consts]
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
+
+    def value(atom: Any) -> Any:
+        return atom.val if compat.is_literal(atom) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        results = _equation(eqn, [value(x) for x in eqn.invars])
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [value(x) for x in jaxpr.outvars]
+
+
+def _equation(eqn: Any, operands: list[Any]) -> list[Any]:
+    name = eqn.primitive.name
+    touches = any(is_key(x.aval) for x in (*eqn.invars, *eqn.outvars))
+    inner = [compat.closed_jaxpr(x) for x in compat.jaxprs_of(eqn)]
+    if not touches and not any(map(_has_keys, inner)):
+        return compat.bind_equation(eqn, operands)
+    with compat.traced_from(eqn):
+        if name in _RANDOM:
+            return [_RANDOM[name](eqn, *operands)]
+        if name in ("scan", "while", "cond"):
+            params = {key: _raw(value) for key, value in eqn.params.items()}
+            results = eqn.primitive.bind(*operands, **params)
+            return list(results)
+        if name in INNER_JAXPR and name not in _CUSTOM:
+            return _evaluated(compat.closed_jaxpr(eqn.params[INNER_JAXPR[name]]), operands)
+        if not inner and all(compat.key_functions(x.aval.dtype).key_shape == (2,) for x in
+                             (*eqn.invars, *eqn.outvars) if is_key(x.aval)):  # fmt: skip
+            return _of_each_word(eqn, operands)
+    raise Untranslatable(f"no CUDA for {name} of random keys, at {compat.source_line(eqn)}")
+
+
+def _raw(param: Any) -> Any:
+    if isinstance(param, compat.ClosedJaxpr):
+        return without_keys(param)
+    if isinstance(param, tuple) and any(isinstance(x, compat.ClosedJaxpr) for x in param):
+        return tuple(map(without_keys, param))
+    return param
+
+
+def _of_each_word(eqn: Any, operands: list[Any]) -> list[Any]:
+    """Apply an equation that moves keys to each word of their data."""
+    axes = [-1 if is_key(x.aval) else None for x in eqn.invars]
+
+    def bound(*words: Any) -> list[Any]:
+        results = eqn.primitive.bind(*words, **eqn.params)
+        return list(results) if eqn.primitive.multiple_results else [results]
+
+    return list(jax.vmap(bound, in_axes=axes, out_axes=-1)(*operands))
+
+
+def _of_each_key(function: Callable[..., Any], keys: Any, key_dims: int) -> Any:
+    for _ in range(keys.ndim - key_dims):
+        function = jax.vmap(function)
+    return function(keys)
+
+
+def _split(eqn: Any, keys: Any) -> Any:
+    functions, shape = compat.key_functions(eqn.invars[0].aval.dtype), eqn.params["shape"]
+    return _of_each_key(lambda key: functions.split(key, shape), keys, len(functions.key_shape))
+
+
+def _bits(eqn: Any, keys: Any) -> Any:
+    functions = compat.key_functions(eqn.invars[0].aval.dtype)
+    width, shape = eqn.params["bit_width"], eqn.params["shape"]
+    return _of_each_key(
+        lambda key: functions.random_bits(key, width, shape), keys, len(functions.key_shape)
+    )
+
+
+def _fold_in(eqn: Any, keys: Any, data: Any) -> Any:
+    functions = compat.key_functions(eqn.invars[0].aval.dtype)
+    shape = tuple(eqn.outvars[0].aval.shape)
+    keys = jnp.broadcast_to(keys, (*shape, *functions.key_shape))
+    function = functions.fold_in
+    for _ in shape:
+        function = jax.vmap(function)
+    return function(keys, jnp.broadcast_to(data, shape))
+
+
+def _seed(eqn: Any, seeds: Any) -> Any:
+    function = compat.key_functions(eqn.outvars[0].aval.dtype).seed
+    return _of_each_key(function, jnp.asarray(seeds), 0)
+
+
+_RANDOM: dict[str, Callable[..., Any]] = {
+    "random_split": _split,
+    "random_bits": _bits,
+    "random_fold_in": _fold_in,
+    "random_seed": _seed,
+    "random_wrap": lambda _, data: data,
+    "random_unwrap": lambda _, keys: keys,
+    "random_clone": lambda _, keys: keys,
+}

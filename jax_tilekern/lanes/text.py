@@ -1,0 +1,187 @@
+"""The text of a kernel that evaluates a jaxpr once for each lane."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type
+
+# Their rules are registered when they are imported.
+from jax_tilekern.lanes import bits, control_flow, indexing  # noqa: F401
+from jax_tilekern.lanes.values import Buffer, Shape, Value, in_memory, is_wide, row_major
+from jax_tilekern.lanes.writer import LaneWriter, TooLong
+from jax_tilekern.plans.cxx import CXX_TYPES
+from jax_tilekern.plans.lanes import LaneKernel
+
+# Arrays of up to so many elements are in registers, if the text does not become too long.
+_UNROLLED = (64, 16, 4, 0)
+
+# For each dimension of lanes, outermost first, the dimension of an array that it is.
+Axes = tuple[int | None, ...]
+
+
+class Layout(NamedTuple):
+    """How an array holds the operands or results of all lanes.
+
+    Attributes
+    ----------
+    dtype, shape
+        Of the whole array.
+    axes
+        Its dimensions that are lanes.
+    """
+
+    dtype: np.dtype[Any]
+    shape: Shape
+    axes: Axes
+
+    @property
+    def own_dims(self) -> tuple[int, ...]:
+        """Dimensions of one lane's array."""
+        return tuple(d for d in range(len(self.shape)) if d not in self.axes)
+
+    def lane_strides(self) -> Shape:
+        """Return the elements between neighbours in each dimension of lanes."""
+        strides = row_major(self.shape)
+        return tuple(0 if d is None else strides[d] for d in self.axes)
+
+    def buffer(self, name: str) -> Buffer:
+        """Return one lane's array, where ``name`` points to its first element."""
+        strides = row_major(self.shape)
+        return Buffer(
+            name,
+            self.dtype,
+            tuple(self.shape[d] for d in self.own_dims),
+            tuple(strides[d] for d in self.own_dims),
+            stored=True,
+            wide=is_wide(self.shape),
+        )
+
+
+@dataclass(frozen=True)
+class _Lanes:
+    sizes: Shape
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.sizes)
+
+    def index_statements(self) -> list[str]:
+        """Return statements that declare the index of a lane in each dimension of lanes."""
+        statements = []
+        for k, (size, stride) in enumerate(zip(self.sizes, row_major(self.sizes), strict=True)):
+            index = "lane" if stride == 1 else f"lane / {stride}ll"
+            within = f" % {size}ll" if k else ""
+            statements.append(f"const long long l{k} = {index}{within};")
+        return statements
+
+
+def lane_kernel(
+    name: str,
+    closed: Any,
+    operands: Sequence[Layout],
+    results: Sequence[Layout],
+) -> LaneKernel:
+    """Write the kernel of a jaxpr.
+
+    Parameters
+    ----------
+    name
+        What the user's function is called.
+    closed
+        The jaxpr of one lane.
+    operands, results
+        The arrays of all lanes.
+
+    Raises
+    ------
+    Untranslatable
+        If CUDA does not compute an equation, or the text would be too long.
+    """
+    sizes: list[int] = []
+    for k in range(len(results[0].axes)):
+        axis = results[0].axes[k]
+        assert axis is not None
+        sizes.append(results[0].shape[axis])
+    lanes = _Lanes(tuple(sizes))
+    for unrolled in _UNROLLED:
+        try:
+            return _written(name, closed, operands, results, lanes, unrolled)
+        except TooLong:
+            continue
+    raise Untranslatable(f"the kernel of {name} would have more statements than its limit")
+
+
+def _written(
+    name: str,
+    closed: Any,
+    operands: Sequence[Layout],
+    results: Sequence[Layout],
+    lanes: _Lanes,
+    unrolled: int,
+) -> LaneKernel:
+    writer = LaneWriter(unrolled, lanes.count)
+    parameters, pointers = [], []
+    for prefix, const, layouts in (("x", "const ", operands), ("y", "", results)):
+        for i, layout in enumerate(layouts):
+            computed_type(layout.dtype)
+            kind = f"{const}{CXX_TYPES[layout.dtype]}*"
+            parameters.append(f"{kind} __restrict__ {prefix}{i}")
+            offset = "".join(
+                f" + l{k} * {stride}ll" for k, stride in enumerate(layout.lane_strides()) if stride
+            )
+            pointers.append(f"{kind} const p{prefix}{i} = {prefix}{i}{offset};")
+    parameters.append("unsigned char* workspace")
+    inputs = [_loaded(writer, x.buffer(f"px{i}")) for i, x in enumerate(operands)]
+    places = [x.buffer(f"py{i}") for i, x in enumerate(results)]
+    found = writer.jaxpr(closed, inputs, places)
+    for place, value in zip(places, found, strict=True):
+        if value.whole is not place:
+            writer.filled(value, place)
+    function = f"lanes_{re.sub(r'[^A-Za-z0-9_]', '_', name)}"
+    body = "\n".join(
+        f"  {line}"
+        for line in (
+            *lanes.index_statements(),
+            *pointers,
+            *writer.prologue,
+            *writer.statements,
+        )
+    )
+    text = _TEMPLATE.format(
+        function=function, parameters=", ".join(parameters), count=lanes.count, body=body
+    )
+    return LaneKernel(
+        function=function,
+        text=text,
+        lanes=lanes.count,
+        alignments=tuple(x.dtype.itemsize for x in (*operands, *results)),
+        workspace_bytes=writer.workspace_bytes,
+    )
+
+
+def _loaded(writer: LaneWriter, buffer: Buffer) -> Value:
+    """Return an operand, by name if it is one element."""
+    return writer.evaluated(in_memory(buffer))
+
+
+_TEMPLATE = """\
+#include "lanes.cuh"
+
+namespace tilekern {{
+
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) {function}({parameters}) {{
+  const long long lane = blockIdx.x * static_cast<long long>(kThreads) + threadIdx.x;
+  if (lane >= {count}ll) return;
+{body}
+}}
+
+}}  // namespace tilekern
+"""

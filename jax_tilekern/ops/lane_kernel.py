@@ -1,0 +1,395 @@
+"""``kernel``: ``jax.vmap`` of a function as one CUDA kernel, one element of the batch a thread."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_tilekern.epilogue.cuda_text import Untranslatable
+from jax_tilekern.interop import compat, modes
+from jax_tilekern.lanes.keys import is_key, without_keys
+from jax_tilekern.lanes.text import Layout, lane_kernel
+from jax_tilekern.ops.lane_rules import Axes, LaneFunction, Rules, lane_sizes, type_of_lanes
+from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
+from jax_tilekern.plans.lanes import LaneKernel, plan_lanes
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Operand,
+    Operation,
+    PlannedKernel,
+    Planner,
+    Rewrite,
+    define,
+)
+
+
+def kernel(f: Callable[..., Any], *, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
+    """Map a function over a batch in one CUDA kernel, in which a thread evaluates one element.
+
+    It means ``jax.vmap(f, in_axes, out_axes)``, which also computes it on other platforms. XLA
+    launches a kernel or more for each step of a loop in ``f``; here the loop runs in the thread.
+    Loops (``scan``, ``while_loop``, ``fori_loop``), branches (``cond``, ``switch``), elementwise
+    functions, small arrays and ``jax.random`` are translated. A branch is taken by each thread for
+    itself.
+
+    Derivatives, ``vmap``, ``jit``, ``remat`` and shardings of the batch are those of ``vmap(f)``:
+    each derivative is a kernel again. Reverse mode saves what every step of a ``scan`` needs, for
+    all elements. A function with an equation that has no translation is left to XLA with a warning
+    that names it; inside :func:`jax_tilekern.strict` that is an error.
+
+    Parameters
+    ----------
+    f
+        The function of one element. What it closes over is read by all threads.
+    in_axes, out_axes
+        As of :func:`jax.vmap`.
+
+    Returns
+    -------
+    callable
+        The mapped function.
+
+    Raises
+    ------
+    TypeError
+        If ``f`` is not callable.
+    FallbackError
+        Inside ``strict``: the function has no translation.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> def steps(n):  # of the Collatz sequence until 1
+    ...     def step(state):
+    ...         n, count = state
+    ...         return jnp.where(n % 2 == 0, n // 2, 3 * n + 1), count + 1
+    ...     return jax.lax.while_loop(lambda state: state[0] != 1, step, (n, 0))[1]
+    >>> jtk.kernel(steps)(jnp.arange(1, 8))
+    Array([ 0,  1,  7,  2,  5,  8, 16], dtype=int32)
+    """
+    if not callable(f):
+        raise TypeError(f"kernel maps a function, not {f!r}")
+    mapped = jax.vmap(f, in_axes=in_axes, out_axes=out_axes)
+
+    @functools.partial(jax.jit, static_argnums=0, inline=compat.inlined_when_traced)
+    def call(static: _Static, *leaves: Any) -> Any:
+        args, kwargs = static.arguments(leaves)
+        return _mapped(f, mapped, in_axes, out_axes, args, kwargs)
+
+    @functools.wraps(f)
+    def of_batch(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        static, arrays = _Static.of(leaves, tree)
+        return call(static, *arrays)
+
+    return of_batch
+
+
+class _Static(NamedTuple):
+    """The arguments of a call that are no arrays."""
+
+    tree: Any
+    # The type and the value of each leaf, ``None`` for an array.
+    values: tuple[tuple[type, Hashable] | None, ...]
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], tree: Any) -> tuple[_Static, list[Any]]:
+        arrays: list[Any] = []
+        values: list[tuple[type, Hashable] | None] = []
+        for leaf in leaves:
+            if isinstance(leaf, (bool, int, float, complex, str)):
+                values.append((type(leaf), leaf))
+            else:
+                arrays.append(leaf)
+                values.append(None)
+        return cls(tree, tuple(values)), arrays
+
+    def arguments(self, arrays: Sequence[Any]) -> Any:
+        given = iter(arrays)
+        leaves = [next(given) if value is None else value[1] for value in self.values]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def _mapped(
+    f: Callable[..., Any],
+    mapped: Callable[..., Any],
+    in_axes: Any,
+    out_axes: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Bind a call, or compute it by ``vmap``."""
+    # The errors about axes and sizes are those of vmap.
+    shapes = jax.eval_shape(mapped, *args, **kwargs)
+    name = getattr(f, "__name__", type(f).__name__)
+    axes = _axes_of_leaves(in_axes, args, kwargs)
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = [i for i, x in enumerate(leaves) if axes[i] is not None or hasattr(x, "dtype")]
+    operands = [jnp.asarray(leaves[i]) for i in arrays]
+    operand_axes: list[Axes] = [(_positive(axes[i], jnp.ndim(leaves[i])),) for i in arrays]
+    out_trees: list[Any] = []
+
+    def of_lane(*values: Any) -> list[Any]:
+        filled = list(leaves)
+        for i, value in zip(arrays, values, strict=True):
+            filled[i] = value
+        one_args, one_kwargs = jax.tree.unflatten(tree, filled)
+        found, out_tree = jax.tree.flatten(f(*one_args, **one_kwargs))
+        out_trees[:] = [out_tree]
+        return [jnp.asarray(x) for x in found]
+
+    def lane_type(x: Any, axis: int | None) -> Any:
+        aval = jax.typeof(x)
+        shape = [n for d, n in enumerate(aval.shape) if d != axis]
+        return jax.core.ShapedArray(tuple(shape), aval.dtype, weak_type=aval.weak_type)
+
+    types = [lane_type(x, axis) for x, (axis,) in zip(operands, operand_axes, strict=True)]
+    with compat.without_mesh():
+        traced = jax.make_jaxpr(of_lane)(*types)
+    try:
+        closed, consts = _without_constants(name, traced)
+    except Untranslatable as error:
+        _note_untranslated(name, str(error))
+        return mapped(*args, **kwargs)
+    if not closed.out_avals:
+        return jax.tree.unflatten(out_trees[0], [])
+    operands += consts
+    operand_axes += [(None,)] * len(consts)
+    raw = [jax.random.key_data(x) if is_key(jax.typeof(x)) else x for x in operands]
+    out_positions = _out_positions(out_axes, shapes, traced.out_avals)
+    results = _rules.bind(
+        *raw,
+        jaxpr=closed,
+        function=LaneFunction.of(name, closed),
+        operand_axes=tuple(operand_axes),
+        result_axes=tuple((position or 0,) for position in out_positions),
+    )
+    found = []
+    for x, aval, position in zip(results, traced.out_avals, out_positions, strict=True):
+        if is_key(aval):
+            x = jax.random.wrap_key_data(x, impl=compat.key_functions(aval.dtype).name)
+        # vmap has checked that it is the same for all elements.
+        found.append(x[0] if position is None else x)
+    return jax.tree.unflatten(out_trees[0], found)
+
+
+def _without_constants(name: str, traced: Any) -> tuple[Any, list[Any]]:
+    """Return a jaxpr of raw arrays, and the arrays that the function closes over, as operands."""
+    for eqn in _equations(traced.jaxpr):
+        if eqn.effects:
+            raise Untranslatable(
+                f"{eqn.primitive.name} at {compat.source_line(eqn)} has a side effect, which a "
+                f"kernel has not; move it out of {name}, or map the function by jax.vmap"
+            )
+    consts = list(traced.consts)
+    if consts:
+        jaxpr = traced.jaxpr
+
+        def function(*values: Any) -> list[Any]:
+            own = len(jaxpr.invars)
+            return compat.eval_jaxpr(jaxpr, values[own:], *values[:own])
+
+        types = [
+            jax.core.ShapedArray(a.shape, a.dtype, weak_type=a.weak_type)
+            for a in map(jax.typeof, consts)
+        ]
+        with compat.without_mesh():
+            traced = jax.make_jaxpr(function)(*traced.in_avals, *types)
+    return without_keys(traced), consts
+
+
+def _equations(jaxpr: Any) -> Any:
+    for eqn in jaxpr.eqns:
+        inner = compat.jaxprs_of(eqn)
+        if not inner:
+            yield eqn
+        for each in inner:
+            yield from _equations(each)
+
+
+def _axes_of_leaves(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the axis of each leaf of the arguments; ``vmap`` has checked them."""
+    axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+    return [
+        *compat.broadcast_prefix(axes, args),
+        *compat.broadcast_prefix(0, kwargs),
+    ]
+
+
+def _out_positions(out_axes: Any, shapes: Any, avals: Sequence[Any]) -> list[int | None]:
+    found = compat.broadcast_prefix(out_axes, shapes)
+    return [_positive(axis, aval.ndim + 1) for axis, aval in zip(found, avals, strict=True)]
+
+
+def _positive(axis: int | None, ndim: int) -> int | None:
+    return None if axis is None else axis % ndim
+
+
+def _note_untranslated(name: str, reason: str) -> None:
+    """Warn that XLA computes a call.
+
+    Raises
+    ------
+    FallbackError
+        Inside ``strict``.
+    """
+    modes.note_fallback(f"kernel {name}", reason)
+    warnings.warn(
+        f"jax_tilekern.kernel leaves {name} to XLA's vmap: {reason} (inside jax_tilekern.strict() "
+        "this is an error)",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+# The rules of the primitive.
+
+
+def _reference(
+    *operands: Any,
+    jaxpr: Any,
+    function: LaneFunction,
+    operand_axes: tuple[Axes, ...],
+    result_axes: tuple[Axes, ...],
+) -> list[Any]:
+    del function
+    mapped: Callable[..., Any] = compat.jaxpr_as_fun(jaxpr)
+    dims = len(result_axes[0])
+    for k in reversed(range(dims)):
+        mapped = jax.vmap(
+            mapped,
+            in_axes=tuple(_within(axes, k) for axes in operand_axes),
+            out_axes=[_within(axes, k) for axes in result_axes],
+        )
+    results: list[Any] = mapped(*operands)
+    return results
+
+
+def _within(axes: Axes, k: int) -> int | None:
+    """Return which dimension a dimension of lanes is, where the outer ones are removed."""
+    axis = axes[k]
+    if axis is None:
+        return None
+    return axis - sum(outer is not None and outer < axis for outer in axes[:k])
+
+
+def _like_results(
+    *operands: Any,
+    jaxpr: Any,
+    function: LaneFunction,
+    operand_axes: tuple[Axes, ...],
+    result_axes: tuple[Axes, ...],
+) -> list[Any]:
+    del function
+    sizes = lane_sizes(operands, operand_axes)
+    varying = tuple(sorted(compat.varying_axes(operands[0])))
+    results = []
+    for aval, axes in zip(jaxpr.out_avals, result_axes, strict=True):
+        whole = type_of_lanes(aval, axes, sizes)
+        x = compat.with_type(
+            lax.full(whole.shape, 0, whole.dtype), whole.dtype, weak_type=aval.weak_type
+        )
+        results.append(lax.pcast(x, varying, to="varying") if varying else x)
+    return results
+
+
+def _sharding_rule(
+    *avals: Any,
+    jaxpr: Any,
+    function: LaneFunction,
+    operand_axes: tuple[Axes, ...],
+    result_axes: tuple[Axes, ...],
+) -> ShardingRule:
+    """Label the dimensions of lanes; every device has the others whole."""
+    del function
+    dims = tuple(
+        tuple(axes.index(d) if d in axes else None for d in range(aval.ndim))
+        for aval, axes in zip(avals, operand_axes, strict=True)
+    )
+    results = tuple(
+        tuple(axes.index(d) if d in axes else None for d in range(aval.ndim + len(axes)))
+        for aval, axes in zip(jaxpr.out_avals, result_axes, strict=True)
+    )
+    sizes = sizes_of(*((d, tuple(aval.shape)) for d, aval in zip(dims, avals, strict=True)))
+    names = {label: f"lanes {label}" if len(sizes) > 1 else "lanes" for label in sizes}
+    return ShardingRule(dims, results, sizes, flops=0, zero_padding=False, names=names)
+
+
+def kernel_of(
+    avals: Sequence[Any],
+    jaxpr: Any,
+    function: LaneFunction,
+    operand_axes: tuple[Axes, ...],
+    result_axes: tuple[Axes, ...],
+) -> LaneKernel:
+    """Return the kernel of a call.
+
+    Raises
+    ------
+    Untranslatable
+        If there is none.
+    """
+    sizes = lane_sizes(avals, operand_axes)
+    results = [
+        type_of_lanes(aval, axes, sizes)
+        for aval, axes in zip(jaxpr.out_avals, result_axes, strict=True)
+    ]
+    layouts = [
+        [Layout(np.dtype(x.dtype), tuple(x.shape), a) for x, a in zip(given, axes, strict=True)]
+        for given, axes in ((avals, operand_axes), (results, result_axes))
+    ]
+    return lane_kernel(function.name, jaxpr, *layouts)
+
+
+def _refusal(*avals: Any, function: LaneFunction, **call: Any) -> Fallback | None:
+    if any(0 in aval.shape for aval in avals):
+        return None
+    try:
+        kernel_of(avals, function=function, **call)
+    except Untranslatable as error:
+        _note_untranslated(function.name, str(error))
+        return Fallback(str(error))
+    return None
+
+
+def _on_cuda(operands: Sequence[Operand], _: Any, **call: Any) -> PlannedKernel | Fallback:
+    avals, values = [x.aval for x in operands], [x.value for x in operands]
+    return planned_kernel(values, plan_lanes, kernel_of(avals, **call))
+
+
+def _elsewhere(*_: Any, **call: Any) -> Rewrite:
+    return Rewrite("vmap: no CUDA here", functools.partial(_reference, **call))
+
+
+def _describe(*, function: LaneFunction, **_: Any) -> str:
+    return f"kernel {function}"
+
+
+_rules = Rules()
+define(
+    Operation(
+        "tilekern_lanes",
+        reference=_reference,
+        like_results=_like_results,
+        batch=_rules.batch,
+        sharding_rule=_sharding_rule,
+        planners={
+            "cuda": Planner(_refusal, _on_cuda),
+            **dict.fromkeys(("cpu", "rocm", "tpu"), Planner(lambda *_, **__: None, _elsewhere)),
+        },
+        describe=_describe,
+        several_results=True,
+        jvp=_rules.jvp,
+        register=_rules.register,
+    )
+)

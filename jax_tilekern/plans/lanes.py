@@ -1,0 +1,81 @@
+"""The launch plan of a function that each thread evaluates for one lane (``lanes.cuh``)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jax_tilekern.compilation.compiler import Kernel, Source, compile_kernels
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan
+
+_THREADS = (128, 64, 32)
+# Fewer threads a CTA spread few lanes over more SMs.
+_CTAS_PER_SM = 2
+
+
+@dataclass(frozen=True)
+class LaneKernel:
+    """A kernel of lanes.
+
+    Attributes
+    ----------
+    function
+        The name of the template in C++, which has the number of threads of a CTA.
+    text
+        The source.
+    lanes
+        Number of lanes.
+    alignments
+        What the addresses of operands and results are multiples of.
+    workspace_bytes
+        Bytes of arrays that are too long for a thread's own memory.
+    """
+
+    function: str
+    text: str
+    lanes: int
+    alignments: tuple[int, ...]
+    workspace_bytes: int
+
+    def kernel(self, threads: int) -> Kernel:
+        """Return the kernel for a number of threads."""
+        source = Source(self.text, f"{self.function}.cu")
+        return Kernel(source, f"tilekern::{self.function}<{threads}>")
+
+
+def plan_lanes(lanes: LaneKernel, gpu: Gpu) -> LaunchPlan:
+    """Plan and compile a launch.
+
+    Raises
+    ------
+    CompileError
+        If NVRTC rejects the kernel.
+    NvrtcNotFound
+        If there is no NVRTC to compile the kernel with.
+    """
+    wanted = _CTAS_PER_SM * gpu.sm_count
+    threads = next((x for x in _THREADS if lanes.lanes >= wanted * x), _THREADS[-1])
+    kernel = lanes.kernel(threads)
+    entry = compile_kernels(kernel, arch=gpu.arch).entry(kernel.name)
+    buffers = len(lanes.alignments)
+    ctas = math.ceil(lanes.lanes / threads)
+    workspace = max(1, lanes.workspace_bytes)
+    launch = Launch(
+        entry=entry,
+        grid=(ctas, 1, 1),
+        block=(threads, 1, 1),
+        parameters=tuple(map(Buffer, range(buffers + 1))),
+    )
+    return LaunchPlan(
+        name=f"{lanes.function}<{threads}>",
+        gpu=gpu,
+        launches=(launch,),
+        alignments=lanes.alignments,
+        workspace_bytes=(workspace,),
+        reason=(
+            f"{lanes.lanes} lanes in {ctas} CTAs of {threads} threads; {entry.registers} "
+            f"registers, {entry.spill_bytes} bytes spilled, {entry.stack_bytes} bytes of stack"
+            + (f", {lanes.workspace_bytes} bytes of workspace" if lanes.workspace_bytes else "")
+        ),
+    )
