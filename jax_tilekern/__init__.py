@@ -17,7 +17,7 @@ from jax_tilekern.inspection.cost import cost_analysis
 from jax_tilekern.inspection.explain import Explanation, explain
 from jax_tilekern.inspection.kernel_report import KernelReport
 from jax_tilekern.interop.ffi import FFI_TARGETS, export_checks
-from jax_tilekern.interop.modes import FallbackError, strict
+from jax_tilekern.interop.outcomes import FallbackError, strict
 from jax_tilekern.ops.add import add
 from jax_tilekern.ops.cross_entropy.loss import linear_cross_entropy
 from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type

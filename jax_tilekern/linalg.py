@@ -20,9 +20,9 @@ import jax.scipy.linalg as jsp_linalg
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from jax_tilekern.inspection.choices import record_traced_choice
-from jax_tilekern.interop import compat, modes
+from jax_tilekern.interop import compat, outcomes
 from jax_tilekern.interop.global_modes import mode_independent
+from jax_tilekern.interop.outcomes import record_traced_choice
 from jax_tilekern.ops import matrices
 from jax_tilekern.ops.matmul import matmul as matmul
 from jax_tilekern.ops.matrix_kernels import has_solve_kernel, refusal
@@ -561,7 +561,7 @@ def _computed(
         return ours(*arrays)
     reason = why_excluded() or why
     record_traced_choice(call, jax.typeof(arrays[0]), reason)
-    modes.note_fallback(call, reason)
+    outcomes.note_fallback(call, reason)
     result: Result = theirs(*arrays)
     return result
 

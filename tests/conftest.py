@@ -163,7 +163,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
 @pytest.fixture(autouse=True, scope="session")
 def every_kernel_compiles():
     """A kernel that cannot be compiled is an error here, and no warning."""
-    from jax_tilekern.interop.modes import strict
+    from jax_tilekern.interop.outcomes import strict
 
     with strict(allow_fallbacks=True):
         yield

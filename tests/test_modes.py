@@ -12,7 +12,7 @@ from operations import OPERATIONS, arrays_of, shapes_of
 
 import jax_tilekern as jtk
 from jax_tilekern.compilation import nvrtc
-from jax_tilekern.interop import modes
+from jax_tilekern.interop import outcomes
 from jax_tilekern.ops import contraction_lowering, planned_kernel
 from jax_tilekern.plans.gpu import gpu_target
 from jax_tilekern.plans.launch import PlanError
@@ -98,7 +98,7 @@ def test_the_inner_policy_counts():
 
 def test_a_failed_compilation_is_a_warning(no_kernel_compiles):
     message = r"(?s)leaves a call to XLA.*NVRTC_ERROR in tilekern::.* of its file \(inside"
-    with modes.entered("DEFAULT"), gpu_target("sm_90"):
+    with outcomes.entered("DEFAULT"), gpu_target("sm_90"):
         with pytest.warns(RuntimeWarning, match=message):
             text = lowered(jtk.matmul, SQUARE, SQUARE, platform="cuda")
         assert "stablehlo.dot_general" in text
@@ -121,7 +121,7 @@ def test_a_refused_plan_is_a_warning(monkeypatch):
         raise PlanError("plan wgmma: grid (0, 1, 1) has a dimension below 1")
 
     monkeypatch.setattr(contraction_lowering, "plan_matmul", refused)
-    with modes.entered("DEFAULT"), gpu_target("sm_90"):
+    with outcomes.entered("DEFAULT"), gpu_target("sm_90"):
         with pytest.warns(RuntimeWarning, match=r"plan wgmma: grid \(0, 1, 1\)"):
             text = lowered(jtk.matmul, SQUARE, SQUARE, platform="cuda")
         assert "custom_call" not in text

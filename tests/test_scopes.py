@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import jax_tilekern as jtk
-from jax_tilekern.interop import modes
-from jax_tilekern.interop.interception import _intercepting
+from jax_tilekern.interop import outcomes
+from jax_tilekern.interop.global_modes import _intercepting
 from jax_tilekern.plans.gpu import KNOWN_GPUS, _target
 from jax_tilekern.plans.policy import current_policy
 
@@ -18,7 +18,7 @@ X = jnp.ones((4, 4))
 
 def state():
     """What the contexts change, in this thread."""
-    return _intercepting.value, modes.current(), current_policy(), _target.value
+    return _intercepting.value, outcomes.current(), current_policy(), _target.value
 
 
 OUTSIDE = (False, "DEFAULT", "auto", None)
@@ -36,7 +36,7 @@ SCOPES = {
 
 @pytest.fixture(autouse=True)
 def outside_of_the_suites_own():
-    with modes.entered("DEFAULT"), jtk.policy("auto"):
+    with outcomes.entered("DEFAULT"), jtk.policy("auto"):
         yield
 
 
@@ -63,7 +63,7 @@ def test_one_scope_in_two_threads(name):
         return state()
 
     def run():
-        with modes.entered("DEFAULT"), jtk.policy("auto"):
+        with outcomes.entered("DEFAULT"), jtk.policy("auto"):
             before = state()
             with scope:
                 together.wait()

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from jax_tilekern.inspection.choices import Choice, recorded_choices
 from jax_tilekern.inspection.columns import columns
 from jax_tilekern.inspection.tracing import traced
+from jax_tilekern.interop.outcomes import Choice, recorded_choices
 
 _PLATFORMS = ("cpu", "cuda", "gpu", "rocm", "tpu")
 
@@ -60,7 +60,7 @@ def explain(
     Returns
     -------
     Explanation
-        One :class:`~jax_tilekern.inspection.choices.Choice` per call; ``print`` it for a table.
+        One :class:`~jax_tilekern.interop.outcomes.Choice` per call; ``print`` it for a table.
         Calls inside a jitted function that is called several times are listed once, as they are
         lowered once.
 

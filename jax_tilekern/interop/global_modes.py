@@ -1,10 +1,14 @@
-"""JAX's global modes, which are the user's, and what the inside of an operation runs in.
+"""What a user sets around a call, and what the inside of an operation runs in.
 
 A mode such as ``jax_enable_x64`` may be a context around a part of the user's program. JAX calls
 the rules of a primitive at other times: it differentiates, batches and lowers a function outside of
 such a context. So rules, and functions that compute with values of their own, run in modes that
 follow from the types of their arguments alone (:func:`by_types`, :func:`mode_independent`). What
 the user wrote runs in the modes of the user's call (:func:`with_modes_of_now`).
+
+``patch`` makes primitives trace to operations of this library, by :func:`intercept`. JAX traces
+an operation by ``primitive.bind``, which is shadowed with a function that tests a flag. The flag is
+a setting: it belongs to the thread, and a trace under one value is never reused under the other.
 """
 
 from __future__ import annotations
@@ -12,10 +16,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
+
+from jax_tilekern.interop import compat
+from jax_tilekern.scope import Setting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -111,3 +119,51 @@ def _has_64_bits(value: Any) -> bool:
         return any(map(_has_64_bits, value.dtypes))
     dtype = getattr(value, "dtype", value)
     return isinstance(dtype, np.dtype) and dtype in _64_BITS
+
+
+_intercepting = Setting("intercepting", False)
+
+
+def intercepting() -> AbstractContextManager[None]:
+    """Make intercepted primitives trace to their replacements, in this thread."""
+    return _intercepting(True)
+
+
+def by_xla(function: Callable[P, R]) -> Callable[P, R]:
+    """Make ``function`` bind JAX's own primitives, wherever it is called."""
+
+    @functools.wraps(function)
+    def not_intercepted(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _intercepting(False):
+            return function(*args, **kwargs)
+
+    return not_intercepted
+
+
+def intercept(primitive: compat.Primitive, replacement: Callable[..., Any]) -> None:
+    """Make ``primitive`` trace to ``replacement`` inside :func:`intercepting`.
+
+    Parameters
+    ----------
+    primitive
+        A primitive of JAX.
+    replacement
+        A function of the operands and parameters of the primitive. Its own calls bind JAX's
+        primitives.
+    """
+    bind: Callable[..., Any] = primitive.bind
+    # The primitive's parameters are final: no mode changes what they say.
+    replaced = by_xla(mode_independent(replacement))
+
+    @functools.wraps(bind)
+    def intercepted(*operands: Any, **params: Any) -> Any:
+        if _intercepting.value and not compat.in_pallas_kernel():
+            return replaced(*operands, **params)
+        return bind(*operands, **params)
+
+    vars(primitive)["bind"] = intercepted
+
+
+def release(primitive: compat.Primitive) -> None:
+    """Undo :func:`intercept`."""
+    del vars(primitive)["bind"]

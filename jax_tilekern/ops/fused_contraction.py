@@ -183,20 +183,6 @@ def contract_with_scalar_function(
     return results
 
 
-def check_operands(epilogue: Callable[..., Any] | None, **operands: Any) -> None:
-    """Raise a ``TypeError`` if operands of an epilogue are no sequence, or nothing reads them."""
-    for name, arrays in operands.items():
-        if not isinstance(arrays, Sequence):
-            raise TypeError(
-                f"{name} of an epilogue are a sequence of arrays, got one of shape "
-                f"{np.shape(arrays)}: pass {name}=(x,)"
-            )
-        if arrays and epilogue is None:
-            raise TypeError(
-                f"{len(arrays)} {name} of an epilogue, but no epilogue= that reads them"
-            )
-
-
 def _with_labels(
     number: int, x: Array, out: Labels, shape: Sequence[int], whose: str = "the product's"
 ) -> tuple[Array, Labels]:

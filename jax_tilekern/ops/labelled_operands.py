@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -251,3 +251,17 @@ def dot_by_sum(
     )
     axes = range(len(contraction.out), len(every))
     return (left * right).sum(tuple(axes)).astype(out_dtype)
+
+
+def check_operands(epilogue: Callable[..., Any] | None, **operands: Any) -> None:
+    """Raise a ``TypeError`` if operands of an epilogue are no sequence, or nothing reads them."""
+    for name, arrays in operands.items():
+        if not isinstance(arrays, Sequence):
+            raise TypeError(
+                f"{name} of an epilogue are a sequence of arrays, got one of shape "
+                f"{np.shape(arrays)}: pass {name}=(x,)"
+            )
+        if arrays and epilogue is None:
+            raise TypeError(
+                f"{len(arrays)} {name} of an epilogue, but no epilogue= that reads them"
+            )

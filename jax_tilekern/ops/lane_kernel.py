@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jax_tilekern.epilogue.cuda_text import Untranslatable
-from jax_tilekern.interop import compat, modes
+from jax_tilekern.interop import compat, outcomes
 from jax_tilekern.lanes.keys import is_key, without_keys
 from jax_tilekern.lanes.text import Layout, lane_kernel
 from jax_tilekern.ops.lane_rules import Axes, LaneFunction, Rules, lane_sizes, type_of_lanes
@@ -243,7 +243,7 @@ def _note_untranslated(name: str, reason: str) -> None:
     FallbackError
         Inside ``strict``.
     """
-    modes.note_fallback(f"kernel {name}", reason)
+    outcomes.note_fallback(f"kernel {name}", reason)
     warnings.warn(
         f"jax_tilekern.kernel leaves {name} to XLA's vmap: {reason} (inside jax_tilekern.strict() "
         "this is an error)",

@@ -13,8 +13,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
-from jax_tilekern.ops.fused_contraction import check_operands, contract_with_epilogue
+from jax_tilekern.ops.fused_contraction import contract_with_epilogue
 from jax_tilekern.ops.jitted import jitted
+from jax_tilekern.ops.labelled_operands import check_operands
 from jax_tilekern.plans.contraction import Contraction
 
 DotDimensionNumbers = tuple[

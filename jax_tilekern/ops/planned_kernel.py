@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound
-from jax_tilekern.interop import compat, modes
+from jax_tilekern.interop import compat, outcomes
 from jax_tilekern.plans.cpu import current_cpu
 from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PlanError
@@ -39,7 +39,7 @@ def planned_kernel(
     except (NoGpu, NvrtcNotFound) as error:
         return Fallback(str(error))
     if isinstance(found, Exception):
-        return Fallback(modes.note_failure(found))
+        return Fallback(outcomes.note_failure(found))
     if isinstance(found, NoKernel):
         return Fallback(found.reason)
     return PlannedKernel(found.name, found.reason, found, operands)

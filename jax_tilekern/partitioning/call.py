@@ -21,16 +21,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_tilekern.inspection.choices import (
+from jax_tilekern.interop import outcomes
+from jax_tilekern.interop.ffi import PARTITIONED
+from jax_tilekern.interop.global_modes import by_types
+from jax_tilekern.interop.outcomes import (
     Choice,
     await_partition,
     record_partition,
     recorded_choices,
     recorder_token,
 )
-from jax_tilekern.interop import modes
-from jax_tilekern.interop.ffi import PARTITIONED
-from jax_tilekern.interop.global_modes import by_types
 from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.choice import choose_partition
 from jax_tilekern.partitioning.local_program import (
@@ -180,7 +180,7 @@ def _text(operation: PartitionedOperation, platform: str, params: dict[str, Any]
         "gpu": gpu,
         "tuned": tuned,
         "data": data,
-        "mode": modes.current(),
+        "mode": outcomes.current(),
         "policy": current_policy(),
         "version": __version__,
         "explain": recorder_token(),
@@ -251,7 +251,7 @@ def _answer(
     )
     local = [(partition.operand_shape(i, x.shape), x.dtype) for i, x in enumerate(operands)]
     axes = list(zip(axis_names(range(len(mesh))), mesh, strict=True))
-    tuned, mode = using_digest(content["tuned"]), modes.entered(content["mode"])
+    tuned, mode = using_digest(content["tuned"]), outcomes.entered(content["mode"])
     # Exported programs of 0.1.0 have none.
     policy_then = policy(content.get("policy", "auto"))
     # XLA calls on its own thread, or on one that has the contexts of the compiling code.

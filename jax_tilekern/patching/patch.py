@@ -17,7 +17,7 @@ import jax
 from jax import Array, lax
 
 from jax_tilekern.interop import compat
-from jax_tilekern.interop.interception import intercept, intercepting, release
+from jax_tilekern.interop.global_modes import intercept, intercepting, release
 from jax_tilekern.ops.matmul import dot_general
 from jax_tilekern.ops.ragged_dot import ragged_dot_general
 from jax_tilekern.ops.segments.row_updates import SCATTERS, scatter

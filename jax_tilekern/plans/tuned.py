@@ -47,7 +47,7 @@ class TunedChoice:
     Attributes
     ----------
     winner
-        :attr:`Candidate.key <jax_tilekern.plans.candidate.Candidate.key>` of what to run, or
+        :attr:`Candidate.key <jax_tilekern.plans.policy.choice.Candidate.key>` of what to run, or
         :data:`XLA`.
     model
         Key of what the cost model chose at that time.

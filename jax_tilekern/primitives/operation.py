@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jax_tilekern.inspection.choices import listed_below, record_choice
-from jax_tilekern.interop import compat, ffi, modes
+from jax_tilekern.interop import compat, ffi, outcomes
 from jax_tilekern.interop.compat import ad, mlir
-from jax_tilekern.interop.global_modes import by_types, mode_independent
-from jax_tilekern.interop.interception import by_xla
+from jax_tilekern.interop.global_modes import by_types, by_xla, mode_independent
+from jax_tilekern.interop.outcomes import listed_below, record_choice
 from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.agreement import require_agreement
 from jax_tilekern.partitioning.call import PartitionedOperation, lower_partitioned, register
@@ -483,7 +482,7 @@ def _lowered(
             checked=outcome.checked,
         )
     if isinstance(outcome, Fallback):
-        modes.note_fallback(call, outcome.reason, platform)
+        outcomes.note_fallback(call, outcome.reason, platform)
     function: Callable[..., Any] = functools.partial(operation.reference, **params)
     if isinstance(outcome, Rewrite):
         function = compat.with_automatic_axes(outcome.function, params.get("out_sharding"))

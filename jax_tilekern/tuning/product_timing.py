@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from jax_tilekern.compilation.nvrtc import CompileError
-from jax_tilekern.interop import compat, ffi, interception
+from jax_tilekern.interop import compat, ffi, global_modes
 from jax_tilekern.interop.compat import mlir
 from jax_tilekern.ops.labelled_operands import product_by_lax
 from jax_tilekern.plans.candidate import Candidate
@@ -139,7 +139,7 @@ class ArrayProduct:
         )
         return cls(lhs, rhs, out, product.arithmetic)
 
-    @interception.by_xla
+    @global_modes.by_xla
     def by_xla(self, lhs: Array, rhs: Array) -> Array:
         """Compute it as the library does where no kernel takes it."""
         return product_by_lax(

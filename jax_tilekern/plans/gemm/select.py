@@ -30,12 +30,14 @@ _FAMILIES = (WGMMA, EMULATED, SMALL, MMA)
 
 def candidates(product: Product, gpu: Gpu) -> list[CostedCandidate] | NoKernel:
     """Return the ways to compute a product, best first by the cost model."""
-    vectors = vector_product_candidates(product, gpu) if product.epilogue is None else []
-    if vectors:
-        # Memory is the limit, and tensor cores gain nothing.
-        return [*vectors]
-    if product.geometry.m == product.geometry.n == 1 and product.epilogue is None:
-        return NoKernel("dot products of vectors that are no rows have no kernel")
+    m, n = product.geometry.m, product.geometry.n
+    if min(m, n) == 1 and product.epilogue is None:
+        vectors = vector_product_candidates(product, gpu)
+        if vectors:
+            # Memory is the limit, and tensor cores gain nothing.
+            return [*vectors]
+        if m == n:
+            return NoKernel("dot products of vectors that are no rows have no kernel")
     return ranked_candidates(_FAMILIES, product, gpu)
 
 

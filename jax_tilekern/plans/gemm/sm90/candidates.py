@@ -26,16 +26,17 @@ from jax_tilekern.plans.gemm.sm90.config import (
     dense_tiles,
     instance_for,
 )
-from jax_tilekern.plans.gemm.sm90.cost import busy_cycles, reread_cycles
 from jax_tilekern.plans.gemm.sm90.tiling import (
     CLAIMED_BYTES,
     CLEAR_CLAIMED,
     TiledWgmmaCandidate,
+    busy_cycles,
     clear_claimed,
     is_launchable,
     launch_tiles,
     oriented_tiles,
     refusal,
+    reread_cycles,
 )
 from jax_tilekern.plans.gemm.tiles import TILE_ROW_BYTES, OrientedProduct, fits_tma
 from jax_tilekern.plans.gpu import Gpu

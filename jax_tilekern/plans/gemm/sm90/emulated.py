@@ -36,9 +36,9 @@ from jax_tilekern.plans.gemm.passes.split_float32 import (
 from jax_tilekern.plans.gemm.problem import Product, copy_cycles
 from jax_tilekern.plans.gemm.sm80.candidates import MmaCandidate, mma_candidates
 from jax_tilekern.plans.gemm.sm90.config import WgmmaTile, dense_tiles, instance_for
-from jax_tilekern.plans.gemm.sm90.cost import busy_cycles
 from jax_tilekern.plans.gemm.sm90.tiling import (
     TiledWgmmaCandidate,
+    busy_cycles,
     is_launchable,
     launch_tiles,
     oriented_tiles,

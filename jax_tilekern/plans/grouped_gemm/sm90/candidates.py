@@ -21,11 +21,11 @@ from jax_tilekern.plans.gemm.sm90.config import (
     dense_tiles,
     instance_for,
 )
-from jax_tilekern.plans.gemm.sm90.cost import busy_cycles
 from jax_tilekern.plans.gemm.sm90.tiling import (
     CLAIMED_BYTES,
     CLEAR_CLAIMED,
     TiledWgmmaCandidate,
+    busy_cycles,
     clear_claimed,
     is_launchable,
     launch_tiles,
