@@ -83,7 +83,7 @@ def _buffers(step):
 @pytest.mark.one_in(3)
 def test_rows_of_experts(arch, dtype):
     for columns in (2048, 33):
-        rows = ExpertRows(16384, 8, columns, dtype)
+        rows = ExpertRows(16384, 8, 131072, columns, dtype)
         sums = [plan_combine(rows, arrays, known_gpu(arch)) for arrays in (1, 2)]
         for plan in (plan_spread(rows, known_gpu(arch)), *sums):
             (entry,) = (launch.entry for launch in plan.launches)

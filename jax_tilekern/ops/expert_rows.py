@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.grouped_gemm.expert_rows import ExpertRows, plan_combine, plan_spread
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -51,7 +52,7 @@ def combine_rows(*rows: Array, places: Array, tokens: Array) -> Array:
 
     Floats are summed in float32 at least, in the order of ``places``, and rounded once.
     """
-    total: Array = _combine(*rows, places, tokens)
+    total: Array = _combine(*rows, places, tokens, arrays=len(rows))
     return total
 
 
@@ -62,8 +63,8 @@ def _spread_by_xla(x: Array, _: Array, tokens: Array, *, copies: int) -> list[Ar
     return [x.at[tokens].get(mode="promise_in_bounds")] * copies
 
 
-def _combine_by_xla(*operands: Array) -> Array:
-    *rows, places, _ = operands
+def _combine_by_xla(*operands: Array, **_: Any) -> Array:
+    *rows, places, _tokens = operands
     dtype = rows[0].dtype
     wide = jnp.promote_types(dtype, np.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
     gathered = (x.at[places].get(mode="promise_in_bounds").astype(wide) for x in rows)
@@ -80,9 +81,9 @@ def _spread_cotangent(
     return combine_rows(*cotangents, places=places, tokens=tokens)
 
 
-def _combine_cotangents(cotangent: Array, *operands: Any) -> list[Array]:
-    *rows, places, tokens = operands
-    return spread_rows(cotangent, places, tokens, len(rows))
+def _combine_cotangents(cotangent: Array, *operands: Any, arrays: int) -> list[Array]:
+    *_, places, tokens = operands
+    return spread_rows(cotangent, places, tokens, arrays)
 
 
 def _in_front(
@@ -113,24 +114,53 @@ def _spread_batch(
 
 
 def _combine_batch(
-    _: Any, operands: Sequence[Array], dims: Sequence[int | None]
+    _: Any, operands: Sequence[Array], dims: Sequence[int | None], **__: Any
 ) -> tuple[Array, int]:
     rows, places, tokens, size = _in_front(operands, dims)
     total = combine_rows(*rows, places=places, tokens=tokens)
     return total.reshape(size, -1, *total.shape[1:]), 0
 
 
+def _columns(rows: Any) -> tuple[tuple[int, ...], dict[int, int], dict[int, str]]:
+    """Return the labels of the dimensions of a row, their sizes and their names."""
+    labels = tuple(range(1, rows.ndim))
+    return labels, dict(zip(labels, rows.shape[1:], strict=True)), dict.fromkeys(labels, "columns")
+
+
+def _spread_sharding(x: Any, *_: Any, copies: int) -> ShardingRule:
+    """Every device has all rows of its columns."""
+    labels, sizes, names = _columns(x)
+    rows = (None, *labels)
+    operands = (rows, (None, None), (None,))
+    return ShardingRule(operands, (rows,) * copies, sizes, flops=0, names=names)
+
+
+def _combine_sharding(*operands: Any, arrays: int) -> ShardingRule:
+    """Every device has all rows of its columns, and sums those of its tokens."""
+    labels, sizes, names = _columns(operands[0])
+    token = 0
+    return ShardingRule(
+        (*((None, *labels),) * arrays, (token, None), (None,)),
+        ((token, *labels),),
+        {**sizes, token: operands[arrays].shape[0]},
+        flops=sum(x.size for x in operands[:arrays]),
+        names={**names, token: "tokens"},
+    )
+
+
 def _refusal(*_: Any, **__: Any) -> Fallback | None:
     return None
 
 
-def _stated(places: Any, x: Any) -> ExpertRows:
+def _stated(places: Any, rows: Any) -> ExpertRows:
     tokens, chosen = places.shape
-    return ExpertRows(tokens, chosen, math.prod(x.shape[1:]), np.dtype(x.dtype))
+    return ExpertRows(
+        tokens, chosen, rows.shape[0], math.prod(rows.shape[1:]), np.dtype(rows.dtype)
+    )
 
 
 def _spread_on_cuda(
-    operands: Sequence[Operand], _: Any, *, copies: int
+    operands: Sequence[Operand], results: Sequence[Any], *, copies: int
 ) -> PlannedKernel | Rewrite | Fallback:
     x, places, _tokens = operands
     if copies > 1:
@@ -139,24 +169,30 @@ def _spread_on_cuda(
             return list(spread_rows(x, places, tokens)) * copies
 
         return Rewrite("the copies are one array", repeated)
-    rows = _stated(places.aval, x.aval)
+    rows = _stated(places.aval, results[0])
     return planned_kernel((x.value, places.value), plan_spread, rows)
 
 
-def _combine_on_cuda(operands: Sequence[Operand], _: Any) -> PlannedKernel | Fallback:
+def _combine_on_cuda(
+    operands: Sequence[Operand], _: Any, *, arrays: int
+) -> PlannedKernel | Fallback:
     *rows, places, _tokens = operands
     values = (*(x.value for x in rows), places.value)
-    stated = _stated(places.aval, rows[0].aval)
-    return planned_kernel(values, plan_combine, stated, len(rows))
+    return planned_kernel(values, plan_combine, _stated(places.aval, rows[0].aval), arrays)
 
 
-def _operation(name: str, reference: Callable[..., Any], **rules: Any) -> Callable[..., Any]:
+def _operation(name: str, reference: Callable[..., Any], cuda: Any, **rules: Any) -> Any:
+    def by_xla(*_: Any, **params: Any) -> Rewrite:
+        return Rewrite("XLA gathers rows", functools.partial(reference, **params))
+
     return define(
         Operation(
             name=f"tilekern_{name}_rows",
             reference=reference,
-            sharding_rule=None,
-            composed=reference,
+            planners={
+                "cpu": Planner(_refusal, by_xla),
+                "cuda": Planner(_refusal, cuda),
+            },
             describe=lambda **_: f"{name} rows of experts",
             **rules,
         )
@@ -166,22 +202,17 @@ def _operation(name: str, reference: Callable[..., Any], **rules: Any) -> Callab
 _spread = _operation(
     "spread",
     _spread_by_xla,
+    _spread_on_cuda,
     several_results=True,
     transposes={0: _spread_cotangent},
     batch=_spread_batch,
-    planners={"cuda": Planner(_refusal, _spread_on_cuda)},
+    sharding_rule=_spread_sharding,
 )
-_combines = {
-    count: _operation(
-        "combine",
-        _combine_by_xla,
-        transposes={tuple(range(count)): _combine_cotangents},
-        batch=_combine_batch,
-        planners={"cuda": Planner(_refusal, _combine_on_cuda)},
-    )
-    for count in (1, 2)
-}
-
-
-def _combine(*operands: Array) -> Any:
-    return _combines[len(operands) - 2](*operands)
+_combine = _operation(
+    "combine",
+    _combine_by_xla,
+    _combine_on_cuda,
+    transposes=lambda arrays: {tuple(range(arrays)): _combine_cotangents},
+    batch=_combine_batch,
+    sharding_rule=_combine_sharding,
+)

@@ -20,7 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.ops.expert_rows import combine_rows, spread_rows
+from jax_tilekern.ops.expert_sharding import on_devices
 from jax_tilekern.ops.ragged_dot import ragged_dot
+from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.keys import clipped
 from jax_tilekern.ops.segments.plan import segment_plan
 from jax_tilekern.ops.segments.top_k import top_k
@@ -102,40 +104,61 @@ def route(
         raise TypeError(f"route: logits are floats, not {logits.dtype}")
     if score_function not in ("softmax", "sigmoid"):
         raise ValueError(f"route: no score function {score_function!r}")
-    experts = logits.shape[1]
-    wide = logits.astype(jnp.promote_types(logits.dtype, np.float32))
-    scores = jax.nn.softmax(wide) if score_function == "softmax" else jax.nn.sigmoid(wide)
-    ranked = lax.stop_gradient(scores)
+    experts = allowed = logits.shape[1]
     if bias is not None:
         bias = jnp.asarray(bias)
         if bias.shape != (experts,):
             raise ValueError(f"route: a bias of shape {bias.shape} for {experts} experts")
-        ranked = ranked + lax.stop_gradient(bias)
-    allowed = experts
     if (num_groups is None) != (chosen_groups is None):
         raise ValueError("route: num_groups and chosen_groups are given together")
+    groups = None
     if num_groups is not None and chosen_groups is not None:
         if not 1 <= chosen_groups <= num_groups or experts % num_groups:
             raise ValueError(
                 f"route: {chosen_groups} of {num_groups} groups of {experts} experts: groups have "
                 "equal sizes"
             )
-        by_group = ranked.reshape(-1, num_groups, experts // num_groups)
-        best, _ = top_k(by_group, min(2, by_group.shape[2]))
-        _, groups = top_k(best.sum(-1), chosen_groups)
-        inside = jax.nn.one_hot(groups, num_groups, dtype=np.bool_).any(1)
-        ranked = jnp.where(inside[:, :, None], by_group, -jnp.inf).reshape(-1, experts)
+        groups = num_groups, chosen_groups
         allowed = experts // num_groups * chosen_groups
     if not 0 <= k <= allowed:
         raise ValueError(f"route: k is {k}, and a token has {allowed} experts to choose from")
-    _, indices = top_k(ranked, k)
-    if normalize:
-        # Chosen scores over their sum, where all may be tiny.
-        logarithms = wide if score_function == "softmax" else jax.nn.log_sigmoid(wide)
-        weights = jax.nn.softmax(jnp.take_along_axis(logarithms, indices, 1))
-    else:
-        weights = jnp.take_along_axis(scores, indices, 1)
-    return Routing(weights.astype(logits.dtype), indices)
+
+    def routed(operands: tuple[Array, Array | None]) -> list[Array]:
+        scores, logarithms = _scores(operands[0], score_function)
+        indices = _chosen(scores, operands[1], k, groups)
+        if normalize:
+            # Chosen scores over their sum, where all may be tiny.
+            weights = jax.nn.softmax(jnp.take_along_axis(logarithms, indices, 1))
+        else:
+            weights = jnp.take_along_axis(scores, indices, 1)
+        return [weights.astype(logits.dtype), indices]
+
+    spec = (spec_of(logits)[0], None)
+    return Routing(*by_automatic_axes(routed, (logits, bias), lambda: [spec, spec]))
+
+
+def _scores(logits: Array, function: str) -> tuple[Array, Array]:
+    """Return the scores of experts, and logarithms of them, up to a number for each token."""
+    wide = logits.astype(jnp.promote_types(logits.dtype, np.float32))
+    if function == "softmax":
+        return jax.nn.softmax(wide), wide
+    return jax.nn.sigmoid(wide), jax.nn.log_sigmoid(wide)
+
+
+def _chosen(scores: Array, bias: Array | None, k: int, groups: tuple[int, int] | None) -> Array:
+    """Return the experts of the highest scores, which have no derivatives."""
+    ranked = lax.stop_gradient(scores)
+    if bias is not None:
+        ranked = ranked + lax.stop_gradient(bias)
+    if groups is not None:
+        count, chosen = groups
+        tokens, experts = ranked.shape
+        by_group = ranked.reshape(tokens, count, experts // count)
+        best, _ = top_k(by_group, min(2, by_group.shape[2]))
+        _, inside = top_k(best.sum(-1), chosen)
+        is_inside = jax.nn.one_hot(inside, count, dtype=np.bool_).any(1)
+        ranked = jnp.where(is_inside[:, :, None], by_group, -jnp.inf).reshape(tokens, experts)
+    return top_k(ranked, k)[1]
 
 
 def moe(
@@ -227,42 +250,45 @@ def moe(
         raise TypeError(f"moe: indices are integers, not {arrays['indices'].dtype}")
     if "b_gate" in arrays and "w_gate" not in arrays:
         raise ValueError("moe: b_gate without w_gate")
-    layer = functools.partial(
-        _layer,
-        activation=activation,
-        precision=precision,
-        out_dtype=np.dtype(
-            jnp.result_type(arrays["x"], w_up, w_down)
-            if preferred_element_type is None
-            else preferred_element_type
-        ),
+    out_dtype = np.dtype(
+        jnp.result_type(arrays["x"], w_up, w_down)
+        if preferred_element_type is None
+        else preferred_element_type
     )
     offset = None if group_offset is None else jnp.asarray(group_offset).reshape(())
     if offset is not None and not jnp.issubdtype(offset.dtype, jnp.integer):
         raise TypeError(f"moe: group_offset is an integer, not {offset.dtype}")
     policy = jax.checkpoint_policies.save_only_these_names(*([_SAVED] if save == "hidden" else []))
-    result: Array = jax.checkpoint(layer, policy=policy)(arrays, offset)
-    return result
+
+    def layer(arrays: dict[str, Array], offset: Array | None, dtype: np.dtype[Any]) -> Array:
+        part = functools.partial(
+            _layer, activation=activation, precision=precision, out_dtype=dtype
+        )
+        result: Array = jax.checkpoint(part, policy=policy)(arrays, offset)
+        return result
+
+    return on_devices(layer, arrays, offset, _DIMS, out_dtype)
+
+
+_DIMS = {
+    "x": ("tokens", "features"), "w_up": ("experts", "features", "hidden"),
+    "w_gate": ("experts", "features", "hidden"), "w_down": ("experts", "hidden", "features"),
+    "b_up": ("experts", "hidden"), "b_gate": ("experts", "hidden"),
+    "b_down": ("experts", "features"), "indices": ("tokens", "k"), "weights": ("tokens", "k"),
+}  # fmt: skip
 
 
 def _check_shapes(arrays: dict[str, Array]) -> None:
     """Raise an error that names every argument where one does not fit."""
-    expected = {
-        "x": ("tokens", "features"), "w_up": ("experts", "features", "hidden"),
-        "w_gate": ("experts", "features", "hidden"), "w_down": ("experts", "hidden", "features"),
-        "b_up": ("experts", "hidden"), "b_gate": ("experts", "hidden"),
-        "b_down": ("experts", "features"), "indices": ("tokens", "k"), "weights": ("tokens", "k"),
-    }  # fmt: skip
     sizes: dict[str, int] = {}
     for name, array in arrays.items():
-        dims = expected[name]
+        dims = _DIMS[name]
         fits = len(dims) == array.ndim and all(
             sizes.setdefault(dim, size) == size for dim, size in zip(dims, array.shape, strict=True)
         )
         if not fits:
             shapes = ", ".join(
-                f"{each} {found.shape} ({', '.join(expected[each])})"
-                for each, found in arrays.items()
+                f"{each} {found.shape} ({', '.join(_DIMS[each])})" for each, found in arrays.items()
             )
             raise ValueError(f"moe: {name} does not fit: {shapes}")
 
@@ -316,8 +342,8 @@ def _layer(
     # A copy for each product that reads them.
     tokens = by_expert.pairs // by_expert.places.shape[1]
     rows, *copies = spread_rows(x, by_expert.places, tokens, 1 + ("w_gate" in arrays))
-    weights = arrays["weights"].ravel().at[by_expert.pairs].get(mode="promise_in_bounds")
-    weights = weights.astype(dtype)[:, None]
+    chosen = arrays["weights"].astype(dtype).reshape(-1, 1)
+    (weights,) = spread_rows(chosen, by_expert.places.reshape(-1, 1), by_expert.pairs)
     product = functools.partial(ragged_dot, precision=precision, preferred_element_type=dtype)
     gate = None
     if "w_gate" in arrays:

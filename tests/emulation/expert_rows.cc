@@ -66,7 +66,8 @@ template <typename T, typename Kernel>
 void launch(int tokens, int chosen, int columns, Kernel kernel) {
   const int row = columns * static_cast<int>(sizeof(T)), bytes = std::gcd(16, row);
   const ExpertRowsShape shape = {row / bytes, static_cast<uint32>(tokens),
-                                 static_cast<uint32>(chosen)};
+                                 static_cast<uint32>(chosen),
+                                 static_cast<uint32>(tokens * chosen)};
   const int lanes = std::min<int>(32, std::bit_ceil(static_cast<unsigned>(shape.vectors)));
   with_constant<1, 2, 4, 8, 16>(bytes, [&](auto vector) {
     if constexpr (decltype(vector)::value >= sizeof(T)) {

@@ -15,6 +15,8 @@ struct ExpertRowsShape {
   int64 vectors;
   uint32 tokens;
   uint32 chosen;
+  // Rows of pairs; other numbers in `places` are ignored.
+  uint32 rows;
 };
 
 template <int kBytes>
@@ -29,12 +31,11 @@ __global__ void __launch_bounds__(kExpertRowThreads)
                 const __grid_constant__ ExpertRowsShape shape) {
   const uint32 token = blockIdx.x * (kExpertRowThreads / kLanes) + threadIdx.x / kLanes;
   if (token >= shape.tokens) return;
-  const uint32 rows = shape.tokens * shape.chosen;
   for (int64 vector = threadIdx.x % kLanes; vector < shape.vectors; vector += kLanes) {
     const RowVector<kBytes> value = x[token * shape.vectors + vector];
     for (uint32 i = 0; i < shape.chosen; ++i) {
       const uint32 row = static_cast<uint32>(places[token * shape.chosen + i]);
-      if (row < rows) out[row * shape.vectors + vector] = value;
+      if (row < shape.rows) out[row * shape.vectors + vector] = value;
     }
   }
 }
@@ -49,7 +50,6 @@ __global__ void __launch_bounds__(kExpertRowThreads)
   constexpr int kUnroll = kArrays * sizeof(Sum) > 8 ? 2 : 4;
   const uint32 token = blockIdx.x * (kExpertRowThreads / kLanes) + threadIdx.x / kLanes;
   if (token >= shape.tokens) return;
-  const uint32 rows = shape.tokens * shape.chosen;
   for (int64 vector = threadIdx.x % kLanes; vector < shape.vectors; vector += kLanes) {
     Sum sums[kVector] = {};
     for (uint32 begin = 0; begin < shape.chosen; begin += kUnroll) {
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kExpertRowThreads)
       for (int i = 0; i < kUnroll; ++i) {
         if (begin + i >= shape.chosen) continue;
         const uint32 row = static_cast<uint32>(places[token * shape.chosen + begin + i]);
-        if (row >= rows) continue;
+        if (row >= shape.rows) continue;
         const int64 at = (row * shape.vectors + vector) * kVector;
         values[i][0] = load_once<kBytes>(first + at);
         if constexpr (kArrays == 2) values[i][1] = load_once<kBytes>(second + at);

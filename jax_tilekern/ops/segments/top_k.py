@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from jax_tilekern.primitives.operation import (
     Operation,
     PlannedKernel,
     Planner,
+    Rewrite,
     define,
 )
 
@@ -103,6 +105,15 @@ def _sharding_rule(x: Any, **_: Any) -> ShardingRule:
     return ShardingRule((labels,), (labels, labels), sizes, flops=x.size, names=names)
 
 
+def _cpu_refusal(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _cpu(*_: Any, k: int) -> Rewrite:
+    # XLA does not partition its own operation on a CPU; each device calls it for its rows.
+    return Rewrite("XLA's own", functools.partial(_reference, k=k))
+
+
 def _refusal(x: Any, *, k: int) -> Fallback | None:
     return Fallback("there is nothing to find") if k == 0 else None
 
@@ -122,7 +133,7 @@ _bind = define(
         jvp=_jvp,
         batch=_batch,
         sharding_rule=_sharding_rule,
-        planners={"cuda": Planner(_refusal, _cuda)},
+        planners={"cpu": Planner(_cpu_refusal, _cpu), "cuda": Planner(_refusal, _cuda)},
         describe=lambda k: f"top {k}",
     )
 )

@@ -33,6 +33,8 @@ class ExpertRows:
     ----------
     tokens, chosen
         Number of tokens, and of the pairs of each.
+    rows
+        Number of rows of pairs.
     columns
         Elements of a row.
     dtype
@@ -41,6 +43,7 @@ class ExpertRows:
 
     tokens: int
     chosen: int
+    rows: int
     columns: int
     dtype: np.dtype[Any]
 
@@ -61,7 +64,7 @@ class ExpertRows:
 
     def shape(self) -> Scalars:
         """Return the sizes as the kernels take them."""
-        return Scalars.pack("q2I", self.vectors, self.tokens, self.chosen)
+        return Scalars.pack("q3I", self.vectors, self.tokens, self.chosen, self.rows)
 
 
 def plan_spread(rows: ExpertRows, gpu: Gpu) -> LaunchPlan | NoKernel:
@@ -84,8 +87,8 @@ def plan_combine(rows: ExpertRows, arrays: int, gpu: Gpu) -> LaunchPlan | NoKern
 def _plan(
     name: str, rows: ExpertRows, kernel: Kernel, buffers: tuple[int, ...], gpu: Gpu
 ) -> LaunchPlan | NoKernel:
-    if rows.tokens * rows.chosen > 2**31 - 1:
-        return NoKernel(f"{rows.tokens} tokens of {rows.chosen} experts")
+    if max(rows.rows, rows.tokens * rows.chosen) > 2**31 - 1:
+        return NoKernel(f"{rows.rows} rows of {rows.tokens} tokens of {rows.chosen} experts")
     compiled = compile_kernels(kernel, arch=gpu.arch)
     launch = Launch(
         entry=compiled.entry(kernel.name),

@@ -1,0 +1,187 @@
+"""``route`` and ``moe`` on several devices: values, and bytes against ``lax.ragged_dot``'s."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded import AUTO, EXPLICIT, MESH_TYPES, devices, mesh_of, put
+
+import jax_tilekern as jtk
+from benchmarks.sharded_bytes import SLACK
+from benchmarks.sharded_bytes.collectives import bytes_sent, collectives
+
+pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+
+T, D, H, E, K = 64, 16, 32, 8, 2
+SCHEMES = {  # tokens, the first matrices, the second ones and the result
+    "data": (P("d"), P(), P(), P("d")),
+    "data over two axes": (P(("d", "m")), P(), P(), P(("d", "m"))),
+    "experts": (P(), P("m"), P("m"), P()),
+    "columns": (P(), P(None, None, "m"), P(None, "m"), P()),
+    "data and experts": (P("d"), P("m"), P("m"), P("d")),
+    "data and columns": (P("d"), P(None, None, "m"), P(None, "m"), P("d")),
+    "experts and columns": (P(), P("d", None, "m"), P("d", "m"), P()),
+    "data and experts by one axis": (P("m"), P("m"), P("m"), P("m")),
+    "data and experts by axes in common": (P(("m", "d")), P("m"), P("m"), P(("m", "d"))),
+    "fully sharded": (P("d"), P(None, "d"), P(None, None, "d"), P("d")),
+    "features": (P(None, "m"), P(None, "m"), P(None, None, "m"), P(None, "m")),
+}
+
+
+def _arrays(rng):
+    shapes = (T, D), (T, E), (E, D, H), (E, D, H), (E, H, D), (E, D)
+    return [(rng.standard_normal(shape) / 2).astype(np.float32) for shape in shapes]
+
+
+def _specs(scheme):
+    x, up, down, _ = SCHEMES[scheme]
+    return x, P(*x[:1]), up, up, down, P(*down[:1])
+
+
+def by_parts(x, logits, up, gate, down, bias):
+    """The layer as a user of ``lax.ragged_dot`` writes it."""
+    scores, indices = lax.top_k(jax.nn.softmax(logits), K)
+    scores = scores / scores.sum(1, keepdims=True)
+    order, sizes = jnp.argsort(indices.ravel()), jnp.bincount(indices.ravel(), length=E)
+    rows = jnp.take(x, order // K, axis=0)
+    hidden = jax.nn.silu(lax.ragged_dot(rows, gate, sizes)) * lax.ragged_dot(rows, up, sizes)
+    results = lax.ragged_dot(hidden, down, sizes) + jnp.take(bias, indices.ravel()[order], axis=0)
+    results = results * scores.ravel()[order][:, None]
+    return jnp.take(results, jnp.argsort(order), axis=0).reshape(T, K, D).sum(1)
+
+
+def ours(x, logits, up, gate, down, bias, **kwargs):
+    weights, indices = jtk.route(logits, K)
+    return jtk.moe(x, up, down, indices, weights, w_gate=gate, b_down=bias, **kwargs)
+
+
+def _gradients(layer):
+    return jax.grad(lambda *args: (layer(*args) ** 2).sum(), tuple(range(6)))
+
+
+def _assert_close(found, wanted):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
+
+
+def _compiled(mesh, function, args, specs):
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+    )
+    return jax.jit(function, out_shardings=shardings).lower(*args).compile()
+
+
+@functools.cache
+def _bytes_of_jax(scheme, gradient):
+    """Bytes of the program of ``lax.ragged_dot`` with results sharded like the operands."""
+    mesh = mesh_of((AUTO, AUTO))
+    specs = _specs(scheme)
+    args = [put(mesh, x, s) for x, s in zip(_arrays(np.random.default_rng(0)), specs, strict=True)]
+    function, out = (_gradients(by_parts), specs) if gradient else (by_parts, SCHEMES[scheme][3])
+    return bytes_sent(_compiled(mesh, function, args, out))
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.one_in(4)
+def test_automatic_axes(rng, scheme, gradient):
+    mesh, arrays, specs = mesh_of((AUTO, AUTO)), _arrays(rng), _specs(scheme)
+    args = [put(mesh, x, s) for x, s in zip(arrays, specs, strict=True)]
+    out = specs if gradient else SCHEMES[scheme][3]
+    layer, theirs = (_gradients(f) if gradient else f for f in (ours, by_parts))
+    compiled = _compiled(mesh, layer, args, out)
+    _assert_close(compiled(*args), jax.jit(theirs)(*arrays))
+    # Weights multiply hidden values, so the columns of these have parts of the weights' gradient.
+    weights = 2 * T * K * 4 if gradient else 0
+    found = bytes_sent(compiled)
+    assert found <= SLACK * _bytes_of_jax(scheme, gradient) + weights, collectives(compiled)
+    assert "jax_tilekern_cpu_ragged_matmul" in compiled.as_text()
+
+
+@pytest.mark.parametrize("types", [x for x in MESH_TYPES.values() if EXPLICIT in x], ids=str)
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.one_in(6)
+def test_explicit_axes(rng, scheme, gradient, types):
+    mesh, arrays, specs = mesh_of(types), _arrays(rng), _specs(scheme)
+    if AUTO in types and ("two axes" in scheme or "common" in scheme):
+        pytest.skip("a type has no place for an automatic axis beside an explicit one")
+    layer, theirs = (_gradients(f) if gradient else f for f in (ours, by_parts))
+    with jax.set_mesh(mesh):
+        args = [put(mesh, x, s) for x, s in zip(arrays, specs, strict=True)]
+        compiled = jax.jit(layer).lower(*args).compile()
+        found = compiled(*args)
+        if gradient:
+            for x, arg in zip(found, args, strict=True):
+                assert jax.typeof(x).sharding == jax.typeof(arg).sharding
+        elif AUTO not in types:
+            spec = SCHEMES[scheme][3]
+            assert jax.typeof(found).sharding.spec == P(*spec, *[None] * (2 - len(spec)))
+    _assert_close(found, jax.jit(theirs)(*arrays))
+    sent = bytes_sent(compiled)
+    if AUTO in types:
+        assert sent <= SLACK * _bytes_of_jax(scheme, gradient) + 2 * T * K * 4
+        return
+    # Where devices have tokens of their own, the gradients of the matrices are added. In the
+    # program of lax.ragged_dot every device computes all tokens.
+    matrices = sum(x.nbytes for x in arrays[2:]) if gradient and "d" in str(specs[0]) else 0
+    assert sent <= 0.9 * _bytes_of_jax(scheme, gradient) + 2 * matrices, collectives(compiled)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.one_in(2)
+def test_experts_by_hand(rng, gradient):
+    """Each device has some tokens and some experts, and there is one reduction over the latter."""
+    mesh, arrays, specs = mesh_of((AUTO, AUTO)), _arrays(rng), _specs("data and experts")
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=P("d"))
+    def layer(x, logits, up, *others):
+        first = lax.axis_index("m") * len(up)
+        return lax.psum(ours(x, logits, up, *others, group_offset=first), "m")
+
+    theirs = by_parts
+    if gradient:
+        layer, theirs = _gradients(layer), _gradients(by_parts)
+    args = [put(mesh, x, s) for x, s in zip(arrays, specs, strict=True)]
+    compiled = jax.jit(layer).lower(*args).compile()
+    _assert_close(compiled(*args), jax.jit(theirs)(*arrays))
+    assert bytes_sent(compiled) <= 0.2 * _bytes_of_jax("data and experts", gradient)
+    if not gradient:
+        (reduction,) = collectives(compiled)
+        # A ring of four sends twice three quarters of the results of 32 tokens.
+        assert reduction == ("all-reduce", 2 * 3 / 4 * T // 2 * D * 4)
+
+
+@pytest.mark.thorough
+def test_transformations_on_explicit_axes(rng):
+    mesh, arrays, specs = mesh_of((EXPLICIT, EXPLICIT)), _arrays(rng), _specs("data and experts")
+    layers = [np.stack([x, x[::-1]]) for x in arrays]
+
+    def through(layer):
+        def step(x, parameters):
+            return x + layer(x, *parameters), None
+
+        return lambda x, *parameters: lax.scan(step, x, parameters)[0]
+
+    def results(layer, args, layers):
+        second = jax.jvp(jax.grad(lambda *a: (layer(*a) ** 2).sum(), (0, 2)), args, args)[1]
+        mapped = jax.vmap(layer)(*layers)
+        scanned = jax.grad(lambda *a: (through(layer)(*a) ** 2).sum(), 2)(args[0], *layers[1:])
+        return second, mapped, scanned, jax.checkpoint(layer)(*args)
+
+    wanted = jax.jit(functools.partial(results, by_parts))(tuple(arrays), layers)
+    with jax.set_mesh(mesh):
+        args = tuple(put(mesh, x, s) for x, s in zip(arrays, specs, strict=True))
+        stacked = [put(mesh, x, P(None, *s)) for x, s in zip(layers, specs, strict=True)]
+        found = jax.jit(functools.partial(results, ours))(args, stacked)
+        _assert_close(found, wanted)
+        # Parts of 16 bits are added in float32.
+        low = [put(mesh, x.astype(jnp.bfloat16), s) for x, s in zip(arrays, specs, strict=True)]
+        (reduction,) = collectives(jax.jit(ours).lower(*low).compile())
+        assert reduction.bytes_sent == 2 * 3 / 4 * T // 2 * D * 4
+        assert jax.typeof(ours(*low)).dtype == jnp.bfloat16
