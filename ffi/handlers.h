@@ -16,6 +16,9 @@ XLA_FFI_Error* CpuMatrixInverse(XLA_FFI_CallFrame* frame);   // cpu/small_matric
 XLA_FFI_Error* CpuMatrixLu(XLA_FFI_CallFrame* frame);        // cpu/small_matrices.cc
 XLA_FFI_Error* CpuMatrixCholesky(XLA_FFI_CallFrame* frame);  // cpu/small_matrices.cc
 XLA_FFI_Error* CpuMatrixSolve(XLA_FFI_CallFrame* frame);     // cpu/small_matrices.cc
+XLA_FFI_Error* CpuMatrixSvd(XLA_FFI_CallFrame* frame);       // cpu/matrix_decompositions.cc
+XLA_FFI_Error* CpuMatrixEigh(XLA_FFI_CallFrame* frame);      // cpu/matrix_decompositions.cc
+XLA_FFI_Error* CpuMatrixQr(XLA_FFI_CallFrame* frame);        // cpu/matrix_decompositions.cc
 
 XLA_FFI_Error* CudaLaunchInstantiate(XLA_FFI_CallFrame* frame);     // cuda_launch.cc
 XLA_FFI_Error* CudaLaunchInitialize(XLA_FFI_CallFrame* frame);      // cuda_launch.cc

@@ -40,6 +40,9 @@ nb::dict Registrations() {
   cpu["jax_tilekern_cpu_matrix_lu"] = Handler(CpuMatrixLu);
   cpu["jax_tilekern_cpu_matrix_cholesky"] = Handler(CpuMatrixCholesky);
   cpu["jax_tilekern_cpu_matrix_solve"] = Handler(CpuMatrixSolve);
+  cpu["jax_tilekern_cpu_matrix_svd"] = Handler(CpuMatrixSvd);
+  cpu["jax_tilekern_cpu_matrix_eigh"] = Handler(CpuMatrixEigh);
+  cpu["jax_tilekern_cpu_matrix_qr"] = Handler(CpuMatrixQr);
 
   nb::dict launch;
   launch["instantiate"] = Handler(CudaLaunchInstantiate);

@@ -23,9 +23,9 @@ from jax.typing import ArrayLike
 from jax_tilekern.interop import compat, outcomes
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.interop.outcomes import record_traced_choice
-from jax_tilekern.ops import matrices
+from jax_tilekern.ops import decompositions, matrices
 from jax_tilekern.ops.matmul import matmul as matmul
-from jax_tilekern.ops.matrix_kernels import has_solve_kernel, refusal
+from jax_tilekern.ops.matrix_kernels import has_solve_kernel, refusal, refusal_to_decompose
 from jax_tilekern.ops.newton_schulz import newton_schulz
 from jax_tilekern.ops.tensor_products import multi_dot as multi_dot
 from jax_tilekern.ops.tensor_products import tensordot as tensordot
@@ -36,11 +36,10 @@ from jax_tilekern.plans.policy import why_excluded
 
 if TYPE_CHECKING:  # What __getattr__ returns.
     from jax.numpy.linalg import (  # isort: skip
-        cond as cond, cross as cross, diagonal as diagonal, eig as eig, eigh as eigh,
-        eigvals as eigvals, eigvalsh as eigvalsh, lstsq as lstsq, matrix_norm as matrix_norm,
-        matrix_power as matrix_power, matrix_rank as matrix_rank,
-        matrix_transpose as matrix_transpose, norm as norm, outer as outer, pinv as pinv, qr as qr,
-        svd as svd, svdvals as svdvals, tensorinv as tensorinv, tensorsolve as tensorsolve,
+        cond as cond, cross as cross, diagonal as diagonal, eig as eig, eigvals as eigvals,
+        lstsq as lstsq, matrix_norm as matrix_norm, matrix_power as matrix_power,
+        matrix_rank as matrix_rank, matrix_transpose as matrix_transpose, norm as norm,
+        outer as outer, pinv as pinv, tensorinv as tensorinv, tensorsolve as tensorsolve,
         trace as trace, vector_norm as vector_norm,
     )  # fmt: skip
     from jax.scipy.linalg import (  # isort: skip
@@ -56,8 +55,9 @@ if TYPE_CHECKING:  # What __getattr__ returns.
     )  # fmt: skip
 
 __all__ = [
-    "SlogdetResult", "cholesky", "det", "inv", "lu", "lu_factor", "newton_schulz", "slogdet",
-    "solve", "solve_triangular", "triangular_solve",
+    "SlogdetResult", "cholesky", "det", "eigh", "eigvalsh", "inv", "lu", "lu_factor",
+    "newton_schulz", "qr", "slogdet", "solve", "solve_triangular", "svd", "svdvals",
+    "triangular_solve",
 ]  # fmt: skip
 
 _MODULES = (jnp.linalg, jsp_linalg)
@@ -341,6 +341,214 @@ def slogdet(a: ArrayLike, *, method: Literal["lu", "qr"] | None = None) -> Slogd
 
 
 @functools.partial(
+    jax.jit, static_argnames=("full_matrices", "compute_uv", "hermitian", "subset_by_index")
+)
+def svd(
+    a: ArrayLike,
+    full_matrices: bool = True,
+    compute_uv: bool = True,
+    hermitian: bool = False,
+    subset_by_index: tuple[int, int] | None = None,
+) -> Any:
+    """Singular value decomposition, with the semantics of :func:`jax.numpy.linalg.svd`.
+
+    It is one-sided Jacobi, whose error in a small singular value is often smaller than LAPACK's
+    (Demmel and Veselic, SIAM J. Matrix Anal. Appl. 13, 1992).
+
+    Parameters
+    ----------
+    a
+        Array of shape ``(..., m, n)``.
+    full_matrices
+        Whether ``u`` and ``vh`` are square.
+    compute_uv
+        Whether to return more than ``s``.
+    hermitian
+        Whether the matrices are symmetric; then it is JAX's own function.
+    subset_by_index
+        As JAX's, whose own function it then is.
+
+    Returns
+    -------
+    u, s, vh
+        A named tuple with ``a == u * s @ vh``, ``s`` of shape ``(..., min(m, n))`` in descending
+        order; ``s`` alone unless ``compute_uv``. All are NaN for a matrix that is not finite.
+
+    Raises
+    ------
+    ValueError
+        If ``a`` has less than two dimensions.
+    TypeError
+        If ``a`` is not an array.
+    NotImplementedError
+        If ``u`` and ``vh`` of rectangular matrices with ``full_matrices`` are differentiated.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> jtk.linalg.svd(jnp.array([[0.0, 3.0], [2.0, 0.0]]), compute_uv=False)
+    Array([3., 2.], dtype=float32)
+    """
+    theirs: Any = functools.partial(
+        jnp.linalg.svd,
+        full_matrices=full_matrices,
+        compute_uv=compute_uv,
+        hermitian=hermitian,
+        subset_by_index=subset_by_index,
+    )
+
+    def ours(a: Array) -> Any:
+        s, *bases = decompositions.svd(a, vectors=compute_uv, full=full_matrices)
+        return (bases[0], s, bases[1]) if bases else s
+
+    def refusal(a: Array) -> str | None:
+        if hermitian or subset_by_index is not None:
+            return "svd with hermitian or subset_by_index is JAX's own"
+        return _refusal_to_decompose(a)
+
+    return _computed("svd", theirs, ours, a, refusal=refusal)
+
+
+@jax.jit
+def svdvals(x: ArrayLike, /) -> Array:
+    """Singular values, with the semantics of :func:`jax.numpy.linalg.svdvals`.
+
+    Parameters
+    ----------
+    x
+        Array of shape ``(..., m, n)``.
+
+    Returns
+    -------
+    Array
+        Of shape ``(..., min(m, n))``, in descending order.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As :func:`svd`.
+    """
+
+    def ours(x: Array) -> Array:
+        return decompositions.svd(x, vectors=False, full=False)[0]
+
+    return _computed("svdvals", jnp.linalg.svdvals, ours, x, refusal=_refusal_to_decompose)
+
+
+@functools.partial(jax.jit, static_argnames=("UPLO", "symmetrize_input"))
+def eigh(a: ArrayLike, UPLO: str | None = None, symmetrize_input: bool = True) -> Any:
+    """Eigenvalues and eigenvectors of symmetric matrices, as :func:`jax.numpy.linalg.eigh`.
+
+    It is cyclic Jacobi with two-sided rotations (Golub and Van Loan, Matrix Computations, section
+    8.5).
+
+    Parameters
+    ----------
+    a
+        Array of shape ``(..., n, n)``.
+    UPLO
+        The triangle that is read, ``"L"`` or ``"U"``; ``None`` is ``"L"``.
+    symmetrize_input
+        Whether to decompose ``(a + a.mT) / 2`` instead.
+
+    Returns
+    -------
+    eigenvalues, eigenvectors
+        A named tuple of arrays of shapes ``(..., n)``, in ascending order, and ``(..., n, n)``,
+        whose columns are the vectors. Both are NaN for a matrix that is not finite.
+
+    Raises
+    ------
+    ValueError
+        If the matrices are not square, or there is no such ``UPLO``.
+    TypeError
+        If ``a`` is not an array.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> jtk.linalg.eigh(jnp.array([[0.0, 2.0], [2.0, 0.0]])).eigenvalues
+    Array([-2.,  2.], dtype=float32)
+    """
+    theirs: Any = functools.partial(jnp.linalg.eigh, UPLO=UPLO, symmetrize_input=symmetrize_input)
+    ours = functools.partial(
+        decompositions.eigh, vectors=True, lower=UPLO != "U", symmetrize=symmetrize_input
+    )
+    return _computed("eigh", theirs, ours, a, refusal=_refusal_to_decompose)
+
+
+@functools.partial(jax.jit, static_argnames=("UPLO", "symmetrize_input"))
+def eigvalsh(a: ArrayLike, UPLO: str | None = "L", *, symmetrize_input: bool = True) -> Array:
+    """Eigenvalues of symmetric matrices, as :func:`jax.numpy.linalg.eigvalsh`.
+
+    Parameters
+    ----------
+    a, UPLO, symmetrize_input
+        As of :func:`eigh`.
+
+    Returns
+    -------
+    Array
+        Of shape ``(..., n)``, in ascending order.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As :func:`eigh`.
+    """
+    theirs: Any = functools.partial(
+        jnp.linalg.eigvalsh, UPLO=UPLO, symmetrize_input=symmetrize_input
+    )
+
+    def ours(a: Array) -> Array:
+        lower = UPLO != "U"
+        return decompositions.eigh(a, vectors=False, lower=lower, symmetrize=symmetrize_input)[0]
+
+    return _computed("eigvalsh", theirs, ours, a, refusal=_refusal_to_decompose)
+
+
+@functools.partial(jax.jit, static_argnames=("mode",))
+def qr(a: ArrayLike, mode: str = "reduced") -> Any:
+    """QR factors, with the semantics of :func:`jax.numpy.linalg.qr`.
+
+    Householder reflections give the signs of LAPACK's factors.
+
+    Parameters
+    ----------
+    a
+        Array of shape ``(..., m, n)``.
+    mode
+        ``"reduced"`` for factors of shapes ``(..., m, k)`` and ``(..., k, n)`` with
+        ``k = min(m, n)``; ``"complete"`` for ``(..., m, m)`` and ``(..., m, n)``; ``"r"`` for the
+        reduced triangular factor alone; ``"raw"`` is JAX's own function.
+
+    Returns
+    -------
+    Q, R
+        A named tuple with ``a == Q @ R``, or ``R`` alone.
+
+    Raises
+    ------
+    ValueError
+        If ``a`` has less than two dimensions, or there is no such mode.
+    TypeError
+        If ``a`` is not an array.
+    """
+
+    def ours(a: Array) -> Any:
+        *q, r = decompositions.qr(a, vectors=mode != "r", full=mode == "complete")
+        return (*q, r)
+
+    def refusal(a: Array) -> str | None:
+        return "qr of mode raw is JAX's own" if mode == "raw" else _refusal_to_decompose(a)
+
+    theirs: Any = functools.partial(jnp.linalg.qr, mode=mode)
+    return _computed("qr", theirs, ours, a, refusal=refusal)
+
+
+@functools.partial(
     jax.jit, static_argnames=("left_side", "lower", "transpose_a", "conjugate_a", "unit_diagonal")
 )
 def triangular_solve(
@@ -535,6 +743,10 @@ def _refusal_to_factor(a: Array) -> str | None:
     return "kernels are for square matrices" if a.shape[-1] != a.shape[-2] else _refusal(a)
 
 
+def _refusal_to_decompose(a: Array) -> str | None:
+    return refusal_to_decompose(a.shape, a.dtype)
+
+
 def _refusal_of_determinant(a: Array, formulas_to: int) -> str | None:
     # The size may be symbolic, which the first refusal excludes.
     why = _refusal(a)
@@ -553,17 +765,26 @@ def _computed(
     """Compute a call by our function, or by JAX's if there is a reason, which ``explain`` shows.
 
     Operands are converted to the type that JAX's function computes in. It raises errors about them.
+    The results have its structure.
     """
-    first, *_ = jax.tree.leaves(compat.type_of_whole(theirs, *operands))
-    arrays = [compat.as_type(x, first.dtype) for x in operands]
+    types, structure = jax.tree.flatten(compat.type_of_whole(theirs, *operands))
+    arrays = [_as_type(x, types[0].dtype) for x in operands]
     why = refusal(arrays[0])
     if why is None:
-        return ours(*arrays)
+        result: Result = jax.tree.unflatten(structure, jax.tree.leaves(ours(*arrays)))
+        return result
     reason = why_excluded() or why
     record_traced_choice(call, jax.typeof(arrays[0]), reason)
     outcomes.note_fallback(call, reason)
-    result: Result = theirs(*arrays)
+    result = theirs(*arrays)
     return result
+
+
+def _as_type(x: ArrayLike, dtype: Any) -> Array:
+    """Convert to a result's type; singular values of complex matrices are real."""
+    if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        return jnp.asarray(x)
+    return compat.as_type(x, dtype)
 
 
 def _pivots_and_sign(factors: Array, pivots: Array) -> tuple[Array, Array]:

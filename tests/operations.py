@@ -153,6 +153,9 @@ OPERATIONS = {
         "w",
     ),
     "top_k": (lambda x: jtk.top_k(x, 2)[0], lambda x: jax.lax.top_k(x, 2)[0], "x"),
+    "svdvals": (jtk.linalg.svdvals, jnp.linalg.svdvals, "a"),
+    "eigvalsh": (jtk.linalg.eigvalsh, jnp.linalg.eigvalsh, "p"),
+    "qr": (lambda a: jtk.linalg.qr(a).Q, lambda a: jnp.linalg.qr(a).Q, "a"),
     "inv": (jtk.linalg.inv, jnp.linalg.inv, "a"),
     "det": (jtk.linalg.det, jnp.linalg.det, "a"),
     "slogdet": (lambda a: jtk.linalg.slogdet(a)[1], lambda a: jnp.linalg.slogdet(a)[1], "a"),
@@ -177,6 +180,7 @@ OPERATIONS = {
 # One operation for each primitive; the others are compositions or variants of these.
 OF_EACH_PRIMITIVE = (
     "matmul", "ragged_dot", "residual", "gated_linear", "row_logsumexp", "sum", "transpose", "add",
-    "linear_cross_entropy", "inv", "lu_factor", "cholesky", "solve", "solve_triangular",
+    "linear_cross_entropy", "svdvals", "eigvalsh", "qr", "inv", "lu_factor", "cholesky", "solve",
+    "solve_triangular",
 )  # fmt: skip
 MATRICES = [name for name, (_, _, letters) in OPERATIONS.items() if letters[0] in "ap"]

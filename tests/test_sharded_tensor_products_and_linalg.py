@@ -222,12 +222,20 @@ def slogdet(module):
     return lambda a: tuple(module.linalg.slogdet(a))
 
 
+def squared_by_eigh(module, a):
+    w, v = module.linalg.eigh(a)
+    return (v * w[..., None, :] ** 2) @ v.mT
+
+
 ONE = {  # Functions of a batch of matrices.
     "inv": of_linalg("inv"),
     "det": of_linalg("det"),
     "slogdet": slogdet,
     "cholesky": of_linalg("cholesky"),
     "lu_factor": of_linalg("lu_factor", jsp_linalg),
+    "qr": lambda module: lambda a: tuple(module.linalg.qr(a)),
+    "svdvals": of_linalg("svdvals"),
+    "eigh": lambda module: lambda a: squared_by_eigh(module, a),
     "lu": lambda module: jtk.linalg.lu if module is jtk else jax.vmap(jsp_linalg.lu),
 }
 TWO = {  # Functions of matrices and right-hand sides.

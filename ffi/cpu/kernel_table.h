@@ -211,6 +211,34 @@ struct MatrixFamily {
   MatrixKernel triangular_solve;
 };
 
+// A decomposition of contiguous small matrices, at most one per lane of a vector. Vectors are not
+// computed where `left` is null.
+struct DecompositionCall {
+  int64_t rows, columns;
+  int64_t matrices;
+  const void* a;
+  void* values;            // singular values or eigenvalues
+  void* left;              // left singular vectors, eigenvectors, or the orthogonal factor
+  void* right;             // right singular vectors, or the triangular factor
+  bool full;               // whether bases are completed to that of the whole space
+  bool lower, symmetrize;  // of eigh: the triangle that is read, unless the mean of both is
+  void* scratch;           // DecompositionScratch(rows, columns) vectors
+};
+using DecompositionKernel = void (*)(const DecompositionCall& call);
+
+inline int64_t DecompositionScratch(int64_t rows, int64_t columns) {
+  const int64_t length = rows > columns ? rows : columns;
+  return 4 * length * (length + 1);
+}
+
+// Decompositions of matrices of one element type.
+struct DecompositionFamily {
+  int lanes;
+  DecompositionKernel svd;
+  DecompositionKernel eigh;
+  DecompositionKernel qr;
+};
+
 // Indexed by the operand's type, and by the output's for `store`.
 struct KernelTable {
   const GemmFamily* gemm[kNumDTypes];
@@ -223,6 +251,7 @@ struct KernelTable {
   // out[i] = totals[i], of float32, rounded
   void (*narrow_segments[kNumDTypes])(const void* totals, int64_t count, void* out);
   const MatrixFamily* matrices[kNumDTypes];
+  const DecompositionFamily* decompositions[kNumDTypes];
   TransposeKernel transpose[5];  // by the binary logarithm of an item's bytes
   CopyKernel copy;
 };

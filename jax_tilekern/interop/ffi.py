@@ -37,6 +37,9 @@ CPU_MATRIX_INVERSE = "jax_tilekern_cpu_matrix_inverse"
 CPU_MATRIX_LU = "jax_tilekern_cpu_matrix_lu"
 CPU_MATRIX_CHOLESKY = "jax_tilekern_cpu_matrix_cholesky"
 CPU_MATRIX_SOLVE = "jax_tilekern_cpu_matrix_solve"
+CPU_MATRIX_SVD = "jax_tilekern_cpu_matrix_svd"
+CPU_MATRIX_EIGH = "jax_tilekern_cpu_matrix_eigh"
+CPU_MATRIX_QR = "jax_tilekern_cpu_matrix_qr"
 CUDA_LAUNCH = "jax_tilekern_cuda_launch"
 CUDA_LAUNCH_CHECKED = "jax_tilekern_cuda_launch_checked"
 # The custom call that XLA's partitioner replaces; see jax_tilekern.partitioning.call.
@@ -55,6 +58,9 @@ FFI_TARGETS = (
     CPU_MATRIX_LU,
     CPU_MATRIX_CHOLESKY,
     CPU_MATRIX_SOLVE,
+    CPU_MATRIX_SVD,
+    CPU_MATRIX_EIGH,
+    CPU_MATRIX_QR,
     CUDA_LAUNCH,
     CUDA_LAUNCH_CHECKED,
     PARTITIONED,

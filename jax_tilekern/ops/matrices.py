@@ -34,7 +34,7 @@ from jax_tilekern.ops.matrix_kernels import (
     system_on_cpu,
     system_on_cuda,
 )
-from jax_tilekern.partitioning.explicit import split_alike
+from jax_tilekern.partitioning import explicit
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.linalg import small_matrices as plans
 from jax_tilekern.primitives.operation import (
@@ -48,18 +48,18 @@ from jax_tilekern.primitives.operation import (
 )
 
 # Derivatives are as accurate as the functions.
-_product = functools.partial(matmul, precision=lax.Precision.HIGHEST)
+product = functools.partial(matmul, precision=lax.Precision.HIGHEST)
 
 
 def inverse(a: Array) -> Array:
     """Invert."""
-    result: Array = _inverse(*_split_alike(a))[0]
+    result: Array = _inverse(*split_alike(a))[0]
     return result
 
 
 def solve(a: Array, b: Array, *, transpose: bool = False) -> Array:
     """Solve ``a @ x = b``, or with ``a`` transposed."""
-    result: Array = _solve(*_split_alike(a, b), transpose=transpose)[0]
+    result: Array = _solve(*split_alike(a, b), transpose=transpose)[0]
     return result
 
 
@@ -74,7 +74,7 @@ def triangular_solve(
 ) -> Array:
     """Solve ``a @ x = b``, or ``x @ a = b``, with one triangle of ``a``."""
     result: Array = _triangular_solve(
-        *_split_alike(a, b),
+        *split_alike(a, b),
         left_side=left_side,
         lower=lower,
         transpose=transpose,
@@ -85,20 +85,20 @@ def triangular_solve(
 
 def cholesky(a: Array, *, symmetrize: bool) -> Array:
     """Factor into ``x @ x.mT``, from the lower triangle alone unless ``symmetrize``."""
-    result: Array = _cholesky(*_split_alike(a), symmetrize=symmetrize)[0]
+    result: Array = _cholesky(*split_alike(a), symmetrize=symmetrize)[0]
     return result
 
 
 def lu(a: Array) -> tuple[Array, Array, Array]:
     """Factor with partial pivoting; as :func:`jax.lax.linalg.lu`."""
-    factors, pivots, permutation = _lu(*_split_alike(a))
+    factors, pivots, permutation = _lu(*split_alike(a))
     return factors, pivots, permutation
 
 
-def _split_alike(*operands: Array) -> list[Array]:
+def split_alike(*operands: Array) -> list[Array]:
     """Split the leading dimensions of all operands alike on a mesh with explicit axes."""
     leading = tuple(range(operands[0].ndim - 2))
-    return split_alike([(*leading, None, None)] * len(operands), operands)
+    return explicit.split_alike([(*leading, None, None)] * len(operands), operands)
 
 
 # Batching. Mapped matrices extend the batch; mapped right-hand sides of an unmapped matrix are more
@@ -142,7 +142,7 @@ def _batch_system(
         return [x.reshape(sizes) for x in results], [at] * len(results)
     size = axis_data.size
     in_front = _in_front(a, a_dim, size), _in_front(b, b_dim, size)
-    results = bind(*_split_alike(*in_front), **params)
+    results = bind(*split_alike(*in_front), **params)
     return results, [0] * len(results)
 
 
@@ -155,11 +155,11 @@ def _transposed_if(x: Array, condition: bool) -> Array:
 
 def _inverse_jvp(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     x = inverse(*primals)
-    return [x], [-_product(x, _product(tangents[0], x))]
+    return [x], [-product(x, product(tangents[0], x))]
 
 
 def _solve_change(a_dot: Array, x: Array, *, transpose: bool) -> Array:
-    return _product(_transposed_if(a_dot, transpose), x)
+    return product(_transposed_if(a_dot, transpose), x)
 
 
 def _triangular_change(
@@ -174,7 +174,7 @@ def _triangular_change(
     off_diagonal = int(unit_diagonal)
     triangle = jnp.tril(a_dot, -off_diagonal) if lower else jnp.triu(a_dot, off_diagonal)
     triangle = _transposed_if(triangle, transpose)
-    return _product(triangle, x) if left_side else _product(x, triangle)
+    return product(triangle, x) if left_side else product(x, triangle)
 
 
 def _cholesky_jvp(
@@ -188,7 +188,7 @@ def _cholesky_jvp(
     solved = functools.partial(triangular_solve, x, lower=True)
     inner = solved(solved(change, left_side=False, transpose=True), left_side=True)
     halved = jnp.tril(inner) / (1 + jnp.eye(a.shape[-1], dtype=a.dtype))
-    return [x], [_product(x, halved)]
+    return [x], [product(x, halved)]
 
 
 def _lu_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[Any], list[Any]]:
@@ -203,9 +203,7 @@ def _lu_jvp(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[A
     inner = triangular_solve(factors, permuted, left_side=True, lower=True, unit_diagonal=True)
     inner = triangular_solve(factors, inner, left_side=False, lower=False)
     lower = jnp.tril(factors, -1) + jnp.eye(a.shape[-1], dtype=a.dtype)
-    factors_dot = _product(lower, jnp.tril(inner, -1)) + _product(
-        jnp.triu(inner), jnp.triu(factors)
-    )
+    factors_dot = product(lower, jnp.tril(inner, -1)) + product(jnp.triu(inner), jnp.triu(factors))
     return (
         [factors, pivots, permutation],
         [factors_dot, zero_tangent(pivots), zero_tangent(permutation)],
@@ -270,19 +268,15 @@ def _in_blocks(name: str, function: Callable[..., Any]) -> Callable[..., Rewrite
 _Bind = Callable[..., list[Any]]
 
 
-def _define_matrix(
+def define_matrix(
     name: str,
     *,
     like_results: Callable[..., Sequence[Any]],
-    cpu: str,
-    cuda: Callable[..., plans.MatrixKernel],
-    large: Callable[..., Outcome],
+    cpu: Callable[..., Outcome],
+    cuda: Callable[..., Outcome],
     **rules: Any,
 ) -> _Bind:
-    """Define an operation on each matrix of a batch.
-
-    Small matrices have a CPU handler and a CUDA kernel. On a GPU ``large`` plans large ones.
-    """
+    """Define an operation on each matrix of a batch, which ``cpu`` and ``cuda`` plan."""
 
     def batch(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
         return _batch_matrix(bind, *args, **params)
@@ -293,8 +287,8 @@ def _define_matrix(
             batch=batch,
             sharding_rule=functools.partial(_sharding_rule, like_results),
             planners={
-                "cpu": Planner(refused, functools.partial(matrix_on_cpu, cpu)),
-                "cuda": Planner(refused, functools.partial(matrix_on_cuda, cuda, large)),
+                "cpu": Planner(refused, cpu),
+                "cuda": Planner(refused, cuda),
             },
             like_results=like_results,
             several_results=True,
@@ -414,14 +408,17 @@ def _define_system(
     return system
 
 
-_inverse = _define_matrix(
+_inverse = define_matrix(
     "inverse",
     like_results=lambda a: (a,),
     reference=lambda a: (jnp.linalg.inv(a),),
     jvp=_inverse_jvp,
-    cpu=ffi.CPU_MATRIX_INVERSE,
-    cuda=plans.inverse_kernel,
-    large=functools.partial(inverse_of_large, _in_blocks("inverse", _inverse_in_blocks)),
+    cpu=functools.partial(matrix_on_cpu, ffi.CPU_MATRIX_INVERSE),
+    cuda=functools.partial(
+        matrix_on_cuda,
+        plans.inverse_kernel,
+        functools.partial(inverse_of_large, _in_blocks("inverse", _inverse_in_blocks)),
+    ),
     describe=lambda: "inv",
 )
 
@@ -466,14 +463,13 @@ _triangular_solve = _define_system(
     describe=_describe_triangular,
 )
 
-_cholesky = _define_matrix(
+_cholesky = define_matrix(
     "cholesky",
     like_results=lambda a, **_: (a,),
     reference=lambda a, *, symmetrize: (lax.linalg.cholesky(a, symmetrize_input=symmetrize),),
     jvp=_cholesky_jvp,
-    cpu=ffi.CPU_MATRIX_CHOLESKY,
-    cuda=plans.cholesky_kernel,
-    large=cholesky_of_large,
+    cpu=functools.partial(matrix_on_cpu, ffi.CPU_MATRIX_CHOLESKY),
+    cuda=functools.partial(matrix_on_cuda, plans.cholesky_kernel, cholesky_of_large),
     describe=lambda symmetrize: "cholesky" + symmetrize * " symmetrized",
 )
 
@@ -483,13 +479,12 @@ def _like_lu(a: Array) -> tuple[Array, Array, Array]:
     return a, integers, integers
 
 
-_lu = _define_matrix(
+_lu = define_matrix(
     "lu",
     like_results=_like_lu,
     reference=lax.linalg.lu,
     jvp=_lu_jvp,
-    cpu=ffi.CPU_MATRIX_LU,
-    cuda=plans.lu_kernel,
-    large=lambda _: Fallback(TOO_LARGE),
+    cpu=functools.partial(matrix_on_cpu, ffi.CPU_MATRIX_LU),
+    cuda=functools.partial(matrix_on_cuda, plans.lu_kernel, lambda _: Fallback(TOO_LARGE)),
     describe=lambda: "lu",
 )

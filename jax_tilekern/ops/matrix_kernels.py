@@ -17,12 +17,14 @@ from jax_tilekern.interop import ffi
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.xla import Place
+from jax_tilekern.plans.cpu import current_cpu
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.linalg import blocked_cholesky, blocked_lu_plans
 from jax_tilekern.plans.linalg import small_matrices as plans
 from jax_tilekern.plans.linalg.blocked import LargeMatrices, plan_blocks
 from jax_tilekern.plans.linalg.small_matrices import MAX_SIZE, Columns, SmallMatrices
+from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
@@ -38,6 +40,9 @@ TOO_LARGE = f"kernels are for matrices of up to {MAX_SIZE}x{MAX_SIZE}"
 _CPU_FEWEST = 4
 _CPU_SMALL = 16
 _CPU_MOST_COLUMNS = 64
+# A matrix of the batch for so many rows, and a lane for so many rows, are as fast as LAPACK.
+_CPU_ROWS_FOR_A_MATRIX = {ffi.CPU_MATRIX_SVD: 4, ffi.CPU_MATRIX_EIGH: 4, ffi.CPU_MATRIX_QR: 16}
+_CPU_JACOBI_ROWS_FOR_A_LANE = 8
 
 
 def refusal(size: Any, dtype: Any) -> str | None:
@@ -50,6 +55,13 @@ def refusal(size: Any, dtype: Any) -> str | None:
         # No kernel would run, and JAX's derivatives reuse the factors that it has gathered.
         return obstacle(Place.PARTLY_MANUAL, ())
     return None
+
+
+def refusal_to_decompose(shape: Sequence[Any], dtype: Any) -> str | None:
+    """Return why no kernel decomposes matrices of a shape and type, or ``None`` if one may."""
+    sizes = shape[-2:]
+    why = next(filter(None, (refusal(size, dtype) for size in sizes)), None)
+    return why or (TOO_LARGE if max(sizes) > MAX_SIZE else None)
 
 
 def refused(a: Any, *avals: Any, **params: Any) -> Fallback | None:
@@ -199,6 +211,40 @@ def system_on_cpu(
         transpose=transpose == left_side,
         unit_diagonal=unit_diagonal,
     )
+
+
+def decomposition_on_cpu(
+    target: str, operands: Sequence[Operand], _: Any, **params: bool
+) -> PlannedKernel | Fallback:
+    """Return the handler for decompositions of the matrices of one operand."""
+    (a,) = operands
+    *leading, rows, columns = a.aval.shape
+    count, dtype = math.prod(leading), a.aval.dtype
+    why = _why_lapack_is_faster(target, count, min(rows, columns), dtype.itemsize)
+    if why is not None and current_policy() != "kernels":
+        return Fallback(why)
+    return PlannedKernel(
+        f"{target.removeprefix('jax_tilekern_')} {dtype}",
+        f"{count} matrices {rows}x{columns}, a vector lane each",
+        ffi.CpuCall(target, {name: int(value) for name, value in params.items()}),
+        (a.value,),
+    )
+
+
+def _why_lapack_is_faster(target: str, count: int, size: int, itemsize: int) -> str | None:
+    """Return why LAPACK decomposes matrices as fast as the handler, if it does.
+
+    The handler takes as long for one matrix as for a vector of them. Jacobi's method computes
+    several times as much as LAPACK's.
+    """
+    each = _CPU_ROWS_FOR_A_MATRIX[target]
+    if count * each < size:
+        fewest = math.ceil(size / each)
+        return f"fewer than {fewest} matrices of this size leave most lanes of a vector empty"
+    lanes = current_cpu().vector_bytes // itemsize
+    if target != ffi.CPU_MATRIX_QR and size > _CPU_JACOBI_ROWS_FOR_A_LANE * lanes:
+        return f"a vector has {lanes} lanes, and LAPACK is faster for larger matrices"
+    return None
 
 
 def _cpu_kernel(

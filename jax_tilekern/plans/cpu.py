@@ -42,6 +42,12 @@ class Cpu:
         """By which recorded times are found."""
         return f"CPU with {self.instruction_set}{' and AMX' if self.has_amx else ''}"
 
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of a vector register."""
+        families = (("avx512", 64), ("avx2", 32))
+        return next((size for name, size in families if self.instruction_set.startswith(name)), 16)
+
 
 def current_cpu() -> Cpu:
     """Return the CPU that this process runs on."""

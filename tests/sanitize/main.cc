@@ -19,6 +19,7 @@ int main(int argc, char** argv) {
   CheckRaggedProducts(counts, threads_only);
   CheckArrays(counts, threads_only);
   CheckSmallMatrices(counts, threads_only);
+  CheckMatrixDecompositions(counts, threads_only);
   std::printf("%d passed, %d failed\n", counts.passed, counts.failed);
   return counts.failed == 0 ? 0 : 1;
 }
