@@ -8,8 +8,9 @@ whole fusion, so its results can differ by the rounding of intermediate values.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,22 @@ _LOGISTIC_FOR_TANH = -7
 
 class Untranslatable(Exception):
     """A function that CUDA does not compute; the message says why."""
+
+    is_located = False
+
+
+@contextlib.contextmanager
+def located(eqn: Any) -> Iterator[None]:
+    """Let an ``Untranslatable`` from inside the context name the user's line of an equation."""
+    try:
+        yield
+    except Untranslatable as error:
+        line = compat.source_line(eqn)
+        if error.is_located or not line:
+            raise
+        found = Untranslatable(f"{error}, at {line}")
+        found.is_located = True
+        raise found from None
 
 
 @dataclass(frozen=True)
@@ -119,7 +136,8 @@ class ScalarWriter:
 
         for eqn in jaxpr.eqns:
             read = [expression(atom) for atom in eqn.invars]
-            names.update(zip(eqn.outvars, self.equation(eqn, read), strict=True))
+            with located(eqn):
+                names.update(zip(eqn.outvars, self.equation(eqn, read), strict=True))
         return [expression(atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn: Any, operands: list[str]) -> list[str]:
@@ -131,7 +149,7 @@ class ScalarWriter:
             return self.inlined(jaxpr, consts, operands)
         if is_copy(name):
             return operands
-        no_cuda = Untranslatable(f"no CUDA for {name}, at {compat.source_line(eqn)}")
+        no_cuda = Untranslatable(f"no CUDA for {name}")
         if len(eqn.outvars) != 1:
             raise no_cuda
         (out,) = eqn.outvars
@@ -153,9 +171,9 @@ class ScalarWriter:
         for dtype in types[1:] if name == "select_n" else types:
             computed_type(dtype)
             if dtype.kind not in how.kinds and not (dtype in _SIXTEEN_BITS and "f" in how.kinds):
-                raise Untranslatable(f"no CUDA for {name} of {dtype}, at {compat.source_line(eqn)}")
+                raise Untranslatable(f"no CUDA for {name} of {dtype}")
             if dtype in _SIXTEEN_BITS and not how.in_float32:
-                raise Untranslatable(f"no CUDA for {name} of {dtype}, at {compat.source_line(eqn)}")
+                raise Untranslatable(f"no CUDA for {name} of {dtype}")
         if name == "select_n" and len(types) != 3:
             raise Untranslatable(f"no CUDA for a selection of {len(types) - 1} values")
         self.instructions += how.instructions

@@ -89,10 +89,12 @@ __all__ = [
     "type_of_whole",
     "unify_varying",
     "varying_axes",
+    "varying_axes_of_type",
     "with_automatic_axes",
     "with_leading_dims",
     "with_type",
     "without_mesh",
+    "without_varying_axes",
     "zero_tangent",
 ]
 
@@ -158,9 +160,22 @@ def as_type(x: Any, dtype: Any) -> jax.Array:
 
 def varying_axes(x: Any) -> frozenset[str]:
     """Mesh axes over which ``x`` varies inside ``shard_map`` (aval.vma until 0.10.0)."""
-    aval = jax.typeof(x)
+    return varying_axes_of_type(jax.typeof(x))
+
+
+def varying_axes_of_type(aval: Any) -> frozenset[str]:
+    """Mesh axes over which arrays of a type vary."""
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(kind.varying if kind is not None else aval.vma)
+
+
+def without_varying_axes(aval: Any) -> Any:
+    """Return a type that varies over no manual axis."""
+    if not varying_axes_of_type(aval):
+        return aval
+    if hasattr(aval, "manual_axis_type"):
+        return aval.update(manual_axis_type=type(aval.manual_axis_type)())
+    return aval.update(vma=frozenset())
 
 
 def unify_varying(*operands: Any) -> tuple[Any, ...]:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type
-from jax_tilekern.interop import compat
 from jax_tilekern.lanes.arrays import Places, result_type
 from jax_tilekern.lanes.values import Value, everywhere, in_memory
 from jax_tilekern.lanes.writer import LaneWriter, rule
@@ -22,8 +21,7 @@ def _bitcast(writer: LaneWriter, eqn: Any, operands: list[Value], _: Places) -> 
     dtype, shape = result_type(eqn)
     if dtype.itemsize != x.dtype.itemsize:
         raise Untranslatable(
-            f"no CUDA for bitcast_convert_type of {x.dtype} to {dtype}, of another size, at "
-            f"{compat.source_line(eqn)}"
+            f"no CUDA for bitcast_convert_type of {x.dtype} to {dtype}, of another size"
         )
     computed_type(dtype)
 
@@ -86,7 +84,5 @@ def _reduce_precision(_: LaneWriter, eqn: Any, operands: list[Value], __: Places
     bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
     own = {"float32": (8, 23), "float64": (11, 52), "bfloat16": (8, 7), "float16": (5, 10)}
     if own.get(x.dtype.name) != bits:
-        raise Untranslatable(
-            f"no CUDA for reduce_precision to {bits} bits, at {compat.source_line(eqn)}"
-        )
+        raise Untranslatable(f"no CUDA for reduce_precision to {bits} bits")
     return [x]

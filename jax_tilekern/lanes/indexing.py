@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type
-from jax_tilekern.interop import compat
 from jax_tilekern.lanes.arrays import Places, result_type, sliced
 from jax_tilekern.lanes.values import Index, Value, in_memory, plus
 from jax_tilekern.lanes.writer import LaneWriter, rule
@@ -73,9 +72,7 @@ def _mode(eqn: Any) -> str:
     for known in ("FILL_OR_DROP", "CLIP", "PROMISE_IN_BOUNDS"):
         if known in name:
             return "drop" if known == "FILL_OR_DROP" else "clip"
-    raise Untranslatable(
-        f"no CUDA for {eqn.primitive.name} with {name}, at {compat.source_line(eqn)}"
-    )
+    raise Untranslatable(f"no CUDA for {eqn.primitive.name} with {name}")
 
 
 @rule("gather")

@@ -8,10 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_tilekern.epilogue.cuda_text import Untranslatable
+from jax_tilekern.epilogue.cuda_text import Untranslatable, located
 from jax_tilekern.epilogue.primitives import INNER_JAXPR
 from jax_tilekern.interop import compat
 
+# What moves keys moves each word of their data alike.
+_MOVES = frozenset(
+    {
+        "broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "dynamic_update_slice",
+        "expand_dims", "gather", "reshape", "rev", "scatter", "select_n", "slice", "split",
+        "squeeze", "stack", "tile", "transpose", "unstack",
+    }
+)  # fmt: skip
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
@@ -72,7 +80,7 @@ def _equation(eqn: Any, operands: list[Any]) -> list[Any]:
     inner = [compat.closed_jaxpr(x) for x in compat.jaxprs_of(eqn)]
     if not touches and not any(map(_has_keys, inner)):
         return compat.bind_equation(eqn, operands)
-    with compat.traced_from(eqn):
+    with compat.traced_from(eqn), located(eqn):
         if name in _RANDOM:
             return [_RANDOM[name](eqn, *operands)]
         if name in ("scan", "while", "cond"):
@@ -81,10 +89,10 @@ def _equation(eqn: Any, operands: list[Any]) -> list[Any]:
             return list(results)
         if name in INNER_JAXPR and name not in _CUSTOM:
             return _evaluated(compat.closed_jaxpr(eqn.params[INNER_JAXPR[name]]), operands)
-        if not inner and all(compat.key_functions(x.aval.dtype).key_shape == (2,) for x in
+        if name in _MOVES and all(compat.key_functions(x.aval.dtype).key_shape == (2,) for x in
                              (*eqn.invars, *eqn.outvars) if is_key(x.aval)):  # fmt: skip
             return _of_each_word(eqn, operands)
-    raise Untranslatable(f"no CUDA for {name} of random keys, at {compat.source_line(eqn)}")
+        raise Untranslatable(f"no CUDA for {name} of random keys")
 
 
 def _raw(param: Any) -> Any:

@@ -130,7 +130,6 @@ def _written(
     parameters, pointers = [], []
     for prefix, const, layouts in (("x", "const ", operands), ("y", "", results)):
         for i, layout in enumerate(layouts):
-            computed_type(layout.dtype)
             kind = f"{const}{CXX_TYPES[layout.dtype]}*"
             parameters.append(f"{kind} __restrict__ {prefix}{i}")
             offset = "".join(
@@ -138,10 +137,13 @@ def _written(
             )
             pointers.append(f"{kind} const p{prefix}{i} = {prefix}{i}{offset};")
     parameters.append("unsigned char* workspace")
+    for layout in operands:
+        computed_type(layout.dtype)
     inputs = [_loaded(writer, x.buffer(f"px{i}")) for i, x in enumerate(operands)]
     places = [x.buffer(f"py{i}") for i, x in enumerate(results)]
     found = writer.jaxpr(closed, inputs, places)
     for place, value in zip(places, found, strict=True):
+        computed_type(value.dtype)
         if value.whole is not place:
             writer.filled(value, place)
     function = f"lanes_{re.sub(r'[^A-Za-z0-9_]', '_', name)}"

@@ -11,14 +11,22 @@ place. Therefore the writer knows which variables are read later, in each jaxpr 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from jax_tilekern.epilogue.cuda_text import ScalarWriter, Untranslatable, computed_type, literal
+from jax_tilekern.epilogue.cuda_text import (
+    ScalarWriter,
+    Untranslatable,
+    computed_type,
+    literal,
+    located,
+)
 from jax_tilekern.epilogue.primitives import INNER_JAXPR, is_elementwise
 from jax_tilekern.interop import compat
 from jax_tilekern.lanes.values import (
@@ -31,6 +39,7 @@ from jax_tilekern.lanes.values import (
     is_wide,
     row_major,
 )
+from jax_tilekern.primitives.operation import references
 
 # Beyond this an array lies in the workspace, and so do arrays that together take more.
 _LOCAL_BYTES, _ALL_LOCAL_BYTES = 1024, 16384
@@ -292,9 +301,9 @@ class LaneWriter:
             return scope.values[x]
 
         for scope.position, eqn in enumerate(jaxpr.eqns):
-            results = self._equation(
-                eqn, [read(x) for x in eqn.invars], [wanted.get(x) for x in eqn.outvars]
-            )
+            operands_read = [read(x) for x in eqn.invars]
+            with located(eqn):
+                results = self._equation(eqn, operands_read, [wanted.get(x) for x in eqn.outvars])
             scope.values.update(zip(eqn.outvars, map(self._lasting, results), strict=True))
         scope.position = len(jaxpr.eqns)
         found = [read(x) for x in jaxpr.outvars]
@@ -313,9 +322,13 @@ class LaneWriter:
             return self.jaxpr(compat.closed_jaxpr(eqn.params[INNER_JAXPR[name]]), operands, places)
         if name in RULES:
             return RULES[name](self, eqn, operands, places)
+        if name in references:
+            means = functools.partial(references[name], **eqn.params)
+            with compat.without_mesh():
+                return self.jaxpr(jax.make_jaxpr(means)(*(x.aval for x in eqn.invars)), operands)
         if is_elementwise(name, eqn.params):
             return [self._elementwise(eqn, operands, places[0])]
-        raise Untranslatable(f"no CUDA for {name}, at {compat.source_line(eqn)}")
+        raise Untranslatable(f"no CUDA for {name}")
 
     def _elementwise(self, eqn: Any, operands: list[Value], place: Buffer | None) -> Value:
         (out,) = eqn.outvars

@@ -16,6 +16,7 @@ from jax_tilekern.epilogue.cuda_text import Untranslatable
 from jax_tilekern.interop import compat, outcomes
 from jax_tilekern.lanes.keys import is_key, without_keys
 from jax_tilekern.lanes.text import Layout, lane_kernel
+from jax_tilekern.ops.kernel_sharding import explicit_shardings
 from jax_tilekern.ops.lane_rules import Axes, LaneFunction, Rules, lane_sizes, type_of_lanes
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
@@ -129,24 +130,32 @@ def _mapped(
     kwargs: dict[str, Any],
 ) -> Any:
     """Bind a call, or compute it by ``vmap``."""
-    # The errors about axes and sizes are those of vmap.
-    shapes = jax.eval_shape(mapped, *args, **kwargs)
     name = getattr(f, "__name__", type(f).__name__)
-    axes = _axes_of_leaves(in_axes, args, kwargs)
     leaves, tree = jax.tree.flatten((args, kwargs))
-    arrays = [i for i, x in enumerate(leaves) if axes[i] is not None or hasattr(x, "dtype")]
-    operands = [jnp.asarray(leaves[i]) for i in arrays]
-    operand_axes: list[Axes] = [(_positive(axes[i], jnp.ndim(leaves[i])),) for i in arrays]
+    arrays = [i for i, x in enumerate(leaves) if hasattr(x, "dtype")]
+    operands = [leaves[i] for i in arrays]
     out_trees: list[Any] = []
 
-    def of_lane(*values: Any) -> list[Any]:
+    def with_arrays(values: Sequence[Any]) -> Any:
         filled = list(leaves)
         for i, value in zip(arrays, values, strict=True):
             filled[i] = value
-        one_args, one_kwargs = jax.tree.unflatten(tree, filled)
+        return jax.tree.unflatten(tree, filled)
+
+    def of_batch(*values: Any) -> Any:
+        batch_args, batch_kwargs = with_arrays(values)
+        return mapped(*batch_args, **batch_kwargs)
+
+    def of_lane(*values: Any) -> list[Any]:
+        one_args, one_kwargs = with_arrays(values)
         found, out_tree = jax.tree.flatten(f(*one_args, **one_kwargs))
         out_trees[:] = [out_tree]
         return [jnp.asarray(x) for x in found]
+
+    # The errors about axes and sizes are those of vmap.
+    shapes = jax.eval_shape(of_batch, *operands)
+    axes = _axes_of_leaves(in_axes, args, kwargs)
+    operand_axes: list[Axes] = [(_positive(axes[i], leaves[i].ndim),) for i in arrays]
 
     def lane_type(x: Any, axis: int | None) -> Any:
         aval = jax.typeof(x)
@@ -290,15 +299,24 @@ def _like_results(
     operand_axes: tuple[Axes, ...],
     result_axes: tuple[Axes, ...],
 ) -> list[Any]:
-    del function
     sizes = lane_sizes(operands, operand_axes)
     varying = tuple(sorted(compat.varying_axes(operands[0])))
+    avals = [jax.typeof(x) for x in operands]
+    rule = _sharding_rule(
+        *avals,
+        jaxpr=jaxpr,
+        function=function,
+        operand_axes=operand_axes,
+        result_axes=result_axes,
+    )
+    shardings = explicit_shardings(function.name, "lanes", rule, avals)
     results = []
-    for aval, axes in zip(jaxpr.out_avals, result_axes, strict=True):
+    for aval, axes, sharding in zip(
+        jaxpr.out_avals, result_axes, shardings or (None,) * len(result_axes), strict=True
+    ):
         whole = type_of_lanes(aval, axes, sizes)
-        x = compat.with_type(
-            lax.full(whole.shape, 0, whole.dtype), whole.dtype, weak_type=aval.weak_type
-        )
+        zeros = lax.full(whole.shape, 0, whole.dtype, sharding=sharding)
+        x = compat.with_type(zeros, whole.dtype, weak_type=aval.weak_type)
         results.append(lax.pcast(x, varying, to="varying") if varying else x)
     return results
 

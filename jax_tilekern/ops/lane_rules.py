@@ -10,7 +10,8 @@ neighbouring elements.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,8 @@ from jax_tilekern.interop.global_modes import mode_independent
 Axes = tuple[int | None, ...]
 
 
-class LaneFunction(NamedTuple):
+@dataclass(frozen=True)
+class LaneFunction:
     """What a call is named by.
 
     Attributes

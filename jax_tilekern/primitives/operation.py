@@ -219,9 +219,14 @@ class Operation:
     register: Callable[[Any], None] | None = None
 
 
+# The function of a list of operands that each operation of this library means, by its primitive.
+references: dict[str, Callable[..., list[Any]]] = {}
+
+
 def define(operation: Operation) -> Callable[..., Any]:
     """Make the primitive of ``operation``; return the function that binds it."""
     operation = _mode_independent(operation)
+    references[operation.name] = _as_list(operation)
     primitive = compat.Primitive(operation.name)
     primitive.multiple_results = operation.several_results
     primitive.def_impl(functools.partial(compat.apply_primitive, primitive))
@@ -251,6 +256,14 @@ def define(operation: Operation) -> Callable[..., Any]:
     if operation.register is not None:
         operation.register(primitive)
     return bind
+
+
+def _as_list(operation: Operation) -> Callable[..., list[Any]]:
+    def reference(*operands: Any, **params: Any) -> list[Any]:
+        result = operation.reference(*operands, **params)
+        return list(result) if operation.several_results else [result]
+
+    return reference
 
 
 def _mode_independent(operation: Operation) -> Operation:
@@ -487,6 +500,9 @@ def _lowered(
     if isinstance(outcome, Rewrite):
         function = compat.with_automatic_axes(outcome.function, params.get("out_sharding"))
     lower = mlir.lower_fun(function, multiple_results=operation.several_results)
+    if "jaxpr" in params:
+        # It was traced outside of every shard_map.
+        ctx = ctx.replace(avals_in=[compat.without_varying_axes(aval) for aval in ctx.avals_in])
     with listed_below(), lowering_platform(platform):
         lowered: Sequence[Any] = lower(ctx, *values)
     return lowered

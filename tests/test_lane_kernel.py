@@ -1,0 +1,314 @@
+"""``kernel`` is ``vmap`` under every transformation; what has no kernel, and what kernels take."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import jet
+from jax.sharding import PartitionSpec as P
+from lane_functions import collatz, kalman, lorenz
+from nvrtc_mark import needs_nvrtc
+from sharded import AUTO, EXPLICIT, devices, mesh_of, put
+
+import jax_tilekern as jtk
+from jax_tilekern.plans.gpu import known_gpu
+
+PARAMETERS = jnp.array([10.0, 28.0, 8 / 3])
+# Of the mesh of all devices.
+LANES = P(("d", "m"))
+START = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+
+
+def last(state, parameters):
+    def step(s, _):
+        return s + 0.1 * parameters * jnp.sin(s[::-1]), None
+
+    return lax.scan(step, state, None, length=5)[0]
+
+
+def mapped_by(map_):
+    return map_(last, in_axes=(0, None))
+
+
+def loss_by(map_):
+    return lambda parameters: jnp.sum(mapped_by(map_)(START, parameters) ** 2)
+
+
+def close(found, wanted):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 2e-4, 1e-4), found, wanted)
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f: jax.jvp(f, (PARAMETERS,), (PARAMETERS[::-1],)),
+        lambda f: jax.value_and_grad(f)(PARAMETERS),
+        lambda f: jax.jacfwd(f)(PARAMETERS),
+        lambda f: jax.hessian(f)(PARAMETERS),
+        lambda f: jax.jacrev(jax.grad(f))(PARAMETERS),
+        lambda f: jax.linearize(f, PARAMETERS)[1](PARAMETERS),
+        lambda f: jax.grad(jax.checkpoint(f))(PARAMETERS),
+        lambda f: jax.grad(
+            jax.checkpoint(f, policy=jax.checkpoint_policies.everything_saveable)
+        )(PARAMETERS),
+        lambda f: jax.vmap(jax.grad(f), in_axes=1)(jnp.outer(PARAMETERS, jnp.ones(2))),
+        lambda f: lax.scan(lambda c, _: (c + 1e-3 * f(c * PARAMETERS), c), 1.0, None, length=2),
+        lambda f: jax.grad(
+            lambda p: lax.scan(lambda c, _: (c + 1e-3 * f(c * p), c), 1.0, None, length=2)[0]
+        )(PARAMETERS),
+    ],
+)  # fmt: skip
+def test_transformations(transformed):
+    wanted = jax.jit(lambda: transformed(loss_by(jax.vmap)))()
+    close(jax.jit(lambda: transformed(loss_by(jtk.kernel)))(), wanted)
+
+
+def test_a_derivative_is_one_kernel_or_two():
+    def kernels(function):
+        text = str(jax.make_jaxpr(function)(PARAMETERS))
+        return text.count("tilekern_lanes")
+
+    loss = loss_by(jtk.kernel)
+    assert kernels(loss) == 1
+    assert kernels(lambda p: jax.jvp(loss, (p,), (p,))) == 1
+    assert kernels(jax.grad(loss)) == 2
+
+
+def test_residuals_have_lanes_last():
+    jaxpr = jax.make_jaxpr(lambda p: jax.vjp(lambda p: mapped_by(jtk.kernel)(START, p), p)[1])(
+        PARAMETERS
+    )
+    shapes = {x.aval.shape for x in jaxpr.jaxpr.outvars}
+    assert (5, 3, 16) in shapes
+    assert all(shape[0] != 16 for shape in shapes)
+
+
+def test_forward_mode_through_a_while_loop_and_not_reverse_mode():
+    doubled = jtk.kernel(lambda x: lax.while_loop(lambda c: c < 10.0, lambda c: c * 2, x))
+    _, tangent = jax.jvp(doubled, (jnp.ones(3),), (jnp.ones(3),))
+    np.testing.assert_array_equal(tangent, 16.0)
+    with pytest.raises(ValueError, match=r"Reverse-mode differentiation does not work for lax\.wh"):
+        jax.grad(lambda x: doubled(x).sum())(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("f", "in_axes", "out_axes", "args"),
+    [
+        (lambda x, y: (x, y.sum()), (0, None), (0, None), (jnp.ones(3), jnp.ones(4))),
+        (lambda x, y: x + y["a"], (1, {"a": -1}), 1, (START, {"a": START})),
+        (lambda x: jnp.outer(x, x), 0, -1, (START,)),
+        (lambda x, n: x[:n], (0, None), 0, (START, 2)),
+        (lambda x: 1.0, 0, 0, (START,)),
+        (lambda x: None, 0, 0, (START,)),
+        (lambda x: x * START.sum(), 0, 0, (START,)),
+        (lambda x: (x, x.sum() * jnp.ones(0)), 0, 0, (START[:0],)),
+        (lambda x: jtk.kernel(lambda y: y * 2)(x).sum(), 0, 0, (START,)),
+        (lambda x: jax.vmap(collatz)(x.astype(int))[1], 0, 0, (START,)),
+        (lambda key: jax.random.split(key), 0, 0, (jax.random.split(jax.random.key(0), 3),)),
+    ],
+)
+def test_arguments_are_those_of_vmap(f, in_axes, out_axes, args):
+    found = jtk.kernel(f, in_axes=in_axes, out_axes=out_axes)(*args)
+    wanted = jax.vmap(f, in_axes=in_axes, out_axes=out_axes)(*args)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert jax.typeof(x) == jax.typeof(y)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_allclose(x, y, 1e-6)
+
+
+def test_keywords_and_closed_over_tracers():
+    by_keyword = jtk.kernel(lambda x, *, y: x + y)
+    np.testing.assert_array_equal(by_keyword(jnp.ones(3), y=jnp.ones(3)), 2.0)
+    table = jax.vmap(lambda a: jtk.kernel(lambda x: x * a)(jnp.arange(3.0)))(jnp.arange(2.0))
+    np.testing.assert_array_equal(table, np.outer(np.arange(2), np.arange(3)))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: jtk.kernel(3), TypeError, "maps a function, not 3"),
+        (lambda: jtk.kernel(lambda x, y: x)(jnp.ones(3), jnp.ones(4)), ValueError, "inconsistent"),
+        (lambda: jtk.kernel(lambda x: x, in_axes=(0, 0))(jnp.ones(3)), ValueError, "in_axes"),
+        (lambda: jtk.kernel(lambda x: x, out_axes=None)(jnp.ones(3)), ValueError, "out_axes"),
+        (lambda: jtk.kernel(lambda x: jnp.ones(int(x)))(jnp.ones(3)), TypeError, "concrete value"),
+    ],
+)
+def test_errors_are_those_of_vmap(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_64_bit_types_follow_the_call():
+    with jax.enable_x64(True):
+        rounded = jtk.kernel(lambda x: (x.astype(jnp.float64) + 1e-9 - x).astype(jnp.float32) > 0)
+        traced = jax.jit(rounded).trace(np.ones(3, np.float32))
+    np.testing.assert_array_equal(traced.lower().compile()(np.ones(3, np.float32)), True)
+
+
+def test_taylor_polynomials():
+    sine = jtk.kernel(jnp.sin)
+    _, series = jet.jet(lambda x: sine(x), (jnp.ones(2),), ((jnp.ones(2), jnp.zeros(2)),))
+    np.testing.assert_allclose(series[0], np.cos(np.ones(2)), 1e-6)
+    np.testing.assert_allclose(series[1], -np.sin(np.ones(2)), 1e-6)
+
+
+def test_export():
+    exported = jax.export.export(jax.jit(mapped_by(jtk.kernel)))(START, PARAMETERS)
+    called = jax.export.deserialize(exported.serialize()).call
+    close(called(START, PARAMETERS), mapped_by(jax.vmap)(START, PARAMETERS))
+
+
+# Several devices.
+
+
+def no_collectives(function, *args):
+    text = jax.jit(function).lower(*args).compile().as_text()
+    return not re.search(r"all-reduce|all-gather|all-to-all|collective-permute", text)
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+class TestSharded:
+    def test_lanes_need_no_collectives(self):
+        mesh = mesh_of((AUTO, AUTO))
+        start, parameters = put(mesh, START, LANES), put(mesh, PARAMETERS, P())
+        mapped = mapped_by(jtk.kernel)
+        assert no_collectives(mapped, start, parameters)
+        assert no_collectives(jax.grad(lambda x: jnp.sum(mapped(x, parameters) ** 2)), start)
+        found = jax.jit(mapped)(start, parameters)
+        assert found.sharding.spec[0] == ("d", "m")
+        close(found, mapped_by(jax.vmap)(START, PARAMETERS))
+        # XLA's vmap asks all devices whether any of them goes on.
+        counts = put(mesh, np.arange(1, 17), LANES)
+        assert no_collectives(jtk.kernel(collatz), counts)
+        assert not no_collectives(jax.vmap(collatz), counts)
+
+    def test_gradient_of_what_all_lanes_read(self):
+        mesh = mesh_of((AUTO, AUTO))
+        start, parameters = put(mesh, START, LANES), put(mesh, PARAMETERS, P())
+
+        def loss(map_):
+            return lambda p: jnp.sum(mapped_by(map_)(start, p) ** 2)
+
+        close(
+            jax.jit(jax.grad(loss(jtk.kernel)))(parameters),
+            jax.grad(loss_by(jax.vmap))(PARAMETERS),
+        )
+
+    def test_shard_map(self):
+        mesh = mesh_of((AUTO, AUTO))
+
+        def loss(map_):
+            mapped = jax.shard_map(
+                mapped_by(map_), mesh=mesh, in_specs=(LANES, P()), out_specs=LANES
+            )
+            return lambda p: jnp.sum(mapped(START, p) ** 2)
+
+        close(
+            jax.jit(jax.value_and_grad(loss(jtk.kernel)))(PARAMETERS),
+            jax.value_and_grad(loss_by(jax.vmap))(PARAMETERS),
+        )
+
+    def test_explicit_axes(self):
+        mesh = mesh_of((EXPLICIT, EXPLICIT))
+        with jax.set_mesh(mesh):
+            start, parameters = put(mesh, START, LANES), put(mesh, PARAMETERS, P())
+            types = [
+                jax.typeof(jax.jit(mapped_by(map_))(start, parameters))
+                for map_ in (jtk.kernel, jax.vmap)
+            ]
+            gradient = jax.grad(lambda p: jnp.sum(mapped_by(jtk.kernel)(start, p) ** 2))
+            close(gradient(parameters), jax.grad(loss_by(jax.vmap))(PARAMETERS))
+        assert types[0] == types[1]
+        assert types[0].sharding.spec[0] == ("d", "m")
+
+
+# What is planned for a GPU.
+
+
+def explained(function, *args, gpu="sm_90"):
+    with jtk.gpu_target(gpu):
+        return jtk.explain(function, *args, platform="cuda")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("gpu", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(
+    ("f", "in_axes", "shapes", "registers"),
+    [
+        (lorenz, (0, None), ((3,), (3,)), 40),
+        (kalman, (0, None, None, 0), ((6,), (6, 6), (6, 6), (50, 2)), 255),
+    ],
+)
+def test_loops_are_in_registers(f, in_axes, shapes, registers, gpu):
+    lanes = 1 << 20
+    args = [
+        jax.ShapeDtypeStruct((lanes, *shape) if axis == 0 else shape, jnp.float32)
+        for axis, shape in zip(in_axes, shapes, strict=True)
+    ]
+    (choice,) = explained(jtk.kernel(f, in_axes=in_axes), *args, gpu=gpu)
+    assert choice.kernel.startswith(f"lanes_{f.__name__}<128>")
+    found = re.search(r"(\d+) registers, (\d+) bytes spilled, (\d+) bytes of stack", choice.reason)
+    used, spilled, stack = map(int, found.groups())
+    assert used <= registers
+    assert (spilled, stack) == (0, 0)
+    assert f"{lanes} lanes in {lanes // 128} CTAs of 128 threads" in choice.reason
+
+
+@needs_nvrtc
+def test_few_lanes_are_spread_over_the_gpu():
+    (choice,) = explained(jtk.kernel(lambda x: x * 2), jnp.ones(10000))
+    assert f"in {-(-10000 // 32)} CTAs of 32 threads" in choice.reason
+    assert known_gpu("sm_90").sm_count < 10000 // 32
+
+
+@needs_nvrtc
+def test_long_arrays_are_in_a_workspace():
+    def f(x):
+        return lax.scan(lambda c, _: (jnp.sin(c), c), x, None, length=1000)[1].max()
+
+    (choice,) = explained(jtk.kernel(f), jnp.ones(64))
+    assert f"{64 * 4000} bytes of workspace" in choice.reason
+    assert " 0 bytes of stack" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("f", "reason"),
+    [
+        (lambda x: jnp.linalg.cholesky(x * jnp.eye(3)), "no CUDA for cholesky, at .*test_lane_k"),
+        (lambda x: x * 1j, "no arithmetic of complex64, at .*test_lane_k"),
+        (lambda x: lax.scan(lambda c, _: (lax.igamma(c, c), None), x, None, 2)[0], "igamma, at"),
+    ],
+)
+def test_what_has_no_kernel_is_xlas_and_named(f, reason):
+    with pytest.warns(RuntimeWarning, match=reason):
+        (choice, *_) = explained(jtk.kernel(f), jnp.ones(4))
+    assert choice.kernel is None
+    assert re.search(reason, choice.reason)
+    with jtk.strict(), pytest.raises(jtk.FallbackError, match=reason):
+        explained(jtk.kernel(f), jnp.ones(4))
+
+
+def test_effects_and_keys_without_a_kernel_are_vmaps():
+    def printing(x):
+        jax.debug.print("{x}", x=x)
+        return x + 1
+
+    with pytest.warns(RuntimeWarning, match="debug.* at .*test_lane_k.* has a side effect"):
+        np.testing.assert_array_equal(jtk.kernel(printing)(jnp.ones(2)), 2.0)
+    keys = jax.random.split(jax.random.key(0), 3)
+    with pytest.warns(RuntimeWarning, match="random_gamma of random keys, at .*test_lane_k"):
+        found = jtk.kernel(lambda key: jax.random.gamma(key, 2.0))(keys)
+    np.testing.assert_array_equal(found, jax.vmap(lambda k: jax.random.gamma(k, 2.0))(keys))
+    with jtk.strict(), pytest.raises(jtk.FallbackError, match="side effect"):
+        jtk.kernel(printing)(jnp.ones(2))
+
+
+def test_policy_xla_takes_vmap():
+    with jtk.policy("xla"):
+        (choice,) = explained(jtk.kernel(jnp.sin), jnp.ones(4))
+    assert choice.kernel is None
