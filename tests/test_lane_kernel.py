@@ -17,7 +17,7 @@ import jax_tilekern as jtk
 from jax_tilekern.plans.gpu import known_gpu
 
 PARAMETERS = jnp.array([10.0, 28.0, 8 / 3])
-# Of the mesh of all devices.
+# Lanes that all devices of the mesh share.
 LANES = P(("d", "m"))
 START = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
 
