@@ -69,21 +69,6 @@ def test_the_package_suites_are_well_formed(name):
         assert result.dtype == r.result_type
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"type": None}, "lacks type"),
-        ({"q": 3}, "need a size each"),
-        ({"m": 0}, "positive integers"),
-        ({"lhs": "mmk"}, "'mmk' has a dimension twice"),
-        ({"type": "float33"}, "float33"),
-    ],
-)
-def test_malformed_rows_are_named(changes, message):
-    with pytest.raises(suite.SuiteError, match=message):
-        row(**changes)
-
-
 # Errors against float64.
 
 
@@ -179,32 +164,6 @@ def test_profiles_that_do_not_add_up_are_refused(activities, message):
         found_in(activities)
 
 
-def test_one_profile_serves_several_rows(monkeypatch):
-    def run_blocks(runs, calls, order):
-        def block(side):
-            row, _, name = side.partition(" ")
-            length = 1000.0 * (1 + int(row)) * (2 if name == "other lax" else 1) * calls[side]
-            activities = [device_time.Activity(0.0, length, f"kernel of {side}")]
-            return device_time.Block(side, device_time.Interval(0.0, length), activities)
-
-        return list(map(block, order))
-
-    monkeypatch.setattr(side_times, "run_blocks", run_blocks)
-    runs = {"ours": lambda: (), "other lax": lambda: ()}
-    # So short that a block has one call.
-    for number, (times, method) in enumerate(side_times.times_of_rows([runs, runs], 0)):
-        assert "several rows" in method
-        np.testing.assert_allclose(times.device["ours"], [1e-6 * (1 + number)] * 5)
-        np.testing.assert_allclose(times.device["other lax"], [2e-6 * (1 + number)] * 5)
-        assert times.kernels["ours"] == [f"kernel of {number} ours"]
-
-
-def test_rows_of_a_profile_fit_together(monkeypatch):
-    monkeypatch.setattr(side_times, "PROFILE_BYTES", 10)
-    groups = side_times.rows_of_a_profile([4, 6, 1, 20, 3], lambda row: row)
-    assert list(groups) == [[4, 6], [1], [20], [3]]
-
-
 # The command.
 
 
@@ -250,15 +209,6 @@ def test_a_run_writes_a_record_and_tables(tiny, tmp_path, capsys):
     assert lines[2].startswith("| f32 | ")
     assert len({line.count("|") for line in lines[:7]}) == 1
     assert result["device"] in lines[-1]
-
-
-def test_a_wrong_row_has_no_times(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(Case, "errors", lambda *_: case.Errors(1.0, 0.0, 1.0))
-    file = tmp_path / "b.json"
-    assert bench("--rows", "f32", "--json", file) == 1
-    (wrong,) = json.loads(file.read_text())["rows"]
-    assert "wrong" in wrong["failure"]
-    assert "seconds" not in wrong
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*/matmul*.json")), ids=str)

@@ -1,12 +1,8 @@
 """The ladders: what every rung compiles to, what is run, and what is shown of it."""
 
-import dataclasses
 import importlib
 import json
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from compiled_text import compile_source
 from numerics import on_gpu
@@ -14,8 +10,6 @@ from numerics import on_gpu
 import jax_tilekern as jtk
 from benchmarks import ladder as command
 from benchmarks.command_line import main
-from benchmarks.ladder import climb
-from benchmarks.ladder.rung import Problem, Rung
 from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gpu import known_gpu
 
@@ -93,66 +87,3 @@ def test_every_rung_is_right(name, size, tmp_path):
     assert all(rung["failure"] is None for rung in rungs)
     assert not any("seconds" in rung for rung in rungs)
     assert any(rung["source"] and not rung["skipped"] for rung in rungs)
-
-
-@needs_gpu
-@pytest.mark.parametrize("name", NAMES)
-def test_a_ladder_is_timed(name, tmp_path, capsys):
-    file = tmp_path / "l.json"
-    size = SIZES[name][2]
-    given = ["ladder", name, "--size", size, "--seconds", "0.05", "--json", file]
-    assert main([*map(str, given)]) == 0
-    out = capsys.readouterr().out
-    assert "of ceiling" in out
-    assert ("the host's time" in out) == (name == "dot")
-    for problem in json.loads(file.read_text())["problems"]:
-        assert all(rung["seconds"] > 0 for rung in problem["rungs"] if not rung["skipped"])
-
-
-# Checking and timing. JAX functions climb as kernels do, and on any backend.
-
-
-def problem_of(*rungs, dtype=np.float32, sums=False, bound="copy", **rest):
-    operand = jax.ShapeDtypeStruct((64, 32), np.dtype(dtype))
-    return Problem(
-        "doubling", {"rows": 64, "columns": 32}, (operand,),
-        tuple(dataclasses.replace(rung, source="x/01_y.cu") for rung in rungs),
-        (Rung("jnp", (lambda x: 2 * x,)),), bytes=2**14, bound=bound, sums=sums, **rest,
-    )  # fmt: skip
-
-
-def climbed(problem, seconds=None):
-    rungs = {rung.name: rung for rung in (*problem.rungs, *problem.peers)}
-    with jtk.gpu_target("sm_90a"), problem.types_enabled():
-        records = {name: climb.compiled(problem, rung) for name, rung in rungs.items()}
-        climb.climb(problem, rungs, records, seconds=seconds)
-    return records
-
-
-def _broken(x):
-    raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
-
-
-def test_a_wrong_rung_is_found_and_not_timed():
-    records = climbed(
-        problem_of(
-            Rung("right", (lambda x: (x, x), lambda x, y: x + y)),
-            Rung("one off", (lambda x: (2 * x).at[63, 31].add(1),)),
-            Rung("not a number", (lambda x: (2 * x).at[1, 1].set(jnp.nan),)),
-            Rung("flat", (lambda x: 2 * x.ravel(),)),
-            Rung("of another type", (lambda x: (2 * x).astype(jnp.bfloat16),)),
-            Rung("broken", (lambda x: jax.pure_callback(_broken, x, x),)),
-            Rung("not for this", (lambda x: x,), cannot=lambda rows, columns: f"not {rows}"),
-        ),
-        seconds=0.01,
-    )
-    assert records["right"]["failure"] is None
-    assert records["right"]["seconds"] > 0
-    assert records["one off"]["failure"] == "wrong: 1 of 2048 elements are not jnp's"
-    assert records["not a number"]["failure"] == "wrong: 1 of 2048 elements are not jnp's"
-    assert "(2048,), not float32(64, 32)" in records["flat"]["failure"]
-    assert "bfloat16" in records["of another type"]["failure"]
-    assert "ILLEGAL_ADDRESS" in records["broken"]["failure"]
-    assert records["not for this"]["skipped"] == "not 64"
-    timed = {name for name, record in records.items() if "seconds" in record}
-    assert timed == {"right", "jnp"}

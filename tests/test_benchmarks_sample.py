@@ -24,14 +24,6 @@ def test_rows_are_well_formed_and_quick(operation, device):
     assert all(row.bytes <= limits.bytes and flops(row) <= limits.operations for row in rows)
 
 
-@pytest.mark.parametrize("operation", list(DRAWS))
-def test_a_row_depends_on_the_seed_and_its_index_alone(operation):
-    few, many = (draw_sample(operation, "gpu", count, 6).rows for count in (5, 20))
-    assert few == many[:5]
-    assert [row.sizes for row in few] == [row.sizes for row in many[:5]]
-    assert few != draw_sample(operation, "gpu", 5, 7).rows
-
-
 # The command.
 
 
