@@ -7,15 +7,15 @@
 namespace tilekern::cpu {
 namespace {
 
-constexpr int64_t kMaxRhsBytes = 1 << 18;  // stays in L2
-constexpr int64_t kMaxDepth = 2048;        // and so do the rows of lhs, if they are read again
-constexpr int64_t kMaxVectorsCopied = 4;   // the limit of columns for operands of other types
+constexpr int64_t kMaxRhsBytes = kL2Bytes;
+constexpr int64_t kMaxDepth = 2048;       // and so do the rows of lhs, if they are read again
+constexpr int64_t kMaxVectorsCopied = 4;  // the limit of columns for operands of other types
 // The limits of columns if rows of lhs are read in place: for two vectors of columns at a time,
 // over so many elements of k that rhs stays in L2. A copy of rhs pays for many rows of lhs, or for
 // fewer columns and a k above kMaxDepth.
 constexpr int64_t kMaxVectorsInPlace = 16, kMaxVectorsDeep = 6;
 constexpr int64_t kManyRows = 256;
-constexpr int64_t kMaxDeepRhsBytes = 3 << 17;
+constexpr int64_t kMaxDeepRhsBytes = kL2Bytes * 3 / 2;
 constexpr int64_t kLeastDepth = 512;
 constexpr int64_t kMaxSharedBytes = 1 << 24;  // of a copy of rhs, which a thread keeps
 constexpr int64_t kMaxStridedRows = 256;      // beyond this an lhs in column-major order is copied

@@ -6,7 +6,7 @@
 namespace tilekern::cpu {
 namespace {
 
-constexpr int64_t kChunk = 64 << 10;  // elements of k per task
+constexpr int64_t kDotChunk = 64 << 10;  // elements of k per task
 
 }  // namespace
 
@@ -18,10 +18,10 @@ bool IsDotProduct(const Product& p) {
 void RunDotProduct(const KernelTable& kernels, const Product& p, const Workers& workers) {
   const DotKernel dot = kernels.dot[static_cast<int>(p.lhs.type)];
   const auto add = kernels.sum[static_cast<int>(p.lhs.type)]->add;
-  const int64_t chunks = CeilDiv(p.k, kChunk);
+  const int64_t chunks = CeilDiv(p.k, kDotChunk);
   const auto chunk = [&](int64_t i, Total* total) {
-    const int64_t first = i * kChunk;
-    dot(p.lhs.At(0, first), p.rhs.At(first, 0), std::min(kChunk, p.k - first), total);
+    const int64_t first = i * kDotChunk;
+    dot(p.lhs.At(0, first), p.rhs.At(first, 0), std::min(kDotChunk, p.k - first), total);
   };
   Total sum = {};
   if (workers.threads() == 1) {

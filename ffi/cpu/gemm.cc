@@ -18,9 +18,9 @@ constexpr int64_t kRowsForFewColumns = 240;       // a left block that stays in 
 constexpr int64_t kNarrowColumnsPerBlock = 1024;  // bounds the accumulators kept for narrow outputs
 constexpr int64_t kVectorsPerTask = 16;
 constexpr int64_t kMinVectorsPerTask = 4;
-constexpr int64_t kTaskBytes = 128 << 10;  // of rhs: over a short k, tasks write long rows
+constexpr int64_t kRhsTaskBytes = 128 << 10;  // of rhs: over a short k, tasks write long rows
 constexpr int64_t kPanelsPerPackTask = 8;
-constexpr int64_t kTasksPerThread = 2;
+constexpr int64_t kPackedTasksPerThread = 2;
 
 class Gemm {
  public:
@@ -45,17 +45,18 @@ class Gemm {
 
     panels_ = CeilDiv(m_block_, rows_per_panel_);
     pack_tasks_ = CeilDiv(panels_, kPanelsPerPackTask);
-    const int64_t wide = kTaskBytes / (std::max<int64_t>(k_block_, 1) * family.unit_bytes);
+    const int64_t wide = kRhsTaskBytes / (std::max<int64_t>(k_block_, 1) * family.unit_bytes);
     task_cols_ = std::min(n_block_, std::max(kVectorsPerTask * family.lanes, wide));
     if (threads > 1) {
-      const int64_t share = CeilDiv(n_block_, kTasksPerThread * threads);
+      const int64_t share = CeilDiv(n_block_, kPackedTasksPerThread * threads);
       task_cols_ = std::min(task_cols_, std::max(share, kMinVectorsPerTask * family.lanes));
     }
     task_cols_ = RoundUp(task_cols_, cols_per_panel_);
     col_tasks_ = CeilDiv(n_block_, task_cols_);
     row_tasks_ = 1;
     if (threads > 1) {
-      row_tasks_ = std::clamp(kTasksPerThread * threads / col_tasks_, int64_t{1}, pack_tasks_);
+      row_tasks_ =
+          std::clamp(kPackedTasksPerThread * threads / col_tasks_, int64_t{1}, pack_tasks_);
     }
     const int64_t groups = CeilDiv(k_block_, family.group);
     lhs_panel_bytes_ = PanelBytes(groups, rows_per_panel_, 0);

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "cpu/cache.h"
 #include "cpu/dtype.h"
 
 namespace tilekern::cpu {

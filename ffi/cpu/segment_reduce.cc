@@ -36,7 +36,6 @@ constexpr int64_t kEdgesOfSegment = 8;
 constexpr int64_t kMostTotals = 16;
 // Otherwise threads have segments, and every thread looks at all keys.
 constexpr int64_t kMostReaders = 8;
-constexpr int64_t kLineBytes = 64;
 
 struct Segments {
   int64_t edges, segments, batch, columns;

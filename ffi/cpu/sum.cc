@@ -23,31 +23,31 @@ struct Dim {
   bool reduced;
 };
 
-// Outputs that are accumulated at once.
-constexpr int64_t kMaxTotals = 4096;
-// Fewer, of which more stay in L1, where so few numbers make a sum.
-constexpr int64_t kFewTotals = 1024;
-constexpr int64_t kShallow = 32;
+// Outputs that are accumulated at once, in L1.
+constexpr int64_t kMaxTotals = kL1Bytes / sizeof(Total);
+// Fewer, beside which rows stay in L1, where so few numbers make a sum.
+constexpr int64_t kFewTotals = kMaxTotals / 4;
+constexpr int64_t kFewTerms = 32;
 // Runs of up to so many elements are summed as columns, where there are several to a sum.
 constexpr int64_t kFolded = 512;
 // Longer runs than this are not, where a row of them has more bytes than kFoldedBytes, since the
 // kernel would read parts of distant rows.
 constexpr int64_t kFoldedLong = 128;
-constexpr int64_t kFoldedBytes = 16 << 10;
+constexpr int64_t kFoldedBytes = kL1Bytes / 2;
 // Runs of at least kFoldedFew elements are summed as rows, where a sum has fewer than kFewRuns: to
 // fold the totals would take longer.
 constexpr int64_t kFoldedFew = 16;
 constexpr int64_t kFewRuns = 8;
 // Sums of fewer columns than this accumulate several rows side by side.
-constexpr int64_t kNarrow = 128;
-// Rows of at least kNarrow / 8 columns are merged only if so many rows result.
+constexpr int64_t kNarrowSums = 128;
+// Rows of at least kNarrowSums / 8 columns are merged only if so many rows result.
 constexpr int64_t kMerged = 32;
 // Where several tasks compute one output's sum: minimal elements per task, and the maximal number
 // of tasks.
-constexpr int64_t kChunk = 256 << 10;
+constexpr int64_t kSumChunk = 256 << 10;
 constexpr int64_t kMaxChunks = 512;
 // Adjacent rows of this size are added up together, where a sum has several rows.
-constexpr int64_t kAdjacentBytes = 64 << 10;
+constexpr int64_t kAdjacentBytes = kL2Bytes / 4;
 // Minimal rows per task where several tasks sum the same columns, because each writes a total per
 // column.
 constexpr int64_t kRowsOfChunk = 256;
@@ -82,11 +82,11 @@ class Sums {
     }
     const int64_t kept = along_ ? rows_ : cols_;
     const int64_t deep = along_ ? cols_ : rows_;
-    group_ = std::min(kept, deep * reduced_.count <= kShallow ? kFewTotals : kMaxTotals);
+    group_ = std::min(kept, deep * reduced_.count <= kFewTerms ? kFewTotals : kMaxTotals);
     group_ -= group_ % (fold_ * fold_step_);
     if (along_) {
       // For each outer reduced index a task reads adjacent rows, and not one row far from the next.
-      const int64_t enough = kChunk / cols_ / reduced_.count;
+      const int64_t enough = kSumChunk / cols_ / reduced_.count;
       const int64_t adjacent = reduced_.count > 1 ? kAdjacentBytes / (cols_ * bytes_) : 1;
       group_ = std::clamp<int64_t>(std::max(enough, adjacent), 1, group_);
     }
@@ -95,7 +95,7 @@ class Sums {
     const int64_t depth = deep * reduced_.count, elements = group_ * depth;
     const int64_t most = kMaxChunks / (kept_.count * groups_);
     const int64_t worthwhile =
-        along_ ? elements / kChunk : std::min(elements / kChunk, depth / kRowsOfChunk);
+        along_ ? elements / kSumChunk : std::min(elements / kSumChunk, depth / kRowsOfChunk);
     const int64_t chunks =
         kept_.count * groups_ >= kManyGroups ? 1 : std::clamp<int64_t>(worthwhile, 1, most);
     cuts_matrices_ = deep >= reduced_.count && (!along_ || group_ == 1 || reduced_.count == 1);
@@ -241,11 +241,11 @@ class Sums {
 
   // Short contiguous rows are merged to longer ones.
   void SumColumns(const SumSource& x, Total* totals) const {
-    const int64_t wide = x.cols < kNarrow && x.cols == x.row_stride ? kNarrow / x.cols : 1;
+    const int64_t wide = x.cols < kNarrowSums && x.cols == x.row_stride ? kNarrowSums / x.cols : 1;
     const int64_t rows = x.rows / wide;
-    const bool merged = wide > 1 && rows >= (x.cols < kNarrow / 8 ? 1 : kMerged);
+    const bool merged = wide > 1 && rows >= (x.cols < kNarrowSums / 8 ? 1 : kMerged);
     if (!merged) return family_.columns(x, totals);
-    Total sums[kNarrow] = {};
+    Total sums[kNarrowSums] = {};
     family_.columns({x.data, wide * x.cols, rows, wide * x.cols}, sums);
     for (int64_t i = 0; i < wide; ++i) family_.add(totals, sums + i * x.cols, x.cols);
     const auto* rest = static_cast<const char*>(x.data) + rows * wide * x.cols * bytes_;

@@ -26,10 +26,9 @@ struct Dim {
 };
 
 // The size of a block, and of each of the result's rows in it, also of items that are copied whole.
-constexpr int64_t kBlockBytes = 512 << 10;
+constexpr int64_t kBlockBytes = 2 * kL2Bytes;
 constexpr int64_t kBlockRowBytes = 1024;
 constexpr int64_t kCopiedRowBytes = 16384;
-constexpr int64_t kLineBytes = 64;
 // Lines of so many rows of the result stay in L1, even if they are in one set.
 constexpr int64_t kMostRowsWritten = 12;
 // The most matrices that are moved together because they share the result's lines.

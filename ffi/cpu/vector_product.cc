@@ -9,17 +9,18 @@
 namespace tilekern::cpu {
 namespace {
 
-constexpr int64_t kMinChunk = 256;
+constexpr int64_t kMinOuter = 256;
 constexpr int64_t kMinElements = 64 << 10;  // of a task that reads rows, which may be few
-constexpr int64_t kChunkStep = 64;          // a line of the cache of every type
-constexpr int64_t kMaxChunk = 4096;         // the accumulators of a chunk stay in the cache
+constexpr int64_t kChunkStep = kLineBytes;  // a line of the cache of every type
+constexpr int64_t kMaxOuter = 4096;         // the accumulators of a chunk stay in the cache
 constexpr int64_t kDepth = 16384;  // elements of k at a time, which bounds the packed vectors
 constexpr int64_t kMaxSmalls = 8;  // exceeds a kernel's number if rows can stay in the cache
 constexpr int64_t kCachedRows = 8;
-constexpr int64_t kCachedColumns = 1024;  // whose accumulators stay in L1, of more than 4 vectors
-constexpr int64_t kShallow = 64;  // lanes are added up for each result, however few there are
-constexpr int64_t kSeveral = 4;   // vectors that justify packing
-constexpr int64_t kNarrow = 2;    // vectors of a row, the last of which is put together by element
+// Columns whose accumulators stay in L1.
+constexpr int64_t kCachedColumns = kL1Bytes / (4 * kMaxVectorsAcross);
+constexpr int64_t kShortK = 64;     // lanes are added up for each result, however few there are
+constexpr int64_t kSeveral = 4;     // vectors that justify packing
+constexpr int64_t kFewVectors = 2;  // of a row, the last of which is put together by element
 
 // Whether the large operand is read along k.
 bool IsAlong(const VectorProduct& p) { return p.big.col_stride == 1 && p.big.row_stride != 1; }
@@ -43,19 +44,19 @@ bool IsVectorProduct(const VectorProduct& p) {
 
 bool IsSmall(const VectorFamily& family, const VectorProduct& p, bool direct) {
   if (p.smalls == 1) return false;
-  if (IsAlong(p)) return p.k < kShallow && (direct || p.smalls >= kSeveral);
-  if (p.smalls > kMaxVectorRows) return direct || p.k < kShallow;
-  return direct && Bytes(p.big.type) == family.unit_bytes && p.outer < kNarrow * family.lanes;
+  if (IsAlong(p)) return p.k < kShortK && (direct || p.smalls >= kSeveral);
+  if (p.smalls > kMaxVectorRows) return direct || p.k < kShortK;
+  return direct && Bytes(p.big.type) == family.unit_bytes && p.outer < kFewVectors * family.lanes;
 }
 
 int64_t VectorChunk(const VectorProduct& p, int64_t threads) {
   if (IsAlong(p)) {
     const int64_t least =
-        std::clamp<int64_t>(kMinElements / std::max<int64_t>(p.k, 1), kRowsAlong, kMinChunk);
-    return std::clamp(RoundUp(CeilDiv(p.outer, 2 * threads), kRowsAlong), least, kMaxChunk);
+        std::clamp<int64_t>(kMinElements / std::max<int64_t>(p.k, 1), kRowsAlong, kMinOuter);
+    return std::clamp(RoundUp(CeilDiv(p.outer, 2 * threads), kRowsAlong), least, kMaxOuter);
   }
   // Across, a task reads a part of every row, which should be long for the prefetcher.
-  return std::clamp(RoundUp(CeilDiv(p.outer, threads), kChunkStep), kMinChunk, kMaxChunk);
+  return std::clamp(RoundUp(CeilDiv(p.outer, threads), kChunkStep), kMinOuter, kMaxOuter);
 }
 
 void RunVectorProduct(const VectorFamily& family, StoreFn store, const VectorProduct& p,
@@ -67,15 +68,15 @@ void RunVectorProduct(const VectorFamily& family, StoreFn store, const VectorPro
   const int64_t smalls_at_once = IsAlong(p) ? kMaxVectorRows : kMaxVectorsAcross;
   const int64_t max_groups = CeilDiv(std::min(p.k, kDepth), family.group);
   const int64_t small_stride = RoundUp(max_groups, family.lanes) + family.lanes;
-  const int64_t sums_stride = RoundUp(std::min(count, kMaxChunk), family.lanes);
+  const int64_t sums_stride = RoundUp(std::min(count, kMaxOuter), family.lanes);
   char* small = static_cast<char*>(Scratch(ScratchUse::kLhs, p.smalls * small_stride * unit));
   char* sums = static_cast<char*>(Scratch(ScratchUse::kSums, p.smalls * sums_stride * unit));
   // Along, what is read for some of the vectors stays in the cache for the others.
   const bool several = p.smalls > kMaxVectorRows;
-  const int64_t rows_at_once = !several ? kMaxChunk : IsAlong(p) ? kCachedRows : kCachedColumns;
+  const int64_t rows_at_once = !several ? kMaxOuter : IsAlong(p) ? kCachedRows : kCachedColumns;
   const int64_t end = first + count;
-  for (int64_t chunk = first; chunk < end; chunk += kMaxChunk) {
-    const int64_t chunk_end = std::min(chunk + kMaxChunk, end);
+  for (int64_t chunk = first; chunk < end; chunk += kMaxOuter) {
+    const int64_t chunk_end = std::min(chunk + kMaxOuter, end);
     std::memset(sums, 0, p.smalls * sums_stride * unit);
     for (int64_t k = 0; k < p.k; k += kDepth) {
       const int64_t depth = std::min(kDepth, p.k - k);
