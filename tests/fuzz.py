@@ -39,9 +39,8 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 F32, F64, F16 = (np.dtype(t) for t in (np.float32, np.float64, np.float16))
 FLOATS = tuple(np.dtype(t) for t in (F32, BF16, F16, F64))
 FP8 = tuple(np.dtype(t) for t in (F8E4, F8E5))
-OTHERS = tuple(
-    np.dtype(t) for t in ("int8", "uint8", "int16", "int32", "bool", "complex64", "complex128")
-)
+COMPLEX = (np.dtype(np.complex64), np.dtype(np.complex128))
+OTHERS = tuple(np.dtype(t) for t in ("int8", "uint8", "int16", "int32", "bool"))
 NARROW = tuple(np.dtype(t) for t in (BF16, F16))
 MODES = ("eager", "jit", "vmap", "grad")
 # Multiply-adds of one call, which NumPy computes without a BLAS.
@@ -208,8 +207,12 @@ def product(operation, arguments, operands, subscripts, function, precision=None
             # As by JAX, the cotangent has the common type of the operands first.
             wider = [dtype for dtype in types if dtype in NARROW]
             first = UNIT_ROUNDOFF[wider[0]] if wider and got.dtype in FP8 else 0.0
-            found.append(compared(got, value, share * magnitude + first * np.abs(value)))
+            slack = complex_factor * share * magnitude + first * np.abs(value)
+            found.append(compared(got, value, slack))
         return found
+
+    # JAX's cotangents of complex operands are not conjugated.
+    is_complex = all(t in COMPLEX for t in types) and not conjugate
 
     return Call(
         operation,
@@ -217,7 +220,7 @@ def product(operation, arguments, operands, subscripts, function, precision=None
         operands,
         function,
         errors,
-        cotangent_errors if all(map(is_float, types)) else None,
+        cotangent_errors if all(map(is_float, types)) or is_complex else None,
     )
 
 
@@ -260,8 +263,8 @@ class Draw:
         return "".join(self.rng.permutation(list(labels)).tolist())
 
     def dtype(self):
-        group = self.rng.choice(3, p=(0.75, 0.05, 0.2))
-        dtype = self.one(*(FLOATS, FP8, OTHERS)[group])
+        group = self.rng.choice(4, p=(0.7, 0.05, 0.1, 0.15))
+        dtype = self.one(*(FLOATS, FP8, COMPLEX, OTHERS)[group])
         return dtype if supported(dtype) else F32
 
     def types(self, count=2):
@@ -947,7 +950,10 @@ def run(draw, call):
 
         if mode == "grad":
             result, pull = jax.vjp(jax.jit(ours), *stored)
-            cotangent = draw_cotangent.standard_normal(result.shape).astype(result.dtype)
+            cotangent = draw_cotangent.standard_normal(result.shape)
+            if result.dtype in COMPLEX:
+                cotangent = cotangent + 1j * draw_cotangent.standard_normal(result.shape)
+            cotangent = cotangent.astype(result.dtype)
             cotangents = [
                 np.transpose(x, np.argsort(operand.order))
                 for x, operand in zip(pull(jnp.asarray(cotangent)), call.operands, strict=True)
@@ -958,7 +964,10 @@ def run(draw, call):
 
     draw_cotangent = np.random.default_rng(int(draw.rng.integers(2**32)))
     wide_types = any(x.dtype.name in ("float64", "complex128") for x in call.operands)
-    with jax.enable_x64(True) if wide_types else contextlib.nullcontext():
+    # Small complex products are XLA's at the defaults.
+    as_real = any(x.dtype in COMPLEX for x in call.operands) and draw.chance(0.5)
+    policy = jtk.policy("kernels" if as_real else "auto")
+    with policy, jax.enable_x64(True) if wide_types else contextlib.nullcontext():
         try:
             result = computed(jtk)
         except Exception as error:

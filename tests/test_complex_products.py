@@ -1,0 +1,247 @@
+"""Complex products that are computed as real ones: values, layouts, derivatives and the choice."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from sharded import AUTO, SCHEMES, D, F, T, check, devices, integers, mesh_of, put
+
+import jax_tilekern as jtk
+from jax_tilekern.plans.contraction import Contraction
+from jax_tilekern.plans.gemm.complex_product import complex_product, pairing, verdict_on_gpu
+from jax_tilekern.plans.gpu import known_gpu
+
+TYPES = {np.complex64: 2.0**-24, np.complex128: 2.0**-53}
+AS_REAL = "computed as a real product"
+
+
+def normal(rng, shape, dtype=np.complex64):
+    return (rng.normal(size=shape) + 1j * rng.normal(size=shape)).astype(dtype)
+
+
+def whole(rng, shape, dtype=np.complex64):
+    """Small whole numbers, of which all sums are exact."""
+    return (rng.integers(-3, 4, shape) + 1j * rng.integers(-3, 4, shape)).astype(dtype)
+
+
+def is_real(function, *args):
+    return jtk.explain(function, *args)[0].reason.startswith(AS_REAL)
+
+
+SUBSCRIPTS = {
+    "mk,kn->mn": ((5, 6), (6, 7)),
+    "km,kn->mn": ((6, 9), (6, 7)),
+    "km,nk->nm": ((6, 5), (7, 6)),
+    "bmk,bkn->bmn": ((3, 5, 6), (3, 6, 7)),
+    "mbk,knb->nbm": ((5, 3, 6), (6, 7, 3)),
+    "abk,ckd->acbd": ((2, 3, 6), (4, 6, 5)),
+    "ikjl,lki->j": ((2, 3, 4, 5), (5, 3, 2)),
+    "mk,k->m": ((5, 6), (6,)),
+    "k,kn->n": ((6,), (6, 9)),
+    "k,k->": ((6,), (6,)),
+    "bk,bk->b": ((4, 6), (4, 6)),
+    "b,b->b": ((4,), (4,)),
+}
+
+
+@pytest.mark.parametrize("subscripts", SUBSCRIPTS)
+def test_layouts(rng, x64, subscripts):
+    for dtype, unit in TYPES.items():
+        a, b = (normal(rng, shape, dtype) for shape in SUBSCRIPTS[subscripts])
+        got = np.asarray(jtk.einsum(subscripts, a, b))
+        assert got.dtype == dtype
+        wide = [x.astype(np.clongdouble) for x in (a, b)]
+        k = np.einsum(subscripts, np.ones(a.shape), np.ones(b.shape)).max()
+        # Each part is a sum of 2 k products, of which |a| |b| bounds those of a term together.
+        bound = np.sqrt(2) * (2 * k + 1) * unit * np.einsum(subscripts, *map(np.abs, wide))
+        assert (np.abs(got - np.einsum(subscripts, *wide)) <= bound).all()
+        assert is_real(lambda a, b: jtk.einsum(subscripts, a, b), a, b) == (k > 1)
+
+
+@pytest.mark.parametrize("k_major", [False, True])
+def test_random_labels(rng, k_major):
+    """The real arrays merge as the complex ones do, and give the same numbers."""
+    for _ in range(20):
+        kinds = {label: rng.choice(list("bmnk")) for label in range(rng.integers(1, 6))}
+        kinds[9] = "k"
+        sizes = {label: int(rng.integers(1, 4)) for label in kinds}
+        lhs, rhs, out = (
+            tuple(int(x) for x in rng.permutation([x for x in kinds if kinds[x] in own]))
+            for own in ("bmk", "bnk", "bmn")
+        )
+        c = Contraction(lhs, rhs, out)
+        for expanded in (0, 1):
+            found = pairing(c, expanded, k_major=k_major)
+            real = found.contraction
+            assert set(real.contracted) - set(c.contracted) == {found.contracted_part}
+            assert set(real.out) - set(c.out) == {found.result_part}
+            both = {found.contracted_part, found.result_part}
+            assert set(found.matrices) >= both
+            assert found.result_part not in found.pairs
+        a, b = (whole(rng, [sizes[x] for x in labels]) for labels in (lhs, rhs))
+        names = ["".join(chr(97 + x) for x in labels) for labels in (lhs, rhs, out)]
+        subscripts = f"{names[0]},{names[1]}->{names[2]}"
+        np.testing.assert_array_equal(
+            jtk.einsum(subscripts, a, b), np.einsum(subscripts, a, b), subscripts
+        )
+
+
+FUNCTIONS = {
+    "matmul": lambda m, a, b: m.matmul(a, b),
+    "einsum": lambda m, a, b: m.einsum("mk,kn->nm", a, b),
+    "conjugated": lambda m, a, b: m.matmul(a.conj(), b.T.conj().T),
+    "vmap": lambda m, a, b: jax.vmap(m.matmul, (0, None))(jnp.stack([a, 2 * a]), b),
+    "remat": lambda m, a, b: jax.checkpoint(m.matmul)(a, b),
+    "mixed": lambda m, a, b: m.matmul(a.real, b),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_derivatives_are_those_of_jax(rng, name):
+    a, b = whole(rng, (5, 6)), whole(rng, (6, 4))
+
+    def derivatives(module):
+        def f(a, b):
+            return FUNCTIONS[name](module, a, b)
+
+        def loss(a, b):
+            return (f(a, b) ** 2).sum().imag
+
+        result, pull = jax.vjp(f, a, b)
+        tangents = jax.jvp(f, (a, b), (1j * a, b))
+        second = jax.jvp(jax.grad(loss, (0, 1)), (a, b), (a, b))
+        return result, pull(result * (1 + 2j)), tangents, second
+
+    for got, wanted in zip(
+        jax.tree.leaves(jax.jit(lambda: derivatives(jtk))()),
+        jax.tree.leaves(derivatives(jnp)),
+        strict=True,
+    ):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_inside_patch(rng):
+    a, b = whole(rng, (5, 6)), whole(rng, (6, 4))
+    with jtk.patch():
+        assert is_real(lambda a, b: a @ b, a, b)
+        np.testing.assert_array_equal(jax.jit(lambda a, b: a @ b)(a, b), a @ b)
+
+
+def test_an_epilogue_follows(rng):
+    a, b = whole(rng, (5, 6)), whole(rng, (6, 4))
+    got = jtk.matmul(a, b, epilogue=lambda z, c: z * z + c, operands=(b[0],))
+    np.testing.assert_array_equal(got, (a @ b) ** 2 + b[0])
+
+
+def test_result_types_and_precisions(x64, rng):
+    a, b = whole(rng, (5, 6)), whole(rng, (6, 4))
+    for options in (
+        {"precision": "highest"},
+        {"precision": (lax.Precision.HIGH, lax.Precision.DEFAULT)},
+        {"preferred_element_type": np.complex128},
+    ):
+        got, wanted = jtk.matmul(a, b, **options), jnp.matmul(a, b, **options)
+        assert got.dtype == wanted.dtype
+        np.testing.assert_array_equal(got, wanted)
+        # XLA's own, where the result is wider than the operands.
+        plain = "preferred_element_type" not in options
+        assert is_real(lambda a, b, o=options: jtk.matmul(a, b, **o), a, b) == plain
+    np.testing.assert_array_equal(jtk.matmul(a, b.astype(np.complex128)), a @ b)
+
+
+def test_infinities_and_nan(rng):
+    """They are those of products and sums of the parts. XLA has further NaN."""
+    a, b = normal(rng, (8, 8)), normal(rng, (8, 8))
+    a[1, 2], a[3, 3], b[4, 5] = np.inf, np.nan + 1j, complex(0, -np.inf)
+    b[2, 0] = 0
+    with np.errstate(invalid="ignore"):
+        parts = (a.real @ b.real - a.imag @ b.imag, a.real @ b.imag + a.imag @ b.real)
+    got = np.asarray(jtk.matmul(a, b))
+    for found, wanted in zip((got.real, got.imag), parts, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    of_xla = np.asarray(jnp.matmul(a, b))
+    assert (np.isfinite(of_xla) <= np.isfinite(got)).all()
+
+
+def test_export(rng):
+    a, b = whole(rng, (5, 6)), whole(rng, (6, 4))
+    exported = jax.export.export(jax.jit(jtk.matmul), disabled_checks=jtk.export_checks())(a, b)
+    loaded = jax.export.deserialize(exported.serialize())
+    np.testing.assert_array_equal(loaded.call(a, b), a @ b)
+    (rows,) = jax.export.symbolic_shape("rows")
+    shape = jax.ShapeDtypeStruct((rows, 6), a.dtype)
+    of_any = jax.export.export(jax.jit(jtk.matmul))(shape, b)
+    np.testing.assert_array_equal(of_any.call(a, b), a @ b)
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+@pytest.mark.parametrize("transform", ["forward", "gradient"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.one_in(5)
+def test_sharded_programs(rng, scheme, transform):
+    *specs, _, _ = SCHEMES[scheme]
+    mesh = mesh_of((AUTO, AUTO))
+    arrays = [
+        integers(rng, *shape) + 1j * integers(rng, *shape) for shape in ((T, D), (D, F), (F, D))
+    ]
+    args = [put(mesh, x.astype(np.complex64), spec) for x, spec in zip(arrays, specs, strict=True)]
+
+    def program(module):
+        def layers(x, w1, w2):
+            return module.matmul(module.matmul(x, w1), w2)
+
+        def loss(*args):
+            z = layers(*args)
+            return (z.real**2 + z.imag**2).sum()
+
+        return layers if transform == "forward" else jax.grad(loss, (0, 1, 2))
+
+    check(mesh, program, args)
+
+
+# The choice.
+
+
+@pytest.mark.defaults
+def test_the_choice_on_a_cpu():
+    def chosen(*sizes, dtype=jnp.complex64):
+        m, k, n = sizes
+        shapes = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((m, k), (k, n)))
+        return is_real(jtk.matmul, *shapes)
+
+    assert chosen(256, 256, 256)
+    assert chosen(1024, 32, 1024)
+    assert not chosen(8, 8, 8)
+    # A vector is read once, and copies cost more than the product.
+    assert not chosen(1, 1024, 1024)
+    assert not chosen(1024, 1024, 2)
+    with jtk.policy("xla"):
+        assert not chosen(256, 256, 256)
+    with jtk.policy("kernels"):
+        assert chosen(8, 8, 8)
+
+
+@pytest.mark.defaults
+@pytest.mark.parametrize(
+    ("gpu", "size", "dtype", "arithmetic", "expected"),
+    [
+        ("sm_90", 4096, np.float32, "tf32", "predicted"),
+        ("sm_90", 4096, np.float32, "f32", "predicted"),
+        ("sm_90", 512, np.float32, "tf32", "XLA's complex product is as fast"),
+        ("sm_90", 4096, np.float32, "f32_emulated", "no times of complex products"),
+        ("sm_90", 4096, np.float64, "f64", "no times of complex products"),
+        ("sm_80", 4096, np.float32, "tf32", "no times of complex products"),
+    ],
+)
+def test_the_choice_on_a_gpu(gpu, size, dtype, arithmetic, expected):
+    product = complex_product(
+        Contraction((0, 1), (1, 2), (0, 2)), (size,) * 2, (size,) * 2, np.dtype(dtype), arithmetic,
+        k_major=True,
+    )  # fmt: skip
+    verdict = verdict_on_gpu(product, known_gpu(gpu))
+    assert expected in verdict.reason
+    assert verdict.is_real == expected.startswith("predicted")
