@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
-from numerics import random
+from numerics import UNIT_ROUNDOFF, random
 
 import jax_tilekern as jtk
 
@@ -51,6 +51,7 @@ def ours(arrays, weights, indices, **kwargs):
 @pytest.mark.parametrize("gate", [True, False])
 @pytest.mark.parametrize("biases", [True, False])
 @pytest.mark.parametrize("save", ["hidden", "inputs"])
+@pytest.mark.one_in(3)
 def test_values_and_gradients(rng, gate, biases, save):
     arrays, (weights, indices) = _operands(rng, biases=biases, gate=gate)
     indices = indices.at[0, 0].set(-1).at[1, 1].set(E).at[2].set(3)
@@ -69,14 +70,61 @@ def test_values_and_gradients(rng, gate, biases, save):
     )
 
 
-def test_every_derivative(rng):
+INDICES = {
+    "outside": lambda i: i.at[0, 0].set(-1).at[1, 1].set(E).at[2].set(2**31 - 1),
+    "repeated": lambda i: i.at[:, 1].set(i[:, 0]),
+    "one expert": lambda i: jnp.full_like(i, 2),
+    "two experts": lambda i: i % 2 * 5,
+    "dropped": lambda i: i + E,
+    "no token": lambda i: i[:0],
+    "no choice": lambda i: i[:, :0],
+}
+
+
+@pytest.mark.parametrize("case", INDICES)
+@pytest.mark.one_in(2)
+def test_any_indices(rng, x64, case):
+    """Values, gradients, tangents and second derivatives in float64."""
     arrays, (weights, indices) = _operands(rng, biases=True)
-    with jax.enable_x64(True):
-        arrays, weights = jax.tree.map(
-            lambda a: jnp.asarray(np.asarray(a, np.float64)), (arrays, weights)
+    indices = INDICES[case](indices)
+    tokens, k = indices.shape
+    arrays["x"], weights = arrays["x"][:tokens], weights[:tokens, :k]
+    operands, directions = (
+        jax.tree.map(lambda a: random(rng, a.shape, np.float64) / 2, (arrays, weights))
+        for _ in range(2)
+    )
+
+    def derivatives(f):
+        def loss(arrays, weights):
+            return jnp.sum(jnp.sin(f(arrays, weights, indices)))
+
+        def layer(*operands):
+            return f(*operands, indices)
+
+        gradient = jax.grad(loss, (0, 1))
+        return jax.jit(
+            lambda *operands: (
+                jax.jvp(layer, operands, directions),
+                jax.jvp(gradient, operands, directions),
+            )
         )
-        f = jax.jit(lambda a, w: ours(a, w, indices))
-        check_grads(f, (arrays, weights), 2, modes=("fwd", "rev"), atol=1e-3, rtol=1e-3, eps=1e-4)
+
+    found, wanted = (derivatives(f)(*operands) for f in (ours, dense))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), found, wanted)
+
+
+def test_remat_and_repeated_runs_have_the_same_bits(rng):
+    arrays, (weights, indices) = _operands(rng, biases=True)
+
+    def gradient(f):
+        return jax.jit(jax.grad(lambda a, w: jnp.sum(jnp.sin(f(a, w, indices))), (0, 1)))
+
+    first, *others = (
+        gradient(f)(arrays, weights)
+        for f in (ours, functools.partial(ours, save="inputs"), jax.checkpoint(ours), ours)
+    )
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)
 
 
 def test_what_is_saved(rng):
@@ -118,26 +166,23 @@ def test_experts_of_a_device(rng):
     np.testing.assert_allclose(sum(parts), dense(arrays, weights, indices), **TOLERANCE)
 
 
-@pytest.mark.parametrize("which", ["one expert", "no token", "no choice"])
-def test_extremes(rng, which):
-    arrays, (weights, indices) = _operands(rng)
-    if which == "one expert":
-        indices = jnp.full_like(indices, 2)
-    elif which == "no token":
-        arrays["x"], weights, indices = arrays["x"][:0], weights[:0], indices[:0]
-    else:
-        weights, indices = weights[:, :0], indices[:, :0]
-    found = ours(arrays, weights, indices)
-    np.testing.assert_allclose(found, dense(arrays, weights, indices), **TOLERANCE)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+def test_types_of_16_bits(rng, dtype):
+    arrays, (weights, indices) = _operands(rng, dtype, biases=True)
+    weights = weights.astype(dtype)
 
+    def results(f, *operands):
+        gradient = jax.grad(lambda a, w: jnp.sum(f(a, w, indices) ** 2), (0, 1))
+        return jax.jit(lambda *args: (f(*args, indices), gradient(*args)))(*operands)
 
-def test_bfloat16(rng):
-    arrays, (weights, indices) = _operands(rng, jnp.bfloat16)
-    found = ours(arrays, weights.astype(jnp.bfloat16), indices)
-    assert found.dtype == jnp.bfloat16
-    wide = jax.tree.map(lambda x: x.astype(np.float32), arrays)
-    exact = dense(wide, weights.astype(jnp.bfloat16).astype(np.float32), indices)
-    np.testing.assert_allclose(found.astype(np.float32), exact, rtol=0.05, atol=0.1)
+    found = results(ours, arrays, weights)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (arrays, weights))
+        wanted = results(dense, *wide)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == dtype
+        bound = 8 * UNIT_ROUNDOFF[np.dtype(dtype)] * np.abs(b).max()
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -147,6 +192,8 @@ def test_route(rng, score):
     weights, indices = jtk.route(logits, 4, score_function=score)
     scores = np.asarray(function(logits))
     np.testing.assert_array_equal(indices, np.argsort(-scores, 1, stable=True)[:, :4])
+    assert jtk.route(logits, 0, score_function=score).weights.shape == (T, 0)
+    assert jtk.route(logits[:0], 4, score_function=score).weights.shape == (0, 4)
     picked = np.take_along_axis(scores, np.asarray(indices), 1)
     np.testing.assert_allclose(weights, picked / picked.sum(1, keepdims=True), rtol=1e-5)
     check_grads(
