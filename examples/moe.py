@@ -1,8 +1,7 @@
 """A mixture-of-experts transformer that learns to write like *Romeo and Juliet*.
 
-Every token chooses two of eight experts. The tokens are sorted by expert, and each of the experts'
-two layers is then one grouped GEMM, :func:`jax_tilekern.ragged_dot`, whose group sizes only the
-device knows: no token is dropped, none is padded for, and nothing waits for the host.
+Every token chooses two of eight experts, :func:`jax_tilekern.route`, and :func:`jax_tilekern.moe`
+computes them: no token is dropped, none is padded for, and nothing waits for the host.
 
 The same model with a dense mixture, in which every expert computes every token and all but two
 results are thrown away, starts from the same weights and sees the same batches. The losses of the
@@ -17,7 +16,6 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.example_libraries import optimizers
 
 import jax_tilekern as jtk
 
@@ -41,8 +40,7 @@ SAME_START = {"highest": 1e-5, "default": 1e-2}
 SAME_END = 0.02
 
 Params = dict[str, Any]
-# The loss of each step, by the name of a model.
-Losses = dict[str, np.ndarray[Any, Any]]
+Experts = Callable[[Params, Array, jtk.Routing], Array]
 
 
 class Sizes(NamedTuple):
@@ -58,68 +56,29 @@ class Sizes(NamedTuple):
     d_expert: int = 64
 
 
-# The mixture: which experts a token goes to, and two ways to compute them.
+def sparse_experts(params: Params, x: Array, routing: jtk.Routing) -> Array:
+    """Compute each token of ``[tokens, d_model]`` by the experts that it chose."""
+    weights, indices = routing
+    return jtk.moe(x, params["up"], params["down"], indices, weights, w_gate=params["gate"])
 
 
-class Routing(NamedTuple):
-    """Where each token goes."""
-
-    experts: Array  # int32[tokens, chosen]
-    weights: Array  # float32[tokens, chosen], the experts' shares of the result; their sum is 1
-    loads: Array  # int32[experts], how many tokens each gets
-    imbalance: Array  # 1 if all get as much, otherwise more: a loss that keeps all at work
-
-
-def route(router: Array, x: Array, chosen: int) -> Routing:
-    """Choose the experts of each of ``[tokens, d_model]`` by a matrix ``[d_model, experts]``.
-
-    The imbalance is the auxiliary loss of Switch Transformers (Fedus, Zoph and Shazeer, JMLR 23,
-    2022, equation 4): the share of tokens that an expert gets, which has no gradient, weighted by
-    the mean probability that the router gives to it.
-    """
-    experts = router.shape[1]
-    probabilities = jax.nn.softmax(x @ router)
-    weights, choice = lax.top_k(probabilities, chosen)
-    weights /= weights.sum(axis=-1, keepdims=True)
-    loads = jnp.bincount(choice.reshape(-1), length=experts)
-    imbalance = experts * jnp.vdot(loads / choice.size, probabilities.mean(axis=0))
-    return Routing(choice, weights, loads, imbalance)
-
-
-def grouped_experts(params: Params, x: Array, routing: Routing) -> Array:
-    """Compute each token by the experts that it chose, each expert on its own tokens.
-
-    The weights are ``"up"``, ``[experts, d_model, 2 * d_expert]``, the gates' and after them the
-    values', and ``"down"``, ``[experts, d_expert, d_model]``.
-    """
-    tokens, chosen = routing.experts.shape
-    # A row for each pair of a token and an expert, in the order of the experts. That the indices
-    # are a permutation spares the gradient, which is a scatter, its atomic additions.
-    order = jnp.argsort(routing.experts.reshape(-1))
-    rows = jnp.repeat(x, chosen, axis=0).at[order].get(unique_indices=True)
-
-    hidden = gated(jtk.ragged_dot(rows, params["up"], routing.loads))
-    rows = jtk.ragged_dot(hidden, params["down"], routing.loads)
-
-    pairs = jnp.zeros_like(rows).at[order].set(rows, unique_indices=True)
-    return jnp.einsum("tc,tcd->td", routing.weights, pairs.reshape(tokens, chosen, -1))
-
-
-def dense_experts(params: Params, x: Array, routing: Routing) -> Array:
+def dense_experts(params: Params, x: Array, routing: jtk.Routing) -> Array:
     """Compute the same by every expert on every token; the reference."""
-    hidden = gated(jnp.einsum("td,edf->tef", x, params["up"]))
-    every = jnp.einsum("tef,efd->ted", hidden, params["down"])
-    share = jax.nn.one_hot(routing.experts, every.shape[1]) * routing.weights[..., None]
+    gate, up = (jnp.einsum("td,edf->tef", x, params[name]) for name in ("gate", "up"))
+    every = jnp.einsum("tef,efd->ted", jax.nn.silu(gate) * up, params["down"])
+    share = jax.nn.one_hot(routing.indices, every.shape[1]) * routing.weights[..., None]
     return jnp.einsum("tce,ted->td", share, every)
 
 
-def gated(x: Array) -> Array:
-    """Return the second half of the last axis times the SiLU of the first."""
-    gate, value = jnp.split(x, 2, axis=-1)
-    return jax.nn.silu(gate) * value
+def imbalance(router_logits: Array, loads: Array) -> Array:
+    """Return 1 if all experts have the same load, otherwise more: a loss that keeps all at work.
 
-
-Experts = Callable[[Params, Array, Routing], Array]
+    It is the auxiliary loss of Switch Transformers (Fedus, Zoph and Shazeer, JMLR 23, 2022,
+    equation 4): the share of tokens that an expert gets, which has no gradient, weighted by the
+    mean probability that the router gives to it.
+    """
+    probabilities = jax.nn.softmax(router_logits).mean(axis=0)
+    return loads.size * jnp.vdot(loads / loads.sum(), probabilities)
 
 
 # The transformer around it.
@@ -141,7 +100,8 @@ def initial_params(rng: np.random.Generator, sizes: Sizes) -> Params:
             "qkv": normal(b, d, 3 * d),
             "out": normal(b, d, d, scale=deep),
             "router": normal(b, d, e),
-            "up": normal(b, e, d, 2 * f),
+            "gate": normal(b, e, d, f),
+            "up": normal(b, e, d, f),
             "down": normal(b, e, f, d, scale=deep),
         },
         "norm": jnp.ones(d),
@@ -162,102 +122,53 @@ def attention(params: Params, x: Array, heads: int) -> Array:
     return out
 
 
-def logits(
-    params: Params, tokens: Array, *, sizes: Sizes, experts: Experts
-) -> tuple[Array, Routing]:
-    """Return each next token's scores, ``[batch, sequence, vocabulary]``, and blocks' routings."""
-
-    def block(x: Array, params: Params) -> tuple[Array, Routing]:
-        x += attention(params, rms_norm(params["norms"][0], x), sizes.heads)
-        rows = rms_norm(params["norms"][1], x).reshape(-1, sizes.d_model)
-        routing = route(params["router"], rows, sizes.chosen)
-        return x + experts(params, rows, routing).reshape(x.shape), routing
-
-    x = params["tokens"][tokens] + params["positions"]
-    x, routing = lax.scan(block, x, params["blocks"])
-    return rms_norm(params["norm"], x) @ params["head"], routing
-
-
-# Training.
-
-
-class State(NamedTuple):
-    """What training carries: the step's number, the parameters, and Adam's two means."""
-
-    step: Array
-    params: Params
-    mean: Params
-    square: Params
-
-
 class Report(NamedTuple):
-    """What a step tells: its cross entropy in nats a character, and the loads of each block."""
+    """Of a step: the cross entropy in nats a character, and the loads of each block's experts."""
 
     loss: Array
     loads: Array
 
 
-def initial_state(params: Params) -> State:
-    """Return the state before the first step."""
-    mean, square = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
-    return State(jnp.zeros((), jnp.int32), params, mean, square)
-
-
-def adam(state: State, gradient: Params, rate: Array) -> State:
-    """Take one step of Adam (Kingma and Ba, ICLR 2015, algorithm 1)."""
-    step = state.step + 1
-    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state.mean, gradient)
-    square = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g * g, state.square, gradient)
-    mean_weight, square_weight = 1 - 0.9**step, 1 - 0.99**step
-
-    def updated(p: Array, m: Array, s: Array) -> Array:
-        return p - rate * (m / mean_weight) / (jnp.sqrt(s / square_weight) + 1e-8)
-
-    return State(step, jax.tree.map(updated, state.params, mean, square), mean, square)
-
-
 def loss(params: Params, text: Array, *, sizes: Sizes, experts: Experts) -> tuple[Array, Report]:
     """Return what training minimises for texts of ``[batch, sequence + 1]``, and a report."""
-    scores, routing = logits(params, text[:, :-1], sizes=sizes, experts=experts)
-    right = jnp.take_along_axis(jax.nn.log_softmax(scores), text[:, 1:, None], axis=-1)
-    report = Report(-right.mean(), routing.loads)
-    return report.loss + BALANCE_WEIGHT * routing.imbalance.mean(), report
+
+    def block(x: Array, params: Params) -> tuple[Array, tuple[Array, Array]]:
+        x += attention(params, rms_norm(params["norms"][0], x), sizes.heads)
+        rows = rms_norm(params["norms"][1], x).reshape(-1, sizes.d_model)
+        router_logits = rows @ params["router"]
+        routing = jtk.route(router_logits, sizes.chosen)
+        loads = jtk.bincount(routing.indices.ravel(), length=sizes.experts)
+        x += experts(params, rows, routing).reshape(x.shape)
+        return x, (loads, imbalance(router_logits, loads))
+
+    x = params["tokens"][text[:, :-1]] + params["positions"]
+    x, (loads, of_blocks) = lax.scan(block, x, params["blocks"])
+    scores = jax.nn.log_softmax(rms_norm(params["norm"], x) @ params["head"])
+    right = jnp.take_along_axis(scores, text[:, 1:, None], axis=-1)
+    report = Report(-right.mean(), loads)
+    return report.loss + BALANCE_WEIGHT * of_blocks.mean(), report
+
+
+# Training.
 
 
 def train(
-    state: State, text: Array, starts: Array, *, sizes: Sizes, experts: Experts, rate: float = 5e-3
-) -> tuple[State, Report]:
-    """Train without returning to the host, on lines of a text that begin at ``[steps, batch]``."""
+    params: Params, text: Array, starts: Array, *, sizes: Sizes, experts: Experts
+) -> tuple[Params, Report]:
+    """Train by Adam on the lines of a text that begin at ``[steps, batch]``."""
+    init, update, get_params = optimizers.adam(
+        lambda step: 5e-3 * jnp.minimum(1.0, (step + 1) / 20), b2=0.99
+    )
+    gradient = jax.grad(functools.partial(loss, sizes=sizes, experts=experts), has_aux=True)
 
-    def step(state: State, starts: Array) -> tuple[State, Report]:
+    def step(state: Any, now: tuple[Array, Array]) -> tuple[Any, Report]:
+        number, starts = now
         batch = text[starts[:, None] + jnp.arange(sizes.sequence + 1)]
-        gradient, report = jax.grad(loss, has_aux=True)(
-            state.params, batch, sizes=sizes, experts=experts
-        )
-        return adam(state, gradient, rate * jnp.minimum(1.0, (state.step + 1) / 20)), report
+        gradients, report = gradient(get_params(state), batch)
+        return update(number, gradients, state), report
 
-    return lax.scan(step, state, starts)
-
-
-def sample(params: Params, key: Array, start: Array, *, length: int, sizes: Sizes) -> Array:
-    """Return ``length`` characters that the model writes after ``start``, ``[sequence]``."""
-
-    def write(window: Array, key: Array) -> tuple[Array, Array]:
-        scores, _ = logits(params, window[None], sizes=sizes, experts=grouped_experts)
-        char = jax.random.categorical(key, scores[0, -1] / 0.8)
-        return jnp.append(window[1:], char), char
-
-    return lax.scan(write, start, jax.random.split(key, length))[1]
-
-
-# The program.
-
-
-def load_text(file: Path) -> tuple[Array, str]:
-    """Return a text as numbers, and the characters that they stand for."""
-    text = file.read_text()
-    alphabet = "".join(sorted(set(text)))
-    return jnp.asarray([alphabet.index(char) for char in text], jnp.int32), alphabet
+    state, reports = lax.scan(step, init(params), (jnp.arange(len(starts)), starts))
+    return get_params(state), reports
 
 
 def entropy(text: Array) -> float:
@@ -266,22 +177,24 @@ def entropy(text: Array) -> float:
     return float(-np.sum(counts / text.size * np.log(counts / text.size)))
 
 
-def failures(losses: Losses, bound: float, precision: str) -> Iterator[str]:
+def failures(
+    losses: dict[str, np.ndarray[Any, Any]], bound: float, precision: str
+) -> Iterator[str]:
     """Tell what is not as it must be; written so that a loss that is not a number fails."""
+    starts = {name: of_steps[0] for name, of_steps in losses.items()}
     ends = {name: of_steps[-STEPS_PER_LINE:].mean() for name, of_steps in losses.items()}
     for name, end in ends.items():
         if not end < bound:
             yield f"the {name} model's loss of {end:.3f} is not below {bound:.3f}"
-    starts = {name: of_steps[0] for name, of_steps in losses.items()}
     allowances = SAME_START[precision], SAME_END
     for when, found, allowed in zip(("first", "last"), (starts, ends), allowances, strict=True):
-        apart = abs(found["grouped"] / found["dense"] - 1)
+        apart = abs(found["sparse"] / found["dense"] - 1)
         if not apart <= allowed:
             yield f"the {when} losses are {apart:.0e} apart, more than {allowed:.0e}"
 
 
-def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    """Return the command line's options."""
+def main(arguments: list[str] | None = None) -> int:
+    """Train both models on the same lines and return the exit status: 1 if a check failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
@@ -289,66 +202,28 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.steps < 1 or options.steps % STEPS_PER_LINE:
         parser.error(f"{options.steps} steps are no positive multiple of {STEPS_PER_LINE}")
-    return options
 
-
-def compare(options: argparse.Namespace, text: Array, sizes: Sizes) -> tuple[Losses, Params]:
-    """Train both models on the same lines of a text; return each step's losses, and weights."""
-    rng = np.random.default_rng(options.seed)
-    state = initial_state(initial_params(rng, sizes))
-    shape = (options.steps // STEPS_PER_LINE, STEPS_PER_LINE, BATCH)
-    starts = jnp.asarray(rng.integers(0, text.size - sizes.sequence, shape))
-    models = {"grouped": grouped_experts, "dense": dense_experts}
-    states = dict.fromkeys(models, state)
-    losses: Losses = dict.fromkeys(models, np.zeros(0))
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    # Compiled before it starts, so that times are those of steps.
-    steps = {
-        name: jax.jit(functools.partial(train, sizes=sizes, experts=experts))
-        .lower(state, text, starts[0])
-        .compile()
-        for name, experts in models.items()
-    }
-
-    def show(step: int, losses_of: slice) -> None:
-        ours, reference = (of_steps[losses_of].mean() for of_steps in losses.values())
-        print(f"{step:6}{ours:10.4f}{reference:10.4f}{abs(ours - reference):10.1e}", flush=True)
-
-    print("  step   grouped     dense     apart")
-    for number, some_starts in enumerate(starts, start=1):
-        for name in models:
-            begin = time.perf_counter()
-            states[name], report = jax.block_until_ready(
-                steps[name](states[name], text, some_starts)
-            )
-            seconds[name].append(time.perf_counter() - begin)
-            losses[name] = np.append(losses[name], report.loss)
-        if number == 1:
-            show(1, slice(1))  # Of the first step alone; the other lines have means.
-        show(number * STEPS_PER_LINE, slice(-STEPS_PER_LINE, None))
-
-    print()
-    for name, times in seconds.items():
-        tokens = STEPS_PER_LINE * BATCH * sizes.sequence
-        print(f"{name:8}{tokens / np.median(times):12,.0f} tokens/s")
-    print(f"\nTokens of each expert in the last step, by block:\n{report.loads[-1]}\n")
-    return losses, states["grouped"].params
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Train both models side by side and return the exit status: 1 if a check failed."""
-    options = parsed(arguments)
-    text, alphabet = load_text(PLAY)
-    bound, sizes = entropy(text), Sizes(len(alphabet))
+    characters, numbers = np.unique(list(PLAY.read_text()), return_inverse=True)
+    text, sizes = jnp.asarray(numbers, jnp.int32), Sizes(len(characters))
+    rng, bound = np.random.default_rng(options.seed), entropy(numbers)
+    params = initial_params(rng, sizes)
+    starts = jnp.asarray(rng.integers(0, text.size - sizes.sequence, (options.steps, BATCH)))
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}. Losses in nats a character;")
     print(f"who knows how often each character comes, but no more, has {bound:.3f}.\n")
 
+    losses = {}
     with jax.default_matmul_precision(options.precision):
-        losses, params = compare(options, text, sizes)
-        start = text[: sizes.sequence]
-        write = jax.jit(functools.partial(sample, length=400, sizes=sizes))
-        written = write(params, jax.random.key(options.seed), start)
-    print("".join(alphabet[char] for char in (*start.tolist(), *written.tolist())))
+        for name, experts in (("sparse", sparse_experts), ("dense", dense_experts)):
+            trained = jax.jit(functools.partial(train, sizes=sizes, experts=experts))
+            _, report = trained(params, text, starts)
+            losses[name] = np.asarray(report.loss)
+            if name == "sparse":
+                loads = report.loads[-1]
+    print("  step    sparse     dense     apart")
+    for last in range(STEPS_PER_LINE, options.steps + 1, STEPS_PER_LINE):
+        ours, reference = (x[last - STEPS_PER_LINE : last].mean() for x in losses.values())
+        print(f"{last:6}{ours:10.4f}{reference:10.4f}{abs(ours - reference):10.1e}")
+    print(f"\nTokens of each expert in the last step, by block:\n{loads}")
 
     found = list(failures(losses, bound, options.precision))
     for failure in found:
