@@ -123,7 +123,7 @@ def attention(params: Params, x: Array, heads: int) -> Array:
 
 
 class Report(NamedTuple):
-    """Of a step: the cross entropy in nats a character, and the loads of each block's experts."""
+    """What a step tells: its cross entropy in nats a character, and the loads of each block."""
 
     loss: Array
     loads: Array
