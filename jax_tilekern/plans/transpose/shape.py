@@ -10,9 +10,8 @@ from jax_tilekern.plans.gpu import VECTOR_BYTES
 from jax_tilekern.plans.transpose.permutation import Permutation
 
 MAX_OUTER_DIMS = 6
-# A sector of memory and a cache line.
+# A sector of memory.
 SECTOR_BYTES = 32
-LINE_BYTES = 128
 
 DIVISOR = "3I"
 

@@ -1,4 +1,4 @@
-"""Candidates on the kernels of ``gemm/sm90``, and their launches.
+"""Candidates on the kernels of ``gemm/sm90``: their predicted times, and their launches.
 
 Dense products, emulated float32 and grouped GEMMs share what is here. A candidate is a tile, in
 either orientation of the product.
