@@ -5,24 +5,19 @@ import json
 
 import pytest
 from compiled_text import compile_source
-from numerics import on_gpu
+from nvrtc_mark import needs_gpu, require_nvrtc
 
 import jax_tilekern as jtk
 from benchmarks import ladder as command
 from benchmarks.command_line import main
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gpu import known_gpu
 
 # The wheel does not hold what is tested here: see tests/README.md.
 pytestmark = pytest.mark.thorough
 
-try:
-    nvrtc()
-except NvrtcNotFound as error:
-    pytest.skip(str(error), allow_module_level=True)
+require_nvrtc()
 
 NAMES = list(command._LADDERS)
-needs_gpu = pytest.mark.skipif(not on_gpu(), reason="runs kernels, and JAX has no GPU here")
 
 
 def ladder(name):

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from candidate_calls import jitted, run, run_twice
-from numerics import on_gpu, poison
+from numerics import poison
+from nvrtc_mark import require_gpu
 from products import product_of, ragged_product_of
 
 from jax_tilekern.plans.gemm.select import candidates
@@ -16,8 +17,7 @@ from jax_tilekern.plans.grouped_gemm import select as ragged_matmul
 from jax_tilekern.plans.reduction.problem import SummedDims
 from jax_tilekern.plans.reduction.select import sum_candidates
 
-if not on_gpu():
-    pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)
+require_gpu()
 
 # Several rounds of tiles for every SM, with edges, and a k that no tile divides.
 M, N, K = 2200, 2184, 656

@@ -11,11 +11,12 @@ from kernel_samples import (
     mma_instances,
     wgmma_instances,
 )
+from nvrtc_mark import require_nvrtc
 from products import H100, product_of
 from selection import covering
 
 from jax_tilekern.compilation.compiler import compile_kernels
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.compilation.nvrtc import nvrtc
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.emulated import emulated_candidates
 from jax_tilekern.plans.gpu import known_gpu
@@ -33,10 +34,7 @@ OPCODES |= {0xDF0: "HGMMA", 0xDF1: "IGMMA", 0xDF3: "QGMMA"}
 # griddepcontrol.launch_dependents and griddepcontrol.wait.
 OPCODES |= {0x82D: "PREEXIT", 0x82E: "ACQBULK"}
 
-try:
-    nvrtc()
-except NvrtcNotFound as error:
-    pytest.skip(str(error), allow_module_level=True)
+require_nvrtc()
 
 
 def _types(instance):

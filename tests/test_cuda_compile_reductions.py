@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from nvrtc_mark import require_nvrtc
 from products import BF16, F16, F32, F64, INT8, INT32, product_of
 
 from jax_tilekern.compilation.compiler import compile_kernels
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.vector_product import SUM_DTYPES, vector_product_candidates
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.grouped_gemm.expert_rows import ExpertRows, plan_combine, plan_spread
@@ -13,10 +13,7 @@ from jax_tilekern.plans.launch import Buffer
 from jax_tilekern.plans.reduction.problem import SummedDims
 from jax_tilekern.plans.reduction.select import sum_candidates
 
-try:
-    nvrtc()
-except NvrtcNotFound as error:
-    pytest.skip(str(error), allow_module_level=True)
+require_nvrtc()
 
 ARCHS = ("sm_80", "sm_90a", "sm_120")
 SUMS = [(F32, F32), (BF16, BF16), (INT8, INT32)]

@@ -3,16 +3,13 @@
 import random
 
 import pytest
+from nvrtc_mark import require_nvrtc
 from small_products import SIZES, SIZES_ACROSS_K, TYPES, random_product
 
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.small.candidates import small_candidates
 from jax_tilekern.plans.gpu import gpu_target, known_gpu
 
-try:
-    nvrtc()
-except NvrtcNotFound as error:
-    pytest.skip(str(error), allow_module_level=True)
+require_nvrtc()
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_120")
 TILES = 2

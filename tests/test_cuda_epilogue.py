@@ -6,19 +6,16 @@ import re
 import pytest
 from compiled_text import compile_source
 from kernel_samples import grouped_mma_instances, grouped_wgmma_instances, mma_instances
+from nvrtc_mark import require_nvrtc
 from products import H100, product_of
 
 from jax_tilekern.compilation.compiler import Kernel, Source, compile_to_ptx
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.config import WgmmaTile
 from jax_tilekern.plans.gemm.sm90.emulated import emulated_candidates
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_kernel
 
-try:
-    nvrtc()
-except NvrtcNotFound as error:
-    pytest.skip(str(error), allow_module_level=True)
+require_nvrtc()
 
 # What a user's function would be generated as; each matrix has a bias of its own.
 EPILOGUE = """

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from compiled_text import compile_source
 from fused_products import epilogue_of
+from nvrtc_mark import require_nvrtc
 from products import BF16, F32, H100, MODERN, product_of
 
 import jax_tilekern as jtk
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.compilation.nvrtc import nvrtc
 from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue
@@ -19,10 +20,7 @@ from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.gemm.select import candidates, plan_matmul
 from jax_tilekern.plans.launch import NoKernel
 
-try:
-    nvrtc()
-except NvrtcNotFound as error:
-    pytest.skip(str(error), allow_module_level=True)
+require_nvrtc()
 
 A100 = next(gpu for gpu in MODERN if gpu.arch == "sm_80")
 

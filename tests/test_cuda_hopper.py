@@ -5,18 +5,15 @@ import re
 import pytest
 from compiled_text import compile_source
 from kernel_samples import grouped_wgmma_instances, wgmma_instances
+from nvrtc_mark import require_nvrtc
 from products import H100
 
 from jax_tilekern.compilation.compiler import (
     compile_to_ptx,
     cuda_folder,
 )
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 
-try:
-    nvrtc()
-except NvrtcNotFound as error:
-    pytest.skip(str(error), allow_module_level=True)
+require_nvrtc()
 
 
 def test_all_headers_can_be_included_together():

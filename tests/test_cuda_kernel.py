@@ -19,18 +19,15 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from numerics import BF16, F8E5, assert_equal, on_gpu, whole
+from nvrtc_mark import require_nvrtc
 
 import jax_tilekern as jtk
 from jax_tilekern.compilation import headers
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.ops.kernel_settings import Parameters, Use
 from jax_tilekern.plans.cuda_kernel import Array, Batch, plan_kernel
 from jax_tilekern.plans.gpu import NoGpu, known_gpu
 
-try:
-    nvrtc()
-except NvrtcNotFound as error:
-    pytest.skip(str(error), allow_module_level=True)
+require_nvrtc()
 
 
 def struct(shape, dtype=np.float32):

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from nvrtc_mark import needs_nvrtc
 from sharded import EXPLICIT, devices, integers, mesh_of, put
 
 import jax_tilekern as jtk
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.interop import compat
 from jax_tilekern.partitioning.call import _operations, _partition, _text
 from jax_tilekern.partitioning.mesh import hlo_sharding
@@ -100,11 +100,8 @@ def question(shapes, splits, mesh, out_shape, out_split):
     )
 
 
+@needs_nvrtc
 def test_each_device_calls_the_kernel_on_its_part():
-    try:
-        nvrtc()
-    except NvrtcNotFound as error:
-        pytest.skip(str(error))
     launched = []
 
     def grid(x, scale):

@@ -21,7 +21,8 @@ from compiled_text import compile_source
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from numerics import BF16, on_gpu
+from numerics import BF16
+from nvrtc_mark import require_gpu
 
 import jax_tilekern as jtk
 from jax_tilekern.interop import ffi
@@ -35,8 +36,7 @@ from jax_tilekern.plans.launch import (
     overlapping,
 )
 
-if not on_gpu():
-    pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)
+require_gpu()
 
 # -- Kernels, exact in 32-bit integers that wrap.
 

@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from numerics import on_gpu, poison
+from numerics import poison
+from nvrtc_mark import require_gpu
 from test_plans_operand_passes import (
     SUMS,
     Split,
@@ -31,8 +32,7 @@ from jax_tilekern.plans.gemm.passes.split_float32 import DECIDE_KERNEL, SplitPas
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.launch import Buffer, LaunchPlan
 
-if not on_gpu():
-    pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)
+require_gpu()
 
 GPU = current_gpu()
 

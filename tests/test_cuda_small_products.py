@@ -5,14 +5,14 @@ import random
 import numpy as np
 import pytest
 from candidate_calls import jitted, run_twice
-from numerics import on_gpu, poison
+from numerics import poison
+from nvrtc_mark import require_gpu
 from small_products import SIZES, SIZES_ACROSS_K, TYPES, bound, random_product
 
 from jax_tilekern.plans.gemm.small.candidates import small_candidates
 from jax_tilekern.plans.gpu import current_gpu
 
-if not on_gpu():
-    pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)
+require_gpu()
 
 # So many of the tiles of a product are tried.
 TILES = 4

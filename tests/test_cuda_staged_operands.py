@@ -6,18 +6,14 @@ import numpy as np
 import pytest
 from candidate_calls import run
 from fused_products import epilogue_of
-from numerics import on_gpu
+from nvrtc_mark import needs_gpu, require_nvrtc
 from products import BF16, F16, F32, H100, product_of
 
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gpu import current_gpu
 
-try:
-    nvrtc()
-except NvrtcNotFound as error:
-    pytest.skip(str(error), allow_module_level=True)
+require_nvrtc()
 
 
 def masked(y, bias, mask, residual):
@@ -59,7 +55,7 @@ CASES = {
 }
 
 
-@pytest.mark.skipif(not on_gpu(), reason="launches kernels, and JAX has no GPU here")
+@needs_gpu
 @pytest.mark.parametrize("batch", [(), (3,)], ids=str)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("sizes", [(1000, 1056, 328), (2200, 2208, 656)], ids=str)

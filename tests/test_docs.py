@@ -15,10 +15,10 @@ import jax
 import pytest
 from compiled_text import compile_source
 from guides import DOCS, needs, snippets
+from nvrtc_mark import has_nvrtc, needs_nvrtc
 
 import benchmarks.command_line
 import jax_tilekern.cli
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 
 ROOT = DOCS.parent
 PAGES = {
@@ -35,13 +35,6 @@ QUOTATIONS = {"docs/add-an-operation.md", "docs/kernel-apis.md"}
 RUN = {
     name: needs(text) for name, text in PAGES.items() if snippets(text) and name not in QUOTATIONS
 }
-
-
-def has_nvrtc():
-    try:
-        return bool(nvrtc())
-    except NvrtcNotFound:
-        return False
 
 
 def imported(name):
@@ -72,7 +65,7 @@ def groups():
 @pytest.mark.parametrize(("needed", "names"), groups())
 def test_snippets_run_at_the_settings_of_a_user(needed, names, tmp_path):
     """In a process without this suite's fixtures and flags, with the flags that the page names."""
-    if "NVRTC" in needed and not has_nvrtc():
+    if "NVRTC" in needed and not has_nvrtc:
         pytest.skip("no NVRTC")
     if "NVIDIA GPU" in needed and jax.default_backend() != "gpu":
         pytest.skip("no GPU")
@@ -145,7 +138,7 @@ HEADERS = re.findall(r"^\| `<(tilekern/\w+\.cuh)>` \|.*\| (\w+) \|$", GUIDE, re.
 ARCHS = ("sm_80", "sm_90a", "sm_120")
 
 
-@pytest.mark.skipif(not has_nvrtc(), reason="no NVRTC")
+@needs_nvrtc
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize(("header", "least"), HEADERS)
 @pytest.mark.one_in(2)

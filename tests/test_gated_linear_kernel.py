@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from candidate_calls import run
-from numerics import on_gpu
+from nvrtc_mark import needs_gpu, require_nvrtc
 from products import BF16, F16, F32, H100, product_of
 
 import jax_tilekern as jtk
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 from jax_tilekern.epilogue.cuda_text import computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
@@ -19,10 +18,7 @@ from jax_tilekern.plans.gemm.problem import PairProduct
 from jax_tilekern.plans.gemm.sm90.pair import pair_candidates
 from jax_tilekern.plans.gpu import current_gpu
 
-try:
-    nvrtc()
-except NvrtcNotFound as error:
-    pytest.skip(str(error), allow_module_level=True)
+require_nvrtc()
 
 
 def gate(y, up):
@@ -196,7 +192,7 @@ def test_weights_of_other_types_and_shapes(rng):
 # Results of the kernels.
 
 
-@pytest.mark.skipif(not on_gpu(), reason="launches kernels, and JAX has no GPU here")
+@needs_gpu
 @pytest.mark.parametrize("batch", [(), (3,)], ids=str)
 @pytest.mark.parametrize("function", [gate, biased], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("out", [None, F32], ids=str)

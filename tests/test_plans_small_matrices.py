@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nvrtc_mark import needs_nvrtc
 
 import jax_tilekern as jtk
 from jax_tilekern import linalg
 from jax_tilekern.compilation.compiler import compile_kernels
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
+from jax_tilekern.compilation.nvrtc import nvrtc
 from jax_tilekern.plans.gpu import known_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.linalg.small_matrices import (
@@ -40,17 +41,6 @@ def test_plans_that_no_launch_has():
     assert isinstance(plan_matrices(inverse_kernel(many), 1, H100), NoKernel)
 
 
-def _has_nvrtc():
-    try:
-        nvrtc()
-    except NvrtcNotFound:
-        return False
-    return True
-
-
-with_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="there is no NVRTC")
-
-
 def _kernels(matrices):
     yield inverse_kernel(matrices)
     yield lu_kernel(matrices)
@@ -64,7 +54,7 @@ def _kernels(matrices):
             )
 
 
-@with_nvrtc
+@needs_nvrtc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("arch", "n"),
@@ -84,7 +74,7 @@ def test_kernels_compile(arch, n, dtype):
         assert entry.shared_memory_bytes <= 48 << 10
 
 
-@with_nvrtc
+@needs_nvrtc
 def test_what_is_lowered_for_a_gpu():
     a, b = jnp.ones((50, 6, 6)), jnp.ones((50, 6, 3))
     with jtk.gpu_target("sm_90"):

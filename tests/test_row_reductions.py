@@ -8,10 +8,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import BF16, UNIT_ROUNDOFF, assert_close, check_derivatives, exact, random
+from nvrtc_mark import needs_nvrtc
 from sharded import AUTO, EXPLICIT, bytes_sent, collectives, devices, mesh_of
 
 import jax_tilekern as jtk
-from jax_tilekern.compilation.nvrtc import NvrtcNotFound, nvrtc
 
 HIGHEST = jax.lax.Precision.HIGHEST
 KINDS = {
@@ -383,14 +383,6 @@ def lowered(function, *args, gpu="sm_90"):
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def has_nvrtc():
-    try:
-        nvrtc()
-    except NvrtcNotFound:
-        return False
-    return True
-
-
 STATISTICS = lambda y, column, label: (  # noqa: E731
     jtk.row_logsumexp(y), jtk.row_sum(jnp.where(column == label, y, 0)), jtk.row_max(y)
 )  # fmt: skip
@@ -409,7 +401,7 @@ def shapes(m, n, k, dtype=jnp.bfloat16):
     )
 
 
-@pytest.mark.skipif(not has_nvrtc(), reason="NVRTC")
+@needs_nvrtc
 def test_what_no_kernel_reduces_is_reduced_in_xla():
     m, n, k = 512, 256, 64
     text = lowered(statistics, *shapes(m, n, k), gpu="sm_80")
