@@ -5,8 +5,8 @@ from numerics import on_gpu
 
 from benchmarks.calls.operations import flops
 from benchmarks.command_line import main
-from benchmarks.measurement import measure
-from benchmarks.samples import sample, sample_run
+from benchmarks.measurement import measure, suite_run
+from benchmarks.samples import sample
 from benchmarks.samples.sample import DRAWS, draw_sample
 from benchmarks.suites.suite import _malformed
 
@@ -32,7 +32,7 @@ def brief(monkeypatch):
     """Leave out what takes long and says nothing of samples."""
     monkeypatch.setattr(measure, "_LONGEST_CHAIN", 1)
     bandwidths = {"read_bytes_per_second": 1e10, "copy_bytes_per_second": 1e10}
-    monkeypatch.setattr(sample_run, "bandwidths", lambda: bandwidths)
+    monkeypatch.setattr(suite_run, "bandwidths", lambda: bandwidths)
 
 
 def run(*arguments, operation="add"):

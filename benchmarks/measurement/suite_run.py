@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.calls.row import Row
 from benchmarks.measurement.measure import bandwidths
 from benchmarks.records.ceilings import Ceilings
 from benchmarks.records.record import Record, measured, new_record, unmeasured
@@ -49,46 +52,87 @@ def measure_suite(
     tuple[Record, bool]
         The record, also in the file of ``--json``, with the rows that were there before.
     """
-    record = new_record(suite, arguments.command_line, bandwidths())
-    l2_bytes = l2_bytes_of(record)
-    rows = (suite.matching(arguments.rows) if arguments.rows else suite).rows
-    if arguments.json is not None:
-        continue_record(record, arguments.json)
-    if arguments.resume:
-        rows = remaining(record, rows)
-    names = [row.name for row in suite.rows]
+    run = Run(console, suite, arguments)
+    run.measure_each(run.rows)
+    return run.record, run.whole
 
-    def save() -> None:
-        # Each time, so that a run that is cut short leaves what it has.
+
+class Run:
+    """The state of a run: the record, its file, and the rows that the command line asks for.
+
+    Attributes
+    ----------
+    record
+        With the rows of earlier runs.
+    rows
+        What is to be measured.
+    whole
+        Whether all rows that were measured succeeded.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        suite: Suite,
+        arguments: argparse.Namespace,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.console, self.arguments = console, arguments
+        self.record = new_record(suite, arguments.command_line, bandwidths())
+        self.l2_bytes = l2_bytes_of(self.record)
+        self._names = [row.name for row in suite.rows]
+        first, step = part
+        chosen = (suite.matching(arguments.rows) if arguments.rows else suite).rows
+        self.rows: Sequence[Row] = chosen[first::step]
         if arguments.json is not None:
-            write_json(arguments.json, record)
+            continue_record(self.record, arguments.json)
+        if arguments.resume:
+            self.rows = remaining(self.record, self.rows)
+        self._count, self._done, self.whole = len(self.rows), 0, True
 
-    def put(result: Record) -> None:
-        put_row(record, result, names)
-        save()
-
-    whole = True
-    for number, row in enumerate(rows, start=1):
-        before = {key: record[key] for key in ("rows", "earlier_runs")}
-        put(unmeasured(row, record["date"]))
-        progress = f"{number}/{len(rows)}"
-        try:
-            with console.status(f"{progress} {row.name}"), deadline(row.name, LONGEST_ROW):
-                result = measured(row, record["date"], arguments.seconds, l2_bytes)
-        except KeyboardInterrupt:
-            # Nothing is wrong with the row, nor with what an earlier run says of it.
-            record.update(before)
-            save()
-            raise
-        put(result)
-        shown = "  ".join(cells(record, result, Ceilings.of(record))[:5])
-        console.print(f"{progress}  {shown}  ({result['took_seconds']} s)")
-        if result["failure"]:
-            whole = False
-            if not device_answers():
-                console.print("The device no longer answers. A new run with --resume goes on.")
+    def measure_each(self, rows: Iterable[Row], end: float = math.inf) -> bool:
+        """Measure one row after the other until a moment, and say whether the device answers."""
+        for row in rows:
+            if time.monotonic() > end:
                 break
-    return record, whole
+            before = {key: self.record[key] for key in ("rows", "earlier_runs")}
+            self.begin(row)
+            try:
+                with self.console.status(row.name), deadline(row.name, LONGEST_ROW):
+                    seconds = self.arguments.seconds
+                    result = measured(row, self.record["date"], seconds, self.l2_bytes)
+            except KeyboardInterrupt:
+                # Nothing is wrong with the row, nor with what an earlier run says of it.
+                self.record.update(before)
+                self._save()
+                raise
+            if not self.put(result):
+                return False
+        return True
+
+    def begin(self, row: Row) -> None:
+        """Record that a row is being measured."""
+        put_row(self.record, unmeasured(row, self.record["date"]), self._names)
+        self._save()
+
+    def put(self, result: Record) -> bool:
+        """Record and show a row, and say whether the device still answers."""
+        put_row(self.record, result, self._names)
+        self._save()
+        self._done += 1
+        self.whole &= not result["failure"]
+        shown = "  ".join(cells(self.record, result, Ceilings.of(self.record))[:5])
+        took = f"({result['took_seconds']} s)"
+        self.console.print(f"{self._done}/{self._count}  {shown}  {took}")
+        if result["failure"] and not device_answers():
+            self.console.print("The device no longer answers. A new run with --resume goes on.")
+            return False
+        return True
+
+    def _save(self) -> None:
+        # Each time, so that a run that is cut short leaves what it has.
+        if self.arguments.json is not None:
+            write_json(self.arguments.json, self.record)
 
 
 def l2_bytes_of(record: Record) -> int:

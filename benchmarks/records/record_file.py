@@ -37,17 +37,7 @@ def load_record(path: Path) -> Record:
     if schema != SCHEMA:
         raise RecordError(f"{path} has schema {schema}, and this version reads {SCHEMA}")
     run = {"run": record["date"]}
-    return _NEW_FIELDS | record | {"rows": [_NEW_ROW_FIELDS | run | _renamed(row) for row in rows]}
-
-
-def _renamed(row: Record) -> Record:
-    """Return a row with its target by that name, which earlier records call its floor."""
-    others = {name: _target_renamed(other) for name, other in row.get("others", {}).items()}
-    return _target_renamed(row) | ({"others": others} if others else {})
-
-
-def _target_renamed(entry: Record) -> Record:
-    return {"target" if key == "floor" else key: value for key, value in entry.items()}
+    return _NEW_FIELDS | record | {"rows": [_NEW_ROW_FIELDS | run | row for row in rows]}
 
 
 def continue_record(record: Record, path: Path) -> None:

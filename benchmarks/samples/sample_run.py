@@ -22,7 +22,7 @@ import jax
 from benchmarks.calls.case import Case, rotating, types_enabled
 from benchmarks.calls.other_peers import OtherPeer, compile_others, other_peers
 from benchmarks.calls.row import Row
-from benchmarks.measurement.measure import Measurement, bandwidths
+from benchmarks.measurement.measure import Measurement
 from benchmarks.measurement.side_times import (
     PROFILE_BYTES,
     DeviceTimes,
@@ -31,23 +31,16 @@ from benchmarks.measurement.side_times import (
     rows_of_a_profile,
     times_of_rows,
 )
-from benchmarks.measurement.suite_run import LONGEST_ROW, deadline, device_answers, l2_bytes_of
-from benchmarks.records.ceilings import Ceilings
+from benchmarks.measurement.suite_run import LONGEST_ROW, Run, deadline
 from benchmarks.records.record import (
     Record,
     attempted,
     checked,
-    measured,
-    new_record,
     others_of,
     times_of,
-    unmeasured,
 )
-from benchmarks.records.record_file import continue_record, put_row, remaining
-from benchmarks.records.report import cells
 from benchmarks.samples.sample import purpose
 from benchmarks.suites.suite import Suite
-from jax_tilekern.cli.console import write_json
 from jax_tilekern.plans.policy import policy
 from jax_tilekern.tuning.random_operands import beyond_cache
 
@@ -76,41 +69,17 @@ def measure_sample(
         The command line, parsed: of a suite, and ``seed``, ``minutes``, ``part``, ``policy``.
     """
     end = time.monotonic() + 60 * (arguments.minutes or math.inf)
-    record = new_record(suite, arguments.command_line, bandwidths())
-    record["sample"] = {"seed": arguments.seed, "purpose": purpose(arguments.seed)}
-    rows: Sequence[Row] = (suite.matching(arguments.rows) if arguments.rows else suite).rows
-    part, parts = arguments.part
-    rows = rows[part::parts]
-    if arguments.json is not None:
-        continue_record(record, arguments.json)
-    if arguments.resume:
-        rows = remaining(record, rows)
-    run = _SampleRun(console, suite, record, arguments, len(rows))
+    run = _SampleRun(console, suite, arguments, arguments.part)
+    run.record["sample"] = {"seed": arguments.seed, "purpose": purpose(arguments.seed)}
     with policy(arguments.policy):
-        for chunk in _chunks(rows, _ROWS_A_CHUNK):
+        for chunk in _chunks(run.rows, _ROWS_A_CHUNK):
             if time.monotonic() > end or not run.measure(chunk, end):
                 break
-    return record, run.whole
+    return run.record, run.whole
 
 
-class _SampleRun:
-    """The state of a run: the record, its file, and how many rows are done."""
-
-    def __init__(
-        self,
-        console: Console,
-        suite: Suite,
-        record: Record,
-        arguments: argparse.Namespace,
-        count: int,
-    ) -> None:
-        self.console, self.record, self.arguments = console, record, arguments
-        self.names = [row.name for row in suite.rows]
-        # Parts are measured side by side on one machine.
-        _, parts = arguments.part
-        self.threads = max(1, len(os.sched_getaffinity(0)) // parts)
-        self.l2_bytes = l2_bytes_of(record)
-        self.count, self.done, self.whole = count, 0, True
+class _SampleRun(Run):
+    """A run that compiles rows together, and on a GPU times them together."""
 
     def measure(self, rows: Sequence[Row], end: float) -> bool:
         """Measure some rows until a moment, and say whether the device still answers."""
@@ -118,15 +87,18 @@ class _SampleRun:
         with self.console.status(f"compiling {len(rows)} rows"):
             self._compile(sampled)
         if jax.default_backend() == "cpu":
-            return self._measure_each(sampled, end)
+            return self.measure_each(rows, end)
         begun = itertools.takewhile(lambda _: time.monotonic() <= end, sampled)
         groups = rows_of_a_profile(begun, lambda row: row.rotation_bytes(self.l2_bytes))
         return all(map(self._measure_together, groups))
 
     def _compile(self, rows: Sequence[_SampledRow]) -> None:
         """Compile everything in threads: NVRTC and XLA run without the interpreter's lock."""
+        # Parts are measured side by side on one machine.
+        _, parts = self.arguments.part
+        threads = max(1, len(os.sched_getaffinity(0)) // parts)
         # What fails here fails again where it is called, and is recorded there.
-        with ThreadPoolExecutor(self.threads) as pool:
+        with ThreadPoolExecutor(threads) as pool:
             jobs = [pool.submit(self._compile_row, row) for row in rows]
             wait(jobs)
 
@@ -135,25 +107,14 @@ class _SampleRun:
         with policy(self.arguments.policy):
             row.compile()
 
-    def _measure_each(self, rows: Sequence[_SampledRow], end: float) -> bool:
-        for each in rows:
-            if time.monotonic() > end:
-                break
-            self._begin(each.row)
-            seconds = self.arguments.seconds
-            self._put(measured(each.row, self.record["date"], seconds, self.l2_bytes))
-        return True
-
     def _measure_together(self, rows: Sequence[_SampledRow]) -> bool:
         right: list[tuple[_SampledRow, Record]] = []
         for row in rows:
-            self._begin(row.row)
+            self.begin(row.row)
             with deadline(row.row.name, LONGEST_ROW):
                 result = attempted(row.row, self.record["date"], row.check)
             if result["failure"]:
-                self._put(result)
-                if not device_answers():
-                    self.console.print("The device no longer answers. Run it with --resume.")
+                if not self.put(result):
                     return False
             else:
                 right.append((row, result))
@@ -161,25 +122,8 @@ class _SampleRun:
             runs = [row.runs(self.l2_bytes) for row, _ in right]
             times = times_of_rows(runs, self.arguments.seconds) if runs else []
         for (row, result), (found, method) in zip(right, times, strict=True):
-            self._put(result | row.times(found, method))
+            self.put(result | row.times(found, method))
         return True
-
-    def _begin(self, row: Row) -> None:
-        put_row(self.record, unmeasured(row, self.record["date"]), self.names)
-        self._save()
-
-    def _put(self, result: Record) -> None:
-        put_row(self.record, result, self.names)
-        self._save()
-        self.done += 1
-        self.whole &= not result["failure"]
-        shown = "  ".join(cells(self.record, result, Ceilings.of(self.record))[:5])
-        self.console.print(f"{self.done}/{self.count}  {shown}")
-
-    def _save(self) -> None:
-        # Each time, so that a run that is cut short leaves what it has.
-        if self.arguments.json is not None:
-            write_json(self.arguments.json, self.record)
 
 
 class _SampledRow:
