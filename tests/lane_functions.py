@@ -406,11 +406,11 @@ def pendulum(x, theta):
     return q * products.sum()
 
 
-def _normal(*shape, dtype=np.float32, seed=0):
+def normal(*shape, dtype=np.float32, seed=0):
     return np.random.default_rng([seed, *shape]).normal(size=shape).astype(dtype)
 
 
-def _integers(*shape, low=-100, high=100, seed=0, dtype=np.int32):
+def integers_of(*shape, low=-100, high=100, seed=0, dtype=np.int32):
     return np.random.default_rng([seed, *shape]).integers(low, high, shape).astype(dtype)
 
 
@@ -426,67 +426,67 @@ SPECIAL = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-40, 3.5], np.float32)
 def table():
     """Return the cases by name: function, in_axes and arguments."""
     small = {
-        "lorenz": (lorenz, (0, None), (_normal(N, 3), np.array([10, 28, 8 / 3], np.float32))),
-        "lorenz_last": (lorenz, (1, None), (_normal(3, N), np.array([10, 28, 8 / 3], np.float32))),
+        "lorenz": (lorenz, (0, None), (normal(N, 3), np.array([10, 28, 8 / 3], np.float32))),
+        "lorenz_last": (lorenz, (1, None), (normal(3, N), np.array([10, 28, 8 / 3], np.float32))),
         "collatz": (collatz, 0, (np.arange(1, N + 1, dtype=np.int32) * 3,)),
         "metropolis": (metropolis, 0, (_keys(), np.zeros(N, np.float32))),
         "kalman": (
             kalman,
             (0, None, None, 0),
             (
-                _normal(N, 6),
+                normal(N, 6),
                 np.eye(6, dtype=np.float32),
-                np.eye(6, dtype=np.float32) + 0.1 * _normal(6, 6),
-                _normal(N, 5, 2),
+                np.eye(6, dtype=np.float32) + 0.1 * normal(6, 6),
+                normal(N, 5, 2),
             ),
         ),
-        "bisection": (bisection, 0, (_normal(N) * 5,)),
-        "ray_march": (ray_march, 0, (_normal(N, 3) * 0.3 + np.array([0, 0, 1], np.float32),)),
+        "bisection": (bisection, 0, (normal(N) * 5,)),
+        "ray_march": (ray_march, 0, (normal(N, 3) * 0.3 + np.array([0, 0, 1], np.float32),)),
         "epidemic": (epidemic, (0, 0), (_keys(), np.arange(N, dtype=np.int32) % 3)),
-        "mandelbrot": (mandelbrot, 0, (_normal(N, 2) * 0.7,)),
-        "sorts": (sorts, 0, (np.round(_normal(N, 10)), _integers(N, 10, low=0, high=4))),
+        "mandelbrot": (mandelbrot, 0, (normal(N, 2) * 0.7,)),
+        "sorts": (sorts, 0, (np.round(normal(N, 10)), integers_of(N, 10, low=0, high=4))),
         "sorts_special": (
             lambda x: (jnp.sort(x), jnp.argsort(x), x.argmax(), jnp.max(x), lax.cummin(x)),
             None,
             (SPECIAL,),
         ),
-        "products": (products, 0, (_normal(N, 3, 4), _normal(N, 4, 3, seed=1))),
+        "products": (products, 0, (normal(N, 3, 4), normal(N, 4, 3, seed=1))),
         "long_products": (
             lambda a, b: (a @ b).sum(1),
             (0, None),
-            (_normal(N, 12, 20), _normal(20, 12)),
+            (normal(N, 12, 20), normal(20, 12)),
         ),
-        "reductions": (reductions, 0, (_normal(N, 3, 4),)),
-        "shapes": (shapes, 0, (_normal(N, 3, 4), np.arange(N, dtype=np.int32) - 2)),
+        "reductions": (reductions, 0, (normal(N, 3, 4),)),
+        "shapes": (shapes, 0, (normal(N, 3, 4), np.arange(N, dtype=np.int32) - 2)),
         "long_shapes": (
             lambda x: (x.T.reshape(10, 30)[::3] + 1, x[:, ::-1].sum(1), x.reshape(-1).cumsum()),
             0,
-            (_normal(N, 15, 20),),
+            (normal(N, 15, 20),),
         ),
         "indexing": (
             indexing,
             (0, 0, None),
-            (_normal(N, 5), _integers(N, 2, low=-7, high=7), _normal(9, 5)),
+            (normal(N, 5), integers_of(N, 2, low=-7, high=7), normal(9, 5)),
         ),
-        "in_place": (in_place, 0, (_normal(N, 5), np.arange(N, dtype=np.int32))),
-        "swaps": (swaps, 0, (_normal(N, 3), _normal(N, 3, seed=1))),
-        "branches": (branches, 0, (_normal(N, 3), np.arange(N, dtype=np.int32) - 2)),
-        "no_trips": (no_trips, 0, (np.abs(_normal(N)), np.zeros(N, np.int32))),
+        "in_place": (in_place, 0, (normal(N, 5), np.arange(N, dtype=np.int32))),
+        "swaps": (swaps, 0, (normal(N, 3), normal(N, 3, seed=1))),
+        "branches": (branches, 0, (normal(N, 3), np.arange(N, dtype=np.int32) - 2)),
+        "no_trips": (no_trips, 0, (np.abs(normal(N)), np.zeros(N, np.int32))),
         "bits": (bits, 0, (SPECIAL, NUMBERS)),
         "draws": (draws, 0, (_keys(), np.asarray(jax.random.key_data(_keys())))),
-        "custom": (custom, 0, (_normal(N),)),
-        "pendulum": (pendulum, (0, None), (_normal(N, 2), np.float32(0.7))),
-        "out_axes": (lambda x: (x * 2, x[0]), 0, (_normal(N, 3),)),
+        "custom": (custom, 0, (normal(N),)),
+        "pendulum": (pendulum, (0, None), (normal(N, 2), np.float32(0.7))),
+        "out_axes": (lambda x: (x * 2, x[0]), 0, (normal(N, 3),)),
         "nothing": (lambda x: x, 0, (np.zeros((0, 3), np.float32),)),
         "tree": (
             lambda x: {"a": x["b"] + 1, "c": (x["b"], 2.0)},
             ({"b": 1},),
-            ({"b": _normal(3, N)},),
+            ({"b": normal(3, N)},),
         ),
         "many": (
             lambda x: lax.scan(lambda c, _: (jnp.sin(c) + x, c), x, None, length=300)[1][::50],
             0,
-            (_normal(N),),
+            (normal(N),),
         ),
     }
     for dtype in (np.int8, np.uint8, np.int16, np.uint32, np.int32):
@@ -499,7 +499,7 @@ def table():
         small[np.dtype(dtype).name] = (
             functools.partial(floats, dtype=dtype),
             0,
-            (_normal(N) * 3, _normal(N, seed=1)),
+            (normal(N) * 3, normal(N, seed=1)),
         )
     return small
 
@@ -512,12 +512,12 @@ def wide_table():
         "float64": (
             functools.partial(floats, dtype=np.float64),
             0,
-            (_normal(N, dtype=np.float64), _normal(N, seed=1)),
+            (normal(N, dtype=np.float64), normal(N, seed=1)),
         ),
         "lorenz64": (
             lorenz,
             (0, None),
-            (_normal(N, 3, dtype=np.float64), np.array([10, 28, 8 / 3])),
+            (normal(N, 3, dtype=np.float64), np.array([10, 28, 8 / 3])),
         ),
         "bits64": (
             lambda k: (
@@ -532,8 +532,8 @@ def wide_table():
 
 def gradients():
     """Return scalar functions of ``map``, which is ``kernel`` or ``vmap``, and their arguments."""
-    start, parameters = _normal(N, 3), np.array([10, 28, 8 / 3], np.float32)
-    observed = _normal(N, 5, 2)
+    start, parameters = normal(N, 3), np.array([10, 28, 8 / 3], np.float32)
+    observed = normal(N, 5, 2)
 
     def of_lorenz(map_, start, parameters):
         return jnp.sum(map_(lorenz, in_axes=(0, None))(start, parameters)[1] ** 2)
@@ -560,9 +560,9 @@ def gradients():
     return {
         "lorenz": (of_lorenz, (start, parameters)),
         "kalman": (of_kalman, (np.eye(6, dtype=np.float32), observed)),
-        "pendulum": (of_pendulum, (_normal(N, 2), np.float32(0.7))),
-        "branches": (of_branches, (_normal(N, 3),)),
-        "closed_over": (of_closed_over, (_normal(3, 3),)),
-        "custom": (of_custom, (_normal(N),)),
-        "table": (of_table, (_normal(5),)),
+        "pendulum": (of_pendulum, (normal(N, 2), np.float32(0.7))),
+        "branches": (of_branches, (normal(N, 3),)),
+        "closed_over": (of_closed_over, (normal(3, 3),)),
+        "custom": (of_custom, (normal(N),)),
+        "table": (of_table, (normal(5),)),
     }

@@ -6,6 +6,7 @@ import subprocess
 import jax
 import numpy as np
 from emulated import build
+from filelock import FileLock
 
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.lane_kernel import kernel_of
@@ -20,13 +21,16 @@ class Emulated:
     Parameters
     ----------
     folder
-        Where the program is built.
+        Where its input and output are written.
     traced
         The functions as jaxprs, by name.
+    shared
+        Where the program is built, once for all processes of the tests.
     """
 
-    def __init__(self, folder, traced, options=SANITIZED):
+    def __init__(self, folder, traced, shared=None):
         self._folder, self._traced = folder, traced
+        shared = shared or folder
         kernels = {}
         for closed in traced.values():
             for kernel in _kernels(closed.jaxpr):
@@ -38,10 +42,13 @@ class Emulated:
             text.append(re.sub(rf"\b{kernel.function}\(", f"lanes_{i}(", own))
             run = f"[](void** buffers) {{ call(&tilekern::lanes_{i}<1>, buffers); }}"
             table.append(f"{{{run}, {kernel.lanes}}}")
-        folder.mkdir(parents=True, exist_ok=True)
         text.append(f"const Kernel kernels[] = {{{', '.join(table)}}};")
-        (folder / "generated.h").write_text("\n".join(text))
-        self._program = build("lanes", HEADERS, folder, *options)
+        shared.mkdir(parents=True, exist_ok=True)
+        self._program = shared / "lanes"
+        with FileLock(shared / "lock"):
+            if not self._program.exists():
+                (shared / "generated.h").write_text("\n".join(text))
+                build("lanes", HEADERS, shared, *SANITIZED)
 
     def __call__(self, name, *args):
         """Return the leaves of a function's results."""

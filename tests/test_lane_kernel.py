@@ -312,3 +312,23 @@ def test_policy_xla_takes_vmap():
     with jtk.policy("xla"):
         (choice,) = explained(jtk.kernel(jnp.sin), jnp.ones(4))
     assert choice.kernel is None
+
+
+@needs_nvrtc
+def test_empty_arrays():
+    def f(x):
+        return lax.scan(lambda c, a: (c + a, c), x, jnp.zeros(0))
+
+    (choice,) = explained(jtk.kernel(f), jnp.ones(4))
+    assert choice.kernel.startswith("lanes_f")
+    (choice,) = explained(jtk.kernel(f), jnp.ones(0))
+    assert choice.reason == "its results have no elements"
+
+
+def test_symbolic_sizes_are_vmaps():
+    (lanes,) = jax.export.symbolic_shape("lanes")
+    exported = jax.export.export(jax.jit(jtk.kernel(collatz)))(
+        jax.ShapeDtypeStruct((lanes,), jnp.int32)
+    )
+    counts = exported.call(jnp.arange(1, 8, dtype=jnp.int32))[1]
+    np.testing.assert_array_equal(counts, [0, 1, 7, 2, 5, 8, 16])

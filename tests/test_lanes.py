@@ -1,11 +1,14 @@
 """Functions as kernels of lanes: the CUDA text, compiled as C++, against ``jax.vmap``."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import lane_functions
 import numpy as np
 import pytest
 from emulated import COMPILER
+from lane_programs import random_program
 from lanes import Emulated
 
 import jax_tilekern as jtk
@@ -13,24 +16,29 @@ import jax_tilekern as jtk
 TABLE, WIDE, GRADIENTS = (
     lane_functions.table(), lane_functions.wide_table(), lane_functions.gradients(),
 )  # fmt: skip
+# Random programs of the default selection.
+SEEDS = range(2)
+PROGRAM_ARGUMENTS = (
+    lane_functions.normal(6, 3), lane_functions.integers_of(6), lane_functions.normal(6, 5),
+)  # fmt: skip
 TOLERANCE = {"float16": 4e-3, "bfloat16": 4e-2, "float32": 2e-5, "float64": 1e-12}
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
 
 
-def _mapped(case, map_):
+def mapped_by(case, map_):
     function, in_axes, args = case
     if in_axes is None:
         return map_(lambda _: function(*args)), (np.zeros(3, np.float32),)
     return map_(function, in_axes=in_axes), args
 
 
-def _gradient(case, map_):
+def gradient_by(case, map_):
     function, args = case
     numbers = tuple(range(len(args)))
     return jax.value_and_grad(lambda *args: function(map_, *args), argnums=numbers), args
 
 
-def _raw(tree):
+def raw(tree):
     keys = jax.dtypes.prng_key
     return [
         jax.random.key_data(x) if jnp.issubdtype(x.dtype, keys) else x
@@ -43,19 +51,23 @@ def emulated(tmp_path_factory):
     """Every function, compiled in one program."""
     traced = {}
     for name, case in TABLE.items():
-        function, args = _mapped(case, jtk.kernel)
-        traced[name] = jax.make_jaxpr(lambda *args, f=function: _raw(f(*args)))(*args)
+        function, args = mapped_by(case, jtk.kernel)
+        traced[name] = jax.make_jaxpr(lambda *args, f=function: raw(f(*args)))(*args)
     for name, case in GRADIENTS.items():
-        function, args = _gradient(case, jtk.kernel)
+        function, args = gradient_by(case, jtk.kernel)
         traced[f"gradient of {name}"] = jax.make_jaxpr(function)(*args)
+    traced |= {f"random {seed}": _random_traced(seed) for seed in SEEDS}
     with jax.enable_x64(True):
         for name, case in WIDE.items():
-            function, args = _mapped(case, jtk.kernel)
-            traced[name] = jax.make_jaxpr(lambda *args, f=function: _raw(f(*args)))(*args)
-    return Emulated(tmp_path_factory.mktemp("lanes"), traced)
+            function, args = mapped_by(case, jtk.kernel)
+            traced[name] = jax.make_jaxpr(lambda *args, f=function: raw(f(*args)))(*args)
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    return Emulated(tmp_path_factory.mktemp("lanes"), traced, root / "all_lanes")
 
 
-def _assert_close(found, wanted):
+def assert_close(found, wanted):
     assert len(found) == len(wanted)
     for i, (x, y) in enumerate(zip(found, wanted, strict=True)):
         x, y = np.asarray(x), np.asarray(y)
@@ -68,20 +80,43 @@ def _assert_close(found, wanted):
             np.testing.assert_allclose(x, y, tolerance, tolerance, err_msg=f"result {i}")
 
 
+def _random_traced(seed):
+    return jax.make_jaxpr(jtk.kernel(random_program(seed)))(*PROGRAM_ARGUMENTS)
+
+
+def _assert_random_is_vmap(emulated, name, seed):
+    wanted = jax.jit(jax.vmap(random_program(seed)))(*PROGRAM_ARGUMENTS)
+    assert_close(emulated(name, *PROGRAM_ARGUMENTS), wanted)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_programs(emulated, seed):
+    _assert_random_is_vmap(emulated, f"random {seed}", seed)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("first", [10, 20, 30])
+def test_more_random_programs(tmp_path, first):
+    traced = {seed: _random_traced(seed) for seed in range(first, first + 4)}
+    emulated = Emulated(tmp_path, traced)
+    for seed in traced:
+        _assert_random_is_vmap(emulated, seed, seed)
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_is_vmap(emulated, name):
-    function, args = _mapped(TABLE[name], jax.vmap)
-    _assert_close(emulated(name, *args), _raw(jax.jit(function)(*args)))
+    function, args = mapped_by(TABLE[name], jax.vmap)
+    assert_close(emulated(name, *args), raw(jax.jit(function)(*args)))
 
 
 @pytest.mark.parametrize("name", WIDE)
 def test_is_vmap_of_64_bits(emulated, name, x64):
-    function, args = _mapped(WIDE[name], jax.vmap)
-    _assert_close(emulated(name, *args), _raw(jax.jit(function)(*args)))
+    function, args = mapped_by(WIDE[name], jax.vmap)
+    assert_close(emulated(name, *args), raw(jax.jit(function)(*args)))
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradient_is_that_of_vmap(emulated, name):
-    function, args = _gradient(GRADIENTS[name], jax.vmap)
+    function, args = gradient_by(GRADIENTS[name], jax.vmap)
     found = emulated(f"gradient of {name}", *args)
-    _assert_close(found, jax.tree.leaves(jax.jit(function)(*args)))
+    assert_close(found, jax.tree.leaves(jax.jit(function)(*args)))

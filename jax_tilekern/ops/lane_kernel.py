@@ -20,15 +20,17 @@ from jax_tilekern.ops.kernel_sharding import explicit_shardings
 from jax_tilekern.ops.lane_rules import Axes, LaneFunction, Rules, lane_sizes, type_of_lanes
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
+from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.lanes import LaneKernel, plan_lanes
+from jax_tilekern.plans.policy import why_excluded
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
     Operation,
-    PlannedKernel,
-    Planner,
+    Outcome,
     Rewrite,
     define,
+    obstacle,
 )
 
 
@@ -244,15 +246,15 @@ def _positive(axis: int | None, ndim: int) -> int | None:
     return None if axis is None else axis % ndim
 
 
-def _note_untranslated(name: str, reason: str) -> None:
-    """Warn that XLA computes a call.
+def _note_untranslated(name: str, reason: str, platform: str | None = None) -> None:
+    """Warn that XLA computes a call, on one platform or on all.
 
     Raises
     ------
     FallbackError
         Inside ``strict``.
     """
-    outcomes.note_fallback(f"kernel {name}", reason)
+    outcomes.note_fallback(f"kernel {name}", reason, platform)
     warnings.warn(
         f"jax_tilekern.kernel leaves {name} to XLA's vmap: {reason} (inside jax_tilekern.strict() "
         "this is an error)",
@@ -369,24 +371,48 @@ def kernel_of(
     return lane_kernel(function.name, jaxpr, *layouts)
 
 
-def _refusal(*avals: Any, function: LaneFunction, **call: Any) -> Fallback | None:
-    if any(0 in aval.shape for aval in avals):
-        return None
-    try:
-        kernel_of(avals, function=function, **call)
-    except Untranslatable as error:
-        _note_untranslated(function.name, str(error))
-        return Fallback(str(error))
-    return None
-
-
-def _on_cuda(operands: Sequence[Operand], _: Any, **call: Any) -> PlannedKernel | Fallback:
+def _on_cuda(
+    place: Place,
+    operands: Sequence[Operand],
+    results: Sequence[Any],
+    *,
+    function: LaneFunction,
+    **call: Any,
+) -> Outcome | None:
+    excluded = why_excluded()
+    if excluded is not None:
+        return Fallback(excluded)
     avals, values = [x.aval for x in operands], [x.value for x in operands]
-    return planned_kernel(values, plan_lanes, kernel_of(avals, **call))
+    if _has_symbolic_sizes(avals):
+        return Fallback("a plan needs every size, and this shape is symbolic")
+    if all(0 in aval.shape for aval in results):
+        return Rewrite(
+            "its results have no elements",
+            lambda *_: [lax.full(aval.shape, 0, aval.dtype) for aval in results],
+        )
+    try:
+        kernel = kernel_of(avals, function=function, **call)
+    except Untranslatable as error:
+        _note_untranslated(function.name, str(error), "cuda")
+        return Fallback(str(error))
+    if place is Place.LOCAL:
+        return planned_kernel(values, plan_lanes, kernel)
+    why = obstacle(place, (*avals, *results))
+    return None if why is None else Fallback(why)
 
 
-def _elsewhere(*_: Any, **call: Any) -> Rewrite:
+def _elsewhere(
+    place: Place, operands: Sequence[Operand], results: Sequence[Any], **call: Any
+) -> Outcome | None:
+    """Partition a call as on a GPU: XLA's loop would ask all devices whether a lane goes on."""
+    avals = (*(x.aval for x in operands), *results)
+    if place is not Place.LOCAL and not _has_symbolic_sizes(avals) and not obstacle(place, avals):
+        return None
     return Rewrite("vmap: no CUDA here", functools.partial(_reference, **call))
+
+
+def _has_symbolic_sizes(avals: Sequence[Any]) -> bool:
+    return not all(isinstance(size, int) for aval in avals for size in aval.shape)
 
 
 def _describe(*, function: LaneFunction, **_: Any) -> str:
@@ -402,8 +428,8 @@ define(
         batch=_rules.batch,
         sharding_rule=_sharding_rule,
         planners={
-            "cuda": Planner(_refusal, _on_cuda),
-            **dict.fromkeys(("cpu", "rocm", "tpu"), Planner(lambda *_, **__: None, _elsewhere)),
+            "cuda": _on_cuda,
+            **dict.fromkeys(("cpu", "rocm", "tpu"), _elsewhere),
         },
         describe=_describe,
         several_results=True,

@@ -1,0 +1,143 @@
+"""``jax_kernel``: functions with loops as one kernel, against ``jax.vmap`` of them."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jax_tilekern as jtk
+from benchmarks.programs import Arrays, Program, ProgramCommand
+
+_MAPS: dict[str, Callable[..., Any]] = {"ours": jtk.kernel, "XLA": jax.vmap}
+
+
+def _lorenz(steps: int, state: Any, parameters: Any) -> Any:
+    """Return where a fourth-order Runge-Kutta method ends."""
+
+    def velocity(s: Any) -> Any:
+        x, y, z = s
+        sigma, rho, beta = parameters
+        return jnp.array([sigma * (y - x), x * (rho - z) - y, x * y - beta * z])
+
+    @jax.checkpoint
+    def step(s: Any, _: None) -> tuple[Any, None]:
+        k1 = velocity(s)
+        k2 = velocity(s + 0.0005 * k1)
+        k3 = velocity(s + 0.0005 * k2)
+        k4 = velocity(s + 0.001 * k3)
+        return s + 0.001 / 6 * (k1 + 2 * k2 + 2 * k3 + k4), None
+
+    return lax.scan(step, state, None, length=steps)[0]
+
+
+def _collatz(n: Any) -> Any:
+    def step(state: Any) -> Any:
+        n, count = state
+        return jnp.where(n % 2 == 0, n // 2, 3 * n + 1), count + 1
+
+    return lax.while_loop(lambda state: state[0] > 1, step, (n, 0))[1]
+
+
+def _metropolis(steps: int, key: Any) -> Any:
+    """Return the mean of a chain whose states have a normal distribution."""
+
+    def step(state: Any, _: None) -> Any:
+        key, x, total = state
+        key, of_step, of_choice = jax.random.split(key, 3)
+        proposed = x + jax.random.normal(of_step)
+        accepted = jax.random.uniform(of_choice) < jnp.exp(0.5 * (x * x - proposed * proposed))
+        x = jnp.where(accepted, proposed, x)
+        return (key, x, total + x), None
+
+    (_, _, total), _ = lax.scan(step, (key, 0.0, 0.0), None, length=steps)
+    return total / steps
+
+
+def _kalman(transition: Any, observed: Any) -> Any:
+    """Filter observations of one of six states; return the last mean."""
+    noise, h = 0.1 * jnp.eye(6), jnp.zeros(6).at[0].set(1.0)
+
+    def step(state: Any, z: Any) -> Any:
+        m, p = state
+        m, p = transition @ m, transition @ p @ transition.T + noise
+        gain = p @ h / (h @ p @ h + 0.5)
+        return (m + gain * (z - h @ m), p - jnp.outer(gain, h @ p)), None
+
+    (mean, _), _ = lax.scan(step, (jnp.zeros(6), jnp.eye(6)), observed)
+    return mean
+
+
+def _errors(_: Arrays, results: Mapping[str, Any]) -> dict[str, float]:
+    """Return the difference from XLA's result, in parts of its largest element."""
+    first = {side: np.asarray(jax.tree.leaves(x)[0], np.float64) for side, x in results.items()}
+    largest = max(float(np.abs(first["XLA"]).max()), 1e-30)
+    return {side: float(np.abs(x - first["XLA"]).max()) / largest for side, x in first.items()}
+
+
+def _sides(function: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[str, Any]:
+    return {side: function(map_) for side, map_ in _MAPS.items()}
+
+
+def _starts(lanes: int) -> tuple[Any, Any]:
+    start = jax.random.normal(jax.random.key(0), (lanes, 3)) + 1
+    return start, jnp.array([10.0, 28.0, 8 / 3])
+
+
+def _series(lanes: int, steps: int) -> tuple[Any, Any]:
+    transition = jnp.eye(6) + 0.1 * jnp.eye(6, k=1)
+    return transition, jax.random.normal(jax.random.key(2), (lanes, steps))
+
+
+def _programs(_: argparse.Namespace) -> Iterator[Program]:
+    tiny = jax.default_backend() == "cpu"
+    steps = 10 if tiny else 1000
+    of_lorenz = functools.partial(_lorenz, steps)
+
+    def forward(map_: Callable[..., Any]) -> Callable[..., Any]:
+        mapped: Callable[..., Any] = map_(of_lorenz, in_axes=(0, None))
+        return mapped
+
+    def gradient(map_: Callable[..., Any]) -> Callable[..., Any]:
+        def loss(start: Any, parameters: Any) -> Any:
+            return jnp.sum(forward(map_)(start, parameters) ** 2)
+
+        return jax.grad(loss, 1)
+
+    for lanes in (20, 50) if tiny else (10_000, 1_000_000):
+        starts = functools.partial(_starts, lanes)
+        yield Program(f"Lorenz, {steps} steps of {lanes}", starts, _sides(forward), _errors)
+        if lanes <= 10_000:
+            yield Program(f"gradient of {lanes}", starts, _sides(gradient), _errors)
+
+    lanes = 50 if tiny else 1_000_000
+
+    def numbers() -> tuple[Any, ...]:
+        return (jnp.arange(1, lanes + 1, dtype=jnp.uint32),)
+
+    yield Program(f"Collatz of {lanes}", numbers, _sides(lambda map_: map_(_collatz)), _errors)
+
+    chains = 20 if tiny else 100_000
+
+    def keys() -> tuple[Any, ...]:
+        return (jax.random.split(jax.random.key(1), chains),)
+
+    sampler = functools.partial(_metropolis, steps)
+    yield Program(f"Metropolis of {chains}", keys, _sides(lambda map_: map_(sampler)), _errors)
+
+    filters, length = (10, 5) if tiny else (100_000, 200)
+    yield Program(
+        f"Kalman filter of {filters}",
+        functools.partial(_series, filters, length),
+        _sides(lambda map_: map_(_kalman, in_axes=(None, 0))),
+        _errors,
+    )
+
+
+COMMAND = ProgramCommand("functions with loops as one kernel", _programs, 1.0)

@@ -1,0 +1,30 @@
+"""Functions as kernels of lanes on a GPU, against ``jax.vmap``."""
+
+import jax
+import pytest
+from lane_functions import gradients, table
+from numerics import on_gpu
+from test_lanes import assert_close, gradient_by, mapped_by, raw
+
+import jax_tilekern as jtk
+
+if not on_gpu():
+    pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)
+
+
+@pytest.mark.parametrize("name", table())
+def test_is_vmap(name):
+    ours, args = mapped_by(table()[name], jtk.kernel)
+    theirs, _ = mapped_by(table()[name], jax.vmap)
+    with jtk.strict():
+        found = jax.jit(ours)(*args)
+    assert_close(raw(found), raw(jax.jit(theirs)(*args)))
+
+
+@pytest.mark.parametrize("name", gradients())
+def test_gradient_is_that_of_vmap(name):
+    ours, args = gradient_by(gradients()[name], jtk.kernel)
+    theirs, _ = gradient_by(gradients()[name], jax.vmap)
+    with jtk.strict():
+        found = jax.tree.leaves(jax.jit(ours)(*args))
+    assert_close(found, jax.tree.leaves(jax.jit(theirs)(*args)))
