@@ -7,6 +7,7 @@ PTX instructions.
 
 import contextlib
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -99,6 +100,8 @@ def as_cpp(text):
         flags=re.M,
     )
     text = re.sub(r"__shared__( alignas\(\d+\))?", r"\1 static", text)
+    # g++ does not take the address of a function with a pack of constants.
+    text = re.sub(r"const __grid_constant__ (\w+)\.\.\.", r"\1...", text)
     # Headers are found by their whole names alone.
     text = re.sub(r'#( *)include "([^"]+)"', r"#\1include <\2>", text)
     return text.replace("__align__(", "alignas(")
@@ -151,7 +154,7 @@ int main(int, char** arguments) {{
 }}
 """
     digest = hashlib.sha256(repr((SALT, main, sources, sorted(texts.items()), options)).encode())
-    for path in sorted(EMULATOR.iterdir()):
+    for path in (Path(__file__), *sorted(EMULATOR.iterdir())):
         digest.update(path.read_bytes())
     folder = Path(tempfile.gettempdir()) / "jax_tilekern_emulated" / digest.hexdigest()[:24]
     program = folder / "program"
@@ -162,22 +165,29 @@ int main(int, char** arguments) {{
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(as_cpp(text))
     (folder / "main.cc").write_text(main)
+    part = folder / f"part{os.getpid()}"
     command = [
         COMPILER, "-std=c++20", "-O2", "-w", "-no-pie", "-fno-strict-aliasing",
         f"-I{folder / 'include'}", f"-I{EMULATOR}", *options,
         # Fortified functions end a program that jumps from one stack to another.
-        "-U_FORTIFY_SOURCE", folder / "main.cc", "-o", folder / "part",
+        "-U_FORTIFY_SOURCE", folder / "main.cc", "-o", part,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{names}: {done.stderr[:6000]}")
     # Another process may build the same program.
-    (folder / "part").rename(program)
+    part.rename(program)
     return program
 
 
-def run_plan(plan, recorded, operands, results, *, late=False, backwards=False, options=()):
-    """Run a launch plan on arrays; return its results, arrays of these shapes and types."""
+def run_plan(
+    plan, recorded, operands, results, *, aliases=None, late=(), backwards=False, options=()
+):
+    """Run a launch plan on arrays; return its results, arrays of these shapes and types.
+
+    ``aliases`` has operands whose buffers are those of results. ``late`` has "reads", or "writes",
+    or both: asynchronous operations that take place when they are waited for (threads.h).
+    """
     requests = list(dict.fromkeys(_request(recorded, launch) for launch in plan.launches))
     program = build(requests, *options)
     poison = [np.full(size, 0xA5, np.uint8) for size in plan.workspace_bytes]
@@ -186,11 +196,15 @@ def run_plan(plan, recorded, operands, results, *, late=False, backwards=False, 
         np.frombuffer(b"\xff" * (np.prod(shape, dtype=int) * np.dtype(dtype).itemsize), dtype)
         for shape, dtype in results
     ]
-    buffers = [*map(np.ascontiguousarray, operands), *outputs, *poison]
+    operands = [*map(np.ascontiguousarray, operands)]
+    for operand, result in (aliases or {}).items():
+        outputs[result] = operands[operand]
+    buffers = [*operands, *outputs, *poison]
     with tempfile.TemporaryDirectory() as folder:
         for i, buffer in enumerate(buffers):
             (Path(folder) / str(i)).write_bytes(buffer.tobytes())
-        numbers = [int(late), int(backwards), folder, *_counted(b.nbytes for b in buffers)]
+        numbers = ["reads" in late, "writes" in late, backwards]
+        numbers = [*map(int, numbers), folder, *_counted(b.nbytes for b in buffers)]
         numbers.append(len(plan.launches))
         for launch in plan.launches:
             numbers += [requests.index(_request(recorded, launch)), *launch.grid, *launch.block]

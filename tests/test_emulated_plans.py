@@ -7,11 +7,18 @@ get their turns forwards or backwards. The results are the same.
 import dataclasses
 
 import emulated_plans
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from products import H100, INT8, TYPES, Product, row_major
+from emulated_gpu import emulated_gpu
+from products import BF16, F16, F32, H100, INT8, INT32, TYPES, Product, row_major
 
+import jax_tilekern as jtk
+from jax_tilekern.plans.gemm.problem import SymmetricProduct
 from jax_tilekern.plans.gemm.select import candidates
+from jax_tilekern.plans.gemm.sm90.symmetric import symmetric_candidates
+from jax_tilekern.plans.gpu import gpu_target
 from jax_tilekern.plans.launch import NoKernel
 
 pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
@@ -24,6 +31,9 @@ TOLERANCES = {
     "bf16": 2**-8, "f16": 2**-11, "tf32": 2**-10, "f32": 2**-20, "f64": 2**-48, "int8": 0,
     "fp8": 2**-20, "fp8_fast": 2**-8,
 }  # fmt: skip
+
+
+HOWS = [{}, {"late": ["reads"], "backwards": True}, {"late": ["writes"]}]
 
 
 def values(generator, shape, dtype):
@@ -64,6 +74,8 @@ def run_product(kind, shape, key, majors, **how):
         ("bf16", (300, 328, 200), "wgmma 128x160 ping-pong swapped", "mk"),
         ("f16", (129, 72, 1000), "wgmma 64x64 by 1", "mn"),
         ("tf32", (300, 328, 200), "wgmma 128x128 ping-pong", "mk"),
+        # A turn of a ping-pong consumer is one k-tile.
+        ("bf16", (328, 264, 64), "wgmma 64x64 ping-pong", "kn"),
         ("int8", (300, 328, 200), "wgmma 128x128", "mk"),
         ("fp8", (200, 136, 400), "wgmma 128x128", "kk"),
         ("fp8_fast", (200, 136, 400), "wgmma 128x128 swapped", "kk"),
@@ -77,37 +89,102 @@ def run_product(kind, shape, key, majors, **how):
 def test_products(kind, shape, key, majors):
     out, error = run_product(kind, shape, key, majors)
     assert error <= TOLERANCES[kind]
-    for how in ({"late": True}, {"late": True, "backwards": True}, {"backwards": True}):
+    for how in (*HOWS[1:], {"backwards": True}):
         again, _ = run_product(kind, shape, key, majors, **how)
         np.testing.assert_array_equal(again, out)
 
 
+@pytest.mark.parametrize(
+    ("kind", "out_type", "rows", "batch", "key"),
+    [
+        ("bf16", BF16, 648, (), "128x256"),
+        ("bf16", F32, 392, (2,), "256x128"),
+        ("f16", F16, 1160, (), "64x64 ping-pong"),
+        ("tf32", F32, 264, (), "128x128 ping-pong"),
+        ("int8", INT32, 272, (3,), "128x128"),
+        ("fp8", F32, 272, (), "64x128 by 1"),
+    ],
+)
+@pytest.mark.one_in(3)
+def test_symmetric_products(kind, out_type, rows, batch, key):
+    dtype, k = TYPES[kind][0], 80
+    geometry = row_major(rows, rows, k, batch=batch, rhs_k_major=True)
+    product = SymmetricProduct(geometry, dtype, dtype, out_type, kind)
+    found = symmetric_candidates(product, GPU)
+    candidate = next(x for x in found if x.key == f"symmetric wgmma {key}")
+    with emulated_plans.record() as recorded:
+        plan = candidate.plan(GPU)
+    x = values(np.random.default_rng(rows), (*batch, rows, k), dtype)
+    wide = x.astype(np.float64)
+    bound = TOLERANCES[kind] * np.abs(wide) @ np.abs(wide).swapaxes(-1, -2)
+    results = [((*batch, rows, rows), out_type)]
+    for how in HOWS:
+        (out,) = emulated_plans.run_plan(plan, recorded, [x, x], results, **how)
+        assert np.all(np.abs(out.astype(np.float64) - wide @ wide.swapaxes(-1, -2)) <= bound)
+        np.testing.assert_array_equal(out, out.swapaxes(-1, -2))
+
+
 FAULTS = {
     "a stage is released while MMAs read it": (
-        "gemm/sm90/consumer.cuh", "warpgroup_wait<1>();", "warpgroup_wait<2>();",
+        ["reads"], "gemm/sm90/consumer.cuh", "warpgroup_wait<1>();", "warpgroup_wait<2>();",
     ),
     "results are staged while TMA reads the buffer": (
-        "gemm/sm90/store.cuh", "tma_store_wait_read<kSubtileBuffers - 1>();", "(void)0;",
+        ["reads"], "gemm/sm90/store.cuh", "tma_store_wait_read<kSubtileBuffers - 1>();", "(void)0;",
     ),
     "a k-tile is multiplied before it has come in": (
-        "gemm/sm90/consumer.cuh", "wait_full(state);\n    mma_.t", "stage(0);\n    mma_.t",
+        ["writes"], "gemm/sm90/consumer.cuh",
+        "wait_full(state);\n    mma_.t", "stage(0);\n    mma_.t",
     ),
-    "a wrong distance of groups of rows": ("wgmma.cuh", "1024ull", "2048ull"),
+    "a wrong distance of groups of rows": ([], "wgmma.cuh", "1024ull", "2048ull"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.thorough
 def test_faults_are_found(monkeypatch, fault):
-    file, right, wrong = FAULTS[fault]
+    late, file, right, wrong = FAULTS[fault]
     assert right in (emulated_plans.ROOT / "ffi" / "cuda" / file).read_text()
     as_cpp = emulated_plans.as_cpp
     monkeypatch.setattr(emulated_plans, "as_cpp", lambda text: as_cpp(text.replace(right, wrong)))
     monkeypatch.setattr(emulated_plans, "SALT", fault)
     try:
-        _, error = run_product("bf16", (300, 328, 700), "wgmma 128x256", "kn", late=True)
+        _, error = run_product("bf16", (300, 328, 700), "wgmma 128x256", "kn", late=late)
     except RuntimeError as failure:
         message = str(failure)
     else:
         message = "emulated kernel" if error > TOLERANCES["bf16"] else ""
     assert "emulated kernel" in message
+
+
+def operands_of(*shapes, dtype=np.float32):
+    generator = np.random.default_rng(sum(map(sum, shapes)))
+    return [jnp.asarray(generator.normal(size=shape), dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.one_in(2)
+def test_product_with_its_own_transpose(how):
+    """Half of it is computed, also under ``vmap``; its derivatives are ordinary products."""
+    (x,) = operands_of((2, 264, 136), dtype=jnp.bfloat16)
+    function = jax.jit(jax.vmap(lambda x: jtk.matmul(x, x.T, precision="highest")))
+    with emulated_gpu(**how) as ran:
+        out = np.asarray(function(x), np.float64)
+    assert [plan.name for plan in ran] == ["wgmma_symmetric_matmul bf16"]
+    wide = np.asarray(x, np.float64)
+    bound = TOLERANCES["bf16"] * np.abs(wide) @ np.abs(wide).swapaxes(-1, -2)
+    assert np.all(np.abs(out - wide @ wide.swapaxes(-1, -2)) <= bound)
+    # An operand of the epilogue need not be symmetric.
+    (y,) = operands_of((264,))
+    with_bias = jax.jit(lambda x, y: jtk.matmul(x, x.T, epilogue=jnp.add, operands=[y]))
+    with emulated_gpu(**how) as ran:
+        out = np.asarray(with_bias(x[0], y), np.float64)
+    assert not any("symmetric" in plan.name for plan in ran)
+    expected = wide[0] @ wide[0].T + np.asarray(y, np.float64)
+    assert np.all(np.abs(out - expected) <= bound[0] + TOLERANCES["bf16"] * np.abs(expected))
+
+
+def test_a_symmetric_kernel_is_not_chosen_by_default():
+    (x,) = operands_of((1024, 512), dtype=jnp.bfloat16)
+    with gpu_target(H100):
+        (choice,) = jtk.explain(jax.jit(lambda x: jtk.matmul(x, x.T)), x)
+    assert "half" not in choice.reason

@@ -39,8 +39,8 @@ from jax_tilekern.plans.gemm.complex_product import (
     verdict_on_gpu,
 )
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import PairProduct, Product
-from jax_tilekern.plans.gemm.select import plan_matmul, plan_pair
+from jax_tilekern.plans.gemm.problem import PairProduct, Product, SymmetricProduct
+from jax_tilekern.plans.gemm.select import plan_matmul, plan_pair, plan_symmetric
 from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
 from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm
@@ -210,11 +210,13 @@ def state_problem(
         if found.swapped:
             left, right = right, left
         types_of = (left.aval.dtype, right.aval.dtype, out_dtype)
-        product = (
-            GroupedProduct(found.geometry, *types_of, arithmetic)
-            if isinstance(found.geometry, GroupedGeometry)
-            else Product(found.geometry, *types_of, arithmetic)
-        )
+        product: Product | GroupedProduct
+        if isinstance(found.geometry, GroupedGeometry):
+            product = GroupedProduct(found.geometry, *types_of, arithmetic)
+        elif left.value == right.value and found.geometry.is_of_transpose:
+            product = SymmetricProduct(found.geometry, *types_of, arithmetic)
+        else:
+            product = Product(found.geometry, *types_of, arithmetic)
         obstacle = platform.obstacle(product.strided)
         if obstacle is None:
             read = (left.value, right.value, *(x.value for x in bounds))
@@ -377,6 +379,8 @@ def cuda_kernel(
     planner: Callable[..., LaunchPlan | NoKernel] = plan_matmul
     if isinstance(product, PairProduct):
         planner = plan_pair
+    elif isinstance(product, SymmetricProduct):
+        planner = plan_symmetric
     elif isinstance(product, GroupedProduct):
         planner = plan_grouped_gemm
     return planned_kernel(operands, planner, product)

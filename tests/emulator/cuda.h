@@ -180,6 +180,15 @@ inline float __fsqrt_rn(float value) { return std::sqrt(value); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float rsqrtf(float value) { return 1 / std::sqrt(value); }
 inline double rsqrt(double value) { return 1 / std::sqrt(value); }
+// By Newton's method on erf, from an approximation (Winitzki 2008).
+inline double erfinv(double y) {
+  if (!(std::abs(y) < 1)) return std::abs(y) == 1 ? y * HUGE_VAL : NAN;
+  const double log = std::log1p(-y * y), half = 2 / (M_PI * 0.147) + log / 2;
+  double x = std::copysign(std::sqrt(std::sqrt(half * half - log / 0.147) - half), y);
+  for (int i = 0; i < 4; ++i) x -= (std::erf(x) - y) / (M_2_SQRTPI * std::exp(-x * x));
+  return x;
+}
+inline float erfinvf(float y) { return static_cast<float>(erfinv(y)); }
 using std::isfinite, std::isinf, std::isnan, std::signbit;
 inline std::uint64_t __cvta_generic_to_shared(const void* pointer) {
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);

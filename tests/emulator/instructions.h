@@ -144,7 +144,7 @@ inline void copy_async(uint32_t barrier, int bytes, Action copy) {
     copy();
     update(barrier, 0, -bytes);
   };
-  if (late) {
+  if (late_writes) {
     arriving[barrier].push_back(whole);
     progress = true;
   } else {
@@ -380,11 +380,13 @@ template <typename Source>
 void copy_to_shared(uint32_t to, Source from, int bytes, int read) {
   if (read < 0 || read > bytes) fail("a copy of an impossible size");
   const char* source = global_at(from, bytes);
-  running->copies.add([=] {
-    char* target = shared_at(to, bytes);
-    std::memset(target, 0, bytes);
-    std::memcpy(target, source, read);
-  });
+  running->copies.add(
+      [=] {
+        char* target = shared_at(to, bytes);
+        std::memset(target, 0, bytes);
+        std::memcpy(target, source, read);
+      },
+      late_writes);
 }
 
 // Rows of four 8x8 matrices of 16-bit elements, whose addresses lanes give.
@@ -464,7 +466,7 @@ struct Ptx {
       const auto map = *reinterpret_cast<const TensorMap*>(OP(0));
       const std::array<int32_t, 5> origin = {OP(1), OP(2), OP(3), OP(4), OP(5)};
       const uint32_t from = OP(6);
-      running->bulk_stores.add([=] { store_tile(from, map, origin); });
+      running->bulk_stores.add([=] { store_tile(from, map, origin); }, late_reads);
     } else if constexpr (has("cp.async.bulk.commit_group")) {
       running->bulk_stores.commit();
     } else if constexpr (has("cp.async.bulk.wait_group")) {
@@ -480,7 +482,8 @@ struct Ptx {
     } else if constexpr (has("cp.async") && has(", 16, %2")) {
       copy_to_shared(OP(0), OP(1), 16, OP(2));
     } else if constexpr (has("wgmma.commit_group")) {
-      progress = true;
+      // The instruction is aligned: the lanes of a warp execute it together.
+      wait(cta().warps[warp()]);
       running->mmas.commit();
     } else if constexpr (has("wgmma.wait_group")) {
       wait_for_mmas(OP(0));
@@ -610,18 +613,20 @@ struct Ptx {
   static void run_wgmma(Sum (&sums)[kCount], uint64_t lhs, uint64_t rhs, int accumulate,
                         const char* spelling, const char* flags) {
     const int first_row = warp() % 4 * 16;
-    running->mmas.add([=, &sums] {
-      const WgmmaTypes types(spelling, flags);
-      const int bytes = bytes_of(types.lhs);
-      const Matrix left(lhs);
-      wgmma(
-          sums, kCount, types,
-          [&](int row, int k) {
-            return types.lhs_mn_major ? left.mn_major((first_row + row) * bytes, k, bytes)
-                                      : left.k_major(first_row + row, k * bytes, bytes);
-          },
-          Matrix(rhs), accumulate != 0);
-    });
+    running->mmas.add(
+        [=, &sums] {
+          const WgmmaTypes types(spelling, flags);
+          const int bytes = bytes_of(types.lhs);
+          const Matrix left(lhs);
+          wgmma(
+              sums, kCount, types,
+              [&](int row, int k) {
+                return types.lhs_mn_major ? left.mn_major((first_row + row) * bytes, k, bytes)
+                                          : left.k_major(first_row + row, k * bytes, bytes);
+              },
+              Matrix(rhs), accumulate != 0);
+        },
+        late_reads);
   }
   template <typename Sum, std::size_t kCount>
   static void run_wgmma(Sum (&sums)[kCount], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
@@ -636,16 +641,18 @@ struct Ptx {
         return 0;
       });
     }
-    running->mmas.add([=, &sums] {
-      const WgmmaTypes types(spelling, flags);
-      const int bytes = bytes_of(types.lhs);
-      wgmma(
-          sums, kCount, types,
-          [&](int r, int k) {
-            return reinterpret_cast<const char*>(rows[r >= 8].data()) + k * bytes;
-          },
-          Matrix(rhs), accumulate != 0);
-    });
+    running->mmas.add(
+        [=, &sums] {
+          const WgmmaTypes types(spelling, flags);
+          const int bytes = bytes_of(types.lhs);
+          wgmma(
+              sums, kCount, types,
+              [&](int r, int k) {
+                return reinterpret_cast<const char*>(rows[r >= 8].data()) + k * bytes;
+              },
+              Matrix(rhs), accumulate != 0);
+        },
+        late_reads);
   }
 
   template <typename... R>

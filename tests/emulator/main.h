@@ -1,6 +1,6 @@
 // Runs a launch plan that tests/emulated_plans.py describes in a file of numbers:
-//   late backwards folder; sizes of buffers; and for each launch the kernel's number, grid, block,
-//   cluster, shared memory, repeats, and parameters.
+//   late_reads late_writes backwards folder; sizes of buffers; and for each launch the kernel's
+//   number, grid, block, cluster, shared memory, repeats, and parameters.
 // Buffers are read from files `0`, `1`, ... of the folder, and written back.
 #pragma once
 
@@ -76,7 +76,8 @@ inline Parameter read_parameter(Plan& plan) {
 template <typename LaunchKernel>
 int run_plan(const char* path, const LaunchKernel& launch_kernel) {
   Plan plan{std::ifstream(path)};
-  late = plan.number();
+  late_reads = plan.number();
+  late_writes = plan.number();
   backwards = plan.number();
   std::string folder;
   plan.in >> folder;

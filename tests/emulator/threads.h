@@ -33,9 +33,10 @@ struct Dim3 {
   std::_Exit(3);
 }
 
-// Whether asynchronous operations take place when they are issued, or when they are waited for: a
-// right kernel gives the same results.
-inline bool late;
+// Whether asynchronous operations take place when they are issued, or when they are waited for:
+// those that read shared memory (MMAs, stores by TMA), and those that write it (copies). A right
+// kernel gives the same results.
+inline bool late_reads, late_writes;
 // The order in which threads get their turns: forwards or backwards.
 inline bool backwards;
 
@@ -50,7 +51,7 @@ using Action = std::function<void()>;
 // Asynchronous operations of one thread: those since the last commit, and groups in their order.
 class Groups {
  public:
-  void add(Action action) {
+  void add(Action action, bool late) {
     if (late) {
       open_.push_back(std::move(action));
     } else {
@@ -96,8 +97,8 @@ struct Thread {
 
 inline constexpr int kWindowBits = 18;
 inline constexpr std::uint32_t kWindow = 1u << kWindowBits;
-// Not where programs and their static variables are loaded.
-inline constexpr std::uint32_t kShared = 0x40000000;
+// Behind programs, their static variables, and their heaps, which start at most 1 GB later.
+inline constexpr std::uint32_t kShared = 0x90000000;
 
 struct Cta {
   unsigned rank;

@@ -44,6 +44,12 @@ class MatmulGeometry:
         return self.lhs_strides[-1] == 1
 
     @property
+    def is_of_transpose(self) -> bool:
+        """Whether ``rhs`` is the transpose of ``lhs``, if both have the same address."""
+        *batch, m, k = self.lhs_strides
+        return self.m == self.n and self.rhs_strides == (*batch, k, m)
+
+    @property
     def without_unit_stride(self) -> str | None:
         """Why kernels that need a unit stride in each matrix do not take it, or ``None``."""
         for name, strides in (("lhs", self.lhs_strides), ("rhs", self.rhs_strides)):

@@ -165,6 +165,11 @@ class PairProduct(Product):
         return super().memory_cycles(gpu) + rhs / gpu.rates.memory_bandwidth
 
 
+@dataclass(frozen=True)
+class SymmetricProduct(Product):
+    """A product whose result is symmetric, and so is what its epilogue makes of it."""
+
+
 def copy_cycles(bytes_: int, gpu: Gpu) -> float:
     """Estimate a further launch that reads and writes so many bytes each."""
     rates = gpu.rates

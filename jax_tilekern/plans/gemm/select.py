@@ -13,16 +13,17 @@ import math
 
 from jax_tilekern.plans.candidate import CostedCandidate, fused_plan, ranked_candidates
 from jax_tilekern.plans.gemm.epilogue import EpilogueArray
-from jax_tilekern.plans.gemm.problem import PairProduct, Product, copy_cycles
+from jax_tilekern.plans.gemm.problem import PairProduct, Product, SymmetricProduct, copy_cycles
 from jax_tilekern.plans.gemm.sm80.candidates import MMA
 from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
 from jax_tilekern.plans.gemm.sm90.emulated import EMULATED
 from jax_tilekern.plans.gemm.sm90.pair import pair_candidates
+from jax_tilekern.plans.gemm.sm90.symmetric import symmetric_candidates
 from jax_tilekern.plans.gemm.small.candidates import SMALL
 from jax_tilekern.plans.gemm.vector_product import vector_product_candidates
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
-from jax_tilekern.plans.policy import choose, plan_choice, workload
+from jax_tilekern.plans.policy import choose, current_policy, plan_choice, workload
 from jax_tilekern.plans.tuned import tuned_plan
 
 _FAMILIES = (WGMMA, EMULATED, SMALL, MMA)
@@ -59,6 +60,23 @@ def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
     if product.epilogue is not None:
         return fused_plan(found, gpu)
     return plan_choice(workload.of_product(product), found, gpu)
+
+
+def plan_symmetric(product: SymmetricProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Plan and compile a product whose result is symmetric.
+
+    No GPU's data has times of kernels that compute half of it. ``policy("kernels")`` takes one
+    where it is predicted to be faster than a kernel that computes all of it.
+    """
+    of_epilogue = product.epilogue
+    if current_policy() == "kernels" and not (of_epilogue and of_epilogue.operands):
+        halves, wholes = symmetric_candidates(product, gpu), candidates(product, gpu)
+        if not isinstance(halves, NoKernel):
+            least = math.inf if isinstance(wholes, NoKernel) else wholes[0].cycles
+            faster = sorted((x for x in halves if x.cycles < least), key=lambda x: x.cycles)
+            if faster:
+                return fused_plan(faster, gpu) if of_epilogue else faster[0].plan(gpu)
+    return plan_matmul(product, gpu)
 
 
 # The share of the time of writing a result that kernels took beyond their estimates (H100).

@@ -159,6 +159,7 @@ class DynamicPersistentScheduler {
   using Ring = WorkTileRing<config>;
 
  public:
+  static constexpr bool kMirrors = false;
   static constexpr bool kDynamic = true;
   static constexpr bool kPartialN = Tiles::kPartialN;
   static constexpr bool kPartialK = Tiles::kPartialK;
@@ -192,6 +193,7 @@ class DynamicPersistentScheduler {
   int k_tiles() const { return tile().k_tiles; }
   int columns() const { return tile().partial; }
   int skipped_k() const { return tile().partial; }
+  static bool is_mirrored(const WorkTile&) { return false; }
 
   void release() const { params_.ring.release(state_); }
 

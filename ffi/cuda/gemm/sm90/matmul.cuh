@@ -46,7 +46,8 @@ class WgmmaMatmul {
   static constexpr bool kClears = Mma::kFragmentSets == 2 && !kSame<Epilogue, IdentityEpilogue>;
   using Mainloop = ConsumerMainloop<Mma, config, Pipeline, Scheduler, kClears>;
   using Order = OrderedBarrier<config.consumers>;
-  using Store = TileStore<Out, config, typename Mma::Coordinates::Layout, Scheduler::kPartialN>;
+  using Store = TileStore<Out, config, typename Mma::Coordinates::Layout, Scheduler::kPartialN,
+                          Scheduler::kMirrors>;
   static constexpr int kRowBlocks = config.consumer_m() / 64;
   static_assert(config.consumers <= 2, "registers");
   // Ping-pong consumers would keep stages from each other, and hide what the epilogue reads anyway.
@@ -65,9 +66,9 @@ class WgmmaMatmul {
         pipeline_(stages_, barriers_),
         cta_(config.cluster > 1 ? cluster_cta_rank() : 0) {}
 
-  // `more_rhs` is what TmaProducer has of it.
+  // `more_rhs` is what TmaProducer has of it, and `mirror_map` what TileStore has.
   void run(const TensorMap& lhs, const TensorMap& rhs, const TensorMap& more_rhs,
-           const TensorMap& out_map, Out* out) {
+           const TensorMap& out_map, const TensorMap& mirror_map, Out* out) {
     // With a dynamic scheduler no launch overlaps: in a grouped GEMM, which none follows, ptxas
     // would serialize the MMAs for want of registers (C7511).
     if constexpr (!Scheduler::kDynamic) launch_dependents();
@@ -76,6 +77,7 @@ class WgmmaMatmul {
       prefetch_tensor_map(rhs);
       if (Scheduler::kPartialN || config.pair) prefetch_tensor_map(more_rhs);
       if (config.tma_store) prefetch_tensor_map(out_map);
+      if (Scheduler::kMirrors) prefetch_tensor_map(mirror_map);
       pipeline_.init();
       Order::init(order_);
       fence_barrier_init();
@@ -94,7 +96,7 @@ class WgmmaMatmul {
       }
     } else {
       warpgroup_reg_alloc<config.consumers == 1 ? 248 : 232>();
-      consume(out_map, out, warpgroup);
+      consume(out_map, mirror_map, out, warpgroup);
     }
     // CTAs of a cluster arrive at each other's barriers to the end, so none may exit before. The
     // threads that had nothing to do wait for the producer and scheduling threads of their warps,
@@ -118,11 +120,11 @@ class WgmmaMatmul {
     }
   }
 
-  void consume(const TensorMap& out_map, Out* out, int consumer) {
+  void consume(const TensorMap& out_map, const TensorMap& mirror_map, Out* out, int consumer) {
     const int row = config.cooperative ? consumer * config.consumer_m() : 0;
     const int warp_row = row + threadIdx.x / 32 % 4 * 16;
-    Store store(subtiles_ + consumer * kSubtileBuffers * kSubtileBytes, 1 + consumer, out_map, out,
-                shape_);
+    Store store(subtiles_ + consumer * kSubtileBuffers * kSubtileBytes, 1 + consumer, out_map,
+                mirror_map, out, shape_);
     Mainloop mainloop(pipeline_, row, warp_row);
     typename Pipeline::State state;
     Order order(order_, consumer);
@@ -164,8 +166,11 @@ class WgmmaMatmul {
       }
       if constexpr (Epilogue::kStores) {
         const int (&batch)[kMaxTmaBatchDims] = work.out_batch;
-        store.store(mainloop.mma().result(),
-                    {work.m + row, work.n, {batch[0], batch[1], batch[2]}, scheduler.columns()});
+        store.store(mainloop.mma().result(), {work.m + row,
+                                              work.n,
+                                              {batch[0], batch[1], batch[2]},
+                                              scheduler.columns(),
+                                              Scheduler::is_mirrored(work)});
       }
     }
     store.flush();
@@ -242,7 +247,7 @@ __global__ void __launch_bounds__(config.threads(), 1)
   using Scheduler = StaticPersistentScheduler<config>;
   WgmmaMatmul<OperandTypes<Lhs>, OperandTypes<Rhs>, Out, config, Scheduler, Epilogue>(
       shape, {shape}, Epilogue{operands...})
-      .run(lhs, rhs, rhs, out_map, out);
+      .run(lhs, rhs, rhs, out_map, out_map, out);
 }
 
 // Two products of one lhs: `second_rhs` has the strides of `rhs`, and the epilogue is a function of
@@ -260,7 +265,24 @@ __global__ void __launch_bounds__(config.threads(), 1)
   using Scheduler = StaticPersistentScheduler<config>;
   WgmmaMatmul<OperandTypes<Lhs>, OperandTypes<Rhs>, Out, config, Scheduler, Epilogue>(
       shape, {shape}, Epilogue{operands...})
-      .run(lhs, rhs, second_rhs, out_map, out);
+      .run(lhs, rhs, second_rhs, out_map, out_map, out);
+}
+
+// A product whose output is symmetric, and so is what the epilogue makes of it. `mirror_map` is the
+// output in TMA tiles of mirrored subtiles.
+template <typename Lhs, typename Rhs, typename Out, WgmmaConfig config,
+          class Epilogue = IdentityEpilogue, typename... Operands>
+__global__ void __launch_bounds__(config.threads(), 1)
+    wgmma_symmetric_matmul(const __grid_constant__ TensorMap lhs,
+                           const __grid_constant__ TensorMap rhs,
+                           const __grid_constant__ TensorMap out_map, Out* out,
+                           const __grid_constant__ TensorMap mirror_map,
+                           const __grid_constant__ WgmmaShape shape,
+                           const __grid_constant__ Operands... operands) {
+  using Scheduler = StaticPersistentScheduler<config, SymmetricTiles<config>>;
+  WgmmaMatmul<OperandTypes<Lhs>, OperandTypes<Rhs>, Out, config, Scheduler, Epilogue>(
+      shape, {shape}, Epilogue{operands...})
+      .run(lhs, rhs, rhs, out_map, mirror_map, out);
 }
 
 // Split-float16 emulation of float32: operands that split_float32() took apart. If their parts are
@@ -284,7 +306,7 @@ __global__ void __launch_bounds__(config.threads(), 1)
   using Scaled = ComposedEpilogue<ScaleByExponents, Epilogue>;
   WgmmaMatmul<Operand, Operand, float, config, Scheduler, Scaled>(
       shape, {shape}, Scaled{{lhs_exponents, rhs_exponents, strides}, Epilogue{operands...}})
-      .run(lhs, rhs, rhs, out_map, out);
+      .run(lhs, rhs, rhs, out_map, out_map, out);
 }
 
 }  // namespace tilekern

@@ -70,7 +70,8 @@ class MainloopPipeline {
 //
 // It also keeps a consumer from falling behind: the parity of a stage's barrier tells only
 // neighbouring rounds of the ring apart, so a consumer waits for its tile's stages no earlier than
-// all stages of the tile before have come in.
+// all stages of the tile before have come in. For the same reason each warp of a consumer arrives:
+// no warp may still wait for a turn whose end another warp has told.
 template <int kConsumers>
 class OrderedBarrier {
  public:
@@ -81,7 +82,7 @@ class OrderedBarrier {
 
   static void init(uint32 barriers) {
 #pragma unroll
-    for (int i = 0; i < kConsumers; ++i) mbarrier_init(barriers + i * kBarrierBytes, 1);
+    for (int i = 0; i < kConsumers; ++i) mbarrier_init(barriers + i * kBarrierBytes, 4);
   }
 
   // Whether the next work tile is this consumer's.
@@ -98,7 +99,7 @@ class OrderedBarrier {
 
   static void arrive(uint32 barriers, int consumer) {
     const int next = consumer + 1 == kConsumers ? 0 : consumer + 1;
-    if (threadIdx.x % 128 == 0) mbarrier_arrive(barriers + next * kBarrierBytes);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(barriers + next * kBarrierBytes);
   }
 
  private:

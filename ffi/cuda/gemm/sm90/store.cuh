@@ -24,11 +24,13 @@ struct OutputOrigin {
   int batch[kMaxTmaBatchDims];
   // How many columns of a tile that may be partial are stored.
   int columns;
+  // Whether the transpose is stored, too, at the transposed place.
+  bool mirrored;
 };
 
 // `Layout` is the accumulators' (WgmmaAccumulatorLayout). kPartialN says that some of a
-// tile's columns may not be its own.
-template <typename Out, WgmmaConfig config, class Layout, bool kPartialN>
+// tile's columns may not be its own, and kMirrors that tiles may be mirrored.
+template <typename Out, WgmmaConfig config, class Layout, bool kPartialN, bool kMirrors>
 class TileStore {
   static constexpr bool kPairedRows = Layout::kPairedRows;
   static constexpr int kSize = sizeof(Out);
@@ -36,11 +38,13 @@ class TileStore {
   // A TMA tile of the output, as `plans/gemm/sm90/tiling.py` has it; a subtile has 64 rows of M.
   static constexpr int kRowElements = kSubtileRowBytes / kSize;
   static constexpr int kColumns = kMajorM ? gcd(config.out_n(), kRowElements) : kRowElements;
-  static constexpr int kTmaTiles = kMajorM ? 64 / kRowElements : 1;
+  template <bool kAlongM>
+  static constexpr int kTmaTiles = kAlongM ? 64 / kRowElements : 1;
   static constexpr int kTmaTileBytes = kColumns * kSubtileRowBytes;
   // Rows of a subtile along the output's unit stride.
   static constexpr int kStoredRows = kMajorM ? kColumns : 64;
   static_assert(kMajorM || !kPartialN);
+  static_assert(!kMirrors || (config.tma_store && !kMajorM && !kPairedRows && !kPartialN));
   static_assert(kSubtileBuffers == 2, "buffers alternate");
   static_assert(config.out_n() % kColumns == 0 && kColumns % 16 == 0);
   // Two-byte results are stored by stmatrix, unless pairs of rows are adjacent in memory anyway.
@@ -65,21 +69,17 @@ class TileStore {
   static constexpr bool kWholeOnly = config.promote;
 
  public:
-  // `barrier` is the consumer's named barrier.
-  TileStore(uint32 buffers, int barrier, const TensorMap& map, Out* out, const WgmmaShape& shape)
-      : map_(map), out_(out), shape_(shape), buffers_(buffers), barrier_(barrier) {
-    const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 % 4 * 16;
-    const int g = lane / 4, t = lane % 4;
+  // `barrier` is the consumer's named barrier. `mirror_map` is that of mirrored tiles.
+  TileStore(uint32 buffers, int barrier, const TensorMap& map, const TensorMap& mirror_map,
+            Out* out, const WgmmaShape& shape)
+      : map_(map),
+        mirror_map_(mirror_map),
+        out_(out),
+        shape_(shape),
+        buffers_(buffers),
+        barrier_(barrier),
+        lane_offset_(lane_offset<kMajorM>()) {
     leader_ = threadIdx.x % 128 == 0;
-    if constexpr (kMatrices) {
-      // Lanes 8i to 8i+7 give the addresses of matrix i: rows of two blocks of 8 columns by 16
-      // rows.
-      const int half = lane / 8 % 2, block = lane / 16, line = lane % 8;
-      lane_offset_ = kMajorM ? offset(first_row + 8 * half, 8 * block + line)
-                             : offset(first_row + Layout::row_of(line, half), 8 * block);
-    } else {
-      lane_offset_ = offset(first_row + Layout::row_of(g, 0), 2 * t);
-    }
   }
 
   // Stores a work tile's results, or has them wait. Nothing may be waiting: flush() is called
@@ -88,6 +88,7 @@ class TileStore {
   void store(const Accumulator (&accumulators)[kRowBlocks][kCount], const OutputOrigin& origin) {
     origin_ = origin;
     next_ = 0;
+    if constexpr (kMirrors) end_ = origin.mirrored ? 2 * kTileSubtiles : kTileSubtiles;
     if constexpr (kDeferred) {
 #pragma unroll
       for (int i = 0; i < kResultWords; ++i) {
@@ -95,22 +96,9 @@ class TileStore {
         results_[i] = packed(pair[0], pair[1]).words[0];
       }
     } else {
-#pragma unroll
-      for (int i = 0; i < kTileSubtiles; ++i) {
-        store_subtile<false>([&](uint32 buffer) {
-          const Accumulator* first =
-              accumulators[i / kSubtilesPerRowBlock] + i % kSubtilesPerRowBlock * kColumns / 2;
-#pragma unroll
-          for (int block = 0; block < kColumns / 8; block += 2) {
-            const Accumulator* pair = first + 4 * block;
-            if constexpr (kMatrices) {
-              stage_matrices(buffer + at_block(block), pair);
-            } else {
-              stage_block(buffer + at_block(block), pair);
-              stage_block(buffer + at_block(block + 1), pair + 4);
-            }
-          }
-        });
+      store_all<kMajorM>(accumulators);
+      if constexpr (kMirrors) {
+        if (origin.mirrored) store_all<true>(accumulators);
       }
     }
   }
@@ -120,9 +108,8 @@ class TileStore {
     if constexpr (kDeferred) {
       const bool time = k_tiles < kManyTiles || k_tile % kStoreInterval == kStoreInterval - 1;
       if constexpr (kWholeOnly) {
-        if (next_ < kTileSubtiles && rows_from(first_column(next_)) >= kStoredRows)
-          store_next<true>();
-      } else if (time && next_ < kTileSubtiles) {
+        if (next_ < end() && rows_from(first_column(next_)) >= kStoredRows) store_next<true>();
+      } else if (time && next_ < end()) {
         store_next<false>();
       }
     }
@@ -132,7 +119,7 @@ class TileStore {
   void flush() {
     if constexpr (kDeferred) {
 #pragma unroll 1
-      while (next_ < kTileSubtiles) store_next<false>();
+      while (next_ < end()) store_next<false>();
     }
   }
 
@@ -144,8 +131,46 @@ class TileStore {
  private:
   void sync() const { sync_consumer(barrier_); }
 
+  template <bool kAlongM, typename Accumulator, int kCount>
+  void store_all(const Accumulator (&accumulators)[kRowBlocks][kCount]) {
+#pragma unroll
+    for (int i = 0; i < kTileSubtiles; ++i) {
+      store_subtile<false, kAlongM>([&](uint32 buffer, uint32 lane_offset) {
+        const Accumulator* first =
+            accumulators[i / kSubtilesPerRowBlock] + i % kSubtilesPerRowBlock * kColumns / 2;
+#pragma unroll
+        for (int block = 0; block < kColumns / 8; block += 2) {
+          const Accumulator* pair = first + 4 * block;
+          if constexpr (kMatrices) {
+            stage_matrices<kAlongM>(buffer + at_block<kAlongM>(lane_offset, block), pair);
+          } else {
+            stage_block<kAlongM>(buffer + at_block<kAlongM>(lane_offset, block), pair);
+            stage_block<kAlongM>(buffer + at_block<kAlongM>(lane_offset, block + 1), pair + 4);
+          }
+        }
+      });
+    }
+  }
+
+  // Where the lane stages its part of a subtile, which lies along M or along N.
+  template <bool kAlongM>
+  static uint32 lane_offset() {
+    const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 % 4 * 16;
+    const int g = lane / 4, t = lane % 4;
+    if constexpr (kMatrices) {
+      // Lanes 8i to 8i+7 give the addresses of matrix i: rows of two blocks of 8 columns by 16
+      // rows.
+      const int half = lane / 8 % 2, block = lane / 16, line = lane % 8;
+      return kAlongM ? offset<kAlongM>(first_row + 8 * half, 8 * block + line)
+                     : offset<kAlongM>(first_row + Layout::row_of(line, half), 8 * block);
+    } else {
+      return offset<kAlongM>(first_row + Layout::row_of(g, 0), 2 * t);
+    }
+  }
+
+  template <bool kAlongM>
   static constexpr int offset(int row, int column) {
-    if constexpr (kMajorM) {
+    if constexpr (kAlongM) {
       const int byte = row * kSize;
       return byte / kSubtileRowBytes * kTmaTileBytes + column * kSubtileRowBytes +
              (byte % kSubtileRowBytes ^ column % 8 * 16);
@@ -156,18 +181,22 @@ class TileStore {
 
   // The lane's offset moved by blocks of 8 columns, or by a row: the XOR changes bits of the
   // swizzled part that are 0 or known in the lane's offset.
-  uint32 at_block(int block) const {
-    return kMajorM ? lane_offset_ + block * 8 * kSubtileRowBytes : lane_offset_ ^ block * 8 * kSize;
+  template <bool kAlongM>
+  static uint32 at_block(uint32 lane_offset, int block) {
+    return kAlongM ? lane_offset + block * 8 * kSubtileRowBytes : lane_offset ^ block * 8 * kSize;
   }
   static uint32 next_row(uint32 address) { return (address ^ 16) + kSubtileRowBytes; }
 
+  // The number behind that of the last subtile.
+  int end() const { return kMirrors ? end_ : kTileSubtiles; }
   static int first_column(int number) { return number % kSubtilesPerRowBlock * kColumns; }
   int rows_from(int column) const { return kPartialN ? origin_.columns - column : kStoredRows; }
 
   // Stores the next subtile, which `stage` writes to a buffer in shared memory.
-  template <bool kWhole, typename Stage>
+  template <bool kWhole, bool kAlongM, typename Stage>
   void store_subtile(const Stage& stage) {
-    const int row = next_ / kSubtilesPerRowBlock * 64, first = first_column(next_);
+    const int number = kMirrors ? next_ % kTileSubtiles : next_;
+    const int row = number / kSubtilesPerRowBlock * 64, first = first_column(number);
     const int rows = rows_from(first);
     ++next_;
     if (kPartialN && rows <= 0) return;
@@ -175,11 +204,11 @@ class TileStore {
     buffer_ ^= 1;
     if (config.tma_store && leader_) tma_store_wait_read<kSubtileBuffers - 1>();
     sync();
-    stage(buffer);
+    stage(buffer, kAlongM == kMajorM ? lane_offset_ : lane_offset<kAlongM>());
     if (kWhole || (config.tma_store && rows >= kStoredRows)) {
       fence_async_proxy();
       sync();
-      if (leader_) tma_store_subtile(buffer, row, first);
+      if (leader_) tma_store_subtile<kAlongM>(buffer, row, first);
     } else {
       sync();
       copy_subtile(buffer, row, first, rows);
@@ -191,14 +220,25 @@ class TileStore {
 
   template <bool kWhole>
   void store_next() {
-    const int number = next_;
-    store_subtile<kWhole>([&](uint32 buffer) {
+    if constexpr (kMirrors) {
+      if (next_ >= kTileSubtiles) {
+        store_next_waiting<kWhole, true>(next_ - kTileSubtiles);
+        return;
+      }
+    }
+    store_next_waiting<kWhole, kMajorM>(next_);
+  }
+
+  template <bool kWhole, bool kAlongM>
+  void store_next_waiting(int number) {
+    store_subtile<kWhole, kAlongM>([&](uint32 buffer, uint32 lane_offset) {
 #pragma unroll
       for (int i = 0; i < kTileSubtiles; ++i) {
         if (number == i) {
 #pragma unroll
           for (int pair = 0; pair < kSubtileWords / 4; ++pair) {
-            stage_words(buffer + at_block(2 * pair), results_ + i * kSubtileWords + 4 * pair);
+            stage_words<kAlongM>(buffer + at_block<kAlongM>(lane_offset, 2 * pair),
+                                 results_ + i * kSubtileWords + 4 * pair);
           }
         }
       }
@@ -206,26 +246,27 @@ class TileStore {
   }
 
   // Writes two blocks of 8 columns of two-byte results at once.
-  template <typename Accumulator>
+  template <bool kAlongM, typename Accumulator>
   static void stage_matrices(uint32 address, const Accumulator* accumulators) {
     uint32 words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       words[i] = packed(accumulators[2 * i], accumulators[2 * i + 1]).words[0];
-    stage_words(address, words);
+    stage_words<kAlongM>(address, words);
   }
+  template <bool kAlongM>
   static void stage_words(uint32 address, const uint32* four) {
     const uint32 words[4] = {four[0], four[1], four[2], four[3]};
-    if constexpr (kMajorM) {
+    if constexpr (kAlongM) {
       stmatrix_trans(address, words);
     } else {
       stmatrix(address, words);
     }
   }
 
-  template <typename Accumulator>
+  template <bool kAlongM, typename Accumulator>
   static void stage_block(uint32 address, const Accumulator* accumulators) {
-    if constexpr (!kMajorM) {
+    if constexpr (!kAlongM) {
       stage_pair(address, accumulators[0], accumulators[1]);
       stage_pair(kPairedRows ? next_row(address) : address + 8 * kSubtileRowBytes, accumulators[2],
                  accumulators[3]);
@@ -259,12 +300,14 @@ class TileStore {
     return pair;
   }
 
+  template <bool kAlongM>
   void tma_store_subtile(uint32 buffer, int row, int first) const {
     const int (&batch)[kMaxTmaBatchDims] = origin_.batch;
 #pragma unroll
-    for (int tile = 0; tile < kTmaTiles; ++tile) {
+    for (int tile = 0; tile < kTmaTiles<kAlongM>; ++tile) {
       const int m = origin_.m + row + tile * kRowElements, n = origin_.n + first;
-      tma_store(map_, {{kMajorM ? m : n, kMajorM ? n : m, batch[2], batch[1], batch[0]}},
+      tma_store(kAlongM == kMajorM ? map_ : mirror_map_,
+                {{kAlongM ? m : n, kAlongM ? n : m, batch[2], batch[1], batch[0]}},
                 buffer + tile * kTmaTileBytes);
     }
   }
@@ -287,7 +330,7 @@ class TileStore {
       const int m = origin_.m + first_row + row, n = origin_.n + first + column;
       if (line < rows && m < shape_.m && n < shape_.n) {
         const int64 at = kMajorM ? n * shape_.out_stride + m : m * shape_.out_stride + n;
-        copy_run<kRun>(target + at, buffer + offset(row, column));
+        copy_run<kRun>(target + at, buffer + offset<kMajorM>(row, column));
       }
     }
   }
@@ -304,6 +347,7 @@ class TileStore {
   }
 
   const TensorMap& map_;
+  const TensorMap& mirror_map_;
   Out* out_;
   const WgmmaShape& shape_;
   uint32 buffers_;
@@ -314,6 +358,7 @@ class TileStore {
   OutputOrigin origin_;
   uint32 results_[kResultWords];
   int next_ = kTileSubtiles;
+  int end_ = kTileSubtiles;
   int barrier_;
   uint32 lane_offset_;
   bool leader_;

@@ -22,6 +22,8 @@
 //   kDynamic                       whether a thread has to find the work tiles
 //   kPartialN                      whether columns() counts: the tile may need a part of rhs
 //   kPartialK                      whether skipped_k() counts, or k_tiles() may be 0
+//   kMirrors                       whether the output is symmetric
+//   is_mirrored(work)              whether a tile is stored transposed, too; false unless kMirrors
 //   kColumnStep                    the producer loads and the consumers multiply columns of a
 //                                  partial tile in multiples of it; otherwise it is block_n
 //   kTmaColumnStep, kTmaColumns    if kPartialN: columns of a short and a long TMA tile of rhs
@@ -36,6 +38,8 @@ namespace tilekern {
 // batch, then of the next split-K part.
 template <WgmmaConfig config>
 struct DenseTiles {
+  static constexpr bool kMirrors = false;
+
   // The tile of a CTA of the cluster.
   static WorkTile work_tile(const WgmmaShape& shape, int number, int cta) {
     const int tiles = shape.tiles_m * shape.tiles_n;
@@ -60,14 +64,61 @@ struct DenseTiles {
     const int split = number / (shape.batches * shape.tiles_m * shape.tiles_n);
     return min_of(shape.split_k_tiles, shape.k_tiles - split * shape.split_k_tiles);
   }
+
+  static bool is_mirrored(const WorkTile&) { return false; }
+};
+
+// The work tiles of a symmetric output: those of the blocks on and below its diagonal. A block is
+// square, of one tile or two.
+template <WgmmaConfig config>
+struct SymmetricTiles {
+  static constexpr bool kMirrors = true;
+  static constexpr int kBlock = max_of(config.block_m, config.block_n);
+  static constexpr int kTilesM = kBlock / config.block_m, kTilesN = kBlock / config.block_n;
+  static_assert(config.cluster == 1 && !config.pair);
+  static_assert(kTilesM * config.block_m == kBlock && kTilesN * config.block_n == kBlock);
+
+  static WorkTile work_tile(const WgmmaShape& shape, int number, int) {
+    const int rows = (shape.m + kBlock - 1) / kBlock;
+    const int part = number % (kTilesM * kTilesN), block = number / (kTilesM * kTilesN);
+    const int blocks = shape.work_tiles / (shape.batches * kTilesM * kTilesN);
+    const TileCoordinates at = block_at(block % blocks, rows, shape.raster_height);
+    WorkTile work;
+    work.m = at.m * kBlock + part % kTilesM * config.block_m;
+    work.n = at.n * kBlock + part / kTilesM * config.block_n;
+    work.k = 0;
+    set_batch(work, shape, block / blocks);
+    return work;
+  }
+
+  static int k_tiles(const WgmmaShape& shape, int) { return shape.k_tiles; }
+  static bool is_mirrored(const WorkTile& work) { return work.m / kBlock != work.n / kBlock; }
+
+ private:
+  // Block `number` of the triangle. Bands of `height` rows of blocks come one after the other. In a
+  // band the columns do, each from the top, or from the diagonal.
+  static TileCoordinates block_at(int number, int rows, int height) {
+    // The row of the number, if rows came one after the other, is in the same band.
+    int row = static_cast<int>((sqrtf(8.0f * number + 1.0f) - 1.0f) * 0.5f);
+    while (before_row(row) > number) --row;
+    while (before_row(row + 1) <= number) ++row;
+    const int first = row / height * height;
+    int within = number - static_cast<int>(before_row(first));
+    int left = min_of(height, rows - first);
+    if (within < (first + 1) * left) return {first + within % left, within / left};
+    within -= (first + 1) * left;
+    int column = first + 1;
+    for (--left; within >= left; ++column, --left) within -= left;
+    return {column + within, column};
+  }
+  static int64 before_row(int row) { return static_cast<int64>(row) * (row + 1) / 2; }
 };
 
 // A cluster computes every gridDim-th work tile. Each scheduler counts for itself.
-template <WgmmaConfig config>
+template <WgmmaConfig config, class Tiles = DenseTiles<config>>
 class StaticPersistentScheduler {
-  using Tiles = DenseTiles<config>;
-
  public:
+  static constexpr bool kMirrors = Tiles::kMirrors;
   static constexpr bool kDynamic = false;
   static constexpr bool kPartialN = false;
   static constexpr bool kPartialK = false;
@@ -93,6 +144,7 @@ class StaticPersistentScheduler {
   int k_tiles() const { return Tiles::k_tiles(shape_, number_); }
   int columns() const { return 0; }
   int skipped_k() const { return 0; }
+  static bool is_mirrored(const WorkTile& work) { return Tiles::is_mirrored(work); }
 
   void request() const {}
   void release() const {}

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(config.threads(), 1)
   using Scheduler = DynamicPersistentScheduler<config, Tiles>;
   WgmmaMatmul<OperandTypes<Lhs>, OperandTypes<Rhs>, Out, config, Scheduler, Epilogue>(
       shape, {{shape, groups, bounds}, claimed}, Epilogue{operands...})
-      .run(lhs, rhs, rhs_step, out_map, out);
+      .run(lhs, rhs, rhs_step, out_map, out_map, out);
 }
 
 }  // namespace tilekern

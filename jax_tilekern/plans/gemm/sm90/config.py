@@ -110,13 +110,14 @@ WGMMA_ARITHMETICS = {
 }
 
 
-_NOT_IN_CONFIG = ("types", "dynamic", "ragged", "column_step", "scheduler_bytes")
+_NOT_IN_CONFIG = ("types", "symmetric", "dynamic", "ragged", "column_step", "scheduler_bytes")
 
 
 @dataclass(frozen=True)
 class WgmmaInstance:
     """One compiled kernel: its types and its ``WgmmaConfig``; see ``gemm/sm90/config.cuh``.
 
+    A kernel may compute half of a symmetric output, and store it twice.
     The kernel of a grouped GEMM has more choices: the ragged dimension, and the granularity in rows
     of N of loads and MMAs where a tile may be partial. A dynamic tile scheduler takes more shared
     memory.
@@ -137,6 +138,7 @@ class WgmmaInstance:
     promote: bool
     parts: int = 1
     pair: bool = False
+    symmetric: bool = False
     dynamic: bool = False
     ragged: Literal["n", "k"] | None = None
     column_step: int = 0
@@ -160,6 +162,10 @@ class WgmmaInstance:
         if self.pair:
             return Kernel(
                 "gemm/sm90/matmul.cuh", f"tilekern::wgmma_matmul_of_pair<{types}{config}>"
+            )
+        if self.symmetric:
+            return Kernel(
+                "gemm/sm90/matmul.cuh", f"tilekern::wgmma_symmetric_matmul<{types}{config}>"
             )
         name = f"wgmma_matmul<{types}" if self.parts == 1 else "wgmma_matmul_of_parts<"
         return Kernel("gemm/sm90/matmul.cuh", f"tilekern::{name}{config}>")

@@ -1,0 +1,124 @@
+"""Plans for products whose result is symmetric: ``wgmma_symmetric_matmul``.
+
+Only tiles on and below the diagonal are computed. Those below it are stored twice, the second time
+transposed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from jax_tilekern.compilation.compiler import compile_kernels
+from jax_tilekern.plans.gemm.problem import SymmetricProduct
+from jax_tilekern.plans.gemm.sm90.config import (
+    WGMMA_ARITHMETICS,
+    WgmmaTile,
+    instance_for,
+)
+from jax_tilekern.plans.gemm.sm90.cost import busy_cycles
+from jax_tilekern.plans.gemm.sm90.tiling import (
+    TiledWgmmaCandidate,
+    is_launchable,
+    launch_tiles,
+    oriented_tiles,
+    refusal,
+)
+from jax_tilekern.plans.gemm.tiles import TILE_ROW_BYTES, OrientedProduct, fits_tma, out_map
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, LaunchPlan, NoKernel
+
+_TILES = (
+    WgmmaTile(128, 256),
+    WgmmaTile(256, 128),
+    WgmmaTile(128, 128, cooperative=False),
+    WgmmaTile(128, 128),
+    WgmmaTile(64, 128, consumers=1),
+    WgmmaTile(64, 64, consumers=1),
+    WgmmaTile(64, 64, cooperative=False),
+)
+
+
+def symmetric_tiles(tile: WgmmaTile, rows: int) -> int:
+    """Return the number of tiles that are computed of a symmetric matrix."""
+    block = max(tile.block_m, tile.block_n)
+    blocks = math.ceil(rows / block)
+    return blocks * (blocks + 1) // 2 * (block * block // (tile.block_m * tile.block_n))
+
+
+@dataclass(frozen=True)
+class SymmetricCandidate(TiledWgmmaCandidate):
+    """A kernel for a product with a symmetric result, not compiled yet.
+
+    Attributes
+    ----------
+    product
+        What is computed.
+    """
+
+    product: SymmetricProduct
+
+    @property
+    def key(self) -> str:
+        """The tile."""
+        return f"symmetric wgmma {self.tile_key}"
+
+    def plan(self, gpu: Gpu) -> LaunchPlan:
+        """Compile it."""
+        product, view = self.product, OrientedProduct.of(self.product)
+        kernel, more = self.fused(product.epilogue, product.geometry, product.out_buffer)
+        compiled = compile_kernels(kernel, arch=gpu.arch)
+        mirror = out_map(view, TILE_ROW_BYTES // view.out_dtype.itemsize)
+        launch = launch_tiles(
+            compiled, self.tile, self.instance, view, 1, gpu,
+            kernel=kernel, work_tiles=_work_tiles(self.tile, view), more=((mirror,), more),
+        )  # fmt: skip
+        return LaunchPlan(
+            name=f"wgmma_symmetric_matmul {product.arithmetic}",
+            gpu=gpu,
+            launches=(launch,),
+            alignments=product.alignments(TMA_STRIDE_BYTES, TMA_STRIDE_BYTES, TMA_STRIDE_BYTES),
+            reason=f"half of a symmetric result, {self.tile_reason}",
+        )
+
+
+def symmetric_candidates(
+    product: SymmetricProduct, gpu: Gpu
+) -> list[SymmetricCandidate] | NoKernel:
+    """Return the ways to compute half of a product, or why there is none."""
+    how = WGMMA_ARITHMETICS.get(product.arithmetic)
+    if how is None:
+        return NoKernel(f"no kernel of half a product computes in {product.arithmetic}")
+    refused = refusal(product, how.types, gpu)
+    if refused:
+        return refused
+    if gpu.beside_collectives:
+        return NoKernel("the kernel of half a product has no dynamic tile scheduler")
+    if product.epilogue is not None and (product.epilogue.reductions or product.epilogue.outputs):
+        return NoKernel("the kernel of half a product has one result")
+    view = OrientedProduct.of(product)
+    if not (fits_tma(view.lhs, view.lhs_dtype) and fits_tma(view.rhs, view.rhs_dtype)):
+        return NoKernel("TMA does not load rows that are no multiples of 16 bytes")
+    found = []
+    for tile, _ in oriented_tiles(view, _TILES, gpu, swaps=(False,)):
+        instance = instance_for(tile, view, how.promote, 1, gpu)
+        # Accumulators that pass through registers have pairs of rows, which the store of a
+        # transpose does not take.
+        paired_rows = not instance.lhs_k_major and view.lhs_dtype.itemsize != 2
+        if not instance.tma_store or paired_rows:
+            continue
+        instance = dataclasses.replace(instance, symmetric=True)
+        work_tiles = _work_tiles(tile, view)
+        if not is_launchable(instance, work_tiles):
+            continue
+        k_tiles = math.ceil(view.k / instance.block_k)
+        busy = busy_cycles(
+            tile, instance, view, product.arithmetic, work_tiles, k_tiles, gpu, product.epilogue
+        )
+        found.append(SymmetricCandidate(tile, instance, product.cycles(busy, gpu), product))
+    return found or NoKernel("no wgmma tile fits the operands")
+
+
+def _work_tiles(tile: WgmmaTile, view: OrientedProduct) -> int:
+    return math.prod(view.batch) * symmetric_tiles(tile, view.lhs.mn)
