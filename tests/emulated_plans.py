@@ -167,7 +167,7 @@ int main(int, char** arguments) {{
     (folder / "main.cc").write_text(main)
     part = folder / f"part{os.getpid()}"
     command = [
-        COMPILER, "-std=c++20", "-O2", "-w", "-no-pie", "-fno-strict-aliasing",
+        COMPILER, "-std=c++20", "-O1", "-w", "-no-pie", "-fno-strict-aliasing",
         f"-I{folder / 'include'}", f"-I{EMULATOR}", *options,
         # Fortified functions end a program that jumps from one stack to another.
         "-U_FORTIFY_SOURCE", folder / "main.cc", "-o", part,

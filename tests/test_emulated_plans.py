@@ -85,7 +85,7 @@ def run_product(kind, shape, key, majors, **how):
         ("bf16", (100, 107, 80), "mma 64x64", "kn"),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_products(kind, shape, key, majors):
     out, error = run_product(kind, shape, key, majors)
     assert error <= TOLERANCES[kind]
@@ -105,7 +105,7 @@ def test_products(kind, shape, key, majors):
         ("fp8", F32, 272, (), "64x128 by 1"),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_symmetric_products(kind, out_type, rows, batch, key):
     dtype, k = TYPES[kind][0], 80
     geometry = row_major(rows, rows, k, batch=batch, rhs_k_major=True)
@@ -162,7 +162,7 @@ def operands_of(*shapes, dtype=np.float32):
 
 
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_product_with_its_own_transpose(how):
     """Half of it is computed, also under ``vmap``; its derivatives are ordinary products."""
     (x,) = operands_of((2, 264, 136), dtype=jnp.bfloat16)
