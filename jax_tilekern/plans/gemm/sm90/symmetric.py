@@ -17,9 +17,9 @@ from jax_tilekern.plans.gemm.sm90.config import (
     WgmmaTile,
     instance_for,
 )
-from jax_tilekern.plans.gemm.sm90.cost import busy_cycles
 from jax_tilekern.plans.gemm.sm90.tiling import (
     TiledWgmmaCandidate,
+    busy_cycles,
     is_launchable,
     launch_tiles,
     oriented_tiles,
