@@ -188,3 +188,22 @@ def test_a_symmetric_kernel_is_not_chosen_by_default():
     with gpu_target(H100):
         (choice,) = jtk.explain(jax.jit(lambda x: jtk.matmul(x, x.T)), x)
     assert "half" not in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shapes"),
+    [
+        (F32, ((1001,), (1001,))),
+        (F32, ((2, 1, 2, 1, 2, 8), (1, 3, 1, 3, 1, 8))),
+        (BF16, ((33, 64), (1, 64))),
+        (INT8, ((1024,), (1,))),
+    ],
+)
+@pytest.mark.thorough
+def test_additions(dtype, shapes):
+    generator = np.random.default_rng(0)
+    x, y = (generator.integers(-60, 60, shape).astype(dtype) for shape in shapes)
+    with emulated_gpu() as ran:
+        out = jax.jit(jtk.add)(x, y)
+    assert len(ran) == 1
+    np.testing.assert_array_equal(out, x + y)
