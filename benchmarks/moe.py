@@ -1,7 +1,8 @@
 """``moe``: a mixture-of-experts layer, and its routing, against the same of ``lax.ragged_dot``.
 
 ``parts`` is the layer of this package's ``ragged_dot`` as a user writes it: weights multiply the
-experts' results, and these are added to tokens.
+experts' results, and these are added to tokens. A side that is not installed, or that does not fit
+into the GPU's memory, is a line that says so.
 """
 
 from __future__ import annotations
@@ -16,39 +17,59 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_tilekern as jtk
+from benchmarks.calls.ragged_calls import FORWARD, tokamax
 from benchmarks.programs import Arrays, Program, ProgramCommand
 
 
 class Sizes(NamedTuple):
-    """The layer's sizes."""
+    """The layer's sizes, and whether the first experts have most of the tokens."""
 
     tokens: int
     features: int
     hidden: int
     experts: int
     chosen: int
+    zipf: bool = False
 
 
+_LARGE = Sizes(16384, 2048, 768, 128, 8)
 _SIZES = {
     "gpu": {
         "64 experts": Sizes(16384, 2560, 1280, 64, 4),
-        "128 experts": Sizes(16384, 2048, 768, 128, 8),
-        "decode, 128 experts": Sizes(64, 2048, 768, 128, 8),
+        "128 experts": _LARGE,
+        "128 experts, Zipf": _LARGE._replace(zipf=True),
+        **{
+            f"128 experts, decode of {tokens}": _LARGE._replace(tokens=tokens)
+            for tokens in (1, 4, 16, 64, 256)
+        },
     },
-    "cpu": {"8 experts": Sizes(256, 128, 128, 8, 2)},
+    "cpu": {
+        "8 experts": Sizes(256, 128, 128, 8, 2),
+        "8 experts, Zipf": Sizes(256, 128, 128, 8, 2, zipf=True),
+        "8 experts, decode of 1": Sizes(1, 128, 128, 8, 2),
+    },
 }
 
 
 def _operands(sizes: Sizes) -> tuple[Any, ...]:
     keys = jax.random.split(jax.random.key(0), 5)
-    t, d, h, e, _ = sizes
+    t, d, h, e, k, _ = sizes
 
     def normal(key: Any, *shape: int) -> Any:
         return jax.random.normal(key, shape, jnp.bfloat16) / np.sqrt(shape[-2]).astype(jnp.bfloat16)
 
     arrays = (normal(keys[0], t, d), *(normal(key, e, d, h) for key in keys[1:3]))
-    logits = jax.random.normal(keys[4], (t, e), jnp.bfloat16)
-    return *arrays, normal(keys[3], e, h, d), *jtk.route(logits, sizes.chosen)
+    return *arrays, normal(keys[3], e, h, d), *jtk.route(_logits(sizes, keys[4]), k)
+
+
+def _logits(sizes: Sizes, key: Any) -> Any:
+    """Return logits whose largest are draws without replacement, by equal or Zipf's weights."""
+    logits = jax.random.gumbel(key, (sizes.tokens, sizes.experts))
+    return logits - jnp.log(jnp.arange(1, sizes.experts + 1)) if sizes.zipf else logits
+
+
+def _router_output(sizes: Sizes) -> tuple[Any]:
+    return (_logits(sizes, jax.random.key(1)),)
 
 
 def _ours(x: Any, up: Any, gate: Any, down: Any, weights: Any, indices: Any) -> Any:
@@ -74,10 +95,15 @@ def _by_parts(
     return jnp.zeros_like(results).at[order].set(results).reshape(tokens, chosen, -1).sum(1)
 
 
-_LAYERS: dict[str, Callable[..., Any]] = {
+def _by_tokamax(x: Any, w: Any, group_sizes: Any) -> Any:
+    return tokamax().ragged_dot_general(x, w, group_sizes, FORWARD)
+
+
+LAYERS: dict[str, Callable[..., Any]] = {
     "ours": _ours,
     "XLA": functools.partial(_by_parts, jax.lax.ragged_dot),
     "parts": functools.partial(_by_parts, jtk.ragged_dot),
+    "tokamax": functools.partial(_by_parts, _by_tokamax),
 }
 
 
@@ -91,7 +117,7 @@ def _gradient(layer: Callable[..., Any]) -> Callable[..., Any]:
 def _errors(_: Arrays, results: Mapping[str, Any]) -> dict[str, float]:
     """Return the difference from a peer's result, in parts of its largest element."""
     first = {side: np.asarray(jax.tree.leaves(x)[0], np.float32) for side, x in results.items()}
-    *_, peer = (x for side, x in first.items() if side != "ours")
+    peer = next(x for side, x in first.items() if side != "ours")
     largest = float(np.abs(peer).max())
     return {side: float(np.abs(x - peer).max()) / largest for side, x in first.items()}
 
@@ -112,22 +138,15 @@ def _route(logits: Any, *, chosen: int) -> Any:
 def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
     for name, sizes in _SIZES["cpu" if jax.default_backend() == "cpu" else "gpu"].items():
         operands = functools.partial(_operands, sizes)
-        yield Program(f"{name}, forward", operands, _LAYERS, _errors)
-        if not name.startswith("decode"):
-            # XLA's takes more memory than the GPU has.
-            backward = {side: _gradient(_LAYERS[side]) for side in ("ours", "parts")}
-            yield Program(
-                f"{name}, forward and backward", operands, backward, _errors, peer="parts"
-            )
-
-        def logits(sizes: Sizes = sizes) -> tuple[Any, ...]:
-            shape = (sizes.tokens, sizes.experts)
-            return (jax.random.normal(jax.random.key(1), shape, jnp.float32),)
-
+        yield Program(f"{name}, forward", operands, LAYERS, _errors)
+        if "decode" not in name:
+            gradients = {side: _gradient(layer) for side, layer in LAYERS.items()}
+            yield Program(f"{name}, forward and backward", operands, gradients, _errors)
         routes = {
             side: functools.partial(function, chosen=sizes.chosen)
             for side, function in (("ours", _route), ("XLA", _route_by_jax))
         }
+        logits = functools.partial(_router_output, sizes)
         yield Program(f"{name}, routing", logits, routes, _errors)
 
 

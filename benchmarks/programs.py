@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 import jax_tilekern as jtk
+from benchmarks.calls.other_peers import free_bytes
 from benchmarks.measurement.side_times import times_of_sides
 from benchmarks.records.record import Record, program_record
 from jax_tilekern.cli.console import duration, output_file, size, write_json
@@ -43,7 +44,7 @@ class Program:
     wide
         Whether 64-bit types are enabled.
     peer
-        The side that ours is compared with.
+        The side that ours is compared with, where it has no failure.
     """
 
     name: str
@@ -55,14 +56,32 @@ class Program:
 
 
 def measured(program: Program, seconds: float) -> Record:
-    """Return the row of a program: times, errors and temporaries of each side."""
+    """Return the row of a program: times, errors and temporaries of each side.
+
+    A side other than ours that fails or does not fit into memory is left out; the row has the
+    reason. Where that is the peer, ours is compared with another side.
+    """
     with jax.enable_x64(program.wide):
         arguments = program.arguments()
-        compiled: dict[str, Any] = {
-            name: jax.jit(side).lower(*arguments).compile() for name, side in program.sides.items()
-        }
+        compiled: dict[str, Any] = {}
+        failures: dict[str, str] = {}
+        results: dict[str, Any] = {}
+        for name, side in program.sides.items():
+            try:
+                program_of_side = jax.jit(side).lower(*arguments).compile()
+                check_memory(program_of_side)
+                results[name] = jax.block_until_ready(program_of_side(*arguments))
+            except Exception as error:
+                if name == "ours":
+                    raise
+                failures[name] = failure_of(error)
+            else:
+                compiled[name] = program_of_side
+        peers = [name for name in (program.peer, *program.sides) if name in results]
+        peer = next((name for name in peers if name != "ours"), None)
+        errors = program.errors(arguments, results) if peer else {}
+        del results
         runs = {name: functools.partial(side, *arguments) for name, side in compiled.items()}
-        errors = program.errors(arguments, {name: run() for name, run in runs.items()})
         times, method = times_of_sides(runs, seconds)
         choices = jtk.explain(program.sides["ours"], *arguments)
     medians = {name: float(np.median(found)) for name, found in times.device.items()}
@@ -70,14 +89,53 @@ def measured(program: Program, seconds: float) -> Record:
         "name": program.name,
         "seconds": medians,
         "method": method,
-        "peer": program.peer,
-        "ratio": medians[program.peer] / medians["ours"],
+        "peer": peer,
+        "ratio": medians[peer] / medians["ours"] if peer else None,
         "error": errors,
         "temporaries": {
             name: side.memory_analysis().temp_size_in_bytes for name, side in compiled.items()
         },
+        **({"failures": failures} if failures else {}),
         "kernels": [f"{choice.kernel or '-'} {choice.reason}".strip() for choice in choices],
     }
+
+
+def check_memory(compiled: Any, placed: bool = True) -> None:
+    """Raise a :class:`MemoryError` unless a compiled program fits into what the device has left.
+
+    Parameters
+    ----------
+    compiled
+        The program.
+    placed
+        Whether its arguments are on the device.
+    """
+    needed = bytes_needed(compiled)
+    if placed:
+        needed -= compiled.memory_analysis().argument_size_in_bytes
+    if needed > free_bytes():
+        raise MemoryError(f"{size(needed)} needed, {size(free_bytes())} free")
+
+
+def bytes_needed(compiled: Any) -> int:
+    """Return the bytes of a program's arguments, results and temporaries."""
+    memory = compiled.memory_analysis()
+    return int(
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+
+
+def failure_of(error: Exception) -> str:
+    """Return in a line why a side has no time."""
+    if isinstance(error, ModuleNotFoundError):
+        return "not installed"
+    what = str(error).partition("\n")[0]
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in what:
+        return f"out of memory: {what}"
+    return f"{type(error).__name__}: {what}"
 
 
 class ProgramCommand:
@@ -122,7 +180,8 @@ class ProgramCommand:
                 continue
             row = measured(program, arguments.seconds)
             record["rows"].append(row)
-            print(f"{program.name}: {program.peer} / ours {row['ratio']:.3f}", flush=True)
+            against = f": {row['peer']} / ours {row['ratio']:.3f}" if row["peer"] else ""
+            print(f"{program.name}{against}", flush=True)
             for name, time in row["seconds"].items():
                 wrong = f", error {row['error'][name]:.1e}" if name in row["error"] else ""
                 print(
@@ -130,6 +189,8 @@ class ProgramCommand:
                     f"temporaries{wrong}",
                     flush=True,
                 )
+            for name, failure in row.get("failures", {}).items():
+                print(f"    {name}: {failure}", flush=True)
             for kernel in row["kernels"]:
                 print(f"    {kernel}", flush=True)
             if arguments.json:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 from numerics import UNIT_ROUNDOFF, random
+from nvrtc_mark import needs_nvrtc
 
 import jax_tilekern as jtk
 
@@ -248,3 +249,31 @@ def test_errors(rng):
         jtk.route(jnp.ones((3, 4), np.int32), 2)
     with pytest.raises(TypeError, match="group_offset is an integer"):
         ours(arrays, weights, indices, group_offset=0.5)
+
+
+@needs_nvrtc
+@pytest.mark.defaults
+def test_kernels_of_a_layer():
+    """XLA gathers the weights, which are single numbers, and kernels the rows."""
+    shapes = (4096, 256), (8, 256, 512), (8, 512, 256)
+    x, up, down = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    weights, indices = jax.eval_shape(lambda x: jtk.route(x[:, :8], 2), x)
+
+    def gradient(x, up, down, weights, indices):
+        return jax.grad(lambda *a: jtk.moe(*a[:3], indices, a[3]).sum(), (0, 1, 2, 3))(
+            x, up, down, weights
+        )
+
+    with jtk.gpu_target("sm_90"):
+        calls = jtk.explain(gradient, x, up, down, weights, indices, platform="cuda")
+    found = {
+        (call.call, call.operands[0]): call.kernel
+        for call in calls
+        if "rows of experts" in call.call
+    }
+    assert found == {
+        ("spread rows of experts", "bf16[4096,256]"): "spread rows of bfloat16",
+        ("spread rows of experts", "bf16[8192,1]"): None,
+        ("combine rows of experts", "bf16[8192,1]"): None,
+        ("combine rows of experts", "bf16[8192,256]"): "combine rows of bfloat16",
+    }

@@ -17,11 +17,18 @@ from jax import Array, lax
 
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule
-from jax_tilekern.plans.grouped_gemm.expert_rows import ExpertRows, plan_combine, plan_spread
+from jax_tilekern.plans.grouped_gemm.expert_rows import (
+    WIDEST_LOAD,
+    ExpertRows,
+    plan_combine,
+    plan_spread,
+)
+from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
     Operation,
+    Outcome,
     PlannedKernel,
     Planner,
     Rewrite,
@@ -185,13 +192,22 @@ def _operation(name: str, reference: Callable[..., Any], cuda: Any, **rules: Any
     def by_xla(*_: Any, **params: Any) -> Rewrite:
         return Rewrite("XLA gathers rows", functools.partial(reference, **params))
 
+    def on_cuda(operands: Sequence[Operand], results: Sequence[Any], **params: Any) -> Outcome:
+        x = operands[0].aval
+        row_bytes = math.prod(x.shape[1:]) * x.dtype.itemsize
+        # XLA fuses its gather of numbers with what reads them.
+        if row_bytes < WIDEST_LOAD and current_policy() != "kernels":
+            return by_xla(**params)
+        outcome: Outcome = cuda(operands, results, **params)
+        return outcome
+
     return define(
         Operation(
             name=f"tilekern_{name}_rows",
             reference=reference,
             planners={
                 "cpu": Planner(_refusal, by_xla),
-                "cuda": Planner(_refusal, cuda),
+                "cuda": Planner(_refusal, on_cuda),
             },
             describe=lambda **_: f"{name} rows of experts",
             **rules,

@@ -15,7 +15,9 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
 
 _FILE = "grouped_gemm/expert_rows.cuh"
-_THREADS, _WARP, _WIDEST = 256, 32, 16
+_THREADS, _WARP = 256, 32
+# Bytes.
+WIDEST_LOAD = 16
 _SUMS = {
     np.dtype(ml_dtypes.bfloat16): np.float32,
     np.dtype(np.float16): np.float32,
@@ -50,7 +52,7 @@ class ExpertRows:
     @property
     def vector_bytes(self) -> int:
         """Bytes that a thread loads at once."""
-        return math.gcd(_WIDEST, self.columns * self.dtype.itemsize)
+        return math.gcd(WIDEST_LOAD, self.columns * self.dtype.itemsize)
 
     @property
     def vectors(self) -> int:
