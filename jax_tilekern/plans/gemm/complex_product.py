@@ -168,9 +168,10 @@ class Verdict(NamedTuple):
 
 _ASKED = Verdict(True, 'jax_tilekern.policy("kernels")')
 
-# Multiply-adds for each number that is copied from which the real product is faster on CPUs. From
-# twice as many on it is 1.4 to 4 times as fast.
-_LEAST_WORK_OF_A_COPY = 12
+# Multiply-adds for each number that is copied from which the real product is faster on CPUs, and the
+# bytes of copies from which these are in new memory, whose pages are cleared at each call.
+_LEAST_WORK_OF_A_COPY, _LEAST_WORK_OF_NEW_MEMORY = 12, 64
+_NEW_MEMORY = 16 << 20
 
 
 def verdict_on_cpu(product: ComplexProduct) -> Verdict:
@@ -178,8 +179,9 @@ def verdict_on_cpu(product: ComplexProduct) -> Verdict:
     if current_policy() == "kernels":
         return _ASKED
     work = of_product(product.real).operations / product.copied
+    is_new = product.copied * product.real.out_dtype.itemsize > _NEW_MEMORY
     text = f"{work:.2g} multiply-adds for each number that is copied to make it"
-    if work >= _LEAST_WORK_OF_A_COPY:
+    if work >= (_LEAST_WORK_OF_NEW_MEMORY if is_new else _LEAST_WORK_OF_A_COPY):
         return Verdict(True, text)
     return Verdict(False, f"a real product has {text}, which does not pay")
 
