@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from nvrtc_mark import needs_nvrtc
 from sharded import AUTO, SCHEMES, D, F, T, check, devices, integers, mesh_of, put
 
 import jax_tilekern as jtk
@@ -76,17 +79,50 @@ def test_random_labels(rng, k_major):
         for expanded in (0, 1):
             found = pairing(c, expanded, k_major=k_major)
             real = found.contraction
-            assert set(real.contracted) - set(c.contracted) == {found.contracted_part}
-            assert set(real.out) - set(c.out) == {found.result_part}
-            both = {found.contracted_part, found.result_part}
-            assert set(found.matrices) >= both
-            assert found.result_part not in found.pairs
+            assert set(real.contracted) - set(c.contracted) == {found.parts.contracted}
+            assert set(real.out) - set(c.out) == {found.parts.result}
+            assert set(real.rhs) >= set(found.parts)
+            assert found.parts.result not in real.lhs
         a, b = (whole(rng, [sizes[x] for x in labels]) for labels in (lhs, rhs))
         names = ["".join(chr(97 + x) for x in labels) for labels in (lhs, rhs, out)]
         subscripts = f"{names[0]},{names[1]}->{names[2]}"
         np.testing.assert_array_equal(
             jtk.einsum(subscripts, a, b), np.einsum(subscripts, a, b), subscripts
         )
+
+
+def called(function, *args):
+    """Types of the operands and the result of the calls of CPU kernels."""
+    text = jax.jit(function).lower(*args).as_text()
+    return re.findall(r"@jax_tilekern_cpu_matmul.*: \((.*)\) -> (.*)", text)
+
+
+def test_pairs_are_read_and_written_in_place(rng):
+    a, b = whole(rng, (50, 40)), whole(rng, (40, 30))
+    ((operands, result),) = called(jtk.matmul, a, b)
+    assert operands == "tensor<50x40xcomplex<f32>>, tensor<40x2x30x2xf32>"
+    assert result == "tensor<50x30xcomplex<f32>>"
+    # A left operand that lies by columns has its pairs across the contracted dimension.
+    ((operands, result),) = called(
+        lambda a, b: jtk.einsum("km,kn->mn", a, b), a, whole(rng, (50, 9))
+    )
+    assert "complex" not in operands + result
+    # The one of fewer elements is expanded, unless the other has to be copied.
+    ((operands, _),) = called(jtk.matmul, a, whole(rng, (40, 60)))
+    assert operands.startswith("tensor<50x40xcomplex<f32>>")
+
+
+@needs_nvrtc
+def test_pairs_are_in_place_on_a_gpu(rng):
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.complex64) for shape in ((256, 128), (128, 256))]
+    with jtk.gpu_target("sm_90"):
+        lowered = jax.jit(jtk.matmul).trace(*shapes).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    (call,) = re.findall(r"= call @\w+\(.*: \((.*)\) -> (.*)", text)
+    assert call == (
+        "tensor<256x128xcomplex<f32>>, tensor<256x2x128x2xf32>",
+        "tensor<256x256xcomplex<f32>>",
+    )
 
 
 FUNCTIONS = {
@@ -218,7 +254,7 @@ def test_the_choice_on_a_cpu():
     assert not chosen(8, 8, 8)
     # A vector is read once, and copies cost more than the product.
     assert not chosen(1, 1024, 1024)
-    assert not chosen(1024, 1024, 2)
+    assert not chosen(2, 1024, 1024)
     with jtk.policy("xla"):
         assert not chosen(256, 256, 256)
     with jtk.policy("kernels"):

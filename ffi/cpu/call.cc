@@ -56,6 +56,14 @@ DType TypeOf(ffi::AnyBuffer buffer) {
   Refuse("no kernel for XLA's type " + std::to_string(static_cast<int>(buffer.element_type())));
 }
 
+RealNumbers RealNumbersOf(ffi::AnyBuffer buffer) {
+  const DType type = TypeOf(buffer);
+  const auto count = static_cast<int64_t>(buffer.element_count());
+  if (type == DType::kC64) return {DType::kF32, 2 * count};
+  if (type == DType::kC128) return {DType::kF64, 2 * count};
+  return {type, count};
+}
+
 std::string ToString(ffi::Span<const int64_t> values) {
   std::ostringstream text;
   text << "[";

@@ -23,6 +23,13 @@ const char* Name(DType type);
 // Returns the type of a buffer's elements; refuses types that no CPU kernel reads.
 DType TypeOf(ffi::AnyBuffer buffer);
 
+// The real numbers of a buffer, which are two for each complex one.
+struct RealNumbers {
+  DType type;
+  int64_t count;
+};
+RealNumbers RealNumbersOf(ffi::AnyBuffer buffer);
+
 std::string ToString(ffi::Span<const int64_t> values);
 
 // Multiplies; an overflow of 64 bits is an error that names `what`.

@@ -5,8 +5,9 @@
 //   lhs_strides  for each batch dimension, m, k
 //   rhs_strides  for each batch dimension, k, n
 //   out_strides  for each batch dimension, m, n; that of n is 1
-// A batch stride of 0 broadcasts an operand. Accumulators are float32, float64 for float64, and
-// wrapping int32 for int8. The result does not depend on the number of threads.
+// A batch stride of 0 broadcasts an operand. An array of complex numbers is one of their parts,
+// which the attributes count. Accumulators are float32, float64 for float64, and wrapping int32 for
+// int8. The result does not depend on the number of threads.
 #include "cpu/matmul.h"
 
 #include <algorithm>

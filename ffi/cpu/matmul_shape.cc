@@ -101,10 +101,12 @@ Product ProductOfTypes(const MatmulShape& shape, DType lhs, DType rhs, DType out
 
 Product FirstProduct(const MatmulShape& shape, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                      ffi::AnyBuffer out) {
-  Product product = ProductOfTypes(shape, TypeOf(lhs), TypeOf(rhs), TypeOf(out));
-  CheckFits("lhs", shape.lhs_extent, static_cast<int64_t>(lhs.element_count()));
-  CheckFits("rhs", shape.rhs_extent, static_cast<int64_t>(rhs.element_count()));
-  CheckFits("out", shape.out_extent, static_cast<int64_t>(out.element_count()));
+  const RealNumbers of_lhs = RealNumbersOf(lhs), of_rhs = RealNumbersOf(rhs);
+  const RealNumbers of_out = RealNumbersOf(out);
+  Product product = ProductOfTypes(shape, of_lhs.type, of_rhs.type, of_out.type);
+  CheckFits("lhs", shape.lhs_extent, of_lhs.count);
+  CheckFits("rhs", shape.rhs_extent, of_rhs.count);
+  CheckFits("out", shape.out_extent, of_out.count);
   product.lhs.data = static_cast<const char*>(lhs.untyped_data());
   product.rhs.data = static_cast<const char*>(rhs.untyped_data());
   product.out.data = static_cast<char*>(out.untyped_data());

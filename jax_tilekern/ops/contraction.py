@@ -21,7 +21,8 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from jax_tilekern.interop import compat
-from jax_tilekern.ops.contraction_lowering import planners, source
+from jax_tilekern.ops.complex_products import planners
+from jax_tilekern.ops.contraction_lowering import source
 from jax_tilekern.ops.groups import local_bounds, masked
 from jax_tilekern.ops.labelled_operands import common_type, product_by_lax
 from jax_tilekern.partitioning.call import rename

@@ -18,7 +18,6 @@ import numpy as np
 from jax import Array
 
 from jax_tilekern.interop import compat, ffi
-from jax_tilekern.ops.complex_products import by_real_product
 from jax_tilekern.ops.groups import gathered
 from jax_tilekern.ops.labelled_operands import broadcasted, converted, transposed
 from jax_tilekern.ops.planned_kernel import chosen_cpu_kernel, planned_kernel
@@ -30,18 +29,9 @@ from jax_tilekern.plans.gemm.arithmetic import (
     cuda_arithmetic,
     precision_name,
 )
-from jax_tilekern.plans.gemm.complex_product import (
-    REAL_PARTS,
-    ComplexProduct,
-    Verdict,
-    complex_product,
-    verdict_on_cpu,
-    verdict_on_gpu,
-)
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import PairProduct, Product, SymmetricProduct
 from jax_tilekern.plans.gemm.select import plan_matmul, plan_pair, plan_symmetric
-from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
 from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
@@ -68,29 +58,18 @@ class Platform(NamedTuple):
         ``arithmetic(lhs, rhs, out, precision)`` chooses from the types.
     needs_unit_stride
         Whether each matrix must have a unit stride in memory.
-    complex_verdict
-        Whether a complex product is computed as a real one.
     """
 
     arithmetic: Callable[..., str | Converted | None]
     needs_unit_stride: bool
-    complex_verdict: Callable[[ComplexProduct], Verdict]
 
     def obstacle(self, geometry: MatmulGeometry) -> str | None:
         """Return in words why no kernel supports a geometry, if none does."""
         return geometry.without_unit_stride if self.needs_unit_stride else None
 
 
-CPU = Platform(
-    cpu_arithmetic,
-    needs_unit_stride=False,
-    complex_verdict=verdict_on_cpu,
-)
-CUDA = Platform(
-    cuda_arithmetic,
-    needs_unit_stride=True,
-    complex_verdict=lambda product: verdict_on_gpu(product, current_gpu()),
-)
+CPU = Platform(cpu_arithmetic, needs_unit_stride=False)
+CUDA = Platform(cuda_arithmetic, needs_unit_stride=True)
 
 
 class LabelledOperand(NamedTuple):
@@ -271,7 +250,7 @@ def _reordered(
 def planners(contract: Contract) -> dict[str, Planner]:
     """Return the planners of contractions."""
     return {
-        "cpu": _planner(contract, CPU, _cpu_kernel),
+        "cpu": _planner(contract, CPU, cpu_kernel),
         "cuda": _planner(contract, CUDA, cuda_kernel),
     }
 
@@ -292,8 +271,6 @@ def _planner(
     ) -> PlannedKernel | Rewrite | Fallback:
         of_call = {"contraction": contraction, "precision": precision}
         lhs, rhs = (x.aval for x in operands[:2])
-        if lhs.dtype in REAL_PARTS:
-            return _complex_product(contract, platform, lhs, rhs, **of_call, out_dtype=out_dtype)
         arithmetic = chosen_arithmetic(platform, lhs, rhs, **of_call, out_dtype=out_dtype)
         wraps = lhs.dtype == rhs.dtype and lhs.dtype.kind == out_dtype.kind == "i"
         if isinstance(arithmetic, Converted) and wraps and contraction.group is None:
@@ -327,49 +304,8 @@ def _refusal(
     if not bounds and all(sizes[x] == 1 for x in contraction.contracted):
         # XLA fuses for example the norms of per-example gradients, which then need no memory.
         return Fallback("nothing is contracted, and XLA fuses an outer product into what uses it")
-    is_complex = lhs.dtype in REAL_PARTS and lhs.dtype == rhs.dtype == out_dtype
-    if is_complex and not bounds and _arithmetic_of_parts(platform, lhs.dtype, precision):
-        return None
     arithmetic = chosen_arithmetic(platform, lhs, rhs, contraction, precision, out_dtype)
     return arithmetic if isinstance(arithmetic, Fallback) else None
-
-
-# Complex products.
-
-
-def _arithmetic_of_parts(platform: Platform, dtype: np.dtype[Any], precision: Any) -> str | None:
-    """Return the arithmetic of the real product that computes a complex one."""
-    found = platform.arithmetic(*[REAL_PARTS[dtype]] * 3, precision_name(precision))
-    return found if isinstance(found, str) else None
-
-
-def _complex_product(
-    contract: Contract,
-    platform: Platform,
-    lhs: Any,
-    rhs: Any,
-    *,
-    contraction: Contraction,
-    precision: Any,
-    out_dtype: np.dtype[Any],
-) -> Rewrite | Fallback:
-    """Return the real product that computes a complex one, or why XLA computes it."""
-    arithmetic = _arithmetic_of_parts(platform, lhs.dtype, precision)
-    assert arithmetic is not None
-    real = REAL_PARTS[lhs.dtype]
-    product = complex_product(
-        contraction, lhs.shape, rhs.shape, real, arithmetic, k_major=platform.needs_unit_stride
-    )
-    try:
-        verdict = platform.complex_verdict(product)
-    except NoGpu as error:
-        return Fallback(str(error))
-    if not verdict.is_real:
-        return Fallback(verdict.reason)
-    function = functools.partial(
-        by_real_product, contract, contraction, product.pairing, precision, real
-    )
-    return Rewrite(f"computed as a real product of twice the sizes: {verdict.reason}", function)
 
 
 def cuda_kernel(
@@ -386,9 +322,10 @@ def cuda_kernel(
     return planned_kernel(operands, planner, product)
 
 
-def _cpu_kernel(
+def cpu_kernel(
     product: Product | GroupedProduct, operands: Sequence[Any]
 ) -> PlannedKernel | Fallback:
+    """Plan the kernel of a product on a CPU, given the MLIR values of the arrays that it reads."""
     geometry = product.strided
     attributes: dict[str, int | tuple[int, ...]] = {
         "sizes": (*geometry.batch, geometry.m, geometry.n, geometry.k),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import math
 import sys
 from collections import Counter
@@ -18,6 +19,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+import jax_tilekern as jtk
 from jax_tilekern.compilation.compiler import Kernel, Source, compile_kernels
 from jax_tilekern.interop import ffi
 from jax_tilekern.plans.candidate import Candidate
@@ -129,6 +131,25 @@ def check_products() -> int:
     return len(wrong)
 
 
+def check_complex_products() -> int:
+    """Run complex products, whose kernels read pairs in place; return how many are wrong."""
+    wrong = []
+    with jtk.policy("kernels"):
+        for precision in (None, "highest"):
+            for _, m, n, k in SHAPES:
+                rng = np.random.default_rng([m, n, k])
+                lhs, rhs = (
+                    (rng.integers(-1, 2, shape) + 1j * rng.integers(-1, 2, shape))
+                    for shape in ((m, k), (k, n))
+                )
+                product = jax.jit(functools.partial(jtk.matmul, precision=precision))
+                got = np.asarray(product(*(x.astype(np.complex64) for x in (lhs, rhs))))
+                if not np.array_equal(got, lhs @ rhs):
+                    wrong.append(f"{m}x{n}x{k} at {precision}")
+    print(f"complex64: {len(wrong)} wrong {wrong or ''}", flush=True)
+    return len(wrong)
+
+
 PLANTED = """
 namespace tilekern {
 // Far beyond: the allocator rounds a buffer's size up.
@@ -160,4 +181,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--planted", choices=["memcheck", "racecheck"])
     planted = parser.parse_args().planted
-    sys.exit(run_planted(planted) if planted else check_products())
+    sys.exit(run_planted(planted) if planted else check_products() + check_complex_products())

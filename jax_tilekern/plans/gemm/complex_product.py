@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_tilekern.plans.contraction import Contraction, Labels, Oriented, matmul_geometry
+from jax_tilekern.plans.cpu import current_cpu
 from jax_tilekern.plans.gemm.arithmetic import F32, F64
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import Product, copy_cycles
@@ -30,34 +31,43 @@ REAL_PARTS: dict[np.dtype[Any], np.dtype[Any]] = {
 }
 
 
+class Parts(NamedTuple):
+    """The labels, of size 2, of real and imaginary parts.
+
+    Attributes
+    ----------
+    contracted
+        Those of an operand, which are contracted.
+    result
+        Those of the result.
+    """
+
+    contracted: int
+    result: int
+
+
 class Pairing(NamedTuple):
     """A complex contraction as a real one.
 
     Attributes
     ----------
     contraction
-        Of the real arrays. The expanded operand has its labels in an order that merges with those
-        of the other arrays.
+        Of pairs with 2x2 matrices, whose labels are in an order that merges with the others'.
     expanded
         The operand whose elements become 2x2 matrices.
-    contracted_part, result_part
-        The labels, of size 2, of the parts that are contracted and of those of the result.
+    parts
+        The labels of the parts.
     """
 
     contraction: Contraction
     expanded: int
-    contracted_part: int
-    result_part: int
+    parts: Parts
 
     @property
-    def pairs(self) -> Labels:
-        """Labels of the operand of pairs."""
-        return self.contraction.operands[1 - self.expanded]
-
-    @property
-    def matrices(self) -> Labels:
-        """Labels of the expanded operand."""
-        return self.contraction.operands[self.expanded]
+    def has_innermost_parts(self) -> bool:
+        """Whether pairs and results lie in memory as complex numbers do."""
+        c = self.contraction
+        return c.lhs[-1] == self.parts.contracted and c.out[-1] == self.parts.result
 
 
 def pairing(contraction: Contraction, expanded: int, *, k_major: bool) -> Pairing:
@@ -68,21 +78,21 @@ def pairing(contraction: Contraction, expanded: int, *, k_major: bool) -> Pairin
     contraction
         The complex one, without groups.
     expanded
-        The operand whose elements become 2x2 matrices, best the smaller one.
+        The operand whose elements become 2x2 matrices.
     k_major
         Whether these have the contracted dimensions innermost.
     """
     c = contraction if expanded else contraction.swapped()
-    part = max((*c.lhs, *c.rhs)) + 1
-    contracted = (*c.contracted, part)
-    columns = (*c.columns, part + 1)
+    label = max((*c.lhs, *c.rhs)) + 1
+    parts = Parts(label, label + 1)
+    contracted, columns = (*c.contracted, parts.contracted), (*c.columns, parts.result)
     inner = (*columns, *contracted) if k_major else (*contracted, *columns)
     real = Contraction(
-        _after(c.lhs, c.contracted[-1], part),
+        _after(c.lhs, c.contracted[-1], parts.contracted),
         (*c.batch, *inner),
-        _after(c.out, c.columns[-1], part + 1) if c.columns else (*c.out, part + 1),
+        _after(c.out, c.columns[-1], parts.result) if c.columns else (*c.out, parts.result),
     )
-    return Pairing(real if expanded else real.swapped(), expanded, part, part + 1)
+    return Pairing(real, expanded, parts)
 
 
 def _after(labels: Labels, label: int, new: int) -> Labels:
@@ -100,20 +110,24 @@ class ComplexProduct:
         The contraction that the real product is.
     real
         The product of pairs and 2x2 matrices.
+    in_place
+        Whether a kernel reads and writes complex numbers where they lie.
     pairs, matrices, results
         Real numbers of each array.
     """
 
     pairing: Pairing
     real: Product
+    in_place: bool
     pairs: int
     matrices: int
     results: int
 
-    @property
-    def copied(self) -> int:
-        """Real numbers that are written to make the real operands and the complex result."""
-        return self.pairs + self.matrices + self.results
+    def copied(self, by_kernel: bool = True) -> tuple[int, ...]:
+        """Return how many numbers are written in each array that only the real product needs."""
+        if self.in_place and by_kernel:
+            return (self.matrices,)
+        return (self.pairs, self.matrices, self.results)
 
 
 def complex_product(
@@ -125,7 +139,7 @@ def complex_product(
     *,
     k_major: bool,
 ) -> ComplexProduct:
-    """State the real product that a complex contraction is.
+    """State the real product that a complex contraction is, the one that copies the least.
 
     Parameters
     ----------
@@ -136,27 +150,33 @@ def complex_product(
     dtype, arithmetic
         Of the real product.
     k_major
-        Whether the expanded operand, which is the smaller one, has ``k`` innermost.
+        Whether 2x2 matrices have the contracted dimensions innermost.
     """
-    expanded = int(math.prod(rhs) <= math.prod(lhs))
-    found = pairing(contraction, expanded, k_major=k_major)
-    sizes = {found.contracted_part: 2, found.result_part: 2}
-    for labels, shape in zip(contraction.operands, (lhs, rhs), strict=True):
-        sizes |= zip(labels, shape, strict=True)
-    # What is in the way of a kernel is transposed, and XLA fuses that with the copies.
-    real = found.contraction.mergeable()
-    shapes = [tuple(map(sizes.__getitem__, x)) for x in (*real.operands, real.out)]
-    oriented = matmul_geometry(real, *shapes[:2])
-    assert isinstance(oriented, Oriented)
-    assert isinstance(oriented.geometry, MatmulGeometry)
-    counts = list(map(math.prod, shapes))
-    return ComplexProduct(
-        found,
-        Product(oriented.geometry, dtype, dtype, dtype, arithmetic),
-        pairs=counts[1 - expanded],
-        matrices=counts[expanded],
-        results=counts[2],
-    )
+    sizes = dict(zip((*contraction.lhs, *contraction.rhs), (*lhs, *rhs), strict=True))
+
+    def of_pairing(found: Pairing) -> ComplexProduct:
+        of_label = sizes | dict.fromkeys(found.parts, 2)
+
+        def geometry(c: Contraction) -> Oriented | str:
+            return matmul_geometry(c, *(tuple(of_label[x] for x in own) for own in c.operands))
+
+        c = found.contraction
+        oriented = geometry(c) if found.has_innermost_parts else ""
+        in_place = isinstance(oriented, Oriented)
+        if not isinstance(oriented, Oriented):
+            # What is in the way is transposed, and XLA fuses that with the copies.
+            oriented = geometry(c.mergeable())
+        assert isinstance(oriented, Oriented)
+        assert isinstance(oriented.geometry, MatmulGeometry)
+        return ComplexProduct(
+            found,
+            Product(oriented.geometry, dtype, dtype, dtype, arithmetic),
+            in_place,
+            *(math.prod(of_label[x] for x in own) for own in (c.lhs, c.rhs, c.out)),
+        )
+
+    both = (of_pairing(pairing(contraction, i, k_major=k_major)) for i in (1, 0))
+    return min(both, key=lambda product: sum(product.copied()))
 
 
 class Verdict(NamedTuple):
@@ -168,8 +188,8 @@ class Verdict(NamedTuple):
 
 _ASKED = Verdict(True, 'jax_tilekern.policy("kernels")')
 
-# Multiply-adds for each number that is copied from which the real product is faster on CPUs, and the
-# bytes of copies from which these are in new memory, whose pages are cleared at each call.
+# Multiply-adds for each number that is copied from which the real product is faster on CPUs, also
+# where there are so many bytes of copies that they are in new memory, whose pages are cleared.
 _LEAST_WORK_OF_A_COPY, _LEAST_WORK_OF_NEW_MEMORY = 12, 64
 _NEW_MEMORY = 16 << 20
 
@@ -178,10 +198,13 @@ def verdict_on_cpu(product: ComplexProduct) -> Verdict:
     """Return what computes a complex product on a CPU, where XLA multiplies them slowly."""
     if current_policy() == "kernels":
         return _ASKED
-    work = of_product(product.real).operations / product.copied
-    is_new = product.copied * product.real.out_dtype.itemsize > _NEW_MEMORY
-    text = f"{work:.2g} multiply-adds for each number that is copied to make it"
-    if work >= (_LEAST_WORK_OF_NEW_MEMORY if is_new else _LEAST_WORK_OF_A_COPY):
+    work = of_product(product.real)
+    by_kernel = choose(work, [product.real], current_cpu()).candidate is not None
+    copied = sum(product.copied(by_kernel))
+    is_new = copied * product.real.out_dtype.itemsize > _NEW_MEMORY
+    per_copy = work.operations / copied
+    text = f"{per_copy:.2g} multiply-adds for each number that is copied to make it"
+    if per_copy >= (_LEAST_WORK_OF_NEW_MEMORY if is_new else _LEAST_WORK_OF_A_COPY):
         return Verdict(True, text)
     return Verdict(False, f"a real product has {text}, which does not pay")
 
@@ -210,12 +233,11 @@ def verdict_on_gpu(product: ComplexProduct, gpu: Gpu) -> Verdict:
     choice = choose(work, found, gpu)
     if choice.ours is None or choice.xla is None:
         return Verdict(False, choice.reason)
-    itemsize = real.out_dtype.itemsize
+    by_kernel = choice.candidate is not None
     copies = sum(
-        copy_cycles(x * itemsize, gpu) for x in (product.pairs, product.matrices, product.results)
+        copy_cycles(count * real.out_dtype.itemsize, gpu) for count in product.copied(by_kernel)
     )
-    product_time = choice.xla if choice.candidate is None else choice.ours
-    ours = product_time + copies / gpu.rates.cycles_per_microsecond
+    ours = copies / gpu.rates.cycles_per_microsecond + (choice.ours if by_kernel else choice.xla)
     xla = work.operations / rate
     text = f"predicted {ours:.4g} us, XLA's complex product {xla:.4g} us"
     if _MARGIN * ours <= xla:
