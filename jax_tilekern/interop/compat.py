@@ -25,6 +25,7 @@ from jax._src import named_sharding as _named_sharding
 from jax._src import source_info_util as _source_info_util
 from jax._src import tree_util as _tree_util
 from jax._src import util as _util
+from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
@@ -69,6 +70,7 @@ __all__ = [
     "jaxpr_as_fun",
     "jaxpr_like",
     "jaxprs_of",
+    "jvp_jaxpr",
     "key_functions",
     "lower_per_platform",
     "mlir",
@@ -133,6 +135,9 @@ cached: Callable[..., Callable[[Any], Any]] = _util.cache
 
 # jax.interpreters.xla.apply_primitive is deprecated, and forwards to this.
 apply_primitive: Callable[..., Any] = _dispatch.apply_primitive
+
+# Not exported by jax.interpreters.ad.
+jvp_jaxpr: Callable[..., tuple[Any, list[bool]]] = _ad.jvp_jaxpr
 
 # jax.interpreters.partial_eval exports less of it in each version.
 partial_eval: Any = _partial_eval

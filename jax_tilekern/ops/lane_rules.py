@@ -140,7 +140,7 @@ class Rules:
     ) -> tuple[list[Any], list[Any]]:
         """Call the jaxpr of results and tangents."""
         moving = [type(t) is not ad.Zero for t in tangents]
-        both, moved = ad.jvp_jaxpr(jaxpr, moving, instantiate=False)
+        both, moved = compat.jvp_jaxpr(jaxpr, moving, instantiate=False)
         kept = [t for t, moves in zip(tangents, moving, strict=True) if moves]
         found = self.bind(
             *primals,
