@@ -1,6 +1,7 @@
 """``kernel`` is ``vmap`` under every transformation; what has no kernel, and what kernels take."""
 
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from nvrtc_mark import needs_nvrtc
 from sharded import AUTO, EXPLICIT, devices, mesh_of, put
 
 import jax_tilekern as jtk
+from jax_tilekern.ops.lane_kernel import kernel_of
 from jax_tilekern.plans.gpu import known_gpu
 
 PARAMETERS = jnp.array([10.0, 28.0, 8 / 3])
@@ -257,6 +259,28 @@ def test_loops_are_in_registers(f, in_axes, shapes, registers, gpu):
     assert used <= registers
     assert (spilled, stack) == (0, 0)
     assert f"{lanes} lanes in {lanes // 128} CTAs of 128 threads" in choice.reason
+
+
+@needs_nvrtc
+def test_long_functions_are_called_where_there_are_many():
+    def sines(count, x):
+        for _ in range(count):
+            x = jnp.sin(x) * x
+        return x
+
+    for count, called in ((3, False), (60, True)):
+        avals, call = _call_of(jtk.kernel(lambda x, n=count: sines(n, x)), jnp.ones(4))
+        text = kernel_of(avals, **call).text
+        assert ("called::sin(" in text) == called
+    start = time.process_time()
+    (choice,) = explained(jtk.kernel(lambda x: sines(200, x)), jnp.ones(4))
+    assert choice.kernel
+    assert time.process_time() - start < 3
+
+
+def _call_of(function, *args):
+    (eqn,) = jax.make_jaxpr(function)(*args).jaxpr.eqns
+    return [x.aval for x in eqn.invars], eqn.params
 
 
 @needs_nvrtc

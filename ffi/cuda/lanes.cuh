@@ -55,3 +55,40 @@ inline Pair threefry2x32(uint32 key0, uint32 key1, uint32 x, uint32 y) {
 }
 
 }  // namespace tilekern::lax
+
+// Long functions that are called where a kernel has many of them: NVRTC takes seconds to compile
+// copies of each.
+namespace tilekern::called {
+
+#define TILEKERN_CALLED(name)      \
+  template <typename... T>         \
+  __noinline__ auto name(T... x) { \
+    return lax::name(x...);        \
+  }
+
+TILEKERN_CALLED(acos)
+TILEKERN_CALLED(acosh)
+TILEKERN_CALLED(asin)
+TILEKERN_CALLED(asinh)
+TILEKERN_CALLED(atan)
+TILEKERN_CALLED(atan2)
+TILEKERN_CALLED(atanh)
+TILEKERN_CALLED(cos)
+TILEKERN_CALLED(cosh)
+TILEKERN_CALLED(erf)
+TILEKERN_CALLED(erf_inv)
+TILEKERN_CALLED(erfc)
+TILEKERN_CALLED(expm1)
+TILEKERN_CALLED(lgamma)
+TILEKERN_CALLED(log)
+TILEKERN_CALLED(log1p)
+TILEKERN_CALLED(pow)
+TILEKERN_CALLED(rem)
+TILEKERN_CALLED(sin)
+TILEKERN_CALLED(sinh)
+TILEKERN_CALLED(tan)
+TILEKERN_CALLED(tanh)
+TILEKERN_CALLED(threefry2x32)
+#undef TILEKERN_CALLED
+
+}  // namespace tilekern::called

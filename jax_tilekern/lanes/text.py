@@ -152,8 +152,7 @@ def _written(
         for line in (
             *lanes.index_statements(),
             *pointers,
-            *writer.prologue,
-            *writer.statements,
+            *writer.body(),
         )
     )
     text = _TEMPLATE.format(

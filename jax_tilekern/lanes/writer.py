@@ -14,6 +14,7 @@ import contextlib
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,7 +46,15 @@ from jax_tilekern.primitives.operation import references
 _LOCAL_BYTES, _ALL_LOCAL_BYTES = 1024, 16384
 _WORKSPACE_ALIGNMENT = 16
 _MAX_CONSTANT = 1024
-_MAX_STATEMENTS = 12000
+# Statements with all unrolled loops. NVRTC takes about a second for 10,000.
+_MAX_STATEMENTS = 40000
+# Functions of dozens of instructions, which ``lanes.cuh`` has in ``tilekern::called`` too, and how
+# many of them a kernel inlines.
+_LONG_FUNCTION = re.compile(
+    r"\blax::(acosh?|asinh?|atan[2h]?|cosh?|erf(?:_inv|c)?|expm1|lgamma|log(?:1p)?|pow|rem|sinh?|"
+    r"tanh?|threefry2x32)\("
+)
+_MAX_INLINED = 24
 
 Rule = Callable[["LaneWriter", Any, list[Value], Sequence[Buffer | None]], list[Value]]
 # The rule of each primitive that is not elementwise.
@@ -105,6 +114,7 @@ class LaneWriter:
         self.workspace_bytes = 0
         self._local_bytes = 0
         self._unrolled_statements = 0
+        self._long_functions = 0
         self._repeated = 1
         self._scopes: list[_Scope] = []
         # For each loop around the current place, the memory that its body may write.
@@ -115,10 +125,22 @@ class LaneWriter:
 
     def line(self, text: str) -> None:
         """Write a statement."""
-        self._unrolled_statements += self._repeated
+        self.statements.append(text)
+        self._count(text)
+
+    def _count(self, *statements: str) -> None:
+        self._unrolled_statements += len(statements) * self._repeated
         if self._unrolled_statements > _MAX_STATEMENTS:
             raise TooLong
-        self.statements.append(text)
+        found = sum(len(_LONG_FUNCTION.findall(text)) for text in statements)
+        self._long_functions += found * self._repeated
+
+    def body(self) -> list[str]:
+        """Return all statements."""
+        lines = [*self.prologue, *self.statements]
+        if self._long_functions <= _MAX_INLINED:
+            return lines
+        return [_LONG_FUNCTION.sub(r"called::\1(", line) for line in lines]
 
     def name(self, prefix: str) -> str:
         """Return a new name."""
@@ -351,7 +373,7 @@ class LaneWriter:
         """Write an elementwise equation of one element; return its result."""
         before = len(self.statements)
         (result,) = self._scalars.equation(eqn, operands)
-        self._unrolled_statements += (len(self.statements) - before) * self._repeated
+        self._count(*self.statements[before:])
         return result
 
     def rounded(self, dtype: np.dtype[Any], expression: str) -> str:

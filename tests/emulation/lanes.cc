@@ -6,12 +6,13 @@
 // buffer, negative for one that the kernel writes, and the bytes of the others; the output file has
 // those that it wrote. Every buffer is an allocation of its own, so that a sanitizer sees an access
 // out of bounds.
-#include "lanes.h"
-
 #include <cstdio>
 #include <memory>
 #include <utility>
 
+// Its macros are words of the standard library.
+#include "lanes.h"
+//
 #include "kernels.h"
 //
 #include "generated.h"

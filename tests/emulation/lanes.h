@@ -14,6 +14,7 @@
 
 #define __global__
 #define __launch_bounds__(...)
+#define __noinline__ __attribute__((noinline))
 
 struct {
   unsigned x = 0;
