@@ -79,12 +79,13 @@ def muon(
         The ``method`` of :func:`jax_tilekern.linalg.newton_schulz`. ``"standard"`` is optax's
         iteration.
     mesh
-        Devices among which stacks are divided, by default those of ``jax.set_mesh``. Stacks are
-        padded with zeros to a multiple of their number. Without a mesh, and inside ``shard_map``,
-        a device iterates on all matrices that it sees.
+        The devices that share stacks, by default those of ``jax.set_mesh``. Stacks are padded with
+        zeros to a multiple of their number. Without a mesh nothing is padded, and devices share a
+        stack as far as their number divides its size. Inside ``shard_map`` a device iterates on the
+        matrices that it has.
     max_stack_bytes
         The most bytes of a stack on one device. Larger stacks are divided, and one part is
-        orthogonalised after the other; the iteration takes about three times as much memory. A
+        orthogonalised after the other; the iteration takes about four times as much memory. A
         stack has at least one matrix for each device.
 
     Returns

@@ -107,6 +107,18 @@ def test_parameters_of_16_bits(rng):
     assert_same_steps(params, 0.3)
 
 
+def test_max_stack_bytes_bounds_the_memory():
+    params = [jax.ShapeDtypeStruct((64, 96), jnp.float32)] * 12
+
+    def temporaries(matrices):
+        optimizer = jtk.muon(0.1, ns="standard", max_stack_bytes=matrices * 64 * 96 * 4)
+        args = params, jax.eval_shape(optimizer.init, params), params
+        compiled = jax.jit(optimizer.update).lower(*args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(2) < temporaries(12) / 2
+
+
 # Training.
 
 

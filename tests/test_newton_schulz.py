@@ -143,6 +143,7 @@ def test_derivatives_and_vmap(x64, rng, method):
     [
         (ValueError, np.ones(3, np.float32), {}, r"matrices \(..., m, n\), not shape \(3,\)"),
         (TypeError, np.ones((3, 3), np.int32), {}, "not int32"),
+        (TypeError, np.ones((3, 3), jnp.float8_e5m2), {}, "not float8_e5m2"),
         (ValueError, np.ones((3, 3), np.float32), {"coefficients": (1.0, 2.0)}, r"not \(2,\)"),
         (ValueError, np.ones((3, 3), np.float32), {"coefficients": np.ones((4, 3))}, "5 steps"),
         (ValueError, np.ones((3, 3), np.float32), {"method": "fast"}, "auto, standard, gram"),

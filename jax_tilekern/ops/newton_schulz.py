@@ -57,7 +57,7 @@ def newton_schulz(
     Parameters
     ----------
     x
-        Array of shape ``(..., m, n)`` of floats or complex numbers.
+        Array of shape ``(..., m, n)`` of floats of 16 bits or more, or of complex numbers.
     steps
         Number of steps. With an array of coefficients for each step, it is their number.
     coefficients
@@ -91,7 +91,7 @@ def newton_schulz(
         If ``x`` has fewer than two dimensions, or coefficients have another shape, or a name is
         unknown.
     TypeError
-        If ``x`` is not an array of floats or complex numbers.
+        If ``x`` is of another type.
 
     Notes
     -----
@@ -129,8 +129,10 @@ def newton_schulz(
 
 
 def _check(x: Array, steps: int, coefficients: Array, preconditioning: str, method: str) -> None:
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(f"newton_schulz takes floats and complex numbers, not {x.dtype}")
+    if not jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize < 2:
+        raise TypeError(
+            f"newton_schulz takes floats of 16 bits or more and complex numbers, not {x.dtype}"
+        )
     if x.ndim < 2:
         raise ValueError(f"newton_schulz takes matrices (..., m, n), not shape {x.shape}")
     if coefficients.shape not in ((3,), (steps, 3)):
