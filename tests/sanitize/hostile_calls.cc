@@ -107,8 +107,11 @@ const Refused kRefused[] = {
      }},
     {"three operands", [](Call& c) { c.operands = 3; }},
     {"one operand", [](Call& c) { c.operands = 1; }},
-    {"complex operands",
-     [](Call& c) { c.lhs_type = c.rhs_type = c.out_type = XLA_FFI_DataType_C64; }},
+    {"complex operands of too few numbers",
+     [](Call& c) {
+       c.lhs_type = XLA_FFI_DataType_C64;
+       c.lhs_dims = {3, 3};
+     }},
     {"operands of two types", [](Call& c) { c.rhs_type = XLA_FFI_DataType_F64; }},
     {"an output type that no kernel writes", [](Call& c) { c.out_type = XLA_FFI_DataType_S32; }},
     {"a type of no kernel", [](Call& c) { c.lhs_type = XLA_FFI_DataType_F8E8M0FNU; }},
@@ -173,6 +176,13 @@ void CheckHostileCalls(Counts& counts) {
     const std::string said = Run(call);
     counts.Check(said.size() > sizeof "error: ", std::string("refused: ") + refused.what);
   }
+
+  // An array of complex numbers is one of twice as many real numbers.
+  Call pairs;
+  pairs.lhs_type = pairs.out_type = XLA_FFI_DataType_C64;
+  pairs.lhs_dims = {2, 5};
+  pairs.out_dims = {2, 6};
+  counts.Check(Run(pairs).empty(), "complex arrays: " + Run(pairs));
 
   // Nothing to do is no error.
   Call empty;
