@@ -7,6 +7,7 @@ PTX instructions.
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -129,21 +130,19 @@ def record():
 
 
 def build(requests, *options):
-    """Compile kernels into a program that runs plans of them; return its path."""
-    texts = {}
-    for request in requests:
-        texts |= headers_of(request.source.text, request.source.headers).texts
-    sources = list(dict.fromkeys(request.source.text for request in requests))
+    """Compile kernels of one text into a program that launches them; return its path."""
+    source = requests[0].source
+    texts = {**headers_of(source.text, source.headers).texts, "source.cuh": source.text}
     names = [request.name for request in requests]
-    arch = max(int(re.sub(r"\D", "", request.arch)) for request in requests) * 10
-    main = "".join(f'#include "source{i}.cuh"\n' for i in range(len(sources)))
+    arch = int(re.sub(r"\D", "", requests[0].arch)) * 10
     cases = "".join(
         f"    case {i}: return launch_with(&{name}, grid, block, cluster, shared, bytes);\n"
         for i, name in enumerate(names)
     )
     main = f"""#define EMULATED_ARCH {arch}
 #include "main.h"
-{main}
+#include "source.cuh"
+
 int main(int, char** arguments) {{
   using emulation::Dim3, emulation::launch_with;
   return emulation::run_plan(arguments[1], [](int kernel, Dim3 grid, Dim3 block, Dim3 cluster,
@@ -153,14 +152,14 @@ int main(int, char** arguments) {{
   }});
 }}
 """
-    digest = hashlib.sha256(repr((SALT, main, sources, sorted(texts.items()), options)).encode())
+    digest = hashlib.sha256(repr((SALT, main, sorted(texts.items()), options)).encode())
     for path in (Path(__file__), *sorted(EMULATOR.iterdir())):
         digest.update(path.read_bytes())
     folder = Path(tempfile.gettempdir()) / "jax_tilekern_emulated" / digest.hexdigest()[:24]
     program = folder / "program"
     if program.exists():
         return program
-    for name, text in [*texts.items(), *((f"source{i}.cuh", s) for i, s in enumerate(sources))]:
+    for name, text in texts.items():
         path = folder / "include" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(as_cpp(text))
@@ -188,8 +187,6 @@ def run_plan(
     ``aliases`` has operands whose buffers are those of results. ``late`` has "reads", or "writes",
     or both: asynchronous operations that take place when they are waited for (threads.h).
     """
-    requests = list(dict.fromkeys(_request(recorded, launch) for launch in plan.launches))
-    program = build(requests, *options)
     poison = [np.full(size, 0xA5, np.uint8) for size in plan.workspace_bytes]
     # What a kernel does not write is NaN, or a large integer.
     outputs = [
@@ -205,24 +202,33 @@ def run_plan(
             (Path(folder) / str(i)).write_bytes(buffer.tobytes())
         numbers = ["reads" in late, "writes" in late, backwards]
         numbers = [*map(int, numbers), folder, *_counted(b.nbytes for b in buffers)]
-        numbers.append(len(plan.launches))
-        for launch in plan.launches:
-            numbers += [requests.index(_request(recorded, launch)), *launch.grid, *launch.block]
-            numbers += [*launch.cluster, launch.shared_memory_bytes, *_counted(launch.repeats)]
-            numbers.append(len(launch.parameters))
-            for parameter in launch.parameters:
-                numbers += _numbers(parameter)
-        (Path(folder) / "plan").write_text(" ".join(map(str, numbers)))
-        done = subprocess.run(
-            [program, Path(folder) / "plan"], capture_output=True, text=True, timeout=600
-        )
-        if done.returncode != 0:
-            raise RuntimeError(f"{plan.name} ended with {done.returncode}: {done.stderr[-3000:]}")
+        requests = [_request(recorded, launch) for launch in plan.launches]
+        pairs = zip(plan.launches, requests, strict=True)
+        # Generated kernels of different texts have the same names.
+        for _, group in itertools.groupby(pairs, lambda pair: pair[1].source.text):
+            _run_launches(plan.name, list(group), numbers, Path(folder) / "plan", options)
         first = len(operands)
         return [
             np.frombuffer((Path(folder) / str(first + i)).read_bytes(), dtype).reshape(shape)
             for i, (shape, dtype) in enumerate(results)
         ]
+
+
+def _run_launches(name, launches, numbers, path, options):
+    """Run launches of kernels of one text, each with what its kernel was compiled from."""
+    requests = list(dict.fromkeys(request for _, request in launches))
+    program = build(requests, *options)
+    numbers = [*numbers, len(launches)]
+    for launch, request in launches:
+        numbers += [requests.index(request), *launch.grid, *launch.block, *launch.cluster]
+        numbers += [launch.shared_memory_bytes, *_counted(launch.repeats)]
+        numbers.append(len(launch.parameters))
+        for parameter in launch.parameters:
+            numbers += _numbers(parameter)
+    path.write_text(" ".join(map(str, numbers)))
+    done = subprocess.run([program, path], capture_output=True, text=True, timeout=600)
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr[-3000:]}")
 
 
 def _request(recorded, launch):
