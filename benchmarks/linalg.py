@@ -29,13 +29,19 @@ from jax_tilekern.cli.console import output_file, write_json
 HELP = "time batches of small matrices, or large matrices, against jnp.linalg"
 
 SIZES = (2, 3, 4, 8, 16, 32, 64)
-OPERATIONS = ("inv", "solve", "cholesky")
+OPERATIONS = ("inv", "solve", "cholesky", "svd", "eigh", "qr")
+# Operations that take longer have smaller batches of matrices of more rows than this.
+_DECOMPOSITIONS = ("svd", "eigh", "qr")
+_SMALL = 16
 _SAMPLED = 64
 # Elements of the operands and the result of one matrix.
 _ELEMENTS: dict[str, Callable[[int, int], int]] = {
     "inv": lambda n, columns: 2 * n * n,
     "solve": lambda n, columns: n * n + 2 * n * columns,
     "cholesky": lambda n, columns: 2 * n * n,
+    "svd": lambda n, columns: 3 * n * n + n,
+    "eigh": lambda n, columns: 2 * n * n + n,
+    "qr": lambda n, columns: 3 * n * n,
 }
 
 
@@ -75,12 +81,21 @@ LARGE = (
 )
 
 
+def batches(sizes: Sequence[int], count: int) -> list[Case]:
+    """Return every operation on batches of matrices of each size."""
+
+    def matrices(name: str, n: int) -> int:
+        return count // 10 if name in _DECOMPOSITIONS and n > _SMALL else count
+
+    return [Case(name, n, matrices(name, n)) for name in OPERATIONS for n in sizes]
+
+
 def operands(case: Case, dtype: Any) -> tuple[Any, ...]:
-    """Return random matrices, positive definite ones for ``cholesky``, and right-hand sides."""
+    """Return random matrices, definite ones for ``cholesky`` and ``eigh``, and right-hand sides."""
     name, n, count, columns = case.operation, case.n, case.count, case.columns
     keys = jax.random.split(jax.random.key(n), 2)
     a = jax.random.normal(keys[0], (count, n, n), dtype)
-    if name == "cholesky":
+    if name in ("cholesky", "eigh"):
         # A product of the default precision might not be positive definite.
         gram = functools.partial(jnp.matmul, precision="highest")
         return (jax.jit(lambda a: gram(a, a.mT) / n + jnp.eye(n, dtype=dtype))(a),)
@@ -92,10 +107,16 @@ def operands(case: Case, dtype: Any) -> tuple[Any, ...]:
 def errors(name: str, args: Sequence[Any], result: Any) -> float:
     """Return the largest residual of a sample, relative to what makes it up."""
     # The last ones are in a block of their own.
-    chosen = _sampled(len(result))
-    a, x = (np.asarray(v[chosen], np.float64) for v in (args[0], result))
+    chosen = _sampled(len(args[0]))
+    a, x, *more = (np.asarray(v[chosen], np.float64) for v in (args[0], *jax.tree.leaves(result)))
     rows = _sampled(a.shape[-1])
-    if name == "inv":
+    if name == "svd":
+        left, right, expected = x[:, rows] * more[0][:, None], more[1], a[:, rows]
+    elif name == "eigh":
+        left, right, expected = more[0][:, rows] * x[:, None], more[0].swapaxes(-1, -2), a[:, rows]
+    elif name == "qr":
+        left, right, expected = x[:, rows], more[0], a[:, rows]
+    elif name == "inv":
         left, right, expected = a[:, rows], x, np.eye(a.shape[-1])[rows]
     elif name == "solve":
         left, right, expected = a[:, rows], x, np.asarray(args[1][chosen], np.float64)[:, rows]
@@ -144,12 +165,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, print and record; return how many rows are wrong."""
     record = program_record(arguments.command_line)
     rows: list[dict[str, Any]] = record["rows"]
-    batches = itertools.product(OPERATIONS, arguments.sizes)
-    cases = LARGE if arguments.large else [Case(*each, arguments.count) for each in batches]
+    cases = LARGE if arguments.large else batches(arguments.sizes, arguments.count)
     for dtype, case in itertools.product(arguments.types, cases):
         name, n = case.operation, case.n
         start = time.perf_counter()
-        with jax.enable_x64(dtype == "float64"):
+        # On GPUs the policy has no times of decompositions.
+        policy: Any = "kernels" if name in _DECOMPOSITIONS else "auto"
+        with jax.enable_x64(dtype == "float64"), jtk.policy(policy):
             rows.append(row(case, np.dtype(dtype), arguments.seconds))
         last = rows[-1]
         if "failure" in last:

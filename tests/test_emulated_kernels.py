@@ -20,8 +20,8 @@ FILES = {
         "linalg/blocked_cholesky.cuh",
     ),
     "small_inverse": (
-        "types.cuh", "linalg/matrix_copy.cuh", "linalg/matrix_rows.cuh",
-        "linalg/matrix_inverse.cuh",
+        "types.cuh", "linalg/matrix_copy.cuh", "linalg/matrix_numbers.cuh",
+        "linalg/matrix_rows.cuh", "linalg/matrix_inverse.cuh",
     ),
     "row_sums": (
         "types.cuh", "convert.cuh", "reduction/reduction.cuh", "reduction/row_sums.cuh",

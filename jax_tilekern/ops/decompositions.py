@@ -15,8 +15,7 @@ from jax import Array, lax
 
 from jax_tilekern.interop import ffi
 from jax_tilekern.ops.matrices import define_matrix, product, solve, split_alike, triangular_solve
-from jax_tilekern.ops.matrix_kernels import decomposition_on_cpu
-from jax_tilekern.primitives.operation import Fallback
+from jax_tilekern.ops.matrix_kernels import decomposition_on_cpu, decomposition_on_cuda
 
 Rule = tuple[list[Any], list[Any]]
 
@@ -166,7 +165,7 @@ _svd = define_matrix(
     reference=_svd_reference,
     jvp=_svd_jvp,
     cpu=functools.partial(decomposition_on_cpu, ffi.CPU_MATRIX_SVD),
-    cuda=lambda *_, **__: Fallback("no kernel on GPUs"),
+    cuda=functools.partial(decomposition_on_cuda, "svd"),
     describe=lambda vectors, full: "svd" if vectors else "singular values",
 )
 
@@ -186,7 +185,7 @@ _eigh = define_matrix(
     reference=_eigh_reference,
     jvp=_eigh_jvp,
     cpu=functools.partial(decomposition_on_cpu, ffi.CPU_MATRIX_EIGH),
-    cuda=lambda *_, **__: Fallback("no kernel on GPUs"),
+    cuda=functools.partial(decomposition_on_cuda, "eigh"),
     describe=lambda vectors, **_: "eigh" if vectors else "eigenvalues",
 )
 
@@ -208,6 +207,6 @@ _qr = define_matrix(
     reference=_qr_reference,
     jvp=_qr_jvp,
     cpu=functools.partial(decomposition_on_cpu, ffi.CPU_MATRIX_QR),
-    cuda=lambda *_, **__: Fallback("no kernel on GPUs"),
+    cuda=functools.partial(decomposition_on_cuda, "qr"),
     describe=lambda vectors, full: "qr" if vectors else "r of qr",
 )

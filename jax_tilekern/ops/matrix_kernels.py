@@ -23,6 +23,7 @@ from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.linalg import blocked_cholesky, blocked_lu_plans
 from jax_tilekern.plans.linalg import small_matrices as plans
 from jax_tilekern.plans.linalg.blocked import LargeMatrices, plan_blocks
+from jax_tilekern.plans.linalg.decompositions import Decomposition, plan_decomposition
 from jax_tilekern.plans.linalg.small_matrices import MAX_SIZE, Columns, SmallMatrices
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.primitives.operation import (
@@ -43,6 +44,12 @@ _CPU_MOST_COLUMNS = 64
 # A matrix of the batch for so many rows, and a lane for so many rows, are as fast as LAPACK.
 _CPU_ROWS_FOR_A_MATRIX = {ffi.CPU_MATRIX_SVD: 4, ffi.CPU_MATRIX_EIGH: 4, ffi.CPU_MATRIX_QR: 16}
 _CPU_JACOBI_ROWS_FOR_A_LANE = 8
+# Template arguments of the CUDA kernels behind the sizes.
+_FLAGS = {
+    "svd": ("vectors", "full"),
+    "eigh": ("vectors", "lower", "symmetrize"),
+    "qr": ("vectors", "full"),
+}
 
 
 def refusal(size: Any, dtype: Any) -> str | None:
@@ -229,6 +236,20 @@ def decomposition_on_cpu(
         ffi.CpuCall(target, {name: int(value) for name, value in params.items()}),
         (a.value,),
     )
+
+
+def decomposition_on_cuda(
+    name: str, operands: Sequence[Operand], results: Sequence[Any], **params: bool
+) -> Outcome:
+    """Return a kernel for decompositions of the matrices of one operand."""
+    (a,) = operands
+    *leading, rows, columns = a.aval.shape
+    flags = tuple(bool(params[flag]) for flag in _FLAGS[name])
+    problem = Decomposition(name, math.prod(leading), rows, columns, a.aval.dtype, flags)
+    # A kernel that computes no vectors has the parameters of one that does.
+    buffers = range(3 if name == "svd" else 2)
+    written = tuple(buffers) if params["vectors"] else (0,) * len(buffers)
+    return planned_kernel((a.value,), plan_decomposition, problem, written)
 
 
 def _why_lapack_is_faster(target: str, count: int, size: int, itemsize: int) -> str | None:

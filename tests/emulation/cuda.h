@@ -218,6 +218,8 @@ inline int __dp4a(int a, int b, int sum) {
   }
   return sum;
 }
+inline float __fsqrt_rn(float value) { return std::sqrt(value); }
+inline double __dsqrt_rn(double value) { return std::sqrt(value); }
 inline double __drcp_rn(double value) { return 1 / value; }
 
 namespace tilekern {

@@ -26,6 +26,35 @@ COLUMNS = (1, 2, 11)
 COUNT = 37
 
 
+def decompositions(
+    a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]
+) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], np.ndarray[Any, Any]]]:
+    """Yield calls whose factors' product is their argument: square, tall and wide matrices."""
+    product = functools.partial(jnp.matmul, precision="highest")
+
+    def by_svd(a: Any, full: bool) -> Any:
+        u, s, vt = linalg.svd(a, full_matrices=full)
+        k = s.shape[-1]
+        return product(u[..., :k] * s[..., None, :], vt[..., :k, :])
+
+    def by_qr(a: Any, mode: str) -> Any:
+        return product(*linalg.qr(a, mode))
+
+    def by_eigh(a: Any, symmetrize: bool) -> Any:
+        w, v = linalg.eigh(a, symmetrize_input=symmetrize)
+        return product(v * w[..., None, :], v.mT)
+
+    for x in (a, b, b.swapaxes(-1, -2)):
+        for flag in (False, True):
+            yield "svd", functools.partial(by_svd, full=flag), (x,), x
+            mode = "complete" if flag else "reduced"
+            yield "qr", functools.partial(by_qr, mode=mode), (x,), x
+        yield "singular values", linalg.svdvals, (x,), np.linalg.svd(x, compute_uv=False)
+    for flag in (False, True):
+        yield "eigh", functools.partial(by_eigh, symmetrize=flag), (a,), a
+    yield "eigenvalues", linalg.eigvalsh, (a,), np.linalg.eigvalsh(a)
+
+
 def calls(
     a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]
 ) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], np.ndarray[Any, Any]]]:
@@ -49,6 +78,7 @@ def calls(
         return jnp.matmul(p, jnp.matmul(lower, upper, precision="highest"), precision="highest")
 
     yield "lu", rebuilt, (a,), a
+    yield from decompositions(a, b)
     for lower in (False, True):
         triangle = np.tril(a) if lower else np.triu(a)
 

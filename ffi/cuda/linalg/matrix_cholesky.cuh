@@ -11,6 +11,7 @@
 #pragma once
 
 #include "linalg/matrix_copy.cuh"
+#include "linalg/matrix_numbers.cuh"
 
 namespace tilekern {
 
@@ -32,9 +33,6 @@ struct CholeskySizes {
       kN * kRowStride + (kBanks + kBankShift - kN * kRowStride % kBanks) % kBanks;
   using Tiles = MatrixTiles<T, kN, kMatrices, 32, kRowStride, kMatrixStride>;
 };
-
-inline float square_root(float value) { return __fsqrt_rn(value); }
-inline double square_root(double value) { return __dsqrt_rn(value); }
 
 // Factors the panel of columns from `begin` on, of which panel[r][c] is the element in row
 // begin + lane + r * kLanes and column begin + c. Returns whether its pivots are positive.

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "linalg/matrix_copy.cuh"
+#include "linalg/matrix_numbers.cuh"
 
 namespace tilekern {
 
@@ -50,11 +51,6 @@ struct MatrixStorage {
   int32 order[Sizes::kMatrices][kN];   // the lane whose row ends up at each position
   int32 pivots[Sizes::kMatrices][kN];  // the position with which each position was swapped
 };
-
-inline uint32 magnitude_bits(float value) { return __float_as_uint(value) & 0x7fffffffu; }
-inline uint64 magnitude_bits(double value) {
-  return static_cast<uint64>(__double_as_longlong(value)) & 0x7fffffffffffffffull;
-}
 
 template <typename T>
 inline bool precedes(PivotChoice<T> a, PivotChoice<T> b) {

@@ -18,7 +18,7 @@ DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 MAX_SIZE = 64
 
 # The first architecture that reduces integers over a warp in one instruction.
-_MIN_COMPUTE_CAPABILITY = (8, 0)
+MIN_COMPUTE_CAPABILITY = (8, 0)
 _VECTOR_BYTES = 16
 _MAX_COLUMNS = 8  # right-hand sides of a thread at a time
 # With more right-hand sides than this, several CTAs factor the same matrices and divide the sides,
@@ -56,7 +56,7 @@ class SmallMatrices:
 
     def with_row_lanes(self, file: str, name: str, *arguments: int) -> MatrixKernel:
         """Return a kernel whose lanes hold one row each."""
-        lanes = max(2, _power_of_two(self.size))
+        lanes = max(2, power_of_two(self.size))
         threads = 128 if lanes <= _WARP else lanes
         return MatrixKernel(self, self.kernel(file, name, *arguments), lanes, threads)
 
@@ -129,7 +129,7 @@ def cholesky_kernel(matrices: SmallMatrices, *, symmetrize: bool) -> MatrixKerne
     kernel = matrices.kernel("matrix_cholesky", "matrix_cholesky", symmetrize)
     size = matrices.size
     rows = min(size, 2 if size > 16 else _VECTOR_BYTES // matrices.dtype.itemsize)  # of a lane
-    return MatrixKernel(matrices, kernel, _power_of_two(math.ceil(size / rows)))
+    return MatrixKernel(matrices, kernel, power_of_two(math.ceil(size / rows)))
 
 
 def solve_kernel(matrices: SmallMatrices, columns: Columns, *, transpose: bool) -> MatrixKernel:
@@ -156,7 +156,7 @@ def triangular_solve_kernel(
 
 def columns_at_once(columns: Columns) -> int:
     """Return how many right-hand sides a thread has at a time, a power of two."""
-    return min(_MAX_COLUMNS, _power_of_two(columns.count))
+    return min(_MAX_COLUMNS, power_of_two(columns.count))
 
 
 def plan_matrices(kernel: MatrixKernel, results: int, gpu: Gpu) -> LaunchPlan | NoKernel:
@@ -221,7 +221,7 @@ def _plan(
     chosen: MatrixKernel, gpu: Gpu, parts: int, scalars: Scalars, alignments: tuple[int, ...]
 ) -> LaunchPlan | NoKernel:
     matrices, kernel, blocks = chosen.matrices, chosen.kernel, chosen.blocks
-    if gpu.compute_capability < _MIN_COMPUTE_CAPABILITY:
+    if gpu.compute_capability < MIN_COMPUTE_CAPABILITY:
         return NoKernel(f"{gpu.arch} is older than sm_80")
     if blocks > MAX_GRID[0]:
         return NoKernel(f"{matrices.count} matrices take {blocks} CTAs (at most {MAX_GRID[0]})")
@@ -243,6 +243,6 @@ def _plan(
     )
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """Return the smallest power of two that is not less than a number."""
     return 1 << (number - 1).bit_length()

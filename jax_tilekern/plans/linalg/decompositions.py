@@ -1,0 +1,146 @@
+"""Plans for decompositions of batches of small matrices, on ``linalg/matrix_{svd,eigh,qr}.cuh``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jax_tilekern.compilation.compiler import Kernel, compile_kernels
+from jax_tilekern.plans.cxx import CXX_TYPES
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch, LaunchPlan, NoKernel, Scalars
+from jax_tilekern.plans.linalg.small_matrices import MIN_COMPUTE_CAPABILITY, power_of_two
+from jax_tilekern.plans.policy import current_policy
+
+_WARP = 32
+# ``kThreadRows``: a thread holds a matrix of up to so many rows and columns.
+_THREAD_ROWS = 4
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """A decomposition of a batch of contiguous matrices.
+
+    Attributes
+    ----------
+    name
+        ``"svd"``, ``"eigh"`` or ``"qr"``.
+    count, rows, columns
+        How many matrices there are, and their sizes.
+    dtype
+        Their element type.
+    flags
+        Further template arguments: whether vectors are computed, and whether bases are full, or
+        which triangle of a symmetric matrix is read.
+    """
+
+    name: str
+    count: int
+    rows: int
+    columns: int
+    dtype: np.dtype[Any]
+    flags: tuple[bool, ...]
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel for these matrices."""
+        sizes = (self.rows,) if self.name == "eigh" else (self.rows, self.columns)
+        listed = ", ".join(map(str, (CXX_TYPES[self.dtype], *sizes, *map(int, self.flags))))
+        return Kernel(f"linalg/matrix_{self.name}.cuh", f"tilekern::matrix_{self.name}<{listed}>")
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that share a matrix: ``group_lanes`` of ``matrix_group.cuh``."""
+        m, n = self.rows, self.columns
+        if max(m, n) <= _THREAD_ROWS:
+            return 1
+        busy = max(n, self._order) if self.name == "qr" else math.ceil(min(m, n) / 2)
+        return min(_WARP, max(2, power_of_two(busy)))
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Bytes of shared memory of a warp: ``kElements`` of the kernel's sizes."""
+        if self.lanes == 1:
+            return _WARP * (_THREAD_ROWS**2 | 1) * self.dtype.itemsize
+        return _WARP // self.lanes * (self._elements | 1) * self.dtype.itemsize
+
+    @property
+    def _order(self) -> int:
+        """How many columns the orthogonal factor has."""
+        return self.rows if self.flags[1] else min(self.rows, self.columns)
+
+    @property
+    def _elements(self) -> int:
+        m, n, vectors = self.rows, self.columns, self.flags[0]
+        short, long = sorted((m, n))
+        if self.name == "eigh":
+            return (1 + vectors) * n * (n | 1) + n + 4 * math.ceil(n / 2)
+        if self.name == "qr":
+            return (n + vectors * self._order) * (m | 1) + short
+        count = long if self.flags[1] else short
+        square = short * (short | 1)
+        reduced = short * (long | 1) if long > short else 0
+        return reduced + square + 3 * short + vectors * (square + count * (long | 1))
+
+
+def plan_decomposition(
+    problem: Decomposition, results: Sequence[int], gpu: Gpu
+) -> LaunchPlan | NoKernel:
+    """Plan and compile a decomposition.
+
+    Parameters
+    ----------
+    problem
+        The call.
+    results
+        For each result of the kernel, the position of the call's result. One that the kernel does
+        not write has another's.
+    gpu
+        The GPU at hand.
+
+    Raises
+    ------
+    NvrtcNotFound
+        If there is no NVRTC to compile the kernel with.
+    """
+    if current_policy() != "kernels":
+        return NoKernel(
+            "no times of this kernel are recorded, so XLA computes it "
+            '(jax_tilekern.policy("kernels") takes it)'
+        )
+    if gpu.compute_capability < MIN_COMPUTE_CAPABILITY:
+        return NoKernel(f"{gpu.arch} is older than sm_80")
+    blocks = math.ceil(problem.count / (_WARP // problem.lanes))
+    if blocks > MAX_GRID[0]:
+        return NoKernel(f"{problem.count} matrices take {blocks} CTAs (at most {MAX_GRID[0]})")
+    shared = problem.shared_memory_bytes
+    if shared > gpu.shared_memory_bytes:
+        return NoKernel(
+            f"matrices of {problem.rows}x{problem.columns} take {shared} bytes of shared memory "
+            f"(at most {gpu.shared_memory_bytes} on {gpu.name})"
+        )
+    kernel = problem.kernel
+    compiled = compile_kernels(kernel, arch=gpu.arch)
+    launch = Launch(
+        entry=compiled.entry(kernel.name),
+        grid=(blocks, 1, 1),
+        block=(_WARP, 1, 1),
+        shared_memory_bytes=shared,
+        parameters=(
+            Buffer(0),
+            *(Buffer(1 + result) for result in results),
+            Scalars.pack("q", problem.count),
+        ),
+    )
+    lanes = f"{problem.lanes} lanes" if problem.lanes > 1 else "a thread"
+    return LaunchPlan(
+        name=f"matrix_{problem.name} {problem.dtype} {problem.rows}x{problem.columns}",
+        gpu=gpu,
+        launches=(launch,),
+        alignments=(problem.dtype.itemsize,) * (2 + max(results)),
+        reason=f"{problem.count} matrices, {lanes} each",
+    )
