@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 from jax_tilekern.interop import compat, outcomes
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.interop.outcomes import record_traced_choice
-from jax_tilekern.ops import decompositions, matrices
+from jax_tilekern.ops import decompositions, matrices, matrix_functions
 from jax_tilekern.ops.matmul import matmul as matmul
 from jax_tilekern.ops.matrix_kernels import has_solve_kernel, refusal, refusal_to_decompose
 from jax_tilekern.ops.newton_schulz import newton_schulz
@@ -39,13 +39,13 @@ if TYPE_CHECKING:  # What __getattr__ returns.
         cond as cond, cross as cross, diagonal as diagonal, eig as eig, eigvals as eigvals,
         lstsq as lstsq, matrix_norm as matrix_norm, matrix_power as matrix_power,
         matrix_rank as matrix_rank, matrix_transpose as matrix_transpose, norm as norm,
-        outer as outer, pinv as pinv, tensorinv as tensorinv, tensorsolve as tensorsolve,
+        outer as outer, tensorinv as tensorinv, tensorsolve as tensorsolve,
         trace as trace, vector_norm as vector_norm,
     )  # fmt: skip
     from jax.scipy.linalg import (  # isort: skip
         block_diag as block_diag, cho_factor as cho_factor, cho_solve as cho_solve,
         circulant as circulant, companion as companion, convolution_matrix as convolution_matrix,
-        dft as dft, eigh_tridiagonal as eigh_tridiagonal, expm as expm,
+        dft as dft, eigh_tridiagonal as eigh_tridiagonal,
         expm_frechet as expm_frechet, fiedler as fiedler, fiedler_companion as fiedler_companion,
         funm as funm, hadamard as hadamard, hankel as hankel, helmert as helmert,
         hessenberg as hessenberg, hilbert as hilbert, invhilbert as invhilbert,
@@ -55,8 +55,8 @@ if TYPE_CHECKING:  # What __getattr__ returns.
     )  # fmt: skip
 
 __all__ = [
-    "SlogdetResult", "cholesky", "det", "eigh", "eigvalsh", "inv", "lu", "lu_factor",
-    "newton_schulz", "qr", "slogdet", "solve", "solve_triangular", "svd", "svdvals",
+    "SlogdetResult", "cholesky", "det", "eigh", "eigvalsh", "expm", "inv", "lu", "lu_factor",
+    "newton_schulz", "pinv", "qr", "slogdet", "solve", "solve_triangular", "svd", "svdvals",
     "triangular_solve",
 ]  # fmt: skip
 
@@ -546,6 +546,92 @@ def qr(a: ArrayLike, mode: str = "reduced") -> Any:
 
     theirs: Any = functools.partial(jnp.linalg.qr, mode=mode)
     return _computed("qr", theirs, ours, a, refusal=refusal)
+
+
+@functools.partial(jax.jit, static_argnames=("hermitian",))
+def pinv(
+    a: ArrayLike,
+    rtol: ArrayLike | None = None,
+    hermitian: bool = False,
+    *,
+    rcond: ArrayLike | None = None,
+) -> Array:
+    """Pseudo-inverse, with the semantics of :func:`jax.numpy.linalg.pinv`.
+
+    Parameters
+    ----------
+    a
+        Array of shape ``(..., m, n)``.
+    rtol
+        Singular values up to ``rtol`` times the largest count as zero; an array of the leading
+        shape. By default it is ``10 * max(m, n)`` times the type's epsilon.
+    hermitian
+        Whether the matrices are symmetric; then it is JAX's own function.
+    rcond
+        Another name of ``rtol``.
+
+    Returns
+    -------
+    Array
+        Of shape ``(..., n, m)``.
+
+    Raises
+    ------
+    ValueError
+        If ``a`` has less than two dimensions, or both ``rtol`` and ``rcond`` are given.
+    TypeError
+        If ``a`` is not an array.
+    """
+
+    def theirs(a: Array) -> Array:
+        return jnp.linalg.pinv(a, rtol, hermitian, rcond=rcond)
+
+    def ours(a: Array) -> Array:
+        given = rcond if rtol is None else rtol
+        if given is None:
+            given = 10.0 * max(a.shape[-2:]) * float(jnp.finfo(a.dtype).eps)
+        return matrix_functions.pseudo_inverse(a, compat.as_type(given, a.dtype))
+
+    def refusal(a: Array) -> str | None:
+        if hermitian:
+            return "pinv with hermitian is JAX's own"
+        return _refusal_to_decompose(a)
+
+    return _computed("pinv", theirs, ours, a, refusal=refusal)
+
+
+@functools.partial(jax.jit, static_argnames=("upper_triangular", "max_squarings"))
+def expm(A: ArrayLike, *, upper_triangular: bool = False, max_squarings: int = 16) -> Array:
+    """Matrix exponential, with the semantics of :func:`jax.scipy.linalg.expm`.
+
+    It is the scaling and squaring method (Higham, SIAM J. Matrix Anal. Appl. 26, 2005) with one
+    Padé approximant for all matrices of a type, and as many squarings as the batch needs.
+
+    Parameters
+    ----------
+    A
+        Array of shape ``(..., n, n)``.
+    upper_triangular
+        Whether the matrices are upper triangular.
+    max_squarings
+        The most squarings.
+
+    Returns
+    -------
+    Array
+        The exponentials, of the same shape; NaN where a matrix needs more squarings.
+
+    Raises
+    ------
+    ValueError
+        If the matrices are not square.
+    TypeError
+        If ``A`` is not an array.
+    """
+    keywords: Any = {"upper_triangular": upper_triangular, "max_squarings": max_squarings}
+    theirs = functools.partial(jsp_linalg.expm, **keywords)
+    ours = functools.partial(matrix_functions.exponential, **keywords)
+    return _computed("expm", theirs, ours, A, refusal=_refusal_to_decompose)
 
 
 @functools.partial(

@@ -265,7 +265,8 @@ def test_derivatives(rng, name):
     check_derivatives(functools.partial(function, linalg), (apart(rng, shape),))
 
 
-@pytest.mark.parametrize("name", CASES)
+# Derivatives of wide matrices' factors are newer than the oldest JAX.
+@pytest.mark.parametrize("name", [name for name in CASES if name != "qr, wide"])
 def test_gradients_are_jaxs(rng, x64, name):
     function, shape = CASES[name]
     a = apart(rng, shape)

@@ -1,0 +1,94 @@
+"""``expm`` and ``pinv`` of batches agree with JAX's, and with float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.linalg as jsp_linalg
+import numpy as np
+import pytest
+from numerics import assert_close, check_derivatives, random
+
+import jax_tilekern as jtk
+from jax_tilekern import linalg
+
+
+def terms(a):
+    """The exponential's series in extended precision, of matrices that are halved 10 times."""
+    x = np.asarray(a, np.longdouble) / 2**10
+    result = power = np.broadcast_to(np.eye(x.shape[-1]), x.shape)
+    for k in range(1, 18):
+        power = power @ x / k
+        result = result + power
+    for _ in range(10):
+        result = result @ result
+    return result
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("n", [1, 3, 12])
+@pytest.mark.one_in(2)
+def test_exponentials(rng, x64, n, dtype):
+    """Each matrix has as many squarings as its own norm takes."""
+    scales = np.array([0, 1e-3, 0.1, 1, 4, 10])[:, None, None]
+    a = np.asarray(random(rng, (6, n, n), np.float64)) * scales / n**0.5
+    a = a.astype(dtype)
+    expected = terms(a)
+    found = np.asarray(linalg.expm(a), np.float64)
+    error = np.abs(found - expected).max((-2, -1)) / np.abs(expected).max((-2, -1))
+    # The exponential's condition is that of its norm.
+    bound = 20 * n * np.finfo(dtype).eps * (1 + np.abs(a).sum(-2).max(-1)) ** 2
+    assert np.all(error <= bound)
+    for flag in (False, True):
+        own, theirs = (
+            functools.partial(m.expm, upper_triangular=flag) for m in (linalg, jsp_linalg)
+        )
+        upper = np.triu(a[:4])
+        assert_close(own(upper), theirs(upper), 100 * n * np.finfo(dtype).eps)
+
+
+def test_exponentials_that_take_too_many_squarings():
+    a = jnp.stack([jnp.eye(3), 1e9 * jnp.eye(3), jnp.full((3, 3), jnp.inf), 4 * jnp.eye(3)])
+    found = linalg.expm(a)
+    np.testing.assert_array_equal(np.isnan(found).all((-2, -1)), [False, True, True, False])
+    np.testing.assert_array_equal(np.isnan(linalg.expm(8 * a, max_squarings=0))[3], True)
+    np.testing.assert_allclose(found[0], np.e * np.eye(3), 1e-6)
+
+
+def test_derivatives_of_exponentials(rng):
+    a = 3 * np.asarray(random(rng, (2, 3, 3), np.float64))
+    check_derivatives(linalg.expm, (a,))
+    ours, theirs = (
+        jax.vmap(jax.grad(lambda a, m=m: m.expm(a).sum()))(a / 3) for m in (linalg, jsp_linalg)
+    )
+    assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (5, 3), (3, 5)], ids=str)
+def test_pseudo_inverses(rng, x64, shape):
+    a = rng.standard_normal((6, *shape))
+    a[1] = a[1, :, :1] * a[1, :1]
+    a[2] = 0
+    assert_close(linalg.pinv(a), jnp.linalg.pinv(a), 1e-12)
+    rtol = np.array([0, 0.1, 0, 0.5, 0.9, 2.0])
+    for keyword in ("rtol", "rcond"):
+        ours, theirs = (m.pinv(a, **{keyword: rtol}) for m in (linalg, jnp.linalg))
+        assert_close(ours, theirs, 1e-12)
+    ours, theirs = (
+        jax.jit(jax.grad(lambda a, m=m: jnp.sin(m.pinv(a, 1e-3)).sum()))(a)
+        for m in (linalg, jnp.linalg)
+    )
+    assert_close(ours, theirs, 1e-12)
+    check_derivatives(linalg.pinv, (a[3:],))
+    with pytest.raises(ValueError, match="only one of rtol and rcond"):
+        linalg.pinv(a, 0.1, rcond=0.1)
+
+
+def test_kernels_compute_them():
+    a = jnp.ones((50, 6, 6))
+    kernels = [choice.kernel for choice in jtk.explain(linalg.pinv, a)]
+    assert "cpu_matrix_svd float32" in kernels or jax.default_backend() == "gpu"
+    assert None not in [choice.kernel for choice in jtk.explain(linalg.expm, a)]
+    for name in ("pinv", "expm"):
+        (choice,) = jtk.explain(getattr(linalg, name), jnp.ones((2, 70, 70)))
+        assert "64x64" in choice.reason
