@@ -78,6 +78,7 @@ __all__ = [
     "partial_eval",
     "ragged_dot_general_p",
     "register_batching",
+    "register_dead_code",
     "register_nan_check",
     "remat_case",
     "result_type",
@@ -462,6 +463,14 @@ def with_leading_dims(sharding: Any, count: int) -> Any:
         return None
     partitions = (None,) * count + tuple(sharding.spec.partitions)
     return sharding.update(spec=sharding.spec.update(partitions=partitions))
+
+
+def register_dead_code(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Register ``rule(used_results, eqn)``, which returns the used operands and an equation.
+
+    Jax 0.12 also says which operands are live.
+    """
+    _partial_eval.dce_rules[primitive] = lambda used, *others: rule(used, others[-1])
 
 
 def register_nan_check(primitive: Any) -> None:

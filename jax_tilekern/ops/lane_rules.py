@@ -124,7 +124,7 @@ class Rules:
         ad.primitive_transposes[primitive] = mode_independent(self._transpose)
         partial_eval.custom_partial_eval_rules[primitive] = self._partial_eval
         partial_eval.partial_eval_jaxpr_custom_rules[primitive] = self._partial_eval_of_equation
-        partial_eval.dce_rules[primitive] = self._without_unused
+        compat.register_dead_code(primitive, self._without_unused)
 
     # -- Derivatives --------------------------------------------------------------------------
 
