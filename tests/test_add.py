@@ -37,6 +37,11 @@ SHAPES = [
     ((70001,), (70001,)),
     ((3, 1), (3, 70000)),
     ((2, 1, 2, 1, 2, 1), (1, 3, 1, 3, 1, 3)),
+    # Short rows that are repeated, alone and below further dimensions.
+    ((5000, 3), (3,)),
+    ((3, 700, 5), (3, 1, 5)),
+    ((16,), (3, 2000, 16)),
+    ((2, 1, 90, 3), (2, 4, 1, 3)),
 ]
 
 
@@ -227,8 +232,8 @@ def test_explain_says_why():
             assert choice.call == "add"
             assert (choice.kernel is None) == (reason is not None)
             assert reason is None or choice.reason == reason
-    (short,) = jtk.explain(jtk.add, x, x[0], platform="cpu")
-    assert short.reason == "rows of 6 elements are XLA's"
+    (short,) = jtk.explain(jtk.add, x, x[:, :1], platform="cpu")
+    assert short.reason == "XLA adds rows of 6 elements that lie apart"
     rows = jnp.ones((4, 600))
     (choice,) = jtk.explain(jtk.add, rows, rows[0], platform="cpu")
     assert choice.kernel == "cpu_add float32"

@@ -30,7 +30,7 @@ from jax_tilekern.primitives.operation import (
     define,
 )
 
-# Shorter rows are XLA's: the handler of CPUs adds rows one by one.
+# The CPU's handler adds shorter rows together, if operands have them adjacent or repeat one row.
 _SHORT = 128
 
 
@@ -122,8 +122,10 @@ def _cuda(operands: Sequence[Operand], _: Any) -> PlannedKernel | Fallback:
 def _cpu(operands: Sequence[Operand], _: Any) -> PlannedKernel | Fallback:
     x, y = operands
     dims = AddedDims.of(x.aval.shape, y.aval.shape)
-    if len(dims.sizes) > 1 and dims.sizes[-1] < _SHORT:
-        return Fallback(f"rows of {dims.sizes[-1]} elements are XLA's")
+    *outer, columns = dims.sizes
+    apart = outer and any(s[-1] == 0 or s[-2] not in (0, columns) for s in dims[1:])
+    if apart and columns < _SHORT:
+        return Fallback(f"XLA adds rows of {columns} elements that lie apart")
     call = ffi.CpuCall(ffi.CPU_ADD, dims._asdict())
     kernel = PlannedKernel(f"cpu_add {x.aval.dtype}", str(dims), call, (x.value, y.value))
     return chosen_cpu_kernel(of_add(dims, x.aval.dtype), kernel)
