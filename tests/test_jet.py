@@ -93,10 +93,20 @@ def test_matrices(rng, name):
         assert_close(*both())
 
 
+def test_a_kernel_has_the_polynomial_of_its_reference():
+    kernel = jtk.cuda_kernel(
+        "__global__ void sine(const float* x, float* out) {}",
+        out=lambda x: x, grid=1, block=1, reference=jnp.sin,
+    )  # fmt: skip
+    x, series = jnp.ones(3), [jnp.ones(3), jnp.zeros(3), jnp.ones(3)]
+    found, wanted = (jet(lambda x, f=f: f(x), (x,), (series,)) for f in (kernel, jnp.sin))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), found, wanted)
+
+
 def test_a_kernel_without_derivatives_says_so():
     kernel = jtk.cuda_kernel(
         "__global__ void copy(const float* x, float* out) {}",
-        out=lambda x: x, grid=1, block=1, reference=lambda x: x,
+        out=lambda x: x, grid=1, block=1,
     )  # fmt: skip
     with pytest.raises(NotImplementedError, match="deflinear"):
         jet(kernel, (np.ones(3, np.float32),), ([np.ones(3, np.float32)],))

@@ -48,8 +48,8 @@ def cuda_kernel(
 
     The source is compiled by NVRTC when a call is lowered, for the GPU at hand, and kept on disk;
     no ``nvcc`` is needed. The operation works under ``jit``, ``vmap``, ``scan``, ``shard_map``,
-    donation and CUDA graphs; derivatives are attached by :meth:`CudaKernel.defjvp`,
-    :meth:`CudaKernel.defvjp` or :meth:`CudaKernel.deflinear`.
+    donation and CUDA graphs. Its derivatives are those of ``reference``, unless others are attached
+    by :meth:`CudaKernel.defjvp`, :meth:`CudaKernel.defvjp` or :meth:`CudaKernel.deflinear`.
 
     What the kernel takes, in this order: a pointer to each input, each output and each workspace;
     each tensor map, as a ``const __grid_constant__`` parameter; each scalar; and, if ``batch_axis``
@@ -103,7 +103,8 @@ def cuda_kernel(
         elements, that it gets as its last parameters, 0 for an input without the batch. The grid of
         a single call has 1 there. Otherwise ``vmap`` repeats the launch with shifted pointers.
     reference
-        The same function in JAX, ``reference(*inputs, **parameters)``, for other platforms.
+        The same function in JAX, ``reference(*inputs, **parameters)``, for other platforms and
+        for derivatives that are not attached.
     sharding_rule
         *Or function.* How devices may share a call: a name for each dimension of each input and
         output, as in ``"rows k, k columns -> rows columns"``, and ``_`` for a dimension that every

@@ -118,10 +118,14 @@ def _transposes(*, settings: KernelSettings, **_: Any) -> Transposes:
 
 
 def _refuse_tangent(operand: int, *, settings: KernelSettings, **_: Any) -> None:
+    """Refuse a derivative that is neither attached nor the reference's."""
+    if settings.reference is not None:
+        return
     raise NotImplementedError(
         f"kernel {settings.label} has no derivative with respect to input {operand}; attach one "
         "to what cuda_kernel returned: .defjvp(rule), .defvjp(forward, backward), or, if "
-        "the kernel is linear in the input, .deflinear(input, transpose)"
+        "the kernel is linear in the input, .deflinear(input, transpose); or give it a reference=, "
+        "whose derivative it then has"
     )
 
 

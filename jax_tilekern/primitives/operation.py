@@ -38,7 +38,7 @@ from jax_tilekern.plans.gpu import planning_beside_collectives
 from jax_tilekern.plans.launch import LaunchPlan
 from jax_tilekern.plans.policy import why_excluded
 from jax_tilekern.primitives import remat, taylor
-from jax_tilekern.primitives.linearity import OperandGroup, cotangents_in, tangents_out
+from jax_tilekern.primitives.linearity import OperandGroup, cotangents_in, jvp_of, tangents_out
 from jax_tilekern.scope import Setting
 
 Params = dict[str, Any]
@@ -167,7 +167,8 @@ class Operation:
         the tangents follow from ``transposes``.
     refuse_tangent
         ``refuse_tangent(operand, **params)`` raises the error about a tangent of an operand in none
-        of the groups of ``transposes``. By default the results do not depend on such a tangent.
+        of the groups of ``transposes``, or returns, and then the tangents are those of the
+        reference. Without it the results do not depend on such a tangent.
     composed
         ``composed(*operands, **params)`` computes the call by other operations, each of which is
         partitioned by its own rule. In a ``jit`` over several devices the call is lowered to it.
@@ -288,13 +289,18 @@ def _register_derivatives(
         own = given(**params) if callable(given) else given
         return dict(_as_group(*item) for item in own.items())
 
-    def groups(moving: Iterable[int], params: Params) -> tuple[OperandGroup, ...]:
-        """Return the groups of operands by which a call with moving operands is differentiated."""
+    def groups(moving: Iterable[int], params: Params) -> tuple[OperandGroup, ...] | None:
+        """Return the groups of operands by which a call with moving operands is differentiated.
+
+        ``None`` if the reference is differentiated instead.
+        """
         found = tuple(rules(params))
-        if operation.refuse_tangent is not None:
-            for i in set(moving).difference(*found):
-                operation.refuse_tangent(i, **params)
-        return found
+        if operation.refuse_tangent is None:
+            return found
+        others = sorted(set(moving).difference(*found))
+        for i in others:
+            operation.refuse_tangent(i, **params)
+        return None if others else found
 
     def jvp_by_linearity(
         primals: Sequence[Any], tangents: Sequence[Any], **params: Any
@@ -303,7 +309,11 @@ def _register_derivatives(
         linear = groups(moving, params)
         bound = functools.partial(bind, **params)
         results = bound(*primals)
-        derived = tangents_out(bound, linear, primals, tangents, results)
+        if linear is None:
+            _, of_reference = jvp_of(operation.reference, primals, tangents, **params)
+            derived = list(of_reference) if operation.several_results else [of_reference]
+        else:
+            derived = tangents_out(bound, linear, primals, tangents, results)
         if operation.several_results:
             return results, derived
         return results[0], derived[0]
@@ -315,10 +325,13 @@ def _register_derivatives(
         if jvp is None:
             moving = (i for i, x in enumerate(primals) if jnp.issubdtype(x.dtype, jnp.inexact))
             linear = groups(moving, params)
-            return taylor.of_multilinear(functools.partial(bind, **params), linear, primals, series)
+            bound = functools.partial(bind, **params)
+            if linear is not None:
+                return taylor.of_multilinear(bound, linear, primals, series)
+        rule = jvp or jvp_by_linearity
 
         def jvp_of_lists(*args: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-            results, tangents = jvp(*args, **params)
+            results, tangents = rule(*args, **params)
             return (results, tangents) if operation.several_results else ([results], [tangents])
 
         return taylor.of_differentiable(jvp_of_lists, primals, series)
