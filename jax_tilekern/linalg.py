@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import jax.scipy.linalg as jsp_linalg
+import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
@@ -589,7 +590,7 @@ def pinv(
     def ours(a: Array) -> Array:
         given = rcond if rtol is None else rtol
         if given is None:
-            given = 10.0 * max(a.shape[-2:]) * float(jnp.finfo(a.dtype).eps)
+            given = 10.0 * max(a.shape[-2:]) * float(np.finfo(a.dtype).eps)
         return matrix_functions.pseudo_inverse(a, compat.as_type(given, a.dtype))
 
     def refusal(a: Array) -> str | None:

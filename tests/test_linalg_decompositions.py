@@ -304,6 +304,41 @@ def test_vmap_is_one_call(rng):
         assert len(kernels(mapped, a)) == 1
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="of the CPU")
+@pytest.mark.defaults
+def test_few_matrices_are_lapacks():
+    """A vector of matrices takes as long as one, and Jacobi computes more than LAPACK does."""
+    before = _core.cpu_instruction_set()
+    try:
+        for level, function, shape, reason in (
+            (before, linalg.svd, (8, 32, 40), None),
+            (before, linalg.svd, (7, 32, 40), "fewer than 8 matrices"),
+            (before, linalg.eigh, (3, 8, 8), None),
+            (before, linalg.eigh, (1, 8, 8), "fewer than 2 matrices"),
+            (before, linalg.qr, (4, 64, 64), None),
+            (before, linalg.qr, (3, 64, 64), "fewer than 4 matrices"),
+            ("portable", linalg.svdvals, (99, 32, 32), None),
+            ("portable", linalg.svdvals, (99, 33, 33), "a vector has 4 lanes"),
+            ("portable", linalg.qr, (99, 33, 33), None),
+        ):
+            _core.set_cpu_instruction_set(level)
+            jax.clear_caches()
+            (choice,) = jtk.explain(function, jax.ShapeDtypeStruct(shape, np.float32))
+            assert (choice.kernel is None) == (reason is not None)
+            assert reason is None or reason in choice.reason
+    finally:
+        _core.set_cpu_instruction_set(before)
+
+
+def test_exported_programs(rng):
+    a = random(rng, (COUNT, 4, 3), np.float32)
+    program = jax.jit(lambda a: (*linalg.svd(a), *linalg.qr(a), linalg.eigvalsh(a @ a.mT)))
+    exported = jax.export.export(program, disabled_checks=jtk.export_checks())(a)
+    loaded = jax.export.deserialize(exported.serialize())
+    for found, expected in zip(loaded.call(a), program(a), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 # Types, errors and what is left to JAX.
 
 
