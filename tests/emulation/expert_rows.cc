@@ -34,14 +34,17 @@ Array<T> random_array(std::size_t size) {
   return array;
 }
 
-Array<int32> places_of(const std::string& kind, int pairs) {
+// The places of some pairs among the rows of these and of other pairs.
+Array<int32> places_of(const std::string& kind, int pairs, int rows) {
+  std::vector<int32> all(rows);
+  std::iota(all.begin(), all.end(), 0);
+  std::shuffle(all.begin(), all.end(), random_bits);
   Array<int32> places(pairs);
-  std::iota(&places[0], &places[0] + pairs, 0);
-  std::shuffle(&places[0], &places[0] + pairs, random_bits);
-  const int32 outside[] = {-1, pairs, std::numeric_limits<int32>::min(),
+  const int32 outside[] = {-1, rows, std::numeric_limits<int32>::min(),
                            std::numeric_limits<int32>::max()};
   for (int i = 0; i < pairs; ++i) {
-    if (kind == "dropped" || (kind == "outside" && below(3) == 0)) places[i] = outside[below(4)];
+    const bool is_outside = kind == "dropped" || (kind == "outside" && below(3) == 0);
+    places[i] = is_outside ? outside[below(4)] : all[i];
   }
   return places;
 }
@@ -63,11 +66,10 @@ void with_constant(int number, Use use) {
 
 // Launches a kernel as `ExpertRows` in plans/grouped_gemm/expert_rows.py does.
 template <typename T, typename Kernel>
-void launch(int tokens, int chosen, int columns, Kernel kernel) {
+void launch(int tokens, int chosen, int rows, int columns, Kernel kernel) {
   const int row = columns * static_cast<int>(sizeof(T)), bytes = std::gcd(16, row);
   const ExpertRowsShape shape = {row / bytes, static_cast<uint32>(tokens),
-                                 static_cast<uint32>(chosen),
-                                 static_cast<uint32>(tokens * chosen)};
+                                 static_cast<uint32>(chosen), static_cast<uint32>(rows)};
   const int lanes = std::min<int>(32, std::bit_ceil(static_cast<unsigned>(shape.vectors)));
   with_constant<1, 2, 4, 8, 16>(bytes, [&](auto vector) {
     if constexpr (decltype(vector)::value >= sizeof(T)) {
@@ -82,27 +84,32 @@ void launch(int tokens, int chosen, int columns, Kernel kernel) {
 template <typename T>
 int spread(int tokens, int chosen, int columns, const std::string& kind) {
   Array<T> x = random_array<T>(static_cast<std::size_t>(tokens) * columns);
-  Array<int32> places = places_of(kind, tokens * chosen);
+  const int rows = tokens * chosen;
+  Array<int32> places = places_of(kind, rows, rows);
   Array<T> out(x.size * chosen), wanted(x.size * chosen);
-  for (int pair = 0; pair < tokens * chosen; ++pair) {
-    if (places[pair] < 0 || places[pair] >= tokens * chosen) continue;
+  for (int pair = 0; pair < rows; ++pair) {
+    if (places[pair] < 0 || places[pair] >= rows) continue;
     std::memcpy(&wanted[0] + static_cast<int64>(places[pair]) * columns,
                 &x[0] + static_cast<int64>(pair / chosen) * columns, columns * sizeof(T));
   }
-  launch<T>(tokens, chosen, columns, [&](auto bytes, auto lanes, const ExpertRowsShape& shape) {
-    using Vector = RowVector<decltype(bytes)::value>;
-    spread_rows<decltype(bytes)::value, decltype(lanes)::value>(
-        reinterpret_cast<const Vector*>(&x[0]), places, reinterpret_cast<Vector*>(&out[0]), shape);
-  });
+  launch<T>(tokens, chosen, rows, columns,
+            [&](auto bytes, auto lanes, const ExpertRowsShape& shape) {
+              using Vector = RowVector<decltype(bytes)::value>;
+              spread_rows<decltype(bytes)::value, decltype(lanes)::value>(
+                  reinterpret_cast<const Vector*>(&x[0]), places,
+                  reinterpret_cast<Vector*>(&out[0]), shape);
+            });
   return differences(out, wanted);
 }
 
 template <typename T, int kArrays>
 int combine(int tokens, int chosen, int columns, const std::string& kind) {
   using Sum = Select<kSame<T, double>, double, float>;
-  const std::size_t size = static_cast<std::size_t>(tokens) * chosen * columns;
+  // A device has all rows, and some of the tokens.
+  const int all = tokens * chosen + 5;
+  const std::size_t size = static_cast<std::size_t>(all) * columns;
   Array<T> rows[] = {random_array<T>(size), random_array<T>(kArrays == 2 ? size : 0)};
-  Array<int32> places = places_of(kind, tokens * chosen);
+  Array<int32> places = places_of(kind, tokens * chosen, all);
   Array<T> out(static_cast<std::size_t>(tokens) * columns), wanted(out.size);
   const auto widened = [](T value) -> Sum {
     if constexpr (kSame<T, double>) return value;
@@ -114,7 +121,7 @@ int combine(int tokens, int chosen, int columns, const std::string& kind) {
       Sum sum = 0;
       for (int i = 0; i < chosen; ++i) {
         const int place = places[token * chosen + i];
-        if (place < 0 || place >= tokens * chosen) continue;
+        if (place < 0 || place >= all) continue;
         for (int array = 0; array < kArrays; ++array) {
           sum += widened(rows[array][static_cast<int64>(place) * columns + column]);
         }
@@ -122,10 +129,11 @@ int combine(int tokens, int chosen, int columns, const std::string& kind) {
       wanted[token * columns + column] = rounded<T>(sum);
     }
   }
-  launch<T>(tokens, chosen, columns, [&](auto bytes, auto lanes, const ExpertRowsShape& shape) {
-    combine_rows<T, Sum, decltype(bytes)::value, decltype(lanes)::value, kArrays>(
-        &rows[0][0], &rows[kArrays - 1][0], places, out, shape);
-  });
+  launch<T>(tokens, chosen, all, columns,
+            [&](auto bytes, auto lanes, const ExpertRowsShape& shape) {
+              combine_rows<T, Sum, decltype(bytes)::value, decltype(lanes)::value, kArrays>(
+                  &rows[0][0], &rows[kArrays - 1][0], places, out, shape);
+            });
   return differences(out, wanted);
 }
 
