@@ -207,3 +207,39 @@ def test_additions(dtype, shapes):
         out = jax.jit(jtk.add)(x, y)
     assert len(ran) == 1
     np.testing.assert_array_equal(out, x + y)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.thorough
+def test_a_layer_of_experts(dtype):
+    """The sort, rows and products of a layer and of its gradients, with indices out of bounds."""
+    generator = np.random.default_rng(0)
+    tokens, features, hidden, experts, chosen = 20, 32, 64, 3, 2
+    shapes = (tokens, features), *[(experts, features, hidden)] * 2, (experts, hidden, features)
+    arrays = [(generator.normal(size=shape) / 4).astype(dtype) for shape in shapes]
+    arrays.append(generator.random((tokens, chosen)).astype(dtype))
+    indices = generator.integers(-1, experts + 1, (tokens, chosen)).astype(np.int32)
+    indices[0] = [2**31 - 1, -(2**31)]
+
+    def ours(x, up, gate, down, weights):
+        return jtk.moe(x, up, down, indices, weights, w_gate=gate, precision="highest")
+
+    def dense(x, up, gate, down, weights):
+        acted = jax.nn.silu(jnp.einsum("td,edh->teh", x, gate)) * jnp.einsum("td,edh->teh", x, up)
+        share = (jax.nn.one_hot(indices, experts) * weights[..., None]).sum(1)
+        return jnp.einsum("te,teh,ehd->td", share, acted, down)
+
+    def results(layer, arrays):
+        out, pullback = jax.vjp(layer, *arrays)
+        return out, *pullback(jnp.ones_like(out))
+
+    with emulated_gpu() as ran:
+        found = jax.jit(lambda *arrays: results(ours, arrays))(*arrays)
+        found = [np.asarray(x, np.float64) for x in found]
+    assert sum("ragged" in plan.name for plan in ran) == 9
+    assert sum("combine" in plan.name for plan in ran) == 3
+    with jax.default_matmul_precision("highest"):
+        wanted = results(dense, [x.astype(np.float32) for x in arrays])
+    for x, y in zip(found, wanted, strict=True):
+        tolerance = TOLERANCES["bf16" if dtype == BF16 else "f32"]
+        np.testing.assert_allclose(x, y, rtol=0, atol=4 * tolerance * np.abs(y).max())
