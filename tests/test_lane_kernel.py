@@ -88,6 +88,21 @@ def test_residuals_have_lanes_last():
     assert all(shape[0] != 16 for shape in shapes)
 
 
+def test_residuals_that_all_lanes_share_are_saved_once():
+    """The covariances of a Kalman filter depend on no observation."""
+    steps = 50
+    observed = np.ones((16, steps, 2), np.float32)
+
+    def residuals(transition):
+        filtered = jtk.kernel(kalman, in_axes=(None, None, None, 0))
+        return jax.vjp(lambda f: filtered(jnp.zeros(6), jnp.eye(6), f, observed), transition)[1]
+
+    saved = jax.make_jaxpr(residuals)(jnp.eye(6)).jaxpr.outvars
+    shapes = [x.aval.shape for x in saved]
+    assert (steps, 6, 6) in shapes
+    assert (steps, 6, 6, 16) not in shapes
+
+
 def test_forward_mode_through_a_while_loop_and_not_reverse_mode():
     doubled = jtk.kernel(lambda x: lax.while_loop(lambda c: c < 10.0, lambda c: c * 2, x))
     _, tangent = jax.jvp(doubled, (jnp.ones(3),), (jnp.ones(3),))

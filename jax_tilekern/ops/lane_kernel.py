@@ -302,7 +302,7 @@ def _like_results(
     result_axes: tuple[Axes, ...],
 ) -> list[Any]:
     sizes = lane_sizes(operands, operand_axes)
-    varying = tuple(sorted(compat.varying_axes(operands[0])))
+    varying = tuple(sorted(compat.varying_axes(operands[0]) if operands else ()))
     avals = [jax.typeof(x) for x in operands]
     rule = _sharding_rule(
         *avals,

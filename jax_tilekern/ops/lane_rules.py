@@ -21,6 +21,9 @@ from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad, partial_eval
 from jax_tilekern.interop.global_modes import mode_independent
 
+# A residual of up to so many elements is saved for every lane, even where it is the same for all.
+_FEW_ELEMENTS = 64
+
 # For each dimension of lanes, outermost first, the dimension of an array that it is.
 Axes = tuple[int | None, ...]
 
@@ -250,16 +253,27 @@ class Rules:
         first_axes = [*_where(_not(unknown_results), result_axes), *residual_axes]
         kept, forwarded = _forwarded(first, len(residuals))
         known = _where(_not(unknown), [x.pval.get_known() for x in tracers])
-        found = self.bind(
-            *known,
-            jaxpr=partial_eval.prune_closed_jaxpr_outputs(first, kept),
-            function=LaneFunction.of(function.name, first),
-            operand_axes=tuple(known_axes),
-            result_axes=tuple(_where(kept, first_axes)),
+        alike = _alike(first, known_axes, kept, len(residuals))
+        own = [keep and not is_alike for keep, is_alike in zip(kept, alike, strict=True)]
+        values = iter(
+            self.bind(
+                *known,
+                jaxpr=partial_eval.prune_closed_jaxpr_outputs(first, own),
+                function=LaneFunction.of(function.name, first),
+                operand_axes=tuple(known_axes),
+                result_axes=tuple(_where(own, first_axes)),
+            )
         )
-        values = iter(found)
-        evaluated = [next(values) if keep else None for keep in kept]
+        of_all = iter(self._of_one_lane(alike, known, first, function) if any(alike) else ())
+        evaluated = [
+            next(of_all) if is_alike else next(values) if is_own else None
+            for is_alike, is_own in zip(alike, own, strict=True)
+        ]
         outputs = evaluated[: len(evaluated) - len(residuals)]
+        residual_axes = [
+            (None,) * dims if is_alike else axes
+            for axes, is_alike in zip(residual_axes, alike[len(outputs) :], strict=True)
+        ]
         saved, saved_axes = [], []
         for value, source, axes in zip(
             evaluated[len(outputs) :], forwarded, residual_axes, strict=True
@@ -282,6 +296,19 @@ class Rules:
         )
         rest, first_outputs = iter(staged), iter(outputs)
         return [next(rest if is_unknown else first_outputs) for is_unknown in unknown_results]
+
+    def _of_one_lane(
+        self, used: Sequence[bool], operands: Sequence[Any], jaxpr: Any, function: LaneFunction
+    ) -> list[Any]:
+        """Compute results that are the same for all lanes."""
+        call = {
+            "jaxpr": jaxpr,
+            "function": function,
+            "operand_axes": ((),) * len(operands),
+            "result_axes": ((),) * len(used),
+        }
+        needed, params = _parameters_of(used, call)
+        return self.bind(*_where(needed, operands), **params)
 
     def _partial_eval_of_equation(
         self, saveable: Any, unknown: list[bool], instantiated: list[bool], eqn: Any
@@ -398,6 +425,19 @@ def _parameters_of(
 
 def _shifted(axis: int | None, inserted: int | None) -> int | None:
     return axis if axis is None or inserted is None else axis + (axis >= inserted)
+
+
+def _alike(
+    first: Any, operand_axes: Sequence[Axes], kept: Sequence[bool], residuals: int
+) -> list[bool]:
+    """Return which results are residuals of some size that are the same for all lanes."""
+    mapped = [any(axis is not None for axis in axes) for axes in operand_axes]
+    _, _, depends, _ = partial_eval.partial_eval_jaxpr_nounits(first, mapped, instantiate=False)
+    outputs = len(kept) - residuals
+    return [
+        i >= outputs and keep and not differs and aval.size > _FEW_ELEMENTS
+        for i, (keep, differs, aval) in enumerate(zip(kept, depends, first.out_avals, strict=True))
+    ]
 
 
 def _forwarded(first: Any, residuals: int) -> tuple[list[bool], list[int | None]]:
