@@ -1,7 +1,10 @@
 """``kernel`` is ``vmap`` under every transformation; what has no kernel, and what kernels take."""
 
+import functools
+import gc
 import re
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +139,29 @@ def test_arguments_are_those_of_vmap(f, in_axes, out_axes, args):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x, y = jax.random.key_data(x), jax.random.key_data(y)
         np.testing.assert_allclose(x, y, 1e-6)
+
+
+def test_a_function_is_traced_once_for_its_axes():
+    traced = []
+
+    def f(x):
+        traced.append(x)
+        return x + 1
+
+    for _ in range(3):
+        jtk.kernel(f)(jnp.ones(3))
+    once = len(traced)
+    jtk.kernel(f, in_axes=1)(jnp.ones((3, 2)))
+    assert len(traced) == 2 * once
+    jtk.kernel(f)(jnp.ones(3))
+    assert len(traced) == 2 * once
+    # A partial of it, a method, and a callable object.
+    for other in (functools.partial(f), [1.0, 2.0].__getitem__):
+        assert callable(jtk.kernel(other))
+    alive = weakref.ref(f)
+    del f, other
+    gc.collect()
+    assert alive() is None
 
 
 def test_keywords_and_closed_over_tracers():

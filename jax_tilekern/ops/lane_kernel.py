@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -82,13 +83,9 @@ def kernel(f: Callable[..., Any], *, in_axes: Any = 0, out_axes: Any = 0) -> Cal
     """
     if not callable(f):
         raise TypeError(f"kernel maps a function, not {f!r}")
-    mapped = jax.vmap(f, in_axes=in_axes, out_axes=out_axes)
+    call = _jitted_of(f, in_axes, out_axes)
 
-    @functools.partial(jax.jit, static_argnums=0, inline=compat.inlined_when_traced)
-    def call(static: _Static, *leaves: Any) -> Any:
-        args, kwargs = static.arguments(leaves)
-        return _mapped(f, mapped, in_axes, out_axes, args, kwargs)
-
+    # ``call`` refers weakly to the function, which this one keeps.
     @functools.wraps(f)
     def of_batch(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
@@ -96,6 +93,38 @@ def kernel(f: Callable[..., Any], *, in_axes: Any = 0, out_axes: Any = 0) -> Cal
         return call(static, *arrays)
 
     return of_batch
+
+
+# For each function the jitted calls by axes, which are traced and compiled once, as jax.jit does.
+_jitted: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
+
+
+def _jitted_of(f: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+    """Return the jitted call of a function on the arrays of a batch."""
+    kind: Any = type(f)
+    # Equal methods are other objects.
+    if kind.__eq__ is not object.__eq__:
+        return _jit(lambda: f, in_axes, out_axes)
+    leaves, tree = jax.tree.flatten((in_axes, out_axes), is_leaf=lambda x: x is None)
+    try:
+        calls, key = _jitted.setdefault(f, {}), (tuple(leaves), tree)
+        if key not in calls:
+            calls[key] = _jit(weakref.ref(f), in_axes, out_axes)
+    except TypeError:
+        # No weak reference, or axes that vmap refuses.
+        return _jit(lambda: f, in_axes, out_axes)
+    return calls[key]
+
+
+def _jit(function: Callable[[], Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+    @functools.partial(jax.jit, static_argnums=0, inline=compat.inlined_when_traced)
+    def call(static: _Static, *leaves: Any) -> Any:
+        args, kwargs = static.arguments(leaves)
+        f = function()
+        mapped = jax.vmap(f, in_axes=in_axes, out_axes=out_axes)
+        return _mapped(f, mapped, in_axes, out_axes, args, kwargs)
+
+    return call
 
 
 class _Static(NamedTuple):
