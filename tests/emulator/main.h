@@ -83,8 +83,10 @@ int run_plan(const char* path, const LaunchKernel& launch_kernel) {
   plan.in >> folder;
   std::vector<int64_t> sizes = plan.numbers();
   for (std::size_t i = 0; i < sizes.size(); ++i) {
-    // The addresses are aligned as XLA's, and what is behind a buffer is not its own.
-    char* buffer = static_cast<char*>(std::aligned_alloc(256, (sizes[i] + 255) / 256 * 256));
+    // The addresses are aligned as XLA's. AddressSanitizer knows where a buffer ends.
+    void* allocated = nullptr;
+    if (posix_memalign(&allocated, 256, sizes[i]) != 0) fail("no memory for a buffer");
+    char* const buffer = static_cast<char*>(allocated);
     plan.buffers.push_back(buffer);
     std::ifstream(folder + "/" + std::to_string(i), std::ios::binary).read(buffer, sizes[i]);
   }
@@ -118,6 +120,7 @@ int run_plan(const char* path, const LaunchKernel& launch_kernel) {
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     std::ofstream(folder + "/" + std::to_string(i), std::ios::binary)
         .write(plan.buffers[i], sizes[i]);
+    std::free(plan.buffers[i]);
   }
   return 0;
 }

@@ -97,8 +97,9 @@ struct Thread {
 
 inline constexpr int kWindowBits = 18;
 inline constexpr std::uint32_t kWindow = 1u << kWindowBits;
-// Behind programs, their static variables, and their heaps, which start at most 1 GB later.
-inline constexpr std::uint32_t kShared = 0x90000000;
+// Behind programs, their static variables, and their heaps, which start at most 1 GB later; before
+// what AddressSanitizer takes.
+inline constexpr std::uint32_t kShared = 0x60000000;
 
 struct Cta {
   unsigned rank;
