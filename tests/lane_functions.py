@@ -225,6 +225,15 @@ def indexing(x, indices, table):
     )
 
 
+def searching(x, table):
+    chosen = jnp.select([x < -0.5, x < 0.5, x < 1], [x, 2 * x, -x], 0.0)
+    return (
+        jnp.interp(x, table, table**2), jnp.searchsorted(table, x), chosen,
+        lax.select_n(jnp.int32(x[0] > 0) + (x[1:] > 0), x[1:], x[:-1], x[1:] * 2),
+        jnp.histogram(x, bins=table)[0], jnp.digitize(x, table),
+    )  # fmt: skip
+
+
 def in_place(x, n):
     """An insertion sort, and a sieve whose array is too long for registers."""
 
@@ -468,6 +477,7 @@ def table():
             (0, 0, None),
             (normal(N, 5), integers_of(N, 2, low=-7, high=7), normal(9, 5)),
         ),
+        "searching": (searching, (0, None), (normal(N, 5), np.arange(-2, 3, dtype=np.float32))),
         "in_place": (in_place, 0, (normal(N, 5), np.arange(N, dtype=np.int32))),
         "swaps": (swaps, 0, (normal(N, 3), normal(N, 3, seed=1))),
         "branches": (branches, 0, (normal(N, 3), np.arange(N, dtype=np.int32) - 2)),

@@ -146,6 +146,27 @@ template <typename T>
 inline bool ge(T x, T y) {
   return x >= y;
 }
+// The total order of floats: a NaN lies beyond the infinity of its sign, and -0 before 0.
+inline int32 in_total_order(float x) {
+  const int32 bits = __builtin_bit_cast(int32, x);
+  return bits < 0 ? bits ^ 0x7fffffff : bits;
+}
+inline int64 in_total_order(double x) {
+  const int64 bits = __builtin_bit_cast(int64, x);
+  return bits < 0 ? bits ^ 0x7fffffffffffffffll : bits;
+}
+template <typename T>
+inline T in_total_order(T x) {
+  return x;
+}
+template <typename T>
+inline bool lt_to(T x, T y) {
+  return in_total_order(x) < in_total_order(y);
+}
+template <typename T>
+inline bool le_to(T x, T y) {
+  return in_total_order(x) <= in_total_order(y);
+}
 inline bool is_finite(float x) { return fabsf(x) < __int_as_float(0x7f800000); }
 inline bool is_finite(double x) { return ::fabs(x) < __longlong_as_double(0x7ff0000000000000ll); }
 

@@ -175,7 +175,10 @@ class ScalarWriter:
             if dtype in _SIXTEEN_BITS and not how.in_float32:
                 raise Untranslatable(f"no CUDA for {name} of {dtype}")
         if name == "select_n" and len(types) != 3:
-            raise Untranslatable(f"no CUDA for a selection of {len(types) - 1} values")
+            which, *cases = operands
+            self.instructions += 2 * len(cases)
+            tests = "".join(f"{which} == {i} ? {case} : " for i, case in enumerate(cases[:-1]))
+            return [self.named(out.aval.dtype, f"{tests}{cases[-1]}")]
         self.instructions += how.instructions
         function, operands = self._simplified(how.function, operands, out.aval.dtype)
         if self._to_16_bits and function in TO_16_BITS and computed_type(types[0]) == "float":

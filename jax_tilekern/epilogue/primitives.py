@@ -56,6 +56,7 @@ _TABLE: dict[str, Translation] = {
     **_same_name(_NUMBERS, {"square": 1}),
     **_same_name(_ANY, {"max": 1, "min": 1, "clamp": 2}),
     **_same_name(_ANY, {"eq": 1, "ne": 1, "lt": 1, "le": 1, "gt": 1, "ge": 1}),
+    **_same_name(_NUMBERS, {"lt_to": 4, "le_to": 4}),
     **_same_name(
         _INTEGERS,
         {"shift_left": 3, "shift_right_logical": 3, "shift_right_arithmetic": 3,
