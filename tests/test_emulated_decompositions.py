@@ -23,10 +23,6 @@ TYPES = (np.dtype(np.float32), np.dtype(np.float64))
 # A full CTA, one that is partly filled, and no multiple of what a CTA has.
 COUNT = 43
 NOT_FINITE = 7
-# Threads leave their stacks by longjmp, which are not checked therefore.
-SANITIZED = (
-    "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "--param", "asan-stack=0",
-)  # fmt: skip
 with_compiler = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
 
 
@@ -133,10 +129,20 @@ def test_memory_under_sanitizers(rng, monkeypatch, n):
     # The emulator keeps its buffers.
     monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
     a = matrices(rng, n + 1, n, np.float32)
-    run(problem_of("svd", a, True, True), a, [(n,), (n + 1, n + 1), (n, n)], *SANITIZED)
-    run(problem_of("qr", a, True, True), a, [(n + 1, n + 1), (n + 1, n)], *SANITIZED)
+    run(
+        problem_of("svd", a, True, True),
+        a,
+        [(n,), (n + 1, n + 1), (n, n)],
+        *emulated_plans.SANITIZED,
+    )
+    run(problem_of("qr", a, True, True), a, [(n + 1, n + 1), (n + 1, n)], *emulated_plans.SANITIZED)
     square = matrices(rng, n, n, np.float32)
-    run(problem_of("eigh", square, True, True, True), square, [(n,), (n, n)], *SANITIZED)
+    run(
+        problem_of("eigh", square, True, True, True),
+        square,
+        [(n,), (n, n)],
+        *emulated_plans.SANITIZED,
+    )
 
 
 def problems(m, n, dtype):
