@@ -75,6 +75,7 @@ __all__ = [
     "lower_per_platform",
     "mlir",
     "name_p",
+    "of_low_primitives",
     "partial_eval",
     "ragged_dot_general_p",
     "register_batching",
@@ -303,6 +304,11 @@ def closed_jaxpr(jaxpr: Any) -> Any:
 def closed_with(jaxpr: Any, consts: Sequence[Any]) -> Any:
     """Return a jaxpr with constants."""
     return ClosedJaxpr(jaxpr, consts) if ClosedJaxpr is not Jaxpr else jaxpr
+
+
+def of_low_primitives(jaxpr: Any) -> Any:
+    """Return a jaxpr without the primitives that jax 0.12 makes of others, such as searchsorted."""
+    return _partial_eval.lower_jaxpr2(jaxpr) if getattr(jaxpr, "is_high", False) else jaxpr
 
 
 def jaxpr_like(closed: Any, other: Any) -> Any:

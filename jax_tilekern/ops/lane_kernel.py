@@ -397,7 +397,7 @@ def kernel_of(
         [Layout(np.dtype(x.dtype), tuple(x.shape), a) for x, a in zip(given, axes, strict=True)]
         for given, axes in ((avals, operand_axes), (results, result_axes))
     ]
-    return lane_kernel(function.name, jaxpr, *layouts)
+    return lane_kernel(function.name, compat.of_low_primitives(jaxpr), *layouts)
 
 
 def _on_cuda(
