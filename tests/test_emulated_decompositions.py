@@ -63,12 +63,15 @@ def check(found, a, *bases):
 
 
 @with_compiler
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 3), (4, 2), (7, 7), (6, 16), (20, 5)], ids=str)
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.one_in(8)
-def test_svd_and_qr(rng, shape, dtype, full):
-    m, n = shape
+@pytest.mark.parametrize(
+    ("m", "n", "full", "dtype"),
+    [
+        (1, 1, False, np.float32), (3, 3, True, np.float64), (4, 2, True, np.float32),
+        (7, 7, False, np.float32), (6, 16, False, np.float64), (20, 5, True, np.float32),
+    ],
+)  # fmt: skip
+@pytest.mark.one_in(6)
+def test_svd_and_qr(rng, m, n, full, dtype):
     k = min(m, n)
     a = matrices(rng, m, n, dtype)
     shapes = [(k,), (m, m if full else k), (n if full else k, n)]
@@ -98,11 +101,16 @@ def test_svd_and_qr(rng, shape, dtype, full):
 
 
 @with_compiler
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("n", [1, 3, 4, 7, 16])
-@pytest.mark.parametrize("flags", [(True, True), (True, False), (False, False)])
-@pytest.mark.one_in(10)
-def test_eigh(rng, n, dtype, flags):
+@pytest.mark.parametrize(
+    ("n", "flags", "dtype"),
+    [
+        (3, (True, True), np.float32), (1, (True, True), np.float64),
+        (4, (False, False), np.float64), (7, (True, False), np.float64),
+        (16, (True, True), np.float32),
+    ],
+)  # fmt: skip
+@pytest.mark.one_in(5)
+def test_eigh(rng, n, flags, dtype):
     a = matrices(rng, n, n, dtype)
     a[NOT_FINITE] = np.nan
     w, v = run(problem_of("eigh", a, True, *flags), a, [(n,), (n, n)])
@@ -125,9 +133,7 @@ def test_eigh(rng, n, dtype, flags):
 @with_compiler
 @pytest.mark.parametrize("n", [3, 5])
 @pytest.mark.one_in(2)
-def test_memory_under_sanitizers(rng, monkeypatch, n):
-    # The emulator keeps its buffers.
-    monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
+def test_memory_under_sanitizers(rng, n):
     a = matrices(rng, n + 1, n, np.float32)
     run(
         problem_of("svd", a, True, True),
