@@ -13,7 +13,7 @@ from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
-from jax_tilekern.plans.policy.choice import current_policy
+from jax_tilekern.plans.policy.setting import current_policy
 
 _MAX_DIMS = 6
 _THREADS = 256

@@ -5,13 +5,7 @@ own operation. What the choice knows of a device is data, one file a device in `
 ``python -m benchmarks fit_policy`` fits it to measured calls.
 """
 
-from jax_tilekern.plans.policy.choice import (
-    PolicyChoice,
-    choose,
-    current_policy,
-    plan_choice,
-    policy,
-    why_excluded,
-)
+from jax_tilekern.plans.policy.choice import PolicyChoice, choose, plan_choice
+from jax_tilekern.plans.policy.setting import current_policy, policy, why_excluded
 
 __all__ = ["PolicyChoice", "choose", "current_policy", "plan_choice", "policy", "why_excluded"]
