@@ -67,7 +67,7 @@ def emulated_gpu(gpu=SMALL_H100, *, policy="kernels", **how):
 
 _TYPES = (
     "float32", "float64", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int16",
-    "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool",
+    "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool", "complex64", "complex128",
 )  # fmt: skip
 
 

@@ -133,3 +133,25 @@ def test_values_and_gradients(name):
         for found, expected in results:
             error = np.abs(np.asarray(found, np.float32) - np.asarray(expected))
             assert error.max() <= tolerance * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("precision", ["default", "highest"])
+@pytest.mark.one_in(2)
+def test_complex_products(precision):
+    generator = np.random.default_rng(3)
+    a, b, weights = (
+        jnp.asarray(generator.normal(size=shape) + 1j * generator.normal(size=shape), jnp.complex64)
+        for shape in ((136, 72), (72, 264), (136, 264))
+    )
+
+    def with_cotangents(matmul):
+        return jax.jit(lambda a, b: (matmul(a, b), jax.vjp(matmul, a, b)[1](weights)))
+
+    expected = with_cotangents(lambda a, b: jnp.matmul(a, b, precision="highest"))(a, b)
+    with emulated_gpu(late=["writes"]) as ran:
+        found = with_cotangents(lambda a, b: jtk.matmul(a, b, precision=precision))(a, b)
+    names = {"default": "wgmma_matmul tf32", "highest": "split_float16_matmul f32"}
+    assert {plan.name for plan in ran} == {names[precision]}
+    tolerance = {"default": 2**-9, "highest": 2**-18}[precision]
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(ours - theirs).max() <= tolerance * np.abs(theirs).max()
