@@ -107,6 +107,10 @@ def test_parameters_of_16_bits(rng):
     assert_same_steps(params, 0.3)
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="XLA of jax 0.10 keeps the buffers of stacks apart on CPUs",
+)
 def test_max_stack_bytes_bounds_the_memory():
     params = [jax.ShapeDtypeStruct((64, 96), jnp.float32)] * 12
 
