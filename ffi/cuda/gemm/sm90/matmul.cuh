@@ -45,7 +45,7 @@ class WgmmaMatmul {
   // overwrite what an epilogue has left in the accumulators.
   static constexpr bool kClears = Mma::kFragmentSets == 2 && !kSame<Epilogue, IdentityEpilogue>;
   using Mainloop = ConsumerMainloop<Mma, config, Pipeline, Scheduler, kClears>;
-  using Order = OrderedBarrier<config.consumers>;
+  using Order = OrderedBarrier<config>;
   using Store = TileStore<Out, config, typename Mma::Coordinates::Layout, Scheduler::kPartialN,
                           Scheduler::kMirrors>;
   static constexpr int kRowBlocks = config.consumer_m() / 64;

@@ -72,8 +72,12 @@ class MainloopPipeline {
 // neighbouring rounds of the ring apart, so a consumer waits for its tile's stages no earlier than
 // all stages of the tile before have come in. For the same reason each warp of a consumer arrives:
 // no warp may still wait for a turn whose end another warp has told.
-template <int kConsumers>
+template <WgmmaConfig config>
 class OrderedBarrier {
+  static constexpr int kConsumers = config.consumers;
+  // Cooperative consumers do not use it.
+  static constexpr int kArrivals = config.cooperative ? 1 : 4;
+
  public:
   static constexpr int kBytes = kConsumers * kBarrierBytes;
 
@@ -82,7 +86,7 @@ class OrderedBarrier {
 
   static void init(uint32 barriers) {
 #pragma unroll
-    for (int i = 0; i < kConsumers; ++i) mbarrier_init(barriers + i * kBarrierBytes, 4);
+    for (int i = 0; i < kConsumers; ++i) mbarrier_init(barriers + i * kBarrierBytes, kArrivals);
   }
 
   // Whether the next work tile is this consumer's.

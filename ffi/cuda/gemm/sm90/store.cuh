@@ -135,17 +135,17 @@ class TileStore {
   void store_all(const Accumulator (&accumulators)[kRowBlocks][kCount]) {
 #pragma unroll
     for (int i = 0; i < kTileSubtiles; ++i) {
-      store_subtile<false, kAlongM>([&](uint32 buffer, uint32 lane_offset) {
+      store_subtile<false, kAlongM>([&](uint32 buffer) {
         const Accumulator* first =
             accumulators[i / kSubtilesPerRowBlock] + i % kSubtilesPerRowBlock * kColumns / 2;
 #pragma unroll
         for (int block = 0; block < kColumns / 8; block += 2) {
           const Accumulator* pair = first + 4 * block;
           if constexpr (kMatrices) {
-            stage_matrices<kAlongM>(buffer + at_block<kAlongM>(lane_offset, block), pair);
+            stage_matrices<kAlongM>(buffer + at_block<kAlongM>(block), pair);
           } else {
-            stage_block<kAlongM>(buffer + at_block<kAlongM>(lane_offset, block), pair);
-            stage_block<kAlongM>(buffer + at_block<kAlongM>(lane_offset, block + 1), pair + 4);
+            stage_block<kAlongM>(buffer + at_block<kAlongM>(block), pair);
+            stage_block<kAlongM>(buffer + at_block<kAlongM>(block + 1), pair + 4);
           }
         }
       });
@@ -182,8 +182,9 @@ class TileStore {
   // The lane's offset moved by blocks of 8 columns, or by a row: the XOR changes bits of the
   // swizzled part that are 0 or known in the lane's offset.
   template <bool kAlongM>
-  static uint32 at_block(uint32 lane_offset, int block) {
-    return kAlongM ? lane_offset + block * 8 * kSubtileRowBytes : lane_offset ^ block * 8 * kSize;
+  uint32 at_block(int block) const {
+    const uint32 first = kAlongM == kMajorM ? lane_offset_ : lane_offset<kAlongM>();
+    return kAlongM ? first + block * 8 * kSubtileRowBytes : first ^ block * 8 * kSize;
   }
   static uint32 next_row(uint32 address) { return (address ^ 16) + kSubtileRowBytes; }
 
@@ -204,7 +205,7 @@ class TileStore {
     buffer_ ^= 1;
     if (config.tma_store && leader_) tma_store_wait_read<kSubtileBuffers - 1>();
     sync();
-    stage(buffer, kAlongM == kMajorM ? lane_offset_ : lane_offset<kAlongM>());
+    stage(buffer);
     if (kWhole || (config.tma_store && rows >= kStoredRows)) {
       fence_async_proxy();
       sync();
@@ -231,13 +232,13 @@ class TileStore {
 
   template <bool kWhole, bool kAlongM>
   void store_next_waiting(int number) {
-    store_subtile<kWhole, kAlongM>([&](uint32 buffer, uint32 lane_offset) {
+    store_subtile<kWhole, kAlongM>([&](uint32 buffer) {
 #pragma unroll
       for (int i = 0; i < kTileSubtiles; ++i) {
         if (number == i) {
 #pragma unroll
           for (int pair = 0; pair < kSubtileWords / 4; ++pair) {
-            stage_words<kAlongM>(buffer + at_block<kAlongM>(lane_offset, 2 * pair),
+            stage_words<kAlongM>(buffer + at_block<kAlongM>(2 * pair),
                                  results_ + i * kSubtileWords + 4 * pair);
           }
         }
