@@ -179,7 +179,7 @@ def test_top_k(run, rows, columns, k):
 @pytest.mark.parametrize(
     ("tokens", "chosen", "columns"), [(300, 3, 40), (37, 2, 520), (50, 9, 7), (1, 1, 1), (0, 2, 8)]
 )
-@pytest.mark.one_in(5)
+@pytest.mark.thorough
 def test_rows_of_experts(run, dtype, places, tokens, chosen, columns):
     arguments = dtype, tokens, chosen, columns, places
     assert run("expert_rows", "spread", *arguments) == 0
