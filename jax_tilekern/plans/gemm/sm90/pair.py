@@ -10,7 +10,6 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gemm.problem import PairProduct
 from jax_tilekern.plans.gemm.sm90.config import (
     WGMMA_ARITHMETICS,
@@ -22,14 +21,13 @@ from jax_tilekern.plans.gemm.sm90.tiling import (
     TiledWgmmaCandidate,
     busy_cycles,
     is_launchable,
-    launch_tiles,
     oriented_tiles,
-    refusal,
+    refusal_of_one_launch,
     rhs_map,
 )
-from jax_tilekern.plans.gemm.tiles import OrientedProduct, fits_tma
+from jax_tilekern.plans.gemm.tiles import OrientedProduct
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, LaunchPlan, NoKernel
+from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 
 _SIXTEEN_BITS = ("bf16", "f16")
 # Measured over predicted time of ping-pong consumers, relative to that of cooperative ones: 0.94 to
@@ -64,25 +62,14 @@ class PairCandidate(TiledWgmmaCandidate):
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it."""
-        product, view = self.product, OrientedProduct.of(self.product)
-        kernel, more = self.fused(product.epilogue, product.geometry, product.out_buffer)
-        compiled = compile_kernels(kernel, arch=gpu.arch)
+        view = OrientedProduct.of(self.product)
         second = dataclasses.replace(view, rhs_buffer=view.rhs_buffer + 1)
-        second_rhs = rhs_map(second, self.instance, self.instance.rhs_tma_rows)
-        launch = launch_tiles(
-            compiled, self.tile, self.instance, view, 1, gpu,
-            kernel=kernel, more=((second_rhs,), more),
-        )  # fmt: skip
-        return LaunchPlan(
-            name=f"wgmma_matmul_of_pair {product.arithmetic}",
-            gpu=gpu,
-            launches=(launch,),
-            alignments=product.alignments(
-                TMA_STRIDE_BYTES,
-                TMA_STRIDE_BYTES,
-                self.out_alignment(product.out_dtype.itemsize),
-            ),
-            reason=f"both products in one kernel, {self.tile_reason}",
+        return self.plan_of_one_launch(
+            self.product,
+            gpu,
+            name="wgmma_matmul_of_pair",
+            reason="both products in one kernel",
+            further_map=rhs_map(second, self.instance, self.instance.rhs_tma_rows),
         )
 
 
@@ -91,14 +78,10 @@ def pair_candidates(product: PairProduct, gpu: Gpu) -> list[PairCandidate] | NoK
     if product.arithmetic not in _SIXTEEN_BITS:
         return NoKernel(f"no kernel of both computes in {product.arithmetic}")
     how = WGMMA_ARITHMETICS[product.arithmetic]
-    refused = refusal(product, how.types, gpu)
+    refused = refusal_of_one_launch(product, how.types, gpu)
     if refused:
         return refused
-    if gpu.beside_collectives:
-        return NoKernel("the kernel of both has no dynamic tile scheduler")
     view = OrientedProduct.of(product)
-    if not (fits_tma(view.lhs, view.lhs_dtype) and fits_tma(view.rhs, view.rhs_dtype)):
-        return NoKernel("TMA does not load rows that are no multiples of 16 bytes")
     found = []
     for tile, _ in oriented_tiles(view, _TILES, gpu, swaps=(False,)):
         instance = instance_for(tile, view, how.promote, 1, gpu)

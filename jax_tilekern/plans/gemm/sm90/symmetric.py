@@ -10,7 +10,6 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.gemm.problem import SymmetricProduct
 from jax_tilekern.plans.gemm.sm90.config import (
     WGMMA_ARITHMETICS,
@@ -21,13 +20,12 @@ from jax_tilekern.plans.gemm.sm90.tiling import (
     TiledWgmmaCandidate,
     busy_cycles,
     is_launchable,
-    launch_tiles,
     oriented_tiles,
-    refusal,
+    refusal_of_one_launch,
 )
-from jax_tilekern.plans.gemm.tiles import TILE_ROW_BYTES, OrientedProduct, fits_tma, out_map
+from jax_tilekern.plans.gemm.tiles import TILE_ROW_BYTES, OrientedProduct, out_map
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, LaunchPlan, NoKernel
+from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 
 _TILES = (
     WgmmaTile(128, 256),
@@ -66,20 +64,14 @@ class SymmetricCandidate(TiledWgmmaCandidate):
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it."""
-        product, view = self.product, OrientedProduct.of(self.product)
-        kernel, more = self.fused(product.epilogue, product.geometry, product.out_buffer)
-        compiled = compile_kernels(kernel, arch=gpu.arch)
-        mirror = out_map(view, TILE_ROW_BYTES // view.out_dtype.itemsize)
-        launch = launch_tiles(
-            compiled, self.tile, self.instance, view, 1, gpu,
-            kernel=kernel, work_tiles=_work_tiles(self.tile, view), more=((mirror,), more),
-        )  # fmt: skip
-        return LaunchPlan(
-            name=f"wgmma_symmetric_matmul {product.arithmetic}",
-            gpu=gpu,
-            launches=(launch,),
-            alignments=product.alignments(TMA_STRIDE_BYTES, TMA_STRIDE_BYTES, TMA_STRIDE_BYTES),
-            reason=f"half of a symmetric result, {self.tile_reason}",
+        view = OrientedProduct.of(self.product)
+        return self.plan_of_one_launch(
+            self.product,
+            gpu,
+            name="wgmma_symmetric_matmul",
+            reason="half of a symmetric result",
+            further_map=out_map(view, TILE_ROW_BYTES // view.out_dtype.itemsize),
+            work_tiles=_work_tiles(self.tile, view),
         )
 
 
@@ -90,16 +82,12 @@ def symmetric_candidates(
     how = WGMMA_ARITHMETICS.get(product.arithmetic)
     if how is None:
         return NoKernel(f"no kernel of half a product computes in {product.arithmetic}")
-    refused = refusal(product, how.types, gpu)
+    refused = refusal_of_one_launch(product, how.types, gpu)
     if refused:
         return refused
-    if gpu.beside_collectives:
-        return NoKernel("the kernel of half a product has no dynamic tile scheduler")
     if product.epilogue is not None and (product.epilogue.reductions or product.epilogue.outputs):
         return NoKernel("the kernel of half a product has one result")
     view = OrientedProduct.of(product)
-    if not (fits_tma(view.lhs, view.lhs_dtype) and fits_tma(view.rhs, view.rhs_dtype)):
-        return NoKernel("TMA does not load rows that are no multiples of 16 bytes")
     found = []
     for tile, _ in oriented_tiles(view, _TILES, gpu, swaps=(False,)):
         instance = instance_for(tile, view, how.promote, 1, gpu)

@@ -11,18 +11,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_tilekern.compilation.compiler import Compiled, Kernel
+from jax_tilekern.compilation.compiler import Compiled, Kernel, compile_kernels
 from jax_tilekern.plans.candidate import CostedCandidate
 from jax_tilekern.plans.gemm.arithmetic import ElementTypes
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, Staging
 from jax_tilekern.plans.gemm.epilogue_text import kernel_with_epilogue
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import TypedProduct
+from jax_tilekern.plans.gemm.problem import Product, TypedProduct
 from jax_tilekern.plans.gemm.sm90.config import MAX_WORK_TILES, WgmmaInstance, WgmmaTile, takes
 from jax_tilekern.plans.gemm.tiles import (
     MAX_TMA_BATCH_DIMS,
     TILE_ROW_BYTES,
     OrientedProduct,
+    fits_tma,
     operand_map,
     out_map,
     raster_height,
@@ -33,6 +34,7 @@ from jax_tilekern.plans.launch import (
     TMA_STRIDE_BYTES,
     Buffer,
     Launch,
+    LaunchPlan,
     NoKernel,
     Parameter,
     Scalars,
@@ -234,6 +236,35 @@ class TiledWgmmaCandidate(CostedCandidate):
         """Return the bytes that the output's address is a multiple of."""
         return TMA_STRIDE_BYTES if self.instance.tma_store else itemsize
 
+    def plan_of_one_launch(
+        self,
+        product: Product,
+        gpu: Gpu,
+        *,
+        name: str,
+        reason: str,
+        further_map: TensorMap,
+        work_tiles: int | None = None,
+    ) -> LaunchPlan:
+        """Compile a kernel that needs no pass, and takes a further tensor map.
+
+        ``work_tiles`` is that of :func:`launch_tiles`.
+        """
+        kernel, more = self.fused(product.epilogue, product.geometry, product.out_buffer)
+        compiled = compile_kernels(kernel, arch=gpu.arch)
+        launch = launch_tiles(
+            compiled, self.tile, self.instance, OrientedProduct.of(product), 1, gpu,
+            kernel=kernel, work_tiles=work_tiles, more=((further_map,), more),
+        )  # fmt: skip
+        out_alignment = self.out_alignment(product.out_dtype.itemsize)
+        return LaunchPlan(
+            name=f"{name} {product.arithmetic}",
+            gpu=gpu,
+            launches=(launch,),
+            alignments=product.alignments(TMA_STRIDE_BYTES, TMA_STRIDE_BYTES, out_alignment),
+            reason=f"{reason}, {self.tile_reason}",
+        )
+
 
 def oriented_tiles(
     view: OrientedProduct,
@@ -275,6 +306,19 @@ def refusal(product: TypedProduct[Any], types: ElementTypes, gpu: Gpu) -> NoKern
     if len(batch) > MAX_TMA_BATCH_DIMS:
         return NoKernel(f"{len(batch)} batch dimensions (wgmma takes at most {MAX_TMA_BATCH_DIMS})")
     return product.refusal(types)
+
+
+def refusal_of_one_launch(product: Product, types: ElementTypes, gpu: Gpu) -> NoKernel | None:
+    """Return why a kernel that needs no pass does not take a product, or ``None``."""
+    refused = refusal(product, types, gpu)
+    if refused:
+        return refused
+    if gpu.beside_collectives:
+        return NoKernel("this kernel has no dynamic tile scheduler")
+    view = OrientedProduct.of(product)
+    if not (fits_tma(view.lhs, view.lhs_dtype) and fits_tma(view.rhs, view.rhs_dtype)):
+        return NoKernel("TMA does not load rows that are no multiples of 16 bytes")
+    return None
 
 
 def launch_tiles(
