@@ -64,6 +64,13 @@ def policy_of_the_test(request):
 
 
 @pytest.fixture
+def highest_precision():
+    """Multiply float32 exactly where a test compares programs that round TF32 in other places."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
 def x64():
     with jax.enable_x64(True):
         yield

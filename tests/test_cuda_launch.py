@@ -154,7 +154,7 @@ def prefix_sums_plan(n, overlaps=False, branches=False):
         launch("offsets", (1, 1, 1), 1, Buffer(2), Buffer(3), Scalars.pack("I", blocks)),
         launch("prefix_sums", (blocks, 1, 1), 1, Buffer(0), Buffer(3), Buffer(1), count),
     )
-    launches = overlapping(*launches) if overlaps else launches
+    launches = overlapping(current_gpu(), *launches) if overlaps else launches
     if branches:
         sums, offsets, prefixes = launches
         # Beside the first branch, the result is filled. The second ends with the plan.

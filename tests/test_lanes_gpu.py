@@ -4,12 +4,13 @@ import jax
 import pytest
 from lane_functions import gradients, table
 from numerics import on_gpu
-from test_lanes import assert_close, gradient_by, mapped_by, raw
+from test_emulated_lanes import assert_close, gradient_by, mapped_by, raw
 
 import jax_tilekern as jtk
 
 if not on_gpu():
     pytest.skip("launches kernels, and JAX has no GPU here", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("highest_precision")
 
 
 @pytest.mark.parametrize("name", table())

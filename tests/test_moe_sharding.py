@@ -15,7 +15,10 @@ import jax_tilekern as jtk
 from benchmarks.sharded_bytes import SLACK
 from benchmarks.sharded_bytes.collectives import bytes_sent, collectives
 
-pytestmark = pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+pytestmark = [
+    pytest.mark.skipif(devices() is None, reason="eight CPU devices"),
+    pytest.mark.usefixtures("highest_precision"),
+]
 
 T, D, H, E, K = 64, 16, 32, 8, 2
 SCHEMES = {  # tokens, the first matrices, the second ones and the result

@@ -22,6 +22,8 @@ if not hasattr(optax.contrib, "MuonDimensionNumbers"):
     pytest.skip("optax.contrib.muon has no dimension numbers", allow_module_level=True)
 Numbers = optax.contrib.MuonDimensionNumbers
 
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
 NUMBERS = {"a": Numbers(), "b": Numbers(), "c": [Numbers(), None], "d": Numbers(2, (0, 3))}
 ONLY_HERE = ("ns", "mesh", "max_stack_bytes")
 

@@ -13,6 +13,8 @@ from sharded import AUTO, EXPLICIT, bytes_sent, collectives, devices, mesh_of, p
 import jax_tilekern as jtk
 from jax_tilekern.ops.newton_schulz import COEFFICIENTS
 
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
 CONVERGENT = (1.875, -1.25, 0.375)
 METHODS = ("standard", "gram")
 newton_schulz = jtk.linalg.newton_schulz

@@ -96,6 +96,7 @@ INNER_JAXPR = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
     "core_call": "call_jaxpr",
     "checkpoint": "jaxpr",
     "remat2": "jaxpr",
