@@ -185,7 +185,7 @@ def test_result_types_and_precisions(x64, rng):
     for options in (
         {"precision": "highest"},
         {"precision": (lax.Precision.HIGH, lax.Precision.DEFAULT)},
-        # Of XLA on GPUs there is no product with a result of another type.
+        # XLA has no complex product of another result type on a GPU.
         *([] if on_gpu() else [{"preferred_element_type": np.complex128}]),
     ):
         got, wanted = jtk.matmul(a, b, **options), jnp.matmul(a, b, **options)
