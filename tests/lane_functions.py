@@ -548,6 +548,10 @@ def gradients():
     def of_lorenz(map_, start, parameters):
         return jnp.sum(map_(lorenz, in_axes=(0, None))(start, parameters)[1] ** 2)
 
+    def of_checkpoints(every, map_, start, parameters):
+        kernel = map_ if map_ is jax.vmap else functools.partial(map_, checkpoint=every)
+        return of_lorenz(kernel, start, parameters)
+
     def of_kalman(map_, transition, observed):
         filtered = map_(kalman, in_axes=(None, None, None, 0))
         return jnp.sum(filtered(jnp.zeros(6), jnp.eye(6), transition, observed)[1] ** 2)
@@ -569,6 +573,8 @@ def gradients():
 
     return {
         "lorenz": (of_lorenz, (start, parameters)),
+        "checkpoints": (functools.partial(of_checkpoints, 1), (start, parameters)),
+        "chunks": (functools.partial(of_checkpoints, 6), (start, parameters)),
         "kalman": (of_kalman, (np.eye(6, dtype=np.float32), observed)),
         "pendulum": (of_pendulum, (normal(N, 2), np.float32(0.7))),
         "branches": (of_branches, (normal(N, 3),)),

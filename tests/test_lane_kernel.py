@@ -18,6 +18,7 @@ from nvrtc_mark import needs_nvrtc
 from sharded import AUTO, EXPLICIT, devices, mesh_of, put
 
 import jax_tilekern as jtk
+from jax_tilekern.ops import lane_checkpoints
 from jax_tilekern.ops.lane_kernel import kernel_of
 from jax_tilekern.plans.gpu import known_gpu
 
@@ -115,6 +116,81 @@ def test_residuals_that_all_lanes_share_are_saved_once():
     assert (steps, 6, 6, 16) not in shapes
 
 
+# Reverse mode saves what each step needs, or states.
+
+
+def of_steps(count, reverse=False):
+    """Return a function of a lane, and the shapes of its arguments."""
+
+    def f(state, parameters, inputs):
+        def step(s, x):
+            s = s + 0.1 * parameters * jnp.sin(s[::-1]) * jnp.cos(s) + x
+            return s, s[0] * x
+
+        def branch(s):
+            return lax.scan(step, s, inputs, reverse=reverse)
+
+        return lax.cond(parameters[0] > 0, branch, lambda s: (s, inputs), jnp.sin(state))
+
+    return f, (np.ones((2, 3), np.float32), np.ones(3, np.float32), np.full(count, 0.1, np.float32))
+
+
+def loss_of(f, map_, **settings):
+    def loss(*args):
+        state, stacked = map_(f, in_axes=(0, None, None), **settings)(*args)
+        return jnp.sum(state**2) + jnp.sum(jnp.sin(stacked))
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("count", "checkpoint", "reverse"),
+    [(500, None, False), (500, 1, True), (506, 22, False), (506, 22, True), (9, 1000, False)],
+)
+def test_gradient_with_checkpoints(count, checkpoint, reverse):
+    f, args = of_steps(count, reverse)
+    for transformed in (lambda f: jax.grad(f, (0, 1, 2)), lambda f: jax.jacfwd(jax.grad(f, 1), 1)):
+        found, wanted = (
+            jax.jit(transformed(loss))(*args)
+            for loss in (loss_of(f, jtk.kernel, checkpoint=checkpoint), loss_of(f, jax.vmap))
+        )
+        close(found, wanted)
+
+
+def test_reverse_over_reverse_and_remat_with_checkpoints():
+    f, args = of_steps(40)
+    loss, wanted = loss_of(f, jtk.kernel, checkpoint=6), loss_of(f, jax.vmap)
+    for transformed in (
+        lambda f: jax.jacrev(jax.grad(f, 1), 1), lambda f: jax.grad(jax.checkpoint(f), 1)
+    ):  # fmt: skip
+        close(jax.jit(transformed(loss))(*args), jax.jit(transformed(wanted))(*args))
+
+
+def saved(f, args, **settings):
+    """Return the shapes of the residuals with a dimension of steps."""
+    loss = loss_of(f, jtk.kernel, **settings)
+    jaxpr = jax.make_jaxpr(lambda p: jax.vjp(lambda p: loss(args[0], p, args[2]), p)[1])(args[1])
+    lanes = args[0].shape[0]
+    return [x.aval.shape for x in jaxpr.jaxpr.outvars if len(x.aval.shape) > 2], lanes
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "wanted"), [(1 << 20, None), (50_000, 1), (20_000, 32), (0, 32)]
+)
+def test_what_is_saved_is_chosen_by_its_size(monkeypatch, bytes_, wanted):
+    """1024 steps of a state of 12 bytes, for two lanes, of which a step needs a few more."""
+    monkeypatch.setattr(lane_checkpoints, "MAX_SAVED_BYTES", bytes_)
+
+    def states():
+        shapes, lanes = saved(*of_steps(1024))
+        return [shape for shape in shapes if shape[-2:] == (3, lanes)]
+
+    found = states()
+    steps = {None: 1024, 1: 1024, 32: 32}[wanted]
+    assert {shape[0] for shape in found} == {steps}
+    assert (len(found) > 1) == (wanted is None)
+
+
 def test_forward_mode_through_a_while_loop_and_not_reverse_mode():
     doubled = jtk.kernel(lambda x: lax.while_loop(lambda c: c < 10.0, lambda c: c * 2, x))
     _, tangent = jax.jvp(doubled, (jnp.ones(3),), (jnp.ones(3),))
@@ -184,6 +260,8 @@ def test_keywords_and_closed_over_tracers():
     ("call", "error", "message"),
     [
         (lambda: jtk.kernel(3), TypeError, "maps a function, not 3"),
+        (lambda: jtk.kernel(len, checkpoint=True), TypeError, "checkpoint is True; it is 'auto'"),
+        (lambda: jtk.kernel(len, checkpoint=0), ValueError, "checkpoint=0: there is at least"),
         (lambda: jtk.kernel(lambda x, y: x)(jnp.ones(3), jnp.ones(4)), ValueError, "inconsistent"),
         (lambda: jtk.kernel(lambda x: x, in_axes=(0, 0))(jnp.ones(3)), ValueError, "in_axes"),
         (lambda: jtk.kernel(lambda x: x, out_axes=None)(jnp.ones(3)), ValueError, "out_axes"),
@@ -408,3 +486,19 @@ def test_symbolic_sizes_are_vmaps():
     )
     counts = exported.call(jnp.arange(1, 8, dtype=jnp.int32))[1]
     np.testing.assert_array_equal(counts, [0, 1, 7, 2, 5, 8, 16])
+    f, (_, parameters, inputs) = of_steps(20)
+    gradient = jax.jit(jax.grad(lambda x: loss_of(f, jtk.kernel)(x, parameters, inputs)))
+    exported = jax.export.export(gradient)(jax.ShapeDtypeStruct((lanes, 3), jnp.float32))
+    wanted = jax.grad(loss_of(f, jax.vmap))(START, parameters, inputs)
+    close(exported.call(START), wanted)
+
+
+def test_checkpoints_of_64_bits_follow_the_call():
+    f, args = of_steps(40)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(np.float64, args)
+        traced = jax.jit(jax.grad(loss_of(f, jtk.kernel, checkpoint=6))).trace(*wide)
+        wanted = jax.jit(jax.grad(loss_of(f, jax.vmap)))(*wide)
+    compiled = traced.lower().compile()
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(compiled(*wide), wanted, 1e-12)

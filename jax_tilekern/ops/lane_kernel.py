@@ -18,6 +18,7 @@ from jax_tilekern.interop import compat, outcomes
 from jax_tilekern.lanes.keys import is_key, without_keys
 from jax_tilekern.lanes.text import Layout, lane_kernel
 from jax_tilekern.ops.kernel_sharding import explicit_shardings
+from jax_tilekern.ops.lane_checkpoints import Checkpoint, checked
 from jax_tilekern.ops.lane_rules import Axes, LaneFunction, Rules, lane_sizes, type_of_lanes
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
@@ -35,7 +36,13 @@ from jax_tilekern.primitives.operation import (
 )
 
 
-def kernel(f: Callable[..., Any], *, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
+def kernel(
+    f: Callable[..., Any],
+    *,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    checkpoint: Checkpoint = "auto",
+) -> Callable[..., Any]:
     """Map a function over a batch in one CUDA kernel, in which a thread evaluates one element.
 
     It means ``jax.vmap(f, in_axes, out_axes)``, which also computes it on other platforms. XLA
@@ -45,9 +52,8 @@ def kernel(f: Callable[..., Any], *, in_axes: Any = 0, out_axes: Any = 0) -> Cal
     itself.
 
     Derivatives, ``vmap``, ``jit``, ``remat`` and shardings of the batch are those of ``vmap(f)``:
-    each derivative is a kernel again. Reverse mode saves what every step of a ``scan`` needs, for
-    all elements. A function with an equation that has no translation is left to XLA with a warning
-    that names it; inside :func:`jax_tilekern.strict` that is an error.
+    each derivative is a kernel again. A function with an equation that has no translation is left
+    to XLA with a warning that names it; inside :func:`jax_tilekern.strict` that is an error.
 
     Parameters
     ----------
@@ -55,6 +61,12 @@ def kernel(f: Callable[..., Any], *, in_axes: Any = 0, out_axes: Any = 0) -> Cal
         The function of one element. What it closes over is read by all threads.
     in_axes, out_axes
         As of :func:`jax.vmap`.
+    checkpoint
+        What reverse mode saves of a ``scan``, for all elements. ``None``: what the derivative of
+        each step needs. A number of steps: the state at every so many steps; the steps are computed
+        again, and between two such checkpoints twice. ``"auto"``, by what is saved: the first of
+        ``None``, ``1`` and about the square root of the number of steps that saves 256 MiB or less,
+        or else the last. Loops of up to 8 steps have no checkpoints of their own.
 
     Returns
     -------
@@ -64,7 +76,9 @@ def kernel(f: Callable[..., Any], *, in_axes: Any = 0, out_axes: Any = 0) -> Cal
     Raises
     ------
     TypeError
-        If ``f`` is not callable.
+        If ``f`` is not callable, or ``checkpoint`` is no integer.
+    ValueError
+        If ``checkpoint`` is less than 1.
     FallbackError
         Inside ``strict``: the function has no translation.
 
@@ -83,7 +97,7 @@ def kernel(f: Callable[..., Any], *, in_axes: Any = 0, out_axes: Any = 0) -> Cal
     """
     if not callable(f):
         raise TypeError(f"kernel maps a function, not {f!r}")
-    call = _jitted_of(f, in_axes, out_axes)
+    call = _jitted_of(f, in_axes, out_axes, checked(checkpoint))
 
     # ``call`` refers weakly to the function, which this one keeps.
     @functools.wraps(f)
@@ -99,30 +113,34 @@ def kernel(f: Callable[..., Any], *, in_axes: Any = 0, out_axes: Any = 0) -> Cal
 _jitted: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
-def _jitted_of(f: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+def _jitted_of(
+    f: Callable[..., Any], in_axes: Any, out_axes: Any, checkpoint: Checkpoint
+) -> Callable[..., Any]:
     """Return the jitted call of a function on the arrays of a batch."""
     kind: Any = type(f)
     # Equal methods are other objects.
     if kind.__eq__ is not object.__eq__:
-        return _jit(lambda: f, in_axes, out_axes)
+        return _jit(lambda: f, in_axes, out_axes, checkpoint)
     leaves, tree = jax.tree.flatten((in_axes, out_axes), is_leaf=lambda x: x is None)
     try:
-        calls, key = _jitted.setdefault(f, {}), (tuple(leaves), tree)
+        calls, key = _jitted.setdefault(f, {}), (tuple(leaves), tree, checkpoint)
         if key not in calls:
-            calls[key] = _jit(weakref.ref(f), in_axes, out_axes)
+            calls[key] = _jit(weakref.ref(f), in_axes, out_axes, checkpoint)
     except TypeError:
         # No weak reference, or axes that vmap refuses.
-        return _jit(lambda: f, in_axes, out_axes)
+        return _jit(lambda: f, in_axes, out_axes, checkpoint)
     return calls[key]
 
 
-def _jit(function: Callable[[], Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+def _jit(
+    function: Callable[[], Any], in_axes: Any, out_axes: Any, checkpoint: Checkpoint
+) -> Callable[..., Any]:
     @functools.partial(jax.jit, static_argnums=0, inline=compat.inlined_when_traced)
     def call(static: _Static, *leaves: Any) -> Any:
         args, kwargs = static.arguments(leaves)
         f = function()
         mapped = jax.vmap(f, in_axes=in_axes, out_axes=out_axes)
-        return _mapped(f, mapped, in_axes, out_axes, args, kwargs)
+        return _mapped(f, mapped, in_axes, out_axes, checkpoint, args, kwargs)
 
     return call
 
@@ -157,6 +175,7 @@ def _mapped(
     mapped: Callable[..., Any],
     in_axes: Any,
     out_axes: Any,
+    checkpoint: Checkpoint,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -210,7 +229,7 @@ def _mapped(
     results = _rules.bind(
         *raw,
         jaxpr=closed,
-        function=LaneFunction.of(name, closed),
+        function=LaneFunction.of(name, checkpoint, closed),
         operand_axes=tuple(operand_axes),
         result_axes=tuple((position or 0,) for position in out_positions),
     )

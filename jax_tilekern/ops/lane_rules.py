@@ -9,7 +9,9 @@ neighbouring elements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,8 @@ import numpy as np
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad, partial_eval
-from jax_tilekern.interop.global_modes import mode_independent
+from jax_tilekern.interop.global_modes import by_types, mode_independent
+from jax_tilekern.ops.lane_checkpoints import Checkpoint, divided
 
 # A residual of up to so many elements is saved for every lane, even where it is the same for all.
 _FEW_ELEMENTS = 64
@@ -36,17 +39,24 @@ class LaneFunction:
     ----------
     name
         The user's function.
+    checkpoint
+        What reverse mode saves of loops.
     dtypes
         Types of all values, which decide the modes of rules.
     """
 
     name: str
+    checkpoint: Checkpoint
     dtypes: tuple[np.dtype[Any], ...]
 
     @classmethod
-    def of(cls, name: str, closed: Any) -> LaneFunction:
+    def of(cls, name: str, checkpoint: Checkpoint, closed: Any) -> LaneFunction:
         """Return the name of a jaxpr."""
-        return cls(name, tuple(sorted(_dtypes(closed), key=str)))
+        return cls(name, checkpoint, tuple(sorted(_dtypes(closed), key=str)))
+
+    def made(self, closed: Any, prefix: str = "") -> LaneFunction:
+        """Return the name of a jaxpr that is made of the function's."""
+        return LaneFunction.of(f"{prefix}{self.name}", self.checkpoint, closed)
 
     def __str__(self) -> str:
         """Return the name."""
@@ -149,7 +159,7 @@ class Rules:
             *primals,
             *kept,
             jaxpr=both,
-            function=LaneFunction.of(f"jvp_{function}", both),
+            function=function.made(both, "jvp_"),
             operand_axes=(*operand_axes, *_where(moving, operand_axes)),
             result_axes=(*result_axes, *_where(moved, result_axes)),
         )
@@ -210,7 +220,7 @@ class Rules:
             *_where(_not(linear), operands),
             *_where(given, cotangents),
             jaxpr=back,
-            function=LaneFunction.of(f"transposed_{function}", back),
+            function=function.made(back, "transposed_"),
             operand_axes=(*_where(_not(linear), operand_axes), *_where(given, result_axes)),
             result_axes=tuple(back_axes),
         )
@@ -246,20 +256,23 @@ class Rules:
                 self.primitive, tracers, {"jaxpr": jaxpr, **params}
             )
             return staged
-        first, second, unknown_results, residuals = partial_eval.partial_eval_jaxpr_nounits(
-            jaxpr, unknown, instantiate=False
-        )
+        known = _where(_not(unknown), [x.pval.get_known() for x in tracers])
+        lanes = math.prod(lane_sizes(known, known_axes))
+        with by_types(function):
+            first, second, unknown_results, residuals, checkpoint = divided(
+                jaxpr, unknown, function.checkpoint, _saved_bytes(lanes)
+            )
+        of_second = dataclasses.replace(function, checkpoint=checkpoint)
         residual_axes = [trailing(aval, dims) for aval in residuals]
         first_axes = [*_where(_not(unknown_results), result_axes), *residual_axes]
         kept, forwarded = _forwarded(first, len(residuals))
-        known = _where(_not(unknown), [x.pval.get_known() for x in tracers])
         alike = _alike(first, known_axes, kept, len(residuals))
         own = [keep and not is_alike for keep, is_alike in zip(kept, alike, strict=True)]
         values = iter(
             self.bind(
                 *known,
                 jaxpr=partial_eval.prune_closed_jaxpr_outputs(first, own),
-                function=LaneFunction.of(function.name, first),
+                function=function.made(first),
                 operand_axes=tuple(known_axes),
                 result_axes=tuple(_where(own, first_axes)),
             )
@@ -286,7 +299,7 @@ class Rules:
                 [*map(trace.new_instantiated_const, saved), *_where(unknown, tracers)],
                 {
                     "jaxpr": second,
-                    "function": LaneFunction.of(f"tangent_of_{function}", second),
+                    "function": of_second.made(second, "tangent_of_"),
                     "operand_axes": (*saved_axes, *_where(unknown, operand_axes)),
                     "result_axes": tuple(_where(unknown_results, result_axes)),
                 },
@@ -333,7 +346,7 @@ class Rules:
             avals = first["jaxpr"].out_avals[len(kept) :]
             first = {
                 **first,
-                "function": LaneFunction.of(eqn.params["function"].name, first["jaxpr"]),
+                "function": eqn.params["function"].made(first["jaxpr"]),
                 "operand_axes": tuple(first_axes),
                 "result_axes": (*kept, *(trailing(x, dims) for x in avals)),
             }
@@ -341,7 +354,7 @@ class Rules:
             found = [trailing(x, dims) for x in second["jaxpr"].in_avals[:residuals]]
             second = {
                 **second,
-                "function": LaneFunction.of(eqn.params["function"].name, second["jaxpr"]),
+                "function": eqn.params["function"].made(second["jaxpr"]),
                 "operand_axes": (*found, *_where(inst_in, operand_axes)),
                 "result_axes": tuple(_where(list(staged_results), result_axes)),
             }
@@ -417,7 +430,7 @@ def _parameters_of(
     closed = compat.closed_with(pruned, jaxpr.consts)
     return list(needed), {
         "jaxpr": closed,
-        "function": LaneFunction.of(params["function"].name, closed),
+        "function": params["function"].made(closed),
         "operand_axes": tuple(_where(needed, operand_axes)),
         "result_axes": tuple(_where(used, params["result_axes"])),
     }
@@ -438,6 +451,25 @@ def _alike(
         i >= outputs and keep and not differs and aval.size > _FEW_ELEMENTS
         for i, (keep, differs, aval) in enumerate(zip(kept, depends, first.out_avals, strict=True))
     ]
+
+
+def _saved_bytes(lanes: int) -> Callable[[Any, int], int]:
+    """Return what counts the bytes of residuals of all lanes that are no operands.
+
+    A symbolic number counts as none.
+    """
+
+    def of(first: Any, residuals: int) -> int:
+        _, sources = _forwarded(first, residuals)
+        avals = first.out_avals[len(first.out_avals) - residuals :]
+        count = lanes * sum(
+            aval.size * aval.dtype.itemsize
+            for aval, source in zip(avals, sources, strict=True)
+            if source is None
+        )
+        return count if isinstance(count, int) else 0
+
+    return of
 
 
 def _forwarded(first: Any, residuals: int) -> tuple[list[bool], list[int | None]]:

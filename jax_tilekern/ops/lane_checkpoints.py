@@ -1,0 +1,216 @@
+"""What reverse mode saves of a loop of lanes, and what it computes again.
+
+A loop saves what the derivative of each step needs. With checkpoints it saves the state that it
+carries, and the step is computed again: the state before each step, or the state before every
+``every`` steps, of which the states in between are computed again too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_tilekern.interop import compat
+from jax_tilekern.interop.compat import partial_eval
+
+# "auto" for a choice by what would be saved, ``None`` for no checkpoints, or the steps between two.
+Checkpoint = Literal["auto"] | int | None
+
+# What a call of all lanes may save, in "auto". A GPU writes and reads as much in 0.2 ms.
+MAX_SAVED_BYTES = 256 << 20
+# Loops of up to so many steps are a part of the step around them.
+_SHORT_LOOP = 8
+# About the square root of the number of steps.
+_ROOT = 0
+
+
+def checked(checkpoint: Any) -> Checkpoint:
+    """Return the argument of a user.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is none of those that there are.
+    """
+    if checkpoint is None:
+        return None
+    if isinstance(checkpoint, str) and checkpoint == "auto":
+        return "auto"
+    if isinstance(checkpoint, bool) or not isinstance(checkpoint, int):
+        raise TypeError(
+            f"checkpoint is {checkpoint!r}; it is 'auto', None, or the number of steps between two "
+            "checkpoints"
+        )
+    if checkpoint < 1:
+        raise ValueError(f"checkpoint={checkpoint}: there is at least one step between checkpoints")
+    return checkpoint
+
+
+class Division(NamedTuple):
+    """The parts of a jaxpr.
+
+    Attributes
+    ----------
+    first
+        What depends on known operands alone; its last results are residuals.
+    second
+        The rest; its first operands are the residuals.
+    unknown_results
+        Which results the second part computes.
+    residuals
+        Types of the residuals.
+    checkpoint
+        What is to be done for derivatives of the second part, whose loops may have checkpoints.
+    """
+
+    first: Any
+    second: Any
+    unknown_results: list[bool]
+    residuals: list[Any]
+    checkpoint: Checkpoint
+
+
+def divided(
+    closed: Any,
+    unknown: Sequence[bool],
+    checkpoint: Checkpoint,
+    saved_bytes: Callable[[Any, int], int],
+) -> Division:
+    """Divide a jaxpr into what depends on known operands alone, and the rest.
+
+    Parameters
+    ----------
+    closed
+        The jaxpr of a lane.
+    unknown
+        Which operands are unknown.
+    checkpoint
+        As of :func:`jax_tilekern.kernel`.
+    saved_bytes
+        ``saved_bytes(first, count)`` is the size of the last ``count`` results of a first part, for
+        all lanes.
+    """
+    found: Division | None = None
+    for every in _choices(checkpoint) if _has_long_loop(closed.jaxpr) else (None,):
+        jaxpr = closed if every is None else _with_checkpoints(closed, every)
+        first, second, unknown_results, residuals = partial_eval.partial_eval_jaxpr_nounits(
+            jaxpr, unknown, instantiate=False
+        )
+        left = checkpoint if every is None else None
+        found = Division(first, second, unknown_results, residuals, left)
+        if saved_bytes(found.first, len(found.residuals)) <= MAX_SAVED_BYTES:
+            break
+    assert found is not None
+    return found
+
+
+def _choices(checkpoint: Checkpoint) -> tuple[int | None, ...]:
+    return (None, 1, _ROOT) if checkpoint == "auto" else (checkpoint,)
+
+
+def _has_long_loop(jaxpr: Any) -> bool:
+    return any(
+        (eqn.primitive.name == "scan" and _is_long(eqn.params["length"]))
+        or any(_has_long_loop(compat.closed_jaxpr(x).jaxpr) for x in compat.jaxprs_of(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _is_long(length: Any) -> bool:
+    return isinstance(length, int) and length > _SHORT_LOOP
+
+
+def _with_checkpoints(closed: Any, every: int) -> Any:
+    types = [jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in closed.in_avals]
+    with compat.without_mesh():
+        return jax.make_jaxpr(lambda *operands: _evaluated(closed, every, operands))(*types)
+
+
+def _evaluated(closed: Any, every: int, operands: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr, with checkpoints in its loops."""
+    jaxpr = closed.jaxpr
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *operands), strict=True))
+
+    def read(x: Any) -> Any:
+        return x.val if compat.is_literal(x) else values[x]
+
+    for eqn in jaxpr.eqns:
+        given = [read(x) for x in eqn.invars]
+        if eqn.primitive.name == "scan":
+            results = _scan(eqn, every, given)
+        elif compat.is_plain_jit(eqn):
+            results = _evaluated(compat.closed_jaxpr(eqn.params["jaxpr"]), every, given)
+        elif eqn.primitive.name == "cond":
+            branches = [_function(x, every) for x in eqn.params["branches"]]
+            results = lax.switch(given[0], branches, *given[1:])
+        else:
+            results = compat.bind_equation(eqn, given)
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _function(jaxpr: Any, every: int) -> Callable[..., list[Any]]:
+    closed = compat.closed_jaxpr(jaxpr)
+    return lambda *operands: _evaluated(closed, every, operands)
+
+
+def _scan(eqn: Any, every: int, operands: Sequence[Any]) -> list[Any]:
+    """Evaluate a loop whose steps, and chunks of steps, are computed again when they are needed."""
+    consts, carries = compat.scan_parts(eqn)
+    length, reverse = eqn.params["length"], eqn.params["reverse"]
+    known, state, xs = (
+        operands[:consts],
+        tuple(operands[consts : consts + carries]),
+        tuple(operands[consts + carries :]),
+    )
+    function = _function(eqn.params["jaxpr"], every)
+
+    def step(state: Any, x: Any) -> tuple[Any, Any]:
+        found = function(*known, *state, *x)
+        return tuple(found[:carries]), tuple(found[carries:])
+
+    def loop(body: Any, state: Any, xs: Any, length: int) -> tuple[Any, Any]:
+        found: tuple[Any, Any] = lax.scan(body, state, xs, length, reverse)
+        return found
+
+    def steps(state: Any, xs: Any) -> tuple[Any, Any]:
+        return loop(_again(step), state, xs, size)
+
+    if not _is_long(length):
+        return [x for part in loop(step, state, xs, length) for x in part]
+    size = _chunk(length) if every == _ROOT else min(every, length)
+    if size in (1, length):
+        return [x for part in loop(_again(step), state, xs, length) for x in part]
+    chunks, rest = divmod(length, size)
+    # The steps that are left over are the last.
+    start, own = (rest, slice(rest)) if reverse else (0, slice(length - rest, length))
+    state, found = loop(
+        _again(steps),
+        state,
+        tuple(x[start : start + chunks * size].reshape(chunks, size, *x.shape[1:]) for x in xs),
+        chunks,
+    )
+    results = [x.reshape(chunks * size, *x.shape[2:]) for x in found]
+    if rest:
+        state, last = loop(_again(step), state, tuple(x[own] for x in xs), rest)
+        results = [
+            jnp.concatenate((y, x) if reverse else (x, y))
+            for x, y in zip(results, last, strict=True)
+        ]
+    return [*state, *results]
+
+
+def _again(function: Any) -> Any:
+    # A loop is around it, so that the compiler cannot find the two computations to be the same.
+    return jax.checkpoint(function, prevent_cse=False)
+
+
+def _chunk(length: int) -> int:
+    """Return the steps of a chunk: the root of the length, or what divides it and is near that."""
+    root = math.isqrt(length - 1) + 1
+    return next((size for size in range(root, root + root // 2) if length % size == 0), root)
