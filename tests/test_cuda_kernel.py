@@ -862,7 +862,9 @@ def test_sources_that_are_no_text():
     settings = {"out": struct(()), "grid": 1, "block": 1}
     with pytest.raises(ValueError, match=r"has none: pass name=, and the path .* pathlib\.Path"):
         jtk.cuda_kernel("kernels/scale.cu", **settings)
-    with pytest.raises(TypeError, match=r"the source is a bytes, not a string or a pathlib\.Path"):
+    with pytest.raises(
+        ValueError, match=r"begins with b'__global', unlike .* CUDA C\+\+ is a strin"
+    ):
         jtk.cuda_kernel(b"__global__ void f() {}", **settings)
 
 
@@ -1191,7 +1193,7 @@ def test_standard_headers():
         ("float x = FLT_MAX;", "", "#include <float.h>"),
         ("", "curand_kernel.h", "<curand_kernel.h> is part of cuRAND: `pip install nvidia-curand`"),
         ("", "limits", "<cuda/std/limits> of libcu++ takes the place of <limits>"),
-        ("", "mine.h", 'mine.h is no header that is known here: pass its text, headers={"mine.h"'),
+        ("", "mine.h", "mine.h is no header that is known here: pass the folder of it, include="),
         ("__shared__ float s[60000]; out[0] = s[int(out[1])];", "", "declare it extern __shared__"),
     ],
 )

@@ -2,23 +2,40 @@
 // Every name in kStandardHeaders (jax_tilekern/compilation/headers.py) includes this file.
 #pragma once
 
-// -- <cfloat>
+// -- <cfloat>; libcu++ defines these too, in other words.
+#undef FLT_RADIX
 #define FLT_RADIX 2
+#undef FLT_DIG
 #define FLT_DIG 6
+#undef FLT_MANT_DIG
 #define FLT_MANT_DIG 24
+#undef FLT_MIN_EXP
 #define FLT_MIN_EXP (-125)
+#undef FLT_MAX_EXP
 #define FLT_MAX_EXP 128
+#undef FLT_EPSILON
 #define FLT_EPSILON 0x1p-23f
+#undef FLT_MIN
 #define FLT_MIN 0x1p-126f
+#undef FLT_TRUE_MIN
 #define FLT_TRUE_MIN 0x1p-149f
+#undef FLT_MAX
 #define FLT_MAX 0x1.fffffep127f
+#undef DBL_DIG
 #define DBL_DIG 15
+#undef DBL_MANT_DIG
 #define DBL_MANT_DIG 53
+#undef DBL_MIN_EXP
 #define DBL_MIN_EXP (-1021)
+#undef DBL_MAX_EXP
 #define DBL_MAX_EXP 1024
+#undef DBL_EPSILON
 #define DBL_EPSILON 0x1p-52
+#undef DBL_MIN
 #define DBL_MIN 0x1p-1022
+#undef DBL_TRUE_MIN
 #define DBL_TRUE_MIN 0x1p-1074
+#undef DBL_MAX
 #define DBL_MAX 0x1.fffffffffffffp1023
 
 // -- <climits>

@@ -1,4 +1,4 @@
-"""CUDA C++ text to cubin through NVRTC, cached in memory and on disk.
+"""CUDA C++ text to cubin through NVRTC, and PTX through nvJitLink, cached in memory and on disk.
 
 NVRTC is the copy that JAX's CUDA wheels bring; it needs neither a toolkit nor a GPU, and is loaded
 by the first compilation.
@@ -17,11 +17,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from jax_tilekern.compilation import kernel_cache
-from jax_tilekern.compilation.cubin import Entry, read_entry
+from jax_tilekern.compilation.cubin import Entry, read_entry, read_ready_entry
 from jax_tilekern.compilation.headers import Headers, cuda_folder, headers_of
+from jax_tilekern.compilation.image import Image
 from jax_tilekern.compilation.kernel_cache import CacheInfo
+from jax_tilekern.compilation.nvjitlink import assemble, nvjitlink_identity
 from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound, nvrtc, nvrtc_identity
 
 __all__ = [
@@ -61,11 +64,14 @@ class Source:
         same name in every process.
     headers
         Further headers: the name as an ``#include`` has it, and the text.
+    folders
+        Folders of further headers.
     """
 
     text: str
     file: str = "kernel.cu"
     headers: Mapping[str, str] = field(default_factory=dict, hash=False)
+    folders: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,22 +82,22 @@ class Kernel:
     ----------
     source
         A ``.cuh`` file of the package's device code, for example ``"gemm/sm90/matmul.cuh"``; or the
-        text of a kernel that is generated, or a user's.
+        text of a kernel that is generated, or a user's; or a user's PTX or cubin.
     name
         The C++ name expression of the kernel, for example ``"tilekern::matmul<128, 256>"``.
     options
-        Further NVRTC options, for example ``("-DSTAGES=4",)``. With an include path the result is
-        not cached on disk.
+        Further NVRTC options, for example ``("-DSTAGES=4",)``. With an include path among them the
+        result is not cached on disk.
     """
 
-    source: str | Source
+    source: str | Source | Image
     name: str
     options: tuple[str, ...] = ()
 
     @property
-    def text(self) -> Source:
-        """What NVRTC compiles."""
-        if isinstance(self.source, Source):
+    def text(self) -> Source | Image:
+        """What is compiled."""
+        if not isinstance(self.source, str):
             return self.source
         return Source(f'#include "{self.source}"\n', f"{self.source.removesuffix('.cuh')}.cu")
 
@@ -151,10 +157,7 @@ def compile_kernels(*kernels: Kernel, arch: str) -> Compiled:
     """
     if not kernels:
         raise ValueError("no kernel, so nothing to compile")
-    requests = [
-        _Request(kernel.text, kernel.name, arch, kernel.options)
-        for kernel in dict.fromkeys(kernels)
-    ]
+    requests = [_request(kernel, arch) for kernel in dict.fromkeys(kernels)]
     # This thread compiles the first kernel that is not on disk, and further threads the others:
     # NVRTC runs without the interpreter's lock.
     for request in [request for request in requests if not request.is_on_disk()][1:]:
@@ -170,37 +173,31 @@ def compile_kernels(*kernels: Kernel, arch: str) -> Compiled:
     )
 
 
+def _request(kernel: Kernel, arch: str) -> _Request:
+    text = kernel.text
+    if isinstance(text, Image):
+        return _ImageRequest(text, kernel.name, arch)
+    return _SourceRequest(text, kernel.name, arch, kernel.options)
+
+
 @dataclass(frozen=True)
 class _Request:
     """A kernel of one text, for one architecture."""
 
-    source: Source
+    source: Any
     name: str
     arch: str
-    options: tuple[str, ...]
-
-    @functools.cached_property
-    def _headers(self) -> Headers:
-        return headers_of(self.source.text, self.source.headers)
 
     @property
-    def _flags(self) -> tuple[str, ...]:
-        return (
-            f"--gpu-architecture={self.arch}",
-            *_LANGUAGE,
-            # Only the report of ptxas has registers and spills.
-            "--ptxas-options=--verbose",
-            *self.options,
-            *self._headers.options,
-        )
-
-    @functools.cached_property
     def _key(self) -> str:
-        return _cache_key(
-            str(_CACHE_FORMAT), nvrtc_identity(), self.source.file, self.source.text,
-            *_flat(self._headers.texts.items()), *self._headers.versions,
-            "names", self.name, "flags", *self._flags,
-        )  # fmt: skip
+        raise NotImplementedError
+
+    @property
+    def _is_kept_on_disk(self) -> bool:
+        return True
+
+    def _build(self) -> Compiled:
+        raise NotImplementedError
 
     def is_on_disk(self) -> bool:
         """Whether the disk cache has an entry for it, which may be damaged."""
@@ -208,7 +205,7 @@ class _Request:
 
     def compiled(self) -> Compiled:
         """Return what it compiles to, from a cache if one has it."""
-        if any(option.startswith(_FILE_OPTIONS) for option in self.options):
+        if not self._is_kept_on_disk:
             return self._build()
         return _memory.get(self._key, self._read_or_build)
 
@@ -229,6 +226,38 @@ class _Request:
         _logger.info("kernel %s for %s: %s in %.3f s", self.name, self.arch, how, seconds)
         return compiled
 
+
+@dataclass(frozen=True)
+class _SourceRequest(_Request):
+    options: tuple[str, ...]
+
+    @functools.cached_property
+    def _headers(self) -> Headers:
+        return headers_of(self.source.text, self.source.headers, self.source.folders)
+
+    @property
+    def _flags(self) -> tuple[str, ...]:
+        return (
+            f"--gpu-architecture={self.arch}",
+            *_LANGUAGE,
+            # Only the report of ptxas has registers and spills.
+            "--ptxas-options=--verbose",
+            *self.options,
+            *self._headers.options,
+        )
+
+    @functools.cached_property
+    def _key(self) -> str:
+        return _cache_key(
+            str(_CACHE_FORMAT), nvrtc_identity(), self.source.file, self.source.text,
+            *_flat(self._headers.texts.items()), *self._headers.versions,
+            "names", self.name, "flags", *self._flags,
+        )  # fmt: skip
+
+    @property
+    def _is_kept_on_disk(self) -> bool:
+        return not any(option.startswith(_FILE_OPTIONS) for option in self.options)
+
     def _build(self) -> Compiled:
         output = nvrtc().compile(
             self.source.text,
@@ -241,14 +270,44 @@ class _Request:
         return Compiled(self.arch, (entry,), _without_report(output.log))
 
 
+class _ImageRequest(_Request):
+    @property
+    def _key(self) -> str:
+        digest = hashlib.sha256(self.source.content).hexdigest()
+        tool = "cubin" if self.source.is_cubin else nvjitlink_identity()
+        return _cache_key(str(_CACHE_FORMAT), tool, self.source.file, digest, self.name, self.arch)
+
+    @property
+    def _is_kept_on_disk(self) -> bool:
+        return not self.source.is_cubin
+
+    def _build(self) -> Compiled:
+        image: Image = self.source
+        symbol = image.symbol(self.name)
+        if symbol is None:
+            message = f"{image.file} has no kernel {self.name}, but {', '.join(image.names)}"
+            raise CompileError(message, "")
+        image.check_target(self.arch)
+        if image.is_cubin:
+            return Compiled(
+                self.arch, (read_ready_entry(self.name, symbol, image.content),), log=""
+            )
+        cubin, log = assemble(image.content, file=image.file, arch=self.arch)
+        return Compiled(self.arch, (read_entry(self.name, symbol, cubin, log),), log="")
+
+
 def compile_to_ptx(kernel: Kernel, *, arch: str) -> str:
     """Return the PTX of a kernel, which ptxas would assemble, for people to read.
 
-    Errors are those of :func:`compile_kernels`; nothing is cached.
+    Errors are those of :func:`compile_kernels`; a cubin is a ``ValueError``. Nothing is cached.
     """
     source = kernel.text
+    if isinstance(source, Image):
+        if source.is_cubin:
+            raise ValueError(f"{source.file} is a cubin, of which there is no PTX")
+        return source.text
     architecture = f"--gpu-architecture={arch.replace('sm', 'compute')}"
-    headers = headers_of(source.text, source.headers)
+    headers = headers_of(source.text, source.headers, source.folders)
     return nvrtc().compile_to_ptx(
         source.text,
         file=source.file,

@@ -7,11 +7,19 @@ import functools
 import re
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 # Attributes of a kernel's ``.nv.info.<symbol>`` section.
 _MAX_THREADS = 0x05
 _KERNEL_PARAMETER = 0x17
+# Attributes of the ``.nv.info`` section, of symbols.
+_MIN_STACK_SIZE = 0x12
+_REGISTERS = 0x2F
+# The ELF ABI since CUDA 13; the other one has the architecture in other bits.
+_NEW_ABI = 0x41
+# What the system takes of a CTA's shared memory from Hopper on.
+_RESERVED_SHARED_BYTES = 1024
 _HARDWARE_MAX_THREADS = 1024
 
 
@@ -99,6 +107,49 @@ def read_entry(name: str, symbol: str, cubin: bytes, report: str) -> Entry:
     )
 
 
+def is_cubin(content: bytes) -> bool:
+    """Return whether a content is a 64-bit ELF image for NVIDIA GPUs."""
+    return content[:5] == b"\x7fELF\x02" and content[18:20] == b"\xbe\0"
+
+
+def target_of(cubin: bytes) -> int:
+    """Return the compute capability that a cubin is for, such as 90."""
+    (flags,) = struct.unpack_from("<I", cubin, 0x30)
+    sm: int = (flags >> 8 if cubin[7] == _NEW_ABI else flags) & 0xFF
+    return sm
+
+
+def kernels_of(cubin: bytes) -> tuple[str, ...]:
+    """Return the symbols of a cubin's kernels."""
+    prefix = ".nv.info."
+    return tuple(x.removeprefix(prefix) for x in _sections(cubin) if x.startswith(prefix))
+
+
+def read_ready_entry(name: str, symbol: str, cubin: bytes) -> Entry:
+    """Describe a kernel without a report of ptxas: spilled registers are a part of the stack.
+
+    Parameters are those of :func:`read_entry`.
+    """
+    resources = _resources(cubin)
+    sections = _sections(cubin)
+    shared = len(sections.get(f".nv.shared.{symbol}", b""))
+    if target_of(cubin) >= 90 and shared >= _RESERVED_SHARED_BYTES:
+        shared -= _RESERVED_SHARED_BYTES
+    max_threads, parameter_bytes = _read_info(_section(cubin, f".nv.info.{symbol}"))
+    return Entry(
+        name=name,
+        symbol=symbol,
+        registers=resources.get((_REGISTERS, symbol), 0),
+        spill_bytes=0,
+        stack_bytes=resources.get((_MIN_STACK_SIZE, symbol), 0),
+        serialized=False,
+        shared_memory_bytes=shared,
+        max_threads=max_threads,
+        parameter_bytes=parameter_bytes,
+        cubin=cubin,
+    )
+
+
 @functools.lru_cache(maxsize=256)
 def demangled(symbol: str) -> str | None:
     """Return a C++ function with its parameters' types, or ``None`` if a name has none.
@@ -130,36 +181,67 @@ def packed(cubin: bytes) -> str:
 
 
 def _section(image: bytes, name: str) -> bytes:
-    """Return a section of a 64-bit little-endian ELF image."""
+    found = _sections(image).get(name)
+    if found is None:
+        raise ValueError(f"the cubin has no section {name}")
+    return found
+
+
+def _sections(image: bytes) -> dict[str, bytes]:
+    """Return the sections of a 64-bit little-endian ELF image."""
     (table,) = struct.unpack_from("<Q", image, 0x28)
     size, count, names_index = struct.unpack_from("<3H", image, 0x3A)
-    # Each header has the name's offset, then (past type, flags and address) file offset and size.
-    headers = [struct.unpack_from("<I20xQQ", image, table + i * size) for i in range(count)]
-    names = headers[names_index][1]
-    wanted = name.encode() + b"\0"
-    for name_offset, offset, length in headers:
-        if image.startswith(wanted, names + name_offset):
-            return image[offset : offset + length]
-    raise ValueError(f"the cubin has no section {name}")
+    # Each header has the name's offset, the type, and (past flags and address) file offset and
+    # size.
+    headers = [struct.unpack_from("<II16xQQ", image, table + i * size) for i in range(count)]
+    _, _, names, length = headers[names_index]
+    strings = image[names : names + length]
+    return {
+        # A section of type 8 has no bytes in the file.
+        _string(strings, name): bytes(length) if kind == 8 else image[offset : offset + length]
+        for name, kind, offset, length in headers
+    }
 
 
-def _read_info(info: bytes) -> tuple[int, tuple[int, ...]]:
-    """Return a kernel's launch bound and its parameters' sizes."""
-    max_threads = _HARDWARE_MAX_THREADS
-    sizes: dict[int, int] = {}
+def _string(strings: bytes, at: int) -> str:
+    return strings[at : strings.index(b"\0", at)].decode()
+
+
+def _resources(cubin: bytes) -> dict[tuple[int, str], int]:
+    """Return the numbers that the ``.nv.info`` section has, by attribute and symbol."""
+    sections = _sections(cubin)
+    symbols, strings = sections[".symtab"], sections[".strtab"]
+    found = {}
+    for code, value in _attributes(sections[".nv.info"]):
+        if len(value) == 8:
+            index, number = struct.unpack("<2I", value)
+            (name,) = struct.unpack_from("<I", symbols, 24 * index)
+            found[code, _string(strings, name)] = number
+    return found
+
+
+def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the attributes of a section that have a value of several bytes."""
     at = 0
     while at < len(info):
         # Each attribute is a format, a code and a 16-bit value; format 4 is followed by that many
         # bytes.
         form, code, value = struct.unpack_from("<BBH", info, at)
         at += 4
-        if form != 4:
-            continue
+        if form == 4:
+            yield code, info[at : at + value]
+            at += value
+
+
+def _read_info(info: bytes) -> tuple[int, tuple[int, ...]]:
+    """Return a kernel's launch bound and its parameters' sizes."""
+    max_threads = _HARDWARE_MAX_THREADS
+    sizes: dict[int, int] = {}
+    for code, value in _attributes(info):
         if code == _MAX_THREADS:
-            x, y, z = struct.unpack_from("<3I", info, at)
+            x, y, z = struct.unpack_from("<3I", value)
             max_threads = x * y * z
         elif code == _KERNEL_PARAMETER:
-            _, ordinal, _, packed = struct.unpack_from("<IHHI", info, at)
+            _, ordinal, _, packed = struct.unpack_from("<IHHI", value)
             sizes[ordinal] = packed >> 18
-        at += value
     return max_threads, tuple(sizes[ordinal] for ordinal in sorted(sizes))

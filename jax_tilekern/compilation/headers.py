@@ -1,8 +1,8 @@
 """The headers that a CUDA text includes, and how to get one that is not there.
 
 NVRTC has no headers of its own. A text finds, in this order, the headers that come with it, the
-package's device code, the standard headers that ``standard.cuh`` stands for, and those of the CUDA
-toolkit, where a wheel or the system has them.
+folders that come with it, the package's device code, the standard headers that ``standard.cuh``
+stands for, and those of the CUDA toolkit, where a wheel or the system has them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,11 +53,15 @@ class Headers:
     texts
         Headers by the name that an ``#include`` has.
     folders
-        Where NVRTC finds others: the CUDA toolkit's, if the text includes one of them.
+        Where NVRTC finds others: those that come with the text, and the CUDA toolkit's, if the text
+        includes one of its headers.
+    files
+        Headers in the folders that come with the text: path and content.
     """
 
     texts: Mapping[str, str]
     folders: tuple[str, ...]
+    files: Mapping[str, str]
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -66,8 +70,12 @@ class Headers:
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """What changes when another version of the toolkit is installed."""
-        return tuple(str(os.stat(folder).st_mtime_ns) for folder in self.folders)
+        """What changes when a header does, or another version of the toolkit is installed."""
+        toolkit = set(self.folders) & set(toolkit_folders())
+        return (
+            *(str(os.stat(folder).st_mtime_ns) for folder in sorted(toolkit)),
+            *(part for file in self.files.items() for part in file),
+        )
 
     def with_real_names(self) -> dict[str, str]:
         """Return the texts, marked with the names of files that an editor or profiler can open."""
@@ -89,7 +97,7 @@ def cuda_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "ffi" / "cuda"
 
 
-def headers_of(text: str, own: Mapping[str, str]) -> Headers:
+def headers_of(text: str, own: Mapping[str, str], folders: Sequence[str] = ()) -> Headers:
     """Return the headers that a text includes.
 
     Preprocessor conditions and comments are ignored: an unused header does no harm.
@@ -100,27 +108,63 @@ def headers_of(text: str, own: Mapping[str, str]) -> Headers:
         CUDA C++.
     own
         Headers that come with it, by the name that an ``#include`` has.
+    folders
+        Folders of headers that come with it.
+
+    Raises
+    ------
+    ValueError
+        If a header of a folder has the name of one of the package's that is included too.
     """
     found: dict[str, str] = {}
-    folders: tuple[str, ...] = ()
-    pending = [text]
+    files: dict[str, str] = {}
+    # Headers of a library may compute the name of one of the toolkit's.
+    from_toolkit = bool(folders)
+    # Texts, and where a file among them finds its neighbours; the package's see no folders.
+    pending: list[tuple[str, tuple[str, ...]]] = [(text, tuple(folders))]
+    in_folders: set[str] = set()
     while pending:
-        for name in _includes(pending.pop()):
-            if name in found:
-                continue
-            header = own.get(name)
-            if header is None:
-                header = _package_text(name)
-            if header is not None:
-                found[name] = header
-                pending.append(header)
-            # NVRTC finds or reports a header that is not found here.
-            elif not folders and any(os.path.isfile(f"{x}/{name}") for x in toolkit_folders()):
-                folders = tuple(toolkit_folders())
-    return Headers(dict(sorted(found.items())), folders)
+        including, searched = pending.pop()
+        for name in _includes(including):
+            path = None if name in own else _path_in(searched, name)
+            if path is not None:
+                in_folders.add(name)
+                if path not in files:
+                    files[path] = _content(path, os.stat(path).st_mtime_ns)
+                    pending.append((files[path], (os.path.dirname(path), *folders)))
+            elif name not in found:
+                header = own[name] if name in own else _package_text(name)
+                if header is not None:
+                    found[name] = header
+                    pending.append((header, tuple(folders) if name in own else ()))
+                # NVRTC finds or reports a header that is not found here.
+                elif not from_toolkit and _path_in(toolkit_folders(), name):
+                    from_toolkit = True
+    # NVRTC looks for the name of a header among the texts first.
+    for name in in_folders & set(found):
+        raise ValueError(
+            f"header {name} of {_path_in(folders, name)} has the name of one of the library's, "
+            "which another header includes: rename it"
+        )
+    everywhere = (*folders, *(toolkit_folders() if from_toolkit else ()))
+    return Headers(dict(sorted(found.items())), everywhere, dict(sorted(files.items())))
 
 
-@functools.lru_cache(maxsize=1024)
+def _path_in(folders: Sequence[str], name: str) -> str | None:
+    for folder in folders:
+        path = os.path.normpath(f"{folder}/{name}")
+        if os.path.isfile(path):
+            return path
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _content(path: str, _modified: int) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+
+
+@functools.lru_cache(maxsize=8192)
 def _includes(text: str) -> tuple[str, ...]:
     return tuple(_INCLUDE.findall(text))
 
@@ -165,7 +209,7 @@ def _advice(log: str) -> Iterator[str]:
 
 
 def _how_to_get(name: str) -> str:
-    if name.startswith(("cuda/", "cub/", "thrust/", "nv/")):
+    if name.removeprefix("cccl/").startswith(("cuda/", "cub/", "thrust/", "nv/")):
         return f"<{name}> is part of CCCL: `pip install {toolkit_wheel('cuda-cccl')}` adds it"
     if name.startswith("curand"):
         return f"<{name}> is part of cuRAND: `pip install {toolkit_wheel('curand')}` adds it"
@@ -180,4 +224,7 @@ def _how_to_get(name: str) -> str:
         )
     if re.fullmatch(r"\w+", name):
         return f"NVRTC has no C++ standard library, and device code cannot use <{name}>: remove it"
-    return f'{name} is no header that is known here: pass its text, headers={{"{name}": ...}}'
+    return (
+        f"{name} is no header that is known here: pass the folder of it, include=..., or its text, "
+        f'headers={{"{name}": ...}}'
+    )

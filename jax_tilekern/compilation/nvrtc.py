@@ -88,7 +88,7 @@ def nvrtc_identity() -> str:
     NvrtcNotFound
         If there is none.
     """
-    first = next(_candidates(_cuda_majors()))
+    first = next(_candidates(cuda_majors()))
     if not os.path.isabs(first):
         library = nvrtc()
         return f"{library.path} {library.version}"
@@ -100,7 +100,7 @@ def nvrtc_identity() -> str:
 def _load() -> Nvrtc:
     import ctypes
 
-    majors = _cuda_majors()
+    majors = cuda_majors()
     tried: list[str] = []
     for path in _candidates(majors):
         try:
@@ -115,7 +115,7 @@ def _load() -> Nvrtc:
     )
 
 
-def _cuda_majors() -> list[int]:
+def cuda_majors() -> list[int]:
     """Return CUDA's major versions, those of JAX's installed plugins first.
 
     The driver that serves JAX's plugin loads cubins of the plugin's CUDA version, and need not
@@ -130,9 +130,9 @@ def _is_installed(package: str) -> bool:
 
 def toolkit_folders() -> list[str]:
     """Return the folders with headers of the CUDA toolkit: a wheel's, as the NVRTC in use is."""
-    majors = _cuda_majors()
+    majors = cuda_majors()
     if os.path.isabs(next(_candidates(majors))):
-        found = [f"{root}/{x}" for m in majors for x in _INCLUDES[m] for root in _wheel_folders()]
+        found = [f"{root}/{x}" for m in majors for x in _INCLUDES[m] for root in wheel_folders()]
     else:
         found = ["/usr/local/cuda/include", "/usr/local/cuda/include/cccl"]
     return [folder for folder in found if os.path.isdir(folder)]
@@ -140,11 +140,12 @@ def toolkit_folders() -> list[str]:
 
 def toolkit_wheel(name: str) -> str:
     """Return the wheel of a part of the CUDA toolkit, such as ``"cuda-runtime"``."""
-    major = _cuda_majors()[0]
+    major = cuda_majors()[0]
     return f"nvidia-{name}-cu12" if major == 12 else f"nvidia-{name}"
 
 
-def _wheel_folders() -> Sequence[str]:
+def wheel_folders() -> Sequence[str]:
+    """Return the folders ``nvidia`` of installed wheels."""
     wheels = importlib.util.find_spec("nvidia")
     return (wheels and wheels.submodule_search_locations) or ()
 
@@ -153,7 +154,7 @@ def _candidates(majors: Sequence[int]) -> Iterator[str]:
     """Yield where NVRTC may be: for each CUDA version the wheel's file, then the loader's."""
     for major in majors:
         library, folder, _ = _LIBRARIES[major]
-        for root in _wheel_folders():
+        for root in wheel_folders():
             path = os.path.join(root, folder, library)
             if os.path.isfile(path):
                 yield path

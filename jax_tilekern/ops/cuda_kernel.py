@@ -14,6 +14,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_tilekern.compilation.compiler import Source, cuda_folder
+from jax_tilekern.compilation.cubin import is_cubin
+from jax_tilekern.compilation.image import Image, is_image
 from jax_tilekern.inspection.kernel_report import KernelReport
 from jax_tilekern.ops.kernel_primitive import bind, input_types
 from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters, Use
@@ -24,7 +26,7 @@ from jax_tilekern.plans.kernel_signature import has_dynamic_shared_memory, kerne
 
 
 def cuda_kernel(
-    source: str | os.PathLike[str],
+    source: str | bytes | os.PathLike[str],
     *,
     out: Any,
     grid: Any,
@@ -37,6 +39,7 @@ def cuda_kernel(
     workspaces: Any = (),
     options: Any = (),
     headers: Mapping[str, str] | None = None,
+    include: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     aliases: Mapping[int, int] | None = None,
     alignment: int = 1,
     batch_axis: BatchAxis | None = None,
@@ -44,12 +47,13 @@ def cuda_kernel(
     sharding_rule: Any = None,
     debug: bool = False,
 ) -> CudaKernel:
-    """Make a JAX operation from CUDA C++ source.
+    """Make a JAX operation from CUDA C++ source, PTX or a cubin.
 
     The source is compiled by NVRTC when a call is lowered, for the GPU at hand, and kept on disk;
-    no ``nvcc`` is needed. The operation works under ``jit``, ``vmap``, ``scan``, ``shard_map``,
-    donation and CUDA graphs. Its derivatives are those of ``reference``, unless others are attached
-    by :meth:`CudaKernel.defjvp`, :meth:`CudaKernel.defvjp` or :meth:`CudaKernel.deflinear`.
+    no ``nvcc`` is needed. PTX is assembled by nvJitLink. The operation works under ``jit``,
+    ``vmap``, ``scan``, ``shard_map``, donation and CUDA graphs. Its derivatives are those of
+    ``reference``, unless others are attached by :meth:`CudaKernel.defjvp`,
+    :meth:`CudaKernel.defvjp` or :meth:`CudaKernel.deflinear`.
 
     What the kernel takes, in this order: a pointer to each input, each output and each workspace;
     each tensor map, as a ``const __grid_constant__`` parameter; each scalar; and, if ``batch_axis``
@@ -64,9 +68,10 @@ def cuda_kernel(
     Parameters
     ----------
     source
-        The text, or the path of a file of it. ``#include <tilekern/view.cuh>`` finds the library's
-        device code, ``<math.h>``, ``<cstdint>`` and the like the library's own, and
-        ``<cuda_bf16.h>`` that of NVIDIA's wheels.
+        The text, or the path of a file of it (:class:`pathlib.Path`): CUDA C++, or PTX, which
+        begins with ``.version``; or a cubin, as bytes or a path. ``#include <tilekern/view.cuh>``
+        finds the library's device code, ``<math.h>``, ``<cstdint>`` and the like the library's own,
+        and ``<cuda_bf16.h>`` that of NVIDIA's wheels.
     out
         *Or function.* Shape and type of the output, as anything that has ``shape`` and ``dtype``;
         or a tuple of them, and then the call returns a tuple.
@@ -91,6 +96,9 @@ def cuda_kernel(
         *Or function.* Further options of NVRTC, such as ``("-DTILE=32", "--use_fast_math")``.
     headers
         Further headers: the name as an ``#include`` has it, and the text.
+    include
+        A folder of further headers, or several, such as CUTLASS's ``include``. What the source
+        includes is read when a call is lowered; the kernel is compiled again if it has changed.
     aliases
         Inputs that share an output's buffer, ``{input: output}``: the kernel updates them in place.
         XLA copies such an input first if something else still reads it.
@@ -124,10 +132,11 @@ def cuda_kernel(
     Raises
     ------
     TypeError
-        If the source is neither a text nor a path.
+        If the source is neither a text, nor bytes, nor a path.
     ValueError
-        If the source has not exactly one kernel and there is no ``name``, a header has the name
-        of one of the library's, the kernel has dynamic shared memory of no size, or a plain value
+        If bytes are neither PTX nor a cubin, PTX or a cubin has headers, the source has not exactly
+        one kernel and there is no ``name``, a header has the name of one of the library's,
+        ``include`` is no folder, the kernel has dynamic shared memory of no size, or a plain value
         is none of those above.
 
     Examples
@@ -151,28 +160,33 @@ def cuda_kernel(
     >>> saxpy(x, x, a=2.0)
     Array([0., 3., 6.], dtype=float32)
     """
-    if isinstance(source, os.PathLike):
-        path = Path(source)
-        text, file = path.read_text(), str(path)
-    elif isinstance(source, str):
-        text, file = source, None
+    code = _code(source)
+    if isinstance(code, Image):
+        if headers or include:
+            raise ValueError(f"{code.file} is compiled: it takes no headers and no include")
+        own, dynamic = code.names, code.has_dynamic_shared_memory
+        if name is None:
+            name = _only_name(code.file, own)
+        label = name if isinstance(name, str) else _label(own)
     else:
-        raise TypeError(f"the source is a {type(source).__name__}, not a string or a pathlib.Path")
-    for header in headers or ():
-        if (cuda_folder() / header.removeprefix("tilekern/")).is_file():
-            raise ValueError(f"header {header} would take the place of one of the library's")
-    if name is None:
-        name = _only_kernel(text)
-    if shared_memory_bytes == 0 and len(kernels_in(text)) == 1 and has_dynamic_shared_memory(text):
+        own, dynamic = _kernels(code.text), has_dynamic_shared_memory(code.text)
+        for header in headers or ():
+            if (cuda_folder() / header.removeprefix("tilekern/")).is_file():
+                raise ValueError(f"header {header} would take the place of one of the library's")
+        if name is None:
+            name = _only_kernel(code.text)
+        label = name.partition("<")[0] if isinstance(name, str) else _label(own)
+        file = code.file or f"{_identifier(label)}.cu"
+        code = Source(code.text, file, dict(headers or {}), _folders(include))
+    if shared_memory_bytes == 0 and len(own) == 1 and dynamic:
         raise ValueError(
-            f"kernel {_label(text)} declares extern __shared__ memory: give its bytes to "
+            f"kernel {label} declares extern __shared__ memory: give its bytes to "
             "shared_memory_bytes"
         )
-    label = name.partition("<")[0] if isinstance(name, str) else _label(text)
     return CudaKernel(
         KernelSettings(
             label=label,
-            source=Source(text, file or f"{_identifier(label)}.cu", dict(headers or {})),
+            source=code,
             out=out,
             name=name,
             grid=grid,
@@ -368,8 +382,52 @@ def cxx_type(dtype: Any) -> str:
     return known
 
 
-def _label(text: str) -> str:
-    return " or ".join(name for name, *_ in kernels_in(text)) or "without a name"
+def _code(source: Any) -> Image | Source:
+    """Return PTX, a cubin, or CUDA C++, whose file has no name if the source is no path."""
+    if isinstance(source, os.PathLike):
+        path = str(Path(source))
+        content = Path(source).read_bytes()
+        if is_image(content):
+            return Image(content, path)
+        if Path(source).suffix in (".ptx", ".cubin"):
+            raise ValueError(f"{path} is neither PTX, which begins with .version, nor a cubin")
+        return Source(content.decode(), path)
+    if isinstance(source, bytes):
+        if not is_image(source):
+            raise ValueError(
+                f"the source begins with {source[:8]!r}, unlike PTX and cubins; CUDA C++ is a "
+                "string"
+            )
+        return Image(source, "the cubin" if is_cubin(source) else "the PTX")
+    if isinstance(source, str):
+        content = source.encode()
+        return Image(content, "the PTX") if is_image(content) else Source(source, "")
+    raise TypeError(
+        f"the source is a {type(source).__name__}, not a string, bytes or a pathlib.Path"
+    )
+
+
+def _only_name(file: str, names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    raise ValueError(f"{file} has {len(names)} kernels ({', '.join(names)}): pass name=")
+
+
+def _folders(include: Any) -> tuple[str, ...]:
+    single = isinstance(include, str | os.PathLike)
+    found = tuple(str(Path(x).resolve()) for x in ((include,) if single else include))
+    for folder in found:
+        if not os.path.isdir(folder):
+            raise ValueError(f"include: {folder} is not a folder")
+    return found
+
+
+def _kernels(text: str) -> tuple[str, ...]:
+    return tuple(name for name, *_ in kernels_in(text))
+
+
+def _label(names: Sequence[str]) -> str:
+    return " or ".join(names) or "without a name"
 
 
 def _only_kernel(text: str) -> str:

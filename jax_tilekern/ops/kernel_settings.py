@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jax_tilekern.compilation.compiler import Source
+from jax_tilekern.compilation.image import Image
 from jax_tilekern.interop.global_modes import Modes
 from jax_tilekern.ops.kernel_sharding import parsed, sharding_rule
 from jax_tilekern.partitioning.rule import ShardingRule
@@ -110,7 +111,7 @@ class KernelSettings:
     """The settings of :func:`jax_tilekern.cuda_kernel`, and the rules that were attached."""
 
     label: str
-    source: Source
+    source: Source | Image
     out: Any
     name: Any
     grid: Any
@@ -233,7 +234,12 @@ class KernelSettings:
         for option in options:
             if not isinstance(option, str):
                 raise TypeError(f"kernel {self.label}: option {option!r} is not a string")
-        if self.debug:
+        if isinstance(self.source, Image):
+            if options:
+                raise ValueError(
+                    f"kernel {self.label}: {self.source.file} takes no options {options}"
+                )
+        elif self.debug:
             options += ("-DTILEKERN_DEBUG",)
         call = KernelCall(
             source=self.source,

@@ -17,9 +17,11 @@ from jax_tilekern.compilation.compiler import (
     compile_kernels,
 )
 from jax_tilekern.compilation.headers import advice
+from jax_tilekern.compilation.image import Image
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.kernel_signature import (
     Argument,
+    ParameterType,
     alignments,
     check_parameters,
     compiled_types,
@@ -81,7 +83,7 @@ class KernelCall:
     scalars, then, with a ``batch_axis``, a stride in elements for each input and output.
     """
 
-    source: Source
+    source: Source | Image
     name: str
     inputs: tuple[Array, ...]
     outputs: tuple[Array, ...]
@@ -152,9 +154,17 @@ class KernelCall:
             If a tensor map is not within its buffer, or the kernel takes something else.
         """
         _check_tensor_maps(self)
-        types = declared_types(self.source.text, self.name)
+        types = self.declared_types
         if types is not None:
             check_parameters(self.name, types, self.arguments)
+
+    @property
+    def declared_types(self) -> tuple[ParameterType, ...] | None:
+        """Types of the kernel's parameters, if the source shows them before it is compiled."""
+        if isinstance(self.source, Source):
+            return declared_types(self.source.text, self.name)
+        symbol = self.source.symbol(self.name)
+        return None if symbol is None else compiled_types(symbol)
 
 
 @dataclass(frozen=True)
@@ -229,7 +239,7 @@ def plan_kernel(call: KernelCall, gpu: Gpu) -> KernelPlan:
         for i, array in enumerate(call.buffers)
     ]
     entry = compiled.entry(call.name)
-    types = compiled_types(entry.symbol) or declared_types(call.source.text, call.name)
+    types = compiled_types(entry.symbol) or call.declared_types
     if types is not None:
         check_parameters(call.name, types, call.arguments)
     mapped = {m.buffer for m in call.tensor_maps}
