@@ -1,6 +1,7 @@
 """``route`` and ``moe``: values and derivatives against dense experts in float64."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,18 @@ def test_remat_and_repeated_runs_have_the_same_bits(rng):
     tolerance = 1e-6 if on_gpu() else 0
     for other in recomputed:
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=tolerance), first, other)
+
+
+@needs_nvrtc
+def test_gradients_take_no_atomics(rng):
+    """Those of biases, too, are sums in a fixed order."""
+    arrays, (weights, indices) = _operands(rng, biases=True)
+    gradient = jax.jit(jax.grad(lambda a, w: jnp.sum(jnp.sin(ours(a, w, indices))), (0, 1)))
+    with jtk.gpu_target("sm_90"):
+        lowered = gradient.trace(arrays, weights).lower(lowering_platforms=("cuda",))
+    scatters = re.findall(r'"stablehlo\.scatter".*?}\)', lowered.as_text(), re.DOTALL)
+    assert scatters  # of the places of pairs, which are unique
+    assert not [scatter for scatter in scatters if "stablehlo.add" in scatter]
 
 
 def test_what_is_saved(rng):

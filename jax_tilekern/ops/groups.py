@@ -18,6 +18,7 @@ from jax import Array, lax
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.ops.labelled_operands import broadcasted, transposed
+from jax_tilekern.ops.segments.take import take
 from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.plans.contraction import Contraction, Labels
 
@@ -134,10 +135,10 @@ def gathered(
         rest = tuple(label for label in labels if label not in outer)
         x = transposed(x, labels, (*outer, *rest))
         x = x.reshape(*x.shape[: len(own)], together, *x.shape[len(outer) :])
-        take = functools.partial(jnp.take, axis=0, unique_indices=True, mode="clip")
+        rows_of = functools.partial(jnp.take, axis=0, unique_indices=True, mode="clip")
         for label in reversed(batch):
-            take = jax.vmap(take, (0 if label in own else None, 0))
-        return take(x, order), (*batch, ragged, *rest)
+            rows_of = jax.vmap(rows_of, (0 if label in own else None, 0))
+        return rows_of(x, order), (*batch, ragged, *rest)
 
     lhs, lhs_labels = in_order(lhs, c.lhs)
     rhs, rhs_labels = in_order(rhs, c.rhs)
@@ -190,12 +191,16 @@ def _at_rows(
         # All rows are of no group, but a gather needs an element.
         sizes = [1 if label == group else n for n, label in zip(x.shape, labels, strict=True)]
         x = jnp.zeros(sizes, x.dtype)
-    inner = [label for label in labels if label not in prefix]
-    take: Callable[..., Array] = functools.partial(jnp.take, axis=inner.index(group), mode="clip")
-    for i in reversed(range(len(prefix))):
-        left = [label for label in labels if label not in prefix[:i]]
-        take = jax.vmap(take, (left.index(prefix[i]) if prefix[i] in left else None, 0))
-    return take(x, group_of), (*prefix, *(ragged if label == group else label for label in inner))
+    rest = [label for label in labels if label not in (*prefix, group)]
+    own = [label for label in prefix if label in labels]
+    x = transposed(x, labels, (*own, group, *rest))
+    # Its gradient is a sum over the rows of each group, in a fixed order.
+    rows_of: Callable[..., Array] = functools.partial(
+        take, axis=0, mode="clip", indices_are_sorted=True
+    )
+    for label in reversed(prefix):
+        rows_of = jax.vmap(rows_of, (0 if label in own else None, 0))
+    return rows_of(x, group_of), (*prefix, ragged, *rest)
 
 
 def local_bounds(shard: Shard, bounds: Array, contraction: Contraction) -> Array:
