@@ -23,7 +23,7 @@ from jax_tilekern.ops.cross_entropy.loss import linear_cross_entropy
 from jax_tilekern.ops.cuda_kernel import CudaKernel, cuda_kernel, cxx_type
 from jax_tilekern.ops.lane_kernel import kernel
 from jax_tilekern.ops.linear import gated_linear, linear
-from jax_tilekern.ops.matmul import dot_general, matmul
+from jax_tilekern.ops.matmul import dot_general, matmul, symmetric_matmul
 from jax_tilekern.ops.moe import Routing, moe, route
 from jax_tilekern.ops.ragged_dot import ragged_dot, ragged_dot_general
 from jax_tilekern.ops.segments.functions import (
@@ -109,6 +109,7 @@ __all__ = [
     "strassen_matmul",
     "strict",
     "sum",
+    "symmetric_matmul",
     "take",
     "tensordot",
     "top_k",

@@ -153,6 +153,11 @@ OPERATIONS = {
         "w",
     ),
     "top_k": (lambda x: jtk.top_k(x, 2)[0], lambda x: jax.lax.top_k(x, 2)[0], "x"),
+    "symmetric_matmul": (
+        lambda p: jtk.symmetric_matmul(p, p, epilogue=jnp.add, operands=(p,)),
+        lambda p: p @ p + p,
+        "p",
+    ),
     "svdvals": (jtk.linalg.svdvals, jnp.linalg.svdvals, "a"),
     "eigvalsh": (jtk.linalg.eigvalsh, jnp.linalg.eigvalsh, "p"),
     "qr": (lambda a: jtk.linalg.qr(a).Q, lambda a: jnp.linalg.qr(a).Q, "a"),

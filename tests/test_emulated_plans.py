@@ -15,10 +15,12 @@ from emulated_gpu import emulated_gpu
 from products import BF16, F16, F32, H100, INT8, INT32, TYPES, Product, row_major
 
 import jax_tilekern as jtk
+from jax_tilekern.plans.gemm import select
 from jax_tilekern.plans.gemm.problem import SymmetricProduct
 from jax_tilekern.plans.gemm.select import candidates
+from jax_tilekern.plans.gemm.sm90 import symmetric
+from jax_tilekern.plans.gemm.sm90.config import WgmmaTile
 from jax_tilekern.plans.gemm.sm90.symmetric import symmetric_candidates
-from jax_tilekern.plans.gpu import gpu_target
 from jax_tilekern.plans.launch import NoKernel
 
 pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
@@ -183,11 +185,58 @@ def test_product_with_its_own_transpose(how):
     assert np.all(np.abs(out - expected) <= bound[0] + TOLERANCES["bf16"] * np.abs(expected))
 
 
-def test_a_symmetric_kernel_is_not_chosen_by_default():
-    (x,) = operands_of((1024, 512), dtype=jnp.bfloat16)
-    with gpu_target(H100):
-        (choice,) = jtk.explain(jax.jit(lambda x: jtk.matmul(x, x.T)), x)
-    assert "half" not in choice.reason
+def cubic(product, scale, x, row, column):
+    return scale * product - x + jnp.where(row == column, scale, 0)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    ("dtype", "tile"),
+    [
+        (jnp.bfloat16, WgmmaTile(128, 256)),
+        (jnp.float16, WgmmaTile(256, 128)),
+        (jnp.float32, WgmmaTile(128, 128)),
+        (jnp.bfloat16, WgmmaTile(128, 128, cooperative=False)),
+    ],
+)
+@pytest.mark.one_in(6)
+def test_symmetric_products_with_matrices_in_the_epilogue(monkeypatch, how, dtype, tile):
+    """Operands of cooperative consumers come through the mainloop's stages."""
+    monkeypatch.setattr(symmetric, "_TILES", (tile,))
+    monkeypatch.setattr(select, "candidates", lambda *_: NoKernel("no whole products"))
+    (x,) = operands_of((2, 392, 392), dtype=np.float32)
+    x = (x + x.mT).astype(dtype)
+    scale, index = jnp.asarray([0.5, 2.0])[:, None, None], jnp.arange(392)
+
+    @jax.jit
+    def function(x, scale):
+        second = None if dtype == jnp.float32 else x
+        operands = scale, x, index[:, None], index
+        return jtk.symmetric_matmul(x, second, epilogue=cubic, operands=operands)
+
+    with emulated_gpu(**how) as ran:
+        out = np.asarray(function(x, scale), np.float64)
+    assert [plan.name.split()[0] for plan in ran] == ["wgmma_symmetric_matmul"]
+    assert str(tile) in ran[0].reason
+    wide = np.asarray(x, np.float64)
+    expected = cubic(wide @ wide, np.asarray(scale, float), wide, index[:, None], index)
+    kind = {"bfloat16": "bf16", "float16": "f16", "float32": "tf32"}[x.dtype.name]
+    bound = TOLERANCES[kind] * (2 * np.abs(wide) @ np.abs(wide) + np.abs(expected))
+    assert np.all(np.abs(out - np.asarray(expected)) <= bound)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.thorough
+def test_newton_schulz(how):
+    (x,) = operands_of((2, 264, 400), dtype=jnp.float16)
+    expected = jtk.linalg.newton_schulz(x.astype(np.float32), method="standard")
+    function = jax.jit(lambda x: jtk.linalg.newton_schulz(x, method="gram"))
+    with emulated_gpu(**how) as ran:
+        out = np.asarray(function(x), np.float32)
+    names = [plan.name for plan in ran]
+    assert names.count("wgmma_symmetric_matmul f16") == 16
+    assert names.count("wgmma_matmul f16") == len(names) - 16 == 2
+    assert np.abs(out - expected).max() < 2e-3
 
 
 @pytest.mark.parametrize(

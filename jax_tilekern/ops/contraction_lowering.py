@@ -192,7 +192,11 @@ def state_problem(
         product: Product | GroupedProduct
         if isinstance(found.geometry, GroupedGeometry):
             product = GroupedProduct(found.geometry, *types_of, arithmetic)
-        elif left.value == right.value and found.geometry.is_of_transpose:
+        elif (
+            left.value == right.value
+            and found.geometry.is_of_transpose
+            and not any({*c.rows, *c.columns}.intersection(own) for own in further)
+        ):
             product = SymmetricProduct(found.geometry, *types_of, arithmetic)
         else:
             product = Product(found.geometry, *types_of, arithmetic)

@@ -62,6 +62,7 @@ def contract_with_epilogue(
     operands: Sequence[Any],
     group_operands: Sequence[Any] = (),
     in_place: InPlace = (),
+    symmetric: bool = False,
     out_sharding: NamedSharding | None = None,
 ) -> Any:
     """Contract two arrays and apply a function to every element of the result.
@@ -84,6 +85,9 @@ def contract_with_epilogue(
         Pairs of an operand of the epilogue and a result. A kernel writes the result over the
         operand where both have one type and shape, unless the call is differentiated. XLA copies
         the operand first if something else still reads it.
+    symmetric
+        Whether the caller knows that the product is symmetric in its last two dimensions, and so
+        are the operands. A kernel may then compute half of each result.
     out_sharding
         Sharding of the result on a mesh with explicit axes.
 
@@ -100,7 +104,7 @@ def contract_with_epilogue(
     function, closed_over, nested = trace_scalars(
         epilogue, accumulator, product, [x.dtype for x in arrays]
     )
-    if function.is_identity:
+    if function.is_identity and not symmetric:
         plain = contract(
             lhs,
             rhs,
@@ -132,6 +136,7 @@ def contract_with_epilogue(
         function=function,
         operands=read,
         in_place=in_place,
+        symmetric=symmetric,
         out_sharding=out_sharding,
     )
     return nested(results)
@@ -147,6 +152,7 @@ def contract_with_scalar_function(
     function: ScalarFunction,
     operands: Sequence[tuple[Array, Labels]],
     in_place: InPlace = (),
+    symmetric: bool = False,
     out_sharding: NamedSharding | None = None,
 ) -> list[Array]:
     """Contract two arrays and apply a traced function to every element of the result.
@@ -155,7 +161,7 @@ def contract_with_scalar_function(
     ----------
     lhs, rhs
         Operands of a type that :func:`~jax_tilekern.ops.labelled_operands.common_type` returns.
-    bounds, contraction, precision, product, in_place, out_sharding
+    bounds, contraction, precision, product, in_place, symmetric, out_sharding
         As in :func:`contract_with_epilogue`.
     function
         The epilogue, for the accumulators' type.
@@ -175,6 +181,7 @@ def contract_with_scalar_function(
         "accumulator": accumulator_dtype(lhs.dtype, product),
         "product": product,
         "in_place": in_place,
+        "symmetric": symmetric,
     }
     read = (lhs, rhs, *bounds, *(x for x, _ in operands))
     if out_sharding is not None:
@@ -280,6 +287,7 @@ def _jvp(
     precision: Any,
     accumulator: np.dtype[Any],
     product: np.dtype[Any],
+    symmetric: bool = False,
     **_: Any,
 ) -> tuple[list[Any], list[Any]]:
     saved = function.accumulator_result
@@ -296,6 +304,7 @@ def _jvp(
         accumulator=accumulator,
         product=product,
         in_place=(),
+        symmetric=symmetric,
     )
     pre_activation = results[saved].astype(accumulator)
 
@@ -408,6 +417,14 @@ def _sharding_rule(
     )
 
 
+def _source(operands: Sequence[Operand], **params: Any) -> tuple[Sequence[Operand], Params]:
+    """Return the operands where they lie, of a call that is partitioned.
+
+    A device's part of a symmetric product may be a square of it that is not symmetric.
+    """
+    return source(operands, **params | {"symmetric": False})
+
+
 def _localised(
     shard: Shard, lhs: Array, rhs: Array, *others: Array, contraction: Contraction, **_: Any
 ) -> list[Array]:
@@ -483,7 +500,7 @@ _bind = define(
         ),
         describe=_described,
         localised=_localised,
-        source=source,
+        source=_source,
         in_float32=_in_float32,
         function_of_sum=_function_of_sum,
         stands_for=_as_dot_general,

@@ -17,7 +17,7 @@ from jax_tilekern.ops.contraction_lowering import CUDA, LoweredProduct, cuda_ker
 from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, RowReductionText
-from jax_tilekern.plans.gemm.problem import PairProduct
+from jax_tilekern.plans.gemm.problem import PairProduct, SymmetricProduct
 from jax_tilekern.primitives.operation import Fallback, Operand, PlannedKernel, Planner, Rewrite
 
 # Operands of an epilogue, and the results that take their memory.
@@ -72,6 +72,7 @@ def fused_kernel(
     precision: Any,
     accumulator: np.dtype[Any],
     in_place: InPlace = (),
+    symmetric: bool = False,
     **_: Any,
 ) -> PlannedKernel | str:
     """Return a kernel that computes products and a function of their elements, or why none does.
@@ -84,7 +85,7 @@ def fused_kernel(
         What takes the place of ``rhs`` in a second product, if there is one.
     arrays
         The operands of the function, which follow the accumulators.
-    contraction, operand_labels, function, precision, accumulator, in_place
+    contraction, operand_labels, function, precision, accumulator, in_place, symmetric
         As the parameters of a contraction with an epilogue.
     """
     dtypes = [x.aval.dtype for x in arrays]
@@ -120,6 +121,9 @@ def fused_kernel(
         product = PairProduct(product.strided, *product.dtypes, product.arithmetic)
         read = (*read, other.operands[1])
     geometry, grouped = product.strided, contraction.group is not None
+    # A mapped dimension of one operand may have become a part of its rows.
+    if symmetric and geometry.m == geometry.n:
+        product = SymmetricProduct(geometry, *product.dtypes, product.arithmetic)
     if min(geometry.m, geometry.n) == 1 and not grouped:
         return "products with a vector write little"
     epilogue = _generated(
@@ -131,7 +135,9 @@ def fused_kernel(
         products=1 if second is None else 2,
         ragged="rows" if grouped else None,
     )
-    planned = cuda_kernel(product.with_epilogue(epilogue), (*read, *(x.value for x in arrays)))
+    # Without an epilogue the choice is that of a product, among which is XLA's.
+    stated = product if function.is_identity else product.with_epilogue(epilogue)
+    planned = cuda_kernel(stated, (*read, *(x.value for x in arrays)))
     if isinstance(planned, Fallback):
         return planned.reason
     values = [*read, *(x.value for x in (*factors, *arrays))]

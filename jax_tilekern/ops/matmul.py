@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
@@ -110,6 +111,118 @@ def matmul(
     return compat.with_type(product, result.dtype, result.weak_type)
 
 
+@jitted("precision", "preferred_element_type", "out_sharding", "epilogue")
+def symmetric_matmul(
+    a: ArrayLike,
+    b: ArrayLike | None = None,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[ArrayLike] = (),
+) -> Array:
+    """Matrix product ``a @ b`` that is known to be symmetric; ``a @ a.mT`` by default.
+
+    On a Hopper GPU a kernel may compute the tiles on and below the diagonal alone, and store those
+    below it twice. Elsewhere it is an ordinary product.
+
+    Parameters
+    ----------
+    a
+        Array of shape ``(..., m, k)``.
+    b
+        Array of shape ``(..., k, m)``, by default ``a.mT``. Other such products are those of
+        symmetric matrices that commute, such as polynomials of one, and of ``a`` and
+        ``(a * weights).mT``. Batch dimensions broadcast.
+    precision, preferred_element_type, out_sharding
+        As in :func:`matmul`.
+    epilogue
+        A function ``epilogue(accumulator, *operands)`` of scalars, as in :func:`matmul`.
+    operands
+        Arrays that broadcast to the result, of which the epilogue makes a symmetric one: scalars,
+        numbers of each matrix ``(..., 1, 1)``, symmetric matrices ``(..., m, m)``, or a scale of
+        rows ``(..., m, 1)`` with the same scale of columns ``(..., 1, m)``.
+
+    Returns
+    -------
+    Array
+        Shape ``(..., m, m)``, as :func:`matmul` returns it. Nothing checks that the product and the
+        what the epilogue makes of it are symmetric: where they are not, elements above the diagonal
+        may be those below it.
+
+    Raises
+    ------
+    ValueError
+        If ``a`` or ``b`` has fewer than two dimensions, or the product is not square, or batch
+        dimensions do not broadcast, or the epilogue has more operands of rows than of columns.
+    TypeError, jax.sharding.ShardingTypeError
+        As in :func:`matmul`.
+
+    Notes
+    -----
+    Derivatives are those of the product. Their factors need not be symmetric.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> gram = jtk.symmetric_matmul(jnp.ones((64, 128)))
+    >>> cubic = jtk.symmetric_matmul(
+    ...     gram, gram, epilogue=lambda x, y: 2 * x - y, operands=(gram,)
+    ... )
+    >>> cubic.shape
+    (64, 64)
+    """
+    check_operands(epilogue, operands=operands)
+    a = jnp.asarray(a)
+    other = None if b is None else jnp.asarray(b)
+    _check_symmetric(a, other, operands)
+    result = compat.result_type(
+        lambda a, *b: jnp.matmul(
+            a,
+            *(b or (a.mT,)),
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        ),
+        *((a,) if other is None else (a, other)),
+    )
+    if other is None:
+        # Its rows are the columns of the transpose.
+        *batch, m, n, k = range(a.ndim + 1)
+        other, contraction = a, Contraction((*batch, m, k), (*batch, n, k), (*batch, m, n))
+    else:
+        a, other, contraction = labelled_matrices(a, other)
+    product = _product(
+        a, other, contraction, result, precision, out_sharding, epilogue or _identity, operands,
+        symmetric=True,
+    )  # fmt: skip
+    if epilogue is not None:
+        return product
+    return compat.with_type(product, result.dtype, result.weak_type)
+
+
+def _identity(accumulator: Any) -> Any:
+    return accumulator
+
+
+def _check_symmetric(a: Array, b: Array | None, operands: Sequence[ArrayLike]) -> None:
+    if a.ndim < 2 or (b is not None and (b.ndim < 2 or a.shape[-2] != b.shape[-1])):
+        shapes = f"shape {a.shape}" if b is None else f"shapes {a.shape} and {b.shape}"
+        raise ValueError(
+            f"symmetric_matmul takes matrices (..., m, k) and (..., k, m), not {shapes}"
+        )
+    sizes = [(1, 1, *np.shape(x))[-2:] for x in operands]
+    of_rows, of_columns = (sum(x[i] == 1 < x[1 - i] for x in sizes) for i in (1, 0))
+    if of_rows != of_columns:
+        raise ValueError(
+            f"the epilogue of a symmetric result has {of_rows} operands of rows (..., m, 1) and "
+            f"{of_columns} of columns (..., 1, m), of shapes {[np.shape(x) for x in operands]}: "
+            "pass each as both, or use matmul"
+        )
+
+
 def labelled_matrices(a: Array, b: Array) -> tuple[Array, Array, Contraction]:
     """Return the operands of a matrix product without what is broadcast, and the contraction."""
     # Batch dimensions are labelled from the right, as broadcasting aligns them. An operand whose
@@ -200,6 +313,8 @@ def _product(
     out_sharding: NamedSharding | PartitionSpec | None,
     epilogue: Callable[..., Any] | None,
     operands: Sequence[ArrayLike],
+    *,
+    symmetric: bool = False,
 ) -> Array:
     """Contract two arrays; ``result`` is the type of JAX's own product of them."""
     explicit = None if out_sharding is None else compat.explicit_sharding(result)
@@ -223,6 +338,7 @@ def _product(
         shape=result.shape,
         epilogue=epilogue,
         operands=operands,
+        symmetric=symmetric,
         out_sharding=explicit,
     )
     return results

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.matmul import matmul
+from jax_tilekern.ops.matmul import matmul, symmetric_matmul
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.primitives.operation import Operation, Planner, Rewrite, define
 
@@ -206,9 +206,13 @@ class _Form(NamedTuple):
 
     def gram(self, x: Array, out_type: np.dtype | None = None) -> Array:
         """Return the products of the short side's vectors with each other."""
-        adjoint = x.conj().mT
-        operands = (x, adjoint) if self.is_wide else (adjoint, x)
-        return matmul(*operands, precision=self.precision, preferred_element_type=out_type)
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            # They are Hermitian.
+            adjoint = x.conj().mT
+            operands = (x, adjoint) if self.is_wide else (adjoint, x)
+            return matmul(*operands, precision=self.precision, preferred_element_type=out_type)
+        rows = x if self.is_wide else x.mT
+        return symmetric_matmul(rows, precision=self.precision, preferred_element_type=out_type)
 
     def times(self, factor: Array, x: Array, scale: Array | None = None) -> Array:
         """Return the product of a factor of the short side with ``x``, plus ``scale * x``."""
@@ -217,10 +221,25 @@ class _Form(NamedTuple):
             return matmul(*operands, precision=self.precision)
         return matmul(*operands, precision=self.precision, epilogue=_plus, operands=(scale, x))
 
+    def of_grams(
+        self, first: Array, second: Array | None, epilogue: Callable[..., Array], *operands: Array
+    ) -> Array:
+        """Return an epilogue's result for the product of two polynomials of a Gram matrix.
+
+        They commute, and real ones are symmetric. Without a second one it is the square of a
+        product of :meth:`gram`, which has no rounding errors that are not symmetric: a kernel of
+        float32 reads its transpose.
+        """
+        how: dict[str, Any] = {"precision": self.precision, "epilogue": epilogue}
+        if jnp.issubdtype(first.dtype, jnp.complexfloating):
+            return matmul(first, first if second is None else second, operands=operands, **how)
+        return symmetric_matmul(first, second, operands=operands, **how)
+
     def standard(self, x: Array, coefficients: Array) -> Array:
         """Iterate on the matrices."""
         for a, b, c in coefficients:
-            x = self.times(_polynomial(self.gram(x), b, c, self.precision), x, a)
+            gram = self.gram(x)
+            x = self.times(self.of_grams(gram, None, _combined, c, gram, b), x, a)
         return x
 
     def by_gram_matrix(self, x: Array, coefficients: Array) -> Array:
@@ -235,23 +254,24 @@ class _Form(NamedTuple):
         if len(coefficients) < 2:
             return self.standard(x, coefficients)
         gram = self.gram(x)
-        product = functools.partial(matmul, precision=self.precision, epilogue=_plus)
-        # Each step multiplies x by a + z, and so the Gram matrix by it from both sides.
-        for i, (a, b, c) in enumerate(coefficients):
-            z = _polynomial(gram, b, c, self.precision)
-            if i == 0:
-                factor = z + (a * jnp.eye(z.shape[-1])).astype(z.dtype)
+        # Each step multiplies x by a + z, and so the Gram matrix by it from both sides. A kernel
+        # adds the identity where the row and the column are equal.
+        row = jnp.arange(gram.shape[-1])
+        (a, b, c), *others = coefficients
+        z = self.of_grams(gram, None, _combined, c, gram, b)
+        factor = None
+        for next_a, b, c in others:
+            right = self.of_grams(gram, z, _plus, a, gram)
+            gram = self.of_grams(z, right, _plus, a, right)
+            next_z = self.of_grams(gram, gram, _combined, c, gram, b)
+            if factor is None:
+                operands = (a, z, next_a, next_z, row[:, None], row)
+                factor = self.of_grams(z, next_z, _product_of_sums, *operands)
             else:
-                factor = product(factor, z, operands=(a, factor))
-            if i + 1 < len(coefficients):
-                right = product(gram, z, operands=(a, gram))
-                gram = product(z, right, operands=(a, right))
+                factor = self.of_grams(factor, next_z, _plus, next_a, factor)
+            a, z = next_a, next_z
+        assert factor is not None
         return self.times(factor, x)
-
-
-def _polynomial(gram: Array, b: Array, c: Array, precision: lax.PrecisionLike) -> Array:
-    """Return ``b * gram + c * gram @ gram``."""
-    return matmul(gram, gram, precision=precision, epilogue=_combined, operands=(c, gram, b))
 
 
 def _combined(product: Array, c: Array, x: Array, b: Array) -> Array:
@@ -260,6 +280,13 @@ def _combined(product: Array, c: Array, x: Array, b: Array) -> Array:
 
 def _plus(product: Array, scale: Array, x: Array) -> Array:
     return product + scale * x
+
+
+def _product_of_sums(
+    product: Array, a: Array, x: Array, b: Array, y: Array, row: Array, column: Array
+) -> Array:
+    """Return an element of ``(a + x) @ (b + y)``, given that of ``x @ y``."""
+    return product + a * y + b * x + jnp.where(row == column, a * b, 0)
 
 
 def _square(x: Array) -> Array:

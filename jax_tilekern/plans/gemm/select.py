@@ -18,7 +18,7 @@ from jax_tilekern.plans.gemm.sm80.candidates import MMA
 from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
 from jax_tilekern.plans.gemm.sm90.emulated import EMULATED
 from jax_tilekern.plans.gemm.sm90.pair import pair_candidates
-from jax_tilekern.plans.gemm.sm90.symmetric import symmetric_candidates
+from jax_tilekern.plans.gemm.sm90.symmetric import SymmetricCandidate, symmetric_candidates
 from jax_tilekern.plans.gemm.small.candidates import SMALL
 from jax_tilekern.plans.gemm.vector_product import vector_product_candidates
 from jax_tilekern.plans.gpu import Gpu
@@ -68,15 +68,18 @@ def plan_symmetric(product: SymmetricProduct, gpu: Gpu) -> LaunchPlan | NoKernel
     No GPU's data has times of kernels that compute half of it. ``policy("kernels")`` takes one
     where it is predicted to be faster than a kernel that computes all of it.
     """
-    of_epilogue = product.epilogue
-    if current_policy() == "kernels" and not (of_epilogue and of_epilogue.operands):
-        halves, wholes = symmetric_candidates(product, gpu), candidates(product, gpu)
-        if not isinstance(halves, NoKernel):
-            least = math.inf if isinstance(wholes, NoKernel) else wholes[0].cycles
-            faster = sorted((x for x in halves if x.cycles < least), key=lambda x: x.cycles)
-            if faster:
-                return fused_plan(faster, gpu) if of_epilogue else faster[0].plan(gpu)
-    return plan_matmul(product, gpu)
+    halves: list[SymmetricCandidate] | NoKernel = NoKernel("nobody has timed kernels of halves")
+    if current_policy() == "kernels":
+        halves = symmetric_candidates(product, gpu)
+    if isinstance(halves, NoKernel):
+        return plan_matmul(product, gpu)
+    wholes = candidates(product, gpu)
+    found: list[CostedCandidate] = [*halves, *([] if isinstance(wholes, NoKernel) else wholes)]
+    ranked = sorted(found, key=lambda candidate: candidate.cycles)
+    if product.epilogue is not None:
+        return fused_plan(ranked, gpu)
+    is_half = isinstance(ranked[0], SymmetricCandidate)
+    return ranked[0].plan(gpu) if is_half else plan_matmul(product, gpu)
 
 
 # The share of the time of writing a result that kernels took beyond their estimates (H100).

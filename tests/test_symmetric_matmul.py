@@ -1,0 +1,204 @@
+"""Products that are known to be symmetric: values, derivatives, and the kernels of halves."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from products import H100
+from sharded import AUTO, devices, mesh_of
+
+import jax_tilekern as jtk
+from jax_tilekern.plans.gpu import gpu_target
+
+EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
+
+
+def polynomial(product, scale, x):
+    return scale * product - x
+
+
+def scaled(product, row, column):
+    return product * row * column
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("shape", [(5, 12), (2, 3, 17, 4)])
+def test_values(rng, dtype, shape):
+    x = jnp.asarray(rng.normal(size=shape) / 4, dtype)
+    wide = np.asarray(x, np.float64)
+    gram = wide @ wide.mT
+    norms = np.linalg.norm(wide, axis=-1, keepdims=True)
+    symmetric = jnp.asarray(gram, dtype)
+    of_rounded = np.asarray(symmetric, np.float64)
+    scale = jnp.asarray(rng.normal(size=(*shape[:-2], 1, 1)), np.float32)
+    for got, wanted in (
+        (jtk.symmetric_matmul(x), gram),
+        (jtk.symmetric_matmul(x, (2 * x).mT), 2 * gram),
+        (
+            jtk.symmetric_matmul(
+                symmetric, symmetric, epilogue=polynomial, operands=(scale, symmetric)
+            ),
+            np.asarray(scale, float) * (of_rounded @ of_rounded) - of_rounded,
+        ),
+        (
+            jtk.symmetric_matmul(x, epilogue=scaled, operands=(1 / norms, 1 / norms.mT)),
+            gram / norms / norms.mT,
+        ),
+    ):
+        assert got.shape == gram.shape
+        np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=0,
+                                   atol=4 * EPS[dtype] * max(1, np.abs(wanted).max()))  # fmt: skip
+    assert jtk.symmetric_matmul(x, preferred_element_type=np.float32).dtype == np.float32
+
+
+def test_types_and_empty_matrices(rng):
+    z = rng.normal(size=(3, 5)) + 1j * rng.normal(size=(3, 5))
+    z = z.astype(np.complex64)
+    np.testing.assert_allclose(jtk.symmetric_matmul(z), z @ z.T, atol=1e-5)
+    ones = jnp.ones((3, 4), np.int8)
+    np.testing.assert_array_equal(jtk.symmetric_matmul(ones), np.full((3, 3), 4, np.int8))
+    assert jtk.symmetric_matmul(np.ones((2, 0, 3), np.float32)).shape == (2, 0, 0)
+
+
+def test_derivatives_are_those_of_the_product(x64, rng):
+    x, y = rng.normal(size=(2, 4, 6))
+    gram = x @ x.T
+
+    def f(x, s):
+        gram = jtk.symmetric_matmul(x)
+        return jtk.symmetric_matmul(gram, gram, epilogue=polynomial, operands=(s, gram))
+
+    check_grads(f, (x, 1.5), 2)
+    weights = rng.normal(size=(4, 4))
+
+    def weighted(product):
+        # The cotangent is not symmetric.
+        return jax.grad(lambda *xs: (weights * product(*xs)).sum(), (0, 1))
+
+    for operands in ((x, y.T), (gram, gram)):
+        got = weighted(jtk.symmetric_matmul)(*operands)
+        for ours, wanted in zip(got, weighted(jnp.matmul)(*operands), strict=True):
+            np.testing.assert_allclose(ours, wanted, rtol=1e-12)
+
+
+def test_vmap(rng):
+    x = rng.normal(size=(4, 4, 4)).astype(np.float32)
+    f = jtk.symmetric_matmul
+    for axes in ((0, 0), (1, None), (None, 2)):
+        operands = [x if axis is not None else x[0] for axis in axes]
+        np.testing.assert_allclose(
+            jax.vmap(f, axes)(*operands), jax.vmap(jnp.matmul, axes)(*operands), rtol=1e-5
+        )
+    s = np.array([1, 2], np.float32)
+    got = jax.vmap(lambda s: f(x, epilogue=polynomial, operands=(s, x)))(s)
+    np.testing.assert_allclose(got, s[:, None, None, None] * (x @ x.mT) - x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "operands", "words"),
+    [
+        ([(3,)], (), r"not shape \(3,\)"),
+        ([(3, 4), (4, 2)], (), r"not shapes \(3, 4\) and \(4, 2\)"),
+        ([(3, 4)], [(3,)], r"0 operands of rows .* and 1 of columns .* \[\(3,\)\]"),
+        ([(3, 4)], [(3, 1), (1, 1)], "1 operands of rows .* and 0 of columns"),
+    ],
+)
+def test_errors(shapes, operands, words):
+    arrays = [jnp.ones(shape) for shape in shapes]
+    epilogue = (lambda x, *_: x) if operands else None
+    with pytest.raises(ValueError, match=words):
+        jtk.symmetric_matmul(*arrays, epilogue=epilogue, operands=[*map(jnp.ones, operands)])
+
+
+def test_an_operand_that_nothing_reads():
+    with pytest.raises(TypeError, match="no epilogue="):
+        jtk.symmetric_matmul(jnp.ones((3, 4)), operands=(1.0,))
+
+
+# Kernels of halves.
+
+
+def kernels(function, *shapes, dtype=jnp.bfloat16, policy="kernels"):
+    """The kernels of a function on an H100."""
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    with gpu_target(H100), jtk.policy(policy):
+        choices = jtk.explain(jax.jit(function), *structs, platform="cuda")
+    return [x.kernel for x in choices if x.kernel or "XLA" in x.reason]
+
+
+HALF, WHOLE = "wgmma_symmetric_matmul bf16", "wgmma_matmul bf16"
+
+
+def test_which_products_are_halved():
+    f = jtk.symmetric_matmul
+    square, batch = (4096, 4096), (4, 2048, 2048)
+    cubic = lambda x: f(x, x, epilogue=polynomial, operands=(2.0, x))  # noqa: E731
+    for function in (f, cubic, jax.vmap(f), jax.vmap(cubic), lambda x: jtk.matmul(x, x.mT)):
+        assert kernels(function, batch) == [HALF]
+    assert kernels(jax.vmap(f), batch, batch) == [HALF]
+    # Rows of all matrices are multiplied by one, so they are rows of one matrix.
+    assert kernels(jax.vmap(f, (0, None)), batch, batch[1:]) == [WHOLE]
+    # The matrix of an epilogue need not be symmetric.
+    plain = lambda x, y: jtk.matmul(x, x.T, epilogue=jnp.add, operands=(y,))  # noqa: E731
+    assert kernels(plain, square, square) == [WHOLE]
+    assert kernels(lambda x: jtk.matmul(x, x.T, epilogue=polynomial, operands=(2.0, 1.0)),
+                   square) == [HALF]  # fmt: skip
+
+
+def test_derivatives_have_whole_products():
+    square = (4096, 4096)
+    found = kernels(lambda x, t: jax.jvp(jtk.symmetric_matmul, (x,), (t,)), square, square)
+    assert found == [HALF, WHOLE, WHOLE]
+
+
+def test_no_half_is_chosen_where_nobody_timed_one():
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        found = kernels(jtk.symmetric_matmul, (4096, 4096), dtype=dtype, policy="auto")
+        assert not any(x and "symmetric" in x for x in found)
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+def test_a_square_part_of_the_result_is_not_symmetric(rng):
+    """Devices of a mesh of 2x2 would take theirs for one."""
+    mesh = mesh_of((AUTO, AUTO))
+    parts = NamedSharding(mesh, P("d", "m"))
+    x = rng.normal(size=(16, 8)).astype(np.float32)
+    product = jax.jit(jtk.symmetric_matmul, out_shardings=parts)
+    np.testing.assert_allclose(product(x), x @ x.T, atol=1e-5)
+    text = product.lower(x).as_text()
+    assert "tilekern_contract_with_epilogue" in text
+    assert re.findall(r'symmetric[\\2": ]+(true|false)', text) == ["false"]
+
+
+# Newton-Schulz iterations consist of these.
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype", "halves", "wholes"),
+    [
+        ("standard", jnp.bfloat16, 10, 5),
+        ("gram", jnp.float16, 16, 2),
+        # The kernel of TF32 takes products of a matrix and its transpose alone.
+        ("standard", jnp.float32, 10, 5),
+        ("gram", jnp.float32, 4, 14),
+    ],
+)
+def test_newton_schulz_has_only_products(method, dtype, halves, wholes):
+    shape = (4, 4096, 11008)
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    ns = jax.jit(lambda x: jtk.linalg.newton_schulz(x, method=method))
+    with gpu_target(H100), jtk.policy("kernels"):
+        text = ns.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    main = text[: text.index("func.func private")].splitlines()
+    calls = [line for line in main if " call @wgmma" in line]
+    assert sum("symmetric" in line for line in calls) == halves
+    assert len(calls) == halves + wholes
+    # Between the first one and the last, nothing else touches matrices.
+    between = main[main.index(calls[0]) : main.index(calls[-1]) + 1]
+    matrices = ("x4096x11008x", "x4096x4096x")
+    assert [x for x in between if any(m in x for m in matrices)] == calls
