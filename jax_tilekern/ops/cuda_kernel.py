@@ -17,8 +17,9 @@ from jax_tilekern.compilation.compiler import Source, cuda_folder
 from jax_tilekern.compilation.cubin import is_cubin
 from jax_tilekern.compilation.image import Image, is_image
 from jax_tilekern.inspection.kernel_report import KernelReport
-from jax_tilekern.ops.kernel_primitive import bind, input_types
+from jax_tilekern.ops.kernel_primitive import bind, input_types, tuned
 from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters, Use
+from jax_tilekern.ops.kernel_tuning import checked
 from jax_tilekern.plans.cuda_kernel import BatchAxis, plan_kernel
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import Gpu, current_gpu, known_gpu
@@ -45,6 +46,7 @@ def cuda_kernel(
     batch_axis: BatchAxis | None = None,
     reference: Callable[..., Any] | None = None,
     sharding_rule: Any = None,
+    tune: Mapping[str, Sequence[Any]] | None = None,
     debug: bool = False,
 ) -> CudaKernel:
     """Make a JAX operation from CUDA C++ source, PTX or a cubin.
@@ -119,6 +121,12 @@ def cuda_kernel(
         device needs whole. Each device calls the kernel on its part. A name that no output has is
         a dimension that the kernel *adds up* over: the devices' outputs are added up too. Without
         a rule every device of a sharded ``jit`` gathers the inputs and computes the whole call.
+    tune
+        Parameters on which the results do not depend, and the values to choose from, as in
+        ``{"block": (64, 128)}``. Functions of settings get them as keywords; ``reference`` and
+        rules do not. :func:`jax_tilekern.tune` measures all combinations for a call, and stores
+        the fastest for its shapes and this GPU. Without a stored one, the first values are taken.
+        A call may give values itself.
     debug
         Check the kernel: wait for every launch and name it in errors, define ``TILEKERN_DEBUG``,
         which checks the bounds of every access through ``tilekern::View``, and make it an error if
@@ -202,6 +210,7 @@ def cuda_kernel(
             batch_axis=batch_axis,
             reference=reference,
             sharding_rule=sharding_rule,
+            tune=checked(label, tune or {}),
             debug=debug,
             linear={},
         )
@@ -255,20 +264,33 @@ class CudaKernel:
             outputs = bind(*arrays, settings=self._settings, parameters=static, batches=())
             return tuple(outputs) if self._settings.returns_tuple(use) else outputs[0]
 
+        own = self._settings.parameters_of_meaning(parameters)
         if self._jvp is not None:
             rule = self._jvp
             differentiable = jax.custom_jvp(call)
-            differentiable.defjvp(lambda primals, tangents: rule(primals, tangents, **parameters))
+            differentiable.defjvp(lambda primals, tangents: rule(primals, tangents, **own))
             return differentiable(*arrays)
         if self._vjp is not None:
             forward, backward = self._vjp
             with_cotangents = jax.custom_vjp(call)
             with_cotangents.defvjp(
-                lambda *arrays: forward(*arrays, **parameters),
-                lambda residuals, cotangent: backward(residuals, cotangent, **parameters),
+                lambda *arrays: forward(*arrays, **own),
+                lambda residuals, cotangent: backward(residuals, cotangent, **own),
             )
             return with_cotangents(*arrays)
         return call(*arrays)
+
+    def trace(self, *inputs: Any, **parameters: Any) -> jax.stages.Traced:
+        """Trace a call, as that of a jitted function does; parameters are static.
+
+        Parameters
+        ----------
+        *inputs
+            Arrays or ``jax.ShapeDtypeStruct``.
+        **parameters
+            As for a call.
+        """
+        return jax.jit(lambda *inputs: self(*inputs, **parameters)).trace(*inputs)
 
     def defjvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Attach a derivative in forward mode, as :meth:`jax.custom_jvp.defjvp` does.
@@ -342,8 +364,9 @@ class CudaKernel:
         """
         static = Parameters(self._settings.label, parameters)
         arrays = jax.eval_shape(lambda *inputs: [jnp.asarray(x) for x in inputs], *inputs)
-        call = self._settings.call(Use(input_types(arrays), static))
         target = known_gpu(gpu) if isinstance(gpu, str) else gpu or current_gpu()
+        static, _ = tuned(arrays, target, settings=self._settings, parameters=static, batches=())
+        call = self._settings.call(Use(input_types(arrays), static))
         return KernelReport(call, plan_kernel(call, target))
 
     def _require_no_rule(self, method: str) -> None:

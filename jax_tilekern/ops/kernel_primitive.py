@@ -6,6 +6,7 @@ launch plan's. Linearity, where the user states it, gives tangents and cotangent
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,11 +21,12 @@ from jax_tilekern.compilation.compiler import NvrtcNotFound
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters, Use, several
 from jax_tilekern.ops.kernel_sharding import explicit_shardings
+from jax_tilekern.ops.kernel_tuning import TunableCall, chosen
 from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.partitioning.xla import Place
 from jax_tilekern.plans.cuda_kernel import Array, Batch, KernelCall, plan_kernel
-from jax_tilekern.plans.gpu import NoGpu, current_gpu
+from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.policy import why_excluded
 from jax_tilekern.primitives.linearity import OperandGroup
 from jax_tilekern.primitives.operation import (
@@ -138,12 +140,13 @@ def _cotangents(
 ) -> Sequence[Any]:
     """Return the cotangents of a group by the user's rule, mapped over the batches."""
     use = _use(operands, **call)
-    types, parameters = use.inputs, use.parameters
+    types, modes = use.inputs, use.parameters.modes
+    parameters = settings.parameters_of_meaning(use.parameters)
     single = not settings.returns_tuple(use)
 
     def once(cotangents: Sequence[Any], known: Mapping[int, Any]) -> tuple[Any, ...]:
         inputs = [known.get(i, jax.ShapeDtypeStruct(t.shape, t.dtype)) for i, t in enumerate(types)]
-        with parameters.modes.with_types_of(inputs, cotangents).entered():
+        with modes.with_types_of(inputs, cotangents).entered():
             given = settings.linear[group](
                 cotangents[0] if single else cotangents, *inputs, **parameters
             )
@@ -212,6 +215,11 @@ def _plan_on_cuda(
             "its outputs have no elements",
             lambda *_: [lax.full(aval.shape, 0, aval.dtype) for aval in results],
         )
+    how = ""
+    # Without a GPU there is no choice; below, that is an error or the reference.
+    with contextlib.suppress(NoGpu):
+        avals = [operand.aval for operand in operands]
+        params["parameters"], how = tuned(avals, current_gpu(), settings=settings, **params)
     call = _call(place, operands, settings=settings, **params)
     disabled = why_excluded()
     if disabled is not None:
@@ -236,11 +244,46 @@ def _plan_on_cuda(
         if settings.reference is None:
             raise
         return Fallback(f"its reference, for there is {error}")
-    reason = plan.resources
+    reason = plan.resources + how
     if place is not Place.LOCAL:
         reason += "; every device computes the whole call, for it has no sharding_rule"
     values = [operand.value for operand in operands]
     return PlannedKernel(plan.name, reason, plan, values, settings.aliases, checked=settings.debug)
+
+
+def tuned(
+    avals: Sequence[Any],
+    gpu: Gpu,
+    *,
+    settings: KernelSettings,
+    parameters: Parameters,
+    batches: Batches,
+) -> tuple[Parameters, str]:
+    """Return a call's parameters with those that are tuned, and what to say about them.
+
+    Raises
+    ------
+    ValueError
+        If the outputs depend on the choice.
+    """
+    if settings.candidates(parameters) == [{}]:
+        return parameters, ""
+    use = _use(avals, parameters=parameters, batches=batches)
+    call = functools.partial(bind, settings=settings, batches=batches)
+    reference = functools.partial(
+        _reference, settings=settings, parameters=parameters, batches=batches
+    )
+    tunable = TunableCall(
+        settings,
+        use,
+        tuple((tuple(aval.shape), np.dtype(aval.dtype)) for aval in avals),
+        call,
+        None if settings.reference is None else reference,
+    )
+    found, how = chosen(tunable, gpu)
+    if settings.outputs(use._replace(parameters=found)) != settings.outputs(use):
+        raise ValueError(f"kernel {settings.label}: out depends on a parameter that is tuned")
+    return found, how
 
 
 def _plan_elsewhere(
@@ -264,7 +307,8 @@ def _reference(*operands: Any, settings: KernelSettings, **call: Any) -> Sequenc
             "same function in JAX, to run elsewhere"
         )
     use = _use(operands, **call)
-    declared, parameters = settings.outputs(use), use.parameters
+    declared, modes = settings.outputs(use), use.parameters.modes
+    parameters = settings.parameters_of_meaning(use.parameters)
 
     def checked(*inputs: Any) -> tuple[Any, ...]:
         assert settings.reference is not None
@@ -280,7 +324,7 @@ def _reference(*operands: Any, settings: KernelSettings, **call: Any) -> Sequenc
     function: Callable[..., Any] = checked
     for batch in reversed(use.batches):
         function = jax.vmap(function, in_axes=tuple(0 if has else None for has in batch.mapped))
-    with parameters.modes.with_types_of(operands, declared).entered():
+    with modes.with_types_of(operands, declared).entered():
         results: Sequence[Any] = function(*operands)
     return results
 

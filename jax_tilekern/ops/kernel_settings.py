@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Parameters(Mapping[str, Any]):
     Equal only if they are indistinguishable: Python has ``1 == 1.0 == True`` and ``0.0 == -0.0``.
     """
 
-    def __init__(self, kernel: str, values: Mapping[str, Any]) -> None:
+    def __init__(self, kernel: str, values: Mapping[str, Any], modes: Modes | None = None) -> None:
         for name, value in values.items():
             if isinstance(value, jax.Array):
                 raise TypeError(
@@ -46,9 +47,14 @@ class Parameters(Mapping[str, Any]):
                     f"parameter {name} of kernel {kernel} is a {type(value).__name__}, which is "
                     "not hashable, as a static parameter must be"
                 ) from None
-        self._values, self.modes = dict(values), Modes.of_now()
+        self._kernel, self._values = kernel, dict(values)
+        self.modes = Modes.of_now() if modes is None else modes
         own = tuple(sorted((name, _exact(value)) for name, value in values.items()))
         self._key = (own, self.modes)
+
+    def with_values(self, values: Mapping[str, Any]) -> Parameters:
+        """Return parameters with further values, in the same modes."""
+        return Parameters(self._kernel, {**self._values, **values}, self.modes)
 
     @property
     def dtypes(self) -> tuple[np.dtype[Any], ...]:
@@ -127,6 +133,7 @@ class KernelSettings:
     batch_axis: BatchAxis | None
     reference: Callable[..., Any] | None
     sharding_rule: Any
+    tune: Mapping[str, tuple[Any, ...]]
     debug: bool
     linear: dict[OperandGroup, Callable[..., Any]]
 
@@ -191,6 +198,17 @@ class KernelSettings:
                     f"kernel {self.label}: output {i} is {output}, which JAX would make {held}; "
                     "set jax_enable_x64"
                 )
+
+    def candidates(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the values of parameters to tune that a call leaves open, the default first."""
+        free = {name: values for name, values in self.tune.items() if name not in parameters}
+        return [
+            dict(zip(free, values, strict=True)) for values in itertools.product(*free.values())
+        ]
+
+    def parameters_of_meaning(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the parameters that are not tuned, on which the results may depend."""
+        return {name: value for name, value in parameters.items() if name not in self.tune}
 
     def rule(self, use: Use) -> ShardingRule | None:
         """Return the sharding rule of a call, if the kernel has one; it fits the shapes."""
@@ -268,7 +286,7 @@ class KernelSettings:
         try:
             with modes.entered():
                 structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in use.inputs]
-                return value(*structs, **use.parameters)
+                return value(*structs, **{**self.candidates(use.parameters)[0], **use.parameters})
         except Exception as error:
             kinds = (TypeError, NotImplementedError)
             kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)

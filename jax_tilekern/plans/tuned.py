@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -40,9 +40,17 @@ XLA = "xla"
 _SCHEMA = 1
 
 
+class Tunable(Protocol):
+    """What has a choice besides products: a call of a user's kernel."""
+
+    @property
+    def text(self) -> str:
+        """The text under which its choice is stored."""
+
+
 @dataclass(frozen=True)
 class TunedChoice:
-    """What was measured of one product.
+    """What was measured of one product, or of one call of a user's kernel.
 
     Attributes
     ----------
@@ -82,6 +90,10 @@ class TunedChoice:
         """Speed of the model's choice in terms of the winner's; ``None`` if it did not run."""
         model = self.microseconds.get(self.model)
         return None if model is None else self.microseconds[self.winner] / model
+
+
+def _text(what: Product | Tunable) -> str:
+    return product_text(what) if isinstance(what, Product) else what.text
 
 
 def product_text(product: Product) -> str:
@@ -136,13 +148,13 @@ class TunedChoices:
         """Return the file of a GPU model, which need not exist."""
         return self._file(gpu.name)
 
-    def find(self, product: Product, gpu: Gpu) -> TunedChoice | None:
-        """Return the choice for a product, if it has been tuned."""
-        return self._of(gpu.name).get(product_text(product))
+    def find(self, what: Product | Tunable, gpu: Gpu) -> TunedChoice | None:
+        """Return the choice for a product or a call, if it has been tuned."""
+        return self._of(gpu.name).get(_text(what))
 
-    def put(self, product: Product, gpu: Gpu, choice: TunedChoice) -> None:
+    def put(self, what: Product | Tunable, gpu: Gpu, choice: TunedChoice) -> None:
         """Store a choice, beside those that other processes have stored meanwhile."""
-        new = {product_text(product): choice}
+        new = {_text(what): choice}
         self._add(gpu.name, new)
         path = self.file(gpu)
         if path is not None:
@@ -237,14 +249,14 @@ def using_digest(digest: str) -> Iterator[None]:
 
 
 class _RecordedProducts(TunedChoices):
-    """Choices that collect the products that are planned, and leave all of them to XLA."""
+    """Choices that collect what is planned, and leave all products to XLA."""
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.products: list[Product] = []
+        self.products: list[Product | Tunable] = []
 
-    def find(self, product: Product, gpu: Gpu) -> TunedChoice:
-        self.products.append(product)
+    def find(self, what: Product | Tunable, gpu: Gpu) -> TunedChoice:
+        self.products.append(what)
         return TunedChoice(XLA, XLA, {XLA: 1.0}, method="", digest="", versions="", date="")
 
     def digest(self, gpu: Gpu) -> str:
@@ -253,8 +265,11 @@ class _RecordedProducts(TunedChoices):
 
 
 @contextlib.contextmanager
-def recorded_products() -> Iterator[list[Product]]:
-    """Collect the products that are planned inside the context, and plan none of them."""
+def recorded_products() -> Iterator[list[Product | Tunable]]:
+    """Collect the products that are planned inside the context, and plan none of them.
+
+    Calls of users' kernels that have parameters to tune are collected too.
+    """
     with using(_RecordedProducts()) as recorded:
         yield recorded.products
 

@@ -170,7 +170,7 @@ class ArrayProduct:
         for array in (self.lhs, self.rhs):
             random_array.lower(_key(0), array.shape, array.dtype).compile()
         out = jax.ShapeDtypeStruct(self.out.shape, self.out.dtype)
-        _differences.lower(out, out).compile()
+        differences.lower(out, out).compile()
 
 
 def _key(seed: int) -> Array:
@@ -226,11 +226,11 @@ def measure(product: Product, found: Sequence[Candidate], gpu: Gpu, seconds: flo
             return timed(calls, failures, seconds)
     # The operands may exceed the memory; the next product may be smaller.
     except RuntimeError as error:
-        _require_device()
+        require_device()
         return Measured({}, {"measuring": f"failed: {error}"}, "nothing")
 
 
-def _require_device() -> None:
+def require_device() -> None:
     """Raise RuntimeError if the device does not compute, as after a fault in a kernel."""
     ready(jnp.zeros(8) + 1)
 
@@ -255,7 +255,7 @@ def faults(sides: Mapping[str, Side], operands: Operands, product: Product) -> d
         # One side's lack of memory or bug must not keep the others from being measured.
         except RuntimeError as error:
             wrong = f"failed: {error}"
-            _require_device()
+            require_device()
         if wrong:
             found[key] = wrong
     return found
@@ -282,7 +282,7 @@ def _wrong(result: Array, expected: Array, product: Product) -> str | None:
     tolerance = _TOLERANCES.get(product.arithmetic, _FLOAT32_TOLERANCE)
     if jnp.issubdtype(product.out_dtype, jnp.floating):
         tolerance += float(_finfo(product.out_dtype).eps)
-    typical, most = map(float, _differences(result, expected))
+    typical, most = map(float, differences(result, expected))
     # Comparisons with NaN are false, so a NaN is wrong.
     if typical <= tolerance and most <= _DEVIATION * tolerance:
         return None
@@ -290,7 +290,8 @@ def _wrong(result: Array, expected: Array, product: Product) -> str | None:
 
 
 @jax.jit
-def _differences(result: Array, expected: Array) -> tuple[Array, Array]:
+def differences(result: Array, expected: Array) -> tuple[Array, Array]:
+    """Return the root mean square and the maximum of a difference, in parts of that of a result."""
     real = jnp.promote_types(expected.dtype, jnp.float32)
     # Integers are subtracted as integers, because float32 does not represent all of them.
     exact = expected.dtype if jnp.issubdtype(expected.dtype, jnp.integer) else real

@@ -23,6 +23,8 @@ from jax_tilekern.compilation.nvrtc import nvrtc
 from jax_tilekern.compilation.source_digests import source_digests
 from jax_tilekern.inspection.columns import columns
 from jax_tilekern.inspection.tracing import traced
+from jax_tilekern.ops.cuda_kernel import CudaKernel
+from jax_tilekern.ops.kernel_tuning import TunableCall
 from jax_tilekern.plans.candidate import Candidate
 from jax_tilekern.plans.gemm.problem import Product
 from jax_tilekern.plans.gemm.select import candidates
@@ -36,9 +38,12 @@ from jax_tilekern.plans.tuned import (
     recorded_products,
     using,
 )
+from jax_tilekern.tuning.kernel_timing import measure_call
 from jax_tilekern.tuning.product_timing import Measured, measure
 
 __all__ = ["TunedChoices", "TunedProduct", "Tuning", "export", "load", "tune", "using"]
+
+Problem = Product | TunableCall
 
 # Candidates within this factor of the fastest are equally good. Among them the model's choice comes
 # first, and XLA's own product last.
@@ -60,13 +65,26 @@ def products_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list
     *args, **kwargs
         Its arguments, as for :func:`jax_tilekern.explain`.
     """
-    with recorded_products() as products:
+    return [x for x in problems_of(function, *args, **kwargs) if isinstance(x, Product)]
+
+
+def problems_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Problem]:
+    """Return what can be tuned in ``function``, each once: also calls of users' kernels.
+
+    Parameters are those of :func:`products_of`.
+    """
+    with recorded_products() as recorded:
         traced(function, args, kwargs).lower(lowering_platforms=("cuda",))
-    return list(dict.fromkeys(products))
+    found: dict[Any, Any] = {}
+    for problem in recorded:
+        found.setdefault(problem if isinstance(problem, Product) else problem.text, problem)
+    return list(found.values())
 
 
-def short_name(product: Product) -> str:
-    """Return a product in short, such as ``bf16 64x32x16 NT -> float32``."""
+def short_name(product: Problem) -> str:
+    """Return a product in short, such as ``bf16 64x32x16 NT -> float32``; or a call."""
+    if isinstance(product, TunableCall):
+        return str(product)
     geometry = product.geometry
     sizes = "x".join(map(str, (*geometry.batch, geometry.m, geometry.n, geometry.k)))
     lhs = "N" if geometry.lhs_strides[-1] == 1 else "T"
@@ -79,12 +97,12 @@ def short_name(product: Product) -> str:
 
 @dataclass(frozen=True)
 class TunedProduct:
-    """The result of tuning one product.
+    """The result of tuning one product, or one call of a user's kernel.
 
     Attributes
     ----------
     product
-        The product.
+        The product or call.
     choice
         The measured choice, new or earlier; ``None`` if nothing ran.
     failures
@@ -93,7 +111,7 @@ class TunedProduct:
         Whether it had been tuned before.
     """
 
-    product: Product
+    product: Problem
     choice: TunedChoice | None
     failures: Mapping[str, str]
     known: bool = False
@@ -150,7 +168,11 @@ def tune(
 ) -> Tuning:
     """Measure which kernel is the fastest for each of the library's products in ``function``.
 
-    Kernels are measured on random operands, not in the function, which is traced and not executed.
+    Calls of :func:`jax_tilekern.cuda_kernel` with parameters to ``tune`` are measured too, with all
+    combinations of their values. Kernels are measured on random operands, not in the function,
+    which is traced and not executed. Integers in operands of a ``cuda_kernel`` are 0, since they
+    may be indices; if ``function`` is such a kernel and its arguments are arrays, it is measured on
+    these.
     Functions that are lowered afterwards use the winners. A jitted function that has already run
     uses them after :func:`jax.clear_caches` or in later processes.
 
@@ -191,8 +213,12 @@ def tune(
     """
     gpu = gpu_to_measure()
     rows = []
-    products = products_of(function, *args, **kwargs)
-    for row in tune_products(products, gpu, seconds=seconds, top=top, force=force):
+    products = problems_of(function, *args, **kwargs)
+    own = isinstance(function, CudaKernel)
+    operands = args if own and all(hasattr(x, "nbytes") for x in args) else None
+    for row in tune_products(
+        products, gpu, seconds=seconds, top=top, force=force, operands=operands
+    ):
         rows.append(row)
         if progress is not None:
             progress(row)
@@ -223,12 +249,13 @@ def gpu_to_measure() -> Gpu:
 
 
 def tune_products(
-    products: Iterable[Product],
+    products: Iterable[Problem],
     gpu: Gpu,
     *,
     seconds: float = 1.0,
     top: int = 8,
     force: bool = False,
+    operands: Sequence[Any] | None = None,
 ) -> Iterator[TunedProduct]:
     """Tune products one after the other; yield each when its result is stored.
 
@@ -240,13 +267,22 @@ def tune_products(
         The GPU of this machine.
     seconds, top, force
         As for :func:`tune`.
+    operands
+        Of calls; random by default.
     """
     choices = current_choices()
-    digest = _digest()
     for product in products:
+        digest = product.digest if isinstance(product, TunableCall) else _digest()
         before = choices.find(product, gpu)
         if before is not None and before.digest == digest and not force:
             yield TunedProduct(product, before, {}, known=True)
+            continue
+        if isinstance(product, TunableCall):
+            measured = measure_call(product, operands, gpu, seconds)
+            choice = _chosen(measured, next(iter(product.candidates())), digest, xla=False)
+            if choice is not None:
+                choices.put(product, gpu, choice)
+            yield TunedProduct(product, choice, measured.failures)
             continue
         found = candidates(product, gpu)
         # Every product of products_of() has one.
@@ -267,12 +303,13 @@ def _worth_measuring(found: Sequence[Candidate], top: int) -> list[Candidate]:
     return [*best, *(candidate for candidate in best_of_family.values() if candidate not in best)]
 
 
-def _chosen(measured: Measured, model: str, digest: str) -> TunedChoice | None:
+def _chosen(measured: Measured, model: str, digest: str, *, xla: bool = True) -> TunedChoice | None:
     times = measured.microseconds
-    if not times:
+    of_kernels = [key for key in times if xla or key != XLA]
+    if not of_kernels:
         return None
-    in_order = sorted(times, key=lambda key: (key != model, key == XLA, times[key]))
-    good = _AS_GOOD * min(times.values())
+    in_order = sorted(of_kernels, key=lambda key: (key != model, key == XLA, times[key]))
+    good = _AS_GOOD * min(times[key] for key in of_kernels)
     return TunedChoice(
         winner=next(key for key in in_order if times[key] <= good),
         model=model,

@@ -1,0 +1,129 @@
+"""The parameters of a user's kernel that are chosen by measuring it (``tune``)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jax_tilekern.compilation.compiler import Source
+from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters, Use
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.tuned import XLA, current_choices
+
+
+@dataclass(frozen=True)
+class TunableCall:
+    """A call of a kernel with parameters that it leaves open.
+
+    Attributes
+    ----------
+    settings
+        The kernel.
+    use
+        What settings may depend on: the call's inputs and keywords.
+    types
+        Shapes and types of the operands, dimensions of batches included.
+    function
+        ``function(*operands, parameters=...)`` makes the call with parameters.
+    reference
+        ``reference(*operands)`` is what the call means, if the kernel has a reference.
+    """
+
+    settings: KernelSettings
+    use: Use
+    types: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+    function: Callable[..., Any]
+    reference: Callable[..., Any] | None
+
+    @property
+    def digest(self) -> str:
+        """A digest of the source and of what may be chosen."""
+        source = self.settings.source
+        parts = (
+            (source.text, *map(str, sorted(source.headers.items())))
+            if isinstance(source, Source)
+            else (source.content.hex(),)
+        )
+        text = repr((parts, sorted(self.settings.tune.items())))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def text(self) -> str:
+        """The text under which the choice is stored."""
+        return f"{self} of {self.digest}"
+
+    def __str__(self) -> str:
+        """Return the kernel, the inputs and the parameters."""
+        batches = "".join(f", vmap of {batch.size}" for batch in self.use.batches)
+        return f"cuda_kernel {self.settings.label}({self.use}){batches}"
+
+    def candidates(self) -> dict[str, Parameters]:
+        """Return the parameters to choose from, by what is chosen; the first are the default."""
+        return {
+            key_of(values): self.use.parameters.with_values(values)
+            for values in self.settings.candidates(self.use.parameters)
+        }
+
+    def sides(self) -> dict[str, Callable[..., Any]]:
+        """Return functions of the operands that make the call with each choice."""
+        return {
+            key: functools.partial(self.function, parameters=parameters)
+            for key, parameters in self.candidates().items()
+        }
+
+
+def key_of(values: Mapping[str, Any]) -> str:
+    """Return values of parameters as a text."""
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+def chosen(call: TunableCall, gpu: Gpu) -> tuple[Parameters, str]:
+    """Return the parameters that a call takes on a GPU, and what to say about them."""
+    candidates = call.candidates()
+    default = next(iter(candidates))
+    choice = current_choices().find(call, gpu)
+    if choice is None or choice.winner == XLA:
+        return candidates[default], f"; {default}, not tuned"
+    if choice.winner in candidates:
+        return candidates[choice.winner], f"; {choice.winner}, tuned"
+    warnings.warn(
+        f"jax_tilekern ignores what tuning found for {call}: {choice.winner} is no candidate any "
+        "more; tune it again",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return candidates[default], f"; {default}, not tuned"
+
+
+def checked(label: str, tune: Any) -> dict[str, tuple[Any, ...]]:
+    """Return the argument of a user.
+
+    Raises
+    ------
+    TypeError
+        If it is no mapping from names to sequences of hashable values.
+    ValueError
+        If there is no value.
+    """
+    if not isinstance(tune, Mapping):
+        raise TypeError(
+            f"kernel {label}: tune is {tune!r}, not a dict such as {{'block': (64, 128)}}"
+        )
+    found = {}
+    for name, values in tune.items():
+        if not isinstance(name, str) or not isinstance(values, Sequence) or isinstance(values, str):
+            raise TypeError(
+                f"kernel {label}: tune has {name!r}: {values!r}, not a name and a list of values"
+            )
+        if not values:
+            raise ValueError(f"kernel {label}: tune has no value for {name}")
+        found[name] = tuple(values)
+        for value in values:
+            Parameters(label, {name: value})
+    return found
