@@ -6,11 +6,12 @@ All kernels would be thousands, so features that are independent in the code are
 import itertools
 
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import Product
+from jax_tilekern.plans.gemm.problem import Product, SymmetricProduct
 from jax_tilekern.plans.gemm.sm80 import config as mma
 from jax_tilekern.plans.gemm.sm80.config import OperandLayout
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.config import WGMMA_ARITHMETICS, WgmmaTile
+from jax_tilekern.plans.gemm.sm90.symmetric import symmetric_candidates
 from jax_tilekern.plans.gpu import VECTOR_BYTES
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_mma_candidates
@@ -83,6 +84,16 @@ def wgmma_instances(gpu):
                         continue
                     if first_order or (every_order and tile.block_m * tile.block_n >= 128 * 128):
                         yield candidate.instance
+
+
+def symmetric_instances(gpu):
+    """Kernels of half of a symmetric output: each tile of each type."""
+    for arithmetic, how in WGMMA_ARITHMETICS.items():
+        operand = how.types.operands[0]
+        for out in how.types.results:
+            geometry = _geometry(lhs_k_major=True, rhs_k_major=True, odd=0)
+            product = SymmetricProduct(geometry, operand, operand, out, arithmetic)
+            yield from (x.instance for x in _found(symmetric_candidates(product, gpu)))
 
 
 def grouped_mma_instances(gpu):

@@ -9,6 +9,7 @@ from kernel_samples import (
     grouped_mma_instances,
     grouped_wgmma_instances,
     mma_instances,
+    symmetric_instances,
     wgmma_instances,
 )
 from nvrtc_mark import require_nvrtc
@@ -134,6 +135,7 @@ def _wgmma_instances():
     gpu = known_gpu("sm_90a")
     yield from wgmma_instances(gpu)
     yield from grouped_wgmma_instances(gpu)
+    yield from symmetric_instances(gpu)
     # Split-float16 emulation, with TMA stores and with stores of single elements.
     for n in (4096, 4097):
         product = product_of("f32", 4096, n, 4096)
@@ -149,6 +151,7 @@ def _wgmma_cases():
         extra = f"x{instance.cluster}{'-promote' * instance.promote}"
         if instance.ragged:
             extra += f"-ragged_{instance.ragged}"
+        extra += "-symmetric" * instance.symmetric
         if instance.parts > 1:
             extra += f"-{instance.parts}parts"
         name = f"{_types(instance)}-{tile}-{who}-{orders}-{out}-{extra}"

@@ -101,6 +101,8 @@ def test_products(kind, shape, key, majors):
     [
         ("bf16", BF16, 648, (), "128x256"),
         ("bf16", F32, 392, (2,), "256x128"),
+        ("bf16", BF16, 648, (2,), "128x192"),
+        ("f16", F32, 520, (), "64x192 by 1"),
         ("f16", F16, 1160, (), "64x64 ping-pong"),
         ("tf32", F32, 264, (), "128x128 ping-pong"),
         ("int8", INT32, 272, (3,), "128x128"),
@@ -195,6 +197,7 @@ def cubic(product, scale, x, row, column):
     [
         (jnp.bfloat16, WgmmaTile(128, 256)),
         (jnp.float16, WgmmaTile(256, 128)),
+        (jnp.bfloat16, WgmmaTile(128, 192)),
         (jnp.float32, WgmmaTile(128, 128)),
         (jnp.bfloat16, WgmmaTile(128, 128, cooperative=False)),
     ],

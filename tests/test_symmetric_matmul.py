@@ -9,10 +9,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
-from products import H100
+from products import BF16, H100, row_major
 from sharded import AUTO, devices, mesh_of
 
 import jax_tilekern as jtk
+from jax_tilekern.plans.gemm import select
+from jax_tilekern.plans.gemm.problem import SymmetricProduct
 from jax_tilekern.plans.gpu import gpu_target
 
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
@@ -160,6 +162,23 @@ def test_no_half_is_chosen_where_nobody_timed_one():
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
         found = kernels(jtk.symmetric_matmul, (4096, 4096), dtype=dtype, policy="auto")
         assert not any(x and "symmetric" in x for x in found)
+
+
+def test_where_halves_will_be_chosen(monkeypatch):
+    """The rule that takes effect with a measured factor of the estimate."""
+
+    def is_halved(rows, batch=()):
+        geometry = row_major(rows, rows, rows, batch=batch, rhs_k_major=True)
+        product = SymmetricProduct(geometry, BF16, BF16, BF16, "bf16")
+        with jtk.policy("auto"):
+            plan = select.plan_symmetric(product, H100)
+        return "symmetric" in getattr(plan, "name", "")
+
+    monkeypatch.setattr(select, "_HALF_OVER_ESTIMATE", 1.0)
+    assert not any((is_halved(512), is_halved(1024), is_halved(512, (16,))))
+    assert all((is_halved(2048), is_halved(8192), is_halved(1024, (16,))))
+    monkeypatch.setattr(select, "_HALF_OVER_ESTIMATE", 2.0)
+    assert not is_halved(8192)
 
 
 @pytest.mark.skipif(devices() is None, reason="eight CPU devices")

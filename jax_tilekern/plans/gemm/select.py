@@ -62,24 +62,43 @@ def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
     return plan_choice(workload.of_product(product), found, gpu)
 
 
+# The time of a kernel that computes half of a product, over its estimate. Until one has been timed
+# it is None, and none is chosen unless ``policy("kernels")`` asks for one.
+_HALF_OVER_ESTIMATE: float | None = None
+# How much faster it is predicted to be than XLA's product or a kernel of all of it, where it is
+# chosen.
+_HALF_GAIN = 1.1
+
+
 def plan_symmetric(product: SymmetricProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
     """Plan and compile a product whose result is symmetric.
 
-    No GPU's data has times of kernels that compute half of it. ``policy("kernels")`` takes one
-    where it is predicted to be faster than a kernel that computes all of it.
+    A kernel that computes half of it is compared with the kernels that compute all of it, and
+    without an epilogue with XLA's product.
     """
-    halves: list[SymmetricCandidate] | NoKernel = NoKernel("nobody has timed kernels of halves")
-    if current_policy() == "kernels":
-        halves = symmetric_candidates(product, gpu)
+    asked = current_policy() == "kernels"
+    if not asked and _HALF_OVER_ESTIMATE is None:
+        return plan_matmul(product, gpu)
+    halves, wholes = symmetric_candidates(product, gpu), candidates(product, gpu)
     if isinstance(halves, NoKernel):
         return plan_matmul(product, gpu)
-    wholes = candidates(product, gpu)
-    found: list[CostedCandidate] = [*halves, *([] if isinstance(wholes, NoKernel) else wholes)]
-    ranked = sorted(found, key=lambda candidate: candidate.cycles)
+    slower = 1.0 if asked else _HALF_GAIN * (_HALF_OVER_ESTIMATE or 1.0)
+    costs: list[tuple[float, CostedCandidate]] = [(slower * x.cycles, x) for x in halves]
+    if not isinstance(wholes, NoKernel):
+        costs += [(x.cycles, x) for x in wholes]
     if product.epilogue is not None:
-        return fused_plan(ranked, gpu)
-    is_half = isinstance(ranked[0], SymmetricCandidate)
-    return ranked[0].plan(gpu) if is_half else plan_matmul(product, gpu)
+        return fused_plan([x for _, x in sorted(costs, key=lambda found: found[0])], gpu)
+    least, best = min(costs, key=lambda found: found[0])
+    if not isinstance(best, SymmetricCandidate):
+        return plan_matmul(product, gpu)
+    if asked or isinstance(wholes, NoKernel):
+        return best.plan(gpu)
+    choice = choose(workload.of_product(product), wholes, gpu)
+    if choice.ours is None or choice.xla is None:
+        return plan_matmul(product, gpu)
+    # What the policy knows of a product's kernels holds for half of it.
+    half = least / wholes[0].cycles * choice.ours
+    return best.plan(gpu) if half <= choice.xla else plan_matmul(product, gpu)
 
 
 # The share of the time of writing a result that kernels took beyond their estimates (H100).

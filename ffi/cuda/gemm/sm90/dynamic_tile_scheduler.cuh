@@ -193,7 +193,6 @@ class DynamicPersistentScheduler {
   int k_tiles() const { return tile().k_tiles; }
   int columns() const { return tile().partial; }
   int skipped_k() const { return tile().partial; }
-  static bool is_mirrored(const WorkTile&) { return false; }
 
   void release() const { params_.ring.release(state_); }
 

@@ -166,11 +166,8 @@ class WgmmaMatmul {
       }
       if constexpr (Epilogue::kStores) {
         const int (&batch)[kMaxTmaBatchDims] = work.out_batch;
-        store.store(mainloop.mma().result(), {work.m + row,
-                                              work.n,
-                                              {batch[0], batch[1], batch[2]},
-                                              scheduler.columns(),
-                                              Scheduler::is_mirrored(work)});
+        store.store(mainloop.mma().result(),
+                    {work.m + row, work.n, {batch[0], batch[1], batch[2]}, scheduler.columns()});
       }
     }
     store.flush();

@@ -24,12 +24,12 @@ struct OutputOrigin {
   int batch[kMaxTmaBatchDims];
   // How many columns of a tile that may be partial are stored.
   int columns;
-  // Whether the transpose is stored, too, at the transposed place.
-  bool mirrored;
 };
 
 // `Layout` is the accumulators' (WgmmaAccumulatorLayout). kPartialN says that some of a
-// tile's columns may not be its own, and kMirrors that tiles may be mirrored.
+// tile's columns may not be its own, and kMirrors that the output is symmetric. Then blocks of
+// 64x64 below the diagonal are stored twice, the second time transposed, and those above it are
+// not.
 template <typename Out, WgmmaConfig config, class Layout, bool kPartialN, bool kMirrors>
 class TileStore {
   static constexpr bool kPairedRows = Layout::kPairedRows;
@@ -43,8 +43,10 @@ class TileStore {
   static constexpr int kTmaTileBytes = kColumns * kSubtileRowBytes;
   // Rows of a subtile along the output's unit stride.
   static constexpr int kStoredRows = kMajorM ? kColumns : 64;
+  static constexpr int kMirrorBlock = 64;
   static_assert(kMajorM || !kPartialN);
-  static_assert(!kMirrors || (config.tma_store && !kMajorM && !kPairedRows && !kPartialN));
+  static_assert(!kMirrors || (config.tma_store && !kMajorM && !kPairedRows && !kPartialN &&
+                              config.out_n() % kMirrorBlock == 0 && kColumns <= kMirrorBlock));
   static_assert(kSubtileBuffers == 2, "buffers alternate");
   static_assert(config.out_n() % kColumns == 0 && kColumns % 16 == 0);
   // Two-byte results are stored by stmatrix, unless pairs of rows are adjacent in memory anyway.
@@ -53,6 +55,8 @@ class TileStore {
   static constexpr int kRowBlocks = config.consumer_m() / 64;
   static constexpr int kSubtilesPerRowBlock = config.out_n() / kColumns;
   static constexpr int kTileSubtiles = kRowBlocks * kSubtilesPerRowBlock;
+  // Mirrored subtiles follow the others.
+  static constexpr int kEnd = kMirrors ? 2 * kTileSubtiles : kTileSubtiles;
   // Whether results wait in registers. Ping-pong consumers have each other to multiply meanwhile.
   static constexpr bool kDeferred =
       kMatrices && !kPairedRows && config.tma_store && config.cooperative;
@@ -88,7 +92,6 @@ class TileStore {
   void store(const Accumulator (&accumulators)[kRowBlocks][kCount], const OutputOrigin& origin) {
     origin_ = origin;
     next_ = 0;
-    if constexpr (kMirrors) end_ = origin.mirrored ? 2 * kTileSubtiles : kTileSubtiles;
     if constexpr (kDeferred) {
 #pragma unroll
       for (int i = 0; i < kResultWords; ++i) {
@@ -97,9 +100,7 @@ class TileStore {
       }
     } else {
       store_all<kMajorM>(accumulators);
-      if constexpr (kMirrors) {
-        if (origin.mirrored) store_all<true>(accumulators);
-      }
+      if constexpr (kMirrors) store_all<true>(accumulators);
     }
   }
 
@@ -108,8 +109,8 @@ class TileStore {
     if constexpr (kDeferred) {
       const bool time = k_tiles < kManyTiles || k_tile % kStoreInterval == kStoreInterval - 1;
       if constexpr (kWholeOnly) {
-        if (next_ < end() && rows_from(first_column(next_)) >= kStoredRows) store_next<true>();
-      } else if (time && next_ < end()) {
+        if (next_ < kEnd && rows_from(first_column(next_)) >= kStoredRows) store_next<true>();
+      } else if (time && next_ < kEnd) {
         store_next<false>();
       }
     }
@@ -119,7 +120,7 @@ class TileStore {
   void flush() {
     if constexpr (kDeferred) {
 #pragma unroll 1
-      while (next_ < end()) store_next<false>();
+      while (next_ < kEnd) store_next<false>();
     }
   }
 
@@ -188,10 +189,15 @@ class TileStore {
   }
   static uint32 next_row(uint32 address) { return (address ^ 16) + kSubtileRowBytes; }
 
-  // The number behind that of the last subtile.
-  int end() const { return kMirrors ? end_ : kTileSubtiles; }
   static int first_column(int number) { return number % kSubtilesPerRowBlock * kColumns; }
   int rows_from(int column) const { return kPartialN ? origin_.columns - column : kStoredRows; }
+
+  // Whether a subtile of a symmetric output is stored, or its mirror image.
+  template <bool kMirror>
+  bool is_stored(int row, int column) const {
+    const int below = (origin_.m + row) / kMirrorBlock - (origin_.n + column) / kMirrorBlock;
+    return kMirror ? below > 0 : below >= 0;
+  }
 
   // Stores the next subtile, which `stage` writes to a buffer in shared memory.
   template <bool kWhole, bool kAlongM, typename Stage>
@@ -201,6 +207,7 @@ class TileStore {
     const int rows = rows_from(first);
     ++next_;
     if (kPartialN && rows <= 0) return;
+    if (kMirrors && !is_stored<kAlongM>(row, first)) return;
     const uint32 buffer = buffers_ + buffer_ * kSubtileBytes;
     buffer_ ^= 1;
     if (config.tma_store && leader_) tma_store_wait_read<kSubtileBuffers - 1>();
@@ -358,8 +365,7 @@ class TileStore {
   // number.
   OutputOrigin origin_;
   uint32 results_[kResultWords];
-  int next_ = kTileSubtiles;
-  int end_ = kTileSubtiles;
+  int next_ = kEnd;
   int barrier_;
   uint32 lane_offset_;
   bool leader_;

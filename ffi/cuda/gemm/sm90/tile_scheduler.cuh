@@ -22,8 +22,8 @@
 //   kDynamic                       whether a thread has to find the work tiles
 //   kPartialN                      whether columns() counts: the tile may need a part of rhs
 //   kPartialK                      whether skipped_k() counts, or k_tiles() may be 0
-//   kMirrors                       whether the output is symmetric
-//   is_mirrored(work)              whether a tile is stored transposed, too; false unless kMirrors
+//   kMirrors                       whether the output is symmetric, and its tiles are those that
+//                                  reach the diagonal or are below it
 //   kColumnStep                    the producer loads and the consumers multiply columns of a
 //                                  partial tile in multiples of it; otherwise it is block_n
 //   kTmaColumnStep, kTmaColumns    if kPartialN: columns of a short and a long TMA tile of rhs
@@ -64,54 +64,67 @@ struct DenseTiles {
     const int split = number / (shape.batches * shape.tiles_m * shape.tiles_n);
     return min_of(shape.split_k_tiles, shape.k_tiles - split * shape.split_k_tiles);
   }
-
-  static bool is_mirrored(const WorkTile&) { return false; }
 };
 
-// The work tiles of a symmetric output: those of the blocks on and below its diagonal. A block is
-// square, of one tile or two.
+// The work tiles of a symmetric output: those with an element on or below its diagonal. TileStore
+// mirrors what is below it.
 template <WgmmaConfig config>
 struct SymmetricTiles {
   static constexpr bool kMirrors = true;
-  static constexpr int kBlock = max_of(config.block_m, config.block_n);
-  static constexpr int kTilesM = kBlock / config.block_m, kTilesN = kBlock / config.block_n;
   static_assert(config.cluster == 1 && !config.pair);
-  static_assert(kTilesM * config.block_m == kBlock && kTilesN * config.block_n == kBlock);
 
   static WorkTile work_tile(const WgmmaShape& shape, int number, int) {
-    const int rows = (shape.m + kBlock - 1) / kBlock;
-    const int part = number % (kTilesM * kTilesN), block = number / (kTilesM * kTilesN);
-    const int blocks = shape.work_tiles / (shape.batches * kTilesM * kTilesN);
-    const TileCoordinates at = block_at(block % blocks, rows, shape.raster_height);
+    const int tiles = shape.work_tiles / shape.batches;
+    const TileCoordinates at = tile_at(number % tiles, shape.tiles_m, shape.raster_height);
     WorkTile work;
-    work.m = at.m * kBlock + part % kTilesM * config.block_m;
-    work.n = at.n * kBlock + part / kTilesM * config.block_n;
+    work.m = at.m * config.block_m;
+    work.n = at.n * config.block_n;
     work.k = 0;
-    set_batch(work, shape, block / blocks);
+    set_batch(work, shape, number / tiles);
     return work;
   }
 
   static int k_tiles(const WgmmaShape& shape, int) { return shape.k_tiles; }
-  static bool is_mirrored(const WorkTile& work) { return work.m / kBlock != work.n / kBlock; }
 
  private:
-  // Block `number` of the triangle. Bands of `height` rows of blocks come one after the other. In a
-  // band the columns do, each from the top, or from the diagonal.
-  static TileCoordinates block_at(int number, int rows, int height) {
-    // The row of the number, if rows came one after the other, is in the same band.
-    int row = static_cast<int>((sqrtf(8.0f * number + 1.0f) - 1.0f) * 0.5f);
+  // A column of tiles is kColumn / kRow rows of tiles wide.
+  static constexpr int kDivisor = gcd(config.block_m, config.block_n);
+  static constexpr int kRow = config.block_m / kDivisor, kColumn = config.block_n / kDivisor;
+
+  // Groups of `height` rows of tiles come one after the other. In a group the columns do, each from
+  // the top, or from the diagonal. Tiles of the last row that are beyond the output come last.
+  static TileCoordinates tile_at(int number, int rows, int height) {
+    // The row of the number, if rows came one after the other, is in the same group.
+    int row = static_cast<int>(sqrtf(2.0f * kColumn / kRow * number));
     while (before_row(row) > number) --row;
     while (before_row(row + 1) <= number) ++row;
     const int first = row / height * height;
     int within = number - static_cast<int>(before_row(first));
-    int left = min_of(height, rows - first);
-    if (within < (first + 1) * left) return {first + within % left, within / left};
-    within -= (first + 1) * left;
-    int column = first + 1;
-    for (--left; within >= left; ++column, --left) within -= left;
-    return {column + within, column};
+    const int last = min_of(first + height, rows), whole_columns = columns_of(first);
+    if (within < whole_columns * (last - first)) {
+      return {first + within % (last - first), within / (last - first)};
+    }
+    within -= whole_columns * (last - first);
+    for (int column = whole_columns;; ++column) {
+      const int top = column * kColumn / kRow;
+      if (within < last - top) return {top + within, column};
+      within -= last - top;
+    }
   }
-  static int64 before_row(int row) { return static_cast<int64>(row) * (row + 1) / 2; }
+
+  static int columns_of(int row) { return ((row + 1) * kRow + kColumn - 1) / kColumn; }
+
+  // The number of tiles in rows before this one. kColumn rows on, a row has kRow more.
+  static int64 before_row(int row) {
+    const int64 periods = row / kColumn;
+    int64 tiles = periods * (periods - 1) / 2 * kRow * kColumn;
+#pragma unroll
+    for (int i = 0; i < kColumn; ++i) {
+      tiles += periods * columns_of(i);
+      if (i < row % kColumn) tiles += periods * kRow + columns_of(i);
+    }
+    return tiles;
+  }
 };
 
 // A cluster computes every gridDim-th work tile. Each scheduler counts for itself.
@@ -144,7 +157,6 @@ class StaticPersistentScheduler {
   int k_tiles() const { return Tiles::k_tiles(shape_, number_); }
   int columns() const { return 0; }
   int skipped_k() const { return 0; }
-  static bool is_mirrored(const WorkTile& work) { return Tiles::is_mirrored(work); }
 
   void request() const {}
   void release() const {}

@@ -216,7 +216,7 @@ class WgmmaInstance:
             # There are two sets of accumulators.
             return self.accumulators <= 64
         # Addresses of single elements take registers, and so do transposed float32 outputs.
-        transposed = self.out_m_major and self.types[2] == "float"
+        transposed = (self.out_m_major or self.symmetric) and self.types[2] == "float"
         few = self.accumulators <= 128
         return few or (self.block_k == 64 and self.tma_store and not transposed)
 

@@ -1,7 +1,7 @@
 """Plans for products whose result is symmetric: ``wgmma_symmetric_matmul``.
 
-Only tiles on and below the diagonal are computed. Those below it are stored twice, the second time
-transposed.
+Only tiles with an element on or below the diagonal are computed. What is below it is stored twice,
+the second time transposed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ from jax_tilekern.plans.launch import LaunchPlan, NoKernel
 _TILES = (
     WgmmaTile(128, 256),
     WgmmaTile(256, 128),
+    WgmmaTile(128, 192),
+    WgmmaTile(128, 192, cooperative=False),
     WgmmaTile(128, 128, cooperative=False),
     WgmmaTile(128, 128),
+    WgmmaTile(64, 256, consumers=1),
+    WgmmaTile(64, 192, consumers=1),
     WgmmaTile(64, 128, consumers=1),
     WgmmaTile(64, 64, consumers=1),
     WgmmaTile(64, 64, cooperative=False),
@@ -40,9 +44,10 @@ _TILES = (
 
 def symmetric_tiles(tile: WgmmaTile, rows: int) -> int:
     """Return the number of tiles that are computed of a symmetric matrix."""
-    block = max(tile.block_m, tile.block_n)
-    blocks = math.ceil(rows / block)
-    return blocks * (blocks + 1) // 2 * (block * block // (tile.block_m * tile.block_n))
+    tiles_m, tiles_n = tile.grid(rows, rows)
+    return sum(
+        min(tiles_n, math.ceil((row + 1) * tile.block_m / tile.block_n)) for row in range(tiles_m)
+    )
 
 
 @dataclass(frozen=True)

@@ -119,13 +119,14 @@ def busy_cycles(
     if instance.promote:
         k_tile *= _PROMOTED
     elements = tile.block_m * tile.out_n
+    copies = 2 if instance.symmetric else 1
     stores = epilogue is None or epilogue.stores
     single_elements = stores and not instance.tma_store
     store = float(_STORE_CYCLES)
     if single_elements:
         store += elements / _SINGLE_ELEMENTS
     elif stores:
-        store += elements * view.out_dtype.itemsize / _STORE_BANDWIDTH
+        store += copies * elements * view.out_dtype.itemsize / _STORE_BANDWIDTH
     if epilogue is not None:
         store += elements * epilogue.instructions / _LANES
     # Ping-pong hides the epilogue behind the other consumer's mainloop, unless single elements are
