@@ -27,6 +27,7 @@ from benchmarks import (
     sharded,
     sharded_bytes,
     strassen,
+    symmetric,
     tables,
     tune,
 )
@@ -42,6 +43,7 @@ _COMMANDS: dict[str, Command] = {
     "fused": fused.COMMAND,
     "linalg": linalg,
     "strassen": strassen.COMMAND,
+    "symmetric": symmetric.COMMAND,
     "cross_entropy": cross_entropy.COMMAND,
     "segments": segments.COMMAND,
     "moe": moe.COMMAND,

@@ -13,6 +13,7 @@ code may not. Both records need the same NVRTC.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import itertools
 import json
@@ -31,6 +32,7 @@ import jax.numpy as jnp
 import jax_tilekern as jtk
 from jax_tilekern.cli.console import output_file, write_json
 from jax_tilekern.compilation.nvrtc import Nvrtc
+from jax_tilekern.plans.policy.setting import Policy
 
 Call = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
@@ -76,14 +78,17 @@ def _compiled_for_calls(only: str) -> dict[str, Any]:
         return output
 
     kernels = {}
+    calls: list[tuple[Policy, Call]]
     with mock.patch.object(Nvrtc, "compile", compile_and_digest), jax.enable_x64(True):
         for arch in ("sm_90a", "sm_80", "sm_89", "sm_120"):
-            for label, function, operands in _calls(arch):
+            calls = [("auto", call) for call in _calls(arch)]
+            calls += [("kernels", call) for call in _calls_asked_for(arch)]
+            for policy, (label, function, operands) in calls:
                 label = f"{arch} {label}"
                 if only not in label:
                     continue
                 digests.clear()
-                with jtk.gpu_target(arch):
+                with jtk.gpu_target(arch), jtk.policy(policy):
                     jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
                 kernels[label] = sorted(digests)
                 print(f"{label}: {len(digests)} new kernels", flush=True)
@@ -99,6 +104,7 @@ def _calls(arch: str) -> Iterator[Call]:
     yield from _products(arch)
     yield from _grouped_products(arch)
     yield from _other_operations(arch)
+    yield from _lanes()
 
 
 # Sizes that select different tiles, split-K, swapped operands and partial tiles.
@@ -189,6 +195,48 @@ def _other_operations(arch: str) -> Iterator[Call]:
             yield f"cholesky {dtype} {n}", jtk.linalg.cholesky, (matrices,)
             right = jax.ShapeDtypeStruct((1000, n, 2), dtype)
             yield f"solve {dtype} {n}", jtk.linalg.solve, (matrices, right)
+
+
+def _calls_asked_for(arch: str) -> Iterator[Call]:
+    """Yield calls whose kernels ``policy("kernels")`` alone chooses."""
+    for dtype in ("float32", "float64"):
+        for n in (3, 8, 17, 32):
+            matrices = jax.ShapeDtypeStruct((1000, n, n), dtype)
+            for name in ("svd", "eigh", "qr"):
+                yield f"{name} {dtype} {n}", getattr(jtk.linalg, name), (matrices,)
+    if arch != "sm_90a":
+        return
+    for dtype in ("bfloat16", "float16", "float32"):
+        for shape in ((512, 512), (2048, 2048), (8192, 8192), (16, 1024, 1024)):
+            x = jax.ShapeDtypeStruct(shape, dtype)
+            yield f"symmetric_matmul {dtype} {shape}", jtk.symmetric_matmul, (x,)
+        for method in ("standard", "gram"):
+            ns = functools.partial(jtk.linalg.newton_schulz, method=method)
+            x = jax.ShapeDtypeStruct((4, 1024, 4096), dtype)
+            yield f"newton_schulz {method} {dtype}", ns, (x,)
+
+
+def _lanes() -> Iterator[Call]:
+    def collatz(n: Any) -> Any:
+        def step(state: Any) -> Any:
+            n, count = state
+            return jnp.where(n % 2 == 0, n // 2, 3 * n + 1), count + 1
+
+        return jax.lax.while_loop(lambda state: state[0] != 1, step, (n, 0))[1]
+
+    def oscillator(y: Any, key: Any) -> Any:
+        def step(_: Any, state: Any) -> Any:
+            y, v = state
+            return y + 0.01 * v, v - 0.01 * jnp.sin(y)
+
+        noise = jax.random.normal(jax.random.wrap_key_data(key), dtype=y.dtype)
+        return jax.lax.fori_loop(0, 100, step, (y + noise, jnp.zeros_like(y)))[0]
+
+    y = jax.ShapeDtypeStruct((10_000,), jnp.float32)
+    key = jax.ShapeDtypeStruct((10_000, 2), jnp.uint32)
+    yield "kernel while", jtk.kernel(collatz), (jax.ShapeDtypeStruct((10_000,), jnp.int32),)
+    yield "kernel scan", jtk.kernel(oscillator), (y, key)
+    yield "kernel gradient", jax.grad(lambda y, key: jtk.kernel(oscillator)(y, key).sum()), (y, key)
 
 
 def kernel_digest(cubin: bytes, symbol: str) -> str:

@@ -52,7 +52,7 @@ def _differences(_: Arrays, results: Mapping[str, Any]) -> dict[str, float]:
     return {side: float(np.abs(x - first["XLA"]).max()) / largest for side, x in first.items()}
 
 
-def _by_jnp(x: Any) -> Any:
+def by_jnp(x: Any) -> Any:
     """Return five steps as users write them."""
     a, b, c = (3.4445, -4.7750, 2.0315)
     norm = jnp.linalg.norm(x.astype(np.float32), axis=(-2, -1), keepdims=True)
@@ -77,7 +77,7 @@ def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
     iterations: dict[str, Callable[..., Any]] = {
         "ours": jtk.linalg.newton_schulz,
         "standard": functools.partial(jtk.linalg.newton_schulz, method="standard"),
-        "XLA": _by_jnp,
+        "XLA": by_jnp,
     }
     for dtype in ("float32", "bfloat16"):
 

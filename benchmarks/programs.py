@@ -10,7 +10,7 @@ import argparse
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from benchmarks.calls.other_peers import free_bytes
 from benchmarks.measurement.side_times import times_of_sides
 from benchmarks.records.record import Record, program_record
 from jax_tilekern.cli.console import duration, output_file, size, write_json
+from jax_tilekern.plans.policy.setting import Policy, current_policy
 
 Arrays = Sequence[Any]
 Sides = Mapping[str, Callable[..., Any]]
@@ -45,6 +46,8 @@ class Program:
         Whether 64-bit types are enabled.
     peer
         The side that ours is compared with, where it has no failure.
+    policies
+        The policy under which a side is compiled, if it is not the default.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Program:
     errors: Callable[[Arrays, Mapping[str, Any]], dict[str, float]]
     wide: bool = False
     peer: str = "XLA"
+    policies: Mapping[str, Policy] = field(default_factory=dict)
 
 
 def measured(program: Program, seconds: float) -> Record:
@@ -68,7 +72,8 @@ def measured(program: Program, seconds: float) -> Record:
         results: dict[str, Any] = {}
         for name, side in program.sides.items():
             try:
-                program_of_side = jax.jit(side).lower(*arguments).compile()
+                with jtk.policy(program.policies.get(name, current_policy())):
+                    program_of_side = jax.jit(side).lower(*arguments).compile()
                 check_memory(program_of_side)
                 results[name] = jax.block_until_ready(program_of_side(*arguments))
             except Exception as error:

@@ -1,13 +1,16 @@
-"""``moe``, ``moe_model``, and what is measured of a program whose sides may fail."""
+"""``moe``, ``moe_model``, ``symmetric``, and what is measured of a program whose sides may fail."""
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from products import H100
 
-from benchmarks import moe, programs
+from benchmarks import moe, programs, symmetric
 from benchmarks.command_line import main
+from jax_tilekern.plans.gpu import gpu_target
 
 # The wheel does not hold what is tested here: see tests/README.md.
 pytestmark = pytest.mark.thorough
@@ -74,3 +77,25 @@ def test_training_steps(tmp_path):
         assert sides[name]["bytes"] > sides[name]["temporaries"] > 0
         # Products of bfloat16 round differently by side.
         np.testing.assert_allclose(sides[name]["losses"], sides["ours"]["losses"], rtol=0.01)
+
+
+def test_symmetric_products(tmp_path, monkeypatch):
+    file = tmp_path / "symmetric.json"
+    options = ["--types", "float32", "--seconds", "0.01", "--json", str(file)]
+    assert main(["symmetric", *options]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    kinds = [row["name"].partition(" ")[0] for row in rows]
+    assert set(kinds) == {"x", "2", "newton_schulz"}
+    for row in rows:
+        assert {"ours", "XLA"} < set(row["seconds"])
+        assert all(error < 1e-4 for error in row["error"].values()), row
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with gpu_target(H100):
+        sides = symmetric._halves((2, 256, 64), "bfloat16")
+        x = jax.ShapeDtypeStruct((2, 256, 64), "bfloat16")
+        texts = [
+            jax.jit(side).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+            for side in sides.values()
+        ]
+    assert len(texts) == symmetric._CANDIDATES
+    assert all("wgmma_symmetric_matmul" in text for text in texts)
