@@ -140,4 +140,4 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
     )
 
 
-COMMAND = ProgramCommand("functions with loops as one kernel", _programs, 1.0)
+COMMAND = ProgramCommand("functions with loops as one kernel", _programs, 1.0, profiled=False)

@@ -59,7 +59,7 @@ class Program:
     policies: Mapping[str, Policy] = field(default_factory=dict)
 
 
-def measured(program: Program, seconds: float) -> Record:
+def measured(program: Program, seconds: float, profiled: bool = True) -> Record:
     """Return the row of a program: times, errors and temporaries of each side.
 
     A side other than ours that fails or does not fit into memory is left out; the row has the
@@ -87,7 +87,7 @@ def measured(program: Program, seconds: float) -> Record:
         errors = program.errors(arguments, results) if peer else {}
         del results
         runs = {name: functools.partial(side, *arguments) for name, side in compiled.items()}
-        times, method = times_of_sides(runs, seconds)
+        times, method = times_of_sides(runs, seconds, profiled)
         choices = jtk.explain(program.sides["ours"], *arguments)
     medians = {name: float(np.median(found)) for name, found in times.device.items()}
     return {
@@ -156,6 +156,8 @@ class ProgramCommand:
         The default time to spend on a row.
     add_arguments
         Declares arguments of this command alone.
+    profiled
+        Whether a GPU's times are the profiler's, which slows programs of thousands of launches.
     """
 
     def __init__(
@@ -164,9 +166,11 @@ class ProgramCommand:
         programs: Callable[[argparse.Namespace], Iterable[Program]],
         seconds: float,
         add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+        profiled: bool = True,
     ) -> None:
         self.HELP = f"time {about}"
         self._programs, self._seconds, self._add_arguments = programs, seconds, add_arguments
+        self._profiled = profiled
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's arguments."""
@@ -183,7 +187,7 @@ class ProgramCommand:
         for program in self._programs(arguments):
             if not fnmatch.fnmatch(program.name, arguments.rows):
                 continue
-            row = measured(program, arguments.seconds)
+            row = measured(program, arguments.seconds, self._profiled)
             record["rows"].append(row)
             against = f": {row['peer']} / ours {row['ratio']:.3f}" if row["peer"] else ""
             print(f"{program.name}{against}", flush=True)

@@ -171,6 +171,11 @@ _SEGMENT_GROUPS = {
 }
 
 
+def _jax_kernel(record: Record) -> Iterator[tuple[str, float]]:
+    for row in record["rows"]:
+        yield "`kernel` against `vmap`", row["ratio"]
+
+
 def _sharded(record: Record) -> Iterator[tuple[str, float]]:
     for row in record["rows"]:
         name = row["group"]
@@ -188,6 +193,7 @@ _READERS: Mapping[str, Callable[[Record], Iterator[tuple[str, float]]]] = {
     "fused": _fused,
     "cross_entropy": _cross_entropy,
     "segments": _segments,
+    "jax_kernel": _jax_kernel,
     "sharded": _sharded,
 }
 
@@ -263,7 +269,12 @@ SPEED = (
     Line("`ragged_dot` against `lax.ragged_dot`: 128 experts; 8 large ones",
          (_LAX.format(128), _LAX.format(8))),
     Line("float32 `inv`, `solve`, `cholesky`: 100,000 matrices up to 64x64; one of 1000 to 8192",
-         ("small matrices", "one large matrix, float32")),
+         ("`(inv|solve|cholesky)` of .* small", "one large matrix, float32")),
+    Line("float32 `svd`; `eigh`; `qr` of up to 100,000 small matrices",
+         ("`svd` of .* small", "`eigh` of .* small", "`qr` of .* small")),
+    Line("complex64 products: default precision; `HIGHEST`",
+         ("`matmul`: complex64$", "`matmul`: complex64 highest")),
+    Line("`kernel` of functions with loops against `vmap`, wall time", ("`kernel` against",)),
     Line("float32 products at `HIGHEST`; 16-bit products of odd sizes",
          ("`matmul`: float32$", "16-bit odd")),
     Line("8-bit products: both operands k-major; other orders",

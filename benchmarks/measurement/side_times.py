@@ -101,7 +101,7 @@ def of_blocks(found: Sequence[CallBlock], calls: Mapping[str, int]) -> DeviceTim
     )
 
 
-def times_of_sides(runs: Runs, seconds: float) -> tuple[DeviceTimes, str]:
+def times_of_sides(runs: Runs, seconds: float, profiled: bool = True) -> tuple[DeviceTimes, str]:
     """Return the times of sides and what they are in words: device times, or wall times on a CPU.
 
     Parameters
@@ -110,8 +110,11 @@ def times_of_sides(runs: Runs, seconds: float) -> tuple[DeviceTimes, str]:
         Functions by side that make one call each; compiled.
     seconds
         Time to spend.
+    profiled
+        Whether a GPU's times are the profiler's. It makes a call of thousands of launches several
+        times as long, so such calls have wall times.
     """
-    if jax.default_backend() == "cpu":
+    if not profiled or jax.default_backend() == "cpu":
         return _wall_times(_sides(runs, seconds)), "wall time of a call in a row of calls"
     return times_of_rows([runs], seconds)[0]
 
