@@ -273,7 +273,7 @@ SPEED = (
     Line("float32 `svd`; `eigh`; `qr` of up to 100,000 small matrices",
          ("`svd` of .* small", "`eigh` of .* small", "`qr` of .* small")),
     Line("complex64 products: default precision; `HIGHEST`",
-         ("`matmul`: complex64$", "`matmul`: complex64 highest")),
+         ("`matmul`: complex64$", "`matmul`: complex64 HIGHEST")),
     Line("`kernel` of functions with loops against `vmap`, wall time", ("`kernel` against",)),
     Line("float32 products at `HIGHEST`; 16-bit products of odd sizes",
          ("`matmul`: float32$", "16-bit odd")),
