@@ -120,12 +120,9 @@ def contract_with_epilogue(
             f"the epilogue {function.name} returns a reduction of rows, which ragged_dot does not "
             "have; it is a result of epilogues of matmul and dot_general"
         )
-    read = [
-        _with_labels(i, x, contraction.out, shape)
-        if i < len(operands)
-        else _with_labels(i, x, *_of_groups(contraction, shape, *bounds), "the groups'")
-        for i, x in enumerate(arrays)
-    ] + [(jnp.asarray(x), ()) for x in closed_over]
+    read = labelled_operands(
+        operands, group_operands, *bounds, contraction=contraction, shape=shape
+    ) + [(jnp.asarray(x), ()) for x in closed_over]
     results = contract_with_scalar_function(
         lhs,
         rhs,
@@ -190,6 +187,22 @@ def contract_with_scalar_function(
     return results
 
 
+def labelled_operands(
+    operands: Sequence[Any],
+    group_operands: Sequence[Any],
+    *bounds: Array,
+    contraction: Contraction,
+    shape: Sequence[int],
+) -> list[tuple[Array, Labels]]:
+    """Label the operands of an epilogue, which are those of :func:`contract_with_epilogue`."""
+    return [
+        _with_labels(i, jnp.asarray(x), contraction.out, shape) for i, x in enumerate(operands)
+    ] + [
+        _with_labels(i, jnp.asarray(x), *_of_groups(contraction, shape, *bounds), "the groups'")
+        for i, x in enumerate(group_operands, len(operands))
+    ]
+
+
 def _with_labels(
     number: int, x: Array, out: Labels, shape: Sequence[int], whose: str = "the product's"
 ) -> tuple[Array, Labels]:
@@ -223,7 +236,7 @@ def _of_groups(
 # Meaning.
 
 
-def _elementwise(
+def elementwise_function(
     function: ScalarFunction, contraction: Contraction, operand_labels: Sequence[Labels]
 ) -> Callable[..., list[Array]]:
     """Return a function of the accumulators, of the bounds if there are groups, and operands."""
@@ -247,7 +260,7 @@ def _reference(
         precision=precision,
         out_dtype=accumulator,
     )
-    return _elementwise(function, contraction, operand_labels)(accumulators, *operands[2:])
+    return elementwise_function(function, contraction, operand_labels)(accumulators, *operands[2:])
 
 
 def _unfused(
@@ -268,7 +281,7 @@ def _unfused(
         out_dtype=accumulator,
         out_sharding=out_sharding,
     )
-    elementwise = _elementwise(function, contraction, operand_labels)
+    elementwise = elementwise_function(function, contraction, operand_labels)
     if contraction.group is not None:
         elementwise = compat.with_automatic_axes(elementwise, out_sharding)
     return elementwise(accumulators, *operands[2:])
@@ -315,7 +328,7 @@ def _jvp(
     (change,) = tangents_out(of_factors, [(0,), (1,)], primals[:n], tangents[:n], [pre_activation])
     if type(change) is not ad.Zero:
         change = change.astype(accumulator)
-    elementwise = _elementwise(function, contraction, operand_labels)
+    elementwise = elementwise_function(function, contraction, operand_labels)
     _, derived = jvp_of(elementwise, (pre_activation, *primals[2:]), (change, *tangents[2:]))
     out = [
         x if jnp.issubdtype(result.dtype, jnp.inexact) else compat.zero_tangent(result)
@@ -344,7 +357,7 @@ def _batch(
             precision=params["precision"],
             out_dtype=params["accumulator"],
         )
-        elementwise = _elementwise(params["function"], contraction, operand_labels)
+        elementwise = elementwise_function(params["function"], contraction, operand_labels)
         results = jax.vmap(elementwise, in_axes=(None, *dims[2:]))(accumulators, *operands[2:])
     else:
         factors, product = mapped(contraction, operands[:n], dims[:n])
@@ -381,7 +394,7 @@ def _saved(
         return None
 
     def others(pre_activation: Array, *operands: Array) -> list[Array]:
-        elementwise = _elementwise(function, contraction, operand_labels)
+        elementwise = elementwise_function(function, contraction, operand_labels)
         results = elementwise(pre_activation.astype(accumulator), *operands)
         return [x for i, x in enumerate(results) if i != position]
 
@@ -453,7 +466,7 @@ def _function_of_sum(
     **_: Any,
 ) -> FunctionOfSum:
     def epilogue(total: Array, _: Array, __: Array, *others: Array) -> list[Array]:
-        elementwise = _elementwise(function, contraction, operand_labels)
+        elementwise = elementwise_function(function, contraction, operand_labels)
         return elementwise(total.astype(accumulator), *others)
 
     term = functools.partial(

@@ -9,7 +9,8 @@ derivative of a weight is a sum over the hidden values (SonicMoE, arXiv:2512.140
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,13 +20,20 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_tilekern.interop import compat
+from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.expert_rows import combine_rows, spread_rows
 from jax_tilekern.ops.expert_sharding import on_devices
-from jax_tilekern.ops.ragged_dot import ragged_dot
+from jax_tilekern.ops.fused_contraction import contract_with_epilogue, labelled_operands
+from jax_tilekern.ops.labelled_operands import common_type
+from jax_tilekern.ops.pair_contraction import contract_pair
+from jax_tilekern.ops.ragged_dot import rows_by_matrices
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.keys import clipped
 from jax_tilekern.ops.segments.plan import segment_plan
 from jax_tilekern.ops.segments.top_k import top_k
+from jax_tilekern.ops.shared_contractions import contract_each
+from jax_tilekern.plans.policy import current_policy
 
 # What the backward pass does not compute again: the first products, and the order of tokens.
 _SAVED = "jax_tilekern.moe"
@@ -298,15 +306,15 @@ class _Sorted(NamedTuple):
 
     Attributes
     ----------
-    sizes
-        Pairs of each expert.
+    bounds
+        Where the pairs of each expert begin, and where those of the last one end.
     pairs
         The number of each pair, ``token * k + choice``.
     places
         The row of each token's pairs.
     """
 
-    sizes: Array
+    bounds: Array
     pairs: Array
     places: Array
 
@@ -323,7 +331,7 @@ def _sort(indices: Array, offset: Array | None, experts: int) -> _Sorted:
     count = tokens * k
     places = jnp.zeros(count, np.int32).at[plan.order]
     rows = places.set(lax.iota(np.int32, count), unique_indices=True, mode="promise_in_bounds")
-    return _Sorted(jnp.diff(plan.bounds)[1:-1], plan.order, rows.reshape(tokens, k))
+    return _Sorted(plan.bounds[1:-1], plan.order, rows.reshape(tokens, k))
 
 
 def _layer(
@@ -334,98 +342,178 @@ def _layer(
     precision: Any,
     out_dtype: np.dtype[Any],
 ) -> Array:
-    x, w_up, w_down = (arrays[name] for name in ("x", "w_up", "w_down"))
+    x, w_up = arrays["x"], arrays["w_up"]
     if 0 in (x.shape[0], arrays["indices"].shape[1]):
         return jnp.zeros(x.shape, out_dtype)
     by_expert = jax.tree.map(_saved, _sort(arrays["indices"], offset, w_up.shape[0]))
     dtype = jnp.result_type(x, w_up)
-    # A copy for each product that reads them.
     tokens = by_expert.pairs // by_expert.places.shape[1]
-    rows, *copies = spread_rows(x, by_expert.places, tokens, 1 + ("w_gate" in arrays))
+    # A copy for each product whose cotangent adds to that of the rows.
+    copies = 1 if "w_gate" not in arrays or _has_one_cotangent(arrays) else 2
+    rows = spread_rows(x, by_expert.places, tokens, copies)
     chosen = arrays["weights"].astype(dtype).reshape(-1, 1)
     (weights,) = spread_rows(chosen, by_expert.places.reshape(-1, 1), by_expert.pairs)
-    product = functools.partial(ragged_dot, precision=precision, preferred_element_type=dtype)
-    gate = None
-    if "w_gate" in arrays:
-        gate = _saved(
-            _with_bias(product, copies[0], arrays["w_gate"], by_expert.sizes, arrays.get("b_gate"))
-        )
-    hidden = _hidden(activation, product, rows, w_up, by_expert.sizes, weights, gate, arrays)
-    down = functools.partial(ragged_dot, precision=precision, preferred_element_type=out_dtype)
-    if "b_down" in arrays:
-        results = down(
-            hidden,
-            w_down,
-            by_expert.sizes,
-            epilogue=lambda y, weight, bias: y + weight * bias,
-            operands=(weights,),
-            group_operands=(arrays["b_down"],),
-        )
+    products = _Products(by_expert.bounds, compat.canonicalize_precision(precision))
+    hidden = _hidden(activation, products, rows, weights, arrays)
+    w_down, bias = arrays["w_down"], arrays.get("b_down")
+    if bias is None:
+        results = products.plain(hidden, w_down, out_dtype)
     else:
-        results = down(hidden, w_down, by_expert.sizes)
+        results = products.with_epilogue(
+            hidden, w_down, out_dtype, lambda y, weight, bias: y + weight * bias, (weights,), (bias,)
+        )
     return combine_rows(results, places=by_expert.places, tokens=tokens)
 
 
-def _with_bias(
-    product: Callable[..., Any], rows: Array, w: Array, sizes: Array, bias: Array | None
-) -> Array:
-    """Multiply rows by the matrices of their experts, and add the biases of these."""
-    result: Array
-    if bias is None:
-        result = product(rows, w, sizes)
-    else:
-        result = product(rows, w, sizes, epilogue=jnp.add, group_operands=(bias,))
-    return result
+def _has_one_cotangent(arrays: dict[str, Array]) -> bool:
+    """Whether the cotangents of both first products' rows are one, the sum of two products.
+
+    Otherwise each product has its own, and they are added as they are summed to tokens.
+    """
+    return current_policy() == "kernels" and not {"b_up", "b_gate"} & arrays.keys()
+
+
+class _Products(NamedTuple):
+    """Products of the rows of pairs, which are sorted by expert, with the matrices of experts.
+
+    Attributes
+    ----------
+    bounds
+        As of :class:`_Sorted`.
+    precision
+        Canonical.
+    """
+
+    bounds: Array
+    precision: Any
+
+    def _call(self) -> dict[str, Any]:
+        return {"contraction": rows_by_matrices(), "precision": self.precision}
+
+    def plain(self, rows: Array, w: Array, dtype: Any) -> Array:
+        """Multiply the rows."""
+        return contract(rows, w, self.bounds, **self._call(), out_dtype=dtype)
+
+    def each(self, rows: Array, first: Array, second: Array, dtype: Any) -> list[Array]:
+        """Multiply the rows by the matrices of two arrays."""
+        rows, first = common_type(rows, first, dtype, self.precision)
+        second = compat.as_type(second, first.dtype)
+        return contract_each(rows, first, second, self.bounds, **self._call(), out_dtype=dtype)
+
+    def with_epilogue(
+        self,
+        rows: Array,
+        w: Array,
+        dtype: Any,
+        epilogue: Callable[..., Any],
+        operands: Sequence[Array],
+        of_experts: Sequence[Array],
+    ) -> Array:
+        """Multiply the rows, and apply a function to each element."""
+        result: Array = contract_with_epilogue(
+            rows,
+            w,
+            self.bounds,
+            **self._call(),
+            product=dtype,
+            shape=(rows.shape[0], w.shape[2]),
+            epilogue=epilogue,
+            operands=operands,
+            group_operands=of_experts,
+        )
+        return result
+
+    def of_pair(
+        self,
+        rows: Array,
+        first: Array,
+        second: Array,
+        dtype: Any,
+        function: Callable[..., Any],
+        operands: Sequence[Array],
+        of_experts: Sequence[Array],
+    ) -> Array:
+        """Multiply the rows by the matrices of two arrays; combine both elements by a function."""
+        rows, first = common_type(rows, first, dtype, self.precision)
+        read = labelled_operands(
+            operands,
+            of_experts,
+            self.bounds,
+            contraction=rows_by_matrices(),
+            shape=(rows.shape[0], first.shape[2]),
+        )
+        result: Array = contract_pair(
+            rows,
+            first,
+            compat.as_type(second, first.dtype),
+            self.bounds,
+            **self._call(),
+            product=dtype,
+            function=function,
+            operands=read,
+        )
+        return result
 
 
 def _hidden(
     activation: Callable[[Any], Any],
-    product: Callable[..., Any],
-    rows: Array,
-    w_up: Array,
-    sizes: Array,
+    products: _Products,
+    rows: Sequence[Array],
     weights: Array,
-    gate: Array | None,
     arrays: dict[str, Array],
 ) -> Array:
     """Return the hidden values of each pair, times its weight.
 
-    One kernel computes the product and the function. Where the call is differentiated, the product
-    is computed by itself, because the derivative has it, and the function is computed again.
+    One kernel computes the products and the function. Where the call is differentiated, the
+    products are computed by themselves, because the derivative has them, and the function is
+    computed again.
     """
-    bias = arrays.get("b_up")
+    dtype, precision = np.dtype(jnp.result_type(rows[0], arrays["w_up"])), products.precision
+    names = [name for name in ("gate", "up") if f"w_{name}" in arrays]
+    biased = [f"b_{name}" in arrays for name in names]
 
-    def value(up: Any, weight: Any, *others: Any) -> Any:
-        rest = list(others)
-        if gate is None:
-            acted = activation(up + rest.pop() if bias is not None else up)
-        else:
-            acted = activation(rest.pop(0)) * (up + rest.pop() if bias is not None else up)
-        return (acted * weight).astype(rows.dtype)
+    def value(weight: Any, *values: Any) -> Any:
+        acted = functools.reduce(operator.mul, (activation(values[0]), *values[1:]))
+        return (acted * weight).astype(dtype)
 
-    gates = () if gate is None else (gate,)
-    biases = () if bias is None else (bias,)
+    def of_accumulators(*values: Any) -> Any:
+        accumulators, (weight, *others) = values[: len(names)], values[len(names) :]
+        biases = iter(others)
+        added = zip(accumulators, biased, strict=True)
+        return value(weight, *(y + next(biases) if has_bias else y for y, has_bias in added))
 
     @jax.custom_jvp
-    def hidden(
-        rows: Array, w_up: Array, sizes: Array, weights: Array, gates: Any, biases: Any
-    ) -> Any:
-        return product(
-            rows, w_up, sizes, epilogue=value, operands=(weights, *gates), group_operands=biases
-        )
+    def hidden(bounds: Array, rows: Any, matrices: Any, weights: Array, biases: Any) -> Array:
+        products = _Products(bounds, precision)
+        if len(matrices) == 1:
+            return products.with_epilogue(
+                rows[0], *matrices, dtype, of_accumulators, (weights,), biases
+            )
+        return products.of_pair(rows[0], *matrices, dtype, of_accumulators, (weights,), biases)
+
+    def unfused(
+        products: _Products, rows: Any, matrices: Any, weights: Array, biases: Any
+    ) -> Array:
+        if len(rows) < len(matrices):
+            values = products.each(*rows, *matrices, dtype)
+        else:
+            left = iter(biases)
+            values = [
+                products.with_epilogue(x, w, dtype, jnp.add, (), (next(left),))
+                if has_bias
+                else products.plain(x, w, dtype)
+                for x, w, has_bias in zip(rows, matrices, biased, strict=True)
+            ]
+        return value(weights, *map(_saved, values))
 
     @hidden.defjvp
     def _jvp(primals: Any, tangents: Any) -> Any:
-        rows, w_up, sizes, *others = primals
+        bounds, *moving = primals
+        return jax.jvp(
+            functools.partial(unfused, _Products(bounds, precision)), moving, [*tangents[1:]]
+        )
 
-        def unfused(rows: Array, w_up: Array, weights: Array, gates: Any, biases: Any) -> Array:
-            up = _saved(_with_bias(product, rows, w_up, sizes, biases[0] if biases else None))
-            acted = activation(up) if not gates else activation(gates[0]) * up
-            result: Array = (acted * weights).astype(rows.dtype)
-            return result
-
-        moving = (*tangents[:2], *tangents[3:])
-        return jax.jvp(unfused, (rows, w_up, *others), moving)
-
-    result: Array = hidden(rows, w_up, sizes, weights, gates, biases)
+    matrices = [arrays[f"w_{name}"] for name in names]
+    biases = [arrays[f"b_{name}"] for name, own in zip(names, biased, strict=True) if own]
+    result: Array = hidden(products.bounds, rows, matrices, weights, biases)
     return result

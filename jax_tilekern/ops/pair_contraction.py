@@ -19,11 +19,13 @@ import numpy as np
 from jax import Array
 
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
-from jax_tilekern.ops.contraction import contract
-from jax_tilekern.ops.fused_contraction import contract_with_scalar_function
+from jax_tilekern.ops.contraction import contract, mapped, masked_product
+from jax_tilekern.ops.fused_contraction import (
+    contract_with_scalar_function,
+    elementwise_function,
+)
 from jax_tilekern.ops.fused_lowering import fused_kernel, planners
-from jax_tilekern.ops.labelled_operands import product_by_lax
-from jax_tilekern.plans.contraction import Contraction
+from jax_tilekern.plans.contraction import Contraction, Labels, labelled
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.primitives.linearity import jvp_of
 from jax_tilekern.primitives.operation import Operand, Operation, PlannedKernel, define
@@ -33,11 +35,12 @@ def contract_pair(
     lhs: Array,
     first: Array,
     second: Array,
-    *,
+    *bounds: Array,
     contraction: Contraction,
     precision: Any,
     product: np.dtype[Any],
-    function: Callable[[Any, Any], Any],
+    function: Callable[..., Any],
+    operands: Sequence[tuple[Array, Labels]] = (),
 ) -> Any:
     """Contract an array with each of two, and apply a function to each pair of elements.
 
@@ -45,13 +48,17 @@ def contract_pair(
     ----------
     lhs, first, second
         Arrays of one type; the shapes of ``first`` and ``second`` are equal.
+    bounds
+        Those of the groups, if there are any; both products have the same.
     contraction
         Labels of ``lhs``, of both other arrays, and of the result.
     precision, product
         Of each contraction, as in
         :func:`~jax_tilekern.ops.fused_contraction.contract_with_epilogue`.
     function
-        ``function(accumulator, second_accumulator)`` on scalars.
+        ``function(accumulator, second_accumulator, *operands)`` on scalars.
+    operands
+        Its operands, and the result's dimension that each of their dimensions is.
 
     Raises
     ------
@@ -59,13 +66,17 @@ def contract_pair(
         If it is not a function of scalars.
     """
     accumulator = accumulator_dtype(lhs.dtype, product)
-    traced = trace_scalars(function, accumulator, product, [accumulator])
+    dtypes = [accumulator, *(x.dtype for x, _ in operands)]
+    traced = trace_scalars(function, accumulator, product, dtypes)
+    read = [*operands, *((jnp.asarray(x), ()) for x in traced.closed_over)]
     results = _bind(
         lhs,
         first,
         second,
-        *map(jnp.asarray, traced.closed_over),
+        *bounds,
+        *(x for x, _ in read),
         contraction=contraction,
+        operand_labels=tuple(labels for _, labels in read),
         function=traced.function,
         precision=precision,
         product=product,
@@ -73,47 +84,56 @@ def contract_pair(
     return traced.nested(results)
 
 
+def _split(
+    operands: Sequence[Any], contraction: Contraction
+) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Return the operands of both products, the bounds, and the operands of the function."""
+    n = 1 + len(contraction.operands)
+    return operands[:3], operands[3:n], operands[n:]
+
+
 def _reference(
-    lhs: Array,
-    first: Array,
-    second: Array,
-    *scalars: Array,
+    *operands: Array,
     contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
     function: ScalarFunction,
     precision: Any,
     product: np.dtype[Any],
 ) -> list[Array]:
-    accumulators = (
-        product_by_lax(
-            lhs, rhs, contraction, precision=precision,
+    (lhs, *factors), bounds, read = _split(operands, contraction)
+    one, two = (
+        masked_product(
+            lhs, rhs, *bounds, contraction=contraction, precision=precision,
             out_dtype=accumulator_dtype(lhs.dtype, product),
         )
-        for rhs in (first, second)
+        for rhs in factors
     )  # fmt: skip
-    labels = (contraction.out, *(() for _ in scalars))
-    return function.over_labels(contraction.out, labels)(*accumulators, *scalars)
+    labels = (contraction.out, *operand_labels)
+    return elementwise_function(function, contraction, labels)(one, *bounds, two, *read)
 
 
 def _two_contractions(
-    lhs: Array,
-    first: Array,
-    second: Array,
-    *scalars: Array,
+    *operands: Array,
     contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
     function: ScalarFunction,
     precision: Any,
     product: np.dtype[Any],
 ) -> list[Array]:
     """Compute the second product, and the first one with an epilogue that reads it."""
-    read = contract(lhs, second, contraction=contraction, precision=precision, out_dtype=product)
+    (lhs, first, second), bounds, arrays = _split(operands, contraction)
+    read = contract(
+        lhs, second, *bounds, contraction=contraction, precision=precision, out_dtype=product
+    )
     return contract_with_scalar_function(
         lhs,
         first,
+        *bounds,
         contraction=contraction,
         precision=precision,
         product=product,
         function=_of_rounded(function, product),
-        operands=[(read, contraction.out), *((x, ()) for x in scalars)],
+        operands=[(read, contraction.out), *zip(arrays, operand_labels, strict=True)],
         in_place=((0, 0),),
     )
 
@@ -136,36 +156,52 @@ def _batch(
     dims: Sequence[int | None],
     *,
     contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
     **params: Any,
 ) -> tuple[list[Array], list[int]]:
     """Label the mapped axis in place, if both products have it in the same way."""
-    lhs, first, second, *scalars = dims
-    if first == second and all(x is None for x in scalars):
-        mapped = contraction.mapped(lhs, first)
-        results = _bind(*operands, contraction=mapped, **params)
+    (lhs, first, second), bounds, arrays = _split(dims, contraction)
+    if first == second and (lhs, first) != (None, None):
+        (x, one, two), of_groups, read = _split(operands, contraction)
+        factors, labels = mapped(contraction, [x, one, *of_groups], [lhs, first, *bounds])
+        own = zip(operand_labels, arrays, strict=True)
+        results = _bind(
+            *factors[:2], two, *factors[2:], *read, contraction=labels,
+            operand_labels=tuple(labelled(x, labels.out[0], dim) for x, dim in own), **params,
+        )  # fmt: skip
     else:
-        function = functools.partial(_two_contractions, contraction=contraction, **params)
+        function = functools.partial(
+            _two_contractions, contraction=contraction, operand_labels=operand_labels, **params
+        )
         results = jax.vmap(function, in_axes=tuple(dims), axis_size=axis_data.size)(*operands)
     return results, [0] * len(results)
 
 
-def _described(*, contraction: Contraction, function: ScalarFunction, **_: Any) -> str:
+def _described(
+    *,
+    contraction: Contraction,
+    operand_labels: tuple[Labels, ...],
+    function: ScalarFunction,
+    **_: Any,
+) -> str:
     names = contraction.names
-    lhs, rhs, out = (
-        "".join(names[x] for x in xs) for xs in (contraction.lhs, contraction.rhs, contraction.out)
+    lhs, rhs, out, *arrays = (
+        "".join(names[x] for x in xs) or "1"
+        for xs in (contraction.lhs, contraction.rhs, contraction.out, *operand_labels)
     )
-    return f"contract {lhs},{rhs},{rhs}->{out}, {function.name}(accumulator, accumulator)"
+    read = ", ".join(("accumulator", "accumulator", *arrays))
+    return f"contract {lhs},{rhs},{rhs}->{out}, {function.name}({read})"
 
 
 def _kernel(
-    operands: Sequence[Operand], *, product: np.dtype[Any], **params: Any
+    operands: Sequence[Operand], *, contraction: Contraction, product: np.dtype[Any], **params: Any
 ) -> PlannedKernel | str:
-    lhs, first, second, *scalars = operands
+    (lhs, first, second), bounds, arrays = _split(operands, contraction)
     return fused_kernel(
-        (lhs, first),
+        (lhs, first, *bounds),
         second,
-        scalars,
-        operand_labels=[() for _ in scalars],
+        arrays,
+        contraction=contraction,
         accumulator=accumulator_dtype(lhs.aval.dtype, product),
         **params,
     )

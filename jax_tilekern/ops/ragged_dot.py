@@ -143,15 +143,12 @@ def ragged_dot(
     if debug:
         _check_sizes(group_sizes, np.shape(lhs)[0], group_offset, np.shape(rhs)[0])
     lhs, rhs, group_sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
-    dense = Contraction.of_dot_general(2, 3, _ROWS_BY_MATRICES.dot_dimension_numbers)
-    rows, group = dense.lhs[0], dense.rhs[0]
-    out = tuple(label for label in dense.dot_general_out if label != group)
     offset = None if group_offset is None else jnp.asarray(group_offset)
     return contract_with_epilogue(
         lhs,
         rhs,
         group_bounds(group_sizes, lhs.shape[0], offset, rhs.shape[0]),
-        contraction=Contraction(dense.lhs, dense.rhs, out, (group,), rows, group),
+        contraction=rows_by_matrices(),
         precision=compat.canonicalize_precision(precision),
         product=result.dtype,
         shape=result.shape,
@@ -293,6 +290,14 @@ def ragged_dot_general(
         out_sharding=sharding,
     )
     return compat.with_type(product, result.dtype, result.weak_type)
+
+
+def rows_by_matrices() -> Contraction:
+    """Return the contraction of rows with a matrix for each group, ``mk,gkn->mn``."""
+    dense = Contraction.of_dot_general(2, 3, _ROWS_BY_MATRICES.dot_dimension_numbers)
+    rows, group = dense.lhs[0], dense.rhs[0]
+    out = tuple(label for label in dense.dot_general_out if label != group)
+    return Contraction(dense.lhs, dense.rhs, out, (group,), rows, group)
 
 
 def _sizes_from_offset(

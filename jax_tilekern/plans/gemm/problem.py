@@ -144,25 +144,30 @@ class Product(TypedProduct[MatmulGeometry]):
         return self.geometry
 
 
-@dataclass(frozen=True)
-class PairProduct(Product):
+class OfPair(TypedProduct[_Geometry]):
     """Two products of one ``lhs``, whose accumulators the epilogue combines.
 
-    The second ``rhs`` has the type and the strides of the first, and its buffer follows that.
+    The second ``rhs`` has the type and the strides of the first. Its buffer follows those of the
+    first product's operands.
     """
-
-    _OPERANDS: ClassVar[int] = 3
 
     def alignments(self, *own: int) -> tuple[int, ...]:
         """Return the alignment of every buffer, in bytes."""
-        lhs, rhs, out = own
-        return super().alignments(lhs, rhs, rhs, out)
+        *operands, out = own
+        return super().alignments(*operands, operands[1], out)
 
     def memory_cycles(self, gpu: Gpu) -> float:
         """Return the time to read each operand once and to write the output."""
-        g = self.geometry
+        g = self.strided
         rhs = g.k * g.n * distinct_matrices(g.batch, g.rhs_strides) * self.rhs_dtype.itemsize
         return super().memory_cycles(gpu) + rhs / gpu.rates.memory_bandwidth
+
+
+@dataclass(frozen=True)
+class PairProduct(OfPair[MatmulGeometry], Product):
+    """Two products of one ``lhs``."""
+
+    _OPERANDS: ClassVar[int] = 3
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import Product, TypedProduct
+from jax_tilekern.plans.gemm.problem import OfPair, Product, TypedProduct
 from jax_tilekern.plans.launch import Scalars
 
 # Batch dimensions besides the groups.
@@ -75,7 +75,7 @@ class GroupedProduct(TypedProduct[GroupedGeometry]):
     """A grouped GEMM."""
 
     # The bounds are an operand too.
-    _OPERANDS = 3
+    _OPERANDS: ClassVar[int] = 3
 
     @property
     def strided(self) -> MatmulGeometry:
@@ -85,6 +85,29 @@ class GroupedProduct(TypedProduct[GroupedGeometry]):
     def dense(self, geometry: MatmulGeometry | None = None) -> Product:
         """Return a dense product of the same types, of all rows unless a geometry is given."""
         return Product(geometry or self.strided, *self.dtypes, self.arithmetic)
+
+
+@dataclass(frozen=True)
+class GroupedPair(OfPair[GroupedGeometry], GroupedProduct):
+    """Two grouped GEMMs of one ``lhs`` with ragged rows."""
+
+    _OPERANDS: ClassVar[int] = 4
+
+
+@dataclass(frozen=True)
+class GroupedSum(GroupedProduct):
+    """The sum of two grouped GEMMs of ragged rows.
+
+    The operands of both have the same types, sizes and strides. The buffers of the second ``lhs``
+    and ``rhs`` follow those of the first product's operands.
+    """
+
+    _OPERANDS: ClassVar[int] = 5
+
+    def alignments(self, *own: int) -> tuple[int, ...]:
+        """Return the alignment of every buffer, in bytes."""
+        lhs, rhs, bounds, out = own
+        return lhs, rhs, bounds, lhs, rhs, out
 
 
 def max_tiles(geometry: GroupedGeometry, block_rows: int) -> int:

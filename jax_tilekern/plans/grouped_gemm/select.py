@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from jax_tilekern.plans.candidate import CostedCandidate, fused_plan, ranked_candidates
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.grouped_gemm.problem import GroupedProduct
+from jax_tilekern.plans.grouped_gemm.problem import GroupedPair, GroupedProduct, GroupedSum
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import GROUPED_MMA
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
+from jax_tilekern.plans.policy import current_policy
 
 _FAMILIES = (GROUPED_WGMMA, GROUPED_MMA)
 
@@ -32,7 +33,12 @@ def plan_grouped_gemm(product: GroupedProduct, gpu: Gpu) -> LaunchPlan | NoKerne
     NvrtcNotFound
         If there is no NVRTC to compile the kernel with.
     """
-    found = candidates(product, gpu)
+    if isinstance(product, (GroupedPair, GroupedSum)):
+        if current_policy() != "kernels":
+            return NoKernel("one kernel of two grouped products is planned by policy('kernels')")
+        found = ranked_candidates((GROUPED_WGMMA,), product, gpu)
+    else:
+        found = candidates(product, gpu)
     if isinstance(found, NoKernel):
         return found
     return found[0].plan(gpu) if product.epilogue is None else fused_plan(found, gpu)

@@ -39,13 +39,25 @@ struct WgmmaConfig {
   // first before those of the second. The epilogue combines their accumulators, which each thread
   // has for the same elements, and the output tile has half as many columns.
   bool pair;
+  // Whether lhs is a pair of matrices: the tile of lhs has, in blocks of 64 rows, rows of the first
+  // and the same rows of the second. The output tile has half as many rows.
+  bool lhs_pair;
+  // Products that are added, of operands of one shape: 1, or 2. The k-tiles of the second come
+  // after those of the first.
+  int terms;
 
-  // Columns of the output tile.
+  // Rows and columns of the output tile.
+  constexpr int out_m() const { return lhs_pair ? block_m / 2 : block_m; }
   constexpr int out_n() const { return pair ? block_n / 2 : block_n; }
   constexpr int tile_consumers() const { return cooperative ? consumers : 1; }
   constexpr int consumer_m() const { return block_m / tile_consumers(); }
+  constexpr int consumer_out_m() const { return out_m() / tile_consumers(); }
   constexpr int threads() const { return (consumers + 1) * 128; }
 };
+
+// Rows of a matrix of lhs, if it is a pair, that come before the same rows of the other: those of
+// an MMA.
+inline constexpr int kPairedRowBlock = 64;
 
 inline constexpr int kMaxTmaBatchDims = 3;
 
@@ -63,7 +75,8 @@ struct WgmmaShape {
   int32 batches;
   int32 m;
   int32 n;
-  // All k-tiles, and those of each split-K part, whose accumulators are an output of their own.
+  // All k-tiles, of all terms, and those of each split-K part, whose accumulators are an output of
+  // their own.
   int32 k_tiles;
   int32 split_k_tiles;
   // Distance of an operand's high and low parts along k, in elements.

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(config.threads(), 1)
   using Scheduler = DynamicPersistentScheduler<config, ClaimedDenseTiles<config>>;
   WgmmaMatmul<OperandTypes<Lhs>, OperandTypes<Rhs>, Out, config, Scheduler, Epilogue>(
       shape, {ClaimedDenseTiles<config>(shape), claimed}, Epilogue{operands...})
-      .run(lhs, rhs, rhs, out_map, out_map, out);
+      .run({lhs, rhs, rhs}, {lhs, rhs, rhs}, out_map, out_map, out);
 }
 
 }  // namespace tilekern

@@ -124,7 +124,7 @@ class WorkTileRing {
   // remote store would need a fence before each look.
   void send(int slot, int cta) const {
     ScheduledTile tile = slots_[slot];
-    tile.work.m += cta * config.block_m;
+    tile.work.m += cta * config.out_m();
     constexpr int kParts = kSlotBytes / 16;
     const auto& words = reinterpret_cast<const uint32(&)[kParts][4]>(tile);
     const uint32 address = shared_address(slots_ + slot);

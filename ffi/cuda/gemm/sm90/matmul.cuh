@@ -48,10 +48,11 @@ class WgmmaMatmul {
   using Order = OrderedBarrier<config>;
   using Store = TileStore<Out, config, typename Mma::Coordinates::Layout, Scheduler::kPartialN,
                           Scheduler::kMirrors>;
-  static constexpr int kRowBlocks = config.consumer_m() / 64;
+  static constexpr int kRowBlocks = config.consumer_out_m() / 64;
   static_assert(config.consumers <= 2, "registers");
   // Ping-pong consumers would keep stages from each other, and hide what the epilogue reads anyway.
-  static_assert(Epilogue::kStagedColumns == 0 || (config.cooperative && !config.pair));
+  static_assert(Epilogue::kStagedColumns == 0 ||
+                (config.cooperative && !config.pair && !config.lhs_pair));
 
  public:
   WgmmaMatmul(const WgmmaShape& shape, const typename Scheduler::Params& params,
@@ -66,16 +67,14 @@ class WgmmaMatmul {
         pipeline_(stages_, barriers_),
         cta_(config.cluster > 1 ? cluster_cta_rank() : 0) {}
 
-  // `more_rhs` is what TmaProducer has of it, and `mirror_map` what TileStore has.
-  void run(const TensorMap& lhs, const TensorMap& rhs, const TensorMap& more_rhs,
-           const TensorMap& out_map, const TensorMap& mirror_map, Out* out) {
+  // `second` is what TmaProducer has of it, and `mirror_map` what TileStore has.
+  void run(const OperandMaps& operands, const OperandMaps& second, const TensorMap& out_map,
+           const TensorMap& mirror_map, Out* out) {
     // With a dynamic scheduler no launch overlaps: in a grouped GEMM, which none follows, ptxas
     // would serialize the MMAs for want of registers (C7511).
     if constexpr (!Scheduler::kDynamic) launch_dependents();
     if (threadIdx.x == 0) {
-      prefetch_tensor_map(lhs);
-      prefetch_tensor_map(rhs);
-      if (Scheduler::kPartialN || config.pair) prefetch_tensor_map(more_rhs);
+      Producer::prefetch(operands, second);
       if (config.tma_store) prefetch_tensor_map(out_map);
       if (Scheduler::kMirrors) prefetch_tensor_map(mirror_map);
       pipeline_.init();
@@ -89,7 +88,7 @@ class WgmmaMatmul {
     if (warpgroup == config.consumers) {
       warpgroup_reg_dealloc<40>();
       if (threadIdx.x % 128 == 0) {
-        Producer(pipeline_, shape_, cta_, epilogue_, lhs, rhs, more_rhs).run(params_);
+        Producer(pipeline_, shape_, cta_, epilogue_, operands, second).run(params_);
       }
       if constexpr (Scheduler::kDynamic) {
         if (threadIdx.x % 128 == 32 && cta_ == 0) Scheduler::schedule(params_);
@@ -121,11 +120,12 @@ class WgmmaMatmul {
   }
 
   void consume(const TensorMap& out_map, const TensorMap& mirror_map, Out* out, int consumer) {
-    const int row = config.cooperative ? consumer * config.consumer_m() : 0;
+    const int shared = config.cooperative ? consumer : 0;
+    const int row = shared * config.consumer_out_m();
     const int warp_row = row + threadIdx.x / 32 % 4 * 16;
     Store store(subtiles_ + consumer * kSubtileBuffers * kSubtileBytes, 1 + consumer, out_map,
                 mirror_map, out, shape_);
-    Mainloop mainloop(pipeline_, row, warp_row);
+    Mainloop mainloop(pipeline_, shared * config.consumer_m(), warp_row);
     typename Pipeline::State state;
     Order order(order_, consumer);
     Scheduler scheduler(params_, cta_);
@@ -136,7 +136,10 @@ class WgmmaMatmul {
       }
     };
     const auto all_issued = [&] {
-      if (!config.cooperative) Order::arrive(order_, consumer);
+      if (config.cooperative) return;
+      // In a tile of no k-tiles no MMA has a warp's threads meet: each has waited for the turn.
+      if (Scheduler::kPartialN || Scheduler::kPartialK) __syncwarp();
+      Order::arrive(order_, consumer);
     };
     for (; scheduler.next(); scheduler.release()) {
       if (!config.cooperative) {
@@ -161,7 +164,7 @@ class WgmmaMatmul {
 #pragma unroll
         for (int i = 0; i < kRowBlocks; ++i) {
           const auto at = mainloop.mma().coordinates(i, work, shape_, column_end, is_group);
-          apply(mainloop.mma().result()[i], at);
+          apply(mainloop.mma().result(), i, at);
         }
       }
       if constexpr (Epilogue::kStores) {
@@ -174,16 +177,18 @@ class WgmmaMatmul {
     store.wait_read();
   }
 
-  // Applies the epilogue to the accumulators of a row block.
-  template <typename Accumulator, int kCount, class Coordinates>
-  void apply(Accumulator (&accumulators)[kCount], const Coordinates& at) const {
+  // Applies the epilogue to the accumulators of a row block of the output.
+  template <typename Accumulator, int kBlocks, int kCount, class Coordinates>
+  void apply(Accumulator (&accumulators)[kBlocks][kCount], int i, const Coordinates& at) const {
     if constexpr (config.pair) {
       // Both halves are of the same elements, and have the layout of an MMA of half the columns.
       using Half = Accumulator(&)[kCount / 2];
-      epilogue_(reinterpret_cast<Half>(accumulators[0]),
-                reinterpret_cast<Half>(accumulators[kCount / 2]), at);
+      epilogue_(reinterpret_cast<Half>(accumulators[i][0]),
+                reinterpret_cast<Half>(accumulators[i][kCount / 2]), at);
+    } else if constexpr (config.lhs_pair) {
+      epilogue_(accumulators[2 * i], accumulators[2 * i + 1], at);
     } else {
-      epilogue_(accumulators, at);
+      epilogue_(accumulators[i], at);
     }
   }
 
@@ -244,7 +249,7 @@ __global__ void __launch_bounds__(config.threads(), 1)
   using Scheduler = StaticPersistentScheduler<config>;
   WgmmaMatmul<OperandTypes<Lhs>, OperandTypes<Rhs>, Out, config, Scheduler, Epilogue>(
       shape, {shape}, Epilogue{operands...})
-      .run(lhs, rhs, rhs, out_map, out_map, out);
+      .run({lhs, rhs, rhs}, {lhs, rhs, rhs}, out_map, out_map, out);
 }
 
 // Two products of one lhs: `second_rhs` has the strides of `rhs`, and the epilogue is a function of
@@ -262,7 +267,7 @@ __global__ void __launch_bounds__(config.threads(), 1)
   using Scheduler = StaticPersistentScheduler<config>;
   WgmmaMatmul<OperandTypes<Lhs>, OperandTypes<Rhs>, Out, config, Scheduler, Epilogue>(
       shape, {shape}, Epilogue{operands...})
-      .run(lhs, rhs, second_rhs, out_map, out_map, out);
+      .run({lhs, rhs, rhs}, {lhs, second_rhs, second_rhs}, out_map, out_map, out);
 }
 
 // A product whose output is symmetric, and so is what the epilogue makes of it. `mirror_map` is the
@@ -279,7 +284,7 @@ __global__ void __launch_bounds__(config.threads(), 1)
   using Scheduler = StaticPersistentScheduler<config, SymmetricTiles<config>>;
   WgmmaMatmul<OperandTypes<Lhs>, OperandTypes<Rhs>, Out, config, Scheduler, Epilogue>(
       shape, {shape}, Epilogue{operands...})
-      .run(lhs, rhs, rhs, out_map, mirror_map, out);
+      .run({lhs, rhs, rhs}, {lhs, rhs, rhs}, out_map, mirror_map, out);
 }
 
 // Split-float16 emulation of float32: operands that split_float32() took apart. If their parts are
@@ -303,7 +308,7 @@ __global__ void __launch_bounds__(config.threads(), 1)
   using Scaled = ComposedEpilogue<ScaleByExponents, Epilogue>;
   WgmmaMatmul<Operand, Operand, float, config, Scheduler, Scaled>(
       shape, {shape}, Scaled{{lhs_exponents, rhs_exponents, strides}, Epilogue{operands...}})
-      .run(lhs, rhs, rhs, out_map, out_map, out);
+      .run({lhs, rhs, rhs}, {lhs, rhs, rhs}, out_map, out_map, out);
 }
 
 }  // namespace tilekern

@@ -2,7 +2,8 @@
 //
 // A producer provides
 //
-//   Producer(pipeline, shape, cta, epilogue, tensor maps ...)
+//   Producer(pipeline, shape, cta, epilogue, operands, second)
+//   static void prefetch(operands, second)   by one thread: prefetches the tensor maps
 //   void run(scheduler, params)    by the producer thread: loads the k-tiles of all work tiles, and
 //                                  requests work tiles as tile_scheduler.cuh says
 //
@@ -17,6 +18,14 @@
 
 namespace tilekern {
 
+// Tensor maps of a product's operands. `rhs_step` is rhs in TMA tiles of kTmaColumnStep columns, if
+// tiles may be partial.
+struct OperandMaps {
+  const TensorMap& lhs;
+  const TensorMap& rhs;
+  const TensorMap& rhs_step;
+};
+
 template <class Lhs, class Rhs, WgmmaConfig config, class Pipeline, class Scheduler, class Epilogue>
 class TmaProducer {
   static_assert(kSame<typename Lhs::Storage, typename Lhs::Shared> &&
@@ -26,6 +35,9 @@ class TmaProducer {
       OperandTile<typename Lhs::Shared, config.lhs_k_major, config.block_m, config.block_k>;
   using RhsTile =
       OperandTile<typename Rhs::Shared, config.rhs_k_major, config.block_n, config.block_k>;
+  // What is loaded of one matrix of lhs at a time.
+  using LhsPart = OperandTile<typename Lhs::Shared, config.lhs_k_major,
+                              config.lhs_pair ? kPairedRowBlock : config.block_m, config.block_k>;
   // What each CTA of a cluster loads of a matrix of rhs, and multicasts to all of them.
   using RhsShare = OperandTile<typename Rhs::Shared, config.rhs_k_major,
                                config.out_n() / config.cluster, config.block_k>;
@@ -35,19 +47,29 @@ class TmaProducer {
   static_assert(!Scheduler::kPartialN ||
                 (config.rhs_k_major && config.parts == 1 && config.block_n % kColumnStep == 0));
   static_assert(!config.pair || (config.parts == 1 && !Scheduler::kPartialN));
+  static_assert(!config.lhs_pair || (config.parts == 1 && sizeof(typename Lhs::Shared) == 2));
+  static_assert(config.terms == 1 || (Scheduler::kPartialN && !config.lhs_pair));
 
  public:
-  // `more_rhs` is the second matrix of a pair. Of partial tiles it is rhs in TMA tiles of
-  // kTmaColumnStep columns.
+  // `second` has the second matrix of a pair, or the operands of the second term.
   TmaProducer(const Pipeline& pipeline, const WgmmaShape& shape, int cta, const Epilogue& epilogue,
-              const TensorMap& lhs, const TensorMap& rhs, const TensorMap& more_rhs)
+              const OperandMaps& operands, const OperandMaps& second)
       : pipeline_(pipeline),
         shape_(shape),
         cta_(cta),
         epilogue_(epilogue),
-        lhs_(lhs),
-        rhs_(rhs),
-        more_rhs_(more_rhs) {}
+        operands_(operands),
+        second_(second) {}
+
+  static void prefetch(const OperandMaps& operands, const OperandMaps& second) {
+    constexpr bool kTerms = config.terms > 1;
+    prefetch_tensor_map(operands.lhs);
+    prefetch_tensor_map(operands.rhs);
+    if (Scheduler::kPartialN) prefetch_tensor_map(operands.rhs_step);
+    if (config.lhs_pair || kTerms) prefetch_tensor_map(second.lhs);
+    if (config.pair || kTerms) prefetch_tensor_map(second.rhs);
+    if (Scheduler::kPartialN && kTerms) prefetch_tensor_map(second.rhs_step);
+  }
 
   void run(const typename Scheduler::Params& params) const {
     typename Pipeline::State state;
@@ -107,26 +129,31 @@ class TmaProducer {
     // bytes.
     mbarrier_arrive_expect_tx(
         full, Scheduler::kPartialN ? LhsTile::kBytes + columns * kTileRowBytes : kStageBytes);
-    const int k = work.k + k_tile * config.block_k;
+    const int of_first = shape_.k_tiles / config.terms;
+    const bool is_second = config.terms > 1 && k_tile >= of_first;
+    const OperandMaps& operands = is_second ? second_ : operands_;
+    const int k = work.k + (is_second ? k_tile - of_first : k_tile) * config.block_k;
     uint32 to = pipeline_.stage(state.stage);
 #pragma unroll
     for (int part = 0; part < config.parts; ++part) {
       // The loops over TMA tiles are not unrolled: the producer thread has few registers.
 #pragma unroll 1
-      for (int chunk = 0; chunk < LhsTile::kChunks; ++chunk) {
-        tma_load(to, lhs_,
-                 LhsTile::coordinates(chunk, work.m, k + part * shape_.part_step, work.lhs_batch),
+      for (int chunk = 0; chunk < LhsTile::kBytes / LhsPart::kChunkBytes; ++chunk) {
+        const bool of_second = config.lhs_pair && chunk % 2 > 0;
+        tma_load(to, of_second ? second_.lhs : operands.lhs,
+                 LhsPart::coordinates(config.lhs_pair ? chunk / 2 : chunk, work.m,
+                                      k + part * shape_.part_step, work.lhs_batch),
                  full);
-        to += LhsTile::kChunkBytes;
+        to += LhsPart::kChunkBytes;
       }
     }
 #pragma unroll
     for (int part = 0; part < config.parts; ++part) {
       if constexpr (Scheduler::kPartialN) {
-        load_columns(to, work, columns, k, full);
+        load_columns(to, operands, work, columns, k, full);
       } else {
-        load_rhs(to, rhs_, work, k + part * shape_.part_step, full);
-        if constexpr (config.pair) load_rhs(to + RhsTile::kBytes / 2, more_rhs_, work, k, full);
+        load_rhs(to, operands.rhs, work, k + part * shape_.part_step, full);
+        if constexpr (config.pair) load_rhs(to + RhsTile::kBytes / 2, second_.rhs, work, k, full);
       }
       to += RhsTile::kBytes;
     }
@@ -144,19 +171,20 @@ class TmaProducer {
 
   // The CTA's share of a partial tile, in few TMA tiles, since each takes the producer thread some
   // time.
-  void load_columns(uint32 to, const WorkTile& work, int columns, int k, uint32 full) const {
+  void load_columns(uint32 to, const OperandMaps& operands, const WorkTile& work, int columns,
+                    int k, uint32 full) const {
     constexpr int kLong = Scheduler::kTmaColumns, kShort = Scheduler::kTmaColumnStep;
     const int shorts = columns / kShort;
     int column = shorts * cta_ / config.cluster * kShort;
     const int end = shorts * (cta_ + 1) / config.cluster * kShort;
 #pragma unroll 1
     for (; column + kLong <= end; column += kLong) {
-      load_to_cluster(to + column * kTileRowBytes, rhs_,
+      load_to_cluster(to + column * kTileRowBytes, operands.rhs,
                       RhsTile::coordinates(0, work.n + column, k, work.rhs_batch), full);
     }
 #pragma unroll 1
     for (; column < end; column += kShort) {
-      load_to_cluster(to + column * kTileRowBytes, more_rhs_,
+      load_to_cluster(to + column * kTileRowBytes, operands.rhs_step,
                       RhsTile::coordinates(0, work.n + column, k, work.rhs_batch), full);
     }
   }
@@ -174,9 +202,8 @@ class TmaProducer {
   const WgmmaShape& shape_;
   int cta_;
   const Epilogue& epilogue_;
-  const TensorMap& lhs_;
-  const TensorMap& rhs_;
-  const TensorMap& more_rhs_;
+  const OperandMaps& operands_;
+  const OperandMaps& second_;
 };
 
 }  // namespace tilekern

@@ -52,7 +52,7 @@ class TileStore {
   // Two-byte results are stored by stmatrix, unless pairs of rows are adjacent in memory anyway.
   static constexpr bool kMatrices = kSize == 2 && !(kMajorM && kPairedRows);
 
-  static constexpr int kRowBlocks = config.consumer_m() / 64;
+  static constexpr int kRowBlocks = config.consumer_out_m() / 64;
   static constexpr int kSubtilesPerRowBlock = config.out_n() / kColumns;
   static constexpr int kTileSubtiles = kRowBlocks * kSubtilesPerRowBlock;
   // Mirrored subtiles follow the others.
@@ -87,15 +87,17 @@ class TileStore {
   }
 
   // Stores a work tile's results, or has them wait. Nothing may be waiting: flush() is called
-  // before. The results of a pair are the first half of a row block's accumulators.
-  template <typename Accumulator, int kCount>
-  void store(const Accumulator (&accumulators)[kRowBlocks][kCount], const OutputOrigin& origin) {
+  // before. The results of a pair are the first half of a row block's accumulators, or the
+  // accumulators of every other row block.
+  template <typename Accumulator, int kBlocks, int kCount>
+  void store(const Accumulator (&accumulators)[kBlocks][kCount], const OutputOrigin& origin) {
     origin_ = origin;
     next_ = 0;
     if constexpr (kDeferred) {
 #pragma unroll
       for (int i = 0; i < kResultWords; ++i) {
-        const Accumulator* pair = accumulators[i / kRowBlockWords] + i % kRowBlockWords * 2;
+        const Accumulator* block = accumulators[i / kRowBlockWords * (kBlocks / kRowBlocks)];
+        const Accumulator* pair = block + i % kRowBlockWords * 2;
         results_[i] = packed(pair[0], pair[1]).words[0];
       }
     } else {
@@ -132,13 +134,14 @@ class TileStore {
  private:
   void sync() const { sync_consumer(barrier_); }
 
-  template <bool kAlongM, typename Accumulator, int kCount>
-  void store_all(const Accumulator (&accumulators)[kRowBlocks][kCount]) {
+  template <bool kAlongM, typename Accumulator, int kBlocks, int kCount>
+  void store_all(const Accumulator (&accumulators)[kBlocks][kCount]) {
 #pragma unroll
     for (int i = 0; i < kTileSubtiles; ++i) {
       store_subtile<false, kAlongM>([&](uint32 buffer) {
         const Accumulator* first =
-            accumulators[i / kSubtilesPerRowBlock] + i % kSubtilesPerRowBlock * kColumns / 2;
+            accumulators[i / kSubtilesPerRowBlock * (kBlocks / kRowBlocks)] +
+            i % kSubtilesPerRowBlock * kColumns / 2;
 #pragma unroll
         for (int block = 0; block < kColumns / 8; block += 2) {
           const Accumulator* pair = first + 4 * block;

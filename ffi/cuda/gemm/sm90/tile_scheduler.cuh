@@ -47,7 +47,7 @@ struct DenseTiles {
     const TileCoordinates tile =
         rasterized_tile(number % tiles, shape.tiles_m, shape.tiles_n, shape.raster_height);
     WorkTile work;
-    work.m = (tile.m * config.cluster + cta) * config.block_m;
+    work.m = (tile.m * config.cluster + cta) * config.out_m();
     work.n = tile.n * config.out_n();
     work.k = stacked / shape.batches * shape.split_k_tiles * config.block_k;
     set_batch(work, shape, stacked % shape.batches);
@@ -71,7 +71,7 @@ struct DenseTiles {
 template <WgmmaConfig config>
 struct SymmetricTiles {
   static constexpr bool kMirrors = true;
-  static_assert(config.cluster == 1 && !config.pair);
+  static_assert(config.cluster == 1 && !config.pair && !config.lhs_pair);
 
   static WorkTile work_tile(const WgmmaShape& shape, int number, int) {
     const int tiles = shape.work_tiles / shape.batches;

@@ -14,7 +14,7 @@ enum class Ragged { kN, kK };
 // their work.
 template <WgmmaConfig config, Ragged ragged, int column_step, int tma_column_step, int tma_columns>
 class GroupedTiles {
-  static constexpr int kClusterM = config.cluster * config.block_m;
+  static constexpr int kClusterM = config.cluster * config.out_m();
   static_assert(column_step % tma_column_step == 0 && tma_columns % tma_column_step == 0);
 
  public:

@@ -28,6 +28,8 @@ RING_BYTES = 16 + 4 * (64 + 2 * 8) + 8
 # TMA loads this many rows of N at a time where a tile may be partial: at most two loads a tile.
 _LONG_TMA_ROWS = 128
 _MULTICAST_ROWS = 32
+# Rows of a pair of matrices come in turns of so many (kPairedRowBlock).
+_PAIRED_ROW_BLOCK = 64
 # Each CTA adds the number of CTAs to its work tile until it passes the last.
 MAX_WORK_TILES = 2**31 - 1024
 # Further stages would be idle, or delay the first MMA.
@@ -48,8 +50,9 @@ class WgmmaTile:
         Whether the consumers compute one tile together, rather than a tile each in ping-pong.
     cluster
         CTAs of a cluster, to all of which TMA multicasts the tiles of ``rhs``.
-    pair
-        Whether half of its columns are those of a second product, see ``WgmmaConfig``.
+    pair, lhs_pair
+        Whether half of its columns, or of its rows, are those of a second product, see
+        ``WgmmaConfig``.
     """
 
     block_m: int
@@ -58,6 +61,12 @@ class WgmmaTile:
     cooperative: bool = True
     cluster: int = 1
     pair: bool = False
+    lhs_pair: bool = False
+
+    @property
+    def out_m(self) -> int:
+        """Rows of the output that it has."""
+        return self.block_m // 2 if self.lhs_pair else self.block_m
 
     @property
     def out_n(self) -> int:
@@ -66,7 +75,7 @@ class WgmmaTile:
 
     def grid(self, m: int, n: int) -> tuple[int, int]:
         """Tiles along ``m``, in clusters, and along ``n``."""
-        return math.ceil(m / (self.block_m * self.cluster)), math.ceil(n / self.out_n)
+        return math.ceil(m / (self.out_m * self.cluster)), math.ceil(n / self.out_n)
 
     @property
     def key(self) -> str:
@@ -138,6 +147,8 @@ class WgmmaInstance:
     promote: bool
     parts: int = 1
     pair: bool = False
+    lhs_pair: bool = False
+    terms: int = 1
     symmetric: bool = False
     dynamic: bool = False
     ragged: Literal["n", "k"] | None = None
@@ -154,7 +165,8 @@ class WgmmaInstance:
         if self.ragged:
             ragged = f"tilekern::Ragged::k{self.ragged.upper()}"
             steps = f"{self.column_step}, {self.tma_column_step}, {self.rhs_tma_rows}"
-            name = f"tilekern::ragged_wgmma_matmul<{types}{config}, {ragged}, {steps}>"
+            of = "_of_pair" if self.lhs_pair else "_of_sum" if self.terms > 1 else ""
+            name = f"tilekern::ragged_wgmma_matmul{of}<{types}{config}, {ragged}, {steps}>"
             return Kernel("grouped_gemm/sm90/matmul.cuh", name)
         if self.dynamic:
             name = f"tilekern::wgmma_matmul_dynamic<{types}{config}>"
@@ -186,6 +198,11 @@ class WgmmaInstance:
         if self.column_step:
             return max(self.tma_column_step, min(self.block_n, _LONG_TMA_ROWS) // self.cluster)
         return self.out_n // self.cluster
+
+    @property
+    def lhs_tma_rows(self) -> int:
+        """Rows of M that TMA loads at a time."""
+        return _PAIRED_ROW_BLOCK if self.lhs_pair else self.block_m
 
     @property
     def out_n(self) -> int:
@@ -286,4 +303,5 @@ def instance_for(
         promote=promote,
         parts=parts,
         pair=tile.pair,
+        lhs_pair=tile.lhs_pair,
     ).with_max_stages(gpu)

@@ -118,7 +118,7 @@ def busy_cycles(
         k_tile *= _LHS_IN_REGISTERS_WIDE if wide else _LHS_IN_REGISTERS_NARROW
     if instance.promote:
         k_tile *= _PROMOTED
-    elements = tile.block_m * tile.out_n
+    elements = tile.out_m * tile.out_n
     copies = 2 if instance.symmetric else 1
     stores = epilogue is None or epilogue.stores
     single_elements = stores and not instance.tma_store
@@ -226,7 +226,7 @@ class TiledWgmmaCandidate(CostedCandidate):
             plain,
             epilogue,
             columns=columns,
-            within_rows=rows % (self.tile.block_m * self.tile.cluster) == 0,
+            within_rows=rows % (self.tile.out_m * self.tile.cluster) == 0,
             within_columns=columns % self.tile.out_n == 0,
             tile_columns=self.tile.out_n,
             staging=staging,
@@ -349,7 +349,7 @@ def launch_tiles(
         Whether the kernel stores elements of the output.
     """
     tiles_m, tiles_n = tile.grid(view.lhs.mn, view.rhs.mn)
-    k_tiles = math.ceil(view.k / instance.block_k)
+    k_tiles = instance.terms * math.ceil(view.k / instance.block_k)
     split_k_tiles = math.ceil(k_tiles / splits)
     if work_tiles is None:
         work_tiles = math.ceil(k_tiles / split_k_tiles) * math.prod(view.batch) * tiles_m * tiles_n
@@ -379,14 +379,12 @@ def launch_tiles(
         raster_height(
             gpu.available_sms // tile.cluster,
             tiles_m,
-            tile.block_m * tile.cluster,
+            tile.out_m * tile.cluster,
             tile.block_n,
         ),
         work_tiles,
     )
-    lhs = operand_map(
-        view.lhs, view.lhs_dtype, view.lhs_buffer, instance.lhs_k_major, instance.block_m
-    )
+    lhs = lhs_map(view, instance)
     # An epilogue subtile is 64 rows of n, or as many rows of m as it has columns.
     out_row = TILE_ROW_BYTES // view.out_dtype.itemsize
     out_rows = math.gcd(instance.block_n, out_row) if view.out_m_major else 64
@@ -408,6 +406,12 @@ def launch_tiles(
         shared_memory_bytes=instance.shared_memory_bytes,
         cluster=(instance.cluster, 1, 1),
     )
+
+
+def lhs_map(view: OrientedProduct, instance: WgmmaInstance) -> TensorMap:
+    """Return the map of ``lhs``."""
+    rows = instance.lhs_tma_rows
+    return operand_map(view.lhs, view.lhs_dtype, view.lhs_buffer, instance.lhs_k_major, rows)
 
 
 def rhs_map(view: OrientedProduct, instance: WgmmaInstance, rows: int) -> TensorMap:

@@ -29,14 +29,21 @@ from jax_tilekern.plans.gemm.sm90.tiling import (
     clear_claimed,
     is_launchable,
     launch_tiles,
+    lhs_map,
     oriented_tiles,
     refusal,
     rhs_map,
 )
 from jax_tilekern.plans.gemm.tiles import OrientedProduct, fits_tma
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.grouped_gemm.problem import GroupedProduct, max_tiles, pack_groups
-from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, Buffer, LaunchPlan, NoKernel
+from jax_tilekern.plans.grouped_gemm.problem import (
+    GroupedPair,
+    GroupedProduct,
+    GroupedSum,
+    max_tiles,
+    pack_groups,
+)
+from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, Buffer, LaunchPlan, NoKernel, TensorMap
 
 # All factors and cycles below were measured on an H100.
 
@@ -77,9 +84,11 @@ def _busy_cycles(
     columns = min(tile.block_n, math.ceil((rows + instance.column_step / 2) / tiles))
     tiles_m, _ = tile.grid(view.lhs.mn, 1)
     average_tiles = math.prod(view.batch) * tiles * tiles_m
-    k_tiles = math.ceil(view.k / instance.block_k)
+    k_tiles = instance.terms * math.ceil(view.k / instance.block_k)
     average = dataclasses.replace(tile, block_n=columns)
-    cycles = busy_cycles(average, instance, view, arithmetic, average_tiles, k_tiles, gpu)
+    cycles = busy_cycles(
+        average, instance, view, arithmetic, average_tiles, k_tiles, gpu, product.epilogue
+    )
     return cycles * (_MORE_WEIGHTS if tile.block_m > tile.block_n else 1)
 
 
@@ -101,6 +110,8 @@ def _in_clusters(
 
 
 _BOUNDS = Buffer(2)
+# The first buffer of a second product.
+_SECOND = 3
 # More ranges of rows would leave little shared memory for operands.
 _MAX_SPANS = 1 << 13
 _MIN_STAGES = 2
@@ -117,6 +128,18 @@ _TILES = (
     WgmmaTile(128, 64),
     WgmmaTile(64, 128, consumers=1),
     WgmmaTile(64, 64, consumers=1),
+)
+# Of pairs, in which half of the rows are those of each product.
+_PAIR_TILES = (
+    WgmmaTile(256, 128, lhs_pair=True),
+    WgmmaTile(256, 128, cluster=2, lhs_pair=True),
+    WgmmaTile(128, 192, cooperative=False, lhs_pair=True),
+    WgmmaTile(128, 192, cooperative=False, cluster=2, lhs_pair=True),
+    WgmmaTile(128, 128, cooperative=False, lhs_pair=True),
+    WgmmaTile(128, 128, cooperative=False, cluster=2, lhs_pair=True),
+    WgmmaTile(256, 64, lhs_pair=True),
+    WgmmaTile(128, 128, consumers=1, lhs_pair=True),
+    WgmmaTile(128, 64, consumers=1, lhs_pair=True),
 )
 
 
@@ -157,19 +180,37 @@ class GroupedWgmmaCandidate(TiledWgmmaCandidate):
             kernel=kernel,
             work_tiles=self.max_work_tiles,
             more=(
-                (rhs_map(view, instance, instance.tma_column_step), _BOUNDS, claimed),
+                (
+                    *self._second_maps(view),
+                    rhs_map(view, instance, instance.tma_column_step),
+                    _BOUNDS,
+                    claimed,
+                ),
                 (pack_groups(product.geometry), *epilogue),
             ),
         )
         out_alignment = self.out_alignment(product.out_dtype.itemsize)
+        kind = {GroupedPair: " of a pair", GroupedSum: " of a sum"}.get(type(product), "")
         return LaunchPlan(
-            name=f"ragged_wgmma_matmul {product.arithmetic}",
+            name=f"ragged_wgmma_matmul{kind} {product.arithmetic}",
             gpu=gpu,
             launches=(clear_claimed(compiled, claimed), launch),
             alignments=product.alignments(TMA_STRIDE_BYTES, TMA_STRIDE_BYTES, 4, out_alignment),
             workspace_bytes=(CLAIMED_BYTES,),
             reason=f"{self.tile_reason}, {product.geometry.groups} groups",
         )
+
+    def _second_maps(self, view: OrientedProduct) -> tuple[TensorMap, ...]:
+        """Return the maps of the second product's operands, if there are two products."""
+        instance = self.instance
+        if isinstance(self.product, GroupedPair):
+            return (lhs_map(dataclasses.replace(view, lhs_buffer=_SECOND), instance),)
+        if isinstance(self.product, GroupedSum):
+            # The kernel's lhs is the product's rhs.
+            second = dataclasses.replace(view, lhs_buffer=_SECOND + 1, rhs_buffer=_SECOND)
+            steps = (instance.rhs_tma_rows, instance.tma_column_step)
+            return (lhs_map(second, instance), *(rhs_map(second, instance, x) for x in steps))
+        return ()
 
 
 def grouped_wgmma_candidates(
@@ -187,7 +228,8 @@ def grouped_wgmma_candidates(
     found = []
     # Ragged rows are columns of the transposed product's tiles.
     swaps = (True,) if geometry.ragged == "m" else (False, True)
-    for tile, oriented in oriented_tiles(view, _TILES, gpu, swaps=swaps):
+    tiles = _PAIR_TILES if isinstance(product, GroupedPair) else _TILES
+    for tile, oriented in oriented_tiles(view, tiles, gpu, swaps=swaps):
         instance = _instance(product, tile, oriented, how.promote, gpu)
         work_tiles = dense_tiles(tile, oriented)
         if instance.ragged == "n":
@@ -245,6 +287,7 @@ def _instance(
         ragged="n" if geometry.ragged == "m" else "k",
         column_step=_column_step(tile, view, promote) if geometry.ragged == "m" else tile.block_n,
         scheduler_bytes=RING_BYTES + tile_numbers_bytes,
+        terms=2 if isinstance(product, GroupedSum) else 1,
     ).with_max_stages(gpu)
 
 

@@ -1,0 +1,277 @@
+"""Two grouped GEMMs in one kernel: of one lhs with a function of both, and their sum."""
+
+import dataclasses
+
+import emulated_plans
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulated_gpu import emulated_gpu
+from jax.test_util import check_grads
+from nvrtc_mark import needs_nvrtc
+from numerics import random
+from products import BF16, F16, F32, H100, ragged_product_of
+
+import jax_tilekern as jtk
+from jax_tilekern.epilogue.cuda_text import computed_type, cuda_text
+from jax_tilekern.epilogue.scalar_function import trace_scalars
+from jax_tilekern.ops.fused_contraction import labelled_operands
+from jax_tilekern.ops.pair_contraction import contract_pair
+from jax_tilekern.ops.ragged_dot import rows_by_matrices
+from jax_tilekern.ops.shared_contractions import contract_each, contract_sum
+from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray
+from jax_tilekern.plans.grouped_gemm.problem import GroupedPair, GroupedSum
+from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
+
+# Few CTAs have several tiles each.
+GPU = dataclasses.replace(H100, sm_count=4)
+BOUNDS = {
+    "some": [0, 40, 40, 181, 300],
+    "all of one": [0, 0, 0, 300, 300],
+    "gaps": [7, 90, 90, 91, 222],
+    "none": [150] * 5,
+}
+HOWS = [{}, {"late": ["reads"], "backwards": True}, {"late": ["writes"]}]
+ROWS, N, K, GROUPS = 300, 328, 200, 4
+
+
+def value(gate, up, weight, bias):
+    return jax.nn.silu(gate + bias) * up * weight
+
+
+def pair(arithmetic="bf16", rows=ROWS, n=N, k=K, groups=GROUPS, **layout):
+    """Products whose function reads a number of each row, and a row of each group."""
+    dtype = {"bf16": BF16, "f16": F16}[arithmetic]
+    plain = ragged_product_of(arithmetic, "m", groups, rows, n, k, types=(dtype,) * 3, **layout)
+    text = cuda_text(trace_scalars(value, F32, dtype, [F32, dtype, dtype]).function)
+    arrays = tuple(
+        EpilogueArray(dtype, computed_type(dtype), strides) for strides in ((0, 1, 0), (n, 0, 1))
+    )
+    epilogue = Epilogue(
+        text.statements, text.results, arrays, (), (groups,), text.instructions, "rows", products=2
+    )
+    return GroupedPair(plain.geometry, *plain.dtypes, arithmetic, epilogue)
+
+
+def sum_of(arithmetic="bf16", rows=ROWS, n=N, k=K, groups=GROUPS, **layout):
+    dtype = {"bf16": BF16, "f16": F16}[arithmetic]
+    plain = ragged_product_of(arithmetic, "m", groups, rows, n, k, types=(dtype,) * 3, **layout)
+    return GroupedSum(plain.geometry, *plain.dtypes, arithmetic)
+
+
+PAIR_KEYS = (
+    "256x128", "256x128 clusters of 2", "128x192 ping-pong", "128x128 ping-pong clusters of 2",
+    "128x64 by 1",
+)  # fmt: skip
+SUM_KEYS = "128x256", "128x256 clusters of 2", "64x64 by 1"
+
+
+def emulated(product, key, arrays, **how):
+    found = grouped_wgmma_candidates(product, GPU)
+    candidate = next(x for x in found if x.key == f"ragged wgmma {key} swapped")
+    with emulated_plans.record() as recorded:
+        plan = candidate.plan(GPU)
+    (out,) = emulated_plans.run_plan(plan, recorded, arrays, [((ROWS, N), arrays[0].dtype)], **how)
+    return out
+
+
+def products_of(lhs, rhs, bounds):
+    """The products in float64, and the magnitudes that bound their errors."""
+    results = np.zeros((2, ROWS, N))
+    for group, matrix in enumerate(rhs.astype(np.float64)):
+        own = slice(bounds[group], bounds[group + 1])
+        rows = lhs[own].astype(np.float64)
+        results[:, own] = rows @ matrix, np.abs(rows) @ np.abs(matrix)
+    return results
+
+
+def operands(dtype, count):
+    generator = np.random.default_rng(count)
+
+    def normal(*shape):
+        return (generator.normal(size=shape) / np.sqrt(K)).astype(dtype)
+
+    return [(normal(ROWS, K) * 4).astype(dtype) for _ in range(count)], [
+        normal(GROUPS, K, N) * np.asarray(4, dtype) for _ in range(2)
+    ]
+
+
+needs_emulator = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+
+
+def cases(keys):
+    """Every kernel and every kind of bounds, with orders of the matrices and types in turn."""
+    return [
+        (key, name, bool((i + j) % 2), ("bf16", "f16")[(i + j) // 2 % 2])
+        for i, key in enumerate(keys)
+        for j, name in enumerate(BOUNDS)
+    ]
+
+
+@needs_emulator
+@pytest.mark.parametrize(("key", "bounds", "k_major", "arithmetic"), cases(PAIR_KEYS))
+@pytest.mark.one_in(5)
+def test_a_function_of_two_products(key, bounds, k_major, arithmetic):
+    product = pair(arithmetic, rhs_k_major=k_major)
+    dtype, limits = product.lhs_dtype, BOUNDS[bounds]
+    (lhs,), (gate, up) = operands(dtype, 1)
+    generator = np.random.default_rng(0)
+    weight, bias = (generator.normal(size=s).astype(dtype) for s in ((ROWS,), (GROUPS, N)))
+    laid = [np.ascontiguousarray(w.swapaxes(1, 2)) if k_major else w for w in (gate, up)]
+    arrays = [lhs, laid[0], np.asarray(limits, np.int32), laid[1], weight, bias]
+    out, *others = (emulated(product, key, arrays, **how) for how in HOWS)
+    for other in others:
+        np.testing.assert_array_equal(out, other)
+    both = [products_of(lhs, w, limits) for w in (gate, up)]
+    group_of = np.searchsorted(limits[1:], np.arange(ROWS), "right").clip(0, GROUPS - 1)
+    wide = (weight.astype(np.float64)[:, None], bias.astype(np.float64)[group_of])
+    with jax.enable_x64(True):
+        wanted = np.asarray(value(both[0][0], both[1][0], *wide))
+    inside = (limits[0] <= np.arange(ROWS)) & (np.arange(ROWS) < limits[-1])
+    wanted = np.where(inside[:, None], wanted, 0)
+    error = np.abs(out.astype(np.float64) - wanted)
+    assert (error <= 2**-8 * np.abs(wanted) + 2**-9).all()
+    assert not out[~inside].any()
+
+
+@needs_emulator
+@pytest.mark.parametrize(("key", "bounds", "k_major", "arithmetic"), cases(SUM_KEYS))
+@pytest.mark.one_in(5)
+def test_sum_of_two_products(key, bounds, k_major, arithmetic):
+    product = sum_of(arithmetic, rhs_k_major=k_major)
+    limits = BOUNDS[bounds]
+    lhs, rhs = operands(product.lhs_dtype, 2)
+    laid = [np.ascontiguousarray(w.swapaxes(1, 2)) if k_major else w for w in rhs]
+    arrays = [lhs[0], laid[0], np.asarray(limits, np.int32), lhs[1], laid[1]]
+    out, *others = (emulated(product, key, arrays, **how) for how in HOWS)
+    for other in others:
+        np.testing.assert_array_equal(out, other)
+    wanted, scale = sum(products_of(x, w, limits) for x, w in zip(lhs, rhs, strict=True))
+    assert (np.abs(out.astype(np.float64) - wanted) <= 2**-8 * scale).all()
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("k_major", [False, True])
+def test_kernels_compile_to_what_the_plan_assumes(k_major):
+    sizes = {"rows": 65536, "n": 1280, "k": 2560, "groups": 64, "rhs_k_major": k_major}
+    for product in (pair(**sizes), sum_of(**sizes)):
+        for candidate in grouped_wgmma_candidates(product, H100):
+            entry = candidate.plan(H100).launches[-1].entry
+            assert not entry.serialized, candidate.key
+            # Wide tiles of a pair have as many accumulators as registers beside them.
+            allowed = 128 if isinstance(product, GroupedPair) else 0
+            assert entry.spill_bytes <= allowed, candidate.key
+
+
+# Meaning, on any platform.
+
+CALL = {"contraction": rows_by_matrices(), "precision": jax.lax.Precision.HIGHEST}
+SIZES = np.array([0, 3, 3, 7, 9], np.int32)
+
+
+def arrays_of(rng, dtype=np.float64):
+    """Rows and matrices of two products."""
+    return [random(rng, shape, dtype) for shape in ((10, 5), (4, 5, 6), (10, 5), (4, 5, 6))]
+
+
+def dense(lhs, rhs):
+    """Products of rows, those of no group zeros."""
+    group = np.searchsorted(SIZES[1:], np.arange(10), "right")
+    rows = jnp.einsum("mk,mkn->mn", lhs, rhs[np.minimum(group, 3)], precision="highest")
+    return jnp.where((group < 4)[:, None], rows, 0)
+
+
+def each(lhs, first, second):
+    return contract_each(lhs, first, second, SIZES, **CALL, out_dtype=lhs.dtype)
+
+
+def total(*operands):
+    return contract_sum(*operands, SIZES, **CALL, out_dtype=operands[0].dtype)
+
+
+def combined(lhs, first, second, weight, bias):
+    read = labelled_operands(
+        (weight,), (bias,), SIZES, contraction=CALL["contraction"], shape=(10, 6)
+    )
+    return contract_pair(
+        lhs, first, second, SIZES, **CALL, product=lhs.dtype, function=value, operands=read
+    )
+
+
+def combined_by_parts(lhs, first, second, weight, bias):
+    group = np.searchsorted(SIZES[1:], np.arange(10), "right")
+    inside = (group < 4)[:, None]
+    found = value(dense(lhs, first), dense(lhs, second), weight, bias[np.minimum(group, 3)])
+    return jnp.where(inside, found, 0)
+
+
+FUNCTIONS = {
+    "each": (each, lambda x, a, b: [dense(x, a), dense(x, b)], [0, 1, 3]),
+    "sum": (total, lambda x, a, y, b: dense(x, a) + dense(y, b), [0, 1, 2, 3]),
+    "pair": (combined, combined_by_parts, [0, 1, 3, 4, 5]),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_derivatives_and_batches(rng, x64, name):
+    ours, theirs, used = FUNCTIONS[name]
+    more = [random(rng, s, np.float64) for s in ((10, 1), (4, 6))]
+    operands = [[*arrays_of(rng), *more][i] for i in used]
+
+    def close(f, g, *args):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9),
+            jax.jit(f)(*args), jax.jit(g)(*args),
+        )  # fmt: skip
+
+    close(ours, theirs, *operands)
+    check_grads(ours, operands, 2, rtol=1e-4, atol=1e-4)
+    for i in range(len(operands)):
+
+        def of_one(f, i=i):
+            return lambda x: jax.jacrev(lambda y: f(*operands[:i], y, *operands[i + 1 :]))(x)
+
+        close(of_one(ours), of_one(theirs), operands[i])
+    stacked = [jnp.stack([x, 2 * x]) for x in operands]
+    every = (0,) * len(operands)
+    close(jax.vmap(ours), jax.vmap(theirs), *stacked)
+    for axes in ((0, *every[1:-1], None), (None, *every[1:]), (0, *(None,) * (len(every) - 1))):
+        chosen = [a if axis is None else b for a, b, axis in zip(operands, stacked, axes, strict=1)]
+        close(jax.vmap(ours, axes), jax.vmap(theirs, axes), *chosen)
+
+
+@needs_emulator
+@pytest.mark.parametrize("case", ["some", "one expert", "dropped"])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.one_in(3)
+def test_a_layer_of_experts(case, biases):
+    """A layer that is not differentiated has one kernel for both first products."""
+    tokens, features, hidden, experts, chosen = 90, 64, 72, 4, 2
+    rng = np.random.default_rng(0)
+    shapes = [(experts, features, hidden)] * 2 + [(experts, hidden, features)]
+    if biases:
+        shapes += [(experts, hidden)] * 2
+    x, *matrices = (
+        jnp.asarray(rng.normal(size=s) / 4, BF16) for s in ((tokens, features), *shapes)
+    )
+    indices = rng.integers(1, experts + 1, (tokens, chosen)).astype(np.int32)
+    indices = {"some": indices, "one expert": indices * 0 + 2, "dropped": indices * 0 - 1}[case]
+    weights = jnp.asarray(rng.random((tokens, chosen)), BF16)
+
+    def layer(x, up, gate, down, *biases):
+        b_up, b_gate = biases or (None, None)
+        return jtk.moe(
+            x, up, down, indices, weights, w_gate=gate, b_up=b_up, b_gate=b_gate, group_offset=1
+        )
+
+    wanted = np.asarray(jax.jit(layer)(x, *matrices), np.float64)
+    for how in HOWS[1:]:
+        with emulated_gpu(**how) as ran:
+            found = jax.jit(layer)(x, *matrices)
+        assert "ragged_wgmma_matmul of a pair bf16" in [plan.name for plan in ran]
+        error = np.abs(np.asarray(found, np.float64) - wanted)
+        assert error.max() <= 2**-6 * max(1, np.abs(wanted).max())
+    with emulated_gpu(policy="auto") as ran:
+        jax.jit(layer).lower(x, *matrices)
+    assert not any("pair" in plan.name for plan in ran)
