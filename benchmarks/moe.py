@@ -1,13 +1,15 @@
 """``moe``: a mixture-of-experts layer, and its routing, against the same of ``lax.ragged_dot``.
 
 ``parts`` is the layer of this package's ``ragged_dot`` as a user writes it: weights multiply the
-experts' results, and these are added to tokens. A side that is not installed, or that does not fit
-into the GPU's memory, is a line that says so.
+experts' results, and these are added to tokens. ``kernels`` is ours under ``policy("kernels")``,
+and sides named by a tile have that tile for both first products. A side that is not installed, or
+that does not fit into the GPU's memory, is a line that says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -18,7 +20,9 @@ import numpy as np
 
 import jax_tilekern as jtk
 from benchmarks.calls.ragged_calls import FORWARD, tokamax
-from benchmarks.programs import Arrays, Program, ProgramCommand
+from benchmarks.programs import KERNELS, Arrays, Program, ProgramCommand
+from jax_tilekern.ops import planned_kernel
+from jax_tilekern.plans.grouped_gemm.sm90 import candidates
 
 
 class Sizes(NamedTuple):
@@ -135,19 +139,45 @@ def _route(logits: Any, *, chosen: int) -> Any:
     return weights, indices, plan.order, jnp.diff(plan.bounds)[1:-1]
 
 
+@contextlib.contextmanager
+def _pair_tile(tile: Any) -> Iterator[None]:
+    """Plan kernels of two products with one tile."""
+    tiles = candidates.PAIR_TILES
+    candidates.PAIR_TILES = [tile]
+    planned_kernel._plan_once.cache_clear()
+    try:
+        with KERNELS():
+            yield
+    finally:
+        candidates.PAIR_TILES = tiles
+        planned_kernel._plan_once.cache_clear()
+
+
 def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
-    for name, sizes in _SIZES["cpu" if jax.default_backend() == "cpu" else "gpu"].items():
+    on_gpu = jax.default_backend() != "cpu"
+    contexts: dict[str, Any] = {"kernels": KERNELS} if on_gpu else {}
+    tiles = candidates.PAIR_TILES if on_gpu else ()
+    of_tiles = {str(x): functools.partial(_pair_tile, x) for x in tiles}
+    layers = {**LAYERS, **dict.fromkeys(contexts, _ours)}
+    for name, sizes in _SIZES["gpu" if on_gpu else "cpu"].items():
         operands = functools.partial(_operands, sizes)
-        yield Program(f"{name}, forward", operands, LAYERS, _errors)
+        yield Program(
+            f"{name}, forward", operands, {**layers, **dict.fromkeys(of_tiles, _ours)}, _errors,
+            contexts=contexts | of_tiles,
+        )  # fmt: skip
         if "decode" not in name:
-            gradients = {side: _gradient(layer) for side, layer in LAYERS.items()}
-            yield Program(f"{name}, forward and backward", operands, gradients, _errors)
+            gradients = {side: _gradient(layer) for side, layer in layers.items()}
+            yield Program(
+                f"{name}, forward and backward", operands, gradients, _errors, contexts=contexts
+            )
         routes = {
             side: functools.partial(function, chosen=sizes.chosen)
-            for side, function in (("ours", _route), ("XLA", _route_by_jax))
-        }
+            for side, function in (
+                ("ours", _route), ("XLA", _route_by_jax), *((x, _route) for x in contexts)
+            )
+        }  # fmt: skip
         logits = functools.partial(_router_output, sizes)
-        yield Program(f"{name}, routing", logits, routes, _errors)
+        yield Program(f"{name}, routing", logits, routes, _errors, contexts=contexts)
 
 
 COMMAND = ProgramCommand("mixture-of-experts layers", _programs, 1.0)

@@ -10,6 +10,7 @@ import argparse
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,9 @@ from benchmarks.calls.other_peers import free_bytes
 from benchmarks.measurement.side_times import times_of_sides
 from benchmarks.records.record import Record, program_record
 from jax_tilekern.cli.console import duration, output_file, size, write_json
-from jax_tilekern.plans.policy.setting import Policy, current_policy
+
+# A context of sides.
+KERNELS = functools.partial(jtk.policy, "kernels")
 
 Arrays = Sequence[Any]
 Sides = Mapping[str, Callable[..., Any]]
@@ -46,8 +49,8 @@ class Program:
         Whether 64-bit types are enabled.
     peer
         The side that ours is compared with, where it has no failure.
-    policies
-        The policy under which a side is compiled, if it is not the default.
+    contexts
+        By side, a context in which it is compiled.
     """
 
     name: str
@@ -56,7 +59,7 @@ class Program:
     errors: Callable[[Arrays, Mapping[str, Any]], dict[str, float]]
     wide: bool = False
     peer: str = "XLA"
-    policies: Mapping[str, Policy] = field(default_factory=dict)
+    contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]] = field(default_factory=dict)
 
 
 def measured(program: Program, seconds: float, profiled: bool = True) -> Record:
@@ -72,8 +75,10 @@ def measured(program: Program, seconds: float, profiled: bool = True) -> Record:
         results: dict[str, Any] = {}
         for name, side in program.sides.items():
             try:
-                with jtk.policy(program.policies.get(name, current_policy())):
-                    program_of_side = jax.jit(side).lower(*arguments).compile()
+                with program.contexts.get(name, nullcontext)():
+                    # Sides of one function differ in their contexts.
+                    traced = jax.jit(lambda *args, side=side: side(*args))
+                    program_of_side = traced.lower(*arguments).compile()
                 check_memory(program_of_side)
                 results[name] = jax.block_until_ready(program_of_side(*arguments))
             except Exception as error:
@@ -89,6 +94,10 @@ def measured(program: Program, seconds: float, profiled: bool = True) -> Record:
         runs = {name: functools.partial(side, *arguments) for name, side in compiled.items()}
         times, method = times_of_sides(runs, seconds, profiled)
         choices = jtk.explain(program.sides["ours"], *arguments)
+        kernels = {}
+        for name in [name for name in program.contexts if name in compiled]:
+            with program.contexts[name]():
+                kernels[name] = _texts(jtk.explain(program.sides[name], *arguments))
     medians = {name: float(np.median(found)) for name, found in times.device.items()}
     return {
         "name": program.name,
@@ -101,8 +110,13 @@ def measured(program: Program, seconds: float, profiled: bool = True) -> Record:
             name: side.memory_analysis().temp_size_in_bytes for name, side in compiled.items()
         },
         **({"failures": failures} if failures else {}),
-        "kernels": [f"{choice.kernel or '-'} {choice.reason}".strip() for choice in choices],
+        "kernels": _texts(choices),
+        **({"kernels_of_sides": kernels} if kernels else {}),
     }
+
+
+def _texts(choices: Iterable[Any]) -> list[str]:
+    return [f"{choice.kernel or '-'} {choice.reason}".strip() for choice in choices]
 
 
 def check_memory(compiled: Any, placed: bool = True) -> None:
@@ -202,6 +216,8 @@ class ProgramCommand:
                 print(f"    {name}: {failure}", flush=True)
             for kernel in row["kernels"]:
                 print(f"    {kernel}", flush=True)
+            for name, kernels in row.get("kernels_of_sides", {}).items():
+                print(f"    {name}:", *kernels, sep="\n        ", flush=True)
             if arguments.json:
                 write_json(arguments.json, record)
         return 0

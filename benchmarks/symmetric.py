@@ -18,7 +18,7 @@ import numpy as np
 
 import jax_tilekern as jtk
 from benchmarks.muon import by_jnp
-from benchmarks.programs import Arrays, Program, ProgramCommand
+from benchmarks.programs import KERNELS, Arrays, Program, ProgramCommand
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import SymmetricProduct
 from jax_tilekern.plans.gemm.sm90.symmetric import symmetric_candidates
@@ -138,7 +138,7 @@ def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
                     **_halves(shape, dtype),
                 },
                 _errors_of(_exact_product),
-                policies={"kernels": "kernels"},
+                contexts={"kernels": KERNELS},
             )
             if shape[-1] == shape[-2]:
                 yield Program(
@@ -150,7 +150,7 @@ def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
                         "XLA": lambda x: 2 * (x @ x) - 3 * x,
                     },
                     _errors_of(_exact_polynomial),
-                    policies={"kernels": "kernels"},
+                    contexts={"kernels": KERNELS},
                 )
         for shape in _STACKS[backend]:
             standard, gram = (
@@ -169,7 +169,7 @@ def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
                     "XLA": by_jnp,
                 },
                 _differences,
-                policies={"standard, kernels": "kernels", "gram, kernels": "kernels"},
+                contexts={"standard, kernels": KERNELS, "gram, kernels": KERNELS},
             )
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from emulated_gpu import emulated_gpu
 from jax.test_util import check_grads
-from nvrtc_mark import needs_nvrtc
 from numerics import random
+from nvrtc_mark import needs_nvrtc
 from products import BF16, F16, F32, H100, ragged_product_of
 
 import jax_tilekern as jtk

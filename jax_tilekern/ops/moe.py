@@ -30,7 +30,8 @@ from jax_tilekern.ops.pair_contraction import contract_pair
 from jax_tilekern.ops.ragged_dot import rows_by_matrices
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.keys import clipped
-from jax_tilekern.ops.segments.plan import segment_plan
+from jax_tilekern.ops.segments.order import order_and_places
+from jax_tilekern.ops.segments.plan import is_too_large
 from jax_tilekern.ops.segments.top_k import top_k
 from jax_tilekern.ops.shared_contractions import contract_each
 from jax_tilekern.plans.policy import current_policy
@@ -132,25 +133,28 @@ def route(
         raise ValueError(f"route: k is {k}, and a token has {allowed} experts to choose from")
 
     def routed(operands: tuple[Array, Array | None]) -> list[Array]:
-        scores, logarithms = _scores(operands[0], score_function)
-        indices = _chosen(scores, operands[1], k, groups)
+        logits, bias = operands
+        wide = logits.astype(jnp.promote_types(logits.dtype, np.float32))
+        if bias is None and groups is None:
+            # Scores have the order of the logits.
+            chosen, indices = top_k(logits if logits.dtype.itemsize > 1 else wide, k)
+            chosen = chosen.astype(wide.dtype)
+        else:
+            functions = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
+            indices = _chosen(functions[score_function](wide), bias, k, groups)
+            chosen = jnp.take_along_axis(wide, indices, 1)
         if normalize:
             # Chosen scores over their sum, where all may be tiny.
-            weights = jax.nn.softmax(jnp.take_along_axis(logarithms, indices, 1))
+            softmax = score_function == "softmax"
+            weights = jax.nn.softmax(chosen if softmax else jax.nn.log_sigmoid(chosen))
+        elif score_function == "softmax":
+            weights = jnp.exp(chosen - jax.nn.logsumexp(wide, 1, keepdims=True))
         else:
-            weights = jnp.take_along_axis(scores, indices, 1)
+            weights = jax.nn.sigmoid(chosen)
         return [weights.astype(logits.dtype), indices]
 
     spec = (spec_of(logits)[0], None)
     return Routing(*by_automatic_axes(routed, (logits, bias), lambda: [spec, spec]))
-
-
-def _scores(logits: Array, function: str) -> tuple[Array, Array]:
-    """Return the scores of experts, and logarithms of them, up to a number for each token."""
-    wide = logits.astype(jnp.promote_types(logits.dtype, np.float32))
-    if function == "softmax":
-        return jax.nn.softmax(wide), wide
-    return jax.nn.sigmoid(wide), jax.nn.log_sigmoid(wide)
 
 
 def _chosen(scores: Array, bias: Array | None, k: int, groups: tuple[int, int] | None) -> Array:
@@ -326,12 +330,11 @@ def _sort(indices: Array, offset: Array | None, experts: int) -> _Sorted:
     own = ids if offset is None else ids - clipped(offset, -experts, 2**31 - 1)
     # Pairs of no expert are behind the others.
     ids = jnp.where((ids >= 0) & (own >= 0) & (own < experts), own, experts)
-    plan = segment_plan(ids, experts)
-    assert plan.order is not None
-    count = tokens * k
-    places = jnp.zeros(count, np.int32).at[plan.order]
-    rows = places.set(lax.iota(np.int32, count), unique_indices=True, mode="promise_in_bounds")
-    return _Sorted(plan.bounds[1:-1], plan.order, rows.reshape(tokens, k))
+    if is_too_large(ids, experts):
+        raise ValueError(f"moe: {tokens} tokens of {k} experts are more pairs than int32 counts")
+    pairs, places, bounds = order_and_places(ids, bins=experts + 2)
+    # The first bin has keys below all experts, and the last those behind them.
+    return _Sorted(bounds[1:-1], pairs, places.reshape(tokens, k))
 
 
 def _layer(
@@ -360,7 +363,12 @@ def _layer(
         results = products.plain(hidden, w_down, out_dtype)
     else:
         results = products.with_epilogue(
-            hidden, w_down, out_dtype, lambda y, weight, bias: y + weight * bias, (weights,), (bias,)
+            hidden,
+            w_down,
+            out_dtype,
+            lambda y, weight, bias: y + weight * bias,
+            (weights,),
+            (bias,),
         )
     return combine_rows(results, places=by_expert.places, tokens=tokens)
 
@@ -487,15 +495,17 @@ def _hidden(
         products = _Products(bounds, precision)
         if len(matrices) == 1:
             return products.with_epilogue(
-                rows[0], *matrices, dtype, of_accumulators, (weights,), biases
+                rows[0], matrices[0], dtype, of_accumulators, (weights,), biases
             )
-        return products.of_pair(rows[0], *matrices, dtype, of_accumulators, (weights,), biases)
+        return products.of_pair(
+            rows[0], matrices[0], matrices[1], dtype, of_accumulators, (weights,), biases
+        )
 
     def unfused(
         products: _Products, rows: Any, matrices: Any, weights: Array, biases: Any
     ) -> Array:
         if len(rows) < len(matrices):
-            values = products.each(*rows, *matrices, dtype)
+            values = products.each(rows[0], matrices[0], matrices[1], dtype)
         else:
             left = iter(biases)
             values = [
@@ -504,7 +514,8 @@ def _hidden(
                 else products.plain(x, w, dtype)
                 for x, w, has_bias in zip(rows, matrices, biased, strict=True)
             ]
-        return value(weights, *map(_saved, values))
+        result: Array = value(weights, *map(_saved, values))
+        return result
 
     @hidden.defjvp
     def _jvp(primals: Any, tangents: Any) -> Any:

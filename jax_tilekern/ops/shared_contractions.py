@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.ops.contraction import contract, mapped, masked_product, transposes
@@ -102,7 +102,7 @@ def _reference_of_sum(
         masked_product(*factors, *bounds, out_dtype=wide, **params)
         for factors in ((lhs, rhs), (second_lhs, second_rhs))
     )
-    return sum(terms).astype(out_dtype)
+    return functools.reduce(lax.add, terms).astype(out_dtype)
 
 
 def _second_onto_first(
@@ -114,7 +114,7 @@ def _second_onto_first(
     contraction: Contraction,
     precision: Any,
     out_dtype: np.dtype[Any],
-) -> list[Array]:
+) -> Array:
     """Compute one product, and add it to the other one in that one's epilogue."""
     first = contract(
         lhs, rhs, *bounds, contraction=contraction, precision=precision, out_dtype=out_dtype
@@ -124,7 +124,7 @@ def _second_onto_first(
         return x + first.astype(x.dtype)
 
     wide = accumulator_dtype(lhs.dtype, out_dtype)
-    return contract_with_scalar_function(
+    (result,) = contract_with_scalar_function(
         second_lhs,
         second_rhs,
         *bounds,
@@ -135,6 +135,7 @@ def _second_onto_first(
         operands=[(first, contraction.out)],
         in_place=((0, 0),),
     )
+    return result
 
 
 # Differentiation.
@@ -218,7 +219,7 @@ def _batch_of_sum(
         pairs = (*factors[:2], *operands[2:4], *factors[2:])
         return contract_sum(*pairs, contraction=labels, **params), 0
     function = functools.partial(_second_onto_first, **params)
-    (result,) = jax.vmap(function, in_axes=tuple(dims), axis_size=axis_data.size)(*operands)
+    result = jax.vmap(function, in_axes=tuple(dims), axis_size=axis_data.size)(*operands)
     return result, 0
 
 
@@ -247,19 +248,13 @@ def _kernel_of_sum(operands: Sequence[Operand], **params: Any) -> PlannedKernel 
     return planned.reason if isinstance(planned, Fallback) else planned
 
 
-def _described(kind: str, contraction: Contraction) -> str:
-    return f"{kind} {contraction}"
-
-
 def _operation(name: str, **rules: Any) -> Any:
     def describe(*, contraction: Contraction, **_: Any) -> str:
-        return _described(name, contraction)
+        return f"{name} {contraction}"
 
     # XLA partitions each of the two contractions.
     return define(
-        Operation(
-            name=f"tilekern_contract_{name}", sharding_rule=None, describe=describe, **rules
-        )
+        Operation(name=f"tilekern_contract_{name}", sharding_rule=None, describe=describe, **rules)
     )
 
 
@@ -275,15 +270,11 @@ _bind_each = _operation(
 )
 
 
-def _sum_of_two(*operands: Array, **params: Any) -> Array:
-    return _second_onto_first(*operands, **params)[0]
-
-
 _bind_sum = _operation(
     "sum",
     reference=_reference_of_sum,
     transposes={(0, 2): _cotangents_of_lhs, (1, 3): _cotangents_of_rhs},
     batch=_batch_of_sum,
-    composed=_sum_of_two,
-    planners=planners(_kernel_of_sum, _sum_of_two, _HOW, on_cpu="kernels of both are for Hopper"),
+    composed=_second_onto_first,
+    planners=planners(_kernel_of_sum, _second_onto_first, _HOW, on_cpu="one kernel is for Hopper"),
 )

@@ -1,7 +1,8 @@
 // A stable sort of the numbers of rows by small integer keys: least significant digit first, with
 // counts instead of atomic operations on memory, so that the order is the same at every call. The
 // passes over a digit are `count_digits`, `scan_digits` and `scatter_digits`; `find_bounds` finds
-// where each key begins.
+// where each key begins. Few keys have one digit, and few tiles need no scan: then `count_digits`
+// and `sort_tiles` are all, and the latter alone where there is one tile.
 #pragma once
 
 #include "ptx.cuh"
@@ -34,9 +35,9 @@ inline uint32 digit_of(const SortPass& pass, int32 bin) {
   return static_cast<uint32>(bin) >> pass.shift & (pass.digits - 1);
 }
 
-// Counts the digits of each tile: counts[digit][tile]. A thread has kItems keys of a tile. With
-// kFirst they are keys, without it bins.
-template <int kItems, bool kFirst>
+// Counts the digits of each tile: counts[digit][tile], or counts[tile][digit] with kByTile. A
+// thread has kItems keys of a tile. With kFirst they are keys, without it bins.
+template <int kItems, bool kFirst, bool kByTile = false>
 __global__ void __launch_bounds__(kSortThreads)
     count_digits(const int32* keys, uint32* counts, const __grid_constant__ SortPass pass) {
   __shared__ uint32 found[kMaxDigits];
@@ -55,7 +56,8 @@ __global__ void __launch_bounds__(kSortThreads)
   }
   __syncthreads();
   for (uint32 digit = thread; digit < pass.digits; digit += kSortThreads) {
-    counts[static_cast<int64>(digit) * pass.tiles + blockIdx.x] = found[digit];
+    const int64 row = kByTile ? blockIdx.x : digit, column = kByTile ? digit : blockIdx.x;
+    counts[row * (kByTile ? pass.digits : pass.tiles) + column] = found[digit];
   }
 }
 
@@ -99,14 +101,70 @@ __global__ void __launch_bounds__(kSortThreads)
   if (threadIdx.x == 0) totals[blockIdx.x] = total;
 }
 
-// Writes the rows in the order of this digit. With kFirst, they are in the order of their numbers;
-// without it, `rows` are the rows in the order of the digits before, and `keys` are their bins.
+// How many keys of a digit all tiles have, and how many those before this one.
+struct DigitCounts {
+  uint32 total;
+  uint32 before;
+};
+
+// Those that scan_digits() has left.
+struct ScannedCounts {
+  const SortPass& pass;
+  const uint32* counts;
+  const uint32* totals;
+
+  void load() const {}
+  DigitCounts operator()(uint32 digit, uint32) const {
+    return {totals[digit], counts[static_cast<int64>(digit) * pass.tiles + blockIdx.x]};
+  }
+};
+
+// The sums of counts[tile][digit], which every CTA adds up for itself.
+struct SummedCounts {
+  const SortPass& pass;
+  const uint32* counts;
+  // In shared memory.
+  uint32 (&totals)[kMaxDigits];
+  uint32 (&before)[kMaxDigits];
+
+  void load() const {
+    if (pass.tiles == 1) return;
+    for (uint32 digit = threadIdx.x; digit < kMaxDigits; digit += kSortThreads) {
+      totals[digit] = before[digit] = 0;
+    }
+    __syncthreads();
+    // A thread has one digit at a time, and adjacent threads have adjacent digits.
+    const uint32 width = min_of(pass.digits, static_cast<uint32>(kSortThreads));
+    for (uint32 digit = threadIdx.x % width; digit < pass.digits; digit += width) {
+      uint32 all = 0, own = 0;
+#pragma unroll 8
+      for (uint32 tile = threadIdx.x / width; tile < pass.tiles; tile += kSortThreads / width) {
+        const uint32 count = counts[tile * pass.digits + digit];
+        all += count;
+        if (tile < blockIdx.x) own += count;
+      }
+      atomicAdd(&totals[digit], all);
+      atomicAdd(&before[digit], own);
+    }
+  }
+  DigitCounts operator()(uint32 digit, uint32 here) const {
+    if (pass.tiles == 1) return {here, 0};
+    return {totals[digit], before[digit]};
+  }
+};
+
+// Sorts the CTA's tile by a digit, stably and in shared memory, so that it writes runs of a digit.
+// Rows are those of scatter_digits().
 //
-// A CTA sorts its tile in shared memory first, so that it writes runs of a digit.
-template <int kItems, bool kFirst>
-__global__ void __launch_bounds__(kSortThreads)
-    scatter_digits(const int32* keys, const int32* rows, const uint32* counts, const uint32* totals,
-                   int32* sorted_keys, int32* sorted_rows, const __grid_constant__ SortPass pass) {
+//   counts.load()              by all threads, before a barrier
+//   counts(digit, here)        a digit's counts, of which the tile has `here`
+//   begins(digit, begin)       where a digit begins in the order of all rows
+//   placed(row, place)         the place of one of the thread's rows
+//   write(place, bin, row)     what is at a place; threads have adjacent places
+template <int kItems, bool kFirst, class Counts, class Begins, class Placed, class Write>
+inline void sort_tile(const int32* keys, const int32* rows, const SortPass& pass,
+                      const Counts& counts, const Begins& begins, const Placed& placed,
+                      const Write& write) {
   constexpr uint32 kTile = kSortThreads * kItems;
   // For each warp and digit, first the count, then where the next one goes in the tile.
   __shared__ uint32 places[kSortWarps][kMaxDigits];
@@ -124,6 +182,7 @@ __global__ void __launch_bounds__(kSortThreads)
   __syncthreads();
   launch_dependents();
   wait_for_prerequisites();
+  counts.load();
   int32 key[kItems];
   uint32 rank[kItems];
 #pragma unroll
@@ -150,27 +209,30 @@ __global__ void __launch_bounds__(kSortThreads)
     __syncwarp();
   }
   // A thread's digits: how many in the tile, and in all tiles.
-  uint32 here[kThreadDigits], here_all = 0, everywhere[kThreadDigits], everywhere_all = 0;
+  uint32 here[kThreadDigits], here_all = 0, everywhere_all = 0;
+  DigitCounts everywhere[kThreadDigits];
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kThreadDigits; ++i) {
     const uint32 digit = kThreadDigits * thread + i;
-    here[i] = everywhere[i] = 0;
+    here[i] = 0;
+    everywhere[i] = {};
     if (digit < pass.digits) {
 #pragma unroll
       for (int j = 0; j < kSortWarps; ++j) here[i] += places[j][digit];
-      everywhere[i] = totals[digit];
+      everywhere[i] = counts(digit, here[i]);
     }
     here_all += here[i];
-    everywhere_all += everywhere[i];
+    everywhere_all += everywhere[i].total;
   }
   uint32 place = sum_before(here_all), begin = sum_before(everywhere_all);
 #pragma unroll
   for (int i = 0; i < kThreadDigits; ++i) {
     const uint32 digit = kThreadDigits * thread + i;
     if (digit >= pass.digits) continue;
-    offsets[digit] = begin + counts[static_cast<int64>(digit) * pass.tiles + blockIdx.x] - place;
-    begin += everywhere[i];
+    begins(digit, begin);
+    offsets[digit] = begin + everywhere[i].before - place;
+    begin += everywhere[i].total;
 #pragma unroll
     for (int j = 0; j < kSortWarps; ++j) {
       const uint32 count = places[j][digit];
@@ -183,18 +245,54 @@ __global__ void __launch_bounds__(kSortThreads)
   for (int i = 0; i < kItems; ++i) {
     const uint32 at = first + i * 32 + lane;
     if (at >= pass.count) continue;
-    const uint32 local = places[warp][digit_of(pass, key[i])] + rank[i];
+    const uint32 digit = digit_of(pass, key[i]);
+    const uint32 local = places[warp][digit] + rank[i];
+    const int32 row = kFirst ? static_cast<int32>(at) : rows[at];
     tile_keys[local] = key[i];
-    tile_rows[local] = kFirst ? static_cast<int32>(at) : rows[at];
+    tile_rows[local] = row;
+    placed(row, offsets[digit] + local);
   }
   __syncthreads();
   const uint32 count = min_of(pass.count - tile, kTile);
   for (uint32 i = thread; i < count; i += kSortThreads) {
     const int32 own = tile_keys[i];
-    const uint32 to = offsets[digit_of(pass, own)] + i;
-    sorted_keys[to] = own;
-    sorted_rows[to] = tile_rows[i];
+    write(offsets[digit_of(pass, own)] + i, own, tile_rows[i]);
   }
+}
+
+// Writes the rows in the order of this digit. With kFirst, they are in the order of their numbers;
+// without it, `rows` are the rows in the order of the digits before, and `keys` are their bins.
+template <int kItems, bool kFirst>
+__global__ void __launch_bounds__(kSortThreads)
+    scatter_digits(const int32* keys, const int32* rows, const uint32* counts, const uint32* totals,
+                   int32* sorted_keys, int32* sorted_rows, const __grid_constant__ SortPass pass) {
+  sort_tile<kItems, kFirst>(
+      keys, rows, pass, ScannedCounts{pass, counts, totals}, [](uint32, uint32) {},
+      [](int32, uint32) {},
+      [&](uint32 place, int32 bin, int32 row) {
+        sorted_keys[place] = bin;
+        sorted_rows[place] = row;
+      });
+}
+
+// The only pass over keys of one digit: the order of the rows, the bounds of the bins as
+// find_bounds() has them, and with kPlaces the place of each row in the order. `counts` are those
+// of each tile, counts[tile][digit]; they are not read where there is one tile.
+template <int kItems, bool kPlaces>
+__global__ void __launch_bounds__(kSortThreads)
+    sort_tiles(const int32* keys, const uint32* counts, int32* order, int32* places, int32* bounds,
+               const __grid_constant__ SortPass pass) {
+  __shared__ uint32 totals[kMaxDigits], before[kMaxDigits];
+  sort_tile<kItems, true>(
+      keys, nullptr, pass, SummedCounts{pass, counts, totals, before},
+      [&](uint32 digit, uint32 begin) {
+        if (blockIdx.x == 0 && digit < pass.bins) bounds[digit] = static_cast<int32>(begin);
+        if (blockIdx.x == 0 && digit == 0) bounds[pass.bins] = static_cast<int32>(pass.count);
+      },
+      [&](int32 row, uint32 place) {
+        if (kPlaces) places[row] = static_cast<int32>(place);
+      },
+      [&](uint32 place, int32, int32 row) { order[place] = row; });
 }
 
 // bounds[i] is the number of keys of bins below i, for i up to `bins`, where keys ascend. With

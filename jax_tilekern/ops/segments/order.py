@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from jax_tilekern.primitives.operation import (
     Operation,
     PlannedKernel,
     Planner,
+    Rewrite,
     define,
 )
 
@@ -46,6 +48,15 @@ def order_by_key(keys: Array, *, bins: int) -> tuple[Array, Array]:
     return order, bounds
 
 
+def order_and_places(keys: Array, *, bins: int) -> tuple[Array, Array, Array]:
+    """Return the order and the bounds of :func:`order_by_key`, and between them its inverse.
+
+    The inverse has the position of each row in the order.
+    """
+    order, places, bounds = _bind(keys, bins=bins, is_sorted=False, places=True)
+    return order, places, bounds
+
+
 def bounds_of_sorted(keys: Array, *, bins: int) -> Array:
     """Return the bounds of :func:`order_by_key` for keys that ascend.
 
@@ -56,12 +67,19 @@ def bounds_of_sorted(keys: Array, *, bins: int) -> Array:
     return bounds
 
 
-def _reference(keys: Array, *, bins: int, is_sorted: bool) -> list[Array]:
+def _inverse(order: Array) -> Array:
+    rows = lax.iota(np.int32, order.shape[0])
+    # Zeros of the order's type, which may vary over devices.
+    return jnp.zeros_like(order).at[order].set(rows, unique_indices=True, mode="promise_in_bounds")
+
+
+# Programs that 0.1.0 exported have no ``places``.
+def _reference(keys: Array, *, bins: int, is_sorted: bool, places: bool = False) -> list[Array]:
     rows, keys = lax.iota(np.int32, keys.shape[0]), bins_of(keys, bins)
     order = []
     if not is_sorted:
         keys, rows = lax.sort((keys, rows), num_keys=1)
-        order = [rows]
+        order = [rows, *([_inverse(rows)] if places else [])]
     counts = jnp.zeros(bins + 1, np.int32).at[keys + 1].add(1)
     return [*order, jnp.cumsum(counts, dtype=np.int32)]
 
@@ -72,37 +90,54 @@ def _jvp(primals: Sequence[Any], _: Any, **params: Any) -> tuple[Any, Any]:
 
 
 def _batch(
-    _: Any, operands: Sequence[Array], dims: Sequence[int], *, bins: int, is_sorted: bool
+    _: Any, operands: Sequence[Array], dims: Sequence[int], *, bins: int, **params: Any
 ) -> tuple[list[Array], list[int]]:
     """Sort all batches at once: their keys follow one another."""
     keys = jnp.moveaxis(operands[0], dims[0], 0)
     batch, rows = keys.shape
     flat = (bins_of(keys, bins) - 1 + first_of_batches(batch, bins)).ravel()
-    *order, bounds = _bind(flat, bins=batch * bins, is_sorted=is_sorted)
+    *order, bounds = _bind(flat, bins=batch * bins, **params)
     starts = jnp.stack([bounds[i * bins : (i + 1) * bins + 1] for i in range(batch)])
     first = first_of_batches(batch, rows)
     results = [each.reshape(batch, rows) - first for each in order]
     return [*results, starts - first], [0] * (len(order) + 1)
 
 
-def _sharding_rule(keys: Any, *, is_sorted: bool, **_: Any) -> ShardingRule:
+def _sharding_rule(keys: Any, *, is_sorted: bool, places: bool = False, **_: Any) -> ShardingRule:
     """Every device sorts all rows."""
-    return ShardingRule(((None,),), ((None,),) * (1 if is_sorted else 2), {}, flops=keys.size)
+    results = 1 if is_sorted else 2 + places
+    return ShardingRule(((None,),), ((None,),) * results, {}, flops=keys.size)
 
 
 def _refusal(*_: Any, **__: Any) -> Fallback | None:
     return None
 
 
+def _places_by_xla(keys: Array, *, bins: int) -> list[Array]:
+    order, bounds = order_by_key(keys, bins=bins)
+    return [order, _inverse(order), bounds]
+
+
+def _with_places(reason: str, bins: int) -> Rewrite:
+    return Rewrite(reason, functools.partial(_places_by_xla, bins=bins))
+
+
 def _cuda(
-    operands: Sequence[Operand], _: Any, *, bins: int, is_sorted: bool
-) -> PlannedKernel | Fallback:
+    operands: Sequence[Operand], _: Any, *, bins: int, is_sorted: bool, places: bool = False
+) -> PlannedKernel | Rewrite | Fallback:
     (keys,) = operands
     planner = plan_bounds if is_sorted else plan_index_sort
-    return planned_kernel((keys.value,), planner, IndexSort(keys.aval.shape[0], bins))
+    sort = IndexSort(keys.aval.shape[0], bins, places)
+    if places and not sort.in_one_pass:
+        return _with_places("XLA inverts an order of several passes", bins)
+    return planned_kernel((keys.value,), planner, sort)
 
 
-def _cpu(operands: Sequence[Operand], _: Any, *, bins: int, **__: Any) -> PlannedKernel:
+def _cpu(
+    operands: Sequence[Operand], _: Any, *, bins: int, places: bool = False, **__: Any
+) -> PlannedKernel | Rewrite:
+    if places:
+        return _with_places("XLA inverts the order", bins)
     call = ffi.CpuCall(ffi.CPU_ORDER_BY_KEY, {})
     return PlannedKernel("cpu_order_by_key", f"{bins} keys", call, (operands[0].value,))
 

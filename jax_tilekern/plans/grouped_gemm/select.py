@@ -33,12 +33,10 @@ def plan_grouped_gemm(product: GroupedProduct, gpu: Gpu) -> LaunchPlan | NoKerne
     NvrtcNotFound
         If there is no NVRTC to compile the kernel with.
     """
-    if isinstance(product, (GroupedPair, GroupedSum)):
-        if current_policy() != "kernels":
-            return NoKernel("one kernel of two grouped products is planned by policy('kernels')")
-        found = ranked_candidates((GROUPED_WGMMA,), product, gpu)
-    else:
-        found = candidates(product, gpu)
+    of_two = isinstance(product, GroupedPair | GroupedSum)
+    if of_two and current_policy() != "kernels":
+        return NoKernel("one kernel of two grouped products is planned by policy('kernels')")
+    found = ranked_candidates((GROUPED_WGMMA,) if of_two else _FAMILIES, product, gpu)
     if isinstance(found, NoKernel):
         return found
     return found[0].plan(gpu) if product.epilogue is None else fused_plan(found, gpu)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from jax_tilekern.compilation.compiler import Compiled, Kernel, compile_kernels
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars, overlapping
+from jax_tilekern.plans.policy import current_policy
 
 _FILE = "segments/index_sort.cuh"
 _THREADS = 256
@@ -17,6 +18,8 @@ _ITEMS = (12, 4)
 # Tiles that occupy a GPU.
 _ENOUGH_TILES = 64
 _DIGIT_BITS = 9
+# Every CTA adds up as many counts of tiles as these at most, rather than read those of a scan.
+_SUMMED_COUNTS = 1 << 14
 # Items of the list of edges and ends of bins have numbers of 31 bits.
 MAX_ITEMS = 2**31 - 1
 
@@ -31,10 +34,30 @@ class IndexSort:
         Number of keys, at least one.
     bins
         Those of keys 0 to ``bins - 3``, and the first and the last one for keys below and above.
+    places
+        Whether the place of each row in the order is a result, too.
     """
 
     rows: int
     bins: int
+    places: bool = False
+
+    @property
+    def items(self) -> int:
+        """Keys of a thread."""
+        many = (n for n in _ITEMS if self.rows >= _ENOUGH_TILES * _THREADS * n)
+        return next(many, _ITEMS[-1])
+
+    @property
+    def tiles(self) -> int:
+        """The number of CTAs."""
+        return math.ceil(self.rows / (_THREADS * self.items))
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether there is one digit, and few tiles, and these kernels are asked for."""
+        few = len(self.digits) == 1 and self.tiles << self.digits[0] <= _SUMMED_COUNTS
+        return few and current_policy() == "kernels"
 
     @property
     def digits(self) -> list[int]:
@@ -61,8 +84,10 @@ def plan_index_sort(sort: IndexSort, gpu: Gpu) -> LaunchPlan | NoKernel:
     """
     if (refused := too_many_items(sort.rows, sort.bins)) is not None:
         return refused
-    items = next((n for n in _ITEMS if sort.rows >= _ENOUGH_TILES * _THREADS * n), _ITEMS[-1])
-    digits, tiles = sort.digits, math.ceil(sort.rows / (_THREADS * items))
+    if sort.in_one_pass:
+        return _plan_one_pass(sort, gpu)
+    assert not sort.places, "places of rows come from one pass"
+    items, digits, tiles = sort.items, sort.digits, sort.tiles
     keys, order, bounds = map(Buffer, range(3))
     largest = 1 << max(digits)
     workspaces = [4 * largest * tiles, 4 * largest]
@@ -98,6 +123,29 @@ def plan_index_sort(sort: IndexSort, gpu: Gpu) -> LaunchPlan | NoKernel:
         alignments=(4, 4, 4),
         workspace_bytes=tuple(workspaces),
         reason=f"digits of {' and '.join(map(str, digits))} bits, {tiles} CTAs",
+    )
+
+
+def _plan_one_pass(sort: IndexSort, gpu: Gpu) -> LaunchPlan:
+    items, tiles, (bits,) = sort.items, sort.tiles, sort.digits
+    count = Kernel(_FILE, f"tilekern::count_digits<{items}, true, true>")
+    tile = Kernel(_FILE, f"tilekern::sort_tiles<{items}, {str(sort.places).lower()}>")
+    counted = tiles > 1
+    compiled = compile_kernels(*([count] if counted else []), tile, arch=gpu.arch)
+    # Places, if there are any, are between the order and the bounds.
+    keys, order, places = map(Buffer, range(3))
+    bounds, counts = (Buffer(i + sort.places) for i in (2, 3))
+    shape = Scalars.pack("5I", sort.rows, tiles, 0, 1 << bits, sort.bins)
+    launches = [_launch(compiled, count, tiles, keys, counts, shape)] if counted else []
+    buffers = (keys, counts if counted else keys, order, places, bounds)
+    launches.append(_launch(compiled, tile, tiles, *buffers, shape))
+    return LaunchPlan(
+        name=f"sort {sort.rows} rows by {sort.bins} keys",
+        gpu=gpu,
+        launches=overlapping(gpu, *launches),
+        alignments=(4,) * (3 + sort.places),
+        workspace_bytes=(4 * tiles << bits,) if counted else (),
+        reason=f"one pass of {bits} bits, {tiles} CTAs",
     )
 
 

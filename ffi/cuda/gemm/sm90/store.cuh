@@ -139,9 +139,8 @@ class TileStore {
 #pragma unroll
     for (int i = 0; i < kTileSubtiles; ++i) {
       store_subtile<false, kAlongM>([&](uint32 buffer) {
-        const Accumulator* first =
-            accumulators[i / kSubtilesPerRowBlock * (kBlocks / kRowBlocks)] +
-            i % kSubtilesPerRowBlock * kColumns / 2;
+        const Accumulator* first = accumulators[i / kSubtilesPerRowBlock * (kBlocks / kRowBlocks)] +
+                                   i % kSubtilesPerRowBlock * kColumns / 2;
 #pragma unroll
         for (int block = 0; block < kColumns / 8; block += 2) {
           const Accumulator* pair = first + 4 * block;

@@ -32,12 +32,13 @@ template <typename Lhs, typename Rhs, typename Out, WgmmaConfig config, Ragged r
           int column_step, int tma_column_step, int tma_columns, class Epilogue,
           typename... Operands>
 __global__ void __launch_bounds__(config.threads(), 1)
-    ragged_wgmma_matmul_of_pair(
-        const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap rhs,
-        const __grid_constant__ TensorMap out_map, Out* out,
-        const __grid_constant__ TensorMap second_lhs, const __grid_constant__ TensorMap rhs_step,
-        const int32* bounds, int32* claimed, const __grid_constant__ WgmmaShape shape,
-        const __grid_constant__ GroupShape groups, Operands... operands) {
+    ragged_wgmma_matmul_of_pair(const __grid_constant__ TensorMap lhs,
+                                const __grid_constant__ TensorMap rhs,
+                                const __grid_constant__ TensorMap out_map, Out* out,
+                                const __grid_constant__ TensorMap second_lhs,
+                                const __grid_constant__ TensorMap rhs_step, const int32* bounds,
+                                int32* claimed, const __grid_constant__ WgmmaShape shape,
+                                const __grid_constant__ GroupShape groups, Operands... operands) {
   static_assert(config.lhs_pair);
   using Tiles = GroupedTiles<config, ragged, column_step, tma_column_step, tma_columns>;
   using Scheduler = DynamicPersistentScheduler<config, Tiles>;
@@ -50,13 +51,15 @@ __global__ void __launch_bounds__(config.threads(), 1)
 template <typename Lhs, typename Rhs, typename Out, WgmmaConfig config, Ragged ragged,
           int column_step, int tma_column_step, int tma_columns>
 __global__ void __launch_bounds__(config.threads(), 1)
-    ragged_wgmma_matmul_of_sum(
-        const __grid_constant__ TensorMap lhs, const __grid_constant__ TensorMap rhs,
-        const __grid_constant__ TensorMap out_map, Out* out,
-        const __grid_constant__ TensorMap second_lhs, const __grid_constant__ TensorMap second_rhs,
-        const __grid_constant__ TensorMap second_rhs_step,
-        const __grid_constant__ TensorMap rhs_step, const int32* bounds, int32* claimed,
-        const __grid_constant__ WgmmaShape shape, const __grid_constant__ GroupShape groups) {
+    ragged_wgmma_matmul_of_sum(const __grid_constant__ TensorMap lhs,
+                               const __grid_constant__ TensorMap rhs,
+                               const __grid_constant__ TensorMap out_map, Out* out,
+                               const __grid_constant__ TensorMap second_lhs,
+                               const __grid_constant__ TensorMap second_rhs,
+                               const __grid_constant__ TensorMap second_rhs_step,
+                               const __grid_constant__ TensorMap rhs_step, const int32* bounds,
+                               int32* claimed, const __grid_constant__ WgmmaShape shape,
+                               const __grid_constant__ GroupShape groups) {
   static_assert(config.terms == 2);
   using Tiles = GroupedTiles<config, ragged, column_step, tma_column_step, tma_columns>;
   using Scheduler = DynamicPersistentScheduler<config, Tiles>;

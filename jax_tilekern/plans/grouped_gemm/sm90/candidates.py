@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jax_tilekern.compilation.compiler import compile_kernels
@@ -130,7 +131,7 @@ _TILES = (
     WgmmaTile(64, 64, consumers=1),
 )
 # Of pairs, in which half of the rows are those of each product.
-_PAIR_TILES = (
+PAIR_TILES: Sequence[WgmmaTile] = (
     WgmmaTile(256, 128, lhs_pair=True),
     WgmmaTile(256, 128, cluster=2, lhs_pair=True),
     WgmmaTile(128, 192, cooperative=False, lhs_pair=True),
@@ -228,7 +229,7 @@ def grouped_wgmma_candidates(
     found = []
     # Ragged rows are columns of the transposed product's tiles.
     swaps = (True,) if geometry.ragged == "m" else (False, True)
-    tiles = _PAIR_TILES if isinstance(product, GroupedPair) else _TILES
+    tiles = PAIR_TILES if isinstance(product, GroupedPair) else _TILES
     for tile, oriented in oriented_tiles(view, tiles, gpu, swaps=swaps):
         instance = _instance(product, tile, oriented, how.promote, gpu)
         work_tiles = dense_tiles(tile, oriented)
