@@ -35,7 +35,7 @@ def plan_grouped_gemm(product: GroupedProduct, gpu: Gpu) -> LaunchPlan | NoKerne
     """
     of_two = isinstance(product, GroupedPair | GroupedSum)
     if of_two and current_policy() != "kernels":
-        return NoKernel("one kernel of two grouped products is planned by policy('kernels')")
+        return NoKernel("one kernel of two grouped GEMMs is planned by policy('kernels')")
     found = ranked_candidates((GROUPED_WGMMA,) if of_two else _FAMILIES, product, gpu)
     if isinstance(found, NoKernel):
         return found

@@ -130,7 +130,7 @@ _TILES = (
     WgmmaTile(64, 128, consumers=1),
     WgmmaTile(64, 64, consumers=1),
 )
-# Of pairs, in which half of the rows are those of each product.
+# Half of the rows of a tile are those of each product of a pair.
 PAIR_TILES: Sequence[WgmmaTile] = (
     WgmmaTile(256, 128, lhs_pair=True),
     WgmmaTile(256, 128, cluster=2, lhs_pair=True),
