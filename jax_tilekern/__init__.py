@@ -25,7 +25,9 @@ from jax_tilekern.ops.lane_kernel import kernel
 from jax_tilekern.ops.linear import gated_linear, linear
 from jax_tilekern.ops.matmul import dot_general, matmul, symmetric_matmul
 from jax_tilekern.ops.moe import Routing, moe, route
+from jax_tilekern.ops.quantize import quantize
 from jax_tilekern.ops.ragged_dot import ragged_dot, ragged_dot_general
+from jax_tilekern.ops.scaled_matmul import scaled_matmul
 from jax_tilekern.ops.segments.functions import (
     segment_max,
     segment_mean,
@@ -91,12 +93,14 @@ __all__ = [
     "out_of_core",
     "patch",
     "policy",
+    "quantize",
     "ragged_dot",
     "ragged_dot_general",
     "route",
     "row_logsumexp",
     "row_max",
     "row_sum",
+    "scaled_matmul",
     "scatter_add",
     "segment_max",
     "segment_mean",

@@ -5,12 +5,14 @@ All kernels would be thousands, so features that are independent in the code are
 
 import itertools
 
+from jax_tilekern.plans.gemm.arithmetic import BF16, F32, FP8
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import Product, SymmetricProduct
+from jax_tilekern.plans.gemm.problem import Product, ScaledProduct, Scales, SymmetricProduct
 from jax_tilekern.plans.gemm.sm80 import config as mma
 from jax_tilekern.plans.gemm.sm80.config import OperandLayout
 from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.config import WGMMA_ARITHMETICS, WgmmaTile
+from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
 from jax_tilekern.plans.gemm.sm90.symmetric import symmetric_candidates
 from jax_tilekern.plans.gpu import VECTOR_BYTES
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
@@ -84,6 +86,19 @@ def wgmma_instances(gpu):
                         continue
                     if first_order or (every_order and tile.block_m * tile.block_n >= 128 * 128):
                         yield candidate.instance
+
+
+def scaled_wgmma_instances(gpu):
+    """Kernels of operands with scales of blocks: each tile, with scales of rows on either side."""
+    for out, odd in ((F32, 0), (BF16, 0), (BF16, 1)):
+        geometry = _geometry(True, True, odd)
+        of_lhs = Scales(1, (), 1, SIZE)
+        for of_rhs in (Scales(128, (), SIZE // 128, 1), Scales(1, (), 1, SIZE + odd)):
+            product = ScaledProduct(
+                geometry, *FP8, out, "fp8", lhs_scales=of_lhs, rhs_scales=of_rhs
+            )
+            for candidate in _found(scaled_candidates(product, gpu)):
+                yield candidate.instance
 
 
 def symmetric_instances(gpu):

@@ -9,6 +9,7 @@ from kernel_samples import (
     grouped_mma_instances,
     grouped_wgmma_instances,
     mma_instances,
+    scaled_wgmma_instances,
     symmetric_instances,
     wgmma_instances,
 )
@@ -136,6 +137,7 @@ def _wgmma_instances():
     yield from wgmma_instances(gpu)
     yield from grouped_wgmma_instances(gpu)
     yield from symmetric_instances(gpu)
+    yield from scaled_wgmma_instances(gpu)
     # Split-float16 emulation, with TMA stores and with stores of single elements.
     for n in (4096, 4097):
         product = product_of("f32", 4096, n, 4096)
@@ -152,6 +154,8 @@ def _wgmma_cases():
         if instance.ragged:
             extra += f"-ragged_{instance.ragged}"
         extra += "-symmetric" * instance.symmetric
+        if instance.scaled_columns is not None:
+            extra += f"-scales_of_columns_by_{instance.scaled_columns}"
         if instance.parts > 1:
             extra += f"-{instance.parts}parts"
         name = f"{_types(instance)}-{tile}-{who}-{orders}-{out}-{extra}"

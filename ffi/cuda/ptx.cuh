@@ -88,6 +88,19 @@ inline uint32 load_global(const uint32* address) {
   return word;
 }
 
+// Loads one or two adjacent floats, where the instruction stands.
+inline float load_global(const float* address) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
+  return value;
+}
+inline void load_global(float (&values)[2], const float* address) {
+  asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];"
+               : "=f"(values[0]), "=f"(values[1])
+               : "l"(address)
+               : "memory");
+}
+
 // Loads kWords 32-bit words of shared memory in one instruction.
 template <int kWords>
 inline void load_shared(uint32 (&words)[kWords], uint32 address) {

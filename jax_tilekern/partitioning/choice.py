@@ -159,6 +159,8 @@ class _Call:
         rule = self.rule
         if self._is_even(label, axes):
             return True
+        if label in rule.blocked:
+            return False
         # The last part is padded. Padded parts are never moved from one dimension to another.
         arrays = self.operands if label in rule.reductions else self.arrays
         stays = all(x.label(axis) in (label, None) for x in arrays for axis in axes)

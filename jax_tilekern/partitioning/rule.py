@@ -50,6 +50,9 @@ class ShardingRule:
         Labels that every device needs whole.
     shared
         Labels along which devices may share the work though no array is split along them.
+    blocked
+        Labels whose positions are blocks: in some arrays the dimension is several times as long as
+        ``sizes`` says. They are split into equal parts only.
     leader
         The operand like which the results are split where the operands are split unlike each other.
         Without it XLA may replicate the results then.
@@ -67,6 +70,7 @@ class ShardingRule:
     combined_by: tuple[str, ...] = ()
     unsplit: frozenset[int] = frozenset()
     shared: frozenset[int] = frozenset()
+    blocked: frozenset[int] = frozenset()
     leader: int | None = None
 
     @property

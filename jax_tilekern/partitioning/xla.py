@@ -151,11 +151,15 @@ def _sharding_rule_attribute(
     def mapping(dims: Dims, shape: Sequence[int]) -> Any:
         own = []
         for label, size in zip(dims, shape, strict=True):
-            if label is None:  # The dimension has a factor of its own.
-                sizes.append(size)
-            own.append(len(sizes) - 1 if label is None else factors[label])
+            of_dimension = [] if label is None else [factors[label]]
+            # What the label does not count, the dimension has a factor of its own for.
+            rest = size if label is None else size // rule.sizes[label]
+            if label is None or (label in rule.blocked and rest > 1):
+                of_dimension.append(len(sizes))
+                sizes.append(rest)
+            own.append(of_dimension)
         return _sdy.TensorMappingAttr.get(
-            dim_mappings=[_sdy.DimMappingAttr.get(factor_indices=[factor]) for factor in own]
+            dim_mappings=[_sdy.DimMappingAttr.get(factor_indices=x) for x in own]
         )
 
     operand_mappings = [mapping(*array) for array in zip(rule.operands, operands, strict=True)]

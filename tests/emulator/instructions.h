@@ -52,6 +52,17 @@ inline float from_e4m3(uint32_t byte) {
   return from_f16((byte & 128) << 8 | (byte & 127) << 7) * 256;
 }
 
+// The nearest 8-bit float with so many bits of mantissa and this least exponent, at most `largest`.
+inline uint32_t to_float8(float value, int mantissa, int least, float largest) {
+  if (value != value) return 127;
+  const double magnitude = std::min(std::abs(value), largest);
+  const int exponent = magnitude == 0 ? least : std::max(std::ilogb(magnitude), least);
+  const auto steps =
+      static_cast<uint32_t>(std::nearbyint(std::ldexp(magnitude, mantissa - exponent)));
+  return static_cast<uint32_t>(std::signbit(value)) << 7 |
+         ((static_cast<uint32_t>(exponent - least) << mantissa) + steps);
+}
+
 // Types of operands of MMAs.
 enum class Type { kF64, kTf32, kBf16, kF16, kE4m3, kE5m2, kS8 };
 
@@ -583,6 +594,14 @@ struct Ptx {
         const uint32_t byte = OP(2) >> (8 * i) & 255;
         const uint32_t half = to_f16(has("e4m3") ? from_e4m3(byte) : from_e5m2(byte));
         *words[i / 2] = i % 2 == 0 ? half : *words[i / 2] | half << 16;
+      }
+    } else if constexpr (has("cvt.rn.satfinite.e4m3x2.f32") || has("cvt.rn.satfinite.e5m2x2.f32")) {
+      const float values[] = {OP(1), OP(2), OP(3), OP(4)};
+      OP(0) = 0;
+      for (int i = 0; i < 4; ++i) {
+        OP(0) |=
+            (has("e4m3") ? to_float8(values[i], 3, -6, 448) : to_float8(values[i], 2, -14, 57344))
+            << 8 * i;
       }
     } else if constexpr (has("cvt.rn.f16.f32")) {
       OP(0) = static_cast<std::uint16_t>(to_f16(OP(1)));

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
@@ -173,6 +173,42 @@ class PairProduct(OfPair[MatmulGeometry], Product):
 @dataclass(frozen=True)
 class SymmetricProduct(Product):
     """A product whose result is symmetric, and so is what its epilogue makes of it."""
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Where the scales of an operand lie, one of float32 for each block.
+
+    Attributes
+    ----------
+    block_rows
+        Rows of a block (of M or N), 1 or 128.
+    batch_strides
+        A stride for each batch dimension, in elements.
+    row_stride, k_stride
+        Strides of blocks of rows, and of k-tiles of 128; 0 where a scale is that of all.
+    """
+
+    block_rows: int
+    batch_strides: tuple[int, ...]
+    row_stride: int
+    k_stride: int
+
+
+@dataclass(frozen=True)
+class ScaledProduct(Product):
+    """A product of operands with scales: those of ``lhs`` and of ``rhs`` are buffers 2 and 3."""
+
+    _OPERANDS: ClassVar[int] = 4
+
+    lhs_scales: Scales = field(kw_only=True)
+    rhs_scales: Scales = field(kw_only=True)
+
+    def alignments(self, *own: int) -> tuple[int, ...]:
+        """Return the alignment of every buffer, in bytes."""
+        lhs, rhs, out = own
+        # Two scales may be loaded at a time.
+        return super().alignments(lhs, rhs, 8, 8, out)
 
 
 def copy_cycles(bytes_: int, gpu: Gpu) -> float:

@@ -13,11 +13,18 @@ import math
 
 from jax_tilekern.plans.candidate import CostedCandidate, fused_plan, ranked_candidates
 from jax_tilekern.plans.gemm.epilogue import EpilogueArray
-from jax_tilekern.plans.gemm.problem import PairProduct, Product, SymmetricProduct, copy_cycles
+from jax_tilekern.plans.gemm.problem import (
+    PairProduct,
+    Product,
+    ScaledProduct,
+    SymmetricProduct,
+    copy_cycles,
+)
 from jax_tilekern.plans.gemm.sm80.candidates import MMA
 from jax_tilekern.plans.gemm.sm90.candidates import WGMMA
 from jax_tilekern.plans.gemm.sm90.emulated import EMULATED
 from jax_tilekern.plans.gemm.sm90.pair import pair_candidates
+from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
 from jax_tilekern.plans.gemm.sm90.symmetric import SymmetricCandidate, symmetric_candidates
 from jax_tilekern.plans.gemm.small.candidates import SMALL
 from jax_tilekern.plans.gemm.vector_product import vector_product_candidates
@@ -99,6 +106,14 @@ def plan_symmetric(product: SymmetricProduct, gpu: Gpu) -> LaunchPlan | NoKernel
     # What the policy knows of a product's kernels holds for half of it.
     half = least / wholes[0].cycles * choice.ours
     return best.plan(gpu) if half <= choice.xla else plan_matmul(product, gpu)
+
+
+def plan_scaled(product: ScaledProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Plan and compile a product of operands with scales."""
+    found = scaled_candidates(product, gpu)
+    if isinstance(found, NoKernel):
+        return found
+    return min(found, key=lambda x: x.cycles).plan(gpu)
 
 
 # The share of the time of writing a result that kernels took beyond their estimates (H100).

@@ -35,8 +35,9 @@ class ConsumerMainloop {
   static constexpr bool kMayBeEmpty = Scheduler::kPartialN || Scheduler::kPartialK;
 
  public:
-  ConsumerMainloop(const Pipeline& pipeline, int row, int warp_row)
-      : pipeline_(pipeline), mma_(row, warp_row) {}
+  ConsumerMainloop(const Pipeline& pipeline, const typename Mma::Params& params, int row,
+                   int warp_row)
+      : pipeline_(pipeline), mma_(params, row, warp_row) {}
 
   Mma& mma() { return mma_; }
 
@@ -48,6 +49,7 @@ class ConsumerMainloop {
   void run(State& state, const Scheduler& scheduler, const InFlight& in_flight,
            const AllIssued& all_issued) {
     if constexpr (kClears || !Mma::kInPlace || kMayBeEmpty) mma_.clear();
+    mma_.start(scheduler);
     if constexpr (Scheduler::kPartialK) {
       // Whole MMA steps are left out, and what is left of the first step that is not is cleared.
       const int rest = scheduler.skipped_k() % kMmaStep;

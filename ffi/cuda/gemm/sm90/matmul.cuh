@@ -36,9 +36,9 @@ namespace tilekern {
 extern __shared__ __align__(1024) unsigned char wgmma_shared[];
 
 // `Lhs` and `Rhs` are OperandTypes.
-template <class Lhs, class Rhs, typename Out, WgmmaConfig config, class Scheduler, class Epilogue>
+template <class Lhs, class Rhs, typename Out, WgmmaConfig config, class Scheduler, class Epilogue,
+          class Mma = WarpgroupMma<Lhs, Rhs, config>>
 class WgmmaMatmul {
-  using Mma = WarpgroupMma<Lhs, Rhs, config>;
   using Pipeline = MainloopPipeline<config, Mma::kStageBytes>;
   using Producer = TmaProducer<Lhs, Rhs, config, Pipeline, Scheduler, Epilogue>;
   // With two copies of the loop's body, ptxas serializes the MMAs (C7515) where they would
@@ -47,7 +47,7 @@ class WgmmaMatmul {
   using Mainloop = ConsumerMainloop<Mma, config, Pipeline, Scheduler, kClears>;
   using Order = OrderedBarrier<config>;
   using Store = TileStore<Out, config, typename Mma::Coordinates::Layout, Scheduler::kPartialN,
-                          Scheduler::kMirrors>;
+                          Scheduler::kMirrors, Mma::kResultsMayWait>;
   static constexpr int kRowBlocks = config.consumer_out_m() / 64;
   static_assert(config.consumers <= 2, "registers");
   // Ping-pong consumers would keep stages from each other, and hide what the epilogue reads anyway.
@@ -56,10 +56,11 @@ class WgmmaMatmul {
 
  public:
   WgmmaMatmul(const WgmmaShape& shape, const typename Scheduler::Params& params,
-              const Epilogue& epilogue)
+              const Epilogue& epilogue, const typename Mma::Params& mma_params = {})
       : shape_(shape),
         params_(params),
         epilogue_(epilogue),
+        mma_params_(mma_params),
         stages_(shared_address(wgmma_shared)),
         subtiles_(stages_ + Pipeline::kStagesBytes),
         barriers_(subtiles_ + config.consumers * kSubtileBuffers * kSubtileBytes),
@@ -125,7 +126,7 @@ class WgmmaMatmul {
     const int warp_row = row + threadIdx.x / 32 % 4 * 16;
     Store store(subtiles_ + consumer * kSubtileBuffers * kSubtileBytes, 1 + consumer, out_map,
                 mirror_map, out, shape_);
-    Mainloop mainloop(pipeline_, shared * config.consumer_m(), warp_row);
+    Mainloop mainloop(pipeline_, mma_params_, shared * config.consumer_m(), warp_row);
     typename Pipeline::State state;
     Order order(order_, consumer);
     Scheduler scheduler(params_, cta_);
@@ -230,6 +231,7 @@ class WgmmaMatmul {
   const WgmmaShape& shape_;
   typename Scheduler::Params params_;
   const Epilogue& epilogue_;
+  const typename Mma::Params& mma_params_;
   // Shared memory, in this order; the scheduler's part is behind the ordered barrier.
   uint32 stages_;
   uint32 subtiles_;

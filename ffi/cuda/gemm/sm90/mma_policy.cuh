@@ -9,10 +9,16 @@
 //                                  where those of row block i belong in the output (epilogue.cuh)
 //   kInPlace                       whether MMAs add to result() itself; the first MMA of a work
 //                                  tile may then overwrite it
+//   Params, Mma(params, row, warp_row)
+//                                  what the kernel passes to it; the consumer's first row in the
+//                                  tile, and the warp's
 //   void clear()                   before a work tile, where MMAs add to what they find
+//   void start(scheduler)          before the first k-tile of a work tile
 //   kFragmentSets                  sets of registers for operands that pass through registers: MMAs
 //                                  of a k-tile read one set while the next is loaded
 //   kRetireEachTile                whether MMAs of a k-tile have to retire before the next k-tile
+//   kResultsMayWait                whether results of two bytes have registers while the next work
+//                                  tile's MMAs run (store.cuh)
 //   load<kSet>(stage)              operand fragments of the k-tile in a stage, if there are any
 //   issue<kSet, kColumns, kFirstStep>(stage, accumulate)
 //                                  the k-tile's MMAs, which run asynchronously, as one batch: of
@@ -22,8 +28,7 @@
 //                                  what the stage of the last batch holds besides operands, such
 //                                  as scales
 //
-// A policy with scales for each k-tile, for example, is one with kRetireEachTile whose retire()
-// adds scale * accumulators to its result.
+// ScaledMma (scaled_mma.cuh) is a policy with scales for each k-tile.
 #pragma once
 
 #include "gemm/sm90/config.cuh"
@@ -159,11 +164,14 @@ class WarpgroupMma {
   using Coordinates = WgmmaCoordinates<Source::kPairedRows>;
   static constexpr bool kInPlace = !Accumulators::kPromoted;
   static constexpr int kFragmentSets = kSets;
+  static constexpr bool kResultsMayWait = true;
   static constexpr bool kRetireEachTile =
       (Accumulators::kPromoted || Source::kThroughRegisters) && kSets == 1;
 
+  struct Params {};
+
   // `row` is the consumer's first row in the tile, and `warp_row` the warp's.
-  WarpgroupMma(int row, int warp_row)
+  WarpgroupMma(const Params&, int row, int warp_row)
       : warp_row_(warp_row),
         row_offset_(LhsTile::mn_offset(row)),
         lhs_(warp_row, threadIdx.x % 32) {}
@@ -182,6 +190,9 @@ class WarpgroupMma {
       for (int j = 0; j < kCount; ++j) result()[i][j] = 0;
     }
   }
+
+  template <class Scheduler>
+  void start(const Scheduler&) {}
 
   template <int kSet>
   void load(uint32 stage) {

@@ -29,8 +29,9 @@ struct OutputOrigin {
 // `Layout` is the accumulators' (WgmmaAccumulatorLayout). kPartialN says that some of a
 // tile's columns may not be its own, and kMirrors that the output is symmetric. Then blocks of
 // 64x64 below the diagonal are stored twice, the second time transposed, and those above it are
-// not.
-template <typename Out, WgmmaConfig config, class Layout, bool kPartialN, bool kMirrors>
+// not. kMayWait says that results have registers beside the next tile's accumulators.
+template <typename Out, WgmmaConfig config, class Layout, bool kPartialN, bool kMirrors,
+          bool kMayWait>
 class TileStore {
   static constexpr bool kPairedRows = Layout::kPairedRows;
   static constexpr int kSize = sizeof(Out);
@@ -59,7 +60,7 @@ class TileStore {
   static constexpr int kEnd = kMirrors ? 2 * kTileSubtiles : kTileSubtiles;
   // Whether results wait in registers. Ping-pong consumers have each other to multiply meanwhile.
   static constexpr bool kDeferred =
-      kMatrices && !kPairedRows && config.tma_store && config.cooperative;
+      kMayWait && kMatrices && !kPairedRows && config.tma_store && config.cooperative;
   static constexpr int kResultWords = kDeferred ? kRowBlocks * config.out_n() / 4 : 1;
   static_assert(kResultWords <= 64, "registers");
   static constexpr int kSubtileWords = kResultWords / kTileSubtiles;

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from jax_tilekern.plans.gemm.passes.reduce_splits import SumPass
 from jax_tilekern.plans.gemm.problem import Product, copy_cycles
 from jax_tilekern.plans.gemm.sm90.config import (
     WGMMA_ARITHMETICS,
+    WgmmaInstance,
     WgmmaTile,
     dense_tiles,
     instance_for,
@@ -40,7 +42,7 @@ from jax_tilekern.plans.gemm.sm90.tiling import (
 )
 from jax_tilekern.plans.gemm.tiles import TILE_ROW_BYTES, OrientedProduct, fits_tma
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, Buffer, LaunchPlan, NoKernel
+from jax_tilekern.plans.launch import TMA_STRIDE_BYTES, Buffer, LaunchPlan, NoKernel, Parameter
 
 # Where A and B are swapped, an epilogue reads its matrices across their rows, element by element.
 _ACROSS_ROWS = 1.05
@@ -87,8 +89,15 @@ class WgmmaCandidate(TiledWgmmaCandidate):
         The factor of split-K; another kernel adds the partial results.
     """
 
+    _NAME: ClassVar[str] = "wgmma_matmul"
+
     product: Product
     splits: int
+
+    @property
+    def _scale_parameters(self) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
+        """The kernel's parameters before and after the shape, of operands with scales."""
+        return (), ()
 
     @property
     def key(self) -> str:
@@ -113,6 +122,7 @@ class WgmmaCandidate(TiledWgmmaCandidate):
             product.out_buffer,
             [workspaces[id(p)] for p in rows],
         )
+        further, strides = self._scale_parameters
         dynamic = [CLEAR_CLAIMED] if instance.dynamic else []
         kernels = dict.fromkeys([kernel, *dynamic, *(p.kernel for p in passes)])
         compiled = compile_kernels(*kernels, arch=gpu.arch)
@@ -132,7 +142,8 @@ class WgmmaCandidate(TiledWgmmaCandidate):
         launches.append(
             launch_tiles(
                 compiled, self.tile, instance, view, self.splits, gpu,
-                kernel=kernel, more=((claimed,) if instance.dynamic else (), more),
+                kernel=kernel,
+                more=((claimed,) if instance.dynamic else further, (*strides, *more)),
                 stores=product.epilogue is None or product.epilogue.stores,
             )
         )  # fmt: skip
@@ -146,7 +157,7 @@ class WgmmaCandidate(TiledWgmmaCandidate):
             launches.append(reduction.launch(compiled, workspaces[id(reduction)], result))
         out_alignment = self.out_alignment(product.out_dtype.itemsize)
         return LaunchPlan(
-            name=f"wgmma_matmul {product.arithmetic}",
+            name=f"{self._NAME} {product.arithmetic}",
             gpu=gpu,
             launches=tuple(launches),
             alignments=product.alignments(
@@ -180,6 +191,28 @@ class WgmmaCandidate(TiledWgmmaCandidate):
 
 def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKernel:
     """Return the ways to compute a product, or why there is none."""
+    return candidates_in(product, TILES, gpu)
+
+
+def candidates_in(
+    product: Product,
+    tiles: Sequence[WgmmaTile],
+    gpu: Gpu,
+    *,
+    specialised: Callable[[WgmmaInstance], WgmmaInstance | None] = lambda instance: instance,
+    candidate: type[WgmmaCandidate] = WgmmaCandidate,
+) -> list[WgmmaCandidate] | NoKernel:
+    """Return the ways to compute a product in some tiles, or why there is none.
+
+    Parameters
+    ----------
+    product, tiles, gpu
+        What is computed, and in what.
+    specialised
+        Makes a kernel one that ``candidate`` has, or ``None`` if it does not.
+    candidate
+        The class of the candidates.
+    """
     how = WGMMA_ARITHMETICS[product.arithmetic]
     refused = refusal(product, how.types, gpu)
     if refused:
@@ -191,9 +224,12 @@ def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKer
     view = _packed(OrientedProduct.of(product), packs, product.first_workspace)
     found = []
     epilogue = product.epilogue
-    for tile, oriented in oriented_tiles(view, TILES, gpu):
+    for tile, oriented in oriented_tiles(view, tiles, gpu):
         for splits in _split_counts(tile, oriented, gpu):
-            instance = instance_for(tile, oriented, how.promote, splits, gpu)
+            special = specialised(instance_for(tile, oriented, how.promote, splits, gpu))
+            if special is None:
+                continue
+            instance = special
             if epilogue and epilogue.reductions:
                 # A row of a split has no sums to reduce.
                 if splits > 1 or not epilogue.fits_orientation(swapped=instance.out_m_major):
@@ -205,7 +241,8 @@ def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKer
             if not is_launchable(instance, work_tiles):
                 continue
             # A single round of tiles is scheduled by the hardware.
-            if gpu.beside_collectives and work_tiles > gpu.available_sms // tile.cluster:
+            can_be_dynamic = instance.scaled_columns is None and gpu.beside_collectives
+            if can_be_dynamic and work_tiles > gpu.available_sms // tile.cluster:
                 instance = instance.with_dynamic_scheduler(gpu)
             k_tiles = math.ceil(math.ceil(oriented.k / instance.block_k) / splits)
             busy = busy_cycles(
@@ -218,7 +255,7 @@ def wgmma_candidates(product: Product, gpu: Gpu) -> list[WgmmaCandidate] | NoKer
                 cycles += copy_cycles(splits * _outputs(product) * 4, gpu)
             if product.epilogue and product.epilogue.has_matrices and oriented.out_m_major:
                 cycles *= _ACROSS_ROWS
-            found.append(WgmmaCandidate(tile, instance, cycles, product, splits))
+            found.append(candidate(tile, instance, cycles, product, splits))
     return found or NoKernel("no wgmma tile fits the operands")
 
 

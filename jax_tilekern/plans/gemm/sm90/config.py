@@ -32,6 +32,8 @@ _MULTICAST_ROWS = 32
 _PAIRED_ROW_BLOCK = 64
 # Each CTA adds the number of CTAs to its work tile until it passes the last.
 MAX_WORK_TILES = 2**31 - 1024
+# Accumulators and scales of a thread.
+_SCALED_REGISTERS = 192
 # Further stages would be idle, or delay the first MMA.
 _MAX_STAGES = 12
 
@@ -119,14 +121,17 @@ WGMMA_ARITHMETICS = {
 }
 
 
-_NOT_IN_CONFIG = ("types", "symmetric", "dynamic", "ragged", "column_step", "scheduler_bytes")
+_NOT_IN_CONFIG = (
+    "types", "symmetric", "scaled_columns", "dynamic", "ragged", "column_step", "scheduler_bytes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class WgmmaInstance:
     """One compiled kernel: its types and its ``WgmmaConfig``; see ``gemm/sm90/config.cuh``.
 
-    A kernel may compute half of a symmetric output, and store it twice.
+    A kernel may compute half of a symmetric output, and store it twice. One of operands with scales
+    loads so many scales of columns at a time, 0 where a tile has one scale.
     The kernel of a grouped GEMM has more choices: the ragged dimension, and the granularity in rows
     of N of loads and MMAs where a tile may be partial. A dynamic tile scheduler takes more shared
     memory.
@@ -150,6 +155,7 @@ class WgmmaInstance:
     lhs_pair: bool = False
     terms: int = 1
     symmetric: bool = False
+    scaled_columns: int | None = None
     dynamic: bool = False
     ragged: Literal["n", "k"] | None = None
     column_step: int = 0
@@ -175,6 +181,9 @@ class WgmmaInstance:
             return Kernel(
                 "gemm/sm90/matmul.cuh", f"tilekern::wgmma_matmul_of_pair<{types}{config}>"
             )
+        if self.scaled_columns is not None:
+            name = f"tilekern::scaled_wgmma_matmul<{types}{config}, {self.scaled_columns}>"
+            return Kernel("gemm/sm90/scaled_matmul.cuh", name)
         if self.symmetric:
             return Kernel(
                 "gemm/sm90/matmul.cuh", f"tilekern::wgmma_symmetric_matmul<{types}{config}>"
@@ -229,6 +238,10 @@ class WgmmaInstance:
     @property
     def fits_registers(self) -> bool:
         """Whether the accumulators leave a thread enough registers for the rest."""
+        if self.scaled_columns is not None:
+            # MMAs of one row block after the other have the same accumulators.
+            scales = self.block_n // 4 if self.scaled_columns else 0
+            return self.accumulators + self.block_n // 2 + scales <= _SCALED_REGISTERS
         if self.promote:
             # There are two sets of accumulators.
             return self.accumulators <= 64

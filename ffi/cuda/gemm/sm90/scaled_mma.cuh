@@ -1,0 +1,198 @@
+// The MMA policy of operands with a scale for each block.
+#pragma once
+
+#include "gemm/sm90/mma_policy.cuh"
+#include "ptx.cuh"
+
+namespace tilekern {
+
+// Where the scales of an operand lie: strides in elements, 0 along what a scale is constant over.
+// `plans/gemm/sm90/scaled.py` packs the same fields in the same order.
+struct ScaleStrides {
+  int64 batch[kMaxTmaBatchDims];
+  // Of a block of rows, and of a k-tile.
+  int64 row;
+  int64 k;
+  // Rows of a block are 1 << block_log2.
+  int32 block_log2;
+  int32 padding;
+};
+
+struct ScaleParams {
+  const float* lhs;
+  const float* rhs;
+  const ScaleStrides& lhs_strides;
+  const ScaleStrides& rhs_strides;
+  const WgmmaShape& shape;
+};
+
+inline const float* first_scale(const float* scales, const ScaleStrides& strides,
+                                const int (&batch)[kMaxTmaBatchDims], int k_tile) {
+#pragma unroll
+  for (int dim = 0; dim < kMaxTmaBatchDims; ++dim) scales += batch[dim] * strides.batch[dim];
+  return scales + k_tile * strides.k;
+}
+
+// Adds (scale of lhs * scale of rhs) * accumulators of each k-tile to the result, in float32
+// arithmetic of the CUDA cores. A k-tile is multiplied by row blocks, whose MMAs have the same
+// registers one after the other: while a consumer promotes a row block, the other one multiplies.
+//
+// A tile has one scale of rhs for a k-tile if kScaledColumns is 0. Otherwise it has one for each
+// column, adjacent in memory, of which kScaledColumns are loaded at a time: pairs are aligned.
+//
+// The scales are read from global memory (L1 and L2) while MMAs run.
+template <class Lhs, class Rhs, WgmmaConfig config, int kScaledColumns>
+class ScaledMma {
+  using LhsTile = OperandTile<typename Lhs::Shared, true, config.block_m, config.block_k>;
+  using RhsTile = OperandTile<typename Rhs::Shared, true, config.block_n, config.block_k>;
+  using Types = WgmmaTypes<typename Lhs::Mma, typename Rhs::Mma>;
+  static constexpr int kRowBlocks = config.consumer_m() / 64;
+  static constexpr int kCount = config.block_n / 2;
+  static_assert(config.lhs_k_major && config.rhs_k_major && config.parts == 1 && !config.pair);
+  static_assert(config.block_k == 128, "the k of a scale is that of a k-tile");
+  static_assert(config.consumer_m() % 64 == 0 && kScaledColumns <= 2);
+  // A thread has two adjacent columns of each 8.
+  static constexpr int kColumnPairs = config.block_n / 8;
+
+ public:
+  using Accumulator = typename Types::Accumulator;
+  using Coordinates = WgmmaCoordinates<false>;
+  using Params = ScaleParams;
+  static constexpr int kStageBytes = LhsTile::kBytes + RhsTile::kBytes;
+  static constexpr bool kInPlace = false;
+  static constexpr int kFragmentSets = 1;
+  static constexpr bool kRetireEachTile = true;
+  static constexpr bool kResultsMayWait = kRowBlocks == 1 && kScaledColumns == 0;
+
+  ScaledMma(const Params& params, int row, int warp_row)
+      : params_(params), warp_row_(warp_row), row_offset_(LhsTile::mn_offset(row)) {}
+
+  Accumulator (&result()) [kRowBlocks][kCount] { return promoted_; }
+
+  Coordinates coordinates(int i, const WorkTile& work, const WgmmaShape& shape,
+                          const int& column_end, bool is_group) const {
+    return {work, shape, warp_row_ + 64 * i, column_end, is_group};
+  }
+
+  void clear() {
+#pragma unroll
+    for (int i = 0; i < kRowBlocks; ++i) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) promoted_[i][j] = 0;
+    }
+  }
+
+  template <class Scheduler>
+  void start(const Scheduler& scheduler) {
+    const WorkTile work = scheduler.work_tile();
+    const int lane = threadIdx.x % 32, k_tile = work.k / config.block_k;
+    const ScaleStrides &of_lhs = params_.lhs_strides, &of_rhs = params_.rhs_strides;
+    lhs_ = first_scale(params_.lhs, of_lhs, work.lhs_batch, k_tile);
+    rhs_ = first_scale(params_.rhs, of_rhs, work.rhs_batch, k_tile);
+#pragma unroll
+    for (int i = 0; i < kRowBlocks; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = work.m + warp_row_ + 64 * i + Coordinates::Layout::row_of(lane / 4, half);
+        rows_[i][half] =
+            (min_of(row, params_.shape.m - 1) >> of_lhs.block_log2) * static_cast<int>(of_lhs.row);
+      }
+    }
+    if constexpr (kScaledColumns > 0) {
+      last_column_ = params_.shape.n - kScaledColumns - work.n;
+      rhs_ += work.n;
+    } else {
+      rhs_ += (work.n >> of_rhs.block_log2) * of_rhs.row;
+    }
+  }
+
+  template <int>
+  void load(uint32) {
+#pragma unroll
+    for (int i = 0; i < kRowBlocks; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        row_scales_[i][half] = load_global(lhs_ + rows_[i][half]);
+    }
+    if constexpr (kScaledColumns > 0) {
+#pragma unroll
+      for (int j = 0; j < kColumnPairs; ++j) {
+        const int column = 8 * j + threadIdx.x % 4 * 2;
+        if constexpr (kScaledColumns == 2) {
+          load_global(column_scales_[j], rhs_ + min_of(column, last_column_));
+        } else {
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            column_scales_[j][k] = load_global(rhs_ + min_of(column + k, last_column_));
+          }
+        }
+      }
+    } else {
+      column_scales_[0][0] = load_global(rhs_);
+    }
+    lhs_ += params_.lhs_strides.k;
+    rhs_ += params_.rhs_strides.k;
+  }
+
+  template <int, int kColumns>
+  void issue(uint32 stage, int) {
+    issue_row_block<kColumns>(stage, 0);
+  }
+
+  void retire(uint32 stage) {
+#pragma unroll
+    for (int i = 0; i < kRowBlocks; ++i) {
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(accumulators_);
+      promote(i);
+      if (i + 1 < kRowBlocks) issue_row_block<config.block_n>(stage, i + 1);
+    }
+  }
+
+ private:
+  template <int kColumns>
+  void issue_row_block(uint32 stage, int i) {
+    warpgroup_arrive();
+    const uint64 lhs = LhsTile::descriptor(stage + row_offset_);
+    const uint64 rhs = RhsTile::descriptor(stage + LhsTile::kBytes);
+    auto& accumulators = reinterpret_cast<Accumulator(&)[kColumns / 2]>(accumulators_);
+#pragma unroll
+    for (int step = 0; step < kMmaStepsPerTile; ++step) {
+      multiply<Types, Signs>(accumulators, lhs + LhsTile::offset(64 * i, step),
+                             rhs + RhsTile::offset(0, step), step > 0);
+    }
+    warpgroup_commit_batch();
+  }
+
+  void promote(int i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float row = row_scales_[i][half];
+      const float scale = row * column_scales_[0][0];
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const int at = 4 * j + 2 * half + k;
+          promoted_[i][at] +=
+              (kScaledColumns > 0 ? row * column_scales_[j][k] : scale) * accumulators_[at];
+        }
+      }
+    }
+  }
+
+  const Params& params_;
+  int warp_row_;
+  int row_offset_;
+  // The scales of the next k-tile; those of rows are at these offsets.
+  const float* lhs_;
+  const float* rhs_;
+  int rows_[kRowBlocks][2];
+  int last_column_;
+  float row_scales_[kRowBlocks][2];
+  float column_scales_[kScaledColumns > 0 ? kColumnPairs : 1][2];
+  Accumulator accumulators_[kCount];
+  Accumulator promoted_[kRowBlocks][kCount];
+};
+
+}  // namespace tilekern

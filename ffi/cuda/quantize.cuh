@@ -1,0 +1,371 @@
+// Quantises matrices to 8-bit floats with a scale for each block.
+//
+// A CTA reads a tile of 128x128 once. It writes the tile quantised in blocks along rows, and with
+// kTransposed also the transpose of the tile quantised in blocks along columns.
+#pragma once
+
+#include "reduction/reduction.cuh"
+
+namespace tilekern {
+
+inline constexpr int kQuantizeThreads = 256;
+inline constexpr int kQuantizeTile = 128;
+// A thread has 8 adjacent rows by 8 adjacent columns.
+inline constexpr int kQuantizePatch = 8;
+
+// Run-time sizes; `plans/quantize.py` packs the same fields in the same order.
+struct QuantizeShape {
+  int64 matrices;
+  int32 rows;
+  int32 columns;
+  int32 row_tiles;
+  int32 column_tiles;
+};
+
+template <typename Q>
+struct Float8Limits;
+template <>
+struct Float8Limits<float8_e4m3fn> {
+  static constexpr float kMax = 448.0f;
+};
+template <>
+struct Float8Limits<float8_e5m2> {
+  static constexpr float kMax = 57344.0f;
+};
+// A byte that is NaN of either type.
+inline constexpr uint32 kFloat8Nan = 0x7f;
+
+// Rounds four finite numbers that are in range.
+inline uint32 to_float8(float8_e4m3fn*, const float (&x)[4]) {
+  uint32 bytes;
+  asm("{\n"
+      "  .reg .b16 low, high;\n"
+      "  cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "  cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "  mov.b32 %0, {low, high};\n"
+      "}"
+      : "=r"(bytes)
+      : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+  return bytes;
+}
+inline uint32 to_float8(float8_e5m2*, const float (&x)[4]) {
+  uint32 bytes;
+  asm("{\n"
+      "  .reg .b16 low, high;\n"
+      "  cvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\n"
+      "  cvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n"
+      "  mov.b32 %0, {low, high};\n"
+      "}"
+      : "=r"(bytes)
+      : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+  return bytes;
+}
+
+inline float larger_or_nan(float x, float y) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+
+inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
+
+// The scale of a block, and what its elements are multiplied by.
+struct BlockScale {
+  float scale;
+  float factor;
+};
+
+// `largest` is the largest finite magnitude of the block. Blocks whose magnitudes are below 2^-90
+// count as zeros.
+template <typename Q, bool kPowerOfTwo>
+inline BlockScale block_scale(float largest) {
+  if (!(largest >= 0x1p-90f)) return {1.0f, 1.0f};
+  const float scale = largest * (1.0f / Float8Limits<Q>::kMax);
+  if constexpr (kPowerOfTwo) {
+    // Rounds the exponent up.
+    const uint32 exponent = (__float_as_uint(scale) + 0x7fffff) >> 23;
+    return {__uint_as_float(exponent << 23), __uint_as_float((254 - exponent) << 23)};
+  } else {
+    return {scale, 1.0f / scale};
+  }
+}
+
+// kSquare blocks are 128x128, others 1x128. With kAligned, 8 adjacent elements of `x`, of `values`
+// and of `transposed` have one alignment, and rows consist of them.
+template <typename T, typename Q, bool kSquare, bool kTransposed, bool kPowerOfTwo, bool kAligned>
+class QuantizeTile {
+  static constexpr int kPatch = kQuantizePatch;
+  static constexpr int kVectorBytes = kAligned ? min_of<int>(16, kPatch * sizeof(T)) : sizeof(T);
+  static constexpr int kVector = kVectorBytes / static_cast<int>(sizeof(T));
+  static constexpr int kWarps = kQuantizeThreads / 32;
+
+ public:
+  // Eight quantised bytes.
+  struct alignas(8) Bytes {
+    uint32 words[2];
+  };
+  struct Shared {
+    // The transpose. The place of bytes in a row is XORed with the row / 8, against bank conflicts.
+    Bytes bytes[kTransposed ? kQuantizeTile : 1][kTransposed ? kQuantizeTile / kPatch : 1];
+    float largest[kWarps][kSquare ? 1 : kQuantizeTile];
+    float factors[kSquare ? 1 : kQuantizeTile];
+  };
+
+  QuantizeTile(Shared& shared, const QuantizeShape& shape)
+      : shared_(shared),
+        shape_(shape),
+        matrix_(blockIdx.x / (shape.row_tiles * shape.column_tiles)),
+        tile_row_(blockIdx.x / shape.column_tiles % shape.row_tiles),
+        tile_column_(blockIdx.x % shape.column_tiles),
+        row_(tile_row_ * kQuantizeTile + threadIdx.x / 16 * kPatch),
+        column_(tile_column_ * kQuantizeTile + threadIdx.x % 16 * kPatch) {}
+
+  void run(const T* x, Q* values, float* scales, Q* transposed, float* transposed_scales) {
+    load(x + matrix_ * shape_.rows * shape_.columns);
+    float largest[kPatch];
+    largest_of_rows<false>(largest);
+    float all = 0;
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) all = larger_or_nan(all, largest[i]);
+    // Infinities and NaN are no part of a block's largest magnitude.
+    if (__syncthreads_or(!is_finite(all))) {
+      largest_of_rows<true>(largest);
+      quantize<true>(largest, values, scales, transposed, transposed_scales);
+    } else {
+      quantize<false>(largest, values, scales, transposed, transposed_scales);
+    }
+  }
+
+ private:
+  void load(const T* x) {
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+#pragma unroll
+      for (int j = 0; j < kPatch; j += kVector) {
+        if (row_ + i < shape_.rows && column_ + j < shape_.columns) {
+          vectors_[i][j / kVector] = load_once<kVectorBytes>(
+              x + static_cast<int64>(row_ + i) * shape_.columns + column_ + j);
+        } else {
+          vectors_[i][j / kVector] = {};
+        }
+      }
+    }
+  }
+
+  float element_at(int i, int j) const {
+    return element<T, float>(vectors_[i][j / kVector], j % kVector);
+  }
+
+  template <bool kSpecial>
+  float magnitude(int i, int j) const {
+    const float x = fabsf(element_at(i, j));
+    return !kSpecial || is_finite(x) ? x : 0.0f;
+  }
+
+  template <bool kSpecial>
+  void largest_of_rows(float (&largest)[kPatch]) const {
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+      largest[i] = magnitude<kSpecial>(i, 0);
+#pragma unroll
+      for (int j = 1; j < kPatch; ++j) {
+        largest[i] = larger_or_nan(largest[i], magnitude<kSpecial>(i, j));
+      }
+    }
+  }
+
+  template <bool kSpecial>
+  void quantize(float (&largest)[kPatch], Q* values, float* scales, Q* transposed,
+                float* transposed_scales) {
+    const int64 elements = static_cast<int64>(shape_.rows) * shape_.columns;
+    values += matrix_ * elements;
+    transposed += matrix_ * elements;
+    if constexpr (kSquare) {
+      const int64 blocks = static_cast<int64>(shape_.row_tiles) * shape_.column_tiles;
+      const float factor =
+          factor_of_tile(largest, scales + matrix_ * blocks, transposed_scales + matrix_ * blocks);
+      store_rows<kSpecial>(values, [&](int) { return factor; });
+      if constexpr (kTransposed) {
+        stage_columns<kSpecial>([&](int) { return factor; });
+        __syncthreads();
+        store_columns(transposed);
+      }
+    } else {
+      float factors[kPatch];
+      factors_of_rows(largest, scales + matrix_ * shape_.column_tiles * shape_.rows, factors);
+      store_rows<kSpecial>(values, [&](int i) { return factors[i]; });
+      if constexpr (kTransposed) {
+        factors_of_columns<kSpecial>(transposed_scales +
+                                     matrix_ * shape_.row_tiles * shape_.columns);
+        stage_columns<kSpecial>(
+            [&](int j) { return shared_.factors[threadIdx.x % 16 * kPatch + j]; });
+        __syncthreads();
+        store_columns(transposed);
+      }
+    }
+  }
+
+  // The scale of the tile, at its places in both arrays of scales.
+  float factor_of_tile(const float (&largest)[kPatch], float* scales, float* transposed) {
+    float all = 0;
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) all = fmaxf(all, largest[i]);
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+      all = fmaxf(all, __shfl_xor_sync(0xffffffff, all, lanes));
+    }
+    if (threadIdx.x % 32 == 0) shared_.largest[threadIdx.x / 32][0] = all;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) all = fmaxf(all, shared_.largest[i][0]);
+    const BlockScale of_tile = block_scale<Q, kPowerOfTwo>(all);
+    if (threadIdx.x == 0) {
+      scales[tile_row_ * shape_.column_tiles + tile_column_] = of_tile.scale;
+      if (kTransposed) transposed[tile_column_ * shape_.row_tiles + tile_row_] = of_tile.scale;
+    }
+    return of_tile.factor;
+  }
+
+  // The scales of the rows, which are adjacent in memory. 16 lanes have a row: of 8 of them, each
+  // gets the largest magnitude of one row.
+  void factors_of_rows(float (&largest)[kPatch], float* scales, float (&factors)[kPatch]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = kPatch / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (int i = 0; i < half; ++i) {
+        const bool upper = lane & half;
+        const float mine = upper ? largest[i + half] : largest[i];
+        const float other = upper ? largest[i] : largest[i + half];
+        largest[i] = fmaxf(mine, __shfl_xor_sync(0xffffffff, other, half));
+      }
+    }
+    const float row = fmaxf(largest[0], __shfl_xor_sync(0xffffffff, largest[0], kPatch));
+    const BlockScale of_row = block_scale<Q, kPowerOfTwo>(row);
+    const int own = row_ + lane % kPatch;
+    if (lane % 16 < kPatch && own < shape_.rows) {
+      scales[static_cast<int64>(tile_column_) * shape_.rows + own] = of_row.scale;
+    }
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+      factors[i] = __shfl_sync(0xffffffff, of_row.factor, lane / 16 * 16 + i);
+    }
+  }
+
+  template <bool kSpecial>
+  void factors_of_columns(float* scales) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < kPatch; ++j) {
+      float column = magnitude<kSpecial>(0, j);
+#pragma unroll
+      for (int i = 1; i < kPatch; ++i) column = fmaxf(column, magnitude<kSpecial>(i, j));
+      column = fmaxf(column, __shfl_xor_sync(0xffffffff, column, 16));
+      if (lane < 16) shared_.largest[threadIdx.x / 32][lane * kPatch + j] = column;
+    }
+    __syncthreads();
+    if (threadIdx.x < kQuantizeTile) {
+      float column = shared_.largest[0][threadIdx.x];
+#pragma unroll
+      for (int i = 1; i < kWarps; ++i) column = fmaxf(column, shared_.largest[i][threadIdx.x]);
+      const BlockScale of_column = block_scale<Q, kPowerOfTwo>(column);
+      shared_.factors[threadIdx.x] = of_column.factor;
+      const int own = tile_column_ * kQuantizeTile + threadIdx.x;
+      if (own < shape_.columns) {
+        scales[static_cast<int64>(tile_row_) * shape_.columns + own] = of_column.scale;
+      }
+    }
+    __syncthreads();
+  }
+
+  template <bool kSpecial, class Scaled>
+  static Bytes rounded(const Scaled& scaled) {
+    Bytes bytes;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = scaled(4 * half + i);
+      uint32& word = bytes.words[half] = to_float8(static_cast<Q*>(nullptr), x);
+      if constexpr (kSpecial) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (!is_finite(x[i])) word = (word & ~(255u << 8 * i)) | kFloat8Nan << 8 * i;
+        }
+      }
+    }
+    return bytes;
+  }
+
+  template <bool kSpecial, class Factor>
+  void store_rows(Q* values, const Factor& factor) const {
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+      const Bytes bytes = rounded<kSpecial>([&](int j) { return element_at(i, j) * factor(i); });
+      if (row_ + i >= shape_.rows) continue;
+      store_bytes(values + static_cast<int64>(row_ + i) * shape_.columns, column_, shape_.columns,
+                  bytes);
+    }
+  }
+
+  // Writes the transpose of the patch to shared memory.
+  template <bool kSpecial, class Factor>
+  void stage_columns(const Factor& factor) {
+    const int chunk = (threadIdx.x / 16) ^ (threadIdx.x % 16);
+#pragma unroll
+    for (int j = 0; j < kPatch; ++j) {
+      const float by = factor(j);
+      shared_.bytes[threadIdx.x % 16 * kPatch + j][chunk] =
+          rounded<kSpecial>([&](int i) { return element_at(i, j) * by; });
+    }
+  }
+
+  // 16 lanes store a row of the transpose.
+  void store_columns(Q* transposed) const {
+    const int first = tile_row_ * kQuantizeTile + threadIdx.x % 16 * kPatch;
+#pragma unroll
+    for (int i = 0; i < kQuantizeTile; i += kQuantizeThreads / 16) {
+      const int row = threadIdx.x / 16 + i, column = tile_column_ * kQuantizeTile + row;
+      if (column >= shape_.columns) break;
+      store_bytes(transposed + static_cast<int64>(column) * shape_.rows, first, shape_.rows,
+                  shared_.bytes[row][(threadIdx.x % 16) ^ (row / kPatch)]);
+    }
+  }
+
+  // Stores the bytes of a row from `column` on that are before `end`.
+  static void store_bytes(Q* row, int column, int end, const Bytes& bytes) {
+    if constexpr (kAligned) {
+      if (column < end) *reinterpret_cast<Bytes*>(row + column) = bytes;
+    } else {
+#pragma unroll
+      for (int j = 0; j < kPatch; ++j) {
+        if (column + j < end) {
+          row[column + j].bits = static_cast<uint8>(bytes.words[j / 4] >> 8 * (j % 4));
+        }
+      }
+    }
+  }
+
+  Shared& shared_;
+  const QuantizeShape& shape_;
+  int64 matrix_;
+  int tile_row_;
+  int tile_column_;
+  // The first row and column of the thread.
+  int row_;
+  int column_;
+  Bits<kVectorBytes> vectors_[kPatch][kPatch / kVector];
+};
+
+// Scales of 1x128 blocks are written with those of adjacent rows, or columns, adjacent; those of
+// square blocks are row-major.
+template <typename T, typename Q, bool kSquare, bool kTransposed, bool kPowerOfTwo, bool kAligned>
+__global__ void __launch_bounds__(kQuantizeThreads, kAligned ? 2 : 1)
+    quantize(const T* x, Q* values, float* scales, Q* transposed, float* transposed_scales,
+             const __grid_constant__ QuantizeShape shape) {
+  using Tile = QuantizeTile<T, Q, kSquare, kTransposed, kPowerOfTwo, kAligned>;
+  __shared__ typename Tile::Shared shared;
+  Tile(shared, shape).run(x, values, scales, transposed, transposed_scales);
+}
+
+}  // namespace tilekern

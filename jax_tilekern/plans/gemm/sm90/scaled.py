@@ -1,0 +1,109 @@
+"""Plans for products of 8-bit floats with scales of blocks: ``scaled_wgmma_matmul``.
+
+Accumulators are promoted, and multiplied by scales, every 128 of ``k``. A consumer's row blocks
+take turns in the accumulators of MMAs, so that a tile of 256x128 fits into registers, if it has one
+scale for all columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
+from jax_tilekern.plans.gemm.sm90.candidates import WgmmaCandidate, candidates_in
+from jax_tilekern.plans.gemm.sm90.config import WgmmaInstance, WgmmaTile
+from jax_tilekern.plans.gemm.tiles import MAX_TMA_BATCH_DIMS
+from jax_tilekern.plans.gpu import Gpu
+from jax_tilekern.plans.launch import Buffer, NoKernel, Parameter, Scalars
+
+# Ping-pong consumers would not promote while the other one multiplies.
+_TILES = (
+    WgmmaTile(256, 128),
+    WgmmaTile(128, 128),
+    WgmmaTile(256, 128, cluster=2),
+    WgmmaTile(128, 128, cluster=2),
+    WgmmaTile(128, 64),
+    WgmmaTile(128, 32),
+    WgmmaTile(128, 16),
+    WgmmaTile(64, 128, consumers=1),
+    WgmmaTile(64, 64, consumers=1),
+    WgmmaTile(64, 32, consumers=1),
+    WgmmaTile(64, 16, consumers=1),
+)
+# Offsets of scales in a matrix have 32 bits.
+_MAX_OFFSET = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class ScaledCandidate(WgmmaCandidate):
+    """A kernel for a product of operands with scales, not compiled yet.
+
+    Attributes
+    ----------
+    product
+        What is computed.
+    """
+
+    _NAME: ClassVar[str] = "scaled_wgmma_matmul"
+
+    product: ScaledProduct
+
+    @property
+    def key(self) -> str:
+        """The tile, the orientation, and the factor of split-K."""
+        return f"scaled {super().key}"
+
+    @property
+    def _scale_parameters(self) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
+        operands = [(2, self.product.lhs_scales), (3, self.product.rhs_scales)]
+        if self.swapped:
+            operands.reverse()
+        return (
+            tuple(Buffer(buffer) for buffer, _ in operands),
+            tuple(_strides(scales) for _, scales in operands),
+        )
+
+
+def scaled_candidates(product: ScaledProduct, gpu: Gpu) -> list[WgmmaCandidate] | NoKernel:
+    """Return the ways to compute a product of operands with scales, or why there is none."""
+    g = product.geometry
+    for rows, scales in ((g.m, product.lhs_scales), (g.n, product.rhs_scales)):
+        if rows // scales.block_rows * scales.row_stride > _MAX_OFFSET:
+            return NoKernel("a matrix has more than 2**31 scales")
+    found = candidates_in(
+        product,
+        _TILES,
+        gpu,
+        specialised=functools.partial(_specialised, product),
+        candidate=ScaledCandidate,
+    )
+    return found
+
+
+def _specialised(product: ScaledProduct, instance: WgmmaInstance) -> WgmmaInstance | None:
+    """Return the kernel with scales of columns as the product has them, or ``None``."""
+    scales = product.lhs_scales if instance.out_m_major else product.rhs_scales
+    columns = 0
+    if scales.row_stride and scales.block_rows % instance.block_n:
+        if scales.block_rows > 1 or scales.row_stride > 1:
+            return None
+        g = product.geometry
+        strides = (*scales.batch_strides, scales.k_stride, g.m if instance.out_m_major else g.n)
+        columns = 1 if any(x % 2 for x in strides) else 2
+    return dataclasses.replace(instance, scaled_columns=columns)
+
+
+def _strides(scales: Scales) -> Scalars:
+    missing = (0,) * (MAX_TMA_BATCH_DIMS - len(scales.batch_strides))
+    return Scalars.pack(
+        f"{MAX_TMA_BATCH_DIMS + 2}q2i",
+        *missing,
+        *scales.batch_strides,
+        scales.row_stride,
+        scales.k_stride,
+        scales.block_rows.bit_length() - 1,
+        0,
+    )

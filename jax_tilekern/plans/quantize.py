@@ -1,0 +1,102 @@
+"""Plans of ``quantize.cuh``: a matrix in blocks, and a GPU, to a launch plan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jax_tilekern.compilation.compiler import Kernel, compile_kernels
+from jax_tilekern.plans.cxx import CXX_TYPES
+from jax_tilekern.plans.gemm.arithmetic import BF16, F16, F32, FP8
+from jax_tilekern.plans.gpu import VECTOR_BYTES, Gpu
+from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars
+
+# Rows and columns of a block, and of a CTA's tile.
+BLOCK = 128
+_THREADS = 256
+# Adjacent elements of a thread.
+_PATCH = 8
+_MAX_CTAS = 2**31 - 1
+QUANTIZED_DTYPES = (BF16, F16, F32)
+# The first GPUs that convert to 8-bit floats.
+_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Matrices that are quantised in blocks.
+
+    Attributes
+    ----------
+    matrices, rows, columns
+        Sizes of the row-major array.
+    dtype, quantized
+        Types of the elements, and of the quantised ones.
+    square
+        Whether blocks are 128x128, and not 1x128.
+    transposed
+        Whether the transpose is quantised, too.
+    power_of_two
+        Whether scales are powers of two.
+    """
+
+    matrices: int
+    rows: int
+    columns: int
+    dtype: np.dtype[Any]
+    quantized: np.dtype[Any]
+    square: bool
+    transposed: bool
+    power_of_two: bool
+
+    @property
+    def aligned(self) -> bool:
+        """Whether rows, and those of a transpose, consist of whole vectors."""
+        return self.columns % _PATCH == 0 and not (self.transposed and self.rows % _PATCH)
+
+    @property
+    def kernel(self) -> Kernel:
+        """What the compiler is asked for."""
+        types = f"{CXX_TYPES[self.dtype]}, {CXX_TYPES[self.quantized]}"
+        flags = (self.square, self.transposed, self.power_of_two, self.aligned)
+        text = ", ".join(str(int(flag)) for flag in flags)
+        return Kernel("quantize.cuh", f"tilekern::quantize<{types}, {text}>")
+
+
+def plan_quantize(problem: Quantized, gpu: Gpu) -> LaunchPlan | NoKernel:
+    """Plan the launch that quantises matrices."""
+    if gpu.compute_capability < _CAPABILITY:
+        return NoKernel(f"{gpu.arch} has no instruction that rounds to 8-bit floats")
+    if problem.dtype not in QUANTIZED_DTYPES or problem.quantized not in FP8:
+        return NoKernel(f"no kernel quantises {problem.dtype} to {problem.quantized}")
+    tiles = math.ceil(problem.rows / BLOCK), math.ceil(problem.columns / BLOCK)
+    ctas = problem.matrices * math.prod(tiles)
+    if max(ctas, problem.rows, problem.columns) > _MAX_CTAS - BLOCK:
+        return NoKernel("a launch has at most 2**31 CTAs")
+    kernel = problem.kernel
+    # Without a transpose, the kernel does not use the last two.
+    results = (1, 2, 3, 4) if problem.transposed else (1, 2, 1, 2)
+    launch = Launch(
+        entry=compile_kernels(kernel, arch=gpu.arch).entry(kernel.name),
+        grid=(ctas, 1, 1),
+        block=(_THREADS, 1, 1),
+        parameters=(
+            Buffer(0),
+            *map(Buffer, results),
+            Scalars.pack("q4i", problem.matrices, problem.rows, problem.columns, *tiles),
+        ),
+    )
+    own = problem.dtype.itemsize
+    read = min(VECTOR_BYTES, _PATCH * own) if problem.aligned else own
+    written = (_PATCH if problem.aligned else 1, F32.itemsize)
+    blocks = "128x128" if problem.square else "1x128"
+    return LaunchPlan(
+        name=f"quantize {problem.dtype}",
+        gpu=gpu,
+        launches=(launch,),
+        alignments=(read, *written * (2 if problem.transposed else 1)),
+        reason=f"{blocks}{', and of the transpose' if problem.transposed else ''}",
+    )

@@ -1,0 +1,196 @@
+"""``quantize``: bit for bit a model in NumPy, by XLA and by the kernel, emulated."""
+
+import emulated_plans
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from emulated_gpu import emulated_gpu
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from numerics import F8E4, F8E5
+from nvrtc_mark import needs_nvrtc
+from sharded import bytes_sent, devices
+
+import jax_tilekern as jtk
+from jax_tilekern.compilation.compiler import compile_kernels
+from jax_tilekern.ops import quantize
+from jax_tilekern.ops.quantize import _reciprocal
+from jax_tilekern.plans.quantize import Quantized
+
+BLOCKS = [(1, 128), (128, 128), (1, None), (None, None)]
+
+
+def model(x, block, dtype, power_of_two):
+    """The bytes of values, and the scales."""
+    x = np.asarray(x).astype(np.float32)
+    height, width = (size or whole for size, whole in zip(block, x.shape, strict=True))
+    magnitudes = np.where(np.isfinite(x), np.abs(x), 0)
+    values = np.empty(x.shape, dtype)
+    counts = [-(-n // size) for n, size in zip(x.shape, (height, width), strict=True)]
+    scales = np.ones(counts, np.float32)
+    for i, j in np.ndindex(scales.shape):
+        block = np.s_[i * height : (i + 1) * height, j * width : (j + 1) * width]
+        largest, scale = magnitudes[block].max(), np.float32(1)
+        if largest >= 2.0**-90:
+            scale = largest * np.float32(1 / float(ml_dtypes.finfo(dtype).max))
+            if power_of_two:
+                mantissa, exponent = np.frexp(scale)
+                scale = np.float32(np.ldexp(1.0, exponent - (mantissa == 0.5)))
+        scales[i, j] = scale
+        with np.errstate(all="ignore"):
+            values[block] = (x[block] * (np.float32(1) / scale)).astype(dtype)
+    values = values.view(np.uint8)
+    values[~np.isfinite(x)] = 0x7F
+    return values, scales
+
+
+def hostile(rng, shape, dtype):
+    """Rows of every magnitude, zeros, infinities, NaN and numbers whose squares are subnormal."""
+    with np.errstate(all="ignore"):
+        x = rng.normal(size=shape) * np.exp(6 * rng.normal(size=shape))
+        rows = [
+            0.0, -0.0, np.nan, np.inf, -np.inf, 1e-37, 1e-40, 3e38, -448.0, 1e-30, 2.0**-90,
+            np.nextafter(np.float32(2.0**-90), np.float32(0)),
+        ]  # fmt: skip
+        x[10 : 10 + len(rows)] = np.array(rows)[:, None]
+        x[30] *= 1e30
+        x[31] *= 1e-36
+        x[32:36, 5:9] = np.array([np.nan, -np.nan, np.inf, -np.inf])
+        return jnp.asarray(x.astype(np.float32).astype(dtype))
+
+
+def check(x, block, dtype, power_of_two, both, call=jtk.quantize):
+    found = call(x, block, dtype, power_of_two=power_of_two, both=both)
+    arrays = (x, jnp.swapaxes(x, -1, -2)) if both else (x,)
+    for (values, scales), array in zip(found if both else (found,), arrays, strict=True):
+        expected, of_blocks = model(array, block, np.dtype(dtype), power_of_two)
+        np.testing.assert_array_equal(np.asarray(scales), of_blocks, strict=True)
+        np.testing.assert_array_equal(np.asarray(values).view(np.uint8), expected, strict=True)
+
+
+@pytest.mark.parametrize("flags", [(False, False), (True, True), (False, True)])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("dtype", [F8E4, F8E5])
+@pytest.mark.parametrize("of", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.one_in(3)
+def test_bits(rng, of, dtype, block, flags):
+    check(hostile(rng, (150, 270), of), block, dtype, *flags)
+
+
+def test_the_reciprocal_is_rounded_to_nearest(rng):
+    x = np.exp(rng.uniform(-60, 80, 1 << 20)).astype(np.float32)
+    x = np.concatenate([x, np.exp2(np.arange(-100, 100)).astype(np.float32)])
+    expected = np.float32(1) / x
+    np.testing.assert_array_equal(np.asarray(_reciprocal(x)), expected)
+
+
+def test_a_division_may_be_wrong_by_two_units(rng, monkeypatch):
+    """XLA's on a GPU is."""
+    x = np.exp(rng.uniform(-60, 80, 1 << 12)).astype(np.float32)
+    divided = jax.lax.div
+    for ulps in (-2, -1, 1, 2):
+
+        def divide(a, b, ulps=ulps):
+            bits = jax.lax.bitcast_convert_type(divided(a, b), np.int32)
+            return jax.lax.bitcast_convert_type(bits + ulps, np.float32)
+
+        monkeypatch.setattr(quantize.lax, "div", divide)
+        np.testing.assert_array_equal(np.asarray(_reciprocal(x)), np.float32(1) / x)
+
+
+def test_values_are_close(rng):
+    x = rng.normal(size=(3, 256, 384)).astype(np.float32)
+    values, scales = jtk.quantize(x)
+    again = np.asarray(values, np.float32) * np.repeat(np.asarray(scales), 128, -1)
+    largest = np.abs(x).reshape(3, 256, 3, 128).max(-1).repeat(128, -1)
+    # Half a unit in the last place of 4 bits, or of the smallest numbers.
+    bound = np.maximum(np.abs(x) * 2.0**-4, largest / 448 * 2.0**-10) * (1 + 2.0**-20)
+    assert (np.abs(again - x) <= bound).all()
+
+
+def test_batches_and_vmap(rng):
+    x = jnp.asarray(rng.normal(size=(3, 2, 40, 140)), np.float32)
+    found = jtk.quantize(x, both=True)
+    assert [y.shape for pair in found for y in pair] == [
+        (3, 2, 40, 140), (3, 2, 40, 2), (3, 2, 140, 40), (3, 2, 140, 1),
+    ]  # fmt: skip
+    for axis in (0, 3):
+        mapped = jax.vmap(lambda y: jtk.quantize(y, both=True), axis)(jnp.moveaxis(x, 0, axis))
+        for a, b in zip(jax.tree.leaves(mapped), jax.tree.leaves(found), strict=True):
+            np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    assert jtk.quantize(x[:, :, :0])[1].shape == (3, 2, 0, 2)
+
+
+def test_there_is_no_derivative():
+    x = jnp.ones((2, 128))
+    with pytest.raises(TypeError, match="quantize has no derivative"):
+        jax.grad(lambda x: jtk.quantize(x)[1].sum())(x)
+    of_constant = jax.grad(lambda x: (x * jtk.quantize(jax.lax.stop_gradient(x))[1]).sum())(x)
+    np.testing.assert_allclose(of_constant, 1 / 448, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (TypeError, "takes bfloat16, float16 or float32, not int32", (np.ones((2, 2), np.int32),)),
+        (TypeError, "rounds to .*, not int8", (np.ones((2, 2), np.float32), (1, 128), np.int8)),
+        (ValueError, r"blocks .*\(128, 128\).*not \(1, 64\)", (np.ones((2, 2)), (1, 64))),
+        (ValueError, r"at least 2 dimensions.*\(4,\)", (np.ones(4),)),
+    ],
+)
+def test_errors(error, message, arguments):
+    with pytest.raises(error, match=message):
+        jtk.quantize(*arguments)
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+@pytest.mark.parametrize("block", BLOCKS)
+def test_devices_have_whole_blocks(rng, block):
+    mesh = jax.make_mesh((2, 4), ("d", "m"), (AxisType.Auto,) * 2, devices=devices()[:8])
+    x = jnp.asarray(rng.normal(size=(256, 1024)), np.float32)
+    placed = jax.device_put(x, NamedSharding(mesh, P("d", "m")))
+    call = jax.jit(lambda x: jtk.quantize(x, block, both=True))
+    compiled = call.lower(placed).compile()
+    for a, b in zip(jax.tree.leaves(compiled(placed)), jax.tree.leaves(call(x)), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    if block[1]:
+        assert bytes_sent(compiled) == 0
+
+
+KERNELS = [
+    (np.float32, F8E4, (1, 128), False, True, (150, 272)),
+    (ml_dtypes.bfloat16, F8E5, (1, 128), True, False, (150, 272)),
+    (ml_dtypes.bfloat16, F8E4, (1, 128), False, True, (152, 272)),
+    (np.float16, F8E4, (128, 128), False, True, (152, 272)),
+    (np.float32, F8E5, (128, 128), True, True, (151, 271)),
+    (ml_dtypes.bfloat16, F8E4, (1, 128), True, True, (151, 271)),
+]
+
+
+@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+@pytest.mark.parametrize(("of", "dtype", "block", "power_of_two", "both", "shape"), KERNELS)
+@pytest.mark.one_in(2)
+def test_bits_of_the_kernel(rng, of, dtype, block, power_of_two, both, shape):
+    x = hostile(rng, shape, of)
+    with emulated_gpu(options=emulated_plans.SANITIZED) as ran:
+        check(x, block, dtype, power_of_two, both)
+    assert {plan.name for plan in ran} == {f"quantize {np.dtype(of)}"}
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("of", [np.float32, ml_dtypes.bfloat16, np.float16])
+@pytest.mark.one_in(2)
+def test_the_kernel_compiles_without_spills(of, square):
+    for transposed in (False, True):
+        problem = Quantized(
+            1, 256, 256, np.dtype(of), np.dtype(F8E4), square, transposed, power_of_two=False
+        )
+        compiled = compile_kernels(problem.kernel, arch="sm_90a")
+        entry = compiled.entry(problem.kernel.name)
+        assert compiled.log == ""
+        assert entry.spill_bytes == 0
+        # Two CTAs share an SM.
+        assert entry.registers <= 128

@@ -1,0 +1,314 @@
+"""``scaled_matmul``: values, derivatives, transformations, errors, and the kernels, emulated."""
+
+import contextlib
+import functools
+
+import emulated_plans
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulated_gpu import SMALL_H100, emulated_gpu
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from numerics import F8E4, F8E5, UNIT_ROUNDOFF, roundoff
+from products import BF16, E4M3, E5M2, F32, row_major
+from sharded import bytes_sent, collectives, devices
+
+import jax_tilekern as jtk
+from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
+from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
+
+
+def values(rng, *shape, dtype=F8E4):
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def scales(rng, *shape):
+    return jnp.asarray(np.exp(rng.normal(size=shape)), np.float32)
+
+
+def dequantized(x, scales):
+    x, scales = np.asarray(x, np.float64), np.asarray(scales, np.float64)
+    for axis in (x.ndim - 2, x.ndim - 1):
+        if scales.shape[axis] not in (1, x.shape[axis]):
+            scales = np.take(np.repeat(scales, 128, axis), range(x.shape[axis]), axis)
+    return x * scales
+
+
+def check(got, lhs, rhs, lhs_scales, rhs_scales, *, sums=0.0):
+    """Compare with float64: each term and each sum is rounded to float32.
+
+    ``sums`` is the rounding of sums by tensor cores, within a block of ``k``.
+    """
+    a, b = dequantized(lhs, lhs_scales), np.swapaxes(dequantized(rhs, rhs_scales), -1, -2)
+    expected, terms = a @ b, np.abs(a) @ np.abs(b)
+    bound = ((a.shape[-1] + 4) * UNIT_ROUNDOFF[F32] + sums) * terms
+    if got.dtype != F32:
+        bound = bound + UNIT_ROUNDOFF[np.dtype(got.dtype)] * (np.abs(expected) + bound)
+    assert got.shape == expected.shape
+    assert (np.abs(np.asarray(got, np.float64) - expected) <= bound).all()
+
+
+TENSOR_CORES = roundoff(F8E4)
+# Rows and columns of scales, of M, N, K = 200, 136, 400.
+OF_LHS = [(200, 4), (2, 4), (1, 4), (200, 1), (1, 1)]
+OF_RHS = [(136, 4), (2, 4), (1, 1)]
+
+
+@pytest.mark.parametrize("of_rhs", OF_RHS)
+@pytest.mark.parametrize("of_lhs", OF_LHS)
+@pytest.mark.parametrize("out", [np.float32, jnp.bfloat16, np.float16])
+@pytest.mark.one_in(3)
+def test_values(rng, out, of_lhs, of_rhs):
+    operands = values(rng, 200, 400), values(rng, 136, 400, dtype=F8E5)
+    of_operands = scales(rng, *of_lhs), scales(rng, *of_rhs)
+    got = jtk.scaled_matmul(*operands, *of_operands, preferred_element_type=out)
+    assert got.dtype == out
+    check(got, *operands, *of_operands, sums=TENSOR_CORES)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 1, 1), (1, 7, 130), (3, 1, 128), (5, 129, 257), (128, 128, 127)]
+)
+def test_sizes_are_no_multiples_of_blocks(rng, m, n, k):
+    blocks = -(-k // 128)
+    operands = values(rng, m, k), values(rng, n, k)
+    of_operands = scales(rng, m, blocks), scales(rng, -(-n // 128), blocks)
+    check(jtk.scaled_matmul(*operands, *of_operands), *operands, *of_operands, sums=TENSOR_CORES)
+
+
+def test_batches(rng):
+    lhs, rhs = values(rng, 2, 3, 130, 200), values(rng, 140, 200)
+    of_lhs, of_rhs = scales(rng, 2, 3, 2, 2), scales(rng, 2, 2)
+    check(jtk.scaled_matmul(lhs, rhs, of_lhs, of_rhs), lhs, rhs, of_lhs, of_rhs, sums=TENSOR_CORES)
+    check(jtk.scaled_matmul(rhs, lhs, of_rhs, of_lhs), rhs, lhs, of_rhs, of_lhs, sums=TENSOR_CORES)
+    batched, of_batched = values(rng, 2, 3, 140, 200), scales(rng, 2, 3, 140, 2)
+    got = jtk.scaled_matmul(lhs, batched, of_lhs, of_batched)
+    check(got, lhs, batched, of_lhs, of_batched, sums=TENSOR_CORES)
+    empty = jtk.scaled_matmul(lhs[:, :0], batched[:, :0], of_lhs[:, :0], of_batched[:, :0])
+    assert empty.shape == (2, 0, 130, 140)
+
+
+@pytest.mark.parametrize(
+    "axes", [(0, None, 0, None), (2, 1, 1, 2), (None, None, 0, None), (None, 1, None, None)]
+)
+def test_vmap(rng, axes):
+    operands = [values(rng, 40, 200), values(rng, 24, 200), scales(rng, 40, 2), scales(rng, 24, 2)]
+    stacks = [
+        x if axis is None else jnp.stack([x, 2 * x.astype(F32).astype(x.dtype), x[::-1]], axis)
+        for x, axis in zip(operands, axes, strict=True)
+    ]
+    got = jax.vmap(jtk.scaled_matmul, axes)(*stacks)
+    for i in range(3):
+        one = [
+            x if axis is None else jnp.take(x, i, axis)
+            for x, axis in zip(stacks, axes, strict=True)
+        ]
+        check(got[i], *one, sums=TENSOR_CORES)
+
+
+def test_derivatives_by_scales(rng):
+    lhs, rhs = values(rng, 24, 200), values(rng, 40, 200)
+    product = functools.partial(jtk.scaled_matmul, lhs, rhs)
+    of_operands = scales(rng, 24, 2), scales(rng, 1, 2)
+    # Differences of products of tensor cores are coarse.
+    if not TENSOR_CORES:
+        check_grads(product, of_operands, 2, atol=0.1, rtol=0.1)
+    weights = jnp.asarray(rng.normal(size=(24, 40)), F32)
+
+    def total(a, b):
+        return (product(a, b) * weights).sum()
+
+    def of_dequantized(a, b):
+        a, b = (jnp.repeat(x, 128, 1)[:, :200] for x in (a, b))
+        return ((lhs.astype(F32) * a) @ (rhs.astype(F32) * b).T * weights).sum()
+
+    for order in (jax.grad, jax.checkpoint):
+        ours, theirs = (jax.grad(order(f) if order is jax.checkpoint else f, (0, 1))(*of_operands)
+                        for f in (total, of_dequantized))  # fmt: skip
+        for x, y in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3 * np.abs(y).max())
+
+
+def test_operands_have_no_derivative(rng):
+    rhs, of_lhs, of_rhs = values(rng, 8, 128), scales(rng, 4, 1), scales(rng, 1, 1)
+
+    def loss(x):
+        return jtk.scaled_matmul(x.astype(F8E4), rhs, of_lhs, of_rhs).sum()
+
+    with pytest.raises(TypeError, match=r"no derivative by lhs.*fp8_dot_general"):
+        jax.grad(loss)(jnp.ones((4, 128)))
+    # Where nothing flows, nothing is refused.
+    x = jnp.ones((4, 128))
+    assert jax.grad(lambda x: loss(jax.lax.stop_gradient(x)) + x.sum())(x).sum() == x.size
+
+
+ERRORS = [
+    (TypeError, "lhs is float32", ((4, 256), F32), ((8, 256), F8E4), (4, 2), (8, 2)),
+    (ValueError, "contracts the last", ((4, 256), F8E4), ((256, 8), F8E4), (4, 2), (8, 2)),
+    (ValueError, r"leading dimensions.*\(2, 4", ((2, 4, 9), F8E4), ((3, 4, 9), F8E4), (), ()),
+    (
+        ValueError,
+        r"lhs_scales have shape \(4, 3\).*\(4, 2\) or \(4, 1\) or \(1, 2\) or \(1, 1\)",
+        ((4, 256), F8E4), ((8, 256), F8E4), (4, 3), (8, 2),
+    ),
+    (
+        ValueError,
+        r"rhs_scales have shape \(2, 300, 3\).*\(2, 300, 2\) or .*\(2, 3, 2\)",
+        ((4, 256), F8E4), ((2, 300, 256), F8E4), (4, 2), (2, 300, 3),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "lhs", "rhs", "of_lhs", "of_rhs"), ERRORS)
+def test_errors(error, message, lhs, rhs, of_lhs, of_rhs):
+    with pytest.raises(error, match=message):
+        jtk.scaled_matmul(*(jnp.ones(*x) for x in (lhs, rhs)), jnp.ones(of_lhs), jnp.ones(of_rhs))
+
+
+def test_scales_are_float32():
+    x = jnp.ones((4, 128), F8E4)
+    with pytest.raises(TypeError, match="lhs_scales of scaled_matmul are float32, not bfloat16"):
+        jtk.scaled_matmul(x, x, jnp.ones((4, 1), BF16), jnp.ones((4, 1)))
+    with pytest.raises(TypeError, match=r"preferred_element_type.*int32"):
+        jtk.scaled_matmul(x, x, jnp.ones((4, 1)), jnp.ones((4, 1)), np.int32)
+
+
+def test_export(rng):
+    operands = values(rng, 40, 200), values(rng, 24, 200), scales(rng, 40, 2), scales(rng, 24, 2)
+    exported = export.export(jax.jit(jtk.scaled_matmul), disabled_checks=jtk.export_checks())(
+        *operands
+    )
+    loaded = export.deserialize(exported.serialize())
+    check(loaded.call(*operands), *operands, sums=TENSOR_CORES)
+
+
+# -- Several devices -------------------------------------------------------------------------------
+
+# Shards of lhs, rhs and their scales, those of the result, and what is sent.
+SHARDINGS = {
+    "rows and columns": ((P("d"), P("m"), P("d"), P("m")), P("d", "m"), []),
+    "k": (
+        (P(None, ("d", "m")),) * 4, P(), ["all-reduce"],
+    ),
+    "rows and k": ((P("d", "m"), P(None, "m"), P("d", "m"), P(None, "m")), P("d"), ["all-reduce"]),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+@pytest.mark.parametrize("blocks", [(512, 4), (4, 512), (512, 512)])
+@pytest.mark.parametrize("name", SHARDINGS)
+@pytest.mark.one_in(2)
+def test_devices_have_whole_blocks(rng, name, blocks):
+    specs, wanted, sent = SHARDINGS[name]
+    mesh = jax.make_mesh((2, 4), ("d", "m"), (AxisType.Auto,) * 2, devices=devices()[:8])
+    arrays = [
+        *(values(rng, 512, 1024) for _ in range(2)),
+        *(scales(rng, rows, 8) for rows in blocks),
+    ]
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
+    compiled = jax.jit(jtk.scaled_matmul).lower(*placed).compile()
+    got = compiled(*placed)
+    check(got, *arrays)
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, wanted), 2)
+    assert [x.kind for x in collectives(compiled)] == sent or bytes_sent(compiled) == 0 == len(sent)
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+def test_parts_of_blocks_are_gathered(rng):
+    mesh = jax.make_mesh((8,), ("d",), (AxisType.Auto,), devices=devices()[:8])
+    arrays = values(rng, 512, 200), values(rng, 40, 200), scales(rng, 4, 2), scales(rng, 40, 2)
+    by_row = NamedSharding(mesh, P("d"))
+    placed = [jax.device_put(arrays[0], by_row), *arrays[1:]]
+    check(jax.jit(jtk.scaled_matmul)(*placed), *arrays)
+
+
+# -- The kernels, emulated -------------------------------------------------------------------------
+
+emulated = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+
+
+def product(m, n, k, of_lhs, of_rhs, out, batch=()):
+    """A product whose scales have blocks of so many rows; those of rhs have columns adjacent."""
+    k_blocks = -(-k // 128)
+
+    def placed(rows, block, k_first):
+        count = -(-rows // block)
+        strides = (1, count) if k_first else (k_blocks, 1)
+        return Scales(block, tuple(count * k_blocks for _ in batch), *strides)
+
+    return ScaledProduct(
+        row_major(m, n, k, batch, rhs_k_major=True), E4M3, E5M2, out, "fp8",
+        lhs_scales=placed(m, of_lhs, False), rhs_scales=placed(n, of_rhs, True),
+    )  # fmt: skip
+
+
+# Rows of blocks, the type of results, M, N, K, and the candidate's key.
+KERNELS = [
+    (1, 128, F32, 300, 136, 400, "scaled wgmma 256x128"),
+    (1, 128, BF16, 300, 136, 400, "scaled wgmma 256x128"),
+    (1, 128, BF16, 300, 136, 400, "scaled wgmma 256x128 clusters of 2"),
+    (1, 128, BF16, 140, 136, 400, "scaled wgmma 128x128"),
+    (1, 1, F32, 140, 136, 400, "scaled wgmma 128x128"),
+    (1, 1, BF16, 140, 73, 400, "scaled wgmma 128x64"),
+    (128, 1, BF16, 70, 72, 128, "scaled wgmma 64x64 by 1"),
+    (128, 1, F32, 140, 136, 304, "scaled wgmma 128x128 swapped"),
+    (1, 128, BF16, 40, 72, 2064, "scaled wgmma 64x128 by 1 in 2 splits"),
+]
+HOW = [
+    {"late": ["reads"], "backwards": True},
+    {"late": ["writes"]},
+    {"options": emulated_plans.SANITIZED},
+]
+
+
+@emulated
+@pytest.mark.parametrize("how", HOW, ids=["late reads", "late writes", "sanitized"])
+@pytest.mark.parametrize(("of_lhs", "of_rhs", "out", "m", "n", "k", "key"), KERNELS)
+@pytest.mark.one_in(5)
+def test_emulated_kernels(rng, of_lhs, of_rhs, out, m, n, k, key, how):
+    batch = 2
+    problem = product(m, n, k, of_lhs, of_rhs, out, (batch,))
+    with emulated_plans.record() as recorded:
+        found = {x.key: x for x in scaled_candidates(problem, SMALL_H100)}
+        plan = found[key].plan(SMALL_H100)
+    blocks = -(-k // 128)
+    operands = values(rng, batch, m, k), values(rng, batch, n, k, dtype=F8E5)
+    left, right = (
+        scales(rng, batch, -(-m // of_lhs), blocks),
+        scales(rng, batch, -(-n // of_rhs), blocks),
+    )
+    buffers = [*operands, left, np.swapaxes(right, -1, -2)]
+    (got,) = emulated_plans.run_plan(plan, recorded, buffers, [((batch, m, n), out)], **how)
+    check(got, *operands, left, right)
+
+
+@emulated
+@pytest.mark.thorough
+def test_calls_state_their_product(rng):
+    """Scales of columns are transposed where they are not adjacent; batches are rows."""
+    with emulated_gpu() as ran:
+        for rows in ((70, 2), (1, 1)):
+            lhs, rhs = values(rng, 2, 70, 250), values(rng, 72, 250)
+            of_lhs = scales(rng, 2, *rows)
+            for of_rhs in (scales(rng, 1, 2), scales(rng, 72, 2), scales(rng, 2, 72).T):
+                got = jax.jit(jtk.scaled_matmul)(lhs, rhs, of_lhs, of_rhs)
+                check(got, lhs, rhs, of_lhs, of_rhs)
+        transposed = scales(rng, 2, 72)
+        got = jax.jit(lambda *x: jtk.scaled_matmul(*x[:3], x[3].T))(lhs, rhs, of_lhs, transposed)
+        check(got, lhs, rhs, of_lhs, transposed.T)
+    assert {plan.name for plan in ran} == {"scaled_wgmma_matmul fp8"}
+
+
+def test_a_user_has_the_product_in_float32_by_default(rng):
+    operands = values(rng, 40, 200), values(rng, 24, 200), scales(rng, 40, 2), scales(rng, 24, 2)
+    can_emulate = emulated_plans.COMPILER is not None
+    gpu = emulated_gpu(policy="auto") if can_emulate else contextlib.nullcontext()
+    with gpu as ran:
+        check(jax.jit(jtk.scaled_matmul)(*operands), *operands)
+    assert not any("scaled" in plan.name for plan in ran or [])
