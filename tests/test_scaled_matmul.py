@@ -248,17 +248,17 @@ def product(m, n, k, of_lhs, of_rhs, out, batch=()):
     )  # fmt: skip
 
 
-# Rows of blocks, the type of results, M, N, K, and the candidate's key.
+# Rows of blocks, the type of results, M, N, K, the tile, and the factor of split-K.
 KERNELS = [
-    (1, 128, F32, 300, 136, 400, "scaled wgmma 256x128"),
-    (1, 128, BF16, 300, 136, 400, "scaled wgmma 256x128"),
-    (1, 128, BF16, 300, 136, 400, "scaled wgmma 256x128 clusters of 2"),
-    (1, 128, BF16, 140, 136, 400, "scaled wgmma 128x128"),
-    (1, 1, F32, 140, 136, 400, "scaled wgmma 128x128"),
-    (1, 1, BF16, 140, 73, 400, "scaled wgmma 128x64"),
-    (128, 1, BF16, 70, 72, 128, "scaled wgmma 64x64 by 1"),
-    (128, 1, F32, 140, 136, 304, "scaled wgmma 128x128 swapped"),
-    (1, 128, BF16, 40, 72, 2064, "scaled wgmma 64x128 by 1 in 2 splits"),
+    (1, 128, F32, 300, 136, 400, "256x128", 1),
+    (1, 128, BF16, 300, 136, 400, "256x128", 1),
+    (1, 128, BF16, 300, 136, 400, "256x128 clusters of 2", 1),
+    (1, 128, BF16, 140, 136, 400, "128x128", 1),
+    (1, 1, F32, 140, 136, 400, "128x128", 1),
+    (1, 1, BF16, 140, 73, 400, "128x64", 1),
+    (128, 1, BF16, 70, 72, 128, "64x64 by 1", 1),
+    (128, 1, F32, 140, 136, 304, "128x128 swapped", 1),
+    (1, 128, BF16, 40, 72, 2064, "64x128 by 1", 2),
 ]
 HOW = [
     {"late": ["reads"], "backwards": True},
@@ -269,14 +269,14 @@ HOW = [
 
 @emulated
 @pytest.mark.parametrize("how", HOW, ids=["late reads", "late writes", "sanitized"])
-@pytest.mark.parametrize(("of_lhs", "of_rhs", "out", "m", "n", "k", "key"), KERNELS)
+@pytest.mark.parametrize(("of_lhs", "of_rhs", "out", "m", "n", "k", "tile", "splits"), KERNELS)
 @pytest.mark.one_in(5)
-def test_emulated_kernels(rng, of_lhs, of_rhs, out, m, n, k, key, how):
+def test_emulated_kernels(rng, of_lhs, of_rhs, out, m, n, k, tile, splits, how):
     batch = 2
     problem = product(m, n, k, of_lhs, of_rhs, out, (batch,))
     with emulated_plans.record() as recorded:
-        found = {x.key: x for x in scaled_candidates(problem, SMALL_H100)}
-        plan = found[key].plan(SMALL_H100)
+        found = {(x.tile_key, x.splits): x for x in scaled_candidates(problem, SMALL_H100)}
+        plan = found[tile, splits].plan(SMALL_H100)
     blocks = -(-k // 128)
     operands = values(rng, batch, m, k), values(rng, batch, n, k, dtype=F8E5)
     left, right = (

@@ -10,7 +10,7 @@ namespace tilekern {
 // `plans/gemm/sm90/scaled.py` packs the same fields in the same order.
 struct ScaleStrides {
   int64 batch[kMaxTmaBatchDims];
-  // Of a block of rows, and of a k-tile.
+  // Strides of blocks of rows, and of k-tiles.
   int64 row;
   int64 k;
   // Rows of a block are 1 << block_log2.

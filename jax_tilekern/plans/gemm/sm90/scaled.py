@@ -1,8 +1,8 @@
 """Plans for products of 8-bit floats with scales of blocks: ``scaled_wgmma_matmul``.
 
-Accumulators are promoted, and multiplied by scales, every 128 of ``k``. A consumer's row blocks
-take turns in the accumulators of MMAs, so that a tile of 256x128 fits into registers, if it has one
-scale for all columns.
+Accumulators are promoted, and multiplied by scales, every 128 of ``k``. MMAs of a consumer's row
+blocks have the same accumulators one after the other, so that a tile of 256x128 fits into
+registers, if it has one scale for all columns.
 """
 
 from __future__ import annotations
