@@ -26,7 +26,6 @@ def _lorenz(steps: int, state: Any, parameters: Any) -> Any:
         sigma, rho, beta = parameters
         return jnp.array([sigma * (y - x), x * (rho - z) - y, x * y - beta * z])
 
-    @jax.checkpoint
     def step(s: Any, _: None) -> tuple[Any, None]:
         k1 = velocity(s)
         k2 = velocity(s + 0.0005 * k1)
