@@ -27,12 +27,15 @@ with_compiler = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="ther
 
 
 def matrices(rng, m, n, dtype):
-    """Random ones, of rank 1, zero, huge and identities; one is not finite."""
+    """Random ones, graded, of rank 1, zero, huge and identities; one is not finite."""
     a = rng.standard_normal((COUNT, m, n))
     a[1::5] = 1
     a[2::5] = 0
     a[3::5] *= 1e30
     a[4::5] = np.eye(m, n)
+    # Graded from either end.
+    a[5::10] *= 10.0 ** -np.arange(m)[:, None]
+    a[10::10] *= 10.0 ** -np.arange(m)[::-1, None]
     a[NOT_FINITE, -1, -1] = np.nan
     return a.astype(dtype)
 
@@ -106,10 +109,10 @@ def test_svd_and_qr(rng, m, n, full, dtype):
     [
         (3, (True, True), np.float32), (1, (True, True), np.float64),
         (4, (False, False), np.float64), (7, (True, False), np.float64),
-        (16, (True, True), np.float32),
+        (16, (True, True), np.float32), (33, (False, True), np.float32),
     ],
 )  # fmt: skip
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(6)
 def test_eigh(rng, n, flags, dtype):
     a = matrices(rng, n, n, dtype)
     a[NOT_FINITE] = np.nan
@@ -185,25 +188,39 @@ def test_what_is_lowered_for_a_gpu():
     calls = [
         (linalg.svd, (50, 3, 3), "matrix_svd float32 3x3", "50 matrices, a thread each"),
         (linalg.svdvals, (50, 9, 64), "matrix_svd float32 9x64", "50 matrices, 8 lanes each"),
-        (linalg.eigh, (50, 32, 32), "matrix_eigh float32 32x32", "50 matrices, 16 lanes each"),
+        (linalg.eigh, (50, 32, 32), "matrix_eigh float32 32x32", "50 matrices, 8 lanes each"),
         (linalg.qr, (50, 8, 5), "matrix_qr float32 8x5", "50 matrices, 8 lanes each"),
     ]
     for function, shape, kernel, reason in calls:
         a = jax.ShapeDtypeStruct(shape, np.float32)
         with jtk.gpu_target("sm_90"):
             (choice,) = jtk.explain(function, a, platform="cuda")
-            with jtk.policy("auto"):
-                (untimed,) = jtk.explain(function, a, platform="cuda")
         assert (choice.kernel, choice.reason) == (kernel, reason)
-        assert untimed.kernel is None
-        assert "no times" in untimed.reason
+
+
+def test_what_is_measured_to_be_faster_is_the_default():
+    for name, rows, columns, dtype, count, taken in (
+        ("svd", 8, 8, np.float32, 10_000, True),
+        ("svd", 8, 8, np.float32, 9_999, False),
+        ("eigh", 3, 3, np.float32, 10_000, True),
+        ("eigh", 3, 3, np.float64, 10_000, False),
+        ("qr", 32, 32, np.float32, 10_000, True),
+        ("qr", 32, 31, np.float32, 10_000, False),
+        ("qr", 33, 33, np.float32, 10_000, False),
+    ):
+        flags = (False, True, True)[: 3 if name == "eigh" else 2]
+        problem = Decomposition(name, count, rows, columns, np.dtype(dtype), flags)
+        with jtk.policy("auto"):
+            plan = plan_decomposition(problem, (0,) * (3 if name == "svd" else 2), H100)
+        assert isinstance(plan, NoKernel) != taken
+        assert taken or "no measurement" in plan.reason
 
 
 def test_plans_that_no_launch_has():
     dtype = np.dtype(np.float64)
     problem = Decomposition("svd", 100, 64, 63, dtype, (True, True))
     with jtk.policy("auto"):
-        assert "no times" in plan_decomposition(problem, (0, 1, 2), H100).reason
+        assert "no measurement" in plan_decomposition(problem, (0, 1, 2), H100).reason
     small = plan_decomposition(problem, (0, 1, 2), known_gpu("sm_89"))
     assert "bytes of shared memory" in small.reason
     old = plan_decomposition(problem, (0, 1, 2), known_gpu("sm_75"))

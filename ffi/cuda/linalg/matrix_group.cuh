@@ -1,9 +1,11 @@
 // Groups of lanes that decompose small matrices, and Householder reflections in a group.
 //
 // A lane on its own holds a matrix in registers, and its loops are unrolled. Lanes of larger groups
-// share a matrix in shared memory, whose rows have odd strides.
+// share a matrix in shared memory. They access it in vectors of one or more elements, of which a
+// row has an odd number, so that neighbouring rows begin at different banks.
 #pragma once
 
+#include "linalg/matrix_copy.cuh"
 #include "linalg/matrix_numbers.cuh"
 
 namespace tilekern {
@@ -16,16 +18,24 @@ constexpr int group_lanes(int rows, int columns, int wanted) {
   return max_of(rows, columns) <= kThreadRows ? 1 : min_of(32, max_of(2, 1 << log2_of(wanted)));
 }
 
-// A thread's place in its group, of kGroupLanes lanes. A matrix takes kElements elements.
-template <typename T, int kGroupLanes, int kElements>
+// The smallest odd multiple of a number that is not less than a count.
+constexpr int odd_multiple(int count, int of) { return ((count + of - 1) / of | 1) * of; }
+
+// A thread's place in its group, of kGroupLanes lanes. A matrix takes kElements elements, which are
+// accessed in vectors of kVectorElements.
+template <typename T, int kGroupLanes, int kElements, int kVectorElements = 1>
 struct MatrixGroup {
   static constexpr int kLanes = kGroupLanes;
   static constexpr int kMatrices = 32 / kLanes;  // of a warp
   static constexpr bool kRegisters = kLanes == 1;
-  static constexpr int kSize = kElements | 1;
+  static constexpr int kWide = kVectorElements;
+  static constexpr int kSize = odd_multiple(kElements, kWide);
+  using Vector = MatrixVector<T, kWide>;
 
   // The stride of rows in memory.
-  static constexpr int row_stride(int columns) { return kRegisters ? columns : columns | 1; }
+  static constexpr int row_stride(int columns) {
+    return kRegisters ? columns : odd_multiple(columns, kWide);
+  }
 
   int lane = threadIdx.x % kLanes;
   int index = threadIdx.x / kLanes;
@@ -56,6 +66,12 @@ struct MatrixGroup {
     for (int other = 1; other < kLanes; other *= 2) {
       value = max_of(value, __shfl_xor_sync(~0u, value, other));
     }
+    return value;
+  }
+
+  T sum(T value) const {
+#pragma unroll
+    for (int other = 1; other < kLanes; other *= 2) value += __shfl_xor_sync(~0u, value, other);
     return value;
   }
 
@@ -159,24 +175,51 @@ struct MatrixGroup {
     });
   }
 
+  static Vector& vector(T* x, int first) { return *reinterpret_cast<Vector*>(x + first); }
+  static const Vector& vector(const T* x, int first) {
+    return *reinterpret_cast<const Vector*>(x + first);
+  }
+
+  // Calls body(first) for the first elements of vectors that this lane has of a matrix, and of what
+  // is between its rows.
+  template <typename Body>
+  void each_vector(int elements, const Body& body) const {
+    if constexpr (kRegisters) {
+#pragma unroll
+      for (int i = 0; i < elements; ++i) body(i);
+    } else {
+#pragma unroll 4
+      for (int i = lane * kWide; i < elements; i += kLanes * kWide) body(i);
+    }
+  }
+
+  void clear(T* x, int elements) const {
+    each_vector(elements, [&](int first) { vector(x, first) = Vector{}; });
+    sync();
+  }
+
   // Scales a matrix to elements of about 1 at most, or sets it to zero if it is not finite.
   struct Scaled {
     T up;
     bool finite;
   };
-  Scaled scale(T* x, int rows, int columns, int stride) const {
+  Scaled scale(T* x, int elements) const {
     typename FloatFormat<T>::Bits largest = 0;
-    each_row(0, rows, [&](int row) {
-      each_element(0, columns,
-                   [&](int i) { largest = max_of(largest, magnitude_bits(x[row * stride + i])); });
+    each_vector(elements, [&](int first) {
+      const Vector values = vector(x, first);
+#pragma unroll
+      for (int i = 0; i < kWide; ++i) largest = max_of(largest, magnitude_bits(values.items[i]));
     });
     largest = maximum(largest);
     const PowerOfTwo<T> power(largest);
     const bool finite = largest < magnitude_bits(T(1) / T(0));
-    each_row(0, rows, [&](int row) {
-      each_element(0, columns, [&](int i) {
-        x[row * stride + i] = finite ? x[row * stride + i] * power.down : T(0);
-      });
+    each_vector(elements, [&](int first) {
+      Vector values = vector(x, first);
+#pragma unroll
+      for (int i = 0; i < kWide; ++i) {
+        values.items[i] = finite ? values.items[i] * power.down : T(0);
+      }
+      vector(x, first) = values;
     });
     sync();
     return {power.up, finite};
@@ -203,13 +246,14 @@ struct MatrixGroup {
     return scaled_norm(x, count, power.down) * power.up;
   }
 
-  // y -= tau v (v^T y), where v is 1 and then `factor` times x[1], x[2], ...
-  static void apply_reflection(const T* x, T factor, T tau, T* y, int count) {
+  // y -= tau v (v^T y), where v is 1 and then factor * down times x[1], x[2], ... The product of
+  // the two may overflow.
+  static void apply_reflection(const T* x, T down, T factor, T tau, T* y, int count) {
     T dot = T(0);
-    each_element(1, count, [&](int i) { dot += x[i] * factor * y[i]; });
-    const T change = tau * (y[0] + dot);
+    each_element(1, count, [&](int i) { dot += x[i] * down * y[i]; });
+    const T change = tau * (y[0] + dot * factor), scaled = change * factor;
     y[0] -= change;
-    each_element(1, count, [&](int i) { y[i] -= x[i] * factor * change; });
+    each_element(1, count, [&](int i) { y[i] -= x[i] * down * scaled; });
   }
 
   // Factors the matrix whose columns are `vectors` rows of x, with LAPACK's signs. The triangular
@@ -225,14 +269,14 @@ struct MatrixGroup {
       const T beta = alpha < T(0) || (alpha == T(0) && T(1) / alpha < T(0)) ? size : -size;
       // A vector that is a multiple already is not reflected.
       const bool none = below == 0;
-      const T factor = none ? T(0) : power.down / (alpha - beta);
+      const T factor = none ? T(0) : T(1) / (alpha - beta);
       const T tau = none ? T(0) : (beta - alpha) / beta;
       const T first_element = none ? own[0] : beta * power.up;
       each_row(step + 1, vectors, [&](int other) {
-        apply_reflection(own, factor, tau, x + other * stride + step, count);
+        apply_reflection(own, power.down, factor, tau, x + other * stride + step, count);
       });
       sync();
-      each_row(1, count, [&](int i) { own[i] *= factor; });
+      each_row(1, count, [&](int i) { own[i] = own[i] * power.down * factor; });
       if (lane == 0) {
         own[0] = first_element;
         taus[step] = tau;
@@ -250,8 +294,8 @@ struct MatrixGroup {
       // Each lane changes its own rows.
       each_row(0, vectors, [&](int row) {
         if (units && row < step) return;
-        apply_reflection(x + step * stride + step, T(1), taus[step], y + row * y_stride + step,
-                         length - step);
+        apply_reflection(x + step * stride + step, T(1), T(1), taus[step],
+                         y + row * y_stride + step, length - step);
       });
     });
     sync();

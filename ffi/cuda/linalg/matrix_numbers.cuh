@@ -10,14 +10,28 @@ inline uint64 magnitude_bits(double value) {
   return static_cast<uint64>(__double_as_longlong(value)) & 0x7fffffffffffffffull;
 }
 
+template <typename T>
+inline T absolute(T value) {
+  return value < T(0) ? -value : value;
+}
+
 inline float square_root(float value) { return __fsqrt_rn(value); }
 inline double square_root(double value) { return __dsqrt_rn(value); }
+
+// Within two units in the last place.
+inline float inverse_root(float value) {
+  const float root = rsqrtf(value);
+  return root + root * 0.5f * __fmaf_rn(-value * root, root, 1.0f);
+}
+inline double inverse_root(double value) { return rsqrt(value); }
 
 template <typename T>
 struct FloatFormat {
   using Bits = uint32;
   static constexpr int kMantissa = 23, kBias = 127;
   static constexpr float kEpsilon = 0x1p-23f, kSmallestSquare = 0x1p-103f;
+  // Brings a number of which the square is too small to be accurate to one of which it is not.
+  static constexpr float kRaise = 0x1p100f;
   static float from_bits(uint32 bits) { return __uint_as_float(bits); }
 };
 template <>
@@ -25,6 +39,7 @@ struct FloatFormat<double> {
   using Bits = uint64;
   static constexpr int kMantissa = 52, kBias = 1023;
   static constexpr double kEpsilon = 0x1p-52, kSmallestSquare = 0x1p-970;
+  static constexpr double kRaise = 0x1p900;
   static double from_bits(uint64 bits) {
     return __longlong_as_double(static_cast<long long>(bits));
   }
@@ -44,6 +59,29 @@ struct PowerOfTwo {
   }
 
   T down, up;
+};
+
+// The rotation that takes (x, y), of at most about 1, to (r, 0): r is c x + s y.
+template <typename T>
+struct GivensRotation {
+  using Format = FloatFormat<T>;
+
+  GivensRotation(T x, T y) {
+    T squares = x * x + y * y, lower = T(1);
+    if (squares < Format::kSmallestSquare) {
+      x *= Format::kRaise;
+      y *= Format::kRaise;
+      squares = x * x + y * y;
+      lower = T(1) / Format::kRaise;
+    }
+    const bool none = squares == T(0);
+    const T inverse = none ? T(0) : inverse_root(squares);
+    c = none ? T(1) : x * inverse;
+    s = y * inverse;
+    r = squares * inverse * lower;
+  }
+
+  T c, s, r;
 };
 
 }  // namespace tilekern

@@ -84,10 +84,11 @@ __global__ void __launch_bounds__(32)
   T *const square = own + Sizes::kSquare, *const rotated = own + Sizes::kRotated;
   T *const basis = own + Sizes::kBasis, *const taus = own + Sizes::kTaus;
   T* const own_values = own + Sizes::kValues;
+  group.clear(own, kShort * kLongStride);
   group.template load<kM, kN>(own, matrices, [](T* own, int row, int column, T value) {
     own[kTall ? column * kLongStride + row : row * kLongStride + column] = value;
   });
-  const auto scaled = group.scale(own, kShort, kLong, kLongStride);
+  const auto scaled = group.scale(own, kShort * kLongStride);
   if constexpr (Sizes::kReduced) {
     group.factor(own, kShort, kLong, kLongStride, taus);
     group.each_row(0, kShort, [&](int row) {

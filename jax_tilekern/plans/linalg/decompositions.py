@@ -19,6 +19,30 @@ from jax_tilekern.plans.policy import current_policy
 _WARP = 32
 # ``kThreadRows``: a thread holds a matrix of up to so many rows and columns.
 _THREAD_ROWS = 4
+_VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True)
+class FasterSizes:
+    """Sizes of matrices that a kernel decomposes faster than XLA does.
+
+    Attributes
+    ----------
+    square, rectangular
+        The maximum number of rows and columns, or 0 if the kernel is not faster.
+    """
+
+    square: int = 0
+    rectangular: int = 0
+
+
+# Measured on an H100, in batches of ``FEWEST_MATRICES`` or more. What has no entry is XLA's.
+FASTER = {
+    ("svd", "float32"): FasterSizes(square=32),
+    ("eigh", "float32"): FasterSizes(square=4),
+    ("qr", "float32"): FasterSizes(square=32),
+}
+FEWEST_MATRICES = 10_000
 
 
 @dataclass(frozen=True)
@@ -53,12 +77,23 @@ class Decomposition:
         return Kernel(f"linalg/matrix_{self.name}.cuh", f"tilekern::matrix_{self.name}<{listed}>")
 
     @property
+    def is_faster_than_xla(self) -> bool:
+        """Whether measurements say that the kernel is faster."""
+        sizes = FASTER.get((self.name, str(self.dtype)), FasterSizes())
+        largest = sizes.square if self.rows == self.columns else sizes.rectangular
+        return max(self.rows, self.columns) <= largest and self.count >= FEWEST_MATRICES
+
+    @property
     def lanes(self) -> int:
         """Lanes that share a matrix: ``group_lanes`` of ``matrix_group.cuh``."""
         m, n = self.rows, self.columns
         if max(m, n) <= _THREAD_ROWS:
             return 1
-        busy = max(n, self._order) if self.name == "qr" else math.ceil(min(m, n) / 2)
+        busy = {
+            "svd": math.ceil(min(m, n) / 2),
+            "eigh": math.ceil(n / 4),
+            "qr": max(n, self._order),
+        }[self.name]
         return min(_WARP, max(2, power_of_two(busy)))
 
     @property
@@ -66,7 +101,13 @@ class Decomposition:
         """Bytes of shared memory of a warp: ``kElements`` of the kernel's sizes."""
         if self.lanes == 1:
             return _WARP * (_THREAD_ROWS**2 | 1) * self.dtype.itemsize
-        return _WARP // self.lanes * (self._elements | 1) * self.dtype.itemsize
+        size = _odd_multiple(self._elements, self._vector)
+        return _WARP // self.lanes * size * self.dtype.itemsize
+
+    @property
+    def _vector(self) -> int:
+        """Elements of a vector of shared memory."""
+        return _VECTOR_BYTES // self.dtype.itemsize if self.name == "eigh" else 1
 
     @property
     def _order(self) -> int:
@@ -78,7 +119,7 @@ class Decomposition:
         m, n, vectors = self.rows, self.columns, self.flags[0]
         short, long = sorted((m, n))
         if self.name == "eigh":
-            return (1 + vectors) * n * (n | 1) + n + 4 * math.ceil(n / 2)
+            return n * _odd_multiple(n, self._vector) + 4 * _multiple(n, self._vector)
         if self.name == "qr":
             return (n + vectors * self._order) * (m | 1) + short
         count = long if self.flags[1] else short
@@ -107,10 +148,10 @@ def plan_decomposition(
     NvrtcNotFound
         If there is no NVRTC to compile the kernel with.
     """
-    if current_policy() != "kernels":
+    if current_policy() != "kernels" and not problem.is_faster_than_xla:
         return NoKernel(
-            "no times of this kernel are recorded, so XLA computes it "
-            '(jax_tilekern.policy("kernels") takes it)'
+            f"no measurement shows that the kernel is faster for {problem.count} matrices of "
+            f'{problem.rows}x{problem.columns} (jax_tilekern.policy("kernels") takes it)'
         )
     if gpu.compute_capability < MIN_COMPUTE_CAPABILITY:
         return NoKernel(f"{gpu.arch} is older than sm_80")
@@ -144,3 +185,12 @@ def plan_decomposition(
         alignments=(problem.dtype.itemsize,) * (2 + max(results)),
         reason=f"{problem.count} matrices, {lanes} each",
     )
+
+
+def _multiple(count: int, of: int) -> int:
+    return math.ceil(count / of) * of
+
+
+def _odd_multiple(count: int, of: int) -> int:
+    """Return ``odd_multiple`` of ``matrix_group.cuh``."""
+    return (math.ceil(count / of) | 1) * of
