@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(config.threads(), 1)
   WgmmaMatmul<OperandTypes<Lhs>, OperandTypes<Rhs>, Out, config, Scheduler, Epilogue, Mma>(
       shape, {shape}, Epilogue{operands...},
       {lhs_scales, rhs_scales, lhs_strides, rhs_strides, shape})
-      .run(lhs, rhs, rhs, out_map, out_map, out);
+      .run({lhs, rhs, rhs}, {lhs, rhs, rhs}, out_map, out_map, out);
 }
 
 }  // namespace tilekern
