@@ -1,4 +1,4 @@
-"""``jax_kernel``: functions with loops as one kernel, against ``jax.vmap`` of them."""
+"""``jax_kernel``: functions with loops as one kernel, against ``vmap`` and kernels by hand."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import numpy as np
 from jax import lax
 
 import jax_tilekern as jtk
+from benchmarks import lanes_by_hand
 from benchmarks.programs import Arrays, Program, ProgramCommand
 
+_STEP = 0.001
 _MAPS: dict[str, Callable[..., Any]] = {"ours": jtk.kernel, "XLA": jax.vmap}
 
 
-def _lorenz(steps: int, state: Any, parameters: Any) -> Any:
+def _lorenz(steps: int, state: Any, parameters: Any, checkpoint: bool = False) -> Any:
     """Return where a fourth-order Runge-Kutta method ends."""
 
     def velocity(s: Any) -> Any:
@@ -28,12 +30,12 @@ def _lorenz(steps: int, state: Any, parameters: Any) -> Any:
 
     def step(s: Any, _: None) -> tuple[Any, None]:
         k1 = velocity(s)
-        k2 = velocity(s + 0.0005 * k1)
-        k3 = velocity(s + 0.0005 * k2)
-        k4 = velocity(s + 0.001 * k3)
-        return s + 0.001 / 6 * (k1 + 2 * k2 + 2 * k3 + k4), None
+        k2 = velocity(s + _STEP / 2 * k1)
+        k3 = velocity(s + _STEP / 2 * k2)
+        k4 = velocity(s + _STEP * k3)
+        return s + _STEP / 6 * (k1 + 2 * k2 + 2 * k3 + k4), None
 
-    return lax.scan(step, state, None, length=steps)[0]
+    return lax.scan(jax.checkpoint(step) if checkpoint else step, state, None, length=steps)[0]
 
 
 def _collatz(n: Any) -> Any:
@@ -61,13 +63,12 @@ def _metropolis(steps: int, key: Any) -> Any:
 
 def _kalman(transition: Any, observed: Any) -> Any:
     """Filter observations of one of six states; return the last mean."""
-    noise, h = 0.1 * jnp.eye(6), jnp.zeros(6).at[0].set(1.0)
 
     def step(state: Any, z: Any) -> Any:
         m, p = state
-        m, p = transition @ m, transition @ p @ transition.T + noise
-        gain = p @ h / (h @ p @ h + 0.5)
-        return (m + gain * (z - h @ m), p - jnp.outer(gain, h @ p)), None
+        m, p = transition @ m, transition @ p @ transition.T + 0.1 * jnp.eye(6)
+        gain = p[:, 0] / (p[0, 0] + 0.5)
+        return (m + gain * (z - m[0]), p - jnp.outer(gain, p[0])), None
 
     (mean, _), _ = lax.scan(step, (jnp.zeros(6), jnp.eye(6)), observed)
     return mean
@@ -80,8 +81,15 @@ def _errors(_: Arrays, results: Mapping[str, Any]) -> dict[str, float]:
     return {side: float(np.abs(x - first["XLA"]).max()) / largest for side, x in first.items()}
 
 
-def _sides(function: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[str, Any]:
-    return {side: function(map_) for side, map_ in _MAPS.items()}
+def _sides(
+    function: Callable[[Callable[..., Any]], Callable[..., Any]],
+    by_hand: Callable[..., Any] | None = None,
+) -> dict[str, Any]:
+    sides: dict[str, Any] = {side: function(map_) for side, map_ in _MAPS.items()}
+    # Kernels that are written by hand have no reference.
+    if by_hand is not None and jax.default_backend() == "gpu":
+        sides["by hand"] = by_hand
+    return sides
 
 
 def _starts(lanes: int) -> tuple[Any, Any]:
@@ -103,38 +111,48 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
         mapped: Callable[..., Any] = map_(of_lorenz, in_axes=(0, None))
         return mapped
 
-    def gradient(map_: Callable[..., Any]) -> Callable[..., Any]:
+    def gradient(map_: Callable[..., Any], function: Any = of_lorenz) -> Callable[..., Any]:
         def loss(start: Any, parameters: Any) -> Any:
-            return jnp.sum(forward(map_)(start, parameters) ** 2)
+            return jnp.sum(map_(function, in_axes=(0, None))(start, parameters) ** 2)
 
         return jax.grad(loss, 1)
 
     for lanes in (20, 50) if tiny else (10_000, 1_000_000):
         starts = functools.partial(_starts, lanes)
-        yield Program(f"Lorenz, {steps} steps of {lanes}", starts, _sides(forward), _errors)
-        if lanes <= 10_000:
-            yield Program(f"gradient of {lanes}", starts, _sides(gradient), _errors)
+        by_hand = lanes_by_hand.lorenz(lanes, steps, _STEP)
+        sides = _sides(forward, by_hand)
+        yield Program(f"Lorenz, {steps} steps of {lanes}", starts, sides, _errors)
+        sides = _sides(gradient, lanes_by_hand.lorenz_gradient(lanes, steps, _STEP))
+        # What the call saves: everything, states, or some states.
+        for name, checkpoint in (("all saved", None), ("states", 1), ("chunks", 32)):
+            sides[name] = gradient(functools.partial(jtk.kernel, checkpoint=checkpoint))
+        sides["XLA states"] = gradient(jax.vmap, functools.partial(of_lorenz, checkpoint=True))
+        yield Program(f"gradient of {lanes}", starts, sides, _errors)
 
     lanes = 50 if tiny else 1_000_000
 
     def numbers() -> tuple[Any, ...]:
         return (jnp.arange(1, lanes + 1, dtype=jnp.uint32),)
 
-    yield Program(f"Collatz of {lanes}", numbers, _sides(lambda map_: map_(_collatz)), _errors)
+    sides = _sides(lambda map_: map_(_collatz), lanes_by_hand.collatz(lanes))
+    yield Program(f"Collatz of {lanes}", numbers, sides, _errors)
 
-    chains = 20 if tiny else 100_000
+    chains = 20 if tiny else 10_000
 
     def keys() -> tuple[Any, ...]:
         return (jax.random.split(jax.random.key(1), chains),)
 
     sampler = functools.partial(_metropolis, steps)
-    yield Program(f"Metropolis of {chains}", keys, _sides(lambda map_: map_(sampler)), _errors)
+    sides = _sides(lambda map_: map_(sampler), lanes_by_hand.metropolis(chains, steps))
+    yield Program(f"Metropolis of {chains}", keys, sides, _errors)
 
-    filters, length = (10, 5) if tiny else (100_000, 200)
+    filters, length = (10, 5) if tiny else (100_000, 100)
     yield Program(
         f"Kalman filter of {filters}",
         functools.partial(_series, filters, length),
-        _sides(lambda map_: map_(_kalman, in_axes=(None, 0))),
+        _sides(
+            lambda map_: map_(_kalman, in_axes=(None, 0)), lanes_by_hand.kalman(filters, length)
+        ),
         _errors,
     )
 

@@ -18,6 +18,7 @@ from nvrtc_mark import needs_nvrtc
 from sharded import AUTO, EXPLICIT, devices, mesh_of, put
 
 import jax_tilekern as jtk
+from jax_tilekern.compilation.compiler import compile_to_ptx
 from jax_tilekern.ops import lane_checkpoints
 from jax_tilekern.ops.lane_kernel import kernel_of
 from jax_tilekern.plans.gpu import known_gpu
@@ -127,10 +128,12 @@ def of_steps(count, reverse=False):
             s = s + 0.1 * parameters * jnp.sin(s[::-1]) * jnp.cos(s) + x
             return s, s[0] * x
 
-        def branch(s):
+        def loop(s):
             return lax.scan(step, s, inputs, reverse=reverse)
 
-        return lax.cond(parameters[0] > 0, branch, lambda s: (s, inputs), jnp.sin(state))
+        if not reverse:
+            return loop(state)
+        return lax.cond(parameters[0] > 0, loop, lambda s: (s, inputs), state)
 
     return f, (np.ones((2, 3), np.float32), np.ones(3, np.float32), np.full(count, 0.1, np.float32))
 
@@ -149,21 +152,26 @@ def loss_of(f, map_, **settings):
 )
 def test_gradient_with_checkpoints(count, checkpoint, reverse):
     f, args = of_steps(count, reverse)
-    for transformed in (lambda f: jax.grad(f, (0, 1, 2)), lambda f: jax.jacfwd(jax.grad(f, 1), 1)):
-        found, wanted = (
-            jax.jit(transformed(loss))(*args)
-            for loss in (loss_of(f, jtk.kernel, checkpoint=checkpoint), loss_of(f, jax.vmap))
-        )
-        close(found, wanted)
+    loss, wanted = loss_of(f, jtk.kernel, checkpoint=checkpoint), loss_of(f, jax.vmap)
+    close(*(jax.jit(jax.grad(f, (0, 1, 2)))(*args) for f in (loss, wanted)))
+
+
+def test_hessian_with_checkpoints():
+    f, args = of_steps(40)
+    loss, wanted = loss_of(f, jtk.kernel, checkpoint=7), loss_of(f, jax.vmap)
+    close(*(jax.jit(jax.jacfwd(jax.grad(f, 1), 1))(*args) for f in (loss, wanted)))
 
 
 def test_reverse_over_reverse_and_remat_with_checkpoints():
-    f, args = of_steps(40)
-    loss, wanted = loss_of(f, jtk.kernel, checkpoint=6), loss_of(f, jax.vmap)
-    for transformed in (
-        lambda f: jax.jacrev(jax.grad(f, 1), 1), lambda f: jax.grad(jax.checkpoint(f), 1)
-    ):  # fmt: skip
-        close(jax.jit(transformed(loss))(*args), jax.jit(transformed(wanted))(*args))
+    def f(state, parameters):
+        return lax.scan(lambda s, _: (s + 0.1 * parameters * s[::-1], None), state, None, 20)[0]
+
+    def loss_by(map_, **settings):
+        return lambda p: jnp.sum(map_(f, in_axes=(0, None), **settings)(START, p) ** 2)
+
+    for transformed in (lambda f: jax.jacrev(jax.grad(f)), lambda f: jax.grad(jax.checkpoint(f))):
+        found = jax.jit(transformed(loss_by(jtk.kernel, checkpoint=6)))(PARAMETERS / 9)
+        close(found, jax.jit(transformed(loss_by(jax.vmap)))(PARAMETERS / 9))
 
 
 def saved(f, args, **settings):
@@ -175,20 +183,28 @@ def saved(f, args, **settings):
 
 
 @pytest.mark.parametrize(
-    ("bytes_", "wanted"), [(1 << 20, None), (50_000, 1), (20_000, 32), (0, 32)]
+    ("bytes_", "steps", "arrays"), [(1 << 20, 1024, 1), (0, 32, 1), (1 << 20, None, 0)]
 )
-def test_what_is_saved_is_chosen_by_its_size(monkeypatch, bytes_, wanted):
-    """1024 steps of a state of 12 bytes, for two lanes, of which a step needs a few more."""
+def test_what_is_saved_is_chosen_by_its_size(monkeypatch, bytes_, steps, arrays):
+    """1024 steps of a state of 12 bytes, for two lanes, of which a step needs more than twice."""
     monkeypatch.setattr(lane_checkpoints, "MAX_SAVED_BYTES", bytes_)
+    shapes, lanes = saved(*of_steps(1024), **({} if steps else {"checkpoint": None}))
+    found = [shape[0] for shape in shapes if shape[-2:] == (3, lanes)]
+    if steps:
+        assert found == [steps] * arrays
+    else:
+        assert len(found) > 2
 
-    def states():
-        shapes, lanes = saved(*of_steps(1024))
-        return [shape for shape in shapes if shape[-2:] == (3, lanes)]
 
-    found = states()
-    steps = {None: 1024, 1: 1024, 32: 32}[wanted]
-    assert {shape[0] for shape in found} == {steps}
-    assert (len(found) > 1) == (wanted is None)
+def test_what_a_step_needs_is_saved_if_it_is_about_its_state():
+    def f(state, parameters, inputs):
+        return lax.scan(lambda s, x: (jnp.sin(s), s[0]), state * parameters, inputs)
+
+    _, args = of_steps(100)
+    shapes, lanes = saved(f, args)
+    # The cosine is saved, and not the state.
+    assert [shape for shape in shapes if shape[0] == 100] == [(100, 3, lanes)]
+    assert "checkpoint" not in str(jax.make_jaxpr(jax.grad(loss_of(f, jtk.kernel)))(*args))
 
 
 def test_forward_mode_through_a_while_loop_and_not_reverse_mode():
@@ -389,6 +405,29 @@ def test_loops_are_in_registers(f, in_axes, shapes, registers, gpu):
     assert used <= registers
     assert (spilled, stack) == (0, 0)
     assert f"{lanes} lanes in {lanes // 128} CTAs of 128 threads" in choice.reason
+
+
+def backward_of(function, *args):
+    """The kernel that runs the loop of a function backwards."""
+    eqns = [e for e in jax.make_jaxpr(function)(*args).jaxpr.eqns if "function" in e.params]
+    return kernel_of([x.aval for x in eqns[-1].invars], **eqns[-1].params)
+
+
+@needs_nvrtc
+def test_loops_backwards_load_ahead_and_add_no_zeros():
+    def gradient(function, **settings):
+        kernel = jtk.kernel(function, in_axes=(0, None), **settings)
+        return jax.grad(lambda p: jnp.sum(kernel(START, p)[0] ** 2))
+
+    kernel = backward_of(gradient(lorenz), PARAMETERS)
+    assert kernel.text.count("#pragma unroll 4") == 1
+    # A cotangent of an element is one of an array that is zero elsewhere.
+    ptx = compile_to_ptx(kernel.kernel(32), arch="sm_90a")
+    assert "add.f32" in ptx
+    assert not re.search(r"add\.f32.*0f00000000", ptx)
+    # Only innermost loops.
+    chunks = backward_of(gradient(lorenz, checkpoint=10), PARAMETERS).text
+    assert chunks.count("#pragma unroll 1\n") > chunks.count("#pragma unroll 4\n")
 
 
 @needs_nvrtc

@@ -36,6 +36,13 @@ inline T add(T x, T y) {
   if constexpr (kIsFloat<T>) return x + y;
   return static_cast<T>(Unsigned<T>(x) + Unsigned<T>(y));
 }
+// A sum of cotangents or of a reduction: a constant 0 adds nothing, and not even the sign of a zero.
+template <typename T>
+inline T add_any(T x, T y) {
+  if (__builtin_constant_p(y) && y == T(0)) return x;
+  if (__builtin_constant_p(x) && x == T(0)) return y;
+  return add(x, y);
+}
 template <typename T>
 inline T sub(T x, T y) {
   if constexpr (kIsFloat<T>) return x - y;

@@ -62,7 +62,7 @@ _TABLE: dict[str, Translation] = {
         {"shift_left": 3, "shift_right_logical": 3, "shift_right_arithmetic": 3,
          "population_count": 2, "clz": 2},
     ),
-    "add_any": Translation("add", _NUMBERS),
+    "add_any": Translation("add_any", _NUMBERS),
     # The product of 1 + x and 1 - x.
     "one_minus_square": Translation("mul", _NUMBERS, 3),
     "and": Translation("bitwise_and", _INTEGERS + _BOOL),

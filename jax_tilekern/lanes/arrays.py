@@ -253,7 +253,7 @@ def _highest(dtype: np.dtype[Any]) -> Any:
 
 # The function of two, and what it is of nothing.
 _REDUCTIONS: dict[str, tuple[str, Callable[[np.dtype[Any]], Any]]] = {
-    "sum": ("add", lambda _: 0),
+    "sum": ("add_any", lambda _: 0),
     "prod": ("mul", lambda _: 1),
     "max": ("max", _lowest),
     "min": ("min", _highest),

@@ -130,11 +130,13 @@ def _scan(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -
         stacked.append(writer.array(dtype, shape) if place is None else writer.owned(place))
     if length == 0:
         return [*_finished(writer, variables), *map(in_memory, stacked)]
-    unroll = length * max(1, len(body.jaxpr.eqns)) <= _UNROLLED_EQUATIONS and length <= 8
-    with (
-        writer.loop(length, unroll=unroll, down=eqn.params["reverse"]) as t,
-        _body(writer, variables),
-    ):
+    down = eqn.params["reverse"]
+    if length * max(1, len(body.jaxpr.eqns)) <= _UNROLLED_EQUATIONS and length <= 8:
+        loop = writer.loop(length, unroll=True, down=down)
+    else:
+        read = [x for x in xs if any(buffer.stored for buffer in x.buffers)]
+        loop = writer.steps(length, sum(x.size // length for x in read), down=down)
+    with loop as t, _body(writer, variables):
         rows = [writer.evaluated(at_index(x, 0, t)) for x in xs]
         results = writer.jaxpr(body, [*known, *(x.value for x in variables), *rows])
         for buffer, value in zip(stacked, results[carries:], strict=True):

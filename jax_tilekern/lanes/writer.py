@@ -55,6 +55,11 @@ _LONG_FUNCTION = re.compile(
     r"tanh?|threefry2x32)\("
 )
 _MAX_INLINED = 24
+# Loops that read a few elements a step are unrolled so many times, if a step has few statements.
+# Four of them are an instruction or so.
+_STEPS_AT_A_TIME = 4
+_MAX_ROW = 16
+_MAX_STEP = 1000
 
 Rule = Callable[["LaneWriter", Any, list[Value], Sequence[Buffer | None]], list[Value]]
 # The rule of each primitive that is not elementwise.
@@ -171,6 +176,31 @@ class LaneWriter:
         with self.block(f"for ({head})"):
             yield i
         self._repeated //= factor
+
+    @contextlib.contextmanager
+    def steps(self, size: int, rows: int, *, down: bool = False) -> Iterator[Index]:
+        """Write a loop over the steps of a ``scan``; yields the index.
+
+        An innermost loop that reads from memory is unrolled a few times if its body is short: the
+        loads of several steps are then on their way at a time.
+
+        Parameters
+        ----------
+        size
+            Number of steps.
+        rows
+            Elements that a step reads of arrays in memory.
+        down
+            Whether the last step comes first.
+        """
+        start, before = len(self.statements), self._unrolled_statements
+        with self.loop(size, unroll=False, down=down) as i:
+            yield i
+        length = (self._unrolled_statements - before) // self._repeated
+        inner = self.statements[start + 1 :]
+        is_innermost = not any(line.startswith(("#pragma unroll ", "while")) for line in inner)
+        if 0 < rows <= _MAX_ROW and length <= _MAX_STEP and is_innermost:
+            self.statements[start] = f"#pragma unroll {_STEPS_AT_A_TIME}"
 
     @contextlib.contextmanager
     def elements(self, shape: Sequence[int]) -> Iterator[tuple[Index, ...]]:

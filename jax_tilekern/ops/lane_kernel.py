@@ -64,9 +64,10 @@ def kernel(
     checkpoint
         What reverse mode saves of a ``scan``, for all elements. ``None``: what the derivative of
         each step needs. A number of steps: the state at every so many steps; the steps are computed
-        again, and between two such checkpoints twice. ``"auto"``, by what is saved: the first of
-        ``None``, ``1`` and about the square root of the number of steps that saves 256 MiB or less,
-        or else the last. Loops of up to 8 steps have no checkpoints of their own.
+        again, and between two such checkpoints twice. ``"auto"``, by what is saved: ``None``, or
+        ``1`` if that saves half as much or less, or if ``None`` saves more than 256 MiB; if both
+        do, about the square root of the number of steps. Loops of up to 8 steps have no checkpoints
+        of their own.
 
     Returns
     -------
