@@ -1,0 +1,242 @@
+"""``fp8_dot_general``: the recipe's value and gradients, transformations, layers, and training."""
+
+import functools
+
+import emulated_plans
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulated_gpu import emulated_gpu
+from jax import export, lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from numerics import F8E4, F8E5, roundoff
+from sharded import devices
+
+import jax_tilekern as jtk
+
+BF16, F32 = jnp.bfloat16, np.float32
+PLAIN = (((1,), (0,)), ((), ()))
+# Sums of products, relative to the largest result.
+CLOSE = max(1e-5, 4 * roundoff(F8E4))
+
+
+def rounded(x, block, dtype=F8E4):
+    """What the last two dimensions are quantised to, in float64."""
+    values, scales = jtk.quantize(jnp.asarray(x), block, dtype)
+    scales = np.asarray(scales, np.float64)
+    for axis in (-2, -1):
+        if scales.shape[axis] not in (1, values.shape[axis]):
+            whole = np.repeat(scales, 128, axis)
+            scales = np.take(whole, range(values.shape[axis]), axis)
+    return np.asarray(values, np.float64) * scales
+
+
+def assert_close(found, expected):
+    assert found.shape == expected.shape
+    error = np.abs(np.asarray(found, np.float64) - expected)
+    assert error.max() <= CLOSE * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("gradient", [F8E4, F8E5])
+# With K equal to N, operands quantised along the wrong dimension have the right shapes.
+@pytest.mark.parametrize(("m", "k", "n"), [(200, 136, 136), (40, 300, 130)])
+def test_each_product_has_operands_quantised_along_its_contraction(rng, m, k, n, gradient):
+    def spread(*shape):
+        # Rows and columns of very different magnitudes, so that blocks matter.
+        x = rng.normal(size=shape) * np.exp(2 * rng.normal(size=shape[:1]))[:, None]
+        return jnp.asarray(x * np.exp(2 * rng.normal(size=shape[1:])), F32)
+
+    x, w, dy = spread(m, k), spread(k, n), spread(m, n)
+    product = functools.partial(jtk.fp8_dot_general, gradient_dtype=gradient)
+    y, vjp = jax.vjp(lambda x, w: product(x, w, PLAIN), x, w)
+    dx, dw = vjp(dy)
+    rows, square = (1, 128), (128, 128)
+    assert_close(y, rounded(x, rows) @ rounded(w.T, square).T)
+    assert_close(dx, rounded(dy, rows, gradient) @ rounded(w, square).T)
+    assert_close(dw, rounded(x.T, rows) @ rounded(dy.T, rows, gradient).T)
+    # The trap: x as the forward product has it.
+    wrong = rounded(x, rows).T @ rounded(dy.T, rows, gradient).T
+    assert np.abs(np.asarray(dw) - wrong).max() > 100 * CLOSE * np.abs(wrong).max()
+
+
+NUMBERS = [
+    ((20, 72), (72, 136), PLAIN),
+    ((2, 10, 72), (72, 136), (((2,), (0,)), ((), ()))),
+    ((20, 72), (136, 72), (((1,), (1,)), ((), ()))),
+    ((72, 20), (136, 72), (((0,), (1,)), ((), ()))),
+    ((3, 20, 72), (3, 72, 40), (((2,), (1,)), ((0,), (0,)))),
+    ((2, 10, 8, 9), (8, 9, 40), (((2, 3), (0, 1)), ((), ()))),
+    ((4, 20, 2, 10), (2, 10, 4, 40), (((2, 3), (0, 1)), ((0,), (2,)))),
+    ((72,), (72, 40), (((0,), (0,)), ((), ()))),
+    ((20, 72), (72,), PLAIN),
+]
+
+
+@pytest.mark.parametrize(("lhs", "rhs", "numbers"), NUMBERS)
+@pytest.mark.one_in(2)
+def test_dimension_numbers(rng, lhs, rhs, numbers):
+    x, w = (jnp.asarray(rng.normal(size=shape), F32) for shape in (lhs, rhs))
+    exact = functools.partial(lax.dot_general, dimension_numbers=numbers, precision="highest")
+    y, vjp = jax.vjp(lambda x, w: jtk.fp8_dot_general(x, w, numbers), x, w)
+    expected, of_exact = jax.vjp(exact, x, w)
+    dy = jnp.asarray(rng.normal(size=y.shape), F32)
+    for found, wanted in zip((y, *vjp(dy)), (expected, *of_exact(dy)), strict=True):
+        assert found.shape == wanted.shape
+        # Values of 4 bits are rounded by 1.8 % of their norm on average, in each operand.
+        assert np.linalg.norm(found - wanted) <= 0.06 * np.linalg.norm(wanted)
+
+
+def test_types(rng):
+    x, w = jnp.asarray(rng.normal(size=(20, 72)), BF16), jnp.ones((72, 40), F32)
+    y, vjp = jax.vjp(lambda x, w: jtk.fp8_dot_general(x, w, PLAIN), x, w)
+    assert y.dtype == F32
+    assert [g.dtype for g in vjp(y)] == [BF16, F32]
+    assert jtk.fp8_dot_general(x, x.T, PLAIN, preferred_element_type=F32).dtype == F32
+    assert jtk.fp8_dot_general(x, x.T, PLAIN).dtype == BF16
+    with pytest.raises(TypeError, match="takes bfloat16, float16 or float32, and lhs is int32"):
+        jtk.fp8_dot_general(jnp.ones((2, 2), np.int32), w, PLAIN)
+    with pytest.raises(TypeError, match=r"gradient_dtype .* not int8"):
+        jtk.fp8_dot_general(x, w, PLAIN, gradient_dtype=np.int8)
+    with pytest.raises(TypeError, match="contracting dimensions"):
+        jtk.fp8_dot_general(x, x, PLAIN)
+
+
+def test_there_is_no_second_derivative():
+    def loss(x, w):
+        return jtk.fp8_dot_general(x, w, PLAIN).sum()
+
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 4))
+    for of in (jax.grad(lambda *a: jax.grad(loss)(*a).sum()), jax.hessian(loss)):
+        with pytest.raises(TypeError, match="no second derivative"):
+            of(x, w)
+
+
+def test_transformations(rng):
+    x = jnp.asarray(rng.normal(size=(3, 20, 72)), F32)
+    w = jnp.asarray(rng.normal(size=(72, 40)), F32)
+
+    def loss(x, w):
+        return (jtk.fp8_dot_general(jnp.tanh(x), w, PLAIN) ** 2).sum()
+
+    gradients = jax.grad(loss, (0, 1))
+    one_by_one = [gradients(y, w) for y in x]
+    mapped = jax.vmap(gradients, (0, None))(x, w)
+    rematerialised = jax.grad(jax.checkpoint(loss), (0, 1))(x[0], w)
+    exported = export.export(jax.jit(gradients), disabled_checks=jtk.export_checks())(x[0], w)
+    loaded = export.deserialize(exported.serialize()).call(x[0], w)
+    for i, (dx, dw) in enumerate(one_by_one):
+        np.testing.assert_allclose(mapped[0][i], dx, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(mapped[1][i], dw, rtol=1e-3, atol=1e-3)
+    for found in (rematerialised, loaded):
+        for a, b in zip(found, one_by_one[0], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+@pytest.mark.parametrize(
+    ("of_x", "of_w"), [(P("d"), P()), (P("d"), P(None, "m")), (P(None, "m"), P("m"))]
+)
+@pytest.mark.one_in(2)
+def test_devices(rng, of_x, of_w):
+    mesh = jax.make_mesh((2, 4), ("d", "m"), (AxisType.Auto,) * 2, devices=devices()[:8])
+    x = jnp.asarray(rng.normal(size=(256, 512)), F32)
+    w = jnp.asarray(rng.normal(size=(512, 512)), F32)
+    step = jax.jit(
+        jax.value_and_grad(lambda x, w: (jtk.fp8_dot_general(x, w, PLAIN) ** 2).sum(), (0, 1))
+    )
+    placed = [
+        jax.device_put(a, NamedSharding(mesh, spec))
+        for a, spec in zip((x, w), (of_x, of_w), strict=True)
+    ]
+    found, expected = jax.tree.leaves(step(*placed)), jax.tree.leaves(step(x, w))
+    for a, b in zip(found, expected, strict=True):
+        # A cotangent that another order of sums changes may be rounded to a neighbour.
+        assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(b)
+
+
+@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+@pytest.mark.thorough
+def test_emulated_kernels(rng):
+    x, w, dy = (
+        jnp.asarray(rng.normal(size=shape), BF16) for shape in ((136, 272), (272, 144), (136, 144))
+    )
+
+    def with_gradients(x, w, dy):
+        y, vjp = jax.vjp(lambda x, w: jtk.fp8_dot_general(x, w, PLAIN), x, w)
+        return y, *vjp(dy)
+
+    expected = jax.jit(with_gradients)(x, w, dy)
+    with emulated_gpu(late=["writes"]) as ran:
+        found = jax.jit(with_gradients)(x, w, dy)
+    # No scale is transposed on the way from a quantiser to a product.
+    assert {plan.name for plan in ran} == {"quantize bfloat16", "scaled_wgmma_matmul fp8"}
+    assert len(ran) == 6
+    for a, b in zip(found, expected, strict=True):
+        a, b = (np.asarray(y, F32) for y in (a, b))
+        assert np.abs(a - b).max() <= 2**-7 * np.abs(b).max()
+
+
+# -- Training --------------------------------------------------------------------------------------
+
+
+def losses(dot_general, dtype, steps=120):
+    """The losses of a small network that learns a random one, by gradient descent with momentum."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    sizes = [(48, 160), (160, 160), (160, 24)]
+    teacher, student = (
+        [jax.random.normal(k, s) / s[0] ** 0.5 for k, s in zip(keys[i:], sizes, strict=False)]
+        for i in (0, 2)
+    )
+    x = jax.random.normal(keys[4], (256, 48))
+
+    def network(weights, x, dot):
+        for w in weights[:-1]:
+            x = jax.nn.gelu(dot(x, w, PLAIN))
+        return dot(x, weights[-1], PLAIN)
+
+    y = network(teacher, x, functools.partial(lax.dot_general, precision="highest"))
+
+    def loss(weights):
+        cast = [w.astype(dtype) for w in weights]
+        return ((network(cast, x.astype(dtype), dot_general).astype(F32) - y) ** 2).mean()
+
+    def step(state, _):
+        weights, velocity = state
+        value, gradients = jax.value_and_grad(loss)(weights)
+        velocity = [0.9 * v - 0.2 * g for v, g in zip(velocity, gradients, strict=True)]
+        return ([w + v for w, v in zip(weights, velocity, strict=True)], velocity), value
+
+    start = student, [jnp.zeros_like(w) for w in student]
+    return np.asarray(jax.jit(lambda s: lax.scan(step, s, None, length=steps)[1])(start))
+
+
+@pytest.mark.parametrize("gradient", [F8E4, F8E5])
+def test_a_network_learns_as_in_bfloat16(gradient):
+    plain = losses(lax.dot_general, BF16)
+    quantised = losses(functools.partial(jtk.fp8_dot_general, gradient_dtype=gradient), BF16)
+    assert plain[-1] < 0.1 * plain[0]
+    # The band: the mean of the last losses is within a quarter of that of bfloat16.
+    assert abs(quantised[-20:].mean() / plain[-20:].mean() - 1) < 0.25
+
+
+def test_layers_of_flax(rng):
+    linen, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
+    x = jnp.asarray(rng.normal(size=(4, 10, 72)), F32)
+    key = jax.random.key(1)
+    plain, ours = linen.Dense(40), linen.Dense(40, dot_general=jtk.fp8_dot_general)
+    weights = plain.init(key, x)
+    layers = [plain, ours]
+    found = [
+        jax.value_and_grad(lambda p, m=m: (m.apply(p, x) ** 2).mean())(weights) for m in layers
+    ]
+    of_nnx = [
+        nnx.Linear(72, 40, rngs=nnx.Rngs(0), **options)
+        for options in ({}, {"dot_general": jtk.fp8_dot_general})
+    ]
+    found += [nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(m) for m in of_nnx]
+    for a, b in (found[:2], found[2:]):
+        for theirs, mine in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            assert np.linalg.norm(mine - theirs) <= 0.1 * np.linalg.norm(theirs)
+            assert (np.asarray(mine) != np.asarray(theirs)).any()
