@@ -223,7 +223,7 @@ def _backward(recipe: _Recipe, residuals: Any, cotangent: Array) -> tuple[Array,
     along_n, along_m = quantize(
         cotangent, _ROWS, recipe.gradient, power_of_two=recipe.power_of_two, both=True
     )
-    # Operands are exchanged where the transpose has the order of the operand.
+    # A and B are swapped where the operand lies transposed.
     of_left = (right, along_n) if recipe.lhs_first else (along_n, right)
     of_right = (left, along_m) if recipe.rhs_first else (along_m, left)
     return _multiplied(*of_left, of_lhs.dtype), _multiplied(*of_right, of_rhs.dtype)
