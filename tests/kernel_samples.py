@@ -15,7 +15,7 @@ from jax_tilekern.plans.gemm.sm90.config import WGMMA_ARITHMETICS, WgmmaTile
 from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
 from jax_tilekern.plans.gemm.sm90.symmetric import symmetric_candidates
 from jax_tilekern.plans.gpu import VECTOR_BYTES
-from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
+from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct, GroupedSum
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_mma_candidates
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
 from jax_tilekern.plans.launch import NoKernel
@@ -148,11 +148,13 @@ def grouped_wgmma_instances(gpu):
             first = out == how.types.results[0]
             if odd and not first:
                 continue
-            product = GroupedProduct(geometry, *operands, out, arithmetic)
-            found = _found(grouped_wgmma_candidates(product, gpu))
-            for candidate in found:
-                if (first and not odd) or candidate.tile == found[0].tile:
-                    yield candidate.instance
+            kinds = [GroupedProduct] + [GroupedSum] * (geometry.ragged == "m")
+            for kind in kinds:
+                product = kind(geometry, *operands, out, arithmetic)
+                found = _found(grouped_wgmma_candidates(product, gpu))
+                for candidate in found:
+                    if (first and not odd) or candidate.tile == found[0].tile:
+                        yield candidate.instance
 
 
 def _found(candidates):

@@ -328,13 +328,12 @@ def _sort(indices: Array, offset: Array | None, experts: int) -> _Sorted:
     ids = clipped(indices.ravel(), -1, 2**31 - 1)
     # The difference may wrap, and is then negative.
     own = ids if offset is None else ids - clipped(offset, -experts, 2**31 - 1)
-    # Pairs of no expert are behind the others.
-    ids = jnp.where((ids >= 0) & (own >= 0) & (own < experts), own, experts)
+    # Pairs of no expert are behind the others. The first bin has keys below 0.
+    keys = jnp.where((ids >= 0) & (own >= 0) & (own < experts), own, experts) - 1
     if is_too_large(ids, experts):
         raise ValueError(f"moe: {tokens} tokens of {k} experts are more pairs than int32 counts")
-    pairs, places, bounds = order_and_places(ids, bins=experts + 2)
-    # The first bin has keys below all experts, and the last those behind them.
-    return _Sorted(bounds[1:-1], pairs, places.reshape(tokens, k))
+    pairs, places, bounds = order_and_places(keys, bins=experts + 1)
+    return _Sorted(bounds, pairs, places.reshape(tokens, k))
 
 
 def _layer(

@@ -14,7 +14,10 @@ import ml_dtypes
 import numpy as np
 
 import jax_tilekern as jtk
+from jax_tilekern.ops import planned_kernel
 from jax_tilekern.ops.expert_rows import combine_rows, spread_rows
+from jax_tilekern.ops.segments.order import order_and_places
+from jax_tilekern.plans.grouped_gemm.sm90 import candidates
 
 # Tokens, chosen experts and columns: rows of lanes of every number, whole and odd.
 SIZES = [(1, 1, 1), (300, 3, 40), (70, 2, 520), (130, 9, 7), (40, 8, 2048)]
@@ -70,6 +73,59 @@ def dense(indices, x, up, gate, down, weights):
     return jnp.einsum("te,teh,ehd->td", share.sum(1), product, down)
 
 
+def check_products() -> int:
+    """Compute layers with each kernel of two products; return how many were wrong.
+
+    The layers are not differentiated, and have groups of many tiles, of one row and of none.
+    """
+    rng = np.random.default_rng(2)
+    tokens, features, hidden, experts, chosen = 400, 136, 264, 7, 2
+    up, down = (experts, features, hidden), (experts, hidden, features)
+    arrays = [
+        rng.integers(-1, 2, shape).astype(ml_dtypes.bfloat16)
+        for shape in ((tokens, features), up, up, down)
+    ]
+    arrays.append((rng.integers(0, 2, (tokens, chosen)) / 128).astype(ml_dtypes.bfloat16))
+    wide = [a.astype(np.float64) for a in arrays]
+    several = rng.integers(-1, 8, (tokens, chosen)) // 2
+    kinds = {"several": several, "one": several * 0 + 3, "none": several * 0 - 1}
+    kinds["one row"] = np.where(np.arange(tokens)[:, None] == 5, several * 0 + 2, -1)
+    wrong, calls, tiles = [], 0, candidates.PAIR_TILES
+    for tile in tiles:
+        candidates.PAIR_TILES = [tile]
+        planned_kernel._plan_once.cache_clear()
+        for name, indices in kinds.items():
+            indices = indices.astype(np.int32)
+            found = jax.jit(lambda *args, i=indices: ours(i, *args))(*arrays)
+            wanted = np.asarray(dense(indices, *wide))
+            calls += 1
+            error = np.abs(np.asarray(found, np.float64) - wanted).max()
+            if not error <= 0.05 * np.abs(wanted).max(initial=1):
+                wrong.append(f"{tile} {name}")
+    candidates.PAIR_TILES = tiles
+    planned_kernel._plan_once.cache_clear()
+    print(f"products of experts: {calls} calls, {len(wrong)} wrong {wrong or ''}", flush=True)
+    return len(wrong)
+
+
+def check_orders() -> int:
+    """Order rows by few keys, in one tile and in several; return how many were wrong."""
+    rng = np.random.default_rng(3)
+    wrong, calls = [], 0
+    for rows, bins in ((1, 3), (1000, 66), (1025, 129), (65536, 65), (5000, 512), (3000, 600)):
+        keys = rng.integers(-2, bins, rows).astype(np.int32)
+        bin_of = np.clip(keys, -1, bins - 2) + 1
+        order = np.argsort(bin_of, kind="stable")
+        begins = np.searchsorted(bin_of[order], np.arange(bins))
+        expected = order, np.argsort(order), begins
+        found = jax.jit(functools.partial(order_and_places, bins=bins))(keys)
+        calls += 1
+        if not all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True)):
+            wrong.append(f"{rows} rows of {bins} bins")
+    print(f"orders of rows: {calls} calls, {len(wrong)} wrong {wrong or ''}", flush=True)
+    return len(wrong)
+
+
 def gradients(layer):
     """Return a function of a layer's arguments that gives the gradients of all but indices."""
     return jax.grad(lambda *args: layer(*args).sum(), (1, 2, 3, 4, 5))
@@ -102,4 +158,4 @@ def check_layers() -> int:
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
     with jtk.policy("kernels"):
-        sys.exit(check_rows() + check_layers())
+        sys.exit(check_rows() + check_layers() + check_products() + check_orders())

@@ -275,9 +275,10 @@ __global__ void __launch_bounds__(kSortThreads)
       });
 }
 
-// The only pass over keys of one digit: the order of the rows, the bounds of the bins as
-// find_bounds() has them, and with kPlaces the place of each row in the order. `counts` are those
-// of each tile, counts[tile][digit]; they are not read where there is one tile.
+// The only pass over keys of one digit: the order of the rows, and the bounds of the bins as
+// find_bounds() has them. With kPlaces, the place of each row in the order, too, and bounds without
+// the last one. `counts` are those of each tile, counts[tile][digit]; they are not read where there
+// is one tile.
 template <int kItems, bool kPlaces>
 __global__ void __launch_bounds__(kSortThreads)
     sort_tiles(const int32* keys, const uint32* counts, int32* order, int32* places, int32* bounds,
@@ -287,7 +288,9 @@ __global__ void __launch_bounds__(kSortThreads)
       keys, nullptr, pass, SummedCounts{pass, counts, totals, before},
       [&](uint32 digit, uint32 begin) {
         if (blockIdx.x == 0 && digit < pass.bins) bounds[digit] = static_cast<int32>(begin);
-        if (blockIdx.x == 0 && digit == 0) bounds[pass.bins] = static_cast<int32>(pass.count);
+        if (!kPlaces && blockIdx.x == 0 && digit == 0) {
+          bounds[pass.bins] = static_cast<int32>(pass.count);
+        }
       },
       [&](int32 row, uint32 place) {
         if (kPlaces) places[row] = static_cast<int32>(place);

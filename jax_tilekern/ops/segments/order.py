@@ -49,12 +49,13 @@ def order_by_key(keys: Array, *, bins: int) -> tuple[Array, Array]:
 
 
 def order_and_places(keys: Array, *, bins: int) -> tuple[Array, Array, Array]:
-    """Return the order and the bounds of :func:`order_by_key`, and between them its inverse.
+    """Return the order of :func:`order_by_key`, its inverse, and where each bin begins.
 
-    The inverse has the position of each row in the order.
+    The inverse has the position of each row in the order. The number of rows is not among the
+    bounds, so that they are those of groups of the bins but the last.
     """
-    order, places, bounds = _bind(keys, bins=bins, is_sorted=False, places=True)
-    return order, places, bounds
+    order, places, begins = _bind(keys, bins=bins, is_sorted=False, places=True)
+    return order, places, begins
 
 
 def bounds_of_sorted(keys: Array, *, bins: int) -> Array:
@@ -81,7 +82,8 @@ def _reference(keys: Array, *, bins: int, is_sorted: bool, places: bool = False)
         keys, rows = lax.sort((keys, rows), num_keys=1)
         order = [rows, *([_inverse(rows)] if places else [])]
     counts = jnp.zeros(bins + 1, np.int32).at[keys + 1].add(1)
-    return [*order, jnp.cumsum(counts, dtype=np.int32)]
+    bounds = jnp.cumsum(counts, dtype=np.int32)
+    return [*order, bounds[:-1] if places else bounds]
 
 
 def _jvp(primals: Sequence[Any], _: Any, **params: Any) -> tuple[Any, Any]:
@@ -97,7 +99,8 @@ def _batch(
     batch, rows = keys.shape
     flat = (bins_of(keys, bins) - 1 + first_of_batches(batch, bins)).ravel()
     *order, bounds = _bind(flat, bins=batch * bins, **params)
-    starts = jnp.stack([bounds[i * bins : (i + 1) * bins + 1] for i in range(batch)])
+    ends = 0 if params.get("places") else 1
+    starts = jnp.stack([bounds[i * bins : (i + 1) * bins + ends] for i in range(batch)])
     first = first_of_batches(batch, rows)
     results = [each.reshape(batch, rows) - first for each in order]
     return [*results, starts - first], [0] * (len(order) + 1)
@@ -115,7 +118,7 @@ def _refusal(*_: Any, **__: Any) -> Fallback | None:
 
 def _places_by_xla(keys: Array, *, bins: int) -> list[Array]:
     order, bounds = order_by_key(keys, bins=bins)
-    return [order, _inverse(order), bounds]
+    return [order, _inverse(order), bounds[:-1]]
 
 
 def _with_places(reason: str, bins: int) -> Rewrite:

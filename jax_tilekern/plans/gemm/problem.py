@@ -106,15 +106,20 @@ class TypedProduct(ABC, Generic[_Geometry]):
         reductions = (x.dtype.itemsize for x in self.epilogue.reductions)
         return *operands, *more, *(outputs if self.epilogue.stores else ()), *reductions
 
+    @property
+    def rhs_bytes(self) -> int:
+        """Bytes of ``rhs``."""
+        g = self.strided
+        return g.k * g.n * distinct_matrices(g.batch, g.rhs_strides) * self.rhs_dtype.itemsize
+
     def memory_cycles(self, gpu: Gpu) -> float:
         """Return the time to read each operand once and to write the output."""
         g = self.strided
         lhs = g.m * g.k * distinct_matrices(g.batch, g.lhs_strides) * self.lhs_dtype.itemsize
-        rhs = g.k * g.n * distinct_matrices(g.batch, g.rhs_strides) * self.rhs_dtype.itemsize
         out = g.m * g.n * distinct_matrices(g.batch, g.out_strides) * self.out_dtype.itemsize
         if self.epilogue is not None and not self.epilogue.stores:
             out = 0
-        return (lhs + rhs + out + self.epilogue_bytes) / gpu.rates.memory_bandwidth
+        return (lhs + self.rhs_bytes + out + self.epilogue_bytes) / gpu.rates.memory_bandwidth
 
     def cycles(self, busy: float, gpu: Gpu) -> float:
         """Estimate a launch whose busiest SM would take ``busy`` cycles if memory were no limit."""
@@ -158,9 +163,7 @@ class OfPair(TypedProduct[_Geometry]):
 
     def memory_cycles(self, gpu: Gpu) -> float:
         """Return the time to read each operand once and to write the output."""
-        g = self.strided
-        rhs = g.k * g.n * distinct_matrices(g.batch, g.rhs_strides) * self.rhs_dtype.itemsize
-        return super().memory_cycles(gpu) + rhs / gpu.rates.memory_bandwidth
+        return super().memory_cycles(gpu) + self.rhs_bytes / gpu.rates.memory_bandwidth
 
 
 @dataclass(frozen=True)

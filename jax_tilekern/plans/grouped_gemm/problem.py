@@ -65,6 +65,11 @@ class GroupedGeometry:
         return math.prod(self.batch) * (self.groups + 2)
 
     @property
+    def used_groups(self) -> int:
+        """The number of groups that may have rows."""
+        return max(1, min(self.groups, self.rows))
+
+    @property
     def average_rows(self) -> float:
         """Average number of rows of a group, if every row belongs to one."""
         return self.rows / self.groups
@@ -81,6 +86,14 @@ class GroupedProduct(TypedProduct[GroupedGeometry]):
     def strided(self) -> MatmulGeometry:
         """Sizes and strides of the three arrays."""
         return self.geometry.product
+
+    @property
+    def rhs_bytes(self) -> int:
+        """Bytes of ``rhs``, of the groups that may have rows alone if it has groups."""
+        geometry = self.geometry
+        if geometry.ragged == "k":
+            return super().rhs_bytes
+        return super().rhs_bytes * geometry.used_groups // geometry.groups
 
     def dense(self, geometry: MatmulGeometry | None = None) -> Product:
         """Return a dense product of the same types, of all rows unless a geometry is given."""

@@ -21,6 +21,7 @@ class ClaimedDenseTiles {
 
   void prepare(unsigned char*) const {}
   int count() const { return shape_.work_tiles; }
+  int most() const { return shape_.work_tiles; }
   ScheduledTile find(int number) const {
     using Tiles = DenseTiles<config>;
     return {Tiles::work_tile(shape_, number, 0), 0, Tiles::k_tiles(shape_, number)};

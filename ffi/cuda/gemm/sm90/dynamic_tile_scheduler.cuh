@@ -152,6 +152,7 @@ class WorkTileRing {
 //   Tiles(args...)                 constructed by the kernel
 //   void prepare(shared)           by all threads, at the shared memory behind the ring
 //   int count()                    how many tiles there are
+//   int most()                     what the host knows to be their maximum
 //   ScheduledTile find(number)     by the scheduling thread: what a tile is for the cluster's first
 //                                  CTA
 template <WgmmaConfig config, class Tiles>
@@ -169,7 +170,7 @@ class DynamicPersistentScheduler {
 
   struct Params {
     Tiles tiles;
-    // How many tiles all clusters have claimed, in global memory.
+    // How many tiles all clusters have claimed, in global memory. Not used in a single round.
     int32* claimed;
     Ring ring = {};
 
@@ -197,8 +198,13 @@ class DynamicPersistentScheduler {
   void release() const { params_.ring.release(state_); }
 
   static void schedule(const Params& params) {
+    const int clusters = gridDim.x / config.cluster;
+    // In a single round each cluster has the tile of its own number, and nothing is counted.
+    const bool once = params.tiles.most() <= clusters;
+    int own = blockIdx.x / config.cluster;
     params.ring.broadcast([&](ScheduledTile& slot) {
-      const int number = atomicAdd(params.claimed, 1);
+      const int number = once ? own : atomicAdd(params.claimed, 1);
+      own += clusters;
       const bool found = number < params.tiles.count();
       if (found) {
         slot = params.tiles.find(number);

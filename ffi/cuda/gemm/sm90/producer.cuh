@@ -131,7 +131,10 @@ class TmaProducer {
         full, Scheduler::kPartialN ? LhsTile::kBytes + columns * kTileRowBytes : kStageBytes);
     const int of_first = shape_.k_tiles / config.terms;
     const bool is_second = config.terms > 1 && k_tile >= of_first;
-    const OperandMaps& operands = is_second ? second_ : operands_;
+    // Each map is chosen by itself: ptxas would have a struct that is chosen in local memory.
+    const OperandMaps operands = {is_second ? second_.lhs : operands_.lhs,
+                                  is_second ? second_.rhs : operands_.rhs,
+                                  is_second ? second_.rhs_step : operands_.rhs_step};
     const int k = work.k + (is_second ? k_tile - of_first : k_tile) * config.block_k;
     uint32 to = pipeline_.stage(state.stage);
 #pragma unroll

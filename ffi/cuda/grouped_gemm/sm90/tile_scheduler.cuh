@@ -38,6 +38,8 @@ class GroupedTiles {
     return first_tiles_[groups_.spans()] * shape_.tiles_m;
   }
 
+  int most() const { return shape_.work_tiles; }
+
   ScheduledTile find(int number) const {
     if constexpr (kPartialK) {
       return tile_of_group(number);

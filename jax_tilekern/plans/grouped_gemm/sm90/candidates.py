@@ -75,16 +75,17 @@ def _busy_cycles(
     view: OrientedProduct,
     gpu: Gpu,
 ) -> float:
-    arithmetic, rows = product.arithmetic, product.geometry.average_rows
+    arithmetic, geometry = product.arithmetic, product.geometry
     if instance.ragged == "k":
         # A group's last k-tile is half full on average.
-        average_k_tiles = rows / instance.block_k + 0.5
+        average_k_tiles = geometry.average_rows / instance.block_k + 0.5
         work_tiles = dense_tiles(tile, view)
         return busy_cycles(tile, instance, view, arithmetic, work_tiles, average_k_tiles, gpu)
+    rows = geometry.rows / geometry.used_groups
     tiles = max(1.0, rows / tile.block_n + 0.5)
     columns = min(tile.block_n, math.ceil((rows + instance.column_step / 2) / tiles))
     tiles_m, _ = tile.grid(view.lhs.mn, 1)
-    average_tiles = math.prod(view.batch) * tiles * tiles_m
+    average_tiles = math.prod(geometry.batch) * geometry.used_groups * tiles * tiles_m
     k_tiles = instance.terms * math.ceil(view.k / instance.block_k)
     average = dataclasses.replace(tile, block_n=columns)
     cycles = busy_cycles(
@@ -169,7 +170,10 @@ class GroupedWgmmaCandidate(TiledWgmmaCandidate):
         product, instance = self.product, self.instance
         view = _view(product, self.swapped)
         kernel, epilogue = self.fused(product.epilogue, product.strided, product.out_buffer)
-        compiled = compile_kernels(kernel, CLEAR_CLAIMED, arch=gpu.arch)
+        # Where every cluster has one tile at most, none is claimed.
+        counts = self.max_work_tiles > gpu.available_sms // instance.cluster
+        clears = [CLEAR_CLAIMED] if counts else []
+        compiled = compile_kernels(kernel, *clears, arch=gpu.arch)
         claimed = Buffer(product.first_workspace)
         launch = launch_tiles(
             compiled,
@@ -195,7 +199,7 @@ class GroupedWgmmaCandidate(TiledWgmmaCandidate):
         return LaunchPlan(
             name=f"ragged_wgmma_matmul{kind} {product.arithmetic}",
             gpu=gpu,
-            launches=(clear_claimed(compiled, claimed), launch),
+            launches=(*(clear_claimed(compiled, claimed) for _ in clears), launch),
             alignments=product.alignments(TMA_STRIDE_BYTES, TMA_STRIDE_BYTES, 4, out_alignment),
             workspace_bytes=(CLAIMED_BYTES,),
             reason=f"{self.tile_reason}, {product.geometry.groups} groups",
