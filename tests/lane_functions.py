@@ -234,6 +234,21 @@ def searching(x, table):
     )  # fmt: skip
 
 
+def linear_algebra(a, b):
+    positive = a.T @ a + jnp.eye(4)
+    lower = jnp.linalg.cholesky(positive)
+    return (
+        jnp.linalg.solve(a, b), jnp.linalg.inv(a), jnp.linalg.det(a), jnp.linalg.slogdet(a),
+        lower, jax.scipy.linalg.cho_solve((lower, True), b), jnp.linalg.qr(a[:, :3]),
+        jnp.linalg.qr(a[:3]), jnp.linalg.qr(a[:, :2], mode="complete"), lax.linalg.lu(a[:3]),
+        jax.scipy.linalg.solve_triangular(a, b), lax.linalg.lu(a[:, :2]),
+        jax.scipy.linalg.solve_triangular(a, b, trans="T", unit_diagonal=True),
+        lax.linalg.triangular_solve(a, b[None], lower=True, transpose_a=True),
+        jnp.linalg.cholesky(jnp.stack([positive, -positive])), lax.top_k(jnp.floor(b), 3),
+        jnp.linalg.solve(a.reshape(4, 2, 2), b[:2, None]), jax.scipy.linalg.expm(a / 4),
+    )  # fmt: skip
+
+
 def in_place(x, n):
     """An insertion sort, and a sieve whose array is too long for registers."""
 
@@ -477,6 +492,7 @@ def table():
             (0, 0, None),
             (normal(N, 5), integers_of(N, 2, low=-7, high=7), normal(9, 5)),
         ),
+        "linear_algebra": (linear_algebra, 0, (normal(N, 4, 4), normal(N, 4))),
         "searching": (searching, (0, None), (normal(N, 5), np.arange(-2, 3, dtype=np.float32))),
         "in_place": (in_place, 0, (normal(N, 5), np.arange(N, dtype=np.int32))),
         "swaps": (swaps, 0, (normal(N, 3), normal(N, 3, seed=1))),
@@ -552,6 +568,14 @@ def gradients():
         kernel = map_ if map_ is jax.vmap else functools.partial(map_, checkpoint=every)
         return of_lorenz(kernel, start, parameters)
 
+    def of_gaussian(map_, a, b):
+        def density(a, b):
+            lower = jnp.linalg.cholesky(a @ a.T + jnp.eye(3))
+            y = jax.scipy.linalg.solve_triangular(lower, b, lower=True)
+            return -0.5 * y @ y - jnp.log(jnp.diag(lower)).sum() + jnp.linalg.solve(a, b)[0]
+
+        return jnp.sum(map_(density)(a, b))
+
     def of_kalman(map_, transition, observed):
         filtered = map_(kalman, in_axes=(None, None, None, 0))
         return jnp.sum(filtered(jnp.zeros(6), jnp.eye(6), transition, observed)[1] ** 2)
@@ -580,5 +604,6 @@ def gradients():
         "branches": (of_branches, (normal(N, 3),)),
         "closed_over": (of_closed_over, (normal(3, 3),)),
         "custom": (of_custom, (normal(N),)),
+        "gaussian": (of_gaussian, (normal(N, 3, 3), normal(N, 3))),
         "table": (of_table, (normal(5),)),
     }

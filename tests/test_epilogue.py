@@ -201,7 +201,8 @@ SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 2.5, 1e-3, 3.75, 17.0, -30.0, math.i
 UNARY = [
     "neg", "abs", "sign", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "sin", "cos",
     "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc",
-    "erf_inv", "lgamma", "sqrt", "rsqrt", "cbrt", "floor", "ceil", "round", "is_finite", "square",
+    "erf_inv", "lgamma", "digamma", "sqrt", "rsqrt", "cbrt", "floor", "ceil", "round", "is_finite",
+    "square",
 ]  # fmt: skip
 BINARY = ["add", "sub", "mul", "div", "rem", "max", "min", "pow", "atan2", "nextafter",
           "eq", "ne", "lt", "le", "gt", "ge"]  # fmt: skip

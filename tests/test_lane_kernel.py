@@ -472,7 +472,8 @@ def test_long_arrays_are_in_a_workspace():
 @pytest.mark.parametrize(
     ("f", "reason"),
     [
-        (lambda x: jnp.linalg.cholesky(x * jnp.eye(3)), "no CUDA for cholesky, at .*test_lane_k"),
+        (lambda x: jnp.linalg.eigvalsh(x * jnp.eye(3)), "no CUDA for eigh, at .*test_lane_k"),
+        (lambda x: jnp.linalg.cholesky(x * jnp.eye(20)), "no CUDA for cholesky of 20x20, only up"),
         (lambda x: x * 1j, "no arithmetic of complex64, at .*test_lane_k"),
         (lambda x: lax.scan(lambda c, _: (lax.igamma(c, c), None), x, None, 2)[0], "igamma, at"),
     ],

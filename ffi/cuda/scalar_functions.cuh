@@ -284,6 +284,7 @@ TILEKERN_UNARY(exp2, exp2f, ::exp2)
 TILEKERN_UNARY(expm1, expm1f, ::expm1)
 TILEKERN_UNARY(log, logf, ::log)
 TILEKERN_UNARY(log1p, log1pf, ::log1p)
+TILEKERN_UNARY(log2, log2f, ::log2)
 TILEKERN_UNARY(sin, sinf, ::sin)
 TILEKERN_UNARY(cos, cosf, ::cos)
 TILEKERN_UNARY(tan, tanf, ::tan)
@@ -317,6 +318,26 @@ TILEKERN_BINARY(pow, powf, ::pow)
 TILEKERN_BINARY(atan2, atan2f, ::atan2)
 TILEKERN_BINARY(nextafter, nextafterf, ::nextafter)
 #undef TILEKERN_BINARY
+
+// The derivative of lgamma: the reflection formula below 1/2, the recurrence up to 10, and from there
+// the asymptotic series.
+template <typename T>
+inline T digamma(T x) {
+  const bool is_reflected = x < T(0.5);
+  T y = is_reflected ? 1 - x : x, before = 0;
+  for (; y < 10; y += 1) before += 1 / y;
+  const T z = 1 / (y * y);
+  const T tail =
+      z * (T(1. / 12) -
+           z * (T(1. / 120) -
+                z * (T(1. / 252) -
+                     z * (T(1. / 240) - z * (T(1. / 132) - z * (T(691. / 32760) - z / 12))))));
+  const T result = log(y) - T(0.5) / y - tail - before;
+  if (!is_reflected) return result;
+  const T fraction = x - floor(x);
+  constexpr T kPi = 3.14159265358979323846;
+  return fraction == 0 ? T(0) / fraction : result - kPi / tan(kPi * fraction);
+}
 
 // The denominator is at least 1, so its reciprocal needs no scaling.
 inline float logistic(float x) {

@@ -40,7 +40,8 @@ def _same_name(kinds: str, instructions: Mapping[str, int]) -> dict[str, Transla
 
 # Costs are those of CUDA's functions on sm_90; XLA's functions have similar ones.
 _FUNCTIONS_OF_FLOATS = {
-    "exp": 8, "exp2": 4, "expm1": 20, "log": 20, "log1p": 25, "logistic": 10,
+    "exp": 8, "exp2": 4, "expm1": 20, "log": 20, "log1p": 25, "log2": 20,
+    "logistic": 10, "digamma": 120,
     "tanh": 16, "sin": 30, "cos": 30, "tan": 40, "asin": 20, "acos": 20, "atan": 20, "atan2": 30,
     "sinh": 20, "cosh": 20, "asinh": 30, "acosh": 30, "atanh": 30,
     "erf": 20, "erfc": 30, "erf_inv": 30, "lgamma": 60,

@@ -2,5 +2,6 @@
 
 ``keys.py`` replaces typed random keys by their data, ``text.py`` writes the kernel of a jaxpr.
 ``writer.py`` writes equations: scalars by ``epilogue/cuda_text.py``, arrays by ``arrays.py`` and
-``indexing.py``, loops and branches by ``control_flow.py``. ``values.py`` says what a value is.
+``indexing.py``, factorizations by ``linear_algebra.py``, loops and branches by
+``control_flow.py``. ``values.py`` says what a value is.
 """

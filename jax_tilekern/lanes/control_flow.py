@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_tilekern.epilogue.cuda_text import computed_type
+from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type
 from jax_tilekern.interop import compat
 from jax_tilekern.lanes.arrays import Places, at_index, result_type
 from jax_tilekern.lanes.values import Buffer, Value, everywhere, in_memory
@@ -168,6 +168,9 @@ def _while(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) 
 def _cond(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -> list[Value]:
     index, *arguments = operands
     branches = [compat.closed_jaxpr(x) for x in eqn.params["branches"]]
+    # An index that is known is that of a platform, whose branch alone has to have a translation.
+    if index.first.isdigit():
+        return writer.jaxpr(branches[int(index.first)], arguments, places)
     variables = [
         _declared(writer, *result_type(eqn, i), place)
         for i, place in zip(range(len(eqn.outvars)), places, strict=True)
@@ -183,3 +186,12 @@ def _cond(writer: LaneWriter, eqn: Any, operands: list[Value], places: Places) -
                 else:
                     writer.filled(value, variable.buffer)
     return [x.value for x in variables]
+
+
+@rule("platform_index")
+def _platform(_: LaneWriter, eqn: Any, __: list[Value], ___: Places) -> list[Value]:
+    """Choose the branch of ``lax.platform_dependent`` for CUDA, or the default."""
+    for i, platforms in enumerate(eqn.params["platforms"]):
+        if platforms is None or "cuda" in platforms:
+            return [everywhere(np.dtype(np.int32), (), str(i))]
+    raise Untranslatable("no branch of platform_dependent for cuda")

@@ -51,8 +51,8 @@ _MAX_STATEMENTS = 40000
 # Functions of dozens of instructions, which ``lanes.cuh`` has in ``tilekern::called`` too, and how
 # many of them a kernel inlines.
 _LONG_FUNCTION = re.compile(
-    r"\blax::(acosh?|asinh?|atan[2h]?|cosh?|erf(?:_inv|c)?|expm1|lgamma|log(?:1p)?|pow|rem|sinh?|"
-    r"tanh?|threefry2x32)\("
+    r"\blax::(acosh?|asinh?|atan[2h]?|cosh?|digamma|erf(?:_inv|c)?|expm1|lgamma|log(?:1p|2)?|pow|rem|"
+    r"sinh?|tanh?|threefry2x32)\("
 )
 _MAX_INLINED = 24
 # Loops that read a few elements a step are unrolled so many times, if a step has few statements.
@@ -375,12 +375,15 @@ class LaneWriter:
         if name in RULES:
             return RULES[name](self, eqn, operands, places)
         if name in references:
-            means = functools.partial(references[name], **eqn.params)
-            with compat.without_mesh():
-                return self.jaxpr(jax.make_jaxpr(means)(*(x.aval for x in eqn.invars)), operands)
+            return self.meaning(functools.partial(references[name], **eqn.params), eqn, operands)
         if is_elementwise(name, eqn.params):
             return [self._elementwise(eqn, operands, places[0])]
         raise Untranslatable(f"no CUDA for {name}")
+
+    def meaning(self, function: Callable[..., Any], eqn: Any, operands: list[Value]) -> list[Value]:
+        """Write an equation as a JAX function of its operands."""
+        with compat.without_mesh():
+            return self.jaxpr(jax.make_jaxpr(function)(*(x.aval for x in eqn.invars)), operands)
 
     def _elementwise(self, eqn: Any, operands: list[Value], place: Buffer | None) -> Value:
         (out,) = eqn.outvars

@@ -157,7 +157,7 @@ def _evaluated(closed: Any, every: int, operands: Sequence[Any]) -> list[Any]:
             results = _scan(eqn, every, given)
         elif compat.is_plain_jit(eqn):
             results = _evaluated(compat.closed_jaxpr(eqn.params["jaxpr"]), every, given)
-        elif eqn.primitive.name == "cond":
+        elif eqn.primitive.name == "cond" and not eqn.params.get("branches_platforms"):
             branches = [_function(x, every) for x in eqn.params["branches"]]
             results = lax.switch(given[0], branches, *given[1:])
         else:
