@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from benchmarks import (
     cross_entropy,
     fit_policy,
+    fp8,
     fused,
     jax_kernel,
     ladder,
@@ -41,6 +42,7 @@ from jax_tilekern.plans.gpu import NoGpu
 _COMMANDS: dict[str, Command] = {
     **{name: OperationCommand(name) for name in OPERATIONS},
     "fused": fused.COMMAND,
+    "fp8": fp8.COMMAND,
     "linalg": linalg,
     "strassen": strassen.COMMAND,
     "symmetric": symmetric.COMMAND,

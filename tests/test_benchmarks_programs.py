@@ -1,4 +1,4 @@
-"""``moe``, ``moe_model``, ``symmetric``, and what is measured of a program whose sides may fail."""
+"""``moe``, ``moe_model``, ``symmetric``, ``fp8``, and what is measured of a program whose sides may fail."""
 
 import json
 
@@ -63,6 +63,16 @@ def test_layers_of_experts(tmp_path, monkeypatch, capsys):
         assert all(error < 0.05 for error in row["error"].values()), row
     loads = jnp.bincount(moe._operands(sizes._replace(tokens=4000, zipf=True))[-1].ravel())
     assert (jnp.diff(loads) < 0).all()
+
+
+def test_eight_bit_floats(tmp_path):
+    file = tmp_path / "fp8.json"
+    assert main(["fp8", "--seconds", "0.01", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["name"].split()[0] for row in rows} == {"product", "quantize", "layer"}
+    for row in rows:
+        bound = 0 if row["name"].startswith("quantize") else 0.05
+        assert all(error <= bound for error in row["error"].values()), row
 
 
 def test_training_steps(tmp_path):

@@ -55,14 +55,21 @@ class Measured(NamedTuple):
 
 # Executes a given plan for a product.
 _planned = compat.Primitive("tilekern_planned")
-_planned.def_abstract_eval(lambda lhs, rhs, *, plan, result: result)
+_planned.def_abstract_eval(lambda *operands, plan, result: result)
 
 
-def _emit(ctx: Any, lhs: Any, rhs: Any, *, plan: LaunchPlan, result: Any) -> Sequence[Any]:
-    return ffi.cuda_launch(ctx, (lhs, rhs), plan)
+def _emit(ctx: Any, *operands: Any, plan: LaunchPlan, result: Any) -> Sequence[Any]:
+    return ffi.cuda_launch(ctx, operands, plan)
 
 
 mlir.register_lowering(_planned, _emit, platform="cuda")
+
+
+def by_plan(plan: LaunchPlan, shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
+    """Return the result, of this shape and type, of a plan's kernels."""
+    aval = jax.core.ShapedArray(tuple(shape), dtype)
+    result: Array = _planned.bind(*operands, plan=plan, result=aval)
+    return result
 
 
 class _Array(NamedTuple):
@@ -152,9 +159,7 @@ class ArrayProduct:
 
     def by_plan(self, plan: LaunchPlan, lhs: Array, rhs: Array) -> Array:
         """Compute it by a kernel."""
-        aval = jax.core.ShapedArray(self.out.shape, self.out.dtype)
-        result: Array = _planned.bind(lhs, rhs, plan=plan, result=aval)
-        return result
+        return by_plan(plan, self.out.shape, self.out.dtype, lhs, rhs)
 
     @property
     def structs(self) -> tuple[jax.ShapeDtypeStruct, ...]:

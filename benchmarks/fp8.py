@@ -1,0 +1,224 @@
+"""``fp8``: products of 8-bit floats with scales of blocks, their quantisers, and a layer of both.
+
+``ours`` has the kernels. Products have these sides besides: scales of ``lhs`` with those of rows
+adjacent, as ``quantize`` writes them (``rows adjacent``), scales of 1x128 blocks on both sides
+(``1x128``, as gradients of weights have), and the best kernels by their
+estimates, by their keys. ``bfloat16`` is our product of the same sizes and ``XLA`` is XLA's;
+``XLA float8`` is XLA's product without scales.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jax_tilekern as jtk
+from benchmarks.programs import KERNELS, Arrays, Program, ProgramCommand
+from jax_tilekern.plans.gemm.arithmetic import BF16, FP8
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
+from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
+from jax_tilekern.plans.gpu import current_gpu
+from jax_tilekern.plans.launch import NoKernel
+from jax_tilekern.plans.quantize import BLOCK
+from jax_tilekern.tuning.product_timing import by_plan
+
+# Products as (m, n, k): large ones, and those that DeepGEMM lists.
+_LISTED = [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)]
+_PRODUCTS = {
+    "gpu": [
+        (8192, 8192, 8192), (4096, 7168, 2048), (6144, 6144, 6144),
+        *((m, n, k) for m in (64, 128, 4096) for n, k in _LISTED),
+    ],
+    "cpu": [(64, 256, 384)],
+}  # fmt: skip
+_MATRICES = {"gpu": [(8192, 8192), (8192, 14336), (4096, 7168)], "cpu": [(256, 384)]}
+# Tokens, features and results of a linear layer.
+_LAYERS = {"gpu": [(8192, 4096, 14336), (8192, 14336, 4096)], "cpu": [(64, 256, 384)]}
+_CANDIDATES = 6
+_CHECKED = 64
+_NUMBERS = (((1,), (0,)), ((), ()))
+
+
+def _operands(m: int, n: int, k: int) -> Arrays:
+    """Return operands in bfloat16, and quantised: values, scales, and scales in other orders."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, w = (
+        jax.random.normal(key, shape, jnp.bfloat16)
+        for key, shape in zip(keys, ((m, k), (n, k)), strict=True)
+    )
+
+    @jax.jit
+    def quantized(x: Any, w: Any) -> Arrays:
+        values, scales = jtk.quantize(x)
+        weights, of_blocks = jtk.quantize(w, (BLOCK, BLOCK))
+        by_row, of_rows = jtk.quantize(w)
+        return values, weights, scales, of_blocks, scales.T, by_row, of_rows.T
+
+    return x, w, *quantized(x, w)
+
+
+def _product_errors(arguments: Arrays, results: Mapping[str, Any]) -> dict[str, float]:
+    """Return the largest error of some rows, relative to the largest element."""
+    x, w = (np.asarray(a, np.float32) for a in arguments[:2])
+    wanted = x[-_CHECKED:] @ w.T
+    return {
+        side: float(np.abs(np.asarray(y[-_CHECKED:], np.float32) - wanted).max())
+        / float(np.abs(wanted).max())
+        for side, y in results.items()
+        if side != "XLA float8"
+    }
+
+
+def _scaled(x: Any, w: Any, values: Any, weights: Any, scales: Any, of_blocks: Any, *_: Any) -> Any:
+    return jtk.scaled_matmul(values, weights, scales, of_blocks, jnp.bfloat16)
+
+
+def _rows_adjacent(x: Any, w: Any, values: Any, weights: Any, *scales: Any) -> Any:
+    _, of_blocks, transposed, *_ = scales
+    return jtk.scaled_matmul(values, weights, transposed.T, of_blocks, jnp.bfloat16)
+
+
+def _both_by_row(x: Any, w: Any, values: Any, weights: Any, *rest: Any) -> Any:
+    _, _, transposed, by_row, of_rows = rest
+    return jtk.scaled_matmul(values, by_row, transposed.T, of_rows.T, jnp.bfloat16)
+
+
+def _candidates(m: int, n: int, k: int) -> dict[str, Callable[..., Any]]:
+    """Return the best kernels by their estimates, with scales of rows adjacent."""
+    if jax.default_backend() != "gpu":
+        return {}
+    blocks = math.ceil(k / BLOCK)
+    product = ScaledProduct(
+        MatmulGeometry((), m, n, k, (k, 1), (1, k), (n, 1)), FP8[0], FP8[0], BF16, "fp8",
+        lhs_scales=Scales(1, (), 1, m), rhs_scales=Scales(BLOCK, (), blocks, 1),
+    )  # fmt: skip
+    found = scaled_candidates(product, current_gpu())
+    if isinstance(found, NoKernel):
+        return {}
+    best = sorted(found, key=lambda candidate: candidate.cycles)[:_CANDIDATES]
+
+    def run(candidate: Any, x: Any, w: Any, values: Any, weights: Any, *scales: Any) -> Any:
+        _, of_blocks, transposed, *_ = scales
+        plan = candidate.plan(current_gpu())
+        return by_plan(plan, (m, n), BF16, values, weights, transposed, of_blocks)
+
+    return {candidate.key: functools.partial(run, candidate) for candidate in best}
+
+
+def _products(backend: str) -> Iterator[Program]:
+    for m, n, k in _PRODUCTS[backend]:
+        yield Program(
+            f"product {m}x{n}x{k}",
+            functools.partial(_operands, m, n, k),
+            {
+                "ours": _scaled,
+                "rows adjacent": _rows_adjacent,
+                "1x128": _both_by_row,
+                **_candidates(m, n, k),
+                "bfloat16": lambda x, w, *_: jtk.matmul(x, w.T),
+                "XLA": lambda x, w, *_: x @ w.T,
+                "XLA float8": lambda x, w, values, weights, *_: lax.dot_general(
+                    values, weights, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16
+                ),
+            },
+            _product_errors,
+            contexts=dict.fromkeys(("ours", "rows adjacent", "1x128"), KERNELS),
+        )
+
+
+def _different(_: Arrays, results: Mapping[str, Any]) -> dict[str, float]:
+    """Return the share of bytes in which XLA's results differ: none should."""
+    leaves = {side: [np.asarray(x).view(np.uint8) for x in jax.tree.leaves(y)]
+              for side, y in results.items()}  # fmt: skip
+    return {
+        side: float(np.mean([(a != b).mean() for a, b in zip(x, leaves["XLA"], strict=True)]))
+        for side, x in leaves.items()
+    }
+
+
+def _quantizers(backend: str) -> Iterator[Program]:
+    for shape in _MATRICES[backend]:
+        for block, both in (((1, BLOCK), False), ((1, BLOCK), True), ((BLOCK, BLOCK), True)):
+            quantize = functools.partial(jtk.quantize, block=block, both=both)
+
+            def arguments(shape: tuple[int, ...] = shape) -> Arrays:
+                return [jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)]
+
+            blocks = "x".join(map(str, block))
+            name = f"quantize {'x'.join(map(str, shape))} in {blocks}{', both' if both else ''}"
+            sides = {"ours": quantize, "XLA": quantize}
+            yield Program(name, arguments, sides, _different, contexts={"ours": KERNELS})
+
+
+def _layer(dot_general: Callable[..., Any], x: Any, w: Any, dy: Any) -> Any:
+    y, vjp = jax.vjp(lambda x, w: dot_general(x, w, _NUMBERS), x, w)
+    return y, *vjp(dy)
+
+
+def _layer_errors(_: Arrays, results: Mapping[str, Any]) -> dict[str, float]:
+    """Return the largest relative difference in norm from XLA's results."""
+    wanted = [np.asarray(x, np.float32) for x in results["XLA"]]
+    return {
+        side: max(
+            float(np.linalg.norm(np.asarray(a, np.float32) - b) / np.linalg.norm(b))
+            for a, b in zip(found, wanted, strict=True)
+        )
+        for side, found in results.items()
+    }
+
+
+def _layers(backend: str) -> Iterator[Program]:
+    products: dict[str, Callable[..., Any]] = {
+        "ours": jtk.fp8_dot_general,
+        "power of two": functools.partial(jtk.fp8_dot_general, power_of_two=True),
+        "bfloat16": jtk.dot_general,
+        "XLA": lax.dot_general,
+    }
+    for m, k, n in _LAYERS[backend]:
+
+        def arguments(shapes: Any = ((m, k), (k, n), (m, n))) -> Arrays:
+            keys = jax.random.split(jax.random.key(0), 3)
+            return [
+                jax.random.normal(key, shape, jnp.bfloat16)
+                for key, shape in zip(keys, shapes, strict=True)
+            ]
+
+        kernels = dict.fromkeys(("ours", "power of two"), KERNELS)
+        yield Program(
+            f"layer {m}x{k}x{n}, forward",
+            arguments,
+            {
+                name: lambda x, w, dy, product=product: product(x, w, _NUMBERS)
+                for name, product in products.items()
+            },
+            lambda given, results: _layer_errors(given, {s: [y] for s, y in results.items()}),
+            contexts=kernels,
+        )
+        yield Program(
+            f"layer {m}x{k}x{n}, forward and backward",
+            arguments,
+            {name: functools.partial(_layer, product) for name, product in products.items()},
+            _layer_errors,
+            contexts=kernels,
+        )
+
+
+def _programs(_: argparse.Namespace) -> Iterator[Program]:
+    backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    yield from _products(backend)
+    yield from _quantizers(backend)
+    yield from _layers(backend)
+
+
+COMMAND = ProgramCommand(
+    "products of 8-bit floats with scales of blocks, and quantisers", _programs, 0.5
+)

@@ -1,0 +1,98 @@
+"""Small products of 8-bit floats with scales of blocks, and quantisers, under compute-sanitizer.
+
+See ``.ci/sanitize``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_tilekern as jtk
+from jax_tilekern.plans.gemm.arithmetic import BF16, F32, FP8
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
+from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
+from jax_tilekern.plans.gpu import current_gpu
+from jax_tilekern.plans.launch import NoKernel
+from jax_tilekern.tuning.product_timing import by_plan
+
+SIZES = [(1, 1, 1), (300, 200, 400), (70, 129, 131), (257, 136, 1040)]
+SHAPES = [(1, 1), (150, 270), (152, 272), (128, 128), (3, 1000)]
+
+
+def dequantized(x: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return values times scales, in float64."""
+    for axis in (0, 1):
+        if scales.shape[axis] not in (1, x.shape[axis]):
+            scales = np.take(np.repeat(scales, 128, axis), range(x.shape[axis]), axis)
+    return x.astype(np.float64) * scales
+
+
+def check_products() -> int:
+    """Multiply by every kernel; return how many products were wrong."""
+    rng = np.random.default_rng(0)
+    wrong, calls = [], 0
+    for m, n, k in SIZES:
+        blocks = -(-k // 128)
+        for rows, columns in ((m, -(-n // 128)), (m, n), (-(-m // 128), n)):
+            a, b = (rng.integers(-3, 4, s).astype(FP8[0]) for s in ((m, k), (n, k)))
+            s, t = (2.0 ** rng.integers(-2, 3, (r, blocks)) for r in (rows, columns))
+            s, t = s.astype(np.float32), t.astype(np.float32)
+            expected = dequantized(a, s) @ dequantized(b, t).T
+            for out in (F32, BF16):
+                product = ScaledProduct(
+                    MatmulGeometry((), m, n, k, (k, 1), (1, k), (n, 1)), FP8[0], FP8[0], out,
+                    "fp8",
+                    lhs_scales=Scales(1 if rows == m else 128, (), 1, rows),
+                    rhs_scales=Scales(1 if columns == n else 128, (), 1, columns),
+                )  # fmt: skip
+                found = scaled_candidates(product, current_gpu())
+                for candidate in [] if isinstance(found, NoKernel) else found:
+                    plan = candidate.plan(current_gpu())
+                    call = jax.jit(lambda *x, p=plan, o=out, mn=(m, n): by_plan(p, mn, o, *x))
+                    got = np.asarray(call(a, b, s.T.copy(), t.T.copy()), np.float64)
+                    calls += 1
+                    error = np.abs(got - expected).max()
+                    if not error <= 2.0**-8 * np.abs(expected).max(initial=1):
+                        wrong.append(f"{candidate.key} {m}x{n}x{k} {out} {rows} {columns}")
+    print(f"scaled products: {calls} calls, {len(wrong)} wrong {wrong or ''}", flush=True)
+    return len(wrong)
+
+
+def check_quantizers() -> int:
+    """Quantise by the kernel and by XLA; return how many results differ."""
+    rng = np.random.default_rng(1)
+    wrong, calls = [], 0
+    for shape in SHAPES:
+        for dtype in (np.float32, jnp.bfloat16, np.float16):
+            x = rng.normal(size=shape) * np.exp(4 * rng.normal(size=shape))
+            x.ravel()[::97] = np.nan
+            x.ravel()[::89] = np.inf
+            x = jnp.asarray(x, dtype)
+            for block in ((1, 128), (128, 128)):
+                for q in FP8:
+                    for power_of_two, both in ((False, True), (True, True), (False, False)):
+
+                        def call(x, b=block, q=q, p=power_of_two, both=both):
+                            return jtk.quantize(x, b, q, power_of_two=p, both=both)
+
+                        results = []
+                        for policy in ("kernels", "xla"):
+                            with jtk.policy(policy):
+                                results.append(jax.tree.leaves(jax.jit(call)(x)))
+                        calls += 1
+                        if any(
+                            np.asarray(a).tobytes() != np.asarray(b).tobytes()
+                            for a, b in zip(*results, strict=True)
+                        ):
+                            wrong.append(f"{shape} {np.dtype(dtype)} {block} {q} {power_of_two}")
+    print(f"quantisers: {calls} calls, {len(wrong)} differ {wrong or ''}", flush=True)
+    return len(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(check_products() + check_quantizers())
