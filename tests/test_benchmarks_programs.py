@@ -1,4 +1,4 @@
-"""``moe``, ``moe_model``, ``symmetric``, ``fp8``, and what is measured of a program whose sides may fail."""
+"""``moe``, ``moe_model``, ``symmetric``, ``fp8``, and what is measured where sides may fail."""
 
 import json
 
