@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import jax.scipy.linalg
 import ml_dtypes
 import numpy as np
+import scipy.linalg
 from jax import lax
 from numerics import (
     F8E4,
@@ -827,6 +828,380 @@ def rows_of_table(draw):
     )
 
 
+def symmetric_matmul(draw):
+    """A product with the transpose, or a polynomial of a symmetric matrix."""
+    sizes, batch = draw.sizes("mk"), draw.one((), (), (3,))
+    dtype = draw.one(*FLOATS)
+    is_gram = draw.chance(0.5)
+    (operand,) = draw.operands(
+        "bmk->" if batch else "mk->",
+        {"b": 3, "m": sizes["m"], "k": sizes["k" if is_gram else "m"]},
+        [dtype],
+    )
+    options = draw.options([operand], element_type=is_gram)
+    share = (operand.shape[-1] + 1) * unit(dtype)
+    share += operand_rounding([dtype], options.get("precision"))
+    backward = (operand.shape[-2] + 1) * unit(dtype) + operand_rounding([dtype], None, True)
+
+    if is_gram:
+
+        def errors(result, a):
+            a = wide(a)
+            return [compared(result, a @ a.mT, share * (np.abs(a) @ np.abs(a.mT)))]
+
+        def cotangent_errors(cotangents, cotangent, a):
+            ct, a = wide(cotangent), wide(a)
+            terms = [(x @ a, np.abs(x) @ np.abs(a)) for x in (ct, ct.mT)]
+            slack = sum(backward * size + UNIT_ROUNDOFF[dtype] * np.abs(x) for x, size in terms)
+            return [compared(cotangents[0], sum(x for x, _ in terms), slack)]
+
+        return Call(
+            "symmetric_matmul",
+            text_of(options),
+            (operand,),
+            lambda m, a: m.symmetric_matmul(a, **options),
+            errors,
+            cotangent_errors,
+            is_plain=False,
+        )
+
+    def polynomial(m, a):
+        # XLA would not round what the epilogue reads.
+        x = lax.optimization_barrier(a + a.mT)
+        y = m.symmetric_matmul(
+            x, x, epilogue=lambda product, scale, x: scale * product - x, operands=(0.5, x),
+            **options,
+        )  # fmt: skip
+        return x, y
+
+    def errors(result, _):
+        x, size = wide(result[0]), np.abs(wide(result[0]))
+        slack = (share + 2 * unit(dtype)) * (size @ size / 2 + size)
+        return [compared(result[1], x @ x / 2 - x, slack)]
+
+    return Call(
+        "symmetric_matmul", f"polynomial, {text_of(options)}", (operand,), polynomial, errors,
+        is_plain=False,
+    )  # fmt: skip
+
+
+def norms(a):
+    """The Frobenius norm of each matrix, of shape ``(..., 1, 1)``."""
+    return np.sqrt((np.abs(a) ** 2).sum((-2, -1), keepdims=True)).astype(np.float64)
+
+
+def of_columns(x):
+    """The products of columns, without the identity."""
+    return np.abs(x.mT @ x - np.eye(x.shape[-1]))
+
+
+def decompositions(draw):
+    """Factors that multiply to the matrix up to rounding errors of its norm, and are orthogonal."""
+    rows, columns = max(1, draw.size(70)), max(1, draw.size(70))
+    name = draw.one("svd", "svdvals", "eigh", "eigvalsh", "qr")
+    rows = columns if name.startswith("eig") else rows
+    batch, dtype = draw.one((), (4,), (2, 9)), draw.one(F32, F64)
+    operand = draw.operand((*batch, rows, columns), dtype)
+    options = {}
+    if name == "svd":
+        options["full_matrices"] = draw.chance(0.5)
+    if name == "qr":
+        options["mode"] = draw.one("reduced", "complete", "r")
+    scale = 10.0 ** draw.one(np.zeros(columns), np.linspace(0, -5, columns), np.full(columns, 12))
+    rank = draw.one(None, None, 0, 1)
+    share = 12 * max(rows, columns) * UNIT_ROUNDOFF[dtype]
+
+    def call(m, a):
+        a = a if rank is None else a[..., :, :rank] @ a[..., :rank, :]
+        a = a * scale.astype(dtype)
+        a = (a + a.mT) / 2 if name.startswith("eig") else a
+        return a, getattr(m.linalg, name)(a, **options)
+
+    def errors(result, _):
+        a = np.asarray(result[0], np.float64)
+        found = [np.asarray(x, np.float64) for x in jax.tree.leaves(result[1])]
+        bound = share * norms(a)
+        if name in ("svdvals", "eigvalsh"):
+            expected = getattr(np.linalg, name)(a)
+            return [(np.abs(found[0] - expected), bound[..., 0])]
+        if name == "eigh":
+            w, v = found
+            product, orthogonal = (v * w[..., None, :]) @ v.mT, [v]
+        elif name == "svd":
+            u, w, vh = found
+            count = w.shape[-1]
+            product = (u[..., :count] * w[..., None, :]) @ vh[..., :count, :]
+            orthogonal = [u, vh.mT]
+            w = -w
+            if (w > 0).any():
+                return [(np.full(1, np.inf), np.zeros(1))]
+        elif options["mode"] == "r":
+            # The factor of the product of columns is the same up to signs.
+            r = found[0]
+            return [
+                (np.abs(r.mT @ r - a.mT @ a), 2 * bound * norms(a)),
+                (np.abs(np.tril(r, -1)), 0 * bound),
+            ]
+        else:
+            q, r = found
+            product, orthogonal, w = q @ r, [q], np.zeros(1)
+            if np.tril(r, -1).any():
+                return [(np.full(1, np.inf), np.zeros(1))]
+        # Values are in order.
+        return [
+            (np.abs(product - a), bound),
+            *((of_columns(x), np.full(1, share)) for x in orthogonal),
+            ((np.diff(w) < 0).astype(float), np.zeros(1)),
+        ]
+
+    return Call(
+        f"linalg.{name}",
+        f"{text_of(options)}, columns times {scale[0]:.0e} to {scale[-1]:.0e}, {rank=}",
+        (operand,),
+        call,
+        errors,
+        is_plain=False,
+    )
+
+
+def matrix_functions(draw):
+    """``expm`` and ``pinv``, whose condition numbers bound the error (Higham)."""
+    name = draw.one("expm", "pinv")
+    rows, columns = max(1, draw.size(40)), max(1, draw.size(40))
+    rows = columns if name == "expm" else rows
+    batch, dtype = draw.one((), (5,)), draw.one(F32, F64)
+    size = draw.one(0.01, 1.0, 6.0) if name == "expm" else 1.0
+    operand = draw.operand((*batch, rows, columns), dtype)
+    share = 16 * max(8, rows, columns) * UNIT_ROUNDOFF[dtype]
+
+    def call(m, a):
+        if name == "expm":
+            a = a * (size / math.sqrt(columns))
+        else:
+            a = a + 2 * math.sqrt(max(rows, columns)) * jnp.eye(rows, columns, dtype=dtype)
+        return a, getattr(m.linalg, name)(a)
+
+    def errors(result, _):
+        a, found = (np.asarray(x, np.float64) for x in result)
+        if name == "expm":
+            expected = scipy.linalg.expm(a)
+            norm = np.linalg.norm(a, 2, axis=(-2, -1), keepdims=True)
+            return [(np.abs(found - expected), share * (1 + norm) * np.exp(norm))]
+        expected = np.linalg.pinv(a, rcond=1e-14)
+        s = np.linalg.svdvals(a)
+        condition = (s[..., 0] / s[..., -1])[..., None, None]
+        # Beyond this, singular values count as zeros.
+        condition = np.where(condition * share < 0.1, condition, np.inf)
+        return [(np.abs(found - expected), share * condition / s[..., -1:, None])]
+
+    return Call(
+        f"linalg.{name}", f"size {size}", (operand,), call, errors, is_plain=False
+    )  # fmt: skip
+
+
+def lanes(draw):
+    """Functions of an element with a loop or a branch, by ``kernel``."""
+    dtype, count = draw.one(F32, F64), draw.size()
+    degree = draw.one(0, 1, 3, 12)
+    kind = draw.one("polynomial", "branch", "Collatz")
+    u = UNIT_ROUNDOFF[dtype]
+    if kind == "Collatz":
+        operand = draw.operand((count,), np.dtype("int32"))
+
+        def steps(n):
+            def step(state):
+                n, count = state
+                return jnp.where(n % 2 == 0, n // 2, 3 * n + 1), count + 1
+
+            start = jnp.abs(n) + 1, jnp.zeros_like(n)
+            return lax.while_loop(lambda state: state[0] != 1, step, start)[1]
+
+        def exact(n):
+            n, found = int(abs(n)) + 1, 0
+            while n != 1:
+                n, found = (n // 2 if n % 2 == 0 else 3 * n + 1), found + 1
+            return found
+
+        return Call(
+            "kernel", kind, (operand,), lambda m, n: m.kernel(steps)(n),
+            lambda result, n: [compared(result, np.array([exact(x) for x in n], np.int64), 0)],
+            is_plain=False,
+        )  # fmt: skip
+    if kind == "branch":
+        operands = tuple(draw.operand((count,), dtype) for _ in range(2))
+
+        def branch(x, y):
+            return lax.cond(x > y, lambda x, y: x * x + y, lambda x, y: x - y * y, x, y)
+
+        def errors(result, x, y):
+            x, y = wide(x), wide(y)
+            size = np.abs(x) + np.abs(y) + x * x + y * y
+            return [compared(result, np.where(x > y, x * x + y, x - y * y), 2 * u * size)]
+
+        def cotangent_errors(cotangents, ct, x, y):
+            x, y, ct = wide(x), wide(y), wide(ct)
+            slacks = 4 * u * np.abs(ct) * (1 + np.abs(x)), 4 * u * np.abs(ct) * (1 + np.abs(y))
+            return [
+                compared(cotangents[0], ct * np.where(x > y, 2 * x, 1), slacks[0]),
+                compared(cotangents[1], ct * np.where(x > y, 1, -2 * y), slacks[1]),
+            ]
+
+        return Call(
+            "kernel", kind, operands, lambda m, *xs: m.kernel(branch)(*xs), errors,
+            cotangent_errors, is_plain=False,
+        )  # fmt: skip
+    operands = draw.operand((count,), dtype), draw.operand((degree + 1,), dtype)
+
+    def horner(x, c):
+        def step(i, y):
+            return y * x + c[degree - i]
+
+        return lax.fori_loop(0, degree + 1, step, jnp.zeros_like(x))
+
+    def powers(x):
+        return wide(x)[:, None] ** np.arange(degree + 1)
+
+    def errors(result, x, c):
+        size = np.abs(powers(x)) @ np.abs(wide(c))
+        return [compared(result, powers(x) @ wide(c), 2 * (degree + 2) * u * size)]
+
+    def cotangent_errors(cotangents, ct, x, c):
+        ct, p, i = wide(ct), powers(x), np.arange(1, degree + 1)
+        slope, size = p[:, :-1] @ (i * wide(c)[1:]), np.abs(p[:, :-1]) @ (i * np.abs(wide(c)[1:]))
+        share = 4 * (degree + 2) * u
+        of_c = (share + (count + 1) * u) * (np.abs(ct) @ np.abs(p))
+        return [
+            compared(cotangents[0], ct * slope, share * np.abs(ct) * size),
+            compared(cotangents[1], ct @ p, of_c),
+        ]
+
+    return Call(
+        "kernel", f"{kind} of degree {degree}", operands,
+        lambda m, x, c: m.kernel(horner, in_axes=(0, None))(x, c), errors, cotangent_errors,
+        is_plain=False,
+    )  # fmt: skip
+
+
+def moe(draw):
+    """A layer of gated experts; some indices are out of bounds."""
+    tokens, features, hidden = (max(1, draw.size(50)) for _ in range(3))
+    experts, chosen = draw.one(1, 3, 8), draw.one(1, 2, 3)
+    dtype = draw.one(F32, BF16, F16)
+    indices = draw.rng.integers(-1, experts + 1, (tokens, chosen)).astype(np.int32)
+    shapes = [(tokens, features), *[(experts, features, hidden)] * 2, (experts, hidden, features)]
+    operands = tuple(draw.operand(shape, dtype) for shape in (*shapes, (tokens, chosen)))
+    u, rounding = 2.0**-24, UNIT_ROUNDOFF[dtype]
+    backward = operand_rounding([dtype], None)
+
+    def errors(result, x, gate, up, down, weights):
+        x, gate, up, down, weights = map(wide, (x, gate, up, down, weights))
+        share = (features + 4) * u + backward
+        (g, g_size), (v, v_size) = (
+            (np.einsum("td,edh->eth", a, w), np.einsum("td,edh->eth", np.abs(a), np.abs(w)))
+            for a, w in ((x, gate), (x, up))
+        )
+        silu = g / (1 + np.exp(-g))
+        h = silu * v
+        of_up = share * v_size + rounding * np.abs(v)
+        slack = 1.1 * share * g_size * (np.abs(v) + of_up) + np.abs(silu) * of_up
+        slack += (2 * rounding + 2.0**-20) * np.abs(h) + 2.0**-20
+        out = np.einsum("eth,ehd->etd", h, down)
+        of_down = (hidden + 4) * u + backward + 2 * rounding
+        size = np.einsum("eth,ehd->etd", slack + of_down * np.abs(h), np.abs(down))
+        valid = (indices >= 0) & (indices < experts)
+        w = np.where(valid, weights, 0)
+        at = np.where(valid, indices, 0), np.arange(tokens)[:, None]
+        value = (w[..., None] * out[at]).sum(1)
+        bound = (np.abs(w)[..., None] * (size + 2 * rounding * np.abs(out))[at]).sum(1)
+        return [compared(result, value, bound)]
+
+    return Call(
+        "moe",
+        f"{experts} experts, indices={indices.tolist()[:5]}",
+        operands,
+        lambda m, x, gate, up, down, weights: m.moe(x, up, down, indices, weights, w_gate=gate),
+        errors,
+        is_plain=False,
+    )
+
+
+def messages(draw):
+    """``segment_reduce`` of a function of rows that edges gather and of a number of each edge."""
+    edges, nodes, count, columns = draw.size(), max(1, draw.size()), draw.size(), draw.size(20)
+    dtype, reduction = draw.one(F32, BF16, F16, F64), draw.one("sum", "sum", "max")
+    ids = draw.rng.integers(-1, count + 1, edges).astype(np.int32)
+    source = draw.rng.integers(0, nodes, edges).astype(np.int32)
+    operands = draw.operand((nodes, columns), dtype), draw.operand((edges, 1), dtype)
+    belongs = ids[:, None] == np.arange(count)
+
+    def errors(result, x, w):
+        each = np.tanh(wide(x)[source]) * wide(w)
+        slack = 8 * UNIT_ROUNDOFF[dtype] * np.abs(each)
+        if reduction == "max":
+            value = np.where(belongs[..., None], each[:, None], -np.inf).max(0, initial=-np.inf)
+            of_any = np.where(belongs[..., None], slack[:, None], 0).max(0, initial=0)
+            return [compared(result, value, of_any)]
+        slack += (edges + 1) * unit(dtype) * np.abs(each)
+        picks = belongs.T.astype(float)
+        return [compared(result, picks @ each, picks @ slack)]
+
+    return Call(
+        "segment_reduce",
+        f"{reduction}, ids={ids.tolist()[:20]}, {count}",
+        operands,
+        lambda m, x, w: m.segment_reduce(
+            lambda x, w: jnp.tanh(x) * w, x, w, segment_ids=ids, num_segments=count,
+            gather=(source, None), reduction=reduction,
+        ),
+        errors,
+        is_plain=False,
+    )  # fmt: skip
+
+
+def orders(draw):
+    """``top_k``, the largest in order, and of equal ones the first."""
+    rows, columns = draw.size(), max(1, draw.size())
+    k = int(draw.rng.integers(0, min(columns, draw.one(2, 70)) + 1))
+    dtype = draw.one(*FLOATS, *map(np.dtype, ("int8", "uint8", "int32")))
+    operand = draw.operand((rows, columns), dtype)
+    axis = draw.one(-1, 0)
+    axis = axis if k <= operand.shape[axis] else -1
+
+    def errors(result, x):
+        order = np.argsort(-wide(x), axis, kind="stable").take(range(k), axis)
+        values = np.take_along_axis(wide(x), order, axis)
+        return [compared(result[0], values, 0), compared(result[1], order, 0)]
+
+    return Call(
+        "top_k", f"{k}, {axis=}", (operand,), lambda m, x: m.top_k(x, k, axis=axis), errors,
+        is_plain=False,
+    )  # fmt: skip
+
+
+def integers(draw):
+    """``bincount`` and ``sort_by_key`` of small integers, some out of bounds."""
+    count, bins = draw.size(), max(1, draw.size())
+    name = draw.one("bincount", "sort_by_key")
+    keys = draw.rng.integers(-2, bins + 2, count).astype(np.int32)
+    operand = draw.operand((count,), draw.one(F32, np.dtype("int32")))
+    if name == "bincount":
+        # Negative integers count as zeros, as in jnp.bincount.
+        inside = np.maximum(keys, 0)
+        expected = np.bincount(inside[inside < bins], minlength=bins)
+        return Call(
+            name, f"{keys.tolist()[:20]}, {bins}", (operand,),
+            lambda m, x: m.bincount(keys, length=bins) + jnp.zeros_like(x, np.int32).sum(),
+            lambda result, x: [compared(result, expected, 0)], is_plain=False,
+        )  # fmt: skip
+    keys = np.clip(keys, 0, bins - 1)
+    order = np.argsort(keys, kind="stable")
+    return Call(
+        name, f"{keys.tolist()[:20]}, {bins}", (operand,),
+        lambda m, x: m.sort_by_key(keys, x, num_keys=bins)[1],
+        lambda result, x: [compared(result, wide(x)[order], 0)], is_plain=False,
+    )  # fmt: skip
+
+
 GENERATORS = {
     "matmul": matmul,
     "dot_general": dot_general,
@@ -846,6 +1221,14 @@ GENERATORS = {
     "linalg": linear_algebra,
     "segments": segments,
     "rows of tables": rows_of_table,
+    "symmetric_matmul": symmetric_matmul,
+    "decompositions": decompositions,
+    "matrix functions": matrix_functions,
+    "kernel": lanes,
+    "moe": moe,
+    "segment_reduce": messages,
+    "top_k": orders,
+    "integers": integers,
 }
 
 # Running.

@@ -768,3 +768,22 @@ def test_operands_that_are_no_arrays():
 def test_the_number_of_segments_is_static():
     with pytest.raises((TypeError, jax.errors.JAXTypeError)):
         jax.jit(lambda x, ids: jtk.segment_sum(x, ids))(jnp.ones(3), np.zeros(3, int))
+
+
+@pytest.mark.parametrize("columns", [0, 3])
+def test_batches_of_rows_of_any_length(columns):
+    """Under ``vmap`` with and without a kernel, where one operand is mapped, or both."""
+    table, weights = np.ones((7, columns), np.float32), np.ones((2, 5, 1), np.float32)
+    ids = np.array([0, 1, 1, 2, 9], np.int32)
+
+    def reduce(x, w):
+        return jtk.segment_reduce(
+            lambda x, w: x * w, x, w, segment_ids=ids, num_segments=3, gather=(ids, None)
+        )
+
+    expected = np.broadcast_to(np.array([[1], [2], [1]]), (3, columns))
+    mapped = jax.vmap(reduce, (None, 0))
+    for x in (mapped(table, weights), jax.vmap(reduce)(np.stack([table] * 2), weights)):
+        np.testing.assert_array_equal(x, np.stack([expected] * 2))
+    gradient = jax.grad(lambda *xs: mapped(*xs).sum(), (0, 1))(table, weights)
+    assert [x.shape for x in gradient] == [table.shape, weights.shape]

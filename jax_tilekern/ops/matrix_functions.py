@@ -28,9 +28,8 @@ _LARGEST_NORM = {4: 3.925724783138660, 8: 5.371920351148152}
 def exponential(a: Array, *, upper_triangular: bool, max_squarings: int) -> Array:
     """Return exponentials by scaling and squaring."""
     norms = jnp.abs(a).sum(-2).max(-1)
-    squarings = jnp.maximum(0, jnp.floor(jnp.log2(norms / _LARGEST_NORM[a.dtype.itemsize])))
-    # Too many of them overflow the scale; the result is NaN.
-    squarings = lax.stop_gradient(squarings)
+    doublings = lax.stop_gradient(jnp.log2(norms / _LARGEST_NORM[a.dtype.itemsize]))
+    squarings = jnp.clip(jnp.ceil(doublings), 0, max_squarings)
     x = a / jnp.exp2(squarings)[..., None, None].astype(a.dtype)
     odd, even = _pade(x)
     numerator, denominator = even + odd, even - odd
@@ -48,7 +47,9 @@ def exponential(a: Array, *, upper_triangular: bool, max_squarings: int) -> Arra
         return lax.cond(jnp.any(unfinished), squared, lambda x: x, x), None
 
     result, _ = lax.scan(square, result, jnp.arange(max_squarings, dtype=squarings.dtype))
-    return jnp.where((squarings > max_squarings)[..., None, None], jnp.nan, result)
+    # As by JAX, whose approximants have arguments up to twice as large.
+    is_refused = jnp.floor(doublings) > max_squarings
+    return jnp.where(is_refused[..., None, None], jnp.nan, result)
 
 
 def _pade(a: Array) -> tuple[Array, Array]:

@@ -16,6 +16,11 @@ def first_of_batches(batch: int, step: int) -> Array:
     return lax.broadcasted_iota(np.int32, (batch, 1), 0) * step
 
 
+def by_batch(x: Array, batch: int) -> Array:
+    """Return an array whose batches follow one another with the batch as its first dimension."""
+    return x.reshape(batch, x.shape[0] // batch, *x.shape[1:])
+
+
 def in_front(operands: Sequence[Array], dims: Sequence[int | None]) -> tuple[int, list[Array]]:
     """Return the size of a mapped axis, and the operands with the axis in front if they have it."""
     moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]

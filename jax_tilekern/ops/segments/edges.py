@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
-from jax_tilekern.ops.segments.batches import first_of_batches
+from jax_tilekern.ops.segments.batches import by_batch, first_of_batches
 from jax_tilekern.ops.segments.keys import highest, lowest, rows_of
 from jax_tilekern.partitioning import params_text
 from jax_tilekern.plans.segments.problem import Combiner
@@ -162,13 +162,12 @@ def gathered_rows(x: Array, index: Array, *, batch: int = 1, fill: Any = 0) -> A
     if batch == 1:
         number = jnp.where(index < 0, x.shape[0], index)
         return jnp.asarray(x).at[number].get(mode="fill", fill_value=fill)
-    rows = x.shape[0] // batch
-    index = index.reshape(batch, -1)
+    index = by_batch(index, batch)
     result: Array = jax.vmap(functools.partial(gathered_rows, fill=fill))(
-        x.reshape(batch, rows, *x.shape[1:]),
-        jnp.where(index < 0, -1, index - first_of_batches(batch, rows)),
+        by_batch(x, batch),
+        jnp.where(index < 0, -1, index - first_of_batches(batch, x.shape[0] // batch)),
     )
-    return result.reshape(-1, *result.shape[2:])
+    return lax.collapse(result, 0, 2)
 
 
 def edge_values(
@@ -224,7 +223,7 @@ def by_scatter(read: EdgeOperands, call: SegmentCall) -> Array:
         by_jax = getattr(jax.ops, f"segment_{call.reduction}")
         total: Array = by_jax(values, read.keys, call.segments, call.is_sorted)
         return total.astype(call.dtype)
-    rows = rows_of(read.keys, call.segments, call.batch).reshape(call.batch, -1)
+    rows = by_batch(rows_of(read.keys, call.segments, call.batch), call.batch)
     shape = (call.segments, *values.shape[1:])
     start = jnp.full(shape, neutral_element(call.reduction, values.dtype), values.dtype)
 
@@ -238,7 +237,7 @@ def by_scatter(read: EdgeOperands, call: SegmentCall) -> Array:
     first = first_of_batches(call.batch, call.segments)
     rows = jnp.where(rows < 0, call.segments, rows - first)
     result = jax.vmap(reduced)(rows, values.reshape(*rows.shape, *shape[1:]))
-    return result.reshape(-1, *shape[1:]).astype(call.dtype)
+    return lax.collapse(result, 0, 2).astype(call.dtype)
 
 
 def trace_values(

@@ -14,10 +14,16 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jax_tilekern.ops.segments import derivatives
-from jax_tilekern.ops.segments.batches import first_of_batches, in_front, of_batches, whole
+from jax_tilekern.ops.segments.batches import (
+    by_batch,
+    first_of_batches,
+    in_front,
+    of_batches,
+    whole,
+)
 from jax_tilekern.ops.segments.edges import EdgeOperands, SegmentCall, by_scatter
 from jax_tilekern.ops.segments.lowering import described, on_cpus, on_cuda, refusal
 from jax_tilekern.ops.segments.sharded import composed_of_unordered
@@ -73,7 +79,7 @@ def _batch(
     for x, mapped, index in zip(read.arrays, is_mapped.arrays, call.gathers, strict=True):
         if index is None:
             x, mapped = whole(x, mapped, size), True
-        arrays.append(x.reshape(-1, *x.shape[2:]) if mapped else x)
+        arrays.append(lax.collapse(x, 0, 2) if mapped else x)
         if index is None:
             gathers.append(None)
             continue
@@ -101,7 +107,7 @@ def _batch(
             batch=size * call.batch,
         ),
     )
-    return result.reshape(size, -1, *result.shape[1:]), 0
+    return by_batch(result, size), 0
 
 
 _bind = define(

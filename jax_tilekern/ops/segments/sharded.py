@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax import Array
+from jax import Array, lax
 
-from jax_tilekern.ops.segments.batches import first_of_batches
+from jax_tilekern.ops.segments.batches import by_batch, first_of_batches
 from jax_tilekern.ops.segments.edges import (
     EdgeOperands,
     Reduce,
@@ -41,7 +41,7 @@ def composed_of_unordered(reduce: Reduce) -> Callable[..., Array]:
             first, bounds = order_by_key(read.keys, bins=own.bins)
             order = (first,)
         result = reduce(read._replace(order=order, bounds=bounds), own)
-        return result.reshape(own.batch, -1, *result.shape[1:])
+        return by_batch(result, own.batch)
 
     def rewritten(_: Sequence[Operand], __: Any, *, call: SegmentCall) -> Rewrite:
         function = functools.partial(on_device, call=call)
@@ -62,19 +62,16 @@ def composed_of_unordered(reduce: Reduce) -> Callable[..., Array]:
     def composed(*operands: Array, call: SegmentCall) -> Array:
         read = EdgeOperands.of(operands, call)
 
-        def by_batch(x: Array) -> Array:
-            return x.reshape(call.batch, x.shape[0] // call.batch, *x.shape[1:])
-
         result: Array = bind(
             *(
-                x if i is not None else by_batch(x)
+                x if i is not None else by_batch(x, call.batch)
                 for x, i in zip(read.arrays, call.gathers, strict=True)
             ),
-            *map(by_batch, read.indices),
-            by_batch(read.keys) - first_of_batches(call.batch, call.segments + 2),
+            *(by_batch(x, call.batch) for x in read.indices),
+            by_batch(read.keys, call.batch) - first_of_batches(call.batch, call.segments + 2),
             call=dataclasses.replace(call, planned=(), batch=1, linear=0),
         )
-        return result.reshape(-1, *result.shape[2:])
+        return lax.collapse(result, 0, 2)
 
     return composed
 
