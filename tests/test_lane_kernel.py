@@ -207,6 +207,23 @@ def test_what_a_step_needs_is_saved_if_it_is_about_its_state():
     assert "checkpoint" not in str(jax.make_jaxpr(jax.grad(loss_of(f, jtk.kernel)))(*args))
 
 
+@pytest.mark.parametrize("checkpoint", [None, 7])
+def test_residuals_that_depend_on_no_operand(checkpoint):
+    """The index of a loop, which is the same for all lanes, and under vmap for all of a batch."""
+
+    def f(a):
+        return lax.fori_loop(0, 100, lambda i, c: 0.9 * c + jnp.sin(a) * i * 0.01, a)
+
+    def gradient(map_, **settings):
+        return jax.grad(lambda x: map_(f, **settings)(x).sum())
+
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    found, wanted = gradient(jtk.kernel, checkpoint=checkpoint), gradient(jax.vmap)
+    close(jax.jit(found)(x[0]), wanted(x[0]))
+    close(jax.jit(jax.vmap(found))(x), jax.vmap(wanted)(x))
+    close(jax.jit(jax.vmap(found, in_axes=1))(x), jax.vmap(wanted, in_axes=1)(x))
+
+
 def test_forward_mode_through_a_while_loop_and_not_reverse_mode():
     doubled = jtk.kernel(lambda x: lax.while_loop(lambda c: c < 10.0, lambda c: c * 2, x))
     _, tangent = jax.jvp(doubled, (jnp.ones(3),), (jnp.ones(3),))

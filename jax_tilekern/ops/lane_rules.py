@@ -385,16 +385,24 @@ class Rules:
         """Add a dimension of lanes, for the results that depend on it."""
         del axis_data
         batched = [dim is not None for dim in dims]
-        _, _, depends, _ = partial_eval.partial_eval_jaxpr_nounits(
-            call["jaxpr"], batched, instantiate=False
-        )
+        axes_of_others = _where(_not(batched), call["operand_axes"])
+        if all(
+            any(axes[k] is not None for axes in axes_of_others)
+            for k in range(len(call["result_axes"][0]))
+        ):
+            _, _, depends, _ = partial_eval.partial_eval_jaxpr_nounits(
+                call["jaxpr"], batched, instantiate=False
+            )
+        else:
+            # Only operands of the batch have the lanes.
+            depends = [True] * len(call["result_axes"])
         parts = []
         for is_batched in (False, True):
             used = [x == is_batched for x in depends]
             if not any(used):
                 parts.append(iter(()))
                 continue
-            needed, params = _parameters_of(used, call, batched if is_batched else ())
+            needed, params = _parameters_of(used, call, batched, is_batched)
             if is_batched:
                 axes = zip(_where(needed, dims), params["operand_axes"], strict=True)
                 params["operand_axes"] = tuple(
@@ -411,21 +419,31 @@ class Rules:
 
 
 def _parameters_of(
-    used: Sequence[bool], params: dict[str, Any], batched: Sequence[bool] = ()
+    used: Sequence[bool],
+    params: dict[str, Any],
+    batched: Sequence[bool] | None = None,
+    is_batched: bool = False,
 ) -> tuple[list[bool], dict[str, Any]]:
     """Return which operands some of the results need, and the parameters of a call of these alone.
 
-    Each dimension of lanes is a dimension of an operand that is kept, and so is a new one if it is
-    a dimension of those that are ``batched``.
+    Each dimension of lanes is a dimension of an operand that is kept. If some are ``batched``, the
+    call has all its operands without a batch, or it ``is_batched`` and one has it.
     """
     jaxpr, operand_axes = params["jaxpr"], params["operand_axes"]
     _, needed = partial_eval.dce_jaxpr(jaxpr.jaxpr, list(used))
     needed = list(needed)
-    lanes = [[axes[k] is not None for axes in operand_axes] for k in range(len(operand_axes[0]))]
-    for has in (*lanes, batched):
-        have = [i for i, x in enumerate(has) if x]
-        if have and not any(needed[i] for i in have):
-            needed[have[0]] = True
+    batched = [False] * len(needed) if batched is None else batched
+    have = [
+        [
+            axes[k] is not None and (is_batched or not b)
+            for axes, b in zip(operand_axes, batched, strict=True)
+        ]
+        for k in range(len(params["result_axes"][0]))
+    ]
+    for candidates in [*have, *([batched] if is_batched else [])]:
+        found = [i for i, has in enumerate(candidates) if has]
+        if found and not any(needed[i] for i in found):
+            needed[found[0]] = True
     pruned, needed = partial_eval.dce_jaxpr(jaxpr.jaxpr, list(used), instantiate=needed)
     closed = compat.closed_with(pruned, jaxpr.consts)
     return list(needed), {
