@@ -7,6 +7,7 @@ prints a line and writes a row for each program.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -157,6 +158,10 @@ def failure_of(error: Exception) -> str:
     return f"{type(error).__name__}: {what}"
 
 
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
 class ProgramCommand:
     """The command that measures some programs.
 
@@ -189,7 +194,16 @@ class ProgramCommand:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's arguments."""
         self._add_arguments(parser)
-        parser.add_argument("--rows", metavar="PATTERN", default="*", help="rows by their names")
+        parser.add_argument(
+            "--rows", nargs="+", metavar="PATTERN", default=["*"], help="rows by their names"
+        )
+        parser.add_argument(
+            "--sides",
+            nargs="+",
+            metavar="PATTERN",
+            default=["*"],
+            help="sides beside ours, likewise",
+        )
         parser.add_argument("--seconds", type=float, default=self._seconds, help="of each row")
         parser.add_argument(
             "--json", type=output_file, metavar="FILE", help="write the record here"
@@ -199,8 +213,14 @@ class ProgramCommand:
         """Measure, print and record."""
         record = program_record(arguments.command_line)
         for program in self._programs(arguments):
-            if not fnmatch.fnmatch(program.name, arguments.rows):
+            if not _matches(program.name, arguments.rows):
                 continue
+            sides = {
+                name: side
+                for name, side in program.sides.items()
+                if name == "ours" or _matches(name, arguments.sides)
+            }
+            program = dataclasses.replace(program, sides=sides)
             row = measured(program, arguments.seconds, self._profiled)
             record["rows"].append(row)
             against = f": {row['peer']} / ours {row['ratio']:.3f}" if row["peer"] else ""
