@@ -71,6 +71,7 @@ def check(found, a, *bases):
     [
         (1, 1, False, np.float32), (3, 3, True, np.float64), (4, 2, True, np.float32),
         (7, 7, False, np.float32), (6, 16, False, np.float64), (20, 5, True, np.float32),
+        (33, 33, False, np.float64),
     ],
 )  # fmt: skip
 @pytest.mark.one_in(6)
@@ -200,8 +201,8 @@ def test_what_is_lowered_for_a_gpu():
 
 def test_what_is_measured_to_be_faster_is_the_default():
     for name, rows, columns, dtype, count, taken in (
-        ("svd", 8, 8, np.float32, 10_000, True),
-        ("svd", 8, 8, np.float32, 9_999, False),
+        ("svd", 4, 4, np.float32, 10_000, True),
+        ("svd", 4, 4, np.float32, 9_999, False),
         ("eigh", 3, 3, np.float32, 10_000, True),
         ("eigh", 3, 3, np.float64, 10_000, False),
         ("qr", 32, 32, np.float32, 10_000, True),

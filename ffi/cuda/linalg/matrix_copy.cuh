@@ -7,6 +7,7 @@ namespace tilekern {
 
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount) MatrixVector {
+  static constexpr int kSize = kCount;
   T items[kCount];
 };
 

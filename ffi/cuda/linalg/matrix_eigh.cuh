@@ -40,8 +40,8 @@ struct ThreadEighSizes {
   using Group = MatrixGroup<T, 1, kElements>;
 };
 
-// Diagonalises a symmetric matrix, of which the lower triangle is read, in ascending order. Returns
-// whether it has converged.
+// Diagonalises a symmetric matrix, of which the lower triangle is read. Returns whether it has
+// converged.
 template <int kN, bool kVectors, typename T>
 inline bool diagonalise_symmetric(T* own, T* rotated) {
   const auto at = [&](int row, int column) -> T& {
@@ -56,16 +56,12 @@ inline bool diagonalise_symmetric(T* own, T* rotated) {
 #pragma unroll
       for (int q = p + 1; q < kN; ++q) {
         const T alpha = at(p, p), beta = at(q, q), gamma = at(q, p);
-        const T norms =
-            square_root(alpha < T(0) ? -alpha : alpha) * square_root(beta < T(0) ? -beta : beta);
-        const T size = gamma < T(0) ? -gamma : gamma;
-        const bool rotate = size > FloatFormat<T>::kEpsilon * norms;
-        const bool exchange = alpha > beta;
-        moved = moved || rotate || exchange;
-        const JacobiRotation<T> by(alpha, beta, gamma, rotate, exchange);
-        const T low = alpha - by.change, high = beta + by.change;
-        at(p, p) = exchange ? high : low;
-        at(q, q) = exchange ? low : high;
+        const T norms = square_root(absolute(alpha)) * square_root(absolute(beta));
+        const bool rotate = absolute(gamma) > FloatFormat<T>::kEpsilon * norms;
+        moved = moved || rotate;
+        const JacobiRotation<T> by(alpha, beta, gamma, rotate);
+        at(p, p) = alpha - by.change;
+        at(q, q) = beta + by.change;
         at(q, p) = rotate ? T(0) : gamma;
 #pragma unroll
         for (int i = 0; i < kN; ++i) {
@@ -86,12 +82,16 @@ inline void thread_eigh(const T* matrices, T* values, T* vectors, int64 count) {
   T own[Sizes::kElements];
   T *const rotated = own + Sizes::kRotated, *const own_values = own + Sizes::kValues;
   load_symmetric<kN, kLower, kSymmetrize>(group, own, matrices);
-  if constexpr (kVectors) group.set_identity(rotated, kN, kN, kN);
+  if constexpr (kVectors) group.set_identity(rotated, kN, kN);
   const auto scaled = group.scale(own, kN * kN);
   const bool failed = !diagonalise_symmetric<kN, kVectors>(own, rotated) || !scaled.finite;
   group.each_row(0, kN, [&](int row) { own_values[row] = own[row * (kN + 1)]; });
-  sort_rows<kN>(group, own_values, kVectors ? rotated : nullptr, static_cast<T*>(nullptr), kN, kN,
-                [](T x, T y) { return x < y; });
+  const auto before = [](T x, T y) { return x < y; };
+  if constexpr (kVectors) {
+    sort_rows<kN>(own_values, before, rotated);
+  } else {
+    sort_rows<kN>(own_values, before);
+  }
   group.each_row(0, kN, [&](int row) {
     own_values[row] = failed ? T(0) / T(0) : own_values[row] * scaled.up;
   });
@@ -119,23 +119,16 @@ inline void group_eigh(const T* matrices, T* values, T* vectors, int64 count) {
   tridiagonal.reduce();
   if constexpr (kVectors) tridiagonal.form_rotation();
   const bool failed = !tridiagonal.template diagonalise<kVectors>() || !scaled.finite;
-  // The place of a value is the number of those before it.
-  T *const diagonal = own + Sizes::kDiagonal, *const order = own + Sizes::kOrder;
-  T* const sorted = own + Sizes::kSorted;
-  group.each_row(0, kN, [&](int row) {
-    const T value = diagonal[row];
-    int place = 0;
-    Group::each_element(
-        0, kN, [&](int i) { place += diagonal[i] < value || (diagonal[i] == value && i < row); });
-    sorted[place] = failed ? T(0) / T(0) : value * scaled.up;
-    order[place] = static_cast<T>(row);
-  });
+  T *const diagonal = own + Sizes::kDiagonal, *const sorted = own + Sizes::kSorted;
+  group.template sort<kN>(diagonal, sorted, own + Sizes::kPlaces, [](T x, T y) { return x < y; });
+  group.each_row(0, kN,
+                 [&](int row) { sorted[row] = failed ? T(0) / T(0) : sorted[row] * scaled.up; });
   group.template store<1, kN>(own, values,
                               [](T* own, int, int column) { return own[Sizes::kSorted + column]; });
   if constexpr (kVectors) {
     group.spoil(own, kN, kN, kStride, failed);
     group.template store<kN, kN>(own, vectors, [](T* own, int row, int column) {
-      return own[static_cast<int>(own[Sizes::kOrder + column]) * kStride + row];
+      return own[static_cast<int>(own[Sizes::kPlaces + column]) * kStride + row];
     });
   }
 }

@@ -160,9 +160,9 @@ struct MatrixGroup {
     }
   }
 
-  void set_identity(T* x, int rows, int columns, int stride) const {
+  void set_identity(T* x, int rows, int stride) const {
     each_row(0, rows, [&](int row) {
-      each_element(0, columns, [&](int i) { x[row * stride + i] = T(i == row); });
+      each_element(0, stride, [&](int i) { x[row * stride + i] = T(i == row); });
     });
   }
 
@@ -225,60 +225,94 @@ struct MatrixGroup {
     return {power.up, finite};
   }
 
-  // The norm of a vector that is multiplied by `down`.
-  static T scaled_norm(const T* x, int count, T down) {
+  // Calls body(first, part) for parts of a row: single elements before the first whole vector, and
+  // then vectors, of which the last one may have elements behind the row.
+  template <typename Body>
+  static void each_part(int begin, int end, const Body& body) {
+    using Single = MatrixVector<T, 1>;
+    if constexpr (kWide == 1) {
+      each_element(begin, end, [&](int i) { body(i, Single{}); });
+    } else {
+      const int whole = min_of(end, (begin + kWide - 1) / kWide * kWide);
+#pragma unroll 1
+      for (int i = begin; i < whole; ++i) body(i, Single{});
+#pragma unroll 4
+      for (int i = whole; i < end; i += kWide) body(i, Vector{});
+    }
+  }
+
+  // The norm of elements of a row that are multiplied by `down`.
+  static T scaled_norm(const T* x, int begin, int end, T down) {
     T squares = T(0);
-    each_element(0, count, [&](int i) {
-      const T scaled = x[i] * down;
-      squares += scaled * scaled;
+    each_part(begin, end, [&]<typename Part>(int first, Part) {
+      const Part part = *reinterpret_cast<const Part*>(x + first);
+#pragma unroll
+      for (const T& element : part.items) squares += (element * down) * (element * down);
     });
     return square_root(squares);
   }
 
-  static typename FloatFormat<T>::Bits largest_of(const T* x, int begin, int count) {
+  static typename FloatFormat<T>::Bits largest_of(const T* x, int begin, int end) {
     typename FloatFormat<T>::Bits largest = 0;
-    each_element(begin, count, [&](int i) { largest = max_of(largest, magnitude_bits(x[i])); });
+    each_part(begin, end, [&]<typename Part>(int first, Part) {
+      const Part part = *reinterpret_cast<const Part*>(x + first);
+#pragma unroll
+      for (const T& element : part.items) largest = max_of(largest, magnitude_bits(element));
+    });
     return largest;
   }
 
   static T norm(const T* x, int count) {
     const PowerOfTwo<T> power(largest_of(x, 0, count));
-    return scaled_norm(x, count, power.down) * power.up;
+    return scaled_norm(x, 0, count, power.down) * power.up;
   }
 
-  // y -= tau v (v^T y), where v is 1 and then factor * down times x[1], x[2], ... The product of
-  // the two may overflow.
-  static void apply_reflection(const T* x, T down, T factor, T tau, T* y, int count) {
+  // y -= tau v (v^T y), where v has zeros, then 1 at `step`, and then factor * down times elements
+  // of x. The product of the two factors may overflow.
+  static void apply_reflection(const T* x, T down, T factor, T tau, T* y, int step, int count) {
     T dot = T(0);
-    each_element(1, count, [&](int i) { dot += x[i] * down * y[i]; });
-    const T change = tau * (y[0] + dot * factor), scaled = change * factor;
-    y[0] -= change;
-    each_element(1, count, [&](int i) { y[i] -= x[i] * down * scaled; });
+    each_part(step + 1, count, [&]<typename Part>(int first, Part) {
+      const Part v = *reinterpret_cast<const Part*>(x + first);
+      const Part part = *reinterpret_cast<const Part*>(y + first);
+#pragma unroll
+      for (int i = 0; i < Part::kSize; ++i) dot += v.items[i] * down * part.items[i];
+    });
+    const T change = tau * (y[step] + dot * factor), scaled = change * factor;
+    y[step] -= change;
+    each_part(step + 1, count, [&]<typename Part>(int first, Part) {
+      const Part v = *reinterpret_cast<const Part*>(x + first);
+      Part& part = *reinterpret_cast<Part*>(y + first);
+      Part changed = part;
+#pragma unroll
+      for (int i = 0; i < Part::kSize; ++i) changed.items[i] -= v.items[i] * down * scaled;
+      part = changed;
+    });
   }
 
-  // Factors the matrix whose columns are `vectors` rows of x, with LAPACK's signs. The triangular
-  // factor takes the place of each row's first elements; the reflections are stored behind them.
-  void factor(T* x, int vectors, int length, int stride, T* taus) const {
+  // Factors the matrix whose columns are the vectors row(0), row(1), ..., with LAPACK's signs. The
+  // triangular factor takes the place of each vector's first elements; the reflections are stored
+  // behind them.
+  template <typename Row>
+  void factor(const Row& row, int vectors, int length, T* taus) const {
     each_step(min_of(vectors, length), [&](int step) {
-      T* own = x + step * stride + step;
-      const int count = length - step;
+      T* const own = row(step);
       // Every lane computes the reflection.
-      const auto below = largest_of(own, 1, count);
-      const PowerOfTwo<T> power(max_of(below, magnitude_bits(own[0])));
-      const T size = scaled_norm(own, count, power.down), alpha = own[0] * power.down;
+      const auto below = largest_of(own, step + 1, length);
+      const PowerOfTwo<T> power(max_of(below, magnitude_bits(own[step])));
+      const T size = scaled_norm(own, step, length, power.down), alpha = own[step] * power.down;
       const T beta = alpha < T(0) || (alpha == T(0) && T(1) / alpha < T(0)) ? size : -size;
       // A vector that is a multiple already is not reflected.
       const bool none = below == 0;
       const T factor = none ? T(0) : T(1) / (alpha - beta);
       const T tau = none ? T(0) : (beta - alpha) / beta;
-      const T first_element = none ? own[0] : beta * power.up;
+      const T first_element = none ? own[step] : beta * power.up;
       each_row(step + 1, vectors, [&](int other) {
-        apply_reflection(own, power.down, factor, tau, x + other * stride + step, count);
+        apply_reflection(own, power.down, factor, tau, row(other), step, length);
       });
       sync();
-      each_row(1, count, [&](int i) { own[i] = own[i] * power.down * factor; });
+      each_row(step + 1, length, [&](int i) { own[i] = own[i] * power.down * factor; });
       if (lane == 0) {
-        own[0] = first_element;
+        own[step] = first_element;
         taus[step] = tau;
       }
       sync();
@@ -287,52 +321,92 @@ struct MatrixGroup {
 
   // Multiplies rows of y by the product of the reflections of factor(). If they begin as unit
   // vectors, a reflection changes only those of its own number or later ones.
-  void apply_reflections(const T* x, int steps, int length, int stride, const T* taus, T* y,
-                         int vectors, int y_stride, bool units) const {
+  template <typename Row>
+  void apply_reflections(const Row& row, int steps, int length, const T* taus, T* y, int vectors,
+                         int stride, bool units) const {
     each_step(steps, [&](int reversed) {
       const int step = steps - 1 - reversed;
       // Each lane changes its own rows.
-      each_row(0, vectors, [&](int row) {
-        if (units && row < step) return;
-        apply_reflection(x + step * stride + step, T(1), T(1), taus[step],
-                         y + row * y_stride + step, length - step);
+      each_row(0, vectors, [&](int other) {
+        if (units && other < step) return;
+        apply_reflection(row(step), T(1), T(1), taus[step], y + other * stride, step, length);
       });
+    });
+    sync();
+  }
+
+  // Sorts values, and finds the places in which they were.
+  template <int kCount, typename Before>
+  void sort(const T* values, T* sorted, T* places, const Before& before) const {
+    each_row(0, kCount, [&](int i) {
+      const T value = values[i];
+      int place = 0;
+      each_element(0, kCount, [&](int j) {
+        place += before(values[j], value) || (values[j] == value && j < i);
+      });
+      sorted[place] = value;
+      places[place] = static_cast<T>(i);
     });
     sync();
   }
 };
 
-// Jacobi rotations.
+// Rotations.
 
-// Rows p and q of a pair become first_p * p + first_q * q and second_p * p + second_q * q.
+// Within two units in the last place.
+inline float inverse_root(float value) {
+  const float root = rsqrtf(value);
+  return root + root * 0.5f * __fmaf_rn(-value * root, root, 1.0f);
+}
+inline double inverse_root(double value) { return rsqrt(value); }
+
+// The rotation that takes (x, y), of at most about 1, to (r, 0): r is c x + s y.
+template <typename T>
+struct GivensRotation {
+  using Format = FloatFormat<T>;
+
+  GivensRotation(T x, T y) {
+    T squares = x * x + y * y, lower = T(1);
+    if (squares < Format::kSmallestSquare) {
+      x *= Format::kRaise;
+      y *= Format::kRaise;
+      squares = x * x + y * y;
+      lower = T(1) / Format::kRaise;
+    }
+    const bool none = squares == T(0);
+    const T inverse = none ? T(0) : inverse_root(squares);
+    c = none ? T(1) : x * inverse;
+    s = y * inverse;
+    r = squares * inverse * lower;
+  }
+
+  T c, s, r;
+};
+
+// The rotation of rows p and q to c p - s q and s p + c q that diagonalises [alpha gamma; gamma
+// beta], or none unless `rotate`. The tangent is that of the smaller angle.
 template <typename T>
 struct JacobiRotation {
-  T first_p, first_q, second_p, second_q;
-  T change;  // of the diagonal elements, unless they are exchanged
+  T c, s;
+  T change;  // of the diagonal elements
 
-  // The rotation that diagonalises [alpha gamma; gamma beta], or none unless `rotate`, with rows
-  // exchanged if asked. The tangent is that of the smaller angle.
-  JacobiRotation(T alpha, T beta, T gamma, bool rotate, bool exchange) {
+  JacobiRotation(T alpha, T beta, T gamma, bool rotate) {
     T difference = beta - alpha, twice = gamma + gamma;
     const PowerOfTwo<T> power(max_of(magnitude_bits(difference), magnitude_bits(twice)));
     difference *= power.down;
     twice *= power.down;
-    const T magnitude = difference < T(0) ? -difference : difference;
-    const T quotient = twice / (magnitude + square_root(difference * difference + twice * twice));
+    const T root = square_root(difference * difference + twice * twice);
+    const T quotient = twice / (absolute(difference) + root);
     const T tangent = !rotate ? T(0) : difference < T(0) ? -quotient : quotient;
-    const T cosine = T(1) / square_root(tangent * tangent + T(1));
-    const T sine = tangent * cosine;
-    first_p = exchange ? sine : cosine;
-    first_q = exchange ? cosine : -sine;
-    second_p = exchange ? cosine : sine;
-    second_q = exchange ? -sine : cosine;
+    c = inverse_root(tangent * tangent + T(1));
+    s = tangent * c;
     change = tangent * gamma;
   }
 
   void apply(T& p, T& q) const {
     const T before = p;
-    p = first_p * before + first_q * q;
-    q = second_p * before + second_q * q;
+    p = c * before - s * q;
+    q = s * before + c * q;
   }
 };
 
@@ -356,27 +430,23 @@ struct RowPairs {
 // Random matrices take 6 to 11 sweeps.
 inline constexpr int kMaxSweeps = 40;
 
-// Sorts values, and rows of `columns` elements with them, by exchanges of neighbours.
-template <int kRows, typename Group, typename T, typename Before>
-void sort_rows(const Group& group, T* values, T* rows, T* more_rows, int columns, int stride,
-               const Before& before) {
-  Group::each_step(kRows, [&](int round) {
-    group.each_row(0, kRows / 2, [&](int pair) {
-      const int i = round % 2 + 2 * pair;
-      if (i + 1 >= kRows) return;
+// Sorts values in registers, and rows with them, by exchanges of neighbours.
+template <int kRows, typename T, typename Before, typename... Rows>
+inline void sort_rows(T* values, const Before& before, Rows*... rows) {
+#pragma unroll
+  for (int round = 0; round < kRows; ++round) {
+#pragma unroll
+    for (int i = round % 2; i + 1 < kRows; i += 2) {
       const auto swap = [exchange = before(values[i + 1], values[i])](T& x, T& y) {
         const T kept = x;
         if (exchange) x = y;
         if (exchange) y = kept;
       };
-      Group::each_element(0, columns, [&](int j) {
-        if (rows != nullptr) swap(rows[i * stride + j], rows[(i + 1) * stride + j]);
-        if (more_rows != nullptr) swap(more_rows[i * stride + j], more_rows[(i + 1) * stride + j]);
-      });
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) (swap(rows[i * kRows + j], rows[(i + 1) * kRows + j]), ...);
       swap(values[i], values[i + 1]);
-    });
-    group.sync();
-  });
+    }
+  }
 }
 
 }  // namespace tilekern

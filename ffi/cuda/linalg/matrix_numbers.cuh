@@ -18,13 +18,6 @@ inline T absolute(T value) {
 inline float square_root(float value) { return __fsqrt_rn(value); }
 inline double square_root(double value) { return __dsqrt_rn(value); }
 
-// Within two units in the last place.
-inline float inverse_root(float value) {
-  const float root = rsqrtf(value);
-  return root + root * 0.5f * __fmaf_rn(-value * root, root, 1.0f);
-}
-inline double inverse_root(double value) { return rsqrt(value); }
-
 template <typename T>
 struct FloatFormat {
   using Bits = uint32;
@@ -59,29 +52,6 @@ struct PowerOfTwo {
   }
 
   T down, up;
-};
-
-// The rotation that takes (x, y), of at most about 1, to (r, 0): r is c x + s y.
-template <typename T>
-struct GivensRotation {
-  using Format = FloatFormat<T>;
-
-  GivensRotation(T x, T y) {
-    T squares = x * x + y * y, lower = T(1);
-    if (squares < Format::kSmallestSquare) {
-      x *= Format::kRaise;
-      y *= Format::kRaise;
-      squares = x * x + y * y;
-      lower = T(1) / Format::kRaise;
-    }
-    const bool none = squares == T(0);
-    const T inverse = none ? T(0) : inverse_root(squares);
-    c = none ? T(1) : x * inverse;
-    s = y * inverse;
-    r = squares * inverse * lower;
-  }
-
-  T c, s, r;
 };
 
 }  // namespace tilekern

@@ -30,14 +30,15 @@ __global__ void __launch_bounds__(32) matrix_qr(const T* matrices, T* q, T* r, i
   group.template load<kM, kN>(own, matrices, [](T* own, int row, int column, T value) {
     own[column * kStride + row] = value;
   });
-  group.factor(own, kN, kM, kStride, taus);
+  const auto row = [&](int i) { return own + i * kStride; };
+  group.factor(row, kN, kM, taus);
   group.template store<kOrder, kN>(own, r, [](T* own, int row, int column) {
     return row > column ? T(0) : own[column * kStride + row];
   });
   if constexpr (kVectors) {
-    group.set_identity(basis, kOrder, kM, kStride);
+    group.set_identity(basis, kOrder, kStride);
     group.sync();
-    group.apply_reflections(own, min_of(kM, kN), kM, kStride, taus, basis, kOrder, kStride,
+    group.apply_reflections(row, min_of(kM, kN), kM, taus, basis, kOrder, kStride,
                             /*units=*/true);
     group.template store<kM, kOrder>(own, q, [](T* own, int row, int column) {
       return own[Sizes::kBasis + column * kStride + row];

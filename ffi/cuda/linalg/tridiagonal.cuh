@@ -32,8 +32,8 @@ struct TridiagonalSizes {
   static constexpr int kUpdate = kOff + kPadded;
   static constexpr int kTaus = kUpdate + kPadded;
   static constexpr int kElements = kTaus + kPadded;
-  // The eigenvalues in ascending order, and the rows that have them.
-  static constexpr int kSorted = kUpdate, kOrder = kTaus;
+  // The eigenvalues in ascending order, and the rows in which they were.
+  static constexpr int kSorted = kUpdate, kPlaces = kTaus;
   using Group = MatrixGroup<T, kLanes, kElements, kWide>;
 };
 

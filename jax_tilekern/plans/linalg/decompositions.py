@@ -38,7 +38,7 @@ class FasterSizes:
 
 # Measured on an H100, in batches of ``FEWEST_MATRICES`` or more. What has no entry is XLA's.
 FASTER = {
-    ("svd", "float32"): FasterSizes(square=32),
+    ("svd", "float32"): FasterSizes(square=4),
     ("eigh", "float32"): FasterSizes(square=4),
     ("qr", "float32"): FasterSizes(square=32),
 }
@@ -107,7 +107,7 @@ class Decomposition:
     @property
     def _vector(self) -> int:
         """Elements of a vector of shared memory."""
-        return _VECTOR_BYTES // self.dtype.itemsize if self.name == "eigh" else 1
+        return 1 if self.name == "qr" else _VECTOR_BYTES // self.dtype.itemsize
 
     @property
     def _order(self) -> int:
@@ -118,14 +118,15 @@ class Decomposition:
     def _elements(self) -> int:
         m, n, vectors = self.rows, self.columns, self.flags[0]
         short, long = sorted((m, n))
+        short_stride, long_stride = (_odd_multiple(k, self._vector) for k in (short, long))
         if self.name == "eigh":
-            return n * _odd_multiple(n, self._vector) + 4 * _multiple(n, self._vector)
+            return n * long_stride + 4 * _multiple(n, self._vector)
         if self.name == "qr":
-            return (n + vectors * self._order) * (m | 1) + short
+            return (n + vectors * self._order) * _odd_multiple(m, self._vector) + short
         count = long if self.flags[1] else short
-        square = short * (short | 1)
-        reduced = short * (long | 1) if long > short else 0
-        return reduced + square + 3 * short + vectors * (square + count * (long | 1))
+        square = short * short_stride
+        reduced = short * long_stride if long > short else 0
+        return reduced + square + vectors * (square + count * long_stride) + 5 * short
 
 
 def plan_decomposition(
