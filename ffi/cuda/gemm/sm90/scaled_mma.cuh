@@ -63,7 +63,7 @@ class ScaledMma {
   static constexpr bool kInPlace = false;
   static constexpr int kFragmentSets = 1;
   static constexpr bool kRetireEachTile = true;
-  static constexpr bool kResultsMayWait = kRowBlocks == 1 && kScaledColumns == 0;
+  static constexpr bool kResultsMayWait = kRowBlocks == 1;
 
   ScaledMma(const Params& params, int row, int warp_row)
       : params_(params), warp_row_(warp_row), row_offset_(LhsTile::mn_offset(row)) {}
@@ -101,7 +101,7 @@ class ScaledMma {
     }
     if constexpr (kScaledColumns > 0) {
       last_column_ = params_.shape.n - kScaledColumns - work.n;
-      rhs_ += work.n;
+      rhs_ += work.n + first_column();
     } else {
       rhs_ += (work.n >> of_rhs.block_log2) * of_rhs.row;
     }
@@ -116,17 +116,11 @@ class ScaledMma {
         row_scales_[i][half] = load_global(lhs_ + rows_[i][half]);
     }
     if constexpr (kScaledColumns > 0) {
-#pragma unroll
-      for (int j = 0; j < kColumnPairs; ++j) {
-        const int column = 8 * j + threadIdx.x % 4 * 2;
-        if constexpr (kScaledColumns == 2) {
-          load_global(column_scales_[j], rhs_ + min_of(column, last_column_));
-        } else {
-#pragma unroll
-          for (int k = 0; k < 2; ++k) {
-            column_scales_[j][k] = load_global(rhs_ + min_of(column + k, last_column_));
-          }
-        }
+      // Offsets from one address are part of the instructions.
+      if (last_column_ >= config.block_n - kScaledColumns) {
+        load_columns([](int column) { return column; });
+      } else {
+        load_columns([&](int column) { return min_of(column, last_column_ - first_column()); });
       }
     } else {
       column_scales_[0][0] = load_global(rhs_);
@@ -151,6 +145,23 @@ class ScaledMma {
   }
 
  private:
+  // The first of the thread's columns in the tile.
+  static int first_column() { return threadIdx.x % 4 * 2; }
+
+  // `clamped` moves a column, which is counted from the thread's first one, into the matrix.
+  template <class Clamped>
+  void load_columns(const Clamped& clamped) {
+#pragma unroll
+    for (int j = 0; j < kColumnPairs; ++j) {
+      if constexpr (kScaledColumns == 2) {
+        load_global(column_scales_[j], rhs_ + clamped(8 * j));
+      } else {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) column_scales_[j][k] = load_global(rhs_ + clamped(8 * j + k));
+      }
+    }
+  }
+
   template <int kColumns>
   void issue_row_block(uint32 stage, int i) {
     warpgroup_arrive();
@@ -175,8 +186,12 @@ class ScaledMma {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           const int at = 4 * j + 2 * half + k;
-          promoted_[i][at] +=
-              (kScaledColumns > 0 ? row * column_scales_[j][k] : scale) * accumulators_[at];
+          if constexpr (kScaledColumns > 0) {
+            // Products of scales would be computed before the MMAs, which waits for the scales.
+            promoted_[i][at] += accumulators_[at] * row * column_scales_[j][k];
+          } else {
+            promoted_[i][at] += accumulators_[at] * scale;
+          }
         }
       }
     }
