@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there i
 @pytest.mark.parametrize(
     ("rows", "bins", "kernels"),
     [
-        (1, 3, 1), (31, 3, 1), (1000, 66, 1), (1024, 130, 1), (1025, 130, 2), (5000, 66, 2),
+        (1, 3, 1), (31, 3, 1), (1000, 66, 1), (1024, 130, 1), (1025, 130, 2), (5000, 66, 2), (5000, 2, 2),
         (5000, 512, 2), (40_000, 512, 4), (3000, 513, 7),
     ],
 )  # fmt: skip

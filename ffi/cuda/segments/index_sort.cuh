@@ -133,23 +133,28 @@ struct SummedCounts {
       totals[digit] = before[digit] = 0;
     }
     __syncthreads();
-    // A thread has one digit at a time, and adjacent threads have adjacent digits.
-    const uint32 width = min_of(pass.digits, static_cast<uint32>(kSortThreads));
-    for (uint32 digit = threadIdx.x % width; digit < pass.digits; digit += width) {
-      uint32 all = 0, own = 0;
-#pragma unroll 8
-      for (uint32 tile = threadIdx.x / width; tile < pass.tiles; tile += kSortThreads / width) {
-        const uint32 count = counts[tile * pass.digits + digit];
-        all += count;
-        if (tile < blockIdx.x) own += count;
+    // A thread has four digits, of which there is a multiple, and every so many tiles.
+    const uint32 width = pass.digits / 4, quad = threadIdx.x % width;
+    uint32 all[4] = {}, own[4] = {};
+#pragma unroll 4
+    for (uint32 tile = threadIdx.x / width; tile < pass.tiles; tile += kSortThreads / width) {
+      const uint4 found = reinterpret_cast<const uint4*>(counts)[tile * width + quad];
+      const uint32 four[4] = {found.x, found.y, found.z, found.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        all[i] += four[i];
+        if (tile < blockIdx.x) own[i] += four[i];
       }
-      atomicAdd(&totals[digit], all);
-      atomicAdd(&before[digit], own);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      atomicAdd(&totals[4 * quad + i], all[i]);
+      atomicAdd(&before[4 * quad + i], own[i]);
     }
   }
   DigitCounts operator()(uint32 digit, uint32 here) const {
-    if (pass.tiles == 1) return {here, 0};
-    return {totals[digit], before[digit]};
+    const bool alone = pass.tiles == 1;
+    return {alone ? here : totals[digit], alone ? 0 : before[digit]};
   }
 };
 

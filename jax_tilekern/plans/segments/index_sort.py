@@ -127,7 +127,8 @@ def plan_index_sort(sort: IndexSort, gpu: Gpu) -> LaunchPlan | NoKernel:
 
 
 def _plan_one_pass(sort: IndexSort, gpu: Gpu) -> LaunchPlan:
-    items, tiles, (bits,) = sort.items, sort.tiles, sort.digits
+    # Counts are read four at a time.
+    items, tiles, bits = sort.items, sort.tiles, max(2, *sort.digits)
     count = Kernel(_FILE, f"tilekern::count_digits<{items}, true, true>")
     tile = Kernel(_FILE, f"tilekern::sort_tiles<{items}, {str(sort.places).lower()}>")
     counted = tiles > 1
