@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from nvrtc_mark import needs_gpu, require_nvrtc
+from sharded import AUTO, devices, mesh_of, put
 
 import jax_tilekern as jtk
 from jax_tilekern.plans.gpu import known_gpu
-from jax_tilekern.plans.tuned import TunedChoice, TunedChoices
+from jax_tilekern.plans.tuned import TunedChoice, TunedChoices, recorded_products
 from jax_tilekern.tuning import product_timing, random_operands
 from jax_tilekern.tuning import tuner as tuning
 
@@ -148,6 +150,18 @@ def test_calls_are_measured(store, monkeypatch):
     assert "cuda_kernel times(float32[8,8], a=2)" in str(tuning.Tuning(rows))
     (row,) = tuning.tune_products(calls[:1], H100, seconds=0.01, force=True, operands=[np.eye(8)])
     assert row.choice is not None
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+def test_what_a_device_computes_is_tuned(store):
+    """A sharded call is not tuned as a whole."""
+    kernel, _ = times(sharding_rule="n -> n")
+    x = put(mesh_of((AUTO, AUTO)), np.ones(80, np.float32), P(("d", "m")))
+    sharded = jax.jit(lambda x: kernel(x, a=2))
+    with recorded_products() as recorded:
+        sharded.trace(x).lower(lowering_platforms=("cuda",))
+    assert recorded == []
+    np.testing.assert_array_equal(sharded(x), 2.0)
 
 
 @pytest.mark.parametrize(

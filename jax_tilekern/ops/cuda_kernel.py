@@ -17,7 +17,7 @@ from jax_tilekern.compilation.compiler import Source, cuda_folder
 from jax_tilekern.compilation.cubin import is_cubin
 from jax_tilekern.compilation.image import Image, is_image
 from jax_tilekern.inspection.kernel_report import KernelReport
-from jax_tilekern.ops.kernel_primitive import bind, input_types, tuned
+from jax_tilekern.ops.kernel_primitive import bind, input_types, tuned_call
 from jax_tilekern.ops.kernel_settings import KernelSettings, Parameters, Use
 from jax_tilekern.ops.kernel_tuning import checked
 from jax_tilekern.plans.cuda_kernel import BatchAxis, plan_kernel
@@ -365,8 +365,7 @@ class CudaKernel:
         static = Parameters(self._settings.label, parameters)
         arrays = jax.eval_shape(lambda *inputs: [jnp.asarray(x) for x in inputs], *inputs)
         target = known_gpu(gpu) if isinstance(gpu, str) else gpu or current_gpu()
-        static, _ = tuned(arrays, target, settings=self._settings, parameters=static, batches=())
-        call = self._settings.call(Use(input_types(arrays), static))
+        call, _ = tuned_call(arrays, target, settings=self._settings, parameters=static, batches=())
         return KernelReport(call, plan_kernel(call, target))
 
     def _require_no_rule(self, method: str) -> None:

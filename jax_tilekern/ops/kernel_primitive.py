@@ -6,7 +6,6 @@ launch plan's. Linearity, where the user states it, gives tangents and cotangent
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -215,11 +214,6 @@ def _plan_on_cuda(
             "its outputs have no elements",
             lambda *_: [lax.full(aval.shape, 0, aval.dtype) for aval in results],
         )
-    how = ""
-    # Without a GPU there is no choice; below, that is an error or the reference.
-    with contextlib.suppress(NoGpu):
-        avals = [operand.aval for operand in operands]
-        params["parameters"], how = tuned(avals, current_gpu(), settings=settings, **params)
     call = _call(place, operands, settings=settings, **params)
     disabled = why_excluded()
     if disabled is not None:
@@ -239,7 +233,9 @@ def _plan_on_cuda(
             "cuda_kernel a reference="
         )
     try:
-        plan = plan_kernel(call, current_gpu())
+        gpu = current_gpu()
+        call, how = tuned_call([x.aval for x in operands], gpu, settings=settings, **params)
+        plan = plan_kernel(call, gpu)
     except (NoGpu, NvrtcNotFound) as error:
         if settings.reference is None:
             raise
@@ -251,24 +247,24 @@ def _plan_on_cuda(
     return PlannedKernel(plan.name, reason, plan, values, settings.aliases, checked=settings.debug)
 
 
-def tuned(
+def tuned_call(
     avals: Sequence[Any],
     gpu: Gpu,
     *,
     settings: KernelSettings,
     parameters: Parameters,
     batches: Batches,
-) -> tuple[Parameters, str]:
-    """Return a call's parameters with those that are tuned, and what to say about them.
+) -> tuple[KernelCall, str]:
+    """Describe a call with the parameters that are tuned; return what to say about them, too.
 
     Raises
     ------
-    ValueError
-        If the outputs depend on the choice.
+    TypeError, ValueError
+        As :meth:`KernelSettings.call`, or if the outputs depend on the choice.
     """
-    if settings.candidates(parameters) == [{}]:
-        return parameters, ""
     use = _use(avals, parameters=parameters, batches=batches)
+    if settings.candidates(parameters) == [{}]:
+        return settings.call(use), ""
     call = functools.partial(bind, settings=settings, batches=batches)
     reference = functools.partial(
         _reference, settings=settings, parameters=parameters, batches=batches
@@ -281,9 +277,10 @@ def tuned(
         None if settings.reference is None else reference,
     )
     found, how = chosen(tunable, gpu)
-    if settings.outputs(use._replace(parameters=found)) != settings.outputs(use):
+    tuned = use._replace(parameters=found)
+    if settings.outputs(tuned) != settings.outputs(use):
         raise ValueError(f"kernel {settings.label}: out depends on a parameter that is tuned")
-    return found, how
+    return settings.call(tuned), how
 
 
 def _plan_elsewhere(
