@@ -297,8 +297,10 @@ def jaxprs_of(eqn: Any) -> list[Any]:
 
 
 def closed_jaxpr(jaxpr: Any) -> Any:
-    """Return a jaxpr with constants, of which one without them has none."""
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+    """Return a jaxpr with constants; those of one that is apart from them become operands."""
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr
+    return ClosedJaxpr(_partial_eval.convert_constvars_jaxpr(jaxpr), ())
 
 
 def closed_with(jaxpr: Any, consts: Sequence[Any]) -> Any:

@@ -59,7 +59,7 @@ _MAX_INLINED = 24
 # Four of them are an instruction or so.
 _STEPS_AT_A_TIME = 4
 _MAX_ROW = 16
-_MAX_STEP = 1000
+_MAX_STEP = 1500
 
 Rule = Callable[["LaneWriter", Any, list[Value], Sequence[Buffer | None]], list[Value]]
 # The rule of each primitive that is not elementwise.
