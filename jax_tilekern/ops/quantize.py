@@ -163,7 +163,7 @@ def _max_of_blocks(x: Array, axis: int, size: int | None) -> Array:
         return jnp.max(x, axis, keepdims=True)
     if size == 1:
         return x
-    count = math.ceil(x.shape[axis] / size)
+    count = -(-x.shape[axis] // size)
     padding = [(0, count * size - n if i == axis else 0) for i, n in enumerate(x.shape)]
     shape = (*x.shape[:axis], count, size, *x.shape[axis + 1 :])
     return jnp.max(jnp.pad(x, padding).reshape(shape), axis + 1)

@@ -154,7 +154,7 @@ def _check(lhs: Array, rhs: Array, lhs_scales: Array, rhs_scales: Array, out: An
 
 
 def _blocks(size: int) -> int:
-    return math.ceil(size / BLOCK)
+    return -(-size // BLOCK)
 
 
 def dequantized(x: Array, scales: Array) -> Array:
