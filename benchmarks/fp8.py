@@ -2,9 +2,9 @@
 
 ``ours`` has the kernels. Products have these sides besides: scales of ``lhs`` with those of rows
 adjacent, as ``quantize`` writes them (``rows adjacent``), scales of 1x128 blocks on both sides
-(``1x128``, as gradients of weights have), and the best kernels by their
-estimates, by their keys. ``bfloat16`` is our product of the same sizes and ``XLA`` is XLA's;
-``XLA float8`` is XLA's product without scales.
+(``1x128``, as gradients of weights have), and the best kernels of either by their estimates, by
+their keys. ``bfloat16`` is our product of the same sizes and ``XLA`` is XLA's; ``XLA float8`` is
+XLA's product without scales.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PRODUCTS = {
 _MATRICES = {"gpu": [(8192, 8192), (8192, 14336), (4096, 7168)], "cpu": [(256, 384)]}
 # Tokens, features and results of a linear layer.
 _LAYERS = {"gpu": [(8192, 4096, 14336), (8192, 14336, 4096)], "cpu": [(64, 256, 384)]}
-_CANDIDATES = 6
+_CANDIDATES = 4
 _CHECKED = 64
 _NUMBERS = (((1,), (0,)), ((), ()))
 
@@ -92,26 +92,32 @@ def _both_by_row(x: Any, w: Any, values: Any, weights: Any, *rest: Any) -> Any:
     return jtk.scaled_matmul(values, by_row, transposed.T, of_rows.T, jnp.bfloat16)
 
 
-def _candidates(m: int, n: int, k: int) -> dict[str, Callable[..., Any]]:
-    """Return the best kernels by their estimates, with scales of rows adjacent."""
+def _candidates(m: int, n: int, k: int, by_row: bool) -> dict[str, Callable[..., Any]]:
+    """Return the best kernels by their estimates, with scales of rows adjacent.
+
+    ``rhs`` has blocks of 1x128 or of 128x128.
+    """
     if jax.default_backend() != "gpu":
         return {}
     blocks = math.ceil(k / BLOCK)
+    of_rhs = Scales(1, (), 1, n) if by_row else Scales(BLOCK, (), blocks, 1)
     product = ScaledProduct(
         MatmulGeometry((), m, n, k, (k, 1), (1, k), (n, 1)), FP8[0], FP8[0], BF16, "fp8",
-        lhs_scales=Scales(1, (), 1, m), rhs_scales=Scales(BLOCK, (), blocks, 1),
+        lhs_scales=Scales(1, (), 1, m), rhs_scales=of_rhs,
     )  # fmt: skip
     found = scaled_candidates(product, current_gpu())
     if isinstance(found, NoKernel):
         return {}
     best = sorted(found, key=lambda candidate: candidate.cycles)[:_CANDIDATES]
 
-    def run(candidate: Any, x: Any, w: Any, values: Any, weights: Any, *scales: Any) -> Any:
-        _, of_blocks, transposed, *_ = scales
+    def run(candidate: Any, x: Any, w: Any, values: Any, weights: Any, *rest: Any) -> Any:
+        _, of_blocks, transposed, row_weights, of_rows = rest
+        right = (row_weights, of_rows) if by_row else (weights, of_blocks)
         plan = candidate.plan(current_gpu())
-        return by_plan(plan, (m, n), BF16, values, weights, transposed, of_blocks)
+        return by_plan(plan, (m, n), BF16, values, right[0], transposed, right[1])
 
-    return {candidate.key: functools.partial(run, candidate) for candidate in best}
+    prefix = "1x128, " if by_row else ""
+    return {f"{prefix}{candidate.key}": functools.partial(run, candidate) for candidate in best}
 
 
 def _products(backend: str) -> Iterator[Program]:
@@ -123,7 +129,8 @@ def _products(backend: str) -> Iterator[Program]:
                 "ours": _scaled,
                 "rows adjacent": _rows_adjacent,
                 "1x128": _both_by_row,
-                **_candidates(m, n, k),
+                **_candidates(m, n, k, by_row=False),
+                **_candidates(m, n, k, by_row=True),
                 "bfloat16": lambda x, w, *_: jtk.matmul(x, w.T),
                 "XLA": lambda x, w, *_: x @ w.T,
                 "XLA float8": lambda x, w, values, weights, *_: lax.dot_general(
