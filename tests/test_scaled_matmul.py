@@ -13,6 +13,7 @@ from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
+from jaxprs import equations
 from numerics import F8E4, F8E5, UNIT_ROUNDOFF, roundoff
 from products import BF16, E4M3, E5M2, F32, row_major
 from sharded import bytes_sent, collectives, devices
@@ -144,6 +145,22 @@ def test_operands_have_no_derivative(rng):
     # Where nothing flows, nothing is refused.
     x = jnp.ones((4, 128))
     assert jax.grad(lambda x: loss(jax.lax.stop_gradient(x)) + x.sum())(x).sum() == x.size
+
+
+def test_checkpoint_policies_see_a_product(rng):
+    lhs, rhs, of_rhs = values(rng, 24, 200), values(rng, 40, 200), scales(rng, 1, 2)
+
+    def loss(of_lhs):
+        return jnp.tanh(jtk.scaled_matmul(lhs, rhs, of_lhs, of_rhs)).sum()
+
+    computed = {}
+    for name in ("dots_saveable", "nothing_saveable"):
+        policy = getattr(jax.checkpoint_policies, name)
+        gradient = jax.grad(jax.checkpoint(loss, policy=policy))
+        jaxpr = jax.make_jaxpr(gradient)(scales(rng, 24, 2))
+        names = [equation.primitive.name for equation in equations(jaxpr)]
+        computed[name] = names.count("tilekern_scaled_matmul")
+    assert computed == {"dots_saveable": 1, "nothing_saveable": 2}
 
 
 ERRORS = [

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
-from jax_tilekern.ops.contraction import contract, in_float32
+from jax_tilekern.ops.contraction import as_dot_general, contract, in_float32
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.labelled_operands import product_by_lax
 from jax_tilekern.ops.planned_kernel import planned_kernel
@@ -435,5 +435,6 @@ _bind = define(
         planners={"cpu": Planner(_refusal, _in_float32), "cuda": Planner(_refusal, _cuda)},
         describe=lambda contraction, **_: f"scaled_matmul {contraction}",
         in_float32=in_float32,
+        stands_for=lambda contraction, out_dtype, **_: as_dot_general(contraction, None, out_dtype),
     )
 )
