@@ -150,6 +150,17 @@ def test_small_singular_values_are_accurate(rng, n):
     assert np.abs(found / exact - 1).max() <= tolerance((n, n), np.float32)
 
 
+@pytest.mark.parametrize("n", [3, 9])
+def test_factors_of_subnormal_numbers_are_finite(rng, n):
+    """Their reciprocals overflow. A CPU takes them for zero."""
+    a = np.full((COUNT, n, n), 3e-42, np.float32)
+    a[1::2, 0, 0] = 1
+    for q, r in map(wide, (linalg.qr(a), linalg.qr(a, "complete"))):
+        assert columns(q) <= tolerance(a.shape, a.dtype)
+        assert np.abs(q @ r - a).max() <= 1e-6
+        assert np.isfinite(r).all()
+
+
 @pytest.mark.parametrize("lower", ["L", "U"])
 def test_eigh_reads_one_triangle(rng, lower):
     a = np.asarray(random(rng, (COUNT, 5, 5), np.float32))
