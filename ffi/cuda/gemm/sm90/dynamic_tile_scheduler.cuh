@@ -198,13 +198,14 @@ class DynamicPersistentScheduler {
   void release() const { params_.ring.release(state_); }
 
   static void schedule(const Params& params) {
-    const int clusters = gridDim.x / config.cluster;
     // In a single round each cluster has the tile of its own number, and nothing is counted.
-    const bool once = params.tiles.most() <= clusters;
-    int own = blockIdx.x / config.cluster;
+    const int ctas = static_cast<int>(gridDim.x);
+    const bool once = params.tiles.most() <= ctas / config.cluster;
+    int own = static_cast<int>(blockIdx.x) / config.cluster - ctas;
     params.ring.broadcast([&](ScheduledTile& slot) {
-      const int number = once ? own : atomicAdd(params.claimed, 1);
-      own += clusters;
+      own += ctas;
+      int number = own;
+      if (!once) number = atomicAdd(params.claimed, 1);
       const bool found = number < params.tiles.count();
       if (found) {
         slot = params.tiles.find(number);
