@@ -1194,6 +1194,8 @@ def test_standard_headers():
         ("", "curand_kernel.h", "<curand_kernel.h> is part of cuRAND: `pip install nvidia-curand`"),
         ("", "limits", "<cuda/std/limits> of libcu++ takes the place of <limits>"),
         ("", "mine.h", "mine.h is no header that is known here: pass the folder of it, include="),
+        ("", "iostream", "or put it and the rest of the host code inside #ifndef __CUDACC_RTC__"),
+        ("f<<<1, 1>>>(out);", "", "A launch is host code, which NVRTC does not compile: put it"),
         ("__shared__ float s[60000]; out[0] = s[int(out[1])];", "", "declare it extern __shared__"),
     ],
 )

@@ -30,6 +30,7 @@ _LIBCUXX = frozenset((
     "numeric", "optional", "ratio", "semaphore", "span", "string_view", "tuple", "type_traits",
     "utility", "variant", "version",
 ))  # fmt: skip
+_HOST = "#ifndef __CUDACC_RTC__ and #endif"
 _HEADER_OF = {
     **dict.fromkeys(("half", "half2", "__half", "__half2", "__float2half"), "cuda_fp16.h"),
     **dict.fromkeys(
@@ -201,6 +202,8 @@ def _advice(log: str) -> Iterator[str]:
             f"NVRTC has no C++ standard library. cuda::std::{name} of libcu++ takes the place of "
             f"std::{name}: `pip install {toolkit_wheel('cuda-cccl')}` adds <cuda/std/*>"
         )
+    if "kernel launch could not be processed" in log:
+        yield f"A launch is host code, which NVRTC does not compile: put it inside {_HOST}"
     if "uses too much shared data" in log:
         yield (
             "A larger array is dynamic shared memory: declare it extern __shared__, and give its "
@@ -223,7 +226,10 @@ def _how_to_get(name: str) -> str:
             f"<{name}>: `pip install {wheel}` adds it"
         )
     if re.fullmatch(r"\w+", name):
-        return f"NVRTC has no C++ standard library, and device code cannot use <{name}>: remove it"
+        return (
+            f"NVRTC has no C++ standard library, and device code cannot use <{name}>: remove it, "
+            f"or put it and the rest of the host code inside {_HOST}"
+        )
     return (
         f"{name} is no header that is known here: pass the folder of it, include=..., or its text, "
         f'headers={{"{name}": ...}}'
