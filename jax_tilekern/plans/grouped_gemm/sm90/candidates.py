@@ -226,6 +226,9 @@ def grouped_wgmma_candidates(
     refused = refusal(product, how.types, gpu)
     if refused:
         return refused
+    if isinstance(product, GroupedSum) and how.promote:
+        # ptxas would serialize their MMAs (C7511).
+        return NoKernel("no kernel of a sum promotes its accumulators")
     view = _view(product, swapped=False)
     refused = _refusal(product, view)
     if refused:
