@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -109,7 +110,7 @@ def as_cpp(text):
     text = re.sub(r"const __grid_constant__ (\w+)\.\.\.", r"\1...", text)
     # Headers are found by their whole names alone.
     text = re.sub(r'#( *)include "([^"]+)"', r"#\1include <\2>", text)
-    return text.replace("__align__(", "alignas(")
+    return text.replace("__align__(", "alignas(").replace("__noinline__", "[[gnu::noinline]]")
 
 
 # -- Plans -----------------------------------------------------------------------------------------
@@ -184,12 +185,14 @@ int main(int, char** arguments) {{
 
 
 def run_plan(
-    plan, recorded, operands, results, *, aliases=None, late=(), backwards=False, options=()
-):
+    plan, recorded, operands, results, *, aliases=None, late=(), backwards=False, options=(),
+    requests=(),
+):  # fmt: skip
     """Run a launch plan on arrays; return its results, arrays of these shapes and types.
 
     ``aliases`` has operands whose buffers are those of results. ``late`` has "reads", or "writes",
     or both: asynchronous operations that take place when they are waited for (threads.h).
+    ``requests`` has further kernels of the same texts, which are in one program with the plan's.
     """
     poison = [np.full(size, 0xA5, np.uint8) for size in plan.workspace_bytes]
     # What a kernel does not write is NaN, or a large integer.
@@ -206,11 +209,15 @@ def run_plan(
             (Path(folder) / str(i)).write_bytes(buffer.tobytes())
         numbers = ["reads" in late, "writes" in late, backwards]
         numbers = [*map(int, numbers), folder, *_counted(b.nbytes for b in buffers)]
-        requests = [_request(recorded, launch) for launch in plan.launches]
-        pairs = zip(plan.launches, requests, strict=True)
-        # Generated kernels of different texts have the same names.
-        for _, group in itertools.groupby(pairs, lambda pair: pair[1].source.text):
-            _run_launches(plan.name, list(group), numbers, Path(folder) / "plan", options)
+        own = [_request(recorded, launch) for launch in plan.launches]
+        # Generated kernels of different texts have the same names, so each text is a program.
+        of_texts = defaultdict(list)
+        for request in dict.fromkeys((*requests, *own)):
+            of_texts[request.source.text].append(request)
+        pairs = zip(plan.launches, own, strict=True)
+        for text, group in itertools.groupby(pairs, lambda pair: pair[1].source.text):
+            path = Path(folder) / "plan"
+            _run_launches(plan.name, list(group), of_texts[text], numbers, path, options)
         first = len(operands)
         return [
             np.frombuffer((Path(folder) / str(first + i)).read_bytes(), dtype).reshape(shape)
@@ -218,9 +225,11 @@ def run_plan(
         ]
 
 
-def _run_launches(name, launches, numbers, path, options):
-    """Run launches of kernels of one text, each with what its kernel was compiled from."""
-    requests = list(dict.fromkeys(request for _, request in launches))
+def _run_launches(name, launches, requests, numbers, path, options):
+    """Run launches of kernels of one text, given all that kernels of this text are compiled from.
+
+    Each launch comes with what its own kernel is compiled from.
+    """
     program = build(requests, *options)
     numbers = [*numbers, len(launches)]
     for launch, request in launches:

@@ -1,54 +1,60 @@
-"""Kernels of lanes, compiled as C++, in the place of the calls of a traced function."""
+"""Kernels of lanes, emulated, in the place of the calls of a traced function."""
 
+import math
 import re
-import subprocess
+from types import SimpleNamespace
+from typing import NamedTuple
 
+import emulated_plans
 import jax
-import numpy as np
-from emulated import build
 from filelock import FileLock
 
+from jax_tilekern.compilation.compiler import Source
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.lane_kernel import kernel_of
+from jax_tilekern.plans.launch import Buffer
 
-HEADERS = ("types.cuh", "convert.cuh", "scalar_functions.cuh", "lanes.cuh")
-SANITIZED = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+# Optimising all kernels together takes minutes.
+OPTIONS = ("-O0", *emulated_plans.SANITIZED)
+THREADS = 32
+
+
+class Request(NamedTuple):
+    """What a kernel is compiled from."""
+
+    source: Source
+    name: str
+    arch: str = "sm_90"
 
 
 class Emulated:
-    """Functions whose calls of lanes run as C++, compiled all at once.
+    """Functions whose calls of lanes are emulated, by one program.
 
     Parameters
     ----------
-    folder
-        Where its input and output are written.
     traced
         The functions as jaxprs, by name.
-    shared
-        Where the program is built, once for all processes of the tests.
+    lock
+        A file that processes lock which would build the same program.
     """
 
-    def __init__(self, folder, traced, shared=None):
-        self._folder, self._traced = folder, traced
-        shared = shared or folder
+    def __init__(self, traced, lock):
+        self._traced = traced
         kernels = {}
         for closed in traced.values():
             for kernel in _kernels(closed.jaxpr):
                 kernels.setdefault(kernel.text, kernel)
         self._numbers = {text: i for i, text in enumerate(kernels)}
-        text, table = [], []
-        for i, kernel in enumerate(kernels.values()):
-            own = kernel.text.replace('#include "lanes.cuh"', "")
-            text.append(re.sub(rf"\b{kernel.function}\(", f"lanes_{i}(", own))
-            run = f"[](void** buffers) {{ call(&tilekern::lanes_{i}<1>, buffers); }}"
-            table.append(f"{{{run}, {kernel.lanes}}}")
-        text.append(f"const Kernel kernels[] = {{{', '.join(table)}}};")
-        shared.mkdir(parents=True, exist_ok=True)
-        self._program = shared / "lanes"
-        with FileLock(shared / "lock"):
-            if not self._program.exists():
-                (shared / "generated.h").write_text("\n".join(text))
-                build("lanes", HEADERS, shared, *SANITIZED)
+        include = '#include "lanes.cuh"\n'
+        text = include + "\n".join(
+            re.sub(rf"\b{kernel.function}\(", f"lanes_{i}(", kernel.text.replace(include, ""))
+            for i, kernel in enumerate(kernels.values())
+        )
+        self._requests = [
+            Request(Source(text), f"tilekern::lanes_{i}<{THREADS}>") for i in range(len(kernels))
+        ]
+        with FileLock(lock):
+            emulated_plans.build(self._requests, *OPTIONS)
 
     def __call__(self, name, *args):
         """Return the leaves of a function's results."""
@@ -76,24 +82,22 @@ class Emulated:
     def _run(self, eqn, operands):
         kernel = kernel_of([x.aval for x in eqn.invars], **eqn.params)
         outputs = [(x.aval.shape, x.aval.dtype) for x in eqn.outvars]
-        source, target = self._folder / "input", self._folder / "output"
-        with source.open("wb") as file:
-            for x in operands:
-                data = np.ascontiguousarray(x).tobytes()
-                file.write(np.int64(len(data)).tobytes() + data)
-            sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in outputs]
-            for size in (*sizes, max(1, kernel.workspace_bytes)):
-                file.write(np.int64(-size).tobytes())
-        number = self._numbers[kernel.text]
-        done = subprocess.run(
-            [self._program, str(number), source, target], capture_output=True, text=True
+        request = self._requests[self._numbers[kernel.text]]
+        launch = SimpleNamespace(
+            entry=SimpleNamespace(name=request.name, cubin=b""),
+            grid=(math.ceil(kernel.lanes / THREADS), 1, 1),
+            block=(THREADS, 1, 1),
+            cluster=(1, 1, 1),
+            shared_memory_bytes=0,
+            repeats=(),
+            parameters=[*map(Buffer, range(len(operands) + len(outputs) + 1))],
         )
-        assert done.returncode == 0, done.stderr + kernel.text
-        data, found = target.read_bytes(), []
-        for (shape, dtype), size in zip(outputs, sizes, strict=True):
-            found.append(np.frombuffer(data[:size], dtype).reshape(shape))
-            data = data[size:]
-        return found
+        workspace = max(1, kernel.workspace_bytes)
+        plan = SimpleNamespace(name=request.name, launches=(launch,), workspace_bytes=(workspace,))
+        return emulated_plans.run_plan(
+            plan, {(request.name, b""): request}, operands, outputs, options=OPTIONS,
+            requests=self._requests,
+        )  # fmt: skip
 
 
 def _kernels(jaxpr):

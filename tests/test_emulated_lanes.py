@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import lane_functions
 import numpy as np
 import pytest
-from emulated import COMPILER
+from emulated_plans import COMPILER
 from lane_programs import random_program
 from lanes import Emulated
 
@@ -64,7 +64,7 @@ def emulated(tmp_path_factory):
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
-    return Emulated(tmp_path_factory.mktemp("lanes"), traced, root / "all_lanes")
+    return Emulated(traced, root / "lock_of_lanes")
 
 
 def assert_close(found, wanted):
@@ -98,7 +98,7 @@ def test_random_programs(emulated, seed):
 @pytest.mark.parametrize("first", [10, 20, 30])
 def test_more_random_programs(tmp_path, first):
     traced = {seed: _random_traced(seed) for seed in range(first, first + 4)}
-    emulated = Emulated(tmp_path, traced)
+    emulated = Emulated(traced, tmp_path / "lock")
     for seed in traced:
         _assert_random_is_vmap(emulated, seed, seed)
 
