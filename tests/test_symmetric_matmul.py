@@ -28,6 +28,7 @@ def scaled(product, row, column):
     return product * row * column
 
 
+@pytest.mark.usefixtures("highest_precision")
 @pytest.mark.parametrize("dtype", EPS)
 @pytest.mark.parametrize("shape", [(5, 12), (2, 3, 17, 4)])
 def test_values(rng, dtype, shape):
@@ -58,6 +59,7 @@ def test_values(rng, dtype, shape):
     assert jtk.symmetric_matmul(x, preferred_element_type=np.float32).dtype == np.float32
 
 
+@pytest.mark.usefixtures("highest_precision")
 def test_types_and_empty_matrices(rng):
     z = rng.normal(size=(3, 5)) + 1j * rng.normal(size=(3, 5))
     z = z.astype(np.complex64)
@@ -88,6 +90,7 @@ def test_derivatives_are_those_of_the_product(x64, rng):
             np.testing.assert_allclose(ours, wanted, rtol=1e-12)
 
 
+@pytest.mark.usefixtures("highest_precision")
 def test_vmap(rng):
     x = rng.normal(size=(4, 4, 4)).astype(np.float32)
     f = jtk.symmetric_matmul

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -104,6 +105,10 @@ def _load() -> Nvrtc:
     tried: list[str] = []
     for path in _candidates(majors):
         try:
+            if os.path.isabs(path):
+                # NVRTC opens it by name, and that of CUDA 13.0 does not look beside itself.
+                for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so*")):
+                    ctypes.CDLL(str(builtins))
             return Nvrtc(ctypes.CDLL(path), path)
         except OSError as error:
             tried.append(f"{path}: {error}")

@@ -85,6 +85,8 @@ def scaled_candidates(product: ScaledProduct, gpu: Gpu) -> list[WgmmaCandidate] 
 
 def _specialised(product: ScaledProduct, instance: WgmmaInstance) -> WgmmaInstance | None:
     """Return the kernel with scales of columns as the product has them, or ``None``."""
+    if not (instance.lhs_k_major and instance.rhs_k_major):  # one element of k
+        return None
     scales = product.lhs_scales if instance.out_m_major else product.rhs_scales
     columns = 0
     if scales.row_stride and scales.block_rows % instance.block_n:
