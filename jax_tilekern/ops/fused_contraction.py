@@ -254,13 +254,15 @@ def _reference(
     accumulator: np.dtype[Any],
     **_: Any,
 ) -> list[Array]:
-    accumulators = masked_product(
+    product = masked_product(
         *operands[: len(contraction.operands)],
         contraction=contraction,
         precision=precision,
-        out_dtype=accumulator,
+        out_dtype=function.out_dtypes[0] if function.is_identity else accumulator,
     )
-    return elementwise_function(function, contraction, operand_labels)(accumulators, *operands[2:])
+    if function.is_identity:
+        return [product]
+    return elementwise_function(function, contraction, operand_labels)(product, *operands[2:])
 
 
 def _unfused(
@@ -274,17 +276,19 @@ def _unfused(
     **_: Any,
 ) -> list[Array]:
     """Compute the product by a kernel, and the epilogue in XLA."""
-    accumulators = contract(
+    product = contract(
         *operands[: len(contraction.operands)],
         contraction=contraction,
         precision=precision,
-        out_dtype=accumulator,
+        out_dtype=function.out_dtypes[0] if function.is_identity else accumulator,
         out_sharding=out_sharding,
     )
+    if function.is_identity:
+        return [product]
     elementwise = elementwise_function(function, contraction, operand_labels)
     if contraction.group is not None:
         elementwise = compat.with_automatic_axes(elementwise, out_sharding)
-    return elementwise(accumulators, *operands[2:])
+    return elementwise(product, *operands[2:])
 
 
 # Differentiation and batching.
