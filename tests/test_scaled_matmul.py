@@ -322,10 +322,10 @@ def test_calls_state_their_product(rng):
     assert {plan.name for plan in ran} == {"scaled_wgmma_matmul fp8"}
 
 
-def test_a_user_has_the_product_in_float32_by_default(rng):
+def test_a_user_has_the_kernel_by_default(rng):
     operands = values(rng, 40, 200), values(rng, 24, 200), scales(rng, 40, 2), scales(rng, 24, 2)
     can_emulate = emulated_plans.COMPILER is not None
     gpu = emulated_gpu(policy="auto") if can_emulate else contextlib.nullcontext()
     with gpu as ran:
         check(jax.jit(jtk.scaled_matmul)(*operands), *operands)
-    assert not any("scaled" in plan.name for plan in ran or [])
+    assert not can_emulate or any("scaled" in plan.name for plan in ran)

@@ -34,7 +34,6 @@ from jax_tilekern.ops.segments.order import order_and_places
 from jax_tilekern.ops.segments.plan import is_too_large
 from jax_tilekern.ops.segments.top_k import top_k
 from jax_tilekern.ops.shared_contractions import contract_each
-from jax_tilekern.plans.policy import current_policy
 
 # What the backward pass does not compute again: the first products, and the order of tokens.
 _SAVED = "jax_tilekern.moe"
@@ -377,7 +376,7 @@ def _has_one_cotangent(arrays: dict[str, Array]) -> bool:
 
     Otherwise each product has its own, and they are added as they are summed to tokens.
     """
-    return current_policy() == "kernels" and not {"b_up", "b_gate"} & arrays.keys()
+    return not {"b_up", "b_gate"} & arrays.keys()
 
 
 class _Products(NamedTuple):

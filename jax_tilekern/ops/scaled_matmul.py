@@ -31,7 +31,6 @@ from jax_tilekern.plans.gemm.arithmetic import FP8, TYPES
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
 from jax_tilekern.plans.gemm.select import plan_scaled
-from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -328,9 +327,6 @@ def _cuda(
     columns_first: bool,
 ) -> Outcome:
     params: dict[str, Any] = {"contraction": contraction, "out_dtype": out_dtype}
-    # No GPU has timed the kernel.
-    if current_policy() != "kernels":
-        return _in_float32(operands, avals, **params, columns_first=columns_first)
     stored = [_stored(operands[2], False), _stored(operands[3], columns_first)]
     scales = [
         _scales(x.aval.shape, s.aval.shape, flag, first)

@@ -20,9 +20,10 @@ struct SvdSizes {
   static constexpr int kSquare = kReduced ? kShort * kLongStride : 0;
   static constexpr int kRotated = kSquare + kShort * kShortStride;
   static constexpr int kBasis = kRotated + kVectors * kShort * kShortStride;
-  static constexpr int kTaus = kBasis + kVectors * kCount * kLongStride;
-  static constexpr int kNorms = kTaus + 2 * kShort;
-  static constexpr int kValues = kNorms + kShort;
+  // Loads of several norms may reach into what follows, which nobody writes at that time.
+  static constexpr int kNorms = kBasis + kVectors * kCount * kLongStride;
+  static constexpr int kTaus = kNorms + kShort;
+  static constexpr int kValues = kTaus + 2 * kShort;
   static constexpr int kPlaces = kValues + kShort;
   static constexpr int kElements = kPlaces + kShort;
   using Group = MatrixGroup<T, kLanes, kElements, kWide>;

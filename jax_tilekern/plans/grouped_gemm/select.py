@@ -12,7 +12,6 @@ from jax_tilekern.plans.grouped_gemm.problem import GroupedPair, GroupedProduct,
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import GROUPED_MMA
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
-from jax_tilekern.plans.policy import current_policy
 
 _FAMILIES = (GROUPED_WGMMA, GROUPED_MMA)
 
@@ -34,8 +33,6 @@ def plan_grouped_gemm(product: GroupedProduct, gpu: Gpu) -> LaunchPlan | NoKerne
         If there is no NVRTC to compile the kernel with.
     """
     of_two = isinstance(product, GroupedPair | GroupedSum)
-    if of_two and current_policy() != "kernels":
-        return NoKernel("one kernel of two grouped GEMMs is planned by policy('kernels')")
     found = ranked_candidates((GROUPED_WGMMA,) if of_two else _FAMILIES, product, gpu)
     if isinstance(found, NoKernel):
         return found

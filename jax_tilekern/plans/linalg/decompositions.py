@@ -38,7 +38,7 @@ class FasterSizes:
 
 # Measured on an H100, in batches of ``FEWEST_MATRICES`` or more. What has no entry is XLA's.
 FASTER = {
-    ("svd", "float32"): FasterSizes(square=4),
+    ("svd", "float32"): FasterSizes(square=32),
     ("eigh", "float32"): FasterSizes(square=4),
     ("qr", "float32"): FasterSizes(square=32),
 }

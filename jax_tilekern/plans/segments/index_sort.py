@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from jax_tilekern.compilation.compiler import Compiled, Kernel, compile_kernels
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import Buffer, Launch, LaunchPlan, NoKernel, Scalars, overlapping
-from jax_tilekern.plans.policy import current_policy
 
 _FILE = "segments/index_sort.cuh"
 _THREADS = 256
@@ -55,9 +54,8 @@ class IndexSort:
 
     @property
     def in_one_pass(self) -> bool:
-        """Whether there is one digit, and few tiles, and these kernels are asked for."""
-        few = len(self.digits) == 1 and self.tiles << self.digits[0] <= _SUMMED_COUNTS
-        return few and current_policy() == "kernels"
+        """Whether there is one digit, and few tiles."""
+        return len(self.digits) == 1 and self.tiles << self.digits[0] <= _SUMMED_COUNTS
 
     @property
     def digits(self) -> list[int]:
