@@ -19,6 +19,7 @@ from sharded import AUTO, EXPLICIT, devices, mesh_of, put
 
 import jax_tilekern as jtk
 from jax_tilekern.compilation.compiler import compile_to_ptx
+from jax_tilekern.compilation.nvrtc import nvrtc
 from jax_tilekern.ops import lane_checkpoints
 from jax_tilekern.ops.lane_kernel import kernel_of
 from jax_tilekern.plans.gpu import known_gpu
@@ -441,7 +442,8 @@ def test_loops_backwards_load_ahead_and_add_no_zeros():
     # A cotangent of an element is one of an array that is zero elsewhere.
     ptx = compile_to_ptx(kernel.kernel(32), arch="sm_90a")
     assert "add.f32" in ptx
-    assert not re.search(r"add\.f32.*0f00000000", ptx)
+    if nvrtc().version >= (13, 5):  # has __builtin_constant_p
+        assert not re.search(r"add\.f32.*0f00000000", ptx)
     # Only innermost loops.
     chunks = backward_of(gradient(lorenz, checkpoint=10), PARAMETERS).text
     assert chunks.count("#pragma unroll 1\n") > chunks.count("#pragma unroll 4\n")

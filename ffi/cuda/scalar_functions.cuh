@@ -39,7 +39,7 @@ inline T add(T x, T y) {
 // A sum of cotangents or of a reduction: a constant 0 adds nothing, and not even the sign of a zero.
 template <typename T>
 inline T add_any(T x, T y) {
-#if __has_builtin(__builtin_constant_p)  // not NVRTC 13.0
+#if __has_builtin(__builtin_constant_p)  // not NVRTC 13.3
   if (__builtin_constant_p(y) && y == T(0)) return x;
   if (__builtin_constant_p(x) && x == T(0)) return y;
 #endif
