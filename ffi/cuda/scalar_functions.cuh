@@ -36,7 +36,8 @@ inline T add(T x, T y) {
   if constexpr (kIsFloat<T>) return x + y;
   return static_cast<T>(Unsigned<T>(x) + Unsigned<T>(y));
 }
-// A sum of cotangents or of a reduction: a constant 0 adds nothing, and not even the sign of a zero.
+// A sum of cotangents or of a reduction: a constant 0 adds nothing, and not even the sign of a
+// zero.
 template <typename T>
 inline T add_any(T x, T y) {
 #if __has_builtin(__builtin_constant_p)  // not NVRTC 13.3
@@ -321,8 +322,8 @@ TILEKERN_BINARY(atan2, atan2f, ::atan2)
 TILEKERN_BINARY(nextafter, nextafterf, ::nextafter)
 #undef TILEKERN_BINARY
 
-// The derivative of lgamma: the reflection formula below 1/2, the recurrence up to 10, and from there
-// the asymptotic series.
+// The derivative of lgamma: the reflection formula below 1/2, the recurrence up to 10, and from
+// there the asymptotic series.
 template <typename T>
 inline T digamma(T x) {
   const bool is_reflected = x < T(0.5);
