@@ -35,7 +35,7 @@ def test_kernels_pack_elements_across_k(types, sizes, rng):
 
 def _check_product(types, sizes, rng, specs):
     numbers = random.Random(int(rng.integers(2**32)))
-    # 8-bit floats have kernels from sm_89 on with every JAX.
+    # There are no tensor cores for 8-bit floats before sm_89.
     gpu = known_gpu("sm_90" if "float8" in types[0] else numbers.choice(("sm_80", "sm_90")))
     with gpu_target(gpu):
         product, operands, exact, scale = random_product(numbers, types, sizes, 3, specs)

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import jet
 from jax.sharding import PartitionSpec as P
 from lane_functions import collatz, kalman, lorenz
+from numerics import on_gpu
 from nvrtc_mark import needs_nvrtc
 from sharded import AUTO, EXPLICIT, devices, mesh_of, put
 
@@ -317,8 +318,10 @@ def test_64_bit_types_follow_the_call():
 def test_taylor_polynomials():
     sine = jtk.kernel(jnp.sin)
     _, series = jet.jet(lambda x: sine(x), (jnp.ones(2),), ((jnp.ones(2), jnp.zeros(2)),))
-    np.testing.assert_allclose(series[0], np.cos(np.ones(2)), 4e-6)
-    np.testing.assert_allclose(series[1], -np.sin(np.ones(2)), 4e-6)
+    # A GPU's error is 1.2e-6.
+    tolerance = 2e-6 if on_gpu() else 1e-6
+    np.testing.assert_allclose(series[0], np.cos(np.ones(2)), tolerance)
+    np.testing.assert_allclose(series[1], -np.sin(np.ones(2)), tolerance)
 
 
 def test_export():

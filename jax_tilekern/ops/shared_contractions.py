@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -172,20 +172,19 @@ def _cotangents_of_each(
     ]
 
 
-def _cotangents_of_lhs(
-    cotangent: Array, lhs: Any, rhs: Array, two: Any, second: Array, *bounds: Array, **params: Any
+def _cotangents_of_factors(
+    transpose: Callable[..., Array],
+    cotangent: Array,
+    lhs: Any,
+    rhs: Any,
+    two: Any,
+    second: Any,
+    *bounds: Array,
+    **params: Any,
 ) -> list[Array]:
+    """Apply the rule of one factor of a product to both products."""
     return [
-        _of_lhs(cotangent, *factors, *bounds, out_sharding=None, **params)
-        for factors in ((lhs, rhs), (two, second))
-    ]
-
-
-def _cotangents_of_rhs(
-    cotangent: Array, lhs: Array, rhs: Any, two: Array, second: Any, *bounds: Array, **params: Any
-) -> list[Array]:
-    return [
-        _of_rhs(cotangent, *factors, *bounds, out_sharding=None, **params)
+        transpose(cotangent, *factors, *bounds, out_sharding=None, **params)
         for factors in ((lhs, rhs), (two, second))
     ]
 
@@ -273,7 +272,10 @@ _bind_each = _operation(
 _bind_sum = _operation(
     "sum",
     reference=_reference_of_sum,
-    transposes={(0, 2): _cotangents_of_lhs, (1, 3): _cotangents_of_rhs},
+    transposes={
+        (0, 2): functools.partial(_cotangents_of_factors, _of_lhs),
+        (1, 3): functools.partial(_cotangents_of_factors, _of_rhs),
+    },
     batch=_batch_of_sum,
     composed=_second_onto_first,
     planners=planners(_kernel_of_sum, _second_onto_first, _HOW, on_cpu="one kernel is for Hopper"),
