@@ -227,3 +227,24 @@ def test_newton_schulz_has_only_products(method, dtype, halves, wholes):
     between = main[main.index(calls[0]) : main.index(calls[-1]) + 1]
     matrices = ("x4096x11008x", "x4096x4096x")
     assert [x for x in between if any(m in x for m in matrices)] == calls
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+@pytest.mark.parametrize(
+    "spec", [P("d"), P(None, "m"), P(None, None, "m"), P("d", None, "m"), P("d", "m")], ids=str
+)
+def test_sharded_values_and_gradients(rng, spec):
+    x = rng.normal(size=(8, 16, 32)).astype(np.float32)
+    placed = jax.device_put(x, NamedSharding(mesh_of((AUTO, AUTO)), spec))
+
+    def with_gradient(product):
+        def loss(x):
+            result = product(x)
+            return jnp.sin(result).sum(), result
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+    (_, found), gradient = with_gradient(jtk.symmetric_matmul)(placed)
+    (_, wanted), of_wanted = with_gradient(lambda x: x @ x.mT)(jax.device_put(x, devices()[0]))
+    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), atol=1e-4)
+    np.testing.assert_allclose(np.asarray(gradient), np.asarray(of_wanted), atol=1e-3)
