@@ -16,27 +16,12 @@ from jax.test_util import check_grads
 from jaxprs import equations
 from numerics import F8E4, F8E5, UNIT_ROUNDOFF, roundoff
 from products import BF16, E4M3, E5M2, F32, row_major
+from scaled_products import dequantized, scales, values
 from sharded import bytes_sent, collectives, devices
 
 import jax_tilekern as jtk
 from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
 from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
-
-
-def values(rng, *shape, dtype=F8E4):
-    return jnp.asarray(rng.normal(size=shape), dtype)
-
-
-def scales(rng, *shape):
-    return jnp.asarray(np.exp(rng.normal(size=shape)), np.float32)
-
-
-def dequantized(x, scales):
-    x, scales = np.asarray(x, np.float64), np.asarray(scales, np.float64)
-    for axis in (x.ndim - 2, x.ndim - 1):
-        if scales.shape[axis] not in (1, x.shape[axis]):
-            scales = np.take(np.repeat(scales, 128, axis), range(x.shape[axis]), axis)
-    return x * scales
 
 
 def check(got, lhs, rhs, lhs_scales, rhs_scales, *, sums=0.0):

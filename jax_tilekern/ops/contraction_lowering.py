@@ -30,8 +30,8 @@ from jax_tilekern.plans.gemm.arithmetic import (
     precision_name,
 )
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import PairProduct, Product, SymmetricProduct
-from jax_tilekern.plans.gemm.select import plan_matmul, plan_pair, plan_symmetric
+from jax_tilekern.plans.gemm.problem import PairProduct, Product, ScaledProduct, SymmetricProduct
+from jax_tilekern.plans.gemm.select import plan_matmul, plan_pair, plan_scaled, plan_symmetric
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct
 from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
@@ -321,6 +321,8 @@ def cuda_kernel(
         planner = plan_pair
     elif isinstance(product, SymmetricProduct):
         planner = plan_symmetric
+    elif isinstance(product, ScaledProduct):
+        planner = plan_scaled
     elif isinstance(product, GroupedProduct):
         planner = plan_grouped_gemm
     return planned_kernel(operands, planner, product)

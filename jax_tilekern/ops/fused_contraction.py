@@ -42,7 +42,7 @@ from jax_tilekern.ops.labelled_operands import common_type
 from jax_tilekern.partitioning import params_text
 from jax_tilekern.partitioning.call import rename
 from jax_tilekern.partitioning.local_program import FunctionOfSum, Shard
-from jax_tilekern.partitioning.rule import ShardingRule
+from jax_tilekern.partitioning.rule import Dims, ShardingRule
 from jax_tilekern.plans.contraction import Contraction, Labels, labelled
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.primitives.linearity import jvp_of, tangents_out
@@ -304,36 +304,70 @@ def _jvp(
     precision: Any,
     accumulator: np.dtype[Any],
     product: np.dtype[Any],
+    in_place: InPlace = (),
     symmetric: bool = False,
-    **_: Any,
 ) -> tuple[list[Any], list[Any]]:
-    saved = function.accumulator_result
-    added = saved is None
-    if saved is None:
-        saved, function = function.elements, function.with_accumulator(product)
-    # The derivative reads the operands again, so none is overwritten.
-    results = _bind(
-        *primals,
-        contraction=contraction,
-        operand_labels=operand_labels,
-        function=function,
-        precision=precision,
-        accumulator=accumulator,
-        product=product,
-        in_place=(),
-        symmetric=symmetric,
-    )
-    pre_activation = results[saved].astype(accumulator)
+    n = len(contraction.operands)
 
     def of_factors(*factors: Array) -> list[Array]:
         return [contract(*factors, contraction=contraction, precision=precision, out_dtype=product)]
 
-    n = len(contraction.operands)
-    (change,) = tangents_out(of_factors, [(0,), (1,)], primals[:n], tangents[:n], [pre_activation])
-    if type(change) is not ad.Zero:
-        change = change.astype(accumulator)
-    elementwise = elementwise_function(function, contraction, operand_labels)
-    _, derived = jvp_of(elementwise, (pre_activation, *primals[2:]), (change, *tangents[2:]))
+    def change(pre_activation: Array) -> Any:
+        groups = [(0,), (1,)]
+        return tangents_out(of_factors, groups, primals[:n], tangents[:n], [pre_activation])[0]
+
+    def elementwise(function: ScalarFunction) -> Callable[..., list[Array]]:
+        return elementwise_function(function, contraction, operand_labels)
+
+    # The derivative reads the operands again, so none is overwritten.
+    bind = functools.partial(
+        _bind, contraction=contraction, operand_labels=operand_labels, precision=precision,
+        accumulator=accumulator, product=product, in_place=(), symmetric=symmetric,
+    )  # fmt: skip
+    return jvp_at_pre_activation(
+        bind, change, elementwise, function, accumulator, product, 2, primals, tangents
+    )
+
+
+def jvp_at_pre_activation(
+    bind: Callable[..., list[Array]],
+    change: Callable[[Array], Any],
+    elementwise: Callable[[ScalarFunction], Callable[..., list[Array]]],
+    function: ScalarFunction,
+    accumulator: np.dtype[Any],
+    product: np.dtype[Any],
+    factors: int,
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+) -> tuple[list[Any], list[Any]]:
+    """Differentiate a product with an epilogue.
+
+    Parameters
+    ----------
+    bind
+        ``bind(*primals, function=...)`` computes it.
+    change
+        ``change(pre_activation)`` gives the tangent of the product, symbolically zero if it is.
+    elementwise
+        Makes a function of scalars one of the accumulators and of the operands after the factors.
+    function, accumulator, product
+        As the parameters of a contraction with an epilogue.
+    factors
+        The number of operands that are multiplied.
+    primals, tangents
+        All operands, and their tangents.
+    """
+    saved = function.accumulator_result
+    added = saved is None
+    if saved is None:
+        saved, function = function.elements, function.with_accumulator(product)
+    results = bind(*primals, function=function)
+    pre_activation = results[saved].astype(accumulator)
+    changed = change(pre_activation)
+    if type(changed) is not ad.Zero:
+        changed = changed.astype(accumulator)
+    read, moved = primals[factors:], tangents[factors:]
+    _, derived = jvp_of(elementwise(function), (pre_activation, *read), (changed, *moved))
     out = [
         x if jnp.issubdtype(result.dtype, jnp.inexact) else compat.zero_tangent(result)
         for result, x in zip(results, derived, strict=True)
@@ -392,14 +426,29 @@ def _saved(
     accumulator: np.dtype[Any],
     **_: Any,
 ) -> Saved | None:
-    """Save the pre-activation, which a call that is differentiated stores."""
+    if contraction.group is not None:
+        return None
+    elementwise = elementwise_function(function, contraction, operand_labels)
+    return saved_pre_activation(function, elementwise, accumulator)
+
+
+def saved_pre_activation(
+    function: ScalarFunction,
+    elementwise: Callable[..., list[Array]],
+    accumulator: np.dtype[Any],
+    between: int = 0,
+) -> Saved | None:
+    """Save the pre-activation, which a call that is differentiated stores.
+
+    ``elementwise`` is the function of arrays. So many operands are ``between`` the two that are
+    multiplied and its own.
+    """
     position = function.accumulator_result
-    if position is None or contraction.group is not None:
+    if position is None:
         return None
 
     def others(pre_activation: Array, *operands: Array) -> list[Array]:
-        elementwise = elementwise_function(function, contraction, operand_labels)
-        results = elementwise(pre_activation.astype(accumulator), *operands)
+        results = elementwise(pre_activation.astype(accumulator), *operands[between:])
         return [x for i, x in enumerate(results) if i != position]
 
     return Saved(position, others, function.names)
@@ -419,17 +468,29 @@ def _sharding_rule(
     **_: Any,
 ) -> ShardingRule:
     c, n = contraction, len(contraction.operands)
-    results = tuple(function.result_labels(c.out))
     # Rows of any group may be in a device's part of the results. So every device has whole bounds,
     # and whole operands of groups, which are small.
     bounds = [(None,) * x.ndim for x in operands[2:n]]
-    read = (tuple(None if label == c.group else label for label in own) for own in operand_labels)
+    read = [tuple(None if label == c.group else label for label in own) for own in operand_labels]
+    rule = sharding_rule(*operands[:n], contraction=c)
+    return with_epilogue(
+        dataclasses.replace(rule, operands=(c.lhs, c.rhs, *bounds)), read, function
+    )
+
+
+def with_epilogue(
+    rule: ShardingRule, operands: Sequence[Dims], function: ScalarFunction
+) -> ShardingRule:
+    """Return the rule of a product with an epilogue of some operands, given the product's."""
+    (out,) = rule.results
+    results = tuple(out if kind is None else out[:-1] for kind in function.reductions)
+    shared = frozenset.intersection(*map(frozenset, results))
     return dataclasses.replace(
-        sharding_rule(*operands[:n], contraction=c),
-        operands=(c.lhs, c.rhs, *bounds, *read),
+        rule,
+        operands=(*rule.operands, *operands),
         results=results,
-        epilogue_from=n,
-        reduced=frozenset(c.out) - frozenset.intersection(*map(frozenset, results)),
+        epilogue_from=len(rule.operands),
+        reduced=frozenset(x for x in out if x is not None and x not in shared),
         combined_by=tuple(kind or "sum" for kind in function.reductions),
     )
 
@@ -496,9 +557,16 @@ def _described(
     function: ScalarFunction,
     **_: Any,
 ) -> str:
+    return f"contract {contraction}, {described_function(function, contraction, operand_labels)}"
+
+
+def described_function(
+    function: ScalarFunction, contraction: Contraction, operand_labels: Sequence[Labels]
+) -> str:
+    """Return the call of an epilogue, for ``explain``."""
     names = contraction.names
     arrays = ("".join(names[x] for x in labels) or "1" for labels in operand_labels)
-    return f"contract {contraction}, {function.name}({', '.join(('accumulator', *arrays))})"
+    return f"{function.name}({', '.join(('accumulator', *arrays))})"
 
 
 _bind = define(

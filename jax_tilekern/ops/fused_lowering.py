@@ -62,6 +62,10 @@ def planners(
     return {"cpu": Planner(refusal, plan_on_cpu), "cuda": Planner(refusal, plan_on_cuda)}
 
 
+# ``state(factors, out_dtype=..., further=...)`` states a product, or how it is computed otherwise.
+State = Callable[..., LoweredProduct | Rewrite | Fallback]
+
+
 def fused_kernel(
     factors: Sequence[Operand],
     second: Operand | None,
@@ -70,10 +74,11 @@ def fused_kernel(
     contraction: Contraction,
     operand_labels: Sequence[Labels],
     function: ScalarFunction,
-    precision: Any,
     accumulator: np.dtype[Any],
+    precision: Any = None,
     in_place: InPlace = (),
     symmetric: bool = False,
+    state: State | None = None,
     **_: Any,
 ) -> PlannedKernel | str:
     """Return a kernel that computes products and a function of their elements, or why none does.
@@ -86,8 +91,10 @@ def fused_kernel(
         What takes the place of ``rhs`` in a second product, if there is one.
     arrays
         The operands of the function, which follow the accumulators.
-    contraction, operand_labels, function, precision, accumulator, in_place, symmetric
+    contraction, operand_labels, function, accumulator, precision, in_place, symmetric
         As the parameters of a contraction with an epilogue.
+    state
+        States the product; by default it is that of the contraction.
     """
     dtypes = [x.aval.dtype for x in arrays]
     try:
@@ -99,12 +106,12 @@ def fused_kernel(
     if accumulator != accumulator_dtype(factors[0].aval.dtype):
         return f"no kernel accumulates in {accumulator}"
     results = function.result_labels(contraction.out)
+    if state is None:
+        state = functools.partial(
+            state_problem, contract, CUDA, contraction=contraction, precision=precision
+        )
     state = functools.partial(
-        state_problem,
-        contract,
-        CUDA,
-        contraction=contraction,
-        precision=precision,
+        state,
         # A kernel whose results are reductions alone stores no element of this type.
         out_dtype=function.out_dtypes[0] if function.elements else accumulator,
         further=(*operand_labels, *results[min(1, function.elements) :]),

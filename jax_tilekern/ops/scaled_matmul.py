@@ -19,39 +19,64 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
-from jax_tilekern.ops.contraction import as_dot_general, contract, in_float32
+from jax_tilekern.ops.contraction import as_dot_general, contract
+from jax_tilekern.ops.contraction_lowering import LoweredProduct, cuda_kernel
+from jax_tilekern.ops.fused_contraction import (
+    described_function,
+    jvp_at_pre_activation,
+    labelled_operands,
+    saved_pre_activation,
+    with_epilogue,
+)
+from jax_tilekern.ops.fused_lowering import fused_kernel
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.labelled_operands import product_by_lax
-from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.labelled_operands import check_operands, product_by_lax
+from jax_tilekern.partitioning.local_program import FunctionOfSum
 from jax_tilekern.partitioning.rule import Dims, ShardingRule
-from jax_tilekern.plans.contraction import Contraction, Dimension, merged, row_major_strides
+from jax_tilekern.plans.contraction import (
+    Contraction,
+    Dimension,
+    Labels,
+    labelled,
+    merged,
+    row_major_strides,
+)
 from jax_tilekern.plans.gemm.arithmetic import FP8, TYPES
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
-from jax_tilekern.plans.gemm.select import plan_scaled
 from jax_tilekern.plans.quantize import BLOCK
+from jax_tilekern.primitives.linearity import tangents_out
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
     Operation,
     Outcome,
+    Params,
     Planner,
     Rewrite,
+    Transposes,
     define,
 )
+from jax_tilekern.primitives.remat import Saved
+
+_F32: np.dtype[Any] = np.dtype(np.float32)
 
 
-@jitted("preferred_element_type")
+@jitted("preferred_element_type", "epilogue")
 def scaled_matmul(
     lhs: ArrayLike,
     rhs: ArrayLike,
     lhs_scales: ArrayLike,
     rhs_scales: ArrayLike,
     preferred_element_type: DTypeLike = np.float32,
-) -> Array:
-    """Product of two arrays of 8-bit floats, each with scales of its blocks.
+    *,
+    epilogue: Callable[..., Any] | None = None,
+    operands: Sequence[ArrayLike] = (),
+) -> Any:
+    """Product of two arrays of 8-bit floats, each with scales of its blocks, and an epilogue.
 
     The result is the sum over blocks of 128 of ``k`` of each block's product times the scales of
     both operands, all in float32. The names are those of :func:`jax.nn.scaled_matmul`, which has
@@ -73,16 +98,20 @@ def scaled_matmul(
         The same of ``rhs``, with ``N`` for ``M``.
     preferred_element_type
         Type of the result, to which it is rounded once.
+    epilogue, operands
+        A function ``epilogue(accumulator, *operands)`` of scalars and the arrays that it reads, as
+        in :func:`matmul`. The accumulator is the scaled sum, in float32.
 
     Returns
     -------
     Array
-        ``(..., M, N)``.
+        ``(..., M, N)``. With an epilogue, an array for each scalar that it returns.
 
     Raises
     ------
     TypeError
-        If a type is another one, or an operand has a tangent.
+        If a type is another one, or an operand has a tangent, or the epilogue is not a function
+        of scalars.
     ValueError
         If shapes do not match. The message has the shapes of scales that are possible.
 
@@ -107,12 +136,32 @@ def scaled_matmul(
         (*(shared if rhs.ndim > 2 else ()), n, k),
         (*shared, m, n),
     )
-    own = out_dtype if out_dtype in TYPES["fp8"].results else np.dtype(np.float32)
-    result: Array = _bind(
-        lhs, rhs, lhs_scales, rhs_scales,
-        contraction=contraction, out_dtype=own, columns_first=False,
-    )  # fmt: skip
-    return result.astype(out_dtype)
+    check_operands(epilogue, operands=operands)
+    arrays = [jnp.asarray(x) for x in operands]
+    factors = (lhs, rhs, lhs_scales, rhs_scales)
+    if epilogue is not None:
+        function, closed_over, nested = trace_scalars(
+            epilogue, _F32, out_dtype, [x.dtype for x in arrays]
+        )
+        if not function.is_identity:
+            shape = (*max(lhs.shape[:-2], rhs.shape[:-2], key=len), lhs.shape[-2], rhs.shape[-2])
+            read = labelled_operands(arrays, (), contraction=contraction, shape=shape)
+            read += [(jnp.asarray(x), ()) for x in closed_over]
+            return nested(
+                _bind(
+                    *factors,
+                    *(x for x, _ in read),
+                    contraction=contraction,
+                    product=out_dtype,
+                    columns_first=False,
+                    function=function,
+                    operand_labels=tuple(labels for _, labels in read),
+                )
+            )
+    own = out_dtype if out_dtype in TYPES["fp8"].results else _F32
+    result = _product(*factors, contraction=contraction, product=own, columns_first=False)
+    result = result.astype(out_dtype)
+    return result if epilogue is None else nested([result])
 
 
 def _check(lhs: Array, rhs: Array, lhs_scales: Array, rhs_scales: Array, out: Any) -> None:
@@ -166,67 +215,115 @@ def dequantized(x: Array, scales: Array) -> Array:
     return x.astype(np.float32) * scales
 
 
+# The primitive has an epilogue, or ``None`` for none. What computes the product alone has the same
+# parameters without it.
+
+
+def _product(*factors: Array, **params: Any) -> Array:
+    """Multiply without an epilogue."""
+    (result,) = _bind(*factors, **params, function=None, operand_labels=())
+    return result  # type: ignore[no-any-return]
+
+
 # Meaning.
 
 
-def _in_float32_by(
+def _by(
     multiply: Callable[..., Array],
-    lhs: Array,
-    rhs: Array,
-    lhs_scales: Array,
-    rhs_scales: Array,
-    *,
+    *operands: Array,
     contraction: Contraction,
-    out_dtype: np.dtype[Any],
+    product: np.dtype[Any],
     columns_first: bool,
-) -> Array:
+    function: ScalarFunction | None,
+    operand_labels: tuple[Labels, ...],
+) -> list[Array]:
     """Contract the operands in float32."""
+    lhs, rhs, lhs_scales, rhs_scales, *arrays = operands
     if columns_first:
         rhs_scales = jnp.swapaxes(rhs_scales, -1, -2)
-    return multiply(
+    result = multiply(
         dequantized(lhs, lhs_scales),
         dequantized(rhs, rhs_scales),
         contraction=contraction,
         precision=(lax.Precision.HIGHEST, lax.Precision.HIGHEST),
-        out_dtype=np.dtype(np.float32),
-    ).astype(out_dtype)
+        out_dtype=_F32,
+    )
+    if function is None:
+        return [result.astype(product)]
+    return function.over_labels(contraction.out, operand_labels)(result, *arrays)
 
 
-def _reference(*operands: Array, **params: Any) -> Array:
-    return _in_float32_by(product_by_lax, *operands, **params)
+_reference = functools.partial(_by, product_by_lax)
+_by_contraction = functools.partial(_by, contract)
 
 
-def _by_contraction(*operands: Array, **params: Any) -> Array:
-    return _in_float32_by(contract, *operands, **params)
+def _unfused(
+    *operands: Array,
+    function: ScalarFunction,
+    operand_labels: tuple[Labels, ...],
+    contraction: Contraction,
+    product: np.dtype[Any],
+    columns_first: bool,
+) -> list[Array]:
+    """Compute the product by a kernel, and the epilogue in XLA."""
+    del product
+    accumulators = _product(
+        *operands[:4], contraction=contraction, product=_F32, columns_first=columns_first
+    )
+    return function.over_labels(contraction.out, operand_labels)(accumulators, *operands[4:])
 
 
 # Rules.
 
 
-def _jvp(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> tuple[Array, Any]:
+def _jvp(
+    primals: Sequence[Array],
+    tangents: Sequence[Any],
+    *,
+    function: ScalarFunction | None,
+    operand_labels: tuple[Labels, ...],
+    **params: Any,
+) -> tuple[list[Array], list[Any]]:
     for name, tangent in zip(("lhs", "rhs"), tangents, strict=False):
         if type(tangent) is not ad.Zero:
             raise TypeError(
                 f"scaled_matmul has no derivative by {name}, because 8-bit floats have no useful "
                 "tangents: take jax_tilekern.fp8_dot_general, or jax.lax.stop_gradient"
             )
-    lhs, rhs, *scales = primals
-    result = _bind(*primals, **params)
-    terms = [
-        _bind(lhs, rhs, *scales[:i], ad.instantiate_zeros(tangent), *scales[i + 1 :], **params)
-        for i, tangent in enumerate(tangents[2:])
-        if type(tangent) is not ad.Zero
-    ]
-    return result, functools.reduce(lax.add, terms)
+
+    def multiply(*factors: Array) -> list[Array]:
+        return [_product(*factors, **params)]
+
+    def change(product: Array) -> Any:
+        return tangents_out(multiply, [(2,), (3,)], primals[:4], tangents[:4], [product])[0]
+
+    if function is None:
+        (result,) = multiply(*primals)
+        return [result], [change(result)]
+
+    def elementwise(function: ScalarFunction) -> Callable[..., list[Array]]:
+        return function.over_labels(params["contraction"].out, operand_labels)
+
+    bind = functools.partial(_bind, operand_labels=operand_labels, **params)
+    return jvp_at_pre_activation(
+        bind, change, elementwise, function, _F32, params["product"], 4, primals, tangents
+    )
 
 
-def _cotangent(operand: int, cotangent: Array, *operands: Any, **params: Any) -> Array:
-    def linear(scales: Array) -> Array:
+def _cotangent(operand: int, cotangents: Sequence[Array], *operands: Any, **params: Any) -> Array:
+    def linear(scales: Array) -> list[Array]:
         return _reference(*operands[:operand], scales, *operands[operand + 1 :], **params)
 
     of_scales = operands[operand]
-    (result,) = jax.linear_transpose(linear, of_scales)(cotangent)
+    (result,) = jax.linear_transpose(linear, of_scales)(list(cotangents))
     return result  # type: ignore[no-any-return]
+
+
+def _transposes(*, function: ScalarFunction | None, **_: Any) -> Transposes:
+    """Return the rules of both arrays of scales, in which a product alone is linear."""
+    if function is not None:
+        return {}
+    return {i: functools.partial(_cotangent, i) for i in (2, 3)}
 
 
 def _batch(
@@ -235,9 +332,19 @@ def _batch(
     dims: Sequence[int | None],
     *,
     contraction: Contraction,
+    function: ScalarFunction | None,
+    operand_labels: tuple[Labels, ...],
     **params: Any,
-) -> tuple[Array, int]:
+) -> tuple[list[Array], list[int]]:
     """Put the mapped axis first. An operand and its scales have it together."""
+    if all(dim is None for dim in dims[:4]):
+        # One product has an epilogue for each element of the batch.
+        assert function is not None
+        params["product"] = _F32
+        accumulators = _product(*operands[:4], contraction=contraction, **params)
+        elementwise = function.over_labels(contraction.out, operand_labels)
+        results = jax.vmap(elementwise, in_axes=(None, *dims[4:]))(accumulators, *operands[4:])
+        return results, [0] * len(results)
     mapped = [dims[i] is not None or dims[i + 2] is not None for i in (0, 1)] * 2
 
     def moved(x: Array, dim: int | None, is_mapped: bool) -> Array:
@@ -248,8 +355,19 @@ def _batch(
         return jnp.moveaxis(x, dim, 0)
 
     of_labels = contraction.mapped(*(0 if x else None for x in mapped[:2]))
-    values = map(moved, operands, dims, mapped)
-    return _bind(*values, contraction=of_labels, **params), 0
+    factors = map(moved, operands[:4], dims[:4], mapped)
+    results = _bind(
+        *factors,
+        *operands[4:],
+        contraction=of_labels,
+        function=function,
+        operand_labels=tuple(
+            labelled(own, of_labels.out[0], dim)
+            for own, dim in zip(operand_labels, dims[4:], strict=True)
+        ),
+        **params,
+    )
+    return results, [0] * len(results)
 
 
 def _sharding_rule(
@@ -257,10 +375,12 @@ def _sharding_rule(
     rhs: Any,
     lhs_scales: Any,
     rhs_scales: Any,
-    *,
+    *_: Any,
     contraction: Contraction,
     columns_first: bool,
-    **_: Any,
+    function: ScalarFunction | None,
+    operand_labels: tuple[Labels, ...],
+    **__: Any,
 ) -> ShardingRule:
     """Let devices share whole blocks, along dimensions that consist of those."""
     c = contraction
@@ -296,7 +416,7 @@ def _sharding_rule(
         right = (*right[:-2], right[-1], right[-2])
     m, n, k = c.lhs[-2], c.rhs[-2], c.lhs[-1]
     extents = dict(zip((*c.lhs, *c.rhs), (*lhs.shape, *rhs.shape), strict=True))
-    return ShardingRule(
+    rule = ShardingRule(
         (kept(c.lhs), kept(c.rhs), left, right),
         (kept(c.out),),
         sizes,
@@ -304,6 +424,56 @@ def _sharding_rule(
         names={**dict.fromkeys(c.out[:-2], "batch"), m: "m", n: "n", k: "k"},
         blocked=frozenset(blocked),
     )
+    return rule if function is None else with_epilogue(rule, [*map(kept, operand_labels)], function)
+
+
+# Partitioning: the sum over devices is completed before the epilogue, which is not linear.
+
+
+def _in_float32(*, function: ScalarFunction | None, **params: Any) -> Params:
+    if function is not None:
+        function = function.with_reductions_in_float32()
+    return {**params, "function": function, "product": _F32}
+
+
+def _function_of_sum(
+    *,
+    function: ScalarFunction | None,
+    operand_labels: tuple[Labels, ...],
+    product: np.dtype[Any],
+    **params: Any,
+) -> FunctionOfSum:
+    def term(*operands: Array) -> Array:
+        return _product(*operands, product=product, **params)
+
+    def epilogue(total: Array, *operands: Array) -> list[Array]:
+        assert function is not None
+        elementwise = function.over_labels(params["contraction"].out, operand_labels)
+        return elementwise(total.astype(_F32), *operands[4:])
+
+    return FunctionOfSum(term, product, epilogue)
+
+
+# Checkpoint policies.
+
+
+def _as_dot_general(
+    *, contraction: Contraction, product: np.dtype[Any], **_: Any
+) -> tuple[compat.Primitive, dict[str, Any]] | None:
+    return as_dot_general(contraction, None, product)
+
+
+def _saved(
+    *,
+    contraction: Contraction,
+    function: ScalarFunction | None,
+    operand_labels: tuple[Labels, ...],
+    **_: Any,
+) -> Saved | None:
+    if function is None:
+        return None
+    elementwise = function.over_labels(contraction.out, operand_labels)
+    return saved_pre_activation(function, elementwise, _F32, between=2)
 
 
 # Lowering.
@@ -313,25 +483,48 @@ def _refusal(*_: Any, **__: Any) -> Fallback | None:
     return None
 
 
-def _in_float32(_operands: Any, _avals: Any, **params: Any) -> Rewrite:
+def _described(
+    *,
+    contraction: Contraction,
+    function: ScalarFunction | None,
+    operand_labels: tuple[Labels, ...],
+    **_: Any,
+) -> str:
+    call = f"scaled_matmul {contraction}"
+    return (
+        call
+        if function is None
+        else f"{call}, {described_function(function, contraction, operand_labels)}"
+    )
+
+
+def _cpu(_operands: Any, _avals: Any, **params: Any) -> Rewrite:
     function = functools.partial(_by_contraction, **params)
     return Rewrite("the operands are dequantised, and multiplied in float32", function)
 
 
 def _cuda(
     operands: Sequence[Operand],
-    avals: Any,
+    _: Any,
     *,
     contraction: Contraction,
-    out_dtype: np.dtype[Any],
+    product: np.dtype[Any],
     columns_first: bool,
+    function: ScalarFunction | None,
+    operand_labels: tuple[Labels, ...],
 ) -> Outcome:
-    params: dict[str, Any] = {"contraction": contraction, "out_dtype": out_dtype}
-    stored = [_stored(operands[2], False), _stored(operands[3], columns_first)]
+    params: Params = {
+        "contraction": contraction,
+        "product": product,
+        "function": function,
+        "operand_labels": operand_labels,
+    }
+    factors, arrays = operands[:4], operands[4:]
+    stored = [_stored(factors[2], False), _stored(factors[3], columns_first)]
     scales = [
         _scales(x.aval.shape, s.aval.shape, flag, first)
         for x, s, flag, (_, first) in zip(
-            operands[:2], operands[2:], (False, columns_first), stored, strict=True
+            factors[:2], factors[2:], (False, columns_first), stored, strict=True
         )
     ]
     if all(x.block_rows == 1 and x.row_stride > 1 for x in scales):
@@ -339,21 +532,39 @@ def _cuda(
             "scales of rhs transposed first: those of columns are adjacent",
             functools.partial(_with_columns_first, **params),
         )
-    lhs, rhs = (x.aval for x in operands[:2])
-    geometry, left, right = _geometry(contraction, [x.aval.shape for x in operands], *scales)
-    product = ScaledProduct(
-        geometry, lhs.dtype, rhs.dtype, out_dtype, "fp8", lhs_scales=left, rhs_scales=right
-    )
-    read = [*(x.value for x in operands[:2]), *(value for value, _ in stored)]
-    return planned_kernel(read, plan_scaled, product)
+    read = (*(x.value for x in factors[:2]), *(value for value, _ in stored))
+
+    def state(_: Any, out_dtype: np.dtype[Any], further: Sequence[Labels] = ()) -> LoweredProduct:
+        shapes = [x.aval.shape for x in factors]
+        geometry, (left, right), strides = _geometry(contraction, shapes, scales, further)
+        left_dtype, right_dtype = (x.aval.dtype for x in factors[:2])
+        stated = ScaledProduct(
+            geometry, left_dtype, right_dtype, out_dtype, "fp8",
+            lhs_scales=left, rhs_scales=right,
+        )  # fmt: skip
+        return LoweredProduct(stated, read, strides)
+
+    if function is None:
+        stated = state(None, product)
+        return cuda_kernel(stated.product, stated.operands)
+    found = fused_kernel(
+        factors, None, arrays, contraction=contraction, operand_labels=operand_labels,
+        function=function, accumulator=_F32, state=state,
+    )  # fmt: skip
+    if not isinstance(found, str):
+        return found
+    unfused = functools.partial(_unfused, columns_first=columns_first, **params)
+    return Rewrite(f"the epilogue runs in XLA, after the product: {found}", unfused)
 
 
 def _with_columns_first(
-    lhs: Array, rhs: Array, lhs_scales: Array, rhs_scales: Array, **params: Any
-) -> Array:
+    lhs: Array, rhs: Array, lhs_scales: Array, rhs_scales: Array, *arrays: Array, **params: Any
+) -> list[Array]:
     columns = jnp.swapaxes(rhs_scales, -1, -2)
-    result: Array = _bind(lhs, rhs, lhs_scales, columns, columns_first=True, **params)
-    return result
+    results: list[Array] = _bind(
+        lhs, rhs, lhs_scales, columns, *arrays, columns_first=True, **params
+    )
+    return results
 
 
 def _stored(scales: Operand, columns_first: bool) -> tuple[Any, bool]:
@@ -380,25 +591,29 @@ def _scales(
 
 
 def _geometry(
-    contraction: Contraction, shapes: Sequence[Sequence[int]], *scales: Scales
-) -> tuple[MatmulGeometry, Scales, Scales]:
-    """Return the strided product, and where the scales lie along its batch dimensions."""
+    contraction: Contraction,
+    shapes: Sequence[Sequence[int]],
+    scales: Sequence[Scales],
+    further: Sequence[Labels],
+) -> tuple[MatmulGeometry, tuple[Scales, Scales], tuple[tuple[int, ...], ...]]:
+    """Return the strided product, where the scales lie, and the strides of further arrays."""
     c = contraction
     lhs, rhs, of_lhs, of_rhs = (
         row_major_strides(labels, dict(zip(labels, shape, strict=True)))
         for labels, shape in zip((c.lhs, c.rhs) * 2, shapes, strict=True)
     )
     sizes = dict(zip((*c.lhs, *c.rhs), (*shapes[0], *shapes[1]), strict=True))
-    out = row_major_strides(c.out, sizes)
-    batch = merged(
-        Dimension(
-            sizes[x], lhs.get(x, 0), rhs.get(x, 0), out[x], 0, (of_lhs.get(x, 0), of_rhs.get(x, 0))
-        )
-        for x in c.out[:-2]
-    )
+    out, *others = (row_major_strides(labels, sizes) for labels in (c.out, *further))
+
+    def dimension(x: int) -> Dimension:
+        strides = (y.get(x, 0) for y in (of_lhs, of_rhs, *others))
+        return Dimension(sizes[x], lhs.get(x, 0), rhs.get(x, 0), out[x], 0, tuple(strides))
+
+    batch = merged(map(dimension, c.out[:-2]))
     m, n, k = (sizes[x] for x in (c.lhs[-2], c.rhs[-2], c.lhs[-1]))
+    rows = [x.get(c.out[-2], 0) for x in others]
     left, right = scales
-    while batch and _are_rows(batch[-1], m, n, k, left):
+    while batch and _are_rows(batch[-1], m, n, k, left, rows):
         m *= batch.pop().size
     geometry = MatmulGeometry(
         tuple(x.size for x in batch), m, n, k,
@@ -410,13 +625,24 @@ def _geometry(
         dataclasses.replace(x, batch_strides=tuple(dim.further[i] for dim in batch))
         for i, x in enumerate((left, right))
     )
-    return geometry, left, right
+    strides = tuple(
+        (*(dim.further[2 + i] for dim in batch), *(x.get(y, 0) for y in c.out[-2:]))
+        for i, x in enumerate(others)
+    )
+    return geometry, (left, right), strides
 
 
-def _are_rows(dim: Dimension, m: int, n: int, k: int, scales: Scales) -> bool:
-    """Whether a batch dimension continues the rows of ``lhs``, which has it alone."""
+def _are_rows(
+    dim: Dimension, m: int, n: int, k: int, scales: Scales, further: Sequence[int]
+) -> bool:
+    """Whether a batch dimension continues the rows of ``lhs``, which has it alone.
+
+    ``further`` has the strides of the rows of further arrays.
+    """
     blocks, rest = divmod(m, scales.block_rows)
-    continues = scales.row_stride and dim.further[0] == blocks * scales.row_stride
+    strides = (dim.further[0], *dim.further[2:])
+    wanted = (blocks * scales.row_stride, *(m * x for x in further))
+    continues = scales.row_stride and strides == wanted
     return (dim.lhs, dim.rhs, dim.out) == (m * k, 0, m * n) and bool(continues) and not rest
 
 
@@ -424,13 +650,16 @@ _bind = define(
     Operation(
         name="tilekern_scaled_matmul",
         reference=_reference,
+        several_results=True,
         jvp=_jvp,
-        transposes={i: functools.partial(_cotangent, i) for i in (2, 3)},
+        transposes=_transposes,
         batch=_batch,
         sharding_rule=_sharding_rule,
-        planners={"cpu": Planner(_refusal, _in_float32), "cuda": Planner(_refusal, _cuda)},
-        describe=lambda contraction, **_: f"scaled_matmul {contraction}",
-        in_float32=in_float32,
-        stands_for=lambda contraction, out_dtype, **_: as_dot_general(contraction, None, out_dtype),
+        planners={"cpu": Planner(_refusal, _cpu), "cuda": Planner(_refusal, _cuda)},
+        describe=_described,
+        in_float32=_in_float32,
+        function_of_sum=_function_of_sum,
+        stands_for=_as_dot_general,
+        saved=_saved,
     )
 )

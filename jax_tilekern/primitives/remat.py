@@ -75,7 +75,7 @@ def register(
             return eqn, eqn, [False] * count, [True] * count, _missing(eqn.invars, given)
         if kept is None and (case == "save" or count > 1):
             return eqn, None, [False] * count, [False] * count, []
-        kept = kept or Saved(0, lambda _: ())
+        kept = kept or Saved(0, lambda *_: ())
         kept = kept._replace(others=mode_independent(kept.others))
         return _saved(eqn, kept, given) if case == "save" else _offloaded(eqn, kept, given, *case)
 

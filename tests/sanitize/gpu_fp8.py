@@ -63,6 +63,37 @@ def check_products() -> int:
     return len(wrong)
 
 
+def check_epilogues() -> int:
+    """Multiply with epilogues; return how many results are wrong."""
+    rng = np.random.default_rng(2)
+    wrong = []
+    calls = 0
+
+    def layer(y: jax.Array, bias: jax.Array, residual: jax.Array) -> tuple[jax.Array, object]:
+        y = jnp.maximum(y + bias, 0) + residual
+        return y, jtk.row_max(y)
+
+    for m, n, k in SIZES:
+        a, b = (rng.integers(-3, 4, s).astype(FP8[0]) for s in ((m, k), (n, k)))
+        bias, residual = (rng.integers(-9, 9, s).astype(np.float32) for s in ((n,), (m, n)))
+        blocks = -(-k // 128)
+        for columns in (-(-n // 128), n):
+            s, t = (
+                (2.0 ** rng.integers(-1, 2, (r, blocks))).astype(np.float32) for r in (m, columns)
+            )
+
+            def call(*x: jax.Array) -> object:
+                return jtk.scaled_matmul(*x[:4], epilogue=layer, operands=x[4:])
+
+            expected = np.maximum(dequantized(a, s) @ dequantized(b, t).T + bias, 0) + residual
+            y, top = jax.jit(call)(a, b, s, t, bias, residual)
+            calls += 1
+            if (np.asarray(y) != expected).any() or (np.asarray(top) != expected.max(-1)).any():
+                wrong.append(f"{m}x{n}x{k} {columns}")
+    print(f"epilogues: {calls} calls, {len(wrong)} wrong {wrong or ''}", flush=True)
+    return len(wrong)
+
+
 def check_quantizers() -> int:
     """Quantise by the kernel and by XLA; return how many results differ."""
     rng = np.random.default_rng(1)
@@ -95,4 +126,4 @@ def check_quantizers() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(check_products() + check_quantizers())
+    sys.exit(check_products() + check_epilogues() + check_quantizers())

@@ -113,7 +113,8 @@ def plan_scaled(product: ScaledProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
     found = scaled_candidates(product, gpu)
     if isinstance(found, NoKernel):
         return found
-    return min(found, key=lambda x: x.cycles).plan(gpu)
+    best, *_ = ranked = sorted(found, key=lambda x: x.cycles)
+    return best.plan(gpu) if product.epilogue is None else fused_plan(ranked, gpu)
 
 
 # The share of the time of writing a result that kernels took beyond their estimates (H100).

@@ -6,7 +6,8 @@
 
 namespace tilekern {
 
-template <typename Lhs, typename Rhs, typename Out, WgmmaConfig config, int scaled_columns>
+template <typename Lhs, typename Rhs, typename Out, WgmmaConfig config, int scaled_columns,
+          class Epilogue = IdentityEpilogue, typename... Operands>
 __global__ void __launch_bounds__(config.threads(), 1)
     scaled_wgmma_matmul(const __grid_constant__ TensorMap lhs,
                         const __grid_constant__ TensorMap rhs,
@@ -14,11 +15,13 @@ __global__ void __launch_bounds__(config.threads(), 1)
                         const float* lhs_scales, const float* rhs_scales,
                         const __grid_constant__ WgmmaShape shape,
                         const __grid_constant__ ScaleStrides lhs_strides,
-                        const __grid_constant__ ScaleStrides rhs_strides) {
+                        const __grid_constant__ ScaleStrides rhs_strides,
+                        const __grid_constant__ Operands... operands) {
   using Scheduler = StaticPersistentScheduler<config>;
   using Mma = ScaledMma<OperandTypes<Lhs>, OperandTypes<Rhs>, config, scaled_columns>;
-  WgmmaMatmul<OperandTypes<Lhs>, OperandTypes<Rhs>, Out, config, Scheduler, IdentityEpilogue, Mma>(
-      shape, {shape}, {}, {lhs_scales, rhs_scales, lhs_strides, rhs_strides, shape})
+  WgmmaMatmul<OperandTypes<Lhs>, OperandTypes<Rhs>, Out, config, Scheduler, Epilogue, Mma>(
+      shape, {shape}, Epilogue{operands...},
+      {lhs_scales, rhs_scales, lhs_strides, rhs_strides, shape})
       .run({lhs, rhs, rhs}, {lhs, rhs, rhs}, out_map, out_map, out);
 }
 
