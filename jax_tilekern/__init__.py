@@ -29,6 +29,7 @@ from jax_tilekern.ops.moe import Routing, moe, route
 from jax_tilekern.ops.quantize import quantize
 from jax_tilekern.ops.ragged_dot import ragged_dot, ragged_dot_general
 from jax_tilekern.ops.scaled_matmul import scaled_matmul
+from jax_tilekern.ops.scaled_ragged_dot import scaled_ragged_dot
 from jax_tilekern.ops.segments.functions import (
     segment_max,
     segment_mean,
@@ -103,6 +104,7 @@ __all__ = [
     "row_max",
     "row_sum",
     "scaled_matmul",
+    "scaled_ragged_dot",
     "scatter_add",
     "segment_max",
     "segment_mean",

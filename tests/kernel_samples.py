@@ -15,7 +15,12 @@ from jax_tilekern.plans.gemm.sm90.config import WGMMA_ARITHMETICS, WgmmaTile
 from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
 from jax_tilekern.plans.gemm.sm90.symmetric import symmetric_candidates
 from jax_tilekern.plans.gpu import VECTOR_BYTES
-from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedProduct, GroupedSum
+from jax_tilekern.plans.grouped_gemm.problem import (
+    GroupedGeometry,
+    GroupedProduct,
+    GroupedScaledProduct,
+    GroupedSum,
+)
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import grouped_mma_candidates
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
 from jax_tilekern.plans.launch import NoKernel
@@ -99,6 +104,17 @@ def scaled_wgmma_instances(gpu):
             )
             for candidate in _found(scaled_candidates(product, gpu)):
                 yield candidate.instance
+        # The scales of lhs are those of columns where there are groups.
+        for of_lhs in (Scales(1, (0,), 1, SIZE), Scales(1, (0,), 0, 1)):
+            rhs_strides = (SIZE * (SIZE + odd), 1, SIZE)
+            grouped = MatmulGeometry(
+                (8,), SIZE, SIZE + odd, SIZE, (0, SIZE, 1), rhs_strides, (0, SIZE + odd, 1)
+            )
+            of_groups = GroupedScaledProduct(
+                GroupedGeometry(grouped, "m", ()), *FP8, out, "fp8",
+                lhs_scales=of_lhs, rhs_scales=Scales(128, (SIZE,), SIZE // 128, 1),
+            )  # fmt: skip
+            yield from (x.instance for x in _found(grouped_wgmma_candidates(of_groups, gpu)))
 
 
 def symmetric_instances(gpu):

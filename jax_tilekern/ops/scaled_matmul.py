@@ -164,45 +164,55 @@ def scaled_matmul(
     return result if epilogue is None else nested([result])
 
 
-def _check(lhs: Array, rhs: Array, lhs_scales: Array, rhs_scales: Array, out: Any) -> None:
+def check_types(function: str, lhs: Array, rhs: Array, out: Any) -> None:
+    """Raise an error unless the types of a product and its contracted sizes fit."""
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         if x.dtype not in FP8:
             raise TypeError(
-                f"scaled_matmul multiplies float8_e4m3fn and float8_e5m2, and {name} is {x.dtype}; "
+                f"{function} multiplies float8_e4m3fn and float8_e5m2, and {name} is {x.dtype}; "
                 "jax_tilekern.quantize makes them"
             )
         if x.ndim < 2:
-            raise ValueError(f"{name} of scaled_matmul has at least 2 dimensions, not {x.shape}")
+            raise ValueError(f"{name} of {function} has at least 2 dimensions, not {x.shape}")
     if not jnp.issubdtype(out, jnp.floating):
-        raise TypeError(f"preferred_element_type of scaled_matmul is a float type, not {out}")
+        raise TypeError(f"preferred_element_type of {function} is a float type, not {out}")
     if lhs.shape[-1] != rhs.shape[-1]:
         raise ValueError(
-            "scaled_matmul contracts the last dimensions, which differ: "
+            f"{function} contracts the last dimensions, which differ: "
             f"lhs {lhs.shape}, rhs {rhs.shape}"
         )
+
+
+def check_scales(function: str, name: str, x: Array, scales: Array, rows: Sequence[int]) -> None:
+    """Raise an error unless scales fit an operand; they may have so many rows."""
+    if scales.dtype != np.float32:
+        raise TypeError(f"{name}_scales of {function} are float32, not {scales.dtype}")
+    *leading, _, k = x.shape
+    possible = [
+        (*leading, r, c) for r in dict.fromkeys(rows) for c in dict.fromkeys((blocks_of(k), 1))
+    ]
+    if scales.shape not in possible:
+        raise ValueError(
+            f"{name}_scales have shape {scales.shape}; {name} {x.shape} has scales of shape "
+            + " or ".join(map(str, possible))
+        )
+
+
+def blocks_of(size: int) -> int:
+    """Return the number of blocks along a dimension."""
+    return -(-size // BLOCK)
+
+
+def _check(lhs: Array, rhs: Array, lhs_scales: Array, rhs_scales: Array, out: Any) -> None:
+    check_types("scaled_matmul", lhs, rhs, out)
     if lhs.ndim > 2 and rhs.ndim > 2 and lhs.shape[:-2] != rhs.shape[:-2]:
         raise ValueError(
             "the leading dimensions of scaled_matmul's operands are equal, or one has none: "
             f"lhs {lhs.shape}, rhs {rhs.shape}"
         )
     for name, x, scales in (("lhs", lhs, lhs_scales), ("rhs", rhs, rhs_scales)):
-        if scales.dtype != np.float32:
-            raise TypeError(f"{name}_scales of scaled_matmul are float32, not {scales.dtype}")
-        *leading, rows, k = x.shape
-        possible = [
-            (*leading, r, c)
-            for r in dict.fromkeys((rows, _blocks(rows), 1))
-            for c in dict.fromkeys((_blocks(k), 1))
-        ]
-        if scales.shape not in possible:
-            raise ValueError(
-                f"{name}_scales have shape {scales.shape}; {name} {x.shape} has scales of shape "
-                + " or ".join(map(str, possible))
-            )
-
-
-def _blocks(size: int) -> int:
-    return -(-size // BLOCK)
+        rows = x.shape[-2]
+        check_scales("scaled_matmul", name, x, scales, (rows, blocks_of(rows), 1))
 
 
 def dequantized(x: Array, scales: Array) -> Array:
@@ -276,6 +286,16 @@ def _unfused(
 # Rules.
 
 
+def refuse_tangents(function: str, tangents: Sequence[Any]) -> None:
+    """Raise an error if ``lhs`` or ``rhs`` has a tangent."""
+    for name, tangent in zip(("lhs", "rhs"), tangents, strict=False):
+        if type(tangent) is not ad.Zero:
+            raise TypeError(
+                f"{function} has no derivative by {name}, because 8-bit floats have no useful "
+                "tangents: take jax_tilekern.fp8_dot_general, or jax.lax.stop_gradient"
+            )
+
+
 def _jvp(
     primals: Sequence[Array],
     tangents: Sequence[Any],
@@ -284,12 +304,7 @@ def _jvp(
     operand_labels: tuple[Labels, ...],
     **params: Any,
 ) -> tuple[list[Array], list[Any]]:
-    for name, tangent in zip(("lhs", "rhs"), tangents, strict=False):
-        if type(tangent) is not ad.Zero:
-            raise TypeError(
-                f"scaled_matmul has no derivative by {name}, because 8-bit floats have no useful "
-                "tangents: take jax_tilekern.fp8_dot_general, or jax.lax.stop_gradient"
-            )
+    refuse_tangents("scaled_matmul", tangents)
 
     def multiply(*factors: Array) -> list[Array]:
         return [_product(*factors, **params)]
@@ -370,16 +385,16 @@ def _batch(
     return results, [0] * len(results)
 
 
-def _sharding_rule(
+def sharding_rule(
     lhs: Any,
     rhs: Any,
     lhs_scales: Any,
     rhs_scales: Any,
     *_: Any,
     contraction: Contraction,
-    columns_first: bool,
-    function: ScalarFunction | None,
-    operand_labels: tuple[Labels, ...],
+    columns_first: bool = False,
+    function: ScalarFunction | None = None,
+    operand_labels: tuple[Labels, ...] = (),
     **__: Any,
 ) -> ShardingRule:
     """Let devices share whole blocks, along dimensions that consist of those."""
@@ -522,7 +537,7 @@ def _cuda(
     factors, arrays = operands[:4], operands[4:]
     stored = [_stored(factors[2], False), _stored(factors[3], columns_first)]
     scales = [
-        _scales(x.aval.shape, s.aval.shape, flag, first)
+        scales_in_memory(x.aval.shape, s.aval.shape, flag, first)
         for x, s, flag, (_, first) in zip(
             factors[:2], factors[2:], (False, columns_first), stored, strict=True
         )
@@ -576,7 +591,7 @@ def _stored(scales: Operand, columns_first: bool) -> tuple[Any, bool]:
     return scales.value, columns_first
 
 
-def _scales(
+def scales_in_memory(
     shape: Sequence[int], of_scales: Sequence[int], columns_first: bool, k_first: bool
 ) -> Scales:
     """Return the strides of scales, without those of batch dimensions."""
@@ -654,7 +669,7 @@ _bind = define(
         jvp=_jvp,
         transposes=_transposes,
         batch=_batch,
-        sharding_rule=_sharding_rule,
+        sharding_rule=sharding_rule,
         planners={"cpu": Planner(_refusal, _cpu), "cuda": Planner(_refusal, _cuda)},
         describe=_described,
         in_float32=_in_float32,

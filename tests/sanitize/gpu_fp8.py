@@ -5,6 +5,7 @@ See ``.ci/sanitize``.
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import jax
@@ -17,10 +18,17 @@ from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
 from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
 from jax_tilekern.plans.gpu import current_gpu
+from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedScaledProduct
+from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.tuning.product_timing import by_plan
 
 SIZES = [(1, 1, 1), (300, 200, 400), (70, 129, 131), (257, 136, 1040)]
+# Sizes of groups, rows, N and K.
+GROUPS = [
+    ((100, 0, 7, 161), 300, 136, 400), ((3, 40, 64), 131, 73, 128), ((0, 0), 5, 8, 16),
+    ((257,), 257, 272, 144),
+]  # fmt: skip
 SHAPES = [(1, 1), (150, 270), (152, 272), (128, 128), (3, 1000)]
 
 
@@ -94,6 +102,46 @@ def check_epilogues() -> int:
     return len(wrong)
 
 
+def check_groups() -> int:
+    """Multiply groups of rows by every kernel; return how many products were wrong."""
+    rng = np.random.default_rng(2)
+    wrong, calls = [], 0
+    for sizes, m, n, k in GROUPS:
+        groups, blocks = len(sizes), -(-k // 128)
+        bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+        for rows, columns in ((m, -(-n // 128)), (m, n), (1, -(-n // 128))):
+            a, b = (rng.integers(-3, 4, s).astype(FP8[0]) for s in ((m, k), (groups, n, k)))
+            s, t = (
+                (2.0 ** rng.integers(-2, 3, shape)).astype(np.float32)
+                for shape in ((rows, blocks), (groups, columns, blocks))
+            )
+            expected = np.zeros((m, n))
+            for g, (begin, end) in enumerate(itertools.pairwise(bounds)):
+                of_rows = s[begin:end] if rows == m else s
+                left = dequantized(a[begin:end], of_rows)
+                expected[begin:end] = left @ dequantized(b[g], t[g]).T
+            geometry = MatmulGeometry((groups,), m, n, k, (0, k, 1), (n * k, 1, k), (0, n, 1))
+            for out in (F32, BF16):
+                product = GroupedScaledProduct(
+                    GroupedGeometry(geometry, "m", ()), FP8[0], FP8[0], out, "fp8",
+                    lhs_scales=Scales(1, (0,), int(rows == m), rows),
+                    rhs_scales=Scales(
+                        1 if columns == n else 128, (columns * blocks,), blocks, 1
+                    ),
+                )  # fmt: skip
+                found = grouped_wgmma_candidates(product, current_gpu())
+                for candidate in [] if isinstance(found, NoKernel) else found:
+                    plan = candidate.plan(current_gpu())
+                    call = jax.jit(lambda *x, p=plan, o=out, mn=(m, n): by_plan(p, mn, o, *x))
+                    got = np.asarray(call(a, b, bounds, s.T.copy(), t), np.float64)
+                    calls += 1
+                    error = np.abs(got - expected).max()
+                    if not error <= 2.0**-8 * np.abs(expected).max(initial=1):
+                        wrong.append(f"{candidate.key} {sizes} {m}x{n}x{k} {out} {rows} {columns}")
+    print(f"scaled grouped GEMMs: {calls} calls, {len(wrong)} wrong {wrong or ''}", flush=True)
+    return len(wrong)
+
+
 def check_quantizers() -> int:
     """Quantise by the kernel and by XLA; return how many results differ."""
     rng = np.random.default_rng(1)
@@ -126,4 +174,4 @@ def check_quantizers() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(check_products() + check_epilogues() + check_quantizers())
+    sys.exit(check_products() + check_epilogues() + check_groups() + check_quantizers())

@@ -199,19 +199,35 @@ class Scales:
 
 
 @dataclass(frozen=True)
-class ScaledProduct(Product):
-    """A product of operands with scales: those of ``lhs`` and of ``rhs`` are buffers 2 and 3."""
+class OfScaled(TypedProduct[_Geometry]):
+    """A product of operands with scales, whose buffers follow those of a product without.
 
-    _OPERANDS: ClassVar[int] = 4
+    Attributes
+    ----------
+    lhs_scales, rhs_scales
+        Where they lie.
+    """
 
     lhs_scales: Scales = field(kw_only=True)
     rhs_scales: Scales = field(kw_only=True)
 
+    @property
+    def scales(self) -> tuple[tuple[int, Scales], tuple[int, Scales]]:
+        """The buffer of each operand's scales, and where they lie in it."""
+        return (self._OPERANDS - 2, self.lhs_scales), (self._OPERANDS - 1, self.rhs_scales)
+
     def alignments(self, *own: int) -> tuple[int, ...]:
         """Return the alignment of every buffer, in bytes."""
-        lhs, rhs, out = own
+        *operands, out = own
         # Two scales may be loaded at a time.
-        return super().alignments(lhs, rhs, 8, 8, out)
+        return super().alignments(*operands, 8, 8, out)
+
+
+@dataclass(frozen=True)
+class ScaledProduct(OfScaled[MatmulGeometry], Product):
+    """A product of operands with scales."""
+
+    _OPERANDS: ClassVar[int] = 4
 
 
 def copy_cycles(bytes_: int, gpu: Gpu) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import OfPair, Product, TypedProduct
+from jax_tilekern.plans.gemm.problem import OfPair, OfScaled, Product, TypedProduct
 from jax_tilekern.plans.launch import Scalars
 
 # Batch dimensions besides the groups.
@@ -121,6 +121,13 @@ class GroupedSum(GroupedProduct):
         """Return the alignment of every buffer, in bytes."""
         lhs, rhs, bounds, out = own
         return lhs, rhs, bounds, lhs, rhs, out
+
+
+@dataclass(frozen=True)
+class GroupedScaledProduct(OfScaled[GroupedGeometry], GroupedProduct):
+    """A grouped GEMM of ragged rows of operands with scales, of which ``lhs`` has those of rows."""
+
+    _OPERANDS: ClassVar[int] = 5
 
 
 def max_tiles(geometry: GroupedGeometry, block_rows: int) -> int:

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from jax_tilekern.plans.candidate import CostedCandidate, fused_plan, ranked_candidates
 from jax_tilekern.plans.gpu import Gpu
-from jax_tilekern.plans.grouped_gemm.problem import GroupedPair, GroupedProduct, GroupedSum
+from jax_tilekern.plans.grouped_gemm.problem import (
+    GroupedPair,
+    GroupedProduct,
+    GroupedScaledProduct,
+    GroupedSum,
+)
 from jax_tilekern.plans.grouped_gemm.sm80.candidates import GROUPED_MMA
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import GROUPED_WGMMA
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel
@@ -32,8 +37,8 @@ def plan_grouped_gemm(product: GroupedProduct, gpu: Gpu) -> LaunchPlan | NoKerne
     NvrtcNotFound
         If there is no NVRTC to compile the kernel with.
     """
-    of_two = isinstance(product, GroupedPair | GroupedSum)
-    found = ranked_candidates((GROUPED_WGMMA,) if of_two else _FAMILIES, product, gpu)
+    hopper_alone = isinstance(product, GroupedPair | GroupedSum | GroupedScaledProduct)
+    found = ranked_candidates((GROUPED_WGMMA,) if hopper_alone else _FAMILIES, product, gpu)
     if isinstance(found, NoKernel):
         return found
     return found[0].plan(gpu) if product.epilogue is None else fused_plan(found, gpu)

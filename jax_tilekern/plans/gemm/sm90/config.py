@@ -171,6 +171,12 @@ class WgmmaInstance:
         if self.ragged:
             ragged = f"tilekern::Ragged::k{self.ragged.upper()}"
             steps = f"{self.column_step}, {self.tma_column_step}, {self.rhs_tma_rows}"
+            if self.scaled_columns is not None:
+                name = f"scaled_ragged_wgmma_matmul<{types}{config}, {ragged}, {steps}"
+                return Kernel(
+                    "grouped_gemm/sm90/scaled_matmul.cuh",
+                    f"tilekern::{name}, {self.scaled_columns}>",
+                )
             of = "_of_pair" if self.lhs_pair else "_of_sum" if self.terms > 1 else ""
             name = f"tilekern::ragged_wgmma_matmul{of}<{types}{config}, {ragged}, {steps}>"
             return Kernel("grouped_gemm/sm90/matmul.cuh", name)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
+from jax_tilekern.plans.gemm.problem import OfScaled, ScaledProduct, Scales
 from jax_tilekern.plans.gemm.sm90.candidates import WgmmaCandidate, candidates_in
 from jax_tilekern.plans.gemm.sm90.config import WgmmaInstance, WgmmaTile
 from jax_tilekern.plans.gemm.tiles import MAX_TMA_BATCH_DIMS
@@ -58,29 +58,41 @@ class ScaledCandidate(WgmmaCandidate):
 
     @property
     def _scale_parameters(self) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-        operands = [(2, self.product.lhs_scales), (3, self.product.rhs_scales)]
-        if self.swapped:
-            operands.reverse()
-        return (
-            tuple(Buffer(buffer) for buffer, _ in operands),
-            tuple(_strides(scales) for _, scales in operands),
-        )
+        return scale_parameters(self.product, self.swapped)
 
 
 def scaled_candidates(product: ScaledProduct, gpu: Gpu) -> list[WgmmaCandidate] | NoKernel:
     """Return the ways to compute a product of operands with scales, or why there is none."""
-    g = product.geometry
-    for rows, scales in ((g.m, product.lhs_scales), (g.n, product.rhs_scales)):
-        if rows // scales.block_rows * scales.row_stride > _MAX_OFFSET:
-            return NoKernel("a matrix has more than 2**31 scales")
-    found = candidates_in(
+    refused = refusal_of_scales(product)
+    if refused:
+        return refused
+    return candidates_in(
         product,
         _TILES,
         gpu,
         specialised=functools.partial(_specialised, product),
         candidate=ScaledCandidate,
     )
-    return found
+
+
+def refusal_of_scales(product: OfScaled[Any]) -> NoKernel | None:
+    """Return why a kernel does not take the scales, or ``None``."""
+    g = product.strided
+    for rows, scales in ((g.m, product.lhs_scales), (g.n, product.rhs_scales)):
+        if rows // scales.block_rows * scales.row_stride > _MAX_OFFSET:
+            return NoKernel("a matrix has more than 2**31 scales")
+    return None
+
+
+def scale_parameters(
+    product: OfScaled[Any], swapped: bool
+) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
+    """Return a kernel's parameters of scales: the arrays, and where the scales lie in them."""
+    operands = product.scales[::-1] if swapped else product.scales
+    return (
+        tuple(Buffer(buffer) for buffer, _ in operands),
+        tuple(_strides(scales) for _, scales in operands),
+    )
 
 
 def _specialised(product: ScaledProduct, instance: WgmmaInstance) -> WgmmaInstance | None:

@@ -22,6 +22,7 @@ from jax_tilekern.plans.gemm.sm90.config import (
     dense_tiles,
     instance_for,
 )
+from jax_tilekern.plans.gemm.sm90.scaled import refusal_of_scales, scale_parameters
 from jax_tilekern.plans.gemm.sm90.tiling import (
     CLAIMED_BYTES,
     CLEAR_CLAIMED,
@@ -40,6 +41,7 @@ from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.grouped_gemm.problem import (
     GroupedPair,
     GroupedProduct,
+    GroupedScaledProduct,
     GroupedSum,
     max_tiles,
     pack_groups,
@@ -111,6 +113,11 @@ def _in_clusters(
     return cycles * share + _CLUSTER_START
 
 
+_NAMES = {
+    GroupedPair: "ragged_wgmma_matmul of a pair",
+    GroupedSum: "ragged_wgmma_matmul of a sum",
+    GroupedScaledProduct: "scaled_ragged_wgmma_matmul",
+}
 _BOUNDS = Buffer(2)
 # The first buffer of a second product.
 _SECOND = 3
@@ -163,7 +170,8 @@ class GroupedWgmmaCandidate(TiledWgmmaCandidate):
     @property
     def key(self) -> str:
         """The tile and the orientation."""
-        return f"ragged wgmma {self.tile_key}"
+        kind = "scaled " if isinstance(self.product, GroupedScaledProduct) else ""
+        return f"{kind}ragged wgmma {self.tile_key}"
 
     def plan(self, gpu: Gpu) -> LaunchPlan:
         """Compile it."""
@@ -175,6 +183,11 @@ class GroupedWgmmaCandidate(TiledWgmmaCandidate):
         clears = [CLEAR_CLAIMED] if counts else []
         compiled = compile_kernels(kernel, *clears, arch=gpu.arch)
         claimed = Buffer(product.first_workspace)
+        scales, strides = (
+            scale_parameters(product, self.swapped)
+            if isinstance(product, GroupedScaledProduct)
+            else ((), ())
+        )
         launch = launch_tiles(
             compiled,
             self.tile,
@@ -190,14 +203,15 @@ class GroupedWgmmaCandidate(TiledWgmmaCandidate):
                     rhs_map(view, instance, instance.tma_column_step),
                     _BOUNDS,
                     claimed,
+                    *scales,
                 ),
-                (pack_groups(product.geometry), *epilogue),
+                (pack_groups(product.geometry), *strides, *epilogue),
             ),
         )
         out_alignment = self.out_alignment(product.out_dtype.itemsize)
-        kind = {GroupedPair: " of a pair", GroupedSum: " of a sum"}.get(type(product), "")
+        name = _NAMES.get(type(product), "ragged_wgmma_matmul")
         return LaunchPlan(
-            name=f"ragged_wgmma_matmul{kind} {product.arithmetic}",
+            name=f"{name} {product.arithmetic}",
             gpu=gpu,
             launches=(*(clear_claimed(compiled, claimed) for _ in clears), launch),
             alignments=product.alignments(TMA_STRIDE_BYTES, TMA_STRIDE_BYTES, 4, out_alignment),
@@ -239,6 +253,8 @@ def grouped_wgmma_candidates(
     tiles = PAIR_TILES if isinstance(product, GroupedPair) else _TILES
     for tile, oriented in oriented_tiles(view, tiles, gpu, swaps=swaps):
         instance = _instance(product, tile, oriented, how.promote, gpu)
+        if isinstance(product, GroupedScaledProduct) and not instance.lhs_k_major:
+            continue
         work_tiles = dense_tiles(tile, oriented)
         if instance.ragged == "n":
             tiles_m, _ = tile.grid(oriented.lhs.mn, 1)
@@ -260,6 +276,10 @@ GROUPED_WGMMA = Family(WGMMA_ARITHMETICS, grouped_wgmma_candidates)
 def _refusal(product: GroupedProduct, view: OrientedProduct) -> NoKernel | None:
     """Return why the kernel does not take the groups, or ``None``."""
     geometry = product.geometry
+    if isinstance(product, GroupedScaledProduct):
+        refused = refusal_of_scales(product)
+        if refused:
+            return refused
     if geometry.ragged == "m" and geometry.spans > _MAX_SPANS:
         return NoKernel(f"{geometry.spans} ranges of rows (wgmma: at most {_MAX_SPANS})")
     for name, operand, dtype, ragged in (
@@ -285,6 +305,9 @@ def _instance(
 ) -> WgmmaInstance:
     geometry = product.geometry
     instance = instance_for(tile, view, promote, 1, gpu)
+    # With scales, ptxas would serialize more than one shape of MMAs (C7511).
+    scaled_columns = _scaled_columns(product)
+    one_shape = geometry.ragged == "k" or scaled_columns is not None
     # Ragged rows that TMA does not store are stored in runs of as many bytes.
     row_bytes = geometry.product.n * product.out_dtype.itemsize
     whole_runs = geometry.ragged == "k" or row_bytes % TMA_STRIDE_BYTES == 0
@@ -293,10 +316,18 @@ def _instance(
         instance,
         tma_store=instance.tma_store and whole_runs,
         ragged="n" if geometry.ragged == "m" else "k",
-        column_step=_column_step(tile, view, promote) if geometry.ragged == "m" else tile.block_n,
+        column_step=tile.block_n if one_shape else _column_step(tile, view, promote),
         scheduler_bytes=RING_BYTES + tile_numbers_bytes,
         terms=2 if isinstance(product, GroupedSum) else 1,
+        scaled_columns=scaled_columns,
     ).with_max_stages(gpu)
+
+
+def _scaled_columns(product: GroupedProduct) -> int | None:
+    """Return how many scales of columns are loaded at a time; groups begin at any column."""
+    if not isinstance(product, GroupedScaledProduct):
+        return None
+    return 1 if product.lhs_scales.row_stride else 0
 
 
 def _column_step(tile: WgmmaTile, view: OrientedProduct, promote: bool) -> int:

@@ -1,0 +1,283 @@
+"""``scaled_ragged_dot``: values, transformations, errors, devices, and the kernels, emulated."""
+
+import emulated_plans
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulated_gpu import SMALL_H100, emulated_gpu
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from numerics import F8E4, F8E5, UNIT_ROUNDOFF, roundoff
+from products import BF16, E4M3, E5M2, F32
+from ragged import KINDS, group_sizes, spans
+from scaled_products import dequantized, scales, values
+from sharded import bytes_sent, devices
+
+import jax_tilekern as jtk
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import Scales
+from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedScaledProduct
+from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
+
+TENSOR_CORES = roundoff(F8E4)
+
+
+def check(got, lhs, rhs, sizes, lhs_scales, rhs_scales, sums=TENSOR_CORES):
+    """Compare each group's rows with float64: each term and each sum is rounded to float32.
+
+    ``sums`` is the rounding of sums by tensor cores, within a block of ``k``.
+    """
+    a, b = dequantized(lhs, lhs_scales), np.swapaxes(dequantized(rhs, rhs_scales), -1, -2)
+    expected = np.zeros((a.shape[0], b.shape[2]))
+    terms = np.zeros_like(expected)
+    for g, (begin, end) in enumerate(spans(sizes, len(a))):
+        expected[begin:end] = a[begin:end] @ b[g]
+        terms[begin:end] = np.abs(a[begin:end]) @ np.abs(b[g])
+    bound = ((a.shape[1] + 4) * UNIT_ROUNDOFF[F32] + sums) * terms
+    if got.dtype != F32:
+        bound = bound + UNIT_ROUNDOFF[np.dtype(got.dtype)] * (np.abs(expected) + bound)
+    assert got.shape == expected.shape
+    assert (np.abs(np.asarray(got, np.float64) - expected) <= bound).all()
+
+
+def operands(rng, m, n, k, groups, of_lhs=None, of_rhs=None):
+    """Values of both operands, and scales of 1x128 and of 128x128 blocks, or as given."""
+    blocks = -(-k // 128)
+    return (
+        values(rng, m, k),
+        values(rng, groups, n, k, dtype=F8E5),
+        scales(rng, *(of_lhs or (m, blocks))),
+        scales(rng, groups, *(of_rhs or (-(-n // 128), blocks))),
+    )
+
+
+def product(lhs, rhs, lhs_scales, rhs_scales, sizes, **options):
+    return jtk.scaled_ragged_dot(lhs, rhs, sizes, lhs_scales, rhs_scales, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("out", [np.float32, jnp.bfloat16])
+@pytest.mark.one_in(2)
+def test_values(rng, kind, out):
+    arrays = operands(rng, 70, 200, 144, 5)
+    sizes = group_sizes(rng, kind, 5, 70)
+    got = product(*arrays, sizes, preferred_element_type=out)
+    assert got.dtype == out
+    check(got, *arrays[:2], sizes, *arrays[2:])
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "of_lhs", "of_rhs"),
+    [
+        (1, 1, 1, None, None), (9, 7, 130, (1, 2), (7, 2)), (9, 130, 256, (9, 1), (1, 2)),
+        (9, 130, 250, (1, 1), (1, 1)), (0, 8, 128, None, None),
+    ],
+)  # fmt: skip
+def test_scales_of_every_shape(rng, m, n, k, of_lhs, of_rhs):
+    arrays = operands(rng, m, n, k, 3, of_lhs, of_rhs)
+    sizes = np.array([m // 2, 0, m - m // 2])
+    check(product(*arrays, sizes), *arrays[:2], sizes, *arrays[2:])
+
+
+def test_not_numbers_stay_in_their_rows_and_groups(rng):
+    lhs, rhs, of_lhs, of_rhs = operands(rng, 12, 8, 256, 3)
+    sizes = np.array([3, 4, 3])
+    lhs = lhs.at[1, 5].set(np.nan)
+    of_lhs = of_lhs.at[11, 0].set(np.inf)
+    of_rhs = of_rhs.at[1, 0, 1].set(np.nan)
+    got = np.isnan(product(lhs, rhs, of_lhs, of_rhs, sizes)).all(1)
+    np.testing.assert_array_equal(np.flatnonzero(got), [1, 3, 4, 5, 6])
+
+
+def test_groups_from_an_offset(rng):
+    arrays = operands(rng, 40, 24, 144, 2)
+    sizes = np.array([5, 10, 15, 10])
+    got = product(*arrays, sizes, group_offset=jnp.array([1]))
+    check(got[5:], arrays[0][5:], arrays[1], sizes[1:3], arrays[2][5:], arrays[3])
+    assert not np.asarray(got[:5]).any()
+
+
+@pytest.mark.parametrize(
+    "axes", [(0, None, None, None, None), (None, 0, None, 1, None), (1, None, 0, 0, 0)]
+)
+@pytest.mark.one_in(2)
+def test_vmap(rng, axes):
+    sizes = np.array([[5, 0, 9], [3, 3, 8], [20, 0, 0]])
+    one = operands(rng, 20, 24, 144, 3)
+    stacked = [
+        x if axis is None else jnp.stack([x, x[::-1], x], axis)
+        for x, axis in zip(one, axes, strict=False)
+    ]
+    of_groups = sizes if axes[4] == 0 else sizes[0]
+    got = jax.vmap(product, axes)(*stacked, of_groups)
+    for i in range(3):
+        lhs, rhs, *of = (
+            x if axis is None else jnp.take(x, i, axis)
+            for x, axis in zip(stacked, axes, strict=False)
+        )
+        check(got[i], lhs, rhs, sizes[i] if axes[4] == 0 else sizes[0], *of)
+
+
+def test_derivatives_by_scales(rng):
+    lhs, rhs, *of = operands(rng, 24, 40, 200, 3)
+    sizes = np.array([5, 0, 16])
+    weights = jnp.asarray(rng.normal(size=(24, 40)), F32)
+
+    def total(a, b):
+        return (product(lhs, rhs, a, b, sizes) * weights).sum()
+
+    def of_dequantized(a, b):
+        a = jnp.repeat(a, 128, 1)[:, :200]
+        b = jnp.repeat(jnp.repeat(b, 128, 1)[:, :40], 128, 2)[..., :200]
+        left, right = lhs.astype(F32) * a, rhs.astype(F32) * b
+        y = jax.lax.ragged_dot(left, right.swapaxes(1, 2), jnp.asarray(sizes), precision="highest")
+        return (y * weights).sum()
+
+    ours, theirs = (jax.grad(f, (0, 1))(*of) for f in (total, of_dequantized))
+    for x, y in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3 * np.abs(y).max())
+    with pytest.raises(TypeError, match=r"no derivative by lhs.*fp8_dot_general"):
+        jax.grad(lambda x: product(x.astype(F8E4), rhs, *of, sizes).sum())(jnp.ones((24, 200)))
+
+
+def test_errors(rng):
+    lhs, rhs, of_lhs, of_rhs = operands(rng, 4, 300, 256, 2)
+    call, sizes = jtk.scaled_ragged_dot, np.array([1, 3])
+    for error, message, given in (
+        (TypeError, "lhs is float32", (lhs.astype(F32), rhs, sizes, of_lhs, of_rhs)),
+        (ValueError, r"takes lhs \(M, K\), rhs .*N, K", (lhs, rhs[0], sizes, of_lhs, of_rhs)),
+        (ValueError, "contracts the last", (lhs[:, :8], rhs, sizes, of_lhs, of_rhs)),
+        (ValueError, r"each group: group_sizes \(1,\)", (lhs, rhs, sizes[:1], of_lhs, of_rhs)),
+        (TypeError, "integers, not float32", (lhs, rhs, np.ones(2, F32), of_lhs, of_rhs)),
+        (
+            ValueError,
+            r"lhs_scales have shape \(1, 3\).*\(4, 2\) or \(4, 1\) or \(1, 2\) or \(1, 1\)",
+            (lhs, rhs, sizes, jnp.ones((1, 3)), of_rhs),
+        ),
+        (
+            ValueError,
+            r"rhs_scales have shape \(3, 2\).*\(2, 300, 2\) or .*\(2, 3, 2\)",
+            (lhs, rhs, sizes, of_lhs, of_rhs[0]),
+        ),
+        (TypeError, "rhs_scales .* not bfloat16", (lhs, rhs, sizes, of_lhs, of_rhs.astype(BF16))),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call(*given)
+    with pytest.raises(TypeError, match=r"group_offset .* not float32"):
+        call(lhs, rhs, sizes, of_lhs, of_rhs, group_offset=jnp.ones(1))
+
+
+# -- Several devices -------------------------------------------------------------------------------
+
+# Shards of lhs, rhs and their scales, and of the result.
+SHARDINGS = {
+    "rows": ((P("d"), P(), P("d"), P()), P("d")),
+    "columns": ((P(), P(None, "d"), P(), P(None, "d")), P(None, "d")),
+    "groups": ((P(), P("d"), P(), P("d")), P()),
+    "k": ((P(None, "d"), P(None, None, "d"), P(None, "d"), P(None, None, "d")), P()),
+}
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+@pytest.mark.parametrize("name", SHARDINGS)
+@pytest.mark.one_in(2)
+def test_devices_share_the_work(rng, name):
+    specs, wanted = SHARDINGS[name]
+    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,), devices=devices()[:4])
+    arrays = operands(rng, 64, 512, 512, 4)
+    sizes = np.array([20, 0, 31, 10])
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
+    compiled = jax.jit(product).lower(*placed, sizes).compile()
+    got = compiled(*placed, sizes)
+    check(got, *arrays[:2], sizes, *arrays[2:])
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, wanted), 2)
+    assert (bytes_sent(compiled) > 0) == (name in ("groups", "k"))
+
+
+# -- The kernels, emulated -------------------------------------------------------------------------
+
+emulated = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
+
+
+def stated(m, n, k, groups, out, by_row=True, block=128):
+    """A product whose lhs has scales of rows, which are adjacent, or one for each 128 of k."""
+    blocks, rows = -(-k // 128), -(-n // block)
+    geometry = MatmulGeometry((groups,), m, n, k, (0, k, 1), (n * k, 1, k), (0, n, 1))
+    return GroupedScaledProduct(
+        GroupedGeometry(geometry, "m", ()), E4M3, E5M2, out, "fp8",
+        lhs_scales=Scales(1, (0,), 1, m) if by_row else Scales(1, (0,), 0, 1),
+        rhs_scales=Scales(block, (rows * blocks,), blocks, 1),
+    )  # fmt: skip
+
+
+# The type of results, sizes of groups, rows, N, K, and the tile.
+KERNELS = [
+    (F32, (100, 0, 7, 161), 300, 136, 400, "128x128 swapped"),
+    (BF16, (100, 0, 7, 161), 300, 136, 400, "128x128 swapped"),
+    (BF16, (130, 1, 0, 259), 400, 264, 272, "128x128 clusters of 2 swapped"),
+    (BF16, (3, 40, 64), 131, 73, 128, "64x64 by 1 swapped"),
+    (BF16, (65, 0, 66), 131, 136, 144, "128x64 swapped"),
+]
+HOW = [
+    {"late": ["reads"], "backwards": True},
+    {"late": ["writes"]},
+    {"options": emulated_plans.SANITIZED},
+]
+
+
+@emulated
+@pytest.mark.parametrize("how", HOW, ids=["late reads", "late writes", "sanitized"])
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize(("out", "sizes", "m", "n", "k", "tile"), KERNELS)
+@pytest.mark.one_in(8)
+def test_emulated_kernels(rng, out, sizes, m, n, k, tile, by_row, how):
+    groups = len(sizes)
+    block = 1 if n == 73 else 128
+    problem = stated(m, n, k, groups, out, by_row, block)
+    with emulated_plans.record() as recorded:
+        found = {x.tile_key: x for x in grouped_wgmma_candidates(problem, SMALL_H100)}
+        plan = found[tile].plan(SMALL_H100)
+    blocks = -(-k // 128)
+    arrays = operands(
+        rng, m, n, k, groups, None if by_row else (1, blocks), (-(-n // block), blocks)
+    )
+    bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    buffers = [*arrays[:2], bounds, np.swapaxes(arrays[2], 0, 1), arrays[3]]
+    (got,) = emulated_plans.run_plan(plan, recorded, buffers, [((m, n), out)], **how)
+    check(got, *arrays[:2], np.array(sizes), *arrays[2:], sums=0)
+
+
+@emulated
+@pytest.mark.thorough
+def test_calls_state_their_product(rng):
+    """Scales of rows are transposed where they are not adjacent; batches have groups."""
+    sizes = np.array([30, 0, 33])
+    arrays = operands(rng, 70, 72, 256, 3)
+    with emulated_gpu() as ran:
+        got = jax.jit(product)(*arrays, sizes)
+        check(got, *arrays[:2], sizes, *arrays[2:], sums=0)
+        call = jax.jit(lambda a, b, s, t, sizes: product(a, b, s.T, t, sizes))
+        got = call(*arrays[:2], arrays[2].T, arrays[3], sizes)
+        check(got, *arrays[:2], sizes, *arrays[2:], sums=0)
+        both = np.stack([sizes, sizes[::-1]])
+        mapped = jax.vmap(product, (0, None, None, None, 0))
+        lhs = jnp.stack([arrays[0], arrays[0][::-1]])
+        got = jax.jit(mapped)(lhs, *arrays[1:], both)
+        for i in range(2):
+            check(got[i], lhs[i], arrays[1], both[i], *arrays[2:], sums=0)
+    assert {plan.name for plan in ran} == {"scaled_ragged_wgmma_matmul fp8"}
+    assert len(ran) == 3
+
+
+@emulated
+@pytest.mark.thorough
+def test_without_a_kernel_operands_are_dequantised(rng):
+    """Rows of 130 bytes have no tensor map."""
+    arrays = operands(rng, 20, 24, 130, 3)
+    sizes = np.array([7, 0, 9])
+    with emulated_gpu() as ran:
+        check(jax.jit(product)(*arrays, sizes), *arrays[:2], sizes, *arrays[2:])
+    assert not any("scaled" in plan.name for plan in ran)
