@@ -181,14 +181,14 @@ ffi::ErrorOr<std::vector<DeviceBuffer>> CallBuffers(const LaunchPlan& plan,
   return buffers;
 }
 
-std::string RunPlan(const Driver& driver, const LaunchPlan& plan,
-                    const std::vector<CUfunction>& functions, CUcontext context, CUstream stream,
-                    const std::vector<DeviceBuffer>& buffers) {
+std::string RunLaunches(const Driver& driver, const LaunchPlan& plan, size_t first, size_t last,
+                        const std::vector<CUfunction>& functions, CUcontext context,
+                        CUstream stream, const std::vector<DeviceBuffer>& buffers) {
   Branch branch(driver, context, stream);
   std::string problem;
-  for (size_t i = 0; i < functions.size() && problem.empty(); ++i) {
+  for (size_t i = first; i < last && problem.empty(); ++i) {
     const Launch& launch = plan.launches[i];
-    const bool follows_branch = i > 0 && plan.launches[i - 1].branches;
+    const bool follows_branch = i > first && plan.launches[i - 1].branches;
     if (launch.branches && !follows_branch) problem = branch.Fork();
     if (launch.joins) problem = branch.Join();
     if (problem.empty()) {

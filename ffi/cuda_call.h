@@ -23,10 +23,18 @@ xla::ffi::ErrorOr<std::vector<DeviceBuffer>> CallBuffers(const LaunchPlan& plan,
                                                          const xla::ffi::RemainingArgs& operands,
                                                          const xla::ffi::RemainingRets& results);
 
-// Launches all kernels of a plan, of which some branch; returns an error message, or nothing.
-std::string RunPlan(const Driver& driver, const LaunchPlan& plan,
-                    const std::vector<CUfunction>& functions, CUcontext context, CUstream stream,
-                    const std::vector<DeviceBuffer>& buffers);
+// Launches the kernels of a plan from `first` to before `last`, of which some branch; returns an
+// error message, or nothing.
+std::string RunLaunches(const Driver& driver, const LaunchPlan& plan, size_t first, size_t last,
+                        const std::vector<CUfunction>& functions, CUcontext context,
+                        CUstream stream, const std::vector<DeviceBuffer>& buffers);
+
+// Launches all kernels of a plan.
+inline std::string RunPlan(const Driver& driver, const LaunchPlan& plan,
+                           const std::vector<CUfunction>& functions, CUcontext context,
+                           CUstream stream, const std::vector<DeviceBuffer>& buffers) {
+  return RunLaunches(driver, plan, 0, functions.size(), functions, context, stream, buffers);
+}
 
 // Launches one kernel with all its repetitions; returns an error message, or nothing.
 std::string Run(const Driver& driver, const Launch& launch, CUfunction function, CUstream stream,

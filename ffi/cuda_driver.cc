@@ -29,6 +29,7 @@ Or<Driver> LoadDriver() {
       Find(library, "cuDeviceGet", driver.cuDeviceGet, missing) &&
       Find(library, "cuDeviceGetName", driver.cuDeviceGetName, missing) &&
       Find(library, "cuDeviceGetAttribute", driver.cuDeviceGetAttribute, missing) &&
+      Find(library, "cuDeviceCanAccessPeer", driver.cuDeviceCanAccessPeer, missing) &&
       Find(library, "cuDevicePrimaryCtxGetState", driver.cuDevicePrimaryCtxGetState, missing) &&
       Find(library, "cuCtxGetCurrent", driver.cuCtxGetCurrent, missing) &&
       Find(library, "cuCtxGetDevice", driver.cuCtxGetDevice, missing) &&
@@ -50,6 +51,7 @@ Or<Driver> LoadDriver() {
       Find(library, "cuEventCreate", driver.cuEventCreate, missing) &&
       Find(library, "cuEventRecord", driver.cuEventRecord, missing) &&
       Find(library, "cuMemsetD8Async", driver.cuMemsetD8Async, missing) &&
+      Find(library, "cuMemcpyAsync", driver.cuMemcpyAsync, missing) &&
       Find(library, "cuMemcpyDtoHAsync_v2", driver.cuMemcpyDtoHAsync, missing) &&
       Find(library, "cuMemcpyHtoDAsync_v2", driver.cuMemcpyHtoDAsync, missing) &&
       Find(library, "cuTensorMapEncodeTiled", driver.cuTensorMapEncodeTiled, missing);
@@ -107,6 +109,30 @@ Or<std::vector<CudaDevice>> GetDevices() {
     result.name = name;
   }
   return devices;
+}
+
+std::string WhyNoPeerAccess() {
+  const Or<Driver>& found = GetDriver();
+  if (const auto* why = std::get_if<std::string>(&found)) return *why;
+  const Driver& driver = std::get<Driver>(found);
+  int count = 0;
+  if (CUresult error = driver.cuDeviceGetCount(&count)) {
+    return "cuDeviceGetCount: " + driver.Text(error);
+  }
+  for (int i = 0; i < count; ++i) {
+    for (int j = 0; j < count; ++j) {
+      if (i == j) continue;
+      CUdevice device, peer;
+      int can = 0;
+      CUresult error = driver.cuDeviceGet(&device, i);
+      if (!error) error = driver.cuDeviceGet(&peer, j);
+      if (!error) error = driver.cuDeviceCanAccessPeer(&can, device, peer);
+      const std::string pair = "GPU " + std::to_string(i) + " and GPU " + std::to_string(j);
+      if (error) return "cuDeviceCanAccessPeer of " + pair + ": " + driver.Text(error);
+      if (can == 0) return pair + " have no peer access";
+    }
+  }
+  return {};
 }
 
 }  // namespace tilekern

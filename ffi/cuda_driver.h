@@ -84,6 +84,7 @@ struct Driver {
   CUresult (*cuDeviceGet)(CUdevice* device, int ordinal);
   CUresult (*cuDeviceGetName)(char* name, int length, CUdevice device);
   CUresult (*cuDeviceGetAttribute)(int* value, int attribute, CUdevice device);
+  CUresult (*cuDeviceCanAccessPeer)(int* can, CUdevice device, CUdevice peer);
   CUresult (*cuDevicePrimaryCtxGetState)(CUdevice device, unsigned* flags, int* active);
   CUresult (*cuCtxGetCurrent)(CUcontext* context);
   CUresult (*cuCtxGetDevice)(CUdevice* device);
@@ -105,6 +106,7 @@ struct Driver {
   CUresult (*cuEventCreate)(CUevent* event, unsigned flags);
   CUresult (*cuEventRecord)(CUevent event, CUstream stream);
   CUresult (*cuMemsetD8Async)(void* address, unsigned char byte, size_t bytes, CUstream stream);
+  CUresult (*cuMemcpyAsync)(void* to, const void* from, size_t bytes, CUstream stream);
   CUresult (*cuMemcpyDtoHAsync)(void* to, const void* from, size_t bytes, CUstream stream);
   CUresult (*cuMemcpyHtoDAsync)(void* to, const void* from, size_t bytes, CUstream stream);
   CUresult (*cuTensorMapEncodeTiled)(CUtensorMap* map, int dtype, uint32_t rank, void* address,
@@ -133,6 +135,9 @@ struct CudaDevice {
 
 // Lists the devices that this process may use, without creating a context on any of them.
 Or<std::vector<CudaDevice>> GetDevices();
+
+// Returns why not every GPU of this process can access the memory of every other, or nothing.
+std::string WhyNoPeerAccess();
 
 // Allows the calling thread to load and unload modules while another thread captures a CUDA graph.
 // By default such a call fails and invalidates the capture. Neither enqueues work on a stream.

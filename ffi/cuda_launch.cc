@@ -1,4 +1,4 @@
-// The one CUDA handler: it executes the launch plan that a custom call carries.
+// The CUDA handlers: they execute the launch plan that a custom call carries.
 //
 // XLA instantiates a call site once, before there is a device, and shares its state among all
 // devices and threads that run the executable. It calls initialize before each run, outside of any
@@ -16,6 +16,7 @@
 #include "cuda_call.h"
 #include "cuda_driver.h"
 #include "cuda_module.h"
+#include "cuda_overlap.h"
 #include "handlers.h"
 #include "launch_plan.h"
 #include "xla/ffi/api/ffi.h"
@@ -60,6 +61,24 @@ class CallSite {
     return &functions_.emplace(context, std::move(functions)).first->second;
   }
 
+  // Returns the number of the device of `context`, which is the same in each execution. The first
+  // call reads it at `address`, when everything before it on `stream` has ended.
+  Or<uint32_t> DeviceNumber(const Driver& driver, CUcontext context, CUstream stream,
+                            const char* address) {
+    {
+      std::lock_guard lock(mutex_);
+      const auto known = devices_.find(context);
+      if (known != devices_.end()) return known->second;
+    }
+    // The mutex is not held meanwhile, because the stream may wait for other devices' threads.
+    uint32_t number = 0;
+    CUresult error = driver.cuMemcpyDtoHAsync(&number, address, sizeof(number), stream);
+    if (!error) error = driver.cuStreamSynchronize(stream);
+    if (error) return "the number of the device: " + driver.Text(error);
+    std::lock_guard lock(mutex_);
+    return devices_[context] = number;
+  }
+
  private:
   static Or<CUfunction> Function(const Driver& driver, CUmodule module, const Launch& launch) {
     CUfunction function;
@@ -91,6 +110,7 @@ class CallSite {
   std::vector<std::shared_ptr<Cubin>> cubins_;
   std::mutex mutex_;
   std::map<CUcontext, std::vector<CUfunction>> functions_;
+  std::map<CUcontext, uint32_t> devices_;
 };
 
 XLA_FFI_TypeId CallSite::id = {};
@@ -197,6 +217,33 @@ ffi::Error ExecuteChecked(CUstream stream, CallSite* site, ffi::RemainingArgs op
       });
 }
 
+ffi::Error ExecuteOverlapped(CUstream stream, CallSite* site, ffi::RunId run,
+                             ffi::RemainingArgs operands, ffi::RemainingRets results,
+                             ffi::Dictionary) {
+  return WithFunctions(
+      site, stream,
+      [&](const Driver& driver, const std::vector<CUfunction>& functions, CUcontext context) {
+        const LaunchPlan& plan = site->plan();
+        if (!plan.exchange) return ffi::Error::InvalidArgument(plan.Text() + " has no exchange");
+        const auto buffers = CallBuffers(plan, operands, results);
+        if (!buffers.has_value()) return buffers.error();
+        const DeviceBuffer& number = (*buffers)[plan.exchange->device];
+        if (number.bytes != sizeof(uint32_t)) {
+          return ffi::Error::InvalidArgument(plan.Text() + ": the number of a device has " +
+                                             std::to_string(number.bytes) + " bytes");
+        }
+        Or<uint32_t> device = site->DeviceNumber(driver, context, stream, number.address);
+        if (auto* why = std::get_if<std::string>(&device)) {
+          return ffi::Error::Internal(plan.Text() + ": " + *why);
+        }
+        const std::string problem =
+            RunOverlapped(driver, plan, functions, context, stream, *buffers,
+                          {run.run_id, std::get<uint32_t>(device)});
+        if (!problem.empty()) return ffi::Error::Internal(plan.Text() + ", " + problem);
+        return ffi::Error::Success();
+      });
+}
+
 // All stages but instantiate have the same arguments. FFI rejects a handler that does not bind
 // operands, results or attributes.
 template <ffi::ExecutionStage stage>
@@ -222,6 +269,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaLaunchExecute, tilekern::Execute,
 // The handler waits, so it cannot be a command of a graph.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaLaunchExecuteChecked, tilekern::ExecuteChecked,
                               tilekern::StageBinding<xla::ffi::ExecutionStage::kExecute>());
+
+// The handler waits for other devices' threads, so it cannot be a command of a graph either.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(CudaLaunchExecuteOverlapped, tilekern::ExecuteOverlapped,
+                              xla::ffi::Ffi::Bind<xla::ffi::ExecutionStage::kExecute>()
+                                  .Ctx<xla::ffi::PlatformStream<tilekern::CUstream>>()
+                                  .Ctx<xla::ffi::State<tilekern::CallSite>>()
+                                  .Ctx<xla::ffi::RunId>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs());
 
 XLA_FFI_TypeId* CudaLaunchStateId() { return &tilekern::CallSite::id; }
 

@@ -20,10 +20,11 @@ XLA_FFI_Error* CpuMatrixSvd(XLA_FFI_CallFrame* frame);       // cpu/matrix_decom
 XLA_FFI_Error* CpuMatrixEigh(XLA_FFI_CallFrame* frame);      // cpu/matrix_decompositions.cc
 XLA_FFI_Error* CpuMatrixQr(XLA_FFI_CallFrame* frame);        // cpu/matrix_decompositions.cc
 
-XLA_FFI_Error* CudaLaunchInstantiate(XLA_FFI_CallFrame* frame);     // cuda_launch.cc
-XLA_FFI_Error* CudaLaunchInitialize(XLA_FFI_CallFrame* frame);      // cuda_launch.cc
-XLA_FFI_Error* CudaLaunchExecute(XLA_FFI_CallFrame* frame);         // cuda_launch.cc
-XLA_FFI_Error* CudaLaunchExecuteChecked(XLA_FFI_CallFrame* frame);  // cuda_launch.cc
+XLA_FFI_Error* CudaLaunchInstantiate(XLA_FFI_CallFrame* frame);        // cuda_launch.cc
+XLA_FFI_Error* CudaLaunchInitialize(XLA_FFI_CallFrame* frame);         // cuda_launch.cc
+XLA_FFI_Error* CudaLaunchExecute(XLA_FFI_CallFrame* frame);            // cuda_launch.cc
+XLA_FFI_Error* CudaLaunchExecuteChecked(XLA_FFI_CallFrame* frame);     // cuda_launch.cc
+XLA_FFI_Error* CudaLaunchExecuteOverlapped(XLA_FFI_CallFrame* frame);  // cuda_launch.cc
 
 // The type of the state that CudaLaunchInstantiate makes, which must be registered before the
 // handlers.

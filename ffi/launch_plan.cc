@@ -163,6 +163,38 @@ Launch ReadLaunch(Reader& reader, size_t cubins, size_t buffers) {
   return launch;
 }
 
+Exchange ReadExchange(Reader& reader, const LaunchPlan& plan) {
+  const auto positive = [&](const char* name) {
+    const auto number = reader.Number<uint64_t>(name);
+    if (number == 0) reader.Fail(name, "is 0");
+    return number;
+  };
+  const auto buffer = [&](const char* name) {
+    const auto number = reader.Number<uint32_t>(name);
+    if (number >= plan.alignments.size()) {
+      reader.Fail(name, "there are only " + std::to_string(plan.alignments.size()) + " buffers");
+    }
+    return number;
+  };
+  Exchange exchange;
+  exchange.scatters = reader.Number<unsigned>("scatters") != 0;
+  exchange.axis = reader.Text("axis");
+  exchange.size = positive("size");
+  exchange.stride = positive("stride");
+  exchange.parts = positive("parts");
+  exchange.lhs = buffer("lhs");
+  exchange.device = buffer("device");
+  exchange.out = buffer("out");
+  exchange.receive = buffer("receive");
+  exchange.send = buffer("send");
+  exchange.term_launches = reader.Number<uint64_t>("term_launches");
+  if (exchange.term_launches > plan.launches.size()) {
+    reader.Fail("term_launches", "there are only " + std::to_string(plan.launches.size()));
+  }
+  exchange.keeps = reader.Number<unsigned>("keeps") != 0;
+  return exchange;
+}
+
 std::string Text(const Dim3& dim) {
   return "(" + std::to_string(dim[0]) + ", " + std::to_string(dim[1]) + ", " +
          std::to_string(dim[2]) + ")";
@@ -208,6 +240,10 @@ ffi::ErrorOr<LaunchPlan> ReadLaunchPlan(const ffi::Dictionary& attributes) {
     if (last.overlaps && i > 0 && last.branches != plan.launches[i - 1].branches) {
       launch.Fail("overlaps", "a launch cannot overlap with one on another stream");
     }
+  }
+  if (reader.Has("exchange")) {
+    Reader exchange = reader.Nested("exchange");
+    plan.exchange = ReadExchange(exchange, plan);
   }
   if (error.empty()) return plan;
   return ffi::Unexpected(ffi::Error::InvalidArgument(plan.Text() + ": " + error));

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -55,12 +56,30 @@ struct Launch {
   std::string Text() const;
 };
 
+// What the devices along a mesh axis send each other while they run a plan. The plan multiplies a
+// part of a matrix `lhs`. A device has a shard of it, which it sends to all others (a gather); or
+// it has all rows, and sends a term of the result to the device that owns its rows (a scatter).
+struct Exchange {
+  bool scatters;
+  std::string axis;
+  uint64_t size,
+      stride;      // devices along the axis, and the distance between two neighbours' numbers
+  uint64_t parts;  // of the rows of a device
+  // Buffers: what is multiplied, the number of the device, the result, and the rows or terms of the
+  // other devices. A scatter computes the terms for others in `send`.
+  uint32_t lhs, device, out, receive, send;
+  // Launches for a term of another device; the others compute a part of this device's result.
+  uint64_t term_launches;
+  bool keeps;  // whether a gather completes `receive` by this device's own rows
+};
+
 struct LaunchPlan {
   std::string name;
   std::string arch;
   std::vector<PackedCubin> cubins;  // their texts are views of attributes
   std::vector<uint64_t> alignments;
   std::vector<Launch> launches;
+  std::optional<Exchange> exchange;
 
   // Describes the plan and its target in errors.
   std::string Text() const;

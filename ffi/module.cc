@@ -57,6 +57,12 @@ nb::dict Registrations() {
   checked["execute"] = Handler(CudaLaunchExecuteChecked);
   cuda["jax_tilekern_cuda_launch_checked"] = checked;
 
+  nb::dict overlapped;
+  overlapped["instantiate"] = Handler(CudaLaunchInstantiate);
+  overlapped["initialize"] = Handler(CudaLaunchInitialize);
+  overlapped["execute"] = Handler(CudaLaunchExecuteOverlapped);
+  cuda["jax_tilekern_cuda_launch_overlapped"] = overlapped;
+
   nb::dict platforms;
   platforms["cpu"] = cpu;
   platforms["CUDA"] = cuda;
@@ -135,6 +141,8 @@ NB_MODULE(_core, m) {
         "The GPUs that this process may use, or why there is none. Makes no context.");
   m.def("cuda_driver_version", &DriverVersion,
         "The newest CUDA version that the driver supports, or why there is no driver.");
+  m.def("why_no_peer_access", &tk::WhyNoPeerAccess,
+        "Why not every GPU of this process can access the memory of every other, or nothing.");
   m.def("unpack_cubin", &UnpackCubin, nb::arg("packed"), nb::arg("bytes"),
         "Unpack a cubin of `bytes` bytes as the launch handler does; for tests.");
 

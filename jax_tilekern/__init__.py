@@ -26,6 +26,7 @@ from jax_tilekern.ops.lane_kernel import kernel
 from jax_tilekern.ops.linear import gated_linear, linear
 from jax_tilekern.ops.matmul import dot_general, matmul, symmetric_matmul
 from jax_tilekern.ops.moe import Routing, moe, route
+from jax_tilekern.ops.overlapped import all_gather_matmul, matmul_reduce_scatter
 from jax_tilekern.ops.quantize import quantize
 from jax_tilekern.ops.ragged_dot import ragged_dot, ragged_dot_general
 from jax_tilekern.ops.scaled_matmul import scaled_matmul
@@ -69,6 +70,7 @@ __all__ = [
     "SegmentPlan",
     "TensorMap",
     "add",
+    "all_gather_matmul",
     "bincount",
     "checkpoint_policies",
     "cost_analysis",
@@ -89,6 +91,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "matmul",
+    "matmul_reduce_scatter",
     "matvec",
     "moe",
     "multi_dot",

@@ -43,6 +43,11 @@ def cuda_driver_version() -> tuple[int, int] | str:
     The newest CUDA version that the driver supports, or why there is no driver.
     """
 
+def why_no_peer_access() -> str:
+    """
+    Why not every GPU of this process can access the memory of every other, or nothing.
+    """
+
 def unpack_cubin(packed: str, bytes: int) -> bytes:
     """A cubin of so many bytes as the launch handler unpacks it; for tests."""
 

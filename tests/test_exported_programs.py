@@ -38,7 +38,7 @@ def test_a_program_of_an_earlier_release_runs(file):
 NEW = {
     "0.1.0": {
         ffi.CPU_ORDER_BY_KEY, ffi.CPU_SEGMENT_REDUCE, ffi.CPU_MATRIX_EIGH, ffi.CPU_MATRIX_QR,
-        ffi.CPU_MATRIX_SVD,
+        ffi.CPU_MATRIX_SVD, ffi.CUDA_LAUNCH_OVERLAPPED,
     }
 }  # fmt: skip
 

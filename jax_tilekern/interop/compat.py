@@ -32,6 +32,7 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax._src.lib import mlir as _mlir_lib
 from jax._src.lib.mlir.dialects import func as _func
+from jax._src.lib.mlir.dialects import hlo as _hlo  # type: ignore[attr-defined]
 from jax._src.numpy import util as _numpy_util
 from jax.interpreters import ad, batching, mlir
 
@@ -77,6 +78,7 @@ __all__ = [
     "name_p",
     "of_low_primitives",
     "partial_eval",
+    "partition_id",
     "ragged_dot_general_p",
     "register_batching",
     "register_dead_code",
@@ -272,6 +274,11 @@ def transposed_from(value: Any) -> tuple[Any, Sequence[int]] | None:
     if getattr(operation, "name", None) != "stablehlo.transpose":
         return None
     return operation.operands[0], list(operation.attributes["permutation"])
+
+
+def partition_id() -> Any:
+    """Return the MLIR value of the device's number in the program."""
+    return _hlo.PartitionIdOp().result
 
 
 def splat_of(value: Any) -> int | float | None:

@@ -42,6 +42,7 @@ CPU_MATRIX_EIGH = "jax_tilekern_cpu_matrix_eigh"
 CPU_MATRIX_QR = "jax_tilekern_cpu_matrix_qr"
 CUDA_LAUNCH = "jax_tilekern_cuda_launch"
 CUDA_LAUNCH_CHECKED = "jax_tilekern_cuda_launch_checked"
+CUDA_LAUNCH_OVERLAPPED = "jax_tilekern_cuda_launch_overlapped"
 # The custom call that XLA's partitioner replaces; see jax_tilekern.partitioning.call.
 PARTITIONED = "jax_tilekern_partitioned"
 # Every target. Exported programs name them and their attributes: tests/exported has programs of
@@ -63,6 +64,7 @@ FFI_TARGETS = (
     CPU_MATRIX_QR,
     CUDA_LAUNCH,
     CUDA_LAUNCH_CHECKED,
+    CUDA_LAUNCH_OVERLAPPED,
     PARTITIONED,
 )
 
@@ -150,6 +152,8 @@ def cuda_launch(
         return plan.attributes() | extra
 
     target = CUDA_LAUNCH_CHECKED if checked else CUDA_LAUNCH
+    if plan.exchange is not None:
+        target = CUDA_LAUNCH_OVERLAPPED
     results = (*avals, *workspaces)
     values = _call(ctx, plan.name, target, operands, results, plan.digest, attributes, aliases)
     return values[: len(ctx.avals_out)]

@@ -452,6 +452,53 @@ def overlapping(gpu: Gpu, *launches: Launch) -> tuple[Launch, ...]:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """What the devices along a mesh axis send each other while they run a plan.
+
+    The plan multiplies a part of a matrix. In a *gather* a device has a shard of the matrix, which
+    it sends to the others, and multiplies all shards. In a *scatter* it has all rows, and sends
+    each of the others its term of the rows of the result that the other owns.
+
+    Attributes
+    ----------
+    scatters
+        Whether it is a scatter.
+    axis
+        The name of the axis, for errors.
+    size, stride
+        The number of devices along the axis, and the distance between two neighbours' numbers.
+    parts
+        Parts of a device's rows, which are sent one after the other.
+    lhs, device, out, receive, send
+        Buffers: the matrix, the number of the device, the result, and what comes from the other
+        devices. A scatter computes terms for the others in ``send``.
+    term_launches
+        The plan's first launches, which compute a term for another device. The others compute a
+        part of the device's own rows.
+    keeps
+        Whether a gather completes ``receive`` by the device's own shard.
+    """
+
+    scatters: bool
+    axis: str
+    size: int
+    stride: int
+    parts: int
+    lhs: int
+    device: int
+    out: int
+    receive: int
+    send: int
+    term_launches: int
+    keeps: bool
+
+    def attributes(self) -> dict[str, Any]:
+        """Return what the handler reads."""
+        fields = dataclasses.asdict(self)
+        return {name: int(x) if isinstance(x, bool) else x for name, x in fields.items()}
+
+
+@dataclass(frozen=True)
 class LaunchPlan:
     """What one custom call does: launches in order, over its operands, results and workspaces.
 
@@ -472,6 +519,8 @@ class LaunchPlan:
     reason
         The choices that were made, in words for ``explain``, for example ``"128x256x64, 3
         stages, 512 tiles on 132 SMs"``.
+    exchange
+        What devices send each other meanwhile, if they do.
     """
 
     name: str
@@ -480,6 +529,7 @@ class LaunchPlan:
     alignments: tuple[int, ...]
     workspace_bytes: tuple[int, ...] = ()
     reason: str = ""
+    exchange: Exchange | None = None
 
     def __post_init__(self) -> None:
         self._require(bool(self.launches), "a plan has at least one launch")
@@ -560,6 +610,7 @@ class LaunchPlan:
             "cubins": _numbered({"bytes": len(cubin), "packed": packed(cubin)} for cubin in cubins),
             "alignments": np.array(self.alignments + workspaces, np.int64),
             "launches": _numbered(launches),
+            **({"exchange": self.exchange.attributes()} if self.exchange else {}),
         }
 
 

@@ -25,3 +25,4 @@ void CheckHostileArrayCalls(Counts& counts);                        // hostile_a
 void CheckHostilePlans(Counts& counts);                             // hostile_plans.cc
 void CheckHostileCubins(Counts& counts);                            // hostile_cubins.cc
 void CheckBranches(Counts& counts);                                 // branches.cc
+void CheckOverlap(Counts& counts);                                  // overlap.cc

@@ -15,6 +15,7 @@ int main(int argc, char** argv) {
     CheckHostileRaggedCalls(counts);
     CheckHostileArrayCalls(counts);
   }
+  CheckOverlap(counts);
   CheckProducts(counts, threads_only);
   CheckRaggedProducts(counts, threads_only);
   CheckArrays(counts, threads_only);

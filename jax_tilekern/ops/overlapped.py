@@ -1,0 +1,607 @@
+"""Products that overlap with their communication along a mesh axis.
+
+``gathered_product`` multiplies the rows of all devices, ``scattered_product`` sums the products of
+all devices, of which each gets its rows. They are each other's cotangents. On GPUs of one process
+parts of the rows are copied while others are multiplied; elsewhere a product follows
+``all_gather``, or ``psum_scatter`` follows a product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_tilekern.epilogue.scalar_function import trace_scalars
+from jax_tilekern.interop import compat
+from jax_tilekern.interop.compat import ad
+from jax_tilekern.ops.contraction import contract
+from jax_tilekern.ops.contraction_lowering import CUDA, LoweredProduct, cuda_kernel, state_problem
+from jax_tilekern.ops.fused_lowering import fused_kernel, planners
+from jax_tilekern.ops.jitted import jitted
+from jax_tilekern.ops.labelled_operands import common_type
+from jax_tilekern.plans import overlap
+from jax_tilekern.plans.contraction import Contraction, labelled
+from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
+from jax_tilekern.plans.launch import LaunchPlan
+from jax_tilekern.plans.overlap import MeshAxis
+from jax_tilekern.primitives.operation import (
+    Fallback,
+    Operand,
+    Operation,
+    PlannedKernel,
+    define,
+)
+
+
+@jitted("axis_name", "precision", "preferred_element_type")
+def all_gather_matmul(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: str,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Array:
+    """Matrix product ``lax.all_gather(x, axis_name, tiled=True) @ w`` inside ``shard_map``.
+
+    On GPUs of one process that access each other's memory, and inside
+    :func:`jax_tilekern.policy` ``("kernels")``, rows are sent while others are multiplied, if that
+    is predicted to be faster. The gradient with respect to ``x`` is that of
+    :func:`matmul_reduce_scatter`.
+
+    Parameters
+    ----------
+    x
+        This device's rows, of shape ``(m, ..., k)``.
+    w
+        Matrix of shape ``(k, n)``.
+    axis_name
+        The mesh axis along which rows are gathered.
+    precision, preferred_element_type
+        As in :func:`matmul`.
+
+    Returns
+    -------
+    Array
+        Shape ``(devices * m, ..., n)``, where ``devices`` are those along the axis.
+
+    Raises
+    ------
+    ValueError
+        If ``x`` has fewer than two dimensions, or ``w`` is no matrix.
+    TypeError
+        If contracted sizes differ.
+    NameError
+        If there is no such axis.
+
+    See Also
+    --------
+    matmul_reduce_scatter : the product whose rows are scattered.
+    """
+    x, w, contraction, result = _operands(x, w, precision, preferred_element_type)
+    params = _params(contraction, precision, result)
+    axis = _mesh_axis(axis_name)
+    if axis is None:
+        gathered = lax.all_gather(x, axis_name, tiled=True)
+        return compat.with_type(contract(gathered, w, **params), result.dtype, result.weak_type)
+    (product,) = gathered_product(x, w, axis=axis, keeps=False, **params)
+    return compat.with_type(product, result.dtype, result.weak_type)
+
+
+@jitted("axis_name", "precision", "preferred_element_type")
+def matmul_reduce_scatter(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: str,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Array:
+    """Matrix product ``lax.psum_scatter(x @ w, axis_name, tiled=True)`` inside ``shard_map``.
+
+    On GPUs of one process that access each other's memory, and inside
+    :func:`jax_tilekern.policy` ``("kernels")``, the product's rows are sent while others are
+    computed, if that is predicted to be faster. A device then adds the terms of the others to the
+    accumulators of its own, in an order that only its place along the axis decides. The gradient
+    with respect to ``x`` is that of :func:`all_gather_matmul`.
+
+    Parameters
+    ----------
+    x
+        This device's columns, of shape ``(devices * m, ..., k)``, where ``devices`` are those along
+        the axis.
+    w
+        This device's rows, of shape ``(k, n)``.
+    axis_name
+        The mesh axis along which products are added and rows are scattered.
+    precision, preferred_element_type
+        As in :func:`matmul`.
+
+    Returns
+    -------
+    Array
+        Shape ``(m, ..., n)``.
+
+    Raises
+    ------
+    ValueError
+        If ``x`` has fewer than two dimensions, ``w`` is no matrix, or the number of devices does
+        not divide the rows.
+    TypeError
+        If contracted sizes differ.
+    NameError
+        If there is no such axis.
+
+    See Also
+    --------
+    all_gather_matmul : the product whose rows are gathered.
+    """
+    x, w, contraction, result = _operands(x, w, precision, preferred_element_type)
+    params = _params(contraction, precision, result)
+    axis = _mesh_axis(axis_name)
+    if axis is None:
+        product = lax.psum_scatter(contract(x, w, **params), axis_name, tiled=True)
+    else:
+        product = scattered_product(x, w, axis=axis, **params)
+    return compat.with_type(product, result.dtype, result.weak_type)
+
+
+def _operands(
+    x: ArrayLike, w: ArrayLike, precision: Any, preferred_element_type: Any
+) -> tuple[Array, Array, Contraction, Any]:
+    if jnp.ndim(x) < 2 or jnp.ndim(w) != 2:
+        raise ValueError(
+            f"x of shape {jnp.shape(x)} has at least two dimensions, and w of shape {jnp.shape(w)} "
+            "is a matrix"
+        )
+    by_matmul = functools.partial(
+        jnp.matmul, precision=precision, preferred_element_type=preferred_element_type
+    )
+    result = compat.result_type(by_matmul, x, w)
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    *rows, k = range(x.ndim)
+    n = x.ndim
+    contraction = Contraction((*rows, k), (k, n), (*rows, n))
+    x, w = common_type(x, w, result.dtype, compat.canonicalize_precision(precision))
+    return x, w, contraction, result
+
+
+def _params(contraction: Contraction, precision: Any, result: Any) -> dict[str, Any]:
+    return {
+        "contraction": contraction,
+        "precision": compat.canonicalize_precision(precision),
+        "out_dtype": np.dtype(result.dtype),
+    }
+
+
+def _mesh_axis(name: Any) -> MeshAxis | None:
+    """Return the mesh axis of this name that is manual here, if there is one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not isinstance(name, str) or name not in mesh.manual_axes or mesh.shape[name] == 1:
+        return None
+    names = list(mesh.shape)
+    minor = names[names.index(name) + 1 :]
+    return MeshAxis(name, mesh.shape[name], math.prod(mesh.shape[other] for other in minor))
+
+
+# Products along a mesh axis. The first label of ``lhs`` and of the result is that of the rows which
+# devices exchange.
+
+
+def gathered_product(x: Array, w: Array, *, keeps: bool, **params: Any) -> list[Array]:
+    """Return the product of all devices' rows, and also the gathered rows if ``keeps``."""
+    results: list[Array] = _gathered(x, w, keeps=keeps, **params)
+    return results
+
+
+def scattered_product(x: Array, w: Array, **params: Any) -> Array:
+    """Return this device's rows of the sum of all devices' products."""
+    result: Array = _scattered(x, w, **params)
+    return result
+
+
+def _all_gather(x: Array, axis: MeshAxis) -> Array:
+    gathered: Array = lax.all_gather(x, axis.name, tiled=True)
+    return gathered
+
+
+def _reduce_scatter(x: Array, axis: MeshAxis) -> Array:
+    scattered: Array = lax.psum_scatter(x, axis.name, tiled=True)
+    return scattered
+
+
+def _reference_of_gathered(
+    x: Array, w: Array, *, axis: MeshAxis, keeps: bool, **params: Any
+) -> list[Array]:
+    gathered = _all_gather(x, axis)
+    product = contract(gathered, w, **params)
+    return [product, gathered] if keeps else [product]
+
+
+def _reference_of_scattered(x: Array, w: Array, *, axis: MeshAxis, **params: Any) -> Array:
+    return _reduce_scatter(contract(x, w, **params), axis)
+
+
+def _reference_of_tangent(
+    x_tangent: Array, w_tangent: Array, x: Array, w: Array, *, axis: MeshAxis, **params: Any
+) -> Array:
+    terms = contract(x_tangent, w, **params) + contract(x, w_tangent, **params)
+    return _reduce_scatter(terms, axis)
+
+
+# Derivatives. The gathered rows are kept for the cotangent of ``w``.
+
+
+def _jvp_of_gathered(
+    primals: Sequence[Any], tangents: Sequence[Any], *, keeps: bool, axis: MeshAxis, **params: Any
+) -> tuple[list[Any], list[Any]]:
+    (x, w), (x_tangent, w_tangent) = primals, tangents
+    moves = type(w_tangent) is not ad.Zero
+    results = gathered_product(x, w, keeps=keeps or moves, axis=axis, **params)
+    derived = [compat.zero_tangent(result) for result in results[: 1 + keeps]]
+    if type(x_tangent) is not ad.Zero:
+        derived = gathered_product(x_tangent, w, keeps=keeps, axis=axis, **params)
+    if moves:
+        derived[0] = ad.add_tangents(derived[0], contract(results[1], w_tangent, **params))
+    return results[: 1 + keeps], derived
+
+
+def _jvp_of_scattered(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[Array, Any]:
+    (x, w), (x_tangent, w_tangent) = primals, tangents
+    result = scattered_product(x, w, **params)
+    moving = [type(tangent) is not ad.Zero for tangent in tangents]
+    if all(moving):
+        return result, _tangent(x_tangent, w_tangent, x, w, **params)
+    if moving[0]:
+        return result, scattered_product(x_tangent, w, **params)
+    if moving[1]:
+        return result, scattered_product(x, w_tangent, **params)
+    return result, compat.zero_tangent(result)
+
+
+def _of_cotangent(c: Contraction) -> Contraction:
+    """Return the product of the result's cotangent and ``rhs`` that is the cotangent of ``lhs``."""
+    return dataclasses.replace(c, lhs=c.out, out=c.lhs)
+
+
+def _cotangent_of_w(x: Array, cotangent: Array, w: Any, contraction: Contraction, p: Any) -> Array:
+    c = dataclasses.replace(contraction, rhs=contraction.out, out=contraction.rhs)
+    return contract(x, cotangent, contraction=c, precision=p, out_dtype=w.dtype)
+
+
+def _gathered_for_x(
+    cotangents: Sequence[Array],
+    x: Any,
+    w: Array,
+    *,
+    axis: MeshAxis,
+    contraction: Contraction,
+    precision: Any,
+    **_: Any,
+) -> Array:
+    rows = scattered_product(
+        cotangents[0],
+        w,
+        axis=axis,
+        contraction=_of_cotangent(contraction),
+        precision=precision,
+        out_dtype=x.dtype,
+    )
+    return functools.reduce(jnp.add, (_reduce_scatter(x, axis) for x in cotangents[1:]), rows)
+
+
+def _gathered_for_w(
+    cotangents: Sequence[Array],
+    x: Array,
+    w: Any,
+    *,
+    axis: MeshAxis,
+    contraction: Contraction,
+    precision: Any,
+    **_: Any,
+) -> Array:
+    return _cotangent_of_w(_all_gather(x, axis), cotangents[0], w, contraction, precision)
+
+
+def _scattered_for_x(
+    cotangent: Array, x: Any, w: Array, *, contraction: Contraction, **params: Any
+) -> Array:
+    c = _of_cotangent(contraction)
+    of_x = {**params, "contraction": c, "out_dtype": x.dtype}
+    return gathered_product(cotangent, w, keeps=False, **of_x)[0]
+
+
+def _scattered_for_w(
+    cotangent: Array,
+    x: Array,
+    w: Any,
+    *,
+    axis: MeshAxis,
+    contraction: Contraction,
+    precision: Any,
+    **_: Any,
+) -> Array:
+    return _cotangent_of_w(x, _all_gather(cotangent, axis), w, contraction, precision)
+
+
+def _tangent_for(
+    first: int,
+    cotangent: Array,
+    *operands: Any,
+    contraction: Contraction,
+    precision: Any,
+    **params: Any,
+) -> tuple[Array, Array]:
+    """Return the cotangents of a pair ``x`` and ``w``, which share the gathered cotangent."""
+    x, w = operands[2 - first : 4 - first]
+    wanted_x, wanted_w = operands[first : first + 2]
+    of_x = {
+        **params,
+        "contraction": _of_cotangent(contraction),
+        "precision": precision,
+        "out_dtype": wanted_x.dtype,
+    }
+    for_x, gathered = gathered_product(cotangent, w, keeps=True, **of_x)
+    return for_x, _cotangent_of_w(x, gathered, wanted_w, contraction, precision)
+
+
+# Batching: a mapped dimension follows the rows.
+
+
+def _mapped(
+    operands: Sequence[Array], dims: Sequence[int | None], contraction: Contraction
+) -> tuple[list[Array], Contraction]:
+    x, w = operands
+    new = 1 + max(*contraction.lhs, *contraction.rhs)
+    at = None
+    if dims[0] is not None:
+        x, at = jnp.moveaxis(x, dims[0], 1), 1
+    return [x, w], dataclasses.replace(
+        contraction,
+        lhs=labelled(contraction.lhs, new, at),
+        rhs=labelled(contraction.rhs, new, dims[1]),
+        out=labelled(contraction.out, new, 1),
+    )
+
+
+def _batch_gathered(
+    _: Any,
+    operands: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    contraction: Contraction,
+    **params: Any,
+) -> tuple[list[Array], list[int | None]]:
+    operands, contraction = _mapped(operands, dims, contraction)
+    results = gathered_product(*operands, contraction=contraction, **params)
+    rows = None if dims[0] is None else 1
+    return results, [1, rows][: len(results)]
+
+
+def _batch_scattered(
+    _: Any,
+    operands: Sequence[Array],
+    dims: Sequence[int | None],
+    *,
+    contraction: Contraction,
+    **params: Any,
+) -> tuple[Array, int]:
+    operands, contraction = _mapped(operands, dims, contraction)
+    return scattered_product(*operands, contraction=contraction, **params), 1
+
+
+def _batch_tangent(
+    _: Any, operands: Sequence[Array], dims: Sequence[int | None], **params: Any
+) -> tuple[Array, int]:
+    reference = functools.partial(_reference_of_tangent, **params)
+    return jax.vmap(reference, dims)(*operands), 0
+
+
+# Lowering.
+
+
+class _Part:
+    """Takes the place of the MLIR value of a part of an array. Nothing makes it by a transpose."""
+
+    owner = None
+
+
+def _part_of(shape: Sequence[int], dtype: Any, parts: int) -> Operand:
+    rows, *others = shape
+    return Operand(_Part(), jax.core.ShapedArray((rows // parts, *others), dtype))
+
+
+def _parts(x: Any, w: Any, out: Any, axis: MeshAxis, *, scatters: bool) -> int | str:
+    """Return in how many parts a device's rows are sent, or why they are not overlapped."""
+    if jax.process_count() > 1:
+        return "devices of several processes do not exchange parts"
+    if why := overlap.why_no_exchange():
+        return why
+    sent = out if scatters else x
+    products = math.prod(x.shape) * math.prod(w.shape) // w.shape[0]
+    return overlap.parts_of_rows(
+        scatters=scatters,
+        axis=axis,
+        rows=sent.shape[0],
+        sent=_bytes(sent),
+        lhs=_bytes(x),
+        out=_bytes(out),
+        flops=2.0 * products * (1 if scatters else axis.size) * x.dtype.itemsize / 2,
+    )
+
+
+def _bytes(x: Any) -> int:
+    size: int = math.prod(x.shape) * x.dtype.itemsize
+    return size
+
+
+def _emitted(
+    plan: LaunchPlan, kernel: PlannedKernel, part: Operand, whole: Operand, scratch: Sequence[Any]
+) -> PlannedKernel:
+    """Return the kernel of an exchange, which reads whole arrays and the device's number."""
+    operands = [whole.value if x is part.value else x for x in kernel.operands]
+    operands.append(compat.partition_id())
+    return PlannedKernel(kernel.name, plan.reason, plan, operands, scratch=scratch)
+
+
+def _gathered_kernel(
+    operands: Sequence[Operand], *, axis: MeshAxis, keeps: bool, **params: Any
+) -> PlannedKernel | str:
+    x, w = operands
+    out = _result(operands, axis.size, **params)
+    parts = _parts(x.aval, w.aval, out, axis, scatters=False)
+    if isinstance(parts, str):
+        return parts
+    part = _part_of(x.aval.shape, x.aval.dtype, parts)
+    kernel = _product([part, w], **params)
+    if isinstance(kernel, str):
+        return kernel
+    assert isinstance(kernel.call, LaunchPlan)
+    lhs = kernel.operands.index(part.value)
+    plan = overlap.gather_plan(kernel.call, lhs, axis, parts, keeps=keeps)
+    rows, *others = x.aval.shape
+    gathered = jax.core.ShapedArray((axis.size * rows, *others), x.aval.dtype)
+    return _emitted(plan, kernel, part, x, [] if keeps else [gathered])
+
+
+def _scattered_kernel(
+    operands: Sequence[Operand],
+    *,
+    axis: MeshAxis,
+    contraction: Contraction,
+    precision: Any,
+    out_dtype: np.dtype[Any],
+) -> PlannedKernel | str:
+    x, w = operands
+    params = {"contraction": contraction, "precision": precision, "out_dtype": out_dtype}
+    out = _result(operands, 1 / axis.size, **params)
+    parts = _parts(x.aval, w.aval, out, axis, scatters=True)
+    if isinstance(parts, str):
+        return parts
+    part = _part_of(x.aval.shape, x.aval.dtype, axis.size * parts)
+    term = _product([part, w], **params)
+    if isinstance(term, str):
+        return term
+    others = [_part_of(out.shape, out_dtype, parts) for _ in range(axis.size - 1)]
+    accumulator = accumulator_dtype(x.aval.dtype, out_dtype)
+    traced = trace_scalars(_sum, accumulator, out_dtype, [out_dtype] * len(others))
+    total = fused_kernel(
+        [part, w],
+        None,
+        others,
+        contraction=contraction,
+        operand_labels=(contraction.out,) * len(others),
+        function=traced[0],
+        precision=precision,
+        accumulator=accumulator,
+    )
+    if isinstance(total, str):
+        return total
+    assert isinstance(term.call, LaunchPlan)
+    assert isinstance(total.call, LaunchPlan)
+    read = total.operands[: len(term.operands)]
+    plan = overlap.scatter_plan(
+        term.call,
+        total.call,
+        term.operands.index(part.value),
+        [term.operands.index(value) for value in read],
+        axis,
+        parts,
+        _bytes(others[0].aval),
+    )
+    terms = jax.core.ShapedArray((axis.size - 1, *out.shape), out_dtype)
+    return _emitted(plan, term, part, x, [terms, terms])
+
+
+def _sum(accumulator: Array, *terms: Array) -> Array:
+    return functools.reduce(lambda total, x: total + x.astype(total.dtype), terms, accumulator)
+
+
+def _result(
+    operands: Sequence[Operand],
+    factor: float,
+    *,
+    contraction: Contraction,
+    out_dtype: np.dtype[Any],
+    **_: Any,
+) -> Any:
+    """Return the type of the result, which has ``factor`` times as many rows as ``x``."""
+    x, w = (operand.aval for operand in operands)
+    sizes = dict(zip((*contraction.lhs, *contraction.rhs), (*x.shape, *w.shape), strict=True))
+    rows, *others = (sizes[label] for label in contraction.out)
+    return jax.core.ShapedArray((int(rows * factor), *others), out_dtype)
+
+
+def _product(operands: Sequence[Operand], **params: Any) -> PlannedKernel | str:
+    problem = state_problem(contract, CUDA, operands, **params)
+    if not isinstance(problem, LoweredProduct):
+        return problem.reason
+    kernel = cuda_kernel(problem.product, problem.operands)
+    return kernel.reason if isinstance(kernel, Fallback) else kernel
+
+
+def _describe(what: str, contraction: Contraction, axis: MeshAxis, **_: Any) -> str:
+    return f"{contraction}, {what} over {axis.name}"
+
+
+_gathered = define(
+    Operation(
+        name="tilekern_gathered_product",
+        reference=_reference_of_gathered,
+        several_results=True,
+        jvp=_jvp_of_gathered,
+        transposes={0: _gathered_for_x, 1: _gathered_for_w},
+        batch=_batch_gathered,
+        sharding_rule=None,
+        planners=planners(
+            _gathered_kernel,
+            _reference_of_gathered,
+            "rows gathered first",
+            on_cpu="CPUs share their memory",
+        ),
+        describe=functools.partial(_describe, "rows gathered"),
+    )
+)
+_scattered = define(
+    Operation(
+        name="tilekern_scattered_product",
+        reference=_reference_of_scattered,
+        jvp=_jvp_of_scattered,
+        transposes={0: _scattered_for_x, 1: _scattered_for_w},
+        batch=_batch_scattered,
+        sharding_rule=None,
+        planners=planners(
+            _scattered_kernel,
+            _reference_of_scattered,
+            "terms added and scattered afterwards",
+            on_cpu="CPUs share their memory",
+        ),
+        describe=functools.partial(_describe, "rows scattered"),
+    )
+)
+# The tangent of a scattered product: linear in each pair of ``x`` and ``w``.
+_tangent = define(
+    Operation(
+        name="tilekern_scattered_product_tangent",
+        reference=_reference_of_tangent,
+        transposes={
+            (0, 1): functools.partial(_tangent_for, 0),
+            (2, 3): functools.partial(_tangent_for, 2),
+        },
+        batch=_batch_tangent,
+        sharding_rule=None,
+        planners={},
+        describe=functools.partial(_describe, "rows scattered, tangent"),
+    )
+)

@@ -1,0 +1,236 @@
+"""Products that overlap with their communication: values and derivatives, and what GPUs run."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax, shard_map
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from nvrtc_mark import needs_nvrtc
+from sharded import collectives, devices
+
+import jax_tilekern as jtk
+from jax_tilekern.plans import overlap
+
+pytestmark = pytest.mark.skipif(devices() is None, reason="8 devices")
+
+M, K, N, B = 8, 12, 16, 3
+ROWS, COLUMNS = (
+    (P("x"), P(None, ("y", "x")), P(None, ("y", "x"))),
+    (P(None, "x"), P("x", "y"), P("x", "y")),
+)
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=devices()[:8])
+
+
+@pytest.fixture
+def x(rng):
+    return rng.standard_normal((M, K), np.float32)
+
+
+@pytest.fixture
+def w(rng):
+    return rng.standard_normal((K, N), np.float32)
+
+
+def by_lax_gathered(x, w, axis):
+    return lax.all_gather(x, axis, tiled=True) @ w
+
+
+def by_lax_scattered(x, w, axis):
+    return lax.psum_scatter(x @ w, axis, tiled=True)
+
+
+FUNCTIONS = {
+    "gathered": (jtk.all_gather_matmul, by_lax_gathered, ROWS),
+    "scattered": (jtk.matmul_reduce_scatter, by_lax_scattered, COLUMNS),
+}
+
+
+def over(mesh, function, specs, check_vma=True):
+    return shard_map(
+        lambda x, w: function(x, w, "x"),
+        mesh=mesh, in_specs=specs[:2], out_specs=specs[2], check_vma=check_vma,
+    )  # fmt: skip
+
+
+def close(ours, theirs):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-4), ours, theirs)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_derivatives(mesh, x, w, name, check_vma):
+    function, _, specs = FUNCTIONS[name]
+
+    def all_of(f):
+        def loss(x, w):
+            return jnp.sin(f(x, w)).sum()
+
+        def run(x, w):
+            product, tangent = jax.jvp(f, (x, w), (x + 1, w - 1))
+            along_x = jax.jvp(lambda x: f(x, w), (x,), (x + 1,))[1]
+            gradient = jax.grad(loss, (0, 1))
+            second = jax.jvp(gradient, (x, w), (x + 1, w - 1))[1]
+            return product, tangent, along_x, gradient(x, w), jax.grad(loss, 1)(x, w), second
+
+        return jax.jit(run)
+
+    close(all_of(over(mesh, function, specs, check_vma))(x, w), all_of(jnp.matmul)(x, w))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_collectives(mesh, x, w, name):
+    """Those of XLA's program, none of them twice."""
+    function, by_lax, specs = FUNCTIONS[name]
+
+    def found(function):
+        f = over(mesh, function, specs)
+
+        def run(x, w, cotangent):
+            product, transpose = jax.vjp(f, x, w)
+            return product, transpose(cotangent)
+
+        compiled = jax.jit(run).lower(x, w, np.ones((M, N), np.float32)).compile()
+        return sorted(c.kind for c in collectives(compiled))
+
+    assert found(function) == found(by_lax) != []
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0), (2, 1)], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_vmap(mesh, rng, x, w, name, dims):
+    function, _, specs = FUNCTIONS[name]
+    x, w = (
+        a if dim is None else np.moveaxis(rng.standard_normal((B, *a.shape), np.float32), 0, dim)
+        for a, dim in zip((x, w), dims, strict=True)
+    )
+
+    def all_of(f):
+        f = jax.vmap(f, dims)
+        return jax.jit(lambda x, w: (f(x, w), jax.jvp(f, (x, w), (x + 1, w - 1))[1]))
+
+    close(all_of(over(mesh, function, specs))(x, w), all_of(jnp.matmul)(x, w))
+
+
+def test_names_of_vmap_and_rows_of_several_dimensions(mesh, rng, w):
+    x = rng.standard_normal((8, 4, K), np.float32)
+    f = over(mesh, jtk.all_gather_matmul, (P("x"), P(), P()), check_vma=False)
+    close(jax.jit(f)(x, w), x @ w)
+    mapped = jax.vmap(lambda x: jtk.all_gather_matmul(x, w, "i"), axis_name="i")(x)
+    close(mapped[0], x.reshape(-1, K) @ w)
+    scatter = jax.vmap(lambda x: jtk.matmul_reduce_scatter(x, w, "i"), axis_name="i")
+    close(scatter(np.stack([x[:, 0]] * 4)).reshape(8, N), 4 * x[:, 0] @ w)
+
+
+def test_errors(mesh, x, w):
+    def call(function, x, w, axis="x"):
+        specs = (P(), P(), P("x"))
+        return jax.eval_shape(over(mesh, lambda x, w, _: function(x, w, axis), specs), x, w)
+
+    with pytest.raises(TypeError, match="contract"):
+        call(jtk.all_gather_matmul, x, w[:3])
+    with pytest.raises(ValueError, match=r"\(12,\)"):
+        call(jtk.all_gather_matmul, x[0], w)
+    with pytest.raises(ValueError, match="is a matrix"):
+        call(jtk.matmul_reduce_scatter, x, w[0])
+    with pytest.raises(ValueError, match="divi"):
+        call(jtk.matmul_reduce_scatter, x[:3], w)
+    with pytest.raises(NameError, match="nowhere"):
+        call(jtk.all_gather_matmul, x, w, "nowhere")
+
+
+# What GPUs run.
+
+
+@pytest.fixture
+def two(monkeypatch):
+    monkeypatch.setattr(overlap, "why_no_exchange", lambda: "")
+    return jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=devices()[:2])
+
+
+def explained(mesh, function, specs, m=16384, k=4096, n=4096, policy="kernels"):
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (k, n))]
+    with jtk.gpu_target("H100"), jtk.policy(policy):
+        return jtk.explain(jax.jit(over(mesh, function, specs)), *args, platform="cuda")
+
+
+GATHER, SCATTER = (P("x"), P(None, "x"), P(None, "x")), (P(None, "x"), P("x"), P("x"))
+
+
+@needs_nvrtc
+def test_large_products_overlap(two):
+    (call,) = explained(two, jtk.all_gather_matmul, GATHER)
+    assert call.kernel.startswith("wgmma_matmul")
+    assert call.reason.endswith("rows gathered over x in 4 parts meanwhile")
+    (call,) = explained(two, jtk.matmul_reduce_scatter, SCATTER)
+    assert call.reason.endswith("terms scattered over x in 2 parts meanwhile")
+
+
+@needs_nvrtc
+def test_what_does_not_overlap(two, monkeypatch):
+    def reason(**sizes):
+        call, product = explained(two, jtk.all_gather_matmul, GATHER, **sizes)
+        assert call.kernel is None
+        assert product.depth == 1
+        return call.reason
+
+    assert "policy" in reason(policy="auto")
+    assert "MiB are too few" in reason(m=1024)
+    assert "one after the other" in reason(m=4096, n=1024)
+    monkeypatch.setattr(overlap, "why_no_exchange", lambda: "GPU 0 and GPU 1 have no peer access")
+    assert "no peer access" in reason()
+
+
+@needs_nvrtc
+def test_the_plan_of_a_scatter(two):
+    """Both kernels have a part of the operands, and the second one the terms of other devices."""
+    axis = overlap.MeshAxis("x", 3, 2)
+    with jtk.gpu_target("H100"), jtk.policy("kernels"):
+        term = plan_of(lambda x, w: jtk.matmul(x, w))
+        total = plan_of(
+            lambda x, w, r, s: jtk.matmul(
+                x, w, epilogue=lambda y, r, s: y + r + s, operands=(r, s)
+            ),
+            operands=2,
+        )
+    plan = overlap.scatter_plan(term, total, 0, [0, 1], axis, 2, 1 << 20)
+    assert plan.exchange.term_launches == len(term.launches)
+    assert len(plan.launches) == len(term.launches) + len(total.launches)
+    assert len(plan.alignments) == 6
+    used = [
+        {getattr(p, "index", getattr(p, "buffer", None)) for p in launch.parameters} - {None}
+        for launch in plan.launches
+    ]
+    assert {0, 1, 3} <= used[0] <= {0, 1, 3, *range(6, 9)}
+    assert 4 in used[-1]
+    offsets = {
+        p.offset_bytes
+        for p in plan.launches[-1].parameters
+        if getattr(p, "index", getattr(p, "buffer", None)) == 4
+    }
+    assert offsets == {0, 2 << 20}
+
+
+def plan_of(function, operands=0):
+    from jax_tilekern.interop import ffi
+
+    plans, launch = [], ffi.cuda_launch
+
+    def recorded(ctx, values, plan, **kwargs):
+        plans.append(plan)
+        return launch(ctx, values, plan, **kwargs)
+
+    shapes = [(512, 512)] * (2 + operands)
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ffi, "cuda_launch", recorded)
+        jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+    (plan,) = plans
+    return plan
