@@ -7,13 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax, shard_map
+from jax._src.lib import xla_client
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from nvrtc_mark import needs_nvrtc
 from sharded import collectives, devices
 
 import jax_tilekern as jtk
+from jax_tilekern.partitioning import call
+from jax_tilekern.partitioning.mesh import hlo_sharding, spec_of
 from jax_tilekern.plans import overlap
+from jax_tilekern.plans.contraction import Contraction
 
 pytestmark = pytest.mark.skipif(devices() is None, reason="8 devices")
 
@@ -234,3 +238,68 @@ def plan_of(function, operands=0):
         jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
     (plan,) = plans
     return plan
+
+
+# What XLA's partitioner gets, in a plain ``jit``.
+
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
+PRODUCT = Contraction((0, 2), (2, 1), (0, 1))
+OF_TRANSPOSE = Contraction((2, 1), (0, 2), (0, 1))
+
+
+def partitioned(mesh, shapes, specs, contraction=PRODUCT, policy="kernels"):
+    """Return what each device runs, and the shardings that XLA gives it."""
+    operation = call._operations["tilekern_contract"]
+    params = {
+        "contraction": contraction, "precision": None, "out_dtype": BFLOAT16, "out_sharding": None
+    }  # fmt: skip
+    *operands, result = [xla_client.Shape.array_shape(BFLOAT16, shape) for shape in shapes]
+    *given, wanted = [hlo_sharding(spec, mesh) for spec in specs]
+    with jtk.gpu_target("H100"), jtk.policy(policy):
+        text = call._text(operation, "cuda", params)
+        (_, taken, _), choices = call._answer(operands, given, result, wanted, text)
+    return choices, [spec_of(x, 2, mesh) for x in taken]
+
+
+ROW, COLUMN, LARGE = ((0,), ()), ((), (0,)), ((16384, 4096), (4096, 4096), (16384, 4096))
+CASES = {
+    "gathered": ((2,), LARGE, (ROW, COLUMN, COLUMN), PRODUCT, "rows gathered over axis0"),
+    "scattered": ((2,), LARGE, (COLUMN, ROW, ROW), PRODUCT, "rows scattered over axis0"),
+    "two axes, gathered": (
+        (2, 2), ((32768, 4096), *LARGE[1:2], (32768, 4096)),
+        (((0, 1), ()), ((), (1,)), ((0,), (1,))), PRODUCT, "rows gathered over axis1",
+    ),
+    "two axes, scattered": (
+        (2, 2), ((32768, 4096), *LARGE[1:2], (32768, 4096)),
+        (((0,), (1,)), ((1,), ()), ((0, 1), ())), PRODUCT, "rows scattered over axis1",
+    ),
+    "the second operand has the rows": (
+        (2,), (LARGE[1], LARGE[0], LARGE[2]), (COLUMN, ROW, COLUMN), OF_TRANSPOSE,
+        "rows gathered over axis0",
+    ),
+}  # fmt: skip
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", CASES)
+def test_a_plain_jit_overlaps(two, name):
+    mesh, shapes, specs, contraction, what = CASES[name]
+    (choice,), taken = partitioned(mesh, shapes, specs, contraction)
+    assert what in choice.call
+    assert choice.kernel is not None
+    assert "parts meanwhile" in choice.reason
+    assert taken == list(specs[:2])
+    (choice,), _ = partitioned(mesh, shapes, specs, contraction, policy="auto")
+    assert what not in choice.call
+
+
+@needs_nvrtc
+def test_a_plain_jit_does_not_overlap(two):
+    small = ((1024, 4096), (4096, 4096), (1024, 4096))
+    for specs in ((ROW, COLUMN, COLUMN), (COLUMN, ROW, ROW), (COLUMN, ROW, ((), ()))):
+        (choice,), _ = partitioned((2,), small, specs)
+        assert "over axis0" not in choice.call
+    # An all-reduce leaves no rows to anybody, and columns are not rows.
+    for specs in ((COLUMN, ROW, ((), ())), (COLUMN, ROW, COLUMN)):
+        (choice,), _ = partitioned((2,), LARGE, specs)
+        assert "over axis0" not in choice.call

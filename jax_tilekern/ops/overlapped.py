@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,8 @@ from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.contraction_lowering import CUDA, LoweredProduct, cuda_kernel, state_problem
 from jax_tilekern.ops.fused_lowering import fused_kernel, planners
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.labelled_operands import common_type
+from jax_tilekern.ops.labelled_operands import common_type, swapped_precision
+from jax_tilekern.partitioning.row_exchange import RowExchange
 from jax_tilekern.plans import overlap
 from jax_tilekern.plans.contraction import Contraction, labelled
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
@@ -408,6 +409,41 @@ def _batch_tangent(
     return jax.vmap(reference, dims)(*operands), 0
 
 
+# Partitioning: a product along an axis takes the place of a product and a collective.
+
+
+def along_axis(
+    exchange: RowExchange,
+    lhs: Any,
+    rhs: Any,
+    *,
+    contraction: Contraction,
+    precision: Any,
+    out_dtype: np.dtype[Any],
+    **_: Any,
+) -> Callable[..., list[Array]] | None:
+    """Return the function of local operands in which devices exchange rows, if it is faster."""
+    if contraction.group is not None:
+        return None
+    is_swapped = exchange.operand == 1
+    if is_swapped:
+        lhs, rhs, contraction = rhs, lhs, contraction.swapped()
+        precision = swapped_precision(precision)
+    params = {"contraction": contraction, "precision": precision, "out_dtype": out_dtype}
+    size = exchange.axis.size
+    out = _result(lhs, rhs, 1 / size if exchange.scatters else size, contraction, out_dtype)
+    if isinstance(_parts(lhs, rhs, out, exchange.axis, scatters=exchange.scatters), str):
+        return None
+
+    def function(*operands: Array, **_: Any) -> list[Array]:
+        x, w = reversed(operands) if is_swapped else operands
+        if exchange.scatters:
+            return [scattered_product(x, w, axis=exchange.axis, **params)]
+        return gathered_product(x, w, axis=exchange.axis, keeps=False, **params)
+
+    return function
+
+
 # Lowering.
 
 
@@ -459,7 +495,7 @@ def _gathered_kernel(
     operands: Sequence[Operand], *, axis: MeshAxis, keeps: bool, **params: Any
 ) -> PlannedKernel | str:
     x, w = operands
-    out = _result(operands, axis.size, **params)
+    out = _result(x.aval, w.aval, axis.size, params["contraction"], params["out_dtype"])
     parts = _parts(x.aval, w.aval, out, axis, scatters=False)
     if isinstance(parts, str):
         return parts
@@ -485,7 +521,7 @@ def _scattered_kernel(
 ) -> PlannedKernel | str:
     x, w = operands
     params = {"contraction": contraction, "precision": precision, "out_dtype": out_dtype}
-    out = _result(operands, 1 / axis.size, **params)
+    out = _result(x.aval, w.aval, 1 / axis.size, contraction, out_dtype)
     parts = _parts(x.aval, w.aval, out, axis, scatters=True)
     if isinstance(parts, str):
         return parts
@@ -529,15 +565,9 @@ def _sum(accumulator: Array, *terms: Array) -> Array:
 
 
 def _result(
-    operands: Sequence[Operand],
-    factor: float,
-    *,
-    contraction: Contraction,
-    out_dtype: np.dtype[Any],
-    **_: Any,
+    x: Any, w: Any, factor: float, contraction: Contraction, out_dtype: np.dtype[Any]
 ) -> Any:
     """Return the type of the result, which has ``factor`` times as many rows as ``x``."""
-    x, w = (operand.aval for operand in operands)
     sizes = dict(zip((*contraction.lhs, *contraction.rhs), (*x.shape, *w.shape), strict=True))
     rows, *others = (sizes[label] for label in contraction.out)
     return jax.core.ShapedArray((int(rows * factor), *others), out_dtype)

@@ -10,6 +10,7 @@ more, with local shapes, and plans a kernel.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -42,6 +43,7 @@ from jax_tilekern.partitioning.local_program import (
 from jax_tilekern.partitioning.mesh import common_mesh, hlo_sharding
 from jax_tilekern.partitioning.params_text import from_text, to_text
 from jax_tilekern.partitioning.partition import Partition
+from jax_tilekern.partitioning.row_exchange import RowExchange, row_exchange
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.cpu import current_cpu
 from jax_tilekern.plans.gpu import NoGpu, current_gpu, planning_beside_collectives
@@ -71,6 +73,10 @@ class PartitionedOperation:
     function_of_sum
         ``function_of_sum(**params)`` takes a call with an epilogue apart, for devices that hold
         parts of the contracted dimensions.
+    along_axis
+        ``along_axis(exchange, *operands, **params)`` returns the function of local operands in
+        which devices exchange rows, given their types, or ``None`` where a collective does it; see
+        :class:`~jax_tilekern.partitioning.row_exchange.RowExchange`.
     """
 
     name: str
@@ -79,6 +85,7 @@ class PartitionedOperation:
     localised: Callable[..., Sequence[Any]] | None = None
     in_float32: Callable[..., dict[str, Any]] | None = None
     function_of_sum: Callable[..., FunctionOfSum] | None = None
+    along_axis: Callable[..., Callable[..., Sequence[Any]] | None] | None = None
 
 
 _operations: dict[str, PartitionedOperation] = {}
@@ -244,7 +251,15 @@ def _answer(
     )
     nbytes = [math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *results)]
     n = len(operands)
-    partition = choose_partition(rule, mesh, specs[:n], specs[n:], nbytes[:n], nbytes[n:])
+    exchange_of = _row_exchanges(operation, operands, params, content)
+    partition = choose_partition(
+        rule, mesh, specs[:n], specs[n:], nbytes[:n], nbytes[n:],
+        lambda partition: sum(x.bytes_sent for x, _ in exchange_of(partition)),
+    )  # fmt: skip
+    described = partition.described()
+    for exchange, function in exchange_of(partition):
+        partition = exchange.partition
+        operation = dataclasses.replace(operation, bind=function)
 
     program = _program(
         operation, params, partition, [x.dtype for x in results], content["platform"]
@@ -259,7 +274,6 @@ def _answer(
     beside = planning_beside_collectives()
     with recorded_choices(content["platform"]) as recorder, tuned, mode, policy_then, types, beside:
         module = xla.local_module(program, local, axes, content["platform"])
-    described = partition.described()
     choices = [
         Choice(c.call, c.operands, c.result, c.platform, c.kernel, c.reason, described)
         for c in recorder.choices
@@ -267,6 +281,37 @@ def _answer(
     taken = [hlo_sharding(x.spec, mesh) for x in partition.operands]
     returned = [hlo_sharding(x.spec, mesh) for x in partition.results]
     return (module, taken, xla.in_tuple(result_shape, returned)), choices
+
+
+_Exchanges = list[tuple[RowExchange, Callable[..., Sequence[Any]]]]
+
+
+def _row_exchanges(
+    operation: PartitionedOperation,
+    operands: Sequence[Any],
+    params: dict[str, Any],
+    content: dict[str, Any],
+) -> Callable[[Partition], _Exchanges]:
+    """Return a function of a partition to the exchange that replaces a collective, if one does.
+
+    The list of it and of the function of local operands is empty otherwise.
+    """
+
+    def found(partition: Partition) -> _Exchanges:
+        if operation.along_axis is None or content["platform"] != "cuda":
+            return []
+        exchange = row_exchange(partition)
+        if exchange is None:
+            return []
+        local = [
+            jax.core.ShapedArray(shape, x.dtype)
+            for shape, x in zip(exchange.shapes, operands, strict=True)
+        ]
+        with policy(content.get("policy", "auto")):
+            function = operation.along_axis(exchange, *local, **params)
+        return [] if function is None else [(exchange, function)]
+
+    return found
 
 
 def _program(

@@ -8,7 +8,7 @@ bytes, or none.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ def choose_partition(
     results: Sequence[Spec],
     operand_bytes: Sequence[int],
     result_bytes: Sequence[int],
+    sent_meanwhile: Callable[[Partition], float] = lambda _: 0.0,
 ) -> Partition:
     """Choose the partition of a call.
 
@@ -49,12 +50,15 @@ def choose_partition(
         The present spec of each operand, and the wanted spec of each result.
     operand_bytes, result_bytes
         Sizes of the whole arrays in bytes.
+    sent_meanwhile
+        ``sent_meanwhile(partition)`` returns the bytes that a device sends while it computes.
     """
     call = _Call(
         rule,
         mesh,
         [_Sharded(*x) for x in zip(rule.operands, operands, operand_bytes, strict=True)],
         [_Sharded(*x) for x in zip(rule.results, results, result_bytes, strict=True)],
+        sent_meanwhile,
     )
     options = [call.options(axis) for axis in range(len(mesh))]
     labels = [own[0] for own in options]
@@ -87,6 +91,7 @@ class _Call:
     mesh: MeshShape
     operands: Sequence[_Sharded]
     results: Sequence[_Sharded]
+    sent_meanwhile: Callable[[Partition], float]
 
     @property
     def arrays(self) -> tuple[_Sharded, ...]:
@@ -121,8 +126,8 @@ class _Call:
         flops = self.rule.flops / _FLOPS_PER_LINK_BYTE
         memory = sum(x.nbytes for x in self.arrays) / _MEMORY_BYTES_PER_LINK_BYTE
         work = max(flops, memory) / partition.parts(axes_of(tuple(partition.axes.values())))
-        sent = sum(x.bytes_sent for x in partition.operands)
-        return work + sent + sum(x.bytes_sent for x in partition.computed)
+        sent = sum(x.bytes_sent for x in (*partition.operands, *partition.computed))
+        return work + sent - min(work, self.sent_meanwhile(partition))
 
     def partition(self, labels: Sequence[int | None]) -> Partition:
         """Return the partition in which each axis splits a label, if it can."""

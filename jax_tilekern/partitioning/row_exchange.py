@@ -1,0 +1,88 @@
+"""Rows that devices exchange while they compute a product, in place of a collective beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+from jax_tilekern.partitioning.local_program import Shard, axis_names
+from jax_tilekern.partitioning.partition import Partition
+from jax_tilekern.plans.overlap import MeshAxis
+
+
+class RowExchange(NamedTuple):
+    """An exchange of the rows of a product along one mesh axis.
+
+    Attributes
+    ----------
+    operand
+        The operand that has the rows as its first dimension, as the result has.
+    axis
+        The mesh axis.
+    scatters
+        Whether rows of the result are scattered, and not rows of the operand gathered.
+    shapes
+        Shapes of the operands on a device, the rows of ``operand`` not gathered.
+    bytes_sent
+        The bytes that a device sends.
+    partition
+        The partition of the call without the collective.
+    """
+
+    operand: int
+    axis: MeshAxis
+    scatters: bool
+    shapes: tuple[tuple[int, ...], ...]
+    bytes_sent: float
+    partition: Partition
+
+
+def row_exchange(partition: Partition) -> RowExchange | None:
+    """Return the exchange that takes the place of a collective of a product, if one can.
+
+    It is the all-gather of the first dimension of an operand, or the reduce-scatter of the first
+    dimension of the result, over one mesh axis.
+    """
+    rule = partition.rule
+    if len(rule.operands) != 2 or len(rule.results) != 1 or partition.sum is not None:
+        return None
+    (result,), (dims,) = partition.results, rule.results
+    with_rows = [i for i, x in enumerate(rule.operands) if dims and x[:1] == dims[:1]]
+    if len(with_rows) != 1 or result.reduced:
+        return None
+    (operand,) = with_rows
+    shard = Shard(partition, partition.axes)
+    shapes = [
+        tuple(1 if label is None else shard.size(label) for label in own) for own in rule.operands
+    ]
+    operands, results = list(partition.operands), partition.results
+    if result.is_combined:
+        axes, *others = result.scattered
+        if any(others):
+            return None
+        results = (result._replace(scattered=((),) * len(dims)),)
+    else:
+        x = operands[operand]
+        if [step.kind for step in x.steps] != ["all-gather"] or x.steps[0].source != 0:
+            return None
+        axes = x.steps[0].axes
+        split = (*(partition.axes[dims[0]]), *axes)
+        if rule.sizes[dims[0]] % partition.parts(split):
+            return None
+        operands[operand] = x._replace(spec=(split, *x.spec[1:]), in_program=())
+        rows, *columns = shapes[operand]
+        shapes[operand] = (rows // partition.parts(axes), *columns)
+    if len(axes) != 1:
+        return None
+    (axis,) = axes
+    (name,) = axis_names(axes)
+    stride = math.prod(partition.mesh[axis + 1 :])
+    return RowExchange(
+        operand,
+        MeshAxis(name, partition.mesh[axis], stride),
+        result.is_combined,
+        tuple(shapes),
+        result.bytes_sent if result.is_combined else partition.operands[operand].bytes_sent,
+        dataclasses.replace(partition, operands=tuple(operands), results=results),
+    )
