@@ -237,23 +237,23 @@ def _measure(program: Program, mesh: Mesh, seconds: float) -> dict[str, Any]:
     ours = program.function(jax_tilekern.matmul, jax_tilekern.ragged_dot)
     reference = "jnp" if program.peer else "one device"
     device = mesh.devices.flat[0]
-    compiled = {"ours": _compiled(repeated(ours, out), placed, results)}
+    compiled = {"ours": compiled_program(repeated(ours, out), placed, results)}
     if program.peer:
         theirs = program.function(jnp.matmul, lax.ragged_dot)
-        compiled["jnp"] = _compiled(repeated(theirs, out), placed, results)
+        compiled["jnp"] = compiled_program(repeated(theirs, out), placed, results)
     sides = {name: functools.partial(function, *placed) for name, function in compiled.items()}
     if not program.peer:
         single = [jax.device_put(x, device) for x in arrays]
-        sides[reference] = functools.partial(_compiled(repeated(ours), single), *single)
-    error = _difference(*(sides[name]()[-1] for name in ("ours", reference)))
-    times = _interleaved(sides, seconds)
+        sides[reference] = functools.partial(compiled_program(repeated(ours), single), *single)
+    error = difference(*(sides[name]()[-1] for name in ("ours", reference)))
+    times = interleaved(sides, seconds)
     if program.alone is not None:
         # Not among the others: after it, the clocks of the devices that waited are lower.
         local = [jax.device_put(_operand(rng, program, s), device) for s in program.alone]
-        alone = functools.partial(_compiled(repeated(ours), local), *local)
-        times |= _interleaved({"alone": alone}, seconds / 4)
+        alone = functools.partial(compiled_program(repeated(ours), local), *local)
+        times |= interleaved({"alone": alone}, seconds / 4)
     if program.added is not None:
-        times |= _interleaved({"all-reduce": _all_reduce(rng, program.added, mesh)}, seconds / 4)
+        times |= interleaved({"all-reduce": _all_reduce(rng, program.added, mesh)}, seconds / 4)
     median = {name: statistics.median(own) * 1e6 for name, own in times.items()}
     share = 1 if program.peer else mesh.size
     ratios = [
@@ -286,7 +286,7 @@ def _all_reduce(rng: np.random.Generator, shape: tuple[int, ...], mesh: Mesh) ->
     add = jax.shard_map(
         lambda x: lax.psum(x, "x"), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
     )
-    return functools.partial(_compiled(repeated(add), placed), *placed)
+    return functools.partial(compiled_program(repeated(add), placed), *placed)
 
 
 def _operand(rng: np.random.Generator, program: Program, shape: tuple[int, ...]) -> Any:
@@ -317,7 +317,8 @@ def repeated(function: Callable[..., Any], out: Any = None) -> Callable[..., lis
     return run
 
 
-def _compiled(function: Callable[..., Any], operands: list[Any], out: Any = None) -> Any:
+def compiled_program(function: Callable[..., Any], operands: list[Any], out: Any = None) -> Any:
+    """Return a compiled program, which has run once."""
     jitted = jax.jit(function) if out is None else jax.jit(function, out_shardings=out)
     compiled = jitted.lower(*operands).compile()
     jax.block_until_ready(compiled(*operands))
@@ -345,7 +346,7 @@ def _instructions(compiled: Any) -> tuple[list[str], list[str]]:
     return main.splitlines()[1:], sorted(line.replace("ROOT ", "") for line in lines)
 
 
-def _difference(ours: Any, theirs: Any) -> float:
+def difference(ours: Any, theirs: Any) -> float:
     """Return the largest relative difference of two programs' results, in the Frobenius norm."""
 
     def relative(x: Any, y: Any) -> float:
@@ -355,7 +356,7 @@ def _difference(ours: Any, theirs: Any) -> float:
     return max(map(relative, jax.tree.leaves(ours), jax.tree.leaves(theirs)))
 
 
-def _interleaved(sides: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
+def interleaved(sides: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
     """Return the seconds of a repetition of each side, one block of calls after the other."""
 
     def block(side: Callable[[], Any], calls: int) -> float:

@@ -17,6 +17,7 @@ from sharded import collectives
 from test_sharded_processes import free_port, output
 
 import jax_tilekern as jtk
+from jax_tilekern.plans.overlap import in_parts
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "gpu" or len(jax.devices()) < 2, reason="several GPUs"
@@ -134,6 +135,119 @@ def test_cuda_kernel_with_a_sharding_rule(rng, mesh):
         assert {c.kind for c in collectives(compiled)} == expected
     batch = placed(mesh, (np.stack([x, -x]), scale), (P(None, "x"), P()))
     check(jax.vmap(scaled_sum, (0, None)), lambda x, scale: x @ scale, batch)
+
+
+# Products that overlap with their communication.
+
+OVERLAPPED = "jax_tilekern_cuda_launch_overlapped"
+
+
+def integers(rng, mesh, specs, shapes, dtype=jnp.bfloat16):
+    return placed(mesh, [rng.integers(-1, 2, s).astype(dtype) for s in shapes], specs)
+
+
+def exact(a, b):
+    return a.astype(np.float32) @ b.astype(np.float32)
+
+
+SPECS = {
+    "gathered": (P("x"), P(None, "x"), P(None, "x")),
+    "scattered": (P(None, "x"), P("x"), P("x")),
+}
+ALONG_AXIS = {"gathered": jtk.all_gather_matmul, "scattered": jtk.matmul_reduce_scatter}
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
+def test_overlapped_products(rng, mesh, name, parts, dtype):
+    *specs, out = SPECS[name]
+    args = integers(rng, mesh, specs, ((1024, 256), (256, 512)), dtype)
+    with jtk.policy("kernels"), in_parts(parts):
+        jitted = jax.jit(jtk.matmul, out_shardings=NamedSharding(mesh, out))
+        compiled = jitted.lower(*args).compile()
+    assert OVERLAPPED in compiled.as_text()
+    assert not collectives(compiled)
+    for _ in range(3):
+        np.testing.assert_array_equal(
+            np.asarray(compiled(*args), np.float32), exact(*map(np.asarray, args))
+        )
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_gradients_of_overlapped_products(rng, mesh, name):
+    *specs, out = SPECS[name]
+    args = integers(rng, mesh, specs, ((1024, 256), (256, 512)))
+    cotangent = rng.integers(-1, 2, (1024, 512)).astype(jnp.bfloat16)
+
+    def program(f):
+        def run(x, w, cotangent):
+            y, transpose = jax.vjp(f, x, w)
+            return y, *transpose(cotangent), jax.jvp(f, (x, w), (x, w))[1]
+
+        return jax.jit(run)
+
+    along = jax.shard_map(
+        lambda x, w: ALONG_AXIS[name](x, w, "x"), mesh=mesh, in_specs=tuple(specs), out_specs=out
+    )
+    with jtk.policy("kernels"), in_parts(2):
+        compiled = program(along).lower(*args, cotangent).compile()
+    # The product, the cotangent of x and the tangent; the other gradient reads the gathered rows.
+    assert compiled.as_text().count(f'custom_call_target="{OVERLAPPED}"') >= 2
+    wanted = program(jnp.matmul)(*map(np.asarray, args), cotangent)
+    for x, y in zip(compiled(*args, cotangent), wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+def test_overlapped_products_in_loops(rng, mesh):
+    """A call is executed several times in one run."""
+    x, w, v = integers(
+        rng,
+        mesh,
+        (P("x"), P(None, None, "x"), P(None, "x")),
+        ((512, 256), (9, 256, 512), (9, 512, 256)),
+    )
+
+    def layer(x, weights):
+        hidden = jtk.matmul(x, weights[0])
+        hidden = jax.lax.with_sharding_constraint(hidden, NamedSharding(mesh, P(None, "x")))
+        y = jtk.matmul(hidden, weights[1]) * jnp.bfloat16(2**-9)
+        return jax.lax.with_sharding_constraint(y, NamedSharding(mesh, P("x"))), y.sum()
+
+    with jtk.policy("kernels"), in_parts(2):
+        compiled = jax.jit(lambda x, w, v: lax.scan(layer, x, (w, v))).lower(x, w, v).compile()
+    assert OVERLAPPED in compiled.as_text()
+    first = jax.tree.map(np.asarray, compiled(x, w, v))
+    for _ in range(5):
+        jax.tree.map(
+            np.testing.assert_array_equal, first, jax.tree.map(np.asarray, compiled(x, w, v))
+        )
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_executions_in_flight(rng, mesh, name):
+    """Large products of several inputs, not waited for, beside other collectives; and donation."""
+    *specs, out = SPECS[name]
+    sharding = NamedSharding(mesh, out)
+    xs = [integers(rng, mesh, specs[:1], ((16384, 4096),))[0] for _ in range(3)]
+    (w,) = integers(rng, mesh, specs[1:], ((4096, 4096),))
+    with jtk.policy("kernels"):
+        compiled = jax.jit(jtk.matmul, out_shardings=sharding).lower(xs[0], w).compile()
+        donating = jax.jit(jtk.matmul, out_shardings=sharding, donate_argnums=0)
+        donating = donating.lower(xs[0], w).compile()
+    text = compiled.as_text()
+    assert OVERLAPPED in text
+    theirs = jax.jit(jnp.matmul, out_shardings=sharding)
+    total = jax.jit(lambda y: y.astype(np.float32).sum())
+    wanted = [np.asarray(theirs(x, w)) for x in xs]
+    results = [(compiled(x, w), total(x)) for _ in range(4) for x in xs]
+    for i, (y, _) in enumerate(results):
+        np.testing.assert_array_equal(np.asarray(y), wanted[i % 3])
+    del results
+    copies = [x + 0 for x in xs for _ in range(3)]
+    results = [donating(x, w) for x in copies]
+    for i, y in enumerate(results):
+        np.testing.assert_array_equal(np.asarray(y), wanted[i // 3])
 
 
 def test_one_process_for_each_gpu():

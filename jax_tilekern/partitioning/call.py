@@ -47,6 +47,7 @@ from jax_tilekern.partitioning.row_exchange import RowExchange, row_exchange
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.cpu import current_cpu
 from jax_tilekern.plans.gpu import NoGpu, current_gpu, planning_beside_collectives
+from jax_tilekern.plans.overlap import current_parts, in_parts
 from jax_tilekern.plans.policy import current_policy, policy
 from jax_tilekern.plans.policy.model import data_digest
 from jax_tilekern.plans.tuned import tuned_digest, using_digest
@@ -189,6 +190,7 @@ def _text(operation: PartitionedOperation, platform: str, params: dict[str, Any]
         "data": data,
         "mode": outcomes.current(),
         "policy": current_policy(),
+        "parts": current_parts(),
         "version": __version__,
         "explain": recorder_token(),
     }
@@ -269,10 +271,14 @@ def _answer(
     tuned, mode = using_digest(content["tuned"]), outcomes.entered(content["mode"])
     # Exported programs of 0.1.0 have none.
     policy_then = policy(content.get("policy", "auto"))
+    parts_then = in_parts(content.get("parts"))
     # XLA calls on its own thread, or on one that has the contexts of the compiling code.
     types = by_types(operands, results, params)
     beside = planning_beside_collectives()
-    with recorded_choices(content["platform"]) as recorder, tuned, mode, policy_then, types, beside:
+    with (
+        recorded_choices(content["platform"]) as recorder,
+        tuned, mode, policy_then, parts_then, types, beside,
+    ):  # fmt: skip
         module = xla.local_module(program, local, axes, content["platform"])
     choices = [
         Choice(c.call, c.operands, c.result, c.platform, c.kernel, c.reason, described)
@@ -307,7 +313,7 @@ def _row_exchanges(
             jax.core.ShapedArray(shape, x.dtype)
             for shape, x in zip(exchange.shapes, operands, strict=True)
         ]
-        with policy(content.get("policy", "auto")):
+        with policy(content.get("policy", "auto")), in_parts(content.get("parts")):
             function = operation.along_axis(exchange, *local, **params)
         return [] if function is None else [(exchange, function)]
 

@@ -126,7 +126,8 @@ class _Call:
         flops = self.rule.flops / _FLOPS_PER_LINK_BYTE
         memory = sum(x.nbytes for x in self.arrays) / _MEMORY_BYTES_PER_LINK_BYTE
         work = max(flops, memory) / partition.parts(axes_of(tuple(partition.axes.values())))
-        sent = sum(x.bytes_sent for x in (*partition.operands, *partition.computed))
+        sent = sum(x.bytes_sent for x in partition.operands)
+        sent += sum(x.bytes_sent for x in partition.computed)
         return work + sent - min(work, self.sent_meanwhile(partition))
 
     def partition(self, labels: Sequence[int | None]) -> Partition:

@@ -48,10 +48,13 @@ def row_exchange(partition: Partition) -> RowExchange | None:
     if len(rule.operands) != 2 or len(rule.results) != 1 or partition.sum is not None:
         return None
     (result,), (dims,) = partition.results, rule.results
-    with_rows = [i for i, x in enumerate(rule.operands) if dims and x[:1] == dims[:1]]
+    with_rows = [
+        i for i, x in enumerate(rule.operands) if dims[:1] and x[:1] == dims[:1] != (None,)
+    ]
     if len(with_rows) != 1 or result.reduced:
         return None
-    (operand,) = with_rows
+    operand, rows_label = with_rows[0], dims[0]
+    assert rows_label is not None
     shard = Shard(partition, partition.axes)
     shapes = [
         tuple(1 if label is None else shard.size(label) for label in own) for own in rule.operands
@@ -67,8 +70,8 @@ def row_exchange(partition: Partition) -> RowExchange | None:
         if [step.kind for step in x.steps] != ["all-gather"] or x.steps[0].source != 0:
             return None
         axes = x.steps[0].axes
-        split = (*(partition.axes[dims[0]]), *axes)
-        if rule.sizes[dims[0]] % partition.parts(split):
+        split = (*partition.axes[rows_label], *axes)
+        if rule.sizes[rows_label] % partition.parts(split):
             return None
         operands[operand] = x._replace(spec=(split, *x.spec[1:]), in_program=())
         rows, *columns = shapes[operand]

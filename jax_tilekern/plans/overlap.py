@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jax_tilekern import _core
 from jax_tilekern.plans.launch import Buffer, Exchange, Launch, LaunchPlan
 from jax_tilekern.plans.policy import current_policy
+from jax_tilekern.scope import Setting, scoped
 
 
 class MeshAxis(NamedTuple):
@@ -46,6 +47,20 @@ _MOST_PARTS = {False: 4, True: 2}
 # Copies and tensor maps begin at multiples of this many bytes.
 _ALIGNMENT = 128
 
+_parts: Setting[int | None] = Setting("parts of overlapped products", None)
+
+
+@scoped
+def in_parts(parts: int | None) -> Iterator[None]:
+    """Overlap every product that can be, in this many parts; for tests and measurements."""
+    with _parts(parts):
+        yield
+
+
+def current_parts() -> int | None:
+    """Return the number of parts that :func:`in_parts` asks for."""
+    return _parts.value
+
 
 def parts_of_rows(
     *, scatters: bool, axis: MeshAxis, rows: int, sent: int, lhs: int, out: int, flops: float
@@ -65,17 +80,20 @@ def parts_of_rows(
     flops
         Operations of a device's product with 16-bit operands; more for wider ones.
     """
+    asked = current_parts()
+    parts = asked or min(_MOST_PARTS[scatters], max(1, sent // _BYTES_OF_A_PART[scatters]))
+    while parts > 1 and rows % parts:
+        parts -= 1
+    lhs_parts, out_parts = (axis.size * parts, parts) if scatters else (parts, axis.size * parts)
+    if rows == 0 or lhs % (lhs_parts * _ALIGNMENT) or out % (out_parts * _ALIGNMENT):
+        return f"parts of the rows are no multiples of {_ALIGNMENT} bytes"
+    if asked:
+        return parts
     # Only this policy takes it, because the handler has run on no GPU yet.
     if current_policy() != "kernels":
         return 'an overlapped product is taken by jax_tilekern.policy("kernels") only'
-    parts = min(_MOST_PARTS[scatters], max(1, sent // _BYTES_OF_A_PART[scatters]))
-    while parts > 1 and rows % parts:
-        parts -= 1
     if sent // parts < _LEAST_PART_BYTES:
         return f"{sent / 2**20:.3g} MiB are too few to overlap with a product"
-    pieces = axis.size * parts if scatters else parts
-    if lhs % (pieces * _ALIGNMENT) or sent % (parts * _ALIGNMENT) or out % _ALIGNMENT:
-        return f"parts of the rows are no multiples of {_ALIGNMENT} bytes"
     product, link = flops / _FLOPS, sent * (axis.size - 1) / _LINK_BYTES
     overlapped = max(product, link + product / (axis.size * parts)) + _OVERHEAD
     if overlapped > product + link:
