@@ -18,10 +18,10 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_tilekern.ops.fp8_recipe import Fp8Recipe, check_quantizable, differentiated_once
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.quantize import Block, quantize
 from jax_tilekern.ops.scaled_matmul import scaled_matmul
-from jax_tilekern.plans.gemm.arithmetic import FP8
 from jax_tilekern.plans.quantize import BLOCK, QUANTIZED_DTYPES
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -98,14 +98,8 @@ def fp8_dot_general(
     """
     del precision
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    for name, x in (("lhs", lhs), ("rhs", rhs)):
-        if x.dtype not in QUANTIZED_DTYPES:
-            raise TypeError(
-                f"fp8_dot_general takes bfloat16, float16 or float32, and {name} is {x.dtype}"
-            )
-    of_gradient = np.dtype(gradient_dtype)
-    if of_gradient not in FP8:
-        raise TypeError(f"gradient_dtype is float8_e4m3fn or float8_e5m2, not {of_gradient}")
+    check_quantizable("fp8_dot_general", lhs=lhs, rhs=rhs)
+    recipe = Fp8Recipe(gradient_dtype, power_of_two)
     # The shape and the errors are those of JAX's own function.
     result = jax.eval_shape(
         lambda a, b: lax.dot_general(
@@ -119,13 +113,12 @@ def fp8_dot_general(
     (of_lhs, of_rhs), (lhs_batch, rhs_batch) = dimension_numbers
     left, lhs_first = _as_matrices(lhs, lhs_batch, of_lhs)
     right, rhs_first = _as_matrices(rhs, rhs_batch, of_rhs)
-    recipe = _Recipe(lhs_first, rhs_first, result.dtype, of_gradient, power_of_two)
-    out: Array = _product(left, right, recipe)
+    out: Array = _product(left, right, _Call(lhs_first, rhs_first, result.dtype, recipe))
     out = out.reshape(result.shape)
     return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
 
 
-class _Recipe(NamedTuple):
+class _Call(NamedTuple):
     """How a product of matrices is computed.
 
     Attributes
@@ -135,17 +128,14 @@ class _Recipe(NamedTuple):
         last.
     out
         Type of the product.
-    gradient
-        Type of its quantised cotangent.
-    power_of_two
-        Whether scales are powers of two.
+    recipe
+        How it is quantised.
     """
 
     lhs_first: bool
     rhs_first: bool
     out: np.dtype[Any]
-    gradient: np.dtype[Any]
-    power_of_two: bool
+    recipe: Fp8Recipe
 
 
 def _as_matrices(x: Array, batch: Sequence[int], contracted: Sequence[int]) -> tuple[Array, bool]:
@@ -179,53 +169,43 @@ def _multiplied(lhs: tuple[Array, Array], rhs: tuple[Array, Array], dtype: Any) 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(lhs: Array, rhs: Array, recipe: _Recipe) -> Array:
+def _product(lhs: Array, rhs: Array, call: _Call) -> Array:
+    power_of_two = call.recipe.power_of_two
+
     def along_contracted(x: Array, first: bool, block: Block) -> tuple[Array, Array]:
         if first:
-            return _copies(x, first, block, jnp.float8_e4m3fn, recipe.power_of_two).contracted
-        pair: tuple[Array, Array] = quantize(x, block, power_of_two=recipe.power_of_two)
+            return _copies(x, first, block, jnp.float8_e4m3fn, power_of_two).contracted
+        pair: tuple[Array, Array] = quantize(x, block, power_of_two=power_of_two)
         return pair
 
-    left = along_contracted(lhs, recipe.lhs_first, _ROWS)
-    right = along_contracted(rhs, recipe.rhs_first, _SQUARE)
-    return _multiplied(left, right, recipe.out)
+    left = along_contracted(lhs, call.lhs_first, _ROWS)
+    right = along_contracted(rhs, call.rhs_first, _SQUARE)
+    return _multiplied(left, right, call.out)
 
 
-@jax.custom_jvp
-def _differentiated_once(*arrays: Array) -> tuple[Array, ...]:
-    return arrays
-
-
-@_differentiated_once.defjvp
-def _refuse(*_: Any) -> Any:
-    raise TypeError(
-        "fp8_dot_general has no second derivative: quantisation has none, and the recipe's "
-        "gradient is not that of the function"
-    )
-
-
-def _forward(lhs: Array, rhs: Array, recipe: _Recipe) -> tuple[Array, Any]:
-    lhs, rhs = _differentiated_once(lhs, rhs)
-    e4m3, power_of_two = jnp.float8_e4m3fn, recipe.power_of_two
-    left = _copies(lhs, recipe.lhs_first, _ROWS, e4m3, power_of_two)
-    right = _copies(rhs, recipe.rhs_first, _SQUARE, e4m3, power_of_two)
-    out = _multiplied(left.contracted, right.contracted, recipe.out)
+def _forward(lhs: Array, rhs: Array, call: _Call) -> tuple[Array, Any]:
+    lhs, rhs = differentiated_once(lhs, rhs)
+    e4m3, power_of_two = jnp.float8_e4m3fn, call.recipe.power_of_two
+    left = _copies(lhs, call.lhs_first, _ROWS, e4m3, power_of_two)
+    right = _copies(rhs, call.rhs_first, _SQUARE, e4m3, power_of_two)
+    out = _multiplied(left.contracted, right.contracted, call.out)
     # Residuals are arrays, so empty ones tell the types of the operands.
     types = tuple(jnp.empty((0,), x.dtype) for x in (lhs, rhs))
     return out, (left.free, right.free, types)
 
 
-def _backward(recipe: _Recipe, residuals: Any, cotangent: Array) -> tuple[Array, Array]:
+def _backward(call: _Call, residuals: Any, cotangent: Array) -> tuple[Array, Array]:
     left, right, (of_lhs, of_rhs) = residuals
-    (cotangent,) = _differentiated_once(cotangent)
+    (cotangent,) = differentiated_once(cotangent)
     if cotangent.dtype not in QUANTIZED_DTYPES:
         cotangent = cotangent.astype(np.float32)
+    recipe = call.recipe
     along_n, along_m = quantize(
-        cotangent, _ROWS, recipe.gradient, power_of_two=recipe.power_of_two, both=True
+        cotangent, _ROWS, recipe.gradient_dtype, power_of_two=recipe.power_of_two, both=True
     )
     # A and B are swapped where the operand lies transposed.
-    of_left = (right, along_n) if recipe.lhs_first else (along_n, right)
-    of_right = (left, along_m) if recipe.rhs_first else (along_m, left)
+    of_left = (right, along_n) if call.lhs_first else (along_n, right)
+    of_right = (left, along_m) if call.rhs_first else (along_m, left)
     return _multiplied(*of_left, of_lhs.dtype), _multiplied(*of_right, of_rhs.dtype)
 
 

@@ -24,6 +24,8 @@ from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.expert_rows import combine_rows, spread_rows
 from jax_tilekern.ops.expert_sharding import on_devices
+from jax_tilekern.ops.fp8_experts import Fp8Products, Sorted
+from jax_tilekern.ops.fp8_recipe import Fp8Recipe, check_quantizable
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue, labelled_operands
 from jax_tilekern.ops.labelled_operands import common_type
 from jax_tilekern.ops.pair_contraction import contract_pair
@@ -188,6 +190,7 @@ def moe(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     save: Literal["hidden", "inputs"] = "hidden",
+    recipe: Fp8Recipe | None = None,
 ) -> Array:
     """Compute a mixture-of-experts layer.
 
@@ -222,6 +225,12 @@ def moe(
     save
         What the backward pass has beside the operands: ``"hidden"``, the results of the first
         products; ``"inputs"``, nothing, so that it computes these again.
+    recipe
+        Compute the products of tokens and of hidden values with the matrices, and their gradients
+        by both, in 8-bit floats, as :func:`fp8_dot_general` computes products. The gradients of the
+        matrices are products of operands as they are, because blocks of 128 rows would have rows
+        of several experts. There is no second derivative, and no ``jvp``. With
+        ``save="hidden"`` the backward pass has the quantised matrices, too.
 
     Returns
     -------
@@ -231,7 +240,8 @@ def moe(
     Raises
     ------
     TypeError
-        If the indices are no integers.
+        If the indices are no integers, the recipe does not quantise a type, or a second derivative
+        is taken with a recipe.
     ValueError
         If shapes do not fit.
 
@@ -261,6 +271,9 @@ def moe(
         raise TypeError(f"moe: indices are integers, not {arrays['indices'].dtype}")
     if "b_gate" in arrays and "w_gate" not in arrays:
         raise ValueError("moe: b_gate without w_gate")
+    if recipe is not None:
+        factors = {k: x for k, x in arrays.items() if k == "x" or k.startswith("w_")}
+        check_quantizable("moe with a recipe", **factors)
     out_dtype = np.dtype(
         jnp.result_type(arrays["x"], w_up, w_down)
         if preferred_element_type is None
@@ -273,7 +286,7 @@ def moe(
 
     def layer(arrays: dict[str, Array], offset: Array | None, dtype: np.dtype[Any]) -> Array:
         part = functools.partial(
-            _layer, activation=activation, precision=precision, out_dtype=dtype
+            _layer, activation=activation, precision=precision, out_dtype=dtype, recipe=recipe
         )
         result: Array = jax.checkpoint(part, policy=policy)(arrays, offset)
         return result
@@ -304,25 +317,7 @@ def _check_shapes(arrays: dict[str, Array]) -> None:
             raise ValueError(f"moe: {name} does not fit: {shapes}")
 
 
-class _Sorted(NamedTuple):
-    """Pairs of a token and an expert, sorted by expert.
-
-    Attributes
-    ----------
-    bounds
-        Where the pairs of each expert begin, and where those of the last one end.
-    pairs
-        The number of each pair, ``token * k + choice``.
-    places
-        The row of each token's pairs.
-    """
-
-    bounds: Array
-    pairs: Array
-    places: Array
-
-
-def _sort(indices: Array, offset: Array | None, experts: int) -> _Sorted:
+def _sort(indices: Array, offset: Array | None, experts: int) -> Sorted:
     tokens, k = indices.shape
     ids = clipped(indices.ravel(), -1, 2**31 - 1)
     # The difference may wrap, and is then negative.
@@ -332,7 +327,7 @@ def _sort(indices: Array, offset: Array | None, experts: int) -> _Sorted:
     if is_too_large(ids, experts):
         raise ValueError(f"moe: {tokens} tokens of {k} experts are more pairs than int32 counts")
     pairs, places, bounds = order_and_places(keys, bins=experts + 1)
-    return _Sorted(bounds, pairs, places.reshape(tokens, k))
+    return Sorted(bounds, pairs, places.reshape(tokens, k))
 
 
 def _layer(
@@ -342,20 +337,26 @@ def _layer(
     activation: Callable[[Any], Any],
     precision: Any,
     out_dtype: np.dtype[Any],
+    recipe: Fp8Recipe | None,
 ) -> Array:
     x, w_up = arrays["x"], arrays["w_up"]
     if 0 in (x.shape[0], arrays["indices"].shape[1]):
         return jnp.zeros(x.shape, out_dtype)
     by_expert = jax.tree.map(_saved, _sort(arrays["indices"], offset, w_up.shape[0]))
     dtype = jnp.result_type(x, w_up)
-    tokens = by_expert.pairs // by_expert.places.shape[1]
-    # A copy for each product whose cotangent adds to that of the rows.
-    copies = 1 if "w_gate" not in arrays or _has_one_cotangent(arrays) else 2
-    rows = spread_rows(x, by_expert.places, tokens, copies)
     chosen = arrays["weights"].astype(dtype).reshape(-1, 1)
     (weights,) = spread_rows(chosen, by_expert.places.reshape(-1, 1), by_expert.pairs)
-    products = _Products(by_expert.bounds, compat.canonicalize_precision(precision))
-    hidden = _hidden(activation, products, rows, weights, arrays)
+    precision = compat.canonicalize_precision(precision)
+    products: _Products | Fp8Products
+    if recipe is None:
+        products = _Products(by_expert.bounds, precision)
+        # A copy for each product whose cotangent adds to that of the rows.
+        copies = 1 if "w_gate" not in arrays or _has_one_cotangent(arrays) else 2
+        rows = spread_rows(x, by_expert.places, by_expert.tokens, copies)
+        hidden = _hidden(activation, products, rows, weights, arrays)
+    else:
+        products = Fp8Products(by_expert, precision, recipe, _saved)
+        hidden = _fp8_hidden(activation, products, x, weights, arrays)
     w_down, bias = arrays["w_down"], arrays.get("b_down")
     if bias is None:
         results = products.plain(hidden, w_down, out_dtype)
@@ -368,7 +369,7 @@ def _layer(
             (weights,),
             (bias,),
         )
-    return combine_rows(results, places=by_expert.places, tokens=tokens)
+    return combine_rows(results, places=by_expert.places, tokens=by_expert.tokens)
 
 
 def _has_one_cotangent(arrays: dict[str, Array]) -> bool:
@@ -385,7 +386,7 @@ class _Products(NamedTuple):
     Attributes
     ----------
     bounds
-        As of :class:`_Sorted`.
+        As of :class:`Sorted`.
     precision
         Canonical.
     """
@@ -461,6 +462,37 @@ class _Products(NamedTuple):
         return result
 
 
+def _first_products(arrays: dict[str, Array]) -> list[str]:
+    """Return the names of the products of tokens, in the order of :func:`_value`."""
+    return [name for name in ("gate", "up") if f"w_{name}" in arrays]
+
+
+def _value(
+    activation: Callable[[Any], Any], dtype: np.dtype[Any], weight: Any, *values: Any
+) -> Any:
+    """Return a hidden value times its weight, given the first products."""
+    acted = functools.reduce(operator.mul, (activation(values[0]), *values[1:]))
+    return (acted * weight).astype(dtype)
+
+
+def _fp8_hidden(
+    activation: Callable[[Any], Any],
+    products: Fp8Products,
+    x: Array,
+    weights: Array,
+    arrays: dict[str, Array],
+) -> Array:
+    """Return the hidden values of each pair, times its weight, of products in 8-bit floats."""
+    dtype, names = np.dtype(jnp.result_type(x, arrays["w_up"])), _first_products(arrays)
+    values = products.of_tokens(x, [arrays[f"w_{name}"] for name in names], dtype)
+    values = [
+        products.applied(jnp.add, y, (), (arrays[f"b_{name}"],)) if f"b_{name}" in arrays else y
+        for name, y in zip(names, map(_saved, values), strict=True)
+    ]
+    result: Array = _value(activation, dtype, weights, *values)
+    return result
+
+
 def _hidden(
     activation: Callable[[Any], Any],
     products: _Products,
@@ -475,12 +507,9 @@ def _hidden(
     computed again.
     """
     dtype, precision = np.dtype(jnp.result_type(rows[0], arrays["w_up"])), products.precision
-    names = [name for name in ("gate", "up") if f"w_{name}" in arrays]
+    names = _first_products(arrays)
     biased = [f"b_{name}" in arrays for name in names]
-
-    def value(weight: Any, *values: Any) -> Any:
-        acted = functools.reduce(operator.mul, (activation(values[0]), *values[1:]))
-        return (acted * weight).astype(dtype)
+    value = functools.partial(_value, activation, dtype)
 
     def of_accumulators(*values: Any) -> Any:
         accumulators, (weight, *others) = values[: len(names)], values[len(names) :]

@@ -211,11 +211,11 @@ def _batch(
 
 
 def _sharding_rule(x: Any, *, block: Block, both: bool, **_: Any) -> ShardingRule:
-    """Let devices share whole blocks, of a dimension that consists of those."""
+    """Let devices share whole blocks, of a dimension that consists of several."""
     labels = tuple(range(x.ndim))
     row, column = labels[-2:]
     blocked = {column, *((row,) if both or block[0] == BLOCK else ())}
-    whole = {label for label in blocked if x.shape[label] % BLOCK}
+    whole = {label for label in blocked if x.shape[label] % BLOCK or x.shape[label] <= BLOCK}
     blocked -= whole
     sizes = {
         label: size // BLOCK if label in blocked else size

@@ -137,10 +137,10 @@ def scaled_ragged_dot(
             f"group_sizes {sizes.shape}, rhs {rhs.shape}"
         )
     bounds = group_bounds(sizes, lhs.shape[0], offset, rhs.shape[0])
-    return rows_by_matrices(lhs, rhs, lhs_scales.T, rhs_scales, bounds, out_dtype)
+    return scaled_rows_by_matrices(lhs, rhs, lhs_scales.T, rhs_scales, bounds, out_dtype)
 
 
-def rows_by_matrices(
+def scaled_rows_by_matrices(
     lhs: Array,
     rhs: Array,
     lhs_scales: Array,
