@@ -11,7 +11,12 @@ from jax import checkpoint_policies
 
 from jax_tilekern import linalg, out_of_core, tuning
 from jax_tilekern.compilation.nvrtc import CompileError
-from jax_tilekern.epilogue.row_reductions import row_logsumexp, row_max, row_sum
+from jax_tilekern.epilogue.row_reductions import (
+    row_logsumexp,
+    row_max,
+    row_quantize,
+    row_sum,
+)
 from jax_tilekern.fusion.fuse import fuse
 from jax_tilekern.inspection.cost import cost_analysis
 from jax_tilekern.inspection.explain import Explanation, explain
@@ -107,6 +112,7 @@ __all__ = [
     "route",
     "row_logsumexp",
     "row_max",
+    "row_quantize",
     "row_sum",
     "scaled_matmul",
     "scaled_ragged_dot",

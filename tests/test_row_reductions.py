@@ -371,7 +371,7 @@ def test_errors(rng):
     a, b = jnp.ones((4, 3)), jnp.ones((3, 5))
     with pytest.raises(TypeError, match=r"reduces rows of \(.*\); it must be one scalar"):
         jtk.matmul(a, b, epilogue=lambda y: jtk.row_sum((y, y)))
-    with pytest.raises(TypeError, match="reduction of rows, which ragged_dot does not have"):
+    with pytest.raises(TypeError, match="result of rows, which ragged_dot does not have"):
         jtk.ragged_dot(a, b[None], jnp.array([4]), epilogue=lambda y: jtk.row_sum(y))
 
 

@@ -14,6 +14,13 @@ inline uint32 shared_address(const void* pointer) {
   return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
 
+// The larger number, or NaN if either is NaN.
+inline float max_or_nan(float x, float y) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+
 // Copies kBytes to shared memory asynchronously. Unless `inside`, it writes zeros and reads
 // nothing. Copies of 16 bytes bypass L1.
 template <int kBytes>

@@ -4,6 +4,7 @@
 // kTransposed also the transpose of the tile quantised in blocks along columns.
 #pragma once
 
+#include "block_scale.cuh"
 #include "reduction/reduction.cuh"
 
 namespace tilekern {
@@ -21,74 +22,6 @@ struct QuantizeShape {
   int32 row_tiles;
   int32 column_tiles;
 };
-
-template <typename Q>
-struct Float8Limits;
-template <>
-struct Float8Limits<float8_e4m3fn> {
-  static constexpr float kMax = 448.0f;
-};
-template <>
-struct Float8Limits<float8_e5m2> {
-  static constexpr float kMax = 57344.0f;
-};
-// A byte that is NaN of either type.
-inline constexpr uint32 kFloat8Nan = 0x7f;
-
-// Rounds four finite numbers that are in range.
-inline uint32 to_float8(float8_e4m3fn*, const float (&x)[4]) {
-  uint32 bytes;
-  asm("{\n"
-      "  .reg .b16 low, high;\n"
-      "  cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      "  cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      "  mov.b32 %0, {low, high};\n"
-      "}"
-      : "=r"(bytes)
-      : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
-  return bytes;
-}
-inline uint32 to_float8(float8_e5m2*, const float (&x)[4]) {
-  uint32 bytes;
-  asm("{\n"
-      "  .reg .b16 low, high;\n"
-      "  cvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\n"
-      "  cvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n"
-      "  mov.b32 %0, {low, high};\n"
-      "}"
-      : "=r"(bytes)
-      : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
-  return bytes;
-}
-
-inline float larger_or_nan(float x, float y) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
-  return result;
-}
-
-inline bool is_finite(float x) { return fabsf(x) <= 3.402823466e38f; }
-
-// The scale of a block, and what its elements are multiplied by.
-struct BlockScale {
-  float scale;
-  float factor;
-};
-
-// `largest` is the largest finite magnitude of the block. Blocks whose magnitudes are below 2^-90
-// count as zeros.
-template <typename Q, bool kPowerOfTwo>
-inline BlockScale block_scale(float largest) {
-  if (!(largest >= 0x1p-90f)) return {1.0f, 1.0f};
-  const float scale = largest * (1.0f / Float8Limits<Q>::kMax);
-  if constexpr (kPowerOfTwo) {
-    // Rounds the exponent up.
-    const uint32 exponent = (__float_as_uint(scale) + 0x7fffff) >> 23;
-    return {__uint_as_float(exponent << 23), __uint_as_float((254 - exponent) << 23)};
-  } else {
-    return {scale, 1.0f / scale};
-  }
-}
 
 // kSquare blocks are 128x128, others 1x128. With kAligned, 8 adjacent elements of `x`, of `values`
 // and of `transposed` have one alignment, and rows consist of them.
@@ -126,7 +59,7 @@ class QuantizeTile {
     largest_of_rows<false>(largest);
     float all = 0;
 #pragma unroll
-    for (int i = 0; i < kPatch; ++i) all = larger_or_nan(all, largest[i]);
+    for (int i = 0; i < kPatch; ++i) all = max_or_nan(all, largest[i]);
     // Infinities and NaN are no part of a block's largest magnitude.
     if (__syncthreads_or(!is_finite(all))) {
       largest_of_rows<true>(largest);
@@ -169,7 +102,7 @@ class QuantizeTile {
       largest[i] = magnitude<kSpecial>(i, 0);
 #pragma unroll
       for (int j = 1; j < kPatch; ++j) {
-        largest[i] = larger_or_nan(largest[i], magnitude<kSpecial>(i, j));
+        largest[i] = max_or_nan(largest[i], magnitude<kSpecial>(i, j));
       }
     }
   }
@@ -286,13 +219,7 @@ class QuantizeTile {
       float x[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = scaled(4 * half + i);
-      uint32& word = bytes.words[half] = to_float8(static_cast<Q*>(nullptr), x);
-      if constexpr (kSpecial) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (!is_finite(x[i])) word = (word & ~(255u << 8 * i)) | kFloat8Nan << 8 * i;
-        }
-      }
+      bytes.words[half] = quantized<Q>(x, kSpecial);
     }
     return bytes;
   }

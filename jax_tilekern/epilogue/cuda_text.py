@@ -227,9 +227,9 @@ class ScalarWriter:
     def named(self, dtype: np.dtype[Any], expression: str) -> str:
         """Name an expression, rounded to its type."""
         name = f"v{len(self.statements)}"
-        rounded = _rounded(expression, dtype)
-        self.statements.append(f"const {computed_type(dtype)} {name} = {rounded};")
-        if rounded != expression:
+        value = rounded(expression, dtype)
+        self.statements.append(f"const {computed_type(dtype)} {name} = {value};")
+        if value != expression:
             self._unrounded[name] = expression
         return name
 
@@ -263,7 +263,8 @@ def _dtype(atom: Any) -> np.dtype[Any]:
     return dtype
 
 
-def _rounded(expression: str, dtype: np.dtype[Any]) -> str:
+def rounded(expression: str, dtype: np.dtype[Any]) -> str:
+    """Round an expression to a type, if values of it are computed in a wider one."""
     if dtype not in _SIXTEEN_BITS:
         return expression
     return f"lax::rounded<{CXX_TYPES[dtype]}>({expression})"

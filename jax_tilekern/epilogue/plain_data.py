@@ -6,6 +6,7 @@ scalars. By then the derivatives have been taken.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax_tilekern.epilogue.primitives import INNER_JAXPR, is_copy
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.interop import compat
 from jax_tilekern.partitioning.params_text import is_plain
+from jax_tilekern.plans.gemm.epilogue import RowQuantization
 
 # JAX adds cotangents by a primitive of its own.
 _NAMES = {"add_any": "add"}
@@ -45,7 +47,10 @@ def to_data(function: ScalarFunction) -> dict[str, Any] | None:
         "equations": tuple(equations),
         "results": tuple(results),
         "out_dtypes": function.out_dtypes,
-        "reductions": function.reductions,
+        "reductions": tuple(
+            dataclasses.astuple(kind) if isinstance(kind, RowQuantization) else kind
+            for kind in function.reductions
+        ),
     }
 
 
@@ -66,7 +71,10 @@ def from_data(data: dict[str, Any]) -> ScalarFunction:
     # XLA calls on its own thread, which has no configuration of the user's.
     with jax.enable_x64(True), compat.without_mesh():
         jaxpr = jax.make_jaxpr(python)(*avals)
-    return ScalarFunction(data["name"], jaxpr, python, data["out_dtypes"], data["reductions"])
+    reductions = tuple(
+        RowQuantization(*kind) if isinstance(kind, tuple) else kind for kind in data["reductions"]
+    )
+    return ScalarFunction(data["name"], jaxpr, python, data["out_dtypes"], reductions)
 
 
 def _flattened(

@@ -1,4 +1,4 @@
-"""Reductions of a product's rows, which an epilogue returns beside elements or instead of them."""
+"""Results of a product's rows, which an epilogue returns beside elements or instead of them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
-from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
-from jax_tilekern.plans.gemm.epilogue import RowReductionKind
+from jax_tilekern.plans.gemm.arithmetic import FP8, accumulator_dtype
+from jax_tilekern.plans.gemm.epilogue import RowQuantization, RowReductionKind
+
+# What becomes of the values of a row.
+RowKind = RowReductionKind | RowQuantization
 
 
 @dataclass(frozen=True)
 class RowReduction:
-    """A result of an epilogue that is reduced over the last dimension of the product.
+    """A result of an epilogue that follows from rows, along the last dimension of the product.
 
     Attributes
     ----------
     value
         The value of one element.
     kind
-        How the values of a row are reduced.
+        How the values of a row are reduced, or quantised.
     """
 
     value: Any
-    kind: RowReductionKind
+    kind: RowKind
 
 
 jax.tree_util.register_dataclass(RowReduction, ("value",), ("kind",))
@@ -76,11 +81,58 @@ def row_logsumexp(value: Any) -> RowReduction:
     return _reduction("logsumexp", value)
 
 
+def row_quantize(
+    value: Any, dtype: DTypeLike = jnp.float8_e4m3fn, *, power_of_two: bool = False
+) -> tuple[RowReduction, RowReduction]:
+    """Return the rows of the product, quantised in blocks of 1x128, as results of an epilogue.
+
+    They are the bits that :func:`quantize` gives of the value, once it is rounded to the product's
+    type where it has that of the accumulator. On a Hopper GPU the product's kernel writes them, so
+    that the next product of :func:`scaled_matmul` has its operand from one pass. As for
+    :func:`quantize`, there is no derivative. The product has two dimensions at least.
+
+    Parameters
+    ----------
+    value
+        A scalar that the epilogue computes from one element.
+    dtype
+        float8_e4m3fn or float8_e5m2.
+    power_of_two
+        Whether scales are rounded up to powers of two.
+
+    Returns
+    -------
+    tuple
+        Values ``(..., m, n)``, and scales of float32, ``(..., m, ceil(n / 128))``.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> import jax_tilekern as jtk
+    >>> x, w = jnp.ones((4, 8)), jnp.ones((8, 256))
+    >>> h, scales = jtk.matmul(x, w, epilogue=lambda y: jtk.row_quantize(jax.nn.relu(y)))
+    >>> h.shape, h.dtype, scales.shape
+    ((4, 256), dtype(float8_e4m3fn), (4, 2))
+    """
+    quantized = np.dtype(dtype)
+    if quantized not in FP8:
+        raise TypeError(f"row_quantize rounds to float8_e4m3fn or float8_e5m2, not {quantized}")
+    values, scales = (
+        _result("quantize", value, RowQuantization(quantized, power_of_two, is_scales))
+        for is_scales in (False, True)
+    )
+    return values, scales
+
+
 def _reduction(kind: RowReductionKind, value: Any) -> RowReduction:
+    return _result(kind, value, kind)
+
+
+def _result(name: str, value: Any, kind: RowKind) -> RowReduction:
     if shape := getattr(value, "shape", ()):
         raise TypeError(
-            f"row_{kind} takes a scalar and is a result of an epilogue, as in matmul(a, b, "
-            f"epilogue=row_{kind}); got an array of shape {shape}, whose last dimension a function "
+            f"row_{name} takes a scalar and is a result of an epilogue, as in matmul(a, b, "
+            f"epilogue=row_{name}); got an array of shape {shape}, whose last dimension a function "
             "of JAX reduces"
         )
     return RowReduction(value, kind)

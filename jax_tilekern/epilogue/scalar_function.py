@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_tilekern.epilogue.row_reductions import RowReduction, reduced
+from jax_tilekern.epilogue.row_reductions import RowKind, RowReduction, reduced
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import with_modes_of_now
 from jax_tilekern.partitioning.explicit import split_alike
 from jax_tilekern.plans.contraction import Labels
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
-from jax_tilekern.plans.gemm.epilogue import RowReductionKind
+from jax_tilekern.plans.gemm.epilogue import RowQuantization
 
 # Primitives that combine elements of an array, which do nothing to a scalar. Whoever writes one
 # means the rows or columns of the product.
@@ -50,8 +50,8 @@ class ScalarFunction:
     out_dtypes
         Types that the results are cast to.
     reductions
-        How each result is reduced over rows of the product, ``None`` for elements. Those come
-        first.
+        How each result is reduced over rows of the product, or how these are quantised; ``None``
+        for elements. Those come first, and quantised rows last.
     names
         What ``checkpoint_name`` has called values inside it.
     """
@@ -60,7 +60,7 @@ class ScalarFunction:
     jaxpr: compat.ClosedJaxpr
     python: Callable[..., list[Any]]
     out_dtypes: tuple[np.dtype[Any], ...]
-    reductions: tuple[RowReductionKind | None, ...]
+    reductions: tuple[RowKind | None, ...]
     names: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -113,7 +113,9 @@ class ScalarFunction:
         They are those of the same values. Exact types and wider ones stay.
         """
 
-        def widened(dtype: np.dtype[Any], kind: RowReductionKind | None) -> np.dtype[Any]:
+        def widened(dtype: np.dtype[Any], kind: RowKind | None) -> np.dtype[Any]:
+            if isinstance(kind, RowQuantization):
+                return dtype
             exact = not jnp.issubdtype(dtype, jnp.floating) and kind != "logsumexp"
             wide = accumulator_dtype(dtype)
             return dtype if kind is None or exact else jnp.promote_types(wide, np.float32)
@@ -122,9 +124,59 @@ class ScalarFunction:
             self, out_dtypes=tuple(map(widened, self.out_dtypes, self.reductions))
         )
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether it returns quantised rows."""
+        return any(isinstance(kind, RowQuantization) for kind in self.reductions)
+
+    def without_quantization(self) -> tuple[ScalarFunction, list[int]]:
+        """Return the function of elements and reductions, and which result each of its is.
+
+        It has values before they are quantised, as elements.
+        """
+        kept = [
+            i
+            for i, kind in enumerate(self.reductions)
+            if not (isinstance(kind, RowQuantization) and kind.scales)
+        ]
+        kinds = {i: x if isinstance(x, str) else None for i, x in enumerate(self.reductions)}
+        order = sorted(kept, key=lambda i: kinds[i] is not None)
+
+        def chosen(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+            def results(*scalars: Any) -> list[Any]:
+                found = function(*scalars)
+                return [found[i] for i in order]
+
+            return results
+
+        with compat.without_mesh():
+            jaxpr = jax.make_jaxpr(chosen(compat.jaxpr_as_fun(self.jaxpr)))(*self.jaxpr.in_avals)
+        function = dataclasses.replace(
+            self,
+            jaxpr=jaxpr,
+            python=chosen(self.python),
+            out_dtypes=tuple(self.out_dtypes[i] for i in order),
+            reductions=tuple(kinds[i] for i in order),
+        )
+        return function, order
+
+    @property
+    def mapped_dims(self) -> list[int]:
+        """Where each result has the dimension that ``vmap`` puts first in the product."""
+        return [int(isinstance(kind, RowQuantization) and kind.scales) for kind in self.reductions]
+
     def result_labels(self, out: Labels) -> list[Labels]:
-        """Return the labels of each result of a product."""
-        return [out if kind is None else out[:-1] for kind in self.reductions]
+        """Return the labels of each result of a product.
+
+        Blocks come first in scales of quantised rows, so that those of adjacent rows are adjacent.
+        """
+
+        def labels(kind: RowKind | None) -> Labels:
+            if isinstance(kind, RowQuantization):
+                return (out[-1], *out[:-1]) if kind.scales else out
+            return out if kind is None else out[:-1]
+
+        return [labels(kind) for kind in self.reductions]
 
     def __call__(self, *scalars: Any) -> list[Any]:
         """Evaluate it."""
@@ -145,6 +197,7 @@ class ScalarFunction:
         operands
             Those of each operand; it is broadcast over the others of ``out``.
         """
+        assert not self.quantizes
         function: Callable[..., Any] = self.__call__
         for i in reversed(range(len(out))):
             remaining = set(out[i:])
@@ -158,7 +211,7 @@ class ScalarFunction:
         def with_reductions(*arrays: Any) -> list[Any]:
             elements = function(*split_alike((out, *operands), arrays))
             return [
-                values if kind is None else reduced(values, kind)
+                reduced(values, kind) if isinstance(kind, str) else values
                 for values, kind in zip(elements, self.reductions, strict=True)
             ]
 
@@ -224,7 +277,7 @@ def trace_scalars(
             f"the epilogue {name} does not take scalars: {error}; {_SCALARS}"
         ) from error
     tree, reductions = _results(name, shapes)
-    order = sorted(range(len(reductions)), key=lambda i: reductions[i] is not None)
+    order = sorted(range(len(reductions)), key=lambda i: _order(reductions[i]))
 
     def python(*args: Any) -> list[Any]:
         results = jax.tree.leaves(function(*args))
@@ -257,7 +310,7 @@ def trace_scalars(
             )
     reductions = tuple(reductions[i] for i in order)
     rounded = tuple(
-        product if dtype == accumulator and kind is None else dtype
+        product if dtype == accumulator and not isinstance(kind, str) else dtype
         for dtype, kind in zip(
             (np.dtype(x.dtype) for x in traced.out_avals), reductions, strict=True
         )
@@ -270,7 +323,12 @@ def trace_scalars(
     return TracedFunction(scalar_function, closed_over, nested)
 
 
-def _results(name: str, shapes: Any) -> tuple[Any, tuple[RowReductionKind | None, ...]]:
+def _order(kind: RowKind | None) -> int:
+    """Elements come before reductions, and those before quantised rows."""
+    return 0 if kind is None else 1 if isinstance(kind, str) else 2
+
+
+def _results(name: str, shapes: Any) -> tuple[Any, tuple[RowKind | None, ...]]:
     """Return how a function's results are nested, and how each one is reduced."""
     leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, RowReduction))
     if not leaves:

@@ -39,12 +39,15 @@ from jax_tilekern.ops.contraction_lowering import source
 from jax_tilekern.ops.fused_lowering import InPlace, fused_kernel, planners
 from jax_tilekern.ops.groups import local_bounds, over_groups, part_of
 from jax_tilekern.ops.labelled_operands import common_type
+from jax_tilekern.ops.quantize import quantize
 from jax_tilekern.partitioning import params_text
 from jax_tilekern.partitioning.call import rename
 from jax_tilekern.partitioning.local_program import FunctionOfSum, Shard
 from jax_tilekern.partitioning.rule import Dims, ShardingRule
 from jax_tilekern.plans.contraction import Contraction, Labels, labelled
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
+from jax_tilekern.plans.gemm.epilogue import RowQuantization
+from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.primitives.linearity import jvp_of, tangents_out
 from jax_tilekern.primitives.operation import Operand, Operation, Params, PlannedKernel, define
 from jax_tilekern.primitives.remat import Saved
@@ -117,7 +120,7 @@ def contract_with_epilogue(
         return nested([plain])
     if bounds and function.elements < len(function.reductions):
         raise TypeError(
-            f"the epilogue {function.name} returns a reduction of rows, which ragged_dot does not "
+            f"the epilogue {function.name} returns a result of rows, which ragged_dot does not "
             "have; it is a result of epilogues of matmul and dot_general"
         )
     read = labelled_operands(
@@ -136,7 +139,7 @@ def contract_with_epilogue(
         symmetric=symmetric,
         out_sharding=out_sharding,
     )
-    return nested(results)
+    return nested(with_blocks_last(results, function))
 
 
 def contract_with_scalar_function(
@@ -242,7 +245,38 @@ def elementwise_function(
     """Return a function of the accumulators, of the bounds if there are groups, and operands."""
     if contraction.group is not None:
         return over_groups(function, contraction, operand_labels)
-    return function.over_labels(contraction.out, operand_labels)
+    if not function.quantizes:
+        return function.over_labels(contraction.out, operand_labels)
+
+    def elements(function: ScalarFunction, *arrays: Array) -> list[Array]:
+        return function.over_labels(contraction.out, operand_labels)(*arrays)
+
+    return lambda *arrays: quantized_after(elements, function, *arrays)
+
+
+def quantized_after(
+    call: Callable[..., list[Array]], function: ScalarFunction, *operands: Array
+) -> list[Array]:
+    """Quantise rows of the results of ``call(function, *operands)``, which does not."""
+    plain, order = function.without_quantization()
+    found = dict(zip(order, call(plain, *operands), strict=True))
+    results = []
+    for i, kind in enumerate(function.reductions):
+        if not isinstance(kind, RowQuantization):
+            results.append(found[i])
+        elif not kind.scales:
+            values, scales = quantize(found[i], dtype=kind.dtype, power_of_two=kind.power_of_two)
+            # Scales follow their values.
+            results += [values, jnp.moveaxis(scales, -1, 0)]
+    return results
+
+
+def with_blocks_last(results: Sequence[Array], function: ScalarFunction) -> list[Array]:
+    """Return results as the user has them: in scales of quantised rows, blocks come last."""
+    return [
+        jnp.moveaxis(x, 0, -1) if isinstance(kind, RowQuantization) and kind.scales else x
+        for x, kind in zip(results, function.reductions, strict=True)
+    ]
 
 
 def _reference(
@@ -273,9 +307,18 @@ def _unfused(
     precision: Any,
     accumulator: np.dtype[Any],
     out_sharding: NamedSharding | None = None,
-    **_: Any,
+    **others: Any,
 ) -> list[Array]:
     """Compute the product by a kernel, and the epilogue in XLA."""
+    if function.quantizes and out_sharding is None:
+
+        def fused(function: ScalarFunction, *operands: Array) -> list[Array]:
+            return _bind(  # type: ignore[no-any-return]
+                *operands, contraction=contraction, operand_labels=operand_labels,
+                function=function, precision=precision, accumulator=accumulator, **others,
+            )  # fmt: skip
+
+        return quantized_after(fused, function, *operands)
     product = contract(
         *operands[: len(contraction.operands)],
         contraction=contraction,
@@ -387,6 +430,7 @@ def _batch(
 ) -> tuple[list[Array], list[int]]:
     """Label the mapped axis in place; an operand without it is unchanged."""
     n = len(contraction.operands)
+    out_dims = params["function"].mapped_dims
     if all(dim is None for dim in dims[:n]):
         # One product has an epilogue for each element of the batch.
         accumulators = contract(
@@ -396,7 +440,7 @@ def _batch(
             out_dtype=params["accumulator"],
         )
         elementwise = elementwise_function(params["function"], contraction, operand_labels)
-        results = jax.vmap(elementwise, in_axes=(None, *dims[2:]))(accumulators, *operands[2:])
+        results = jax.vmap(elementwise, (None, *dims[2:]), out_dims)(accumulators, *operands[2:])
     else:
         factors, product = mapped(contraction, operands[:n], dims[:n])
         labels = tuple(
@@ -406,7 +450,7 @@ def _batch(
         results = _bind(
             *factors, *operands[n:], contraction=product, operand_labels=labels, **params
         )
-    return results, [0] * len(results)
+    return results, out_dims
 
 
 # Checkpoint policies.
@@ -482,8 +526,11 @@ def with_epilogue(
     rule: ShardingRule, operands: Sequence[Dims], function: ScalarFunction
 ) -> ShardingRule:
     """Return the rule of a product with an epilogue of some operands, given the product's."""
+    if function.quantizes:
+        rule, operands = _with_blocks(rule, operands)
     (out,) = rule.results
-    results = tuple(out if kind is None else out[:-1] for kind in function.reductions)
+    places = function.result_labels(tuple(range(len(out))))
+    results = tuple(tuple(out[i] for i in dims) for dims in places)
     shared = frozenset.intersection(*map(frozenset, results))
     return dataclasses.replace(
         rule,
@@ -491,8 +538,32 @@ def with_epilogue(
         results=results,
         epilogue_from=len(rule.operands),
         reduced=frozenset(x for x in out if x is not None and x not in shared),
-        combined_by=tuple(kind or "sum" for kind in function.reductions),
+        combined_by=tuple(kind if isinstance(kind, str) else "sum" for kind in function.reductions),
     )
+
+
+def _with_blocks(
+    rule: ShardingRule, operands: Sequence[Dims]
+) -> tuple[ShardingRule, Sequence[Dims]]:
+    """Let devices share whole blocks of the rows of a product."""
+    ((*_, column),) = rule.results
+    if column is None or column in rule.blocked:
+        return rule, operands
+    blocks, rest = divmod(rule.sizes[column], BLOCK)
+    if not rest:
+        sizes, blocked = {**rule.sizes, column: blocks}, rule.blocked | {column}
+        return dataclasses.replace(rule, sizes=sizes, blocked=blocked), operands
+
+    def whole(dims: Dims) -> Dims:
+        return tuple(None if label == column else label for label in dims)
+
+    rule = dataclasses.replace(
+        rule,
+        operands=tuple(map(whole, rule.operands)),
+        results=tuple(map(whole, rule.results)),
+        sizes={label: size for label, size in rule.sizes.items() if label != column},
+    )
+    return rule, [*map(whole, operands)]
 
 
 def _source(operands: Sequence[Operand], **params: Any) -> tuple[Sequence[Operand], Params]:

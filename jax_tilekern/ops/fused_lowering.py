@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from jax import Array
 
-from jax_tilekern.epilogue.cuda_text import CudaText, Untranslatable, computed_type, cuda_text
+from jax_tilekern.epilogue.cuda_text import (
+    CudaText,
+    Untranslatable,
+    computed_type,
+    cuda_text,
+    rounded,
+)
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.contraction_lowering import CUDA, LoweredProduct, cuda_kernel, state_problem
 from jax_tilekern.plans.contraction import Contraction, Labels
-from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
-from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, RowReductionText
+from jax_tilekern.plans.gemm.arithmetic import F32, accumulator_dtype
+from jax_tilekern.plans.gemm.epilogue import (
+    QUANTIZING_INSTRUCTIONS,
+    Epilogue,
+    EpilogueArray,
+    QuantizedText,
+    RowQuantization,
+    RowReductionText,
+)
 from jax_tilekern.plans.gemm.problem import PairProduct, SymmetricProduct
 from jax_tilekern.plans.grouped_gemm.problem import GroupedPair, GroupedProduct
+from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.primitives.operation import Fallback, Operand, PlannedKernel, Planner, Rewrite
 
 # Operands of an epilogue, and the results that take their memory.
@@ -97,6 +112,9 @@ def fused_kernel(
         States the product; by default it is that of the contraction.
     """
     dtypes = [x.aval.dtype for x in arrays]
+    reason = _cannot_quantize(function)
+    if reason is not None:
+        return reason
     try:
         text = cuda_text(function)
         for dtype in (*dtypes, *function.out_dtypes):
@@ -106,6 +124,11 @@ def fused_kernel(
     if accumulator != accumulator_dtype(factors[0].aval.dtype):
         return f"no kernel accumulates in {accumulator}"
     results = function.result_labels(contraction.out)
+    # Strides of scales are those of single blocks.
+    stored = [
+        own[1:] if _are_scales(kind) else own
+        for own, kind in zip(results, function.reductions, strict=True)
+    ]
     if state is None:
         state = functools.partial(
             state_problem, contract, CUDA, contraction=contraction, precision=precision
@@ -114,7 +137,7 @@ def fused_kernel(
         state,
         # A kernel whose results are reductions alone stores no element of this type.
         out_dtype=function.out_dtypes[0] if function.elements else accumulator,
-        further=(*operand_labels, *results[min(1, function.elements) :]),
+        further=(*operand_labels, *stored[min(1, function.elements) :]),
     )
     problem = state(factors)
     if not isinstance(problem, LoweredProduct):
@@ -137,15 +160,18 @@ def fused_kernel(
         product = SymmetricProduct(geometry, *product.dtypes, product.arithmetic)
     if min(geometry.m, geometry.n) == 1 and not grouped:
         return "products with a vector write little"
-    epilogue = _generated(
+    epilogue = epilogue_of(
         text,
         function,
         dtypes,
         problem.further_strides,
         batch=geometry.batch,
+        m=geometry.m,
         products=1 if second is None else 2,
         ragged="rows" if grouped else None,
     )
+    if epilogue.quantized and geometry.n != _size_of(contraction.out[-1], factors, contraction):
+        return "several dimensions are the columns of the product"
     # Without an epilogue the choice is that of a product, among which is XLA's.
     stated = product if function.is_identity else product.with_epilogue(epilogue)
     planned = cuda_kernel(stated, (*read, *(x.value for x in arrays)))
@@ -157,20 +183,51 @@ def fused_kernel(
     aliases = {
         len(read) + i: j
         for i, j in in_place
-        if operand_labels[i] == results[j]
+        if function.reductions[j] is None
+        and operand_labels[i] == results[j]
         and arrays[i].aval.dtype == function.out_dtypes[j]
         and values.count(arrays[i].value) == 1
     }
     return dataclasses.replace(planned, aliases=aliases)
 
 
-def _generated(
+def _are_scales(kind: Any) -> bool:
+    return isinstance(kind, RowQuantization) and kind.scales
+
+
+def quantizes_in_kernels() -> bool:
+    """Whether kernels may quantise rows. By default none does, because no GPU has timed them."""
+    return current_policy() == "kernels"
+
+
+def _cannot_quantize(function: ScalarFunction) -> str | None:
+    """Return why no kernel quantises a function's rows, if it returns some."""
+    if not function.quantizes:
+        return None
+    if not quantizes_in_kernels():
+        return "kernels that quantise rows take policy('kernels')"
+    if len(function.reductions) != function.elements + 2:
+        return "no kernel has more results of rows beside quantised ones"
+    return None
+
+
+def _size_of(label: int, factors: Sequence[Operand], contraction: Contraction) -> int | None:
+    """Return the size of a dimension of the result."""
+    for labels, x in zip((contraction.lhs, contraction.rhs), factors, strict=False):
+        if label in labels:
+            size: int = x.aval.shape[labels.index(label)]
+            return size
+    return None
+
+
+def epilogue_of(
     text: CudaText,
     function: ScalarFunction,
     operands: Sequence[np.dtype[Any]],
     strides: Sequence[tuple[int, ...]],
     *,
     batch: tuple[int, ...],
+    m: int,
     products: int,
     ragged: Literal["rows"] | None,
 ) -> Epilogue:
@@ -184,6 +241,8 @@ def _generated(
         Types of its operands.
     strides
         Strides of its operands, and of its results but the first element.
+    m
+        Rows of each matrix.
     batch, products, ragged
         As in :class:`~jax_tilekern.plans.gemm.epilogue.Epilogue`.
     """
@@ -202,16 +261,30 @@ def _generated(
             strides[len(arrays) :],
             strict=True,
         )
-        if kind is not None
+        if isinstance(kind, str)
     )
+    quantized = None
+    kind = function.reductions[-1]
+    if isinstance(kind, RowQuantization):
+        of_values, (*outer, row, _) = strides[-2:]
+        rows = math.prod(batch) * m
+        quantized = QuantizedText(
+            rounded(text.results[-1], function.out_dtypes[-1]),
+            kind.power_of_two,
+            EpilogueArray(kind.dtype, "float", of_values),
+            EpilogueArray(F32, "float", (*outer, row, rows)),
+        )
     return Epilogue(
         statements=text.statements,
         results=text.results[:stored],
         operands=arrays[: len(operands)],
         outputs=arrays[len(operands) :],
         batch=batch,
-        instructions=text.instructions + sum(x.instructions for x in reductions),
+        instructions=text.instructions
+        + sum(x.instructions for x in reductions)
+        + (QUANTIZING_INSTRUCTIONS if quantized else 0),
         ragged=ragged,
         reductions=reductions,
         products=products,
+        quantized=quantized,
     )

@@ -81,7 +81,7 @@ def linear(
     )
 
 
-@jitted("activation", "precision", "preferred_element_type")
+@jitted("activation", "precision", "preferred_element_type", "epilogue")
 def gated_linear(
     x: ArrayLike,
     w_gate: ArrayLike,
@@ -90,7 +90,8 @@ def gated_linear(
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-) -> Array:
+    epilogue: Callable[..., Any] | None = None,
+) -> Any:
     """Gated linear unit ``activation(x @ w_gate) * (x @ w_up)``, in one or two kernels.
 
     On a Hopper GPU one kernel computes both products of 16-bit types, where it is predicted to be
@@ -107,11 +108,13 @@ def gated_linear(
         Arrays of shape ``(k, n)``.
     activation
         A function of scalars: ``jax.nn.silu`` makes a SwiGLU, ``jax.nn.gelu`` a GEGLU.
+    epilogue
+        A further function of the gated scalar, such as :func:`row_quantize`.
 
     Returns
     -------
     Array
-        Shape ``(..., n)``.
+        Shape ``(..., n)``. With an epilogue, an array for each scalar that it returns.
 
     Raises
     ------
@@ -135,18 +138,19 @@ def gated_linear(
     up = w_up if alike else matmul(x, w_up, **options)
     result = compat.result_type(functools.partial(jnp.matmul, **options), x, w_gate)
     lhs, gate, contraction = labelled_matrices(x, w_gate)
+    function = _times(activation, epilogue)
     call: dict[str, Any] = {
         "contraction": contraction,
         "precision": compat.canonicalize_precision(precision),
         "product": result.dtype,
     }
     if not alike:
-        gated: Array = contract_with_epilogue(
+        gated = contract_with_epilogue(
             lhs,
             gate,
             **call,
             shape=result.shape,
-            epilogue=_times(activation),
+            epilogue=function,
             operands=(up,),
             in_place=((0, 0),),
         )
@@ -154,7 +158,7 @@ def gated_linear(
     _, up, _ = labelled_matrices(x, up)
     lhs, gate = common_type(lhs, gate, result.dtype, call["precision"])
     up = compat.as_type(up, gate.dtype)
-    gated = contract_pair(lhs, gate, up, **call, function=_times(activation))
+    gated = contract_pair(lhs, gate, up, **call, function=function)
     return gated
 
 
@@ -175,8 +179,14 @@ def _after_bias(activation: Activation | None) -> Callable[[Any, Any], Any]:
 
 
 @compat.cached(max_size=256, trace_context_in_key=False)
-def _times(activation: Activation) -> Callable[[Any, Any], Any]:
-    return _named("gate", activation, lambda y, up: _times_up(activation(y), up))
+def _times(
+    activation: Activation, epilogue: Callable[..., Any] | None
+) -> Callable[[Any, Any], Any]:
+    def gated(y: Any, up: Any) -> Any:
+        value = _times_up(activation(y), up)
+        return value if epilogue is None else epilogue(value)
+
+    return _named("gate", activation, gated)
 
 
 def _named(what: str, activation: Activation, function: Callable[..., Any]) -> Callable[..., Any]:

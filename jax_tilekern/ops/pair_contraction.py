@@ -23,8 +23,10 @@ from jax_tilekern.ops.contraction import contract, mapped, masked_product
 from jax_tilekern.ops.fused_contraction import (
     contract_with_scalar_function,
     elementwise_function,
+    quantized_after,
+    with_blocks_last,
 )
-from jax_tilekern.ops.fused_lowering import fused_kernel, planners
+from jax_tilekern.ops.fused_lowering import fused_kernel, planners, quantizes_in_kernels
 from jax_tilekern.plans.contraction import Contraction, Labels, labelled
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.primitives.linearity import jvp_of
@@ -81,7 +83,7 @@ def contract_pair(
         precision=precision,
         product=product,
     )
-    return traced.nested(results)
+    return traced.nested(with_blocks_last(results, traced.function))
 
 
 def _split(
@@ -138,6 +140,17 @@ def _two_contractions(
     )
 
 
+def _otherwise(*operands: Array, function: ScalarFunction, **params: Any) -> list[Array]:
+    """Compute two contractions, or the pair where it is only that no kernel of it quantises."""
+    if not function.quantizes or quantizes_in_kernels():
+        return _two_contractions(*operands, function=function, **params)
+
+    def pair(function: ScalarFunction, *operands: Array) -> list[Array]:
+        return _bind(*operands, function=function, **params)  # type: ignore[no-any-return]
+
+    return quantized_after(pair, function, *operands)
+
+
 def _of_rounded(function: ScalarFunction, product: np.dtype[Any]) -> ScalarFunction:
     """Return the function of a second product that is rounded to its type."""
     accumulator, _, *scalars = (np.dtype(x.dtype) for x in function.jaxpr.in_avals)
@@ -147,7 +160,7 @@ def _of_rounded(function: ScalarFunction, product: np.dtype[Any]) -> ScalarFunct
 
     of_rounded.__name__ = function.name
     traced = trace_scalars(of_rounded, accumulator, product, [product, *scalars]).function
-    return dataclasses.replace(traced, names=function.names)
+    return dataclasses.replace(traced, names=function.names, reductions=function.reductions)
 
 
 def _batch(
@@ -161,6 +174,7 @@ def _batch(
 ) -> tuple[list[Array], list[int]]:
     """Label the mapped axis in place, if both products have it in the same way."""
     (lhs, first, second), bounds, arrays = _split(dims, contraction)
+    out_dims = params["function"].mapped_dims
     if first == second and (lhs, first) != (None, None):
         (x, one, two), of_groups, read = _split(operands, contraction)
         factors, labels = mapped(contraction, [x, one, *of_groups], [lhs, first, *bounds])
@@ -173,8 +187,9 @@ def _batch(
         function = functools.partial(
             _two_contractions, contraction=contraction, operand_labels=operand_labels, **params
         )
-        results = jax.vmap(function, in_axes=tuple(dims), axis_size=axis_data.size)(*operands)
-    return results, [0] * len(results)
+        mapped_function = jax.vmap(function, tuple(dims), out_dims, axis_size=axis_data.size)
+        results = mapped_function(*operands)
+    return results, out_dims
 
 
 def _described(
@@ -219,7 +234,7 @@ _bind = define(
         composed=_two_contractions,
         planners=planners(
             _kernel,
-            _two_contractions,
+            _otherwise,
             "a kernel for each",
             on_cpu="kernels of both are for Hopper GPUs",
         ),

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,12 @@ from jax_tilekern.ops.contraction import as_dot_general, contract
 from jax_tilekern.ops.contraction_lowering import LoweredProduct, cuda_kernel
 from jax_tilekern.ops.fused_contraction import (
     described_function,
+    elementwise_function,
     jvp_at_pre_activation,
     labelled_operands,
+    quantized_after,
     saved_pre_activation,
+    with_blocks_last,
     with_epilogue,
 )
 from jax_tilekern.ops.fused_lowering import fused_kernel
@@ -147,17 +150,16 @@ def scaled_matmul(
             shape = (*max(lhs.shape[:-2], rhs.shape[:-2], key=len), lhs.shape[-2], rhs.shape[-2])
             read = labelled_operands(arrays, (), contraction=contraction, shape=shape)
             read += [(jnp.asarray(x), ()) for x in closed_over]
-            return nested(
-                _bind(
-                    *factors,
-                    *(x for x, _ in read),
-                    contraction=contraction,
-                    product=out_dtype,
-                    columns_first=False,
-                    function=function,
-                    operand_labels=tuple(labels for _, labels in read),
-                )
+            results = _bind(
+                *factors,
+                *(x for x, _ in read),
+                contraction=contraction,
+                product=out_dtype,
+                columns_first=False,
+                function=function,
+                operand_labels=tuple(labels for _, labels in read),
             )
+            return nested(with_blocks_last(results, function))
     own = out_dtype if out_dtype in TYPES["fp8"].results else _F32
     result = _product(*factors, contraction=contraction, product=own, columns_first=False)
     result = result.astype(out_dtype)
@@ -260,7 +262,7 @@ def _by(
     )
     if function is None:
         return [result.astype(product)]
-    return function.over_labels(contraction.out, operand_labels)(result, *arrays)
+    return elementwise_function(function, contraction, operand_labels)(result, *arrays)
 
 
 _reference = functools.partial(_by, product_by_lax)
@@ -276,11 +278,20 @@ def _unfused(
     columns_first: bool,
 ) -> list[Array]:
     """Compute the product by a kernel, and the epilogue in XLA."""
-    del product
+    if function.quantizes:
+
+        def fused(function: ScalarFunction, *operands: Array) -> list[Array]:
+            return _bind(  # type: ignore[no-any-return]
+                *operands, function=function, operand_labels=operand_labels,
+                contraction=contraction, product=product, columns_first=columns_first,
+            )  # fmt: skip
+
+        return quantized_after(fused, function, *operands)
     accumulators = _product(
         *operands[:4], contraction=contraction, product=_F32, columns_first=columns_first
     )
-    return function.over_labels(contraction.out, operand_labels)(accumulators, *operands[4:])
+    elementwise = elementwise_function(function, contraction, operand_labels)
+    return elementwise(accumulators, *operands[4:])
 
 
 # Rules.
@@ -317,7 +328,7 @@ def _jvp(
         return [result], [change(result)]
 
     def elementwise(function: ScalarFunction) -> Callable[..., list[Array]]:
-        return function.over_labels(params["contraction"].out, operand_labels)
+        return elementwise_function(function, params["contraction"], operand_labels)
 
     bind = functools.partial(_bind, operand_labels=operand_labels, **params)
     return jvp_at_pre_activation(
@@ -352,14 +363,15 @@ def _batch(
     **params: Any,
 ) -> tuple[list[Array], list[int]]:
     """Put the mapped axis first. An operand and its scales have it together."""
+    out_dims = [0] if function is None else function.mapped_dims
     if all(dim is None for dim in dims[:4]):
         # One product has an epilogue for each element of the batch.
         assert function is not None
         params["product"] = _F32
         accumulators = _product(*operands[:4], contraction=contraction, **params)
-        elementwise = function.over_labels(contraction.out, operand_labels)
-        results = jax.vmap(elementwise, in_axes=(None, *dims[4:]))(accumulators, *operands[4:])
-        return results, [0] * len(results)
+        elementwise = elementwise_function(function, contraction, operand_labels)
+        results = jax.vmap(elementwise, (None, *dims[4:]), out_dims)(accumulators, *operands[4:])
+        return results, out_dims
     mapped = [dims[i] is not None or dims[i + 2] is not None for i in (0, 1)] * 2
 
     def moved(x: Array, dim: int | None, is_mapped: bool) -> Array:
@@ -382,7 +394,7 @@ def _batch(
         ),
         **params,
     )
-    return results, [0] * len(results)
+    return results, out_dims
 
 
 def sharding_rule(
@@ -463,7 +475,7 @@ def _function_of_sum(
 
     def epilogue(total: Array, *operands: Array) -> list[Array]:
         assert function is not None
-        elementwise = function.over_labels(params["contraction"].out, operand_labels)
+        elementwise = elementwise_function(function, params["contraction"], operand_labels)
         return elementwise(total.astype(_F32), *operands[4:])
 
     return FunctionOfSum(term, product, epilogue)
@@ -487,7 +499,7 @@ def _saved(
 ) -> Saved | None:
     if function is None:
         return None
-    elementwise = function.over_labels(contraction.out, operand_labels)
+    elementwise = elementwise_function(function, contraction, operand_labels)
     return saved_pre_activation(function, elementwise, _F32, between=2)
 
 
@@ -537,21 +549,21 @@ def _cuda(
     factors, arrays = operands[:4], operands[4:]
     stored = [_stored(factors[2], False), _stored(factors[3], columns_first)]
     scales = [
-        scales_in_memory(x.aval.shape, s.aval.shape, flag, first)
-        for x, s, flag, (_, first) in zip(
-            factors[:2], factors[2:], (False, columns_first), stored, strict=True
-        )
+        scales_in_memory(x.aval.shape[-2], own.shape[-2:], own.strides[-2:])
+        for x, own in zip(factors, stored, strict=False)
     ]
     if all(x.block_rows == 1 and x.row_stride > 1 for x in scales):
         return Rewrite(
             "scales of rhs transposed first: those of columns are adjacent",
             functools.partial(_with_columns_first, **params),
         )
-    read = (*(x.value for x in factors[:2]), *(value for value, _ in stored))
+    read = (*(x.value for x in factors[:2]), *(x.value for x in stored))
 
     def state(_: Any, out_dtype: np.dtype[Any], further: Sequence[Labels] = ()) -> LoweredProduct:
-        shapes = [x.aval.shape for x in factors]
-        geometry, (left, right), strides = _geometry(contraction, shapes, scales, further)
+        shapes = [x.aval.shape for x in factors[:2]]
+        geometry, (left, right), strides = _geometry(
+            contraction, shapes, scales, [x.strides for x in stored], further
+        )
         left_dtype, right_dtype = (x.aval.dtype for x in factors[:2])
         stated = ScaledProduct(
             geometry, left_dtype, right_dtype, out_dtype, "fp8",
@@ -582,26 +594,38 @@ def _with_columns_first(
     return results
 
 
-def _stored(scales: Operand, columns_first: bool) -> tuple[Any, bool]:
-    """Return where scales lie, and whether blocks of k come before those of rows in memory."""
-    ndim = scales.aval.ndim
+class _Stored(NamedTuple):
+    """Where scales lie, with a count and a stride for each dimension of their operand."""
+
+    value: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _stored(scales: Operand, columns_first: bool) -> _Stored:
+    """Return where scales lie, before a transpose that produces them."""
+    shape = scales.aval.shape
+    dims = range(len(shape))
     found = None if columns_first else compat.transposed_from(scales.value)
-    if found is not None and found[1] == [*range(ndim - 2), ndim - 1, ndim - 2]:
-        return found[0], True
-    return scales.value, columns_first
+    value, permutation = found or (scales.value, [*dims])
+    source = row_major_strides(
+        tuple(permutation.index(i) for i in dims), dict(zip(dims, shape, strict=True))
+    )
+    order = (*dims[:-2], dims[-1], dims[-2]) if columns_first else (*dims,)
+    return _Stored(value, tuple(shape[i] for i in order), tuple(source[i] for i in order))
 
 
-def scales_in_memory(
-    shape: Sequence[int], of_scales: Sequence[int], columns_first: bool, k_first: bool
-) -> Scales:
-    """Return the strides of scales, without those of batch dimensions."""
-    rows, columns = of_scales[-2:][::-1] if columns_first else of_scales[-2:]
-    row, k = (1, rows) if k_first else (columns, 1)
+def scales_in_memory(rows: int, counts: Sequence[int], strides: Sequence[int]) -> Scales:
+    """Return the strides of an operand's scales, without those of batch dimensions.
+
+    ``counts`` and ``strides`` are those of blocks of the operand's rows, and of blocks of ``k``.
+    """
+    (row_blocks, k_blocks), (row, k) = counts, strides
     return Scales(
-        block_rows=BLOCK if rows not in (1, shape[-2]) else 1,
+        block_rows=BLOCK if row_blocks not in (1, rows) else 1,
         batch_strides=(),
-        row_stride=0 if rows == 1 else row,
-        k_stride=0 if columns == 1 else k,
+        row_stride=0 if row_blocks == 1 else row,
+        k_stride=0 if k_blocks == 1 else k,
     )
 
 
@@ -609,16 +633,19 @@ def _geometry(
     contraction: Contraction,
     shapes: Sequence[Sequence[int]],
     scales: Sequence[Scales],
+    of_scales: Sequence[Sequence[int]],
     further: Sequence[Labels],
 ) -> tuple[MatmulGeometry, tuple[Scales, Scales], tuple[tuple[int, ...], ...]]:
     """Return the strided product, where the scales lie, and the strides of further arrays."""
     c = contraction
-    lhs, rhs, of_lhs, of_rhs = (
-        row_major_strides(labels, dict(zip(labels, shape, strict=True)))
-        for labels, shape in zip((c.lhs, c.rhs) * 2, shapes, strict=True)
+    of_lhs, of_rhs = (
+        dict(zip(labels, strides, strict=True))
+        for labels, strides in zip((c.lhs, c.rhs), of_scales, strict=True)
     )
     sizes = dict(zip((*c.lhs, *c.rhs), (*shapes[0], *shapes[1]), strict=True))
-    out, *others = (row_major_strides(labels, sizes) for labels in (c.out, *further))
+    lhs, rhs, out, *others = (
+        row_major_strides(labels, sizes) for labels in (c.lhs, c.rhs, c.out, *further)
+    )
 
     def dimension(x: int) -> Dimension:
         strides = (y.get(x, 0) for y in (of_lhs, of_rhs, *others))

@@ -348,8 +348,10 @@ def _stated(
         dataclasses.replace(found, batch_strides=tuple(x.further[i] for x in dims))
         for i, found in enumerate(
             (
-                scales_in_memory(lhs.shape, lhs_scales.shape, True, True),
-                scales_in_memory(rhs.shape, rhs_scales.shape, False, False),
+                scales_in_memory(
+                    lhs.shape[-2], lhs_scales.shape[:-3:-1], (1, lhs_scales.shape[-1])
+                ),
+                scales_in_memory(rhs.shape[-2], rhs_scales.shape[-2:], (rhs_scales.shape[-1], 1)),
             )
         )
     )

@@ -25,6 +25,7 @@
 //   value()                          the result
 #pragma once
 
+#include "ptx.cuh"
 #include "types.cuh"
 
 namespace tilekern {
@@ -61,13 +62,6 @@ struct SumOfRow {
   Partial partial() const { return sum; }
   float value() const { return sum; }
 };
-
-// The larger value, or NaN if either is NaN.
-inline float max_or_nan(float x, float y) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
-  return result;
-}
 
 struct MaxOfRow {
   using Partial = float;

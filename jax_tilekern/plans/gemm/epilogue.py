@@ -117,6 +117,56 @@ class RowReductionText:
 
 
 @dataclass(frozen=True)
+class RowQuantization:
+    """A result of rows that are quantised in blocks of 1x128; see ``row_quantize``.
+
+    Attributes
+    ----------
+    dtype
+        Type of the 8-bit floats.
+    power_of_two
+        Whether scales are powers of two.
+    scales
+        Whether the result is the scales, and not the values.
+    """
+
+    dtype: np.dtype[Any]
+    power_of_two: bool
+    scales: bool
+
+
+@dataclass(frozen=True)
+class QuantizedText:
+    """Results that are quantised rows; see ``ffi/cuda/gemm/row_quantization.cuh``.
+
+    Attributes
+    ----------
+    value
+        The C++ expression of one value.
+    power_of_two
+        Whether scales are powers of two.
+    values, scales
+        The two results. ``n`` of the scales counts blocks.
+    """
+
+    value: str
+    power_of_two: bool
+    values: EpilogueArray
+    scales: EpilogueArray
+
+    @property
+    def arrays(self) -> tuple[EpilogueArray, EpilogueArray]:
+        """Both results."""
+        return self.values, self.scales
+
+
+# Columns of a block of quantised rows, of which a tile has whole ones.
+QUANTIZED_COLUMNS = 128
+# Instructions for each accumulator, an estimate: the maximum, the rounding, and shuffles.
+QUANTIZING_INSTRUCTIONS = 8
+
+
+@dataclass(frozen=True)
 class Staging:
     """Operands that come through stages of the mainloop, see ``gemm/sm90/staged_operands.cuh``.
 
@@ -163,6 +213,9 @@ class Epilogue:
     products
         The number of products whose accumulators it is a function of: 1, or 2 of one ``lhs``. Then
         ``x1`` is the second accumulator, and the operands follow.
+    quantized
+        Quantised rows, whose buffers follow those of ``reductions``. There are none of the two
+        together.
     """
 
     statements: tuple[str, ...]
@@ -174,6 +227,7 @@ class Epilogue:
     ragged: Literal["rows", "columns"] | None = None
     reductions: tuple[RowReductionText, ...] = ()
     products: int = 1
+    quantized: QuantizedText | None = None
 
     @property
     def stores(self) -> bool:
@@ -187,6 +241,7 @@ class Epilogue:
 
     def swapped(self) -> Epilogue:
         """Return the epilogue of the transposed product."""
+        assert self.quantized is None
 
         def transposed(arrays: tuple[EpilogueArray, ...]) -> tuple[EpilogueArray, ...]:
             return tuple(
@@ -209,10 +264,16 @@ class Epilogue:
             ),
         )
 
+    @property
+    def has_row_results(self) -> bool:
+        """Whether there are results of whole rows, or blocks of them."""
+        return bool(self.reductions or self.quantized)
+
     def fits_orientation(self, *, swapped: bool) -> bool:
-        """Whether reductions, if there are any, are along the rows of the kernel's matrices."""
+        """Whether results of rows, if there are any, are those of the kernel's matrices."""
         along = -2 if swapped else -1
-        return all(x.strides[along] == 0 for x in self.reductions)
+        whole = all(x.strides[along] == 0 for x in self.reductions)
+        return whole and not (swapped and self.quantized)
 
     def parameters(
         self, out_buffer: int, partials: Sequence[Buffer] = (), staging: Staging | None = None
@@ -240,12 +301,15 @@ class Epilogue:
         first, maps = out_buffer - len(self.operands), staging.maps if staging else {}
         operands = (maps.get(i, Buffer(first + i)) for i in range(len(self.operands)))
         outputs = (Buffer(out_buffer + 1 + i) for i in range(len(self.outputs)))
-        return (*operands, *outputs, strides, *partials)
+        behind = out_buffer + len(self.results) + len(self.reductions)
+        quantized = (Buffer(behind + i) for i in range(2 if self.quantized else 0))
+        return (*operands, *outputs, *quantized, strides, *partials)
 
     @property
     def arrays(self) -> tuple[EpilogueArray, ...]:
-        """The arrays of which each accumulator has an element, operands first."""
-        return (*self.operands, *self.outputs)
+        """Arrays that have strides: operands, other results of elements, and quantised rows."""
+        quantized = self.quantized.arrays if self.quantized else ()
+        return (*self.operands, *self.outputs, *quantized)
 
     def parameter_types(self, staging: Staging | None) -> list[str]:
         """Return the C++ types of the parameters that follow a kernel's own."""
@@ -254,6 +318,6 @@ class Epilogue:
             "tilekern::TensorMap" if i in maps else f"const {CXX_TYPES[x.dtype]}*"
             for i, x in enumerate(self.operands)
         ]
-        types += [f"{CXX_TYPES[x.dtype]}*" for x in self.outputs]
+        types += [f"{CXX_TYPES[x.dtype]}*" for x in self.arrays[len(types) :]]
         types += [f"tilekern::ElementStrides<{len(types)}>"] if types else []
         return types + [f"{x.cxx_class}::Partial*" for x in self.reductions]

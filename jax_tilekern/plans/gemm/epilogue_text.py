@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jax_tilekern.compilation.compiler import Kernel, Source
 from jax_tilekern.plans.cxx import CXX_TYPES
-from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, Staging
+from jax_tilekern.plans.gemm.epilogue import Epilogue, EpilogueArray, QuantizedText, Staging
 
 
 def kernel_with_epilogue(
@@ -89,7 +89,7 @@ def functor_text(
         for i, array in enumerate(epilogue.arrays)
     )
     # A block is 16 accumulators of a lane: see `kBlockOf`.
-    in_blocks = within_columns and tile_columns % 32 == 0 and not epilogue.reductions
+    in_blocks = within_columns and tile_columns % 32 == 0 and not epilogue.has_row_results
     numbered = list(enumerate(epilogue.arrays))
     staged = _StagedText(staging, epilogue.operands, len(epilogue.batch))
     for i, array in numbered[: len(epilogue.operands)]:
@@ -116,7 +116,8 @@ def functor_text(
         if not within
     )
     results = [_result(epilogue, x) for x in epilogue.results]
-    for (i, array), result in zip(numbered[len(epilogue.operands) :], results[1:], strict=True):
+    outputs = numbered[len(epilogue.operands) :][: len(epilogue.outputs)]
+    for (i, array), result in zip(outputs, results[1:], strict=True):
         kind = CXX_TYPES[array.dtype]
         if in_blocks and array.has_aligned_rows:
             blocks.write(i, array)
@@ -137,14 +138,13 @@ def functor_text(
         for i, array in numbered[: len(epilogue.operands)]
         if array.strides[-1] == 1 and array.strides[-2] != 0 and i not in staged.tiles
     ]
-    reductions = [*enumerate(epilogue.reductions)]
-    for i, x in reductions:
-        inside = "true" if within_columns else "at.column(first + i) < at.columns()"
-        each.append(f"t{i}[first + i - block] = {inside} ? {x.value} : {x.cxx_class}::kNeutral;")
-    template = _REDUCING_TEMPLATE if reductions else _TEMPLATE
+    rows = _RowsText.of(epilogue, within_columns, tile_columns, len(numbered))
+    each += rows.each
+    template = _ROWS_TEMPLATE if rows.each else _TEMPLATE
     return template.format(
         name=FUNCTOR,
-        block="kBlockOf<Coordinates, kRun>" if blocks.begin else "kCount",
+        include=rows.include,
+        block=rows.block or ("kBlockOf<Coordinates, kRun>" if blocks.begin else "kCount"),
         staged_columns=staging.columns if staging else 0,
         staged=staged.functions(),
         first_block="\n    ".join(blocks.first),
@@ -154,11 +154,10 @@ def functor_text(
         stores=str(epilogue.stores).lower(),
         prefetches=str(bool(prefetched)).lower(),
         prefetch="\n    ".join(prefetched),
-        rows="\n    ".join(f"{x.cxx_class} s{i}[Coordinates::kRowSlots];" for i, x in reductions),
-        values="\n      ".join(f"float t{i}[kBlock];" for i, _ in reductions),
-        add="\n      ".join(f"add_values<Coordinates>(s{i}, t{i});" for i, _ in reductions),
-        tile_columns=tile_columns,
-        store="\n    ".join(f"store_partials(q{i}, tile, s{i}, at);" for i, _ in reductions),
+        rows="\n    ".join(rows.before),
+        values="\n      ".join(f"float t{i}[kBlock];" for i, _ in enumerate(rows.each)),
+        add="\n      ".join(rows.of_block),
+        store="\n    ".join(rows.after),
         second=_SECOND if epilogue.products == 2 else "",
         members="\n  ".join(members),
         # A run of an odd number of columns would reach beyond the last one.
@@ -265,6 +264,78 @@ class _StagedText:
         )
 
 
+class _RowsText(NamedTuple):
+    """Statements of results of rows.
+
+    Attributes
+    ----------
+    include
+        Their header.
+    block
+        Values that are taken in at a time.
+    each
+        For each accumulator: its value, if it is one of the matrix.
+    before, of_block, after
+        Before the accumulators, for each block of values, and behind.
+    """
+
+    include: str = ""
+    block: str = ""
+    each: Sequence[str] = ()
+    before: Sequence[str] = ()
+    of_block: Sequence[str] = ()
+    after: Sequence[str] = ()
+
+    @classmethod
+    def of(
+        cls, epilogue: Epilogue, within_columns: bool, tile_columns: int, arrays: int
+    ) -> _RowsText:
+        """Write the text of an epilogue's results of rows, which has so many arrays."""
+        inside = "true" if within_columns else "at.column(first + i) < at.columns()"
+
+        def value(number: int, text: str, neutral: str) -> str:
+            return f"t{number}[first + i - block] = {inside} ? {text} : {neutral};"
+
+        if epilogue.quantized:
+            return cls._of_quantized(epilogue.quantized, value, arrays)
+        if not epilogue.reductions:
+            return cls()
+        reductions = [*enumerate(epilogue.reductions)]
+        tiles = f"(at.columns() + {tile_columns} - 1) / {tile_columns}"
+        tile = f"at.tile_column() / {tile_columns}"
+        return cls(
+            '#include "gemm/row_reductions.cuh"\n',
+            "min_of(kReducedValues, kCount)",
+            [value(i, x.value, f"{x.cxx_class}::kNeutral") for i, x in reductions],
+            [f"{x.cxx_class} s{i}[Coordinates::kRowSlots];" for i, x in reductions],
+            [f"add_values<Coordinates>(s{i}, t{i});" for i, _ in reductions],
+            [
+                f"const int64 tile = int64(at.batch(0)) * ({tiles}) + {tile};",
+                *(f"store_partials(q{i}, tile, s{i}, at);" for i, _ in reductions),
+            ],
+        )
+
+    @classmethod
+    def _of_quantized(
+        cls, quantized: QuantizedText, value: Callable[..., str], arrays: int
+    ) -> _RowsText:
+        first = arrays - 2
+        matrices = (
+            f"p{i + 1}{_batch_offset(array, i, '0')}, strides.row[{i}]"
+            for i, array in enumerate(quantized.arrays, first)
+        )
+        flags = (quantized.power_of_two, quantized.values.has_aligned_rows)
+        text = ", ".join(str(flag).lower() for flag in flags)
+        places = f"{', '.join(matrices)}, strides.column[{arrays - 1}]"
+        call = f"quantize_rows<{text}>(t0, {places}, at, block);"
+        return cls(
+            '#include "gemm/row_quantization.cuh"\n',
+            "kQuantizedValues",
+            [value(0, quantized.value, "0.0f")],
+            of_block=[call],
+        )
+
+
 # ptxas hoists loads of a whole tile's operands, and spills what they load. It moves none over this.
 _KEEP_ORDER = "if (Coordinates::kConverged && (first + kRun) % 16 == 0) __syncwarp();"
 
@@ -282,9 +353,7 @@ _STAGED_TEMPLATE = """
 
 _SECOND = "const Accumulator (&second)[kCount], "
 
-_ARRAYS = '#include "gemm/epilogue_arrays.cuh"\n'
-_ROW_REDUCTIONS = '#include "gemm/row_reductions.cuh"\n'
-
+_ARRAYS = '#include "gemm/epilogue_arrays.cuh"\n{include}'
 _HEAD = """#include "scalar_functions.cuh"
 
 struct {name} {{
@@ -329,7 +398,8 @@ _BODY = """    constexpr int kBlock = {block};
 {staged}
 """
 
-_REDUCING_BODY = """    constexpr int kBlock = min_of(kReducedValues, kCount);
+_ROWS_BODY = """    constexpr int kBlock = {block};
+    static_assert(kCount % kBlock == 0);
     {rows}
 #pragma unroll
     for (int block = 0; block < kCount; block += kBlock) {{
@@ -345,15 +415,13 @@ _REDUCING_BODY = """    constexpr int kBlock = min_of(kReducedValues, kCount);
       }}
       {add}
     }}
-    const int tiles = (at.columns() + {tile_columns} - 1) / {tile_columns};
-    const int64 tile = int64(at.batch(0)) * tiles + at.tile_column() / {tile_columns};
     {store}
   }}
 
 """
 
 _TEMPLATE = _ARRAYS + _HEAD + _BODY + _TAIL
-_REDUCING_TEMPLATE = _ARRAYS + _ROW_REDUCTIONS + _HEAD + _REDUCING_BODY + _TAIL
+_ROWS_TEMPLATE = _ARRAYS + _HEAD + _ROWS_BODY + _TAIL
 
 
 def _coordinate(name: str, extent: str, count: int | str, within: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -69,7 +70,7 @@ class TypedProduct(ABC, Generic[_Geometry]):
         return sum(
             distinct_matrices(sizes, array.strides) * array.dtype.itemsize
             for array in (*self.epilogue.operands, *self.epilogue.outputs)
-        )
+        ) + (math.prod(sizes) if self.epilogue.quantized else 0)
 
     def with_epilogue(self, epilogue: Epilogue | None) -> Self:
         """Return the same product with another epilogue, or without one."""
@@ -85,7 +86,8 @@ class TypedProduct(ABC, Generic[_Geometry]):
         """The first buffer behind the results."""
         if self.epilogue is None:
             return self.out_buffer + 1
-        return self.first_reduction + len(self.epilogue.reductions)
+        quantized = 2 if self.epilogue.quantized else 0
+        return self.first_reduction + len(self.epilogue.reductions) + quantized
 
     @property
     def first_reduction(self) -> int:
@@ -104,7 +106,10 @@ class TypedProduct(ABC, Generic[_Geometry]):
         more = (x.alignment for x in self.epilogue.operands)
         outputs = (out, *(x.alignment for x in self.epilogue.outputs))
         reductions = (x.dtype.itemsize for x in self.epilogue.reductions)
-        return *operands, *more, *(outputs if self.epilogue.stores else ()), *reductions
+        rows = (
+            (x.alignment for x in self.epilogue.quantized.arrays) if self.epilogue.quantized else ()
+        )
+        return *operands, *more, *(outputs if self.epilogue.stores else ()), *reductions, *rows
 
     @property
     def rhs_bytes(self) -> int:

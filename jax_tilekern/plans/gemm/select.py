@@ -34,6 +34,7 @@ from jax_tilekern.plans.policy import choose, current_policy, plan_choice, workl
 from jax_tilekern.plans.tuned import tuned_plan
 
 _FAMILIES = (WGMMA, EMULATED, SMALL, MMA)
+_QUANTIZING = (WGMMA, MMA)
 
 
 def candidates(product: Product, gpu: Gpu) -> list[CostedCandidate] | NoKernel:
@@ -46,7 +47,8 @@ def candidates(product: Product, gpu: Gpu) -> list[CostedCandidate] | NoKernel:
             return [*vectors]
         if m == n:
             return NoKernel("dot products of vectors that are no rows have no kernel")
-    return ranked_candidates(_FAMILIES, product, gpu)
+    quantizes = product.epilogue is not None and product.epilogue.quantized
+    return ranked_candidates(_QUANTIZING if quantizes else _FAMILIES, product, gpu)
 
 
 def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:

@@ -292,7 +292,7 @@ def mma_candidates(product: Product, gpu: Gpu) -> list[MmaCandidate] | NoKernel:
     refused = refusal(product, gpu)
     if refused:
         return refused
-    if product.epilogue and product.epilogue.reductions:
+    if product.epilogue and product.epilogue.has_row_results:
         return NoKernel("only kernels of sm_90a reduce rows")
     geometry = product.geometry
     operands = (

@@ -16,6 +16,7 @@ import numpy as np
 
 from jax_tilekern.compilation.compiler import compile_kernels
 from jax_tilekern.plans.candidate import Family
+from jax_tilekern.plans.gemm.epilogue import QUANTIZED_COLUMNS
 from jax_tilekern.plans.gemm.geometry import StridedOperand
 from jax_tilekern.plans.gemm.passes.pack_operand import PackPass
 from jax_tilekern.plans.gemm.passes.reduce_row_tiles import RowTilesPass
@@ -230,9 +231,11 @@ def candidates_in(
             if special is None:
                 continue
             instance = special
-            if epilogue and epilogue.reductions:
+            if epilogue and epilogue.has_row_results:
                 # A row of a split has no sums to reduce.
                 if splits > 1 or not epilogue.fits_orientation(swapped=instance.out_m_major):
+                    continue
+                if epilogue.quantized and tile.out_n % QUANTIZED_COLUMNS:
                     continue
                 if not epilogue.stores:
                     # No address of an element takes registers.
@@ -279,7 +282,7 @@ def _packs(product: Product) -> dict[int, PackPass]:
     if dtypes[0].itemsize == 2:
         return packs
     packed = None
-    if product.epilogue and product.epilogue.reductions:
+    if product.epilogue and product.epilogue.has_row_results:
         # The orientation is given, and with it the operand that shared memory alone holds.
         rhs = 0 if product.epilogue.fits_orientation(swapped=True) else 1
         packed = rhs if rhs in mn_major else None

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+from jax_tilekern.plans.gemm.epilogue import QUANTIZED_COLUMNS
 from jax_tilekern.plans.gemm.problem import PairProduct
 from jax_tilekern.plans.gemm.sm90.config import (
     WGMMA_ARITHMETICS,
@@ -85,6 +86,13 @@ def pair_candidates(product: PairProduct, gpu: Gpu) -> list[PairCandidate] | NoK
     found = []
     for tile, _ in oriented_tiles(view, _TILES, gpu, swaps=(False,)):
         instance = instance_for(tile, view, how.promote, 1, gpu)
+        epilogue = product.epilogue
+        if epilogue and epilogue.quantized:
+            if tile.out_n % QUANTIZED_COLUMNS:
+                continue
+            if not epilogue.stores:
+                # No address of an element takes registers.
+                instance = dataclasses.replace(instance, tma_store=True)
         work_tiles = dense_tiles(tile, view)
         if not is_launchable(instance, work_tiles):
             continue

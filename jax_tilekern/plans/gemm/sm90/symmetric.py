@@ -90,7 +90,9 @@ def symmetric_candidates(
     refused = refusal_of_one_launch(product, how.types, gpu)
     if refused:
         return refused
-    if product.epilogue is not None and (product.epilogue.reductions or product.epilogue.outputs):
+    if product.epilogue is not None and (
+        product.epilogue.has_row_results or product.epilogue.outputs
+    ):
         return NoKernel("the kernel of half a product has one result")
     view = OrientedProduct.of(product)
     found = []

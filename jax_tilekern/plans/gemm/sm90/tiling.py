@@ -260,6 +260,7 @@ class TiledWgmmaCandidate(CostedCandidate):
         launch = launch_tiles(
             compiled, self.tile, self.instance, OrientedProduct.of(product), 1, gpu,
             kernel=kernel, work_tiles=work_tiles, more=((further_map,), more),
+            stores=product.epilogue is None or product.epilogue.stores,
         )  # fmt: skip
         out_alignment = self.out_alignment(product.out_dtype.itemsize)
         return LaunchPlan(
@@ -446,7 +447,7 @@ def staging_of(
         The buffer of the first result.
     """
     rows_are_adjacent = instance.out_m_major
-    excluded = instance.ragged or instance.pair or rows_are_adjacent or epilogue.reductions
+    excluded = instance.ragged or instance.pair or rows_are_adjacent or epilogue.has_row_results
     if not instance.cooperative or excluded:
         return None
     staged = {i: x for i, x in enumerate(epilogue.operands) if x.fits_tma}
