@@ -50,6 +50,7 @@ from jax_tilekern.plans.contraction import (
 from jax_tilekern.plans.gemm.arithmetic import FP8, TYPES
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
+from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.primitives.linearity import tangents_out
 from jax_tilekern.primitives.operation import (
@@ -58,6 +59,7 @@ from jax_tilekern.primitives.operation import (
     Operation,
     Outcome,
     Params,
+    PlannedKernel,
     Planner,
     Rewrite,
     Transposes,
@@ -574,10 +576,13 @@ def _cuda(
     if function is None:
         stated = state(None, product)
         return cuda_kernel(stated.product, stated.operands)
-    found = fused_kernel(
-        factors, None, arrays, contraction=contraction, operand_labels=operand_labels,
-        function=function, accumulator=_F32, state=state,
-    )  # fmt: skip
+    # No GPU has timed kernels with epilogues.
+    found: PlannedKernel | str = "kernels with epilogues take policy('kernels')"
+    if current_policy() == "kernels":
+        found = fused_kernel(
+            factors, None, arrays, contraction=contraction, operand_labels=operand_labels,
+            function=function, accumulator=_F32, state=state,
+        )  # fmt: skip
     if not isinstance(found, str):
         return found
     unfused = functools.partial(_unfused, columns_first=columns_first, **params)

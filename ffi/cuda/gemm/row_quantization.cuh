@@ -25,7 +25,6 @@ inline void quantize_rows(const float (&values)[kQuantizedValues], Q* matrix, in
   static_assert(Coordinates::kQuads && Coordinates::kConverged);
   constexpr int kPerRow = kQuantizedValues / 2;
   const int lane = static_cast<int>(threadIdx.x) % 4;
-  // Of the block, and of the bytes that the lane stores.
   const int block_column = at.column(first) - 2 * lane;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
