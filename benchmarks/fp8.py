@@ -1,10 +1,11 @@
-"""``fp8``: products of 8-bit floats with scales of blocks, their quantisers, and a layer of both.
+"""``fp8``: products of 8-bit floats with scales of blocks, their quantisers, and layers of both.
 
 ``ours`` has the kernels. Products have these sides besides: scales of ``lhs`` with those of rows
 adjacent, as ``quantize`` writes them (``rows adjacent``), scales of 1x128 blocks on both sides
 (``1x128``, as gradients of weights have), and the best kernels of either by their estimates, by
 their keys. ``bfloat16`` is our product of the same sizes and ``XLA`` is XLA's; ``XLA float8`` is
-XLA's product without scales.
+XLA's product without scales. Grouped GEMMs and layers of experts are compared with ours in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ import numpy as np
 from jax import lax
 
 import jax_tilekern as jtk
+from benchmarks import moe
 from benchmarks.programs import KERNELS, Arrays, Program, ProgramCommand
 from jax_tilekern.plans.gemm.arithmetic import BF16, FP8
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
 from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
 from jax_tilekern.plans.gpu import current_gpu
+from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedScaledProduct
+from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.tuning.product_timing import by_plan
@@ -43,6 +47,15 @@ _PRODUCTS = {
 _MATRICES = {"gpu": [(8192, 8192), (8192, 14336), (4096, 7168)], "cpu": [(256, 384)]}
 # Tokens, features and results of a linear layer.
 _LAYERS = {"gpu": [(8192, 4096, 14336), (8192, 14336, 4096)], "cpu": [(64, 256, 384)]}
+# Groups, rows of all groups, results and features: what DeepGEMM lists, and many experts.
+_GROUPED = {
+    "gpu": [
+        (8, 32768, 4096, 7168), (8, 32768, 7168, 2048), (4, 32768, 4096, 7168),
+        (64, 32768, 1536, 2048), (64, 65536, 2560, 1280), (128, 131072, 768, 2048),
+    ],
+    "cpu": [(4, 256, 256, 384)],
+}  # fmt: skip
+_EXPERTS = {"gpu": ["64 experts", "128 experts"], "cpu": ["8 experts"]}
 _CANDIDATES = 4
 _CHECKED = 64
 _NUMBERS = (((1,), (0,)), ((), ()))
@@ -142,6 +155,110 @@ def _products(backend: str) -> Iterator[Program]:
         )
 
 
+def _group_sizes(groups: int, rows: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Return sizes between 0.7 and 1.3 of their mean, of all rows together."""
+    shares = np.random.default_rng(0).uniform(0.7, 1.3, groups)
+    bounds = np.rint(rows * np.cumsum(shares) / shares.sum())
+    return np.diff(bounds, prepend=0).astype(np.int32)
+
+
+def _grouped_operands(groups: int, m: int, n: int, k: int) -> Arrays:
+    """Return operands in bfloat16, sizes, and both quantised; scales of rows are adjacent."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    x = jax.random.normal(keys[0], (m, k), jnp.bfloat16)
+    w = jax.random.normal(keys[1], (groups, k, n), jnp.bfloat16)
+
+    @jax.jit
+    def quantized(x: Any, w: Any) -> Arrays:
+        values, scales = jtk.quantize(x)
+        _, (weights, of_blocks) = jtk.quantize(w, (BLOCK, BLOCK), both=True)
+        return values, weights, scales.T, of_blocks
+
+    return x, w, jnp.asarray(_group_sizes(groups, m)), *quantized(x, w)
+
+
+def _grouped_errors(arguments: Arrays, results: Mapping[str, Any]) -> dict[str, float]:
+    """Return the largest error of the last group's last rows, relative to the largest element."""
+    rows = slice(-min(_CHECKED, int(arguments[2][-1])), None)
+    x, w = (np.asarray(a, np.float32) for a in (arguments[0][rows], arguments[1][-1]))
+    wanted = x @ w
+    largest = float(np.abs(wanted).max())
+    return {
+        side: float(np.abs(np.asarray(y[rows], np.float32) - wanted).max()) / largest
+        for side, y in results.items()
+    }
+
+
+def _grouped(
+    x: Any, w: Any, sizes: Any, values: Any, weights: Any, scales: Any, of_blocks: Any
+) -> Any:
+    return jtk.scaled_ragged_dot(values, weights, sizes, scales.T, of_blocks, jnp.bfloat16)
+
+
+def _grouped_candidates(groups: int, m: int, n: int, k: int) -> dict[str, Callable[..., Any]]:
+    """Return the best kernels by their estimates."""
+    if jax.default_backend() != "gpu":
+        return {}
+    blocks = math.ceil(k / BLOCK)
+    geometry = MatmulGeometry((groups,), m, n, k, (0, k, 1), (n * k, 1, k), (0, n, 1))
+    product = GroupedScaledProduct(
+        GroupedGeometry(geometry, "m", ()), FP8[0], FP8[0], BF16, "fp8",
+        lhs_scales=Scales(1, (0,), 1, m),
+        rhs_scales=Scales(BLOCK, (math.ceil(n / BLOCK) * blocks,), blocks, 1),
+    )  # fmt: skip
+    found = grouped_wgmma_candidates(product, current_gpu())
+    if isinstance(found, NoKernel):
+        return {}
+    best = sorted(found, key=lambda candidate: candidate.cycles)[:_CANDIDATES]
+
+    def run(candidate: Any, x: Any, w: Any, sizes: Any, *operands: Any) -> Any:
+        values, weights, scales, of_blocks = operands
+        bounds = jnp.pad(jnp.cumsum(sizes, dtype=np.int32), (1, 0))
+        plan = candidate.plan(current_gpu())
+        return by_plan(plan, (m, n), BF16, values, weights, bounds, scales, of_blocks)
+
+    return {candidate.key: functools.partial(run, candidate) for candidate in best}
+
+
+def _grouped_products(backend: str) -> Iterator[Program]:
+    for groups, m, n, k in _GROUPED[backend]:
+        yield Program(
+            f"grouped {groups}, {m}x{n}x{k}",
+            functools.partial(_grouped_operands, groups, m, n, k),
+            {
+                "ours": _grouped,
+                **_grouped_candidates(groups, m, n, k),
+                "bfloat16": lambda x, w, sizes, *_: jtk.ragged_dot(x, w, sizes),
+            },
+            _grouped_errors,
+            peer="bfloat16",
+            contexts={"ours": KERNELS},
+        )
+
+
+def _experts(backend: str) -> Iterator[Program]:
+    layers: dict[str, Callable[..., Any]] = {
+        "ours": functools.partial(moe.layer, recipe=jtk.Fp8Recipe()),
+        "bfloat16": moe.layer,
+    }
+
+    def errors(_: Arrays, results: Mapping[str, Any]) -> dict[str, float]:
+        """Compare the results, or the gradients by the tokens."""
+        first = {side: jax.tree.leaves(y)[:1] for side, y in results.items()}
+        return _layer_errors((), {**first, "XLA": first["bfloat16"]})
+
+    for name in _EXPERTS[backend]:
+        operands = functools.partial(moe.operands, moe.SIZES[backend][name])
+        for what, sides in (
+            ("forward", layers),
+            ("forward and backward", {side: moe.gradient(f) for side, f in layers.items()}),
+        ):
+            yield Program(
+                f"layer of {name}, {what}", operands, sides, errors, peer="bfloat16",
+                contexts={"ours": KERNELS},
+            )  # fmt: skip
+
+
 def _different(_: Arrays, results: Mapping[str, Any]) -> dict[str, float]:
     """Return the share of bytes in which XLA's results differ: none should."""
     leaves = {side: [np.asarray(x).view(np.uint8) for x in jax.tree.leaves(y)]
@@ -224,6 +341,8 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
     yield from _products(backend)
     yield from _quantizers(backend)
     yield from _layers(backend)
+    yield from _grouped_products(backend)
+    yield from _experts(backend)
 
 
 COMMAND = ProgramCommand(

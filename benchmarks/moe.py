@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
 
 
 _LARGE = Sizes(16384, 2048, 768, 128, 8)
-_SIZES = {
+SIZES = {
     "gpu": {
         "64 experts": Sizes(16384, 2560, 1280, 64, 4),
         "128 experts": _LARGE,
@@ -55,7 +55,8 @@ _SIZES = {
 }
 
 
-def _operands(sizes: Sizes) -> tuple[Any, ...]:
+def operands(sizes: Sizes) -> tuple[Any, ...]:
+    """Return the arguments of :func:`layer`."""
     keys = jax.random.split(jax.random.key(0), 5)
     t, d, h, e, k, _ = sizes
 
@@ -76,8 +77,11 @@ def _router_output(sizes: Sizes) -> tuple[Any]:
     return (_logits(sizes, jax.random.key(1)),)
 
 
-def _ours(x: Any, up: Any, gate: Any, down: Any, weights: Any, indices: Any) -> Any:
-    return jtk.moe(x, up, down, indices, weights, w_gate=gate)
+def layer(
+    x: Any, up: Any, gate: Any, down: Any, weights: Any, indices: Any, recipe: Any = None
+) -> Any:
+    """Compute the layer by one call."""
+    return jtk.moe(x, up, down, indices, weights, w_gate=gate, recipe=recipe)
 
 
 def _by_parts(
@@ -104,16 +108,18 @@ def _by_tokamax(x: Any, w: Any, group_sizes: Any) -> Any:
 
 
 LAYERS: dict[str, Callable[..., Any]] = {
-    "ours": _ours,
+    "ours": layer,
     "XLA": functools.partial(_by_parts, jax.lax.ragged_dot),
     "parts": functools.partial(_by_parts, jtk.ragged_dot),
     "tokamax": functools.partial(_by_parts, _by_tokamax),
 }
 
 
-def _gradient(layer: Callable[..., Any]) -> Callable[..., Any]:
+def gradient(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the gradient of the squares of a layer's results by all but the indices."""
+
     def loss(*args: Any) -> Any:
-        return jnp.sum(layer(*args).astype(np.float32) ** 2)
+        return jnp.sum(function(*args).astype(np.float32) ** 2)
 
     return lambda *args: jax.grad(loss, (0, 1, 2, 3, 4))(*args)
 
@@ -158,17 +164,17 @@ def _programs(arguments: argparse.Namespace) -> Iterator[Program]:
     contexts: dict[str, Any] = {"kernels": KERNELS} if on_gpu else {}
     tiles = candidates.PAIR_TILES if on_gpu else ()
     of_tiles = {str(x): functools.partial(_pair_tile, x) for x in tiles}
-    layers = {**LAYERS, **dict.fromkeys(contexts, _ours)}
-    for name, sizes in _SIZES["gpu" if on_gpu else "cpu"].items():
-        operands = functools.partial(_operands, sizes)
+    layers = {**LAYERS, **dict.fromkeys(contexts, layer)}
+    for name, sizes in SIZES["gpu" if on_gpu else "cpu"].items():
+        given = functools.partial(operands, sizes)
         yield Program(
-            f"{name}, forward", operands, {**layers, **dict.fromkeys(of_tiles, _ours)}, _errors,
+            f"{name}, forward", given, {**layers, **dict.fromkeys(of_tiles, layer)}, _errors,
             contexts=contexts | of_tiles,
         )  # fmt: skip
         if "decode" not in name:
-            gradients = {side: _gradient(layer) for side, layer in layers.items()}
+            gradients = {side: gradient(f) for side, f in layers.items()}
             yield Program(
-                f"{name}, forward and backward", operands, gradients, _errors, contexts=contexts
+                f"{name}, forward and backward", given, gradients, _errors, contexts=contexts
             )
         routes = {
             side: functools.partial(function, chosen=sizes.chosen)

@@ -51,8 +51,8 @@ def test_sides_that_fail_are_a_line():
 def test_layers_of_experts(tmp_path, monkeypatch, capsys):
     sizes = moe.Sizes(24, 16, 8, 4, 2)
     rows = {"small": sizes._replace(zipf=True), "decode of 1": sizes._replace(tokens=1)}
-    monkeypatch.setitem(moe._SIZES, "cpu", rows)
-    monkeypatch.setitem(moe._SIZES, "gpu", rows)
+    monkeypatch.setitem(moe.SIZES, "cpu", rows)
+    monkeypatch.setitem(moe.SIZES, "gpu", rows)
     assert main(["moe", "--seconds", "0.01", "--json", str(tmp_path / "moe.json")]) == 0
     found = json.loads((tmp_path / "moe.json").read_text())["rows"]
     kinds = {"forward", "forward and backward", "routing"}
@@ -61,7 +61,7 @@ def test_layers_of_experts(tmp_path, monkeypatch, capsys):
     }  # fmt: skip
     for row in found:
         assert all(error < 0.05 for error in row["error"].values()), row
-    loads = jnp.bincount(moe._operands(sizes._replace(tokens=4000, zipf=True))[-1].ravel())
+    loads = jnp.bincount(moe.operands(sizes._replace(tokens=4000, zipf=True))[-1].ravel())
     assert (jnp.diff(loads) < 0).all()
 
 
@@ -69,7 +69,7 @@ def test_eight_bit_floats(tmp_path):
     file = tmp_path / "fp8.json"
     assert main(["fp8", "--seconds", "0.01", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert {row["name"].split()[0] for row in rows} == {"product", "quantize", "layer"}
+    assert {row["name"].split()[0] for row in rows} == {"product", "quantize", "layer", "grouped"}
     for row in rows:
         bound = 0 if row["name"].startswith("quantize") else 0.05
         assert all(error <= bound for error in row["error"].values()), row
