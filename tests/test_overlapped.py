@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import emulated_gpu
+import emulated_plans
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +18,13 @@ from nvrtc_mark import needs_nvrtc
 from sharded import collectives, devices
 
 import jax_tilekern as jtk
+from jax_tilekern.interop import ffi
+from jax_tilekern.ops import planned_kernel
 from jax_tilekern.partitioning import call
 from jax_tilekern.partitioning.mesh import hlo_sharding, spec_of
 from jax_tilekern.plans import overlap
 from jax_tilekern.plans.contraction import Contraction
+from jax_tilekern.plans.launch import Buffer
 
 pytestmark = pytest.mark.skipif(devices() is None, reason="8 devices")
 
@@ -303,3 +310,92 @@ def test_a_plain_jit_does_not_overlap(two):
     for specs in ((COLUMN, ROW, ((), ())), (COLUMN, ROW, COLUMN)):
         (choice,), _ = partitioned((2,), LARGE, specs)
         assert "over axis0" not in choice.call
+
+
+# The plans, by their emulated kernels: what ``ffi/cuda_overlap.cc`` does with them.
+
+
+@pytest.fixture
+def plans(two):
+    """Return a function to the plan of another, on two devices, and the recorded kernels."""
+    with emulated_plans.record() as recorded:
+        planned_kernel._plan_once.cache_clear()
+
+        def plan(function, specs, shapes):
+            found, launch = [], ffi.cuda_launch
+
+            def spy(ctx, values, plan, **kwargs):
+                found.append(plan)
+                return launch(ctx, values, plan, **kwargs)
+
+            args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+            with pytest.MonkeyPatch.context() as patched, overlap.in_parts(2):
+                patched.setattr(ffi, "cuda_launch", spy)
+                with jtk.gpu_target(emulated_gpu.SMALL_H100), jtk.policy("kernels"):
+                    jitted = jax.jit(over(two, function, specs))
+                    jitted.trace(*args).lower(lowering_platforms=("cuda",))
+            return found[0]
+
+        yield plan, recorded
+
+
+def run_launches(plan, recorded, launches, buffers, out):
+    """Run launches of a plan, given its buffers before the workspaces; ``out`` is a result."""
+    number = plan.exchange.out
+    read = [x for i, x in enumerate(buffers) if i != number]
+    places = [Buffer(i - (i > number)) for i in range(len(buffers))]
+    places[number] = Buffer(len(read))
+    workspaces = map(Buffer, range(len(buffers), len(buffers) + len(plan.workspace_bytes)))
+    places += workspaces
+    part = dataclasses.replace(
+        plan,
+        launches=tuple(launch.placed(places) for launch in launches),
+        alignments=(16,) * len(buffers),
+        exchange=None,
+    )
+    (result,) = emulated_plans.run_plan(part, recorded, read, [(out, BFLOAT16)])
+    return result
+
+
+@needs_nvrtc
+@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="no C++ compiler")
+def test_emulated_gather(plans, rng):
+    plan, recorded = plans
+    x, w = (rng.integers(-1, 2, s).astype(BFLOAT16) for s in ((256, 64), (64, 128)))
+    found = plan(jtk.all_gather_matmul, GATHER, (x.shape, w.shape))
+    exchange, rows = found.exchange, 64
+    for column in range(2):
+        own = w[:, 64 * column : 64 * (column + 1)]
+        for place in range(4):
+            part = x[rows * place : rows * (place + 1)]
+            buffers = [own, own, np.uint32(0), None, x]
+            buffers[exchange.lhs] = part
+            got = run_launches(found, recorded, found.launches, buffers, (rows, 64))
+            np.testing.assert_array_equal(got, (part.astype(int) @ own.astype(int)))
+
+
+@needs_nvrtc
+@pytest.mark.skipif(emulated_plans.COMPILER is None, reason="no C++ compiler")
+def test_emulated_scatter(plans, rng):
+    plan, recorded = plans
+    x, w = (rng.integers(-1, 2, s).astype(BFLOAT16) for s in ((256, 128), (128, 64)))
+    found = plan(jtk.matmul_reduce_scatter, SCATTER, (x.shape, w.shape))
+    exchange, rows = found.exchange, 64
+    terms, total = np.split(np.arange(len(found.launches)), [exchange.term_launches])
+
+    def run(device, place, launches, received):
+        columns = slice(64 * device, 64 * (device + 1))
+        buffers = [w[columns]] * 2 + [np.uint32(0), None, received, received]
+        buffers[exchange.lhs] = x[rows * place : rows * (place + 1), columns]
+        chosen = [found.launches[i] for i in launches]
+        return run_launches(found, recorded, chosen, buffers, (rows, 64))
+
+    wanted = x.astype(int) @ w.astype(int)
+    for device in range(2):
+        for part in range(2):
+            place = 2 * device + part
+            # What is left of the buffer of all parts, from this one on.
+            received = np.full((2 - part, rows, 64), np.nan, BFLOAT16)
+            received[0] = run(1 - device, place, terms, received * 0)
+            got = run(device, place, total, received)
+            np.testing.assert_array_equal(got, wanted[rows * place : rows * (place + 1)])

@@ -432,7 +432,9 @@ def along_axis(
     params = {"contraction": contraction, "precision": precision, "out_dtype": out_dtype}
     size = exchange.axis.size
     out = _result(lhs, rhs, 1 / size if exchange.scatters else size, contraction, out_dtype)
-    if isinstance(_parts(lhs, rhs, out, exchange.axis, scatters=exchange.scatters), str):
+    if isinstance(
+        _parts(lhs, rhs, out, exchange.axis, contraction, scatters=exchange.scatters), str
+    ):
         return None
 
     def function(*operands: Array, **_: Any) -> list[Array]:
@@ -458,23 +460,32 @@ def _part_of(shape: Sequence[int], dtype: Any, parts: int) -> Operand:
     return Operand(_Part(), jax.core.ShapedArray((rows // parts, *others), dtype))
 
 
-def _parts(x: Any, w: Any, out: Any, axis: MeshAxis, *, scatters: bool) -> int | str:
+def _parts(
+    x: Any, w: Any, out: Any, axis: MeshAxis, contraction: Contraction, *, scatters: bool
+) -> int | str:
     """Return in how many parts a device's rows are sent, or why they are not overlapped."""
-    if jax.process_count() > 1:
-        return "devices of several processes do not exchange parts"
-    if why := overlap.why_no_exchange():
-        return why
     sent = out if scatters else x
-    products = math.prod(x.shape) * math.prod(w.shape) // w.shape[0]
-    return overlap.parts_of_rows(
+    sizes = _sizes(x, w, contraction)
+    found = overlap.parts_of_rows(
         scatters=scatters,
         axis=axis,
         rows=sent.shape[0],
         sent=_bytes(sent),
         lhs=_bytes(x),
         out=_bytes(out),
-        flops=2.0 * products * (1 if scatters else axis.size) * x.dtype.itemsize / 2,
+        flops=math.prod(sizes.values()) * (1 if scatters else axis.size) * x.dtype.itemsize,
     )
+    if isinstance(found, str):
+        return found
+    if jax.process_count() > 1:
+        return "devices of several processes do not exchange parts"
+    return overlap.why_no_exchange() or found
+
+
+def _sizes(x: Any, w: Any, contraction: Contraction) -> dict[int, int]:
+    """Return the size of each label on a device."""
+    labels, shapes = (*contraction.lhs, *contraction.rhs), (*x.shape, *w.shape)
+    return dict(zip(labels, shapes, strict=True))
 
 
 def _bytes(x: Any) -> int:
@@ -496,7 +507,7 @@ def _gathered_kernel(
 ) -> PlannedKernel | str:
     x, w = operands
     out = _result(x.aval, w.aval, axis.size, params["contraction"], params["out_dtype"])
-    parts = _parts(x.aval, w.aval, out, axis, scatters=False)
+    parts = _parts(x.aval, w.aval, out, axis, params["contraction"], scatters=False)
     if isinstance(parts, str):
         return parts
     part = _part_of(x.aval.shape, x.aval.dtype, parts)
@@ -522,7 +533,7 @@ def _scattered_kernel(
     x, w = operands
     params = {"contraction": contraction, "precision": precision, "out_dtype": out_dtype}
     out = _result(x.aval, w.aval, 1 / axis.size, contraction, out_dtype)
-    parts = _parts(x.aval, w.aval, out, axis, scatters=True)
+    parts = _parts(x.aval, w.aval, out, axis, contraction, scatters=True)
     if isinstance(parts, str):
         return parts
     part = _part_of(x.aval.shape, x.aval.dtype, axis.size * parts)
@@ -568,7 +579,7 @@ def _result(
     x: Any, w: Any, factor: float, contraction: Contraction, out_dtype: np.dtype[Any]
 ) -> Any:
     """Return the type of the result, which has ``factor`` times as many rows as ``x``."""
-    sizes = dict(zip((*contraction.lhs, *contraction.rhs), (*x.shape, *w.shape), strict=True))
+    sizes = _sizes(x, w, contraction)
     rows, *others = (sizes[label] for label in contraction.out)
     return jax.core.ShapedArray((int(rows * factor), *others), out_dtype)
 

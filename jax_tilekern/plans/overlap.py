@@ -78,7 +78,7 @@ def parts_of_rows(
     sent, lhs, out
         Bytes of what a device sends to each other one, of the operand and of the result.
     flops
-        Operations of a device's product with 16-bit operands; more for wider ones.
+        Operations of a device's product with 16-bit operands; twice as many for 32-bit ones.
     """
     asked = current_parts()
     parts = asked or min(_MOST_PARTS[scatters], max(1, sent // _BYTES_OF_A_PART[scatters]))
