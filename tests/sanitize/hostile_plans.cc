@@ -57,7 +57,20 @@ std::map<std::string, Attribute> GoodPlan() {
   branching.members.erase("overlaps");
   joining.members.erase("overlaps");
   branching.members["branches"] = joining.members["joins"] = Attribute::Number(1);
+  const auto exchange = Attribute::Members({{"axis", Attribute::Text("x")},
+                                            {"device", Attribute::Number(1)},
+                                            {"keeps", Attribute::Number(0)},
+                                            {"lhs", Attribute::Number(0)},
+                                            {"out", Attribute::Number(1)},
+                                            {"parts", Attribute::Number(2)},
+                                            {"receive", Attribute::Number(1)},
+                                            {"scatters", Attribute::Number(1)},
+                                            {"send", Attribute::Number(1)},
+                                            {"size", Attribute::Number(2)},
+                                            {"stride", Attribute::Number(1)},
+                                            {"term_launches", Attribute::Number(5)}});
   return {
+      {"exchange", exchange},
       {"alignments", Attribute::Numbers({16, 4})},
       {"arch", Attribute::Text("sm_90a")},
       {"cubins", Attribute::Members({{"0", Cubin(4)}, {"1", Cubin(64)}})},
@@ -153,6 +166,17 @@ void CheckHostilePlans(Counts& counts) {
     counts.Check(!Read(overlapping).empty(),
                  "a launch that joins, or the first that branches, cannot overlap");
   }
+  for (const auto& [name, number] : std::map<std::string, int64_t>{{"size", 0},
+                                                                   {"stride", 0},
+                                                                   {"parts", 0},
+                                                                   {"lhs", 2},
+                                                                   {"receive", 2},
+                                                                   {"send", -1},
+                                                                   {"term_launches", 6}}) {
+    auto exchanging = GoodPlan();
+    exchanging["exchange"].members[name] = Attribute::Number(number);
+    counts.Check(!Read(exchanging).empty(), "an exchange whose " + name + " cannot be is refused");
+  }
   for (const int64_t cubin : {-1, 2}) {
     auto absent = GoodPlan();
     absent["launches"].members["1"].members["cubin"] = Attribute::Number(cubin);
@@ -188,8 +212,8 @@ void CheckHostilePlans(Counts& counts) {
       const std::string said = Read(plan);
       // Lists may be shorter, and what is missing may make a parameter one of another kind, or of
       // one that stays while its launch is repeated, or a launch one that waits for all before it.
-      const bool is_optional =
-          name == "steps_bytes" || name == "overlaps" || name == "branches" || name == "joins";
+      const bool is_optional = name == "steps_bytes" || name == "overlaps" || name == "branches" ||
+                               name == "joins" || name == "exchange";
       if (choice < 0 && !is_member && !is_kind && !is_optional) {
         counts.Check(!said.empty(), "a plan without " + name + " is refused");
       } else if (choice == 9) {
