@@ -14,6 +14,7 @@ from jax import lax, shard_map
 from jax._src.lib import xla_client
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 from nvrtc_mark import needs_nvrtc
 from sharded import collectives, devices
 
@@ -128,6 +129,21 @@ def test_vmap(mesh, rng, x, w, name, dims):
         return jax.jit(lambda x, w: (f(x, w), jax.jvp(f, (x, w), (x + 1, w - 1))[1]))
 
     close(all_of(over(mesh, function, specs))(x, w), all_of(jnp.matmul)(x, w))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_checkpoint_policies_see_products(mesh, x, w, name):
+    function, _, specs = FUNCTIONS[name]
+
+    def products(policy):
+        f = over(mesh, function, specs)
+        loss = jax.checkpoint(lambda x, w: jnp.sin(f(x, w)).sum(), policy=policy)
+        jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w).jaxpr
+        names = [eqn.primitive.name for eqn in equations(jaxpr)]
+        return sum(name.endswith(("gathered_product", "scattered_product")) for name in names)
+
+    saved = products(jax.checkpoint_policies.dots_saveable)
+    assert products(jax.checkpoint_policies.nothing_saveable) == saved + 1
 
 
 def test_names_of_vmap_and_rows_of_several_dimensions(mesh, rng, w):

@@ -23,7 +23,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_tilekern.epilogue.scalar_function import trace_scalars
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
-from jax_tilekern.ops.contraction import contract
+from jax_tilekern.ops.contraction import as_dot_general, contract
 from jax_tilekern.ops.contraction_lowering import CUDA, LoweredProduct, cuda_kernel, state_problem
 from jax_tilekern.ops.fused_lowering import fused_kernel, planners
 from jax_tilekern.ops.jitted import jitted
@@ -612,6 +612,7 @@ _gathered = define(
             on_cpu="CPUs share their memory",
         ),
         describe=functools.partial(_describe, "rows gathered"),
+        stands_for=as_dot_general,
     )
 )
 _scattered = define(
@@ -629,6 +630,7 @@ _scattered = define(
             on_cpu="CPUs share their memory",
         ),
         describe=functools.partial(_describe, "rows scattered"),
+        stands_for=as_dot_general,
     )
 )
 # The tangent of a scattered product: linear in each pair of ``x`` and ``w``.
