@@ -40,7 +40,9 @@ inline const float* first_scale(const float* scales, const ScaleStrides& strides
 // A tile has one scale of rhs for a k-tile if kScaledColumns is 0. Otherwise it has one for each
 // column, adjacent in memory, of which kScaledColumns are loaded at a time: pairs are aligned.
 //
-// The scales are read from global memory (L1 and L2) while MMAs run.
+// Scales of rows are loaded while the MMAs of the k-tile before run: a load from L2 takes longer
+// than the MMAs of a row block. There are two sets of them, because registers are named. Those of
+// columns are too many for two sets: they are in L1 when they are loaded.
 template <class Lhs, class Rhs, WgmmaConfig config, int kScaledColumns>
 class ScaledMma {
   using LhsTile = OperandTile<typename Lhs::Shared, true, config.block_m, config.block_k>;
@@ -61,7 +63,7 @@ class ScaledMma {
   using Params = ScaleParams;
   static constexpr int kStageBytes = LhsTile::kBytes + RhsTile::kBytes;
   static constexpr bool kInPlace = false;
-  static constexpr int kFragmentSets = 1;
+  static constexpr int kFragmentSets = 2;
   static constexpr bool kRetireEachTile = true;
   static constexpr bool kResultsMayWait = kRowBlocks == 1;
 
@@ -102,31 +104,30 @@ class ScaledMma {
     if constexpr (kScaledColumns > 0) {
       last_column_ = params_.shape.n - kScaledColumns - work.n;
       rhs_ += work.n + first_column();
+      // Threads 0, 8, 16 and 24 of a warp have a first column of 0.
+      const int column = threadIdx.x / 8 % 4 * 32;
+      prefetched_column_ = min_of(column % config.block_n, last_column_ - first_column());
     } else {
       rhs_ += (work.n >> of_rhs.block_log2) * of_rhs.row;
     }
+    k_tiles_ = scheduler.k_tiles();
+    if (k_tiles_ > 0) load_rows<0>();
   }
 
-  template <int>
+  template <int kSet>
   void load(uint32) {
 #pragma unroll
     for (int i = 0; i < kRowBlocks; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        row_scales_[i][half] = load_global(lhs_ + rows_[i][half]);
+        scales_[i][half] = row_scales_[kSet][i][half] * all_columns_scale_[kSet];
     }
-    if constexpr (kScaledColumns > 0) {
-      // Offsets from one address are part of the instructions.
-      if (last_column_ >= config.block_n - kScaledColumns) {
-        load_columns([](int column) { return column; });
-      } else {
-        load_columns([&](int column) { return min_of(column, last_column_ - first_column()); });
-      }
-    } else {
-      column_scales_[0][0] = load_global(rhs_);
-    }
-    lhs_ += params_.lhs_strides.k;
-    rhs_ += params_.rhs_strides.k;
+    if constexpr (kScaledColumns > 0) load_columns();
+    // The last k-tile's are loaded again: a branch would wait for what it loads.
+    const bool is_last = --k_tiles_ == 0;
+    lhs_ += is_last ? 0 : params_.lhs_strides.k;
+    rhs_ += is_last ? 0 : params_.rhs_strides.k;
+    load_rows<1 - kSet>();
   }
 
   template <int, int kColumns>
@@ -147,6 +148,28 @@ class ScaledMma {
  private:
   // The first of the thread's columns in the tile.
   static int first_column() { return threadIdx.x % 4 * 2; }
+
+  // Loads the scales of rows and the one of all columns, or has L1 load those of columns.
+  template <int kSet>
+  void load_rows() {
+    all_columns_scale_[kSet] = kScaledColumns == 0 ? load_global(rhs_) : 1;
+#pragma unroll
+    for (int i = 0; i < kRowBlocks; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        row_scales_[kSet][i][half] = load_global(lhs_ + rows_[i][half]);
+    }
+    if constexpr (kScaledColumns > 0) load_global(rhs_ + prefetched_column_);
+  }
+
+  void load_columns() {
+    // Offsets from one address are part of the instructions.
+    if (last_column_ >= config.block_n - kScaledColumns) {
+      load_columns([](int column) { return column; });
+    } else {
+      load_columns([&](int column) { return min_of(column, last_column_ - first_column()); });
+    }
+  }
 
   // `clamped` moves a column, which is counted from the thread's first one, into the matrix.
   template <class Clamped>
@@ -179,8 +202,7 @@ class ScaledMma {
   void promote(int i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float row = row_scales_[i][half];
-      const float scale = row * column_scales_[0][0];
+      const float scale = scales_[i][half];
 #pragma unroll
       for (int j = 0; j < kCount / 4; ++j) {
 #pragma unroll
@@ -188,7 +210,7 @@ class ScaledMma {
           const int at = 4 * j + 2 * half + k;
           if constexpr (kScaledColumns > 0) {
             // Products of scales would be computed before the MMAs, which waits for the scales.
-            promoted_[i][at] += accumulators_[at] * row * column_scales_[j][k];
+            promoted_[i][at] += accumulators_[at] * scale * column_scales_[j][k];
           } else {
             promoted_[i][at] += accumulators_[at] * scale;
           }
@@ -200,12 +222,18 @@ class ScaledMma {
   const Params& params_;
   int warp_row_;
   int row_offset_;
-  // The scales of the next k-tile; those of rows are at these offsets.
+  // How many k-tiles have not been multiplied.
+  int k_tiles_;
+  // The scales of the k-tile that was loaded last; those of rows are at these offsets.
   const float* lhs_;
   const float* rhs_;
   int rows_[kRowBlocks][2];
   int last_column_;
-  float row_scales_[kRowBlocks][2];
+  // A column of the tile, from the thread's first one on: the threads' have a cache line each.
+  int prefetched_column_;
+  float row_scales_[2][kRowBlocks][2];
+  float all_columns_scale_[2];
+  float scales_[kRowBlocks][2];
   float column_scales_[kScaledColumns > 0 ? kColumnPairs : 1][2];
   Accumulator accumulators_[kCount];
   Accumulator promoted_[kRowBlocks][kCount];
