@@ -97,7 +97,8 @@ def test_a_choice_is_followed(store):
     assert "not tuned" in explained(call, jnp.ones(999))[1]
     assert "not tuned" in explained(lambda x: times(SOURCE + "\n")[0](x, a=2), X)[1]
     np.testing.assert_array_equal(call(jnp.ones(3)), 2.0)
-    assert seen[-1] == {"a": 2}
+    # A GPU runs the kernel, and no reference.
+    assert not seen if jax.default_backend() == "gpu" else seen[-1] == {"a": 2}
 
 
 def test_rules_do_not_get_what_is_tuned():

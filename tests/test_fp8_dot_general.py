@@ -162,7 +162,7 @@ def test_symbolic_numbers_of_tokens():
         return jax.grad(lambda x, w: jtk.fp8_dot_general(x, w, PLAIN).sum(), (0, 1))(x, w)
 
     structs = jax.ShapeDtypeStruct((tokens, 200), F32), jax.ShapeDtypeStruct(w.shape, F32)
-    exported = export.export(jax.jit(gradients))(*structs)
+    exported = export.export(jax.jit(gradients), disabled_checks=jtk.export_checks())(*structs)
     for found, expected in zip(exported.call(x, w), gradients(x, w), strict=True):
         # On a GPU, a symbolic size has no kernel.
         np.testing.assert_allclose(found, expected, rtol=CLOSE)

@@ -293,7 +293,11 @@ class _ImageRequest(_Request):
                 self.arch, (read_ready_entry(self.name, symbol, image.content),), log=""
             )
         cubin, log = assemble(image.content, file=image.file, arch=self.arch)
-        return Compiled(self.arch, (read_entry(self.name, symbol, cubin, log),), log="")
+        if symbol in log:
+            entry = read_entry(self.name, symbol, cubin, log)
+        else:  # Some versions of nvJitLink report nothing.
+            entry = read_ready_entry(self.name, symbol, cubin)
+        return Compiled(self.arch, (entry,), log="")
 
 
 def compile_to_ptx(kernel: Kernel, *, arch: str) -> str:

@@ -20,7 +20,6 @@ from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.partitioning.rule import Dims, ShardingRule
 from jax_tilekern.plans.gemm.arithmetic import FP8
-from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.quantize import BLOCK, QUANTIZED_DTYPES, Quantized, plan_quantize
 from jax_tilekern.primitives.operation import (
     Fallback,
@@ -261,9 +260,6 @@ def _cuda(
     power_of_two: bool,
     both: bool,
 ) -> Outcome:
-    # No GPU has timed the kernel.
-    if current_policy() != "kernels":
-        return _by_xla(block=block, dtype=dtype, power_of_two=power_of_two, both=both)
     (x,) = operands
     *leading, rows, columns = x.aval.shape
     problem = Quantized(

@@ -74,9 +74,6 @@ def plan_matmul(product: Product, gpu: Gpu) -> LaunchPlan | NoKernel:
 # The time of a kernel that computes half of a product of 16-bit operands, over its estimate: up to
 # 1.13 on an H100. Of other types none has been timed, and ``policy("kernels")`` alone chooses them.
 _HALF_OVER_ESTIMATE = 1.1
-# How much faster it is predicted to be than XLA's product or a kernel of all of it, where it is
-# chosen.
-_HALF_GAIN = 1.1
 
 
 def plan_symmetric(product: SymmetricProduct, gpu: Gpu) -> LaunchPlan | NoKernel:
@@ -91,7 +88,7 @@ def plan_symmetric(product: SymmetricProduct, gpu: Gpu) -> LaunchPlan | NoKernel
     halves, wholes = symmetric_candidates(product, gpu), candidates(product, gpu)
     if isinstance(halves, NoKernel):
         return plan_matmul(product, gpu)
-    slower = 1.0 if asked else _HALF_GAIN * _HALF_OVER_ESTIMATE
+    slower = 1.0 if asked else _HALF_OVER_ESTIMATE
     costs: list[tuple[float, CostedCandidate]] = [(slower * x.cycles, x) for x in halves]
     if not isinstance(wholes, NoKernel):
         costs += [(x.cycles, x) for x in wholes]
