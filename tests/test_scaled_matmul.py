@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from jaxprs import equations
-from numerics import F8E4, F8E5, UNIT_ROUNDOFF, roundoff
+from numerics import F8E4, F8E5
 from products import BF16, E4M3, E5M2, F32, row_major
-from scaled_products import dequantized, scales, values
+from scaled_products import TENSOR_CORES, dequantized, product_bounds, scales, values
 from sharded import bytes_sent, collectives, devices
 
 import jax_tilekern as jtk
@@ -24,21 +24,14 @@ from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
 from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
 
 
-def check(got, lhs, rhs, lhs_scales, rhs_scales, *, sums=0.0):
-    """Compare with float64: each term and each sum is rounded to float32.
-
-    ``sums`` is the rounding of sums by tensor cores, within a block of ``k``.
-    """
+def check(got, lhs, rhs, lhs_scales, rhs_scales, *, tensor_cores=False):
+    """Compare with float64."""
     a, b = dequantized(lhs, lhs_scales), np.swapaxes(dequantized(rhs, rhs_scales), -1, -2)
-    expected, terms = a @ b, np.abs(a) @ np.abs(b)
-    bound = ((a.shape[-1] + 4) * UNIT_ROUNDOFF[F32] + sums) * terms
-    if got.dtype != F32:
-        bound = bound + UNIT_ROUNDOFF[np.dtype(got.dtype)] * (np.abs(expected) + bound)
+    expected, bound = product_bounds(a, b, got.dtype, tensor_cores=tensor_cores)
     assert got.shape == expected.shape
     assert (np.abs(np.asarray(got, np.float64) - expected) <= bound).all()
 
 
-TENSOR_CORES = roundoff(F8E4)
 # Rows and columns of scales, of M, N, K = 200, 136, 400.
 OF_LHS = [(200, 4), (2, 4), (1, 4), (200, 1), (1, 1)]
 OF_RHS = [(136, 4), (2, 4), (1, 1)]
@@ -53,7 +46,7 @@ def test_values(rng, out, of_lhs, of_rhs):
     of_operands = scales(rng, *of_lhs), scales(rng, *of_rhs)
     got = jtk.scaled_matmul(*operands, *of_operands, preferred_element_type=out)
     assert got.dtype == out
-    check(got, *operands, *of_operands, sums=TENSOR_CORES)
+    check(got, *operands, *of_operands, tensor_cores=TENSOR_CORES)
 
 
 @pytest.mark.parametrize(
@@ -63,17 +56,36 @@ def test_sizes_are_no_multiples_of_blocks(rng, m, n, k):
     blocks = -(-k // 128)
     operands = values(rng, m, k), values(rng, n, k)
     of_operands = scales(rng, m, blocks), scales(rng, -(-n // 128), blocks)
-    check(jtk.scaled_matmul(*operands, *of_operands), *operands, *of_operands, sums=TENSOR_CORES)
+    check(
+        jtk.scaled_matmul(*operands, *of_operands),
+        *operands,
+        *of_operands,
+        tensor_cores=TENSOR_CORES,
+    )
 
 
 def test_batches(rng):
     lhs, rhs = values(rng, 2, 3, 130, 200), values(rng, 140, 200)
     of_lhs, of_rhs = scales(rng, 2, 3, 2, 2), scales(rng, 2, 2)
-    check(jtk.scaled_matmul(lhs, rhs, of_lhs, of_rhs), lhs, rhs, of_lhs, of_rhs, sums=TENSOR_CORES)
-    check(jtk.scaled_matmul(rhs, lhs, of_rhs, of_lhs), rhs, lhs, of_rhs, of_lhs, sums=TENSOR_CORES)
+    check(
+        jtk.scaled_matmul(lhs, rhs, of_lhs, of_rhs),
+        lhs,
+        rhs,
+        of_lhs,
+        of_rhs,
+        tensor_cores=TENSOR_CORES,
+    )
+    check(
+        jtk.scaled_matmul(rhs, lhs, of_rhs, of_lhs),
+        rhs,
+        lhs,
+        of_rhs,
+        of_lhs,
+        tensor_cores=TENSOR_CORES,
+    )
     batched, of_batched = values(rng, 2, 3, 140, 200), scales(rng, 2, 3, 140, 2)
     got = jtk.scaled_matmul(lhs, batched, of_lhs, of_batched)
-    check(got, lhs, batched, of_lhs, of_batched, sums=TENSOR_CORES)
+    check(got, lhs, batched, of_lhs, of_batched, tensor_cores=TENSOR_CORES)
     empty = jtk.scaled_matmul(lhs[:, :0], batched[:, :0], of_lhs[:, :0], of_batched[:, :0])
     assert empty.shape == (2, 0, 130, 140)
 
@@ -93,7 +105,7 @@ def test_vmap(rng, axes):
             x if axis is None else jnp.take(x, i, axis)
             for x, axis in zip(stacks, axes, strict=True)
         ]
-        check(got[i], *one, sums=TENSOR_CORES)
+        check(got[i], *one, tensor_cores=TENSOR_CORES)
 
 
 def test_derivatives_by_scales(rng):
@@ -185,7 +197,7 @@ def test_export(rng):
         *operands
     )
     loaded = export.deserialize(exported.serialize())
-    check(loaded.call(*operands), *operands, sums=TENSOR_CORES)
+    check(loaded.call(*operands), *operands, tensor_cores=TENSOR_CORES)
 
 
 # -- Several devices -------------------------------------------------------------------------------

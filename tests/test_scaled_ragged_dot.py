@@ -8,10 +8,10 @@ import pytest
 from emulated_gpu import SMALL_H100, emulated_gpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from numerics import F8E4, F8E5, UNIT_ROUNDOFF, roundoff
+from numerics import F8E4, F8E5
 from products import BF16, E4M3, E5M2, F32
 from ragged import KINDS, group_sizes, spans
-from scaled_products import dequantized, scales, values
+from scaled_products import TENSOR_CORES, dequantized, product_bounds, scales, values
 from sharded import bytes_sent, devices
 
 import jax_tilekern as jtk
@@ -20,23 +20,16 @@ from jax_tilekern.plans.gemm.problem import Scales
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedScaledProduct
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
 
-TENSOR_CORES = roundoff(F8E4)
 
-
-def check(got, lhs, rhs, sizes, lhs_scales, rhs_scales, sums=TENSOR_CORES):
-    """Compare each group's rows with float64: each term and each sum is rounded to float32.
-
-    ``sums`` is the rounding of sums by tensor cores, within a block of ``k``.
-    """
+def check(got, lhs, rhs, sizes, lhs_scales, rhs_scales, tensor_cores=TENSOR_CORES):
+    """Compare each group's rows with float64."""
     a, b = dequantized(lhs, lhs_scales), np.swapaxes(dequantized(rhs, rhs_scales), -1, -2)
-    expected = np.zeros((a.shape[0], b.shape[2]))
-    terms = np.zeros_like(expected)
+    expected, bound = np.zeros((2, a.shape[0], b.shape[2]))
     for g, (begin, end) in enumerate(spans(sizes, len(a))):
-        expected[begin:end] = a[begin:end] @ b[g]
-        terms[begin:end] = np.abs(a[begin:end]) @ np.abs(b[g])
-    bound = ((a.shape[1] + 4) * UNIT_ROUNDOFF[F32] + sums) * terms
-    if got.dtype != F32:
-        bound = bound + UNIT_ROUNDOFF[np.dtype(got.dtype)] * (np.abs(expected) + bound)
+        rows = slice(begin, end)
+        expected[rows], bound[rows] = product_bounds(
+            a[rows], b[g], got.dtype, tensor_cores=tensor_cores
+        )
     assert got.shape == expected.shape
     assert (np.abs(np.asarray(got, np.float64) - expected) <= bound).all()
 
@@ -247,7 +240,7 @@ def test_emulated_kernels(rng, out, sizes, m, n, k, tile, by_row, how):
     bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     buffers = [*arrays[:2], bounds, np.swapaxes(arrays[2], 0, 1), arrays[3]]
     (got,) = emulated_plans.run_plan(plan, recorded, buffers, [((m, n), out)], **how)
-    check(got, *arrays[:2], np.array(sizes), *arrays[2:], sums=0)
+    check(got, *arrays[:2], np.array(sizes), *arrays[2:], tensor_cores=False)
 
 
 @emulated
@@ -258,16 +251,16 @@ def test_calls_state_their_product(rng):
     arrays = operands(rng, 70, 72, 256, 3)
     with emulated_gpu() as ran:
         got = jax.jit(product)(*arrays, sizes)
-        check(got, *arrays[:2], sizes, *arrays[2:], sums=0)
+        check(got, *arrays[:2], sizes, *arrays[2:], tensor_cores=False)
         call = jax.jit(lambda a, b, s, t, sizes: product(a, b, s.T, t, sizes))
         got = call(*arrays[:2], arrays[2].T, arrays[3], sizes)
-        check(got, *arrays[:2], sizes, *arrays[2:], sums=0)
+        check(got, *arrays[:2], sizes, *arrays[2:], tensor_cores=False)
         both = np.stack([sizes, sizes[::-1]])
         mapped = jax.vmap(product, (0, None, None, None, 0))
         lhs = jnp.stack([arrays[0], arrays[0][::-1]])
         got = jax.jit(mapped)(lhs, *arrays[1:], both)
         for i in range(2):
-            check(got[i], lhs[i], arrays[1], both[i], *arrays[2:], sums=0)
+            check(got[i], lhs[i], arrays[1], both[i], *arrays[2:], tensor_cores=False)
     assert {plan.name for plan in ran} == {"scaled_ragged_wgmma_matmul fp8"}
     assert len(ran) == 3
 
