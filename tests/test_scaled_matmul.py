@@ -24,7 +24,7 @@ from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
 from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
 
 
-def check(got, lhs, rhs, lhs_scales, rhs_scales, *, tensor_cores=False):
+def check(got, lhs, rhs, lhs_scales, rhs_scales, *, tensor_cores=TENSOR_CORES):
     """Compare with float64."""
     a, b = dequantized(lhs, lhs_scales), np.swapaxes(dequantized(rhs, rhs_scales), -1, -2)
     expected, bound = product_bounds(a, b, got.dtype, tensor_cores=tensor_cores)
@@ -46,7 +46,7 @@ def test_values(rng, out, of_lhs, of_rhs):
     of_operands = scales(rng, *of_lhs), scales(rng, *of_rhs)
     got = jtk.scaled_matmul(*operands, *of_operands, preferred_element_type=out)
     assert got.dtype == out
-    check(got, *operands, *of_operands, tensor_cores=TENSOR_CORES)
+    check(got, *operands, *of_operands)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,6 @@ def test_sizes_are_no_multiples_of_blocks(rng, m, n, k):
         jtk.scaled_matmul(*operands, *of_operands),
         *operands,
         *of_operands,
-        tensor_cores=TENSOR_CORES,
     )
 
 
@@ -73,7 +72,6 @@ def test_batches(rng):
         rhs,
         of_lhs,
         of_rhs,
-        tensor_cores=TENSOR_CORES,
     )
     check(
         jtk.scaled_matmul(rhs, lhs, of_rhs, of_lhs),
@@ -81,11 +79,10 @@ def test_batches(rng):
         lhs,
         of_rhs,
         of_lhs,
-        tensor_cores=TENSOR_CORES,
     )
     batched, of_batched = values(rng, 2, 3, 140, 200), scales(rng, 2, 3, 140, 2)
     got = jtk.scaled_matmul(lhs, batched, of_lhs, of_batched)
-    check(got, lhs, batched, of_lhs, of_batched, tensor_cores=TENSOR_CORES)
+    check(got, lhs, batched, of_lhs, of_batched)
     empty = jtk.scaled_matmul(lhs[:, :0], batched[:, :0], of_lhs[:, :0], of_batched[:, :0])
     assert empty.shape == (2, 0, 130, 140)
 
@@ -105,7 +102,7 @@ def test_vmap(rng, axes):
             x if axis is None else jnp.take(x, i, axis)
             for x, axis in zip(stacks, axes, strict=True)
         ]
-        check(got[i], *one, tensor_cores=TENSOR_CORES)
+        check(got[i], *one)
 
 
 def test_derivatives_by_scales(rng):
@@ -197,7 +194,7 @@ def test_export(rng):
         *operands
     )
     loaded = export.deserialize(exported.serialize())
-    check(loaded.call(*operands), *operands, tensor_cores=TENSOR_CORES)
+    check(loaded.call(*operands), *operands)
 
 
 # -- Several devices -------------------------------------------------------------------------------
