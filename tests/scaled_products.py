@@ -5,8 +5,8 @@ import numpy as np
 from numerics import F8E4, UNIT_ROUNDOFF, roundoff
 
 F32 = np.dtype(np.float32)
-# Of Hopper's MMAs: how many products they add to an accumulator, in fixed point with this unit,
-# relative to the largest magnitude of both.
+# Hopper's MMAs add so many products to an accumulator, in fixed point with this unit, relative to
+# the largest magnitude of both.
 _STEP, _UNIT = 32, 2.0**-13
 _BLOCK = 128
 TENSOR_CORES = roundoff(F8E4) > 0

@@ -24,20 +24,27 @@ struct alignas(kBytes) RowVector {
   uint8 bytes[kBytes];
 };
 
-// Copies the row of each token to its pairs. kLanes threads copy a row.
+// The vectors of a row are dealt to kLanes threads of each CTA along y.
+template <int kLanes, class F>
+inline void for_vectors_of_row(const ExpertRowsShape& shape, const F& f) {
+  const uint32 lane = blockIdx.y * kLanes + threadIdx.x % kLanes;
+  for (int64 vector = lane; vector < shape.vectors; vector += gridDim.y * kLanes) f(vector);
+}
+
+// Copies the row of each token to its pairs.
 template <int kBytes, int kLanes>
 __global__ void __launch_bounds__(kExpertRowThreads)
     spread_rows(const RowVector<kBytes>* x, const int32* places, RowVector<kBytes>* out,
                 const __grid_constant__ ExpertRowsShape shape) {
   const uint32 token = blockIdx.x * (kExpertRowThreads / kLanes) + threadIdx.x / kLanes;
   if (token >= shape.tokens) return;
-  for (int64 vector = threadIdx.x % kLanes; vector < shape.vectors; vector += kLanes) {
+  for_vectors_of_row<kLanes>(shape, [&](int64 vector) {
     const RowVector<kBytes> value = x[token * shape.vectors + vector];
     for (uint32 i = 0; i < shape.chosen; ++i) {
       const uint32 row = static_cast<uint32>(places[token * shape.chosen + i]);
       if (row < shape.rows) out[row * shape.vectors + vector] = value;
     }
-  }
+  });
 }
 
 // Sums the rows of each token's pairs, of one array or of two.
@@ -50,7 +57,7 @@ __global__ void __launch_bounds__(kExpertRowThreads)
   constexpr int kUnroll = kArrays * sizeof(Sum) > 8 ? 2 : 4;
   const uint32 token = blockIdx.x * (kExpertRowThreads / kLanes) + threadIdx.x / kLanes;
   if (token >= shape.tokens) return;
-  for (int64 vector = threadIdx.x % kLanes; vector < shape.vectors; vector += kLanes) {
+  for_vectors_of_row<kLanes>(shape, [&](int64 vector) {
     Sum sums[kVector] = {};
     for (uint32 begin = 0; begin < shape.chosen; begin += kUnroll) {
       Bits<kBytes> values[kUnroll][kArrays] = {};
@@ -78,7 +85,7 @@ __global__ void __launch_bounds__(kExpertRowThreads)
 #pragma unroll
     for (int k = 0; k < kVector; ++k) result.elements[k] = rounded<T>(sums[k]);
     *reinterpret_cast<decltype(result)*>(out + (token * shape.vectors + vector) * kVector) = result;
-  }
+  });
 }
 
 }  // namespace tilekern

@@ -92,9 +92,12 @@ def _plan(
     if max(rows.rows, rows.tokens * rows.chosen) > 2**31 - 1:
         return NoKernel(f"{rows.rows} rows of {rows.tokens} tokens of {rows.chosen} experts")
     compiled = compile_kernels(kernel, arch=gpu.arch)
+    ctas = math.ceil(rows.tokens * rows.lanes / _THREADS)
+    # Few tokens do not fill the GPU, so several CTAs have slices of the same rows.
+    slices = max(1, min(math.ceil(rows.vectors / rows.lanes), gpu.sm_count // max(ctas, 1)))
     launch = Launch(
         entry=compiled.entry(kernel.name),
-        grid=(math.ceil(rows.tokens * rows.lanes / _THREADS), 1, 1),
+        grid=(ctas, slices, 1),
         block=(_THREADS, 1, 1),
         parameters=(*map(Buffer, buffers), rows.shape()),
     )

@@ -38,9 +38,9 @@ class FasterSizes:
 
 # Measured on an H100, in batches of ``FEWEST_MATRICES`` or more. What has no entry is XLA's.
 FASTER = {
-    ("svd", "float32"): FasterSizes(square=32),
-    ("eigh", "float32"): FasterSizes(square=4),
-    ("qr", "float32"): FasterSizes(square=32),
+    (name, dtype): FasterSizes(square=32)
+    for name in ("svd", "eigh", "qr")
+    for dtype in ("float32", "float64")
 }
 FEWEST_MATRICES = 10_000
 

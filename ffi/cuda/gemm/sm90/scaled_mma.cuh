@@ -35,9 +35,9 @@ inline const float* first_scale(const float* scales, const ScaleStrides& strides
 
 // Adds (scale of lhs * scale of rhs) * accumulators of each k-tile to the result, in float32
 // arithmetic of the CUDA cores. A k-tile is multiplied by row blocks, whose MMAs have the same
-// registers one after the other. Two consumers take turns: while one promotes a row block, the
-// other one multiplies. Without turns they would wait for the same k-tile, share the tensor cores,
-// and leave them idle together.
+// registers one after the other. Two consumers multiply in alternation, in an order that named
+// barriers enforce: while one promotes a row block, the other one multiplies. Without the order they
+// would wait for the same k-tile, share the tensor cores, and leave them idle together.
 //
 // A tile has one scale of rhs for a k-tile if kScaledColumns is 0. Otherwise it has one for each
 // column, adjacent in memory, of which kScaledColumns are loaded at a time: pairs are aligned.
