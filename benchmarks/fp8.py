@@ -4,8 +4,9 @@
 adjacent, as ``quantize`` writes them (``rows adjacent``), scales of 1x128 blocks on both sides
 (``1x128``, as gradients of weights have), and the best kernels of either by their estimates, by
 their keys. ``bfloat16`` is our product of the same sizes and ``XLA`` is XLA's; ``XLA float8`` is
-XLA's product without scales. Grouped GEMMs and layers of experts are compared with ours in
-bfloat16.
+XLA's product without scales. Products with epilogues, some of which quantise rows, have a side with
+another kernel for it, and one without. Grouped GEMMs and layers of experts are compared with ours
+in bfloat16.
 """
 
 from __future__ import annotations
@@ -336,11 +337,105 @@ def _layers(backend: str) -> Iterator[Program]:
         )
 
 
+def _activated(y: Any) -> Any:
+    return jax.nn.gelu(y)
+
+
+def _quantized(y: Any) -> Any:
+    return jtk.row_quantize(_activated(y))
+
+
+def _biased(y: Any, bias: Any) -> Any:
+    return _activated(y + bias)
+
+
+def _fused_products(backend: str) -> Iterator[Program]:
+    """Products with epilogues, and such that quantise rows: in one kernel, and in several."""
+    for m, k, n in _LAYERS[backend][:1]:
+        sizes = f"{m}x{n}x{k}"
+
+        def given(scale: float, m: int = m, n: int = n, k: int = k) -> Arrays:
+            x, w, values, weights, scales, of_blocks, transposed, *others = _operands(m, n, k)
+            up = jax.random.normal(jax.random.key(1), (n, k), jnp.bfloat16)
+            return (
+                x * jnp.bfloat16(scale), w, values, weights, scales * scale, of_blocks,
+                transposed * scale, *others, up, jnp.ones(n, jnp.bfloat16),
+            )  # fmt: skip
+
+        def scaled(*operands: Any, epilogue: Any = None, bias: bool = False) -> Any:
+            _, _, values, weights, _, of_blocks, transposed, *_, row = operands
+            return jtk.scaled_matmul(
+                values, weights, transposed.T, of_blocks, jnp.bfloat16,
+                epilogue=epilogue, operands=(row,) if bias else (),
+            )  # fmt: skip
+
+        fused = functools.partial(scaled, epilogue=_biased, bias=True)
+        yield Program(
+            f"epilogue of a scaled product {sizes}",
+            functools.partial(given, 1.0),
+            {
+                "ours": fused,
+                "after the kernel": lambda *xs: _biased(scaled(*xs), xs[-1]),
+                "no epilogue": scaled,
+                "XLA": lambda x, w, *xs: _biased(x @ w.T, xs[-1]),
+            },
+            _layer_errors_of_one,
+            contexts={"ours": KERNELS, "after the kernel": KERNELS, "no epilogue": KERNELS},
+        )
+        # Results are of the order of 1.
+        small = functools.partial(given, k**-0.5)
+        kernels = dict.fromkeys(("ours", "two kernels", "not quantised"), KERNELS)
+        of_each: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+            "linear": (
+                lambda x, w, *_, epilogue: jtk.matmul(x, w.T, epilogue=epilogue),
+                lambda x, w, *_: _activated(x @ w.T),
+            ),
+            "gated linear": (
+                lambda x, w, *xs, epilogue: jtk.gated_linear(
+                    x, w.T, xs[-2].T, _activated,
+                    epilogue=jtk.row_quantize if epilogue is _quantized else None,
+                ),
+                lambda x, w, *xs: _activated(x @ w.T) * (x @ xs[-2].T),
+            ),
+            "scaled product": (scaled, lambda x, w, *_: _activated(x @ w.T)),
+        }  # fmt: skip
+        for name, (product, by_xla) in of_each.items():
+            yield Program(
+                f"quantised rows of a {name} {sizes}",
+                small,
+                {
+                    "ours": functools.partial(product, epilogue=_quantized),
+                    "two kernels": lambda *xs, f=product: jtk.quantize(f(*xs, epilogue=_activated)),
+                    "not quantised": functools.partial(product, epilogue=_activated),
+                    "XLA": lambda *xs, f=by_xla: jtk.quantize(f(*xs)),
+                },
+                _dequantized_errors,
+                contexts=kernels,
+            )
+
+
+def _layer_errors_of_one(given: Arrays, results: Mapping[str, Any]) -> dict[str, float]:
+    return _layer_errors(given, {s: [y] for s, y in results.items() if s != "no epilogue"})
+
+
+def _dequantized_errors(given: Arrays, results: Mapping[str, Any]) -> dict[str, float]:
+    """Compare some rows, which are dequantised."""
+
+    def rows(values: Any, scales: Any) -> np.ndarray:
+        factors = np.repeat(np.asarray(scales[-_CHECKED:]), BLOCK, 1)[:, : values.shape[1]]
+        dequantized: np.ndarray = np.asarray(values[-_CHECKED:], np.float32) * factors
+        return dequantized
+
+    found = {s: [rows(*y)] for s, y in results.items() if isinstance(y, (tuple, list))}
+    return _layer_errors(given, found)
+
+
 def _programs(_: argparse.Namespace) -> Iterator[Program]:
     backend = "cpu" if jax.default_backend() == "cpu" else "gpu"
     yield from _products(backend)
     yield from _quantizers(backend)
     yield from _layers(backend)
+    yield from _fused_products(backend)
     yield from _grouped_products(backend)
     yield from _experts(backend)
 

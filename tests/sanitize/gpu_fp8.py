@@ -5,6 +5,7 @@ See ``.ci/sanitize``.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 
@@ -94,7 +95,8 @@ def check_epilogues() -> int:
                 return jtk.scaled_matmul(*x[:4], epilogue=layer, operands=x[4:])
 
             expected = np.maximum(dequantized(a, s) @ dequantized(b, t).T + bias, 0) + residual
-            y, top = jax.jit(call)(a, b, s, t, bias, residual)
+            with jtk.policy("kernels"):
+                y, top = jax.jit(call)(a, b, s, t, bias, residual)
             calls += 1
             if (np.asarray(y) != expected).any() or (np.asarray(top) != expected.max(-1)).any():
                 wrong.append(f"{m}x{n}x{k} {columns}")
@@ -142,6 +144,59 @@ def check_groups() -> int:
     return len(wrong)
 
 
+def check_quantized_rows() -> int:
+    """Quantise rows in products' kernels, and behind; return how many results differ."""
+    rng = np.random.default_rng(3)
+    wrong, calls = [], 0
+
+    def relu(y: jax.Array, bias: jax.Array) -> jax.Array:
+        return jnp.maximum(y + bias, 0)
+
+    def fused(y: jax.Array, bias: jax.Array) -> object:
+        return jtk.row_quantize(relu(y, bias))
+
+    def both(y: jax.Array, bias: jax.Array) -> object:
+        return relu(y, bias), fused(y, bias)
+
+    for m, n, k in [*SIZES, (257, 512, 72)]:
+        # Products are exact in 16 bits, to which one of a gated layer's may be rounded.
+        x, w = (rng.integers(-1, 2, s) for s in ((m, k), (k, n)))
+        bias = rng.integers(-9, 9, n).astype(np.float32)
+        bias[::61] = np.nan
+
+        def multiply(epilogue: object, x: jax.Array, w: jax.Array, bias: jax.Array) -> object:
+            return jtk.matmul(x, w, epilogue=epilogue, operands=(bias,))
+
+        def scaled(epilogue: object, x: jax.Array, w: jax.Array, bias: jax.Array) -> object:
+            x, w = (a.astype(FP8[0]) for a in (x, w.T))
+            one = jnp.ones((1, 1), np.float32)
+            return jtk.scaled_matmul(x, w, one, one, epilogue=epilogue, operands=(bias,))
+
+        def gated(epilogue: object, x: jax.Array, w: jax.Array, _: jax.Array) -> object:
+            quantizes = jtk.row_quantize if epilogue is fused else None
+            return jtk.gated_linear(x, w, w, jax.nn.relu, epilogue=quantizes)
+
+        for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+            given = jnp.asarray(x, dtype), jnp.asarray(w, dtype), bias
+            for call in (multiply, scaled, gated):
+                with jtk.policy("kernels"):
+                    y = jax.jit(functools.partial(call, relu))(*given)
+                    found = [jax.jit(functools.partial(call, fused))(*given)]
+                    if call is not gated:
+                        found.append(jax.jit(functools.partial(call, both))(*given)[1])
+                with jtk.policy("xla"):
+                    expected = jax.tree.leaves(jax.jit(jtk.quantize)(y))
+                for pair in found:
+                    calls += 1
+                    if any(
+                        np.asarray(a).tobytes() != np.asarray(b).tobytes()
+                        for a, b in zip(pair, expected, strict=True)
+                    ):
+                        wrong.append(f"{m}x{n}x{k} {np.dtype(dtype)} {call.__name__}")
+    print(f"quantised rows: {calls} calls, {len(wrong)} differ {wrong or ''}", flush=True)
+    return len(wrong)
+
+
 def check_quantizers() -> int:
     """Quantise by the kernel and by XLA; return how many results differ."""
     rng = np.random.default_rng(1)
@@ -174,4 +229,10 @@ def check_quantizers() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(check_products() + check_epilogues() + check_groups() + check_quantizers())
+    sys.exit(
+        check_products()
+        + check_epilogues()
+        + check_quantized_rows()
+        + check_groups()
+        + check_quantizers()
+    )
