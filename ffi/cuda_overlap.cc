@@ -85,9 +85,8 @@ class OverlappedProduct {
         copies_(copies),
         member_(execution.device / x_.stride % x_.size),
         meeting_(
-            {execution.run, x_.axis,
-             execution.device / (x_.stride * x_.size) * x_.stride + execution.device % x_.stride,
-             x_.size},
+            {execution.run, x_.axis, x_.size, x_.stride,
+             execution.device / (x_.stride * x_.size) * x_.stride + execution.device % x_.stride},
             member_, execution.patience) {}
 
   std::string Run() {

@@ -11,7 +11,7 @@ namespace tilekern {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Key = std::tuple<int64_t, std::string, uint64_t>;
+using Key = std::tuple<int64_t, size_t, uint64_t, uint64_t>;
 
 // The other thread usually arrives within microseconds, sooner than a sleeping thread wakes.
 constexpr std::chrono::milliseconds kSpin(1);
@@ -22,7 +22,7 @@ std::mutex& Mutex() {
   return *mutex;
 }
 
-Key KeyOf(const Group& group) { return {group.run, group.axis, group.number}; }
+Key KeyOf(const Group& group) { return {group.run, group.size, group.stride, group.number}; }
 
 }  // namespace
 

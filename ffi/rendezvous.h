@@ -23,9 +23,10 @@ using SharedEvent = std::shared_ptr<CUevent_st>;
 // The devices along a mesh axis, in one execution (a run) of a program.
 struct Group {
   int64_t run;
-  std::string axis;
-  uint64_t number;  // among the groups along the axis
+  std::string axis;  // for messages: programs of one run may name an axis differently
   size_t size;
+  uint64_t stride;  // the distance between two neighbours' numbers in the program
+  uint64_t number;  // among the groups of this size and stride
 };
 
 // Memory that other devices may write once the event has happened.

@@ -34,11 +34,13 @@ class MeshAxis(NamedTuple):
 
 
 # Measured on two H100 (docs/tuning-log.md, "Products that overlap with their communication"):
-# operations of a 16-bit product and bytes over NVLink in a microsecond, and microseconds by which
-# an overlapped product exceeds the longer one of the two. Smaller parts lose more than they hide.
+# operations of a 16-bit product and bytes over NVLink in a microsecond, what a collective takes
+# besides its bytes, and what an overlapped product takes besides the longer one of the two.
 _FLOPS = 740e6
 _LINK_BYTES = 268e3
+_COLLECTIVE = 45.0
 _OVERHEAD = 90.0
+# Smaller parts lose more than they hide.
 _LEAST_PART_BYTES = 8 << 20
 # Parts of a gather are larger, since each one's product has fewer tiles. The first part of a
 # scatter is not hidden, nor is the last one of a gather.
@@ -96,10 +98,9 @@ def parts_of_rows(
         return f"{sent / 2**20:.3g} MiB are too few to overlap with a product"
     product, link = flops / _FLOPS, sent * (axis.size - 1) / _LINK_BYTES
     overlapped = max(product, link + product / (axis.size * parts)) + _OVERHEAD
-    if overlapped > product + link:
-        return (
-            f"predicted {overlapped:.4g} us overlapped, {product + link:.4g} us one after the other"
-        )
+    separate = product + link + _COLLECTIVE
+    if overlapped > separate:
+        return f"predicted {overlapped:.4g} us overlapped, {separate:.4g} us one after the other"
     return parts
 
 

@@ -2,7 +2,6 @@
 // in a random order that events allow. Threads of several devices make the same calls, reuse their
 // buffers, and overwrite them as soon as the stream of the call allows it.
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -158,6 +157,7 @@ const tilekern::Driver driver = SimulatedDriver();
 // -- Calls ----------------------------------------------------------------------------------------
 
 constexpr uint64_t kRowsOfAPart = 2;
+constexpr size_t kMostParts = 8;  // of all devices
 constexpr size_t kPartBytes = kRowsOfAPart * kWidth * sizeof(float);
 
 // Buffers: lhs, rhs, the number of the device, out, receive, send.
@@ -188,11 +188,11 @@ tilekern::LaunchPlan Plan(bool scatters, uint64_t size, uint64_t stride, uint64_
 }
 
 struct Device {
-  Device(uint64_t number, uint64_t size, uint64_t parts)
+  explicit Device(uint64_t number)
       : number(number),
         context(Open<CUcontext>()),
         stream(Open<CUstream>()),
-        arrays(6, std::vector<float>(size * parts * kPartBytes / sizeof(float))) {
+        arrays(6, std::vector<float>(kMostParts * kPartBytes / sizeof(float))) {
     arrays[1][0] = Weight();
   }
 
@@ -258,23 +258,28 @@ struct Device {
   std::vector<std::vector<float>> arrays;
 };
 
-// Calls on all devices, each by a thread of its own; returns what was wrong.
-std::string Executions(uint64_t size, uint64_t stride, uint64_t groups, uint64_t parts, int runs,
-                       unsigned seed) {
+// The devices that exchange rows: `size` of them, `stride` apart.
+struct Axis {
+  uint64_t size, stride, parts;
+};
+
+// Calls along axes on all devices, each by a thread of its own; returns what was wrong.
+std::string Executions(uint64_t count, const std::vector<Axis>& axes, int runs, unsigned seed) {
   gpus.wrong = gpus.waits_for_nothing = 0;
-  const uint64_t count = size * stride * groups;
   std::vector<std::unique_ptr<Device>> devices;
-  for (uint64_t i = 0; i < count; ++i) devices.push_back(std::make_unique<Device>(i, size, parts));
+  for (uint64_t i = 0; i < count; ++i) devices.push_back(std::make_unique<Device>(i));
   std::vector<std::string> problems(count);
   std::vector<std::thread> threads;
   for (uint64_t i = 0; i < count; ++i) {
     threads.emplace_back([&, i] {
-      const tilekern::LaunchPlan gather = Plan(false, size, stride, parts);
-      const tilekern::LaunchPlan scatter = Plan(true, size, stride, parts);
-      for (int run = 0; run < runs && problems[i].empty(); ++run) {
-        // A loop calls a plan several times in one run.
-        for (const auto* plan : {&gather, &scatter, &scatter, &gather}) {
-          if (problems[i].empty()) problems[i] = devices[i]->Call(*plan, run);
+      std::vector<tilekern::LaunchPlan> plans;
+      // A loop calls a plan several times in one run.
+      for (const bool scatters : {false, true, true, false}) {
+        for (const Axis& x : axes) plans.push_back(Plan(scatters, x.size, x.stride, x.parts));
+      }
+      for (int run = 0; run < runs; ++run) {
+        for (const tilekern::LaunchPlan& plan : plans) {
+          if (problems[i].empty()) problems[i] = devices[i]->Call(plan, run);
         }
       }
     });
@@ -293,7 +298,7 @@ std::string Executions(uint64_t size, uint64_t stride, uint64_t groups, uint64_t
 }
 
 void CheckFailures(Counts& counts) {
-  Device first(0, 2, 1), second(1, 2, 1);
+  Device first(0), second(1);
   const tilekern::LaunchPlan plan = Plan(false, 2, 1, 1);
   using std::chrono::milliseconds;
   const std::string alone = first.Call(plan, 5, milliseconds(30));
@@ -334,12 +339,17 @@ void CheckFailures(Counts& counts) {
 
 void CheckOverlap(Counts& counts) {
   unsigned seed = 0;
-  for (const auto& [size, stride, groups, parts] : std::vector<std::array<uint64_t, 4>>{
-           {2, 1, 1, 1}, {2, 1, 1, 4}, {3, 1, 1, 2}, {2, 2, 2, 2}}) {
+  const std::vector<std::pair<uint64_t, std::vector<Axis>>> cases = {
+      {2, {{2, 1, 1}}},
+      {2, {{2, 1, 4}}},
+      {3, {{3, 1, 2}}},
+      {8, {{2, 2, 2}}},
+      {4, {{4, 1, 2}, {2, 2, 3}, {2, 1, 1}}}};
+  for (const auto& [count, axes] : cases) {
     for (int repeat = 0; repeat < 5; ++repeat, seed += 2) {
-      const std::string wrong = Executions(size, stride, groups, parts, 6, seed);
-      counts.Check(wrong.empty(), "groups of " + std::to_string(size) + " devices, " +
-                                      std::to_string(parts) + " parts: " + wrong);
+      const std::string wrong = Executions(count, axes, 6, seed);
+      counts.Check(wrong.empty(), std::to_string(count) + " devices, " +
+                                      std::to_string(axes.size()) + " axes: " + wrong);
     }
   }
   CheckFailures(counts);
