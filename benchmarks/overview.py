@@ -1,4 +1,4 @@
-"""``overview``: draw ``docs/overview.svg`` from the records of an H100."""
+"""``overview``: draw ``docs/overview.svg`` and ``docs/fp8-training.svg`` from records."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records.curve_plot import curve_plot
 from benchmarks.records.ratio_plot import Group, ratio_plot
+from benchmarks.tables import fp8_accuracy
 
 RECORDS = Path(__file__).parent / "results/h100"
-DRAWING = Path(__file__).parent.parent / "docs/overview.svg"
+DOCS = Path(__file__).parent.parent / "docs"
 
 
-HELP = "draw docs/overview.svg from the records of an H100"
+HELP = "draw docs/overview.svg and docs/fp8-training.svg from the records"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +25,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    DRAWING.write_text(overview())
+    (DOCS / "overview.svg").write_text(overview())
+    (DOCS / "fp8-training.svg").write_text(fp8_training())
     return 0
+
+
+def fp8_training() -> str:
+    """Return the drawing of the losses of training in 8-bit floats."""
+    rows = [row for row in fp8_accuracy()[1] if row["kind"] == "training"]
+    return curve_plot(
+        "Losses of two models over training steps, in bfloat16 and in 8-bit floats",
+        {
+            f"{model}, loss by step": (
+                row["steps"],
+                {x["product"]: x["losses"] for x in rows if x["model"] == model},
+            )
+            for model, row in {row["model"]: row for row in rows}.items()
+        },
+    )
 
 
 def overview() -> str:

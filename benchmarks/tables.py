@@ -23,7 +23,13 @@ RESULTS = ROOT / "benchmarks/results"
 _DATA = ROOT / "jax_tilekern/plans/policy/data"
 PAGES = tuple(
     ROOT / name
-    for name in ("README.md", "docs/performance.md", "docs/testing.md", "docs/ladder.md")
+    for name in (
+        "README.md",
+        "docs/fp8.md",
+        "docs/ladder.md",
+        "docs/performance.md",
+        "docs/testing.md",
+    )
 )
 _MARKED = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -68,6 +74,36 @@ DEVICES = (
     Device("sapphire-rapids", "Xeon, Sapphire Rapids, two cores"),
     Device("cascade-lake", "Xeon, Cascade Lake, two cores"),
 )
+
+
+def fp8_accuracy() -> tuple[str, list[Record]]:
+    """Return the first device that has a record of ``fp8_accuracy``, and the record's rows."""
+    paths = {device.title: RESULTS / device.folder / "fp8_accuracy.json" for device in DEVICES}
+    title, path = next(item for item in paths.items() if item[1].exists())
+    return title, _read(path)["rows"]
+
+
+def _fp8_errors() -> Iterator[str]:
+    device, found = fp8_accuracy()
+    rows = {(row["product"], row["operands"]): row for row in found if row["kind"] == "error"}
+    heads = (
+        device, "sums", "with quantisation", "sums, spread", "with quantisation, spread",
+    )  # fmt: skip
+    measured = ("of_sums", "with_rounding")
+    return _table(
+        heads,
+        (
+            (
+                product,
+                *(
+                    f"{rows[product, operands][key]:.1e}"
+                    for operands in ("normal", "spread")
+                    for key in measured
+                ),
+            )
+            for product in dict.fromkeys(name for name, _ in rows)
+        ),
+    )
 
 
 @functools.cache
@@ -356,6 +392,7 @@ def _policy() -> Iterator[str]:
 
 _TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
     "devices": _devices,
+    "fp8": _fp8_errors,
     "policy": _policy,
     "random": _random,
     "segments": _segment_calls,

@@ -9,7 +9,7 @@ import re
 import pytest
 from guides import DOCS
 
-from benchmarks import tables
+from benchmarks import overview, tables
 
 ROOT = DOCS.parent
 MODULES = (
@@ -48,6 +48,10 @@ def test_every_public_name_has_a_docstring_of_its_own():
         assert docstring, full_name
         # What a class inherits, or a dataclass is given.
         assert not docstring.startswith(f"{name}("), full_name
+
+
+def test_the_curves_are_those_of_the_record():
+    assert (DOCS / "fp8-training.svg").read_text() == overview.fp8_training()
 
 
 def test_every_page_is_in_the_navigation():
