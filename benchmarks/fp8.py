@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,16 +25,21 @@ from jax import lax
 import jax_tilekern as jtk
 from benchmarks import moe
 from benchmarks.programs import KERNELS, Arrays, Program, ProgramCommand
-from jax_tilekern.plans.gemm.arithmetic import BF16, FP8
+from jax_tilekern.epilogue.cuda_text import cuda_text
+from jax_tilekern.epilogue.scalar_function import trace_scalars
+from jax_tilekern.ops.fused_lowering import epilogue_of
+from jax_tilekern.plans.candidate import Candidate
+from jax_tilekern.plans.gemm.arithmetic import BF16, F32, FP8
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
+from jax_tilekern.plans.gemm.problem import Product, ScaledProduct, Scales
+from jax_tilekern.plans.gemm.sm90.candidates import wgmma_candidates
 from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
 from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedScaledProduct
 from jax_tilekern.plans.grouped_gemm.sm90.candidates import grouped_wgmma_candidates
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.quantize import BLOCK
-from jax_tilekern.tuning.product_timing import by_plan
+from jax_tilekern.tuning.product_timing import by_plan, results_by_plan
 
 # Products as (m, n, k): large ones, and those that DeepGEMM lists.
 _LISTED = [(2112, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)]
@@ -349,6 +354,46 @@ def _biased(y: Any, bias: Any) -> Any:
     return _activated(y + bias)
 
 
+def _quantizing_candidates(m: int, n: int, k: int, scaled: bool) -> dict[str, Callable[..., Any]]:
+    """Return the best kernels that quantise rows by their estimates."""
+    if jax.default_backend() != "gpu":
+        return {}
+    gpu = current_gpu()
+    function = trace_scalars(_quantized, F32, BF16, []).function
+    epilogue = epilogue_of(
+        cuda_text(function), function, [], [(n, 1), (1, 0)],
+        batch=(), m=m, products=1, ragged=None,
+    )  # fmt: skip
+    geometry = MatmulGeometry((), m, n, k, (k, 1), (1, k), (n, 1))
+    found: Sequence[Candidate] | NoKernel
+    if scaled:
+        found = scaled_candidates(
+            ScaledProduct(
+                geometry, FP8[0], FP8[0], BF16, "fp8", epilogue,
+                lhs_scales=Scales(1, (), 1, m),
+                rhs_scales=Scales(BLOCK, (), math.ceil(k / BLOCK), 1),
+            ),
+            gpu,
+        )  # fmt: skip
+    else:
+        found = wgmma_candidates(Product(geometry, BF16, BF16, BF16, "bf16", epilogue), gpu)
+    if isinstance(found, NoKernel):
+        return {}
+    results = [
+        jax.core.ShapedArray((m, n), FP8[0]),
+        jax.core.ShapedArray((math.ceil(n / BLOCK), m), F32),
+    ]
+
+    def run(candidate: Candidate, x: Any, w: Any, values: Any, weights: Any, *rest: Any) -> Any:
+        _, of_blocks, transposed, *_ = rest
+        operands = (values, weights, transposed, of_blocks) if scaled else (x, w)
+        values, scales = results_by_plan(candidate.plan(gpu), results, *operands)
+        return values, scales.T
+
+    best = sorted(found, key=lambda candidate: candidate.cycles)[:_CANDIDATES]
+    return {candidate.key: functools.partial(run, candidate) for candidate in best}
+
+
 def _fused_products(backend: str) -> Iterator[Program]:
     """Products with epilogues, and such that quantise rows: in one kernel, and in several."""
     for m, k, n in _LAYERS[backend][:1]:
@@ -407,6 +452,11 @@ def _fused_products(backend: str) -> Iterator[Program]:
                     "ours": functools.partial(product, epilogue=_quantized),
                     "two kernels": lambda *xs, f=product: jtk.quantize(f(*xs, epilogue=_activated)),
                     "not quantised": functools.partial(product, epilogue=_activated),
+                    **(
+                        {}
+                        if name.startswith("gated")
+                        else _quantizing_candidates(m, n, k, name.startswith("scaled"))
+                    ),
                     "XLA": lambda *xs, f=by_xla: jtk.quantize(f(*xs)),
                 },
                 _dequantized_errors,

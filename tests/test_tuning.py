@@ -383,8 +383,10 @@ class JaxCandidate:
 def jax_plans(monkeypatch):
     """Execute plans by their functions on a CPU, and wait little."""
 
-    def emit(ctx, lhs, rhs, *, plan, result):
-        return mlir.lower_fun(plan.function, multiple_results=False)(ctx, lhs, rhs)
+    def emit(ctx, lhs, rhs, *, plan, results):
+        return mlir.lower_fun(lambda *xs: [plan.function(*xs)], multiple_results=True)(
+            ctx, lhs, rhs
+        )
 
     mlir.register_lowering(product_timing._planned, emit, platform="cpu")
     monkeypatch.setattr(random_operands, "_MOST_COPIES", 3)

@@ -55,10 +55,11 @@ class Measured(NamedTuple):
 
 # Executes a given plan for a product.
 _planned = compat.Primitive("tilekern_planned")
-_planned.def_abstract_eval(lambda *operands, plan, result: result)
+_planned.multiple_results = True
+_planned.def_abstract_eval(lambda *operands, plan, results: results)
 
 
-def _emit(ctx: Any, *operands: Any, plan: LaunchPlan, result: Any) -> Sequence[Any]:
+def _emit(ctx: Any, *operands: Any, plan: LaunchPlan, results: Any) -> Sequence[Any]:
     return ffi.cuda_launch(ctx, operands, plan)
 
 
@@ -67,9 +68,14 @@ mlir.register_lowering(_planned, _emit, platform="cuda")
 
 def by_plan(plan: LaunchPlan, shape: Sequence[int], dtype: Any, *operands: Array) -> Array:
     """Return the result, of this shape and type, of a plan's kernels."""
-    aval = jax.core.ShapedArray(tuple(shape), dtype)
-    result: Array = _planned.bind(*operands, plan=plan, result=aval)
+    (result,) = results_by_plan(plan, [jax.core.ShapedArray(tuple(shape), dtype)], *operands)
     return result
+
+
+def results_by_plan(plan: LaunchPlan, results: Sequence[Any], *operands: Array) -> list[Array]:
+    """Return the results of a plan's kernels, which are of these abstract values."""
+    found: list[Array] = _planned.bind(*operands, plan=plan, results=tuple(results))
+    return found
 
 
 class _Array(NamedTuple):
