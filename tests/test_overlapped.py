@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 
 import emulated_gpu
@@ -19,6 +20,8 @@ from nvrtc_mark import needs_nvrtc
 from sharded import collectives, devices
 
 import jax_tilekern as jtk
+from benchmarks import overlapped
+from benchmarks import sharded as sharded_programs
 from jax_tilekern.interop import ffi
 from jax_tilekern.ops import planned_kernel
 from jax_tilekern.partitioning import call
@@ -415,3 +418,18 @@ def test_emulated_scatter(plans, rng):
             received[0] = run(1 - device, place, terms, received * 0)
             got = run(device, place, total, received)
             np.testing.assert_array_equal(got, wanted[rows * place : rows * (place + 1)])
+
+
+def test_benchmark(monkeypatch):
+    """Every side of a small row is compiled, and its results are compared."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=devices()[:2])
+    monkeypatch.setattr(overlapped, "interleaved", lambda sides, _: {x: [1.0] for x in sides})
+    for module in (sharded_programs, overlapped):
+        monkeypatch.setattr(module, "REPEATS", 1)
+    row = list(overlapped._programs(mesh))[-1]
+    small = dataclasses.replace(row, shapes=((64, 32), (32, 128), (128, 32), (64, 32)))
+    measured = overlapped._measure(small, mesh, argparse.Namespace(parts=[2], seconds=0))
+    sides = {"XLA", "ours", "ours kernels", "ours 2", "shard_map kernels", "shard_map 2"}
+    assert set(measured["microseconds"]) == sides
+    assert "error" not in measured
+    assert "1000000 us" in overlapped._described({"name": "row", **measured})
