@@ -32,7 +32,8 @@ template <class Mma, WgmmaConfig config, class Pipeline, class Scheduler, bool k
 class ConsumerMainloop {
   using State = typename Pipeline::State;
   // Whether a work tile may have no k-tiles.
-  static constexpr bool kMayBeEmpty = Scheduler::kPartialN || Scheduler::kPartialK;
+  static constexpr bool kMayBeEmpty =
+      Scheduler::kPartialM || Scheduler::kPartialN || Scheduler::kPartialK;
 
  public:
   ConsumerMainloop(const Pipeline& pipeline, const typename Mma::Params& params, int row,

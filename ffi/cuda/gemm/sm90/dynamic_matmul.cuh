@@ -11,6 +11,7 @@ namespace tilekern {
 template <WgmmaConfig config>
 class ClaimedDenseTiles {
  public:
+  static constexpr bool kPartialM = false;
   static constexpr bool kPartialN = false;
   static constexpr bool kPartialK = false;
   static constexpr int kColumnStep = config.block_n;

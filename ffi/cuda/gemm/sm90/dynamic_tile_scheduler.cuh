@@ -28,7 +28,7 @@ __global__ void clear_claimed_tiles(int32* claimed) { *claimed = 0; }
 // What is broadcast of a work tile.
 struct alignas(16) ScheduledTile {
   WorkTile work;
-  // What columns() or skipped_k() returns.
+  // What columns(), rows() or skipped_k() returns.
   int partial;
   // 0 if the tile is zeros; kNoMoreTiles after the last tile.
   int k_tiles;
@@ -51,7 +51,7 @@ inline constexpr int kNoMoreTiles = -1;
 // that tile, hence is done with the tile in the slot. The same holds for the parity of a full
 // barrier: no thread is a whole round of the ring behind, a consumer because it releases, a
 // producer because it requests.
-template <WgmmaConfig config>
+template <WgmmaConfig config, bool kPartialM>
 class WorkTileRing {
   static constexpr int kSlots = 4;
   static constexpr int kSlotBytes = 64;
@@ -125,6 +125,7 @@ class WorkTileRing {
   void send(int slot, int cta) const {
     ScheduledTile tile = slots_[slot];
     tile.work.m += cta * config.out_m();
+    if (kPartialM) tile.partial -= cta * config.out_m();
     constexpr int kParts = kSlotBytes / 16;
     const auto& words = reinterpret_cast<const uint32(&)[kParts][4]>(tile);
     const uint32 address = shared_address(slots_ + slot);
@@ -147,7 +148,7 @@ class WorkTileRing {
 };
 
 // The tile scheduler of numbered tiles that are claimed in order. `Tiles` says what they are:
-//   kPartialN, kPartialK, kColumnStep, kTmaColumnStep, kTmaColumns
+//   kPartialM, kPartialN, kPartialK, kColumnStep, kTmaColumnStep, kTmaColumns
 //                                  as of a tile scheduler
 //   Tiles(args...)                 constructed by the kernel
 //   void prepare(shared)           by all threads, at the shared memory behind the ring
@@ -157,11 +158,12 @@ class WorkTileRing {
 //                                  CTA
 template <WgmmaConfig config, class Tiles>
 class DynamicPersistentScheduler {
-  using Ring = WorkTileRing<config>;
+  using Ring = WorkTileRing<config, Tiles::kPartialM>;
 
  public:
   static constexpr bool kMirrors = false;
   static constexpr bool kDynamic = true;
+  static constexpr bool kPartialM = Tiles::kPartialM;
   static constexpr bool kPartialN = Tiles::kPartialN;
   static constexpr bool kPartialK = Tiles::kPartialK;
   static constexpr int kColumnStep = Tiles::kColumnStep;
@@ -193,6 +195,7 @@ class DynamicPersistentScheduler {
   WorkTile work_tile() const { return tile().work; }
   int k_tiles() const { return tile().k_tiles; }
   int columns() const { return tile().partial; }
+  int rows() const { return tile().partial; }
   int skipped_k() const { return tile().partial; }
 
   void release() const { params_.ring.release(state_); }

@@ -46,7 +46,10 @@ class WgmmaMatmul {
   static constexpr bool kClears = Mma::kFragmentSets == 2 && !kSame<Epilogue, IdentityEpilogue>;
   using Mainloop = ConsumerMainloop<Mma, config, Pipeline, Scheduler, kClears>;
   using Order = OrderedBarrier<config>;
-  using Store = TileStore<Out, config, typename Mma::Coordinates::Layout, Scheduler::kPartialN,
+  // Lines of the output, across its unit stride, may be another tile's.
+  static constexpr bool kPartialLines = Scheduler::kPartialM || Scheduler::kPartialN;
+  static_assert(!kPartialLines || Scheduler::kPartialN == config.out_m_major);
+  using Store = TileStore<Out, config, typename Mma::Coordinates::Layout, kPartialLines,
                           Scheduler::kMirrors, Mma::kResultsMayWait>;
   static constexpr int kRowBlocks = config.consumer_out_m() / 64;
   static_assert(config.consumers <= 2, "registers");
@@ -139,7 +142,7 @@ class WgmmaMatmul {
     const auto all_issued = [&] {
       if (config.cooperative) return;
       // In a tile of no k-tiles no MMA has a warp's threads meet: each has waited for the turn.
-      if (Scheduler::kPartialN || Scheduler::kPartialK) __syncwarp();
+      if (kPartialLines || Scheduler::kPartialK) __syncwarp();
       Order::arrive(order_, consumer);
     };
     for (; scheduler.next(); scheduler.release()) {
@@ -171,7 +174,10 @@ class WgmmaMatmul {
       if constexpr (Epilogue::kStores) {
         const int (&batch)[kMaxTmaBatchDims] = work.out_batch;
         store.store(mainloop.mma().result(),
-                    {work.m + row, work.n, {batch[0], batch[1], batch[2]}, scheduler.columns()});
+                    {work.m + row,
+                     work.n,
+                     {batch[0], batch[1], batch[2]},
+                     Scheduler::kPartialM ? scheduler.rows() - row : scheduler.columns()});
       }
     }
     store.flush();

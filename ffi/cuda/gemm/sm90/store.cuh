@@ -22,15 +22,16 @@ struct OutputOrigin {
   int m;
   int n;
   int batch[kMaxTmaBatchDims];
-  // How many columns of a tile that may be partial are stored.
-  int columns;
+  // How many columns, or rows, of a tile that may be partial are stored.
+  int lines;
 };
 
-// `Layout` is the accumulators' (WgmmaAccumulatorLayout). kPartialN says that some of a
-// tile's columns may not be its own, and kMirrors that the output is symmetric. Then blocks of
+// `Layout` is the accumulators' (WgmmaAccumulatorLayout). kPartial says that some of a tile's
+// lines may not be its own: its columns if the output's unit stride is along m, its rows
+// otherwise. kMirrors says that the output is symmetric. Then blocks of
 // 64x64 below the diagonal are stored twice, the second time transposed, and those above it are
 // not. kMayWait says that results have registers beside the next tile's accumulators.
-template <typename Out, WgmmaConfig config, class Layout, bool kPartialN, bool kMirrors,
+template <typename Out, WgmmaConfig config, class Layout, bool kPartial, bool kMirrors,
           bool kMayWait>
 class TileStore {
   static constexpr bool kPairedRows = Layout::kPairedRows;
@@ -45,8 +46,7 @@ class TileStore {
   // Rows of a subtile along the output's unit stride.
   static constexpr int kStoredRows = kMajorM ? kColumns : 64;
   static constexpr int kMirrorBlock = 64;
-  static_assert(kMajorM || !kPartialN);
-  static_assert(!kMirrors || (config.tma_store && !kMajorM && !kPairedRows && !kPartialN &&
+  static_assert(!kMirrors || (config.tma_store && !kMajorM && !kPairedRows && !kPartial &&
                               config.out_n() % kMirrorBlock == 0 && kColumns <= kMirrorBlock));
   static_assert(kSubtileBuffers == 2, "buffers alternate");
   static_assert(config.out_n() % kColumns == 0 && kColumns % 16 == 0);
@@ -112,7 +112,7 @@ class TileStore {
     if constexpr (kDeferred) {
       const bool time = k_tiles < kManyTiles || k_tile % kStoreInterval == kStoreInterval - 1;
       if constexpr (kWholeOnly) {
-        if (next_ < kEnd && rows_from(first_column(next_)) >= kStoredRows) store_next<true>();
+        if (next_ < kEnd && stored_lines(next_) >= kStoredRows) store_next<true>();
       } else if (time && next_ < kEnd) {
         store_next<false>();
       }
@@ -192,8 +192,13 @@ class TileStore {
   }
   static uint32 next_row(uint32 address) { return (address ^ 16) + kSubtileRowBytes; }
 
+  static int first_row(int number) { return number / kSubtilesPerRowBlock * 64; }
   static int first_column(int number) { return number % kSubtilesPerRowBlock * kColumns; }
-  int rows_from(int column) const { return kPartialN ? origin_.columns - column : kStoredRows; }
+  // How many of a subtile's lines are stored, if they exist.
+  int stored_lines(int number) const {
+    if (!kPartial) return kStoredRows;
+    return origin_.lines - (kMajorM ? first_column(number) : first_row(number));
+  }
 
   // Whether a subtile of a symmetric output is stored, or its mirror image.
   template <bool kMirror>
@@ -206,10 +211,10 @@ class TileStore {
   template <bool kWhole, bool kAlongM, typename Stage>
   void store_subtile(const Stage& stage) {
     const int number = kMirrors ? next_ % kTileSubtiles : next_;
-    const int row = number / kSubtilesPerRowBlock * 64, first = first_column(number);
-    const int rows = rows_from(first);
+    const int row = first_row(number), first = first_column(number);
+    const int rows = stored_lines(number);
     ++next_;
-    if (kPartialN && rows <= 0) return;
+    if (kPartial && rows <= 0) return;
     if (kMirrors && !is_stored<kAlongM>(row, first)) return;
     const uint32 buffer = buffers_ + buffer_ * kSubtileBytes;
     buffer_ ^= 1;

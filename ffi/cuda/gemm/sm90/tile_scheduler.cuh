@@ -13,6 +13,7 @@
 //   WorkTile work_tile()           what it is
 //   int k_tiles()                  how many k-tiles it has, 0 if it is zeros
 //   int columns()                  how many columns of a partial tile are its own
+//   int rows()                     how many rows are, of the CTA's tile; beyond it if all are
 //   int skipped_k()                how many elements of its first k-tile are not its own
 //   void request()                 by the producer thread, once before each next(): the next work
 //                                  tile will be needed soon
@@ -21,6 +22,7 @@
 //                                  answers the requests
 //   kDynamic                       whether a thread has to find the work tiles
 //   kPartialN                      whether columns() counts: the tile may need a part of rhs
+//   kPartialM                      whether rows() counts, or k_tiles() may be 0
 //   kPartialK                      whether skipped_k() counts, or k_tiles() may be 0
 //   kMirrors                       whether the output is symmetric, and its tiles are those that
 //                                  reach the diagonal or are below it
@@ -133,6 +135,7 @@ class StaticPersistentScheduler {
  public:
   static constexpr bool kMirrors = Tiles::kMirrors;
   static constexpr bool kDynamic = false;
+  static constexpr bool kPartialM = false;
   static constexpr bool kPartialN = false;
   static constexpr bool kPartialK = false;
   static constexpr int kColumnStep = config.block_n;
@@ -156,6 +159,7 @@ class StaticPersistentScheduler {
   WorkTile work_tile() const { return Tiles::work_tile(shape_, number_, cta_); }
   int k_tiles() const { return Tiles::k_tiles(shape_, number_); }
   int columns() const { return 0; }
+  int rows() const { return config.out_m(); }
   int skipped_k() const { return 0; }
 
   void request() const {}

@@ -7,7 +7,8 @@
 
 namespace tilekern {
 
-// Ragged rows are columns here. A group begins anywhere, so scales of columns are not aligned.
+// Ragged rows are rows here, or columns: then a group begins anywhere, so scales of columns are not
+// aligned.
 template <typename Lhs, typename Rhs, typename Out, WgmmaConfig config, Ragged ragged,
           int column_step, int tma_column_step, int tma_columns, int scaled_columns>
 __global__ void __launch_bounds__(config.threads(), 1)
@@ -20,7 +21,7 @@ __global__ void __launch_bounds__(config.threads(), 1)
                                const __grid_constant__ GroupShape groups,
                                const __grid_constant__ ScaleStrides lhs_strides,
                                const __grid_constant__ ScaleStrides rhs_strides) {
-  static_assert(ragged == Ragged::kN && scaled_columns <= 1);
+  static_assert(ragged == Ragged::kM || (ragged == Ragged::kN && scaled_columns <= 1));
   using Tiles = GroupedTiles<config, ragged, column_step, tma_column_step, tma_columns>;
   using Scheduler = DynamicPersistentScheduler<config, Tiles>;
   using Mma = ScaledMma<OperandTypes<Lhs>, OperandTypes<Rhs>, config, scaled_columns>;

@@ -7,8 +7,8 @@
 namespace tilekern {
 
 // The ragged dimension, as the kernel has it: columns of the output, of which a tile takes as many
-// as a group has for it, or the contracted one.
-enum class Ragged { kN, kK };
+// as a group has for it, rows, of which a group's last tile stores its own, or the contracted one.
+enum class Ragged { kM, kN, kK };
 
 // The tiles of a dynamic scheduler (see gemm/sm90/dynamic_tile_scheduler.cuh), which differ in
 // their work.
@@ -18,6 +18,7 @@ class GroupedTiles {
   static_assert(column_step % tma_column_step == 0 && tma_columns % tma_column_step == 0);
 
  public:
+  static constexpr bool kPartialM = ragged == Ragged::kM;
   static constexpr bool kPartialN = ragged == Ragged::kN;
   static constexpr bool kPartialK = ragged == Ragged::kK;
   static constexpr int kColumnStep = column_step;
@@ -30,12 +31,13 @@ class GroupedTiles {
   // `shared` has room for the number of each span's first tile.
   void prepare(unsigned char* shared) {
     first_tiles_ = reinterpret_cast<int32*>(shared);
+    if (kPartialM) number_tiles(groups_, bounds_, kClusterM, first_tiles_);
     if (kPartialN) number_tiles(groups_, bounds_, config.block_n, first_tiles_);
   }
 
   int count() const {
     if constexpr (kPartialK) return shape_.batches * shape_.tiles_m * shape_.tiles_n;
-    return first_tiles_[groups_.spans()] * shape_.tiles_m;
+    return first_tiles_[groups_.spans()] * tiles_across();
   }
 
   int most() const { return shape_.work_tiles; }
@@ -69,25 +71,35 @@ class GroupedTiles {
     return scheduled;
   }
 
+  // The tiles side by side for each tile of ragged rows or columns.
+  int tiles_across() const { return kPartialM ? shape_.tiles_n : shape_.tiles_m; }
+
   // All groups share the output.
   ScheduledTile tile_of_span(int number) const {
     ScheduledTile scheduled;
     WorkTile& work = scheduled.work;
-    const int index = span_of_tile(first_tiles_, groups_.spans(), number / shape_.tiles_m);
+    const int index = span_of_tile(first_tiles_, groups_.spans(), number / tiles_across());
     const int first = first_tiles_[index];
     const int tiles = first_tiles_[index + 1] - first;
-    const TileCoordinates tile = rasterized_tile(number - first * shape_.tiles_m, shape_.tiles_m,
-                                                 tiles, shape_.raster_height);
+    const TileCoordinates tile = rasterized_tile(
+        number - first * tiles_across(), kPartialM ? tiles : shape_.tiles_m,
+        kPartialM ? shape_.tiles_n : tiles, shape_.raster_height);
     const Span span = span_at(groups_, bounds_, index);
-    // The span's column steps are dealt out evenly to its tiles, so that none is left with few.
-    const int steps = (span.rows() + kColumnStep - 1) / kColumnStep;
-    const int before = tile.n * (steps / tiles) + min_of(tile.n, steps % tiles);
-    const int own = steps / tiles + (tile.n < steps % tiles);
     scheduled.k_tiles = span.is_group() ? shape_.k_tiles : 0;
-    work.m = tile.m * kClusterM;
-    work.n = span.begin + before * kColumnStep;
     work.k = 0;
-    scheduled.partial = min_of(own * kColumnStep, span.end - work.n);
+    if constexpr (kPartialM) {
+      work.m = span.begin + tile.m * kClusterM;
+      work.n = tile.n * config.block_n;
+      scheduled.partial = span.end - work.m;
+    } else {
+      // The span's column steps are dealt out evenly to its tiles, so that none is left with few.
+      const int steps = (span.rows() + kColumnStep - 1) / kColumnStep;
+      const int before = tile.n * (steps / tiles) + min_of(tile.n, steps % tiles);
+      const int own = steps / tiles + (tile.n < steps % tiles);
+      work.m = tile.m * kClusterM;
+      work.n = span.begin + before * kColumnStep;
+      scheduled.partial = min_of(own * kColumnStep, span.end - work.n);
+    }
     set_batch(work, shape_, span.batch * groups_.groups + max_of(span.group, 0));
     work.out_batch[kMaxTmaBatchDims - 1] = 0;
     return scheduled;

@@ -157,7 +157,7 @@ class WgmmaInstance:
     symmetric: bool = False
     scaled_columns: int | None = None
     dynamic: bool = False
-    ragged: Literal["n", "k"] | None = None
+    ragged: Literal["m", "n", "k"] | None = None
     column_step: int = 0
     scheduler_bytes: int = 0
 

@@ -70,7 +70,7 @@ def scaled_candidates(product: ScaledProduct, gpu: Gpu) -> list[WgmmaCandidate] 
         product,
         _TILES,
         gpu,
-        specialised=functools.partial(_specialised, product),
+        specialised=functools.partial(specialised, product),
         candidate=ScaledCandidate,
     )
 
@@ -95,7 +95,7 @@ def scale_parameters(
     )
 
 
-def _specialised(product: ScaledProduct, instance: WgmmaInstance) -> WgmmaInstance | None:
+def specialised(product: OfScaled[Any], instance: WgmmaInstance) -> WgmmaInstance | None:
     """Return the kernel with scales of columns as the product has them, or ``None``."""
     if not (instance.lhs_k_major and instance.rhs_k_major):  # one element of k
         return None
@@ -104,7 +104,7 @@ def _specialised(product: ScaledProduct, instance: WgmmaInstance) -> WgmmaInstan
     if scales.row_stride and scales.block_rows % instance.block_n:
         if scales.block_rows > 1 or scales.row_stride > 1:
             return None
-        g = product.geometry
+        g = product.strided
         strides = (*scales.batch_strides, scales.k_stride, g.m if instance.out_m_major else g.n)
         columns = 1 if any(x % 2 for x in strides) else 2
     return dataclasses.replace(instance, scaled_columns=columns)

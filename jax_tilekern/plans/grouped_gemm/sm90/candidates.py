@@ -22,7 +22,11 @@ from jax_tilekern.plans.gemm.sm90.config import (
     dense_tiles,
     instance_for,
 )
-from jax_tilekern.plans.gemm.sm90.scaled import refusal_of_scales, scale_parameters
+from jax_tilekern.plans.gemm.sm90.scaled import (
+    refusal_of_scales,
+    scale_parameters,
+    specialised,
+)
 from jax_tilekern.plans.gemm.sm90.tiling import (
     CLAIMED_BYTES,
     CLEAR_CLAIMED,
@@ -84,6 +88,12 @@ def _busy_cycles(
         work_tiles = dense_tiles(tile, view)
         return busy_cycles(tile, instance, view, arithmetic, work_tiles, average_k_tiles, gpu)
     rows = geometry.rows / geometry.used_groups
+    if instance.ragged == "m":
+        tiles = max(1.0, rows / (tile.block_m * tile.cluster) + 0.5)
+        _, tiles_n = tile.grid(1, view.rhs.mn)
+        average_tiles = math.prod(geometry.batch) * geometry.used_groups * tiles * tiles_n
+        k_tiles = math.ceil(view.k / instance.block_k)
+        return busy_cycles(tile, instance, view, arithmetic, average_tiles, k_tiles, gpu)
     tiles = max(1.0, rows / tile.block_n + 0.5)
     columns = min(tile.block_n, math.ceil((rows + instance.column_step / 2) / tiles))
     tiles_m, _ = tile.grid(view.lhs.mn, 1)
@@ -248,17 +258,21 @@ def grouped_wgmma_candidates(
     if refused:
         return refused
     found = []
-    # Ragged rows are columns of the transposed product's tiles.
-    swaps = (True,) if geometry.ragged == "m" else (False, True)
+    # Ragged rows are columns of the transposed product's tiles, and with scales rows as well.
+    is_scaled = isinstance(product, GroupedScaledProduct)
+    swaps = (True,) if geometry.ragged == "m" and not is_scaled else (False, True)
     tiles = PAIR_TILES if isinstance(product, GroupedPair) else _TILES
     for tile, oriented in oriented_tiles(view, tiles, gpu, swaps=swaps):
         instance = _instance(product, tile, oriented, how.promote, gpu)
-        if isinstance(product, GroupedScaledProduct) and not instance.lhs_k_major:
+        if instance is None:
             continue
         work_tiles = dense_tiles(tile, oriented)
         if instance.ragged == "n":
             tiles_m, _ = tile.grid(oriented.lhs.mn, 1)
             work_tiles = tiles_m * max_tiles(geometry, tile.block_n)
+        elif instance.ragged == "m":
+            _, tiles_n = tile.grid(1, oriented.rhs.mn)
+            work_tiles = tiles_n * max_tiles(geometry, tile.block_m * tile.cluster)
         # ptxas would serialize the MMAs of such a tile (C7511).
         serialized = instance.ragged == "k" and tile.block_m > 64 * tile.consumers
         if serialized or instance.stages < _MIN_STAGES:
@@ -302,12 +316,19 @@ def _view(product: GroupedProduct, swapped: bool) -> OrientedProduct:
 
 def _instance(
     product: GroupedProduct, tile: WgmmaTile, view: OrientedProduct, promote: bool, gpu: Gpu
-) -> WgmmaInstance:
+) -> WgmmaInstance | None:
+    """Return the kernel, or ``None`` if it does not have the product's scales."""
     geometry = product.geometry
     instance = instance_for(tile, view, promote, 1, gpu)
-    # With scales, ptxas would serialize more than one shape of MMAs (C7511).
-    scaled_columns = _scaled_columns(product)
-    one_shape = geometry.ragged == "k" or scaled_columns is not None
+    one_shape = geometry.ragged == "k"
+    if isinstance(product, GroupedScaledProduct):
+        special = specialised(product, instance)
+        if special is None:
+            return None
+        # Groups begin at any column. ptxas would serialize MMAs of more than one shape (C7511).
+        columns = special.scaled_columns
+        aligned = columns if not instance.out_m_major else min(columns or 0, 1)
+        instance, one_shape = dataclasses.replace(special, scaled_columns=aligned), True
     # Ragged rows that TMA does not store are stored in runs of as many bytes.
     row_bytes = geometry.product.n * product.out_dtype.itemsize
     whole_runs = geometry.ragged == "k" or row_bytes % TMA_STRIDE_BYTES == 0
@@ -315,19 +336,11 @@ def _instance(
     return dataclasses.replace(
         instance,
         tma_store=instance.tma_store and whole_runs,
-        ragged="n" if geometry.ragged == "m" else "k",
+        ragged="k" if geometry.ragged == "k" else "n" if instance.out_m_major else "m",
         column_step=tile.block_n if one_shape else _column_step(tile, view, promote),
         scheduler_bytes=RING_BYTES + tile_numbers_bytes,
         terms=2 if isinstance(product, GroupedSum) else 1,
-        scaled_columns=scaled_columns,
     ).with_max_stages(gpu)
-
-
-def _scaled_columns(product: GroupedProduct) -> int | None:
-    """Return how many scales of columns are loaded at a time; groups begin at any column."""
-    if not isinstance(product, GroupedScaledProduct):
-        return None
-    return 1 if product.lhs_scales.row_stride else 0
 
 
 def _column_step(tile: WgmmaTile, view: OrientedProduct, promote: bool) -> int:
