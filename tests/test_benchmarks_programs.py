@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from products import H100
+from products import BF16, E4M3, F32, H100
 
-from benchmarks import moe, programs, symmetric
+from benchmarks import fp8, moe, programs, symmetric
 from benchmarks.command_line import main
 from jax_tilekern.plans.gpu import gpu_target
 
@@ -69,11 +69,27 @@ def test_eight_bit_floats(tmp_path):
     file = tmp_path / "fp8.json"
     assert main(["fp8", "--seconds", "0.01", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert {row["name"].split()[0] for row in rows} == {"product", "quantize", "layer", "grouped"}
+    assert {row["name"].split()[0] for row in rows} == {
+        "product", "quantize", "layer", "epilogue", "quantised", "grouped",
+    }  # fmt: skip
     for row in rows:
-        kinds = {"quantize": 0, "layer of": 0.15}
+        kinds = {"quantize": 0, "quantised": 0.07, "layer of": 0.15}
         bound = next((b for kind, b in kinds.items() if row["name"].startswith(kind)), 0.05)
         assert all(error <= bound for error in row["error"].values()), row
+
+
+def test_kernels_that_quantise_rows(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    shapes = [((256, 384), BF16), ((512, 384), BF16), ((256, 384), E4M3), ((512, 384), E4M3)]
+    shapes += [((256, 3), F32), ((4, 3), F32), ((3, 256), F32)]
+    given = [jax.ShapeDtypeStruct(*x) for x in shapes]
+    with gpu_target(H100):
+        for scaled in (False, True):
+            sides = fp8._quantizing_candidates(256, 512, 384, scaled=scaled)
+            assert len(sides) == fp8._CANDIDATES
+            for side in sides.values():
+                lowered = jax.jit(side).trace(*given).lower(lowering_platforms=("cuda",))
+                assert [x.shape for x in lowered.out_info] == [(256, 512), (256, 4)]
 
 
 def test_training_steps(tmp_path):
