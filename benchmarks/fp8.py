@@ -61,7 +61,15 @@ _GROUPED = {
     ],
     "cpu": [(4, 256, 256, 384)],
 }  # fmt: skip
-_EXPERTS = {"gpu": ["64 experts", "128 experts"], "cpu": ["8 experts"]}
+_FEW = moe.SIZES["gpu"]["64 experts"]
+_EXPERTS = {
+    "gpu": {
+        "64 experts": _FEW,
+        "64 experts, 65536 tokens": _FEW._replace(tokens=65536),
+        "128 experts": moe.SIZES["gpu"]["128 experts"],
+    },
+    "cpu": {"8 experts": moe.SIZES["cpu"]["8 experts"]},
+}
 _CANDIDATES = 4
 _CHECKED = 64
 _NUMBERS = (((1,), (0,)), ((), ()))
@@ -253,8 +261,8 @@ def _experts(backend: str) -> Iterator[Program]:
         first = {side: jax.tree.leaves(y)[:1] for side, y in results.items()}
         return _layer_errors((), {**first, "XLA": first["bfloat16"]})
 
-    for name in _EXPERTS[backend]:
-        operands = functools.partial(moe.operands, moe.SIZES[backend][name])
+    for name, sizes in _EXPERTS[backend].items():
+        operands = functools.partial(moe.operands, sizes)
         for what, sides in (
             ("forward", layers),
             ("forward and backward", {side: moe.gradient(f) for side, f in layers.items()}),
