@@ -174,17 +174,19 @@ SHARDINGS = {
 
 @pytest.mark.skipif(devices() is None, reason="eight CPU devices")
 @pytest.mark.parametrize("name", SHARDINGS)
-@pytest.mark.one_in(2)
-def test_devices_share_the_work(rng, name):
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.one_in(3)
+def test_devices_share_the_work(rng, name, axes):
     specs, wanted = SHARDINGS[name]
-    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,), devices=devices()[:4])
+    mesh = jax.make_mesh((4,), ("d",), (axes,), devices=devices()[:4])
     arrays = operands(rng, 64, 512, 512, 4)
     sizes = np.array([20, 0, 31, 10])
     placed = [
         jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
     ]
-    compiled = jax.jit(product).lower(*placed, sizes).compile()
-    got = compiled(*placed, sizes)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(product).lower(*placed, sizes).compile()
+        got = compiled(*placed, sizes)
     check(got, *arrays[:2], sizes, *arrays[2:])
     assert got.sharding.is_equivalent_to(NamedSharding(mesh, wanted), 2)
     assert (bytes_sent(compiled) > 0) == (name in ("groups", "k"))

@@ -31,6 +31,7 @@ from jax_tilekern.ops.scaled_matmul import (
     scales_in_memory,
     sharding_rule,
 )
+from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.contraction import Contraction, Dimension, merged, row_major_strides
@@ -97,7 +98,8 @@ def scaled_ragged_dot(
     Returns
     -------
     Array
-        Shape ``(M, N)``.
+        Shape ``(M, N)``. On a mesh with explicit axes it is split as the rows of ``lhs`` and the
+        columns of ``rhs`` are.
 
     Raises
     ------
@@ -136,8 +138,22 @@ def scaled_ragged_dot(
             "scaled_ragged_dot has a matrix for each group: "
             f"group_sizes {sizes.shape}, rhs {rhs.shape}"
         )
-    bounds = group_bounds(sizes, lhs.shape[0], offset, rhs.shape[0])
-    return scaled_rows_by_matrices(lhs, rhs, lhs_scales.T, rhs_scales, bounds, out_dtype)
+
+    def product(operands: tuple[Any, ...]) -> Array:
+        lhs, rhs, lhs_scales, rhs_scales, sizes, offset = operands
+        bounds = group_bounds(sizes, lhs.shape[0], offset, rhs.shape[0])
+        return scaled_rows_by_matrices(lhs, rhs, lhs_scales.T, rhs_scales, bounds, out_dtype)
+
+    operands = (lhs, rhs, lhs_scales, rhs_scales, sizes, offset)
+    result: Array = by_automatic_axes(product, operands, lambda: _split(lhs, rhs))
+    return result
+
+
+def _split(lhs: Array, rhs: Array) -> tuple[Any, Any]:
+    """Return how explicit axes split the result: as the rows, and as the columns if they can."""
+    rows, columns = spec_of(lhs)[0], spec_of(rhs)[1]
+    axes = [{x} if isinstance(x, str) else set(x or ()) for x in (rows, columns)]
+    return rows, columns if axes[0].isdisjoint(axes[1]) else None
 
 
 def scaled_rows_by_matrices(
