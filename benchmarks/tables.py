@@ -221,6 +221,11 @@ def _sharded(record: Record) -> Iterator[tuple[str, float]]:
         yield name, row["ratio"]
 
 
+def _overlapped(record: Record) -> Iterator[tuple[str, float]]:
+    for row in record["rows"]:
+        yield f"overlapped with communication: {row['name'].rpartition(', ')[0]}", row["ratio"]
+
+
 _READERS: Mapping[str, Callable[[Record], Iterator[tuple[str, float]]]] = {
     **dict.fromkeys(("matmul", "transpose", "matvec", "vdot", "sum", "add"), _suite),
     "ragged_dot": _grouped,
@@ -232,6 +237,7 @@ _READERS: Mapping[str, Callable[[Record], Iterator[tuple[str, float]]]] = {
     "segments": _segments,
     "jax_kernel": _jax_kernel,
     "sharded": _sharded,
+    "overlapped": _overlapped,
 }
 
 
@@ -317,6 +323,10 @@ SPEED = (
          ("8-bit K-major", "8-bit other orders")),
     Line("large aligned 16-bit products; the same with collectives on 2 H100",
          ("16-bit large", "^rows|^k sharded|^MLP")),
+    Line("the same, overlapped with 16 to 64 MiB sent: gathered; scattered; MLP; with gradient",
+         tuple(f"^overlapped .*: {what}$"
+               for what in ("rows gathered", "rows scattered", "MLP, forward",
+                            "MLP, forward and backward"))),
     Line("transposes of odd sizes", ("`transpose`: odd",)),
     Line("bias, activation, residual in the product's kernel; their gradient; `gated_linear`",
          ("^epilogues", "gradient of an epilogue", "gated_linear")),

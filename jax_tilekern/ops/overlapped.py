@@ -34,6 +34,7 @@ from jax_tilekern.plans.contraction import Contraction, labelled
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.plans.launch import LaunchPlan
 from jax_tilekern.plans.overlap import MeshAxis
+from jax_tilekern.plans.policy import policy
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
@@ -54,9 +55,8 @@ def all_gather_matmul(
 ) -> Array:
     """Matrix product ``lax.all_gather(x, axis_name, tiled=True) @ w`` inside ``shard_map``.
 
-    On GPUs of one process that access each other's memory, and inside
-    :func:`jax_tilekern.policy` ``("kernels")``, rows are sent while others are multiplied, if that
-    is predicted to be faster. The gradient with respect to ``x`` is that of
+    On GPUs of one process that access each other's memory, rows are sent while others are
+    multiplied, if that is predicted to be faster. The gradient with respect to ``x`` is that of
     :func:`matmul_reduce_scatter`.
 
     Parameters
@@ -109,11 +109,10 @@ def matmul_reduce_scatter(
 ) -> Array:
     """Matrix product ``lax.psum_scatter(x @ w, axis_name, tiled=True)`` inside ``shard_map``.
 
-    On GPUs of one process that access each other's memory, and inside
-    :func:`jax_tilekern.policy` ``("kernels")``, the product's rows are sent while others are
-    computed, if that is predicted to be faster. A device then adds the terms of the others to the
-    accumulators of its own, in an order that only its place along the axis decides. The gradient
-    with respect to ``x`` is that of :func:`all_gather_matmul`.
+    On GPUs of one process that access each other's memory, the product's rows are sent while others
+    are computed, if that is predicted to be faster. A device then adds the terms of the others to
+    the accumulators of its own, in an order that only its place along the axis decides. The
+    gradient with respect to ``x`` is that of :func:`all_gather_matmul`.
 
     Parameters
     ----------
@@ -473,7 +472,8 @@ def _parts(
         sent=_bytes(sent),
         lhs=_bytes(x),
         out=_bytes(out),
-        flops=math.prod(sizes.values()) * (1 if scatters else axis.size) * x.dtype.itemsize,
+        flops=2.0 * math.prod(sizes.values()) * (1 if scatters else axis.size),
+        dtype=x.dtype,
     )
     if isinstance(found, str):
         return found
@@ -584,6 +584,8 @@ def _result(
     return jax.core.ShapedArray((int(rows * factor), *others), out_dtype)
 
 
+# The whole call is compared with a product and a collective, so its parts are not left to XLA.
+@policy("kernels")
 def _product(operands: Sequence[Operand], **params: Any) -> PlannedKernel | str:
     problem = state_problem(contract, CUDA, operands, **params)
     if not isinstance(problem, LoweredProduct):

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jax_tilekern import _core
+from jax_tilekern.plans.gpu import NoGpu, current_gpu
 from jax_tilekern.plans.launch import Buffer, Exchange, Launch, LaunchPlan
 from jax_tilekern.plans.policy import current_policy
+from jax_tilekern.plans.policy.model import model_of
 from jax_tilekern.scope import Setting, scoped
 
 
@@ -34,18 +38,15 @@ class MeshAxis(NamedTuple):
 
 
 # Measured on two H100 (docs/tuning-log.md, "Products that overlap with their communication"):
-# operations of a 16-bit product and bytes over NVLink in a microsecond, what a collective takes
-# besides its bytes, and what an overlapped product takes besides the longer one of the two.
+# operations of a 16-bit product and bytes over NVLink in a microsecond, and what an overlapped
+# product takes more than a product and a collective do.
 _FLOPS = 740e6
 _LINK_BYTES = 268e3
-_COLLECTIVE = 45.0
-_OVERHEAD = 90.0
-# Smaller parts lose more than they hide.
-_LEAST_PART_BYTES = 8 << 20
-# Parts of a gather are larger, since each one's product has fewer tiles. The first part of a
-# scatter is not hidden, nor is the last one of a gather.
-_BYTES_OF_A_PART = {False: 16 << 20, True: 8 << 20}
-_MOST_PARTS = {False: 4, True: 2}
+_OVERHEAD = 45.0
+# What has been measured, and is therefore taken by default: the devices of a mesh axis, and the
+# bytes that a device sends to another one.
+_MOST_DEVICES = 2
+_LEAST_BYTES = 16 << 20
 # Copies and tensor maps begin at multiples of this many bytes.
 _ALIGNMENT = 128
 
@@ -54,7 +55,10 @@ _parts: Setting[int | None] = Setting("parts of overlapped products", None)
 
 @scoped
 def in_parts(parts: int | None) -> Iterator[None]:
-    """Overlap every product that can be, in this many parts; for tests and measurements."""
+    """Overlap every product that can be, in this many parts; for tests and measurements.
+
+    No product is overlapped in 0 parts.
+    """
     with _parts(parts):
         yield
 
@@ -65,7 +69,15 @@ def current_parts() -> int | None:
 
 
 def parts_of_rows(
-    *, scatters: bool, axis: MeshAxis, rows: int, sent: int, lhs: int, out: int, flops: float
+    *,
+    scatters: bool,
+    axis: MeshAxis,
+    rows: int,
+    sent: int,
+    lhs: int,
+    out: int,
+    flops: float,
+    dtype: np.dtype[Any],
 ) -> int | str:
     """Return in how many parts a device's rows are sent, or why a collective sends them.
 
@@ -80,10 +92,16 @@ def parts_of_rows(
     sent, lhs, out
         Bytes of what a device sends to each other one, of the operand and of the result.
     flops
-        Operations of a device's product with 16-bit operands; twice as many for 32-bit ones.
+        Operations of a device's product.
+    dtype
+        The type of its operands.
     """
     asked = current_parts()
-    parts = asked or min(_MOST_PARTS[scatters], max(1, sent // _BYTES_OF_A_PART[scatters]))
+    if asked == 0:
+        return "a collective is asked for"
+    # More parts have fewer tiles each. The last part of a gather is multiplied when no copy is left
+    # to hide, and the own rows of a scatter hide its last part.
+    parts = asked or (2 if scatters or sent >= 2 * _LEAST_BYTES else 1)
     while parts > 1 and rows % parts:
         parts -= 1
     lhs_parts, out_parts = (axis.size * parts, parts) if scatters else (parts, axis.size * parts)
@@ -91,17 +109,33 @@ def parts_of_rows(
         return f"parts of the rows are no multiples of {_ALIGNMENT} bytes"
     if asked:
         return parts
-    # Only this policy takes it, because the handler has run on no GPU yet.
     if current_policy() != "kernels":
-        return 'an overlapped product is taken by jax_tilekern.policy("kernels") only'
-    if sent // parts < _LEAST_PART_BYTES:
+        why = _not_measured(axis, dtype)
+        if why:
+            return f'{why} (jax_tilekern.policy("kernels") takes an overlapped product)'
+    if sent < _LEAST_BYTES:
         return f"{sent / 2**20:.3g} MiB are too few to overlap with a product"
-    product, link = flops / _FLOPS, sent * (axis.size - 1) / _LINK_BYTES
-    overlapped = max(product, link + product / (axis.size * parts)) + _OVERHEAD
-    separate = product + link + _COLLECTIVE
-    if overlapped > separate:
-        return f"predicted {overlapped:.4g} us overlapped, {separate:.4g} us one after the other"
+    product = flops * dtype.itemsize / 2 / _FLOPS
+    link = sent * (axis.size - 1) / _LINK_BYTES
+    hidden = product + link - max(product, link + product / (axis.size * parts))
+    if hidden < _OVERHEAD:
+        return f"overlapping is predicted to hide {hidden:.3g} us, and to take {_OVERHEAD:.3g} us"
     return parts
+
+
+def _not_measured(axis: MeshAxis, dtype: np.dtype[Any]) -> str:
+    """Return why the default policy does not know that an overlapped product is faster."""
+    try:
+        gpu = current_gpu()
+    except NoGpu as error:
+        return str(error)
+    if model_of(gpu.name) is None:
+        return f"no times on {gpu.name} are recorded"
+    if axis.size > _MOST_DEVICES:
+        return f"no times of more than {_MOST_DEVICES} devices are recorded"
+    if dtype.itemsize != 2:
+        return f"no times of {dtype} are recorded"
+    return ""
 
 
 def why_no_exchange() -> str:
@@ -134,7 +168,7 @@ def gather_plan(
         launches=launches,
         alignments=(*operands, 4, out, _ALIGNMENT),
         workspace_bytes=workspaces,
-        reason=f"{part.reason}; rows gathered over {axis.name} in {parts} parts meanwhile",
+        reason=_reason(part, f"rows gathered over {axis.name}", parts),
         exchange=Exchange(
             False, axis.name, axis.size, axis.stride, parts, lhs,
             device=n, out=n + 1, receive=n + 2, send=n + 2, term_launches=0, keeps=keeps,
@@ -184,13 +218,19 @@ def scatter_plan(
         launches=launches,
         alignments=(*alignments, 4, *3 * [_ALIGNMENT]),
         workspace_bytes=workspaces,
-        reason=f"{term.reason}; terms scattered over {axis.name} in {parts} parts meanwhile",
+        reason=_reason(term, f"terms scattered over {axis.name}", parts),
         exchange=Exchange(
             True, axis.name, axis.size, axis.stride, parts, lhs,
             device=n, out=n + 1, receive=n + 2, send=n + 3,
             term_launches=len(term.launches), keeps=False,
         ),
     )  # fmt: skip
+
+
+def _reason(part: LaunchPlan, what: str, parts: int) -> str:
+    # What follows the kernel's description compares one part with XLA's product of it.
+    kernel, *_ = part.reason.partition("; ")
+    return f"{kernel}; {what} in {parts} part{'s' * (parts > 1)} meanwhile"
 
 
 def _placed(
