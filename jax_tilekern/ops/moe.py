@@ -221,7 +221,8 @@ def moe(
         experts computes their part of the sum.
     precision, preferred_element_type
         As in :func:`ragged_dot`; the result has ``preferred_element_type``, by default that of
-        ``x`` and the matrices after promotion.
+        ``x`` and the matrices after promotion. With a recipe the precision is that of the gradients
+        of the matrices.
     save
         What the backward pass has beside the operands: ``"hidden"``, the results of the first
         products; ``"inputs"``, nothing, so that it computes these again.
