@@ -220,7 +220,7 @@ def test_no_register_is_spilled_and_no_mma_serialized(out, of_rhs):
         row_major(m, n, k, (), rhs_k_major=True), E4M3, E4M3, out, "fp8", epilogue,
         lhs_scales=Scales(1, (), 1, m), rhs_scales=right,
     )  # fmt: skip
-    for candidate in sorted(scaled_candidates(product, H100), key=lambda x: x.cycles)[:6]:
+    for candidate in sorted(scaled_candidates(product, H100), key=lambda x: x.cycles)[:4]:
         entry = candidate.plan(H100).launches[0].entry
         assert (candidate.key, entry.spill_bytes) == (candidate.key, 0)
         assert not entry.serialized
