@@ -423,19 +423,18 @@ struct Ptx {
 #define OP(i) operand(std::integral_constant<int, i>())
     if constexpr (kText.chars[0] == 0 || has("wgmma.fence") || has("fence.") || has("setmaxnreg") ||
                   has("griddepcontrol") || has("prefetch")) {
-    } else if constexpr (has("bar.sync") || has("bar.arrive")) {
+    } else if constexpr (has("bar.sync")) {
       constexpr bool kCounted = sizeof...(operands) == 2;
       int threads = 128;
       if constexpr (kCounted) {
         threads = OP(1);
       } else {
-        static_assert(has("128") || has("256"));
-        threads = has("128") ? 128 : 256;
+        static_assert(has("128"));
       }
       Barrier& barrier = cta().named[OP(0)];
       if (barrier.arrived > 0 && barrier.threads != threads) fail("two counts of a named barrier");
       barrier.threads = threads;
-      has("bar.arrive") ? arrive(barrier) : wait(barrier);
+      wait(barrier);
     } else if constexpr (has("barrier.cluster.arrive")) {
       static Barrier barrier;
       barrier.threads = static_cast<int>(ctas.size()) * block.size();

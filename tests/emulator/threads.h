@@ -155,17 +155,13 @@ inline void yield() {
   if (_setjmp(running->context) == 0) _longjmp(scheduler, 1);
 }
 
-inline void arrive(Barrier& barrier) {
+inline void wait(Barrier& barrier) {
+  const long generation = barrier.generation;
   progress = true;
   if (++barrier.arrived == barrier.threads) {
     barrier.arrived = 0;
     ++barrier.generation;
   }
-}
-
-inline void wait(Barrier& barrier) {
-  const long generation = barrier.generation;
-  arrive(barrier);
   while (barrier.generation == generation) yield();
 }
 
@@ -211,8 +207,6 @@ inline void run_cluster(Dim3 first) {
     one.index.y += one.rank / cluster.x % cluster.y;
     one.index.z += one.rank / cluster.x / cluster.y;
     one.all = {threads};
-    // What CTAs before have left there has gone with them.
-    std::fill(std::begin(one.named), std::end(one.named), Barrier());
     for (int warp = 0; warp < 32; ++warp) one.warps[warp] = {std::min(32, threads - 32 * warp)};
     std::memset(reinterpret_cast<void*>(std::uintptr_t{one.base()}), 0xA5, kWindow);
     for (int i = 0; i < threads; ++i) {

@@ -35,9 +35,7 @@ inline const float* first_scale(const float* scales, const ScaleStrides& strides
 
 // Adds (scale of lhs * scale of rhs) * accumulators of each k-tile to the result, in float32
 // arithmetic of the CUDA cores. A k-tile is multiplied by row blocks, whose MMAs have the same
-// registers one after the other. Two consumers multiply in alternation, in an order that named
-// barriers enforce: while one promotes a row block, the other one multiplies. Without the order they
-// would wait for the same k-tile, share the tensor cores, and leave them idle together.
+// registers one after the other: while a consumer promotes a row block, the other one multiplies.
 //
 // A tile has one scale of rhs for a k-tile if kScaledColumns is 0. Otherwise it has one for each
 // column, adjacent in memory, of which kScaledColumns are loaded at a time: pairs are aligned.
@@ -58,11 +56,6 @@ class ScaledMma {
   static_assert(config.consumer_m() % 64 == 0 && kScaledColumns <= 2);
   // A thread has two adjacent columns of each 8.
   static constexpr int kColumnPairs = config.block_n / 8;
-  // The named barriers of the turns follow those of clear_k().
-  static constexpr bool kTurns = config.consumers == 2;
-  static constexpr int kTurnBarrier = 3 + config.consumers;
-  // How many MMAs of a row block still run when the other consumer issues its own.
-  static constexpr int kOverlapped = 2;
 
  public:
   using Accumulator = typename Types::Accumulator;
@@ -75,9 +68,7 @@ class ScaledMma {
   static constexpr bool kResultsMayWait = kRowBlocks == 1;
 
   ScaledMma(const Params& params, int row, int warp_row)
-      : params_(params), warp_row_(warp_row), row_offset_(LhsTile::mn_offset(row)) {
-    if (kTurns && consumer() == 1) pass_turn();
-  }
+      : params_(params), warp_row_(warp_row), row_offset_(LhsTile::mn_offset(row)) {}
 
   Accumulator (&result()) [kRowBlocks][kCount] { return promoted_; }
 
@@ -118,6 +109,8 @@ class ScaledMma {
       prefetched_column_ = min_of(column % config.block_n, last_column_ - first_column());
     } else {
       rhs_ += (work.n >> of_rhs.block_log2) * of_rhs.row;
+      // Not provably uniform: ptxas would move the scale to a uniform register, and wait for it.
+      rhs_ += params_.shape.m < 0 ? lane : 0;
     }
     k_tiles_ = scheduler.k_tiles();
     if (k_tiles_ > 0) load_rows<0>();
@@ -147,10 +140,6 @@ class ScaledMma {
   void retire(uint32 stage) {
 #pragma unroll
     for (int i = 0; i < kRowBlocks; ++i) {
-      if constexpr (kTurns) {
-        warpgroup_wait<1>();
-        pass_turn();
-      }
       warpgroup_wait<0>();
       warpgroup_fence_operand(accumulators_);
       promote(i);
@@ -159,14 +148,6 @@ class ScaledMma {
   }
 
  private:
-  static int consumer() { return threadIdx.x / 128 % 2; }
-  static void pass_turn() {
-    asm volatile("bar.arrive %0, 256;" ::"r"(kTurnBarrier + 1 - consumer()) : "memory");
-  }
-  static void wait_turn() {
-    asm volatile("bar.sync %0, 256;" ::"r"(kTurnBarrier + consumer()) : "memory");
-  }
-
   // The first of the thread's columns in the tile.
   static int first_column() { return threadIdx.x % 4 * 2; }
 
@@ -208,7 +189,6 @@ class ScaledMma {
 
   template <int kColumns>
   void issue_row_block(uint32 stage, int i) {
-    if constexpr (kTurns) wait_turn();
     warpgroup_arrive();
     const uint64 lhs = LhsTile::descriptor(stage + row_offset_);
     const uint64 rhs = RhsTile::descriptor(stage + LhsTile::kBytes);
@@ -217,7 +197,6 @@ class ScaledMma {
     for (int step = 0; step < kMmaStepsPerTile; ++step) {
       multiply<Types, Signs>(accumulators, lhs + LhsTile::offset(64 * i, step),
                              rhs + RhsTile::offset(0, step), step > 0);
-      if (kTurns && step == kMmaStepsPerTile - 1 - kOverlapped) warpgroup_commit_batch();
     }
     warpgroup_commit_batch();
   }

@@ -23,8 +23,6 @@ from jax_tilekern.plans.launch import Buffer, NoKernel, Parameter, Scalars
 _TILES = (
     WgmmaTile(256, 128),
     WgmmaTile(128, 128),
-    WgmmaTile(256, 128, cluster=2),
-    WgmmaTile(128, 128, cluster=2),
     WgmmaTile(128, 64),
     WgmmaTile(128, 32),
     WgmmaTile(128, 16),

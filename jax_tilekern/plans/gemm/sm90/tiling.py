@@ -49,8 +49,10 @@ _NEITHER_K_MAJOR = 1.03
 _LHS_IN_REGISTERS_WIDE, _LHS_IN_REGISTERS_NARROW = 1.1, 1.3
 # A k-tile whose accumulators are promoted outside the tensor cores.
 _PROMOTED = 1.2
-# A k-tile with a scale for each column, an estimate: it takes twice the multiplications.
-_SCALED_COLUMNS = 1.1
+# The same with scales, by row blocks of a consumer: between two of them the other consumer has the
+# tensor cores. Columns with scales take twice the multiplications.
+_SCALED = {1: 1.65, 2: 1.4}
+_SCALED_COLUMNS = 1.4
 # Columns from which a tile is wide.
 _WIDE = 128
 # The epilogue: cycles to begin with, bytes per cycle by TMA stores, and single elements per cycle.
@@ -118,10 +120,11 @@ def busy_cycles(
         k_tile *= _NEITHER_K_MAJOR
     if not instance.lhs_k_major and view.lhs_dtype.itemsize != 2:
         k_tile *= _LHS_IN_REGISTERS_WIDE if wide else _LHS_IN_REGISTERS_NARROW
-    if instance.promote:
+    if instance.scaled_columns is not None:
+        k_tile *= _SCALED[tile.block_m // (64 * tile.consumers)]
+        k_tile *= _SCALED_COLUMNS if instance.scaled_columns else 1
+    elif instance.promote:
         k_tile *= _PROMOTED
-    if instance.scaled_columns:
-        k_tile *= _SCALED_COLUMNS
     elements = tile.out_m * tile.out_n
     copies = 2 if instance.symmetric else 1
     stores = epilogue is None or epilogue.stores
