@@ -81,9 +81,9 @@ class GroupedTiles {
     const int index = span_of_tile(first_tiles_, groups_.spans(), number / tiles_across());
     const int first = first_tiles_[index];
     const int tiles = first_tiles_[index + 1] - first;
-    const TileCoordinates tile = rasterized_tile(
-        number - first * tiles_across(), kPartialM ? tiles : shape_.tiles_m,
-        kPartialM ? shape_.tiles_n : tiles, shape_.raster_height);
+    const TileCoordinates tile =
+        rasterized_tile(number - first * tiles_across(), kPartialM ? tiles : shape_.tiles_m,
+                        kPartialM ? shape_.tiles_n : tiles, shape_.raster_height);
     const Span span = span_at(groups_, bounds_, index);
     scheduled.k_tiles = span.is_group() ? shape_.k_tiles : 0;
     work.k = 0;
