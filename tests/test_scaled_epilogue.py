@@ -112,6 +112,23 @@ def test_checkpoint_policies_save_the_product(rng):
     assert computed["nothing_saveable"] == computed["dots_saveable"] + 1
 
 
+@pytest.mark.parametrize("epilogue", [None, layer])
+def test_products_are_offloaded_to_host_memory(rng, epilogue):
+    lhs, rhs, *others = operands(rng, 24, 40, 200)
+    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    arrays = others if epilogue else others[:2]
+
+    def loss(*x):
+        return jnp.tanh(fused(lhs, rhs, *x, epilogue=epilogue)).sum()
+
+    value, pullback = jax.vjp(jax.checkpoint(loss, policy=policy), *arrays)
+    spaces = [jax.typeof(leaf).memory_space for leaf in jax.tree.leaves(pullback)]
+    assert jax.memory.Space.Host in spaces
+    gradients = jax.grad(loss, tuple(range(len(arrays))))(*arrays)
+    for x, y in zip(pullback(jnp.ones_like(value)), gradients, strict=True):
+        np.testing.assert_allclose(x.astype(F32), y.astype(F32), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     "axes", [(0, None, 0, None, None, 0), (None, 1, None, 2, 0, None), (None,) * 5 + (1,)]
 )
