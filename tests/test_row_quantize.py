@@ -85,6 +85,33 @@ def test_options_and_other_results(rng):
     np.testing.assert_array_equal(top, product.max(-1))
 
 
+@pytest.mark.parametrize("policy", ["auto", "kernels"])
+def test_results_in_any_order(rng, policy):
+    """Each of the two may be left out, and the function may quantise several values."""
+    x, w, _ = arrays(rng, 24, 200, 8, BF16)
+    product = jtk.matmul(x, w)
+    values, of_rows = jtk.quantize(product)
+    twice = jtk.quantize(product * 2, dtype=F8E5)
+
+    def swapped(y):
+        return jtk.row_quantize(y)[::-1]
+
+    def several(y):
+        return jtk.row_quantize(y)[1], jtk.row_quantize(2 * y, F8E5), y
+
+    cases = {
+        swapped: (of_rows, values),
+        several: (of_rows, twice, product),
+        lambda y: jtk.row_quantize(y)[0]: values,
+        lambda y: jtk.row_quantize(y)[1]: of_rows,
+    }
+    emulate = policy == "kernels" and emulated_plans.COMPILER is not None
+    for epilogue, expected in cases.items():
+        with emulated_gpu() if emulate else jtk.policy(policy):
+            got = jax.jit(lambda x, w, f=epilogue: jtk.matmul(x, w, epilogue=f))(x, w)
+        assert_same_bits(got, expected)
+
+
 def test_layers_take_it(rng):
     x, w, bias = arrays(rng, 24, 200, 8, BF16)
     bits = jtk.linear(x, w, bias, lambda y: jtk.row_quantize(jax.nn.relu(y)))

@@ -129,16 +129,22 @@ class ScalarFunction:
         """Whether it returns quantised rows."""
         return any(isinstance(kind, RowQuantization) for kind in self.reductions)
 
+    @property
+    def sources(self) -> list[int]:
+        """For each result itself, or the first one that quantises the same value."""
+        outvars = self.jaxpr.jaxpr.outvars
+        first: dict[int, int] = {}
+        return [
+            first.setdefault(id(var), i) if isinstance(kind, RowQuantization) else i
+            for i, (var, kind) in enumerate(zip(outvars, self.reductions, strict=True))
+        ]
+
     def without_quantization(self) -> tuple[ScalarFunction, list[int]]:
         """Return the function of elements and reductions, and which result each of its is.
 
-        It has values before they are quantised, as elements.
+        It has the values that are quantised as elements: those of :attr:`sources`.
         """
-        kept = [
-            i
-            for i, kind in enumerate(self.reductions)
-            if not (isinstance(kind, RowQuantization) and kind.scales)
-        ]
+        kept = dict.fromkeys(self.sources)
         kinds = {i: x if isinstance(x, str) else None for i, x in enumerate(self.reductions)}
         order = sorted(kept, key=lambda i: kinds[i] is not None)
 
@@ -324,8 +330,10 @@ def trace_scalars(
 
 
 def _order(kind: RowKind | None) -> int:
-    """Elements come before reductions, and those before quantised rows."""
-    return 0 if kind is None else 1 if isinstance(kind, str) else 2
+    """Elements come before reductions, those before quantised rows, and their scales last."""
+    if isinstance(kind, RowQuantization):
+        return 2 + kind.scales
+    return 0 if kind is None else 1
 
 
 def _results(name: str, shapes: Any) -> tuple[Any, tuple[RowKind | None, ...]]:

@@ -260,14 +260,17 @@ def quantized_after(
     """Quantise rows of the results of ``call(function, *operands)``, which does not."""
     plain, order = function.without_quantization()
     found = dict(zip(order, call(plain, *operands), strict=True))
+    quantized: dict[Any, tuple[Array, Array]] = {}
     results = []
-    for i, kind in enumerate(function.reductions):
+    for i, kind in zip(function.sources, function.reductions, strict=True):
         if not isinstance(kind, RowQuantization):
             results.append(found[i])
-        elif not kind.scales:
-            values, scales = quantize(found[i], dtype=kind.dtype, power_of_two=kind.power_of_two)
-            # Scales follow their values.
-            results += [values, jnp.moveaxis(scales, -1, 0)]
+            continue
+        how = kind.dtype, kind.power_of_two
+        if (i, how) not in quantized:
+            quantized[i, how] = quantize(found[i], dtype=how[0], power_of_two=how[1])
+        values, scales = quantized[i, how]
+        results.append(jnp.moveaxis(scales, -1, 0) if kind.scales else values)
     return results
 
 

@@ -206,8 +206,13 @@ def _cannot_quantize(function: ScalarFunction) -> str | None:
         return None
     if not quantizes_in_kernels():
         return "kernels that quantise rows take policy('kernels')"
-    if len(function.reductions) != function.elements + 2:
-        return "no kernel has more results of rows beside quantised ones"
+    rows = function.reductions[function.elements :]
+    scales = rows[-1]
+    assert isinstance(scales, RowQuantization)
+    of_values = dataclasses.replace(scales, scales=False)
+    one_value = len(set(function.sources[function.elements :])) == 1
+    if rows != (of_values, dataclasses.replace(scales, scales=True)) or not one_value:
+        return "no kernel has other results of rows than values and their scales"
     return None
 
 
