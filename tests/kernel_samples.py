@@ -95,7 +95,7 @@ def wgmma_instances(gpu):
 
 def scaled_wgmma_instances(gpu):
     """Kernels of operands with scales of blocks: each tile, with scales of rows on either side."""
-    for out, odd in ((F32, 0), (BF16, 0), (BF16, 1)):
+    for out, odd in ((F32, 0), (BF16, 0), (BF16, 1), (F32, 1)):
         geometry = _geometry(True, True, odd)
         of_lhs = Scales(1, (), 1, SIZE)
         for of_rhs in (Scales(128, (), SIZE // 128, 1), Scales(1, (), 1, SIZE + odd)):

@@ -247,7 +247,10 @@ class WgmmaInstance:
         if self.scaled_columns is not None:
             # MMAs of one row block after the other have the same accumulators.
             scales = self.block_n // 4 if self.scaled_columns else 0
-            return self.accumulators + self.block_n // 2 + scales <= _SCALED_REGISTERS
+            # Addresses of single elements of 4 bytes take registers, too.
+            addresses = 8 if self.types[2] == "float" and not self.tma_store else 0
+            registers = self.accumulators + self.block_n // 2 + scales + addresses
+            return registers <= _SCALED_REGISTERS
         if self.promote:
             # There are two sets of accumulators.
             return self.accumulators <= 64
