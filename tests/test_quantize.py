@@ -1,5 +1,7 @@
 """``quantize``: bit for bit a model in NumPy, by XLA and by the kernel, emulated."""
 
+import itertools
+
 import emulated_plans
 import jax
 import jax.numpy as jnp
@@ -186,9 +188,12 @@ def test_bits_of_the_kernel(rng, of, dtype, block, power_of_two, both, shape):
 @pytest.mark.parametrize("of", [np.float32, ml_dtypes.bfloat16, np.float16])
 @pytest.mark.one_in(2)
 def test_the_kernel_compiles_without_spills(of, square):
-    for transposed in (False, True):
+    for transposed, power_of_two in itertools.product((False, True), repeat=2):
+        if power_of_two and transposed and not square and of != ml_dtypes.bfloat16:
+            # ptxas keeps more of these in registers than there are.
+            continue
         problem = Quantized(
-            1, 256, 256, np.dtype(of), np.dtype(F8E4), square, transposed, power_of_two=False
+            1, 256, 256, np.dtype(of), np.dtype(F8E4), square, transposed, power_of_two
         )
         compiled = compile_kernels(problem.kernel, arch="sm_90a")
         entry = compiled.entry(problem.kernel.name)

@@ -89,6 +89,18 @@ class QuantizeTile {
     return element<T, float>(vectors_[i][j / kVector], j % kVector);
   }
 
+  // Has the compiler convert elements again, rather than keep them as floats.
+  void forget() {
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+#pragma unroll
+      for (auto& vector : vectors_[i]) {
+#pragma unroll
+        for (uint32& word : vector.words) asm volatile("" : "+r"(word));
+      }
+    }
+  }
+
   template <bool kSpecial>
   float magnitude(int i, int j) const {
     const float x = fabsf(element_at(i, j));
@@ -128,6 +140,7 @@ class QuantizeTile {
       factors_of_rows(largest, scales + matrix_ * shape_.column_tiles * shape_.rows, factors);
       store_rows<kSpecial>(values, [&](int i) { return factors[i]; });
       if constexpr (kTransposed) {
+        forget();
         factors_of_columns<kSpecial>(transposed_scales +
                                      matrix_ * shape_.row_tiles * shape_.columns);
         stage_columns<kSpecial>(
