@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from benchmarks.ladder.report import LADDERS, ideas, times
 from benchmarks.records.sample_report import SLOWER, Distribution, ratio_to_jax, with_right_peer
 from benchmarks.segments import CALLS as SEGMENT_CALLS
-from jax_tilekern.cli.console import duration
+from jax_tilekern.cli.console import duration, size
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -209,7 +209,63 @@ _SEGMENT_GROUPS = {
 
 def _jax_kernel(record: Record) -> Iterator[tuple[str, float]]:
     for row in record["rows"]:
-        yield "`kernel` against `vmap`", row["ratio"]
+        if row["peer"] == "XLA":
+            yield "`kernel` against `vmap`", row["ratio"]
+
+
+def _experts(record: Record) -> Iterator[tuple[str, float]]:
+    for row in record["rows"]:
+        what = row["name"].rpartition(", ")[2]
+        if what != "routing":
+            what = "decode" if "decode" in row["name"] else what
+            yield f"`moe` against its parts, {what}", row["ratio"]
+
+
+def _expert_models(record: Record) -> Iterator[tuple[str, float]]:
+    peers = {"XLA": "`lax.ragged_dot`", "parts": "`ragged_dot`"}
+    ours = {row["sizes"]["layers"]: row for row in record["rows"] if row["name"] == "ours"}
+    for row in record["rows"]:
+        if row["name"] != "ours" and "seconds" in row:
+            peer = {"XLA": "`lax.ragged_dot`", "parts": "`ragged_dot`"}.get(
+                row["name"], row["name"]
+            )
+            ratio = row["seconds"] / ours[row["sizes"]["layers"]]["seconds"]
+            yield f"training step of a mixture of experts, against {peer}", ratio
+
+
+def _symmetric(record: Record) -> Iterator[tuple[str, float]]:
+    for row in record["rows"]:
+        name = row["name"]
+        kind = "with an epilogue" if name.startswith("2 x") else "alone"
+        rows = int(name.split(" ")[-2].split("x")[-2])
+        if not name.startswith("newton"):
+            size = "2048 rows and more" if rows >= _MANY_ROWS else "fewer rows"
+            yield f"symmetric 16-bit products {kind}, {size}", row["ratio"]
+
+
+_MANY_ROWS = 2048
+
+
+def _muon(record: Record) -> Iterator[tuple[str, float]]:
+    for row in record["rows"]:
+        yield "`muon`" if row["name"] == "step" else "`newton_schulz`", row["ratio"]
+
+
+def _fp8(record: Record) -> Iterator[tuple[str, float]]:
+    for row in record["rows"]:
+        kind, _, rest = row["name"].partition(" ")
+        if kind == "product":
+            rows = int(rest.split("x")[0])
+            kind = "4096 rows and more" if rows > _FEW_ROWS else f"up to {_FEW_ROWS} rows"
+            yield f"8-bit products with scales, {kind}", row["ratio"]
+        elif kind in ("grouped", "quantize"):
+            yield f"8-bit, {kind}", row["ratio"]
+        elif kind == "layer":
+            layer = "layers of experts" if rest.startswith("of") else "layers"
+            yield f"8-bit {layer}, {rest.rpartition(', ')[2]}", row["ratio"]
+
+
+_FEW_ROWS = 128
 
 
 def _sharded(record: Record) -> Iterator[tuple[str, float]]:
@@ -236,6 +292,11 @@ _READERS: Mapping[str, Callable[[Record], Iterator[tuple[str, float]]]] = {
     "cross_entropy": _cross_entropy,
     "segments": _segments,
     "jax_kernel": _jax_kernel,
+    "moe": _experts,
+    "moe_model": _expert_models,
+    "symmetric": _symmetric,
+    "muon": _muon,
+    "fp8": _fp8,
     "sharded": _sharded,
     "overlapped": _overlapped,
 }
@@ -313,7 +374,16 @@ SPEED = (
          (_LAX.format(128), _LAX.format(8))),
     Line("float32 `inv`, `solve`, `cholesky`: 100,000 matrices up to 64x64; one of 1000 to 8192",
          ("`(inv|solve|cholesky)` of .* small", "one large matrix, float32")),
-    Line("float32 `svd` of 10,000 to 100,000 matrices up to 32x32", ("`svd` of .* small",)),
+    Line("`svd`; `eigh`; `qr` of 10,000 to 100,000 matrices up to 32x32",
+         ("`svd(vals)?` of .* small", "`eig(h|valsh)` of .* small", "`qr` of .* small")),
+    Line("`moe` against the same by `ragged_dot`: forward; with gradient; decode of 1 to 256 tokens",
+         tuple(f"`moe` .* parts, {what}$" for what in ("forward", "forward and backward", "decode"))),
+    Line("training step of a mixture of experts: `lax.ragged_dot`; tokamax",
+         ("mixture .*lax", "mixture .*tokamax")),
+    Line("16-bit products with a symmetric result, 2048 rows and more; a step of `muon`",
+         ("^symmetric .* alone, 2048", "^`muon`")),
+    Line("8-bit products with scales over 16-bit: up to 128 rows; 4096 and more; groups; layers",
+         ("8-bit .* up to", "8-bit .* and more", "8-bit, grouped", "8-bit layers, forward and")),
     Line("complex64 products: default precision; `HIGHEST`",
          ("`matmul`: complex64$", "`matmul`: complex64 HIGHEST")),
     Line("`kernel` of functions with loops against `vmap`, wall time", ("`kernel` against",)),
@@ -345,6 +415,20 @@ def _speed() -> Iterator[str]:
     """Yield the README's lines of recorded suites."""
     lines = ((line.text, line.ratios()) for line in SPEED)
     yield from _table(("H100", "XLA / ours"), (line for line in lines if line[1]))
+
+
+def _mixture() -> Iterator[str]:
+    """Yield the README's lines of the training step of a mixture of experts."""
+    rows = _read(RESULTS / "h100/moe_model.json")["rows"]
+    most = max(row["sizes"]["layers"] for row in rows)
+    names = {"ours": "`moe`", "parts": "`ragged_dot`, by parts", "XLA": "`lax.ragged_dot`"}
+    lines = []
+    for row in rows:
+        if row["sizes"]["layers"] == most:
+            speed = f"{row['tokens_per_second']:,.0f}" if "seconds" in row else "-"
+            memory = size(row["bytes"]) if "seconds" in row else row["failure"]
+            lines.append((names.get(row["name"], row["name"]), speed, memory))
+    yield from _table(("experts", "tokens a second", "memory"), lines)
 
 
 _SIDES = ("ours", "XLA")
@@ -407,6 +491,7 @@ _TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
     "random": _random,
     "segments": _segment_calls,
     "speed": _speed,
+    "mixture": _mixture,
     "tests": _tests,
     **{f"ideas_{name}": functools.partial(ideas, name) for name in LADDERS},
     **{f"times_{name}": functools.partial(times, name) for name in LADDERS},

@@ -38,7 +38,7 @@ class FasterSizes:
 
 # Measured on an H100, in batches of ``FEWEST_MATRICES`` or more. What has no entry is XLA's.
 FASTER = {
-    (name, dtype): FasterSizes(square=32)
+    (name, dtype): FasterSizes(square=32, rectangular=64 if name == "qr" else 0)
     for name in ("svd", "eigh", "qr")
     for dtype in ("float32", "float64")
 }
