@@ -226,9 +226,7 @@ def _expert_models(record: Record) -> Iterator[tuple[str, float]]:
     ours = {row["sizes"]["layers"]: row for row in record["rows"] if row["name"] == "ours"}
     for row in record["rows"]:
         if row["name"] != "ours" and "seconds" in row:
-            peer = {"XLA": "`lax.ragged_dot`", "parts": "`ragged_dot`"}.get(
-                row["name"], row["name"]
-            )
+            peer = peers.get(row["name"], row["name"])
             ratio = row["seconds"] / ours[row["sizes"]["layers"]]["seconds"]
             yield f"training step of a mixture of experts, against {peer}", ratio
 
@@ -376,8 +374,8 @@ SPEED = (
          ("`(inv|solve|cholesky)` of .* small", "one large matrix, float32")),
     Line("`svd`; `eigh`; `qr` of 10,000 to 100,000 matrices up to 32x32",
          ("`svd(vals)?` of .* small", "`eig(h|valsh)` of .* small", "`qr` of .* small")),
-    Line("`moe` against the same by `ragged_dot`: forward; with gradient; decode of 1 to 256 tokens",
-         tuple(f"`moe` .* parts, {what}$" for what in ("forward", "forward and backward", "decode"))),
+    Line("`moe` against the same by `ragged_dot`: forward; with gradient; decode, 1 to 256 tokens",
+         tuple(f"`moe` .* parts, {x}$" for x in ("forward", "forward and backward", "decode"))),
     Line("training step of a mixture of experts: `lax.ragged_dot`; tokamax",
          ("mixture .*lax", "mixture .*tokamax")),
     Line("16-bit products with a symmetric result, 2048 rows and more; a step of `muon`",
