@@ -216,7 +216,7 @@ def test_large_products_overlap(two, policy):
         return call.reason.partition("; ")[2]
 
     gathered = "rows gathered over x in {} meanwhile".format
-    assert reason(jtk.all_gather_matmul, GATHER, 16384, 4096, 4096) == gathered("2 parts")
+    assert reason(jtk.all_gather_matmul, GATHER, 16384, 4096, 4096) == gathered("1 part")
     assert reason(jtk.all_gather_matmul, GATHER, 4096, 4096, 14336) == gathered("1 part")
     scattered = "terms scattered over x in 2 parts meanwhile"
     for shape in ((16384, 4096, 4096), (4096, 14336, 4096)):
@@ -341,7 +341,7 @@ def test_a_plain_jit_overlaps(two, name):
     (choice,), taken = partitioned(mesh, shapes, specs, contraction)
     assert what in choice.call
     assert choice.kernel is not None
-    assert "parts meanwhile" in choice.reason
+    assert "meanwhile" in choice.reason
     assert taken == list(specs[:2])
     (choice,), _ = partitioned(mesh, shapes, specs, contraction, policy="kernels")
     assert what in choice.call

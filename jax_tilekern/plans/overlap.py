@@ -38,11 +38,12 @@ class MeshAxis(NamedTuple):
 
 
 # Measured on two H100 (docs/tuning-log.md, "Products that overlap with their communication"):
-# operations of a 16-bit product and bytes over NVLink in a microsecond, and what an overlapped
-# product takes more than a product and a collective do.
+# operations of a 16-bit product and bytes over NVLink in a microsecond.
 _FLOPS = 740e6
 _LINK_BYTES = 268e3
-_OVERHEAD = 45.0
+# The least share of a product and its collective that is hidden. Large products, which hide less,
+# are as fast one after the other: they are at the limit of the GPU's power.
+_LEAST_HIDDEN = 0.15
 # What has been measured, and is therefore taken by default: the devices of a mesh axis, and the
 # bytes that a device sends to another one.
 _MOST_DEVICES = 2
@@ -99,9 +100,8 @@ def parts_of_rows(
     asked = current_parts()
     if asked == 0:
         return "a collective is asked for"
-    # More parts have fewer tiles each. The last part of a gather is multiplied when no copy is left
-    # to hide, and the own rows of a scatter hide its last part.
-    parts = asked or (2 if scatters or sent >= 2 * _LEAST_BYTES else 1)
+    # More parts have fewer tiles each. A gather hides its copies behind the own rows' product.
+    parts = asked or (2 if scatters else 1)
     while parts > 1 and rows % parts:
         parts -= 1
     lhs_parts, out_parts = (axis.size * parts, parts) if scatters else (parts, axis.size * parts)
@@ -118,8 +118,8 @@ def parts_of_rows(
     product = flops * dtype.itemsize / 2 / _FLOPS
     link = sent * (axis.size - 1) / _LINK_BYTES
     hidden = product + link - max(product, link + product / (axis.size * parts))
-    if hidden < _OVERHEAD:
-        return f"overlapping is predicted to hide {hidden:.3g} us, and to take {_OVERHEAD:.3g} us"
+    if hidden < _LEAST_HIDDEN * (product + link):
+        return f"overlapping is predicted to hide {hidden:.3g} of {product + link:.4g} us"
     return parts
 
 
