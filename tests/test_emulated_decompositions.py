@@ -205,9 +205,11 @@ def test_what_is_measured_to_be_faster_is_the_default():
         ("svd", 33, 33, np.float32, 10_000, False),
         ("svd", 4, 4, np.float32, 9_999, False),
         ("eigh", 3, 3, np.float32, 10_000, True),
-        ("eigh", 3, 3, np.float64, 10_000, False),
+        ("eigh", 32, 32, np.float64, 10_000, True),
+        ("eigh", 33, 33, np.float64, 10_000, False),
         ("qr", 32, 32, np.float32, 10_000, True),
-        ("qr", 32, 31, np.float32, 10_000, False),
+        ("qr", 64, 8, np.float64, 10_000, True),
+        ("svd", 64, 8, np.float64, 10_000, False),
         ("qr", 33, 33, np.float32, 10_000, False),
     ):
         flags = (False, True, True)[: 3 if name == "eigh" else 2]
