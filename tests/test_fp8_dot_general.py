@@ -16,6 +16,7 @@ from nvrtc_mark import needs_nvrtc
 from sharded import devices
 
 import jax_tilekern as jtk
+from jax_tilekern.interop import compat
 
 BF16, F32 = jnp.bfloat16, np.float32
 PLAIN = (((1,), (0,)), ((), ()))
@@ -189,6 +190,38 @@ def test_devices(rng, of_x, of_w):
     for a, b in zip(map(np.asarray, found), map(np.asarray, expected), strict=True):
         # A cotangent that another order of sums changes may be rounded to a neighbour.
         assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(b)
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+@pytest.mark.parametrize(
+    ("of_x", "of_w", "out"),
+    [
+        (P("d"), P(), None),
+        (P("d"), P(None, "m"), None),
+        (P("d", "m"), P("m"), P("d", None)),
+        (P(None, "m"), P("m"), P("d", None)),
+    ],
+)
+def test_explicit_axes(rng, of_x, of_w, out):
+    """Types and errors are those of ``lax.dot_general``."""
+    x = jnp.asarray(rng.normal(size=(16, 200)), F32)
+    w = jnp.asarray(rng.normal(size=(200, 256)), F32)
+
+    def step(x, w, out=None):
+        y, pullback = jax.vjp(lambda *a: jtk.fp8_dot_general(*a, PLAIN, out_sharding=out), x, w)
+        return y, *pullback(jnp.ones_like(y))
+
+    alone = step(x, w)
+    with jax.set_mesh(jax.make_mesh((2, 4), ("d", "m"), devices=devices()[:8])):
+        x, w = jax.device_put(x, of_x), jax.device_put(w, of_w)
+        found = jax.jit(functools.partial(step, out=out))(x, w)
+        product = jax.eval_shape(lambda *a: lax.dot_general(*a, PLAIN, out_sharding=out), x, w)
+        for a, b, like in zip(found, alone, (product, x, w), strict=True):
+            assert jax.typeof(a).sharding == jax.typeof(like).sharding
+            assert np.linalg.norm(a - np.asarray(b)) <= 1e-3 * np.linalg.norm(b)
+        if out is not None:
+            with pytest.raises(compat.ShardingTypeError, match="out_sharding"):
+                jtk.fp8_dot_general(x, w, PLAIN)
 
 
 @pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")

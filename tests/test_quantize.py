@@ -123,6 +123,8 @@ def test_batches_and_vmap(rng):
         for a, b in zip(jax.tree.leaves(mapped), jax.tree.leaves(found), strict=True):
             np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
     assert jtk.quantize(x[:, :, :0])[1].shape == (3, 2, 0, 2)
+    for block, shape in (((1, None), (3, 2, 40, 1)), ((None, None), (3, 2, 1, 1))):
+        np.testing.assert_array_equal(jtk.quantize(x[..., :0], block)[1], np.ones(shape))
 
 
 def test_there_is_no_derivative():
@@ -139,6 +141,7 @@ def test_there_is_no_derivative():
         (TypeError, "takes bfloat16, float16 or float32, not int32", (np.ones((2, 2), np.int32),)),
         (TypeError, "rounds to .*, not int8", (np.ones((2, 2), np.float32), (1, 128), np.int8)),
         (ValueError, r"blocks .*\(128, 128\).*not \(1, 64\)", (np.ones((2, 2)), (1, 64))),
+        (ValueError, r"blocks .*\(128, 128\).*not 128", (np.ones((2, 2)), 128)),
         (ValueError, r"at least 2 dimensions.*\(4,\)", (np.ones(4),)),
     ],
 )
@@ -161,6 +164,28 @@ def test_devices_have_whole_blocks(rng, block, rows):
     if block[1]:
         # A single block of rows is whole on every device.
         assert (bytes_sent(compiled) == 0) == (rows > 128)
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+@pytest.mark.parametrize(
+    ("shape", "spec", "of_scales"),
+    [
+        ((256, 512), P("d", "m"), (P("d", "m"), P("m", "d"))),
+        # Parts of blocks: every device has their scales.
+        ((256, 256), P("d", "m"), (P("d", None), P("m", "d"))),
+        ((40, 300), P("m", "d"), (P("m", None), P("d", None))),
+        ((256, 512), P(("d", "m"), None), (P(("d", "m"), None), P(None, None))),
+    ],
+)
+def test_explicit_axes(rng, shape, spec, of_scales):
+    x = jnp.asarray(rng.normal(size=shape), np.float32)
+    with jax.set_mesh(jax.make_mesh((2, 4), ("d", "m"), devices=devices()[:8])):
+        placed = jax.device_put(x, spec)
+        check(placed, (128, 128), F8E4, False, False)
+        check(placed, (1, 128), F8E4, False, True)
+        (values, scales), (of_transpose, transposed) = jtk.quantize(placed, both=True)
+        specs = [jax.typeof(y).sharding.spec for y in (values, scales, of_transpose, transposed)]
+        assert specs == [spec, of_scales[0], P(*spec[::-1]), of_scales[1]]
 
 
 KERNELS = [

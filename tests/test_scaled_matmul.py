@@ -239,6 +239,17 @@ def test_parts_of_blocks_are_gathered(rng):
     check(jax.jit(jtk.scaled_matmul)(*placed), *arrays)
 
 
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+def test_explicit_axes(rng):
+    arrays = values(rng, 16, 512), values(rng, 256, 512), scales(rng, 16, 4), scales(rng, 2, 4)
+    with jax.set_mesh(jax.make_mesh((4, 2), ("d", "m"), devices=devices()[:8])):
+        specs = P("d"), P("m"), P("d"), P("m")
+        placed = [jax.device_put(x, spec) for x, spec in zip(arrays, specs, strict=True)]
+        got = jax.jit(jtk.scaled_matmul)(*placed)
+        assert jax.typeof(got).sharding.spec == P("d", "m")
+    check(got, *arrays)
+
+
 # -- The kernels, emulated -------------------------------------------------------------------------
 
 emulated = pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")

@@ -22,6 +22,7 @@ from jax_tilekern.ops.fp8_recipe import Fp8Recipe, check_quantizable, differenti
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.quantize import Block, quantize
 from jax_tilekern.ops.scaled_matmul import scaled_matmul
+from jax_tilekern.ops.segments.explicit import by_automatic_axes
 from jax_tilekern.plans.quantize import BLOCK, QUANTIZED_DTYPES
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -100,22 +101,29 @@ def fp8_dot_general(
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     check_quantizable("fp8_dot_general", lhs=lhs, rhs=rhs)
     recipe = Fp8Recipe(gradient_dtype, power_of_two)
-    # The shape and the errors are those of JAX's own function.
+    common = jnp.promote_types(lhs.dtype, rhs.dtype)
+    # The shape, the sharding and the errors are those of JAX's own function.
     result = jax.eval_shape(
         lambda a, b: lax.dot_general(
-            a, b, dimension_numbers, preferred_element_type=preferred_element_type
+            a.astype(common),
+            b.astype(common),
+            dimension_numbers,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
         ),
-        *(
-            jax.ShapeDtypeStruct(x.shape, jnp.promote_types(lhs.dtype, rhs.dtype))
-            for x in (lhs, rhs)
-        ),
+        lhs,
+        rhs,
     )
     (of_lhs, of_rhs), (lhs_batch, rhs_batch) = dimension_numbers
-    left, lhs_first = _as_matrices(lhs, lhs_batch, of_lhs)
-    right, rhs_first = _as_matrices(rhs, rhs_batch, of_rhs)
-    out: Array = _product(left, right, _Call(lhs_first, rhs_first, result.dtype, recipe))
-    out = out.reshape(result.shape)
-    return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
+
+    def multiply(operands: tuple[Array, Array]) -> Array:
+        left, lhs_first = _as_matrices(operands[0], lhs_batch, of_lhs)
+        right, rhs_first = _as_matrices(operands[1], rhs_batch, of_rhs)
+        product: Array = _product(left, right, _Call(lhs_first, rhs_first, result.dtype, recipe))
+        return product.reshape(result.shape)
+
+    out: Array = by_automatic_axes(multiply, (lhs, rhs), lambda: tuple(result.sharding.spec))
+    return out
 
 
 class _Call(NamedTuple):

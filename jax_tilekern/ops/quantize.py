@@ -11,13 +11,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_tilekern.interop import compat
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
+from jax_tilekern.ops.segments.explicit import spec_of
 from jax_tilekern.partitioning.rule import Dims, ShardingRule
 from jax_tilekern.plans.gemm.arithmetic import FP8
 from jax_tilekern.plans.quantize import BLOCK, QUANTIZED_DTYPES, Quantized, plan_quantize
@@ -107,7 +111,7 @@ def quantize(
         raise TypeError(f"quantize takes bfloat16, float16 or float32, not {x.dtype}")
     if quantized not in FP8:
         raise TypeError(f"quantize rounds to float8_e4m3fn or float8_e5m2, not {quantized}")
-    if tuple(block) not in _BLOCKS:
+    if block not in _BLOCKS:
         raise ValueError(f"quantize has blocks {', '.join(map(str, _BLOCKS))}, not {block}")
     if x.ndim < 2:
         raise ValueError(f"quantize takes at least 2 dimensions, and x has shape {x.shape}")
@@ -137,6 +141,7 @@ def _reference(
 def _quantized(
     x: Array, block: Block, dtype: np.dtype[Any], power_of_two: bool
 ) -> tuple[Array, Array]:
+    given, x = x, _in_whole_blocks(x, block)
     finite = jnp.isfinite(x)
     largest = jnp.where(finite, jnp.abs(x), 0)
     for axis, size in zip((-2, -1), block, strict=True):
@@ -149,17 +154,46 @@ def _quantized(
     scales = jnp.where(is_zero, np.float32(1), scales)
     for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
         if size == BLOCK:
-            factors = lax.slice_in_dim(
-                jnp.repeat(factors, BLOCK, axis), 0, x.shape[axis], axis=axis
-            )
+            factors = of_elements(factors, axis, x.shape[axis])
     # XLA may change the bits of NaN where it selects 8-bit floats.
     bits = lax.bitcast_convert_type((x * factors).astype(dtype), np.uint8)
-    return lax.bitcast_convert_type(jnp.where(finite, bits, _NAN), dtype), scales
+    values = lax.bitcast_convert_type(jnp.where(finite, bits, _NAN), dtype)
+    if x is not given:
+        values = jax.sharding.reshard(values, jax.typeof(given).sharding)
+    return values, scales
+
+
+def _in_whole_blocks(x: Array, block: Block) -> Array:
+    """Gather the dimensions whose parts on a mesh with explicit axes are no whole blocks."""
+    sharding = compat.explicit_sharding(jax.typeof(x))
+    if sharding is None:
+        return x
+    parts = sharding.shard_shape(x.shape)
+    spec = list(spec_of(x))
+    for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
+        if size == BLOCK and parts[axis] < x.shape[axis] and parts[axis] % BLOCK:
+            spec[axis] = None
+    if spec == [*spec_of(x)]:
+        return x
+    whole: Array = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+    return whole
+
+
+def of_elements(scales: Array, axis: int, size: int) -> Array:
+    """Repeat the scales of blocks for the ``size`` elements along an axis."""
+    *leading, count = scales.shape[: axis + 1]
+    following = scales.shape[axis + 1 :]
+    # jnp.repeat refuses explicit axes.
+    blocks = jnp.broadcast_to(
+        jnp.expand_dims(scales, axis + 1), (*leading, count, BLOCK, *following)
+    )
+    elements = blocks.reshape(*leading, count * BLOCK, *following)
+    return lax.slice_in_dim(elements, 0, size, axis=axis)
 
 
 def _max_of_blocks(x: Array, axis: int, size: int | None) -> Array:
     if size is None:
-        return jnp.max(x, axis, keepdims=True)
+        return jnp.max(x, axis, keepdims=True, initial=0)
     if size == 1:
         return x
     count = -(-x.shape[axis] // size)

@@ -37,6 +37,7 @@ from jax_tilekern.ops.fused_contraction import (
 from jax_tilekern.ops.fused_lowering import fused_kernel
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.labelled_operands import check_operands, product_by_lax
+from jax_tilekern.ops.quantize import of_elements
 from jax_tilekern.partitioning.local_program import FunctionOfSum
 from jax_tilekern.partitioning.rule import Dims, ShardingRule
 from jax_tilekern.plans.contraction import (
@@ -224,8 +225,7 @@ def dequantized(x: Array, scales: Array) -> Array:
     for axis in (x.ndim - 2, x.ndim - 1):
         size = x.shape[axis]
         if scales.shape[axis] not in (1, size):
-            repeated = jnp.repeat(scales, BLOCK, axis)
-            scales = lax.slice_in_dim(repeated, 0, size, axis=axis)
+            scales = of_elements(scales, axis, size)
     return x.astype(np.float32) * scales
 
 
