@@ -101,6 +101,17 @@ def test_values_and_derivatives(mesh, x, w, name, check_vma):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+def test_operands_that_all_devices_have(mesh, x, w, name):
+    function, by_lax, _ = FUNCTIONS[name]
+
+    def gradients(function):
+        f = over(mesh, function, (P(), P(), P("x")))
+        return jax.jit(jax.grad(lambda x, w: jnp.sin(f(x, w)).sum(), (0, 1)))(x, w)
+
+    close(gradients(function), gradients(by_lax))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_collectives(mesh, x, w, name):
     """Those of XLA's program, none of them twice."""
     function, by_lax, specs = FUNCTIONS[name]

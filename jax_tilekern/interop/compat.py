@@ -187,14 +187,14 @@ def without_varying_axes(aval: Any) -> Any:
     return aval.update(vma=frozenset())
 
 
-def unify_varying(*operands: Any) -> tuple[Any, ...]:
-    """Cast every operand to vary over the union of the operands' manual axes.
+def unify_varying(*operands: Any, over: Sequence[str] = ()) -> tuple[Any, ...]:
+    """Cast every operand to vary over the union of the operands' manual axes, and those given.
 
     Without this a primitive that mixes them has silently wrong gradients under ``shard_map``:
     the transpose of the cast is the sum over the axes that an operand did not vary over.
     """
     axes = [varying_axes(x) for x in operands]
-    union = frozenset[str]().union(*axes)
+    union = frozenset(over).union(*axes)
     return tuple(
         lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x
         for x, own in zip(operands, axes, strict=True)

@@ -94,7 +94,8 @@ def all_gather_matmul(
     if axis is None:
         gathered = lax.all_gather(x, axis_name, tiled=True)
         return compat.with_type(contract(gathered, w, **params), result.dtype, result.weak_type)
-    (product,) = gathered_product(x, w, axis=axis, keeps=False, **params)
+    operands = compat.unify_varying(x, w, over=(axis.name,))
+    (product,) = gathered_product(*operands, axis=axis, keeps=False, **params)
     return compat.with_type(product, result.dtype, result.weak_type)
 
 
@@ -151,7 +152,8 @@ def matmul_reduce_scatter(
     if axis is None:
         product = lax.psum_scatter(contract(x, w, **params), axis_name, tiled=True)
     else:
-        product = scattered_product(x, w, axis=axis, **params)
+        operands = compat.unify_varying(x, w, over=(axis.name,))
+        product = scattered_product(*operands, axis=axis, **params)
     return compat.with_type(product, result.dtype, result.weak_type)
 
 
