@@ -253,16 +253,20 @@ def test_errors(rng):
         ours(arrays, weights, weights)
     with pytest.raises(ValueError, match="neither 'hidden' nor 'inputs'"):
         ours(arrays, weights, indices, save="all")
-    with pytest.raises(ValueError, match="groups have equal sizes"):
-        jtk.route(weights, 2, num_groups=2, chosen_groups=1)
+    with pytest.raises(ValueError, match="num_groups is 3, which does not divide 4"):
+        jtk.route(jnp.ones((3, 4)), 2, num_groups=3, chosen_groups=1)
+    with pytest.raises(ValueError, match="chosen_groups is 3, of 2 groups"):
+        jtk.route(jnp.ones((3, 4)), 2, num_groups=2, chosen_groups=3)
     with pytest.raises(ValueError, match="2 experts to choose from"):
         jtk.route(jnp.ones((3, 4)), 3, num_groups=2, chosen_groups=1)
     with pytest.raises(ValueError, match=r"a bias of shape \(3, 4\) for 4 experts"):
         jtk.route(jnp.ones((3, 4)), 2, bias=jnp.ones((3, 4)))
     with pytest.raises(TypeError, match="logits are floats, not int32"):
         jtk.route(jnp.ones((3, 4), np.int32), 2)
-    with pytest.raises(TypeError, match="group_offset is an integer"):
-        ours(arrays, weights, indices, group_offset=0.5)
+    with pytest.raises(TypeError, match=r"group_offset of moe is an integer .* int32\[2\]"):
+        ours(arrays, weights, indices, group_offset=np.zeros(2, np.int32))
+    with pytest.raises(TypeError, match=r"recipe is a jax_tilekern\.Fp8Recipe, not 'fp8'"):
+        ours(arrays, weights, indices, recipe="fp8")
 
 
 @needs_nvrtc

@@ -148,6 +148,8 @@ def test_derivatives_and_vmap(x64, rng, method):
         (TypeError, np.ones((3, 3), jnp.float8_e5m2), {}, "not float8_e5m2"),
         (ValueError, np.ones((3, 3), np.float32), {"coefficients": (1.0, 2.0)}, r"not \(2,\)"),
         (ValueError, np.ones((3, 3), np.float32), {"coefficients": np.ones((4, 3))}, "5 steps"),
+        (ValueError, np.ones((3, 3), np.float32), {"steps": -1}, "number of steps, not -1"),
+        (ValueError, np.ones((3, 3), np.float32), {"steps": 2.5}, "number of steps, not 2.5"),
         (ValueError, np.ones((3, 3), np.float32), {"method": "fast"}, "auto, standard, gram"),
         (ValueError, np.ones((3, 3), np.float32), {"preconditioning": "l1"}, "frobenius"),
     ],

@@ -27,6 +27,19 @@ _BITS = 10
 _DIGIT = (1 << _BITS) - 1
 
 
+def checked_offset(function: str, group_offset: Any) -> Array | None:
+    """Return the first group as a scalar, or raise a ``TypeError``."""
+    if group_offset is None:
+        return None
+    offset = jnp.asarray(group_offset)
+    if not jnp.issubdtype(offset.dtype, np.integer) or offset.shape not in ((), (1,)):
+        raise TypeError(
+            f"group_offset of {function} is an integer of shape (1,) or (), not "
+            f"{offset.dtype}{list(offset.shape)}"
+        )
+    return offset.reshape(())
+
+
 # The function is not inlined, because it has many equations.
 @functools.partial(jax.jit, static_argnames=("rows", "count"))
 @mode_independent

@@ -147,7 +147,7 @@ def symmetric_matmul(
     Returns
     -------
     Array
-        Shape ``(..., m, m)``, as :func:`matmul` returns it. Nothing checks that the product and the
+        Shape ``(..., m, m)``, as :func:`matmul` returns it. Nothing checks that the product and
         what the epilogue makes of it are symmetric: where they are not, elements above the diagonal
         may be those below it.
 

@@ -27,6 +27,7 @@ from jax_tilekern.ops.expert_sharding import on_devices
 from jax_tilekern.ops.fp8_experts import Fp8Products, Sorted
 from jax_tilekern.ops.fp8_recipe import Fp8Recipe, check_quantizable
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue, labelled_operands
+from jax_tilekern.ops.groups import checked_offset
 from jax_tilekern.ops.labelled_operands import common_type
 from jax_tilekern.ops.pair_contraction import contract_pair
 from jax_tilekern.ops.ragged_dot import rows_by_matrices
@@ -123,11 +124,10 @@ def route(
         raise ValueError("route: num_groups and chosen_groups are given together")
     groups = None
     if num_groups is not None and chosen_groups is not None:
-        if not 1 <= chosen_groups <= num_groups or experts % num_groups:
-            raise ValueError(
-                f"route: {chosen_groups} of {num_groups} groups of {experts} experts: groups have "
-                "equal sizes"
-            )
+        if num_groups < 1 or experts % num_groups:
+            raise ValueError(f"route: num_groups is {num_groups}, which does not divide {experts}")
+        if not 1 <= chosen_groups <= num_groups:
+            raise ValueError(f"route: chosen_groups is {chosen_groups}, of {num_groups} groups")
         groups = num_groups, chosen_groups
         allowed = experts // num_groups * chosen_groups
     if not 0 <= k <= allowed:
@@ -273,6 +273,8 @@ def moe(
     if "b_gate" in arrays and "w_gate" not in arrays:
         raise ValueError("moe: b_gate without w_gate")
     if recipe is not None:
+        if not isinstance(recipe, Fp8Recipe):
+            raise TypeError(f"moe: recipe is a jax_tilekern.Fp8Recipe, not {recipe!r}")
         factors = {k: x for k, x in arrays.items() if k == "x" or k.startswith("w_")}
         check_quantizable("moe with a recipe", **factors)
     out_dtype = np.dtype(
@@ -280,9 +282,7 @@ def moe(
         if preferred_element_type is None
         else preferred_element_type
     )
-    offset = None if group_offset is None else jnp.asarray(group_offset).reshape(())
-    if offset is not None and not jnp.issubdtype(offset.dtype, jnp.integer):
-        raise TypeError(f"moe: group_offset is an integer, not {offset.dtype}")
+    offset = checked_offset("moe", group_offset)
     policy = jax.checkpoint_policies.save_only_these_names(*([_SAVED] if save == "hidden" else []))
 
     def layer(arrays: dict[str, Array], offset: Array | None, dtype: np.dtype[Any]) -> Array:

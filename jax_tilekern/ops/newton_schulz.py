@@ -135,6 +135,8 @@ def _check(x: Array, steps: int, coefficients: Array, preconditioning: str, meth
         )
     if x.ndim < 2:
         raise ValueError(f"newton_schulz takes matrices (..., m, n), not shape {x.shape}")
+    if not isinstance(steps, (int, np.integer)) or steps < 0:
+        raise ValueError(f"steps is a number of steps, not {steps!r}")
     if coefficients.shape not in ((3,), (steps, 3)):
         raise ValueError(
             f"coefficients have the shape (3,) or, for {steps} steps, ({steps}, 3), not "

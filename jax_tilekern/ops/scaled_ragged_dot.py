@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.ops.contraction import contract, in_float32, masked_product
-from jax_tilekern.ops.groups import group_bounds, local_bounds
+from jax_tilekern.ops.groups import checked_offset, group_bounds, local_bounds
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.scaled_matmul import (
@@ -124,14 +124,7 @@ def scaled_ragged_dot(
     sizes = jnp.asarray(group_sizes)
     out_dtype = np.dtype(jax.dtypes.canonicalize_dtype(preferred_element_type))
     _check(lhs, rhs, sizes, lhs_scales, rhs_scales, out_dtype)
-    offset = None if group_offset is None else jnp.asarray(group_offset)
-    if offset is not None and (
-        not jnp.issubdtype(offset.dtype, np.integer) or offset.shape not in ((), (1,))
-    ):
-        raise TypeError(
-            "group_offset of scaled_ragged_dot is an integer of shape (1,) or (), not "
-            f"{offset.dtype}{list(offset.shape)}"
-        )
+    offset = checked_offset("scaled_ragged_dot", group_offset)
     if offset is None and sizes.shape != rhs.shape[:1]:
         raise ValueError(
             "scaled_ragged_dot has a matrix for each group: "
