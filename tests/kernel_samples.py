@@ -98,13 +98,16 @@ def scaled_wgmma_instances(gpu):
     for out, odd in ((F32, 0), (BF16, 0), (BF16, 1), (F32, 1)):
         geometry = _geometry(True, True, odd)
         of_lhs = Scales(1, (), 1, SIZE)
-        for of_rhs in (Scales(128, (), SIZE // 128, 1), Scales(1, (), 1, SIZE + odd)):
+        for of_rhs in (
+            Scales(128, (), SIZE // 128, 1),
+            Scales(1, (), 1, SIZE + 4 * odd, padded=True),
+        ):
             product = ScaledProduct(
                 geometry, *FP8, out, "fp8", lhs_scales=of_lhs, rhs_scales=of_rhs
             )
             for candidate in _found(scaled_candidates(product, gpu)):
                 yield candidate.instance
-        # The scales of lhs are those of columns where there are groups.
+        # Rows of groups are columns as well where they have one scale.
         for of_lhs in (Scales(1, (0,), 1, SIZE), Scales(1, (0,), 0, 1)):
             rhs_strides = (SIZE * (SIZE + odd), 1, SIZE)
             grouped = MatmulGeometry(

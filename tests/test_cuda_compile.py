@@ -155,7 +155,7 @@ def _wgmma_cases():
             extra += f"-ragged_{instance.ragged}"
         extra += "-symmetric" * instance.symmetric
         if instance.scaled_columns is not None:
-            extra += f"-scales_of_columns_by_{instance.scaled_columns}"
+            extra += "-scales" + "_of_columns" * instance.scaled_columns
         if instance.parts > 1:
             extra += f"-{instance.parts}parts"
         name = f"{_types(instance)}-{tile}-{who}-{orders}-{out}-{extra}"

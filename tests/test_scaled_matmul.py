@@ -261,8 +261,9 @@ def product(m, n, k, of_lhs, of_rhs, out, batch=()):
 
     def placed(rows, block, k_first):
         count = -(-rows // block)
+        count += -count % 4 if k_first and block == 1 else 0
         strides = (1, count) if k_first else (k_blocks, 1)
-        return Scales(block, tuple(count * k_blocks for _ in batch), *strides)
+        return Scales(block, tuple(count * k_blocks for _ in batch), *strides, padded=count > rows)
 
     return ScaledProduct(
         row_major(m, n, k, batch, rhs_k_major=True), E4M3, E5M2, out, "fp8",
@@ -275,11 +276,14 @@ KERNELS = [
     (1, 128, F32, 300, 136, 400, "256x128", 1),
     (1, 128, BF16, 300, 136, 400, "256x128", 1),
     (1, 128, BF16, 140, 136, 400, "128x128", 1),
+    (1, 1, F32, 300, 136, 528, "256x128", 1),
+    (1, 1, BF16, 300, 255, 400, "256x128", 1),
     (1, 1, F32, 140, 136, 400, "128x128", 1),
     (1, 1, BF16, 140, 73, 400, "128x64", 1),
     (128, 1, BF16, 70, 72, 128, "64x64 by 1", 1),
     (128, 1, F32, 140, 136, 304, "128x128 swapped", 1),
     (1, 128, BF16, 40, 72, 2064, "64x128 by 1", 2),
+    (1, 1, BF16, 40, 70, 2064, "64x128 by 1", 2),
 ]
 HOW = [
     {"late": ["reads"], "backwards": True},
@@ -304,7 +308,10 @@ def test_emulated_kernels(rng, of_lhs, of_rhs, out, m, n, k, tile, splits, how):
         scales(rng, batch, -(-m // of_lhs), blocks),
         scales(rng, batch, -(-n // of_rhs), blocks),
     )
-    buffers = [*operands, left, np.swapaxes(right, -1, -2)]
+    columns = np.swapaxes(right, -1, -2)
+    if of_rhs == 1:
+        columns = np.pad(columns, ((0, 0), (0, 0), (0, -n % 4)), constant_values=np.nan)
+    buffers = [*operands, left, columns]
     (got,) = emulated_plans.run_plan(plan, recorded, buffers, [((batch, m, n), out)], **how)
     check(got, *operands, left, right)
 
@@ -312,7 +319,7 @@ def test_emulated_kernels(rng, of_lhs, of_rhs, out, m, n, k, tile, splits, how):
 @emulated
 @pytest.mark.thorough
 def test_calls_state_their_product(rng):
-    """Scales of columns are transposed where they are not adjacent; batches are rows."""
+    """Scales of columns are copied where they are not adjacent or unaligned; batches are rows."""
     with emulated_gpu() as ran:
         for rows in ((70, 2), (1, 1)):
             lhs, rhs = values(rng, 2, 70, 250), values(rng, 72, 250)
@@ -323,6 +330,9 @@ def test_calls_state_their_product(rng):
         transposed = scales(rng, 2, 72)
         got = jax.jit(lambda *x: jtk.scaled_matmul(*x[:3], x[3].T))(lhs, rhs, of_lhs, transposed)
         check(got, lhs, rhs, of_lhs, transposed.T)
+        for blocks in (1, 2):
+            odd, of_odd = values(rng, 71, 250), scales(rng, 71, blocks)
+            check(jax.jit(jtk.scaled_matmul)(rhs, odd, of_rhs, of_odd), rhs, odd, of_rhs, of_odd)
     assert {plan.name for plan in ran} == {"scaled_wgmma_matmul fp8"}
 
 

@@ -95,17 +95,11 @@ inline uint32 load_global(const uint32* address) {
   return word;
 }
 
-// Loads one or two adjacent floats, where the instruction stands.
+// Loads a float, where the instruction stands.
 inline float load_global(const float* address) {
   float value;
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
   return value;
-}
-inline void load_global(float (&values)[2], const float* address) {
-  asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];"
-               : "=f"(values[0]), "=f"(values[1])
-               : "l"(address)
-               : "memory");
 }
 
 // Loads kWords 32-bit words of shared memory in one instruction.
@@ -127,6 +121,12 @@ inline void load_shared(uint32 (&words)[kWords], uint32 address) {
   }
 }
 
+inline void load_shared(float (&values)[2], uint32 address) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(values[0]), "=f"(values[1])
+               : "r"(address)
+               : "memory");
+}
 inline void load_shared(float (&values)[4], uint32 address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])

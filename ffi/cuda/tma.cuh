@@ -32,6 +32,16 @@ inline void tma_load(uint32 destination, const TensorMap& map, const TmaCoordina
       : "memory");
 }
 
+// Starts to copy adjacent bytes to shared memory; the mbarrier `barrier` counts them. Both
+// addresses and the number are multiples of 16.
+inline void bulk_load(uint32 destination, const void* source, int bytes, uint32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(destination),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // Starts to bring a tile to L2.
 inline void tma_prefetch(const TensorMap& map, const TmaCoordinates& origin) {
   asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(&map),

@@ -50,7 +50,7 @@ from jax_tilekern.plans.contraction import (
 )
 from jax_tilekern.plans.gemm.arithmetic import FP8, TYPES
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
+from jax_tilekern.plans.gemm.problem import SCALES_OF_COPY, ScaledProduct, Scales
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.primitives.linearity import tangents_out
@@ -254,7 +254,7 @@ def _by(
     """Contract the operands in float32."""
     lhs, rhs, lhs_scales, rhs_scales, *arrays = operands
     if columns_first:
-        rhs_scales = jnp.swapaxes(rhs_scales, -1, -2)
+        rhs_scales = jnp.swapaxes(rhs_scales[..., : rhs.shape[-2]], -1, -2)
     result = multiply(
         dequantized(lhs, lhs_scales),
         dequantized(rhs, rhs_scales),
@@ -415,8 +415,8 @@ def sharding_rule(
     c = contraction
     of_scales = [lhs_scales.shape, rhs_scales.shape]
     if columns_first:
-        *leading, columns, rows = rhs_scales.shape
-        of_scales[1] = (*leading, rows, columns)
+        *leading, blocks, _ = rhs_scales.shape
+        of_scales[1] = (*leading, rhs.shape[-2], blocks)
     sizes: dict[int, int] = {}
     blocked: set[int] = set()
     for labels, x, scales in zip((c.lhs, c.rhs), (lhs, rhs), of_scales, strict=True):
@@ -554,9 +554,13 @@ def _cuda(
         scales_in_memory(x.aval.shape[-2], own.shape[-2:], own.strides[-2:])
         for x, own in zip(factors, stored, strict=False)
     ]
-    if all(x.block_rows == 1 and x.row_stride > 1 for x in scales):
+    rows = [x.aval.shape[-2] for x in factors[:2]]
+    if not columns_first and all(
+        x.block_rows == 1 and x.row_stride and not x.fit_bulk_copies(count)
+        for x, count in zip(scales, rows, strict=True)
+    ):
         return Rewrite(
-            "scales of rhs transposed first: those of columns are adjacent",
+            "scales of rhs copied first: those of columns are adjacent, and a multiple of 4",
             functools.partial(_with_columns_first, **params),
         )
     read = (*(x.value for x in factors[:2]), *(x.value for x in stored))
@@ -592,7 +596,8 @@ def _cuda(
 def _with_columns_first(
     lhs: Array, rhs: Array, lhs_scales: Array, rhs_scales: Array, *arrays: Array, **params: Any
 ) -> list[Array]:
-    columns = jnp.swapaxes(rhs_scales, -1, -2)
+    padding = [(0, 0)] * (rhs_scales.ndim - 1) + [(0, -rhs.shape[-2] % SCALES_OF_COPY)]
+    columns = jnp.pad(jnp.swapaxes(rhs_scales, -1, -2), padding)
     results: list[Array] = _bind(
         lhs, rhs, lhs_scales, columns, *arrays, columns_first=True, **params
     )
@@ -627,10 +632,11 @@ def scales_in_memory(rows: int, counts: Sequence[int], strides: Sequence[int]) -
     """
     (row_blocks, k_blocks), (row, k) = counts, strides
     return Scales(
-        block_rows=BLOCK if row_blocks not in (1, rows) else 1,
+        block_rows=BLOCK if 1 < row_blocks < rows else 1,
         batch_strides=(),
         row_stride=0 if row_blocks == 1 else row,
         k_stride=0 if k_blocks == 1 else k,
+        padded=row_blocks > rows,
     )
 
 

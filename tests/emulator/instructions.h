@@ -473,6 +473,13 @@ struct Ptx {
       } else {
         copy_async(barrier, box_bytes(map), [=] { load_tile(to, map, origin); });
       }
+    } else if constexpr (has("cp.async.bulk.shared::cluster.global")) {
+      const char* from = global_at(OP(1), 16);
+      const uint32_t to = OP(0), bytes = OP(2);
+      if (to % 16 != 0 || bytes % 16 != 0) fail("misaligned bulk copy");
+      copy_async(OP(3), bytes, [=] {
+        for (uint32_t i = 0; i < bytes; i += 16) std::memcpy(shared_at(to + i, 16), from + i, 16);
+      });
     } else if constexpr (has("cp.async.bulk.tensor.5d.global")) {
       const auto map = *reinterpret_cast<const TensorMap*>(OP(0));
       const std::array<int32_t, 5> origin = {OP(1), OP(2), OP(3), OP(4), OP(5)};

@@ -23,6 +23,8 @@ _Geometry = TypeVar("_Geometry")
 _COPY_EFFICIENCY = 0.8
 # Kernels count rows, columns and k in 32 bits, and round up to whole tiles.
 _MAX_SIZE = 2**31 - 1024
+# Scales that are copied in units of 16 bytes.
+SCALES_OF_COPY = 4
 
 
 @dataclass(frozen=True)
@@ -195,12 +197,22 @@ class Scales:
         A stride for each batch dimension, in elements.
     row_stride, k_stride
         Strides of blocks of rows, and of k-tiles of 128; 0 where a scale is that of all.
+    padded
+        Whether adjacent rows continue to a multiple of 4.
     """
 
     block_rows: int
     batch_strides: tuple[int, ...]
     row_stride: int
     k_stride: int
+    padded: bool = False
+
+    def fit_bulk_copies(self, rows: int) -> bool:
+        """Whether scales of so many rows, a scale each, are copied in units of 16 bytes."""
+        strides = (*self.batch_strides, self.k_stride, 0 if self.padded else rows)
+        return (self.block_rows, self.row_stride) == (1, 1) and not any(
+            x % SCALES_OF_COPY for x in strides
+        )
 
 
 @dataclass(frozen=True)
@@ -224,8 +236,7 @@ class OfScaled(TypedProduct[_Geometry]):
     def alignments(self, *own: int) -> tuple[int, ...]:
         """Return the alignment of every buffer, in bytes."""
         *operands, out = own
-        # Two scales may be loaded at a time.
-        return super().alignments(*operands, 8, 8, out)
+        return super().alignments(*operands, 4 * SCALES_OF_COPY, 4 * SCALES_OF_COPY, out)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class ConsumerMainloop {
     pipeline_.wait_full(state);
     const uint32 stage = pipeline_.stage(state.stage);
     mma_.template issue<0, config.block_n, kFirstStep>(stage, Mma::kInPlace);
-    mma_.retire(stage);
+    mma_.retire(stage, pipeline_.scales(state.stage));
     pipeline_.release(state.stage);
     state.advance();
   }
@@ -125,7 +125,7 @@ class ConsumerMainloop {
     mma_.template issue<kSet, kColumns>(stage, Mma::kInPlace && (kMayBeEmpty || k_tile > 0));
     if constexpr (Mma::kRetireEachTile) {
       in_flight(k_tile, k_tiles);
-      mma_.retire(stage);
+      mma_.retire(stage, pipeline_.scales(state.stage));
       pipeline_.release(state.stage);
     } else {
       // The MMAs before these have retired, so their stage is free.
@@ -141,7 +141,7 @@ class ConsumerMainloop {
   void finish(int reading, const AllIssued& all_issued) {
     all_issued();
     if constexpr (!Mma::kRetireEachTile) {
-      mma_.retire(pipeline_.stage(reading));
+      mma_.retire(pipeline_.stage(reading), pipeline_.scales(reading));
       if (!kMayBeEmpty || reading >= 0) pipeline_.release(reading);
     }
   }

@@ -39,8 +39,8 @@ extern __shared__ __align__(1024) unsigned char wgmma_shared[];
 template <class Lhs, class Rhs, typename Out, WgmmaConfig config, class Scheduler, class Epilogue,
           class Mma = WarpgroupMma<Lhs, Rhs, config>>
 class WgmmaMatmul {
-  using Pipeline = MainloopPipeline<config, Mma::kStageBytes>;
-  using Producer = TmaProducer<Lhs, Rhs, config, Pipeline, Scheduler, Epilogue>;
+  using Pipeline = MainloopPipeline<config, Mma::kStageBytes, Mma::kScaleBytes>;
+  using Producer = TmaProducer<Lhs, Rhs, config, Pipeline, Scheduler, Epilogue, Mma>;
   // With two copies of the loop's body, ptxas serializes the MMAs (C7515) where they would
   // overwrite what an epilogue has left in the accumulators.
   static constexpr bool kClears = Mma::kFragmentSets == 2 && !kSame<Epilogue, IdentityEpilogue>;
@@ -66,9 +66,10 @@ class WgmmaMatmul {
         mma_params_(mma_params),
         stages_(shared_address(wgmma_shared)),
         subtiles_(stages_ + Pipeline::kStagesBytes),
-        barriers_(subtiles_ + config.consumers * kSubtileBuffers * kSubtileBytes),
+        scales_(subtiles_ + config.consumers * kSubtileBuffers * kSubtileBytes),
+        barriers_(scales_ + Pipeline::kScalesBytes),
         order_(barriers_ + Pipeline::kBarriersBytes),
-        pipeline_(stages_, barriers_),
+        pipeline_(stages_, scales_, barriers_),
         cta_(config.cluster > 1 ? cluster_cta_rank() : 0) {}
 
   // `second` is what TmaProducer has of it, and `mirror_map` what TileStore has.
@@ -92,7 +93,7 @@ class WgmmaMatmul {
     if (warpgroup == config.consumers) {
       warpgroup_reg_dealloc<40>();
       if (threadIdx.x % 128 == 0) {
-        Producer(pipeline_, shape_, cta_, epilogue_, operands, second).run(params_);
+        Producer(pipeline_, shape_, cta_, epilogue_, operands, second, mma_params_).run(params_);
       }
       if constexpr (Scheduler::kDynamic) {
         if (threadIdx.x % 128 == 32 && cta_ == 0) Scheduler::schedule(params_);
@@ -241,6 +242,7 @@ class WgmmaMatmul {
   // Shared memory, in this order; the scheduler's part is behind the ordered barrier.
   uint32 stages_;
   uint32 subtiles_;
+  uint32 scales_;
   uint32 barriers_;
   uint32 order_;
   Pipeline pipeline_;

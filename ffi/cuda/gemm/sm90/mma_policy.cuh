@@ -24,9 +24,13 @@
 //                                  the k-tile's MMAs, which run asynchronously, as one batch: of
 //                                  the first kColumns columns, from MMA step kFirstStep on. Unless
 //                                  `accumulate`, the first ones overwrite the accumulators
-//   retire(stage)                  waits for all MMAs. The accumulators may be used, and so may
-//                                  what the stage of the last batch holds besides operands, such
-//                                  as scales
+//   retire(stage, scales)          waits for all MMAs. The accumulators may be used, and so may
+//                                  the scales of the stage of the last batch, at this address
+//   kScaleBytes                    room for scales in a stage, 0 if no thread reads any. Otherwise
+//                                  the producer thread calls
+//   loaded_bytes(params, work)     how many of them are loaded
+//   load_scales(to, params, work, k_tile, full)
+//                                  starts to load them to a stage whose full barrier is `full`
 //
 // ScaledMma (scaled_mma.cuh) is a policy with scales for each k-tile.
 #pragma once
@@ -165,6 +169,7 @@ class WarpgroupMma {
   static constexpr bool kInPlace = !Accumulators::kPromoted;
   static constexpr int kFragmentSets = kSets;
   static constexpr bool kResultsMayWait = true;
+  static constexpr int kScaleBytes = 0;
   static constexpr bool kRetireEachTile =
       (Accumulators::kPromoted || Source::kThroughRegisters) && kSets == 1;
 
@@ -228,7 +233,7 @@ class WarpgroupMma {
     warpgroup_commit_batch();
   }
 
-  void retire(uint32) {
+  void retire(uint32, uint32) {
     warpgroup_wait<0>();
 #pragma unroll
     for (int i = 0; i < kRowBlocks; ++i) {

@@ -17,27 +17,39 @@ inline void sync_consumer(int barrier) {
 // have released it. With multicast these are the consumers of all CTAs of the cluster, since the
 // producer of each CTA writes to the stage of all. A producer waits for its own CTA's empty barrier
 // alone, which therefore counts the cluster's consumers.
-template <WgmmaConfig config, int kStageBytes>
+//
+// A stage may have kScaleBytes of scales besides, which threads read by themselves. They lie in an
+// array of their own, because stages begin at multiples of 1024 bytes. An empty barrier then counts
+// the warps of consumers.
+template <WgmmaConfig config, int kStageBytes, int kScaleBytes>
 class MainloopPipeline {
+  static constexpr int kReleasingThreads = kScaleBytes > 0 ? 32 : 128;
+
  public:
   using State = PipelineState<config.stages>;
 
   static constexpr int kStagesBytes = config.stages * kStageBytes;
+  static constexpr int kScalesBytes = config.stages * kScaleBytes;
   static constexpr int kBarriersBytes = 2 * config.stages * kBarrierBytes;
 
-  MainloopPipeline(uint32 stages, uint32 barriers)
-      : stages_(stages), full_(barriers), empty_(barriers + config.stages * kBarrierBytes) {}
+  MainloopPipeline(uint32 stages, uint32 scales, uint32 barriers)
+      : stages_(stages),
+        scales_(scales),
+        full_(barriers),
+        empty_(barriers + config.stages * kBarrierBytes) {}
 
   // Called by one thread; fence_barrier_init() and a barrier of the cluster follow.
   void init() const {
 #pragma unroll
     for (int stage = 0; stage < config.stages; ++stage) {
       mbarrier_init(full_ + stage * kBarrierBytes, 1);
-      mbarrier_init(empty_ + stage * kBarrierBytes, config.cluster * config.tile_consumers());
+      mbarrier_init(empty_ + stage * kBarrierBytes,
+                    config.cluster * config.tile_consumers() * (128 / kReleasingThreads));
     }
   }
 
   uint32 stage(int stage) const { return stages_ + stage * kStageBytes; }
+  uint32 scales(int stage) const { return scales_ + stage * kScaleBytes; }
   uint32 full(int stage) const { return full_ + stage * kBarrierBytes; }
 
   void wait_full(const State& state) const {
@@ -48,9 +60,11 @@ class MainloopPipeline {
   }
 
   // Called by all threads of a consumer: tells the producers of the cluster that it has read a
-  // stage. Threads that read it by themselves, and not by MMAs, synchronise before.
+  // stage. Threads that read it by themselves, and not by MMAs, synchronise before, unless each
+  // warp arrives.
   void release(int stage) const {
-    const int thread = threadIdx.x % 128;
+    if constexpr (kReleasingThreads == 32) __syncwarp();
+    const int thread = threadIdx.x % kReleasingThreads;
     const uint32 barrier = empty_ + stage * kBarrierBytes;
     if constexpr (config.cluster > 1) {
       if (thread < config.cluster) mbarrier_arrive_cluster(barrier, thread);
@@ -61,6 +75,7 @@ class MainloopPipeline {
 
  private:
   uint32 stages_;
+  uint32 scales_;
   uint32 full_;
   uint32 empty_;
 };

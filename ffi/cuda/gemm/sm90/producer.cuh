@@ -2,12 +2,13 @@
 //
 // A producer provides
 //
-//   Producer(pipeline, shape, cta, epilogue, operands, second)
+//   Producer(pipeline, shape, cta, epilogue, operands, second, mma_params)
 //   static void prefetch(operands, second)   by one thread: prefetches the tensor maps
 //   void run(scheduler, params)    by the producer thread: loads the k-tiles of all work tiles, and
 //                                  requests work tiles as tile_scheduler.cuh says
 //
-// and fills each stage with what the MMA policy reads: the tiles of lhs's parts, and then of rhs's.
+// and fills each stage with what the MMA policy reads: the tiles of lhs's parts, and then of rhs's,
+// and the policy's scales.
 // Behind the k-tiles of a work tile come the stages of what the epilogue reads
 // (staged_operands.cuh).
 #pragma once
@@ -26,7 +27,8 @@ struct OperandMaps {
   const TensorMap& rhs_step;
 };
 
-template <class Lhs, class Rhs, WgmmaConfig config, class Pipeline, class Scheduler, class Epilogue>
+template <class Lhs, class Rhs, WgmmaConfig config, class Pipeline, class Scheduler, class Epilogue,
+          class Mma>
 class TmaProducer {
   static_assert(kSame<typename Lhs::Storage, typename Lhs::Shared> &&
                     kSame<typename Rhs::Storage, typename Rhs::Shared>,
@@ -53,13 +55,15 @@ class TmaProducer {
  public:
   // `second` has the second matrix of a pair, or the operands of the second term.
   TmaProducer(const Pipeline& pipeline, const WgmmaShape& shape, int cta, const Epilogue& epilogue,
-              const OperandMaps& operands, const OperandMaps& second)
+              const OperandMaps& operands, const OperandMaps& second,
+              const typename Mma::Params& mma_params)
       : pipeline_(pipeline),
         shape_(shape),
         cta_(cta),
         epilogue_(epilogue),
         operands_(operands),
-        second_(second) {}
+        second_(second),
+        mma_params_(mma_params) {}
 
   static void prefetch(const OperandMaps& operands, const OperandMaps& second) {
     constexpr bool kTerms = config.terms > 1;
@@ -127,8 +131,9 @@ class TmaProducer {
     // In a cluster this CTA's barrier also counts what its peers multicast to it, which may come in
     // before it is expected here: the arrival is still pending, and completes the phase with the
     // bytes.
-    mbarrier_arrive_expect_tx(
-        full, Scheduler::kPartialN ? LhsTile::kBytes + columns * kTileRowBytes : kStageBytes);
+    int bytes = Scheduler::kPartialN ? LhsTile::kBytes + columns * kTileRowBytes : kStageBytes;
+    if constexpr (Mma::kScaleBytes > 0) bytes += Mma::loaded_bytes(mma_params_, work);
+    mbarrier_arrive_expect_tx(full, bytes);
     const int of_first = shape_.k_tiles / config.terms;
     const bool is_second = config.terms > 1 && k_tile >= of_first;
     // Each map is chosen by itself: ptxas would have a struct that is chosen in local memory.
@@ -159,6 +164,9 @@ class TmaProducer {
         if constexpr (config.pair) load_rhs(to + RhsTile::kBytes / 2, second_.rhs, work, k, full);
       }
       to += RhsTile::kBytes;
+    }
+    if constexpr (Mma::kScaleBytes > 0) {
+      Mma::load_scales(pipeline_.scales(state.stage), mma_params_, work, k_tile, full);
     }
   }
 
@@ -207,6 +215,7 @@ class TmaProducer {
   const Epilogue& epilogue_;
   const OperandMaps& operands_;
   const OperandMaps& second_;
+  const typename Mma::Params& mma_params_;
 };
 
 }  // namespace tilekern

@@ -6,7 +6,7 @@
 
 namespace tilekern {
 
-template <typename Lhs, typename Rhs, typename Out, WgmmaConfig config, int scaled_columns,
+template <typename Lhs, typename Rhs, typename Out, WgmmaConfig config, bool scaled_columns,
           class Epilogue = IdentityEpilogue, typename... Operands>
 __global__ void __launch_bounds__(config.threads(), 1)
     scaled_wgmma_matmul(const __grid_constant__ TensorMap lhs,

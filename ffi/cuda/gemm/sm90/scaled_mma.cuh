@@ -3,6 +3,7 @@
 
 #include "gemm/sm90/mma_policy.cuh"
 #include "ptx.cuh"
+#include "tma.cuh"
 
 namespace tilekern {
 
@@ -37,13 +38,15 @@ inline const float* first_scale(const float* scales, const ScaleStrides& strides
 // arithmetic of the CUDA cores. A k-tile is multiplied by row blocks, whose MMAs have the same
 // registers one after the other: while a consumer promotes a row block, the other one multiplies.
 //
-// A tile has one scale of rhs for a k-tile if kScaledColumns is 0. Otherwise it has one for each
-// column, adjacent in memory, of which kScaledColumns are loaded at a time: pairs are aligned.
+// A tile has one scale of rhs for a k-tile, or with kScaledColumns one for each column, adjacent in
+// memory.
 //
 // Scales of rows are loaded while the MMAs of the k-tile before run: a load from L2 takes longer
-// than the MMAs of a row block. There are two sets of them, because registers are named. Those of
-// columns are too many for two sets: they are in L1 when they are loaded.
-template <class Lhs, class Rhs, WgmmaConfig config, int kScaledColumns>
+// than the MMAs of a row block. There are two sets of them, because registers are named. Scales of
+// columns are too many for registers: the producer copies them to the stage, and threads read a few
+// at a time. Two copies of the loop's body would then spill, so there is one set of rows' scales,
+// which a k-tile copies before it loads the next ones.
+template <class Lhs, class Rhs, WgmmaConfig config, bool kScaledColumns>
 class ScaledMma {
   using LhsTile = OperandTile<typename Lhs::Shared, true, config.block_m, config.block_k>;
   using RhsTile = OperandTile<typename Rhs::Shared, true, config.block_n, config.block_k>;
@@ -53,22 +56,35 @@ class ScaledMma {
   static_assert(config.lhs_k_major && config.rhs_k_major && config.parts == 1);
   static_assert(!config.pair && !config.lhs_pair && config.terms == 1);
   static_assert(config.block_k == 128, "the k of a scale is that of a k-tile");
-  static_assert(config.consumer_m() % 64 == 0 && kScaledColumns <= 2);
-  // A thread has two adjacent columns of each 8.
+  static_assert(config.consumer_m() % 64 == 0);
+  // A thread has two adjacent columns of each 8, and reads the scales of so many pairs at a time.
   static constexpr int kColumnPairs = config.block_n / 8;
+  static constexpr int kPairsAtOnce = min_of(4, kColumnPairs);
 
  public:
   using Accumulator = typename Types::Accumulator;
   using Coordinates = WgmmaCoordinates<false>;
   using Params = ScaleParams;
   static constexpr int kStageBytes = LhsTile::kBytes + RhsTile::kBytes;
+  static constexpr int kScaleBytes = kScaledColumns ? config.block_n * 4 : 0;
   static constexpr bool kInPlace = false;
-  static constexpr int kFragmentSets = 2;
+  static constexpr int kFragmentSets = kScaledColumns ? 1 : 2;
   static constexpr bool kRetireEachTile = true;
   static constexpr bool kResultsMayWait = kRowBlocks == 1;
 
   ScaledMma(const Params& params, int row, int warp_row)
       : params_(params), warp_row_(warp_row), row_offset_(LhsTile::mn_offset(row)) {}
+
+  // The array has scales up to a multiple of 4 columns.
+  static int loaded_bytes(const Params& params, const WorkTile& work) {
+    return min_of(config.block_n, (params.shape.n - work.n + 3) / 4 * 4) * 4;
+  }
+  static void load_scales(uint32 to, const Params& params, const WorkTile& work, int k_tile,
+                          uint32 full) {
+    const float* first = first_scale(params.rhs, params.rhs_strides, work.rhs_batch,
+                                     work.k / config.block_k + k_tile);
+    bulk_load(to, first + work.n, loaded_bytes(params, work), full);
+  }
 
   Accumulator (&result()) [kRowBlocks][kCount] { return promoted_; }
 
@@ -91,7 +107,9 @@ class ScaledMma {
     const int lane = threadIdx.x % 32, k_tile = work.k / config.block_k;
     const ScaleStrides &of_lhs = params_.lhs_strides, &of_rhs = params_.rhs_strides;
     lhs_ = first_scale(params_.lhs, of_lhs, work.lhs_batch, k_tile);
-    rhs_ = first_scale(params_.rhs, of_rhs, work.rhs_batch, k_tile);
+    if constexpr (!kScaledColumns) {
+      rhs_ = first_scale(params_.rhs, of_rhs, work.rhs_batch, k_tile);
+    }
 #pragma unroll
     for (int i = 0; i < kRowBlocks; ++i) {
 #pragma unroll
@@ -101,13 +119,7 @@ class ScaledMma {
             (min_of(row, params_.shape.m - 1) >> of_lhs.block_log2) * static_cast<int>(of_lhs.row);
       }
     }
-    if constexpr (kScaledColumns > 0) {
-      last_column_ = params_.shape.n - kScaledColumns - work.n;
-      rhs_ += work.n + first_column();
-      // Threads 0, 8, 16 and 24 of a warp have a first column of 0.
-      const int column = threadIdx.x / 8 % 4 * 32;
-      prefetched_column_ = min_of(column % config.block_n, last_column_ - first_column());
-    } else {
+    if constexpr (!kScaledColumns) {
       rhs_ += (work.n >> of_rhs.block_log2) * of_rhs.row;
       // Not provably uniform: ptxas would move the scale to a uniform register, and wait for it.
       rhs_ += params_.shape.m < 0 ? lane : 0;
@@ -124,12 +136,11 @@ class ScaledMma {
       for (int half = 0; half < 2; ++half)
         scales_[i][half] = row_scales_[kSet][i][half] * all_columns_scale_[kSet];
     }
-    if constexpr (kScaledColumns > 0) load_columns();
     // The last k-tile's are loaded again: a branch would wait for what it loads.
     const bool is_last = --k_tiles_ == 0;
     lhs_ += is_last ? 0 : params_.lhs_strides.k;
-    rhs_ += is_last ? 0 : params_.rhs_strides.k;
-    load_rows<1 - kSet>();
+    if constexpr (!kScaledColumns) rhs_ += is_last ? 0 : params_.rhs_strides.k;
+    load_rows<kFragmentSets - 1 - kSet>();
   }
 
   template <int, int kColumns>
@@ -137,53 +148,28 @@ class ScaledMma {
     issue_row_block<kColumns>(stage, 0);
   }
 
-  void retire(uint32 stage) {
+  void retire(uint32 stage, uint32 scales) {
 #pragma unroll
     for (int i = 0; i < kRowBlocks; ++i) {
+      float columns[kPairsAtOnce][2];
+      if constexpr (kScaledColumns) load_columns(columns, scales, 0);
       warpgroup_wait<0>();
       warpgroup_fence_operand(accumulators_);
-      promote(i);
+      promote(i, columns, scales);
       if (i + 1 < kRowBlocks) issue_row_block<config.block_n>(stage, i + 1);
     }
   }
 
  private:
-  // The first of the thread's columns in the tile.
-  static int first_column() { return threadIdx.x % 4 * 2; }
-
-  // Loads the scales of rows and the one of all columns, or has L1 load those of columns.
+  // Loads the scales of rows, and the one of all columns.
   template <int kSet>
   void load_rows() {
-    all_columns_scale_[kSet] = kScaledColumns == 0 ? load_global(rhs_) : 1;
+    all_columns_scale_[kSet] = kScaledColumns ? 1 : load_global(rhs_);
 #pragma unroll
     for (int i = 0; i < kRowBlocks; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         row_scales_[kSet][i][half] = load_global(lhs_ + rows_[i][half]);
-    }
-    if constexpr (kScaledColumns > 0) load_global(rhs_ + prefetched_column_);
-  }
-
-  void load_columns() {
-    // Offsets from one address are part of the instructions.
-    if (last_column_ >= config.block_n - kScaledColumns) {
-      load_columns([](int column) { return column; });
-    } else {
-      load_columns([&](int column) { return min_of(column, last_column_ - first_column()); });
-    }
-  }
-
-  // `clamped` moves a column, which is counted from the thread's first one, into the matrix.
-  template <class Clamped>
-  void load_columns(const Clamped& clamped) {
-#pragma unroll
-    for (int j = 0; j < kColumnPairs; ++j) {
-      if constexpr (kScaledColumns == 2) {
-        load_global(column_scales_[j], rhs_ + clamped(8 * j));
-      } else {
-#pragma unroll
-        for (int k = 0; k < 2; ++k) column_scales_[j][k] = load_global(rhs_ + clamped(8 * j + k));
-      }
     }
   }
 
@@ -201,22 +187,47 @@ class ScaledMma {
     warpgroup_commit_batch();
   }
 
-  void promote(int i) {
+  // Loads the scales of the thread's columns, from pair `first` on.
+  void load_columns(float (&columns)[kPairsAtOnce][2], uint32 scales, int first) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float scale = scales_[i][half];
+    for (int j = 0; j < kPairsAtOnce; ++j) {
+      load_shared(columns[j], scales + threadIdx.x % 4 * 8 + 32 * (first + j));
+    }
+  }
+
+  // `columns` has the scales of the first columns.
+  void promote(int i, float (&columns)[kPairsAtOnce][2], uint32 scales) {
+    if constexpr (kScaledColumns) {
 #pragma unroll
-      for (int j = 0; j < kCount / 4; ++j) {
+      for (int first = 0; first < kColumnPairs; first += kPairsAtOnce) {
+        if (first > 0) load_columns(columns, scales, first);
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          const int at = 4 * j + 2 * half + k;
-          if constexpr (kScaledColumns > 0) {
-            // Products of scales would be computed before the MMAs, which waits for the scales.
-            promoted_[i][at] += accumulators_[at] * scale * column_scales_[j][k];
-          } else {
+        for (int j = 0; j < kPairsAtOnce; ++j) promote_pair(i, first + j, columns[j]);
+      }
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float scale = scales_[i][half];
+#pragma unroll
+        for (int j = 0; j < kColumnPairs; ++j) {
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            const int at = 4 * j + 2 * half + k;
             promoted_[i][at] += accumulators_[at] * scale;
           }
         }
+      }
+    }
+  }
+
+  // Products of accumulators and one scale would take registers of their own.
+  void promote_pair(int i, int pair, const float (&columns)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int at = 4 * pair + 2 * half + k;
+        promoted_[i][at] += accumulators_[at] * (scales_[i][half] * columns[k]);
       }
     }
   }
@@ -230,13 +241,9 @@ class ScaledMma {
   const float* lhs_;
   const float* rhs_;
   int rows_[kRowBlocks][2];
-  int last_column_;
-  // A column of the tile, from the thread's first one on: the threads' have a cache line each.
-  int prefetched_column_;
   float row_scales_[2][kRowBlocks][2];
   float all_columns_scale_[2];
   float scales_[kRowBlocks][2];
-  float column_scales_[kScaledColumns > 0 ? kColumnPairs : 1][2];
   Accumulator accumulators_[kCount];
   Accumulator promoted_[kRowBlocks][kCount];
 };

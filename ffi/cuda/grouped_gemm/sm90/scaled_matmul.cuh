@@ -7,10 +7,10 @@
 
 namespace tilekern {
 
-// Ragged rows are rows here, or columns: then a group begins anywhere, so scales of columns are not
-// aligned.
+// Ragged rows are rows here, or columns: then all of them have one scale. A group begins anywhere,
+// so scales of columns would not be aligned.
 template <typename Lhs, typename Rhs, typename Out, WgmmaConfig config, Ragged ragged,
-          int column_step, int tma_column_step, int tma_columns, int scaled_columns>
+          int column_step, int tma_column_step, int tma_columns, bool scaled_columns>
 __global__ void __launch_bounds__(config.threads(), 1)
     scaled_ragged_wgmma_matmul(const __grid_constant__ TensorMap lhs,
                                const __grid_constant__ TensorMap rhs,
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(config.threads(), 1)
                                const __grid_constant__ GroupShape groups,
                                const __grid_constant__ ScaleStrides lhs_strides,
                                const __grid_constant__ ScaleStrides rhs_strides) {
-  static_assert(ragged == Ragged::kM || (ragged == Ragged::kN && scaled_columns <= 1));
+  static_assert(ragged == Ragged::kM || (ragged == Ragged::kN && !scaled_columns));
   using Tiles = GroupedTiles<config, ragged, column_step, tma_column_step, tma_columns>;
   using Scheduler = DynamicPersistentScheduler<config, Tiles>;
   using Mma = ScaledMma<OperandTypes<Lhs>, OperandTypes<Rhs>, config, scaled_columns>;

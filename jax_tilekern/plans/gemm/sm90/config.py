@@ -32,7 +32,7 @@ _MULTICAST_ROWS = 32
 _PAIRED_ROW_BLOCK = 64
 # Each CTA adds the number of CTAs to its work tile until it passes the last.
 MAX_WORK_TILES = 2**31 - 1024
-# Accumulators and scales of a thread.
+# Accumulators of a thread, of a k-tile and of the result.
 _SCALED_REGISTERS = 192
 # Further stages would be idle, or delay the first MMA.
 _MAX_STAGES = 12
@@ -131,7 +131,7 @@ class WgmmaInstance:
     """One compiled kernel: its types and its ``WgmmaConfig``; see ``gemm/sm90/config.cuh``.
 
     A kernel may compute half of a symmetric output, and store it twice. One of operands with scales
-    loads so many scales of columns at a time, 0 where a tile has one scale.
+    has a scale for each column of a tile, or one for all of them.
     The kernel of a grouped GEMM has more choices: the ragged dimension, and the granularity in rows
     of N of loads and MMAs where a tile may be partial. A dynamic tile scheduler takes more shared
     memory.
@@ -155,7 +155,7 @@ class WgmmaInstance:
     lhs_pair: bool = False
     terms: int = 1
     symmetric: bool = False
-    scaled_columns: int | None = None
+    scaled_columns: bool | None = None
     dynamic: bool = False
     ragged: Literal["m", "n", "k"] | None = None
     column_step: int = 0
@@ -175,7 +175,7 @@ class WgmmaInstance:
                 name = f"scaled_ragged_wgmma_matmul<{types}{config}, {ragged}, {steps}"
                 return Kernel(
                     "grouped_gemm/sm90/scaled_matmul.cuh",
-                    f"tilekern::{name}, {self.scaled_columns}>",
+                    f"tilekern::{name}, {str(self.scaled_columns).lower()}>",
                 )
             of = "_of_pair" if self.lhs_pair else "_of_sum" if self.terms > 1 else ""
             name = f"tilekern::ragged_wgmma_matmul{of}<{types}{config}, {ragged}, {steps}>"
@@ -188,7 +188,8 @@ class WgmmaInstance:
                 "gemm/sm90/matmul.cuh", f"tilekern::wgmma_matmul_of_pair<{types}{config}>"
             )
         if self.scaled_columns is not None:
-            name = f"tilekern::scaled_wgmma_matmul<{types}{config}, {self.scaled_columns}>"
+            columns = str(self.scaled_columns).lower()
+            name = f"tilekern::scaled_wgmma_matmul<{types}{config}, {columns}>"
             return Kernel("gemm/sm90/scaled_matmul.cuh", name)
         if self.symmetric:
             return Kernel(
@@ -230,9 +231,16 @@ class WgmmaInstance:
         return self.parts * (self.block_m + self.block_n) * TILE_ROW_BYTES
 
     @property
+    def _ring_bytes(self) -> int:
+        """Shared memory of one stage with its barriers and its scales of columns."""
+        return (
+            self.stage_bytes + (4 * self.block_n if self.scaled_columns else 0) + 2 * _BARRIER_BYTES
+        )
+
+    @property
     def shared_memory_bytes(self) -> int:
         """Dynamic shared memory of a CTA."""
-        ring = self.stages * (self.stage_bytes + 2 * _BARRIER_BYTES)
+        ring = self.stages * self._ring_bytes
         return ring + self.consumers * (_SUBTILES_BYTES + _BARRIER_BYTES) + self.scheduler_bytes
 
     @property
@@ -246,10 +254,9 @@ class WgmmaInstance:
         """Whether the accumulators leave a thread enough registers for the rest."""
         if self.scaled_columns is not None:
             # MMAs of one row block after the other have the same accumulators.
-            scales = self.block_n // 4 if self.scaled_columns else 0
             # Addresses of single elements of 4 bytes take registers, too.
             addresses = 8 if self.types[2] == "float" and not self.tma_store else 0
-            registers = self.accumulators + self.block_n // 2 + scales + addresses
+            registers = self.accumulators + self.block_n // 2 + addresses
             return registers <= _SCALED_REGISTERS
         if self.promote:
             # There are two sets of accumulators.
@@ -268,7 +275,7 @@ class WgmmaInstance:
         """Return the same kernel with the maximum number of useful stages that fit."""
         empty = dataclasses.replace(self, stages=0)
         room = gpu.shared_memory_bytes - empty.shared_memory_bytes
-        stages = min(room // (self.stage_bytes + 2 * _BARRIER_BYTES), _MAX_STAGES)
+        stages = min(room // self._ring_bytes, _MAX_STAGES)
         return dataclasses.replace(self, stages=stages)
 
 

@@ -2,7 +2,7 @@
 
 Accumulators are promoted, and multiplied by scales, every 128 of ``k``. MMAs of a consumer's row
 blocks have the same accumulators one after the other, so that a tile of 256x128 fits into
-registers, if it has one scale for all columns.
+registers. Scales of columns reach them through shared memory.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def scaled_candidates(product: ScaledProduct, gpu: Gpu) -> list[WgmmaCandidate] 
         product,
         _TILES,
         gpu,
-        specialised=functools.partial(specialised, product),
+        specialised=functools.partial(specialised, product, gpu),
         candidate=ScaledCandidate,
     )
 
@@ -93,19 +93,18 @@ def scale_parameters(
     )
 
 
-def specialised(product: OfScaled[Any], instance: WgmmaInstance) -> WgmmaInstance | None:
+def specialised(product: OfScaled[Any], gpu: Gpu, instance: WgmmaInstance) -> WgmmaInstance | None:
     """Return the kernel with scales of columns as the product has them, or ``None``."""
     if not (instance.lhs_k_major and instance.rhs_k_major):  # one element of k
         return None
-    scales = product.lhs_scales if instance.out_m_major else product.rhs_scales
-    columns = 0
-    if scales.row_stride and scales.block_rows % instance.block_n:
-        if scales.block_rows > 1 or scales.row_stride > 1:
-            return None
-        g = product.strided
-        strides = (*scales.batch_strides, scales.k_stride, g.m if instance.out_m_major else g.n)
-        columns = 1 if any(x % 2 for x in strides) else 2
-    return dataclasses.replace(instance, scaled_columns=columns)
+    g = product.strided
+    scales, columns = product.rhs_scales, g.n
+    if instance.out_m_major:
+        scales, columns = product.lhs_scales, g.m
+    varies = scales.row_stride > 0 and scales.block_rows % instance.block_n > 0
+    if varies and not scales.fit_bulk_copies(columns):
+        return None
+    return dataclasses.replace(instance, scaled_columns=varies).with_max_stages(gpu)
 
 
 def _strides(scales: Scales) -> Scalars:

@@ -322,13 +322,12 @@ def _instance(
     instance = instance_for(tile, view, promote, 1, gpu)
     one_shape = geometry.ragged == "k"
     if isinstance(product, GroupedScaledProduct):
-        special = specialised(product, instance)
-        if special is None:
+        special = specialised(product, gpu, instance)
+        # Groups begin at any column, and scales of columns at multiples of 16 bytes.
+        if special is None or (special.scaled_columns and special.out_m_major):
             return None
-        # Groups begin at any column. ptxas would serialize MMAs of more than one shape (C7511).
-        columns = special.scaled_columns
-        aligned = columns if not instance.out_m_major else min(columns or 0, 1)
-        instance, one_shape = dataclasses.replace(special, scaled_columns=aligned), True
+        # ptxas would serialize MMAs of more than one shape (C7511).
+        instance, one_shape = special, True
     # Ragged rows that TMA does not store are stored in runs of as many bytes.
     row_bytes = geometry.product.n * product.out_dtype.itemsize
     whole_runs = geometry.ragged == "k" or row_bytes % TMA_STRIDE_BYTES == 0
