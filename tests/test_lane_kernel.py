@@ -498,6 +498,10 @@ def test_long_arrays_are_in_a_workspace():
         (lambda x: jnp.linalg.cholesky(x * jnp.eye(20)), "no CUDA for cholesky of 20x20, only up"),
         (lambda x: x * 1j, "no arithmetic of complex64, at .*test_lane_k"),
         (lambda x: lax.scan(lambda c, _: (lax.igamma(c, c), None), x, None, 2)[0], "igamma, at"),
+        (
+            lambda x: x + jax.random.normal(jax.random.key(0, impl="rbg")),
+            "no CUDA for rng_bit_generator, at .*test_lane_k",
+        ),
     ],
 )
 def test_what_has_no_kernel_is_xlas_and_named(f, reason):

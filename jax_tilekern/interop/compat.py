@@ -357,10 +357,15 @@ def key_functions(dtype: Any) -> Any:
 
 
 def traced_from(eqn: Any) -> AbstractContextManager[None]:
-    """Return a context in which what is traced has the source of an equation."""
+    """Return a context in which what is traced has the source of an equation.
+
+    Equations inside JAX's own jitted functions have no line of the user's: they keep the source of
+    the call around them.
+    """
     names = _source_info_util.current_name_stack() + eqn.source_info.name_stack
+    own = eqn.source_info.traceback
     context: AbstractContextManager[None] = _source_info_util.user_context(
-        eqn.source_info.traceback, name_stack=names
+        own if source_line(eqn) else _source_info_util.current().traceback, name_stack=names
     )
     return context
 
