@@ -224,6 +224,25 @@ def test_explicit_axes(rng, of_x, of_w, out):
                 jtk.fp8_dot_general(x, w, PLAIN)
 
 
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
+def test_weights_that_all_devices_of_a_shard_map_have(rng, check_vma):
+    mesh = jax.make_mesh((2, 4), ("d", "m"), (AxisType.Auto,) * 2, devices=devices()[:8])
+    x = jnp.asarray(rng.normal(size=(8, 200)), F32)
+    w = jnp.asarray(rng.normal(size=(200, 512)), F32)
+
+    def gradients(product):
+        return jax.jit(jax.grad(lambda x, w: product(x, w, PLAIN).sum(), (0, 1)))(x, w)
+
+    by_device = jax.shard_map(
+        lambda x, w: jtk.fp8_dot_general(x, w, PLAIN),
+        mesh=mesh, in_specs=(P("d"), P(None, "m")), out_specs=P("d", "m"), check_vma=check_vma,
+    )  # fmt: skip
+    found = gradients(lambda x, w, _: by_device(x, w))
+    for a, b in zip(found, gradients(lax.dot_general), strict=True):
+        assert np.linalg.norm(a - np.asarray(b)) <= 0.06 * np.linalg.norm(b)
+
+
 @pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
 @pytest.mark.thorough
 def test_emulated_kernels(rng):

@@ -173,7 +173,7 @@ def test_export(rng):
 
 
 @pytest.mark.skipif(devices() is None, reason="eight CPU devices")
-@pytest.mark.parametrize("columns", [512, 520])
+@pytest.mark.parametrize("columns", [512, 520, 128])
 @pytest.mark.parametrize("contracted", [False, True])
 def test_devices_have_whole_blocks(rng, columns, contracted):
     mesh = jax.make_mesh((2, 4), ("d", "m"), (AxisType.Auto,) * 2, devices=devices()[:8])

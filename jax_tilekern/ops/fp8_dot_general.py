@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_tilekern.interop import compat
 from jax_tilekern.ops.fp8_recipe import Fp8Recipe, check_quantizable, differentiated_once
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.quantize import Block, quantize
@@ -119,6 +120,8 @@ def fp8_dot_general(
     def multiply(operands: tuple[Array, Array]) -> Array:
         left, lhs_first = _as_matrices(operands[0], lhs_batch, of_lhs)
         right, rhs_first = _as_matrices(operands[1], rhs_batch, of_rhs)
+        # The types of cotangents are those of operands, so each varies as the product does.
+        left, right = compat.unify_varying(left, right)
         product: Array = _product(left, right, _Call(lhs_first, rhs_first, result.dtype, recipe))
         return product.reshape(result.shape)
 

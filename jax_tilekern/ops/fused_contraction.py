@@ -553,7 +553,7 @@ def _with_blocks(
     if column is None or column in rule.blocked:
         return rule, operands
     blocks, rest = divmod(rule.sizes[column], BLOCK)
-    if not rest:
+    if blocks > 1 and not rest:
         sizes, blocked = {**rule.sizes, column: blocks}, rule.blocked | {column}
         return dataclasses.replace(rule, sizes=sizes, blocked=blocked), operands
 
