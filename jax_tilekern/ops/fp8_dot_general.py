@@ -104,7 +104,7 @@ def fp8_dot_general(
     recipe = Fp8Recipe(gradient_dtype, power_of_two)
     common = jnp.promote_types(lhs.dtype, rhs.dtype)
     # The shape, the sharding and the errors are those of JAX's own function.
-    result = jax.eval_shape(
+    result = compat.result_type(
         lambda a, b: lax.dot_general(
             a.astype(common),
             b.astype(common),
@@ -125,7 +125,9 @@ def fp8_dot_general(
         product: Array = _product(left, right, _Call(lhs_first, rhs_first, result.dtype, recipe))
         return product.reshape(result.shape)
 
-    out: Array = by_automatic_axes(multiply, (lhs, rhs), lambda: tuple(result.sharding.spec))
+    out: Array = by_automatic_axes(
+        multiply, (lhs, rhs), lambda: tuple(compat.explicit_sharding(result).spec)
+    )
     return out
 
 

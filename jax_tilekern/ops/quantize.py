@@ -56,10 +56,10 @@ def quantize(
 ) -> Any:
     """Round an array to 8-bit floats, with a scale for each block.
 
-    A scale is the largest magnitude of the block over the largest number of ``dtype``, in float32.
-    Values are rounded to nearest even after the multiplication by the reciprocal of the scale, so
-    that ``values * scale`` is close to ``x``. All platforms give the same bits. There is no
-    derivative; :func:`fp8_dot_general` has that of training.
+    A scale is the largest magnitude of the block times the reciprocal of the largest number of
+    ``dtype``, both in float32. Values are rounded to nearest even after the multiplication by the
+    reciprocal of the scale, so that ``values * scale`` is close to ``x``. All platforms give the
+    same bits. There is no derivative; :func:`fp8_dot_general` has that of training.
 
     - A block without a magnitude of ``2**-90`` or more has scale 1, and zeros.
     - NaN and infinities become NaN, and do not count for the scale.
