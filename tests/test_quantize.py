@@ -186,6 +186,11 @@ def test_explicit_axes(rng, shape, spec, of_scales):
         (values, scales), (of_transpose, transposed) = jtk.quantize(placed, both=True)
         specs = [jax.typeof(y).sharding.spec for y in (values, scales, of_transpose, transposed)]
         assert specs == [spec, of_scales[0], P(*spec[::-1]), of_scales[1]]
+        rows = jax.device_put(x, P("d"))
+        by_rows = jax.shard_map(
+            jtk.quantize, in_specs=P("d"), out_specs=(P("d"), P("d")), axis_names={"d"}
+        )
+        check(rows, (1, 128), F8E4, False, False, lambda x, *_, **__: jax.jit(by_rows)(x))
 
 
 KERNELS = [

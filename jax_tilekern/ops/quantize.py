@@ -168,10 +168,12 @@ def _in_whole_blocks(x: Array, block: Block) -> Array:
     sharding = compat.explicit_sharding(jax.typeof(x))
     if sharding is None:
         return x
-    parts = sharding.shard_shape(x.shape)
     spec = list(spec_of(x))
     for axis, size in zip((x.ndim - 2, x.ndim - 1), block, strict=True):
-        if size == BLOCK and parts[axis] < x.shape[axis] and parts[axis] % BLOCK:
+        names = spec[axis] or ()
+        names = (names,) if isinstance(names, str) else names
+        parts = math.prod(sharding.mesh.shape[name] for name in names)
+        if size == BLOCK and parts > 1 and x.shape[axis] % (parts * BLOCK):
             spec[axis] = None
     if spec == [*spec_of(x)]:
         return x
