@@ -294,7 +294,8 @@ def _quantizers(backend: str) -> Iterator[Program]:
             blocks = "x".join(map(str, block))
             name = f"quantize {'x'.join(map(str, shape))} in {blocks}{', both' if both else ''}"
             sides = {"ours": quantize, "XLA": quantize}
-            yield Program(name, arguments, sides, _different, contexts={"ours": KERNELS})
+            contexts = {"ours": KERNELS, "XLA": functools.partial(jtk.policy, "xla")}
+            yield Program(name, arguments, sides, _different, contexts=contexts)
 
 
 def _layer(dot_general: Callable[..., Any], x: Any, w: Any, dy: Any) -> Any:

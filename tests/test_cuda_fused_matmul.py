@@ -200,9 +200,10 @@ _ONE, _TWO = (np.float32, np.float64, np.int32, np.int8, np.uint64), (1, 2)
 FUNCTIONS = [
     "neg", "abs", "sign", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "sin", "cos",
     "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc",
-    "erf_inv", "lgamma", "sqrt", "rsqrt", "cbrt", "floor", "ceil", "round", "is_finite", "square",
-    "add", "sub", "mul", "div", "rem", "max", "min", "pow", "atan2", "nextafter", "eq", "lt",
-    "bitwise_not", "bitwise_and", "shift_left", "shift_right_arithmetic", "population_count", "clz",
+    "erf_inv", "lgamma", "digamma", "sqrt", "rsqrt", "cbrt", "floor", "ceil", "round", "is_finite",
+    "square", "add", "sub", "mul", "div", "rem", "max", "min", "pow", "atan2", "nextafter", "eq",
+    "lt", "bitwise_not", "bitwise_and", "shift_left", "shift_right_arithmetic", "population_count",
+    "clz",
 ]  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 
 import emulated_gpu
@@ -73,6 +74,13 @@ def over(mesh, function, specs, check_vma=True):
         lambda x, w: function(x, w, "x"),
         mesh=mesh, in_specs=specs[:2], out_specs=specs[2], check_vma=check_vma,
     )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    """What the meshes' products are compared with is a CPU's, too: a GPU rounds to TF32."""
+    with jax.default_device(devices()[0]) if devices() else contextlib.nullcontext():
+        yield
 
 
 def close(ours, theirs):

@@ -339,7 +339,9 @@ inline T digamma(T x) {
   if (!is_reflected) return result;
   const T fraction = x - floor(x);
   constexpr T kPi = 3.14159265358979323846;
-  return fraction == 0 ? T(0) / fraction : result - kPi / tan(kPi * fraction);
+  // A pole is NaN, but for -inf at zero.
+  if (fraction == 0) return (x == 0 ? T(-1) : T(0)) / fraction;
+  return result - kPi / tan(kPi * fraction);
 }
 
 // The denominator is at least 1, so its reciprocal needs no scaling.
