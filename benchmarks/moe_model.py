@@ -1,11 +1,12 @@
 """``moe_model``: training steps of a mixture-of-experts transformer, by several layers of experts.
 
-    python -m benchmarks moe_model --json FILE
+    XLA_PYTHON_CLIENT_MEM_FRACTION=.94 python -m benchmarks moe_model --json FILE
 
 The model is the same for every side, but for its experts: ``ours`` is ``jtk.moe``. ``XLA``,
 ``parts`` and ``tokamax`` are the layer as a user of ``lax.ragged_dot``, of ``jtk.ragged_dot`` and
 of tokamax's writes it. Parameters and Adam's means are float32, and the model computes in bfloat16.
 A side that is not installed, that fails, or that does not fit into memory is a line that says so.
+Sides take up to 73 GiB of an H100, so JAX has to preallocate more than the 75% of its default.
 """
 
 from __future__ import annotations
