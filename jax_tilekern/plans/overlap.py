@@ -42,7 +42,7 @@ class MeshAxis(NamedTuple):
 _FLOPS = 740e6
 _LINK_BYTES = 268e3
 # The least share of a product and its collective that is hidden. Large products, which hide less,
-# are as fast one after the other: they are at the limit of the GPU's power.
+# are as fast one after the other (docs/tuning-log.md).
 _LEAST_HIDDEN = 0.15
 # What has been measured, and is therefore taken by default: the devices of a mesh axis, and the
 # bytes that a device sends to another one.
