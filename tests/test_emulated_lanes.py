@@ -109,6 +109,12 @@ def test_is_vmap(emulated, name):
     assert_close(emulated(name, *args), raw(jax.jit(function)(*args)))
 
 
+def test_digamma_of_zero(emulated):
+    # NaN in JAX 0.10.
+    zeros = np.float32([0, -0.0] * 3)
+    assert_close(emulated("digamma", zeros), [np.full_like(zeros, -np.inf)])
+
+
 @pytest.mark.parametrize("name", WIDE)
 def test_is_vmap_of_64_bits(emulated, name, x64):
     function, args = mapped_by(WIDE[name], jax.vmap)
