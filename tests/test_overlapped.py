@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 
 import emulated_gpu
 import emulated_plans
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 from jax import lax, shard_map
 from jax._src.lib import xla_client
-from jax.sharding import AxisType
+from jax._src.lib.mlir import ir
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 from nvrtc_mark import needs_nvrtc
@@ -25,7 +27,7 @@ from benchmarks import overlapped
 from benchmarks import sharded as sharded_programs
 from jax_tilekern.interop import ffi
 from jax_tilekern.ops import planned_kernel
-from jax_tilekern.partitioning import call
+from jax_tilekern.partitioning import call, xla
 from jax_tilekern.partitioning.mesh import hlo_sharding, spec_of
 from jax_tilekern.plans import overlap
 from jax_tilekern.plans.contraction import Contraction
@@ -320,8 +322,11 @@ PRODUCT = Contraction((0, 2), (2, 1), (0, 1))
 OF_TRANSPOSE = Contraction((2, 1), (0, 2), (0, 1))
 
 
-def partitioned(mesh, shapes, specs, contraction=PRODUCT, policy="auto"):
-    """Return what each device runs, and the shardings that XLA gives it."""
+def partitioned(mesh, shapes, specs, contraction=PRODUCT, policy="auto", shared=()):
+    """Return what each device runs, and the shardings that XLA gives it.
+
+    Other calls read the ``shared`` operands.
+    """
     operation = call._operations["tilekern_contract"]
     params = {
         "contraction": contraction, "precision": None, "out_dtype": BFLOAT16, "out_sharding": None
@@ -330,7 +335,7 @@ def partitioned(mesh, shapes, specs, contraction=PRODUCT, policy="auto"):
     *given, wanted = [hlo_sharding(spec, mesh) for spec in specs]
     with jtk.gpu_target("H100"), jtk.policy(policy):
         text = call._text(operation, "cuda", params)
-        (_, taken, _), choices = call._answer(operands, given, result, wanted, text)
+        (_, taken, _), choices = call._answer(operands, given, result, wanted, text, shared)
     return choices, [spec_of(x, 2, mesh) for x in taken]
 
 
@@ -376,6 +381,43 @@ def test_a_plain_jit_does_not_overlap(two):
     for specs in ((COLUMN, ROW, ((), ())), (COLUMN, ROW, COLUMN)):
         (choice,), _ = partitioned((2,), LARGE, specs)
         assert "over axis0" not in choice.call
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", CASES)
+def test_one_all_gather_serves_several_products(two, name):
+    mesh, shapes, specs, contraction, what = CASES[name]
+    rows = 1 if name.startswith("the second") else 0
+
+    def overlaps(shared, policy="auto"):
+        (choice,), _ = partitioned(mesh, shapes, specs, contraction, policy, shared)
+        return what in choice.call
+
+    assert overlaps([1 - rows])
+    assert overlaps([0, 1]) == ("scattered" in name)
+    assert overlaps([0, 1], "kernels")
+
+
+def test_calls_say_which_operands_others_read(two):
+    def function(x, w, v, u):
+        own = x @ jnp.ones((64, 64), x.dtype)
+        return own, jtk.matmul(x, w), jtk.linear(x, v, jnp.ones(64, x.dtype)), jtk.matmul(u, u)
+
+    matrix = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=NamedSharding(two, P("x")))
+    lowered = jax.jit(function).trace(*[matrix] * 4).lower(lowering_platforms=("cuda",))
+    (main,) = (
+        op
+        for op in lowered.compiler_ir().operation.regions[0].blocks[0].operations
+        if "main" in str(op.attributes["sym_name"])
+    )
+    configs = [
+        xla.text_and_shared_operands(ir.StringAttr(op.attributes["backend_config"]).value)
+        for op in main.regions[0].blocks[0].operations
+        if xla._target_of(op) == call.PARTITIONED
+    ]
+    found = [(json.loads(text)["operation"], shared) for text, shared in configs]
+    contract, with_epilogue = "tilekern_contract", "tilekern_contract_with_epilogue"
+    assert found == [(contract, [0]), (with_epilogue, [0]), (contract, [])]
 
 
 # The plans, by their emulated kernels: what ``ffi/cuda_overlap.cc`` does with them.

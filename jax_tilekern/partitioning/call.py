@@ -130,7 +130,9 @@ def lower_partitioned(
     rule = operation.rule(*ctx.avals_in, **params)
     if rule.leader is not None:
         values = _following(ctx, platform, values, rule)
-    return xla.emit_call(ctx, PARTITIONED, values, rule, text)
+    results = xla.emit_call(ctx, PARTITIONED, values, rule, text)
+    xla.mark_shared_operands(PARTITIONED, values)
+    return results
 
 
 def _following(
@@ -214,13 +216,16 @@ def _partition(
     config: bytes | str,
 ) -> _Answer:
     """Return the module of each device, and the shardings of its operands and results."""
-    text = config.decode() if isinstance(config, bytes) else config
+    config = config.decode() if isinstance(config, bytes) else config
+    text, shared = xla.text_and_shared_operands(config)
     question = (*operand_shapes, result_shape, *operand_shardings, result_sharding)
-    key = (text, *map(str, question))
+    key = (config, *map(str, question))
     with _lock:
         found = _answers.get(key)
     if found is None:
-        found = _answer(operand_shapes, operand_shardings, result_shape, result_sharding, text)
+        found = _answer(
+            operand_shapes, operand_shardings, result_shape, result_sharding, text, shared
+        )
         with _lock:
             if len(_answers) >= _MAX_ANSWERS:
                 _answers.clear()
@@ -236,6 +241,7 @@ def _answer(
     result_shape: Any,
     result_sharding: Any,
     text: str,
+    shared: Sequence[int] = (),
 ) -> tuple[_Answer, list[Choice]]:
     content = json.loads(text)
     operation = _operations[content["operation"]]
@@ -253,7 +259,7 @@ def _answer(
     )
     nbytes = [math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *results)]
     n = len(operands)
-    exchange_of = _row_exchanges(operation, operands, params, content)
+    exchange_of = _row_exchanges(operation, operands, params, content, shared)
     partition = choose_partition(
         rule, mesh, specs[:n], specs[n:], nbytes[:n], nbytes[n:],
         lambda partition: sum(x.bytes_sent for x, _ in exchange_of(partition)),
@@ -297,6 +303,7 @@ def _row_exchanges(
     operands: Sequence[Any],
     params: dict[str, Any],
     content: dict[str, Any],
+    shared: Sequence[int],
 ) -> Callable[[Partition], _Exchanges]:
     """Return a function of a partition to the exchange that replaces a collective, if one does.
 
@@ -306,7 +313,7 @@ def _row_exchanges(
     def found(partition: Partition) -> _Exchanges:
         if operation.along_axis is None or content["platform"] != "cuda":
             return []
-        exchange = row_exchange(partition)
+        exchange = row_exchange(partition, shared)
         if exchange is None:
             return []
         local = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax_tilekern.partitioning.local_program import Shard, axis_names
@@ -22,6 +23,8 @@ class RowExchange(NamedTuple):
         The mesh axis.
     scatters
         Whether rows of the result are scattered, and not rows of the operand gathered.
+    is_shared
+        Whether other calls read the operand whose rows are gathered.
     shapes
         Shapes of the operands on a device, the rows of ``operand`` not gathered.
     bytes_sent
@@ -33,16 +36,24 @@ class RowExchange(NamedTuple):
     operand: int
     axis: MeshAxis
     scatters: bool
+    is_shared: bool
     shapes: tuple[tuple[int, ...], ...]
     bytes_sent: float
     partition: Partition
 
 
-def row_exchange(partition: Partition) -> RowExchange | None:
+def row_exchange(partition: Partition, shared: Sequence[int]) -> RowExchange | None:
     """Return the exchange that takes the place of a collective of a product, if one can.
 
     It is the all-gather of the first dimension of an operand, or the reduce-scatter of the first
     dimension of the result, over one mesh axis.
+
+    Parameters
+    ----------
+    partition
+        How the call is partitioned.
+    shared
+        The operands that other calls read.
     """
     rule = partition.rule
     if len(rule.operands) != 2 or len(rule.results) != 1 or partition.sum is not None:
@@ -85,6 +96,7 @@ def row_exchange(partition: Partition) -> RowExchange | None:
         operand,
         MeshAxis(name, partition.mesh[axis], stride),
         result.is_combined,
+        operand in shared and not result.is_combined,
         tuple(shapes),
         result.bytes_sent if result.is_combined else partition.operands[operand].bytes_sent,
         dataclasses.replace(partition, operands=tuple(operands), results=results),

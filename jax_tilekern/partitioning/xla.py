@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -130,6 +131,44 @@ def emit_call(
         _mlir.lower_with_sharding_in_types(ctx, result, aval)
         for result, aval in zip(call.results, ctx.avals_out, strict=True)
     ]
+
+
+def mark_shared_operands(target: str, values: Sequence[Any]) -> None:
+    """Write into the text of calls of ``target`` which of their operands others of them read.
+
+    The numbers of these operands follow the text as a second line.
+
+    Parameters
+    ----------
+    target
+        The target of :func:`emit_call`.
+    values
+        The operands of a call that was emitted.
+    """
+
+    def readers(value: Any) -> set[Any]:
+        owners = {use.owner for use in value.uses}
+        return {call for call in owners if _target_of(call) == target}
+
+    by_value = {value: readers(value) for value in values}
+    calls = {call for owners in by_value.values() if len(owners) > 1 for call in owners}
+    for call in calls:
+        shared = [i for i, value in enumerate(call.operands) if len(readers(value)) > 1]
+        text, _, _ = _ir.StringAttr(call.attributes["backend_config"]).value.partition("\n")
+        call.attributes["backend_config"] = _ir.StringAttr.get(f"{text}\n{json.dumps(shared)}")
+
+
+def text_and_shared_operands(config: str) -> tuple[str, list[int]]:
+    """Return the text of :func:`emit_call`, and what :func:`mark_shared_operands` adds to it."""
+    text, _, shared = config.partition("\n")
+    return text, json.loads(shared or "[]")
+
+
+def _target_of(call: Any) -> str | None:
+    if call.name != "stablehlo.custom_call":
+        return None
+    name: str = _ir.StringAttr(call.attributes["call_target_name"]).value
+    return name
 
 
 def _load_lapack() -> None:

@@ -69,6 +69,11 @@ def current_parts() -> int | None:
     return _parts.value
 
 
+def is_asked_for() -> bool:
+    """Return whether products overlap that are not known to be faster."""
+    return bool(current_parts()) or current_policy() == "kernels"
+
+
 def parts_of_rows(
     *,
     scatters: bool,
@@ -109,7 +114,7 @@ def parts_of_rows(
         return f"parts of the rows are no multiples of {_ALIGNMENT} bytes"
     if asked:
         return parts
-    if current_policy() != "kernels":
+    if not is_asked_for():
         why = _not_measured(axis, dtype)
         if why:
             return f'{why} (jax_tilekern.policy("kernels") takes an overlapped product)'
