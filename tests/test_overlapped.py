@@ -322,11 +322,8 @@ PRODUCT = Contraction((0, 2), (2, 1), (0, 1))
 OF_TRANSPOSE = Contraction((2, 1), (0, 2), (0, 1))
 
 
-def partitioned(mesh, shapes, specs, contraction=PRODUCT, policy="auto", shared=()):
-    """Return what each device runs, and the shardings that XLA gives it.
-
-    Other calls read the ``shared`` operands.
-    """
+def partitioned(mesh, shapes, specs, contraction=PRODUCT, policy="auto", readers=()):
+    """Return what each device runs, and the shardings that XLA gives it."""
     operation = call._operations["tilekern_contract"]
     params = {
         "contraction": contraction, "precision": None, "out_dtype": BFLOAT16, "out_sharding": None
@@ -335,7 +332,7 @@ def partitioned(mesh, shapes, specs, contraction=PRODUCT, policy="auto", shared=
     *given, wanted = [hlo_sharding(spec, mesh) for spec in specs]
     with jtk.gpu_target("H100"), jtk.policy(policy):
         text = call._text(operation, "cuda", params)
-        (_, taken, _), choices = call._answer(operands, given, result, wanted, text, shared)
+        (_, taken, _), choices = call._answer(operands, given, result, wanted, text, readers)
     return choices, [spec_of(x, 2, mesh) for x in taken]
 
 
@@ -387,21 +384,21 @@ def test_a_plain_jit_does_not_overlap(two):
 @pytest.mark.parametrize("name", CASES)
 def test_one_all_gather_serves_several_products(two, name):
     mesh, shapes, specs, contraction, what = CASES[name]
-    rows = 1 if name.startswith("the second") else 0
+    one_of_the_rows = [2, 1] if name.startswith("the second") else [1, 2]
 
-    def overlaps(shared, policy="auto"):
-        (choice,), _ = partitioned(mesh, shapes, specs, contraction, policy, shared)
+    def overlaps(readers, policy="auto"):
+        (choice,), _ = partitioned(mesh, shapes, specs, contraction, policy, readers)
         return what in choice.call
 
-    assert overlaps([1 - rows])
-    assert overlaps([0, 1]) == ("scattered" in name)
-    assert overlaps([0, 1], "kernels")
+    assert overlaps(one_of_the_rows)
+    assert overlaps([2, 2]) == ("scattered" in name)
+    assert overlaps([2, 2], "kernels")
 
 
-def test_calls_say_which_operands_others_read(two):
+def test_calls_say_how_many_like_them_read_their_operands(two):
     def function(x, w, v, u):
-        own = x @ jnp.ones((64, 64), x.dtype)
-        return own, jtk.matmul(x, w), jtk.linear(x, v, jnp.ones(64, x.dtype)), jtk.matmul(u, u)
+        layer = jtk.linear(x, v, jnp.ones(64, x.dtype))
+        return jtk.matmul(x, w), layer, jtk.matmul(x.T, v), jtk.matmul(x, u), jtk.matmul(u, u)
 
     matrix = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=NamedSharding(two, P("x")))
     lowered = jax.jit(function).trace(*[matrix] * 4).lower(lowering_platforms=("cuda",))
@@ -410,14 +407,17 @@ def test_calls_say_which_operands_others_read(two):
         for op in lowered.compiler_ir().operation.regions[0].blocks[0].operations
         if "main" in str(op.attributes["sym_name"])
     )
-    configs = [
-        xla.text_and_shared_operands(ir.StringAttr(op.attributes["backend_config"]).value)
+    found = [
+        (xla._text_of(op, call.PARTITIONED), ir.StringAttr(op.attributes["backend_config"]).value)
         for op in main.regions[0].blocks[0].operations
-        if xla._target_of(op) == call.PARTITIONED
+        if xla._text_of(op, call.PARTITIONED)
     ]
-    found = [(json.loads(text)["operation"], shared) for text, shared in configs]
-    contract, with_epilogue = "tilekern_contract", "tilekern_contract_with_epilogue"
-    assert found == [(contract, [0]), (with_epilogue, [0]), (contract, [])]
+    readers = [xla.text_and_readers(config)[1] for _, config in found]
+    names = [json.loads(text)["operation"].removeprefix("tilekern_") for text, _ in found]
+    fused, product = "contract_with_epilogue", "contract"
+    assert [*zip(names, readers, strict=True)] == [
+        (fused, []), (product, [2, 1]), (product, []), (product, [2, 2]), (product, [1, 2])
+    ]  # fmt: skip
 
 
 # The plans, by their emulated kernels: what ``ffi/cuda_overlap.cc`` does with them.

@@ -45,7 +45,9 @@ def partition_of(rule, mesh, lhs, rhs, out, itemsize=2):
         tuple(tuple(a for a, dim in enumerate(dims) if dim == i) for i in range(2))
         for dims in (lhs, rhs, out)
     ]
-    return choose_partition(rule, mesh, specs[:2], specs[2:], *sizes_in_bytes(rule, itemsize))
+    return choose_partition(
+        rule, mesh, specs[:2], specs[2:], *sizes_in_bytes(rule, itemsize), [1, 1]
+    )
 
 
 @pytest.mark.skipif(devices() is None, reason="eight CPU devices")
@@ -113,7 +115,7 @@ def test_a_label_has_one_order_in_every_operand(operands, result, seed):
     sizes = {x: int(rng.choice([16, 32, 64, 128])) for x in labels}
     rule = ShardingRule(operands, (result,), sizes, flops=2 * math.prod(sizes.values()))
     specs = [random_spec(rng, len(dims), len(mesh)) for dims in (*operands, result)]
-    found = choose_partition(rule, mesh, specs[:2], specs[2:], *sizes_in_bytes(rule, 4))
+    found = choose_partition(rule, mesh, specs[:2], specs[2:], *sizes_in_bytes(rule, 4), [1, 1])
     for dims, given, operand in zip(operands, specs[:2], found.operands, strict=True):
         by_xla = operand.steps[: len(operand.steps) - len(operand.in_program)]
         assert operand.spec == specs_of(given, by_xla)[-1]
@@ -146,7 +148,7 @@ def test_padding_is_not_moved_or_scattered(k):
 def test_a_reduction_without_neutral_padding_is_split_evenly():
     for size, axes in ((8, (0,)), (7, ())):
         rule = ShardingRule(((0,),), ((),), {0: size}, flops=size, zero_padding=False)
-        found = choose_partition(rule, (2,), [((0,),)], [()], [4 * size], [4])
+        found = choose_partition(rule, (2,), [((0,),)], [()], [4 * size], [4], [1])
         assert found.axes[0] == axes
 
 

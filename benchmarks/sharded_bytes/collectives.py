@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 _COLLECTIVE = re.compile(
-    r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\("
 )
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
@@ -27,7 +27,11 @@ def collectives(compiled: Any) -> list[Collective]:
     for line in compiled.as_text().splitlines():
         match = _COLLECTIVE.search(line)
         if match:
-            size, group = _bytes(match[1]), _group_size(line)
+            types = match[1]
+            if match[3] and match[2] != "all-reduce":
+                # The start of an asynchronous one has operands, results and what else it needs.
+                _, types, *_ = _elements(types)
+            size, group = _bytes(types), _group_size(line)
             share = (group - 1) / group
             factor = {
                 "all-gather": share,
@@ -48,6 +52,18 @@ def bytes_sent(compiled: Any) -> float:
 def total_bytes(found: Iterable[Collective]) -> float:
     """Return the bytes that each device sends for some collectives."""
     return sum(collective.bytes_sent for collective in found)
+
+
+def _elements(tuple_type: str) -> list[str]:
+    """Return the types in a tuple's type."""
+    elements, depth = [""], 0
+    for character in tuple_type[1:-1]:
+        depth += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            elements.append("")
+        else:
+            elements[-1] += character
+    return elements
 
 
 def _bytes(arrays: str) -> int:

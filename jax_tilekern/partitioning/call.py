@@ -131,7 +131,7 @@ def lower_partitioned(
     if rule.leader is not None:
         values = _following(ctx, platform, values, rule)
     results = xla.emit_call(ctx, PARTITIONED, values, rule, text)
-    xla.mark_shared_operands(PARTITIONED, values)
+    xla.count_readers(PARTITIONED, values)
     return results
 
 
@@ -217,14 +217,14 @@ def _partition(
 ) -> _Answer:
     """Return the module of each device, and the shardings of its operands and results."""
     config = config.decode() if isinstance(config, bytes) else config
-    text, shared = xla.text_and_shared_operands(config)
+    text, readers = xla.text_and_readers(config)
     question = (*operand_shapes, result_shape, *operand_shardings, result_sharding)
     key = (config, *map(str, question))
     with _lock:
         found = _answers.get(key)
     if found is None:
         found = _answer(
-            operand_shapes, operand_shardings, result_shape, result_sharding, text, shared
+            operand_shapes, operand_shardings, result_shape, result_sharding, text, readers
         )
         with _lock:
             if len(_answers) >= _MAX_ANSWERS:
@@ -241,7 +241,7 @@ def _answer(
     result_shape: Any,
     result_sharding: Any,
     text: str,
-    shared: Sequence[int] = (),
+    readers: Sequence[int] = (),
 ) -> tuple[_Answer, list[Choice]]:
     content = json.loads(text)
     operation = _operations[content["operation"]]
@@ -259,9 +259,10 @@ def _answer(
     )
     nbytes = [math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *results)]
     n = len(operands)
-    exchange_of = _row_exchanges(operation, operands, params, content, shared)
+    readers = readers or [1] * n
+    exchange_of = _row_exchanges(operation, operands, params, content, readers)
     partition = choose_partition(
-        rule, mesh, specs[:n], specs[n:], nbytes[:n], nbytes[n:],
+        rule, mesh, specs[:n], specs[n:], nbytes[:n], nbytes[n:], readers,
         lambda partition: sum(x.bytes_sent for x, _ in exchange_of(partition)),
     )  # fmt: skip
     described = partition.described()
@@ -303,7 +304,7 @@ def _row_exchanges(
     operands: Sequence[Any],
     params: dict[str, Any],
     content: dict[str, Any],
-    shared: Sequence[int],
+    readers: Sequence[int],
 ) -> Callable[[Partition], _Exchanges]:
     """Return a function of a partition to the exchange that replaces a collective, if one does.
 
@@ -313,7 +314,7 @@ def _row_exchanges(
     def found(partition: Partition) -> _Exchanges:
         if operation.along_axis is None or content["platform"] != "cuda":
             return []
-        exchange = row_exchange(partition, shared)
+        exchange = row_exchange(partition, readers)
         if exchange is None:
             return []
         local = [

@@ -36,6 +36,7 @@ def choose_partition(
     results: Sequence[Spec],
     operand_bytes: Sequence[int],
     result_bytes: Sequence[int],
+    readers: Sequence[int],
     sent_meanwhile: Callable[[Partition], float] = lambda _: 0.0,
 ) -> Partition:
     """Choose the partition of a call.
@@ -50,6 +51,9 @@ def choose_partition(
         The present spec of each operand, and the wanted spec of each result.
     operand_bytes, result_bytes
         Sizes of the whole arrays in bytes.
+    readers
+        How many calls of this kind read each operand. XLA reshards it once for all of them, so each
+        is charged with its share.
     sent_meanwhile
         ``sent_meanwhile(partition)`` returns the bytes that a device sends while it computes.
     """
@@ -58,6 +62,7 @@ def choose_partition(
         mesh,
         [_Sharded(*x) for x in zip(rule.operands, operands, operand_bytes, strict=True)],
         [_Sharded(*x) for x in zip(rule.results, results, result_bytes, strict=True)],
+        readers,
         sent_meanwhile,
     )
     options = [call.options(axis) for axis in range(len(mesh))]
@@ -91,6 +96,7 @@ class _Call:
     mesh: MeshShape
     operands: Sequence[_Sharded]
     results: Sequence[_Sharded]
+    readers: Sequence[int]
     sent_meanwhile: Callable[[Partition], float]
 
     @property
@@ -126,7 +132,9 @@ class _Call:
         flops = self.rule.flops / _FLOPS_PER_LINK_BYTE
         memory = sum(x.nbytes for x in self.arrays) / _MEMORY_BYTES_PER_LINK_BYTE
         work = max(flops, memory) / partition.parts(axes_of(tuple(partition.axes.values())))
-        sent = sum(x.bytes_sent for x in partition.operands)
+        sent = sum(
+            x.bytes_sent / count for x, count in zip(partition.operands, self.readers, strict=True)
+        )
         sent += sum(x.bytes_sent for x in partition.computed)
         return work + sent - min(work, self.sent_meanwhile(partition))
 

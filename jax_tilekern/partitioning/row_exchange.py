@@ -24,7 +24,7 @@ class RowExchange(NamedTuple):
     scatters
         Whether rows of the result are scattered, and not rows of the operand gathered.
     is_shared
-        Whether other calls read the operand whose rows are gathered.
+        Whether other calls of this kind read the operand whose rows are gathered.
     shapes
         Shapes of the operands on a device, the rows of ``operand`` not gathered.
     bytes_sent
@@ -42,7 +42,7 @@ class RowExchange(NamedTuple):
     partition: Partition
 
 
-def row_exchange(partition: Partition, shared: Sequence[int]) -> RowExchange | None:
+def row_exchange(partition: Partition, readers: Sequence[int]) -> RowExchange | None:
     """Return the exchange that takes the place of a collective of a product, if one can.
 
     It is the all-gather of the first dimension of an operand, or the reduce-scatter of the first
@@ -52,8 +52,8 @@ def row_exchange(partition: Partition, shared: Sequence[int]) -> RowExchange | N
     ----------
     partition
         How the call is partitioned.
-    shared
-        The operands that other calls read.
+    readers
+        How many calls of this kind read each operand.
     """
     rule = partition.rule
     if len(rule.operands) != 2 or len(rule.results) != 1 or partition.sum is not None:
@@ -96,7 +96,7 @@ def row_exchange(partition: Partition, shared: Sequence[int]) -> RowExchange | N
         operand,
         MeshAxis(name, partition.mesh[axis], stride),
         result.is_combined,
-        operand in shared and not result.is_combined,
+        readers[operand] > 1 and not result.is_combined,
         tuple(shapes),
         result.bytes_sent if result.is_combined else partition.operands[operand].bytes_sent,
         dataclasses.replace(partition, operands=tuple(operands), results=results),

@@ -133,10 +133,11 @@ def emit_call(
     ]
 
 
-def mark_shared_operands(target: str, values: Sequence[Any]) -> None:
-    """Write into the text of calls of ``target`` which of their operands others of them read.
+def count_readers(target: str, values: Sequence[Any]) -> None:
+    """Write into the text of calls of ``target`` how many calls like it read each operand.
 
-    The numbers of these operands follow the text as a second line.
+    Those are the calls of the same text that read it as the same operand. The counts follow the
+    text as a second line, if any is above 1.
 
     Parameters
     ----------
@@ -146,29 +147,39 @@ def mark_shared_operands(target: str, values: Sequence[Any]) -> None:
         The operands of a call that was emitted.
     """
 
-    def readers(value: Any) -> set[Any]:
-        owners = {use.owner for use in value.uses}
-        return {call for call in owners if _target_of(call) == target}
+    def count(call: Any, place: int) -> int:
+        uses = call.operands[place].uses
+        return sum(
+            use.operand_number == place and _text_of(use.owner, target) == _text_of(call, target)
+            for use in uses
+        )
 
-    by_value = {value: readers(value) for value in values}
-    calls = {call for owners in by_value.values() if len(owners) > 1 for call in owners}
+    calls = {use.owner for value in values for use in value.uses if _text_of(use.owner, target)}
     for call in calls:
-        shared = [i for i, value in enumerate(call.operands) if len(readers(value)) > 1]
-        text, _, _ = _ir.StringAttr(call.attributes["backend_config"]).value.partition("\n")
-        call.attributes["backend_config"] = _ir.StringAttr.get(f"{text}\n{json.dumps(shared)}")
+        counts = [count(call, place) for place in range(len(call.operands))]
+        if max(counts) > 1:
+            text = f"{_text_of(call, target)}\n{json.dumps(counts)}"
+            call.attributes["backend_config"] = _ir.StringAttr.get(text)
 
 
-def text_and_shared_operands(config: str) -> tuple[str, list[int]]:
-    """Return the text of :func:`emit_call`, and what :func:`mark_shared_operands` adds to it."""
-    text, _, shared = config.partition("\n")
-    return text, json.loads(shared or "[]")
+def text_and_readers(config: str) -> tuple[str, list[int]]:
+    """Return the text of :func:`emit_call`, and the counts of :func:`count_readers` if it has them.
+
+    The list is empty where no operand has several readers.
+    """
+    text, _, counts = config.partition("\n")
+    return text, json.loads(counts or "[]")
 
 
-def _target_of(call: Any) -> str | None:
-    if call.name != "stablehlo.custom_call":
+def _text_of(call: Any, target: str) -> str | None:
+    """Return the text of a call of ``target``, or ``None`` for another operation."""
+    if (
+        call.name != "stablehlo.custom_call"
+        or _ir.StringAttr(call.attributes["call_target_name"]).value != target
+    ):
         return None
-    name: str = _ir.StringAttr(call.attributes["call_target_name"]).value
-    return name
+    config: str = _ir.StringAttr(call.attributes["backend_config"]).value
+    return text_and_readers(config)[0]
 
 
 def _load_lapack() -> None:

@@ -1,0 +1,163 @@
+"""Programs as XLA compiles them for H100s, at the defaults: what they launch, move, send and keep.
+
+    pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
+
+with the version of JAX, lets these tests run without a GPU.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_programs import compiled, kernels, mesh_of, moved, temporary_bytes
+from jax.sharding import PartitionSpec as P
+from nvrtc_mark import needs_nvrtc
+
+import jax_tilekern as jtk
+from benchmarks import sharded as sharded_programs
+from benchmarks.sharded_bytes import SLACK
+from benchmarks.sharded_bytes.collectives import bytes_sent, collectives
+from jax_tilekern.plans import overlap
+
+pytest.importorskip("jax_cuda13_plugin")
+pytestmark = [needs_nvrtc, pytest.mark.defaults]
+
+MIB = 2**20
+# Bounds of groups, indices and counters.
+SMALL = MIB
+
+
+def array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def gradients(function, count):
+    def loss(*args):
+        return jnp.sum(function(*args).astype(np.float32) ** 2)
+
+    return jax.grad(loss, tuple(range(count)))
+
+
+def ragged(x, w):
+    return jtk.ragged_dot(x, w, jnp.full(8, 1024, np.int32))
+
+
+def fp8(x, w):
+    return jtk.fp8_dot_general(x, w, (((1,), (0,)), ((), ())))
+
+
+SQUARE = array(1024, 1024)
+# Function, operands, and kernels that a program launches.
+READ_IN_PLACE = {
+    "products of every major order": (
+        lambda x, y: [jtk.matmul(a, b) for a in (x, x.T) for b in (y, y.T)],
+        (SQUARE, SQUARE), {"wgmma_matmul_bf": 4},
+    ),
+    "a product and its gradients": (
+        gradients(jtk.matmul, 2), (SQUARE, SQUARE), {"wgmma_matmul_bf": 3},
+    ),
+    "a layer and its gradients": (
+        gradients(jtk.linear, 3), (SQUARE, SQUARE, array(1024)), {"wgmma_matmul_bf": 3},
+    ),
+    "groups and their gradients": (
+        gradients(ragged, 2), (array(8192, 2048), array(8, 2048, 2048)),
+        {"ragged_wgmma_matmul_bf": 3},
+    ),
+    "8-bit products and their gradients": (
+        gradients(fp8, 2), (array(8192, 4096), array(4096, 4096)),
+        {"quantize_bfloat": 3, "scaled_wgmma_matmul_fp": 3},
+    ),
+    "a permutation": (
+        lambda x: jtk.transpose(x, (0, 2, 1)), (array(16, 1024, 1024),), {"tiles": 1},
+    ),
+    "decompositions of batches": (
+        jtk.linalg.svd, (array(10000, 3, 3, dtype=np.float32),), {"matrix_svd_float32_3x": 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ_IN_PLACE)
+def test_operands_are_read_in_place(name):
+    function, avals, launched = READ_IN_PLACE[name]
+    program = compiled(function, *avals)
+    assert moved(program) == []
+    found = kernels(program)
+    assert {kernel: found.count(kernel) for kernel in set(found)} == launched
+
+
+T, D, H, E, K = 16384, 2560, 1280, 64, 4
+LAYER = (
+    array(T, D), array(E, D, H), array(E, D, H), array(E, H, D),
+    array(T, K, dtype=np.float32), array(T, K, dtype=np.int32),
+)  # fmt: skip
+
+
+def layer(x, up, gate, down, weights, indices):
+    return jtk.moe(x, up, down, indices, weights, w_gate=gate)
+
+
+def test_memory_of_a_mixture():
+    """Rows of pairs and their hidden values; with the gradient, two cotangents of the latter."""
+    rows, hidden = 2 * T * K * D, 2 * T * K * H
+    assert temporary_bytes(compiled(layer, *LAYER)) <= rows + hidden + SMALL
+    program = compiled(gradients(layer, 5), *LAYER)
+    assert temporary_bytes(program) <= rows + 2 * hidden + SMALL
+    assert moved(program) == []
+
+
+def test_memory_of_groups_is_that_of_a_cotangent():
+    x, w = array(8192, 2048), array(8, 2048, 2048)
+    assert temporary_bytes(compiled(gradients(ragged, 2), x, w)) <= 2 * 8192 * 2048 + SMALL
+
+
+def test_memory_of_a_cross_entropy_is_not_that_of_its_logits():
+    def loss(x, w, labels):
+        return jnp.sum(jtk.linear_cross_entropy(x, w, labels))
+
+    tokens, width, vocabulary = 16384, 2048, 131072
+    args = array(tokens, width), array(width, vocabulary), array(tokens, dtype=np.int32)
+    program = compiled(jax.grad(loss, (0, 1)), *args)
+    assert temporary_bytes(program) < 2 * tokens * vocabulary / 2
+
+
+# Sharded programs.
+
+
+def of_this_package_and_jax(program, devices):
+    mesh = mesh_of((devices,), ("x",))
+    avals = [array(*x, dtype=jnp.bfloat16 if len(x) > 1 else np.int32) for x in program.shapes]
+    for products in (
+        (jtk.matmul, jtk.ragged_dot), (jnp.matmul, jax.lax.ragged_dot),
+    ):  # fmt: skip
+        function = program.function(*products)
+        yield compiled(function, *avals, mesh=mesh, specs=program.specs, out=program.out)
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_sharded_programs_send_no_more_than_those_of_jax(devices, monkeypatch):
+    monkeypatch.setattr(overlap, "why_no_exchange", lambda: "collectives are compared")
+    compared = 0
+    for program in sharded_programs.programs(devices):
+        if program.added is None:
+            ours, theirs = of_this_package_and_jax(program, devices)
+            assert bytes_sent(ours) <= SLACK * bytes_sent(theirs), program.name
+            assert temporary_bytes(ours) <= SLACK * temporary_bytes(theirs) + SMALL, program.name
+            compared += 1
+    assert compared >= 10
+
+
+def test_gathered_rows_are_overlapped_where_one_product_reads_them(monkeypatch):
+    monkeypatch.setattr(overlap, "why_no_exchange", lambda: "")
+    mesh, by_columns = mesh_of((2,), ("x",)), P(None, "x")
+    x, w = array(16384, 4096), array(4096, 4096)
+
+    def program(function, *others):
+        specs = (P("x"), *[by_columns] * (1 + len(others)))
+        out = (by_columns,) * (1 + len(others))
+        return compiled(function, x, w, *others, mesh=mesh, specs=specs, out=out)
+
+    one = program(lambda x, w: (jtk.matmul(x, w),))
+    assert collectives(one) == []
+    assert "jax_tilekern_cuda_launch_overlapped" in one.as_text()
+    several = program(lambda x, w, v: (jtk.matmul(x, w), jtk.matmul(x, v)), w)
+    assert [c.kind for c in collectives(several)] == ["all-gather"]
