@@ -258,6 +258,26 @@ def test_groups(rng, scheme, transform):
     assert bytes_sent(ours) <= SLACK * bytes_sent(theirs), (collectives(ours), collectives(theirs))
 
 
+@pytest.mark.parametrize(
+    ("rows", "groups", "kind"), [(32, 16, "all-gather"), (512, 2, "all-reduce")]
+)
+def test_a_gradient_of_groups_sends_rows_or_matrices(rng, rows, groups, kind):
+    """Whichever are fewer bytes, where devices have rows and every device wants all matrices."""
+    mesh = mesh_of((AUTO, AUTO))
+    sizes = np.asarray(rng.multinomial(rows - 3, np.full(groups, 1 / groups)), np.int32)
+    x, cotangent = integers(rng, rows, 8), integers(rng, rows, 16)
+
+    def gradient(x, cotangent):
+        w = jnp.zeros((groups, 8, 16), x.dtype)
+        return jax.vjp(lambda w: jtk.ragged_dot(x, w, sizes), w)[1](cotangent)[0]
+
+    args = [put(mesh, array, P(("d", "m"))) for array in (x, cotangent)]
+    whole = jax.jit(gradient, out_shardings=NamedSharding(mesh, P()))
+    compiled = whole.lower(*args).compile()
+    assert {c.kind for c in collectives(compiled)} == {kind}
+    np.testing.assert_array_equal(compiled(*args), jax.jit(gradient)(x, cotangent))
+
+
 def test_sharded_group_sizes(rng):
     mesh = mesh_of((AUTO, AUTO))
     sizes = np.asarray(rng.multinomial(ROWS - 3, np.full(GROUPS, 1 / GROUPS)), np.int32)

@@ -28,7 +28,7 @@ def collectives(compiled: Any) -> list[Collective]:
         match = _COLLECTIVE.search(line)
         if match:
             types = match[1]
-            if match[3] and match[2] != "all-reduce":
+            if match[3] and (match[2] != "all-reduce" or types.startswith("((")):
                 # The start of an asynchronous one has operands, results and what else it needs.
                 _, types, *_ = _elements(types)
             size, group = _bytes(types), _group_size(line)

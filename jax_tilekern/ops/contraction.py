@@ -201,7 +201,12 @@ def sharding_rule(
     flops = 2 * math.prod(size for label, size in sizes.items() if label != c.group)
     if c.group is not None:
         sizes[c.group] = bounds[0].shape[-1] - 1
-    return ShardingRule((c.lhs, c.rhs, *prefixes), (c.out,), sizes, flops=flops, names=c.names)
+    # A matrix for each group is the largest of the three arrays where groups have few rows.
+    gatherable = frozenset({c.ragged} - {None, *c.out})
+    return ShardingRule(
+        (c.lhs, c.rhs, *prefixes), (c.out,), sizes, flops=flops, names=c.names,
+        gatherable=gatherable,
+    )  # fmt: skip
 
 
 def _localised(

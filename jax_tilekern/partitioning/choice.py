@@ -1,7 +1,7 @@
 """The choice of a partition: which label each mesh axis splits.
 
 An axis splits the label along which all operands are split alike, as in XLA's own operations and as
-the user's shardings request. Otherwise it splits the label with which a device sends the fewest
+the user's shardings request, unless the rule lets a device gather them. Otherwise it splits the label with which a device sends the fewest
 bytes, or none.
 """
 
@@ -104,11 +104,16 @@ class _Call:
         return (*self.operands, *self.results)
 
     def options(self, axis: int) -> list[int | None]:
-        """Return the labels that an axis may split, or the one that it splits alike already."""
+        """Return the labels that an axis may split, or the one that it splits alike already.
+
+        ``None`` is for no label.
+        """
         labels = dict.fromkeys([*(x.label(axis) for x in self.arrays), *self.rule.shared])
         splittable = [label for label in labels if label in self.rule.splittable]
         alike = [label for label in splittable if label is not None and self._alike(label, axis)]
-        return [*alike[:1]] or [*splittable, None]
+        if alike:
+            return [alike[0], *([None] if alike[0] in self.rule.gatherable else [])]
+        return [*splittable, None]
 
     def _alike(self, label: int, axis: int) -> bool:
         """Return whether an axis splits all operands along a label, and in the same way."""

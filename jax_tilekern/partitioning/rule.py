@@ -53,6 +53,9 @@ class ShardingRule:
     blocked
         Labels whose positions are blocks: in some arrays the dimension is several times as long as
         ``sizes`` says. They are split into equal parts only.
+    gatherable
+        Reductions along which devices may gather operands that are split alike: the parts of the
+        result may be larger than the operands.
     leader
         The operand like which the results are split where the operands are split unlike each other.
         Without it XLA may replicate the results then.
@@ -71,6 +74,7 @@ class ShardingRule:
     unsplit: frozenset[int] = frozenset()
     shared: frozenset[int] = frozenset()
     blocked: frozenset[int] = frozenset()
+    gatherable: frozenset[int] = frozenset()
     leader: int | None = None
 
     @property
