@@ -202,7 +202,7 @@ def sharding_rule(
     if c.group is not None:
         sizes[c.group] = bounds[0].shape[-1] - 1
     # A matrix for each group is the largest of the three arrays where groups have few rows.
-    gatherable = frozenset({c.ragged} - {None, *c.out})
+    gatherable = frozenset(label for label in c.lhs if label == c.ragged) - set(c.out)
     return ShardingRule(
         (c.lhs, c.rhs, *prefixes), (c.out,), sizes, flops=flops, names=c.names,
         gatherable=gatherable,

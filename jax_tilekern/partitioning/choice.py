@@ -1,8 +1,8 @@
 """The choice of a partition: which label each mesh axis splits.
 
 An axis splits the label along which all operands are split alike, as in XLA's own operations and as
-the user's shardings request, unless the rule lets a device gather them. Otherwise it splits the label with which a device sends the fewest
-bytes, or none.
+the user's shardings request, unless the rule lets devices gather them. Otherwise it splits the
+label with which a device sends the fewest bytes, or none.
 """
 
 from __future__ import annotations
