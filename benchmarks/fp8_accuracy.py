@@ -26,7 +26,7 @@ from benchmarks.records.record import Record, program_record
 from jax_tilekern.cli import network
 from jax_tilekern.cli.console import output_file, write_json
 from jax_tilekern.cli.digits import load_digits
-from jax_tilekern.ops.scaled_matmul import dequantized
+from jax_tilekern.ops.scaled_operands import dequantized
 from jax_tilekern.plans.quantize import BLOCK
 
 HELP = "compare products and training in 8-bit floats with exact and 16-bit ones"

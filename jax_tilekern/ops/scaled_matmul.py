@@ -7,11 +7,10 @@ one kernel takes them all.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
 from jax_tilekern.interop import compat
-from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.contraction import as_dot_general, contract
 from jax_tilekern.ops.contraction_lowering import LoweredProduct, cuda_kernel
 from jax_tilekern.ops.fused_contraction import (
@@ -37,20 +35,23 @@ from jax_tilekern.ops.fused_contraction import (
 from jax_tilekern.ops.fused_lowering import fused_kernel
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.labelled_operands import check_operands, product_by_lax
-from jax_tilekern.ops.quantize import of_elements
+from jax_tilekern.ops.scaled_layout import scales_in_memory, stored_scales, strided_product
+from jax_tilekern.ops.scaled_operands import (
+    blocks_of,
+    check_scales,
+    check_types,
+    dequantized,
+    refuse_tangents,
+)
 from jax_tilekern.partitioning.local_program import FunctionOfSum
 from jax_tilekern.partitioning.rule import Dims, ShardingRule
 from jax_tilekern.plans.contraction import (
     Contraction,
-    Dimension,
     Labels,
     labelled,
-    merged,
-    row_major_strides,
 )
-from jax_tilekern.plans.gemm.arithmetic import FP8, TYPES
-from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import SCALES_OF_COPY, ScaledProduct, Scales
+from jax_tilekern.plans.gemm.arithmetic import TYPES
+from jax_tilekern.plans.gemm.problem import SCALES_OF_COPY, ScaledProduct
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.primitives.linearity import tangents_out
@@ -169,45 +170,6 @@ def scaled_matmul(
     return result if epilogue is None else nested([result])
 
 
-def check_types(function: str, lhs: Array, rhs: Array, out: Any) -> None:
-    """Raise an error unless the types of a product and its contracted sizes fit."""
-    for name, x in (("lhs", lhs), ("rhs", rhs)):
-        if x.dtype not in FP8:
-            raise TypeError(
-                f"{function} multiplies float8_e4m3fn and float8_e5m2, and {name} is {x.dtype}; "
-                "jax_tilekern.quantize makes them"
-            )
-        if x.ndim < 2:
-            raise ValueError(f"{name} of {function} has at least 2 dimensions, not {x.shape}")
-    if not jnp.issubdtype(out, jnp.floating):
-        raise TypeError(f"preferred_element_type of {function} is a float type, not {out}")
-    if lhs.shape[-1] != rhs.shape[-1]:
-        raise ValueError(
-            f"{function} contracts the last dimensions, which differ: "
-            f"lhs {lhs.shape}, rhs {rhs.shape}"
-        )
-
-
-def check_scales(function: str, name: str, x: Array, scales: Array, rows: Sequence[int]) -> None:
-    """Raise an error unless scales fit an operand; they may have so many rows."""
-    if scales.dtype != np.float32:
-        raise TypeError(f"{name}_scales of {function} are float32, not {scales.dtype}")
-    *leading, _, k = x.shape
-    possible = [
-        (*leading, r, c) for r in dict.fromkeys(rows) for c in dict.fromkeys((blocks_of(k), 1))
-    ]
-    if scales.shape not in possible:
-        raise ValueError(
-            f"{name}_scales have shape {scales.shape}; {name} {x.shape} has scales of shape "
-            + " or ".join(map(str, possible))
-        )
-
-
-def blocks_of(size: int) -> int:
-    """Return the number of blocks along a dimension."""
-    return -(-size // BLOCK)
-
-
 def _check(lhs: Array, rhs: Array, lhs_scales: Array, rhs_scales: Array, out: Any) -> None:
     check_types("scaled_matmul", lhs, rhs, out)
     if lhs.ndim > 2 and rhs.ndim > 2 and lhs.shape[:-2] != rhs.shape[:-2]:
@@ -218,15 +180,6 @@ def _check(lhs: Array, rhs: Array, lhs_scales: Array, rhs_scales: Array, out: An
     for name, x, scales in (("lhs", lhs, lhs_scales), ("rhs", rhs, rhs_scales)):
         rows = x.shape[-2]
         check_scales("scaled_matmul", name, x, scales, (rows, blocks_of(rows), 1))
-
-
-def dequantized(x: Array, scales: Array) -> Array:
-    """Return values times the scales of their blocks, in float32."""
-    for axis in (x.ndim - 2, x.ndim - 1):
-        size = x.shape[axis]
-        if scales.shape[axis] not in (1, size):
-            scales = of_elements(scales, axis, size)
-    return x.astype(np.float32) * scales
 
 
 # The primitive has an epilogue, or ``None`` for none. What computes the product alone has the same
@@ -297,16 +250,6 @@ def _unfused(
 
 
 # Rules.
-
-
-def refuse_tangents(function: str, tangents: Sequence[Any]) -> None:
-    """Raise an error if ``lhs`` or ``rhs`` has a tangent."""
-    for name, tangent in zip(("lhs", "rhs"), tangents, strict=False):
-        if type(tangent) is not ad.Zero:
-            raise TypeError(
-                f"{function} has no derivative by {name}, because 8-bit floats have no useful "
-                "tangents: take jax_tilekern.fp8_dot_general, or jax.lax.stop_gradient"
-            )
 
 
 def _jvp(
@@ -549,7 +492,7 @@ def _cuda(
         "operand_labels": operand_labels,
     }
     factors, arrays = operands[:4], operands[4:]
-    stored = [_stored(factors[2], False), _stored(factors[3], columns_first)]
+    stored = [stored_scales(factors[2], False), stored_scales(factors[3], columns_first)]
     scales = [
         scales_in_memory(x.aval.shape[-2], own.shape[-2:], own.strides[-2:])
         for x, own in zip(factors, stored, strict=False)
@@ -567,7 +510,7 @@ def _cuda(
 
     def state(_: Any, out_dtype: np.dtype[Any], further: Sequence[Labels] = ()) -> LoweredProduct:
         shapes = [x.aval.shape for x in factors[:2]]
-        geometry, (left, right), strides = _geometry(
+        geometry, (left, right), strides = strided_product(
             contraction, shapes, scales, [x.strides for x in stored], further
         )
         left_dtype, right_dtype = (x.aval.dtype for x in factors[:2])
@@ -602,101 +545,6 @@ def _with_columns_first(
         lhs, rhs, lhs_scales, columns, *arrays, columns_first=True, **params
     )
     return results
-
-
-class _Stored(NamedTuple):
-    """Where scales lie, with a count and a stride for each dimension of their operand."""
-
-    value: Any
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-def _stored(scales: Operand, columns_first: bool) -> _Stored:
-    """Return where scales lie, before a transpose that produces them."""
-    shape = scales.aval.shape
-    dims = range(len(shape))
-    found = None if columns_first else compat.transposed_from(scales.value)
-    value, permutation = found or (scales.value, [*dims])
-    source = row_major_strides(
-        tuple(permutation.index(i) for i in dims), dict(zip(dims, shape, strict=True))
-    )
-    order = (*dims[:-2], dims[-1], dims[-2]) if columns_first else (*dims,)
-    return _Stored(value, tuple(shape[i] for i in order), tuple(source[i] for i in order))
-
-
-def scales_in_memory(rows: int, counts: Sequence[int], strides: Sequence[int]) -> Scales:
-    """Return the strides of an operand's scales, without those of batch dimensions.
-
-    ``counts`` and ``strides`` are those of blocks of the operand's rows, and of blocks of ``k``.
-    """
-    (row_blocks, k_blocks), (row, k) = counts, strides
-    return Scales(
-        block_rows=BLOCK if 1 < row_blocks < rows else 1,
-        batch_strides=(),
-        row_stride=0 if row_blocks == 1 else row,
-        k_stride=0 if k_blocks == 1 else k,
-        padded=row_blocks > rows,
-    )
-
-
-def _geometry(
-    contraction: Contraction,
-    shapes: Sequence[Sequence[int]],
-    scales: Sequence[Scales],
-    of_scales: Sequence[Sequence[int]],
-    further: Sequence[Labels],
-) -> tuple[MatmulGeometry, tuple[Scales, Scales], tuple[tuple[int, ...], ...]]:
-    """Return the strided product, where the scales lie, and the strides of further arrays."""
-    c = contraction
-    of_lhs, of_rhs = (
-        dict(zip(labels, strides, strict=True))
-        for labels, strides in zip((c.lhs, c.rhs), of_scales, strict=True)
-    )
-    sizes = dict(zip((*c.lhs, *c.rhs), (*shapes[0], *shapes[1]), strict=True))
-    lhs, rhs, out, *others = (
-        row_major_strides(labels, sizes) for labels in (c.lhs, c.rhs, c.out, *further)
-    )
-
-    def dimension(x: int) -> Dimension:
-        strides = (y.get(x, 0) for y in (of_lhs, of_rhs, *others))
-        return Dimension(sizes[x], lhs.get(x, 0), rhs.get(x, 0), out[x], 0, tuple(strides))
-
-    batch = merged(map(dimension, c.out[:-2]))
-    m, n, k = (sizes[x] for x in (c.lhs[-2], c.rhs[-2], c.lhs[-1]))
-    rows = [x.get(c.out[-2], 0) for x in others]
-    left, right = scales
-    while batch and _are_rows(batch[-1], m, n, k, left, rows):
-        m *= batch.pop().size
-    geometry = MatmulGeometry(
-        tuple(x.size for x in batch), m, n, k,
-        lhs_strides=(*(x.lhs for x in batch), k, 1),
-        rhs_strides=(*(x.rhs for x in batch), 1, k),
-        out_strides=(*(x.out for x in batch), n, 1),
-    )  # fmt: skip
-    left, right = (
-        dataclasses.replace(x, batch_strides=tuple(dim.further[i] for dim in batch))
-        for i, x in enumerate((left, right))
-    )
-    strides = tuple(
-        (*(dim.further[2 + i] for dim in batch), *(x.get(y, 0) for y in c.out[-2:]))
-        for i, x in enumerate(others)
-    )
-    return geometry, (left, right), strides
-
-
-def _are_rows(
-    dim: Dimension, m: int, n: int, k: int, scales: Scales, further: Sequence[int]
-) -> bool:
-    """Whether a batch dimension continues the rows of ``lhs``, which has it alone.
-
-    ``further`` has the strides of the rows of further arrays.
-    """
-    blocks, rest = divmod(m, scales.block_rows)
-    strides = (dim.further[0], *dim.further[2:])
-    wanted = (blocks * scales.row_stride, *(m * x for x in further))
-    continues = scales.row_stride and strides == wanted
-    return (dim.lhs, dim.rhs, dim.out) == (m * k, 0, m * n) and bool(continues) and not rest
 
 
 _bind = define(

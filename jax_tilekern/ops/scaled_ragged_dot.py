@@ -22,14 +22,14 @@ from jax_tilekern.ops.contraction import contract, in_float32, masked_product
 from jax_tilekern.ops.groups import checked_offset, group_bounds, local_bounds
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
-from jax_tilekern.ops.scaled_matmul import (
+from jax_tilekern.ops.scaled_layout import scales_in_memory
+from jax_tilekern.ops.scaled_matmul import sharding_rule
+from jax_tilekern.ops.scaled_operands import (
     blocks_of,
     check_scales,
     check_types,
     dequantized,
     refuse_tangents,
-    scales_in_memory,
-    sharding_rule,
 )
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.partitioning.local_program import Shard

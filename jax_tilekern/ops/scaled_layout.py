@@ -1,0 +1,115 @@
+"""Where the scales of 8-bit operands lie, and the strided product that a kernel computes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax_tilekern.interop import compat
+from jax_tilekern.plans.contraction import (
+    Contraction,
+    Dimension,
+    Labels,
+    merged,
+    row_major_strides,
+)
+from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import Scales
+from jax_tilekern.plans.quantize import BLOCK
+from jax_tilekern.primitives.operation import Operand
+
+
+class Stored(NamedTuple):
+    """Where scales lie, with a count and a stride for each dimension of their operand."""
+
+    value: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def stored_scales(scales: Operand, columns_first: bool) -> Stored:
+    """Return where scales lie, before a transpose that produces them."""
+    shape = scales.aval.shape
+    dims = range(len(shape))
+    found = None if columns_first else compat.transposed_from(scales.value)
+    value, permutation = found or (scales.value, [*dims])
+    source = row_major_strides(
+        tuple(permutation.index(i) for i in dims), dict(zip(dims, shape, strict=True))
+    )
+    order = (*dims[:-2], dims[-1], dims[-2]) if columns_first else (*dims,)
+    return Stored(value, tuple(shape[i] for i in order), tuple(source[i] for i in order))
+
+
+def scales_in_memory(rows: int, counts: Sequence[int], strides: Sequence[int]) -> Scales:
+    """Return the strides of an operand's scales, without those of batch dimensions.
+
+    ``counts`` and ``strides`` are those of blocks of the operand's rows, and of blocks of ``k``.
+    """
+    (row_blocks, k_blocks), (row, k) = counts, strides
+    return Scales(
+        block_rows=BLOCK if 1 < row_blocks < rows else 1,
+        batch_strides=(),
+        row_stride=0 if row_blocks == 1 else row,
+        k_stride=0 if k_blocks == 1 else k,
+        padded=row_blocks > rows,
+    )
+
+
+def strided_product(
+    contraction: Contraction,
+    shapes: Sequence[Sequence[int]],
+    scales: Sequence[Scales],
+    of_scales: Sequence[Sequence[int]],
+    further: Sequence[Labels],
+) -> tuple[MatmulGeometry, tuple[Scales, Scales], tuple[tuple[int, ...], ...]]:
+    """Return the strided product, where the scales lie, and the strides of further arrays."""
+    c = contraction
+    of_lhs, of_rhs = (
+        dict(zip(labels, strides, strict=True))
+        for labels, strides in zip((c.lhs, c.rhs), of_scales, strict=True)
+    )
+    sizes = dict(zip((*c.lhs, *c.rhs), (*shapes[0], *shapes[1]), strict=True))
+    lhs, rhs, out, *others = (
+        row_major_strides(labels, sizes) for labels in (c.lhs, c.rhs, c.out, *further)
+    )
+
+    def dimension(x: int) -> Dimension:
+        strides = (y.get(x, 0) for y in (of_lhs, of_rhs, *others))
+        return Dimension(sizes[x], lhs.get(x, 0), rhs.get(x, 0), out[x], 0, tuple(strides))
+
+    batch = merged(map(dimension, c.out[:-2]))
+    m, n, k = (sizes[x] for x in (c.lhs[-2], c.rhs[-2], c.lhs[-1]))
+    rows = [x.get(c.out[-2], 0) for x in others]
+    left, right = scales
+    while batch and _are_rows(batch[-1], m, n, k, left, rows):
+        m *= batch.pop().size
+    geometry = MatmulGeometry(
+        tuple(x.size for x in batch), m, n, k,
+        lhs_strides=(*(x.lhs for x in batch), k, 1),
+        rhs_strides=(*(x.rhs for x in batch), 1, k),
+        out_strides=(*(x.out for x in batch), n, 1),
+    )  # fmt: skip
+    left, right = (
+        dataclasses.replace(x, batch_strides=tuple(dim.further[i] for dim in batch))
+        for i, x in enumerate((left, right))
+    )
+    strides = tuple(
+        (*(dim.further[2 + i] for dim in batch), *(x.get(y, 0) for y in c.out[-2:]))
+        for i, x in enumerate(others)
+    )
+    return geometry, (left, right), strides
+
+
+def _are_rows(
+    dim: Dimension, m: int, n: int, k: int, scales: Scales, further: Sequence[int]
+) -> bool:
+    """Whether a batch dimension continues the rows of ``lhs``, which has it alone.
+
+    ``further`` has the strides of the rows of further arrays.
+    """
+    blocks, rest = divmod(m, scales.block_rows)
+    strides = (dim.further[0], *dim.further[2:])
+    wanted = (blocks * scales.row_stride, *(m * x for x in further))
+    continues = scales.row_stride and strides == wanted
+    return (dim.lhs, dim.rhs, dim.out) == (m * k, 0, m * n) and bool(continues) and not rest
