@@ -150,6 +150,25 @@ def test_sharded_programs_send_no_more_than_those_of_jax(devices, partitioned_an
         assert temporary_bytes(ours) <= SLACK * temporary_bytes(theirs) + SMALL, program.name
 
 
+@pytest.mark.parametrize("scheme", ["tokens", "experts", "columns"])
+def test_devices_share_a_mixture(scheme, partitioned_anew):
+    """The layer of eight times fewer pairs, or one all-reduce of the tokens in float32."""
+    mesh = mesh_of((8,), ("x",))
+    x, up, down = {
+        "tokens": (P("x"), P(), P()),
+        "experts": (P(), P("x"), P("x")),
+        "columns": (P(), P(None, None, "x"), P(None, "x")),
+    }[scheme]
+    program = compiled(layer, *LAYER, mesh=mesh, specs=(x, up, up, down, x, x), out=x)
+    rows, hidden = 2 * T * K * D, 2 * T * K * H
+    if scheme == "tokens":
+        assert collectives(program) == []
+        assert temporary_bytes(program) <= (rows + hidden) / 8 + SMALL
+        return
+    assert collectives(program) == [("all-reduce", 2 * 7 / 8 * 4 * T * D)]
+    assert temporary_bytes(program) <= rows + hidden + 4 * T * D * 2 + SMALL
+
+
 def test_gathered_rows_are_overlapped_where_one_product_reads_them(partitioned_anew):
     partitioned_anew.setattr(overlap, "why_no_exchange", lambda: "")
     mesh, by_columns = mesh_of((2,), ("x",)), P(None, "x")

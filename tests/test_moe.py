@@ -12,9 +12,16 @@ from numerics import UNIT_ROUNDOFF, random
 from nvrtc_mark import needs_nvrtc
 
 import jax_tilekern as jtk
+from jax_tilekern.ops import moe
 
 T, D, H, E, K = 40, 12, 16, 6, 3
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """What a process with one device traces; see ``test_moe_sharding.py`` for several."""
+    monkeypatch.setattr(moe, "is_one_call", lambda *_: False)
 
 
 def _operands(rng, dtype=np.float32, biases=False, gate=True):

@@ -1,6 +1,7 @@
 """``route`` and ``moe`` on several devices: values, and bytes against ``lax.ragged_dot``'s."""
 
 import functools
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded import AUTO, EXPLICIT, MESH_TYPES, devices, mesh_of, put
+from sharded import AUTO, EXPLICIT, MESH_TYPES, custom_calls, devices, mesh_of, put
 
 import jax_tilekern as jtk
 from benchmarks.sharded_bytes import SLACK
@@ -160,9 +161,11 @@ def test_experts_by_hand(rng, gradient):
         assert reduction == ("all-reduce", 2 * 3 / 4 * T // 2 * D * 4)
 
 
-@pytest.mark.thorough
-def test_transformations_on_explicit_axes(rng):
-    mesh, arrays, specs = mesh_of((EXPLICIT, EXPLICIT)), _arrays(rng), _specs("data and experts")
+@pytest.mark.parametrize(
+    "types", [(AUTO, AUTO), pytest.param((EXPLICIT, EXPLICIT), marks=pytest.mark.thorough)], ids=str
+)
+def test_transformations(rng, types):
+    mesh, arrays, specs = mesh_of(types), _arrays(rng), _specs("data and experts")
     layers = [np.stack([x, x[::-1]]) for x in arrays]
 
     def through(layer):
@@ -178,13 +181,45 @@ def test_transformations_on_explicit_axes(rng):
         return second, mapped, scanned, jax.checkpoint(layer)(*args)
 
     wanted = jax.jit(functools.partial(results, by_parts))(tuple(arrays), layers)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh) if EXPLICIT in types else nullcontext():
         args = tuple(put(mesh, x, s) for x, s in zip(arrays, specs, strict=True))
         stacked = [put(mesh, x, P(None, *s)) for x, s in zip(layers, specs, strict=True)]
         found = jax.jit(functools.partial(results, ours))(args, stacked)
         _assert_close(found, wanted)
         # Parts of 16 bits are added in float32.
         low = [put(mesh, x.astype(jnp.bfloat16), s) for x, s in zip(arrays, specs, strict=True)]
-        (reduction,) = collectives(jax.jit(ours).lower(*low).compile())
+        out = None if EXPLICIT in types else NamedSharding(mesh, P("d"))
+        (reduction,) = collectives(jax.jit(ours, out_shardings=out).lower(*low).compile())
         assert reduction.bytes_sent == 2 * 3 / 4 * T // 2 * D * 4
         assert jax.typeof(ours(*low)).dtype == jnp.bfloat16
+
+
+def test_activations_of_automatic_axes(rng):
+    """One of a module, one of this process, and one that reads a value of the program."""
+    mesh, arrays, specs = mesh_of((AUTO, AUTO)), _arrays(rng), _specs("data and experts")
+    args = [put(mesh, x, s) for x, s in zip(arrays, specs, strict=True)]
+
+    def layer(make):
+        return lambda scale, *args: ours(*args, activation=make(scale))
+
+    for make in (
+        lambda _: jax.nn.relu,
+        lambda _: lambda x: x * jnp.tanh(x),
+        lambda scale: lambda x: x * scale,
+    ):
+        f, scale = layer(make), np.float32(2)
+        both = jax.jit(jax.value_and_grad(lambda *a, f=f: (f(*a) ** 2).sum(), (1, 3)))
+        _assert_close(both(scale, *args), both(scale, *arrays))
+
+
+@pytest.mark.parametrize(("scheme", "rows"), [("data", T // 2 * K), ("experts", T * K)])
+def test_devices_share_the_work_on_automatic_axes(rng, scheme, rows):
+    mesh, arrays, specs = mesh_of((AUTO, AUTO)), _arrays(rng), _specs(scheme)
+    args = [put(mesh, x, s) for x, s in zip(arrays, specs, strict=True)]
+    compiled = _compiled(mesh, ours, args, SCHEMES[scheme][3])
+    found = custom_calls(compiled, "jax_tilekern_cpu_ragged_matmul")
+    assert set(found) == {f"f32[{rows},{H}]", f"f32[{rows},{D}]"}
+    kinds = [c.kind for c in collectives(compiled)]
+    assert kinds == ([] if scheme == "data" else ["all-reduce"])
+    if scheme == "experts":
+        assert f"f32[{E // 4},{D},{H}]" in compiled.as_text()

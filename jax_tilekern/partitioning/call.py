@@ -85,6 +85,7 @@ class PartitionedOperation:
     bind: Callable[..., Sequence[Any]]
     localised: Callable[..., Sequence[Any]] | None = None
     in_float32: Callable[..., dict[str, Any]] | None = None
+    terms_in_float32: bool = False
     function_of_sum: Callable[..., FunctionOfSum] | None = None
     along_axis: Callable[..., Callable[..., Sequence[Any]] | None] | None = None
 
@@ -355,7 +356,7 @@ def _program(
     local_params = params
     if partition.has_partial_results:
         # XLA reduces rows in float32, but adds products in their own type.
-        local_params = wide if operation.function_of_sum else term_params(dtypes[0])
+        local_params = wide if operation.terms_in_float32 else term_params(dtypes[0])
 
     bind = functools.partial(operation.bind, **local_params)
     return local_program(partition, dtypes, bind, localised)

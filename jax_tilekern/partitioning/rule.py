@@ -54,8 +54,8 @@ class ShardingRule:
         Labels whose positions are blocks: in some arrays the dimension is several times as long as
         ``sizes`` says. They are split into equal parts only.
     gatherable
-        Reductions along which devices may gather operands that are split alike: the parts of the
-        result may be larger than the operands.
+        Labels along which devices may gather operands that are split alike: parts of a result that
+        lacks the label may be larger than the operands.
     leader
         The operand like which the results are split where the operands are split unlike each other.
         Without it XLA may replicate the results then.

@@ -185,6 +185,8 @@ class Operation:
     in_float32
         ``in_float32(**params)`` returns the parameters of a call that gives in float32 the results
         that are combined over devices.
+    terms_in_float32
+        Whether the results that are combined are those of ``in_float32`` on every platform.
     function_of_sum
         ``function_of_sum(**params)`` takes a call with an epilogue apart; see
         :class:`~jax_tilekern.partitioning.local_program.FunctionOfSum`.
@@ -217,6 +219,7 @@ class Operation:
     localised: Callable[..., Sequence[Any]] | None = None
     source: Callable[..., tuple[Sequence[Operand], Params]] | None = None
     in_float32: Callable[..., Params] | None = None
+    terms_in_float32: bool = False
     function_of_sum: Callable[..., FunctionOfSum] | None = None
     along_axis: Callable[..., Callable[..., Sequence[Any]] | None] | None = None
     stands_for: remat.StandsFor | None = None
@@ -369,6 +372,7 @@ def _register_lowering(
             bind,
             operation.localised,
             operation.in_float32,
+            operation.terms_in_float32 or operation.function_of_sum is not None,
             operation.function_of_sum,
             operation.along_axis,
         )
