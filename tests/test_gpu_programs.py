@@ -17,6 +17,7 @@ import jax_tilekern as jtk
 from benchmarks import sharded as sharded_programs
 from benchmarks.sharded_bytes import SLACK
 from benchmarks.sharded_bytes.collectives import bytes_sent, collectives
+from jax_tilekern.ops import moe
 from jax_tilekern.partitioning import call
 from jax_tilekern.plans import overlap
 
@@ -97,8 +98,12 @@ def layer(x, up, gate, down, weights, indices):
     return jtk.moe(x, up, down, indices, weights, w_gate=gate)
 
 
-def test_memory_of_a_mixture():
-    """Rows of pairs and their hidden values; with the gradient, two cotangents of the latter."""
+def test_memory_of_a_mixture(monkeypatch):
+    """Rows of pairs and their hidden values; with the gradient, two cotangents of the latter.
+
+    As a process with one device traces the layer.
+    """
+    monkeypatch.setattr(moe, "is_one_call", lambda *_: False)
     rows, hidden = 2 * T * K * D, 2 * T * K * H
     assert temporary_bytes(compiled(layer, *LAYER)) <= rows + hidden + SMALL
     program = compiled(gradients(layer, 5), *LAYER)
