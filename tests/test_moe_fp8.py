@@ -14,6 +14,7 @@ from numerics import F8E5, random
 from sharded import MESH_TYPES, devices, mesh_of, put
 
 import jax_tilekern as jtk
+from jax_tilekern.ops import moe
 
 T, D, H, E, K = 40, 144, 160, 3, 2
 RECIPES = [jtk.Fp8Recipe(), jtk.Fp8Recipe(F8E5, power_of_two=True)]
@@ -193,9 +194,32 @@ def test_devices(rng, scheme, axis_types):
         assert_close(step(*placed), wanted)
 
 
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+@pytest.mark.parametrize("hidden", [512, 384, 96])
+def test_devices_have_whole_blocks_on_automatic_axes(rng, hidden):
+    """Where columns are split inside of a block of 128, they are gathered."""
+    mesh = mesh_of(MESH_TYPES["auto"])
+    arrays = [random(rng, x, np.float32) for x in ((64, 128), (8, 128, hidden), (8, hidden, 128))]
+    weights, indices = jtk.route(random(rng, (64, 8), np.float32), K)
+
+    def step(x, up, down):
+        def loss(*args):
+            return (jtk.moe(*args, indices, weights, recipe=RECIPES[0]) ** 2).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2))(x, up, down)
+
+    specs = P("d"), P(None, None, "m"), P(None, "m")
+    placed = [put(mesh, x, spec) for x, spec in zip(arrays, specs, strict=True)]
+    one = step(*jax.device_put(arrays, devices()[0]))
+    for found, wanted in zip(*map(jax.tree.leaves, (jax.jit(step)(*placed), one)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+
+
 @pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
 @pytest.mark.thorough
-def test_emulated_kernels(rng):
+def test_emulated_kernels(rng, monkeypatch):
+    # As a process with one device traces the layer.
+    monkeypatch.setattr(moe, "is_one_call", lambda *_: False)
     arrays, (weights, indices) = operands(rng, dtype=jnp.bfloat16, biases=True)
     call = with_gradients(ours, indices, RECIPES[0])
     wanted = call(arrays, weights)

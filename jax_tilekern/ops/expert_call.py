@@ -21,8 +21,11 @@ from jax import Array
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.expert_layer import DIMS, expert_layer
+from jax_tilekern.ops.fp8_recipe import Fp8Recipe
+from jax_tilekern.partitioning import params_text
 from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import Dims, ShardingRule, sizes_of
+from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.primitives.operation import (
     Operation,
     Params,
@@ -37,6 +40,13 @@ TOKENS, EXPERTS, HIDDEN, FEATURES = range(4)
 _LABELS = {"tokens": TOKENS, "experts": EXPERTS, "hidden": HIDDEN}
 _RESULT: Dims = (TOKENS, FEATURES)
 Names = tuple[str, ...]
+
+
+params_text.register(
+    Fp8Recipe,
+    lambda recipe: (recipe.gradient_dtype, recipe.power_of_two),
+    lambda data: Fp8Recipe(*data),
+)
 
 
 def is_one_call(arrays: Mapping[str, Array], activation: Callable[[Any], Any]) -> bool:
@@ -68,6 +78,7 @@ def one_call(
     activation: Callable[[Any], Any],
     precision: Any,
     out_dtype: np.dtype[Any],
+    recipe: Fp8Recipe | None,
 ) -> Array:
     """Compute a layer, whose arguments are those of :func:`expert_layer`."""
     first = jnp.zeros((), np.int32) if offset is None else offset
@@ -79,6 +90,7 @@ def one_call(
         activation=activation,
         precision=compat.canonicalize_precision(precision),
         out_dtype=out_dtype,
+        recipe=recipe,
     )
     return result
 
@@ -92,7 +104,7 @@ def _reference(*operands: Array, names: Names, **params: Any) -> Array:
     arrays = dict(zip(names, values, strict=True))
     if "b_down" in arrays:
         arrays["b_down"] = arrays["b_down"] * share.astype(arrays["b_down"].dtype)
-    return expert_layer(arrays, first, **params, recipe=None)
+    return expert_layer(arrays, first, **params)
 
 
 def _of_moving(
@@ -188,21 +200,38 @@ def _rule(
     primals: Sequence[Any],
     results: Sequence[Dims],
     names: Names,
+    recipe: Fp8Recipe | None,
     passes: int,
 ) -> ShardingRule:
-    """Return the rule of a call that computes each product of the layer so many times."""
+    """Return the rule of a call that computes each product of the layer so many times.
+
+    Devices have whole blocks of what a recipe quantises.
+    """
     operands = [*further, *((_dims(name), x) for name, x in zip(names, primals, strict=False))]
     sizes = sizes_of(*((dims, x.shape) for dims, x in operands))
+    quantised = {HIDDEN, FEATURES} if recipe is not None else set()
+    blocked = {x for x in quantised if sizes[x] > BLOCK and sizes[x] % BLOCK == 0}
+    whole = quantised - blocked
+    sizes = {
+        label: size // BLOCK if label in blocked else size
+        for label, size in sizes.items()
+        if label not in whole
+    }
+
+    def kept(dims: Dims) -> Dims:
+        return tuple(None if label in whole else label for label in dims)
+
     shapes = {name: x.shape for name, x in zip(names, primals, strict=False)}
     matrices = [math.prod(x[1:]) for name, x in shapes.items() if name.startswith("w_")]
     return ShardingRule(
-        (*(dims for dims, _ in operands), (), ()),
-        tuple(results),
+        (*(kept(dims) for dims, _ in operands), (), ()),
+        tuple(map(kept, results)),
         sizes,
         flops=2 * math.prod(shapes["indices"]) * sum(matrices) * passes,
         zero_padding=False,
         names={TOKENS: "tokens", EXPERTS: "experts", HIDDEN: "hidden", FEATURES: "features"},
         each_result_is_a_sum=True,
+        blocked=frozenset(blocked),
         # The gradients of the matrices may be larger than the tokens.
         gatherable=frozenset({TOKENS})
         if len(results) > 1 or results[0] != _RESULT
@@ -210,20 +239,23 @@ def _rule(
     )
 
 
-def _sharding_rule(*operands: Any, names: Names, **_: Any) -> ShardingRule:
-    return _rule((), operands, [_RESULT], names, 1)
+def _sharding_rule(*operands: Any, names: Names, recipe: Any, **_: Any) -> ShardingRule:
+    return _rule((), operands, [_RESULT], names, recipe, 1)
 
 
-def _rule_of_tangent(*operands: Any, names: Names, moving: Names, **_: Any) -> ShardingRule:
+def _rule_of_tangent(
+    *operands: Any, names: Names, moving: Names, recipe: Any, **_: Any
+) -> ShardingRule:
     tangents, primals = operands[: len(moving)], operands[len(moving) :]
     further = [(_dims(name), x) for name, x in zip(moving, tangents, strict=True)]
-    return _rule(further, primals, [_RESULT], names, 3)
+    return _rule(further, primals, [_RESULT], names, recipe, 3)
 
 
 def _rule_of_cotangents(
-    cotangent: Any, *primals: Any, names: Names, moving: Names, **_: Any
+    cotangent: Any, *primals: Any, names: Names, moving: Names, recipe: Any, **_: Any
 ) -> ShardingRule:
-    return _rule([(_RESULT, cotangent)], primals, [_dims(name) for name in moving], names, 3)
+    results = [_dims(name) for name in moving]
+    return _rule([(_RESULT, cotangent)], primals, results, names, recipe, 3)
 
 
 def _localised(shard: Shard, *operands: Array, **_: Any) -> list[Array]:

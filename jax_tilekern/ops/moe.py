@@ -261,20 +261,15 @@ def moe(
         else preferred_element_type
     )
     offset = checked_offset("moe", group_offset)
-    if recipe is None and is_one_call(arrays, activation):
-        return one_call(
-            arrays, offset, activation=activation, precision=precision, out_dtype=out_dtype
-        )
+    params: dict[str, Any] = {
+        "activation": activation, "precision": precision, "recipe": recipe
+    }  # fmt: skip
+    if is_one_call(arrays, activation):
+        return one_call(arrays, offset, out_dtype=out_dtype, **params)
     policy = jax.checkpoint_policies.save_only_these_names(*([SAVED] if save == "hidden" else []))
 
     def layer(arrays: dict[str, Array], offset: Array | None, dtype: np.dtype[Any]) -> Array:
-        part = functools.partial(
-            expert_layer,
-            activation=activation,
-            precision=precision,
-            out_dtype=dtype,
-            recipe=recipe,
-        )
+        part = functools.partial(expert_layer, out_dtype=dtype, **params)
         result: Array = jax.checkpoint(part, policy=policy)(arrays, offset)
         return result
 

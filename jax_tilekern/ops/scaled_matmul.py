@@ -403,9 +403,10 @@ def sharding_rule(
 
 
 def _in_float32(*, function: ScalarFunction | None, **params: Any) -> Params:
-    if function is not None:
-        function = function.with_reductions_in_float32()
-    return {**params, "function": function, "product": _F32}
+    if function is None:
+        # As XLA adds the terms of its own products.
+        return {**params, "function": None}
+    return {**params, "function": function.with_reductions_in_float32(), "product": _F32}
 
 
 def _function_of_sum(
