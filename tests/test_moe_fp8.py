@@ -211,8 +211,8 @@ def test_devices_have_whole_blocks_on_automatic_axes(rng, hidden):
     specs = P("d"), P(None, None, "m"), P(None, "m")
     placed = [put(mesh, x, spec) for x, spec in zip(arrays, specs, strict=True)]
     one = step(*jax.device_put(arrays, devices()[0]))
-    for found, wanted in zip(*map(jax.tree.leaves, (jax.jit(step)(*placed), one)), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+    # With other blocks the gradients differ by 0.1 to 0.2.
+    assert_close(jax.jit(step)(*placed), one, 2e-2)
 
 
 @pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")
