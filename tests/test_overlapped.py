@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from jax import lax, shard_map
 from jax._src.lib import xla_client
-from jax._src.lib.mlir import ir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
@@ -407,13 +406,12 @@ def test_calls_say_how_many_like_them_read_their_operands(two):
         for op in lowered.compiler_ir().operation.regions[0].blocks[0].operations
         if "main" in str(op.attributes["sym_name"])
     )
-    found = [
-        (xla._text_of(op, call.PARTITIONED), ir.StringAttr(op.attributes["backend_config"]).value)
-        for op in main.regions[0].blocks[0].operations
-        if xla._text_of(op, call.PARTITIONED)
-    ]
-    readers = [xla.text_and_readers(config)[1] for _, config in found]
-    names = [json.loads(text)["operation"].removeprefix("tilekern_") for text, _ in found]
+    found = [xla._text_and_readers_of(op) for op in main.regions[0].blocks[0].operations]
+    names, readers = zip(
+        *((json.loads(text)["operation"], counts) for text, counts in filter(None, found)),
+        strict=True,
+    )
+    names = [name.removeprefix("tilekern_") for name in names]
     fused, product = "contract_with_epilogue", "contract"
     assert [*zip(names, readers, strict=True)] == [
         (fused, []), (product, [2, 1]), (product, []), (product, [2, 2]), (product, [1, 2])

@@ -131,9 +131,7 @@ def lower_partitioned(
     rule = operation.rule(*ctx.avals_in, **params)
     if rule.leader is not None:
         values = _following(ctx, platform, values, rule)
-    results = xla.emit_call(ctx, PARTITIONED, values, rule, text)
-    xla.count_readers(PARTITIONED, values)
-    return results
+    return xla.emit_call(ctx, values, rule, text)
 
 
 def _following(
@@ -158,7 +156,7 @@ def _following(
         common = tuple(label if label in own else None for label in rule.operands[leader])
         sizes = {label: rule.sizes[label] for label in own if label is not None}
         both = ShardingRule((common, own), (own,), sizes, flops=0)
-        (value,) = xla.emit_call(of_pair, PARTITIONED, (values[leader], values[i]), both, text)
+        (value,) = xla.emit_call(of_pair, (values[leader], values[i]), both, text)
         return value
 
     return tuple(map(followed, range(len(values))))

@@ -25,8 +25,11 @@ from jax._src.lib import xla_client as _xla_client  # type: ignore[attr-defined]
 from jax._src.lib.mlir import ir as _ir  # type: ignore[attr-defined]
 from jax._src.lib.mlir.dialects import sdy as _sdy  # type: ignore[attr-defined]
 
+from jax_tilekern.interop.ffi import PARTITIONED
 from jax_tilekern.partitioning.rule import Dims, ShardingRule
 
+# Further readers of an operand are not counted.
+_MOST_READERS = 8
 REPLICATED = _xla_client.OpSharding.Type.REPLICATED
 
 
@@ -108,13 +111,11 @@ def in_tuple(shape: Any, shardings: Sequence[Any]) -> Any:
 # The call that XLA partitions.
 
 
-def emit_call(
-    ctx: Any, target: str, operands: Sequence[Any], rule: ShardingRule, text: str
-) -> list[Any]:
+def emit_call(ctx: Any, operands: Sequence[Any], rule: ShardingRule, text: str) -> list[Any]:
     """Emit a custom call that has a sharding rule; return its results."""
     _load_lapack()
     call = _mlir.custom_call(
-        target,
+        PARTITIONED,
         result_types=[
             _ir.RankedTensorType.get(aval.shape, _mlir.dtype_to_ir_type(aval.dtype))
             for aval in ctx.avals_out
@@ -127,43 +128,53 @@ def emit_call(
     call.attributes["sdy.sharding_rule"] = _sharding_rule_attribute(
         rule, shapes, [tuple(aval.shape) for aval in ctx.avals_out]
     )
+    _count_readers(call)
     return [
         _mlir.lower_with_sharding_in_types(ctx, result, aval)
         for result, aval in zip(call.results, ctx.avals_out, strict=True)
     ]
 
 
-def count_readers(target: str, values: Sequence[Any]) -> None:
-    """Write into the text of calls of ``target`` how many calls like it read each operand.
+def _count_readers(call: Any) -> None:
+    """Write into the text of calls how many of the same text read each operand in its place.
 
-    Those are the calls of the same text that read it as the same operand. The counts follow the
-    text as a second line, if any is above 1.
-
-    Parameters
-    ----------
-    target
-        The target of :func:`emit_call`.
-    values
-        The operands of a call that was emitted.
+    The counts follow the text as a second line, if any is above 1. They end at ``_MOST_READERS``,
+    so that a program of many calls is lowered in a time that grows with their number.
     """
+    text, counts = _text_and_readers_of(call), []
+    for place, value in enumerate(call.operands):
+        others: list[Any] = []
+        found = 1
+        for use in value.uses:
+            if use.operand_number != place or use.owner == call:
+                continue
+            of_other = _text_and_readers_of(use.owner)
+            if of_other is None or text is None or of_other[0] != text[0]:
+                continue
+            others.append(use.owner)
+            found = max(found, of_other[1][place] if of_other[1] else 1)
+            if found == _MOST_READERS:
+                break
+        counts.append(min(_MOST_READERS, max(found, len(others) + 1)))
+        for other in others:
+            _set_readers(other, place, counts[-1])
+    for place, count in enumerate(counts):
+        _set_readers(call, place, count)
 
-    def count(call: Any, place: int) -> int:
-        uses = call.operands[place].uses
-        return sum(
-            use.operand_number == place and _text_of(use.owner, target) == _text_of(call, target)
-            for use in uses
-        )
 
-    calls = {use.owner for value in values for use in value.uses if _text_of(use.owner, target)}
-    for call in calls:
-        counts = [count(call, place) for place in range(len(call.operands))]
-        if max(counts) > 1:
-            text = f"{_text_of(call, target)}\n{json.dumps(counts)}"
-            call.attributes["backend_config"] = _ir.StringAttr.get(text)
+def _set_readers(call: Any, place: int, count: int) -> None:
+    found = _text_and_readers_of(call)
+    assert found is not None
+    text, readers = found
+    if count == (readers[place] if readers else 1):
+        return
+    readers = readers or [1] * len(call.operands)
+    readers[place] = count
+    call.attributes["backend_config"] = _ir.StringAttr.get(f"{text}\n{json.dumps(readers)}")
 
 
 def text_and_readers(config: str) -> tuple[str, list[int]]:
-    """Return the text of :func:`emit_call`, and the counts of :func:`count_readers` if it has them.
+    """Return the text of :func:`emit_call`, and how many calls like it read each operand.
 
     The list is empty where no operand has several readers.
     """
@@ -171,15 +182,14 @@ def text_and_readers(config: str) -> tuple[str, list[int]]:
     return text, json.loads(counts or "[]")
 
 
-def _text_of(call: Any, target: str) -> str | None:
-    """Return the text of a call of ``target``, or ``None`` for another operation."""
+def _text_and_readers_of(call: Any) -> tuple[str, list[int]] | None:
+    """Return the text of a partitioned call, or ``None`` for another operation."""
     if (
         call.name != "stablehlo.custom_call"
-        or _ir.StringAttr(call.attributes["call_target_name"]).value != target
+        or _ir.StringAttr(call.attributes["call_target_name"]).value != PARTITIONED
     ):
         return None
-    config: str = _ir.StringAttr(call.attributes["backend_config"]).value
-    return text_and_readers(config)[0]
+    return text_and_readers(_ir.StringAttr(call.attributes["backend_config"]).value)
 
 
 def _load_lapack() -> None:
