@@ -138,6 +138,33 @@ def test_collectives(mesh, x, w, name):
     assert found(function) == found(by_lax) != []
 
 
+def test_several_matrices_share_the_gathered_rows(mesh, rng, x, w):
+    v = rng.standard_normal((K, 8), np.float32)
+
+    def by_lax(x, w, v):
+        gathered = lax.all_gather(x, "x", tiled=True)
+        return [gathered @ w, gathered @ v]
+
+    def ours(x, w, v):
+        return jtk.all_gather_matmul(x, (w, v), "x")
+
+    specs = (P("x"), *[P(None, ("y", "x"))] * 2)
+
+    def results(function):
+        f = shard_map(function, mesh=mesh, in_specs=specs, out_specs=[*specs[1:]])
+
+        def loss(*args):
+            return sum(jnp.sin(y).sum() for y in f(*args))
+
+        run = jax.jit(lambda *args: (f(*args), jax.grad(loss, (0, 1, 2))(*args)))
+        forward = jax.jit(f).lower(x, w, v).compile()
+        return run(x, w, v), [c.kind for c in collectives(forward)]
+
+    (found, kinds), (wanted, _) = results(ours), results(by_lax)
+    close(found, wanted)
+    assert kinds == ["all-gather"]
+
+
 @pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0), (2, 1)], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_vmap(mesh, rng, x, w, name, dims):
@@ -192,6 +219,10 @@ def test_errors(mesh, x, w):
         call(jtk.matmul_reduce_scatter, x, w[0])
     with pytest.raises(ValueError, match="divi"):
         call(jtk.matmul_reduce_scatter, x[:3], w)
+    with pytest.raises(TypeError, match=r"one type, not of \['float32', 'float16'\]"):
+        call(jtk.all_gather_matmul, x, [w, w.astype(np.float16)], "x")
+    with pytest.raises(TypeError, match=r"one type, not of \[\]"):
+        call(jtk.all_gather_matmul, x, [], "x")
     with pytest.raises(NameError, match="nowhere"):
         call(jtk.all_gather_matmul, x, w, "nowhere")
 
@@ -241,6 +272,16 @@ def test_large_products_overlap(two, policy):
     scattered = "terms scattered over x in 2 parts meanwhile"
     for shape in ((16384, 4096, 4096), (4096, 14336, 4096)):
         assert reason(jtk.matmul_reduce_scatter, SCATTER, *shape) == scattered
+
+
+@needs_nvrtc
+def test_the_first_of_several_matrices_overlaps(two):
+    def function(x, w, axis):
+        return sum(jtk.all_gather_matmul(x, [w, w], axis))
+
+    overlapped, product = explained(two, function, GATHER)
+    assert "rows gathered over x in 1 part meanwhile" in overlapped.reason
+    assert "meanwhile" not in product.reason
 
 
 @needs_nvrtc

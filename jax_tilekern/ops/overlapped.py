@@ -42,24 +42,25 @@ from jax_tilekern.primitives.operation import Operation, define
 @jitted("axis_name", "precision", "preferred_element_type")
 def all_gather_matmul(
     x: ArrayLike,
-    w: ArrayLike,
+    w: ArrayLike | Sequence[ArrayLike],
     axis_name: str,
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-) -> Array:
+) -> Any:
     """Matrix product ``lax.all_gather(x, axis_name, tiled=True) @ w`` inside ``shard_map``.
 
     On GPUs of one process that access each other's memory, rows are sent while others are
     multiplied, if that is predicted to be faster. The gradient with respect to ``x`` is that of
-    :func:`matmul_reduce_scatter`.
+    :func:`matmul_reduce_scatter`. Of several matrices, such as those of queries, keys and values,
+    the first is multiplied while rows are sent, and the others by the gathered rows.
 
     Parameters
     ----------
     x
         This device's rows, of shape ``(m, ..., k)``.
     w
-        Matrix of shape ``(k, n)``.
+        Matrix of shape ``(k, n)``, or a sequence of matrices of one type.
     axis_name
         The mesh axis along which rows are gathered.
     precision, preferred_element_type
@@ -68,14 +69,15 @@ def all_gather_matmul(
     Returns
     -------
     Array
-        Shape ``(devices * m, ..., n)``, where ``devices`` are those along the axis.
+        Shape ``(devices * m, ..., n)``, where ``devices`` are those along the axis. A list of such
+        arrays for a sequence of matrices.
 
     Raises
     ------
     ValueError
-        If ``x`` has fewer than two dimensions, or ``w`` is no matrix.
+        If ``x`` has fewer than two dimensions, ``w`` is no matrix, or there is none.
     TypeError
-        If contracted sizes differ.
+        If contracted sizes or the types of matrices differ.
     NameError
         If there is no such axis.
 
@@ -83,15 +85,32 @@ def all_gather_matmul(
     --------
     matmul_reduce_scatter : the product whose rows are scattered.
     """
-    x, w, contraction, result = _operands(x, w, precision, preferred_element_type)
-    params = _params(contraction, precision, result)
-    axis = _mesh_axis(axis_name)
-    if axis is None:
-        gathered = lax.all_gather(x, axis_name, tiled=True)
-        return compat.with_type(contract(gathered, w, **params), result.dtype, result.weak_type)
-    operands = compat.unify_varying(x, w, over=(axis.name,))
-    (product,) = gathered_product(*operands, axis=axis, keeps=False, **params)
-    return compat.with_type(product, result.dtype, result.weak_type)
+    is_several = isinstance(w, list | tuple)
+    matrices = [jnp.asarray(each) for each in (w if is_several else [w])]  # type: ignore[union-attr]
+    dtypes = dict.fromkeys(each.dtype.name for each in matrices)
+    if len(dtypes) != 1:
+        raise TypeError(f"w has matrices of one type, not of {[*dtypes]}")
+    first, *others = matrices
+    axis, keeps = _mesh_axis(axis_name), bool(others)
+
+    def gathered_first(x: Array, w: Array, **params: Any) -> list[Array]:
+        if axis is None:
+            gathered = lax.all_gather(x, axis_name, tiled=True)
+            return [contract(gathered, w, **params), gathered]
+        operands = compat.unify_varying(x, w, over=(axis.name,))
+        return gathered_product(*operands, axis=axis, keeps=keeps, **params)
+
+    def product(multiply: Callable[..., list[Array]], x: ArrayLike, w: Array) -> list[Array]:
+        x, w, contraction, result = _operands(x, w, precision, preferred_element_type)
+        found, *gathered = multiply(x, w, **_params(contraction, precision, result))
+        return [compat.with_type(found, result.dtype, result.weak_type), *gathered]
+
+    def by_gathered(x: Array, w: Array, **params: Any) -> list[Array]:
+        return [contract(x, w, **params)]
+
+    found, *gathered = product(gathered_first, x, first)
+    products = [found, *(product(by_gathered, gathered[0], each)[0] for each in others)]
+    return products if is_several else found
 
 
 @jitted("axis_name", "precision", "preferred_element_type")
