@@ -213,6 +213,10 @@ def test_devices_have_whole_blocks_on_automatic_axes(rng, hidden):
     one = step(*jax.device_put(arrays, devices()[0]))
     # With other blocks the gradients differ by 0.1 to 0.2.
     assert_close(jax.jit(step)(*placed), one, 2e-2)
+    with pytest.raises(TypeError, match="no jvp"):
+        jax.jit(
+            lambda *x: jax.jvp(lambda *x: jtk.moe(*x, indices, weights, recipe=RECIPES[0]), x, x)
+        )(*placed)
 
 
 @pytest.mark.skipif(emulated_plans.COMPILER is None, reason="there is no g++")

@@ -272,17 +272,28 @@ def _in_float32(*, out_dtype: np.dtype[Any], **params: Any) -> Params:
     return {**params, "out_dtype": np.dtype(jnp.promote_types(out_dtype, np.float32))}
 
 
+def _cover(*_: Any, **__: Any) -> None:
+    """Cover every call."""
+
+
+def _cover_tangent(*_: Any, recipe: Fp8Recipe | None, **__: Any) -> None:
+    """Raise an error about a tangent that is computed and not transposed."""
+    if recipe is not None:
+        raise TypeError("moe with a recipe has no jvp: take jax.grad or jax.vjp")
+
+
 def _define(
     name: str,
     reference: Callable[..., Any],
     sharding_rule: Callable[..., ShardingRule],
     describe: str,
+    refusal: Callable[..., None] = _cover,
     **rules: Any,
 ) -> Callable[..., Any]:
     def plan(_: Any, __: Any, **params: Any) -> Rewrite:
         return Rewrite("its products have kernels", functools.partial(reference, **params))
 
-    planner = Planner(lambda *_, **__: None, plan)
+    planner = Planner(refusal, plan)
     return define(
         Operation(
             name=name,
@@ -306,6 +317,7 @@ _bind = _define(
 )  # fmt: skip
 _tangent = _define(
     "tilekern_experts_tangent", _reference_of_tangent, _rule_of_tangent, "moe, tangent",
+    refusal=_cover_tangent,
     transposes=_transposes_of_tangent,
     refuse_tangent=lambda *_, **__: None,
     like_results=_like_result,
