@@ -15,6 +15,8 @@ from sharded import AUTO, EXPLICIT, MESH_TYPES, custom_calls, devices, mesh_of, 
 import jax_tilekern as jtk
 from benchmarks.sharded_bytes import SLACK
 from benchmarks.sharded_bytes.collectives import bytes_sent, collectives
+from jax_tilekern.ops.expert_activation import traced_activation
+from jax_tilekern.partitioning.params_text import from_text, to_text
 
 pytestmark = [
     pytest.mark.skipif(devices() is None, reason="eight CPU devices"),
@@ -210,6 +212,47 @@ def test_activations_of_automatic_axes(rng):
         f, scale = layer(make), np.float32(2)
         both = jax.jit(jax.value_and_grad(lambda *a, f=f: (f(*a) ** 2).sum(), (1, 3)))
         _assert_close(both(scale, *args), both(scale, *arrays))
+
+
+def test_activations_are_known_by_what_they_compute(rng):
+    """Not by their names. A function that is text keeps its value and its own derivative."""
+    mesh, arrays = mesh_of((AUTO, AUTO)), _arrays(rng)
+    args = [put(mesh, x, s) for x, s in zip(arrays, _specs("experts"), strict=True)]
+    for factor in (2, 3):
+
+        def activation(x, factor=factor):
+            return factor * x
+
+        layer = functools.partial(ours, activation=activation)
+        _assert_close(jax.jit(layer)(*args), jax.jit(layer)(*arrays))
+    for function in (jax.nn.relu, lambda x: x * jnp.tanh(x)):
+        traced = traced_activation(function, [np.dtype(np.float32)]).differentiated()
+        text = to_text(traced)
+        assert "object" not in text
+        x = jnp.arange(-1, 2, dtype=np.float32)
+        for f in (traced, from_text(text)):
+            np.testing.assert_allclose(f(x), function(x))
+            slopes = [jax.vmap(jax.grad(g))(x) for g in (f, function)]
+            np.testing.assert_allclose(*slopes)
+
+
+@pytest.mark.parametrize(
+    "activation", [lambda x: x.sum(), jax.nn.softmax, lambda x: x * jnp.ones(1)]
+)
+def test_activations_are_of_scalars(rng, activation):
+    mesh, arrays = mesh_of((AUTO, AUTO)), _arrays(rng)
+    args = [put(mesh, x, s) for x, s in zip(arrays, _specs("experts"), strict=True)]
+    with pytest.raises(TypeError, match="scalars"):
+        jax.jit(functools.partial(ours, activation=activation))(*args)
+
+
+def test_infinite_biases_of_sharded_columns(rng):
+    mesh, arrays = mesh_of((AUTO, AUTO)), _arrays(rng)
+    arrays[-1][:, 0] = np.inf
+    args = [put(mesh, x, s) for x, s in zip(arrays, _specs("columns"), strict=True)]
+    found, wanted = jax.jit(ours)(*args), jax.jit(ours)(*arrays)
+    assert np.isposinf(np.asarray(found)[:, 0]).all()
+    _assert_close(found[:, 1:], wanted[:, 1:])
 
 
 @pytest.mark.parametrize(("scheme", "rows"), [("data", T // 2 * K), ("experts", T * K)])

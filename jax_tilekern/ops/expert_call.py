@@ -20,6 +20,7 @@ from jax import Array
 
 from jax_tilekern.interop import compat
 from jax_tilekern.interop.compat import ad
+from jax_tilekern.ops.expert_activation import Activation
 from jax_tilekern.ops.expert_layer import DIMS, expert_layer
 from jax_tilekern.ops.fp8_recipe import Fp8Recipe
 from jax_tilekern.partitioning import params_text
@@ -49,7 +50,7 @@ params_text.register(
 )
 
 
-def is_one_call(arrays: Mapping[str, Array], activation: Callable[[Any], Any]) -> bool:
+def is_one_call(arrays: Mapping[str, Array]) -> bool:
     """Return whether several devices may compute a layer, by shardings that only XLA knows."""
     if max(map(_most_devices, arrays.values())) == 1:
         return False
@@ -57,11 +58,7 @@ def is_one_call(arrays: Mapping[str, Array], activation: Callable[[Any], Any]) -
         return False
     if any(compat.explicit_sharding(jax.typeof(x)) is not None for x in arrays.values()):
         return False
-    if 0 in (*arrays["x"].shape, *arrays["w_up"].shape, *arrays["indices"].shape):
-        return False
-    scalar = jax.ShapeDtypeStruct((), jnp.promote_types(arrays["x"].dtype, np.float32))
-    constants = jax.make_jaxpr(activation)(scalar).consts
-    return not any(isinstance(x, jax.core.Tracer) for x in constants)
+    return 0 not in (*arrays["x"].shape, *arrays["w_up"].shape, *arrays["indices"].shape)
 
 
 def _most_devices(x: Any) -> int:
@@ -75,7 +72,7 @@ def one_call(
     arrays: Mapping[str, Array],
     offset: Array | None,
     *,
-    activation: Callable[[Any], Any],
+    activation: Activation,
     precision: Any,
     out_dtype: np.dtype[Any],
     recipe: Fp8Recipe | None,
@@ -103,7 +100,7 @@ def _reference(*operands: Array, names: Names, **params: Any) -> Array:
     *values, first, share = operands
     arrays = dict(zip(names, values, strict=True))
     if "b_down" in arrays:
-        arrays["b_down"] = arrays["b_down"] * share.astype(arrays["b_down"].dtype)
+        arrays["b_down"] = jnp.where(share != 0, arrays["b_down"], 0)
     return expert_layer(arrays, first, **params)
 
 
@@ -160,6 +157,7 @@ def _jvp(
     if not given:
         return result, compat.zero_tangent(result)
     moving = tuple(given)
+    params["activation"] = params["activation"].differentiated()
     return result, _tangent(*given.values(), *primals, names=names, moving=moving, **params)
 
 

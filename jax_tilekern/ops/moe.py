@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_tilekern.ops.expert_activation import traced_activation
 from jax_tilekern.ops.expert_call import is_one_call, one_call
 from jax_tilekern.ops.expert_layer import DIMS, SAVED, expert_layer
 from jax_tilekern.ops.expert_sharding import on_devices
@@ -261,15 +262,16 @@ def moe(
         else preferred_element_type
     )
     offset = checked_offset("moe", group_offset)
-    params: dict[str, Any] = {
-        "activation": activation, "precision": precision, "recipe": recipe
-    }  # fmt: skip
-    if is_one_call(arrays, activation):
-        return one_call(arrays, offset, out_dtype=out_dtype, **params)
+    params: dict[str, Any] = {"precision": precision, "recipe": recipe}
+    if is_one_call(arrays):
+        dtype = np.dtype(jnp.result_type(arrays["x"], w_up))
+        traced = traced_activation(activation, (dtype, jnp.promote_types(dtype, np.float32)))
+        if traced is not None:
+            return one_call(arrays, offset, activation=traced, out_dtype=out_dtype, **params)
     policy = jax.checkpoint_policies.save_only_these_names(*([SAVED] if save == "hidden" else []))
 
     def layer(arrays: dict[str, Array], offset: Array | None, dtype: np.dtype[Any]) -> Array:
-        part = functools.partial(expert_layer, out_dtype=dtype, **params)
+        part = functools.partial(expert_layer, activation=activation, out_dtype=dtype, **params)
         result: Array = jax.checkpoint(part, policy=policy)(arrays, offset)
         return result
 

@@ -12,9 +12,7 @@ no other process finds a program by it.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
-import sys
 import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -94,8 +92,6 @@ def _encoded(value: Any) -> Any:
         return {name: {field.name: _encoded(getattr(value, field.name)) for field in fields}}
     if name in _codecs and (data := _codecs[name].to_data(value)) is not None:
         return {name: _encoded(data)}
-    if (place := _place_of(value)) is not None:
-        return {"function": list(place)}
     return {"object": _token_of(value)}
 
 
@@ -104,14 +100,6 @@ def _is_number_or_name(value: Any) -> bool:
     return (value is None or isinstance(value, bool | int | float | str)) and (
         type(value).__name__ not in _ENUMS
     )
-
-
-def _place_of(value: Any) -> tuple[str, str] | None:
-    """Return the module and the name where every process finds a function, if there is one."""
-    module = str(getattr(value, "__module__", "__main__"))
-    name = str(getattr(value, "__qualname__", ""))
-    is_there = getattr(sys.modules.get(module), name, None) is value
-    return (module, name) if is_there and module != "__main__" else None
 
 
 def _is_dtype(value: Any) -> bool:
@@ -128,9 +116,6 @@ def _decoded(value: Any) -> Any:
         return {key: _decoded(x) for key, x in content.items()}
     if name == "dtype":
         return jnp.dtype(content)
-    if name == "function":
-        module, place = content
-        return getattr(importlib.import_module(module), place)
     if name == "object":
         return _object_of(content)
     if name == "DotAlgorithm":
@@ -158,8 +143,8 @@ def _token_of(value: Any) -> str:
 def _object_of(token: str) -> Any:
     if token not in _objects:
         raise RuntimeError(
-            "this program partitions a call of a cuda_kernel, of a product whose epilogue has a "
-            "loop, or of a moe whose activation is no function of a module, and the function "
-            "belongs to another process; call it inside jax.shard_map to export the program"
+            "this program partitions a call of a cuda_kernel, or of a product or a moe with a "
+            "function that has a loop, and the function belongs to another process; call it inside "
+            "jax.shard_map to export the program"
         )
     return _objects[token]
