@@ -157,6 +157,25 @@ def test_what_is_saved(rng):
     assert not any(x.shape[1] == D for x in saved)
 
 
+def test_export_with_a_symbolic_number_of_tokens(rng):
+    arrays, (weights, indices) = _operands(rng)
+    (tokens,) = jax.export.symbolic_shape("tokens")
+    matrices = {name: x for name, x in arrays.items() if name != "x"}
+
+    def layer(x, weights, indices):
+        return ours({"x": x, **matrices}, weights, indices)
+
+    def gradient(*args):
+        return jax.grad(lambda *a: layer(*a).sum())(*args)
+
+    args = arrays["x"], weights, indices
+    symbolic = [jax.ShapeDtypeStruct((tokens, *x.shape[1:]), x.dtype) for x in args]
+    for function in (layer, gradient):
+        exported = jax.export.export(jax.jit(function), disabled_checks=jtk.export_checks())
+        found = exported(*symbolic).call(*args)
+        np.testing.assert_allclose(found, jax.jit(function)(*args), **TOLERANCE)
+
+
 def test_vmap_and_scan_over_layers(rng):
     models = [_operands(rng) for _ in range(3)]
     arrays, routings = (
