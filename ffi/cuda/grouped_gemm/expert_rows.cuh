@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(kExpertRowThreads)
     combine_rows(const T* first, const T* second, const int32* places, T* out,
                  const __grid_constant__ ExpertRowsShape shape) {
   constexpr int kVector = kBytes / static_cast<int>(sizeof(T));
-  // Four of float64 spill registers on sm_120.
-  constexpr int kUnroll = sizeof(Sum) > 4 ? 2 : 4;
+  // Four of float64, or of two arrays of float32, spill registers on sm_120.
+  constexpr int kUnroll = kArrays * sizeof(T) > 4 ? 2 : 4;
   const uint32 token = blockIdx.x * (kExpertRowThreads / kLanes) + threadIdx.x / kLanes;
   if (token >= shape.tokens) return;
   for_vectors_of_row<kLanes>(shape, [&](int64 vector) {
