@@ -246,6 +246,21 @@ def test_activations_are_of_scalars(rng, activation):
         jax.jit(functools.partial(ours, activation=activation))(*args)
 
 
+def test_offsets_of_a_narrow_type(rng):
+    """The place of a device's experts is not in the range of the offset's type."""
+    mesh = mesh_of((AUTO, AUTO))
+    x, up, down = (rng.standard_normal(s, np.float32) for s in ((8, 4), (256, 4, 4), (256, 4, 4)))
+    weights, indices = np.ones((8, 2), np.float32), rng.integers(0, 256, (8, 2))
+
+    @jax.jit
+    def layer(x, up, down, offset):
+        return jtk.moe(x, up, down, indices, weights, group_offset=offset)
+
+    placed = [put(mesh, a, s) for a, s in ((x, P()), (up, P("m")), (down, P("m")))]
+    for offset in (np.int8(3), np.int8(-3)):
+        _assert_close(layer(*placed, offset), layer(x, up, down, np.int32(offset)))
+
+
 def test_infinite_biases_of_sharded_columns(rng):
     mesh, arrays = mesh_of((AUTO, AUTO)), _arrays(rng)
     arrays[-1][:, 0] = np.inf

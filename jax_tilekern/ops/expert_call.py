@@ -231,9 +231,7 @@ def _rule(
         each_result_is_a_sum=True,
         blocked=frozenset(blocked),
         # The gradients of the matrices may be larger than the tokens.
-        gatherable=frozenset({TOKENS})
-        if len(results) > 1 or results[0] != _RESULT
-        else frozenset(),
+        gatherable=frozenset(() if [*results] == [_RESULT] else (TOKENS,)),
     )
 
 
@@ -260,7 +258,7 @@ def _localised(shard: Shard, *operands: Array, **_: Any) -> list[Array]:
     """Give a device its first expert, and ``b_down`` to the first of those that add it."""
     *others, first, share = operands
     if shard.is_split(EXPERTS):
-        first = first + shard.start(EXPERTS).astype(first.dtype)
+        first = first + shard.start(EXPERTS)
     if shard.is_split(HIDDEN):
         share = jnp.where(shard.start(HIDDEN) == 0, share, 0)
     return [*others, first, share]

@@ -19,6 +19,7 @@ from jax_tilekern.ops.expert_sharding import on_devices
 from jax_tilekern.ops.fp8_recipe import Fp8Recipe, check_quantizable
 from jax_tilekern.ops.groups import checked_offset
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
+from jax_tilekern.ops.segments.keys import clipped
 from jax_tilekern.ops.segments.top_k import top_k
 
 
@@ -204,7 +205,8 @@ def moe(
         of the matrices.
     save
         What the backward pass has beside the operands: ``"hidden"``, the results of the first
-        products; ``"inputs"``, nothing, so that it computes these again.
+        products; ``"inputs"``, nothing, so that it computes these again. That is also done in a
+        ``jit`` over automatic axes in a process with several devices.
     recipe
         Compute the products of tokens and of hidden values with the matrices, and their gradients
         by both, in 8-bit floats, as :func:`fp8_dot_general` computes products. The gradients of the
@@ -262,6 +264,10 @@ def moe(
         else preferred_element_type
     )
     offset = checked_offset("moe", group_offset)
+    if offset is not None:
+        # A device adds the place of its experts, which a narrow type does not hold.
+        experts = arrays["w_up"].shape[0]
+        offset = clipped(offset, -experts, 2**31 - 1 - experts)
     params: dict[str, Any] = {"precision": precision, "recipe": recipe}
     if is_one_call(arrays):
         dtype = np.dtype(jnp.result_type(arrays["x"], w_up))
