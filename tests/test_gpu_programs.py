@@ -98,17 +98,30 @@ def layer(x, up, gate, down, weights, indices):
     return jtk.moe(x, up, down, indices, weights, w_gate=gate)
 
 
-def test_memory_of_a_mixture(monkeypatch):
+@pytest.mark.parametrize("devices", [1, 8])
+def test_memory_of_a_mixture(devices, monkeypatch):
     """Rows of pairs and their hidden values; with the gradient, two cotangents of the latter.
 
-    As a process with one device traces the layer.
+    One device runs the program of a process that has so many.
     """
-    monkeypatch.setattr(moe, "is_one_call", lambda *_: False)
+    if devices == 1:
+        monkeypatch.setattr(moe, "is_one_call", lambda *_: False)
     rows, hidden = 2 * T * K * D, 2 * T * K * H
     assert temporary_bytes(compiled(layer, *LAYER)) <= rows + hidden + SMALL
     program = compiled(gradients(layer, 5), *LAYER)
     assert temporary_bytes(program) <= rows + 2 * hidden + SMALL
     assert moved(program) == []
+    # Three products forward, and two for each of them backward, of which one adds up two.
+    assert sum("ragged" in kernel for kernel in kernels(program)) == 8
+
+
+def test_a_mixture_computes_again_what_it_does_not_save():
+    def without_products(x, up, gate, down, weights, indices):
+        return jtk.moe(x, up, down, indices, weights, w_gate=gate, save="inputs")
+
+    program = compiled(gradients(without_products, 5), *LAYER)
+    # The forward pass computes both first products in one kernel.
+    assert sum("ragged" in kernel for kernel in kernels(program)) == 9
 
 
 def test_memory_of_groups_is_that_of_a_cotangent():

@@ -2,8 +2,9 @@
 
 The operations of a layer cannot be partitioned one by one, because the order of all tokens is not
 that of a device's own. As one call, a device computes the part of its tokens, of its experts or of
-its columns of the hidden values. The tangents and the cotangents are one call each, and compute the
-first products again: what a forward pass could save is in the order of a device's tokens.
+its columns of the hidden values. The tangents and the cotangents are one call each. They compute
+the first products again, because no sharding names the order of a device's own tokens. XLA computes
+them once where the forward pass is in the same computation.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ def one_call(
     precision: Any,
     out_dtype: np.dtype[Any],
     recipe: Fp8Recipe | None,
+    save: str,
 ) -> Array:
-    """Compute a layer, whose arguments are those of :func:`expert_layer`."""
+    """Compute a layer, whose arguments are those of :func:`jax_tilekern.moe`."""
     first = jnp.zeros((), np.int32) if offset is None else offset
     result: Array = _bind(
         *arrays.values(),
@@ -88,6 +90,8 @@ def one_call(
         precision=compat.canonicalize_precision(precision),
         out_dtype=out_dtype,
         recipe=recipe,
+        save=save,
+        differentiated=False,
     )
     return result
 
@@ -148,12 +152,14 @@ def _like_moving(_: Array, *primals: Array, names: Names, moving: Names, **__: A
 def _jvp(
     primals: Sequence[Array], tangents: Sequence[Any], *, names: Names, **params: Any
 ) -> tuple[Array, Any]:
-    result = _bind(*primals, names=names, **params)
     given = {
         name: tangent
         for name, tangent in zip(names, tangents, strict=False)
         if type(tangent) is not ad.Zero
     }
+    if given and params["save"] == "hidden":
+        params["differentiated"] = True
+    result = _bind(*primals, names=names, **params)
     if not given:
         return result, compat.zero_tangent(result)
     moving = tuple(given)

@@ -59,6 +59,22 @@ def _sort(indices: Array, offset: Array | None, experts: int) -> Sorted:
 
 
 def expert_layer(
+    arrays: dict[str, Array], offset: Array | None, *, save: str, **params: Any
+) -> Array:
+    """Compute the layer of the experts that the arrays have, the first of which is ``offset``.
+
+    Parameters
+    ----------
+    arrays, offset, save, params
+        As in :func:`jax_tilekern.moe`. The backward pass computes again what ``save`` leaves out.
+    """
+    policy = jax.checkpoint_policies.save_only_these_names(*([SAVED] if save == "hidden" else []))
+    layer = jax.checkpoint(functools.partial(_layer, **params), policy=policy)
+    result: Array = layer(arrays, offset)
+    return result
+
+
+def _layer(
     arrays: dict[str, Array],
     offset: Array | None,
     *,
@@ -66,10 +82,11 @@ def expert_layer(
     precision: Any,
     out_dtype: np.dtype[Any],
     recipe: Fp8Recipe | None,
+    differentiated: bool = False,
 ) -> Array:
-    """Compute the layer of the experts that the arrays have, the first of which is ``offset``.
+    """Compute the layer.
 
-    The other parameters are those of :func:`jax_tilekern.moe`.
+    If it is ``differentiated``, it has the kernels of the forward pass of its own derivative.
     """
     x, w_up = arrays["x"], arrays["w_up"]
     if 0 in (x.shape[0], arrays["indices"].shape[1]):
@@ -85,7 +102,7 @@ def expert_layer(
         # A copy for each product whose cotangent adds to that of the rows.
         copies = 1 if "w_gate" not in arrays or _has_one_cotangent(arrays) else 2
         rows = spread_rows(x, by_expert.places, by_expert.tokens, copies)
-        hidden = _hidden(activation, products, rows, weights, arrays)
+        hidden = _hidden(activation, products, rows, weights, arrays, differentiated)
     else:
         products = Fp8Products(by_expert, precision, recipe, _saved)
         hidden = _fp8_hidden(activation, products, x, weights, arrays)
@@ -231,6 +248,7 @@ def _hidden(
     rows: Sequence[Array],
     weights: Array,
     arrays: dict[str, Array],
+    differentiated: bool,
 ) -> Array:
     """Return the hidden values of each pair, times its weight.
 
@@ -285,5 +303,7 @@ def _hidden(
 
     matrices = [arrays[f"w_{name}"] for name in names]
     biases = [arrays[f"b_{name}"] for name, own in zip(names, biased, strict=True) if own]
+    if differentiated:
+        return unfused(products, rows, matrices, weights, biases)
     result: Array = hidden(products.bounds, rows, matrices, weights, biases)
     return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.ops.expert_activation import traced_activation
 from jax_tilekern.ops.expert_call import is_one_call, one_call
-from jax_tilekern.ops.expert_layer import DIMS, SAVED, expert_layer
+from jax_tilekern.ops.expert_layer import DIMS, expert_layer
 from jax_tilekern.ops.expert_sharding import on_devices
 from jax_tilekern.ops.fp8_recipe import Fp8Recipe, check_quantizable
 from jax_tilekern.ops.groups import checked_offset
@@ -206,7 +205,7 @@ def moe(
     save
         What the backward pass has beside the operands: ``"hidden"``, the results of the first
         products; ``"inputs"``, nothing, so that it computes these again. That is also done in a
-        ``jit`` over automatic axes in a process with several devices.
+        ``scan`` over automatic axes in a process with several devices.
     recipe
         Compute the products of tokens and of hidden values with the matrices, and their gradients
         by both, in 8-bit floats, as :func:`fp8_dot_general` computes products. The gradients of the
@@ -268,18 +267,15 @@ def moe(
         # A device adds the place of its experts, which a narrow type does not hold.
         experts = arrays["w_up"].shape[0]
         offset = clipped(offset, -experts, 2**31 - 1 - experts)
-    params: dict[str, Any] = {"precision": precision, "recipe": recipe}
+    params: dict[str, Any] = {"precision": precision, "recipe": recipe, "save": save}
     if is_one_call(arrays):
         dtype = np.dtype(jnp.result_type(arrays["x"], w_up))
         traced = traced_activation(activation, (dtype, jnp.promote_types(dtype, np.float32)))
         if traced is not None:
             return one_call(arrays, offset, activation=traced, out_dtype=out_dtype, **params)
-    policy = jax.checkpoint_policies.save_only_these_names(*([SAVED] if save == "hidden" else []))
 
     def layer(arrays: dict[str, Array], offset: Array | None, dtype: np.dtype[Any]) -> Array:
-        part = functools.partial(expert_layer, activation=activation, out_dtype=dtype, **params)
-        result: Array = jax.checkpoint(part, policy=policy)(arrays, offset)
-        return result
+        return expert_layer(arrays, offset, activation=activation, out_dtype=dtype, **params)
 
     return on_devices(layer, arrays, offset, DIMS, out_dtype)
 
