@@ -95,6 +95,20 @@ def test_every_product_is_ours_inside_and_jaxs_outside(rng, x64, function, shape
     assert types == jax.eval_shape(function, *args)
 
 
+def test_arrays_of_numpy_have_the_types_that_jax_gives_them():
+    """Without ``jax_enable_x64``, NumPy's 64-bit arrays are arrays of 32 bits."""
+    rng = np.random.default_rng(0)
+    product = functools.partial(lax.dot_general, dimension_numbers=(((2,), (1,)), ((0,), (0,))))
+    x, y, of_batch = (rng.normal(size=s) for s in ((3, 4, 5), (3, 5, 6), (3, 4, 5, 10)))
+    mapped = jax.vmap(product, in_axes=(3, None))
+    expected = product(x, y).dtype, mapped(of_batch, y)
+    with jtk.patch():
+        dtype, found = product(x, y).dtype, mapped(of_batch, y)
+    assert dtype == expected[0]
+    assert found.dtype == expected[1].dtype
+    assert_close(found, expected[1], 1e-6)
+
+
 @pytest.mark.parametrize("weak", [(True, True), (True, False), (False, True)])
 def test_weak_types_are_kept(weak):
     operands = [1.5 if is_weak else jnp.asarray(2, jnp.bfloat16) for is_weak in weak]

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_tilekern.interop import compat
@@ -158,10 +159,15 @@ def intercept(primitive: compat.Primitive, replacement: Callable[..., Any]) -> N
     @functools.wraps(bind)
     def intercepted(*operands: Any, **params: Any) -> Any:
         if _intercepting.value and not compat.in_pallas_kernel():
-            return replaced(*operands, **params)
+            # The modes of the caller decide which type an array of NumPy has.
+            return replaced(*map(_as_array, operands), **params)
         return bind(*operands, **params)
 
     vars(primitive)["bind"] = intercepted
+
+
+def _as_array(operand: Any) -> Any:
+    return jnp.asarray(operand) if isinstance(operand, np.ndarray | np.generic) else operand
 
 
 def release(primitive: compat.Primitive) -> None:
