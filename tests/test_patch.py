@@ -262,10 +262,14 @@ def test_top_k(rng):
     def loss(x):
         return jnp.sum(lax.top_k(x, 3)[0] ** 2)
 
-    expected = lax.top_k(x, 3), jax.grad(loss)(x), jax.vmap(lambda x: lax.top_k(x, 2))(x)
+    def calls():
+        largest = functools.partial(lax.top_k, k=3)
+        return largest(x), jax.jit(largest)(x), jax.grad(loss)(x), jax.vmap(largest)(x)
+
+    expected = calls()
     with jtk.patch():
         assert ours_in(lambda x: lax.top_k(x, 3), x) == ["tilekern_top_k"]
-        found = lax.top_k(x, 3), jax.grad(loss)(x), jax.vmap(lambda x: lax.top_k(x, 2))(x)
+        found = calls()
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
@@ -321,7 +325,7 @@ def test_in_this_thread_only():
 
 
 def test_our_fallbacks_and_references_reach_xla():
-    """int16 has no kernel: XLA's product is lowered, and not ours once more."""
+    """int16 has no kernel: XLA's operation is lowered, and not ours once more."""
     z = jnp.ones((4, 4), jnp.int16)
     with jtk.patch():
         for function in (

@@ -24,7 +24,7 @@ import numpy as np
 
 from jax_tilekern.interop import outcomes
 from jax_tilekern.interop.ffi import PARTITIONED
-from jax_tilekern.interop.global_modes import by_types
+from jax_tilekern.interop.global_modes import by_types, by_xla
 from jax_tilekern.interop.outcomes import (
     Choice,
     await_partition,
@@ -285,7 +285,7 @@ def _answer(
         recorded_choices(content["platform"]) as recorder,
         tuned, mode, policy_then, parts_then, types, beside,
     ):  # fmt: skip
-        module = xla.local_module(program, local, axes, content["platform"])
+        module = xla.local_module(by_xla(program), local, axes, content["platform"])
     choices = [
         Choice(c.call, c.operands, c.result, c.platform, c.kernel, c.reason, described)
         for c in recorder.choices

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from jax_tilekern.interop import compat, ffi, outcomes
 from jax_tilekern.interop.compat import ad, mlir
-from jax_tilekern.interop.global_modes import by_types, by_xla, mode_independent
+from jax_tilekern.interop.global_modes import by_types, by_xla, by_xla, mode_independent
 from jax_tilekern.interop.outcomes import listed_below, record_choice
 from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.agreement import require_agreement
@@ -381,7 +381,9 @@ def _register_lowering(
         platform: functools.partial(_lower, operation, partitioned, platform)
         for platform in operation.planners
     }
-    elsewhere = mlir.lower_fun(operation.reference, multiple_results=operation.several_results)
+    elsewhere = mlir.lower_fun(
+        by_xla(operation.reference), multiple_results=operation.several_results
+    )
     # The lowering is not cacheable, because a planner inspects the producers of its operands.
     mlir.register_lowering(
         primitive,
@@ -521,7 +523,7 @@ def _lowered(
     function: Callable[..., Any] = functools.partial(operation.reference, **params)
     if isinstance(outcome, Rewrite):
         function = compat.with_automatic_axes(outcome.function, params.get("out_sharding"))
-    lower = mlir.lower_fun(function, multiple_results=operation.several_results)
+    lower = mlir.lower_fun(by_xla(function), multiple_results=operation.several_results)
     if "jaxpr" in params:
         # It was traced outside of every shard_map.
         ctx = ctx.replace(avals_in=[compat.without_varying_axes(aval) for aval in ctx.avals_in])
