@@ -36,20 +36,26 @@ of_numpy = Swapped(
     jnp,
     linalg=jtk.linalg,
     **named(jtk, "dot", "einsum", "inner", "matmul", "matvec", "sum", "tensordot", "transpose"),
-    **named(jtk, "vdot", "vecdot", "vecmat"),
+    **named(jtk, "bincount", "take", "vdot", "vecdot", "vecmat"),
 )
 of_lax_linalg = Swapped(lax.linalg, **named(jtk.linalg, "triangular_solve"))
 of_lax = Swapped(
-    lax, linalg=of_lax_linalg, **named(jtk, "dot_general", "ragged_dot", "ragged_dot_general")
+    lax,
+    linalg=of_lax_linalg,
+    **named(jtk, "dot_general", "ragged_dot", "ragged_dot_general", "top_k"),
+)
+of_ops = Swapped(
+    jax.ops, **named(jtk, "segment_max", "segment_min", "segment_prod", "segment_sum")
 )
 of_scipy_linalg = Swapped(
-    jax.scipy.linalg, **named(jtk.linalg, "lu", "lu_factor", "solve_triangular")
+    jax.scipy.linalg, **named(jtk.linalg, "expm", "lu", "lu_factor", "solve_triangular")
 )
 of_scipy = Swapped(jax.scipy, linalg=of_scipy_linalg)
 SWAPPED = {
-    jax: Swapped(jax, numpy=of_numpy, lax=of_lax, scipy=of_scipy),
+    jax: Swapped(jax, numpy=of_numpy, lax=of_lax, ops=of_ops, scipy=of_scipy),
     jnp: of_numpy,
     jnp.linalg: jtk.linalg,
+    jax.ops: of_ops,
     lax: of_lax,
     lax.linalg: of_lax_linalg,
     jax.scipy: of_scipy,

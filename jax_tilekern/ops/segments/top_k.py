@@ -31,8 +31,10 @@ from jax_tilekern.primitives.operation import (
 )
 
 
-@jitted("k", "axis")
-def top_k(operand: ArrayLike, k: int, *, axis: int = -1) -> tuple[Array, Array]:
+@jitted("k", "axis", "is_stable")
+def top_k(
+    operand: ArrayLike, k: int, *, axis: int = -1, is_stable: bool = True
+) -> tuple[Array, Array]:
     """Return the largest elements along an axis, with the semantics of :func:`jax.lax.top_k`.
 
     Parameters
@@ -43,6 +45,8 @@ def top_k(operand: ArrayLike, k: int, *, axis: int = -1) -> tuple[Array, Array]:
         How many elements, at most the size of the axis.
     axis
         The axis; may be negative.
+    is_stable
+        As in JAX. Without it the order of equal elements is not promised; it is the same.
 
     Returns
     -------
@@ -67,6 +71,7 @@ def top_k(operand: ArrayLike, k: int, *, axis: int = -1) -> tuple[Array, Array]:
     >>> indices
     Array([1, 2], dtype=int32)
     """
+    del is_stable
     compat.check_arraylike("top_k", operand)
     operand = jnp.asarray(operand)
     k = operator.index(k)
