@@ -1,4 +1,4 @@
-"""What XLA compiles for H100s, on any machine: its plugin for CUDA needs no GPU for that.
+"""What XLA compiles for GPUs, on any machine: its plugin for CUDA needs no GPU for that.
 
 The programs are those that such a GPU runs, but for the choices that XLA makes by timing.
 """
@@ -14,46 +14,59 @@ from jax.sharding import PartitionSpec as P
 
 import jax_tilekern as jtk
 
-# Limits of compute capability 9.0 in the CUDA C++ Programming Guide, and NVIDIA's H100 data sheet.
-_H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
+# Limits of compute capabilities in the CUDA C++ Programming Guide. Clock and memory are those of an
+# H100 in NVIDIA's data sheet, and decide nothing here.
+_DESCRIPTION = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads_per_core}
+  shared_memory_per_block: 49152 shared_memory_per_core: {shared_memory_per_core}
+  shared_memory_per_block_optin: {gpu.shared_memory_bytes}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 device_memory_size: 84942979072
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  name: "NVIDIA H100 80GB HBM3" device_vendor: "NVIDIA Corporation"
-  platform_version: "Compute Capability 9.0a" device_address_bits: 64
+  core_count: {gpu.sm_count} fpus_per_core: 128 clock_rate_ghz: 1.98
+  memory_bandwidth: 3352320000000 l2_cache_size: {gpu.l2_bytes} device_memory_size: 84942979072
+  cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
+  name: "{gpu.name}" device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability {major}.{minor}" device_address_bits: 64
   driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
   dnn_version: "9.10.0"
-}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 """
+_THREADS_PER_CORE = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 
 
 @functools.cache
-def _devices(count):
+def _devices(count, gpu):
+    """Return as many GPUs of the model that :func:`jax_tilekern.gpu_target` takes for a name."""
+    with jtk.gpu_target(gpu) as known:
+        major, minor = known.compute_capability
+    description = _DESCRIPTION.format(
+        gpu=known,
+        major=major,
+        minor=minor,
+        features="feature_extension: ACCELERATED_FEATURES" if major >= 9 else "",
+        threads_per_core=_THREADS_PER_CORE.get(known.compute_capability, 2048),
+        shared_memory_per_core=known.shared_memory_bytes + 1024,
+    )
     topology = topologies.get_topology_desc(
-        "h100", "cuda", target_config=_H100, topology=f"1x1x{count}"
+        known.arch, "cuda", target_config=description, topology=f"1x1x{count}"
     )
     return topology.devices
 
 
 def mesh_of(shape, names):
-    """Return a mesh of as many GPUs."""
-    found = np.array(_devices(int(np.prod(shape)))).reshape(shape)
+    """Return a mesh of as many H100s."""
+    found = np.array(_devices(int(np.prod(shape)), "H100")).reshape(shape)
     return Mesh(found, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def compiled(function, *avals, mesh=None, specs=(), out=None):
+def compiled(function, *avals, mesh=None, specs=(), out=None, gpu="H100"):
     """Compile a function for one GPU, or for those of a mesh with the specs of its arguments."""
     if mesh is None:
-        shardings, results = [SingleDeviceSharding(_devices(1)[0])] * len(avals), None
+        shardings, results = [SingleDeviceSharding(_devices(1, gpu)[0])] * len(avals), None
     else:
         shardings, results = ([NamedSharding(mesh, x) for x in specs], None)
         if out is not None:
@@ -64,7 +77,7 @@ def compiled(function, *avals, mesh=None, specs=(), out=None):
         for x, sharding in zip(avals, shardings, strict=True)
     ]
     jitted = jax.jit(function) if results is None else jax.jit(function, out_shardings=results)
-    with jtk.gpu_target("H100"):
+    with jtk.gpu_target(gpu):
         return jitted.trace(*args).lower(lowering_platforms=("cuda",)).compile()
 
 

@@ -1,4 +1,4 @@
-"""Programs as XLA compiles them for H100s, at the defaults: what they launch, move, send and keep.
+"""Programs as XLA compiles them for GPUs, at the defaults: what they launch, move, send and keep.
 
     pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
 
@@ -87,15 +87,70 @@ def test_operands_are_read_in_place(name):
     assert {kernel: found.count(kernel) for kernel in set(found)} == launched
 
 
+def experts(x, up, gate, down, weights, indices):
+    return jtk.moe(x, up, down, indices, weights, w_gate=gate)
+
+
+def of_every_operation(dtype):
+    """Functions and operands, a gradient of each operation that has one."""
+    small = jnp.finfo(dtype).bits == 16
+    few, tokens = np.int32, array(1024, dtype=np.int32)
+    pairs = array(1024, 2, dtype=np.int32)
+
+    def of(*shapes):
+        return tuple(array(*shape, dtype=dtype) for shape in shapes)
+
+    yield gradients(jtk.matmul, 2), of((1024, 512), (512, 768))
+    yield jtk.matmul, of((4096, 4096), (4096,))
+    yield (
+        gradients(lambda x, w, b: jtk.linear(x, w, b, jax.nn.gelu), 3),
+        of((1024, 512), (512, 1024), (1024,)),
+    )
+    yield gradients(jtk.gated_linear, 3), of((1024, 512), (512, 1024), (512, 1024))
+    yield gradients(ragged, 2), of((8192, 256), (8, 256, 512))
+    yield (
+        gradients(experts, 5),
+        (*of((1024, 256), *[(8, 256, 512)] * 2, (8, 512, 256), (1024, 2)), pairs),
+    )
+    yield lambda x: [jtk.sum(x, axis) for axis in (0, 1, None)], of((2048, 4096))
+    yield lambda x: jtk.transpose(x, (0, 2, 1)), of((16, 512, 1000))
+    yield gradients(jtk.linear_cross_entropy, 2), (*of((1024, 512), (512, 8192)), tokens)
+    yield gradients(lambda x, i: jtk.segment_max(x, i, 100), 1), (*of((1024, 64)), tokens)
+    yield gradients(lambda x, i: jtk.take(x, i, axis=0), 1), (*of((512, 256)), tokens)
+    yield gradients(lambda x: jtk.top_k(x, 4)[0], 1), of((8192, 64))
+    if small:
+        return
+    for decomposition in (jtk.linalg.svd, jtk.linalg.eigh, jtk.linalg.qr):
+        yield decomposition, of((1000, 16, 16))
+    yield gradients(jtk.linalg.cholesky, 1), of((64, 128, 128))
+    yield gradients(jtk.linalg.solve, 2), of((64, 64, 64), (64, 64, 8))
+    yield gradients(jtk.linalg.inv, 1), of((1000, 16, 16))
+    wave = jtk.kernel(lambda x: jax.lax.fori_loop(few(0), few(9), lambda _, y: jnp.sin(y), x))
+    yield gradients(wave, 1), of((10000,))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
+@pytest.mark.parametrize("gpu", ["A100", "RTX 4090", "B200", "RTX 5090"])
+def test_other_gpus_have_programs(gpu, dtype):
+    """XLA compiles them, and no kernel fails to compile, which would be a warning."""
+    launched = [
+        kernels(compiled(function, *avals, gpu=gpu))
+        for function, avals in of_every_operation(dtype)
+    ]
+    # Some of the calls are XLA's by the policy.
+    assert sum(map(bool, launched)) > len(launched) / 2
+
+
+def test_an_older_gpu_has_programs_of_xla():
+    for function, avals in of_every_operation(np.float32):
+        assert kernels(compiled(function, *avals, gpu="T4")) == []
+
+
 T, D, H, E, K = 16384, 2560, 1280, 64, 4
 LAYER = (
     array(T, D), array(E, D, H), array(E, D, H), array(E, H, D),
     array(T, K, dtype=np.float32), array(T, K, dtype=np.int32),
 )  # fmt: skip
-
-
-def layer(x, up, gate, down, weights, indices):
-    return jtk.moe(x, up, down, indices, weights, w_gate=gate)
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -107,8 +162,8 @@ def test_memory_of_a_mixture(devices, monkeypatch):
     if devices == 1:
         monkeypatch.setattr(moe, "is_one_call", lambda *_: False)
     rows, hidden = 2 * T * K * D, 2 * T * K * H
-    assert temporary_bytes(compiled(layer, *LAYER)) <= rows + hidden + SMALL
-    program = compiled(gradients(layer, 5), *LAYER)
+    assert temporary_bytes(compiled(experts, *LAYER)) <= rows + hidden + SMALL
+    program = compiled(gradients(experts, 5), *LAYER)
     assert temporary_bytes(program) <= rows + 2 * hidden + SMALL
     assert moved(program) == []
     # Three products forward, and two for each of them backward, of which one adds up two.
@@ -177,7 +232,7 @@ def test_devices_share_a_mixture(scheme, partitioned_anew):
         "experts": (P(), P("x"), P("x")),
         "columns": (P(), P(None, None, "x"), P(None, "x")),
     }[scheme]
-    program = compiled(layer, *LAYER, mesh=mesh, specs=(x, up, up, down, x, x), out=x)
+    program = compiled(experts, *LAYER, mesh=mesh, specs=(x, up, up, down, x, x), out=x)
     rows, hidden = 2 * T * K * D, 2 * T * K * H
     if scheme == "tokens":
         assert collectives(program) == []

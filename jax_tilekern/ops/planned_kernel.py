@@ -9,7 +9,7 @@ from typing import Any
 from jax_tilekern.compilation.nvrtc import CompileError, NvrtcNotFound
 from jax_tilekern.interop import compat, outcomes
 from jax_tilekern.plans.cpu import current_cpu
-from jax_tilekern.plans.gpu import Gpu, NoGpu, current_gpu
+from jax_tilekern.plans.gpu import MIN_COMPUTE_CAPABILITY, Gpu, NoGpu, current_gpu
 from jax_tilekern.plans.launch import LaunchPlan, NoKernel, PlanError
 from jax_tilekern.plans.policy import choose, current_policy
 from jax_tilekern.plans.policy.workload import Workload
@@ -35,7 +35,10 @@ def planned_kernel(
         What plans the call, and what it is told of it.
     """
     try:
-        found = _planned(planner, problem, current_gpu())
+        gpu = current_gpu()
+        if gpu.compute_capability < MIN_COMPUTE_CAPABILITY:
+            return Fallback(f"{gpu.arch} is older than sm_80")
+        found = _planned(planner, problem, gpu)
     except (NoGpu, NvrtcNotFound) as error:
         return Fallback(str(error))
     if isinstance(found, Exception):

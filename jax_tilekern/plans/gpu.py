@@ -166,6 +166,9 @@ class Gpu:
         return f"sm_{major}{minor}{suffix}"
 
 
+# Of this package's kernels.
+MIN_COMPUTE_CAPABILITY = (8, 0)
+
 # One well-known model of each architecture, for planning where that GPU is not at hand. All of them
 # have the rates of the H100, the only one that was measured. Rates from the others' data sheets
 # (memory bandwidth and clock) would change 3 to 9 % of the choices, and nobody has measured whether

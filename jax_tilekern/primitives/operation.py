@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from jax_tilekern.interop import compat, ffi, outcomes
 from jax_tilekern.interop.compat import ad, mlir
-from jax_tilekern.interop.global_modes import by_types, by_xla, by_xla, mode_independent
+from jax_tilekern.interop.global_modes import by_types, by_xla, mode_independent
 from jax_tilekern.interop.outcomes import listed_below, record_choice
 from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.agreement import require_agreement

@@ -13,7 +13,7 @@ from jax_tilekern.compilation.compiler import Kernel, compile_kernels
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch, LaunchPlan, NoKernel, Scalars
-from jax_tilekern.plans.linalg.small_matrices import MIN_COMPUTE_CAPABILITY, power_of_two
+from jax_tilekern.plans.linalg.small_matrices import power_of_two
 from jax_tilekern.plans.policy import current_policy
 
 _WARP = 32
@@ -154,8 +154,6 @@ def plan_decomposition(
             f"no measurement shows that the kernel is faster for {problem.count} matrices of "
             f'{problem.rows}x{problem.columns} (jax_tilekern.policy("kernels") takes it)'
         )
-    if gpu.compute_capability < MIN_COMPUTE_CAPABILITY:
-        return NoKernel(f"{gpu.arch} is older than sm_80")
     blocks = math.ceil(problem.count / (_WARP // problem.lanes))
     if blocks > MAX_GRID[0]:
         return NoKernel(f"{problem.count} matrices take {blocks} CTAs (at most {MAX_GRID[0]})")

@@ -17,8 +17,6 @@ from jax_tilekern.plans.launch import MAX_GRID, Buffer, Launch, LaunchPlan, NoKe
 DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 MAX_SIZE = 64
 
-# The first architecture that reduces integers over a warp in one instruction.
-MIN_COMPUTE_CAPABILITY = (8, 0)
 _VECTOR_BYTES = 16
 _MAX_COLUMNS = 8  # right-hand sides of a thread at a time
 # With more right-hand sides than this, several CTAs factor the same matrices and divide the sides,
@@ -221,8 +219,6 @@ def _plan(
     chosen: MatrixKernel, gpu: Gpu, parts: int, scalars: Scalars, alignments: tuple[int, ...]
 ) -> LaunchPlan | NoKernel:
     matrices, kernel, blocks = chosen.matrices, chosen.kernel, chosen.blocks
-    if gpu.compute_capability < MIN_COMPUTE_CAPABILITY:
-        return NoKernel(f"{gpu.arch} is older than sm_80")
     if blocks > MAX_GRID[0]:
         return NoKernel(f"{matrices.count} matrices take {blocks} CTAs (at most {MAX_GRID[0]})")
     compiled = compile_kernels(kernel, arch=gpu.arch)
