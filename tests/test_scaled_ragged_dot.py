@@ -278,12 +278,26 @@ def test_calls_state_their_product(rng):
 @emulated
 @pytest.mark.thorough
 def test_without_a_kernel_operands_are_dequantised(rng):
-    """Rows of 130 bytes have no tensor map. Scales of columns are not adjacent."""
+    """Rows of 130 bytes have no tensor map."""
     sizes = np.array([7, 0, 9])
+    arrays = operands(rng, 20, 24, 130, 3)
     with emulated_gpu() as ran:
-        for arrays in (
-            operands(rng, 20, 24, 130, 3),
-            operands(rng, 20, 24, 256, 3, of_rhs=(24, 2)),
-        ):
-            check(jax.jit(product)(*arrays, sizes), *arrays[:2], sizes, *arrays[2:])
+        check(jax.jit(product)(*arrays, sizes), *arrays[:2], sizes, *arrays[2:])
     assert not any("scaled" in plan.name for plan in ran)
+
+
+@emulated
+@pytest.mark.thorough
+@pytest.mark.parametrize(("n", "k"), [(24, 256), (27, 256), (27, 128)])
+def test_scales_of_columns_are_copied_where_they_are_not_adjacent(rng, n, k):
+    sizes = np.array([[7, 0, 9], [0, 20, 0]])
+    arrays = operands(rng, 20, n, k, 3, of_rhs=(n, k // 128))
+    with emulated_gpu() as ran:
+        got = jax.jit(product)(*arrays, sizes[0])
+        check(got, *arrays[:2], sizes[0], *arrays[2:], tensor_cores=False)
+        mapped = jax.vmap(product, (None, None, None, 0, None))
+        of_rhs = jnp.stack([arrays[3], arrays[3][::-1]])
+        got = jax.jit(mapped)(*arrays[:3], of_rhs, sizes[1])
+        for scales, found in zip(of_rhs, got, strict=True):
+            check(found, *arrays[:2], sizes[1], arrays[2], scales, tensor_cores=False)
+    assert [plan.name for plan in ran] == ["scaled_ragged_wgmma_matmul fp8"] * 2

@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+from jax import Array
+
 from jax_tilekern.interop import compat
 from jax_tilekern.plans.contraction import (
     Contraction,
@@ -15,7 +18,7 @@ from jax_tilekern.plans.contraction import (
     row_major_strides,
 )
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
-from jax_tilekern.plans.gemm.problem import Scales
+from jax_tilekern.plans.gemm.problem import SCALES_OF_COPY, Scales
 from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.primitives.operation import Operand
 
@@ -54,6 +57,12 @@ def scales_in_memory(rows: int, counts: Sequence[int], strides: Sequence[int]) -
         k_stride=0 if k_blocks == 1 else k,
         padded=row_blocks > rows,
     )
+
+
+def with_columns_first(scales: Array, columns: int) -> Array:
+    """Return scales of so many columns as bulk copies take them: adjacent, and a multiple of 4."""
+    padding = [(0, 0)] * (scales.ndim - 1) + [(0, -columns % SCALES_OF_COPY)]
+    return jnp.pad(jnp.swapaxes(scales, -1, -2), padding)
 
 
 def strided_product(

@@ -35,7 +35,12 @@ from jax_tilekern.ops.fused_contraction import (
 from jax_tilekern.ops.fused_lowering import fused_kernel
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.labelled_operands import check_operands, product_by_lax
-from jax_tilekern.ops.scaled_layout import scales_in_memory, stored_scales, strided_product
+from jax_tilekern.ops.scaled_layout import (
+    scales_in_memory,
+    stored_scales,
+    strided_product,
+    with_columns_first,
+)
 from jax_tilekern.ops.scaled_operands import (
     blocks_of,
     check_scales,
@@ -51,7 +56,7 @@ from jax_tilekern.plans.contraction import (
     labelled,
 )
 from jax_tilekern.plans.gemm.arithmetic import TYPES
-from jax_tilekern.plans.gemm.problem import SCALES_OF_COPY, ScaledProduct
+from jax_tilekern.plans.gemm.problem import ScaledProduct
 from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.primitives.linearity import tangents_out
@@ -540,8 +545,7 @@ def _cuda(
 def _with_columns_first(
     lhs: Array, rhs: Array, lhs_scales: Array, rhs_scales: Array, *arrays: Array, **params: Any
 ) -> list[Array]:
-    padding = [(0, 0)] * (rhs_scales.ndim - 1) + [(0, -rhs.shape[-2] % SCALES_OF_COPY)]
-    columns = jnp.pad(jnp.swapaxes(rhs_scales, -1, -2), padding)
+    columns = with_columns_first(rhs_scales, rhs.shape[-2])
     results: list[Array] = _bind(
         lhs, rhs, lhs_scales, columns, *arrays, columns_first=True, **params
     )

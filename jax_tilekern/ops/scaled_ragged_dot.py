@@ -1,7 +1,8 @@
 """``scaled_ragged_dot``: grouped GEMMs of 8-bit floats that have a scale for each block.
 
 The primitive contracts the last dimensions of its operands. Its scales of ``lhs`` have those of
-adjacent rows adjacent, as :func:`quantize` writes them: ``(ceil(K / 128), M)``.
+adjacent rows adjacent, as :func:`quantize` writes them: ``(ceil(K / 128), M)``. Those of ``rhs``
+have, with ``columns_first``: ``(..., ceil(K / 128), N)``, padded to a multiple of 4.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jax_tilekern.ops.contraction import contract, in_float32, masked_product
 from jax_tilekern.ops.groups import checked_offset, group_bounds, local_bounds
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
-from jax_tilekern.ops.scaled_layout import scales_in_memory
+from jax_tilekern.ops.scaled_layout import scales_in_memory, with_columns_first
 from jax_tilekern.ops.scaled_matmul import sharding_rule
 from jax_tilekern.ops.scaled_operands import (
     blocks_of,
@@ -37,6 +38,7 @@ from jax_tilekern.partitioning.rule import ShardingRule
 from jax_tilekern.plans.contraction import Contraction, Dimension, merged, row_major_strides
 from jax_tilekern.plans.gemm.arithmetic import TYPES
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
+from jax_tilekern.plans.gemm.problem import Scales
 from jax_tilekern.plans.grouped_gemm.problem import GroupedGeometry, GroupedScaledProduct
 from jax_tilekern.plans.grouped_gemm.select import plan_grouped_gemm
 from jax_tilekern.primitives.linearity import tangents_out
@@ -159,8 +161,9 @@ def scaled_rows_by_matrices(
     """Multiply groups of rows, given their bounds, with scales of adjacent rows adjacent."""
     own = out_dtype if out_dtype in TYPES["fp8"].results else np.dtype(np.float32)
     result: Array = _bind(
-        lhs, rhs, lhs_scales, rhs_scales, bounds, contraction=_ROWS_BY_MATRICES, out_dtype=own
-    )
+        lhs, rhs, lhs_scales, rhs_scales, bounds,
+        contraction=_ROWS_BY_MATRICES, out_dtype=own, columns_first=False,
+    )  # fmt: skip
     return result.astype(out_dtype)
 
 
@@ -188,9 +191,12 @@ def _by(
     *operands: Array,
     contraction: Contraction,
     out_dtype: np.dtype[Any],
+    columns_first: bool,
 ) -> Array:
     """Contract the operands in float32."""
     lhs, rhs, lhs_scales, rhs_scales, bounds = operands
+    if columns_first:
+        rhs_scales = jnp.swapaxes(rhs_scales, -1, -2)[..., : rhs.shape[-2], :]
     return multiply(
         dequantized(lhs, jnp.swapaxes(lhs_scales, -1, -2)),
         dequantized(rhs, rhs_scales),
@@ -306,13 +312,35 @@ def _cpu(_operands: Any, _avals: Any, **params: Any) -> Rewrite:
 
 def _cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Outcome:
     product = _stated(*(x.aval for x in operands), **params)
+    of_rows, of_columns = product.lhs_scales, product.rhs_scales
+    if (
+        of_rows.row_stride
+        and of_columns.row_stride
+        and of_columns.block_rows == 1
+        and not of_columns.fit_bulk_copies(product.geometry.product.n)
+        and not params["columns_first"]
+    ):
+        return Rewrite(
+            "scales of rhs copied first: those of columns are adjacent, and a multiple of 4",
+            functools.partial(_with_columns_first, **params),
+        )
     lhs, rhs, *scales, bounds = (x.value for x in operands)
     found = planned_kernel((lhs, rhs, bounds, *scales), plan_grouped_gemm, product)
     return _dequantised(found.reason, params) if isinstance(found, Fallback) else found
 
 
+def _with_columns_first(
+    lhs: Array, rhs: Array, lhs_scales: Array, rhs_scales: Array, bounds: Array, **params: Any
+) -> Array:
+    columns = with_columns_first(rhs_scales, rhs.shape[-2])
+    result: Array = _bind(
+        lhs, rhs, lhs_scales, columns, bounds, **{**params, "columns_first": True}
+    )
+    return result
+
+
 def _stated(
-    *operands: Any, contraction: Contraction, out_dtype: np.dtype[Any]
+    *operands: Any, contraction: Contraction, out_dtype: np.dtype[Any], columns_first: bool
 ) -> GroupedScaledProduct:
     """Return the grouped GEMM of operands of these types."""
     c = contraction
@@ -331,7 +359,7 @@ def _stated(
             (c.rhs, rhs.shape),
             (c.out, [sizes[label] for label in c.out]),
             (c.bounds, bounds.shape),
-            # Their last two dimensions are in another order.
+            # Their last two dimensions may be in another order.
             (c.lhs, lhs_scales.shape),
             (c.rhs, rhs_scales.shape),
         )
@@ -354,10 +382,8 @@ def _stated(
         dataclasses.replace(found, batch_strides=tuple(x.further[i] for x in dims))
         for i, found in enumerate(
             (
-                scales_in_memory(
-                    lhs.shape[-2], lhs_scales.shape[:-3:-1], (1, lhs_scales.shape[-1])
-                ),
-                scales_in_memory(rhs.shape[-2], rhs_scales.shape[-2:], (rhs_scales.shape[-1], 1)),
+                _scales(lhs, lhs_scales, columns_first=True),
+                _scales(rhs, rhs_scales, columns_first=columns_first),
             )
         )
     )
@@ -365,6 +391,13 @@ def _stated(
         GroupedGeometry(geometry, "m", tuple(x.bounds for x in batch)),
         lhs.dtype, rhs.dtype, out_dtype, "fp8", lhs_scales=of_lhs, rhs_scales=of_rhs,
     )  # fmt: skip
+
+
+def _scales(operand: Any, scales: Any, *, columns_first: bool) -> Scales:
+    rows, adjacent = operand.shape[-2], scales.shape[-1]
+    if columns_first:
+        return scales_in_memory(rows, scales.shape[:-3:-1], (1, adjacent))
+    return scales_in_memory(rows, scales.shape[-2:], (adjacent, 1))
 
 
 _bind = define(
