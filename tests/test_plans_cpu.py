@@ -1,6 +1,7 @@
 """What computes a call on a CPU."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,8 @@ CALLS = [
 def test_a_cpu_without_times_is_xlas(function, shapes):
     choice = choice_of(function, *map(F32, shapes))
     assert choice.kernel is None
-    assert "no times on CPU with portable are recorded" in choice.reason
+    # XLA's own products take AMX where the CPU has it.
+    assert re.search("no times on CPU with portable( and AMX)? are recorded", choice.reason)
     with jtk.policy("kernels"):
         assert choice_of(function, *map(F32, shapes)).kernel
 
