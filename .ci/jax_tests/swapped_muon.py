@@ -1,6 +1,7 @@
 """A pytest plugin: optax's tests of ``muon`` take ``jax_tilekern.muon``."""
 
-import jax_tilekern as jtk
 from optax.contrib import _muon
+
+import jax_tilekern as jtk
 
 _muon.muon = jtk.muon
