@@ -44,9 +44,7 @@ of_lax = Swapped(
     linalg=of_lax_linalg,
     **named(jtk, "dot_general", "ragged_dot", "ragged_dot_general", "top_k"),
 )
-of_ops = Swapped(
-    jax.ops, **named(jtk, "segment_max", "segment_min", "segment_prod", "segment_sum")
-)
+of_ops = Swapped(jax.ops, **named(jtk, "segment_max", "segment_min", "segment_prod", "segment_sum"))
 of_scipy_linalg = Swapped(
     jax.scipy.linalg, **named(jtk.linalg, "expm", "lu", "lu_factor", "solve_triangular")
 )

@@ -27,7 +27,6 @@ from jax_tilekern.ops.groups import local_bounds, masked
 from jax_tilekern.ops.labelled_operands import common_type, product_by_lax
 from jax_tilekern.partitioning.call import rename
 from jax_tilekern.partitioning.local_program import Shard
-from jax_tilekern.partitioning.row_exchange import RowExchange
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.primitives.operation import Operation, define
@@ -220,12 +219,6 @@ def in_float32(**params: Any) -> dict[str, Any]:
     return {**params, "out_dtype": np.dtype(np.float32)}
 
 
-def _along_axis(exchange: RowExchange, *operands: Any, **params: Any) -> Any:
-    from jax_tilekern.ops.overlapped import along_axis
-
-    return along_axis(exchange, *operands, **params)
-
-
 # Checkpoint policies.
 
 
@@ -258,7 +251,6 @@ _bind = define(
         localised=_localised,
         source=source,
         in_float32=in_float32,
-        along_axis=_along_axis,
         stands_for=as_dot_general,
     )
 )

@@ -32,6 +32,7 @@ from jax_tilekern.ops.overlapped_lowering import (
     result_of,
     scattered_kernel,
 )
+from jax_tilekern.partitioning.call import register_exchange
 from jax_tilekern.partitioning.row_exchange import RowExchange
 from jax_tilekern.plans import overlap
 from jax_tilekern.plans.contraction import Contraction, labelled
@@ -427,7 +428,7 @@ def _batch_tangent(
 # Partitioning: a product along an axis takes the place of a product and a collective.
 
 
-def along_axis(
+def _along_axis(
     exchange: RowExchange,
     lhs: Any,
     rhs: Any,
@@ -462,6 +463,9 @@ def along_axis(
         return gathered_product(x, w, axis=exchange.axis, keeps=False, **params)
 
     return function
+
+
+register_exchange("tilekern_contract", _along_axis)
 
 
 # Primitives.

@@ -74,10 +74,6 @@ class PartitionedOperation:
     function_of_sum
         ``function_of_sum(**params)`` takes a call with an epilogue apart, for devices that hold
         parts of the contracted dimensions.
-    along_axis
-        ``along_axis(exchange, *operands, **params)`` returns the function of local operands in
-        which devices exchange rows, given their types, or ``None`` where a collective does it; see
-        :class:`~jax_tilekern.partitioning.row_exchange.RowExchange`.
     """
 
     name: str
@@ -87,15 +83,31 @@ class PartitionedOperation:
     in_float32: Callable[..., dict[str, Any]] | None = None
     terms_in_float32: bool = False
     function_of_sum: Callable[..., FunctionOfSum] | None = None
-    along_axis: Callable[..., Callable[..., Sequence[Any]] | None] | None = None
 
 
+AlongAxis = Callable[..., Callable[..., Sequence[Any]] | None]
 _operations: dict[str, PartitionedOperation] = {}
+_along_axis: dict[str, AlongAxis] = {}
 
 
 def register(operation: PartitionedOperation) -> None:
     """Make an operation known to the partitioner."""
     _operations[operation.name] = operation
+
+
+def register_exchange(name: str, along_axis: AlongAxis) -> None:
+    """Make devices exchange rows in calls of a registered operation, where a function says so.
+
+    Parameters
+    ----------
+    name
+        The operation's.
+    along_axis
+        ``along_axis(exchange, *operands, **params)`` returns the function of local operands in
+        which devices exchange rows, given their types, or ``None`` where a collective does it; see
+        :class:`~jax_tilekern.partitioning.row_exchange.RowExchange`.
+    """
+    _along_axis[name] = along_axis
 
 
 def rename(earlier: str, name: str) -> None:
@@ -311,7 +323,8 @@ def _row_exchanges(
     """
 
     def found(partition: Partition) -> _Exchanges:
-        if operation.along_axis is None or content["platform"] != "cuda":
+        along_axis = _along_axis.get(operation.name)
+        if along_axis is None or content["platform"] != "cuda":
             return []
         exchange = row_exchange(partition, readers)
         if exchange is None:
@@ -321,7 +334,7 @@ def _row_exchanges(
             for shape, x in zip(exchange.shapes, operands, strict=True)
         ]
         with policy(content.get("policy", "auto")), in_parts(content.get("parts")):
-            function = operation.along_axis(exchange, *local, **params)
+            function = along_axis(exchange, *local, **params)
         return [] if function is None else [(exchange, function)]
 
     return found

@@ -190,9 +190,6 @@ class Operation:
     function_of_sum
         ``function_of_sum(**params)`` takes a call with an epilogue apart; see
         :class:`~jax_tilekern.partitioning.local_program.FunctionOfSum`.
-    along_axis
-        ``along_axis(exchange, *operands, **params)`` computes a call whose devices exchange rows;
-        see :class:`~jax_tilekern.partitioning.call.PartitionedOperation`.
     stands_for
         ``stands_for(**params)`` gives the primitive of JAX's, and its parameters, as which
         checkpoint policies see the operation. Without it they see the operation itself.
@@ -221,7 +218,6 @@ class Operation:
     in_float32: Callable[..., Params] | None = None
     terms_in_float32: bool = False
     function_of_sum: Callable[..., FunctionOfSum] | None = None
-    along_axis: Callable[..., Callable[..., Sequence[Any]] | None] | None = None
     stands_for: remat.StandsFor | None = None
     saved: Callable[..., remat.Saved | None] | None = None
     register: Callable[[Any], None] | None = None
@@ -374,7 +370,6 @@ def _register_lowering(
             operation.in_float32,
             operation.terms_in_float32 or operation.function_of_sum is not None,
             operation.function_of_sum,
-            operation.along_axis,
         )
         register(partitioned)
     rules = {
