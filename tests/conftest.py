@@ -39,7 +39,7 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import settings
-from selection import is_selected
+from selection import is_in_sample, is_selected
 
 settings.register_profile("default", deadline=None, max_examples=10, derandomize=True)
 settings.register_profile("thorough", deadline=None, max_examples=40, derandomize=True)
@@ -81,13 +81,30 @@ def x64():
 def pytest_addoption(parser):
     parser.addoption("--record", metavar="FILE", help="write the outcome, device and versions")
     parser.addoption("--seed", type=int, help="of the tests' random numbers")
+    parser.addoption(
+        "--thorough",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with -m '': run one in N of the tests that the default selection leaves out",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if not is_selected(item):
             item.add_marker("thorough")
+    seed, count = (config.getoption(name) for name in ("seed", "thorough"))
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("thorough") and not is_in_sample(item.nodeid, seed, count)
+    ]
+    if left_out:
+        of_sample = set(items).difference(left_out)
+        items[:] = [item for item in items if item in of_sample]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish():

@@ -7,9 +7,12 @@ written next to the test, and neither is random:
   a multiple of n. Where the other lists have at least n values each value of a list is selected,
   and with n of the size of the smallest of three lists so is each pair of values.
 - ``covering(cases, features)`` selects a case that has a feature which no earlier case has.
+
+``--thorough N`` draws one in N of those that both leave out, by ``--seed``.
 """
 
 import operator
+import zlib
 
 import pytest
 
@@ -21,6 +24,11 @@ def is_selected(item):
         return True
     (count,) = mark.args
     return sum(_positions(item)) % count == 0
+
+
+def is_in_sample(name, seed, count):
+    """Whether a test is in a random sample of one in ``count``, which follows from the seed."""
+    return zlib.crc32(f"{seed} {name}".encode()) % count == 0
 
 
 _Param = type(pytest.param())
