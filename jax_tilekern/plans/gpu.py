@@ -166,7 +166,7 @@ class Gpu:
         return f"sm_{major}{minor}{suffix}"
 
 
-# The package's kernels take it; users' own may take less.
+# Minimum of the package's kernels. A kernel of the user's may run on an older GPU.
 MIN_COMPUTE_CAPABILITY = (8, 0)
 
 # One well-known model of each architecture, for planning where that GPU is not at hand. All of them
