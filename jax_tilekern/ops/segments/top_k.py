@@ -46,7 +46,7 @@ def top_k(
     axis
         The axis; may be negative.
     is_stable
-        As in JAX. Without it the order of equal elements is not promised; it is the same.
+        As in JAX. Equal elements keep their order in either case.
 
     Returns
     -------
