@@ -37,7 +37,8 @@ def planned_kernel(
     try:
         gpu = current_gpu()
         if gpu.compute_capability < MIN_COMPUTE_CAPABILITY:
-            return Fallback(f"{gpu.arch} is older than sm_80")
+            oldest = "sm_{}{}".format(*MIN_COMPUTE_CAPABILITY)
+            return Fallback(f"{gpu.arch} is older than {oldest}")
         found = _planned(planner, problem, gpu)
     except (NoGpu, NvrtcNotFound) as error:
         return Fallback(str(error))
