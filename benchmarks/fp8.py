@@ -53,6 +53,11 @@ _PRODUCTS = {
 _MATRICES = {"gpu": [(8192, 8192), (8192, 14336), (4096, 7168)], "cpu": [(256, 384)]}
 # Tokens, features and results of a linear layer.
 _LAYERS = {"gpu": [(8192, 4096, 14336), (8192, 14336, 4096)], "cpu": [(64, 256, 384)]}
+# The same of products with epilogues.
+_FUSED = {
+    "gpu": [(8192, 4096, 14336), (2048, 4096, 4096), (64, 4096, 14336)],
+    "cpu": [(64, 256, 384)],
+}
 # Groups, rows of all groups, results and features: what DeepGEMM lists, and many experts.
 _GROUPED = {
     "gpu": [
@@ -405,7 +410,7 @@ def _quantizing_candidates(m: int, n: int, k: int, scaled: bool) -> dict[str, Ca
 
 def _fused_products(backend: str) -> Iterator[Program]:
     """Products with epilogues, and such that quantise rows: in one kernel, and in several."""
-    for m, k, n in _LAYERS[backend][:1]:
+    for m, k, n in _FUSED[backend]:
         sizes = f"{m}x{n}x{k}"
 
         def given(scale: float, m: int = m, n: int = n, k: int = k) -> Arrays:

@@ -106,10 +106,9 @@ def of_every_operation(dtype):
     )
     yield gradients(jtk.gated_linear, 3), of((1024, 512), (512, 1024), (512, 1024))
     yield gradients(ragged, 2), of((8192, 256), (8, 256, 512))
-    yield (
-        gradients(experts, 5),
-        (*of((1024, 256), *[(8, 256, 512)] * 2, (8, 512, 256), (1024, 2)), pairs),
-    )
+    layer = (*of((1024, 256), *[(8, 256, 512)] * 2, (8, 512, 256), (1024, 2)), pairs)
+    yield experts, layer
+    yield gradients(experts, 5), layer
     yield lambda x: [jtk.sum(x, axis) for axis in (0, 1, None)], of((2048, 4096))
     yield lambda x: jtk.transpose(x, (0, 2, 1)), of((16, 512, 1000))
     yield gradients(jtk.linear_cross_entropy, 2), (*of((1024, 512), (512, 8192)), tokens)
@@ -128,13 +127,18 @@ def of_every_operation(dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
-@pytest.mark.parametrize("gpu", ["A100", "RTX 4090", "B200", "RTX 5090"])
-def test_other_gpus_have_programs(gpu, dtype):
+@pytest.mark.parametrize(
+    ("gpu", "policy"),
+    [(gpu, "auto") for gpu in ("A100", "RTX 4090", "H100", "B200", "RTX 5090")]
+    + [("H100", "kernels")],
+)
+def test_gpus_have_programs(gpu, policy, dtype):
     """XLA compiles them, and no kernel fails to compile, which would be a warning."""
-    launched = [
-        kernels(compiled(function, *avals, gpu=gpu))
-        for function, avals in of_every_operation(dtype)
-    ]
+    with jtk.policy(policy):
+        launched = [
+            kernels(compiled(function, *avals, gpu=gpu))
+            for function, avals in of_every_operation(dtype)
+        ]
     # Some of the calls are XLA's by the policy.
     assert sum(map(bool, launched)) > len(launched) / 2
 

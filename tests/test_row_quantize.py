@@ -214,7 +214,9 @@ def test_bits_of_the_kernel(rng, shape, dtype, batch, how):
 
 @emulated
 def test_bits_of_the_kernels_of_pairs_and_of_scaled_products(rng):
-    x, w, bias = arrays(rng, 140, 264, 72, BF16)
+    # Products are exact in 16 bits, to which one of a gated layer's is rounded on a CPU.
+    x, w = (jnp.asarray(rng.integers(-1, 2, shape), BF16) for shape in ((140, 72), (72, 264)))
+    bias = jnp.asarray(rng.integers(-9, 9, 264), np.float32)
     a, b = values(rng, 140, 200), values(rng, 264, 200)
     of_a, of_b = scales(rng, 140, 2), scales(rng, 3, 2)
 
@@ -259,18 +261,12 @@ def test_the_next_product_reads_scales_where_they_lie(rng):
     assert "scales of rhs transposed" not in text
 
 
-def test_the_kernel_is_asked_for(rng):
-    """Nobody has timed it."""
+@pytest.mark.parametrize("policy", ["auto", "kernels"])
+def test_one_kernel_computes_and_quantizes(rng, policy):
     given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays(rng, 256, 256, 256, BF16)]
-    found = {}
-    for policy in ("kernels", "auto"):
-        with jtk.gpu_target("sm_90"), jtk.policy(policy):
-            found[policy] = jtk.explain(fused, *given, platform="cuda")
-    assert [choice.kernel for choice in found["kernels"]] == ["wgmma_matmul bf16"]
-    whole, product, quantizer = found["auto"]
-    assert "policy('kernels')" in whole.reason
-    assert product.kernel == "wgmma_matmul bf16"
-    assert quantizer.call.startswith("quantize")
+    with jtk.gpu_target("sm_90"), jtk.policy(policy):
+        found = jtk.explain(fused, *given, platform="cuda")
+    assert [choice.kernel for choice in found] == ["wgmma_matmul bf16"]
 
 
 def _epilogue(function, types, n, out):

@@ -9,6 +9,7 @@ them once where the forward pass is in the same computation.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +67,12 @@ def _most_devices(x: Any) -> int:
     """Return how many devices may have a part of an array."""
     while isinstance(x, jax.core.Tracer):
         x = getattr(x, "primal", None)
-    return jax.device_count() if x is None else len(x.sharding.device_set)
+    if x is not None:
+        return len(x.sharding.device_set)
+    # A program may be for CPUs in a process with a GPU, unless JAX is restricted to GPUs.
+    with contextlib.suppress(RuntimeError):
+        return max(jax.device_count(), jax.device_count("cpu"))
+    return jax.device_count()
 
 
 def one_call(

@@ -33,7 +33,6 @@ from jax_tilekern.plans.gemm.epilogue import (
 )
 from jax_tilekern.plans.gemm.problem import PairProduct, SymmetricProduct
 from jax_tilekern.plans.grouped_gemm.problem import GroupedPair, GroupedProduct
-from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.primitives.operation import Fallback, Operand, PlannedKernel, Planner, Rewrite
 
 # Operands of an epilogue, and the results that take their memory.
@@ -195,17 +194,10 @@ def _are_scales(kind: Any) -> bool:
     return isinstance(kind, RowQuantization) and kind.scales
 
 
-def quantizes_in_kernels() -> bool:
-    """Whether kernels may quantise rows. By default none does, because no GPU has timed them."""
-    return current_policy() == "kernels"
-
-
 def _cannot_quantize(function: ScalarFunction) -> str | None:
     """Return why no kernel quantises a function's rows, if it returns some."""
     if not function.quantizes:
         return None
-    if not quantizes_in_kernels():
-        return "kernels that quantise rows take policy('kernels')"
     rows = function.reductions[function.elements :]
     scales = rows[-1]
     assert isinstance(scales, RowQuantization)

@@ -23,10 +23,9 @@ from jax_tilekern.ops.contraction import contract, mapped, masked_product
 from jax_tilekern.ops.fused_contraction import (
     contract_with_scalar_function,
     elementwise_function,
-    quantized_after,
     with_blocks_last,
 )
-from jax_tilekern.ops.fused_lowering import fused_kernel, planners, quantizes_in_kernels
+from jax_tilekern.ops.fused_lowering import fused_kernel, planners
 from jax_tilekern.plans.contraction import Contraction, Labels, labelled
 from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.primitives.linearity import jvp_of
@@ -140,17 +139,6 @@ def _two_contractions(
     )
 
 
-def _otherwise(*operands: Array, function: ScalarFunction, **params: Any) -> list[Array]:
-    """Compute two contractions, or the pair where it is only that no kernel of it quantises."""
-    if not function.quantizes or quantizes_in_kernels():
-        return _two_contractions(*operands, function=function, **params)
-
-    def pair(function: ScalarFunction, *operands: Array) -> list[Array]:
-        return _bind(*operands, function=function, **params)  # type: ignore[no-any-return]
-
-    return quantized_after(pair, function, *operands)
-
-
 def _of_rounded(function: ScalarFunction, product: np.dtype[Any]) -> ScalarFunction:
     """Return the function of a second product that is rounded to its type."""
     accumulator, _, *scalars = (np.dtype(x.dtype) for x in function.jaxpr.in_avals)
@@ -234,7 +222,7 @@ _bind = define(
         composed=_two_contractions,
         planners=planners(
             _kernel,
-            _otherwise,
+            _two_contractions,
             "a kernel for each",
             on_cpu="kernels of both are for Hopper GPUs",
         ),

@@ -57,7 +57,6 @@ from jax_tilekern.plans.contraction import (
 )
 from jax_tilekern.plans.gemm.arithmetic import TYPES
 from jax_tilekern.plans.gemm.problem import ScaledProduct
-from jax_tilekern.plans.policy import current_policy
 from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.primitives.linearity import tangents_out
 from jax_tilekern.primitives.operation import (
@@ -66,7 +65,6 @@ from jax_tilekern.primitives.operation import (
     Operation,
     Outcome,
     Params,
-    PlannedKernel,
     Planner,
     Rewrite,
     Transposes,
@@ -529,13 +527,10 @@ def _cuda(
     if function is None:
         stated = state(None, product)
         return cuda_kernel(stated.product, stated.operands)
-    # No GPU has timed kernels with epilogues.
-    found: PlannedKernel | str = "kernels with epilogues take policy('kernels')"
-    if current_policy() == "kernels":
-        found = fused_kernel(
-            factors, None, arrays, contraction=contraction, operand_labels=operand_labels,
-            function=function, accumulator=_F32, state=state,
-        )  # fmt: skip
+    found = fused_kernel(
+        factors, None, arrays, contraction=contraction, operand_labels=operand_labels,
+        function=function, accumulator=_F32, state=state,
+    )  # fmt: skip
     if not isinstance(found, str):
         return found
     unfused = functools.partial(_unfused, columns_first=columns_first, **params)

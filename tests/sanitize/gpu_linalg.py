@@ -108,7 +108,9 @@ def check_matrices(dtype: np.dtype[Any], sizes: Sequence[int]) -> int:
             out = np.asarray(jax.jit(function)(*given), np.float64)
             error = np.abs(out - expected).max() / np.abs(expected).max()
             total += 1
-            if None in kernels or not error <= (1e-4 if dtype == np.float32 else 1e-12):
+            # Full bases of 64x1 matrices of float64 do not fit into shared memory.
+            has_kernel = None not in kernels or (name, n, dtype) == ("svd", 64, np.float64)
+            if not has_kernel or not error <= (1e-4 if dtype == np.float32 else 1e-12):
                 wrong.append(f"{name} {n}: {error:.1e} {kernels}")
     print(f"{dtype} matrices {sizes}: {total}, {len(wrong)} wrong {wrong or ''}", flush=True)
     return len(wrong)

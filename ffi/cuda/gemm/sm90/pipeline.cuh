@@ -19,12 +19,9 @@ inline void sync_consumer(int barrier) {
 // alone, which therefore counts the cluster's consumers.
 //
 // A stage may have kScaleBytes of scales besides, which threads read by themselves. They lie in an
-// array of their own, because stages begin at multiples of 1024 bytes. An empty barrier then counts
-// the warps of consumers.
+// array of their own, because stages begin at multiples of 1024 bytes.
 template <WgmmaConfig config, int kStageBytes, int kScaleBytes>
 class MainloopPipeline {
-  static constexpr int kReleasingThreads = kScaleBytes > 0 ? 32 : 128;
-
  public:
   using State = PipelineState<config.stages>;
 
@@ -43,8 +40,7 @@ class MainloopPipeline {
 #pragma unroll
     for (int stage = 0; stage < config.stages; ++stage) {
       mbarrier_init(full_ + stage * kBarrierBytes, 1);
-      mbarrier_init(empty_ + stage * kBarrierBytes,
-                    config.cluster * config.tile_consumers() * (128 / kReleasingThreads));
+      mbarrier_init(empty_ + stage * kBarrierBytes, config.cluster * config.tile_consumers());
     }
   }
 
@@ -60,11 +56,9 @@ class MainloopPipeline {
   }
 
   // Called by all threads of a consumer: tells the producers of the cluster that it has read a
-  // stage. Threads that read it by themselves, and not by MMAs, synchronise before, unless each
-  // warp arrives.
+  // stage. Threads that read it by themselves, and not by MMAs, synchronise before.
   void release(int stage) const {
-    if constexpr (kReleasingThreads == 32) __syncwarp();
-    const int thread = threadIdx.x % kReleasingThreads;
+    const int thread = threadIdx.x % 128;
     const uint32 barrier = empty_ + stage * kBarrierBytes;
     if constexpr (config.cluster > 1) {
       if (thread < config.cluster) mbarrier_arrive_cluster(barrier, thread);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "gemm/sm90/mma_policy.cuh"
+#include "gemm/sm90/pipeline.cuh"
 #include "ptx.cuh"
 #include "tma.cuh"
 
@@ -57,6 +58,9 @@ class ScaledMma {
   static_assert(!config.pair && !config.lhs_pair && config.terms == 1);
   static_assert(config.block_k == 128, "the k of a scale is that of a k-tile");
   static_assert(config.consumer_m() % 64 == 0);
+  // A quad of lanes has these rows. Each lane loads the scale of one of them.
+  static constexpr int kQuadRows = 2 * kRowBlocks;
+  static_assert(kQuadRows <= 4);
   // A thread has two adjacent columns of each 8, and reads the scales of so many pairs at a time.
   static constexpr int kColumnPairs = config.block_n / 8;
   static constexpr int kPairsAtOnce = min_of(4, kColumnPairs);
@@ -106,18 +110,13 @@ class ScaledMma {
     const WorkTile work = scheduler.work_tile();
     const int lane = threadIdx.x % 32, k_tile = work.k / config.block_k;
     const ScaleStrides &of_lhs = params_.lhs_strides, &of_rhs = params_.rhs_strides;
-    lhs_ = first_scale(params_.lhs, of_lhs, work.lhs_batch, k_tile);
+    const int of_quad = lane % 4 % kQuadRows;
+    const int row = work.m + warp_row_ + 64 * (of_quad / 2) +
+                    Coordinates::Layout::row_of(lane / 4, of_quad % 2);
+    lhs_ = first_scale(params_.lhs, of_lhs, work.lhs_batch, k_tile) +
+           (min_of(row, params_.shape.m - 1) >> of_lhs.block_log2) * of_lhs.row;
     if constexpr (!kScaledColumns) {
       rhs_ = first_scale(params_.rhs, of_rhs, work.rhs_batch, k_tile);
-    }
-#pragma unroll
-    for (int i = 0; i < kRowBlocks; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = work.m + warp_row_ + 64 * i + Coordinates::Layout::row_of(lane / 4, half);
-        rows_[i][half] =
-            (min_of(row, params_.shape.m - 1) >> of_lhs.block_log2) * static_cast<int>(of_lhs.row);
-      }
     }
     if constexpr (!kScaledColumns) {
       rhs_ += (work.n >> of_rhs.block_log2) * of_rhs.row;
@@ -125,22 +124,23 @@ class ScaledMma {
       rhs_ += params_.shape.m < 0 ? lane : 0;
     }
     k_tiles_ = scheduler.k_tiles();
-    if (k_tiles_ > 0) load_rows<0>();
+    if (k_tiles_ > 0) load_scales<0>();
   }
 
   template <int kSet>
   void load(uint32) {
+    const float own = row_scale_[kSet] * all_columns_scale_[kSet];
 #pragma unroll
     for (int i = 0; i < kRowBlocks; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        scales_[i][half] = row_scales_[kSet][i][half] * all_columns_scale_[kSet];
+        scales_[i][half] = __shfl_sync(~0u, own, 2 * i + half, 4);
     }
     // The last k-tile's are loaded again: a branch would wait for what it loads.
     const bool is_last = --k_tiles_ == 0;
     lhs_ += is_last ? 0 : params_.lhs_strides.k;
     if constexpr (!kScaledColumns) rhs_ += is_last ? 0 : params_.rhs_strides.k;
-    load_rows<kFragmentSets - 1 - kSet>();
+    load_scales<kFragmentSets - 1 - kSet>();
   }
 
   template <int, int kColumns>
@@ -158,19 +158,16 @@ class ScaledMma {
       promote(i, columns, scales);
       if (i + 1 < kRowBlocks) issue_row_block<config.block_n>(stage, i + 1);
     }
+    // The stage is released next, when all threads have read its scales.
+    if constexpr (kScaledColumns) sync_consumer(1 + threadIdx.x / 128);
   }
 
  private:
-  // Loads the scales of rows, and the one of all columns.
+  // Loads the scale of this lane's row of its quad, and the one of all columns.
   template <int kSet>
-  void load_rows() {
+  void load_scales() {
     all_columns_scale_[kSet] = kScaledColumns ? 1 : load_global(rhs_);
-#pragma unroll
-    for (int i = 0; i < kRowBlocks; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        row_scales_[kSet][i][half] = load_global(lhs_ + rows_[i][half]);
-    }
+    row_scale_[kSet] = load_global(lhs_);
   }
 
   template <int kColumns>
@@ -237,11 +234,10 @@ class ScaledMma {
   int row_offset_;
   // How many k-tiles have not been multiplied.
   int k_tiles_;
-  // The scales of the k-tile that was loaded last; those of rows are at these offsets.
+  // The scales of the k-tile that was loaded last.
   const float* lhs_;
   const float* rhs_;
-  int rows_[kRowBlocks][2];
-  float row_scales_[2][kRowBlocks][2];
+  float row_scale_[2];
   float all_columns_scale_[2];
   float scales_[kRowBlocks][2];
   Accumulator accumulators_[kCount];

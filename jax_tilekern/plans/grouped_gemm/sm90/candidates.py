@@ -253,6 +253,8 @@ def grouped_wgmma_candidates(
     if isinstance(product, GroupedSum) and how.promote:
         # ptxas would serialize their MMAs (C7511).
         return NoKernel("no kernel of a sum promotes its accumulators")
+    if isinstance(product, GroupedPair) and product.lhs_dtype.itemsize != 2:
+        return NoKernel("kernels of pairs have 16-bit operands")
     view = _view(product, swapped=False)
     refused = _refusal(product, view)
     if refused:
