@@ -70,6 +70,7 @@ DEVICES = (
     Device("h100", "NVIDIA H100 80GB HBM3"),
     Device("h200", "NVIDIA H200"),
     Device("h100x2", "2 x NVIDIA H100 80GB HBM3"),
+    Device("h100x4", "4 x NVIDIA H100 80GB HBM3"),
     Device("amd-epyc", "AMD EPYC with AVX-512 and bfloat16, two cores"),
     Device("sapphire-rapids", "Xeon, Sapphire Rapids, two cores"),
     Device("cascade-lake", "Xeon, Cascade Lake, two cores"),
@@ -451,7 +452,6 @@ _RUNS = {
     "tests": "default selection",
     "tests.large": "arrays of more than 2**31 elements",
     "tests.several": "several GPUs",
-    "tests.4": "four GPUs",
 }
 
 

@@ -19,6 +19,7 @@ from sharded import bytes_sent, collectives, devices
 
 import jax_tilekern as jtk
 from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
+from jax_tilekern.plans.gemm.sm90 import scaled
 from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
 
 
@@ -344,3 +345,39 @@ def test_a_user_has_the_kernel_by_default(rng):
     with gpu as ran:
         check(jax.jit(jtk.scaled_matmul)(*operands), *operands)
     assert not can_emulate or any("scaled" in plan.name for plan in ran)
+
+
+def _copied_first(m, n, k, transposed=False):
+    blocks = -(-k // 128)
+
+    def call(lhs, rhs, of_lhs, of_rhs):
+        of_lhs = of_lhs.T if transposed else of_lhs
+        return jtk.scaled_matmul(lhs, rhs, of_lhs, of_rhs, jnp.bfloat16)
+
+    avals = [jax.ShapeDtypeStruct(shape, F8E4) for shape in ((m, k), (n, k))]
+    of_rows = (blocks, m) if transposed else (m, blocks)
+    avals += [jax.ShapeDtypeStruct(x, np.float32) for x in (of_rows, (-(-n // 128), blocks))]
+    with jtk.gpu_target("H100"):
+        reasons = [choice.reason for choice in jtk.explain(call, *avals, platform="cuda")]
+    return any("copied first" in reason for reason in reasons)
+
+
+def test_scales_of_rows_that_lie_apart_are_copied_first():
+    assert _copied_first(8192, 8192, 8192)
+    assert not _copied_first(8192, 8192, 8192, transposed=True)
+    assert not _copied_first(4096, 7168, 2048)  # a line has those of several rows
+    assert not _copied_first(64, 7168, 16384)  # a tile has few rows
+
+
+@emulated
+def test_copied_scales(rng, monkeypatch):
+    monkeypatch.setattr(scaled, "_L1_BYTES", 0)
+    monkeypatch.setattr(scaled, "_SCATTERED_ROWS", 1e9)
+    operands = values(rng, 2, 150, 400), values(rng, 136, 400)
+    of_operands = scales(rng, 2, 150, 4), scales(rng, 2, 4)
+    with emulated_gpu() as ran:
+        call = jax.jit(jtk.scaled_matmul)
+        check(call(*operands, *of_operands), *operands, *of_operands)
+        text = call.lower(*operands, *of_operands).as_text()
+    assert {plan.name for plan in ran} == {"scaled_wgmma_matmul fp8"}
+    assert text.count("stablehlo.transpose") == 2

@@ -57,6 +57,8 @@ from jax_tilekern.plans.contraction import (
 )
 from jax_tilekern.plans.gemm.arithmetic import TYPES
 from jax_tilekern.plans.gemm.problem import ScaledProduct
+from jax_tilekern.plans.gemm.sm90.scaled import copies_rows_first
+from jax_tilekern.plans.gpu import current_gpu
 from jax_tilekern.plans.quantize import BLOCK
 from jax_tilekern.primitives.linearity import tangents_out
 from jax_tilekern.primitives.operation import (
@@ -524,8 +526,14 @@ def _cuda(
         )  # fmt: skip
         return LoweredProduct(stated, read, strides)
 
+    stated = state(None, product)
+    assert isinstance(stated.product, ScaledProduct)
+    if copies_rows_first(stated.product, current_gpu()):
+        return Rewrite(
+            "scales of lhs copied first: those of rows are adjacent",
+            functools.partial(_with_rows_first, columns_first=columns_first, **params),
+        )
     if function is None:
-        stated = state(None, product)
         return cuda_kernel(stated.product, stated.operands)
     found = fused_kernel(
         factors, None, arrays, contraction=contraction, operand_labels=operand_labels,
@@ -535,6 +543,15 @@ def _cuda(
         return found
     unfused = functools.partial(_unfused, columns_first=columns_first, **params)
     return Rewrite(f"the epilogue runs in XLA, after the product: {found}", unfused)
+
+
+def _with_rows_first(
+    lhs: Array, rhs: Array, lhs_scales: Array, *operands: Array, **params: Any
+) -> list[Array]:
+    # The kernel reads them where they lie before the second transpose.
+    rows = jnp.swapaxes(jnp.swapaxes(lhs_scales, -1, -2), -1, -2)
+    results: list[Array] = _bind(lhs, rhs, rows, *operands, **params)
+    return results
 
 
 def _with_columns_first(

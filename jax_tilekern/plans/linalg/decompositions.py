@@ -30,19 +30,31 @@ class FasterSizes:
     ----------
     square, rectangular
         The maximum number of rows and columns, or 0 if the kernel is not faster.
+    least
+        The minimum of the larger one of both.
+    count
+        The minimum number of matrices.
     """
 
     square: int = 0
     rectangular: int = 0
+    least: int = 1
+    count: int = 10_000
+
+    def include(self, count: int, rows: int, columns: int) -> bool:
+        """Whether a batch of matrices is among them."""
+        largest = self.square if rows == columns else self.rectangular
+        return self.least <= max(rows, columns) <= largest and count >= self.count
 
 
-# Measured on an H100, in batches of ``FEWEST_MATRICES`` or more. What has no entry is XLA's.
+# Measured on an H100. What has no entry is XLA's.
 FASTER = {
-    (name, dtype): FasterSizes(square=32, rectangular=64 if name == "qr" else 0)
+    (name, dtype): [FasterSizes(square=32, rectangular=64 if name == "qr" else 0)]
     for name in ("svd", "eigh", "qr")
     for dtype in ("float32", "float64")
 }
-FEWEST_MATRICES = 10_000
+# cuSOLVER computes singular values of more than 32 rows or columns one matrix after the other.
+FASTER["svd", "float32"].append(FasterSizes(square=64, rectangular=64, least=33, count=100))
 
 
 @dataclass(frozen=True)
@@ -79,9 +91,8 @@ class Decomposition:
     @property
     def is_faster_than_xla(self) -> bool:
         """Whether measurements say that the kernel is faster."""
-        sizes = FASTER.get((self.name, str(self.dtype)), FasterSizes())
-        largest = sizes.square if self.rows == self.columns else sizes.rectangular
-        return max(self.rows, self.columns) <= largest and self.count >= FEWEST_MATRICES
+        found = FASTER.get((self.name, str(self.dtype)), [])
+        return any(sizes.include(self.count, self.rows, self.columns) for sizes in found)
 
     @property
     def lanes(self) -> int:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jax_tilekern.plans.gemm.problem import OfScaled, ScaledProduct, Scales
+from jax_tilekern.plans.gemm.problem import OfScaled, ScaledProduct, Scales, copy_cycles
 from jax_tilekern.plans.gemm.sm90.candidates import WgmmaCandidate, candidates_in
 from jax_tilekern.plans.gemm.sm90.config import WgmmaInstance, WgmmaTile
 from jax_tilekern.plans.gemm.tiles import MAX_TMA_BATCH_DIMS
@@ -33,6 +34,12 @@ _TILES = (
 )
 # Offsets of scales in a matrix have 32 bits.
 _MAX_OFFSET = 2**31 - 1
+# Bytes of a line of L1, and of L1 beside the shared memory of a kernel.
+_LINE_BYTES = 128
+_L1_BYTES = 28 << 10
+# The share of a kernel's time that scales cost whose lines do not stay in L1: 0.08 to 0.14 on an
+# H100 (docs/tuning-log.md).
+_SCATTERED_ROWS = 0.08
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,22 @@ def scaled_candidates(product: ScaledProduct, gpu: Gpu) -> list[WgmmaCandidate] 
         specialised=functools.partial(specialised, product, gpu),
         candidate=ScaledCandidate,
     )
+
+
+def copies_rows_first(product: ScaledProduct, gpu: Gpu) -> bool:
+    """Return whether a product is faster after a copy of lhs's scales, with adjacent rows."""
+    scales, g = product.lhs_scales, product.geometry
+    if scales.block_rows != 1 or scales.row_stride <= 1:
+        return False
+    found = scaled_candidates(product, gpu)
+    if isinstance(found, NoKernel):
+        return False
+    best = min(found, key=lambda candidate: candidate.cycles)
+    lines = best.tile.block_m * min(_LINE_BYTES, 4 * scales.row_stride)
+    if best.swapped or lines <= _L1_BYTES:
+        return False
+    count = math.prod(g.batch) * g.m * math.ceil(g.k / best.instance.block_k)
+    return _SCATTERED_ROWS * best.cycles > copy_cycles(4 * count, gpu)
 
 
 def refusal_of_scales(product: OfScaled[Any]) -> NoKernel | None:
