@@ -202,7 +202,11 @@ def test_what_is_lowered_for_a_gpu():
 def test_what_is_measured_to_be_faster_is_the_default():
     for name, rows, columns, dtype, count, taken in (
         ("svd", 32, 32, np.float32, 10_000, True),
-        ("svd", 33, 33, np.float32, 10_000, False),
+        ("svd", 33, 33, np.float32, 100, True),
+        ("svd", 64, 8, np.float32, 100, True),
+        ("svd", 33, 33, np.float32, 99, False),
+        ("svd", 33, 33, np.float64, 10_000, False),
+        ("svd", 32, 8, np.float32, 10_000, False),
         ("svd", 4, 4, np.float32, 9_999, False),
         ("eigh", 3, 3, np.float32, 10_000, True),
         ("eigh", 32, 32, np.float64, 10_000, True),

@@ -87,22 +87,6 @@ def test_operands_are_read_in_place(name):
     assert {kernel: found.count(kernel) for kernel in set(found)} == launched
 
 
-@pytest.mark.parametrize(
-    ("function", "count", "dtype", "has_kernel"),
-    [
-        (jtk.linalg.svd, 100, np.float32, True),
-        (jtk.linalg.svdvals, 100, np.float32, True),
-        (jtk.linalg.svd, 99, np.float32, False),
-        (jtk.linalg.svd, 100, np.float64, False),
-        (jtk.linalg.eigh, 100, np.float32, False),
-    ],
-)
-def test_what_is_measured_decides_on_decompositions(function, count, dtype, has_kernel):
-    with jax.enable_x64(True):
-        program = compiled(function, array(count, 64, 64, dtype=dtype))
-    assert bool(kernels(program)) == has_kernel
-
-
 def experts(x, up, gate, down, weights, indices):
     return jtk.moe(x, up, down, indices, weights, w_gate=gate)
 
