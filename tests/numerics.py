@@ -95,15 +95,15 @@ def assert_close(found, expected, tolerance=1e-4, *, terms=1.0):
 _STEP = 1e-5
 
 
-def check_derivatives(function, arguments):
-    """Check them to second order, in float64: finite differences of float32 say little.
+def check_derivatives(function, arguments, order=2):
+    """Check them up to ``order``, in float64: finite differences of float32 say little.
 
     The function is jitted, so that XLA compiles a few programs and not one for each operation.
     """
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arguments]
         check_grads(
-            jax.jit(function), wide, 2, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4, eps=_STEP
+            jax.jit(function), wide, order, modes=("fwd", "rev"), atol=1e-4, rtol=1e-4, eps=_STEP
         )
 
 

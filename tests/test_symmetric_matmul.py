@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.test_util import check_grads
+from numerics import check_derivatives
 from nvrtc_mark import needs_nvrtc
 from products import BF16, H100, row_major
 from sharded import AUTO, devices, mesh_of
@@ -78,7 +78,7 @@ def test_derivatives_are_those_of_the_product(x64, rng):
         gram = jtk.symmetric_matmul(x)
         return jtk.symmetric_matmul(gram, gram, epilogue=polynomial, operands=(s, gram))
 
-    check_grads(f, (x, 1.5), 2)
+    check_derivatives(f, (x, 1.5))
     weights = rng.normal(size=(4, 4))
 
     def weighted(product):
