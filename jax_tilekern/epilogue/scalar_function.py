@@ -54,6 +54,9 @@ class ScalarFunction:
         for elements. Those come first, and quantised rows last.
     names
         What ``checkpoint_name`` has called values inside it.
+    is_closure
+        Whether it reads values of the program itself. It is then evaluated where it was traced, and
+        is no parameter of a primitive.
     """
 
     name: str
@@ -62,6 +65,7 @@ class ScalarFunction:
     out_dtypes: tuple[np.dtype[Any], ...]
     reductions: tuple[RowKind | None, ...]
     names: tuple[str, ...] = ()
+    is_closure: bool = False
 
     @functools.cached_property
     def dtypes(self) -> frozenset[Any]:
@@ -292,7 +296,7 @@ def trace_scalars(
     if order != [*range(len(order))]:
         with compat.without_mesh():
             traced = jax.make_jaxpr(python)(*avals)
-    closed_over = list(traced.consts)
+    closed_over, is_closure = list(traced.consts), False
     for value in closed_over:
         if jnp.shape(value):
             raise TypeError(
@@ -305,15 +309,15 @@ def trace_scalars(
         eqn.params["name"] for eqn in _equations(traced.jaxpr) if eqn.primitive is compat.name_p
     )
     if closed_over or names:
-        inner, own = traced.jaxpr, len(avals)
-
-        def python(*args: Any) -> list[Any]:
-            return _without_names(inner, args[own:], args[:own])
-
+        evaluated = functools.partial(_evaluate_without_names, traced.jaxpr, len(avals))
         with compat.without_mesh():
-            traced = jax.make_jaxpr(python)(
+            converted = jax.make_jaxpr(evaluated)(
                 *avals, *(_scalar(jax.typeof(x).dtype) for x in closed_over)
             )
+        if is_closure := bool(closed_over) and _is_typed(converted.jaxpr):
+            closed_over = []
+        else:
+            traced, python = converted, evaluated
     reductions = tuple(reductions[i] for i in order)
     rounded = tuple(
         product if dtype == accumulator and not isinstance(kind, str) else dtype
@@ -321,12 +325,23 @@ def trace_scalars(
             (np.dtype(x.dtype) for x in traced.out_avals), reductions, strict=True
         )
     )
-    scalar_function = ScalarFunction(name, traced, python, rounded, reductions, names)
+    scalar_function = ScalarFunction(name, traced, python, rounded, reductions, names, is_closure)
 
     def nested(results: Sequence[Any]) -> Any:
         return jax.tree.unflatten(tree, [results[order.index(i)] for i in range(len(order))])
 
     return TracedFunction(scalar_function, closed_over, nested)
+
+
+def _is_typed(jaxpr: compat.Jaxpr) -> bool:
+    """Whether functions inside a jaxpr have types that values of this mesh do not have.
+
+    Such are the branches of ``cond``, loops, and functions with derivatives of their own. They were
+    traced without the mesh; JAX can only trace them again with what they close over.
+    """
+    kinds = {jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Manual}
+    has_types = not kinds.isdisjoint(jax.sharding.get_abstract_mesh().axis_types)
+    return has_types and any(map(compat.jaxprs_of, jaxpr.eqns))
 
 
 def _order(kind: RowKind | None) -> int:
@@ -349,10 +364,13 @@ def _results(name: str, shapes: Any) -> tuple[Any, tuple[RowKind | None, ...]]:
     return tree, tuple(x.kind if isinstance(x, RowReduction) else None for x in leaves)
 
 
-def _without_names(
-    jaxpr: compat.Jaxpr, consts: Sequence[Any], operands: Sequence[Any]
-) -> list[Any]:
-    """Evaluate a jaxpr without its names: policies are asked about those of the whole call."""
+def _evaluate_without_names(jaxpr: compat.Jaxpr, count: int, *args: Any) -> list[Any]:
+    """Evaluate a jaxpr on as many operands, and on constants.
+
+    Names are left out, because policies are asked about those of the whole call. Jitted functions
+    are inlined, because the types of what is in them may have another mesh than that of now.
+    """
+    operands, consts = args[:count], args[count:]
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
 
     def value(atom: Any) -> Any:
@@ -360,10 +378,16 @@ def _without_names(
 
     for eqn in jaxpr.eqns:
         read = [value(x) for x in eqn.invars]
-        is_name = eqn.primitive is compat.name_p
-        values.update(
-            zip(eqn.outvars, read if is_name else compat.bind_equation(eqn, read), strict=True)
-        )
+        if eqn.primitive is compat.name_p:
+            results = read
+        elif compat.is_plain_jit(eqn):
+            (inner,) = compat.jaxprs_of(eqn)
+            consts = eqn.params["jaxpr"].consts
+            results = _evaluate_without_names(inner, len(read), *read, *consts)
+        else:
+            read = [*compat.unify_varying(*read)] if read else read
+            results = compat.bind_equation(eqn, read, jax.sharding.get_abstract_mesh())
+        values.update(zip(eqn.outvars, results, strict=True))
     return [value(x) for x in jaxpr.outvars]
 
 

@@ -22,6 +22,7 @@ from jax._src import dispatch as _dispatch
 from jax._src import dtypes as _dtypes
 from jax._src import mesh as _mesh
 from jax._src import named_sharding as _named_sharding
+from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info_util
 from jax._src import tree_util as _tree_util
 from jax._src import util as _util
@@ -370,9 +371,13 @@ def traced_from(eqn: Any) -> AbstractContextManager[None]:
     return context
 
 
-def bind_equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Evaluate an equation as :func:`eval_jaxpr` does; return its results."""
-    with traced_from(eqn), eqn.ctx.manager:
+def bind_equation(eqn: Any, operands: Sequence[Any], mesh: Any = None) -> list[Any]:
+    """Evaluate an equation as :func:`eval_jaxpr` does; return its results.
+
+    It is evaluated on the mesh that it was traced on, or on another one.
+    """
+    of_types = contextlib.nullcontext() if mesh is None else _mesh.use_abstract_mesh(mesh)
+    with traced_from(eqn), eqn.ctx.manager, of_types:
         results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
 
@@ -458,9 +463,14 @@ def cotangent_sharding(like: Any) -> Any:
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * like.ndim))
 
 
-def without_mesh() -> Any:
-    """Return a context in which types have no shardings."""
-    return _mesh.use_abstract_mesh(_mesh.empty_abstract_mesh)
+@contextlib.contextmanager
+def without_mesh() -> Iterator[None]:
+    """Enter a context in which types have no shardings, in jitted functions neither."""
+    with (
+        _mesh.use_abstract_mesh(_mesh.empty_abstract_mesh),
+        _sharding_impls._internal_use_concrete_mesh(_mesh.empty_concrete_mesh),
+    ):
+        yield
 
 
 def with_automatic_axes(function: Callable[..., Any], out_sharding: Any) -> Callable[..., Any]:

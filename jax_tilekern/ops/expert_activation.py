@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
+from jax_tilekern.interop import compat
 from jax_tilekern.partitioning import params_text
 
 
@@ -22,79 +23,120 @@ class Activation:
     Attributes
     ----------
     values
-        The function of a scalar of each type.
+        The function of a scalar of each type, and of those that it closes over.
+    reads
+        For each type, which of the values that the function closes over are its operands.
     slopes
-        Its derivatives, or none. A function that is text has no custom derivative.
+        Its derivatives by each of its operands that is a float, or none. A function that is text
+        has no custom derivative.
     """
 
     values: tuple[ScalarFunction, ...]
+    reads: tuple[tuple[int, ...], ...]
     slopes: tuple[ScalarFunction, ...] = ()
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, *closed_over: Array) -> Array:
         """Apply it to each element."""
         dtypes = [function.jaxpr.in_avals[0].dtype for function in self.values]
         place = dtypes.index(x.dtype)
+        labels = tuple(range(jnp.ndim(x)))
+        x, *operands = compat.unify_varying(x, *(closed_over[i] for i in self.reads[place]))
 
-        def by_element(function: ScalarFunction, x: Array) -> Array:
-            result: Array = function.over_labels(tuple(range(jnp.ndim(x))), ())(x)[0]
-            return result
+        def by_element(function: ScalarFunction, *operands: Array) -> list[Array]:
+            return function.over_labels(labels, [()] * (len(operands) - 1))(*operands)
+
+        def value(*operands: Array) -> Array:
+            return by_element(self.values[place], *operands)[0]
 
         if not self.slopes:
-            return by_element(self.values[place], x)
+            return value(x, *operands)
+        function = jax.custom_jvp(value)
 
-        @jax.custom_jvp
-        def value(x: Array) -> Array:
-            return by_element(self.values[place], x)
+        @function.defjvp
+        def _(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Array]:
+            result, slopes = function(*primals), by_element(self.slopes[place], *primals)
+            moving = (tangents[i] for i in _floats([x.dtype for x in primals]))
+            terms = [slope * t for slope, t in zip(slopes, moving, strict=True)]
+            return result, sum(terms[1:], terms[0]).astype(result.dtype)
 
-        @value.defjvp
-        def _(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
-            result, slope = value(*primals), by_element(self.slopes[place], *primals)
-            return result, (slope * tangents[0]).astype(result.dtype)
-
-        result: Array = value(x)
+        result: Array = function(x, *operands)
         return result
 
     def differentiated(self) -> Activation:
         """Return the function with its derivatives."""
 
-        def slope_of(function: ScalarFunction) -> Callable[[Array], Array]:
-            def slope(x: Array) -> Array:
-                (result,), pull = jax.vjp(function, x)
-                cotangent: Array = pull([jnp.ones_like(result)])[0]
-                return cotangent
+        def slopes_of(function: ScalarFunction) -> ScalarFunction:
+            dtypes = [np.dtype(aval.dtype) for aval in function.jaxpr.in_avals]
+            floats = _floats(dtypes)
 
-            return slope
+            def slopes(*operands: Array) -> list[Array]:
+                def of_floats(*moving: Array) -> Array:
+                    replaced = [*operands]
+                    for i, x in zip(floats, moving, strict=True):
+                        replaced[i] = x
+                    return function(*replaced)[0]
 
-        dtypes = [np.dtype(function.jaxpr.in_avals[0].dtype) for function in self.values]
-        slopes = (_traced(slope_of(f), x) for f, x in zip(self.values, dtypes, strict=True))
-        return dataclasses.replace(self, slopes=tuple(f for f, _ in slopes))
+                # Types of scalars have no mesh; transposes compare them with values.
+                with compat.without_mesh():
+                    result, pull = jax.vjp(of_floats, *(operands[i] for i in floats))
+                    return list(pull(jnp.ones_like(result)))
+
+            return trace_scalars(slopes, dtypes[0], dtypes[0], dtypes[1:]).function
+
+        return dataclasses.replace(self, slopes=tuple(map(slopes_of, self.values)))
+
+
+def _floats(dtypes: Sequence[Any]) -> list[int]:
+    return [i for i, dtype in enumerate(dtypes) if jnp.issubdtype(dtype, jnp.inexact)]
 
 
 def traced_activation(
     function: Callable[[Any], Any], dtypes: Sequence[np.dtype[Any]]
-) -> Activation | None:
-    """Trace a user's function for values of some types; ``None`` if it reads other values.
+) -> tuple[Activation | None, list[Array]]:
+    """Trace a user's function for values of some types; return the values that it closes over.
+
+    It is none if it closes over values and has branches, loops or functions with a derivative of
+    their own. JAX traces these again with the types of other values, such as those of a device.
 
     Raises
     ------
     TypeError
         If it is not a function of scalars.
     """
-    traced = [_traced(function, dtype) for dtype in dict.fromkeys(dtypes)]
-    if any(closed_over for _, closed_over in traced):
-        return None
-    return Activation(tuple(f for f, _ in traced))
+    traced = [trace_scalars(function, dtype, dtype, ()) for dtype in dict.fromkeys(dtypes)]
+    places: dict[int, int] = {}
+    values: list[Array] = []
+    for value in (x for each in traced for x in each.closed_over):
+        if id(value) not in places:
+            places[id(value)] = len(values)
+            values.append(jnp.asarray(value))
+    reads = (tuple(places[id(x)] for x in each.closed_over) for each in traced)
+    functions = tuple(each.function for each in traced)
+    equations = (eqn for function in functions for eqn in function.jaxpr.jaxpr.eqns)
+    if any(each.is_closure for each in functions) or (
+        values and any(map(compat.jaxprs_of, equations))
+    ):
+        return None, []
+    return Activation(functions, tuple(reads)), values
 
 
-def _traced(
-    function: Callable[[Any], Any], dtype: np.dtype[Any]
-) -> tuple[ScalarFunction, list[Any]]:
-    scalar, closed_over, _ = trace_scalars(function, dtype, dtype, ())
-    return scalar, closed_over
+# An activation's closed-over values are arrays of the layer beside those of `DIMS`.
+_NAME = "activation_"
+
+
+def named(values: Sequence[Array]) -> dict[str, Array]:
+    """Return the values that an activation closes over as arrays of the layer."""
+    return {f"{_NAME}{i}": x for i, x in enumerate(values)}
+
+
+def closed_over(arrays: Mapping[str, Array]) -> list[Array]:
+    """Return those of the layer's arrays that are values that its activation closes over."""
+    count = sum(name.startswith(_NAME) for name in arrays)
+    return [arrays[f"{_NAME}{i}"] for i in range(count)]
 
 
 params_text.register(
     Activation,
-    lambda activation: (activation.values, activation.slopes),
+    lambda activation: (activation.values, activation.reads, activation.slopes),
     lambda data: Activation(*data),
 )

@@ -202,7 +202,7 @@ def _batch(
 
 def _dims(name: str) -> Dims:
     labels = _LABELS | ({"features": FEATURES} if name.endswith("_down") else {})
-    return tuple(labels.get(dim) for dim in DIMS[name])
+    return tuple(labels.get(dim) for dim in DIMS.get(name, ()))
 
 
 def _rule(

@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.contraction import contract
+from jax_tilekern.ops.expert_activation import closed_over
 from jax_tilekern.ops.expert_rows import combine_rows, spread_rows
 from jax_tilekern.ops.fp8_experts import Fp8Products, Sorted
 from jax_tilekern.ops.fp8_recipe import Fp8Recipe
@@ -33,7 +34,7 @@ from jax_tilekern.ops.segments.order import order_and_places
 from jax_tilekern.ops.segments.plan import is_too_large
 from jax_tilekern.ops.shared_contractions import contract_each
 
-# Names of the dimensions of each array.
+# Names of the dimensions of each array. Values that the activation closes over have none.
 DIMS = {
     "x": ("tokens", "features"), "w_up": ("experts", "features", "hidden"),
     "w_gate": ("experts", "features", "hidden"), "w_down": ("experts", "hidden", "features"),
@@ -78,13 +79,15 @@ def _layer(
     arrays: dict[str, Array],
     offset: Array | None,
     *,
-    activation: Callable[[Any], Any],
+    activation: Callable[..., Any],
     precision: Any,
     out_dtype: np.dtype[Any],
     recipe: Fp8Recipe | None,
     differentiated: bool = False,
 ) -> Array:
     """Compute the layer.
+
+    The activation is a function of an element and of those of the arrays that it closes over.
 
     If it is ``differentiated``, it has the kernels of the forward pass of its own derivative.
     """
@@ -217,15 +220,27 @@ def _first_products(arrays: dict[str, Array]) -> list[str]:
 
 
 def _value(
-    activation: Callable[[Any], Any], dtype: np.dtype[Any], weight: Any, *values: Any
+    activation: Callable[..., Any],
+    dtype: np.dtype[Any],
+    read: Sequence[Any],
+    weight: Any,
+    *values: Any,
 ) -> Any:
     """Return a hidden value times its weight, given the first products."""
-    acted = functools.reduce(operator.mul, (activation(values[0]), *values[1:]))
+    of_elements = functools.partial(_of_elements, activation)
+    acted = functools.reduce(operator.mul, (of_elements(values[0], *read), *values[1:]))
     return (acted * weight).astype(dtype)
 
 
+def _of_elements(function: Callable[..., Any], x: Any, *scalars: Any) -> Any:
+    """Apply a function of scalars to each element of an array."""
+    for _ in range(jnp.ndim(x)):
+        function = jax.vmap(function, in_axes=(0, *(None for _ in scalars)))
+    return compat.staged(function)(x, *scalars)
+
+
 def _fp8_hidden(
-    activation: Callable[[Any], Any],
+    activation: Callable[..., Any],
     products: Fp8Products,
     x: Array,
     weights: Array,
@@ -238,12 +253,12 @@ def _fp8_hidden(
         products.applied(jnp.add, y, (), (arrays[f"b_{name}"],)) if f"b_{name}" in arrays else y
         for name, y in zip(names, map(_saved, values), strict=True)
     ]
-    result: Array = _value(activation, dtype, weights, *values)
+    result: Array = _value(activation, dtype, closed_over(arrays), weights, *values)
     return result
 
 
 def _hidden(
-    activation: Callable[[Any], Any],
+    activation: Callable[..., Any],
     products: _Products,
     rows: Sequence[Array],
     weights: Array,
@@ -261,14 +276,17 @@ def _hidden(
     biased = [f"b_{name}" in arrays for name in names]
     value = functools.partial(_value, activation, dtype)
 
-    def of_accumulators(*values: Any) -> Any:
-        accumulators, (weight, *others) = values[: len(names)], values[len(names) :]
-        biases = iter(others)
-        added = zip(accumulators, biased, strict=True)
-        return value(weight, *(y + next(biases) if has_bias else y for y, has_bias in added))
-
     @jax.custom_jvp
-    def hidden(bounds: Array, rows: Any, matrices: Any, weights: Array, biases: Any) -> Array:
+    def hidden(
+        bounds: Array, rows: Any, matrices: Any, weights: Array, biases: Any, read: Any
+    ) -> Array:
+        def of_accumulators(*values: Any) -> Any:
+            accumulators, (weight, *others) = values[: len(names)], values[len(names) :]
+            biases = iter(others)
+            added = zip(accumulators, biased, strict=True)
+            sums = (y + next(biases) if has_bias else y for y, has_bias in added)
+            return value(read, weight, *sums)
+
         products = _Products(bounds, precision)
         if len(matrices) == 1:
             return products.with_epilogue(
@@ -279,7 +297,7 @@ def _hidden(
         )
 
     def unfused(
-        products: _Products, rows: Any, matrices: Any, weights: Array, biases: Any
+        products: _Products, rows: Any, matrices: Any, weights: Array, biases: Any, read: Any
     ) -> Array:
         if len(rows) < len(matrices):
             values = products.each(rows[0], matrices[0], matrices[1], dtype)
@@ -291,7 +309,7 @@ def _hidden(
                 else products.plain(x, w, dtype)
                 for x, w, has_bias in zip(rows, matrices, biased, strict=True)
             ]
-        result: Array = value(weights, *map(_saved, values))
+        result: Array = value(read, weights, *map(_saved, values))
         return result
 
     @hidden.defjvp
@@ -303,7 +321,8 @@ def _hidden(
 
     matrices = [arrays[f"w_{name}"] for name in names]
     biases = [arrays[f"b_{name}"] for name, own in zip(names, biased, strict=True) if own]
+    operands = rows, matrices, weights, biases, closed_over(arrays)
     if differentiated:
-        return unfused(products, rows, matrices, weights, biases)
-    result: Array = hidden(products.bounds, rows, matrices, weights, biases)
+        return unfused(products, *operands)
+    result: Array = hidden(products.bounds, *operands)
     return result

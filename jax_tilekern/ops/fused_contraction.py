@@ -184,7 +184,7 @@ def contract_with_scalar_function(
         "symmetric": symmetric,
     }
     read = (lhs, rhs, *bounds, *(x for x, _ in operands))
-    if out_sharding is not None:
+    if out_sharding is not None or function.is_closure:
         return _unfused(*read, **call, out_sharding=out_sharding)
     results: list[Array] = _bind(*read, **call)
     return results
@@ -316,7 +316,8 @@ def _unfused(
     if function.quantizes and out_sharding is None:
 
         def fused(function: ScalarFunction, *operands: Array) -> list[Array]:
-            return _bind(  # type: ignore[no-any-return]
+            call = _unfused if function.is_closure else _bind
+            return call(  # type: ignore[no-any-return]
                 *operands, contraction=contraction, operand_labels=operand_labels,
                 function=function, precision=precision, accumulator=accumulator, **others,
             )  # fmt: skip

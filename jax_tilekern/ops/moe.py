@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_tilekern.ops.expert_activation import traced_activation
+from jax_tilekern.ops.expert_activation import named, traced_activation
 from jax_tilekern.ops.expert_call import is_one_call, one_call
 from jax_tilekern.ops.expert_layer import DIMS, expert_layer
 from jax_tilekern.ops.expert_sharding import on_devices
@@ -268,16 +268,20 @@ def moe(
         experts = arrays["w_up"].shape[0]
         offset = clipped(offset, -experts, 2**31 - 1 - experts)
     params: dict[str, Any] = {"precision": precision, "recipe": recipe, "save": save}
-    if is_one_call(arrays):
-        dtype = np.dtype(jnp.result_type(arrays["x"], w_up))
-        traced = traced_activation(activation, (dtype, jnp.promote_types(dtype, np.float32)))
-        if traced is not None:
-            return one_call(arrays, offset, activation=traced, out_dtype=out_dtype, **params)
+    dtype = np.dtype(jnp.result_type(arrays["x"], w_up))
+    traced, read = traced_activation(activation, (dtype, jnp.promote_types(dtype, np.float32)))
+    arrays |= named(read)
+    if traced is not None and is_one_call(arrays):
+        return one_call(arrays, offset, activation=traced, out_dtype=out_dtype, **params)
+    params["activation"] = traced if read else activation
+    # JAX differentiates a function that closes over values where it stands alone.
+    params["differentiated"] = traced is None
 
     def layer(arrays: dict[str, Array], offset: Array | None, dtype: np.dtype[Any]) -> Array:
-        return expert_layer(arrays, offset, activation=activation, out_dtype=dtype, **params)
+        return expert_layer(arrays, offset, out_dtype=dtype, **params)
 
-    return on_devices(layer, arrays, offset, DIMS, out_dtype)
+    dims = {name: DIMS.get(name, ()) for name in arrays}
+    return on_devices(layer, arrays, offset, dims, out_dtype)
 
 
 def _check_shapes(arrays: dict[str, Array]) -> None:

@@ -70,7 +70,8 @@ def contract_pair(
     dtypes = [accumulator, *(x.dtype for x, _ in operands)]
     traced = trace_scalars(function, accumulator, product, dtypes)
     read = [*operands, *((jnp.asarray(x), ()) for x in traced.closed_over)]
-    results = _bind(
+    compute = _two_contractions if traced.function.is_closure else _bind
+    results = compute(
         lhs,
         first,
         second,

@@ -159,7 +159,8 @@ def scaled_matmul(
             shape = (*max(lhs.shape[:-2], rhs.shape[:-2], key=len), lhs.shape[-2], rhs.shape[-2])
             read = labelled_operands(arrays, (), contraction=contraction, shape=shape)
             read += [(jnp.asarray(x), ()) for x in closed_over]
-            results = _bind(
+            compute = _unfused if function.is_closure else _bind
+            results = compute(
                 *factors,
                 *(x for x, _ in read),
                 contraction=contraction,
@@ -241,7 +242,8 @@ def _unfused(
     if function.quantizes:
 
         def fused(function: ScalarFunction, *operands: Array) -> list[Array]:
-            return _bind(  # type: ignore[no-any-return]
+            call = _unfused if function.is_closure else _bind
+            return call(  # type: ignore[no-any-return]
                 *operands, function=function, operand_labels=operand_labels,
                 contraction=contraction, product=product, columns_first=columns_first,
             )  # fmt: skip

@@ -1,0 +1,115 @@
+"""Functions of elements that read values of the program: values and gradients on every mesh."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from numerics import random
+from sharded import AUTO, EXPLICIT, mesh_of, put
+
+import jax_tilekern as jtk
+
+pytestmark = pytest.mark.usefixtures("highest_precision")
+
+# Of an element and a value of the program. JAX traces what is inside a jitted function, a branch, a
+# loop and a function with a derivative of its own by itself.
+FUNCTIONS = {
+    "elementary": lambda x, s: s * jnp.tanh(x * s) + jnp.ones_like(x),
+    "jitted": lambda x, s: jax.nn.silu(x) * s,
+    "own derivative": lambda x, s: jax.nn.relu(s * x) + jax.nn.softplus(x) * s,
+    "branch": lambda x, s: lax.cond(x > 0, lambda x: 2 * x, jax.nn.silu, s * x),
+    "loop": lambda x, s: lax.fori_loop(0, 3, lambda _, y: jnp.sin(s * y), x),
+}
+CHOSEN, SHARES = np.array([[0, 1], [2, 0], [1, 1], [2, 3]]), np.float32([[0.5, 0.5]] * 4)
+SIDE = 16
+
+
+def _elements(f):
+    return jax.vmap(jax.vmap(f, (0, None)), (0, None))
+
+
+def _epilogue(f, s, x, w, _):
+    return jtk.matmul(x, w[0], epilogue=lambda y: f(y, s))
+
+
+def _gated(f, s, x, w, _):
+    return jtk.gated_linear(x, w[0], w[1], activation=lambda y: f(y, s))
+
+
+def _rows(f, s, x, w, _):
+    return jtk.matmul(x, w[0], epilogue=lambda y: (f(y, s), jtk.row_logsumexp(f(y, s))))
+
+
+def _experts(f, s, x, w, chosen):
+    chosen, shares = chosen
+    return jtk.moe(x, w, w, chosen, shares, activation=lambda y: f(y, s))
+
+
+def _plain_rows(f, s, x, w):
+    y = _elements(f)(x @ w[0], s)
+    return y, jax.nn.logsumexp(y, -1)
+
+
+def _plain_experts(f, s, x, w):
+    results = jnp.stack([_elements(f)(x @ matrix, s) @ matrix for matrix in w])
+    return sum(SHARES[:, i, None] * results[CHOSEN[:, i], np.arange(len(CHOSEN))] for i in range(2))
+
+
+OPERATIONS = {
+    "epilogue": (_epilogue, lambda f, s, x, w: _elements(f)(x @ w[0], s)),
+    "gated": (_gated, lambda f, s, x, w: _elements(f)(x @ w[0], s) * (x @ w[1])),
+    "rows": (_rows, _plain_rows),
+    "experts": (_experts, _plain_experts),
+}
+
+
+def _loss(results):
+    return sum(jnp.sum(x**2) for x in jax.tree.leaves(results))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("kind", FUNCTIONS)
+@pytest.mark.parametrize("mesh_types", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.one_in(4)
+def test_values_of_the_program(rng, name, kind, mesh_types):
+    f, (ours, plain) = FUNCTIONS[kind], OPERATIONS[name]
+    x, w = (random(rng, shape, np.float32) for shape in ((4, SIDE), (4, SIDE, SIDE)))
+    operands = np.float32(1.5), x, w / 4
+    chosen = (CHOSEN, SHARES)
+
+    def gradients(loss):
+        return jax.value_and_grad(loss, (0, 1, 2))
+
+    def close(found):
+        def compare(a, b):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * np.abs(b).max(initial=1))
+
+        jax.tree.map(compare, found, wanted)
+
+    wanted = gradients(lambda *xs: _loss(plain(f, *xs)))(*operands)
+    close(jax.jit(gradients(lambda *xs: _loss(ours(f, *xs, chosen))))(*operands))
+    mesh = mesh_of((mesh_types, mesh_types))
+    with jax.set_mesh(mesh):
+        placed = [put(mesh, x, spec) for x, spec in zip(operands, (P(), P("d"), P()), strict=True)]
+        rows = [put(mesh, x, P("d")) for x in chosen]
+        needs_arguments = name == "experts" and kind in ("own derivative", "branch", "loop")
+        if needs_arguments and mesh_types == EXPLICIT:
+            with pytest.raises(NotImplementedError, match="Closing over inputs to shard_map"):
+                jax.jit(gradients(lambda *xs: _loss(ours(f, *xs, rows))))(*placed)
+        else:
+            close(jax.jit(gradients(lambda *xs: _loss(ours(f, *xs, rows))))(*placed))
+
+        @functools.partial(
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=(P(), P("d"), P(), (P("d"), P("d"))),
+            out_specs=P(),
+        )
+        def by_hand(*xs):
+            return lax.psum(_loss(ours(f, *xs)), "d")
+
+        close(jax.jit(gradients(lambda *xs: by_hand(*xs, tuple(rows))))(*placed))
