@@ -120,6 +120,8 @@ def test_types(rng):
         jtk.fp8_dot_general(jnp.ones((2, 2), np.int32), w, PLAIN)
     with pytest.raises(TypeError, match=r"gradient_dtype .* not int8"):
         jtk.fp8_dot_general(x, w, PLAIN, gradient_dtype=np.int8)
+    with pytest.raises(TypeError, match="of fp8_dot_general is a float type, not int32"):
+        jtk.fp8_dot_general(x, w, PLAIN, preferred_element_type=np.int32)
     with pytest.raises(TypeError, match="contracting dimensions"):
         jtk.fp8_dot_general(x, x, PLAIN)
 

@@ -143,11 +143,25 @@ def test_there_is_no_derivative():
         (ValueError, r"blocks .*\(128, 128\).*not \(1, 64\)", (np.ones((2, 2)), (1, 64))),
         (ValueError, r"blocks .*\(128, 128\).*not 128", (np.ones((2, 2)), 128)),
         (ValueError, r"at least 2 dimensions.*\(4,\)", (np.ones(4),)),
+        (TypeError, "rounds to .*, not 'fp8'", (np.ones((2, 2)), (1, 128), "fp8")),
+        (TypeError, "rounds to .*, not None", (np.ones((2, 2)), (1, 128), None)),
     ],
 )
 def test_errors(error, message, arguments):
     with pytest.raises(error, match=message):
         jtk.quantize(*arguments)
+
+
+def test_options():
+    x = np.ones((2, 128), np.float32)
+    for options in ({"both": "yes"}, {"power_of_two": 1}):
+        with pytest.raises(TypeError, match=f"{next(iter(options))} of quantize is True or False"):
+            jtk.quantize(x, **options)
+    with pytest.raises(TypeError, match="power_of_two is True or False, not 'no'"):
+        jtk.Fp8Recipe(power_of_two="no")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dtpe'"):
+        jtk.quantize(x, dtpe=jnp.float8_e5m2)
+    assert (jtk.quantize(x, power_of_two=jnp.array(True))[1] == 1 / 256).all()
 
 
 @pytest.mark.skipif(devices() is None, reason="eight CPU devices")

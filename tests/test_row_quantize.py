@@ -162,7 +162,9 @@ def test_errors(rng):
         jtk.row_quantize(x @ w)
     with pytest.raises(TypeError, match="float32, not int32"):
         jtk.matmul(x.astype(int), w.astype(int), epilogue=jtk.row_quantize)
-    with pytest.raises(ValueError, match="at least 2 dimensions"):
+    with pytest.raises(TypeError, match=r"row_quantize takes .*, not bool"):
+        jtk.matmul(x, w, epilogue=lambda y: jtk.row_quantize(y > 0))
+    with pytest.raises(ValueError, match=r"row_quantize .* at least 2 dimensions.*\(8,\)"):
         jtk.matmul(x[0], w, epilogue=jtk.row_quantize)
 
 

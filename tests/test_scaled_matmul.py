@@ -1,6 +1,7 @@
 """``scaled_matmul``: values, derivatives, transformations, errors, and the kernels, emulated."""
 
 import contextlib
+import functools
 
 import emulated_plans
 import jax
@@ -18,6 +19,7 @@ from scaled_products import TENSOR_CORES, dequantized, product_bounds, scales, v
 from sharded import bytes_sent, collectives, devices
 
 import jax_tilekern as jtk
+from jax_tilekern.interop import compat
 from jax_tilekern.plans.gemm.problem import ScaledProduct, Scales
 from jax_tilekern.plans.gemm.sm90 import scaled
 from jax_tilekern.plans.gemm.sm90.scaled import scaled_candidates
@@ -250,6 +252,29 @@ def test_explicit_axes(rng):
         got = jax.jit(jtk.scaled_matmul)(*placed)
         assert jax.typeof(got).sharding.spec == P("d", "m")
     check(got, *arrays)
+
+
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+@pytest.mark.parametrize("out", [P(None, None), P("m", "d")])
+def test_split_contractions_need_out_sharding(rng, out):
+    arrays = values(rng, 16, 512), values(rng, 256, 512), scales(rng, 16, 4), scales(rng, 2, 4)
+    product = functools.partial(jtk.scaled_matmul, out_sharding=out)
+    with jax.set_mesh(jax.make_mesh((4, 2), ("d", "m"), devices=devices()[:8])):
+        placed = [jax.device_put(x, P(None, "d")) for x in arrays]
+        got = jax.jit(product)(*placed)
+        rows, of_rows = product(*placed, epilogue=lambda y: (2 * y, jtk.row_max(y)))
+        total = jax.grad(lambda *of: (product(*placed[:2], *of) ** 2).sum(), (0, 1))
+        gradients = jax.jit(total)(*placed[2:])
+        assert [jax.typeof(x).sharding.spec for x in (got, rows)] == [out, out]
+        assert [jax.typeof(x).sharding.spec for x in gradients] == [P(None, "d")] * 2
+        with pytest.raises(compat.ShardingTypeError, match="out_sharding"):
+            jtk.scaled_matmul(*placed)
+    check(got, *arrays)
+    check(rows / 2, *arrays)
+    np.testing.assert_array_equal(of_rows, np.asarray(rows / 2).max(1))
+    whole = jax.grad(lambda *of: (jtk.scaled_matmul(*arrays[:2], *of) ** 2).sum(), (0, 1))
+    for x, y in zip(gradients, whole(*arrays[2:]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * np.abs(y).max())
 
 
 # -- The kernels, emulated -------------------------------------------------------------------------

@@ -83,6 +83,29 @@ def test_not_numbers_stay_in_their_rows_and_groups(rng):
     np.testing.assert_array_equal(np.flatnonzero(got), [1, 3, 4, 5, 6])
 
 
+def test_derivatives_of_not_numbers_that_no_product_reads(rng):
+    """Rows of no group, and matrices of groups without rows."""
+    lhs, rhs, *of = operands(rng, 12, 8, 256, 3)
+    sizes = np.array([3, 0, 6])
+    dead = lhs.at[10].set(np.nan), rhs.at[1, 2].set(np.nan)
+
+    def gradients(lhs, rhs):
+        def loss(a, b):
+            return (product(lhs, rhs, a, b, sizes) ** 2).sum()
+
+        return jax.grad(loss, (0, 1))(*of), jax.hessian(loss)(*of)
+
+    jax.tree.map(np.testing.assert_array_equal, gradients(*dead), gradients(lhs, rhs))
+    # The second of two groupings reads both.
+    both = np.array([[3, 0, 6], [4, 4, 4]])
+
+    def of_two(lhs, rhs, a, b):
+        return jax.vmap(product, (None, None, None, None, 0))(lhs, rhs, a, b, both)
+
+    first = jax.grad(lambda a: of_two(*dead, a, of[1])[0].sum())(of[0])
+    assert np.flatnonzero(np.isnan(first).any(1)).tolist() == [4, 5, 6, 7, 10]
+
+
 def test_groups_from_an_offset(rng):
     arrays = operands(rng, 40, 24, 144, 2)
     sizes = np.array([5, 10, 15, 10])

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jax_tilekern.plans.gemm.arithmetic import FP8, accumulator_dtype
+from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
 from jax_tilekern.plans.gemm.epilogue import RowQuantization, RowReductionKind
+from jax_tilekern.plans.quantize import flag, fp8_type
 
 # What becomes of the values of a row.
 RowKind = RowReductionKind | RowQuantization
@@ -114,9 +114,11 @@ def row_quantize(
     >>> h.shape, h.dtype, scales.shape
     ((4, 256), dtype(float8_e4m3fn), (4, 2))
     """
-    quantized = np.dtype(dtype)
-    if quantized not in FP8:
-        raise TypeError(f"row_quantize rounds to float8_e4m3fn or float8_e5m2, not {quantized}")
+    quantized = fp8_type("row_quantize rounds to", dtype)
+    power_of_two = flag("power_of_two of row_quantize", power_of_two)
+    own = jax.dtypes.result_type(value)
+    if not jnp.issubdtype(own, jnp.floating):
+        raise TypeError(f"row_quantize takes bfloat16, float16 or float32, not {own}")
     values, scales = (
         _result("quantize", value, RowQuantization(quantized, power_of_two, is_scales))
         for is_scales in (False, True)

@@ -74,7 +74,8 @@ class Activation:
                     replaced = [*operands]
                     for i, x in zip(floats, moving, strict=True):
                         replaced[i] = x
-                    return function(*replaced)[0]
+                    result: Array = function(*replaced)[0]
+                    return result
 
                 # Types of scalars have no mesh; transposes compare them with values.
                 with compat.without_mesh():

@@ -23,6 +23,7 @@ from jax_tilekern.ops.fp8_recipe import Fp8Recipe, check_quantizable, differenti
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.quantize import Block, quantize
 from jax_tilekern.ops.scaled_matmul import scaled_matmul
+from jax_tilekern.ops.scaled_operands import check_result
 from jax_tilekern.ops.segments.explicit import by_automatic_axes
 from jax_tilekern.plans.quantize import BLOCK, QUANTIZED_DTYPES
 
@@ -102,6 +103,8 @@ def fp8_dot_general(
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     check_quantizable("fp8_dot_general", lhs=lhs, rhs=rhs)
     recipe = Fp8Recipe(gradient_dtype, power_of_two)
+    if preferred_element_type is not None:
+        check_result("fp8_dot_general", preferred_element_type)
     common = jnp.promote_types(lhs.dtype, rhs.dtype)
     # The shape, the sharding and the errors are those of JAX's own function.
     result = compat.result_type(

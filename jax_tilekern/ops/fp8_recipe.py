@@ -7,12 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_tilekern.plans.gemm.arithmetic import FP8
-from jax_tilekern.plans.quantize import QUANTIZED_DTYPES
+from jax_tilekern.plans.quantize import QUANTIZED_DTYPES, flag, fp8_type
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Fp8Recipe:
     Raises
     ------
     TypeError
-        If ``gradient_dtype`` is another type.
+        If ``gradient_dtype`` is another type, or ``power_of_two`` is not true or false.
 
     Examples
     --------
@@ -45,11 +43,10 @@ class Fp8Recipe:
     power_of_two: bool = False
 
     def __post_init__(self) -> None:
-        """Check and canonicalise the type."""
-        dtype = np.dtype(self.gradient_dtype)
-        if dtype not in FP8:
-            raise TypeError(f"gradient_dtype is float8_e4m3fn or float8_e5m2, not {dtype}")
+        """Check and canonicalise the fields."""
+        dtype = fp8_type("gradient_dtype is", self.gradient_dtype)
         object.__setattr__(self, "gradient_dtype", dtype)
+        object.__setattr__(self, "power_of_two", flag("power_of_two", self.power_of_two))
 
 
 def check_quantizable(function: str, **arrays: ArrayLike) -> None:

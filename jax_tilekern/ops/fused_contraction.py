@@ -97,7 +97,7 @@ def contract_with_epilogue(
     Raises
     ------
     ValueError
-        If an operand does not broadcast.
+        If an operand does not broadcast, or rows of a vector are quantised.
     TypeError
         If the epilogue is not a function of scalars.
     """
@@ -122,6 +122,11 @@ def contract_with_epilogue(
         raise TypeError(
             f"the epilogue {function.name} returns a result of rows, which ragged_dot does not "
             "have; it is a result of epilogues of matmul and dot_general"
+        )
+    if function.quantizes and len(shape) < 2:
+        raise ValueError(
+            f"the epilogue {function.name} quantises rows, which takes a product of at least 2 "
+            f"dimensions; its shape is {tuple(shape)}"
         )
     read = labelled_operands(
         operands, group_operands, *bounds, contraction=contraction, shape=shape
@@ -317,7 +322,7 @@ def _unfused(
 
         def fused(function: ScalarFunction, *operands: Array) -> list[Array]:
             call = _unfused if function.is_closure else _bind
-            return call(  # type: ignore[no-any-return]
+            return call(
                 *operands, contraction=contraction, operand_labels=operand_labels,
                 function=function, precision=precision, accumulator=accumulator, **others,
             )  # fmt: skip

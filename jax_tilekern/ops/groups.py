@@ -119,6 +119,28 @@ def masked(
     return lhs, rhs, Contraction(lhs_labels, rhs_labels, c.out)
 
 
+def used(lhs: Array, rhs: Array, bounds: Array, *, contraction: Contraction) -> tuple[Array, Array]:
+    """Set rows of no group to zero, and matrices of groups without rows.
+
+    No product reads them. Their cotangents are zeros, but they may be NaN.
+    """
+    c = contraction
+    ragged, group = _ragged_and_group(c)
+    position = _positions(bounds, lhs.shape[c.lhs.index(ragged)])
+    inside = (bounds[..., :1] <= position) & (position < bounds[..., -1:])
+    filled = bounds[..., :-1] < bounds[..., 1:]
+
+    def kept(x: Array, labels: Labels, mask: Array, label: int) -> Array:
+        mask_labels = (*c.bounds[:-1], label)
+        # An array that batches share is used where one of them uses it.
+        mask = mask.any([i for i, each in enumerate(mask_labels) if each not in labels])
+        own = tuple(each for each in mask_labels if each in labels)
+        mask = broadcasted(mask, own, labels, dict(zip(labels, x.shape, strict=True)))
+        return lax.select(mask, x, lax.full_like(x, 0))
+
+    return kept(lhs, c.lhs, inside, ragged), kept(rhs, c.rhs, filled, group)
+
+
 def gathered(
     lhs: Array, rhs: Array, bounds: Array, *, contraction: Contraction
 ) -> tuple[Array, Array, Array, Contraction]:

@@ -32,10 +32,8 @@ def jitted(*static: str, unless: Sequence[str] = ()) -> Callable[[Function], Fun
 
     def decorate(function: Function) -> Function:
         body: Any = jax.jit(function, static_argnames=static, inline=compat.inlined_when_traced)
-        prepare = [
-            _with_hash if name in static else _operand
-            for name in inspect.signature(function).parameters
-        ]
+        parameters = inspect.signature(function).parameters
+        prepare = [_with_hash if name in static else _operand for name in parameters]
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -43,6 +41,11 @@ def jitted(*static: str, unless: Sequence[str] = ()) -> Callable[[Function], Fun
             given = [change(x) for change, x in zip(prepare, args, strict=False)]
             given += args[len(given) :]
             for name, x in kwargs.items():
+                if name not in parameters:
+                    # jit would say that its value is no array.
+                    raise TypeError(
+                        f"{function.__name__}() got an unexpected keyword argument {name!r}"
+                    )
                 kwargs[name] = _with_hash(x) if name in static else _operand(x)
             return (function if any(map(kwargs.get, unless)) else body)(*given, **kwargs)
 
@@ -62,7 +65,9 @@ def _with_hash(value: Any) -> Any:
         return None
     if isinstance(value, (np.ndarray, jax.Array)):
         # If it is a tracer, the error names it.
-        return _with_hash(value.tolist()) if value.ndim else operator.index(value)
+        if value.ndim:
+            return _with_hash(value.tolist())
+        return bool(value) if value.dtype == np.bool_ else operator.index(value)
     # Instances of other classes, such as jax.lax.DotAlgorithm, are excluded.
     if type(value) in (list, tuple) or isinstance(value, Iterator):
         # jit would take 1.0 for an axis 1 that it has seen, since both have one hash.

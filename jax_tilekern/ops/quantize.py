@@ -24,7 +24,14 @@ from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.segments.explicit import spec_of
 from jax_tilekern.partitioning.rule import Dims, ShardingRule
 from jax_tilekern.plans.gemm.arithmetic import FP8
-from jax_tilekern.plans.quantize import BLOCK, QUANTIZED_DTYPES, Quantized, plan_quantize
+from jax_tilekern.plans.quantize import (
+    BLOCK,
+    QUANTIZED_DTYPES,
+    Quantized,
+    flag,
+    fp8_type,
+    plan_quantize,
+)
 from jax_tilekern.primitives.operation import (
     Fallback,
     Operand,
@@ -106,16 +113,19 @@ def quantize(
            [1.       ]], dtype=float32)
     """
     x = jnp.asarray(x)
-    quantized = np.dtype(dtype)
+    quantized = fp8_type("quantize rounds to", dtype)
     if x.dtype not in QUANTIZED_DTYPES:
         raise TypeError(f"quantize takes bfloat16, float16 or float32, not {x.dtype}")
-    if quantized not in FP8:
-        raise TypeError(f"quantize rounds to float8_e4m3fn or float8_e5m2, not {quantized}")
     if block not in _BLOCKS:
         raise ValueError(f"quantize has blocks {', '.join(map(str, _BLOCKS))}, not {block}")
     if x.ndim < 2:
         raise ValueError(f"quantize takes at least 2 dimensions, and x has shape {x.shape}")
-    params = {"dtype": quantized, "power_of_two": power_of_two, "both": both}
+    both = flag("both of quantize", both)
+    params = {
+        "dtype": quantized,
+        "power_of_two": flag("power_of_two of quantize", power_of_two),
+        "both": both,
+    }
     bind = _bind if block[1] else _bind_whole
     results = bind(x, block=block, **params)
     if block == (1, BLOCK):

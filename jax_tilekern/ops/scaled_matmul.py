@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
@@ -77,7 +78,7 @@ from jax_tilekern.primitives.remat import Saved
 _F32: np.dtype[Any] = np.dtype(np.float32)
 
 
-@jitted("preferred_element_type", "epilogue")
+@jitted("preferred_element_type", "out_sharding", "epilogue")
 def scaled_matmul(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -85,6 +86,7 @@ def scaled_matmul(
     rhs_scales: ArrayLike,
     preferred_element_type: DTypeLike = np.float32,
     *,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
     epilogue: Callable[..., Any] | None = None,
     operands: Sequence[ArrayLike] = (),
 ) -> Any:
@@ -110,6 +112,8 @@ def scaled_matmul(
         The same of ``rhs``, with ``N`` for ``M``.
     preferred_element_type
         Type of the result, to which it is rounded once.
+    out_sharding
+        Sharding of the product on a mesh with explicit axes.
     epilogue, operands
         A function ``epilogue(accumulator, *operands)`` of scalars and the arrays that it reads, as
         in :func:`matmul`. The accumulator is the scaled sum, in float32.
@@ -151,6 +155,22 @@ def scaled_matmul(
     check_operands(epilogue, operands=operands)
     arrays = [jnp.asarray(x) for x in operands]
     factors = (lhs, rhs, lhs_scales, rhs_scales)
+    sharding = None
+    if out_sharding is not None:
+
+        def by_jax(lhs: Array, rhs: Array) -> Array:
+            columns = jnp.swapaxes(rhs, -1, -2)
+            return jnp.matmul(lhs, columns, preferred_element_type=_F32, out_sharding=out_sharding)
+
+        sharding = compat.explicit_sharding(compat.result_type(by_jax, lhs, rhs))
+
+    def product(dtype: np.dtype[Any]) -> Array:
+        multiply = functools.partial(
+            _product, contraction=contraction, product=dtype, columns_first=False
+        )
+        result: Array = compat.with_automatic_axes(multiply, sharding)(*factors)
+        return result
+
     if epilogue is not None:
         function, closed_over, nested = trace_scalars(
             epilogue, _F32, out_dtype, [x.dtype for x in arrays]
@@ -159,6 +179,11 @@ def scaled_matmul(
             shape = (*max(lhs.shape[:-2], rhs.shape[:-2], key=len), lhs.shape[-2], rhs.shape[-2])
             read = labelled_operands(arrays, (), contraction=contraction, shape=shape)
             read += [(jnp.asarray(x), ()) for x in closed_over]
+            own_labels = tuple(labels for _, labels in read)
+            if sharding is not None:
+                elementwise = elementwise_function(function, contraction, own_labels)
+                results = elementwise(product(_F32), *(x for x, _ in read))
+                return nested(with_blocks_last(results, function))
             compute = _unfused if function.is_closure else _bind
             results = compute(
                 *factors,
@@ -167,12 +192,11 @@ def scaled_matmul(
                 product=out_dtype,
                 columns_first=False,
                 function=function,
-                operand_labels=tuple(labels for _, labels in read),
+                operand_labels=own_labels,
             )
             return nested(with_blocks_last(results, function))
     own = out_dtype if out_dtype in TYPES["fp8"].results else _F32
-    result = _product(*factors, contraction=contraction, product=own, columns_first=False)
-    result = result.astype(out_dtype)
+    result = product(own).astype(out_dtype)
     return result if epilogue is None else nested([result])
 
 
@@ -243,7 +267,7 @@ def _unfused(
 
         def fused(function: ScalarFunction, *operands: Array) -> list[Array]:
             call = _unfused if function.is_closure else _bind
-            return call(  # type: ignore[no-any-return]
+            return call(
                 *operands, function=function, operand_labels=operand_labels,
                 contraction=contraction, product=product, columns_first=columns_first,
             )  # fmt: skip

@@ -25,12 +25,19 @@ def check_types(function: str, lhs: Array, rhs: Array, out: Any) -> None:
             )
         if x.ndim < 2:
             raise ValueError(f"{name} of {function} has at least 2 dimensions, not {x.shape}")
-    if not jnp.issubdtype(out, jnp.floating):
-        raise TypeError(f"preferred_element_type of {function} is a float type, not {out}")
+    check_result(function, out)
     if lhs.shape[-1] != rhs.shape[-1]:
         raise ValueError(
             f"{function} contracts the last dimensions, which differ: "
             f"lhs {lhs.shape}, rhs {rhs.shape}"
+        )
+
+
+def check_result(function: str, dtype: Any) -> None:
+    """Raise an error unless a result has a type of floats."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"preferred_element_type of {function} is a float type, not {np.dtype(dtype)}"
         )
 
 

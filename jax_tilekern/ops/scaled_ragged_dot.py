@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.ops.contraction import contract, in_float32, masked_product
-from jax_tilekern.ops.groups import checked_offset, group_bounds, local_bounds
+from jax_tilekern.ops.groups import checked_offset, group_bounds, local_bounds, used
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.scaled_layout import scales_in_memory, with_columns_first
@@ -226,8 +226,13 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> tu
 
 
 def _cotangent(operand: int, cotangent: Array, *operands: Any, **params: Any) -> Array:
+    lhs, rhs, *others, bounds = operands
+    factors = used(lhs, rhs, bounds, contraction=params["contraction"])
+
     def linear(scales: Array) -> Array:
-        return _by_contraction(*operands[:operand], scales, *operands[operand + 1 :], **params)
+        read = [*factors, *others]
+        read[operand] = scales
+        return _by_contraction(*read, bounds, **params)
 
     (result,) = jax.linear_transpose(linear, operands[operand])(cotangent)
     return result  # type: ignore[no-any-return]

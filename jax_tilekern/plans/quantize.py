@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,24 @@ _MAX_CTAS = 2**31 - 1
 QUANTIZED_DTYPES = (BF16, F16, F32)
 # The first GPUs that convert to 8-bit floats.
 _CAPABILITY = (8, 9)
+
+
+def fp8_type(what: str, dtype: Any) -> np.dtype[Any]:
+    """Return a type as one of 8-bit floats; ``what`` begins the message about another one."""
+    found: np.dtype[Any] | None = None
+    with contextlib.suppress(TypeError):
+        found = None if dtype is None else np.dtype(dtype)
+    if found is None or found not in FP8:
+        given = repr(dtype) if found is None else found
+        raise TypeError(f"{what} float8_e4m3fn or float8_e5m2, not {given}")
+    return found
+
+
+def flag(what: str, value: Any) -> bool:
+    """Return a value that is true or false."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{what} is True or False, not {value!r}")
+    return bool(value)
 
 
 @dataclass(frozen=True)
