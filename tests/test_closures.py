@@ -15,8 +15,8 @@ import jax_tilekern as jtk
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
-# Of an element and a value of the program. JAX traces what is inside a jitted function, a branch, a
-# loop and a function with a derivative of its own by itself.
+# Functions of an element and a value of the program. JAX traces by itself what is inside a jitted
+# function, a branch, a loop and a function with a derivative of its own.
 FUNCTIONS = {
     "elementary": lambda x, s: s * jnp.tanh(x * s) + jnp.ones_like(x),
     "jitted": lambda x, s: jax.nn.silu(x) * s,
@@ -69,6 +69,49 @@ OPERATIONS = {
 
 def _loss(results):
     return sum(jnp.sum(x**2) for x in jax.tree.leaves(results))
+
+
+def test_messages_in_a_shard_map(rng):
+    x, ids = random(rng, (8, 4), np.float32), np.array([0, 1, 1, 2, 0, 1, 0, 2])
+    mesh = mesh_of((AUTO, AUTO))
+    by_device = functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=P()
+    )
+
+    def total(f, s, x, ids):
+        return lax.psum(jtk.segment_reduce(f(s), x, segment_ids=ids, num_segments=3), "d")
+
+    def loss(s, f):
+        return _loss(by_device(functools.partial(total, f))(s, x, ids))
+
+    def plain(s):
+        return _loss(jax.ops.segment_sum(jax.nn.silu(x) * s, ids, 3))
+
+    found = jax.grad(loss)(np.float32(1.5), lambda s: lambda x: jax.nn.silu(x) * s)
+    np.testing.assert_allclose(found, jax.grad(plain)(np.float32(1.5)), rtol=1e-4)
+    with pytest.raises(NotImplementedError, match="an array of one row"):
+        loss(np.float32(1.5), lambda s: lambda x: jax.nn.relu(x) * s)
+    # The value is a row that all edges gather.
+    y = jtk.segment_reduce(
+        lambda x, s: jax.nn.relu(x) * s, x, np.full((1, 4), 1.5, np.float32),
+        gather=(None, np.zeros(8, int)), segment_ids=ids, num_segments=3,
+    )  # fmt: skip
+    np.testing.assert_allclose(y, jax.ops.segment_sum(jax.nn.relu(x) * 1.5, ids, 3), rtol=1e-5)
+
+
+def test_kernels_of_explicit_axes(rng):
+    mesh, x = mesh_of((EXPLICIT, EXPLICIT)), random(rng, (8, 4), np.float32)
+
+    def of(function):
+        return jax.grad(lambda s, x: _loss(jtk.kernel(lambda x: function(x, s))(x)))
+
+    with jax.set_mesh(mesh):
+        s, rows = put(mesh, np.float32(1.5), P()), put(mesh, x, P("d"))
+        found = jax.jit(of(lambda x, s: x * s))(s, rows)
+        np.testing.assert_allclose(found, 2 * 1.5 * np.sum(x**2), rtol=1e-5)
+        with pytest.warns(RuntimeWarning, match="in_axes=None"):
+            found = jax.jit(of(lambda x, s: jax.nn.silu(x) * s))(s, rows)
+    np.testing.assert_allclose(found, 3 * np.sum(jax.nn.silu(x) ** 2), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

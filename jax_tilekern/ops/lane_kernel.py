@@ -254,6 +254,13 @@ def _without_constants(name: str, traced: Any) -> tuple[Any, list[Any]]:
     consts = list(traced.consts)
     if consts:
         jaxpr = traced.jaxpr
+        explicit = (compat.explicit_sharding(jax.typeof(x)) for x in consts)
+        if any(x is not None for x in explicit) and any(map(compat.jaxprs_of, jaxpr.eqns)):
+            raise Untranslatable(
+                f"{name} closes over an array of a mesh with explicit axes, and the types of its "
+                "jitted functions, loops and branches name that mesh; pass the array as an "
+                "argument with in_axes=None"
+            )
 
         def function(*values: Any) -> list[Any]:
             own = len(jaxpr.invars)

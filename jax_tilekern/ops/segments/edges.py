@@ -249,9 +249,18 @@ def trace_values(
     ------
     TypeError
         If it is not a function of scalars, or has several results.
+    NotImplementedError
+        If it can only be evaluated where it was traced.
     """
     first = dtypes[0]
     traced, closed_over, _ = trace_scalars(function, first, first, dtypes[1:])
+    if traced.is_closure:
+        raise NotImplementedError(
+            f"segment_reduce: {traced.name} closes over a value of the program, and has a branch, "
+            "a loop or a function with a derivative of its own, which the types of a shard_map or "
+            "of explicit axes do not allow; pass the value as an array of one row, with zeros as "
+            "its gather"
+        )
     if len(traced.out_dtypes) != 1 or traced.elements != 1:
         raise TypeError(
             f"{traced.name} returns {len(traced.out_dtypes)} values; a value of an edge is one"
