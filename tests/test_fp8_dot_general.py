@@ -84,10 +84,14 @@ def test_dimension_numbers(rng, lhs, rhs, numbers):
     y, vjp = jax.vjp(lambda x, w: jtk.fp8_dot_general(x, w, numbers), x, w)
     expected, of_exact = jax.vjp(exact, x, w)
     dy = jnp.asarray(rng.normal(size=y.shape), F32)
-    for found, wanted in zip((y, *vjp(dy)), (expected, *of_exact(dy)), strict=True):
+    of_squares, pull = jax.vjp(exact, x**2, w**2)
+    for found, wanted, squares in zip(
+        (y, *vjp(dy)), (expected, *of_exact(dy)), (of_squares, *pull(dy**2)), strict=True
+    ):
         assert found.shape == wanted.shape
-        # Values of 4 bits are rounded by 1.8 % of their norm on average, in each operand.
-        assert np.linalg.norm(found - wanted) <= 0.06 * np.linalg.norm(wanted)
+        # Values of 4 bits are rounded by 2.6 % on average, in each operand; a result has the root
+        # of the sum of the squares of its terms' errors. Some have 20 elements only.
+        assert np.linalg.norm(found - wanted) <= 0.08 * np.sqrt(np.sum(squares))
 
 
 @needs_nvrtc

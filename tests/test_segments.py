@@ -1,6 +1,7 @@
 """Reductions to segments, rows of tables and top_k: values, rules and errors."""
 
 import functools
+import inspect
 import pickle
 
 import jax
@@ -783,3 +784,23 @@ def test_batches_of_rows_of_any_length(columns):
         np.testing.assert_array_equal(x, np.stack([expected] * 2))
     gradient = jax.grad(lambda *xs: mapped(*xs).sum(), (0, 1))(table, weights)
     assert [x.shape for x in gradient] == [table.shape, weights.shape]
+
+
+def test_out_sharding(rng):
+    x, ids = random(rng, (16, 8), np.float32), np.arange(16) % 8
+    if "out_sharding" not in inspect.signature(jax.ops.segment_sum).parameters:
+        pytest.skip("this JAX has none")
+    mesh = mesh_of(MESH_TYPES["explicit"])
+    with jax.set_mesh(mesh):
+        rows = put(mesh, x, P("d"))
+        for name in ("segment_sum", "segment_max", "segment_min", "segment_prod"):
+            found, wanted = (
+                jax.jit(functools.partial(getattr(m, name), num_segments=8, out_sharding=P("m")))(
+                    rows, ids
+                )
+                for m in (jtk, jax.ops)
+            )
+            assert jax.typeof(found) == jax.typeof(wanted)
+            np.testing.assert_allclose(found, wanted, rtol=1e-5)
+        counts = jtk.bincount(ids, length=8, out_sharding=P())
+        assert jax.typeof(counts) == jax.typeof(jnp.bincount(ids, length=8, out_sharding=P()))

@@ -6,9 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_tilekern.interop import compat
+
+Sharding = NamedSharding | PartitionSpec
+
+
+def resharded(x: Array, out_sharding: Sharding | None) -> Array:
+    """Return an array with the sharding that was asked for, if one was."""
+    if out_sharding is None:
+        return x
+    placed: Array = jax.sharding.reshard(x, out_sharding)
+    return placed
 
 
 def spec_of(x: Any) -> tuple[Any, ...]:

@@ -14,7 +14,12 @@ from jax.typing import ArrayLike
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.segments.edges import EdgeOperands, SegmentCall, trace_values, value_dtype
-from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
+from jax_tilekern.ops.segments.explicit import (
+    Sharding,
+    by_automatic_axes,
+    resharded,
+    spec_of,
+)
 from jax_tilekern.ops.segments.keys import keys_of, rows_of
 from jax_tilekern.ops.segments.plan import (
     Ids,
@@ -40,6 +45,7 @@ def segment_sum(
     unique_indices: bool = False,
     bucket_size: int | None = None,
     mode: Any = None,
+    out_sharding: Sharding | None = None,
 ) -> Array:
     """Sum rows by segment, with the semantics of :func:`jax.ops.segment_sum`.
 
@@ -63,6 +69,8 @@ def segment_sum(
         Accepted as JAX has it: sums are accurate without buckets.
     mode
         What ids out of bounds mean, as in :func:`segment_plan`.
+    out_sharding
+        Sharding of the result on a mesh with explicit axes.
 
     Returns
     -------
@@ -84,7 +92,8 @@ def segment_sum(
     Array([[4., 5.],
            [2., 4.]], dtype=float32)
     """
-    return _checked("sum", data, segment_ids, num_segments, indices_are_sorted, mode)
+    result = _checked("sum", data, segment_ids, num_segments, indices_are_sorted, mode)
+    return resharded(result, out_sharding)
 
 
 def segment_prod(
@@ -95,15 +104,17 @@ def segment_prod(
     unique_indices: bool = False,
     bucket_size: int | None = None,
     mode: Any = None,
+    out_sharding: Sharding | None = None,
 ) -> Array:
     """Multiply rows by segment, with the semantics of :func:`jax.ops.segment_prod`.
 
     Parameters, results and errors are those of :func:`segment_sum`. Empty segments are ones. As
     JAX's, it has a derivative for unique indices alone, and is JAX's for these.
     """
-    return _checked(
+    result = _checked(
         "prod", data, segment_ids, num_segments, indices_are_sorted, mode, unique_indices
     )
+    return resharded(result, out_sharding)
 
 
 def segment_max(
@@ -114,13 +125,15 @@ def segment_max(
     unique_indices: bool = False,
     bucket_size: int | None = None,
     mode: Any = None,
+    out_sharding: Sharding | None = None,
 ) -> Array:
     """Return the maximum of rows by segment, with the semantics of :func:`jax.ops.segment_max`.
 
     Parameters, results and errors are those of :func:`segment_sum`. Empty segments are the lowest
     value of the type. Elements that are the maximum share its derivative.
     """
-    return _checked("max", data, segment_ids, num_segments, indices_are_sorted, mode)
+    result = _checked("max", data, segment_ids, num_segments, indices_are_sorted, mode)
+    return resharded(result, out_sharding)
 
 
 def segment_min(
@@ -131,13 +144,15 @@ def segment_min(
     unique_indices: bool = False,
     bucket_size: int | None = None,
     mode: Any = None,
+    out_sharding: Sharding | None = None,
 ) -> Array:
     """Return the minimum of rows by segment, with the semantics of :func:`jax.ops.segment_min`.
 
     Parameters, results and errors are those of :func:`segment_sum`. Empty segments are the highest
     value of the type. Elements that are the minimum share its derivative.
     """
-    return _checked("min", data, segment_ids, num_segments, indices_are_sorted, mode)
+    result = _checked("min", data, segment_ids, num_segments, indices_are_sorted, mode)
+    return resharded(result, out_sharding)
 
 
 def segment_mean(

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jax_tilekern.interop import compat
 from jax_tilekern.ops.jitted import jitted
-from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
+from jax_tilekern.ops.segments.explicit import Sharding, by_automatic_axes, resharded, spec_of
 from jax_tilekern.ops.segments.functions import reduced
 from jax_tilekern.ops.segments.plan import number_of_segments, segment_plan
 
@@ -85,6 +85,7 @@ def bincount(
     minlength: int = 0,
     *,
     length: int | None = None,
+    out_sharding: Sharding | None = None,
 ) -> Array:
     """Count integers, with the semantics of :func:`jax.numpy.bincount`.
 
@@ -100,6 +101,8 @@ def bincount(
     length
         The length of the result; by default that of the largest integer, which takes a concrete
         array.
+    out_sharding
+        Sharding of the result on a mesh with explicit axes.
 
     Returns
     -------
@@ -123,7 +126,8 @@ def bincount(
     compat.check_arraylike("bincount", x, *(() if weights is None else (weights,)))
     if length is None:
         length = max(number_of_segments("bincount", x, None), minlength)
-    return _bincount(x, weights, number_of_segments("bincount", x, length))
+    counts = _bincount(x, weights, number_of_segments("bincount", x, length))
+    return resharded(counts, out_sharding)
 
 
 @jitted("length")
