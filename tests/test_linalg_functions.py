@@ -47,6 +47,13 @@ def test_exponentials(rng, x64, n, dtype):
         assert_close(own(upper), theirs(upper), 100 * n * np.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("shape", [(0, 0), (3, 0, 0), (0, 2, 2)], ids=str)
+def test_exponentials_of_nothing(shape):
+    for function in (linalg.expm, jax.grad(lambda a: linalg.expm(a).sum())):
+        assert function(np.zeros(shape, np.float32)).shape == shape
+    assert linalg.expm(np.zeros(shape, int)).dtype == jsp_linalg.expm(np.zeros(shape, int)).dtype
+
+
 def test_exponentials_that_take_too_many_squarings():
     a = jnp.stack([jnp.eye(3), 1e9 * jnp.eye(3), jnp.full((3, 3), jnp.inf), 4 * jnp.eye(3)])
     found = linalg.expm(a)

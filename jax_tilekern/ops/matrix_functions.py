@@ -27,7 +27,7 @@ _LARGEST_NORM = {4: 3.925724783138660, 8: 5.371920351148152}
 @mode_independent
 def exponential(a: Array, *, upper_triangular: bool, max_squarings: int) -> Array:
     """Return exponentials by scaling and squaring."""
-    norms = jnp.abs(a).sum(-2).max(-1)
+    norms = jnp.abs(a).sum(-2).max(-1, initial=0)
     doublings = lax.stop_gradient(jnp.log2(norms / _LARGEST_NORM[a.dtype.itemsize]))
     squarings = jnp.clip(jnp.ceil(doublings), 0, max_squarings)
     x = a / jnp.exp2(squarings)[..., None, None].astype(a.dtype)
