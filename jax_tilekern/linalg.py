@@ -208,7 +208,7 @@ def cholesky(a: ArrayLike, *, upper: bool = False, symmetrize_input: bool = True
         return factor.mT if upper else factor
 
     theirs = functools.partial(jnp.linalg.cholesky, upper=upper, symmetrize_input=symmetrize_input)
-    return _computed("cholesky", theirs, ours, a)
+    return _computed("cholesky", _of_square(theirs), ours, a)
 
 
 @functools.partial(jax.jit, static_argnames=("permute_l", "overwrite_a", "check_finite"))
@@ -238,6 +238,8 @@ def lu(
     ValueError, TypeError
         As JAX's.
     """
+    # JAX's takes lists.
+    a = jnp.asarray(a) if isinstance(a, list | tuple) else a
     theirs: Any = functools.partial(jsp_linalg.lu, permute_l=permute_l)
     for _ in jnp.shape(a)[2:]:
         theirs = jax.vmap(theirs)
@@ -477,7 +479,7 @@ def eigh(a: ArrayLike, UPLO: str | None = None, symmetrize_input: bool = True) -
     ours = functools.partial(
         decompositions.eigh, vectors=True, lower=UPLO != "U", symmetrize=symmetrize_input
     )
-    return _computed("eigh", theirs, ours, a, refusal=_refusal_to_decompose)
+    return _computed("eigh", _of_square(theirs), ours, a, refusal=_refusal_to_decompose)
 
 
 @functools.partial(jax.jit, static_argnames=("UPLO", "symmetrize_input"))
@@ -507,7 +509,7 @@ def eigvalsh(a: ArrayLike, UPLO: str | None = "L", *, symmetrize_input: bool = T
         lower = UPLO != "U"
         return decompositions.eigh(a, vectors=False, lower=lower, symmetrize=symmetrize_input)[0]
 
-    return _computed("eigvalsh", theirs, ours, a, refusal=_refusal_to_decompose)
+    return _computed("eigvalsh", _of_square(theirs), ours, a, refusal=_refusal_to_decompose)
 
 
 @functools.partial(jax.jit, static_argnames=("mode",))
@@ -865,6 +867,22 @@ def _computed(
     outcomes.note_fallback(call, reason)
     result = theirs(*arrays)
     return result
+
+
+def _of_square(function: Callable[[Array], Any]) -> Callable[[Array], Any]:
+    """Return one of JAX's functions that refuses rows and columns.
+
+    JAX's adds the transpose, which broadcasts them to a matrix.
+    """
+
+    def of_square(a: Array) -> Any:
+        result = function(a)
+        shape = jnp.shape(a)
+        if shape[-1] != shape[-2]:
+            raise ValueError(f"matrices of shape {shape} are not square")
+        return result
+
+    return of_square
 
 
 def _as_type(x: ArrayLike, dtype: Any) -> Array:

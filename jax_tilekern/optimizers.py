@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
@@ -22,6 +23,7 @@ from jax_tilekern.ops.newton_schulz import (
     Method,
     Preconditioning,
     newton_schulz,
+    orthogonalized_in_loop,
 )
 
 # optax.contrib.muon's presets.
@@ -59,7 +61,7 @@ def muon(
     consistent_rms: ArrayLike | None = None,
     ns: Method = "auto",
     mesh: Mesh | None = None,
-    max_stack_bytes: int = 2**30,
+    max_stack_bytes: int | None = None,
 ) -> Any:
     """Return the optimizer Muon, with the arguments of :func:`optax.contrib.muon`.
 
@@ -70,7 +72,8 @@ def muon(
     Parameters
     ----------
     learning_rate, ns_coeffs, ns_steps, beta, eps, weight_decay, weight_decay_mask, mu_dtype
-        As in :func:`optax.contrib.muon`; ``ns_steps`` is an integer of Python.
+        As in :func:`optax.contrib.muon`. Where ``ns_steps`` is a value of the program, as in
+        ``optax.inject_hyperparams``, the iteration is the standard one, in a loop.
     nesterov, adaptive, preconditioning, adam_b1, adam_b2, adam_eps_root, adam_weight_decay
         As in :func:`optax.contrib.muon`.
     adam_learning_rate, muon_weight_dimension_numbers, consistent_rms
@@ -84,9 +87,9 @@ def muon(
         stack as far as their number divides its size. Inside ``shard_map`` a device iterates on the
         matrices that it has.
     max_stack_bytes
-        The most bytes of a stack on one device. Larger stacks are divided, and one part is
-        orthogonalised after the other; the iteration takes about four times as much memory. A
-        stack has at least one matrix for each device.
+        The most bytes of a stack on one device, by default 1 GiB. Larger stacks are divided, and
+        one part is orthogonalised after the other; the iteration takes about four times as much
+        memory. A stack has at least one matrix for each device.
 
     Returns
     -------
@@ -98,7 +101,10 @@ def muon(
     ImportError
         If optax is not installed, or has no ``contrib.MuonDimensionNumbers``.
     ValueError
-        If the name of coefficients, of a preconditioning or of a method is unknown.
+        If the name of coefficients, of a preconditioning or of a method is unknown, or
+        ``max_stack_bytes`` is not positive.
+    TypeError
+        If ``mesh`` is no mesh, or ``max_stack_bytes`` no integer.
 
     Examples
     --------
@@ -118,6 +124,13 @@ def muon(
     ):
         if value not in known:
             raise ValueError(f"{name} is one of {', '.join(known)}, not {value!r}")
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh is a jax.sharding.Mesh, not {mesh!r}")
+    most_bytes = 2**30 if max_stack_bytes is None else max_stack_bytes
+    if isinstance(most_bytes, bool) or not isinstance(most_bytes, int | np.integer):
+        raise TypeError(f"max_stack_bytes is an integer, not {max_stack_bytes!r}")
+    if most_bytes <= 0:
+        raise ValueError(f"max_stack_bytes is positive, not {max_stack_bytes}")
     if isinstance(ns_coeffs, str):
         if ns_coeffs not in _PRESETS:
             raise ValueError(f"ns_coeffs is one of {', '.join(_PRESETS)}, not {ns_coeffs!r}")
@@ -134,10 +147,16 @@ def muon(
         return leaves, structure.flatten_up_to(numbers_of(params)), structure
 
     def orthogonalized(momenta: Any, coefficients: Array) -> Any:
-        stacks = _Stacks.of(mesh, max_stack_bytes)
+        stacks = _Stacks.of(mesh, int(most_bytes))
         leaves, numbers, tree = matrices_of(momenta)
 
-        def iterate(stack: Array, coefficients: Array) -> Array:
+        in_loop = coefficients.ndim == 1 and isinstance(ns_steps, jax.Array)
+
+        def iterate(stack: Array, coefficients: Array, eps: Array, *steps: Array) -> Array:
+            if in_loop:
+                return orthogonalized_in_loop(
+                    stack, steps[0], coefficients, preconditioning=preconditioning, eps=eps
+                )
             return newton_schulz(
                 stack,
                 steps=len(coefficients) if coefficients.ndim == 2 else ns_steps,
@@ -147,7 +166,8 @@ def muon(
                 method=ns,
             )
 
-        return tree.unflatten(stacks.apply(iterate, leaves, numbers, coefficients))
+        scalars = (coefficients, jnp.asarray(eps), *((ns_steps,) if in_loop else ()))
+        return tree.unflatten(stacks.apply(iterate, leaves, numbers, scalars))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
@@ -305,22 +325,22 @@ class _Stacks(NamedTuple):
 
     def apply(
         self,
-        iterate: Callable[[Array, Array], Array],
+        iterate: Callable[..., Array],
         leaves: Sequence[Array],
         numbers: Sequence[Any],
-        coefficients: Array,
+        scalars: Sequence[Array],
     ) -> list[Array]:
-        """Apply a function of stacks ``(count, m, n)`` to parameters."""
+        """Apply a function of stacks ``(count, m, n)``, and of what all have, to parameters."""
         matrices = [_Matrices.of(x, spec) for x, spec in zip(leaves, numbers, strict=True)]
         of_type = defaultdict(list)
         for i, x in enumerate(leaves):
             of_type[matrices[i].flat[1:], x.dtype].append(i)
 
-        def results(leaves: Sequence[Array], coefficients: Array) -> list[Array]:
+        def results(leaves: Sequence[Array], scalars: Sequence[Array]) -> list[Array]:
             found = list(leaves)
             for indices in of_type.values():
                 batches = [matrices[i].batch(leaves[i]) for i in indices]
-                applied = self._by_stacks(iterate, batches, coefficients)
+                applied = self._by_stacks(iterate, batches, scalars)
                 for i, batch in zip(indices, applied, strict=True):
                     found[i] = matrices[i].parameter(batch)
             return found
@@ -328,13 +348,13 @@ class _Stacks(NamedTuple):
         shardings = [compat.explicit_sharding(jax.typeof(x)) for x in leaves]
         if leaves and shardings[0] is not None:
             results = compat.with_automatic_axes(results, shardings)
-        return results(leaves, coefficients)
+        return results(leaves, scalars)
 
     def _by_stacks(
         self,
-        iterate: Callable[[Array, Array], Array],
+        iterate: Callable[..., Array],
         batches: Sequence[Array],
-        coefficients: Array,
+        scalars: Sequence[Array],
     ) -> list[Array]:
         """Apply a function to batches of equal matrices, a stack after the other."""
         matrix_bytes = math.prod(batches[0].shape[1:]) * batches[0].dtype.itemsize
@@ -352,7 +372,7 @@ class _Stacks(NamedTuple):
             if results:
                 # A stack is made when the ones before are done.
                 stack, results = lax.optimization_barrier((stack, results))
-            results += self._of_stack(iterate, stack, coefficients)
+            results += self._of_stack(iterate, stack, scalars)
         remaining = iter(results)
         return [
             x[0] if len(x) == 1 else jnp.concatenate(x)
@@ -361,12 +381,12 @@ class _Stacks(NamedTuple):
 
     def _of_stack(
         self,
-        iterate: Callable[[Array, Array], Array],
+        iterate: Callable[..., Array],
         parts: Sequence[Array],
-        coefficients: Array,
+        scalars: Sequence[Array],
     ) -> list[Array]:
         ends = list(itertools.accumulate(map(len, parts)))
         missing = -ends[-1] % self.devices
         padding = jnp.zeros((missing, *parts[0].shape[1:]), parts[0].dtype)
-        result = iterate(jnp.concatenate([*parts, padding] if missing else parts), coefficients)
+        result = iterate(jnp.concatenate([*parts, padding] if missing else parts), *scalars)
         return jnp.split(result, ends)[:-1]

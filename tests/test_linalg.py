@@ -481,6 +481,16 @@ def test_other_errors_are_jaxs():
         linalg.slogdet(jnp.ones((3, 3)), method="svd")
     with pytest.raises(TypeError):
         linalg.inv([[1.0]])
+    # JAX's add the transpose, and return matrices.
+    for name, shape in (("cholesky", (2, 3, 1)), ("eigh", (1, 3)), ("eigvalsh", (3, 1))):
+        with pytest.raises(ValueError, match="not square"):
+            getattr(linalg, name)(np.ones(shape, np.float32))
+
+
+def test_lists():
+    given = [[2.0, 1.0], [1.0, 3.0]]
+    for found, wanted in zip(linalg.lu(given), jsp_linalg.lu(given), strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize(

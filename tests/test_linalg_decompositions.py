@@ -179,6 +179,22 @@ def test_eigh_reads_one_triangle(rng, lower):
         linalg.eigh(a, "X")
 
 
+@pytest.mark.parametrize("lower", ["L", "U"])
+def test_second_derivatives_of_what_is_not_symmetrized(rng, x64, lower):
+    a = rng.standard_normal((3, 3))
+    a = a + a.T
+
+    def hessian(module):
+        def loss(a):
+            w, v = module.eigh(a, UPLO=lower, symmetrize_input=False)
+            values = module.eigvalsh(a, UPLO=lower, symmetrize_input=False)
+            return jnp.sin(w).sum() + (v**4).sum() + values.prod()
+
+        return jax.hessian(loss)(a)
+
+    assert_close(hessian(linalg), hessian(jnp.linalg), 1e-9)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("n", [2, 9])
 def test_what_is_not_finite_stays_in_its_own_matrix(rng, n, value):

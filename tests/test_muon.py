@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import sys
 
@@ -94,6 +95,21 @@ def assert_same_steps(params, tolerance, **kwargs):
 def test_steps_are_those_of_optax(rng, kwargs):
     tolerance = 1e-2 if "mu_dtype" in kwargs else 1e-4 if kwargs.get("ns") else 2e-5
     assert_same_steps(parameters(rng), tolerance, **kwargs)
+
+
+@pytest.mark.parametrize("types", [None, (AUTO, AUTO), (EXPLICIT, EXPLICIT)], ids=str)
+def test_injected_hyperparameters(rng, types):
+    """They are values of the program, ``ns_steps`` among them."""
+    params, gradients = parameters(rng), parameters(rng)
+    rate = optax.linear_schedule(0.1, 0.0, 10)
+    optimizers = [optax.inject_hyperparams(f)(rate) for f in (optax.contrib.muon, jtk.muon)]
+    wanted, state = jax.jit(optimizers[0].update)(gradients, optimizers[0].init(params), params)
+    with contextlib.nullcontext() if types is None else jax.set_mesh(mesh_of(types)):
+        own = optimizers[1].init(params)
+        assert jax.tree.structure(own) == jax.tree.structure(state)
+        found, _ = jax.jit(optimizers[1].update)(gradients, own, params)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5 * max(1, np.abs(y).max()))
 
 
 def test_dimension_numbers_of_a_function(rng):
@@ -272,11 +288,18 @@ def test_inside_shard_map_a_device_has_its_own_matrices(rng):
         ({"ns": "fast"}, "ns is one of auto, standard, gram, not 'fast'"),
         ({"preconditioning": "l1"}, "preconditioning is one of frobenius"),
         ({"ns_coeffs": "mine"}, "ns_coeffs is one of standard, dion"),
+        ({"max_stack_bytes": 0}, "max_stack_bytes is positive, not 0"),
     ],
 )
 def test_unknown_names(kwargs, words):
     with pytest.raises(ValueError, match=words):
         jtk.muon(0.1, **kwargs)
+
+
+def test_arguments_of_other_types():
+    for kwargs in ({"mesh": "d"}, {"max_stack_bytes": 1e9}, {"max_stack_bytes": True}):
+        with pytest.raises(TypeError, match=f"{next(iter(kwargs))} is a"):
+            jtk.muon(0.1, **kwargs)
 
 
 def test_dimension_numbers_that_do_not_fit():

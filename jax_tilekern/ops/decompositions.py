@@ -84,6 +84,9 @@ def _eigh_jvp(
 ) -> Rule:
     """Differentiate as :func:`jax.lax.linalg.eigh` does."""
     ((a,), (a_dot,)) = primals, tangents
+    if not symmetrize:
+        # The derivative of this one is symmetric in all directions, too.
+        a = (a + a.mT) / 2
     w, v = eigh(a, vectors=True, lower=lower, symmetrize=symmetrize)
     if symmetrize:
         a_dot = (a_dot + a_dot.mT) / 2

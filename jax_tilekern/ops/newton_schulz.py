@@ -88,10 +88,10 @@ def newton_schulz(
     Raises
     ------
     ValueError
-        If ``x`` has fewer than two dimensions, or coefficients have another shape, or a name is
-        unknown.
+        If ``x`` has fewer than two dimensions, or coefficients or ``eps`` have another shape, or a
+        name is unknown.
     TypeError
-        If ``x`` is of another type.
+        If ``x`` or the coefficients are of another type.
 
     Notes
     -----
@@ -110,7 +110,7 @@ def newton_schulz(
     """
     x = jnp.asarray(x)
     each_step = jnp.asarray(coefficients)
-    _check(x, steps, each_step, preconditioning, method)
+    _check(x, steps, each_step, jnp.shape(eps), preconditioning, method)
     if 0 in x.shape:
         return x
     rows, columns = x.shape[-2:]
@@ -128,7 +128,26 @@ def newton_schulz(
     return result
 
 
-def _check(x: Array, steps: int, coefficients: Array, preconditioning: str, method: str) -> None:
+def orthogonalized_in_loop(
+    x: Array, steps: Array, coefficients: Array, *, preconditioning: str, eps: ArrayLike
+) -> Array:
+    """Iterate in the standard form as often as a value of the program says."""
+    wide = _wide_type(x.dtype)
+    form = _Form(x.shape[-2] <= x.shape[-1], None)
+    scaled = form.scaled(x, preconditioning, jnp.asarray(eps, wide)).astype(x.dtype)
+    step = coefficients[None].astype(wide)
+    result: Array = lax.fori_loop(0, steps, lambda _, x: form.standard(x, step), scaled)
+    return result
+
+
+def _check(
+    x: Array,
+    steps: int,
+    coefficients: Array,
+    eps_shape: tuple[int, ...],
+    preconditioning: str,
+    method: str,
+) -> None:
     if not jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize < 2:
         raise TypeError(
             f"newton_schulz takes floats of 16 bits or more and complex numbers, not {x.dtype}"
@@ -137,6 +156,12 @@ def _check(x: Array, steps: int, coefficients: Array, preconditioning: str, meth
         raise ValueError(f"newton_schulz takes matrices (..., m, n), not shape {x.shape}")
     if not isinstance(steps, (int, np.integer)) or steps < 0:
         raise ValueError(f"steps is a number of steps, not {steps!r}")
+    if isinstance(steps, bool):
+        raise TypeError(f"steps is a number of steps, not {steps}")
+    if jnp.iscomplexobj(coefficients):
+        raise TypeError(f"coefficients are real numbers, not {coefficients.dtype}")
+    if eps_shape:
+        raise ValueError(f"eps is a number, not an array of shape {eps_shape}")
     if coefficients.shape not in ((3,), (steps, 3)):
         raise ValueError(
             f"coefficients have the shape (3,) or, for {steps} steps, ({steps}, 3), not "
