@@ -872,14 +872,14 @@ def _computed(
 def _of_square(function: Callable[[Array], Any]) -> Callable[[Array], Any]:
     """Return one of JAX's functions that refuses rows and columns.
 
-    JAX's adds the transpose, which broadcasts them to a matrix.
+    In older versions of JAX it adds the transpose, which broadcasts them to a matrix.
     """
 
     def of_square(a: Array) -> Any:
         result = function(a)
         shape = jnp.shape(a)
         if shape[-1] != shape[-2]:
-            raise ValueError(f"matrices of shape {shape} are not square")
+            raise ValueError(f"matrices have the shape [..., n, n], not {shape}")
         return result
 
     return of_square

@@ -481,9 +481,9 @@ def test_other_errors_are_jaxs():
         linalg.slogdet(jnp.ones((3, 3)), method="svd")
     with pytest.raises(TypeError):
         linalg.inv([[1.0]])
-    # JAX's add the transpose, and return matrices.
+    # Older versions of JAX add the transpose, and return matrices.
     for name, shape in (("cholesky", (2, 3, 1)), ("eigh", (1, 3)), ("eigvalsh", (3, 1))):
-        with pytest.raises(ValueError, match="not square"):
+        with pytest.raises(ValueError, match=r"\[\.\.\., n, n\]"):
             getattr(linalg, name)(np.ones(shape, np.float32))
 
 
