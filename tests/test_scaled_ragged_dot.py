@@ -106,6 +106,28 @@ def test_derivatives_of_not_numbers_that_no_product_reads(rng):
     assert np.flatnonzero(np.isnan(first).any(1)).tolist() == [4, 5, 6, 7, 10]
 
 
+@pytest.mark.skipif(devices() is None, reason="eight CPU devices")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_derivatives_of_unused_rows_on_devices(rng, kind):
+    lhs, rhs, *of = operands(rng, 16, 8, 512, 3)
+    sizes = np.array([3, 0, 6])
+    dead = lhs.at[10].set(np.nan), rhs.at[1, 2].set(np.nan)
+
+    def gradients(lhs, rhs, *of):
+        return jax.grad(lambda *s: (product(lhs, rhs, *s, sizes) ** 2).sum(), (0, 1))(*of)
+
+    mesh = jax.make_mesh((4, 2), ("d", "m"), (kind,) * 2, devices=devices()[:8])
+    specs = P(None, "d"), P(None, None, "d"), P(None, "d"), P(None, None, "d")
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip((*dead, *of), specs, strict=True)
+        ]
+        found = jax.jit(gradients)(*placed)
+    for x, y in zip(found, gradients(lhs, rhs, *of), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * np.abs(y).max())
+
+
 def test_groups_from_an_offset(rng):
     arrays = operands(rng, 40, 24, 144, 2)
     sizes = np.array([5, 10, 15, 10])

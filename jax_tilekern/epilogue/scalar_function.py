@@ -314,7 +314,7 @@ def trace_scalars(
             converted = jax.make_jaxpr(evaluated)(
                 *avals, *(_scalar(jax.typeof(x).dtype) for x in closed_over)
             )
-        if is_closure := bool(closed_over) and _is_typed(converted.jaxpr):
+        if is_closure := bool(closed_over) and _has_typed_functions(converted.jaxpr):
             closed_over = []
         else:
             traced, python = converted, evaluated
@@ -333,11 +333,11 @@ def trace_scalars(
     return TracedFunction(scalar_function, closed_over, nested)
 
 
-def _is_typed(jaxpr: compat.Jaxpr) -> bool:
-    """Whether functions inside a jaxpr have types that values of this mesh do not have.
+def _has_typed_functions(jaxpr: compat.Jaxpr) -> bool:
+    """Whether a jaxpr has other jaxprs inside, whose types differ from those of values of this mesh.
 
-    Such are the branches of ``cond``, loops, and functions with derivatives of their own. They were
-    traced without the mesh; JAX can only trace them again with what they close over.
+    These are branches, loops and functions with derivatives of their own. They were traced without
+    the mesh.
     """
     kinds = {jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Manual}
     has_types = not kinds.isdisjoint(jax.sharding.get_abstract_mesh().axis_types)

@@ -85,7 +85,7 @@ def _eigh_jvp(
     """Differentiate as :func:`jax.lax.linalg.eigh` does."""
     ((a,), (a_dot,)) = primals, tangents
     if not symmetrize:
-        # The derivative of this one is symmetric in all directions, too.
+        # Second derivatives follow from the symmetric part, as by JAX's rule.
         a = (a + a.mT) / 2
     w, v = eigh(a, vectors=True, lower=lower, symmetrize=symmetrize)
     if symmetrize:

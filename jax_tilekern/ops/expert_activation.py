@@ -96,8 +96,8 @@ def traced_activation(
 ) -> tuple[Activation | None, list[Array]]:
     """Trace a user's function for values of some types; return the values that it closes over.
 
-    It is none if it closes over values and has branches, loops or functions with a derivative of
-    their own. JAX traces these again with the types of other values, such as those of a device.
+    There is no activation if the function closes over values and has branches, loops or functions
+    with a derivative of their own: their jaxprs have the types of the place where they were traced.
 
     Raises
     ------
