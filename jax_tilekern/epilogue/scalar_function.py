@@ -334,7 +334,7 @@ def trace_scalars(
 
 
 def _has_typed_functions(jaxpr: compat.Jaxpr) -> bool:
-    """Whether a jaxpr has other jaxprs inside, whose types differ from those of values of this mesh.
+    """Whether a jaxpr has others inside, whose types differ from those of values of this mesh.
 
     These are branches, loops and functions with derivatives of their own. They were traced without
     the mesh.
