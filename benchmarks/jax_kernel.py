@@ -103,6 +103,10 @@ def _series(lanes: int, steps: int) -> tuple[Any, Any]:
     return transition, jax.random.normal(jax.random.key(2), (lanes, steps))
 
 
+# XLA's loops have thousands of launches.
+_program = functools.partial(Program, profiled=False)
+
+
 def _programs(_: argparse.Namespace) -> Iterator[Program]:
     tiny = jax.default_backend() == "cpu"
     steps = 10 if tiny else 1000
@@ -122,13 +126,13 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
         starts = functools.partial(_starts, lanes)
         by_hand = lanes_by_hand.lorenz(lanes, steps, _STEP)
         sides = _sides(forward, by_hand)
-        yield Program(f"Lorenz, {steps} steps of {lanes}", starts, sides, _errors)
+        yield _program(f"Lorenz, {steps} steps of {lanes}", starts, sides, _errors)
         sides = _sides(gradient, lanes_by_hand.lorenz_gradient(lanes, steps, _STEP))
         # What the call saves: everything, states, or some states.
         for name, checkpoint in (("all saved", None), ("states", 1), ("chunks", 32)):
             sides[name] = gradient(functools.partial(jtk.kernel, checkpoint=checkpoint))
         sides["XLA states"] = gradient(jax.vmap, functools.partial(of_lorenz, checkpoint=True))
-        yield Program(f"gradient of {lanes}", starts, sides, _errors)
+        yield _program(f"gradient of {lanes}", starts, sides, _errors)
 
     lanes = 50 if tiny else 1_000_000
 
@@ -136,7 +140,7 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
         return (jnp.arange(1, lanes + 1, dtype=jnp.uint32),)
 
     sides = _sides(lambda map_: map_(_collatz), lanes_by_hand.collatz(lanes))
-    yield Program(f"Collatz of {lanes}", numbers, sides, _errors)
+    yield _program(f"Collatz of {lanes}", numbers, sides, _errors)
 
     chains = 20 if tiny else 10_000
 
@@ -145,10 +149,10 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
 
     sampler = functools.partial(_metropolis, steps)
     sides = _sides(lambda map_: map_(sampler), lanes_by_hand.metropolis(chains, steps))
-    yield Program(f"Metropolis of {chains}", keys, sides, _errors)
+    yield _program(f"Metropolis of {chains}", keys, sides, _errors)
 
     filters, length = (10, 5) if tiny else (100_000, 100)
-    yield Program(
+    yield _program(
         f"Kalman filter of {filters}",
         functools.partial(_series, filters, length),
         _sides(
@@ -158,4 +162,4 @@ def _programs(_: argparse.Namespace) -> Iterator[Program]:
     )
 
 
-COMMAND = ProgramCommand("functions with loops as one kernel", _programs, 1.0, profiled=False)
+COMMAND = ProgramCommand("functions with loops as one kernel", _programs, 1.0)

@@ -52,6 +52,9 @@ class Program:
         The side that ours is compared with, where it has no failure.
     contexts
         By side, a context in which it is compiled.
+    profiled
+        Whether a GPU's times are the profiler's, which slows programs of thousands of launches and
+        is that of one GPU.
     """
 
     name: str
@@ -61,9 +64,10 @@ class Program:
     wide: bool = False
     peer: str = "XLA"
     contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]] = field(default_factory=dict)
+    profiled: bool = True
 
 
-def measured(program: Program, seconds: float, profiled: bool = True) -> Record:
+def measured(program: Program, seconds: float) -> Record:
     """Return the row of a program: times, errors and temporaries of each side.
 
     A side other than ours that fails or does not fit into memory is left out; the row has the
@@ -93,7 +97,7 @@ def measured(program: Program, seconds: float, profiled: bool = True) -> Record:
         errors = program.errors(arguments, results) if peer else {}
         del results
         runs = {name: functools.partial(side, *arguments) for name, side in compiled.items()}
-        times, method = times_of_sides(runs, seconds, profiled)
+        times, method = times_of_sides(runs, seconds, program.profiled)
         choices = jtk.explain(program.sides["ours"], *arguments)
         kernels = {}
         for name in [name for name in program.contexts if name in compiled]:
@@ -175,8 +179,6 @@ class ProgramCommand:
         The default time to spend on a row.
     add_arguments
         Declares arguments of this command alone.
-    profiled
-        Whether a GPU's times are the profiler's, which slows programs of thousands of launches.
     """
 
     def __init__(
@@ -185,11 +187,9 @@ class ProgramCommand:
         programs: Callable[[argparse.Namespace], Iterable[Program]],
         seconds: float,
         add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
-        profiled: bool = True,
     ) -> None:
         self.HELP = f"time {about}"
         self._programs, self._seconds, self._add_arguments = programs, seconds, add_arguments
-        self._profiled = profiled
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's arguments."""
@@ -221,7 +221,7 @@ class ProgramCommand:
                 if name == "ours" or _matches(name, arguments.sides)
             }
             program = dataclasses.replace(program, sides=sides)
-            row = measured(program, arguments.seconds, self._profiled)
+            row = measured(program, arguments.seconds)
             record["rows"].append(row)
             against = f": {row['peer']} / ours {row['ratio']:.3f}" if row["peer"] else ""
             print(f"{program.name}{against}", flush=True)

@@ -247,7 +247,9 @@ _MANY_ROWS = 2048
 
 def _muon(record: Record) -> Iterator[tuple[str, float]]:
     for row in record["rows"]:
-        yield "`muon`" if row["name"] == "step" else "`newton_schulz`", row["ratio"]
+        kind, _, which = row["name"].partition(" ")
+        name = f"`muon` {which}".strip() if kind == "step" else "`newton_schulz`"
+        yield name, row["ratio"]
 
 
 def _fp8(record: Record) -> Iterator[tuple[str, float]]:

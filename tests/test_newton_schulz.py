@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from numerics import check_derivatives
 from sharded import AUTO, EXPLICIT, bytes_sent, collectives, devices, mesh_of, put
 
 import jax_tilekern as jtk
-from jax_tilekern.ops.newton_schulz import COEFFICIENTS
+from jax_tilekern.ops.newton_schulz import COEFFICIENTS, _Form, _iterated, _largest_power_of_two
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
@@ -69,6 +71,100 @@ def test_float64(x64, rng):
 def with_singular_values(rng, s, columns, dtype=np.float32):
     u, v = (np.linalg.qr(rng.normal(size=(n, len(s))))[0] for n in (len(s), columns))
     return ((u * s) @ v.T).astype(dtype), u @ v.T
+
+
+# Products in float16, where those of float32 are in TF32.
+
+
+class Tf32(_Form):
+    """Products whose operands are rounded to TF32, and their results to float32."""
+
+    @staticmethod
+    def operand(x):
+        return jax.lax.reduce_precision(x, 8, 10)
+
+    def gram(self, x, out_type=None):
+        return super().gram(self.operand(x), out_type)
+
+    def times(self, factor, x, **how):
+        return super().times(self.operand(factor), self.operand(x), **how)
+
+    def of_grams(self, first, second, epilogue, *operands):
+        second = first if second is None else second
+        return super().of_grams(self.operand(first), self.operand(second), epilogue, *operands)
+
+
+def conditioned(rng, kind):
+    """Return matrices that rounding errors hurt in different ways."""
+    x = rng.normal(size=(96, 384))
+    if kind == "low rank":
+        x = rng.normal(size=(96, 4)) @ rng.normal(size=(4, 384)) + 1e-2 * x
+    elif kind == "decaying":
+        x = with_singular_values(rng, np.arange(1.0, 97) ** -1.5, 384, float)[0]
+    elif kind == "outliers":
+        x *= np.exp(3 * rng.normal(size=x.shape))
+    elif kind == "tiny":
+        x *= 1e-12
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["normal", "low rank", "decaying", "outliers", "tiny"])
+def test_float16_is_as_accurate_as_tf32(rng, kind, method):
+    x = conditioned(rng, kind)
+    options = {"preconditioning": "frobenius", "method": method}
+    table = jnp.broadcast_to(jnp.asarray(COEFFICIENTS), (5, 3))
+
+    @jax.jit
+    def in_float16(x):
+        return _iterated(x, table, jnp.float32(0), precision=None, in_float16=True, **options)
+
+    @jax.jit
+    def in_tf32(x):
+        form = Tf32(True, "highest")
+        iterate = form.standard if method == "standard" else form.by_gram_matrix
+        return iterate(form.scaled(x, "frobenius", jnp.float32(0)), table)
+
+    wanted = exact(x)
+    error, of_tf32 = (np.linalg.norm(f(x) - wanted) for f in (in_float16, in_tf32))
+    assert error < 1.5 * of_tf32 < 0.1 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        COEFFICIENTS, CONVERGENT, (1.5, -0.5, 0.0), (2.0, 0.0, 0.0), (0.0, 0.0, 0.0),
+        (0.0, 3.0, 1.0), (8.2872, -23.5959, 17.3004), (2.0, 0.5, 0.25), (-3.0, 4.0, -2.0),
+        (1.0, 0.0, 2.0),
+    ],
+)  # fmt: skip
+def test_no_element_overflows_float16(table):
+    steps = 3
+    table = np.broadcast_to(np.float32(table), (steps, 3))
+    largest, s = 1.0, np.linspace(0, 1, 2001)
+    for a, b, c in table.astype(float):
+        z = b * s**2 + c * s**4
+        largest = max(largest, np.abs(z).max(), (s**2).max())
+        s = np.linspace(0, np.abs(s * (a + z)).max(), 2001)
+    scale = float(_largest_power_of_two(jnp.asarray(table)))
+    assert np.frexp(scale)[0] == 0.5
+    # At least a quarter of the range is used.
+    assert 2**12 < scale**2 * max(largest, s.max(), (s**2).max()) <= 2**15
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_float16_with_steep_coefficients_nan_and_zeros(rng, method):
+    x = rng.normal(size=(3, 16, 64)).astype(np.float32)
+    x[1, 2, 3], x[2] = np.nan, 0
+    table = jnp.asarray([(20.0, -30.0, 15.0), (10.0, 0.5, 0.25)])
+    iterated = functools.partial(
+        _iterated, x, table, jnp.float32(1e-8), preconditioning="frobenius", method=method,
+        precision=None,
+    )  # fmt: skip
+    got, wanted = iterated(in_float16=True), iterated()
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
+    np.testing.assert_allclose(got, wanted, atol=3e-3 * np.abs(wanted[0]).max())
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -17,7 +17,9 @@ from jax_tilekern.interop.compat import ad
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.matmul import matmul, symmetric_matmul
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
-from jax_tilekern.primitives.operation import Operation, Planner, Rewrite, define
+from jax_tilekern.plans.gemm.arithmetic import cuda_arithmetic, precision_name
+from jax_tilekern.plans.gpu import MIN_COMPUTE_CAPABILITY, NoGpu, current_gpu
+from jax_tilekern.primitives.operation import Operand, Operation, Planner, Rewrite, define
 
 Method = Literal["auto", "standard", "gram"]
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
@@ -188,15 +190,41 @@ def _iterated(
     preconditioning: str,
     method: str,
     precision: Any,
+    in_float16: bool = False,
 ) -> Array:
-    """Scale matrices and iterate."""
+    """Scale matrices and iterate, with float16 operands of products if this is asked for."""
     form = _Form(x.shape[-2] <= x.shape[-1], precision)
     scaled = form.scaled(x, preconditioning, eps)
-    if method == "standard":
-        return form.standard(scaled.astype(x.dtype), coefficients)
     # Eigenvalues of Gram matrices need more than the 8 bits of bfloat16.
-    iterated = np.float16 if x.dtype.itemsize < 4 else x.dtype
-    return form.by_gram_matrix(scaled.astype(iterated), coefficients).astype(x.dtype)
+    if in_float16 or (method == "gram" and x.dtype.itemsize < 4):
+        form = form.in_float16(coefficients)
+    else:
+        scaled = scaled.astype(x.dtype)
+    iterate = form.standard if method == "standard" else form.by_gram_matrix
+    return iterate(scaled, coefficients).astype(x.dtype)
+
+
+def _largest_power_of_two(coefficients: Array) -> Array:
+    """Return a power of two whose square times any element of an iteration is at most 2**15.
+
+    The elements are those of ``x`` and of polynomials of its Gram matrix, and bounded by the
+    largest singular values, which follow from the coefficients. The values are scalars, which XLA
+    computes in one kernel.
+    """
+    # The squares of singular values lie between 0 and `end`.
+    end = bound = jnp.ones((), coefficients.dtype)
+    for a, b, c in coefficients:
+        # Extrema of `b * g + c * g**2`, and of the singular values as functions of their squares g,
+        # which are roots of `a + 3 * b * g + 5 * c * g**2`.
+        root = -1.5 * b - jnp.copysign(0.5, b) * jnp.sqrt(9 * b * b - 20 * a * c)
+        inside = [-b / (2 * c), root / (5 * c), a / root]
+        squares = [end, *(jnp.clip(jnp.where(jnp.isnan(g), 0, g), 0, end) for g in inside)]
+        of_gram = [b * g + c * g * g for g in squares]
+        results = [g * (a + z) ** 2 for g, z in zip(squares, of_gram, strict=True)]
+        end = functools.reduce(jnp.maximum, results)
+        bound = functools.reduce(jnp.maximum, [bound, end, *map(jnp.abs, of_gram)])
+    _, exponent = jnp.frexp(lax.stop_gradient(bound))
+    return jnp.ldexp(jnp.ones_like(bound), (15 - exponent) // 2)
 
 
 class _Form(NamedTuple):
@@ -208,10 +236,29 @@ class _Form(NamedTuple):
         Whether the rows are the short side.
     precision
         Of the products.
+    scale
+        A power of two. Operands of products are ``scale * x``, Gram matrices and polynomials of
+        them ``scale**2`` times what they stand for, and accumulated factors themselves.
+    rounded_to
+        The type of products' operands, where it is not that of ``x``.
     """
 
     is_wide: bool
     precision: lax.PrecisionLike
+    scale: Any = 1.0
+    rounded_to: np.dtype[Any] | None = None
+
+    def in_float16(self, coefficients: Array) -> _Form:
+        """Return the form whose products have float16 operands.
+
+        The scale keeps small elements from being subnormal.
+        """
+        scale = _largest_power_of_two(coefficients)
+        return self._replace(precision=None, scale=scale, rounded_to=np.dtype(np.float16))
+
+    def operand(self, x: Array) -> Array:
+        """Return matrices as an operand of products."""
+        return x if self.rounded_to is None else (self.scale * x).astype(self.rounded_to)
 
     def scaled(self, x: Array, preconditioning: str, eps: Array) -> Array:
         """Return matrices whose singular values are at most about 1, in a wide type."""
@@ -241,12 +288,10 @@ class _Form(NamedTuple):
         rows = x if self.is_wide else x.mT
         return symmetric_matmul(rows, precision=self.precision, preferred_element_type=out_type)
 
-    def times(self, factor: Array, x: Array, scale: Array | None = None) -> Array:
-        """Return the product of a factor of the short side with ``x``, plus ``scale * x``."""
+    def times(self, factor: Array, x: Array, **how: Any) -> Array:
+        """Return the product of a factor of the short side with ``x``."""
         operands = (factor, x) if self.is_wide else (x, factor)
-        if scale is None:
-            return matmul(*operands, precision=self.precision)
-        return matmul(*operands, precision=self.precision, epilogue=_plus, operands=(scale, x))
+        return matmul(*operands, precision=self.precision, **how)
 
     def of_grams(
         self, first: Array, second: Array | None, epilogue: Callable[..., Array], *operands: Array
@@ -264,38 +309,48 @@ class _Form(NamedTuple):
 
     def standard(self, x: Array, coefficients: Array) -> Array:
         """Iterate on the matrices."""
-        for a, b, c in coefficients:
-            gram = self.gram(x)
-            x = self.times(self.of_grams(gram, None, _combined, c, gram, b), x, a)
+        for step in coefficients:
+            x = self._step(self.operand(x), x, self.scale**-3, step)
         return x
 
     def by_gram_matrix(self, x: Array, coefficients: Array) -> Array:
         """Iterate on the Gram matrices, and apply what they accumulate."""
         steps = len(coefficients)
         starts = [0, *range(steps)[_RESTARTS]]
+        operand = self.operand(x)
         for start, stop in zip(starts, [*starts[1:], steps], strict=True):
-            x = self._segment(x, coefficients[start:stop])
-        return x
+            operand = self._segment(operand, coefficients[start:stop])
+        return operand if self.rounded_to is None else operand / self.scale
+
+    def _step(self, operand: Array, x: Array, scale: ArrayLike, step: Array) -> Array:
+        """Return a step's result for ``x`` in its type, where ``scale`` is that of a product."""
+        a, b, c = step
+        gram = self.gram(operand)
+        z = self.of_grams(gram, None, _combined, c * self.scale**-2, gram, b)
+        return self.times(
+            z, operand, epilogue=_combined, operands=(scale, x, a), preferred_element_type=x.dtype
+        )
 
     def _segment(self, x: Array, coefficients: Array) -> Array:
+        inverse = self.scale**-2
         if len(coefficients) < 2:
-            return self.standard(x, coefficients)
+            return self._step(x, x, inverse, coefficients[0])
         gram = self.gram(x)
         # Each step multiplies x by a + z, and so the Gram matrix by it from both sides. A kernel
         # adds the identity where the row and the column are equal.
         row = jnp.arange(gram.shape[-1])
         (a, b, c), *others = coefficients
-        z = self.of_grams(gram, None, _combined, c, gram, b)
+        z = self.of_grams(gram, None, _combined, c * inverse, gram, b)
         factor = None
         for next_a, b, c in others:
-            right = self.of_grams(gram, z, _plus, a, gram)
-            gram = self.of_grams(z, right, _plus, a, right)
-            next_z = self.of_grams(gram, gram, _combined, c, gram, b)
+            right = self.of_grams(gram, z, _combined, inverse, gram, a)
+            gram = self.of_grams(z, right, _combined, inverse, right, a)
+            next_z = self.of_grams(gram, gram, _combined, c * inverse, gram, b)
             if factor is None:
-                operands = (a, z, next_a, next_z, row[:, None], row)
+                operands = (inverse, a, z, next_a, next_z, row[:, None], row)
                 factor = self.of_grams(z, next_z, _product_of_sums, *operands)
             else:
-                factor = self.of_grams(factor, next_z, _plus, next_a, factor)
+                factor = self.of_grams(factor, next_z, _combined, inverse, factor, next_a)
             a, z = next_a, next_z
         assert factor is not None
         return self.times(factor, x)
@@ -305,15 +360,18 @@ def _combined(product: Array, c: Array, x: Array, b: Array) -> Array:
     return c * product + b * x
 
 
-def _plus(product: Array, scale: Array, x: Array) -> Array:
-    return product + scale * x
-
-
 def _product_of_sums(
-    product: Array, a: Array, x: Array, b: Array, y: Array, row: Array, column: Array
+    product: Array,
+    scale: Array,
+    a: Array,
+    x: Array,
+    b: Array,
+    y: Array,
+    row: Array,
+    column: Array,
 ) -> Array:
-    """Return an element of ``(a + x) @ (b + y)``, given that of ``x @ y``."""
-    return product + a * y + b * x + jnp.where(row == column, a * b, 0)
+    """Return an element of ``(a + scale * x) @ (b + scale * y)``, given that of ``x @ y``."""
+    return scale * (scale * product + a * y + b * x) + jnp.where(row == column, a * b, 0)
 
 
 def _square(x: Array) -> Array:
@@ -373,8 +431,27 @@ def _describe(method: str, **_: Any) -> str:
     return f"newton_schulz, {method}"
 
 
-def _plan(_: Any, __: Any, **params: Any) -> Rewrite:
+def _plan_on_cpu(_: Any, __: Any, **params: Any) -> Rewrite:
     return Rewrite("its products have kernels", functools.partial(_iterated, **params))
+
+
+def _plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
+    if not _multiplies_in_tf32(operands[0].aval.dtype, params["precision"]):
+        return _plan_on_cpu(operands, _, **params)
+    return Rewrite(
+        "its products have kernels of float16, which has the precision of TF32",
+        functools.partial(_iterated, in_float16=True, **params),
+    )
+
+
+def _multiplies_in_tf32(dtype: np.dtype[Any], precision: Any) -> bool:
+    """Return whether products are in TF32, whose 11 bits float16 has in half of the bytes."""
+    if cuda_arithmetic(dtype, dtype, dtype, precision_name(precision)) != "tf32":
+        return False
+    try:
+        return current_gpu().compute_capability >= MIN_COMPUTE_CAPABILITY
+    except NoGpu:
+        return False
 
 
 _bind = define(
@@ -383,7 +460,10 @@ _bind = define(
         reference=_iterated,
         batch=_batched,
         sharding_rule=_sharding_rule,
-        planners=dict.fromkeys(("cpu", "cuda"), Planner(lambda *_, **params: None, _plan)),
+        planners={
+            "cpu": Planner(lambda *_, **params: None, _plan_on_cpu),
+            "cuda": Planner(lambda *_, **params: None, _plan_on_cuda),
+        },
         describe=_describe,
         jvp=_jvp,
         like_results=lambda x, *_, **params: x,
