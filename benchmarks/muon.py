@@ -92,7 +92,7 @@ def _sharded_steps(sizes: Sizes) -> Iterator[Program]:
         sharding = NamedSharding(mesh, spec)
 
         def parameters(sharding: Any = sharding) -> tuple[Any, ...]:
-            return (jax.jit(_parameters, static_argnums=0, out_shardings=sharding)(sizes),)
+            return (jax.device_put(_parameters(sizes), sharding),)
 
         def step(optimizer: Any, params: Any, sharding: Any = sharding) -> Any:
             return jax.lax.with_sharding_constraint(_step(optimizer, params), sharding)

@@ -103,6 +103,8 @@ def test_products(kind, shape, key, majors):
         ("bf16", BF16, 648, (), "128x256"),
         ("bf16", F32, 392, (2,), "256x128"),
         ("bf16", BF16, 648, (2,), "128x192"),
+        ("f16", F16, 648, (2,), "128x160"),
+        ("int8", INT32, 392, (), "128x160"),
         ("f16", F32, 520, (), "64x192 by 1"),
         ("f16", F16, 1160, (), "64x64 ping-pong"),
         ("tf32", F32, 264, (), "128x128 ping-pong"),
@@ -112,13 +114,25 @@ def test_products(kind, shape, key, majors):
 )
 @pytest.mark.one_in(6)
 def test_symmetric_products(kind, out_type, rows, batch, key):
+    check_symmetric_product(kind, out_type, rows, batch, key, GPU)
+
+
+@pytest.mark.parametrize("key", ["128x160", "128x128 ping-pong"])
+@pytest.mark.one_in(2)
+def test_symmetric_products_beside_collectives(key):
+    gpu = dataclasses.replace(GPU, beside_collectives=True)
+    check_symmetric_product("bf16", BF16, 520, (2,), key, gpu)
+
+
+def check_symmetric_product(kind, out_type, rows, batch, key, gpu):
     dtype, k = TYPES[kind][0], 80
     geometry = row_major(rows, rows, k, batch=batch, rhs_k_major=True)
     product = SymmetricProduct(geometry, dtype, dtype, out_type, kind)
-    found = symmetric_candidates(product, GPU)
+    found = symmetric_candidates(product, gpu)
     candidate = next(x for x in found if x.key == f"symmetric wgmma {key}")
+    assert candidate.instance.dynamic == gpu.beside_collectives
     with emulated_plans.record() as recorded:
-        plan = candidate.plan(GPU)
+        plan = candidate.plan(gpu)
     x = values(np.random.default_rng(rows), (*batch, rows, k), dtype)
     wide = x.astype(np.float64)
     bound = TOLERANCES[kind] * np.abs(wide) @ np.abs(wide).swapaxes(-1, -2)
@@ -200,6 +214,7 @@ def cubic(product, scale, x, row, column):
         (jnp.float16, WgmmaTile(256, 128)),
         (jnp.bfloat16, WgmmaTile(128, 192)),
         (jnp.float32, WgmmaTile(128, 128)),
+        (jnp.float32, WgmmaTile(128, 160)),
         (jnp.bfloat16, WgmmaTile(128, 128, cooperative=False)),
     ],
 )

@@ -1,5 +1,6 @@
 """Two products of one lhs in one kernel: plans, what calls become, and results on a Hopper GPU."""
 
+import dataclasses
 import re
 
 import jax
@@ -46,15 +47,19 @@ def pair_of(m, n, k, *, arithmetic="bf16", function=gate, out=None, batch=(), **
 
 # Plans.
 
+BESIDE_COLLECTIVES = dataclasses.replace(H100, beside_collectives=True)
+
 
 @pytest.mark.parametrize("function", [gate, biased], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("sizes", [(8192, 4096, 4096), (8191, 4072, 4096)], ids=str)
 @pytest.mark.one_in(2)
 def test_no_register_is_spilled_and_no_mma_serialized(sizes, function):
-    for candidate in pair_candidates(pair_of(*sizes, function=function), H100):
-        entry = candidate.plan(H100).launches[0].entry
-        assert (candidate.key, entry.spill_bytes) == (candidate.key, 0)
-        assert not entry.serialized
+    for gpu in (H100, BESIDE_COLLECTIVES):
+        for candidate in pair_candidates(pair_of(*sizes, function=function), gpu):
+            assert candidate.instance.dynamic == gpu.beside_collectives
+            entry = candidate.plan(gpu).launches[-1].entry
+            assert (candidate.key, entry.spill_bytes) == (candidate.key, 0)
+            assert not entry.serialized
 
 
 # What calls become.
@@ -212,8 +217,9 @@ def test_every_candidate_computes_both(rng, sizes, rhs_k_major, out, function, b
         )
     read = [jnp.swapaxes(w, -1, -2) if rhs_k_major else w for w in weights]
     gpu = current_gpu()
+    beside = dataclasses.replace(gpu, beside_collectives=True)
     wrong = {}
-    for candidate in pair_candidates(product, gpu):
+    for candidate in pair_candidates(product, gpu) + pair_candidates(product, beside):
         got = run(candidate.plan(gpu), (lhs, *read, *operands), (*batch, m, n), out or BF16)
         # The result's rounding, that of float32 accumulators, and of approximate exponentials.
         size = (1 + np.abs(exact[0])) * (1 + np.abs(exact[1]))

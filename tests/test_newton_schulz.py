@@ -300,5 +300,7 @@ def test_devices_share_the_batch_and_exchange_parts():
     for spec, count in ((P(None, "d", "m"), 4), (P(None, ("d", "m")), 2), (P("d", None, "m"), 2)):
         kinds = [found.kind for found in collectives(compiled_for(spec))]
         assert kinds == ["all-to-all"] * count, spec
+    # Devices have copies, and compute a part each.
+    assert [found.kind for found in collectives(compiled_for(P()))] == ["all-gather"]
     # Devices of one axis have copies: the result is sliced, and only then gathered.
     assert bytes_sent(compiled_for(P(None, "d"))) < 0.8 * 8 * 512 * 512 * 4

@@ -1,22 +1,25 @@
 """Products that are known to be symmetric: values, derivatives, and the kernels of halves."""
 
+import dataclasses
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from candidate_calls import run
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numerics import check_derivatives
-from nvrtc_mark import needs_nvrtc
-from products import BF16, H100, row_major
+from nvrtc_mark import needs_gpu, needs_nvrtc
+from products import BF16, F16, F32, H100, INT32, TYPES, row_major
 from sharded import AUTO, devices, mesh_of
 
 import jax_tilekern as jtk
 from jax_tilekern.plans.gemm import select
 from jax_tilekern.plans.gemm.problem import SymmetricProduct
-from jax_tilekern.plans.gpu import gpu_target
+from jax_tilekern.plans.gemm.sm90.symmetric import symmetric_candidates
+from jax_tilekern.plans.gpu import current_gpu, gpu_target
 
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22}
 
@@ -208,9 +211,9 @@ def test_a_square_part_of_the_result_is_not_symmetric(rng):
     [
         ("standard", jnp.bfloat16, 10, 5),
         ("gram", jnp.float16, 16, 2),
-        # The kernel of TF32 takes products of a matrix and its transpose alone.
+        # Float16 has the precision of TF32.
         ("standard", jnp.float32, 10, 5),
-        ("gram", jnp.float32, 4, 14),
+        ("gram", jnp.float32, 16, 2),
     ],
 )
 def test_newton_schulz_has_only_products(method, dtype, halves, wholes):
@@ -227,6 +230,36 @@ def test_newton_schulz_has_only_products(method, dtype, halves, wholes):
     between = main[main.index(calls[0]) : main.index(calls[-1]) + 1]
     matrices = ("x4096x11008x", "x4096x4096x")
     assert [x for x in between if any(m in x for m in matrices)] == calls
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("kind", "out", "rows", "batch"),
+    [
+        ("bf16", BF16, 1160, ()),
+        ("bf16", F32, 520, (2,)),
+        ("f16", F16, 2056, ()),
+        ("tf32", F32, 648, (3,)),
+        ("int8", INT32, 528, ()),
+        ("fp8", BF16, 528, (2,)),
+    ],
+)
+def test_every_kernel_of_halves(rng, kind, out, rows, batch):
+    dtype, k = TYPES[kind][0], 208
+    geometry = row_major(rows, rows, k, batch=batch, rhs_k_major=True)
+    product = SymmetricProduct(geometry, dtype, dtype, out, kind)
+    gpu = current_gpu()
+    # Tiles are claimed where each SM has several.
+    few_sms = dataclasses.replace(gpu, beside_collectives=True, reserved_sms=gpu.sm_count - 4)
+    # Sums of small integers are exact in every arithmetic, and in bfloat16 up to 256.
+    x = rng.integers(-1, 2, (*batch, rows, k))
+    expected, operand = x @ x.swapaxes(-1, -2), jnp.asarray(x, dtype)
+    for planned in (gpu, few_sms):
+        found = symmetric_candidates(product, planned)
+        assert any(x.instance.dynamic for x in found) == planned.beside_collectives
+        for candidate in found:
+            got = run(candidate.plan(gpu), (operand, operand), (*batch, rows, rows), out)
+            np.testing.assert_array_equal(got, expected, err_msg=candidate.key)
 
 
 @pytest.mark.skipif(devices() is None, reason="eight CPU devices")

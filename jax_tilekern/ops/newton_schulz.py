@@ -239,14 +239,14 @@ class _Form(NamedTuple):
     scale
         A power of two. Operands of products are ``scale * x``, Gram matrices and polynomials of
         them ``scale**2`` times what they stand for, and accumulated factors themselves.
-    rounded_to
-        The type of products' operands, where it is not that of ``x``.
+    rounds
+        Whether operands of products are float16, rather than of the type of ``x``.
     """
 
     is_wide: bool
     precision: lax.PrecisionLike
     scale: Any = 1.0
-    rounded_to: np.dtype[Any] | None = None
+    rounds: bool = False
 
     def in_float16(self, coefficients: Array) -> _Form:
         """Return the form whose products have float16 operands.
@@ -254,11 +254,11 @@ class _Form(NamedTuple):
         The scale keeps small elements from being subnormal.
         """
         scale = _largest_power_of_two(coefficients)
-        return self._replace(precision=None, scale=scale, rounded_to=np.dtype(np.float16))
+        return self._replace(precision=None, scale=scale, rounds=True)
 
     def operand(self, x: Array) -> Array:
         """Return matrices as an operand of products."""
-        return x if self.rounded_to is None else (self.scale * x).astype(self.rounded_to)
+        return (self.scale * x).astype(np.float16) if self.rounds else x
 
     def scaled(self, x: Array, preconditioning: str, eps: Array) -> Array:
         """Return matrices whose singular values are at most about 1, in a wide type."""
@@ -288,7 +288,7 @@ class _Form(NamedTuple):
         rows = x if self.is_wide else x.mT
         return symmetric_matmul(rows, precision=self.precision, preferred_element_type=out_type)
 
-    def times(self, factor: Array, x: Array, **how: Any) -> Array:
+    def times(self, factor: Array, x: Array, **how: Any) -> Any:
         """Return the product of a factor of the short side with ``x``."""
         operands = (factor, x) if self.is_wide else (x, factor)
         return matmul(*operands, precision=self.precision, **how)
@@ -309,8 +309,11 @@ class _Form(NamedTuple):
 
     def standard(self, x: Array, coefficients: Array) -> Array:
         """Iterate on the matrices."""
-        for step in coefficients:
-            x = self._step(self.operand(x), x, self.scale**-3, step)
+        operand = self.operand(x)
+        for step in coefficients[:-1]:
+            x, operand = self._step(operand, x, self.scale**-3, step, is_followed=True)
+        for step in coefficients[-1:]:
+            x, _ = self._step(operand, x, self.scale**-3, step)
         return x
 
     def by_gram_matrix(self, x: Array, coefficients: Array) -> Array:
@@ -320,21 +323,41 @@ class _Form(NamedTuple):
         operand = self.operand(x)
         for start, stop in zip(starts, [*starts[1:], steps], strict=True):
             operand = self._segment(operand, coefficients[start:stop])
-        return operand if self.rounded_to is None else operand / self.scale
+        return operand / self.scale if self.rounds else operand
 
-    def _step(self, operand: Array, x: Array, scale: ArrayLike, step: Array) -> Array:
-        """Return a step's result for ``x`` in its type, where ``scale`` is that of a product."""
+    def _step(
+        self, operand: Array, x: Array, scale: Any, step: Array, is_followed: bool = False
+    ) -> tuple[Array, Array]:
+        """Return a step's result for ``x`` in its type, and the operand that it is.
+
+        Parameters
+        ----------
+        operand
+            ``x`` as an operand of products.
+        x
+            The matrices.
+        scale
+            What the product of a polynomial and an operand is multiplied by.
+        step
+            The coefficients.
+        is_followed
+            Whether the operand is needed where it is not the result itself.
+        """
         a, b, c = step
         gram = self.gram(operand)
         z = self.of_grams(gram, None, _combined, c * self.scale**-2, gram, b)
-        return self.times(
-            z, operand, epilogue=_combined, operands=(scale, x, a), preferred_element_type=x.dtype
-        )
+        how: dict[str, Any] = {"preferred_element_type": x.dtype}
+        if is_followed and self.rounds:
+            operands = (scale, x, a, self.scale)
+            both = self.times(z, operand, epilogue=_combined_and_rounded, operands=operands, **how)
+            return both[0], both[1]
+        result = self.times(z, operand, epilogue=_combined, operands=(scale, x, a), **how)
+        return result, result
 
     def _segment(self, x: Array, coefficients: Array) -> Array:
         inverse = self.scale**-2
         if len(coefficients) < 2:
-            return self._step(x, x, inverse, coefficients[0])
+            return self._step(x, x, inverse, coefficients[0])[0]
         gram = self.gram(x)
         # Each step multiplies x by a + z, and so the Gram matrix by it from both sides. A kernel
         # adds the identity where the row and the column are equal.
@@ -353,11 +376,19 @@ class _Form(NamedTuple):
                 factor = self.of_grams(factor, next_z, _combined, inverse, factor, next_a)
             a, z = next_a, next_z
         assert factor is not None
-        return self.times(factor, x)
+        result: Array = self.times(factor, x)
+        return result
 
 
 def _combined(product: Array, c: Array, x: Array, b: Array) -> Array:
     return c * product + b * x
+
+
+def _combined_and_rounded(
+    product: Array, c: Array, x: Array, b: Array, scale: Array
+) -> tuple[Array, Array]:
+    result = _combined(product, c, x, b)
+    return result, (scale * result).astype(np.float16)
 
 
 def _product_of_sums(

@@ -138,9 +138,10 @@ def lower_partitioned(
     values, params
         MLIR values of the operands, and the call's parameters.
     """
-    text = _text(operation, platform, params)
-    await_partition(text, described, ctx, platform)
     rule = operation.rule(*ctx.avals_in, **params)
+    # Devices may share what they all have, and XLA does not say how many they are.
+    text = _text(operation, platform, params, xla.devices_of(ctx) if rule.shared else 1)
+    await_partition(text, described, ctx, platform)
     if rule.leader is not None:
         values = _following(ctx, platform, values, rule)
     return xla.emit_call(ctx, values, rule, text)
@@ -185,7 +186,9 @@ _FOLLOWING = PartitionedOperation("following", _rule_of_following, lambda _, x: 
 register(_FOLLOWING)
 
 
-def _text(operation: PartitionedOperation, platform: str, params: dict[str, Any]) -> str:
+def _text(
+    operation: PartitionedOperation, platform: str, params: dict[str, Any], devices: int = 1
+) -> str:
     """Return everything that decides the answer to XLA, as part of the program's cache key."""
     from jax_tilekern import __version__
 
@@ -198,6 +201,7 @@ def _text(operation: PartitionedOperation, platform: str, params: dict[str, Any]
         "operation": operation.name,
         "params": to_text(params),
         "platform": platform,
+        "devices": devices,
         "gpu": gpu,
         "tuned": tuned,
         "data": data,
@@ -266,7 +270,10 @@ def _answer(
     )
     rule = operation.rule(*operands, **params)
     mesh, specs = common_mesh(
-        [*operand_shardings, *result_shardings], [x.ndim for x in (*operands, *results)]
+        [*operand_shardings, *result_shardings],
+        [x.ndim for x in (*operands, *results)],
+        # Programs that earlier releases exported do not say it.
+        content.get("devices", 1),
     )
     nbytes = [math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *results)]
     n = len(operands)

@@ -24,7 +24,9 @@ MeshShape = tuple[int, ...]
 Spec = tuple[tuple[int, ...], ...]
 
 
-def common_mesh(shardings: Sequence[Any], ranks: Sequence[int]) -> tuple[MeshShape, list[Spec]]:
+def common_mesh(
+    shardings: Sequence[Any], ranks: Sequence[int], devices: int = 1
+) -> tuple[MeshShape, list[Spec]]:
     """Return a mesh whose axes split the dimensions of every array, and each array's spec.
 
     A sharding that no common mesh expresses counts as replicated, so that XLA gathers that array.
@@ -35,8 +37,10 @@ def common_mesh(shardings: Sequence[Any], ranks: Sequence[int]) -> tuple[MeshSha
         ``HloSharding`` of each array.
     ranks
         The number of each array's dimensions.
+    devices
+        The number of devices where all arrays are replicated, whose shardings do not have it.
     """
-    devices = max((s.num_devices() for s in shardings if not s.is_replicated()), default=1)
+    devices = max((s.num_devices() for s in shardings if not s.is_replicated()), default=devices)
     mesh: MeshShape = ()
     found: list[Spec | None] = []
     for mesh in _factored(devices):

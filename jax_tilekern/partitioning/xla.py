@@ -67,6 +67,13 @@ def has_other_devices(ctx: Any) -> bool:
     return isinstance(context, _sharding_impls.ShardingContext) and context.num_devices > 1
 
 
+def devices_of(ctx: Any) -> int:
+    """Return the number of devices of a ``jit``, or 1 elsewhere."""
+    context = ctx.module_context.axis_context
+    is_of_jit = isinstance(context, _sharding_impls.ShardingContext)
+    return int(context.num_devices) if is_of_jit else 1
+
+
 def uses_shardy() -> bool:
     """Return whether XLA propagates shardings by Shardy and not by GSPMD."""
     return bool(getattr(jax.config, "jax_use_shardy_partitioner", True))

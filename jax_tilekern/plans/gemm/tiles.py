@@ -140,16 +140,28 @@ def operand_map(
     )
 
 
-def out_map(product: OrientedProduct, rows: int) -> TensorMap:
-    """Return the map of the output in TMA tiles of so many rows, of N if it is M-major."""
+def out_map(product: OrientedProduct, columns: int, rows: int) -> TensorMap:
+    """Return the map of the output in TMA tiles.
+
+    Parameters
+    ----------
+    product
+        The product as the kernel computes it.
+    columns
+        Elements of a tile along the output's unit stride: 64 or 128 bytes.
+    rows
+        Elements of a tile along the output's other dimension.
+    """
+    itemsize = product.out_dtype.itemsize
     m, n = (product.lhs.mn, product.out_m_stride), (product.rhs.mn, product.out_n_stride)
     return _map(
         product.out_buffer,
         product.out_dtype.name,
-        product.out_dtype.itemsize,
+        itemsize,
         (m, n) if product.out_m_major else (n, m),
         [*product.out_batch],
-        (TILE_ROW_BYTES // product.out_dtype.itemsize, rows),
+        (columns, rows),
+        swizzle=cast("Literal[64, 128]", columns * itemsize),
     )
 
 

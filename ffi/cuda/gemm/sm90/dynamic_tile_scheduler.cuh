@@ -148,7 +148,7 @@ class WorkTileRing {
 };
 
 // The tile scheduler of numbered tiles that are claimed in order. `Tiles` says what they are:
-//   kPartialM, kPartialN, kPartialK, kColumnStep, kTmaColumnStep, kTmaColumns
+//   kMirrors, kPartialM, kPartialN, kPartialK, kColumnStep, kTmaColumnStep, kTmaColumns
 //                                  as of a tile scheduler
 //   Tiles(args...)                 constructed by the kernel
 //   void prepare(shared)           by all threads, at the shared memory behind the ring
@@ -161,7 +161,7 @@ class DynamicPersistentScheduler {
   using Ring = WorkTileRing<config, Tiles::kPartialM>;
 
  public:
-  static constexpr bool kMirrors = false;
+  static constexpr bool kMirrors = Tiles::kMirrors;
   static constexpr bool kDynamic = true;
   static constexpr bool kPartialM = Tiles::kPartialM;
   static constexpr bool kPartialN = Tiles::kPartialN;

@@ -11,8 +11,9 @@
 
 namespace tilekern {
 
-// An epilogue subtile has rows of 128 bytes along the output's unit stride, with TMA's swizzle.
-// Each consumer has a ring of buffers for them.
+// An epilogue subtile has rows along the output's unit stride, with TMA's swizzle: of 128 bytes, or
+// of 64 where a tile's columns are no multiple of that. Each consumer has a ring of buffers for
+// them.
 inline constexpr int kSubtileBytes = 8192;
 inline constexpr int kSubtileRowBytes = 128;
 inline constexpr int kSubtileBuffers = 2;
@@ -39,7 +40,11 @@ class TileStore {
   static constexpr bool kMajorM = config.out_m_major;
   // A TMA tile of the output, as `plans/gemm/sm90/tiling.py` has it; a subtile has 64 rows of M.
   static constexpr int kRowElements = kSubtileRowBytes / kSize;
-  static constexpr int kColumns = kMajorM ? gcd(config.out_n(), kRowElements) : kRowElements;
+  static constexpr int kColumns = gcd(config.out_n(), kRowElements);
+  // Bytes of a row along N, and how many rows have the same chunks of 16 bytes swizzled.
+  static constexpr int kRowBytes = kColumns * kSize;
+  static constexpr int kSwizzledRows = kSubtileRowBytes / kRowBytes;
+  static_assert(kMajorM || kRowBytes == kSubtileRowBytes || (kRowBytes == 64 && !kPairedRows));
   template <bool kAlongM>
   static constexpr int kTmaTiles = kAlongM ? 64 / kRowElements : 1;
   static constexpr int kTmaTileBytes = kColumns * kSubtileRowBytes;
@@ -47,7 +52,7 @@ class TileStore {
   static constexpr int kStoredRows = kMajorM ? kColumns : 64;
   static constexpr int kMirrorBlock = 64;
   static_assert(!kMirrors || (config.tma_store && !kMajorM && !kPairedRows && !kPartial &&
-                              config.out_n() % kMirrorBlock == 0 && kColumns <= kMirrorBlock));
+                              kMirrorBlock % kColumns == 0));
   static_assert(kSubtileBuffers == 2, "buffers alternate");
   static_assert(config.out_n() % kColumns == 0 && kColumns % 16 == 0);
   // Two-byte results are stored by stmatrix, unless pairs of rows are adjacent in memory anyway.
@@ -179,7 +184,8 @@ class TileStore {
       return byte / kSubtileRowBytes * kTmaTileBytes + column * kSubtileRowBytes +
              (byte % kSubtileRowBytes ^ column % 8 * 16);
     } else {
-      return row * kSubtileRowBytes + (column * kSize ^ row % 8 * 16);
+      constexpr int kChunks = kRowBytes / 16;
+      return row * kRowBytes + (column * kSize ^ row / kSwizzledRows % kChunks * 16);
     }
   }
 
@@ -284,7 +290,7 @@ class TileStore {
   static void stage_block(uint32 address, const Accumulator* accumulators) {
     if constexpr (!kAlongM) {
       stage_pair(address, accumulators[0], accumulators[1]);
-      stage_pair(kPairedRows ? next_row(address) : address + 8 * kSubtileRowBytes, accumulators[2],
+      stage_pair(kPairedRows ? next_row(address) : address + 8 * kRowBytes, accumulators[2],
                  accumulators[3]);
     } else if constexpr (kPairedRows) {
       stage_pair(address, accumulators[0], accumulators[2]);

@@ -18,6 +18,7 @@ class GroupedTiles {
   static_assert(column_step % tma_column_step == 0 && tma_columns % tma_column_step == 0);
 
  public:
+  static constexpr bool kMirrors = false;
   static constexpr bool kPartialM = ragged == Ragged::kM;
   static constexpr bool kPartialN = ragged == Ragged::kN;
   static constexpr bool kPartialK = ragged == Ragged::kK;

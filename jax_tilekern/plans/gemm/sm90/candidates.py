@@ -40,6 +40,7 @@ from jax_tilekern.plans.gemm.sm90.tiling import (
     oriented_tiles,
     refusal,
     reread_cycles,
+    with_scheduler,
 )
 from jax_tilekern.plans.gemm.tiles import TILE_ROW_BYTES, OrientedProduct, fits_tma
 from jax_tilekern.plans.gpu import Gpu
@@ -243,10 +244,7 @@ def candidates_in(
             work_tiles = splits * dense_tiles(tile, oriented)
             if not is_launchable(instance, work_tiles):
                 continue
-            # A single round of tiles is scheduled by the hardware.
-            can_be_dynamic = instance.scaled_columns is None and gpu.beside_collectives
-            if can_be_dynamic and work_tiles > gpu.available_sms // tile.cluster:
-                instance = instance.with_dynamic_scheduler(gpu)
+            instance = with_scheduler(instance, work_tiles, gpu)
             k_tiles = math.ceil(math.ceil(oriented.k / instance.block_k) / splits)
             busy = busy_cycles(
                 tile, instance, oriented, product.arithmetic, work_tiles, k_tiles, gpu,

@@ -181,7 +181,9 @@ class WgmmaInstance:
             name = f"tilekern::ragged_wgmma_matmul{of}<{types}{config}, {ragged}, {steps}>"
             return Kernel("grouped_gemm/sm90/matmul.cuh", name)
         if self.dynamic:
-            name = f"tilekern::wgmma_matmul_dynamic<{types}{config}>"
+            of_pair = "_of_pair" if self.pair else ""
+            what = "symmetric_matmul" if self.symmetric else f"matmul{of_pair}"
+            name = f"tilekern::wgmma_{what}_dynamic<{types}{config}>"
             return Kernel("gemm/sm90/dynamic_matmul.cuh", name)
         if self.pair:
             return Kernel(
@@ -284,10 +286,12 @@ def dense_tiles(tile: WgmmaTile, view: OrientedProduct) -> int:
     return math.prod(view.batch) * math.prod(tile.grid(view.lhs.mn, view.rhs.mn))
 
 
-def takes(tile: WgmmaTile, view: OrientedProduct, gpu: Gpu) -> bool:
+def takes(
+    tile: WgmmaTile, view: OrientedProduct, gpu: Gpu, store_row_bytes: int = TILE_ROW_BYTES
+) -> bool:
     """Whether the kernel can compute a product with this tile."""
     wide = view.lhs_dtype.itemsize == 2
-    out_row = TILE_ROW_BYTES // view.out_dtype.itemsize
+    out_row = store_row_bytes // view.out_dtype.itemsize
     return not (
         tile.cluster > gpu.available_sms
         or (not wide and not view.rhs.k_major)

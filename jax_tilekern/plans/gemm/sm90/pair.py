@@ -25,6 +25,7 @@ from jax_tilekern.plans.gemm.sm90.tiling import (
     oriented_tiles,
     refusal_of_one_launch,
     rhs_map,
+    with_scheduler,
 )
 from jax_tilekern.plans.gemm.tiles import OrientedProduct
 from jax_tilekern.plans.gpu import Gpu
@@ -96,6 +97,7 @@ def pair_candidates(product: PairProduct, gpu: Gpu) -> list[PairCandidate] | NoK
         work_tiles = dense_tiles(tile, view)
         if not is_launchable(instance, work_tiles):
             continue
+        instance = with_scheduler(instance, work_tiles, gpu)
         k_tiles = math.ceil(view.k / instance.block_k)
         busy = busy_cycles(
             tile, instance, view, product.arithmetic, work_tiles, k_tiles, gpu, product.epilogue

@@ -22,6 +22,8 @@ from jax_tilekern.plans.gemm.sm90.tiling import (
     is_launchable,
     oriented_tiles,
     refusal_of_one_launch,
+    subtile_columns,
+    with_scheduler,
 )
 from jax_tilekern.plans.gemm.tiles import TILE_ROW_BYTES, OrientedProduct, out_map
 from jax_tilekern.plans.gpu import Gpu
@@ -32,6 +34,7 @@ _TILES = (
     WgmmaTile(256, 128),
     WgmmaTile(128, 192),
     WgmmaTile(128, 192, cooperative=False),
+    WgmmaTile(128, 160),
     WgmmaTile(128, 128, cooperative=False),
     WgmmaTile(128, 128),
     WgmmaTile(64, 256, consumers=1),
@@ -40,6 +43,8 @@ _TILES = (
     WgmmaTile(64, 64, consumers=1),
     WgmmaTile(64, 64, cooperative=False),
 )
+# Tiles whose rows are no multiple of 128 bytes fill a wave of 132 SMs where others do not.
+_STORE_ROW_BYTES = 64
 
 
 def symmetric_tiles(tile: WgmmaTile, rows: int) -> int:
@@ -75,7 +80,11 @@ class SymmetricCandidate(TiledWgmmaCandidate):
             gpu,
             name="wgmma_symmetric_matmul",
             reason="half of a symmetric result",
-            further_map=out_map(view, TILE_ROW_BYTES // view.out_dtype.itemsize),
+            further_map=out_map(
+                view,
+                TILE_ROW_BYTES // view.out_dtype.itemsize,
+                subtile_columns(self.instance, view),
+            ),
             work_tiles=_work_tiles(self.tile, view),
         )
 
@@ -96,7 +105,9 @@ def symmetric_candidates(
         return NoKernel("the kernel of half a product has one result")
     view = OrientedProduct.of(product)
     found = []
-    for tile, _ in oriented_tiles(view, _TILES, gpu, swaps=(False,)):
+    for tile, _ in oriented_tiles(
+        view, _TILES, gpu, swaps=(False,), store_row_bytes=_STORE_ROW_BYTES
+    ):
         instance = instance_for(tile, view, how.promote, 1, gpu)
         # Accumulators that pass through registers have pairs of rows, which the store of a
         # transpose does not take.
@@ -107,6 +118,7 @@ def symmetric_candidates(
         work_tiles = _work_tiles(tile, view)
         if not is_launchable(instance, work_tiles):
             continue
+        instance = with_scheduler(instance, work_tiles, gpu)
         k_tiles = math.ceil(view.k / instance.block_k)
         busy = busy_cycles(
             tile, instance, view, product.arithmetic, work_tiles, k_tiles, gpu, product.epilogue

@@ -55,17 +55,19 @@ _SCALED = {1: 1.65, 2: 1.4}
 _SCALED_COLUMNS = 1.3
 # Columns from which a tile is wide.
 _WIDE = 128
+# What TMA's write of a byte to shared memory takes, where an MMA's read of a byte takes 1.
+_TMA_WRITE = 0.8
 # The epilogue: cycles to begin with, bytes per cycle by TMA stores, and single elements per cycle.
 _STORE_CYCLES, _STORE_BANDWIDTH = 400, 64
 _SINGLE_ELEMENTS = 2
-# Ping-pong consumers: cycles of the ordered barrier, and the slowdown of small tiles over many
-# rounds, which spread over more of the operands than L2 holds.
+# Ping-pong consumers: cycles of the ordered barrier.
 _PING_PONG_CYCLES = 100
 # Ping-pong consumers that reduce rows.
 _PING_PONG_REDUCTIONS = 1.7
+# Cycles for an element of an epilogue's matrix, whose loads a consumer waits for.
+_READ_MATRIX = 0.9
 # Instructions of a thread that an SM issues in a cycle.
 _LANES = 128
-_PING_PONG_SPREAD = 1.05
 # Clusters save L2 reads, which has not been seen to pay.
 _CLUSTERS = 1.02
 # The part of an operand that exceeds L2 which narrow tiles read again from DRAM. Products with 3 to
@@ -106,14 +108,15 @@ def busy_cycles(
     """
     rates = gpu.rates
     rounds = math.ceil(work_tiles / (gpu.available_sms // tile.cluster))
-    operand_reads = tile.block_m // 64 * (64 + tile.block_n) * TILE_ROW_BYTES
     # MMAs of a hi/lo split: all pairs of parts but those whose product is negligible.
     mmas = instance.parts * (instance.parts + 1) // 2
     macs = rates.wgmma_macs[arithmetic]
+    loads = instance.stage_bytes
+    reads = mmas * (tile.block_m // 64) * (64 + tile.block_n) * TILE_ROW_BYTES
     k_tile = max(
         mmas * tile.block_m * tile.block_n * instance.block_k / macs,
-        mmas * operand_reads / rates.shared_memory_bandwidth,
-        instance.parts * (tile.block_m + tile.block_n) * TILE_ROW_BYTES / rates.l2_tma_bandwidth,
+        (reads + _TMA_WRITE * loads) / rates.shared_memory_bandwidth,
+        loads / rates.l2_tma_bandwidth,
     )
     wide = tile.block_n > _WIDE
     if not instance.lhs_k_major and not instance.rhs_k_major and wide:
@@ -134,18 +137,27 @@ def busy_cycles(
         store += elements / _SINGLE_ELEMENTS
     elif stores:
         store += copies * elements * view.out_dtype.itemsize / _STORE_BANDWIDTH
+    arrays = 0.0
     if epilogue is not None:
         store += elements * epilogue.instructions / _LANES
+        if not tile.cooperative and not instance.ragged:
+            arrays = elements * _cycles_of_arrays(epilogue)
     # Ping-pong hides the epilogue behind the other consumer's mainloop, unless single elements are
     # stored.
     if tile.cooperative or rounds == 1 or single_elements:
-        work_tile = k_tiles * k_tile + store
+        work_tile = k_tiles * k_tile + store + arrays
     else:
-        work_tile = max(k_tiles * k_tile, store) + _PING_PONG_CYCLES
-        work_tile *= _PING_PONG_SPREAD if rounds > 2 and not wide else 1
+        mainloop = k_tiles * k_tile
+        work_tile = max(mainloop, store, (mainloop + store + arrays) / 2) + _PING_PONG_CYCLES
         if epilogue is not None and epilogue.reductions:
             work_tile *= _PING_PONG_REDUCTIONS
     return rounds * work_tile * (1 if tile.cluster == 1 else _CLUSTERS)
+
+
+def _cycles_of_arrays(epilogue: Epilogue) -> float:
+    """Return the cycles for an element of a ping-pong consumer's matrices, which are not staged."""
+    read = sum(array.strides[-2] != 0 != array.strides[-1] for array in epilogue.operands)
+    return read * _READ_MATRIX + len(epilogue.outputs) / _SINGLE_ELEMENTS
 
 
 def reread_cycles(tile: WgmmaTile, view: OrientedProduct, gpu: Gpu) -> float:
@@ -254,23 +266,25 @@ class TiledWgmmaCandidate(CostedCandidate):
         further_map: TensorMap,
         work_tiles: int | None = None,
     ) -> LaunchPlan:
-        """Compile a kernel that needs no pass, and takes a further tensor map.
+        """Compile a kernel that needs no pass over arrays, and takes a further tensor map.
 
         ``work_tiles`` is that of :func:`launch_tiles`.
         """
         kernel, more = self.fused(product.epilogue, product.geometry, product.out_buffer)
-        compiled = compile_kernels(kernel, arch=gpu.arch)
+        claimed = [Buffer(product.first_workspace)] if self.instance.dynamic else []
+        compiled = compile_kernels(kernel, *(CLEAR_CLAIMED for _ in claimed), arch=gpu.arch)
         launch = launch_tiles(
             compiled, self.tile, self.instance, OrientedProduct.of(product), 1, gpu,
-            kernel=kernel, work_tiles=work_tiles, more=((further_map,), more),
+            kernel=kernel, work_tiles=work_tiles, more=((further_map, *claimed), more),
             stores=product.epilogue is None or product.epilogue.stores,
         )  # fmt: skip
         out_alignment = self.out_alignment(product.out_dtype.itemsize)
         return LaunchPlan(
             name=f"{name} {product.arithmetic}",
             gpu=gpu,
-            launches=(launch,),
+            launches=(*(clear_claimed(compiled, buffer) for buffer in claimed), launch),
             alignments=product.alignments(TMA_STRIDE_BYTES, TMA_STRIDE_BYTES, out_alignment),
+            workspace_bytes=tuple(CLAIMED_BYTES for _ in claimed),
             reason=f"{reason}, {self.tile_reason}",
         )
 
@@ -281,6 +295,7 @@ def oriented_tiles(
     gpu: Gpu,
     *,
     swaps: Sequence[bool] = (False, True),
+    store_row_bytes: int = TILE_ROW_BYTES,
 ) -> Iterator[tuple[WgmmaTile, OrientedProduct]]:
     """Yield the tiles that a product can have, each with the product as the kernel computes it.
 
@@ -294,17 +309,28 @@ def oriented_tiles(
         What it is for.
     swaps
         Whether the operands are swapped; both orientations unless given.
+    store_row_bytes
+        What a tile's rows of the output are a multiple of.
     """
     for swapped in swaps:
         oriented = view.swapped() if swapped else view
         for tile in tiles:
-            if takes(tile, oriented, gpu):
+            if takes(tile, oriented, gpu, store_row_bytes):
                 yield tile, oriented
 
 
 def is_launchable(instance: WgmmaInstance, work_tiles: int) -> bool:
     """Whether the kernel compiles without spills, and can count its work tiles."""
     return instance.fits_registers and work_tiles <= MAX_WORK_TILES
+
+
+def with_scheduler(instance: WgmmaInstance, work_tiles: int, gpu: Gpu) -> WgmmaInstance:
+    """Return the kernel with the tile scheduler that it needs where others occupy some SMs."""
+    # A single round of tiles is scheduled by the hardware.
+    once = work_tiles <= gpu.available_sms // instance.cluster
+    if once or not gpu.beside_collectives or instance.scaled_columns is not None:
+        return instance
+    return instance.with_dynamic_scheduler(gpu)
 
 
 def refusal(product: TypedProduct[Any], types: ElementTypes, gpu: Gpu) -> NoKernel | None:
@@ -322,8 +348,6 @@ def refusal_of_one_launch(product: Product, types: ElementTypes, gpu: Gpu) -> No
     refused = refusal(product, types, gpu)
     if refused:
         return refused
-    if gpu.beside_collectives:
-        return NoKernel("this kernel has no dynamic tile scheduler")
     view = OrientedProduct.of(product)
     if not (fits_tma(view.lhs, view.lhs_dtype) and fits_tma(view.rhs, view.rhs_dtype)):
         return NoKernel("TMA does not load rows that are no multiples of 16 bytes")
@@ -393,9 +417,12 @@ def launch_tiles(
         work_tiles,
     )
     lhs = lhs_map(view, instance)
-    # An epilogue subtile is 64 rows of n, or as many rows of m as it has columns.
-    out_row = TILE_ROW_BYTES // view.out_dtype.itemsize
-    out_rows = math.gcd(instance.block_n, out_row) if view.out_m_major else 64
+    # An epilogue subtile is 64 rows of m, and rows of n where they are adjacent in the output.
+    columns = subtile_columns(instance, view)
+    if view.out_m_major:
+        out_box = TILE_ROW_BYTES // view.out_dtype.itemsize, columns
+    else:
+        out_box = columns, 64
     rhs = rhs_map(view, instance, instance.rhs_tma_rows)
     return Launch(
         entry=compiled.entry((kernel or instance.kernel).name),
@@ -405,7 +432,7 @@ def launch_tiles(
         parameters=(
             lhs,
             rhs,
-            out_map(view, out_rows) if instance.tma_store and stores else lhs,
+            out_map(view, *out_box) if instance.tma_store and stores else lhs,
             Buffer(view.out_buffer),
             *more[0],
             shape,
@@ -414,6 +441,11 @@ def launch_tiles(
         shared_memory_bytes=instance.shared_memory_bytes,
         cluster=(instance.cluster, 1, 1),
     )
+
+
+def subtile_columns(instance: WgmmaInstance, view: OrientedProduct) -> int:
+    """Return the columns of an epilogue subtile, see ``gemm/sm90/store.cuh``."""
+    return math.gcd(instance.out_n, TILE_ROW_BYTES // view.out_dtype.itemsize)
 
 
 def lhs_map(view: OrientedProduct, instance: WgmmaInstance) -> TensorMap:
