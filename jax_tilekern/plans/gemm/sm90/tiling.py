@@ -56,7 +56,9 @@ _SCALED_COLUMNS = 1.3
 # Columns from which a tile is wide.
 _WIDE = 128
 # What TMA's write of a byte to shared memory takes, where an MMA's read of a byte takes 1.
-_TMA_WRITE = 0.8
+_TMA_WRITE = 0.75
+# A k-tile of a single consumer, which has nothing to hide its waits behind.
+_ONE_CONSUMER = 1.02
 # The epilogue: cycles to begin with, bytes per cycle by TMA stores, and single elements per cycle.
 _STORE_CYCLES, _STORE_BANDWIDTH = 400, 64
 _SINGLE_ELEMENTS = 2
@@ -118,6 +120,8 @@ def busy_cycles(
         (reads + _TMA_WRITE * loads) / rates.shared_memory_bandwidth,
         loads / rates.l2_tma_bandwidth,
     )
+    if tile.consumers == 1:
+        k_tile *= _ONE_CONSUMER
     wide = tile.block_n > _WIDE
     if not instance.lhs_k_major and not instance.rhs_k_major and wide:
         k_tile *= _NEITHER_K_MAJOR
