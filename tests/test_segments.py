@@ -357,6 +357,18 @@ def test_segment_prod_has_no_derivative(rng):
 # Tables.
 
 
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
+def test_vmap_over_nothing(axes):
+    shapes = (0, 6, 4), (0, 6)
+    x, ids = (jnp.zeros(s[a is None :], t) for s, a, t in zip(shapes, axes, "fi", strict=True))
+
+    def gradient(x, ids):
+        return jax.grad(lambda x: jtk.segment_sum(jtk.take(x, ids, axis=0), ids, 3).sum())(x)
+
+    for f, shape in ((lambda x, ids: jtk.segment_sum(x, ids, 3), (3, 4)), (gradient, (6, 4))):
+        assert jax.vmap(f, axes)(x, ids).shape == (0, *shape)
+
+
 @pytest.mark.parametrize("mode", [None, "clip", "wrap", "fill"])
 @pytest.mark.parametrize("shape", [(13,), (3, 4)])
 def test_take(rng, mode, shape):

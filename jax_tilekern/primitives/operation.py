@@ -249,7 +249,21 @@ def define(operation: Operation) -> Callable[..., Any]:
         if all(dim is None for dim in dims):
             result = bind(*operands, **params)
             return result, [None] * len(result) if operation.several_results else None
+        if axis_data.size == 0:
+            return of_no_element(operands, dims, params)
         return operation.batch(axis_data, operands, dims, **params)
+
+    @mode_independent
+    def of_no_element(
+        operands: Sequence[Any], dims: Sequence[int | None], params: Params
+    ) -> tuple[Any, Any]:
+        """Return empty results. A rule may divide by the number of elements."""
+        # A sum over no element has the type of one, with its sharding.
+        one = [
+            x if d is None else x.sum(d, dtype=x.dtype) for x, d in zip(operands, dims, strict=True)
+        ]
+        results = [jnp.broadcast_to(x, (0, *x.shape)) for x in bind_to_list(*one, **params)]
+        return (results, [0] * len(results)) if operation.several_results else (results[0], 0)
 
     compat.register_batching(primitive, batch)
     compat.register_nan_check(primitive)
@@ -451,7 +465,7 @@ def _outcome(
     operands = tuple(map(Operand, values, ctx.avals_in))
     if not isinstance(planner, Planner):
         return planner(place, operands, ctx.avals_out, **params)
-    excluded = why_excluded() or _without_plan(ctx.avals_in)
+    excluded = why_excluded() or _without_plan(ctx.avals_in, ctx.avals_out)
     refused = Fallback(excluded) if excluded else planner.refusal(*ctx.avals_in, **params)
     if refused is not None:
         return refused
@@ -466,10 +480,10 @@ def _outcome(
     return None if why is None else Fallback(why)
 
 
-def _without_plan(avals: Sequence[Any]) -> str | None:
-    """Return why the operands' sizes allow no plan, if they do not."""
-    sizes = [size for aval in avals for size in aval.shape]
-    if not all(isinstance(size, int) for size in sizes):
+def _without_plan(operands: Sequence[Any], results: Sequence[Any]) -> str | None:
+    """Return why sizes allow no plan, if they do not."""
+    sizes, of_results = ([size for x in avals for size in x.shape] for avals in (operands, results))
+    if not all(isinstance(size, int) for size in (*sizes, *of_results)):
         return "a plan needs every size, and this shape is symbolic"
     return "an operand is empty, so there is nothing to compute" if 0 in sizes else None
 

@@ -147,9 +147,10 @@ def integers(name: str, ids: ArrayLike) -> Array:
 def is_too_large(ids: Array, segments: int) -> bool:
     """Return whether positions of edges and of ends of bins exceed int32.
 
-    A symbolic number of edges is taken to fit.
+    Symbolic numbers are taken to fit.
     """
-    return isinstance(ids.size, int) and ids.size + segments + 2 > MAX_ITEMS
+    items: Any = ids.size + segments + 2
+    return isinstance(items, int) and items > MAX_ITEMS
 
 
 def number_of_segments(name: str, ids: Ids, given: int | None) -> int:
