@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,13 @@ _NOT_ELEMENTWISE = frozenset(
     }
 )  # fmt: skip
 
-_SCALARS = (
-    "an epilogue is a function of scalars, one element of the product and one of each operand"
-)
+# What the functions are that are traced, by the names that users know them by.
+_ROLES = {
+    "epilogue": (
+        "an epilogue is a function of scalars, one element of the product and one of each operand"
+    ),
+    "activation": "an activation is a function of one scalar",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,6 +255,7 @@ def trace_scalars(
     accumulator: np.dtype[Any],
     product: np.dtype[Any],
     operands: Sequence[np.dtype[Any]],
+    role: Literal["epilogue", "activation"] = "epilogue",
 ) -> TracedFunction:
     """Trace a user's function on scalars.
 
@@ -265,6 +270,8 @@ def trace_scalars(
         Type of the product without an epilogue.
     operands
         Types of the operands.
+    role
+        What errors call the function.
 
     Raises
     ------
@@ -272,8 +279,9 @@ def trace_scalars(
         If it is not a function of scalars.
     """
     if not callable(function):
-        raise TypeError(f"the epilogue is {function!r}; it must be a function of scalars")
+        raise TypeError(f"the {role} is {function!r}; it must be a function of scalars")
     name = getattr(function, "__name__", type(function).__name__)
+    called, meaning = f"the {role} {name}", _ROLES[role]
     avals = [_scalar(dtype) for dtype in (accumulator, *operands)]
     # The function may be traced anew in a rule.
     function = with_modes_of_now(function)
@@ -283,10 +291,8 @@ def trace_scalars(
     except jax.dtypes.TypePromotionError:
         raise
     except (IndexError, ValueError) as error:
-        raise TypeError(
-            f"the epilogue {name} does not take scalars: {error}; {_SCALARS}"
-        ) from error
-    tree, reductions = _results(name, shapes)
+        raise TypeError(f"{called} does not take scalars: {error}; {meaning}") from error
+    tree, reductions = _results(called, shapes)
     order = sorted(range(len(reductions)), key=lambda i: _order(reductions[i]))
 
     def python(*args: Any) -> list[Any]:
@@ -299,11 +305,12 @@ def trace_scalars(
     closed_over, is_closure = list(traced.consts), False
     for value in closed_over:
         if jnp.shape(value):
+            hint = ": pass the array in operands=(...)" if role == "epilogue" else ""
             raise TypeError(
-                f"the epilogue {name} closes over an array of shape {jnp.shape(value)}; an "
-                "epilogue is a function of scalars: pass the array in operands=(...)"
+                f"{called} closes over an array of shape {jnp.shape(value)}; an {role} is a "
+                f"function of scalars{hint}"
             )
-    _refuse_arrays(name, traced.jaxpr)
+    _refuse_arrays(called, meaning, traced.jaxpr)
 
     names = tuple(
         eqn.params["name"] for eqn in _equations(traced.jaxpr) if eqn.primitive is compat.name_p
@@ -351,16 +358,14 @@ def _order(kind: RowKind | None) -> int:
     return 0 if kind is None else 1
 
 
-def _results(name: str, shapes: Any) -> tuple[Any, tuple[RowKind | None, ...]]:
+def _results(called: str, shapes: Any) -> tuple[Any, tuple[RowKind | None, ...]]:
     """Return how a function's results are nested, and how each one is reduced."""
     leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, RowReduction))
     if not leaves:
-        raise TypeError(f"the epilogue {name} returns nothing; it must return at least one scalar")
+        raise TypeError(f"{called} returns nothing; it must return at least one scalar")
     for leaf in leaves:
         if isinstance(leaf, RowReduction) and not hasattr(leaf.value, "dtype"):
-            raise TypeError(
-                f"the epilogue {name} reduces rows of {leaf.value}; it must be one scalar"
-            )
+            raise TypeError(f"{called} reduces rows of {leaf.value}; it must be one scalar")
     return tree, tuple(x.kind if isinstance(x, RowReduction) else None for x in leaves)
 
 
@@ -397,19 +402,18 @@ def _scalar(dtype: np.dtype[Any]) -> jax.core.ShapedArray:
     return jax.core.ShapedArray((), dtype)
 
 
-def _refuse_arrays(name: str, jaxpr: compat.Jaxpr) -> None:
+def _refuse_arrays(called: str, meaning: str, jaxpr: compat.Jaxpr) -> None:
     """Raise a ``TypeError`` for the first equation that is not one of scalars."""
     for eqn in _equations(jaxpr):
         shapes = [x.aval.shape for x in (*eqn.invars, *eqn.outvars)]
         if eqn.primitive.name in _NOT_ELEMENTWISE or any(shapes):
             raise TypeError(
-                f"the epilogue {name} is not elementwise: {eqn.primitive.name} at "
-                f"{compat.source_line(eqn)}; {_SCALARS}"
+                f"{called} is not elementwise: {eqn.primitive.name} at "
+                f"{compat.source_line(eqn)}; {meaning}"
             )
         if eqn.effects:
             raise TypeError(
-                f"the epilogue {name} has a side effect: {eqn.primitive.name} at "
-                f"{compat.source_line(eqn)}"
+                f"{called} has a side effect: {eqn.primitive.name} at {compat.source_line(eqn)}"
             )
 
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_tilekern.epilogue.scalar_function import ScalarFunction, trace_scalars
+from jax_tilekern.epilogue.scalar_function import ScalarFunction, TracedFunction, trace_scalars
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.partitioning import params_text
 
 
@@ -53,6 +54,7 @@ class Activation:
         function = jax.custom_jvp(value)
 
         @function.defjvp
+        @mode_independent
         def _(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[Array, Array]:
             result, slopes = function(*primals), by_element(self.slopes[place], *primals)
             moving = (tangents[i] for i in _floats([x.dtype for x in primals]))
@@ -102,9 +104,9 @@ def traced_activation(
     Raises
     ------
     TypeError
-        If it is not a function of scalars.
+        If it is not a function of scalars, or has other results than one.
     """
-    traced = [trace_scalars(function, dtype, dtype, ()) for dtype in dict.fromkeys(dtypes)]
+    traced = [_traced(function, dtype) for dtype in dict.fromkeys(dtypes)]
     places: dict[int, int] = {}
     values: list[Array] = []
     for value in (x for each in traced for x in each.closed_over):
@@ -119,6 +121,22 @@ def traced_activation(
     ):
         return None, []
     return Activation(functions, tuple(reads)), values
+
+
+def _traced(function: Callable[[Any], Any], dtype: np.dtype[Any]) -> TracedFunction:
+    traced = trace_scalars(function, dtype, dtype, (), role="activation")
+    results = traced.function.out_dtypes
+    if traced.function.reductions != (None,) or traced.nested([0]) != 0:
+        raise TypeError(
+            f"the activation {traced.function.name} returns {traced.nested(results)}; it must "
+            "return one scalar"
+        )
+    if jnp.issubdtype(results[0], np.complexfloating) and dtype.kind != "c":
+        raise TypeError(
+            f"the activation {traced.function.name} returns {results[0]} for {dtype}; take its "
+            "real part, or cast x to a complex type"
+        )
+    return traced
 
 
 # An activation's closed-over values are arrays of the layer beside those of `DIMS`.
