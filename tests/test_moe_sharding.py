@@ -282,3 +282,19 @@ def test_devices_share_the_work_on_automatic_axes(rng, scheme, rows):
     assert kinds == ([] if scheme == "data" else ["all-reduce"])
     if scheme == "experts":
         assert f"f32[{E // 4},{D},{H}]" in compiled.as_text()
+
+
+@pytest.mark.parametrize("size", ["tokens", "choices"])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_nothing_to_compute_with_sharded_features(rng, kind, size):
+    x, _, up, _, down, bias = _arrays(rng)
+    tokens, k = (0, K) if size == "tokens" else (T, 0)
+    x, weights, indices = x[:tokens], np.ones((tokens, k), np.float32), np.ones((tokens, k), int)
+    mesh = mesh_of((kind, kind))
+    with jax.set_mesh(mesh):
+        placed = put(mesh, down, P(None, None, "m"))
+        layer = jax.jit(lambda x, down: jtk.moe(x, up, down, indices, weights, b_down=bias))
+        np.testing.assert_array_equal(layer(x, placed), jnp.zeros((tokens, D)))
+        gradients = jax.jit(jax.grad(lambda *args: layer(*args).sum(), (0, 1)))(x, placed)
+    for found, operand in zip(gradients, (x, down), strict=True):
+        np.testing.assert_array_equal(found, np.zeros_like(operand))

@@ -20,6 +20,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.expert_activation import closed_over
 from jax_tilekern.ops.expert_rows import combine_rows, spread_rows
@@ -93,7 +94,8 @@ def _layer(
     """
     x, w_up = arrays["x"], arrays["w_up"]
     if 0 in (x.shape[0], arrays["indices"].shape[1]):
-        return jnp.zeros(x.shape, out_dtype)
+        # A device may have a part of the features of the last matrices.
+        return jnp.zeros((x.shape[0], arrays["w_down"].shape[2]), out_dtype)
     by_expert = jax.tree.map(_saved, _sort(arrays["indices"], offset, w_up.shape[0]))
     dtype = jnp.result_type(x, w_up)
     chosen = arrays["weights"].astype(dtype).reshape(-1, 1)
@@ -313,6 +315,7 @@ def _hidden(
         return result
 
     @hidden.defjvp
+    @mode_independent
     def _jvp(primals: Any, tangents: Any) -> Any:
         bounds, *moving = primals
         return jax.jvp(
