@@ -175,6 +175,21 @@ def test_export_with_a_symbolic_number_of_tokens(rng):
         np.testing.assert_allclose(found, jax.jit(function)(*args), **TOLERANCE)
 
 
+def test_export_with_a_symbolic_number_of_experts(rng):
+    arrays, (weights, indices) = _operands(rng)
+    (experts,) = jax.export.symbolic_shape("experts")
+    matrices = {name: x for name, x in arrays.items() if name != "x"}
+
+    def layer(matrices):
+        return ours({"x": arrays["x"], **matrices}, weights, indices)
+
+    symbolic = {
+        name: jax.ShapeDtypeStruct((experts, *x.shape[1:]), x.dtype) for name, x in matrices.items()
+    }
+    exported = jax.export.export(jax.jit(layer), disabled_checks=jtk.export_checks())
+    np.testing.assert_allclose(exported(symbolic).call(matrices), layer(matrices), **TOLERANCE)
+
+
 def test_vmap_and_scan_over_layers(rng):
     models = [_operands(rng) for _ in range(3)]
     arrays, routings = (
@@ -224,6 +239,61 @@ def test_types_of_16_bits(rng, dtype):
         np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("wide", ["x", "w_up", "w_gate", "w_down"])
+def test_types_are_promoted(rng, wide):
+    """The wider of the first matrices are not rounded to the type of the others."""
+    arrays, (weights, indices) = _operands(rng, jnp.bfloat16)
+    arrays[wide] = random(rng, arrays[wide].shape, np.float32) / 2
+    found = ours(arrays, weights, indices)
+    assert found.dtype == np.float32
+    # Hidden values are rounded where only the last matrices are wide.
+    bound = TOLERANCE if wide != "w_down" else {"rtol": 2e-2, "atol": 2e-2}
+    exact = jax.tree.map(lambda x: x.astype(np.float32), arrays)
+    np.testing.assert_allclose(found, dense(exact, weights, indices), **bound)
+
+
+@pytest.mark.parametrize("biases", [True, False])
+def test_modes_do_not_change_the_layer(rng, biases):
+    arrays, (weights, indices) = _operands(rng, jnp.bfloat16, biases=biases)
+    logits = random(rng, (T, E), jnp.bfloat16)
+
+    def results():
+        gradient = jax.grad(lambda a, w: jnp.sum(ours(a, w, indices)), (0, 1))
+        groups = {"num_groups": 2, "chosen_groups": 1, "bias": jnp.zeros(E)}
+        routings = [jtk.route(logits, 2, **kwargs) for kwargs in ({}, groups)]
+        return ours(arrays, weights, indices), gradient(arrays, weights), routings
+
+    wanted = results()
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        jax.tree.map(np.testing.assert_array_equal, results(), wanted)
+    with jax.numpy_dtype_promotion("strict"), pytest.raises(jax.dtypes.TypePromotionError):
+        ours({**arrays, "x": jnp.ones((T, D))}, weights, indices)
+
+
+def test_lists_and_types_by_name(rng):
+    """JAX has no 64-bit types by default."""
+    arrays, (weights, indices) = _operands(rng)
+    lists = jax.tree.map(lambda x: x.tolist(), (arrays, weights, indices))
+    np.testing.assert_array_equal(ours(*lists), ours(arrays, weights, indices))
+    with pytest.warns(UserWarning, match="float64 requested in moe is not available"):
+        result = ours(arrays, weights, indices, preferred_element_type="float64")
+    assert result.dtype == np.float32
+
+
+def test_vmap_over_nothing(rng):
+    """A Jacobian of an empty array is such a ``vmap``."""
+    arrays, (weights, indices) = _operands(rng, biases=True)
+
+    def layer(x):
+        return ours({**arrays, "x": x}, weights[: len(x)], indices[: len(x)])
+
+    gradient = jax.grad(lambda x: layer(x).sum())
+    assert jax.vmap(layer)(jnp.zeros((0, T, D))).shape == (0, T, D)
+    assert jax.vmap(gradient, 1, 2)(jnp.zeros((T, 0, D))).shape == (T, D, 0)
+    for jacobian in (jax.jacrev, jax.jacfwd):
+        assert jacobian(layer)(jnp.zeros((0, D))).shape == (0, D, 0, D)
+
+
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_route(rng, score):
     # Differences do not change which scores are the largest.
@@ -237,6 +307,8 @@ def test_route(rng, score):
     picked = np.take_along_axis(scores, np.asarray(indices), 1)
     np.testing.assert_allclose(weights, picked / picked.sum(1, keepdims=True), rtol=1e-5)
     check_derivatives(lambda x: jtk.route(x, 4, score_function=score).weights, (logits,), 1)
+    narrow = logits.astype(jnp.float8_e4m3fn)
+    assert jtk.route(narrow, 4, score_function=score).weights.dtype == narrow.dtype
     bias = jnp.zeros(16).at[5].set(10.0)
     _, biased = jtk.route(logits, 2, score_function=score, bias=bias)
     assert (biased[:, 0] == 5).all()
@@ -290,6 +362,41 @@ def test_errors(rng):
         ours(arrays, weights, indices, group_offset=np.zeros(2, np.int32))
     with pytest.raises(TypeError, match=r"recipe is a jax_tilekern\.Fp8Recipe, not 'fp8'"):
         ours(arrays, weights, indices, recipe="fp8")
+    with pytest.raises(TypeError, match=r"weights is None; it is an array \(tokens, k\)"):
+        ours(arrays, None, indices)
+
+
+def test_errors_of_types(rng):
+    """Types that would lose the values of an array."""
+    arrays, (weights, indices) = _operands(rng, biases=True)
+    with pytest.raises(TypeError, match="w_up is float8_e4m3fn: cast it to bfloat16 or wider"):
+        ours({**arrays, "w_up": arrays["w_up"].astype(jnp.float8_e4m3fn)}, weights, indices)
+    for name in ("b_up", "b_gate", "b_down"):
+        with pytest.raises(TypeError, match=f"{name} does not fit: {name} complex64, x float32"):
+            ours({**arrays, name: arrays[name] * 1j}, weights, indices)
+    integers = jax.tree.map(lambda x: x.astype(np.int32), arrays)
+    with pytest.raises(TypeError, match=r"weights does not fit: .* cast x to float32"):
+        ours(integers, weights, indices)
+    with pytest.raises(TypeError, match=r"x is key<fry>; it is an array of numbers"):
+        ours({**arrays, "x": jax.random.split(jax.random.key(0), (T, D))}, weights, indices)
+
+
+@pytest.mark.parametrize(
+    ("activation", "message"),
+    [
+        ("silu", "the activation is 'silu'; it must be a function of scalars"),
+        (jax.nn.softmax, "the activation softmax does not take scalars"),
+        (lambda x: x * np.ones(3), r"closes over an array .* an activation is a function of"),
+        (lambda x: (x, x), r"returns \(.*\); it must return one scalar"),
+        (lambda x: None, "returns nothing"),
+        (jtk.row_sum, "it must return one scalar"),
+        (lambda x: x * 1j, "returns complex64 for float32"),
+    ],
+)
+def test_errors_of_activations(rng, activation, message):
+    arrays, (weights, indices) = _operands(rng)
+    with pytest.raises(TypeError, match=message):
+        ours(arrays, weights, indices, activation=activation)
 
 
 @needs_nvrtc

@@ -11,6 +11,8 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jax_tilekern.interop import compat
+from jax_tilekern.interop.global_modes import by_types, mode_independent, with_modes_of_now
 from jax_tilekern.ops.expert_activation import named, traced_activation
 from jax_tilekern.ops.expert_call import is_one_call, one_call
 from jax_tilekern.ops.expert_layer import DIMS, expert_layer
@@ -20,6 +22,10 @@ from jax_tilekern.ops.groups import checked_offset
 from jax_tilekern.ops.segments.explicit import by_automatic_axes, spec_of
 from jax_tilekern.ops.segments.keys import clipped
 from jax_tilekern.ops.segments.top_k import top_k
+from jax_tilekern.plans.gemm.arithmetic import accumulator_dtype
+
+# The arrays that are multiplied, whose types are promoted.
+_FACTORS = "x", "w_up", "w_gate", "w_down"
 
 
 class Routing(NamedTuple):
@@ -112,9 +118,10 @@ def route(
     if not 0 <= k <= allowed:
         raise ValueError(f"route: k is {k}, and a token has {allowed} experts to choose from")
 
+    @mode_independent
     def routed(operands: tuple[Array, Array | None]) -> list[Array]:
         logits, bias = operands
-        wide = logits.astype(jnp.promote_types(logits.dtype, np.float32))
+        wide = logits.astype(accumulator_dtype(logits.dtype))
         if bias is None and groups is None:
             # Scores have the order of the logits.
             chosen, indices = top_k(logits if logits.dtype.itemsize > 1 else wide, k)
@@ -221,8 +228,10 @@ def moe(
     Raises
     ------
     TypeError
-        If the indices are no integers, the recipe does not quantise a type, or a second derivative
-        is taken with a recipe.
+        If the indices are no integers, the weights or the biases have a type of another kind than
+        the first products, such as floats for integers, a type is an 8-bit float, the activation is
+        not a function of one scalar, the recipe does not quantise a type, or a second derivative is
+        taken with a recipe.
     ValueError
         If shapes do not fit.
 
@@ -244,6 +253,9 @@ def moe(
         "x": x, "w_up": w_up, "w_gate": w_gate, "w_down": w_down, "b_up": b_up, "b_gate": b_gate,
         "b_down": b_down, "indices": indices, "weights": weights,
     }  # fmt: skip
+    for name, value in given.items():
+        if value is None and name not in ("w_gate", "b_up", "b_gate", "b_down"):
+            raise TypeError(f"moe: {name} is None; it is an array ({', '.join(DIMS[name])})")
     arrays = {name: jnp.asarray(value) for name, value in given.items() if value is not None}
     _check_shapes(arrays)
     if save not in ("hidden", "inputs"):
@@ -255,33 +267,68 @@ def moe(
     if recipe is not None:
         if not isinstance(recipe, Fp8Recipe):
             raise TypeError(f"moe: recipe is a jax_tilekern.Fp8Recipe, not {recipe!r}")
-        factors = {k: x for k, x in arrays.items() if k == "x" or k.startswith("w_")}
+        factors = {name: arrays[name] for name in _FACTORS if name in arrays}
         check_quantizable("moe with a recipe", **factors)
+    _check_types(arrays)
     out_dtype = np.dtype(
-        jnp.result_type(arrays["x"], w_up, w_down)
+        jnp.result_type(*(arrays[name] for name in _FACTORS if name in arrays))
         if preferred_element_type is None
-        else preferred_element_type
+        else compat.canonicalize_dtype(preferred_element_type, "moe")
     )
     offset = checked_offset("moe", group_offset)
-    if offset is not None:
-        # A device adds the place of its experts, which a narrow type does not hold.
-        experts = arrays["w_up"].shape[0]
-        offset = clipped(offset, -experts, 2**31 - 1 - experts)
-    params: dict[str, Any] = {"precision": precision, "recipe": recipe, "save": save}
-    dtype = np.dtype(jnp.result_type(arrays["x"], w_up))
-    traced, read = traced_activation(activation, (dtype, jnp.promote_types(dtype, np.float32)))
+    if "w_gate" in arrays and arrays["w_gate"].dtype != arrays["w_up"].dtype:
+        # Both first products have the type of the wider matrices.
+        pair = {name: arrays[name] for name in ("w_up", "w_gate")}
+        both = jnp.result_type(*pair.values())
+        arrays |= {name: array.astype(both) for name, array in pair.items()}
+    dtype = np.dtype(jnp.result_type(arrays["x"], arrays["w_up"]))
+    with by_types(dtype):
+        wide = np.dtype(jnp.promote_types(dtype, np.float32))
+    traced, read = traced_activation(activation, (dtype, wide))
     arrays |= named(read)
-    if traced is not None and is_one_call(arrays):
-        return one_call(arrays, offset, activation=traced, out_dtype=out_dtype, **params)
-    params["activation"] = traced if read else activation
-    # JAX differentiates a function that closes over values where it stands alone.
-    params["differentiated"] = traced is None
+    params: dict[str, Any] = {
+        "precision": compat.canonicalize_precision(precision), "recipe": recipe, "save": save,
+    }  # fmt: skip
+    as_given = with_modes_of_now(activation)
+    with by_types(arrays, offset, out_dtype):
+        if offset is not None:
+            # A device adds the place of its experts, which a narrow type does not hold.
+            experts = arrays["w_up"].shape[0]
+            offset = clipped(offset, -experts, 2**31 - 1 - experts)
+        if traced is not None and is_one_call(arrays):
+            return one_call(arrays, offset, activation=traced, out_dtype=out_dtype, **params)
+        params["activation"] = traced if read else as_given
+        # JAX differentiates a function that closes over values where it stands alone.
+        params["differentiated"] = traced is None
 
-    def layer(arrays: dict[str, Array], offset: Array | None, dtype: np.dtype[Any]) -> Array:
-        return expert_layer(arrays, offset, out_dtype=dtype, **params)
+        def layer(arrays: dict[str, Array], offset: Array | None, dtype: np.dtype[Any]) -> Array:
+            return expert_layer(arrays, offset, out_dtype=dtype, **params)
 
-    dims = {name: DIMS.get(name, ()) for name in arrays}
-    return on_devices(layer, arrays, offset, dims, out_dtype)
+        dims = {name: DIMS.get(name, ()) for name in arrays}
+        return on_devices(layer, arrays, offset, dims, out_dtype)
+
+
+def _check_types(arrays: dict[str, Array]) -> None:
+    """Raise an error where a type has no promotion, or where an array would lose its values."""
+    kinds = (np.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    rank: dict[str, int] = {}
+    for name in (each for each in arrays if each != "indices"):
+        dtype = arrays[name].dtype
+        found = [i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)]
+        if not found:
+            raise TypeError(f"moe: {name} is {dtype}; it is an array of numbers")
+        (rank[name],) = found
+        if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating) and name != "weights":
+            raise TypeError(
+                f"moe: {name} is {dtype}: cast it to bfloat16 or wider; with "
+                "recipe=jax_tilekern.Fp8Recipe() the products are computed in 8-bit floats"
+            )
+    # Weights and biases are computed with in the type of the first products.
+    first = [name for name in ("x", "w_up", "w_gate") if name in arrays]
+    for name in ("weights", "b_up", "b_gate", "b_down"):
+        if name in arrays and rank[name] > max(rank[each] for each in first):
+            types = ", ".join(f"{each} {arrays[each].dtype}" for each in (name, *first))
+            raise TypeError(f"moe: {name} does not fit: {types}; cast x to {arrays[name].dtype}")
 
 
 def _check_shapes(arrays: dict[str, Array]) -> None:
