@@ -35,7 +35,7 @@ _ROLES = {
     "epilogue": (
         "an epilogue is a function of scalars, one element of the product and one of each operand"
     ),
-    "activation": "an activation is a function of one scalar",
+    "activation": "an activation is a function of scalars, one element of the product",
 }
 
 
