@@ -356,6 +356,12 @@ def test_errors(rng):
         jtk.route(jnp.ones((3, 4)), 3, num_groups=2, chosen_groups=1)
     with pytest.raises(ValueError, match=r"a bias of shape \(3, 4\) for 4 experts"):
         jtk.route(jnp.ones((3, 4)), 2, bias=jnp.ones((3, 4)))
+    with pytest.raises(TypeError, match=r"route: k is 2\.0; it is an integer"):
+        jtk.route(jnp.ones((3, 4)), 2.0)
+    with pytest.raises(TypeError, match=r"num_groups is 2\.0; it is an integer"):
+        jtk.route(jnp.ones((3, 4)), 2, num_groups=2.0, chosen_groups=1)
+    with pytest.raises(TypeError, match="a bias of complex64 has no order"):
+        jtk.route(jnp.ones((3, 4)), 2, bias=jnp.ones(4, complex))
     with pytest.raises(TypeError, match="logits are floats, not int32"):
         jtk.route(jnp.ones((3, 4), np.int32), 2)
     with pytest.raises(TypeError, match=r"group_offset of moe is an integer .* int32\[2\]"):

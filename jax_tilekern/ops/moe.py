@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -81,7 +82,8 @@ def route(
     Raises
     ------
     TypeError
-        If the logits are no floats.
+        If the logits are no floats, ``bias`` is complex, or ``k`` or a number of groups is no
+        integer.
     ValueError
         If shapes do not fit, ``k`` exceeds the experts to choose from, or groups do not divide
         them.
@@ -105,10 +107,15 @@ def route(
         bias = jnp.asarray(bias)
         if bias.shape != (experts,):
             raise ValueError(f"route: a bias of shape {bias.shape} for {experts} experts")
+        if jnp.issubdtype(bias.dtype, jnp.complexfloating):
+            raise TypeError(f"route: a bias of {bias.dtype} has no order; it is added to scores")
+    k = _integer("k", k)
     if (num_groups is None) != (chosen_groups is None):
         raise ValueError("route: num_groups and chosen_groups are given together")
     groups = None
     if num_groups is not None and chosen_groups is not None:
+        num_groups = _integer("num_groups", num_groups)
+        chosen_groups = _integer("chosen_groups", chosen_groups)
         if num_groups < 1 or experts % num_groups:
             raise ValueError(f"route: num_groups is {num_groups}, which does not divide {experts}")
         if not 1 <= chosen_groups <= num_groups:
@@ -142,6 +149,16 @@ def route(
 
     spec = (spec_of(logits)[0], None)
     return Routing(*by_automatic_axes(routed, (logits, bias), lambda: [spec, spec]))
+
+
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, jax.core.Tracer):
+        # JAX's error says where the value is traced.
+        return operator.index(value)
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"route: {name} is {value!r}; it is an integer") from None
 
 
 def _chosen(scores: Array, bias: Array | None, k: int, groups: tuple[int, int] | None) -> Array:
