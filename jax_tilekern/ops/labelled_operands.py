@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding
 
+from jax_tilekern.interop import compat
 from jax_tilekern.interop.global_modes import mode_independent
 from jax_tilekern.plans.contraction import Contraction, Labels
 from jax_tilekern.plans.gemm.arithmetic import (
@@ -36,6 +37,9 @@ def common_type(lhs: Array, rhs: Array, out_dtype: Any, precision: Any) -> tuple
     narrower type that has all values of both is as exact and costs less, and a wider one rounds
     less.
     """
+    if lhs.dtype != rhs.dtype:
+        # Devices sum the cotangent of an operand that all have in the operand's own type.
+        lhs, rhs = compat.unify_varying(lhs, rhs)
     # XLA fails to compile some products of fewer bits.
     lhs, rhs = (x.astype(_in_8_bits(x.dtype)) for x in (lhs, rhs))
     algorithms_own = getattr(precision, "supported_lhs_types", None) or ()

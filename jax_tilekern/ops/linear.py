@@ -156,6 +156,7 @@ def gated_linear(
         )
         return gated
     _, up, _ = labelled_matrices(x, up)
+    lhs, gate, up = compat.unify_varying(lhs, gate, up)
     lhs, gate = common_type(lhs, gate, result.dtype, call["precision"])
     up = compat.as_type(up, gate.dtype)
     gated = contract_pair(lhs, gate, up, **call, function=function)

@@ -101,6 +101,8 @@ def strassen_matmul(
             raise ValueError(f"{name} has shape {jnp.shape(operand)}, which is no matrix")
     if levels == 0:
         return by_matmul(a, b)
+    # Devices sum the cotangent of an operand that all have in the operand's own type.
+    a, b = compat.unify_varying(jnp.asarray(a), jnp.asarray(b))
     a, b = (compat.as_type(operand, result.dtype) for operand in (a, b))
     a, b, contraction = labelled_matrices(a, b)
     *_, rows, contracted = contraction.lhs
