@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
 from nvrtc_mark import needs_nvrtc
-from sharded import collectives, devices
+from sharded import bytes_sent, collectives, devices
 
 import jax_tilekern as jtk
 from benchmarks import overlapped
@@ -156,13 +156,54 @@ def test_several_matrices_share_the_gathered_rows(mesh, rng, x, w):
         def loss(*args):
             return sum(jnp.sin(y).sum() for y in f(*args))
 
-        run = jax.jit(lambda *args: (f(*args), jax.grad(loss, (0, 1, 2))(*args)))
-        forward = jax.jit(f).lower(x, w, v).compile()
-        return run(x, w, v), [c.kind for c in collectives(forward)]
+        gradient = jax.grad(loss, (0, 1, 2))
+        run = jax.jit(lambda *args: (f(*args), gradient(*args)))
+        programs = [jax.jit(each).lower(x, w, v).compile() for each in (f, gradient)]
+        return run(x, w, v), [sorted(c.kind for c in collectives(each)) for each in programs]
 
-    (found, kinds), (wanted, _) = results(ours), results(by_lax)
+    (found, kinds), (wanted, as_by_lax) = results(ours), results(by_lax)
     close(found, wanted)
-    assert kinds == ["all-gather"]
+    assert kinds == as_by_lax
+    assert kinds[0] == ["all-gather"]
+    assert kinds[1].count("reduce-scatter") == 1
+
+
+@pytest.mark.parametrize("types", [(np.float16, np.float32), (np.float32, np.float16)], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_narrow_operands_are_sent_as_they_are(mesh, x, w, name, types):
+    """Rows are gathered before they are cast, and gradients are cast before they are summed."""
+    function, by_lax, _ = FUNCTIONS[name]
+    x, w = x.astype(types[0]), w.astype(types[1])
+    rows = P(("y", "x"))
+    specs = (rows, P(), rows) if name == "gathered" else (P("y", "x"), P("x"), rows)
+
+    def results(function):
+        f = over(mesh, function, specs)
+        gradient = jax.grad(lambda x, w: (f(x, w) ** 2).sum(), (0, 1))
+        compiled = jax.jit(lambda x, w: (f(x, w), gradient(x, w))).lower(x, w).compile()
+        return compiled(x, w), bytes_sent(compiled)
+
+    (found, sent), (wanted, sent_by_lax) = results(function), results(by_lax)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-2, 1e-1), found, wanted)
+    assert sent <= sent_by_lax
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_second_order_sends_no_more_than_lax(mesh, x, w, name):
+    function, by_lax, specs = FUNCTIONS[name]
+
+    def sent(function):
+        f = over(mesh, function, specs)
+
+        def loss(x, w):
+            return (f(x, w) ** 3).sum()
+
+        def of_gradient(x, w):
+            return sum((g**2).sum() for g in jax.grad(loss, (0, 1))(x, w))
+
+        return bytes_sent(jax.jit(jax.grad(of_gradient, (0, 1))).lower(x, w).compile())
+
+    assert sent(function) <= sent(by_lax)
 
 
 @pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0), (2, 1)], ids=str)

@@ -54,7 +54,8 @@ def all_gather_matmul(
     On GPUs of one process that access each other's memory, rows are sent while others are
     multiplied, if that is predicted to be faster. The gradient with respect to ``x`` is that of
     :func:`matmul_reduce_scatter`. Of several matrices, such as those of queries, keys and values,
-    the first is multiplied while rows are sent, and the others by the gathered rows.
+    the first is multiplied while rows are sent, and the others by the gathered rows; in the
+    gradient one collective scatters the sum over all of them.
 
     Parameters
     ----------
@@ -91,27 +92,30 @@ def all_gather_matmul(
     dtypes = dict.fromkeys(each.dtype.name for each in matrices)
     if len(dtypes) != 1:
         raise TypeError(f"w has matrices of one type, not of {[*dtypes]}")
-    first, *others = matrices
-    axis, keeps = _mesh_axis(axis_name), bool(others)
+    axis, keeps = _mesh_axis(axis_name), len(matrices) > 1
+    x, first, *others = _varying([x, *matrices], axis)
 
-    def gathered_first(x: Array, w: Array, **params: Any) -> list[Array]:
-        if axis is None:
-            gathered = lax.all_gather(x, axis_name, tiled=True)
-            return [contract(gathered, w, **params), gathered]
-        operands = compat.unify_varying(x, w, over=(axis.name,))
-        return gathered_product(*operands, axis=axis, keeps=keeps, **params)
-
-    def product(multiply: Callable[..., list[Array]], x: ArrayLike, w: Array) -> list[Array]:
+    def product(multiply: Callable[..., list[Array]], x: Array, w: Array) -> list[Array]:
         x, w, contraction, result = _operands(x, w, precision, preferred_element_type)
         found, *gathered = multiply(x, w, **_params(contraction, precision, result))
         return [compat.with_type(found, result.dtype, result.weak_type), *gathered]
 
+    def with_gather(x: Array, w: Array, **params: Any) -> list[Array]:
+        return gathered_product(x, w, axis=axis, keeps=keeps, **params)
+
     def by_gathered(x: Array, w: Array, **params: Any) -> list[Array]:
         return [contract(x, w, **params)]
 
-    found, *gathered = product(gathered_first, x, first)
-    products = [found, *(product(by_gathered, gathered[0], each)[0] for each in others)]
-    return products if is_several else found
+    multiplied = _operands(x, first, precision, preferred_element_type)[0].dtype
+    if axis is None or x.dtype.itemsize < multiplied.itemsize:
+        # Rows of a narrower type than is multiplied are gathered in their own.
+        rows = [lax.all_gather(x, axis_name, tiled=True)]
+        products, others = [], [first, *others]
+    else:
+        found, *rows = product(with_gather, x, first)
+        products = [found]
+    products += [product(by_gathered, rows[0], each)[0] for each in others]
+    return products if is_several else products[0]
 
 
 @jitted("axis_name", "precision", "preferred_element_type")
@@ -161,15 +165,21 @@ def matmul_reduce_scatter(
     --------
     all_gather_matmul : the product whose rows are gathered.
     """
+    axis = _mesh_axis(axis_name)
+    x, w = _varying([x, w], axis)
     x, w, contraction, result = _operands(x, w, precision, preferred_element_type)
     params = _params(contraction, precision, result)
-    axis = _mesh_axis(axis_name)
     if axis is None:
         product = lax.psum_scatter(contract(x, w, **params), axis_name, tiled=True)
     else:
-        operands = compat.unify_varying(x, w, over=(axis.name,))
-        product = scattered_product(*operands, axis=axis, **params)
+        product = scattered_product(x, w, axis=axis, **params)
     return compat.with_type(product, result.dtype, result.weak_type)
+
+
+def _varying(operands: Sequence[ArrayLike], axis: MeshAxis | None) -> Sequence[Array]:
+    """Return arrays of which devices along the axis have their own, cast as they are given."""
+    arrays = [jnp.asarray(x) for x in operands]
+    return arrays if axis is None else compat.unify_varying(*arrays, over=(axis.name,))
 
 
 def _operands(
@@ -307,15 +317,12 @@ def _gathered_for_x(
     precision: Any,
     **_: Any,
 ) -> Array:
-    rows = scattered_product(
-        cotangents[0],
-        w,
-        axis=axis,
-        contraction=_of_cotangent(contraction),
-        precision=precision,
-        out_dtype=x.dtype,
-    )
-    return functools.reduce(jnp.add, (_reduce_scatter(x, axis) for x in cotangents[1:]), rows)
+    c, (of_product, *of_rows) = _of_cotangent(contraction), cotangents
+    params = {"contraction": c, "precision": precision, "out_dtype": x.dtype}
+    if not of_rows:
+        return scattered_product(of_product, w, axis=axis, **params)
+    # One reduce-scatter for the cotangents by both results.
+    return _reduce_scatter(contract(of_product, w, **params) + of_rows[0], axis)
 
 
 def _gathered_for_w(
