@@ -109,8 +109,6 @@ def test_values_and_gradients(rng, name, layout):
         pytest.skip("JAX needs out_sharding on a mesh with explicit axes")
     if name == "fuse" and EXPLICIT in types:
         pytest.skip("with explicit axes nothing is fused")
-    if name in SEGMENTS and EXPLICIT in types:
-        pytest.skip("JAX has no derivatives of jax.sharding.auto_axes inside a manual axis")
     arrays, mesh = global_arrays(rng, name), mesh_of(types)
     wanted = results(by_rows(name), len(arrays))(*arrays)
     ours = results(mapped_over_d(with_a_dimension(OPERATIONS[name][0]), name, mesh), len(arrays))

@@ -41,9 +41,12 @@ def by_automatic_axes(
     out_specs
         Gives how explicit axes split the dimensions of the result, or of a list of results.
     """
-    shardings = (compat.explicit_sharding(jax.typeof(x)) for x in jax.tree.leaves(operands))
+    leaves = jax.tree.leaves(operands)
+    shardings = (compat.explicit_sharding(jax.typeof(x)) for x in leaves)
     mesh = next((x.mesh for x in shardings if x is not None), None)
-    if mesh is None:
+    # JAX has no derivatives of auto_axes inside a manual axis, so it is left out where it can be.
+    is_whole = mesh is not None and mesh.manual_axes and not any(map(any, map(spec_of, leaves)))
+    if mesh is None or is_whole:
         return function(operands)
     specs = out_specs()
     several = isinstance(specs, list)
