@@ -658,3 +658,29 @@ def test_benchmark(tmp_path):
     assert value["error"]["ours"] < 1e-5
     for row in (value, gradient):
         assert all(seconds > 0 for seconds in row["seconds"].values())
+
+
+@needs_devices
+@pytest.mark.parametrize("kinds", ["auto", "explicit"])
+def test_vmap_over_weights_of_devices(rng, kinds):
+    """Each device has the loss and the gradient of its own model; nothing is sent."""
+    mesh = mesh_of(MESH_TYPES[kinds])
+    h, w = (random(rng, shape, np.float32) for shape in ((2, ROWS, 4), (2, 4, LABELS)))
+    labels = jnp.asarray(rng.integers(0, LABELS, (2, ROWS)))
+
+    def each(reduction, **mapped):
+        def total(*args):
+            return jtk.linear_cross_entropy(*args, reduction=reduction).sum()
+
+        return jax.vmap(jax.value_and_grad(total, (0, 1)), **mapped)
+
+    for reduction in ("none", "mean"):
+        wanted = on_one_cpu(each(reduction), h, w, labels)
+        with jax.set_mesh(mesh):
+            args = [put(mesh, x, P("d")) for x in (h, w, labels)]
+            mapped = each(reduction, spmd_axis_name="d" if kinds == "auto" else None)
+            program = compiled(mapped, *args)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, 1e-4, 1e-5), program(*args), wanted
+        )
+        assert bytes_sent(program) == 0

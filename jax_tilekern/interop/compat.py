@@ -68,6 +68,7 @@ __all__ = [
     "ir",
     "is_literal",
     "is_plain_jit",
+    "is_split",
     "is_split_explicitly",
     "jaxpr_as_fun",
     "jaxpr_like",
@@ -527,6 +528,11 @@ def sharding_under_vmap(axis_data: Any, sharding: Any, dim: int) -> Any:
 def is_split_explicitly(axis_data: Any) -> bool:
     """Return whether explicit axes of a mesh split the axis that ``vmap`` maps."""
     return axis_data.explicit_mesh_axis is not None
+
+
+def is_split(axis_data: Any) -> bool:
+    """Return whether the axis that ``vmap`` maps is known to be split over devices."""
+    return is_split_explicitly(axis_data) or axis_data.spmd_name is not None
 
 
 # Tracing and checkpoint policies.

@@ -200,7 +200,8 @@ def _batch_statistics(
 ) -> tuple[Sequence[Array], Sequence[int]]:
     h, w, bias, labels = operands
     if dims[1] is not None or dims[2] is not None:
-        return batch_one_by_one(_statistics, axis_data, operands, dims, **params)
+        by = _statistics, statistics_reference
+        return batch_one_by_one(*by, axis_data, operands, dims, **params)
     # Mapped rows are more rows.
     rows = (_in_front(x, dim, axis_data.size) for x, dim in ((h, dims[0]), (labels, dims[3])))
     h, labels = rows
@@ -209,21 +210,32 @@ def _batch_statistics(
 
 
 def _batch_tangents(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
-    return batch_one_by_one(_tangents, *args, **params)
+    return batch_one_by_one(_tangents, _tangents_reference, *args, **params)
 
 
 def _batch_cotangents(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
-    return batch_one_by_one(_cotangents, *args, **params)
+    return batch_one_by_one(_cotangents, cotangents_reference, *args, **params)
 
 
 def batch_one_by_one(
     bind: Callable[..., Sequence[Array]],
-    _: Any,
+    reference: Callable[..., Sequence[Array]],
+    axis_data: Any,
     operands: Sequence[Array],
     dims: Sequence[int | None],
     **params: Any,
 ) -> tuple[Sequence[Array], Sequence[int]]:
-    """Map by a loop, so that the memory is that of one call."""
+    """Map by a loop, so that the memory is that of one call.
+
+    A loop would gather a mapped axis that devices share. Where this is known, the reference is
+    mapped instead, and each device forms the logits of its own part.
+    """
+    if compat.is_split(axis_data):
+        results = jax.vmap(
+            functools.partial(reference, **params), dims, axis_size=axis_data.size,
+            spmd_axis_name=axis_data.spmd_name,
+        )(*operands)  # fmt: skip
+        return results, [0] * len(results)
     mapped = {i: dim for i, dim in enumerate(dims) if dim is not None}
 
     def call(values: Sequence[Array]) -> Sequence[Array]:
@@ -233,7 +245,7 @@ def batch_one_by_one(
         return bind(*local, **params)
 
     moved = [jnp.moveaxis(operands[i], dim, 0) for i, dim in mapped.items()]
-    results: Sequence[Array] = lax.map(call, moved)
+    results = lax.map(call, moved)
     return results, [0] * len(results)
 
 

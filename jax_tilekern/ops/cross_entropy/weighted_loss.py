@@ -132,7 +132,7 @@ def _batch(
 
 
 def _batch_gradient(*args: Any, **params: Any) -> tuple[Sequence[Array], Sequence[int]]:
-    return batch_one_by_one(_with_gradient, *args, **params)
+    return batch_one_by_one(_with_gradient, _gradient_reference, *args, **params)
 
 
 def _refusal(*_: Any, **__: Any) -> Fallback | None:
