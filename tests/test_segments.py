@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from numerics import UNIT_ROUNDOFF, check_derivatives, poison, random, whole
-from sharded import MESH_TYPES, check, mesh_of, put
+from sharded import MESH_TYPES, bytes_sent, check, mesh_of, put
 
 import jax_tilekern as jtk
 
@@ -551,6 +551,30 @@ def test_devices_share_batches(rng, specs, name, axis_name):
     args = [put(mesh, a, spec) for a, spec in zip((x, ids), specs, strict=True)]
     out = specs[0] if name == "gradient of sum" else None
     check(mesh, program, args, out, kernels=False)
+
+
+SORTS = {
+    "segment_mean": lambda x, ids: jtk.segment_mean(x, ids, 32),
+    "sorted segment_mean": lambda x, ids: jtk.segment_mean(x, jnp.sort(ids), 32, True),
+    "bincount": lambda _, ids: jtk.bincount(ids, length=32),
+    "sort_by_key": lambda x, ids: jtk.sort_by_key(ids, x, num_keys=32),
+}
+
+
+@pytest.mark.parametrize("types", ["auto", "explicit"])
+@pytest.mark.parametrize("name", SORTS)
+def test_devices_sort_their_own_batches(rng, name, types):
+    x, ids = whole(rng, 4, 2, 48, 8), rng.integers(0, 32, (4, 2, 48)).astype(np.int32)
+    function, mesh = SORTS[name], mesh_of(MESH_TYPES[types])
+    batches = zip(x.reshape(8, 48, 8), ids.reshape(8, 48), strict=True)
+    each = [function(*batch) for batch in batches]
+    wanted = jax.tree.map(lambda *y: np.reshape(y, (4, 2, *y[0].shape)), *each)
+    with jax.set_mesh(mesh):
+        args = [put(mesh, a, P("d")) for a in (x, ids)]
+        compiled = jax.jit(jax.vmap(jax.vmap(function))).lower(*args).compile()
+        found = compiled(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6), found, wanted)
+    assert bytes_sent(compiled) == 0
 
 
 def test_rows_and_sorts_on_explicit_meshes(rng):

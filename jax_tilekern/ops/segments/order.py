@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -76,6 +78,9 @@ def _inverse(order: Array) -> Array:
 
 # Programs that 0.1.0 exported have no ``places``.
 def _reference(keys: Array, *, bins: int, is_sorted: bool, places: bool = False) -> list[Array]:
+    if keys.ndim == 2:
+        of_batch = functools.partial(_reference, bins=bins, is_sorted=is_sorted)
+        return jax.vmap(of_batch)(keys)
     rows, keys = lax.iota(np.int32, keys.shape[0]), bins_of(keys, bins)
     order = []
     if not is_sorted:
@@ -92,28 +97,46 @@ def _jvp(primals: Sequence[Any], _: Any, **params: Any) -> tuple[Any, Any]:
 
 
 def _batch(
-    _: Any, operands: Sequence[Array], dims: Sequence[int], *, bins: int, **params: Any
+    _: Any, operands: Sequence[Array], dims: Sequence[int], **params: Any
 ) -> tuple[list[Array], list[int]]:
-    """Sort all batches at once: their keys follow one another."""
+    """Map to keys of two dimensions, of which devices may share the batches.
+
+    What reads places takes the rows of all batches as those of one layer of experts.
+    """
     keys = jnp.moveaxis(operands[0], dims[0], 0)
+    if params.get("places"):
+        results = _of_batches(keys, **params)
+        return results, [0] * len(results)
+    batches = keys.shape[:-1]
+    results = _bind(keys.reshape(math.prod(batches), keys.shape[-1]), **params)
+    return [x.reshape(*batches, *x.shape[1:]) for x in results], [0] * len(results)
+
+
+def _of_batches(keys: Array, *, bins: int, **params: Any) -> list[Array]:
+    """Sort all batches at once: their keys follow one another."""
     batch, rows = keys.shape
     flat = (bins_of(keys, bins) - 1 + first_of_batches(batch, bins)).ravel()
     *order, bounds = _bind(flat, bins=batch * bins, **params)
     ends = 0 if params.get("places") else 1
     starts = jnp.stack([bounds[i * bins : (i + 1) * bins + ends] for i in range(batch)])
     first = first_of_batches(batch, rows)
-    results = [each.reshape(batch, rows) - first for each in order]
-    return [*results, starts - first], [0] * (len(order) + 1)
+    return [*(each.reshape(batch, rows) - first for each in order), starts - first]
 
 
 def _sharding_rule(keys: Any, *, is_sorted: bool, places: bool = False, **_: Any) -> ShardingRule:
-    """Every device sorts all rows."""
+    """Every device sorts all rows, of its own batches."""
     results = 1 if is_sorted else 2 + places
-    return ShardingRule(((None,),), ((None,),) * results, {}, flops=keys.size)
+    batches = tuple(range(keys.ndim - 1))
+    dims, sizes = (*batches, None), dict(zip(batches, keys.shape, strict=False))
+    return ShardingRule((dims,), (dims,) * results, sizes, flops=keys.size)
 
 
 def _refusal(*_: Any, **__: Any) -> Fallback | None:
     return None
+
+
+def _batches_at_once(**params: Any) -> Rewrite:
+    return Rewrite("keys of batches follow one another", functools.partial(_of_batches, **params))
 
 
 def _places_by_xla(keys: Array, *, bins: int) -> list[Array]:
@@ -129,6 +152,8 @@ def _cuda(
     operands: Sequence[Operand], _: Any, *, bins: int, is_sorted: bool, places: bool = False
 ) -> PlannedKernel | Rewrite | Fallback:
     (keys,) = operands
+    if keys.aval.ndim == 2:
+        return _batches_at_once(bins=bins, is_sorted=is_sorted)
     planner = plan_bounds if is_sorted else plan_index_sort
     sort = IndexSort(keys.aval.shape[0], bins, places)
     if places and not sort.in_one_pass:
@@ -137,8 +162,10 @@ def _cuda(
 
 
 def _cpu(
-    operands: Sequence[Operand], _: Any, *, bins: int, places: bool = False, **__: Any
+    operands: Sequence[Operand], _: Any, *, bins: int, is_sorted: bool, places: bool = False
 ) -> PlannedKernel | Rewrite:
+    if operands[0].aval.ndim == 2:
+        return _batches_at_once(bins=bins, is_sorted=is_sorted)
     if places:
         return _with_places("XLA inverts the order", bins)
     call = ffi.CpuCall(ffi.CPU_ORDER_BY_KEY, {})
