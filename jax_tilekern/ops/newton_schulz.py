@@ -84,8 +84,9 @@ def newton_schulz(
     Returns
     -------
     Array
-        Of the shape and the type of ``x``. Norms are computed in float32 at least. For 16-bit types
-        the Gram form computes in float16.
+        Of the shape and the type of ``x``. Norms are computed in float32 at least. Where products
+        of float32 are in TF32, as on GPUs by default, they are in float16 with a scale, which is as
+        precise. For 16-bit types the Gram form computes in float16.
 
     Raises
     ------
