@@ -258,7 +258,7 @@ def test_every_kernel_of_halves(rng, kind, out, rows, batch):
         found = symmetric_candidates(product, planned)
         assert any(x.instance.dynamic for x in found) == planned.beside_collectives
         for candidate in found:
-            got = run(candidate.plan(gpu), (operand, operand), (*batch, rows, rows), out)
+            got = run(candidate.plan(planned), (operand, operand), (*batch, rows, rows), out)
             np.testing.assert_array_equal(got, expected, err_msg=candidate.key)
 
 

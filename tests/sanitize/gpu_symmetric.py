@@ -49,14 +49,14 @@ def check_tiles() -> int:
             if isinstance(found, NoKernel):
                 print(f"{arithmetic}: {found.reason}", flush=True)
                 continue
-            # Those that differ have a dynamic tile scheduler.
-            found += [x for x in symmetric_candidates(product, few_sms) if x.instance.dynamic]
+            claimed = [x for x in symmetric_candidates(product, few_sms) if x.instance.dynamic]
+            each = [*((x, gpu) for x in found), *((x, few_sms) for x in claimed)]
             # Small integers: every sum is exact in every arithmetic.
             x = rng.integers(-1, 2, (batch, m, k))
             expected = x @ x.swapaxes(-1, -2)
             with ThreadPoolExecutor() as pool:
-                plans = [*pool.map(lambda candidate: candidate.plan(gpu), found)]
-            for candidate, plan in zip(found, plans, strict=True):
+                plans = [*pool.map(lambda x: x[0].plan(x[1]), each)]
+            for (candidate, _), plan in zip(each, plans, strict=True):
                 run = jax.jit(functools.partial(ArrayProduct.of(product).by_plan, plan))
                 operand = jnp.asarray(x.astype(dtype).squeeze(0) if batch == 1 else x.astype(dtype))
                 got = np.asarray(run(operand, operand), np.float64).reshape(expected.shape)
