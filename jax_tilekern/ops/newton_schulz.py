@@ -214,7 +214,7 @@ def _largest_power_of_two(coefficients: Array) -> Array:
     """
     # The squares of singular values lie between 0 and `end`.
     end = bound = jnp.ones((), coefficients.dtype)
-    for a, b, c in coefficients:
+    for a, b, c in lax.stop_gradient(coefficients):
         # Extrema of `b * g + c * g**2`, and of the singular values as functions of their squares g,
         # which are roots of `a + 3 * b * g + 5 * c * g**2`.
         root = -1.5 * b - jnp.copysign(0.5, b) * jnp.sqrt(9 * b * b - 20 * a * c)
@@ -224,7 +224,7 @@ def _largest_power_of_two(coefficients: Array) -> Array:
         results = [g * (a + z) ** 2 for g, z in zip(squares, of_gram, strict=True)]
         end = functools.reduce(jnp.maximum, results)
         bound = functools.reduce(jnp.maximum, [bound, end, *map(jnp.abs, of_gram)])
-    _, exponent = jnp.frexp(lax.stop_gradient(bound))
+    _, exponent = jnp.frexp(bound)
     return jnp.ldexp(jnp.ones_like(bound), (15 - exponent) // 2)
 
 
