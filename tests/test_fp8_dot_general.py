@@ -60,7 +60,7 @@ def test_each_product_has_operands_quantised_along_its_contraction(rng, m, k, n,
     assert_close(dw, rounded(x.T, rows) @ rounded(dy.T, rows, gradient).T)
     # The trap: x as the forward product has it.
     wrong = rounded(x, rows).T @ rounded(dy.T, rows, gradient).T
-    assert np.abs(np.asarray(dw) - wrong).max() > 4 * CLOSE * np.abs(wrong).max()
+    assert np.mean(np.abs(np.asarray(dw) - wrong) > 4 * CLOSE * np.abs(wrong)) > 0.5
 
 
 NUMBERS = [

@@ -294,7 +294,9 @@ def test_nothing_to_compute_with_sharded_features(rng, kind, size):
     with jax.set_mesh(mesh):
         placed = put(mesh, down, P(None, None, "m"))
         layer = jax.jit(lambda x, down: jtk.moe(x, up, down, indices, weights, b_down=bias))
-        np.testing.assert_array_equal(layer(x, placed), jnp.zeros((tokens, D)))
+        found = layer(x, placed)
         gradients = jax.jit(jax.grad(lambda *args: layer(*args).sum(), (0, 1)))(x, placed)
-    for found, operand in zip(gradients, (x, down), strict=True):
-        np.testing.assert_array_equal(found, np.zeros_like(operand))
+    for each, like in zip((found, *gradients), (x, x, down), strict=True):
+        assert each.shape == like.shape
+        # JAX 0.10 does not copy an empty array that devices share.
+        assert each.size == 0 or not np.any(each)

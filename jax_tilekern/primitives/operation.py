@@ -22,6 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jax_tilekern.interop import compat, ffi, outcomes
@@ -262,7 +263,8 @@ def define(operation: Operation) -> Callable[..., Any]:
         one = [
             x if d is None else x.sum(d, dtype=x.dtype) for x, d in zip(operands, dims, strict=True)
         ]
-        results = [jnp.broadcast_to(x, (0, *x.shape)) for x in bind_to_list(*one, **params)]
+        types = jax.make_jaxpr(functools.partial(bind_to_list, **params))(*one).out_avals
+        results = [jnp.broadcast_to(ad.zeros_like_aval(x), (0, *x.shape)) for x in types]
         return (results, [0] * len(results)) if operation.several_results else (results[0], 0)
 
     compat.register_batching(primitive, batch)
