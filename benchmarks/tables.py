@@ -70,6 +70,7 @@ DEVICES = (
     Device("h100", "NVIDIA H100 80GB HBM3"),
     Device("h200", "NVIDIA H200"),
     Device("h100x2", "2 x NVIDIA H100 80GB HBM3"),
+    Device("h200x2", "2 x NVIDIA H200"),
     Device("h100x4", "4 x NVIDIA H100 80GB HBM3"),
     Device("amd-epyc", "AMD EPYC with AVX-512 and bfloat16, two cores"),
     Device("sapphire-rapids", "Xeon, Sapphire Rapids, two cores"),

@@ -124,8 +124,8 @@ def test_symmetric_products_beside_collectives(key):
     check_symmetric_product("bf16", BF16, 520, (2,), key, gpu)
 
 
-def check_symmetric_product(kind, out_type, rows, batch, key, gpu):
-    dtype, k = TYPES[kind][0], 80
+def check_symmetric_product(kind, out_type, rows, batch, key, gpu, k=80, hows=HOWS):
+    dtype = TYPES[kind][0]
     geometry = row_major(rows, rows, k, batch=batch, rhs_k_major=True)
     product = SymmetricProduct(geometry, dtype, dtype, out_type, kind)
     found = symmetric_candidates(product, gpu)
@@ -137,7 +137,7 @@ def check_symmetric_product(kind, out_type, rows, batch, key, gpu):
     wide = x.astype(np.float64)
     bound = TOLERANCES[kind] * np.abs(wide) @ np.abs(wide).swapaxes(-1, -2)
     results = [((*batch, rows, rows), out_type)]
-    for how in HOWS:
+    for how in hows:
         (out,) = emulated_plans.run_plan(plan, recorded, [x, x], results, **how)
         assert np.all(np.abs(out.astype(np.float64) - wide @ wide.swapaxes(-1, -2)) <= bound)
         np.testing.assert_array_equal(out, out.swapaxes(-1, -2))
@@ -173,6 +173,21 @@ def test_faults_are_found(monkeypatch, fault):
     else:
         message = "emulated kernel" if error > TOLERANCES["bf16"] else ""
     assert "emulated kernel" in message
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.thorough
+def test_a_slot_that_is_written_too_early_is_found(monkeypatch, how):
+    """The producer asks for tiles a ring of stages ahead, which is longer than that of slots."""
+    right = "mbarrier_wait(empty(state.stage), state.parity ^ 1);"
+    file = emulated_plans.ROOT / "ffi/cuda/gemm/sm90/dynamic_tile_scheduler.cuh"
+    assert right in file.read_text()
+    as_cpp = emulated_plans.as_cpp
+    monkeypatch.setattr(emulated_plans, "as_cpp", lambda text: as_cpp(text.replace(right, "")))
+    monkeypatch.setattr(emulated_plans, "SALT", "slots")
+    gpu = dataclasses.replace(GPU, sm_count=2, beside_collectives=True)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_symmetric_product("bf16", BF16, 520, (2,), "128x128 ping-pong", gpu, 16, [how])
 
 
 def operands_of(*shapes, dtype=np.float32):

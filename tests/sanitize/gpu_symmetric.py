@@ -1,6 +1,6 @@
 """Products with a symmetric result on the GPU, under compute-sanitizer: every tile, and epilogues.
 
-See ``.ci/sanitize``.
+With the argument ``claimed``: the tiles that CTAs claim beside collectives. See ``.ci/sanitize``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax_tilekern as jtk
 from jax_tilekern.plans.gemm.geometry import MatmulGeometry
 from jax_tilekern.plans.gemm.problem import SymmetricProduct
 from jax_tilekern.plans.gemm.sm90.symmetric import symmetric_candidates
-from jax_tilekern.plans.gpu import current_gpu
+from jax_tilekern.plans.gpu import Gpu, current_gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.tuning.product_timing import ArrayProduct
 
@@ -32,10 +32,8 @@ TYPES = {
 SHAPES = [(1, 72, 80), (2, 520, 208)]
 
 
-def check_tiles() -> int:
+def check_tiles(gpu: Gpu) -> int:
     """Run every tile of every type; return how many were wrong."""
-    gpu = current_gpu()
-    few_sms = dataclasses.replace(gpu, beside_collectives=True, reserved_sms=gpu.sm_count - 2)
     rng = np.random.default_rng(0)
     wrong, count = [], 0
     for arithmetic, types in TYPES.items():
@@ -49,14 +47,12 @@ def check_tiles() -> int:
             if isinstance(found, NoKernel):
                 print(f"{arithmetic}: {found.reason}", flush=True)
                 continue
-            claimed = [x for x in symmetric_candidates(product, few_sms) if x.instance.dynamic]
-            each = [*((x, gpu) for x in found), *((x, few_sms) for x in claimed)]
             # Small integers: every sum is exact in every arithmetic.
             x = rng.integers(-1, 2, (batch, m, k))
             expected = x @ x.swapaxes(-1, -2)
             with ThreadPoolExecutor() as pool:
-                plans = [*pool.map(lambda x: x[0].plan(x[1]), each)]
-            for (candidate, _), plan in zip(each, plans, strict=True):
+                plans = [*pool.map(lambda candidate: candidate.plan(gpu), found)]
+            for candidate, plan in zip(found, plans, strict=True):
                 run = jax.jit(functools.partial(ArrayProduct.of(product).by_plan, plan))
                 operand = jnp.asarray(x.astype(dtype).squeeze(0) if batch == 1 else x.astype(dtype))
                 got = np.asarray(run(operand, operand), np.float64).reshape(expected.shape)
@@ -103,4 +99,10 @@ def check_epilogues() -> int:
 
 if __name__ == "__main__":
     with jtk.policy("kernels"):
-        sys.exit(check_tiles() + check_epilogues())
+        own = current_gpu()
+        if sys.argv[1:] == ["claimed"]:
+            # Each CTA has several tiles.
+            reserved = own.sm_count - 2
+            own = dataclasses.replace(own, beside_collectives=True, reserved_sms=reserved)
+            sys.exit(check_tiles(own))
+        sys.exit(check_tiles(own) + check_epilogues())
