@@ -1,4 +1,4 @@
-"""``overview``: draw ``docs/overview.svg`` and ``docs/fp8-training.svg`` from records."""
+"""``overview``: draw the figures of ``docs`` that are made from records."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 from benchmarks.records.curve_plot import curve_plot
 from benchmarks.records.ratio_plot import Group, ratio_plot
+from benchmarks.records.time_bars import time_bars
 from benchmarks.tables import fp8_accuracy
 
 RECORDS = Path(__file__).parent / "results/h100"
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-HELP = "draw docs/overview.svg and docs/fp8-training.svg from the records"
+HELP = "draw overview.svg, fp8-training.svg and muon-step.svg of docs from the records"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
     (DOCS / "overview.svg").write_text(overview())
     (DOCS / "fp8-training.svg").write_text(fp8_training())
+    (DOCS / "muon-step.svg").write_text(muon_step())
     return 0
 
 
@@ -42,6 +44,25 @@ def fp8_training() -> str:
             )
             for model, row in {row["model"]: row for row in rows}.items()
         },
+    )
+
+
+def muon_step() -> str:
+    """Return the drawing of the time of a step of Muon."""
+    sides = {"XLA": "optax", "standard": 'ns="standard"', "ours": "jtk.muon"}
+
+    def times(name: str, folder: Path) -> dict[str, float]:
+        row = next(row for row in _rows("muon", folder) if row["name"] == name)
+        return {text: row["seconds"][x] for x, text in sides.items() if x in row["seconds"]}
+
+    two = RECORDS.parent / "h200x2"
+    return time_bars(
+        "Time of a step of Muon for 1.1 billion float32 parameters",
+        {
+            "one H100": times("step", RECORDS),
+            "two H200, which share the rows of each matrix": times("step on 2 devices, rows", two),
+        },
+        "optax",
     )
 
 
@@ -81,8 +102,8 @@ def _small_matrices() -> list[Group]:
     ]
 
 
-def _rows(name: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads((RECORDS / f"{name}.json").read_text())["rows"]
+def _rows(name: str, folder: Path = RECORDS) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((folder / f"{name}.json").read_text())["rows"]
     return rows
 
 

@@ -50,8 +50,9 @@ def test_every_public_name_has_a_docstring_of_its_own():
         assert not docstring.startswith(f"{name}("), full_name
 
 
-def test_the_curves_are_those_of_the_record():
+def test_figures_are_those_of_the_records():
     assert (DOCS / "fp8-training.svg").read_text() == overview.fp8_training()
+    assert (DOCS / "muon-step.svg").read_text() == overview.muon_step()
 
 
 def test_every_page_is_in_the_navigation():
