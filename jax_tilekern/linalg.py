@@ -402,7 +402,7 @@ def svd(
     )
 
     def ours(a: Array) -> Any:
-        s, *bases = decompositions.svd(a, vectors=compute_uv, full=full_matrices)
+        s, *bases = decompositions.svd(a, vectors=bool(compute_uv), full=bool(full_matrices))
         return (bases[0], s, bases[1]) if bases else s
 
     def refusal(a: Array) -> str | None:

@@ -511,6 +511,11 @@ def test_an_activation_that_is_no_function_is_refused():
         jtk.linear(ONES, ONES, ONES[0], "relu")
 
 
+def test_a_gate_of_several_scalars_is_refused():
+    with pytest.raises(TypeError, match=r"the activation returns \(.*it must return one scalar"):
+        jtk.gated_linear(ONES, ONES, ONES, activation=lambda y: (y, y))
+
+
 def test_results_may_be_numbers():
     found = jtk.matmul(ONES, ONES, epilogue=lambda y: (1.5, y, 2, jtk.row_sum(1.0)))
     expected = jnp.full((4, 4), 1.5), ONES @ ONES, jnp.full((4, 4), 2), jnp.full(4, 4.0)

@@ -121,6 +121,19 @@ BAD = [
 ]
 
 
+@pytest.mark.parametrize(("lhs", "rhs"), [((4, 8), (8, 3)), ((8,), (8, 3)), ((4, 8), (8,))])
+def test_dimension_numbers_of_dot(rng, lhs, rhs):
+    x, y = (jnp.asarray(rng.normal(size=shape), np.float32) for shape in (lhs, rhs))
+    wanted = lax.dot_general(x, y, None, precision="highest")
+    np.testing.assert_allclose(jtk.dot_general(x, y, None, precision="highest"), wanted, atol=1e-5)
+    numbers = (((x.ndim - 1,), (0,)), ((), ()))
+    np.testing.assert_array_equal(
+        jtk.fp8_dot_general(x, y, None), jtk.fp8_dot_general(x, y, numbers)
+    )
+    with pytest.raises(ValueError, match="dimension_numbers must be specified"):
+        jtk.dot_general(jnp.ones((2, 4, 8)), jnp.ones((2, 8, 3)), None)
+
+
 @pytest.mark.parametrize(("call", "expected"), BAD)
 def test_dot_general_raises_as_lax(call, expected):
     with pytest.raises(expected) as theirs:

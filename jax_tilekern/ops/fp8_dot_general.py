@@ -25,6 +25,7 @@ from jax_tilekern.ops.quantize import Block, quantize
 from jax_tilekern.ops.scaled_matmul import scaled_matmul
 from jax_tilekern.ops.scaled_operands import check_result
 from jax_tilekern.ops.segments.explicit import by_automatic_axes
+from jax_tilekern.plans.contraction import explicit_dimension_numbers
 from jax_tilekern.plans.quantize import BLOCK, QUANTIZED_DTYPES
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -118,7 +119,8 @@ def fp8_dot_general(
         lhs,
         rhs,
     )
-    (of_lhs, of_rhs), (lhs_batch, rhs_batch) = dimension_numbers
+    numbers = explicit_dimension_numbers(dimension_numbers, lhs.ndim)
+    (of_lhs, of_rhs), (lhs_batch, rhs_batch) = numbers
 
     def multiply(operands: tuple[Array, Array]) -> Array:
         left, lhs_first = _as_matrices(operands[0], lhs_batch, of_lhs)

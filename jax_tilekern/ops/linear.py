@@ -184,7 +184,10 @@ def _times(
     activation: Activation, epilogue: Callable[..., Any] | None
 ) -> Callable[[Any, Any], Any]:
     def gated(y: Any, up: Any) -> Any:
-        value = _times_up(activation(y), up)
+        gate = activation(y)
+        if jnp.shape(gate) != () or not hasattr(gate, "dtype"):
+            raise TypeError(f"the activation returns {gate!r}; it must return one scalar")
+        value = _times_up(gate, up)
         return value if epilogue is None else epilogue(value)
 
     return _named("gate", activation, gated)

@@ -265,7 +265,8 @@ def dot_general(
     lhs, rhs
         Arrays of any rank.
     dimension_numbers
-        ``((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))``, non-negative.
+        ``((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))``, non-negative. ``None``
+        for products of matrices and vectors, as far as JAX's function takes it.
     precision
         As in :func:`matmul`.
     preferred_element_type

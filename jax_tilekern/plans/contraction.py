@@ -28,6 +28,14 @@ from jax_tilekern.plans.grouped_gemm.problem import MAX_GROUP_BATCH_DIMS, Groupe
 Labels = tuple[int, ...]
 
 
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], ...]
+
+
+def explicit_dimension_numbers(numbers: DimensionNumbers | None, lhs_ndim: int) -> DimensionNumbers:
+    """Return the dimension numbers of ``lax.dot_general``, which may leave out those of ``dot``."""
+    return (((lhs_ndim - 1,), (0,)), ((), ())) if numbers is None else numbers
+
+
 @dataclass(frozen=True)
 class Contraction:
     """Labels of each dimension of the operands and of the output, in memory order.
@@ -58,10 +66,11 @@ class Contraction:
         cls,
         lhs_ndim: int,
         rhs_ndim: int,
-        dimension_numbers: tuple[tuple[Sequence[int], Sequence[int]], ...],
+        dimension_numbers: DimensionNumbers | None,
     ) -> Contraction:
         """Labels of ``lax.dot_general``: output dimensions are batch, then lhs's, then rhs's."""
-        (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = dimension_numbers
+        numbers = explicit_dimension_numbers(dimension_numbers, lhs_ndim)
+        (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = numbers
         lhs = tuple(range(lhs_ndim))
         rhs = list(range(lhs_ndim, lhs_ndim + rhs_ndim))
         for i, j in (
