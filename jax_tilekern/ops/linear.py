@@ -185,7 +185,7 @@ def _times(
 ) -> Callable[[Any, Any], Any]:
     def gated(y: Any, up: Any) -> Any:
         gate = activation(y)
-        if jnp.shape(gate) != () or not hasattr(gate, "dtype"):
+        if not jax.tree_util.treedef_is_leaf(jax.tree.structure(gate)):
             raise TypeError(f"the activation returns {gate!r}; it must return one scalar")
         value = _times_up(gate, up)
         return value if epilogue is None else epilogue(value)
