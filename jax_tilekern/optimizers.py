@@ -23,8 +23,8 @@ from jax_tilekern.ops.newton_schulz import (
     Method,
     Preconditioning,
     newton_schulz,
-    orthogonalized_in_loop,
 )
+from jax_tilekern.ops.newton_schulz_iteration import orthogonalized_in_loop
 
 # optax.contrib.muon's presets.
 _PRESETS: dict[str, Any] = {

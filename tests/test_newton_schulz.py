@@ -13,7 +13,8 @@ from numerics import check_derivatives
 from sharded import AUTO, EXPLICIT, bytes_sent, collectives, devices, mesh_of, put
 
 import jax_tilekern as jtk
-from jax_tilekern.ops.newton_schulz import COEFFICIENTS, _Form, _iterated, _largest_power_of_two
+from jax_tilekern.ops.newton_schulz import COEFFICIENTS
+from jax_tilekern.ops.newton_schulz_iteration import Form, iterated, largest_power_of_two
 
 pytestmark = pytest.mark.usefixtures("highest_precision")
 
@@ -76,7 +77,7 @@ def with_singular_values(rng, s, columns, dtype=np.float32):
 # Products in float16, where those of float32 are in TF32.
 
 
-class Tf32(_Form):
+class Tf32(Form):
     """Products whose operands are rounded to TF32, and their results to float32."""
 
     @staticmethod
@@ -117,7 +118,7 @@ def test_float16_is_as_accurate_as_tf32(rng, kind, method):
 
     @jax.jit
     def in_float16(x):
-        return _iterated(x, table, jnp.float32(0), precision=None, in_float16=True, **options)
+        return iterated(x, table, jnp.float32(0), precision=None, in_float16=True, **options)
 
     @jax.jit
     def in_tf32(x):
@@ -146,7 +147,7 @@ def test_no_element_overflows_float16(table):
         z = b * s**2 + c * s**4
         largest = max(largest, np.abs(z).max(), (s**2).max())
         s = np.linspace(0, np.abs(s * (a + z)).max(), 2001)
-    scale = float(_largest_power_of_two(jnp.asarray(table)))
+    scale = float(largest_power_of_two(jnp.asarray(table)))
     assert np.frexp(scale)[0] == 0.5
     # At least a quarter of the range is used.
     assert 2**12 < scale**2 * max(largest, s.max(), (s**2).max()) <= 2**15
@@ -157,11 +158,11 @@ def test_float16_with_steep_coefficients_nan_and_zeros(rng, method):
     x = rng.normal(size=(3, 16, 64)).astype(np.float32)
     x[1, 2, 3], x[2] = np.nan, 0
     table = jnp.asarray([(20.0, -30.0, 15.0), (10.0, 0.5, 0.25)])
-    iterated = functools.partial(
-        _iterated, x, table, jnp.float32(1e-8), preconditioning="frobenius", method=method,
+    by = functools.partial(
+        iterated, x, table, jnp.float32(1e-8), preconditioning="frobenius", method=method,
         precision=None,
     )  # fmt: skip
-    got, wanted = iterated(in_float16=True), iterated()
+    got, wanted = by(in_float16=True), by()
     assert got.dtype == np.float32
     np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
     np.testing.assert_allclose(got, wanted, atol=3e-3 * np.abs(wanted[0]).max())
