@@ -25,10 +25,9 @@ from jax_tilekern.ops.quantize import Block, quantize
 from jax_tilekern.ops.scaled_matmul import scaled_matmul
 from jax_tilekern.ops.scaled_operands import check_result
 from jax_tilekern.ops.segments.explicit import by_automatic_axes
-from jax_tilekern.plans.contraction import explicit_dimension_numbers
+from jax_tilekern.plans.contraction import DimensionNumbers, explicit_dimension_numbers
 from jax_tilekern.plans.quantize import BLOCK, QUANTIZED_DTYPES
 
-DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 _ROWS: Block = (1, BLOCK)
 _SQUARE: Block = (BLOCK, BLOCK)
 

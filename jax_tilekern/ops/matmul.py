@@ -17,11 +17,7 @@ from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.labelled_operands import check_operands
-from jax_tilekern.plans.contraction import Contraction
-
-DotDimensionNumbers = tuple[
-    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
-]
+from jax_tilekern.plans.contraction import Contraction, DimensionNumbers
 
 
 @jitted("precision", "preferred_element_type", "out_sharding", "epilogue")
@@ -246,7 +242,7 @@ def labelled_matrices(a: Array, b: Array) -> tuple[Array, Array, Contraction]:
 def dot_general(
     lhs: ArrayLike,
     rhs: ArrayLike,
-    dimension_numbers: DotDimensionNumbers,
+    dimension_numbers: DimensionNumbers,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     *,

@@ -214,9 +214,9 @@ def _plan_on_cpu(_: Any, __: Any, **params: Any) -> Rewrite:
     return Rewrite("its products have kernels", functools.partial(iterated, **params))
 
 
-def _plan_on_cuda(operands: Sequence[Operand], _: Any, **params: Any) -> Rewrite:
+def _plan_on_cuda(operands: Sequence[Operand], results: Any, **params: Any) -> Rewrite:
     if not _multiplies_in_tf32(operands[0].aval.dtype, params["precision"]):
-        return _plan_on_cpu(operands, _, **params)
+        return _plan_on_cpu(operands, results, **params)
     return Rewrite(
         "its products have kernels of float16, which has the precision of TF32",
         functools.partial(iterated, in_float16=True, **params),

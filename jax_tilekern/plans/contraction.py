@@ -28,11 +28,12 @@ from jax_tilekern.plans.grouped_gemm.problem import MAX_GROUP_BATCH_DIMS, Groupe
 Labels = tuple[int, ...]
 
 
-DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], ...]
+# Those of ``lax.dot_general``.
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
 def explicit_dimension_numbers(numbers: DimensionNumbers | None, lhs_ndim: int) -> DimensionNumbers:
-    """Return the dimension numbers of ``lax.dot_general``, which may leave out those of ``dot``."""
+    """Return dimension numbers; ``None`` stands for those of ``lax.dot``."""
     return (((lhs_ndim - 1,), (0,)), ((), ())) if numbers is None else numbers
 
 
