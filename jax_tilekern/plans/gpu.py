@@ -227,6 +227,11 @@ def gpu_target(gpu: Gpu | str) -> Iterator[Gpu]:
         yield chosen
 
 
+def target_is_set() -> bool:
+    """Return whether :func:`gpu_target` has named the GPU to plan for."""
+    return _target.value is not None
+
+
 @contextmanager
 def planning_beside_collectives() -> Iterator[None]:
     """Inside the context, :func:`current_gpu` shares its SMs with collective operations."""
