@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 
 import jax
@@ -215,26 +214,6 @@ def test_objects_without_text_stand_for_themselves_in_this_process():
     assert from_text(to_text({"settings": kernel}))["settings"] is kernel
     with pytest.raises(RuntimeError, match="another process"):
         from_text('{"dict": {"settings": {"object": "somewhere-0"}}}')
-
-
-def test_calls_in_programs_of_an_earlier_release_are_known():
-    """Grouped GEMMs were operations of their own in 0.1.0, with labels of a type of their own."""
-    from jax_tilekern.partitioning.call import _operations
-
-    labels = {
-        "lhs": [0, 1],
-        "rhs": [2, 1, 3],
-        "bounds": [2],
-        "out": [0, 3],
-        "ragged": 0,
-        "group": 2,
-    }
-    text = json.dumps({"dict": {"contraction": {"RaggedContraction": labels}}})
-    contraction = Contraction((0, 1), (2, 1, 3), (0, 3), (2,), 0, 2)
-    assert from_text(text) == {"contraction": contraction}
-    for name in ("tilekern_contract", "tilekern_contract_with_epilogue"):
-        earlier = name.replace("contract", "contract_groups")
-        assert _operations[earlier] is _operations[name]
 
 
 def test_tuned_choices_are_part_of_the_text():

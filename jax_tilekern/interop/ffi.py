@@ -45,26 +45,9 @@ CUDA_LAUNCH_CHECKED = "jax_tilekern_cuda_launch_checked"
 CUDA_LAUNCH_OVERLAPPED = "jax_tilekern_cuda_launch_overlapped"
 # The custom call that XLA's partitioner replaces; see jax_tilekern.partitioning.call.
 PARTITIONED = "jax_tilekern_partitioned"
-# Every target. Exported programs name them and their attributes: tests/exported has programs of
-# the last release, which must still run.
+# Every target. Exported programs name them and their attributes.
 FFI_TARGETS = (
-    CPU_MATMUL,
-    CPU_RAGGED_MATMUL,
-    CPU_TRANSPOSE,
-    CPU_SUM,
-    CPU_ADD,
-    CPU_ORDER_BY_KEY,
-    CPU_SEGMENT_REDUCE,
-    CPU_MATRIX_INVERSE,
-    CPU_MATRIX_LU,
-    CPU_MATRIX_CHOLESKY,
-    CPU_MATRIX_SOLVE,
-    CPU_MATRIX_SVD,
-    CPU_MATRIX_EIGH,
-    CPU_MATRIX_QR,
-    CUDA_LAUNCH,
-    CUDA_LAUNCH_CHECKED,
-    CUDA_LAUNCH_OVERLAPPED,
+    *(target for targets in _core.registrations().values() for target in targets),
     PARTITIONED,
 )
 

@@ -25,7 +25,6 @@ from jax_tilekern.ops.complex_products import planners
 from jax_tilekern.ops.contraction_lowering import source
 from jax_tilekern.ops.groups import local_bounds, masked
 from jax_tilekern.ops.labelled_operands import common_type, product_by_lax
-from jax_tilekern.partitioning.call import rename
 from jax_tilekern.partitioning.local_program import Shard
 from jax_tilekern.partitioning.rule import ShardingRule, sizes_of
 from jax_tilekern.plans.contraction import Contraction
@@ -254,5 +253,3 @@ _bind = define(
         stands_for=as_dot_general,
     )
 )
-# The name in programs that 0.1.0 exported.
-rename("tilekern_contract_groups", "tilekern_contract")

@@ -41,7 +41,6 @@ from jax_tilekern.ops.groups import local_bounds, over_groups, part_of
 from jax_tilekern.ops.labelled_operands import common_type
 from jax_tilekern.ops.quantize import quantize
 from jax_tilekern.partitioning import params_text
-from jax_tilekern.partitioning.call import rename
 from jax_tilekern.partitioning.local_program import FunctionOfSum, Shard
 from jax_tilekern.partitioning.rule import Dims, ShardingRule
 from jax_tilekern.plans.contraction import Contraction, Labels, labelled
@@ -672,5 +671,3 @@ _bind = define(
         saved=_saved,
     )
 )
-# The name in programs that 0.1.0 exported.
-rename("tilekern_contract_groups_with_epilogue", "tilekern_contract_with_epilogue")

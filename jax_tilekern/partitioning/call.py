@@ -110,11 +110,6 @@ def register_exchange(name: str, along_axis: AlongAxis) -> None:
     _along_axis[name] = along_axis
 
 
-def rename(earlier: str, name: str) -> None:
-    """Make an operation known by its name in programs that an earlier release exported."""
-    _operations[earlier] = _operations[name]
-
-
 def lower_partitioned(
     ctx: Any,
     operation: PartitionedOperation,
@@ -269,12 +264,9 @@ def _answer(
         for shapes in (operand_shapes, result_shapes)
     )
     rule = operation.rule(*operands, **params)
-    mesh, specs = common_mesh(
-        [*operand_shardings, *result_shardings],
-        [x.ndim for x in (*operands, *results)],
-        # Programs that earlier releases exported do not say it.
-        content.get("devices", 1),
-    )
+    ranks = [x.ndim for x in (*operands, *results)]
+    shardings = [*operand_shardings, *result_shardings]
+    mesh, specs = common_mesh(shardings, ranks, content["devices"])
     nbytes = [math.prod(x.shape) * x.dtype.itemsize for x in (*operands, *results)]
     n = len(operands)
     readers = readers or [1] * n
@@ -294,9 +286,7 @@ def _answer(
     local = [(partition.operand_shape(i, x.shape), x.dtype) for i, x in enumerate(operands)]
     axes = list(zip(axis_names(range(len(mesh))), mesh, strict=True))
     tuned, mode = using_digest(content["tuned"]), outcomes.entered(content["mode"])
-    # Exported programs of 0.1.0 have none.
-    policy_then = policy(content.get("policy", "auto"))
-    parts_then = in_parts(content.get("parts"))
+    policy_then, parts_then = policy(content["policy"]), in_parts(content["parts"])
     # XLA calls on its own thread, or on one that has the contexts of the compiling code.
     types = by_types(operands, results, params)
     beside = planning_beside_collectives()
@@ -340,7 +330,7 @@ def _row_exchanges(
             jax.core.ShapedArray(shape, x.dtype)
             for shape, x in zip(exchange.shapes, operands, strict=True)
         ]
-        with policy(content.get("policy", "auto")), in_parts(content.get("parts")):
+        with policy(content["policy"]), in_parts(content["parts"]):
             function = along_axis(exchange, *local, **params)
         return [] if function is None else [(exchange, function)]
 

@@ -23,8 +23,6 @@ from jax import numpy as jnp
 
 from jax_tilekern.plans.contraction import Contraction
 
-# Programs that 0.1.0 exported have the second name for a contraction with groups.
-_DATACLASSES = {"Contraction": Contraction, "RaggedContraction": Contraction}
 _ENUMS = {
     kind.__name__: kind
     for kind in (lax.AccuracyMode, lax.DotAlgorithmPreset, lax.Precision, lax.RoundingMethod)
@@ -87,7 +85,7 @@ def _encoded(value: Any) -> Any:
     name = type(value).__name__
     if name in _ENUMS:
         return {name: value.name}
-    if name in _DATACLASSES:
+    if isinstance(value, Contraction):
         fields = dataclasses.fields(value)
         return {name: {field.name: _encoded(getattr(value, field.name)) for field in fields}}
     if name in _codecs and (data := _codecs[name].to_data(value)) is not None:
@@ -124,7 +122,7 @@ def _decoded(value: Any) -> Any:
         return _ENUMS[name][content]
     if name in _codecs:
         return _codecs[name].from_data(_decoded(content))
-    return _DATACLASSES[name](**{key: _decoded(x) for key, x in content.items()})
+    return Contraction(**{key: _decoded(x) for key, x in content.items()})
 
 
 # Objects of this process, and their tokens.

@@ -46,7 +46,7 @@ def order_by_key(keys: Array, *, bins: int) -> tuple[Array, Array]:
     bounds
         The position in ``order`` where each bin begins, and the number of rows.
     """
-    order, bounds = _bind(keys, bins=bins, is_sorted=False)
+    order, bounds = _bind(keys, bins=bins, is_sorted=False, places=False)
     return order, bounds
 
 
@@ -66,7 +66,7 @@ def bounds_of_sorted(keys: Array, *, bins: int) -> Array:
     The bounds of keys that do not ascend have no meaning, but they ascend.
     """
     bounds: Array
-    (bounds,) = _bind(keys, bins=bins, is_sorted=True)
+    (bounds,) = _bind(keys, bins=bins, is_sorted=True, places=False)
     return bounds
 
 
@@ -76,10 +76,9 @@ def _inverse(order: Array) -> Array:
     return jnp.zeros_like(order).at[order].set(rows, unique_indices=True, mode="promise_in_bounds")
 
 
-# Programs that 0.1.0 exported have no ``places``.
-def _reference(keys: Array, *, bins: int, is_sorted: bool, places: bool = False) -> list[Array]:
+def _reference(keys: Array, *, bins: int, is_sorted: bool, places: bool) -> list[Array]:
     if keys.ndim == 2:
-        of_batch = functools.partial(_reference, bins=bins, is_sorted=is_sorted)
+        of_batch = functools.partial(_reference, bins=bins, is_sorted=is_sorted, places=places)
         return jax.vmap(of_batch)(keys)
     rows, keys = lax.iota(np.int32, keys.shape[0]), bins_of(keys, bins)
     order = []
@@ -104,7 +103,7 @@ def _batch(
     What reads places takes the rows of all batches as those of one layer of experts.
     """
     keys = jnp.moveaxis(operands[0], dims[0], 0)
-    if params.get("places"):
+    if params["places"]:
         results = _of_batches(keys, **params)
         return results, [0] * len(results)
     batches = keys.shape[:-1]
@@ -112,18 +111,18 @@ def _batch(
     return [x.reshape(*batches, *x.shape[1:]) for x in results], [0] * len(results)
 
 
-def _of_batches(keys: Array, *, bins: int, **params: Any) -> list[Array]:
+def _of_batches(keys: Array, *, bins: int, is_sorted: bool, places: bool) -> list[Array]:
     """Sort all batches at once: their keys follow one another."""
     batch, rows = keys.shape
     flat = (bins_of(keys, bins) - 1 + first_of_batches(batch, bins)).ravel()
-    *order, bounds = _bind(flat, bins=batch * bins, **params)
-    ends = 0 if params.get("places") else 1
+    *order, bounds = _bind(flat, bins=batch * bins, is_sorted=is_sorted, places=places)
+    ends = 0 if places else 1
     starts = jnp.stack([bounds[i * bins : (i + 1) * bins + ends] for i in range(batch)])
     first = first_of_batches(batch, rows)
     return [*(each.reshape(batch, rows) - first for each in order), starts - first]
 
 
-def _sharding_rule(keys: Any, *, is_sorted: bool, places: bool = False, **_: Any) -> ShardingRule:
+def _sharding_rule(keys: Any, *, is_sorted: bool, places: bool, **_: Any) -> ShardingRule:
     """Every device sorts all rows, of its own batches."""
     results = 1 if is_sorted else 2 + places
     batches = tuple(range(keys.ndim - 1))
@@ -149,11 +148,11 @@ def _with_places(reason: str, bins: int) -> Rewrite:
 
 
 def _cuda(
-    operands: Sequence[Operand], _: Any, *, bins: int, is_sorted: bool, places: bool = False
+    operands: Sequence[Operand], _: Any, *, bins: int, is_sorted: bool, places: bool
 ) -> PlannedKernel | Rewrite | Fallback:
     (keys,) = operands
     if keys.aval.ndim == 2:
-        return _batches_at_once(bins=bins, is_sorted=is_sorted)
+        return _batches_at_once(bins=bins, is_sorted=is_sorted, places=places)
     planner = plan_bounds if is_sorted else plan_index_sort
     sort = IndexSort(keys.aval.shape[0], bins, places)
     if places and not sort.in_one_pass:
@@ -162,10 +161,10 @@ def _cuda(
 
 
 def _cpu(
-    operands: Sequence[Operand], _: Any, *, bins: int, is_sorted: bool, places: bool = False
+    operands: Sequence[Operand], _: Any, *, bins: int, is_sorted: bool, places: bool
 ) -> PlannedKernel | Rewrite:
     if operands[0].aval.ndim == 2:
-        return _batches_at_once(bins=bins, is_sorted=is_sorted)
+        return _batches_at_once(bins=bins, is_sorted=is_sorted, places=places)
     if places:
         return _with_places("XLA inverts the order", bins)
     call = ffi.CpuCall(ffi.CPU_ORDER_BY_KEY, {})
