@@ -13,8 +13,9 @@ from products import BF16, F32, H100, MODERN, product_of
 
 import jax_tilekern as jtk
 from jax_tilekern.compilation.nvrtc import nvrtc
-from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
+from jax_tilekern.epilogue.cuda_text import computed_type, cuda_text
 from jax_tilekern.epilogue.scalar_function import trace_scalars
+from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue
 from jax_tilekern.plans.contraction import Contraction
 from jax_tilekern.plans.gemm.select import candidates, plan_matmul

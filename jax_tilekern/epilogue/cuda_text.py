@@ -8,9 +8,8 @@ whole fusion, so its results can differ by the rounding of intermediate values.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from jax_tilekern.epilogue.primitives import INNER_JAXPR, TO_16_BITS, is_copy, translation
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
+from jax_tilekern.epilogue.understood import Untranslatable, located
 from jax_tilekern.interop import compat
 from jax_tilekern.plans.cxx import CXX_TYPES
 from jax_tilekern.plans.gemm.arithmetic import BF16, F16, FP8
@@ -26,26 +26,6 @@ _SIXTEEN_BITS = (F16, BF16)
 _CONVERSION = 2
 # What logistic takes more than tanh, which nothing uses then, and the two operations after it.
 _LOGISTIC_FOR_TANH = -7
-
-
-class Untranslatable(Exception):
-    """A function that CUDA does not compute; the message says why."""
-
-    is_located = False
-
-
-@contextlib.contextmanager
-def located(eqn: Any) -> Iterator[None]:
-    """Let an ``Untranslatable`` from inside the context name the user's line of an equation."""
-    try:
-        yield
-    except Untranslatable as error:
-        line = compat.source_line(eqn)
-        if error.is_located or not line:
-            raise
-        found = Untranslatable(f"{error}, at {line}")
-        found.is_located = True
-        raise found from None
 
 
 @dataclass(frozen=True)

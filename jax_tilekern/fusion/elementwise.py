@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type
+from jax_tilekern.epilogue.cuda_text import computed_type
 from jax_tilekern.epilogue.primitives import is_elementwise
+from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop import compat
 
 Shape = tuple[int, ...]

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type
+from jax_tilekern.epilogue.cuda_text import computed_type
+from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop import compat
 from jax_tilekern.lanes.arrays import Places, at_index, result_type
 from jax_tilekern.lanes.values import Buffer, Value, everywhere, in_memory

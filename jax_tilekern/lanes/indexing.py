@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type
+from jax_tilekern.epilogue.cuda_text import computed_type
+from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.lanes.arrays import Places, result_type, sliced
 from jax_tilekern.lanes.values import Index, Value, in_memory, plus
 from jax_tilekern.lanes.writer import LaneWriter, rule

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_tilekern.epilogue.cuda_text import Untranslatable, located
 from jax_tilekern.epilogue.primitives import INNER_JAXPR
+from jax_tilekern.epilogue.understood import Untranslatable, located
 from jax_tilekern.interop import compat
 
 # What moves keys moves each word of their data alike.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_tilekern.epilogue.cuda_text import Untranslatable
+from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop import compat
 from jax_tilekern.lanes.arrays import Places
 from jax_tilekern.lanes.values import Value

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type
+from jax_tilekern.epilogue.cuda_text import computed_type
+from jax_tilekern.epilogue.understood import Untranslatable
 
 # Their rules are registered when they are imported.
 from jax_tilekern.lanes import bits, control_flow, indexing, linear_algebra  # noqa: F401

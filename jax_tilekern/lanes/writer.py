@@ -21,14 +21,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_tilekern.epilogue.cuda_text import (
-    ScalarWriter,
-    Untranslatable,
-    computed_type,
-    literal,
-    located,
-)
+from jax_tilekern.epilogue.cuda_text import ScalarWriter, computed_type, literal
 from jax_tilekern.epilogue.primitives import INNER_JAXPR, is_elementwise
+from jax_tilekern.epilogue.understood import PARAMETERS, Untranslatable, located, refuse_unknown
 from jax_tilekern.interop import compat
 from jax_tilekern.lanes.values import (
     Buffer,
@@ -371,12 +366,14 @@ class LaneWriter:
     ) -> list[Value]:
         name = eqn.primitive.name
         if name in INNER_JAXPR:
+            refuse_unknown(eqn, PARAMETERS.get(name, {}))
             return self.jaxpr(compat.closed_jaxpr(eqn.params[INNER_JAXPR[name]]), operands, places)
         if name in RULES:
             return RULES[name](self, eqn, operands, places)
         if name in references:
             return self.meaning(functools.partial(references[name], **eqn.params), eqn, operands)
         if is_elementwise(name, eqn.params):
+            refuse_unknown(eqn, PARAMETERS.get(name, {}))
             return [self._elementwise(eqn, operands, places[0])]
         raise Untranslatable(f"no CUDA for {name}")
 

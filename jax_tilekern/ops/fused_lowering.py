@@ -11,14 +11,9 @@ from typing import Any, Literal
 import numpy as np
 from jax import Array
 
-from jax_tilekern.epilogue.cuda_text import (
-    CudaText,
-    Untranslatable,
-    computed_type,
-    cuda_text,
-    rounded,
-)
+from jax_tilekern.epilogue.cuda_text import CudaText, computed_type, cuda_text, rounded
 from jax_tilekern.epilogue.scalar_function import ScalarFunction
+from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.contraction_lowering import CUDA, LoweredProduct, cuda_kernel, state_problem
 from jax_tilekern.plans.contraction import Contraction, Labels

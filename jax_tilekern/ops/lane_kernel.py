@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_tilekern.epilogue.cuda_text import Untranslatable
+from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop import compat, outcomes
 from jax_tilekern.lanes.keys import is_key, without_keys
 from jax_tilekern.lanes.text import Layout, lane_kernel

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jax_tilekern.epilogue.cuda_text import Untranslatable, computed_type, cuda_text
+from jax_tilekern.epilogue.cuda_text import computed_type, cuda_text
+from jax_tilekern.epilogue.understood import Untranslatable
 from jax_tilekern.interop import ffi
 from jax_tilekern.ops.planned_kernel import planned_kernel
 from jax_tilekern.ops.segments.edges import (
