@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 import re
 import time
 import weakref
@@ -240,9 +241,18 @@ def test_forward_mode_through_a_while_loop_and_not_reverse_mode():
         (lambda x, y: (x, y.sum()), (0, None), (0, None), (jnp.ones(3), jnp.ones(4))),
         (lambda x, y: x + y["a"], (1, {"a": -1}), 1, (START, {"a": START})),
         (lambda x: jnp.outer(x, x), 0, -1, (START,)),
-        (lambda x, n: x[:n], (0, None), 0, (START, 2)),
+        (lambda x, n: x * n, (0, None), 0, (START, 2)),
+        (lambda x, b, z: jnp.where(b, x * z, z), (0, None, None), 0, (START, True, 1j)),
+        (lambda x, name: getattr(jnp, name)(x), (0, None), 0, (START, "sin")),
+        (lambda x, f: f(x), (0, None), 0, (START, jnp.sin)),
+        (lambda x, each: x * sum(each), (0, [None, 0]), 0, (START, [2.0, START])),
         (lambda x: 1.0, 0, 0, (START,)),
+        (lambda x: (1, 2.0, True), 0, None, (START,)),
         (lambda x: None, 0, 0, (START,)),
+        (lambda x: {}, 0, None, (START,)),
+        (lambda x: (x, {"a": None}, ()), 0, 0, (START,)),
+        (lambda x: 1, 0, None, (START[:0],)),
+        (lambda x, y: (x, y.sum()), (0, None), (0, None), (START[:0], START)),
         (lambda x: x * START.sum(), 0, 0, (START,)),
         (lambda x: (x, x.sum() * jnp.ones(0)), 0, 0, (START[:0],)),
         (lambda x: jtk.kernel(lambda y: y * 2)(x).sum(), 0, 0, (START,)),
@@ -261,27 +271,87 @@ def test_arguments_are_those_of_vmap(f, in_axes, out_axes, args):
         np.testing.assert_allclose(x, y, 1e-6)
 
 
-def test_a_function_is_traced_once_for_its_axes():
+def counted(f):
+    """Return a function, and the list that it appends to where it is traced."""
     traced = []
 
-    def f(x):
-        traced.append(x)
-        return x + 1
+    def function(*args):
+        traced.append(args)
+        return f(*args)
 
+    return function, traced
+
+
+def test_a_mapped_function_is_traced_once():
+    f, traced = counted(lambda x: x + 1)
+    mapped = jtk.kernel(f)
     for _ in range(3):
-        jtk.kernel(f)(jnp.ones(3))
-    once = len(traced)
-    jtk.kernel(f, in_axes=1)(jnp.ones((3, 2)))
-    assert len(traced) == 2 * once
-    jtk.kernel(f)(jnp.ones(3))
+        mapped(jnp.ones(3))
+        # Once for the types of results, and once for the kernel.
+        once = len(traced)
+        assert once <= 2
+    mapped(jnp.ones(4))
     assert len(traced) == 2 * once
     # A partial of it, a method, and a callable object.
     for other in (functools.partial(f), [1.0, 2.0].__getitem__):
         assert callable(jtk.kernel(other))
     alive = weakref.ref(f)
-    del f, other
+    del f, other, mapped
+    traced.clear()
     gc.collect()
     assert alive() is None
+
+
+def test_numbers_are_operands():
+    f, traced = counted(lambda x, y: x * y)
+    mapped = jtk.kernel(f, in_axes=(0, None))
+    for y in (0.0, -0.0, math.nan, *np.arange(20.0).tolist()):
+        found, wanted = mapped(jnp.ones(3), y), np.full(3, y, np.float32)
+        np.testing.assert_array_equal(found, wanted)
+        np.testing.assert_array_equal(np.signbit(found), np.signbit(wanted))
+    once = len(traced)
+    assert once <= 2
+    for y in (1, 2, True, False, 1j, 2j):
+        found, wanted = mapped(jnp.ones(3), y), jax.vmap(lambda x, y=y: x * y)(jnp.ones(3))
+        assert found.dtype == wanted.dtype
+        np.testing.assert_array_equal(found, wanted)
+    assert len(traced) == 4 * once
+    assert jax.grad(lambda y: mapped(jnp.ones(3), y).sum())(2.0) == 3.0
+
+
+def test_a_mapped_function_reads_what_is_closed_over_at_its_first_call():
+    factor = 2.0
+
+    def f(x):
+        return x * factor
+
+    first = jtk.kernel(f)
+    np.testing.assert_array_equal(first(jnp.ones(3)), 2.0)
+    factor = 3.0
+    np.testing.assert_array_equal(jtk.kernel(f)(jnp.ones(3)), 3.0)
+    np.testing.assert_array_equal(first(jnp.ones(3)), 2.0)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, n: x[:n],
+        lambda x, n: x if n else -x,
+        lambda x, n: jnp.zeros(n),
+        lambda x, n: sum(x for _ in range(n)),
+        lambda x, n: x * np.sin(n),
+        lambda x, n: lax.scan(lambda c, _: (c, None), x, None, length=n)[0],
+    ],
+)
+def test_a_function_that_needs_the_value_of_a_number_closes_over_it(f):
+    with pytest.raises((TypeError, IndexError), match="needs the value of one closes over it"):
+        jtk.kernel(f, in_axes=(0, None))(START, 2)
+    found = jtk.kernel(lambda x: f(x, 2))(START)
+    np.testing.assert_array_equal(found, jax.vmap(f, (0, None))(START, 2))
+    # Errors about other arguments have no such note.
+    with pytest.raises(TypeError) as info:
+        jtk.kernel(lambda x: jnp.zeros(x))(jnp.arange(3))
+    assert not any("Python numbers" in note for note in info.value.__notes__)
 
 
 def test_keywords_and_closed_over_tracers():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -58,9 +58,12 @@ def kernel(
     Parameters
     ----------
     f
-        The function of one element. What it closes over is read by all threads.
+        The function of one element. What it closes over is read by all threads. Each mapped
+        function traces it once for each set of shapes and types, as ``jax.jit`` does, and keeps
+        what it closes over at that time.
     in_axes, out_axes
-        As of :func:`jax.vmap`.
+        As of :func:`jax.vmap`. An argument with the axis ``None`` may be any hashable object. A
+        Python number is traced, as by ``jax.jit``: one program serves all values of it.
     checkpoint
         What reverse mode saves of a ``scan``, for all elements. ``None``: what the derivative of
         each step needs. A number of steps: the state at every so many steps; the steps are computed
@@ -98,75 +101,55 @@ def kernel(
     """
     if not callable(f):
         raise TypeError(f"kernel maps a function, not {f!r}")
-    call = _jitted_of(f, in_axes, out_axes, checked(checkpoint))
+    checkpoint = checked(checkpoint)
 
-    # ``call`` refers weakly to the function, which this one keeps.
+    @functools.partial(jax.jit, static_argnums=0, inline=compat.inlined_when_traced)
+    def call(static: _Static, *operands: Any) -> Any:
+        args, kwargs = static.arguments(operands)
+        mapped = jax.vmap(f, in_axes=in_axes, out_axes=out_axes)
+        return _mapped(f, mapped, in_axes, out_axes, checkpoint, args, kwargs)
+
     @functools.wraps(f)
     def of_batch(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        static, arrays = _Static.of(leaves, tree)
-        return call(static, *arrays)
+        static, operands = _Static.of(leaves, tree)
+        try:
+            return call(static, *operands)
+        except (TypeError, IndexError) as error:
+            if any(isinstance(x, _NUMBERS) for x in operands):
+                error.add_note(
+                    "Python numbers among the arguments of a kernel are traced, as by jax.jit. A "
+                    "function that needs the value of one closes over it."
+                )
+            raise
 
     return of_batch
 
 
-# For each function the jitted calls by axes, which are traced and compiled once, as jax.jit does.
-_jitted: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
-
-
-def _jitted_of(
-    f: Callable[..., Any], in_axes: Any, out_axes: Any, checkpoint: Checkpoint
-) -> Callable[..., Any]:
-    """Return the jitted call of a function on the arrays of a batch."""
-    kind: Any = type(f)
-    # Equal methods are other objects.
-    if kind.__eq__ is not object.__eq__:
-        return _jit(lambda: f, in_axes, out_axes, checkpoint)
-    leaves, tree = jax.tree.flatten((in_axes, out_axes), is_leaf=lambda x: x is None)
-    try:
-        calls, key = _jitted.setdefault(f, {}), (tuple(leaves), tree, checkpoint)
-        if key not in calls:
-            calls[key] = _jit(weakref.ref(f), in_axes, out_axes, checkpoint)
-    except TypeError:
-        # No weak reference, or axes that vmap refuses.
-        return _jit(lambda: f, in_axes, out_axes, checkpoint)
-    return calls[key]
-
-
-def _jit(
-    function: Callable[[], Any], in_axes: Any, out_axes: Any, checkpoint: Checkpoint
-) -> Callable[..., Any]:
-    @functools.partial(jax.jit, static_argnums=0, inline=compat.inlined_when_traced)
-    def call(static: _Static, *leaves: Any) -> Any:
-        args, kwargs = static.arguments(leaves)
-        f = function()
-        mapped = jax.vmap(f, in_axes=in_axes, out_axes=out_axes)
-        return _mapped(f, mapped, in_axes, out_axes, checkpoint, args, kwargs)
-
-    return call
+_NUMBERS = (bool, int, float, complex)
 
 
 class _Static(NamedTuple):
-    """The arguments of a call that are no arrays."""
+    """The arguments of a call that are no operands."""
 
     tree: Any
-    # The type and the value of each leaf, ``None`` for an array.
+    # The type and the value of each leaf, ``None`` for an operand.
     values: tuple[tuple[type, Hashable] | None, ...]
 
     @classmethod
     def of(cls, leaves: Sequence[Any], tree: Any) -> tuple[_Static, list[Any]]:
-        arrays: list[Any] = []
-        values: list[tuple[type, Hashable] | None] = []
-        for leaf in leaves:
-            if isinstance(leaf, (bool, int, float, complex, str)):
-                values.append((type(leaf), leaf))
-            else:
-                arrays.append(leaf)
-                values.append(None)
-        return cls(tree, tuple(values)), arrays
+        are_operands = [
+            isinstance(x, _NUMBERS) or hasattr(x, "dtype") or hasattr(x, "__jax_array__")
+            for x in leaves
+        ]
+        values = (
+            None if is_operand else (type(x), x)
+            for x, is_operand in zip(leaves, are_operands, strict=True)
+        )
+        return cls(tree, tuple(values)), list(itertools.compress(leaves, are_operands))
 
-    def arguments(self, arrays: Sequence[Any]) -> Any:
-        given = iter(arrays)
+    def arguments(self, operands: Sequence[Any]) -> Any:
+        given = iter(operands)
         leaves = [next(given) if value is None else value[1] for value in self.values]
         return jax.tree.unflatten(self.tree, leaves)
 
@@ -227,6 +210,9 @@ def _mapped(
     operand_axes += [(None,)] * len(consts)
     raw = [jax.random.key_data(x) if is_key(jax.typeof(x)) else x for x in operands]
     out_positions = _out_positions(out_axes, shapes, traced.out_avals)
+    if None in out_positions and 0 in lane_sizes(operands, operand_axes):
+        # A value that is the same for all lanes is in none of them.
+        return mapped(*args, **kwargs)
     results = _rules.bind(
         *raw,
         jaxpr=closed,
