@@ -81,7 +81,7 @@ def layer(
     x: Any, up: Any, gate: Any, down: Any, weights: Any, indices: Any, recipe: Any = None
 ) -> Any:
     """Compute the layer by one call."""
-    return jtk.moe(x, up, down, indices, weights, w_gate=gate, recipe=recipe)
+    return jtk.moe(x, up, down, weights, indices, w_gate=gate, recipe=recipe)
 
 
 def _by_parts(

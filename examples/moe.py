@@ -58,8 +58,7 @@ class Sizes(NamedTuple):
 
 def sparse_experts(params: Params, x: Array, routing: jtk.Routing) -> Array:
     """Compute each token of ``[tokens, d_model]`` by the experts that it chose."""
-    weights, indices = routing
-    return jtk.moe(x, params["up"], params["down"], indices, weights, w_gate=params["gate"])
+    return jtk.moe(x, params["up"], params["down"], routing, w_gate=params["gate"])
 
 
 def dense_experts(params: Params, x: Array, routing: jtk.Routing) -> Array:

@@ -41,9 +41,9 @@ class NnxExperts(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """Return the mixture of each token's experts."""
         tokens = x.reshape(-1, x.shape[-1])
-        weights, indices = jtk.route(self.router(tokens), self.chosen)
+        routing = jtk.route(self.router(tokens), self.chosen)
         gate, up, down = self.gate[...], self.up[...], self.down[...]
-        return jtk.moe(tokens, up, down, indices, weights, w_gate=gate).reshape(x.shape)
+        return jtk.moe(tokens, up, down, routing, w_gate=gate).reshape(x.shape)
 
 
 class EquinoxExperts(eqx.Module):
@@ -68,8 +68,8 @@ class EquinoxExperts(eqx.Module):
     def __call__(self, x: Array) -> Array:
         """Return the mixture of each token's experts."""
         tokens = x.reshape(-1, x.shape[-1])
-        weights, indices = jtk.route(jax.vmap(self.router)(tokens), self.chosen)
-        layer = jtk.moe(tokens, self.up, self.down, indices, weights, w_gate=self.gate)
+        routing = jtk.route(jax.vmap(self.router)(tokens), self.chosen)
+        layer = jtk.moe(tokens, self.up, self.down, routing, w_gate=self.gate)
         return layer.reshape(x.shape)
 
 

@@ -1119,7 +1119,7 @@ def moe(draw):
         "moe",
         f"{experts} experts, indices={indices.tolist()[:5]}",
         operands,
-        lambda m, x, gate, up, down, weights: m.moe(x, up, down, indices, weights, w_gate=gate),
+        lambda m, x, gate, up, down, weights: m.moe(x, up, down, weights, indices, w_gate=gate),
         errors,
         is_plain=False,
     )

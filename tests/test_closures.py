@@ -46,7 +46,7 @@ def _rows(f, s, x, w, _):
 
 def _experts(f, s, x, w, chosen):
     chosen, shares = chosen
-    return jtk.moe(x, w, w, chosen, shares, activation=lambda y: f(y, s))
+    return jtk.moe(x, w, w, shares, chosen, activation=lambda y: f(y, s))
 
 
 def _plain_rows(f, s, x, w):

@@ -37,7 +37,7 @@ def layer_by_experts(x, up, down, gate, logits):
 
 def layer(x, up, down, gate, logits):
     routing = jtk.route(logits, 2)
-    return jtk.moe(x, up, down, routing.indices, routing.weights, w_gate=gate)
+    return jtk.moe(x, up, down, routing, w_gate=gate)
 
 
 def reduced(name):

@@ -309,7 +309,7 @@ def test_a_layer_of_experts(dtype, monkeypatch):
     indices[0] = [2**31 - 1, -(2**31)]
 
     def ours(x, up, gate, down, weights):
-        return jtk.moe(x, up, down, indices, weights, w_gate=gate, precision="highest")
+        return jtk.moe(x, up, down, weights, indices, w_gate=gate, precision="highest")
 
     def dense(x, up, gate, down, weights):
         acted = jax.nn.silu(jnp.einsum("td,edh->teh", x, gate)) * jnp.einsum("td,edh->teh", x, up)

@@ -88,7 +88,7 @@ def test_operands_are_read_in_place(name):
 
 
 def experts(x, up, gate, down, weights, indices):
-    return jtk.moe(x, up, down, indices, weights, w_gate=gate)
+    return jtk.moe(x, up, down, weights, indices, w_gate=gate)
 
 
 def of_every_operation(dtype):
@@ -174,7 +174,7 @@ def test_memory_of_a_mixture(devices, monkeypatch):
 
 def test_a_mixture_computes_again_what_it_does_not_save():
     def without_products(x, up, gate, down, weights, indices):
-        return jtk.moe(x, up, down, indices, weights, w_gate=gate, save="inputs")
+        return jtk.moe(x, up, down, weights, indices, w_gate=gate, save="inputs")
 
     program = compiled(gradients(without_products, 5), *LAYER)
     # The forward pass computes both first products in one kernel.

@@ -262,7 +262,7 @@ def test_a_layer_of_experts(case, biases):
     def layer(x, up, gate, down, *biases):
         b_up, b_gate = biases or (None, None)
         return jtk.moe(
-            x, up, down, indices, weights, w_gate=gate, b_up=b_up, b_gate=b_gate, group_offset=1
+            x, up, down, weights, indices, w_gate=gate, b_up=b_up, b_gate=b_gate, group_offset=1
         )
 
     wanted = np.asarray(jax.jit(layer)(x, *matrices), np.float64)

@@ -53,7 +53,7 @@ def dense(arrays, weights, indices, activation=jax.nn.silu):
 def ours(arrays, weights, indices, **kwargs):
     arrays = dict(arrays)
     x, up, down = (arrays.pop(name) for name in ("x", "w_up", "w_down"))
-    return jtk.moe(x, up, down, indices, weights, precision="highest", **arrays, **kwargs)
+    return jtk.moe(x, up, down, weights, indices, precision="highest", **arrays, **kwargs)
 
 
 @pytest.mark.parametrize("gate", [True, False])
@@ -330,7 +330,7 @@ def test_indices_of_every_type(experts, dtype, index, offset, used):
     indices = np.full((1, 1), index, dtype)
 
     def total(up):
-        return jtk.moe(x, up, one, indices, weight, activation=abs, group_offset=offset).sum()
+        return jtk.moe(x, up, one, weight, indices, activation=abs, group_offset=offset).sum()
 
     assert jnp.flatnonzero(jax.grad(total)(one).sum((1, 2))).tolist() == used
 
@@ -338,6 +338,24 @@ def test_indices_of_every_type(experts, dtype, index, offset, used):
 def test_weights_of_tiny_scores():
     weights, _ = jtk.route(jnp.array([[-200.0, -201.0, -300.0]]), 2, score_function="sigmoid")
     np.testing.assert_allclose(weights, jax.nn.softmax(jnp.array([[-200.0, -201.0]])), rtol=1e-5)
+
+
+def test_takes_what_route_returns(rng):
+    arrays, routing = _operands(rng)
+    layer = functools.partial(
+        jtk.moe, *(arrays[name] for name in ("x", "w_up", "w_down")), w_gate=arrays["w_gate"]
+    )
+    np.testing.assert_array_equal(layer(routing), layer(*routing))
+    found, wanted = (
+        jax.jit(jax.grad(lambda weights, f=f: f(weights).sum()))(routing.weights)
+        for f in (
+            lambda weights: layer(routing._replace(weights=weights)),
+            lambda weights: layer(weights, routing.indices),
+        )
+    )
+    np.testing.assert_array_equal(found, wanted)
+    with pytest.raises(TypeError, match="a Routing, which has the indices; pass no others"):
+        layer(routing, routing.indices)
 
 
 def test_errors(rng):
@@ -368,6 +386,8 @@ def test_errors(rng):
         ours(arrays, weights, indices, group_offset=np.zeros(2, np.int32))
     with pytest.raises(TypeError, match=r"recipe is a jax_tilekern\.Fp8Recipe, not 'fp8'"):
         ours(arrays, weights, indices, recipe="fp8")
+    with pytest.raises(ValueError, match="score_function is 'relu'; it is 'softmax' or 'sigmoid'"):
+        jtk.route(jnp.ones((3, 4)), 2, score_function="relu")
     with pytest.raises(TypeError, match=r"weights is None; it is an array \(tokens, k\)"):
         ours(arrays, None, indices)
 
@@ -414,7 +434,7 @@ def test_kernels_of_a_layer():
     weights, indices = jax.eval_shape(lambda x: jtk.route(x[:, :8], 2), x)
 
     def gradient(x, up, down, weights, indices):
-        return jax.grad(lambda *a: jtk.moe(*a[:3], indices, a[3]).sum(), (0, 1, 2, 3))(
+        return jax.grad(lambda *a: jtk.moe(*a[:3], a[3], indices).sum(), (0, 1, 2, 3))(
             x, up, down, weights
         )
 

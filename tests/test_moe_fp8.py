@@ -76,7 +76,7 @@ def ours(arrays, weights, indices, recipe=RECIPES[0], **kwargs):
     arrays = dict(arrays)
     x, up, down = (arrays.pop(name) for name in ("x", "w_up", "w_down"))
     return jtk.moe(
-        x, up, down, indices, weights, precision="highest", recipe=recipe, **arrays, **kwargs
+        x, up, down, weights, indices, precision="highest", recipe=recipe, **arrays, **kwargs
     )
 
 
@@ -178,7 +178,7 @@ def test_devices(rng, scheme, axis_types):
     @jax.jit
     def step(x, up, down, weights, indices):
         def loss(*args):
-            return (jtk.moe(*args, indices, weights, recipe=RECIPES[0]) ** 2).sum()
+            return (jtk.moe(*args, weights, indices, recipe=RECIPES[0]) ** 2).sum()
 
         return jax.value_and_grad(loss, (0, 1, 2))(x, up, down)
 
@@ -204,7 +204,7 @@ def test_devices_have_whole_blocks_on_automatic_axes(rng, hidden):
 
     def step(x, up, down):
         def loss(*args):
-            return (jtk.moe(*args, indices, weights, recipe=RECIPES[0]) ** 2).sum()
+            return (jtk.moe(*args, weights, indices, recipe=RECIPES[0]) ** 2).sum()
 
         return jax.value_and_grad(loss, (0, 1, 2))(x, up, down)
 
@@ -215,7 +215,7 @@ def test_devices_have_whole_blocks_on_automatic_axes(rng, hidden):
     assert_close(jax.jit(step)(*placed), one, 2e-2)
     with pytest.raises(TypeError, match="no jvp"):
         jax.jit(
-            lambda *x: jax.jvp(lambda *x: jtk.moe(*x, indices, weights, recipe=RECIPES[0]), x, x)
+            lambda *x: jax.jvp(lambda *x: jtk.moe(*x, weights, indices, recipe=RECIPES[0]), x, x)
         )(*placed)
 
 

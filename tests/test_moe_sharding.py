@@ -63,7 +63,7 @@ def by_parts(x, logits, up, gate, down, bias):
 
 def ours(x, logits, up, gate, down, bias, **kwargs):
     weights, indices = jtk.route(logits, K)
-    return jtk.moe(x, up, down, indices, weights, w_gate=gate, b_down=bias, **kwargs)
+    return jtk.moe(x, up, down, weights, indices, w_gate=gate, b_down=bias, **kwargs)
 
 
 def _gradients(layer):
@@ -255,7 +255,7 @@ def test_offsets_of_a_narrow_type(rng):
 
     @jax.jit
     def layer(x, up, down, offset):
-        return jtk.moe(x, up, down, indices, weights, group_offset=offset)
+        return jtk.moe(x, up, down, weights, indices, group_offset=offset)
 
     placed = [put(mesh, a, s) for a, s in ((x, P()), (up, P("m")), (down, P("m")))]
     for offset in (np.int8(3), np.int8(-3)):
@@ -293,7 +293,7 @@ def test_nothing_to_compute_with_sharded_features(rng, kind, size):
     mesh = mesh_of((kind, kind))
     with jax.set_mesh(mesh):
         placed = put(mesh, down, P(None, None, "m"))
-        layer = jax.jit(lambda x, down: jtk.moe(x, up, down, indices, weights, b_down=bias))
+        layer = jax.jit(lambda x, down: jtk.moe(x, up, down, weights, indices, b_down=bias))
         found = layer(x, placed)
         gradients = jax.jit(jax.grad(lambda *args: layer(*args).sum(), (0, 1)))(x, placed)
     for each, like in zip((found, *gradients), (x, x, down), strict=True):

@@ -101,7 +101,9 @@ def route(
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"route: logits are floats, not {logits.dtype}")
     if score_function not in ("softmax", "sigmoid"):
-        raise ValueError(f"route: no score function {score_function!r}")
+        raise ValueError(
+            f"route: score_function is {score_function!r}; it is 'softmax' or 'sigmoid'"
+        )
     experts = allowed = logits.shape[1]
     if bias is not None:
         bias = jnp.asarray(bias)
@@ -181,8 +183,8 @@ def moe(
     x: ArrayLike,
     w_up: ArrayLike,
     w_down: ArrayLike,
-    indices: ArrayLike,
-    weights: ArrayLike,
+    weights: ArrayLike | Routing,
+    indices: ArrayLike | None = None,
     *,
     w_gate: ArrayLike | None = None,
     b_up: ArrayLike | None = None,
@@ -210,11 +212,11 @@ def moe(
         Matrices of the experts, shape ``(experts, features, hidden)``.
     w_down
         Matrices of the experts, shape ``(experts, hidden, features)``.
-    indices
-        The experts of each token, integers of shape ``(tokens, k)``, as :func:`route` returns them.
-        One out of bounds adds nothing.
     weights
-        Their weights, of the same shape.
+        Weight of each of a token's experts, shape ``(tokens, k)``, or a :class:`Routing`, as
+        :func:`route` returns it, which has both weights and indices.
+    indices
+        These experts, integers of the same shape. One out of bounds adds nothing.
     b_up, b_gate, b_down
         Biases of the experts, shapes ``(experts, hidden)`` and ``(experts, features)``.
     activation
@@ -262,13 +264,17 @@ def moe(
     >>> import jax, jax.numpy as jnp
     >>> import jax_tilekern as jtk
     >>> x, up, down = jnp.ones((5, 4)), jnp.ones((3, 4, 8)), jnp.ones((3, 8, 4))
-    >>> weights, indices = jtk.route(jnp.zeros((5, 3)), 2)
-    >>> jtk.moe(x, up, down, indices, weights, activation=jax.nn.relu)[0, 0]
+    >>> routing = jtk.route(jnp.zeros((5, 3)), 2)
+    >>> jtk.moe(x, up, down, routing, activation=jax.nn.relu)[0, 0]
     Array(32., dtype=float32)
     """
+    if isinstance(weights, Routing):
+        if indices is not None:
+            raise TypeError("moe: weights is a Routing, which has the indices; pass no others")
+        weights, indices = weights
     given: dict[str, Any] = {
         "x": x, "w_up": w_up, "w_gate": w_gate, "w_down": w_down, "b_up": b_up, "b_gate": b_gate,
-        "b_down": b_down, "indices": indices, "weights": weights,
+        "b_down": b_down, "weights": weights, "indices": indices,
     }  # fmt: skip
     for name, value in given.items():
         if value is None and name not in ("w_gate", "b_up", "b_gate", "b_down"):

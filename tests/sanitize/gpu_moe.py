@@ -68,7 +68,7 @@ def on_cpu():
 
 def ours(indices, x, up, gate, down, weights):
     """Return a layer of experts; activations are linear, so that small integers stay exact."""
-    return jtk.moe(x, up, down, indices, weights, w_gate=gate, activation=lambda a: a / 32)
+    return jtk.moe(x, up, down, weights, indices, w_gate=gate, activation=lambda a: a / 32)
 
 
 def dense(indices, x, up, gate, down, weights):
