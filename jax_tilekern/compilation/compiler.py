@@ -160,7 +160,8 @@ def compile_kernels(*kernels: Kernel, arch: str) -> Compiled:
     requests = [_request(kernel, arch) for kernel in dict.fromkeys(kernels)]
     # This thread compiles the first kernel that is not on disk, and further threads the others:
     # NVRTC runs without the interpreter's lock.
-    for request in [request for request in requests if not request.is_on_disk()][1:]:
+    missing = [x for x in requests if not x.is_on_disk()] if len(requests) > 1 else []
+    for request in missing[1:]:
         # While the interpreter exits, no thread can be started.
         with contextlib.suppress(RuntimeError):
             threading.Thread(target=request.compile_ahead).start()

@@ -133,6 +133,7 @@ def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+@functools.cache
 def toolkit_folders() -> list[str]:
     """Return the folders with headers of the CUDA toolkit: a wheel's, as the NVRTC in use is."""
     majors = cuda_majors()

@@ -242,6 +242,7 @@ _bind = define(
     Operation(
         name="tilekern_contract",
         reference=_reference,
+        any_size=lambda contraction, **_: contraction.group is None,
         transposes=transposes(contract),
         batch=functools.partial(batched, contract),
         sharding_rule=sharding_rule,

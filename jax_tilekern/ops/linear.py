@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.result_types import product_type
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.labelled_operands import common_type
@@ -136,7 +136,7 @@ def gated_linear(
     x, w_gate, w_up = jnp.asarray(x), jnp.asarray(w_gate), jnp.asarray(w_up)
     alike = (w_gate.shape, w_gate.dtype) == (w_up.shape, w_up.dtype)
     up = w_up if alike else matmul(x, w_up, **options)
-    result = compat.result_type(functools.partial(jnp.matmul, **options), x, w_gate)
+    result = product_type(jnp.matmul, x, w_gate, **options)
     lhs, gate, contraction = labelled_matrices(x, w_gate)
     function = _times(activation, epilogue)
     call: dict[str, Any] = {

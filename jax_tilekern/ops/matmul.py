@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.result_types import product_type
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.fused_contraction import contract_with_epilogue
 from jax_tilekern.ops.jitted import jitted
@@ -90,15 +90,13 @@ def matmul(
     >>> jax.grad(lambda w: jtk.matmul(x, w).sum())(w).shape
     (128, 32)
     """
-    result = compat.result_type(
-        functools.partial(
-            jnp.matmul,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        ),
+    result = product_type(
+        jnp.matmul,
         a,
         b,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
     )
     a, b, contraction = labelled_matrices(jnp.asarray(a), jnp.asarray(b))
     product = _product(a, b, contraction, result, precision, out_sharding, epilogue, operands)
@@ -174,15 +172,13 @@ def symmetric_matmul(
     a = jnp.asarray(a)
     other = None if b is None else jnp.asarray(b)
     _check_symmetric(a, other, operands)
-    result = compat.result_type(
-        lambda a, *b: jnp.matmul(
-            a,
-            *(b or (a.mT,)),
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        ),
-        *((a,) if other is None else (a, other)),
+    result = product_type(
+        jnp.matmul,
+        a,
+        a.mT if other is None else other,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
     )
     if other is None:
         # Its rows are the columns of the transpose.
@@ -285,16 +281,14 @@ def dot_general(
         If an operand of the epilogue does not broadcast to the result.
     """
     compat.check_arraylike("dot_general", lhs, rhs)
-    result = compat.result_type(
-        functools.partial(
-            lax.dot_general,
-            dimension_numbers=dimension_numbers,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        ),
+    result = product_type(
+        lax.dot_general,
         lhs,
         rhs,
+        dimension_numbers=dimension_numbers,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
     )
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     contraction = Contraction.of_dot_general(lhs.ndim, rhs.ndim, dimension_numbers)

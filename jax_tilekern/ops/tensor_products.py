@@ -7,7 +7,6 @@ the primitive itself, which writes the result in the order that is asked for.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.result_types import product_type
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.labelled_operands import swapped_precision
@@ -111,19 +111,18 @@ def _einsum_of_two(
     preferred_element_type: DTypeLike | None,
     out_sharding: NamedSharding | PartitionSpec | None,
 ) -> Array:
-    by_jax = functools.partial(
-        jnp.einsum,
-        subscripts,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
-    )
-    result = compat.result_type(by_jax, a, b)
+    options: dict[str, Any] = {
+        "subscripts": subscripts,
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+        "out_sharding": out_sharding,
+    }
+    result = product_type(_einsum_by_jax, a, b, **options)
     a, b = jnp.asarray(a), jnp.asarray(b)
     contraction = _contraction(subscripts, a.shape, b.shape)
     if contraction is None:
         with patch():
-            return by_jax(a, b)
+            return _einsum_by_jax(a, b, **options)
     canonical = compat.canonicalize_precision(precision)
     if contraction.swapped().dot_general_out == contraction.out:
         # A product that is left to XLA is not transposed either.
@@ -138,6 +137,11 @@ def _einsum_of_two(
         out_sharding=None if out_sharding is None else compat.explicit_sharding(result),
     )
     return compat.with_type(product, result.dtype, result.weak_type)
+
+
+def _einsum_by_jax(a: ArrayLike, b: ArrayLike, *, subscripts: str, **options: Any) -> Array:
+    result: Array = jnp.einsum(subscripts, a, b, **options)
+    return result
 
 
 def _contraction(

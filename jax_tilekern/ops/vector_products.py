@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_tilekern.interop import compat
+from jax_tilekern.interop.result_types import product_type
 from jax_tilekern.ops.contraction import contract
 from jax_tilekern.ops.jitted import jitted
 from jax_tilekern.ops.matmul import matmul
@@ -60,15 +60,13 @@ def dot(
     >>> jax.grad(jtk.dot)(jnp.ones(3), jnp.arange(3.0))
     Array([0., 1., 2.], dtype=float32)
     """
-    result = compat.result_type(
-        functools.partial(
-            jnp.dot,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        ),
+    result = product_type(
+        jnp.dot,
         a,
         b,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
     )
     a, b = jnp.asarray(a), jnp.asarray(b)
     contracted = ((a.ndim - 1,), (max(0, b.ndim - 2),)) if a.ndim and b.ndim else ((), ())
@@ -116,7 +114,7 @@ def vdot(
         "precision": precision,
         "preferred_element_type": preferred_element_type,
     }
-    compat.result_type(functools.partial(jnp.vdot, **options), a, b)
+    product_type(jnp.vdot, a, b, **options)
     a, b = jnp.asarray(a), jnp.asarray(b)
     a = jnp.conj(a) if jnp.issubdtype(a.dtype, jnp.complexfloating) else a
     return dot(a.ravel(), b.ravel(), **options)

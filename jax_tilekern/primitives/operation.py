@@ -29,6 +29,7 @@ from jax_tilekern.interop import compat, ffi, outcomes
 from jax_tilekern.interop.compat import ad, mlir
 from jax_tilekern.interop.global_modes import by_types, by_xla, mode_independent
 from jax_tilekern.interop.outcomes import listed_below, record_choice
+from jax_tilekern.interop.result_types import of_any_size
 from jax_tilekern.partitioning import xla
 from jax_tilekern.partitioning.agreement import require_agreement
 from jax_tilekern.partitioning.call import PartitionedOperation, lower_partitioned, register
@@ -173,6 +174,9 @@ class Operation:
     composed
         ``composed(*operands, **params)`` computes the call by other operations, each of which is
         partitioned by its own rule. In a ``jit`` over several devices the call is lowered to it.
+    any_size
+        ``any_size(**params)`` says whether every size of the results is one of the operands',
+        whatever these are, so that abstract evaluation need not know them.
     like_results
         ``like_results(*operands, **params)`` gives arrays of the results' types, shapes and
         shardings, where the reference is not what abstract evaluation should trace.
@@ -213,6 +217,7 @@ class Operation:
     jvp: Callable[..., tuple[Any, Any]] | None = None
     refuse_tangent: Callable[..., None] | None = None
     composed: Callable[..., Any] | None = None
+    any_size: Callable[..., bool] = lambda **_: False
     like_results: Callable[..., Any] | None = None
     localised: Callable[..., Sequence[Any]] | None = None
     source: Callable[..., tuple[Sequence[Operand], Params]] | None = None
@@ -414,12 +419,20 @@ def _as_group(
 
 def _abstract_evaluation(operation: Operation) -> Callable[..., Any]:
     @compat.cached(max_size=4096)
-    def evaluate(avals: tuple[Any, ...], params: tuple[tuple[str, Any], ...]) -> Any:
+    def evaluate(avals: tuple[Any, ...], params: tuple[tuple[str, Any], ...]) -> list[Any]:
         traced = operation.like_results or operation.reference
         results = compat.abstract_results(functools.partial(traced, **dict(params)), *avals)
+        return list(results)
+
+    def abstract(*avals: Any, **params: Any) -> Any:
+        key = tuple(sorted(params.items()))
+        results = None
+        if operation.any_size(**params):
+            results = of_any_size(lambda x: evaluate(x, key), avals)
+        results = evaluate(avals, key) if results is None else results
         return results if operation.several_results else results[0]
 
-    return lambda *avals, **params: evaluate(avals, tuple(sorted(params.items())))
+    return abstract
 
 
 def _lower(

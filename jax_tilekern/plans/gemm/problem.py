@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -121,12 +122,16 @@ class TypedProduct(ABC, Generic[_Geometry]):
 
     def memory_cycles(self, gpu: Gpu) -> float:
         """Return the time to read each operand once and to write the output."""
+        return self._memory_bytes / gpu.rates.memory_bandwidth
+
+    @functools.cached_property
+    def _memory_bytes(self) -> int:
         g = self.strided
         lhs = g.m * g.k * distinct_matrices(g.batch, g.lhs_strides) * self.lhs_dtype.itemsize
         out = g.m * g.n * distinct_matrices(g.batch, g.out_strides) * self.out_dtype.itemsize
         if self.epilogue is not None and not self.epilogue.stores:
             out = 0
-        return (lhs + self.rhs_bytes + out + self.epilogue_bytes) / gpu.rates.memory_bandwidth
+        return lhs + self.rhs_bytes + out + self.epilogue_bytes
 
     def cycles(self, busy: float, gpu: Gpu) -> float:
         """Estimate a launch whose busiest SM would take ``busy`` cycles if memory were no limit."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -125,23 +126,47 @@ def of_candidate(
     estimates = math.log2(candidate.cycles), math.log2(candidate.cycles / first.cycles)
     if workload.operation != "product":
         return estimates
-    key = candidate.key
-    family = key.partition(" ")[0]
+    tile = _tile_of(candidate.key)
+    batch, m, n = (2**x for x in workload.features[:3])
+    if tile.swapped:
+        m, n = n, m
+    tiles = batch * math.ceil(m / tile.rows) * math.ceil(n / tile.columns) * tile.splits
+    return (
+        *estimates,
+        *tile.families,
+        *map(math.log2, (tile.rows, tile.columns, tile.splits, tiles)),
+        math.ceil(tiles / device.sm_count) * device.sm_count / tiles,
+        *tile.variant,
+    )
+
+
+class _Tile(NamedTuple):
+    """What a candidate's key says of a product's tile."""
+
+    rows: int
+    columns: int
+    splits: int
+    swapped: bool
+    families: tuple[float, ...]
+    variant: tuple[float, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def _tile_of(key: str) -> _Tile:
     tile, splits = re.search(r"(\d+)x(\d+)", key), re.search(r"in (\d+) splits", key)
     warps = re.search(r"by (\d+)x(\d+)x(\d+)", key)
     rows, columns = (int(x) for x in tile.groups()) if tile else (1, 1)
-    split = int(splits[1]) if splits else 1
-    batch, m, n = (2**x for x in workload.features[:3])
-    if "swapped" in key:
-        m, n = n, m
-    tiles = batch * math.ceil(m / rows) * math.ceil(n / columns) * split
-    return (
-        *estimates,
-        *(float(family == name) for name in _FAMILIES),
-        *map(math.log2, (rows, columns, split, tiles)),
-        math.ceil(tiles / device.sm_count) * device.sm_count / tiles,
-        *(float(word in key) for word in ("swapped", "ping-pong", "clusters")),
-        *(map(float, warps.groups()) if warps else (0.0, 0.0, 0.0)),
+    family = key.partition(" ")[0]
+    return _Tile(
+        rows,
+        columns,
+        int(splits[1]) if splits else 1,
+        "swapped" in key,
+        tuple(float(family == name) for name in _FAMILIES),
+        (
+            *(float(word in key) for word in ("swapped", "ping-pong", "clusters")),
+            *(map(float, warps.groups()) if warps else (0.0, 0.0, 0.0)),
+        ),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -320,18 +321,36 @@ def instance_for(
         for size, step in ((rows, stride), *out_batch)
         if size > 1
     )
+    dtypes = view.lhs_dtype, view.rhs_dtype, out_dtype
+    majors = view.lhs.k_major, view.rhs.k_major, view.out_m_major
+    return _instance(tile, dtypes, majors, tma_store, promote, parts, gpu)
+
+
+# Products of all sizes have the same kernels.
+@functools.lru_cache(maxsize=4096)
+def _instance(
+    tile: WgmmaTile,
+    dtypes: tuple[_Dtype, _Dtype, _Dtype],
+    majors: tuple[bool, bool, bool],
+    tma_store: bool,
+    promote: bool,
+    parts: int,
+    gpu: Gpu,
+) -> WgmmaInstance:
+    lhs_k_major, rhs_k_major, out_m_major = majors
+    lhs, rhs, out = (CXX_TYPES[dtype] for dtype in dtypes)
     return WgmmaInstance(
-        types=(CXX_TYPES[view.lhs_dtype], CXX_TYPES[view.rhs_dtype], CXX_TYPES[out_dtype]),
+        types=(lhs, rhs, out),
         block_m=tile.block_m,
         block_n=tile.block_n,
-        block_k=TILE_ROW_BYTES // view.lhs_dtype.itemsize,
+        block_k=TILE_ROW_BYTES // dtypes[0].itemsize,
         stages=0,
         consumers=tile.consumers,
         cooperative=tile.cooperative,
         cluster=tile.cluster,
-        lhs_k_major=view.lhs.k_major,
-        rhs_k_major=view.rhs.k_major,
-        out_m_major=view.out_m_major,
+        lhs_k_major=lhs_k_major,
+        rhs_k_major=rhs_k_major,
+        out_m_major=out_m_major,
         tma_store=tma_store,
         promote=promote,
         parts=parts,
