@@ -23,7 +23,7 @@ from jax_tilekern.cli.console import output_file, write_json
 from jax_tilekern.plans.cpu import Cpu
 from jax_tilekern.plans.gpu import KNOWN_GPUS
 from jax_tilekern.plans.policy.choice import base_microseconds
-from jax_tilekern.plans.policy.model import FILES, FORMAT, DeviceModel, Forest
+from jax_tilekern.plans.policy.model import FILES, FORMAT, DeviceModel, Forest, model_of
 from jax_tilekern.plans.policy.workload import of_candidate
 
 HELP = "fit the policy's predictions for a device to measured calls"
@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "launch": device.launch,
                 "bytes": device.bytes,
                 "operations": dict(device.operations),
+                "complex_operations": dict(device.complex_operations),
             },
             "models": models,
         }
@@ -100,6 +101,8 @@ def _rates(name: str, calls: Sequence[MeasuredCall]) -> DeviceModel:
             arithmetic: rate([w.operations / t for w, t in timed if w.arithmetic == arithmetic])
             for arithmetic in sorted(arithmetics)
         },
+        # The records have no complex products.
+        present.complex_operations if (present := model_of(name)) else {},
         {},
     )
 

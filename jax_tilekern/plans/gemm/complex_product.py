@@ -23,6 +23,7 @@ from jax_tilekern.plans.gemm.select import candidates
 from jax_tilekern.plans.gpu import Gpu
 from jax_tilekern.plans.launch import NoKernel
 from jax_tilekern.plans.policy import choose, current_policy
+from jax_tilekern.plans.policy.model import model_of
 from jax_tilekern.plans.policy.workload import of_product
 
 REAL_PARTS: dict[np.dtype[Any], np.dtype[Any]] = {
@@ -209,9 +210,7 @@ def verdict_on_cpu(product: ComplexProduct) -> Verdict:
     return Verdict(False, f"a real product has {text}, which does not pay")
 
 
-# The multiply-adds of real numbers that XLA's complex products do in a microsecond, by the device
-# and the arithmetic of the real product. One size was measured for each, so the margin is wide.
-_XLA_RATES = {("NVIDIA H100 80GB HBM3", "tf32"): 88.5e6, ("NVIDIA H100 80GB HBM3", "f32"): 27e6}
+# One size was measured for each rate of XLA's complex products, so the margin is wide.
 _MARGIN = 1.25
 
 
@@ -220,7 +219,8 @@ def verdict_on_gpu(product: ComplexProduct, gpu: Gpu) -> Verdict:
     if current_policy() == "kernels":
         return _ASKED
     real, work = product.real, of_product(product.real)
-    rate = _XLA_RATES.get((gpu.name, real.arithmetic))
+    known = model_of(gpu.name)
+    rate = known.complex_operations.get(real.arithmetic) if known else None
     if rate is None:
         return Verdict(
             False,

@@ -53,13 +53,17 @@ class Forest:
     def __call__(self, rows: Sequence[Sequence[float]]) -> _Array:
         """Return the sum for each row of numbers."""
         x = np.asarray(rows, np.float32)
-        trees = np.arange(len(self.values))
-        node = np.zeros((len(x), len(trees)), np.int64)
-        inner = self.features.shape[1]
-        while node[0, 0] < inner:
-            compared = np.take_along_axis(x, self.features[trees, node], axis=1)
-            node = 2 * node + 1 + (compared > self.thresholds[trees, node])
-        total: _Array = self.values[trees, node - inner].sum(1) + self.constant
+        trees, inner = self.features.shape
+        row = np.arange(len(x))[:, None] * x.shape[1]
+        # Positions among all trees' nodes, of which each tree has ``inner``.
+        first = np.arange(trees) * inner
+        node = np.zeros((len(x), trees), np.int64)
+        for _ in range(inner.bit_length()):
+            at = first + node
+            compared = x.take(row + self.features.take(at))
+            node = 2 * node + 1 + (compared > self.thresholds.take(at))
+        leaf = np.arange(trees) * self.values.shape[1] + node - inner
+        total: _Array = self.values.take(leaf).sum(1) + self.constant
         return total
 
     @classmethod
@@ -123,6 +127,9 @@ class DeviceModel:
         Bytes that memory moves in a microsecond.
     operations
         By arithmetic, multiply-adds in a microsecond.
+    complex_operations
+        By the arithmetic of the parts, real multiply-adds of XLA's complex products in a
+        microsecond.
     models
         By the operation.
     """
@@ -131,6 +138,7 @@ class DeviceModel:
     launch: float
     bytes: float
     operations: Mapping[str, float]
+    complex_operations: Mapping[str, float]
     models: Mapping[str, OperationModel]
 
     def roofline(self, workload: Workload) -> float:
@@ -170,6 +178,7 @@ class DeviceModel:
             float(rates["launch"]),
             float(rates["bytes"]),
             {name: float(rate) for name, rate in rates["operations"].items()},
+            {name: float(rate) for name, rate in rates.get("complex_operations", {}).items()},
             models,
         )
 
